@@ -13,11 +13,10 @@ cross-entropy whose token weights are the derivatives with respect to s; fused_c
 between the two kernels of a chunk (`joint`), so no logits are stored. The log-probabilities of the
 reference, the model before training, are computed once and cached.
 
-From pair to gradient: data/preferences.py reads the rankings and packs them (`pack_rankings`),
-`Preferences.token_loss` gathers the hidden states of the answers' tokens (data/answers.py) and
-gives a function of PAIR_LOSSES to fused_ce.py; the step is that of train.py.
-
-Reinforcement learning, which generates its answers, is a separate stage: rl.py.
+From pair to gradient: data/preferences.py reads the rankings, alignment/packed_answers.py packs
+them, `pair_objective` gathers the hidden states of the answers' tokens and gives a function of
+PAIR_LOSSES to fused_ce.py; the step is that of train.py. Reinforcement learning, which generates
+its answers, is in alignment/rollouts.py. STAGES says which functions a method runs.
 """
 
 from runtime import cli
@@ -28,7 +27,7 @@ if __name__ == '__main__':
 import hashlib
 import io
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -39,13 +38,15 @@ from torch import Tensor
 
 import metrics
 import train
-from data.answers import Answers
+from alignment import rollouts
+from alignment.advantages import RL_METHODS
+from alignment.objectives import policy_objective
+from alignment.packed_answers import Answers, answer_log_probs, pack_rankings
 from data.cache import writing_to_cache
 from data.export import pad_token, tokenizer_files
-from data.preferences import TIED, load_preferences, pack_rankings
+from data.preferences import TIED, load_preferences
 from data.tokenizer import begins_with_bos
 from fused_ce import fused_loss, joint
-from rl import RL_METHODS, Rollouts, answer_log_probs, check_rollouts
 from runtime import checkpoint, resume
 from runtime.build import build_model
 from runtime.code import code_digest
@@ -238,221 +239,233 @@ def check_align_config(cfg):
                           f'{", ".join(RL_METHODS)} need a reward, and only they')
     check_settings_are_read(cfg)
     if cfg.reward:
-        check_rollouts(cfg)
+        rollouts.check_rollouts(cfg)
 
 
-# ---- A run on preferences ------------------------------------------------------------------------
+# ---- Preferences ---------------------------------------------------------------------------------
+
+def load_rankings(cfg, tokenizer):
+    """Return the Sequences of the rankings in cfg.data; print what biases them."""
+    sequences = load_preferences(
+        cfg.data, tokenizer, template=cfg.template, max_length=cfg.max_length,
+        pack_len=cfg.pack_len, add_bos=begins_with_bos(tokenizer, cfg.add_bos),
+        revision=cfg.data_revision, cache_dir=cfg.cache_dir, on_bad_row=cfg.on_bad_row,
+        workers=cfg.workers or cores())
+    masks = [mask for _, mask in sequences]
+    best = np.mean([np.count_nonzero(mask == 1) for mask in masks])
+    worst = np.mean([np.count_nonzero(mask == mask[-1]) for mask in masks])
+    if (n := np.count_nonzero(sequences.margins)) and cfg.method != 'reward':
+        print(f'note: {n} pairs have a margin, which only method = reward uses')
+    # a bias to long or short answers shows here
+    print(f'answers: {best:.0f} tokens on average in the best, {worst:.0f} in the worst')
+    return sequences
+
+
+def build_with_reference(run):
+    """Return the model to train; run.reference has the `answer_sums` of it before training."""
+    model = train.build(run)
+    if run.cfg.method not in NO_REFERENCE:
+        run.reference = cached_reference(run, model)
+    return model
+
+
+def cached_reference(run, model):
+    """Return the `answer_sums` of the untrained model, from the cache if they are there.
+
+    The kernels are those of training, so that the first margin is 0 up to rounding. The cache's
+    name is a hash of everything that they depend on.
+    """
+    cfg = run.cfg
+    key = hashlib.sha256(json.dumps([
+        run.sequences.digest, checkpoint.fingerprint(run.base), str(model.head.dtype),
+        code_digest(model.config, answer_log_probs), cfg.attention, model.softcap,
+        model.temperature
+    ]).encode()).hexdigest()[:20]
+    path = Path(cfg.cache_dir, f'reference-{key}.npy')
+    cached = read_reference(path)
+    if all(gather(cached is not None)):
+        return cached
+    sums = answer_sums(run, model)
+    if rank() == 0:
+        content = io.BytesIO()
+        np.save(content, sums)
+        with writing_to_cache(path.parent), temporary(path) as part:
+            part.write_bytes(content.getvalue() + seal(path, content.getvalue()))
+    return sums
+
 
 def seal(path, content):
     """Return the checksum that ends a file of the cache: of its name and its content, 32 bytes."""
     return hashlib.sha256(path.name.encode() + content).digest()
 
 
-class Preferences:
-    """The stage of a run of train.py that learns from pairs of answers: see `train.train`."""
-
-    tokenizer_files = staticmethod(tokenizer_files)
-    batches = staticmethod(train.batches)
-    train_step = staticmethod(train.train_step)
-    reference = None        # log-probabilities of the answers by the reference: see `answer_sums`
-
-    def load_sequences(self, cfg, tokenizer):
-        """Return (sequences, indices of those to train on, indices of the held-out ones)."""
-        self.sequences = load_preferences(
-            cfg.data, tokenizer, template=cfg.template, max_length=cfg.max_length,
-            pack_len=cfg.pack_len, add_bos=begins_with_bos(tokenizer, cfg.add_bos),
-            revision=cfg.data_revision, cache_dir=cfg.cache_dir, on_bad_row=cfg.on_bad_row,
-            workers=cfg.workers or cores())
-        masks = [mask for _, mask in self.sequences]
-        best = np.mean([np.count_nonzero(mask == 1) for mask in masks])
-        worst = np.mean([np.count_nonzero(mask == mask[-1]) for mask in masks])
-        if (n := np.count_nonzero(self.sequences.margins)) and cfg.method != 'reward':
-            print(f'note: {n} pairs have a margin, which only method = reward uses')
-        # a bias to long or short answers shows here
-        print(f'answers: {best:.0f} tokens on average in the best, {worst:.0f} in the worst')
-        return train.split_sequences(cfg, self.sequences)
-
-    def build_model(self, cfg, config, base, device):
-        """Return the model to train; the log-probabilities of the reference are computed first."""
-        model = build_model(cfg, config, base, device)
-        if cfg.method not in NO_REFERENCE:
-            self.reference = self.cached_reference(cfg, model, base, device)
-        return model
-
-    def cached_reference(self, cfg, model, base, device):
-        """Return the `answer_sums` of the untrained model, from the cache if they are there.
-
-        The kernels are those of training, so that the first margin is 0 up to rounding.
-        The cache's name is a hash of everything that they depend on.
-        """
-        key = hashlib.sha256(json.dumps([
-            self.sequences.digest, checkpoint.fingerprint(base), str(model.head.dtype),
-            code_digest(model.config, answer_log_probs), cfg.attention, model.softcap,
-            model.temperature
-        ]).encode()).hexdigest()[:20]
-        path = Path(cfg.cache_dir, f'reference-{key}.npy')
-        cached = self.read_reference(path)
-        if all(gather(cached is not None)):
-            return cached
-        sums = self.answer_sums(cfg, model, device)
-        if rank() == 0:
-            content = io.BytesIO()
-            np.save(content, sums)
-            with writing_to_cache(path.parent), temporary(path) as part:
-                part.write_bytes(content.getvalue() + seal(path, content.getvalue()))
-        return sums
-
-    def read_reference(self, path):
-        """Return the array in a file of the cache; None if it is missing or damaged."""
-        if not path.exists():
-            return None
-        content = path.read_bytes()
-        array, sealed = content[:-32], content[-32:]
-        if sealed != seal(path, array):
-            print(f'the reference in {path} is damaged: it does not match its checksum; computing '
-                  f'it again')
-            return None
-        return np.load(io.BytesIO(array))
-
-    def answer_sums(self, cfg, model, device, rows_at_once=64):
-        """Return the log-probabilities of the answers by the model as it is, float32 [n, K].
-
-        n: sequences; K: largest number of answers to a prompt; rows with fewer end in zeros
-        """
-        most, order = (self.sequences.loss_mask % TIED).max(), np.argsort(-self.sequences.lengths)
-        sums = np.zeros((len(order), most), np.float32)
-        for chosen in np.split(order, range(rows_at_once, len(order), rows_at_once)):
-            packed = self.pack_batch(cfg, self.sequences, chosen,
-                                     world_size() * (cfg.micro_rows or 1))
-            total = torch.zeros(len(packed['counts']), device=device)
-            for answers, log_p, _ in answer_log_probs(model, packed, cfg, device):
-                total += answers.sums(log_p)
-            tree, number = packed['where'].T
-            sums[chosen[tree], number] = sum_over_processes(total).cpu().numpy()
-        reshard(model)
-        return sums
-
-    def pack_batch(self, cfg, sequences, chosen, multiple):
-        """Return the packed trees of the sequences with the indices `chosen`."""
-        packed = pack_rankings([sequences[i] for i in chosen], cfg.pack_len, multiple)
-        tree, number = packed['where'].T
-        return packed | {'reference': np.zeros(len(tree), np.float32) if self.reference is None
-                         else self.reference[chosen[tree], number]}
-
-    def count_rows(self, cfg, sequences, chosen):
-        """Return the number of packed rows of a step."""
-        return len(pack_rankings([sequences[i] for i in chosen], cfg.pack_len)['tokens'])
-
-    def token_loss(self, packed, cfg):
-        """Return the function of `train.token_loss`: the mean over prompts of means over pairs."""
-        pair_loss = PAIR_LOSSES[cfg.method]
-
-        def compute(model, rows, inputs, _):
-            answers, measured = Answers(packed, rows, model.head.device), {}
-            w, l = answers.on_device(packed['pairs']).T         # noqa: E741
-            n, r, pair_weight = answers.counts, *(
-                answers.on_device(packed[key]) for key in ('reference', 'pair_weight'))
-
-            def function(log_p, entropy, tokens):
-                # called for the prompts of each chunk, and at the end for all of them
-                present = answers.present(tokens)
-                weight = pair_weight * present[w]
-                # for answers outside this call, any finite value: infinity times 0 would be NaN
-                s = torch.where(present > 0, answers.sums(log_p, tokens), -n)
-                pairs = Pairs(s[w], s[l], n[w], n[l], r[w], r[l])
-                margin = pairs.margin(cfg)
-                if cfg.method in NO_REFERENCE:      # the implicit reward is the mean per token
-                    margin = pairs.s_w / pairs.n_w - pairs.s_l / pairs.n_l
-                values = {'nll': -pairs.s_w / pairs.n_w, 'margin': cfg.beta * margin,
-                          'accuracy': (margin.sign() + 1) / 2,    # 0.5 if both rewards are equal
-                          'chosen': pairs.s_w, 'rejected': pairs.s_l}
-                measured.update({name: (value.detach() * weight).sum()
-                                 for name, value in values.items()})
-                return (pair_loss(pairs, cfg) * weight).sum()
-
-            prompt = torch.from_numpy(packed['where'][packed['answer'][answers.part], 0])
-            loss, _ = fused_loss(answers.gather(model(*inputs)), model.head, answers.token,
-                                 joint(function), reduction='sum', group=prompt,
-                                 **loss_options(model, cfg))
-            return loss, measured
-
-        return compute
-
-    def validation_loss(self, model, packed, cfg, device):
-        """Return {val_loss, val_accuracy, ...}: means over the held-out prompts."""
-        with evaluating(model):
-            values = train.forward_backward(model, packed, cfg, device, self.token_loss)
-        return {f'val_{name}': value.item() for name, value in values.items()}
+def read_reference(path):
+    """Return the array in a file of the cache; None if it is missing or damaged."""
+    if not path.exists():
+        return None
+    content = path.read_bytes()
+    array, sealed = content[:-32], content[-32:]
+    if sealed != seal(path, array):
+        print(f'the reference in {path} is damaged: it does not match its checksum; computing it '
+              f'again')
+        return None
+    return np.load(io.BytesIO(array))
 
 
-class RewardModel(Preferences):
-    """The stage that trains a reward model: -log sigmoid(r_w - r_l - m) (Bradley and Terry 1952).
+def answer_sums(run, model, rows_at_once=64):
+    """Return the log-probabilities of the answers by the model as it is, float32 [n, K].
 
-    m is the margin of a pair (Llama 2, 2307.09288), 0 without one. The reward of an answer is the
-    dot product of its last hidden state and a score head [D], in float32. transformers loads the
-    saved folder as AutoModelForSequenceClassification, one label.
+    n: sequences; K: largest number of answers to a prompt; rows with fewer end in zeros
     """
+    cfg, sequences = run.cfg, run.sequences
+    order = np.argsort(-sequences.lengths)
+    sums = np.zeros((len(order), (sequences.loss_mask % TIED).max()), np.float32)
+    for chosen in np.split(order, range(rows_at_once, len(order), rows_at_once)):
+        packed = pack_rankings([sequences[i] for i in chosen], cfg.pack_len,
+                               world_size() * (cfg.micro_rows or 1))
+        total = torch.zeros(len(packed.counts), device=run.device)
+        for answers, log_p, _ in answer_log_probs(model, packed, cfg.micro_rows, run.device):
+            total += answers.sums(log_p)
+        tree, number = packed.where.T
+        sums[chosen[tree], number] = sum_over_processes(total).cpu().numpy()
+    reshard(model)
+    return sums
 
-    pad_id = None       # of the saved model
 
-    def tokenizer_files(self, folder, tokenizer, template, add_bos):
-        """Return the tokenizer files to save, with a pad token that never ends an answer."""
-        name, self.pad_id = pad_token(folder, tokenizer, template)
-        if name is None:
-            print(f'note: the only control token of {folder} ends the answers, so none can pad '
-                  f'them: transformers will compute the rewards of one text at a time alone')
-        return tokenizer_files(folder, tokenizer, template, add_bos, reward=True)
+def pack_pairs(run, chosen, multiple):
+    """Return the PackedPairs of the sequences with the indices `chosen`, with their reference."""
+    reference = None if run.reference is None else run.reference[chosen]
+    return pack_rankings([run.sequences[i] for i in chosen], run.cfg.pack_len, multiple,
+                         reference=reference)
 
-    def build_model(self, cfg, config, base, device):
-        """Return the model with a score head of zeros, which is trained with LoRA as well."""
-        model = build_model(cfg, config, base, device, reward=True)
-        model.score.requires_grad_()
-        model.config.hf = model.config.hf | {'pad_token_id': self.pad_id}
-        return model
 
-    def pack_batch(self, cfg, sequences, chosen, multiple):
-        """Return the packed trees of the sequences with the indices `chosen`."""
-        packed = pack_rankings([sequences[i] for i in chosen], cfg.pack_len, multiple, last=True)
-        tree = packed['where'][packed['pairs'][:, 0], 0]
-        return packed | {'margin': sequences.margins[chosen[tree]]}
+def pair_objective(packed, cfg):
+    """Return the function of `train.token_loss`: the mean over prompts of means over pairs."""
+    pair_loss = PAIR_LOSSES[cfg.method]
 
-    def margins(self, model, packed, rows, inputs):
-        """Return (r_w - r_l, r_w + r_l, weight) of the pairs in some rows."""
-        answers = Answers(packed, rows, model.head.device)
-        pairs, weight = (answers.on_device(packed[key]) for key in ('pairs', 'pair_weight'))
-        r_w, r_l = answers.sums(model.rewards(answers.gather(model(*inputs))))[pairs.T]
-        return r_w - r_l, r_w + r_l, weight * answers.present()[pairs[:, 0]]
+    def compute(model, rows, inputs, _):
+        answers, measured = Answers(packed, rows, model.head.device), {}
+        w, l = answers.on_device(packed.pairs).T         # noqa: E741
+        n, r, pair_weight = answers.counts, *(
+            answers.on_device(x) for x in (packed.reference, packed.pair_weight))
 
-    def token_loss(self, packed, cfg):
-        """Return the function of `Preferences.token_loss`, for rewards."""
-        def compute(model, rows, inputs, _):
-            margin, both, weight = self.margins(model, packed, rows, inputs)
-            values = {'nll': F.softplus(-margin), 'margin': margin,
-                      'accuracy': (margin.sign() + 1) / 2}
-            wanted = to_device(torch.from_numpy(packed['margin']), margin.device)
-            loss = F.softplus(wanted - margin) + cfg.centering * both.square()
-            return (loss * weight).sum(), {
-                name: (value.detach() * weight).sum() for name, value in values.items()}
-        return compute
+        def function(log_p, entropy, tokens):
+            # called for the prompts of each chunk, and at the end for all of them
+            present = answers.present(tokens)
+            weight = pair_weight * present[w]
+            # pairs of other chunks have weight 0, and any finite value: infinity times 0 is NaN
+            s = torch.where(present > 0, answers.sums(log_p, tokens), -n)
+            pairs = Pairs(s[w], s[l], n[w], n[l], r[w], r[l])
+            margin = pairs.margin(cfg)
+            if cfg.method in NO_REFERENCE:      # the implicit reward is the mean per token
+                margin = pairs.s_w / pairs.n_w - pairs.s_l / pairs.n_l
+            values = {'nll': -pairs.s_w / pairs.n_w, 'margin': cfg.beta * margin,
+                      'accuracy': (margin.sign() + 1) / 2,    # 0.5 if both rewards are equal
+                      'chosen': pairs.s_w, 'rejected': pairs.s_l}
+            measured.update({name: (value.detach() * weight).sum()
+                             for name, value in values.items()})
+            return (pair_loss(pairs, cfg) * weight).sum()
 
-    def validation_loss(self, model, packed, cfg, device):
-        """Return the log loss and accuracy over held-out prompts, and the ECE over their pairs."""
-        with evaluating(model):
-            parts = [torch.stack(self.margins(model, packed, rows, inputs)).double().cpu().numpy()
-                     for rows, inputs, _ in train.micro_batches(packed, cfg, device)]
-        margin, _, weight = sum(part for parts in gather(parts) for part in parts)
-        return {'val_loss': weight @ np.logaddexp(0, -margin),
-                'val_accuracy': weight @ (np.sign(margin) + 1) / 2,
-                'val_ece': metrics.ece(1 / (1 + np.exp(-np.abs(margin))), margin > 0)}
+        prompt = torch.from_numpy(packed.where[packed.answer[answers.part], 0])
+        loss, _ = fused_loss(answers.gather(model(*inputs)), model.head, answers.token,
+                             joint(function), reduction='sum', group=prompt,
+                             **loss_options(model, cfg))
+        return loss, measured
+
+    return compute
+
+
+def pair_validation(run):
+    """Return {val_loss, val_accuracy, ...}: means over the held-out prompts."""
+    packed = run.stage.pack(run, run.held_out, run.row_multiple)
+    with evaluating(run.model):
+        values = train.forward_backward(run.model, packed, run.cfg, run.device,
+                                        run.stage.objective)
+    return {f'val_{name}': value.item() for name, value in values.items()}
+
+
+# ---- Reward models -------------------------------------------------------------------------------
+
+# The loss is -log sigmoid(r_w - r_l - m) (Bradley and Terry 1952). m is the margin of a pair
+# (Llama 2, 2307.09288), 0 without one. The reward of an answer is the dot product of its last
+# hidden state and a score head [D], in float32. transformers loads the saved folder as
+# AutoModelForSequenceClassification, one label.
+
+def reward_tokenizer(cfg, base, tokenizer):
+    """Return the tokenizer files to save, with a pad token that never ends an answer."""
+    if pad_token(base, tokenizer, cfg.template)[0] is None:
+        print(f'note: the only control token of {base} ends the answers, so none can pad them: '
+              f'transformers will compute the rewards of one text at a time alone')
+    return tokenizer_files(base, tokenizer, cfg.template, begins_with_bos(tokenizer, cfg.add_bos),
+                           reward=True)
+
+
+def build_reward_model(run):
+    """Return the model with a score head of zeros, which is trained with LoRA as well."""
+    model = build_model(run.cfg, run.config, run.base, run.device, reward=True)
+    model.score.requires_grad_()
+    _, pad_id = pad_token(run.base, run.tokenizer, run.cfg.template)
+    model.config.hf = model.config.hf | {'pad_token_id': pad_id}
+    return model
+
+
+def pack_last_tokens(run, chosen, multiple):
+    """Return the PackedPairs of the sequences `chosen`: their answers' last tokens, and margins."""
+    return pack_rankings([run.sequences[i] for i in chosen], run.cfg.pack_len, multiple, last=True,
+                         margins=run.sequences.margins[chosen])
+
+
+def reward_margins(model, packed, rows, inputs):
+    """Return (r_w - r_l, r_w + r_l, weight) of the pairs in some rows."""
+    answers = Answers(packed, rows, model.head.device)
+    pairs, weight = (answers.on_device(x) for x in (packed.pairs, packed.pair_weight))
+    r_w, r_l = answers.sums(model.rewards(answers.gather(model(*inputs))))[pairs.T]
+    return r_w - r_l, r_w + r_l, weight * answers.present()[pairs[:, 0]]
+
+
+def reward_objective(packed, cfg):
+    """Return the function of `train.token_loss`, for rewards."""
+    def compute(model, rows, inputs, _):
+        margin, both, weight = reward_margins(model, packed, rows, inputs)
+        values = {'nll': F.softplus(-margin), 'margin': margin,
+                  'accuracy': (margin.sign() + 1) / 2}
+        wanted = to_device(torch.from_numpy(packed.margin), margin.device)
+        loss = F.softplus(wanted - margin) + cfg.centering * both.square()
+        return (loss * weight).sum(), {
+            name: (value.detach() * weight).sum() for name, value in values.items()}
+    return compute
+
+
+def reward_validation(run):
+    """Return the log loss and accuracy over held-out prompts, and the ECE over their pairs."""
+    packed = run.stage.pack(run, run.held_out, run.row_multiple)
+    with evaluating(run.model):
+        parts = [torch.stack(reward_margins(run.model, packed, rows, inputs)).double().cpu().numpy()
+                 for rows, inputs, _ in packed.micro_batches(run.cfg.micro_rows, run.device)]
+    margin, _, weight = sum(part for parts in gather(parts) for part in parts)
+    return {'val_loss': weight @ np.logaddexp(0, -margin),
+            'val_accuracy': weight @ (np.sign(margin) + 1) / 2,
+            'val_ece': metrics.ece(1 / (1 + np.exp(-np.abs(margin))), margin > 0)}
 
 
 # ---- The command ---------------------------------------------------------------------------------
 
+PAIRS = replace(train.SFT, load=load_rankings, build=build_with_reference, pack=pack_pairs,
+                objective=pair_objective, validate=pair_validation)
+REWARD_MODEL = replace(PAIRS, files=reward_tokenizer, build=build_reward_model,
+                       pack=pack_last_tokens, objective=reward_objective,
+                       validate=reward_validation)
+ROLLOUTS = replace(train.SFT, load=rollouts.load, build=rollouts.build, pack=None,
+                   count_rows=rollouts.count_rows, batches=rollouts.batches,
+                   objective=policy_objective, step=rollouts.update, validate=rollouts.validate)
+STAGES = {**dict.fromkeys(PAIR_LOSSES, PAIRS), 'reward': REWARD_MODEL,
+          **dict.fromkeys(RL_METHODS, ROLLOUTS)}
+
+
 def align(cfg):
     """Run the training `cfg`, an AlignConfig; return and raise as `train.train` does."""
     check_align_config(cfg)
-    stages = {'reward': RewardModel} | dict.fromkeys(RL_METHODS, Rollouts)
-    return train.train(cfg, stages.get(cfg.method, Preferences)())
+    return train.train(cfg, STAGES[cfg.method])
 
 
 def main(argv):

@@ -10,13 +10,14 @@ the calibration report.
 From file to gradient: data/instruct.py reads rows (data/files.py) and encodes them (data/chat.py,
 data/tokenizer.py), data/cache.py stores the tokens, data/packing.py packs those of a step into
 rows; runtime/build.py makes the model and its optimizer; `train_step` calls model.py with
-attention.py, fused_ce.py and runtime/optim.py.
+attention.py, fused_ce.py and runtime/optim.py. Another kind of training is another `Stage`: see
+align.py.
 """
 
-from runtime import cli, startup
+from runtime import cli
 
 if __name__ == '__main__':
-    startup.begin()
+    cli.begin()
 
 import contextlib
 import functools
@@ -25,11 +26,11 @@ import json
 import math
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 from data.chat import TEMPLATES
 from runtime.config import load_config, require_given, require_range
@@ -138,15 +139,15 @@ def read_arguments(argv):
 
 if __name__ == '__main__':
     with cli.one_line_errors():     # --help and misspelled keys need no torch, which takes seconds
-        startup.load_libraries(read_arguments(sys.argv[1:]).device)
+        read_arguments(sys.argv[1:])
 
 import numpy as np
 import torch
 
 import metrics
-from data.export import tokenizer_files      # noqa: F401    used through `stage`
+from data.export import tokenizer_files
 from data.instruct import load_conversations
-from data.packing import epoch_order, pack, sequence_weights
+from data.packing import pack, sequence_weights, step_indices
 from data.text import load_text
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from data.trees import load_answers
@@ -156,8 +157,8 @@ from results.plots import draw_loss
 from results.report import print_report
 from results.samples import OUTPUTS
 from runtime import checkpoint, ownership, resume, trained
-from runtime.build import build_model, build_optimizer      # noqa: F401    used through `stage`
-from runtime.device import pick_device, to_device
+from runtime.build import build_model, build_optimizer
+from runtime.device import pick_device
 from runtime.log import StepLog, peak_memory, print_sizes, show_example
 from runtime.loss import loss_options, parse_loss
 from runtime.memory import pick_micro_rows
@@ -209,23 +210,88 @@ def check_config(cfg):
         check_report_config(cfg.eval, cfg.data_kind)
 
 
-# ---- Data ----------------------------------------------------------------------------------------
+# ---- Stages --------------------------------------------------------------------------------------
 
-def load_sequences(cfg, tokenizer):
-    """Return (all sequences, indices of those to train on, indices of the held-out sequences)."""
-    common = {'max_length': cfg.max_length, 'add_bos': begins_with_bos(tokenizer, cfg.add_bos),
-              'revision': cfg.data_revision, 'cache_dir': cfg.cache_dir,
-              'on_bad_row': cfg.on_bad_row, 'workers': cfg.workers or cores()}
-    if cfg.data_kind == 'instruct':
-        common |= {key: getattr(cfg, key) for key in ('template', 'answers', 'train_on_inputs')}
-    load = {'instruct': load_conversations, 'text': load_text, 'questions': load_answers}
-    return split_sequences(cfg, load[cfg.data_kind](cfg.data, tokenizer, **common))
+@dataclass(frozen=True)
+class Stage:
+    """A kind of training: the functions in which it differs from others, in the order of the calls.
+
+    load        (cfg, tokenizer) -> sequences: `sequences[i]` is (tokens, loss mask), with a length,
+                the `lengths` of all and a `digest`, such as cache.Sequences
+    files       (cfg, base, tokenizer) -> {name: content} of tokenizer files to save
+    build       (run) -> the model to train
+    pack        (run, chosen, multiple) -> Packed of the sequences `chosen`; for the next two alone
+    count_rows  (run, chosen) -> number of packed rows of a step
+    batches     (run, first, until) -> yields (chosen, Packed) of each step from `first` on
+    objective   (packed, cfg) -> function of a micro-batch: see `token_loss`
+    step        (model, optimizer, packed, cfg, device, objective) -> metrics: see `train_step`
+    validate    (run) -> {name: metric} of the held-out sequences
+    """
+    load: Callable
+    files: Callable
+    build: Callable
+    pack: Callable | None
+    count_rows: Callable
+    batches: Callable
+    objective: Callable
+    step: Callable
+    validate: Callable
 
 
-def split_sequences(cfg, sequences):
-    """Return (sequences, indices of those to train on, indices of the held-out sequences)."""
-    order = np.random.default_rng(cfg.seed).permutation(len(sequences))
-    held_out, rest = np.split(order, [cfg.val_size])
+@dataclass
+class Run:
+    """A run whose settings, model and data have been checked, before its first step."""
+    cfg: TrainConfig
+    stage: Stage
+    device: str
+    base: Path              # folder of the model to start from
+    config: Any             # its ModelConfig, with the settings that change it
+    tokenizer: Any
+    tasks: dict             # of the report: {name: Task}
+    sequences: Any          # of `Stage.load`
+    training: np.ndarray    # indices of the sequences to train on
+    held_out: np.ndarray    # indices of the others
+    files: dict             # of `Stage.files`
+    model: Any = None       # of `Stage.build`
+    reference: Any = None   # what align.py compares the model with, see there
+
+    @property
+    def out_dir(self):
+        return Path(self.cfg.out_dir)
+
+    @property
+    def steps(self):
+        """Return the number of optimizer steps."""
+        steps = int(len(self.training) * self.cfg.epochs) // self.cfg.batch_size
+        return min(steps, self.cfg.max_steps or steps)
+
+    @property
+    def row_multiple(self):
+        """Return the divisor of each step's number of rows.
+
+        On a GPU rows come in full micro-batches, so that each shape is compiled once.
+        """
+        return world_size() * (self.cfg.micro_rows if self.device.startswith('cuda') else 1)
+
+
+def load_run(cfg, stage, device):
+    """Return the Run of a training; raise an error for all that does not fit, and write nothing."""
+    with first_process_first():
+        base = checkpoint.fetch(cfg.model, cfg.revision)
+        config = trained.model_config(cfg, base)
+        tokenizer = load_model_tokenizer(base, config)
+        tasks = load_tasks(report_config(cfg, base, cfg.out_dir)) if cfg.eval else {}
+        sequences = stage.load(cfg, tokenizer)
+        training, held_out = split_sequences(cfg, len(sequences))
+        if not cfg.from_scratch:
+            checkpoint.check_weights(base, config)
+    return Run(cfg, stage, device, base, config, tokenizer, tasks, sequences,
+               training, held_out, stage.files(cfg, base, tokenizer))
+
+
+def split_sequences(cfg, n):
+    """Return (indices of the sequences to train on, indices of those held out) of n sequences."""
+    held_out, rest = np.split(np.random.default_rng(cfg.seed).permutation(n), [cfg.val_size])
     if len(rest) < (cfg.data_limit or 0):
         raise DataError(f'{cfg.data}: data_limit = {cfg.data_limit}, but it has {len(rest)} '
                         f'sequences' + f' besides val_size = {cfg.val_size}' * (cfg.val_size > 0))
@@ -234,73 +300,56 @@ def split_sequences(cfg, sequences):
         raise DataError(f'{cfg.data}: {len(training)} sequences for training besides val_size = '
                         f'{cfg.val_size}, with epochs = {cfg.epochs:g}, do not fill one step of '
                         f'batch_size = {cfg.batch_size}; lower batch_size or val_size')
-    return sequences, training, held_out
+    return training, held_out
 
 
-def pack_batch(cfg, sequences, chosen, multiple):
+# ---- Supervised fine-tuning: data, batches, one step ---------------------------------------------
+
+def load_sequences(cfg, tokenizer):
+    """Return the Sequences of cfg.data."""
+    common = {'max_length': cfg.max_length, 'add_bos': begins_with_bos(tokenizer, cfg.add_bos),
+              'revision': cfg.data_revision, 'cache_dir': cfg.cache_dir,
+              'on_bad_row': cfg.on_bad_row, 'workers': cfg.workers or cores()}
+    if cfg.data_kind == 'instruct':
+        common |= {key: getattr(cfg, key) for key in ('template', 'answers', 'train_on_inputs')}
+    load = {'instruct': load_conversations, 'text': load_text, 'questions': load_answers}
+    return load[cfg.data_kind](cfg.data, tokenizer, **common)
+
+
+def saved_tokenizer(cfg, base, tokenizer):
+    """Return {name: content} of the tokenizer files to save beside the weights."""
+    return tokenizer_files(base, tokenizer, cfg.template if cfg.data_kind == 'instruct' else None,
+                           begins_with_bos(tokenizer, cfg.add_bos))
+
+
+def build(run):
+    """Return the model to train."""
+    return build_model(run.cfg, run.config, run.base, run.device)
+
+
+def pack_documents(run, chosen, multiple):
     """Return the packed rows of the sequences with the indices `chosen`."""
-    return pack([sequences[i] for i in chosen], cfg.pack_len, multiple)
+    return pack([run.sequences[i] for i in chosen], run.cfg.pack_len, multiple)
 
 
-def count_rows(cfg, sequences, chosen):
+def count_rows(run, chosen):
     """Return the number of packed rows of a step of the sequences with the indices `chosen`."""
-    return len(pack_batch(cfg, sequences, chosen, 1)['tokens'])
+    return len(run.stage.pack(run, chosen, 1).tokens)
 
 
-def with_micro_rows(cfg, config, data, device, stage):
-    """Return cfg with the number of rows per forward pass: that of the run to resume, or the
-    fastest one, judged by 16 steps of the first epoch."""
-    sequences, training, _ = data
-    order = training[epoch_order(len(training), 0, cfg.seed)]
-    starts = np.linspace(0, max(0, len(order) - cfg.batch_size), 16).astype(int)
-    counts = [stage.count_rows(cfg, sequences, order[i:i + cfg.batch_size]) for i in {*starts}]
-    rows = cfg.resume and resume.setting(cfg, 'micro_rows') or pick_micro_rows(
-        cfg, config, device, counts)
-    rows = min(gather(rows))    # the memory of processes may differ
-    print(f'rows of {cfg.pack_len} tokens per forward pass: {rows}')
-    return replace(cfg, micro_rows=rows)
+def packed_batches(run, first, until):
+    """Yield (indices of the sequences, Packed) of each step from `first` to `until` - 1.
 
-
-def batches(cfg, sequences, training, first, until, multiple, pack_batch=pack_batch):
-    """Yield (indices of the sequences, packed rows) of each step from `first` to `until` - 1.
-
-    Epochs are concatenated, so every step has exactly batch_size sequences. A thread packs the next
-    batch while the device is busy. The number of rows is a multiple of `multiple`.
+    A thread packs the next batch while the device is busy.
     """
-    epochs = range(math.ceil(until * cfg.batch_size / len(training)))
-    order = np.concatenate([training[epoch_order(len(training), e, cfg.seed)] for e in epochs])
-
-    def batch(step):
-        chosen = order[step * cfg.batch_size:(step + 1) * cfg.batch_size]
-        return chosen, pack_batch(cfg, sequences, chosen, multiple)
-
+    order = step_indices(run.training, run.cfg.batch_size, run.cfg.seed, first, until)
     with ThreadPoolExecutor(1) as pool:
-        upcoming = pool.submit(batch, first)
-        for step in range(first, until):
-            current = upcoming.result()
-            if step + 1 < until:
-                upcoming = pool.submit(batch, step + 1)
-            yield current
-
-
-# ---- One step ------------------------------------------------------------------------------------
-
-def micro_batches(packed, cfg, device):
-    """Yield (row indices, model inputs on `device`, targets on the CPU) of micro_rows rows each.
-
-    The rows are this process's share of `packed`, all at once if micro_rows is None.
-    """
-    rows, owner = np.arange(rank(), len(packed['tokens']), world_size()), packed['owner']
-    # decided per step: a row that happens to hold one document would compile another graph
-    one_document = ((owner == owner[:, :1]) | (owner < 0)).all()
-    at_once = cfg.micro_rows or len(rows)
-    for i in range(0, len(rows), at_once):
-        chosen = rows[i:i + at_once]
-        inputs = [to_device(torch.from_numpy(packed[key][chosen]), device)
-                  for key in ('tokens', 'positions', 'ends')]
-        if one_document:        # in each row: no mask is needed
-            inputs[2] = None
-        yield chosen, inputs, torch.from_numpy(packed['targets'][chosen])
+        packed = [pool.submit(run.stage.pack, run, order[0], run.row_multiple)] if order else []
+        for number, chosen in enumerate(order, 1):
+            current = packed.pop().result()
+            if number < len(order):
+                packed = [pool.submit(run.stage.pack, run, order[number], run.row_multiple)]
+            yield chosen, current
 
 
 def training_loss(cfg):
@@ -314,11 +363,11 @@ def training_loss(cfg):
 def token_loss(packed, cfg):
     """Return the function (model, rows, inputs, targets) -> (loss, {name: metric}) of a step.
 
-    To train on another objective, replace this function. rows, inputs and targets come from
-    `micro_batches`; loss and metrics are scalars on the device, which are summed over the
+    Another objective is another such function in the Stage. rows, inputs and targets come from
+    `Packed.micro_batches`; loss and metrics are scalars on the device, which are summed over the
     micro-batches of the step.
     """
-    n_targets = int((packed['targets'] >= 0).sum())
+    n_targets = int((packed.targets >= 0).sum())
     weights = sequence_weights(packed) if cfg.loss_reduction == 'sequence' else None
     loss_function = training_loss(cfg)
 
@@ -338,7 +387,7 @@ def forward_backward(model, packed, cfg, device, objective=token_loss):
     Splitting a step into more micro-batches changes nothing but rounding.
     """
     compute, total = objective(packed, cfg), 0
-    for rows, inputs, targets in micro_batches(packed, cfg, device):
+    for rows, inputs, targets in packed.micro_batches(cfg.micro_rows, device):
         loss, values = compute(model, rows, inputs, targets)
         if loss.requires_grad:
             (loss * world_size()).backward()    # FSDP averages gradients over processes
@@ -351,7 +400,7 @@ def train_step(model, optimizer, packed, cfg, device, objective=token_loss):
 
     The host never waits for the device.
     """
-    rows = -(-len(packed['tokens']) // world_size())
+    rows = -(-len(packed.tokens) // world_size())
     optimizer.begin(-(-rows // (cfg.micro_rows or rows)))
     values = forward_backward(model, packed, cfg, device, objective)
     norms = torch._foreach_norm(optimizer.gradients(), dtype=torch.float32)
@@ -361,11 +410,12 @@ def train_step(model, optimizer, packed, cfg, device, objective=token_loss):
     return values | {'grad_norm': norm}
 
 
-def validation_loss(model, packed, cfg, device):
+def validation_loss(run):
     """Return {val_loss, val_nll, val_ece}: means over tokens, and ECE of the next token."""
-    parts, loss_function = [], training_loss(cfg)
+    model, parts, loss_function = run.model, [], training_loss(run.cfg)
+    packed = run.stage.pack(run, run.held_out, run.row_multiple)
     with evaluating(model):
-        for _, inputs, targets in micro_batches(packed, cfg, device):
+        for _, inputs, targets in packed.micro_batches(run.cfg.micro_rows, run.device):
             s = token_statistics(model(*inputs), model.head, targets, loss_function,
                                  softcap=model.softcap)
             columns = s.loss, s.nll, (s.top_logit - s.lse).exp(), s.top_token.cpu() == targets
@@ -376,15 +426,9 @@ def validation_loss(model, packed, cfg, device):
             'val_ece': metrics.ece(np.minimum(confidence, 1), correct > 0)}
 
 
-def learning_rate(step, steps, cfg):
-    """Learning rate at `step` of 0 .. steps - 1: linear warm-up, then decay to final_lr * lr."""
-    if cfg.schedule not in SCHEDULES:
-        raise ConfigError(f'schedule = {cfg.schedule!r}; the schedules are {", ".join(SCHEDULES)}')
-    warmup = max(1, round(cfg.warmup * steps) if cfg.warmup_steps is None else cfg.warmup_steps)
-    if step < warmup:
-        return cfg.lr * (step + 1) / warmup
-    done = (step - warmup) / max(1, steps - warmup)
-    return cfg.lr * (cfg.final_lr + (1 - cfg.final_lr) * SCHEDULES[cfg.schedule](done))
+SFT = Stage(load=load_sequences, files=saved_tokenizer, build=build, pack=pack_documents,
+            count_rows=count_rows, batches=packed_batches, objective=token_loss, step=train_step,
+            validate=validation_loss)
 
 
 # ---- One run -------------------------------------------------------------------------------------
@@ -393,16 +437,13 @@ def train(cfg, stage=None):
     """Run the training `cfg`; with cfg.eval return {'before', 'after': results of evaluate()}.
 
     resume=True uses the weights, the reports and the last checkpoint in out_dir. Model, data, tasks
-    and settings are checked before anything is replaced. stage: an object with load_sequences,
-    tokenizer_files, build_model, pack_batch, batches, train_step, token_loss and validation_loss,
-    which replace this module's functions for another kind of training (see align.py). Raises
-    ConfigError, DataError, CheckpointError or TrainingError.
+    and settings are checked before anything is replaced. stage: another Stage than SFT, see
+    align.py. Raises ConfigError, DataError, CheckpointError or TrainingError.
     """
     cfg = replace(cfg, **{key: os.path.expanduser(getattr(cfg, key))
                           for key in ('out_dir', 'cache_dir', 'model', 'data')})
     check_config(cfg)
     ownership.forget_inputs()
-    stage = stage or SimpleNamespace(**globals())
     device, out_dir, results = pick_device(cfg.device), Path(cfg.out_dir), {}
     with contextlib.ExitStack() as stack:
         stack.enter_context(resume.notes_how_to_continue(cfg))
@@ -412,38 +453,48 @@ def train(cfg, stage=None):
             resume.check_run(cfg, FREE_KEYS)
         barrier()
         torch.manual_seed(cfg.seed)
-        with first_process_first():
-            base = checkpoint.fetch(cfg.model, cfg.revision)
-            config = trained.model_config(cfg, base)
-            tokenizer = load_model_tokenizer(base, config)
-            tasks = load_tasks(report_config(cfg, base, out_dir)) if cfg.eval else {}
-            data = stage.load_sequences(cfg, tokenizer)
-            if not cfg.from_scratch:
-                checkpoint.check_weights(base, config)
-        more = stage.tokenizer_files(base, tokenizer, cfg.template if cfg.data_kind == 'instruct'
-                                     else None, begins_with_bos(tokenizer, cfg.add_bos))
+        run = load_run(cfg, stage or SFT, device)
         if rank() == 0 and not cfg.dry_run:
-            ownership.check_free(out_dir, *trained.run_files(cfg, config, base, more),
-                                 *(OUTPUTS if cfg.eval else ()))
-            if cfg.overwrite:
-                ownership.set_aside(out_dir, 'run', ['*'], [
-                    'resume-*/state.json', 'epoch-*/config.json', 'config.json'])
-            ownership.claim(out_dir, 'train_config.py', 'log.jsonl')    # now it is a run's folder
-        if tasks and cfg.eval_before and not (cfg.from_scratch or cfg.dry_run):
-            results['before'] = calibration_report(cfg, base, tokenizer, tasks, out_dir / 'before')
+            claim_folder(run)
+        if run.tasks and cfg.eval_before and not (cfg.from_scratch or cfg.dry_run):
+            results['before'] = calibration_report(run, run.base, out_dir / 'before')
         if cfg.dry_run or not (out_dir / 'config.json').exists():   # the last file to be written
-            run = functools.partial(build_and_optimize, config=config, tokenizer=tokenizer,
-                                    data=data, device=device, base=base, more=more, stage=stage)
             if cfg.micro_rows:
-                run(cfg)
+                build_and_optimize(run)
             else:
-                fit_into_memory(run, with_micro_rows(cfg, config, data, device, stage))
+                fit_into_memory(lambda cfg: build_and_optimize(replace(run, cfg=cfg)),
+                                with_micro_rows(run))
         elif rank() == 0:
             finish(cfg)     # the run may have been killed right after it saved its weights
         barrier()       # until the first process has saved the weights
-        if tasks and not cfg.dry_run:
-            results['after'] = calibration_report(cfg, out_dir, tokenizer, tasks, out_dir)
+        if run.tasks and not cfg.dry_run:
+            results['after'] = calibration_report(run, out_dir, out_dir)
     return results
+
+
+def claim_folder(run):
+    """Make out_dir the folder of this run; raise ConfigError if others' files are in the way."""
+    ownership.check_free(run.out_dir, *trained.run_files(run.cfg, run.config, run.base, run.files),
+                         *(OUTPUTS if run.cfg.eval else ()))
+    if run.cfg.overwrite:
+        ownership.set_aside(run.out_dir, 'run', ['*'], [
+            'resume-*/state.json', 'epoch-*/config.json', 'config.json'])
+    ownership.claim(run.out_dir, 'train_config.py', 'log.jsonl')
+
+
+def with_micro_rows(run):
+    """Return the settings with the number of rows per forward pass: that of the run to resume, or
+    the fastest one, judged by 16 steps of the first epoch."""
+    cfg = run.cfg
+    n_steps = min(run.steps, -(-len(run.training) // cfg.batch_size))
+    steps = step_indices(run.training, cfg.batch_size, cfg.seed, 0, n_steps)
+    counts = [run.stage.count_rows(run, steps[i])
+              for i in {*np.linspace(0, n_steps - 1, 16).astype(int)}]
+    rows = cfg.resume and resume.setting(cfg, 'micro_rows') or pick_micro_rows(
+        cfg, run.config, run.device, counts)
+    rows = min(gather(rows))    # the memory of processes may differ
+    print(f'rows of {cfg.pack_len} tokens per forward pass: {rows}')
+    return replace(cfg, micro_rows=rows)
 
 
 def fit_into_memory(run, cfg):
@@ -461,50 +512,45 @@ def fit_into_memory(run, cfg):
         print(f'out of memory; again with {cfg.micro_rows} rows per forward pass')
 
 
-def build_and_optimize(cfg, config, tokenizer, data, device, base, more, stage):
+def build_and_optimize(run):
     """Train from the base model. The model is gone at the end: the report reads the saved weights,
     which people will use."""
-    model = stage.build_model(cfg, config, base, device)
-    optimize(cfg, model, tokenizer, data, device, base, more, stage)
+    run = replace(run)
+    run.model = run.stage.build(run)
+    optimize(run)
 
 
-def optimize(cfg, model, tokenizer, data, device, base, more, stage):
+def optimize(run):
     """Train to the last step, from the newest checkpoint if there is one, and save the weights.
 
-    more: {name: content} of files to save beside the weights; stage: as in `train`. A dry run takes
-    two steps and saves nothing.
+    A dry run takes two steps and saves nothing.
     """
-    sequences, training, held_out = data
-    steps = int(len(training) * cfg.epochs) // cfg.batch_size
-    steps = min(steps, cfg.max_steps or steps)
-    optimizer, out_dir, first = build_optimizer(model, cfg), Path(cfg.out_dir), 0
+    cfg, model, stage, out_dir, first = run.cfg, run.model, run.stage, run.out_dir, 0
+    optimizer = build_optimizer(model, cfg)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     named |= dict(model.named_buffers())
-    print_sizes(cfg, model, sequences, training, steps, device)
-    show_example(sequences[training[epoch_order(len(training), 0, cfg.seed)[0]]], tokenizer)
-    facts = {'steps': steps, 'sequences': len(training), 'data': sequences.digest,
+    print_sizes(cfg, model, run.sequences, run.training, run.steps, run.device)
+    first_index = step_indices(run.training, cfg.batch_size, cfg.seed, 0, 1)[0][0]
+    show_example(run.sequences[first_index], run.tokenizer)
+    facts = {'steps': run.steps, 'sequences': len(run.training), 'data': run.sequences.digest,
              'dtype': str(model.head.dtype).removeprefix('torch.'),
              'model': (checkpoint.config_to_hf(model.config) if cfg.from_scratch
-                       else checkpoint.fingerprint(base))}
+                       else checkpoint.fingerprint(run.base))}
     if cfg.resume and not cfg.dry_run:
         first = resume.restore(out_dir, named, optimizer, facts)
-    save_files = functools.partial(trained.save_weights, cfg, model, optimizer, base, more)
-    until = min(steps, 2) if cfg.dry_run else steps
-    # on a GPU rows come in full micro-batches, so that each shape is compiled once
-    multiple = world_size() * (cfg.micro_rows if device.startswith('cuda') else 1)
-    validate = functools.partial(
-        stage.validation_loss, model, stage.pack_batch(cfg, sequences, held_out, multiple), cfg,
-        device) if len(held_out) else None
-    upcoming = stage.batches(cfg, sequences, training, first, until, multiple, stage.pack_batch)
-    with StepLog(cfg, first, until, device, base, validate) as log, resume.StopSignals() as stop:
-        for done, (chosen, packed) in enumerate(upcoming, first + 1):
-            lr = learning_rate(done - 1, steps, cfg)
+    save_files = functools.partial(trained.save_weights, cfg, model, optimizer, run.base, run.files)
+    until = min(run.steps, 2) if cfg.dry_run else run.steps
+    validate = functools.partial(stage.validate, run) if len(run.held_out) else None
+    with (StepLog(cfg, first, until, run.device, run.base, validate) as log,
+          resume.StopSignals() as stop):
+        for done, (chosen, packed) in enumerate(stage.batches(run, first, until), first + 1):
+            lr = learning_rate(done - 1, run.steps, cfg)
             for group in optimizer.param_groups:
                 group['lr'] = lr
             log.begin()
             log.end(done, lr, chosen, packed,
-                    stage.train_step(model, optimizer, packed, cfg, device, stage.token_loss))
-            epoch, rest = divmod(done * cfg.batch_size, len(training))
+                    stage.step(model, optimizer, packed, cfg, run.device, stage.objective))
+            epoch, rest = divmod(done * cfg.batch_size, len(run.training))
             epoch_ends = cfg.checkpoint_epochs and rest < cfg.batch_size    # within this step
             signalled = max(gather(stop.number))
             save = cfg.save_every and done % cfg.save_every == 0
@@ -519,13 +565,24 @@ def optimize(cfg, model, tokenizer, data, device, base, more, stage):
             if signalled:
                 raise Stopped(signalled, f'after step {done}')
         signalled = max(gather(stop.number))        # during the last step
-    print(f'peak memory {peak_memory(device):.2f} GiB')
+    print(f'peak memory {peak_memory(run.device):.2f} GiB')
     if not cfg.dry_run:
         save_files()
         if rank() == 0:
             finish(cfg)
     if signalled:
         raise Stopped(signalled, f'after the last step{", before the report" * bool(cfg.eval)}')
+
+
+def learning_rate(step, steps, cfg):
+    """Learning rate at `step` of 0 .. steps - 1: linear warm-up, then decay to final_lr * lr."""
+    if cfg.schedule not in SCHEDULES:
+        raise ConfigError(f'schedule = {cfg.schedule!r}; the schedules are {", ".join(SCHEDULES)}')
+    warmup = max(1, round(cfg.warmup * steps) if cfg.warmup_steps is None else cfg.warmup_steps)
+    if step < warmup:
+        return cfg.lr * (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)
+    return cfg.lr * (cfg.final_lr + (1 - cfg.final_lr) * SCHEDULES[cfg.schedule](done))
 
 
 def finish(cfg):
@@ -536,14 +593,15 @@ def finish(cfg):
         draw_loss(cfg.out_dir)
 
 
-def calibration_report(cfg, model_folder, tokenizer, tasks, out_dir):
+def calibration_report(run, model_folder, out_dir):
     """Evaluate a saved model on the tasks of cfg.eval into `out_dir`; return the results."""
-    path, reported = out_dir / 'results.json', set()
+    cfg, path, reported = run.cfg, out_dir / 'results.json', set()
     if cfg.resume and path.exists():
         with ownership.read_json(path, 'remove it to make the report again') as earlier:
             reported = set(earlier['tasks'])
-    if not reported.issuperset(result_labels(tasks, cfg.eval)):
-        evaluate(model_folder, tokenizer, tasks, report_config(cfg, model_folder, out_dir), out_dir)
+    if not reported.issuperset(result_labels(run.tasks, cfg.eval)):
+        evaluate(model_folder, run.tokenizer, run.tasks, report_config(cfg, model_folder, out_dir),
+                 out_dir)
     barrier()
     return json.loads(path.read_text(encoding='utf-8'))
 

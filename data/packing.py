@@ -5,11 +5,16 @@ Token i of a row sees token j when j <= i < ends[j] (see model.py).
 
 import hashlib
 import itertools
+import math
 import os
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.random import default_rng     # not at its first use: that import would lose a Ctrl-C
+
+from runtime.device import to_device
+from runtime.parallel import rank, world_size
 
 IGNORE = -100   # a target without loss
 
@@ -24,11 +29,43 @@ def first_fit(lengths, row_length):
     return rows
 
 
-def pack(sequences, row_length, multiple=1, groups=None):
-    """Pack (tokens, loss mask) pairs into rows; return a dict of int64 arrays [rows, row_length].
+@dataclass
+class Packed:
+    """The rows of a step, int64 [R, T]: R rows of T tokens.
 
-    tokens, positions (from 0 in each sequence), ends, targets (the next token of the same sequence
-    if its loss mask is set, else -100), owner (index of the sequence, -1 for padding)
+    tokens     padding is 0
+    positions  of each token in its sequence, from 0
+    ends       token i of a row sees token j when j <= i < ends[j]; padding sees itself alone
+    targets    the next token of the same sequence if its loss mask is set, else IGNORE
+    owner      index of the sequence, -1 for padding
+    """
+    tokens: np.ndarray
+    positions: np.ndarray
+    ends: np.ndarray
+    targets: np.ndarray
+    owner: np.ndarray
+
+    def micro_batches(self, n_rows, device):
+        """Yield (row indices, model inputs on `device`, targets on the CPU) of `n_rows` rows each.
+
+        The rows are this process's share, all at once if n_rows is None. The inputs are tokens,
+        positions and ends [n_rows, T]; ends is None if no row of the step needs a mask.
+        """
+        rows = np.arange(rank(), len(self.tokens), world_size())
+        # the same for all micro-batches of a step: each of the two cases compiles its own graph
+        one_document = ((self.owner == self.owner[:, :1]) | (self.owner < 0)).all()
+        n_rows = n_rows or len(rows)
+        for i in range(0, len(rows), n_rows):
+            chosen = rows[i:i + n_rows]
+            inputs = [to_device(torch.from_numpy(x[chosen]), device)
+                      for x in (self.tokens, self.positions, self.ends)]
+            if one_document:
+                inputs[2] = None
+            yield chosen, inputs, torch.from_numpy(self.targets[chosen])
+
+
+def pack(sequences, row_length, multiple=1, groups=None):
+    """Pack (tokens, loss mask) pairs into rows; return a Packed.
 
     multiple: rows of padding make the number of rows a multiple of this
     groups:   int [n], the group of each sequence, from 0; the sequences of a group, such as a
@@ -42,27 +79,27 @@ def pack(sequences, row_length, multiple=1, groups=None):
     row_of = first_fit(lengths, row_length)[groups]
     n_rows = _round_up(row_of.max() + 1, multiple)
     shape = (n_rows, row_length)
-    packed = {'tokens': np.zeros(shape, np.int64), 'positions': np.zeros(shape, np.int64),
-              'ends': np.tile(np.arange(1, row_length + 1), (n_rows, 1)),   # padding sees itself
-              'targets': np.full(shape, IGNORE), 'owner': np.full(shape, -1)}
+    packed = Packed(tokens=np.zeros(shape, np.int64), positions=np.zeros(shape, np.int64),
+                    ends=np.tile(np.arange(1, row_length + 1), (n_rows, 1)),
+                    targets=np.full(shape, IGNORE), owner=np.full(shape, -1))
     used = np.zeros(n_rows, dtype=np.int64)
     for i, (tokens, loss_mask) in enumerate(sequences):
         row, begin = row_of[i], used[row_of[i]]
         end = begin + len(tokens)
-        packed['tokens'][row, begin:end] = tokens
-        packed['positions'][row, begin:end] = np.arange(len(tokens))
-        packed['ends'][row, begin:end] = end
-        packed['targets'][row, begin:end - 1] = np.where(loss_mask[1:],
-                                                         tokens[1:].astype(np.int64), IGNORE)
-        packed['owner'][row, begin:end] = i
+        packed.tokens[row, begin:end] = tokens
+        packed.positions[row, begin:end] = np.arange(len(tokens))
+        packed.ends[row, begin:end] = end
+        packed.targets[row, begin:end - 1] = np.where(loss_mask[1:], tokens[1:].astype(np.int64),
+                                                      IGNORE)
+        packed.owner[row, begin:end] = i
         used[row] = end
     return packed
 
 
 def sequence_weights(packed):
-    """Return each target's weight in the mean of sequence means, float32 [rows, T]; sum 1."""
-    supervised = packed['targets'] >= 0
-    owner = packed['owner'][supervised]
+    """Return each target's weight in the mean of sequence means, float32 [R, T]; sum 1."""
+    supervised = packed.targets >= 0
+    owner = packed.owner[supervised]
     count = np.bincount(owner)
     weights = np.zeros(supervised.shape, np.float32)
     weights[supervised] = 1 / (count[owner] * np.count_nonzero(count))
@@ -72,6 +109,17 @@ def sequence_weights(packed):
 def epoch_order(n, epoch, seed):
     """Return a permutation of n sequences that depends only on the epoch and the seed."""
     return default_rng([seed, epoch]).permutation(n)
+
+
+def step_indices(training, batch_size, seed, first, until):
+    """Return a list with the indices of the sequences of each step from `first` to `until` - 1.
+
+    training: indices of all sequences to train on. Epochs are concatenated, so every step has
+    exactly batch_size sequences.
+    """
+    epochs = range(math.ceil(until * batch_size / len(training)))
+    order = np.concatenate([training[epoch_order(len(training), e, seed)] for e in epochs])
+    return [order[step * batch_size:(step + 1) * batch_size] for step in range(first, until)]
 
 
 # ------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from data.answers import pack_answers
 from data.cache import tokenize_once
 from data.chat import encode_conversation
 from data.files import fetch, has_fields, parsed, require_fields, require_text
@@ -280,27 +279,3 @@ def to_tree(tokens, loss_mask):
     ranks = np.cumsum(loss_mask[starts] < TIED) - 1
     begin = int(starts[0])
     return Tree((), tokens[:begin], answers, [begin] * len(answers)), ranks
-
-
-def pack_rankings(sequences, row_length, multiple=1, last=False):
-    """Pack sequences of `load_preferences` as `pack_answers` does; a tree is a sequence.
-
-    last=True: only the index of each answer's last token is scored, which a reward needs. Besides:
-
-    pairs        int64 [P, 2], numbers of the better and the worse answer; ties are no pair
-    pair_weight  float32 [P], in the mean over the trees of the means over their pairs
-    """
-    trees, ranks = zip(*(to_tree(*sequence) for sequence in sequences), strict=True)
-    if last:    # a token that follows each answer, so that its last token predicts something
-        trees = [Tree((), tree.prompt, [[*answer, 0] for answer in tree.continuations],
-                      [len(tree.prompt) + len(answer) for answer in tree.continuations])
-                 for tree in trees]
-    packed = pack_answers(trees, row_length, multiple)
-    number = {tuple(where): i for i, where in enumerate(packed['where'].tolist())}
-    pairs, weights = [], []
-    for t, rank in enumerate(ranks):
-        ordered = [(number[t, j], number[t, k]) for j in range(len(rank))
-                   for k in range(j + 1, len(rank)) if rank[j] < rank[k]]
-        pairs += ordered
-        weights += [1 / len(ordered) / len(trees)] * len(ordered)
-    return packed | {'pairs': np.array(pairs), 'pair_weight': np.array(weights, np.float32)}

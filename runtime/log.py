@@ -107,9 +107,9 @@ class StepLog:
         values = dict(zip(names, ended.values().tolist(), strict=True))
         if not (math.isfinite(values['loss']) and math.isfinite(values['grad_norm'])):
             self.fail(step, values['loss'], values['grad_norm'], chosen)
-        n_tokens = int((packed['owner'] >= 0).sum())
+        n_tokens = int((packed.owner >= 0).sum())
         record = {'step': step, 'lr': lr, **values,
-                  'tokens': n_tokens, 'supervised_tokens': int((packed['targets'] >= 0).sum()),
+                  'tokens': n_tokens, 'supervised_tokens': int((packed.targets >= 0).sum()),
                   'tokens_per_s': n_tokens / ended.seconds_after(began)}
         if self.validate and (step % self.cfg.val_every == 0 or step == self.until):
             record |= self.validate()

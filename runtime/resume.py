@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from runtime import cli, startup
+from runtime import cli
 from runtime.config import read_assignments
 from runtime.digests import file_digest, json_digest
 from runtime.errors import ConfigError, Stopped, TrainingError
@@ -65,7 +65,6 @@ def run_script(main):
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)   # nothing catches its exception from here on
         abort_processes()
-    startup.end_at_once()
 
 
 @contextlib.contextmanager

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 import align
 import train
-from align import PAIR_LOSSES, AlignConfig, Pairs, Preferences
-from data import rl as data_rl
+from align import PAIR_LOSSES, STAGES, AlignConfig, Pairs
+from alignment import rewards
 from data.preferences import to_tree
 from runtime import checkpoint
 from runtime.config import dump_config
@@ -117,21 +117,18 @@ def config(base, folder, rows, **values):
                        **{'pictures': False} | values)
 
 
-def stage_of(cfg, stage=None):
-    """Return (a Preferences with loaded data, the model, the tokenizer)."""
-    from data.tokenizer import load_model_tokenizer
-    stage = stage or Preferences()
-    model_config = checkpoint.read_config(cfg.model)
-    tokenizer = load_model_tokenizer(cfg.model, model_config)
-    stage.load_sequences(cfg, tokenizer)
-    return stage, stage.build_model(cfg, model_config, cfg.model, 'cpu'), tokenizer
+def run_of(cfg):
+    """Return (the run with its data, its model)."""
+    run = train.load_run(cfg, STAGES[cfg.method], 'cpu')
+    run.model = run.stage.build(run)
+    return run, run.model
 
 
-def plain_loss(model, stage, cfg, reference):
+def plain_loss(model, run, cfg, reference):
     """Return the loss of all rows, each answer in a row of its own, by log_softmax."""
     total = 0
-    for i in range(len(stage.sequences)):
-        tree, ranks = to_tree(*stage.sequences[i])
+    for i in range(len(run.sequences)):
+        tree, ranks = to_tree(*run.sequences[i])
         s = []
         for option in tree.continuations:
             tokens = torch.tensor([tree.prompt + option])
@@ -143,7 +140,7 @@ def plain_loss(model, stage, cfg, reference):
             *(torch.tensor([float(len(tree.continuations[m]))]) for m in (j, k)),
             *(torch.tensor([float(reference[i][m])]) for m in (j, k))), cfg)
             for j in range(len(s)) for k in range(len(s)) if ranks[j] < ranks[k]]
-        total = total + torch.cat(losses).mean() / len(stage.sequences)
+        total = total + torch.cat(losses).mean() / len(run.sequences)
     return total
 
 
@@ -151,22 +148,22 @@ def plain_loss(model, stage, cfg, reference):
     pytest.param(method, marks=pytest.mark.slow) for method in ('cdpo', 'robust', 'hinge'))])
 def test_trees_in_any_packing_have_the_loss_and_gradients_of_separate_rows(base, method, tmp_path):
     cfg = config(base, tmp_path, ROWS, method=method)
-    stage, model, _ = stage_of(cfg)
+    run, model = run_of(cfg)
     make = torch.Generator().manual_seed(0)
     reference = np.zeros((4, 9))
-    if stage.reference is not None:     # another than the policy, else all margins are 0
-        stage.reference += torch.randn(stage.reference.shape, generator=make).numpy()
-        reference = stage.reference
-    plain_loss(model, stage, cfg, reference).backward()
+    if run.reference is not None:     # another than the policy, else all margins are 0
+        run.reference += torch.randn(run.reference.shape, generator=make).numpy()
+        reference = run.reference
+    plain_loss(model, run, cfg, reference).backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
     for order, micro_rows, memory in ((range(4), 1, None), ([2, 0, 3, 1], 100, 0)):
         model.zero_grad()
-        packed = stage.pack_batch(cfg, stage.sequences, np.array(order), 1)
+        packed = run.stage.pack(run, np.array(order), 1)
         values = train.forward_backward(model, packed, replace(
-            cfg, micro_rows=micro_rows, loss_memory=memory), 'cpu', stage.token_loss)
+            cfg, micro_rows=micro_rows, loss_memory=memory), 'cpu', run.stage.objective)
         with torch.no_grad():
             assert values['loss'] == pytest.approx(
-                plain_loss(model, stage, cfg, reference).item(), rel=1e-5)
+                plain_loss(model, run, cfg, reference).item(), rel=1e-5)
         for name, p in model.named_parameters():
             assert off(p.grad, expected[name]) < 2e-5, name
 
@@ -182,11 +179,11 @@ def test_loss_and_gradients_are_those_of_trl(base, method, per_token, name, tmp_
     trainer = pytest.importorskip('trl.trainer.dpo_trainer').DPOTrainer
     rows = [row for row in ROWS if 'chosen' in row]
     cfg = config(base, tmp_path, rows, method=method, per_token=per_token, label_noise=E)
-    stage, model, _ = stage_of(cfg)
+    run, model = run_of(cfg)
     make = torch.Generator().manual_seed(0)
-    stage.reference += torch.randn(stage.reference.shape, generator=make).numpy()
-    ids, mask = padded_sides(stage)
-    reference = torch.from_numpy(stage.reference.T)
+    run.reference += torch.randn(run.reference.shape, generator=make).numpy()
+    ids, mask = padded_sides(run)
+    reference = torch.from_numpy(run.reference.T)
 
     def forward(input_ids, labels, **_):
         log_p, zeros = torch.zeros(ids.shape), torch.zeros(ids.shape)
@@ -206,7 +203,7 @@ def test_loss_and_gradients_are_those_of_trl(base, method, per_token, name, tmp_
     expected = trainer._compute_loss(this, forward, {
         'input_ids': ids, 'completion_mask': mask, 'attention_mask': torch.ones_like(ids),
         'ref_chosen_logps': reference[0], 'ref_rejected_logps': reference[1]}, False)
-    check_against(model, stage, cfg, expected)
+    check_against(model, run, cfg, expected)
 
 
 @pytest.mark.slow
@@ -214,9 +211,9 @@ def test_the_reward_loss_is_that_of_trl(base, tmp_path):
     trainer = pytest.importorskip('trl.trainer.reward_trainer').RewardTrainer
     rows = [row | {'margin': i / 2} for i, row in enumerate(ROWS) if 'chosen' in row]
     cfg = config(base, tmp_path, rows, method='reward', centering=0.1)
-    stage, model, _ = stage_of(cfg, align.RewardModel())
+    run, model = run_of(cfg)
     torch.nn.init.normal_(model.score.weight)
-    ids, mask = padded_sides(stage)
+    ids, mask = padded_sides(run)
 
     def forward(input_ids, **_):
         hidden = model(input_ids, torch.arange(ids.shape[1]).expand(ids.shape), None)
@@ -229,13 +226,13 @@ def test_the_reward_loss_is_that_of_trl(base, tmp_path):
     expected = trainer.compute_loss(this, forward, {
         'input_ids': ids, 'attention_mask': torch.ones_like(ids),
         'margin': torch.tensor([row['margin'] for row in rows])})
-    check_against(model, stage, cfg, expected)
+    check_against(model, run, cfg, expected)
 
 
-def padded_sides(stage):
+def padded_sides(run):
     """Return tokens and loss mask [2 n, T] of the better answers, then of the worse, with prompts.
     """
-    trees = [to_tree(*stage.sequences[i])[0] for i in range(len(stage.sequences))]
+    trees = [to_tree(*run.sequences[i])[0] for i in range(len(run.sequences))]
     sides = [(tree.prompt, tree.continuations[k]) for k in (0, 1) for tree in trees]
     ids = torch.zeros(len(sides), max(len(a) + len(b) for a, b in sides), dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -245,13 +242,13 @@ def padded_sides(stage):
     return ids, mask
 
 
-def check_against(model, stage, cfg, expected):
+def check_against(model, run, cfg, expected):
     """Compare a loss and its gradients with those of a step of all pairs."""
     expected.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    packed = stage.pack_batch(cfg, stage.sequences, np.arange(len(stage.sequences)), 1)
-    values = train.forward_backward(model, packed, cfg, 'cpu', stage.token_loss)
+    packed = run.stage.pack(run, np.arange(len(run.sequences)), 1)
+    values = train.forward_backward(model, packed, cfg, 'cpu', run.stage.objective)
     assert values['loss'].item() == pytest.approx(expected.item(), rel=1e-5)
     for name, p in model.named_parameters():
         assert off(p.grad, gradients[name]) < 2e-5, name
@@ -259,17 +256,17 @@ def check_against(model, stage, cfg, expected):
 
 def test_the_reference_is_computed_once_and_belongs_to_model_and_data(base, tmp_path, monkeypatch):
     cfg = config(base, tmp_path, ROWS)
-    stage, model, _ = stage_of(cfg)
+    run, model = run_of(cfg)
     with torch.no_grad():
-        loss = plain_loss(model, stage, cfg, stage.reference)
+        loss = plain_loss(model, run, cfg, run.reference)
     assert loss.item() == pytest.approx(math.log(2), abs=1e-5)
-    counts = [len(to_tree(*stage.sequences[i])[1]) for i in range(4)]
-    assert [np.count_nonzero(row) for row in stage.reference] == counts and max(counts) == 4
-    monkeypatch.setattr(Preferences, 'answer_sums', lambda *_: pytest.fail('computed again'))
-    again, _, _ = stage_of(cfg)
-    assert np.array_equal(stage.reference, again.reference)
+    counts = [len(to_tree(*run.sequences[i])[1]) for i in range(4)]
+    assert [np.count_nonzero(row) for row in run.reference] == counts and max(counts) == 4
+    monkeypatch.setattr(align, 'answer_sums', lambda *_: pytest.fail('computed again'))
+    again, _ = run_of(cfg)
+    assert np.array_equal(run.reference, again.reference)
     with pytest.raises(pytest.fail.Exception, match='computed again'):
-        stage_of(config(base, tmp_path, ROWS[1:]))
+        run_of(config(base, tmp_path, ROWS[1:]))
 
 
 def resaved(change):
@@ -296,26 +293,26 @@ def flipped(at):
         lambda x: x.view(np.int32), lambda x: np.asfortranarray(x), lambda x: x))])
 def test_a_damaged_reference_is_computed_again(base, damage, tmp_path, capsys):
     cfg = config(base, tmp_path, ROWS)
-    reference = stage_of(cfg)[0].reference
+    reference = run_of(cfg)[0].reference
     (path,) = Path(cfg.cache_dir).glob('reference-*.npy')
     content = path.read_bytes()
     assert damage(content) != content
     path.write_bytes(damage(content))
-    assert np.array_equal(stage_of(cfg)[0].reference, reference)
+    assert np.array_equal(run_of(cfg)[0].reference, reference)
     assert f'the reference in {path} is damaged' in capsys.readouterr().out
     assert path.read_bytes() == content
 
 
 def test_the_reference_of_another_model_under_this_name_is_computed_again(base, tmp_path, capsys):
     cfg = config(base, tmp_path, ROWS)
-    reference = stage_of(cfg)[0].reference
+    reference = run_of(cfg)[0].reference
     (path,) = Path(cfg.cache_dir).glob('reference-*.npy')
-    stage_of(config(base, tmp_path, ROWS[::-1]))
+    run_of(config(base, tmp_path, ROWS[::-1]))
     (other,) = {*Path(cfg.cache_dir).glob('reference-*.npy')} - {path}
     other.rename(path)
     capsys.readouterr()
     cfg = config(base, tmp_path, ROWS)
-    assert np.array_equal(stage_of(cfg)[0].reference, reference)
+    assert np.array_equal(run_of(cfg)[0].reference, reference)
     assert f'the reference in {path} is damaged' in capsys.readouterr().out
 
 
@@ -326,9 +323,9 @@ def test_swapping_the_answers_negates_the_first_gradient(base, tmp_path):
         for row in rows if swap else ():
             row['chosen'], row['rejected'] = row['rejected'], row['chosen']
         cfg = config(base, tmp_path / str(swap), rows)
-        stage, model, _ = stage_of(cfg)
-        packed = stage.pack_batch(cfg, stage.sequences, np.arange(len(rows)), 1)
-        values = train.forward_backward(model, packed, cfg, 'cpu', stage.token_loss)
+        run, model = run_of(cfg)
+        packed = run.stage.pack(run, np.arange(len(rows)), 1)
+        values = train.forward_backward(model, packed, cfg, 'cpu', run.stage.objective)
         assert values['loss'].item() == pytest.approx(math.log(2), abs=1e-5)
         assert values['margin'].item() == pytest.approx(0, abs=1e-4)
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
@@ -419,7 +416,7 @@ def test_transformers_reads_each_reward_at_the_token_that_ends_the_answer(base, 
         cfg.out_dir, dtype=torch.float32, attn_implementation='eager').eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.out_dir)
     assert tokenizer.pad_token_id == theirs.config.pad_token_id not in (None, 2)
-    model = data_rl.ModelReward(cfg.out_dir, 'cpu', torch.float32, 'tulu')
+    model = rewards.ModelReward(cfg.out_dir, 'cpu', torch.float32, 'tulu')
     messages = [[{'role': 'user', 'content': f'Name {i}.'}] for i in range(3)]
     texts = [['Red.', 'Seven and so on'], ['', 'Blue'], ['x', 'y']]
     ours = model.scores(messages, texts, None)
@@ -454,7 +451,7 @@ def test_a_reward_model_that_gives_nan_is_named(base, tmp_path):
     weights = load_file(path)
     weights['score.weight'][0, 3] = torch.nan
     save_file(weights, path)
-    reward = data_rl.load_reward(cfg.out_dir, 'cpu', torch.float32, 'tulu')
+    reward = rewards.load_reward(cfg.out_dir, 'cpu', torch.float32, 'tulu')
     with pytest.raises(CheckpointError, match=r'reward = .*/run: the model gives NaN or infinite '
                                               r'rewards; score.weight in .*/run holds NaN'):
         reward.scores([[{'role': 'user', 'content': 'Name.'}]], [['Red.', 'Blue']], None)
@@ -466,11 +463,11 @@ def test_the_reward_loss_is_that_of_all_pairs_with_a_gradient_for_the_score(base
     rows = [row | {'margin': 0.5 + i} if 'chosen' in row and margins else row
             for i, row in enumerate(ROWS)]
     cfg = config(base, tmp_path, rows, method='reward', centering=0.1)
-    stage, model, _ = stage_of(cfg, align.RewardModel())
+    run, model = run_of(cfg)
     torch.nn.init.normal_(model.score.weight)
     total = 0
-    for i in range(len(stage.sequences)):
-        tree, ranks = to_tree(*stage.sequences[i])
+    for i in range(len(run.sequences)):
+        tree, ranks = to_tree(*run.sequences[i])
         r = []
         for option in tree.continuations:
             tokens = torch.tensor([tree.prompt + option])
@@ -479,16 +476,16 @@ def test_the_reward_loss_is_that_of_all_pairs_with_a_gradient_for_the_score(base
         m = rows[i].get('margin', 0.0)
         losses = [-torch.nn.functional.logsigmoid(r[j] - r[k] - m) + 0.1 * (r[j] + r[k]) ** 2
                   for j in range(len(r)) for k in range(len(r)) if ranks[j] < ranks[k]]
-        total = total + torch.stack(losses).mean() / len(stage.sequences)
+        total = total + torch.stack(losses).mean() / len(run.sequences)
     total.backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    packed = stage.pack_batch(cfg, stage.sequences, np.array([3, 1, 0, 2]), 1)
-    values = train.forward_backward(model, packed, cfg, 'cpu', stage.token_loss)
+    packed = run.stage.pack(run, np.array([3, 1, 0, 2]), 1)
+    values = train.forward_backward(model, packed, cfg, 'cpu', run.stage.objective)
     assert values['loss'].item() == pytest.approx(total.item(), rel=1e-5)
     for name, p in model.named_parameters():
         assert off(p.grad, expected[name]) < 2e-5, name
-    stage_of(replace(cfg, method='dpo', centering=0.0))
+    run_of(replace(cfg, method='dpo', centering=0.0))
     assert ('pairs have a margin, which only' in capsys.readouterr().out) == margins
 
 

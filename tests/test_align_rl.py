@@ -17,15 +17,17 @@ from common import (SHARED, head_of_32, needs_files, off, reference_model, same_
                     sentencepiece_folder, write_rows)
 
 import align
-import rl
 import train
 from align import AlignConfig
-from data import rl as data_rl
-from data.answers import Answers
+from alignment import objectives, rollouts
+from alignment.advantages import (RL_METHODS, centered, generalized_advantages, leave_one_out,
+                                  soft_overlong, standardized, whitened)
+from alignment.objectives import policy_objective
+from alignment.packed_answers import Answers
+from alignment.prompts import load_prompts, to_prompt
+from alignment.rewards import FunctionReward, load_reward
 from data.files import read_rows
-from data.tokenizer import load_model_tokenizer
 from generate import Answer
-from rl import RL_METHODS, Rollouts
 from runtime import checkpoint
 from runtime.errors import CheckpointError, ConfigError, DataError, TrainingError
 
@@ -61,7 +63,7 @@ def test_advantages_are_those_of_plain_loops_and_sum_to_0(name):
 
 def test_the_baseline_of_rloo_scales_the_centered_rewards():
     rewards = np.random.default_rng(4).normal(size=(3, 5))
-    assert np.allclose(rl.leave_one_out(rewards), rl.centered(rewards) * 5 / 4, atol=1e-12)
+    assert np.allclose(leave_one_out(rewards), centered(rewards) * 5 / 4, atol=1e-12)
 
 
 def test_the_weights_of_tokens_are_the_divisors_of_the_papers():
@@ -78,7 +80,7 @@ def test_the_weights_of_tokens_are_the_divisors_of_the_papers():
 
 def test_the_soft_penalty_of_length_is_that_of_dapo_and_trl():
     lengths = np.array([[1, 5, 6], [8, 9, 10]])
-    penalty = rl.soft_overlong(lengths, AlignConfig(max_tokens=10, soft_overlong=5))
+    penalty = soft_overlong(lengths, AlignConfig(max_tokens=10, soft_overlong=5))
     assert np.allclose(penalty, [[0, 0, -0.2], [-0.6, -0.8, -1]])
     theirs = pytest.importorskip('trl.rewards').get_soft_overlong_punishment(10, 5)
     assert np.allclose(penalty.ravel(), theirs([[0] * n for n in lengths.ravel()]))
@@ -122,13 +124,13 @@ def config(base, folder, *, n=4, **values):
                        **settings)
 
 
-def stage_of(cfg):
-    """Return (the stage of a run with its data and model, the model)."""
+def run_of(cfg):
+    """Return (the run with its data and model, the model)."""
     align.check_align_config(cfg)
-    stage, model_config = Rollouts(), checkpoint.read_config(cfg.model)
-    stage.load_sequences(cfg, load_model_tokenizer(cfg.model, model_config))
+    run = train.load_run(cfg, align.ROLLOUTS, 'cpu')
     torch.manual_seed(cfg.seed)
-    return stage, stage.build_model(cfg, model_config, cfg.model, 'cpu')
+    run.model = rollouts.build(run)
+    return run, run.model
 
 
 def made_up(rng, chosen, G, sizes=(1, 12)):
@@ -148,11 +150,11 @@ def plain_log_probs(model, prompt, answer):
     return log_p[torch.arange(len(answer)), answer], -(log_p.exp() * log_p).sum(-1)
 
 
-def plain_loss(model, stage, cfg, answers, advantages, old, reference):
+def plain_loss(model, run, cfg, answers, advantages, old, reference):
     """The loss of a step by loops over answers and tokens."""
     method, terms, bonus = cfg.method, [], 0
     for i, group in enumerate(answers):
-        prompt = stage.prompts[i][0].tolist()
+        prompt = run.sequences[i][0].tolist()
         for k, answer in enumerate(group):
             log_p, entropy = plain_log_probs(model, prompt, answer.tokens)
             n, A = len(answer.tokens), advantages[i][k]
@@ -190,9 +192,10 @@ def high(cfg):
     pytest.param(method, marks=pytest.mark.slow) for method in ('dr_grpo', 'dapo'))])
 @pytest.mark.parametrize('kl, entropy_coef', [
     ('none', 0.1), ('loss', 0.0), pytest.param('k3', 0.1, marks=pytest.mark.slow)])
-def test_loss_and_gradients_are_those_of_plain_loops(base, method, kl, entropy_coef, tmp_path):
+def test_loss_and_gradients_are_those_of_plain_loops(base, method, kl, entropy_coef, tmp_path,
+                                                     monkeypatch):
     cfg = config(base, tmp_path, method=method, kl=kl, entropy_coef=entropy_coef, kl_coef=0.3)
-    stage, model = stage_of(cfg)
+    run, model = run_of(cfg)
     rng = np.random.default_rng(1)
     answers, rewards = made_up(rng, range(4), 5)
     answers[2][1].tokens = answers[2][0].tokens     # equal neighbors share a branch
@@ -202,21 +205,22 @@ def test_loss_and_gradients_are_those_of_plain_loops(base, method, kl, entropy_c
     with torch.no_grad():
         for i in range(4):
             for k in range(5):
-                now, _ = plain_log_probs(model, stage.prompts[i][0].tolist(), answers[i][k].tokens)
+                now, _ = plain_log_probs(model, run.sequences[i][0].tolist(), answers[i][k].tokens)
                 noise = torch.from_numpy(rng.normal(size=(2, len(now)))) + 0.3 * rng.normal()
                 old[i, k], reference[i, k] = now + 0.4 * noise
-    plain_loss(model, stage, cfg, answers, advantages, old, reference).backward()
+    plain_loss(model, run, cfg, answers, advantages, old, reference).backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
     for micro_rows, memory, pack_len in ((1, None, 80), (9, 0, 160)):
         model.zero_grad()
         case = replace(cfg, micro_rows=micro_rows, loss_memory=memory, pack_len=pack_len)
-        packed = stage.pack(case, range(4), answers, rewards, 7)    # some rows are padding
-        where = [*map(tuple, packed['where'])]
-        packed['columns'] |= {'old': np.concatenate([old[w] for w in where]),
-                              'reference': np.concatenate([reference[w] for w in where])}
-        values = train.forward_backward(model, packed, case, 'cpu', stage.token_loss)
+        monkeypatch.setattr(train.Run, 'row_multiple', 7)       # some rows are padding
+        packed = rollouts.pack(replace(run, cfg=case), range(4), answers, rewards, 0)
+        where = [*map(tuple, packed.where)]
+        packed.old, packed.reference = (np.concatenate([x[w] for w in where])
+                                        for x in (old, reference))
+        values = train.forward_backward(model, packed, case, 'cpu', policy_objective)
         with torch.no_grad():
-            loss = plain_loss(model, stage, cfg, answers, advantages, old, reference)
+            loss = plain_loss(model, run, cfg, answers, advantages, old, reference)
         assert values['loss'].item() == pytest.approx(loss.item(), rel=1e-5, abs=3e-6)
         assert 0.1 < values['clip_fraction'] < 0.9 and values['ratio'] != 1
         for name, p in model.named_parameters():
@@ -230,21 +234,21 @@ def test_loss_and_gradients_are_those_of_trl(llama, method, kl, entropy_coef, tm
     trainer = pytest.importorskip('trl.trainer.grpo_trainer').GRPOTrainer
     cfg = config(llama, tmp_path, method=method, kl=kl, entropy_coef=entropy_coef, kl_coef=0.3,
                  group_size=3)
-    stage, model = stage_of(cfg)
+    run, model = run_of(cfg)
     rng = np.random.default_rng(2)
     answers, rewards = made_up(rng, range(4), 3)
-    packed = stage.pack(cfg, range(4), answers, rewards, 1)
-    shape = len(packed['counts']), packed['counts'].max()
-    mask = torch.arange(shape[1]) < torch.from_numpy(packed['counts'])[:, None]
+    packed = rollouts.pack(run, range(4), answers, rewards, 0)
+    shape = len(packed.counts), packed.counts.max()
+    mask = torch.arange(shape[1]) < torch.from_numpy(packed.counts)[:, None]
     log_p, H, old, reference = (torch.zeros(shape, dtype=torch.float64) for _ in range(4))
-    for a, (i, k) in enumerate(packed['where']):
-        n = packed['counts'][a]
-        log_p[a, :n], H[a, :n] = plain_log_probs(model, stage.prompts[i][0].tolist(),
+    for a, (i, k) in enumerate(packed.where):
+        n = packed.counts[a]
+        log_p[a, :n], H[a, :n] = plain_log_probs(model, run.sequences[i][0].tolist(),
                                                  answers[i][k].tokens)
         old[a, :n], reference[a, :n] = log_p[a, :n].detach() + 0.4 * (
             torch.from_numpy(rng.normal(size=(2, n))) + rng.normal())
-    packed['columns'] |= {'old': old[mask].numpy(), 'reference': reference[mask].numpy()}
-    advantages = torch.from_numpy(RL_METHODS[method].advantage(rewards)[tuple(packed['where'].T)])
+    packed.old, packed.reference = old[mask].numpy(), reference[mask].numpy()
+    advantages = torch.from_numpy(RL_METHODS[method].advantage(rewards)[tuple(packed.where.T)])
 
     process = SimpleNamespace(num_processes=1, gather=lambda x: x, gather_for_metrics=lambda x: x,
                               reduce=lambda x, **_: x, sync_gradients=True)
@@ -266,7 +270,7 @@ def test_loss_and_gradients_are_those_of_trl(llama, method, kl, entropy_coef, tm
     expected.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    values = train.forward_backward(model, packed, cfg, 'cpu', stage.token_loss)
+    values = train.forward_backward(model, packed, cfg, 'cpu', policy_objective)
     assert values['loss'].item() == pytest.approx(expected.item(), rel=1e-5)
     for name, p in model.named_parameters():
         assert off(p.grad, gradients[name]) < 2e-5, name
@@ -275,7 +279,7 @@ def test_loss_and_gradients_are_those_of_trl(llama, method, kl, entropy_coef, tm
 # ---- Expected gradients, by exact enumeration ----------------------------------------------------
 
 class AnswersOf(NamedTuple):
-    """What `rl.policy_loss` needs of data.answers.Answers, in float64."""
+    """What `objectives.policy_loss` needs of packed_answers.Answers, in float64."""
     answer: torch.Tensor
     counts: torch.Tensor
     sums = Answers.sums
@@ -317,11 +321,10 @@ class Tree:
         """Return the expected gradient of the loss of a step, one prompt with a group of answers.
 
         groups: tuples of indices of sequences; probability: of each group; advantages: None for
-        those of `Rollouts.assign_credit`, with the KL if it is in the reward
+        those of `rollouts.credit`, with the KL if it is in the reward
         """
         logits = self.policy.clone().requires_grad_()
-        total, stage = 0, Rollouts()
-        stage.model = SimpleNamespace(kl_coef=torch.tensor(cfg.kl_coef, dtype=torch.float64))
+        total = 0
         now, reference, old = ([self.log_probs(x, s) for s in self.sequences]
                                for x in (logits, self.reference, self.old))
         old = old if cfg.updates > 1 else [x.detach() for x in now]
@@ -330,16 +333,17 @@ class Tree:
             answer = torch.from_numpy(np.repeat(np.arange(len(group)), counts))
             columns = {name: torch.cat([x[i] for i in group])
                        for name, x in (('old', old), ('reference', reference))}
-            packed = {'counts': counts, 'where': np.stack([0 * counts, np.arange(len(group))], 1)}
-            numbers = {name: x.detach().numpy() for name, x in columns.items()}
-            if advantages is None:
-                stage.assign_credit(cfg, packed, numbers, self.rewards[[*group]])
-            else:
-                numbers['advantage'] = np.full(len(answer), advantages)
+            packed = SimpleNamespace(counts=counts,
+                                     where=np.stack([0 * counts, np.arange(len(group))], 1))
+            numbers = [columns[name].detach().numpy() for name in ('old', 'reference')]
+            advantage = np.full(len(answer), advantages) if advantages is not None else (
+                rollouts.credit(packed, self.rewards[[*group]], *numbers, None, cfg,
+                                cfg.kl_coef)[0])
             answers = AnswersOf(answer, torch.from_numpy(counts).double())
             log_p = torch.cat([now[i] for i in group])
-            column = columns | {'advantage': torch.from_numpy(numbers['advantage'])}
-            loss, _, _ = rl.policy_loss(log_p, column, answers, torch.arange(len(answer)), cfg)
+            column = columns | {'advantage': torch.from_numpy(advantage)}
+            loss, _, _ = objectives.policy_loss(log_p, column, answers,
+                                                torch.arange(len(answer)), cfg)
             token = RL_METHODS[cfg.method].weight(counts, counts > 0, cfg)
             total = total + weight * (loss * torch.from_numpy(token)[answer]).sum()
         return torch.autograd.grad(total, logits)[0]
@@ -440,7 +444,7 @@ def test_with_equal_rewards_a_standardized_method_has_the_kl_of_its_weight_alone
     expected = 2 / 3 / 2 * cfg.kl_coef * gradient_of(tree.kl, tree.policy)
     assert off(actual, expected) < 1e-12
     rewards, costs = np.random.default_rng(0).normal(size=(2, 4, 5))
-    assert np.allclose(rl.standardized(rewards, costs), rl.standardized(rewards)
+    assert np.allclose(standardized(rewards, costs), standardized(rewards)
                        - (costs - costs.mean(1, keepdims=True)), atol=1e-12)
 
 
@@ -449,12 +453,12 @@ def test_equal_rewards_of_any_size_have_advantage_0(name):
     for reward in (0.1, -0.7, 1 / 3, 1e15 + 0.125, -1e18, 7e17, 1e-300):
         for n in (2, 3, 5, 7, 10):
             assert (RL_METHODS[name].advantage(np.full((3, n), reward)) == 0).all()
-            assert (rl.whitened(np.full(2 * n, reward), [n, n]) == 0).all()
+            assert (whitened(np.full(2 * n, reward), [n, n]) == 0).all()
 
 
 def test_the_entropy_bonus_is_the_mean_over_the_tokens_that_have_a_loss(llama, tmp_path):
     cfg = config(llama, tmp_path, truncated='mask', entropy_coef=0.5, method='dr_grpo')
-    stage, model = stage_of(cfg)
+    run, model = run_of(cfg)
     answers, rewards = made_up(np.random.default_rng(5), range(4), 5)
     for group in answers:
         for answer in group[1:4]:
@@ -462,10 +466,10 @@ def test_the_entropy_bonus_is_the_mean_over_the_tokens_that_have_a_loss(llama, t
     assert answers[0][1].truncated and not answers[0][0].truncated
     with torch.no_grad():
         entropies = torch.cat([
-            plain_log_probs(model, stage.prompts[i][0].tolist(), answer.tokens)[1]
+            plain_log_probs(model, run.sequences[i][0].tolist(), answer.tokens)[1]
             for i, group in enumerate(answers) for answer in group if not answer.truncated])
-    packed = stage.pack(cfg, range(4), answers, 0 * rewards, 1)
-    values = train.forward_backward(model, packed, cfg, 'cpu', stage.token_loss)
+    packed = rollouts.pack(run, range(4), answers, 0 * rewards, 0)
+    values = train.forward_backward(model, packed, cfg, 'cpu', policy_objective)
     assert values['loss'].item() == pytest.approx(-0.5 * entropies.mean().item(), rel=1e-5)
 
 
@@ -473,23 +477,22 @@ def test_the_entropy_bonus_is_the_mean_over_the_tokens_that_have_a_loss(llama, t
 
 def first_step(cfg):
     """Return (values, the packed answers, model) of the first step's loss and gradients."""
-    stage, model = stage_of(cfg)
-    _, packed = next(stage.batches(cfg, stage.prompts, np.arange(4), 0, 1, 1, stage.pack_batch))
-    return train.forward_backward(model, packed, cfg, 'cpu', stage.token_loss), packed, model
+    run, model = run_of(cfg)
+    _, packed = next(rollouts.batches(run, 0, 1))
+    return train.forward_backward(model, packed, cfg, 'cpu', policy_objective), packed, model
 
 
 @pytest.mark.parametrize('lora', [False, True])
 def test_the_first_step_has_ratio_1_and_no_kl(base, tmp_path, lora):
     cfg = config(base, tmp_path, kl='reward', updates=2, lora=lora)
     values, packed, model = first_step(cfg)
-    columns = packed['columns']
-    assert (columns['old'] == columns['reference']).all()       # the same weights and kernels
+    assert (packed.old == packed.reference).all()       # the same weights and kernels
     assert values['ratio'].item() == pytest.approx(1, abs=1e-5) and values['clip_fraction'] == 0
     assert values['kl'].item() == pytest.approx(0, abs=1e-3)
     # the mean of each answer's mean: 0, but not the gradient
     assert values['loss'].item() == pytest.approx(0, abs=1e-5)
     assert sum(p.grad.norm() for p in model.parameters() if p.grad is not None) > 1e-3
-    assert packed['measured']['mismatch'] < 1e-4     # decoding has the probabilities of training
+    assert packed.measured['mismatch'] < 1e-4     # decoding has the probabilities of training
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
@@ -506,15 +509,15 @@ def test_on_a_gpu_ratio_kl_and_the_probabilities_of_decoding_agree(tmp_path, val
 
 def test_without_adapters_the_model_is_the_base_whatever_they_hold(llama, tmp_path):
     cfg = config(llama, tmp_path, lora=True, kl='logged')
-    stage, model = stage_of(cfg)
+    run, model = run_of(cfg)
     answers, rewards = made_up(np.random.default_rng(0), range(4), 5)
-    before = stage.pack(cfg, range(4), answers, rewards, 1)['columns']['reference']
+    before = rollouts.pack(run, range(4), answers, rewards, 0).reference
     for name, p in model.named_parameters():
         if 'lora_B' in name:
             torch.nn.init.normal_(p)
-    packed = stage.pack(cfg, range(4), answers, rewards, 1)
-    assert (packed['columns']['reference'] == before).all()
-    assert np.abs(stage.log_probs(model, packed, cfg)[0] - before).max() > 0.1
+    packed = rollouts.pack(run, range(4), answers, rewards, 0)
+    assert (packed.reference == before).all()
+    assert np.abs(rollouts.log_probs(model, packed, run)[0] - before).max() > 0.1
 
 
 @pytest.mark.parametrize('method', CRITIC_FREE)
@@ -522,29 +525,29 @@ def test_equal_rewards_give_no_gradient(llama, method, tmp_path):
     cfg = config(llama, tmp_path, method=method)
     (tmp_path / 'reward.py').write_text('def reward(*_):\n    return 0.7\n')
     values, packed, model = first_step(cfg)
-    assert values['loss'] == 0 and packed['measured']['reward'] == pytest.approx(0.7)
+    assert values['loss'] == 0 and packed.measured['reward'] == pytest.approx(0.7)
     assert all((p.grad == 0).all() for p in model.parameters())
 
 
 def test_logits_of_a_rollout_that_are_not_finite_end_the_run(llama, tmp_path):
     cfg = config(llama, tmp_path)
-    stage, model = stage_of(cfg)
+    run, model = run_of(cfg)
     model.decoder.norm.weight.data.fill_(torch.nan)
     with pytest.raises(TrainingError, match='prompt 1 of a step: the model in training gives NaN'):
-        stage.sample(cfg, np.array([2, 0]), 0, 3)
+        rollouts.sample(run, np.array([2, 0]), 0, 3)
 
 
 def test_a_step_raises_what_is_better_than_the_mean(llama, tmp_path):
     cfg = config(llama, tmp_path, method='rloo', lr=1e-4, grad_clip=0.0)
-    stage, model = stage_of(cfg)
+    run, model = run_of(cfg)
     answers, rewards = made_up(np.random.default_rng(5), range(4), 5)
-    packed = stage.pack(cfg, range(4), answers, rewards, 1)
-    before, _ = stage.log_probs(model, packed, cfg)
+    packed = rollouts.pack(run, range(4), answers, rewards, 0)
+    before, _ = rollouts.log_probs(model, packed, run)
     optimizer = train.build_optimizer(model, cfg)
     optimizer.param_groups[0]['lr'] = optimizer.param_groups[-1]['lr'] = cfg.lr
-    values = stage.train_step(model, optimizer, packed, cfg, 'cpu', stage.token_loss)
-    change = stage.log_probs(model, packed, cfg)[0] - before
-    assert (change * packed['columns']['advantage']).sum() > 0
+    values = rollouts.update(model, optimizer, packed, cfg, 'cpu', policy_objective)
+    change = rollouts.log_probs(model, packed, run)[0] - before
+    assert (change * packed.advantage).sum() > 0
     assert list(values)[0] == 'loss' and list(values)[-1] == 'grad_norm'
 
 
@@ -552,61 +555,63 @@ def test_a_step_raises_what_is_better_than_the_mean(llama, tmp_path):
 def test_a_truncated_answer_is_masked_scored_or_penalized(llama, truncated, n_used, tmp_path):
     cfg = config(llama, tmp_path, n=1, group_size=2, truncated=truncated,
                  penalty=-3.0 if truncated == 'penalize' else 0.0)
-    stage, _ = stage_of(cfg)
+    run, _ = run_of(cfg)
     long = Answer(0, 0, tokens=[5] * 12, log_probs=[0.0] * 12, entropies=[0.0] * 12, text='e',
                   reason='max_tokens')
     short = replace(long, number=1, tokens=[5] * 11 + [2], reason='end')
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rl, 'generate', lambda *_: [(0, [long, short])])
-        answers, rewards = stage.sample(cfg, [0], 0, 2)
+        patch.setattr(rollouts, 'generate', lambda *_: [(0, [long, short])])
+        answers, rewards = rollouts.sample(run, [0], 0, 2)
     assert rewards[0, 0] == (-3 if truncated == 'penalize' else rewards[0, 1])
-    packed = stage.pack(cfg, [0], answers, rewards, 1)
-    weight = packed['columns']['weight'].reshape(2, -1)
-    assert packed['measured']['truncated'] == 0.5 and (weight[:, 0] > 0).sum() == n_used
+    packed = rollouts.pack(run, [0], answers, rewards, 0)
+    weight = packed.weight.reshape(2, -1)
+    assert packed.measured['truncated'] == 0.5 and (weight[:, 0] > 0).sum() == n_used
 
 
 @pytest.mark.parametrize('values', [{'truncated': 'mask'}, {'lost_accumulation': 20}],
                          ids=['truncated', 'lost'])
 def test_an_answer_without_a_loss_has_no_bonus_for_its_entropy(llama, values, tmp_path):
     cfg = config(llama, tmp_path, entropy_coef=0.5, **values)
-    stage, model = stage_of(cfg)
+    run, model = run_of(cfg)
     answers, rewards = made_up(np.random.default_rng(0), range(4), 5)
     for answer in sum(answers, []):
         answer.reason = 'max_tokens'
-    packed = stage.pack(cfg, range(4), answers, rewards, 1) | {'step': 0}
+    packed = rollouts.pack(run, range(4), answers, rewards, 0)
     kept = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, 'train_step', lambda model, optimizer, packed, *_: kept.append(
             packed) or {'grad_norm': torch.zeros(())})
-        stage.train_step(model, None, packed, cfg, 'cpu', stage.token_loss)
+        rollouts.update(model, None, packed, cfg, 'cpu', policy_objective)
     packed = kept[0]
-    loss = train.forward_backward(model, packed, cfg, 'cpu', stage.token_loss)['loss'].item()
+    loss = train.forward_backward(model, packed, cfg, 'cpu', policy_objective)['loss'].item()
     bonus = 0
-    for a, (i, k) in enumerate(packed['where']):
-        if packed['columns']['weight'][packed['answer'] == a].any():
-            _, entropy = plain_log_probs(model, stage.prompts[i][0].tolist(), answers[i][k].tokens)
-            bonus += entropy.sum().item() / packed['counts'].sum()
+    for a, (i, k) in enumerate(packed.where):
+        if packed.weight[packed.answer == a].any():
+            _, entropy = plain_log_probs(model, run.sequences[i][0].tolist(), answers[i][k].tokens)
+            bonus += entropy.sum().item() / packed.counts.sum()
     plain = train.forward_backward(model, packed, replace(cfg, entropy_coef=0.0), 'cpu',
-                                   stage.token_loss)['loss'].item()
+                                   policy_objective)['loss'].item()
     assert loss == pytest.approx(plain - 0.5 * bonus, rel=1e-5, abs=1e-6)
     assert (bonus > 0) == ('lost_accumulation' in values)
 
 
 @pytest.mark.slow
-def test_prompts_with_equal_rewards_are_replaced_as_often_as_is_said(llama, tmp_path):
+def test_prompts_with_equal_rewards_are_replaced_as_often_as_is_said(llama, tmp_path,
+                                                                        monkeypatch):
     # a prompt of an even number is rewarded alike whatever the answer, others by chance
     cfg = config(llama, tmp_path, n=8, batch_size=4, method='dapo', resample=2, soft_overlong=4)
     (tmp_path / 'reward.py').write_text(
         'def reward(prompt, answer, row):\n'
         '    return int(prompt.strip(".")[5:]) % 2 and len(answer) % 3\n')
+    sample = rollouts.sample
     for resample, n_calls in ((0, 1), (2, 3)):
         case, calls = replace(cfg, resample=resample, soft_overlong=0), []
-        stage, _ = stage_of(case)
-        sample = stage.sample
-        stage.sample = lambda cfg, chosen, seed, n, sample=sample, calls=calls: (
-            calls.append((list(chosen), seed)) or sample(cfg, chosen, seed, n))
-        training, first = np.array([1, 2, 4, 6]), np.array([0, 1, 2, 4])
-        chosen, answers, rewards = stage.rollout(case, first, training, 5)
+        run, _ = run_of(case)
+        run.training, first = np.array([1, 2, 4, 6]), np.array([0, 1, 2, 4])
+        with monkeypatch.context() as patch:
+            patch.setattr(rollouts, 'sample', lambda run, chosen, seed, n, calls=calls: (
+                calls.append((list(chosen), seed)) or sample(run, chosen, seed, n)))
+            chosen, answers, rewards = rollouts.rollout(run, first, 5)
         assert len(calls) == n_calls and first.tolist() == [0, 1, 2, 4]
         assert len({seed for _, seed in calls}) == n_calls
         assert chosen[1] == 1 and np.ptp(rewards[1]) > 0        # what has an advantage is kept
@@ -615,7 +620,8 @@ def test_prompts_with_equal_rewards_are_replaced_as_often_as_is_said(llama, tmp_
         for i, group, row in zip(chosen, answers, rewards, strict=True):
             assert row.tolist() == [i % 2 and len(answer.text) % 3 for answer in group]
     assert set(chosen) - {0, 1} <= {2, 4, 6} and chosen[0] != 0
-    again = stage_of(case)[0].rollout(case, first, training, 5)
+    again = replace(run_of(case)[0], training=run.training)
+    again = rollouts.rollout(again, first, 5)
     assert (again[0] == chosen).all() and (again[2] == rewards).all()
     align.align(cfg)
     assert all(0 <= r['equal'] <= 1 for r in log_of(cfg))
@@ -638,13 +644,13 @@ def test_generalized_advantages_are_those_of_the_definition():
         expected = [plain_advantages(r, v, discount, lam) for r, v in zip(
             np.split(rewards, np.cumsum(counts)[:-1]), np.split(values, np.cumsum(counts)[:-1]),
             strict=True)]
-        advantages = rl.generalized_advantages(rewards, values, np.array(counts), cfg)
+        advantages = generalized_advantages(rewards, values, np.array(counts), cfg)
         assert np.allclose(advantages, np.concatenate(expected), rtol=0, atol=1e-12)
 
 
 def test_whitening_is_over_the_batch_or_over_each_answer():
     x = np.random.default_rng(0).normal(3, 2, size=10)
-    batch, response = rl.whitened(x, [10]), rl.whitened(x, [4, 1, 5])
+    batch, response = whitened(x, [10]), whitened(x, [4, 1, 5])
     assert np.allclose([batch.mean(), batch.var(ddof=1)], [0, 1])
     assert np.allclose([part.sum() for part in np.split(response, [4, 5])], 0)
     assert np.isfinite(response).all()
@@ -652,7 +658,7 @@ def test_whitening_is_over_the_batch_or_over_each_answer():
 
 def test_the_value_loss_is_clipped_around_the_old_value():
     value, returns = torch.tensor([1.0, 0.1, -1.0]), torch.tensor([0.0, 1.0, -2.0])
-    loss = rl.clipped_value_loss(value, torch.zeros(3), returns, 0.2)
+    loss = objectives.clipped_value_loss(value, torch.zeros(3), returns, 0.2)
     assert torch.allclose(loss, torch.tensor([0.5, 0.405, 1.62]))
 
 
@@ -660,22 +666,24 @@ def test_the_value_loss_is_clipped_around_the_old_value():
     {'kl': 'reward'}, {'kl': 'none', 'whiten': 'response'}, {'kl': 'loss', 'discount': 0.9}])
 def test_ppo_is_that_of_plain_loops(llama, values, tmp_path):
     cfg = config(llama, tmp_path, method='ppo', group_size=2, kl_coef=0.3, value_coef=0.4, **values)
-    stage, model = stage_of(cfg)
+    run, model = run_of(cfg)
     rng = np.random.default_rng(1)
     answers, scores = made_up(rng, range(4), 2)
     with torch.no_grad():
         model.value_head.copy_(torch.from_numpy(rng.normal(size=48)) * 0.05)
-    packed = stage.pack(cfg, range(4), answers, scores, 1)
-    columns, counts = packed['columns'], packed['counts']
-    for name in {'old', 'reference', 'value'} & columns.keys():     # as after some updates
-        columns[name] = columns[name] + 0.3 * rng.normal(size=len(columns[name]))
-    stage.assign_credit(cfg, packed, columns, scores[tuple(packed['where'].T)])
+    packed = rollouts.pack(run, range(4), answers, scores, 0)
+    counts = packed.counts
+    for name in ('old', 'reference', 'value'):     # as after some updates
+        if (column := getattr(packed, name)) is not None:
+            setattr(packed, name, column + 0.3 * rng.normal(size=len(column)))
+    packed.advantage, packed.returns = rollouts.credit(
+        packed, scores[tuple(packed.where.T)], packed.old, packed.reference, packed.value, cfg, 0.3)
 
     begin = np.cumsum(counts) - counts
-    old, value = (np.split(columns[name], begin[1:]) for name in ('old', 'value'))
-    reference = np.split(columns.get('reference', columns['old']), begin[1:])
+    old, value = (np.split(x, begin[1:]) for x in (packed.old, packed.value))
+    reference = np.split(packed.old if packed.reference is None else packed.reference, begin[1:])
     advantages = []
-    for a, (i, k) in enumerate(packed['where']):
+    for a, (i, k) in enumerate(packed.where):
         rewards = np.zeros(counts[a])
         if cfg.kl == 'reward':
             rewards -= 0.3 * (old[a] - reference[a])
@@ -683,10 +691,10 @@ def test_ppo_is_that_of_plain_loops(llama, values, tmp_path):
         advantages.append(np.array(plain_advantages(rewards, value[a], cfg.discount, 0.95)))
     whole = np.concatenate(advantages)
     terms = []
-    for a, (i, k) in enumerate(packed['where']):
+    for a, (i, k) in enumerate(packed.where):
         tokens = answers[i][k].tokens
-        log_p, _ = plain_log_probs(model, stage.prompts[i][0].tolist(), tokens)
-        row = torch.tensor([[*stage.prompts[i][0].tolist(), *tokens]])
+        log_p, _ = plain_log_probs(model, run.sequences[i][0].tolist(), tokens)
+        row = torch.tensor([[*run.sequences[i][0].tolist(), *tokens]])
         hidden = model(row, torch.arange(row.shape[1])[None], None)[0, -len(tokens) - 1:-1]
         V = (hidden @ model.value_head).double()
         base = advantages[a] if cfg.whiten == 'response' else whole
@@ -706,7 +714,7 @@ def test_ppo_is_that_of_plain_loops(llama, values, tmp_path):
     expected.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    result = train.forward_backward(model, packed, cfg, 'cpu', stage.token_loss)
+    result = train.forward_backward(model, packed, cfg, 'cpu', policy_objective)
     assert result['loss'].item() == pytest.approx(expected.item(), rel=1e-5)
     for name, p in model.named_parameters():
         assert off(p.grad, gradients[name]) < 2e-5, name
@@ -714,27 +722,27 @@ def test_ppo_is_that_of_plain_loops(llama, values, tmp_path):
 
 def test_whitening_each_answer_pushes_tokens_against_the_sign_of_its_reward(llama, tmp_path):
     cfg = config(llama, tmp_path, method='ppo', group_size=2, whiten='response')
-    stage, _ = stage_of(cfg)
+    run, _ = run_of(cfg)
     answers, scores = made_up(np.random.default_rng(0), range(4), 2, sizes=(8, 12))
     for whiten, against in (('response', True), ('batch', False)):
-        packed = stage.pack(replace(cfg, whiten=whiten, gae_lambda=1.0), range(4), answers,
-                            1 + scores ** 2, 1)     # the value is 0 and all rewards are positive
-        sums = np.add.reduceat(packed['columns']['advantage'], np.cumsum(packed['counts'])
-                               - packed['counts'])
+        case = replace(run, cfg=replace(cfg, whiten=whiten, gae_lambda=1.0))
+        # the value is 0 and all rewards are positive
+        packed = rollouts.pack(case, range(4), answers, 1 + scores ** 2, 0)
+        sums = np.add.reduceat(packed.advantage, np.cumsum(packed.counts) - packed.counts)
         assert np.allclose(sums, 0, atol=1e-6) == against
 
 
 def test_with_lost_accumulation_one_answer_of_so_many_has_a_gradient(llama, tmp_path):
     cfg = config(llama, tmp_path, method='ppo', group_size=1, lost_accumulation=2, updates=3)
-    stage, model = stage_of(cfg)
+    run, model = run_of(cfg)
     answers, scores = made_up(np.random.default_rng(0), range(4), 1)
-    packed = stage.pack(cfg, range(4), answers, scores, 1) | {'step': 0}
+    packed = rollouts.pack(run, range(4), answers, scores, 0)
     kept = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, 'train_step', lambda model, optimizer, packed, *_: kept.append(
-            np.bincount(packed['answer'], packed['columns']['weight']) > 0) or {
+            np.bincount(packed.answer, packed.weight) > 0) or {
                 'loss': torch.zeros(()), 'grad_norm': torch.zeros(())})
-        stage.train_step(model, None, packed, cfg, 'cpu', stage.token_loss)
+        rollouts.update(model, None, packed, cfg, 'cpu', policy_objective)
     assert [mask.sum() for mask in kept] == [2, 2, 2]
     assert len({mask.tobytes() for mask in kept}) > 1       # drawn anew in each update
 
@@ -777,13 +785,13 @@ def test_a_bandit_converges_to_the_reference_times_the_exponential_reward(llama,
     (tmp_path / 'reward.py').write_text(
         'def reward(prompt, answer, row):\n    return len(answer) % 3 / 2\n')
     align.align(cfg)
-    stage, _ = stage_of(cfg)
+    run, _ = run_of(cfg)
 
     def reward(token):
-        text = stage.tokenizer.decode([token], start=False).rstrip('\ufffd')
-        return 0 if token in stage.prompts.stop else len(text) % 3 / 2
+        text = run.tokenizer.decode([token], start=False).rstrip('\ufffd')
+        return 0 if token in run.sequences.stop else len(text) % 3 / 2
 
-    reference, policy = (next_token(folder, stage.prompts[0][0])
+    reference, policy = (next_token(folder, run.sequences[0][0])
                          for folder in (cfg.model, cfg.out_dir))
     rewards = torch.tensor([reward(token) for token in range(400)], dtype=torch.float64)
     optimum = (reference + rewards / cfg.kl_coef).log_softmax(-1)
@@ -825,25 +833,25 @@ def test_a_reward_model_scores_answers_as_in_its_training(llama, tmp_path):
             'model', 'device', 'cache_dir', 'dtype', 'save_dtype', 'batch_size', 'max_length',
             'pack_len', 'checkpoint_epochs', 'workers')}))
     cfg = replace(cfg, reward=str(folder))
-    stage, _ = stage_of(cfg)
+    run, _ = run_of(cfg)
     texts = ['Red.', 'Seven!', '', 'Red.', 'Blue and so on']
-    rewards = stage.reward.scores(stage.prompts.messages, [texts] * 4, stage.prompts.rows)
+    rewards = run.sequences.reward.scores(run.sequences.messages, [texts] * 4, run.sequences.rows)
     assert (rewards[:, 0] > rewards[:, 1] + 1).all() and np.allclose(
         rewards[:, 0], rewards[:, 3], atol=1e-5)
     model = checkpoint.load(folder, reward=True)
     for i, k in ((1, 0), (2, 2), (3, 4)):
-        ids, (answer,) = stage.reward.encode(stage.prompts.messages[i], [texts[k]])
+        ids, (answer,) = run.sequences.reward.encode(run.sequences.messages[i], [texts[k]])
         tokens = torch.tensor([[*ids, *answer]])
         with torch.no_grad():
             hidden = model.decoder(tokens, torch.arange(tokens.shape[1])[None], None)
             expected = model.rewards(hidden[0, -1]).item()
         assert rewards[i, k] == pytest.approx(expected, rel=1e-4, abs=1e-5)
-        assert answer[-1] == stage.tokenizer.eos_id
+        assert answer[-1] == run.tokenizer.eos_id
     align.align(replace(cfg, epochs=1, method='ppo', group_size=2, out_dir=str(tmp_path / 'ppo')))
     checkpoint.load(tmp_path / 'ppo')       # without the value head
     with pytest.raises(DataError, match='the context is 2'):
-        stage.reward.model.config.max_position_embeddings = 2
-        stage.reward.scores(stage.prompts.messages, [texts] * 4, stage.prompts.rows)
+        run.sequences.reward.model.config.max_position_embeddings = 2
+        run.sequences.reward.scores(run.sequences.messages, [texts] * 4, run.sequences.rows)
 
 
 @pytest.mark.slow
@@ -864,7 +872,7 @@ def test_a_run_raises_its_reward_and_scores_held_out_prompts(llama, tmp_path, ca
 # ---- Rewards and prompts -------------------------------------------------------------------------
 
 def reward_of(name, answer, row):
-    return data_rl.load_reward(name, 'cpu', None, 'tulu').score('', answer, row)
+    return load_reward(name, 'cpu', None, 'tulu').score('', answer, row)
 
 
 @pytest.mark.parametrize('name, answer, target, reward', [
@@ -898,7 +906,7 @@ def test_the_solutions_of_gsm8k_are_correct_by_the_exact_reward():
     assert all(reward_of('exact:gsm8k', row['answer'], row) for row in rows)
     assert np.mean([reward_of('exact:gsm8k', a['answer'], b)
                     for a, b in zip(rows, rows[1:], strict=False)]) < 0.05
-    assert data_rl.to_prompt(rows[0])[0]['content'].startswith('Janet')
+    assert to_prompt(rows[0])[0]['content'].startswith('Janet')
 
 
 @pytest.mark.parametrize('row', [
@@ -908,8 +916,8 @@ def test_the_solutions_of_gsm8k_are_correct_by_the_exact_reward():
     {'messages': [{'role': 'user', 'content': 'Why?'}, {'role': 'assistant', 'content': 'x'}]},
     {'conversations': [{'from': 'human', 'value': 'Why?'}]}])
 def test_each_format_of_prompts_is_read(row):
-    assert data_rl.to_prompt(row) == [{'role': 'user', 'content': 'Why?'}]
-    assert data_rl.to_prompt(row, 'Be brief.') == [{'role': 'user', 'content': 'Why?\n\nBe brief.'}]
+    assert to_prompt(row) == [{'role': 'user', 'content': 'Why?'}]
+    assert to_prompt(row, 'Be brief.') == [{'role': 'user', 'content': 'Why?\n\nBe brief.'}]
 
 
 @pytest.mark.parametrize('row', [
@@ -917,12 +925,12 @@ def test_each_format_of_prompts_is_read(row):
         {'role': 'user', 'content': 'Why?'}, {'role': 'assistant', 'content': 'x'}]},
     {'prompt': [{'from': 'human', 'value': 'Why?'}]}, {'instruction': 'Why?', 'output': 'x'}])
 def test_context_beside_a_prompt_precedes_it_or_is_refused(row):
-    assert data_rl.to_prompt(row | {'system': 'Be brief.', 'history': [['Hi', 'Yo']]}) == [
+    assert to_prompt(row | {'system': 'Be brief.', 'history': [['Hi', 'Yo']]}) == [
         {'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 'Hi'},
         {'role': 'assistant', 'content': 'Yo'}, {'role': 'user', 'content': 'Why?'}]
     for field in ('tools', 'documents', 'context'):
         with pytest.raises(DataError, match=f'"{field}" is in no message'):
-            data_rl.to_prompt(row | {field: 'f(x)'})
+            to_prompt(row | {field: 'f(x)'})
 
 
 @pytest.mark.parametrize('name, raw, message', [
@@ -933,20 +941,20 @@ def test_context_beside_a_prompt_precedes_it_or_is_refused(row):
 def test_prompts_without_a_usable_row_say_why(tmp_path, tokenizers, name, raw, message):
     (tmp_path / name).write_text(raw)
     with pytest.raises(DataError, match=message):
-        data_rl.load_prompts(str(tmp_path / name), tokenizers['gemma'], template='tulu',
-                             max_length=20, add_bos=True, on_bad_row='skip')
+        load_prompts(str(tmp_path / name), tokenizers['gemma'], FunctionReward('', len, ''),
+                     template='tulu', max_length=20, add_bos=True, on_bad_row='skip')
 
 
 def test_rlcr_of_programs_is_refused_before_they_are_allowed():
     cfg = align.AlignConfig(method='grpo', reward='rlcr:humaneval')
-    rl.check_rollouts(cfg)      # does not ask for --run_code, which would not help
+    rollouts.check_rollouts(cfg)      # does not ask for --run_code, which would not help
     with pytest.raises(ConfigError, match='take exact:humaneval, with --run_code'):
-        data_rl.load_reward(cfg.reward, 'cpu', None, 'tulu')
+        load_reward(cfg.reward, 'cpu', None, 'tulu')
 
 
 def test_a_row_without_a_prompt_is_told_all_formats():
     with pytest.raises(DataError, match='fields answer; wanted prompt, question, problem, mess'):
-        data_rl.to_prompt({'answer': '3'})
+        to_prompt({'answer': '3'})
 
 
 @pytest.mark.parametrize('code, message', [
@@ -966,7 +974,7 @@ def test_an_error_in_a_reward_names_its_file_and_line(code, message, tmp_path):
     path = tmp_path / 'reward.py'
     path.write_text(code, encoding='latin-1')
     with pytest.raises((ConfigError, DataError), match=message):
-        data_rl.load_reward(str(path), 'cpu', None, 'tulu').score('p', 'a', {})
+        load_reward(str(path), 'cpu', None, 'tulu').score('p', 'a', {})
 
 
 @pytest.mark.parametrize('value', ['True', 'np.bool_(True)', 'np.float32(1)', 'np.int8(1)', '1'])
@@ -974,14 +982,14 @@ def test_a_reward_is_any_number(value, tmp_path):
     path = tmp_path / 'reward.py'
     path.write_bytes(b'\xef\xbb\xbfimport numpy as np\ndef reward(p, a, row):\n    return '
                      + value.encode())
-    assert data_rl.load_reward(str(path), 'cpu', None, 'tulu').score('p', 'a', {}) == 1.0
+    assert load_reward(str(path), 'cpu', None, 'tulu').score('p', 'a', {}) == 1.0
 
 
 def test_a_reward_that_edits_its_row_does_not_change_that_of_other_answers(tmp_path):
     (tmp_path / 'reward.py').write_text(
         "def reward(p, a, row):\n    row['seen'].append(a)\n    return len(row['seen'])\n")
     row = {'seen': []}
-    reward = data_rl.load_reward(f'{tmp_path}/reward.py', 'cpu', None, 'tulu')
+    reward = load_reward(f'{tmp_path}/reward.py', 'cpu', None, 'tulu')
     messages = [{'role': 'user', 'content': 'p'}]
     assert reward.scores([messages], [['a', 'b']], [row]).tolist() == [[1, 1]]
     assert row == {'seen': []}
@@ -1019,7 +1027,7 @@ def test_a_reward_whose_module_was_edited_is_another_reward(place, line, tmp_pat
         (tmp_path / name).write_text(text)
 
     def digest():
-        return data_rl.load_reward(f'{tmp_path}/reward.py', 'cpu', None, 'tulu').digest
+        return load_reward(f'{tmp_path}/reward.py', 'cpu', None, 'tulu').digest
     first = digest()
     (tmp_path / 'unused_of_digest.py').write_text('x = 2\n')
     assert digest() == first
@@ -1059,22 +1067,22 @@ def test_a_row_without_the_answer_of_the_reward_is_found_before_training(llama, 
     write_rows(Path(cfg.data), [{'question': 'Why?', 'answer': 'So. #### 3'},
                                 {'question': 'Why?', 'answer': '3'}, {'question': 'Why?'}])
     with pytest.raises(DataError, match=r"prompts.jsonl:2: the answer has no '####'"):
-        stage_of(cfg)
-    stage, _ = stage_of(replace(cfg, on_bad_row='skip', batch_size=1))
-    assert len(stage.prompts) == 1
+        run_of(cfg)
+    run, _ = run_of(replace(cfg, on_bad_row='skip', batch_size=1))
+    assert len(run.sequences) == 1
     write_rows(Path(cfg.data), [{'question': 'Why?', 'answer': 3}])
     with pytest.raises(DataError, match='prompts.jsonl:1: a reference answer is not text but int'):
-        stage_of(replace(cfg, reward='exact:qa'))
+        run_of(replace(cfg, reward='exact:qa'))
 
 
 def test_an_unknown_reward_is_refused_and_an_edited_one_is_another_run(llama, tmp_path):
     with pytest.raises(ConfigError, match="'good', .* exact or rlcr of a task .triviaqa, "):
-        data_rl.load_reward('good', 'cpu', None, 'tulu')
+        load_reward('good', 'cpu', None, 'tulu')
     with pytest.raises(ConfigError, match='not a program; take exact:humaneval'):
-        data_rl.load_reward('rlcr:humaneval', 'cpu', None, 'tulu')
+        load_reward('rlcr:humaneval', 'cpu', None, 'tulu')
     with pytest.raises(CheckpointError, match='is not a model folder: it has no config.json'):
-        data_rl.load_reward(str(tmp_path), 'cpu', None, 'tulu')
+        load_reward(str(tmp_path), 'cpu', None, 'tulu')
     cfg = config(llama, tmp_path)
-    digests = {stage_of(cfg)[0].prompts.digest}
+    digests = {run_of(cfg)[0].sequences.digest}
     (tmp_path / 'reward.py').write_text(REWARD + '# edited\n')
-    assert stage_of(cfg)[0].prompts.digest not in digests
+    assert run_of(cfg)[0].sequences.digest not in digests

@@ -81,7 +81,8 @@ def test_of_a_method_only_the_method_counts_and_of_a_function_what_it_calls(tmp_
         monkeypatch.setitem(sys.modules, path.stem, module)
         spec.loader.exec_module(module)
         return [code.used_code((), module.C.f), code.used_code((path,), module.g)]
-    source = ('A = B = 2\n\nclass C:\n    def f(self):\n        return 1\n    def h(self): return 2\n'
+    source = ('A = B = 2\n\nclass C:\n    def f(self):\n        return 1\n'
+              '    def h(self):\n        return 2\n'
               '\ndef g():\n    "Text."\n    return k(A)\n\ndef k(x):\n    return x\n')
     before = used(source)
     for old, new, differ in (('return 2', 'return 3', [False, False]),

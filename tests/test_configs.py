@@ -414,7 +414,7 @@ def test_programs_end_with_any_descriptor_missing(program, closed):
 def test_slow_libraries_are_not_imported_before_they_are_needed():
     """The compiler, FSDP and the libraries for pictures and files are for those who use them."""
     late = ['torch._dynamo', 'torch._inductor', 'torch.distributed.fsdp', 'matplotlib', 'pyarrow',
-            'torch.distributed.tensor', 'sentencepiece', 'tiktoken', 'huggingface_hub']
+            'torch.distributed.tensor', 'sentencepiece', 'tokenizers', 'huggingface_hub']
     code = f'import sys, demo, train; print(sorted({{*{late}}} & sys.modules.keys()))'
     done = subprocess.run([sys.executable, '-c', code], cwd=HERE, capture_output=True, text=True)
     assert done.stdout == '[]\n', done.stdout + done.stderr

@@ -732,28 +732,29 @@ def test_packing_holds_every_sequence_once(lengths, seed):
     rng = np.random.default_rng(seed)
     sequences = [(rng.integers(1, 99, n), rng.integers(0, 2, n)) for n in lengths]
     packed = packing.pack(sequences, 16)
-    assert len(packed['tokens']) >= sum(lengths) / 16
-    assert len(packed['tokens']) <= 1 + 2 * sum(lengths) // 16  # first fit wastes less than half
+    assert len(packed.tokens) >= sum(lengths) / 16
+    assert len(packed.tokens) <= 1 + 2 * sum(lengths) // 16  # first fit wastes less than half
     for i, (tokens, loss_mask) in enumerate(sequences):
-        row, at = np.nonzero(packed['owner'] == i)
-        assert (packed['tokens'][row, at] == tokens).all()
-        assert (packed['positions'][row, at] == np.arange(len(tokens))).all()
-        assert (packed['ends'][row, at] == at[-1] + 1).all()
+        row, at = np.nonzero(packed.owner == i)
+        assert (packed.tokens[row, at] == tokens).all()
+        assert (packed.positions[row, at] == np.arange(len(tokens))).all()
+        assert (packed.ends[row, at] == at[-1] + 1).all()
         wanted = np.append(np.where(loss_mask[1:], tokens[1:], -100), -100)
-        assert (packed['targets'][row, at] == wanted).all()
-    padding = packed['owner'] < 0
-    assert (packed['targets'][padding] == -100).all()
-    assert (packed['ends'] > np.arange(16)).all()
+        assert (packed.targets[row, at] == wanted).all()
+    padding = packed.owner < 0
+    assert (packed.targets[padding] == -100).all()
+    assert (packed.ends > np.arange(16)).all()
 
 
 def test_rows_come_in_multiples():
     sequences = documents(0, [40, 7, 25, 30, 44])
     few, many = (packing.pack(sequences, 48, multiple) for multiple in (1, 5))
-    n = len(few['tokens'])
-    assert n == 4 and len(many['tokens']) == 5
-    assert all((many[key][:n] == few[key]).all() for key in few)
-    assert (many['owner'][n:] == -1).all() and (many['targets'][n:] < 0).all()
-    assert (many['ends'][n:] == np.arange(48) + 1).all()
+    n = len(few.tokens)
+    assert n == 4 and len(many.tokens) == 5
+    assert all((many[:n] == few).all() for few, many in zip(
+        vars(few).values(), vars(many).values(), strict=True))
+    assert (many.owner[n:] == -1).all() and (many.targets[n:] < 0).all()
+    assert (many.ends[n:] == np.arange(48) + 1).all()
 
 
 def test_epoch_orders_differ_and_repeat():

@@ -88,10 +88,11 @@ def test_packed_documents_do_not_see_each_other(name, tmp_path):
     rng = np.random.default_rng(0)
     texts = [(rng.integers(0, 211, n), np.ones(n, int)) for n in (11, 40, 3, 29, 1, 17)]
     packed = packing.pack(texts, 48)
-    hidden = model(*(torch.from_numpy(packed[k]) for k in ('tokens', 'positions', 'ends')))
+    hidden = model(*(torch.from_numpy(x) for x in (
+        packed.tokens, packed.positions, packed.ends)))
     for i, (tokens, _) in enumerate(texts):
         alone = torch.from_numpy(tokens)[None]
-        row, at = np.nonzero(packed['owner'] == i)
+        row, at = np.nonzero(packed.owner == i)
         assert torch.allclose(hidden[row, at], model(alone, *whole_rows(alone))[0], atol=2e-5)
 
 
@@ -116,7 +117,8 @@ def test_the_three_masks_give_the_same_hidden_states(name, device, tmp_path):
     reference_model(name, tmp_path, **head_of_32(name), **few_layers(name, 2))
     model = checkpoint.load(tmp_path, device).requires_grad_(device == 'cuda')
     packed = packing.pack(documents(0, [90, 40, 3, 100]), 128)
-    inputs = [torch.from_numpy(packed[k]).to(device) for k in ('tokens', 'positions', 'ends')]
+    inputs = [torch.from_numpy(x).to(device)
+              for x in (packed.tokens, packed.positions, packed.ends)]
     gradients, outputs = [], []
     for kind in ('explicit', 'flex'):
         model.decoder.attention = kind
@@ -196,7 +198,8 @@ def test_flex_attention_with_tuned_blocks_equals_the_explicit_mask(head_dim, sof
     T, heads, kv_heads = (600, 8, 4) if cuda else (150, 2, 1)
     lengths = [300, 200, 250, 90, 40, 600] if cuda else [80, 60, 20, 150]
     packed = packing.pack(documents(0, lengths), T)
-    positions, ends = (torch.from_numpy(packed[k]).to(device) for k in ('positions', 'ends'))
+    positions, ends = (torch.from_numpy(x).to(device)
+                       for x in (packed.positions, packed.ends))
     generator = torch.Generator(device).manual_seed(0)
     q, k, v, g = (torch.randn(len(ends), n, T, head_dim, generator=generator, device=device)
                   for n in (heads, kv_heads, kv_heads, heads))
@@ -223,7 +226,7 @@ def test_flex_attention_with_tuned_blocks_equals_the_explicit_mask(head_dim, sof
 @pytest.mark.parametrize('T, M, N', [(64, 16, 32), (130, 64, 32), (257, 32, 64), (257, 128, 128)])
 def test_blocks_of_a_mask_hold_what_each_token_sees(T, M, N, window):
     packed = packing.pack(documents(T, [30, T - 40, 9, 20, 1, 25]), T)
-    positions, ends = (torch.from_numpy(packed[key]) for key in ('positions', 'ends'))
+    positions, ends = (torch.from_numpy(x) for x in (packed.positions, packed.ends))
     seen, full = visible_blocks(positions, ends, window, M, N)
     visible = visible_keys(positions, ends, window)[:, 0]
 

@@ -446,7 +446,7 @@ def test_blocks_compile_to_one_graph_for_equal_masks(kind, name, tmp_path):
     model.decoder.attention = kind
     packed = [packing.pack(documents(seed, lengths), 48)
               for seed, lengths in ((0, [30, 17]), (1, [9, 38]))]
-    inputs = [[torch.from_numpy(p[key]) for key in ('tokens', 'positions', 'ends')] for p in packed]
+    inputs = [[torch.from_numpy(x) for x in (p.tokens, p.positions, p.ends)] for p in packed]
     with torch.set_grad_enabled(kind == 'explicit'):
         expected = [model(*x) for x in inputs]
         torch._dynamo.reset()

@@ -98,8 +98,8 @@ def packed_logits(model):
     texts = sequences()
     packed = pack([(ids, np.ones(len(ids), int)) for ids in texts], sum(map(len, texts)))
     with torch.no_grad():
-        return model.logits(model(*(torch.from_numpy(packed[key]).to(DEVICE)
-                                    for key in ('tokens', 'positions', 'ends'))))[0].float()
+        return model.logits(model(*(torch.from_numpy(x).to(DEVICE) for x in (
+            packed.tokens, packed.positions, packed.ends))))[0].float()
 
 
 def separate_logits(reference):

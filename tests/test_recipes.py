@@ -161,7 +161,7 @@ for prompt_format, options in (('mmlu', [' A', ' B', ' C']), ('harness', [' ice'
     ('alignment.md', 'A loss or method of your own'): """
 import numpy as np, torch
 from align import PAIR_LOSSES, AlignConfig, Pairs
-from rl import RL_METHODS
+from alignment.advantages import RL_METHODS
 from runtime.config import load_config
 cfg = load_config(AlignConfig, ['--method=odpo', '--beta=0.5', '--gamma=2'])
 pairs = Pairs(*torch.tensor([[-1.], [-3.], [4.], [5.], [-2.], [-2.]]))      # d = 2

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -253,7 +254,7 @@ def test_a_signal_during_the_last_step(small_world, tmp_path, monkeypatch):
         if len(steps) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         return train_step(*arguments)
-    monkeypatch.setattr(train, 'train_step', step_and_signal)
+    monkeypatch.setattr(train, 'SFT', replace(train.SFT, step=step_and_signal))
     with pytest.raises(train.Stopped, match='SIGTERM after the last step, before the report'):
         train.main([str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={tmp_path}',
                     '--max_steps=2'])
@@ -440,7 +441,7 @@ def interrupted(small_world, tmp_path):
             raise KeyboardInterrupt
         return train_step(*rest)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, 'train_step', stop_after)
+        patch.setattr(train, 'SFT', replace(train.SFT, step=stop_after))
         with pytest.raises(KeyboardInterrupt):
             train.main(arguments)
     assert list(resume.checkpoints(out)) == [4]
@@ -559,7 +560,7 @@ def test_training_in_a_folder_that_was_moved_fails(small_world, tmp_path, monkey
         if out.exists():
             out.rename(tmp_path / 'moved')
         return train_step(*rest)
-    monkeypatch.setattr(train, 'train_step', move_and_step)
+    monkeypatch.setattr(train, 'SFT', replace(train.SFT, step=move_and_step))
     with pytest.raises(TrainingError, match='run was removed or moved'):
         train.main([str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={out}',
                     '--eval=None', '--max_steps=1', '--device=cpu'])
@@ -861,7 +862,8 @@ def test_putting_back_that_is_killed_at_any_moment_is_repeated(tmp_path):
 
 @pytest.mark.parametrize('error', [KeyboardInterrupt, SystemExit(143), TrainingError('NaN'),
                                    OSError(28, 'No space left on device')])
-@pytest.mark.parametrize('moment', ['evaluate', 'build_model', 'optimize', 'StepLog', 'train_step'])
+@pytest.mark.parametrize('moment', ['evaluate', 'build_model', 'optimize', 'StepLog',
+                                    'forward_backward'])
 def test_a_run_that_fails_puts_back_what_it_would_have_replaced(
         small_world, tmp_path, monkeypatch, moment, error):
     out = tmp_path / 'out'
@@ -897,7 +899,7 @@ def test_an_interrupted_run_that_can_be_resumed_and_the_one_before_it_are_both_k
         return train_step(*arguments)
 
     def interrupt(*options):
-        monkeypatch.setattr(train, 'train_step', stop)
+        monkeypatch.setattr(train, 'SFT', replace(train.SFT, step=stop))
         with pytest.raises(train.Stopped):
             train.main([*command, *options])
         monkeypatch.undo()

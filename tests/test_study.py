@@ -36,7 +36,7 @@ from research.study import (
 from research.study.world import StudySpec, make_world
 from align import AlignConfig, check_align_config
 from data.written_answers import WRITTEN_TASKS, WrittenQuestion, proposed
-from data.rl import exact, rlcr
+from alignment.rewards import exact, rlcr
 from data.world import write_world
 from runtime.eval_config import EvalConfig
 from train import TrainConfig, check_config, training_loss

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ import metrics
 import train
 from data import packing
 from data.chat import encode_conversation
-from data.tokenizer import load_model_tokenizer, load_tokenizer
+from data.tokenizer import load_tokenizer
 from results import report
 from results.samples import read_samples
 from runtime import build, checkpoint, parallel, resume, trained
@@ -142,7 +143,7 @@ def test_another_objective_replaces_the_loss_of_a_step(tiny_model):
 
     def preference(packed, cfg):
         def compute(model, rows, inputs, targets):
-            hidden, owner = model(*inputs), torch.from_numpy(packed['owner'][rows])
+            hidden, owner = model(*inputs), torch.from_numpy(packed.owner[rows])
             log_probs = model.logits(hidden).log_softmax(-1).gather(
                 -1, targets.clamp(min=0)[..., None])[..., 0]
             sums = [log_probs[(owner == i) & (targets >= 0)].sum() for i in range(6)]
@@ -165,11 +166,11 @@ def test_another_objective_replaces_the_loss_of_a_step(tiny_model):
 def test_the_sequences_of_a_group_share_a_row():
     sequences = documents(0, [50, 50, 60, 60, 10, 20])
     packed = packing.pack(sequences, 128, groups=[0, 0, 1, 1, 2, 2])
-    owners = [{*row.tolist()} - {-1} for row in packed['owner']]
+    owners = [{*row.tolist()} - {-1} for row in packed.owner]
     assert all(sum({2 * g, 2 * g + 1} <= row for row in owners) == 1 for g in range(3))
     assert not all(row >= {0, 1} or not row & {0, 1}       # without groups they are separated
                    for row in ({*r.tolist()} for r in packing.pack(
-                       documents(0, [50, 80, 60, 60, 10, 20]), 128)['owner']))
+                       documents(0, [50, 80, 60, 60, 10, 20]), 128).owner))
     with pytest.raises(ValueError, match='group 0 has 130 tokens, and a row has room for 128'):
         packing.pack(documents(0, [70, 60]), 128, groups=[0, 0])
 
@@ -177,11 +178,10 @@ def test_the_sequences_of_a_group_share_a_row():
 def test_a_subset_is_drawn_by_the_seed(small_world, tmp_path, capsys):
     folder, _ = small_world
     cfg = load_config(train.TrainConfig, [str(folder / 'tuned' / 'train_config.py')])
-    tokenizer = load_model_tokenizer(cfg.model, checkpoint.read_config(cfg.model))
 
     def drawn(**values):
-        _, kept, held_out = train.load_sequences(dataclasses.replace(cfg, **values), tokenizer)
-        return kept.tolist(), held_out.tolist()
+        run = train.load_run(dataclasses.replace(cfg, **values), train.SFT, 'cpu')
+        return run.training.tolist(), run.held_out.tolist()
     whole, held_out = drawn()
     fewer, more = drawn(data_limit=20), drawn(data_limit=30)
     assert cfg.val_size == 4 and fewer[1] == more[1] == held_out    # validation stays the same
@@ -325,8 +325,8 @@ def test_dry_run_writes_nothing(small_world, tmp_path, capsys):
 def test_a_steps_time_is_without_validation(small_world, tmp_path, monkeypatch):
     clock, hours = time.perf_counter, []
     monkeypatch.setattr(time, 'perf_counter', lambda: clock() + 3600 * len(hours))
-    monkeypatch.setattr(train, 'validation_loss',
-                        lambda *_: hours.append(1) or {'val_nll': 0.0, 'val_ece': 0.0})
+    monkeypatch.setattr(train, 'SFT', dataclasses.replace(
+        train.SFT, validate=lambda _: hours.append(1) or {'val_nll': 0.0, 'val_ece': 0.0}))
     train.main([str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={tmp_path}',
                 '--max_steps=4', '--val_every=1', '--eval=None', '--device=cpu'])
     records = [json.loads(line) for line in (tmp_path / 'log.jsonl').open()]
@@ -360,11 +360,9 @@ def test_any_loss_with_a_cap_and_a_temperature(small_world, tmp_path, capsys):
     # the loss of the first step, from the base model's logits
     cfg = load_config(train.TrainConfig, [str(tmp_path / 'a' / 'train_config.py')])
     base = checkpoint.load(cfg.model)
-    tokenizer = load_model_tokenizer(cfg.model, checkpoint.read_config(cfg.model))
-    sequences, kept, _ = train.load_sequences(cfg, tokenizer)
-    [(_, packed), _] = train.batches(cfg, sequences, kept, 0, 2, 1)
-    tokens, positions, ends, targets = (torch.from_numpy(packed[key]) for key in (
-        'tokens', 'positions', 'ends', 'targets'))
+    [(_, packed), _] = train.packed_batches(train.load_run(cfg, train.SFT, 'cpu'), 0, 2)
+    tokens, positions, ends, targets = (torch.from_numpy(x) for x in (
+        packed.tokens, packed.positions, packed.ends, packed.targets))
     z = F.linear(base(tokens, positions, ends), base.head)[targets >= 0].double() / 1.5
     z = 20 * torch.tanh(z / 20)
     nll = F.cross_entropy(z, targets[targets >= 0], reduction='none')
@@ -398,8 +396,7 @@ def test_a_sweep_skips_what_is_done(small_world, tmp_path, monkeypatch):
     for name in ('config.json', 'model.safetensors', 'results.json'):
         (second / name).unlink()
     optimize, trained = train.optimize, []
-    monkeypatch.setattr(train, 'optimize', lambda cfg, *rest: (trained.append(cfg.lr),
-                                                               optimize(cfg, *rest)))
+    monkeypatch.setattr(train, 'optimize', lambda run: (trained.append(run.cfg.lr), optimize(run)))
     sweep()
     assert trained == [1e-4]
     assert (second / 'model.safetensors').read_bytes() == weights
@@ -411,15 +408,15 @@ def test_rows_of_one_document_need_no_mask(name, tmp_path):
     reference_model(name, tmp_path)
     model = checkpoint.load(tmp_path)
     packed = packing.pack(documents(2, [40, 31, 48]), 48)
-    tokens, positions, ends = (torch.from_numpy(packed[k]) for k in ('tokens', 'positions', 'ends'))
-    real = torch.from_numpy(packed['owner']) >= 0
+    tokens, positions, ends = (torch.from_numpy(x) for x in (
+        packed.tokens, packed.positions, packed.ends))
+    real = torch.from_numpy(packed.owner) >= 0
     masked, plain = (model(tokens, positions, e)[real] for e in (ends, None))
     assert torch.allclose(masked, plain, atol=1e-5)
-    cfg = tiny_config(micro_rows=1)
-    given = [inputs[2] for _, inputs, _ in train.micro_batches(packed, cfg, 'cpu')]
+    given = [inputs[2] for _, inputs, _ in packed.micro_batches(1, 'cpu')]
     assert given == [None] * 3
     shared = packing.pack(documents(2, [40, 31, 17]), 48)
-    given = [inputs[2] is None for _, inputs, _ in train.micro_batches(shared, cfg, 'cpu')]
+    given = [inputs[2] is None for _, inputs, _ in shared.micro_batches(1, 'cpu')]
     assert given == [False, False]      # one of the two has one document by chance
 
 
@@ -458,8 +455,10 @@ def test_all_blocks_with_adapters_compile_to_one_graph(name, tmp_path):
 
 
 def test_validation_reports_the_next_tokens_ece(tiny_model):
-    packed = packing.pack(documents(4, [40, 31, 48, 9]), 48)
-    found = train.validation_loss(tiny_model, packed, tiny_config(smoothing=0.1), 'cpu')
+    found = train.validation_loss(SimpleNamespace(
+        cfg=tiny_config(smoothing=0.1, pack_len=48, max_length=48), stage=train.SFT, device='cpu',
+        model=tiny_model, sequences=documents(4, [40, 31, 48, 9]), held_out=range(4),
+        row_multiple=1))
     confidence, right, nll = [], [], []
     for tokens, loss_mask in documents(4, [40, 31, 48, 9]):
         row = torch.from_numpy(tokens)[None]
@@ -490,7 +489,7 @@ def test_trackers_must_be_installed(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_script_that_ends_at_once_closes_the_writer_of_tensorboard(tmp_path):
+def test_the_end_of_a_script_closes_the_writer_of_tensorboard(tmp_path):
     """The writer keeps up to two minutes of records, which it does not write by itself at the end.
     """
     (tmp_path / 'code.py').write_text("""
@@ -500,30 +499,12 @@ class SummaryWriter:
     def add_scalar(self, *record): self.records.append(record)
     def close(self): print(self.records)
 sys.modules['torch.utils.tensorboard'] = types.SimpleNamespace(SummaryWriter=SummaryWriter)
-from runtime import log, startup
+from runtime import log
 log.start_tracker(types.SimpleNamespace(tracker='tensorboard', out_dir='x'))({'step': 7, 'lr': 0.5})
-startup.end_at_once()
 """)
     done = subprocess.run([sys.executable, tmp_path / 'code.py'], text=True, capture_output=True,
                           env=os.environ | {'PYTHONPATH': str(HERE)})
     assert done.returncode == 0 and done.stdout == "[('step', 7, 7), ('lr', 0.5, 7)]\n", done.stderr
-
-
-@pytest.mark.slow
-def test_the_end_does_not_wait_for_the_processes_that_compile(tmp_path):
-    (tmp_path / 'code.py').write_text("""
-import atexit
-atexit.register(lambda: print(pool.process.returncode))     # after torch's function
-from torch._inductor import config
-config.compile_threads, config.worker_start_method = 2, 'subprocess'
-from torch._inductor.async_compile import AsyncCompile
-from runtime import startup
-pool = AsyncCompile.process_pool()
-startup.end_at_once()
-""")
-    done = subprocess.run([sys.executable, tmp_path / 'code.py'], text=True, capture_output=True,
-                          env=os.environ | {'PYTHONPATH': str(HERE)})
-    assert (done.returncode, done.stdout, done.stderr) == (0, 'None\n', '')
 
 
 @pytest.mark.parametrize('n_gpus, wanted', [(0, 'gloo'), (1, 'gloo'), (2, 'cpu:gloo,cuda:nccl')])

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -27,7 +28,7 @@ import numpy as np
 import torch
 
 import train
-from align import AlignConfig, Preferences
+from align import AlignConfig, answer_sums, pack_pairs, pair_objective
 from research.bench import common
 from research.bench.common import (DEVICE, MODELS, cell, chosen, draw_bars, empty_caches, last_error, load,
                           now, our_model, peak_gib, peer_model, reset_peak_memory)
@@ -124,15 +125,15 @@ def our_step(raw, pairs, trees, lora, folder, micro_rows=1):
     cfg = AlignConfig(pack_len=PACK_LEN, micro_rows=micro_rows, lora=lora, lora_rank=16,
                       lora_targets=('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj',
                                     'up_proj', 'down_proj'))
-    model, stage = prepare(our_model(raw), cfg, DEVICE), Preferences()
-    stage.sequences = pairs
+    model = prepare(our_model(raw), cfg, DEVICE)
+    run = SimpleNamespace(cfg=cfg, device=DEVICE, sequences=pairs)
     started = now()
-    stage.reference = stage.answer_sums(cfg, model, DEVICE)
+    run.reference = answer_sums(run, model)
     reference_s, optimizer = now() - started, build_optimizer(model, cfg)
 
     def step(indices):
-        packed = stage.pack_batch(cfg, pairs, np.array(indices), micro_rows)
-        train.train_step(model, optimizer, packed, cfg, DEVICE, stage.token_loss)
+        packed = pack_pairs(run, np.array(indices), micro_rows)
+        train.train_step(model, optimizer, packed, cfg, DEVICE, pair_objective)
     return step, reference_s
 
 

@@ -29,8 +29,7 @@ import train
 from attention import visible_keys
 from research.bench.common import DEVICE
 from data.packing import pack
-from data.tokenizer import load_model_tokenizer
-from runtime import checkpoint, trained
+from runtime import checkpoint
 from runtime.build import build_optimizer, prepare
 from runtime.cli import one_line_errors
 from runtime.config import load_config
@@ -59,11 +58,12 @@ def summed(model, packed, forward):
     """Return the gradients of model's parameters, float32 sums over rows; forward gives the loss
     of a row [1, T], divided by the supervised tokens of all rows."""
     total = None
-    for row in range(len(packed['tokens'])):
-        tokens, positions, ends, targets = (torch.from_numpy(packed[key][row:row + 1]).to(DEVICE)
-                                            for key in ('tokens', 'positions', 'ends', 'targets'))
+    for row in range(len(packed.tokens)):
+        tokens, positions, ends, targets = (
+            torch.from_numpy(x[row:row + 1]).to(DEVICE)
+            for x in (packed.tokens, packed.positions, packed.ends, packed.targets))
         loss = forward(model, tokens, positions, ends, targets)
-        (loss / int((packed['targets'] >= 0).sum())).backward()
+        (loss / int((packed.targets >= 0).sum())).backward()
         part = [p.grad.float() for p in model.parameters()]
         total = part if total is None else [a + b for a, b in zip(total, part, strict=True)]
         model.zero_grad()
@@ -138,9 +138,7 @@ def bench(config):
     cfg = train.TrainConfig(
         model=config.model, data=config.data, epochs=1000.0, batch_size=32, max_length=1024,
         pack_len=2048, micro_rows=4, lr=config.lr, dtype='bfloat16', max_steps=config.steps)
-    shape = trained.model_config(cfg, Path(config.model))
-    sequences, training, _ = train.load_sequences(
-        cfg, load_model_tokenizer(Path(config.model), shape))
+    run = train.load_run(cfg, train.SFT, DEVICE)
     model = checkpoint.load(config.model, DEVICE, torch.bfloat16)
     exact = checkpoint.load(config.model, DEVICE, torch.float32)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
@@ -154,17 +152,17 @@ def bench(config):
     optimizer, named = build_optimizer(model, cfg), dict(theirs.named_parameters())
     rows, worst = [], (0.0, None, None)
     for step, (chosen, packed) in enumerate(
-            train.batches(cfg, sequences, training, 0, config.steps, cfg.micro_rows)):
+            train.packed_batches(run, 0, config.steps)):
         with torch.no_grad():
             for name, p in model.named_parameters():
                 for other in (exact.get_parameter(name), named[name]):
                     other.copy_(p)
         right = summed(exact, packed, our_loss)
-        optimizer.begin(-(-len(packed['tokens']) // cfg.micro_rows))
+        optimizer.begin(-(-len(packed.tokens) // cfg.micro_rows))
         train.forward_backward(model, packed, cfg, DEVICE)
         own = dict(zip(optimizer.parameters(), optimizer.gradients(), strict=True))
         ours = error([own[p] for p in model.parameters()], right)
-        peer = dict(zip(named, summed(theirs, packed, their_loss(shape.windows)), strict=True))
+        peer = dict(zip(named, summed(theirs, packed, their_loss(run.config.windows)), strict=True))
         peer = error([peer[name] for name, _ in model.named_parameters()], right)
         rows.append({'step': step + 1, 'norm': norm(right), 'ours': ours, 'transformers': peer})
         print(step + 1, *(f'{key} {rows[-1][key]:.4f}' for key in ('norm', 'ours', 'transformers')),
@@ -175,7 +173,7 @@ def bench(config):
             group['lr'] = train.learning_rate(step, config.steps, cfg)
         optimizer.step(torch.ones((), device=DEVICE) / max(1.0, rows[-1]['norm']))
     return {'rows': rows, 'summary': summary(rows),
-            'places': attribution(exact, worst, sequences)}
+            'places': attribution(exact, worst, run.sequences)}
 
 
 def summary(rows):

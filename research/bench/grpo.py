@@ -25,14 +25,14 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
-from align import AlignConfig
+import train
+from align import ROLLOUTS, AlignConfig
 from research.bench import common
 from research.bench.common import (DEVICE, MODELS, cell, chosen, draw_bars, empty_caches, last_error, load,
                           matrix_rate, memory_rate, now, our_model, peak_gib)
 from data.export import tokenizer_files
 from data.files import read_rows
 from data.tokenizer import load_tokenizer
-from rl import Rollouts
 from runtime import checkpoint
 from runtime.build import build_optimizer
 from runtime.config_json import config_from_hf
@@ -122,15 +122,13 @@ def our_steps(folder, micro_rows=1):
         method='grpo', reward=str(folder / 'reward.py'), group_size=ANSWERS, max_tokens=TOKENS,
         max_length=1024, batch_size=PROMPTS, truncated='score', kl='loss', kl_coef=KL,
         micro_rows=micro_rows, val_size=0, out_dir=str(folder / 'run'), device=DEVICE)
-    stage, base = Rollouts(), folder / 'model'
-    prompts, training, _ = stage.load_sequences(cfg, load_tokenizer(base))
-    model = stage.build_model(cfg, checkpoint.read_config(base), base, DEVICE)
-    optimizer = build_optimizer(model, cfg)
-    for _, packed in stage.batches(cfg, prompts, training, 0, 1 + STEPS, micro_rows,
-                                   stage.pack_batch):
+    run = train.load_run(cfg, ROLLOUTS, DEVICE)
+    run.model = ROLLOUTS.build(run)
+    optimizer = build_optimizer(run.model, cfg)
+    for _, packed in ROLLOUTS.batches(run, 0, 1 + STEPS):
         started = now()
-        stage.train_step(model, optimizer, packed, cfg, DEVICE, stage.token_loss)
-        yield [packed['measured'][part] for part in PARTS[:2]] + [now() - started]
+        ROLLOUTS.step(run.model, optimizer, packed, cfg, DEVICE, ROLLOUTS.objective)
+        yield [packed.measured[part] for part in PARTS[:2]] + [now() - started]
 
 
 def trl_steps(folder, size, liger=False):

@@ -64,10 +64,10 @@ def packed_inputs(batch, length, at_once=1):
     The model finds the documents by their positions, and masks attention between them.
     """
     rows = pack(batch, length, at_once)
-    n_supervised = torch.tensor((rows['targets'] != IGNORE).sum())  # an int is compiled in
-    for i in range(0, len(rows['tokens']), at_once):
-        ids, positions, targets = (torch.from_numpy(rows[key][i:i + at_once])
-                                   for key in ('tokens', 'positions', 'targets'))
+    n_supervised = torch.tensor((rows.targets != IGNORE).sum())  # an int is compiled in
+    for i in range(0, len(rows.tokens), at_once):
+        ids, positions, targets = (torch.from_numpy(x[i:i + at_once])
+                                   for x in (rows.tokens, rows.positions, rows.targets))
         yield {'input_ids': ids, 'position_ids': positions, 'labels': targets,
                'shift_labels': targets, 'num_items_in_batch': n_supervised}
 
@@ -97,7 +97,7 @@ def trl_steps(raw, batches, marks, steps, folder, length, attention, compiled=Fa
     data = Dataset.from_list([{'input_ids': tokens.tolist(),
                                'labels': np.where(mask, tokens.astype('int64'), IGNORE).tolist()}
                               for tokens, mask in sequences])
-    n_rows = len(pack(batches[0], length)['tokens'])    # of a step like ours
+    n_rows = len(pack(batches[0], length).tokens)    # of a step like ours
     config = SFTConfig(
         output_dir=str(folder), packing=True, max_length=length, max_steps=4 * steps, bf16=True,
         per_device_train_batch_size=rows, gradient_accumulation_steps=max(1, n_rows // rows),

@@ -241,7 +241,7 @@ def our_config(options):
 def our_rows(raw, batches, options):
     """Return the rows per forward pass that train.py would choose for such steps."""
     cfg = our_config(options)
-    counts = [len(pack(batch, cfg.pack_len)['tokens']) for batch in batches[:16]]
+    counts = [len(pack(batch, cfg.pack_len).tokens) for batch in batches[:16]]
     return cfg.micro_rows or pick_micro_rows(cfg, config_from_hf(raw), DEVICE, counts)
 
 

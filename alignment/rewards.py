@@ -1,4 +1,4 @@
-"""Prompts and rewards for reinforcement learning.
+"""Rewards for reinforcement learning: the rule of a task, a Python function or a reward model.
 
 A reward is a function (prompt, answer, row) -> number: the text of the prompt's last message, the
 text of an answer, and the prompt's row as it is in the file.
@@ -20,110 +20,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.answers import Answers, pack_rollouts
-from data.chat import encode_prompt
-from data.files import fetch, parsed, read_rows, require_fields, require_text, without_bad
-from data.written_answers import WRITTEN_TASKS
-from data.instruct import to_messages
-from data.messages import read_turns, with_context, without_nulls
-from data.preferences import PREFERENCE_PATTERNS, encode_answer
+from alignment.packed_answers import Answers, pack_rollouts
+from data.files import require_text
+from data.preferences import encode_answer
 from data.tokenizer import begins_with_bos, load_model_tokenizer
+from data.written_answers import WRITTEN_TASKS
 from runtime import checkpoint
 from runtime.device import to_device
 from runtime.errors import CheckpointError, ConfigError, DataError
 from runtime.ownership import note_inputs
 from runtime.thinking import final_answer
 from runtime.trained import training_settings
-
-# those of the tasks first
-PROMPT_PATTERNS = (*dict.fromkeys(pattern for name, task in WRITTEN_TASKS.items() if name != 'qa'
-                                  for pattern in task.shots), *PREFERENCE_PATTERNS)
-
-# ---- Prompts -------------------------------------------------------------------------------------
-
-
-class Prompts:
-    """Tokenized prompts: `prompts[i]` is (tokens uint32 [n], loss mask of zeros), as in a cache.
-
-    rows, messages: of each; stop: ids of the tokens that end an answer; lengths: numbers of tokens;
-    digest: a hash of tokens, rows and reward
-    """
-
-    def __init__(self, encoded, reward_digest):
-        self.rows, self.messages, ids, stop = zip(*encoded, strict=True)
-        self.tokens = [np.array(x, np.uint32) for x in ids]
-        self.stop, self.lengths = set().union(*stop), np.array([len(x) for x in ids])
-        digest = hashlib.sha256(reward_digest.encode())
-        for row, tokens in zip(self.rows, self.tokens, strict=True):
-            digest.update(repr(row).encode('utf-8', 'backslashreplace') + tokens.tobytes())
-        self.digest = digest.hexdigest()
-
-    def __len__(self):
-        return len(self.tokens)
-
-    def __getitem__(self, i):
-        return self.tokens[i], np.zeros(len(self.tokens[i]), np.uint8)
-
-
-def to_prompt(row, instruction=''):
-    """Return the messages before the answer of a row: [{'role', 'content'}, ...], the user's last.
-
-    prompt                              text, or messages
-    question, problem                   the tasks of data/written_answers.py
-    messages, conversations, Alpaca     as in data/instruct.py; an answer at the end is left out
-
-    instruction: text that follows the last message after a blank line. Raises DataError.
-    """
-    row = without_nulls(require_fields(row))
-    if name := next(filter(row.__contains__, ('prompt', 'question', 'problem')), None):
-        messages = with_context(row, read_turns(row['prompt'], '"prompt"')
-                                if isinstance(row.get('prompt'), list) else [
-            {'role': 'user', 'content': require_text(row[name], f'the {name}')}])
-    elif not row.keys() & {'messages', 'conversations', 'instruction'}:
-        raise DataError(f'fields {", ".join(map(str, row)) or "(none)"}; wanted prompt, question, '
-                        f'problem, messages, conversations, or instruction and output')
-    else:
-        messages = to_messages(row)
-    if messages and messages[-1]['role'] == 'assistant':
-        messages.pop()
-    if not messages or messages[-1]['role'] != 'user':
-        raise DataError('the last message of the prompt is not the user\'s')
-    if instruction:
-        text = require_text(messages[-1].get('content'), 'the prompt')
-        messages[-1] = {'role': 'user', 'content': f'{text}\n\n{instruction}'}
-    return messages
-
-
-def load_prompts(source, tokenizer, *, template, max_length, add_bos, digest='', instruction='',
-                 check=None, revision=None, on_bad_row='stop'):
-    """Return the Prompts in `source`, a file, a folder or a hub dataset; longer ones are left out.
-
-    max_length: tokens of a prompt; digest: of the reward; check: raises DataError for a row that
-    the reward cannot use
-    """
-    def encode(row):
-        messages = to_prompt(row, instruction)
-        if check:
-            check(row)
-        return row, messages, *encode_prompt(messages, tokenizer, template, add_bos)
-
-    rows = (row for file in fetch(source, PROMPT_PATTERNS, revision) for row in read_rows(file))
-    bad = []
-    encoded = list(without_bad((parsed(place, row, encode) for place, row in rows), on_bad_row,
-                               bad))
-    if bad:
-        print(f'{len(bad)} bad rows skipped, the first: {bad[0]}')
-    short = [prompt for prompt in encoded if len(prompt[2]) <= max_length]
-    if len(short) < len(encoded):
-        print(f'{len(encoded) - len(short)} prompts left out: longer than {max_length} tokens')
-    if not encoded:
-        raise DataError(f'{source} has no rows' if not bad else
-                        f'{source}: all {len(bad)} rows are bad, the first: {bad[0]}')
-    if not short:
-        raise DataError(f'{source}: no prompt of at most {max_length} tokens, which is max_length '
-                        f'minus max_tokens')
-    return Prompts(short, digest)
-
 
 # ---- Rewards -------------------------------------------------------------------------------------
 
@@ -303,13 +210,13 @@ class ModelReward:
         packed = pack_rollouts(*zip(*encoded, strict=True), -(-max(longest, 4096) // 128) * 128,
                                last=True)
         rewards = np.zeros((len(texts), len(texts[0])))
-        for row in range(len(packed['tokens'])):
-            used = -(-np.count_nonzero(packed['owner'][row] >= 0) // 128) * 128
-            inputs = [to_device(torch.from_numpy(packed[name][row:row + 1, :used]), self.device)
-                      for name in ('tokens', 'positions', 'ends')]
+        for row in range(len(packed.tokens)):
+            used = -(-np.count_nonzero(packed.owner[row] >= 0) // 128) * 128
+            inputs = [to_device(torch.from_numpy(x[row:row + 1, :used]), self.device)
+                      for x in (packed.tokens, packed.positions, packed.ends)]
             answers = Answers(packed, [row], self.device)
             values = self.model.rewards(answers.gather(self.model(*inputs)))
-            rewards[tuple(packed['where'][answers.part].T)] = values.double().cpu()
+            rewards[tuple(packed.where[answers.part].T)] = values.double().cpu()
         if not np.isfinite(rewards).all():
             dtype = str(self.model.score.weight.dtype).removeprefix('torch.')
             raise CheckpointError(checkpoint.bad_logits(

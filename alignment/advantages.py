@@ -1,0 +1,107 @@
+"""Advantages and divisors of the methods with rewards: the table RL_METHODS."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+# Of rewards and of costs, the KL in the reward: float64 [prompts, answers], in nats per answer
+
+def deviation(x):
+    """Return x minus its mean along the last axis; equal numbers of any size give exactly 0."""
+    x = x - x[..., :1]      # the mean of equal numbers is rounded, except that of zeros
+    return x - x.mean(-1, keepdims=True)
+
+
+def centered(rewards, costs=0.0):
+    """Return the rewards minus costs, minus their mean over the answers to each prompt."""
+    return deviation(rewards) - deviation(np.broadcast_to(costs, rewards.shape))
+
+
+def leave_one_out(rewards, costs=0.0):
+    """Return the reward minus costs of each answer, minus the mean of the others'."""
+    return centered(rewards, costs) * rewards.shape[1] / (rewards.shape[1] - 1)
+
+
+def standardized(rewards, costs=0.0):
+    """Return the centered rewards, divided by their standard deviation, minus the centered costs.
+
+    The deviation is that of the rewards alone: divided by their own, the costs of answers with
+    equal rewards would be noise of full size, whatever their weight.
+    """
+    std = deviation(rewards).std(1, ddof=1, keepdims=True)
+    return centered(centered(rewards) / (std + 1e-4), costs)
+
+
+def soft_overlong(lengths, cfg):
+    """Return the length penalty: 0 for short answers, -1 at max_tokens. DAPO, eq. 13.
+
+    Over the last cfg.soft_overlong tokens before max_tokens it falls linearly.
+    """
+    return -np.clip((lengths - cfg.max_tokens) / cfg.soft_overlong + 1, 0, 1)
+
+
+# The weights of the losses of each answer's tokens. counts [N]: tokens of the step's answers;
+# used [N]: whether an answer has a loss. Each answer's mean, then the mean over answers:
+def per_answer(counts, used, cfg):
+    return used / (len(counts) * counts)
+
+
+def per_answer_sum(counts, used, cfg):      # each answer's sum, then the mean over answers
+    return used / len(counts)
+
+
+def per_limit(counts, used, cfg):       # a constant, which does not favor short wrong answers
+    return used / (len(counts) * cfg.max_tokens)
+
+
+def per_token(counts, used, cfg):       # the mean over all tokens of the step
+    return used / max(1, counts[used].sum())
+
+
+class Method(NamedTuple):
+    """advantage: (rewards, costs) -> advantages, float64 [prompts, answers]; weight: see above.
+
+    ratio: of the new to the old probability: of each 'token', of the whole 'answer', or 'mean',
+    the geometric mean over the answer's tokens
+    clip_high: the value that cfg.clip_high = None stands for
+    """
+    advantage: Callable | None
+    weight: Callable
+    ratio: str = 'token'
+    clip_high: float | None = None
+
+
+RL_METHODS = {
+    'rloo': Method(leave_one_out, per_answer_sum, ratio='answer'),  # Ahmadian 2024 (2402.14740)
+    'grpo': Method(standardized, per_answer),                       # Shao 2024 (2402.03300)
+    'dr_grpo': Method(centered, per_limit),                         # Liu 2025 (2503.20783)
+    # Yu 2025 (2503.14476), with the settings resample and soft_overlong
+    'dapo': Method(standardized, per_token, clip_high=0.28),
+    'gspo': Method(standardized, per_answer, ratio='mean'),         # Zheng 2025 (2507.18071)
+    'ppo': Method(None, per_answer),                                # Schulman 2017 (1707.06347)
+}
+
+
+def generalized_advantages(rewards, values, counts, cfg):
+    """Return A_t = delta_t + discount gae_lambda A_{t+1}, float64 [n]. Schulman 2016 (1506.02438).
+
+    delta_t = r_t + discount V_{t+1} - V_t. rewards, values: [n], the tokens of the answers one
+    after another, counts [N] of each; after an answer's last token V and A are 0.
+    """
+    begin, advantages = np.cumsum(counts) - counts, np.zeros(len(values))
+    following, advantage = np.zeros((2, len(counts)))
+    for t in reversed(range(max(counts))):
+        here = counts > t
+        at = begin[here] + t
+        delta = rewards[at] + cfg.discount * following[here] - values[at]
+        advantage[here] = delta + cfg.discount * cfg.gae_lambda * advantage[here]
+        advantages[at], following[here] = advantage[here], values[at]
+    return advantages
+
+
+def whitened(x, counts):
+    """Return x [n] with mean 0 and variance 1 in each of its parts, of `counts` numbers."""
+    parts = np.split(x, np.cumsum(counts)[:-1])
+    return np.concatenate([part / np.sqrt(part.var(ddof=len(part) > 1) + 1e-8)
+                           for part in map(deviation, parts)])

@@ -1,0 +1,104 @@
+"""The loss of a step's answers by their rewards: clipped policy losses, KL, values."""
+
+import numpy as np
+import torch
+
+from alignment.advantages import RL_METHODS
+from alignment.packed_answers import COLUMNS, Answers
+from fused_ce import fused_loss, joint
+from runtime.loss import loss_options
+
+
+def clipped_loss(log_ratio, advantage, low, high):
+    """max(-A ratio, -A clip(ratio, 1 - low, 1 + high)). PPO, Schulman 2017, eq. 7."""
+    ratio = log_ratio.exp()
+    return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - low, 1 + high))
+
+
+def k3(log_p, reference):
+    """e^-d - 1 + d with d = log p - log ref: an estimate of KL(policy, reference), never negative.
+
+    At tokens drawn from the policy its expected gradient is that of KL(reference, policy) for the
+    next token, after the tokens that were drawn.
+    """
+    d = log_p - reference
+    return torch.expm1(-d) + d
+
+
+def policy_loss(log_p, column, answers, tokens, cfg):
+    """Return the loss [n] of some answers' tokens, their ratios, and whether these are clipped.
+
+    column: {name: [n]}; without `old`, this is the first update, whose ratios are 1
+    tokens: those of whole answers
+    """
+    def shared(x):      # x [N], of each answer, in equal parts over its tokens
+        return (x / answers.counts)[answers.answer[tokens]]
+
+    method, old = RL_METHODS[cfg.method], column.get('old', log_p.detach())
+    high = next(x for x in (cfg.clip_high, method.clip_high, cfg.clip) if x is not None)
+    log_ratio = log_p - old
+    of_answer = answers.sums(log_ratio, tokens)
+    if method.ratio == 'mean':
+        log_ratio = shared(of_answer)
+    elif method.ratio == 'answer':
+        log_ratio = of_answer[answers.answer[tokens]]
+    loss, ratio = clipped_loss(log_ratio, column['advantage'], cfg.clip, high), log_ratio.exp()
+    clipped = loss > -column['advantage'] * ratio       # the gradient is 0
+    if method.ratio == 'answer':
+        loss = loss / answers.counts[answers.answer[tokens]]
+    if cfg.kl == 'k3':
+        loss = loss + cfg.kl_coef * k3(log_p, column['reference'])
+    elif cfg.kl == 'loss':
+        # the gradient of KL(policy, reference) of whole answers is E[log(p / ref) dlog p]: a token
+        # also decides what the KL of later ones will be
+        kl = answers.sums((log_p - column['reference']).detach(), tokens)
+        loss = loss + cfg.kl_coef * shared(of_answer.exp() * kl)
+    return loss, ratio.detach(), clipped
+
+
+def clipped_value_loss(value, old, returns, clip):
+    """max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2."""
+    clipped = old + (value - old).clamp(-clip, clip)
+    return torch.maximum((value - returns).square(), (clipped - returns).square()) / 2
+
+
+def policy_objective(packed, cfg):
+    """Return the function of `train.token_loss` for a PackedRollouts."""
+    n_tokens, n_answers = packed.begin[-1], len(packed.counts)
+
+    def compute(model, rows, inputs, _):
+        answers, measured = Answers(packed, rows, model.head.device), {}
+        columns = {name: answers.on_device(column[answers.part].astype(np.float32))
+                   for name in COLUMNS if (column := getattr(packed, name)) is not None}
+
+        def function(log_p, entropy, tokens):
+            column = {name: x[tokens] for name, x in columns.items()}
+            loss, ratio, clipped = policy_loss(log_p, column, answers, tokens, cfg)
+            measured.update(ratio=ratio.sum() / n_tokens,
+                            clip_fraction=clipped.sum() / n_tokens)
+            if cfg.kl != 'none':
+                measured['kl'] = (log_p.detach() - column['reference']).sum() / n_answers
+            loss = (loss * column['weight']).sum()
+            if cfg.entropy_coef:    # the mean over the tokens that have a loss
+                bonus = (entropy * (column['weight'] > 0)).sum() / packed.n_supervised
+                loss = loss - cfg.entropy_coef * bonus
+            return loss
+
+        hidden = answers.gather(model(*inputs))
+        loss, _ = fused_loss(hidden, model.head, answers.token,
+                             joint(function, entropy=cfg.entropy_coef > 0), reduction='sum',
+                             group=torch.from_numpy(packed.answer[answers.part]),
+                             **loss_options(model, cfg))
+        if cfg.method == 'ppo':
+            errors = clipped_value_loss(values_of(model, hidden), columns['value'],
+                                        columns['returns'], cfg.value_clip)
+            measured['value_loss'] = (errors.detach() * columns['weight']).sum()
+            loss = loss + cfg.value_coef * (errors * columns['weight']).sum()
+        return loss, measured
+
+    return compute
+
+
+def values_of(model, hidden):
+    """Return the values float32 [n] of states, from the hidden states [n, D]."""
+    return hidden.float() @ model.value_head

@@ -1,0 +1,100 @@
+"""Prompts for reinforcement learning, in the formats of instruction data and of the tasks."""
+
+import hashlib
+
+import numpy as np
+
+from data.chat import encode_prompt
+from data.files import fetch, parsed, read_rows, require_fields, require_text, without_bad
+from data.instruct import to_messages
+from data.messages import read_turns, with_context, without_nulls
+from data.preferences import PREFERENCE_PATTERNS
+from data.written_answers import WRITTEN_TASKS
+from runtime.errors import DataError
+
+# those of the tasks first
+PROMPT_PATTERNS = (*dict.fromkeys(pattern for name, task in WRITTEN_TASKS.items() if name != 'qa'
+                                  for pattern in task.shots), *PREFERENCE_PATTERNS)
+
+
+class Prompts:
+    """Tokenized prompts: `prompts[i]` is (tokens uint32 [n], loss mask of zeros), as in a cache.
+
+    rows, messages: of each; stop: ids of the tokens that end an answer; lengths: numbers of tokens;
+    digest: a hash of tokens, rows and reward
+    """
+
+    def __init__(self, encoded, reward):
+        self.rows, self.messages, ids, stop = zip(*encoded, strict=True)
+        self.reward = reward
+        self.tokens = [np.array(x, np.uint32) for x in ids]
+        self.stop, self.lengths = set().union(*stop), np.array([len(x) for x in ids])
+        digest = hashlib.sha256(reward.digest.encode())
+        for row, tokens in zip(self.rows, self.tokens, strict=True):
+            digest.update(repr(row).encode('utf-8', 'backslashreplace') + tokens.tobytes())
+        self.digest = digest.hexdigest()
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def __getitem__(self, i):
+        return self.tokens[i], np.zeros(len(self.tokens[i]), np.uint8)
+
+
+def to_prompt(row, instruction=''):
+    """Return the messages before the answer of a row: [{'role', 'content'}, ...], the user's last.
+
+    prompt                              text, or messages
+    question, problem                   the tasks of data/written_answers.py
+    messages, conversations, Alpaca     as in data/instruct.py; an answer at the end is left out
+
+    instruction: text that follows the last message after a blank line. Raises DataError.
+    """
+    row = without_nulls(require_fields(row))
+    if name := next(filter(row.__contains__, ('prompt', 'question', 'problem')), None):
+        messages = with_context(row, read_turns(row['prompt'], '"prompt"')
+                                if isinstance(row.get('prompt'), list) else [
+            {'role': 'user', 'content': require_text(row[name], f'the {name}')}])
+    elif not row.keys() & {'messages', 'conversations', 'instruction'}:
+        raise DataError(f'fields {", ".join(map(str, row)) or "(none)"}; wanted prompt, question, '
+                        f'problem, messages, conversations, or instruction and output')
+    else:
+        messages = to_messages(row)
+    if messages and messages[-1]['role'] == 'assistant':
+        messages.pop()
+    if not messages or messages[-1]['role'] != 'user':
+        raise DataError('the last message of the prompt is not the user\'s')
+    if instruction:
+        text = require_text(messages[-1].get('content'), 'the prompt')
+        messages[-1] = {'role': 'user', 'content': f'{text}\n\n{instruction}'}
+    return messages
+
+
+def load_prompts(source, tokenizer, reward, *, template, max_length, add_bos, instruction='',
+                 revision=None, on_bad_row='stop'):
+    """Return the Prompts in `source`, a file, a folder or a hub dataset; longer ones are left out.
+
+    reward: of rewards.load_reward, which checks each row; max_length: tokens of a prompt
+    """
+    def encode(row):
+        messages = to_prompt(row, instruction)
+        if reward.check:
+            reward.check(row)
+        return row, messages, *encode_prompt(messages, tokenizer, template, add_bos)
+
+    rows = (row for file in fetch(source, PROMPT_PATTERNS, revision) for row in read_rows(file))
+    bad = []
+    encoded = list(without_bad((parsed(place, row, encode) for place, row in rows), on_bad_row,
+                               bad))
+    if bad:
+        print(f'{len(bad)} bad rows skipped, the first: {bad[0]}')
+    short = [prompt for prompt in encoded if len(prompt[2]) <= max_length]
+    if len(short) < len(encoded):
+        print(f'{len(encoded) - len(short)} prompts left out: longer than {max_length} tokens')
+    if not encoded:
+        raise DataError(f'{source} has no rows' if not bad else
+                        f'{source}: all {len(bad)} rows are bad, the first: {bad[0]}')
+    if not short:
+        raise DataError(f'{source}: no prompt of at most {max_length} tokens, which is max_length '
+                        f'minus max_tokens')
+    return Prompts(short, reward)
