@@ -1,6 +1,5 @@
 """runtime/adapter.py: PEFT adapters without merged weights, as peft merges them"""
 
-import importlib.util
 import json
 import shutil
 
@@ -11,11 +10,10 @@ from common import named, reference_model, sentencepiece_folder, whole_rows, wri
 from safetensors.torch import load_file, save_file
 
 import evaluate
+import model as models
 import sample
 from runtime import adapter, checkpoint
 from runtime.errors import CheckpointError
-
-pytestmark = pytest.mark.skipif(not importlib.util.find_spec('peft'), reason='needs peft')
 
 ALL = 'q_proj k_proj v_proj o_proj gate_proj up_proj down_proj'.split()
 CASES = {
@@ -35,7 +33,7 @@ CASES = {
 def save_adapted(folder, base, **settings):
     """Save an adapter of the model in `folder`/base, which is `base`, in peft/; return the PEFT
     model."""
-    import peft     # takes two seconds, also of the processes that run other tests
+    import peft     # takes seconds, so the tests that need it are slow ones
     model = peft.get_peft_model(base, peft.LoraConfig(
         **{'r': 4, 'lora_alpha': 16, 'task_type': 'CAUSAL_LM'} | settings))
     model.peft_config['default'].base_model_name_or_path = str(folder / 'base')
@@ -57,7 +55,13 @@ def adapted(folder, name, settings, dtype=torch.float32):
 @pytest.fixture(scope='module')
 def of_q_proj(tmp_path_factory):
     folder = tmp_path_factory.mktemp('adapter')
-    adapted(folder, 'llama', {'target_modules': ['q_proj']})
+    reference_model('llama', folder / 'base', vocab_size=450)
+    model = checkpoint.load(folder / 'base')
+    models.add_lora(model, 4, 16.0, 0.0, ['q_proj'])
+    for name, p in model.named_parameters():
+        if 'lora_' in name:
+            torch.nn.init.normal_(p, std=0.2)
+    adapter.save_adapter(model, folder / 'peft', 'base')
     return folder
 
 
@@ -74,9 +78,8 @@ def change_settings(folder, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-@pytest.mark.parametrize('case', [
-    pytest.param(case, marks=pytest.mark.slow) if case.startswith('all_linear_') else case
-    for case in CASES])
+@pytest.mark.slow
+@pytest.mark.parametrize('case', CASES)
 def test_logits_are_those_of_the_model_that_peft_merges(tmp_path, case):
     reference = adapted(tmp_path, *CASES[case])
     folder = checkpoint.fetch(str(tmp_path / 'peft'))
@@ -93,6 +96,7 @@ def test_logits_are_those_of_the_model_that_peft_merges(tmp_path, case):
         folder, model.config, {key: [*p.shape] for key, p in named(model).items()}).values()}) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_merged_weights_are_rounded_as_peft_rounds_them(tmp_path, dtype):
     """Float32 product, added to the rounded weight, rounded once more: bit for bit."""
@@ -102,6 +106,7 @@ def test_merged_weights_are_rounded_as_peft_rounds_them(tmp_path, dtype):
     assert all(torch.equal(p, theirs[key]) for key, p in named(model).items())
 
 
+@pytest.mark.slow
 def test_a_t5_adapter_is_merged_as_peft_merges_it(tmp_path):
     import transformers
     base = transformers.T5ForConditionalGeneration(transformers.T5Config(
@@ -114,6 +119,7 @@ def test_a_t5_adapter_is_merged_as_peft_merges_it(tmp_path):
     assert all(torch.equal(p, theirs[key]) for key, p in ours.items()) and len(ours) > 20
 
 
+@pytest.mark.slow
 def test_adapters_of_a_model_of_text_and_images(tmp_path):
     """Those of its text model are merged; those of its images change no text."""
     import transformers
@@ -135,28 +141,26 @@ def test_adapters_of_a_model_of_text_and_images(tmp_path):
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_bin_files_and_base_models_from_another_folder(tmp_path, monkeypatch):
-    adapted(tmp_path, 'llama', {'target_modules': ALL})
-    expected = checkpoint.load(checkpoint.fetch(str(tmp_path / 'peft'))).state_dict()
-    weights = tmp_path / 'peft' / 'adapter_model.safetensors'
+def test_bin_files_and_base_models_from_another_folder(simple, monkeypatch):
+    expected = checkpoint.load(checkpoint.fetch(str(simple / 'peft'))).state_dict()
+    weights = simple / 'peft' / 'adapter_model.safetensors'
     torch.save(load_file(weights), weights.with_name('adapter_model.bin'))
     weights.unlink()
-    monkeypatch.chdir(tmp_path)
-    change_settings(tmp_path, base_model_name_or_path='./base', revision='of the hub')
+    monkeypatch.chdir(simple)
+    change_settings(simple, base_model_name_or_path='./base', revision='of the hub')
     folder = checkpoint.fetch('peft')
     assert all(torch.equal(x, expected[key])
                for key, x in checkpoint.load(folder).state_dict().items())
-    change_settings(tmp_path, base_model_name_or_path='./gone')
+    change_settings(simple, base_model_name_or_path='./gone')
     with pytest.raises(CheckpointError, match='adapter_config.json: the base model: no model fold'):
         checkpoint.fetch('peft')
 
 
-def test_a_model_with_its_weights_is_read_without_the_adapter_beside_them(tmp_path):
-    adapted(tmp_path, 'llama', {'target_modules': ALL})
-    for path in (tmp_path / 'peft').iterdir():
-        path.rename(tmp_path / 'base' / path.name)
-    assert checkpoint.fetch(str(tmp_path / 'base')) == tmp_path / 'base'
-    assert not adapter.changes(tmp_path / 'base', None, {})
+def test_a_model_with_its_weights_is_read_without_the_adapter_beside_them(simple):
+    for path in (simple / 'peft').iterdir():
+        path.rename(simple / 'base' / path.name)
+    assert checkpoint.fetch(str(simple / 'base')) == simple / 'base'
+    assert not adapter.changes(simple / 'base', None, {})
 
 
 @pytest.mark.parametrize('change, message', [
