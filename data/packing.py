@@ -5,7 +5,6 @@ Token i of a row sees token j when j <= i < ends[j] (see model.py).
 
 import hashlib
 import itertools
-import math
 import os
 from dataclasses import dataclass, field
 
@@ -109,17 +108,6 @@ def sequence_weights(packed):
 def epoch_order(n, epoch, seed):
     """Return a permutation of n sequences that depends only on the epoch and the seed."""
     return default_rng([seed, epoch]).permutation(n)
-
-
-def step_indices(training, batch_size, seed, first, until):
-    """Return a list with the indices of the sequences of each step from `first` to `until` - 1.
-
-    training: indices of all sequences to train on. Epochs are concatenated, so every step has
-    exactly batch_size sequences.
-    """
-    epochs = range(math.ceil(until * batch_size / len(training)))
-    order = np.concatenate([training[epoch_order(len(training), e, seed)] for e in epochs])
-    return [order[step * batch_size:(step + 1) * batch_size] for step in range(first, until)]
 
 
 # ------------------------------------------------------------------------------------------------
