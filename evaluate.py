@@ -19,10 +19,10 @@ data/grading.py: written/answers.py lets generate.py write the answers and grade
 results/confidence.py computes the confidences.
 """
 
-from runtime import cli, startup
+from runtime import cli
 
 if __name__ == '__main__':
-    startup.begin()
+    cli.begin()
 
 import contextlib
 import functools
@@ -79,7 +79,7 @@ def read_arguments(argv):
 
 if __name__ == '__main__':
     with cli.one_line_errors():     # none of this needs torch, whose import takes seconds
-        startup.load_libraries(read_arguments(sys.argv[1:]).device)
+        read_arguments(sys.argv[1:])
 
 import torch
 
@@ -366,4 +366,3 @@ if __name__ == '__main__':
             resume='the scored samples are kept, and the same command resumes from there',
             memory='lower --batch_rows or --pack_len'), parallel.joined()):
         main(sys.argv[1:])
-    startup.end_at_once()

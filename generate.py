@@ -14,10 +14,10 @@ Each token is drawn with a random number that depends only on the seed, the toke
 the number of the answer and the index of the token, so an answer does not depend on the others.
 """
 
-from runtime import cli, startup
+from runtime import cli
 
 if __name__ == '__main__':
-    startup.begin()
+    cli.begin()
 
 import contextlib
 import functools
@@ -71,7 +71,7 @@ def read_arguments(argv):
 
 if __name__ == '__main__':
     with cli.one_line_errors():     # --help and misspelled keys need no torch
-        startup.load_libraries(read_arguments(sys.argv[1:]).device)
+        read_arguments(sys.argv[1:])
 
 import scoring
 from data.instruct import read_prompts
@@ -341,4 +341,3 @@ if __name__ == '__main__':
                                     'from there',
                              memory='lower --batch_size or --max_tokens'), parallel.joined():
         main(sys.argv[1:])
-    startup.end_at_once()

@@ -10,10 +10,10 @@ white (1); NO_COLOR turns that off. Probabilities are the model's, before `tempe
 Ctrl-C ends an answer early; what is already there stays in the conversation.
 """
 
-from runtime import cli, startup
+from runtime import cli
 
 if __name__ == '__main__':
-    startup.begin()
+    cli.begin()
 
 import math
 import sys
@@ -51,7 +51,7 @@ def read_arguments(argv):
 
 if __name__ == '__main__':
     with cli.one_line_errors():     # --help and misspelled keys need no torch
-        startup.load_libraries(read_arguments(sys.argv[1:]).device)
+        read_arguments(sys.argv[1:])
 
 from generate import confidences, first_stop, generate, open_model, stream
 from runtime import checkpoint
@@ -166,4 +166,3 @@ def main(argv):
 if __name__ == '__main__':
     with cli.one_line_errors(memory='a smaller --max_tokens or a shorter prompt needs less'):
         main(sys.argv[1:])
-    startup.end_at_once()

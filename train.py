@@ -14,10 +14,10 @@ attention.py, fused_ce.py and runtime/optim.py. Another kind of training is anot
 align.py.
 """
 
-from runtime import cli, startup
+from runtime import cli
 
 if __name__ == '__main__':
-    startup.begin()
+    cli.begin()
 
 import contextlib
 import functools
@@ -139,7 +139,7 @@ def read_arguments(argv):
 
 if __name__ == '__main__':
     with cli.one_line_errors():     # --help and misspelled keys need no torch, which takes seconds
-        startup.load_libraries(read_arguments(sys.argv[1:]).device)
+        read_arguments(sys.argv[1:])
 
 import numpy as np
 import torch

@@ -7,16 +7,15 @@ chat template.
 """
 
 import functools
+import json
 import re
 from pathlib import Path
 
-from data.bpe import BYTE_CHARS, BytePairTokenizer
+from data.byte_pairs import begin_with, merges
 from data.chat import encode_conversation, jinja
-from data.tokenizer import generation_ends
-from runtime.ownership import read_json_object
+from data.tokenizer import LibraryTokenizer, generation_ends, read_beside
 
 SPACE = '\u2581'        # stands for a space in the pieces of sentencepiece
-FLAGS = dict.fromkeys(('single_word', 'lstrip', 'rstrip'), False)   # of an added token
 NORMAL, USER_DEFINED, BYTE = 1, 4, 6    # types of its pieces
 
 
@@ -27,11 +26,11 @@ def tokenizer_files(folder, tokenizer, template=None, add_bos=True, reward=False
     template: name of the chat template used in training; None keeps the base model's
     reward:   whether for a reward model, which has the pad token of `pad_token`
     """
-    base = functools.partial(_json_beside, folder)
+    base = functools.partial(read_beside, folder)
     files, settings = {}, base('tokenizer_config.json')
     if not any((Path(folder) / name).exists() for name in ('tokenizer.json', 'vocab.json')):
-        content = (byte_pair_json if isinstance(tokenizer, BytePairTokenizer) else
-                   sentencepiece_json)(tokenizer)
+        content = (json.loads(tokenizer.library.to_str())
+                   if isinstance(tokenizer, LibraryTokenizer) else sentencepiece_json(tokenizer))
         if content is None:
             print('note: this kind of sentencepiece model cannot be written as a tokenizer.json; '
                   'transformers needs the package protobuf to read its tokenizer.model')
@@ -61,12 +60,6 @@ def tokenizer_files(folder, tokenizer, template=None, add_bos=True, reward=False
     return files
 
 
-def _json_beside(folder, name):
-    """Return the object in a JSON file of a folder, {} without the file."""
-    path = Path(folder) / name
-    return read_json_object(path) if path.exists() else {}
-
-
 def pad_token(folder, tokenizer, template):
     """Return (name, id) of a token that can pad answers in `template`; (None, None) without one.
 
@@ -78,19 +71,19 @@ def pad_token(folder, tokenizer, template):
     if model := getattr(tokenizer, 'model', None):      # of sentencepiece
         unknown = model.id_to_piece(model.unk_id())
         ids.setdefault(unknown, model.unk_id())
-    own = [_json_beside(folder, name).get('pad_token')
+    own = [read_beside(folder, name).get('pad_token')
            for name in ('special_tokens_map.json', 'tokenizer_config.json')]
     own = [token.get('content') if isinstance(token, dict) else token for token in own]
     if Path(folder, 'tokenizer.json').exists():     # its names can differ from tokenizer.model's
         ids = {token['content']: token['id']
-               for token in _json_beside(folder, 'tokenizer.json').get('added_tokens') or ()
+               for token in read_beside(folder, 'tokenizer.json').get('added_tokens') or ()
                if (token.get('special') or token['content'] in own)
                and token['id'] < tokenizer.n_vocab}
     names = {i: name for name, i in ids.items()}
     *used, end = _example(tokenizer, template)
     used = {*used, tokenizer.bos_id, tokenizer.eos_id}
     last_first = sorted(ids, key=ids.get, reverse=True)
-    for name in (*own, names.get(_json_beside(folder, 'config.json').get('pad_token_id')),
+    for name in (*own, names.get(read_beside(folder, 'config.json').get('pad_token_id')),
                  *(name for name in last_first if 'pad' in name.lower()), unknown,
                  *sorted(last_first, key=lambda name: ids[name] in used)):
         if isinstance(name, str) and ids.get(name, end) != end:
@@ -105,20 +98,6 @@ def _example(tokenizer, template):
     return ids[:max(i for i, supervised in enumerate(loss_mask) if supervised) + 1]
 
 
-def byte_pair_json(tokenizer):
-    """Return the content of a tokenizer.json for Llama 3's tokenizer.model or a tekken.json."""
-    pieces = {''.join(BYTE_CHARS[byte] for byte in piece): i
-              for piece, i in tokenizer.pieces.items()}
-    split = {'type': 'Split', 'pattern': {'Regex': tokenizer.pattern}, 'behavior': 'Isolated',
-             'invert': False}
-    byte_level = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True,
-                  'use_regex': False}
-    return _content(
-        tokenizer, {'vocab': pieces, 'merges': _merges(pieces), 'ignore_merges': True},
-        pre_tokenizer={'type': 'Sequence', 'pretokenizers': [split, byte_level]},
-        decoder=byte_level)
-
-
 def sentencepiece_json(tokenizer):
     """Return the content of a tokenizer.json for a sentencepiece tokenizer.model.
 
@@ -126,32 +105,35 @@ def sentencepiece_json(tokenizer):
     partly in other files. If the model puts a space before any text, the tokenizer.json does so at
     the beginning and after BOS, but not beside another control token.
     """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
     model, prefix = tokenizer.model, SPACE if tokenizer.leads_with_space else ''
     types = _piece_types(model.serialized_model_proto(), tokenizer.n_pieces)
     pieces = [model.id_to_piece(i) for i in range(tokenizer.n_pieces)]
-    # such a symbol may consist of spaces, so it is matched in normalized text
-    symbols = [{'id': i, 'content': pieces[i], **FLAGS, 'normalized': True, 'special': False}
-               for i, kind in enumerate(types) if kind == USER_DEFINED]
+    symbols = [pieces[i] for i, kind in enumerate(types) if kind == USER_DEFINED]
     # the scores of a BPE model are 0, -1, -2, ... in the order of merges
     scores = {pieces[i]: model.get_score(i) for i, kind in enumerate(types) if kind == NORMAL}
     if (tokenizer.n_vocab > tokenizer.n_pieces
             or any(score != int(score) for score in scores.values())
             or model.normalize('  a \ufb01 ') != f'{prefix}  a \ufb01 '.replace(' ', SPACE)):
         return None
-    replace = {'type': 'Replace', 'pattern': {'String': ' '}, 'content': SPACE}
-    steps = [{'type': 'Replace', 'pattern': {'String': SPACE}, 'content': ' '},
-             {'type': 'ByteFallback'}, {'type': 'Fuse'}]
+    library = Tokenizer(models.BPE(
+        {piece: i for i, piece in enumerate(pieces)},
+        merges(sorted(scores, key=scores.get, reverse=True)), fuse_unk=True,
+        unk_token=pieces[model.unk_id()], byte_fallback=BYTE in types))
+    spaces = normalizers.Replace(' ', SPACE)
+    steps = [decoders.Replace(SPACE, ' '), decoders.ByteFallback(), decoders.Fuse()]
     if prefix:
-        replace = {'type': 'Sequence', 'normalizers': [
-            _leading_space(tokenizer, [symbol['content'] for symbol in symbols]), replace]}
-        steps.append({'type': 'Strip', 'content': ' ', 'start': 1, 'stop': 0})
-    bpe = {'vocab': {piece: i for i, piece in enumerate(pieces)}, 'fuse_unk': True,
-           'merges': _merges(sorted(scores, key=scores.get, reverse=True)),
-           'unk_token': pieces[model.unk_id()], 'byte_fallback': BYTE in types}
+        spaces = normalizers.Sequence([_leading_space(tokenizer, symbols), spaces])
+        steps.append(decoders.Strip(' ', 1, 0))
+    library.normalizer, library.decoder = spaces, decoders.Sequence(steps)
     # a normalizer sees the text between tokens that are not `normalized`, so the one that puts a
-    # space at the beginning needs control tokens that are
-    return _content(tokenizer, bpe, symbols, normalized=bool(prefix), normalizer=replace,
-                    decoder={'type': 'Sequence', 'decoders': steps})
+    # space at the beginning needs control tokens that are; a symbol may consist of spaces
+    library.add_special_tokens([AddedToken(name, special=True, normalized=bool(prefix))
+                                for name in tokenizer.control_ids])
+    library.add_tokens([AddedToken(name, normalized=True) for name in symbols])
+    bos = '' if tokenizer.bos_id is None else tokenizer.decode([tokenizer.bos_id])
+    library.post_processor = begin_with(bos, tokenizer.bos_id)
+    return json.loads(library.to_str())
 
 
 def _leading_space(tokenizer, symbols):
@@ -159,11 +141,11 @@ def _leading_space(tokenizer, symbols):
 
     It puts none before a control token or a symbol, whose names are normalized too.
     """
+    from tokenizers import Regex, normalizers
     names = '|'.join(map(re.escape, (*tokenizer.control_ids, *symbols)))
     bos = re.escape(tokenizer.decode([tokenizer.bos_id] if tokenizer.bos_id is not None else []))
     begin = rf'(?:\A|(?<=\A{bos}))' if bos else r'\A'
-    return {'type': 'Replace', 'content': SPACE,
-            'pattern': {'Regex': rf'{begin}(?=[\s\S])(?!{names})'}}
+    return normalizers.Replace(Regex(rf'{begin}(?=[\s\S])(?!{names})'), SPACE)
 
 
 def _piece_types(raw, n):
@@ -182,37 +164,3 @@ def _piece_types(raw, n):
         at, score = begin + n_bytes, text + n_text
         types.append(raw[score + 6] if at - score > 5 else NORMAL)
     return types
-
-
-def _merges(pieces):
-    """Return every [left, right] that joins to one of `pieces`, in their order."""
-    ranks, merges = {piece: rank for rank, piece in enumerate(pieces)}, []
-    for piece in pieces:
-        pairs = [(piece[:i], piece[i:]) for i in range(1, len(piece))
-                 if piece[:i] in ranks and piece[i:] in ranks]
-        merges += sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
-    return [list(pair) for pair in merges]
-
-
-def _content(tokenizer, model, symbols=(), normalized=False, **parts):
-    """Return a tokenizer.json whose control tokens are special and whose texts begin with our BOS.
-
-    symbols:    further entries of `added_tokens`
-    normalized: whether control tokens are matched in normalized text
-    """
-    added = [{'id': i, 'content': name, **FLAGS, 'normalized': normalized, 'special': True}
-             for name, i in tokenizer.control_ids.items()]
-    ids = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    bos = tokenizer.decode(ids)
-    first = [{'SpecialToken': {'id': bos, 'type_id': 0}}] if ids else []
-    texts = [{'Sequence': {'id': name, 'type_id': i}} for i, name in enumerate('AB')]
-    template = {'type': 'TemplateProcessing', 'single': [*first, texts[0]],
-                'pair': [*first, *texts], 'special_tokens': {
-                    bos: {'id': bos, 'ids': ids, 'tokens': [bos]}} if ids else {}}
-    defaults = {'type': 'BPE', 'dropout': None, 'unk_token': None, 'fuse_unk': False,
-                'continuing_subword_prefix': None, 'end_of_word_suffix': None,
-                'byte_fallback': False, 'ignore_merges': False}
-    return {'version': '1.0', 'truncation': None, 'padding': None,
-            'added_tokens': sorted([*added, *symbols], key=lambda token: token['id']),
-            'normalizer': None, 'pre_tokenizer': None, 'post_processor': template,
-            'model': defaults | model} | parts

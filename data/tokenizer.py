@@ -1,4 +1,4 @@
-"""Load the tokenizer of a model folder: sentencepiece, or byte-level BPE from bpe.py.
+"""Load the tokenizer of a model folder, by the libraries `tokenizers` and `sentencepiece`.
 
 `encode` takes plain text and never produces a control token: `<|eot_id|>`, `[INST]` or
 `<start_of_turn>` in it become ordinary pieces. To use a control token, append its id.
@@ -8,8 +8,7 @@ import hashlib
 import re
 from pathlib import Path
 
-from data.bpe import (added_beside, from_json, from_merges, from_tekken, from_tiktoken,
-                      settings_beside)
+from data.byte_pairs import from_merges, from_tekken, from_tiktoken, library_errors
 from runtime.errors import CheckpointError, DataError
 from runtime.ownership import read_json_object
 
@@ -19,16 +18,135 @@ GEMMA_CONTROLS = (rb'<start_of_turn>|<end_of_turn>|<start_of_image>|<end_of_imag
 # the files of tokenizers, most wanted first
 FILES = ('tokenizer.model', 'original/tokenizer.model', 'tokenizer.model.v*', 'spiece.model',
          'tokenizer.json', 'tekken.json', 'vocab.json')
+FLAGS = ('lstrip', 'rstrip', 'single_word')     # of an added token
 
 
-class SentencePieceTokenizer:
+class Tokenizer:
+    """What both kinds of tokenizers share.
+
+    control_ids: {name: id} of tokens that no text produces
+    bos_id:      None if the tokenizer adds no BOS
+    eos_id:      the token that ends a text
+    n_vocab:     above every id
+    strips:      {id of a control token: (before it, after it)}, whether white space disappears
+    fresh_after: ids after which a text is encoded as at its beginning
+
+    `load_tokenizer` adds end_ids, the tokens that end an answer, and `fingerprint`, a hash of the
+    file and of what the files beside it change. A subclass has _encode(text) -> ids and
+    _decode(ids) -> text.
+    """
+
+    def __init__(self, control_ids, bos_id, eos_id, n_vocab, strips, leads_with_space):
+        self.control_ids, self.bos_id, self.eos_id = control_ids, bos_id, eos_id
+        self.n_vocab, self.strips, self.fresh_after = n_vocab, strips, frozenset()
+        # Llama 2's and Mistral's models put a space before any text. A continuation must not have
+        # it, so it is encoded after a newline, which never merges with what follows.
+        self.leads_with_space = leads_with_space
+        self._newline = self._encode('\n') if leads_with_space else []
+
+    def encode(self, text, start=True):
+        """Return the ids of plain text, without BOS.
+
+        start: True if the text stands alone or follows BOS: Llama 2's and Mistral's models then put
+               a space before it. False if it continues text that was encoded before.
+        """
+        if start or not self._newline:
+            return self._encode(text)
+        ids = self._encode('\n' + text)
+        if ids[:len(self._newline)] != self._newline:
+            raise DataError(f'this tokenizer merges a newline with {text[:20]!r}, so it cannot '
+                            f'encode a continuation')
+        return ids[len(self._newline):]
+
+    def decode(self, ids, start=True):
+        """Return the text of ids, control tokens by their names, '' for an id without a token.
+
+        start: as in `encode`
+        """
+        names = {i: name for name, i in self.control_ids.items()}
+        parts, run = [], []
+        for i in [*ids, None]:
+            if i is not None and i not in names:
+                run.append(int(i))
+                continue
+            # decoded after a newline too, or sentencepiece would drop a leading space
+            text = self._decode(self._newline + run)[1 if self._newline else 0:]
+            if start and run and self._newline:
+                text = text.removeprefix(' ')
+            start = start and not run and i == self.bos_id or i in self.fresh_after
+            parts += [text, names.get(i, '')]
+            run = []
+        return ''.join(parts)
+
+
+class LibraryTokenizer(Tokenizer):
+    """A tokenizer of the `tokenizers` library: any tokenizer.json, and what byte_pairs.py builds.
+
+    Its ids are those of AutoTokenizer, except that names of special tokens in a text are text. BOS
+    is what the post-processor puts first. BOS and EOS are control tokens even if the file does not
+    say so; a special token that is also an ordinary piece is none.
+
+    Raises DataError that begins with `path` for a tokenizer that cannot promise this.
+    """
+
+    def __init__(self, library, eos, path):
+        from tokenizers import AddedToken
+        self.library, self.path = library, path
+        library.no_truncation()
+        library.no_padding()
+        library.encode_special_tokens = True
+        if getattr(library.model, 'dropout', None):
+            raise DataError(f'{path}: model.dropout is not supported, since ids would be random')
+        if library.token_to_id(eos or '') is None:
+            raise DataError(f'{path.parent / "tokenizer_config.json"} must have eos_token, the '
+                            f'name of a token in {path.name}')
+        with library_errors(path):
+            encoded = library.encode('a')
+        bos_id = encoded.ids[0] if encoded.special_tokens_mask[:1] == [1] else None
+        first, = library.encode('a', add_special_tokens=False).tokens[:1] or ['']
+        if first.startswith('\u0120'):
+            raise DataError(f'{path}: pre_tokenizer with add_prefix_space is not supported, since '
+                            f'an answer must not begin with a space of its own')
+
+        def special():
+            return {token.content: (i, token)
+                    for i, token in library.get_added_tokens_decoder().items() if token.special}
+
+        ends = {eos} if bos_id is None else {eos, library.id_to_token(bos_id)}
+        library.add_special_tokens([AddedToken(name, special=True, normalized=False)
+                                    for name in sorted(ends - special().keys())])
+        controls = special()
+        words = {name for name, (i, _) in controls.items() if i in self._encode(name)}
+        if words & ends:
+            raise DataError(f'{path}: the text {min(words & ends)!r} would become the token that '
+                            f'begins or ends a text; if the hub repository has a tokenizer.model '
+                            f'or spiece.model, download it')
+        controls = {name: controls[name] for name in controls.keys() - words}
+        super().__init__(
+            {name: i for name, (i, _) in sorted(controls.items(), key=lambda item: item[1][0])},
+            bos_id, library.token_to_id(eos), max(library.get_vocab().values()) + 1,
+            {i: (token.lstrip, token.rstrip) for i, token in controls.values()
+             if token.lstrip or token.rstrip}, first.startswith('\u2581'))
+        if self.leads_with_space:   # the library may put the space after each control token too
+            library.encode_special_tokens = False
+            self.fresh_after = frozenset(
+                i for name, i in self.control_ids.items()
+                if self._encode(name + 'a') == [i, *self._encode('a')])
+            library.encode_special_tokens = True
+
+    def _encode(self, text):
+        with library_errors(self.path):
+            return self.library.encode(text, add_special_tokens=False).ids
+
+    def _decode(self, ids):
+        return self.library.decode(ids, skip_special_tokens=False)
+
+
+class SentencePieceTokenizer(Tokenizer):
     """Gemma, Mistral, Llama 2, T5 and the demo's own model, from a sentencepiece file.
 
     The files beside it can add control tokens, as Phi-3's do, name EOS, and say that no BOS is
-    added. bos_id is None then, and for a model without BOS, such as T5.
-
-    strips:      {id of an added token: (before it, after it)}, whether white space disappears
-    fresh_after: ids after which a text is encoded as at its beginning
+    added.
     """
 
     def __init__(self, path):
@@ -42,59 +160,163 @@ class SentencePieceTokenizer:
         except RuntimeError as error:
             raise DataError(f'{path}: neither a tiktoken nor a sentencepiece file: {error}'
                             ) from error
-        self.model = model
-        # Llama 2's and Mistral's models put a space before any text. A continuation must not have
-        # it, so it is encoded after a newline, which never merges with what follows.
-        self.leads_with_space = model.encode('a', out_type=str)[0].startswith('\u2581')
-        self._newline = model.encode('\n') if self.leads_with_space else []
-        self.n_pieces = model.get_piece_size()
-        self.control_ids = {model.id_to_piece(i): i for i in range(self.n_pieces)
-                            if model.is_control(i)}
-        added, settings = added_beside(Path(path).parent), settings_beside(Path(path).parent)
-        added = {i: token for i, token in added.items() if i >= self.n_pieces}
-        self.control_ids |= {token['content']: i for i, token in added.items()}
-        self.strips = {i: (token['lstrip'], token['rstrip']) for i, token in added.items()
-                       if token['lstrip'] or token['rstrip']}
-        self.fresh_after = frozenset(added if self.leads_with_space else ())
-        self.n_vocab = max([self.n_pieces, *(i + 1 for i in added)])
-        self.eos_id = self.control_ids.get(settings.get('eos_token'), model.eos_id())
+        self.model, self.n_pieces = model, model.get_piece_size()
+        folder = Path(path).parent
+        settings, added = settings_beside(folder), {
+            i: token for i, token in added_beside(folder).items() if i >= self.n_pieces}
+        controls = {model.id_to_piece(i): i for i in range(self.n_pieces) if model.is_control(i)}
+        controls |= {token['content']: i for i, token in added.items()}
+        adds_bos = model.bos_id() >= 0 and settings.get('add_bos_token', True)
+        super().__init__(
+            controls, model.bos_id() if adds_bos else None,
+            controls.get(settings.get('eos_token'), model.eos_id()),
+            max([self.n_pieces, *(i + 1 for i in added)]),
+            {i: (token['lstrip'], token['rstrip']) for i, token in added.items()
+             if token['lstrip'] or token['rstrip']},
+            model.encode('a', out_type=str)[0].startswith('\u2581'))
         if self.eos_id < 0:
             raise DataError(f'{path}: the model has no EOS token')
-        adds_bos = model.bos_id() >= 0 and settings.get('add_bos_token', True)
-        self.bos_id = model.bos_id() if adds_bos else None
+        self.fresh_after = frozenset(added if self.leads_with_space else ())
+        self.changed_beside = (self.bos_id, self.eos_id, self.n_vocab) != (
+            model.bos_id(), model.eos_id(), self.n_pieces)
 
-    def encode(self, text, start=True):
-        """Return the ids of plain text, without BOS.
+    def _encode(self, text):
+        return self.model.encode(text)
 
-        start: True if the text stands alone or follows BOS: Llama 2's and Mistral's models then put
-               a space before it. False if it continues text that was encoded before.
-        """
-        if start or not self._newline:
-            return self.model.encode(text)
-        return self._continued(text, self.model.encode('\n' + text))
+    def _decode(self, ids):
+        return self.model.decode([i for i in ids if i < self.n_pieces])
 
-    def _continued(self, text, ids):
-        if ids[:len(self._newline)] != self._newline:
-            raise DataError(f'this sentencepiece model merges a newline with {text[:20]!r}, so it '
-                            f'cannot encode a continuation')
-        return ids[len(self._newline):]
 
-    def decode(self, ids, start=True):
-        """Return the text of ids, control tokens by their names. `start` as in `encode`."""
-        names = {i: name for name, i in self.control_ids.items()}
-        parts, run = [], []
-        for i in [*ids, None]:
-            if i is not None and i < self.n_pieces and i not in names:
-                run.append(int(i))
-                continue
-            # decoded after a newline too, or sentencepiece would drop a leading space
-            text = self.model.decode(self._newline + run)[1 if self._newline else 0:]
-            if start and run and self._newline:
-                text = text.removeprefix(' ')
-            start = start and not run and i == self.bos_id or i in self.fresh_after
-            parts += [text, names.get(i, '')]
-            run = []
-        return ''.join(parts)
+# ---- Files of a model folder ---------------------------------------------------------------------
+
+def load_tokenizer(folder):
+    """Return the Tokenizer of a model folder, from the first of FILES in it; raises DataError."""
+    folder = Path(folder)
+    files = [path for pattern in FILES for path in sorted(folder.glob(pattern))]
+    if not files:
+        raise DataError(f'{folder} has no tokenizer: none of {", ".join(FILES)}')
+    path, raw = files[0], files[0].read_bytes()
+    if not raw:
+        raise DataError(f'{path} is empty; download it again')
+    if path.name == 'tokenizer.json':
+        tokenizer = _from_json(path)
+    elif path.name == 'tekken.json':
+        tokenizer = LibraryTokenizer(*from_tekken(path), path)
+    elif path.name == 'vocab.json':
+        tokenizer = _from_merges(path)
+    elif re.match(rb'[A-Za-z0-9+/]+=* \d+\r?\n', raw):
+        tokenizer = LibraryTokenizer(*from_tiktoken(path), path)
+    else:
+        tokenizer = SentencePieceTokenizer(path)
+    # what the files beside it say
+    ends = f'{tokenizer.bos_id} {tokenizer.eos_id}'.encode()
+    controls = repr((sorted(tokenizer.control_ids.items()),
+                     sorted(tokenizer.strips.items()))).encode()
+    if path.name == 'vocab.json':
+        raw += ends + (folder / 'merges.txt').read_bytes() + controls
+    elif path.suffix == '.json':
+        raw += ends
+    elif isinstance(tokenizer, SentencePieceTokenizer) and tokenizer.changed_beside:
+        raw += ends + controls
+    tokenizer.fingerprint = hashlib.sha256(raw).hexdigest()[:16]
+    tokenizer.end_ids = {tokenizer.eos_id, *generation_ends(folder)}
+    return tokenizer
+
+
+def _from_json(path):
+    import tokenizers
+    with library_errors(path):
+        library = tokenizers.Tokenizer.from_file(str(path))
+    return LibraryTokenizer(library, _eos(path.parent, library), path)
+
+
+def _from_merges(path):
+    settings = settings_beside(path.parent)
+    bos = settings.get('bos_token') if settings.get('add_bos_token') else None
+    library = from_merges(path, added_beside(path.parent), bos)
+    return LibraryTokenizer(library, _eos(path.parent, library), path)
+
+
+def _eos(folder, library):
+    """Return the name of EOS that tokenizer_config.json or config.json says, or None."""
+    name = settings_beside(folder).get('eos_token')
+    if library.token_to_id(name or '') is None:
+        i = read_beside(folder, 'config.json').get('eos_token_id')
+        i = i[0] if i and isinstance(i, list) else i
+        name = library.id_to_token(i) if type(i) is int and i >= 0 else None
+    return name
+
+
+def read_beside(folder, name):
+    """Return the object in a JSON file of a folder, {} without the file."""
+    path = Path(folder) / name
+    return read_json_object(path) if path.exists() else {}
+
+
+def settings_beside(folder):
+    """Return the keys of special_tokens_map.json and tokenizer_config.json, tokens as names.
+
+    Raises DataError for a damaged file.
+    """
+    settings = (read_beside(folder, 'special_tokens_map.json')
+                | read_beside(folder, 'tokenizer_config.json'))
+    settings = {key: value['content'] if isinstance(value, dict) and 'content' in value else value
+                for key, value in settings.items()}
+    for key in ('bos_token', 'eos_token'):
+        if not isinstance(settings.get(key, ''), str | None):
+            raise DataError(f'{folder}: {key} = {settings[key]!r} in tokenizer_config.json or '
+                            f'special_tokens_map.json; it must be the name of a token, or null')
+    return settings
+
+
+def added_beside(folder):
+    """Return the tokens that added_tokens.json and tokenizer_config.json add: {id: attributes}.
+
+    The attributes are those of an AddedToken: content, special, normalized, and FLAGS. Raises
+    DataError for a damaged file.
+    """
+    control = {'special': True, 'normalized': False} | dict.fromkeys(FLAGS, False)
+    names = read_beside(folder, 'added_tokens.json').items()
+    settings = settings_beside(folder)
+    try:
+        tokens = settings.get('added_tokens_decoder', {}).items()
+        return ({int(i): control | {'content': name} for name, i in names}
+                | {int(i): control | {key: token[key] for key in ('content', *control)
+                                      if key in token or key == 'content'} for i, token in tokens})
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise DataError(f'{folder}: added_tokens.json or added_tokens_decoder in '
+                        f'tokenizer_config.json is damaged: {type(error).__name__}: {error}'
+                        ) from error
+
+
+def generation_ends(folder):
+    """Return the ids in eos_token_id of a folder's generation_config.json; [] without any."""
+    ends = read_beside(folder, 'generation_config.json').get('eos_token_id')
+    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    if not all(type(i) is int and i >= 0 for i in ends):
+        raise DataError(f'{Path(folder) / "generation_config.json"}: eos_token_id = {ends!r} must '
+                        f'be the number of a token, or a list of them')
+    return ends
+
+
+def load_model_tokenizer(folder, config):
+    """Return the tokenizer of a model folder; CheckpointError if the model has fewer tokens.
+
+    Its end_ids have those of config.json as well. Control tokens at the end of the vocabulary for
+    which the model has no row, such as the image token of Gemma 3 1B, are left out.
+    """
+    tokenizer = load_tokenizer(folder)
+    ends = getattr(config, 'eos_token_id', None)
+    tokenizer.end_ids |= {*ends} if isinstance(ends, list) else {ends} - {None}
+    size = config.vocab_size
+    without_row = [i for i in tokenizer.control_ids.values() if i >= size]
+    if without_row and len(without_row) == tokenizer.n_vocab - size and tokenizer.eos_id < size:
+        tokenizer.n_vocab = size
+        tokenizer.control_ids = {name: i for name, i in tokenizer.control_ids.items() if i < size}
+    if tokenizer.n_vocab > size:
+        raise CheckpointError(f'{folder}: the tokenizer has {tokenizer.n_vocab} tokens, but '
+                              f'vocab_size in config.json is {size}')
+    return tokenizer
 
 
 def begins_with_bos(tokenizer, add_bos):
@@ -105,71 +327,3 @@ def begins_with_bos(tokenizer, add_bos):
     if add_bos and tokenizer.bos_id is None:
         raise DataError('add_bos = True, but the tokenizer of this model adds no BOS; leave it out')
     return tokenizer.bos_id is not None if add_bos is None else add_bos
-
-
-def load_tokenizer(folder):
-    """Return the tokenizer of a model folder, by the content of its file; raises DataError.
-
-    The first of FILES is read. A tokenizer has encode, decode, bos_id (None if it adds no BOS),
-    eos_id, end_ids (of the tokens that end an answer: eos_id and those of generation_config.json),
-    control_ids (name -> id), strips, fresh_after, n_vocab (above every id), and `fingerprint`, a
-    hash of the file and of what the files beside it change.
-    """
-    folder = Path(folder)
-    files = [path for pattern in FILES for path in sorted(folder.glob(pattern))]
-    if not files:
-        raise DataError(f'{folder} has no tokenizer: none of {", ".join(FILES)}')
-    raw = files[0].read_bytes()
-    if not raw:
-        raise DataError(f'{files[0]} is empty; download it again')
-    if files[0].suffix == '.json':
-        kinds = {'tekken.json': from_tekken, 'vocab.json': from_merges}
-        tokenizer = kinds.get(files[0].name, from_json)(files[0])
-        raw += f'{tokenizer.bos_id} {tokenizer.eos_id}'.encode()
-        if files[0].name == 'vocab.json':
-            raw += (folder / 'merges.txt').read_bytes() + _controls(tokenizer)
-    elif re.match(rb'[A-Za-z0-9+/]+=* \d+\r?\n', raw):
-        tokenizer = from_tiktoken(files[0])
-    else:
-        tokenizer = SentencePieceTokenizer(files[0])
-        own = tokenizer.model.bos_id(), tokenizer.model.eos_id(), tokenizer.n_pieces
-        if (tokenizer.bos_id, tokenizer.eos_id, tokenizer.n_vocab) != own:
-            raw += f'{tokenizer.bos_id} {tokenizer.eos_id}'.encode() + _controls(tokenizer)
-    tokenizer.fingerprint = hashlib.sha256(raw).hexdigest()[:16]
-    tokenizer.end_ids = {tokenizer.eos_id, *generation_ends(folder)}
-    return tokenizer
-
-
-def generation_ends(folder):
-    """Return the ids in eos_token_id of a folder's generation_config.json; [] without any."""
-    path = Path(folder, 'generation_config.json')
-    ends = read_json_object(path).get('eos_token_id') if path.exists() else None
-    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
-    if not all(type(i) is int and i >= 0 for i in ends):
-        raise DataError(f'{path}: eos_token_id = {ends!r} must be the number of a token, or a list '
-                        f'of them')
-    return ends
-
-
-def _controls(tokenizer):
-    return repr((sorted(tokenizer.control_ids.items()), sorted(tokenizer.strips.items()))).encode()
-
-
-def load_model_tokenizer(folder, config):
-    """Return the tokenizer of a model folder; CheckpointError if the model has fewer tokens.
-
-    Its end_ids have those of config.json as well.
-    """
-    tokenizer = load_tokenizer(folder)
-    ends = getattr(config, 'eos_token_id', None)
-    tokenizer.end_ids |= {*ends} if isinstance(ends, list) else {ends} - {None}
-    n_pieces = getattr(tokenizer, 'n_pieces', tokenizer.n_vocab)
-    if n_pieces <= config.vocab_size < tokenizer.n_vocab:
-        # Gemma 3 1B's files add an image token for which it has no row
-        tokenizer.n_vocab = config.vocab_size
-        tokenizer.control_ids = {name: i for name, i in tokenizer.control_ids.items()
-                                 if i < config.vocab_size}
-    if tokenizer.n_vocab > config.vocab_size:
-        raise CheckpointError(f'{folder}: the tokenizer has {tokenizer.n_vocab} tokens, but '
-                              f'vocab_size in config.json is {config.vocab_size}')
-    return tokenizer

@@ -15,6 +15,7 @@ from runtime.errors import (CheckpointError, ConfigError, DataError, ProcessErro
 def begin():
     """Prepare the standard streams and signals; a script calls this before its other imports."""
     _prepare_streams()
+    sys.setswitchinterval(5e-4)     # a thread that tokenizes must not delay kernels by 5 ms
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop_at_once)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from runtime import cli, startup
+from runtime import cli
 from runtime.config import read_assignments
 from runtime.digests import file_digest, json_digest
 from runtime.errors import ConfigError, Stopped, TrainingError
@@ -65,7 +65,6 @@ def run_script(main):
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)   # nothing catches its exception from here on
         abort_processes()
-    startup.end_at_once()
 
 
 @contextlib.contextmanager
@@ -168,7 +167,7 @@ def save_checkpoint(out_dir, step, named, optimizer, facts):
     def write():
         if rank() == 0:
             name = f'state-{len(digests) + 1:05d}.safetensors'
-            claim(out_dir, name, below=folder.name)
+            claim(out_dir, folder.relative_to(out_dir) / name)
             folder.mkdir(exist_ok=True)
             write_tensors(folder / name, tensors)
             digests[name] = file_digest(folder / name)
@@ -186,7 +185,7 @@ def save_checkpoint(out_dir, step, named, optimizer, facts):
         write()
         if rank() == 0:
             content = {'step': step, 'optimizer_steps': optimizer.steps, 'files': digests} | facts
-            claim(out_dir, 'state.json', below=folder.name)
+            claim(out_dir, folder.relative_to(out_dir) / 'state.json')
             write_text(folder / 'state.json',
                        json.dumps(content | {'digest': json_digest(content)}, indent=1))
     except (OSError, ConfigError) as error:

@@ -1,7 +1,6 @@
 """evaluate.py"""
 
 import copy
-import ctypes
 import dataclasses
 import gzip
 import importlib.util
@@ -41,8 +40,7 @@ from data.tokenizer import load_tokenizer
 from data.trees import tokenize_questions
 from results import compare, evaluation, report, samples
 from results.samples import read_samples, sample_order
-from runtime import (adapter, checkpoint, device as devices, load_ahead, log, ownership, processes,
-                     startup)
+from runtime import (adapter, checkpoint, device as devices, load_ahead, log, ownership, processes)
 from runtime.code import code_digest
 from runtime.errors import ConfigError, DataError
 from test_tokenizer import train_bpe
@@ -588,28 +586,6 @@ def test_the_kernels_are_loaded_by_a_model_of_two_layers(name, monkeypatch, tmp_
     assert torch.isfinite(model(*torch.from_numpy(arrays))).shape == (1, 64, model.head.shape[1])
     assert place == ['cpu']     # else kernels of a new thread go to the first GPU
     assert torch.equal(torch.get_rng_state(), random_state)     # no weights were drawn
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('status, wanted', [(0, [1, 'created']), (100, [])])
-def test_the_context_of_a_gpu_is_created_ahead(status, wanted, monkeypatch):
-    calls = []
-    driver = SimpleNamespace(cuInit=lambda flags: status,
-                             cuDeviceGet=lambda gpu, number: calls.append(number) or 0,
-                             cuDevicePrimaryCtxRetain=lambda context, gpu: calls.append('created'))
-    monkeypatch.setattr(ctypes, 'CDLL', lambda name: driver)
-    startup.prepare_gpu(1)
-    assert calls == wanted
-    monkeypatch.setattr(ctypes, 'CDLL', lambda name: open('/none'))
-    startup.prepare_gpu(0)       # no driver: torch says so, if it is asked for a GPU
-
-
-@pytest.mark.parametrize('device', DEVICES[1:])
-def test_torch_works_in_the_context_that_was_created_ahead(device):
-    subprocess.run([sys.executable, '-c', 'import torch; from runtime import startup; '
-                    'startup.prepare_gpu(0); '
-                    'assert torch._C._cuda_hasPrimaryContext(0); '
-                    'assert torch.ones(3, device="cuda").sum() == 3'], check=True)
 
 
 def test_a_failed_warm_up_keeps_no_memory(monkeypatch, tmp_path):
@@ -1263,7 +1239,7 @@ def test_an_early_interrupt_is_one_line(scored_folder, tmp_path, wait):
     task = write_words(tmp_path / 'foxes.jsonl', 20000, 'fox')
     errors = early = 'Fatal Python error: init'
     # Python itself, or the import of the module that handles Ctrl-C, had not ended yet
-    while errors.startswith(early) or 'from runtime import cli, startup' in errors:
+    while errors.startswith(early) or 'from runtime import cli' in errors:
         process = subprocess.Popen(
             [sys.executable, 'evaluate.py', f'--model={scored_folder / "model"}',
              f'--tasks={task}', '--shots=0', f'--out_dir={tmp_path / "out"}'],

@@ -17,7 +17,7 @@ from data.trees import tokenize_questions
 from runtime.config import load_config
 from runtime.errors import ConfigError, DataError
 from runtime.eval_config import EvalConfig
-from test_tokenizer import train_kind
+from test_tokenizer import KINDS, train_bpe
 
 
 def parse(row, task=None):
@@ -589,9 +589,9 @@ def assert_tokens_of_the_whole_text(tokenizer, chat='none'):
 
 
 @pytest.mark.parametrize('chat', ['none', 'tulu'])
-@pytest.mark.parametrize('kind', ['gpt2', 'digits', 'split', 'nfc', 'ignore_merges'])
+@pytest.mark.parametrize('kind', KINDS)
 def test_questions_with_any_beginning_have_the_tokens_of_the_whole_text(kind, chat, tmp_path):
-    train_kind(tmp_path, kind)
+    train_bpe(tmp_path, **KINDS[kind])
     assert_tokens_of_the_whole_text(load_tokenizer(tmp_path), chat)
 
 

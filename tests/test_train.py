@@ -487,7 +487,7 @@ def test_trackers_must_be_installed(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_script_that_ends_at_once_closes_the_writer_of_tensorboard(tmp_path):
+def test_the_end_of_a_script_closes_the_writer_of_tensorboard(tmp_path):
     """The writer keeps up to two minutes of records, which it does not write by itself at the end.
     """
     (tmp_path / 'code.py').write_text("""
@@ -497,30 +497,12 @@ class SummaryWriter:
     def add_scalar(self, *record): self.records.append(record)
     def close(self): print(self.records)
 sys.modules['torch.utils.tensorboard'] = types.SimpleNamespace(SummaryWriter=SummaryWriter)
-from runtime import log, startup
+from runtime import log
 log.start_tracker(types.SimpleNamespace(tracker='tensorboard', out_dir='x'))({'step': 7, 'lr': 0.5})
-startup.end_at_once()
 """)
     done = subprocess.run([sys.executable, tmp_path / 'code.py'], text=True, capture_output=True,
                           env=os.environ | {'PYTHONPATH': str(HERE)})
     assert done.returncode == 0 and done.stdout == "[('step', 7, 7), ('lr', 0.5, 7)]\n", done.stderr
-
-
-@pytest.mark.slow
-def test_the_end_does_not_wait_for_the_processes_that_compile(tmp_path):
-    (tmp_path / 'code.py').write_text("""
-import atexit
-atexit.register(lambda: print(pool.process.returncode))     # after torch's function
-from torch._inductor import config
-config.compile_threads, config.worker_start_method = 2, 'subprocess'
-from torch._inductor.async_compile import AsyncCompile
-from runtime import startup
-pool = AsyncCompile.process_pool()
-startup.end_at_once()
-""")
-    done = subprocess.run([sys.executable, tmp_path / 'code.py'], text=True, capture_output=True,
-                          env=os.environ | {'PYTHONPATH': str(HERE)})
-    assert (done.returncode, done.stdout, done.stderr) == (0, 'None\n', '')
 
 
 @pytest.mark.parametrize('n_gpus, wanted', [(0, 'gloo'), (1, 'gloo'), (2, 'cpu:gloo,cuda:nccl')])
