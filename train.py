@@ -158,7 +158,7 @@ from results.report import print_report
 from results.samples import OUTPUTS
 from runtime import checkpoint, ownership, resume, trained
 from runtime.build import build_model, build_optimizer
-from runtime.device import pick_device
+from runtime.device import micro_batches, pick_device
 from runtime.log import StepLog, peak_memory, print_sizes, show_example
 from runtime.loss import loss_options, parse_loss
 from runtime.memory import fit_into_memory
@@ -374,7 +374,7 @@ def token_loss(packed, cfg):
     """Return the function (model, rows, inputs, targets) -> (loss, {name: metric}) of a step.
 
     Another objective is another such function in the Stage. rows, inputs and targets come from
-    `Packed.micro_batches`; loss and metrics are scalars on the device, which are summed over the
+    `micro_batches`; loss and metrics are scalars on the device, which are summed over the
     micro-batches of the step.
     """
     n_targets = int((packed.targets >= 0).sum())
@@ -397,7 +397,7 @@ def forward_backward(model, packed, cfg, device, objective=token_loss):
     Splitting a step into more micro-batches changes nothing but rounding.
     """
     compute, total = objective(packed, cfg), 0
-    for rows, inputs, targets in packed.micro_batches(cfg.micro_rows, device):
+    for rows, inputs, targets in micro_batches(packed, cfg.micro_rows, device):
         loss, values = compute(model, rows, inputs, targets)
         if loss.requires_grad:
             (loss * world_size()).backward()    # FSDP averages gradients over processes
@@ -425,7 +425,7 @@ def validation_loss(run):
     model, parts, loss_function = run.model, [], training_loss(run.cfg)
     packed = run.stage.pack(run, run.held_out, run.row_multiple)
     with evaluating(model):
-        for _, inputs, targets in packed.micro_batches(run.cfg.micro_rows, run.device):
+        for _, inputs, targets in micro_batches(packed, run.cfg.micro_rows, run.device):
             s = token_statistics(model(*inputs), model.head, targets, loss_function,
                                  softcap=model.softcap)
             columns = s.loss, s.nll, (s.top_logit - s.lse).exp(), s.top_token.cpu() == targets

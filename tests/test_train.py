@@ -31,7 +31,7 @@ from results import report
 from results.samples import read_samples
 from runtime import build, checkpoint, parallel, resume, trained
 from runtime.config import load_config
-from runtime.device import HostCopy, pick_device
+from runtime.device import HostCopy, micro_batches, pick_device
 from runtime.errors import ConfigError, DataError, TrainingError
 
 
@@ -377,10 +377,10 @@ def test_rows_of_one_document_need_no_mask(name, tmp_path):
     real = torch.from_numpy(packed.owner) >= 0
     masked, plain = (model(tokens, positions, e)[real] for e in (ends, None))
     assert torch.allclose(masked, plain, atol=1e-5)
-    given = [inputs[2] for _, inputs, _ in packed.micro_batches(1, 'cpu')]
+    given = [inputs[2] for _, inputs, _ in micro_batches(packed, 1, 'cpu')]
     assert given == [None] * 3
     shared = packing.pack(documents(2, [40, 31, 17]), 48)
-    given = [inputs[2] is None for _, inputs, _ in shared.micro_batches(1, 'cpu')]
+    given = [inputs[2] is None for _, inputs, _ in micro_batches(shared, 1, 'cpu')]
     assert given == [False, False]      # one of the two has one document by chance
 
 
