@@ -19,7 +19,7 @@ from decoding.cache import Cache, DecodeMask
 from data.chat import encode_prompt
 from data.export import tokenizer_files
 from data.tokenizer import load_model_tokenizer, load_tokenizer
-from generate import Answer, confidences, generate, stream, take
+from generate import Answer, confidences, generate, stream
 from results.samples import digest
 from decoding import slots
 from runtime import checkpoint, ownership
@@ -27,7 +27,7 @@ from runtime.device import HostCopy
 from decoding.draw import draw, draw_kernel, lowest_logits, random_numbers
 from runtime.errors import CheckpointError, ConfigError, DataError
 from decoding.sampling import Sampling
-from decoding.slots import Batch
+from decoding.slots import Batch, take
 from triton_ops import decode_kernel
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
