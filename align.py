@@ -278,7 +278,8 @@ def cached_reference(run, model):
     cfg = run.cfg
     key = hashlib.sha256(json.dumps([
         run.sequences.digest, checkpoint.fingerprint(run.base), str(model.head.dtype),
-        code_digest(answer_log_probs), cfg.attention, model.softcap, model.temperature
+        code_digest(model.config, answer_log_probs), cfg.attention, model.softcap,
+        model.temperature
     ]).encode()).hexdigest()[:20]
     path = Path(cfg.cache_dir, f'reference-{key}.npy')
     cached = read_reference(path)

@@ -160,7 +160,7 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
         checkpoint.check_weights(folder, config)    # before `overwrite` deletes anything
         load = functools.cache(functools.partial(load_model, folder, cfg))
     identity = {'model': checkpoint.fingerprint(folder), 'tokenizer': tokenizer.fingerprint,
-                'code': code_digest(*CODE)}
+                'code': code_digest(config, *CODE)}
     settings = identity | {key: getattr(cfg, key) for key in SETTINGS}
     if cfg.dropout_seed is not None:
         settings |= {'dropout_seed': cfg.dropout_seed,

@@ -75,11 +75,10 @@ if __name__ == '__main__':
 
 import scoring
 from data.instruct import read_prompts
-from data.packing import Row, Tree, pack_prompts
+from data.packing import Tree, pack_prompts
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results.answer_file import open_answers, to_row
 from results.samples import append, digest, merge_parts, part
-from decoding import draw, slots
 from runtime import adapter, checkpoint, log, ownership, parallel
 from runtime.code import code_digest
 from runtime.device import pick_device, pick_dtype
@@ -257,7 +256,7 @@ def confidences(model, prompts, answers, deterministic=False):
 
 
 # what decides an answer besides the forward pass, the settings and the prompt
-CODE = stream, take, add, why_ended, first_stop, text, slots, draw, Row, Tree
+CODE = stream, take, add, why_ended, first_stop, text
 
 
 # ---- The command line ----------------------------------------------------------------------------
@@ -296,7 +295,7 @@ def main(argv):
     prompts = [(row | {'prompt_hash': digest(ids)}, ids) for row, ids in prompts]
     settings = {key: getattr(cfg, key) for key in SETTINGS} | {
         'stop': [*cfg.stop], 'model': checkpoint.fingerprint(folder),
-        'code': code_digest(*CODE),
+        'code': code_digest(model.config, *CODE),
         'tokenizer': tokenizer.fingerprint, 'end_ids': sorted(stop), 'template': template,
         'add_bos': add_bos, 'dtype': str(model.head.dtype).removeprefix('torch.')}
     out, rank, n_processes = Path(cfg.out), parallel.rank(), parallel.world_size()

@@ -176,6 +176,7 @@ class Benchmark:
     native: Callable | None = None      # Item -> (header, word before the answer) in its language
     continues: bool = False     # whether the choices continue the sentence of the question
     subject_files: bool = False         # whether the subject is the name of the file or its folder
+    prompt: Callable | None = None      # Item -> Prompt of --prompt_format=own; None: it has none
 
 
 def _files(split, *others):

@@ -4,7 +4,7 @@ PROMPT_FORMATS is the table of `--prompt_format`. `mmlu` asks every task as MMLU
 names the subject, solved questions ('shots'), then the question; options are scored as letters
 (` A` after `Answer:`) or as their full text. `harness` asks each task as lm-evaluation-harness 0.4
 does, by one of the functions `harness_...`, which `benchmarks.BENCHMARKS` names for each task.
-trees.py joins header, shots and question.
+`own` asks a task by the prompt in its entry there. trees.py joins header, shots and question.
 """
 
 import json
@@ -66,7 +66,12 @@ def harness(item, benchmark, scoring, native):
     return benchmark.harness(item)
 
 
-PROMPT_FORMATS = {'mmlu': mmlu, 'harness': harness}
+def own(item, benchmark, scoring, native):
+    """Return the Prompt of an Item as its benchmark's entry in BENCHMARKS says."""
+    return benchmark.prompt(item)
+
+
+PROMPT_FORMATS = {'mmlu': mmlu, 'harness': harness, 'own': own}
 
 
 def proposing(context, proposal):
@@ -84,9 +89,13 @@ def check_prompt_format(prompt_format, scoring, header, task, benchmark):
     if prompt_format == 'harness' and benchmark.harness is None:
         raise DataError(f'lm-evaluation-harness generates the answers to {name} and scores no '
                         f'options; use --prompt_format=mmlu')
-    if prompt_format == 'harness' and scoring != 'auto':
-        raise DataError(f'--prompt_format=harness scores {name} as lm-evaluation-harness does; '
-                        f'leave out --scoring')
+    if prompt_format == 'own' and benchmark.prompt is None:
+        raise DataError(f'{name} has no prompt of its own in data/benchmarks.py; use '
+                        f'--prompt_format=mmlu')
+    if prompt_format in ('harness', 'own') and scoring != 'auto':
+        theirs = 'lm-evaluation-harness does' if prompt_format == 'harness' else 'its prompt says'
+        raise DataError(f'--prompt_format={prompt_format} scores {name} as {theirs}; leave out '
+                        f'--scoring')
     if header == 'native' and (prompt_format != 'mmlu' or benchmark.native is None):
         raise DataError(f'--header=native: {name} has no header of its own in the format '
                         f'{prompt_format}; with --prompt_format=mmlu, mmlu_prox, mmlu_prox_lite '

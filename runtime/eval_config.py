@@ -20,8 +20,9 @@ class EvalConfig:
     tasks: tuple[str, ...] = ('mmlu',)
     data_revision: str | None = None          # the hub revision of the tasks' datasets
     languages: tuple[str, ...] = ('all',)     # languages of multilingual tasks
-    prompt_format: str = 'mmlu'               # prompts of MMLU, or harness: those of
-    #                                           lm-evaluation-harness, or your own: data/prompts.py
+    prompt_format: str = 'mmlu'               # prompts of MMLU; harness: those of
+    #                                           lm-evaluation-harness; own: of the benchmark's entry
+    #                                           in data/benchmarks.py; others: data/prompts.py
     # header before the shots; native: in the question's language, as MMLU-ProX and CMMLU have it
     header: Literal['english', 'native', 'none'] = 'english'
     shots: int = 5                            # solved questions before each question

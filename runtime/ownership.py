@@ -1,7 +1,8 @@
 """Track which files of an output folder belong to this program.
 
-written.json lists the files that this program wrote in its folder. `claim` puts a name on the list
-before its file is written. A file that is not on the list is never replaced or deleted.
+written.json lists the files that this program wrote in its folder; before/, the report before
+training, has a list of its own. `claim` puts a name on the list before its file is written. A file
+that is not on the list is never replaced or deleted.
 
 Files are written under a temporary name and renamed, so a crash leaves the old file or the new one;
 `lock` removes temporary files that a crash left behind. Exceptions: log.jsonl, samples.jsonl, the
@@ -132,15 +133,15 @@ def read_json_object(path, error=DataError):
     return content
 
 
-def check_free(folder, *names, below='.'):
-    """Return those of `names`, relative to `below`, that are not on the list of `folder`.
+def check_free(folder, *names):
+    """Return those of `names`, relative to `folder`, that are not on its list.
 
     Raises ConfigError if a file of such a name exists, because this program did not write it, or if
     one of `names` is behind a link to another folder.
     """
     listed = set(written_files(folder))
-    _refuse_links(folder, (Path(below, name) for name in names))
-    new = [name for name in (str(Path(below, name)) for name in names) if name not in listed]
+    _refuse_links(folder, names)
+    new = [str(name) for name in names if str(name) not in listed]
     for name in new:
         if os.path.lexists(Path(folder, name)):
             raise ConfigError(f'{Path(folder, name)} was not written by this program and is not '
@@ -156,13 +157,13 @@ def _refuse_links(folder, names):
                               f'or deleted; replace the link by that folder, or remove the link')
 
 
-def claim(folder, *names, below='.'):
+def claim(folder, *names):
     """Put `names` on the list of `folder` before the files are written.
 
     Raises ConfigError as `check_free`, or if a locked folder was removed or moved.
     """
     check_in_place(*_locks)
-    if new := check_free(folder, *names, below=below):
+    if new := check_free(folder, *names):
         Path(folder).mkdir(parents=True, exist_ok=True)
         _write_list(folder, written_files(folder) + new)
 
@@ -170,18 +171,21 @@ def claim(folder, *names, below='.'):
 def discard(folder, *patterns, keep=''):
     """Delete the listed files of `folder` that match one of `patterns` but not `keep`.
 
-    Subfolders that become empty are removed too.
+    '*' includes those of before/. Subfolders that become empty are removed too.
     """
     check_in_place(*_locks)
+    before = Path(folder, 'before')
+    if '*' in patterns and before.is_dir() and not before.is_symlink():
+        remove_leftovers(before)
+        discard(before, '*')
     folder, listed = Path(folder), written_files(folder)
     gone = [name for name in _matching(listed, patterns) if not fnmatch(name, keep)]
-    if not gone:
-        return
-    _refuse_links(folder, gone)
-    for name in sorted(gone, key=_is_not_a_seal):
-        (folder / name).unlink(missing_ok=True)
-    _remove_if_empty(folder / parent for name in gone for parent in Path(name).parents[:-1])
-    _write_list(folder, [name for name in listed if name not in gone])
+    if gone:
+        _refuse_links(folder, gone)
+        for name in sorted(gone, key=_is_not_a_seal):
+            (folder / name).unlink(missing_ok=True)
+        _remove_if_empty(folder / parent for name in gone for parent in Path(name).parents[:-1])
+        _write_list(folder, [name for name in listed if name not in gone])
 
 
 def _matching(names, patterns):
@@ -222,9 +226,9 @@ def _place(path):
 def set_aside(folder, kind, patterns, progress):
     """Move the listed files of `folder` that match one of `patterns` aside: see this file's head.
 
-    '*' includes those that before/written.json lists. kind: what is replaced, for the name of the
-    folder; progress: patterns of the new files from which a later command resumes. Raises
-    ConfigError, before anything is moved, for a file that this command reads.
+    '*' includes those of before/. kind: what is replaced, for the name of the folder; progress:
+    patterns of the new files from which a later command resumes. Raises ConfigError, before
+    anything is moved, for a file that this command reads.
     """
     check_in_place(*_locks)
     folder, listed = Path(folder), written_files(folder)
@@ -280,7 +284,6 @@ def _settle(folder):
     for aside in sorted(folder.glob(f'{ASIDE}*'), reverse=True):
         remove_leftovers(aside)
         if aside.suffix == '.done':
-            discard(aside / 'before', '*')
             discard(aside, '*')
             _remove_if_empty([aside, *aside.rglob('*')])
             continue
@@ -291,9 +294,6 @@ def _settle(folder):
                    for name in _matching(written_files(folder), progress)):
                 print(f'note: {aside} keeps what --overwrite replaces until that is complete')
                 continue
-            if '*' in patterns:
-                remove_leftovers(folder / 'before')
-                discard(folder / 'before', '*')
             discard(folder, *patterns)
             aside = aside.rename(f'{aside}.moving')
         _put_back(folder, aside)

@@ -167,7 +167,7 @@ def save_checkpoint(out_dir, step, named, optimizer, facts):
     def write():
         if rank() == 0:
             name = f'state-{len(digests) + 1:05d}.safetensors'
-            claim(out_dir, name, below=folder.name)
+            claim(out_dir, folder.relative_to(out_dir) / name)
             folder.mkdir(exist_ok=True)
             write_tensors(folder / name, tensors)
             digests[name] = file_digest(folder / name)
@@ -185,7 +185,7 @@ def save_checkpoint(out_dir, step, named, optimizer, facts):
         write()
         if rank() == 0:
             content = {'step': step, 'optimizer_steps': optimizer.steps, 'files': digests} | facts
-            claim(out_dir, 'state.json', below=folder.name)
+            claim(out_dir, folder.relative_to(out_dir) / 'state.json')
             write_text(folder / 'state.json',
                        json.dumps(content | {'digest': json_digest(content)}, indent=1))
     except (OSError, ConfigError) as error:

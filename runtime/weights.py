@@ -242,7 +242,7 @@ def write_files(folder, files, owner):
     """
     folder = Path(folder)
     if rank() == 0 and owner is not None:
-        ownership.claim(owner, *files, below=folder.relative_to(owner))
+        ownership.claim(owner, *(folder.relative_to(owner) / name for name in files))
     with contextlib.ExitStack() as renames:     # which happen in reverse order
         for name, content in reversed(files.items()):
             if callable(content):

@@ -22,20 +22,20 @@ from safetensors.torch import load_file, save_file
 import model as models
 from runtime import (adapter, checkpoint, config_json, config_keys, config_ropes,
                      device, weights)
-from runtime.errors import ConfigError
+from runtime.errors import CheckpointError, ConfigError
 from runtime.version import __version__
 
 
-@pytest.mark.parametrize('name', [
-    name if name in ('llama3', 'gemma2', 'neox', 'gemma3', 'phi3', 'ministral3', 'opt_350m')
-    else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES])
-@pytest.mark.parametrize('shard_bytes', [10**9, pytest.param(40_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('name, shard_bytes', [
+    ('llama3', 40_000), ('neox', 10**9), ('opt_350m', 10**9),
+    *(pytest.param(name, 10**9, marks=pytest.mark.slow) for name in ARCHITECTURES
+      if name not in ('llama3', 'neox', 'opt_350m'))])
 def test_saved_folder_loads_in_transformers(name, shard_bytes, tmp_path, monkeypatch):
     import transformers
     monkeypatch.setattr(checkpoint, 'SHARD_BYTES', shard_bytes)
     reference = reference_model(name, tmp_path / 'theirs')
     model = checkpoint.load(tmp_path / 'theirs')
-    checkpoint.save(model, tmp_path / 'ours', torch.float32, tmp_path / 'theirs')
+    names = checkpoint.save(model, tmp_path / 'ours', torch.float32, tmp_path / 'theirs')
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'ours',
                                                               attn_implementation='eager')
     tokens = torch.randint(0, 211, (1, 45))
@@ -48,37 +48,25 @@ def test_saved_folder_loads_in_transformers(name, shard_bytes, tmp_path, monkeyp
     other.load_state_dict(weights)
     assert all(map(torch.equal, other.parameters(), model.parameters()))
     files = {path.name for path in (tmp_path / 'ours').iterdir()}
-    assert 'generation_config.json' in files and not any(f.endswith('-tmp') for f in files)
+    assert {*names} == files and 'generation_config.json' in files
     assert ('model.safetensors' in files) == (shard_bytes == 10**9)
-    names = checkpoint.save(model, tmp_path / 'half', torch.bfloat16, tmp_path / 'theirs')
+    checkpoint.save(model, tmp_path / 'half', torch.bfloat16)
     assert checkpoint.load(tmp_path / 'half').head.dtype == torch.bfloat16
-    assert sorted(names) == sorted(path.name for path in (tmp_path / 'half').iterdir())
 
 
 def test_saving_removes_no_file(folder, monkeypatch):
     """A save that leaves another layout's files beside its own is refused when it is loaded."""
-    model = checkpoint.load(folder)
-    for name in ('model-old.safetensors', 'model.safetensors.tmp', 'notes.txt'):
+    model, theirs = checkpoint.load(folder), ('model-old.safetensors', 'notes.txt')
+    for name in theirs:
         (folder / name).write_text('mine')
     monkeypatch.setattr(checkpoint, 'SHARD_BYTES', 40_000)
     names = checkpoint.save(model, folder, torch.float32)
     assert len(names) > 4 and all((folder / name).exists() for name in names)
-    assert (folder / 'model-old.safetensors').read_text() == 'mine'
-    assert (folder / 'notes.txt').read_text() == 'mine'
-    assert (folder / 'model.safetensors.tmp').read_text() == 'mine'
-    with pytest.raises(checkpoint.CheckpointError, match='holds two models: model.safetensors, '):
+    assert all((folder / name).read_text() == 'mine' for name in theirs)
+    with pytest.raises(CheckpointError, match='holds two models: model.safetensors, '):
         checkpoint.load(folder)
     (folder / 'model.safetensors').unlink()
-    assert all(torch.equal(a, b) for a, b in zip(
-        model.parameters(), checkpoint.load(folder).parameters(), strict=True))
-
-
-def test_shards_by_transformers_load_like_one_file(tmp_path):
-    reference = reference_model('llama', tmp_path / 'one')
-    reference.save_pretrained(tmp_path / 'many', max_shard_size='30KB')
-    assert len(list((tmp_path / 'many').glob('*.safetensors'))) > 2
-    one, many = checkpoint.load(tmp_path / 'one'), checkpoint.load(tmp_path / 'many')
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), many.parameters(), strict=True))
+    assert all(map(torch.equal, model.parameters(), checkpoint.load(folder).parameters()))
 
 
 def test_config_of_transformers_4_and_5():
@@ -118,23 +106,12 @@ LLAMA_2 = LLAMA_1 | {'max_position_embeddings': 4096, 'num_key_value_heads': 32,
 
 @pytest.mark.parametrize('raw, heads', [
     (LLAMA_1, 32), (LLAMA_1 | {'pad_token_id': -1}, 32), (LLAMA_2, 32),
-    (LLAMA_2 | {'hidden_size': 8192, 'intermediate_size': 28672, 'num_attention_heads': 64,
-                'num_hidden_layers': 80, 'num_key_value_heads': 8}, 8)])
-def test_configs_of_llama_1_and_2_are_read(raw, heads, tmp_path):
-    """Their own config.json, and logits of transformers at a smaller width and depth."""
-    import transformers
+    (LLAMA_2 | {'num_attention_heads': 64, 'num_key_value_heads': 8}, 8)])
+def test_configs_of_llama_1_and_2_are_read(raw, heads):
     config = config_json.config_from_hf(raw)
-    assert config.num_key_value_heads == heads and config.norm_eps == raw['rms_norm_eps']
-    small = raw | {'hidden_size': 128, 'intermediate_size': 96, 'num_hidden_layers': 2,
-                   'vocab_size': 99, 'dtype': 'float32'}
-    del small['torch_dtype'], small['architectures'], small['transformers_version']
-    torch.manual_seed(0)
-    reference = transformers.LlamaForCausalLM(transformers.LlamaConfig(**small)).eval()
-    reference.generation_config.pad_token_id = None     # -1 may not be saved there
-    reference.save_pretrained(tmp_path)
-    model, tokens = checkpoint.load(tmp_path), torch.randint(99, (2, 40))
-    logits = model(tokens, *whole_rows(tokens)) @ model.head.T
-    torch.testing.assert_close(logits, reference(tokens).logits, rtol=1e-4, atol=1e-5)
+    assert (config.num_key_value_heads, config.norm_eps) == (heads, raw['rms_norm_eps'])
+    assert (config.dtype, config.layers[0].rope) == ('float16', models.Rope(1e4, config.head_dim))
+    assert config_json.config_to_hf(config).items() >= raw.items()
 
 
 def test_a_missing_window_is_not_a_null_window():
@@ -188,9 +165,6 @@ KEY = 'model.layers.1.mlp.up_proj.weight'
      'rope_parameters.factor is missing; it must be a number from 1.0 to'),
     (lambda f: edit_config(f, attention_bias=True),
      'tensor model.layers.0.self_attn.k_proj.bias (and 11 more) is missing'),
-    (lambda f: edit_config(f, attention_bias=1), 'attention_bias = 1 is not supported'),
-    (lambda f: edit_config(f, rope_parameters={'rope_type': 'proportional'}),
-     "rope_parameters.rope_type = 'proportional'"),
     (lambda f: (f / 'config.json').write_text('[' * 100_000), 'not valid JSON'),
     (lambda f: edit_config(f, model_type=[]), 'model_type = [] is not supported'),
     (lambda f: edit_config(f, num_key_value_heads=3),
@@ -198,16 +172,13 @@ KEY = 'model.layers.1.mlp.up_proj.weight'
     (lambda f: edit_config(f, num_attention_heads=5, num_key_value_heads=5),
      'hidden_size = 48 is not a multiple of num_attention_heads = 5'),
     (lambda f: edit_config(f, head_dim=13), 'head_dim = 13 is 13; it must be even and above 0'),
-    (lambda f: rewrite(f, lambda t: t.update({KEY: t[KEY].to(torch.float8_e4m3fn)})),
-     f'tensor {KEY} is F8_E4M3; quantized weights are not supported'),
     (lambda f: write_index(f, '../model.safetensors'),
      "names '../model.safetensors', which is not a .safetensors file in this folder"),
-    (lambda f: write_index(f, '/etc/passwd'), "names '/etc/passwd', which is not"),
     (lambda f: write_index(f, 'gone.safetensors'), "names 'gone.safetensors', which is not"),
 ])
 def test_a_damaged_checkpoint_is_named_in_one_line(folder, damage, message):
     damage(folder)
-    with pytest.raises(checkpoint.CheckpointError) as error:
+    with pytest.raises(CheckpointError) as error:
         checkpoint.load(folder)
     assert message in str(error.value) and str(folder) in str(error.value)
     assert '\n' not in str(error.value)
@@ -235,7 +206,7 @@ def computed_or_refused(folder, raw, changes):
     (folder / 'config.json').write_text(json.dumps(raw | changes))
     try:
         model = checkpoint.load(folder)
-    except checkpoint.CheckpointError as error:
+    except CheckpointError as error:
         assert str(folder) in str(error) and '\n' not in str(error), changes
         named = any(key in str(error) for key in changes)
         assert named or f'{folder}: tensor' in str(error) or 'config.json wants' in str(error)
@@ -245,16 +216,23 @@ def computed_or_refused(folder, raw, changes):
     return True
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('number, name', enumerate([
+KINDS = [
     'llama3', 'mistral_window', 'gemma2', 'gemma', 'qwen2', 'qwen3', 'neox', 'gemma3', 'olmo2',
-    'olmo3', 'smollm3', 'cohere', 'cohere2', 'phi3', 'ministral', 'ministral3', 'granite', 'opt']))
-def test_every_field_of_the_config_is_checked(number, name, tmp_path):
+    'olmo3', 'smollm3', 'cohere', 'cohere2', 'phi3', 'ministral', 'ministral3', 'granite', 'opt']
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('number', range(len(KINDS)), ids=KINDS)
+def test_every_field_of_the_config_is_checked(number, tmp_path):
+    name = KINDS[number]
     reference_model(name, tmp_path, **few_layers(name, 3))      # as many as in ODD_VALUES
     raw = json.loads((tmp_path / 'config.json').read_text())
     keys = raw.keys() | config_keys.rules_of(raw['model_type']).keys()
-    # keys with one rule and one meaning in all families get each value in every third family
-    alike = config_keys.ALWAYS.keys() - {'rope_parameters', 'rope_scaling', 'tie_word_embeddings'}
+    # keys with one rule in most families get each value in every third family
+    alike = {key for key in keys if sum(key in config_keys.rules_of(kind) and
+                                        config_keys.rules_of(kind)[key] == config_keys.FIELDS[key]
+                                        for kind in config_keys.DEFAULTS) > 8}
+    alike -= {'rope_parameters', 'rope_scaling', 'tie_word_embeddings', 'attention_bias'}
     computed = set()
     for key in sorted(keys):
         for value in ODD_VALUES[number % 3::3] if key in alike else ODD_VALUES:
@@ -271,7 +249,7 @@ LENGTH = 'original_max_position_embeddings'
 ROPE = {k: v for k, v in LLAMA3_ROPE.items() if k != 'rope_theta'}
 
 
-@pytest.mark.parametrize('computed, changes', [
+ROPES = [
     (True, {'rope_theta': 500.0}),
     (True, {'rope_parameters': {'rope_type': 'default', 'rope_theta': 500.0}}),
     (True, {'rope_parameters': {'rope_type': 'default', 'rope_theta': 500.0}, 'rope_theta': 500.0}),
@@ -307,35 +285,35 @@ ROPE = {k: v for k, v in LLAMA3_ROPE.items() if k != 'rope_theta'}
                                  'full_attention': {'rope_theta': 500.0}}}),
     *((False, {'rope_scaling': ROPE | {key: value}}) for key in (*ROPE, 'rope_theta')
       for value in (None, 'yes', -1, 0, [], {}, True, float('nan'))),
-])
-def test_rope_is_computed_as_in_transformers_or_refused(folder, computed, changes):
+]
+
+
+def test_rope_is_computed_as_in_transformers_or_refused(folder):
     raw = json.loads((folder / 'config.json').read_text())
     del raw['rope_parameters']
-    assert computed_or_refused(folder, raw, changes) == computed
+    for computed, changes in ROPES:
+        assert computed_or_refused(folder, raw, changes) == computed, changes
 
 
 @pytest.mark.parametrize('name', [
-    name for name in ARCHITECTURES if not name.startswith(('opt', 'neox'))])
-@pytest.mark.parametrize('sizes', [{'hidden_size': 45, 'head_dim': 20},
-                                   {'hidden_size': 50, 'num_attention_heads': 3, 'head_dim': 8,
-                                    'num_key_value_heads': 1}])
-def test_a_hidden_size_beside_head_dim_is_computed_or_refused_as_in_transformers(
-        name, sizes, tmp_path):
+    name if name in ('llama3', 'mistral') else pytest.param(name, marks=pytest.mark.slow)
+    for name in ARCHITECTURES if not name.startswith(('opt', 'neox'))])
+def test_a_hidden_size_beside_head_dim_is_computed_or_refused_as_in_transformers(name, tmp_path):
     kind = reference_model(name, tmp_path).config.model_type
+    sizes = {'hidden_size': 50, 'num_attention_heads': 3, 'head_dim': 8, 'num_key_value_heads': 1}
     try:
         reference_model(name, tmp_path, **sizes)
     except Exception as error:      # huggingface_hub's own class
         assert 'is not a multiple of the number of attention' in str(error)
         edit_config(tmp_path, **sizes)
-        wanted = f'hidden_size = {sizes["hidden_size"]} is not a multiple of num_attention_heads'
-        with pytest.raises(checkpoint.CheckpointError, match=wanted):
+        with pytest.raises(CheckpointError, match='hidden_size = 50 is not a multiple of num_att'):
             checkpoint.read_config(tmp_path)
     else:
         assert kind not in config_json.WHOLE_HEADS
         torch.testing.assert_close(*both_logits(tmp_path), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize('computed, changes', [
+NEOX_ROPES = [
     (True, {}),
     (True, {'rotary_emb_base': 500, 'rotary_pct': 0.5, 'rope_scaling': None}),
     (True, {'rotary_pct': 1.0}),
@@ -351,12 +329,15 @@ def test_a_hidden_size_beside_head_dim_is_computed_or_refused_as_in_transformers
     *((False, {'rotary_pct': value}) for value in (None, 0.2, 0.01, 0.0, 1.5, True, 'yes')),
     *((False, {'rotary_emb_base': value}) for value in (None, 0, 'yes', True)),
     (False, {'head_dim': 16}),
-])
-def test_rotary_keys_of_neox_are_computed_or_refused(computed, changes, tmp_path):
+]
+
+
+def test_rotary_keys_of_neox_are_computed_or_refused(tmp_path):
     reference_model('neox', tmp_path)
     raw = json.loads((tmp_path / 'config.json').read_text())
     del raw['rope_parameters']
-    assert computed_or_refused(tmp_path, raw, changes) == computed
+    for computed, changes in NEOX_ROPES:
+        assert computed_or_refused(tmp_path, raw, changes) == computed, changes
 
 
 def test_the_config_of_pythia_is_read(tmp_path):
@@ -379,21 +360,18 @@ def test_the_config_of_pythia_is_read(tmp_path):
     changed = checkpoint.read_config(tmp_path, {'rope_parameters': block})
     assert (changed.layers[0].rope.theta, changed.layers[0].rope.dim) == (77.0, 8)
     for key in ('rope_theta', 'rms_norm_eps', 'num_key_value_heads'):
-        with pytest.raises(checkpoint.CheckpointError, match=f"gpt_neox has no key '{key}'"):
+        with pytest.raises(CheckpointError, match=f"gpt_neox has no key '{key}'"):
             checkpoint.read_config(tmp_path, {key: 64})
 
 
 @pytest.mark.parametrize('layer_types', [
-    None, ['full_attention', 'sliding_attention', 'full_attention'], ['full_attention'] * 3,
-    ['sliding_attention'] * 3])
+    None, ['full_attention', 'sliding_attention', 'full_attention']])
 def test_mistral_with_layer_types_is_ministral(layer_types, tmp_path):
     reference_model('mistral_window', tmp_path / 'model')
     edit_config(tmp_path / 'model', layer_types=layer_types)
-    ours, theirs = both_logits(tmp_path / 'model')
-    assert torch.allclose(ours, theirs, rtol=1e-5, atol=2e-4)
     checkpoint.save(checkpoint.load(tmp_path / 'model'), tmp_path / 'again', torch.float32)
-    again = both_logits(tmp_path / 'again')
-    assert torch.allclose(*again, rtol=1e-5, atol=2e-4)
+    for folder in (tmp_path / 'model', tmp_path / 'again'):
+        torch.testing.assert_close(*both_logits(folder), rtol=1e-5, atol=2e-4)
     saved = json.loads((tmp_path / 'again' / 'config.json').read_text())
     assert saved.get('layer_types') == layer_types
 
@@ -408,7 +386,7 @@ def test_mistral_with_layer_types_is_ministral(layer_types, tmp_path):
 def test_layer_types_that_are_refused(name, changes, message, tmp_path):
     reference_model(name, tmp_path)
     edit_config(tmp_path, **changes)
-    with pytest.raises(checkpoint.CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=message):
         checkpoint.read_config(tmp_path)
 
 
@@ -437,12 +415,11 @@ def test_changes_to_the_config_apply_to_what_the_file_means(tmp_path):
     ({'rope_theta': 1.0, 'rope_parameters': {'rope_theta': 2.0}}, 'disagree'),
     ({'model_type': 'gpt2'}, "model_type = 'gpt2' is not supported")])
 def test_changes_that_are_refused(folder, changes, message):
-    with pytest.raises(checkpoint.CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=message):
         checkpoint.read_config(folder, changes)
 
 
-@pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2', 'gemma', 'qwen2', 'qwen3',
-                                  'neox', 'gemma3', 'cohere', 'granite', 'opt_350m'])
+@pytest.mark.parametrize('name', ['llama', 'gemma2', 'gemma3', 'granite'])
 def test_softcap_and_temperature_of_our_own(name, tmp_path, capsys):
     """logits = cap * tanh(h W' / (T cap)) after a round trip through config.json."""
     reference_model(name, tmp_path / 'plain')
@@ -474,7 +451,7 @@ def test_softcap_and_temperature_of_our_own(name, tmp_path, capsys):
 def test_blocks_of_our_own_that_are_refused(name, block, message, tmp_path):
     reference_model(name, tmp_path)
     edit_config(tmp_path, nanocal=block)
-    with pytest.raises(checkpoint.CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=message):
         checkpoint.read_config(tmp_path)
 
 
@@ -485,22 +462,12 @@ def test_tied_embeddings_beside_an_output_matrix(tmp_path):
         {'lm_head.weight': t['model.embed_tokens.weight'].clone()}))
     assert torch.equal(checkpoint.load(tmp_path).head, plain)
     rewrite(tmp_path, lambda t: t['lm_head.weight'][-1, 0].add_(1))
-    with pytest.raises(checkpoint.CheckpointError, match='tensor lm_head.weight differs from .*'
+    with pytest.raises(CheckpointError, match='tensor lm_head.weight differs from .*'
                                                      'tie_word_embeddings = true'):
         checkpoint.load(tmp_path)
     edit_config(tmp_path, tie_word_embeddings=False)
     ours, theirs = both_logits(tmp_path)
     assert torch.allclose(ours, theirs, rtol=1e-5, atol=2e-4)
-
-
-def test_weights_are_checked_without_reading_them(folder, monkeypatch):
-    monkeypatch.setattr('safetensors.torch.load_file', None)
-    files = checkpoint.check_weights(folder, checkpoint.read_config(folder))
-    assert files.keys() == named(checkpoint.load(folder)).keys()
-    os.truncate(folder / 'model.safetensors',
-                (folder / 'model.safetensors').stat().st_size - 1)
-    with pytest.raises(checkpoint.CheckpointError, match='truncated'):
-        checkpoint.check_weights(folder, checkpoint.read_config(folder))
 
 
 def test_a_tensor_listed_twice_in_a_header_is_refused(folder):
@@ -511,26 +478,23 @@ def test_a_tensor_listed_twice_in_a_header_is_refused(folder):
     entry = json.dumps(header[KEY] | {'dtype': 'I32'})
     header = content[8:end].rstrip()[:-1] + f', "{KEY}": {entry}}}'.encode()
     path.write_bytes(len(header).to_bytes(8, 'little') + header + content[end:])
-    with pytest.raises(checkpoint.CheckpointError, match=f'{KEY} is listed twice in the header'):
+    with pytest.raises(CheckpointError, match=f'{KEY} is listed twice in the header'):
         checkpoint.check_weights(folder, checkpoint.read_config(folder))
 
 
-@pytest.mark.parametrize('name', ['model.safetensors', 'pytorch_model.bin'])
-def test_weights_that_may_not_be_read_are_named_as_that(folder, monkeypatch, name):
-    (folder / 'model.safetensors').rename(folder / name)
-
+def test_weights_that_cannot_be_read_are_named_as_that(folder, monkeypatch):
     def forbidden(path, *rest):
         raise PermissionError(13, 'Permission denied', str(path))
-    monkeypatch.setattr('builtins.open', forbidden)     # root may read everything
-    with pytest.raises(checkpoint.CheckpointError, match=f'{name} cannot be read: Permission den'):
-        weights.weight_files(folder)
-
-
-@pytest.mark.parametrize('make', [os.mkfifo, os.mkdir])
-def test_weights_that_are_no_regular_file_are_refused(folder, make):
-    (folder / 'model.safetensors').unlink()
-    make(folder / 'model.safetensors')
-    with pytest.raises(checkpoint.CheckpointError, match='safetensors is not a regular file'):
+    path = folder / 'model.safetensors'
+    for name in (path.name, 'pytorch_model.bin'):
+        path = path.rename(folder / name)
+        with monkeypatch.context() as patch:
+            patch.setattr('builtins.open', forbidden)       # root may read everything
+            with pytest.raises(CheckpointError, match=f'{name} cannot be read: Permission den'):
+                weights.weight_files(folder)
+    path.unlink()
+    os.mkfifo(folder / 'model.safetensors')
+    with pytest.raises(CheckpointError, match='safetensors is not a regular file'):
         weights.weight_files(folder)
 
 
@@ -545,7 +509,7 @@ def test_too_many_open_files_is_not_called_damage(folder, n_free):
         for file in files[:n_free]:
             file.close()
         message = 'cannot be read: .*Too many open files'
-        with pytest.raises(checkpoint.CheckpointError, match=message):
+        with pytest.raises(CheckpointError, match=message):
             weights.weight_files(folder)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -565,25 +529,28 @@ def test_written_tensors_are_read_by_safetensors_bitwise(tmp_path):
         assert again[key].dtype == tensor.dtype and torch.equal(again[key], tensor)
 
 
-def test_versions_are_known_without_git(monkeypatch):
-    assert device.versions('cpu')['nanocal'].startswith(__version__)
-    monkeypatch.setenv('PATH', '/nowhere')
-    assert device.versions('cpu')['nanocal'] == __version__
-
-
-@pytest.mark.parametrize('script', [r"printf '\377\376'", 'exit 1', 'kill -9 $$'])
-def test_versions_are_known_whatever_git_does(script, monkeypatch, tmp_path):
-    (tmp_path / 'git').write_text(f'#!/bin/sh\n{script}\n')
-    (tmp_path / 'git').chmod(0o755)
-    monkeypatch.setenv('PATH', str(tmp_path), prepend=os.pathsep)
+@pytest.mark.parametrize('git', [None, r"printf '\377\376'", 'exit 1', 'kill -9 $$'])
+def test_versions_are_known_whatever_git_does(git, monkeypatch, tmp_path):
+    if git:
+        (tmp_path / 'git').write_text(f'#!/bin/sh\n{git}\n')
+        (tmp_path / 'git').chmod(0o755)
+    monkeypatch.setenv('PATH', str(tmp_path), prepend=os.pathsep if git else None)
     assert device.versions('cpu')['nanocal'] in (__version__, f'{__version__}+\ufffd\ufffd')
 
 
-def test_versions_name_the_device_that_was_used(monkeypatch):
+def test_a_device_is_named_as_it_was_chosen(monkeypatch):
+    assert device.versions('cpu')['device'] == platform.processor()
+    chosen = []
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
+    monkeypatch.setattr(torch.cuda, 'set_device', chosen.append)
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: f'GPU {device}')
     assert device.versions('cuda:1')['device'] == 'GPU cuda:1'
-    assert device.versions('cpu')['device'] == platform.processor()
+    assert device.pick_device('cuda:1') == 'cuda:1' and chosen == [1]
+    assert device.pick_device('auto') == device.pick_device('cuda') == 'cuda'
+    assert device.pick_device('cpu') == 'cpu' and chosen == [1]
+    with pytest.raises(ConfigError, match="'cuda:2', but .* CUDA devices 0 to 1"):
+        device.pick_device('cuda:2')
 
 
 def test_the_first_nonfinite_tensor_is_named(folder):
@@ -601,7 +568,6 @@ def test_fingerprint_depends_on_config_and_every_tensor(folder, tmp_path, monkey
     edit_config(folder, rms_norm_eps=2e-6)
     assert checkpoint.fingerprint(folder) != before
     edit_config(folder, rms_norm_eps=1e-6)
-    assert checkpoint.fingerprint(folder) == before
     # the same bytes in other files are the same model
     with monkeypatch.context() as patch:
         model = checkpoint.load(folder)
@@ -627,7 +593,7 @@ def test_every_byte_of_the_weights_decides_whether_a_model_is_the_same(tmp_path)
     os.utime(path, ns=(old, old))
     first, n_header = checkpoint.fingerprint(tmp_path), path.stat().st_size - 806_000
     rng = np.random.default_rng(0)
-    for at in (n_header, path.stat().st_size - 1, *rng.integers(n_header, 806_000, 100)):
+    for at in (n_header, path.stat().st_size - 1, *rng.integers(n_header, 806_000, 20)):
         for value in (1, 0):        # and back
             with open(path, 'r+b') as file:
                 file.seek(at)
@@ -638,7 +604,7 @@ def test_every_byte_of_the_weights_decides_whether_a_model_is_the_same(tmp_path)
             assert (checkpoint.fingerprint(tmp_path) == first) == (value == 0), at
 
 
-@pytest.mark.parametrize('damage', ['', '{}', '[]', '{"digest": "0", "check": "0"}', '\0'])
+@pytest.mark.parametrize('damage', ['[]', '{"digest": "0", "check": "0"}', '\0'])
 def test_a_hash_of_weights_is_kept_and_a_damaged_one_computed_again(
         folder, tmp_path, monkeypatch, damage):
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'kept'))
@@ -666,27 +632,21 @@ def test_a_folder_of_adapters_is_not_a_model(folder):
     models.add_lora(model, 2, 4.0, 0.0, ('q_proj',))
     adapter.save_adapter(model, folder / 'adapter', 'some/base')
     assert sorted(adapter.FILES) == sorted(p.name for p in (folder / 'adapter').iterdir())
-    with pytest.raises(checkpoint.CheckpointError, match=f'settings are in {folder}; name that'):
+    with pytest.raises(CheckpointError, match=f'settings are in {folder}; name that'):
         checkpoint.fetch(str(folder / 'adapter'))
-    with pytest.raises(checkpoint.CheckpointError, match='is not a model folder: it has no config'):
+    with pytest.raises(CheckpointError, match='is not a model folder: it has no config'):
         checkpoint.read_config(folder / 'adapter')
 
 
 def test_home_folder_in_a_model_path(folder, monkeypatch):
     monkeypatch.setenv('HOME', str(folder.parent))
     assert checkpoint.fetch('~/model') == folder
-    with pytest.raises(checkpoint.CheckpointError, match='no model folder at .~/nothing'):
+    with pytest.raises(CheckpointError, match='no model folder at .~/nothing'):
         checkpoint.fetch('~/nothing')
-    with pytest.raises(checkpoint.CheckpointError, match='config.json is a file; a model is the'):
+    with pytest.raises(CheckpointError, match='config.json is a file; a model is the'):
         checkpoint.fetch('~/model/config.json')
-    with pytest.raises(checkpoint.CheckpointError, match="revision = 'step9' is that of a hub"):
+    with pytest.raises(CheckpointError, match="revision = 'step9' is that of a hub"):
         checkpoint.fetch('~/model', 'step9')
-
-
-def test_old_rotary_buffers_are_ignored(folder):
-    rewrite(folder, lambda t: t.update(
-        {'model.layers.0.self_attn.rotary_emb.inv_freq': torch.ones(6)}))
-    checkpoint.load(folder)
 
 
 def test_old_buffers_of_neox_are_ignored(tmp_path):
@@ -703,7 +663,7 @@ def test_old_buffers_of_neox_are_ignored(tmp_path):
     for key in ('gpt_neox.attention.bias', 'gpt_neox.layers.0.mlp.bias', f'{at}.old.bias',
                 'lm_head.weight'):
         rewrite(tmp_path, lambda t, key=key: t.update({key: torch.ones(1)}))
-        with pytest.raises(checkpoint.CheckpointError, match=f'tensor {key} is unknown'):
+        with pytest.raises(CheckpointError, match=f'tensor {key} is unknown'):
             checkpoint.load(tmp_path)
         rewrite(tmp_path, lambda t, key=key: t.pop(key))
 
@@ -711,7 +671,7 @@ def test_old_buffers_of_neox_are_ignored(tmp_path):
 def test_an_unreachable_model_is_named():
     for name, message in (('/nowhere', 'no model folder at ./nowhere'),
                           ('google/gemma-2-2b', 'downloading the model google/gemma-2-2b')):
-        with pytest.raises(checkpoint.CheckpointError, match=message):
+        with pytest.raises(CheckpointError, match=message):
             checkpoint.fetch(name)
 
 
@@ -763,9 +723,8 @@ def test_loading_holds_one_copy_of_the_weights_in_memory(tmp_path):
     assert 0.9 * size < grown < 1.3 * size
 
 
-@pytest.mark.parametrize('name', ['llama', 'gemma2', 'neox', 'phi3', 'opt', *(
-    pytest.param(name, marks=pytest.mark.slow) for name in (
-        'mistral_window', 'gemma', 'qwen2', 'qwen3', 'gemma3', 'olmo3', 'cohere2', 'granite'))])
+@pytest.mark.parametrize('name', ['llama', *(
+    pytest.param(name, marks=pytest.mark.slow) for name in ('neox', 'phi3', 'opt', 'gemma3'))])
 def test_adapter_loads_in_peft(name, tmp_path):
     import peft
     import transformers
@@ -781,42 +740,28 @@ def test_adapter_loads_in_peft(name, tmp_path):
     assert not torch.allclose(ours, reference.unload()(tokens).logits, atol=1e-2)
 
 
-def test_a_gpu_named_by_number_is_the_current_one(monkeypatch):
-    chosen = []
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
-    monkeypatch.setattr(torch.cuda, 'set_device', chosen.append)
-    assert device.pick_device('cuda:1') == 'cuda:1' and chosen == [1]
-    assert device.pick_device('auto') == device.pick_device('cuda') == 'cuda'
-    assert device.pick_device('cpu') == 'cpu' and chosen == [1]
-    with pytest.raises(ConfigError, match="'cuda:2', but .* CUDA devices 0 to 1"):
-        device.pick_device('cuda:2')
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['llama', 'neox'])
-@pytest.mark.parametrize('shards', [False, True])
-def test_pickled_weights_are_read(tmp_path, name, shards):
-    reference_model(name, tmp_path / 'model')
+@pytest.mark.parametrize('shards', [1, 2])
+def test_pickled_weights_are_read(tmp_path, shards):
+    reference_model('neox', tmp_path / 'model')
     wanted = load_file(tmp_path / 'model' / 'model.safetensors')
     pickled = tmp_path / 'pickled'
     pickled.mkdir()
     shutil.copy(tmp_path / 'model' / 'config.json', pickled)
-    halves = [dict(list(wanted.items())[i::2]) for i in range(2)] if shards else [wanted]
-    names = [f'pytorch_model-{i}.bin' for i in range(2)] if shards else ['pytorch_model.bin']
-    for file, tensors in zip(names, halves, strict=True):
-        torch.save(tensors, pickled / file)
-    if shards:
+    parts = {f'pytorch_model{f"-{i}" * (shards > 1)}.bin': dict([*wanted.items()][i::shards])
+             for i in range(shards)}
+    for name, tensors in parts.items():
+        torch.save(tensors, pickled / name)
+    if shards > 1:
         (pickled / 'pytorch_model.bin.index.json').write_text(json.dumps({'weight_map': {
-            key: file for file, tensors in zip(names, halves, strict=True) for key in tensors}}))
+            key: name for name, tensors in parts.items() for key in tensors}}))
     loaded = named(checkpoint.load(pickled, dtype=torch.float32))
     assert loaded.keys() == wanted.keys()
-    for key, tensor in wanted.items():
-        torch.testing.assert_close(loaded[key], tensor, rtol=0, atol=0)
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in wanted.items())
     assert checkpoint.fingerprint(pickled) == checkpoint.fingerprint(tmp_path / 'model')
     assert checkpoint.nonfinite_tensor(pickled) is None
-    os.truncate(pickled / names[0], 3000)
-    with pytest.raises(checkpoint.CheckpointError, match='truncated, not a file of weights'):
+    os.truncate(pickled / min(parts), 3000)
+    with pytest.raises(CheckpointError, match='truncated, not a file of weights'):
         checkpoint.load(pickled)
 
 
@@ -824,7 +769,7 @@ def test_pickled_weights_are_read(tmp_path, name, shards):
 def test_a_pickle_of_other_things_is_refused(content, folder):
     (folder / 'model.safetensors').unlink()
     torch.save(content, folder / 'pytorch_model.bin')
-    with pytest.raises(checkpoint.CheckpointError, match='model.bin: truncated, not a f'):
+    with pytest.raises(CheckpointError, match='model.bin: truncated, not a f'):
         checkpoint.load(folder)
 
 
@@ -834,8 +779,6 @@ DENSE = torch.ones(3, 3)
 @pytest.mark.parametrize('content, message', [
     ({0: DENSE, 1: DENSE}, 'the key 0 is not the name of a tensor, such as model.norm.weight'),
     ({'a': DENSE, ('b',): DENSE}, r"the key \('b',\) is not the name"),
-    ({None: DENSE}, 'the key None is not the name'),
-    ({b'a': DENSE}, "the key b'a' is not the name"),
     ({'a': DENSE.to_sparse()}, 'tensor a is stored as torch.sparse_coo; save the dense tensor'),
     ({'a': DENSE, 'b': DENSE.to_sparse_csr()}, 'tensor b is stored as torch.sparse_csr'),
     ({'a': DENSE.to('meta')}, 'tensor a is on the meta device, so it has no values'),
@@ -846,7 +789,7 @@ def test_a_pickle_of_other_tensors_is_refused_by_name(content, message, folder):
     (folder / 'model.safetensors').unlink()
     torch.save(content, folder / 'pytorch_model.bin')
     for read in (checkpoint.load, checkpoint.fingerprint, checkpoint.nonfinite_tensor):
-        with pytest.raises(checkpoint.CheckpointError, match=f'pytorch_model.bin: {message}'):
+        with pytest.raises(CheckpointError, match=f'pytorch_model.bin: {message}'):
             read(folder)
 
 
@@ -859,7 +802,7 @@ def test_a_shard_without_a_tensor_of_the_index_is_named(suffix, folder):
     (save_file if suffix == 'safetensors' else torch.save)(left, folder / f'{stem}-1.{suffix}')
     (folder / f'{stem}.{suffix}.index.json').write_text(json.dumps(
         {'weight_map': dict.fromkeys(tensors, f'{stem}-1.{suffix}')}))
-    with pytest.raises(checkpoint.CheckpointError, match=rf'-1.{suffix}.*{re.escape(KEY)}'):
+    with pytest.raises(CheckpointError, match=rf'-1.{suffix}.*{re.escape(KEY)}'):
         checkpoint.load(folder)
 
 
@@ -870,7 +813,7 @@ def test_a_pickle_runs_no_code(folder):
 
     (folder / 'model.safetensors').unlink()
     torch.save({'model.norm.weight': Attack()}, folder / 'pytorch_model.bin')
-    with pytest.raises(checkpoint.CheckpointError, match='not a file of weights'):
+    with pytest.raises(CheckpointError, match='not a file of weights'):
         checkpoint.load(folder)
     assert not (folder / 'attacked').exists()
 
@@ -881,7 +824,7 @@ def test_weights_in_the_old_torch_format_are_named_with_the_conversion(tmp_path)
     (tmp_path / 'model.safetensors').unlink()
     path = tmp_path / 'pytorch_model.bin'
     torch.save(tensors, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(checkpoint.CheckpointError, match='before 1.6') as error:
+    with pytest.raises(CheckpointError, match='before 1.6') as error:
         checkpoint.load(tmp_path)
     exec(re.search(r'torch.save.*', str(error.value))[0])       # what the message advises
     assert torch.equal(checkpoint.load(tmp_path).state_dict()['model.norm.weight'],

@@ -13,7 +13,7 @@ PAGES = ['README.md', 'CONTRIBUTING.md', 'CHANGELOG.md', 'research/study/STUDY.m
 SKIPPED = {'.git', '.mypy_cache', '.venv', 'out', 'build', '__pycache__'}
 FILES = [path for path in HERE.rglob('*')
          if path.is_file() and not SKIPPED & {*path.relative_to(HERE).parts}]
-MODULES = {}        # {name of a module: its files}, such as metrics.py and research/bench/metrics.py
+MODULES = {}        # {name of a module: its files}: metrics.py and research/bench/metrics.py
 for path in FILES:
     if path.suffix == '.py' and path.parent.name != 'tests' and path.stem != '__init__':
         MODULES.setdefault(path.stem, []).append(path)

@@ -1,6 +1,7 @@
 """The repository as a whole: what each folder says of itself, lint, types."""
 
 import ast
+import functools
 import importlib.util
 import subprocess
 import sys
@@ -23,6 +24,7 @@ NEVER = {'data': {'results', 'written'} | SCRIPTS, 'results': {'data', 'written'
          'runtime': {'data', 'results', 'written'} | SCRIPTS, 'written': SCRIPTS}
 
 
+@functools.cache
 def ours(path):
     """Return the top-level names of this repository that a file imports."""
     names = set()

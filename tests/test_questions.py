@@ -549,7 +549,7 @@ def test_settings_of_questions_are_refused_for_texts(tmp_path, kind, setting):
 
 @pytest.mark.parametrize('task, near', [('gsm9k', 'gsm8k'), ('clmm', 'clm'), ('piqaa', 'piqa')])
 def test_a_misspelt_task_names_the_nearest_of_all(task, near):
-    tasks = 'The tasks are mmlu, .*, gsm8k, .* clm, facts, each also as task:folder'
+    tasks = 'The tasks are .*, gsm8k, .* clm, facts, each also as task:folder'
     with pytest.raises(DataError, match=f'did you mean .{near}.. {tasks}'):
         load_tasks(load_config(EvalConfig, [f'--tasks={task}']))
 

@@ -150,7 +150,7 @@ from evaluate import load_tasks
 Path('dev.jsonl').write_text(json.dumps({
     'context': 'Ann fell.', 'question': 'Why?', 'answerA': 'ice', 'answerB': 'joy',
     'answerC': 'sun', 'label': '2'}))
-for prompt_format, options in (('mmlu', [' A', ' B', ' C']), ('harness', [' ice', ' joy', ' sun'])):
+for prompt_format, options in (('mmlu', [' A', ' B', ' C']), ('own', [' ice', ' joy', ' sun'])):
     cfg = EvalConfig(tasks=('social_iqa:dev.jsonl',), shots=0, show=1, prompt_format=prompt_format)
     tasks = load_tasks(cfg)
     question, = tasks['social_iqa'].items
