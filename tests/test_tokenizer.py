@@ -609,7 +609,8 @@ def test_transformers_reads_what_a_run_saves(kind, tmp_path):
     assert (theirs.chat_template == 'of the base model') == (kind in ('llama3.json', 'qwen'))
     bos = [] if kind == 'qwen' else [ours.bos_id]
     assert (theirs.eos_token_id, ours.bos_id) == (ours.eos_id, *(bos or [None]))
-    for text in [' lead', 'a\n\n b', '<0x0A>', '<unk>', '<b>', '\u2581', *strings(300), *CORPUS[:6]]:
+    for text in [' lead', 'a\n\n b', '<0x0A>', '<unk>', '<b>', '\u2581', *strings(300),
+                 *CORPUS[:6]]:
         if not any(name in text for name in ours.control_ids):
             assert theirs(text)['input_ids'] == bos + ours.encode(text), text
             assert theirs.decode(ours.encode(text)) == ours.decode(ours.encode(text))
