@@ -547,11 +547,11 @@ def test_dropout_that_cannot_be_drawn(scored_folder, tmp_path):
         assert not (run / 'dropout-2' / 'samples.jsonl').exists()
     fails('model has no adapter/, which train.py --lora saves', scored_folder)
     fails('trained with lora_dropout = 0, so nothing would be dropped', lora_dropout=0.0)
-    fails("config.json: adapter.use_dora is not supported; the keys are peft_type", use_dora=True)
-    fails('adapter.r = 0 is not supported', r=0)
+    fails("adapter_config.json: use_dora = True is not supported; merge the adapter", use_dora=True)
+    fails('adapter_config.json: r = 0 is not supported', r=0)
     fails("lora_targets = .*'query'.*; wanted some of q_proj", target_modules=['query'])
-    fails('lora_A.weight has shape .4, 80., the base .* want .3, 80.', r=3)
-    fails('down_proj.lora_A.weight has shape .4, 80., .* want None', target_modules=['q_proj'])
+    fails('says rank 3 of layer .*, but its matrices in .* have rank 4', r=3)
+    fails('target_modules does not name .*down_proj.weight is in only', target_modules=['q_proj'])
     fails('there is no file or folder|no model folder at', base_model_name_or_path='/none')
 
 
