@@ -105,11 +105,13 @@ class WrittenTask(Task):
         """
         kind, shots, ask = {
             'p_true': (PTrueConfidence,
-                       written_answers.proposed_shots(self.shots[''], self.rule), proposed),
+                       written_answers.proposed_shots(self.shots[''], self.rule),
+                       about_greedy(written_answers.proposed)),
             'p_true_samples': (PTrueConfidence, [], proposed_among),
             'p_ik': (ProbeConfidence, self.shots[''], unchanged),
-            'verbalized_1s': (StatedConfidence, [], verbalized_1s),
-            'verbalized_2s': (StatedConfidence, [], verbalized_2s),
+            'verbalized_1s': (StatedConfidence, [], lambda question, sample:
+                              written_answers.verbalized_1s(question)),
+            'verbalized_2s': (StatedConfidence, [], about_greedy(written_answers.verbalized_2s)),
         }.get(name, (SampleConfidence, self.shots[''], unchanged))
         # all questions share the shots, also those that P(True) makes of them
         groups = '', *((q.language, q.subject) for q in self.items)
@@ -204,9 +206,10 @@ def unchanged(question, sample):
     return question
 
 
-def proposed(question, sample):
-    greedy = sample['greedy']
-    return written_answers.proposed(question, greedy['text'], greedy['correct'])
+def about_greedy(ask):
+    """Return a function that calls ask(question, text of the greedy answer, is it right?)."""
+    return lambda question, sample: ask(question, sample['greedy']['text'],
+                                        sample['greedy']['correct'])
 
 
 def proposed_among(question, sample):
@@ -214,13 +217,4 @@ def proposed_among(question, sample):
     greedy, *ideas = (answer['answer'] or answer['text'].strip() or '(none)' for answer in
                       (sample['greedy'], *sample['answers'][:N_IDEAS - 1]))
     return written_answers.proposed_among(question, [greedy, *ideas], greedy,
-                                       sample['greedy']['correct'])
-
-
-def verbalized_1s(question, sample):
-    return written_answers.verbalized_1s(question)
-
-
-def verbalized_2s(question, sample):
-    greedy = sample['greedy']
-    return written_answers.verbalized_2s(question, greedy['text'], greedy['correct'])
+                                          sample['greedy']['correct'])
