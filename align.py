@@ -51,7 +51,7 @@ from runtime import checkpoint, resume
 from runtime.build import build_model
 from runtime.code import code_digest
 from runtime.config import load_config, require_range
-from runtime.device import to_device
+from runtime.device import micro_batches, to_device
 from runtime.errors import ConfigError
 from runtime.loss import loss_options
 from runtime.ownership import temporary
@@ -278,7 +278,8 @@ def cached_reference(run, model):
     cfg = run.cfg
     key = hashlib.sha256(json.dumps([
         run.sequences.digest, checkpoint.fingerprint(run.base), str(model.head.dtype),
-        code_digest(answer_log_probs), cfg.attention, model.softcap, model.temperature
+        code_digest(model.config, answer_log_probs), cfg.attention, model.softcap,
+        model.temperature
     ]).encode()).hexdigest()[:20]
     path = Path(cfg.cache_dir, f'reference-{key}.npy')
     cached = read_reference(path)
@@ -440,7 +441,7 @@ def reward_validation(run):
     packed = run.stage.pack(run, run.held_out, run.row_multiple)
     with evaluating(run.model):
         parts = [torch.stack(reward_margins(run.model, packed, rows, inputs)).double().cpu().numpy()
-                 for rows, inputs, _ in packed.micro_batches(run.cfg.micro_rows, run.device)]
+                 for rows, inputs, _ in micro_batches(packed, run.cfg.micro_rows, run.device)]
     margin, _, weight = sum(part for parts in gather(parts) for part in parts)
     return {'val_loss': weight @ np.logaddexp(0, -margin),
             'val_accuracy': weight @ (np.sign(margin) + 1) / 2,

@@ -14,9 +14,8 @@ From file to ECE: each kind of task is a class of data/tasks.py. Its `load` read
 Its `collect` tokenizes them (data/trees.py), lets scoring.py score them, which packs rows
 (data/packing.py) and calls model.py and fused_ce.py, and makes samples of the values.
 results/evaluation.py measures the samples (results/report.py, metrics.py). Tasks without options
-are in written/tasks.py, their prompts in data/written_answers.py and their match rules in
-data/grading.py: written/answers.py lets generate.py write the answers and grades them,
-results/confidence.py computes the confidences.
+are in written_tasks.py: generate.py writes the answers to the prompts of data/written_answers.py,
+data/grading.py grades them, and results/confidence.py computes the confidences.
 """
 
 from runtime import cli
@@ -90,9 +89,7 @@ from runtime import adapter, checkpoint, device, ownership, parallel
 from runtime.code import code_digest
 from runtime.load_ahead import load_ahead, load_model
 from runtime.trained import base_of_adapter, trained_template, trained_with_bos
-from written.answers import judge_samples, write_answers
-from written.p_ik import probe_answers
-from written.tasks import WrittenTask
+from written_tasks import ProbeConfidence, SampleConfidence, WrittenTask, write_answers
 
 # Samples depend on these keys, so they must not change within a folder. The tokens of clm depend on
 # the seed too, but each sample has a hash of its prompt.
@@ -107,8 +104,8 @@ KINDS = (dict.fromkeys(WRITTEN_TASKS, WrittenTask) | dict.fromkeys(INSTRUCTIONS,
 # what decides a sample besides the forward pass, the settings and the prompt
 CODE = (scoring.forward_values, scoring.token_log_probs, scoring.token_statistics,
         scoring.Reader.states, OptionTask.samples, PermutedTask.samples, PTrueTask.samples,
-        TextTask.samples, sample_fields, mean_over_orders, write_answers, judge_samples,
-        probe_answers, *generate.CODE)
+        TextTask.samples, sample_fields, mean_over_orders, write_answers,
+        SampleConfidence.collect, ProbeConfidence.collect, *generate.CODE)
 
 
 def load_tasks(cfg):
@@ -160,7 +157,7 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
         checkpoint.check_weights(folder, config)    # before `overwrite` deletes anything
         load = functools.cache(functools.partial(load_model, folder, cfg))
     identity = {'model': checkpoint.fingerprint(folder), 'tokenizer': tokenizer.fingerprint,
-                'code': code_digest(*CODE)}
+                'code': code_digest(config, *CODE)}
     settings = identity | {key: getattr(cfg, key) for key in SETTINGS}
     if cfg.dropout_seed is not None:
         settings |= {'dropout_seed': cfg.dropout_seed,

@@ -147,7 +147,7 @@ import torch
 import metrics
 from data.export import tokenizer_files
 from data.instruct import load_conversations
-from data.packing import pack, sequence_weights, step_indices
+from data.packing import epoch_order, pack, sequence_weights
 from data.text import load_text
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from data.trees import load_answers
@@ -158,10 +158,10 @@ from results.report import print_report
 from results.samples import OUTPUTS
 from runtime import checkpoint, ownership, resume, trained
 from runtime.build import build_model, build_optimizer
-from runtime.device import pick_device
+from runtime.device import micro_batches, pick_device
 from runtime.log import StepLog, peak_memory, print_sizes, show_example
 from runtime.loss import loss_options, parse_loss
-from runtime.memory import pick_micro_rows
+from runtime.memory import fit_into_memory
 from runtime.parallel import (barrier, evaluating, first_process_first, gather, rank,
                               sum_over_processes, world_size)
 from runtime.processes import cores
@@ -265,6 +265,16 @@ class Run:
         steps = int(len(self.training) * self.cfg.epochs) // self.cfg.batch_size
         return min(steps, self.cfg.max_steps or steps)
 
+    def step_indices(self, first, until):
+        """Return a list with the indices of the sequences of each step from `first` to `until` - 1.
+
+        Epochs are concatenated, so every step has exactly batch_size sequences.
+        """
+        size, n = self.cfg.batch_size, len(self.training)
+        order = np.concatenate([self.training[epoch_order(n, epoch, self.cfg.seed)]
+                                for epoch in range(math.ceil(until * size / n))])
+        return [order[step * size:(step + 1) * size] for step in range(first, until)]
+
     @property
     def row_multiple(self):
         """Return the divisor of each step's number of rows.
@@ -342,7 +352,7 @@ def packed_batches(run, first, until):
 
     A thread packs the next batch while the device is busy.
     """
-    order = step_indices(run.training, run.cfg.batch_size, run.cfg.seed, first, until)
+    order = run.step_indices(first, until)
     with ThreadPoolExecutor(1) as pool:
         packed = [pool.submit(run.stage.pack, run, order[0], run.row_multiple)] if order else []
         for number, chosen in enumerate(order, 1):
@@ -364,7 +374,7 @@ def token_loss(packed, cfg):
     """Return the function (model, rows, inputs, targets) -> (loss, {name: metric}) of a step.
 
     Another objective is another such function in the Stage. rows, inputs and targets come from
-    `Packed.micro_batches`; loss and metrics are scalars on the device, which are summed over the
+    `micro_batches`; loss and metrics are scalars on the device, which are summed over the
     micro-batches of the step.
     """
     n_targets = int((packed.targets >= 0).sum())
@@ -387,7 +397,7 @@ def forward_backward(model, packed, cfg, device, objective=token_loss):
     Splitting a step into more micro-batches changes nothing but rounding.
     """
     compute, total = objective(packed, cfg), 0
-    for rows, inputs, targets in packed.micro_batches(cfg.micro_rows, device):
+    for rows, inputs, targets in micro_batches(packed, cfg.micro_rows, device):
         loss, values = compute(model, rows, inputs, targets)
         if loss.requires_grad:
             (loss * world_size()).backward()    # FSDP averages gradients over processes
@@ -415,7 +425,7 @@ def validation_loss(run):
     model, parts, loss_function = run.model, [], training_loss(run.cfg)
     packed = run.stage.pack(run, run.held_out, run.row_multiple)
     with evaluating(model):
-        for _, inputs, targets in packed.micro_batches(run.cfg.micro_rows, run.device):
+        for _, inputs, targets in micro_batches(packed, run.cfg.micro_rows, run.device):
             s = token_statistics(model(*inputs), model.head, targets, loss_function,
                                  softcap=model.softcap)
             columns = s.loss, s.nll, (s.top_logit - s.lse).exp(), s.top_token.cpu() == targets
@@ -424,6 +434,17 @@ def validation_loss(run):
         [part for parts in gather(parts) for part in parts], axis=1)
     return {'val_loss': loss.mean(), 'val_nll': nll.mean(),
             'val_ece': metrics.ece(np.minimum(confidence, 1), correct > 0)}
+
+
+def learning_rate(step, steps, cfg):
+    """Learning rate at `step` of 0 .. steps - 1: linear warm-up, then decay to final_lr * lr."""
+    if cfg.schedule not in SCHEDULES:
+        raise ConfigError(f'schedule = {cfg.schedule!r}; the schedules are {", ".join(SCHEDULES)}')
+    warmup = max(1, round(cfg.warmup * steps) if cfg.warmup_steps is None else cfg.warmup_steps)
+    if step < warmup:
+        return cfg.lr * (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)
+    return cfg.lr * (cfg.final_lr + (1 - cfg.final_lr) * SCHEDULES[cfg.schedule](done))
 
 
 SFT = Stage(load=load_sequences, files=saved_tokenizer, build=build, pack=pack_documents,
@@ -459,11 +480,7 @@ def train(cfg, stage=None):
         if run.tasks and cfg.eval_before and not (cfg.from_scratch or cfg.dry_run):
             results['before'] = calibration_report(run, run.base, out_dir / 'before')
         if cfg.dry_run or not (out_dir / 'config.json').exists():   # the last file to be written
-            if cfg.micro_rows:
-                build_and_optimize(run)
-            else:
-                fit_into_memory(lambda cfg: build_and_optimize(replace(run, cfg=cfg)),
-                                with_micro_rows(run))
+            fit_into_memory(build_and_optimize, run)
         elif rank() == 0:
             finish(cfg)     # the run may have been killed right after it saved its weights
         barrier()       # until the first process has saved the weights
@@ -480,36 +497,6 @@ def claim_folder(run):
         ownership.set_aside(run.out_dir, 'run', ['*'], [
             'resume-*/state.json', 'epoch-*/config.json', 'config.json'])
     ownership.claim(run.out_dir, 'train_config.py', 'log.jsonl')
-
-
-def with_micro_rows(run):
-    """Return the settings with the number of rows per forward pass: that of the run to resume, or
-    the fastest one, judged by 16 steps of the first epoch."""
-    cfg = run.cfg
-    n_steps = min(run.steps, -(-len(run.training) // cfg.batch_size))
-    steps = step_indices(run.training, cfg.batch_size, cfg.seed, 0, n_steps)
-    counts = [run.stage.count_rows(run, steps[i])
-              for i in {*np.linspace(0, n_steps - 1, 16).astype(int)}]
-    rows = cfg.resume and resume.setting(cfg, 'micro_rows') or pick_micro_rows(
-        cfg, run.config, run.device, counts)
-    rows = min(gather(rows))    # the memory of processes may differ
-    print(f'rows of {cfg.pack_len} tokens per forward pass: {rows}')
-    return replace(cfg, micro_rows=rows)
-
-
-def fit_into_memory(run, cfg):
-    """Call run(cfg), again with half of cfg.micro_rows while the first step lacks memory."""
-    log = Path(cfg.out_dir, 'log.jsonl')
-    while True:
-        try:
-            return run(cfg)
-        except torch.OutOfMemoryError:
-            if cfg.micro_rows == 1 or world_size() > 1 or log.exists() and log.stat().st_size:
-                raise
-        # not above: the error holds the model
-        torch.cuda.empty_cache()
-        cfg = replace(cfg, micro_rows=cfg.micro_rows // 2)
-        print(f'out of memory; again with {cfg.micro_rows} rows per forward pass')
 
 
 def build_and_optimize(run):
@@ -529,9 +516,8 @@ def optimize(run):
     optimizer = build_optimizer(model, cfg)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     named |= dict(model.named_buffers())
-    print_sizes(cfg, model, run.sequences, run.training, run.steps, run.device)
-    first_index = step_indices(run.training, cfg.batch_size, cfg.seed, 0, 1)[0][0]
-    show_example(run.sequences[first_index], run.tokenizer)
+    print_sizes(run)
+    show_example(run.sequences[run.step_indices(0, 1)[0][0]], run.tokenizer)
     facts = {'steps': run.steps, 'sequences': len(run.training), 'data': run.sequences.digest,
              'dtype': str(model.head.dtype).removeprefix('torch.'),
              'model': (checkpoint.config_to_hf(model.config) if cfg.from_scratch
@@ -540,9 +526,7 @@ def optimize(run):
         first = resume.restore(out_dir, named, optimizer, facts)
     save_files = functools.partial(trained.save_weights, cfg, model, optimizer, run.base, run.files)
     until = min(run.steps, 2) if cfg.dry_run else run.steps
-    validate = functools.partial(stage.validate, run) if len(run.held_out) else None
-    with (StepLog(cfg, first, until, run.device, run.base, validate) as log,
-          resume.StopSignals() as stop):
+    with StepLog(run, first, until) as log, resume.StopSignals() as stop:
         for done, (chosen, packed) in enumerate(stage.batches(run, first, until), first + 1):
             lr = learning_rate(done - 1, run.steps, cfg)
             for group in optimizer.param_groups:
@@ -572,17 +556,6 @@ def optimize(run):
             finish(cfg)
     if signalled:
         raise Stopped(signalled, f'after the last step{", before the report" * bool(cfg.eval)}')
-
-
-def learning_rate(step, steps, cfg):
-    """Learning rate at `step` of 0 .. steps - 1: linear warm-up, then decay to final_lr * lr."""
-    if cfg.schedule not in SCHEDULES:
-        raise ConfigError(f'schedule = {cfg.schedule!r}; the schedules are {", ".join(SCHEDULES)}')
-    warmup = max(1, round(cfg.warmup * steps) if cfg.warmup_steps is None else cfg.warmup_steps)
-    if step < warmup:
-        return cfg.lr * (step + 1) / warmup
-    done = (step - warmup) / max(1, steps - warmup)
-    return cfg.lr * (cfg.final_lr + (1 - cfg.final_lr) * SCHEDULES[cfg.schedule](done))
 
 
 def finish(cfg):

@@ -12,7 +12,7 @@ import torch
 from data.packing import IGNORE, Packed, Row, Tree, first_fit
 from data.preferences import to_tree
 from fused_ce import cross_entropy, fused_loss
-from runtime.device import to_device
+from runtime.device import micro_batches, to_device
 
 COLUMNS = ('advantage', 'weight', 'old', 'reference', 'value', 'returns')     # of PackedRollouts
 
@@ -200,7 +200,7 @@ def answer_log_probs(model, packed, micro_rows, device):
 
     Without gradients, but with the kernels of training: ratios begin at 1 and margins at 0.
     """
-    for rows, inputs, _ in packed.micro_batches(micro_rows, device):
+    for rows, inputs, _ in micro_batches(packed, micro_rows, device):
         answers = Answers(packed, rows, device)
         hidden = answers.gather(model(*inputs)).detach()
         nll = fused_loss(hidden, model.head.detach(), answers.token, cross_entropy(),

@@ -22,7 +22,6 @@ from alignment.objectives import values_of
 from alignment.packed_answers import PackedRollouts, answer_log_probs, pack_rollouts
 from alignment.prompts import load_prompts
 from alignment.rewards import load_reward
-from data.packing import step_indices
 from data.tokenizer import begins_with_bos
 from data.written_answers import WRITTEN_TASKS
 from decoding.sampling import Sampling
@@ -112,8 +111,7 @@ def count_rows(run, chosen):
 
 def batches(run, first, until):
     """Yield (indices of the prompts, PackedRollouts) of each step, generated at that step."""
-    order = step_indices(run.training, run.cfg.batch_size, run.cfg.seed, first, until)
-    for step, chosen in enumerate(order, first):
+    for step, chosen in enumerate(run.step_indices(first, until), first):
         started = time.perf_counter()
         chosen, answers, rewards = rollout(run, chosen, step)
         sampled = time.perf_counter()

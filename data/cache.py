@@ -3,8 +3,9 @@
 A cache folder holds `tokens.bin` (uint32) and `loss_mask.bin` (uint8), the concatenated sequences;
 `offsets.npy` (int64), where each begins and the last ends; `margins.npy` (float32), of pairs of
 answers; and `info.json` with a hash of these four and a checksum of itself and the folder's name.
-That name is a hash of what decides the content: the raw files, the settings and the code of data/,
-so that an edited template makes new tokens. A folder that does not match its hashes is rebuilt.
+That name is a hash of what decides the content: the raw files, the settings and the code of data/
+that is used, so that an edited template makes new tokens. A folder that does not match its hashes
+is rebuilt.
 """
 
 import collections
@@ -22,6 +23,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data.files import parsed, read_rows, without_bad, writing
+from runtime.code import used_code
 from runtime.digests import json_digest
 from runtime.errors import DataError
 from runtime.processes import forked_pool
@@ -112,12 +114,13 @@ def _digest(offsets, tokens, loss_mask, margins=()):
     return digest.hexdigest()
 
 
-def source_digest():
-    """Return a hash of the files of data/, the code and text that decide what is encoded."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.iterdir()):
-        if path.suffix in ('.py', '.json'):
-            digest.update(f'{path.name} {path.stat().st_size} '.encode() + path.read_bytes())
+def source_digest(encode):
+    """Return a hash of the code and text of data/ that decide what `encode` returns."""
+    folder = Path(__file__).parent
+    digest = hashlib.sha256(used_code(
+        tuple(sorted(folder.glob('*.py'))), encode, 'load_tokenizer').encode())
+    for path in sorted(folder.glob('*.json')):
+        digest.update(f'{path.name} {path.stat().st_size} '.encode() + path.read_bytes())
     return digest.hexdigest()
 
 
@@ -132,7 +135,7 @@ def tokenize_once(files, encode, settings, cache_dir, on_bad_row='stop', workers
     regroup:  maps the (place, row) pairs of all files to those to encode
     """
     types = [Path(file).suffixes[-2:] for file in files]
-    key = hashlib.sha256(json.dumps([source_digest(), settings, on_bad_row, types],
+    key = hashlib.sha256(json.dumps([source_digest(encode), settings, on_bad_row, types],
                                     sort_keys=True).encode())
     for file in files:
         with open(file, 'rb') as raw:

@@ -5,16 +5,11 @@ Token i of a row sees token j when j <= i < ends[j] (see model.py).
 
 import hashlib
 import itertools
-import math
 import os
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from numpy.random import default_rng     # not at its first use: that import would lose a Ctrl-C
-
-from runtime.device import to_device
-from runtime.parallel import rank, world_size
 
 IGNORE = -100   # a target without loss
 
@@ -31,7 +26,7 @@ def first_fit(lengths, row_length):
 
 @dataclass
 class Packed:
-    """The rows of a step, int64 [R, T]: R rows of T tokens.
+    """The rows of a step, int64 [R, T]: R rows of T tokens; see `device.micro_batches`.
 
     tokens     padding is 0
     positions  of each token in its sequence, from 0
@@ -44,24 +39,6 @@ class Packed:
     ends: np.ndarray
     targets: np.ndarray
     owner: np.ndarray
-
-    def micro_batches(self, n_rows, device):
-        """Yield (row indices, model inputs on `device`, targets on the CPU) of `n_rows` rows each.
-
-        The rows are this process's share, all at once if n_rows is None. The inputs are tokens,
-        positions and ends [n_rows, T]; ends is None if no row of the step needs a mask.
-        """
-        rows = np.arange(rank(), len(self.tokens), world_size())
-        # the same for all micro-batches of a step: each of the two cases compiles its own graph
-        one_document = ((self.owner == self.owner[:, :1]) | (self.owner < 0)).all()
-        n_rows = n_rows or len(rows)
-        for i in range(0, len(rows), n_rows):
-            chosen = rows[i:i + n_rows]
-            inputs = [to_device(torch.from_numpy(x[chosen]), device)
-                      for x in (self.tokens, self.positions, self.ends)]
-            if one_document:
-                inputs[2] = None
-            yield chosen, inputs, torch.from_numpy(self.targets[chosen])
 
 
 def pack(sequences, row_length, multiple=1, groups=None):
@@ -109,17 +86,6 @@ def sequence_weights(packed):
 def epoch_order(n, epoch, seed):
     """Return a permutation of n sequences that depends only on the epoch and the seed."""
     return default_rng([seed, epoch]).permutation(n)
-
-
-def step_indices(training, batch_size, seed, first, until):
-    """Return a list with the indices of the sequences of each step from `first` to `until` - 1.
-
-    training: indices of all sequences to train on. Epochs are concatenated, so every step has
-    exactly batch_size sequences.
-    """
-    epochs = range(math.ceil(until * batch_size / len(training)))
-    order = np.concatenate([training[epoch_order(len(training), e, seed)] for e in epochs])
-    return [order[step * batch_size:(step + 1) * batch_size] for step in range(first, until)]
 
 
 # ------------------------------------------------------------------------------------------------

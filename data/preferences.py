@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from data.cache import tokenize_once
-from data.chat import encode_conversation
+from data.chat import encode_answer
 from data.files import fetch, has_fields, parsed, require_fields, require_text
 from data.instruct import PATTERNS, to_question
 from data.messages import read_turns, with_context, without_nulls
@@ -256,15 +256,6 @@ def encode_ranking(ranking, tokenizer, template, add_bos, max_length):
         tied = k > 0 and score == encoded[k - 1][0]
         loss_mask += [k + 1 + TIED * tied] * len(answer)
     return [(tokens, loss_mask)]
-
-
-def encode_answer(prompt, answer, tokenizer, template, add_bos):
-    """Return (tokens of the prompt, tokens of the answer with the token that ends its turn)."""
-    ids, loss_mask = encode_conversation([*prompt, {'role': 'assistant', 'content': answer}],
-                                         tokenizer, template, add_bos)
-    end = max(i for i, supervised in enumerate(loss_mask) if supervised) + 1
-    start = max((i for i in range(end) if not loss_mask[i]), default=-1) + 1
-    return ids[:start], ids[start:end]
 
 
 def to_tree(tokens, loss_mask):

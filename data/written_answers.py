@@ -354,9 +354,6 @@ VERBALIZED_2S = (
     'or explanation.\n\nFor example:\n\nProbability: <the probability between 0.0 and 1.0 that '
     'your guess is correct, without any extra commentary whatsoever; just the probability!>')
 
-# {kind: (most tokens of the answer, stop strings in plain text)}
-VERBALIZED = {'verbalized_1s': (64, ('\n\n',)), 'verbalized_2s': (16, ('\n',))}
-
 
 def verbalized_1s(question):
     """Return the question that asks for a guess and its probability."""

@@ -21,8 +21,8 @@ from results import page
 from results.over_seeds import compare_seeds
 from results.plots import draw_curves, draw_reliability
 from results.prediction_files import few_rows_note
-from results.report import (measure, measured_by, panel_title, predictions, split_groups,
-                            task_title, unit)
+from results.report import (Predictions, measure, measured_by, panel_title, predictions,
+                            split_groups, task_title, unit)
 from results.runs import (Run, find_harness_files, find_runs, harness_run, read_run,
                           read_run_samples, sample_of)
 from results.samples import sample_order
@@ -105,39 +105,49 @@ def compare_questions(runs, keys, cfg, out_dir):
     names = ['compare.md', 'compare.tex', 'compare.csv']
     claim(out_dir, *names, 'compare.html', *(f'{kind}-{task}.png' for task in tasks
                                             for kind in ('reliability', 'curves')))
-    parts = [compare_task(task, runs, {name: by_task[task] for name, by_task in by_run.items()},
-                          keys, cfg) for task in tasks]
-    write_text(out_dir / 'compare.md', '\n'.join(part.markdown for part in parts))
-    write_text(out_dir / 'compare.tex', '\n'.join(part.latex for part in parts))
-    write_text(out_dir / 'compare.csv', csv_text([line for part in parts for line in part.lines]))
-    pictures = [f'reliability-{task}.png' for task, part in zip(tasks, parts, strict=True)
-                if draw_reliability(out_dir / f'reliability-{task}.png', part.panels)]
-    pictures += [f'curves-{task}.png' for task, part in zip(tasks, parts, strict=True)
-                 if draw_curves(out_dir / f'curves-{task}.png', {task: {
+    parts = {task: compare_task(task, runs, {name: x[task] for name, x in by_run.items()}, keys,
+                                cfg) for task in tasks}
+    sections = [part.section._replace(notes=['(* the best)', *part.section.notes])
+                for part in parts.values()]
+    write_text(out_dir / 'compare.md', '\n'.join(x.as_markdown() for x in sections))
+    write_text(out_dir / 'compare.tex', '\n'.join(x.latex.as_latex() for x in parts.values()))
+    write_text(out_dir / 'compare.csv', csv_text([*itertools.chain(*(
+        part.lines for part in parts.values()))]))
+    pictures = [name for task, part in parts.items()
+                if draw_reliability(out_dir / (name := f'reliability-{task}.png'), part.panels)]
+    pictures += [name for task, part in parts.items()
+                 if draw_curves(out_dir / (name := f'curves-{task}.png'), {task: {
                      title: metrics.bins(p.probs, p.labels) for title, p in part.panels}})]
-    if page.write(out_dir / 'compare.html', f'{", ".join(runs)}: {", ".join(tasks)}',
-                  __version__, '* the best',
-                  '\n'.join(part.html for part in parts), pictures,
-                  page.select(dict(zip(tasks, (part.rows for part in parts), strict=True)))):
+    if page.write(out_dir / 'compare.html', f'{", ".join(runs)}: {", ".join(tasks)}', __version__,
+                  '', '\n'.join(map(page.section_html, sections)), pictures,
+                  page.select({task: part.rows for task, part in parts.items()})):
         names.append('compare.html')
-    print(*(part.text for part in parts),
+    print(*(section.as_text() for section in sections),
           *(f'\n{task} is left out: not every run has it' for task in all_tasks
             if task not in tasks),
           f'\nwrote {", ".join([*names, *pictures])} to {out_dir}', sep='\n')
 
 
 class TaskComparison(NamedTuple):
-    """The comparison of one task: text to print, files, and [(title, Predictions)] to draw.
+    """The comparison of one task."""
+    section: Section    # its tables and notes
+    latex: Section      # the same, with the intervals of results.json in the cells
+    lines: list         # of compare.csv
+    panels: list        # [(title, Predictions)] to draw
+    rows: list          # samples for compare.html
 
-    html, rows: the tables and samples of compare.html
-    """
-    text: str
-    markdown: str
-    latex: str
-    lines: list
-    panels: list
-    html: str
-    rows: list
+
+class Answers(NamedTuple):
+    """The answers of one run to the questions of a task."""
+    run: Run
+    result: dict        # the task's entry in results.json
+    samples: list
+    keys: list          # of the samples' questions, equal in all runs; [] if they are not known
+    predicted: Predictions
+
+    def select(self, keys):
+        """Return the Predictions of the questions with these keys."""
+        return self.predicted.at(np.flatnonzero([key in keys for key in self.keys]))
 
 
 def compare_task(task, runs, samples, keys, cfg):
@@ -146,79 +156,75 @@ def compare_task(task, runs, samples, keys, cfg):
     title = titles.pop() if len(titles) == 1 else f'{task}: ' + ', '.join(
         task_title(name, run.results[task]) for name, run in runs.items())
     remarks, question_keys = [], pairing_keys(task, runs, samples)
-    if question_keys is None:
-        question_keys = {name: [] for name in runs}
+    if not question_keys:
         remarks.append(f'{task}: no questions are paired: eval_config.json says that the runs have '
                        f'different questions, and samples.jsonl does not identify them; evaluate '
                        f'again, or make the questions and --limit the same')
+    answers = {name: Answers(run, run.results[task], samples[name], question_keys.get(name, []),
+                             predictions(samples[name], run.results[task]['norm']))
+               for name, run in runs.items()}
     if cfg.ensemble:
-        name = f'ensemble of {len(runs)}'
-        averaged = average_runs(task, runs, samples, question_keys)
+        averaged = average_runs([*answers.values()])
         if isinstance(averaged, str):
             remarks.append(f'{task} has no ensemble: {averaged}')
         else:
-            run, samples[name], question_keys[name] = averaged
-            runs = runs | {name: run}
-    predicted = {name: predictions(samples[name], run.results[task]['norm'])
-                 for name, run in runs.items()}
-    reports = reports_by_language(samples, predicted)
-    table, lines = question_table(task, runs, reports, keys)
-    pairs = [*itertools.combinations(runs, 2)]
-    n_shared = {(a, b): len({*question_keys[a]} & {*question_keys[b]}) for a, b in pairs}
+            answers[f'ensemble of {len(runs)}'] = averaged
+    reports = reports_by_language(answers)
+    table, lines = question_table(task, answers, reports, keys)
+    pairs = [*itertools.combinations(answers, 2)]
+    n_shared = {(a, b): len({*answers[a].keys} & {*answers[b].keys}) for a, b in pairs}
     differences = [['difference', 'over', 'questions', 'metric', 'mean', '95 % interval', 'p',
                     'p (Holm)'], *over_languages(pairs, reports, keys)]
     differences += [[f'{b} - {a}', 'questions', str(n_shared[a, b]), *[''] * 5]
                     for a, b in pairs if n_shared[a, b] < 2]
     pairs = [pair for pair in pairs if n_shared[pair] > 1]
-    differences[1:1] = over_questions(pairs, question_keys, predicted, keys, cfg)
-    changes, q = changed_answers(pairs, question_keys, predicted)
+    differences[1:1] = over_questions(pairs, answers, keys, cfg)
+    changes, q = changed_answers(pairs, answers)
     fewest = min(by_language['pooled']['n'] for by_language in reports.values())
-    n_unit = unit(next(iter(runs.values())).results[task])
+    n_unit = unit(next(iter(answers.values())).result)
     if {'rmsce', 'mad'} & {*keys} and (note := few_rows_note(fewest, n_unit)):
         remarks.append(note)
     remarks += [f'{TITLES[key]} has no interval below {MEASURES[key].interval_from:,} {n_unit}'
                 for key in keys if fewest < MEASURES[key].interval_from < math.inf]
-    section = Section(title, [('', table), ('', differences), ('', changes)], [*remarks, *q])
-    marked = section._replace(notes=['(* the best)', *section.notes])
-    with_intervals, _ = question_table(task, runs, reports, keys, intervals=True)
+    more = [('', differences), ('', changes)]
+    with_intervals, _ = question_table(task, answers, reports, keys, intervals=True)
     return TaskComparison(
-        marked.as_text(), marked.as_markdown(),
-        section._replace(tables=[('', with_intervals), *section.tables[1:]]).as_latex(), lines,
-        [(panel_title(name, runs[name].results[task]), p) for name, p in predicted.items()],
-        page.section_html(section), rows_to_read(task, runs, samples, question_keys))
+        Section(title, [('', table), *more], [*remarks, *q]),
+        Section(title, [('', with_intervals), *more], [*remarks, *q]), lines,
+        [(panel_title(name, x.result), x.predicted) for name, x in answers.items()],
+        rows_to_read(answers))
 
 
-def rows_to_read(task, runs, samples, question_keys):
+def rows_to_read(answers):
     """Return the samples of all runs as rows of compare.html, with 'run' and 'outcome'.
 
     The outcome of a question says how many of the runs that answered it have it right.
     """
-    rows = {name: page.task_rows(samples[name], run.results[task]['norm'])
-            for name, run in runs.items()}
-    groups = {}
-    for name, keys in question_keys.items():
-        for row in rows[name]:
+    rows, groups = [], {}
+    for name, x in answers.items():
+        of_run = page.task_rows(x.samples, x.result['norm'])
+        for key, row in itertools.zip_longest(x.keys, of_run):
             row['run'] = name
-        for key, row in zip(keys, rows[name], strict=bool(keys)):
-            groups.setdefault(key, []).append(row)
+            if key is not None:
+                groups.setdefault(key, []).append(row)
+        rows += of_run
     for group in groups.values():
         right = sum(row['correct'] for row in group)
         for row in group:
             row['outcome'] = f'{right} of {len(group)} runs right'
-    return sorted(itertools.chain(*rows.values()), key=page.mistakes_first)
+    return sorted(rows, key=page.mistakes_first)
 
 
 def pairing_keys(task, runs, samples):
     """Return {name: [key of each sample]}; samples with equal keys are of the same question.
 
     A key has the hash of the question and its options, if all samples have one, besides language,
-    id, answer and number of options. Without the hash, return None if eval_config.json says that
-    the runs have different questions.
+    id, answer and number of options. Without the hash, return {} if eval_config.json says that the
+    runs have different questions.
     """
     hashed = all('question' in s for rows in samples.values() for s in rows)
-    hashes = {run.questions.get(task) for run in runs.values()} - {None}
-    if not hashed and len(hashes) > 1:
-        return None
+    if not hashed and len({run.questions.get(task) for run in runs.values()} - {None}) > 1:
+        return {}
     return {name: [(*sample_order(s)[2:], s['question'] if hashed else '',
                     s.get('answer', s.get('token')), len(s.get('options', ()))) for s in rows]
             for name, rows in samples.items()}
@@ -230,59 +236,59 @@ def label_runs(folders):
     return next(names for names in labels if len(set(names)) == len(names))
 
 
-def average_runs(task, runs, samples, question_keys):
-    """Return (Run, its samples, their keys) for the mean of the runs' probabilities.
+def average_runs(answers):
+    """Return the Answers whose probabilities are the means of those of several runs.
 
     The mean is over the questions that all runs answered with the same options. The samples hold
     its logarithms, so their norm is 'sum'. If there is no mean, return the reason as text.
     """
     by_run = []
-    for name, run in runs.items():
-        if 'log_probs' not in samples[name][0]:
+    for x in answers:
+        if x.predicted.scores is None:
             return ('its samples hold the probability of one token or answer of each run, not a '
                     'distribution to average')
-        scores = predictions(samples[name], run.results[task]['norm']).scores
+        scores = x.predicted.scores
         log_probs = scores - np.logaddexp.reduce(scores, axis=1, keepdims=True)
-        by_run.append({(key, *s['options']): (s, row[:len(s['options'])]) for key, s, row in zip(
-            question_keys[name], samples[name], log_probs, strict=bool(question_keys[name]))})
-    first, *others = runs.values()
-    averaged, averaged_keys = [], []
+        by_run.append({(key, *s['options']): (s, row[:len(s['options'])])
+                       for key, s, row in zip(x.keys, x.samples, log_probs, strict=bool(x.keys))})
+    samples, keys = [], []
     for key, (sample, _) in by_run[0].items():
-        if all(key in answers for answers in by_run):
-            mean = np.logaddexp.reduce([answers[key][1] for answers in by_run]) - np.log(len(runs))
-            averaged.append(sample | {'log_probs': mean.tolist(), 'n_tokens': [1] * len(mean)})
-            averaged_keys.append(key[0])
-    if not averaged:
+        if all(key in rows for rows in by_run):
+            mean = np.logaddexp.reduce([rows[key][1] for rows in by_run]) - np.log(len(by_run))
+            samples.append(sample | {'log_probs': mean.tolist(), 'n_tokens': [1] * len(mean)})
+            keys.append(key[0])
+    if not samples:
         return 'no question with the same answer and options is in all runs'
+    first, *others = (x.run for x in answers)
     shared = dict(set(first.settings.items()).intersection(*(x.settings.items() for x in others)))
     model = first.model if all(run.model == first.model for run in others) else ''
-    sample = {key: value for run in runs.values() for key, value in run.results[task].items()
-              if key == 'sample'}
-    run = Run(None, model, first.seed, shared, {task: {'norm': 'sum'} | sample})
-    return run, averaged, averaged_keys
+    drawn = {key: value for x in answers for key, value in x.result.items() if key == 'sample'}
+    return Answers(Run(None, model, first.seed, shared, {}), {'norm': 'sum'} | drawn, samples, keys,
+                   predictions(samples, 'sum'))
 
 
-def reports_by_language(samples, predicted):
+def reports_by_language(answers):
     """Return {run: {language: report}}: 'pooled', and each language if all runs share several."""
-    groups = {name: split_groups(samples[name], 'language', p) for name, p in predicted.items()}
+    groups = {name: split_groups(x.samples, 'language', x.predicted)
+              for name, x in answers.items()}
     shared = sorted(set.intersection(*map(set, groups.values())))
     return {name: {x: groups[name][x].report() for x in shared if len(shared) > 1}
-            | {'pooled': p.report()} for name, p in predicted.items()}
+            | {'pooled': answers[name].predicted.report()} for name in answers}
 
 
-def question_table(task, runs, reports, keys, intervals=False):
+def question_table(task, answers, reports, keys, intervals=False):
     """Return (cells of one task's table, the best marked with a star; the lines of its CSV).
 
     intervals: add those of results.json to the cells
     """
-    losses = {run.settings.get('loss') for run in runs.values()}
+    losses = {x.run.settings.get('loss') for x in answers.values()}
     settings = ('loss', 'smoothing') if len(losses) > 1 else ('smoothing',)
     keys = [key for key in keys if all(key in by_language['pooled'] for by_language in
                                        reports.values())]
     table, lines, groups = [], [], []
     for language in next(iter(reports.values())):
-        for name, run in runs.items():
-            report, result = reports[name][language], run.results[task]
+        for name, (run, result, *_) in answers.items():
+            report = reports[name][language]
             labels = {'run': name, 'model': run.model, 'dataset': task,
                       **{key: run.settings.get(key, '') for key in settings}, 'language': language}
             shown = report
@@ -297,7 +303,7 @@ def question_table(task, runs, reports, keys, intervals=False):
                           *(measure_cell(shown, key, intervals) for key in keys)])
             lines.append(labels | report | sample_of(result))
             groups.append(language)
-    count = unit(next(iter(runs.values())).results[task])
+    count = unit(next(iter(answers.values())).result)
     marked = mark_best([[*labels, count, *map(Heading, keys)], *table], groups)
     return pad_marks(marked), lines
 
@@ -309,11 +315,11 @@ def pad_marks(lines):
                         for line in lines[1:])]
 
 
-def over_questions(pairs, question_keys, predicted, keys, cfg):
+def over_questions(pairs, answers, keys, cfg):
     """Return the rows of each pair's second run minus the first, over the questions of both."""
     rows = []
     for first, second in pairs if cfg.n_bootstrap else ():
-        a, b = paired(first, second, question_keys, predicted)
+        a, b = paired(answers[first], answers[second])
         # both have the same draws, because seed and number of questions are the same
         values, resampled = measure({first: a, second: b}, cfg.n_bootstrap, cfg.seed, keys)
         for key in [key for key in keys if key in resampled[first]]:
@@ -341,7 +347,7 @@ def over_languages(pairs, reports, keys):
     return with_holm(rows, '.2g')
 
 
-def changed_answers(pairs, question_keys, predicted):
+def changed_answers(pairs, answers):
     """Return (cells: the answers that change from each pair's first run to its second, [Q]).
 
     A negative flip is a question that the first run has right and the second wrong; the interval of
@@ -351,31 +357,26 @@ def changed_answers(pairs, question_keys, predicted):
     rows = []
     for first, second in pairs:
         before, after = (metrics.top_label(p.probs, p.labels)[1]
-                         for p in paired(first, second, question_keys, predicted))
+                         for p in paired(answers[first], answers[second]))
         lost, won, p = stats.mcnemar(before, after)
         low, high = metrics.wilson_interval(np.ones(len(before)), before & ~after)
         rows.append([f'{first} to {second}', str(len(before)), str(won), str(lost),
                      f'{lost / len(before):.4f}', f'{low:.4f} {high:.4f}', p])
     cells = [['change', 'questions', 'wrong to right', 'right to wrong', 'negative flips',
               '95 % interval', "McNemar's p", 'p (Holm)'], *with_holm(rows, '.2g')]
-    shared = set.intersection(*map(set, question_keys.values()))
-    if len(question_keys) < 3 or not shared:
+    shared = set.intersection(*(set(x.keys) for x in answers.values()))
+    if len(answers) < 3 or not shared:
         return cells, []
-    q, p = stats.cochran_q([metrics.top_label(x.probs, x.labels)[1] for x in (
-        select(predicted[name], question_keys[name], shared) for name in question_keys)])
+    q, p = stats.cochran_q([metrics.top_label(p.probs, p.labels)[1] for p in (
+        x.select(shared) for x in answers.values())])
     return cells, [f"Cochran's Q of equal accuracy, over the {len(shared)} questions that all runs "
                    f'have: {q:.2f}, p {p:.2g}']
 
 
-def paired(first, second, question_keys, predicted):
-    """Return the Predictions of two runs for the questions that both have, in the same order."""
-    shared = {*question_keys[first]} & {*question_keys[second]}
-    return [select(predicted[name], question_keys[name], shared) for name in (first, second)]
-
-
-def select(p, keys, shared):
-    """Return the rows of the Predictions p whose keys are in `shared`; none if keys is empty."""
-    return p.at(np.flatnonzero([key in shared for key in keys]))
+def paired(first, second):
+    """Return the Predictions of two Answers for the questions that both have, in the same order."""
+    shared = {*first.keys} & {*second.keys}
+    return first.select(shared), second.select(shared)
 
 
 def with_holm(rows, spec):

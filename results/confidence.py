@@ -13,14 +13,10 @@ and an entry of CONFIDENCES. None means that the model stated no number; such a 
 and counted, since any default would fake a result.
 """
 
-import bisect
-import contextlib
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -178,76 +174,10 @@ def outcome(confidence, correct):
             'log_prob': float(log_c[0 if correct else 1]), 'entropy': float(-(c * log_c).sum())}
 
 
-def written(answer):
-    """Return what a sample holds of a generate.Answer."""
-    return {'text': answer.text, 'reason': answer.reason, 'n_tokens': len(answer.tokens),
-            'log_prob': math.fsum(answer.log_probs),
-            'mean_prob': math.fsum(map(math.exp, answer.log_probs)) / len(answer.tokens)}
-
-
-def per_token(answer):
-    """Return what a sample holds of each token of a generate.Answer, with five digits."""
-    return {key: [float(f'{x:.5g}') for x in getattr(answer, key)]
-            for key in ('log_probs', 'entropies')}
-
-
-def span(answer, rule, tokenizer):
-    """Return the extracted answer of a generate.Answer, and the log-probability of its tokens."""
-    text = rule.extract(answer.text)
-    if text is None:
-        return {'span': None, 'span_log_prob': 0.0}
-    whole, tokens = answer.text, range(len(answer.tokens))
-    # if the text occurs several times: the occurrence that the rule needs, else the last one; a
-    # model that repeats itself writes it thousands of times
-    begins = [match.start() for match in re.finditer(f'(?={re.escape(text)})', whole)]
-    begin = next((i for i in (*begins[:50], *begins[-50:]) if rule.extract(
-        whole[:i] + '\0' * len(text) + whole[i + len(text):]) != text), begins[-1])
-
-    def whole_characters(i):
-        """Return how many characters the tokens up to i hold, and whether a part of one follows."""
-        decoded = tokenizer.decode(answer.tokens[:i + 1], start=False)
-        n = len(os.path.commonprefix((decoded, whole)))
-        return n, len(decoded) > n
-
-    first = bisect.bisect_right(tokens, begin, key=lambda i: sum(whole_characters(i)))
-    last = bisect.bisect_left(tokens, begin + len(text), first,
-                              key=lambda i: whole_characters(i)[0])
-    return {'span': text, 'span_log_prob': math.fsum(answer.log_probs[first:last + 1])}
-
-
-def answer_sample(question, rule, greedy, answers):
-    """Return the sample of a question: its answers, graded, and the greedy one's probability."""
-    def grade(answer):
-        if rule.runs_code and 'correct' in answer:      # it ran before an interruption
-            return answer
-        return answer | rule.grade(answer['text'], question.references)
-
-    with (ThreadPoolExecutor(os.cpu_count()) if rule.runs_code else
-          contextlib.nullcontext()) as pool:
-        greedy, *answers = (pool.map if pool else map)(grade, (greedy, *answers))
-    sample = {'greedy': greedy, 'answers': answers}
-    return judged(question, *greedy_probability(sample)) | sample
-
-
 def judged(question, value, answer):
     """Return the part of a sample with a confidence, `value`, in `answer`, a graded answer."""
     return outcome(value, answer['correct']) | {
         'predicted': answer['answer'] or '', 'expected': question.references[0]}
-
-
-def verbalized_sample(question, rule, greedy, guess, probability):
-    """Return the sample of a stated probability; `confidence` is None if it has none from 0 to 1.
-
-    guess, probability: as grading.stated_guess returns them. After two stages, the answer that
-    the question shows is judged.
-    """
-    value = parse_probability(probability or '')
-    answer = question.judged
-    if answer is None and guess is not None:
-        answer = rule.grade(guess, question.references)
-    if answer is None or value is None:
-        return {'confidence': None, 'greedy': greedy}
-    return judged(question, value, answer) | {'greedy': greedy}
 
 
 def facts(label, rows):

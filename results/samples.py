@@ -277,6 +277,10 @@ def _is_list(values, *kinds):
     return isinstance(values, list) and all(type(x) in kinds for x in values)
 
 
+def _is_number(x, low, high):
+    return type(x) in (int, float) and low <= x <= high
+
+
 # (keys of a sample, whether a value is valid, what it must be); a missing key has the value None
 COMMON_RULES = (
     ('task id prompt', lambda x: isinstance(x, str), 'text'),
@@ -286,27 +290,24 @@ COMMON_RULES = (
 OPTION_RULES = (
     ('options', lambda x: _is_list(x, str), 'a list of text'),
     ('choices', lambda x: x is None or _is_list(x, str), 'a list of text'),
-    ('log_probs', lambda x: _is_list(x, int, float), 'a list of numbers'),
-    ('n_tokens', lambda x: _is_list(x, int), 'a list of numbers'),
-    ('log_probs', lambda x: all(-LARGEST < y <= ROUNDING for y in x), 'finite and at most 0'),
-    ('n_tokens', lambda x: all(1 <= y < LARGEST for y in x), '1 or more'),
+    ('log_probs', lambda x: _is_list(x, int, float) and all(-LARGEST < y <= ROUNDING for y in x),
+     'a list of numbers, finite and at most 0'),
+    ('n_tokens', lambda x: _is_list(x, int) and all(1 <= y < LARGEST for y in x),
+     'a list of whole numbers, 1 or more'),
     ('answer', lambda x: type(x) is int and x >= 0, 'the index of an option'),
     ('orders', lambda x: x is None or x and _is_list(x, dict), 'a list of orders of the options'))
 TOKEN_RULES = (
-    ('confidence log_prob entropy',
-     lambda x: type(x) in (int, float) and abs(x) < LARGEST, 'a finite number'),
     ('correct', lambda x: type(x) is bool, 'true or false'),
-    ('confidence', lambda x: 0 <= x <= 1, 'from 0 to 1'),
-    ('log_prob', lambda x: x <= ROUNDING, 'at most 0'),
-    ('entropy', lambda x: x >= -ROUNDING, 'at least 0'))
+    ('confidence', lambda x: _is_number(x, 0, 1), 'a finite number from 0 to 1'),
+    ('log_prob', lambda x: _is_number(x, -LARGEST, ROUNDING), 'a finite number of at most 0'),
+    ('entropy', lambda x: _is_number(x, -ROUNDING, LARGEST), 'a finite number of at least 0'))
 UNSTATED_RULES = ('greedy', lambda x: isinstance(x, dict), 'an answer'),
 # of an answer that the model wrote
 ANSWER_RULES = (
     ('text reason', lambda x: isinstance(x, str), 'text'),
     ('n_tokens', lambda x: type(x) is int and 1 <= x < LARGEST, 'a whole number, 1 or more'),
-    ('log_prob', lambda x: type(x) in (int, float) and -LARGEST < x <= ROUNDING,
-     'a finite number of at most 0'),
-    ('mean_prob', lambda x: type(x) in (int, float) and 0 <= x <= 1 + ROUNDING, 'from 0 to 1'))
+    ('log_prob', lambda x: _is_number(x, -LARGEST, ROUNDING), 'a finite number of at most 0'),
+    ('mean_prob', lambda x: _is_number(x, 0, 1 + ROUNDING), 'a number from 0 to 1'))
 GRADED_RULES = (
     ('answer key', lambda x: x is None or isinstance(x, str), 'text or null'),
     ('correct strict', lambda x: type(x) is bool, 'true or false'))

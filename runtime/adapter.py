@@ -35,8 +35,8 @@ KEYS = {'peft_type', 'task_type', 'base_model_name_or_path', 'revision', 'r', 'l
         'exclude_modules', 'inference_mode', 'layers_pattern', 'layers_to_transform',
         'lora_dropout', 'peft_version', 'rank_pattern', 'target_modules', 'megatron_core',
         'qalora_group_size', 'eva_config', 'ensure_weight_tying'}
-# other initializations also change the base weights
-BEGINNINGS = (None, True, False, 'gaussian', 'orthogonal', 'eva')
+# of LoRA matrices; the other initializations of peft also change the base weights
+INITIALIZATIONS = (None, True, False, 'gaussian', 'orthogonal', 'eva')
 RULES = {'peft_type': [str], 'base_model_name_or_path': [str], 'r': [SIZE],
          'lora_alpha': [(-1e9, 1e9)], 'use_rslora': [bool, None], 'alpha_pattern': [dict, None],
          'rank_pattern': [dict, None], 'revision': [str, None]}
@@ -67,7 +67,7 @@ def read_settings(folder: Path) -> dict:
         raise CheckpointError(f'{folder} holds the adapters of a run, whose merged weights and '
                               f'settings are in {folder.parent}; name that folder')
     wanted = {'peft_type': ('LORA',), 'task_type': ('CAUSAL_LM', 'SEQ_2_SEQ_LM', None),
-              'bias': ('none', None), 'init_lora_weights': BEGINNINGS}
+              'bias': ('none', None), 'init_lora_weights': INITIALIZATIONS}
     for key, value in settings.items():
         if value not in wanted.get(key, (value,)):
             raise CheckpointError(f'{path}: {key} = {value!r} is not supported; it must be '

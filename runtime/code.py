@@ -1,33 +1,107 @@
-"""Which code computed a result: what an edit changes must not be mixed with what was there."""
+"""Hash the code that can change a result, so that results of different code are not mixed.
+
+The code that counts is what a result uses: functions, classes and constants, without docstrings,
+comments and line breaks. `code_digest` is for samples, `used_code` for any other result.
+"""
 
 import ast
 import functools
 import hashlib
 import inspect
-import textwrap
+from pathlib import Path
 
-import attention
-import fused_ce
-import model
-import triton_ops
-from families import t5
+HERE = Path(__file__).parent.parent
+FORWARD = tuple(HERE / file for file in (
+    'model.py', 'attention.py', 'triton_ops.py', 'fused_ce.py', 'data/packing.py',
+    'decoding/cache.py', 'decoding/draw.py', 'decoding/slots.py'))
+SEQ2SEQ = ('t5', 'mt5')
+
+
+def code_digest(config, *roots):
+    """Return a hash of the code that computes `roots` with a model of this configuration.
+
+    roots: functions and classes. What they use of the forward pass counts as well, and the model's
+    own row of FAMILIES, but no other family's.
+    """
+    if config.model_type in SEQ2SEQ:
+        return used_code((*FORWARD, HERE / 'families/t5.py'), 'Seq2Seq', *roots)
+    family = vars(config.family) | {'activation': config.family.activation.__name__}
+    return used_code(FORWARD, 'CausalLM', 'LoRALinear', family['activation'], *roots,
+                     without='FAMILIES', more=repr(family))
+
+
+def used_code(files, *roots, without='', more=''):
+    """Return a hash of the definitions `roots` and of all in `files` that they use.
+
+    roots: functions and classes, also nested ones, which count with all that is around them; or
+           names of definitions in `files`
+    A name that a definition mentions, alone or after that of a module, is used if any of the files
+    defines it, except `without`.
+    """
+    known, texts, seen = definitions(files), [more], {without}
+    modules = {Path(file).stem for file in files}
+    new = [statement for root in roots for statement in (
+        known.get(root, ()) if isinstance(root, str) else definition_around(root))]
+    while new:
+        statement = new.pop()
+        texts.append(ast.unparse(statement))
+        for name in mentioned(statement, modules) & known.keys() - seen:
+            seen.add(name)
+            new += known[name]
+    return hashlib.blake2b('\n'.join(sorted({*texts})).encode(), digest_size=8).hexdigest()
 
 
 @functools.cache
-def code_digest(*parts):
-    """Return a hash of the code of the forward pass and of `parts`, modules or functions.
+def definitions(files):
+    """Return {name: statements that define it} of the top level of Python files."""
+    known = {}
 
-    Comments and line breaks do not matter. A new loss makes no difference, since scores need none.
-    """
-    digest = hashlib.blake2b(digest_size=8)
-    for part in (model, attention, triton_ops, fused_ce, t5, *parts):
-        for statement in ast.parse(textwrap.dedent(inspect.getsource(part))).body:
-            if not (part is fused_ce and _is_loss(statement)):
-                digest.update(ast.unparse(statement).encode())
-    return digest.hexdigest()
+    def add(statements):
+        for statement in statements:
+            if isinstance(statement, (ast.If, ast.Try)):
+                add(statement.body)
+            for name in names(statement):
+                known.setdefault(name, []).append(statement)
+    for file in files:
+        add(without_docstrings(ast.parse(Path(file).read_text(encoding='utf-8'))).body)
+    return known
 
 
-def _is_loss(statement):
-    """Return whether a statement of fused_ce.py defines a loss, or the table of all."""
-    return getattr(statement, 'name', None) in fused_ce.LOSSES or (
-        ast.unparse(statement).startswith('LOSSES = '))
+def names(statement):
+    """Return the names that a statement defines: of a function, a class or constants."""
+    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+        return [statement.name]
+    if isinstance(statement, (ast.Assign, ast.AnnAssign)):
+        targets = getattr(statement, 'targets', None) or [statement.target]
+        return [node.id for target in targets for node in ast.walk(target)
+                if isinstance(node, ast.Name)]
+    return []
+
+
+def mentioned(statement, modules):
+    """Return the set of names in a statement, also those in `module.name`."""
+    nodes = [*ast.walk(statement)]
+    return {node.id for node in nodes if isinstance(node, ast.Name)} | {
+        node.attr for node in nodes if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name) and node.value.id in modules}
+
+
+def without_docstrings(tree):
+    """Remove the statements of `tree` that are only a text, in place; return it."""
+    for node in ast.walk(tree):
+        if isinstance(getattr(node, 'body', None), list):
+            node.body = [child for child in node.body if not (
+                isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)
+                and isinstance(child.value.value, str))] or [ast.Pass()]
+    return tree
+
+
+def definition_around(root):
+    """Return the statements that define a function, method or class, or what it is nested in."""
+    file = inspect.getsourcefile(inspect.unwrap(root))
+    name, *path = root.__qualname__.partition('.<locals>')[0].split('.')
+    statements = definitions((file,)).get(name, [])
+    for name in path:
+        statements = [child for statement in statements for child in statement.body
+                      if getattr(child, 'name', '') == name]
+    return statements

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from runtime.errors import ConfigError
-from runtime.parallel import own_gpu
+from runtime.parallel import own_gpu, rank, world_size
 from runtime.version import __version__
 
 
@@ -57,6 +57,25 @@ def compile_blocks(model):
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     for layer in model.decoder.layers:
         layer.compile(dynamic=False)
+
+
+def micro_batches(packed, n_rows, device):
+    """Yield (row indices, model inputs on `device`, targets on the CPU) of `n_rows` rows each.
+
+    packed: a `packing.Packed`. The rows are this process's share, all at once if n_rows is None.
+    The inputs are tokens, positions and ends [n_rows, T]; ends is None if no row needs a mask.
+    """
+    rows = np.arange(rank(), len(packed.tokens), world_size())
+    # the same for all micro-batches of a step: each of the two cases compiles its own graph
+    one_document = ((packed.owner == packed.owner[:, :1]) | (packed.owner < 0)).all()
+    n_rows = n_rows or len(rows)
+    for i in range(0, len(rows), n_rows):
+        chosen = rows[i:i + n_rows]
+        inputs = [to_device(torch.from_numpy(x[chosen]), device)
+                  for x in (packed.tokens, packed.positions, packed.ends)]
+        if one_document:
+            inputs[2] = None
+        yield chosen, inputs, torch.from_numpy(packed.targets[chosen])
 
 
 class HostCopy:

@@ -24,16 +24,17 @@ from runtime.parallel import rank
 from runtime.resume import advice
 
 
-def print_sizes(cfg, model, sequences, training, steps, device):
-    """Print the sizes of a run before it begins."""
-    lengths, c = sequences.lengths[training], model.config
+def print_sizes(run):
+    """Print the sizes of a `train.Run` before its first step."""
+    cfg, model, training, steps = run.cfg, run.model, run.training, run.steps
+    lengths, c = run.sequences.lengths[training], model.config
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     adapters = f' ({trained:,} of them trained)' if trained < total else ''
-    name = torch.cuda.get_device_name(device) if device.startswith('cuda') else 'CPU'
-    print(f'device: {device} ({name}), {str(model.head.dtype).split(".")[-1]}')
+    name = torch.cuda.get_device_name(run.device) if run.device.startswith('cuda') else 'CPU'
+    print(f'device: {run.device} ({name}), {str(model.head.dtype).split(".")[-1]}')
     print(f'model: {cfg.model}: {c.model_type}, {total:,} parameters{adapters}')
-    sample = f' (a sample of {len(sequences) - cfg.val_size:,})' if cfg.data_limit else ''
+    sample = f' (a sample of {len(run.sequences) - cfg.val_size:,})' if cfg.data_limit else ''
     print(f'data: {cfg.data}: {len(training):,} sequences{sample}, {lengths.sum():,} tokens '
           f'(mean {lengths.mean():.0f}, longest {lengths.max()})')
     print(f'steps: {steps} of {cfg.batch_size} sequences, about '
@@ -65,13 +66,13 @@ def show_example(example, tokenizer):
 class StepLog:
     """Check and record each step's numbers while the device computes the next step.
 
-    Every log_every-th step is printed; log.jsonl and the tracker get every step. `validate` returns
-    the validation losses, or is None.
+    Every log_every-th step of a `train.Run` is printed; log.jsonl and the tracker get every step,
+    with the validation losses every val_every steps.
     """
 
-    def __init__(self, cfg, first, until, device, base, validate):
-        self.cfg, self.first, self.until, self.base = cfg, first, until, base
-        self.device, self.validate = device, validate
+    def __init__(self, run, first, until):
+        self.run, self.first, self.until = run, first, until
+        self.cfg = cfg = run.cfg
         self.unread, self.started = None, time.monotonic()
         self.file = self.send = None
         if rank() == 0 and not cfg.dry_run:
@@ -90,7 +91,7 @@ class StepLog:
 
     def begin(self):
         """Note when a step begins: at the end of an unread step before it, else now."""
-        now = torch.zeros((), device=self.device)
+        now = torch.zeros((), device=self.run.device)
         self.began = self.unread[-1] if self.unread else HostCopy(now)
 
     def end(self, step, lr, chosen, packed, values):
@@ -111,13 +112,14 @@ class StepLog:
         record = {'step': step, 'lr': lr, **values,
                   'tokens': n_tokens, 'supervised_tokens': int((packed.targets >= 0).sum()),
                   'tokens_per_s': n_tokens / ended.seconds_after(began)}
-        if self.validate and (step % self.cfg.val_every == 0 or step == self.until):
-            record |= self.validate()
+        if len(self.run.held_out) and (step % self.cfg.val_every == 0 or step == self.until):
+            record |= self.run.stage.validate(self.run)
         self.bar.update()
         if step % self.cfg.log_every == 0 or step == self.until:
             self.print(record)
         if step == self.first + 1:
-            self.bar.write(f'peak memory after the first step: {peak_memory(self.device):.2f} GiB')
+            self.bar.write('peak memory after the first step: '
+                           f'{peak_memory(self.run.device):.2f} GiB')
         if self.file:
             try:
                 ownership.check_in_place(self.file)
@@ -153,7 +155,7 @@ class StepLog:
         sys.stdout.flush()      # for those who follow a redirected output
 
     def fail(self, step, loss, norm, chosen):
-        bad = None if self.cfg.from_scratch else nonfinite_tensor(self.base)
+        bad = None if self.cfg.from_scratch else nonfinite_tensor(self.run.base)
         cause = (f'the base model {self.cfg.model} has a value that is not finite in {bad}' if bad
                  else f'lower lr or check the data: the sequences were {chosen.tolist()} of '
                  f'{self.cfg.data}, counted from 0')

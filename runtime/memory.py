@@ -1,15 +1,52 @@
-"""How many packed rows go through the model at once, from tokens, sizes and free memory."""
+"""How many packed rows go through the model at once, from tokens, sizes and free memory.
 
+`run` is a `train.Run`.
+"""
+
+from dataclasses import replace
+
+import numpy as np
 import torch
 
 from model import CausalLM
+from runtime import resume
 from runtime.device import pick_dtype
-from runtime.parallel import world_size
+from runtime.parallel import gather, world_size
 
 # Each forward pass costs as much as this many tokens, whatever its length: a GPU waits for the
 # launches of its kernels, and the gradients of all weights are added to those of earlier passes.
 PASS_TOKENS = 4096
 CPU_BYTES = 2 ** 30     # for activations; more rows at once are hardly faster there
+
+
+def fit_into_memory(train, run):
+    """Call train(run) with cfg.micro_rows set: the setting, the number of the run to resume, or the
+    fastest one; half as many while the first step lacks memory."""
+    if run.cfg.micro_rows:
+        return train(run)
+    rows = (run.cfg.resume and resume.setting(run.cfg, 'micro_rows') or
+            pick_micro_rows(run.cfg, run.config, run.device, row_counts(run)))
+    rows = min(gather(rows))    # the memory of processes may differ
+    print(f'rows of {run.cfg.pack_len} tokens per forward pass: {rows}')
+    log = run.out_dir / 'log.jsonl'
+    while True:
+        try:
+            return train(replace(run, cfg=replace(run.cfg, micro_rows=rows)))
+        except torch.OutOfMemoryError:
+            if rows == 1 or world_size() > 1 or log.exists() and log.stat().st_size:
+                raise
+        # not above: the error holds the model
+        torch.cuda.empty_cache()
+        rows //= 2
+        print(f'out of memory; again with {rows} rows per forward pass')
+
+
+def row_counts(run):
+    """Return the number of packed rows of up to 16 steps of the first epoch."""
+    n_steps = min(run.steps, -(-len(run.training) // run.cfg.batch_size))
+    steps = run.step_indices(0, n_steps)
+    return [run.stage.count_rows(run, steps[i])
+            for i in {*np.linspace(0, n_steps - 1, 16).astype(int)}]
 
 
 def pick_micro_rows(cfg, config, device, row_counts):

@@ -32,7 +32,7 @@ from runtime.errors import ConfigError, DataError
 LIST, LOCK, ASIDE = 'written.json', '.lock', '.replaced-'
 TEMPORARY = re.compile(r'(.+)\.[0-9a-f]{8}\.nanocal-tmp')
 _locks = []     # the lock files that this process holds open
-_inputs = set()     # the places of the files that this command reads: see `note_inputs`
+_inputs = set()     # the paths of the files that this command reads: see `note_inputs`
 
 
 @contextlib.contextmanager
@@ -67,16 +67,16 @@ def lock(folder):
             remove_leftovers(folder)
             _settle(folder)
             yield
-            check_in_place(*_locks)
+            check_in_without_folder_links(*_locks)
         finally:
             try:
-                if is_in_place(file):
+                if is_in_without_folder_links(file):
                     _settle(folder)
             finally:
                 _locks.remove(file)
 
 
-def is_in_place(file):
+def is_in_without_folder_links(file):
     """Return whether an open file is still the one that its name leads to."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
@@ -84,10 +84,10 @@ def is_in_place(file):
         return False
 
 
-def check_in_place(*files):
+def check_in_without_folder_links(*files):
     """Raise ConfigError if one of the open `files`, or its folder, was removed or moved."""
     for file in files:
-        if not is_in_place(file):
+        if not is_in_without_folder_links(file):
             path = Path(file.name)
             raise ConfigError(f'{path.parent} was removed or moved, or its {path.name} was '
                               f'deleted, while this program was writing there')
@@ -162,7 +162,7 @@ def claim(folder, *names):
 
     Raises ConfigError as `check_free`, or if a locked folder was removed or moved.
     """
-    check_in_place(*_locks)
+    check_in_without_folder_links(*_locks)
     if new := check_free(folder, *names):
         Path(folder).mkdir(parents=True, exist_ok=True)
         _write_list(folder, written_files(folder) + new)
@@ -173,7 +173,7 @@ def discard(folder, *patterns, keep=''):
 
     '*' includes those of before/. Subfolders that become empty are removed too.
     """
-    check_in_place(*_locks)
+    check_in_without_folder_links(*_locks)
     before = Path(folder, 'before')
     if '*' in patterns and before.is_dir() and not before.is_symlink():
         remove_leftovers(before)
@@ -193,12 +193,15 @@ def _matching(names, patterns):
 
 
 def _is_not_a_seal(name):
-    """Return False for a file that says that others are complete; it goes first and comes last."""
+    """Return False for a file whose presence says that the others are complete.
+
+    As a key of `sorted`: it is removed first and, in reverse order, put back last.
+    """
     return Path(name).name not in ('config.json', 'state.json')
 
 
 def _remove_if_empty(folders):
-    """Remove those of `folders` that are empty; others may hold a file that is not ours."""
+    """Remove those of `folders` that are empty."""
     for folder in sorted({*folders}, reverse=True):
         with contextlib.suppress(OSError):
             folder.rmdir()
@@ -207,18 +210,18 @@ def _remove_if_empty(folders):
 # ---- What --overwrite replaces -------------------------------------------------------------------
 
 def forget_inputs():
-    """Begin a command, which has read nothing yet; several can run in one process."""
+    """Forget the files of an earlier command in this process; called when a command begins."""
     _inputs.clear()
 
 
 def note_inputs(*paths):
     """Note files that this command reads, so that `set_aside` refuses to move them."""
     for path in paths:
-        _inputs.update((os.path.realpath(path), _place(path)))
+        _inputs.update((os.path.realpath(path), _without_folder_links(path)))
 
 
-def _place(path):
-    """Return the path of a file without links to folders; the file itself may be a link."""
+def _without_folder_links(path):
+    """Return the path of a file with links to folders resolved; the file may be a link itself."""
     folder, name = os.path.split(os.path.abspath(path))
     return os.path.join(os.path.realpath(folder), name)
 
@@ -230,7 +233,7 @@ def set_aside(folder, kind, patterns, progress):
     patterns of the new files from which a later command resumes. Raises ConfigError, before
     anything is moved, for a file that this command reads.
     """
-    check_in_place(*_locks)
+    check_in_without_folder_links(*_locks)
     folder, listed = Path(folder), written_files(folder)
     report = written_files(folder / 'before')
     names = _matching([*listed, *(f'before/{name}' for name in [*report, LIST] if report)],
@@ -238,7 +241,7 @@ def set_aside(folder, kind, patterns, progress):
     _refuse_links(folder, names)
     names = sorted(filter(lambda name: os.path.lexists(folder / name), names), key=_is_not_a_seal)
     for name in names:
-        if _place(folder / name) in _inputs:
+        if _without_folder_links(folder / name) in _inputs:
             raise ConfigError(f'{folder / name} is read by this command, and --overwrite would '
                               f'remove it; choose another folder for what is written, or read a '
                               f'copy from elsewhere')

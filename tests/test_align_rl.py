@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import sys
-from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +19,8 @@ import align
 import train
 from align import AlignConfig
 from alignment import objectives, rollouts
-from alignment.advantages import (RL_METHODS, centered, generalized_advantages, leave_one_out,
-                                  soft_overlong, standardized, whitened)
+from alignment.advantages import (RL_METHODS, generalized_advantages, soft_overlong, standardized,
+                                  whitened)
 from alignment.objectives import policy_objective
 from alignment.packed_answers import Answers
 from alignment.prompts import load_prompts, to_prompt
@@ -61,11 +60,6 @@ def test_advantages_are_those_of_plain_loops_and_sum_to_0(name):
     assert np.abs(RL_METHODS[name].advantage(np.full((2, 4), 0.25))).max() == 0
 
 
-def test_the_baseline_of_rloo_scales_the_centered_rewards():
-    rewards = np.random.default_rng(4).normal(size=(3, 5))
-    assert np.allclose(leave_one_out(rewards), centered(rewards) * 5 / 4, atol=1e-12)
-
-
 def test_the_weights_of_tokens_are_the_divisors_of_the_papers():
     counts, used, cfg = np.array([1, 4, 10]), np.array([True, True, False]), AlignConfig(
         max_tokens=20)
@@ -78,12 +72,10 @@ def test_the_weights_of_tokens_are_the_divisors_of_the_papers():
     assert RL_METHODS['dapo'].clip_high == 0.28
 
 
-def test_the_soft_penalty_of_length_is_that_of_dapo_and_trl():
+def test_the_soft_penalty_of_length_is_that_of_dapo():
     lengths = np.array([[1, 5, 6], [8, 9, 10]])
     penalty = soft_overlong(lengths, AlignConfig(max_tokens=10, soft_overlong=5))
     assert np.allclose(penalty, [[0, 0, -0.2], [-0.6, -0.8, -1]])
-    theirs = pytest.importorskip('trl.rewards').get_soft_overlong_punishment(10, 5)
-    assert np.allclose(penalty.ravel(), theirs([[0] * n for n in lengths.ravel()]))
 
 
 # ---- The loss of a step --------------------------------------------------------------------------
@@ -94,17 +86,10 @@ def reward(prompt, answer, row):
 '''
 
 
-@pytest.fixture(scope='module', params=['llama', pytest.param('gemma2', marks=pytest.mark.slow)])
+@pytest.fixture(scope='module')
 def base(request, tmp_path_factory):
     folder = sentencepiece_folder(tmp_path_factory.mktemp('base'), 'llama2')
-    reference_model(request.param, folder, vocab_size=400)
-    return folder
-
-
-@pytest.fixture(scope='module')
-def llama(tmp_path_factory):
-    folder = sentencepiece_folder(tmp_path_factory.mktemp('base'), 'llama2')
-    reference_model('llama', folder, vocab_size=400)
+    reference_model(getattr(request, 'param', 'llama'), folder, vocab_size=400)
     return folder
 
 
@@ -188,10 +173,11 @@ def high(cfg):
     return 0.28 if cfg.method == 'dapo' else 0.2
 
 
-@pytest.mark.parametrize('method', ['rloo', 'grpo', 'gspo', *(
-    pytest.param(method, marks=pytest.mark.slow) for method in ('dr_grpo', 'dapo'))])
-@pytest.mark.parametrize('kl, entropy_coef', [
-    ('none', 0.1), ('loss', 0.0), pytest.param('k3', 0.1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('base, method, kl, entropy_coef', [
+    ('llama', 'rloo', 'loss', 0.0), ('llama', 'grpo', 'k3', 0.1), ('llama', 'gspo', 'loss', 0.0),
+    ('llama', 'dapo', 'none', 0.1), ('llama', 'dr_grpo', 'loss', 0.0),
+    pytest.param('gemma2', 'rloo', 'k3', 0.1, marks=pytest.mark.slow),
+    pytest.param('gemma2', 'gspo', 'k3', 0.1, marks=pytest.mark.slow)], indirect=['base'])
 def test_loss_and_gradients_are_those_of_plain_loops(base, method, kl, entropy_coef, tmp_path,
                                                      monkeypatch):
     cfg = config(base, tmp_path, method=method, kl=kl, entropy_coef=entropy_coef, kl_coef=0.3)
@@ -225,55 +211,6 @@ def test_loss_and_gradients_are_those_of_plain_loops(base, method, kl, entropy_c
         assert 0.1 < values['clip_fraction'] < 0.9 and values['ratio'] != 1
         for name, p in model.named_parameters():
             assert off(p.grad, expected[name]) < 2e-5, name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('method, kl, entropy_coef', [
-    ('grpo', 'k3', 0.1), ('dr_grpo', 'k3', 0.1), ('dapo', 'k3', 0.1), ('gspo', 'k3', 0.0)])
-def test_loss_and_gradients_are_those_of_trl(llama, method, kl, entropy_coef, tmp_path):
-    trainer = pytest.importorskip('trl.trainer.grpo_trainer').GRPOTrainer
-    cfg = config(llama, tmp_path, method=method, kl=kl, entropy_coef=entropy_coef, kl_coef=0.3,
-                 group_size=3)
-    run, model = run_of(cfg)
-    rng = np.random.default_rng(2)
-    answers, rewards = made_up(rng, range(4), 3)
-    packed = rollouts.pack(run, range(4), answers, rewards, 0)
-    shape = len(packed.counts), packed.counts.max()
-    mask = torch.arange(shape[1]) < torch.from_numpy(packed.counts)[:, None]
-    log_p, H, old, reference = (torch.zeros(shape, dtype=torch.float64) for _ in range(4))
-    for a, (i, k) in enumerate(packed.where):
-        n = packed.counts[a]
-        log_p[a, :n], H[a, :n] = plain_log_probs(model, run.sequences[i][0].tolist(),
-                                                 answers[i][k].tokens)
-        old[a, :n], reference[a, :n] = log_p[a, :n].detach() + 0.4 * (
-            torch.from_numpy(rng.normal(size=(2, n))) + rng.normal())
-    packed.old, packed.reference = old[mask].numpy(), reference[mask].numpy()
-    advantages = torch.from_numpy(RL_METHODS[method].advantage(rewards)[tuple(packed.where.T)])
-
-    process = SimpleNamespace(num_processes=1, gather=lambda x: x, gather_for_metrics=lambda x: x,
-                              reduce=lambda x, **_: x, sync_gradients=True)
-    this = SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *_, **__: (log_p, H, None), model=model,
-        aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None,
-        importance_sampling_level='sequence' if method == 'gspo' else 'token', beta=0.3,
-        args=SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1),
-        loss_type='grpo' if method == 'gspo' else method, epsilon_low=0.2, epsilon_high=high(cfg),
-        use_vllm=False, vllm_importance_sampling_correction=False, max_completion_length=12,
-        current_gradient_accumulation_steps=1, accelerator=process, use_adaptive_entropy=False,
-        _entropy_bonus_enabled=entropy_coef > 0, entropy_coef=entropy_coef,
-        _metrics=defaultdict(lambda: defaultdict(list)))
-    ids = torch.zeros(shape, dtype=torch.int64)
-    expected = trainer._compute_loss(this, model, {
-        'prompt_ids': ids, 'prompt_mask': ids, 'completion_ids': ids, 'completion_mask': mask.int(),
-        'advantages': advantages, 'old_per_token_logps': old, 'ref_per_token_logps': reference,
-        'num_items_in_batch': mask.sum()})
-    expected.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    values = train.forward_backward(model, packed, cfg, 'cpu', policy_objective)
-    assert values['loss'].item() == pytest.approx(expected.item(), rel=1e-5)
-    for name, p in model.named_parameters():
-        assert off(p.grad, gradients[name]) < 2e-5, name
 
 
 # ---- Expected gradients, by exact enumeration ----------------------------------------------------
@@ -456,8 +393,8 @@ def test_equal_rewards_of_any_size_have_advantage_0(name):
             assert (whitened(np.full(2 * n, reward), [n, n]) == 0).all()
 
 
-def test_the_entropy_bonus_is_the_mean_over_the_tokens_that_have_a_loss(llama, tmp_path):
-    cfg = config(llama, tmp_path, truncated='mask', entropy_coef=0.5, method='dr_grpo')
+def test_the_entropy_bonus_is_the_mean_over_the_tokens_that_have_a_loss(base, tmp_path):
+    cfg = config(base, tmp_path, truncated='mask', entropy_coef=0.5, method='dr_grpo')
     run, model = run_of(cfg)
     answers, rewards = made_up(np.random.default_rng(5), range(4), 5)
     for group in answers:
@@ -507,8 +444,8 @@ def test_on_a_gpu_ratio_kl_and_the_probabilities_of_decoding_agree(tmp_path, val
     assert abs(first['ratio'] - 1) < 0.05 and abs(last['ratio'] - 1) < 0.3
 
 
-def test_without_adapters_the_model_is_the_base_whatever_they_hold(llama, tmp_path):
-    cfg = config(llama, tmp_path, lora=True, kl='logged')
+def test_without_adapters_the_model_is_the_base_whatever_they_hold(base, tmp_path):
+    cfg = config(base, tmp_path, lora=True, kl='logged')
     run, model = run_of(cfg)
     answers, rewards = made_up(np.random.default_rng(0), range(4), 5)
     before = rollouts.pack(run, range(4), answers, rewards, 0).reference
@@ -520,40 +457,17 @@ def test_without_adapters_the_model_is_the_base_whatever_they_hold(llama, tmp_pa
     assert np.abs(rollouts.log_probs(model, packed, run)[0] - before).max() > 0.1
 
 
-@pytest.mark.parametrize('method', CRITIC_FREE)
-def test_equal_rewards_give_no_gradient(llama, method, tmp_path):
-    cfg = config(llama, tmp_path, method=method)
-    (tmp_path / 'reward.py').write_text('def reward(*_):\n    return 0.7\n')
-    values, packed, model = first_step(cfg)
-    assert values['loss'] == 0 and packed.measured['reward'] == pytest.approx(0.7)
-    assert all((p.grad == 0).all() for p in model.parameters())
-
-
-def test_logits_of_a_rollout_that_are_not_finite_end_the_run(llama, tmp_path):
-    cfg = config(llama, tmp_path)
+def test_logits_of_a_rollout_that_are_not_finite_end_the_run(base, tmp_path):
+    cfg = config(base, tmp_path)
     run, model = run_of(cfg)
     model.decoder.norm.weight.data.fill_(torch.nan)
     with pytest.raises(TrainingError, match='prompt 1 of a step: the model in training gives NaN'):
         rollouts.sample(run, np.array([2, 0]), 0, 3)
 
 
-def test_a_step_raises_what_is_better_than_the_mean(llama, tmp_path):
-    cfg = config(llama, tmp_path, method='rloo', lr=1e-4, grad_clip=0.0)
-    run, model = run_of(cfg)
-    answers, rewards = made_up(np.random.default_rng(5), range(4), 5)
-    packed = rollouts.pack(run, range(4), answers, rewards, 0)
-    before, _ = rollouts.log_probs(model, packed, run)
-    optimizer = train.build_optimizer(model, cfg)
-    optimizer.param_groups[0]['lr'] = optimizer.param_groups[-1]['lr'] = cfg.lr
-    values = rollouts.update(model, optimizer, packed, cfg, 'cpu', policy_objective)
-    change = rollouts.log_probs(model, packed, run)[0] - before
-    assert (change * packed.advantage).sum() > 0
-    assert list(values)[0] == 'loss' and list(values)[-1] == 'grad_norm'
-
-
 @pytest.mark.parametrize('truncated, n_used', [('mask', 1), ('score', 2), ('penalize', 2)])
-def test_a_truncated_answer_is_masked_scored_or_penalized(llama, truncated, n_used, tmp_path):
-    cfg = config(llama, tmp_path, n=1, group_size=2, truncated=truncated,
+def test_a_truncated_answer_is_masked_scored_or_penalized(base, truncated, n_used, tmp_path):
+    cfg = config(base, tmp_path, n=1, group_size=2, truncated=truncated,
                  penalty=-3.0 if truncated == 'penalize' else 0.0)
     run, _ = run_of(cfg)
     long = Answer(0, 0, tokens=[5] * 12, log_probs=[0.0] * 12, entropies=[0.0] * 12, text='e',
@@ -570,8 +484,8 @@ def test_a_truncated_answer_is_masked_scored_or_penalized(llama, truncated, n_us
 
 @pytest.mark.parametrize('values', [{'truncated': 'mask'}, {'lost_accumulation': 20}],
                          ids=['truncated', 'lost'])
-def test_an_answer_without_a_loss_has_no_bonus_for_its_entropy(llama, values, tmp_path):
-    cfg = config(llama, tmp_path, entropy_coef=0.5, **values)
+def test_an_answer_without_a_loss_has_no_bonus_for_its_entropy(base, values, tmp_path):
+    cfg = config(base, tmp_path, entropy_coef=0.5, **values)
     run, model = run_of(cfg)
     answers, rewards = made_up(np.random.default_rng(0), range(4), 5)
     for answer in sum(answers, []):
@@ -596,10 +510,10 @@ def test_an_answer_without_a_loss_has_no_bonus_for_its_entropy(llama, values, tm
 
 
 @pytest.mark.slow
-def test_prompts_with_equal_rewards_are_replaced_as_often_as_is_said(llama, tmp_path,
+def test_prompts_with_equal_rewards_are_replaced_as_often_as_is_said(base, tmp_path,
                                                                         monkeypatch):
     # a prompt of an even number is rewarded alike whatever the answer, others by chance
-    cfg = config(llama, tmp_path, n=8, batch_size=4, method='dapo', resample=2, soft_overlong=4)
+    cfg = config(base, tmp_path, n=8, batch_size=4, method='dapo', resample=2, soft_overlong=4)
     (tmp_path / 'reward.py').write_text(
         'def reward(prompt, answer, row):\n'
         '    return int(prompt.strip(".")[5:]) % 2 and len(answer) % 3\n')
@@ -664,8 +578,8 @@ def test_the_value_loss_is_clipped_around_the_old_value():
 
 @pytest.mark.parametrize('values', [
     {'kl': 'reward'}, {'kl': 'none', 'whiten': 'response'}, {'kl': 'loss', 'discount': 0.9}])
-def test_ppo_is_that_of_plain_loops(llama, values, tmp_path):
-    cfg = config(llama, tmp_path, method='ppo', group_size=2, kl_coef=0.3, value_coef=0.4, **values)
+def test_ppo_is_that_of_plain_loops(base, values, tmp_path):
+    cfg = config(base, tmp_path, method='ppo', group_size=2, kl_coef=0.3, value_coef=0.4, **values)
     run, model = run_of(cfg)
     rng = np.random.default_rng(1)
     answers, scores = made_up(rng, range(4), 2)
@@ -720,20 +634,8 @@ def test_ppo_is_that_of_plain_loops(llama, values, tmp_path):
         assert off(p.grad, gradients[name]) < 2e-5, name
 
 
-def test_whitening_each_answer_pushes_tokens_against_the_sign_of_its_reward(llama, tmp_path):
-    cfg = config(llama, tmp_path, method='ppo', group_size=2, whiten='response')
-    run, _ = run_of(cfg)
-    answers, scores = made_up(np.random.default_rng(0), range(4), 2, sizes=(8, 12))
-    for whiten, against in (('response', True), ('batch', False)):
-        case = replace(run, cfg=replace(cfg, whiten=whiten, gae_lambda=1.0))
-        # the value is 0 and all rewards are positive
-        packed = rollouts.pack(case, range(4), answers, 1 + scores ** 2, 0)
-        sums = np.add.reduceat(packed.advantage, np.cumsum(packed.counts) - packed.counts)
-        assert np.allclose(sums, 0, atol=1e-6) == against
-
-
-def test_with_lost_accumulation_one_answer_of_so_many_has_a_gradient(llama, tmp_path):
-    cfg = config(llama, tmp_path, method='ppo', group_size=1, lost_accumulation=2, updates=3)
+def test_with_lost_accumulation_one_answer_of_so_many_has_a_gradient(base, tmp_path):
+    cfg = config(base, tmp_path, method='ppo', group_size=1, lost_accumulation=2, updates=3)
     run, model = run_of(cfg)
     answers, scores = made_up(np.random.default_rng(0), range(4), 1)
     packed = rollouts.pack(run, range(4), answers, scores, 0)
@@ -747,8 +649,8 @@ def test_with_lost_accumulation_one_answer_of_so_many_has_a_gradient(llama, tmp_
     assert len({mask.tobytes() for mask in kept}) > 1       # drawn anew in each update
 
 
-def test_the_weight_of_the_kl_follows_its_target(llama, tmp_path):
-    cfg = config(llama, tmp_path, method='ppo', kl='reward', kl_coef=0.2, kl_target=6.0,
+def test_the_weight_of_the_kl_follows_its_target(base, tmp_path):
+    cfg = config(base, tmp_path, method='ppo', kl='reward', kl_coef=0.2, kl_target=6.0,
                  kl_horizon=1000, epochs=2)
     align.align(cfg)
     log = log_of(cfg)
@@ -777,9 +679,9 @@ def next_token(folder, prompt):
     {'method': 'rloo', 'kl': 'reward'}, {'method': 'dr_grpo', 'kl': 'loss'},
     {'method': 'ppo', 'kl': 'reward', 'gae_lambda': 1.0}],
     ids=['RLOO, KL in the reward', 'Dr. GRPO, KL in the loss', 'PPO, KL in the reward'])
-def test_a_bandit_converges_to_the_reference_times_the_exponential_reward(llama, values, tmp_path):
+def test_a_bandit_converges_to_the_reference_times_the_exponential_reward(base, values, tmp_path):
     # one prompt and answers of one token: pi ~ ref exp(r / kl_coef) over the vocabulary
-    cfg = config(llama, tmp_path, n=1, group_size=256, max_tokens=1, epochs=90, lr=3e-3,
+    cfg = config(base, tmp_path, n=1, group_size=256, max_tokens=1, epochs=90, lr=3e-3,
                  kl_coef=0.4, max_length=40, pack_len=40, grad_clip=0.0, warmup=0.0,
                  log_every=1000, **values)
     (tmp_path / 'reward.py').write_text(
@@ -802,8 +704,8 @@ def test_a_bandit_converges_to_the_reference_times_the_exponential_reward(llama,
 @pytest.mark.slow
 @pytest.mark.parametrize('values', [
     {'resample': 2, 'group_size': 2}, {'lora': True}, {'method': 'ppo', 'kl_target': 1.0}])
-def test_a_killed_run_resumes_to_the_same_answers_and_weights(llama, tmp_path, values):
-    cfg = config(llama, tmp_path, epochs=8, save_every=2, updates=2, kl='reward', kl_horizon=100,
+def test_a_killed_run_resumes_to_the_same_answers_and_weights(base, tmp_path, values):
+    cfg = config(base, tmp_path, epochs=8, save_every=2, updates=2, kl='reward', kl_horizon=100,
                  **values)
     align.align(cfg)
     again = replace(cfg, out_dir=str(tmp_path / 'again'))
@@ -822,10 +724,10 @@ def test_a_killed_run_resumes_to_the_same_answers_and_weights(llama, tmp_path, v
 
 
 @pytest.mark.slow
-def test_a_reward_model_scores_answers_as_in_its_training(llama, tmp_path):
+def test_a_reward_model_scores_answers_as_in_its_training(base, tmp_path):
     pairs = [{'prompt': f'Name {i}', 'chosen': 'Red.', 'rejected': 'Seven!'} for i in range(4)]
     write_rows(tmp_path / 'pairs.jsonl', pairs)
-    cfg = config(llama, tmp_path, n=4)
+    cfg = config(base, tmp_path, n=4)
     folder = tmp_path / 'reward'
     align.align(AlignConfig(
         method='reward', data=str(tmp_path / 'pairs.jsonl'), out_dir=str(folder), epochs=20,
@@ -855,8 +757,8 @@ def test_a_reward_model_scores_answers_as_in_its_training(llama, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_raises_its_reward_and_scores_held_out_prompts(llama, tmp_path, capsys):
-    cfg = config(llama, tmp_path, n=6, batch_size=4, val_size=2, epochs=12, val_every=6, lr=4e-3,
+def test_a_run_raises_its_reward_and_scores_held_out_prompts(base, tmp_path, capsys):
+    cfg = config(base, tmp_path, n=6, batch_size=4, val_size=2, epochs=12, val_every=6, lr=4e-3,
                  group_size=16, method='dr_grpo', pictures=True)
     (tmp_path / 'reward.py').write_text('def reward(prompt, answer, row):\n'
                                         '    return float(len(answer) < 20)\n')
@@ -1062,8 +964,8 @@ def test_settings_of_rewards_without_sense_are_refused(values, message):
         align.check_align_config(AlignConfig(**values))
 
 
-def test_a_row_without_the_answer_of_the_reward_is_found_before_training(llama, tmp_path):
-    cfg = replace(config(llama, tmp_path), reward='exact:gsm8k')
+def test_a_row_without_the_answer_of_the_reward_is_found_before_training(base, tmp_path):
+    cfg = replace(config(base, tmp_path), reward='exact:gsm8k')
     write_rows(Path(cfg.data), [{'question': 'Why?', 'answer': 'So. #### 3'},
                                 {'question': 'Why?', 'answer': '3'}, {'question': 'Why?'}])
     with pytest.raises(DataError, match=r"prompts.jsonl:2: the answer has no '####'"):
@@ -1075,14 +977,14 @@ def test_a_row_without_the_answer_of_the_reward_is_found_before_training(llama, 
         run_of(replace(cfg, reward='exact:qa'))
 
 
-def test_an_unknown_reward_is_refused_and_an_edited_one_is_another_run(llama, tmp_path):
+def test_an_unknown_reward_is_refused_and_an_edited_one_is_another_run(base, tmp_path):
     with pytest.raises(ConfigError, match="'good', .* exact or rlcr of a task .triviaqa, "):
         load_reward('good', 'cpu', None, 'tulu')
     with pytest.raises(ConfigError, match='not a program; take exact:humaneval'):
         load_reward('rlcr:humaneval', 'cpu', None, 'tulu')
     with pytest.raises(CheckpointError, match='is not a model folder: it has no config.json'):
         load_reward(str(tmp_path), 'cpu', None, 'tulu')
-    cfg = config(llama, tmp_path)
+    cfg = config(base, tmp_path)
     digests = {run_of(cfg)[0].sequences.digest}
     (tmp_path / 'reward.py').write_text(REWARD + '# edited\n')
     assert run_of(cfg)[0].sequences.digest not in digests

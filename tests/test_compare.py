@@ -20,6 +20,9 @@ from test_prediction_files import harness_rows, write_old
 from test_report import tabulars
 
 
+MEASURES = '--metrics=accuracy,entropy_bits,ece,rmsce'      # by default, and those that you add
+
+
 def run_compare(*arguments):
     compare.main([*map(str, arguments)])
 
@@ -62,7 +65,7 @@ def test_runs_of_one_seed_are_compared_over_questions(tmp_path, capsys, rendered
     for sample in sharp:
         sample['log_probs'] = [5 * x for x in sample['log_probs']]
     write_rows(tmp_path / 'sharp' / 'samples.jsonl', sharp)
-    run_compare(tmp_path / 'a', tmp_path / 'sharp', '--n_bootstrap=200',
+    run_compare(tmp_path / 'a', tmp_path / 'sharp', MEASURES, '--n_bootstrap=200',
                 f'--out_dir={tmp_path / "out"}')
     printed = capsys.readouterr().out
     assert '\nmmlu (prompt format mmlu, 5 shots, letters, token)\n' in printed
@@ -116,7 +119,8 @@ def test_an_ensemble_is_one_more_row(tmp_path, capsys):
     probs[1] = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
     mean, labels = np.mean(probs, 0)[2:], np.array([s['answer'] for s in rows[0]])[2:]
 
-    run_compare(*folders, '--ensemble', '--n_bootstrap=50', f'--out_dir={tmp_path / "out"}')
+    run_compare(*folders, MEASURES, '--ensemble', '--n_bootstrap=50',
+                f'--out_dir={tmp_path / "out"}')
     printed = capsys.readouterr().out
     row = csv_rows(tmp_path / 'out' / 'compare.csv')[-1]
     assert (row['run'], row['model'], row['n']) == ('ensemble of 3', 'base', '118')
@@ -150,7 +154,7 @@ def test_latex_of_a_comparison_marks_the_best(tmp_path, monkeypatch, capsys):
     assert r'\confint{' not in (tmp_path / 'out' / 'compare.tex').read_text()
     capsys.readouterr()
     write_run(a, result=pooled | sample | {'measured_by': report.measured_by()})
-    lines = compare_csv_of([a, b], tmp_path / 'out', '--n_bootstrap=20')
+    lines = compare_csv_of([a, b], tmp_path / 'out', MEASURES, '--n_bootstrap=20')
     assert [line.get('sample_of') for line in lines] == ['500', '']
     table, differences, changes = tabulars((tmp_path / 'out' / 'compare.tex').read_text())
     printed = capsys.readouterr().out

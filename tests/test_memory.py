@@ -1,6 +1,5 @@
 """memory.py: the number of rows per forward pass"""
 
-import dataclasses
 import json
 import re
 
@@ -55,19 +54,29 @@ def test_the_run_writes_down_what_it_chose_and_resumes_with_it(small_world, tmp_
     assert code and 'micro_rows = 3, not 2' in error
 
 
-def test_too_little_memory_in_the_first_step_halves_the_rows(tmp_path, capsys):
-    tried, cfg = [], train.TrainConfig(out_dir=str(tmp_path), micro_rows=5)
+def test_too_little_memory_in_the_first_step_halves_the_rows(tmp_path, capsys, monkeypatch):
+    tried, cfg = [], train.TrainConfig(out_dir=str(tmp_path))
+    run = train.Run(cfg, *[None] * 10)
 
-    def run(cfg, limit=2):
-        tried.append(cfg.micro_rows)
-        if cfg.micro_rows > limit:
-            raise torch.OutOfMemoryError('CUDA out of memory')
-    train.fit_into_memory(run, cfg)
+    def fit(most, first=5):
+        def step(run):
+            tried.append(run.cfg.micro_rows)
+            if run.cfg.micro_rows > most:
+                raise torch.OutOfMemoryError('CUDA out of memory')
+        monkeypatch.setattr(memory, 'row_counts', lambda run: [])
+        monkeypatch.setattr(memory, 'pick_micro_rows', lambda *_: first)
+        memory.fit_into_memory(step, run)
+    fit(2)
     assert tried == [5, 2] and 'again with 2 rows' in capsys.readouterr().out
     with pytest.raises(torch.OutOfMemoryError):         # one row does not fit either
-        train.fit_into_memory(lambda cfg: run(cfg, 0), cfg)
+        fit(0)
     assert tried[2:] == [5, 2, 1]
+    run.cfg.micro_rows = 4      # a number that was set is kept
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(2)
+    assert tried[5:] == [4]
+    run.cfg.micro_rows = None
     (tmp_path / 'log.jsonl').write_text(json.dumps({'step': 1}))
     with pytest.raises(torch.OutOfMemoryError):         # in a later step: nothing is repeated
-        train.fit_into_memory(run, dataclasses.replace(cfg, micro_rows=4))
-    assert tried[5:] == [4]
+        fit(2)
+    assert tried[6:] == [5]

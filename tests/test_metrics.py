@@ -117,14 +117,11 @@ def test_metrics_equal_their_literal_formulas(case, n_bins):
     expected = literal_gap(confidence, correct, by_mass)
     assert metrics.ece_equal_mass(probs, labels, n_bins) == exactly(expected)
 
-    static = [literal_gap(probs[:, j], labels == j, by_width) for j in range(k)]
-    assert metrics.sce(probs, labels, n_bins) == exactly(np.mean(static))
-
-    sizes = np.diff([round(r * n / chunks) for r in range(chunks + 1)])
-    adaptive = [
-        literal_gap(probs[:, j], labels == j, equal_mass_bin(probs[:, j], sizes)) for j in range(k)
-    ]
-    assert metrics.ace(probs, labels, n_bins) == exactly(np.mean(adaptive))
+    bits = -sum(x * math.log2(x) for row in probs for x in row if x) / n
+    assert metrics.entropy(probs, labels) == exactly(bits)
+    assert metrics.entropy(probs, labels, unit='nats') == exactly(bits * math.log(2))
+    assert metrics.entropy(probs, labels, unit='share') == exactly(
+        bits / math.log2(k) if k > 1 else 0)
 
     onehot = np.eye(k)[labels]
     assert metrics.brier(probs, labels) == exactly(((probs - onehot) ** 2).sum() / n)
@@ -181,32 +178,6 @@ def test_metrics_ignore_the_order_of_rows(case, shuffler):
     for key, value in before.items():
         if 'hendrycks' not in key:      # whose ties stay in the order given
             assert after[key] == pytest.approx(value, rel=0, abs=1e-12, nan_ok=True), key
-
-
-@pytest.mark.slow
-@small
-@given(predictions())
-def test_metrics_stay_in_their_ranges(case):
-    probs, labels = case
-    k, values = probs.shape[1], metrics.report(probs, labels)
-    for key, value in values.items():
-        if MEASURES.get(key) and MEASURES[key].higher_is_better is False and key not in (
-                'nll', 'brier', 'lac_size', 'aps_size') and '_calibration' not in key and (
-                '_refinement' not in key):
-            assert -1e-12 <= value <= 1 + 1e-12, key
-    bits = values['entropy_bits']
-    assert -1e-12 <= bits <= math.log2(k) + 1e-12
-    assert values['entropy_nats'] == exactly(bits * math.log(2))
-    assert values['entropy_share'] == exactly(bits / math.log2(k) if k > 1 else 0)
-    assert 1 / k - 1e-12 <= values['confidence'] <= 1
-    assert -1e-12 <= values['nll'] <= 36.05 and 0 <= values['brier'] <= 2
-    for key in ('ks_error', 'ece_sweep'):
-        assert values[key] >= abs(values['gap']) - 1e-9, key
-    assert values['brier_top_label'] == exactly(values['reliability'] - values['resolution']
-                                                + values['uncertainty'] + values['within_bin'])
-    assert metrics.accuracy_at_coverage(probs, labels, 1) == exactly(values['accuracy'])
-    covered = metrics.coverage_at_accuracy(probs, labels, 0.5)
-    assert covered == 0 or metrics.accuracy_at_coverage(probs, labels, covered) >= 0.5 - 1e-12
 
 
 @pytest.mark.parametrize('n, k', [(1, 2), (100, 10), (250, 3)])
@@ -465,23 +436,18 @@ def test_refinement_is_that_of_probmetrics():      # 1.3.0, fitted on all rows
         assert {key: report[key] for key in keys} == expected
 
 
-@pytest.mark.slow
-@small
-@given(predictions())
-def test_recalibration_by_a_temperature_leaves_the_refinement_as_it_is(case):
-    probs, labels = case
-    scores = 3 * np.log(np.maximum(probs, 1e-4))
-    parts = metrics.refinement(metrics.softmax(scores), labels, scores=scores)
-    for loss in ('nll', 'brier'):
-        whole = parts[f'{loss}_refinement'] + parts[f'{loss}_calibration']
-        more = {'scores': scores} if loss == 'nll' else {}
-        assert whole == exactly(getattr(metrics, loss)(metrics.softmax(scores), labels, **more))
-    assert parts['nll_calibration'] >= -1e-12
-    grid = [metrics.nll(metrics.softmax(scores / t), labels, scores=scores / t)
-            for t in np.geomspace(1e-3, 1e3, 40)]
-    assert parts['nll_refinement'] <= min(grid) + 1e-9
-    cooler = metrics.refinement(metrics.softmax(scores / 2), labels, scores=scores / 2)
-    assert cooler['nll_refinement'] == pytest.approx(parts['nll_refinement'], abs=2e-3)
+def test_recalibration_by_a_temperature_leaves_the_refinement_as_it_is():
+    probs, labels = golden_case('small_4')
+    scores = 3 * np.log(probs) + 7
+    parts, cooler = (metrics.refinement(metrics.softmax(x), labels, scores=x)
+                     for x in (scores, scores / 2))
+    for key, value in metrics.refinement(probs, labels).items():
+        if 'refinement' in key:
+            assert parts[key] == exactly(value) == exactly(cooler[key])
+    for loss, more in (('nll', {'scores': scores}), ('brier', {})):
+        whole = getattr(metrics, loss)(metrics.softmax(scores), labels, **more)
+        assert parts[f'{loss}_refinement'] + parts[f'{loss}_calibration'] == exactly(whole)
+    assert parts['nll_calibration'] > cooler['nll_calibration'] > 0
 
 
 def test_refinement_of_a_label_of_probability_0_is_finite():

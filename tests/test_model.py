@@ -12,9 +12,11 @@ from safetensors.torch import load_file
 
 import attention
 import model as models
+import triton_ops
 from attention import (ExplicitMask, FlexMask, TreeMask, in_order, visible_blocks,
                        visible_keys)
 from data import packing
+from decoding.cache import keys_to_keep
 from runtime import checkpoint
 from triton_ops import tree_kernel
 
@@ -238,6 +240,47 @@ def test_blocks_of_a_mask_hold_what_each_token_sees(T, M, N, window):
         count, order = in_order(seen)
         for row, n, blocks in zip(seen.flatten(0, 1), count.flatten(), order.flatten(0, 1)):
             assert blocks[:n].tolist() == row.nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize('window, softcap', [(None, None), (5000, 30.0)])
+@pytest.mark.parametrize('name, edited', [
+    ('visible_blocks', lambda *x: [visible_blocks(*x)[0]] * 2),
+    ('visible_blocks', lambda *x: [visible_blocks(*x)[1]] * 2),
+    ('sees', lambda i, j, i_at, j_at, end, window: (j <= i) & (i < 2 * end)),
+    ('cap_scores', lambda softcap: lambda score, *_: score / 2),
+    ('', None)])
+def test_flex_attention_that_an_edit_left_behind_is_not_used(name, edited, window, softcap,
+                                                             monkeypatch, capsys):
+    triton_ops.agree.cache_clear()
+    monkeypatch.setattr(triton_ops, 'available', lambda x: True)
+    if name:
+        monkeypatch.setattr(attention, name, edited)
+    kind = attention.fastest(torch.zeros(1), 16, [window], softcap)
+    # the blocks follow from another rule; it reaches the rest of FlexMask
+    agrees = not name or name == 'cap_scores' and not softcap
+    assert kind == ('flex' if agrees else 'explicit')
+    assert capsys.readouterr().out.count('so the kernel is not used') == (not agrees)
+    triton_ops.agree.cache_clear()
+
+
+def test_a_rule_that_is_not_causal_reaches_rows_of_one_document(tmp_path, monkeypatch):
+    reference_model('llama', tmp_path)
+    model, tokens = checkpoint.load(tmp_path), torch.randint(0, 211, (1, 20))
+    positions, ends = whole_rows(tokens)
+    before, rule = model(tokens, positions, None), attention.sees
+    assert torch.allclose(before, model(tokens, positions, ends), atol=1e-5)
+    monkeypatch.setattr(attention, 'sees', lambda i, j, *rest: rule(i, j, *rest) & (i - j < 3))
+    after = model(tokens, positions, None)
+    assert torch.equal(after, model(tokens, positions, ends)) and not torch.allclose(
+        after, before, atol=1e-2)
+
+
+def test_a_cache_keeps_what_the_last_token_sees(monkeypatch):
+    sizes = [keys_to_keep(window, 20) for window in (None, 20, 30, 7, 1)]
+    assert sizes == [20, 20, 20, 7, 1]
+    rule = attention.sees
+    monkeypatch.setattr(attention, 'sees', lambda i, j, *rest: rule(i, j, *rest) | (j == 2))
+    assert keys_to_keep(7, 20) == 18
 
 
 @pytest.mark.slow

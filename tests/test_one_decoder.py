@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from common import DEVICES, HERE, documents, head_of_32, reference_model, whole_rows
 from safetensors.torch import load_model, save_model
 
+import attention
 import model as models
 import triton_ops
 import scoring
@@ -22,9 +23,10 @@ from runtime import checkpoint
 from decoding.sampling import Sampling
 
 FAMILIES = ['llama', 'gemma2', 'neox', 'gemma3', 'cohere', 'olmo3', 'phi3', 'opt']
-EDITS = {       # what a reader edits: the class of which method, or a function
-    'block': models.Block, 'attention': models.Attention, 'mlp': models.MLP, 'norm': models.Norm,
-    'rotary_angles': None}
+EDITS = {       # what a reader edits: a method of a class, or a function
+    'block': (models.Block, 'forward'), 'attention': (models.Attention, 'forward'),
+    'mlp': (models.MLP, 'forward'), 'norm': (models.Norm, 'forward'),
+    'mask': (attention.ExplicitMask, 'attend'), 'rotary_angles': None, 'sees': None}
 
 
 def random_tree(seed):
@@ -36,7 +38,7 @@ def random_tree(seed):
 START = 7       # of the options of a tree
 TREES = [random_tree(seed) for seed in range(2)]
 TEXTS = documents(0, [30, 17])
-PROMPT = [5, 60, 7, 11, 90]
+PROMPT = [5, 60, 7, 11, 90, 4, 8, 150, 33, 12]      # longer than the window of Gemma 2 and others
 
 
 @pytest.fixture
@@ -46,7 +48,9 @@ def calls_of_kernels(device, monkeypatch):
     if device == 'cpu':
         if torch.cuda.is_available():
             pytest.skip("Triton's interpreter runs where there is no GPU")
-        monkeypatch.setattr(triton_ops, 'kernels_apply', lambda x: not torch.is_grad_enabled())
+        for name in ('kernels_apply', 'available'):
+            monkeypatch.setattr(triton_ops, name, lambda x: not torch.is_grad_enabled())
+
     def recorded(name, kernel):
         def call(*arguments, **options):
             calls.append(name)
@@ -55,21 +59,33 @@ def calls_of_kernels(device, monkeypatch):
 
     for name in ('norm_kernel', 'rotate_kernel', 'gate_kernel'):
         monkeypatch.setattr(models, name, recorded(name, getattr(models, name)))
-    return calls
+    for name in ('tree_kernel', 'decode_kernel'):
+        monkeypatch.setattr(triton_ops, name, recorded(name, getattr(triton_ops, name)))
+    triton_ops.agree.cache_clear()
+    yield calls
+    triton_ops.agree.cache_clear()
+
+
+def edited_rule(i, j, i_position, j_position, j_end, window):
+    """No token sees the second one of its text, and each sees the first one beyond its window."""
+    visible = (j <= i) & (i < j_end) & ((j_position != 1) | (i_position == 1))
+    return visible if window is None else visible & (
+        (i_position - j_position < window) | (j_position == 0))
 
 
 def edit(what, monkeypatch):
     if what == 'rotary_angles':
         angles = models.rotary_angles
         monkeypatch.setattr(models, what, lambda positions, *more: angles(3 * positions, *more))
+    elif what == 'sees':
+        monkeypatch.setattr(attention, what, edited_rule)
     else:
-        edited = EDITS[what]
-        original = edited.forward
+        original = getattr(*EDITS[what])
 
-        def forward(*arguments):    # a norm after it would undo a multiplication by a number
+        def edited(*arguments):     # a norm after it would undo a multiplication by a number
             y = original(*arguments)
             return y - 2 * y.roll(1, -1)
-        monkeypatch.setattr(edited, 'forward', forward)
+        monkeypatch.setattr(*EDITS[what], edited)
 
 
 def measured(model, device):
@@ -108,10 +124,10 @@ def plain(model, device, drawn):
 @pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('name', ['llama', *(pytest.param(name, marks=pytest.mark.slow)
                                              for name in FAMILIES if name != 'llama')])
-@pytest.mark.parametrize('what', ['block', 'norm', 'rotary_angles', *(
-    pytest.param(what, marks=pytest.mark.slow) for what in ('attention', 'mlp'))])
+@pytest.mark.parametrize('what', ['block', 'sees', *(
+    pytest.param(what, marks=pytest.mark.slow) for what in EDITS if what not in ('block', 'sees'))])
 def test_an_edit_moves_training_evaluation_and_sampling_alike(what, name, device, monkeypatch,
-                                                              calls_of_kernels, tmp_path):
+                                                              calls_of_kernels, tmp_path, capsys):
     if (what, name) == ('rotary_angles', 'opt'):
         pytest.skip('OPT has learned positions')
     # Cohere's usual scale of the logits is so small that their rounding would hide an edit
@@ -124,6 +140,12 @@ def test_an_edit_moves_training_evaluation_and_sampling_alike(what, name, device
         edit(what, patch)
         ours, drawn = measured(model, device)
         assert ('norm_kernel' if name == 'opt' else 'rotate_kernel') in calls_of_kernels
+        # two kernels are compared with the edited mask, for one or two windows, and not used
+        n, windows = map(calls_of_kernels.count, ('tree_kernel', 'decode_kernel')), len(
+            {*model.config.windows})
+        assert all(k <= windows if what in ('sees', 'mask') else k > windows for k in n)
+        notes = capsys.readouterr().out.count('so the kernel is not used')
+        assert (notes > 0) == (what in ('sees', 'mask'))
         calls_of_kernels.clear()
         edited = plain(model, device, drawn)
     unedited = plain(model, device, drawn)
@@ -131,7 +153,21 @@ def test_an_edit_moves_training_evaluation_and_sampling_alike(what, name, device
     for use, values in ours.items():
         error, change = (np.abs(np.subtract(values, x[use])).max() for x in (edited, unedited))
         tolerance = 1e-4 if device == 'cpu' else 0.6 * change     # a missed edit: 1
-        assert error < tolerance and change > 0.02, (use, error, change)
+        assert error < tolerance and change > 0.01, (use, error, change)
+
+
+@pytest.mark.parametrize('device', DEVICES)
+def test_one_constant_turns_off_the_kernels_of_attention(device, monkeypatch, calls_of_kernels,
+                                                         tmp_path):
+    reference_model('llama', tmp_path, num_hidden_layers=1, **head_of_32('llama'))
+    for kind, expected in (('auto', {'tree_kernel', 'decode_kernel'}), ('explicit', set())):
+        monkeypatch.setattr(models, 'IMPLEMENTATION', kind)
+        calls_of_kernels.clear()
+        model = checkpoint.load(tmp_path, device, torch.bfloat16)
+        scoring.option_log_probs(model, TREES[:1], pack_len=16)
+        [*generate.generate(model, [PROMPT], Sampling(max_tokens=2))]
+        assert {*calls_of_kernels} & {'tree_kernel', 'decode_kernel'} == expected
+        assert 'norm_kernel' in calls_of_kernels
 
 
 def random(*shape, device, dtype=torch.float32):

@@ -4,6 +4,9 @@ A recipe is a section of a page. Its steps are python blocks behind a sentence t
 and where the block goes, and that ends with a colon:
 
     In `train.py`, add to `SCHEDULES`:          rows, at the end of that table
+    In `train.py`, add to `TrainConfig`:        fields, at the end of that class
+    At the end of `check_config`:               lines, at the end of that function
+    As the last line of `learning_rate`:        lines, instead of its last statement
     In `model.py`, after `class Attention`:     lines, after the statement that begins so
     In `fused_ce.py`, add the function:         before the table that the next step extends
 
@@ -13,6 +16,8 @@ and where the block goes, and that ends with a colon:
 import ast
 import re
 import shutil
+import subprocess
+import sys
 import textwrap
 
 import pytest
@@ -30,17 +35,26 @@ def section(page, heading):
 
 
 def steps(text):
-    """Yield (file, kind, name, block) of every step; kind: 'to' a table, 'after', or 'add'."""
+    """Yield (file, kind, name, block) of every step.
+
+    kind: 'to' a table, 'after', 'end' of a class or function, 'last' statement of it, or 'add'
+    """
     file = None
     for sentence, block in STEP.findall(text):
         sentence = ' '.join(sentence.split())
         file = next(iter(re.findall(r'\b[Ii]n `([\w/]+\.py)`', sentence)), file)
         table = re.search(r'\b(?:to|in) `([A-Z_]+)`$', sentence)
         after = re.search(r'\bafter `([^`]+)`$', sentence)
+        end = re.search(r'\bat the end of `(\w+)`$|\badd to `([A-Z]\w*[a-z]\w*)`$', sentence, re.I)
+        last = re.search(r'\bas the last line of `(\w+)`$', sentence, re.I)
         if file and table:
             yield file, 'to', table[1], block
         elif file and after:
             yield file, 'after', after[1], block
+        elif file and end:
+            yield file, 'end', end[1] or end[2], block
+        elif file and last:
+            yield file, 'last', last[1], block
         elif file and re.search(r'\badd the functions?\b', sentence):
             yield file, 'add', None, block
 
@@ -81,6 +95,11 @@ def apply(text, root):
         elif kind == 'after':
             _, last = statement(lines, name)
             lines.insert(last, f'\n\n{block}')
+        elif kind in ('end', 'last'):
+            body = next(node.body for node in ast.parse(''.join(lines)).body
+                        if getattr(node, 'name', None) == name)
+            first = body[-1].lineno - 1 if kind == 'last' else body[-1].end_lineno
+            lines[first:body[-1].end_lineno] = [textwrap.indent(block, '    ')]
         else:
             table = next(step[2] for step in todo[i:] if step[0] == file and step[1] == 'to')
             first, _ = statement(lines, f'{table} =')
@@ -89,6 +108,9 @@ def apply(text, root):
             lines.insert(first, f'{block}\n\n')
         (root / file).write_text(''.join(lines))
 
+
+# the tests of the tables that the recipes extend
+ROOMS = ('align', 'compare', 'configs', 'docs', 'metrics', 'report', 'study', 'train')
 
 RECIPES = {     # (page, heading): a program that shows that the recipe works, run in the copy
     ('metrics.md', 'Add a metric'): """
@@ -122,6 +144,21 @@ from train import TrainConfig, learning_rate
 from runtime.config import load_config
 cfg = load_config(TrainConfig, ['--schedule=wsd', '--lr=1.0', '--warmup_steps=1'])
 assert [round(learning_rate(step, 101, cfg), 3) for step in (50, 80, 91)] == [1, 1, 0.5]
+""",
+    ('training.md', 'A setting of your own'): """
+from train import TrainConfig, check_config, learning_rate
+from runtime.config import load_config
+from runtime.errors import ConfigError
+arguments = ['--model=m', '--data=d', '--out_dir=o', '--cache_dir=c', '--lr=1.0']
+cfg = load_config(TrainConfig, [*arguments, '--min_lr=0.25', '--warmup_steps=1'])
+check_config(cfg)
+assert [learning_rate(step, 101, cfg) for step in (51, 96)] == [0.5, 0.25]
+try:
+    check_config(load_config(TrainConfig, [*arguments, '--min_lr=-1']))
+except ConfigError as error:
+    assert 'min_lr = -1.0' in str(error)
+else:
+    raise AssertionError('min_lr = -1 is accepted')
 """,
     ('models.md', 'A family of your own'): """
 import torch, transformers
@@ -200,14 +237,29 @@ assert 'Answer these questions about life.' in text and 'Q: Why?' in text and 'A
 }
 
 
+def copy(root):
+    """Return `root`, a new copy of the repository."""
+    shutil.copytree(HERE, root, ignore=shutil.ignore_patterns('.*', 'assets', 'out', 'build'))
+    return root
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('page, heading', list(RECIPES))
 def test_a_recipe_of_the_docs_works_in_a_copy_of_the_repository(page, heading, tmp_path):
-    root = tmp_path / 'copy'
-    shutil.copytree(HERE, root, ignore=shutil.ignore_patterns(
-        '.*', 'study', 'assets', 'out', 'build', '*.png'))
+    root = copy(tmp_path / 'copy')
     apply(section(page, heading), root)
     (root / 'recipe.py').write_text(RECIPES[page, heading])
     process = start_script('recipe.py', root=root)
     _, errors = process.communicate()
     assert process.returncode == 0, errors
+
+
+@pytest.mark.slow
+def test_the_tests_that_a_contributor_runs_pass_with_every_recipe(tmp_path):
+    root = copy(tmp_path / 'copy')
+    for page, heading in RECIPES:
+        apply(section(page, heading), root)
+    done = subprocess.run(
+        [sys.executable, '-m', 'pytest', '-q', '-n0', '-p', 'no:cacheprovider', '-m', 'not slow',
+         *(f'tests/test_{name}.py' for name in ROOMS)], cwd=root, text=True, capture_output=True)
+    assert done.returncode == 0, done.stdout[-3000:]

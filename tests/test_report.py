@@ -68,7 +68,7 @@ def without(row, key):
     return {k: v for k, v in row.items() if k != key}
 
 
-OBJECT, FINITE = 'it is no JSON object', 'must be a finite number'
+OBJECT, FINITE = 'no JSON object', 'must be a finite number'
 WRONG_TOKENS = [
     (without(TOKEN, 'id'), 'id must be text, not None'), (without(TOKEN, 'prompt'), 'prompt must'),
     (without(TOKEN, 'entropy'), f'entropy {FINITE}'), *((TOKEN | wrong, message)
@@ -78,9 +78,9 @@ WRONG_TOKENS = [
         ({'entropy': float('nan')}, f'entropy {FINITE}'),
         ({'log_prob': -10**400}, f'log_prob {FINITE}'),
         ({'correct': 1}, 'correct must be true or false'),
-        ({'confidence': 1.5}, 'confidence must be from 0 to 1'),
-        ({'log_prob': 0.5}, 'log_prob must be at most 0'),
-        ({'entropy': -1.0}, 'entropy must be at least 0'),
+        ({'confidence': 1.5}, 'confidence must be a finite number from 0 to 1'),
+        ({'log_prob': 0.5}, 'log_prob must be a finite number of at most 0'),
+        ({'entropy': -1.0}, 'entropy must be a finite number of at least 0'),
         ({'greedy': WRITTEN, 'answers': []}, 'answers must be a list of answers'),
         ({'greedy': WRITTEN, 'answers': 'no'}, 'answers must be a list of answers'),
         ({'greedy': WRITTEN, 'answers': [5]}, 'must be answers, not 5'),
@@ -100,12 +100,12 @@ WRONG_QUESTIONS = [(question(**wrong), message) for wrong, message in (
     ({'category': 3}, 'category must be text'),
     ({'log_probs': [-1e308, -1.0]}, 'finite and at most 0'),
     ({'log_probs': [-1.0]}, 'differ in length'), ({'log_probs': 'no'}, 'a list of num'),
-    ({'log_probs': [None, -1.0]}, 'log_probs must be a list of numbers'),
+    ({'log_probs': [None, -1.0]}, 'log_probs must be a list of numbers, finite'),
     ({'log_probs': [float('nan'), -1.0]}, 'finite and at most 0, not .nan'),
     ({'log_probs': [-10**400, -1.0]}, 'finite and at most 0'),
     ({'log_probs': [0.5, -1.0]}, 'at most 0, not .0.5'),
-    ({'n_tokens': None}, 'n_tokens must be a list of numbers, not None'),
-    ({'n_tokens': [0, 1]}, 'n_tokens must be 1 or more'),
+    ({'n_tokens': None}, 'n_tokens must be a list of whole numbers, 1 or more, not None'),
+    ({'n_tokens': [0, 1]}, 'whole numbers, 1 or more, not .0, 1.'),
     ({'n_tokens': [1, None]}, 'n_tokens must be a list'),
     ({'options': [1, 2]}, 'options must be a list of text'),
     ({'options': None}, 'options must be a list of text'), ({'answer': 2}, 'answer must be the'),

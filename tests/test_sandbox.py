@@ -18,7 +18,7 @@ from data import code_tasks
 from data.code_tasks import Problem, check, load_problems, solution_source
 from data.written_answers import WRITTEN_TASKS
 from runtime.errors import ConfigError, DataError
-from runtime.sandbox import Outcome, require_sandbox, run_program
+from runtime.sandbox import ISOLATIONS, Outcome, require_sandbox, run_program
 from runtime.sandbox_child import from_json, to_json
 
 if sys.platform != 'linux':
@@ -36,6 +36,12 @@ def namespaces():
         pytest.skip(str(error))
 
 
+@pytest.fixture
+def allowed(request):
+    """A function that skips the test if this machine does not allow an isolation."""
+    return lambda isolation: isolation == 'limits' or request.getfixturevalue('namespaces')
+
+
 # ---- Programs that harm, {name: (source, what the reason says)} ----------------------------------
 
 EVERYTHING = '''
@@ -48,45 +54,33 @@ def add(a, b): return Everything(*arguments)
 '''
 
 HOSTILE = {
-    'fork bomb': ('import os\nwhile True:\n    os.fork()', 'PermissionError'),
     'fork by another name': (
         'import ctypes\nlibc = ctypes.CDLL(None)\n'
         'made = [libc.syscall(n, 17, 0, 0, 0, 0) for n in (56, 57, 58, 220, 435)]\n'
         'def add(a, b): return 5 if set(made) != {-1} else 7', 'AssertionError'),
     'threads': ('import threading, time\nwhile True:\n'
                 '    threading.Thread(target=time.sleep, args=(100,)).start()', 'RuntimeError'),
-    'a daemon that outlives': ('import subprocess\n'
-                               'subprocess.Popen(["sleep", "1000"], start_new_session=True)',
-                               'PermissionError'),
     'becomes a shell': ('import os\nos.execv("/bin/sh", ["sh", "-c", "echo 5"])',
                         'PermissionError|FileNotFoundError'),
     'fills the disk with one file': ('with open("/tmp/x", "wb") as file:\n'
                                      '    while True: file.write(bytes(1 << 20))', 'OSError'),
     'prints a gigabyte': ('while True: print("x" * (1 << 20))', 'ended|OSError|CPU time'),
     'allocates memory': ('x = bytearray(1 << 34)', 'MemoryError'),
-    'allocates memory bit by bit': ('x = []\nwhile True: x.append(bytearray(1 << 20))',
-                                    'MemoryError'),
     'memory that belongs to no process': (
         'import os\nos.memfd_create("x")', 'PermissionError'),
     'hangs in C': ('x = pow(10 ** 8, 10 ** 8)', 'CPU time'),
-    'hangs in a regular expression': ('import re\nre.match("(a+)+$", "a" * 99 + "b")', 'CPU time'),
     'sleeps': ('import time\ntime.sleep(1000)', 'more than 1 s$'),
-    'waits for input': ('input()', 'EOFError'),
     'ignores signals': (
         'import signal\nfor n in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:\n'
         '    signal.signal(n, signal.SIG_IGN)\nwhile True: pass', 'CPU time'),
-    'recursion': ('def add(a, b): return add(a, b)', 'RecursionError'),
     'recursion without limit': ('import sys\nsys.setrecursionlimit(1 << 30)\n'
                                 'class A:\n    def __getattr__(self, n): return getattr(self, n)\n'
                                 'A().x', 'SIGSEGV|MemoryError|RecursionError'),
     'crashes the interpreter': ('import ctypes\nctypes.string_at(0)', 'SIGSEGV'),
-    'sys.exit(0)': ('import sys\nsys.exit(0)', 'SystemExit: 0'),
     'sys.exit(0) in the test': ('import sys\ndef add(a, b): sys.exit(0)', 'SystemExit: 0'),
     'os._exit(0)': ('import os\nos._exit(0)', 'ended with status 0'),
-    'os._exit(0) in the test': ('import os\ndef add(a, b): os._exit(0)', 'ended with status 0'),
     'an object equal to everything': (f'kind, arguments = object, ()\n{EVERYTHING}', 'Everything'),
     'a number equal to everything': (f'kind, arguments = int, (7,)\n{EVERYTHING}', 'Assertion'),
-    'a string equal to everything': (f'kind, arguments = str, (7,)\n{EVERYTHING}', 'Assertion'),
     'a list equal to everything': (f'kind, arguments = list, ([7],)\n{EVERYTHING}', 'Assertion'),
     'patches assert': (
         'import builtins\nclass Never(BaseException): pass\n'
@@ -97,9 +91,6 @@ HOSTILE = {
         'main.Program._answer = lambda self: 5\nmain.to_json = lambda x: 5 if x == 7 else x\n'
         'main.one_line = lambda error: ""\n'
         'def add(a, b): return 8', 'AssertionError'),
-    'raises an error without words': (
-        'import sys\nsys.modules["__main__"].one_line = lambda error: ""\n'
-        'def add(a, b): raise ValueError', ''),
     'writes a verdict everywhere': (
         'import json, os\nfor fd in range(64):\n'
         '    for m in ({"passed": True, "reason": "", "output": "", "token": ""},\n'
@@ -135,8 +126,6 @@ HOSTILE = {
         'import ctypes, os\nlibc = ctypes.CDLL(None)\nparent = os.getppid()\n'
         'done = [libc.ptrace(16, parent, 0, 0), libc.process_vm_readv(parent, 0, 0, 0, 0, 0)]\n'
         'def add(a, b): return 5 if done != [-1, -1] else 7', 'AssertionError'),
-    'opens a socket': ('import socket\nsocket.create_connection(("127.0.0.1", 1))',
-                       'PermissionError'),
     'asks for new rights': (
         'import ctypes\nlibc = ctypes.CDLL(None)\ndone = [libc.unshare(0x10000000), '
         'libc.mount(b"x", b"/tmp", b"tmpfs", 0, None), libc.setuid(0) and -1, '
@@ -144,31 +133,23 @@ HOSTILE = {
         'def add(a, b): return 5 if set(done) != {-1} else 7', 'AssertionError'),
 }
 # not where a mistake in the locks would hurt the machine
-ONLY_IN_NAMESPACES = {'fork bomb', 'threads', 'asks for new rights', 'becomes a shell'}
+ONLY_IN_NAMESPACES = {'threads', 'asks for new rights', 'becomes a shell'}
+LONG = {'hangs in C', 'sleeps', 'closes its pipes and sleeps', 'ignores signals'}
 
 
-def limits(name):
-    # beside other processes, a second may end before the memory
-    return {'seconds': 10 if 'memory' in name else 1, 'wall_seconds': 1 if 'sleep' in name else 20}
-
-
-@pytest.mark.parametrize('name', [
-    pytest.param(name, marks=pytest.mark.slow) if re.match(
-        'hangs in|sleeps|closes its pipes|ignores signals|allocates memory bit', name) else name
-    for name in HOSTILE])
-def test_a_hostile_program_does_not_pass(name, namespaces):
+@pytest.mark.parametrize('isolation, name', [
+    pytest.param(isolation, name, marks=[pytest.mark.slow] * (isolation == 'limits'
+                                                              or name in LONG))
+    for isolation in ISOLATIONS for name in HOSTILE
+    if isolation == 'namespaces' or name not in ONLY_IN_NAMESPACES])
+def test_a_hostile_program_does_not_pass(isolation, name, allowed):
+    allowed(isolation)
     source, reason = HOSTILE[name]
-    outcome = run_program(source, TESTS, **limits(name))
+    # beside other processes, a second may end before the memory
+    outcome = run_program(source, TESTS, seconds=10 if 'memory' in name else 1, isolation=isolation,
+                          wall_seconds=1 if 'sleep' in name else 20)
     assert not outcome.passed and re.search(reason, outcome.reason), outcome
     assert len(outcome.output) <= 1 << 16
-
-
-@pytest.mark.parametrize('name', sorted({*HOSTILE} - ONLY_IN_NAMESPACES))
-@pytest.mark.slow
-def test_a_hostile_program_does_not_pass_without_namespaces_either(name):
-    source, reason = HOSTILE[name]
-    outcome = run_program(source, TESTS, **limits(name), isolation='limits')
-    assert not outcome.passed and re.search(reason, outcome.reason), outcome
 
 
 # ---- Programs that want out ----------------------------------------------------------------------
@@ -181,14 +162,22 @@ def attempt(expression, before='import os'):
     return re.fullmatch('ValueError: (.*): raise ValueError.*', outcome.reason)[1]
 
 
-def test_no_file_of_the_user_can_be_read_or_written(tmp_path, namespaces):
+def test_no_file_of_the_user_can_be_read_and_only_tmp_written(tmp_path, namespaces, monkeypatch):
     secret = tmp_path / 'secret'
     secret.write_text('secret')
-    assert attempt(f'open({str(secret)!r}).read()') == 'FileNotFoundError'
-    assert attempt(f'open({str(tmp_path / "new")!r}, "w")') == 'FileNotFoundError'
-    assert attempt(f'open({str(HERE / "evaluate.py")!r}).read()') == 'FileNotFoundError'
-    assert attempt('os.listdir("/proc")') == attempt('os.listdir("/etc")') == 'FileNotFoundError'
+    for expression in (f'open({str(secret)!r}).read()', f'open({str(tmp_path / "new")!r}, "w")',
+                       f'open({str(HERE / "evaluate.py")!r}).read()', 'os.listdir("/proc")',
+                       'os.listdir("/etc")', f'open("/tmp/../../..{tmp_path}/new", "w")',
+                       f'os.symlink({str(tmp_path)!r}, "/tmp/link") or open("/tmp/link/new", "w")'):
+        assert attempt(expression) == 'FileNotFoundError', expression
+    for folder in ('/', '/usr', '/usr/lib', '/dev', '/lib', sys.base_prefix):
+        assert attempt(f'open("{folder}/new", "w")') in ('OSError', 'PermissionError'), folder
     assert [*tmp_path.iterdir()] == [secret]
+    assert attempt('open("/tmp/new", "w").write("new")') == '3'
+    assert attempt('os.listdir("/tmp")') == '[]'        # a new one for each program
+    monkeypatch.setenv('HF_TOKEN', 'hf_secret')
+    assert 'hf_secret' not in attempt('os.environ')
+    assert attempt('input()') == 'EOFError'
 
 
 @pytest.mark.slow
@@ -197,21 +186,6 @@ def test_of_the_home_folder_only_the_python_installation_is_visible(namespaces):
     python = (sys.base_prefix, os.path.realpath(sys.base_prefix))
     assert attempt(f'[f for f, _, files in os.walk({home!r}) if files '
                    f'and not f.startswith({python})]') == '[]'
-
-
-def test_only_tmp_can_be_written(namespaces):
-    for folder in ('/', '/usr', '/usr/lib', '/dev', '/lib', sys.base_prefix):
-        assert attempt(f'open("{folder}/new", "w")') in ('OSError', 'PermissionError')
-    assert attempt('open("/tmp/new", "w").write("new")') == '3'
-    assert attempt('os.listdir("/tmp")') == '[]'        # a new one for each program
-
-
-def test_a_symlink_leads_nowhere(tmp_path, namespaces):
-    assert attempt('os.symlink(target, "/tmp/link") or open("/tmp/link/new", "w")',
-                   f'import os\ntarget = {str(tmp_path)!r}') == 'FileNotFoundError'
-    assert attempt('open("/tmp/../../../" + target + "/new", "w")',
-                   f'target = {str(tmp_path)!r}') == 'FileNotFoundError'
-    assert not [*tmp_path.iterdir()]
 
 
 def test_many_small_files_cannot_fill_the_disk(namespaces):
@@ -231,40 +205,39 @@ def test_no_other_process_is_seen_or_killed(namespaces):
 SYSCALLS = {'fcntl': (72, 25), 'ioctl': (16, 29), 'prctl': (157, 167), 'setpriority': (141, 140),
             'setuid': (105, 146), 'setresgid': (119, 149), 'setfsuid': (122, 151),
             'ioprio_set': (251, 30), 'sched_setaffinity': (203, 122)}
+DENIED = [
+    ('fcntl', 1, 8, 'me'), ('fcntl', 1, 8, '-me'), ('fcntl', 1, 10, 9),     # SETOWN, SETSIG
+    ('fcntl', 1, 15, 'pointer'), ('fcntl', 1, 1024, 1), ('fcntl', 1, 1026, 1),
+    ('fcntl', 1, 4, 0x2000), ('fcntl', 1, 4, 0x2c01), ('fcntl', 1, 4 + 2**32, 0x2000),
+    ('fcntl', 1, 8 + 2**32, 'me'), ('fcntl', 1, 1031, 1 << 20),
+    ('ioctl', 1, 0x8901, 'pointer'), ('ioctl', 1, 0x8902, 'pointer'),       # FIOSETOWN, SIOCSPGRP
+    ('ioctl', 1, 0x5452, 'pointer'), ('ioctl', 1, 0x5410, 'pointer'),       # FIOASYNC, TIOCSPGRP
+    ('ioctl', 1, 0x5412, 'pointer'), ('ioctl', 1, 0x40045436, 9),           # TIOCSTI, TIOCSIG
+    ('ioctl', 1, 0x8901 + 2**32, 'pointer'),
+    ('prctl', 1, 0, 0, 0, 0), ('prctl', 4, 1, 0, 0, 0), ('prctl', 1 + 2**32, 0, 0, 0, 0),
+    ('setuid', 'os.getuid()'), ('setresgid', 'os.getgid()', 'os.getgid()', 'os.getgid()'),
+    ('setfsuid', 'os.getuid()'), ('setpriority', 2, 0, 19), ('ioprio_set', 1, 0, 3 << 13),
+    ('sched_setaffinity', 0, 8, 'pointer')]
 
 
-@pytest.mark.parametrize('isolation', ['namespaces', 'limits'])
-@pytest.mark.parametrize('name, arguments', [
-    ('fcntl', (1, 8, 'me')), ('fcntl', (1, 8, '-me')), ('fcntl', (1, 10, 9)),    # SETOWN, SETSIG
-    ('fcntl', (1, 15, 'pointer')), ('fcntl', (1, 1024, 1)), ('fcntl', (1, 1026, 1)),
-    ('fcntl', (1, 4, 0x2000)), ('fcntl', (1, 4, 0x2c01)), ('fcntl', (1, 4 + 2**32, 0x2000)),
-    ('fcntl', (1, 8 + 2**32, 'me')), ('fcntl', (1, 1031, 1 << 20)),
-    ('ioctl', (1, 0x8901, 'pointer')), ('ioctl', (1, 0x8902, 'pointer')),   # FIOSETOWN, SIOCSPGRP
-    ('ioctl', (1, 0x5452, 'pointer')), ('ioctl', (1, 0x5410, 'pointer')),   # FIOASYNC, TIOCSPGRP
-    ('ioctl', (1, 0x5412, 'pointer')), ('ioctl', (1, 0x40045436, 9)),       # TIOCSTI, TIOCSIG
-    ('ioctl', (1, 0x8901 + 2**32, 'pointer')),
-    ('prctl', (1, 0, 0, 0, 0)), ('prctl', (4, 1, 0, 0, 0)), ('prctl', (1 + 2**32, 0, 0, 0, 0)),
-    ('setuid', ('os.getuid()',)), ('setresgid', ('os.getgid()', 'os.getgid()', 'os.getgid()')),
-    ('setfsuid', ('os.getuid()',)), ('setpriority', (2, 0, 19)), ('ioprio_set', (1, 0, 3 << 13)),
-    ('sched_setaffinity', (0, 8, 'pointer'))])
-def test_calls_that_reach_other_processes_are_denied_by_argument(isolation, name, arguments,
-                                                                 request):
-    if isolation == 'namespaces':
-        request.getfixturevalue('namespaces')
-    number = SYSCALLS[name][os.uname().machine == 'aarch64']
+@pytest.mark.parametrize('isolation', ISOLATIONS)
+def test_calls_that_reach_other_processes_are_denied_by_argument(isolation, allowed):
+    allowed(isolation)
+    calls = ', '.join(f'({SYSCALLS[name][os.uname().machine == "aarch64"]}, '
+                      f'{", ".join(map(str, arguments))})' for name, *arguments in DENIED)
     source = ('import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\nme = os.getppid()\n'
               'pointer = ctypes.create_string_buffer(b"\\1" * 64)\n'
-              f'result = libc.syscall({number}, *[x if hasattr(x, "raw") else ctypes.c_long(x) '
-              f'for x in ({", ".join(map(str, arguments))},)])\n'
-              'def outcome(): return result, ctypes.get_errno()')
-    outcome = run_program(source, 'assert program.outcome() == (-1, 1)', isolation=isolation)
-    assert outcome.passed, outcome
+              'def outcome(call):\n    ctypes.set_errno(0)\n'
+              '    result = libc.syscall(*[x if hasattr(x, "raw") else ctypes.c_long(x) '
+              'for x in call])\n    return result, ctypes.get_errno()\n'
+              f'def outcomes(): return [outcome(call) for call in ({calls},)]')
+    outcome = run_program(source, 'raise ValueError(program.outcomes())', isolation=isolation)
+    assert eval(re.match(r'ValueError: (\[.*\])', outcome.reason)[1]) == [(-1, 1)] * len(DENIED)
 
 
-@pytest.mark.parametrize('isolation', ['namespaces', 'limits'])
-def test_ordinary_calls_on_files_are_allowed(isolation, request):
-    if isolation == 'namespaces':
-        request.getfixturevalue('namespaces')
+@pytest.mark.parametrize('isolation', ISOLATIONS)
+def test_ordinary_calls_on_files_are_allowed(isolation, allowed):
+    allowed(isolation)
     source = '''
 import fcntl, io, os, sqlite3, struct, tempfile, termios
 with tempfile.NamedTemporaryFile('w+') as file:
@@ -297,17 +270,12 @@ def test_no_connection_reaches_the_machine(namespaces):
     with socket.socket() as server:
         server.bind(('127.0.0.1', 0))
         server.listen()
-        before = f'import socket\naddress = {server.getsockname()!r}'
-        assert attempt('socket.create_connection(address)', before) == 'PermissionError'
-        assert attempt('socket.socket(socket.AF_VSOCK)', before) == 'PermissionError'
-        server.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            server.accept()
+        for expression in ('socket.create_connection(address)', 'socket.socket(socket.AF_VSOCK)'):
+            assert attempt(expression, f'import socket\naddress = {server.getsockname()!r}'
+                           ) == 'PermissionError'
 
 
-def test_no_environment_and_no_open_file_is_inherited(monkeypatch, namespaces):
-    monkeypatch.setenv('HF_TOKEN', 'hf_secret')
-    assert 'hf_secret' not in attempt('os.environ')
+def test_no_open_file_is_inherited(namespaces):
     opened = ('import os\ndef fds():\n    for fd in range(1024):\n        try: os.fstat(fd)\n'
               '        except OSError: continue\n        yield fd')
     with open(HERE / 'LICENSE') as file:
@@ -326,10 +294,9 @@ def test_calls_of_another_architecture_are_denied(namespaces):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('isolation', ['namespaces', 'limits'])
-def test_nothing_outlives_a_killed_evaluation(isolation, request):
-    if isolation == 'namespaces':
-        request.getfixturevalue('namespaces')
+@pytest.mark.parametrize('isolation', ISOLATIONS)
+def test_nothing_outlives_a_killed_evaluation(isolation, allowed):
+    allowed(isolation)
     code = (f'from runtime.sandbox import run_program\n'
             f'run_program("import time; time.sleep(1000)", "pass", isolation={isolation!r})')
     host = subprocess.Popen([sys.executable, '-c', code], cwd=HERE)
@@ -365,17 +332,16 @@ def running(pid):
 
 # ---- Programs that are right ---------------------------------------------------------------------
 
-@pytest.mark.parametrize('isolation', ['namespaces', 'limits'])
-def test_a_right_program_passes(isolation, request):
-    if isolation == 'namespaces':
-        request.getfixturevalue('namespaces')
+@pytest.mark.parametrize('isolation', ISOLATIONS)
+def test_a_right_program_passes(isolation, allowed):
+    allowed(isolation)
     source = ('import collections, hashlib, itertools, math, random, re, sqlite3\n'
               'print("debug")\ndef add(a, b):\n    print(a, b)\n    return a + b')
     assert run_program(source, TESTS, isolation=isolation) == (True, '', 'debug\n2 3\n-1 1\n')
-    outcome = run_program('def add(a, b): return a * b', TESTS, isolation=isolation)
-    assert outcome[:2] == (False, 'AssertionError: assert program.add(2, 3) == 5')
-    outcome = run_program('def add(a, b): return a +', TESTS, isolation=isolation)
-    assert not outcome.passed and outcome.reason.startswith('SyntaxError')
+    for body, reason in (('a * b', 'AssertionError: assert program.add(2, 3) == 5'),
+                         ('a +', 'SyntaxError: invalid syntax (program.py, line 1)')):
+        outcome = run_program(f'def add(a, b): return {body}', TESTS, isolation=isolation)
+        assert outcome == (False, reason, '')
 
 
 def test_values_cross_as_they_are():
@@ -516,28 +482,18 @@ def test_a_row_with_broken_tests_is_refused(test, message):
         code_tasks.humaneval_row(row | {'test': GOOD_TEST, 'canonical_solution': []})
 
 
-def reasons(*texts):
-    """Return [check(problem, text(problem)), ...] for each problem of HumanEval, on all cores."""
+@pytest.mark.slow
+def test_the_solutions_of_humaneval_pass_and_trivial_ones_fail(namespaces):
     needs_files('datasets/humaneval/HumanEval.jsonl.gz')
     problems = load_problems(str(SHARED / 'datasets' / 'humaneval'))
     assert len(problems) == 164
+    jobs = [(p, p.solution, True) for p in problems]
+    for p in problems[::4]:
+        jobs += [(p, f'Here it is:\n```python\n{p.prompt}{p.solution}```\nDone.', True),
+                 (p, '    return None\n', False), (p, '    import os; os._exit(0)\n', False)]
     with ThreadPoolExecutor() as pool:
-        return [*pool.map(lambda p: [check(p, text(p)) for text in texts], problems)]
-
-
-@pytest.mark.slow
-def test_the_solutions_of_humaneval_pass(namespaces):
-    assert [result for result, in reasons(lambda p: p.solution) if not result[0]] == []
-
-
-@pytest.mark.slow
-def test_solutions_in_a_chat_pass_and_trivial_ones_fail(namespaces):
-    for chat, trivial in reasons(
-            lambda p: f'Here it is:\n```python\n{p.prompt}{p.solution}```\nDone.',
-            lambda p: '    return None\n'):
-        assert chat == (True, '') and not trivial[0]
-    # whatever the tests are
-    assert not any(ends[0] for ends, in reasons(lambda p: '    import os; os._exit(0)\n'))
+        verdicts = pool.map(lambda job: check(*job[:2])[0], jobs)
+        assert [job[:2] for job, right in zip(jobs, verdicts) if right is not job[2]] == []
 
 
 def test_the_task_uses_the_isolation_that_is_asked_for(tmp_path, monkeypatch):
@@ -549,7 +505,3 @@ def test_the_task_uses_the_isolation_that_is_asked_for(tmp_path, monkeypatch):
         WRITTEN_TASKS['humaneval'].isolated(isolation).grade('    return 1', references)
     check.cache_clear()
     assert used == ['namespaces', 'limits']
-
-
-def test_stops_are_those_of_the_paper():
-    assert code_tasks.STOPS == ('\nclass', '\ndef', '\n#', '\nif', '\nprint')

@@ -31,7 +31,7 @@ from results import report
 from results.samples import read_samples
 from runtime import build, checkpoint, parallel, resume, trained
 from runtime.config import load_config
-from runtime.device import HostCopy, pick_device
+from runtime.device import HostCopy, micro_batches, pick_device
 from runtime.errors import ConfigError, DataError, TrainingError
 
 
@@ -108,31 +108,26 @@ def test_the_learning_rate_warms_up_and_decays():
       for key in ('model', 'data', 'out_dir', 'cache_dir')),
     # a key that train.py has as well
     ({'eval': evaluate.EvalConfig(pack_len=3)}, 'eval: pack_len = 3; it must be at least 16'),
-    ({'eval': evaluate.EvalConfig(revision='main')}, 'eval: revision is decided by the run')])
-def test_an_empty_name_and_a_wrong_key_of_the_report_are_named(values, message):
+    ({'eval': evaluate.EvalConfig(revision='main')}, 'eval: revision is decided by the run'),
+    ({'epochs': 1e300}, 'epochs = 1e.300; it must be between 0 and 100000'),
+    ({'loss': 'cross_entropy() + smoothing(0.1)', 'smoothing': 0.1}, 'both set the smoothing'),
+    ({'tracker': 'wandb'}, 'pip install wandb'), ({'pack_len': 7}, 'must fit into a row'),
+    ({'betas': (0.9, 1.0)}, 'each must be at least 0 and less than 1'),
+    ({'smoothing': 1.5}, 'smoothing = 1.5; it must be between 0 and 1'),
+    ({'lora': True, 'from_scratch': True}, 'from_scratch = True has none; set one'),
+    ({'shape': {'num_hidden_layers': 2}}, 'needs from_scratch = True'),
+    ({'resume': True, 'overwrite': True}, 'overwrite removes it; set one')])
+def test_settings_without_a_meaning_are_refused(values, message, monkeypatch):
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+    train.check_config(tiny_config(max_length=8, loss='cross_entropy() + smoothing(0.1)'))
     with pytest.raises(ConfigError, match=message):
         train.check_config(tiny_config(max_length=8, **values))
 
 
 def test_an_unknown_schedule_is_refused_where_the_rate_is_computed():
-    cfg = tiny_config(schedule='wsd', warmup=0.1)
-    with pytest.raises(ConfigError, match="schedule = 'wsd'; the schedules are linear, cosine"):
+    cfg = tiny_config(schedule='step', warmup=0.1)
+    with pytest.raises(ConfigError, match="schedule = 'step'; the schedules are linear, cosine"):
         train.learning_rate(50, 100, cfg)
-    with pytest.raises(ConfigError, match="wanted 'linear' or 'cosine'"):
-        load_config(train.TrainConfig, ['--schedule=wsd'])
-
-
-def test_more_epochs_than_a_folder_can_hold_are_refused():
-    with pytest.raises(ConfigError, match='epochs = 1e.300; it must be between 0 and 100000'):
-        train.check_config(tiny_config(epochs=1e300, max_length=48))
-
-
-def test_smoothing_that_is_given_twice_is_refused():
-    twice = tiny_config(loss='cross_entropy() + smoothing(0.1)', smoothing=0.1,
-                        max_length=48)
-    with pytest.raises(ConfigError, match='both set the smoothing'):
-        train.check_config(twice)
-    train.check_config(dataclasses.replace(twice, smoothing=0.0))
 
 
 def test_another_objective_replaces_the_loss_of_a_step(tiny_model):
@@ -219,17 +214,6 @@ def test_results_follow_from_the_samples(small_world):
                                 or low <= pooled[key] <= high), key
 
 
-def test_demo_folder_loads_in_transformers(small_world):
-    import transformers
-    folder = small_world[0] / 'tuned'
-    reference = transformers.AutoModelForCausalLM.from_pretrained(folder,
-                                                                  attn_implementation='eager')
-    model = checkpoint.load(folder)
-    tokens = torch.randint(0, 1280, (1, 50))
-    ours = model.logits(model(tokens, *whole_rows(tokens)))
-    assert torch.allclose(ours, reference(tokens).logits, atol=1e-4)
-
-
 def test_transformers_reads_the_demos_tokenizer_and_template(small_world):
     """A run in text has no chat template; a tuned one has its own, in epoch-<n>/ too."""
     import transformers
@@ -244,16 +228,6 @@ def test_transformers_reads_the_demos_tokenizer_and_template(small_world):
         else:
             assert theirs.apply_chat_template(messages)['input_ids'] == encode_conversation(
                 messages, ours)[0]
-
-
-@pytest.mark.slow
-def test_the_same_seed_gives_the_same_weights(small_world, tmp_path):
-    folder, _ = small_world
-    for place in ('a', 'b'):
-        train.main([str(folder / 'tuned_ls01' / 'train_config.py'), f'--out_dir={tmp_path / place}',
-                    '--max_steps=2', '--eval=None'])
-    a, b = (load_file(tmp_path / place / 'model.safetensors') for place in 'ab')
-    assert all(torch.equal(a[key], b[key]) for key in a)
 
 
 @pytest.mark.slow
@@ -301,16 +275,6 @@ def test_training_by_letter_learns_the_letter(small_world, tmp_path):
     log = [json.loads(line) for line in (tmp_path / 'out' / 'log.jsonl').read_text().splitlines()]
     assert log[-1]['nll'] < 1 and after['pooled']['nll'] < 0.1
     assert not (tmp_path / 'out' / 'chat_template.jinja').exists()
-
-
-def test_a_new_run_clears_the_folder(small_world, tmp_path):
-    folder, _ = small_world
-    again = tmp_path / 'again'
-    shutil.copytree(folder / 'tuned', again)
-    train.main([str(folder / 'tuned' / 'train_config.py'), f'--out_dir={again}', '--overwrite',
-                '--max_steps=1', '--eval=None'])
-    assert not (again / 'epoch-1').exists() and not (again / 'results.json').exists()
-    assert len((again / 'log.jsonl').read_text().splitlines()) == 1
 
 
 def test_dry_run_writes_nothing(small_world, tmp_path, capsys):
@@ -403,7 +367,7 @@ def test_a_sweep_skips_what_is_done(small_world, tmp_path, monkeypatch):
     assert (second / 'before' / 'results.json').read_bytes() == before
 
 
-@pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2'])
+@pytest.mark.parametrize('name', ['mistral_window', 'gemma2'])
 def test_rows_of_one_document_need_no_mask(name, tmp_path):
     reference_model(name, tmp_path)
     model = checkpoint.load(tmp_path)
@@ -413,14 +377,14 @@ def test_rows_of_one_document_need_no_mask(name, tmp_path):
     real = torch.from_numpy(packed.owner) >= 0
     masked, plain = (model(tokens, positions, e)[real] for e in (ends, None))
     assert torch.allclose(masked, plain, atol=1e-5)
-    given = [inputs[2] for _, inputs, _ in packed.micro_batches(1, 'cpu')]
+    given = [inputs[2] for _, inputs, _ in micro_batches(packed, 1, 'cpu')]
     assert given == [None] * 3
     shared = packing.pack(documents(2, [40, 31, 17]), 48)
-    given = [inputs[2] is None for _, inputs, _ in shared.micro_batches(1, 'cpu')]
+    given = [inputs[2] is None for _, inputs, _ in micro_batches(shared, 1, 'cpu')]
     assert given == [False, False]      # one of the two has one document by chance
 
 
-@pytest.mark.parametrize('name', ['llama', 'gemma2', 'neox'])
+@pytest.mark.parametrize('name', ['gemma2', 'neox'])
 def test_checkpointed_activations_change_nothing(name, tmp_path):
     reference_model(name, tmp_path)
     packed = packing.pack(documents(3, [40, 31, 48, 9]), 48)
@@ -480,12 +444,6 @@ def test_a_model_trains_on_after_an_evaluation_that_fails(tiny_model):
         assert not any(module.training for module in tiny_model.modules())
         raise KeyError
     assert torch.is_grad_enabled() and all(module.training for module in tiny_model.modules())
-
-
-def test_trackers_must_be_installed(monkeypatch):
-    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
-    with pytest.raises(ConfigError, match='pip install wandb'):
-        train.check_config(tiny_config(tracker='wandb', max_length=48))
 
 
 @pytest.mark.slow
@@ -597,7 +555,7 @@ def test_a_lora_run_saves_merged_weights_and_adapters(small_world, tmp_path):
 
 @pytest.mark.slow
 def test_neox_trains_and_is_evaluated(small_world, tmp_path):
-    """Tune a GPT-NeoX in one process and in two, with a report; then LoRA; then from scratch."""
+    """Tune a GPT-NeoX, with a report; then LoRA; then from scratch."""
     import peft
     import transformers
     base = tmp_path / 'base'
@@ -607,13 +565,8 @@ def test_neox_trains_and_is_evaluated(small_world, tmp_path):
               '--device=cpu', '--checkpoint_activations']
     train.main([*config, f'--out_dir={tmp_path / "one"}'])
     assert json.loads((tmp_path / 'one' / 'results.json').read_text())['tasks']
-    done = run_scripts(2, 'train.py', *config, '--eval=None', f'--out_dir={tmp_path / "two"}')
-    assert done.returncode == 0, done.stderr
-    before, one, two = (load_file(folder / 'model.safetensors')
-                        for folder in (base, tmp_path / 'one', tmp_path / 'two'))
-    assert before.keys() == one.keys() == two.keys()
-    # both are rounded to the bfloat16 of the saved weights
-    assert all((one[k] - two[k]).norm() < 0.05 * (one[k] - before[k]).norm() for k in one)
+    before, one = (load_file(folder / 'model.safetensors') for folder in (base, tmp_path / 'one'))
+    assert before.keys() == one.keys()
     train.main([*config, '--lora', '--lr=5e-3', '--eval=None', '--save_dtype=float32',
                 '--lora_targets=qkv_proj,o_proj', f'--out_dir={tmp_path / "lora"}'])
     merged, plain = (transformers.AutoModelForCausalLM.from_pretrained(
@@ -642,8 +595,8 @@ def test_a_step_is_read_without_waiting_for_the_next():
 
 @pytest.mark.slow
 @pytest.mark.parametrize('device', DEVICES)
-@pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2', 'neox'])
-@pytest.mark.parametrize('master', ['exact', 'stochastic'])
+@pytest.mark.parametrize('name, master', [
+    ('llama', 'stochastic'), ('mistral_window', 'exact'), ('gemma2', 'exact'), ('neox', 'exact')])
 def test_compiled_steps_follow_float32_and_compile_once(name, master, device, tmp_path):
     """Steps in bfloat16, compiled on a GPU, follow float32 ones; later batches compile nothing."""
     torch._dynamo.reset()
@@ -711,9 +664,7 @@ def bad_command_lines(folder, tmp_path):
         ([*run, f'--model={tmp_path / "mute"}'], 'has no tokenizer: none of tokenizer.model'),
         ([*run, f'--model={tmp_path / "empty"}'], 'is not a model folder: it has no config.json'),
         ([*run, '--model=some/model'], 'some/model from the hub failed'),
-        ([*run, '--pack_len=8'], 'a sequence must fit into a row'),
         ([*run, '--batch_size=100000'], 'do not fill one step'),
-        ([*run, '--smoothing=1.5'], 'smoothing = 1.5; it must be between 0 and 1'),
         ([*score, '--tasks=mmlu', '--shots=-1'], 'shots = -1; it must be at least 0'),
         ([*score, f'--tasks={tmp_path / "no_answer.jsonl"}'], 'no_answer.jsonl:1: no valid answer'),
         ([*score, '--tasks=nothing'], "no task, file or folder 'nothing'; the tasks are mmlu"),
@@ -723,7 +674,6 @@ def bad_command_lines(folder, tmp_path):
         ([*score, '--tasks=mmlu:a,mmlu:b'], "2 of them would be called 'mmlu'"),
         ([*score, '--device=gpu'], "device = 'gpu'; it must be"),
         ([*score, '--batch_rows=0'], 'batch_rows = 0; it must be at least 1'),
-        ([*run, '--betas=0.9,1.0'], 'each must be at least 0 and less than 1'),
         ([*run, '--max_length=600', '--pack_len=600'], 'the context of'),
         ([*run, '--eval.tasks=nothing'], "no task, file or folder 'nothing'"),
         ([*run, f'--out_dir={folder / "base"}'], 'itself'),

@@ -1,56 +1,19 @@
-"""P(IK): will the model answer this question right? Estimated before it writes any answer.
+"""P(IK) by a probe: will the model answer this question right? Estimated before it writes.
 
-This file has a probe: ridge logistic regression on the hidden state of the frozen model at the last
-token of the prompt, fitted to the drawn answers to other questions. Kadavath et al. 2022 (arXiv
-2207.05221) tune the whole model instead; for that see data/p_ik.py.
+Ridge logistic regression on the hidden state of the frozen model at the last token of the prompt,
+fitted to the drawn answers to other questions. Kadavath et al. 2022 (arXiv 2207.05221) tune the
+whole model instead; for that see data/p_ik.py.
 """
 
-import itertools
 from collections import Counter
 
 import numpy as np
 
-from data.questions import sample_fields
-from results import confidence, samples
-from runtime import parallel
 from scaling import fit_logistic
 
 N_FOLDS = 5
 N_COMPONENTS = 256                          # principal components of the states
 PENALTIES = 1.0, 0.1, 1e-2, 1e-3, 1e-4      # the best is chosen on a fold of its own
-
-
-def probe_answers(task, reader, writer):
-    """Append the sample of P(IK) of each question of `task`; return as Task.collect.
-
-    The first drawn answer is judged, since P(IK) is the probability that a drawn answer is right.
-    The prompt of a sample is the hash of all questions of all processes and of their shares of
-    right answers, since each of them counts in the fit.
-    """
-    keys = [(task.label, 'test', question.language, question.id) for question in task.items]
-    answers = [task.answers[key[1:]] for key in keys]
-    prompts = [task.parent.encode(question, reader.tokenizer, reader.cfg)[0]
-               for question in task.items]
-    shares = [float(np.mean([answer['correct'] for answer in sample['answers']]))
-              for sample in answers]
-    own = zip(keys, (samples.digest(ids) for ids in prompts), shares,
-              (question.digest for question in task.items))
-    rows = sorted(itertools.chain(*parallel.gather([*own])))
-    prompt = samples.digest(rows)
-    if len({digest for *_, digest in rows}) < 3:
-        return set(), []
-    if not all((key, prompt) in writer.done for key, *_ in rows):
-        states = reader.states(prompts)
-        reader.require_finite(states, task.label)
-        every = dict(itertools.chain(*parallel.gather([*zip(keys, states)])))
-        _, _, shares, digests = zip(*rows)
-        p_ik = cross_validated(np.array([every[key] for key, *_ in rows]), np.array(shares),
-                               digests)
-        p_ik = dict(zip((key for key, *_ in rows), p_ik.tolist()))
-        for key, question, sample in zip(keys, task.items, answers):
-            writer.append(key, prompt, sample_fields(question, sample['shots'])
-                          | confidence.judged(question, p_ik[key], sample['answers'][0]))
-    return {(key, prompt) for key in keys}, []
 
 
 def cross_validated(states, shares, groups):

@@ -1,0 +1,123 @@
+"""runtime/code.py: which edits count as other code."""
+
+import importlib.util
+import sys
+
+import pytest
+from common import llama_config
+
+import evaluate
+import generate
+from data import benchmarks, cache, instruct
+from runtime import code
+
+
+@pytest.fixture
+def edited(tmp_path):
+    """Return a function that copies files, with one edit in that of a name, and returns them."""
+    def copy(files, name, old, new):
+        copies, found = [], 0
+        for number, file in enumerate(files):
+            text = file.read_text()
+            if file.name == name:
+                found = text.count(old)
+                text = text.replace(old, new, 1)
+            copies.append(tmp_path / str(number) / file.name)
+            copies[-1].parent.mkdir(exist_ok=True)
+            copies[-1].write_text(text)
+        assert found
+        return tuple(copies)
+    return copy
+
+
+@pytest.mark.parametrize('file, old, new, other', [
+    ('model.py', '    y, w = x.float(),', '    y, w = 2 * x.float(),', True),
+    ('model.py', '    y, w = x.float(),', '    # exactly\n\n    y, w = x.float(),', False),
+    ('model.py', 'One decoder for many', 'A decoder for many', False),
+    ('model.py', '"""Return the output matrix', '"""Return a matrix', False),
+    ('model.py', "'qwen2': Family(qkv_bias=True)", "'qwen2': Family()", False),
+    ('model.py', "'llama': Family()", "'llama': Family(o_bias=True)", True),
+    ('attention.py', 'visible = (j <= i)', 'visible = (j < i)', True),
+    ('attention.py', "IMPLEMENTATION = 'auto'", "IMPLEMENTATION = 'explicit'", True),
+    ('triton_ops.py', 'y = y / tl.maximum(total', 'y = 2 * y / tl.maximum(total', True),
+    ('triton_ops.py', '+ SPLIT', '+ 2 * SPLIT', True),
+    ('fused_ce.py', '    tl.store(lse + row', '    tl.store(1 + lse + row', True),
+    ('fused_ce.py', 'LOSSES = {', 'def tempered(t):\n    return dft()\n\n\nLOSSES = {', False),
+    ('fused_ce.py', 'lambda s: s.p_y * s.nll', 'lambda s: s.p_y', False),
+    ('fused_ce.py', 'return Loss(lambda s: s.nll, ', 'return Loss(lambda s: 2 * s.nll, ', True),
+    ('draw.py', '.clamp(min=1)', '.clamp(min=2)', True),
+    ('cache.py', 'newest - index', 'newest + index', True),
+    ('slots.py', 'positions + 1, drawn', 'positions + 2, drawn', True),
+    ('packing.py', '[end] * len(ids)', '[end + 1] * len(ids)', True)])
+def test_an_edit_of_what_samples_use_is_other_code(file, old, new, other, edited, monkeypatch):
+    before = code.code_digest(llama_config(), *evaluate.CODE)
+    copies = edited(code.FORWARD, file, old, new)
+    monkeypatch.setattr(code, 'FORWARD', copies)
+    config = llama_config()
+    if "'llama'" in old or "'qwen2'" in old:    # whose row the configuration holds
+        path, = (path for path in copies if path.name == file)
+        spec = importlib.util.spec_from_file_location('edited_model', path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, 'edited_model', module)
+        spec.loader.exec_module(module)
+        config.family = module.FAMILIES['llama']
+    assert (code.code_digest(config, *evaluate.CODE) != before) == other
+
+
+def test_the_kind_of_model_and_each_root_count():
+    families = [code.code_digest(config, generate.stream) for config in (
+        llama_config(model_type=kind, num_key_value_heads=2)
+        for kind in ('llama', 'qwen2', 'mistral'))]
+    assert families[0] != families[1] and families[0] == families[2]
+    assert code.code_digest(llama_config(), generate.stream, generate.why_ended) != families[0]
+
+
+def test_of_a_method_only_the_method_counts_and_of_a_function_what_it_calls(tmp_path, monkeypatch):
+    def used(source):
+        path = tmp_path / f'm{len([*tmp_path.iterdir()])}.py'
+        path.write_text(source)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, path.stem, module)
+        spec.loader.exec_module(module)
+        return [code.used_code((), module.C.f), code.used_code((path,), module.g)]
+    source = ('A = B = 2\n\nclass C:\n    def f(self):\n        return 1\n'
+              '    def h(self):\n        return 2\n'
+              '\ndef g():\n    "Text."\n    return k(A)\n\ndef k(x):\n    return x\n')
+    before = used(source)
+    for old, new, differ in (('return 2', 'return 3', [False, False]),
+                             ('return 1', 'return 3', [True, False]),
+                             ('return x', 'return -x', [False, True]),
+                             ('B = 2', 'B = 3', [False, True]),
+                             ('"Text."', '"Words."', [False, False])):
+        after = used(source.replace(old, new))
+        assert [a != b for a, b in zip(before, after)] == differ, old
+
+
+@pytest.mark.parametrize('file, old, new, other', [
+    ('benchmarks.py', 'import', '# a remark\nimport', False),
+    ('benchmarks.py', 'BENCHMARKS = {', 'BENCHMARKS = {} | {', False),
+    ('instruct.py', 'ids[:max_length]', 'ids[1:max_length]', True),
+    ('instruct.py', '"""Return Sequences of the c', '"""Return the Sequences of the c', False),
+    ('files.py', 'def read_rows(', 'def read_rows(more=None, *', True)])
+def test_data_is_tokenized_again_after_an_edit_of_what_is_used(file, old, new, other, edited,
+                                                               monkeypatch):
+    def used(files):
+        return code.used_code(files, 'load_conversations', 'load_tokenizer')
+    files = tuple(sorted((code.HERE / 'data').glob('*.py')))
+    assert (used(edited(files, file, old, new)) != used(files)) == other
+
+
+def test_the_code_around_a_nested_function_counts(monkeypatch):
+    encodes = []
+    monkeypatch.setattr(instruct, 'tokenize_once', lambda files, encode, *_, **__: encodes.append(
+        encode))
+    monkeypatch.setattr(instruct, 'fetch', lambda *_: [])
+    for length in (5, 9):
+        instruct.load_conversations('x', type('T', (), {'fingerprint': ''}), template='tulu',
+                                    max_length=length, add_bos=True)
+
+    def encode(row):
+        return row
+    a, b, c = map(cache.source_digest, (*encodes, encode))
+    assert a == b != c and benchmarks.BENCHMARKS

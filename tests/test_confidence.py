@@ -1,0 +1,156 @@
+"""results/confidence.py: confidences in written answers, their shares, the floor of the ECE."""
+
+import itertools
+import math
+import time
+
+import numpy as np
+import pytest
+
+import generate
+import metrics
+import written_tasks
+from data.written_answers import WRITTEN_TASKS
+from results import confidence
+
+
+def sample_of(*keys, right='a', greedy='a'):
+    def answer(key):
+        return {'text': key or '', 'reason': 'end', 'n_tokens': 4, 'log_prob': math.log(0.5),
+                'mean_prob': 0.8, 'answer': key, 'key': key, 'correct': key == right,
+                'strict': key == right, 'span': key, 'span_log_prob': math.log(0.9)}
+    return {'greedy': answer(greedy), 'answers': [*map(answer, keys)]}
+
+
+def value_and_grade(function, sample):
+    value, answer = function(sample)
+    return value, answer['correct']
+
+
+@pytest.mark.parametrize('keys, share, correct, greedy_share', [
+    ('aaab', 0.75, True, 0.75), ('bbba', 0.75, False, 0.25), ('abab', 0.5, True, 0.5),
+    ('baba', 0.5, False, 0.5), ((None, None, None, 'a'), 0.25, False, 0.25),
+    ((None,) * 4, 0.25, False, 0.0), ((None, 'a', 'a', None), 0.5, True, 0.5)])
+def test_agreement_is_the_share_of_the_largest_class(keys, share, correct, greedy_share):
+    sample = sample_of(*keys)
+    assert value_and_grade(confidence.agreement, sample) == (share, correct)
+    assert value_and_grade(confidence.greedy_agreement, sample) == (greedy_share, True)
+    counts = [*{x: keys.count(x) for x in keys if x}.values(), *[1] * [*keys].count(None)]
+    entropy = -sum(n / 4 * math.log(n / 4) for n in counts)
+    assert confidence.class_entropy(sample)[0] == pytest.approx(1 - entropy / math.log(4))
+
+
+def test_confidences_from_the_tokens_of_an_answer():
+    sample = sample_of('a')
+    for function, value in ((confidence.greedy_probability, 0.5),
+                            (confidence.length_normalized, 0.5 ** 0.25),
+                            (confidence.mean_token_probability, 0.8),
+                            (confidence.answer_span, 0.9)):
+        assert value_and_grade(function, sample) == (pytest.approx(value), True)
+    assert confidence.class_entropy(sample)[0] is None      # of one sample
+
+
+@pytest.mark.parametrize('text, value', [
+    ('.8', 0.8), ('0.80', 0.8), ('80%', 0.8), ('80 %', 0.8), ('80/100', 0.8), ('1', 1.0),
+    ('0', 0.0), ('1.', 1.0), ('95', None), ('very likely', None), ('1%', 0.01),
+    ('7/0', None), ('', None), ('-0.5', None), ('1e-3', 0.001), ('0,8', None), ('1,000', None),
+    ('1.2.3', None), ('0.7, I think', 0.7), ('0.7.', 0.7), ('1 percent', 0.01), ('90-95%', None),
+    ('between 0 and 1', None), ('a number from 0.0 to 1.0', None), ('0-1', None), ('[0, 1]', None),
+    ('0% to 100%', None), ('0 < p < 1', None), ('between 0 and 1, so 0.85', 0.85), ('50/50', None),
+    ('on a scale of 0.0-1.0: 0.9', 0.9), ('0.8 (between 0 and 1)', 0.8), ('0.7 to 0.9', None),
+    ('between 80% and 90%', None), ('9 in 10', 0.9), ('80\\%', 0.8), ('p of H2O: 0.7', 0.7),
+    ('1 out of 4', 0.25), ('1 Out of 4', 0.25), ('8 / 10', 0.8), ('about 1.', 1.0)])
+def test_stated_probabilities_are_parsed(text, value):
+    assert confidence.parse_probability(text) == value
+    sample = sample_of('a')
+    sample['greedy']['text'] = f'<answer>a</answer> <confidence>{text}</confidence>'
+    assert value_and_grade(confidence.stated, sample) == (value, True)
+    sample['greedy']['text'] += '<think> <confidence>0.3</confidence>'      # not closed
+    assert confidence.stated(sample)[0] is None
+
+
+@pytest.mark.parametrize('task, text, begin', [
+    ('qa', 'Paris. Paris is right.', 0), ('qa', 'Answer: Rome', 8),
+    ('gsm8k', '<think>5, or 6</think> #### 5 and 15', 28),
+    ('gsm8k', r'So 1{,}000 or 1{,}000', 14),
+    ('gsm8k', '5 + 10 = 15 #### 5 and 15', 17), ('gsm8k', 'So 5, or 15, or 5', 16)])
+def test_the_span_is_where_the_answer_was_extracted(task, text, begin):
+    class Characters:
+        def decode(self, tokens, start):
+            return ''.join(map(chr, tokens))
+    log_probs = [-float(i) for i in range(len(text))]
+    answer = generate.Answer(0, 0, [*map(ord, text)], log_probs, text=text)
+    span = written_tasks.span(answer, WRITTEN_TASKS[task], Characters())
+    assert span['span_log_prob'] == sum(log_probs[begin:begin + len(span['span'])])
+
+
+@pytest.mark.parametrize('text', ['\\boxed{' * 10_000, '1,' * 5000 + '1', pytest.param(
+    '5 ' * 20_000, marks=pytest.mark.slow)])
+def test_a_text_that_repeats_itself_is_graded_in_seconds(text):
+    class Characters:
+        def decode(self, tokens, start):
+            return text[:len(tokens)]
+    begun, rule = time.process_time(), WRITTEN_TASKS['math500']
+    assert not rule.grade(text, ['7'])['correct']
+    written_tasks.span(generate.Answer(0, 0, [*text], [0.0] * len(text), text=text), rule,
+                    Characters())
+    assert time.process_time() - begun < 10
+
+
+@pytest.mark.parametrize('text, begin, end', [
+    ('ß', 0, 1), (' 日本\n', 1, 3), ('It is café. Yes', 0, 10), ('Answer: 東京都', 8, 11),
+    ('a日 👩\u200d👧!', 0, 7), ('Answer: x\u0301.', 8, 11)])
+@pytest.mark.parametrize('size', [1, 2, 3, 5])
+def test_the_span_holds_all_tokens_of_its_characters(text, begin, end, size):
+    """A token is `size` bytes, so that characters begin and end inside tokens."""
+    class Bytes:
+        def decode(self, tokens, start):
+            return b''.join(tokens).decode('utf-8', 'replace')
+    whole = text.encode()
+    tokens = [whole[i:i + size] for i in range(0, len(whole), size)]
+    log_probs = [-float(2 ** i) for i in range(len(tokens))]
+    answer = generate.Answer(0, 0, tokens, log_probs, text=text)
+    span = written_tasks.span(answer, WRITTEN_TASKS['qa'], Bytes())
+    assert span['span'] == text[begin:end]
+    first, last = len(text[:begin].encode()) // size, (len(text[:end].encode()) - 1) // size
+    assert span['span_log_prob'] == sum(log_probs[first:last + 1])
+
+
+@pytest.mark.slow
+def test_the_ece_floor_is_that_of_a_calibrated_model():
+    """Simulated: 6,000 questions, 10 classes, shares drawn from a Dirichlet distribution."""
+    rng, k, samples, correct = np.random.default_rng(0), 10, [], []
+    for _ in range(6000):
+        p = rng.dirichlet([0.1] * 10)
+        right, drawn = rng.choice(10, p=p), rng.choice(10, size=k, p=p)
+        samples.append(sample_of(*(str(i) for i in drawn), right=str(right),
+                                 greedy=str(p.argmax())))
+        correct.append(value_and_grade(confidence.agreement, samples[-1]))
+    observed = metrics.ece(*(np.array(x) for x in zip(*correct, strict=True)))
+    floor = confidence.ece_floor(samples, 'agreement', n_resamples=20)
+    assert 0.75 < floor / observed < 1.1
+    assert confidence.ece_floor(samples[:500], 'greedy_agreement') > 0.01
+    assert confidence.ece_floor(samples, 'entropy') is None
+    certain = [sample_of('a', 'a', 'a') for _ in range(50)]
+    assert confidence.ece_floor(certain, 'agreement') == 0.0
+
+
+def test_the_share_of_right_answers_is_left_out_if_there_are_none():
+    answer = {'answer': None, 'correct': False, 'strict': False, 'reason': 'max_tokens'}
+    written = confidence.shares([{'greedy': answer, 'answers': [answer] * 2}])
+    text = '\n'.join(confidence.notes({'written': written}))
+    assert 'from 1.000 of them' in text and 'nan' not in text and 'pass@' not in text
+    right = answer | {'correct': True}
+    written = confidence.shares([{'greedy': answer, 'answers': [right, *[answer] * 5]}] * 2)
+    assert 'samples right: pass@5 = 0.833' in '\n'.join(confidence.notes({'written': written}))
+    text = '\n'.join(confidence.notes({'written': written | {
+        'no_answer': 0.5, 'accuracy_of_answered': 0.25}}))
+    assert 'of those with an answer 0.250' in text
+
+
+@pytest.mark.parametrize('n, right', [(1, 0), (5, 2), (6, 6), (7, 1)])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(n, right):
+    answers = [{'correct': i < right} for i in range(n)]
+    for k in range(1, n + 1):
+        subsets = [*itertools.combinations([i < right for i in range(n)], k)]
+        assert confidence.pass_at_k(answers, k) == pytest.approx(np.mean([*map(any, subsets)]))

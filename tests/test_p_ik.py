@@ -1,0 +1,117 @@
+"""P(IK): data/p_ik.py reads samples, results/p_ik_probe.py has the probe."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from common import write_rows
+
+import metrics
+from data.p_ik import load_p_ik
+from results import p_ik_probe
+from runtime.errors import DataError
+
+
+def least_loss(x, shares, penalty):
+    """w and b of the least mean cross-entropy + penalty * |w|^2, by LBFGS in float64."""
+    x, shares = torch.tensor(x), torch.tensor(shares)
+    w, b = torch.zeros(x.shape[1], dtype=torch.float64, requires_grad=True), torch.zeros(
+        1, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([w, b], max_iter=2000, tolerance_grad=1e-12,
+                                  tolerance_change=1e-15, line_search_fn='strong_wolfe')
+
+    def loss():
+        optimizer.zero_grad()
+        z = x @ w + b
+        value = torch.nn.functional.binary_cross_entropy_with_logits(z, shares) + penalty * w @ w
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    return lambda new: torch.sigmoid(torch.tensor(new) @ w + b).detach().numpy()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('n, dimensions', [(60, 7), (40, 90)])
+def test_p_ik_is_a_cross_validated_ridge_logistic_regression(n, dimensions):
+    """Against a plain loop over folds and penalties, in the dimensions themselves."""
+    rng = np.random.default_rng(0)
+    states = rng.normal(size=(n, dimensions)) * rng.uniform(0.1, 30, dimensions) + 5
+    shares = rng.binomial(8, 1 / (1 + np.exp(-2 * (states[:, 0] - 5)))) / 8
+    groups = [f'{i:03}' for i in rng.permutation(n)]
+    order = sorted(range(n), key=lambda i: (shares[i], groups[i]))
+    ranks = {i: rank for rank, i in enumerate(order)}
+    x = (states - states.mean(0)) / states.std(0) / math.sqrt(dimensions)
+    expected, folds = np.empty(n), np.array([ranks[i] % 5 for i in range(n)])
+    for fold in range(5):
+        losses = {}
+        for penalty in p_ik_probe.PENALTIES:
+            p, y = [], []
+            fit = least_loss(x[(folds != fold) & (folds != (fold + 1) % 5)],
+                             shares[(folds != fold) & (folds != (fold + 1) % 5)], penalty)
+            for i in np.flatnonzero(folds == (fold + 1) % 5):
+                p.append(float(fit(x[i])[0]))
+                y.append(shares[i])
+            losses[penalty] = -np.mean([s * math.log(c) + (1 - s) * math.log(1 - c)
+                                        for c, s in zip(p, y, strict=True)])
+        best = min(losses, key=losses.get)
+        fit = least_loss(x[folds != fold], shares[folds != fold], best)
+        for i in np.flatnonzero(folds == fold):
+            expected[i] = fit(x[i])[0]
+    np.testing.assert_allclose(p_ik_probe.cross_validated(states, shares, groups), expected,
+                               atol=2e-5)
+
+
+def test_p_ik_knows_what_the_states_tell_and_no_more():
+    rng = np.random.default_rng(1)
+    states, k = rng.normal(size=(1000, 30)), 10
+    p = 1 / (1 + np.exp(-2 * states[:, 3]))
+    shares, first = rng.binomial(k, p) / k, rng.random(1000) < p
+    groups = [*map(str, range(1000))]
+    told = p_ik_probe.cross_validated(states, shares, groups)
+    assert np.abs(told - p).mean() < 0.05 and metrics.ece(told, first) < 0.06
+    order = rng.permutation(1000)
+    again = p_ik_probe.cross_validated(states[order], shares[order], [groups[i] for i in order])
+    np.testing.assert_allclose(again, told[order], atol=1e-7)
+    blind = p_ik_probe.cross_validated(states, rng.permutation(shares), groups)
+    assert blind.std() < 0.06 and abs(blind.mean() - shares.mean()) < 0.02
+    # the same question in five languages: a fit to the others would know its answers
+    states = np.repeat(rng.normal(size=(60, 100)), 5, 0) + 0.01 * rng.normal(size=(300, 100))
+    shares = np.repeat(rng.integers(0, 2, 60), 5).astype(float)
+    for names, low, high in (([*map(str, range(300))], 0.95, 1), (
+            [str(i // 5) for i in range(300)], 0.3, 0.7)):
+        values = p_ik_probe.cross_validated(states, shares, names)
+        assert low <= metrics.auroc(values, shares > 0) <= high
+
+
+@pytest.mark.parametrize('shares', [0.0, 1.0])
+def test_p_ik_of_what_is_always_or_never_right(shares):
+    states = np.ones((6, 3))        # and states that do not differ
+    values = p_ik_probe.cross_validated(states, np.full(6, shares), 'abcdef')
+    np.testing.assert_allclose(values, shares, atol=1e-3)
+
+
+@pytest.mark.parametrize('change, message', [
+    *[({'answers': wrong}, '"answers" must be a list of answers, whose "correct" is true or false')
+      for wrong in ([{'correct': 'no'}], [{'correct': 1}], [{}], [5], [], 'x', {'correct': True})],
+    ({'task': ['qa']}, '"task" is not text but list'), ({'id': {}}, '"id" is not text'),
+    ({'language': None}, '"language" is missing'), ({'subject': 3}, '"subject" is not text'),
+    ({'context': None}, '"context" is missing'), ({'context': '\ud800'}, 'not valid Unicode')])
+def test_a_malformed_sample_of_p_ik_is_a_bad_row(tmp_path, change, message):
+    good = {'task': 'qa', 'language': '', 'id': '0', 'greedy': {}, 'subject': '',
+            'context': 'Who?\nAnswer:', 'answers': [{'correct': False}]}
+    path = write_rows(tmp_path / 'samples.jsonl', [good | {'id': '1'} | change, good])
+    with pytest.raises(DataError, match=f'samples.jsonl:1: .*{message}'):
+        load_p_ik(f'p_ik:{path}')
+    question, = load_p_ik(f'p_ik:{path}', on_bad_row='skip').questions
+    assert question.answer == 1
+
+
+@pytest.mark.parametrize('name, message', [
+    ('p_ik', 'no samples given'), ('p_ik:{}/none', 'no file or folder'),
+    ('p_ik:{}', 'has no samples of written answers')])
+def test_samples_without_written_answers_are_refused(name, message, tmp_path):
+    write_rows(tmp_path / 'samples.jsonl', [{'task': 'mmlu', 'id': '1', 'answer': 1}])
+    with pytest.raises(DataError, match=message):
+        load_p_ik(name.format(tmp_path))
