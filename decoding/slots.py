@@ -8,6 +8,7 @@ import torch
 
 import triton_ops
 from attention import make_masks
+from data.packing import pack_prompts
 from decoding.cache import Cache, DecodeMask, PrefillMask, keys_to_keep
 from decoding.draw import draw, random_numbers
 from runtime.device import HostCopy, to_device
@@ -15,6 +16,10 @@ from runtime.errors import DataError
 from triton_ops import SPLIT
 
 FIXED_ROWS = 64     # of each step with `deterministic`, so that every product has one shape
+
+# tokens of the prompts in one forward pass, or those of one longer prompt; a CPU computes the
+# whole mask
+PREFILL = {'cuda': 8192, 'cpu': 1024}
 
 
 def cache_sizes(config, length):
@@ -59,6 +64,32 @@ def graph_rows(n):
         -(-n // 32) * 32)
 
 
+def take(waiting, free, running, prompts, s, n_slots, prefill):
+    """Return the answers to begin now, with a slot each, removed from `waiting`; [] to wait.
+
+    The answers to a prompt begin together if all slots are enough for them. While others run, an
+    eighth of the slots must be free: a prefill costs as much as several steps.
+    """
+    wanted = max(s.n if s.n <= n_slots else 1, n_slots // 8) if running else 1
+    if not waiting or len(free) < min(wanted, len(waiting)):
+        return []
+    begun, first = [], prompts[waiting[0].prompt]
+    shared, n_tokens, n_prompts = len(first), 0, 0
+    while waiting and free:
+        i = waiting[0].prompt
+        if not begun or i != begun[-1].prompt:
+            # the tokens of a row, which holds the common beginning of its prompts once
+            n_tokens += len(prompts[i])
+            shared = min(shared, len(os.path.commonprefix([first, prompts[i]])))
+            if begun and (s.deterministic or n_tokens - n_prompts * shared > prefill
+                          or s.n - waiting[0].number > len(free)):
+                break
+            n_prompts += 1
+        begun.append(waiting.popleft())
+        begun[-1].slot = free.pop()
+    return begun
+
+
 def keys_to_store(answer, at, size):
     """Return int [3, M] for the keys of a prompt that a cache keeps: row index, slot, index in it.
 
@@ -97,11 +128,9 @@ class Batch:
         return FIXED_ROWS if self.s.deterministic else graph_rows(n)
 
     @torch.no_grad()
-    def prefill(self, begun, prompts, row, at):
-        """Compute the prompts of new answers; return a HostCopy of the values of `draw`.
-
-        row: a Row of the prompts; at: {prompt: row indices of its tokens}
-        """
+    def prefill(self, begun, prompts):
+        """Compute the prompts of new answers; return a HostCopy of the values of `draw`."""
+        row, at = pack_prompts(prompts, dict.fromkeys(answer.prompt for answer in begun))
         T, numbers = len(row.tokens), [*at]
         if self.s.deterministic:
             T = max(128, 1 << (T - 1).bit_length())

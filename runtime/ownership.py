@@ -67,16 +67,16 @@ def lock(folder):
             remove_leftovers(folder)
             _settle(folder)
             yield
-            check_in_without_folder_links(*_locks)
+            check_in_place(*_locks)
         finally:
             try:
-                if is_in_without_folder_links(file):
+                if is_in_place(file):
                     _settle(folder)
             finally:
                 _locks.remove(file)
 
 
-def is_in_without_folder_links(file):
+def is_in_place(file):
     """Return whether an open file is still the one that its name leads to."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
@@ -84,10 +84,10 @@ def is_in_without_folder_links(file):
         return False
 
 
-def check_in_without_folder_links(*files):
+def check_in_place(*files):
     """Raise ConfigError if one of the open `files`, or its folder, was removed or moved."""
     for file in files:
-        if not is_in_without_folder_links(file):
+        if not is_in_place(file):
             path = Path(file.name)
             raise ConfigError(f'{path.parent} was removed or moved, or its {path.name} was '
                               f'deleted, while this program was writing there')
@@ -162,7 +162,7 @@ def claim(folder, *names):
 
     Raises ConfigError as `check_free`, or if a locked folder was removed or moved.
     """
-    check_in_without_folder_links(*_locks)
+    check_in_place(*_locks)
     if new := check_free(folder, *names):
         Path(folder).mkdir(parents=True, exist_ok=True)
         _write_list(folder, written_files(folder) + new)
@@ -173,7 +173,7 @@ def discard(folder, *patterns, keep=''):
 
     '*' includes those of before/. Subfolders that become empty are removed too.
     """
-    check_in_without_folder_links(*_locks)
+    check_in_place(*_locks)
     before = Path(folder, 'before')
     if '*' in patterns and before.is_dir() and not before.is_symlink():
         remove_leftovers(before)
@@ -233,7 +233,7 @@ def set_aside(folder, kind, patterns, progress):
     patterns of the new files from which a later command resumes. Raises ConfigError, before
     anything is moved, for a file that this command reads.
     """
-    check_in_without_folder_links(*_locks)
+    check_in_place(*_locks)
     folder, listed = Path(folder), written_files(folder)
     report = written_files(folder / 'before')
     names = _matching([*listed, *(f'before/{name}' for name in [*report, LIST] if report)],
