@@ -152,8 +152,8 @@ def test_a_row_without_a_preference_is_left_out_for_a_reason(answers, scores, re
      'the answer of "chosen" is marked as not'),
     ({'prompt': 'a', 'chosen': [said('assistant', 'Red.') | {'tool_calls': ['f']}],
       'rejected': 'c'}, 'the field "tool_calls"'),
-    (ROWS['GPT-4-LLM'] | {'margin': 1}, '"margin" is that of a pair of answers'),
-    ({'prompt': 'a', 'responses': 3, 'scores': [1, 0], 'margin': 1.0}, 'of a pair of answers'),
+    (ROWS['GPT-4-LLM'] | {'margin': 1}, '"margin" needs a pair of answers'),
+    ({'prompt': 'a', 'responses': 3, 'scores': [1, 0], 'margin': 1.0}, 'needs a pair of answers'),
     *[(ROWS['HH-RLHF'] | {'margin': margin}, f'"margin" must be a number of at most 1e18, got '
        f'{got}')
       for margin, got in (('1', "'1'"), (True, 'True'), (math.nan, 'nan'), (math.inf, 'inf'),
@@ -207,7 +207,7 @@ def test_helpsteer2_joins_the_answers_of_a_prompt_and_a_system_message():
     assert to_ranking(joined).answers == ['Seven.', 'Red.'] and to_ranking(joined).scores == [0, 4]
     assert to_ranking(brief).prompt == PROMPT and to_ranking(brief).answers == ['Blue.']
     (_, error), _ = join_answers([('f:1', rows[0][1] | {'margin': 1.0}), rows[1]])
-    assert isinstance(error, DataError) and '"margin" is that of a pair' in str(error)
+    assert isinstance(error, DataError) and '"margin" needs a pair' in str(error)
 
 
 def test_a_file_of_preferences_is_cached_and_its_gaps_are_counted(tokenizer, tmp_path, capsys):
