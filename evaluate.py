@@ -89,7 +89,8 @@ from runtime import adapter, checkpoint, device, ownership, parallel
 from runtime.code import code_digest
 from runtime.load_ahead import load_ahead, load_model
 from runtime.trained import base_of_adapter, trained_template, trained_with_bos
-from written_tasks import ProbeConfidence, SampleConfidence, WrittenTask, write_answers
+from written_tasks import (ProbeConfidence, SampleConfidence, WrittenTask, new_answers,
+                           write_answers)
 
 # Samples depend on these keys, so they must not change within a folder. The tokens of clm depend on
 # the seed too, but each sample has a hash of its prompt.
@@ -105,7 +106,7 @@ KINDS = (dict.fromkeys(WRITTEN_TASKS, WrittenTask) | dict.fromkeys(INSTRUCTIONS,
 CODE = (scoring.forward_values, scoring.token_log_probs, scoring.token_statistics,
         scoring.Reader.states, OptionTask.samples, PermutedTask.samples, PTrueTask.samples,
         TextTask.samples, sample_fields, mean_over_orders, write_answers,
-        SampleConfidence.collect, ProbeConfidence.collect, *generate.CODE)
+        new_answers, SampleConfidence.collect, ProbeConfidence.collect, *generate.CODE)
 
 
 def load_tasks(cfg):

@@ -75,20 +75,15 @@ if __name__ == '__main__':
 
 import scoring
 from data.instruct import read_prompts
-from data.packing import Tree, pack_prompts
+from data.packing import Tree
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results.answer_file import open_answers, to_row
 from results.samples import append, digest, merge_parts, part
 from runtime import adapter, checkpoint, log, ownership, parallel
 from runtime.code import code_digest
 from runtime.device import pick_device, pick_dtype
-from decoding.slots import Batch, room
+from decoding.slots import PREFILL, Batch, room, take
 from runtime.trained import trained_template, trained_with_bos
-
-# tokens of the prompts in one forward pass, or those of one longer prompt; a CPU computes the
-# whole mask
-PREFILL = {'cuda': 8192, 'cpu': 1024}
-
 
 @dataclass
 class Answer:
@@ -159,9 +154,7 @@ def stream(model, prompts, s, tokenizer=None, stop_ids=()):
     with adapter.evaluation_mode(model):
         while waiting or running or launched:
             while begun := take(waiting, free, running, prompts, s, n_slots, prefill):
-                new = dict.fromkeys(answer.prompt for answer in begun)
-                copy = batch.prefill(begun, prompts, *pack_prompts(prompts, new))
-                launched.append((begun, copy))
+                launched.append((begun, batch.prefill(begun, prompts)))
                 running = sorted(running + begun, key=lambda answer: answer.slot)
             active = [answer for answer in running if answer.n_launched < answer.limit]
             if active:
@@ -179,32 +172,6 @@ def stream(model, prompts, s, tokenizer=None, stop_ids=()):
                     yield answer
             running = [answer for answer in running if not answer.reason]
             free.sort(reverse=True)     # so that slots are used from the first one on
-
-
-def take(waiting, free, running, prompts, s, n_slots, prefill):
-    """Return the answers to begin now, with a slot each, removed from `waiting`; [] to wait.
-
-    The answers to a prompt begin together if all slots are enough for them. While others run, an
-    eighth of the slots must be free: a prefill costs as much as several steps.
-    """
-    wanted = max(s.n if s.n <= n_slots else 1, n_slots // 8) if running else 1
-    if not waiting or len(free) < min(wanted, len(waiting)):
-        return []
-    begun, first = [], prompts[waiting[0].prompt]
-    shared, n_tokens, n_prompts = len(first), 0, 0
-    while waiting and free:
-        i = waiting[0].prompt
-        if not begun or i != begun[-1].prompt:
-            # the tokens of a row, which holds the common beginning of its prompts once
-            n_tokens += len(prompts[i])
-            shared = min(shared, len(os.path.commonprefix([first, prompts[i]])))
-            if begun and (s.deterministic or n_tokens - n_prompts * shared > prefill
-                          or s.n - waiting[0].number > len(free)):
-                break
-            n_prompts += 1
-        begun.append(waiting.popleft())
-        begun[-1].slot = free.pop()
-    return begun
 
 
 def add(answer, token, log_p, log_q, entropy):

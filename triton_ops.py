@@ -3,7 +3,7 @@
 | kernel                                  | on CUDA, computes                                      |
 |-----------------------------------------|--------------------------------------------------------|
 | norm_kernel, rotate_kernel, gate_kernel | norm, rotate and gate of model.py, through `compute`   |
-| row_kernel                              | the product of one row with a weight, in `Linear`      |
+| gemv_kernel                             | matrix-vector product, in `Linear` for one token       |
 | tree_kernel                             | `attend` of attention.py's TreeMask                    |
 | decode_kernel                           | `attend` of decoding/cache.py's DecodeMask             |
 
@@ -86,7 +86,7 @@ def float32_linear(x: Tensor, weight: Tensor) -> Tensor:
 # ---- Linear layers -------------------------------------------------------------------------------
 
 class Linear(nn.Linear):
-    """nn.Linear, with a kernel for a single row, which reads the weight at the speed of memory."""
+    """nn.Linear, with a kernel for one token, which reads the weight at the speed of memory."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
@@ -96,10 +96,10 @@ FORWARD = Linear.forward    # the only one that `products` may compute for sever
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return F.linear(x, weight, bias); by `row_kernel` for a single row without gradients."""
+    """Return F.linear(x, weight, bias); by `gemv_kernel` for one token without gradients."""
     by_kernel = (x.numel() == x.shape[-1] == weight.shape[1] and kernels_apply(x)
                  and is_plain(weight) and (bias is None or is_plain(bias)))
-    return (row_kernel if by_kernel else F.linear)(x, weight, bias)
+    return (gemv_kernel if by_kernel else F.linear)(x, weight, bias)
 
 
 def is_plain(x: Tensor | None) -> bool:
@@ -172,11 +172,11 @@ def with_own_storage(module: nn.Module, state: dict, prefix: str, _: dict):
             state[key] = x.new_empty(0).set_(x.untyped_storage()[begin:begin + x.nbytes]).view_as(x)
 
 
-def row_kernel(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return F.linear(x, weight, bias) of a single row: on an H200 in 0.6 to 0.95 of its time."""
+def gemv_kernel(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return F.linear(x, weight, bias) of one token: on an H200 in 0.6 to 0.95 of its time."""
     (N, K), ROWS = weight.shape, 2
     y = x.new_empty(*x.shape[:-1], N)
-    _row[triton.cdiv(N, ROWS),](
+    _gemv[triton.cdiv(N, ROWS),](
         x.contiguous(), weight, weight if bias is None else bias, y, N, K, BIAS=bias is not None,
         ROWS=ROWS, BLOCK=min(1024, triton.next_power_of_2(K)), num_warps=4)
     return y
@@ -184,7 +184,7 @@ def row_kernel(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 if triton is not None:
     @triton.jit
-    def _row(x_ptr, weight_ptr, bias_ptr, y_ptr, N, K, BIAS: tl.constexpr, ROWS: tl.constexpr,
+    def _gemv(x_ptr, weight_ptr, bias_ptr, y_ptr, N, K, BIAS: tl.constexpr, ROWS: tl.constexpr,
              BLOCK: tl.constexpr):
         # products of x with ROWS rows of the weight
         n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -12,6 +12,7 @@ import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -153,6 +154,15 @@ def written_words(task, title, cfg):
     return f'{title}, {len(task.shots[""])} shots, {chat_words(cfg)}'
 
 
+class Request(NamedTuple):
+    """The prompt of a question. digest: a hash of all that decides its answers."""
+    question: object
+    key: tuple          # the sample_key
+    ids: list
+    n_shots: int
+    digest: str
+
+
 def write_answers(task, reader, writer, n, max_tokens, stop):
     """Generate the answers to the questions of `task`, append their samples; return as `collect`.
 
@@ -160,55 +170,65 @@ def write_answers(task, reader, writer, n, max_tokens, stop):
     hashes, one of what decides the answers and one of the sample itself: answers in samples.jsonl
     are graded again by the present rules, and a sample that this changes is appended again.
     """
-    cfg, tokenizer = reader.cfg, reader.tokenizer
+    cfg, requests, bad_rows, end, prompts = reader.cfg, [], [], set(), set()
     stop = stop if cfg.chat == 'none' else ()
-    settings = Sampling(n=1, max_tokens=max_tokens, temperature=0.0, stop=stop, seed=cfg.seed,
-                        deterministic=cfg.deterministic,
-                        batch_size=ANSWERS_AT_ONCE if cfg.device.startswith('cuda') else 64)
-    prompts, bad_rows, left, end = set(), [], [], set()
-    earlier = {(samples.sample_key(s), s['prompt'].partition('-')[0]): s
-               for s in writer.latest(task.label)}
-
-    def append_sample(question, key, request, n_shots, greedy, answers):
-        sample = task.sample(question, greedy, answers, cfg) | sample_fields(question, n_shots)
-        prompt = f'{request}-{samples.digest(sample)}'
-        if not samples.is_unstated(sample):
-            prompts.add((key, prompt))
-        writer.append(key, prompt, sample)
-
     for question in task.items:
         try:
-            ids, ends, n_shots = task.encode(question, tokenizer, cfg)
+            ids, ends, n_shots = task.encode(question, reader.tokenizer, cfg)
         except DataError as error:
             bad_rows.append(task.bad_row(error, cfg))
             continue
-        key, end = (task.label, 'test', question.language, question.id), end | ends
-        request = samples.digest([ids, n, max_tokens, stop, sorted(ends), cfg.seed])
-        if sample := earlier.get((key, request)):
-            append_sample(question, key, request, n_shots, sample['greedy'], sample.get('answers'))
-        else:
-            left.append((question, key, request, n_shots, ids))
-    progress = log.Progress(task.label, len(left), task.unit)
+        end |= ends
+        requests.append(Request(
+            question, (task.label, 'test', question.language, question.id), ids, n_shots,
+            samples.digest([ids, n, max_tokens, stop, sorted(ends), cfg.seed])))
+
+    earlier = {(samples.sample_key(s), s['prompt'].partition('-')[0]): s
+               for s in writer.latest(task.label)}
+    answered = [(request, sample['greedy'], sample.get('answers')) for request in requests
+                if (sample := earlier.get((request.key, request.digest)))]
+    left = [request for request in requests if (request.key, request.digest) not in earlier]
+    settings = Sampling(n=1, max_tokens=max_tokens, temperature=0.0, stop=stop, seed=cfg.seed,
+                        deterministic=cfg.deterministic,
+                        batch_size=ANSWERS_AT_ONCE if cfg.device.startswith('cuda') else 64)
+    for request, greedy, answers in itertools.chain(
+            answered, new_answers(task, reader, left, settings, n, end)):
+        sample = (task.sample(request.question, greedy, answers, cfg)
+                  | sample_fields(request.question, request.n_shots))
+        prompt = f'{request.digest}-{samples.digest(sample)}'
+        if not samples.is_unstated(sample):
+            prompts.add((request.key, prompt))
+        writer.append(request.key, prompt, sample)
+    return prompts, bad_rows
+
+
+def new_answers(task, reader, requests, settings, n, end):
+    """Yield (request, greedy answer, n drawn answers), as a sample holds them, as they are done.
+
+    end: the ids that end an answer
+    """
+    if not requests:
+        return
+    model, ids = reader.load(), [request.ids for request in requests]
+    progress = log.Progress(task.label, len(requests), task.unit)
     try:
-        if left:
-            model, ids = reader.load(), [entry[-1] for entry in left]
-            greedy = ((i, task.greedy(answer, tokenizer)) for i, (answer,) in generate.generate(
-                model, ids, settings, tokenizer, end))
-            if n:
-                first, settings = dict(greedy), replace(settings, n=n, temperature=1.0)
-                answered = ((i, first[i], answers) for i, answers in generate.generate(
-                    model, ids, settings, tokenizer, end))
-            else:
-                answered = ((i, answer, ()) for i, answer in greedy)
-            for i, answer, drawn in answered:
-                *entry, _ = left[i]
-                append_sample(*entry, answer, [*map(written, drawn)])
-                progress.update()
+        greedy = ((i, task.greedy(answer, reader.tokenizer)) for i, (answer,) in generate.generate(
+            model, ids, settings, reader.tokenizer, end))
+        if n:
+            first = dict(greedy)
+            answered = ((i, first[i], [*map(written, answers)]) for i, answers in
+                        generate.generate(model, ids, replace(settings, n=n, temperature=1.0),
+                                          reader.tokenizer, end))
+        else:
+            answered = ((i, answer, []) for i, answer in greedy)
+        for i, *answers in answered:
+            yield requests[i], *answers
+            progress.update()
     except FloatingPointError as error:
-        raise reader.bad_logits(f'{task.label}: {left[error.args[0]][0].place}') from error
+        where = f'{task.label}: {requests[error.args[0]].question.place}'
+        raise reader.bad_logits(where) from error
     finally:
         progress.bar.close()
-    return prompts, bad_rows
 
 
 def written(answer):

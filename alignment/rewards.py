@@ -22,7 +22,7 @@ import torch
 
 from alignment.packed_answers import Answers, pack_rollouts
 from data.files import require_text
-from data.preferences import encode_answer
+from data.chat import encode_answer
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from data.written_answers import WRITTEN_TASKS
 from runtime import checkpoint

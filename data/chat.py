@@ -26,9 +26,8 @@ def encode_conversation(messages, tokenizer, template='tulu', add_bos=True):
 
     messages: [{'role': 'system' | 'user' | 'assistant', 'content': str}, ...]
     The assistant's text and the token that ends its turn are supervised, unless the message has
-    'train': False. Raises DataError for a
-    conversation that does not fit the template or has no assistant text, ConfigError for a template
-    with control tokens that the tokenizer lacks.
+    'train': False. Raises DataError for a conversation that does not fit the template or has no
+    assistant text, ConfigError for a template with control tokens that the tokenizer lacks.
     """
     _check_messages(messages)
     bos = [tokenizer.bos_id] if add_bos else []
@@ -54,11 +53,17 @@ def encode_prompt(messages, tokenizer, template, add_bos=True):
     if not template:
         text = require_text(messages[-1]['content'], 'the prompt')
         return [tokenizer.bos_id] * add_bos + tokenizer.encode(text), tokenizer.end_ids
-    ids, loss_mask = encode_conversation([*messages, {'role': 'assistant', 'content': 'x'}],
+    prompt, answer = encode_answer(messages, 'x', tokenizer, template, add_bos)
+    return prompt, {answer[-1]} | tokenizer.end_ids
+
+
+def encode_answer(prompt, answer, tokenizer, template, add_bos=True):
+    """Return (tokens of the prompt, tokens of the answer with the token that ends its turn)."""
+    ids, loss_mask = encode_conversation([*prompt, {'role': 'assistant', 'content': answer}],
                                          tokenizer, template, add_bos)
-    last = max(i for i, supervised in enumerate(loss_mask) if supervised)   # it ends the turn
-    first = max(i for i in range(last) if not loss_mask[i]) + 1
-    return ids[:first], {ids[last]} | tokenizer.end_ids
+    end = max(i for i, supervised in enumerate(loss_mask) if supervised) + 1
+    start = max((i for i in range(end) if not loss_mask[i]), default=-1) + 1
+    return ids[:start], ids[start:end]
 
 
 def question_frame(tokenizer, template, add_bos=True):
@@ -261,7 +266,11 @@ def jinja(template, tokenizer, add_bos=True, reward=False):
     bos = tokenizer.decode([tokenizer.bos_id]) if add_bos else ''
     eos, text_tags = tokenizer.decode([tokenizer.eos_id]), '[INST]' not in tokenizer.control_ids
     name = 'turns' if template in TURNS else template
-    path = Path(__file__).parent / 'chat_templates' / f'{name}.jinja'
+    if template == 'olmo2':     # Tulu's after a BOS of its own
+        name, bos = 'tulu', bos + '<|endoftext|>'
+    folder = Path(__file__).parent / 'chat_templates'
+    body = ''.join((folder / f'{part}.jinja').read_text(encoding='utf-8')
+                   for part in (['alpaca'] if name == 'alpaca' else ['roles', name]))
     parts = {role: split_turn(turn) for role, turn in TURNS.get(template, {}).items()}
     rows = {role: (''.join(opening), stripped, ''.join(closing))
             for role, (opening, stripped, closing) in parts.items()}
@@ -269,7 +278,7 @@ def jinja(template, tokenizer, add_bos=True, reward=False):
     return (f'{{%- set eos, text_tags = {json.dumps(eos)}, {json.dumps(text_tags)} -%}}\n'
             f'{{%- set end = {json.dumps(end)} -%}}\n'
             f'{{%- set rows = {json.dumps(rows)} -%}}\n'
-            f'{{{{- {json.dumps(bos)} -}}}}\n{path.read_text(encoding="utf-8")}')
+            f'{{{{- {json.dumps(bos)} -}}}}\n{body}')
 
 
 def _controls(tokenizer, *names):

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 from data.byte_pairs import begin_with, merges
-from data.chat import encode_conversation, jinja
+from data.chat import encode_answer, jinja
 from data.tokenizer import LibraryTokenizer, generation_ends, read_beside
 
 SPACE = '\u2581'        # stands for a space in the pieces of sentencepiece
@@ -93,9 +93,9 @@ def pad_token(folder, tokenizer, template):
 
 def _example(tokenizer, template):
     """Return the tokens of a conversation in `template`, up to the one that ends an answer."""
-    messages = [{'role': role, 'content': role} for role in ('user', 'assistant')]
-    ids, loss_mask = encode_conversation(messages, tokenizer, template, add_bos=False)
-    return ids[:max(i for i, supervised in enumerate(loss_mask) if supervised) + 1]
+    question = [{'role': 'user', 'content': 'user'}]
+    prompt, answer = encode_answer(question, 'assistant', tokenizer, template, add_bos=False)
+    return prompt + answer
 
 
 def sentencepiece_json(tokenizer):

@@ -28,8 +28,8 @@ def fetch(source, patterns, revision=None):
     """
     path = Path(os.path.expanduser(source))
     if revision and path.exists():
-        raise DataError(f'data_revision = {revision!r} is that of a hub dataset, and {source} is '
-                        f'on disk; leave it out')
+        raise DataError(f'data_revision = {revision!r} is for datasets of the hub, but {source} '
+                        f'is on disk; leave it out')
     if path.is_file():
         note_inputs(path)
         return [path]
@@ -62,7 +62,7 @@ def _download(name, patterns, revision):
 
 @contextlib.contextmanager
 def writing(path):
-    """Raise a DataError that names `path` if writing fails; the error of a full disk does not."""
+    """Raise a DataError that names `path` if writing fails; a full disk's own error names none."""
     try:
         yield
     except OSError as error:
@@ -74,12 +74,12 @@ def writing(path):
 def read_rows(path):
     """Yield (place, row) from a .json, .jsonl, .csv, .tsv, .parquet or .txt file, also with .gz.
 
-    A .json file may hold a row per line too. `place` is 'file:line', or 'file: row n' for parquet
-    and JSON lists; both count from 1. A row is
-    a dict; a .txt file is one row, {'text': its content}. The rows of a csv file without the
-    columns question and answer in its first row are lists of strings; a .tsv file names its columns
-    in its first row. A row that cannot be read or repeats a key is yielded as a DataError, to stop
-    or skip; a file that cannot be read raises one.
+    `place` is 'file:line', or 'file: row n' for parquet and JSON lists; both count from 1. A row is
+    a dict; a .txt file is one row, {'text': its content}. A .json file may hold one row per line.
+    The first row of a .tsv file names its columns, and so does that of a .csv file if it has the
+    columns question and answer; the rows of other .csv files are lists of strings. A row that
+    cannot be read or repeats a key is yielded as a DataError, to stop or skip; a file that cannot
+    be read raises one.
     """
     path = Path(path)
     note_inputs(path)

@@ -99,8 +99,8 @@ def load_conversations(source, tokenizer, *, template, max_length, add_bos, revi
         for message in messages:
             answer, train = message['role'] == 'assistant', message.get('train')
             if train and not answer and not train_on_inputs:
-                raise DataError(f'a {message["role"]} message is marked as trained, and only the '
-                                f'assistant\'s are; train_on_inputs = True trains all of them')
+                raise DataError(f'a {message["role"]} message is marked as trained, but only the '
+                                f'assistant\'s are trained unless train_on_inputs = True')
             if train is False and train_on_inputs:
                 raise DataError('a message is marked as not trained, and train_on_inputs = True '
                                 'trains all of them')

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from data.cache import tokenize_once
-from data.chat import encode_conversation
+from data.chat import encode_answer
 from data.files import fetch, has_fields, parsed, require_fields, require_text
 from data.instruct import PATTERNS, to_question
 from data.messages import read_turns, with_context, without_nulls
@@ -34,7 +34,7 @@ class Ranking:
     prompt: list        # [{'role', 'content'}, ...]
     answers: list       # texts
     scores: list        # numbers that only order them
-    margin: float = 0.0     # that the difference of two answers' rewards is to exceed
+    margin: float = 0.0     # by which the better of two answers' rewards must exceed the other
 
 
 # ---- Rows of the published formats ---------------------------------------------------------------
@@ -60,8 +60,8 @@ def to_ranking(row):
             ranking.prompt = with_context(row, ranking.prompt, used=(*needed, 'input')
                                           if 'instruction' in needed else needed)
             if any(message.get('train') for message in ranking.prompt):
-                raise DataError('a message before the answers is marked as trained, and only the '
-                                'answers are')
+                raise DataError('a message before the answers is marked as trained, but only '
+                                'the answers are trained')
             return replace(ranking, margin=_margin(row, ranking.answers))
     raise DataError(f'fields {", ".join(map(str, row)) or "(none)"}; wanted '
                     + ', or '.join(' + '.join(needed) for needed in FORMATS)
@@ -75,7 +75,7 @@ def _margin(row, answers):
     if type(margin) not in (int, float) or not abs(margin) <= 1e18:
         raise DataError(f'"margin" must be a number of at most 1e18, got {margin!r:.60}')
     if not isinstance(answers, list) or len(answers) != 2:
-        raise DataError('"margin" is that of a pair of answers; leave it out of other rows')
+        raise DataError('"margin" needs a pair of answers; leave it out of other rows')
     return float(margin)
 
 
@@ -256,15 +256,6 @@ def encode_ranking(ranking, tokenizer, template, add_bos, max_length):
         tied = k > 0 and score == encoded[k - 1][0]
         loss_mask += [k + 1 + TIED * tied] * len(answer)
     return [(tokens, loss_mask)]
-
-
-def encode_answer(prompt, answer, tokenizer, template, add_bos):
-    """Return (tokens of the prompt, tokens of the answer with the token that ends its turn)."""
-    ids, loss_mask = encode_conversation([*prompt, {'role': 'assistant', 'content': answer}],
-                                         tokenizer, template, add_bos)
-    end = max(i for i, supervised in enumerate(loss_mask) if supervised) + 1
-    start = max((i for i in range(end) if not loss_mask[i]), default=-1) + 1
-    return ids[:start], ids[start:end]
 
 
 def to_tree(tokens, loss_mask):

@@ -5,6 +5,7 @@
 """
 
 import hashlib
+import os
 import re
 from pathlib import Path
 
@@ -84,13 +85,14 @@ class LibraryTokenizer(Tokenizer):
 
     Its ids are those of AutoTokenizer, except that names of special tokens in a text are text. BOS
     is what the post-processor puts first. BOS and EOS are control tokens even if the file does not
-    say so; a special token that is also an ordinary piece is none.
-
-    Raises DataError that begins with `path` for a tokenizer that cannot promise this.
+    mark them as special. A special token that ordinary merges produce too, such as a word, is not a
+    control token. Raises a DataError that begins with `path` if BOS or EOS is such a token.
     """
 
     def __init__(self, library, eos, path):
         from tokenizers import AddedToken
+        # its threads gain nothing for one text at a time, and would not survive a fork
+        os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
         self.library, self.path = library, path
         library.no_truncation()
         library.no_padding()
@@ -136,7 +138,8 @@ class LibraryTokenizer(Tokenizer):
 
     def _encode(self, text):
         with library_errors(self.path):
-            return self.library.encode(text, add_special_tokens=False).ids
+            # a quarter faster than `encode`, since it computes no offsets
+            return self.library.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def _decode(self, ids):
         return self.library.decode(ids, skip_special_tokens=False)

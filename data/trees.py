@@ -106,10 +106,11 @@ def encode_before(tokenizer, text, following, start):
 
 
 class SharedText:
-    """Encode header and shots, which many questions share, once, as if a 'Q' followed.
+    """Encode header and shots, which many questions share, only once.
 
-    For each question only the last line of the text is encoded again, with the first word of the
-    question, to see whether that word changes its tokens.
+    The tokens at the end of a text can depend on what follows it. So the text is encoded in front
+    of a 'Q', and these tokens serve for every question whose first word leaves the tokens of the
+    text's last line as the 'Q' does. For any other question the text is encoded again.
 
     before: text of a chat template before header and shots
     start:  whether that text begins the prompt

@@ -3,7 +3,7 @@
 | mask        | computed by                                                     |
 |-------------|-----------------------------------------------------------------|
 | PrefillMask | a mask of attention.py; stores keys and values in the Cache      |
-| DecodeMask  | a Triton kernel on CUDA, else torch: one new token per row       |
+| DecodeMask  | a Triton kernel on CUDA, else torch: one new token per sequence  |
 """
 
 import torch
@@ -49,7 +49,7 @@ class PrefillMask:
 
 
 class DecodeMask:
-    """Each row is one token, in slots[b] at positions[b]: store its key and value, then attend.
+    """One new token per sequence, in slots[b] at positions[b]: store its key and value, attend.
 
     longest: a number above all positions, at which reading the cache ends
     kernel: use the kernel on CUDA, if it agrees with the explicit mask

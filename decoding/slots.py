@@ -8,13 +8,18 @@ import torch
 
 import triton_ops
 from attention import make_masks
+from data.packing import pack_prompts
 from decoding.cache import Cache, DecodeMask, PrefillMask, keys_to_keep
 from decoding.draw import draw, random_numbers
 from runtime.device import HostCopy, to_device
 from runtime.errors import DataError
 from triton_ops import SPLIT
 
-FIXED_ROWS = 64     # of each step with `deterministic`, so that every product has one shape
+FIXED_SIZE = 64     # of each step with `deterministic`, so that every product has one shape
+
+# tokens of the prompts in one forward pass, or those of one longer prompt; a CPU computes the
+# whole mask
+PREFILL = {'cuda': 8192, 'cpu': 1024}
 
 
 def cache_sizes(config, length):
@@ -41,7 +46,7 @@ def room(model, prompts, s):
                         f'there are {memory / 2 ** 30:.3g}; shorten it, or lower max_tokens')
     most = s.batch_size
     if s.deterministic:     # a CPU's products may depend on the row of a matrix as well
-        most = min(most, FIXED_ROWS) if model.head.is_cuda else 1
+        most = min(most, FIXED_SIZE) if model.head.is_cuda else 1
     return min(most, fit, len(prompts) * s.n), length
 
 
@@ -53,10 +58,36 @@ def free_memory(device):
     return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 4
 
 
-def graph_rows(n):
+def graph_size(n):
     """Return n rounded up, so that a few graphs are enough: 1, 2, 4, 8, 16, 32, 48, 64, 96, ..."""
     return 1 << (n - 1).bit_length() if n <= 16 else -(-n // 16) * 16 if n <= 64 else (
         -(-n // 32) * 32)
+
+
+def take(waiting, free, running, prompts, s, n_slots, prefill):
+    """Return the answers to begin now, with a slot each, removed from `waiting`; [] to wait.
+
+    The answers to a prompt begin together if all slots are enough for them. While others run, an
+    eighth of the slots must be free: a prefill costs as much as several steps.
+    """
+    wanted = max(s.n if s.n <= n_slots else 1, n_slots // 8) if running else 1
+    if not waiting or len(free) < min(wanted, len(waiting)):
+        return []
+    begun, first = [], prompts[waiting[0].prompt]
+    shared, n_tokens, n_prompts = len(first), 0, 0
+    while waiting and free:
+        i = waiting[0].prompt
+        if not begun or i != begun[-1].prompt:
+            # the tokens of a row, which holds the common beginning of its prompts once
+            n_tokens += len(prompts[i])
+            shared = min(shared, len(os.path.commonprefix([first, prompts[i]])))
+            if begun and (s.deterministic or n_tokens - n_prompts * shared > prefill
+                          or s.n - waiting[0].number > len(free)):
+                break
+            n_prompts += 1
+        begun.append(waiting.popleft())
+        begun[-1].slot = free.pop()
+    return begun
 
 
 def keys_to_store(answer, at, size):
@@ -72,7 +103,7 @@ class Batch:
     """Cache, state and CUDA graphs of the sequences in `n_slots` slots.
 
     A slot has the state (last token, its position, tokens drawn). One slot more is for the padding
-    rows of a graph: they have length 1, since a softmax over nothing would be NaN.
+    of a graph: it has length 1, since a softmax over nothing would be NaN.
     """
 
     def __init__(self, model, s, n_slots, length, n_vocab):
@@ -86,22 +117,20 @@ class Batch:
         self.state = torch.zeros(3, n_slots + 1, dtype=torch.int64, device=self.device)
         self.uniforms = torch.zeros(n_slots + 1, min(s.max_tokens, length), dtype=torch.float64,
                                     device=self.device)
-        self.rows = torch.full((max(FIXED_ROWS, self.padded(n_slots)),), n_slots,
-                               device=self.device)
+        self.slots = torch.full((max(FIXED_SIZE, self.padded(n_slots)),), n_slots,
+                                device=self.device)
         self.current, self.graphs, self.pool = None, {}, None
 
     def padded(self, n):
-        """Return the number of rows in a step of n sequences."""
+        """Return the number of sequences in a step of n, with padding."""
         if self.device.type != 'cuda':
             return n
-        return FIXED_ROWS if self.s.deterministic else graph_rows(n)
+        return FIXED_SIZE if self.s.deterministic else graph_size(n)
 
     @torch.no_grad()
-    def prefill(self, begun, prompts, row, at):
-        """Compute the prompts of new answers; return a HostCopy of the values of `draw`.
-
-        row: a Row of the prompts; at: {prompt: row indices of its tokens}
-        """
+    def prefill(self, begun, prompts):
+        """Compute the prompts of new answers; return a HostCopy of the values of `draw`."""
+        row, at = pack_prompts(prompts, dict.fromkeys(answer.prompt for answer in begun))
         T, numbers = len(row.tokens), [*at]
         if self.s.deterministic:
             T = max(128, 1 << (T - 1).bit_length())
@@ -145,7 +174,7 @@ class Batch:
         for answer in active:
             answer.n_launched += 1
         if slots != self.current:
-            self.rows[:n] = to_device(torch.tensor(slots), self.device)
+            self.slots[:n] = to_device(torch.tensor(slots), self.device)
             self.current = slots
         if self.device.type != 'cuda':
             return HostCopy(self.compute(n, longest))
@@ -157,8 +186,8 @@ class Batch:
         return HostCopy(values)
 
     def compute(self, n, longest):
-        """Compute the next token in the slots `rows[:n]`; return the values of `draw`."""
-        slots = self.rows[:n]
+        """Compute the next token in the slots `self.slots[:n]`; return the values of `draw`."""
+        slots = self.slots[:n]
         tokens, positions, drawn = self.state[:, slots]
         masks = [DecodeMask(cache, slots, positions, longest, self.attention == 'auto')
                  for cache in self.caches]
@@ -176,10 +205,10 @@ class Batch:
 
     def capture(self, n, longest):
         """Return a CUDA graph of `compute`, and its values; a step of padding loads the kernels."""
-        rows = self.rows[:n].clone()
-        self.rows[:n] = self.n_slots
+        slots = self.slots[:n].clone()
+        self.slots[:n] = self.n_slots
         self.compute(n, longest)
-        self.rows[:n] = rows
+        self.slots[:n] = slots
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
             values = self.compute(n, longest)
@@ -187,12 +216,12 @@ class Batch:
         return graph, values
 
 
-def step_cost(model, n_rows, n_cached):
-    """Return (bytes read, FLOPs) of a decoding step of n_rows rows with n_cached tokens in all."""
+def step_cost(model, n, n_cached):
+    """Return (bytes read, FLOPs) of a step of n sequences with n_cached cached tokens in all."""
     config = model.config
     weights = sum(p.numel() for p in model.parameters())
-    if not config.tie_word_embeddings:      # of the embedding only a few rows are read
+    if not config.tie_word_embeddings:      # hardly any of the embedding is read
         weights -= config.vocab_size * config.hidden_size
     cached = (2 * n_cached * config.num_hidden_layers * config.num_key_value_heads
               * config.head_dim)
-    return (weights + cached) * model.head.element_size(), 2 * weights * n_rows
+    return (weights + cached) * model.head.element_size(), 2 * weights * n

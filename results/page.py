@@ -14,12 +14,9 @@ from collections import Counter
 from pathlib import Path
 
 import metrics
-from results import temperatures
-from results.confidence import cells as confidence_cells
 from results.plots import warn_on_failure
-from results.report import GROUPS, cells, notes, predictions, report_rows, task_title, unit
+from results.report import predictions, section
 from results.samples import GRID, sample_order
-from results.tables import Section
 from runtime.ownership import write_text
 
 TEMPLATE = Path(__file__).with_name('page.html')
@@ -181,7 +178,7 @@ def write_report(results, selected, pictures, out_dir):
     tasks, config, versions = results['tasks'], results['config'], results['versions']
     about = ', '.join(f'{key} {value}' for key, value in (
         {key: config[key] for key in ('device', 'dtype', 'seed')} | versions).items() if value)
-    tables = ''.join(task_html(task, tasks) for task in tasks)
+    tables = ''.join(section_html(section(task, tasks, 'page')) for task in tasks)
     grids = [name for name in map(GRID.format, tasks) if Path(out_dir, name).exists()]
     return write(
         Path(out_dir, 'report.html'), f'{config["model"]}: {", ".join(tasks)}',
@@ -189,34 +186,16 @@ def write_report(results, selected, pictures, out_dir):
         dict.fromkeys((*pictures, *grids) if pictures else ()), selected)
 
 
-def task_html(task, tasks):
-    """Return the tables and notes of a task; those of its groups are folded.
-
-    tasks: {task: its entry in results.json}
-    """
-    rows, result = {}, tasks[task]
-    for row in report_rows(result):
-        rows.setdefault(row[0] if row[0] in GROUPS.values() else '', []).append(row)
-    tables = [('', cells(rows.pop(''), count=unit(result)))]
-    if by_confidence := confidence_cells(task, tasks):
-        tables.append(('', by_confidence))
-    parts = [section_html(Section(task_title(task, result), tables, notes(result)))]
-    parts += [folded(f'{len(group)} {name}', cells(group, count=unit(result)))
-              for name, group in rows.items()]
-    if by_language := temperatures.cells(result):
-        parts.append(folded('temperatures by language', by_language))
+def section_html(part):
+    """Return a Section of tables.py as HTML; a table with a title can be folded, a long one is."""
+    (_, first), *others = part.tables
+    parts = [f'<h2>{html.escape(part.title)}</h2>', table_html(first),
+             *(f'<p class="about">{html.escape(line)}</p>' for line in part.notes)]
+    for title, table in others:
+        state = 'open' if len(table) < 20 else ''
+        parts.append(f'<details {state}><summary>{html.escape(title)}</summary>{table_html(table)}'
+                     '</details>' if title else table_html(table))
     return '\n'.join(parts) + '\n'
-
-
-def section_html(section):
-    """Return a Section of tables.py as HTML."""
-    return '\n'.join([f'<h2>{html.escape(section.title)}</h2>',
-                      *(table_html(table) for _, table in section.tables),
-                      *(f'<p class="about">{html.escape(line)}</p>' for line in section.notes)])
-
-
-def folded(title, lines):
-    return f'<details><summary>{html.escape(title)}</summary>{table_html(lines)}</details>'
 
 
 def table_html(lines):

@@ -22,7 +22,7 @@ FALLBACK_FONTS = ('Noto Sans CJK SC', 'Noto Sans CJK JP', 'Source Han Sans SC', 
                   'WenQuanYi Zen Hei', 'Droid Sans Fallback', 'Unifont', 'PingFang SC',
                   'Arial Unicode MS', 'Microsoft YaHei', 'SimHei')
 
-FEWEST = 10     # questions in a bin that is a point of a reliability curve
+FEWEST = 10     # a reliability curve leaves out bins with fewer questions
 
 
 def new_figure(width, height):

@@ -427,20 +427,26 @@ def agreement_note(before, after):
             f'{temperature:.3f}; with it the ECE is {metrics.ece(scaled, after.labels):.3f}')
 
 
-def section(task, tasks, to_publish=False):
+def section(task, tasks, target='text'):
     """Return the Section of `task` in {task: result}.
 
-    to_publish: with intervals in the cells, and the best marked of the rows of the same questions:
-    pooled, and scaled by what was fitted
+    target: 'text'; 'latex', with intervals in the cells and the best marked of the rows of the same
+    questions, pooled and scaled by what was fitted; or 'page', with a table per kind of groups
     """
     result = tasks[task]
-    rows = report_rows(result)
-    table = cells(rows, count=unit(result), intervals=to_publish)
-    if to_publish:
+    rows, groups = report_rows(result), {}
+    if target == 'page':
+        groups = {kind: [row for row in rows if row[0] == kind] for kind in GROUPS.values()
+                  if kind in result}
+        rows = [row for row in rows if row[0] not in groups]
+    table = cells(rows, count=unit(result), intervals=target == 'latex')
+    if target == 'latex':
         table = mark_best(table, ['' if kind in ('pooled', 'post_hoc') else (kind, name)
                                   for kind, name, _ in rows])
-    more = {'Temperatures by language': temperatures.cells(result),
-            'Confidences in the written answers': confidence_cells(task, tasks)}
+    more = {'Confidences in the written answers': confidence_cells(task, tasks),
+            **{f'{len(group)} {kind}': cells(group, count=unit(result))
+               for kind, group in groups.items()},
+            'Temperatures by language': temperatures.cells(result)}
     return Section(task_title(task, result),
                    [('', table), *(pair for pair in more.items() if pair[1])], notes(result))
 
@@ -466,7 +472,7 @@ def to_markdown(tasks):
 
 def to_latex(tasks):
     """Return title, tables and notes of every task in {task: result}, for LaTeX."""
-    return '\n'.join(section(task, tasks, to_publish=True).as_latex() for task in tasks)
+    return '\n'.join(section(task, tasks, 'latex').as_latex() for task in tasks)
 
 
 def to_csv(tasks):

@@ -20,7 +20,7 @@ from runtime.errors import ConfigError, DataError
 OUTPUTS = ('samples.jsonl', 'eval_config.json', 'results.json', 'results.md', 'results.csv',
            'results.tex', 'report.html')
 DIAGRAM, GRID = 'reliability.png', 'reliability-{}-languages.png'
-KIND = 'evaluation'     # of what --overwrite sets aside
+KIND = 'evaluation'     # the name under which --overwrite sets earlier files aside
 OTHER_FOLDER = 'choose another --out_dir, or --overwrite what was evaluated there'
 
 

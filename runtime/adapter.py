@@ -35,8 +35,8 @@ KEYS = {'peft_type', 'task_type', 'base_model_name_or_path', 'revision', 'r', 'l
         'exclude_modules', 'inference_mode', 'layers_pattern', 'layers_to_transform',
         'lora_dropout', 'peft_version', 'rank_pattern', 'target_modules', 'megatron_core',
         'qalora_group_size', 'eva_config', 'ensure_weight_tying'}
-# other initializations also change the base weights
-BEGINNINGS = (None, True, False, 'gaussian', 'orthogonal', 'eva')
+# of LoRA matrices; the other initializations of peft also change the base weights
+INITIALIZATIONS = (None, True, False, 'gaussian', 'orthogonal', 'eva')
 RULES = {'peft_type': [str], 'base_model_name_or_path': [str], 'r': [SIZE],
          'lora_alpha': [(-1e9, 1e9)], 'use_rslora': [bool, None], 'alpha_pattern': [dict, None],
          'rank_pattern': [dict, None], 'revision': [str, None]}
@@ -63,11 +63,8 @@ def read_settings(folder: Path) -> dict:
     """Return the adapter_config.json of `folder`; raise CheckpointError for what is not read."""
     path = folder / CONFIG
     settings = read_json_object(path)
-    if folder.name == 'adapter' and (folder.parent / 'config.json').exists():
-        raise CheckpointError(f'{folder} holds the adapters of a run, whose merged weights and '
-                              f'settings are in {folder.parent}; name that folder')
     wanted = {'peft_type': ('LORA',), 'task_type': ('CAUSAL_LM', 'SEQ_2_SEQ_LM', None),
-              'bias': ('none', None), 'init_lora_weights': BEGINNINGS}
+              'bias': ('none', None), 'init_lora_weights': INITIALIZATIONS}
     for key, value in settings.items():
         if value not in wanted.get(key, (value,)):
             raise CheckpointError(f'{path}: {key} = {value!r} is not supported; it must be '
@@ -118,10 +115,13 @@ def changes(folder: str | Path, config: ModelConfig, shapes: dict) -> dict[str, 
     shapes: {tensor of the base model: its shape}. As in peft, the scale is alpha / r or, with
     use_rslora, alpha / sqrt(r). Raises CheckpointError that names the tensor.
     """
-    if not Path(folder, LINK).exists():
-        return {}
-    folder, matrices, low_rank = Path(folder, LINK).resolve(), {}, {}
-    settings, file = read_settings(folder), weights_file(folder)
+    link = Path(folder, LINK)
+    return read_changes(link.resolve(), config, shapes) if link.exists() else {}
+
+
+def read_changes(folder: Path, config: ModelConfig, shapes: dict) -> dict[str, LowRank]:
+    """Return {tensor: LowRank} of the adapter in `folder` itself; as `changes`."""
+    settings, file, matrices, low_rank = read_settings(folder), weights_file(folder), {}, {}
     for key, tensor in read_all(file).items():
         if BUFFERS.fullmatch(key.removeprefix(PREFIX)):
             continue
@@ -190,13 +190,6 @@ def fingerprint(folder: Path) -> str:
 
 # ---- The adapters of a run, in the folder adapter/ beside the merged weights ---------------------
 
-# the values in adapter_config.json that `save_adapter` writes
-FIELDS = {'peft_type': ['LORA'], 'task_type': ['CAUSAL_LM'], 'base_model_name_or_path': [str],
-          'r': [SIZE], 'lora_alpha': [(0.0, 1e9)], 'lora_dropout': [SHARE],
-          'target_modules': [[str]], 'bias': ['none'], 'fan_in_fan_out': [False],
-          'inference_mode': [True]}
-
-
 def save_adapter(model: CausalLM, folder: str | Path, base: str, *, full=Tensor.detach,
                  owner: str | Path | None = None):
     """Write the adapters alone, in the folder that `peft` loads beside the model `base`.
@@ -222,8 +215,9 @@ def read_adapter(folder: str | Path) -> dict:
     if not path.exists():
         raise CheckpointError(f'{folder} has no adapter/, which train.py --lora saves beside the '
                               f'merged weights')
-    settings = read_json_object(path)
-    check_values(settings, FIELDS, path, 'adapter.', FIELDS)
+    settings, rules = read_settings(path.parent), {'lora_dropout': [SHARE],
+                                                   'target_modules': [[str]]}
+    check_values(settings, rules, path, required=rules)
     return settings
 
 
@@ -233,8 +227,9 @@ def add_adapter(model: CausalLM, folder: str | Path):
     The softcap and the temperature of the logits become those of `folder`. Raises CheckpointError
     if the adapters do not fit the model; a model on the meta device is only checked.
     """
-    settings, path = read_adapter(folder), Path(folder, 'adapter', WEIGHTS[0])
-    config = read_config(folder)
+    settings, path = read_adapter(folder), Path(folder, 'adapter')
+    config, shapes = read_config(folder), {
+        their_key(key, model.config): [*p.shape] for key, p in model.named_parameters()}
     model.config.final_logit_softcapping = config.final_logit_softcapping
     model.config.temperature = config.temperature
     ours = {their_key(f'{parent}.{layer}', model.config).rpartition('.')[2]: layer
@@ -243,16 +238,17 @@ def add_adapter(model: CausalLM, folder: str | Path):
         add_lora(model, settings['r'], settings['lora_alpha'], settings['lora_dropout'],
                  [ours.get(name, name) for name in settings['target_modules']])
     except ValueError as error:
-        raise CheckpointError(f'{path.parent}: {error}') from error
-    wanted = {f'{PREFIX}{their_key(name, model.config)}': p
-              for name, p in model.named_parameters() if '.lora_' in name}
-    values = read_all(path)
-    for key in sorted(values.keys() | wanted.keys()):
-        shape, right = ([*x[key].shape] if key in x else None for x in (values, wanted))
-        if shape != right:
-            raise CheckpointError(f'{path}: tensor {key} has shape {shape}, the base model and '
-                                  f'adapter_config.json want {right}')
-        wanted[key].data.copy_(values[key])
+        raise CheckpointError(f'{path}: {error}') from error
+    layers = {f'{their_key(name, model.config)}.weight': layer
+              for name, layer in model.named_modules() if isinstance(layer, LoRALinear)}
+    low_rank = read_changes(path, model.config, shapes)
+    if differ := sorted(low_rank.keys() ^ layers.keys()):
+        raise CheckpointError(f'{path / CONFIG}: target_modules does not name the layers of '
+                              f'{WEIGHTS[0]}: {differ[0]} is in only one of them')
+    for key, layer in layers.items():
+        layer.lora_A.weight.data.copy_(low_rank[key].A)
+        layer.lora_B.weight.data.copy_(low_rank[key].B)
+        layer.scale = low_rank[key].scale
 
 
 @contextlib.contextmanager

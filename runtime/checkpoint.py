@@ -72,6 +72,9 @@ def fetch(name: str, revision: str | None = None, weights: bool = True) -> Path:
     folder = _own_folder(name, revision, weights)
     if not adapter.is_adapter(folder):
         return folder
+    if folder.name == 'adapter' and (folder.parent / 'config.json').exists():
+        raise CheckpointError(f'{folder} holds the adapters of a run, whose merged weights and '
+                              f'settings are in {folder.parent}; name that folder')
     settings = adapter.read_settings(folder)
     base = settings['base_model_name_or_path']
     try:

@@ -5,7 +5,7 @@ keys of its own, of FIELDS or OWN_FIELDS.
 """
 
 REWARD = 'CausalLM', 'SequenceClassification'     # how transformers names a reward model
-# {model of text and images: the type of its text model, which is read, if config.json names none}
+# {type of a multimodal model: type of its text model, if config.json does not name it}
 NESTED = {'gemma3': 'gemma3_text', 'mistral3': 'mistral'}
 
 # The keys of a family besides ALWAYS, and what transformers assumes where they are missing; `...`
@@ -75,7 +75,7 @@ CLASSES = {'gemma3_text': 'Gemma3', 'smollm3': 'SmolLM3', 'opt': 'OPT', 'gpt_neo
 ARCHITECTURES = {kind: f'{CLASSES.get(kind, kind.capitalize())}ForCausalLM' for kind in DEFAULTS}
 # where transformers wants a hidden_size of num_attention_heads equal parts, whatever head_dim is
 WHOLE_HEADS = {'llama', 'gemma2', 'gemma3_text', 'gpt_neox', 'opt'}
-# if config.json does not say which layers have no window: every n-th one
+# every n-th layer has no window, if config.json does not say which
 PATTERN = {'gemma2': 2, 'olmo3': 4}
 
 # The allowed values of each key, in the notation of runtime/json_rules.py. A key of DEFAULTS that

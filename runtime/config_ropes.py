@@ -13,7 +13,7 @@ from runtime.json_rules import check_values
 
 ROPE_BLOCKS = ('rope_parameters', 'rope_scaling')
 LAYER_TYPES = ('full_attention', 'sliding_attention')
-# two keys that may be in a block or outside it, with their names there
+# {key of a block: its name outside the block, where it may be instead}
 OUTSIDE = {'rope_theta': 'rope_theta', 'partial_rotary_factor': 'partial_rotary_factor'}
 OWN_OUTSIDE = {'gpt_neox': {'rope_theta': 'rotary_emb_base', 'partial_rotary_factor': 'rotary_pct'}}
 # families with a block per layer type, and the name of the base of windowed layers outside it
@@ -33,7 +33,7 @@ SCHEMES = {     # {rope_type: (the keys that it needs, those that it may have)}
     'longrope': (each({'short_factor long_factor': [[POSITIVE]]}),
                  SCALED | {LENGTH: [COUNT], 'attention_factor': [POSITIVE, None]}),
 }
-# keys of other schemes, or of nothing, that transformers reads over; any other key is an error
+# keys that transformers ignores where the scheme has no use for them; any other one is an error
 IGNORED = {'finetuned'}.union(*(part for parts in SCHEMES.values() for part in parts))
 OWN_SCHEMES = {
     'phi3': {'default': SCHEMES['default'], 'longrope': SCHEMES['longrope'],

@@ -32,7 +32,7 @@ from runtime.errors import ConfigError, DataError
 LIST, LOCK, ASIDE = 'written.json', '.lock', '.replaced-'
 TEMPORARY = re.compile(r'(.+)\.[0-9a-f]{8}\.nanocal-tmp')
 _locks = []     # the lock files that this process holds open
-_inputs = set()     # the places of the files that this command reads: see `note_inputs`
+_inputs = set()     # the paths of the files that this command reads: see `note_inputs`
 
 
 @contextlib.contextmanager
@@ -193,12 +193,15 @@ def _matching(names, patterns):
 
 
 def _is_not_a_seal(name):
-    """Return False for a file that says that others are complete; it goes first and comes last."""
+    """Return False for a file whose presence says that the others are complete.
+
+    As a key of `sorted`: it is removed first and, in reverse order, put back last.
+    """
     return Path(name).name not in ('config.json', 'state.json')
 
 
 def _remove_if_empty(folders):
-    """Remove those of `folders` that are empty; others may hold a file that is not ours."""
+    """Remove those of `folders` that are empty."""
     for folder in sorted({*folders}, reverse=True):
         with contextlib.suppress(OSError):
             folder.rmdir()
@@ -207,18 +210,18 @@ def _remove_if_empty(folders):
 # ---- What --overwrite replaces -------------------------------------------------------------------
 
 def forget_inputs():
-    """Begin a command, which has read nothing yet; several can run in one process."""
+    """Forget the files of an earlier command in this process; called when a command begins."""
     _inputs.clear()
 
 
 def note_inputs(*paths):
     """Note files that this command reads, so that `set_aside` refuses to move them."""
     for path in paths:
-        _inputs.update((os.path.realpath(path), _place(path)))
+        _inputs.update((os.path.realpath(path), _without_folder_links(path)))
 
 
-def _place(path):
-    """Return the path of a file without links to folders; the file itself may be a link."""
+def _without_folder_links(path):
+    """Return the path of a file with links to folders resolved; the file may be a link itself."""
     folder, name = os.path.split(os.path.abspath(path))
     return os.path.join(os.path.realpath(folder), name)
 
@@ -238,7 +241,7 @@ def set_aside(folder, kind, patterns, progress):
     _refuse_links(folder, names)
     names = sorted(filter(lambda name: os.path.lexists(folder / name), names), key=_is_not_a_seal)
     for name in names:
-        if _place(folder / name) in _inputs:
+        if _without_folder_links(folder / name) in _inputs:
             raise ConfigError(f'{folder / name} is read by this command, and --overwrite would '
                               f'remove it; choose another folder for what is written, or read a '
                               f'copy from elsewhere')

@@ -32,7 +32,8 @@ def world_size() -> int:
 
 def own_gpu() -> int | None:
     """Return the number of this process's GPU, if torchrun started one process per GPU or fewer."""
-    # decided by numbers that all processes of a host see alike: two backends would wait forever
+    # both numbers are the same in all processes of a host, so that all choose the same backend:
+    # processes with different backends would wait for each other forever
     if ('TORCHELASTIC_RUN_ID' not in os.environ
             or torch.cuda.device_count() < int(os.environ['LOCAL_WORLD_SIZE'])):
         return None
@@ -47,7 +48,7 @@ def join_processes():
     if gpu is not None:
         torch.cuda.set_device(gpu)
         backend = 'cpu:gloo,cuda:nccl'
-    # the others wait while the first one tokenizes and evaluates, which can take a day
+    # the others wait while the first process tokenizes and evaluates, which can take a day
     dist.init_process_group(backend, timeout=datetime.timedelta(days=2))
     if rank() > 0:
         sys.stdout = open(os.devnull, 'w')

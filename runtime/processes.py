@@ -13,15 +13,15 @@ from multiprocessing.connection import wait
 
 from runtime.errors import ProcessError
 
-
-FORKING = threading.Lock()      # so that no worker inherits an end that another thread will close
+FORKING = threading.Lock()      # a worker must not inherit a pipe that another thread is making
 
 
 def parallel_map(function, items, worth_it, most=32):
     """Return [function(x) for x in items], computed by up to `most` forked processes on Linux.
 
-    A fork takes about 25 ms on a machine with a GPU; `worth_it` says whether the work takes longer.
-    The first item with an error raises it.
+    worth_it: whether the work takes longer than a fork, about 25 ms on a machine with a GPU
+
+    Raises the error of the first item that has one.
     """
     processes = min(cores(), most, len(items))
     if processes <= 1 or not worth_it:
@@ -35,8 +35,8 @@ def forked_pool(processes, function):
     """Yield `imap(items, chunksize=1)`, which yields function(x) for each item, in order.
 
     The forked processes inherit `function` and all that it needs; items and results are pickled.
-    Each process has a pipe of its own: one that is killed, or ended here in the middle of its work,
-    blocks nobody. ProcessError if a process ends.
+    Each process has a pipe of its own, so one that is killed does not block the others, as it would
+    in multiprocessing.Pool; ProcessError is raised instead.
     """
     context, workers = multiprocessing.get_context('fork'), {}      # pipe -> process
     try:

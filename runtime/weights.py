@@ -29,13 +29,13 @@ TYPES = {torch.float64: 'F64', torch.float32: 'F32', torch.float16: 'F16', torch
 FLOAT_TYPES = 'F64', 'F32', 'F16', 'BF16'
 
 
-# what files hold besides the weights of a model of text: rotary frequencies, causal masks and their
-# fill value; T5's copies of the embedding, and a table that it does not use; weights for images
+# tensors of files that a text model does not need: rotary frequencies, causal masks and their fill
+# value; T5's copies of the embedding and its unused table of positions; the weights for images
 BUFFERS = re.compile(r'.*rotary_emb\.inv_freq|gpt_neox\.layers\.\d+\.attention\.(masked_)?bias|'
                      r'(en|de)coder\.embed_tokens\.weight|'
                      r'decoder.*\.EncDecAttention\.relative_attention_bias\.weight|'
                      r'(model\.)?(vision_tower|multi_modal_projector)\..*')
-# (part of our name, part of the name on disk) of a parameter, applied one after the other
+# (part of our name, part of the name on disk) of a parameter, applied in this order
 LLAMA_NAMES = (('pre_feedforward_layernorm', 'post_attention_layernorm'),)
 NAMES = {
     'gemma2': (), 'gemma3_text': (), 'olmo2': (), 'olmo3': (),
@@ -52,7 +52,7 @@ NAMES = {
             ('mlp.up_proj', 'fc1'), ('mlp.down_proj', 'fc2')),
     **dict.fromkeys(t5.ARCHITECTURES, (('model.embed_tokens', 'shared'),)),
 }
-# (prefix of names in models of text and images or in OPT's files, what replaces it)
+# (prefix of a name in a multimodal model or in OPT's files, its replacement)
 PREFIXES = ((r'^language_model\.(?=model\.|lm_head)', ''), (r'^model\.language_model\.', 'model.'))
 OPT_PREFIXES = ((r'^decoder\.', 'model.decoder.'),)
 
@@ -65,7 +65,7 @@ def their_key(key: str, config: ModelConfig) -> str:
 
 
 def text_key(stored: str, config) -> str:
-    """Return the name of a tensor in a file as it is in a file of the text model alone."""
+    """Return the name that a tensor of a file has in a file that holds only the text model."""
     for pattern, replacement in OPT_PREFIXES if config.model_type == 'opt' else PREFIXES:
         stored = re.sub(pattern, replacement, stored)
     return stored
@@ -178,7 +178,7 @@ def open_weights(path):
 def read_tensors(files):
     """Yield (key, tensor) of {key: path}; the tensor is mapped, and read when it is used."""
     for key, path in files.items():
-        with open_weights(path) as file:    # for each tensor: mapped pages count as our memory
+        with open_weights(path) as file:    # per tensor: mapped pages count as our memory
             yield key, file.get_tensor(key)
 
 
@@ -220,7 +220,7 @@ def _identity(path):
 
 def _hash_tensors(path):
     def digest(key):
-        with open_weights(path) as file:    # for each tensor: mapped pages count as our memory
+        with open_weights(path) as file:    # per tensor: mapped pages count as our memory
             tensor = file.get_tensor(key)
             kind = TYPES.get(tensor.dtype, tensor.dtype)
             total = hashlib.sha256(f'{key} {kind} {[*tensor.shape]}'.encode())

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-small = settings(max_examples=60, deadline=None, derandomize=True)
+small = settings(max_examples=30, deadline=None, derandomize=True)
 
 
 def calibration_case(seed, n, k, temperature, signal):

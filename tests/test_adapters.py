@@ -1,7 +1,7 @@
 """runtime/adapter.py: PEFT adapters without merged weights, as peft merges them"""
 
-import importlib.util
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -10,11 +10,10 @@ from common import named, reference_model, sentencepiece_folder, whole_rows, wri
 from safetensors.torch import load_file, save_file
 
 import evaluate
+import model as models
 import sample
 from runtime import adapter, checkpoint
 from runtime.errors import CheckpointError
-
-pytestmark = pytest.mark.skipif(not importlib.util.find_spec('peft'), reason='needs peft')
 
 ALL = 'q_proj k_proj v_proj o_proj gate_proj up_proj down_proj'.split()
 CASES = {
@@ -31,20 +30,47 @@ CASES = {
         'gemma3', 'cohere2', 'phi3', 'olmo3', 'granite', 'opt')}}
 
 
-def adapted(folder, name, settings, dtype=torch.float32):
-    """Save a random model and an adapter of it below `folder`; return the merged reference."""
-    reference = reference_model(name, folder / 'base', vocab_size=450).to(dtype)
-    reference.save_pretrained(folder / 'base')
-    settings = {'r': 4, 'lora_alpha': 16, 'task_type': 'CAUSAL_LM'} | settings
-    import peft     # takes two seconds, also of the processes that run other tests
-    model = peft.get_peft_model(reference, peft.LoraConfig(**settings))
+def save_adapted(folder, base, **settings):
+    """Save an adapter of the model in `folder`/base, which is `base`, in peft/; return the PEFT
+    model."""
+    import peft     # takes seconds, so the tests that need it are slow ones
+    model = peft.get_peft_model(base, peft.LoraConfig(
+        **{'r': 4, 'lora_alpha': 16, 'task_type': 'CAUSAL_LM'} | settings))
     model.peft_config['default'].base_model_name_or_path = str(folder / 'base')
     torch.manual_seed(1)
     for key, p in model.named_parameters():
         if 'lora_' in key:
             p.data.normal_(0, 0.2)
     model.save_pretrained(folder / 'peft', save_embedding_layers=False)
-    return model.merge_and_unload().eval()
+    return model
+
+
+def adapted(folder, name, settings, dtype=torch.float32):
+    """Save a random model and an adapter of it below `folder`; return the merged reference."""
+    reference = reference_model(name, folder / 'base', vocab_size=450).to(dtype)
+    reference.save_pretrained(folder / 'base')
+    return save_adapted(folder, reference, **settings).merge_and_unload().eval()
+
+
+@pytest.fixture(scope='module')
+def of_q_proj(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('adapter')
+    reference_model('llama', folder / 'base', vocab_size=450)
+    model = checkpoint.load(folder / 'base')
+    models.add_lora(model, 4, 16.0, 0.0, ['q_proj'])
+    for name, p in model.named_parameters():
+        if 'lora_' in name:
+            torch.nn.init.normal_(p, std=0.2)
+    adapter.save_adapter(model, folder / 'peft', 'base')
+    return folder
+
+
+@pytest.fixture
+def simple(of_q_proj, tmp_path):
+    """A folder with a model in base/ and an adapter of its queries in peft/, to be changed."""
+    shutil.copytree(of_q_proj, tmp_path, dirs_exist_ok=True)
+    change_settings(tmp_path, base_model_name_or_path=str(tmp_path / 'base'))
+    return tmp_path
 
 
 def change_settings(folder, **values):
@@ -52,9 +78,8 @@ def change_settings(folder, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-@pytest.mark.parametrize('case', [
-    pytest.param(case, marks=pytest.mark.slow) if case.startswith('all_linear_') else case
-    for case in CASES])
+@pytest.mark.slow
+@pytest.mark.parametrize('case', CASES)
 def test_logits_are_those_of_the_model_that_peft_merges(tmp_path, case):
     reference = adapted(tmp_path, *CASES[case])
     folder = checkpoint.fetch(str(tmp_path / 'peft'))
@@ -71,6 +96,7 @@ def test_logits_are_those_of_the_model_that_peft_merges(tmp_path, case):
         folder, model.config, {key: [*p.shape] for key, p in named(model).items()}).values()}) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_merged_weights_are_rounded_as_peft_rounds_them(tmp_path, dtype):
     """Float32 product, added to the rounded weight, rounded once more: bit for bit."""
@@ -80,28 +106,22 @@ def test_merged_weights_are_rounded_as_peft_rounds_them(tmp_path, dtype):
     assert all(torch.equal(p, theirs[key]) for key, p in named(model).items())
 
 
+@pytest.mark.slow
 def test_a_t5_adapter_is_merged_as_peft_merges_it(tmp_path):
-    import peft
     import transformers
     base = transformers.T5ForConditionalGeneration(transformers.T5Config(
         vocab_size=101, d_model=24, d_kv=8, d_ff=40, num_layers=2, num_heads=2,
         decoder_start_token_id=0))
     base.save_pretrained(tmp_path / 'base')
-    model = peft.get_peft_model(base, peft.LoraConfig(
-        r=2, lora_alpha=8, target_modules=['q', 'v', 'wo'], task_type='SEQ_2_SEQ_LM'))
-    model.peft_config['default'].base_model_name_or_path = str(tmp_path / 'base')
-    for key, p in model.named_parameters():
-        if 'lora_' in key:
-            p.data.normal_(0, 0.2)
-    model.save_pretrained(tmp_path / 'peft', save_embedding_layers=False)
+    model = save_adapted(tmp_path, base, target_modules=['q', 'v', 'wo'], task_type='SEQ_2_SEQ_LM')
     theirs = dict(model.merge_and_unload().named_parameters())
     ours = named(checkpoint.load(checkpoint.fetch(str(tmp_path / 'peft'))))
     assert all(torch.equal(p, theirs[key]) for key, p in ours.items()) and len(ours) > 20
 
 
+@pytest.mark.slow
 def test_adapters_of_a_model_of_text_and_images(tmp_path):
     """Those of its text model are merged; those of its images change no text."""
-    import peft
     import transformers
     text = transformers.Gemma3TextConfig(
         vocab_size=101, hidden_size=32, intermediate_size=40, num_hidden_layers=2,
@@ -111,13 +131,7 @@ def test_adapters_of_a_model_of_text_and_images(tmp_path):
         vision_config={'hidden_size': 16, 'intermediate_size': 24, 'num_hidden_layers': 1,
                        'num_attention_heads': 2, 'image_size': 16, 'patch_size': 8})).eval()
     base.save_pretrained(tmp_path / 'base')
-    model = peft.get_peft_model(base, peft.LoraConfig(r=2, lora_alpha=16, task_type='CAUSAL_LM',
-                                                      target_modules='all-linear'))
-    model.peft_config['default'].base_model_name_or_path = str(tmp_path / 'base')
-    for key, p in model.named_parameters():
-        if 'lora_' in key:
-            p.data.normal_(0, 0.2)
-    model.save_pretrained(tmp_path / 'peft', save_embedding_layers=False)
+    model = save_adapted(tmp_path, base, target_modules='all-linear')
     assert any('vision' in key for key in load_file(tmp_path / 'peft/adapter_model.safetensors'))
     tokens = torch.randint(1, 100, (2, 9))
     with torch.no_grad():
@@ -127,34 +141,31 @@ def test_adapters_of_a_model_of_text_and_images(tmp_path):
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_bin_files_and_base_models_from_another_folder(tmp_path, monkeypatch):
-    adapted(tmp_path, 'llama', {'target_modules': ALL})
-    expected = checkpoint.load(checkpoint.fetch(str(tmp_path / 'peft'))).state_dict()
-    weights = tmp_path / 'peft' / 'adapter_model.safetensors'
+def test_bin_files_and_base_models_from_another_folder(simple, monkeypatch):
+    expected = checkpoint.load(checkpoint.fetch(str(simple / 'peft'))).state_dict()
+    weights = simple / 'peft' / 'adapter_model.safetensors'
     torch.save(load_file(weights), weights.with_name('adapter_model.bin'))
     weights.unlink()
-    monkeypatch.chdir(tmp_path)
-    change_settings(tmp_path, base_model_name_or_path='./base', revision='of the hub')
+    monkeypatch.chdir(simple)
+    change_settings(simple, base_model_name_or_path='./base', revision='of the hub')
     folder = checkpoint.fetch('peft')
     assert all(torch.equal(x, expected[key])
                for key, x in checkpoint.load(folder).state_dict().items())
-    change_settings(tmp_path, base_model_name_or_path='./gone')
+    change_settings(simple, base_model_name_or_path='./gone')
     with pytest.raises(CheckpointError, match='adapter_config.json: the base model: no model fold'):
         checkpoint.fetch('peft')
 
 
-def test_a_model_with_its_weights_is_read_without_the_adapter_beside_them(tmp_path):
-    adapted(tmp_path, 'llama', {'target_modules': ALL})
-    for path in (tmp_path / 'peft').iterdir():
-        path.rename(tmp_path / 'base' / path.name)
-    assert checkpoint.fetch(str(tmp_path / 'base')) == tmp_path / 'base'
-    assert not adapter.changes(tmp_path / 'base', None, {})
+def test_a_model_with_its_weights_is_read_without_the_adapter_beside_them(simple):
+    for path in (simple / 'peft').iterdir():
+        path.rename(simple / 'base' / path.name)
+    assert checkpoint.fetch(str(simple / 'base')) == simple / 'base'
+    assert not adapter.changes(simple / 'base', None, {})
 
 
 @pytest.mark.parametrize('change, message', [
     ({'use_dora': True}, 'use_dora = True is not supported; merge the adapter with peft'),
     ({'modules_to_save': ['lm_head']}, r"modules_to_save = \['lm_head'\] is not supported"),
-    ({'layer_replication': [[0, 2]]}, 'layer_replication'),
     ({'trainable_token_indices': [3]}, 'trainable_token_indices'),
     ({'a_key_of_tomorrow': 'x'}, "a_key_of_tomorrow = 'x' is not supported"),
     ({'fan_in_fan_out': True}, 'fan_in_fan_out = True is not supported'),
@@ -164,57 +175,52 @@ def test_a_model_with_its_weights_is_read_without_the_adapter_beside_them(tmp_pa
     ({'task_type': 'SEQ_CLS'}, "task_type = 'SEQ_CLS' is not supported"),
     ({'alpha_pattern': [3]}, r'alpha_pattern = \[3\] is not supported; it must be an object'),
     ({'rank_pattern': 3}, 'rank_pattern = 3 is not supported; it must be an object or null'),
-    ({'r': None}, 'r = None is not supported; it must be an integer from 1 to'),
-    ({'r': 0}, 'r = 0 is not supported'),
-    ({'r': True}, 'r = True is not supported'),
+    ({'r': 0}, 'r = 0 is not supported; it must be an integer from 1 to'),
     ({'use_rslora': 'no'}, "use_rslora = 'no' is not supported; it must be true or false"),
     ({'revision': 3}, 'revision = 3 is not supported; it must be a string'),
     *(({'lora_alpha': alpha}, 'lora_alpha = .* is not supported; it must be a number from -1')
-      for alpha in (None, '16', float('nan'), float('inf'), 10 ** 400, 1e308, True, [16])),
+      for alpha in (None, '16', float('nan'), 10 ** 400, 1e308, True)),
     *(({'alpha_pattern': {'q_proj': alpha}},
        'alpha_pattern.q_proj = .* is not supported; it must be a number from -1')
-      for alpha in (None, '16', float('nan'), -float('inf'), 10 ** 400, {})),
+      for alpha in ('16', -float('inf'))),
     *(({'rank_pattern': {'q_proj': rank}}, 'rank_pattern.q_proj = .* is not supported; it must be')
-      for rank in (None, '4', 4.0, 0, -1, 10 ** 400)),
+      for rank in (4.0, 0)),
     *(({key: {'v_proj': 4, pattern: 4}}, f'{key}: .* is not a regular expression of names')
       for key in ('alpha_pattern', 'rank_pattern')
-      for pattern in ('(', '*q_proj', 'q_proj[', 'a{9999999999}', '(?P<x', '(' * 5000, 'q(?i)')),
+      for pattern in ('*q_proj', 'a{9999999999}', '(' * 5000)),
     ({'base_model_name_or_path': None}, 'base_model_name_or_path = None is not supported'),
     ({'base_model_name_or_path': '/'}, 'the base model: / is not a model folder: it has no conf'),
     *(({'base_model_name_or_path': base}, 'the base model: no model folder at ') for base in (
-        'a' * 300, 'x/' * 3000, ' ', '\0', '\ud800', '~no_such_user/x', '/dev/null')),
+        'x/' * 3000, ' ', '\0', '\ud800', '~no_such_user/x', '/dev/null')),
     ({'base_model_name_or_path': ''}, 'the base model: the name of the model is empty')])
-def test_settings_that_merged_weights_do_not_have_are_refused_by_name(tmp_path, change, message):
-    adapted(tmp_path, 'llama', {'target_modules': ['q_proj']})
-    change_settings(tmp_path, **change)
+def test_settings_that_merged_weights_do_not_have_are_refused_by_name(simple, change, message):
+    change_settings(simple, **change)
     with pytest.raises(CheckpointError, match=f'adapter_config.json: .*{message}'):
-        checkpoint.fetch(str(tmp_path / 'peft'))
+        checkpoint.fetch(str(simple / 'peft'))
 
 
 @pytest.mark.parametrize('pattern', [
-    r'((a|.)+)+[A-Z]', r'((\w+)+\.?)+\d', r'(.+.+)+[!?]', r'((((.*)*)*)*)*X', '(([a-z_.])+)+#'])
+    r'((a|.)+)+[A-Z]', r'((((.*)*)*)*)*X'])
 @pytest.mark.parametrize('key', ['alpha_pattern', 'rank_pattern'])
-def test_the_search_for_a_pattern_ends(tmp_path, key, pattern):
+def test_the_search_for_a_pattern_ends(simple, key, pattern):
     """In Python's `re` each of these takes longer than a life. None matches: 9 has no effect."""
-    adapted(tmp_path, 'llama', {'target_modules': ['q_proj']})
-    change_settings(tmp_path, **{key: {pattern: 9}})
-    folder = checkpoint.fetch(str(tmp_path / 'peft'))
+    change_settings(simple, **{key: {pattern: 9}})
+    folder = checkpoint.fetch(str(simple / 'peft'))
     config = checkpoint.read_config(folder)
     changes = adapter.changes(folder, config, checkpoint._shapes(checkpoint.build(config)))
     assert {change.scale for change in changes.values()} == {4}
 
 
-def test_a_pattern_whose_search_does_not_end_is_named(tmp_path, monkeypatch):
+def test_a_pattern_whose_search_does_not_end_is_named(simple, monkeypatch):
     monkeypatch.setattr(adapter, 'PATTERN_SECONDS', 0.05)
-    adapted(tmp_path, 'llama', {'target_modules': ['q_proj']})
     pattern = '(?:(?:.{1,1000}){1,1000}){1,1000}[0-9]'
     for key in ('alpha_pattern', 'rank_pattern'):
-        change_settings(tmp_path, **{'alpha_pattern': {}, key: {pattern: 4}})
-        folder = checkpoint.fetch(str(tmp_path / 'peft'))
+        change_settings(simple, **{'alpha_pattern': {}, key: {pattern: 4}})
+        folder = checkpoint.fetch(str(simple / 'peft'))
         with pytest.raises(CheckpointError) as error:
             checkpoint.check_weights(folder, checkpoint.read_config(folder))
         assert f'{key}: {pattern!r} cannot be compared with the layer model.' in str(error.value)
-        assert str(tmp_path / 'peft' / 'adapter_config.json') in str(error.value)
+        assert str(simple / 'peft' / 'adapter_config.json') in str(error.value)
 
 
 LAYER = 'base_model.model.model.layers.0.self_attn.q_proj'
@@ -234,58 +240,45 @@ LAYER = 'base_model.model.model.layers.0.self_attn.q_proj'
     (lambda t: t.update({f'{LAYER}.lora_B.weight': torch.ones(48, 4).to(torch.int8)}),
      'lora_B.weight is torch.int8'),
     (lambda t: t.clear(), 'holds no matrices')])
-def test_matrices_that_do_not_fit_the_base_model_are_refused_by_name(tmp_path, change, message):
-    adapted(tmp_path, 'llama', {'target_modules': ['q_proj']})
-    path = tmp_path / 'peft' / 'adapter_model.safetensors'
+def test_matrices_that_do_not_fit_the_base_model_are_refused_by_name(simple, change, message):
+    path = simple / 'peft' / 'adapter_model.safetensors'
     tensors = load_file(path)
     change(tensors)
     save_file(tensors, path)
-    folder = checkpoint.fetch(str(tmp_path / 'peft'))
+    folder = checkpoint.fetch(str(simple / 'peft'))
     with pytest.raises(CheckpointError, match=f'adapter_model.safetensors.*{message}'):
         checkpoint.check_weights(folder, checkpoint.read_config(folder))
 
 
 @pytest.mark.parametrize('change, rank', [({'r': 8}, 8), ({'rank_pattern': {'q_proj': 2}}, 2)])
-def test_a_rank_that_contradicts_the_matrices_is_refused(tmp_path, change, rank):
-    adapted(tmp_path, 'llama', {'target_modules': ['q_proj']})
-    change_settings(tmp_path, **change)
-    folder = checkpoint.fetch(str(tmp_path / 'peft'))
+def test_a_rank_that_contradicts_the_matrices_is_refused(simple, change, rank):
+    change_settings(simple, **change)
+    folder = checkpoint.fetch(str(simple / 'peft'))
     with pytest.raises(CheckpointError, match=(
             f'adapter_config.json: r or rank_pattern says rank {rank} of layer model.layers.0.*, '
             'but its matrices in adapter_model.safetensors have rank 4')):
         checkpoint.check_weights(folder, checkpoint.read_config(folder))
 
 
-def test_the_adapters_of_a_run_and_adapters_of_adapters_are_refused(tmp_path, monkeypatch):
-    adapted(tmp_path, 'llama', {'target_modules': ['q_proj']})
-    (tmp_path / 'peft').rename(tmp_path / 'adapter')
-    (tmp_path / 'config.json').write_text('{}')
-    with pytest.raises(CheckpointError, match=f'settings are in {tmp_path}; name that folder'):
-        checkpoint.fetch(str(tmp_path / 'adapter'))
-    (tmp_path / 'adapter').rename(tmp_path / 'peft')
-    (tmp_path / 'second').mkdir()
-    for path in (tmp_path / 'peft').iterdir():
-        (tmp_path / 'second' / path.name).write_bytes(path.read_bytes())
-    (tmp_path / 'second').rename(tmp_path / 'peft2')
-    path = tmp_path / 'peft2' / 'adapter_config.json'
-    path.write_text(path.read_text().replace(str(tmp_path / 'base'), str(tmp_path / 'peft')))
-    # the base model is an adapter, the adapter itself, or one of a cycle
-    for base in ('peft', 'peft2', 'peft2/../peft2', '.'):
-        monkeypatch.chdir(tmp_path / 'peft2')
-        change_settings(tmp_path, base_model_name_or_path=str(tmp_path / 'peft2'))
-        content = json.loads(path.read_text())
-        base = base if base == '.' else str(tmp_path / base)
-        path.write_text(json.dumps(content | {'base_model_name_or_path': base}))
+def test_the_adapters_of_a_run_and_adapters_of_adapters_are_refused(simple, monkeypatch):
+    (simple / 'peft').rename(simple / 'adapter')
+    (simple / 'config.json').write_text('{}')
+    with pytest.raises(CheckpointError, match=f'settings are in {simple}; name that folder'):
+        checkpoint.fetch(str(simple / 'adapter'))
+    (simple / 'adapter').rename(simple / 'peft')
+    shutil.copytree(simple / 'peft', simple / 'other')
+    monkeypatch.chdir(simple / 'peft')
+    for base in ('../other', '.'):      # the base model is another adapter, or this one
+        change_settings(simple, base_model_name_or_path=base)
         with pytest.raises(CheckpointError, match='the base model .* is itself an adapter; name a'):
-            checkpoint.fetch(str(tmp_path / 'peft2'))
+            checkpoint.fetch(str(simple / 'peft'))
 
 
-def test_a_model_without_a_name_is_not_the_current_folder(tmp_path, monkeypatch):
-    adapted(tmp_path, 'llama', {'target_modules': ['q_proj']})
-    monkeypatch.chdir(tmp_path / 'base')
+def test_a_model_without_a_name_is_not_the_current_folder(simple, monkeypatch):
+    monkeypatch.chdir(simple / 'base')
     with pytest.raises(CheckpointError, match='the name of the model is empty; wanted a folder'):
         checkpoint.fetch('')
-    assert checkpoint.fetch('.').samefile(tmp_path / 'base')
+    assert checkpoint.fetch('.').samefile(simple / 'base')
 
 
 @pytest.mark.slow
@@ -319,11 +312,10 @@ def test_an_adapter_is_evaluated_and_answers_like_its_merged_model(tmp_path, cap
     assert checkpoint.fingerprint(checkpoint.fetch(str(tmp_path / 'peft'))) not in models
 
 
-def test_the_folder_of_links_is_removed_at_the_end_and_holds_nothing_else(tmp_path):
-    adapted(tmp_path, 'llama', {'target_modules': ['q_proj']})
-    folder = checkpoint.fetch(str(tmp_path / 'peft'))
+def test_the_folder_of_links_is_removed_at_the_end_and_holds_nothing_else(simple):
+    folder = checkpoint.fetch(str(simple / 'peft'))
     assert all(path.is_symlink() for path in folder.iterdir())
     assert {*folder.iterdir()} == {folder / '.adapter', *(folder / path.name for path in (
-        tmp_path / 'base').iterdir())}
+        simple / 'base').iterdir())}
     adapter._linked.pop().cleanup()
-    assert not folder.exists() and (tmp_path / 'base' / 'model.safetensors').exists()
+    assert not folder.exists() and (simple / 'base' / 'model.safetensors').exists()

@@ -155,23 +155,10 @@ KEY = 'model.layers.1.mlp.up_proj.weight'
     (lambda f: (f / 'model.safetensors').unlink(), 'has no model.safetensors'),
     (lambda f: (f / 'config.json').unlink(), 'is not a model folder: it has no config.json'),
     (lambda f: (f / 'config.json').write_text('{'), 'not valid JSON'),
-    (lambda f: edit_config(f, num_hidden_layers=...), 'num_hidden_layers is missing'),
-    (lambda f: edit_config(f, model_type='gpt2'), "model_type = 'gpt2' is not supported"),
     (lambda f: (f / 'config.json').write_text('[]'), 'config.json: not a JSON object'),
-    (lambda f: edit_config(f, hidden_size=None),
-     'hidden_size = None is not supported; it must be an integer from 1 to'),
-    (lambda f: edit_config(f, hidden_act='gelu'), "hidden_act = 'gelu' is not supported; it must"),
-    (lambda f: edit_config(f, rope_parameters={'rope_type': 'llama3'}),
-     'rope_parameters.factor is missing; it must be a number from 1.0 to'),
     (lambda f: edit_config(f, attention_bias=True),
      'tensor model.layers.0.self_attn.k_proj.bias (and 11 more) is missing'),
     (lambda f: (f / 'config.json').write_text('[' * 100_000), 'not valid JSON'),
-    (lambda f: edit_config(f, model_type=[]), 'model_type = [] is not supported'),
-    (lambda f: edit_config(f, num_key_value_heads=3),
-     'num_attention_heads = 4 is not a multiple of num_key_value_heads = 3'),
-    (lambda f: edit_config(f, num_attention_heads=5, num_key_value_heads=5),
-     'hidden_size = 48 is not a multiple of num_attention_heads = 5'),
-    (lambda f: edit_config(f, head_dim=13), 'head_dim = 13 is 13; it must be even and above 0'),
     (lambda f: write_index(f, '../model.safetensors'),
      "names '../model.safetensors', which is not a .safetensors file in this folder"),
     (lambda f: write_index(f, 'gone.safetensors'), "names 'gone.safetensors', which is not"),
@@ -288,13 +275,6 @@ ROPES = [
 ]
 
 
-def test_rope_is_computed_as_in_transformers_or_refused(folder):
-    raw = json.loads((folder / 'config.json').read_text())
-    del raw['rope_parameters']
-    for computed, changes in ROPES:
-        assert computed_or_refused(folder, raw, changes) == computed, changes
-
-
 @pytest.mark.parametrize('name', [
     name if name in ('llama3', 'mistral') else pytest.param(name, marks=pytest.mark.slow)
     for name in ARCHITECTURES if not name.startswith(('opt', 'neox'))])
@@ -332,11 +312,12 @@ NEOX_ROPES = [
 ]
 
 
-def test_rotary_keys_of_neox_are_computed_or_refused(tmp_path):
-    reference_model('neox', tmp_path)
+@pytest.mark.parametrize('name, cases', [('llama', ROPES), ('neox', NEOX_ROPES)])
+def test_rotary_positions_are_computed_as_in_transformers_or_refused(name, cases, tmp_path):
+    reference_model(name, tmp_path)
     raw = json.loads((tmp_path / 'config.json').read_text())
     del raw['rope_parameters']
-    for computed, changes in NEOX_ROPES:
+    for computed, changes in cases:
         assert computed_or_refused(tmp_path, raw, changes) == computed, changes
 
 
@@ -376,18 +357,38 @@ def test_mistral_with_layer_types_is_ministral(layer_types, tmp_path):
     assert saved.get('layer_types') == layer_types
 
 
-@pytest.mark.parametrize('name, changes, message', [
+@pytest.mark.parametrize('name, values, message', [
+    ('llama', {'num_hidden_layers': ...}, 'num_hidden_layers is missing'),
+    ('llama', {'model_type': 'gpt2'}, "model_type = 'gpt2' is not supported"),
+    ('llama', {'model_type': []}, r'model_type = \[\] is not supported'),
+    ('llama', {'hidden_size': None}, 'hidden_size = None is not supported; it must be an integer '
+                                     'from 1 to'),
+    ('llama', {'hidden_act': 'gelu'}, "hidden_act = 'gelu' is not supported; it must"),
+    ('llama', {'rope_parameters': {'rope_type': 'llama3'}},
+     'rope_parameters.factor is missing; it must be a number from 1.0 to'),
+    ('llama', {'num_key_value_heads': 3},
+     'num_attention_heads = 4 is not a multiple of num_key_value_heads = 3'),
+    ('llama', {'num_attention_heads': 5, 'num_key_value_heads': 5},
+     'hidden_size = 48 is not a multiple of num_attention_heads = 5'),
+    ('llama', {'head_dim': 13}, 'head_dim = 13 is 13; it must be even and above 0'),
+    ('llama', {'nanocal': {'softcap': 0}}, 'nanocal.softcap = 0 is not supported'),
+    ('llama', {'nanocal': {'temperature': None}}, 'nanocal.temperature = None is not supported'),
+    ('llama', {'nanocal': {'cap': 30.0}},
+     'nanocal.cap is not supported; the keys are softcap, temperature'),
+    ('llama', {'nanocal': 'yes'}, "nanocal = 'yes' is not supported"),
+    ('gemma2', {'nanocal': {'softcap': 30.0}}, 'gemma2 has final_logit_softcapping'),
     ('gemma2', {'layer_types': ['full_attention', 'chunked_attention'] * 2}, 'layer_types = '),
     ('gemma2', {'layer_types': ['full_attention']}, 'layer_types has 1 items for num_hidden'),
     ('gemma2', {'sliding_window': None}, 'sliding_window = None is not supported; it must'),
     ('mistral', {'layer_types': ['sliding_attention'] * 3}, 'sliding_window = None beside layer'),
     ('gemma3', {'rope_parameters': None, 'rope_scaling': {'type': 'linear', 'factor': 8.0}},
      'rope_scaling.type means nothing to transformers in a gemma3_text; name it rope_type')])
-def test_layer_types_that_are_refused(name, changes, message, tmp_path):
+def test_values_of_config_json_that_are_refused_by_name(name, values, message, tmp_path):
     reference_model(name, tmp_path)
-    edit_config(tmp_path, **changes)
-    with pytest.raises(CheckpointError, match=message):
+    edit_config(tmp_path, **values)
+    with pytest.raises(CheckpointError, match=f'^{tmp_path}/config.json: .*{message}') as error:
         checkpoint.read_config(tmp_path)
+    assert '\n' not in str(error.value)
 
 
 def test_changes_to_the_config_apply_to_what_the_file_means(tmp_path):
@@ -440,19 +441,6 @@ def test_softcap_and_temperature_of_our_own(name, tmp_path, capsys):
     assert 'nanocal' not in model.config.hf
     logits = model.logits(model(tokens, *whole_rows(tokens)))
     assert torch.allclose(logits, 3 * torch.tanh(z / (1.5 * 3)), atol=1e-5)
-
-
-@pytest.mark.parametrize('name, block, message', [
-    ('llama', {'softcap': 0}, 'nanocal.softcap = 0 is not supported'),
-    ('llama', {'temperature': None}, 'nanocal.temperature = None is not supported'),
-    ('llama', {'cap': 30.0}, 'nanocal.cap is not supported; the keys are softcap, temperature'),
-    ('llama', 'yes', "nanocal = 'yes' is not supported"),
-    ('gemma2', {'softcap': 30.0}, 'gemma2 has final_logit_softcapping')])
-def test_blocks_of_our_own_that_are_refused(name, block, message, tmp_path):
-    reference_model(name, tmp_path)
-    edit_config(tmp_path, nanocal=block)
-    with pytest.raises(CheckpointError, match=message):
-        checkpoint.read_config(tmp_path)
 
 
 def test_tied_embeddings_beside_an_output_matrix(tmp_path):
@@ -723,8 +711,8 @@ def test_loading_holds_one_copy_of_the_weights_in_memory(tmp_path):
     assert 0.9 * size < grown < 1.3 * size
 
 
-@pytest.mark.parametrize('name', ['llama', *(
-    pytest.param(name, marks=pytest.mark.slow) for name in ('neox', 'phi3', 'opt', 'gemma3'))])
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['llama', 'neox', 'phi3', 'opt', 'gemma3'])
 def test_adapter_loads_in_peft(name, tmp_path):
     import peft
     import transformers
@@ -765,18 +753,12 @@ def test_pickled_weights_are_read(tmp_path, shards):
         checkpoint.load(pickled)
 
 
-@pytest.mark.parametrize('content', [[torch.ones(2)], 'text', {'model': {'x': torch.ones(2)}}])
-def test_a_pickle_of_other_things_is_refused(content, folder):
-    (folder / 'model.safetensors').unlink()
-    torch.save(content, folder / 'pytorch_model.bin')
-    with pytest.raises(CheckpointError, match='model.bin: truncated, not a f'):
-        checkpoint.load(folder)
-
-
 DENSE = torch.ones(3, 3)
 
 
 @pytest.mark.parametrize('content, message', [
+    *((content, 'truncated, not a file of weights')
+      for content in ([DENSE], 'text', {'model': {'x': DENSE}})),
     ({0: DENSE, 1: DENSE}, 'the key 0 is not the name of a tensor, such as model.norm.weight'),
     ({'a': DENSE, ('b',): DENSE}, r"the key \('b',\) is not the name"),
     ({'a': DENSE.to_sparse()}, 'tensor a is stored as torch.sparse_coo; save the dense tensor'),
@@ -785,7 +767,7 @@ DENSE = torch.ones(3, 3)
     ({'a': torch.quantize_per_tensor(DENSE, 0.1, 0, torch.qint8)}, 'tensor a is quantized'),
     ({'a': DENSE.cfloat().conj()}, 'tensor a is complex'),
     ({'a': torch.nested.as_nested_tensor([DENSE, DENSE[:1]])}, 'tensor a is nested')])
-def test_a_pickle_of_other_tensors_is_refused_by_name(content, message, folder):
+def test_a_pickle_of_other_things_is_refused(content, message, folder):
     (folder / 'model.safetensors').unlink()
     torch.save(content, folder / 'pytorch_model.bin')
     for read in (checkpoint.load, checkpoint.fingerprint, checkpoint.nonfinite_tensor):

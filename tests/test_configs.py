@@ -415,12 +415,6 @@ def test_slow_libraries_are_not_imported_before_they_are_needed():
     assert done.stdout == '[]\n', done.stdout + done.stderr
 
 
-def test_config_is_data_not_code(tmp_path):
-    with pytest.raises(ConfigError):
-        config(tmp_path, f'model = open({str(tmp_path / "made")!r}, "w").name')
-    assert not (tmp_path / 'made').exists()
-
-
 def action_of_sigterm(_):
     return signal.getsignal(signal.SIGTERM)
 

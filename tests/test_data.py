@@ -45,11 +45,6 @@ def test_each_instruction_format_gives_the_same_tokens(tmp_path, tokenizers, nam
     assert tokenizer.decode(tokens[loss_mask == 1].tolist()) == 'blue</s>'
 
 
-def test_alpaca_input_follows_the_instruction():
-    row = {'instruction': 'Add.', 'input': '1 2', 'output': '3'}
-    assert instruct.to_messages(row)[0]['content'] == 'Add.\n\n1 2'
-
-
 def conversations(path, tokenizer, **options):
     settings = {'template': 'tulu', 'max_length': 64, 'add_bos': True,
                 'cache_dir': path.parent / 'cache'} | options
@@ -163,7 +158,10 @@ EARLIER = [{'role': 'user', 'content': 'sea?'}, {'role': 'assistant', 'content':
     ({'messages': [*EARLIER, *SAME], 'history': EARLIER}, [*EARLIER, *SAME]),
     ({'messages': [{'role': 'user', 'content': 'Read: grass. sky?'}, SAME[1]], 'context': 'grass.'},
      [{'role': 'user', 'content': 'Read: grass. sky?'}, SAME[1]]),
-    ({'messages': [turn | {'tool_calls': [], 'reasoning_content': ''} for turn in SAME]}, SAME)])
+    ({'messages': [turn | {'tool_calls': [], 'reasoning_content': ''} for turn in SAME]}, SAME),
+    ({'instruction': 'Add.', 'input': '1 2', 'output': '3'},
+     [{'role': 'user', 'content': 'Add.\n\n1 2', 'input': '1 2'},
+      {'role': 'assistant', 'content': '3'}])])
 def test_a_row_says_all_of_its_conversation(row, messages):
     assert instruct.to_messages(row) == messages
 
@@ -189,8 +187,8 @@ def test_a_turn_with_more_than_can_be_obeyed_is_refused_by_name(change):
         instruct.to_messages({'messages': [SAME[0], SAME[1] | change]})
 
 
-@pytest.mark.parametrize('template', ['tulu', 'mistral'])
-@pytest.mark.parametrize('key', ['weight', 'train', 'training', 'loss_mask'])
+@pytest.mark.parametrize('template, key', [('tulu', 'weight'), ('mistral', 'train'),
+                                           ('tulu', 'training'), ('tulu', 'loss_mask')])
 def test_an_answer_that_is_not_trained_has_the_same_tokens_without_loss(tmp_path, tokenizers, key,
                                                                         template):
     tokenizer, first = tokenizers['llama2'], EARLIER[1] | {key: 0}
@@ -215,7 +213,7 @@ def test_marks_that_nothing_obeys_are_refused(tmp_path, tokenizers, marks, optio
         conversations(write_rows(tmp_path / 'chat.jsonl', [row]), tokenizers['gemma'], **options)
 
 
-@pytest.mark.parametrize('template', chat.TEMPLATES)
+@pytest.mark.parametrize('template', ['tulu', 'alpaca', 'llama3'])
 def test_a_late_system_message_is_refused_by_every_template(tokenizers, template):
     late = [*EARLIER, BRIEF[0], *SAME]
     with pytest.raises(DataError, match='must be the first message'):
@@ -227,7 +225,8 @@ def test_a_late_system_message_is_refused_by_every_template(tokenizers, template
     ({'messages': [{'role': 'bot', 'content': 'x'}]}, "role 'bot'"),
     ({'messages': [{'role': 'user', 'content': 3}]}, 'not text'),
     ({'messages': 'x'}, 'must be a list'), ({}, 'wanted messages, conversations'),
-    ([1], 'named fields'), ({'\ud83d': 1}, r'fields \\ud83d; wanted messages'),
+    ([1], 'named fields'), (None, 'a row must be an object .* not NoneType'),
+    ({'\ud83d': 1}, r'fields \\ud83d; wanted messages'),
     ({'messages': [{'role': 'user', 'content': '\ud83d'}]}, 'not valid Unicode'),
     ({'conversations': [{'from': ['human'], 'value': 'x'}]}, 'not the fields of its format'),
     ({'instruction': 'x ' * 99, 'output': 'y'}, 'begins beyond max_length = 64')])
@@ -247,17 +246,6 @@ def test_empty_and_missing_data_are_named(tmp_path, tokenizers):
     with pytest.raises(DataError, match='downloading the dataset some/where from the hub failed'):
         instruct.load_conversations('some/where', tokenizers['gemma'], template='tulu',
                                     max_length=8, add_bos=True, cache_dir=tmp_path)
-
-
-def test_a_truncated_data_file_is_named(tmp_path, tokenizers):
-    row = {'messages': SAME}
-    whole = gzip.compress(''.join(json.dumps(row) + '\n' for _ in range(50)).encode())
-    (tmp_path / 'chat.jsonl.gz').write_bytes(whole[:len(whole) // 2])
-    parquet = write_rows(tmp_path / 'chat.parquet', [row])
-    parquet.write_bytes(parquet.read_bytes()[:-10])
-    for path in (tmp_path / 'chat.jsonl.gz', parquet):
-        with pytest.raises(DataError, match=path.name):
-            conversations(path, tokenizers['gemma'])
 
 
 def test_cache_is_keyed_by_what_went_in(tmp_path, tokenizers):
@@ -316,16 +304,6 @@ def test_too_many_processes_are_not_blamed_on_the_cache(tmp_path, tokenizers, mo
     with pytest.raises(DataError, match='^cannot start 2 processes .*unavailable; --workers=1'):
         conversations(path, tokenizers['gemma'], workers=2)
     assert len(conversations(path, tokenizers['gemma'], workers=1)) == 1
-
-
-def test_a_null_row_is_a_bad_row(tmp_path, tokenizers):
-    path = tmp_path / 'chat.jsonl'
-    good = json.dumps({'messages': SAME})
-    path.write_text(f'{good}\nnull\n')
-    with pytest.raises(DataError, match='chat.jsonl:2: a row must be an object .* not NoneType'):
-        conversations(path, tokenizers['gemma'])
-    sequences = conversations(path, tokenizers['gemma'], on_bad_row='skip')
-    assert len(sequences) == 1 and sequences.info['bad_rows'] == 1
 
 
 @pytest.mark.parametrize('row', ['{"text": "fox", "text": "dog"}',
@@ -444,58 +422,42 @@ def test_no_sequence_is_eos_alone(tmp_path, tokenizers, add_bos):
         assert tokenizer.decode([i for p in pieces[:-1] for i in p][:n]) == 'The sky is blue. ' * 8
 
 
-def damage(way, cache_dir):
-    (folder,) = (path for path in cache_dir.iterdir() if path.is_dir())
-    tokens = folder / 'tokens.bin'
-    if way == 'truncated tokens':
-        tokens.write_bytes(tokens.read_bytes()[:-8])
-    elif way == 'flipped byte':
-        raw = bytearray(tokens.read_bytes())
-        raw[5] ^= 1
-        tokens.write_bytes(raw)
-    elif way == 'flipped mask':
-        raw = bytearray((folder / 'loss_mask.bin').read_bytes())
-        raw[3] ^= 1
-        (folder / 'loss_mask.bin').write_bytes(raw)
-    elif way == 'junk info':
-        (folder / 'info.json').write_text('{"rows": 2')
-    elif way == 'a list as info':
-        (folder / 'info.json').write_text('[]')
-    elif way == 'a file is missing':
-        tokens.unlink()
-    elif way == 'no file at all':
-        shutil.rmtree(folder)
-        folder.mkdir()
-    elif way == 'other offsets':
-        offsets = np.load(folder / 'offsets.npy')
-        offsets[1] += 3
-        np.save(folder / 'offsets.npy', offsets)
-    elif way == 'offsets of another type':
-        np.save(folder / 'offsets.npy', np.load(folder / 'offsets.npy').view(np.float64))
-    elif way == 'edited info':
-        text = (folder / 'info.json').read_text()
-        (folder / 'info.json').write_text(text.replace('"bad_rows": 0', '"bad_rows": 3'))
-    elif way == 'info without a key':
-        info = json.loads((folder / 'info.json').read_text())
-        (folder / 'info.json').write_text(json.dumps(info | {'left_out': 3}))
-    elif way == 'the folder of other data':
-        info = json.loads((folder / 'info.json').read_text())
-        other = json_digest(['0' * 20, {k: v for k, v in info.items() if k != 'check'}])
-        (folder / 'info.json').write_text(json.dumps(info | {'check': other}))
-    elif way == 'junk offsets':
-        (folder / 'offsets.npy').write_bytes(b'PK\x03\x04junk')
-    return folder
+def flip(i):
+    def change(raw, _):
+        raw = bytearray(raw)
+        raw[i] ^= 1
+        return bytes(raw)
+    return change
 
 
-@pytest.mark.parametrize('way', ['truncated tokens', 'flipped byte', 'flipped mask', 'junk info',
-                                 'a list as info', 'a file is missing', 'no file at all',
-                                 'other offsets', 'junk offsets', 'offsets of another type',
-                                 'edited info', 'info without a key', 'the folder of other data'])
-def test_a_damaged_cache_is_rebuilt(tmp_path, tokenizers, capsys, way):
+def swap(old, new):
+    return lambda raw, _: raw.replace(old, new)
+
+
+def of_other_data(raw, _):
+    info = json.loads(raw)
+    del info['check']
+    return json.dumps(info | {'check': json_digest(['0' * 20, info])}).encode()
+
+
+@pytest.mark.parametrize('name, change', [
+    ('tokens.bin', lambda raw, _: raw[:-8]), ('tokens.bin', flip(5)), ('loss_mask.bin', flip(3)),
+    ('tokens.bin', lambda _, path: path.unlink()),
+    ('tokens.bin', lambda _, path: [other.unlink() for other in path.parent.iterdir()]),
+    ('offsets.npy', flip(-16)), ('offsets.npy', swap(b'<i8', b'<f8')),
+    ('offsets.npy', lambda raw, _: b'PK\3\4junk'), ('info.json', lambda raw, _: raw[:9]),
+    ('info.json', lambda raw, _: b'[]'), ('info.json', swap(b'"bad_rows": 0', b'"bad_rows": 3')),
+    ('info.json', swap(b'"left_out": {}', b'"left_out": 3')), ('info.json', of_other_data)])
+def test_a_damaged_cache_is_rebuilt(tmp_path, tokenizers, capsys, name, change):
     path = write_rows(tmp_path / 'chat.jsonl', [{'messages': SAME}] * 2)
     before = conversations(path, tokenizers['gemma'])
     wanted = [x.tolist() for pair in before for x in pair]
-    folder = damage(way, tmp_path / 'cache')
+    (folder,) = (path for path in (tmp_path / 'cache').iterdir() if path.is_dir())
+    raw = (folder / name).read_bytes()
+    damaged = change(raw, folder / name)
+    assert damaged != raw
+    if isinstance(damaged, bytes):
+        (folder / name).write_bytes(damaged)
     (folder / 'mine.txt').write_text('not of the cache')
     capsys.readouterr()
     after = conversations(path, tokenizers['gemma'])
@@ -608,6 +570,8 @@ BAD_UTF8 = b'{"text": "ok ok ok ok"}\n\n{"text": "caf\xe9"}\n{"text": "ok ok ok 
     ('a.jsonl', b'{"text": "\\ud83d"}', 'a.jsonl:1: the field "text" is not valid Unicode'),
     ('a.csv', b'text\nfox\n', 'a.csv:1: a row must be an object with named fields'),
     ('a.jsonl.gz', b'not gzip', 'cannot read .*a.jsonl.gz'),
+    ('a.jsonl.gz', gzip.compress(b'{"text": "fox"}\n' * 50)[:-9], 'cannot read .*a.jsonl.gz'),
+    ('a.parquet', b'PAR1 cut', 'cannot read .*a.parquet'),
 ])
 def test_unreadable_files_name_their_line(tmp_path, tokenizers, name, raw, message):
     (tmp_path / name).write_bytes(raw)
@@ -654,9 +618,6 @@ def test_a_bad_line_can_be_skipped(tmp_path, tokenizers):
     sequences = text.load_text(str(tmp_path / 'a.jsonl'), tokenizers['gemma'], max_length=64,
                                add_bos=True, cache_dir=tmp_path / 'cache', on_bad_row='skip')
     assert len(sequences) == 2 and ':3: not UTF-8' in sequences.info['first_bad']
-    texts, bad, total = probes.load_texts(f'clm:{tmp_path / "a.jsonl"}', on_bad_row='skip')
-    assert [t.place for t in texts] == [f'{tmp_path / "a.jsonl"}:{n}' for n in (1, 4)]
-    assert total == 2 and len(bad) == 1
 
 
 def test_parquet_rows_that_are_not_utf8(tmp_path):

@@ -34,25 +34,14 @@ def test_a_bad_setting_of_the_last_run_stops_the_demo_before_the_first(tmp_path)
 
 
 @pytest.mark.slow
-def test_the_demo_leaves_a_report(small_world):
+def test_the_demo_leaves_a_report_and_the_files_of_three_runs(small_world):
     folder, printed = small_world
-    table = printed.split('\nquestions (')[-1]
-    header, _, *rows = table.split('\n')[1:6]
+    header, _, *rows = printed.split('\nquestions (')[-1].split('\n')[1:6]
     assert header.split()[:3] == ['run', 'questions', 'accuracy']
-    assert [row.split()[0] for row in rows] == ['base', 'tuned', 'tuned_ls01']
     for row, run in zip(rows, ('base', 'tuned', 'tuned_ls01'), strict=True):
         pooled = json.loads((folder / run / 'results.json').read_text())[
             'tasks']['questions']['pooled']
-        assert row.split()[1:3] == ['40', f'{pooled["accuracy"]:.3f}']
-    for words in ('{{Answer: ', 'supervised tokens between', 'peak memory'):
-        assert words in printed, words
-    assert (folder / 'reliability-questions.png').read_bytes().startswith(b'\x89PNG')
-
-
-@pytest.mark.slow
-def test_a_run_of_the_demo_leaves_its_files(small_world):
-    folder, _ = small_world
-    for run in ('base', 'tuned', 'tuned_ls01'):
+        assert row.split()[:3] == [run, '40', f'{pooled["accuracy"]:.3f}']
         files = {str(p.relative_to(folder / run)) for p in (folder / run).rglob('*') if p.is_file()}
         assert {'config.json', 'model.safetensors', 'tokenizer.model', 'log.jsonl', 'results.json',
                 'results.md', 'results.csv', 'results.tex', 'train_config.py', 'samples.jsonl',
@@ -60,10 +49,11 @@ def test_a_run_of_the_demo_leaves_its_files(small_world):
         log = [json.loads(line) for line in (folder / run / 'log.jsonl').open()]
         assert [r['step'] for r in log] == list(range(1, len(log) + 1))
         assert all(r['nll'] <= r['loss'] + 1e-6 or run == 'tuned_ls01' for r in log)
-        assert 'val_nll' in log[-1]
-        assert not list((folder / run).rglob('*.nanocal-tmp'))
-    losses = [json.loads(line)['nll'] for line in (folder / 'base' / 'log.jsonl').open()]
-    assert losses[-1] < 0.8 * losses[0]
+        assert 'val_nll' in log[-1] and not list((folder / run).rglob('*.nanocal-tmp'))
+        assert run != 'base' or log[-1]['nll'] < 0.8 * log[0]['nll']
+    for words in ('{{Answer: ', 'supervised tokens between', 'peak memory'):
+        assert words in printed, words
+    assert (folder / 'reliability-questions.png').read_bytes().startswith(b'\x89PNG')
 
 
 def test_a_second_call_trains_nothing(tmp_path, monkeypatch, capsys):
@@ -81,7 +71,6 @@ def test_a_second_call_trains_nothing(tmp_path, monkeypatch, capsys):
         f'{tmp_path}/base, {tmp_path}/tuned, {tmp_path}/tuned_ls01\n')
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('seconds, fastest', [({1: 1, 2: 3, 4: 2}, 1), ({1: 4, 2: 3, 4: 2}, 4)])
 def test_the_demo_takes_the_number_of_threads_that_is_fastest_now(seconds, fastest, monkeypatch):
     clock, threads = [0.0], [4]
@@ -93,7 +82,7 @@ def test_the_demo_takes_the_number_of_threads_that_is_fastest_now(seconds, faste
     monkeypatch.setattr(torch, 'get_num_threads', lambda: 4)
     monkeypatch.setattr(torch, 'set_num_threads', lambda n: threads.__setitem__(0, n))
     monkeypatch.setattr(torch.nn.functional, 'silu', silu)
-    assert processes.pick_threads() == threads[0] == fastest and 1 <= clock[0] < 1.1
+    assert processes.pick_threads(0.1) == threads[0] == fastest and 0.1 <= clock[0] < 0.2
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """evaluate.py"""
 
-import copy
 import dataclasses
 import gzip
 import importlib.util
@@ -14,356 +13,47 @@ import signal
 import subprocess
 import sys
 import time
-import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from common import (DEVICES, HERE, SHARED, head_of_32, lora_model, needs_files, reference_model,
+from common import (DEVICES, HERE, SHARED, lora_model, needs_files, reference_model,
                     rewrite, sentencepiece_folder, start_script, whole_rows, write_hub_tasks,
                     write_rows)
-from safetensors.torch import load_file, save_file
+
 import evaluate
 import scoring
 import metrics
 import triton_ops
-from data import benchmarks, packing, questions
+from data import benchmarks, questions
 from data.chat import encode_conversation
 from data.tokenizer import load_tokenizer
 from data.trees import tokenize_questions
 from results import compare, evaluation, report, samples
 from results.samples import read_samples, sample_order
-from runtime import (adapter, checkpoint, device as devices, load_ahead, log, ownership, processes)
+from runtime import adapter, checkpoint, log, ownership, processes
 from runtime.errors import ConfigError, DataError
-from test_tokenizer import train_bpe
-
-
-def random_trees(rng, own_starts=True, n=12):
-    """Trees with and without common prefixes; own_starts: a third has a start per option."""
-    def ids(low, high):
-        return rng.integers(0, 211, rng.integers(low, high)).tolist()
-    prefixes = [tuple(ids(1, 20)) for _ in range(3)]
-    trees = []
-    for i in range(n):
-        prefix, prompt = prefixes[i * len(prefixes) // n], ids(1, 9)
-        options = [ids(1, 6) for _ in range(rng.integers(2, 6))]
-        # a shared first token is in the prompt
-        start = len(prefix) + len(prompt) + rng.integers(-1, 1)
-        starts = [start] * len(options)
-        if own_starts and i % 3 == 2:
-            starts = [start + int(rng.integers(len(option))) for option in options]
-        trees.append(packing.Tree(prefix, prompt, options, starts))
-    return trees
-
-
-def in_several_orders(tree):
-    """The tree of three letters after each continuation, as after each order of the options."""
-    return packing.Tree(tree.prefix, tree.prompt,
-                        [[*ids, k] for ids in tree.continuations for k in (7, 8, 9)],
-                        [len(ids) for ids in tree.sequences for _ in range(3)])
-
-
-def plain_log_probs(model, tree, device):
-    """Of each option, by a row for each that holds its sequence, then padding."""
-    sequences = [torch.tensor(ids) for ids in tree.sequences]
-    ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
-    logits = model.logits(model(*(x.to(device) for x in (ids, *whole_rows(ids)))))
-    log_probs = logits.log_softmax(-1).cpu()[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
-    return [row[start - 1:len(sequence) - 1].sum().item()
-            for row, start, sequence in zip(log_probs, tree.starts, sequences, strict=True)]
-
-
-@pytest.mark.parametrize('device', DEVICES)
-@pytest.mark.parametrize('name', ['llama3', 'mistral_window', 'gemma2', 'neox'])
-def test_tree_equals_one_sequence_per_option(name, device, tmp_path):
-    reference_model(name, tmp_path)
-    model = checkpoint.load(tmp_path, device)
-    model.decoder.attention = 'explicit'  # FlexAttention would compile every shape, for minutes
-    trees = random_trees(np.random.default_rng(len(name)))
-    right = [plain_log_probs(model, tree, device) for tree in trees]
-    # rows of 40 part questions, those of 16 are shorter than some prompts
-    for options in ({'pack_len': 16}, {'pack_len': 40}, {'pack_len': 64}, {'deterministic': True},
-                    {'pack_len': 128, 'batch_rows': 3, 'trim': 16},
-                    {'pack_len': 1024, 'trim': 0}):
-        found = scoring.option_log_probs(model, trees, **options)
-        for ours, theirs in zip(found, right, strict=True):
-            assert ours == pytest.approx(theirs, abs=1e-4)
-
-
-@pytest.mark.parametrize('batch_rows', [1, 3])
-def test_questions_of_one_token_are_scored(batch_rows, tmp_path):
-    """Their row may hold nothing but tokens at position 0 that only one token sees, like padding.
-
-    Without BOS and shots that is so for a context and options of one token, or where each option
-    has a context of its own.
-    """
-    reference_model('llama', tmp_path)
-    model = checkpoint.load(tmp_path)
-    one = packing.Tree((), [4], [[1], [2]], [1, 1])
-    own_context = packing.Tree((), [], [[5, 6], [7, 8]], [1, 1])
-    empty_leaf = packing.Tree((), [9, 3], [[], [1]], [1, 1])    # one option begins the other
-    for trees in ([one], [own_context], [one, empty_leaf, own_context], [empty_leaf, one, one]):
-        found = scoring.option_log_probs(model, trees, pack_len=2, batch_rows=batch_rows)
-        found += scoring.option_log_probs(model, trees, pack_len=16, batch_rows=batch_rows)
-        for tree, ours in zip(trees * 2, found, strict=True):
-            assert ours == pytest.approx(plain_log_probs(model, tree, 'cpu'), abs=1e-4)
-
-
-def test_the_hash_of_a_tree_stays_as_in_folders_that_are_there():
-    """An evaluation resumes from the samples whose hash it finds."""
-    tree, text = packing.Tree((1, 2), [3], [[4], [5]], [3, 3]), packing.Tree(
-        (1, 2), [3, 9], scored=[2, 3])
-    assert (tree.fingerprint, text.fingerprint) == ('f01b013bb70a', 'd4ec02025420')
-    for other in (packing.Tree((1, 7), [3], [[4], [5]], [3, 3]),
-                  packing.Tree((1,), [2, 3], [[4], [5]], [3, 3])):
-        assert other.fingerprint != tree.fingerprint
-
-
-def test_an_option_that_begins_another_does_not_lengthen_a_row():
-    """Such an option has an empty continuation; one token less than none was counted for it."""
-    tree = packing.Tree((1, 2, 3), [4, 5], [[1] * 5, [], [2, 2]], [4, 4, 4])
-    rows = list(packing.pack_trees([(0, tree)], 9))
-    assert [arrays.shape for arrays, _ in rows] == [(3, 9)] * 2
-    assert sum(len(scored) for _, scored in rows) == tree.n_scored
-    one_option = packing.Tree((1, 2, 3), [4, 5, 6], [[]], [4])      # longer than the row
-    assert len(list(packing.pack_trees([(0, one_option)], 5))) == 1
-
-
-def test_options_that_differ_in_their_last_token_share_the_others(tmp_path):
-    """As the letters after each order of the options do."""
-    reference_model('llama', tmp_path)
-    model, rng = checkpoint.load(tmp_path), np.random.default_rng(0)
-    tree = in_several_orders(packing.Tree(
-        (1, 2), [3, 4, 5], [rng.integers(1, 211, 6).tolist() for _ in range(3)]))
-    ((arrays, scored),) = packing.pack_trees([(0, tree)], 64)
-    assert arrays.shape == (3, 64) and len(scored) == tree.n_scored == 9
-    assert np.count_nonzero(arrays[0]) == 5 + 3 * 6
-    right = plain_log_probs(model, tree, 'cpu')
-    for pack_len in (8, 16, 64):        # a row of 8 has room for one order and no more
-        (sums,) = scoring.option_log_probs(model, [tree], pack_len=pack_len)
-        assert sums == pytest.approx(right, abs=1e-4)
-
-
-def test_deterministic_scores_are_bitwise_equal(tmp_path):
-    reference_model('gemma2', tmp_path)
-    model = checkpoint.load(tmp_path)
-    trees = random_trees(np.random.default_rng(0))
-    alone = [scoring.option_log_probs(model, [tree], deterministic=True)[0] for tree in trees]
-    order = np.random.default_rng(1).permutation(len(trees))
-    found = scoring.option_log_probs(model, [trees[i] for i in order], pack_len=64, batch_rows=4,
-                                      deterministic=True)
-    assert all(np.array_equal(alone[i], sums) for i, sums in zip(order, found, strict=True))
-
-
-def test_scored_tokens_of_a_text_equal_the_plain_model(tmp_path):
-    """Log-probability, top token, its log-probability and entropy, packed beside other texts."""
-    reference_model('llama', tmp_path)
-    model = checkpoint.load(tmp_path)
-    rng = np.random.default_rng(0)
-    trees = [packing.Tree((), rng.integers(0, 211, n).tolist(), scored=[1, n // 2, n - 1])
-             for n in (9, 30, 17)]
-    for index, numbers, values in scoring.score(lambda: model, enumerate(trees), 64,
-                                                 compute=scoring.token_statistics):
-        tree = trees[index]
-        ids = torch.tensor([tree.prompt])
-        log_probs = model.logits(model(ids, *whole_rows(ids))).log_softmax(-1)[0].detach()
-        for n, (log_prob, top, top_log_prob, entropy) in zip(numbers, values, strict=True):
-            row = log_probs[tree.scored[n] - 1]
-            assert top == row.argmax()
-            assert [log_prob, top_log_prob, entropy] == pytest.approx(
-                [float(x) for x in (row[tree.prompt[tree.scored[n]]], row.max(),
-                                    -(row.exp() * row).sum())], abs=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('device', DEVICES)
-@pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2', 'neox', 'gemma3', 'cohere2',
-                                  'olmo3', 'smollm3', 'phi3', 'ministral3', 'granite', 'opt_350m'])
-def test_bfloat16_trees_score_as_single_sequences(name, device, tmp_path):
-    """Packed trees, by the kernels on a GPU, have no larger errors than one sequence per option."""
-    reference_model(name, tmp_path, **head_of_32(name))
-    exact, half = checkpoint.load(tmp_path), checkpoint.load(tmp_path, device, torch.bfloat16)
-    half.decoder.attention = 'explicit'
-
-    def errors(n, own_starts):
-        trees = random_trees(np.random.default_rng(3), own_starts, n)
-        trees[::4] = map(in_several_orders, trees[::4])
-        with torch.no_grad():
-            right = [np.array(plain_log_probs(exact, tree, 'cpu')) for tree in trees]
-            plain = [np.array(plain_log_probs(half, tree, device)) for tree in trees]
-        packed = scoring.option_log_probs(by_kernels, trees, pack_len=512, trim=128)
-        return [np.concatenate([metrics.softmax(found[i]) - metrics.softmax(right[i])
-                                for i in range(n)]) for found in (plain, packed)]
-
-    by_kernels = checkpoint.load(tmp_path, device, torch.bfloat16)
-    for own_starts in (False, True):    # with only 12 trees, chance decides which errors are larger
-        plain, packed = errors(48 if device == 'cpu' else 120, own_starts)
-        assert np.sqrt((packed ** 2).mean()) < 1.3 * np.sqrt((plain ** 2).mean())
-    # 0.062 for smollm3 on a CPU, where one sequence per option has 0.056
-    plain, packed = (np.abs(found).max() for found in errors(12, False))
-    assert packed < max(0.04 if device == 'cpu' else 0.06, 1.2 * plain)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('name', ['llama', 'gemma2', 'neox'])
-def test_a_dropout_seed_draws_the_dropout_of_adapters(name, tmp_path):
-    reference_model(name, tmp_path)
-    trees = random_trees(np.random.default_rng(0))
-
-    def log_probs(model, seed=None, **options):
-        return np.concatenate(scoring.option_log_probs(model, trees, pack_len=256,
-                                                       dropout_seed=seed, **options))
-    fixed = lora_model(tmp_path, dropout=0.0)
-    assert np.array_equal(log_probs(fixed, 0), log_probs(fixed))
-    model = lora_model(tmp_path, dropout=0.3)
-    plain = log_probs(model)
-    assert np.array_equal(plain, log_probs(fixed)) and model.training
-    one, two = log_probs(model, 0), log_probs(model, 1)
-    assert np.array_equal(one, log_probs(model, 0)) and not np.allclose(one, two, atol=1e-2)
-    assert np.abs(one - plain).max() > 1e-2
-    # alone in its row, what is dropped for a question does not depend on the others
-    assert np.array_equal(log_probs(model, 0, deterministic=True), np.concatenate(
-        [scoring.option_log_probs(model, [tree], deterministic=True, dropout_seed=0)[0]
-         for tree in trees]))
-
-
-@pytest.mark.slow
-def test_the_mean_over_dropout_seeds_is_that_of_training_mode(tmp_path):
-    reference_model('llama', tmp_path)
-    model, trees = lora_model(tmp_path, dropout=0.5), random_trees(np.random.default_rng(0))[:1]
-    with torch.no_grad():
-        trained = np.array([plain_log_probs(model.train(), trees[0], 'cpu') for _ in range(40)])
-    drawn = np.array([scoring.option_log_probs(model, trees, dropout_seed=seed)[0]
-                      for seed in range(40)])
-    error = trained.std(0) * (2 / 40) ** 0.5
-    assert (np.abs(drawn.mean(0) - trained.mean(0)) < 4.5 * error).all()
-
-
-def write_task(folder, n=4, choices=('blue', 'a lazy dog', 'brown')):
-    rows = [{'question': f'What is the fox {i}?', 'choices': list(choices), 'answer': i % 3,
-             'subject': 'foxes'} for i in range(n)]
-    write_rows(folder / 'dev.jsonl', rows)
-    write_rows(folder / 'test.jsonl', rows)
-    return f'{folder}'
-
-
-def first_tree(asked, solved, tokenizer, max_length=2000, **keys):
-    found = next(tokenize_questions(asked, solved, tokenizer, max_length=max_length,
-                                    **({'add_bos': True} | keys)))[1]
-    if isinstance(found, DataError):
-        raise found
-    return found
-
-
-@pytest.mark.parametrize('kind', ['gemma', 'mistral', 'llama2', 'llama3'])
-@pytest.mark.parametrize('options', [dict(scoring='letters'), dict(scoring='text'),
-                                     dict(prompt_format='harness')])
-def test_question_tokens_are_the_joint_encoding(tokenizers, tmp_path, kind, options):
-    tokenizer = tokenizers[kind]
-    asked, solved, _, _ = questions.load_task(write_task(tmp_path), shots=2, **options)
-    tree = first_tree(asked, solved, tokenizer)
-    assert tree.shots == 2
-    prefix = asked[0].header + ''.join(s.solved for s in solved['', 'foxes'])
-    for option, ids in zip(asked[0].options, tree.sequences, strict=True):
-        whole = [tokenizer.bos_id] + tokenizer.encode(prefix + asked[0].context + option)
-        assert ids == whole
-        assert tokenizer.decode(whole[tree.starts[0]:]).strip() == option.strip()
-
-
-@pytest.mark.parametrize('add_bos', [True, False])
-@pytest.mark.parametrize('kind, template', [
-    *((kind, template) for kind in ('gemma', 'mistral', 'llama2', 'llama3')
-      for template in ('tulu', 'mistral')),
-    ('llama3', 'llama3'), ('gemma', 'gemma'), ('qwen', 'chatml')])
-@pytest.mark.parametrize('options', [dict(shots=2), dict(scoring='text', shots=2), {},
-                                     dict(prompt_format='harness')])
-def test_chat_tokens_are_those_of_training(tokenizers, tmp_path, kind, template, add_bos, options):
-    tokenizer = tokenizers[kind if kind != 'qwen' else 'llama3']
-    if kind == 'qwen':      # the names of ChatML for two of its control tokens
-        tokenizer = copy.copy(tokenizer)
-        tokenizer.control_ids = {'<|im_start|>': 128100, '<|im_end|>': 128101}
-    asked, solved, _, _ = questions.load_task(write_task(tmp_path), **options)
-    if options.get('prompt_format'):   # no header and shots before the question
-        asked = [dataclasses.replace(question, header='') for question in asked]
-    trees = [tree for _, tree in tokenize_questions(asked, solved, tokenizer, add_bos=add_bos,
-                                                    max_length=2000, chat=template)]
-    assert len({tree.prefix for tree in trees}) == 1
-    for question, tree in zip(asked, trees, strict=True):
-        text = question.header + ''.join(s.solved for s in solved.get(question.group, []))
-        for n, option in enumerate(question.options):
-            ids, mask = encode_conversation(
-                [{'role': 'user', 'content': text + question.context},
-                 {'role': 'assistant', 'content': option.strip()}], tokenizer, template, add_bos)
-            whole = tree.sequences[n]
-            assert whole == ids[:len(whole)] and len(whole) - tree.starts[n] == tree.n_tokens[n]
-            # what follows is the end of the turn
-            assert mask[:len(whole)] == [0] * tree.starts[n] + [1] * tree.n_tokens[n]
-            assert ids[len(whole)] in tokenizer.control_ids.values()
-
-
-def test_each_option_of_winogrande_has_its_own_start(tokenizers, tmp_path):
-    """In plain text and as a conversation: what follows the blank is scored, and nothing else."""
-    tokenizer, rest = tokenizers['mistral'], ' jumps over the dog.'
-    row = {'sentence': 'The fox and the lazy dog: _' + rest, 'option1': 'the quick brown fox',
-           'option2': 'the dog', 'answer': '1'}
-    (question,), *_ = questions.load_task(
-        f'winogrande_s:{write_rows(tmp_path / "dev.jsonl", [row])}', prompt_format='harness')
-    for chat in ('none', 'tulu'):
-        ((_, tree),) = tokenize_questions([question], {}, tokenizer, add_bos=True, max_length=200,
-                                          chat=chat)
-        assert tree.starts[0] != tree.starts[1]
-        for option, ids, start in zip(question.options, tree.sequences, tree.starts, strict=True):
-            context = question.context + option
-            whole = [tokenizer.bos_id, *tokenizer.encode(context + rest)]
-            if chat == 'tulu':
-                whole, mask = encode_conversation(
-                    [{'role': 'user', 'content': context},
-                     {'role': 'assistant', 'content': rest.strip()}], tokenizer, chat)
-                assert start == mask.index(1)
-            assert ids == whole[:len(ids)] and len(whole) - len(ids) == (chat == 'tulu')
-            assert tokenizer.decode(ids[start:]).strip() == rest.strip()
-
-
-@pytest.mark.parametrize('chat', ['none', 'tulu'])
-def test_white_space_before_a_question_is_as_in_one_text(tmp_path, chat):
-    """GPT-2's words (Pythia) join the line breaks at the end of a text, but not before a word."""
-    from tokenizers import pre_tokenizers
-    train_bpe(tmp_path, [pre_tokenizers.ByteLevel(add_prefix_space=False)], add_bos_token=True)
-    tokenizer = load_tokenizer(tmp_path)
-    asked, solved, _, _ = questions.load_task(write_task(tmp_path), shots=2)
-    for question, tree in tokenize_questions(asked, solved, tokenizer, add_bos=True,
-                                             max_length=2000, chat=chat):
-        text = question.header + ''.join(s.solved for s in solved.get(question.group, []))
-        text += question.context
-        whole = [tokenizer.bos_id, *tokenizer.encode(text)] if chat == 'none' else (
-            encode_conversation([{'role': 'user', 'content': text},
-                                 {'role': 'assistant', 'content': 'x'}], tokenizer)[0])
-        assert [*tree.prefix, *tree.prompt] == whole[:len(tree.prefix) + len(tree.prompt)]
 
 
 @pytest.mark.slow
 def test_questions_can_be_scored_in_the_chat_template(scored_folder, tmp_path, capsys):
     folder = tmp_path / 'run'
-    shutil.copytree(scored_folder / 'model', folder / 'model')
-    shutil.copytree(scored_folder / 'data', folder / 'data')
-    with pytest.raises(ConfigError, match='not trained here on conversations; name the'):
-        scored(folder, tmp_path / 'out', '--chat=trained')
-    with pytest.raises(ConfigError, match="needs <.im_start.>, <.im_end.>, which the"):
-        scored(folder, tmp_path / 'out', '--chat=chatml')
+    shutil.copytree(scored_folder, folder)
+    for chat, message in (('trained', 'not trained here on conversations; name the'),
+                          ('chatml', 'needs <.im_start.>, <.im_end.>, which the')):
+        with pytest.raises(ConfigError, match=message):
+            scored(folder, tmp_path / 'out', f'--chat={chat}')
     (folder / 'model' / 'train_config.py').write_text(
         "data_kind = 'instruct'\ntemplate = 'mistral'\nadd_bos = False\n")
-    found = scored(folder, tmp_path / 'chat', '--chat=trained', '--limit=10')
-    result, config = found['tasks']['global_mmlu'], found['config']
+    results = scored(folder, tmp_path / 'chat', '--chat=trained', '--limit=10')
+    result, config = results['tasks']['global_mmlu'], results['config']
     assert result['chat'] == config['chat'] == 'mistral' and config['add_bos'] is False
-    said = ('mmlu, 2 shots, options scored by letters, log-probabilities per token, '
-            'chat template mistral')
-    assert result['distribution'] == said
-    assert said in capsys.readouterr().out
-    assert said in (tmp_path / 'chat' / 'results.md').read_text()
-    plain = scored(folder, tmp_path / 'plain', '--limit=10')['tasks']['global_mmlu']
-    assert plain['chat'] == 'none' and plain['pooled']['nll'] != result['pooled']['nll']
+    words = ('mmlu, 2 shots, options scored by letters, log-probabilities per token, '
+             'chat template mistral')
+    assert result['distribution'] == words and words in capsys.readouterr().out
+    assert words in (tmp_path / 'chat' / 'results.md').read_text()
     # the log-probabilities are those of one conversation per option
     model, tokenizer = checkpoint.load(folder / 'model'), load_tokenizer(folder / 'model')
     asked, solved, _, _ = questions.load_task(f'global_mmlu:{folder / "data"}', shots=2, limit=10)
@@ -379,75 +69,6 @@ def test_questions_can_be_scored_in_the_chat_template(scored_folder, tmp_path, c
             at = np.flatnonzero(mask)[:-1]      # the last one ends the turn
             assert log_prob == pytest.approx(
                 sum(rows[i - 1, ids[i]].item() for i in at), abs=1e-4)
-    write_rows(tmp_path / 'texts.jsonl', [{'text': 'the quick brown fox jumps'}])
-    with pytest.raises(ConfigError, match='chat = tulu: clm scores tokens of texts'):
-        evaluate.main([f'--model={folder / "model"}', f'--tasks=clm:{tmp_path / "texts.jsonl"}',
-                       f'--out_dir={tmp_path / "clm"}', '--chat=tulu'])
-
-
-@pytest.mark.parametrize('kind', ['gemma', 'mistral', 'llama2', 'llama3'])
-def test_a_question_may_begin_the_text(tokenizers, kind):
-    """Without header and shots, as in the harness; and where every shot had to be dropped."""
-    tokenizer = tokenizers[kind]
-    question = questions.Question('1', 'A fox runs and', [' sleeps.', ' eats a hen.'], 1, 's')
-    for solved, max_length in (({}, 2000), ({('', 's'): [question]}, 30)):
-        tree = first_tree([question], solved, tokenizer, max_length)
-        for option, ids in zip(question.options, tree.sequences, strict=True):
-            assert ids == [
-                tokenizer.bos_id, *tokenizer.encode(question.context + option)]
-
-
-def test_whole_shots_are_dropped(tokenizers, tmp_path):
-    tokenizer = tokenizers['gemma']
-    asked, solved, _, _ = questions.load_task(write_task(tmp_path), shots=3)
-    shots = solved['', 'foxes']
-    sizes = [first_tree(asked, {('', 'foxes'): shots[:n]}, tokenizer) for n in range(4)]
-    for kept, tree in enumerate(sizes):
-        longest = len(tree.prefix) + len(tree.prompt) + max(map(len, tree.continuations))
-        assert first_tree(asked, solved, tokenizer, longest) == tree and tree.shots == kept
-    with pytest.raises(DataError, match='even without shots the prompt has'):
-        first_tree(asked, {}, tokenizer, 10)
-
-
-def test_options_that_cannot_be_scored(tokenizers):
-    bad = questions.Question('7', 'Answer: ', ['', 'x'], 1, 's', 'H\n\n', place='q.jsonl:8')
-    with pytest.raises(DataError, match="q.jsonl:8: option '' does not begin at a token boundary"):
-        first_tree([bad], {}, tokenizers['llama3'])
-
-
-def test_a_prompt_has_exactly_one_bos(tokenizers, tmp_path):
-    asked, _, _, _ = questions.load_task(write_task(tmp_path))
-    for add_bos in (True, False):
-        for tokenizer in tokenizers.values():
-            tree = first_tree(asked, {}, tokenizer, add_bos=add_bos)
-            assert [*tree.prefix, *tree.prompt].count(tokenizer.bos_id) == int(add_bos)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('file', ['llama3_tokenizer.model', 'llama2_tokenizer.model',
-                                  'mistral_tokenizer.model.v1',
-                                  'mistral_mistral_instruct_tokenizer_240323.model.v3'])
-def test_real_questions_have_the_tokens_of_the_whole_text(file, tmp_path):
-    """Prefix, question and options in pieces are the whole prompt's tokens, in every format."""
-    needs_files(f'tokenizers/{file}', 'datasets/mmlu_pro/mmlu_pro_sample.jsonl')
-    datasets = SHARED / 'datasets'
-    shutil.copyfile(SHARED / 'tokenizers' / file, tmp_path / 'tokenizer.model')
-    tokenizer = load_tokenizer(tmp_path)
-    for name, options in ((f'mmlu:{datasets / "mmlu"}', dict(shots=5)),
-                          (f'arc_easy:{datasets / "arc_easy"}',
-                           dict(shots=2, prompt_format='harness')),
-                          (f'hellaswag:{datasets / "hellaswag"}', dict(prompt_format='harness')),
-                          (f'xcopa:{datasets / "xcopa"}', dict(prompt_format='harness', shots=1)),
-                          (f'xcopa:{datasets / "xcopa"}', dict(scoring='text')),
-                          (str(datasets / 'mmlu_pro' / 'mmlu_pro_sample.jsonl'), {})):
-        asked, solved, _, _ = questions.load_task(name, **options)
-        picked = random.Random(0).sample(asked, 100)
-        for q, tree in tokenize_questions(picked, solved, tokenizer, add_bos=True,
-                                          max_length=10**6):
-            before = q.header + ''.join(s.solved for s in solved.get(q.group, []))
-            for option, ids in zip(q.options, tree.sequences, strict=True):
-                assert ids == [
-                    tokenizer.bos_id, *tokenizer.encode(before + q.context + option)]
 
 
 @pytest.fixture(scope='module')
@@ -476,6 +97,40 @@ def scored(folder, out, *arguments, tasks='global_mmlu'):
     return json.loads((out / 'results.json').read_text())
 
 
+@pytest.fixture
+def foxes(scored_folder, tmp_path):
+    """A task of five questions, and score(*arguments) that evaluates them: the tasks' results."""
+    task, out = write_words(tmp_path / 'foxes.jsonl', 5, 'fox'), tmp_path / 'out'
+
+    def score(*arguments, model=scored_folder / 'model', out=out):
+        evaluate.main([f'--model={model}', f'--tasks={task}', f'--out_dir={out}', '--shots=0',
+                       *SMALL, *arguments])
+        return json.loads((out / 'results.json').read_text())['tasks']
+    return SimpleNamespace(task=task, out=out, score=score, model=scored_folder / 'model')
+
+
+def write_words(path, n, word):
+    """A task of n questions with three options; `word` makes it differ from others."""
+    return write_rows(path, [{'question': f'the quick {word} {i}?', 'answer': i % 3,
+                              'choices': ['blue', 'lazy', 'old']} for i in range(n)])
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """How many trees each forward pass scores."""
+    counts, forward = [], scoring.forward_values
+
+    def counted(model, arrays, scored, **options):
+        counts.append(len({tree for tree, *_ in scored}))
+        return forward(model, arrays, scored, **options)
+    monkeypatch.setattr(scoring, 'forward_values', counted)
+    return counts
+
+
 def adapted_run(base, run, dropout=0.3):
     """What train.py --lora leaves: merged weights, the adapters, the tokenizer."""
     model = lora_model(base, dropout)
@@ -496,34 +151,27 @@ def test_an_evaluation_with_the_dropout_of_adapters(scored_folder, tmp_path, cap
         scored(tmp_path / 'run', out, '--limit=8', '--deterministic', '--device=cpu', *arguments)
         return {(s['task'], s['language'], s['id']): s['log_probs']
                 for s in read_samples(out / 'samples.jsonl') if 'log_probs' in s}
-    plain, dropped = samples('plain'), samples('dropped', '--dropout_seed=3', '--p_true')
-    off = [np.abs(np.subtract(plain[key], dropped[key])).max() for key in plain]
-    assert plain.keys() == dropped.keys() and min(off) > 1e-3
+    dropped = samples('dropped', '--dropout_seed=3', '--p_true')
     # by hand, from the adapters themselves
     asked, solved, _, _ = questions.load_task(f'global_mmlu:{tmp_path / "run" / "data"}', shots=2,
                                               limit=8)
-    tokenizer = load_tokenizer(run)
     trees = {(q.language, q.id): tree for q, tree in tokenize_questions(
-        asked, solved, tokenizer, add_bos=True, max_length=2048)}
-    keys = [*trees]
-    for key, log_probs in zip(keys, scoring.option_log_probs(
-            model, [trees[key] for key in keys], deterministic=True, dropout_seed=3), strict=True):
+        asked, solved, load_tokenizer(run), add_bos=True, max_length=2048)}
+    for key, log_probs in zip(trees, scoring.option_log_probs(
+            model, [*trees.values()], deterministic=True, dropout_seed=3), strict=True):
         assert dropped['global_mmlu', *key] == pytest.approx(log_probs.tolist(), abs=1e-6)
     # the record, the table and the label of P(True)
     record = json.loads((tmp_path / 'dropped' / 'eval_config.json').read_text())
     assert record['dropout_seed'] == 3 and record['adapter'] != record['base']
-    assert 'dropout_seed' not in json.loads((tmp_path / 'plain' / 'eval_config.json').read_text())
-    content = json.loads((tmp_path / 'dropped' / 'results.json').read_text())
-    assert content['tasks']['global_mmlu']['dropout_seed'] == 3
-    assert {'global_mmlu', 'global_mmlu.p_true'} == content['tasks'].keys()
+    tasks = json.loads((tmp_path / 'dropped' / 'results.json').read_text())['tasks']
+    assert tasks['global_mmlu']['dropout_seed'] == 3
+    assert {'global_mmlu', 'global_mmlu.p_true'} == tasks.keys()
     assert 'plain text, dropout with seed 3' in capsys.readouterr().out
     # a seed gives the same samples, also if the evaluation was interrupted
-    path = tmp_path / 'cut' / 'samples.jsonl'
-    assert samples('cut', '--dropout_seed=3') == dropped
+    path = tmp_path / 'dropped' / 'samples.jsonl'
     path.write_text(''.join(path.read_text().splitlines(True)[:9]))
-    (tmp_path / 'cut' / 'results.json').unlink()
-    assert samples('cut', '--dropout_seed=3') == dropped
-    assert samples('other', '--dropout_seed=4') != dropped
+    (tmp_path / 'dropped' / 'results.json').unlink()
+    assert samples('dropped', '--dropout_seed=3') == dropped
     for arguments in (['--dropout_seed=4'], []):
         with pytest.raises(ConfigError, match='holds samples with dropout_seed = '):
             samples('dropped', *arguments)
@@ -533,68 +181,26 @@ def test_an_evaluation_with_the_dropout_of_adapters(scored_folder, tmp_path, cap
 
 
 @pytest.mark.slow
-def test_dropout_that_cannot_be_drawn(scored_folder, tmp_path):
-    run = tmp_path / 'run' / 'model'
+@pytest.mark.parametrize('changes, message', [
+    ({'lora_dropout': 0.0}, 'trained with lora_dropout = 0, so nothing would be dropped'),
+    ({'use_dora': True}, 'adapter_config.json: use_dora = True is not supported; merge the ad'),
+    ({'r': 0}, 'adapter_config.json: r = 0 is not supported'),
+    ({'target_modules': ['query']}, "lora_targets = .*'query'.*; wanted some of q_proj"),
+    ({'r': 3}, 'says rank 3 of layer .*, but its matrices in .* have rank 4'),
+    ({'target_modules': ['q_proj']}, 'target_modules does not name .*down_proj.weight is in only'),
+    ({'base_model_name_or_path': '/none'}, 'there is no file or folder|no model folder at'),
+    (None, 'model has no adapter/, which train.py --lora saves')])
+def test_dropout_that_cannot_be_drawn(changes, message, scored_folder, tmp_path):
+    run, settings = tmp_path / 'model', tmp_path / 'model' / 'adapter' / 'adapter_config.json'
     adapted_run(scored_folder / 'model', run)
-    settings = run / 'adapter' / 'adapter_config.json'
-    content = json.loads(settings.read_text())
-
-    def fails(message, folder=run.parent, **changes):
-        settings.write_text(json.dumps(content | changes))
-        with pytest.raises((ConfigError, checkpoint.CheckpointError), match=message):
-            evaluate.main([f'--model={folder / "model"}', '--dropout_seed=2', '--shots=2',
-                           f'--tasks=global_mmlu:{scored_folder / "data"}'])
-        assert not (run / 'dropout-2' / 'samples.jsonl').exists()
-    fails('model has no adapter/, which train.py --lora saves', scored_folder)
-    fails('trained with lora_dropout = 0, so nothing would be dropped', lora_dropout=0.0)
-    fails("config.json: adapter.use_dora is not supported; the keys are peft_type", use_dora=True)
-    fails('adapter.r = 0 is not supported', r=0)
-    fails("lora_targets = .*'query'.*; wanted some of q_proj", target_modules=['query'])
-    fails('lora_A.weight has shape .4, 80., the base .* want .3, 80.', r=3)
-    fails('down_proj.lora_A.weight has shape .4, 80., .* want None', target_modules=['q_proj'])
-    fails('there is no file or folder|no model folder at', base_model_name_or_path='/none')
-
-
-@pytest.mark.parametrize('change, used', [
-    ({}, True), ({'deterministic': True}, True), ({'dtype': 'float32'}, False),
-    ({'device': 'cpu'}, False)])
-def test_kernels_are_loaded_where_they_compute(change, used, monkeypatch, tmp_path):
-    cfg = evaluate.EvalConfig(**{'dtype': 'bfloat16', 'device': 'cuda'} | change)
-    model, calls = SimpleNamespace(), []
-    monkeypatch.setattr(checkpoint, 'load', lambda *_, **options: model)
-    monkeypatch.setattr(load_ahead, 'warm_up', lambda *_: calls.append('warm'))
-    load = load_ahead.load_ahead(tmp_path, SimpleNamespace(model_type=''), cfg, print)
-    assert load() is load() is model
-    assert calls == ['warm'] * used
-
-
-@pytest.mark.parametrize('name', ['gemma2', 'mistral_window', 'qwen3', 'neox', 'opt'])
-def test_the_kernels_are_loaded_by_a_model_of_two_layers(name, monkeypatch, tmp_path):
-    reference_model(name, tmp_path, max_position_embeddings=32, **head_of_32(name))
-    calls, place, random_state = [], [], torch.get_rng_state()
-    monkeypatch.setattr(devices, 'pick_device', place.append)
-    load_ahead.warm_up(checkpoint.read_config(tmp_path), evaluate.EvalConfig(
-        device='cpu', pack_len=64), lambda *call: calls.append(call))
-    (model, arrays, _), = calls
-    assert len(model.decoder.layers) == 2 and model.head.dtype == torch.bfloat16
-    assert torch.isfinite(model(*torch.from_numpy(arrays))).shape == (1, 64, model.head.shape[1])
-    assert place == ['cpu']     # else kernels of a new thread go to the first GPU
-    assert torch.equal(torch.get_rng_state(), random_state)     # no weights were drawn
-
-
-def test_a_failed_warm_up_keeps_no_memory(monkeypatch, tmp_path):
-    tensors, model = [], SimpleNamespace()
-
-    def fails(*_):
-        x = torch.zeros(3)
-        tensors.append(weakref.ref(x))
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(load_ahead, 'warm_up', fails)
-    monkeypatch.setattr(load_ahead, 'load_model', lambda *_: model)
-    cfg = evaluate.EvalConfig(dtype='bfloat16', device='cuda', pictures=False)
-    load = load_ahead.load_ahead(tmp_path, SimpleNamespace(model_type=''), cfg, print)
-    assert load() is model and tensors[0]() is None
+    if changes is None:
+        run = scored_folder / 'model'
+    else:
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | changes))
+    with pytest.raises((ConfigError, checkpoint.CheckpointError), match=message):
+        evaluate.main([f'--model={run}', '--dropout_seed=2', '--shots=2',
+                       f'--tasks=global_mmlu:{scored_folder / "data"}'])
+    assert not (run / 'dropout-2' / 'samples.jsonl').exists()
 
 
 @pytest.mark.parametrize('device', DEVICES[1:])
@@ -610,16 +216,15 @@ def test_the_same_results_by_the_kernels_and_without(scored_folder, tmp_path, de
 
 
 @pytest.mark.slow
-def test_a_model_that_is_given_scores_as_the_one_that_is_loaded(scored_folder, tmp_path):
-    folder = scored_folder / 'model'
-    for name, model in (('given', checkpoint.load(folder)), ('loaded', None)):
-        cfg = evaluate.EvalConfig(str(folder), tasks=(f'global_mmlu:{scored_folder / "data"}',),
-                                  shots=1, n_bootstrap=0, pictures=False, device='cpu',
-                                  pack_len=512)
-        evaluate.evaluate(folder, load_tokenizer(folder), evaluate.load_tasks(cfg), cfg,
-                          tmp_path / name, model and (lambda model=model: model))
+def test_a_model_that_is_given_scores_as_the_one_that_is_loaded(foxes, tmp_path):
+    foxes.score('--device=cpu')
+    cfg = evaluate.EvalConfig(str(foxes.model), tasks=(str(foxes.task),), shots=0, n_bootstrap=0,
+                              pictures=False, device='cpu', dtype='float32', pack_len=512)
+    model = checkpoint.load(foxes.model)
+    evaluate.evaluate(foxes.model, load_tokenizer(foxes.model), evaluate.load_tasks(cfg), cfg,
+                      tmp_path / 'given', lambda: model)
     assert (tmp_path / 'given/samples.jsonl').read_bytes() == (
-        tmp_path / 'loaded/samples.jsonl').read_bytes()
+        foxes.out / 'samples.jsonl').read_bytes()
 
 
 @pytest.mark.slow
@@ -664,65 +269,51 @@ def test_what_edited_code_computes_is_not_mixed_with_what_was_there(scored_folde
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('script, more', [
-    ('evaluate.py', ['--tasks={}', '--shots=0', '--out_dir=out']),
-    ('generate.py', ['--prompts={}', '--raw', '--max_tokens=2', '--out=out.jsonl']),
-    ('train.py', ['--data={}', '--data_kind=text', '--max_length=16', '--dry_run',
-                  '--batch_size=1', '--epochs=2'])])
-def test_the_scripts_run_in_a_profiler(script, more, scored_folder, tmp_path):
+def test_a_script_runs_in_a_profiler(foxes):
     """cProfile of Python 3.11 leaves itself in sys.modules as the main module."""
-    rows = {'question': 'What?', 'prompt': 'What?', 'text': 'What is this? ' * 20,
-            'choices': ['one', 'two'], 'answer': 1}
-    (tmp_path / 'rows.jsonl').write_text(f'{json.dumps(rows)}\n' * 3)
     done = subprocess.run(
-        [sys.executable, '-m', 'cProfile', HERE / script, f'--model={scored_folder / "model"}',
-         '--device=cpu', *(x.format('rows.jsonl') for x in more)], cwd=tmp_path, text=True,
-        capture_output=True, env=os.environ | {'PYTHONPATH': str(HERE)})
+        [sys.executable, '-m', 'cProfile', 'evaluate.py', f'--model={foxes.model}', '--device=cpu',
+         f'--tasks={foxes.task}', '--shots=0', f'--out_dir={foxes.out}'], cwd=HERE, text=True,
+        capture_output=True)
     assert done.returncode == 0 and 'function calls' in done.stdout, done.stderr
 
 
 @pytest.mark.slow
-def test_results_have_languages_groups_and_macro(scored_folder, tmp_path, capsys):
-    found = scored(scored_folder, tmp_path / 'all', '--pictures')
-    result = found['tasks']['global_mmlu']
+def test_results_have_languages_groups_and_macro(scored_folder, tmp_path):
+    results = scored(scored_folder, tmp_path / 'all', '--pictures')
+    result = results['tasks']['global_mmlu']
     assert set(result['languages']) == {'de', 'en', 'sw'}
     assert set(result['subjects']) == {'anatomy', 'sociology'}
     assert set(result['categories']) == {'STEM', 'social sciences'}
     assert result['pooled']['n'] == 120 and result['macro']['groups'] == 3
     assert result['macro']['ece'] == pytest.approx(
         np.mean([r['ece'] for r in result['languages'].values()]))
-    assert found['versions']['torch'] == torch.__version__ and found['seed'] == 0
+    assert results['versions']['torch'] == torch.__version__ and results['seed'] == 0
     for name in ('reliability.png', 'reliability-global_mmlu-languages.png'):
         assert (tmp_path / 'all' / name).read_bytes().startswith(b'\x89PNG')
-    with open(tmp_path / 'all' / 'results.csv') as file:
-        lines = file.read().split('\n')
+    lines = (tmp_path / 'all' / 'results.csv').read_text().split('\n')
     assert len(lines) == 1 + 2 + 2 + 3 + 1 + 1 + 1 and 'ece_boot_low' in lines[0]
-    assert '| macro |' in (tmp_path / 'all' / 'results.md').read_text()
-    one = scored(scored_folder, tmp_path / 'one', '--languages=sw')['tasks']['global_mmlu']
-    same = result['languages']['sw']
-    assert {k: one['pooled'][k] for k in ('n', 'accuracy')} == {k: same[k] for k in (
-        'n', 'accuracy')} and one['pooled']['nll'] == pytest.approx(same['nll'])
-    with pytest.raises(DataError, match="no language 'swa'; did you mean 'sw'"):
-        scored(scored_folder, tmp_path / 'none', '--languages=swa')
+    sw = scored(scored_folder, tmp_path / 'one', '--languages=sw')['tasks']['global_mmlu']
+    one, same = sw['pooled'], result['languages']['sw']
+    assert [one[k] for k in ('n', 'accuracy')] == [same[k] for k in ('n', 'accuracy')]
+    assert one['nll'] == pytest.approx(same['nll'])
 
 
-def test_pictures_and_pages_of_other_processes_are_those_of_this_one(scored_folder, tmp_path,
-                                                                     monkeypatch):
-    def files(out):
-        scored(scored_folder, out, '--pictures')
-        return {path.name: path.read_bytes() for path in out.iterdir()
-                if path.suffix in ('.png', '.html', '.md', '.csv')}
+def test_pictures_and_pages_of_other_processes_are_those_of_this_one(foxes, tmp_path, monkeypatch):
+    def files(name):
+        foxes.score('--pictures', out=tmp_path / name)
+        return {name: data for name, data in content(tmp_path / name).items()
+                if name.endswith(('.png', '.html', '.md', '.csv'))}
 
     def forked(function, jobs, worth_it):
         *made, pid = processes.parallel_map(function, [*jobs, os.getpid], worth_it=True)
         assert pid != os.getpid() and not worth_it
         return made
 
-    alone = files(tmp_path / 'alone')
-    assert len(alone) == 5
+    alone = files('alone')
     monkeypatch.setattr(processes, 'cores', lambda: 2)
     monkeypatch.setattr(evaluation, 'parallel_map', forked)
-    assert files(tmp_path / 'forked') == alone
+    assert len(alone) == 4 and files('forked') == alone
 
 
 @pytest.mark.slow
@@ -751,55 +342,45 @@ def test_batch_composition_changes_nothing_but_rounding(scored_folder, tmp_path)
 
 
 @pytest.mark.slow
-def test_scoring_resumes_where_it_stopped(scored_folder, tmp_path, monkeypatch, capsys):
-    whole = scored(scored_folder, tmp_path / 'whole')
+def test_scoring_resumes_where_it_stopped(scored_folder, tmp_path, monkeypatch, launched):
+    whole = scored(scored_folder, tmp_path / 'whole')['tasks']['global_mmlu']
     samples = (tmp_path / 'whole' / 'samples.jsonl').read_text()
     # a process killed while it writes a line
     shutil.copytree(tmp_path / 'whole', tmp_path / 'cut')
     (tmp_path / 'cut' / 'results.json').unlink()
     (tmp_path / 'cut' / 'samples.jsonl').write_text(samples[:len(samples) // 2])
-    launched, forward = [], scoring.forward_values
-    monkeypatch.setattr(scoring, 'forward_values', lambda model, arrays, scored, **options: (
-        launched.append(len({tree for tree, *_ in scored})),
-        forward(model, arrays, scored, **options))[1])
-    again = scored(scored_folder, tmp_path / 'cut')
+    launched.clear()
+    again = scored(scored_folder, tmp_path / 'cut')['tasks']['global_mmlu']
     assert sum(launched) == 120 - samples[:len(samples) // 2].count('\n')
     # the time of the killed process is not known
-    assert [found['tasks']['global_mmlu']['scoring_seconds'] is None
-            for found in (whole, again)] == [False, True]
-    pooled = (found['tasks']['global_mmlu']['pooled'] for found in (whole, again))
-    assert np.allclose(*([report[k] for k in ('accuracy', 'confidence', 'ece', 'nll')]
-                         for report in pooled), atol=1e-4)
+    assert whole['scoring_seconds'] is not None and again['scoring_seconds'] is None
+    for key in ('accuracy', 'confidence', 'ece', 'nll'):
+        assert again['pooled'][key] == pytest.approx(whole['pooled'][key], abs=1e-4)
     rows = read_samples(tmp_path / 'cut' / 'samples.jsonl')
     assert len(rows) == len({(r['language'], r['id']) for r in rows}) == 120
-    # all is there: another normalisation needs no model, and gives the same results twice
-    monkeypatch.setattr(checkpoint, 'load', None)
-    assert scored(scored_folder, tmp_path / 'whole')['tasks']['global_mmlu']['pooled'] == (
-        whole['tasks']['global_mmlu']['pooled'])
-    flat = scored(scored_folder, tmp_path / 'whole', '--norm=sum')
-    assert flat['tasks']['global_mmlu']['distribution'] == (
-        'mmlu, 2 shots, options scored by letters, summed log-probabilities, plain text')
-    for option in ('--shots=1', '--scoring=text', '--prompt_format=harness', '--deterministic',
-                   '--chat=tulu'):
-        with pytest.raises(ConfigError, match='holds samples with '
-                                                      + option[2:].split('=')[0] + ' = '):
-            scored(scored_folder, tmp_path / 'whole', option)
-    # the same files in another place are the same task
-    shutil.copytree(scored_folder, tmp_path / 'changed')
-    scored(tmp_path / 'changed', tmp_path / 'whole')
-    monkeypatch.undo()
+    # with all samples there, another normalization needs no model
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, 'load', None)
+        assert scored(scored_folder, tmp_path / 'whole')['tasks']['global_mmlu']['pooled'] == (
+            whole['pooled'])
+        flat = scored(scored_folder, tmp_path / 'whole', '--norm=sum')['tasks']['global_mmlu']
+        assert 'summed log-probabilities' in flat['distribution']
+        for option in ('--shots=1', '--scoring=text', '--prompt_format=harness', '--deterministic',
+                       '--chat=tulu'):
+            key = option[2:].split('=')[0]
+            with pytest.raises(ConfigError, match=f'holds samples with {key} = '):
+                scored(scored_folder, tmp_path / 'whole', option)
+        # the same files in another place are the same task
+        shutil.copytree(scored_folder, tmp_path / 'changed')
+        scored(tmp_path / 'changed', tmp_path / 'whole')
     # another question under a known id is another question
     path = tmp_path / 'changed' / 'data' / 'sw_test.jsonl'
     path.write_text(path.read_text().replace('?', ' then?', 1))
-    scored(tmp_path / 'changed', tmp_path / 'whole')
-    rows = read_samples(tmp_path / 'whole' / 'samples.jsonl')
-    assert len(rows) == 121
-    assert json.loads((tmp_path / 'whole' / 'results.json').read_text())['tasks']['global_mmlu'][
-        'pooled']['n'] == 120
+    edited = scored(tmp_path / 'changed', tmp_path / 'whole')['tasks']['global_mmlu']
+    assert len(read_samples(tmp_path / 'whole' / 'samples.jsonl')) == 121
+    assert edited['pooled']['n'] == 120
     # another model's samples are not mixed in
-    weights = load_file(tmp_path / 'changed' / 'model' / 'model.safetensors')
-    save_file({k: 1.1 * x for k, x in weights.items()},
-              tmp_path / 'changed' / 'model' / 'model.safetensors')
+    rewrite(tmp_path / 'changed' / 'model', lambda tensors: [x.mul_(1.1) for x in tensors.values()])
     with pytest.raises(ConfigError, match='holds samples of another model'):
         scored(tmp_path / 'changed', tmp_path / 'whole')
     assert scored(tmp_path / 'changed', tmp_path / 'whole', '--overwrite')['tasks']['global_mmlu'][
@@ -807,172 +388,131 @@ def test_scoring_resumes_where_it_stopped(scored_folder, tmp_path, monkeypatch, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('more', [[], ['--p_true', '--fit_temperature']])
-def test_a_corrected_answer_counts_in_the_same_folder(more, scored_folder, tmp_path):
+def test_a_corrected_answer_counts_in_the_same_folder(foxes, tmp_path):
     """The same folder evaluated again gives what a new folder gives, post-hoc and P(True) too."""
-    task = write_words(tmp_path / 'foxes.jsonl', 12, 'fox')
-
-    def results(name):
-        evaluate_words(scored_folder, tmp_path / name, f'--tasks={task}', '--deterministic',
-                       '--scoring=text', *more)
-        content = json.loads((tmp_path / name / 'results.json').read_text())
-        for result in content['tasks'].values():
+    def results(out):
+        tasks = foxes.score('--deterministic', '--scoring=text', '--p_true', '--fit_temperature',
+                            out=tmp_path / out)
+        for result in tasks.values():
             del result['scoring_seconds']
-        return content['tasks']
+        return tasks
+    write_words(foxes.task, 12, 'fox')
     before = results('same')
-    rows = [json.loads(line) for line in task.read_text().splitlines()]
-    write_rows(task, [row | {'answer': (row['answer'] + 1) % 3} for row in rows])
+    rows = [json.loads(line) for line in foxes.task.read_text().splitlines()]
+    write_rows(foxes.task, [row | {'answer': (row['answer'] + 1) % 3} for row in rows])
     corrected = results('same')
     assert corrected == results('new') != before
-    write_rows(task, rows)      # and back again
+    write_rows(foxes.task, rows)      # and back again
     assert results('same') == before
 
 
-def test_samples_of_questions_carry_the_hash_of_the_question(scored_folder, tmp_path):
-    task = write_words(tmp_path / 'foxes.jsonl', 4, 'fox')
-
+def test_samples_of_questions_carry_the_hash_of_the_question(foxes, tmp_path):
     def digests(name, *arguments):
-        evaluate_words(scored_folder, tmp_path / name, f'--tasks={task}', *arguments)
+        foxes.score(*arguments, out=tmp_path / name)
         return [s['question'] for s in read_samples(tmp_path / name / 'samples.jsonl')]
     letters = digests('letters')
-    assert len(set(letters)) == 4
+    assert len(set(letters)) == 5
     assert digests('text', '--scoring=text', '--p_true') == letters * 2     # no matter how asked
-    task.write_text(task.read_text().replace('fox', 'hound', 1))
-    assert [a == b for a, b in zip(digests('other'), letters, strict=True)] == [
-        False, True, True, True]
-
-
-def write_words(path, n, word):
-    """A task of n questions with three options; `word` makes it differ from others."""
-    return write_rows(path, [{'question': f'the quick {word} {i}?', 'answer': i % 3,
-                              'choices': ['blue', 'lazy', 'old']} for i in range(n)])
-
-
-def evaluate_words(scored_folder, out, *arguments):
-    evaluate.main([f'--model={scored_folder / "model"}', f'--out_dir={out}', '--shots=0', *SMALL,
-                   *arguments])
-    return json.loads((out / 'results.json').read_text())
+    foxes.task.write_text(foxes.task.read_text().replace('fox', 'hound', 1))
+    assert [a == b for a, b in zip(digests('other'), letters, strict=True)] == [False] + 4 * [True]
 
 
 @pytest.mark.slow
-def test_a_folder_holds_every_task_scored_there(scored_folder, tmp_path, capsys, monkeypatch):
-    out, foxes = tmp_path / 'out', write_words(tmp_path / 'foxes.jsonl', 30, 'fox')
-    stones = write_words(tmp_path / 'stones.jsonl', 20, 'stone')
-    drawn = []
+def test_a_folder_holds_every_task_scored_there(foxes, tmp_path, monkeypatch):
+    stones, drawn = write_words(tmp_path / 'stones.jsonl', 20, 'stone'), []
     draw = evaluation.draw_reliability
-    monkeypatch.setattr(evaluation, 'draw_reliability', lambda path, panels, *rest, **more: (
-        drawn.append([title for title, _ in panels]), draw(path, panels, *rest, **more))[1])
-    first = evaluate_words(scored_folder, out, f'--tasks={foxes}')
-    both = evaluate_words(scored_folder, out, f'--tasks={stones}', '--norm=sum', '--limit=12',
-                          '--pictures')
-    assert list(both['tasks']) == ['foxes', 'stones'] and drawn[-1] == ['foxes', 'stones (sample)']
-    assert both['tasks']['foxes'] == first['tasks']['foxes']
-    assert both['tasks']['stones']['pooled']['n'] == 12
-    said = {label: [task[key] for key in ('distribution', 'norm', 'shots', 'limit')]
-            for label, task in both['tasks'].items()}
-    scoring = 'mmlu, 0 shots, options scored by letters'
-    assert said == {
-        'foxes': [f'{scoring}, log-probabilities per token, plain text', 'token', 0, None],
-        'stones': [f'{scoring}, summed log-probabilities, plain text', 'sum', 0, 12]}
+    monkeypatch.setattr(evaluation, 'draw_reliability', lambda path, panels, *rest: (
+        drawn.append([title for title, _ in panels]), draw(path, panels, *rest))[1])
+    first = foxes.score()
+    both = foxes.score(f'--tasks={stones}', '--norm=sum', '--limit=12', '--pictures')
+    assert list(both) == ['foxes', 'stones'] and drawn[-1] == ['foxes', 'stones (sample)']
+    assert both['foxes'] == first['foxes'] and both['stones']['pooled']['n'] == 12
+    assert [both['stones'][key] for key in ('distribution', 'norm', 'shots', 'limit')] == [
+        'mmlu, 0 shots, options scored by letters, summed log-probabilities, plain text', 'sum', 0,
+        12]
     for name in ('results.md', 'results.csv', 'results.tex'):
-        text = (out / name).read_text()
+        text = (foxes.out / name).read_text()
         assert 'foxes' in text and 'stones' in text
     # the first again with another norm: its result is replaced, that of the other stays
-    again = evaluate_words(scored_folder, out, f'--tasks={foxes}', '--norm=sum')
-    assert again['tasks']['stones'] == both['tasks']['stones']
-    assert again['tasks']['foxes']['norm'] == 'sum'
+    again = foxes.score('--norm=sum')
+    assert again['stones'] == both['stones'] and again['foxes']['norm'] == 'sum'
     # another file that would have the same name in the results
     other = write_words(tmp_path / 'other' / 'foxes.jsonl', 10, 'dog')
-    before = {p.name: p.read_bytes() for p in out.iterdir()}
-    with pytest.raises(ConfigError, match=r'holds foxes of .*foxes.jsonl, and .*other.* has'
-                                                  ' other questions'):
-        evaluate_words(scored_folder, out, f'--tasks={other}')
-    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
-    replaced = evaluate_words(scored_folder, out, f'--tasks={other}', '--overwrite')
-    assert 'stones' not in (out / 'results.tex').read_text()
-    assert list(replaced['tasks']) == ['foxes'] and replaced['tasks']['foxes']['pooled']['n'] == 10
+    before = content(foxes.out)
+    with pytest.raises(ConfigError, match='holds foxes of .*, and .*other.* has other questions'):
+        foxes.score(f'--tasks={other}')
+    assert content(foxes.out) == before
+    replaced = foxes.score(f'--tasks={other}', '--overwrite')
+    assert 'stones' not in (foxes.out / 'results.tex').read_text()
+    assert list(replaced) == ['foxes'] and replaced['foxes']['pooled']['n'] == 10
 
 
-def test_files_that_the_program_did_not_write_are_kept(scored_folder, tmp_path):
+def test_files_that_the_program_did_not_write_are_kept(foxes, tmp_path):
     """What an evaluation did not write is neither replaced nor deleted, also by --overwrite."""
-    task = write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
-    for name in ('samples.jsonl', 'results.csv', 'results.json', 'results.tex', 'reliability.png',
+    for name in ('samples.jsonl', 'results.csv', 'results.tex', 'reliability.png',
                  'eval_config.json'):
         out = tmp_path / f'out-{name}'
         out.mkdir()
         (out / name).write_text('mine')
         for option in ((), ('--overwrite',)):
             with pytest.raises(ConfigError, match=f'{name} was not written by'):
-                evaluate_words(scored_folder, out, f'--tasks={task}', '--pictures', *option)
+                foxes.score('--pictures', *option, out=out)
         assert (out / name).read_text() == 'mine'
         assert {p.name for p in out.iterdir()} <= {name, ownership.LOCK}
-    # names that other programs give to temporary files
-    out = tmp_path / 'temporary'
-    out.mkdir()
-    (out / 'results.json.tmp').write_text('mine')
-    evaluate_words(scored_folder, out, f'--tasks={task}')
-    assert (out / 'results.json.tmp').read_text() == 'mine' and (out / 'results.json').exists()
-    out = tmp_path / 'out'
-    evaluate_words(scored_folder, out, f'--tasks={task}')
-    (out / 'results.py').write_text('mine')
-    (out / 'reliability-of-mine.png').write_text('mine')
-    evaluate_words(scored_folder, out, f'--tasks={task}', '--overwrite', '--pictures')
-    assert (out / 'results.py').read_text() == (out / 'reliability-of-mine.png').read_text() == (
-        'mine')
+    foxes.score()
+    mine = [foxes.out / name for name in (
+        'results.json.tmp', 'results.py', 'reliability-of-mine.png')]
+    for path in mine:
+        path.write_text('mine')
+    foxes.score('--overwrite', '--pictures')
+    assert {path.read_text() for path in mine} == {'mine'}
 
 
-def test_samples_are_not_appended_to_a_file_behind_a_link(scored_folder, tmp_path):
-    task, out = write_words(tmp_path / 'foxes.jsonl', 5, 'fox'), tmp_path / 'out'
-    evaluate_words(scored_folder, out, f'--tasks={task}')
+def test_samples_are_not_appended_to_a_file_behind_a_link(foxes, tmp_path):
+    foxes.score()
     (tmp_path / 'elsewhere').write_text('no whole line')
-    (out / 'samples.jsonl').unlink()
-    (out / 'samples.jsonl').symlink_to(tmp_path / 'elsewhere')
+    (foxes.out / 'samples.jsonl').unlink()
+    (foxes.out / 'samples.jsonl').symlink_to(tmp_path / 'elsewhere')
     with pytest.raises(ConfigError, match='samples.jsonl is a link to a file elsewhere'):
-        evaluate_words(scored_folder, out, f'--tasks={task}')
-    evaluate_words(scored_folder, out, f'--tasks={task}', '--overwrite')
+        foxes.score()
+    foxes.score('--overwrite')
     assert (tmp_path / 'elsewhere').read_text() == 'no whole line'
 
 
-def test_overwrite_deletes_after_all_is_checked(scored_folder, tmp_path):
-    out, task = tmp_path / 'out', write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
-    evaluate_words(scored_folder, out, f'--tasks={task}')
-    before = {p.name: p.read_bytes() for p in out.iterdir()}
-    shutil.copytree(scored_folder / 'model', tmp_path / 'broken')
+def test_overwrite_deletes_after_all_is_checked(foxes, tmp_path):
+    foxes.score()
+    before = content(foxes.out)
+    shutil.copytree(foxes.model, tmp_path / 'broken')
     rewrite(tmp_path / 'broken', lambda tensors: tensors.pop('model.norm.weight'))
     shutil.copytree(tmp_path / 'broken', tmp_path / 'empty')
     (tmp_path / 'empty' / 'tokenizer.model').unlink()
-    for arguments in (['--tasks=foxs.jsonl'], ['--batch_rows=0'],
-                      [f'--model={tmp_path / "broken"}'], [f'--model={tmp_path / "empty"}'],
-                      ['--device=gpu'], [f'--tasks={task}', '--shots=3']):
+    for argument in ('--tasks=foxs.jsonl', '--batch_rows=0', f'--model={tmp_path / "broken"}',
+                     f'--model={tmp_path / "empty"}', '--device=gpu', '--shots=3'):
         with pytest.raises((ConfigError, DataError, checkpoint.CheckpointError)):
-            evaluate_words(scored_folder, out, f'--tasks={task}', '--overwrite', *arguments)
-        assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+            foxes.score('--overwrite', argument)
+        assert content(foxes.out) == before
 
 
-@pytest.mark.parametrize('error', [KeyboardInterrupt, SystemExit(143), MemoryError])
-def test_what_a_failed_evaluation_would_have_replaced_is_put_back(
-        scored_folder, tmp_path, monkeypatch, error):
-    out, task = tmp_path / 'out', write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
-    evaluate_words(scored_folder, out, f'--tasks={task}', '--pictures')
-    ownership.claim(out, 'answers.jsonl')
-    (out / 'answers.jsonl').write_text('of generate.py')
-    before = {p.name: p.read_bytes() for p in out.iterdir()}
+@pytest.mark.parametrize('error', [KeyboardInterrupt, MemoryError])
+def test_what_a_failed_evaluation_would_have_replaced_is_put_back(foxes, monkeypatch, error):
+    foxes.score('--pictures')
+    ownership.claim(foxes.out, 'answers.jsonl')
+    (foxes.out / 'answers.jsonl').write_text('of generate.py')
+    before = content(foxes.out)
 
     def fail(*_, **__):
-        assert not (out / 'results.json').exists() and (out / 'answers.jsonl').exists()
+        assert {'results.json', 'answers.jsonl'} & {*content(foxes.out)} == {'answers.jsonl'}
         raise error
     monkeypatch.setattr(evaluate, 'score_tasks', fail)
-    with pytest.raises(error if isinstance(error, type) else type(error)):
-        evaluate_words(scored_folder, out, f'--tasks={task}', '--overwrite')
-    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+    with pytest.raises(error):
+        foxes.score('--overwrite')
+    assert content(foxes.out) == before
 
 
-def test_an_interrupted_evaluation_and_what_it_replaces_are_both_kept(
-        scored_folder, tmp_path, monkeypatch, capsys):
-    out, task = tmp_path / 'out', write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
-    evaluate_words(scored_folder, out, f'--tasks={task}')
-    before, append = {p.name: p.read_bytes() for p in out.iterdir()}, samples.append
-    write_words(tmp_path / 'foxes.jsonl', 7, 'fox')
+def test_an_interrupted_evaluation_and_what_it_replaces_are_both_kept(foxes, monkeypatch, capsys):
+    foxes.score()
+    before, append = content(foxes.out), samples.append
+    write_words(foxes.task, 7, 'fox')
 
     def interrupted(*arguments):
         append(*arguments)
@@ -980,179 +520,143 @@ def test_an_interrupted_evaluation_and_what_it_replaces_are_both_kept(
     monkeypatch.setattr(samples, 'append', interrupted)
     for n in (1, 2):        # the first samples are set aside in turn
         with pytest.raises(KeyboardInterrupt):
-            evaluate_words(scored_folder, out, f'--tasks={task}', '--overwrite')
-        aside = out / '.replaced-evaluation-001'
+            foxes.score('--overwrite')
+        aside = foxes.out / '.replaced-evaluation-001'
         assert f'note: {aside} keeps what --overwrite replaces' in capsys.readouterr().out
-        assert {p.name: p.read_bytes() for p in aside.iterdir()}.items() >= {
+        assert content(aside).items() >= {
             k: v for k, v in before.items() if k not in ('.lock', 'written.json')}.items()
-        assert len([*out.glob('.replaced*')]) == n
+        assert len([*foxes.out.glob('.replaced*')]) == n
     monkeypatch.undo()
-    results = evaluate_words(scored_folder, out, f'--tasks={task}')
-    assert '1 scored earlier' in capsys.readouterr().out and not [*out.glob('.replaced*')]
-    assert results['tasks']['foxes']['pooled']['n'] == 7
+    assert foxes.score()['foxes']['pooled']['n'] == 7
+    assert '1 scored earlier' in capsys.readouterr().out and not [*foxes.out.glob('.replaced*')]
 
 
-def test_overwrite_refuses_to_remove_the_questions_that_are_read(scored_folder, tmp_path):
-    out = tmp_path / 'out'
-    evaluate_words(scored_folder, out, f'--tasks={write_words(tmp_path / "a.jsonl", 5, "fox")}')
-    shutil.copy(tmp_path / 'a.jsonl', out / 'samples.jsonl')
-    (tmp_path / 'link.jsonl').symlink_to(out / 'samples.jsonl')
-    before = {p.name: p.read_bytes() for p in out.iterdir()}
-    for name in (out / 'samples.jsonl', tmp_path / 'link.jsonl'):
+def test_overwrite_refuses_to_remove_the_questions_that_are_read(foxes, tmp_path):
+    foxes.score()
+    shutil.copy(foxes.task, foxes.out / 'samples.jsonl')
+    (tmp_path / 'link.jsonl').symlink_to(foxes.out / 'samples.jsonl')
+    before = content(foxes.out)
+    for name in (foxes.out / 'samples.jsonl', tmp_path / 'link.jsonl'):
         with pytest.raises(ConfigError, match='out/samples.jsonl is read by this command'):
-            evaluate_words(scored_folder, out, f'--tasks={name}', '--overwrite')
-        assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+            foxes.score(f'--tasks={name}', '--overwrite')
+        assert content(foxes.out) == before
 
 
 @pytest.mark.parametrize('move', [shutil.rmtree, lambda out: out.rename(f'{out}-moved'),
                                   lambda out: (out / 'samples.jsonl').unlink(),
                                   lambda out: os.replace(shutil.copy(
                                       out / 'samples.jsonl', out / 'x'), out / 'samples.jsonl')])
-def test_a_folder_that_is_removed_ends_an_evaluation_at_the_next_sample(
-        scored_folder, tmp_path, monkeypatch, move):
-    out, task = tmp_path / 'out', write_words(tmp_path / 'foxes.jsonl', 9, 'fox')
+def test_a_folder_that_is_removed_ends_an_evaluation_at_the_next_sample(foxes, monkeypatch, move):
     append, written = samples.append, []
 
     def append_and_move(file, sample):
         append(file, sample)
         written.append(sample)
         if len(written) == 2:
-            move(out)
+            move(foxes.out)
     monkeypatch.setattr(samples, 'append', append_and_move)
     with pytest.raises(ConfigError, match='out was removed or moved, or its samples.jsonl was del'):
-        evaluate_words(scored_folder, out, f'--tasks={task}')
+        foxes.score()
     assert len(written) == 2
 
 
-def test_a_second_process_on_one_folder_is_refused(scored_folder, tmp_path, capsys):
-    task, out = write_words(tmp_path / 'foxes.jsonl', 40, 'fox'), tmp_path / 'out'
-    with ownership.lock(out), pytest.raises(ConfigError, match='process is writing there'):
-        evaluate_words(scored_folder, out, f'--tasks={task}')
-    assert capsys.readouterr().out == '' and not (out / 'samples.jsonl').exists()
-    evaluate_words(scored_folder, out, f'--tasks={task}')
-
-
-@pytest.mark.parametrize('content', ['[]', '{"a"', '{}', '', '{"tasks": 3}', '\0', '[' * 100_000])
-def test_a_damaged_eval_config_is_named(scored_folder, tmp_path, content):
-    task = write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
-    evaluate_words(scored_folder, tmp_path / 'out', f'--tasks={task}')
-    (tmp_path / 'out' / 'eval_config.json').write_text(content)
-    with pytest.raises(ConfigError, match='eval_config.json is not what .*--overwrite'):
-        evaluate_words(scored_folder, tmp_path / 'out', f'--tasks={task}')
-    found = evaluate_words(scored_folder, tmp_path / 'out', f'--tasks={task}', '--overwrite')
-    assert found['tasks']['foxes']['pooled']['n'] == 5
+def test_a_second_process_on_one_folder_is_refused(foxes, capsys):
+    with ownership.lock(foxes.out), pytest.raises(ConfigError, match='process is writing there'):
+        foxes.score()
+    assert capsys.readouterr().out == '' and not (foxes.out / 'samples.jsonl').exists()
+    foxes.score()
 
 
 @pytest.mark.slow
-def test_damaged_results_and_samples_are_named_and_repaired(scored_folder, tmp_path, monkeypatch):
-    task, out = write_words(tmp_path / 'foxes.jsonl', 5, 'fox'), tmp_path / 'out'
-    whole = evaluate_words(scored_folder, out, f'--tasks={task}')['tasks']
-    for content in ('[]', '{"tasks": [1]}', '{"tasks": {"foxes": {}}}', 'junk', '\0',
-                    '[' * 100_000):
-        (out / 'results.json').write_text(content)
-        with pytest.raises(ConfigError, match='results.json is not what .*; remove it'):
-            evaluate_words(scored_folder, out, f'--tasks={task}')
-    (out / 'results.json').unlink()
+def test_damaged_files_are_named_and_repaired(foxes, monkeypatch):
+    whole, damaged = foxes.score(), ['[]', '{}', '{"tasks": 3}', 'junk', '\0', '[' * 100_000]
+    before = content(foxes.out)
+    for name, advice, more in (('eval_config.json', 'choose another --out_dir, or --overwrite', []),
+                               ('results.json', 'remove it', ['{"tasks": {"foxes": {}}}'])):
+        for text in damaged + more:
+            (foxes.out / name).write_text(text)
+            with pytest.raises(ConfigError, match=f'{name} is not what .*{advice}'):
+                foxes.score()
+        (foxes.out / name).write_bytes(before[name])
+    (foxes.out / 'results.json').unlink()
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, 'load', None)     # as the message says: without the model
-        again = evaluate_words(scored_folder, out, f'--tasks={task}')['tasks']
-    assert again['foxes']['pooled'] == whole['foxes']['pooled']
-    lines = (out / 'samples.jsonl').read_text().splitlines()
+        assert foxes.score()['foxes']['pooled'] == whole['foxes']['pooled']
+    lines = (foxes.out / 'samples.jsonl').read_text().splitlines()
     for broken in (lines[2][:40], '5', '{}', '[]', lines[2].replace('"log_probs"', '"log"')):
-        (out / 'samples.jsonl').write_text('\n'.join([*lines[:2], broken, *lines[3:], '']))
+        (foxes.out / 'samples.jsonl').write_text('\n'.join([*lines[:2], broken, *lines[3:], '']))
         with pytest.raises(DataError, match=r'samples.jsonl:3: .*; delete this line, and'):
-            evaluate_words(scored_folder, out, f'--tasks={task}')
-    (out / 'samples.jsonl').write_text('\n'.join([*lines[:2], *lines[3:], '']))
-    assert evaluate_words(scored_folder, out, f'--tasks={task}')['tasks']['foxes']['pooled'][
-        'accuracy'] == whole['foxes']['pooled']['accuracy']
+            foxes.score()
+    (foxes.out / 'samples.jsonl').write_text('\n'.join([*lines[:2], *lines[3:], '']))
+    assert foxes.score()['foxes']['pooled']['accuracy'] == whole['foxes']['pooled']['accuracy']
 
 
 @pytest.mark.slow
-def test_a_full_disk_names_the_file_and_loses_nothing(scored_folder, tmp_path, capsys):
-    task, out = write_words(tmp_path / 'foxes.jsonl', 400, 'fox'), tmp_path / 'out'
+def test_a_full_disk_names_the_file_and_loses_nothing(foxes, capsys):
+    write_words(foxes.task, 400, 'fox')
     # on a GPU the limit hits the compiler's own files too
-    arguments = [f'--model={scored_folder / "model"}', '--shots=0', f'--tasks={task}',
-                 f'--out_dir={out}', '--device=cpu', *SMALL]
-    process = start_script('evaluate.py', *arguments, limit=20_000)
+    process = start_script('evaluate.py', f'--model={foxes.model}', '--shots=0', *SMALL,
+                           f'--tasks={foxes.task}', f'--out_dir={foxes.out}', '--device=cpu',
+                           limit=20_000)
     _, errors = process.communicate()
-    assert process.returncode == 1
+    assert process.returncode == 1 and 'Traceback' not in errors
     assert errors.strip().split('\n')[-1].startswith(
-        f'error: {out / "samples.jsonl"} cannot be written: File too large')
-    assert 'Traceback' not in errors
-    n = (out / 'samples.jsonl').read_text().count('\n')
-    evaluate.main(arguments)
+        f'error: {foxes.out / "samples.jsonl"} cannot be written: File too large')
+    n = (foxes.out / 'samples.jsonl').read_text().count('\n')
+    foxes.score('--device=cpu')
     assert n > 10 and f'{n} scored earlier' in capsys.readouterr().out
-    ids = [sample['id'] for sample in read_samples(out / 'samples.jsonl')]
+    ids = [sample['id'] for sample in read_samples(foxes.out / 'samples.jsonl')]
     assert len(ids) == len(set(ids)) == 400
 
 
-def test_nan_log_probabilities_stop_with_the_question_named(scored_folder, tmp_path):
-    shutil.copytree(scored_folder / 'model', tmp_path / 'model')
-    rewrite(tmp_path / 'model', lambda tensors: tensors['model.layers.1.mlp.up_proj.weight'][
-        3].fill_(math.nan))
-    task = write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
-    with pytest.raises(checkpoint.CheckpointError, match='foxes: .*foxes.jsonl:1: .* NaN or '
-                       'infinite logits; model.layers.1.mlp.up_proj.weight in .* holds NaN'):
-        evaluate_words(tmp_path, tmp_path / 'out', f'--tasks={task}')
-
-
-def test_overflow_in_float32_is_not_advised_to_use_float32(scored_folder, tmp_path):
-    shutil.copytree(scored_folder / 'model', tmp_path / 'model')
+@pytest.mark.parametrize('value, message', [
+    (math.nan, 'foxes: .*foxes.jsonl:1: .* NaN or infinite logits; '
+               'model.layers.1.mlp.gate_proj.weight in .* holds NaN'),
+    (1e25, 'overflow even in float32: check config')])
+def test_logits_that_are_not_finite_stop_with_the_question_named(value, message, foxes, tmp_path):
+    shutil.copytree(foxes.model, tmp_path / 'model')
     rewrite(tmp_path / 'model', lambda tensors: [
-        tensors[f'model.layers.1.mlp.{name}_proj.weight'].fill_(1e25) for name in ('gate', 'up')])
-    task = write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
-    with pytest.raises(checkpoint.CheckpointError, match='overflow even in float32: check config'):
-        evaluate_words(tmp_path, tmp_path / 'out', f'--tasks={task}', '--dtype=float32')
-    assert 'evaluate.py --dtype=float32' in checkpoint.bad_logits(
-        'x', scored_folder / 'model', 'bfloat16')
+        tensors[f'model.layers.1.mlp.{name}_proj.weight'].fill_(value) for name in ('gate', 'up')])
+    with pytest.raises(checkpoint.CheckpointError, match=message):
+        foxes.score(model=tmp_path / 'model')
+    assert 'evaluate.py --dtype=float32' in checkpoint.bad_logits('x', foxes.model, 'bfloat16')
 
 
-def test_a_run_that_scored_nothing_leaves_the_folder_free(scored_folder, tmp_path):
-    task, out = write_words(tmp_path / 'foxes.jsonl', 5, 'fox'), tmp_path / 'out'
+def test_a_run_that_scored_nothing_leaves_the_folder_free(foxes):
     with pytest.raises(DataError, match='foxes: .*foxes.jsonl:1: .* max_length allows 3'):
-        evaluate_words(scored_folder, out, f'--tasks={task}', '--max_length=3')
-    assert evaluate_words(scored_folder, out, f'--tasks={task}')['tasks']['foxes']['pooled'][
-        'n'] == 5
+        foxes.score('--max_length=3')
+    assert foxes.score()['foxes']['pooled']['n'] == 5
     with pytest.raises(DataError, match='foxes: fit_temperature needs two questions or more'):
-        evaluate_words(scored_folder, out, f'--tasks={task}', '--limit=1', '--fit_temperature')
+        foxes.score('--limit=1', '--fit_temperature')
 
 
-def test_an_out_dir_that_cannot_be_created_is_one_line(scored_folder, tmp_path):
-    task = write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
-    for out in (task, task / 'deeper', Path('/proc/nowhere')):
+def test_an_out_dir_that_cannot_be_created_is_one_line(foxes):
+    for out in (foxes.task, foxes.task / 'deeper', Path('/proc/nowhere')):
         with pytest.raises(ConfigError, match='cannot be written .* choose another'):
-            evaluate_words(scored_folder, out, f'--tasks={task}')
+            foxes.score(out=out)
 
 
-@pytest.mark.slow
-def test_a_tilde_in_paths_is_expanded(scored_folder, tmp_path, monkeypatch):
+def test_a_tilde_in_paths_is_expanded(foxes, tmp_path, monkeypatch):
     monkeypatch.setenv('HOME', str(tmp_path))
-    shutil.copytree(scored_folder / 'model', tmp_path / 'model')
-    write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
-    shutil.copytree(scored_folder / 'data', tmp_path / 'data')
-    evaluate.main(['--model=~/model', '--tasks=~/foxes.jsonl,global_mmlu:~/data', '--shots=0',
-                   '--n_bootstrap=0', '--out_dir=~/out', '--limit=3'])
-    found = json.loads((tmp_path / 'out' / 'results.json').read_text())['tasks']
-    assert found['foxes']['source'] == str(tmp_path / 'foxes.jsonl')
-    assert found['global_mmlu']['source'] == f'global_mmlu:{tmp_path / "data"}'
+    shutil.copytree(foxes.model, tmp_path / 'model')
+    evaluate.main(['--model=~/model', '--tasks=~/foxes.jsonl', '--shots=0', '--n_bootstrap=0',
+                   '--out_dir=~/out', '--limit=3'])
+    tasks = json.loads((foxes.out / 'results.json').read_text())['tasks']
+    assert tasks['foxes']['source'] == str(foxes.task)
 
 
 @pytest.mark.slow
-def test_the_output_names_device_and_settings_in_plain_lines(scored_folder, tmp_path, capsys):
-    """Device and dtype that 'auto' chose, progress in lines of their own, a quiet end at `head`."""
-    task = write_words(tmp_path / 'foxes.jsonl', 60, 'fox')
-    model = scored_folder / 'model'
-    arguments = [f'--model={model}', '--shots=0', f'--tasks={task}', '--n_bootstrap=0',
-                 '--device=cpu']
-    evaluate.main([*arguments, f'--out_dir={tmp_path / "a"}'])
+def test_the_output_names_device_and_settings_in_plain_lines(foxes, capsys):
+    """Device and dtype that 'auto' chose, no bar without a terminal, a quiet end at `head`."""
+    arguments = [f'--model={foxes.model}', '--shots=0', f'--tasks={foxes.task}', '--n_bootstrap=0',
+                 '--device=cpu', f'--out_dir={foxes.out}']
+    evaluate.main(arguments)
     printed = capsys.readouterr()
     lines = printed.out.split('\n')
-    assert lines[0] == f'{model} (llama) in float32 on cpu'
-    assert lines[1] == ('foxes: 60 questions, prompt format mmlu, 0 shots, options scored by '
+    assert lines[0] == f'{foxes.model} (llama) in float32 on cpu' and printed.err == ''
+    assert lines[1] == ('foxes: 5 questions, prompt format mmlu, 0 shots, options scored by '
                         'letters, log-probabilities per token, plain text')
-    assert printed.err == ''        # no bar, and too short for a line of progress
-    shell = ' '.join([sys.executable, 'evaluate.py', *arguments, f'--out_dir={tmp_path / "b"}',
-                      '| head -n 1'])
+    shell = ' '.join([sys.executable, 'evaluate.py', *arguments, '--overwrite', '| head -n 1'])
     done = subprocess.run(['bash', '-c', shell], cwd=HERE, text=True, capture_output=True)
     assert done.stdout == f'{lines[0]}\n' and done.stderr == ''
 
@@ -1173,19 +677,15 @@ def test_progress_is_a_line_per_interval_without_a_terminal(capsys, monkeypatch)
 @pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason='needs two cores')
 @pytest.mark.parametrize('to', ['group', 'parent'])
-def test_interrupt_while_intervals_are_drawn(to, scored_folder, tmp_path):
+def test_interrupt_while_intervals_are_drawn(to, foxes):
     """Ctrl-C goes to the worker processes too: one line all the same, and an end."""
-    task, out = write_words(tmp_path / 'foxes.jsonl', 100, 'fox'), tmp_path / 'out'
-    model = scored_folder / 'model'
-    tokenizer = load_tokenizer(model)
-    cfg = evaluate.EvalConfig(str(model), tasks=(str(task),), shots=0, n_bootstrap=0,
-                              pictures=False, out_dir=str(out))
-    evaluate.evaluate(model, tokenizer, evaluate.load_tasks(cfg), cfg, out)
-    process = subprocess.Popen([sys.executable, 'evaluate.py', f'--model={model}', '--shots=0',
-                                f'--tasks={task}', f'--out_dir={out}', '--n_bootstrap=200000'],
+    write_words(foxes.task, 100, 'fox')
+    foxes.score('--n_bootstrap=0')
+    process = subprocess.Popen([sys.executable, 'evaluate.py', f'--model={foxes.model}',
+                                f'--tasks={foxes.task}', f'--out_dir={foxes.out}', '--shots=0',
+                                *SMALL, '--n_bootstrap=200000'],
                                cwd=HERE, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                start_new_session=True)
-
     children = Path(f'/proc/{process.pid}/task/{process.pid}/children')
     while process.poll() is None and len(children.read_text().split()) < 2:
         time.sleep(0.01)
@@ -1205,9 +705,9 @@ def test_the_usage_and_the_help_name_the_commands_and_tasks(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('wait', [0.3, 1.0])
-def test_an_early_interrupt_is_one_line(scored_folder, tmp_path, wait):
+def test_an_early_interrupt_is_one_line(scored_folder, tmp_path):
     task = write_words(tmp_path / 'foxes.jsonl', 20000, 'fox')
+    wait = 0.4
     errors = early = 'Fatal Python error: init'
     # Python itself, or the import of the module that handles Ctrl-C, had not ended yet
     while errors.startswith(early) or 'from runtime import cli' in errors:
@@ -1225,52 +725,43 @@ def test_an_early_interrupt_is_one_line(scored_folder, tmp_path, wait):
 
 
 @pytest.mark.slow
-def test_a_killed_evaluation_is_resumed_to_the_same_results(scored_folder, tmp_path):
-    arguments = [f'--model={scored_folder / "model"}', '--shots=0', *SMALL, '--pack_len=64',
-                 f'--tasks={write_words(tmp_path / "many.jsonl", 600, "fox")}',
-                 f'--out_dir={tmp_path}']
-    samples, kills = tmp_path / 'samples.jsonl', 0
+def test_a_killed_evaluation_is_resumed_to_the_same_results(foxes):
+    write_words(foxes.task, 600, 'fox')
+    path, kills = foxes.out / 'samples.jsonl', 0
     for wait in (0.0, 0.2):
-        process = start_script('evaluate.py', *arguments)
-        size = samples.stat().st_size if samples.exists() else 0
-        while process.poll() is None and not (samples.exists() and samples.stat().st_size > size):
+        process = start_script('evaluate.py', f'--model={foxes.model}', '--shots=0', *SMALL,
+                               '--pack_len=64', f'--tasks={foxes.task}', f'--out_dir={foxes.out}')
+        size = path.stat().st_size if path.exists() else 0
+        while process.poll() is None and not (path.exists() and path.stat().st_size > size):
             time.sleep(0.01)
         time.sleep(wait)
         kills += process.poll() is None
         process.kill()
         process.communicate()
-    evaluate.main(arguments)
-    found = read_samples(samples)
-    assert len(found) == len({r['id'] for r in found}) == 600 and kills
+    foxes.score('--pack_len=64')
+    rows = read_samples(path)
+    assert len(rows) == len({row['id'] for row in rows}) == 600 and kills
 
 
 @pytest.mark.slow
 def test_scalings_are_fitted_on_halves_or_validation(scored_folder, tmp_path):
-    found = scored(scored_folder, tmp_path / 'halves', '--fit_temperature')['tasks']['global_mmlu']
-    fitted = found['post_hoc']
+    tasks = scored(scored_folder, tmp_path / 'halves', '--fit_temperature')['tasks']['global_mmlu']
+    fitted, scaled = tasks['post_hoc'], tasks['post_hoc']['reports']['temperature']
     assert fitted['fitted_on'] == 'the other half of the questions'
     assert len(fitted['temperature']) == len(fitted['platt']) == 2
-    assert fitted['reports']['temperature']['accuracy'] == found['pooled']['accuracy']
-    # labels unrelated to the questions: both learn how little is known
-    assert fitted['reports']['temperature']['ece'] < found['pooled']['ece'] + 0.05
+    assert scaled['accuracy'] == tasks['pooled']['accuracy']
+    # the labels are unrelated to the questions, and the scaling learns how little is known
+    assert scaled['ece'] < tasks['pooled']['ece'] + 0.05
     # MMLU's validation split is neither scored nor shown
     rows = [{'question': f'q{i} fox?', 'choices': ['blue', 'lazy', 'old', 'dog'], 'answer': i % 4,
              'subject': 'anatomy'} for i in range(60)]
     shutil.copytree(scored_folder / 'model', tmp_path / 'mmlu' / 'model')
-    for split, some in (('dev', rows[:2]), ('test', rows[2:30]), ('validation', rows[30:])):
-        write_rows(tmp_path / 'mmlu' / 'data' / f'{split}.jsonl', some)
-    found = scored(tmp_path / 'mmlu', tmp_path / 'out', '--fit_temperature', tasks='mmlu')
-    assert found['tasks']['mmlu']['post_hoc']['fitted_on'] == '30 validation questions'
-    assert found['tasks']['mmlu']['pooled']['n'] == 28
-    assert len(found['tasks']['mmlu']['post_hoc']['temperature']) == 1
-
-
-
-
-
-
-
-
+    for split, part in (('dev', rows[:2]), ('test', rows[2:30]), ('validation', rows[30:])):
+        write_rows(tmp_path / 'mmlu' / 'data' / f'{split}.jsonl', part)
+    result = scored(tmp_path / 'mmlu', tmp_path / 'out', '--fit_temperature', tasks='mmlu')[
+        'tasks']['mmlu']
+    assert result['post_hoc']['fitted_on'] == '30 validation questions'
+    assert result['pooled']['n'] == 28 and len(result['post_hoc']['temperature']) == 1
 
 
 def documented_keys():
@@ -1283,17 +774,16 @@ def documented_keys():
 
 
 @pytest.mark.slow
-def test_the_schema_of_results_is_documented(scored_folder, tmp_path):
+def test_the_schema_of_results_is_documented(scored_folder, foxes, tmp_path):
     """Every key of real results is in docs/evaluation.md, and every key there is in one of them."""
     of_file, of_task, of_report = documented_keys()
     text = write_rows(tmp_path / 'text.jsonl', [{'text': 'the quick fox is old'}] * 6)
     found = scored(scored_folder, tmp_path / 'out', '--limit=10', '--fit_temperature', '--p_true',
                    '--permute=2')
-    found['tasks'] |= evaluate_words(scored_folder, tmp_path / 'clm',
-                                     f'--tasks=clm:{text}')['tasks']
+    found['tasks'] |= foxes.score(f'--tasks=clm:{text}', out=tmp_path / 'clm')
     asked = write_rows(tmp_path / 'qa.jsonl', [{'question': 'Who?', 'answers': ['A', 'B']}] * 4)
-    found['tasks'] |= evaluate_words(scored_folder, tmp_path / 'qa', f'--tasks=qa:{asked}',
-                                     '--n=2', '--max_tokens=4')['tasks']
+    found['tasks'] |= foxes.score(f'--tasks=qa:{asked}', '--n=2', '--max_tokens=4',
+                                  out=tmp_path / 'qa')
     assert found.keys() == of_file and found['schema'] == report.SCHEMA == 1
     assert found['config'].keys() == dataclasses.asdict(evaluate.EvalConfig()).keys()
     assert found['identity'].keys() == {'model', 'tokenizer', 'code'}
@@ -1318,90 +808,62 @@ def test_the_schema_of_results_is_documented(scored_folder, tmp_path):
     path = tmp_path / 'clm' / 'results.json'
     path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items()
                                 if k != 'schema'}))
-    again = evaluate_words(scored_folder, tmp_path / 'clm', f'--tasks=clm:{text}')
-    assert again['schema'] == 1
-    assert again['tasks']['clm']['pooled'] == found['tasks']['clm']['pooled']
+    again = foxes.score(f'--tasks=clm:{text}', out=tmp_path / 'clm')
+    assert json.loads(path.read_text())['schema'] == 1
+    assert again['clm']['pooled'] == found['tasks']['clm']['pooled']
 
 
 @pytest.mark.slow
-def test_a_limit_is_a_sample_and_duplicate_options_are_counted(scored_folder, tmp_path, capsys,
-                                                               monkeypatch):
-    drawn = {}
-    draw = evaluation.draw_reliability
-    monkeypatch.setattr(evaluation, 'draw_reliability', lambda path, panels, *rest: (
-        drawn.update({path.name: [title for title, _ in panels]}), draw(path, panels, *rest))[1])
-    result = scored(scored_folder, tmp_path / 'some', '--limit=10', '--pictures')[
-        'tasks']['global_mmlu']
-    assert drawn == {'reliability.png': ['global_mmlu (sample)'],
-                     'reliability-global_mmlu-languages.png': [
-                         'de (sample)', 'en (sample)', 'sw (sample)']}
+def test_a_limit_is_a_sample_and_duplicate_options_are_counted(scored_folder, foxes, tmp_path,
+                                                               capsys):
+    result = scored(scored_folder, tmp_path / 'some', '--limit=10')['tasks']['global_mmlu']
     assert result['sample'] == {'questions': 30, 'of': 120} and result['pooled']['n'] == 30
     assert {r['n'] for r in result['languages'].values()} == {10}
     assert {r['n'] for r in result['subjects'].values()} == {15}
-    printed = capsys.readouterr().out
-    assert ('global_mmlu: 30 questions, prompt format mmlu, 2 shots, options scored by letters, '
-            'log-probabilities per token, plain text; a sample of 120' in printed)
+    assert 'global_mmlu: 30 questions, ' in (printed := capsys.readouterr().out)
+    assert 'plain text; a sample of 120' in printed
     for name in ('results.md', 'results.tex'):
         assert 'sample of 30 of 120 questions' in (tmp_path / 'some' / name).read_text()
-    assert 'sample' not in scored(scored_folder, tmp_path / 'some')['tasks']['global_mmlu']
-    rows = [{'question': f'the quick fox {i}?', 'choices': ['blue', 'old', 'blue' if i else 'dog'],
-             'answer': 1} for i in range(3)]
-    found = evaluate_words(scored_folder, tmp_path / 'twice',
-                           f'--tasks={write_rows(tmp_path / "twice.jsonl", rows)}')
-    assert found['tasks']['twice']['duplicate_options'] == 2
+    write_rows(foxes.task, [
+        {'question': f'the quick fox {i}?', 'choices': ['blue', 'old', 'blue' if i else 'dog'],
+         'answer': 1} for i in range(3)])
+    result = foxes.score()['foxes']
+    assert result['duplicate_options'] == 2 and 'sample' not in result
     assert '2 questions list the same option twice' in capsys.readouterr().out
 
 
-def test_languages_that_a_file_does_not_have(scored_folder, tmp_path):
-    path = write_rows(tmp_path / 'two.jsonl', [
-        {'question': 'the fox?', 'choices': ['blue', 'old'], 'answer': 0, 'language': language}
-        for language in ('en', 'de')])
-    with pytest.raises(DataError, match='klingon.*de, en'):
-        evaluate_words(scored_folder, tmp_path / 'out', f'--tasks={path}', '--languages=klingon')
-
-
-def test_bad_questions_are_counted_or_stop(scored_folder, tmp_path, capsys):
+def test_bad_questions_are_counted_or_stop(foxes, capsys):
     good = {'question': 'the quick brown fox?', 'choices': ['dog', 'old'], 'answer': 0}
     rows = [good, good | {'choices': ['', 'dog']}, good | {'question': 'lazy dog ' * 300},
             good | {'answer': 'Q'}]
-    path = write_rows(tmp_path / 'mixed.jsonl', rows)
-    common = [f'--model={scored_folder / "model"}', f'--tasks={path}', '--shots=0',
-              '--max_length=200']
-    with pytest.raises(DataError, match='mixed.jsonl:2: choice A is empty; --on_bad_row=skip'):
-        evaluate.main([*common, f'--out_dir={tmp_path / "stop"}'])
-    evaluate.main([*common, f'--out_dir={tmp_path / "skip"}', '--on_bad_row=skip'])
-    result = json.loads((tmp_path / 'skip' / 'results.json').read_text())['tasks']['mixed']
+    write_rows(foxes.task, rows)
+    with pytest.raises(DataError, match='foxes.jsonl:2: choice A is empty; --on_bad_row=skip'):
+        foxes.score('--max_length=200')
+    result = foxes.score('--max_length=200', '--on_bad_row=skip')['foxes']
     assert result['bad_rows'] == 3 and result['pooled']['n'] == 1
     assert '3 bad rows left out, the first: ' in capsys.readouterr().out
-    write_rows(tmp_path / 'mixed.jsonl', rows[2:3])
-    with pytest.raises(DataError, match='mixed.jsonl:1: even without shots the prompt has .* '
+    write_rows(foxes.task, rows[2:3])
+    with pytest.raises(DataError, match='foxes.jsonl:1: even without shots the prompt has .* '
                                         'tokens; .* max_length allows 200'):
-        evaluate.main([*common, f'--out_dir={tmp_path / "long"}'])
+        foxes.score('--max_length=200', '--overwrite')
 
 
 @pytest.mark.slow
-def test_next_tokens_and_facts_are_scored(scored_folder, tmp_path, capsys):
+def test_next_tokens_and_facts_are_scored(foxes, tmp_path):
     words = 'the quick brown fox jumps over a lazy dog by the old stone river'.split()
     rows = [{'id': f't{i}', 'text': ' '.join(words[i:] + words[:i])} for i in range(12)]
-    write_rows(tmp_path / 'texts.jsonl', rows)
-    entity = [row | {'spans': [[row['text'].index(w), row['text'].index(w) + len(w)]
-                               for w in ('dog', 'fox', 'dog')]} for row in rows]
-    write_rows(tmp_path / 'facts.jsonl', entity)
-    trex = [{'docid': 'x', 'text': 'a lazy dog', 'entities': [{'boundaries': [7, 10]},
-                                                              {'boundaries': [0, 1]}]}]
-    (tmp_path / 'trex.json').write_text(json.dumps(trex))
+    clm = f'clm:{write_rows(tmp_path / "texts.jsonl", rows)}'
+    facts = write_rows(tmp_path / 'facts.jsonl', [row | {'spans': [
+        [row['text'].index(w), row['text'].index(w) + len(w)] for w in ('dog', 'fox', 'dog')]}
+        for row in rows])
 
-    def run(*arguments):
-        out = tmp_path / str(len(list(tmp_path.iterdir())))
-        evaluate.main([f'--model={scored_folder / "model"}', f'--out_dir={out}', '--dtype=float32',
-                       *arguments])
-        return json.loads((out / 'results.json').read_text())['tasks'], read_samples(
-            out / 'samples.jsonl')
-    tasks, samples = run(f'--tasks=clm:{tmp_path / "texts.jsonl"},facts:{tmp_path / "facts.jsonl"}')
+    def run(name, *arguments):
+        tasks = foxes.score(*arguments, out=tmp_path / name)
+        return tasks, read_samples(tmp_path / name / 'samples.jsonl')
+    tasks, samples = run('both', f'--tasks={clm},facts:{facts}')
     assert tasks['clm']['pooled']['n'] == 12 and tasks['facts']['pooled']['n'] >= 22
     assert tasks['clm']['pooled'].keys() >= {'accuracy', 'ece', 'rmsce', 'entropy_bits', 'nll'}
-    tokenizer = load_tokenizer(scored_folder / 'model')
-    model = checkpoint.load(scored_folder / 'model')
+    tokenizer, model = load_tokenizer(foxes.model), checkpoint.load(foxes.model)
     for sample in samples:
         text = next(r['text'] for r in rows if r['id'] == sample['text'])
         ids = [tokenizer.bos_id, *tokenizer.encode(text)]
@@ -1413,29 +875,26 @@ def test_next_tokens_and_facts_are_scored(scored_folder, tmp_path, capsys):
         if sample['task'] == 'facts':   # the entity, from its beginning on
             rest = tokenizer.decode(ids[sample['position']:], start=False).strip()
             assert rest.startswith(('dog', 'fox'))
-    again = run(f'--tasks=clm:{tmp_path / "texts.jsonl"}', '--limit=5')[1]
-    assert {s['id']: s['position'] for s in again}.items() <= {
-        s['id']: s['position'] for s in samples if s['task'] == 'clm'}.items()
-    trex[0]['entities'] += [{'boundaries': [2, 6], 'annotator': 'Wikidata_Property_Linker'},
-                            {'boundaries': [2, 6], 'annotator': 'Simple_Coreference'}]
-    (tmp_path / 'trex.json').write_text(json.dumps(trex))
-    _, told = run(f'--tasks=facts:{tmp_path / "trex.json"}', '--instruct')
-    assert len(told) == 2 and all(s['id'] == f'x:{s["position"]}' for s in told)
+    positions = {s['id']: s['position'] for s in samples if s['task'] == 'clm'}
+    some = run('some', f'--tasks={clm}', '--limit=5')[1]
+    assert {s['id']: s['position'] for s in some}.items() <= positions.items()
+    # T-REx: its pronouns and relations are no entities
+    trex = [{'docid': 'x', 'text': 'a lazy dog', 'entities': [
+        {'boundaries': [7, 10]}, {'boundaries': [0, 1]},
+        {'boundaries': [2, 6], 'annotator': 'Wikidata_Property_Linker'},
+        {'boundaries': [2, 6], 'annotator': 'Simple_Coreference'}]}]
+    _, entities = run('trex', f'--tasks=facts:{write_rows(tmp_path / "trex.json", trex)}',
+                      '--instruct')
+    assert len(entities) == 2 and all(s['id'] == f'x:{s["position"]}' for s in entities)
     # another seed asks for other tokens, and is not taken for what was asked before
-    out = [f'--model={scored_folder / "model"}', f'--out_dir={tmp_path / "seeds"}',
-           f'--tasks=clm:{tmp_path / "texts.jsonl"}']
-    evaluate.main([*out, '--seed=1'])
-    evaluate.main([*out, '--seed=2'])
-    count = json.loads((tmp_path / 'seeds' / 'results.json').read_text())['tasks']['clm']['pooled']
-    positions = {}
-    for sample in read_samples(tmp_path / 'seeds' / 'samples.jsonl'):
-        positions.setdefault(sample['id'], []).append(sample['position'])
-    assert count['n'] == 12 == len(positions) and any(len(p) == 2 for p in positions.values())
-    with pytest.raises(DataError, match='facts: no folder or file given'):
-        run('--tasks=facts')
+    run('seeds', f'--tasks={clm}', '--seed=1')
+    tasks, seeds = run('seeds', f'--tasks={clm}', '--seed=2')
+    assert tasks['clm']['pooled']['n'] == 12 == len({s['id'] for s in seeds}) < len(seeds)
     write_rows(tmp_path / 'bad.jsonl', [{'text': 'a dog', 'spans': [[2, 9]]}])
-    with pytest.raises(DataError, match=r'bad.jsonl:1: span \[2, 9\] is not'):
-        run(f'--tasks=facts:{tmp_path / "bad.jsonl"}')
+    for task, message in (('facts', 'facts: no folder or file given'),
+                          (f'facts:{tmp_path / "bad.jsonl"}', r'bad.jsonl:1: span .2, 9. is no')):
+        with pytest.raises(DataError, match=message):
+            run('bad', f'--tasks={task}')
 
 
 def p_true_prompt(row, top, shots, subject):
@@ -1490,44 +949,42 @@ def test_p_true_is_that_of_transformers(scored_folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_p_true_is_added_resumed_and_compared(scored_folder, tmp_path, monkeypatch, capsys):
+def test_p_true_is_added_resumed_and_compared(foxes, tmp_path, launched, capsys):
     """Asked for later, stopped, with another norm, compared; and a task without options."""
     words = 'the quick brown fox jumps over a lazy dog by the old stone river'.split()
-    out, foxes = tmp_path / 'out', write_rows(tmp_path / 'foxes.jsonl', [
+    write_rows(foxes.task, [
         {'question': f'the quick fox {i}?', 'answer': i % 3,
          'choices': [' '.join(words[i % 9:i % 9 + n]) for n in (1, 2, 4)]} for i in range(30)])
-    plain = evaluate_words(scored_folder, out, f'--tasks={foxes}', '--scoring=text')
-    launched, forward = [], scoring.forward_values
-    monkeypatch.setattr(scoring, 'forward_values', lambda model, arrays, scored, **options: (
-        launched.append(len({tree for tree, *_ in scored})),
-        forward(model, arrays, scored, **options))[1])
-    text = ['--scoring=text', f'--tasks={foxes}', '--p_true', '--fit_temperature']
-    both = evaluate_words(scored_folder, out, *text)
-    assert sum(launched) == 30 and 'foxes.p_true (P(True)' in capsys.readouterr().out
-    assert list(both['tasks']) == ['foxes', 'foxes.p_true']
-    assert both['tasks']['foxes']['pooled'] == plain['tasks']['foxes']['pooled']
-    assert list(both['tasks']['foxes.p_true']['post_hoc']['reports']) == ['platt', 'isotonic']
-    lines = (out / 'samples.jsonl').read_text().splitlines(keepends=True)
-    (out / 'samples.jsonl').write_text(''.join(lines[:50]))
+    plain = foxes.score('--scoring=text')
     launched.clear()
-    again = evaluate_words(scored_folder, out, *text)
+    text = ['--scoring=text', '--p_true', '--fit_temperature']
+    both = foxes.score(*text)
+    assert sum(launched) == 30 and 'foxes.p_true (P(True)' in capsys.readouterr().out
+    assert list(both) == ['foxes', 'foxes.p_true']
+    assert both['foxes']['pooled'] == plain['foxes']['pooled']
+    assert list(both['foxes.p_true']['post_hoc']['reports']) == ['platt', 'isotonic']
+    lines = (foxes.out / 'samples.jsonl').read_text().splitlines(keepends=True)
+    (foxes.out / 'samples.jsonl').write_text(''.join(lines[:50]))
+    launched.clear()
+    again = foxes.score(*text)
     assert sum(launched) == 10
     for key in ('n', 'accuracy', 'confidence', 'ece', 'nll', 'entropy_bits'):
-        assert again['tasks']['foxes.p_true']['pooled'][key] == pytest.approx(
-            both['tasks']['foxes.p_true']['pooled'][key], abs=1e-4)
+        assert again['foxes.p_true']['pooled'][key] == pytest.approx(
+            both['foxes.p_true']['pooled'][key], abs=1e-4)
     # questions with another top option are asked about again, the others are not
     launched.clear()
-    evaluate_words(scored_folder, out, *text, '--norm=sum')
+    foxes.score(*text, '--norm=sum')
     tops = [[np.argmax(report.option_scores(s['log_probs'], s['options'], s['n_tokens'], norm))
              for s in map(json.loads, lines[:30])] for norm in ('token', 'sum')]
     assert sum(launched) == sum(a != b for a, b in zip(*tops)) > 0
-    evaluate_words(scored_folder, tmp_path / 'second', *text, '--norm=sum', '--pack_len=64')
-    compare.main([str(out), str(tmp_path / 'second'), f'--out_dir={tmp_path / "compare"}'])
+    foxes.score(*text, '--norm=sum', '--pack_len=64', out=tmp_path / 'second')
+    compare.main([str(foxes.out), str(tmp_path / 'second'), f'--out_dir={tmp_path / "compare"}'])
     assert 'foxes.p_true' in (tmp_path / 'compare' / 'compare.md').read_text()
-    write_rows(tmp_path / 'texts.jsonl', [{'text': 'the quick brown fox'}])
-    with pytest.raises(ConfigError, match='p_true = True: tasks = .* have no options'):
-        evaluate_words(scored_folder, tmp_path / 'none', f'--tasks=clm:{tmp_path / "texts.jsonl"}',
-                       '--p_true')
+    texts = write_rows(tmp_path / 'texts.jsonl', [{'text': 'the quick brown fox'}])
+    for argument in ('p_true', 'permute=3'):
+        key = argument.partition('=')[0]
+        with pytest.raises(ConfigError, match=f'{key} = .*: tasks = .* have no options'):
+            foxes.score(f'--tasks=clm:{texts}', f'--{argument}', out=tmp_path / 'none')
 
 
 def write_lettered(folder, n=12):
@@ -1544,14 +1001,13 @@ def write_lettered(folder, n=12):
 
 
 @pytest.mark.slow
-def test_orders_of_the_options_are_those_of_permuted_files(scored_folder, tmp_path, capsys):
+def test_orders_of_the_options_are_those_of_permuted_files(foxes, tmp_path, capsys):
     """The log-probabilities of each order are those of a file with the options in that order."""
-    folder, out = tmp_path / 'quiz', tmp_path / 'out'
-    rows = write_lettered(folder)
-    found = evaluate_words(scored_folder, out, f'--tasks={folder}', '--permute=4',
-                           '--shots=2', '--norm=sum')
-    assert list(found['tasks']) == ['quiz', 'quiz.permuted']
-    printed, result = capsys.readouterr().out, found['tasks']['quiz.permuted']
+    folder, out = tmp_path / 'quiz', foxes.out
+    rows, arguments = write_lettered(folder), [f'--tasks={folder}', '--shots=2', '--norm=sum']
+    tasks = foxes.score(*arguments, '--permute=4')
+    assert list(tasks) == ['quiz', 'quiz.permuted']
+    printed, result = capsys.readouterr().out, tasks['quiz.permuted']
     asked = {s['id']: s for s in read_samples(out / 'samples.jsonl')
              if s['task'] == 'quiz.permuted'}
     single, chosen, options = [], [], []
@@ -1561,8 +1017,7 @@ def test_orders_of_the_options_are_those_of_permuted_files(scored_folder, tmp_pa
         write_rows(folder / 'test.jsonl', [row | {
             'id': f'test-{row["id"]}', 'choices': [row['choices'][i] for i in order],
             'answer': order.index(row['answer'])} for row, order in zip(rows, orders)])
-        alone = evaluate_words(scored_folder, tmp_path / f'{shift}', f'--tasks={folder}',
-                               '--shots=2', '--norm=sum')['tasks']['quiz']
+        alone = foxes.score(*arguments, out=tmp_path / f'{shift}')['quiz']
         for key in ('accuracy', 'ece', 'nll', 'sce'):
             assert result['orders'][f'{shift + 1}'][key] == pytest.approx(
                 alone['pooled'][key], abs=1e-5)
@@ -1595,39 +1050,31 @@ def test_orders_of_the_options_are_those_of_permuted_files(scored_folder, tmp_pa
 
 
 @pytest.mark.slow
-def test_orders_are_scored_once(scored_folder, tmp_path, monkeypatch):
+def test_orders_are_scored_once(foxes, tmp_path, launched):
     """Asked for later, stopped, with fewer orders, with P(True), compared."""
-    folder, out = tmp_path / 'quiz', tmp_path / 'out'
+    folder, out = tmp_path / 'quiz', foxes.out
     write_lettered(folder)
-    quiz, launched, forward = f'--tasks={folder}', [], scoring.forward_values
-    monkeypatch.setattr(scoring, 'forward_values', lambda model, arrays, scored, **options: (
-        launched.append(len(scored)), forward(model, arrays, scored, **options))[1])
-    evaluate_words(scored_folder, out, quiz, '--shots=2')
-    plain = sum(launched)
-    permuted = evaluate_words(scored_folder, out, quiz, '--shots=2', '--permute=2')
-    assert sum(launched) == 2 * plain           # the published order is not scored again
+    quiz = f'--tasks={folder}', '--shots=2'
+    foxes.score(*quiz)
+    launched.clear()
+    permuted = foxes.score(*quiz, '--permute=2')['quiz.permuted']['pooled']
+    assert sum(launched) == 12          # the published order is not scored again
     lines = (out / 'samples.jsonl').read_text().splitlines(keepends=True)
     (out / 'samples.jsonl').write_text(''.join(lines[:20]))
-    again = evaluate_words(scored_folder, out, quiz, '--shots=2', '--permute=2', '--norm=sum')
-    assert sum(launched) == 2 * plain + sum(
-        sum(json.loads(line)['orders'][1]['n_tokens']) for line in lines[20:])
+    launched.clear()
+    again = foxes.score(*quiz, '--permute=2', '--norm=sum')['quiz.permuted']['pooled']
+    assert sum(launched) == len(lines) - 20
     for key in ('n', 'accuracy', 'ece', 'nll'):
-        assert again['tasks']['quiz.permuted']['pooled'][key] == pytest.approx(
-            permuted['tasks']['quiz.permuted']['pooled'][key], abs=1e-4)
-    more = evaluate_words(scored_folder, out, quiz, '--shots=2', '--permute=3', '--p_true',
-                          '--fit_temperature')
-    assert list(more['tasks']) == ['quiz', 'quiz.permuted', 'quiz.p_true']
-    assert list(more['tasks']['quiz.permuted']['orders']) == ['1', '2', '3']
-    assert more['tasks']['quiz.permuted']['post_hoc']['fitted_on'] == '6 validation questions'
-    evaluate_words(scored_folder, tmp_path / 'second', quiz, '--shots=2', '--permute=3')
+        assert again[key] == pytest.approx(permuted[key], abs=1e-4)
+    more = foxes.score(*quiz, '--permute=3', '--p_true', '--fit_temperature')
+    assert list(more) == ['quiz', 'quiz.permuted', 'quiz.p_true']
+    assert list(more['quiz.permuted']['orders']) == ['1', '2', '3']
+    assert more['quiz.permuted']['post_hoc']['fitted_on'] == '6 validation questions'
+    foxes.score(*quiz, '--permute=3', out=tmp_path / 'second')
     compare.main([str(out), str(tmp_path / 'second'), f'--out_dir={tmp_path / "compare"}'])
     assert 'quiz.permuted' in (tmp_path / 'compare' / 'compare.md').read_text()
-    (tmp_path / 'text.jsonl').write_text('{"text": "the quick brown fox"}\n')
-    for tasks, message in ((f'clm:{tmp_path / "text.jsonl"}', 'permute = 3: tasks = .* no options'),
-                           (str(folder), 'quiz with these settings scores the text of its opt')):
-        with pytest.raises((ConfigError, DataError), match=message):
-            evaluate_words(scored_folder, tmp_path / 'none', f'--tasks={tasks}', '--permute=3',
-                           '--scoring=text')
+    with pytest.raises(DataError, match='quiz with these settings scores the text of its opt'):
+        foxes.score(*quiz, '--permute=3', '--scoring=text', out=tmp_path / 'none')
 
 
 @pytest.mark.parametrize('orders, message', [

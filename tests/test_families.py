@@ -196,7 +196,7 @@ def compare(reference, folder, shape):
     return model, tokens, expected
 
 
-@pytest.mark.parametrize('n', [1, pytest.param(25, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('n', [1, pytest.param(12, marks=pytest.mark.slow)])
 @pytest.mark.parametrize('kind', FAMILIES)
 def test_random_configurations_equal_transformers(kind, n, tmp_path):
     """Logits and every gradient are those of transformers; a saved folder gives both the same."""
@@ -364,8 +364,7 @@ def test_norms_in_bfloat16_are_those_of_transformers_bit_for_bit(path):
 
 @pytest.mark.parametrize('dtype', [torch.float16,
                                    pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize('name', ['gemma3', 'olmo3', 'cohere2', 'phi3', 'ministral3', 'granite',
-                                  'smollm3', 'opt_350m'])
+@pytest.mark.parametrize('name', ['gemma3', 'olmo3', 'cohere2', 'granite', 'opt_350m'])
 def test_in_half_precision_a_model_is_as_near_to_float32_as_that_of_transformers(name, dtype,
                                                                                tmp_path):
     """Files of the type, computed in it; hidden states far from the limits of float16."""

@@ -19,7 +19,7 @@ from decoding.cache import Cache, DecodeMask
 from data.chat import encode_prompt
 from data.export import tokenizer_files
 from data.tokenizer import load_model_tokenizer, load_tokenizer
-from generate import Answer, confidences, generate, stream, take
+from generate import Answer, confidences, generate, stream
 from results.samples import digest
 from decoding import slots
 from runtime import checkpoint, ownership
@@ -27,7 +27,7 @@ from runtime.device import HostCopy
 from decoding.draw import draw, draw_kernel, lowest_logits, random_numbers
 from runtime.errors import CheckpointError, ConfigError, DataError
 from decoding.sampling import Sampling
-from decoding.slots import Batch
+from decoding.slots import Batch, take
 from triton_ops import decode_kernel
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
@@ -68,10 +68,10 @@ def sure(model, ids, answer):
     name if name == 'mistral_window' else
     pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES])
 def test_greedy_tokens_are_those_of_transformers(name, device, tmp_path):
-    """40 tokens after prompts of mixed lengths, in fewer slots; windows are shorter than that."""
+    """20 tokens after prompts of mixed lengths, in fewer slots; windows are shorter than that."""
     reference = reference_model(name, tmp_path, use_cache=True)
     model = checkpoint.load(tmp_path, device)
-    prompts, n = random_prompts(0, 1, 5, 9, 30, 17, 2), 40
+    prompts, n = random_prompts(0, 1, 5, 9, 30, 17, 2), 20
     answers = dict(generate(model, prompts, replace(GREEDY, max_tokens=n)))
     for i, ids in enumerate(prompts):
         expected = reference.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=n,
@@ -215,7 +215,7 @@ def test_kernels_and_padding_rows_change_nothing(name, tmp_path, monkeypatch):
     expected = dict(generate(model, prompts, settings))
     monkeypatch.setattr(triton_ops, 'kernels_apply', lambda x: not torch.is_grad_enabled())
     monkeypatch.setattr(triton_ops, 'available', lambda x: True)
-    monkeypatch.setattr(Batch, 'padded', lambda self, n: slots.graph_rows(n))
+    monkeypatch.setattr(Batch, 'padded', lambda self, n: slots.graph_size(n))
     for i, answers in generate(model, prompts, settings):
         assert [a.tokens for a in answers] == [a.tokens for a in expected[i]]
         for answer, other in zip(answers, expected[i]):
@@ -249,18 +249,22 @@ def test_a_token_is_yielded_as_soon_as_the_next_step_has_begun(tmp_path):
     assert lengths == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize('softcap, size, hd, group, dtype, tolerance', [
+@pytest.mark.parametrize('softcap, size, hd, K, group, split, dtype, tolerance', [
+    (2.0, 40, 20, 2, 3, 1024, torch.float32, 2e-6),
+    (None, 300, 32, 2, 2, 1024, torch.bfloat16, 2e-2),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        (None, 700, 24, 2, torch.float32, 2e-6), (3.0, 700, 32, 1, torch.float32, 2e-6),
-        (None, 300, 16, 4, torch.float32, 2e-6))),
-    (2.0, 40, 20, 3, torch.float32, 2e-6), (None, 300, 32, 2, torch.bfloat16, 2e-2)])
-def test_the_decode_kernel_equals_the_plain_version(softcap, size, hd, group, dtype, tolerance,
-                                                    monkeypatch):
+        (3.0, 700, 32, 2, 1, 1024, torch.float32, 2e-6),
+        # many rows and heads: all keys in one program, or two programs
+        (None, 290, 16, 32, 2, 1024, torch.float32, 2e-6),
+        (None, 290, 16, 32, 2, 256, torch.float32, 2e-6)))])
+def test_the_decode_kernel_equals_the_plain_version(softcap, size, hd, K, group, split, dtype,
+                                                    tolerance, monkeypatch):
     """Lengths around the borders of blocks and splits; in the smaller caches entries are reused."""
     torch.manual_seed(0)
     device = KERNEL_DEVICE
+    monkeypatch.setattr(triton_ops, 'SPLIT', split)
     positions = torch.tensor([0, 1, 63, 64, 255, 256, 511, 650], device=device)
-    B, K = len(positions), 2
+    B = len(positions)
     like = torch.zeros(1, device=device, dtype=dtype)
     caches = [Cache(B + 3, K, size, hd, like) for _ in range(2)]
     for name in 'kv':
@@ -270,35 +274,18 @@ def test_the_decode_kernel_equals_the_plain_version(softcap, size, hd, group, dt
     slots = torch.randperm(B + 3, device=device)[:B]
     q, k, v = (torch.randn(B, heads, 1, hd, device=device).to(dtype)
                for heads in (K * group, K, K))
-    plain, kernel = (DecodeMask(cache, slots, positions, 1000) for cache in caches)
-    monkeypatch.setattr('triton_ops.triton', None)
+    plain, kernel = (DecodeMask(cache, slots, positions, 1000, by_kernel)
+                     for cache, by_kernel in zip(caches, (False, True)))
     expected = plain.attend(q, k, v, 0.3, softcap)
-    monkeypatch.undo()
     out = decode_kernel(kernel, q, k, v, 0.3, softcap)
     assert torch.allclose(out, expected, atol=tolerance, rtol=5 * tolerance)
     for name in 'kv':
         assert torch.equal(getattr(caches[0], name), getattr(caches[1], name))
-    # bit for bit the same alone, and with more splits than are needed
-    for b in (0, 3, 7):
+    # bitwise the same alone, and with more splits than are needed; 8 rows of 32 heads differ
+    for b in (0, 3, 7) if B * K < 256 else ():
         one = DecodeMask(caches[1], slots[b:b + 1], positions[b:b + 1], int(positions[b]) + 1)
         assert torch.equal(decode_kernel(one, q[b:b + 1], k[b:b + 1], v[b:b + 1], 0.3, softcap),
                            out[b:b + 1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('most', [1024, 256])       # all keys in one program, or two programs
-def test_the_decode_kernel_equals_the_plain_version_for_many_rows(most, monkeypatch):
-    torch.manual_seed(0)
-    device, B, K, size, hd = KERNEL_DEVICE, 8, 32, 290, 16
-    positions = torch.tensor([0, 1, 63, 64, 255, 256, 288, 500], device=device)
-    cache = Cache(B, K, size, hd, torch.zeros(1, device=device))
-    cache.k.normal_(), cache.v.normal_()
-    q, k, v = (torch.randn(B, heads, 1, hd, device=device) for heads in (2 * K, K, K))
-    mask = DecodeMask(cache, torch.arange(B, device=device), positions, 1000)
-    monkeypatch.setattr(triton_ops, 'SPLIT', most)
-    out = decode_kernel(mask, q, k, v, 0.3, None)
-    monkeypatch.setattr(triton_ops, 'triton', None)
-    assert torch.allclose(out, mask.attend(q, k, v, 0.3, None), atol=2e-6, rtol=1e-5)
 
 
 def test_the_plain_version_sees_what_the_window_allows():
@@ -465,7 +452,7 @@ def speaker(model_of_many_tokens, monkeypatch, tokenizers):
     return speak
 
 
-@pytest.mark.parametrize('kind', ['gemma', 'mistral', 'llama2', 'llama3'])
+@pytest.mark.parametrize('kind', ['gemma', 'llama3'])
 def test_a_stop_string_ends_the_answer_across_token_borders(speaker, tokenizers, kind):
     tokenizer, body = tokenizers[kind], 'The fox 狐. Question: two'
     ids = tokenizer.encode(body, start=False)
@@ -478,7 +465,7 @@ def test_a_stop_string_ends_the_answer_across_token_borders(speaker, tokenizers,
     assert answer.reason == 'max_tokens' and answer.text == body
 
 
-@pytest.mark.parametrize('kind', ['gemma', 'mistral', 'llama2', 'llama3'])
+@pytest.mark.parametrize('kind', ['gemma', 'llama3'])
 def test_the_last_character_is_whole(speaker, tokenizers, kind):
     tokenizer = tokenizers[kind]
     ids = tokenizer.encode('ok 🦊', start=False)
@@ -585,12 +572,6 @@ def test_confidences_are_those_of_the_scoring_path(tmp_path):
         assert log_probs != pytest.approx([sum(a.sample_log_probs) for a in answers[i]], abs=1e-2)
 
 
-def test_the_cache_of_a_layer_with_a_window_holds_no_more_than_the_window(tmp_path):
-    reference_model('gemma2', tmp_path)
-    batch = Batch(checkpoint.load(tmp_path), GREEDY, 3, 50, 211)
-    assert [cache.k.shape[2] for cache in batch.caches] == [7, 50, 7, 50]
-
-
 # ------------------------------------------------------------------------------------------------
 # The command
 # ------------------------------------------------------------------------------------------------
@@ -642,14 +623,14 @@ def test_lone_surrogates_in_copied_fields_are_copied(chat_folder, tmp_path):
         assert {key: row[key] for key in questions[0]} == questions[0]
 
 
-@pytest.mark.parametrize('line', ['{}', '5', '[]', '{"id": "0"}', '{"id": [], "prompt_hash": "x"}',
-                                  '{"id": "0", "prompt_hash": 3}', '{"id": null}'])
-def test_a_malformed_line_of_answers_is_named(chat_folder, tmp_path, line):
+def test_a_malformed_line_of_answers_is_named(chat_folder, tmp_path):
     run(chat_folder, tmp_path)
     out = tmp_path / 'out' / 'answers.jsonl'
-    out.write_text(f'{out.read_text()}{line}\n')
-    with pytest.raises(DataError, match='answers.jsonl:4: not a row that generate.py wrote'):
-        run(chat_folder, tmp_path)
+    whole = out.read_text()
+    for line in ('{}', '5', '{"id": [], "prompt_hash": "x"}', '{"id": "0", "prompt_hash": 3}'):
+        out.write_text(f'{whole}{line}\n')
+        with pytest.raises(DataError, match='answers.jsonl:4: not a row that generate.py wrote'):
+            run(chat_folder, tmp_path)
 
 
 def test_the_tokens_of_three_files_end_an_answer(chat_folder, tmp_path):

@@ -567,6 +567,10 @@ def test_kde_ece_of_many_rows_is_the_true_error():
     assert metrics.kde_ece(c, rng.random(len(c)) < c) < 0.01
     assert metrics.kde_ece(c, rng.random(len(c)) < c - 0.2) == pytest.approx(0.2, abs=0.01)
     assert metrics.smooth_ece(c, rng.random(len(c)) < c - 0.2) == pytest.approx(0.2, abs=0.01)
+    # all at an end of [0, 1], where the kernel is reflected: the mean distance to its center
+    for end in (0, 1):
+        assert metrics.kde_ece(np.full(9, float(end)), [end] * 9) == pytest.approx(
+            0.003 * 35 / 128, rel=0.02)
 
 
 def test_a_probability_of_0_is_in_the_first_bin():

@@ -147,7 +147,17 @@ def test_a_row_without_a_preference_is_left_out_for_a_reason(answers, scores, re
      "the last turn of the prompt is not the user's"),
     ({'prompt': 'a', **{side: [said('assistant', 'b'), said('user', 'c'), said('assistant', side)]
                         for side in ('chosen', 'rejected')}}, 'must begin with the prompt'),
-    ({'prompt': 'a', 'chosen': 3, 'rejected': 'c'}, 'chosen must be text or a list')])
+    ({'prompt': 'a', 'chosen': 3, 'rejected': 'c'}, 'chosen must be text or a list'),
+    ({'prompt': 'a', 'chosen': [said('assistant', 'Red.') | {'weight': 0}], 'rejected': 'c'},
+     'the answer of "chosen" is marked as not'),
+    ({'prompt': 'a', 'chosen': [said('assistant', 'Red.') | {'tool_calls': ['f']}],
+      'rejected': 'c'}, 'the field "tool_calls"'),
+    (ROWS['GPT-4-LLM'] | {'margin': 1}, '"margin" needs a pair of answers'),
+    ({'prompt': 'a', 'responses': 3, 'scores': [1, 0], 'margin': 1.0}, 'needs a pair of answers'),
+    *[(ROWS['HH-RLHF'] | {'margin': margin}, f'"margin" must be a number of at most 1e18, got '
+       f'{got}')
+      for margin, got in (('1', "'1'"), (True, 'True'), (math.nan, 'nan'), (math.inf, 'inf'),
+                          (10 ** 400, '1'), ([1.0], '[1.0]'))]])
 def test_a_malformed_row_says_what_is_wrong(row, message, tokenizer):
     with pytest.raises(DataError) as error:
         encode_ranking(to_ranking(row), tokenizer, 'tulu', True, 512)
@@ -168,19 +178,11 @@ def test_context_beside_a_pair_precedes_it(row, before):
     assert to_ranking(row).prompt == [*before, said('user', 'Name a color.')]
 
 
-@pytest.mark.parametrize('name', [name for name in ROWS if name != 'HelpSteer3'])
 @pytest.mark.parametrize('field', ['tools', 'functions', 'documents', 'context'])
-def test_context_that_no_pair_can_hold_is_refused(name, field):
-    with pytest.raises(DataError, match=f'the field "{field}" is in no message'):
-        to_ranking(ROWS[name] | {field: 'f(x)'})
-
-
-@pytest.mark.parametrize('turns, message', [
-    ([said('assistant', 'Red.') | {'weight': 0}], 'the answer of "chosen" is marked as not'),
-    ([said('assistant', 'Red.') | {'tool_calls': ['f']}], 'the field "tool_calls"')])
-def test_marks_and_calls_of_a_pair_are_refused(turns, message):
-    with pytest.raises(DataError, match=message):
-        to_ranking({'prompt': 'Name a color.', 'chosen': turns, 'rejected': 'Seven.'})
+def test_context_that_no_pair_can_hold_is_refused(field):
+    for name in ROWS.keys() - {'HelpSteer3'}:
+        with pytest.raises(DataError, match=f'the field "{field}" is in no message'):
+            to_ranking(ROWS[name] | {field: 'f(x)'})
 
 
 def test_an_earlier_answer_of_a_pair_is_not_trained(tokenizer):
@@ -194,24 +196,18 @@ def test_an_earlier_answer_of_a_pair_is_not_trained(tokenizer):
         to_ranking({'prompt': prompt} | PAIR)
 
 
-def test_helpsteer2_rows_with_different_system_messages_are_not_joined():
-    rows = [(f'f:{i}', {'prompt': 'Hi', 'response': f'{i}', 'helpfulness': i, 'system': f'{i % 2}'})
-            for i in range(4)]
-    rankings = [to_ranking(row) for _, row in join_answers(rows)]
-    assert [(r.prompt[0]['content'], r.answers) for r in rankings] == [('0', ['0', '2']),
-                                                                       ('1', ['1', '3'])]
-
-
-def test_helpsteer2_joins_the_answers_of_a_prompt():
+def test_helpsteer2_joins_the_answers_of_a_prompt_and_a_system_message():
     row = {'prompt': 'Name a color.', 'correctness': 4}
     rows = [('f:1', row | {'response': 'Seven.', 'helpfulness': 0}),
             ('f:2', {'prompt': 'x', 'response': 'y', 'helpfulness': 3}),
-            ('f:3', row | {'response': 'Red.', 'helpfulness': 4})]
-    (place, joined), (other, _) = join_answers(rows)
+            ('f:3', row | {'response': 'Red.', 'helpfulness': 4}),
+            ('f:4', row | {'response': 'Blue.', 'helpfulness': 2, 'system': 'Be brief.'})]
+    (place, joined), (other, _), (_, brief) = join_answers(rows)
     assert (place, other) == ('f:1', 'f:2')
-    assert to_ranking(joined).scores == [0, 4]
+    assert to_ranking(joined).answers == ['Seven.', 'Red.'] and to_ranking(joined).scores == [0, 4]
+    assert to_ranking(brief).prompt == PROMPT and to_ranking(brief).answers == ['Blue.']
     (_, error), _ = join_answers([('f:1', rows[0][1] | {'margin': 1.0}), rows[1]])
-    assert isinstance(error, DataError) and '"margin" is that of a pair' in str(error)
+    assert isinstance(error, DataError) and '"margin" needs a pair' in str(error)
 
 
 def test_a_file_of_preferences_is_cached_and_its_gaps_are_counted(tokenizer, tmp_path, capsys):
@@ -245,42 +241,19 @@ def test_every_row_of_the_demo_file_is_a_pair(tokenizer, tmp_path):
         assert chosen.split() == row['chosen']['content'].split()
 
 
-@pytest.mark.parametrize('name', [name for name, row in ROWS.items() if name != 'GPT-4-LLM'])
-def test_a_pair_of_any_format_may_have_a_margin(name, tokenizer, tmp_path):
-    rows = [ROWS[name] | {'margin': 1.5}, ROWS[name] | {'margin': 2}, ROWS[name],
-            ROWS[name] | {'margin': None}]
-    write_rows(tmp_path / 'pairs.jsonl', rows)
-    for _ in range(2):      # tokenized, then from the cache
-        sequences = load_preferences(
-            str(tmp_path / 'pairs.jsonl'), tokenizer, template='tulu', add_bos=True,
-            max_length=512, pack_len=1024, cache_dir=str(tmp_path))
-        assert sequences.margins.tolist() == [1.5, 2, 0, 0]
+@pytest.mark.parametrize('damaged', [[1.5, 0.5], [1.5]])
+def test_pairs_of_any_format_may_have_margins_and_damaged_ones_are_made_again(
+        damaged, tokenizer, tmp_path, capsys):
+    pairs = [row for name, row in ROWS.items() if name != 'GPT-4-LLM']
+    write_rows(tmp_path / 'pairs.jsonl', [
+        row | {'margin': margin} for row in pairs for margin in (1.5, 2, None)] + pairs)
 
-
-@pytest.mark.parametrize('damaged', [[1.5, 2.5], [0, 0], [1.5], [1.5, 2, 0]])
-def test_damaged_margins_in_the_cache_are_made_again(damaged, tokenizer, tmp_path, capsys):
-    write_rows(tmp_path / 'pairs.jsonl', [ROWS['HH-RLHF'] | {'margin': m} for m in (1.5, 2)])
-
-    def load():
+    def margins():
         return load_preferences(
             str(tmp_path / 'pairs.jsonl'), tokenizer, template='tulu', add_bos=True,
             max_length=512, pack_len=1024, cache_dir=str(tmp_path / 'cache')).margins.tolist()
-    assert load() == [1.5, 2]
+    wanted = [1.5, 2, 0] * len(pairs) + [0] * len(pairs)
+    assert margins() == margins() == wanted     # tokenized, then from the cache
     path, = (tmp_path / 'cache').glob('*/margins.npy')
-    np.save(path, np.array(damaged, np.float32))
-    assert load() == [1.5, 2] and 'does not match its hash' in capsys.readouterr().out
-
-
-@pytest.mark.parametrize('row, message', [
-    (ROWS['GPT-4-LLM'] | {'margin': 1}, '"margin" is that of a pair of answers'),
-    ({'prompt': 'a', 'responses': 3, 'scores': [1, 0], 'margin': 1.0}, 'of a pair of answers'),
-    (ROWS['HH-RLHF'] | {'margin': '1'}, '"margin" must be a number of at most 1e18, got \'1\''),
-    (ROWS['HH-RLHF'] | {'margin': True}, 'must be a number of at most 1e18, got True'),
-    (ROWS['HH-RLHF'] | {'margin': math.nan}, 'must be a number of at most 1e18, got nan'),
-    (ROWS['HH-RLHF'] | {'margin': math.inf}, 'must be a number of at most 1e18, got inf'),
-    (ROWS['HH-RLHF'] | {'margin': 10 ** 400}, 'must be a number'),
-    (ROWS['HH-RLHF'] | {'margin': [1.0]}, 'must be a number of at most 1e18, got [1.0]')])
-def test_a_margin_that_is_none_says_what_is_wrong(row, message):
-    with pytest.raises(DataError) as error:
-        to_ranking(row)
-    assert message in str(error.value)
+    np.save(path, np.resize(damaged, len(wanted)).astype(np.float32)[:len(damaged) * 20])
+    assert margins() == wanted and 'does not match its hash' in capsys.readouterr().out

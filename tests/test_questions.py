@@ -1,6 +1,5 @@
 """data: questions"""
 
-import json
 import shutil
 
 import numpy as np
@@ -20,29 +19,43 @@ from runtime.eval_config import EvalConfig
 from test_tokenizer import KINDS, train_bpe
 
 
+Q = {'question': 'Q?', 'choices': ['a', 'b'], 'answer': 0}
+
+
 def parse(row, task=None):
     benchmark = benchmarks.BENCHMARKS[task] if task else benchmarks.GENERIC
     return questions.parse_row(row, benchmark.row)
 
 
-@pytest.mark.parametrize('row, expected', [
-    ({'question': ' Q? ', 'choices': ['a', 'b', 'c', 'd'], 'answer': 2, 'subject': 's'}, 2),
-    ({'question': 'Q?', 'choices': ['a', 'b', 'c', 'd'], 'answer': 'C'}, 2),
-    (['Q?', 'a', 'b', 'c', 'd', 'C'], 2),
-    (['Q?', 'a', 'b', 'c', 'd', '2'], 2),
+def load(path, rows, task='', **options):
+    """Load a file with these rows."""
+    return questions.load_task(f'{task}:{write_rows(path, rows)}'.removeprefix(':'), **options)
+
+
+@pytest.mark.parametrize('row, task', [
+    ({'question': ' Q? ', 'choices': ['a', 'b', 'c', 'd'], 'answer': 2, 'subject': 's'}, None),
+    ({'question': 'Q?', 'choices': ['a', 'b', 'c', 'd'], 'answer': 'C'}, None),
+    (['Q?', 'a', 'b', 'c', 'd', 'C'], None), (['Q?', 'a', 'b', 'c', 'd', '2'], None),
     ({'question': 'Q?', 'option_a': 'a', 'option_b': 'b', 'option_c': 'c', 'option_d': 'd',
-      'answer': 'C', 'sample_id': 'x/test/1'}, 2),
+      'answer': 'C', 'sample_id': 'x/test/1'}, None),
     ({'question': 'Q?', 'option_0': 'a', 'option_1': None, 'option_2': 'b', 'option_3': 'c',
-      'option_4': None, 'answer': 'D', 'answer_index': 3}, 2),
-    ({'': '0', 'question': 'Q?', 'a': 'a', 'b': 'b', 'c': 'c', 'd': 'd', 'answer': 'C'}, 2),
-    ({'Question': 'Q?', 'A': 'a', 'B': 'b', 'C': 'c', 'D': 'd', 'Answer': 'C'}, 2),
+      'option_4': None, 'answer': 'D', 'answer_index': 3}, None),
+    ({'': '0', 'question': 'Q?', 'a': 'a', 'b': 'b', 'c': 'c', 'd': 'd', 'answer': 'C'}, None),
+    ({'Question': 'Q?', 'A': 'a', 'B': 'b', 'C': 'c', 'D': 'd', 'Answer': 'C'}, None),
     ({'question': 'Q?', 'options': ['a', 'b', 'c', 'N/A', 'N/A'], 'answer': 'C',
-      'answer_index': 2}, 2),
-    ({'question': 'Q?', 'choice0': 'a', 'choice1': 'b', 'choice2': 'c', 'answer': '2'}, 2),
-])
-def test_generic_rows_in_every_naming_scheme(row, expected):
-    text, choices, answer = parse(row)
-    assert text.strip() == 'Q?' and choices[:3] == ['a', 'b', 'c'] and answer == expected
+      'answer_index': 2}, None),
+    ({'question': 'Q?', 'choice0': 'a', 'choice1': 'b', 'choice2': 'c', 'answer': '2'}, None),
+    ({'question': 'Q?', 'choices': {'text': ['a', 'b', 'c'], 'label': ['1', '2', '3']},
+      'answerKey': '3'}, 'arc_easy'),
+    ({'question': 'Q?', 'choices': {'text': list('abcde'), 'label': list('ABCDE')},
+      'answerKey': 'C'}, 'openbookqa'),
+    ({'question': {'stem': 'Q?', 'choices': [{'text': t, 'label': k} for t, k in
+                                             zip('abcd', 'ABCD')]}, 'answerKey': 'C'}, 'arc_easy'),
+    ({'question_stem': 'Q?', 'choices': {'text': list('abcd'), 'label': list('ABCD')},
+      'answerKey': 'C'}, 'openbookqa')])
+def test_rows_in_every_naming_scheme(row, task):
+    text, choices, answer = parse(row, task)
+    assert text.strip() == 'Q?' and choices[:3] == ['a', 'b', 'c'] and answer == 2
 
 
 @pytest.mark.parametrize('row, task, n_choices', [
@@ -58,22 +71,6 @@ def test_generic_rows_in_every_naming_scheme(row, expected):
 def test_an_option_not_applicable_is_an_option_unless_it_is_padding(row, task, n_choices):
     row |= {'question': 'Q?', 'answer': 'A'}
     assert len(parse(row, task)[1]) == n_choices
-
-
-@pytest.mark.parametrize('row, expected', [
-    ({'question': 'Q?', 'choices': {'text': ['a', 'b', 'c'], 'label': ['1', '2', '3']},
-      'answerKey': '3'}, 2),
-    ({'question': 'Q?', 'choices': {'text': list('abcde'), 'label': list('ABCDE')},
-      'answerKey': 'C'}, 2),
-    ({'question': {'stem': 'Q?', 'choices': [{'text': t, 'label': k} for t, k in
-                                             zip('abcd', 'ABCD')]}, 'answerKey': 'C'}, 2),
-    ({'question_stem': 'Q?', 'choices': {'text': list('abcd'), 'label': list('ABCD')},
-      'answerKey': 'C'}, 2),
-])
-def test_arc_rows_on_the_hub_and_as_first_published(row, expected):
-    for task in ('arc_easy', 'openbookqa'):
-        text, choices, answer = parse(row, task)
-        assert text == 'Q?' and choices[:3] == ['a', 'b', 'c'] and answer == expected
 
 
 SCORED = [({'input': 'Q?', 'target_scores': {'yes': 1, 'no': 0, 'maybe': 0.5}}, None),
@@ -99,31 +96,29 @@ def test_choices_with_scores_are_in_an_order_that_says_nothing_of_the_answer(row
 def test_big_bench_and_inverse_scaling_are_files_of_questions(tmp_path):
     examples = [SCORED[0][0], {'input': 'R?', 'target_scores': {'a': 0, 'b': 1}}]
     folder = tmp_path / 'causal_judgment'
-    folder.mkdir()
-    (folder / 'task.json').write_text(json.dumps({'name': 'x', 'examples': examples}))
-    for place in (folder, folder / 'task.json'):
+    file = write_rows(folder / 'task.json', {'name': 'x', 'examples': examples})
+    for place in (folder, file):
         first, second = questions.load_task(str(place)).questions
         assert first.context.startswith('Q?\nA. ') and first.options == [' A', ' B', ' C']
         assert first.solved.endswith(f' {"ABC"[first.answer]}\n\n')
-        assert second.place == f'{folder / "task.json"}: row 2'
-    cfg = load_config(EvalConfig, [f'--tasks={folder}', '--shots=0'])
-    assert [*load_tasks(cfg)] == ['causal_judgment']
+        assert second.place == f'{file}: row 2'
+    assert [*load_tasks(load_config(EvalConfig, [f'--tasks={folder}', '--shots=0']))] == [
+        'causal_judgment']
     row = {'prompt': 'A beagle is not a\nA. dog\nB. bird\nAnswer:', 'classes': [' A', ' B'],
            'answer_index': 1, 'other_prompt': 'x'}
-    path = write_rows(tmp_path / 'NeQA.jsonl', [row, row | {'prompt': 'Say it. '}])
-    first, second = questions.load_task(str(path), prompt_format='harness').questions
+    rows = [row, row | {'prompt': 'Say it. '}]
+    first, second = load(tmp_path / 'NeQA.jsonl', rows, prompt_format='harness').questions
     assert (first.header, first.context, first.options) == ('', row['prompt'], [' A', ' B'])
     assert (second.context, second.options) == ('Say it.', ['  A', '  B'])      # as lm-eval does
-    lettered = questions.load_task(str(path)).questions[0]
-    assert lettered.context == row['prompt'] + '\nA. A\nB. B\nAnswer:' and first.answer == 1
-    (folder / 'task.json').write_text('{"name": "x"}')
+    lettered = load(tmp_path / 'NeQA.jsonl', rows).questions[0]
+    assert lettered.context == row['prompt'] + '\nA. A\nB. B\nAnswer:' and lettered.answer == 1
     with pytest.raises(DataError, match='task.json:1: no question among the fields name'):
-        questions.load_task(str(folder))
+        load(file, {'name': 'x'})
 
 
 def test_truthfulqa_is_asked_without_shots(tmp_path):
-    path = write_rows(tmp_path / 'multiple_choice' / 'validation-00000-of-00001.parquet',
-                      [SCORED[2][0]])
+    path = tmp_path / 'multiple_choice' / 'validation-00000-of-00001.parquet'
+    write_rows(path, [SCORED[2][0]])
     (question,), *_ = questions.load_task(f'truthfulqa_mc1:{tmp_path}', prompt_format='harness')
     assert question.context.startswith('Q: What is human life expectancy in the United States?\n')
     assert question.context.endswith('Barcelona, Spain.\n\nQ: Q?\nA:')
@@ -143,98 +138,82 @@ def test_hellaswag_is_cleaned_as_the_harness_does():
     assert choices[0] == 'runs away'
 
 
-@pytest.mark.parametrize('row, message', [
-    ({'question': 'Q?', 'choices': ['a', 'b']}, 'no valid answer: None; wanted one of A, B'),
-    ({'question': 'Q?', 'choices': ['a', 'b'], 'answer': 2}, 'no valid answer: 2'),
-    ({'question': 'Q?', 'choices': ['a', 'b'], 'answer': True}, 'no valid answer: True'),
-    ({'question': 'Q?', 'choices': ['a', 'b'], 'answer': 'x'}, "no valid answer: 'x'"),
-    ({'question': 'Q?', 'choices': ['a'], 'answer': 0}, '2 to 26 choices'),
-    ({'question': 'Q?', 'choices': ['a', ' '], 'answer': 0}, 'choice B is empty'),
-    ({'question': 'Q?', 'option_0': 'a', 'option_1': None, 'option_2': 'b', 'answer': 'B'},
-     "no valid answer: 'B'; wanted one of A, C"),
-    ({'question': '', 'choices': ['a', 'b'], 'answer': 0}, 'no question'),
-    ({'question': '\ud83d?', 'choices': ['a', 'b'], 'answer': 0}, 'not valid Unicode'),
-    ({'question': 'Q?', 'choices': ['a', None], 'answer': 0}, 'choice B is null'),
-    ({'question': 'Q?', 'choices': [float('nan'), 'b'], 'answer': 0}, 'choice A is null'),
-    ({'question': 'Q?', 'choices': {'text': ['a', 'b']}, 'answerKey': 'A'},
-     'choices in a list; .* --tasks=arc_easy:FILE'),
-    ({'goal': 'g', 'sol1': 'a', 'sol2': 'b', 'label': 0}, 'no question among .* benchmark:file'),
-    ({'question': 'Q?', 'choices': ['a', ['b']], 'answer': 0}, 'choice B is not text but list'),
-    ({'question': 'Q?', 'choices': ['a', 'b'], 'answer': '\u00b2'}, 'no valid answer'),
-    ({'question': 'Q?', 'choices': ['a', 'b'], 'answer': '9' * 9000}, 'no valid answer'),
-    ({'question': 'Q?', 'choices': ['a', 'b'], 'answer': 10 ** 300}, 'no valid answer'),
-    ({'question': 'Q?', 'choices': ['a', 'b'], 'answer': 0, 'id': '\ud83d'},
-     'the id is not valid Unicode'),
-    ({'question': 'Q?', 'choices': ['a', 'b'], 'answer': 0, 'subject': '\ud83d'},
-     'the subject is not valid Unicode'),
-    ({'input': 'Q?', 'target_scores': {'a': 1, 'b': 1}}, '2 choices have the highest score'),
-    ({'input': 'Q?', 'target_scores': {'a': 'x', 'b': 1}}, 'one number for each of 2 choices'),
-    ({'input': 'Q?', 'target_scores': {'a': float('nan'), 'b': 1}}, 'one number for each of 2'),
-    ({'input': 'Q?', 'target_scores': {'a': 1}}, '2 to 26 choices'),
-    ({'input': 'Q?', 'target_scores': {}}, '0 choices have the highest score'),
-    ({'input': 'Q?', 'target_scores': 'a'}, 'not the fields of its format'),
-    ({'input': '\ud83d?', 'target_scores': {'a': 1, '\ud83d': 0}}, 'not valid Unicode'),
-    ({'input': 'Q?', 'target': 'a'}, 'no question among the fields input, target'),
-    ({'prompt': 'Q?', 'classes': ['a', 'b']}, "of its format: there is no 'answer_index"),
-    ({'prompt': 'Q?', 'classes': ['a', 'b'], 'answer_index': 2}, 'no valid answer: 2'),
-    ({'prompt': 'Q?', 'classes': "['a', 'b']", 'answer_index': 1}, '2 to 26 choices in a list'),
-    ([1, 2, 3, 4], 'the question is not text'),
-    ('text', 'named fields')])
-def test_bad_questions_name_their_line(tmp_path, row, message):
-    good = {'question': 'Q?', 'choices': ['a', 'b'], 'answer': 1}
-    path = write_rows(tmp_path / 'some.jsonl', [good, row])
-    with pytest.raises(DataError, match=message) as error:
-        questions.load_task(str(path))
-    assert 'some.jsonl:2: ' in str(error.value)
-    kept, _, bad, total = questions.load_task(str(path), on_bad_row='skip')
-    assert len(kept) == 1 and len(bad) == 1 and total == 1
-    assert kept[0].place == f'{path}:1'
-
-
 @pytest.mark.parametrize('task, row, message', [
+    ('', {'answer': None}, 'no valid answer: None; wanted one of A, B'),
+    ('', {'answer': 2}, 'no valid answer: 2'), ('', {'answer': True}, 'no valid answer: True'),
+    ('', {'answer': 'x'}, "no valid answer: 'x'"), ('', {'answer': '\u00b2'}, 'no valid answer'),
+    ('', {'answer': '9' * 9000}, 'no valid answer'), ('', {'choices': ['a']}, '2 to 26 choices'),
+    ('', {'choices': ['a', ' ']}, 'choice B is empty'),
+    ('', {'choices': None, 'option_0': 'a', 'option_1': None, 'option_2': 'b', 'answer': 'B'},
+     "no valid answer: 'B'; wanted one of A, C"),
+    ('', {'question': ''}, 'no question'), ('', {'question': '\ud83d?'}, 'not valid Unicode'),
+    ('', {'choices': ['a', None]}, 'choice B is null'),
+    ('', {'choices': [float('nan'), 'b']}, 'choice A is null'),
+    ('', {'choices': {'text': ['a', 'b']}}, 'choices in a list; .* --tasks=arc_easy:FILE'),
+    ('', {'choices': ['a', ['b']]}, 'choice B is not text but list'),
+    ('', {'id': '\ud83d'}, 'the id is not valid Unicode'),
+    ('', {'subject': '\ud83d'}, 'the subject is not valid Unicode'),
+    ('', {'input': 'Q?', 'target_scores': {'a': 1, 'b': 1}}, '2 choices have the highest score'),
+    ('', {'input': 'Q?', 'target_scores': {'a': 'x', 'b': 1}}, 'one number for each of 2 choices'),
+    ('', {'input': 'Q?', 'target_scores': {'a': float('nan'), 'b': 1}}, 'one number for each of 2'),
+    ('', {'input': 'Q?', 'target_scores': {'a': 1}}, '2 to 26 choices'),
+    ('', {'input': 'Q?', 'target_scores': {}}, '0 choices have the highest score'),
+    ('', {'input': 'Q?', 'target_scores': 'a'}, 'not the fields of its format'),
+    ('', {'prompt': 'Q?', 'classes': ['a', 'b']}, "of its format: there is no 'answer_index"),
+    ('', {'prompt': 'Q?', 'classes': "['a', 'b']", 'answer_index': 1}, '2 to 26 choices in a list'),
     ('hellaswag', {'endings': ['a', 'b'], 'activity_label': 'x', 'label': ''}, 'no valid answer'),
     ('hellaswag', {'endings': None, 'label': 0}, 'not the fields of its format'),
     ('hellaswag', {'activity_label': 'x', 'ctx_a': None, 'ctx_b': '', 'endings': ['a', 'b'],
                    'label': '0'}, 'the field "ctx_a" is missing'),
-    ('arc_easy', {'question': 'Q?', 'choices': {'text': ['a', 'b']}, 'answerKey': 'A'},
+    ('arc_easy', {'choices': {'text': ['a', 'b']}, 'answerKey': 'A'},
      "not the fields of its format: there is no 'label'"),
-    ('arc_easy', {'question': 'Q?', 'choices': {'text': ['a', None], 'label': ['A', 'B']},
-                  'answerKey': 'A'}, 'choice B is null'),
+    ('arc_easy', {'choices': {'text': ['a', None], 'label': ['A', 'B']}, 'answerKey': 'A'},
+     'choice B is null'),
     ('xcopa', {'premise': 'P.', 'question': 'cause', 'choice1': 'a', 'choice2': None, 'label': 0},
      'choice B is null'),
-    ('piqa', {'question': 'Q?', 'choices': ['a', 'b'], 'answer': 0}, "there is no 'goal'"),
-    ('truthfulqa_mc1', {'question': 'Q?', 'mc1_targets': {'choices': ['a', 'b'], 'labels': [1]}},
+    ('piqa', {}, "there is no 'goal'"),
+    ('truthfulqa_mc1', {'mc1_targets': {'choices': ['a', 'b'], 'labels': [1]}},
      r'one number for each of 2 choices, not \[1\]'),
-    ('truthfulqa_mc1', {'question': 'Q?', 'mc1_targets': {'a': 0, 'b': 0}}, '2 choices have the h'),
-    ('truthfulqa_mc1', {'question': 'Q?', 'mc1_targets': None}, 'not the fields of its format'),
-    ('arc_easy', 'text', 'not the fields of its format')])
-def test_rows_that_do_not_fit_their_benchmark_name_their_line(tmp_path, task, row, message):
-    path = write_rows(tmp_path / 'some.jsonl', [row])
+    ('truthfulqa_mc1', {'mc1_targets': None}, 'not the fields of its format'),
+    # splits without labels
+    ('boolq', {'question': 'q', 'passage': 'p', 'idx': 0, 'label': -1}, 'no valid answer'),
+    ('winogrande_xl', {'sentence': '_ x', 'option1': 'a', 'option2': 'b', 'answer': ''},
+     'no valid answer'),
+    ('piqa', {'goal': 'g', 'sol1': 'a', 'sol2': 'b', 'label': -1}, 'no valid answer')])
+def test_bad_rows_name_their_line(tmp_path, task, row, message):
     with pytest.raises(DataError, match=f'some.jsonl:1: .*{message}'):
-        questions.load_task(f'{task}:{path}')
+        load(tmp_path / 'some.jsonl', [Q | row], task)
+
+
+@pytest.mark.parametrize('row, message', [
+    ([1, 2, 3, 4], 'the question is not text'), ('text', 'named fields'),
+    ({'goal': 'g', 'sol1': 'a', 'sol2': 'b'}, 'no question among .* benchmark:file'),
+    ({'input': 'Q?', 'target': 'a'}, 'no question among the fields input, target')])
+def test_bad_rows_stop_or_are_skipped(tmp_path, row, message):
+    with pytest.raises(DataError, match=f'some.jsonl:2: .*{message}'):
+        load(tmp_path / 'some.jsonl', [Q, row])
+    kept, _, bad, total = load(tmp_path / 'some.jsonl', [Q, row], on_bad_row='skip')
+    assert len(kept) == len(bad) == total == 1 and kept[0].place.endswith('some.jsonl:1')
 
 
 def test_digest_of_a_question_is_independent_of_its_prompt(tmp_path):
-    row = {'question': 'Q?', 'choices': ['a', 'b'], 'answer': 0, 'subject': 's'}
-    path = write_rows(tmp_path / 'some.jsonl', [
-        row, row | {'answer': 1, 'subject': 't'}, row | {'choices': ['a', 'c']},
-        row | {'question': 'R?'}, row | {'question': 'Q?a'}])
-    first = [q.digest for q in questions.load_task(str(path)).questions]
+    rows = [Q, Q | {'answer': 1, 'subject': 't'}, Q | {'choices': ['a', 'c']},
+            Q | {'question': 'R?'}, Q | {'question': 'Q?a'}]
+    loaded = load(tmp_path / 'some.jsonl', rows).questions
+    first = [q.digest for q in loaded]
     assert first[0] == first[1] and len(set(first)) == 4 and len(first[0]) == 16
     for options in (dict(scoring='text'), dict(prompt_format='harness')):
-        assert [q.digest for q in questions.load_task(str(path), **options).questions] == first
-    question = questions.load_task(str(path)).questions[0]
-    assert question.proposing(1).digest == first[0]
+        assert [q.digest for q in load(tmp_path / 'some.jsonl', rows, **options)[0]] == first
+    assert loaded[0].proposing(1).digest == first[0]
 
 
 def test_a_folder_with_files_under_other_names_is_refused_with_real_names(tmp_path):
-    write_rows(tmp_path / 'mine.jsonl', [{'question': 'Q?', 'choices': ['a', 'b'], 'answer': 0}])
+    write_rows(tmp_path / 'mine.jsonl', [Q])
     for task, example in (('global_mmlu', 'am/test-'), ('mmlu', 'test.jsonl'),
                           ('xcopa', 'et/test-')):
-        with pytest.raises(DataError) as error:
+        with pytest.raises(DataError, match=f'{example}[^{{]*is read as task:file') as error:
             questions.load_task(f'{task}:{tmp_path}')
-        assert example in str(error.value) and '{' not in str(error.value)
-        assert 'is read as task:file' in str(error.value)
+        assert '{' not in str(error.value)
 
 
 def write_mmlu(folder, sizes):
@@ -247,21 +226,21 @@ def write_mmlu(folder, sizes):
 
 def test_a_limit_is_a_sample_over_the_subjects(tmp_path):
     write_mmlu(tmp_path, {'abstract_algebra': 100, 'anatomy': 135, 'virology': 3, 'zoology': 400})
-    loaded = questions.load_task(f'mmlu:{tmp_path}', limit=100, seed=3)
-    subjects = [q.subject for q in loaded.questions]
-    assert loaded.total == 638 and len(loaded.questions) == 100
-    assert subjects.count('virology') == 3
+
+    def drawn(**options):
+        return questions.load_task(f'mmlu:{tmp_path}', **options)
+    loaded = drawn(limit=100, seed=3)
+    subjects, contexts = zip(*((q.subject, q.context) for q in loaded.questions))
+    assert loaded.total == 638 and len(subjects) == 100 and subjects.count('virology') == 3
     assert {subjects.count(s) for s in set(subjects) - {'virology'}} == {32, 33}
-    whole = {q.id: q.context for q in questions.load_task(f'mmlu:{tmp_path}').questions}
+    whole = {q.id: q.context for q in drawn().questions}
     assert all(whole[q.id] == q.context for q in loaded.questions)      # ids do not change
-    contexts = [q.context for q in loaded.questions]
-    assert contexts != [q.context for q in questions.load_task(
-        f'mmlu:{tmp_path}', limit=100, seed=4).questions]
-    assert contexts == [q.context for q in questions.load_task(
-        f'mmlu:{tmp_path}', limit=100, seed=3).questions]
-    letters, texts = (questions.load_task(f'mmlu:{tmp_path}', limit=20, scoring=scoring).questions
+    for seed in (3, 4):
+        again = tuple(q.context for q in drawn(limit=100, seed=seed).questions)
+        assert (again == contexts) == (seed == 3)
+    letters, texts = ([q.id for q in drawn(limit=20, scoring=scoring).questions]
                       for scoring in ('letters', 'text'))
-    assert [q.id for q in letters] == [q.id for q in texts]
+    assert letters == texts
 
 
 def test_a_limit_is_of_each_language(tmp_path):
@@ -272,30 +251,26 @@ def test_a_limit_is_of_each_language(tmp_path):
     drawn = questions.load_task(f'mmlu_prox:{tmp_path}', limit=6).questions
     german, english = ([q.id for q in drawn if q.language == x] for x in ('de', 'en'))
     assert german == english and len(german) == 6
-    mixed = write_rows(tmp_path / 'mixed.jsonl', [
-        {'question': f'{i}?', 'choices': ['a', 'b'], 'answer': 0, 'language': language}
-        for language in ('de', 'en') for i in range(20)])
-    loaded = questions.load_task(str(mixed), limit=5)
+    loaded = load(tmp_path / 'mixed.jsonl', [
+        Q | {'language': language} for language in ('de', 'en') for i in range(20)], limit=5)
     assert [q.language for q in loaded.questions] == ['de'] * 5 + ['en'] * 5
     assert loaded.total == 40
 
 
 def test_languages_that_are_not_there(tmp_path):
-    row = {'question': 'Q?', 'choices': ['a', 'b'], 'answer': 0}
-    plain = write_rows(tmp_path / 'plain.jsonl', [row])
-    mixed = write_rows(tmp_path / 'folder' / 'test.jsonl', [row | {'language': x}
+    plain = write_rows(tmp_path / 'plain.jsonl', [Q])
+    mixed = write_rows(tmp_path / 'folder' / 'test.jsonl', [Q | {'language': x}
                                                             for x in ('de', 'english', 'sw')])
     for place in (mixed, mixed.parent):
-        with pytest.raises(DataError, match="no language 'klingon'; it has de, english, sw"):
-            questions.load_task(str(place), languages=('klingon',))
-        with pytest.raises(DataError, match="did you mean 'english'"):
-            questions.load_task(str(place), languages=('de', 'englisch'))
         assert [q.language for q in questions.load_task(
             str(place), languages=('sw', 'de', 'de')).questions] == ['de', 'sw']
-    with pytest.raises(DataError, match='plain.jsonl has no language .* no field "language"'):
-        questions.load_task(str(plain), languages=('klingon',))
-    with pytest.raises(DataError, match="mmlu_prox has no language 'klingon'; it has af, ar"):
-        questions.load_task(f'mmlu_prox:{plain}', languages=('klingon',))
+    for name, language, message in (
+            (mixed, 'klingon', "no language 'klingon'; it has de, english, sw"),
+            (mixed.parent, 'englisch', "did you mean 'english'"),
+            (plain, 'klingon', 'plain.jsonl has no language .* no field "language"'),
+            (f'mmlu_prox:{plain}', 'klingon', "mmlu_prox has no language 'klingon'; it has af")):
+        with pytest.raises(DataError, match=message):
+            questions.load_task(str(name), languages=('de', language))
     (question,), _, _, _ = questions.load_task(f'mmlu_prox:{plain}', languages=('de',),
                                                header='native')
     assert question.language == 'de' and question.context.endswith('\nAntwort:')
@@ -305,8 +280,7 @@ def test_languages_that_are_not_there(tmp_path):
 
 def test_home_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv('HOME', str(tmp_path))
-    row = {'question': 'Q?', 'choices': ['a', 'b'], 'answer': 0}
-    write_rows(tmp_path / 'place' / 'test.jsonl', [row])
+    write_rows(tmp_path / 'place' / 'test.jsonl', [Q])
     for name in ('~/place', '~/place/test.jsonl', 'mmlu:~/place'):
         assert len(questions.load_task(name).questions) == 1
 
@@ -314,18 +288,14 @@ def test_home_is_expanded(tmp_path, monkeypatch):
 @pytest.mark.parametrize('scoring', ['letters', 'text'])
 def test_duplicate_options_are_marked(tmp_path, scoring):
     choices = (['a', 'b'], ['a', ' a'], ['a', 'A'], ['a', 'b', 'b'])
-    path = write_rows(tmp_path / 'some.jsonl', [
-        {'question': 'Q?', 'choices': some, 'answer': 0} for some in choices])
-    loaded = questions.load_task(str(path), scoring=scoring)
+    loaded = load(tmp_path / 'some.jsonl', [Q | {'choices': x} for x in choices], scoring=scoring)
     assert [q.duplicate_options for q in loaded.questions] == [False, True, False, True]
 
 
 def test_ids_differ(tmp_path):
     ids = ['x', 'x', 'x#2', 'x', 3, '3', None, {'a': 1}, '']
-    path = write_rows(tmp_path / 'some.jsonl', [
-        {'question': 'Q?', 'choices': ['a', 'b'], 'answer': 0, 'id': id} for id in ids])
-    found = [q.id for q in questions.load_task(str(path)).questions]
-    assert len(set(found)) == len(ids) and found[:2] == ['x', 'x#2'] and found[6] == '6'
+    unique = [q.id for q in load(tmp_path / 'some.jsonl', [Q | {'id': id} for id in ids])[0]]
+    assert len(set(unique)) == len(ids) and unique[:2] == ['x', 'x#2'] and unique[6] == '6'
 
 
 def test_csv_rows_fit_their_header(tmp_path):
@@ -342,21 +312,12 @@ def test_csv_rows_fit_their_header(tmp_path):
 
 
 def test_bad_shots_are_skipped_too(tmp_path):
-    row = {'question': 'Q?', 'choices': ['a', 'b'], 'answer': 0}
-    write_rows(tmp_path / 'dev.jsonl', [row | {'answer': 7}, row])
-    write_rows(tmp_path / 'test.jsonl', [row])
+    write_rows(tmp_path / 'dev.jsonl', [Q | {'answer': 7}, Q])
+    write_rows(tmp_path / 'test.jsonl', [Q])
     with pytest.raises(DataError, match='dev.jsonl:1: no valid answer.*--on_bad_row=skip'):
         questions.load_task(str(tmp_path), shots=1)
     loaded = questions.load_task(str(tmp_path), shots=1, on_bad_row='skip')
     assert len(loaded.bad) == 1 and len(loaded.shots['', 'various things']) == 1
-
-
-def test_arc_as_first_published_under_the_harness(tmp_path):
-    row = {'question': {'stem': ' Q?', 'choices': [{'text': t, 'label': k} for t, k in
-                                                   zip('abcd', 'ABCD')]}, 'answerKey': 'C'}
-    path = write_rows(tmp_path / 'ARC-Easy-Test.jsonl', [row])
-    (question,), *_ = questions.load_task(f'arc_easy:{path}', prompt_format='harness')
-    assert question.context == 'Question:  Q?\nAnswer:'
 
 
 def test_prompt_is_mmlus(tmp_path):
@@ -365,27 +326,26 @@ def test_prompt_is_mmlus(tmp_path):
     write_rows(tmp_path / 'dev.jsonl', rows[:2])
     write_rows(tmp_path / 'test.jsonl', rows[2:])
     (question,), solved, _, _ = questions.load_task(f'mmlu:{tmp_path}', shots=2)
-    prompt = question.header + ''.join(
-        s.solved for s in solved[question.group]) + question.context
-    assert prompt == ('The following are multiple choice questions (with answers) about abstract '
-                      'algebra.\n\nQ0?\nA. w\nB. x\nC. y\nD. z\nAnswer: A\n\n'
-                      'Q1?\nA. w\nB. x\nC. y\nD. z\nAnswer: B\n\nQ2?\nA. w\nB. x\nC. y\nD. z\n'
-                      'Answer:')
-    assert question.options == [' A', ' B', ' C', ' D']
-    assert question.category == 'STEM'
+    prompt = question.header + ''.join(s.solved for s in solved[question.group])
+    choices = 'A. w\nB. x\nC. y\nD. z\nAnswer:'
+    assert prompt + question.context == (
+        'The following are multiple choice questions (with answers) about abstract algebra.\n\n'
+        f'Q0?\n{choices} A\n\nQ1?\n{choices} B\n\nQ2?\n{choices}')
+    assert question.options == [' A', ' B', ' C', ' D'] and question.category == 'STEM'
     for scoring in ('letters', 'text'):
-        with_header, without = (questions.load_task(
-            f'mmlu:{tmp_path}', shots=2, scoring=scoring, header=x) for x in ('english', 'none'))
-        for a, b in zip((*with_header.questions, *with_header.shots['', 'abstract_algebra']),
-                        (*without.questions, *without.shots['', 'abstract_algebra']), strict=True):
+        with_header, without = (
+            [*loaded.questions, *loaded.shots['', 'abstract_algebra']] for loaded in (
+                questions.load_task(f'mmlu:{tmp_path}', shots=2, scoring=scoring, header=x)
+                for x in ('english', 'none')))
+        for a, b in zip(with_header, without, strict=True):
             assert b.header == '' != a.header and (b.context, b.options) == (a.context, a.options)
     (question,), _, _, _ = questions.load_task(f'mmlu:{tmp_path}', scoring='text')
     assert question.context == 'Q2?\nAnswer:' and question.options == [' w', ' x', ' y', ' z']
-    with pytest.raises(DataError, match="2 solved questions about 'abstract_algebra', 5 wanted; "
-                                        "--shots=2 would fit"):
-        questions.load_task(f'mmlu:{tmp_path}', shots=5)
-    with pytest.raises(DataError, match='is one file: give a folder .* or --shots=0'):
-        questions.load_task(f'mmlu:{tmp_path / "test.jsonl"}', shots=5)
+    for name, message in (
+            (tmp_path, "2 solved questions about 'abstract_algebra', 5 wanted; --shots=2 would"),
+            (tmp_path / 'test.jsonl', 'is one file: give a folder .* or --shots=0')):
+        with pytest.raises(DataError, match=message):
+            questions.load_task(f'mmlu:{name}', shots=5)
     (tmp_path / 'dev.jsonl').rename(tmp_path / 'train.jsonl')
     with pytest.raises(DataError, match='matches all/dev.* or dev.jsonl.*--shots=0 asks without'):
         questions.load_task(f'mmlu:{tmp_path}', shots=5)
@@ -493,7 +453,12 @@ GOLDEN = [
     ('piqa', 'piqa_validation.parquet',
      {'goal': 'dry a shirt', 'sol1': 'Hang it up.', 'sol2': 'Fold it.', 'label': 0},
      ['Question: dry a shirt\nAnswer:| Hang it up.', 'Question: dry a shirt\nAnswer:| Fold it.'], 0,
-     'dry a shirt\nA. Hang it up.\nB. Fold it.\nAnswer:')]
+     'dry a shirt\nA. Hang it up.\nB. Fold it.\nAnswer:'),
+    ('arc_easy', 'ARC-Easy-Test.jsonl',     # as first published
+     {'question': {'stem': ' Q?', 'choices': [{'text': 'a', 'label': 'A'},
+                                              {'text': 'b', 'label': 'B'}]}, 'answerKey': 'B'},
+     ['Question:  Q?\nAnswer:| a', 'Question:  Q?\nAnswer:| b'], 1,
+     'Q?\nA. a\nB. b\nAnswer:')]
 
 
 @pytest.mark.parametrize('task, file, row, prompts, answer, letters', GOLDEN)
@@ -514,29 +479,18 @@ def test_prompts_of_bayesian_lora_are_known(tmp_path, task, file, row, prompts, 
 
 def test_white_space_before_an_option_is_scored_with_it(tmp_path):
     """White space that ends a context is scored with what follows, as lm-eval does."""
-    stem = {'question_stem': 'A plant needs ', 'answerKey': 'A',
-            'choices': {'text': ['air', 'ink'], 'label': ['A', 'B']}}
-    path = write_rows(tmp_path / 'test.jsonl', [stem])
-    (question,), *_ = questions.load_task(f'openbookqa:{path}', prompt_format='harness')
+    row = {'question_stem': 'A plant needs ', 'answerKey': 'A',
+           'choices': {'text': ['air', 'ink'], 'label': ['A', 'B']}}
+    (question,), *_ = load(tmp_path / 'test.jsonl', [row], 'openbookqa', prompt_format='harness')
     assert (question.context, question.options) == ('A plant needs', ['  air', '  ink'])
     row = {'sentence': 'Kim met Ann; _ won.', 'option1': 'Kim ', 'option2': 'Ann', 'answer': '1'}
-    path = write_rows(tmp_path / 'dev.jsonl', [row, row | {'sentence': 'Kim won.'}])
+    rows = [row, row | {'sentence': 'Kim won.'}]
     with pytest.raises(DataError, match='dev.jsonl:2: the sentence has no blank, an underscore'):
-        questions.load_task(f'winogrande_m:{path}', prompt_format='harness')
-    (question,), *_ = questions.load_task(f'winogrande_m:{path}', prompt_format='harness',
-                                          on_bad_row='skip')
+        load(tmp_path / 'dev.jsonl', rows, 'winogrande_m', prompt_format='harness')
+    (question,), *_ = load(tmp_path / 'dev.jsonl', rows, 'winogrande_m', prompt_format='harness',
+                           on_bad_row='skip')
     assert [(p.context, p.options) for p in question.parts] == [
         ('Kim met Ann; Kim', ['  won.']), ('Kim met Ann; Ann', [' won.'])]
-
-
-def test_splits_without_labels_are_bad_rows(tmp_path):
-    for task, row in (('boolq', {'question': 'q', 'passage': 'p', 'idx': 0, 'label': -1}),
-                      ('winogrande_xl', {'sentence': '_ x', 'option1': 'a', 'option2': 'b',
-                                         'answer': ''}),
-                      ('piqa', {'goal': 'g', 'sol1': 'a', 'sol2': 'b', 'label': -1})):
-        path = write_rows(tmp_path / f'{task}.jsonl', [row])
-        with pytest.raises(DataError, match=f'{task}.jsonl:1: no valid answer'):
-            questions.load_task(f'{task}:{path}')
 
 
 @pytest.mark.parametrize('kind', ['clm', 'facts'])

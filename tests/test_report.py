@@ -158,7 +158,7 @@ def test_only_a_cut_line_is_left_out(tmp_path):
 
 def test_printed_intervals_hold_the_errors_of_a_calibrated_model():
     held = []
-    for seed in range(40):
+    for seed in range(25):
         random = np.random.default_rng(seed)
         scores = np.log(metrics.softmax(1.5 * random.normal(size=(300, 3))))
         labels = (scores + random.gumbel(size=scores.shape)).argmax(1)
@@ -416,7 +416,7 @@ def test_a_picture_that_fails_costs_no_numbers(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('n', [1, 12])
+@pytest.mark.parametrize('n', [1, 6])
 def test_a_reliability_diagram_has_bars_gaps_and_intervals(tmp_path, monkeypatch, n):
     figures = []
     monkeypatch.setattr(plots, 'save_figure', lambda figure, *rest: figures.append(figure))

@@ -26,6 +26,9 @@ def test_temperature_and_platt_scaling_recover_what_was_applied():
     right = rng.random(len(labels)) < scaling.apply_platt(confidence, 0.7, -0.3)
     assert scaling.fit_platt(confidence, right) == pytest.approx((0.7, -0.3), abs=0.05)
     assert all(map(math.isfinite, scaling.fit_platt([0.9, 1.0], [True, True])))
+    # Platt's targets of 3 right rows and 1 wrong one are 4/5 and 1/3
+    few = scaling.fit_platt([0.5] * 4, [True, True, True, False])
+    assert scaling.apply_platt([0.5], *few) == pytest.approx((3 * 4 / 5 + 1 / 3) / 4)
 
 
 @pytest.mark.parametrize('shift', [0.0, 5.0, -40.0])
@@ -56,6 +59,7 @@ def test_vector_histogram_and_isotonic_scaling_fit_what_was_applied():
     fitted = scaling.apply_isotonic(c, x, y)
     assert (np.diff(y) >= 0).all() and (np.diff(x) > 0).all()
     assert np.abs(fitted - c ** 2).mean() < 0.03 and fitted.mean() == pytest.approx(right.mean())
+    assert scaling.fit_isotonic([0.1, 0.2, 0.3], [True] * 3)[0].tolist() == [0.1, 0.3]   # one pool
     x, y = scaling.fit_isotonic([0.1, 0.2, 0.3, 0.4, 0.4], [True, False, False, True, False])
     assert scaling.apply_isotonic([0.05, 0.1, 0.3, 0.35, 0.4, 0.9], x, y) == pytest.approx(
         [1 / 3, 1 / 3, 1 / 3, 5 / 12, 1 / 2, 1 / 2])

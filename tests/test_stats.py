@@ -180,12 +180,12 @@ def test_intervals_cover_what_they_should():
     rng = np.random.default_rng(1)
     for method in ('percentile', 'bca'):
         covered = 0
-        for _ in range(60):
+        for _ in range(40):
             c = rng.uniform(0.5, 1, 80)
             right = rng.random(80) < c - 0.1
             low, high = stats.interval(metrics.gap, c, right, n_resamples=200, method=method)
             covered += low <= 0.1 <= high
-        assert covered >= 51, method
+        assert covered >= 34, method
     # skewed: BCa moves the interval of a variance up
     x = rng.exponential(size=60)
     percentile, bca = (stats.interval(lambda x, _: x.var(), x, x, method=m, n_resamples=2000)

@@ -2,7 +2,6 @@
 
 import base64
 import gzip
-import itertools
 import json
 import random
 import re
@@ -44,11 +43,10 @@ def test_text_never_makes_a_control_token(tokenizers, kind):
 
 @pytest.mark.parametrize('kind', ['gemma', 'mistral', 'llama2', 'llama3'])
 def test_continued_text_has_no_extra_space(tokenizers, kind):
-    tokenizer = tokenizers[kind]
+    encode, decode = tokenizers[kind].encode, tokenizers[kind].decode
     for first, second in (('user: ', 'blue'), ('The fox\n', 'jumps\n\nover'), ('fox', ' dog'),
                           ('', 'sky')):
-        ids = tokenizer.encode(first) + tokenizer.encode(second, start=not first)
-        assert tokenizer.decode(ids) == first + second
+        assert decode(encode(first) + encode(second, start=not first)) == first + second
 
 
 def test_gemma_keeps_harmless_symbols(tokenizers):
@@ -204,7 +202,7 @@ def test_a_real_tokenizer_json_has_the_ids_of_transformers(name, tmp_path):
     (tmp_path / 'tokenizer_config.json').write_text(json.dumps(
         {'eos_token': REAL[name], 'tokenizer_class': 'PreTrainedTokenizerFast'}))
     lines = gzip.open(SHARED / 'datasets' / 'wikitext2' / 'wiki.test.txt.gz', 'rt').readlines()
-    same_ids(tmp_path, strings(3000) + lines)
+    same_ids(tmp_path, strings(1000) + lines[::4])
 
 
 def test_vocab_and_merges_are_read_as_by_transformers(tmp_path):
@@ -611,7 +609,8 @@ def test_transformers_reads_what_a_run_saves(kind, tmp_path):
     assert (theirs.chat_template == 'of the base model') == (kind in ('llama3.json', 'qwen'))
     bos = [] if kind == 'qwen' else [ours.bos_id]
     assert (theirs.eos_token_id, ours.bos_id) == (ours.eos_id, *(bos or [None]))
-    for text in [' lead', 'a\n\n b', '<0x0A>', '<unk>', '<b>', '\u2581', *strings(500), *CORPUS]:
+    for text in [' lead', 'a\n\n b', '<0x0A>', '<unk>', '<b>', '\u2581', *strings(300),
+                 *CORPUS[:6]]:
         if not any(name in text for name in ours.control_ids):
             assert theirs(text)['input_ids'] == bos + ours.encode(text), text
             assert theirs.decode(ours.encode(text)) == ours.decode(ours.encode(text))
@@ -632,7 +631,7 @@ def test_transformers_reads_real_tokenizers(file, tmp_path):
         assert theirs.apply_chat_template(messages)['input_ids'] == chat.encode_conversation(
             messages, ours, 'llama3' if 'llama3' in file else 'mistral')[0], messages
     lines = gzip.open(SHARED / 'datasets' / 'wikitext2' / 'wiki.test.txt.gz', 'rt').readlines()
-    texts = [text for text in [*strings(5000), *lines]
+    texts = [text for text in [*strings(1000), *lines[::4]]
              if not any(name in text for name in ours.control_ids)]
     for text, ids in zip(texts, theirs(texts)['input_ids'], strict=True):
         assert ids == [ours.bos_id, *ours.encode(text)], text
@@ -658,13 +657,11 @@ CHATS = [MESSAGES, MESSAGES[1:], MESSAGES[:3], MESSAGES[1:3],
 
 @pytest.mark.slow
 @pytest.mark.parametrize('template, kind, add_bos', [
-    *((template, kind, add_bos) for template, kind in (
-        *itertools.product(('tulu', 'mistral', 'alpaca'),
-                           ('llama3', 'llama3.json', 'gemma', 'mistral', 'llama2')),
-        ('llama3', 'llama3'), ('llama3', 'llama3.json'), ('gemma', 'gemma'))
-      for add_bos in (True, False)),
-    # which has no BOS
-    *((template, 'qwen', False) for template in ('tulu', 'mistral', 'alpaca', 'chatml'))])
+    *(('tulu', kind, True) for kind in ('llama3', 'llama3.json', 'gemma', 'mistral', 'llama2')),
+    *(('mistral', kind, True) for kind in ('llama3.json', 'mistral', 'llama2')),
+    ('alpaca', 'gemma', True), ('alpaca', 'llama2', True), ('llama3', 'llama3.json', True),
+    ('gemma', 'gemma', True), ('gemma', 'gemma', False), ('tulu', 'llama2', False),
+    ('mistral', 'mistral', False), ('tulu', 'qwen', False), ('chatml', 'qwen', False)])
 def test_transformers_renders_what_was_trained(template, kind, add_bos, tmp_path):
     theirs, ours = in_transformers(base_folder(tmp_path / 'run', kind), template, add_bos)
     for messages in CHATS[3:] if template == 'alpaca' else CHATS:
@@ -703,7 +700,6 @@ def test_jinja_raises_as_python_does(tokenizers, tmp_path):
     theirs, ours = in_transformers(base_folder(tmp_path / 'run', 'gemma'), 'gemma')
     for messages, wrong in (
             ([MESSAGES[0], MESSAGES[2]], 'a system message must be followed by a user message'),
-            ([MESSAGES[0]], 'a system message must be followed by a user message'),
             ([*MESSAGES[1:3], MESSAGES[0], MESSAGES[1]], 'a system message must be the first'),
             ([{'role': 'tool', 'content': 'x'}, MESSAGES[2]], 'tool.*wanted one of system, user')):
         with pytest.raises(jinja2.exceptions.TemplateError, match=wrong):
@@ -740,7 +736,7 @@ BELOW = 'Below is an instruction that describes a task'
 APPROPRIATELY = 'Write a response that appropriately completes the request.'
 
 
-@pytest.mark.parametrize('kind', ['gemma', 'mistral', 'llama2', 'llama3'])
+@pytest.mark.parametrize('kind', ['gemma', 'llama2'])
 @pytest.mark.parametrize('given, prompt', [
     ('', f'{BELOW}. {APPROPRIATELY}\n\n### Instruction:\nAdd <|.\n\n### Response:'),
     ('1\n\n2', f'{BELOW}, paired with an input that provides further context. {APPROPRIATELY}\n\n'
@@ -760,23 +756,19 @@ def test_the_alpaca_template_is_stanfords_prompt(tokenizers, kind, given, prompt
 
 
 @needs_shared
-def test_real_tokenizers_give_known_ids(tmp_path):
-    def real(name, file):
-        (tmp_path / name).mkdir()
-        shutil.copyfile(SHARED / 'tokenizers' / file, tmp_path / name / 'tokenizer.model')
-        return load_tokenizer(tmp_path / name)
-    llama3 = real('llama3', 'llama3_tokenizer.model')
-    assert (llama3.n_vocab, llama3.bos_id, llama3.eos_id) == (128256, 128000, 128001)
-    assert llama3.encode('<|user|>\n') == [27, 91, 882, 91, 397]
-    assert llama3.encode('<|assistant|>\n') == [27, 91, 78191, 91, 397]
-    assert llama3.control_ids['<|eot_id|>'] == 128009
-    mistral = real('mistral', 'mistral_mistral_instruct_tokenizer_240323.model.v3')
-    assert mistral.encode('\nhello') != mistral.encode('\nhello', start=False)
-    assert mistral.control_ids['[INST]'] == 3
-    for name, file, letter in (('llama2', 'llama2_tokenizer.model', 319),
-                               ('mistral1', 'mistral_tokenizer.model.v1', 330)):
-        tokenizer = real(name, file)
-        assert tokenizer.encode('Answer: A') == [*tokenizer.encode('Answer:'), letter]
-        assert tokenizer.encode('Answer: A', start=False)[-1] == letter
-    for tokenizer in (llama3, mistral):
-        assert not set(tokenizer.encode(HOSTILE)) & set(tokenizer.control_ids.values())
+@pytest.mark.parametrize('file, text, ids', [
+    ('llama3_tokenizer.model', '<|user|>\n', [27, 91, 882, 91, 397]),
+    ('llama3_tokenizer.model', '<|assistant|>\n', [27, 91, 78191, 91, 397]),
+    ('llama2_tokenizer.model', 'Answer: A', [673, 29901, 319]),
+    ('mistral_tokenizer.model.v1', 'Answer: A', None)])
+def test_real_tokenizers_give_known_ids(file, text, ids, tmp_path):
+    shutil.copyfile(SHARED / 'tokenizers' / file, tmp_path / 'tokenizer.model')
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode(text) == (ids or [*tokenizer.encode('Answer:'), 330])
+    assert not set(tokenizer.encode(HOSTILE)) & set(tokenizer.control_ids.values())
+    if 'llama3' in file:
+        assert (tokenizer.n_vocab, tokenizer.bos_id, tokenizer.eos_id) == (128256, 128000, 128001)
+        assert tokenizer.control_ids['<|eot_id|>'] == 128009
+    else:
+        assert tokenizer.encode('Answer: A', start=False)[-1] == tokenizer.encode(text)[-1]
+        assert tokenizer.encode('\nhello') != tokenizer.encode('\nhello', start=False)

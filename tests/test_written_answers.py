@@ -12,7 +12,6 @@ from common import reference_model, run_scripts, sentencepiece_folder, write_row
 
 import evaluate
 import generate
-import metrics
 import scoring
 import written_tasks
 from data import code_tasks, grading, written_answers
@@ -27,7 +26,6 @@ from results.samples import latest_samples, read_samples
 from runtime import checkpoint
 from runtime.errors import CheckpointError, ConfigError, DataError
 from runtime.sandbox import run_program
-from train import TrainConfig, train
 
 # ------------------------------------------------------------------------------------------------
 # Files
@@ -61,36 +59,33 @@ def test_a_malformed_row_of_popqa_is_a_bad_row(tmp_path, row, message):
     assert (len(loaded.questions), len(loaded.bad)) == (1, 1)
 
 
-def test_popqa_is_read_from_its_tsv(tmp_path):
-    (tmp_path / 'test.tsv').write_text(
-        'id\tsubj\tprop\ts_pop\tquestion\tpossible_answers\n'
-        '42\tGeorge\toccupation\t14\tWhat is George\'s occupation?\t"[""politician"", ""a, b""]"\n')
+def test_popqa_is_read_from_its_tsv_and_math_takes_the_boxed_answer(tmp_path):
+    (tmp_path / 'test.tsv').write_text('id\tprop\tquestion\tpossible_answers\n'
+                                       '42\tjob\tWhat?\t"[""politician"", ""a, b""]"\n')
     question, = load_written(f'popqa:{tmp_path}').questions
-    assert question.references == ['politician', 'a, b'] and question.subject == 'occupation'
-    assert question.id == '42'
-
-
-def test_math_takes_the_boxed_answer_of_a_solution(tmp_path):
-    row = {'problem': 'Add 1 and 1.', 'solution': r'It is $\boxed{2}$.', 'level': 1,
-           'type': 'Algebra'}
-    path = write_rows(tmp_path / 'test.jsonl', [row])
+    assert (question.id, question.subject) == ('42', 'job')
+    assert question.references == ['politician', 'a, b']
+    path = write_rows(tmp_path / 'test.jsonl', [{
+        'problem': 'Add 1 and 1.', 'solution': r'It is $\boxed{2}$.', 'level': 1, 'type': 'Sum'}])
     question, = load_written(f'math500:{path}').questions
-    assert question.references == ['2'] and question.subject == 'Algebra'
+    assert (question.references, question.subject) == (['2'], 'Sum')
 
 
-@pytest.mark.parametrize('rows, arguments, message', [
-    ([{'question': 'Q?', 'answers': []}], {}, 'test.jsonl:1: wanted a question and'),
-    ([{'question': ' ', 'answers': ['a']}], {}, 'wanted a question'),
-    ([{'question': 'Q?', 'answers': [3]}], {}, 'reference answer is not text'),
-    ([{'question': 'Q?'}], {}, "test.jsonl:1: not the fields of its format: there is no 'answer'"),
-    ([{'question': 'Q?', 'answers': ['a']}], {'header': 'native'}, 'no header of its own'),
-    ([{'question': 'Q?', 'answers': ['a']}], {'shots': 3}, '2 solved questions, 3 wanted'),
-    ([{'question': 'Q?', 'answers': ['a']}], {'revision': 'main'}, "data_revision = 'main' is")])
-def test_bad_files_are_refused(rows, arguments, message, tmp_path):
-    write_rows(tmp_path / 'test.jsonl', rows)
+@pytest.mark.parametrize('row, arguments, message', [
+    ({'answers': []}, {}, 'test.jsonl:1: wanted a question and'),
+    ({'question': ' '}, {}, 'wanted a question'),
+    ({'answers': [3]}, {}, 'reference answer is not text'),
+    ({}, {'header': 'native'}, 'no header of its own'),
+    ({}, {'shots': 3}, '2 solved questions, 3 wanted'),
+    ({}, {'revision': 'main'}, "data_revision = 'main' is")])
+def test_bad_files_are_refused(row, arguments, message, tmp_path):
+    write_rows(tmp_path / 'test.jsonl', [{'question': 'Q?', 'answers': ['a']} | row])
     write_rows(tmp_path / 'train.jsonl', [{'question': 'Q?', 'answers': 'a'}] * 2)
     with pytest.raises(DataError, match=re.escape(message)):
         load_written(f'qa:{tmp_path}', **arguments)
+    for name, shots, message in (('qa', 0, 'no file given'), ('popqa', 5, 'no solved questions')):
+        with pytest.raises(DataError, match=message):
+            load_written(name, shots=shots)
 
 
 def test_a_proposed_answer_continues_its_prompt(tmp_path):
@@ -105,13 +100,6 @@ def test_a_proposed_answer_continues_its_prompt(tmp_path):
     question.context = 'def f():\n    """One."""'
     assert '"""\n    return 1\nIs the' in written_answers.proposed(
         question, '\n    return 1\n', True).context
-
-
-def test_a_task_of_ones_own_needs_a_file():
-    with pytest.raises(DataError, match='no file given'):
-        load_written('qa')
-    with pytest.raises(DataError, match='no solved questions'):
-        load_written('popqa', shots=5)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -152,49 +140,41 @@ def samples_of(out, task):
 
 
 HEADER = 'Answer these questions as briefly as possible.\n\n'
-SHOTS = ('Question: What is fox 0?\nAnswer: blue 0\n\n'
-         'Question: What is fox 1?\nAnswer: blue 1\n\n')
+PROMPT = HEADER + ('Question: What is fox 0?\nAnswer: blue 0\n\n'
+                   'Question: What is fox 1?\nAnswer: blue 1\n\n'
+                   'Question: What is the colour of {}?\nAnswer:')
 
 
-def log_probs_after(reference, tokenizer, text, *continuations):
-    """Log-probabilities by transformers, each continuation in a pass of its own, token by token."""
-    ids, values = [tokenizer.bos_id, *tokenizer.encode(text)], []
-    for tokens in continuations:
-        with torch.no_grad():
-            logits = reference(torch.tensor([ids + tokens])).logits[0].double().log_softmax(-1)
-        values.append([logits[len(ids) - 1 + i, token].item() for i, token in enumerate(tokens)])
-    return values
+def log_probs_after(reference, tokenizer, text, tokens):
+    """Return the log-probabilities of `tokens` after a text, by transformers."""
+    ids = [tokenizer.bos_id, *tokenizer.encode(text)]
+    with torch.no_grad():
+        logits = reference(torch.tensor([ids + tokens])).logits[0].double().log_softmax(-1)
+    return [logits[len(ids) - 1 + i, token].item() for i, token in enumerate(tokens)]
 
 
 def test_probabilities_of_an_answer_are_those_of_transformers(asked, monkeypatch):
     folder, reference, _ = asked
-    tokenizer = load_tokenizer(folder / 'model')
-    written, tokens = written_tasks.written, {}
+    tokenizer, written, tokens = load_tokenizer(folder / 'model'), written_tasks.written, {}
 
     def with_tokens(answer):
         tokens[answer.text, math.fsum(answer.log_probs)] = [*answer.tokens]
         return written(answer)
 
     monkeypatch.setattr(written_tasks, 'written', with_tokens)
-    ask(folder, folder / 'tokens', '--limit=3')
-    rows = samples_of(folder / 'tokens', 'qa')
-    assert len(rows) == 3
-    for row in rows:
-        number = int(row['id'])
-        prompt = f'{HEADER}{SHOTS}Question: What is the colour of {number}?\nAnswer:'
-        for answer in (row['greedy'], *row['answers']):
+    ask(folder, folder / 'tokens', '--limit=2')
+    for row in samples_of(folder / 'tokens', 'qa'):
+        greedy = row['greedy']
+        for answer in (greedy, *row['answers']):
             ids = tokens[answer['text'], answer['log_prob']]
-            (log_probs,) = log_probs_after(reference, tokenizer, prompt, ids)
+            log_probs = log_probs_after(reference, tokenizer, PROMPT.format(row['id']), ids)
             assert answer['log_prob'] == pytest.approx(sum(log_probs), abs=2e-4)
             assert answer['mean_prob'] == pytest.approx(np.exp(log_probs).mean(), abs=1e-4)
             assert answer['n_tokens'] == len(log_probs)
-            if answer is row['greedy'] and answer['answer']:    # tokens that add to the span
-                ends = [len(tokenizer.decode(ids[:i], start=False)) for i in range(len(ids) + 1)]
-                begin = answer['text'].rindex(answer['answer'])
-                end = begin + len(answer['answer'])
-                inside = [x for x, a, b in zip(log_probs, ends, ends[1:]) if a < end and b > begin]
-                assert answer['span_log_prob'] == pytest.approx(sum(inside), abs=2e-4)
-        assert row['confidence'] == pytest.approx(math.exp(row['greedy']['log_prob']))
+            if answer is greedy:
+                np.testing.assert_allclose(answer['log_probs'], log_probs, atol=1e-4, rtol=1e-3)
+                assert len(answer['entropies']) == len(log_probs) and min(answer['entropies']) > 0
+        assert row['confidence'] == pytest.approx(math.exp(greedy['log_prob']))
 
 
 def test_p_true_is_that_of_transformers(asked):
@@ -203,32 +183,32 @@ def test_p_true_is_that_of_transformers(asked):
     answers = {s['id']: s for s in samples_of(folder / 'out', 'qa')}
 
     def p_true(text):
-        both = [tokenizer.encode(text + option)[len(tokenizer.encode(text)):]
-                for option in (' (A)', ' (B)')]
-        true, false = map(sum, log_probs_after(reference, tokenizer, text, *both))
-        return 1 / (1 + math.exp(false - true))
+        n = len(tokenizer.encode(text))
+        true, false = (sum(log_probs_after(reference, tokenizer, text,
+                                           tokenizer.encode(text + option)[n:]))
+                       for option in (' (A)', ' (B)'))
+        return pytest.approx(1 / (1 + math.exp(false - true)), abs=1e-4)
 
     ending = '\nIs the {0} answer:\n (A) True\n (B) False\nThe {0} answer is:'
-    shots = ''.join(f'Question: What is fox {i}?\nProposed Answer: blue 0'
-                    f'{ending.format("proposed")} ({mark})\n\n' for i, mark in enumerate('AB'))
-    plain, among = (samples_of(folder / 'out', f'qa.{name}') for name in ('p_true',
-                                                                        'p_true_samples'))
+    proposed, possible = ending.format('proposed'), ending.format('possible')
+    shots = ''.join(f'Question: What is fox {i}?\nProposed Answer: blue 0{proposed} ({mark})\n\n'
+                    for i, mark in enumerate('AB'))
+    plain, among = (samples_of(folder / 'out', f'qa.{name}')
+                    for name in ('p_true', 'p_true_samples'))
     assert len(plain) == len(among) == 10
     assert {s['correct'] for s in plain} == {True, False}
-    for row in plain[:4]:
+    for row, other in zip(plain[:4], among[:4]):
+        question = f'Question: What is the colour of {row["id"]}?\n'
         greedy = answers[row['id']]['greedy']
-        text = (f'{HEADER}{shots}Question: What is the colour of {row["id"]}?\n'
-                f'Proposed Answer: {greedy["text"].strip()}{ending.format("proposed")}')
-        assert row['confidence'] == pytest.approx(p_true(text), abs=1e-4)
-        assert row['correct'] == greedy['correct']
-    for row in among[:4]:
-        sample = answers[row['id']]
+        assert row['correct'] == greedy['correct'] and other['id'] == row['id']
+        assert row['confidence'] == p_true(f'{HEADER}{shots}{question}Proposed Answer: '
+                                           f'{greedy["text"].strip()}{proposed}')
         ideas = [answer['answer'] or answer['text'].strip() or '(none)'
-                 for answer in (sample['greedy'], *sample['answers'])]
+                 for answer in (greedy, *answers[row['id']]['answers'])]
         lines = '\n'.join(ideas)
-        text = (f'Question: What is the colour of {row["id"]}?\nHere are some brainstormed ideas: '
-                f'{lines}\nPossible Answer: {ideas[0]}{ending.format("possible")}')
-        assert row['confidence'] == pytest.approx(p_true(text), abs=1e-4)
+        assert other['confidence'] == p_true(
+            f'{question}Here are some brainstormed ideas: {lines}\n'
+            f'Possible Answer: {ideas[0]}{possible}')
 
 
 def test_results_have_an_entry_for_each_confidence(asked):
@@ -282,7 +262,7 @@ def test_answers_in_a_chat_are_those_to_its_template(asked, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('share', [0, 0.2, 0.5, 0.9])
+@pytest.mark.parametrize('share', [0.2, 0.7])
 def test_an_interrupted_evaluation_resumes(asked, share, tmp_path):
     """The file of samples is cut off anywhere, also inside a line; all else is lost."""
     folder, *_ = asked
@@ -295,16 +275,21 @@ def test_an_interrupted_evaluation_resumes(asked, share, tmp_path):
 
 
 @pytest.mark.slow
-def test_answers_do_not_depend_on_the_other_questions(asked, tmp_path):
-    folder, _, share = asked
-    ask(folder, tmp_path, '--limit=3')
+def test_answers_depend_on_the_seed_and_not_on_the_other_questions(asked, tmp_path, monkeypatch):
+    folder, *_ = asked
     every = {s['id']: s for s in samples_of(folder / 'out', 'qa')}
+    ask(folder, tmp_path, '--limit=3')
     some = samples_of(tmp_path, 'qa')
     assert len(some) == 3 and all(s == every[s['id']] for s in some)
     ask(folder, tmp_path / 'other', '--limit=3', '--seed=1')
     others = samples_of(tmp_path / 'other', 'qa')
     assert all(a['answers'] != every[a['id']]['answers'] and a['greedy']['text'] ==
                every[a['id']]['greedy']['text'] for a in others)
+    monkeypatch.setattr(plots, 'save_figure', lambda *_: None)
+    with pytest.raises(SystemExit):
+        evaluate.main(['--compare', str(tmp_path), str(tmp_path / 'other'),
+                       f'--out_dir={tmp_path / "compared"}', '--n_bootstrap=50'])
+    assert 'qa.agreement' in (tmp_path / 'compared' / 'compare.md').read_text()
 
 
 @pytest.mark.slow
@@ -365,16 +350,6 @@ def test_an_answer_that_states_no_probability_is_not_written_again(asked, tmp_pa
     assert not samples_of(tmp_path, 'qa.verbalized_1s')
     monkeypatch.setattr(written_tasks, 'stated_guess', stated)
     assert ask(folder, tmp_path, '--verbalized')['qa']['pooled']['n'] == 10
-
-
-@pytest.mark.slow
-def test_runs_are_compared_by_each_confidence(asked, tmp_path, capsys, monkeypatch):
-    folder, _, share = asked
-    monkeypatch.setattr(plots, 'save_figure', lambda *_: None)
-    with pytest.raises(SystemExit):
-        evaluate.main(['--compare', str(folder / 'first'), str(folder / 'out'),
-                       f'--out_dir={tmp_path}', '--n_bootstrap=50'])
-    assert 'qa.agreement' in (tmp_path / 'compare.md').read_text()
 
 
 @pytest.mark.slow
@@ -476,29 +451,21 @@ def test_verbalized_prompts_are_those_of_the_paper(tmp_path):
     ('Guess: Ann\nProbability: between 0 and 1', '', None),
     ('<think>Guess: Bob\nProbability: 0.1</think>\nGuess: Ann\nProbability: 1', '', (1.0, True)),
     ('<think>Guess: Ann\nProbability: 0.1', '', None),
-    (' Ann', 'Guess:', None), (' Ann\nProbability: high', 'Guess:', None)])
-def test_one_stage_judges_its_guess(text, lead, outcome, tmp_path):
-    write_rows(tmp_path / 'q.jsonl', [{'question': 'Who?', 'answers': ['Ann']}])
-    question, = load_written(f'qa:{tmp_path / "q.jsonl"}').questions
-    sample = written_tasks.stated_sample(
-        written_answers.verbalized_1s(question), WRITTEN_TASKS['qa'], {'text': text},
-        *grading.stated_guess(text, lead))
+    (' Ann', 'Guess:', None), (' Ann\nProbability: high', 'Guess:', None),
+    # two stages: the greedy answer is judged
+    (' 0.7', 'Probability:', (0.7, True)), ('0.7', '', (0.7, True)),
+    ('Probability: 0.7', '', (0.7, True)), ('sure', 'Probability:', None),
+    ('**Probability**\n: 0.7', '', (0.7, True)),
+    ('<think>0.1 or 0.2?</think> 0.7', '', (0.7, True))])
+def test_a_stated_probability_is_of_the_guess_or_of_the_greedy_answer(text, lead, outcome):
+    question = written_answers.WrittenQuestion('0', 'Who?', 'Question: Who?\nAnswer:', ['Ann'], '')
+    stage = (written_answers.verbalized_2s(question, 'Bob', True)
+             if 'uess' not in text + lead and 'Ann' not in text
+             else written_answers.verbalized_1s(question))
+    sample = written_tasks.stated_sample(stage, WRITTEN_TASKS['qa'], {'text': text},
+                                         *grading.stated_guess(text, lead))
     assert (sample['confidence'] and (sample['confidence'], sample['correct'])) == outcome
-
-
-@pytest.mark.parametrize('text, lead, value', [(' 0.7', 'Probability:', 0.7), ('0.7', '', 0.7),
-                                               ('Probability: 0.7', '', 0.7), ('sure', '', None),
-                                               ('**Probability**\n: 0.7', '', 0.7),
-                                               ('<think>0.1 or 0.2?</think> 0.7', '', 0.7),
-                                               ('<think>0.1', '', None)])
-def test_two_stages_judge_the_greedy_answer(text, lead, value, tmp_path):
-    write_rows(tmp_path / 'q.jsonl', [{'question': 'Who?', 'answers': ['Ann']}])
-    question, = load_written(f'qa:{tmp_path / "q.jsonl"}').questions
-    sample = written_tasks.stated_sample(
-        written_answers.verbalized_2s(question, 'Bob', True), WRITTEN_TASKS['qa'], {'text': text},
-        *grading.stated_guess(text, lead))
-    assert (sample['confidence'] and (sample['confidence'], sample['correct'],
-                                      sample['predicted'])) == (value and (value, True, 'Bob'))
+    assert not stage.judged or not outcome or sample['predicted'] == 'Bob'
 
 
 @pytest.mark.slow
@@ -516,10 +483,9 @@ def test_p_ik_reads_the_state_at_the_end_of_each_prompt(asked, tmp_path, monkeyp
     (states, shares, _, values), = seen
     answers = {s['id']: s for s in samples_of(tmp_path, 'qa')}
     rows = {s['id']: s for s in samples_of(tmp_path, 'qa.p_ik')}
-    assert len(rows) == 10 and sorted(s['confidence'] for s in rows.values()) == sorted(values)
+    assert len(rows) == 10
     for i, id in enumerate(sorted(answers)):
-        prompt = f'{HEADER}{SHOTS}Question: What is the colour of {id}?\nAnswer:'
-        ids = torch.tensor([[tokenizer.bos_id, *tokenizer.encode(prompt)]])
+        ids = torch.tensor([[tokenizer.bos_id, *tokenizer.encode(PROMPT.format(id))]])
         with torch.no_grad():
             state = reference(ids, output_hidden_states=True).hidden_states[-1][0, -1]
         np.testing.assert_allclose(states[i], state, atol=1e-4)
@@ -531,16 +497,16 @@ def test_p_ik_reads_the_state_at_the_end_of_each_prompt(asked, tmp_path, monkeyp
 
 
 @pytest.mark.slow
-def test_a_model_is_tuned_to_say_what_it_knows(asked, tmp_path):
-    """train.py on samples.jsonl: as many letters A as right answers; then evaluate.py asks."""
+def test_a_model_can_be_tuned_and_asked_to_say_what_it_knows(asked, tmp_path):
+    """As many sequences with the letter A as right answers; evaluate.py asks each question once."""
     folder, *_ = asked
     tokenizer, rows = load_tokenizer(folder / 'model'), samples_of(folder / 'out', 'qa')
     for i, row in enumerate(rows):      # shares from 0 to 1, of 4 answers
         for k, answer in enumerate(row['answers']):
             answer['correct'] = k < i % 5
-    stale = rows[3] | {'prompt': 'x', 'answers': []}
-    (tmp_path / 'samples.jsonl').write_text('\n'.join(json.dumps(row) for row in (
-        stale, *rows, *samples_of(folder / 'out', 'qa.agreement'))) + '\n')
+    outdated = rows[3] | {'prompt': 'x', 'answers': []}
+    write_rows(tmp_path / 'samples.jsonl', [outdated, *rows,
+                                            *samples_of(folder / 'out', 'qa.agreement')])
     sequences = load_answers(f'p_ik:{tmp_path}', tokenizer, max_length=200, add_bos=True,
                              cache_dir=tmp_path / 'cache')
     letters = {}
@@ -551,23 +517,15 @@ def test_a_model_is_tuned_to_say_what_it_knows(asked, tmp_path):
     assert letters == {(f'Question: What is the colour of {row["id"]}?\nDo you know the answer?\n'
                         f'A. Yes\nB. No\nAnswer:'): [*'A' * (i % 5), *'B' * (4 - i % 5)]
                        for i, row in enumerate(rows)}
-    train(TrainConfig(model=str(folder / 'model'), data=f'p_ik:{tmp_path}', data_kind='questions',
-                      cache_dir=str(tmp_path / 'cache'), out_dir=str(tmp_path / 'tuned'),
-                      max_length=200, pack_len=200, micro_rows=10, batch_size=40, epochs=60,
-                      lr=3e-3, warmup=0.1, checkpoint_epochs=False, save_every=None,
-                      device='cpu', pictures=False, save_dtype='float32'))
-    arguments = [f'--model={tmp_path / "tuned"}', f'--tasks=p_ik:{tmp_path}', '--device=cpu',
-                 '--n_bootstrap=10', '--pictures=False']
+    arguments = [f'--model={folder / "model"}', f'--tasks=p_ik:{tmp_path}', '--device=cpu',
+                 '--n_bootstrap=10', '--pictures=False', f'--out_dir={tmp_path / "out"}']
     with pytest.raises(DataError, match='5 shots wanted, but p_ik has none'):
         evaluate.main(arguments)
     evaluate.main([*arguments, '--shots=0'])
-    known = {s['id']: s for s in samples_of(tmp_path / 'tuned', 'p_ik')}
-    assert len(known) == 10
-    for i, row in enumerate(rows):
-        sample = known[f'qa/{row["id"]}']
-        assert sample['correct'] == (i % 5 > 0)     # its first drawn answer
-        assert sample['confidence'] == pytest.approx(i % 5 / 4, abs=0.1)
-    result = json.loads((tmp_path / 'tuned' / 'results.json').read_text())['tasks']['p_ik']
+    known = {s['id']: s for s in samples_of(tmp_path / 'out', 'p_ik')}
+    assert {f'qa/{row["id"]}': i % 5 > 0 for i, row in enumerate(rows)} == {
+        id: sample['correct'] for id, sample in known.items()}      # of its first drawn answer
+    result = json.loads((tmp_path / 'out' / 'results.json').read_text())['tasks']['p_ik']
     assert result['distribution'] == 'P(IK) of a drawn answer, asked in words, 0 shots, plain text'
     assert 'n' not in result and {'auroc', 'brier_skill', 'prr'} <= result['pooled'].keys()
 
@@ -581,50 +539,22 @@ def test_questions_to_tune_on_are_not_the_shots(tmp_path):
     assert [q.id for q in loaded.questions] == ['q2', 'q3', 'q4', 'q5']
 
 
-# ------------------------------------------------------------------------------------------------
-# The papers' scripts
-# ------------------------------------------------------------------------------------------------
-
-def table_of(script, out, folders, tasks):
-    """Return the lines that a script writes if each of its runs has the results `tasks`.
-
-    folders: expression in the script's MODELS, {folder of a run: name of the model on the hub}
-    """
-    code = out / 'folders.py'
-    code.write_text(f"import json, sys; sys.path.insert(0, 'research/papers'); "
-                    f"from {script} import MODELS; print(json.dumps({folders}))")
-    for folder, hub in json.loads(run_scripts(1, code).stdout).items():
-        (out / folder).mkdir(parents=True)
-        (out / folder / 'results.json').write_text(json.dumps({'config': {'model': hub},
-                                                               'tasks': tasks}))
-    done = run_scripts(1, f'research/papers/{script}.py', f'--out_dir={out}')
-    assert done.returncode == 0, done.stderr
-    return (out / 'calibration.csv').read_text().splitlines()
-
-
-@pytest.mark.slow
-def test_semantic_calibration_tabulates_the_share_of_the_largest_class(tmp_path):
-    pooled = {key: 0.25 for key in ('accuracy', 'confidence', 'gap', 'smooth_ece', 'ece')}
-    bins = metrics.bins(np.full(50, 0.4), np.arange(50) % 3 == 0)
-    tasks = {task: {'source': task} for task in ('triviaqa', 'gsm8k', 'gsm8k_short')}
-    tasks['gsm8k.agreement'] = {'pooled': pooled | {'n': 1319}, 'ece_floor': 0.02,
-                                'bins': {key: x.tolist() for key, x in bins.items()}}
-    lines = table_of('semantic_calibration', tmp_path,
-                     '{f"{name}/{stage}": hub for name, (_, stages) in MODELS.items() '
-                     'for stage, hub in stages.items()}', tasks)
-    assert len(lines) == 1 + 11
-    assert lines[1].startswith('"GSM8K, chain of thought",Qwen2.5-1.5B,base,1319,0.250')
-    assert lines[-1].endswith('Mistral-7B,DPO,1319,0.250,0.250,0.250,0.250,0.250,0.020')
-    assert (tmp_path / 'reliability.png').read_bytes().startswith(b'\x89PNG')
-
-
 def test_code_calibration_tabulates_each_confidence_before_and_after_scaling(tmp_path):
+    """Its table is made of finished runs; no model is needed."""
+    (tmp_path / 'models.py').write_text(
+        "import json, sys; sys.path.insert(0, 'research/papers'); from code_calibration import "
+        "MODELS; print(json.dumps({name: hub for name, (hub, _) in MODELS.items()}))")
     pooled = {key: 0.25 for key in ('accuracy', 'confidence', 'ece', 'brier_top_label', 'auroc')}
     pooled |= {'brier_skill': -0.5, 'n': 164}
     scaled = {'pooled': pooled, 'post_hoc': {'reports': {'platt': pooled | {'ece': 0.125}}}}
-    lines = table_of('code_calibration', tmp_path, '{name: hub for name, (hub, _) in '
-                     'MODELS.items()}', {'humaneval': {'source': 'humaneval'} | scaled,
-                                         'humaneval.mean_token': scaled})
+    tasks = {'humaneval': {'source': 'humaneval'} | scaled, 'humaneval.mean_token': scaled}
+    for name, hub in json.loads(run_scripts(1, tmp_path / 'models.py').stdout).items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / 'results.json').write_text(
+            json.dumps({'config': {'model': hub}, 'tasks': tasks}))
+    done = run_scripts(1, 'research/papers/code_calibration.py', f'--out_dir={tmp_path}')
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / 'calibration.csv').read_text().splitlines()
     assert len(lines) == 1 + 4 * 2 * 2
     assert lines[1] == 'CodeLlama-7B,p_avg,none,164,0.250,0.250,0.250,0.250,-0.500,0.250'
     assert lines[2] == 'CodeLlama-7B,p_avg,Platt,164,0.250,0.250,0.125,0.250,-0.500,0.250'

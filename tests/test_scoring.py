@@ -1,0 +1,408 @@
+"""scoring.py: trees of tokens, the tokens of questions, kernels that are loaded ahead"""
+
+import copy
+import dataclasses
+import random
+import shutil
+import weakref
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from common import (DEVICES, SHARED, head_of_32, lora_model, needs_files, reference_model,
+                    whole_rows, write_rows)
+
+import evaluate
+import metrics
+import scoring
+from data import packing, questions
+from data.chat import encode_conversation
+from data.tokenizer import load_tokenizer
+from data.trees import tokenize_questions
+from runtime import checkpoint, device as devices, load_ahead
+from runtime.errors import DataError
+from test_tokenizer import train_bpe
+
+
+def random_trees(rng, own_starts=True, n=12):
+    """Trees with and without common prefixes; own_starts: a third has a start per option."""
+    def ids(low, high):
+        return rng.integers(0, 211, rng.integers(low, high)).tolist()
+    prefixes = [tuple(ids(1, 20)) for _ in range(3)]
+    trees = []
+    for i in range(n):
+        prefix, prompt = prefixes[i * len(prefixes) // n], ids(1, 9)
+        options = [ids(1, 6) for _ in range(rng.integers(2, 6))]
+        # a shared first token is in the prompt
+        start = len(prefix) + len(prompt) + rng.integers(-1, 1)
+        starts = [start] * len(options)
+        if own_starts and i % 3 == 2:
+            starts = [start + int(rng.integers(len(option))) for option in options]
+        trees.append(packing.Tree(prefix, prompt, options, starts))
+    return trees
+
+
+def in_several_orders(tree):
+    """The tree of three letters after each continuation, as after each order of the options."""
+    return packing.Tree(tree.prefix, tree.prompt,
+                        [[*ids, k] for ids in tree.continuations for k in (7, 8, 9)],
+                        [len(ids) for ids in tree.sequences for _ in range(3)])
+
+
+def plain_log_probs(model, tree, device):
+    """Of each option, by a row for each that holds its sequence, then padding."""
+    sequences = [torch.tensor(ids) for ids in tree.sequences]
+    ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+    logits = model.logits(model(*(x.to(device) for x in (ids, *whole_rows(ids)))))
+    log_probs = logits.log_softmax(-1).cpu()[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+    return [row[start - 1:len(sequence) - 1].sum().item()
+            for row, start, sequence in zip(log_probs, tree.starts, sequences, strict=True)]
+
+
+@pytest.mark.parametrize('device', DEVICES)
+@pytest.mark.parametrize('name', ['llama3', 'gemma2', 'neox'])
+def test_tree_equals_one_sequence_per_option(name, device, tmp_path):
+    reference_model(name, tmp_path)
+    model = checkpoint.load(tmp_path, device)
+    model.decoder.attention = 'explicit'  # FlexAttention would compile every shape, for minutes
+    trees = random_trees(np.random.default_rng(len(name)))
+    right = [plain_log_probs(model, tree, device) for tree in trees]
+    # rows of 40 part questions, those of 16 are shorter than some prompts
+    for options in ({'pack_len': 16}, {'pack_len': 40}, {'deterministic': True},
+                    {'pack_len': 128, 'batch_rows': 3, 'trim': 16},
+                    {'pack_len': 1024, 'trim': 0}):
+        found = scoring.option_log_probs(model, trees, **options)
+        for ours, theirs in zip(found, right, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+@pytest.mark.parametrize('batch_rows', [1, 3])
+def test_questions_of_one_token_are_scored(batch_rows, tmp_path):
+    """Their row may hold nothing but tokens at position 0 that only one token sees, like padding.
+
+    Without BOS and shots that is so for a context and options of one token, or where each option
+    has a context of its own.
+    """
+    reference_model('llama', tmp_path)
+    model = checkpoint.load(tmp_path)
+    one = packing.Tree((), [4], [[1], [2]], [1, 1])
+    own_context = packing.Tree((), [], [[5, 6], [7, 8]], [1, 1])
+    empty_leaf = packing.Tree((), [9, 3], [[], [1]], [1, 1])    # one option begins the other
+    for trees in ([one], [own_context], [one, empty_leaf, own_context], [empty_leaf, one, one]):
+        found = scoring.option_log_probs(model, trees, pack_len=2, batch_rows=batch_rows)
+        found += scoring.option_log_probs(model, trees, pack_len=16, batch_rows=batch_rows)
+        for tree, ours in zip(trees * 2, found, strict=True):
+            assert ours == pytest.approx(plain_log_probs(model, tree, 'cpu'), abs=1e-4)
+
+
+def test_the_hash_of_a_tree_stays_as_in_folders_that_are_there():
+    """An evaluation resumes from the samples whose hash it finds."""
+    tree, text = packing.Tree((1, 2), [3], [[4], [5]], [3, 3]), packing.Tree(
+        (1, 2), [3, 9], scored=[2, 3])
+    assert (tree.fingerprint, text.fingerprint) == ('f01b013bb70a', 'd4ec02025420')
+    for other in (packing.Tree((1, 7), [3], [[4], [5]], [3, 3]),
+                  packing.Tree((1,), [2, 3], [[4], [5]], [3, 3])):
+        assert other.fingerprint != tree.fingerprint
+
+
+def test_an_option_that_begins_another_does_not_lengthen_a_row():
+    """Such an option has an empty continuation; one token less than none was counted for it."""
+    tree = packing.Tree((1, 2, 3), [4, 5], [[1] * 5, [], [2, 2]], [4, 4, 4])
+    rows = list(packing.pack_trees([(0, tree)], 9))
+    assert [arrays.shape for arrays, _ in rows] == [(3, 9)] * 2
+    assert sum(len(scored) for _, scored in rows) == tree.n_scored
+    one_option = packing.Tree((1, 2, 3), [4, 5, 6], [[]], [4])      # longer than the row
+    assert len(list(packing.pack_trees([(0, one_option)], 5))) == 1
+
+
+def test_options_that_differ_in_their_last_token_share_the_others(tmp_path):
+    """As the letters after each order of the options do."""
+    reference_model('llama', tmp_path)
+    model, rng = checkpoint.load(tmp_path), np.random.default_rng(0)
+    tree = in_several_orders(packing.Tree(
+        (1, 2), [3, 4, 5], [rng.integers(1, 211, 6).tolist() for _ in range(3)]))
+    ((arrays, scored),) = packing.pack_trees([(0, tree)], 64)
+    assert arrays.shape == (3, 64) and len(scored) == tree.n_scored == 9
+    assert np.count_nonzero(arrays[0]) == 5 + 3 * 6
+    right = plain_log_probs(model, tree, 'cpu')
+    for pack_len in (8, 16, 64):        # a row of 8 has room for one order and no more
+        (sums,) = scoring.option_log_probs(model, [tree], pack_len=pack_len)
+        assert sums == pytest.approx(right, abs=1e-4)
+
+
+def test_deterministic_scores_are_bitwise_equal(tmp_path):
+    reference_model('gemma2', tmp_path)
+    model = checkpoint.load(tmp_path)
+    trees = random_trees(np.random.default_rng(0))
+    alone = [scoring.option_log_probs(model, [tree], deterministic=True)[0] for tree in trees]
+    order = np.random.default_rng(1).permutation(len(trees))
+    found = scoring.option_log_probs(model, [trees[i] for i in order], pack_len=64, batch_rows=4,
+                                      deterministic=True)
+    assert all(np.array_equal(alone[i], sums) for i, sums in zip(order, found, strict=True))
+
+
+def test_scored_tokens_of_a_text_equal_the_plain_model(tmp_path):
+    """Log-probability, top token, its log-probability and entropy, packed beside other texts."""
+    reference_model('llama', tmp_path)
+    model = checkpoint.load(tmp_path)
+    rng = np.random.default_rng(0)
+    trees = [packing.Tree((), rng.integers(0, 211, n).tolist(), scored=[1, n // 2, n - 1])
+             for n in (9, 30, 17)]
+    for index, numbers, values in scoring.score(lambda: model, enumerate(trees), 64,
+                                                 compute=scoring.token_statistics):
+        tree = trees[index]
+        ids = torch.tensor([tree.prompt])
+        log_probs = model.logits(model(ids, *whole_rows(ids))).log_softmax(-1)[0].detach()
+        for n, (log_prob, top, top_log_prob, entropy) in zip(numbers, values, strict=True):
+            row = log_probs[tree.scored[n] - 1]
+            assert top == row.argmax()
+            assert [log_prob, top_log_prob, entropy] == pytest.approx(
+                [float(x) for x in (row[tree.prompt[tree.scored[n]]], row.max(),
+                                    -(row.exp() * row).sum())], abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('device', DEVICES)
+@pytest.mark.parametrize('name', ['mistral_window', 'gemma2', 'neox', 'smollm3', 'granite'])
+def test_bfloat16_trees_score_as_single_sequences(name, device, tmp_path):
+    """Packed trees, by the kernels on a GPU, have no larger errors than one sequence per option."""
+    reference_model(name, tmp_path, **head_of_32(name))
+    exact, half = checkpoint.load(tmp_path), checkpoint.load(tmp_path, device, torch.bfloat16)
+    half.decoder.attention = 'explicit'
+
+    def errors(n, own_starts):
+        trees = random_trees(np.random.default_rng(3), own_starts, n)
+        trees[::4] = map(in_several_orders, trees[::4])
+        with torch.no_grad():
+            right = [np.array(plain_log_probs(exact, tree, 'cpu')) for tree in trees]
+            plain = [np.array(plain_log_probs(half, tree, device)) for tree in trees]
+        packed = scoring.option_log_probs(by_kernels, trees, pack_len=512, trim=128)
+        return [np.concatenate([metrics.softmax(found[i]) - metrics.softmax(right[i])
+                                for i in range(n)]) for found in (plain, packed)]
+
+    by_kernels = checkpoint.load(tmp_path, device, torch.bfloat16)
+    for own_starts in (False, True):    # with only 12 trees, chance decides which errors are larger
+        plain, packed = errors(48 if device == 'cpu' else 120, own_starts)
+        assert np.sqrt((packed ** 2).mean()) < 1.3 * np.sqrt((plain ** 2).mean())
+    # 0.062 for smollm3 on a CPU, where one sequence per option has 0.056
+    plain, packed = (np.abs(found).max() for found in errors(12, False))
+    assert packed < max(0.04 if device == 'cpu' else 0.06, 1.2 * plain)
+
+
+@pytest.mark.slow
+def test_a_dropout_seed_draws_the_dropout_of_adapters(tmp_path):
+    reference_model('gemma2', tmp_path)
+    trees = random_trees(np.random.default_rng(0))
+
+    def log_probs(model, seed=None, trees=trees, **options):
+        return np.concatenate(scoring.option_log_probs(model, trees, pack_len=256,
+                                                       dropout_seed=seed, **options))
+    fixed, model = lora_model(tmp_path, dropout=0.0), lora_model(tmp_path, dropout=0.3)
+    plain, one = log_probs(model), log_probs(model, 0)
+    assert np.array_equal(log_probs(fixed, 0), plain) and model.training
+    assert np.array_equal(one, log_probs(model, 0)) and np.abs(one - plain).max() > 1e-2
+    assert not np.allclose(one, log_probs(model, 1), atol=1e-2)
+    # alone in its row, what is dropped for a question does not depend on the others
+    assert np.array_equal(log_probs(model, 0, deterministic=True), np.concatenate(
+        [log_probs(model, 0, [tree], deterministic=True) for tree in trees]))
+
+
+def write_task(folder, n=4, choices=('blue', 'a lazy dog', 'brown')):
+    rows = [{'question': f'What is the fox {i}?', 'choices': list(choices), 'answer': i % 3,
+             'subject': 'foxes'} for i in range(n)]
+    write_rows(folder / 'dev.jsonl', rows)
+    write_rows(folder / 'test.jsonl', rows)
+    return f'{folder}'
+
+
+def first_tree(asked, solved, tokenizer, max_length=2000, **keys):
+    found = next(tokenize_questions(asked, solved, tokenizer, max_length=max_length,
+                                    **({'add_bos': True} | keys)))[1]
+    if isinstance(found, DataError):
+        raise found
+    return found
+
+
+@pytest.mark.parametrize('kind', ['gemma', 'mistral', 'llama2', 'llama3'])
+@pytest.mark.parametrize('options', [dict(scoring='letters'), dict(scoring='text'),
+                                     dict(prompt_format='harness')])
+def test_question_tokens_are_the_joint_encoding(tokenizers, tmp_path, kind, options):
+    tokenizer = tokenizers[kind]
+    asked, solved, _, _ = questions.load_task(write_task(tmp_path), shots=2, **options)
+    prefix = asked[0].header + ''.join(s.solved for s in solved['', 'foxes'])
+    for add_bos in (True, False):
+        tree = first_tree(asked, solved, tokenizer, add_bos=add_bos)
+        assert tree.shots == 2
+        for option, ids in zip(asked[0].options, tree.sequences, strict=True):
+            whole = tokenizer.encode(prefix + asked[0].context + option)
+            assert ids == [tokenizer.bos_id] * add_bos + whole
+            assert tokenizer.decode(ids[tree.starts[0]:]).strip() == option.strip()
+
+
+@pytest.mark.parametrize('add_bos', [True, False])
+@pytest.mark.parametrize('kind, template', [
+    ('gemma', 'tulu'), ('mistral', 'mistral'), ('llama2', 'tulu'), ('llama3', 'llama3'),
+    ('gemma', 'gemma'), ('qwen', 'chatml')])
+@pytest.mark.parametrize('options', [dict(scoring='text', shots=2),
+                                     dict(prompt_format='harness')])
+def test_chat_tokens_are_those_of_training(tokenizers, tmp_path, kind, template, add_bos, options):
+    tokenizer = tokenizers[kind if kind != 'qwen' else 'llama3']
+    if kind == 'qwen':      # the names of ChatML for two of its control tokens
+        tokenizer = copy.copy(tokenizer)
+        tokenizer.control_ids = {'<|im_start|>': 128100, '<|im_end|>': 128101}
+    asked, solved, _, _ = questions.load_task(write_task(tmp_path), **options)
+    if options.get('prompt_format'):   # no header and shots before the question
+        asked = [dataclasses.replace(question, header='') for question in asked]
+    trees = [tree for _, tree in tokenize_questions(asked, solved, tokenizer, add_bos=add_bos,
+                                                    max_length=2000, chat=template)]
+    assert len({tree.prefix for tree in trees}) == 1
+    for question, tree in zip(asked, trees, strict=True):
+        text = question.header + ''.join(s.solved for s in solved.get(question.group, []))
+        for n, option in enumerate(question.options):
+            ids, mask = encode_conversation(
+                [{'role': 'user', 'content': text + question.context},
+                 {'role': 'assistant', 'content': option.strip()}], tokenizer, template, add_bos)
+            whole = tree.sequences[n]
+            assert whole == ids[:len(whole)] and len(whole) - tree.starts[n] == tree.n_tokens[n]
+            # what follows is the end of the turn
+            assert mask[:len(whole)] == [0] * tree.starts[n] + [1] * tree.n_tokens[n]
+            assert ids[len(whole)] in tokenizer.control_ids.values()
+
+
+def test_each_option_of_winogrande_has_its_own_start(tokenizers, tmp_path):
+    """In plain text and as a conversation: what follows the blank is scored, and nothing else."""
+    tokenizer, rest = tokenizers['mistral'], ' jumps over the dog.'
+    row = {'sentence': 'The fox and the lazy dog: _' + rest, 'option1': 'the quick brown fox',
+           'option2': 'the dog', 'answer': '1'}
+    (question,), *_ = questions.load_task(
+        f'winogrande_s:{write_rows(tmp_path / "dev.jsonl", [row])}', prompt_format='harness')
+    for chat in ('none', 'tulu'):
+        ((_, tree),) = tokenize_questions([question], {}, tokenizer, add_bos=True, max_length=200,
+                                          chat=chat)
+        assert tree.starts[0] != tree.starts[1]
+        for option, ids, start in zip(question.options, tree.sequences, tree.starts, strict=True):
+            context = question.context + option
+            whole = [tokenizer.bos_id, *tokenizer.encode(context + rest)]
+            if chat == 'tulu':
+                whole, mask = encode_conversation(
+                    [{'role': 'user', 'content': context},
+                     {'role': 'assistant', 'content': rest.strip()}], tokenizer, chat)
+                assert start == mask.index(1)
+            assert ids == whole[:len(ids)] and len(whole) - len(ids) == (chat == 'tulu')
+            assert tokenizer.decode(ids[start:]).strip() == rest.strip()
+
+
+@pytest.mark.parametrize('chat', ['none', 'tulu'])
+def test_white_space_before_a_question_is_as_in_one_text(tmp_path, chat):
+    """GPT-2's words (Pythia) join the line breaks at the end of a text, but not before a word."""
+    from tokenizers import pre_tokenizers
+    train_bpe(tmp_path, [pre_tokenizers.ByteLevel(add_prefix_space=False)], add_bos_token=True)
+    tokenizer = load_tokenizer(tmp_path)
+    asked, solved, _, _ = questions.load_task(write_task(tmp_path), shots=2)
+    for question, tree in tokenize_questions(asked, solved, tokenizer, add_bos=True,
+                                             max_length=2000, chat=chat):
+        text = question.header + ''.join(s.solved for s in solved.get(question.group, []))
+        text += question.context
+        whole = [tokenizer.bos_id, *tokenizer.encode(text)] if chat == 'none' else (
+            encode_conversation([{'role': 'user', 'content': text},
+                                 {'role': 'assistant', 'content': 'x'}], tokenizer)[0])
+        assert [*tree.prefix, *tree.prompt] == whole[:len(tree.prefix) + len(tree.prompt)]
+
+
+@pytest.mark.parametrize('kind', ['gemma', 'mistral', 'llama2', 'llama3'])
+def test_a_question_may_begin_the_text(tokenizers, kind):
+    """Without header and shots, as in the harness; and where every shot had to be dropped."""
+    tokenizer = tokenizers[kind]
+    question = questions.Question('1', 'A fox runs and', [' sleeps.', ' eats a hen.'], 1, 's')
+    for solved, max_length in (({}, 2000), ({('', 's'): [question]}, 30)):
+        tree = first_tree([question], solved, tokenizer, max_length)
+        for option, ids in zip(question.options, tree.sequences, strict=True):
+            assert ids == [
+                tokenizer.bos_id, *tokenizer.encode(question.context + option)]
+
+
+def test_whole_shots_are_dropped(tokenizers, tmp_path):
+    tokenizer = tokenizers['gemma']
+    asked, solved, _, _ = questions.load_task(write_task(tmp_path), shots=3)
+    shots = solved['', 'foxes']
+    sizes = [first_tree(asked, {('', 'foxes'): shots[:n]}, tokenizer) for n in range(4)]
+    for kept, tree in enumerate(sizes):
+        longest = len(tree.prefix) + len(tree.prompt) + max(map(len, tree.continuations))
+        assert first_tree(asked, solved, tokenizer, longest) == tree and tree.shots == kept
+    with pytest.raises(DataError, match='even without shots the prompt has'):
+        first_tree(asked, {}, tokenizer, 10)
+
+
+def test_options_that_cannot_be_scored(tokenizers):
+    bad = questions.Question('7', 'Answer: ', ['', 'x'], 1, 's', 'H\n\n', place='q.jsonl:8')
+    with pytest.raises(DataError, match="q.jsonl:8: option '' does not begin at a token boundary"):
+        first_tree([bad], {}, tokenizers['llama3'])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('file', ['llama3_tokenizer.model', 'llama2_tokenizer.model',
+                                  'mistral_mistral_instruct_tokenizer_240323.model.v3'])
+def test_real_questions_have_the_tokens_of_the_whole_text(file, tmp_path):
+    """Prefix, question and options in pieces are the whole prompt's tokens, in every format."""
+    needs_files(f'tokenizers/{file}', 'datasets/mmlu_pro/mmlu_pro_sample.jsonl')
+    datasets = SHARED / 'datasets'
+    shutil.copyfile(SHARED / 'tokenizers' / file, tmp_path / 'tokenizer.model')
+    tokenizer = load_tokenizer(tmp_path)
+    for name, options in ((f'mmlu:{datasets / "mmlu"}', dict(shots=5)),
+                          (f'arc_easy:{datasets / "arc_easy"}',
+                           dict(shots=2, prompt_format='harness')),
+                          (f'hellaswag:{datasets / "hellaswag"}', dict(prompt_format='harness')),
+                          (f'xcopa:{datasets / "xcopa"}', dict(prompt_format='harness', shots=1)),
+                          (f'xcopa:{datasets / "xcopa"}', dict(scoring='text')),
+                          (str(datasets / 'mmlu_pro' / 'mmlu_pro_sample.jsonl'), {})):
+        asked, solved, _, _ = questions.load_task(name, **options)
+        picked = random.Random(0).sample(asked, 100)
+        for q, tree in tokenize_questions(picked, solved, tokenizer, add_bos=True,
+                                          max_length=10**6):
+            before = q.header + ''.join(s.solved for s in solved.get(q.group, []))
+            for option, ids in zip(q.options, tree.sequences, strict=True):
+                assert ids == [
+                    tokenizer.bos_id, *tokenizer.encode(before + q.context + option)]
+
+
+@pytest.mark.parametrize('change, used', [
+    ({}, True), ({'deterministic': True}, True), ({'dtype': 'float32'}, False),
+    ({'device': 'cpu'}, False)])
+def test_kernels_are_loaded_where_they_compute(change, used, monkeypatch, tmp_path):
+    cfg = evaluate.EvalConfig(**{'dtype': 'bfloat16', 'device': 'cuda'} | change)
+    model, calls = SimpleNamespace(), []
+    monkeypatch.setattr(checkpoint, 'load', lambda *_, **options: model)
+    monkeypatch.setattr(load_ahead, 'warm_up', lambda *_: calls.append('warm'))
+    load = load_ahead.load_ahead(tmp_path, SimpleNamespace(model_type=''), cfg, print)
+    assert load() is load() is model
+    assert calls == ['warm'] * used
+
+
+@pytest.mark.parametrize('name', ['gemma2', 'mistral_window', 'qwen3', 'neox', 'opt'])
+def test_the_kernels_are_loaded_by_a_model_of_two_layers(name, monkeypatch, tmp_path):
+    reference_model(name, tmp_path, max_position_embeddings=32, **head_of_32(name))
+    calls, place, random_state = [], [], torch.get_rng_state()
+    monkeypatch.setattr(devices, 'pick_device', place.append)
+    load_ahead.warm_up(checkpoint.read_config(tmp_path), evaluate.EvalConfig(
+        device='cpu', pack_len=64), lambda *call: calls.append(call))
+    (model, arrays, _), = calls
+    assert len(model.decoder.layers) == 2 and model.head.dtype == torch.bfloat16
+    assert torch.isfinite(model(*torch.from_numpy(arrays))).shape == (1, 64, model.head.shape[1])
+    assert place == ['cpu']     # else kernels of a new thread go to the first GPU
+    assert torch.equal(torch.get_rng_state(), random_state)     # no weights were drawn
+
+
+def test_a_failed_warm_up_keeps_no_memory(monkeypatch, tmp_path):
+    tensors, model = [], SimpleNamespace()
+
+    def fails(*_):
+        x = torch.zeros(3)
+        tensors.append(weakref.ref(x))
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(load_ahead, 'warm_up', fails)
+    monkeypatch.setattr(load_ahead, 'load_model', lambda *_: model)
+    cfg = evaluate.EvalConfig(dtype='bfloat16', device='cuda', pictures=False)
+    load = load_ahead.load_ahead(tmp_path, SimpleNamespace(model_type=''), cfg, print)
+    assert load() is model and tensors[0]() is None
