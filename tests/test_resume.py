@@ -868,7 +868,8 @@ def test_putting_back_that_is_killed_at_any_moment_is_repeated(tmp_path):
 
 @pytest.mark.parametrize('moment, error', [
     ('evaluate', KeyboardInterrupt()), ('build_model', SystemExit(143)),
-    ('StepLog', OSError(28, 'No space left on device')), ('forward_backward', TrainingError('NaN'))])
+    ('StepLog', OSError(28, 'No space left on device')),
+    ('forward_backward', TrainingError('NaN'))])
 def test_a_run_that_fails_puts_back_what_it_would_have_replaced(
         small_world, tmp_path, monkeypatch, moment, error):
     out = tmp_path / 'out'
