@@ -286,18 +286,22 @@ def run_script(folder, *arguments, redirect='', **environment):
                           env=os.environ | {'PYTHONPATH': str(HERE)} | environment)
 
 
-@pytest.mark.parametrize('kind, code, message', [
-    ('memory', 1, b'error: out of memory: Unable to allocate'),
-    pytest.param('torch', 1, b'error: out of memory: ', marks=pytest.mark.slow),
-    ('threads', 1, b'error: the system lets this process start no more threads; see ulimit -u'),
+@pytest.mark.parametrize('arguments, code, message', [
+    ('memory', 1, b'error: out of memory: Unable to allocate.*; lower --pack_len'),
+    pytest.param('torch', 1, b'error: out of memory: .*; lower --pack_len', marks=pytest.mark.slow),
+    ('threads', 1, b'error: the system lets this process start no more threads; see ulimit -u.*'),
     ('module', 1, b"error: No module named 'no_such_module'; pip install -r requirements.txt"),
     ('file', 1, b"error: No such file or directory: '/no/such/file'"),
-    ('interrupt', 130, b'stopped; the same command continues\n')])
-def test_an_error_that_ends_a_script_is_one_line(kind, code, message, tmp_path):
-    done = run_script(tmp_path, kind)
-    assert done.returncode == code and done.stderr.startswith(message)
-    assert done.stderr.count(b'\n') == 1
-    assert kind not in ('memory', 'torch') or done.stderr.endswith(b'; lower --pack_len\n')
+    ('controls 0', 1, rb'error: tensor \\x1b\[2J\\x9b\\x07.weight\\r is missing'),
+    ('controls 5', 1, rb'error: tensor \\x1b\[2J\\x9b\\x07.weight\\r is missing'),
+    ('interrupt', 130, b'stopped; the same command continues'),
+    ('early 15', 143, b'stopped by SIGTERM'), ('early 2', 130, b'stopped'),
+    ('SIGTERM', 143, b'stopped by SIGTERM; the same command continues'),
+    ('noted', 130, b'stopped; --resume continues from the last checkpoint')])
+def test_an_error_or_a_signal_that_ends_a_script_is_one_line(arguments, code, message, tmp_path):
+    done = run_script(tmp_path, arguments)
+    assert (done.returncode, done.stdout.strip()) == (code, b'')
+    assert re.fullmatch(message + b'\n', done.stderr), done.stderr
 
 
 @pytest.mark.parametrize('script', ['train.py', *(
@@ -320,22 +324,6 @@ def test_ctrl_c_during_the_import_of_torch_ends_the_process_at_once(script, tmp_
     done = subprocess.run([sys.executable, '-c', code, script, *arguments], cwd=HERE, text=True,
                           capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, '_stop_at_once\n', 'stopped\n')
-
-
-@pytest.mark.parametrize('arguments, code, message', [
-    (['early', 15], 143, b'stopped by SIGTERM\n'), (['early', 2], 130, b'stopped\n'),
-    (['SIGTERM'], 143, b'stopped by SIGTERM; the same command continues\n'),
-    (['noted'], 130, b'stopped; --resume continues from the last checkpoint\n')])
-def test_a_signal_says_what_stopped_and_how_to_continue(arguments, code, message, tmp_path):
-    done = run_script(tmp_path, *map(str, arguments))
-    assert (done.returncode, done.stdout, done.stderr) == (code, b'', message)
-
-
-@pytest.mark.parametrize('kind', [0, pytest.param(5, marks=pytest.mark.slow)])
-def test_control_characters_of_an_error_do_not_reach_the_terminal(kind, tmp_path):
-    done = run_script(tmp_path, 'controls', str(kind))
-    assert done.returncode == 1
-    assert done.stderr.startswith(rb'error: tensor \x1b[2J\x9b\x07.weight\r is missing')
 
 
 @pytest.mark.parametrize('message, lost', [

@@ -278,13 +278,6 @@ def test_languages_that_are_not_there(tmp_path):
         questions.load_task(f'mmlu_prox:{plain}', header='native')
 
 
-def test_home_is_expanded(tmp_path, monkeypatch):
-    monkeypatch.setenv('HOME', str(tmp_path))
-    write_rows(tmp_path / 'place' / 'test.jsonl', [Q])
-    for name in ('~/place', '~/place/test.jsonl', 'mmlu:~/place'):
-        assert len(questions.load_task(name).questions) == 1
-
-
 @pytest.mark.parametrize('scoring', ['letters', 'text'])
 def test_duplicate_options_are_marked(tmp_path, scoring):
     choices = (['a', 'b'], ['a', ' a'], ['a', 'A'], ['a', 'b', 'b'])
@@ -385,21 +378,22 @@ def test_an_archive_on_the_hub_is_unpacked(tmp_path, monkeypatch):
         'cmmlu_v1_0_1', 'cmmlu_v1_0_1.zip', 'cmmlu_v1_0_1.tmp'}
 
 
-@pytest.mark.parametrize('arguments, message', [
-    (dict(prompt_format='harness'), 'generates the answers to mmlu_prox'),
-    (dict(languages=('xx',)), "mmlu_prox has no language 'xx'; it has af, ar"),
-    (dict(languages=('sw',)), 'holds nothing that matches sw/test-')])
-def test_wrong_languages_and_headers_are_refused(tmp_path, arguments, message):
+def test_headers_in_the_language_of_a_question(tmp_path):
     row = {'question_id': 1, 'question': 'Q?', 'option_0': 'a', 'option_1': 'b', 'answer': 'B'}
     write_rows(tmp_path / 'de' / 'test-00000-of-00001.parquet', [row])
-    with pytest.raises(DataError, match=message):
-        questions.load_task(f'mmlu_prox:{tmp_path}', **arguments)
     (question,), _, _, _ = questions.load_task(f'mmlu_prox:{tmp_path}', header='native')
     assert question.language == 'de' and question.context.endswith('\nAntwort:')
     assert question.header == ('Im Folgenden sind Multiple-Choice-Fragen (mit Antworten) zu '
                                'various things.\n\n')
-    with pytest.raises(DataError, match='mmlu has no header of its own'):
-        questions.load_task(f'mmlu:{tmp_path}', header='native')
+    for task, options, message in (
+            ('mmlu_prox', {'languages': ('sw',)}, 'holds nothing that matches sw/test-'),
+            ('mmlu_prox', {'prompt_format': 'harness'}, 'generates the answers to mmlu_prox'),
+            ('mmlu', {'prompt_format': 'own'}, 'mmlu has no prompt of its own in data/benchmarks'),
+            ('mmlu', {'prompt_format': 'odd'}, "prompt_format 'odd' is unknown; the formats are"),
+            ('mmlu', {'prompt_format': 'harness', 'scoring': 'text'}, 'leave out --scoring'),
+            ('mmlu', {'header': 'native'}, 'mmlu has no header of its own')):
+        with pytest.raises(DataError, match=message):
+            questions.load_task(f'{task}:{tmp_path}', **options)
 
 
 def test_original_csv_and_hub_parquet_are_read(tmp_path):

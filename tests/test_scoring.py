@@ -2,15 +2,13 @@
 
 import copy
 import dataclasses
-import random
-import shutil
 import weakref
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from common import (DEVICES, SHARED, head_of_32, lora_model, needs_files, reference_model,
+from common import (DEVICES, head_of_32, lora_model, reference_model,
                     whole_rows, write_rows)
 
 import evaluate
@@ -18,11 +16,9 @@ import metrics
 import scoring
 from data import packing, questions
 from data.chat import encode_conversation
-from data.tokenizer import load_tokenizer
 from data.trees import tokenize_questions
 from runtime import checkpoint, device as devices, load_ahead
 from runtime.errors import DataError
-from test_tokenizer import train_bpe
 
 
 def random_trees(rng, own_starts=True, n=12):
@@ -293,23 +289,6 @@ def test_each_option_of_winogrande_has_its_own_start(tokenizers, tmp_path):
             assert tokenizer.decode(ids[start:]).strip() == rest.strip()
 
 
-@pytest.mark.parametrize('chat', ['none', 'tulu'])
-def test_white_space_before_a_question_is_as_in_one_text(tmp_path, chat):
-    """GPT-2's words (Pythia) join the line breaks at the end of a text, but not before a word."""
-    from tokenizers import pre_tokenizers
-    train_bpe(tmp_path, [pre_tokenizers.ByteLevel(add_prefix_space=False)], add_bos_token=True)
-    tokenizer = load_tokenizer(tmp_path)
-    asked, solved, _, _ = questions.load_task(write_task(tmp_path), shots=2)
-    for question, tree in tokenize_questions(asked, solved, tokenizer, add_bos=True,
-                                             max_length=2000, chat=chat):
-        text = question.header + ''.join(s.solved for s in solved.get(question.group, []))
-        text += question.context
-        whole = [tokenizer.bos_id, *tokenizer.encode(text)] if chat == 'none' else (
-            encode_conversation([{'role': 'user', 'content': text},
-                                 {'role': 'assistant', 'content': 'x'}], tokenizer)[0])
-        assert [*tree.prefix, *tree.prompt] == whole[:len(tree.prefix) + len(tree.prompt)]
-
-
 @pytest.mark.parametrize('kind', ['gemma', 'mistral', 'llama2', 'llama3'])
 def test_a_question_may_begin_the_text(tokenizers, kind):
     """Without header and shots, as in the harness; and where every shot had to be dropped."""
@@ -338,32 +317,6 @@ def test_options_that_cannot_be_scored(tokenizers):
     bad = questions.Question('7', 'Answer: ', ['', 'x'], 1, 's', 'H\n\n', place='q.jsonl:8')
     with pytest.raises(DataError, match="q.jsonl:8: option '' does not begin at a token boundary"):
         first_tree([bad], {}, tokenizers['llama3'])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('file', ['llama3_tokenizer.model', 'llama2_tokenizer.model',
-                                  'mistral_mistral_instruct_tokenizer_240323.model.v3'])
-def test_real_questions_have_the_tokens_of_the_whole_text(file, tmp_path):
-    """Prefix, question and options in pieces are the whole prompt's tokens, in every format."""
-    needs_files(f'tokenizers/{file}', 'datasets/mmlu_pro/mmlu_pro_sample.jsonl')
-    datasets = SHARED / 'datasets'
-    shutil.copyfile(SHARED / 'tokenizers' / file, tmp_path / 'tokenizer.model')
-    tokenizer = load_tokenizer(tmp_path)
-    for name, options in ((f'mmlu:{datasets / "mmlu"}', dict(shots=5)),
-                          (f'arc_easy:{datasets / "arc_easy"}',
-                           dict(shots=2, prompt_format='harness')),
-                          (f'hellaswag:{datasets / "hellaswag"}', dict(prompt_format='harness')),
-                          (f'xcopa:{datasets / "xcopa"}', dict(prompt_format='harness', shots=1)),
-                          (f'xcopa:{datasets / "xcopa"}', dict(scoring='text')),
-                          (str(datasets / 'mmlu_pro' / 'mmlu_pro_sample.jsonl'), {})):
-        asked, solved, _, _ = questions.load_task(name, **options)
-        picked = random.Random(0).sample(asked, 100)
-        for q, tree in tokenize_questions(picked, solved, tokenizer, add_bos=True,
-                                          max_length=10**6):
-            before = q.header + ''.join(s.solved for s in solved.get(q.group, []))
-            for option, ids in zip(q.options, tree.sequences, strict=True):
-                assert ids == [
-                    tokenizer.bos_id, *tokenizer.encode(before + q.context + option)]
 
 
 @pytest.mark.parametrize('change, used', [
