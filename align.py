@@ -163,8 +163,8 @@ class AlignConfig(train.TrainConfig):
     clip: float = 0.2                         # the ratio of probabilities stays above 1 - clip
     clip_high: float | None = None            # and below 1 + clip_high; None: clip, dapo 0.28
     entropy_coef: float = 0.0                 # weight of a bonus for the mean entropy per token
-    # KL to the model before training: none; logged only; in the reward; in the loss with the
-    # gradient of the KL of whole answers; or k3 of each token in the loss, as in GRPO's paper
+    # KL to the model before training: none; logged only; subtracted from the reward; added to the
+    # loss, for whole answers; or added as the estimate k3 per token, as in GRPO's paper
     kl: Literal['none', 'logged', 'reward', 'loss', 'k3'] = 'none'
     kl_coef: float = 0.05                     # weight of the KL
     kl_target: float | None = None            # nats per answer; kl_coef adapts to it (Ziegler 2019)
@@ -175,8 +175,8 @@ class AlignConfig(train.TrainConfig):
     value_clip: float = 0.2                   # largest change of a value in its loss
     value_coef: float = 0.1                   # weight of the value loss
     whiten: Literal['batch', 'response'] = 'batch'      # response: as in TRL before 0.5.0
-    lost_accumulation: int = 1                # of each n answers only the last one has a gradient;
-    #                                           8: as TRL before 0.4.5 with 8 micro-batches
+    lost_accumulation: int = 1                # n: train on one of each n answers, as TRL before
+    #                                           0.4.5 did: it lost the gradients of the others
 
 
 # keys of train.py that say how to load and score conversations

@@ -38,10 +38,24 @@ N_IDEAS = 5     # answers that P(True) with samples shows, the judged one among 
 # The answers
 # ------------------------------------------------------------------------------------------------
 
-class WrittenTask(Task):
+class AnswerTask(Task):
+    """What a result says of written answers and of each confidence in them."""
+
+    def describe(self, cfg, counts):
+        return Task.describe(self, cfg, counts) | {
+            'chat': cfg.chat, 'shots': len(self.shots['']), 'n': cfg.n,
+            'max_tokens': cfg.max_tokens}
+
+    def distribution(self, cfg):
+        """Return in words which probabilities are measured, for the header of a table."""
+        return f'{self.title}, {len(self.shots[""])} shots, {chat_words(cfg)}'
+
+
+class WrittenTask(AnswerTask):
     """Questions whose answers the model writes; a sample has the graded answers."""
     settings = 'p_true', 'p_ik', 'verbalized'
     is_written = continues = True
+    title = confidence.GREEDY.title
 
     @classmethod
     def load(cls, name, cfg):
@@ -135,23 +149,6 @@ class WrittenTask(Task):
         groups = '', *((q.language, q.subject) for q in self.items)
         return self.changed(kind, name, scored, kind.ask, parent=self, answers=scored,
                             shots=dict.fromkeys(groups, kind.make_shots(self)))
-
-    def describe(self, cfg, counts):
-        return super().describe(cfg, counts) | written_settings(self, cfg)
-
-    def distribution(self, cfg):
-        """Return in words which probabilities are measured, for the header of a table."""
-        return written_words(self, confidence.GREEDY.title, cfg)
-
-
-def written_settings(task, cfg):
-    """Return the settings in the result of a WrittenTask or a Confidence."""
-    return {'chat': cfg.chat, 'shots': len(task.shots['']), 'n': cfg.n,
-            'max_tokens': cfg.max_tokens}
-
-
-def written_words(task, title, cfg):
-    return f'{title}, {len(task.shots[""])} shots, {chat_words(cfg)}'
 
 
 class Request(NamedTuple):
@@ -273,7 +270,7 @@ def span(answer, rule, tokenizer):
 # ------------------------------------------------------------------------------------------------
 
 @dataclass
-class Confidence(Task):
+class Confidence(AnswerTask):
     """A confidence in answers that were written before; a question without it is left out."""
     parent: WrittenTask | None = None
     answers: dict = field(default_factory=dict)     # {(split, language, id): sample of the answers}
@@ -294,11 +291,9 @@ class Confidence(Task):
         """Return the row of the table of confidences."""
         return confidence.CONFIDENCES[self.label.partition('.')[2]]
 
-    def describe(self, cfg, counts):
-        return Task.describe(self, cfg, counts) | written_settings(self, cfg)
-
-    def distribution(self, cfg):
-        return written_words(self, self.entry.title, cfg)
+    @property
+    def title(self):
+        return self.entry.title
 
 
 class SampleConfidence(Confidence):

@@ -32,12 +32,12 @@ def write_evaluation(results, earlier, samples, tasks, cfg, identity, out_dir):
     with ThreadPoolExecutor(1) as pool:     # while the metrics are computed
         outcomes = pool.submit(parallel_map, operator.call, jobs, worth_it=many)
         for task, result in results.items():
-            rows, free = samples[task], tasks[task.partition('.')[0]].is_written
+            rows, written = samples[task], tasks[task.partition('.')[0]].is_written
             result |= report.summarize(rows, cfg.norm, n_bootstrap=cfg.n_bootstrap, seed=cfg.seed,
-                                       fit=cfg.fit_temperature or free and len(rows) > 1)
+                                       fit=cfg.fit_temperature or written and len(rows) > 1)
             shots = result.get('shots', 0)
             result['fewer_shots'] = sum(s.get('shots', shots) < shots for s in rows)
-            if free:
+            if written:
                 result |= confidence.facts(task, samples)
     content = {'schema': report.SCHEMA, 'config': asdict(cfg) | {'model': str(cfg.model)},
                'seed': cfg.seed, 'versions': device.versions(cfg.device), 'identity': identity,
