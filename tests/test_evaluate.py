@@ -305,11 +305,12 @@ def test_scoring_resumes_where_it_stopped(foxes, tmp_path, monkeypatch, launched
                 foxes.score(f'--tasks={folder}', option)
         # the same file in another place is the same task
         (tmp_path / 'moved').mkdir()
-        moved = f'--tasks={shutil.copy(foxes.task, tmp_path / "moved")}'
-        foxes.score(moved)
+        moved = Path(shutil.copy(foxes.task, tmp_path / 'moved'))
+        foxes.score(f'--tasks={moved}')
     # another question under a known id is another question
-    foxes.task.write_text(foxes.task.read_text().replace('?', ' then?', 1))
-    assert foxes.score()['foxes']['pooled']['n'] == 30 and len(read_samples(path)) == 31
+    moved.write_text(moved.read_text().replace('?', ' then?', 1))
+    assert foxes.score(f'--tasks={moved}')['foxes']['pooled']['n'] == 30
+    assert len(read_samples(path)) == 31
     # another model's samples are not mixed in
     shutil.copytree(foxes.model, tmp_path / 'changed')
     rewrite(tmp_path / 'changed', lambda tensors: [x.mul_(1.1) for x in tensors.values()])
