@@ -146,9 +146,8 @@ import torch
 
 import metrics
 from data.export import tokenizer_files
-from data.instruct import load_conversations
+from data.instruct import load_conversations, load_text
 from data.packing import epoch_order, pack, sequence_weights
-from data.text import load_text
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from data.trees import load_answers
 from evaluate import evaluate, load_tasks, result_labels

@@ -1,4 +1,5 @@
-"""Load instruction data: Alpaca, OpenHermes 2.5, Tulu 3, OASST1, any file of `messages`."""
+"""Load training data: conversations (Alpaca, OpenHermes 2.5, Tulu 3, OASST1, any file of
+`messages`), plain text, and the prompts that generate.py answers."""
 
 import functools
 import math
@@ -12,6 +13,7 @@ from runtime.errors import DataError
 # patterns of the files; the first one with a match is used
 PATTERNS = ('data/train-*.parquet', '*train*.parquet', '*.parquet', '*train*.jsonl*', '*.jsonl',
             '*.jsonl.gz', '*.json', '*.json.gz')
+TEXT_PATTERNS = ('data/train-*.parquet', '*.parquet', '*.jsonl', '*.jsonl.gz', '*.txt', '*.txt.gz')
 
 
 def to_messages(row):
@@ -118,6 +120,33 @@ def load_conversations(source, tokenizer, *, template, max_length, add_bos, revi
                 'train_on_inputs': train_on_inputs}
     return tokenize_once(files, encode, settings, **options,
                          regroup=functools.partial(first_turns, answers=answers))
+
+
+def load_text(source, tokenizer, *, max_length, add_bos, revision=None, **options):
+    """Return Sequences of the documents in `source`, with a loss on every token but BOS.
+
+    EOS ends each document. A document longer than max_length tokens becomes several sequences that
+    each begin with BOS. A last sequence of EOS alone is dropped. options: of `tokenize_once`
+    """
+    files = fetch(source, TEXT_PATTERNS, revision)
+    bos = [tokenizer.bos_id] if add_bos else []
+    step = max_length - len(bos)
+
+    def encode(row):
+        text = require_text(require_fields(row).get('text'), 'the field "text"')
+        if not text.strip():
+            raise DataError('the field "text" is empty')
+        ids = tokenizer.encode(text) + [tokenizer.eos_id]
+        pieces = [bos + ids[i:i + step] for i in range(0, len(ids), step)]
+        if len(pieces[-1]) == len(bos) + 1:
+            pieces.pop()
+        if not pieces:
+            raise DataError('the field "text" has no tokens')
+        return [(piece, [0] * len(bos) + [1] * (len(piece) - len(bos))) for piece in pieces]
+
+    settings = {'kind': 'text', 'tokenizer': tokenizer.fingerprint, 'max_length': max_length,
+                'add_bos': add_bos}
+    return tokenize_once(files, encode, settings, **options)
 
 
 def read_prompts(path, tokenizer, template, add_bos):

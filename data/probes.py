@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from data.files import draw, fetch, parse_rows, read_rows, require_fields, require_text
+from data.instruct import TEXT_PATTERNS
 from data.packing import Tree
-from data.text import PATTERNS as TEXT_PATTERNS
 from runtime.errors import DataError
 
 WIKITEXT = 'Salesforce/wikitext'

@@ -16,7 +16,7 @@ from common import HERE, documents, sentencepiece_folder, write_hub_tasks, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import cache, chat, instruct, packing, probes, questions, text
+from data import cache, chat, instruct, packing, probes, questions
 from data.files import draw, fetch, read_rows
 from data.trees import load_answers, tokenize_questions
 from data.world import WorldSpec, make_world
@@ -375,14 +375,14 @@ def test_a_long_document_becomes_sequences_with_bos_and_one_eos(tmp_path, tokeni
     tokenizer = tokenizers['gemma']
     write_rows(tmp_path / 'text.jsonl', [{'text': 'The sky is blue. ' * 9}])
     (tmp_path / 'plain.txt').write_text('fox')
-    sequences = text.load_text(str(tmp_path / 'text.jsonl'), tokenizer, max_length=16,
+    sequences = instruct.load_text(str(tmp_path / 'text.jsonl'), tokenizer, max_length=16,
                                add_bos=True, cache_dir=tmp_path / 'cache')
     joined = [i for tokens, _ in (sequences[j] for j in range(len(sequences)))
               for i in tokens.tolist()[1:]]
     assert tokenizer.decode(joined) == 'The sky is blue. ' * 9 + '</s>'
     assert all(len(tokens) <= 16 and tokens[0] == tokenizer.bos_id and loss_mask.tolist()
                == [0] + [1] * (len(tokens) - 1) for tokens, loss_mask in sequences)
-    plain = text.load_text(str(tmp_path / 'plain.txt'), tokenizer, max_length=16, add_bos=False,
+    plain = instruct.load_text(str(tmp_path / 'plain.txt'), tokenizer, max_length=16, add_bos=False,
                            cache_dir=tmp_path / 'cache')
     assert tokenizer.decode(plain[0][0].tolist()) == 'fox</s>'
 
@@ -396,7 +396,7 @@ def test_compressed_text_is_read_like_plain_text(tmp_path, tokenizers):
         folder.mkdir()
         with opened(folder / name, 'wt') as file:
             file.write(''.join(lines))
-        sequences.append(text.load_text(str(folder), tokenizers['gemma'], max_length=200,
+        sequences.append(instruct.load_text(str(folder), tokenizers['gemma'], max_length=200,
                                         add_bos=True, cache_dir=tmp_path / 'cache'))
         texts, _, total = probes.load_texts(f'clm:{folder}')
         assert total == (3 if name.startswith('wiki') else 1)
@@ -414,7 +414,7 @@ def test_no_sequence_is_eos_alone(tmp_path, tokenizers, add_bos):
     n = len(tokenizer.encode('The sky is blue. ' * 8))
     write_rows(tmp_path / 'text.jsonl', [{'text': 'The sky is blue. ' * 8}, {'text': 'fox'}])
     for length in (n, n // 2):      # in pieces that the text fills: EOS would begin another
-        sequences = text.load_text(str(tmp_path / 'text.jsonl'), tokenizer, add_bos=add_bos,
+        sequences = instruct.load_text(str(tmp_path / 'text.jsonl'), tokenizer, add_bos=add_bos,
                                    max_length=length + add_bos, cache_dir=tmp_path / 'cache')
         pieces = [sequences[i][0].tolist()[add_bos:] for i in range(len(sequences))]
         assert min(map(len, pieces)) > 1 and pieces[-1] == [*tokenizer.encode('fox'),
@@ -495,7 +495,7 @@ def test_digest_depends_on_tokens_mask_and_order(tmp_path, tokenizers):
     digests = [conversations(write_rows(tmp_path / 'chat.jsonl', some), tokenizers['gemma']).digest
                for some in (rows, rows[::-1], rows[:1], rows, [rows[0], {'messages': turns}])]
     assert digests[0] == digests[3] and len(set(digests)) == 4
-    one = text.load_text(str(write_rows(tmp_path / 'a.jsonl', [{'text': 'fox'}])),
+    one = instruct.load_text(str(write_rows(tmp_path / 'a.jsonl', [{'text': 'fox'}])),
                          tokenizers['gemma'], max_length=8, add_bos=True, cache_dir=tmp_path / 'c')
     assert cache._digest(one.offsets, one.tokens, one.loss_mask) == one.digest
     assert cache._digest(one.offsets, one.tokens, 1 - one.loss_mask) != one.digest
@@ -505,7 +505,7 @@ def test_a_file_of_another_kind_has_a_cache_of_its_own(tmp_path, tokenizers):
     """The same bytes are two documents as .jsonl and one as .txt."""
     rows = write_rows(tmp_path / 'a.jsonl', [{'text': 'fox'}, {'text': 'sky'}])
     shutil.copyfile(rows, tmp_path / 'a.txt')
-    n = [len(text.load_text(str(path), tokenizers['gemma'], max_length=99, add_bos=True,
+    n = [len(instruct.load_text(str(path), tokenizers['gemma'], max_length=99, add_bos=True,
                             cache_dir=tmp_path / 'cache')) for path in (rows, tmp_path / 'a.txt')]
     assert n == [2, 1]
 
@@ -576,7 +576,7 @@ BAD_UTF8 = b'{"text": "ok ok ok ok"}\n\n{"text": "caf\xe9"}\n{"text": "ok ok ok 
 def test_unreadable_files_name_their_line(tmp_path, tokenizers, name, raw, message):
     (tmp_path / name).write_bytes(raw)
     with pytest.raises(DataError, match=message):
-        text.load_text(str(tmp_path / name), tokenizers['gemma'], max_length=8, add_bos=True,
+        instruct.load_text(str(tmp_path / name), tokenizers['gemma'], max_length=8, add_bos=True,
                        cache_dir=tmp_path / 'cache')
 
 
@@ -615,7 +615,7 @@ def test_a_file_or_folder_without_read_permission_is_named(tmp_path, monkeypatch
 
 def test_a_bad_line_can_be_skipped(tmp_path, tokenizers):
     (tmp_path / 'a.jsonl').write_bytes(BAD_UTF8)
-    sequences = text.load_text(str(tmp_path / 'a.jsonl'), tokenizers['gemma'], max_length=64,
+    sequences = instruct.load_text(str(tmp_path / 'a.jsonl'), tokenizers['gemma'], max_length=64,
                                add_bos=True, cache_dir=tmp_path / 'cache', on_bad_row='skip')
     assert len(sequences) == 2 and ':3: not UTF-8' in sequences.info['first_bad']
 
