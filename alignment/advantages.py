@@ -1,11 +1,13 @@
-"""Advantages and divisors of the methods with rewards: the table RL_METHODS."""
+"""Advantages and divisors of the methods with rewards: the table RL_METHODS.
+
+`rewards` and `costs` are float64 [prompts, answers]. A cost is the weighted KL of an answer if
+kl = 'reward', in nats; else 0.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-
-# Of rewards and of costs, the KL in the reward: float64 [prompts, answers], in nats per answer
 
 def deviation(x):
     """Return x minus its mean along the last axis; equal numbers of any size give exactly 0."""
@@ -41,9 +43,10 @@ def soft_overlong(lengths, cfg):
     return -np.clip((lengths - cfg.max_tokens) / cfg.soft_overlong + 1, 0, 1)
 
 
-# The weights of the losses of each answer's tokens. counts [N]: tokens of the step's answers;
-# used [N]: whether an answer has a loss. Each answer's mean, then the mean over answers:
-def per_answer(counts, used, cfg):
+# The weight of each answer's token losses, float64 [N]. counts [N]: tokens of the step's answers;
+# used [N]: whether an answer has a loss
+
+def per_answer(counts, used, cfg):          # each answer's mean, then the mean over answers
     return used / (len(counts) * counts)
 
 
