@@ -249,6 +249,18 @@ def open_model(cfg):
         return folder, model.result().eval(), tokenizer, template, add_bos
 
 
+def answer_rows(model, prompts, cfg, tokenizer, stop):
+    """Yield (index of the prompt, the rows of its n answers in the file) as they are done."""
+    answered = generate(model, prompts, cfg, tokenizer, stop)
+    while group := [*itertools.islice(answered, 32 if cfg.confidence else 1)]:
+        scored = [[None] * cfg.n]
+        if cfg.confidence:
+            scored = confidences(model, [prompts[i] for i, _ in group],
+                                 [answers for _, answers in group], cfg.deterministic)
+        for (i, answers), log_probs in zip(group, scored):
+            yield i, [to_row(*pair, cfg.per_token) for pair in zip(answers, log_probs)]
+
+
 def main(argv):
     cfg = read_arguments(argv)
     cfg = replace(cfg, prompts=os.path.expanduser(cfg.prompts), out=os.path.expanduser(cfg.out))
@@ -276,19 +288,13 @@ def main(argv):
         left = left[rank::n_processes]
         progress, n_tokens = log.Progress('answers', len(left), 'prompts'), 0
         started, ids = time.perf_counter(), [ids for _, ids in left]
-        answered = generate(model, ids, cfg, tokenizer, stop)
         try:
             with (contextlib.closing(progress.bar),
                   open(part(out, rank, n_processes), 'ab', buffering=0) as file):
-                while group := [*itertools.islice(answered, 32 if cfg.confidence else 1)]:
-                    scored = (confidences(model, [ids[i] for i, _ in group],
-                                          [x for _, x in group], cfg.deterministic)
-                              if cfg.confidence else [[None] * cfg.n])
-                    for (i, answers), log_probs in zip(group, scored):
-                        rows = [to_row(*pair, cfg.per_token) for pair in zip(answers, log_probs)]
-                        append(file, left[i][0] | {'answers': rows})
-                        n_tokens += sum(row['n_tokens'] for row in rows)
-                        progress.update()
+                for i, rows in answer_rows(model, ids, cfg, tokenizer, stop):
+                    append(file, left[i][0] | {'answers': rows})
+                    n_tokens += sum(row['n_tokens'] for row in rows)
+                    progress.update()
         except FloatingPointError as error:
             row, _ = left[error.args[0]]
             raise CheckpointError(checkpoint.bad_logits(

@@ -544,9 +544,12 @@ def test_a_device_is_named_as_it_was_chosen(monkeypatch):
 
 def test_the_first_nonfinite_tensor_is_named(folder):
     assert checkpoint.nonfinite_tensor(folder) is None
+    for dtype, cause in (('float32', 'overflow even in float32'), ('bfloat16', 'in bfloat16')):
+        assert cause in checkpoint.bad_logits('step 1', folder, dtype)
     for value in (float('nan'), float('inf')):
         rewrite(folder, lambda t, value=value: t[KEY][3].fill_(value))
         assert checkpoint.nonfinite_tensor(folder) == KEY
+        assert f'{KEY} in {folder} holds NaN' in checkpoint.bad_logits('', folder, 'float32')
 
 
 def test_fingerprint_depends_on_config_and_every_tensor(folder, tmp_path, monkeypatch):

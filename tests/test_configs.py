@@ -23,7 +23,7 @@ from common import HERE, config
 from data.chat import TEMPLATES
 from results import compare
 from runtime import cli
-from runtime.config import dump_config, load_config, read_assignments
+from runtime.config import dump_config, load_config, read_assignments, require_range
 from runtime.errors import CheckpointError, ConfigError, DataError, ProcessError
 from runtime.processes import forked_pool
 from runtime.trained import trained_template, trained_with_bos, training_settings
@@ -104,6 +104,14 @@ class Run:
     name: str = ''
     eval: Report | None = None  # the report
     first: Report = dataclasses.field(default_factory=Report)
+
+
+def test_a_range_includes_its_ends():
+    for shots in (0, 5, None):
+        require_range(Report(shots=shots), 0, 5, 'shots')
+    for shots in (-1, 6):
+        with pytest.raises(ConfigError, match=f'shots = {shots}; it must be between 0 and 5'):
+            require_range(Report(shots=shots), 0, 5, 'shots')
 
 
 def load_run(tmp_path, content, *arguments):

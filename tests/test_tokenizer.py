@@ -220,6 +220,9 @@ def test_vocab_and_merges_are_read_as_by_transformers(tmp_path):
     (tmp_path / 'added_tokens.json').unlink()
     (tmp_path / 'merges.txt').write_text('\n'.join([*merges[:1], *merges[:0:-1]]))
     assert load_tokenizer(tmp_path).fingerprint != tokenizer.fingerprint
+    (tmp_path / 'tokenizer_config.json').write_text(json.dumps(
+        {'bos_token': '<|end|>', 'eos_token': '<|end|>'}))
+    assert load_tokenizer(tmp_path).bos_id is None
     (tmp_path / 'merges.txt').unlink()
     with pytest.raises(DataError, match='vocab.json needs merges.txt beside it'):
         load_tokenizer(tmp_path)
@@ -307,7 +310,7 @@ def test_tekken_has_the_ids_of_its_pieces_here_and_in_transformers(tmp_path):
     to_byte = {char: byte for byte, char in byte_pairs.BYTE_CHARS.items()}
     pieces = {bytes(map(to_byte.get, name)): i for name, i in sorted(
         json.loads(reference.to_str())['model']['vocab'].items(), key=lambda item: item[1])
-        if name not in ('<|begin|>', '<|end|>')}
+        if name not in ('<|begin|>', '<|end|>')} | {b'zqxj': 'a piece that no merge makes'}
     vocab = [{'rank': rank, 'token_bytes': base64.b64encode(piece).decode(), 'token_str': None}
              for rank, piece in enumerate([*pieces, b'never one'])]
     names = ['<unk>', '<s>', '</s>', '[INST]', '[/INST]', '[SYSTEM_PROMPT]', '[/SYSTEM_PROMPT]']
@@ -328,6 +331,7 @@ def test_tekken_has_the_ids_of_its_pieces_here_and_in_transformers(tmp_path):
             assert ids == [ranks[i] for i in reference.encode(text).ids], text
     assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
     assert tokenizer.n_vocab == 1000 + len(pieces)
+    assert tokenizer.encode('zqxj') == [tokenizer.n_vocab - 1]
     assert theirs.apply_chat_template(MESSAGES)['input_ids'] == chat.encode_conversation(
         MESSAGES, tokenizer, 'tekken')[0]
     (tmp_path / 'tokenizer.json').unlink()
@@ -382,10 +386,12 @@ def test_an_end_that_merges_make_only_after_a_letter_is_refused(tmp_path):
 def test_a_special_token_that_is_a_word_does_not_split_it(tmp_path):
     reference = train_bpe(tmp_path)
     word = min(name for name in reference.get_vocab() if re.fullmatch('[a-z]{3,}', name))
-    reference.add_special_tokens([tokenizers.AddedToken(word)])
+    reference.add_special_tokens([tokenizers.AddedToken(word),
+                                  tokenizers.AddedToken('<|left|>', lstrip=True)])
     reference.save(str(tmp_path / 'tokenizer.json'))
     tokenizer, _ = same_ids(tmp_path, [f'{word}', f'a {word}s', f'{word}{word}\n{word}'])
-    assert tokenizer.control_ids.keys() == {'<|begin|>', '<|end|>'}
+    assert tokenizer.control_ids.keys() == {'<|begin|>', '<|end|>', '<|left|>'}
+    assert tokenizer.strips == {tokenizer.control_ids['<|left|>']: (True, False)}
     assert reference.token_to_id(word) in tokenizer.encode(word)
 
 
