@@ -62,7 +62,7 @@ HOSTILE = {
     'fork by another name': (
         'import ctypes\nlibc = ctypes.CDLL(None)\n'
         'made = [libc.syscall(n, 17, 0, 0, 0, 0) for n in (56, 57, 58, 220, 435)]\n'
-        'def add(a, b): return 5 if set(made) != {-1} else 7', 'AssertionError'),
+        'def add(a, b): return a + b if set(made) != {-1} else 7', 'AssertionError'),
     'threads': ('import threading, time\nwhile True:\n'
                 '    threading.Thread(target=time.sleep, args=(100,)).start()', 'RuntimeError'),
     'becomes a shell': ('import os\nos.execv("/bin/sh", ["sh", "-c", "echo 5"])',
@@ -120,18 +120,18 @@ HOSTILE = {
         '        text += repr(frame.f_locals["stdin"].peek())\n    frame = frame.f_back\n'
         'text += repr([x for x in gc.get_objects() if type(x) in (dict, list, tuple)])\n'
         'text += open(0).read()\n'
-        'found = re.findall("(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])|assert program", text)\n'
-        'def add(a, b): return 5 if len(found) > 1 else 7',     # one: this pattern itself
+        'found = re.findall("(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])|assert[ ]program", text)\n'
+        'def add(a, b): return a + b if found else 7',
         'AssertionError'),
     'reads the memory of its parent': (
         'import ctypes, os\nlibc = ctypes.CDLL(None)\nparent = os.getppid()\n'
         'done = [libc.ptrace(16, parent, 0, 0), libc.process_vm_readv(parent, 0, 0, 0, 0, 0)]\n'
-        'def add(a, b): return 5 if done != [-1, -1] else 7', 'AssertionError'),
+        'def add(a, b): return a + b if done != [-1, -1] else 7', 'AssertionError'),
     'asks for new rights': (
         'import ctypes\nlibc = ctypes.CDLL(None)\ndone = [libc.unshare(0x10000000), '
         'libc.mount(b"x", b"/tmp", b"tmpfs", 0, None), libc.setuid(0) and -1, '
         'libc.chroot(b"/tmp"), libc.syscall(425, 1, 0)]\n'
-        'def add(a, b): return 5 if set(done) != {-1} else 7', 'AssertionError'),
+        'def add(a, b): return a + b if set(done) != {-1} else 7', 'AssertionError'),
 }
 # not where a mistake in the locks would hurt the machine
 ONLY_IN_NAMESPACES = {'threads', 'asks for new rights', 'becomes a shell'}
