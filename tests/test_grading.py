@@ -187,7 +187,8 @@ def test_formulas_are_equal_in_another_writing(a, b):
 @pytest.mark.parametrize('text, answer', [
     (r'so \[ \boxed{42} \]', '42'),
     (r'\boxed{\frac{1}{2}} or \boxed{\frac{3}{4}}.', r'\frac{3}{4}'),
-    (r'\boxed{1', '1'), (r'\boxed{x} \boxed{', 'x'), (r'} \fbox \fboxed {a{b}} {', 'a{b}'),
+    (r'\boxed{1', '1'), (r'\boxed{2 + \boxed{1}}', '1'), (r'\boxed{x} \boxed{', 'x'),
+    (r'} \fbox \fboxed {a{b}} {', 'a{b}'),
     ('Final Answer: The final answer is $x^2$. I hope it is correct.', 'x^2'),
     ('It is $3$ then $4$', '4'), ('the sum is 7', '7'), ('none', None)])
 def test_formulas_are_extracted(text, answer):

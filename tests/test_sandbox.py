@@ -115,7 +115,9 @@ HOSTILE = {
     'looks for tests and token': (
         'import gc, os, re, sys\ntext = repr([sys.argv, dict(os.environ)])\n'
         'frame = sys._getframe()\nwhile frame:\n'
-        '    text += repr([frame.f_locals, frame.f_globals])\n    frame = frame.f_back\n'
+        '    text += repr([frame.f_locals, frame.f_globals])\n'
+        '    if hasattr(frame.f_locals.get("stdin"), "peek"):\n'
+        '        text += repr(frame.f_locals["stdin"].peek())\n    frame = frame.f_back\n'
         'text += repr([x for x in gc.get_objects() if type(x) in (dict, list, tuple)])\n'
         'text += open(0).read()\n'
         'found = re.findall("(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])|assert program", text)\n'

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from results import plots
 from results.samples import latest_samples, read_samples
 from runtime import checkpoint
 from runtime.errors import CheckpointError, ConfigError, DataError
+from runtime.eval_config import EvalConfig
 from runtime.sandbox import run_program
 
 # ------------------------------------------------------------------------------------------------
@@ -209,6 +211,19 @@ def test_p_true_is_that_of_transformers(asked):
         assert other['confidence'] == p_true(
             f'{question}Here are some brainstormed ideas: {lines}\n'
             f'Possible Answer: {ideas[0]}{possible}')
+
+
+def test_shots_are_left_out_until_prompt_and_answer_fit(asked):
+    folder, *_ = asked
+    tokenizer = load_tokenizer(folder / 'model')
+    loaded = load_written(f'qa:{folder / "qa"}', shots=2)
+    cfg = EvalConfig(add_bos=True, max_length=1000)
+    question, shots = loaded.questions[0], loaded.shots['']
+    ids, _, n_shots = written_answers.encode(question, shots, tokenizer, cfg, 6)
+    assert n_shots == 2 and ids == [tokenizer.bos_id, *tokenizer.encode(PROMPT.format(0))]
+    for length, n_shots in ((len(ids) + 6, 2), (len(ids) + 5, 1)):
+        cfg = replace(cfg, max_length=length)
+        assert written_answers.encode(question, shots, tokenizer, cfg, 6)[2] == n_shots
 
 
 def test_results_have_an_entry_for_each_confidence(asked):
