@@ -134,8 +134,10 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
     changes = adapter.changes(folder, config, _shapes(model))
     model.to(dtype)
     share(model) if share else adjoin(model, device=device)
-    # as model.to_empty, but what `share` has added keeps its values
-    model._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x)
+    # as model.to_empty, but what `share` has added keeps its values; empty_like of a plain meta
+    # tensor would import the compiler, which takes seconds
+    model._apply(lambda x: x if not x.is_meta else torch.empty_like(x, device=device) if share else
+                 x.new_empty(x.shape, device=device))
     parameters = dict(model.named_parameters())
     for key, tensor in tqdm(read_tensors(files), 'loading', len(files), unit=' tensors', delay=1,
                             disable=None):
