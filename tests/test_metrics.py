@@ -591,7 +591,8 @@ def test_kde_ece_is_the_integral_of_its_definition():
     def density(weight, z):
         """Triweight kernels around each confidence and its reflections at 0 and 1."""
         u = np.stack([z - c[:, None], z + c[:, None], 2 - z - c[:, None]]) / width
-        return (weight[:, None] * 35 / 32 * np.clip(1 - u ** 2, 0, None) ** 3 / width).sum((0, 1)) / 60
+        kernels = 35 / 32 * np.clip(1 - u ** 2, 0, None) ** 3 / width
+        return (weight[:, None] * kernels).sum((0, 1)) / 60
 
     z = np.linspace(0, 1, 20_001)
     gaps = np.abs(z * density(np.ones(60), z) - density(correct.astype(float), z))
