@@ -56,7 +56,6 @@ from runtime.errors import ConfigError
 from runtime.loss import loss_options
 from runtime.ownership import temporary
 from runtime.parallel import evaluating, gather, rank, reshard, sum_over_processes, world_size
-from runtime.processes import cores
 
 # ---- Pairwise losses -----------------------------------------------------------------------------
 
@@ -246,11 +245,8 @@ def check_align_config(cfg):
 
 def load_rankings(cfg, tokenizer):
     """Return the Sequences of the rankings in cfg.data; print what biases them."""
-    sequences = load_preferences(
-        cfg.data, tokenizer, template=cfg.template, max_length=cfg.max_length,
-        pack_len=cfg.pack_len, add_bos=begins_with_bos(tokenizer, cfg.add_bos),
-        revision=cfg.data_revision, cache_dir=cfg.cache_dir, on_bad_row=cfg.on_bad_row,
-        workers=cfg.workers or cores())
+    sequences = load_preferences(cfg.data, tokenizer, template=cfg.template, pack_len=cfg.pack_len,
+                                 **train.reader_options(cfg, tokenizer))
     masks = [mask for _, mask in sequences]
     best = np.mean([np.count_nonzero(mask == 1) for mask in masks])
     worst = np.mean([np.count_nonzero(mask == mask[-1]) for mask in masks])

@@ -198,12 +198,10 @@ class Reader:
 
         total: number of trees
         """
-        cfg, compute = self.cfg, token_statistics if task.statistics else token_log_probs
         progress = log.Progress(task.label, total, task.unit)
         try:
-            for scored in score(self.load, trees, cfg.pack_len, cfg.batch_rows, cfg.deterministic,
-                                compute, row_lengths(cfg)[1], cfg.dropout_seed,
-                                t5_config(self.folder), cfg.shard):
+            for scored in self._score(trees, token_statistics if task.statistics else
+                                      token_log_probs):
                 yield scored
                 progress.update()
         finally:
@@ -211,11 +209,14 @@ class Reader:
 
     def states(self, prompts):
         """Return the hidden state at the end of each of `prompts`, lists of tokens: [N, D]."""
-        cfg = self.cfg
-        states = {index: values[0] for index, _, values in score(
-            self.load, enumerate(prompt_trees(prompts)), cfg.pack_len, cfg.batch_rows,
-            cfg.deterministic, token_states, row_lengths(cfg)[1])}
+        states = {index: values[0] for index, _, values in self._score(
+            enumerate(prompt_trees(prompts)), token_states)}
         return np.stack([states[i] for i in range(len(prompts))])
+
+    def _score(self, trees, compute):
+        cfg = self.cfg
+        return score(self.load, trees, cfg.pack_len, cfg.batch_rows, cfg.deterministic, compute,
+                     row_lengths(cfg)[1], cfg.dropout_seed, t5_config(self.folder), cfg.shard)
 
     def require_finite(self, values, where):
         """Raise CheckpointError, with the tensor at fault, if `values` are not finite."""

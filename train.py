@@ -316,13 +316,18 @@ def split_sequences(cfg, n):
 
 def load_sequences(cfg, tokenizer):
     """Return the Sequences of cfg.data."""
-    common = {'max_length': cfg.max_length, 'add_bos': begins_with_bos(tokenizer, cfg.add_bos),
-              'revision': cfg.data_revision, 'cache_dir': cfg.cache_dir,
-              'on_bad_row': cfg.on_bad_row, 'workers': cfg.workers or cores()}
+    options = reader_options(cfg, tokenizer)
     if cfg.data_kind == 'instruct':
-        common |= {key: getattr(cfg, key) for key in ('template', 'answers', 'train_on_inputs')}
+        options |= {key: getattr(cfg, key) for key in ('template', 'answers', 'train_on_inputs')}
     load = {'instruct': load_conversations, 'text': load_text, 'questions': load_answers}
-    return load[cfg.data_kind](cfg.data, tokenizer, **common)
+    return load[cfg.data_kind](cfg.data, tokenizer, **options)
+
+
+def reader_options(cfg, tokenizer):
+    """Return the arguments that every reader of sequences has."""
+    return {'max_length': cfg.max_length, 'add_bos': begins_with_bos(tokenizer, cfg.add_bos),
+            'revision': cfg.data_revision, 'cache_dir': cfg.cache_dir,
+            'on_bad_row': cfg.on_bad_row, 'workers': cfg.workers or cores()}
 
 
 def saved_tokenizer(cfg, base, tokenizer):

@@ -110,9 +110,9 @@ def stated_guess(text, lead):
     if final is None:
         return None, None
     text = lead + final
-    found = [labeled.search(text) for labeled in LABELED.values()]
+    matches = [labeled.search(text) for labeled in LABELED.values()]
     guess, probability = (match and match[1].strip(' *_"`').rstrip(' *_"`,;|({')
-                          for match in found)
+                          for match in matches)
     if guess is None and probability is None:
         return None, text
     return guess, probability
@@ -122,15 +122,15 @@ def stated_guess(text, lead):
 # Keys: answers that mean the same -> the same text
 # ------------------------------------------------------------------------------------------------
 
-# each reference has a key once per sample, and samples repeat each other
-remembered = functools.lru_cache(10_000)
+# the keys of the references are needed for each sample, and samples repeat each other
+cached = functools.lru_cache(10_000)
 
 
 def without_articles(text):
     return ' '.join(re.sub(r'\b(a|an|the)\b', ' ', text).split())
 
 
-@remembered
+@cached
 def triviaqa_text(text):
     """TriviaQA's own normalization: punctuation becomes a space, and articles are left out."""
     marks = string.punctuation + '‘’´`'
@@ -138,14 +138,14 @@ def triviaqa_text(text):
     return key or text.lower().strip()
 
 
-@remembered
+@cached
 def squad_text(text):
     """SQuAD's normalization, for NQ-open: punctuation is deleted, and articles are left out."""
     key = without_articles(text.lower().translate(str.maketrans('', '', string.punctuation)))
     return key or text.lower().strip()
 
 
-@remembered
+@cached
 def number(text):
     """Return the value of a number, as a fraction in lowest terms; the text if it is none."""
     digits = re.sub(rf'{SEPARATOR}|\\?[\s,$%]', '', text).replace('−', '-').rstrip('.')
@@ -178,7 +178,7 @@ LATEX = [(re.compile(pattern), new) for pattern, new in (
     (r'^(-?)\\frac{(-?\d+)}{(\d+)}$', r'\1\2/\3'), (r'^[a-zA-Z]\w?=', ''), (r'\.$', ''))]
 
 
-@remembered
+@cached
 def formula(text):
     """Return LaTeX in a canonical form, a number by its value. Nothing is computed."""
     for pattern, new in LATEX:

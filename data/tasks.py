@@ -34,6 +34,7 @@ are read for --fit_temperature.
 """
 
 TASKS = *BENCHMARKS, *WRITTEN_TASKS, 'p_ik', *INSTRUCTIONS
+VARIANTS = {'permute': 'permuted', 'p_true': 'p_true'}      # {setting: name of the variant}
 BLOCKS = 8      # of questions per process; each block repeats the shots once
 SHOWN_TOKENS = 100      # before a scored token of a text, in its sample
 
@@ -161,7 +162,7 @@ class Task:
 
     def variants(self, cfg):
         """Return the names of the results that `cfg` asks for besides the task's own."""
-        return []
+        return [VARIANTS[key] for key in self.settings if getattr(cfg, key)]
 
     def changed(self, kind, name, results, ask, **fields):
         """Return the variant `name` of this task, a Task of the class `kind`.
@@ -253,9 +254,6 @@ class OptionTask(Task):
             'answer': question.answer,
             'options': [question.ending or option for option in question.options],
             'log_probs': tree.sums(numbers, values).tolist(), 'n_tokens': tree.n_tokens}]
-
-    def variants(self, cfg):
-        return ['permuted'] * bool(cfg.permute) + ['p_true'] * cfg.p_true
 
     def variant(self, name, scored, top_option):
         """Return the Task of the variant `name`.
@@ -351,9 +349,6 @@ class PIKTask(PTrueTask):
         loaded = load_p_ik(name, shots=cfg.shots, limit=cfg.limit, seed=cfg.seed,
                            on_bad_row=cfg.on_bad_row)
         return cls(task_label(name), task_source(name), loaded.questions, loaded.total, loaded.bad)
-
-    def variants(self, cfg):
-        return []
 
     def describe(self, cfg, counts):
         return Task.describe(self, cfg, counts) | {'chat': cfg.chat, 'shots': 0}

@@ -110,15 +110,13 @@ class LibraryTokenizer(Tokenizer):
             raise DataError(f'{path}: pre_tokenizer with add_prefix_space is not supported, since '
                             f'an answer must not begin with a space of its own')
 
-        def special():
-            return {token.content: (i, token)
-                    for i, token in library.get_added_tokens_decoder().items() if token.special}
-
         ends = {eos} if bos_id is None else {eos, library.id_to_token(bos_id)}
         library.add_special_tokens([AddedToken(name, special=True, normalized=False)
-                                    for name in sorted(ends - special().keys())])
-        controls = special()
-        words = {name for name, (i, _) in controls.items() if i in self._encode(name)}
+                                    for name in sorted(ends - special_tokens(library).keys())])
+        controls = special_tokens(library)
+        # the neighbors of a name decide which pieces are merged first
+        words = {name for name, (i, _) in controls.items()
+                 if i in self._encode(f'{name} a{name}\n{name}')}
         if words & ends:
             raise DataError(f'{path}: the text {min(words & ends)!r} would become the token that '
                             f'begins or ends a text; if the hub repository has a tokenizer.model '
@@ -143,6 +141,12 @@ class LibraryTokenizer(Tokenizer):
 
     def _decode(self, ids):
         return self.library.decode(ids, skip_special_tokens=False)
+
+
+def special_tokens(library):
+    """Return {name: (id, AddedToken)} of the special tokens of a tokenizers.Tokenizer."""
+    return {token.content: (i, token)
+            for i, token in library.get_added_tokens_decoder().items() if token.special}
 
 
 class SentencePieceTokenizer(Tokenizer):

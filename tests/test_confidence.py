@@ -48,6 +48,11 @@ def test_confidences_from_the_tokens_of_an_answer():
                             (confidence.answer_span, 0.9)):
         assert value_and_grade(function, sample) == (pytest.approx(value), True)
     assert confidence.class_entropy(sample)[0] is None      # of one sample
+    for correct, p in ((True, 0.8), (False, 0.2)):
+        sample = confidence.outcome(0.8, correct)
+        assert sample['correct'] is correct and sample['log_prob'] == pytest.approx(math.log(p))
+        assert sample['entropy'] == pytest.approx(-0.8 * math.log(0.8) - 0.2 * math.log(0.2))
+    assert confidence.outcome(1.0, False)['log_prob'] == pytest.approx(math.log(1e-12))
 
 
 @pytest.mark.parametrize('text, value', [

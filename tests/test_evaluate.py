@@ -127,42 +127,38 @@ def adapted_run(base, run, dropout=0.3):
 
 
 @pytest.mark.slow
-def test_an_evaluation_with_the_dropout_of_adapters(scored_folder, tmp_path, capsys):
-    run = tmp_path / 'run' / 'model'
-    model = adapted_run(scored_folder / 'model', run)
-    shutil.copytree(scored_folder / 'data', tmp_path / 'run' / 'data')
+def test_an_evaluation_with_the_dropout_of_adapters(foxes, tmp_path):
+    run = tmp_path / 'model'
+    model = adapted_run(foxes.model, run)
 
-    def samples(name, *arguments):
-        out = tmp_path / name
-        scored(tmp_path / 'run', out, '--limit=8', '--deterministic', '--device=cpu', *arguments)
-        return {(s['task'], s['language'], s['id']): s['log_probs']
-                for s in read_samples(out / 'samples.jsonl') if 'log_probs' in s}
-    dropped = samples('dropped', '--dropout_seed=3', '--p_true')
+    def samples(*arguments):
+        foxes.score('--deterministic', '--device=cpu', *arguments, model=run)
+        return {(s['task'], s['id']): s['log_probs']
+                for s in read_samples(foxes.out / 'samples.jsonl') if 'log_probs' in s}
+    dropped = samples('--dropout_seed=3', '--p_true')
     # by hand, from the adapters themselves
-    asked, solved, _, _ = questions.load_task(f'global_mmlu:{tmp_path / "run" / "data"}', shots=2,
-                                              limit=8)
-    trees = {(q.language, q.id): tree for q, tree in tokenize_questions(
-        asked, solved, load_tokenizer(run), add_bos=True, max_length=2048)}
-    for key, log_probs in zip(trees, scoring.option_log_probs(
-            model, [*trees.values()], deterministic=True, dropout_seed=3), strict=True):
-        assert dropped['global_mmlu', *key] == pytest.approx(log_probs.tolist(), abs=1e-6)
+    trees = [tree for _, tree in tokenize_questions(
+        questions.load_task(str(foxes.task)).questions, {}, load_tokenizer(run), add_bos=True,
+        max_length=2048)]
+    for key, log_probs in zip(dropped, scoring.option_log_probs(
+            model, trees, deterministic=True, dropout_seed=3), strict=True):
+        assert dropped[key] == pytest.approx(log_probs.tolist(), abs=1e-6)
     # the record, the table and the label of P(True)
-    record = json.loads((tmp_path / 'dropped' / 'eval_config.json').read_text())
+    record = json.loads((foxes.out / 'eval_config.json').read_text())
     assert record['dropout_seed'] == 3 and record['adapter'] != record['base']
-    tasks = json.loads((tmp_path / 'dropped' / 'results.json').read_text())['tasks']
-    assert tasks['global_mmlu']['dropout_seed'] == 3
-    assert {'global_mmlu', 'global_mmlu.p_true'} == tasks.keys()
-    assert 'plain text, dropout with seed 3' in capsys.readouterr().out
+    tasks = json.loads((foxes.out / 'results.json').read_text())['tasks']
+    assert list(tasks) == ['foxes', 'foxes.p_true'] and tasks['foxes']['dropout_seed'] == 3
+    assert 'plain text, dropout with seed 3' in tasks['foxes']['distribution']
     # a seed gives the same samples, also if the evaluation was interrupted
-    path = tmp_path / 'dropped' / 'samples.jsonl'
-    path.write_text(''.join(path.read_text().splitlines(True)[:9]))
-    (tmp_path / 'dropped' / 'results.json').unlink()
-    assert samples('dropped', '--dropout_seed=3') == dropped
+    path = foxes.out / 'samples.jsonl'
+    path.write_text(''.join(path.read_text().splitlines(True)[:3]))
+    (foxes.out / 'results.json').unlink()
+    assert samples('--dropout_seed=3') == dropped
     for arguments in (['--dropout_seed=4'], []):
         with pytest.raises(ConfigError, match='holds samples with dropout_seed = '):
-            samples('dropped', *arguments)
-    evaluate.main([f'--model={run}', f'--tasks=global_mmlu:{tmp_path / "run" / "data"}',
-                   '--dropout_seed=2', '--limit=2', '--shots=0', '--n_bootstrap=0'])
+            samples(*arguments)
+    evaluate.main([f'--model={run}', f'--tasks={foxes.task}', '--dropout_seed=2', '--shots=0',
+                   '--n_bootstrap=0'])
     assert (run / 'dropout-2' / 'results.json').exists() and not (run / 'results.json').exists()
 
 
@@ -279,49 +275,48 @@ def test_batch_composition_changes_nothing_but_rounding(foxes, tmp_path):
 
 
 @pytest.mark.slow
-def test_scoring_resumes_where_it_stopped(scored_folder, tmp_path, monkeypatch, launched):
-    whole = scored(scored_folder, tmp_path / 'whole')['tasks']['global_mmlu']
-    samples = (tmp_path / 'whole' / 'samples.jsonl').read_text()
-    # a process killed while it writes a line
-    shutil.copytree(tmp_path / 'whole', tmp_path / 'cut')
-    (tmp_path / 'cut' / 'results.json').unlink()
-    (tmp_path / 'cut' / 'samples.jsonl').write_text(samples[:len(samples) // 2])
+def test_scoring_resumes_where_it_stopped(foxes, tmp_path, monkeypatch, launched):
+    write_words(foxes.task, 30, 'fox')
+    whole, path = foxes.score()['foxes'], foxes.out / 'samples.jsonl'
+    lines = path.read_text()
+    path.write_text(lines[:len(lines) // 2])    # by a process killed while it writes a line
+    (foxes.out / 'results.json').unlink()
     launched.clear()
-    again = scored(scored_folder, tmp_path / 'cut')['tasks']['global_mmlu']
-    assert sum(launched) == 120 - samples[:len(samples) // 2].count('\n')
+    again = foxes.score()['foxes']
+    assert sum(launched) == 30 - lines[:len(lines) // 2].count('\n')
     # the time of the killed process is not known
     assert whole['scoring_seconds'] is not None and again['scoring_seconds'] is None
     for key in ('accuracy', 'confidence', 'ece', 'nll'):
         assert again['pooled'][key] == pytest.approx(whole['pooled'][key], abs=1e-4)
-    rows = read_samples(tmp_path / 'cut' / 'samples.jsonl')
-    assert len(rows) == len({(r['language'], r['id']) for r in rows}) == 120
+    assert len({sample['id'] for sample in read_samples(path)}) == 30 == len(read_samples(path))
     # with all samples there, another normalization needs no model
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, 'load', None)
-        assert scored(scored_folder, tmp_path / 'whole')['tasks']['global_mmlu']['pooled'] == (
-            whole['pooled'])
-        flat = scored(scored_folder, tmp_path / 'whole', '--norm=sum')['tasks']['global_mmlu']
+        assert foxes.score()['foxes']['pooled'] == again['pooled']
+        flat = foxes.score('--norm=sum')['foxes']
         assert 'summed log-probabilities' in flat['distribution']
         for option in ('--shots=1', '--scoring=text', '--prompt_format=harness', '--deterministic',
                        '--chat=tulu'):
             key = option[2:].split('=')[0]
+            folder = tmp_path / 'with_shots'
+            write_rows(folder / 'test.jsonl', rows := [json.loads(x) for x in foxes.task.open()])
+            write_rows(folder / 'dev.jsonl', rows[:1])
             with pytest.raises(ConfigError, match=f'holds samples with {key} = '):
-                scored(scored_folder, tmp_path / 'whole', option)
-        # the same files in another place are the same task
-        shutil.copytree(scored_folder, tmp_path / 'changed')
-        scored(tmp_path / 'changed', tmp_path / 'whole')
+                foxes.score(f'--tasks={folder}', option)
+        # the same file in another place is the same task
+        (tmp_path / 'moved').mkdir()
+        moved = Path(shutil.copy(foxes.task, tmp_path / 'moved'))
+        foxes.score(f'--tasks={moved}')
     # another question under a known id is another question
-    path = tmp_path / 'changed' / 'data' / 'sw_test.jsonl'
-    path.write_text(path.read_text().replace('?', ' then?', 1))
-    edited = scored(tmp_path / 'changed', tmp_path / 'whole')['tasks']['global_mmlu']
-    assert len(read_samples(tmp_path / 'whole' / 'samples.jsonl')) == 121
-    assert edited['pooled']['n'] == 120
+    moved.write_text(moved.read_text().replace('?', ' then?', 1))
+    assert foxes.score(f'--tasks={moved}')['foxes']['pooled']['n'] == 30
+    assert len(read_samples(path)) == 31
     # another model's samples are not mixed in
-    rewrite(tmp_path / 'changed' / 'model', lambda tensors: [x.mul_(1.1) for x in tensors.values()])
+    shutil.copytree(foxes.model, tmp_path / 'changed')
+    rewrite(tmp_path / 'changed', lambda tensors: [x.mul_(1.1) for x in tensors.values()])
     with pytest.raises(ConfigError, match='holds samples of another model'):
-        scored(tmp_path / 'changed', tmp_path / 'whole')
-    assert scored(tmp_path / 'changed', tmp_path / 'whole', '--overwrite')['tasks']['global_mmlu'][
-        'pooled']['n'] == 120
+        foxes.score(model=tmp_path / 'changed')
+    assert foxes.score('--overwrite', model=tmp_path / 'changed')['foxes']['pooled']['n'] == 30
 
 
 @pytest.mark.slow
@@ -810,55 +805,50 @@ def test_next_tokens_and_facts_are_scored(foxes, tmp_path):
             run('bad', f'--tasks={task}')
 
 
-def p_true_prompt(row, top, shots, subject):
-    """The text before ' (A)' or ' (B)', and whether option `top` is right."""
+def p_true_prompt(row, top, shots):
+    """The text before ' (A)' or ' (B)' of a P(True) question about option `top`."""
     def ask(row, k):
         choices = ''.join(f'\n{c}. {row[f"option_{c.lower()}"]}' for c in 'ABCD')
         return (f'{row["question"]}{choices}\nProposed Answer: {"ABCD"[k]}\nIs the proposed answer:'
                 f'\n (A) True\n (B) False\nThe proposed answer is:')
     right = ['ABCD'.index(shot['answer']) for shot in shots]    # of two, the second is wrong
     solved = f'{ask(shots[0], right[0])} (A)\n\n{ask(shots[1], (right[1] + 1) % 4)} (B)\n\n'
-    header = f'The following are multiple choice questions (with answers) about {subject}.\n\n'
-    return f'{header}{solved}{ask(row, top)}', 'ABCD'[top] == row['answer']
+    return (f'The following are multiple choice questions (with answers) about {row["subject"]}.'
+            f'\n\n{solved}{ask(row, top)}')
 
 
 @pytest.mark.slow
 def test_p_true_is_that_of_transformers(scored_folder, tmp_path):
     import transformers
-    found = scored(scored_folder, tmp_path, '--p_true', '--languages=en,de')['tasks']
+    tasks = scored(scored_folder, tmp_path, '--p_true', '--languages=en')['tasks']
     samples = read_samples(tmp_path / 'samples.jsonl')
-    options = {(s['language'], s['id']): s for s in samples if s['task'] == 'global_mmlu'}
+    options = {s['id']: s for s in samples if s['task'] == 'global_mmlu'}
     asked = [s for s in samples if s['task'] == 'global_mmlu.p_true']
-    assert len(options) == len(asked) == 80
+    assert len(options) == len(asked) == 40
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         scored_folder / 'model', dtype=torch.float32, attn_implementation='eager')
     tokenizer = load_tokenizer(scored_folder / 'model')
-    rows = {(language, split): [json.loads(line) for line in open(
-        scored_folder / 'data' / f'{language}_{split}.jsonl')]
-        for language in ('de', 'en') for split in ('dev', 'test')}
+    shots, rows = ([json.loads(line) for line in open(
+        scored_folder / 'data' / f'en_{split}.jsonl')] for split in ('dev', 'test'))
     for sample in asked[::9]:
-        of_options, language = options[sample['language'], sample['id']], sample['language']
-        shots = [r for r in rows[language, 'dev'] if r['subject'] == sample['subject']][:2]
-        row = next(r for r in rows[language, 'test'] if r['sample_id'] == sample['id'])
-        top = np.argmax(np.array(of_options['log_probs']) / of_options['n_tokens'])
-        text, right = p_true_prompt(row, top, shots, sample['subject'])
-        sums = []
+        row = next(r for r in rows if r['sample_id'] == sample['id'])
+        log_probs, n_tokens = (options[sample['id']][key] for key in ('log_probs', 'n_tokens'))
+        top = np.argmax(np.divide(log_probs, n_tokens))
+        text = p_true_prompt(row, top, [r for r in shots if r['subject'] == row['subject']])
+        first, sums = len(tokenizer.encode(text)) + 1, []
         for option in (' (A)', ' (B)'):
             ids = torch.tensor([[tokenizer.bos_id, *tokenizer.encode(text + option)]])
-            first = len(tokenizer.encode(text)) + 1
             with torch.no_grad():
-                log_probs = reference(ids).logits[0].log_softmax(-1)
-            sums.append(sum(log_probs[i - 1, ids[0, i]].item() for i in range(first, ids.shape[1])))
+                logs = reference(ids).logits[0].log_softmax(-1)
+            sums.append(sum(logs[i - 1, ids[0, i]].item() for i in range(first, ids.numel())))
         assert sample['confidence'] == pytest.approx(metrics.softmax(np.array(sums))[0], abs=1e-5)
-        assert sample['correct'] == right and sample['shots'] == 2
-    result, p = found['global_mmlu.p_true'], np.array([s['confidence'] for s in asked])
+        assert sample['correct'] == ('ABCD'[top] == row['answer']) and sample['shots'] == 2
+    result, p = tasks['global_mmlu.p_true'], np.array([s['confidence'] for s in asked])
     correct = np.array([s['correct'] for s in asked])
-    assert set(result['languages']) == {'de', 'en'} and result['pooled']['n'] == 80
     assert result['pooled']['ece'] == pytest.approx(metrics.ece(p, correct))
     assert result['pooled']['nll'] == pytest.approx(-np.log(np.where(correct, p, 1 - p)).mean())
-    assert result['pooled']['accuracy'] == found['global_mmlu']['pooled']['accuracy']
+    assert result['pooled']['accuracy'] == tasks['global_mmlu']['pooled']['accuracy']
     assert result['distribution'].startswith('P(True) of the top option, mmlu, 2 shots')
-    assert '### global_mmlu.p_true (P(True)' in (tmp_path / 'results.md').read_text()
 
 
 @pytest.mark.slow

@@ -212,19 +212,6 @@ def test_ce_says_what_is_wrong():
 
 
 @numpy_warns
-@pytest.mark.parametrize('softcap', [None, 1.0, 30.0])
-def test_ce_of_huge_logits_is_finite(ce_device, softcap):
-    hidden, weight, target = ce_inputs(5, 16, 300, ce_device, std=1e4, ignored=0)
-    kw = dict(smoothing=0.1, softcap=softcap)
-    loss, dh, dw = ce_ours(hidden, weight, target, **kw)
-    expected = ce_reference(hidden, weight, target, **kw)
-    assert off(loss, expected[0]) < 1e-5
-    for ours, wanted in ((dh, expected[1]), (dw, expected[2])):
-        # under a cap nearly every logit is saturated: the gradient goes to 0, and never to nan
-        assert (ours - wanted).abs().max() < 1e-5 * hidden.abs().max()
-
-
-@numpy_warns
 def test_ce_keeps_infinite_and_nan_logits_in_their_row(ce_device):
     hidden, weight, target = ce_inputs(3, 8, 300, ce_device, ignored=0)
     hidden, weight = hidden.detach().abs(), weight.detach()
@@ -369,17 +356,15 @@ def test_ce_frozen_inputs_cost_no_product(ce_device, reduction, monkeypatch):
         return h.grad, w.grad, len(products)
 
     again = 1 if reduction == 'none' else 0     # the logits in the forward pass, too
-    h_grad, w_grad, count = run(True, True)
-    assert off(h_grad, dh) < 1e-5 and off(w_grad, dw) < 1e-5 and count == 3 + again
-    h_grad, w_grad, count = run(True, False)
-    assert off(h_grad, dh) < 1e-5 and w_grad is None and count == 2 + again
-    h_grad, w_grad, count = run(False, True)
-    assert h_grad is None and off(w_grad, dw) < 1e-5 and count == 2 + again
+    for trained in ((True, True), (True, False), (False, True)):
+        *gradients, count = run(*trained)
+        assert count == 1 + sum(trained) + again
+        for gradient, expected, needed in zip(gradients, (dh, dw), trained):
+            assert off(gradient, expected) < 1e-5 if needed else gradient is None
     assert run(False, False) == (None, None, 1)
-    with torch.no_grad():
-        assert run(True, True) == (None, None, 1)
-    with torch.inference_mode():
-        assert run(False, False) == (None, None, 1)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert run(mode is torch.no_grad, mode is torch.no_grad) == (None, None, 1)
 
 
 def test_ce_micro_batches_add_up(ce_device):
@@ -408,6 +393,7 @@ def test_ce_follows_autocast(ce_device, memory):
     assert not torch.equal(ours[2], ours[2].bfloat16().float())     # dW kept its digits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('mode', CE_MODES)
 @pytest.mark.parametrize('softcap', [None, 5.0])
 def test_ce_bfloat16_is_as_good_as_torch(ce_device, softcap, mode):
@@ -598,7 +584,7 @@ def test_losses_equal_golden_values(ce_device, case):
 # within the kernels' bound and beyond
 @pytest.mark.parametrize('softcap', [None, *(pytest.param(cap, marks=pytest.mark.slow)
                                             for cap in (5.0, 60.0))])
-@pytest.mark.parametrize('text', REFERENCES)
+@pytest.mark.parametrize('text', SOME_REFERENCES)
 def test_loss_equals_autograd(ce_device, text, softcap):
     hidden, weight, target = ce_inputs(6, 31, 300, ce_device, std=3.0)
     expected = loss_reference(REFERENCES[text], hidden, weight, target, softcap)
@@ -629,8 +615,9 @@ def test_loss_with_token_weights_and_num_items(ce_device, text):
     assert off(hidden.grad, expected[1]) < 2e-5 and frozen.grad is None
 
 
-@pytest.mark.parametrize('softcap', [None, pytest.param(5.0, marks=pytest.mark.slow)])
-@pytest.mark.parametrize('text', SOME_REFERENCES)
+@pytest.mark.slow
+@pytest.mark.parametrize('softcap', [None, 5.0])
+@pytest.mark.parametrize('text', REFERENCES)
 def test_losses_in_bfloat16_are_nearly_as_exact_as_torch(ce_device, text, softcap):
     """Nearer to float64 than 1.6 times what torch makes of it in bfloat16."""
     hidden, weight, target = ce_inputs(12, 64, 300, ce_device, torch.bfloat16, std=3.0, ignored=0)
@@ -647,6 +634,7 @@ def test_losses_in_bfloat16_are_nearly_as_exact_as_torch(ce_device, text, softca
         assert off(a, c) < limit * off(b, c) + 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('text', [text for text in REFERENCES if 'z_loss' not in text])
 def test_loss_gradient_sums_to_zero(ce_device, text):
     """A loss that a shift of all logits leaves alone has gradients that sum to 0."""
@@ -724,8 +712,8 @@ def test_a_new_loss_is_a_function_of_torch_and_a_row_of_the_table(ce_device, mon
 
 
 @pytest.mark.parametrize('text', REFERENCES)
-def test_loss_has_only_the_sums_that_it_asks_for(ce_device, text):
-    hidden, weight, target = ce_inputs(3, 8, 40, ce_device)
+def test_loss_has_only_the_sums_that_it_asks_for(text):
+    hidden, weight, target = ce_inputs(3, 8, 40)
     seen = []
     loss = parse_loss(text) + Loss(lambda s: seen.append(s) or 0 * s.lse, lambda s: {}, (), False)
     fused_loss(hidden, weight, target, loss)

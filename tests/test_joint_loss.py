@@ -49,10 +49,9 @@ def by_autograd(function, hidden, weight, target, softcap):
 
 
 @pytest.mark.parametrize('memory', [None, 1, 12 * 4 * 77], ids=['one-chunk', 'divided', 'chunks'])
-@pytest.mark.parametrize('softcap, function', [
-    (3.0, dpo), (3.0, ppo), *(pytest.param(None, f, marks=pytest.mark.slow) for f in (dpo, ppo))])
-@pytest.mark.parametrize('dtype, limit', [
-    (torch.float32, 2e-6), pytest.param(torch.bfloat16, 2e-2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('softcap, function, dtype, limit', [
+    (3.0, ppo, torch.float32, 2e-6), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (None, dpo, torch.float32, 2e-6), (3.0, dpo, torch.bfloat16, 2e-2)))])
 def test_a_joint_loss_equals_autograd_whether_its_groups_fit_a_chunk_or_not(
         ce_device, function, softcap, memory, dtype, limit):  # noqa: F811
     hidden, weight, target = ce_inputs(30, 24, 77, ce_device, dtype)

@@ -53,6 +53,11 @@ class Everything(kind):
 def add(a, b): return Everything(*arguments)
 '''
 
+def to_pipes(data, loop=''):
+    return (f'import os\nfor fd in range(3, 64):\n    try:\n        {loop}os.write(fd, {data})\n'
+            f'    except OSError: pass')
+
+
 HOSTILE = {
     'fork by another name': (
         'import ctypes\nlibc = ctypes.CDLL(None)\n'
@@ -100,17 +105,11 @@ HOSTILE = {
     'an answer that JSON cannot hold': ('def add(a, b): return 10 ** 10000', 'ValueError: Exceeds'),
     'an answer that contains itself': ('x = []\nx.append(x)\ndef add(a, b): return x',
                                        'RecursionError'),
-    'a message without end': (
-        'import os\nfor fd in range(3, 64):\n    try:\n        while True: '
-        'os.write(fd, b"x" * (1 << 16))\n    except OSError: pass',
-        'ValueError: a message of more'),
-    'a message that is no text': (
-        'import os\nfor fd in range(3, 64):\n    try: os.write(fd, b"\\xff" * 8)\n'
-        '    except OSError: pass', 'UnicodeDecodeError'),
-    'a message that breaks parsers': (
-        'import os\nx = b"[" * (1 << 20) + b"\\n"\nfor fd in range(3, 64):\n    try:\n'
-        '        os.write(fd, x)\n    except OSError: pass',
-        'RecursionError|MemoryError|JSONDecodeError|SIG'),
+    'a message without end': (to_pipes('b"x" * (1 << 16)', 'while True: '),
+                              'ValueError: a message of more'),
+    'a message that is no text': (to_pipes('b"\\xff" * 8'), 'UnicodeDecodeError'),
+    'a message that breaks parsers': (to_pipes('b"[" * (1 << 20) + b"\\n"'),
+                                      'RecursionError|MemoryError|JSONDecodeError|SIG'),
     'closes its pipes and sleeps': (
         'import os, time\nos.closerange(3, 64)\ntime.sleep(1000)', 'more than 1 s'),
     'looks for tests and token': (
@@ -197,9 +196,8 @@ def test_many_small_files_cannot_fill_the_disk(namespaces):
 @pytest.mark.slow
 def test_no_other_process_is_seen_or_killed(namespaces):
     assert attempt('os.getpid(), os.getppid()') == '(2, 1)'
-    for pid in ('os.getppid()', os.getpid(), -1, 1):
-        for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGALRM):
-            assert attempt(f'os.kill({pid}, {int(number)})') == 'PermissionError'
+    for pid in ('os.getppid()', os.getpid(), -1):
+        assert attempt(f'os.kill({pid}, {int(signal.SIGKILL)})') == 'PermissionError'
 
 
 SYSCALLS = {'fcntl': (72, 25), 'ioctl': (16, 29), 'prctl': (157, 167), 'setpriority': (141, 140),
@@ -239,7 +237,7 @@ def test_calls_that_reach_other_processes_are_denied_by_argument(isolation, allo
 def test_ordinary_calls_on_files_are_allowed(isolation, allowed):
     allowed(isolation)
     source = '''
-import fcntl, io, os, sqlite3, struct, tempfile, termios
+import fcntl, os, sqlite3, struct, tempfile, termios
 with tempfile.NamedTemporaryFile('w+') as file:
     fcntl.flock(file, fcntl.LOCK_EX)
     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -247,20 +245,15 @@ with tempfile.NamedTemporaryFile('w+') as file:
     os.set_inheritable(fd, True)
     os.set_inheritable(fd, False)
     assert not os.isatty(fd) and not os.get_inheritable(fd)
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_APPEND | os.O_NONBLOCK)
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND | os.O_NONBLOCK)
     assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_NONBLOCK
     fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10)
-    file.write('abc')
-    file.flush()
+    print('abc', end='', file=file, flush=True)
     file.seek(0)
     assert struct.unpack('i', fcntl.ioctl(fd, termios.FIONREAD, bytes(4))) == (3,)
     with sqlite3.connect(file.name + '.db') as base:
         base.execute('create table t (x)')
-        base.execute('insert into t values (1)')
-    os.set_blocking(fd, False)
-r, w = os.pipe()
-os.set_blocking(r, False)
+os.set_blocking(os.pipe()[0], False)
 def add(a, b): return a + b
 '''
     assert run_program(source, TESTS, isolation=isolation) == (True, '', '')
@@ -352,18 +345,12 @@ def test_values_cross_as_they_are():
         to_json([range(3)])
 
 
-def test_control_characters_do_not_reach_the_terminal(namespaces):
-    outcome = run_program('raise ValueError("\\x1b[31m\\ud800 red")', 'pass')
-    assert outcome.reason == 'ValueError: \ufffd[31m\ufffd red'
-
-
 def test_tests_that_end_early_do_not_pass(namespaces):
     for tests in ('import os; os._exit(0)', 'raise SystemExit', 'print("x" * 99999)\n1 / 0'):
         assert not run_program('', tests).passed
     assert run_program('', 'print("x" * 99999)').passed
-
-
-def test_an_unknown_isolation_is_refused():
+    outcome = run_program('raise ValueError("\\x1b[31m\\ud800 red")', 'pass')
+    assert outcome.reason == 'ValueError: \ufffd[31m\ufffd red'    # on a terminal
     with pytest.raises(ConfigError, match="'none'; it must be namespaces or limits"):
         run_program('', '', isolation='none')
 

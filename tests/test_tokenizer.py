@@ -364,6 +364,21 @@ def test_a_regular_expression_that_does_not_end_is_an_error(tmp_path):
         load_tokenizer(tmp_path).encode('a' * 60)
 
 
+def test_an_end_that_merges_make_only_after_a_letter_is_refused(tmp_path):
+    pieces = ['\u2581', '<', 's', '>', 'a', '\u2581<', '<s', '<s>']
+    library = tokenizers.Tokenizer(models.BPE(
+        {piece: i for i, piece in enumerate(pieces)},
+        [('\u2581', '<'), ('<', 's'), ('<s', '>')], byte_fallback=True))
+    library.normalizer = normalizers.Prepend('\u2581')
+    library.add_special_tokens(['<s>'])
+    library.encode_special_tokens = True
+    assert 7 not in library.encode('<s>').ids and 7 in library.encode('a<s>').ids
+    library.save(str(tmp_path / 'tokenizer.json'))
+    (tmp_path / 'tokenizer_config.json').write_text('{"eos_token": "<s>"}')
+    with pytest.raises(DataError, match="the text '<s>' would become the token that begins or"):
+        load_tokenizer(tmp_path)
+
+
 def test_a_special_token_that_is_a_word_does_not_split_it(tmp_path):
     reference = train_bpe(tmp_path)
     word = min(name for name in reference.get_vocab() if re.fullmatch('[a-z]{3,}', name))
