@@ -126,8 +126,8 @@ def run_script(arguments, end):
 
 def page(folder):
     """Return the Markdown page of the results in `folder`."""
-    parts = ['# Benchmarks\n\nMade by `python research/bench/all.py`. Below each title: command, date and '
-             'versions of each run.\n']
+    parts = ['# Benchmarks\n\nMade by `python research/bench/all.py`. Below each title: command, '
+             'date and versions of each run.\n']
     for name, what in WHAT.items():
         paths = result_files(folder, name)
         parts += [f'## {what}'] * bool(paths)
