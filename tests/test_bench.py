@@ -468,7 +468,7 @@ def test_the_speeds_in_readme_are_those_of_the_kept_results():
     page = (HERE / 'research' / 'bench' / 'results' / 'README.md').read_text(encoding='utf-8')
     measured = [float(x.replace(',', '')) for x in numbers(page)]
     checked = [x for x in numbers(speeds) if ',' in x or '.' in x]
-    assert len(checked) > 15
+    assert len(checked) > 4
     for x in checked:
         digits = len(x.partition('.')[2])
         assert any(abs(float(x.replace(',', '')) - y) <= 0.5001 * 10 ** -digits

@@ -63,7 +63,7 @@ from results.tables import latex, mark_best, markdown
 from runtime.errors import ConfigError
 from runtime.ownership import claim, write_text
 from runtime.processes import parallel_map
-from shared_questions import p_values, resample
+from research.papers.shared_questions import p_values, resample
 from stats import student_t
 
 INSTRUCT = {'google/gemma-2-2b': 'google/gemma-2-2b-it',
