@@ -31,19 +31,18 @@ WRITTEN = 'greedy', 'answers'       # keys of a sample of written answers
 def to_read(results, samples):
     """Return {task: its samples as rows of the page}, the most confident mistakes first.
 
-    results: {task: its entry in results.json, or one whose metrics are still to be computed};
-    samples: {task: its samples}. A task whose samples have changed since is left out. A row is a
-    dict with 'task', 'language', 'subject', 'id', 'text' of the question ('' in samples of older
-    versions), 'confidence' and 'correct'; of a question with 'options', [[text, probability]], and
-    the indices 'answer' (the right one) and 'chosen'; else with the text 'predicted' and
-    'expected'; of written answers with 'written', the whole greedy one, and 'samples', the others
-    counted.
+    results: {task: its entry in results.json}; samples: {task: its samples}. A task whose samples
+    have changed since is left out. A row is a dict with 'task', 'language', 'subject', 'id', 'text'
+    of the question ('' in samples of older versions), 'confidence' and 'correct'; of a question
+    with 'options', [[text, probability]], and the indices 'answer' (the right one) and 'chosen';
+    else with the text 'predicted' and 'expected'; of written answers with 'written', the whole
+    greedy one, and 'samples', the others counted.
     """
     rows = {}
     for task, result in results.items():
         test = sorted((s for s in samples.get(task, []) if s.get('split') != 'validation'),
                       key=sample_order)
-        if 'pooled' not in result or len(test) == result['pooled']['n']:
+        if len(test) == result['pooled']['n']:
             # a confidence in written answers, such as `gsm8k.agreement`, has them in its task
             written = {sample_order(s)[1:]: {key: s[key] for key in WRITTEN if key in s}
                        for s in samples.get(task.partition('.')[0], []) if 'greedy' in s}

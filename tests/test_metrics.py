@@ -573,6 +573,32 @@ def test_kde_ece_of_many_rows_is_the_true_error():
             0.003 * 35 / 128, rel=0.02)
 
 
+def test_the_sweep_ends_at_the_first_decrease_however_small():
+    """Accuracy 0.600 and 0.595 in two bins: one bin remains, although more bins are monotonic."""
+    correct = np.concatenate([np.arange(1000) % 5 < 3, np.arange(1000) % 200 < 119])
+    confidence = np.linspace(0.4, 0.8, 2000)
+    assert metrics.ece_sweep(confidence, correct) == pytest.approx(
+        metrics.ece_equal_mass(confidence, correct, n_bins=1), abs=1e-12)
+    assert metrics.ece_equal_mass(confidence, correct, n_bins=2) > 0.1
+
+
+def test_kde_ece_is_the_integral_of_its_definition():
+    rng = np.random.default_rng(0)
+    c = rng.beta(4, 2, 60)
+    correct = rng.random(60) < c ** 2
+    width = 3 * 1.06 * c.std() * 60 ** -0.2
+
+    def density(weight, z):
+        """Triweight kernels around each confidence and its reflections at 0 and 1."""
+        u = np.stack([z - c[:, None], z + c[:, None], 2 - z - c[:, None]]) / width
+        kernels = 35 / 32 * np.clip(1 - u ** 2, 0, None) ** 3 / width
+        return (weight[:, None] * kernels).sum((0, 1)) / 60
+
+    z = np.linspace(0, 1, 20_001)
+    gaps = np.abs(z * density(np.ones(60), z) - density(correct.astype(float), z))
+    assert metrics.kde_ece(c, correct) == pytest.approx(np.trapezoid(gaps, z), abs=1e-4)
+
+
 def test_a_probability_of_0_is_in_the_first_bin():
     # p of option 1 is 0 and 0.1, both in bin 1: mean 0.05, label in half of them. Those of option 0
     # are 1 and 0.9, in two bins.
