@@ -145,30 +145,29 @@ def _read_harness_samples(files, norm):
     """
     tasks = {}
     for subtask, path in files.items():
-        samples, logged = [], {}
+        logged = {}     # {id: (sample, filter)}
         try:
             for number, row in read_rows(path):
                 try:
                     sample = harness_sample(row, norm)
                     if not all(map(math.isfinite, sample['log_probs'])):
                         raise ValueError(f'the log-probabilities are {sample["log_probs"]}')
-                    repeated = repeats(sample, row.get('filter'), logged)
+                    repeats(sample, row.get('filter'), logged)
                 except ValueError as error:
-                    if samples and not isinstance(error, SeveralAnswersError):
+                    if logged and not isinstance(error, SeveralAnswersError):
                         raise ValueError(f'{number}: {error}') from None
                     print(f'{path.name} is left out: {error}')
-                    samples = []
+                    logged = {}
                     break
-                if not repeated:
-                    samples.append(sample | {'split': 'test', 'subject': subtask,
-                                             'id': f'{subtask}:{sample["id"]}'})
         except OSError as error:
             raise DataError(f'cannot read {path}: {error.strerror}') from error
         except ValueError as error:
             raise DataError(f'{path}:{error}') from None
         task = harness_task(path)[0]
-        if samples:
-            tasks.setdefault(task, []).extend(sample | {'task': task} for sample in samples)
+        if logged:
+            tasks.setdefault(task, []).extend(
+                sample | {'task': task, 'split': 'test', 'subject': subtask,
+                          'id': f'{subtask}:{sample["id"]}'} for sample, _ in logged.values())
     if not tasks:
         raise DataError(f'{path}: no multiple-choice questions of lm_eval --log_samples')
     return {task: sorted(samples, key=lambda s: s['id']) for task, samples in tasks.items()}

@@ -635,8 +635,6 @@ def test_conformal_sets_of_new_rows_hold_the_label_as_often_as_promised(method):
     """The thresholds come from other rows, so coverage holds for a model that is far off."""
     probs, labels = calibration_case(0, 3000, 5, 2.0, 0.6)
     assert metrics.conformal(probs, labels, method=method)[0] == pytest.approx(0.9, abs=1e-3)
-    _, sharp = metrics.conformal(*calibration_case(0, 3000, 5, 3.0, 3.0), method=method)
-    assert sharp < metrics.conformal(probs, labels, method=method)[1] - 1
     for bad in (0, 1, -0.1, math.nan):
         with pytest.raises(ValueError, match='alpha must be a number in'):
             metrics.conformal_sets(probs, labels, method=method, alpha=bad)
