@@ -33,13 +33,15 @@ def find_runs(sources, harness_files=()):
 
     Raises DataError for a source without a run and without one of `harness_files`.
     """
+    def is_run(folder):
+        return (folder / 'results.json').exists() and (folder / 'samples.jsonl').exists()
+
     folders = []
     for source in sources:
         put_back(source)
-        logged = any(file.parent == source.absolute() for file in harness_files)
-        below = [source] if (source / 'results.json').exists() and not logged else [
+        below = [source] if is_run(source) else [
             path.parent for path in sorted(source.rglob('samples.jsonl'))
-            if path.with_name('results.json').exists() and path.parent.name != 'before'
+            if is_run(path.parent) and path.parent.name != 'before'
             and not path.parent.name.startswith(ASIDE)]
         if not below and not any(source.absolute() in (file, *file.parents)
                                  for file in harness_files):
@@ -52,8 +54,6 @@ def find_runs(sources, harness_files=()):
 
 def read_run(folder):
     """Return the Run in `folder`: its results, and the configuration of training and model."""
-    if not (folder / 'samples.jsonl').exists():
-        raise DataError(f'{folder} has no samples.jsonl: evaluate there first')
     with read_json(folder / 'results.json', 'evaluate there again') as content:
         model, seed, results = content['config']['model'], content['seed'], content['tasks']
         Path(model)
