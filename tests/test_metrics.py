@@ -514,7 +514,6 @@ def test_lists_of_tensors_are_read_and_unreadable_tensors_are_refused():
 def test_kde_ece_of_many_rows_is_the_true_error():
     rng = np.random.default_rng(0)
     c = rng.uniform(0.3, 0.9, 200_000)
-    assert metrics.kde_ece(c, rng.random(len(c)) < c) < 0.01
     assert metrics.kde_ece(c, rng.random(len(c)) < c - 0.2) == pytest.approx(0.2, abs=0.01)
     assert metrics.smooth_ece(c, rng.random(len(c)) < c - 0.2) == pytest.approx(0.2, abs=0.01)
     # all at an end of [0, 1], where the kernel is reflected: the mean distance to its center
