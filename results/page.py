@@ -8,7 +8,6 @@ import base64
 import html
 import itertools
 import json
-import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -110,9 +109,8 @@ def mistakes(rows, most=10):
         texts.append(f'{number}. {_code(name)}: {verdict(row)}\n')
         if text := row['text']:
             text = '…' * (len(text) > LONGEST) + text[-LONGEST:]
-            fence = '`' * max(3, 1 + _longest_run(text))
-            lines = fence, *text.split('\n'), f'{fence}\n'
-            texts.append('\n'.join(f'    {line}' for line in lines))
+            # 8 spaces in a list are a block of code, which no text can end
+            texts.append('\n'.join(f'        {line}' for line in text.split('\n')) + '\n')
     return '\n'.join(texts)
 
 
@@ -126,14 +124,8 @@ def verdict(row):
 
 
 def _code(text):
-    """Return text as a code span of Markdown, in which nothing is markup."""
-    text = ' '.join(text.split())
-    ticks = '`' * (1 + _longest_run(text))
-    return f'{ticks} {text} {ticks}' if len(ticks) > 1 else f'`{text}`'
-
-
-def _longest_run(text):
-    return max(map(len, re.findall('`+', text)), default=0)
+    """Return text as a code span of Markdown; a backtick, which would end it, is replaced."""
+    return '`' + ' '.join(text.replace('`', "'").split()) + '`'
 
 
 # The page
