@@ -81,7 +81,7 @@ def test_config_of_transformers_4_and_5():
     assert config_json.config_from_hf(checkpoint.config_to_hf(a)) == a
 
 
-# config.json of huggyllama/llama-7b, and what meta-llama/Llama-2-7b-hf and -70b-hf have instead
+# config.json of huggyllama/llama-7b, and what meta-llama/Llama-2-7b-hf has instead
 LLAMA_1 = {
     'architectures': ['LlamaForCausalLM'], 'bos_token_id': 1, 'eos_token_id': 2,
     'hidden_act': 'silu', 'hidden_size': 4096, 'initializer_range': 0.02,
@@ -94,8 +94,7 @@ LLAMA_2 = LLAMA_1 | {'max_position_embeddings': 4096, 'num_key_value_heads': 32,
 
 
 @pytest.mark.parametrize('raw, heads', [
-    (LLAMA_1, 32), (LLAMA_1 | {'pad_token_id': -1}, 32), (LLAMA_2, 32),
-    (LLAMA_2 | {'num_attention_heads': 64, 'num_key_value_heads': 8}, 8)])
+    (LLAMA_1 | {'pad_token_id': -1}, 32), (LLAMA_2 | {'num_key_value_heads': 8}, 8)])
 def test_configs_of_llama_1_and_2_are_read(raw, heads):
     config = config_json.config_from_hf(raw)
     assert (config.num_key_value_heads, config.norm_eps) == (heads, raw['rms_norm_eps'])
@@ -348,10 +347,8 @@ def test_mistral_with_layer_types_is_ministral(tmp_path):
 @pytest.mark.parametrize('name, values, message', [
     ('llama', {'num_hidden_layers': ...}, 'num_hidden_layers is missing'),
     ('llama', {'model_type': 'gpt2'}, "model_type = 'gpt2' is not supported"),
-    ('llama', {'model_type': []}, r'model_type = \[\] is not supported'),
     ('llama', {'hidden_size': None}, 'hidden_size = None is not supported; it must be an integer '
                                      'from 1 to'),
-    ('llama', {'hidden_act': 'gelu'}, "hidden_act = 'gelu' is not supported; it must"),
     ('llama', {'rope_parameters': {'rope_type': 'llama3'}},
      'rope_parameters.factor is missing; it must be a number from 1.0 to'),
     ('llama', {'num_key_value_heads': 3},
@@ -360,14 +357,11 @@ def test_mistral_with_layer_types_is_ministral(tmp_path):
      'hidden_size = 48 is not a multiple of num_attention_heads = 5'),
     ('llama', {'head_dim': 13}, 'head_dim = 13 is 13; it must be even and above 0'),
     ('llama', {'nanocal': {'softcap': 0}}, 'nanocal.softcap = 0 is not supported'),
-    ('llama', {'nanocal': {'temperature': None}}, 'nanocal.temperature = None is not supported'),
     ('llama', {'nanocal': {'cap': 30.0}},
      'nanocal.cap is not supported; the keys are softcap, temperature'),
-    ('llama', {'nanocal': 'yes'}, "nanocal = 'yes' is not supported"),
     ('gemma2', {'nanocal': {'softcap': 30.0}}, 'gemma2 has final_logit_softcapping'),
     ('gemma2', {'layer_types': ['full_attention', 'chunked_attention'] * 2}, 'layer_types = '),
     ('gemma2', {'layer_types': ['full_attention']}, 'layer_types has 1 items for num_hidden'),
-    ('gemma2', {'sliding_window': None}, 'sliding_window = None is not supported; it must'),
     ('mistral', {'layer_types': ['sliding_attention'] * 3}, 'sliding_window = None beside layer'),
     ('gemma3', {'rope_parameters': None, 'rope_scaling': {'type': 'linear', 'factor': 8.0}},
      'rope_scaling.type means nothing to transformers in a gemma3_text; name it rope_type')])
@@ -398,8 +392,6 @@ def test_changes_to_the_config_apply_to_what_the_file_means(tmp_path):
 
 @pytest.mark.parametrize('changes, message', [
     ({'hiden_size': 64}, "llama has no key 'hiden_size' in its config.json; did you mean 'hid"),
-    ({'sliding_window': 64}, "llama has no key 'sliding_window'"),
-    ({'final_logit_softcapping': 30.0}, "llama has no key 'final_logit_softcapping'"),
     ({'hidden_size': '64'}, "hidden_size = '64' is not supported"),
     ({'rope_theta': 1.0, 'rope_parameters': {'rope_theta': 2.0}}, 'disagree'),
     ({'model_type': 'gpt2'}, "model_type = 'gpt2' is not supported")])
@@ -408,7 +400,7 @@ def test_changes_that_are_refused(folder, changes, message):
         checkpoint.read_config(folder, changes)
 
 
-@pytest.mark.parametrize('name', ['llama', 'gemma2', 'gemma3', 'granite'])
+@pytest.mark.parametrize('name', ['llama', 'gemma2'])
 def test_softcap_and_temperature_of_our_own(name, tmp_path, capsys):
     """logits = cap * tanh(h W' / (T cap)) after a round trip through config.json."""
     reference_model(name, tmp_path / 'plain')
@@ -421,7 +413,7 @@ def test_softcap_and_temperature_of_our_own(name, tmp_path, capsys):
     checkpoint.save(plain, tmp_path / 'ours', torch.float32)
     assert 'transformers and vLLM will not' in capsys.readouterr().out
     written = json.loads((tmp_path / 'ours' / 'config.json').read_text())
-    softcap = {} if name in ('gemma2', 'gemma3') else {'softcap': 3.0}
+    softcap = {} if name == 'gemma2' else {'softcap': 3.0}
     assert written['nanocal'] == {'temperature': 1.5} | softcap
     assert written.get('final_logit_softcapping') == (None if softcap else 3.0)
     model = checkpoint.load(tmp_path / 'ours')
@@ -542,12 +534,12 @@ def test_every_byte_of_the_weights_decides_whether_a_model_is_the_same(tmp_path)
 def test_home_folder_in_a_model_path(folder, monkeypatch):
     monkeypatch.setenv('HOME', str(folder.parent))
     assert checkpoint.fetch('~/model') == folder
-    with pytest.raises(CheckpointError, match='no model folder at .~/nothing'):
-        checkpoint.fetch('~/nothing')
-    with pytest.raises(CheckpointError, match='config.json is a file; a model is the'):
-        checkpoint.fetch('~/model/config.json')
-    with pytest.raises(CheckpointError, match="revision = 'step9' is that of a hub"):
-        checkpoint.fetch('~/model', 'step9')
+    for *name, message in (('~/nothing', 'no model folder at .~/nothing'),
+                           ('~/model/config.json', 'config.json is a file; a model is the'),
+                           ('~/model', 'step9', "revision = 'step9' is that of a hub"),
+                           ('google/gemma-2-2b', 'downloading the model google/gemma-2-2b')):
+        with pytest.raises(CheckpointError, match=message):
+            checkpoint.fetch(*name)
 
 
 def test_old_buffers_of_neox_are_ignored(tmp_path):
@@ -567,13 +559,6 @@ def test_old_buffers_of_neox_are_ignored(tmp_path):
         with pytest.raises(CheckpointError, match=f'tensor {key} is unknown'):
             checkpoint.load(tmp_path)
         rewrite(tmp_path, lambda t, key=key: t.pop(key))
-
-
-def test_an_unreachable_model_is_named():
-    for name, message in (('/nowhere', 'no model folder at ./nowhere'),
-                          ('google/gemma-2-2b', 'downloading the model google/gemma-2-2b')):
-        with pytest.raises(CheckpointError, match=message):
-            checkpoint.fetch(name)
 
 
 def test_a_model_in_the_hub_cache_is_found(folder, tmp_path, monkeypatch):
@@ -642,26 +627,22 @@ def test_adapter_loads_in_peft(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('shards', [1, 2])
-def test_pickled_weights_are_read(tmp_path, shards):
+def test_pickled_weights_are_read(tmp_path):
     reference_model('neox', tmp_path / 'model')
     wanted = load_file(tmp_path / 'model' / 'model.safetensors')
     pickled = tmp_path / 'pickled'
     pickled.mkdir()
     shutil.copy(tmp_path / 'model' / 'config.json', pickled)
-    parts = {f'pytorch_model{f"-{i}" * (shards > 1)}.bin': dict([*wanted.items()][i::shards])
-             for i in range(shards)}
-    for name, tensors in parts.items():
-        torch.save(tensors, pickled / name)
-    if shards > 1:
-        (pickled / 'pytorch_model.bin.index.json').write_text(json.dumps({'weight_map': {
-            key: name for name, tensors in parts.items() for key in tensors}}))
+    shard_of = {key: f'pytorch_model-{i % 2}.bin' for i, key in enumerate(wanted)}
+    for name in {*shard_of.values()}:
+        torch.save({key: x for key, x in wanted.items() if shard_of[key] == name}, pickled / name)
+    (pickled / 'pytorch_model.bin.index.json').write_text(json.dumps({'weight_map': shard_of}))
     loaded = named(checkpoint.load(pickled, dtype=torch.float32))
     assert loaded.keys() == wanted.keys()
     assert all(torch.equal(loaded[key], tensor) for key, tensor in wanted.items())
     assert checkpoint.fingerprint(pickled) == checkpoint.fingerprint(tmp_path / 'model')
     assert checkpoint.nonfinite_tensor(pickled) is None
-    os.truncate(pickled / min(parts), 3000)
+    os.truncate(pickled / 'pytorch_model-0.bin', 3000)
     with pytest.raises(CheckpointError, match='truncated, not a file of weights'):
         checkpoint.load(pickled)
 
