@@ -265,7 +265,7 @@ def read_jsonl(path):
             except (ValueError, RecursionError) as error:
                 if number == len(lines):    # a complete line ends in a newline
                     return
-                raise DataError(f'{path}:{number}: broken JSON: {error}; delete this line and '
+                raise DataError(f'{path}:{number}: broken JSON: {error}; delete this line, and '
                                 f'repeat the command') from error
             yield f'{path}:{number}', row
 
