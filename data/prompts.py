@@ -141,6 +141,12 @@ def _wording(kind, language):
 # The formats of lm-evaluation-harness, which does not strip white space from the choices
 # ------------------------------------------------------------------------------------------------
 
+def continuing(text, choices):
+    """Return the Prompt whose choices follow `text`; white space at its end is scored."""
+    context = text.rstrip()
+    return Prompt(context, [text[len(context):] + choice for choice in choices])
+
+
 def harness_mmlu(item):
     return lettered(item.question.strip(), item.choices, header=f'{english_words(item)[0]}\n\n')
 
@@ -149,9 +155,7 @@ def harness_generic(item):
     """MMLU's, except for rows of inverse-scaling, whose choices follow their prompt unchanged."""
     if not has_fields(item.row, 'prompt', 'classes'):
         return harness_mmlu(item)
-    prompt = item.question.rstrip()
-    space = item.question[len(prompt):]
-    return Prompt(prompt, [f'{space}{choice}' for choice in item.choices])
+    return continuing(item.question, item.choices)
 
 
 def harness_letters(item):
@@ -177,10 +181,8 @@ def harness_boolq(item):
 
 
 def harness_openbookqa(item):
-    """The choices continue the question; white space at the end of the question is scored."""
-    question = item.question.rstrip()
-    space = item.question[len(question):]
-    return Prompt(question, [f'{space} {choice}' for choice in item.choices])
+    """The choices continue the question."""
+    return continuing(f'{item.question} ', item.choices)
 
 
 def harness_truthfulqa(item):

@@ -467,15 +467,12 @@ def describe_tasks():
         lines.extend(textwrap.wrap(text, 100, initial_indent=f'    {label:<12}',
                                    subsequent_indent=' ' * 16, break_on_hyphens=False))
 
-    for name, benchmark in (BENCHMARKS | {'a file or folder of your own': GENERIC}).items():
-        lines.append(f'{name}  {benchmark.hub}'.rstrip())
+    tables = BENCHMARKS | {'a file or folder of your own': GENERIC} | WRITTEN_TASKS
+    for name, table in tables.items():
+        lines.append(f'{name}  {table.hub}'.rstrip())
         for split in ('test', 'shots', 'validation'):
-            add(split, ', '.join(getattr(benchmark, split)))
-        add('{lang}', ' '.join(benchmark.languages))
-    for name, free in WRITTEN_TASKS.items():
-        lines.append(f'{name}  {free.hub}'.rstrip())
-        for split in ('test', 'shots'):
-            add(split, ', '.join(getattr(free, split)))
+            add(split, ', '.join(getattr(table, split, ())))
+        add('{lang}', ' '.join(getattr(table, 'languages', ())))
     lines.append('p_ik')
     add('test', 'samples.jsonl of an evaluation of written answers')
     for name, hub in (('clm', WIKITEXT), ('facts', '')):

@@ -303,14 +303,17 @@ def test_a_question_may_begin_the_text(tokenizers, kind):
 
 def test_whole_shots_are_dropped(tokenizers, tmp_path):
     tokenizer = tokenizers['gemma']
-    asked, solved, _, _ = questions.load_task(write_task(tmp_path), shots=3)
+    asked, solved, _, _ = questions.load_task(write_task(tmp_path), shots=3, scoring='text')
     shots = solved['', 'foxes']
     sizes = [first_tree(asked, {('', 'foxes'): shots[:n]}, tokenizer) for n in range(4)]
     for kept, tree in enumerate(sizes):
         longest = len(tree.prefix) + len(tree.prompt) + max(map(len, tree.continuations))
         assert first_tree(asked, solved, tokenizer, longest) == tree and tree.shots == kept
-    with pytest.raises(DataError, match='even without shots the prompt has'):
-        first_tree(asked, {}, tokenizer, 10)
+        if kept:        # the longest option must fit, and it is not the first
+            assert first_tree(asked, solved, tokenizer, longest - 1).shots == kept - 1
+            continue
+        with pytest.raises(DataError, match='even without shots the prompt has'):
+            first_tree(asked, solved, tokenizer, longest - 1)
 
 
 def test_options_that_cannot_be_scored(tokenizers):
