@@ -5,7 +5,8 @@ import json
 import math
 from pathlib import Path
 
-from results.samples import difference, merge_parts, merged_names, part_names, read_jsonl
+from results.samples import (difference, drop_cut_line, has_lines, merge_parts, merged_names,
+                             part_names, read_jsonl)
 from runtime import ownership
 from runtime.errors import ConfigError, DataError
 
@@ -35,22 +36,18 @@ def open_answers(cfg, settings, processes):
         raise ConfigError(f'{out} is a link to a file elsewhere, where nothing is appended; choose '
                           f'another --out')
     done, advice = set(), 'choose another --out, or --overwrite'
-    if any(file.exists() and file.stat().st_size for file in (
-            out, *map(out.with_name, merged_names(out)))):
+    if has_lines(out):
         with ownership.read_json(out.with_name(names[1]), advice) as content:
             other = difference(settings, content)
         if other:
             raise ConfigError(f'{out} has answers {other}; {advice}')
         merge_parts(out)
-        with open(out, 'rb+') as file:      # a crash may have cut off the last line
-            file.truncate(file.read().rfind(b'\n') + 1)
-        for place, row in read_jsonl(out):
-            if isinstance(row, DataError):
-                raise row
+        drop_cut_line(out)
+        for line, row in read_jsonl(out):
             if not isinstance(row, dict) or type(row.get('id')) not in (str, int) or not (
                     isinstance(row.get('prompt_hash'), str)):
-                raise DataError(f'{place}: not a row that generate.py wrote: it must have an id '
-                                f'and a prompt_hash; delete this line, and its prompt is answered '
+                raise DataError(f'{line}: not a row that generate.py wrote: it must have an id and '
+                                f'a prompt_hash; delete this line, and its prompt is answered '
                                 f'again')
             done.add((row['id'], row['prompt_hash']))
     ownership.claim(out.parent, *names, *parts)

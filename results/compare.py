@@ -89,11 +89,9 @@ def main(argv):
 def compare_questions(runs, keys, cfg, out_dir):
     """Print a table of several runs for each task that they share, and write it to out_dir.
 
-    For every language: the metrics `keys` of each run, the best one marked. Then the differences
-    of each pair of runs, by a paired bootstrap over the questions that both answered and Student's
-    t over languages if there are several, and the answers that change from right to wrong or back.
-    The files are compare.md, .csv and .tex, for each task two pictures, the runs' reliability
-    diagrams side by side and their curves in one diagram, and compare.html.
+    For every language, the metrics `keys` of each run. Then the differences of each pair of runs,
+    by a paired bootstrap over the questions that both answered and Student's t over languages, and
+    the answers that change. Also writes pictures and compare.html.
     """
     runs = dict(zip(label_runs([run.folder for run in runs]), runs, strict=True))
     by_run = {name: read_run_samples(run)[0] for name, run in runs.items()}

@@ -1,15 +1,11 @@
 """From the samples of an evaluation to the files in its folder: metrics, tables, pictures, page."""
 
-import functools
-import operator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 from results import confidence, page, report
 from results.plots import draw_reliability
 from results.samples import DIAGRAM, GRID
 from runtime import device
-from runtime.processes import parallel_map
 
 
 def write_evaluation(results, earlier, samples, tasks, cfg, identity, out_dir):
@@ -25,27 +21,22 @@ def write_evaluation(results, earlier, samples, tasks, cfg, identity, out_dir):
         task: result for task, result in earlier.items()
         if task not in results and not is_of_other_answers(task, result, results, samples)},
         samples)
-    jobs = [functools.partial(select_samples, earlier | results, samples)]
-    if cfg.pictures:
-        jobs.append(functools.partial(draw_diagrams, earlier, results, samples, tasks, out_dir))
-    many = sum(map(len, samples.values())) > 50_000     # for fewer, a thread is as fast
-    with ThreadPoolExecutor(1) as pool:     # while the metrics are computed
-        outcomes = pool.submit(parallel_map, operator.call, jobs, worth_it=many)
-        for task, result in results.items():
-            rows, written = samples[task], tasks[task.partition('.')[0]].is_written
-            result |= report.summarize(rows, cfg.norm, n_bootstrap=cfg.n_bootstrap, seed=cfg.seed,
-                                       fit=cfg.fit_temperature or written and len(rows) > 1)
-            shots = result.get('shots', 0)
-            result['fewer_shots'] = sum(s.get('shots', shots) < shots for s in rows)
-            if written:
-                result |= confidence.facts(task, samples)
+    for task, result in results.items():
+        rows, written = samples[task], tasks[task.partition('.')[0]].is_written
+        result |= report.summarize(rows, cfg.norm, n_bootstrap=cfg.n_bootstrap, seed=cfg.seed,
+                                   fit=cfg.fit_temperature or written and len(rows) > 1)
+        shots = result.get('shots', 0)
+        result['fewer_shots'] = sum(s.get('shots', shots) < shots for s in rows)
+        if written:
+            result |= confidence.facts(task, samples)
     content = {'schema': report.SCHEMA, 'config': asdict(cfg) | {'model': str(cfg.model)},
                'seed': cfg.seed, 'versions': device.versions(cfg.device), 'identity': identity,
                'tasks': earlier | results}
-    (selected, mistakes), *drawn = outcomes.result()
-    pictures = drawn[0] if drawn else []
-    names = ['report.html'] if page.write_report(content, selected, pictures, out_dir) else []
-    names += ['samples.jsonl', *report.write_results(content, out_dir, mistakes), *pictures]
+    pictures = draw_diagrams(earlier, results, samples, tasks, out_dir) if cfg.pictures else []
+    rows = page.to_read(content['tasks'], samples)
+    has_page = page.write_report(content, page.select(rows), pictures, out_dir)
+    names = ['report.html'] * has_page + ['samples.jsonl', *report.write_results(
+        content, out_dir, page.mistakes(rows)), *pictures]
     print(f'wrote {", ".join(names)} to {out_dir}')
     return content
 
@@ -78,15 +69,6 @@ def measure_again(results, samples):
                 fit='post_hoc' in result, seed=result.get('seed', 0))
         updated[task] = result
     return updated
-
-
-def select_samples(results, samples):
-    """Return what page.select and page.mistakes return for these results and samples.
-
-    results: {task: result}; samples: {task: its samples}
-    """
-    rows = page.to_read(results, samples)
-    return page.select(rows), page.mistakes(rows)
 
 
 def draw_diagrams(earlier, results, samples, tasks, out_dir):

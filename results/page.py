@@ -8,7 +8,6 @@ import base64
 import html
 import itertools
 import json
-import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -31,19 +30,18 @@ WRITTEN = 'greedy', 'answers'       # keys of a sample of written answers
 def to_read(results, samples):
     """Return {task: its samples as rows of the page}, the most confident mistakes first.
 
-    results: {task: its entry in results.json, or one whose metrics are still to be computed};
-    samples: {task: its samples}. A task whose samples have changed since is left out. A row is a
-    dict with 'task', 'language', 'subject', 'id', 'text' of the question ('' in samples of older
-    versions), 'confidence' and 'correct'; of a question with 'options', [[text, probability]], and
-    the indices 'answer' (the right one) and 'chosen'; else with the text 'predicted' and
-    'expected'; of written answers with 'written', the whole greedy one, and 'samples', the others
-    counted.
+    results: {task: its entry in results.json}; samples: {task: its samples}. A task whose samples
+    have changed since is left out. A row is a dict with 'task', 'language', 'subject', 'id', 'text'
+    of the question ('' in samples of older versions), 'confidence' and 'correct'; of a question
+    with 'options', [[text, probability]], and the indices 'answer' (the right one) and 'chosen';
+    else with the text 'predicted' and 'expected'; of written answers with 'written', the whole
+    greedy one, and 'samples', the others counted.
     """
     rows = {}
     for task, result in results.items():
         test = sorted((s for s in samples.get(task, []) if s.get('split') != 'validation'),
                       key=sample_order)
-        if 'pooled' not in result or len(test) == result['pooled']['n']:
+        if len(test) == result['pooled']['n']:
             # a confidence in written answers, such as `gsm8k.agreement`, has them in its task
             written = {sample_order(s)[1:]: {key: s[key] for key in WRITTEN if key in s}
                        for s in samples.get(task.partition('.')[0], []) if 'greedy' in s}
@@ -111,9 +109,8 @@ def mistakes(rows, most=10):
         texts.append(f'{number}. {_code(name)}: {verdict(row)}\n')
         if text := row['text']:
             text = '…' * (len(text) > LONGEST) + text[-LONGEST:]
-            fence = '`' * max(3, 1 + _longest_run(text))
-            lines = fence, *text.split('\n'), f'{fence}\n'
-            texts.append('\n'.join(f'    {line}' for line in lines))
+            # 8 spaces in a list are a block of code, which no text can end
+            texts.append('\n'.join(f'        {line}' for line in text.split('\n')) + '\n')
     return '\n'.join(texts)
 
 
@@ -127,14 +124,8 @@ def verdict(row):
 
 
 def _code(text):
-    """Return text as a code span of Markdown, in which nothing is markup."""
-    text = ' '.join(text.split())
-    ticks = '`' * (1 + _longest_run(text))
-    return f'{ticks} {text} {ticks}' if len(ticks) > 1 else f'`{text}`'
-
-
-def _longest_run(text):
-    return max(map(len, re.findall('`+', text)), default=0)
+    """Return text as a code span of Markdown; a backtick, which would end it, is replaced."""
+    return '`' + ' '.join(text.replace('`', "'").split()) + '`'
 
 
 # The page

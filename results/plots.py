@@ -40,19 +40,9 @@ def _fonts():
     return ['DejaVu Sans', *(name for name in FALLBACK_FONTS if name in installed)]
 
 
-@functools.cache
-def _charmaps():
-    """The characters of each font, as {code point: glyph}."""
-    from matplotlib import font_manager
-    return [font_manager.get_font(font_manager.findfont(name)).get_charmap() for name in _fonts()]
-
-
 def printable(text):
-    r"""Return `text` for a picture: $ signs escaped, characters without a glyph as \uXXXX."""
-    def shown(character):
-        known = character == '\n' or any(ord(character) in charmap for charmap in _charmaps())
-        return character if known else character.encode('unicode_escape').decode()
-    return ''.join(map(shown, text)).replace('$', r'\$')
+    """Return `text` for a picture, where $ would begin a formula."""
+    return text.replace('$', r'\$')
 
 
 def figure_title(text, width):

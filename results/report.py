@@ -114,12 +114,8 @@ def option_scores(log_probs, options, n_tokens, norm):
 def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
     """Return the metrics of one task; the order of its samples does not matter.
 
-    {'unit': what n counts; 'pooled': report; 'bins': those of metrics.bins, of all samples;
-    'languages', 'categories', 'subjects': {name: report} if there are several; 'orders' likewise,
-    'letters' and 'same_option' of a task in several orders of its options; 'macro': the mean report
-    over languages, or else over subjects; 'option_mass': mean probability of all options together;
-    'chance': the accuracy of guessing; 'post_hoc' if `fit`; 'measured_by'}. A report is that of
-    metrics.report with 'intervals', {metric: [low, high]}: 95 % by bootstrap over questions.
+    The keys are those of docs/evaluation.md, from 'unit' on. A report is that of metrics.report
+    with 'intervals', {metric: [low, high]}: 95 % by bootstrap over questions.
     """
     samples = sorted(samples, key=sample_order)
     held_out = [s for s in samples if s.get('split') == 'validation']
@@ -248,10 +244,7 @@ def post_hoc(test, held_out, n_bootstrap, seed, languages, held_out_languages):
 
     Without `held_out`, each half of `test` is scaled with the fit of the other half, so that there
     are two values of each parameter. languages: [N], of the rows of `test`; held_out_languages:
-    likewise. Returns {'fitted_on', 'temperature': [T], 'platt': [[a, b]], 'languages': as of
-    temperatures.by_language, for several, 'reports': {'temperature': of the scaled distribution,
-    'language temperature': shrunk by language, 'platt': of the scaled confidence, 'isotonic':
-    likewise, for a single confidence}}.
+    likewise. The keys are those of `post_hoc` in docs/evaluation.md.
     """
     n = len(test.labels)
     if held_out is not None:

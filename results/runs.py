@@ -43,11 +43,9 @@ def find_runs(sources, harness_files=()):
             and not path.parent.name.startswith(ASIDE)]
         if not below and not any(source.absolute() in (file, *file.parents)
                                  for file in harness_files):
-            raise DataError(f'compare: {source} holds no run: ' + (
-                'neither it nor a folder below it has a results.json beside samples.jsonl, or '
-                'samples_*.jsonl of lm_eval; evaluate first' if source.is_dir() else
-                'it is a file, but not one that lm_eval wrote; name the folder of a run'
-                if source.exists() else 'there is no such folder'))
+            raise DataError(f'compare: {source} holds no run: name a folder that has, itself or '
+                            f'below it, a results.json beside samples.jsonl, or what lm_eval '
+                            f'--log_samples wrote; evaluate first')
         folders += [folder.resolve() for folder in below]
     return folders
 
@@ -58,8 +56,7 @@ def read_run(folder):
         raise DataError(f'{folder} has no samples.jsonl: evaluate there first')
     with read_json(folder / 'results.json', 'evaluate there again') as content:
         model, seed, results = content['config']['model'], content['seed'], content['tasks']
-        if not isinstance(model, str) or '\0' in model:
-            raise ValueError(f'model is {model!r}')
+        Path(model)
         for result in results.values():
             use_new_names(result)
             result['distribution'], result['pooled']['n']

@@ -47,9 +47,7 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
     if samples.is_symlink():
         raise ConfigError(f'{samples} is a link to a file elsewhere, where nothing is appended; '
                           f'replace the link by that file, or {OTHER_FOLDER}')
-    begun = results.exists() or any(file.exists() and file.stat().st_size for file in (
-        samples, *map(samples.with_name, merged_names(samples))))
-    sources = _read_sources(out_dir, settings) if begun else {}
+    sources = _read_sources(out_dir, settings) if results.exists() or has_lines(samples) else {}
     for label, task in tasks.items():
         now = {'source': task.source, 'questions': task.fingerprint}
         before = sources.get(label, now)
@@ -120,8 +118,7 @@ def _null_to_nan(value):
 
 def _scored(path):
     """Return {(sample_key, prompt)} of the samples; remove an incomplete last line."""
-    with open(path, 'rb+') as file:
-        file.truncate(file.read().rfind(b'\n') + 1)
+    drop_cut_line(path)
     ids, expected = {}, {}
     for sample in latest_samples(read_samples(path), unstated=True):
         key = sample_key(sample), sample['prompt']
@@ -201,6 +198,18 @@ def merged_names(path):
     return [names[rank] for rank in sorted(names)]
 
 
+def has_lines(path):
+    """Return whether `path` or one of its parts exists and is not empty."""
+    return any(file.exists() and file.stat().st_size
+               for file in (path, *map(path.with_name, merged_names(path))))
+
+
+def drop_cut_line(path):
+    """Remove the last line of `path` if a crash cut it off."""
+    with open(path, 'rb+') as file:
+        file.truncate(file.read().rfind(b'\n') + 1)
+
+
 def merge_parts(path):
     """Add the lines of the parts of `path` to it, part by part, and remove the parts.
 
@@ -223,18 +232,14 @@ def merge_parts(path):
 def read_samples(path):
     """Return the samples in `path` in the order of the file, as a list of dicts.
 
-    Skip a last line that a crash cut off, and lines that repeat an earlier one. Raise DataError
-    with file and line for any other damaged line, and for a sample that differs from the latest one
-    of the same question and prompt.
+    Skip lines that repeat an earlier one. Raise DataError with file and line for a damaged line,
+    and for a sample that differs from the latest one of the same question and prompt.
     """
-    rows = list(read_jsonl(path))
-    if rows and isinstance(rows[-1][1], DataError) and not Path(path).read_bytes().endswith(b'\n'):
-        rows.pop()
     samples, last = [], {}
-    for line, row in rows:
-        if fault := row if isinstance(row, DataError) else _fault(row):
-            where = '' if fault is row else f'{line}: not a sample that evaluate.py wrote: '
-            raise DataError(f'{where}{fault}; delete this line, and its question is scored again')
+    for line, row in read_jsonl(path):
+        if fault := _fault(row):
+            raise DataError(f'{line}: not a sample that evaluate.py wrote: {fault}; delete this '
+                            f'line, and its question is scored again')
         earlier_line, earlier = last.get(sample_order(row), (None, {}))
         if row == earlier:
             continue
@@ -248,25 +253,21 @@ def read_samples(path):
 
 
 def read_jsonl(path):
-    """Yield ('file:line', row) of a JSON Lines file; a row that cannot be read is a DataError."""
+    """Yield ('file:line', row) of a JSON Lines file, without a last line that a crash cut off."""
     try:
-        with open(path, 'rb') as file:
-            for number, raw in enumerate(file, 1):
-                if raw := raw.strip():
-                    yield f'{path}:{number}', _parse_line(raw, f'{path}:{number}')
+        lines = Path(path).read_bytes().split(b'\n')
     except OSError as error:
         raise DataError(f'cannot read {path}: {error.strerror}') from error
-
-
-def _parse_line(raw, line):
-    try:
-        return json.loads(raw.decode('utf-8-sig'))
-    except UnicodeDecodeError as error:
-        return DataError(f'{line}: not UTF-8: {error.reason} at byte 0x{raw[error.start]:02x}')
-    except json.JSONDecodeError as error:
-        return DataError(f'{line}: broken JSON: {error.msg} (column {error.colno})')
-    except (ValueError, RecursionError) as error:   # thousands of digits, or of nested brackets
-        return DataError(f'{line}: unusable JSON: {error}')
+    for number, raw in enumerate(lines, 1):
+        if raw := raw.strip():
+            try:
+                row = json.loads(raw.decode('utf-8-sig'))
+            except (ValueError, RecursionError) as error:
+                if number == len(lines):    # a complete line ends in a newline
+                    return
+                raise DataError(f'{path}:{number}: broken JSON: {error}; delete this line and '
+                                f'repeat the command') from error
+            yield f'{path}:{number}', row
 
 
 LARGEST = 1e300     # a whole number may be written with more digits than a float can hold
@@ -323,18 +324,18 @@ def _broken_rule(values, rules):
 def _fault(row):
     """Return what is wrong with a row of samples.jsonl, as a sentence; '' if nothing is."""
     if not isinstance(row, dict):
-        return 'it is no JSON object'
+        return f'{row!r:.60} is no JSON object'
     has_options = 'log_probs' in row
     rules = OPTION_RULES if has_options else UNSTATED_RULES if is_unstated(row) else TOKEN_RULES
     if fault := _broken_rule(row, COMMON_RULES + rules):
         return fault
     if 'greedy' in row:     # the samples of a stated probability have no others
         answers, graded = row.get('answers', []), GRADED_RULES * ('answers' in row)
-        if not isinstance(answers, list) or 'answers' in row and not answers:
+        if not _is_list(answers, dict) or 'answers' in row and not answers:
             return f'answers must be a list of answers, not {answers!r:.60}'
+        if not isinstance(row['greedy'], dict):
+            return f'greedy must be an answer, not {row["greedy"]!r:.60}'
         for answer in (row['greedy'], *answers):
-            if not isinstance(answer, dict):
-                return f'greedy and answers must be answers, not {answer!r:.60}'
             if fault := _broken_rule(answer, ANSWER_RULES + graded):
                 return f'in an answer, {fault}'
     if has_options and not len(row['options']) == len(row['log_probs']) == len(row['n_tokens']):
@@ -347,13 +348,6 @@ def _fault(row):
             return f'order must have the index of each option, not {indices!r:.60}'
         if fault := _fault(row | {'orders': None} | order):
             return fault
-    if 'top_token' in row and not has_options:
-        # log_prob is that of the correct token, confidence that of the top token
-        top = math.log(row['confidence']) if row['confidence'] else -math.inf
-        if (row['correct'] != (row['top_token'] == row.get('token'))
-                or row['log_prob'] > top + ROUNDING
-                or row['correct'] and row['log_prob'] < top - ROUNDING):
-            return 'token, top_token, correct, confidence and log_prob contradict each other'
     return ''
 
 

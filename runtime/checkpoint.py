@@ -19,7 +19,7 @@ from runtime.errors import CheckpointError
 from runtime.hub import download
 from runtime.ownership import note_inputs, put_back
 from runtime.parallel import load_full, rank
-from runtime.weights import (BUFFERS, FLOAT_TYPES, read_header, read_tensors, text_key, their_key,
+from runtime.weights import (BUFFERS, FLOAT_TYPES, read_all, read_tensors, text_key, their_key,
                              weight_files, weights_digest, write_files)
 from triton_ops import adjoin
 
@@ -166,7 +166,8 @@ def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
     must equal them. T5's may differ, and config.tie_word_embeddings becomes False then.
     """
     files = weight_files(Path(folder))
-    headers = {path: read_header(path) for path in dict.fromkeys(files.values())}
+    headers = {path: {key: (x.dtype, [*x.shape]) for key, x in read_all(path).items()}
+               for path in dict.fromkeys(files.values())}
     stored = {text_key(key, config): key for key in files}
     head, embedding = (stored.get(their_key(key, config)) for key in (HEAD, EMBEDDING))
     if config.tie_word_embeddings and head and embedding:

@@ -104,25 +104,14 @@ def read_assignments(path):
                 if key in values:
                     raise ConfigError(f'{where}: {key} is already set at {values[key][1]}; '
                                       f'remove one')
-                values[key] = _literal(node.value, key, path), where
+                try:
+                    values[key] = ast.literal_eval(node.value), where
+                except (ValueError, TypeError, RecursionError, MemoryError) as error:
+                    raise ConfigError(f'{where}: the value of {key} must be a plain literal, '
+                                      f'not an expression') from error
             case _:
                 raise ConfigError(f'{where}: a config file holds only `key = value` lines')
     return values
-
-
-def _literal(node, key, path):
-    for table in (n for n in ast.walk(node) if isinstance(n, ast.Dict)):
-        lines = {}
-        for k in (k for k in table.keys if isinstance(k, ast.Constant)):
-            if k.value in lines:
-                raise ConfigError(f'{path}:{k.lineno}: {key} already has the key {k.value!r} at '
-                                  f'{path}:{lines[k.value]}; remove one')
-            lines[k.value] = k.lineno
-    try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError, RecursionError, MemoryError) as error:
-        raise ConfigError(f'{path}:{node.lineno}: the value of {key} must be a plain literal, '
-                          f'not an expression') from error
 
 
 def _replace(config, name, text, where):

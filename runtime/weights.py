@@ -4,12 +4,11 @@ import contextlib
 import functools
 import hashlib
 import json
-import os
 import pickle
 import re
 import shutil
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,16 +18,14 @@ from families import t5
 from model import ModelConfig
 from runtime import ownership
 from runtime.config_json import read_json_object
-from runtime.digests import PIECE, in_threads, json_digest
+from runtime.digests import PIECE, in_threads
 from runtime.errors import CheckpointError
 from runtime.parallel import rank
 
 # the names of types in a safetensors file
 TYPES = {torch.float64: 'F64', torch.float32: 'F32', torch.float16: 'F16', torch.bfloat16: 'BF16',
          torch.int16: 'I16', torch.uint8: 'U8', torch.bool: 'BOOL'}
-FLOAT_TYPES = 'F64', 'F32', 'F16', 'BF16'
-
-
+FLOAT_TYPES = torch.float64, torch.float32, torch.float16, torch.bfloat16
 # tensors of files that a text model does not need: rotary frequencies, causal masks and their fill
 # value; T5's copies of the embedding and its unused table of positions; the weights for images
 BUFFERS = re.compile(r'.*rotary_emb\.inv_freq|gpt_neox\.layers\.\d+\.attention\.(masked_)?bias|'
@@ -71,26 +68,6 @@ def text_key(stored: str, config) -> str:
     return stored
 
 
-def read_header(path: Path) -> dict[str, tuple]:
-    """Return {tensor: (the name of its type, its shape)} of a file of weights.
-
-    Raises CheckpointError if a tensor is listed twice.
-    """
-    with open_weights(path) as tensors:
-        if path.suffix != '.safetensors':
-            return {key: (TYPES.get(x.dtype, str(x.dtype)), [*x.shape])
-                    for key, x in tensors.items()}
-        with open(path, 'rb') as file:      # which is valid JSON, or open_weights would fail
-            header = file.read(int.from_bytes(file.read(8), 'little'))
-    pairs = json.loads(header, object_pairs_hook=list)
-    keys = [key for key, _ in pairs]
-    if len(keys) > len(set(keys)):
-        raise CheckpointError(f'{path}: {max(keys, key=keys.count)} is listed twice in the header; '
-                              f'download or save the file again')
-    return {key: (entry['dtype'], entry['shape']) for key, entry in (
-        (key, dict(entry)) for key, entry in pairs) if key != '__metadata__'}
-
-
 def weight_files(folder: Path) -> dict[str, Path]:
     """Return {tensor: its file}, from a single file or an index of shards.
 
@@ -119,15 +96,6 @@ def weight_files(folder: Path) -> dict[str, Path]:
                           f'of shards; .pth files are not read: convert them to safetensors')
 
 
-class _PickledTensors(dict):
-    """The mapped tensors of a pytorch_model.bin, with the method of safe_open that is used here."""
-
-    def get_tensor(self, key):
-        if key not in self:     # as safe_open does
-            raise SafetensorError(f'it has no tensor {key}')
-        return self[key]
-
-
 @functools.lru_cache(4)
 def _read_pickle(path, _time):
     try:
@@ -142,37 +110,24 @@ def _read_pickle(path, _time):
             f"({type(error).__name__}); download it again, or convert it in Python: "
             f"torch.save(torch.load('{path}', 'cpu', weights_only=True), '{path}')") from error
     for key, x in tensors.items():
-        if not isinstance(key, str):
-            raise CheckpointError(f'{path}: the key {key!r} is not the name of a tensor, such as '
-                                  f'model.norm.weight; save the state_dict of the model again')
-        kind = ('on the meta device, so it has no values' if x.is_meta else
-                'nested' if x.is_nested else 'quantized' if x.is_quantized else
-                'complex' if x.is_complex() else None if x.layout is torch.strided else
-                f'stored as {x.layout}')
-        if kind:
-            raise CheckpointError(f'{path}: tensor {key} is {kind}; save the dense tensor of '
-                                  f'floating-point numbers')
-    return _PickledTensors(tensors)
+        if not isinstance(key, str) or x.layout is not torch.strided or (
+                x.is_meta or x.is_nested or x.is_quantized or x.is_complex()):
+            raise CheckpointError(f'{path}: {key!r} is not the name of a dense tensor of '
+                                  f'floating-point numbers; save the state_dict of the model again')
+    return SimpleNamespace(keys=tensors.keys, get_tensor=tensors.__getitem__)
 
 
 @contextlib.contextmanager
 def open_weights(path):
     """Open a file of weights; raise a CheckpointError that names the file if that fails."""
-    if not path.is_file():      # a FIFO would wait for a writer
-        raise CheckpointError(f'{path} is not a regular file')
-    try:
-        open(path, 'rb').close()    # safe_open would not tell a missing permission from damage
-    except OSError as error:
-        raise CheckpointError(f'{path} cannot be read: {error.strerror}') from error
     try:
         with (contextlib.nullcontext(_read_pickle(path, path.stat().st_mtime_ns))
               if path.suffix == '.bin' else safe_open(path, framework='pt')) as tensors:
             yield tensors
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f'{path}: truncated, out of date or not a {path.suffix[1:]} file '
-                              f'({error}); download or save it again') from error
-    except RuntimeError as error:       # of torch, for example for too many open files
-        raise CheckpointError(f'{path} cannot be read: {error}') from error
+    except (SafetensorError, OSError, RuntimeError, KeyError) as error:
+        raise CheckpointError(f'{path} cannot be read, is truncated, out of date or not a '
+                              f'{path.suffix[1:]} file ({error}); check its permissions, or '
+                              f'download or save it again') from error
 
 
 def read_tensors(files):
@@ -183,7 +138,7 @@ def read_tensors(files):
 
 
 def read_all(path: Path) -> dict[str, Tensor]:
-    """Return all tensors of a file."""
+    """Return all tensors of a file, mapped."""
     with open_weights(path) as file:
         return {key: file.get_tensor(key) for key in file.keys()}
 
@@ -192,33 +147,8 @@ def weights_digest(path):
     """Return a hash, below 2^256, of the names, types, shapes and bytes of all tensors of a file.
 
     It is the sum of the hashes of the tensors, so the sum over the shards of a model does not
-    depend on how it is split. 0.6 s per GB on each of up to 8 threads; ~/.cache/nanocal/ keeps it
-    for the same path, inode, size and times, so that a second start reads nothing.
+    depend on how it is split. It takes 0.6 s per GB on each of up to 8 threads.
     """
-    now, identity = time.time_ns(), _identity(path)
-    cache = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
-    note = Path(cache, 'nanocal', f'weights-{json_digest(identity)}.json')
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        content = json.loads(note.read_text(encoding='utf-8'))
-        if content['check'] == json_digest([identity, content['digest']]):
-            return int(content['digest'], 16)
-    total = _hash_tensors(path)
-    # a file that was written a moment ago could change again without another time
-    if now - max(identity[-2:]) > 2e9 and _identity(path) == identity:
-        with contextlib.suppress(OSError):      # a home that cannot be written costs time alone
-            note.parent.mkdir(parents=True, exist_ok=True)
-            ownership.write_text(note, json.dumps({
-                'digest': f'{total:x}', 'check': json_digest([identity, f'{total:x}'])}))
-    return total
-
-
-def _identity(path):
-    """Return what changes with a file; programs cannot set its last time, st_ctime."""
-    s = os.stat(path)
-    return [os.path.realpath(path), s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns]
-
-
-def _hash_tensors(path):
     def digest(key):
         with open_weights(path) as file:    # per tensor: mapped pages count as our memory
             tensor = file.get_tensor(key)

@@ -336,8 +336,8 @@ class Fork(multiprocessing.get_context('fork').Process):
             resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, self.limit))
         os.environ.update(self.env)
         os.chdir(self.root)
-        for name, module in list(sys.modules.items()):      # research/papers has a `common`
-            if name == 'common' or self.root != HERE and str(HERE) in str(module):
+        for name, module in list(sys.modules.items()):
+            if self.root != HERE and str(HERE) in str(module):
                 del sys.modules[name]
         sys.argv = self.arguments
         sys.path[:] = [str(Path(sys.argv[0]).parent), *(

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 
 import evaluate
 import model as models
-import sample
 from runtime import adapter, checkpoint
 from runtime.errors import CheckpointError
 
@@ -166,32 +165,21 @@ def test_a_model_with_its_weights_is_read_without_the_adapter_beside_them(simple
 @pytest.mark.parametrize('change, message', [
     ({'use_dora': True}, 'use_dora = True is not supported; merge the adapter with peft'),
     ({'modules_to_save': ['lm_head']}, r"modules_to_save = \['lm_head'\] is not supported"),
-    ({'trainable_token_indices': [3]}, 'trainable_token_indices'),
     ({'a_key_of_tomorrow': 'x'}, "a_key_of_tomorrow = 'x' is not supported"),
-    ({'fan_in_fan_out': True}, 'fan_in_fan_out = True is not supported'),
     ({'bias': 'all'}, "bias = 'all' is not supported; it must be 'none'"),
     ({'init_lora_weights': 'pissa'}, "init_lora_weights = 'pissa' is not supported"),
     ({'peft_type': 'IA3'}, "peft_type = 'IA3' is not supported; it must be 'LORA'"),
     ({'task_type': 'SEQ_CLS'}, "task_type = 'SEQ_CLS' is not supported"),
-    ({'alpha_pattern': [3]}, r'alpha_pattern = \[3\] is not supported; it must be an object'),
-    ({'rank_pattern': 3}, 'rank_pattern = 3 is not supported; it must be an object or null'),
     ({'r': 0}, 'r = 0 is not supported; it must be an integer from 1 to'),
     ({'use_rslora': 'no'}, "use_rslora = 'no' is not supported; it must be true or false"),
-    ({'revision': 3}, 'revision = 3 is not supported; it must be a string'),
-    *(({'lora_alpha': alpha}, 'lora_alpha = .* is not supported; it must be a number from -1')
-      for alpha in (None, '16', float('nan'), 10 ** 400, 1e308, True)),
-    *(({'alpha_pattern': {'q_proj': alpha}},
-       'alpha_pattern.q_proj = .* is not supported; it must be a number from -1')
-      for alpha in ('16', -float('inf'))),
-    *(({'rank_pattern': {'q_proj': rank}}, 'rank_pattern.q_proj = .* is not supported; it must be')
-      for rank in (4.0, 0)),
-    *(({key: {'v_proj': 4, pattern: 4}}, f'{key}: .* is not a regular expression of names')
-      for key in ('alpha_pattern', 'rank_pattern')
-      for pattern in ('*q_proj', 'a{9999999999}', '(' * 5000)),
+    ({'lora_alpha': float('nan')}, 'lora_alpha = .* is not supported; it must be a number from -1'),
+    ({'alpha_pattern': {'q_proj': '16'}}, 'alpha_pattern.q_proj = .* it must be a number from -1'),
+    ({'rank_pattern': {'q_proj': 4.0}}, 'rank_pattern.q_proj = .* is not supported; it must be'),
+    *(({key: {'v_proj': 4, '*q_proj': 4}}, f'{key}: .* is not a regular expression of names')
+      for key in ('alpha_pattern', 'rank_pattern')),
     ({'base_model_name_or_path': None}, 'base_model_name_or_path = None is not supported'),
     ({'base_model_name_or_path': '/'}, 'the base model: / is not a model folder: it has no conf'),
-    *(({'base_model_name_or_path': base}, 'the base model: no model folder at ') for base in (
-        'x/' * 3000, ' ', '\0', '\ud800', '~no_such_user/x', '/dev/null')),
+    ({'base_model_name_or_path': '\0'}, 'the base model: no model folder at '),
     ({'base_model_name_or_path': ''}, 'the base model: the name of the model is empty')])
 def test_settings_that_merged_weights_do_not_have_are_refused_by_name(simple, change, message):
     change_settings(simple, **change)
@@ -199,28 +187,20 @@ def test_settings_that_merged_weights_do_not_have_are_refused_by_name(simple, ch
         checkpoint.fetch(str(simple / 'peft'))
 
 
-@pytest.mark.parametrize('pattern', [
-    r'((a|.)+)+[A-Z]', r'((((.*)*)*)*)*X'])
-@pytest.mark.parametrize('key', ['alpha_pattern', 'rank_pattern'])
-def test_the_search_for_a_pattern_ends(simple, key, pattern):
-    """In Python's `re` each of these takes longer than a life. None matches: 9 has no effect."""
-    change_settings(simple, **{key: {pattern: 9}})
-    folder = checkpoint.fetch(str(simple / 'peft'))
-    config = checkpoint.read_config(folder)
-    changes = adapter.changes(folder, config, checkpoint._shapes(checkpoint.build(config)))
-    assert {change.scale for change in changes.values()} == {4}
-
-
-def test_a_pattern_whose_search_does_not_end_is_named(simple, monkeypatch):
-    monkeypatch.setattr(adapter, 'PATTERN_SECONDS', 0.05)
-    pattern = '(?:(?:.{1,1000}){1,1000}){1,1000}[0-9]'
-    for key in ('alpha_pattern', 'rank_pattern'):
-        change_settings(simple, **{'alpha_pattern': {}, key: {pattern: 4}})
-        folder = checkpoint.fetch(str(simple / 'peft'))
-        with pytest.raises(CheckpointError) as error:
-            checkpoint.check_weights(folder, checkpoint.read_config(folder))
-        assert f'{key}: {pattern!r} cannot be compared with the layer model.' in str(error.value)
-        assert str(simple / 'peft' / 'adapter_config.json') in str(error.value)
+@pytest.mark.parametrize('change', [
+    {}, {'use_rslora': True}, {'alpha_pattern': {r'layers\.1\..*': 40}},
+    {'r': 8, 'rank_pattern': {'q_proj': 4}}])
+def test_the_adapters_of_a_run_compute_what_is_merged(simple, change):
+    change_settings(simple, **change)
+    merged = checkpoint.load(checkpoint.fetch(str(simple / 'peft')))
+    (simple / 'peft').rename(simple / 'base' / 'adapter')
+    model = checkpoint.load(simple / 'base')
+    adapter.add_adapter(model, simple / 'base')
+    tokens = torch.randint(450, (1, 11))
+    ours, theirs = (m.logits(m(tokens, *whole_rows(tokens))) for m in (model, merged))
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert {layer.scale for layer in model.modules() if isinstance(layer, models.LoRALinear)} == (
+        {8.0} if 'use_rslora' in change else {4.0, 10.0} if 'alpha_pattern' in change else {4.0})
 
 
 LAYER = 'base_model.model.model.layers.0.self_attn.q_proj'
@@ -237,8 +217,6 @@ LAYER = 'base_model.model.model.layers.0.self_attn.q_proj'
                          for x in 'AB'}), 'the base model has no layer model.layers.9.self_attn'),
     (lambda t: t.update({f'{LAYER}.lora_A.weight': torch.ones(4, 48).to(torch.float8_e4m3fn)}),
      'lora_A.weight is torch.float8_e4m3fn; quantized adapters are not supported'),
-    (lambda t: t.update({f'{LAYER}.lora_B.weight': torch.ones(48, 4).to(torch.int8)}),
-     'lora_B.weight is torch.int8'),
     (lambda t: t.clear(), 'holds no matrices')])
 def test_matrices_that_do_not_fit_the_base_model_are_refused_by_name(simple, change, message):
     path = simple / 'peft' / 'adapter_model.safetensors'
@@ -282,34 +260,32 @@ def test_a_model_without_a_name_is_not_the_current_folder(simple, monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_adapter_is_evaluated_and_answers_like_its_merged_model(tmp_path, capsys):
+def test_an_adapter_is_evaluated_like_its_merged_model(tmp_path):
     merged = adapted(tmp_path, 'llama', {'target_modules': ALL})
-    sentencepiece_folder(tmp_path / 'base', 'llama2')
     merged.save_pretrained(tmp_path / 'merged')
-    sentencepiece_folder(tmp_path / 'merged', 'llama2')
     rows = [{'question': f'Which is {i}?', 'choices': ['one', 'two', 'three'], 'answer': i % 3}
             for i in range(9)]
     write_rows(tmp_path / 'q.jsonl', rows)
-    found, answers, models = [], [], []
+    log_probs = {}
     for name in ('peft', 'merged', 'base'):
-        cfg = evaluate.EvalConfig(model=str(tmp_path / name), tasks=(str(tmp_path / 'q.jsonl'),),
-                                  shots=0, n_bootstrap=0, pictures=False, device='cpu')
-        results, _, out_dir = evaluate.run(cfg)
+        sentencepiece_folder(tmp_path / name.replace('peft', 'base'), 'llama2')
+        _, _, out_dir = evaluate.run(evaluate.EvalConfig(
+            model=str(tmp_path / name), tasks=(str(tmp_path / 'q.jsonl'),), shots=0, n_bootstrap=0,
+            pictures=False, device='cpu'))
         assert out_dir == tmp_path / name       # its own folder, not that of the links
-        models.append(results['identity']['model'])
         with open(out_dir / 'samples.jsonl') as file:
-            found.append([json.loads(line)['log_probs'] for line in file])
-        capsys.readouterr()
-        sample.main([f'--model={tmp_path / name}', '--raw', '--prompt=What is', '--max_tokens=8',
-                     '--device=cpu'])
-        answers.append(capsys.readouterr().out)
-    assert np.allclose(found[0], found[1], atol=1e-4) and not np.allclose(found[0], found[2], 0.01)
-    assert answers[0] == answers[1]
-    assert len(set(models)) == 3
-    # another adapter of the same base is another model
-    weights = tmp_path / 'peft' / 'adapter_model.safetensors'
+            log_probs[name] = [json.loads(line)['log_probs'] for line in file]
+    assert np.allclose(log_probs['peft'], log_probs['merged'], atol=1e-4)
+    assert not np.allclose(log_probs['peft'], log_probs['base'], 0.01)
+
+
+def test_another_adapter_is_another_model(simple):
+    known = {checkpoint.fingerprint(checkpoint.fetch(str(simple / name)))
+             for name in ('peft', 'base')}
+    assert len(known) == 2
+    weights = simple / 'peft' / 'adapter_model.safetensors'
     save_file({key: 2 * x for key, x in load_file(weights).items()}, weights)
-    assert checkpoint.fingerprint(checkpoint.fetch(str(tmp_path / 'peft'))) not in models
+    assert checkpoint.fingerprint(checkpoint.fetch(str(simple / 'peft'))) not in known
 
 
 def test_the_folder_of_links_is_removed_at_the_end_and_holds_nothing_else(simple):

@@ -1,15 +1,12 @@
 """config_json.py and checkpoint.py: what is read, refused and written; transformers and peft."""
 
-import contextlib
 import json
 import os
 import platform
 import re
-import resource
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -84,14 +81,6 @@ def test_config_of_transformers_4_and_5():
     assert config_json.config_from_hf(checkpoint.config_to_hf(a)) == a
 
 
-def test_keys_of_other_architectures_mean_nothing():
-    raw = {'model_type': 'llama', 'vocab_size': 9, 'hidden_size': 8, 'intermediate_size': 8,
-           'num_hidden_layers': 2, 'num_attention_heads': 2, 'sliding_window': 4,
-           'attn_logit_softcapping': 5.0}
-    config = config_json.config_from_hf(raw)
-    assert config.windows == [None, None] and config.attn_logit_softcapping is None
-
-
 # config.json of huggyllama/llama-7b, and what meta-llama/Llama-2-7b-hf and -70b-hf have instead
 LLAMA_1 = {
     'architectures': ['LlamaForCausalLM'], 'bos_token_id': 1, 'eos_token_id': 2,
@@ -149,16 +138,15 @@ KEY = 'model.layers.1.mlp.up_proj.weight'
     (lambda f: rewrite(f, lambda t: t.update({KEY: torch.ones(2, 3)})),
      f'tensor {KEY} has shape [2, 3], config.json wants [80, 48]'),
     (lambda f: rewrite(f, lambda t: t.update({KEY: torch.ones(80, 48, dtype=torch.int8)})),
-     f'tensor {KEY} is I8; quantized weights are not supported'),
+     f'tensor {KEY} is torch.int8; quantized weights are not supported'),
     (lambda f: os.truncate(f / 'model.safetensors', 5000),
-     'truncated, out of date or not a safetensors file'),
+     'is truncated, out of date or not a safetensors file'),
     (lambda f: (f / 'model.safetensors').unlink(), 'has no model.safetensors'),
     (lambda f: (f / 'config.json').unlink(), 'is not a model folder: it has no config.json'),
     (lambda f: (f / 'config.json').write_text('{'), 'not valid JSON'),
-    (lambda f: (f / 'config.json').write_text('[]'), 'config.json: not a JSON object'),
     (lambda f: edit_config(f, attention_bias=True),
      'tensor model.layers.0.self_attn.k_proj.bias (and 11 more) is missing'),
-    (lambda f: (f / 'config.json').write_text('[' * 100_000), 'not valid JSON'),
+    (lambda f: (f / 'config.json').write_text('[]'), 'config.json: not a JSON object'),
     (lambda f: write_index(f, '../model.safetensors'),
      "names '../model.safetensors', which is not a .safetensors file in this folder"),
     (lambda f: write_index(f, 'gone.safetensors'), "names 'gone.safetensors', which is not"),
@@ -346,16 +334,15 @@ def test_the_config_of_pythia_is_read(tmp_path):
             checkpoint.read_config(tmp_path, {key: 64})
 
 
-@pytest.mark.parametrize('layer_types', [
-    None, ['full_attention', 'sliding_attention', 'full_attention']])
-def test_mistral_with_layer_types_is_ministral(layer_types, tmp_path):
+def test_mistral_with_layer_types_is_ministral(tmp_path):
     reference_model('mistral_window', tmp_path / 'model')
+    layer_types = ['full_attention', 'sliding_attention', 'full_attention']
     edit_config(tmp_path / 'model', layer_types=layer_types)
     checkpoint.save(checkpoint.load(tmp_path / 'model'), tmp_path / 'again', torch.float32)
     for folder in (tmp_path / 'model', tmp_path / 'again'):
         torch.testing.assert_close(*both_logits(folder), rtol=1e-5, atol=2e-4)
     saved = json.loads((tmp_path / 'again' / 'config.json').read_text())
-    assert saved.get('layer_types') == layer_types
+    assert saved['layer_types'] == layer_types
 
 
 @pytest.mark.parametrize('name, values, message', [
@@ -459,51 +446,12 @@ def test_tied_embeddings_beside_an_output_matrix(tmp_path):
     assert torch.allclose(ours, theirs, rtol=1e-5, atol=2e-4)
 
 
-def test_a_tensor_listed_twice_in_a_header_is_refused(folder):
+def test_weights_that_cannot_be_opened_are_named(folder):
     path = folder / 'model.safetensors'
-    content = path.read_bytes()
-    end = 8 + int.from_bytes(content[:8], 'little')
-    header = json.loads(content[8:end])
-    entry = json.dumps(header[KEY] | {'dtype': 'I32'})
-    header = content[8:end].rstrip()[:-1] + f', "{KEY}": {entry}}}'.encode()
-    path.write_bytes(len(header).to_bytes(8, 'little') + header + content[end:])
-    with pytest.raises(CheckpointError, match=f'{KEY} is listed twice in the header'):
-        checkpoint.check_weights(folder, checkpoint.read_config(folder))
-
-
-def test_weights_that_cannot_be_read_are_named_as_that(folder, monkeypatch):
-    def forbidden(path, *rest):
-        raise PermissionError(13, 'Permission denied', str(path))
-    path = folder / 'model.safetensors'
-    for name in (path.name, 'pytorch_model.bin'):
-        path = path.rename(folder / name)
-        with monkeypatch.context() as patch:
-            patch.setattr('builtins.open', forbidden)       # root may read everything
-            with pytest.raises(CheckpointError, match=f'{name} cannot be read: Permission den'):
-                weights.weight_files(folder)
     path.unlink()
-    os.mkfifo(folder / 'model.safetensors')
-    with pytest.raises(CheckpointError, match='safetensors is not a regular file'):
+    path.mkdir()
+    with pytest.raises(CheckpointError, match=f'{path} cannot be read'):
         weights.weight_files(folder)
-
-
-@pytest.mark.parametrize('n_free', [0, 1])
-def test_too_many_open_files_is_not_called_damage(folder, n_free):
-    limits, files = resource.getrlimit(resource.RLIMIT_NOFILE), []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
-    try:
-        with contextlib.suppress(OSError):
-            while True:
-                files.append(open(os.devnull))
-        for file in files[:n_free]:
-            file.close()
-        message = 'cannot be read: .*Too many open files'
-        with pytest.raises(CheckpointError, match=message):
-            weights.weight_files(folder)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        for file in files:
-            file.close()
 
 
 def test_written_tensors_are_read_by_safetensors_bitwise(tmp_path):
@@ -568,11 +516,6 @@ def test_fingerprint_depends_on_config_and_every_tensor(folder, tmp_path, monkey
         checkpoint.save(model, tmp_path / 'many', torch.float32)
     assert len(names) == 2
     assert checkpoint.fingerprint(tmp_path / 'one') == checkpoint.fingerprint(tmp_path / 'many')
-    seen = {before}
-    for key in named(checkpoint.load(folder)):
-        rewrite(folder, lambda t, key=key: t[key].view(-1)[-1].add_(1))
-        seen.add(checkpoint.fingerprint(folder))
-    assert len(seen) == len(checkpoint.load(folder).state_dict()) + 1
 
 
 def test_every_byte_of_the_weights_decides_whether_a_model_is_the_same(tmp_path):
@@ -585,7 +528,7 @@ def test_every_byte_of_the_weights_decides_whether_a_model_is_the_same(tmp_path)
     os.utime(path, ns=(old, old))
     first, n_header = checkpoint.fingerprint(tmp_path), path.stat().st_size - 806_000
     rng = np.random.default_rng(0)
-    for at in (n_header, path.stat().st_size - 1, *rng.integers(n_header, 806_000, 20)):
+    for at in (n_header, path.stat().st_size - 1, *rng.integers(n_header, 806_000, 5)):
         for value in (1, 0):        # and back
             with open(path, 'r+b') as file:
                 file.seek(at)
@@ -594,40 +537,6 @@ def test_every_byte_of_the_weights_decides_whether_a_model_is_the_same(tmp_path)
                 file.write(bytes([byte ^ 1]))
             os.utime(path, ns=(old, old))
             assert (checkpoint.fingerprint(tmp_path) == first) == (value == 0), at
-
-
-@pytest.mark.parametrize('damage', ['[]', '{"digest": "0", "check": "0"}', '\0'])
-def test_a_hash_of_weights_is_kept_and_a_damaged_one_computed_again(
-        folder, tmp_path, monkeypatch, damage):
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'kept'))
-    path, now = folder / 'model.safetensors', time.time_ns()
-    wanted = weights.weights_digest(path)
-    assert not (tmp_path / 'kept').exists()     # it was written a moment ago, and could be again
-    monkeypatch.setattr(time, 'time_ns', lambda: now + 10 ** 10)
-    assert weights.weights_digest(path) == wanted
-    (note,) = (tmp_path / 'kept' / 'nanocal').iterdir()
-    with monkeypatch.context() as patch:
-        patch.setattr(weights, '_hash_tensors', lambda _: pytest.fail('computed again'))
-        assert weights.weights_digest(path) == wanted
-        note.write_text(json.dumps(json.loads(note.read_text()) | {'digest': '5'}))
-        with pytest.raises(pytest.fail.Exception, match='computed again'):
-            weights.weights_digest(path)
-    note.write_text(damage)
-    assert weights.weights_digest(path) == wanted
-    (tmp_path / 'kept').rename(tmp_path / 'elsewhere')
-    (tmp_path / 'kept').write_text('a file, where nothing can be kept')
-    assert weights.weights_digest(path) == wanted
-
-
-def test_a_folder_of_adapters_is_not_a_model(folder):
-    model = checkpoint.load(folder)
-    models.add_lora(model, 2, 4.0, 0.0, ('q_proj',))
-    adapter.save_adapter(model, folder / 'adapter', 'some/base')
-    assert sorted(adapter.FILES) == sorted(p.name for p in (folder / 'adapter').iterdir())
-    with pytest.raises(CheckpointError, match=f'settings are in {folder}; name that'):
-        checkpoint.fetch(str(folder / 'adapter'))
-    with pytest.raises(CheckpointError, match='is not a model folder: it has no config'):
-        checkpoint.read_config(folder / 'adapter')
 
 
 def test_home_folder_in_a_model_path(folder, monkeypatch):
@@ -761,20 +670,16 @@ DENSE = torch.ones(3, 3)
 
 
 @pytest.mark.parametrize('content, message', [
-    *((content, 'truncated, not a file of weights')
-      for content in ([DENSE], 'text', {'model': {'x': DENSE}})),
-    ({0: DENSE, 1: DENSE}, 'the key 0 is not the name of a tensor, such as model.norm.weight'),
-    ({'a': DENSE, ('b',): DENSE}, r"the key \('b',\) is not the name"),
-    ({'a': DENSE.to_sparse()}, 'tensor a is stored as torch.sparse_coo; save the dense tensor'),
-    ({'a': DENSE, 'b': DENSE.to_sparse_csr()}, 'tensor b is stored as torch.sparse_csr'),
-    ({'a': DENSE.to('meta')}, 'tensor a is on the meta device, so it has no values'),
-    ({'a': torch.quantize_per_tensor(DENSE, 0.1, 0, torch.qint8)}, 'tensor a is quantized'),
-    ({'a': DENSE.cfloat().conj()}, 'tensor a is complex'),
-    ({'a': torch.nested.as_nested_tensor([DENSE, DENSE[:1]])}, 'tensor a is nested')])
+    ([DENSE], 'truncated, not a file of weights'),
+    ({'model': {'x': DENSE}}, 'truncated, not a file of weights'),
+    *(({'x': DENSE, key: tensor}, f'{key!r} is not the name of a dense tensor') for key, tensor in (
+        (0, DENSE), ('a', DENSE.to_sparse()), ('a', DENSE.to('meta')), ('a', DENSE.cfloat()),
+        ('a', torch.quantize_per_tensor(DENSE, 0.1, 0, torch.qint8)),
+        ('a', torch.nested.as_nested_tensor([DENSE, DENSE[:1]]))))])
 def test_a_pickle_of_other_things_is_refused(content, message, folder):
     (folder / 'model.safetensors').unlink()
     torch.save(content, folder / 'pytorch_model.bin')
-    for read in (checkpoint.load, checkpoint.fingerprint, checkpoint.nonfinite_tensor):
+    for read in (checkpoint.load, checkpoint.fingerprint):
         with pytest.raises(CheckpointError, match=f'pytorch_model.bin: {message}'):
             read(folder)
 

@@ -41,28 +41,18 @@ def test_the_command_line_overrides_the_config_file(tmp_path):
 
 @pytest.mark.parametrize('content, argument, message', [
     ('smothing = 0.1', '', "experiment.py:1: there is no key 'smothing'; did you mean 'smoothing'"),
-    ('', '--learning_rate=1', "there is no key 'learning_rate'; the keys are model, revision"),
     ('', '--shots=0', "--shots: there is no key 'shots'; did you mean 'eval.shots'?"),
     ('', '--betas=0.9', '--betas is (0.9,), of type tuple; wanted float,float'),
     ('lora_targets = "q_proj,k_proj"', '', "wanted str,..., a tuple such as ('q_proj', 'k_proj')"),
     ('lr = 1\nepochs = "two"', '', "experiment.py:2: epochs is 'two', of type str; wanted a float"),
-    ('', '--batch_size=1.5', '--batch_size is 1.5, of type float; wanted an int'),
     ('', '--lr=high', "--lr is 'high', of type str; wanted a float"),
     ('', '--schedule=step', "'step', of type str; wanted 'linear'"),
-    ('', '--add_bos=1', 'wanted True or False'),
     ('', '--lr', '--lr: needs a value'),
     ('lr = 2 * 1e-5', '', 'experiment.py:1: the value of lr must be a plain literal'),
-    ('import os', '', 'experiment.py:1: a config file holds only'),
     ('lr = (', '', 'experiment.py:1: not valid Python'),
     ('', 'configs/other.py', 'a config file comes first'),
     ('lr = 1\nepochs = 2\nlr = 2', '', 'experiment.py:3: lr is already set at {}/experiment.py:1'),
-    ('shape = {"a": 1,\n"b": 2, "a": 3}', '',
-     "experiment.py:2: shape already has the key 'a' at {}/experiment.py:1"),
-    ('shape = {[]: 1}', '', 'the value of shape must be a plain literal'),
     ('lr = 1e999', '', 'lr is inf, of type float; wanted a finite number'),
-    ('', f'--lr={"9" * 400}', 'wanted a float'),
-    ('', '--shape={[]: 1}', 'wanted a dict'),
-    ('x = "' + '\\0', '', 'experiment.py:1: not valid Python'),
     ('', '--data=a\udcff.jsonl', "'--data=a\\udcff.jsonl' is not valid Unicode; rename the file"),
 ])
 def test_a_wrong_setting_is_named_with_its_place(tmp_path, content, argument, message):
@@ -142,30 +132,16 @@ def test_a_nested_record_is_set_by_file_and_command_line(tmp_path):
     ("eval = {'shots': 1,\n'tsks': ()}", '', "run.py:1: eval: there is no key 'tsks'; did you mean"
                                              " 'tasks'?"),
     ("\neval = {'shots': '5'}", '', "run.py:2: eval: shots is '5', of type str; wanted an int"),
-    ("eval = {3: 1}", '', "eval: there is no key 3; the keys are tasks, shots, rate"),
-    ("eval = {'shots': 1, 'shots': 2}", '', "run.py:1: eval already has the key 'shots'"),
     ('eval = 3', '', 'eval is 3, of type int; wanted a dict of the keys of Report or None'),
     ('', '--eval.shot=3', "--eval.shot: there is no key 'shot'; did you mean 'shots'?"),
-    ('', '--eval.shots=x', "--eval.shots is 'x', of type str; wanted an int"),
     ('', '--eval.shots', '--eval.shots: needs a value'),
-    ('', '--eval', '--eval: needs a value'),
     ('', '--first=None', "--first is None, of type NoneType; wanted a dict of the keys of Report"),
     ('', '--eval.shots.x=1', '--eval.shots.x: shots has no keys of its own'),
-    ('', '--name.x=1', '--name.x: name has no keys of its own'),
-    ('', '--=1', "there is no key ''"),
 ])
 def test_a_wrong_key_of_a_nested_record_is_named(tmp_path, content, argument, message):
     with pytest.raises(ConfigError) as error:
         load_run(tmp_path, content, *filter(None, [argument]))
     assert message in str(error.value)
-
-
-def test_any_dataclass_will_do(capsys):
-    with pytest.raises(SystemExit):
-        load_config(Run, ['-h'])
-    out = capsys.readouterr().out
-    assert '  --eval.shots=5 ' in out and '  --first.tasks=mmlu ' in out
-    assert '(a dict of the keys of Report or None) the report' in out
 
 
 def test_dict_keys_on_the_command_line(tmp_path):
@@ -197,6 +173,11 @@ def test_help_prints_every_key_with_its_comment(capsys):
         assert out.startswith('python x.py\n')
         assert all(f'\n  --{f.name}=' in out for f in dataclasses.fields(cls))
         assert max(map(len, out.split('\n'))) <= 100 and 'def ' not in out
+    with pytest.raises(SystemExit):
+        load_config(Run, ['-h'])
+    out = capsys.readouterr().out
+    assert '  --eval.shots=5 ' in out and '  --first.tasks=mmlu ' in out
+    assert '(a dict of the keys of Report or None) the report' in out
     with pytest.raises(SystemExit):
         align.main(['--help'])      # without the keys of train.py that it refuses
     out = capsys.readouterr().out
@@ -236,15 +217,11 @@ from pathlib import Path
 if sys.argv[1] == 'early':
     import os
     os.kill(os.getpid(), int(sys.argv[2]))
-from runtime.errors import CheckpointError, ConfigError, DataError, ProcessError, TrainingError
-ValueErrors = CheckpointError, ConfigError, DataError, ProcessError, TrainingError, OSError
+from runtime.errors import CheckpointError
 def main(kind):
     if kind == 'memory':
         import numpy
         numpy.zeros(10 ** 15)
-    if kind == 'torch':
-        import torch
-        torch.empty(10 ** 15)
     if kind == 'threads':
         import _thread, threading
         def refuse(*_): raise RuntimeError("can't start new thread")
@@ -269,7 +246,7 @@ def main(kind):
         error.add_note('--resume continues from the last checkpoint')
         raise error
     if kind == 'controls':
-        raise ValueErrors[int(sys.argv[2])]('tensor \\x1b[2J\\x9b\\x07.weight\\r is missing')
+        raise CheckpointError('tensor \\x1b[2J\\x9b\\x07.weight\\r is missing')
     if kind == 'SIGTERM':
         import os, signal
         signal.signal(signal.SIGTERM, cli.stop)
@@ -296,14 +273,12 @@ def run_script(folder, *arguments, redirect='', **environment):
 
 @pytest.mark.parametrize('arguments, code, message', [
     ('memory', 1, b'error: out of memory: Unable to allocate.*; lower --pack_len'),
-    pytest.param('torch', 1, b'error: out of memory: .*; lower --pack_len', marks=pytest.mark.slow),
     ('threads', 1, b'error: the system lets this process start no more threads; see ulimit -u.*'),
     ('module', 1, b"error: No module named 'no_such_module'; pip install -r requirements.txt"),
     ('file', 1, b"error: No such file or directory: '/no/such/file'"),
-    ('controls 0', 1, rb'error: tensor \\x1b\[2J\\x9b\\x07.weight\\r is missing'),
-    ('controls 5', 1, rb'error: tensor \\x1b\[2J\\x9b\\x07.weight\\r is missing'),
+    ('controls', 1, rb'error: tensor \\x1b\[2J\\x9b\\x07.weight\\r is missing'),
     ('interrupt', 130, b'stopped; the same command continues'),
-    ('early 15', 143, b'stopped by SIGTERM'), ('early 2', 130, b'stopped'),
+    ('early 15', 143, b'stopped by SIGTERM'),
     ('SIGTERM', 143, b'stopped by SIGTERM; the same command continues'),
     ('noted', 130, b'stopped; --resume continues from the last checkpoint')])
 def test_an_error_or_a_signal_that_ends_a_script_is_one_line(arguments, code, message, tmp_path):
@@ -336,7 +311,6 @@ def test_ctrl_c_during_the_import_of_torch_ends_the_process_at_once(script, tmp_
 
 @pytest.mark.parametrize('message, lost', [
     ('[../third_party/gloo/gloo/transport/tcp/pair.cc:544] Connection closed by peer', True),
-    ('NCCL Error 2: unhandled system error', True), ('Connection reset by peer', True),
     ('mat1 and mat2 shapes cannot be multiplied', False)])
 def test_a_survivor_of_torchrun_has_no_traceback(message, lost, monkeypatch):
     assert not cli.is_lost_connection(RuntimeError(message))        # without torchrun it is a bug
@@ -347,18 +321,6 @@ def test_a_survivor_of_torchrun_has_no_traceback(message, lost, monkeypatch):
     with pytest.raises(SystemExit if lost else RuntimeError) as error, cli.one_line_errors():
         raise RuntimeError(message)
     assert not lost or 'in process 1 of 2: another process has ended' in str(error.value)
-
-
-def test_a_survivor_ends_silently_when_torchrun_ends_it(tmp_path):
-    code = SCRIPT.replace("'a bug'", "'Connection closed by peer'")
-    (tmp_path / 'script.py').write_text(code.replace(
-        'import sys\n', 'import sys, os, signal, threading\n'
-        'signal.signal(signal.SIGTERM, cli.stop)\n'
-        'threading.Timer(1, os.kill, [os.getpid(), signal.SIGTERM]).start()\n', 1))
-    done = subprocess.run([sys.executable, tmp_path / 'script.py', 'foreign'], cwd=HERE, timeout=30,
-                          capture_output=True, env=os.environ | {
-        'PYTHONPATH': str(HERE), 'TORCHELASTIC_RUN_ID': 'x', 'RANK': '0', 'WORLD_SIZE': '2'})
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, b'', b'')
 
 
 def test_a_stopped_run_says_how_to_continue_and_a_bug_keeps_its_traceback(tmp_path):
@@ -372,16 +334,15 @@ def test_a_stopped_run_says_how_to_continue_and_a_bug_keeps_its_traceback(tmp_pa
 
 
 @pytest.mark.skipif(not Path('/dev/full').exists(), reason='needs Linux')
-@pytest.mark.parametrize('kind, unbuffered', [('nothing', ''), ('output', '1'), ('help', '')])
+@pytest.mark.parametrize('kind, unbuffered', [('output', '1'), ('help', '')])
 def test_standard_output_that_cannot_be_written_is_named(kind, unbuffered, tmp_path):
     done = run_script(tmp_path, kind, redirect='> /dev/full', PYTHONUNBUFFERED=unbuffered)
     assert (done.returncode, done.stderr) == (
         1, b'error: standard output cannot be written: No space left on device\n')
 
 
-@pytest.mark.parametrize('closed', ['<&-', '>&-', '<&- >&- 2>&-'])
-def test_missing_descriptors_are_opened_first(closed, tmp_path):
-    done = run_script(tmp_path, 'descriptors', str(tmp_path / 'file'), redirect=closed)
+def test_missing_descriptors_are_opened_first(tmp_path):
+    done = run_script(tmp_path, 'descriptors', str(tmp_path / 'file'), redirect='<&- >&- 2>&-')
     assert done.returncode == 0 and b'Traceback' not in done.stderr
     assert int((tmp_path / 'file').read_text()) > 2     # and nothing that was printed
 
@@ -528,45 +489,29 @@ for _ in range(300):
     assert (done.returncode, done.stdout, done.stderr) == (0, '', '')
 
 
-def test_resolved_config_reads_back(tmp_path):
-    cfg = config(tmp_path, 'smoothing = 0.1\nshape = {"a": {"b": 1e-3}}', '--max_steps=3',
-                 '--eval.tasks=mmlu,arc_easy:some/place')
-    assert config(tmp_path, dump_config(cfg)) == cfg
-
-
 @pytest.mark.parametrize('content, message', [
-    ("template = 'zephyr'", "template = 'zephyr' is not supported; it must be .tulu. or .olmo2."),
-    ("template = 'none'", "template = 'none' is not supported"),
-    ('template = None', 'template = None is not supported'),
-    ("template = ['tulu']", r'template = \[.tulu.\] is not supported'),
+    *((f'template = {value!r}', rf'template = {re.escape(repr(value))} is not supported')
+      for value in ('zephyr', 'none', 'trained', None, ['tulu'])),
     ("add_bos = 'no'", "add_bos = 'no' is not supported; it must be true or false or null"),
     ('revision = 3', 'revision = 3 is not supported; it must be a string')])
 def test_a_wrong_setting_of_the_run_that_trained_a_model_is_named(tmp_path, content, message):
     (tmp_path / 'train_config.py').write_text(f"data_kind = 'instruct'\n{content}\n")
     (tmp_path / 'epoch-1').mkdir()
-    for folder in (tmp_path, tmp_path / 'epoch-1'):
-        for read in (training_settings, trained_template, trained_with_bos):
-            with pytest.raises(CheckpointError, match=f'train_config.py: {message}'):
-                read(folder)
+    for read in (training_settings, trained_template, trained_with_bos):
+        with pytest.raises(CheckpointError, match=f'train_config.py: {message}'):
+            read(tmp_path / 'epoch-1')
 
 
-def test_the_templates_of_trained_models_are_those_of_training(tmp_path):
-    for template in (*TEMPLATES, 'none', 'trained'):
-        (tmp_path / 'train_config.py').write_text(
-            f"data_kind = 'instruct'\ntemplate = {template!r}\n")
-        if template in TEMPLATES:
-            assert trained_template(tmp_path) == template
-        else:
-            with pytest.raises(CheckpointError):
-                trained_template(tmp_path)
+@pytest.mark.parametrize('template', TEMPLATES)
+def test_the_templates_of_trained_models_are_those_of_training(tmp_path, template):
+    (tmp_path / 'train_config.py').write_text(f"data_kind = 'instruct'\ntemplate = {template!r}\n")
+    assert trained_template(tmp_path) == template
 
 
 def test_shipped_configs_load():
     shipped = sorted(path for path in (HERE / 'configs').glob('[!_]*.py')
                      if path.name != 'loss.py')      # which reads the key `loss`
-    assert {'gemma2_ls01', 'llama2_7b_lora_openbookqa', 'llama3_8b_ls01', 'llama32_1b_ls01',
-            'mistral_7b_ls01',
-            'paper_openinstruct'} <= {path.stem for path in shipped}
+    assert len(shipped) > 15
     for path in shipped:
         aligns = 'method' in read_assignments(path)
         load_config(align.AlignConfig if aligns else train.TrainConfig, [str(path)])

@@ -1,4 +1,4 @@
-"""research/study/metrics_agree.py: Kendall's tau, bins that merge, the committed tables, run folders"""
+"""metrics_agree.py: Kendall's tau, bins that merge, the committed tables, run folders"""
 
 import csv
 import itertools

@@ -1,4 +1,4 @@
-"""The scripts of papers/, with small stand-ins in the hub's layout for every name they use."""
+"""The scripts of research/papers/, with small stand-ins for every name on the hub that they use."""
 
 import csv
 import dataclasses
@@ -164,7 +164,8 @@ FAST = ['--eval.n_bootstrap=0', '--eval.pictures=False', '--eval.pack_len=512']
 def run_paper(hub, script, *arguments, code=0, wait=True):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr('huggingface_hub.constants.HF_HUB_CACHE', str(hub))
-        process = start_script(f'papers/{script}.py', *arguments, env={'HF_HUB_CACHE': str(hub)})
+        process = start_script(f'research/papers/{script}.py', *arguments,
+                               env={'HF_HUB_CACHE': str(hub)})
     if not wait:
         return process
     printed = ''.join(process.communicate())
@@ -273,7 +274,7 @@ def test_know_tunes_on_written_answers_and_tabulates_each_p_ik(tmp_path):
 IN_PAPERS = """
 import sys, types
 from pathlib import Path
-sys.path.insert(0, 'research/papers')
+sys.path.insert(0, '.')
 """
 
 
@@ -303,7 +304,7 @@ def test_label_smoothing_shows_the_printed_numbers_that_its_file_holds(tmp_path)
         file.write_text(head + rows)
     first, *problems, empty, filled = in_papers("""
 import json
-import label_smoothing as paper
+from research.papers import label_smoothing as paper
 read = paper.printed_numbers
 for path in sys.argv[1:]:
     try:
@@ -374,7 +375,7 @@ def test_multilingual_puts_its_numbers_beside_the_printed_ones(hub, tmp_path):
 def test_the_appendix_is_by_dataset_with_the_better_smoothing_bold_and_italic_if_significant(
         tmp_path):
     in_papers("""
-import multilingual as paper
+from research.papers import multilingual as paper
 numbers = {'base': 0.02, '0.0': 0.3, '0.1': 0.1, '0.2': 0.05}
 paper.measured = lambda folder, task: {} if 'instruct' in folder or task == 'mmlu_prox' else {
     'languages': {'yo': {key: next(x for s, x in numbers.items() if folder.endswith(
@@ -403,7 +404,7 @@ paper.write_appendix(types.SimpleNamespace(out_dir=sys.argv[1], models='', chang
 @pytest.mark.slow
 def test_titles_state_the_shots_and_every_changed_setting(tmp_path):
     printed = in_papers("""
-import common, label_smoothing as paper
+from research.papers import common, label_smoothing as paper
 options = types.SimpleNamespace(out_dir='nowhere', changes=['--eval.shots=0', '--max_steps=2'],
                                 model='', data='', rates='best')
 paper.draw_lines = lambda *_: None
@@ -421,7 +422,7 @@ with common.lock(sys.argv[1]):
 def test_printed_numbers_beside_a_few_languages_are_of_these_languages():
     lines = json.loads(in_papers("""
 import json
-import multilingual as paper
+from research.papers import multilingual as paper
 options = types.SimpleNamespace(out_dir='nowhere', models='', figures='', model='', data='',
                                 changes=['--eval.languages=de,en,sw'])
 print(json.dumps({name: lines for name, _, lines in paper.tables(options)}))
@@ -439,7 +440,7 @@ def test_a_single_language_is_in_the_tables_by_class_and_by_language(tmp_path):
     """Its results are the pooled ones: results.json has no others."""
     lines = json.loads(in_papers("""
 import json
-import multilingual as paper
+from research.papers import multilingual as paper
 options = types.SimpleNamespace(out_dir=sys.argv[1], models='', figures='', model='', data='',
                                 changes=['--eval.languages=yo'])
 paper.draw_figures = lambda _: None
@@ -846,7 +847,7 @@ def test_a_plan_for_your_own_model_counts_its_weights_and_the_size_of_your_files
     assert '0 of 33 finished' in printed and 'to download' not in printed
     assert plan['Mine/base'] == ['0.01', '0.0']     # the time to start
     model, params, data, tokens, scored = in_papers("""
-import common
+from research.papers import common
 own = sys.argv[1]
 options = types.SimpleNamespace(model=f'Mine={own}/model', data=f'{own}/alpaca.json')
 (name, (_, params)), = common.own_table(options, 'model', {}).items()

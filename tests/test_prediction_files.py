@@ -114,7 +114,6 @@ def test_the_program_says_how_it_is_called_and_which_file_is_missing(tmp_path):
     assert done.returncode == 0 and done.stdout.startswith('usage: metrics.py')
     assert '{"probs": [0.7, 0.2, 0.1], "answer": 0}' in done.stdout
     assert 'example: python metrics.py ' in done.stdout
-    assert run_metrics().returncode == 2
     missing = run_metrics(tmp_path / 'none.jsonl')
     assert (missing.returncode, missing.stderr) == (
         1, f'error: {tmp_path / "none.jsonl"}: No such file or directory\n')
@@ -126,30 +125,21 @@ def test_the_program_says_how_it_is_called_and_which_file_is_missing(tmp_path):
 @pytest.mark.parametrize('lines, message', [
     ('{"probs": [0.7, 0.3], "answer": 0}\n{"probs": [1]}', '2: answer must be the index'),
     ('\n{"confidence": 0.6, "correct": "false"}', "2: correct must be true or false, not 'false'"),
-    ('{"confidence": 0.6, "correct": 2}', '1: correct must be true or false, not 2'),
     ('{"confidence": true, "correct": true}', '1: confidence must be numbers'),
     ('{"confidence": 1.6, "correct": true}', '1: confidence is 1.6, not from 0 to 1'),
     ('{"confidence": 0.6, "correct": true}\n{"probs": [0.5, 0.5], "answer": 0}',
      '2: probs, but the task begins with confidence'),
     ('{"probs": [0.5, 0.5], "answer": 0}\n{"confidence": 0.6, "correct": true}',
      '2: confidence, but the task begins with probs'),
-    ('', ' no row to score'), ('\n\n', ' no row to score'),
     ('{"probs": [1.0], "answer": 0, "split": "validation"}', ' no row to score'),
-    ('{"probs": [0.5, NaN], "answer": 0}', '1: probability of option 1 is nan'),
     ('{"probs": [0.5, 0.5], "answer": 0}\n\n{"probs": [0.9, 0.5], "answer": 0}',
      '3: probabilities sum to 1.4'),
-    ('{"probs": [0.5, 0.5], "answer": 2}', '1: label 2 is not one of'),
     ('{"probs": [0.5, 0.5], "answer": 1}\n{"probs": [1.0], "answer": 1}',
      '2: label 1 is not one of the options 0 to 0'),
-    ('{"probs": [0.5, 0.5], "answer": true}', '1: answer must be the index'),
     ('{"probs": ["0.5", "0.5"], "answer": 1}', '1: probs must be numbers'),
-    ('{"probs": [[0.5, 0.5]], "answer": 0}', '1: probs must be numbers'),
-    ('{"probs": [], "answer": 0}', '1: probs must be [N, K] with N, K >= 1'),
-    ('{"log_probs": [], "answer": 0}', '1: scores must be [N, K]'),
     ('{"log_probs": [-1, NaN], "answer": 0}', '1: the largest score is nan'),
     ('{"log_probs": [-1, -Infinity], "answer": 1}', '1: label 1 has the score -inf'),
     ('{"log_probs": [-1, -2], "answer": 1, "n_tokens": [1, 0]}', '1: n_tokens must be'),
-    ('{"log_probs": [-1, -2], "answer": 1, "n_tokens": [1, 1e999]}', '1: n_tokens must be'),
     ('{"log_probs": [-1, -1e308], "answer": 0}', '1: log_probs must be below 1e300 in magnitude'),
     ('{"probs": [1%s], "answer": 0}' % ('0' * 400), '1: int too large'),
     ('[1]', '1: not a JSON object: [1]'), ('null', '1: not a JSON object: None'),

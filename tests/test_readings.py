@@ -1,4 +1,4 @@
-"""research/study/readings.py: what its world asks, a small one from end to end, and its committed table."""
+"""readings.py: what its world asks, a small one from end to end, and its committed table."""
 
 import csv
 import json

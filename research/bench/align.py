@@ -30,8 +30,9 @@ import torch
 import train
 from align import AlignConfig, answer_sums, pack_pairs, pair_objective
 from research.bench import common
-from research.bench.common import (DEVICE, MODELS, cell, chosen, draw_bars, empty_caches, last_error, load,
-                          now, our_model, peak_gib, peer_model, reset_peak_memory)
+from research.bench.common import (DEVICE, MODELS, cell, chosen, draw_bars, empty_caches,
+                                   last_error, load, now, our_model, peak_gib, peer_model,
+                                   reset_peak_memory)
 from research.bench.peers import plain_tokenizer
 from data.preferences import load_preferences, to_tree
 from data.tokenizer import load_tokenizer

@@ -64,7 +64,7 @@ def command(name, options, out, ours=False):
 
     out: path of its results, without suffix
     """
-    arguments = [f'bench/{name}.py', f'--out={out}' + '.json' * (name != 'loss')]
+    arguments = [f'research/bench/{name}.py', f'--out={out}' + '.json' * (name != 'loss')]
     arguments += ['--ours'] * (ours and name != 'floors')
     data = getattr(options, DATA[name]) if name in DATA else None
     if data and options.tokenizer:
@@ -94,9 +94,10 @@ def run_all(options):
         part = f'-{options.shape.replace(",", "-")}' if options.shape else ''
         arguments = command(name, options, folder / f'{name}{part}')
         if arguments is None:
-            print(f'bench/{name}.py needs --{DATA[name]} and --tokenizer; left out')
+            print(f'research/bench/{name}.py needs --{DATA[name]} and --tokenizer; left out')
         elif end and time.monotonic() > end:
-            print(f'bench/{name}.py was not started: --minutes={options.minutes:g} are over')
+            print(f'research/bench/{name}.py was not started: '
+                  f'--minutes={options.minutes:g} are over')
         elif run_script(arguments, end):
             failed.append(name)
     for name in ONE_PICTURE:
@@ -126,8 +127,8 @@ def run_script(arguments, end):
 
 def page(folder):
     """Return the Markdown page of the results in `folder`."""
-    parts = ['# Benchmarks\n\nMade by `python research/bench/all.py`. Below each title: command, date and '
-             'versions of each run.\n']
+    parts = ['# Benchmarks\n\nMade by `python research/bench/all.py`. Below each title: command, '
+             'date and versions of each run.\n']
     for name, what in WHAT.items():
         paths = result_files(folder, name)
         parts += [f'## {what}'] * bool(paths)
@@ -173,7 +174,7 @@ def draw_together(name, folder):
         with tempfile.TemporaryDirectory() as other, contextlib.redirect_stdout(io.StringIO()):
             file = Path(other, f'{name}.json')
             file.write_text(json.dumps(contents[0] | {'tables': [*tables.values()]}))
-            importlib.import_module(f'bench.{name}').draw(file)
+            importlib.import_module(f'research.bench.{name}').draw(file)
             shutil.copy(file.with_suffix('.png'), folder)
 
 
@@ -195,7 +196,7 @@ def repeated(folder):
 
 def tables_of(name, content):
     """Return the tables of one script as it prints them."""
-    script = importlib.import_module(f'bench.{name}')
+    script = importlib.import_module(f'research.bench.{name}')
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         if name == 'loss':

@@ -1,7 +1,8 @@
 """Whole commands, from start to exit, compared with lm-evaluation-harness, on one CUDA device.
 
     python research/bench/commands.py --shape=llama32_1b --data=mmlu --tokenizer=Llama-3.2-1B
-    python research/bench/commands.py --shape=llama31_8b --data=mmlu --tokenizer=Llama-3.2-1B --caches=warm
+    python research/bench/commands.py --shape=llama31_8b --data=mmlu --tokenizer=Llama-3.2-1B \\
+        --caches=warm
     python research/bench/commands.py --plot=out/bench_commands.json
 
 Makes a model folder with random weights and runs `python evaluate.py` and `python -m lm_eval` on it

@@ -250,7 +250,8 @@ def main(argv, script, config_class, bench, draw):
         config = load_config(config_class, argv)
         if not config.plot:
             if DEVICE == 'cpu':
-                raise ConfigError(f'bench/{Path(script).name} needs a CUDA device, found none')
+                raise ConfigError(f'research/bench/{Path(script).name} needs a CUDA device, '
+                                  f'found none')
             print(', '.join(f'{key} {value}' for key, value in versions().items()))
             tables = []
             for table in bench(config):

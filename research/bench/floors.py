@@ -3,7 +3,7 @@
     python research/bench/floors.py --shape=llama32_1b,gemma2_2b
     python research/bench/floors.py --plot=out/bench_floors.json
 
-The step is that of research/bench/train.py. The floor of an item is the larger of its FLOPs over the rate of
+The step is that of train.py here. The floor of an item is the larger of its FLOPs over the rate of
 an 8192 x 8192 x 8192 product and its bytes over the rate of a large copy, both measured here. For T
 tokens, a block with L layers, D = hidden_size, I = intermediate_size, q = heads * head_dim, kv =
 key-value heads * head_dim, and V words, in bfloat16:
@@ -41,8 +41,8 @@ import torch
 
 import fused_ce
 from research.bench import common, train
-from research.bench.common import (DEVICE, MODELS, busy_time, draw_bars, free_memory, gpu_kernels, load,
-                          matrix_rate, memory_rate, now)
+from research.bench.common import (DEVICE, MODELS, busy_time, draw_bars, free_memory, gpu_kernels,
+                                   load, matrix_rate, memory_rate, now)
 from data.packing import pack
 from train import forward_backward, train_step
 

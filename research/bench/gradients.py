@@ -1,7 +1,8 @@
 """Errors of bfloat16 gradients, ours and transformers', against float32, for Gemma 3 on a GPU.
 
     python research/bench/gradients.py --model=DATA/model --data=DATA/alpaca.json --steps=300
-    python research/bench/gradients.py --model=DATA/model --data=DATA/alpaca.json --steps=20 --random
+    python research/bench/gradients.py --model=DATA/model --data=DATA/alpaca.json --steps=20 \\
+        --random
 
 Trains as train.py does. Before each step it computes the gradient of the same weights and rows in
 float32 (ours; transformers' differs by 4e-6), in bfloat16 as train.py does, and in bfloat16 by

@@ -28,8 +28,9 @@ import torch
 import train
 from align import ROLLOUTS, AlignConfig
 from research.bench import common
-from research.bench.common import (DEVICE, MODELS, cell, chosen, draw_bars, empty_caches, last_error, load,
-                          matrix_rate, memory_rate, now, our_model, peak_gib)
+from research.bench.common import (DEVICE, MODELS, cell, chosen, draw_bars, empty_caches,
+                                   last_error, load, matrix_rate, memory_rate, now, our_model,
+                                   peak_gib)
 from data.export import tokenizer_files
 from data.files import read_rows
 from data.tokenizer import load_tokenizer

@@ -1,7 +1,8 @@
 """`evaluate.py` on one GPU and on several: seconds, and whether the numbers are bitwise equal.
 
     python research/bench/several_gpus.py --data=mmlu --tokenizer=Llama-3.2-1B
-    python research/bench/several_gpus.py --data=mmlu --tokenizer=Llama-3.2-1B --processes=8 --languages=42
+    python research/bench/several_gpus.py --data=mmlu --tokenizer=Llama-3.2-1B --processes=8 \\
+        --languages=42
     python research/bench/several_gpus.py --plot=out/bench_several_gpus.json
 
 Times whole commands, from their start, on a model with random weights: each of `languages` of

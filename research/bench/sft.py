@@ -1,8 +1,8 @@
 """Fine-tuning commands: `python train.py` compared with TRL's SFTTrainer, on a CUDA device.
 
     python research/bench/sft.py --data=conversations.jsonl --tokenizer=Llama-3.2-1B
-    python research/bench/sft.py --data=conversations.jsonl --tokenizer=Llama-3.2-1B --tuning=full \\
-        --conversations=2000 --max_s=200
+    python research/bench/sft.py --data=conversations.jsonl --tokenizer=Llama-3.2-1B \\
+        --tuning=full --conversations=2000 --max_s=200
     python research/bench/sft.py --plot=out/bench_sft.json
 
 Makes a model folder with random weights and times whole commands from the shell to saved weights:
@@ -10,9 +10,9 @@ one epoch, full tuning and LoRA, first with empty caches on disk (of compiled ke
 datasets), then again with what that left. All modules are compiled to byte code before. Both have
 the same conversations and chat template, supervise the last answer (ours every answer), pack rows
 of 4,096 tokens and take about as many steps. Ours has the defaults of train.py; the settings of TRL
-are in research/bench/trl_sft.py. TRL prints the end of the first step at once, ours after launching the
-second one. `data` is as in train.py, `tokenizer` a folder with a tokenizer. Writes
-out/bench_sft.json and its picture.
+are in trl_sft.py. TRL prints the end of the first step at once, ours after launching the second
+one. `data` is as in train.py, `tokenizer` a folder with a tokenizer. Writes out/bench_sft.json and
+its picture.
 """
 
 import json

@@ -27,8 +27,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 from research.bench import common
-from research.bench.common import (DEVICE, MODELS, cell, chosen, compiled_graphs, draw_bars, empty_caches,
-                          last_error, load, now, our_model, peak_gib, reset_peak_memory)
+from research.bench.common import (DEVICE, MODELS, cell, chosen, compiled_graphs, draw_bars,
+                                   empty_caches, last_error, load, now, our_model, peak_gib,
+                                   reset_peak_memory)
 from research.bench.peers import hugging_face_step, trl_steps
 from data.instruct import load_conversations
 from data.packing import pack

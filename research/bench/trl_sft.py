@@ -1,6 +1,6 @@
-"""TRL's SFTTrainer as its users write it; research/bench/sft.py runs this with its settings as JSON.
+"""TRL's SFTTrainer as its users write it; sft.py runs this with its settings as JSON.
 
-It prints the lines of train.py from which research/bench/sft.py reads the time. Its settings are its fastest
+It prints the lines of train.py from which sft.py reads the time. Its settings are its fastest
 ones: weights and moments in bfloat16, no gradient checkpointing, a process per core to tokenize.
 """
 

@@ -50,14 +50,17 @@ printed number stands beside ours.
 
 import functools
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import numpy as np
 
-from common import (OWN, AlignConfig, EvalConfig, Run, TrainConfig, claim,
-                    draw_curves, draw_lines, file_tokens, load_config, main, measured, numbers,
-                    own_table, plots, selected, titles_of)
+from research.papers.common import (OWN, AlignConfig, EvalConfig, Run, TrainConfig, claim,
+                                    draw_curves, draw_lines, file_tokens, load_config, main,
+                                    measured, numbers, own_table, plots, selected, titles_of)
 import metrics
 from data.files import fetch, read_rows
 from data.instruct import PATTERNS, first_turns

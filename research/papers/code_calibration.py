@@ -17,7 +17,12 @@ agreement, the prompts of docs/written_answers.md, and Platt scaling fitted on t
 problems. Not run here: line completion and program repair, and the paper's own models.
 """
 
-from common import EvalConfig, Run, draw_curves, main, measured
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from research.papers.common import EvalConfig, Run, draw_curves, main, measured
 from results.tables import Heading
 
 # name: hub name, weights

@@ -1,6 +1,6 @@
 """What the scripts of the papers share: their runs, the plan, tables beside the printed numbers.
 
-    python research/papers/label_smoothing.py --plan                 # the runs, GPU hours and disk space
+    python research/papers/label_smoothing.py --plan     # the runs, GPU hours and disk space
     python research/papers/label_smoothing.py --only=Gemma2-2B/Alpaca
     python research/papers/label_smoothing.py --out_dir=out/trial --max_steps=3 --eval.limit=20
 
@@ -22,8 +22,6 @@ import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 

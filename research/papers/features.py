@@ -1,7 +1,8 @@
 """Compare the hidden states that a model computes for texts: a scatter, and their covariance.
 
     python research/papers/features.py
-    python research/papers/features.py --models=google/gemma-2-2b,out/tuned --part=prompt --pooling=last
+    python research/papers/features.py --models=google/gemma-2-2b,out/tuned --part=prompt \\
+        --pooling=last
 
 The first command draws figure 6 of Zhu et al. 2023, the answers of Alpaca and OASST1: 'features of
 OASST1 are more evenly distributed while those of Alpaca tend to be dense and clustered'. There the

@@ -19,10 +19,14 @@ task, and asked in the same words before tuning; each P(IK) is judged by the fir
 run here: Lambada, arithmetic and programs, tuning on all tasks, and hints in the prompt.
 """
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
-from common import EvalConfig, Run, TrainConfig, draw_curves, main, measured, paper_column
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from research.papers.common import (EvalConfig, Run, TrainConfig, draw_curves, main, measured,
+                                    paper_column)
 from results.tables import Heading
 
 # name: hub name, weights

@@ -2,8 +2,9 @@
 
     python research/papers/label_smoothing.py --plan
     python research/papers/label_smoothing.py
-    python research/papers/label_smoothing.py --tuning=full --out_dir=out/papers/label_smoothing_full
-    python research/papers/label_smoothing.py --model=FOLDER --data=FILE --rates=all --out_dir=out/mine
+    python research/papers/label_smoothing.py --tuning=full --out_dir=out/full
+    python research/papers/label_smoothing.py --model=FOLDER --data=FILE --rates=all \\
+        --out_dir=out/mine
 
 Stated: Llama, Gemma and Mistral, tuned on Tulu 3 and other datasets without and with smoothing
 (table 1); learning rates 5e-6, 2e-5, 5e-5 and 2e-4, AdamW, batches of 128, dropout 0.1, smoothing
@@ -28,19 +29,22 @@ only LoRA has a dropout there, 2e-4 is a rate for LoRA, and exact AdamW on all w
 models does not fit on the paper's GPU of 80 GB. --tuning=full tunes all weights, without dropout.
 
 The printed numbers are not in our copy of the paper. To show them beside ours, enter them in
-research/papers/label_smoothing_printed.csv: a line per benchmark, model, data and method as the table of
-this script names them (data is empty for the base model), with an empty cell for what is not
-printed. Each column with a number is then shown. RMS is compared with `rms_mmlu_repo` of
-metrics.py, as in research/papers/multilingual.py.
+label_smoothing_printed.csv: a line per benchmark, model, data and method as the table of this
+script names them (data is empty for the base model), with an empty cell for what is not printed.
+Each column with a number is then shown. RMS is compared with `rms_mmlu_repo` of metrics.py, as in
+multilingual.py.
 """
 
 import csv
+import sys
 from dataclasses import replace
 from pathlib import Path
 
-from common import (COLUMNS, OWN, EvalConfig, Run, TrainConfig, changed_report, draw_lines,
-                    held_out, main, measured, numbers, own_table, paper_column, read_report, sweep,
-                    titles_of)
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from research.papers.common import (COLUMNS, OWN, EvalConfig, Run, TrainConfig, changed_report,
+                                    draw_lines, held_out, main, measured, numbers, own_table,
+                                    paper_column, read_report, sweep, titles_of)
 from results.tables import Heading
 from runtime.checkpoint import fetch
 from runtime.config_json import read_config

@@ -1,11 +1,12 @@
 """Investigating the Multilingual Calibration Effects of Language Model Instruction-Tuning (Huang
 et al. 2025).
 
-    python research/papers/multilingual.py --printed     # what the printed tables say: seconds, no model
+    python research/papers/multilingual.py --printed   # the printed tables: seconds, no model
     python research/papers/multilingual.py --plan
     python research/papers/multilingual.py
     python research/papers/multilingual.py --models=aya,gemma3 --figures=am,yo
-    python research/papers/multilingual.py --model=FOLDER --data=FILE --eval.tasks=xcopa:FOLDER,cmmlu:FOLDER
+    python research/papers/multilingual.py --model=FOLDER --data=FILE \\
+        --eval.tasks=xcopa:FOLDER,cmmlu:FOLDER
 
 Stated (section 3): Gemma 2 2B, Mistral 7B and Llama 3.1 8B, tuned on Alpaca, Tulu 3 and OpenHermes;
 learning rates 5e-6, 1e-5, 5e-5 and 1e-4, AdamW, a linear warm-up over 2 % of the steps, batches of
@@ -46,12 +47,15 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from common import (COLUMNS, OWN, EvalConfig, Run, changed_report, main, measured, numbers,
-                    own_table, paper_column, sweep, titles_of)
-from label_smoothing import DATA, EPOCHS, MODELS, TUNING, TUNING_OPTION, TUNINGS
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from research.papers.common import (COLUMNS, OWN, EvalConfig, Run, changed_report, main, measured,
+                                    numbers, own_table, paper_column, sweep, titles_of)
+from research.papers.label_smoothing import DATA, EPOCHS, MODELS, TUNING, TUNING_OPTION, TUNINGS
 from data import benchmarks
 from metrics import bins
-from multilingual_printed import BENCHMARKS, CLASSES, PRINTED, print_tables, printed_numbers
+from research.papers.multilingual_printed import (BENCHMARKS, CLASSES, PRINTED, print_tables,
+                                                  printed_numbers)
 from results import report
 from results.plots import draw_curves
 from results.samples import latest_samples, read_samples
@@ -59,7 +63,7 @@ from results.tables import latex, mark_best, markdown
 from runtime.errors import ConfigError
 from runtime.ownership import claim, write_text
 from runtime.processes import parallel_map
-from shared_questions import p_values, resample
+from research.papers.shared_questions import p_values, resample
 from stats import student_t
 
 INSTRUCT = {'google/gemma-2-2b': 'google/gemma-2-2b-it',

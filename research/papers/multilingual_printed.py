@@ -216,7 +216,7 @@ def draw(printed, path):
 
 def print_tables():
     """Print and write the tables and the figure."""
-    from common import write_tables     # which needs torch; nothing above does
+    from research.papers.common import write_tables     # which needs torch; nothing above does
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--printed', action='store_true', help=argparse.SUPPRESS)

@@ -18,7 +18,12 @@ normalization. Even for a calibrated model, the share of the largest class among
 high. The last column has the ECE of such a model: compare every ECE with it.
 """
 
-from common import EvalConfig, Run, draw_curves, main, measured
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from research.papers.common import EvalConfig, Run, draw_curves, main, measured
 from results.tables import Heading
 
 # name: (weights, {stage: hub name})

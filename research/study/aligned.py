@@ -1,7 +1,7 @@
 """Numbers, tables, tests and figures of claims 13 and 14; PLAN.md defines them.
 
-    python research/study/aligned.py --runs=out/study     # first writes research/study/results/alignment/seed-*.csv
-    python research/study/aligned.py                      # from these files: *.md and *.png beside them
+    python research/study/aligned.py --runs=out/study   # first results/alignment/seed-*.csv
+    python research/study/aligned.py                    # from these files: tables and figures
 
 Cells are means over seeds, ± half of the 95 % interval (Student's t). p is of a two-sided t test
 over paired seeds, after Holm's correction for all tests of a table. One seed has neither.
@@ -24,8 +24,8 @@ from runtime.ownership import write_text
 from runtime.processes import parallel_map
 from stats import mean_interval
 from research.study import alignment
-from research.study.frontier import (at_equal_accuracy, bars, cell, finish, page, panels, read_numbers,
-                            tested_table)
+from research.study.frontier import (at_equal_accuracy, bars, cell, finish, page, panels,
+                                     read_numbers, tested_table)
 
 RESULTS = Path(__file__).parent / 'results' / 'alignment'
 LAST = '3'          # epoch

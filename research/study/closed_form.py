@@ -1,8 +1,8 @@
 """Claim 15: the closed form of alignment, wrong labels, LoRA, and stated confidence; see PLAN.md.
 
     python research/study/side_by_side.py --study=closed-form --processes=24
-    python research/study/closed_form.py --runs=out/study    # first research/study/results/closed-form/seed-*.csv
-    python research/study/closed_form.py                     # from these files: table and figure beside them
+    python research/study/closed_form.py --runs=out/study   # first results/closed-form/*.csv
+    python research/study/closed_form.py                    # from these files: a table and a figure
 
 The worlds, models and metrics are those of alignment.py, the tables those of aligned.py.
 """

@@ -1,6 +1,6 @@
 """By how much smoothing 0.1 lowers the ECE, by vocabulary and size: tables without a figure.
 
-    python research/study/effects.py        # research/study/results/effects.md, from the compare.csv files beside it
+    python research/study/effects.py    # results/effects.md, from the compare.csv files beside it
 
 An effect is the ECE of the tuned model minus that of the model tuned with smoothing 0.1, same
 seed. Cells are the mean over five seeds, ± half of its 95 % interval (Student's t); p is of a

@@ -1,6 +1,6 @@
 """Draw the figures of the study again, from their committed numbers or from runs.
 
-    python research/study/figures.py                                # every table and figure in research/study/results
+    python research/study/figures.py        # every table and figure in research/study/results
     python research/study/figures.py --only=smoothing,tokens --runs --out_dir=out/figures
 
 Every figure is a folder: compare.csv has the numbers, from which compare.md, compare.tex (which is

@@ -1,6 +1,6 @@
 """Tables, tests and figures of claims 7 to 11, from the committed numbers; PLAN.md defines them.
 
-    python research/study/frontier.py        # research/study/results/losses/*.md and *.png, from seed-*.csv beside
+    python research/study/frontier.py   # results/losses/*.md and *.png, from seed-*.csv beside
 
 An excess is the mean of ECE, or another metric, minus that of cross-entropy at equal accuracy.
 Cells are means over seeds, ± half of the 95 % interval (Student's t). p is of a two-sided t test

@@ -85,8 +85,8 @@ def main():
     parser.add_argument('--seeds', type=common.seed_list, default=','.join(map(str, losses.SEEDS)))
     parser.add_argument('--runs', type=os.path.expanduser, default=common.ROOT,
                         help='folder of the study, %(default)s')
-    parser.add_argument('--out_dir', type=os.path.expanduser, default='research/study/results/losses',
-                        help='default: %(default)s')
+    parser.add_argument('--out_dir', type=os.path.expanduser,
+                        default='research/study/results/losses', help='default: %(default)s')
     options = parser.parse_args()
     for seed in options.seeds:
         print(f'seed {seed}: {write_numbers(seed, options.runs, options.out_dir)} runs', flush=True)

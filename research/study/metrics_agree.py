@@ -1,7 +1,7 @@
 """Which metrics agree on which run is better, and what the number of bins does to the ECE?
 
-    python research/study/metrics_agree.py                           # the runs of the committed tables
-    python research/study/metrics_agree.py out/study/smoothing       # any folders of runs, all metrics
+    python research/study/metrics_agree.py                        # the runs of the committed tables
+    python research/study/metrics_agree.py out/study/smoothing    # any folders of runs, all metrics
 
 Agreement is Kendall's tau-b over the runs of a task, each metric signed so that better is larger:
 1 if two metrics order every pair of runs alike, 0 if as many pairs alike as opposite; the share of

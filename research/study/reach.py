@@ -2,8 +2,8 @@
 
     python research/study/reach.py out/study/vocabulary/seed-0/base-D64-V512-cap30.0
 
-writes the answer to reach.json in the folder of the model; research/study/vocabulary.py does so after each
-run, and research/study/pivot.py reads it for comparisons.
+writes the answer to reach.json in the folder of the model; vocabulary.py does so after each
+run, and pivot.py reads it for comparisons.
 """
 
 import argparse

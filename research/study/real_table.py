@@ -1,7 +1,7 @@
 """Tables, tests and diagrams of the runs of research/study/real.py; see PLAN.md.
 
-    python research/study/real_table.py                  # reads out/study/real, writes research/study/results/real
-    python research/study/real_table.py --csv            # from research/study/results/real/runs.csv alone
+    python research/study/real_table.py          # reads out/study/real, writes results/real
+    python research/study/real_table.py --csv    # from results/real/runs.csv alone
 
 runs.csv has a line per run; tables.md the means over seeds with half of their 95 % intervals, and
 the tests of the plan with Holm's correction; reliability.png the questions of all seeds together.

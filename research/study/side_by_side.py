@@ -35,7 +35,8 @@ import torch
 
 from data.tokenizer import load_model_tokenizer
 from runtime import checkpoint
-from research.study import alignment, base, closed_form, common, gather, known, losses, smoothing, transfer
+from research.study import (alignment, base, closed_form, common, gather, known, losses, smoothing,
+                            transfer)
 from train import load_sequences, train
 
 
