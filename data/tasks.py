@@ -370,12 +370,10 @@ class TextTask(Task):
     @classmethod
     def load(cls, name, cfg):
         kind = task_label(name)
-        if cfg.chat != 'none':
-            raise ConfigError(f'chat = {cfg.chat}: {kind} scores tokens of texts, not answers; '
-                              f'evaluate it without --chat into another --out_dir')
-        if cfg.languages != ('all',):
-            raise ConfigError(f'languages = {cfg.languages}: {kind} scores all texts of its files; '
-                              f'evaluate it without --languages')
+        for key, default in (('chat', 'none'), ('languages', ('all',))):
+            if getattr(cfg, key) != default:
+                raise ConfigError(f'{key} = {getattr(cfg, key)}: {kind} scores tokens of all its '
+                                  f'texts; evaluate it without --{key} into another --out_dir')
         loaded = load_texts(name, limit=cfg.limit, seed=cfg.seed, revision=cfg.data_revision,
                             on_bad_row=cfg.on_bad_row)
         return cls(kind, task_source(name), loaded.texts, loaded.total, loaded.bad)

