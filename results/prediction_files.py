@@ -123,7 +123,7 @@ def _line_errors(number):
 
 
 def read_rows(path):
-    """Yield (number, row) of a file of JSON lines, or of JSON arrays as lm_eval wrote before 0.4.3.
+    """Yield (number, row) of JSON lines, or of a JSON array as lm_eval wrote before 0.4.3.
 
     The number of a row of an array is the text ' row 1'. The file may be .gz. Raises OSError, and
     ValueError that begins with the number.
@@ -132,28 +132,17 @@ def read_rows(path):
         is_array = re.match(rb'(?:\xef\xbb\xbf)?\s*\[\s*\{', file.read(100))
         file.seek(0)
         if is_array:
-            yield from ((f' row {number}', row)
-                        for number, row in enumerate(_array_rows(file.read()), 1))
+            try:
+                rows = json.loads(file.read().decode('utf-8-sig'))
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f' broken JSON: {error}') from None
+            yield from ((f' row {number}', row) for number, row in enumerate(rows, 1))
             return
         for number, line in enumerate(file, 1):
             if line.strip():
                 with _line_errors(number):
                     row = json.loads(line.decode('utf-8-sig'))
                 yield number, row
-
-
-def _array_rows(content):
-    """Return the rows of JSON arrays that follow each other, as in concatenated files."""
-    rows, at = [], 0
-    try:
-        text = content.decode('utf-8-sig').strip()
-        while at < len(text):
-            array, at = json.JSONDecoder().raw_decode(text, at)
-            rows += array if isinstance(array, list) else [array]
-            at += len(text[at:]) - len(text[at:].lstrip())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f' broken JSON: {error}') from None
-    return rows
 
 
 # Samples of evaluate.py: which of them count

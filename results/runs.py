@@ -33,13 +33,15 @@ def find_runs(sources, harness_files=()):
 
     Raises DataError for a source without a run and without one of `harness_files`.
     """
+    def is_run(folder):
+        return (folder / 'results.json').exists() and (folder / 'samples.jsonl').exists()
+
     folders = []
     for source in sources:
         put_back(source)
-        logged = any(file.parent == source.absolute() for file in harness_files)
-        below = [source] if (source / 'results.json').exists() and not logged else [
+        below = [source] if is_run(source) else [
             path.parent for path in sorted(source.rglob('samples.jsonl'))
-            if path.with_name('results.json').exists() and path.parent.name != 'before'
+            if is_run(path.parent) and path.parent.name != 'before'
             and not path.parent.name.startswith(ASIDE)]
         if not below and not any(source.absolute() in (file, *file.parents)
                                  for file in harness_files):
@@ -52,8 +54,6 @@ def find_runs(sources, harness_files=()):
 
 def read_run(folder):
     """Return the Run in `folder`: its results, and the configuration of training and model."""
-    if not (folder / 'samples.jsonl').exists():
-        raise DataError(f'{folder} has no samples.jsonl: evaluate there first')
     with read_json(folder / 'results.json', 'evaluate there again') as content:
         model, seed, results = content['config']['model'], content['seed'], content['tasks']
         Path(model)
@@ -145,30 +145,29 @@ def _read_harness_samples(files, norm):
     """
     tasks = {}
     for subtask, path in files.items():
-        samples, logged = [], {}
+        logged = {}     # {id: (sample, filter)}
         try:
             for number, row in read_rows(path):
                 try:
                     sample = harness_sample(row, norm)
                     if not all(map(math.isfinite, sample['log_probs'])):
                         raise ValueError(f'the log-probabilities are {sample["log_probs"]}')
-                    repeated = repeats(sample, row.get('filter'), logged)
+                    repeats(sample, row.get('filter'), logged)
                 except ValueError as error:
-                    if samples and not isinstance(error, SeveralAnswersError):
+                    if logged and not isinstance(error, SeveralAnswersError):
                         raise ValueError(f'{number}: {error}') from None
                     print(f'{path.name} is left out: {error}')
-                    samples = []
+                    logged = {}
                     break
-                if not repeated:
-                    samples.append(sample | {'split': 'test', 'subject': subtask,
-                                             'id': f'{subtask}:{sample["id"]}'})
         except OSError as error:
             raise DataError(f'cannot read {path}: {error.strerror}') from error
         except ValueError as error:
             raise DataError(f'{path}:{error}') from None
         task = harness_task(path)[0]
-        if samples:
-            tasks.setdefault(task, []).extend(sample | {'task': task} for sample in samples)
+        if logged:
+            tasks.setdefault(task, []).extend(
+                sample | {'task': task, 'split': 'test', 'subject': subtask,
+                          'id': f'{subtask}:{sample["id"]}'} for sample, _ in logged.values())
     if not tasks:
         raise DataError(f'{path}: no multiple-choice questions of lm_eval --log_samples')
     return {task: sorted(samples, key=lambda s: s['id']) for task, samples in tasks.items()}

@@ -16,13 +16,11 @@ def by_language(test, languages, fits, single):
     fits:      [(Predictions to fit on, their languages, the rows of `test` to scale), ...]
     single:    [N], the temperature of each row that is fitted on all languages together
 
-    An entry holds `temperature` and `shrunk`, [T per fit], the results of `fit_temperatures`;
-    `ece`, of the language's rows unscaled and with the single, its own and the shrunk temperature;
-    and `ece_on`, {other language: ECE of its rows with this language's temperature}. If a fit has
-    no rows of a language, that language is scaled with the single temperature.
+    An entry is one of `languages` in docs/evaluation.md, below `post_hoc`. If a fit has no rows of
+    a language, that language is scaled with the single temperature.
     """
     names = sorted({*languages.tolist()})
-    entries = {name: {'temperature': [], 'shrunk': [], 'ece': {}, 'ece_on': {}} for name in names}
+    entries = {name: {'temperature': [], 'shrunk': []} for name in names}
     own = {name: single.copy() for name in names}       # of each language, for every row
     shrunk = single.copy()
     for fit, fit_languages, rows in fits:
@@ -34,14 +32,15 @@ def by_language(test, languages, fits, single):
             entries[name]['temperature'].append(fitted[name])
             entries[name]['shrunk'].append(pulled[name])
 
-    for name in names:
-        rows = np.flatnonzero(languages == name)
-        temperatures = (np.ones(len(single)), single, own[name], shrunk)
-        entries[name]['ece'] = {kind: scaled_ece(test, rows, t)
-                                for kind, t in zip(KINDS, temperatures, strict=True)}
-        for other in names:
-            if other != name:
-                entries[other]['ece_on'][name] = scaled_ece(test, rows, own[other])
+    def ece(name, temperatures):
+        rows = languages == name
+        probs = metrics.softmax(test.scores[rows] / temperatures[rows, None])
+        return metrics.ece(probs, test.labels[rows])
+
+    for name, entry in entries.items():
+        temperatures = np.ones(len(single)), single, own[name], shrunk
+        entry['ece'] = {kind: ece(name, t) for kind, t in zip(KINDS, temperatures, strict=True)}
+        entry['ece_on'] = {other: ece(other, own[name]) for other in names if other != name}
     return entries, shrunk[:, None]
 
 
@@ -91,12 +90,6 @@ def _log_temperature_variance(scores, labels, t):
     g = z[np.arange(len(labels)), labels]
     h = ((p * z * z).sum(1) - g).mean()
     return max((g ** 2).mean(), h) / (len(labels) * h ** 2) if h > 0 else np.inf
-
-
-def scaled_ece(test, rows, temperatures):
-    """Return the ECE of some rows of the Predictions `test`, scaled by temperatures [N]."""
-    probs = metrics.softmax(test.scores[rows] / temperatures[rows, None])
-    return metrics.ece(probs, test.labels[rows])
 
 
 def cells(result):

@@ -27,19 +27,20 @@ CONFIG, WEIGHTS = 'adapter_config.json', ('adapter_model.safetensors', 'adapter_
 FILES = (WEIGHTS[0], CONFIG)    # written for the adapters of a run
 LINK = '.adapter'
 PREFIX = 'base_model.model.'    # all names of matrices begin with it
-# The keys of adapter_config.json that are read, and those that do not change the merged weights,
-# because the file of weights says which layers have matrices. Any other key must be empty or false.
-KEYS = {'peft_type', 'task_type', 'base_model_name_or_path', 'revision', 'r', 'lora_alpha',
-        'use_rslora', 'alpha_pattern', 'init_lora_weights', 'bias', 'auto_mapping',
-        'exclude_modules', 'inference_mode', 'layers_pattern', 'layers_to_transform',
-        'lora_dropout', 'peft_version', 'rank_pattern', 'target_modules', 'megatron_core',
-        'qalora_group_size', 'eva_config', 'ensure_weight_tying'}
-# of LoRA matrices; the other initializations of peft also change the base weights
-INITIALIZATIONS = (None, True, False, 'gaussian', 'orthogonal', 'eva')
-RULES = {'peft_type': [str], 'base_model_name_or_path': [str], 'r': [SIZE],
-         'lora_alpha': [(-1e9, 1e9)], 'use_rslora': [bool, None], 'alpha_pattern': [dict, None],
-         'rank_pattern': [dict, None], 'revision': [str, None]}
-OPTIONAL = {'use_rslora', 'alpha_pattern', 'rank_pattern', 'revision'}
+# the allowed values of the keys of adapter_config.json that are read
+RULES = {'peft_type': ['LORA'], 'task_type': ['CAUSAL_LM', 'SEQ_2_SEQ_LM', None],
+         'bias': ['none', None],
+         # the other initializations of peft also change the base weights
+         'init_lora_weights': [None, True, False, 'gaussian', 'orthogonal', 'eva'],
+         'base_model_name_or_path': [str], 'r': [SIZE], 'lora_alpha': [(-1e9, 1e9)],
+         'use_rslora': [bool, None], 'alpha_pattern': [dict, None], 'rank_pattern': [dict, None],
+         'revision': [str, None]}
+REQUIRED = 'peft_type', 'base_model_name_or_path', 'r', 'lora_alpha'
+# The keys that do not change the merged weights, because the file of weights says which layers
+# have matrices. Any other key must be empty or false.
+UNUSED = {'auto_mapping', 'exclude_modules', 'inference_mode', 'layers_pattern',
+          'layers_to_transform', 'lora_dropout', 'peft_version', 'target_modules', 'megatron_core',
+          'qalora_group_size', 'eva_config', 'ensure_weight_tying'}
 LAYERS = r'(.*\.)?({})$'     # as peft searches for a pattern in the name of a layer
 _linked = []    # the temporary folders of this process; removed at its end
 
@@ -61,16 +62,11 @@ def read_settings(folder: Path) -> dict:
     """Return the adapter_config.json of `folder`; raise CheckpointError for what is not read."""
     path = folder / CONFIG
     settings = read_json_object(path)
-    wanted = {'peft_type': ('LORA',), 'task_type': ('CAUSAL_LM', 'SEQ_2_SEQ_LM', None),
-              'bias': ('none', None), 'init_lora_weights': INITIALIZATIONS}
     for key, value in settings.items():
-        if value not in wanted.get(key, (value,)):
-            raise CheckpointError(f'{path}: {key} = {value!r} is not supported; it must be '
-                                  f'{" or ".join(map(repr, wanted[key]))}')
-        if key not in KEYS and value not in (None, False, 0, '', [], {}):
+        if key not in RULES.keys() | UNUSED and value not in (None, False, 0, '', [], {}):
             raise CheckpointError(f'{path}: {key} = {value!r} is not supported; merge the adapter '
                                   f'with peft (merge_and_unload) and save the whole model')
-    check_values(settings, RULES, path, required=RULES.keys() - OPTIONAL)
+    check_values(settings, RULES, path, required=REQUIRED)
     for key, rule in (('alpha_pattern', RULES['lora_alpha']), ('rank_pattern', RULES['r'])):
         for pattern, value in (settings.get(key) or {}).items():
             check_values({pattern: value}, {pattern: rule}, path, f'{key}.')
@@ -126,11 +122,9 @@ def read_changes(folder: Path, config: ModelConfig, shapes: dict) -> dict[str, L
         match = re.fullmatch(rf'{re.escape(PREFIX)}(.+)\.lora_([AB])\.weight', key)
         if not match or tensor.ndim != 2:
             raise CheckpointError(f'{file}: tensor {key} is no LoRA matrix of a linear layer')
-        if tensor.dtype not in FLOAT_TYPES:
-            raise CheckpointError(f'{file}: tensor {key} is {tensor.dtype}; quantized adapters are '
-                                  f'not supported')
-        if not tensor.isfinite().all():
-            raise CheckpointError(f'{file}: tensor {key} holds NaN or infinity')
+        if tensor.dtype not in FLOAT_TYPES or not tensor.isfinite().all():
+            raise CheckpointError(f'{file}: tensor {key}, of {tensor.dtype}, is quantized or holds '
+                                  f'NaN or infinity, which is not supported')
         matrices.setdefault(match[1], {})[match[2]] = tensor
     for name, pair in matrices.items():
         layer = text_key(name, config)

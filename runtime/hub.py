@@ -12,14 +12,12 @@ def download(name: str, patterns, revision: str | None = None, repo_type: str = 
     repo_type: 'model' or 'dataset'; ignore: patterns of files to leave out. Raises CheckpointError.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError
     try:
         return Path(snapshot_download(name, repo_type=repo_type, revision=revision,
                                       allow_patterns=list(patterns), ignore_patterns=list(ignore)))
     except Exception as error:  # the hub and its HTTP client raise many kinds
         reason = str(error).strip().split('\n')[0]
-        advice = ('accept its license there, then set HF_TOKEN or run `hf auth login`'
-                  if isinstance(error, GatedRepoError) else 'check the name and the network')
         raise CheckpointError(f'there is no file or folder {name}, and downloading the {repo_type} '
                               f'{name} from the hub failed ({type(error).__name__}: {reason}); '
-                              f'{advice}') from error
+                              f'check the name and the network; if it is gated, accept its '
+                              f'license there and set HF_TOKEN or run `hf auth login`') from error

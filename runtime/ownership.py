@@ -23,7 +23,6 @@ import os
 import re
 import secrets
 import shutil
-import stat
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -32,7 +31,7 @@ from runtime.errors import ConfigError, DataError
 LIST, LOCK, ASIDE = 'written.json', '.lock', '.replaced-'
 TEMPORARY = re.compile(r'(.+)\.[0-9a-f]{8}\.nanocal-tmp')
 _locks = []     # the lock files that this process holds open
-_inputs = set()     # the paths of the files that this command reads: see `note_inputs`
+_inputs = set()     # the real paths of the files that this command reads: see `note_inputs`
 
 
 @contextlib.contextmanager
@@ -42,24 +41,16 @@ def lock(folder):
     The lock ends with the process at the latest. Raises ConfigError if another process holds it, or
     if the folder is removed or moved inside the block.
     """
-    # do not follow a link or wait for the reader of a FIFO
-    path, flags = Path(folder) / LOCK, os.O_NOFOLLOW | os.O_NONBLOCK
+    path = Path(folder) / LOCK
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, 'ab', opener=lambda name, mode: os.open(name, mode | flags, 0o666))
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError
+        file = open(path, 'ab')
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ConfigError(f'{folder}: another process is writing there; choose another folder '
                           f'or wait until it has ended') from None
     except (OSError, ValueError) as error:      # ValueError: a NUL in the name
-        reason = getattr(error, 'strerror', error)
-        if Path(folder).is_file():
-            reason = 'it is a file, not a folder'
-        elif os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
-            reason = f'{LOCK} is not a regular file'
-        raise ConfigError(f'{folder} cannot be written ({reason}); choose another folder'
+        raise ConfigError(f'{folder} cannot be written ({error}); choose another folder'
                           ) from error
     with file:
         _locks.append(file)
@@ -103,8 +94,6 @@ def written_files(folder):
         for name in names:
             if Path(name).is_absolute() or '..' in Path(name).parts or '\0' in name:
                 raise ValueError(f'{name!r} is not a file below this folder')
-        if not isinstance(content['files'], list):
-            raise TypeError('files is not a list')
         return names
 
 
@@ -216,14 +205,7 @@ def forget_inputs():
 
 def note_inputs(*paths):
     """Note files that this command reads, so that `set_aside` refuses to move them."""
-    for path in paths:
-        _inputs.update((os.path.realpath(path), _without_folder_links(path)))
-
-
-def _without_folder_links(path):
-    """Return the path of a file with links to folders resolved; the file may be a link itself."""
-    folder, name = os.path.split(os.path.abspath(path))
-    return os.path.join(os.path.realpath(folder), name)
+    _inputs.update(map(os.path.realpath, paths))
 
 
 def set_aside(folder, kind, patterns, progress):
@@ -241,13 +223,10 @@ def set_aside(folder, kind, patterns, progress):
     _refuse_links(folder, names)
     names = sorted(filter(lambda name: os.path.lexists(folder / name), names), key=_is_not_a_seal)
     for name in names:
-        if _without_folder_links(folder / name) in _inputs:
+        if os.path.realpath(folder / name) in _inputs:
             raise ConfigError(f'{folder / name} is read by this command, and --overwrite would '
                               f'remove it; choose another folder for what is written, or read a '
                               f'copy from elsewhere')
-        if (folder / name).is_dir() and not (folder / name).is_symlink():
-            raise ConfigError(f'{folder / name} is a folder, not the file that this program wrote '
-                              f'there; move it away')
     if not names:
         return discard(folder, *patterns)       # the list may name files that are gone
     prefix = f'{ASIDE}{kind}-'

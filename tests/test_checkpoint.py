@@ -81,7 +81,7 @@ def test_config_of_transformers_4_and_5():
     assert config_json.config_from_hf(checkpoint.config_to_hf(a)) == a
 
 
-# config.json of huggyllama/llama-7b, and what meta-llama/Llama-2-7b-hf and -70b-hf have instead
+# config.json of huggyllama/llama-7b, and what meta-llama/Llama-2-7b-hf has instead
 LLAMA_1 = {
     'architectures': ['LlamaForCausalLM'], 'bos_token_id': 1, 'eos_token_id': 2,
     'hidden_act': 'silu', 'hidden_size': 4096, 'initializer_range': 0.02,
@@ -94,8 +94,7 @@ LLAMA_2 = LLAMA_1 | {'max_position_embeddings': 4096, 'num_key_value_heads': 32,
 
 
 @pytest.mark.parametrize('raw, heads', [
-    (LLAMA_1, 32), (LLAMA_1 | {'pad_token_id': -1}, 32), (LLAMA_2, 32),
-    (LLAMA_2 | {'num_attention_heads': 64, 'num_key_value_heads': 8}, 8)])
+    (LLAMA_1 | {'pad_token_id': -1}, 32), (LLAMA_2 | {'num_key_value_heads': 8}, 8)])
 def test_configs_of_llama_1_and_2_are_read(raw, heads):
     config = config_json.config_from_hf(raw)
     assert (config.num_key_value_heads, config.norm_eps) == (heads, raw['rms_norm_eps'])
@@ -227,18 +226,12 @@ ROPE = {k: v for k, v in LLAMA3_ROPE.items() if k != 'rope_theta'}
 
 ROPES = [
     (True, {'rope_theta': 500.0}),
-    (True, {'rope_parameters': {'rope_type': 'default', 'rope_theta': 500.0}}),
     (True, {'rope_parameters': {'rope_type': 'default', 'rope_theta': 500.0}, 'rope_theta': 500.0}),
     (True, {'rope_scaling': ROPE, 'rope_theta': 500.0}),
     (False, {'rope_scaling': ROPE, 'rope_parameters': ROPE}),
-    (True, {'rope_scaling': {'type': 'llama3'} | ROPE}),
     (True, {'rope_scaling': {}, 'rope_parameters': LLAMA3_ROPE}),
     (True, {'rope_scaling': ROPE, 'original_max_position_embeddings': 32}),
     (False, {'rope_scaling': ROPE, 'original_max_position_embeddings': 16}),
-    (False, {'rope_scaling': ROPE, 'rope_parameters': {'rope_type': 'default'}}),
-    (False, {'rope_scaling': ROPE, 'rope_parameters': ROPE | {'rope_theta': 500.0}}),
-    (False, {'rope_scaling': ROPE, 'rope_parameters': ROPE | {'factor': 4.0}}),
-    (False, {'rope_scaling': {'rope_type': 'yarn', 'factor': 4.0}, 'rope_parameters': ROPE}),
     (False, {'rope_parameters': {'rope_type': 'default', 'rope_theta': 500.0}, 'rope_theta': 1e4}),
     (False, {'rope_scaling': ROPE | {'type': 'default'}}),
     *((True, {block: {key: value, 'factor': 8.0}}) for block in ('rope_scaling', 'rope_parameters')
@@ -252,15 +245,12 @@ ROPES = [
     (True, {'rope_scaling': {'type': 'linear', 'factor': 2.0, LENGTH: 16, 'finetuned': False}}),
     (False, {'rope_scaling': {'factor': 8.0, 'rope_typ': 'linear'}}),
     (False, {'rope_scaling': {'rope_type': 'yarn', 'factor': 4.0, 'attention_factor': 0}}),
-    (False, {'rope_scaling': {'rope_type': 'yarn', 'factor': 4.0, 'mscale': -1.0}}),
     (False, {'rope_scaling': ROPE | {'low_freq_factor': 4.0}}),
-    (False, {'rope_scaling': ROPE | {'low_freq_factor': 5.0}}),
     (False, {'rope_scaling': ROPE | {'partial_rotary_factor': 0.5}}),
-    (False, {'rope_parameters': {'full_attention': LLAMA3_ROPE}}),
     (False, {'rope_parameters': {'sliding_attention': {'rope_theta': 1e4},
                                  'full_attention': {'rope_theta': 500.0}}}),
     *((False, {'rope_scaling': ROPE | {key: value}}) for key in (*ROPE, 'rope_theta')
-      for value in (None, 'yes', -1, 0, [], {}, True, float('nan'))),
+      for value in (None, 'yes', -1, float('nan'))),
 ]
 
 
@@ -283,20 +273,17 @@ def test_a_hidden_size_beside_head_dim_is_computed_or_refused_as_in_transformers
 
 
 NEOX_ROPES = [
-    (True, {}),
     (True, {'rotary_emb_base': 500, 'rotary_pct': 0.5, 'rope_scaling': None}),
-    (True, {'rotary_pct': 1.0}),
     (True, {'rotary_pct': 0.3}),
     (True, {'rotary_pct': 0.5, 'rope_scaling': ROPE}),
     (True, {'rope_theta': 500.0, 'partial_rotary_factor': 0.5}),
     (True, {'rotary_pct': 0.5, 'rotary_emb_base': 500.0,
             'rope_parameters': {'rope_type': 'default'}}),
     (True, {'rope_parameters': {'rope_type': 'default', 'partial_rotary_factor': 0.5}}),
-    (True, {'rope_parameters': {'rope_type': 'default', 'rope_theta': 500}}),
     (False, {'rotary_pct': 0.5, 'rope_parameters': {'partial_rotary_factor': 0.25}}),
     (False, {'rotary_emb_base': 500.0, 'rope_parameters': LLAMA3_ROPE}),
-    *((False, {'rotary_pct': value}) for value in (None, 0.2, 0.01, 0.0, 1.5, True, 'yes')),
-    *((False, {'rotary_emb_base': value}) for value in (None, 0, 'yes', True)),
+    *((False, {'rotary_pct': value}) for value in (None, 0.2, 0.01, 1.5)),
+    *((False, {'rotary_emb_base': value}) for value in (None, 0)),
     (False, {'head_dim': 16}),
 ]
 
@@ -348,10 +335,8 @@ def test_mistral_with_layer_types_is_ministral(tmp_path):
 @pytest.mark.parametrize('name, values, message', [
     ('llama', {'num_hidden_layers': ...}, 'num_hidden_layers is missing'),
     ('llama', {'model_type': 'gpt2'}, "model_type = 'gpt2' is not supported"),
-    ('llama', {'model_type': []}, r'model_type = \[\] is not supported'),
     ('llama', {'hidden_size': None}, 'hidden_size = None is not supported; it must be an integer '
                                      'from 1 to'),
-    ('llama', {'hidden_act': 'gelu'}, "hidden_act = 'gelu' is not supported; it must"),
     ('llama', {'rope_parameters': {'rope_type': 'llama3'}},
      'rope_parameters.factor is missing; it must be a number from 1.0 to'),
     ('llama', {'num_key_value_heads': 3},
@@ -360,14 +345,11 @@ def test_mistral_with_layer_types_is_ministral(tmp_path):
      'hidden_size = 48 is not a multiple of num_attention_heads = 5'),
     ('llama', {'head_dim': 13}, 'head_dim = 13 is 13; it must be even and above 0'),
     ('llama', {'nanocal': {'softcap': 0}}, 'nanocal.softcap = 0 is not supported'),
-    ('llama', {'nanocal': {'temperature': None}}, 'nanocal.temperature = None is not supported'),
     ('llama', {'nanocal': {'cap': 30.0}},
      'nanocal.cap is not supported; the keys are softcap, temperature'),
-    ('llama', {'nanocal': 'yes'}, "nanocal = 'yes' is not supported"),
     ('gemma2', {'nanocal': {'softcap': 30.0}}, 'gemma2 has final_logit_softcapping'),
     ('gemma2', {'layer_types': ['full_attention', 'chunked_attention'] * 2}, 'layer_types = '),
     ('gemma2', {'layer_types': ['full_attention']}, 'layer_types has 1 items for num_hidden'),
-    ('gemma2', {'sliding_window': None}, 'sliding_window = None is not supported; it must'),
     ('mistral', {'layer_types': ['sliding_attention'] * 3}, 'sliding_window = None beside layer'),
     ('gemma3', {'rope_parameters': None, 'rope_scaling': {'type': 'linear', 'factor': 8.0}},
      'rope_scaling.type means nothing to transformers in a gemma3_text; name it rope_type')])
@@ -398,8 +380,6 @@ def test_changes_to_the_config_apply_to_what_the_file_means(tmp_path):
 
 @pytest.mark.parametrize('changes, message', [
     ({'hiden_size': 64}, "llama has no key 'hiden_size' in its config.json; did you mean 'hid"),
-    ({'sliding_window': 64}, "llama has no key 'sliding_window'"),
-    ({'final_logit_softcapping': 30.0}, "llama has no key 'final_logit_softcapping'"),
     ({'hidden_size': '64'}, "hidden_size = '64' is not supported"),
     ({'rope_theta': 1.0, 'rope_parameters': {'rope_theta': 2.0}}, 'disagree'),
     ({'model_type': 'gpt2'}, "model_type = 'gpt2' is not supported")])
@@ -408,7 +388,7 @@ def test_changes_that_are_refused(folder, changes, message):
         checkpoint.read_config(folder, changes)
 
 
-@pytest.mark.parametrize('name', ['llama', 'gemma2', 'gemma3', 'granite'])
+@pytest.mark.parametrize('name', ['llama', 'gemma2'])
 def test_softcap_and_temperature_of_our_own(name, tmp_path, capsys):
     """logits = cap * tanh(h W' / (T cap)) after a round trip through config.json."""
     reference_model(name, tmp_path / 'plain')
@@ -421,7 +401,7 @@ def test_softcap_and_temperature_of_our_own(name, tmp_path, capsys):
     checkpoint.save(plain, tmp_path / 'ours', torch.float32)
     assert 'transformers and vLLM will not' in capsys.readouterr().out
     written = json.loads((tmp_path / 'ours' / 'config.json').read_text())
-    softcap = {} if name in ('gemma2', 'gemma3') else {'softcap': 3.0}
+    softcap = {} if name == 'gemma2' else {'softcap': 3.0}
     assert written['nanocal'] == {'temperature': 1.5} | softcap
     assert written.get('final_logit_softcapping') == (None if softcap else 3.0)
     model = checkpoint.load(tmp_path / 'ours')
@@ -466,7 +446,7 @@ def test_written_tensors_are_read_by_safetensors_bitwise(tmp_path):
         assert again[key].dtype == tensor.dtype and torch.equal(again[key], tensor)
 
 
-@pytest.mark.parametrize('git', [None, r"printf '\377\376'", 'exit 1', 'kill -9 $$'])
+@pytest.mark.parametrize('git', [None, r"printf '\377\376'", 'exit 1'])
 def test_versions_are_known_whatever_git_does(git, monkeypatch, tmp_path):
     if git:
         (tmp_path / 'git').write_text(f'#!/bin/sh\n{git}\n')
@@ -494,10 +474,8 @@ def test_the_first_nonfinite_tensor_is_named(folder):
     assert checkpoint.nonfinite_tensor(folder) is None
     for dtype, cause in (('float32', 'overflow even in float32'), ('bfloat16', 'in bfloat16')):
         assert cause in checkpoint.bad_logits('step 1', folder, dtype)
-    for value in (float('nan'), float('inf')):
-        rewrite(folder, lambda t, value=value: t[KEY][3].fill_(value))
-        assert checkpoint.nonfinite_tensor(folder) == KEY
-        assert f'{KEY} in {folder} holds NaN' in checkpoint.bad_logits('', folder, 'float32')
+    rewrite(folder, lambda t: t[KEY][3].fill_(float('inf')))
+    assert f'{KEY} in {folder} holds NaN' in checkpoint.bad_logits('', folder, 'float32')
 
 
 def test_fingerprint_depends_on_config_and_every_tensor(folder, tmp_path, monkeypatch):
@@ -542,12 +520,12 @@ def test_every_byte_of_the_weights_decides_whether_a_model_is_the_same(tmp_path)
 def test_home_folder_in_a_model_path(folder, monkeypatch):
     monkeypatch.setenv('HOME', str(folder.parent))
     assert checkpoint.fetch('~/model') == folder
-    with pytest.raises(CheckpointError, match='no model folder at .~/nothing'):
-        checkpoint.fetch('~/nothing')
-    with pytest.raises(CheckpointError, match='config.json is a file; a model is the'):
-        checkpoint.fetch('~/model/config.json')
-    with pytest.raises(CheckpointError, match="revision = 'step9' is that of a hub"):
-        checkpoint.fetch('~/model', 'step9')
+    for *name, message in (('~/nothing', 'no model folder at .~/nothing'),
+                           ('~/model/config.json', 'config.json is a file; a model is the'),
+                           ('~/model', 'step9', "revision = 'step9' is that of a hub"),
+                           ('google/gemma-2-2b', 'downloading the model google/gemma-2-2b')):
+        with pytest.raises(CheckpointError, match=message):
+            checkpoint.fetch(*name)
 
 
 def test_old_buffers_of_neox_are_ignored(tmp_path):
@@ -567,13 +545,6 @@ def test_old_buffers_of_neox_are_ignored(tmp_path):
         with pytest.raises(CheckpointError, match=f'tensor {key} is unknown'):
             checkpoint.load(tmp_path)
         rewrite(tmp_path, lambda t, key=key: t.pop(key))
-
-
-def test_an_unreachable_model_is_named():
-    for name, message in (('/nowhere', 'no model folder at ./nowhere'),
-                          ('google/gemma-2-2b', 'downloading the model google/gemma-2-2b')):
-        with pytest.raises(CheckpointError, match=message):
-            checkpoint.fetch(name)
 
 
 def test_a_model_in_the_hub_cache_is_found(folder, tmp_path, monkeypatch):
@@ -642,26 +613,22 @@ def test_adapter_loads_in_peft(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('shards', [1, 2])
-def test_pickled_weights_are_read(tmp_path, shards):
+def test_pickled_weights_are_read(tmp_path):
     reference_model('neox', tmp_path / 'model')
     wanted = load_file(tmp_path / 'model' / 'model.safetensors')
     pickled = tmp_path / 'pickled'
     pickled.mkdir()
     shutil.copy(tmp_path / 'model' / 'config.json', pickled)
-    parts = {f'pytorch_model{f"-{i}" * (shards > 1)}.bin': dict([*wanted.items()][i::shards])
-             for i in range(shards)}
-    for name, tensors in parts.items():
-        torch.save(tensors, pickled / name)
-    if shards > 1:
-        (pickled / 'pytorch_model.bin.index.json').write_text(json.dumps({'weight_map': {
-            key: name for name, tensors in parts.items() for key in tensors}}))
+    shard_of = {key: f'pytorch_model-{i % 2}.bin' for i, key in enumerate(wanted)}
+    for name in {*shard_of.values()}:
+        torch.save({key: x for key, x in wanted.items() if shard_of[key] == name}, pickled / name)
+    (pickled / 'pytorch_model.bin.index.json').write_text(json.dumps({'weight_map': shard_of}))
     loaded = named(checkpoint.load(pickled, dtype=torch.float32))
     assert loaded.keys() == wanted.keys()
     assert all(torch.equal(loaded[key], tensor) for key, tensor in wanted.items())
     assert checkpoint.fingerprint(pickled) == checkpoint.fingerprint(tmp_path / 'model')
     assert checkpoint.nonfinite_tensor(pickled) is None
-    os.truncate(pickled / min(parts), 3000)
+    os.truncate(pickled / 'pytorch_model-0.bin', 3000)
     with pytest.raises(CheckpointError, match='truncated, not a file of weights'):
         checkpoint.load(pickled)
 
@@ -684,16 +651,13 @@ def test_a_pickle_of_other_things_is_refused(content, message, folder):
             read(folder)
 
 
-@pytest.mark.parametrize('suffix', ['safetensors', 'bin'])
-def test_a_shard_without_a_tensor_of_the_index_is_named(suffix, folder):
+def test_a_shard_without_a_tensor_of_the_index_is_named(folder):
     tensors = load_file(folder / 'model.safetensors')
-    stem = 'model' if suffix == 'safetensors' else 'pytorch_model'
     (folder / 'model.safetensors').unlink()
-    left = {key: x for key, x in tensors.items() if key != KEY}
-    (save_file if suffix == 'safetensors' else torch.save)(left, folder / f'{stem}-1.{suffix}')
-    (folder / f'{stem}.{suffix}.index.json').write_text(json.dumps(
-        {'weight_map': dict.fromkeys(tensors, f'{stem}-1.{suffix}')}))
-    with pytest.raises(CheckpointError, match=rf'-1.{suffix}.*{re.escape(KEY)}'):
+    save_file({key: x for key, x in tensors.items() if key != KEY}, folder / '1.safetensors')
+    (folder / 'model.safetensors.index.json').write_text(json.dumps(
+        {'weight_map': dict.fromkeys(tensors, '1.safetensors')}))
+    with pytest.raises(CheckpointError, match=f'{folder}: tensor {re.escape(KEY)} is missing'):
         checkpoint.load(folder)
 
 

@@ -235,24 +235,6 @@ def compare_csv_of(folders, out, *arguments):
     return csv_rows(out / 'compare.csv')
 
 
-@pytest.mark.slow
-def test_an_ensemble_needs_distributions(tmp_path, capsys):
-    """The tokens of clm have the top probability of each run alone; other questions have no mean.
-    """
-    for name, answer in (('a', 0), ('b', 1)):
-        folder = write_run(tmp_path / name, sharpness=1.0 + answer)
-        rows = samples.read_samples(folder / 'samples.jsonl')
-        add_task(folder, 'other', [row | {'answer': answer} for row in rows])
-        add_task(folder, 'clm', TOKENS)
-    found = compare_csv_of([tmp_path / 'a', tmp_path / 'b'], tmp_path / 'out', '--ensemble',
-                           '--n_bootstrap=10')
-    assert [line['dataset'] for line in found if line['run'] == 'ensemble of 2'] == ['mmlu']
-    assert len(found) == 7
-    printed = capsys.readouterr().out
-    assert '\nclm has no ensemble: its samples hold the probability of one token' in printed
-    assert '\nother has no ensemble: no question with the same answer and options' in printed
-
-
 TOKENS = [{'id': str(i), 'prompt': 'p', 'confidence': 0.5, 'correct': i % 2 == 0,
            'log_prob': -0.7, 'entropy': 1.0, 'token': i} for i in range(9)]
 
@@ -371,11 +353,12 @@ def test_tasks_that_a_run_lacks_are_left_out(tmp_path, capsys):
     add_task(a, 'arc', samples.read_samples(c / 'samples.jsonl'))
     for folder in (a, b):
         add_task(folder, 'clm', TOKENS)
-    rows = compare_csv_of([a, b], tmp_path / 'out', '--n_bootstrap=10')
+    rows = compare_csv_of([a, b], tmp_path / 'out', '--n_bootstrap=10', '--ensemble')
     said = capsys.readouterr().out
     assert 'arc is left out: not every run has it' in said and '\nclm (top token)\n' in said
-    # the first task of the CSV has fewer metrics than the second
-    assert [row['brier'] != '' for row in rows] == [False, False, True, True]
+    # the first task of the CSV has fewer metrics than the second, and no distributions to average
+    assert [row['brier'] != '' for row in rows] == [False, False, True, True, True]
+    assert '\nclm has no ensemble: its samples hold the probability of one token' in said
     with pytest.raises(DataError, match='no task in common: b: .*; c: arc'):
         run_compare(b, c, f'--out_dir={tmp_path / "out"}')
 

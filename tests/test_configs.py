@@ -352,16 +352,6 @@ def test_an_ascii_terminal_shows_other_characters_as_escapes(tmp_path):
     assert (done.returncode, done.stdout) == (0, b'\\u6c49\\u5b57\n')
 
 
-@pytest.mark.parametrize('program, closed', [('train.py', '>&-'), *(
-    pytest.param(f'{name}.py', closed, marks=pytest.mark.slow)
-    for name, closed in (('evaluate', '<&-'), ('sample', '2>&-'), ('demo', '>&-')))])
-def test_programs_end_with_any_descriptor_missing(program, closed):
-    done = subprocess.run(['bash', '-c', f'{sys.executable} {program} --none=1 {closed}'], cwd=HERE,
-                          capture_output=True, timeout=120)
-    assert done.returncode == 1 and b'Traceback' not in done.stderr
-    assert done.stderr.startswith(b'error: ') or closed == '2>&-'
-
-
 @pytest.mark.slow
 def test_slow_libraries_are_not_imported_before_they_are_needed():
     """The compiler, FSDP and the libraries for pictures and files are for those who use them."""

@@ -125,6 +125,7 @@ def test_the_program_says_how_it_is_called_and_which_file_is_missing(tmp_path):
 @pytest.mark.parametrize('lines, message', [
     ('{"probs": [0.7, 0.3], "answer": 0}\n{"probs": [1]}', '2: answer must be the index'),
     ('\n{"confidence": 0.6, "correct": "false"}', "2: correct must be true or false, not 'false'"),
+    ('{"confidence": 0.6, "correct": 2}', '1: correct must be true or false, not 2'),
     ('{"confidence": true, "correct": true}', '1: confidence must be numbers'),
     ('{"confidence": 1.6, "correct": true}', '1: confidence is 1.6, not from 0 to 1'),
     ('{"confidence": 0.6, "correct": true}\n{"probs": [0.5, 0.5], "answer": 0}',
@@ -136,6 +137,7 @@ def test_the_program_says_how_it_is_called_and_which_file_is_missing(tmp_path):
      '3: probabilities sum to 1.4'),
     ('{"probs": [0.5, 0.5], "answer": 1}\n{"probs": [1.0], "answer": 1}',
      '2: label 1 is not one of the options 0 to 0'),
+    ('{"probs": [0.5, 0.5], "answer": true}', '1: answer must be the index'),
     ('{"probs": ["0.5", "0.5"], "answer": 1}', '1: probs must be numbers'),
     ('{"log_probs": [-1, NaN], "answer": 0}', '1: the largest score is nan'),
     ('{"log_probs": [-1, -Infinity], "answer": 1}', '1: label 1 has the score -inf'),
@@ -280,7 +282,7 @@ def test_the_array_of_an_old_lm_eval_gives_the_same_report(tmp_path):
         assert new and run_metrics(old).stdout.splitlines() == new
     assert harness_task(old) == ('trivia', 'trivia_animals', 'results.json')
     alone = tmp_path / 'mine.json'
-    alone.write_bytes(b'\xef\xbb\xbf' + old.read_bytes() + b'\n' + old.read_bytes())    # twice
+    alone.write_bytes(b'\xef\xbb\xbf' + old.read_bytes())
     assert run_metrics(alone).stdout.splitlines()[1:] == new[1:]
     alone.write_text(old.read_text()[:-9])
     assert f'{alone}: broken JSON: ' in run_metrics(alone).stderr

@@ -24,27 +24,11 @@ def log_values(temperatures):
     return np.log([temperatures[i] for i in range(len(temperatures))])
 
 
-def test_shrunk_temperatures_are_nearer_to_the_true_ones_than_their_own_or_a_single_one():
-    true = np.log(2) + 0.2 * np.random.default_rng(1).normal(size=40)
-    scores, labels, groups = scores_of_groups(true, 60)
-    own, shrunk = temperatures.fit_temperatures(scores, labels, groups)
-    assert own[3] == scaling.fit_temperature(scores[groups == 3], labels[groups == 3])
-    single = np.log(scaling.fit_temperature(scores, labels))
-    errors = [np.sqrt(((x - true) ** 2).mean()) for x in (log_values(own), log_values(shrunk),
-                                                          single)]
-    assert errors[1] < 0.85 * min(errors[0], errors[2])
-    # many rows per group: its own
-    own, shrunk = temperatures.fit_temperatures(*scores_of_groups(true[:8], 4000))
-    assert np.abs(log_values(own) - log_values(shrunk)).max() < 0.01
-    # equal groups: nearer to each other
-    own, shrunk = map(log_values, temperatures.fit_temperatures(*scores_of_groups(0 * true, 60)))
-    assert shrunk.std() < 0.6 * own.std()
-
-
 def test_shrinkage_follows_the_random_effects_model():
     """DerSimonian & Laird 1986, with loops and with derivatives by differences."""
     scores, labels, groups = scores_of_groups(np.log([1.0, 1.5, 2.5]), 150)
     own, shrunk = map(log_values, temperatures.fit_temperatures(scores, labels, groups))
+    assert own[1] == np.log(scaling.fit_temperature(scores[groups == 1], labels[groups == 1]))
     variances = []
     for g, t in enumerate(own):
         rows = groups == g
