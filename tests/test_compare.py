@@ -1,6 +1,7 @@
 """results/compare.py and over_seeds.py: differences over questions and over seeds"""
 
 import csv
+import itertools
 import json
 import os
 import signal
@@ -398,16 +399,6 @@ def test_a_closed_pipe_loses_no_file(tmp_path):
     assert {'compare.md', 'compare.csv'} <= {p.name for p in tmp_path.iterdir()}
 
 
-def write_grid(folder, seeds=(0, 1, 2)):
-    for seed in seeds:
-        for lr in (1e-4, 1e-3):
-            for smoothing in (0.0, 0.1):
-                write_run(folder / f'seed-{seed}' / f'tuned-{lr}-{smoothing}', seed=seed,
-                          sharpness=1 + 500 * lr + smoothing,
-                          settings={'lr': lr, 'batch_size': 32, 'smoothing': smoothing})
-    return folder
-
-
 def test_runs_with_another_loss_have_a_column_of_it(tmp_path):
     losses = ['cross_entropy()', 'focal(2) + z_loss(1e-4)']
     runs = [write_run(tmp_path / name, settings={'smoothing': 0.1, 'loss': loss})
@@ -420,7 +411,11 @@ def test_runs_with_another_loss_have_a_column_of_it(tmp_path):
 @pytest.mark.slow
 def test_a_grid_has_a_line_for_each_combination_of_settings(tmp_path, capsys, rendered):
     """Two settings differ: the first is x, the second `by`, and nothing has to be chosen."""
-    grid = write_grid(tmp_path / 'grid')
+    grid = tmp_path / 'grid'
+    for seed, lr, smoothing in itertools.product(range(3), (1e-4, 1e-3), (0.0, 0.1)):
+        write_run(grid / f'seed-{seed}' / f'tuned-{lr}-{smoothing}', seed=seed,
+                  sharpness=1 + 500 * lr + smoothing,
+                  settings={'lr': lr, 'batch_size': 32, 'smoothing': smoothing})
     run_compare(grid, '--metrics=ece', f'--out_dir={tmp_path / "out"}')
     said = capsys.readouterr().out
     assert '3 seeds, by smoothing, lr\n' in said

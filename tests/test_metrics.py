@@ -702,6 +702,7 @@ def test_a_report_shows_the_accuracy_of_the_surer_half_and_the_coverage_at_90_pe
     result = metrics.report(confidence, [1, 1, 0, 1, 0])
     assert result['accuracy_at_coverage'] == exactly(2 / 3)     # of ceil(5 / 2) rows
     assert result['coverage_at_accuracy'] == 0.2
+    assert metrics.coverage_at_accuracy(confidence, [1, 1, 0, 1, 0], 0.6) == 1     # just reached
     assert metrics.coverage_at_accuracy(confidence, [0, 0, 0, 0, 1]) == 0
     # of the two rows that tie, each may be the second
     assert metrics.accuracy_at_coverage(confidence, [1, 1, 0, 1, 0], 0.4) == exactly(0.75)
