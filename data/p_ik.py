@@ -40,9 +40,7 @@ def latest_answers(rows):
         if isinstance(row, DataError):
             latest[place] = place, row
         elif has_fields(row, 'task', 'language', 'id', 'greedy', 'answers'):
-            key = row['task'], row['language'], row['id']
-            # `drawn_questions` says what is wrong with others
-            latest[key if all(isinstance(name, str) for name in key) else place] = place, row
+            latest[repr((row['task'], row['language'], row['id']))] = place, row
     return latest.values()
 
 

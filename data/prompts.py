@@ -86,16 +86,13 @@ def check_prompt_format(prompt_format, scoring, header, task, benchmark):
         raise DataError(f'prompt_format {prompt_format!r} is unknown; the formats are '
                         f'{", ".join(PROMPT_FORMATS)}')
     name = task or 'a file of questions'
-    if prompt_format == 'harness' and benchmark.harness is None:
-        raise DataError(f'lm-evaluation-harness generates the answers to {name} and scores no '
-                        f'options; use --prompt_format=mmlu')
-    if prompt_format == 'own' and benchmark.prompt is None:
-        raise DataError(f'{name} has no prompt of its own in data/benchmarks.py; use '
-                        f'--prompt_format=mmlu')
-    if prompt_format in ('harness', 'own') and scoring != 'auto':
-        theirs = 'lm-evaluation-harness does' if prompt_format == 'harness' else 'its prompt says'
-        raise DataError(f'--prompt_format={prompt_format} scores {name} as {theirs}; leave out '
-                        f'--scoring')
+    prompts = {'harness': benchmark.harness, 'own': benchmark.prompt}
+    if prompts.get(prompt_format, mmlu) is None:
+        raise DataError(f'{name} has no prompt in data/benchmarks.py for --prompt_format='
+                        f'{prompt_format}; use --prompt_format=mmlu')
+    if prompt_format in prompts and scoring != 'auto':
+        raise DataError(f'--prompt_format={prompt_format} says how the options of {name} are '
+                        f'scored; leave out --scoring')
     if header == 'native' and (prompt_format != 'mmlu' or benchmark.native is None):
         raise DataError(f'--header=native: {name} has no header of its own in the format '
                         f'{prompt_format}; with --prompt_format=mmlu, mmlu_prox, mmlu_prox_lite '
@@ -141,6 +138,12 @@ def _wording(kind, language):
 # The formats of lm-evaluation-harness, which does not strip white space from the choices
 # ------------------------------------------------------------------------------------------------
 
+def continuing(text, choices):
+    """Return the Prompt whose choices follow `text`; white space at its end is scored."""
+    context = text.rstrip()
+    return Prompt(context, [text[len(context):] + choice for choice in choices])
+
+
 def harness_mmlu(item):
     return lettered(item.question.strip(), item.choices, header=f'{english_words(item)[0]}\n\n')
 
@@ -149,9 +152,7 @@ def harness_generic(item):
     """MMLU's, except for rows of inverse-scaling, whose choices follow their prompt unchanged."""
     if not has_fields(item.row, 'prompt', 'classes'):
         return harness_mmlu(item)
-    prompt = item.question.rstrip()
-    space = item.question[len(prompt):]
-    return Prompt(prompt, [f'{space}{choice}' for choice in item.choices])
+    return continuing(item.question, item.choices)
 
 
 def harness_letters(item):
@@ -177,10 +178,8 @@ def harness_boolq(item):
 
 
 def harness_openbookqa(item):
-    """The choices continue the question; white space at the end of the question is scored."""
-    question = item.question.rstrip()
-    space = item.question[len(question):]
-    return Prompt(question, [f'{space} {choice}' for choice in item.choices])
+    """The choices continue the question."""
+    return continuing(f'{item.question} ', item.choices)
 
 
 def harness_truthfulqa(item):

@@ -124,10 +124,10 @@ def load_task(name, *, prompt_format='mmlu', scoring='auto', header='english', l
         raise DataError(f'{shots} shots wanted, but {source} is one file: give a folder that also '
                         f'holds {" or ".join(benchmark.shots)}, or --shots=0')
     questions, solved, bad = [], {}, []
-    make_prompt = functools.partial(PROMPT_FORMATS[prompt_format], benchmark=benchmark,
-                                    scoring=scoring, native=header == 'native')
-    if header == 'none':
-        make_prompt = functools.partial(without_header, make_prompt)
+
+    def make_prompt(item):
+        prompt = PROMPT_FORMATS[prompt_format](item, benchmark, scoring, header == 'native')
+        return prompt._replace(header='') if header == 'none' else prompt
 
     def read(job):
         part, files, language = job
@@ -195,10 +195,10 @@ def require_task(name, known):
 
 
 def solved_files(name, revision=None):
-    """Return (files of the shots of a task in every language, to_question) for training.
+    """Return (files of the shots of a task in every language, to_questions) for training.
 
     For ARC, HellaSwag, OpenBookQA, WinoGrande, BoolQ and PIQA they are the training split.
-    to_question(row, place) returns the Question in the format `mmlu`, by letters.
+    to_questions(row, place) returns [the Question in the format `mmlu`, by letters].
     """
     task, benchmark, source = _find(name)
     if not benchmark.shots:
@@ -207,7 +207,7 @@ def solved_files(name, revision=None):
              for file in _files_of(benchmark, source, 'shots', language, revision)]
     make_prompt = functools.partial(PROMPT_FORMATS['mmlu'], benchmark=benchmark,
                                     scoring='letters', native=False)
-    return files, lambda row, place: _to_question(benchmark, make_prompt, '', 0, row, place, 0)
+    return files, lambda row, place: [_to_question(benchmark, make_prompt, '', 0, row, place, 0)]
 
 
 def _files_of(benchmark, source, split, language, revision):
@@ -268,10 +268,6 @@ def _require_languages(wanted, known, source):
         hint = f'did you mean {near[0]!r}? It' if near else 'it'
         raise DataError(f'{source} has no language {language!r}; {hint} has '
                         f'{", ".join(sorted(known))}')
-
-
-def without_header(make_prompt, item):
-    return make_prompt(item)._replace(header='')
 
 
 def shifts(n_options, n_orders):

@@ -370,12 +370,10 @@ class TextTask(Task):
     @classmethod
     def load(cls, name, cfg):
         kind = task_label(name)
-        if cfg.chat != 'none':
-            raise ConfigError(f'chat = {cfg.chat}: {kind} scores tokens of texts, not answers; '
-                              f'evaluate it without --chat into another --out_dir')
-        if cfg.languages != ('all',):
-            raise ConfigError(f'languages = {cfg.languages}: {kind} scores all texts of its files; '
-                              f'evaluate it without --languages')
+        for key, default in (('chat', 'none'), ('languages', ('all',))):
+            if getattr(cfg, key) != default:
+                raise ConfigError(f'{key} = {getattr(cfg, key)}: {kind} scores tokens of all its '
+                                  f'texts; evaluate it without --{key} into another --out_dir')
         loaded = load_texts(name, limit=cfg.limit, seed=cfg.seed, revision=cfg.data_revision,
                             on_bad_row=cfg.on_bad_row)
         return cls(kind, task_source(name), loaded.texts, loaded.total, loaded.bad)
@@ -467,15 +465,12 @@ def describe_tasks():
         lines.extend(textwrap.wrap(text, 100, initial_indent=f'    {label:<12}',
                                    subsequent_indent=' ' * 16, break_on_hyphens=False))
 
-    for name, benchmark in (BENCHMARKS | {'a file or folder of your own': GENERIC}).items():
-        lines.append(f'{name}  {benchmark.hub}'.rstrip())
+    tables = BENCHMARKS | {'a file or folder of your own': GENERIC} | WRITTEN_TASKS
+    for name, table in tables.items():
+        lines.append(f'{name}  {table.hub}'.rstrip())
         for split in ('test', 'shots', 'validation'):
-            add(split, ', '.join(getattr(benchmark, split)))
-        add('{lang}', ' '.join(benchmark.languages))
-    for name, free in WRITTEN_TASKS.items():
-        lines.append(f'{name}  {free.hub}'.rstrip())
-        for split in ('test', 'shots'):
-            add(split, ', '.join(getattr(free, split)))
+            add(split, ', '.join(getattr(table, split, ())))
+        add('{lang}', ' '.join(getattr(table, 'languages', ())))
     lines.append('p_ik')
     add('test', 'samples.jsonl of an evaluation of written answers')
     for name, hub in (('clm', WIKITEXT), ('facts', '')):

@@ -69,10 +69,7 @@ def load_answers(name, tokenizer, *, max_length, add_bos, revision=None, **optio
     if name.partition(':')[0] == 'p_ik':
         files, to_questions, chosen = [sample_file(name)], drawn_questions, latest_answers
     else:
-        files, to_question = solved_files(name, revision)
-
-        def to_questions(row, place):
-            return [to_question(row, place)]
+        files, to_questions = solved_files(name, revision)
 
     def with_place(rows):
         return ((place, row if isinstance(row, DataError) else (row, place))

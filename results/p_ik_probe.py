@@ -53,12 +53,8 @@ def components(states):
     x = np.asarray(states, np.float64)
     x = x - x.mean(0)
     x /= np.maximum(x.std(0), 1e-6)
-    if len(x) <= x.shape[1]:
-        values, vectors = np.linalg.eigh(x @ x.T)
-        x = vectors * np.sqrt(np.maximum(values, 0))
-    else:
-        x = x @ np.linalg.eigh(x.T @ x)[1]
-    x = x[:, -N_COMPONENTS:]
+    vectors, values, _ = np.linalg.svd(x, full_matrices=False)
+    x = (vectors * values)[:, :N_COMPONENTS]
     return x / max(np.sqrt((x ** 2).sum(1).mean()), 1e-6)
 
 

@@ -124,7 +124,10 @@ def _scored(path):
         key = sample_key(sample), sample['prompt']
         ids.setdefault(key, set()).add(sample['id'])
         expected[key] = sample.get('of', 1)
-    return {key for key, scored in ids.items() if len(scored) == expected[key]}
+    complete = {key for key, scored in ids.items() if len(scored) == expected[key]}
+    # the samples of a text that is not complete are kept as they are
+    return complete | {((*key[:3], id), prompt) for (key, prompt), scored in ids.items()
+                       for id in scored}
 
 
 class SampleWriter:
@@ -140,7 +143,7 @@ class SampleWriter:
 
     def append(self, key, prompt, sample):
         """Write a sample with its key, unless one of this prompt is there."""
-        if (key, prompt) not in self.done:
+        if not {(key, prompt), ((*key[:3], sample.get('id', key[3])), prompt)} & self.done:
             self.new.append(dict(zip(('task', 'split', 'language', 'id'), key), prompt=prompt)
                             | sample)
             append(self.file, self.new[-1])

@@ -103,19 +103,16 @@ def beside_base(folder: Path, base: Path) -> Path:
     return both
 
 
-def changes(folder: str | Path, config: ModelConfig, shapes: dict) -> dict[str, LowRank]:
-    """Return what an adapter changes in a model folder, {tensor: LowRank}; {} without an adapter.
+def changes(folder: Path, config: ModelConfig, shapes: dict) -> dict[str, LowRank]:
+    """Return what the adapter in `folder` changes, {tensor: LowRank}; {} if that is missing.
 
     shapes: {tensor of the base model: its shape}. As in peft, the scale is alpha / r or, with
     use_rslora, alpha / sqrt(r). Raises CheckpointError that names the tensor.
     """
-    link = Path(folder, LINK)
-    return read_changes(link.resolve(), config, shapes) if link.exists() else {}
-
-
-def read_changes(folder: Path, config: ModelConfig, shapes: dict) -> dict[str, LowRank]:
-    """Return {tensor: LowRank} of the adapter in `folder` itself; as `changes`."""
-    settings, file, matrices, low_rank = read_settings(folder), weights_file(folder), {}, {}
+    if not folder.exists():
+        return {}
+    folder, matrices, low_rank = folder.resolve(), {}, {}       # the link of a model folder
+    settings, file = read_settings(folder), weights_file(folder)
     for key, tensor in read_all(file).items():
         if BUFFERS.fullmatch(key.removeprefix(PREFIX)):
             continue
@@ -222,7 +219,7 @@ def add_adapter(model: CausalLM, folder: str | Path):
         raise CheckpointError(f'{path}: {error}') from error
     layers = {f'{their_key(name, model.config)}.weight': layer
               for name, layer in model.named_modules() if isinstance(layer, LoRALinear)}
-    low_rank = read_changes(path, model.config, shapes)
+    low_rank = changes(path, model.config, shapes)
     if differ := sorted(low_rank.keys() ^ layers.keys()):
         raise CheckpointError(f'{path / CONFIG}: target_modules does not name the layers of '
                               f'{WEIGHTS[0]}: {differ[0]} is in only one of them')

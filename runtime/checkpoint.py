@@ -131,7 +131,7 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
     files = check_weights(folder, config)
     model = build(config)
     ours = {their_key(key, config): key for key, _ in model.named_parameters()}
-    changes = adapter.changes(folder, config, _shapes(model))
+    changes = adapter.changes(Path(folder, adapter.LINK), config, _shapes(model))
     model.to(dtype)
     share(model) if share else adjoin(model, device=device)
     # as model.to_empty, but what `share` has added keeps its values; empty_like of a plain meta
@@ -182,7 +182,7 @@ def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
                                   f'config.json has tie_word_embeddings = true: set that to false '
                                   f'to use both, or remove {head}')
     shapes = _shapes(build(config))
-    adapter.changes(folder, config, shapes)
+    adapter.changes(Path(folder, adapter.LINK), config, shapes)
     stored = {text: key for text, key in stored.items()
               if text in shapes or not BUFFERS.fullmatch(key)}
     for problem, keys in (('is missing', shapes.keys() - stored.keys()),

@@ -91,8 +91,9 @@ def test_logits_are_those_of_the_model_that_peft_merges(tmp_path, case):
         theirs = reference(tokens).logits
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
     assert (without - theirs).abs().max() > 0.05
-    assert case != 'patterns' or len({c.A.shape[0] for c in adapter.changes(
-        folder, model.config, {key: [*p.shape] for key, p in named(model).items()}).values()}) == 2
+    shapes = {key: [*p.shape] for key, p in named(model).items()}
+    changes = adapter.changes(folder / '.adapter', model.config, shapes)
+    assert case != 'patterns' or len({change.A.shape[0] for change in changes.values()}) == 2
 
 
 @pytest.mark.slow
@@ -159,7 +160,7 @@ def test_a_model_with_its_weights_is_read_without_the_adapter_beside_them(simple
     for path in (simple / 'peft').iterdir():
         path.rename(simple / 'base' / path.name)
     assert checkpoint.fetch(str(simple / 'base')) == simple / 'base'
-    assert not adapter.changes(simple / 'base', None, {})
+    assert not adapter.changes(simple / 'base' / '.adapter', None, {})
 
 
 @pytest.mark.parametrize('change, message', [

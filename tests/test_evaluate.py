@@ -165,10 +165,7 @@ def test_an_evaluation_with_the_dropout_of_adapters(foxes, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize('changes, message', [
     ({'lora_dropout': 0.0}, 'trained with lora_dropout = 0, so nothing would be dropped'),
-    ({'use_dora': True}, 'adapter_config.json: use_dora = True is not supported; merge the ad'),
-    ({'r': 0}, 'adapter_config.json: r = 0 is not supported'),
     ({'target_modules': ['query']}, "lora_targets = .*'query'.*; wanted some of q_proj"),
-    ({'r': 3}, 'says rank 3 of layer .*, but its matrices in .* have rank 4'),
     ({'target_modules': ['q_proj']}, 'target_modules does not name .*down_proj.weight is in only'),
     ({'base_model_name_or_path': '/none'}, 'there is no file or folder|no model folder at'),
     (None, 'model has no adapter/, which train.py --lora saves')])
@@ -338,16 +335,6 @@ def test_a_corrected_answer_counts_in_the_same_folder(foxes, tmp_path):
     assert results('same') == before
 
 
-def test_samples_of_questions_carry_the_hash_of_the_question(foxes, tmp_path):
-    def digests(name, *arguments):
-        foxes.score(*arguments, out=tmp_path / name)
-        return [s['question'] for s in read_samples(tmp_path / name / 'samples.jsonl')]
-    letters = digests('letters')
-    assert len(set(letters)) == 5
-    assert digests('text', '--scoring=text', '--p_true') == letters * 2     # no matter how asked
-    foxes.task.write_text(foxes.task.read_text().replace('fox', 'hound', 1))
-    assert [a == b for a, b in zip(digests('other'), letters, strict=True)] == [False] + 4 * [True]
-
 
 @pytest.mark.slow
 def test_a_folder_holds_every_task_scored_there(foxes, tmp_path, monkeypatch):
@@ -381,8 +368,7 @@ def test_a_folder_holds_every_task_scored_there(foxes, tmp_path, monkeypatch):
 
 def test_files_that_the_program_did_not_write_are_kept(foxes, tmp_path):
     """What an evaluation did not write is neither replaced nor deleted, also by --overwrite."""
-    for name in ('samples.jsonl', 'results.csv', 'results.tex', 'reliability.png',
-                 'eval_config.json'):
+    for name in ('samples.jsonl', 'reliability.png'):
         out = tmp_path / f'out-{name}'
         out.mkdir()
         (out / name).write_text('mine')
@@ -425,8 +411,7 @@ def test_overwrite_deletes_after_all_is_checked(foxes, tmp_path):
         assert content(foxes.out) == before
 
 
-@pytest.mark.parametrize('error', [KeyboardInterrupt, MemoryError])
-def test_what_a_failed_evaluation_would_have_replaced_is_put_back(foxes, monkeypatch, error):
+def test_what_a_failed_evaluation_would_have_replaced_is_put_back(foxes, monkeypatch):
     foxes.score('--pictures')
     ownership.claim(foxes.out, 'answers.jsonl')
     (foxes.out / 'answers.jsonl').write_text('of generate.py')
@@ -434,9 +419,9 @@ def test_what_a_failed_evaluation_would_have_replaced_is_put_back(foxes, monkeyp
 
     def fail(*_, **__):
         assert {'results.json', 'answers.jsonl'} & {*content(foxes.out)} == {'answers.jsonl'}
-        raise error
+        raise MemoryError
     monkeypatch.setattr(evaluate, 'score_tasks', fail)
-    with pytest.raises(error):
+    with pytest.raises(MemoryError):
         foxes.score('--overwrite')
     assert content(foxes.out) == before
 
@@ -468,16 +453,13 @@ def test_overwrite_refuses_to_remove_the_questions_that_are_read(foxes, tmp_path
     shutil.copy(foxes.task, foxes.out / 'samples.jsonl')
     (tmp_path / 'link.jsonl').symlink_to(foxes.out / 'samples.jsonl')
     before = content(foxes.out)
-    for name in (foxes.out / 'samples.jsonl', tmp_path / 'link.jsonl'):
-        with pytest.raises(ConfigError, match='out/samples.jsonl is read by this command'):
-            foxes.score(f'--tasks={name}', '--overwrite')
-        assert content(foxes.out) == before
+    with pytest.raises(ConfigError, match='out/samples.jsonl is read by this command'):
+        foxes.score(f'--tasks={tmp_path / "link.jsonl"}', '--overwrite')
+    assert content(foxes.out) == before
 
 
-@pytest.mark.parametrize('move', [shutil.rmtree, lambda out: out.rename(f'{out}-moved'),
-                                  lambda out: (out / 'samples.jsonl').unlink(),
-                                  lambda out: os.replace(shutil.copy(
-                                      out / 'samples.jsonl', out / 'x'), out / 'samples.jsonl')])
+@pytest.mark.parametrize('move', [shutil.rmtree, lambda out: os.replace(shutil.copy(
+    out / 'samples.jsonl', out / 'x'), out / 'samples.jsonl')])
 def test_a_folder_that_is_removed_ends_an_evaluation_at_the_next_sample(foxes, monkeypatch, move):
     append, written = samples.append, []
 
@@ -517,7 +499,7 @@ def test_damaged_files_are_named_and_repaired(foxes, monkeypatch):
     lines = (foxes.out / 'samples.jsonl').read_text().splitlines()
     for broken in (lines[2][:40], '5', '{}', '[]', lines[2].replace('"log_probs"', '"log"')):
         (foxes.out / 'samples.jsonl').write_text('\n'.join([*lines[:2], broken, *lines[3:], '']))
-        with pytest.raises(DataError, match=r'samples.jsonl:3: .*; delete this line, and'):
+        with pytest.raises(DataError, match=r'samples.jsonl:3: .*; delete this line'):
             foxes.score()
     (foxes.out / 'samples.jsonl').write_text('\n'.join([*lines[:2], *lines[3:], '']))
     assert foxes.score()['foxes']['pooled']['accuracy'] == whole['foxes']['pooled']['accuracy']
@@ -568,22 +550,17 @@ def test_an_out_dir_that_cannot_be_created_is_one_line(foxes):
             foxes.score(out=out)
 
 
-def test_a_tilde_in_paths_is_expanded(foxes, tmp_path, monkeypatch):
+def test_the_output_names_device_and_settings_in_plain_lines(foxes, tmp_path, monkeypatch, capsys):
+    """Device and dtype that 'auto' chose, no bar without a terminal; '~' in paths is expanded."""
     monkeypatch.setenv('HOME', str(tmp_path))
     shutil.copytree(foxes.model, tmp_path / 'model')
-    evaluate.main(['--model=~/model', '--tasks=~/foxes.jsonl', '--shots=0', '--n_bootstrap=0',
-                   '--out_dir=~/out', '--limit=3'])
+    evaluate.main(['--model=~/model', '--shots=0', '--tasks=~/foxes.jsonl', '--device=cpu',
+                   '--n_bootstrap=0', '--out_dir=~/out'])
     tasks = json.loads((foxes.out / 'results.json').read_text())['tasks']
     assert tasks['foxes']['source'] == str(foxes.task)
-
-
-def test_the_output_names_device_and_settings_in_plain_lines(foxes, capsys):
-    """Device and dtype that 'auto' chose, and no bar without a terminal."""
-    evaluate.main([f'--model={foxes.model}', '--shots=0', f'--tasks={foxes.task}', '--device=cpu',
-                   '--n_bootstrap=0', f'--out_dir={foxes.out}'])
     printed = capsys.readouterr()
     lines = printed.out.split('\n')
-    assert lines[0] == f'{foxes.model} (llama) in float32 on cpu' and printed.err == ''
+    assert lines[0] == f'{tmp_path / "model"} (llama) in float32 on cpu' and printed.err == ''
     assert lines[1] == ('foxes: 5 questions, prompt format mmlu, 0 shots, options scored by '
                         'letters, log-probabilities per token, plain text')
 
@@ -603,8 +580,7 @@ def test_progress_is_a_line_per_interval_without_a_terminal(capsys, monkeypatch)
 
 @pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason='needs two cores')
-@pytest.mark.parametrize('to', ['group', 'parent'])
-def test_interrupt_while_intervals_are_drawn(to, foxes):
+def test_interrupt_while_intervals_are_drawn(foxes):
     """Ctrl-C goes to the worker processes too: one line all the same, and an end."""
     write_words(foxes.task, 100, 'fox')
     foxes.score('--n_bootstrap=0')
@@ -617,7 +593,7 @@ def test_interrupt_while_intervals_are_drawn(to, foxes):
     while process.poll() is None and len(children.read_text().split()) < 2:
         time.sleep(0.01)
     time.sleep(0.5)
-    (os.killpg if to == 'group' else os.kill)(process.pid, signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=5)      # until no process holds the pipe
     assert errors.startswith('stopped') and errors.count('\n') == 1 and process.returncode == 130
 
@@ -783,6 +759,13 @@ def test_next_tokens_and_facts_are_scored(foxes, tmp_path):
         if sample['task'] == 'facts':   # the entity, from its beginning on
             rest = tokenizer.decode(ids[sample['position']:], start=False).strip()
             assert rest.startswith(('dog', 'fox'))
+    # a text of which one sample is missing is scored again
+    path = tmp_path / 'both' / 'samples.jsonl'
+    lines = path.read_text().splitlines(keepends=True)
+    del lines[max(i for i, s in enumerate(samples) if s['of'] > 1)]
+    path.write_text(''.join(lines))
+    again = run('both', f'--tasks={clm},facts:{facts}')[1]
+    assert {(s['task'], s['id']) for s in again} == {(s['task'], s['id']) for s in samples}
     positions = {s['id']: s['position'] for s in samples if s['task'] == 'clm'}
     some = run('some', f'--tasks={clm}', '--limit=5')[1]
     assert {s['id']: s['position'] for s in some}.items() <= positions.items()
@@ -843,6 +826,7 @@ def test_p_true_is_that_of_transformers(scored_folder, tmp_path):
             sums.append(sum(logs[i - 1, ids[0, i]].item() for i in range(first, ids.numel())))
         assert sample['confidence'] == pytest.approx(metrics.softmax(np.array(sums))[0], abs=1e-5)
         assert sample['correct'] == ('ABCD'[top] == row['answer']) and sample['shots'] == 2
+        assert sample['question'] == options[sample['id']]['question'] != ''
     result, p = tasks['global_mmlu.p_true'], np.array([s['confidence'] for s in asked])
     correct = np.array([s['correct'] for s in asked])
     assert result['pooled']['ece'] == pytest.approx(metrics.ece(p, correct))

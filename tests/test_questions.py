@@ -141,44 +141,30 @@ def test_hellaswag_is_cleaned_as_the_harness_does():
 @pytest.mark.parametrize('task, row, message', [
     ('', {'answer': None}, 'no valid answer: None; wanted one of A, B'),
     ('', {'answer': 2}, 'no valid answer: 2'), ('', {'answer': True}, 'no valid answer: True'),
-    ('', {'answer': 'x'}, "no valid answer: 'x'"), ('', {'answer': '\u00b2'}, 'no valid answer'),
     ('', {'answer': '9' * 9000}, 'no valid answer'), ('', {'choices': ['a']}, '2 to 26 choices'),
     ('', {'choices': ['a', ' ']}, 'choice B is empty'),
     ('', {'choices': None, 'option_0': 'a', 'option_1': None, 'option_2': 'b', 'answer': 'B'},
      "no valid answer: 'B'; wanted one of A, C"),
     ('', {'question': ''}, 'no question'), ('', {'question': '\ud83d?'}, 'not valid Unicode'),
     ('', {'choices': ['a', None]}, 'choice B is null'),
-    ('', {'choices': [float('nan'), 'b']}, 'choice A is null'),
     ('', {'choices': {'text': ['a', 'b']}}, 'choices in a list; .* --tasks=arc_easy:FILE'),
     ('', {'choices': ['a', ['b']]}, 'choice B is not text but list'),
     ('', {'id': '\ud83d'}, 'the id is not valid Unicode'),
-    ('', {'subject': '\ud83d'}, 'the subject is not valid Unicode'),
     ('', {'input': 'Q?', 'target_scores': {'a': 1, 'b': 1}}, '2 choices have the highest score'),
     ('', {'input': 'Q?', 'target_scores': {'a': 'x', 'b': 1}}, 'one number for each of 2 choices'),
     ('', {'input': 'Q?', 'target_scores': {'a': float('nan'), 'b': 1}}, 'one number for each of 2'),
-    ('', {'input': 'Q?', 'target_scores': {'a': 1}}, '2 to 26 choices'),
-    ('', {'input': 'Q?', 'target_scores': {}}, '0 choices have the highest score'),
     ('', {'input': 'Q?', 'target_scores': 'a'}, 'not the fields of its format'),
     ('', {'prompt': 'Q?', 'classes': ['a', 'b']}, "of its format: there is no 'answer_index"),
-    ('', {'prompt': 'Q?', 'classes': "['a', 'b']", 'answer_index': 1}, '2 to 26 choices in a list'),
     ('hellaswag', {'endings': ['a', 'b'], 'activity_label': 'x', 'label': ''}, 'no valid answer'),
-    ('hellaswag', {'endings': None, 'label': 0}, 'not the fields of its format'),
     ('hellaswag', {'activity_label': 'x', 'ctx_a': None, 'ctx_b': '', 'endings': ['a', 'b'],
                    'label': '0'}, 'the field "ctx_a" is missing'),
     ('arc_easy', {'choices': {'text': ['a', 'b']}, 'answerKey': 'A'},
      "not the fields of its format: there is no 'label'"),
-    ('arc_easy', {'choices': {'text': ['a', None], 'label': ['A', 'B']}, 'answerKey': 'A'},
-     'choice B is null'),
-    ('xcopa', {'premise': 'P.', 'question': 'cause', 'choice1': 'a', 'choice2': None, 'label': 0},
-     'choice B is null'),
     ('piqa', {}, "there is no 'goal'"),
     ('truthfulqa_mc1', {'mc1_targets': {'choices': ['a', 'b'], 'labels': [1]}},
      r'one number for each of 2 choices, not \[1\]'),
-    ('truthfulqa_mc1', {'mc1_targets': None}, 'not the fields of its format'),
     # splits without labels
     ('boolq', {'question': 'q', 'passage': 'p', 'idx': 0, 'label': -1}, 'no valid answer'),
-    ('winogrande_xl', {'sentence': '_ x', 'option1': 'a', 'option2': 'b', 'answer': ''},
-     'no valid answer'),
     ('piqa', {'goal': 'g', 'sol1': 'a', 'sol2': 'b', 'label': -1}, 'no valid answer')])
 def test_bad_rows_name_their_line(tmp_path, task, row, message):
     with pytest.raises(DataError, match=f'some.jsonl:1: .*{message}'):
@@ -187,8 +173,7 @@ def test_bad_rows_name_their_line(tmp_path, task, row, message):
 
 @pytest.mark.parametrize('row, message', [
     ([1, 2, 3, 4], 'the question is not text'), ('text', 'named fields'),
-    ({'goal': 'g', 'sol1': 'a', 'sol2': 'b'}, 'no question among .* benchmark:file'),
-    ({'input': 'Q?', 'target': 'a'}, 'no question among the fields input, target')])
+    ({'input': 'Q?', 'target': 'a'}, 'no question among the fields input, target.* benchmark:fi')])
 def test_bad_rows_stop_or_are_skipped(tmp_path, row, message):
     with pytest.raises(DataError, match=f'some.jsonl:2: .*{message}'):
         load(tmp_path / 'some.jsonl', [Q, row])
@@ -238,9 +223,6 @@ def test_a_limit_is_a_sample_over_the_subjects(tmp_path):
     for seed in (3, 4):
         again = tuple(q.context for q in drawn(limit=100, seed=seed).questions)
         assert (again == contexts) == (seed == 3)
-    letters, texts = ([q.id for q in drawn(limit=20, scoring=scoring).questions]
-                      for scoring in ('letters', 'text'))
-    assert letters == texts
 
 
 def test_a_limit_is_of_each_language(tmp_path):
@@ -278,10 +260,9 @@ def test_languages_that_are_not_there(tmp_path):
         questions.load_task(f'mmlu_prox:{plain}', header='native')
 
 
-@pytest.mark.parametrize('scoring', ['letters', 'text'])
-def test_duplicate_options_are_marked(tmp_path, scoring):
+def test_duplicate_options_are_marked(tmp_path):
     choices = (['a', 'b'], ['a', ' a'], ['a', 'A'], ['a', 'b', 'b'])
-    loaded = load(tmp_path / 'some.jsonl', [Q | {'choices': x} for x in choices], scoring=scoring)
+    loaded = load(tmp_path / 'some.jsonl', [Q | {'choices': x} for x in choices])
     assert [q.duplicate_options for q in loaded.questions] == [False, True, False, True]
 
 
@@ -387,24 +368,23 @@ def test_headers_in_the_language_of_a_question(tmp_path):
                                'various things.\n\n')
     for task, options, message in (
             ('mmlu_prox', {'languages': ('sw',)}, 'holds nothing that matches sw/test-'),
-            ('mmlu_prox', {'prompt_format': 'harness'}, 'generates the answers to mmlu_prox'),
-            ('mmlu', {'prompt_format': 'own'}, 'mmlu has no prompt of its own in data/benchmarks'),
+            ('mmlu_prox', {'prompt_format': 'harness'}, 'mmlu_prox has no prompt .*=harness'),
+            ('mmlu', {'prompt_format': 'own'}, 'mmlu has no prompt in data/benchmarks.*=own'),
             ('mmlu', {'prompt_format': 'odd'}, "prompt_format 'odd' is unknown; the formats are"),
             ('mmlu', {'prompt_format': 'harness', 'scoring': 'text'}, 'leave out --scoring'),
-            ('mmlu', {'header': 'native'}, 'mmlu has no header of its own')):
+            ('mmlu', {'header': 'native'}, 'mmlu has no header of its own'),
+            ('cmmlu', {'header': 'native', 'prompt_format': 'harness'},
+             'cmmlu has no header of its own in the format harness')):
         with pytest.raises(DataError, match=message):
             questions.load_task(f'{task}:{tmp_path}', **options)
 
 
-def test_original_csv_and_hub_parquet_are_read(tmp_path):
+def test_original_csv_is_read(tmp_path):
     (tmp_path / 'test').mkdir()
     (tmp_path / 'test' / 'high_school_physics_test.csv').write_text('\ufeff"Q, one?",a,b,c,d,D\n\n')
     (question,), _, _, _ = questions.load_task(f'mmlu:{tmp_path}')
     assert question.subject == 'high_school_physics' and question.answer == 3
     assert question.context.startswith('Q, one?\nA. a')
-    rows = [{'question': 'Q?', 'subject': 's', 'choices': ['a', 'b', 'c', 'd'], 'answer': 1}]
-    write_rows(tmp_path / 'hub' / 'all' / 'test-00000-of-00001.parquet', rows)
-    assert questions.load_task(f'mmlu:{tmp_path / "hub"}')[0][0].answer == 1
 
 
 @pytest.mark.slow
@@ -447,12 +427,7 @@ GOLDEN = [
     ('piqa', 'piqa_validation.parquet',
      {'goal': 'dry a shirt', 'sol1': 'Hang it up.', 'sol2': 'Fold it.', 'label': 0},
      ['Question: dry a shirt\nAnswer:| Hang it up.', 'Question: dry a shirt\nAnswer:| Fold it.'], 0,
-     'dry a shirt\nA. Hang it up.\nB. Fold it.\nAnswer:'),
-    ('arc_easy', 'ARC-Easy-Test.jsonl',     # as first published
-     {'question': {'stem': ' Q?', 'choices': [{'text': 'a', 'label': 'A'},
-                                              {'text': 'b', 'label': 'B'}]}, 'answerKey': 'B'},
-     ['Question:  Q?\nAnswer:| a', 'Question:  Q?\nAnswer:| b'], 1,
-     'Q?\nA. a\nB. b\nAnswer:')]
+     'dry a shirt\nA. Hang it up.\nB. Fold it.\nAnswer:')]
 
 
 @pytest.mark.parametrize('task, file, row, prompts, answer, letters', GOLDEN)
@@ -495,11 +470,10 @@ def test_settings_of_questions_are_refused_for_texts(tmp_path, kind, setting):
         load_tasks(cfg)
 
 
-@pytest.mark.parametrize('task, near', [('gsm9k', 'gsm8k'), ('clmm', 'clm'), ('piqaa', 'piqa')])
-def test_a_misspelt_task_names_the_nearest_of_all(task, near):
+def test_a_misspelt_task_names_the_nearest_of_all():
     tasks = 'The tasks are .*, gsm8k, .* clm, facts, each also as task:folder'
-    with pytest.raises(DataError, match=f'did you mean .{near}.. {tasks}'):
-        load_tasks(load_config(EvalConfig, [f'--tasks={task}']))
+    with pytest.raises(DataError, match=f'did you mean .gsm8k.. {tasks}'):
+        load_tasks(load_config(EvalConfig, ['--tasks=gsm9k']))
 
 
 @pytest.mark.parametrize('task', ['', 'mine:'])
