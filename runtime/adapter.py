@@ -26,6 +26,7 @@ from runtime.weights import BUFFERS, FLOAT_TYPES, read_all, text_key, their_key,
 CONFIG, WEIGHTS = 'adapter_config.json', ('adapter_model.safetensors', 'adapter_model.bin')
 FILES = (WEIGHTS[0], CONFIG)    # written for the adapters of a run
 LINK = '.adapter'
+PATTERN_SECONDS = 1.0       # longer, a search for a pattern would perhaps never end
 PREFIX = 'base_model.model.'    # all names of matrices begin with it
 # the allowed values of the keys of adapter_config.json that are read
 RULES = {'peft_type': ['LORA'], 'task_type': ['CAUSAL_LM', 'SEQ_2_SEQ_LM', None],
@@ -134,8 +135,8 @@ def changes(folder: Path, config: ModelConfig, shapes: dict) -> dict[str, LowRan
         if [B.shape[0], A.shape[1]] != weight or B.shape[1] != r or not r:
             raise CheckpointError(f'{file}: layer {layer} has lora_A {[*A.shape]} and lora_B '
                                   f'{[*B.shape]}, but its weight in the base model is {weight}')
-        alpha = layer_setting(settings, name, 'alpha_pattern', 'lora_alpha')
-        rank = layer_setting(settings, name, 'rank_pattern', 'r')
+        alpha, rank = (layer_setting(settings, name, *keys, folder / CONFIG) for keys in (
+            ('alpha_pattern', 'lora_alpha'), ('rank_pattern', 'r')))
         if rank != r:
             raise CheckpointError(f'{folder / CONFIG}: r or rank_pattern says rank {rank} of layer '
                                   f'{layer}, but its matrices in {file.name} have rank {r}')
@@ -146,11 +147,16 @@ def changes(folder: Path, config: ModelConfig, shapes: dict) -> dict[str, LowRan
     return low_rank
 
 
-def layer_setting(settings, name, patterns, default):
+def layer_setting(settings, name, patterns, default, path):
     """Return the value of the first pattern that matches a layer's name, else the default."""
+    import regex    # can stop a search, as `re` cannot; without patterns nobody needs it
     for pattern, value in (settings.get(patterns) or {}).items():
-        if re.match(LAYERS.format(pattern), name):
-            return value
+        try:
+            if regex.match(LAYERS.format(pattern), name, timeout=PATTERN_SECONDS):
+                return value
+        except (TimeoutError, regex.error, RecursionError) as error:
+            raise CheckpointError(f'{path}: {patterns}: {pattern!r} cannot be compared with the '
+                                  f'layer {name}: {error}; write a simpler one') from error
     return settings[default]
 
 

@@ -229,6 +229,17 @@ def test_matrices_that_do_not_fit_the_base_model_are_refused_by_name(simple, cha
         checkpoint.check_weights(folder, checkpoint.read_config(folder))
 
 
+@pytest.mark.parametrize('key', ['alpha_pattern', 'rank_pattern'])
+def test_a_pattern_whose_search_does_not_end_is_named(simple, monkeypatch, key):
+    monkeypatch.setattr(adapter, 'PATTERN_SECONDS', 0.05)
+    pattern = '(?:(?:.{1,1000}){1,1000}){1,1000}[0-9]'
+    change_settings(simple, **{key: {pattern: 4}})
+    folder = checkpoint.fetch(str(simple / 'peft'))
+    with pytest.raises(CheckpointError) as error:
+        checkpoint.check_weights(folder, checkpoint.read_config(folder))
+    assert f'adapter_config.json: {key}: {pattern!r} cannot be compared with' in str(error.value)
+
+
 @pytest.mark.parametrize('change, rank', [({'r': 8}, 8), ({'rank_pattern': {'q_proj': 2}}, 2)])
 def test_a_rank_that_contradicts_the_matrices_is_refused(simple, change, rank):
     change_settings(simple, **change)
