@@ -14,8 +14,9 @@ From file to ECE: each kind of task is a class of data/tasks.py. Its `load` read
 Its `collect` tokenizes them (data/trees.py), lets scoring.py score them, which packs rows
 (data/packing.py) and calls model.py and fused_ce.py, and makes samples of the values.
 results/evaluation.py measures the samples (results/report.py, metrics.py). Tasks without options
-are in written_tasks.py: generate.py writes the answers to the prompts of data/written_answers.py,
-data/grading.py grades them, and results/confidence.py computes the confidences.
+are in decoding/written_tasks.py: generate.py writes the answers to the prompts of
+data/written_answers.py, data/grading.py grades them, and results/confidence.py computes the
+confidences.
 """
 
 from runtime import cli
@@ -84,13 +85,13 @@ import torch
 
 import generate
 import scoring
+from decoding.written_tasks import (ProbeConfidence, SampleConfidence, WrittenTask, new_answers,
+                                    write_answers)
 from results.evaluation import write_evaluation
 from runtime import adapter, checkpoint, device, ownership, parallel
 from runtime.code import code_digest
 from runtime.load_ahead import load_ahead, load_model
 from runtime.trained import base_of_adapter, trained_template, trained_with_bos
-from written_tasks import (ProbeConfidence, SampleConfidence, WrittenTask, new_answers,
-                           write_answers)
 
 # Samples depend on these keys, so they must not change within a folder. The tokens of clm depend on
 # the seed too, but each sample has a hash of its prompt.

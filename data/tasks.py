@@ -1,8 +1,8 @@
 """Kinds of tasks: what each asks, how it becomes token trees, and what its samples hold.
 
 A kind is a class. Those whose log-probabilities are scored are here; those whose answers the model
-writes are in written_tasks.py. evaluate.py calls `load`, `collect`, `variants`, `variant` and
-`describe` of each task and does not ask for its kind. No model runs here: `collect` is given a
+writes are in decoding/written_tasks.py. evaluate.py calls `load`, `collect`, `variants`, `variant`
+and `describe` of each task and does not ask for its kind. No model runs here: `collect` is given a
 Reader (scoring.py), which turns trees into values, and a SampleWriter (results/samples.py).
 """
 

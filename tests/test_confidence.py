@@ -9,7 +9,7 @@ import pytest
 
 import generate
 import metrics
-import written_tasks
+from decoding import written_tasks
 from data.written_answers import WRITTEN_TASKS
 from results import confidence
 

@@ -12,15 +12,13 @@ from common import HERE
 FOLDERS = ('alignment', 'configs', 'data', 'decoding', 'families', 'research', 'results',
            'runtime')
 TOP = {'align', 'attention', 'demo', 'evaluate', 'fused_ce', 'generate', 'metrics', 'model',
-       'rl', 'sample', 'scaling', 'scoring', 'stats', 'test_all', 'train', 'triton_ops',
-       'written_tasks'}
+       'sample', 'scaling', 'scoring', 'stats', 'test_all', 'train', 'triton_ops'}
 # {file or folder: what of ours it may import}
 ARROWS = {'attention.py': {'triton_ops'}, 'fused_ce.py': set(), 'metrics.py': set(),
           'model.py': {'attention', 'triton_ops'}, 'runtime/optim.py': set(),
           'results/prediction_files.py': {'metrics', 'stats'}, 'scaling.py': {'metrics'},
-          'stats.py': {'metrics'},
-          'triton_ops.py': set()}
-SCRIPTS = {'evaluate', 'train', 'align', 'alignment', 'rl', 'research', 'written_tasks'}
+          'stats.py': {'metrics'}, 'triton_ops.py': set()}
+SCRIPTS = {'evaluate', 'train', 'align', 'alignment', 'research'}
 NEVER = {'data': {'results'} | SCRIPTS, 'results': {'data'} | SCRIPTS,
          'runtime': {'data', 'results'} | SCRIPTS}
 

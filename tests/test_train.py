@@ -156,6 +156,17 @@ def test_another_objective_replaces_the_loss_of_a_step(tiny_model):
     assert [*values] == ['loss', 'margin', 'grad_norm']
 
 
+@pytest.mark.parametrize('limit', [1e3, 1e-3])
+def test_clipping_lowers_large_gradients_and_raises_none(tiny_model, limit):
+    """The optimizer is called with the smaller of 1 and limit / norm."""
+    cfg = tiny_config(micro_rows=None, grad_clip=limit)
+    optimizer, scales = train.build_optimizer(tiny_model, cfg), []
+    optimizer.step = lambda scale: scales.append(float(scale))
+    norm = float(train.train_step(tiny_model, optimizer, packing.pack(documents(3, [60]), 128), cfg,
+                                  'cpu')['grad_norm'])
+    assert scales == [pytest.approx(min(1, limit / norm), rel=1e-4)] and 1e-3 < norm < 1e3
+
+
 def test_the_sequences_of_a_group_share_a_row():
     sequences = documents(0, [50, 50, 60, 60, 10, 20])
     packed = packing.pack(sequences, 128, groups=[0, 0, 1, 1, 2, 2])

@@ -14,7 +14,7 @@ from common import reference_model, run_scripts, sentencepiece_folder, write_row
 import evaluate
 import generate
 import scoring
-import written_tasks
+from decoding import written_tasks
 from data import code_tasks, grading, written_answers
 from data.chat import encode_prompt
 from data.tokenizer import load_tokenizer
