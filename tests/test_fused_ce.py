@@ -1,19 +1,15 @@
 """fused_ce.py: every loss against float64 autograd through all the logits."""
 
-import importlib.util
 import json
 import math
 import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from common import off
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import fused_ce
 from fused_ce import (LOSSES, Loss, brier, confidence_penalty, cross_entropy, dft, entropy_weighted,
@@ -91,27 +87,6 @@ def test_ce_equals_torch(ce_device, N, D, V, smoothing, softcap):
     assert loss.dtype == nll.dtype == torch.float32 and not nll.requires_grad
     total = ce_ours(hidden, weight, target, reduction='sum', **kw)
     assert_close(total, ce_reference(hidden, weight, target, reduction='sum', **kw))
-
-
-CE_MODES = {'one chunk': {}, 'chunks': {'memory': 1}, 'none': {'reduction': 'none', 'memory': 1}}
-
-
-def ce_mean(hidden, weight, target, mode, **kw):
-    """Mean loss, dh and dW in one of CE_MODES."""
-    hidden.grad = weight.grad = None
-    loss, _ = smoothed_cross_entropy(hidden, weight, target, **CE_MODES[mode], **kw)
-    loss = loss.sum() / (target != -100).sum() if mode == 'none' else loss
-    loss.backward()
-    return loss.detach(), hidden.grad, weight.grad
-
-
-@pytest.mark.parametrize('mode', CE_MODES)
-@pytest.mark.parametrize('softcap', [None, 5.0])
-def test_ce_modes_agree(ce_device, mode, softcap):
-    hidden, weight, target = ce_inputs(11, 24, 200, ce_device, std=3.0)
-    kw = dict(smoothing=0.1, softcap=softcap)
-    assert_close(ce_mean(hidden, weight, target, mode, **kw),
-                 ce_reference(hidden, weight, target, **kw))
 
 
 def test_ce_memory_bounds_the_chunk(monkeypatch):
@@ -393,23 +368,6 @@ def test_ce_follows_autocast(ce_device, memory):
     assert not torch.equal(ours[2], ours[2].bfloat16().float())     # dW kept its digits
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('mode', CE_MODES)
-@pytest.mark.parametrize('softcap', [None, 5.0])
-def test_ce_bfloat16_is_as_good_as_torch(ce_device, softcap, mode):
-    dtype = torch.bfloat16
-    hidden, weight, target = ce_inputs(12, 64, 300, ce_device, dtype, std=3.0)
-    kw = dict(smoothing=0.1, softcap=softcap)
-    exact = ce_reference(hidden, weight, target, **kw)
-    torch_s = ce_reference(hidden, weight, target, dtype=dtype, **kw)
-    ours = ce_mean(hidden, weight, target, mode, **kw)
-    assert ours[1].dtype == ours[2].dtype == dtype
-    # the interpreter cuts bfloat16 off where the GPU rounds; three chunks round dW three times
-    limit = 2.0 if fused_ce._use_triton(torch.empty(0)) else 1.2 if mode == 'one chunk' else 1.6
-    for a, b, c in zip(ours, torch_s, exact, strict=True):
-        assert off(a, c) < limit * off(b, c) + 1e-4
-
-
 @pytest.mark.parametrize('N, D, V, dtype, softcap', [
     (7, 31, 300, torch.float32, None), (7, 31, 300, torch.bfloat16, 5.0),
     (1, 8, 5, torch.float32, 5.0)])
@@ -634,16 +592,6 @@ def test_losses_in_bfloat16_are_nearly_as_exact_as_torch(ce_device, text, softca
         assert off(a, c) < limit * off(b, c) + 1e-3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('text', [text for text in REFERENCES if 'z_loss' not in text])
-def test_loss_gradient_sums_to_zero(ce_device, text):
-    """A loss that a shift of all logits leaves alone has gradients that sum to 0."""
-    logits, _, target = ce_inputs(4, 300, 300, ce_device, std=4.0, ignored=0)
-    identity = torch.eye(300, device=ce_device)
-    fused_loss(logits, identity, target, parse_loss(text), reduction='sum')[0].backward()
-    assert logits.grad.sum(1).abs().max() < 2e-6 * max(1, logits.grad.abs().max())
-
-
 @numpy_warns
 @pytest.mark.parametrize('softcap', [None, *(pytest.param(cap, marks=pytest.mark.slow)
                                             for cap in (5.0, 100.0))])
@@ -669,19 +617,6 @@ def test_loss_at_the_ends_of_probability(ce_device, text, softcap):
     right = z.grad.isfinite()       # autograd itself makes 0 * inf of some
     allowed = 2e-5 * z.grad.abs().amax(1, keepdim=True) + 1e-5
     assert ((logits.grad - z.grad).abs() < allowed)[right].all()
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.integers(0, 2 ** 30), st.floats(0, 20),
-       # a root of what is near 0, 1 - p_y or an entropy, magnifies the rounding of float32
-       st.sampled_from([text for text in REFERENCES if '(0.5)' not in text]),
-       st.sampled_from([None, 3.0, 50.0]), st.integers(1, 9), st.integers(2, 60))
-def test_losses_are_right_on_any_logits(seed, std, text, softcap, n, V):
-    hidden, weight, target = ce_inputs(n, 8, V, std=std, ignored=0, seed=seed)
-    expected = loss_reference(REFERENCES[text], hidden, weight, target, softcap)
-    ours = loss_ours(parse_loss(text), hidden, weight, target, softcap=softcap)
-    for a, b in zip(ours, expected, strict=True):
-        assert (a - b).norm() <= 2e-5 * b.norm() + 2e-6 * (1 + weight.norm() + hidden.norm())
 
 
 def poly1(epsilon):
@@ -723,21 +658,6 @@ def test_loss_has_only_the_sums_that_it_asks_for(text):
     assert ('sum_p2' in names) == ('brier' in text or 'spherical' in text)
 
 
-def test_loss_smoothing_is_label_smoothing(ce_device):
-    hidden, weight, target = ce_inputs(7, 31, 300, ce_device)
-    for s in (0.0, 0.1, 1.0):
-        a = loss_ours(cross_entropy() + smoothing(s), hidden, weight, target, softcap=5.0)
-        b = ce_ours(hidden, weight, target, smoothing=s, softcap=5.0)
-        assert all(map(torch.equal, a, b))
-
-
-def test_token_statistics_have_the_loss(ce_device):
-    hidden, weight, target = ce_inputs(7, 31, 300, ce_device)
-    ours = token_statistics(hidden, weight, target, focal(2) + smoothing(0.1))
-    each, nll = fused_loss(hidden, weight, target, focal(2) + smoothing(0.1), reduction='none')
-    assert off(ours.loss, each) < 1e-5 and off(ours.nll, nll) < 1e-5
-
-
 def test_loss_refuses_what_is_no_loss():
     hidden, weight, target = ce_inputs(3, 8, 20, ignored=0)
     for two in ('focal(2) + brier()', 'cross_entropy() + z_loss(1) + gce(0.7)'):
@@ -768,11 +688,8 @@ def test_parse_loss_reads_sums_and_names_errors():
         assert all(map(torch.equal, loss_ours(parse_loss(text), hidden, weight, target),
                        loss_ours(loss, hidden, weight, target)))
     for text, message in (('focla(2)', "there is no 'focla'; did you mean 'focal'?"),
-                          ('crossentropy()', "did you mean 'cross_entropy'?"),
                           ('focal', 'write calls'), ('focal(2) - z_loss(1)', 'write a sum'),
-                          ('focal(2) * 2', 'write a sum'), ('', 'not a sum of calls'),
-                          ('focal(', 'not a sum of calls'), ('focal()', 'missing 1 required'),
-                          ('brier(1)', 'takes 0 positional'), ('focal("2")', 'numbers'),
+                          ('', 'not a sum of calls'), ('focal()', 'missing 1 required'),
                           ('focal(gamma=2)', 'write a sum'), ('focal(-1)', 'at least 0'),
                           ('focal(__import__("os"))', 'there is no'), ('focal(True)', 'numbers'),
                           ('focal(brier())', 'not supported'), ('2 + brier()', 'unsupported'),
@@ -807,17 +724,6 @@ def test_ce_breaks_the_graph_of_a_compiled_step_once(device):
             loss, _ = compiled(x, target)
             assert torch.equal(loss, step(x, target)[0])
             loss.backward()
-
-
-def test_ce_works_without_triton(monkeypatch):
-    monkeypatch.setitem(sys.modules, 'triton', None)
-    spec = importlib.util.spec_from_file_location('fused_ce_alone', fused_ce.__file__)
-    alone = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(alone)
-    hidden, weight, target = ce_inputs(5, 16, 40)
-    loss, _ = alone.smoothed_cross_entropy(hidden, weight, target, smoothing=0.1)
-    assert alone.triton is None
-    assert off(loss, ce_reference(hidden, weight, target, smoothing=0.1)[0]) < 1e-5
 
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
