@@ -14,7 +14,6 @@ HERE = Path(__file__).parent.parent
 FORWARD = tuple(HERE / file for file in (
     'model.py', 'attention.py', 'triton_ops.py', 'fused_ce.py', 'data/packing.py',
     'decoding/cache.py', 'decoding/draw.py', 'decoding/slots.py'))
-SEQ2SEQ = ('t5', 'mt5')
 
 
 def code_digest(config, *roots):
@@ -23,7 +22,7 @@ def code_digest(config, *roots):
     roots: functions and classes. What they use of the forward pass counts as well, and the model's
     own row of FAMILIES, but no other family's.
     """
-    if config.model_type in SEQ2SEQ:
+    if config.model_type in ('t5', 'mt5'):
         return used_code((*FORWARD, HERE / 'families/t5.py'), 'Seq2Seq', *roots)
     family = vars(config.family) | {'activation': config.family.activation.__name__}
     return used_code(FORWARD, 'CausalLM', 'LoRALinear', family['activation'], *roots,
@@ -45,55 +44,39 @@ def used_code(files, *roots, without='', more=''):
     while new:
         statement = new.pop()
         texts.append(ast.unparse(statement))
-        for name in mentioned(statement, modules) & known.keys() - seen:
+        nodes = [*ast.walk(statement)]
+        mentioned = {node.id for node in nodes if isinstance(node, ast.Name)} | {
+            node.attr for node in nodes if isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name) and node.value.id in modules}
+        for name in mentioned & known.keys() - seen:
             seen.add(name)
             new += known[name]
     return hashlib.blake2b('\n'.join(sorted({*texts})).encode(), digest_size=8).hexdigest()
 
 
+class WithoutDocstrings(ast.NodeTransformer):
+    def visit_Expr(self, node):
+        return None if isinstance(node.value, ast.Constant) else node
+
+
 @functools.cache
 def definitions(files):
     """Return {name: statements that define it} of the top level of Python files."""
-    known = {}
-
-    def add(statements):
-        for statement in statements:
-            if isinstance(statement, (ast.If, ast.Try)):
-                add(statement.body)
-            for name in names(statement):
-                known.setdefault(name, []).append(statement)
+    known, statements = {}, []
     for file in files:
-        add(without_docstrings(ast.parse(Path(file).read_text(encoding='utf-8'))).body)
+        tree = ast.parse(Path(file).read_text(encoding='utf-8'))
+        statements += WithoutDocstrings().visit(tree).body
+    for statement in statements:
+        if isinstance(statement, (ast.If, ast.Try)):
+            statements += statement.body        # the loop goes on with them
+        elif isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+            known.setdefault(statement.name, []).append(statement)
+        elif isinstance(statement, (ast.Assign, ast.AnnAssign)):
+            targets = getattr(statement, 'targets', None) or [statement.target]
+            for node in (node for target in targets for node in ast.walk(target)):
+                if isinstance(node, ast.Name):
+                    known.setdefault(node.id, []).append(statement)
     return known
-
-
-def names(statement):
-    """Return the names that a statement defines: of a function, a class or constants."""
-    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-        return [statement.name]
-    if isinstance(statement, (ast.Assign, ast.AnnAssign)):
-        targets = getattr(statement, 'targets', None) or [statement.target]
-        return [node.id for target in targets for node in ast.walk(target)
-                if isinstance(node, ast.Name)]
-    return []
-
-
-def mentioned(statement, modules):
-    """Return the set of names in a statement, also those in `module.name`."""
-    nodes = [*ast.walk(statement)]
-    return {node.id for node in nodes if isinstance(node, ast.Name)} | {
-        node.attr for node in nodes if isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name) and node.value.id in modules}
-
-
-def without_docstrings(tree):
-    """Remove the statements of `tree` that are only a text, in place; return it."""
-    for node in ast.walk(tree):
-        if isinstance(getattr(node, 'body', None), list):
-            node.body = [child for child in node.body if not (
-                isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)
-                and isinstance(child.value.value, str))] or [ast.Pass()]
-    return tree
 
 
 def definition_around(root):

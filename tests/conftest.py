@@ -94,6 +94,18 @@ def tokenizers(tmp_path_factory):
     return {kind: load_tokenizer(folder) for kind, folder in folders.items()}
 
 
+@pytest.fixture
+def chat_folder(tmp_path):
+    """A tiny random model that was trained in the template of tulu."""
+    from common import reference_model, sentencepiece_folder
+    from data.tokenizer import load_tokenizer
+    folder = sentencepiece_folder(tmp_path / 'model', 'llama2')
+    reference_model('llama', folder, vocab_size=load_tokenizer(folder).n_vocab,
+                    max_position_embeddings=200)
+    (folder / 'train_config.py').write_text("data_kind = 'instruct'\ntemplate = 'tulu'\n")
+    return folder
+
+
 def train_small_world(folder):
     """Run the demo in a smaller world with fewer steps; return what it prints."""
     import demo

@@ -33,21 +33,17 @@ def edited(tmp_path):
 @pytest.mark.parametrize('file, old, new, other', [
     ('model.py', '    y, w = x.float(),', '    y, w = 2 * x.float(),', True),
     ('model.py', '    y, w = x.float(),', '    # exactly\n\n    y, w = x.float(),', False),
-    ('model.py', 'One decoder for many', 'A decoder for many', False),
     ('model.py', '"""Return the output matrix', '"""Return a matrix', False),
     ('model.py', "'qwen2': Family(qkv_bias=True)", "'qwen2': Family()", False),
     ('model.py', "'llama': Family()", "'llama': Family(o_bias=True)", True),
     ('attention.py', 'visible = (j <= i)', 'visible = (j < i)', True),
     ('attention.py', "IMPLEMENTATION = 'auto'", "IMPLEMENTATION = 'explicit'", True),
     ('triton_ops.py', 'y = y / tl.maximum(total', 'y = 2 * y / tl.maximum(total', True),
-    ('triton_ops.py', '+ SPLIT', '+ 2 * SPLIT', True),
     ('fused_ce.py', '    tl.store(lse + row', '    tl.store(1 + lse + row', True),
     ('fused_ce.py', 'LOSSES = {', 'def tempered(t):\n    return dft()\n\n\nLOSSES = {', False),
     ('fused_ce.py', 'lambda s: s.p_y * s.nll', 'lambda s: s.p_y', False),
-    ('fused_ce.py', 'return Loss(lambda s: s.nll, ', 'return Loss(lambda s: 2 * s.nll, ', True),
     ('draw.py', '.clamp(min=1)', '.clamp(min=2)', True),
     ('cache.py', 'newest - index', 'newest + index', True),
-    ('slots.py', 'positions + 1, drawn', 'positions + 2, drawn', True),
     ('packing.py', '[end] * len(ids)', '[end + 1] * len(ids)', True)])
 def test_an_edit_of_what_samples_use_is_other_code(file, old, new, other, edited, monkeypatch):
     before = code.code_digest(llama_config(), *evaluate.CODE)
@@ -95,10 +91,8 @@ def test_of_a_method_only_the_method_counts_and_of_a_function_what_it_calls(tmp_
 
 
 @pytest.mark.parametrize('file, old, new, other', [
-    ('benchmarks.py', 'import', '# a remark\nimport', False),
     ('benchmarks.py', 'BENCHMARKS = {', 'BENCHMARKS = {} | {', False),
     ('instruct.py', 'ids[:max_length]', 'ids[1:max_length]', True),
-    ('instruct.py', '"""Return Sequences of the c', '"""Return the Sequences of the c', False),
     ('files.py', 'def read_rows(', 'def read_rows(more=None, *', True)])
 def test_data_is_tokenized_again_after_an_edit_of_what_is_used(file, old, new, other, edited,
                                                                monkeypatch):

@@ -364,7 +364,8 @@ def test_norms_in_bfloat16_are_those_of_transformers_bit_for_bit(path):
 
 @pytest.mark.parametrize('dtype', [torch.float16,
                                    pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize('name', ['gemma3', 'olmo3', 'cohere2', 'granite', 'opt_350m'])
+@pytest.mark.parametrize('name', ['gemma3', 'olmo3', 'cohere2', 'granite', 'opt_350m',
+                                  'neox', 'neox_sequential'])
 def test_in_half_precision_a_model_is_as_near_to_float32_as_that_of_transformers(name, dtype,
                                                                                tmp_path):
     """Files of the type, computed in it; hidden states far from the limits of float16."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from common import (ARCHITECTURES, DEVICES, HERE, head_of_32, lora_model, reference_model, rewrite,
-                    sentencepiece_folder, whole_rows, write_rows)
+                    whole_rows, write_rows)
 import generate as program
 import triton_ops
 from attention import ExplicitMask, visible_keys
@@ -461,7 +461,8 @@ def test_a_stop_string_ends_the_answer_across_token_borders(speaker, tokenizers,
     tokenizer, body = tokenizers[kind], 'The fox 狐. Question: two'
     ids = tokenizer.encode(body, start=False)
     for stop in ('Question:', 'on: t', '狐', ' ', 'T', '. Q'):
-        answer = speaker(kind, ids, stop=('never', stop))
+        # of two strings that end at the same token, the one that begins first cuts the text
+        answer = speaker(kind, ids, stop=(stop[1:] or 'never', stop))
         assert answer.reason == 'stop' and answer.text == body.partition(stop)[0]
         assert stop in tokenizer.decode(answer.tokens, start=False)
         assert stop not in tokenizer.decode(answer.tokens[:-1], start=False)
@@ -579,15 +580,6 @@ def test_confidences_are_those_of_the_scoring_path(tmp_path):
 # ------------------------------------------------------------------------------------------------
 # The command
 # ------------------------------------------------------------------------------------------------
-
-@pytest.fixture
-def chat_folder(tmp_path):
-    folder = sentencepiece_folder(tmp_path / 'model', 'llama2')
-    reference_model('llama', folder, vocab_size=load_tokenizer(folder).n_vocab,
-                    max_position_embeddings=200)
-    (folder / 'train_config.py').write_text("data_kind = 'instruct'\ntemplate = 'tulu'\n")
-    return folder
-
 
 QUESTIONS = [{'prompt': 'What?', 'gold': '7'}, {'id': 'b', 'messages': [
     {'role': 'user', 'content': 'one <s> [INST]'}, {'role': 'assistant', 'content': 'two'},
@@ -814,19 +806,6 @@ def test_a_prompt_with_logits_that_are_not_finite_is_named_after_others_too(
         [[3.0, torch.nan, 0.0, 0.0]] * len(logits)))
     with pytest.raises(CheckpointError, match="the prompt with id 'b': the model gives NaN"):
         run(chat_folder, tmp_path)
-
-
-@pytest.mark.slow
-def test_the_command_line_runs_and_names_a_wrong_key(chat_folder, tmp_path):
-    write_rows(tmp_path / 'prompts.jsonl', QUESTIONS)
-    done = subprocess.run([sys.executable, 'generate.py', f'--model={chat_folder}', '--n=2',
-                           f'--prompts={tmp_path / "prompts.jsonl"}', '--max_tokens=4',
-                           f'--out={tmp_path / "answers.jsonl"}'], cwd=HERE, text=True,
-                          capture_output=True)
-    assert done.returncode == 0 and 'tokens/s' in done.stdout, done.stderr
-    wrong = subprocess.run([sys.executable, 'generate.py', '--modle=x'], cwd=HERE, text=True,
-                           capture_output=True)
-    assert wrong.returncode == 1 and "did you mean 'model'?" in wrong.stderr
 
 
 @pytest.mark.slow

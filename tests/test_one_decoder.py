@@ -468,7 +468,9 @@ config = model.ModelConfig('gemma2', 9, 8, 8, 2, 2, layers=layers, attn_logit_so
 at = torch.arange(6)[None]
 with torch.no_grad():
     hidden = model.CausalLM(config)(at, at, at + 1)
+    loss, nll = fused_ce.smoothed_cross_entropy(hidden[0], torch.ones(9, 8), at[0])
 assert triton_ops.triton is fused_ce.triton is None and hidden.isfinite().all()
+assert abs(loss - torch.tensor(9.0).log()) < 1e-5 and loss == nll
 assert attention.fastest(hidden, 64, [None], None) == 'explicit'
 """
     subprocess.run([sys.executable, '-c', code], cwd=HERE, check=True)

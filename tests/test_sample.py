@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import sample
-from common import HERE, reference_model, rewrite, sentencepiece_folder
+from common import HERE, rewrite
 from data.chat import encode_conversation
 from data.packing import Tree
 from data.tokenizer import load_tokenizer
@@ -94,16 +94,6 @@ def test_the_prompt_is_that_of_training(tokenizers, kind, template):
     assert len(ends) == 1 and mask[ends[0]] and not any(mask[ends[0] + 1:])
     answer = tokenizer.decode(whole[len(ids):ends[0]], start=False)
     assert answer.removeprefix(' ' if template == 'mistral' else '') == 'brown dog'
-
-
-@pytest.fixture
-def chat_folder(tmp_path):
-    """A tiny random model that was trained in the template of tulu."""
-    folder = sentencepiece_folder(tmp_path / 'model', 'llama2')
-    reference_model('llama', folder, vocab_size=load_tokenizer(folder).n_vocab,
-                    max_position_embeddings=200)
-    (folder / 'train_config.py').write_text("data_kind = 'instruct'\ntemplate = 'tulu'\n")
-    return folder
 
 
 def test_one_answer_is_greedy_with_its_probabilities(chat_folder, capsys, monkeypatch):
