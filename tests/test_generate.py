@@ -451,11 +451,6 @@ def speaker(model_of_many_tokens, monkeypatch, tokenizers):
     return speak
 
 
-def test_the_first_stop_string_in_the_text_counts():
-    assert program.first_stop('a b c', ('c', 'b')) == 2
-    assert program.first_stop('a b c', ('d',)) == -1
-
-
 @pytest.mark.parametrize('kind', ['gemma', 'llama3'])
 def test_a_stop_string_ends_the_answer_across_token_borders(speaker, tokenizers, kind):
     tokenizer, body = tokenizers[kind], 'The fox 狐. Question: two'
