@@ -19,9 +19,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 
+from results.over_seeds import plus_minus
 from results.tables import markdown
 from runtime.ownership import write_text
-from stats import mean_interval, student_t
+from stats import student_t
 
 RESULTS = Path(__file__).parent / 'results'
 SIZES, ROWS, SEEDS = (64, 256, 1024), (512, 4_096, 32_768, 262_144), '01234'
@@ -33,11 +34,6 @@ WEIGHTS = {128: '1 million', 256: '6 million', 512: '34 million', 1024: '210 mil
 def read(figure, task):
     with open(RESULTS / figure / 'compare.csv', encoding='utf-8') as file:
         return [row for row in csv.DictReader(file) if row['task'] == task]
-
-
-def plus_minus(values, spec='.3f'):
-    mean, low, high = mean_interval(values)
-    return f'{mean:{spec}} ± {(high - low) / 2:.3f}'
 
 
 def tested(values):
@@ -65,7 +61,7 @@ def vocabulary_table():
     yield ['hidden size', *(f'{v:,} rows' for v in ROWS), f'{ROWS[3]:,}, of which 4,096 are pieces',
            f'ECE with smoothing, {ROWS[3]:,} rows']
     for i, size in enumerate(SIZES):
-        yield [f'{size}', *(f'{plus_minus(tuned[i, j] - smoothed[i, j])} of '
+        yield [f'{size}', *(f'{plus_minus(tuned[i, j] - smoothed[i, j], ".3f")} of '
                             f'{(tuned - base)[i, j].mean():.3f}' for j in range(5)),
                f'{smoothed[i, 3].mean():.3f}']
 

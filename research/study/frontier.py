@@ -23,7 +23,7 @@ from results.over_seeds import mean_and_ends
 from results.plots import new_figure, save_figure
 from results.tables import TITLES, markdown
 from runtime.ownership import write_text
-from stats import mean_interval, student_t
+from stats import holm, mean_interval, student_t
 from research.study.known import BASES, DATA, NAMES
 from research.study.losses import LOSSES, RATES, short
 from research.study.transfer import KINDS
@@ -96,15 +96,6 @@ def at_equal_accuracy(curve, reference):
         return float('nan')
     grid = low + (high - low) * (np.arange(1000) + 0.5) / 1000
     return float((np.interp(grid, *curve) - np.interp(grid, *reference)).mean())
-
-
-def holm(p_values):
-    """Return the p values [N] after Holm's correction (1979) for N tests."""
-    p = np.asarray(p_values, float)
-    order, corrected = np.argsort(p), np.empty(len(p))
-    corrected[order] = np.minimum(1, np.maximum.accumulate(
-        p[order] * np.arange(len(p), 0, -1)))
-    return corrected
 
 
 def p_of(values):
