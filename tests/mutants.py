@@ -348,11 +348,7 @@ def worker(tree, mutants, results):
     os.environ['TRITON_INTERPRET'] = '1'
     import numpy, torch, transformers    # noqa: E401, F401    once, before all forks
     torch.set_num_threads(1)
-    while True:
-        try:
-            mutant = mutants.get_nowait()
-        except Exception:
-            break
+    while mutant := mutants.get():
         name, file, text, replacement, tests = mutant
         path = Path(tree, file)
         source = path.read_text()
@@ -384,7 +380,7 @@ def main():
         print(f'{len(chosen)} mutants, {missing} without their text')
         sys.exit(bool(missing))
     mutants, results = multiprocessing.Queue(), multiprocessing.Queue()
-    for mutant in chosen:
+    for mutant in (*chosen, *[None] * options.processes):     # None ends a worker
         mutants.put(mutant)
     with tempfile.TemporaryDirectory() as folder:
         workers = []
