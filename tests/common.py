@@ -96,7 +96,7 @@ CORPUS = ['The quick brown fox jumps over the lazy dog.', 'Question: one or two?
           'user model assistant system'] * 20
 
 
-def sentencepiece_folder(folder, kind, pieces=400):
+def sentencepiece_folder(folder, kind, pieces=400, **more):
     """A tokenizer with the settings of Gemma's file or of Llama 2's and Mistral's."""
     special = {
         'gemma': {'pad_id': 0, 'eos_id': 1, 'bos_id': 2, 'unk_id': 3, 'add_dummy_prefix': False,
@@ -104,13 +104,13 @@ def sentencepiece_folder(folder, kind, pieces=400):
                                            '<b>']},
         'mistral': {'control_symbols': ['[INST]', '[/INST]']},
         'llama2': {},
-    }[kind]
+    }[kind] | more
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / 'tokenizer.model', 'wb') as file:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(CORPUS), model_writer=file, vocab_size=pieces, model_type='bpe',
-            byte_fallback=True, normalization_rule_name='identity', minloglevel=2,
-            remove_extra_whitespaces=False, **special)
+            minloglevel=2, remove_extra_whitespaces=False,
+            **{'byte_fallback': True, 'normalization_rule_name': 'identity'} | special)
     return folder
 
 
