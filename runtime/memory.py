@@ -68,7 +68,8 @@ def pick_micro_rows(cfg, config, device, row_counts):
 def memory_for_activations(cfg, config, device):
     """Return the bytes that weights, optimizer, gradients and logits leave, before they are there.
 
-    The reference model of reinforcement learning and the cache of its answers are not counted.
+    The reference model of reinforcement learning and the cache of its answers are not counted. No
+    margin is kept, since a first step that lacks memory is repeated with half as many rows.
     """
     if not device.startswith('cuda'):
         return CPU_BYTES
@@ -81,7 +82,7 @@ def memory_for_activations(cfg, config, device):
     per_weight = {4: 12, 2: 14 if cfg.master_weights == 'exact' else 6}[size]
     trained = 0 if cfg.lora else weights
     logits = 1.1e9 if cfg.loss_memory is None else cfg.loss_memory * 1e6
-    return 0.96 * free - size * (weights + head) - per_weight * trained - 1.5 * logits
+    return free - size * (weights + head) - per_weight * trained - 1.5 * logits
 
 
 def row_bytes(cfg, config, device):
@@ -106,4 +107,4 @@ def row_bytes(cfg, config, device):
         block *= 2
     n = config.num_hidden_layers
     per_token = n * 4 * D + block if cfg.checkpoint_activations else n * block
-    return 1.1 * per_token * cfg.pack_len
+    return per_token * cfg.pack_len

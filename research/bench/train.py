@@ -6,7 +6,7 @@
     python research/bench/train.py --plot=out/bench_train.json
 
 A step is forward, backward, clipping and AdamW on four documents of 2,048 tokens, with random
-weights; with `data` and `tokenizer` also on 128 real conversations. Each method runs in its own
+weights; with `data` and `tokenizer` also on real conversations, 128 per step. Each method runs in its own
 process, with empty caches on disk. Its compile seconds are the time of the first three steps minus
 that of three later ones. Writes out/bench_train.json and its picture.
 """
@@ -41,12 +41,18 @@ from runtime.memory import pick_micro_rows
 from train import TrainConfig, train_step
 
 
+ROWS, LENGTH = 4, 2048      # documents per step, their tokens
+PACK_LEN = 4096             # stands for `pack_len` in the tables below
+
+
 @dataclass
 class BenchConfig:
     shape: tuple[Literal['gemma2_2b', 'gemma3_270m', 'llama32_1b', 'llama31_8b', 'mistral_7b'],
                  ...] = tuple(MODELS)
     data: str | None = None         # conversations, as in train.py
     tokenizer: str | None = None    # a folder with the tokenizer for `data`
+    batch: int = 128                # conversations per step
+    pack_len: int = PACK_LEN        # tokens in a row of conversations
     only: str | None = None         # methods to measure, separated by '|'; None: those of USUAL
     ours: bool = False              # ours alone, exact and stochastic
     warm: bool = False              # use compiled kernels that are in the caches on disk
@@ -54,8 +60,6 @@ class BenchConfig:
     out: str = 'out/bench_train.json'
 
 
-ROWS, LENGTH, BATCH = 4, 2048, 128      # documents per step, their tokens; conversations per step
-PACK_LEN = 4096                         # tokens in a row of real conversations
 STEPS = 3                               # per timed part
 PEAK = 989e12                           # FLOP/s of an H100 or H200 in bfloat16
 OURS = {            # keys of TrainConfig
@@ -63,6 +67,8 @@ OURS = {            # keys of TrainConfig
     'ours, stochastic': {'master_weights': 'stochastic'},
     'ours, 4 rows at once': {'micro_rows': ROWS},
     'ours, 2 micro-batches': {'micro_rows': ROWS // 2},
+    'ours, stochastic, 2 micro-batches':
+        {'master_weights': 'stochastic', 'micro_rows': ROWS // 2},
     'ours, stochastic, checkpointed, 2 micro-batches':
         {'master_weights': 'stochastic', 'checkpoint_activations': True, 'micro_rows': ROWS // 2},
     'ours, LoRA': {'lora': True},
@@ -131,8 +137,9 @@ def bench(config):
     for name in config.shape:
         kinds = [(f'{LENGTH}-token documents', None, OURS, PEERS | OURS, USUAL[name])]
         if config.data:
-            kinds.append((Path(config.data).name, (config.data, config.tokenizer), OURS_PACKED,
-                          PEERS_PACKED | OURS_PACKED, USUAL['packed']))
+            real = config.data, config.tokenizer, config.batch, config.pack_len
+            kinds.append((Path(config.data).name, real, OURS_PACKED, PEERS_PACKED | OURS_PACKED,
+                          USUAL['packed']))
         for data, real, ours, methods, usual in kinds:
             wanted = only if config.only else usual
             table = {'shape': name, 'data': data, 'results': {}}
@@ -141,7 +148,8 @@ def bench(config):
                     continue
                 table['results'][method] = measure_in_process(
                     {'raw': MODELS[name], 'ours': method in ours, 'real': real,
-                     'options': options}, config.warm)
+                     'options': {key: config.pack_len if real and value == PACK_LEN else value
+                                 for key, value in options.items()}}, config.warm)
                 print(f'{name}, {data}: {method}: {table["results"][method]}', flush=True)
             if table['results']:
                 print_table(table)
@@ -224,14 +232,14 @@ def full_rows(V, length):
     return [[(row, row >= 0) for row in batch] for batch in tokens]
 
 
-def real_batches(data, tokenizer):
-    """Return steps of BATCH conversations in random order, as (tokens, loss mask)."""
+def real_batches(data, tokenizer, batch, length):
+    """Return steps of `batch` conversations in random order, as (tokens, loss mask)."""
     sequences = load_conversations(data, load_tokenizer(Path(tokenizer)), template='tulu',
-                                   max_length=4096, add_bos=True, revision=None, workers=8,
+                                   max_length=length, add_bos=True, revision=None, workers=8,
                                    cache_dir='out/cache', on_bad_row='stop')
     order = torch.randperm(len(sequences)).tolist()
-    return [[sequences[i] for i in order[start:start + BATCH]]
-            for start in range(0, len(order) - BATCH + 1, BATCH)]
+    return [[sequences[i] for i in order[start:start + batch]]
+            for start in range(0, len(order) - batch + 1, batch)]
 
 
 def our_config(options):
