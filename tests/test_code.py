@@ -8,7 +8,6 @@ from common import llama_config
 
 import evaluate
 import generate
-from data import benchmarks, cache, instruct
 from runtime import code
 
 
@@ -100,18 +99,3 @@ def test_data_is_tokenized_again_after_an_edit_of_what_is_used(file, old, new, o
         return code.used_code(files, 'load_conversations', 'load_tokenizer')
     files = tuple(sorted((code.HERE / 'data').glob('*.py')))
     assert (used(edited(files, file, old, new)) != used(files)) == other
-
-
-def test_the_code_around_a_nested_function_counts(monkeypatch):
-    encodes = []
-    monkeypatch.setattr(instruct, 'tokenize_once', lambda files, encode, *_, **__: encodes.append(
-        encode))
-    monkeypatch.setattr(instruct, 'fetch', lambda *_: [])
-    for length in (5, 9):
-        instruct.load_conversations('x', type('T', (), {'fingerprint': ''}), template='tulu',
-                                    max_length=length, add_bos=True)
-
-    def encode(row):
-        return row
-    a, b, c = map(cache.source_digest, (*encodes, encode))
-    assert a == b != c and benchmarks.BENCHMARKS
