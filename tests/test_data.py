@@ -3,7 +3,6 @@
 import gzip
 import json
 import math
-import os
 import resource
 from pathlib import Path
 from types import SimpleNamespace
@@ -246,16 +245,6 @@ def test_cache_is_keyed_by_what_went_in(tmp_path, tokenizers):
     assert len(list(cache.iterdir())) == 6
 
 
-def test_too_many_processes_are_not_blamed_on_the_cache(tmp_path, tokenizers, monkeypatch):
-    def no_fork():
-        raise BlockingIOError(11, 'Resource temporarily unavailable')
-    path = write_rows(tmp_path / 'chat.jsonl', [{'messages': SAME}])
-    monkeypatch.setattr(os, 'fork', no_fork)
-    with pytest.raises(DataError, match='^cannot start 2 processes .*unavailable; --workers=1'):
-        conversations(path, tokenizers['gemma'], workers=2)
-    assert len(conversations(path, tokenizers['gemma'], workers=1)) == 1
-
-
 def test_a_row_that_repeats_a_key_is_a_bad_row(tmp_path):
     row = '{"text": "fox", "more": [1, {"a": [{"b": 1, "b": 2}]}]}'
     lines, whole = tmp_path / 'a.jsonl', tmp_path / 'a.json'
@@ -266,16 +255,6 @@ def test_a_row_that_repeats_a_key_is_a_bad_row(tmp_path):
             probes.load_texts(f'clm:{path}')
         texts, bad, _ = probes.load_texts(f'clm:{path}', on_bad_row='skip')
         assert len(texts) == len(bad) == 1
-
-
-def test_a_timestamp_beyond_the_year_9999_matters_only_where_it_is_used(tmp_path):
-    times = pyarrow.array([0, 2 ** 40], pyarrow.timestamp('s'))
-    table = pyarrow.table({'text': ['one two three four'] * 2, 'created': times})
-    pyarrow.parquet.write_table(table, tmp_path / 'a.parquet')
-    assert len(probes.load_texts(f'clm:{tmp_path / "a.parquet"}').texts) == 2
-    pyarrow.parquet.write_table(pyarrow.table({'text': times}), tmp_path / 'a.parquet')
-    with pytest.raises(DataError, match='a.parquet: row 1: the field "text" is not text'):
-        probes.load_texts(f'clm:{tmp_path / "a.parquet"}')
 
 
 def test_solved_questions_are_trained_by_letter(tmp_path, tokenizers):
@@ -518,16 +497,6 @@ def test_a_sample_is_drawn_evenly(pairs, limit, seed):
     assert {i.id for i in again} == {i.id for i in drawn}       # whatever the order of files
     assert {i.id for i in draw(items, limit + 3, seed)} >= {i.id for i in drawn}
     assert draw(items, None, seed) == items
-
-
-def test_a_sample_of_texts_is_drawn_by_the_seed(tmp_path):
-    path = write_rows(tmp_path / 'a.jsonl', [{'text': f'one two three {i}'} for i in range(50)])
-    first, same, other = (probes.load_texts(f'clm:{path}', limit=10, seed=seed)
-                          for seed in (1, 1, 2))
-    assert first.total == 50 and len(first.texts) == 10
-    ids = [[t.id for t in loaded.texts] for loaded in (first, same, other)]
-    assert ids[0] == ids[1] != ids[2] and ids[0] != [str(i) for i in range(10)]
-    assert first.texts[0].place == f'{path}:{int(ids[0][0]) + 1}'
 
 
 @settings(deadline=None, max_examples=40)

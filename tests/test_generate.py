@@ -396,17 +396,6 @@ def test_answers_to_a_prompt_share_its_computation_and_slots_are_used_again(tmp_
     assert max(rows) == 8 and sum(rows) == 5 * 4 * 6        # no row computes after its end
 
 
-@pytest.mark.slow
-def test_blocks_that_training_compiled_are_not_compiled_again(tmp_path):
-    from torch._dynamo.testing import CompileCounter
-    reference_model('llama', tmp_path)
-    model, counter = checkpoint.load(tmp_path), CompileCounter()
-    expected = dict(generate(model, [[5, 6]], GREEDY))
-    for layer in model.decoder.layers:
-        layer.compile(backend=counter, dynamic=False)
-    assert dict(generate(model, [[5, 6]], GREEDY)) == expected and counter.frame_count == 0
-
-
 def test_confidences_are_those_of_the_scoring_path(tmp_path):
     reference_model('gemma2', tmp_path)
     model, prompts = checkpoint.load(tmp_path), random_prompts(8, 5, 11)

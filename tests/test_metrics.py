@@ -320,14 +320,6 @@ def test_refinement_is_that_of_probmetrics():      # 1.3.0, fitted on all rows
         assert {key: report[key] for key in keys} == expected
 
 
-def test_refinement_of_a_label_of_probability_0_is_finite():
-    probs, labels = [[1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [0.2, 0.8, 0.0]], [1, 0, 1]
-    parts = metrics.refinement(probs, labels)
-    assert parts['nll_refinement'] + parts['nll_calibration'] == exactly(
-        metrics.nll(probs, labels))
-    assert 0 < parts['nll_refinement'] < 1.5
-
-
 def test_the_best_temperature_has_no_slope_in_float64():
     rng = np.random.default_rng(0)
     for i in range(20):
@@ -534,18 +526,6 @@ def test_conformal_sets_leave_out_their_own_row(method, case, alpha):
     coverage, size = metrics.conformal(probs, labels, n_options, method=method, alpha=alpha)
     assert size == exactly(sets.sum() / len(labels)) and coverage >= 1 - alpha - 1e-12
     assert coverage == exactly(sets[np.arange(len(labels)), labels].mean())
-
-
-@small
-@given(predictions(), st.integers(1, 4))
-def test_padding_changes_nothing_when_n_options_is_given(case, extra):
-    probs, labels = case
-    n, k = probs.shape
-    padded, expected = np.pad(probs, ((0, 0), (0, extra))), metrics.report(probs, labels)
-    for key, value in metrics.report(padded, labels, np.full(n, k)).items():
-        assert value == pytest.approx(expected[key], rel=0, abs=1e-12, nan_ok=True), key
-    # without it the padding is a class of its own, always right: sce and ace shrink
-    assert metrics.sce(padded, labels) == exactly(expected['sce'] * k / (k + extra))
 
 
 def test_wilson_interval_equals_the_textbook():
