@@ -183,6 +183,7 @@ def test_samples_of_other_code_are_refused(foxes, monkeypatch):
     foxes.score('--overwrite')
 
 
+@pytest.mark.slow
 def test_results_have_languages_groups_and_macro(scored_folder, tmp_path):
     results = scored(scored_folder, tmp_path / 'all', '--pictures')
     result = results['tasks']['global_mmlu']
@@ -201,6 +202,7 @@ def test_results_have_languages_groups_and_macro(scored_folder, tmp_path):
     assert sw['pooled']['nll'] == pytest.approx(result['languages']['sw']['nll'])
 
 
+@pytest.mark.slow
 def test_scoring_resumes_where_it_stopped(foxes, tmp_path, monkeypatch, launched):
     write_words(foxes.task, 30, 'fox')
     whole, path = foxes.score()['foxes'], foxes.out / 'samples.jsonl'
@@ -287,6 +289,7 @@ def test_a_folder_holds_every_task_scored_there(foxes, tmp_path, monkeypatch):
     assert list(replaced) == ['foxes'] and replaced['foxes']['pooled']['n'] == 10
 
 
+@pytest.mark.slow
 def test_files_that_the_program_did_not_write_are_kept(foxes, tmp_path):
     """What an evaluation did not write is neither replaced nor deleted, also by --overwrite."""
     (tmp_path / 'new').mkdir()
@@ -356,6 +359,7 @@ def test_a_folder_that_is_removed_ends_an_evaluation_at_the_next_sample(foxes, m
     assert len(written) == 2
 
 
+@pytest.mark.slow
 def test_damaged_files_are_named_and_repaired(foxes):
     whole = foxes.score()
     before = content(foxes.out)
@@ -438,6 +442,7 @@ def test_interrupt_while_intervals_are_drawn(foxes):
     assert errors.startswith('stopped') and errors.count('\n') == 1 and process.returncode == 130
 
 
+@pytest.mark.slow
 def test_scalings_are_fitted_on_halves_or_validation(scored_folder, tmp_path):
     tasks = scored(scored_folder, tmp_path / 'halves', '--fit_temperature')['tasks']['global_mmlu']
     fitted, scaled = tasks['post_hoc'], tasks['post_hoc']['reports']['temperature']
@@ -497,6 +502,7 @@ def test_the_schema_of_results_is_documented(scored_folder, foxes, tmp_path):
     assert again['clm']['pooled'] == found['tasks']['clm']['pooled']
 
 
+@pytest.mark.slow
 def test_a_limit_is_a_sample_and_duplicate_options_are_counted(scored_folder, foxes, tmp_path,
                                                                capsys):
     result = scored(scored_folder, tmp_path / 'some', '--limit=10')['tasks']['global_mmlu']
@@ -530,6 +536,7 @@ def test_bad_questions_are_counted_or_stop(foxes, capsys):
         foxes.score('--max_length=200', '--overwrite')
 
 
+@pytest.mark.slow
 def test_next_tokens_and_facts_are_scored(foxes, tmp_path):
     words = 'the quick brown fox jumps over a lazy dog by the old stone river'.split()
     rows = [{'id': f't{i}', 'text': ' '.join(words[i:] + words[:i])} for i in range(12)]
@@ -631,6 +638,7 @@ def test_p_true_is_that_of_transformers(scored_folder, tmp_path):
     assert result['distribution'].startswith('P(True) of the top option, mmlu, 2 shots')
 
 
+@pytest.mark.slow
 def test_derived_tasks_are_added_resumed_and_compared(foxes, tmp_path, launched):
     """P(True) and orders of the options: asked for later, stopped, with another norm, compared."""
     words = 'the quick brown fox jumps over a lazy dog by the old stone river'.split()

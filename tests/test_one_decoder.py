@@ -153,6 +153,7 @@ def test_an_edit_moves_training_evaluation_and_sampling_alike(what, name, device
         assert error < tolerance and change > 0.01, (use, error, change)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('device', DEVICES)
 def test_one_constant_turns_off_the_kernels_of_attention(device, monkeypatch, calls_of_kernels,
                                                          tmp_path):
@@ -264,6 +265,7 @@ CHANGES = {     # function of (MLP, monkeypatch) that changes what its layers co
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('change', CHANGES)
 def test_changed_layers_compute_the_same_with_kernels(change, device, monkeypatch,

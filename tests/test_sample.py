@@ -135,6 +135,7 @@ def test_a_conversation_continues_after_an_answer(chat_folder, capsys, typed):
     assert asked[1][2]['content'] == 'And then?'
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == 'win32', reason='needs a pseudo-terminal')
 def test_an_invalid_byte_does_not_end_a_conversation():
     import pty

@@ -258,7 +258,6 @@ def test_a_question_whose_logits_are_not_finite_is_named(asked, tmp_path, monkey
         ask(asked[0], tmp_path)
 
 
-@pytest.mark.slow
 def test_answers_in_a_chat_are_those_to_its_template(asked, tmp_path, capsys):
     folder, _, share = asked
     model, tokenizer = checkpoint.load(folder / 'model'), load_tokenizer(folder / 'model')
@@ -276,7 +275,6 @@ def test_answers_in_a_chat_are_those_to_its_template(asked, tmp_path, capsys):
         assert [a.text for a in answers] == [a['text'] for a in row['answers']]
 
 
-@pytest.mark.slow
 def test_an_interrupted_evaluation_resumes(asked, tmp_path):
     """The file of samples is cut off anywhere, also inside a line; all else is lost."""
     folder, *_ = asked
@@ -288,7 +286,6 @@ def test_an_interrupted_evaluation_resumes(asked, tmp_path):
     assert sorted((out / 'samples.jsonl').read_bytes().split(b'\n')) == sorted(whole.split(b'\n'))
 
 
-@pytest.mark.slow
 def test_answers_depend_on_the_seed_and_not_on_the_other_questions(asked, tmp_path, monkeypatch):
     folder, *_ = asked
     every = {s['id']: s for s in samples_of(folder / 'out', 'qa')}
@@ -305,7 +302,6 @@ def test_answers_depend_on_the_seed_and_not_on_the_other_questions(asked, tmp_pa
     assert 'qa.agreement' in (tmp_path / 'compared' / 'compare.md').read_text()
 
 
-@pytest.mark.slow
 def test_a_confidence_in_earlier_answers_is_left_out(asked, tmp_path, capsys, monkeypatch):
     folder, *_ = asked
     entries = {'qa.p_true', 'qa.p_true_samples', 'qa.p_ik'}
@@ -329,7 +325,6 @@ def test_a_confidence_in_earlier_answers_is_left_out(asked, tmp_path, capsys, mo
     assert graded['qa']['pooled']['accuracy'] == graded['qa.agreement']['pooled']['accuracy'] == 1
 
 
-@pytest.mark.slow
 def test_an_answer_that_states_no_probability_is_not_written_again(asked, tmp_path, monkeypatch):
     folder, *_ = asked
     out = shutil.copytree(folder / 'out', tmp_path / 'out')
@@ -351,7 +346,6 @@ def test_an_answer_that_states_no_probability_is_not_written_again(asked, tmp_pa
     assert not samples_of(out, 'qa.verbalized_1s')
 
 
-@pytest.mark.slow
 def test_written_programs_are_run_only_if_that_is_allowed(asked, tmp_path, monkeypatch):
     folder, _, share = asked
     problem = {'task_id': 'T/0', 'entry_point': 'add', 'canonical_solution': '    return a + b\n',
@@ -396,7 +390,6 @@ def test_settings_that_do_not_apply_are_refused(asked, tmp_path):
 # Stated probabilities
 # ------------------------------------------------------------------------------------------------
 
-@pytest.mark.slow
 def test_an_answer_too_long_to_be_shown_leaves_the_question_out_of_that_entry(
         asked, tmp_path, capsys):
     folder, _, _ = asked
@@ -453,7 +446,6 @@ def test_a_stated_probability_is_of_the_guess_or_of_the_greedy_answer(text, lead
     assert not stage.judged or not outcome or sample['predicted'] == 'Bob'
 
 
-@pytest.mark.slow
 def test_p_ik_reads_the_state_at_the_end_of_each_prompt(asked, tmp_path, monkeypatch):
     folder, reference, _ = asked
     tokenizer = load_tokenizer(folder / 'model')
@@ -477,7 +469,6 @@ def test_p_ik_reads_the_state_at_the_end_of_each_prompt(asked, tmp_path, monkeyp
     ask(folder, tmp_path, '--p_ik', '--pack_len=64')
 
 
-@pytest.mark.slow
 def test_a_model_can_be_tuned_and_asked_to_say_what_it_knows(asked, tmp_path):
     """As many sequences with the letter A as right answers; evaluate.py asks each question once."""
     folder, *_ = asked
