@@ -285,16 +285,6 @@ def test_changed_layers_compute_the_same_with_kernels(change, device, monkeypatc
         assert (expected - unchanged).norm() > 0.1
 
 
-def test_a_hook_of_all_modules_sees_each_layer(monkeypatch, tmp_path):
-    monkeypatch.setattr(triton_ops, 'kernels_apply', lambda x: x.shape[0] > 1)
-    reference_model('llama', tmp_path)
-    attention, seen = checkpoint.load(tmp_path).decoder.layers[0].self_attn, []
-    hook = torch.nn.modules.module.register_module_forward_hook(lambda *more: seen.append(more[0]))
-    attention.project(random(2, 9, 48, device='cpu'))
-    hook.remove()
-    assert seen == [attention.q_proj, attention.k_proj, attention.v_proj]
-
-
 def test_tensors_that_are_adjacent_by_chance_are_not_joined():
     memory = bytearray(40 * 4)
     apart = [torch.frombuffer(memory, dtype=torch.float32, count=20, offset=at) for at in (0, 80)]
