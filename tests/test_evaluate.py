@@ -6,14 +6,15 @@ import math
 import random
 import re
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from common import (HERE, lora_model, reference_model,
-                    rewrite, sentencepiece_folder, whole_rows, write_rows)
+from common import (HERE, lora_model, reference_model, rewrite, sentencepiece_folder, whole_rows,
+                    write_rows)
 
 import evaluate
 import scoring
@@ -23,7 +24,7 @@ from data.tokenizer import load_tokenizer
 from data.trees import tokenize_questions
 from results import compare, report, samples
 from results.samples import read_samples
-from runtime import adapter, checkpoint, ownership
+from runtime import adapter, checkpoint, log, ownership
 from runtime.errors import ConfigError, DataError
 
 
@@ -384,6 +385,25 @@ def test_a_run_that_scored_nothing_leaves_the_folder_free(foxes):
         foxes.score('--limit=1', '--fit_temperature')
     with pytest.raises(ConfigError, match='cannot be written .* choose another'):
         foxes.score(out=foxes.task / 'deeper')
+
+
+def test_the_output_names_device_and_settings_in_plain_lines(foxes, tmp_path, monkeypatch, capsys):
+    """Device and dtype that 'auto' chose, no bar without a terminal; '~' in paths is expanded."""
+    monkeypatch.setenv('HOME', str(tmp_path))
+    (tmp_path / 'model').symlink_to(foxes.model)
+    evaluate.main(['--model=~/model', '--shots=0', '--tasks=~/foxes.jsonl', '--device=cpu',
+                   '--n_bootstrap=0', '--out_dir=~/out'])
+    printed = capsys.readouterr()
+    assert printed.out.split('\n')[0] == f'{tmp_path / "model"} (llama) in float32 on cpu'
+    assert printed.err == '' and (foxes.out / 'results.json').exists()
+    # a line per interval where it takes longer
+    clock = [0.0]
+    monkeypatch.setattr(time, 'monotonic', lambda: clock[0])
+    progress = log.Progress('foxes', 100, 'questions', interval=30)
+    for _ in range(50):
+        clock[0] += 1
+        progress.update()
+    assert capsys.readouterr().err == 'foxes: 31 of 100 questions, 1.0 per second, 01:09 left\n'
 
 
 @pytest.mark.slow
