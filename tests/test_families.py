@@ -196,7 +196,7 @@ def compare(reference, folder, shape):
     return model, tokens, expected
 
 
-@pytest.mark.parametrize('n', [1, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('n', [1, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize('kind', FAMILIES)
 def test_random_configurations_equal_transformers(kind, n, tmp_path):
     """Logits and every gradient are those of transformers; a saved folder gives both the same."""
@@ -226,9 +226,9 @@ VISION = {
                  'num_attention_heads': 2, 'image_size': 28, 'patch_size': 14, 'head_dim': 8}}
 
 
-@pytest.mark.parametrize('tied', [True, False])
-@pytest.mark.parametrize('kind, text', [('Gemma3', 'Gemma3Text'), ('Mistral3', 'Mistral'),
-                                        ('Mistral3', 'Ministral3')])
+@pytest.mark.parametrize('kind, text, tied', [
+    ('Gemma3', 'Gemma3Text', True), ('Mistral3', 'Mistral', False),
+    ('Mistral3', 'Ministral3', True)])
 def test_the_text_part_of_a_model_with_images(kind, text, tied, tmp_path):
     """It is read from the nested files, and saved as a model of text alone."""
     import transformers
@@ -362,12 +362,11 @@ def test_norms_in_bfloat16_are_those_of_transformers_bit_for_bit(path):
     assert (a.float() - b.float()).abs().max() <= 2 ** -7 * b.float().abs().max()
 
 
-@pytest.mark.parametrize('dtype', [torch.float16,
-                                   pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize('name', ['gemma3', 'olmo3', 'cohere2', 'granite', 'opt_350m',
-                                  'neox', 'neox_sequential'])
-def test_in_half_precision_a_model_is_as_near_to_float32_as_that_of_transformers(name, dtype,
-                                                                               tmp_path):
+@pytest.mark.parametrize('name, dtype', [
+    ('gemma3', torch.bfloat16), *((name, torch.float16) for name in (
+        'gemma3', 'olmo3', 'cohere2', 'granite', 'opt_350m', 'neox'))])
+def test_in_half_precision_a_model_is_as_near_to_float32_as_that_of_transformers(
+        name, dtype, tmp_path):
     """Files of the type, computed in it; hidden states far from the limits of float16."""
     import transformers
     reference_model(name, tmp_path / 'single', initializer_range=0.02)
@@ -403,15 +402,6 @@ PUBLISHED = {
         'rope_scaling': None, 'rope_theta': 50000, 'rotary_pct': 1.0, 'sliding_window': 4096,
         'sliding_window_pattern': 4, 'torch_dtype': 'bfloat16', 'use_embedding_sharing': True,
         'use_parallel_block': True, 'use_qk_norm': False, 'vocab_size': 256000},
-    'HuggingFaceTB/SmolLM3-3B': {
-        'attention_bias': False, 'hidden_act': 'silu', 'hidden_size': 2048,
-        'intermediate_size': 11008, 'layer_types': ['full_attention'] * 36,
-        'max_position_embeddings': 65536, 'max_window_layers': 28, 'mlp_bias': False,
-        'model_type': 'smollm3', 'no_rope_layer_interval': 4, 'no_rope_layers': [1, 1, 1, 0] * 9,
-        'num_attention_heads': 16, 'num_hidden_layers': 36, 'num_key_value_heads': 4,
-        'pretraining_tp': 2, 'rms_norm_eps': 1e-6, 'rope_scaling': None, 'rope_theta': 5000000.0,
-        'sliding_window': None, 'torch_dtype': 'bfloat16', 'use_sliding_window': False,
-        'vocab_size': 128256},
     'allenai/Olmo-3-1025-7B': {
         'attention_bias': False, 'hidden_act': 'silu', 'hidden_size': 4096,
         'intermediate_size': 11008, 'layer_types': [
@@ -432,14 +422,6 @@ PUBLISHED = {
             'long_factor': [1.5] * 48, 'short_factor': [1.0] * 48, 'type': 'longrope'},
         'rope_theta': 10000.0, 'sliding_window': 262144, 'tie_word_embeddings': True,
         'vocab_size': 200064},
-    'ibm-granite/granite-3.3-2b-base': {
-        'attention_bias': False, 'attention_dropout': 0.0, 'attention_multiplier': 0.015625,
-        'embedding_multiplier': 12.0, 'hidden_act': 'silu', 'hidden_size': 2048,
-        'intermediate_size': 8192, 'logits_scaling': 8.0, 'max_position_embeddings': 131072,
-        'mlp_bias': False, 'model_type': 'granite', 'num_attention_heads': 32,
-        'num_hidden_layers': 40, 'num_key_value_heads': 8, 'residual_multiplier': 0.22,
-        'rms_norm_eps': 1e-5, 'rope_scaling': None, 'rope_theta': 10000000.0,
-        'tie_word_embeddings': True, 'vocab_size': 49152},
 }
 
 
