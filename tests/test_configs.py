@@ -450,25 +450,6 @@ def running(pid):
         return False
 
 
-@pytest.mark.slow
-def test_a_worker_ended_right_after_the_fork_does_not_run_the_handler_of_its_parent(tmp_path):
-    """SIGTERM right after the fork ran the parent's handler; one pool in a few hundred hung."""
-    code = """
-import signal, sys
-from runtime.processes import forked_pool
-signal.signal(signal.SIGTERM, lambda *_: print('the handler of the parent ran', flush=True))
-for _ in range(200):
-    try:
-        with forked_pool(2, print):
-            raise ValueError
-    except ValueError:
-        pass
-"""
-    done = subprocess.run([sys.executable, '-c', code], cwd=HERE, capture_output=True, text=True,
-                          timeout=120)
-    assert (done.returncode, done.stdout, done.stderr) == (0, '', '')
-
-
 @pytest.mark.parametrize('content, message', [
     *((f'template = {value!r}', rf'template = {re.escape(repr(value))} is not supported')
       for value in ('zephyr', 'trained', None)),
