@@ -313,6 +313,14 @@ def test_a_survivor_of_torchrun_has_no_traceback(message, lost, monkeypatch):
     with pytest.raises(SystemExit if lost else RuntimeError) as error, cli.one_line_errors():
         raise RuntimeError(message)
     assert not lost or 'in process 1 of 2: another process has ended' in str(error.value)
+    slept = []      # of an error that all processes have, only the first one's is printed
+    monkeypatch.setattr(cli.time, 'sleep', slept.append)
+    for rank in '01':
+        monkeypatch.setenv('RANK', rank)
+        with pytest.raises(SystemExit, match=f'error in process {rank} of 2: x'):
+            with cli.one_line_errors():
+                raise ConfigError('x')
+        assert bool(slept) == (rank == '1')
 
 
 def test_a_stopped_run_says_how_to_continue_and_a_bug_keeps_its_traceback(tmp_path):

@@ -325,10 +325,7 @@ def test_an_error_in_one_process_names_it_and_ends_all(folder, tmp_path):
     assert done.returncode and 'error in process 1 of 2: q: ' in done.stderr, done.stderr
     assert 'q.jsonl:20: even without shots the prompt has' in done.stderr
     assert 'Traceback (most recent call last):\n  File "' + str(HERE) not in done.stderr
-    # an error that all have is printed once, also before they know each other
-    done = torchrun(*command, '--tasks=no_such_file.jsonl')
-    assert done.returncode and done.stderr.count('\nerror in') + done.stderr.startswith(
-        'error in process 0 of 2: ') == 1, done.stderr
+
     done = run([*command, '--on_bad_row=skip'], 2)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / 'out' / 'results.json').read_text())['tasks']['q']
