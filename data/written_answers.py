@@ -68,9 +68,7 @@ class WrittenQuestion:
         return len(self.context) + len(self.solution)
 
 
-# ------------------------------------------------------------------------------------------------
-# Row functions
-# ------------------------------------------------------------------------------------------------
+# ---- Row functions -------------------------------------------------------------------------------
 
 def triviaqa_row(row):
     """TriviaQA on the hub. The first alias of an answer is its usual name."""
@@ -125,9 +123,7 @@ def humaneval_row(row):
     return WrittenRow(problem.prompt, [*problem], problem.solution)
 
 
-# ------------------------------------------------------------------------------------------------
-# The table
-# ------------------------------------------------------------------------------------------------
+# ---- The table -----------------------------------------------------------------------------------
 
 @dataclass
 class WrittenBenchmark:
@@ -278,9 +274,7 @@ def _to_question(task, header, row, place, number):
         digest)
 
 
-# ------------------------------------------------------------------------------------------------
-# Prompts
-# ------------------------------------------------------------------------------------------------
+# ---- Prompts -------------------------------------------------------------------------------------
 
 def encode(question, shots, tokenizer, cfg, max_tokens):
     """Return (token ids, ids that end the answer, number of shots) of the prompt of a question.
