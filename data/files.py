@@ -158,11 +158,10 @@ def _txt_rows(path, file):
 
 def _parquet_rows(path, file):
     import pyarrow.parquet
-    number = 0
     try:
-        for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
-            for number, row in enumerate(batch.to_pylist(), number + 1):
-                yield f'{path}: row {number}', row
+        batches = pyarrow.parquet.ParquetFile(file).iter_batches()
+        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
+            yield f'{path}: row {number}', row
     except pyarrow.ArrowException as error:
         raise DataError(f'cannot read {path}: {error}') from error
 

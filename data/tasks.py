@@ -105,7 +105,8 @@ class Task:
                 group = [*group]
                 ends = [*itertools.accumulate(1 + item.n_characters for item in group)]
                 for item, end in zip(group, ends):
-                    turn, i_block = divmod((end - 1) * n * BLOCKS // ends[-1], n)
+                    middle = end - (1 + item.n_characters) / 2
+                    turn, i_block = divmod(int(n * BLOCKS * middle / ends[-1]), n)
                     if ((n - 1 - i_block if turn % 2 else i_block) + i) % n == rank:
                         yield item
 
@@ -167,8 +168,8 @@ class Task:
         result}. fields: other fields of the kind
         """
         items, validation = (
-            [ask(q, results[split, q.language, q.id]) for q in questions
-             if (split, q.language, q.id) in results] for split, questions in (('test', self.items), ('validation', self.validation)))
+            [ask(q, results[key]) for q in items if (key := (split, q.language, q.id)) in results]
+            for split, items in (('test', self.items), ('validation', self.validation)))
         return kind(f'{self.label}.{name}', self.source, items,
                     self.total - len(self.items) + len(items), [], validation=validation,
                     **{'shots': self.shots} | fields)
