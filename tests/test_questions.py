@@ -131,7 +131,8 @@ def test_hellaswag_is_cleaned_as_the_harness_does():
 @pytest.mark.parametrize('task, row, message', [
     ('', {'answer': None}, 'no valid answer: None; wanted one of A, B'),
     ('', {'answer': 2}, 'no valid answer: 2'), ('', {'answer': True}, 'no valid answer: True'),
-    ('', {'choices': ['a']}, '2 to 26 choices'), ('', {'choices': ['a', ' ']}, 'choice B is null or empty'),
+    ('', {'choices': ['a']}, '2 to 26 choices'),
+    ('', {'choices': ['a', ' ']}, 'choice B is null or empty'),
     ('', {'choices': None, 'option_0': 'a', 'option_1': None, 'option_2': 'b', 'answer': 'B'},
      "no valid answer: 'B'; wanted one of A, C"),
     ('', {'question': ''}, 'no question'), ('', {'question': '\ud83d?'}, 'not valid Unicode'),
