@@ -56,30 +56,6 @@ def config(tmp_path, content, *arguments):
     return load_config(train.TrainConfig, [str(path), *arguments])
 
 
-def write_hub_tasks(folder, n=12):
-    """Write winogrande and boolq, n rows each, into `folder` as the hub has them.
-
-    Return {dataset: {config: {split: rows}}}.
-    """
-    names, things = ('Maria', 'Tom', 'Aisha', 'Wei'), ('a lamp', 'Warm water', 'the moon', 'ice.')
-    sentences = ('The {0} met {1} at {2}, but _ was late again.', '_ thanked {1} for {2}.',
-                 "Because of {2} {0} could not stand _'s dog.")
-    content = {'allenai/winogrande': {'winogrande_xl': [{
-        'sentence': sentences[i % 3].format(names[i % 4], things[(i + 1) % 4], i),
-        'option1': names[i % 4], 'option2': names[(i + 1) % 4] + ' Smith' * (i % 2),
-        'answer': '12'[i % 2]} for i in range(n)]}, 'aps/super_glue': {'boolq': [{
-            'question': f'is number {i} even', 'idx': i, 'label': 1 - i % 2,
-            'passage': f'Numbers -- {i} is a number.\nIt follows {i - 1}.' + '\n' * (i % 3)}
-            for i in range(n)]}}
-    for dataset, configs in content.items():
-        for config, rows in configs.items():
-            configs[config] = dict.fromkeys(('train', 'validation'), rows)
-            for split in configs[config]:
-                write_rows(folder / dataset.partition('/')[2] / config /
-                           f'{split}-00000-of-00001.parquet', rows)
-    return content
-
-
 CORPUS = ['The quick brown fox jumps over the lazy dog.', 'Question: one or two?', 'Answer: A',
           'What is the colour of the sky? It is blue.', 'Antwort: zwölf Äpfel',
           'user model assistant system'] * 20

@@ -31,19 +31,15 @@ def edited(tmp_path):
 
 @pytest.mark.parametrize('file, old, new, other', [
     ('model.py', '    y, w = x.float(),', '    y, w = 2 * x.float(),', True),
-    ('model.py', '    y, w = x.float(),', '    # exactly\n\n    y, w = x.float(),', False),
     ('model.py', '"""Return the output matrix', '"""Return a matrix', False),
     ('model.py', "'qwen2': Family(qkv_bias=True)", "'qwen2': Family()", False),
     ('model.py', "'llama': Family()", "'llama': Family(o_bias=True)", True),
     ('attention.py', 'visible = (j <= i)', 'visible = (j < i)', True),
     ('attention.py', "IMPLEMENTATION = 'auto'", "IMPLEMENTATION = 'explicit'", True),
-    ('triton_ops.py', 'y = y / tl.maximum(total', 'y = 2 * y / tl.maximum(total', True),
     ('fused_ce.py', '    tl.store(lse + row', '    tl.store(1 + lse + row', True),
     ('fused_ce.py', 'LOSSES = {', 'def tempered(t):\n    return dft()\n\n\nLOSSES = {', False),
     ('fused_ce.py', 'lambda s: s.p_y * s.nll', 'lambda s: s.p_y', False),
-    ('draw.py', '.clamp(min=1)', '.clamp(min=2)', True),
-    ('cache.py', 'newest - index', 'newest + index', True),
-    ('packing.py', '[end] * len(ids)', '[end + 1] * len(ids)', True)])
+    ('cache.py', 'newest - index', 'newest + index', True)])
 def test_an_edit_of_what_samples_use_is_other_code(file, old, new, other, edited, monkeypatch):
     before = code.code_digest(llama_config(), *evaluate.CODE)
     copies = edited(code.FORWARD, file, old, new)

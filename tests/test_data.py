@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import numpy as np
 import pyarrow.parquet
 import pytest
-from common import documents, write_hub_tasks, write_rows
+from common import documents, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import cache, chat, instruct, packing, probes, questions
-from data.files import draw, fetch, read_rows
+from data.files import draw, read_rows
 from data.trees import load_answers, tokenize_questions
 from data.world import WorldSpec, make_world
 from runtime.errors import ConfigError, DataError
@@ -46,6 +46,18 @@ def conversations(path, tokenizer, **options):
     settings = {'template': 'tulu', 'max_length': 64, 'add_bos': True,
                 'cache_dir': path.parent / 'cache'} | options
     return instruct.load_conversations(str(path), tokenizer, **settings)
+
+
+def test_bad_rows_are_named_or_counted(tmp_path, tokenizers, capsys):
+    path, good = tmp_path / 'chat.jsonl', json.dumps({'messages': SAME})
+    path.write_text(f'{good}\n{{"messages": [}}\n{good}\n{{"text": "x"}}\n')
+    with pytest.raises(DataError, match=r'chat.jsonl:2: broken JSON.*on_bad_row=skip'):
+        conversations(path, tokenizers['gemma'])
+    assert not list((tmp_path / 'cache').glob('*'))  # nothing half-written
+    for workers in (1, 2):
+        sequences = conversations(path, tokenizers['gemma'], on_bad_row='skip', workers=workers,
+                                  max_length=60 + workers)
+        assert len(sequences) == 2 and '2 bad rows skipped, the first' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('add_bos', [True, False])
@@ -102,19 +114,6 @@ def test_the_first_turns_of_message_trees_are_read(tmp_path, tokenizers, name):
         path = write_rows(tmp_path / 'bad.jsonl', rows)
         with pytest.raises(DataError, match=f'bad.jsonl:3: {wrong}'):
             conversations(path, tokenizer)
-
-
-def test_bad_rows_are_named_or_counted(tmp_path, tokenizers, capsys):
-    path = tmp_path / 'chat.jsonl'
-    good = json.dumps({'messages': SAME})
-    path.write_text(f'{good}\n{{"messages": [}}\n{good}\n{{"text": "x"}}\n')
-    with pytest.raises(DataError, match=r'chat.jsonl:2: broken JSON.*on_bad_row=skip'):
-        conversations(path, tokenizers['gemma'])
-    assert not list((tmp_path / 'cache').glob('*'))  # nothing half-written
-    for workers in (1, 2):
-        sequences = conversations(path, tokenizers['gemma'], on_bad_row='skip', workers=workers,
-                                  max_length=60 + workers)
-        assert len(sequences) == 2 and '2 bad rows skipped, the first' in capsys.readouterr().out
 
 
 HUMAN, GPT = {'from': 'human', 'value': 'sky?'}, {'from': 'gpt', 'value': 'blue'}
@@ -246,16 +245,6 @@ def test_cache_is_keyed_by_what_went_in(tmp_path, tokenizers):
     assert len(list(cache.iterdir())) == 6
 
 
-def test_too_many_processes_are_not_blamed_on_the_cache(tmp_path, tokenizers, monkeypatch):
-    def no_fork():
-        raise BlockingIOError(11, 'Resource temporarily unavailable')
-    path = write_rows(tmp_path / 'chat.jsonl', [{'messages': SAME}])
-    monkeypatch.setattr(os, 'fork', no_fork)
-    with pytest.raises(DataError, match='^cannot start 2 processes .*unavailable; --workers=1'):
-        conversations(path, tokenizers['gemma'], workers=2)
-    assert len(conversations(path, tokenizers['gemma'], workers=1)) == 1
-
-
 def test_a_row_that_repeats_a_key_is_a_bad_row(tmp_path):
     row = '{"text": "fox", "more": [1, {"a": [{"b": 1, "b": 2}]}]}'
     lines, whole = tmp_path / 'a.jsonl', tmp_path / 'a.json'
@@ -270,22 +259,21 @@ def test_a_row_that_repeats_a_key_is_a_bad_row(tmp_path):
 
 def test_solved_questions_are_trained_by_letter(tmp_path, tokenizers):
     """The tokens are those of an evaluation; the loss is on the letter of the answer alone."""
-    write_hub_tasks(tmp_path)
-    tokenizer = tokenizers['gemma']
-    common = dict(add_bos=True, max_length=500)
-    for name, task in (('winogrande', 'winogrande_xl'), ('super_glue', 'boolq')):
-        sequences = load_answers(f'{task}:{tmp_path / name}', tokenizer, **common,
-                                 cache_dir=tmp_path / 'cache')
-        (file,) = tmp_path.glob(f'{name}/**/*train*.parquet')
-        asked = questions.load_task(f'{task}:{file}').questions
-        trees = list(tokenize_questions(asked, {}, tokenizer, **common))
-        assert len(sequences) == len(trees) == 12
-        for i, (question, tree) in enumerate(trees):
-            ids, loss_mask = (x.tolist() for x in sequences[i])
-            assert ids == [*tree.prefix, *tree.prompt, *tree.continuations[question.answer]]
-            n = tree.n_tokens[question.answer]      # small vocabularies may have no token ' A'
-            assert loss_mask == [0] * (len(ids) - n) + [1] * n
-            assert tokenizer.decode(ids[-n:]).strip() == 'ABCD'[question.answer]
+    tokenizer, common = tokenizers['gemma'], dict(add_bos=True, max_length=500)
+    row = {'sentence': 'Kim met Ann; _ won.', 'option1': 'Kim', 'option2': 'Ann'}
+    path = write_rows(tmp_path / 'hub/winogrande_xl/train-00000-of-00001.parquet',
+                      [row | {'answer': answer} for answer in '1221'])
+    sequences = load_answers(f'winogrande_xl:{tmp_path / "hub"}', tokenizer, **common,
+                             cache_dir=tmp_path / 'cache')
+    asked = questions.load_task(f'winogrande_xl:{path}').questions
+    trees = list(tokenize_questions(asked, {}, tokenizer, **common))
+    assert len(sequences) == len(trees) == 4
+    for i, (question, tree) in enumerate(trees):
+        ids, loss_mask = (x.tolist() for x in sequences[i])
+        assert ids == [*tree.prefix, *tree.prompt, *tree.continuations[question.answer]]
+        n = tree.n_tokens[question.answer]      # small vocabularies may have no token ' A'
+        assert loss_mask == [0] * (len(ids) - n) + [1] * n
+        assert tokenizer.decode(ids[-n:]).strip() == 'ABBA'[i]
     row = {'question': 'Q?', 'choices': ['a', 'b'], 'answer': 1}
     path = write_rows(tmp_path / 'mine.jsonl', [row, row | {'answer': 5},
                                                 row | {'question': 'sky ' * 499}])
@@ -448,11 +436,10 @@ def test_unreadable_files_name_their_line(tmp_path, tokenizers, name, raw, messa
 
 @pytest.mark.parametrize('raw, rows', [
     ('\ufeff{"a": 1}\r\n\r\n{"a": 2}', [(':1', {'a': 1}), (':3', {'a': 2})]),
-    ('{"a": 1}', [(': row 1', {'a': 1})]), ('{"examples": [{"a": 1}]}', [(': row 1', {'a': 1})]),
+    ('{"examples": [{"a": 1}]}', [(': row 1', {'a': 1})]),
     ('{"examples": [1]}\n{"examples": [2]}',
      [(':1', {'examples': [1]}), (':2', {'examples': [2]})]),
     ('\ufeff[{"a": 1},\r\n {"a": 2}]', [(': row 1', {'a': 1}), (': row 2', {'a': 2})]),
-    ('{"examples":\n [{"a": 1}]}', [(': row 1', {'a': 1})]),
     ('{"a": 1}\n{"a":\n{"a": 3}', [(':1', {'a': 1}), (':2', None), (':3', {'a': 3})])])
 def test_a_json_file_holds_a_list_or_a_row_per_line(tmp_path, raw, rows):
     (tmp_path / 'x.json').write_text(raw, newline='')
@@ -461,18 +448,6 @@ def test_a_json_file_holds_a_list_or_a_row_per_line(tmp_path, raw, rows):
         for (place, row), (ending, expected) in zip(read_rows(path), rows, strict=True):
             assert place == f'{path}{ending}'
             assert row == expected if expected else f'{place}: broken JSON' in str(row)
-
-
-def test_a_file_or_folder_without_read_permission_is_named(tmp_path, monkeypatch):
-    def refuse(path, *_):
-        raise PermissionError(13, 'Permission denied', str(path))
-    (tmp_path / 'a.jsonl').write_text('{}')
-    monkeypatch.setattr('builtins.open', refuse)        # as root there would be no such error
-    with pytest.raises(DataError, match='cannot read .*/a.jsonl: Permission denied$'):
-        list(read_rows(tmp_path / 'a.jsonl'))
-    monkeypatch.setattr('os.access', lambda *_: False)
-    with pytest.raises(DataError, match=f'cannot read the folder {tmp_path}: Permission denied$'):
-        fetch(str(tmp_path), ('*.jsonl',))
 
 
 def test_a_parquet_file_that_is_not_utf8_is_named(tmp_path):
@@ -508,16 +483,6 @@ def test_a_sample_is_drawn_evenly(pairs, limit, seed):
     assert {i.id for i in again} == {i.id for i in drawn}       # whatever the order of files
     assert {i.id for i in draw(items, limit + 3, seed)} >= {i.id for i in drawn}
     assert draw(items, None, seed) == items
-
-
-def test_a_sample_of_texts_is_drawn_by_the_seed(tmp_path):
-    path = write_rows(tmp_path / 'a.jsonl', [{'text': f'one two three {i}'} for i in range(50)])
-    first, same, other = (probes.load_texts(f'clm:{path}', limit=10, seed=seed)
-                          for seed in (1, 1, 2))
-    assert first.total == 50 and len(first.texts) == 10
-    ids = [[t.id for t in loaded.texts] for loaded in (first, same, other)]
-    assert ids[0] == ids[1] != ids[2] and ids[0] != [str(i) for i in range(10)]
-    assert first.texts[0].place == f'{path}:{int(ids[0][0]) + 1}'
 
 
 @settings(deadline=None, max_examples=40)

@@ -2,18 +2,15 @@
 
 import copy
 import io
-import os
 import re
 import shutil
-import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
 import torch
 import sample
-from common import HERE, rewrite
+from common import rewrite
 from data.chat import encode_conversation
 from data.packing import Tree
 from data.tokenizer import load_tokenizer
@@ -133,24 +130,6 @@ def test_a_conversation_continues_after_an_answer(chat_folder, capsys, typed):
         ['user'], ['user', 'assistant', 'user']]
     assert escape_controls(asked[1][1]['content']).startswith(first)
     assert asked[1][2]['content'] == 'And then?'
-
-
-@pytest.mark.skipif(sys.platform == 'win32', reason='needs a pseudo-terminal')
-def test_an_invalid_byte_does_not_end_a_conversation():
-    import pty
-    main, terminal = pty.openpty()
-    code = 'from runtime.terminal import typed_lines\nprint([*map(ascii, typed_lines())])'
-    with subprocess.Popen([sys.executable, '-c', code], cwd=HERE, stdin=terminal, stdout=terminal,
-                          stderr=subprocess.PIPE, env=os.environ | {'LC_ALL': 'C'}) as process:
-        for line in (b'one\n', b'a\xffb\n', b'\xc3\n', b'two\n', b'\x04'):
-            os.write(main, line)
-            time.sleep(0.2)
-        errors = process.stderr.read()
-    os.close(terminal)
-    printed = os.read(main, 10 ** 4)
-    os.close(main)
-    assert process.returncode == 0 and b'that line is not valid' in errors
-    assert b'"\'one\'"' in printed and b'"\'two\'"' in printed and b'xff' not in printed
 
 
 def test_control_characters_of_an_answer_do_not_reach_the_terminal(tokenizers, capsys, monkeypatch):

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import tokenizers
 import transformers
-from common import (CORPUS, SHARED, needs_files, needs_shared, sentencepiece_folder, t5_folder,
+from common import (CORPUS, SHARED, needs_files, sentencepiece_folder, t5_folder,
                     tiktoken_folder)
 from data import byte_pairs, chat, export
 from data.instruct import to_messages
@@ -270,9 +270,8 @@ def test_tokens_outside_of_a_sentencepiece_model(tmp_path):
     small = load_model_tokenizer(tmp_path, SimpleNamespace(vocab_size=n + 1, eos_token_id=[n, 7]))
     assert '<|endoftext|>' in small.control_ids and '<|user|>' not in small.control_ids
     assert small.n_vocab == n + 1 and small.end_ids == {n, 7}
-    for size in (n - 1, n):     # without a piece; without EOS
-        with pytest.raises(CheckpointError, match='the tokenizer has 405 tokens, but vocab_size'):
-            load_model_tokenizer(tmp_path, SimpleNamespace(vocab_size=size))
+    with pytest.raises(CheckpointError, match='the tokenizer has 405 tokens, but vocab_size'):
+        load_model_tokenizer(tmp_path, SimpleNamespace(vocab_size=n))       # without EOS
     (tmp_path / 'tokenizer.json').unlink()
     (tmp_path / 'tokenizer_config.json').unlink()
     (tmp_path / 'added_tokens.json').write_text(f'{{"<|user|>": {n}}}')
@@ -342,18 +341,6 @@ def test_a_tokenizer_json_that_is_refused(change, message, tmp_path):
     rewrite_json(tmp_path / 'tokenizer.json', change)
     with pytest.raises(DataError, match=f'(?s)tokenizer.json: .*{message}'):
         load_tokenizer(tmp_path).encode('a' * 60)
-
-
-def test_a_special_token_that_is_a_word_does_not_split_it(tmp_path):
-    reference = train_bpe(tmp_path)
-    word = min(name for name in reference.get_vocab() if re.fullmatch('[a-z]{3,}', name))
-    reference.add_special_tokens([tokenizers.AddedToken(word),
-                                  tokenizers.AddedToken('<|left|>', lstrip=True)])
-    reference.save(str(tmp_path / 'tokenizer.json'))
-    tokenizer, _ = same_ids(tmp_path, [f'{word}', f'a {word}s', f'{word}{word}\n{word}'])
-    assert tokenizer.control_ids.keys() == {'<|begin|>', '<|end|>', '<|left|>'}
-    assert tokenizer.strips == {tokenizer.control_ids['<|left|>']: (True, False)}
-    assert reference.token_to_id(word) in tokenizer.encode(word)
 
 
 def test_bos_and_eos_of_a_tokenizer_json(tmp_path):
@@ -542,8 +529,12 @@ def in_transformers(folder, template=None, add_bos=True):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('kind', ['llama3', 'llama3.json', 'qwen', 'gemma', 'mistral', 'llama2'])
-def test_transformers_reads_what_a_run_saves(kind, tmp_path):
+@pytest.mark.parametrize('kind, templates', [
+    ('llama3', ['tulu']), ('llama3.json', ['tulu', 'mistral', 'llama3']), ('qwen', ['chatml']),
+    ('gemma', ['tulu', 'gemma']), ('mistral', ['tulu', 'mistral']),
+    ('llama2', ['mistral', 'alpaca'])])
+def test_transformers_reads_what_a_run_saves(kind, templates, tmp_path):
+    """The ids of texts, and of conversations in each template as they were trained."""
     theirs, ours = in_transformers(base_folder(tmp_path / 'run', kind))
     assert (theirs.chat_template == 'of the base model') == (kind in ('llama3.json', 'qwen'))
     bos = [] if kind == 'qwen' else [ours.bos_id]
@@ -554,6 +545,25 @@ def test_transformers_reads_what_a_run_saves(kind, tmp_path):
             assert theirs(text)['input_ids'] == bos + ours.encode(text), text
             assert theirs.decode(ours.encode(text)) == ours.decode(ours.encode(text))
     assert load_tokenizer(tmp_path / 'run').fingerprint == ours.fingerprint
+    for template in templates:
+        for add_bos in (True, False) if template in ('gemma', 'mistral') else (kind != 'qwen',):
+            folder = base_folder(tmp_path / f'{template}-{add_bos}', kind)
+            theirs, ours = in_transformers(folder, template, add_bos)
+            for messages in CHATS[3:] if template == 'alpaca' else CHATS:
+                assert_rendered(messages, theirs, ours, template, add_bos)
+
+
+def assert_rendered(messages, theirs, ours, template, add_bos):
+    ids, loss_mask = chat.encode_conversation(messages, ours, template, add_bos)
+    assert theirs.apply_chat_template(messages, tokenize=False) == ours.decode(
+        ids, start=True), messages
+    turns = [i for i, message in enumerate(messages) if message['role'] == 'assistant']
+    answers = [i for i in range(1, len(ids)) if loss_mask[i] > loss_mask[i - 1]]
+    for turn, answer in zip(turns, answers, strict=True):
+        asked = {'conversation': messages[:turn], 'add_generation_prompt': True}
+        assert theirs.apply_chat_template(**asked, tokenize=False) == ours.decode(ids[:answer])
+        if turn == turns[0]:
+            assert theirs.apply_chat_template(**asked)['input_ids'] == ids[:answer]
 
 
 @pytest.mark.slow
@@ -591,43 +601,16 @@ CHATS = [MESSAGES, MESSAGES[1:], MESSAGES[:3], MESSAGES[1:3],
          [{'role': 'user', 'content': 'Add.\n\n1 2', 'input': '1 2'}, MESSAGES[2]]]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('template, kind, add_bos', [
-    *(('tulu', kind, True) for kind in ('llama3', 'llama3.json', 'gemma', 'mistral')),
-    *(('mistral', kind, True) for kind in ('llama3.json', 'mistral', 'llama2')),
-    ('alpaca', 'llama2', True), ('llama3', 'llama3.json', True), ('gemma', 'gemma', True),
-    ('gemma', 'gemma', False), ('mistral', 'mistral', False), ('chatml', 'qwen', False)])
-def test_transformers_renders_what_was_trained(template, kind, add_bos, tmp_path):
-    theirs, ours = in_transformers(base_folder(tmp_path / 'run', kind), template, add_bos)
-    for messages in CHATS[3:] if template == 'alpaca' else CHATS:
-        ids, loss_mask = chat.encode_conversation(messages, ours, template, add_bos)
-        assert theirs.apply_chat_template(messages, tokenize=False) == ours.decode(
-            ids, start=True), messages
-        turns = [i for i, message in enumerate(messages) if message['role'] == 'assistant']
-        answers = [i for i in range(1, len(ids)) if loss_mask[i] > loss_mask[i - 1]]
-        for turn, answer in zip(turns, answers, strict=True):
-            asked = {'conversation': messages[:turn], 'add_generation_prompt': True}
-            assert theirs.apply_chat_template(**asked, tokenize=False) == ours.decode(ids[:answer])
-            if turn == turns[0]:
-                assert theirs.apply_chat_template(**asked)['input_ids'] == ids[:answer]
-
-
 def test_generation_stops_at_the_end_of_a_turn(tmp_path):
     from transformers import GenerationConfig
-    for kind, template, before, after in (
-            ('gemma', 'gemma', None, [1, '<end_of_turn>']), ('gemma', 'tulu', None, None),
-            ('qwen', 'chatml', [1, 9], [1, 9, '<|im_end|>']), ('qwen', 'tulu', 1, 1)):
-        folder = base_folder(tmp_path / f'{kind}-{template}', kind)
-        if before:
-            GenerationConfig(eos_token_id=before, max_new_tokens=7).save_pretrained(folder)
-        _, ours = in_transformers(folder, template, kind != 'qwen')
-        if after is None:
-            assert not (folder / 'generation_config.json').exists()
-            continue
-        found = GenerationConfig.from_pretrained(folder)
-        assert found.eos_token_id == (after if isinstance(after, int) else [
-            ours.control_ids.get(i, i) for i in after])
-        assert found.max_new_tokens == (7 if before else None)
+    folder = base_folder(tmp_path / 'qwen', 'qwen')
+    GenerationConfig(eos_token_id=[1, 9], max_new_tokens=7).save_pretrained(folder)
+    _, ours = in_transformers(folder, 'chatml', False)
+    found = GenerationConfig.from_pretrained(folder)
+    assert found.eos_token_id == [1, 9, ours.control_ids['<|im_end|>']]
+    assert found.max_new_tokens == 7
+    in_transformers(folder := base_folder(tmp_path / 'gemma', 'gemma'), 'tulu')
+    assert not (folder / 'generation_config.json').exists()
 
 
 def test_jinja_raises_as_python_does(tokenizers, tmp_path):
@@ -670,16 +653,3 @@ def test_the_alpaca_template_is_stanfords_prompt(tokenizers, given, prompt):
     assert loss_mask == [0] * len(before) + [1] * (len(ids) - len(before))
     with pytest.raises(DataError, match='one user message and one answer, not assistant;'):
         chat.encode_conversation(MESSAGES[2:3], tokenizer, 'alpaca')
-
-
-@needs_shared
-def test_real_tokenizers_give_known_ids(tmp_path):
-    for file, text, ids in (('llama3_tokenizer.model', '<|assistant|>\n', [27, 91, 78191, 91, 397]),
-                            ('llama2_tokenizer.model', 'Answer: A', [673, 29901, 319])):
-        shutil.copyfile(SHARED / 'tokenizers' / file, tmp_path / 'tokenizer.model')
-        tokenizer = load_tokenizer(tmp_path)
-        assert tokenizer.encode(text) == ids
-        if 'llama3' in file:
-            assert (tokenizer.n_vocab, tokenizer.bos_id, tokenizer.eos_id) == (
-                128256, 128000, 128001)
-            assert tokenizer.control_ids['<|eot_id|>'] == 128009

@@ -21,12 +21,11 @@ from data.chat import encode_prompt
 from data.tokenizer import load_tokenizer
 from data.trees import load_answers
 from data.written_answers import WRITTEN_TASKS, load_written
-from decoding import slots
 from decoding.sampling import Sampling
 from results import plots
 from results.samples import latest_samples, read_samples
 from runtime import checkpoint
-from runtime.errors import CheckpointError, ConfigError, DataError
+from runtime.errors import ConfigError, DataError
 from runtime.eval_config import EvalConfig
 from runtime.sandbox import run_program
 
@@ -198,8 +197,7 @@ def test_p_true_is_that_of_transformers(asked):
                     for i, mark in enumerate('AB'))
     plain, among = (samples_of(folder / 'out', f'qa.{name}')
                     for name in ('p_true', 'p_true_samples'))
-    assert len(plain) == len(among) == 10
-    assert {s['correct'] for s in plain} == {True, False}
+    assert len(plain) == len(among) == 10 and {s['correct'] for s in plain} == {True, False}
     for row, other in zip(plain[:4], among[:4]):
         question = f'Question: What is the colour of {row["id"]}?\n'
         greedy = answers[row['id']]['greedy']
@@ -237,10 +235,7 @@ def test_results_have_an_entry_for_each_confidence(asked):
     accuracy = tasks['qa']['pooled']['accuracy']
     assert accuracy == share == tasks['qa']['written']['lenient_accuracy'] and share > 0
     for name in entries:
-        report = tasks[name]['pooled']
-        assert report['n'] == 10 - tasks[name].get('unparsed', 0)
-        assert {'ece', 'smooth_ece', 'auroc', 'aurc', 'prr', 'brier_skill', 'bas',
-                'brier_top_label'} <= report.keys()
+        assert tasks[name]['pooled']['n'] == 10 - tasks[name].get('unparsed', 0)
         assert [*tasks[name]['post_hoc']['reports']] == ['platt', 'isotonic']
     assert tasks['qa.agreement']['ece_floor'] > 0 == tasks['qa.agreement']['unparsed']
     text = (folder / 'out' / 'results.md').read_text()
@@ -249,17 +244,6 @@ def test_results_have_an_entry_for_each_confidence(asked):
     assert page.count('<th>floor of ECE') == 1 and '<td>qa.greedy_agreement<td>10' in page
 
 
-def test_a_question_whose_logits_are_not_finite_is_named(asked, tmp_path, monkeypatch):
-    def draw(logits, *_):       # in a CUDA graph, so nothing is copied from the CPU
-        values = logits.new_full((len(logits), 4), torch.nan)
-        values[:, 0] = 3
-        return values
-    monkeypatch.setattr(slots, 'draw', draw)
-    with pytest.raises(CheckpointError, match=r'qa: .*test.jsonl:\d+: the model gives NaN'):
-        ask(asked[0], tmp_path)
-
-
-@pytest.mark.slow
 def test_answers_in_a_chat_are_those_to_its_template(asked, tmp_path, capsys):
     folder, _, share = asked
     model, tokenizer = checkpoint.load(folder / 'model'), load_tokenizer(folder / 'model')
@@ -277,8 +261,7 @@ def test_answers_in_a_chat_are_those_to_its_template(asked, tmp_path, capsys):
         assert [a.text for a in answers] == [a['text'] for a in row['answers']]
 
 
-@pytest.mark.slow
-def test_an_interrupted_evaluation_resumes(asked, tmp_path):
+def test_an_interrupted_evaluation_resumes(asked, tmp_path, monkeypatch):
     """The file of samples is cut off anywhere, also inside a line; all else is lost."""
     folder, *_ = asked
     whole = (folder / 'out' / 'samples.jsonl').read_bytes()
@@ -287,26 +270,21 @@ def test_an_interrupted_evaluation_resumes(asked, tmp_path):
     (out / 'results.json').unlink()
     ask(folder, out, '--p_true', '--p_ik', '--verbalized')
     assert sorted((out / 'samples.jsonl').read_bytes().split(b'\n')) == sorted(whole.split(b'\n'))
-
-
-@pytest.mark.slow
-def test_answers_depend_on_the_seed_and_not_on_the_other_questions(asked, tmp_path, monkeypatch):
-    folder, *_ = asked
-    every = {s['id']: s for s in samples_of(folder / 'out', 'qa')}
-    ask(folder, tmp_path, '--limit=3')
-    some = samples_of(tmp_path, 'qa')
+    # answers depend on the seed and not on the other questions
+    every = {s['id']: s for s in samples_of(out, 'qa')}
+    ask(folder, tmp_path / 'some', '--limit=3')
+    some = samples_of(tmp_path / 'some', 'qa')
     assert len(some) == 3 and all(s == every[s['id']] for s in some)
     ask(folder, tmp_path / 'other', '--limit=3', '--seed=1')
     assert all(a['answers'] != every[a['id']]['answers'] and a['greedy']['text'] ==
                every[a['id']]['greedy']['text'] for a in samples_of(tmp_path / 'other', 'qa'))
     monkeypatch.setattr(plots, 'save_figure', lambda *_: None)
     with pytest.raises(SystemExit):
-        evaluate.main(['--compare', str(tmp_path), str(tmp_path / 'other'),
+        evaluate.main(['--compare', str(tmp_path / 'some'), str(tmp_path / 'other'),
                        f'--out_dir={tmp_path / "compared"}', '--n_bootstrap=50'])
     assert 'qa.agreement' in (tmp_path / 'compared' / 'compare.md').read_text()
 
 
-@pytest.mark.slow
 def test_a_confidence_in_earlier_answers_is_left_out(asked, tmp_path, capsys, monkeypatch):
     folder, *_ = asked
     entries = {'qa.p_true', 'qa.p_true_samples', 'qa.p_ik'}
@@ -330,29 +308,24 @@ def test_a_confidence_in_earlier_answers_is_left_out(asked, tmp_path, capsys, mo
     assert graded['qa']['pooled']['accuracy'] == graded['qa.agreement']['pooled']['accuracy'] == 1
 
 
-@pytest.mark.slow
 def test_an_answer_that_states_no_probability_is_not_written_again(asked, tmp_path, monkeypatch):
     folder, *_ = asked
     out = shutil.copytree(folder / 'out', tmp_path / 'out')
     before = json.loads((out / 'results.json').read_text())['tasks']
-    rows = {name: len(samples_of(out, f'qa.{name}')) for name in ('verbalized_1s', 'verbalized_2s')}
-    assert min(rows.values()) < 10
-    assert rows == {name: before.get(f'qa.{name}', {'pooled': {'n': 0}})['pooled']['n']
-                    for name in rows}
+    for name in ('verbalized_1s', 'verbalized_2s'):
+        n = before.get(f'qa.{name}', {'pooled': {'n': 0}})['pooled']['n']
+        assert len(samples_of(out, f'qa.{name}')) == n < 10
     monkeypatch.setattr(generate, 'generate', lambda *_: pytest.fail('answers were generated'))
     whole = (out / 'samples.jsonl').read_bytes()
-    after = ask(folder, out, '--verbalized')
-    assert (out / 'samples.jsonl').read_bytes() == whole
-    assert all(task['pooled'] == before[name]['pooled'] for name, task in after.items())
-    # a better parser finds a number in each of them, and a worse one in none
-    monkeypatch.setattr(written_tasks, 'stated_guess', lambda *_: ('Ann', '0.5'))
-    assert ask(folder, out, '--verbalized')['qa.verbalized_1s']['pooled']['n'] == 10
-    monkeypatch.setattr(written_tasks, 'stated_guess', lambda *_: (None, None))
     ask(folder, out, '--verbalized')
-    assert not samples_of(out, 'qa.verbalized_1s')
+    assert (out / 'samples.jsonl').read_bytes() == whole
+    # a better parser finds a number in each of them, and a worse one in none
+    for guess, n in ((('Ann', '0.5'), 10), ((None, None), 0)):
+        monkeypatch.setattr(written_tasks, 'stated_guess', lambda *_, guess=guess: guess)
+        ask(folder, out, '--verbalized')
+        assert len(samples_of(out, 'qa.verbalized_1s')) == n
 
 
-@pytest.mark.slow
 def test_written_programs_are_run_only_if_that_is_allowed(asked, tmp_path, monkeypatch):
     folder, _, share = asked
     problem = {'task_id': 'T/0', 'entry_point': 'add', 'canonical_solution': '    return a + b\n',
@@ -369,10 +342,9 @@ def test_written_programs_are_run_only_if_that_is_allowed(asked, tmp_path, monke
         pytest.skip(str(error))
     question, _ = load_written(f'humaneval:{path}').questions
     assert question.id == 'T/0' and question.context.endswith('"""')
-    for text, right in (('\n    return a + b\nprint(1)', True), ('\n    return a', False),
-                        (' \n', False)):
-        grade = WRITTEN_TASKS['humaneval'].grade(text, question.references)
-        assert grade['correct'] == grade['strict'] == right
+    grades = [WRITTEN_TASKS['humaneval'].grade(text, question.references)['correct']
+              for text in ('\n    return a + b\nprint(1)', '\n    return a', ' \n')]
+    assert grades == [True, False, False]
     evaluate.main([*arguments, '--run_code'])
     rows = samples_of(tmp_path, 'humaneval')
     assert [row['greedy']['correct'] for row in rows] == [False, False]
@@ -397,7 +369,6 @@ def test_settings_that_do_not_apply_are_refused(asked, tmp_path):
 # Stated probabilities
 # ------------------------------------------------------------------------------------------------
 
-@pytest.mark.slow
 def test_an_answer_too_long_to_be_shown_leaves_the_question_out_of_that_entry(
         asked, tmp_path, capsys):
     folder, _, _ = asked
@@ -454,7 +425,6 @@ def test_a_stated_probability_is_of_the_guess_or_of_the_greedy_answer(text, lead
     assert not stage.judged or not outcome or sample['predicted'] == 'Bob'
 
 
-@pytest.mark.slow
 def test_p_ik_reads_the_state_at_the_end_of_each_prompt(asked, tmp_path, monkeypatch):
     folder, reference, _ = asked
     tokenizer = load_tokenizer(folder / 'model')
@@ -478,7 +448,6 @@ def test_p_ik_reads_the_state_at_the_end_of_each_prompt(asked, tmp_path, monkeyp
     ask(folder, tmp_path, '--p_ik', '--pack_len=64')
 
 
-@pytest.mark.slow
 def test_a_model_can_be_tuned_and_asked_to_say_what_it_knows(asked, tmp_path):
     """As many sequences with the letter A as right answers; evaluate.py asks each question once."""
     folder, *_ = asked
