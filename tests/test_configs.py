@@ -313,6 +313,14 @@ def test_a_survivor_of_torchrun_has_no_traceback(message, lost, monkeypatch):
     with pytest.raises(SystemExit if lost else RuntimeError) as error, cli.one_line_errors():
         raise RuntimeError(message)
     assert not lost or 'in process 1 of 2: another process has ended' in str(error.value)
+    slept = []      # of an error that all processes have, only the first one's is printed
+    monkeypatch.setattr(cli.time, 'sleep', slept.append)
+    for rank in '01':
+        monkeypatch.setenv('RANK', rank)
+        with pytest.raises(SystemExit, match=f'error in process {rank} of 2: x'):
+            with cli.one_line_errors():
+                raise ConfigError('x')
+        assert bool(slept) == (rank == '1')
 
 
 def test_a_stopped_run_says_how_to_continue_and_a_bug_keeps_its_traceback(tmp_path):
@@ -448,25 +456,6 @@ def running(pid):
         return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] != 'Z'
     except FileNotFoundError:
         return False
-
-
-@pytest.mark.slow
-def test_a_worker_ended_right_after_the_fork_does_not_run_the_handler_of_its_parent(tmp_path):
-    """SIGTERM right after the fork ran the parent's handler; one pool in a few hundred hung."""
-    code = """
-import signal, sys
-from runtime.processes import forked_pool
-signal.signal(signal.SIGTERM, lambda *_: print('the handler of the parent ran', flush=True))
-for _ in range(200):
-    try:
-        with forked_pool(2, print):
-            raise ValueError
-    except ValueError:
-        pass
-"""
-    done = subprocess.run([sys.executable, '-c', code], cwd=HERE, capture_output=True, text=True,
-                          timeout=120)
-    assert (done.returncode, done.stdout, done.stderr) == (0, '', '')
 
 
 @pytest.mark.parametrize('content, message', [

@@ -121,34 +121,6 @@ def test_settings_without_a_meaning_are_refused(values, message, monkeypatch):
         train.check_config(tiny_config(max_length=8, **values))
 
 
-def test_another_objective_replaces_the_loss_of_a_step(tiny_model):
-    """A preference loss: the log-ratio of the two sequences of each pair, which share a row."""
-    cfg = tiny_config(micro_rows=1)
-    packed = packing.pack(documents(3, [60, 30, 40, 50, 20, 70]), 128, groups=[0, 0, 1, 1, 2, 2])
-    pairs_seen = []
-
-    def preference(packed, cfg):
-        def compute(model, rows, inputs, targets):
-            hidden, owner = model(*inputs), torch.from_numpy(packed.owner[rows])
-            log_probs = model.logits(hidden).log_softmax(-1).gather(
-                -1, targets.clamp(min=0)[..., None])[..., 0]
-            sums = [log_probs[(owner == i) & (targets >= 0)].sum() for i in range(6)]
-            pairs = [i for i in range(3) if (owner == 2 * i).any()]
-            pairs_seen.append(pairs)
-            assert all((owner == 2 * i + 1).any() for i in pairs)
-            margins = torch.stack([sums[2 * i] - sums[2 * i + 1] for i in pairs])
-            loss = -F.logsigmoid(margins).sum() / 3
-            return loss, {'margin': margins.detach().sum() / 3}
-        return compute
-
-    values = train.forward_backward(tiny_model, packed, cfg, 'cpu', preference)
-    assert [*values] == ['loss', 'margin'] and sorted(sum(pairs_seen, [])) == [0, 1, 2]
-    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in tiny_model.parameters())
-    optimizer = train.build_optimizer(tiny_model, cfg)
-    values = train.train_step(tiny_model, optimizer, packed, cfg, 'cpu', preference)
-    assert [*values] == ['loss', 'margin', 'grad_norm']
-
-
 @pytest.mark.parametrize('limit', [1e3, 1e-3])
 def test_clipping_lowers_large_gradients_and_raises_none(tiny_model, limit):
     """The optimizer is called with the smaller of 1 and limit / norm."""
