@@ -12,7 +12,7 @@ import os
 import re
 import runpy
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -60,19 +60,48 @@ def digest(config):
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 
+DEFAULTS = json.loads((HERE / 'research' / 'study' / 'defaults.json').read_text())
+
+
+def settings(config):
+    """Return {key: value} of what differs from the defaults when the study was made.
+
+    A key that the program has got since must have its default of today.
+    """
+    recorded, today, different = DEFAULTS[type(config).__name__], type(config)(), {}
+    for key in (field.name for field in fields(config)):
+        value = getattr(config, key)
+        if key not in recorded:
+            assert value == getattr(today, key), key
+            continue
+        value = json.loads(json.dumps(settings(value) if is_dataclass(value) else value))
+        if value != recorded[key]:
+            different[key] = value
+    return different
+
+
+def settings_digest(configs):
+    text = json.dumps([settings(config) for config in configs], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
 def test_every_run_has_the_settings_it_was_made_with():
     """research/study/runs.csv is of the 685 runs behind the committed numbers."""
     with open(HERE / 'research' / 'study' / 'runs.csv') as file:
-        expected = {row['out_dir']: row['digest'] for row in csv.DictReader(file)}
+        rows = [*csv.DictReader(file)]
+    expected, settings_expected = ({row['out_dir']: row[key] for row in rows}
+                                   for key in ('digest_of_all_keys', 'digest'))
     cfgs = [cfg for script in SCRIPTS for seed in common.SEEDS for cfg in script.runs(seed)]
     assert len(cfgs) == 685
     assert {cfg.out_dir: digest(cfg) for cfg in cfgs} == expected
+    assert {cfg.out_dir: settings_digest([cfg]) for cfg in cfgs} == settings_expected
     default = TrainConfig()
     assert all(getattr(cfg, key) == getattr(default, key) for cfg in cfgs for key in ADDED)
 
 
 def test_the_worlds_are_those_the_study_was_made_with():
     assert digest(base.WORLD) == 'cfd7d081df24' and digest(vocabulary.WORLD) == '330c93bde51c'
+    assert settings_digest([base.WORLD, vocabulary.WORLD]) == '975063d37d7c'
 
 
 @pytest.mark.slow
@@ -397,6 +426,7 @@ def test_the_plan_has_600_runs_with_settings_that_were_fixed():
     assert len({cfg.out_dir for cfg in cfgs}) == len(cfgs) == 600
     settings = json.dumps([[cfg.out_dir, digest(cfg), cfg.loss] for cfg in cfgs])
     assert hashlib.sha256(settings.encode()).hexdigest()[:12] == '4f1f667c79b6'
+    assert settings_digest(cfgs) == 'dc8e78719e09'
     for cfg in cfgs:
         training_loss(cfg)
     names = {Path(cfg.out_dir).name for cfg in cfgs}
@@ -838,20 +868,21 @@ def test_the_tables_and_figure_of_the_closed_form(tmp_path):
     assert (tmp_path / 'closed-form.png').exists()
 
 
-@pytest.mark.parametrize('makes, n, digest', [
-    ((alignment.base_runs, alignment.runs), 19, 'e12679ac42c7'),
-    ((closed_form.runs,), 20, '352727304051')])
-def test_the_plan_of_alignment_has_settings_that_were_fixed(makes, n, digest):
+@pytest.mark.parametrize('makes, n, digest, new_digest', [
+    ((alignment.base_runs, alignment.runs), 19, 'e12679ac42c7', 'bdaebb1c1276'),
+    ((closed_form.runs,), 20, '352727304051', '69d33e4b9f8b')])
+def test_the_plan_of_alignment_has_settings_that_were_fixed(makes, n, digest, new_digest):
     cfgs = [cfg for seed in alignment.SEEDS for make in makes for cfg in make(seed)]
     assert len({cfg.out_dir for cfg in cfgs}) == len(cfgs) == 5 * n
-    settings = [asdict(cfg) for cfg in cfgs] + [asdict(alignment.WORLD)]
-    for values in settings:     # keys that were added since have their defaults
+    assert settings_digest([*cfgs, alignment.WORLD]) == new_digest
+    all_settings = [asdict(cfg) for cfg in cfgs] + [asdict(alignment.WORLD)]
+    for values in all_settings:     # keys that were added since have their defaults
         for key, default in (('resample', 0), ('soft_overlong', 0), ('run_code', False)):
             assert values.pop(key, default) == default
         for key in ('p_ik', 'shard') if values.get('eval') else ():
             assert values['eval'].pop(key) == getattr(EvalConfig, key)
-    settings = json.dumps(settings)
-    assert hashlib.sha256(settings.encode()).hexdigest()[:12] == digest
+    text = json.dumps(all_settings)
+    assert hashlib.sha256(text.encode()).hexdigest()[:12] == digest
     for cfg in cfgs:
         if isinstance(cfg, AlignConfig):
             check_align_config(cfg)
