@@ -56,47 +56,12 @@ def config(tmp_path, content, *arguments):
     return load_config(train.TrainConfig, [str(path), *arguments])
 
 
-def write_hub_tasks(folder, n=12):
-    """Write tasks of n rows into `folder` as the hub has them; return {dataset: {config: splits}}.
-
-    openbookqa, winogrande, super_glue, piqa and truthful_qa; the splits are {name: rows}.
-    """
-    names, things = ('Maria', 'Tom', 'Aisha', 'Wei'), ('a lamp', 'Warm water', 'the moon', 'ice.')
-    sentences = ('The {0} met {1} at {2}, but _ was late again.', '_ thanked {1} for {2}.',
-                 "Because of {2} {0} could not stand _'s dog.")
-    content = {
-        'allenai/openbookqa': ('main', 'train validation test', lambda i: {
-            'id': f'{i}-7', 'question_stem': f'In year {i} a plant needs' + '?' * (i % 2),
-            'choices': {'text': [*things[i % 4:], *things[:i % 4]], 'label': list('ABCD')},
-            'answerKey': 'ABCD'[i % 4]}),
-        'allenai/winogrande': ('winogrande_xl', 'train validation', lambda i: {
-            'sentence': sentences[i % 3].format(names[i % 4], names[(i + 1) % 4], i),
-            'option1': names[i % 4], 'option2': names[(i + 1) % 4] + ' Smith' * (i % 2),
-            'answer': '12'[i % 2]}),
-        'aps/super_glue': ('boolq', 'train validation', lambda i: {
-            'question': f'is number {i} even', 'idx': i, 'label': 1 - i % 2,
-            'passage': f'Numbers -- {i} is a number.\nIt follows {i - 1}.' + '\n' * (i % 3)}),
-        'baber/piqa': ('', 'train validation', lambda i: {
-            'goal': f'To boil {i} eggs,', 'sol1': f'use {things[i % 4]}', 'label': i % 2,
-            'sol2': f'Use {things[(i + 2) % 4]} and wait.'}),
-        'truthfulqa/truthful_qa': ('multiple_choice', 'validation', lambda i: {
-            'question': f'What do {i} fish eat?', 'mc1_targets': {
-                'choices': [f'{i} fish eat {thing}' for thing in things[:2 + i % 3]],
-                'labels': [1] + [0] * (1 + i % 3)}})}
-    for dataset, (config, splits, row) in content.items():
-        content[dataset] = {config: {split: [row(i) for i in range(n)] for split in splits.split()}}
-        for split, rows in content[dataset][config].items():
-            name = f'{config}/{split}-00000-of-00001' if config else f'piqa_{split}'
-            write_rows(folder / dataset.partition('/')[2] / f'{name}.parquet', rows)
-    return content
-
-
 CORPUS = ['The quick brown fox jumps over the lazy dog.', 'Question: one or two?', 'Answer: A',
           'What is the colour of the sky? It is blue.', 'Antwort: zwölf Äpfel',
           'user model assistant system'] * 20
 
 
-def sentencepiece_folder(folder, kind, pieces=400):
+def sentencepiece_folder(folder, kind, pieces=400, **more):
     """A tokenizer with the settings of Gemma's file or of Llama 2's and Mistral's."""
     special = {
         'gemma': {'pad_id': 0, 'eos_id': 1, 'bos_id': 2, 'unk_id': 3, 'add_dummy_prefix': False,
@@ -104,13 +69,13 @@ def sentencepiece_folder(folder, kind, pieces=400):
                                            '<b>']},
         'mistral': {'control_symbols': ['[INST]', '[/INST]']},
         'llama2': {},
-    }[kind]
+    }[kind] | more
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / 'tokenizer.model', 'wb') as file:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(CORPUS), model_writer=file, vocab_size=pieces, model_type='bpe',
-            byte_fallback=True, normalization_rule_name='identity', minloglevel=2,
-            remove_extra_whitespaces=False, **special)
+            minloglevel=2, remove_extra_whitespaces=False,
+            **{'byte_fallback': True, 'normalization_rule_name': 'identity'} | special)
     return folder
 
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from common import (SHARED, head_of_32, needs_files, off, reference_model, same_weights,
-                    sentencepiece_folder, write_rows)
+from common import (head_of_32, off, reference_model, same_weights, sentencepiece_folder,
+                    write_rows)
 
 import align
 import train
@@ -25,7 +25,7 @@ from alignment.objectives import policy_objective
 from alignment.packed_answers import Answers
 from alignment.prompts import load_prompts, to_prompt
 from alignment.rewards import FunctionReward, load_reward
-from data.files import read_rows
+
 from generate import Answer
 from runtime import checkpoint
 from runtime.errors import CheckpointError, ConfigError, DataError, TrainingError
@@ -55,9 +55,9 @@ def test_advantages_are_those_of_plain_loops_and_sum_to_0(name):
     expected = [plain_advantage(name, row) for row in rewards.tolist()]
     assert np.allclose(advantages, expected, rtol=0, atol=1e-12)
     assert np.allclose(advantages.sum(1), 0, atol=1e-12)
-    shifted = RL_METHODS[name].advantage(rewards + np.arange(5)[:, None])
-    assert np.allclose(shifted, advantages, atol=1e-12)
-    assert np.abs(RL_METHODS[name].advantage(np.full((2, 4), 0.25))).max() == 0
+    for reward in (0.1, 1 / 3, -1e18, 1e-300):      # equal rewards: exactly 0
+        assert (RL_METHODS[name].advantage(np.full((3, 7), reward)) == 0).all()
+        assert (whitened(np.full(14, reward), [7, 7]) == 0).all()
 
 
 def test_the_weights_of_tokens_are_the_divisors_of_the_papers():
@@ -148,7 +148,8 @@ def plain_loss(model, run, cfg, answers, advantages, old, reference):
                 ratios = [ratios.prod()]
             elif method == 'gspo':
                 ratios = [ratios.prod() ** (1 / n)]
-            surrogate = sum(-min(A * r, A * min(max(r, 1 - 0.2), 1 + high(cfg)),
+            high = 0.28 if method == 'dapo' else 0.2
+            surrogate = sum(-min(A * r, A * min(max(r, 1 - 0.2), 1 + high),
                                  key=lambda x: x.item()) for r in ratios)
             others, bonus = torch.zeros(()), bonus + cfg.entropy_coef * entropy.sum()
             if cfg.kl in ('loss', 'k3'):
@@ -169,14 +170,9 @@ def plain_loss(model, run, cfg, answers, advantages, old, reference):
     return sum(terms) / (tokens if method == 'dapo' else len(terms)) - bonus / tokens
 
 
-def high(cfg):
-    return 0.28 if cfg.method == 'dapo' else 0.2
-
-
 @pytest.mark.parametrize('base, method, kl, entropy_coef', [
     ('llama', 'rloo', 'loss', 0.0), ('llama', 'grpo', 'k3', 0.1), ('llama', 'gspo', 'loss', 0.0),
     ('llama', 'dapo', 'none', 0.1), ('llama', 'dr_grpo', 'loss', 0.0),
-    pytest.param('gemma2', 'rloo', 'k3', 0.1, marks=pytest.mark.slow),
     pytest.param('gemma2', 'gspo', 'k3', 0.1, marks=pytest.mark.slow)], indirect=['base'])
 def test_loss_and_gradients_are_those_of_plain_loops(base, method, kl, entropy_coef, tmp_path,
                                                      monkeypatch):
@@ -301,8 +297,7 @@ def exact_config(method, **values):
     return AlignConfig(method=method, reward='exact', max_tokens=3, kl_coef=0.7, **values)
 
 
-@pytest.mark.parametrize('longest, ends, updates', [
-    (1, True, 1), (2, False, 1), (2, True, 1), (3, True, 1), (3, True, 2)])
+@pytest.mark.parametrize('longest, ends, updates', [(2, False, 1), (3, True, 1), (3, True, 2)])
 @pytest.mark.parametrize('method', ['rloo', 'dr_grpo'])
 def test_the_kl_in_the_loss_has_the_gradient_of_the_kl_of_whole_answers(method, longest, ends,
                                                                         updates):
@@ -316,10 +311,11 @@ def test_the_kl_in_the_loss_has_the_gradient_of_the_kl_of_whole_answers(method, 
 
 @pytest.mark.parametrize('method', ['rloo', 'dr_grpo', 'grpo', 'gspo', 'dapo', 'ppo'])
 def test_k3_in_the_loss_has_the_gradient_of_the_reverse_kl_of_each_next_token(method):
-    tree, cfg = Tree(3), exact_config(method, kl='k3')
+    # answers of one length where the divisor of a method depends on the tokens after it
+    tree = Tree(3) if method in ('rloo', 'dr_grpo') else Tree(2, ends=False)
+    cfg = exact_config(method, kl='k3')
     weight = RL_METHODS[method].weight(tree.counts, tree.counts > 0, cfg) * len(tree.counts)
-    if method == 'dapo':
-        weight = 1 / tree.counts
+    weight = 1 / tree.counts if method == 'dapo' else weight
 
     def objective(logits):      # the answers are drawn from the policy, which is held constant
         p, q = logits.log_softmax(-1), tree.reference.log_softmax(-1)
@@ -328,18 +324,10 @@ def test_k3_in_the_loss_has_the_gradient_of_the_reverse_kl_of_each_next_token(me
                    * sum(kl[tree.contexts[s[:t]]] for t in range(len(s)))
                    for s, w in zip(tree.sequences, weight, strict=True))
     actual = tree.gradient(cfg, *tree.drawn(1, tree.policy), advantages=0.0)
-    if method in ('rloo', 'dr_grpo'):       # else the divisor depends on the tokens after it
-        assert off(actual, cfg.kl_coef * gradient_of(objective, tree.policy)) < 1e-12
-    # of one length: for every method
-    tree = Tree(2, ends=False)
-    weight = RL_METHODS[method].weight(tree.counts, tree.counts > 0, cfg) * len(tree.counts)
-    weight = 1 / tree.counts if method == 'dapo' else weight
-    actual = tree.gradient(cfg, *tree.drawn(1, tree.policy), advantages=0.0)
     assert off(actual, cfg.kl_coef * gradient_of(objective, tree.policy)) < 1e-12
 
 
-@pytest.mark.parametrize('method, share, divisor', [
-    ('rloo', 1, 1), ('dr_grpo', 1 / 2, 3)])
+@pytest.mark.parametrize('method, share, divisor', [('rloo', 1, 1), ('dr_grpo', 1 / 2, 3)])
 def test_the_kl_in_the_reward_has_the_gradient_of_reward_minus_kl(method, share, divisor):
     # of groups of two answers: dr_grpo's mean holds the answer itself, for reward and KL alike
     tree, cfg = Tree(2), exact_config(method, kl='reward')
@@ -363,14 +351,6 @@ def test_with_equal_rewards_a_standardized_method_has_the_kl_of_its_weight_alone
     rewards, costs = np.random.default_rng(0).normal(size=(2, 4, 5))
     assert np.allclose(standardized(rewards, costs), standardized(rewards)
                        - (costs - costs.mean(1, keepdims=True)), atol=1e-12)
-
-
-@pytest.mark.parametrize('name', CRITIC_FREE)
-def test_equal_rewards_of_any_size_have_advantage_0(name):
-    for reward in (0.1, -0.7, 1 / 3, 1e15 + 0.125, -1e18, 7e17, 1e-300):
-        for n in (2, 3, 5, 7, 10):
-            assert (RL_METHODS[name].advantage(np.full((3, n), reward)) == 0).all()
-            assert (whitened(np.full(2 * n, reward), [n, n]) == 0).all()
 
 
 def test_the_entropy_bonus_is_the_mean_over_the_tokens_that_have_a_loss(base, tmp_path):
@@ -621,9 +601,8 @@ def next_token(folder, prompt):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('values', [
-    {'method': 'rloo', 'kl': 'reward'}, {'method': 'dr_grpo', 'kl': 'loss'},
-    {'method': 'ppo', 'kl': 'reward', 'gae_lambda': 1.0}],
-    ids=['RLOO, KL in the reward', 'Dr. GRPO, KL in the loss', 'PPO, KL in the reward'])
+    {'method': 'dr_grpo', 'kl': 'loss'}, {'method': 'ppo', 'kl': 'reward', 'gae_lambda': 1.0}],
+    ids=['Dr. GRPO, KL in the loss', 'PPO, KL in the reward'])
 def test_a_bandit_converges_to_the_reference_times_the_exponential_reward(base, values, tmp_path):
     # one prompt and answers of one token: pi ~ ref exp(r / kl_coef) over the vocabulary
     cfg = config(base, tmp_path, n=1, group_size=256, max_tokens=1, epochs=90, lr=3e-3,
@@ -648,7 +627,7 @@ def test_a_bandit_converges_to_the_reference_times_the_exponential_reward(base, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('values', [
-    {'resample': 2, 'group_size': 2}, {'lora': True}, {'method': 'ppo', 'kl_target': 1.0}])
+    {'resample': 2, 'group_size': 2, 'lora': True}, {'method': 'ppo', 'kl_target': 1.0}])
 def test_a_killed_run_resumes_to_the_same_answers_and_weights(base, tmp_path, values):
     cfg = config(base, tmp_path, epochs=8, save_every=2, updates=2, kl='reward', kl_horizon=100,
                  **values)
@@ -715,10 +694,8 @@ def reward_of(name, answer, row):
 
 @pytest.mark.parametrize('name, answer, target, reward', [
     ('exact:gsm8k', 'Natalia sold 48/2 = 24.\n#### 72', 'She sold 72.\n#### 72', 1),
-    ('exact:gsm8k', 'The total is 1,072 dollars.', '#### 1072', 1),
     ('exact:gsm8k', '72, no, 73', '#### 72', 0), ('exact:gsm8k', '', '#### 3', 0),
-    ('exact', 'Paris.', 'paris', 1), ('exact', 'Paris', ['Lutetia', 'Paris'], 1),
-    ('exact', 'Rome', ['Lutetia', 'Paris'], 0)])
+    ('exact', 'paris.', ['Lutetia', 'Paris'], 1), ('exact', 'Rome', ['Lutetia', 'Paris'], 0)])
 def test_an_answer_is_right_by_the_rule_of_the_task(name, answer, target, reward):
     assert reward_of(name, answer, {'question': '?', 'answer': target}) == reward
 
@@ -728,73 +705,48 @@ def test_an_answer_is_right_by_the_rule_of_the_task(name, answer, target, reward
     ('well\n<answer>It is 3.</answer> so\n<confidence> 1 </confidence>\n', 1.5),
     ('<answer>4</answer><confidence>0.8</confidence>', 0.5 + 0.5 * (1 - 0.64)),
     ('<answer>3</answer><confidence>1.2</confidence>', 0), ('<answer>3</answer>', 0),
-    ('<answer>3</answer><confidence>1.2.3</confidence>', 0),
     ('<answer>3</answer><confidence>high</confidence>', 0),
     ('<think><answer>4</answer></think><answer>3</answer><confidence>1</confidence>', 1.5),
-    ('<think>so <answer>3</answer><confidence>1</confidence>', 0),
     ('<confidence>1</confidence><answer>3</answer>', 0)])
 def test_rlcr_rewards_format_correctness_and_the_brier_score(answer, reward):
     assert reward_of('rlcr:gsm8k', answer, {'question': '?', 'answer': '#### 3'}) == pytest.approx(
         reward)
 
 
-def test_the_solutions_of_gsm8k_are_correct_by_the_exact_reward():
-    needs_files('datasets/gsm8k/test.jsonl.gz')
-    rows = [row for _, row in read_rows(SHARED / 'datasets/gsm8k/test.jsonl.gz')]
-    assert all(reward_of('exact:gsm8k', row['answer'], row) for row in rows)
-    assert np.mean([reward_of('exact:gsm8k', a['answer'], b)
-                    for a, b in zip(rows, rows[1:], strict=False)]) < 0.05
-    assert to_prompt(rows[0])[0]['content'].startswith('Janet')
-
-
 @pytest.mark.parametrize('row', [
-    {'prompt': 'Why?'}, {'question': 'Why?', 'prompt': None, 'answer': '3'}, {'problem': 'Why?'},
+    {'question': 'Why?', 'prompt': None, 'answer': '3'}, {'problem': 'Why?'},
     {'instruction': 'Why?', 'output': 'x'}, {'prompt': [{'from': 'human', 'value': 'Why?'}]},
     {'prompt': None, 'messages': [{'role': 'user', 'content': 'Why?'},
-                                  {'role': 'assistant', 'content': 'x'}]},
-    {'conversations': [{'from': 'human', 'value': 'Why?'}]}])
+                                  {'role': 'assistant', 'content': 'x'}]}])
 def test_each_format_of_prompts_is_read_with_the_context_before_it(row):
     assert to_prompt(row) == [{'role': 'user', 'content': 'Why?'}]
     assert to_prompt(row, 'Be brief.') == [{'role': 'user', 'content': 'Why?\n\nBe brief.'}]
     assert to_prompt(row | {'system': 'Be brief.', 'history': [['Hi', 'Yo']]}) == [
         {'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 'Hi'},
         {'role': 'assistant', 'content': 'Yo'}, {'role': 'user', 'content': 'Why?'}]
-    for field in ('tools', 'documents', 'context'):
-        with pytest.raises(DataError, match=f'"{field}" is in no message'):
-            to_prompt(row | {field: 'f(x)'})
+    with pytest.raises(DataError, match='"tools" is in no message'):
+        to_prompt(row | {'tools': 'f(x)'})
 
 
-@pytest.mark.parametrize('name, raw, message', [
-    ('x.jsonl', '', 'x.jsonl has no rows'), ('x.jsonl', '\n\n', 'x.jsonl has no rows'),
-    ('x.json', '[]', 'x.json has no rows'), ('x.json', ' ', 'x.json is empty'),
-    ('x.jsonl', '{"a": 1}\n5\n', 'all 2 rows are bad, .*x.jsonl:1: fields a; wanted prompt, '),
-    ('x.jsonl', '{"prompt": "%s"}' % ('x ' * 99), 'no prompt of at most 20 tokens')])
-def test_prompts_without_a_usable_row_say_why(tmp_path, tokenizers, name, raw, message):
-    (tmp_path / name).write_text(raw)
+@pytest.mark.parametrize('raw, message', [
+    ('\n\n', 'x.jsonl has no rows'),
+    ('{"a": 1}\n5\n', 'all 2 rows are bad, .*x.jsonl:1: fields a; wanted prompt, '),
+    ('{"prompt": "%s"}' % ('x ' * 99), 'no prompt of at most 20 tokens')])
+def test_prompts_without_a_usable_row_say_why(tmp_path, tokenizers, raw, message):
+    (tmp_path / 'x.jsonl').write_text(raw)
     with pytest.raises(DataError, match=message):
-        load_prompts(str(tmp_path / name), tokenizers['gemma'], FunctionReward('', len, ''),
+        load_prompts(str(tmp_path / 'x.jsonl'), tokenizers['gemma'], FunctionReward('', len, ''),
                      template='tulu', max_length=20, add_bos=True, on_bad_row='skip')
 
 
-def test_rlcr_of_programs_is_refused_before_they_are_allowed():
-    cfg = align.AlignConfig(method='grpo', reward='rlcr:humaneval')
-    rollouts.check_rollouts(cfg)      # does not ask for --run_code, which would not help
-    with pytest.raises(ConfigError, match='take exact:humaneval, with --run_code'):
-        load_reward(cfg.reward, 'cpu', None, 'tulu')
-
-
 @pytest.mark.parametrize('code, message', [
-    ('def reward(:\n', r'reward.py:1: SyntaxError'), ('x = 1\n', 'no function reward'),
-    ('import math\n\n1 / 0\n', r'reward.py:3: ZeroDivisionError'),
-    ('def reward(p, a, row):\n    b = 1\n    return row["b"]\n', r"reward.py:3: KeyError: 'b'"),
+    ('def reward(:\n', 'reward.py:1: SyntaxError'), ('x = 1\n', 'no function reward'),
+    ('import math\n\n1 / 0\n', 'reward.py:3: ZeroDivisionError'),
+    ('def reward(p, a, row):\n    b = 1\n    return row["b"]\n', "reward.py:3: KeyError: 'b'"),
     ('def reward(p, a, row):\n    return "good"\n', "'good' for the prompt 'p'; wanted a number"),
     ('def reward(p, a, row):\n    return float("nan")\n', 'wanted a number'),
-    ('def reward(p, a, row):\n    return 10 ** 400\n', 'wanted a number'),
-    ('def reward(p, a, row):\n    return 1j\n', 'wanted a number'),
     ('def reward(p, a, row):\n    return -1e19\n', '1e[+]19 .* between -1e18 and 1e18'),
-    ('def reward(p, a, row):\n    return None\n', 'returned None for the prompt'),
     ('def reward(p, a, row):\n    exit(3)\n', 'reward.py:2: SystemExit: 3'),
-    ('exit(0)\n', 'reward.py:1: SystemExit: 0'),
     ('x = "caf\xe9"\n', 'reward.py:1: SyntaxError')])
 def test_an_error_in_a_reward_names_its_file_and_line(code, message, tmp_path):
     path = tmp_path / 'reward.py'
@@ -803,64 +755,40 @@ def test_an_error_in_a_reward_names_its_file_and_line(code, message, tmp_path):
         load_reward(str(path), 'cpu', None, 'tulu').score('p', 'a', {})
 
 
-@pytest.mark.parametrize('value', ['True', 'np.bool_(True)', 'np.float32(1)', 'np.int8(1)', '1'])
-def test_a_reward_is_any_number(value, tmp_path):
-    path = tmp_path / 'reward.py'
-    path.write_bytes(b'\xef\xbb\xbfimport numpy as np\ndef reward(p, a, row):\n    return '
-                     + value.encode())
-    assert load_reward(str(path), 'cpu', None, 'tulu').score('p', 'a', {}) == 1.0
-
-
-def test_a_reward_that_edits_its_row_does_not_change_that_of_other_answers(tmp_path):
+def test_a_reward_gets_a_copy_of_its_row_and_returns_any_number(tmp_path):
     (tmp_path / 'reward.py').write_text(
-        "def reward(p, a, row):\n    row['seen'].append(a)\n    return len(row['seen'])\n")
+        "import numpy as np\ndef reward(p, a, row):\n    row['seen'].append(a)\n"
+        "    return np.float32(len(row['seen'])) if a == 'a' else True\n", encoding='utf-8-sig')
     row = {'seen': []}
     reward = load_reward(f'{tmp_path}/reward.py', 'cpu', None, 'tulu')
     messages = [{'role': 'user', 'content': 'p'}]
-    assert reward.scores([messages], [['a', 'b']], [row]).tolist() == [[1, 1]]
+    assert reward.scores([messages], [['a', 'a', 'b']], [row]).tolist() == [[1, 1, 1]]
     assert row == {'seen': []}
 
 
-def test_a_reward_file_imports_modules_beside_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, 'path', [*sys.path])
-    (tmp_path / 'words_beside.py').write_text('RIGHT = 2.0\n')
-    (tmp_path / 'late_beside.py').write_text('WRONG = -2.0\n')
-    (tmp_path / 'reward.py').write_text(
-        'import words_beside\ndef reward(prompt, answer, row):\n    import late_beside\n'
-        "    return words_beside.RIGHT if answer == 'a' else late_beside.WRONG\n")
-    assert [reward_of(f'{tmp_path}/reward.py', answer, {}) for answer in 'ab'] == [2.0, -2.0]
-
-
-@pytest.mark.parametrize('place, line', [
-    ('words_of_digest.py', 'import words_of_digest'),
-    ('late_of_digest.py', 'import words_of_digest'),
-    ('deep_of_digest.py', 'import words_of_digest'),
-    ('pack_of_digest/__init__.py', 'from pack_of_digest import part'),
-    ('pack_of_digest/part.py', 'from pack_of_digest import part'),
-    ('pack_of_digest/sister.py', 'import pack_of_digest.part as p'),
-    ('pack_of_digest/near/below.py', 'from pack_of_digest.part import near')])
-def test_a_reward_whose_module_was_edited_is_another_reward(place, line, tmp_path, monkeypatch):
+@pytest.mark.parametrize('place', ['late_of_digest.py', 'deep_of_digest.py',
+                                   'pack_of_digest/__init__.py', 'pack_of_digest/sister.py'])
+def test_a_reward_imports_modules_beside_it_which_are_part_of_it(place, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, 'path', [*sys.path])
     files = {'words_of_digest.py': 'import deep_of_digest as d\n', 'deep_of_digest.py': 'x = 1\n',
              'late_of_digest.py': 'x = 1\n', 'unused_of_digest.py': '',
-             'pack_of_digest/__init__.py': '', 'pack_of_digest/sister.py': 'x = 1\n',
-             'pack_of_digest/part.py': 'from . import sister\nfrom .near import below as near\n',
-             'pack_of_digest/near/below.py': 'x = 1\n',
-             'reward.py': (f'{line}\ndef reward(prompt, answer, row):\n'
-                           '    import late_of_digest\n    return 1\n')}
+             'pack_of_digest/__init__.py': '', 'pack_of_digest/sister.py': 'x = 2\n',
+             'reward.py': ('import words_of_digest as w\nfrom pack_of_digest import sister\n'
+                           'def reward(prompt, answer, row):\n'
+                           '    import late_of_digest as late\n'
+                           '    return w.d.x + late.x + sister.x\n')}
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
 
     def digest():
         return load_reward(f'{tmp_path}/reward.py', 'cpu', None, 'tulu').digest
+    assert reward_of(f'{tmp_path}/reward.py', 'a', {}) == 4
     first = digest()
     (tmp_path / 'unused_of_digest.py').write_text('x = 2\n')
     assert digest() == first
     (tmp_path / place).write_text(files[place] + '# edited\n')
     assert digest() != first
-    (tmp_path / place).write_text(files[place])
-    assert digest() == first
 
 
 @pytest.mark.parametrize('values, message', [
@@ -904,7 +832,9 @@ def test_a_row_without_the_answer_of_the_reward_is_found_before_training(base, t
 def test_an_unknown_reward_is_refused_and_an_edited_one_is_another_run(base, tmp_path):
     with pytest.raises(ConfigError, match="'good', .* exact or rlcr of a task .triviaqa, "):
         load_reward('good', 'cpu', None, 'tulu')
-    with pytest.raises(ConfigError, match='not a program; take exact:humaneval'):
+    # not that it needs --run_code, which would not help
+    rollouts.check_rollouts(align.AlignConfig(method='grpo', reward='rlcr:humaneval'))
+    with pytest.raises(ConfigError, match='not a program; take exact:humaneval, with --run_code'):
         load_reward('rlcr:humaneval', 'cpu', None, 'tulu')
     with pytest.raises(CheckpointError, match='is not a model folder: it has no config.json'):
         load_reward(str(tmp_path), 'cpu', None, 'tulu')

@@ -8,7 +8,6 @@ from common import llama_config
 
 import evaluate
 import generate
-from data import benchmarks, cache, instruct
 from runtime import code
 
 
@@ -32,19 +31,15 @@ def edited(tmp_path):
 
 @pytest.mark.parametrize('file, old, new, other', [
     ('model.py', '    y, w = x.float(),', '    y, w = 2 * x.float(),', True),
-    ('model.py', '    y, w = x.float(),', '    # exactly\n\n    y, w = x.float(),', False),
     ('model.py', '"""Return the output matrix', '"""Return a matrix', False),
     ('model.py', "'qwen2': Family(qkv_bias=True)", "'qwen2': Family()", False),
     ('model.py', "'llama': Family()", "'llama': Family(o_bias=True)", True),
     ('attention.py', 'visible = (j <= i)', 'visible = (j < i)', True),
     ('attention.py', "IMPLEMENTATION = 'auto'", "IMPLEMENTATION = 'explicit'", True),
-    ('triton_ops.py', 'y = y / tl.maximum(total', 'y = 2 * y / tl.maximum(total', True),
     ('fused_ce.py', '    tl.store(lse + row', '    tl.store(1 + lse + row', True),
     ('fused_ce.py', 'LOSSES = {', 'def tempered(t):\n    return dft()\n\n\nLOSSES = {', False),
     ('fused_ce.py', 'lambda s: s.p_y * s.nll', 'lambda s: s.p_y', False),
-    ('draw.py', '.clamp(min=1)', '.clamp(min=2)', True),
-    ('cache.py', 'newest - index', 'newest + index', True),
-    ('packing.py', '[end] * len(ids)', '[end + 1] * len(ids)', True)])
+    ('cache.py', 'newest - index', 'newest + index', True)])
 def test_an_edit_of_what_samples_use_is_other_code(file, old, new, other, edited, monkeypatch):
     before = code.code_digest(llama_config(), *evaluate.CODE)
     copies = edited(code.FORWARD, file, old, new)
@@ -100,18 +95,3 @@ def test_data_is_tokenized_again_after_an_edit_of_what_is_used(file, old, new, o
         return code.used_code(files, 'load_conversations', 'load_tokenizer')
     files = tuple(sorted((code.HERE / 'data').glob('*.py')))
     assert (used(edited(files, file, old, new)) != used(files)) == other
-
-
-def test_the_code_around_a_nested_function_counts(monkeypatch):
-    encodes = []
-    monkeypatch.setattr(instruct, 'tokenize_once', lambda files, encode, *_, **__: encodes.append(
-        encode))
-    monkeypatch.setattr(instruct, 'fetch', lambda *_: [])
-    for length in (5, 9):
-        instruct.load_conversations('x', type('T', (), {'fingerprint': ''}), template='tulu',
-                                    max_length=length, add_bos=True)
-
-    def encode(row):
-        return row
-    a, b, c = map(cache.source_digest, (*encodes, encode))
-    assert a == b != c and benchmarks.BENCHMARKS

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from common import HERE, config
+
 import align
 import demo
 import evaluate
 import sample
 import train
-from common import HERE, config
-from data.chat import TEMPLATES
 from results import compare
 from runtime import cli
 from runtime.config import dump_config, load_config, read_assignments, require_range
@@ -71,18 +71,6 @@ def test_config_files_are_utf8(tmp_path):
 
 
 @dataclasses.dataclass
-class Small:
-    """A dataclass whose keys `--help` prints."""
-    # first part
-    name: str = 'x'             # what it is called
-    sizes: tuple[int, ...] = (1, 2)     # of its parts, a long comment that
-    #                             goes on in a second line
-    places: dict = dataclasses.field(default_factory=dict)
-    # said before
-    kind: Literal['a', 'b'] = 'a'
-
-
-@dataclasses.dataclass
 class Report:
     tasks: tuple[str, ...] = ('mmlu',)
     shots: int = 5              # solved questions
@@ -102,6 +90,41 @@ def test_a_range_includes_its_ends():
     for shots in (-1, 6):
         with pytest.raises(ConfigError, match=f'shots = {shots}; it must be between 0 and 5'):
             require_range(Report(shots=shots), 0, 5, 'shots')
+
+
+@dataclasses.dataclass
+class Small:
+    """A dataclass whose keys `--help` prints."""
+    # first part
+    name: str = 'x'             # what it is called
+    sizes: tuple[int, ...] = (1, 2)     # of its parts, a long comment that
+    #                             goes on in a second line
+    # said before
+    kind: Literal['a', 'b'] = 'a'
+
+
+def printed_help(capsys, load, *arguments):
+    with pytest.raises(SystemExit) as stopped:
+        load(*arguments)
+    assert stopped.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_prints_every_key_with_its_comment(capsys):
+    out = printed_help(capsys, load_config, Small, ['--name=y', '--help'], 'python small.py')
+    assert [' '.join(line.split()) for line in out.split('\n')] == [
+        'python small.py', '', 'keys, as --key=value or, before them, in a config file:',
+        '# first part', '--name=x (a string) what it is called',
+        '--sizes=1,2 (int,...) of its parts, a long comment that goes on in a second', 'line',
+        '# said before', "--kind=a ('a' or 'b')", '']
+    for cls in (train.TrainConfig, evaluate.EvalConfig):
+        out = printed_help(capsys, load_config, cls, ['-h'])
+        assert all(f'\n  --{f.name}=' in out for f in dataclasses.fields(cls))
+        assert max(map(len, out.split('\n'))) <= 100 and 'def ' not in out
+    out = printed_help(capsys, load_config, Run, ['-h'])
+    assert '  --eval.shots=5 ' in out and '(a dict of the keys of Report or None) the report' in out
+    out = printed_help(capsys, align.main, ['--help'])      # without the keys that it refuses
+    assert '--lora=' in out and not any(f'--{key}=' in out for key in align.UNUSED)
 
 
 def load_run(tmp_path, content, *arguments):
@@ -153,39 +176,8 @@ def test_dict_keys_on_the_command_line(tmp_path):
         config(tmp_path, 'shape = {"hidden_size": 8}', '--shape.hidden_size.x=1')
 
 
-def test_help_prints_every_key_with_its_comment(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        load_config(Small, ['--name=y', '--help'],
-                            'usage: python small.py [--key=value ...]\n\n    python small.py')
-    out = capsys.readouterr().out
-    assert stopped.value.code == 0
-    lines = [' '.join(line.split()) for line in out.split('\n')]
-    assert lines == ['usage: python small.py [--key=value ...]', '', 'python small.py', '',
-                     'keys, as --key=value or, before them, in a config file:',
-                     '# first part', '--name=x (a string) what it is called',
-                     '--sizes=1,2 (int,...) of its parts, a long comment that goes on in a second',
-                     'line', '--places={} (a dict)', '# said before',
-                     "--kind=a ('a' or 'b')", '']
-    for cls in (train.TrainConfig, evaluate.EvalConfig):
-        with pytest.raises(SystemExit):
-            load_config(cls, ['-h'], 'python x.py')
-        out = capsys.readouterr().out
-        assert out.startswith('python x.py\n')
-        assert all(f'\n  --{f.name}=' in out for f in dataclasses.fields(cls))
-        assert max(map(len, out.split('\n'))) <= 100 and 'def ' not in out
-    with pytest.raises(SystemExit):
-        load_config(Run, ['-h'])
-    out = capsys.readouterr().out
-    assert '  --eval.shots=5 ' in out and '  --first.tasks=mmlu ' in out
-    assert '(a dict of the keys of Report or None) the report' in out
-    with pytest.raises(SystemExit):
-        align.main(['--help'])      # without the keys of train.py that it refuses
-    out = capsys.readouterr().out
-    assert '--lora=' in out and not any(f'--{key}=' in out for key in align.UNUSED)
-
-
-@pytest.mark.parametrize('program', ['train.py', *(
-    pytest.param(f'{name}.py', marks=pytest.mark.slow) for name in ('evaluate', 'sample'))])
+@pytest.mark.parametrize('program', ['train.py', pytest.param('evaluate.py',
+                                                              marks=pytest.mark.slow)])
 def test_help_and_misspelled_keys_load_no_torch(program):
     heavy = {'torch', 'matplotlib', 'pyarrow', 'sentencepiece', 'huggingface_hub'}
     for arguments, code in ((['--help'], 0), (['--shotts=1'], 1), ([], 1)):
@@ -384,15 +376,13 @@ def test_workers_end_by_sigterm():
 LARGE = 'x' * 300_000       # more than a pipe holds
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('stop', [DataError, KeyboardInterrupt])
-def test_workers_that_still_write_large_results_are_ended(stop):
-    for _ in range(5):
-        with pytest.raises(stop):
+def test_workers_that_still_write_large_results_are_ended():
+    for _ in range(3):
+        with pytest.raises(DataError):
             with forked_pool(4, lambda x: LARGE) as imap:
                 for number, _ in enumerate(imap(range(200))):
                     if number == 20:
-                        raise stop('bad')
+                        raise DataError('bad')
     assert not multiprocessing.active_children()
 
 
@@ -467,7 +457,7 @@ def test_a_worker_ended_right_after_the_fork_does_not_run_the_handler_of_its_par
 import signal, sys
 from runtime.processes import forked_pool
 signal.signal(signal.SIGTERM, lambda *_: print('the handler of the parent ran', flush=True))
-for _ in range(300):
+for _ in range(200):
     try:
         with forked_pool(2, print):
             raise ValueError
@@ -481,7 +471,7 @@ for _ in range(300):
 
 @pytest.mark.parametrize('content, message', [
     *((f'template = {value!r}', rf'template = {re.escape(repr(value))} is not supported')
-      for value in ('zephyr', 'none', 'trained', None, ['tulu'])),
+      for value in ('zephyr', 'trained', None)),
     ("add_bos = 'no'", "add_bos = 'no' is not supported; it must be true or false or null"),
     ('revision = 3', 'revision = 3 is not supported; it must be a string')])
 def test_a_wrong_setting_of_the_run_that_trained_a_model_is_named(tmp_path, content, message):
@@ -490,12 +480,6 @@ def test_a_wrong_setting_of_the_run_that_trained_a_model_is_named(tmp_path, cont
     for read in (training_settings, trained_template, trained_with_bos):
         with pytest.raises(CheckpointError, match=f'train_config.py: {message}'):
             read(tmp_path / 'epoch-1')
-
-
-@pytest.mark.parametrize('template', TEMPLATES)
-def test_the_templates_of_trained_models_are_those_of_training(tmp_path, template):
-    (tmp_path / 'train_config.py').write_text(f"data_kind = 'instruct'\ntemplate = {template!r}\n")
-    assert trained_template(tmp_path) == template
 
 
 def test_shipped_configs_load():

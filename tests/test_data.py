@@ -3,24 +3,20 @@
 import gzip
 import json
 import math
-import os
 import resource
-import shutil
-import subprocess
-import sys
 from pathlib import Path
-
+from types import SimpleNamespace
 import numpy as np
+import pyarrow.parquet
 import pytest
-from common import HERE, documents, sentencepiece_folder, write_hub_tasks, write_rows
+from common import documents, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import cache, chat, instruct, packing, probes, questions
-from data.files import draw, fetch, read_rows
+from data.files import draw, read_rows
 from data.trees import load_answers, tokenize_questions
 from data.world import WorldSpec, make_world
-from runtime.digests import json_digest
 from runtime.errors import ConfigError, DataError
 
 SAME = [{'role': 'user', 'content': 'sky?'}, {'role': 'assistant', 'content': 'blue'}]
@@ -49,6 +45,18 @@ def conversations(path, tokenizer, **options):
     settings = {'template': 'tulu', 'max_length': 64, 'add_bos': True,
                 'cache_dir': path.parent / 'cache'} | options
     return instruct.load_conversations(str(path), tokenizer, **settings)
+
+
+def test_bad_rows_are_named_or_counted(tmp_path, tokenizers, capsys):
+    path, good = tmp_path / 'chat.jsonl', json.dumps({'messages': SAME})
+    path.write_text(f'{good}\n{{"messages": [}}\n{good}\n{{"text": "x"}}\n')
+    with pytest.raises(DataError, match=r'chat.jsonl:2: broken JSON.*on_bad_row=skip'):
+        conversations(path, tokenizers['gemma'])
+    assert not list((tmp_path / 'cache').glob('*'))  # nothing half-written
+    for workers in (1, 2):
+        sequences = conversations(path, tokenizers['gemma'], on_bad_row='skip', workers=workers,
+                                  max_length=60 + workers)
+        assert len(sequences) == 2 and '2 bad rows skipped, the first' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('add_bos', [True, False])
@@ -84,7 +92,7 @@ TREES = [       # answers in capitals; each as in the hub's files, in no order o
 
 
 @pytest.mark.parametrize('name', ['data/train-00000-of-00001-b42a775f407cee45.parquet',
-                                  'oasst_ready.messages.jsonl', 'messages.jsonl.gz'])
+                                  'messages.jsonl.gz'])
 def test_the_first_turns_of_message_trees_are_read(tmp_path, tokenizers, name):
     path = write_rows(tmp_path / name, TREES)
     write_rows(path.parent / 'validation-0.parquet', [message('q', None, 'held out?')])
@@ -98,40 +106,13 @@ def test_the_first_turns_of_message_trees_are_read(tmp_path, tokenizers, name):
         for prompt, answer in (('sky?', 'a first'), ('alone?', 'not ranked'))]
     assert [tokenizer.decode(tokens[loss_mask == 1].tolist()) for tokens, loss_mask in every] == [
         f'{answer}</s>' for answer in ('a first', 'a second', 'not ranked', 'not ranked either')]
-
-
-@pytest.mark.parametrize('change, wrong', [
-    ({'rank': 'best'}, "rank 'best' is not a number"), ({'parent_id': ['x']}, 'not the fields of'),
-    ({'text': 3}, 'the text is not text but int')])
-def test_a_bad_message_of_a_tree_is_named(tmp_path, tokenizers, change, wrong):
-    rows = [TREES[1], TREES[2], message('X', 'a', 'x') | change]
-    path = write_rows(tmp_path / 'messages.jsonl', rows)
-    with pytest.raises(DataError, match=f'messages.jsonl:3: {wrong}'):
-        conversations(path, tokenizers['gemma'])
-    assert len(conversations(path, tokenizers['gemma'], on_bad_row='skip')) == 1
-    del rows[2]['lang']
-    with pytest.raises(DataError, match="messages.jsonl:3: not the fields of .*'lang'"):
-        conversations(write_rows(path, rows), tokenizers['gemma'])
-
-
-def test_bad_rows_are_named_or_counted(tmp_path, tokenizers, capsys):
-    path = tmp_path / 'chat.jsonl'
-    good = json.dumps({'messages': SAME})
-    path.write_text(f'{good}\n{{"messages": [}}\n{good}\n{{"text": "x"}}\n')
-    with pytest.raises(DataError, match=r'chat.jsonl:2: broken JSON.*on_bad_row=skip'):
-        conversations(path, tokenizers['gemma'])
-    assert not list((tmp_path / 'cache').glob('*'))  # nothing half-written
-    for workers in (1, 2):
-        sequences = conversations(path, tokenizers['gemma'], on_bad_row='skip', workers=workers,
-                                  max_length=60 + workers)
-        assert len(sequences) == 2 and '2 bad rows skipped, the first' in capsys.readouterr().out
-
-
-@pytest.mark.parametrize('on_bad_row', ['stop', 'skip'])
-def test_a_template_without_its_control_tokens_is_no_bad_row(tmp_path, tokenizers, on_bad_row):
-    path = write_rows(tmp_path / 'chat.jsonl', [{'messages': SAME}])
-    with pytest.raises(ConfigError, match='^the template needs .*eot_id.* the tokenizer of'):
-        conversations(path, tokenizers['gemma'], template='llama3', on_bad_row=on_bad_row)
+    for change, wrong in (({'rank': 'best'}, "rank 'best' is not a number"),
+                          ({'parent_id': ['x']}, 'not the fields of'),
+                          ({'text': 3}, 'the text is not text but int')):
+        rows = [TREES[1], TREES[2], message('X', 'a', 'x') | change]
+        path = write_rows(tmp_path / 'bad.jsonl', rows)
+        with pytest.raises(DataError, match=f'bad.jsonl:3: {wrong}'):
+            conversations(path, tokenizer)
 
 
 HUMAN, GPT = {'from': 'human', 'value': 'sky?'}, {'from': 'gpt', 'value': 'blue'}
@@ -167,10 +148,9 @@ def test_a_row_says_all_of_its_conversation(row, messages):
 
 
 @pytest.mark.parametrize('field', [
-    {'tools': [{'name': 'f'}]}, {'tools': '[{"name": "f"}]'}, {'functions': ['f']},
-    {'documents': [{'text': 'x'}]}, {'Tools': ['f']}, {'context': 'grass'}, {'context': 'blue'},
-    {'instruction': 'Be brief.'}, {'images': ['a.png']}, {'history': 'sea?'},
-    {'history': [['sea?']]}, {'system': ['x']},
+    {'tools': [{'name': 'f'}]}, {'tools': '[{"name": "f"}]'}, {'Functions': ['f']},
+    {'context': 'grass'}, {'context': 'blue'}, {'instruction': 'Be brief.'}, {'images': ['a.png']},
+    {'history': 'sea?'}, {'history': [['sea?']]}, {'system': ['x']},
     {'system': 'Be brief.', 'system_prompt': 'Be long.'}])
 def test_context_that_no_template_shows_is_refused_by_name(field):
     with pytest.raises(DataError, match=f'"{[*field][-1]}"'):
@@ -178,17 +158,16 @@ def test_context_that_no_template_shows_is_refused_by_name(field):
 
 
 @pytest.mark.parametrize('change', [
-    {'tool_calls': [{'id': 1}]}, {'reasoning_content': 'hm'}, {'function_call': {'name': 'f'}},
-    {'weight': 0.5}, {'train': 'false'}, {'loss_mask': [0, 1]}, {'weight': math.nan},
-    {'train_detail': [{'begin_offset': 0}]}, {'weight': 1, 'train': False}, {'value': 'green'},
-    {'from': 'human'}])
+    {'tool_calls': [{'id': 1}]}, {'reasoning_content': 'hm'}, {'weight': 0.5}, {'train': 'false'},
+    {'loss_mask': [0, 1]}, {'weight': math.nan}, {'train_detail': [{'begin_offset': 0}]},
+    {'weight': 1, 'train': False}, {'value': 'green'}, {'from': 'human'}])
 def test_a_turn_with_more_than_can_be_obeyed_is_refused_by_name(change):
     with pytest.raises(DataError, match=f'{[*change][-1]}'):
         instruct.to_messages({'messages': [SAME[0], SAME[1] | change]})
 
 
 @pytest.mark.parametrize('template, key', [('tulu', 'weight'), ('mistral', 'train'),
-                                           ('tulu', 'training'), ('tulu', 'loss_mask')])
+                                           ('tulu', 'loss_mask')])
 def test_an_answer_that_is_not_trained_has_the_same_tokens_without_loss(tmp_path, tokenizers, key,
                                                                         template):
     tokenizer, first = tokenizers['llama2'], EARLIER[1] | {key: 0}
@@ -198,26 +177,14 @@ def test_an_answer_that_is_not_trained_has_the_same_tokens_without_loss(tmp_path
                               template=template, max_length=200)
     (tokens, both), (same, last) = sequences[0], sequences[1]
     assert tokens.tolist() == same.tolist() and 0 < last.sum() < both.sum()
-    assert not last[:len(tokens) - 3].all() and last[np.flatnonzero(last)[0]:].all()
     assert 'blue' in tokenizer.decode(tokens[last == 1].tolist())
     assert 'green' not in tokenizer.decode(tokens[last == 1].tolist())
 
 
-@pytest.mark.parametrize('marks, options, message', [
-    ({'user': 1}, {}, 'a user message is marked as trained'),
-    ({'assistant': 0}, {}, 'every assistant message is marked as not trained'),
-    ({'assistant': 0}, {'train_on_inputs': True}, 'train_on_inputs = True trains all')])
-def test_marks_that_nothing_obeys_are_refused(tmp_path, tokenizers, marks, options, message):
-    row = {'messages': [turn | {'weight': marks.get(turn['role'])} for turn in SAME]}
-    with pytest.raises(DataError, match=message):
-        conversations(write_rows(tmp_path / 'chat.jsonl', [row]), tokenizers['gemma'], **options)
-
-
 @pytest.mark.parametrize('template', ['tulu', 'alpaca', 'llama3'])
 def test_a_late_system_message_is_refused_by_every_template(tokenizers, template):
-    late = [*EARLIER, BRIEF[0], *SAME]
     with pytest.raises(DataError, match='must be the first message'):
-        chat.encode_conversation(late, tokenizers['gemma'], template)
+        chat.encode_conversation([*EARLIER, BRIEF[0], *SAME], tokenizers['gemma'], template)
 
 
 @pytest.mark.parametrize('row, message', [
@@ -225,27 +192,39 @@ def test_a_late_system_message_is_refused_by_every_template(tokenizers, template
     ({'messages': [{'role': 'bot', 'content': 'x'}]}, "role 'bot'"),
     ({'messages': [{'role': 'user', 'content': 3}]}, 'not text'),
     ({'messages': 'x'}, 'must be a list'), ({}, 'wanted messages, conversations'),
-    ([1], 'named fields'), (None, 'a row must be an object .* not NoneType'),
+    (None, 'a row must be an object .* not NoneType'),
     ({'\ud83d': 1}, r'fields \\ud83d; wanted messages'),
     ({'messages': [{'role': 'user', 'content': '\ud83d'}]}, 'not valid Unicode'),
     ({'conversations': [{'from': ['human'], 'value': 'x'}]}, 'not the fields of its format'),
-    ({'instruction': 'x ' * 99, 'output': 'y'}, 'begins beyond max_length = 64')])
+    ({'instruction': 'x ' * 99, 'output': 'y'}, 'begins beyond max_length = 64'),
+    ({'messages': [SAME[0] | {'weight': 1}, SAME[1]]}, 'a user message is marked as trained'),
+    ({'messages': [SAME[0], SAME[1] | {'weight': 0}]}, 'every assistant message is marked as not')])
 def test_a_bad_conversation_is_named_with_its_line(tmp_path, tokenizers, row, message):
     path = write_rows(tmp_path / 'chat.jsonl', [row])
-    with pytest.raises(DataError, match=message) as error:
+    with pytest.raises(DataError, match=f'chat.jsonl:1: .*{message}'):
         conversations(path, tokenizers['gemma'])
-    assert 'chat.jsonl:1: ' in str(error.value)
 
 
-def test_empty_and_missing_data_are_named(tmp_path, tokenizers):
-    path = write_rows(tmp_path / 'chat.jsonl', [])
-    with pytest.raises(DataError, match='an empty dataset'):
-        conversations(path, tokenizers['gemma'])
-    with pytest.raises(DataError, match='no file or folder at /nowhere'):
-        conversations(Path('/nowhere'), tokenizers['gemma'])
+def test_empty_and_missing_data_are_named(tmp_path, tokenizers, monkeypatch):
+    path, gemma = write_rows(tmp_path / 'chat.jsonl', []), tokenizers['gemma']
+    monkeypatch.setenv('HOME', str(tmp_path))
+    for place, message in ((path, 'an empty dataset'),
+                           (Path('/nowhere'), 'no file or folder at /nowhere'),
+                           (Path('~nobody-here/x'), '~nobody-here/x')):
+        with pytest.raises(DataError, match=message):
+            conversations(place, gemma, cache_dir=tmp_path / 'cache')
     with pytest.raises(DataError, match='downloading the dataset some/where from the hub failed'):
-        instruct.load_conversations('some/where', tokenizers['gemma'], template='tulu',
-                                    max_length=8, add_bos=True, cache_dir=tmp_path)
+        instruct.load_conversations('some/where', gemma, template='tulu', max_length=8,
+                                    add_bos=True, cache_dir=tmp_path)
+    write_rows(path, [{'messages': SAME}])
+    assert len(conversations(Path('~/chat.jsonl'), gemma, cache_dir='~/cache')) == 1
+    with pytest.raises(DataError, match='train_on_inputs = True trains all'):
+        conversations(write_rows(tmp_path / 'marked.jsonl', [
+            {'messages': [SAME[0], SAME[1] | {'weight': 0}]}]), gemma, train_on_inputs=True)
+    with pytest.raises(ConfigError, match='^the template needs .*eot_id.* the tokenizer of'):
+        conversations(path, gemma, template='llama3', on_bad_row='skip')    # this is no bad row
+    with pytest.raises(DataError, match='cannot write .*chat.jsonl.*: Not a directory'):
+        conversations(path, gemma, cache_dir=path)
 
 
 def test_cache_is_keyed_by_what_went_in(tmp_path, tokenizers):
@@ -265,110 +244,43 @@ def test_cache_is_keyed_by_what_went_in(tmp_path, tokenizers):
     assert len(list(cache.iterdir())) == 6
 
 
-ENCODE = """
-from data import instruct
-from data.tokenizer import load_tokenizer
-tokenizer = load_tokenizer('tokenizer')
-sequences = instruct.load_conversations('chat.jsonl', tokenizer, template='tulu', max_length=64,
-                                        add_bos=True, cache_dir='cache')
-print(tokenizer.decode(sequences[0][0].tolist()))
-"""
-
-
-def test_an_edited_template_makes_new_tokens_in_the_same_cache(tmp_path):
-    for folder in ('data', 'runtime'):
-        shutil.copytree(HERE / folder, tmp_path / folder,
-                        ignore=shutil.ignore_patterns('__pycache__'))
-    sentencepiece_folder(tmp_path / 'tokenizer', 'gemma')
-    write_rows(tmp_path / 'chat.jsonl', [{'messages': SAME}])
-
-    def tokens():
-        return subprocess.run([sys.executable, '-c', ENCODE], cwd=tmp_path, text=True, check=True,
-                              capture_output=True).stdout
-
-    assert tokens() == '<s><|user|>\nsky?\n<|assistant|>\nblue</s>\n'
-    source = (tmp_path / 'data' / 'chat.py').read_text()
-    edited = source.replace("yield f'<|{message[\"role\"]}|>\\n', False",
-                            "yield f'<|{message[\"role\"]}|> says\\n', False")
-    assert edited != source
-    (tmp_path / 'data' / 'chat.py').write_text(edited)
-    assert tokens() == '<s><|user|> says\nsky?\n<|assistant|> says\nblue</s>\n'
-    assert len(list((tmp_path / 'cache').iterdir())) == 2
-
-
-def test_too_many_processes_are_not_blamed_on_the_cache(tmp_path, tokenizers, monkeypatch):
-    def no_fork():
-        raise BlockingIOError(11, 'Resource temporarily unavailable')
-    path = write_rows(tmp_path / 'chat.jsonl', [{'messages': SAME}])
-    monkeypatch.setattr(os, 'fork', no_fork)
-    with pytest.raises(DataError, match='^cannot start 2 processes .*unavailable; --workers=1'):
-        conversations(path, tokenizers['gemma'], workers=2)
-    assert len(conversations(path, tokenizers['gemma'], workers=1)) == 1
-
-
-@pytest.mark.parametrize('row', ['{"text": "fox", "text": "dog"}',
-                                 '{"text": "fox", "more": {"a": 1, "a": 1}}',
-                                 '{"text": "fox", "more": [1, {"a": [{"b": 1, "b": 2}]}]}'])
-def test_a_row_that_repeats_a_key_is_a_bad_row(tmp_path, row):
+def test_a_row_that_repeats_a_key_is_a_bad_row(tmp_path):
+    row = '{"text": "fox", "more": [1, {"a": [{"b": 1, "b": 2}]}]}'
     lines, whole = tmp_path / 'a.jsonl', tmp_path / 'a.json'
     lines.write_text('{"text": "one two three four"}\n' + row)
     whole.write_text('[{"text": "one two three four"},\n' + row + ']')
     for path, place in ((lines, 'a.jsonl:2'), (whole, 'a.json: row 2')):
-        with pytest.raises(DataError, match=f"{place}: the key '(text|a|b)' is given twice"):
+        with pytest.raises(DataError, match=f"{place}: the key 'b' is given twice"):
             probes.load_texts(f'clm:{path}')
         texts, bad, _ = probes.load_texts(f'clm:{path}', on_bad_row='skip')
         assert len(texts) == len(bad) == 1
 
 
-def test_a_timestamp_beyond_the_year_9999_matters_only_where_it_is_used(tmp_path):
-    import pyarrow
-    import pyarrow.parquet
-    times = pyarrow.array([0, 2 ** 40], pyarrow.timestamp('s'))
-    table = pyarrow.table({'text': ['one two three four'] * 2, 'created': times,
-                           'nested': pyarrow.array([{'at': 0}, {'at': 2 ** 40}], pyarrow.struct(
-                               {'at': pyarrow.timestamp('s')}))})
-    pyarrow.parquet.write_table(table, tmp_path / 'a.parquet')
-    assert len(probes.load_texts(f'clm:{tmp_path / "a.parquet"}').texts) == 2
-    pyarrow.parquet.write_table(table.drop(['text']).rename_columns(['text', 'nested']),
-                                tmp_path / 'a.parquet')
-    with pytest.raises(DataError, match='a.parquet: row 1: the field "text" is not text'):
-        probes.load_texts(f'clm:{tmp_path / "a.parquet"}')
-
-
 def test_solved_questions_are_trained_by_letter(tmp_path, tokenizers):
     """The tokens are those of an evaluation; the loss is on the letter of the answer alone."""
-    write_hub_tasks(tmp_path)
-    common = dict(add_bos=True, max_length=500)
-    for name, kind in (('openbookqa', 'gemma'), ('winogrande', 'llama2'), ('super_glue', 'gemma'),
-                       ('piqa', 'mistral')):
-        task = {'super_glue': 'boolq', 'winogrande': 'winogrande_xl'}.get(name, name)
-        sequences = load_answers(f'{task}:{tmp_path / name}', tokenizers[kind], **common,
-                                 cache_dir=tmp_path / 'cache')
-        (file,) = tmp_path.glob(f'{name}/**/*train*.parquet')
-        asked = questions.load_task(f'{task}:{file}').questions
-        trees = list(tokenize_questions(asked, {}, tokenizers[kind], **common))
-        assert len(sequences) == len(trees) == 12
-        for i, (question, tree) in enumerate(trees):
-            ids, loss_mask = (x.tolist() for x in sequences[i])
-            assert ids == [*tree.prefix, *tree.prompt, *tree.continuations[question.answer]]
-            n = tree.n_tokens[question.answer]      # small vocabularies may have no token ' A'
-            assert loss_mask == [0] * (len(ids) - n) + [1] * n
-            assert tokenizers[kind].decode(ids[-n:]).strip() == 'ABCD'[question.answer]
-
-
-def test_bad_questions_of_a_training_split(tmp_path, tokenizers):
+    tokenizer, common = tokenizers['gemma'], dict(add_bos=True, max_length=500)
+    row = {'sentence': 'Kim met Ann; _ won.', 'option1': 'Kim', 'option2': 'Ann'}
+    path = write_rows(tmp_path / 'hub/winogrande_xl/train-00000-of-00001.parquet',
+                      [row | {'answer': answer} for answer in '1221'])
+    sequences = load_answers(f'winogrande_xl:{tmp_path / "hub"}', tokenizer, **common,
+                             cache_dir=tmp_path / 'cache')
+    asked = questions.load_task(f'winogrande_xl:{path}').questions
+    trees = list(tokenize_questions(asked, {}, tokenizer, **common))
+    assert len(sequences) == len(trees) == 4
+    for i, (question, tree) in enumerate(trees):
+        ids, loss_mask = (x.tolist() for x in sequences[i])
+        assert ids == [*tree.prefix, *tree.prompt, *tree.continuations[question.answer]]
+        n = tree.n_tokens[question.answer]      # small vocabularies may have no token ' A'
+        assert loss_mask == [0] * (len(ids) - n) + [1] * n
+        assert tokenizer.decode(ids[-n:]).strip() == 'ABBA'[i]
     row = {'question': 'Q?', 'choices': ['a', 'b'], 'answer': 1}
     path = write_rows(tmp_path / 'mine.jsonl', [row, row | {'answer': 5},
-                                                row | {'question': 'sky ' * 99}])
-    options = dict(add_bos=True, max_length=90, cache_dir=tmp_path / 'cache')
+                                                row | {'question': 'sky ' * 499}])
     with pytest.raises(DataError, match='mine.jsonl:2: no valid answer: 5'):
-        load_answers(str(path), tokenizers['gemma'], **options)
-    sequences = load_answers(str(path), tokenizers['gemma'], on_bad_row='skip', **options)
+        load_answers(str(path), tokenizer, **common, cache_dir=tmp_path / 'cache')
+    sequences = load_answers(str(path), tokenizer, **common, cache_dir=tmp_path / 'cache',
+                             on_bad_row='skip')
     assert len(sequences) == 1 and sequences.info['bad_rows'] == 2
-    (tmp_path / 'dev').mkdir()      # the file names the subject
-    (tmp_path / 'dev' / 'anatomy_dev.csv').write_text('Q?,w,x,y,z,B\n')
-    (ids, _), = load_answers(f'mmlu:{tmp_path}', tokenizers['gemma'], **options)
-    assert '(with answers) about anatomy.' in tokenizers['gemma'].decode(ids.tolist())
 
 
 def test_a_long_document_becomes_sequences_with_bos_and_one_eos(tmp_path, tokenizers):
@@ -408,55 +320,33 @@ def test_compressed_text_is_read_like_plain_text(tmp_path, tokenizers):
     assert texts[1].place.endswith('wiki.test.txt.gz:4')
 
 
-@pytest.mark.parametrize('add_bos', [True, False])
-def test_no_sequence_is_eos_alone(tmp_path, tokenizers, add_bos):
+def test_no_sequence_is_eos_alone(tmp_path, tokenizers):
     tokenizer = tokenizers['gemma']
     n = len(tokenizer.encode('The sky is blue. ' * 8))
     write_rows(tmp_path / 'text.jsonl', [{'text': 'The sky is blue. ' * 8}, {'text': 'fox'}])
     for length in (n, n // 2):      # in pieces that the text fills: EOS would begin another
-        sequences = instruct.load_text(str(tmp_path / 'text.jsonl'), tokenizer, add_bos=add_bos,
-                                   max_length=length + add_bos, cache_dir=tmp_path / 'cache')
-        pieces = [sequences[i][0].tolist()[add_bos:] for i in range(len(sequences))]
+        sequences = instruct.load_text(str(tmp_path / 'text.jsonl'), tokenizer, add_bos=True,
+                                       max_length=length + 1, cache_dir=tmp_path / 'cache')
+        pieces = [sequences[i][0].tolist()[1:] for i in range(len(sequences))]
         assert min(map(len, pieces)) > 1 and pieces[-1] == [*tokenizer.encode('fox'),
                                                             tokenizer.eos_id]
         assert tokenizer.decode([i for p in pieces[:-1] for i in p][:n]) == 'The sky is blue. ' * 8
 
 
-def flip(i):
-    def change(raw, _):
-        raw = bytearray(raw)
-        raw[i] ^= 1
-        return bytes(raw)
-    return change
-
-
-def swap(old, new):
-    return lambda raw, _: raw.replace(old, new)
-
-
-def of_other_data(raw, _):
-    info = json.loads(raw)
-    del info['check']
-    return json.dumps(info | {'check': json_digest(['0' * 20, info])}).encode()
-
-
 @pytest.mark.parametrize('name, change', [
-    ('tokens.bin', lambda raw, _: raw[:-8]), ('tokens.bin', flip(5)), ('loss_mask.bin', flip(3)),
-    ('tokens.bin', lambda _, path: path.unlink()),
-    ('tokens.bin', lambda _, path: [other.unlink() for other in path.parent.iterdir()]),
-    ('offsets.npy', flip(-16)), ('offsets.npy', swap(b'<i8', b'<f8')),
-    ('offsets.npy', lambda raw, _: b'PK\3\4junk'), ('info.json', lambda raw, _: raw[:9]),
-    ('info.json', lambda raw, _: b'[]'), ('info.json', swap(b'"bad_rows": 0', b'"bad_rows": 3')),
-    ('info.json', swap(b'"left_out": {}', b'"left_out": 3')), ('info.json', of_other_data)])
+    ('tokens.bin', lambda raw: raw[:-8]), ('tokens.bin', lambda _: None),
+    ('loss_mask.bin', lambda raw: bytes([*raw[:3], raw[3] ^ 1, *raw[4:]])),
+    ('offsets.npy', lambda raw: raw.replace(b'<i8', b'<f8')),
+    ('info.json', lambda raw: raw[:9]), ('info.json', lambda _: b'[]'),
+    ('info.json', lambda raw: raw.replace(b'"bad_rows": 0', b'"bad_rows": 3'))])
 def test_a_damaged_cache_is_rebuilt(tmp_path, tokenizers, capsys, name, change):
     path = write_rows(tmp_path / 'chat.jsonl', [{'messages': SAME}] * 2)
     before = conversations(path, tokenizers['gemma'])
     wanted = [x.tolist() for pair in before for x in pair]
     (folder,) = (path for path in (tmp_path / 'cache').iterdir() if path.is_dir())
-    raw = (folder / name).read_bytes()
-    damaged = change(raw, folder / name)
-    assert damaged != raw
-    if isinstance(damaged, bytes):
+    damaged = change((folder / name).read_bytes())
+    (folder / name).unlink()
+    if damaged is not None:
         (folder / name).write_bytes(damaged)
     (folder / 'mine.txt').write_text('not of the cache')
     capsys.readouterr()
@@ -501,15 +391,6 @@ def test_digest_depends_on_tokens_mask_and_order(tmp_path, tokenizers):
     assert cache._digest(one.offsets, one.tokens, 1 - one.loss_mask) != one.digest
 
 
-def test_a_file_of_another_kind_has_a_cache_of_its_own(tmp_path, tokenizers):
-    """The same bytes are two documents as .jsonl and one as .txt."""
-    rows = write_rows(tmp_path / 'a.jsonl', [{'text': 'fox'}, {'text': 'sky'}])
-    shutil.copyfile(rows, tmp_path / 'a.txt')
-    n = [len(instruct.load_text(str(path), tokenizers['gemma'], max_length=99, add_bos=True,
-                            cache_dir=tmp_path / 'cache')) for path in (rows, tmp_path / 'a.txt')]
-    assert n == [2, 1]
-
-
 def test_a_full_disk_names_the_place(tmp_path, tokenizers):
     path = write_rows(tmp_path / 'chat.jsonl', [{'messages': SAME}] * 200)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -523,29 +404,6 @@ def test_a_full_disk_names_the_place(tmp_path, tokenizers):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not list((tmp_path / 'cache').iterdir())
-    (tmp_path / 'file').write_text('x')
-    with pytest.raises(DataError, match='cannot write .*file.*: Not a directory'):
-        conversations(path, tokenizers['gemma'], cache_dir=tmp_path / 'file')
-
-
-def test_home_is_expanded(tmp_path, tokenizers, monkeypatch):
-    monkeypatch.setenv('HOME', str(tmp_path))
-    write_rows(tmp_path / 'chat.jsonl', [{'messages': SAME}])
-    assert len(conversations(Path('~/chat.jsonl'), tokenizers['gemma'],
-                             cache_dir='~/cache')) == 1
-    assert (tmp_path / 'cache').is_dir()
-    (tmp_path / 'plain.txt').write_text('The quick brown fox jumps')
-    assert len(probes.load_texts('clm:~/plain.txt').texts) == 1
-    with pytest.raises(DataError, match='~nobody-here/x'):
-        conversations(Path('~nobody-here/x'), tokenizers['gemma'])
-
-
-def test_no_bars_unless_a_terminal_reads_them(tmp_path, tokenizers, capfd):
-    path = write_rows(tmp_path / 'chat.jsonl', [{'messages': SAME}] * 50)
-    conversations(path, tokenizers['gemma'])
-    make_world(tmp_path / 'world', 1, WorldSpec(entities=30, documents=99, instructions=9,
-                                                questions=9, vocab_sizes=(400,)))
-    assert capfd.readouterr().err == ''
 
 
 BAD_UTF8 = b'{"text": "ok ok ok ok"}\n\n{"text": "caf\xe9"}\n{"text": "ok ok ok ok"}\n'
@@ -559,111 +417,59 @@ BAD_UTF8 = b'{"text": "ok ok ok ok"}\n\n{"text": "caf\xe9"}\n{"text": "ok ok ok 
     ('a.json', b'[\n{"text": }]', 'a.json:2: broken JSON'),
     ('a.jsonl', b'{"text": "x"}\n{"text": ' + b'9' * 5000 + b'}', 'a.jsonl:2: unusable JSON'),
     ('a.jsonl', b'{"text": "x"}\n' + b'[' * 200_000, 'a.jsonl:2: (unusable|broken) JSON'),
-    ('a.jsonl', b'', 'no texts|an empty dataset'),
     ('a.txt', b'', 'a.txt: the field "text" is empty'),
-    ('a.jsonl', b'{"text": ""}', 'a.jsonl:1: the field "text" is empty'),
-    ('a.jsonl', b'{"text": null}', 'a.jsonl:1: the field "text" is missing'),
     ('a.jsonl', b'{"texts": "fox"}', 'a.jsonl:1: the field "text" is missing'),
     ('a.jsonl', b'{"text": 3}', 'a.jsonl:1: the field "text" is not text but int'),
-    ('a.jsonl', b'"fox"', 'a.jsonl:1: the field "text" is not text|named fields'),
-    ('a.jsonl', BAD_UTF8.decode('latin-1').encode('utf-16'), 'a.jsonl:1: not UTF-8'),
     ('a.jsonl', b'{"text": "\\ud83d"}', 'a.jsonl:1: the field "text" is not valid Unicode'),
     ('a.csv', b'text\nfox\n', 'a.csv:1: a row must be an object with named fields'),
-    ('a.jsonl.gz', b'not gzip', 'cannot read .*a.jsonl.gz'),
     ('a.jsonl.gz', gzip.compress(b'{"text": "fox"}\n' * 50, mtime=0)[:-9],
      'cannot read .*a.jsonl.gz'),
-    ('a.parquet', b'PAR1 cut', 'cannot read .*a.parquet'),
-])
+    ('a.parquet', b'PAR1 cut', 'cannot read .*a.parquet')])
 def test_unreadable_files_name_their_line(tmp_path, tokenizers, name, raw, message):
     (tmp_path / name).write_bytes(raw)
     with pytest.raises(DataError, match=message):
         instruct.load_text(str(tmp_path / name), tokenizers['gemma'], max_length=8, add_bos=True,
-                       cache_dir=tmp_path / 'cache')
+                           cache_dir=tmp_path / 'cache')
 
 
 @pytest.mark.parametrize('raw, rows', [
-    ('{"a": 1}\n{"a": 2}\n', [(':1', {'a': 1}), (':2', {'a': 2})]),
     ('\ufeff{"a": 1}\r\n\r\n{"a": 2}', [(':1', {'a': 1}), (':3', {'a': 2})]),
-    ('{"a": 1}', [(':1', {'a': 1})]), ('{"examples": [{"a": 1}]}', [(': row 1', {'a': 1})]),
+    ('{"examples": [{"a": 1}]}', [(': row 1', {'a': 1})]),
     ('{"examples": [1]}\n{"examples": [2]}',
      [(':1', {'examples': [1]}), (':2', {'examples': [2]})]),
-    ('[{"a": 1},\n {"a": 2}]', [(': row 1', {'a': 1}), (': row 2', {'a': 2})]),
-    ('{"examples":\n [{"a": 1}]}', [(': row 1', {'a': 1})])])
+    ('\ufeff[{"a": 1},\r\n {"a": 2}]', [(': row 1', {'a': 1}), (': row 2', {'a': 2})]),
+    ('{"a": 1}\n{"a":\n{"a": 3}', [(':1', {'a': 1}), (':2', None), (':3', {'a': 3})])])
 def test_a_json_file_holds_a_list_or_a_row_per_line(tmp_path, raw, rows):
-    (tmp_path / 'x.json').write_text(raw)
+    (tmp_path / 'x.json').write_text(raw, newline='')
     (tmp_path / 'x.json.gz').write_bytes(gzip.compress(raw.encode()))
     for path in (tmp_path / 'x.json', tmp_path / 'x.json.gz'):
-        assert [*read_rows(path)] == [(f'{path}{place}', row) for place, row in rows]
-
-
-def test_a_broken_line_of_a_json_file_is_named_alone(tmp_path):
-    (tmp_path / 'x.json').write_text('{"a": 1}\n{"a":\n{"a": 3}')
-    (_, first), (_, broken), (_, last) = read_rows(tmp_path / 'x.json')
-    assert (first, last) == ({'a': 1}, {'a': 3}) and 'x.json:2: broken JSON' in str(broken)
-
-
-def test_a_file_or_folder_without_read_permission_is_named(tmp_path, monkeypatch):
-    def refuse(path, *_):
-        raise PermissionError(13, 'Permission denied', str(path))
-    (tmp_path / 'a.jsonl').write_text('{}')
-    monkeypatch.setattr('builtins.open', refuse)        # as root there would be no such error
-    with pytest.raises(DataError, match='cannot read .*/a.jsonl: Permission denied$'):
-        list(read_rows(tmp_path / 'a.jsonl'))
-    monkeypatch.setattr('os.access', lambda *_: False)
-    with pytest.raises(DataError, match=f'cannot read the folder {tmp_path}: Permission denied$'):
-        fetch(str(tmp_path), ('*.jsonl',))
-
-
-def test_a_bad_line_can_be_skipped(tmp_path, tokenizers):
-    (tmp_path / 'a.jsonl').write_bytes(BAD_UTF8)
-    sequences = instruct.load_text(str(tmp_path / 'a.jsonl'), tokenizers['gemma'], max_length=64,
-                               add_bos=True, cache_dir=tmp_path / 'cache', on_bad_row='skip')
-    assert len(sequences) == 2 and ':3: not UTF-8' in sequences.info['first_bad']
+        for (place, row), (ending, expected) in zip(read_rows(path), rows, strict=True):
+            assert place == f'{path}{ending}'
+            assert row == expected if expected else f'{place}: broken JSON' in str(row)
 
 
 def test_parquet_rows_that_are_not_utf8(tmp_path):
-    import pyarrow
-    import pyarrow.parquet
     raw = pyarrow.array([b'fox', b'caf\xe9', b'sky'], pyarrow.binary())
     table = pyarrow.table({'text': pyarrow.Array.from_buffers(pyarrow.string(), 3, raw.buffers())})
     pyarrow.parquet.write_table(table, tmp_path / 'a.parquet')
     rows = [row for _, row in read_rows(tmp_path / 'a.parquet')]
     assert rows[0] == {'text': 'fox'} and rows[2] == {'text': 'sky'}
     assert isinstance(rows[1], DataError) and 'a.parquet: row 2: not UTF-8' in str(rows[1])
-    write_rows(tmp_path / 'a.parquet', [{'textile': 'fox'}])
-    raw = (tmp_path / 'a.parquet').read_bytes().replace(b'textile', b'text\xb6le')
-    (tmp_path / 'a.parquet').write_bytes(raw)       # also the name of a column
-    with pytest.raises(DataError, match='a.parquet: .*utf-8'):
-        list(read_rows(tmp_path / 'a.parquet'))
 
 
-def test_a_bom_and_crlf_are_no_content(tmp_path, tokenizers):
-    rows = {}
-    for name, raw in (('a.jsonl', b'\xef\xbb\xbf{"text": "fox"}\r\n\r\n{"text": "sky"}\r\n'),
-                      ('a.json', b'\xef\xbb\xbf[{"text": "fox"},\r\n{"text": "sky"}]'),
-                      ('a.csv', b'\xef\xbb\xbffox\r\n\r\nsky')):
+def test_a_bom_and_crlf_are_no_content(tmp_path):
+    for name, raw, rows in (('a.csv', b'\xef\xbb\xbffox\r\n\r\nsky', [['fox'], ['sky']]),
+                            ('a.txt', b'\xef\xbb\xbffox\r\nsky\r', [{'text': 'fox\nsky\n'}])):
         (tmp_path / name).write_bytes(raw)
-        rows[name] = list(read_rows(tmp_path / name))
-    path = str(tmp_path / 'a.')
-    assert rows['a.jsonl'] == [(f'{path}jsonl:1', {'text': 'fox'}),
-                               (f'{path}jsonl:3', {'text': 'sky'})]
-    assert [row for _, row in rows['a.json']] == [{'text': 'fox'}, {'text': 'sky'}]
-    assert rows['a.csv'] == [(f'{path}csv:1', ['fox']), (f'{path}csv:3', ['sky'])]
-    (tmp_path / 'a.txt').write_bytes(b'\xef\xbb\xbffox\r\nsky\r')
-    ((_, row),) = read_rows(tmp_path / 'a.txt')
-    assert row == {'text': 'fox\nsky\n'}
-
-
-class Item:
-    def __init__(self, language, subject, id):
-        self.language, self.subject, self.id = language, subject, id
+        assert [row for _, row in read_rows(tmp_path / name)] == rows
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(st.sampled_from('de en'.split()), st.sampled_from('abc')), max_size=60),
        st.integers(1, 20), st.integers(0, 9))
 def test_a_sample_is_drawn_evenly(pairs, limit, seed):
-    items = [Item(*pair, str(i)) for i, pair in enumerate(pairs)]
+    items = [SimpleNamespace(language=language, subject=subject, id=str(i))
+             for i, (language, subject) in enumerate(pairs)]
     drawn = draw(items, limit, seed)
     assert [i.id for i in drawn] == sorted((i.id for i in drawn), key=int)      # their own order
     for language in 'de', 'en':
@@ -676,16 +482,6 @@ def test_a_sample_is_drawn_evenly(pairs, limit, seed):
     assert {i.id for i in again} == {i.id for i in drawn}       # whatever the order of files
     assert {i.id for i in draw(items, limit + 3, seed)} >= {i.id for i in drawn}
     assert draw(items, None, seed) == items
-
-
-def test_a_sample_of_texts_is_drawn_by_the_seed(tmp_path):
-    path = write_rows(tmp_path / 'a.jsonl', [{'text': f'one two three {i}'} for i in range(50)])
-    first, same, other = (probes.load_texts(f'clm:{path}', limit=10, seed=seed)
-                          for seed in (1, 1, 2))
-    assert first.total == 50 and len(first.texts) == 10
-    ids = [[t.id for t in loaded.texts] for loaded in (first, same, other)]
-    assert ids[0] == ids[1] != ids[2] and ids[0] != [str(i) for i in range(10)]
-    assert first.texts[0].place == f'{path}:{int(ids[0][0]) + 1}'
 
 
 @settings(deadline=None, max_examples=40)

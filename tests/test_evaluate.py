@@ -1,42 +1,32 @@
 """evaluate.py"""
 
 import dataclasses
-import gzip
-import importlib.util
 import json
 import math
-import os
 import random
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from common import (DEVICES, HERE, SHARED, lora_model, needs_files, reference_model,
-                    rewrite, sentencepiece_folder, start_script, whole_rows, write_hub_tasks,
-                    write_rows)
+from common import (HERE, lora_model, reference_model,
+                    rewrite, sentencepiece_folder, whole_rows, write_rows)
 
 import evaluate
 import scoring
 import metrics
-import triton_ops
 from data import benchmarks, questions
 from data.tokenizer import load_tokenizer
 from data.trees import tokenize_questions
 from results import compare, evaluation, report, samples
-from results.samples import read_samples, sample_order
-from runtime import adapter, checkpoint, log, ownership
+from results.samples import read_samples
+from runtime import adapter, checkpoint, ownership
 from runtime.errors import ConfigError, DataError
 
 
-@pytest.mark.slow
 def test_questions_can_be_scored_in_the_chat_template(foxes, tmp_path, capsys):
     """test_scoring.py has the tokens of questions in templates."""
     shutil.copytree(foxes.model, model := tmp_path / 'model')
@@ -131,11 +121,11 @@ def test_an_evaluation_with_the_dropout_of_adapters(foxes, tmp_path):
     run = tmp_path / 'model'
     model = adapted_run(foxes.model, run)
 
-    def samples(*arguments):
-        foxes.score('--deterministic', '--device=cpu', *arguments, model=run)
-        return {(s['task'], s['id']): s['log_probs']
-                for s in read_samples(foxes.out / 'samples.jsonl') if 'log_probs' in s}
-    dropped = samples('--dropout_seed=3', '--p_true')
+    def scored_samples(*arguments):
+        tasks = foxes.score('--deterministic', '--device=cpu', *arguments, model=run)
+        return tasks, {(s['task'], s['id']): s['log_probs']
+                       for s in read_samples(foxes.out / 'samples.jsonl') if 'log_probs' in s}
+    tasks, dropped = scored_samples('--dropout_seed=3', '--p_true')
     # by hand, from the adapters themselves
     trees = [tree for _, tree in tokenize_questions(
         questions.load_task(str(foxes.task)).questions, {}, load_tokenizer(run), add_bos=True,
@@ -143,67 +133,29 @@ def test_an_evaluation_with_the_dropout_of_adapters(foxes, tmp_path):
     for key, log_probs in zip(dropped, scoring.option_log_probs(
             model, trees, deterministic=True, dropout_seed=3), strict=True):
         assert dropped[key] == pytest.approx(log_probs.tolist(), abs=1e-6)
-    # the record, the table and the label of P(True)
     record = json.loads((foxes.out / 'eval_config.json').read_text())
     assert record['dropout_seed'] == 3 and record['adapter'] != record['base']
-    tasks = json.loads((foxes.out / 'results.json').read_text())['tasks']
     assert list(tasks) == ['foxes', 'foxes.p_true'] and tasks['foxes']['dropout_seed'] == 3
     assert 'plain text, dropout with seed 3' in tasks['foxes']['distribution']
     # a seed gives the same samples, also if the evaluation was interrupted
     path = foxes.out / 'samples.jsonl'
     path.write_text(''.join(path.read_text().splitlines(True)[:3]))
-    (foxes.out / 'results.json').unlink()
-    assert samples('--dropout_seed=3') == dropped
-    for arguments in (['--dropout_seed=4'], []):
-        with pytest.raises(ConfigError, match='holds samples with dropout_seed = '):
-            samples(*arguments)
+    assert scored_samples('--dropout_seed=3')[1] == dropped
+    with pytest.raises(ConfigError, match='holds samples with dropout_seed = '):
+        scored_samples()
+    with pytest.raises(checkpoint.CheckpointError, match='has no adapter/, which train.py --lora'):
+        foxes.score('--dropout_seed=2')
+    settings = run / 'adapter' / 'adapter_config.json'
+    written = settings.read_text()
+    for change, message in (({'lora_dropout': 0.0}, 'trained with lora_dropout = 0, so nothing w'),
+                            ({'target_modules': ['q_proj']}, 'does not name .*down_proj.weigh')):
+        settings.write_text(json.dumps(json.loads(written) | change))
+        with pytest.raises((ConfigError, checkpoint.CheckpointError), match=message):
+            foxes.score('--dropout_seed=2', model=run)
+    settings.write_text(written)
     evaluate.main([f'--model={run}', f'--tasks={foxes.task}', '--dropout_seed=2', '--shots=0',
                    '--n_bootstrap=0'])
     assert (run / 'dropout-2' / 'results.json').exists() and not (run / 'results.json').exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('changes, message', [
-    ({'lora_dropout': 0.0}, 'trained with lora_dropout = 0, so nothing would be dropped'),
-    ({'target_modules': ['query']}, "lora_targets = .*'query'.*; wanted some of q_proj"),
-    ({'target_modules': ['q_proj']}, 'target_modules does not name .*down_proj.weight is in only'),
-    ({'base_model_name_or_path': '/none'}, 'there is no file or folder|no model folder at'),
-    (None, 'model has no adapter/, which train.py --lora saves')])
-def test_dropout_that_cannot_be_drawn(changes, message, scored_folder, tmp_path):
-    run, settings = tmp_path / 'model', tmp_path / 'model' / 'adapter' / 'adapter_config.json'
-    adapted_run(scored_folder / 'model', run)
-    if changes is None:
-        run = scored_folder / 'model'
-    else:
-        settings.write_text(json.dumps(json.loads(settings.read_text()) | changes))
-    with pytest.raises((ConfigError, checkpoint.CheckpointError), match=message):
-        evaluate.main([f'--model={run}', '--dropout_seed=2', '--shots=2',
-                       f'--tasks=global_mmlu:{scored_folder / "data"}'])
-    assert not (run / 'dropout-2' / 'samples.jsonl').exists()
-
-
-@pytest.mark.parametrize('device', DEVICES[1:])
-def test_the_same_results_by_the_kernels_and_without(scored_folder, tmp_path, device, monkeypatch):
-    probs = []
-    for name in ('kernels', 'without'):
-        scored(scored_folder, tmp_path / name, f'--device={device}', '--dtype=bfloat16',
-               '--limit=20', '--pack_len=512')
-        rows = read_samples(tmp_path / name / 'samples.jsonl')
-        probs.append(report.predictions(sorted(rows, key=sample_order), 'token').probs)
-        monkeypatch.setattr(triton_ops, 'kernels_apply', lambda x: False)
-    assert 0 < np.abs(probs[0] - probs[1]).max() < 0.03
-
-
-@pytest.mark.slow
-def test_a_model_that_is_given_scores_as_the_one_that_is_loaded(foxes, tmp_path):
-    foxes.score('--device=cpu')
-    cfg = evaluate.EvalConfig(str(foxes.model), tasks=(str(foxes.task),), shots=0, n_bootstrap=0,
-                              pictures=False, device='cpu', dtype='float32', pack_len=512)
-    model = checkpoint.load(foxes.model)
-    evaluate.evaluate(foxes.model, load_tokenizer(foxes.model), evaluate.load_tasks(cfg), cfg,
-                      tmp_path / 'given', lambda: model)
-    assert (tmp_path / 'given/samples.jsonl').read_bytes() == (
-        foxes.out / 'samples.jsonl').read_bytes()
 
 
 def test_samples_of_other_code_are_refused(foxes, monkeypatch):
@@ -218,16 +170,6 @@ def test_samples_of_other_code_are_refused(foxes, monkeypatch):
         foxes.score()
     assert content(foxes.out) == before
     foxes.score('--overwrite')
-
-
-@pytest.mark.slow
-def test_a_script_runs_in_a_profiler(foxes):
-    """cProfile of Python 3.11 leaves itself in sys.modules as the main module."""
-    done = subprocess.run(
-        [sys.executable, '-m', 'cProfile', 'evaluate.py', f'--model={foxes.model}', '--device=cpu',
-         f'--tasks={foxes.task}', '--shots=0', f'--out_dir={foxes.out}'], cwd=HERE, text=True,
-        capture_output=True)
-    assert done.returncode == 0 and 'function calls' in done.stdout, done.stderr
 
 
 @pytest.mark.slow
@@ -246,29 +188,7 @@ def test_results_have_languages_groups_and_macro(scored_folder, tmp_path):
     lines = (tmp_path / 'all' / 'results.csv').read_text().split('\n')
     assert len(lines) == 1 + 2 + 2 + 3 + 1 + 1 + 1 and 'ece_boot_low' in lines[0]
     sw = scored(scored_folder, tmp_path / 'one', '--languages=sw')['tasks']['global_mmlu']
-    one, same = sw['pooled'], result['languages']['sw']
-    assert [one[k] for k in ('n', 'accuracy')] == [same[k] for k in ('n', 'accuracy')]
-    assert one['nll'] == pytest.approx(same['nll'])
-
-
-@pytest.mark.slow
-def test_batch_composition_changes_nothing_but_rounding(foxes, tmp_path):
-    """Another order of rows, row length or batch: the same samples, bit by bit if asked for."""
-    rows = [json.loads(line) for line in write_words(foxes.task, 30, 'fox').open()]
-    rows = [row | {'id': row['question']} for row in rows]
-
-    def samples(name, rows, *arguments):
-        write_rows(foxes.task, rows)
-        foxes.score(*arguments, out=tmp_path / name)
-        return {row['id']: row for row in read_samples(tmp_path / name / 'samples.jsonl')}
-    other = '--pack_len=64', '--batch_rows=3'
-    plain, turned = samples('a', rows), samples('b', rows[::-1], *other)
-    assert plain.keys() == turned.keys() and list(plain) != list(turned)
-    for key, row in plain.items():
-        assert row['log_probs'] == pytest.approx(turned[key]['log_probs'], abs=1e-4)
-        assert row | {'log_probs': 0} == turned[key] | {'log_probs': 0}
-    assert samples('c', rows, '--deterministic') == samples('d', rows[::-1], '--deterministic',
-                                                            *other)
+    assert sw['pooled']['nll'] == pytest.approx(result['languages']['sw']['nll'])
 
 
 @pytest.mark.slow
@@ -286,20 +206,16 @@ def test_scoring_resumes_where_it_stopped(foxes, tmp_path, monkeypatch, launched
     for key in ('accuracy', 'confidence', 'ece', 'nll'):
         assert again['pooled'][key] == pytest.approx(whole['pooled'][key], abs=1e-4)
     assert len({sample['id'] for sample in read_samples(path)}) == 30 == len(read_samples(path))
-    # with all samples there, another normalization needs no model
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, 'load', None)
-        assert foxes.score()['foxes']['pooled'] == again['pooled']
-        flat = foxes.score('--norm=sum')['foxes']
-        assert 'summed log-probabilities' in flat['distribution']
-        for option in ('--shots=1', '--scoring=text', '--prompt_format=harness', '--deterministic',
-                       '--chat=tulu'):
-            key = option[2:].split('=')[0]
-            folder = tmp_path / 'with_shots'
-            write_rows(folder / 'test.jsonl', rows := [json.loads(x) for x in foxes.task.open()])
-            write_rows(folder / 'dev.jsonl', rows[:1])
-            with pytest.raises(ConfigError, match=f'holds samples with {key} = '):
-                foxes.score(f'--tasks={folder}', option)
+        patch.setattr(checkpoint, 'load', None)     # another normalization needs no model
+        assert 'summed log-probabilities' in foxes.score('--norm=sum')['foxes']['distribution']
+        folder = tmp_path / 'with_shots'
+        write_rows(folder / 'test.jsonl', rows := [json.loads(x) for x in foxes.task.open()])
+        write_rows(folder / 'dev.jsonl', rows[:1])
+        for option in ('shots=1', 'scoring=text', 'prompt_format=harness', 'deterministic',
+                       'chat=tulu'):
+            with pytest.raises(ConfigError, match=f'samples with {option.split("=")[0]} = '):
+                foxes.score(f'--tasks={folder}', f'--{option}')
         # the same file in another place is the same task
         (tmp_path / 'moved').mkdir()
         moved = Path(shutil.copy(foxes.task, tmp_path / 'moved'))
@@ -335,7 +251,6 @@ def test_a_corrected_answer_counts_in_the_same_folder(foxes, tmp_path):
     assert results('same') == before
 
 
-
 @pytest.mark.slow
 def test_a_folder_holds_every_task_scored_there(foxes, tmp_path, monkeypatch):
     stones, drawn = write_words(tmp_path / 'stones.jsonl', 20, 'stone'), []
@@ -352,9 +267,6 @@ def test_a_folder_holds_every_task_scored_there(foxes, tmp_path, monkeypatch):
     for name in ('results.md', 'results.csv', 'results.tex'):
         text = (foxes.out / name).read_text()
         assert 'foxes' in text and 'stones' in text
-    # the first again with another norm: its result is replaced, that of the other stays
-    again = foxes.score('--norm=sum')
-    assert again['stones'] == both['stones'] and again['foxes']['norm'] == 'sum'
     # another file that would have the same name in the results
     other = write_words(tmp_path / 'other' / 'foxes.jsonl', 10, 'dog')
     before = content(foxes.out)
@@ -366,47 +278,39 @@ def test_a_folder_holds_every_task_scored_there(foxes, tmp_path, monkeypatch):
     assert list(replaced) == ['foxes'] and replaced['foxes']['pooled']['n'] == 10
 
 
+@pytest.mark.slow
 def test_files_that_the_program_did_not_write_are_kept(foxes, tmp_path):
     """What an evaluation did not write is neither replaced nor deleted, also by --overwrite."""
-    for name in ('samples.jsonl', 'reliability.png'):
-        out = tmp_path / f'out-{name}'
-        out.mkdir()
-        (out / name).write_text('mine')
-        for option in ((), ('--overwrite',)):
-            with pytest.raises(ConfigError, match=f'{name} was not written by'):
-                foxes.score('--pictures', *option, out=out)
-        assert (out / name).read_text() == 'mine'
-        assert {p.name for p in out.iterdir()} <= {name, ownership.LOCK}
+    (tmp_path / 'new').mkdir()
+    (tmp_path / 'new' / 'samples.jsonl').write_text('mine')
+    for option in ((), ('--overwrite',)):
+        with pytest.raises(ConfigError, match='samples.jsonl was not written by'):
+            foxes.score(*option, out=tmp_path / 'new')
     foxes.score()
-    mine = [foxes.out / name for name in (
-        'results.json.tmp', 'results.py', 'reliability-of-mine.png')]
-    for path in mine:
-        path.write_text('mine')
-    foxes.score('--overwrite', '--pictures')
-    assert {path.read_text() for path in mine} == {'mine'}
-
-
-def test_samples_are_not_appended_to_a_file_behind_a_link(foxes, tmp_path):
-    foxes.score()
+    (foxes.out / 'reliability-of-mine.png').write_text('mine')
+    # a link leads to a file that is not appended to
     (tmp_path / 'elsewhere').write_text('no whole line')
     (foxes.out / 'samples.jsonl').unlink()
     (foxes.out / 'samples.jsonl').symlink_to(tmp_path / 'elsewhere')
     with pytest.raises(ConfigError, match='samples.jsonl is a link to a file elsewhere'):
         foxes.score()
-    foxes.score('--overwrite')
+    foxes.score('--overwrite', '--pictures')
     assert (tmp_path / 'elsewhere').read_text() == 'no whole line'
+    assert (foxes.out / 'reliability-of-mine.png').read_text() == 'mine'
 
 
 def test_overwrite_deletes_after_all_is_checked(foxes, tmp_path):
     foxes.score()
-    before = content(foxes.out)
     shutil.copytree(foxes.model, tmp_path / 'broken')
     rewrite(tmp_path / 'broken', lambda tensors: tensors.pop('model.norm.weight'))
-    shutil.copytree(tmp_path / 'broken', tmp_path / 'empty')
-    (tmp_path / 'empty' / 'tokenizer.model').unlink()
-    for argument in ('--tasks=foxs.jsonl', '--batch_rows=0', f'--model={tmp_path / "broken"}',
-                     f'--model={tmp_path / "empty"}', '--device=gpu', '--shots=3'):
-        with pytest.raises((ConfigError, DataError, checkpoint.CheckpointError)):
+    shutil.copy(foxes.task, foxes.out / 'samples.jsonl')
+    (tmp_path / 'link.jsonl').symlink_to(foxes.out / 'samples.jsonl')
+    before = content(foxes.out)
+    for argument, message in (('--tasks=foxs.jsonl', 'foxs'), ('--batch_rows=0', 'batch_rows'),
+                              (f'--model={tmp_path / "broken"}', 'norm.weight'),
+                              ('--shots=3', 'shots'),
+                              (f'--tasks={tmp_path / "link.jsonl"}', 'is read by this command')):
+        with pytest.raises((ConfigError, DataError, checkpoint.CheckpointError), match=message):
             foxes.score('--overwrite', argument)
         assert content(foxes.out) == before
 
@@ -426,101 +330,41 @@ def test_what_a_failed_evaluation_would_have_replaced_is_put_back(foxes, monkeyp
     assert content(foxes.out) == before
 
 
-def test_an_interrupted_evaluation_and_what_it_replaces_are_both_kept(foxes, monkeypatch, capsys):
-    foxes.score()
-    before, append = content(foxes.out), samples.append
-    write_words(foxes.task, 7, 'fox')
-
-    def interrupted(*arguments):
-        append(*arguments)
-        raise KeyboardInterrupt
-    monkeypatch.setattr(samples, 'append', interrupted)
-    for n in (1, 2):        # the first samples are set aside in turn
-        with pytest.raises(KeyboardInterrupt):
-            foxes.score('--overwrite')
-        aside = foxes.out / '.replaced-evaluation-001'
-        assert f'note: {aside} keeps what --overwrite replaces' in capsys.readouterr().out
-        assert content(aside).items() >= {
-            k: v for k, v in before.items() if k not in ('.lock', 'written.json')}.items()
-        assert len([*foxes.out.glob('.replaced*')]) == n
-    monkeypatch.undo()
-    assert foxes.score()['foxes']['pooled']['n'] == 7
-    assert '1 scored earlier' in capsys.readouterr().out and not [*foxes.out.glob('.replaced*')]
-
-
-def test_overwrite_refuses_to_remove_the_questions_that_are_read(foxes, tmp_path):
-    foxes.score()
-    shutil.copy(foxes.task, foxes.out / 'samples.jsonl')
-    (tmp_path / 'link.jsonl').symlink_to(foxes.out / 'samples.jsonl')
-    before = content(foxes.out)
-    with pytest.raises(ConfigError, match='out/samples.jsonl is read by this command'):
-        foxes.score(f'--tasks={tmp_path / "link.jsonl"}', '--overwrite')
-    assert content(foxes.out) == before
-
-
-@pytest.mark.parametrize('move', [shutil.rmtree, lambda out: os.replace(shutil.copy(
-    out / 'samples.jsonl', out / 'x'), out / 'samples.jsonl')])
-def test_a_folder_that_is_removed_ends_an_evaluation_at_the_next_sample(foxes, monkeypatch, move):
+def test_a_folder_that_is_removed_ends_an_evaluation_at_the_next_sample(foxes, monkeypatch):
     append, written = samples.append, []
 
     def append_and_move(file, sample):
         append(file, sample)
         written.append(sample)
         if len(written) == 2:
-            move(foxes.out)
+            shutil.rmtree(foxes.out)
     monkeypatch.setattr(samples, 'append', append_and_move)
     with pytest.raises(ConfigError, match='out was removed or moved, or its samples.jsonl was del'):
         foxes.score()
     assert len(written) == 2
 
 
-def test_a_second_process_on_one_folder_is_refused(foxes, capsys):
-    with ownership.lock(foxes.out), pytest.raises(ConfigError, match='process is writing there'):
-        foxes.score()
-    assert capsys.readouterr().out == '' and not (foxes.out / 'samples.jsonl').exists()
-    foxes.score()
-
-
 @pytest.mark.slow
-def test_damaged_files_are_named_and_repaired(foxes, monkeypatch):
-    whole, damaged = foxes.score(), ['[]', '{}', '{"tasks": 3}', 'junk', '\0', '[' * 100_000]
+def test_damaged_files_are_named_and_repaired(foxes):
+    whole = foxes.score()
     before = content(foxes.out)
-    for name, advice, more in (('eval_config.json', 'choose another --out_dir, or --overwrite', []),
-                               ('results.json', 'remove it', ['{"tasks": {"foxes": {}}}'])):
-        for text in damaged + more:
-            (foxes.out / name).write_text(text)
-            with pytest.raises(ConfigError, match=f'{name} is not what .*{advice}'):
-                foxes.score()
+    for name, text, advice in (
+            ('eval_config.json', '[]', 'choose another --out_dir, or --overwrite'),
+            ('results.json', '[' * 100_000, 'remove it'),
+            ('results.json', '{"tasks": {"foxes": {}}}', 'remove it')):
+        (foxes.out / name).write_text(text)
+        with pytest.raises(ConfigError, match=f'{name} is not what .*{advice}'):
+            foxes.score()
         (foxes.out / name).write_bytes(before[name])
     (foxes.out / 'results.json').unlink()
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, 'load', None)     # as the message says: without the model
-        assert foxes.score()['foxes']['pooled'] == whole['foxes']['pooled']
+    assert foxes.score()['foxes']['pooled'] == whole['foxes']['pooled']
     lines = (foxes.out / 'samples.jsonl').read_text().splitlines()
-    for broken in (lines[2][:40], '5', '{}', '[]', lines[2].replace('"log_probs"', '"log"')):
+    for broken in (lines[2][:40], '5', lines[2].replace('"log_probs"', '"log"')):
         (foxes.out / 'samples.jsonl').write_text('\n'.join([*lines[:2], broken, *lines[3:], '']))
         with pytest.raises(DataError, match=r'samples.jsonl:3: .*; delete this line'):
             foxes.score()
     (foxes.out / 'samples.jsonl').write_text('\n'.join([*lines[:2], *lines[3:], '']))
     assert foxes.score()['foxes']['pooled']['accuracy'] == whole['foxes']['pooled']['accuracy']
-
-
-@pytest.mark.slow
-def test_a_full_disk_names_the_file_and_loses_nothing(foxes, capsys):
-    write_words(foxes.task, 400, 'fox')
-    # on a GPU the limit hits the compiler's own files too
-    process = start_script('evaluate.py', f'--model={foxes.model}', '--shots=0', *SMALL,
-                           f'--tasks={foxes.task}', f'--out_dir={foxes.out}', '--device=cpu',
-                           limit=20_000)
-    _, errors = process.communicate()
-    assert process.returncode == 1 and 'Traceback' not in errors
-    assert errors.strip().split('\n')[-1].startswith(
-        f'error: {foxes.out / "samples.jsonl"} cannot be written: File too large')
-    n = (foxes.out / 'samples.jsonl').read_text().count('\n')
-    foxes.score('--device=cpu')
-    assert n > 10 and f'{n} scored earlier' in capsys.readouterr().out
-    ids = [sample['id'] for sample in read_samples(foxes.out / 'samples.jsonl')]
-    assert len(ids) == len(set(ids)) == 400
 
 
 @pytest.mark.parametrize('value, message', [
@@ -533,98 +377,18 @@ def test_logits_that_are_not_finite_stop_with_the_question_named(value, message,
         tensors[f'model.layers.1.mlp.{name}_proj.weight'].fill_(value) for name in ('gate', 'up')])
     with pytest.raises(checkpoint.CheckpointError, match=message):
         foxes.score(model=tmp_path / 'model')
-    assert 'evaluate.py --dtype=float32' in checkpoint.bad_logits('x', foxes.model, 'bfloat16')
 
 
 def test_a_run_that_scored_nothing_leaves_the_folder_free(foxes):
     with pytest.raises(DataError, match='foxes: .*foxes.jsonl:1: .* max_length allows 3'):
         foxes.score('--max_length=3')
+    with ownership.lock(foxes.out), pytest.raises(ConfigError, match='process is writing there'):
+        foxes.score()
     assert foxes.score()['foxes']['pooled']['n'] == 5
     with pytest.raises(DataError, match='foxes: fit_temperature needs two questions or more'):
         foxes.score('--limit=1', '--fit_temperature')
-
-
-def test_an_out_dir_that_cannot_be_created_is_one_line(foxes):
-    for out in (foxes.task, foxes.task / 'deeper', Path('/proc/nowhere')):
-        with pytest.raises(ConfigError, match='cannot be written .* choose another'):
-            foxes.score(out=out)
-
-
-def test_the_output_names_device_and_settings_in_plain_lines(foxes, tmp_path, monkeypatch, capsys):
-    """Device and dtype that 'auto' chose, no bar without a terminal; '~' in paths is expanded."""
-    monkeypatch.setenv('HOME', str(tmp_path))
-    shutil.copytree(foxes.model, tmp_path / 'model')
-    evaluate.main(['--model=~/model', '--shots=0', '--tasks=~/foxes.jsonl', '--device=cpu',
-                   '--n_bootstrap=0', '--out_dir=~/out'])
-    tasks = json.loads((foxes.out / 'results.json').read_text())['tasks']
-    assert tasks['foxes']['source'] == str(foxes.task)
-    printed = capsys.readouterr()
-    lines = printed.out.split('\n')
-    assert lines[0] == f'{tmp_path / "model"} (llama) in float32 on cpu' and printed.err == ''
-    assert lines[1] == ('foxes: 5 questions, prompt format mmlu, 0 shots, options scored by '
-                        'letters, log-probabilities per token, plain text')
-
-
-def test_progress_is_a_line_per_interval_without_a_terminal(capsys, monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(time, 'monotonic', lambda: clock[0])
-    progress = log.Progress('foxes', 100, 'questions', interval=30)
-    for _ in range(90):
-        clock[0] += 1
-        progress.update()
-    printed = capsys.readouterr()
-    assert printed.out == '' and printed.err.splitlines() == [
-        'foxes: 31 of 100 questions, 1.0 per second, 01:09 left',
-        'foxes: 62 of 100 questions, 1.0 per second, 00:38 left']
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason='needs two cores')
-def test_interrupt_while_intervals_are_drawn(foxes):
-    """Ctrl-C goes to the worker processes too: one line all the same, and an end."""
-    write_words(foxes.task, 100, 'fox')
-    foxes.score('--n_bootstrap=0')
-    process = subprocess.Popen([sys.executable, 'evaluate.py', f'--model={foxes.model}',
-                                f'--tasks={foxes.task}', f'--out_dir={foxes.out}', '--shots=0',
-                                *SMALL, '--n_bootstrap=200000'],
-                               cwd=HERE, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               start_new_session=True)
-    children = Path(f'/proc/{process.pid}/task/{process.pid}/children')
-    while process.poll() is None and len(children.read_text().split()) < 2:
-        time.sleep(0.01)
-    time.sleep(0.5)
-    os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=5)      # until no process holds the pipe
-    assert errors.startswith('stopped') and errors.count('\n') == 1 and process.returncode == 130
-
-
-def test_the_usage_and_the_help_name_the_commands_and_tasks(capsys):
-    for arguments in ([], ['--help']):
-        with pytest.raises(SystemExit) as end:
-            evaluate.main(arguments)
-        text = f'{end.value.code or ""}{capsys.readouterr().out}'
-        for part in ('usage: python evaluate.py --model=', '--compare', 'example: ', 'arc_easy'):
-            assert part in text
-
-
-@pytest.mark.slow
-def test_an_early_interrupt_is_one_line(scored_folder, tmp_path):
-    task = write_words(tmp_path / 'foxes.jsonl', 20000, 'fox')
-    wait = 0.4
-    errors = early = 'Fatal Python error: init'
-    # Python itself, or the import of the module that handles Ctrl-C, had not ended yet
-    while errors.startswith(early) or 'from runtime import cli' in errors:
-        process = subprocess.Popen(
-            [sys.executable, 'evaluate.py', f'--model={scored_folder / "model"}',
-             f'--tasks={task}', '--shots=0', f'--out_dir={tmp_path / "out"}'],
-            cwd=HERE, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        while b'evaluate.py' not in Path(f'/proc/{process.pid}/cmdline').read_bytes():
-            time.sleep(0.001)
-        time.sleep(wait)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-        wait += 0.2
-    assert errors.startswith('stopped') and errors.count('\n') == 1 and process.returncode == 130
+    with pytest.raises(ConfigError, match='cannot be written .* choose another'):
+        foxes.score(out=foxes.task / 'deeper')
 
 
 @pytest.mark.slow
@@ -648,19 +412,15 @@ def test_scalings_are_fitted_on_halves_or_validation(scored_folder, tmp_path):
     assert result['pooled']['n'] == 28 and len(result['post_hoc']['temperature']) == 1
 
 
-def documented_keys():
-    """The keys in the three tables of the schema in docs/evaluation.md."""
-    text = (HERE / 'docs' / 'evaluation.md').read_text()
-    section = text[text.index('\n## Schema of results.json\n'):text.index('\n## Samples\n')]
-    return [{key for line in table.splitlines() if line.startswith('| `')
-             for key in re.findall('`([^`]+)`', line.split(' | ')[0])}
-            for table in section.split('\n| key ')[1:]]
-
-
 @pytest.mark.slow
 def test_the_schema_of_results_is_documented(scored_folder, foxes, tmp_path):
     """Every key of real results is in docs/evaluation.md, and every key there is in one of them."""
-    of_file, of_task, of_report = documented_keys()
+    text = (HERE / 'docs' / 'evaluation.md').read_text()
+    section = text[text.index('\n## Schema of results.json\n'):text.index('\n## Samples\n')]
+    of_file, of_task, of_report = [
+        {key for line in table.splitlines() if line.startswith('| `')
+         for key in re.findall('`([^`]+)`', line.split(' | ')[0])}
+        for table in section.split('\n| key ')[1:]]
     text = write_rows(tmp_path / 'text.jsonl', [{'text': 'the quick fox is old'}] * 6)
     found = scored(scored_folder, tmp_path / 'out', '--limit=10', '--fit_temperature', '--p_true',
                    '--permute=2')
@@ -670,16 +430,10 @@ def test_the_schema_of_results_is_documented(scored_folder, foxes, tmp_path):
                                   out=tmp_path / 'qa')
     assert found.keys() == of_file and found['schema'] == report.SCHEMA == 1
     assert found['config'].keys() == dataclasses.asdict(evaluate.EvalConfig()).keys()
-    assert found['identity'].keys() == {'model', 'tokenizer', 'code'}
     # dropout needs adapters
     assert {key for task in found['tasks'].values() for key in task} == of_task - {'dropout_seed'}
-    reports = []
-    for task in found['tasks'].values():
-        assert isinstance(task['distribution'], str) and isinstance(task['pooled']['n'], int)
-        if 'post_hoc' in task:
-            assert task['post_hoc'].keys() - {'temperature', 'languages'} == {
-                'fitted_on', 'platt', 'reports'}
-        reports += [of_kind for _, _, of_kind in report.report_rows(task)]
+    reports = [of_kind for task in found['tasks'].values()
+               for _, _, of_kind in report.report_rows(task)]
     metric_names = metrics.report(np.full((4, 2), 0.5), np.arange(4) % 2).keys()
     for of_kind in reports:
         assert {'n'} <= of_kind.keys() or {'groups'} <= of_kind.keys()
@@ -704,8 +458,7 @@ def test_a_limit_is_a_sample_and_duplicate_options_are_counted(scored_folder, fo
     assert result['sample'] == {'questions': 30, 'of': 120} and result['pooled']['n'] == 30
     assert {r['n'] for r in result['languages'].values()} == {10}
     assert {r['n'] for r in result['subjects'].values()} == {15}
-    assert 'global_mmlu: 30 questions, ' in (printed := capsys.readouterr().out)
-    assert 'plain text; a sample of 120' in printed
+    assert 'plain text; a sample of 120' in capsys.readouterr().out
     for name in ('results.md', 'results.tex'):
         assert 'sample of 30 of 120 questions' in (tmp_path / 'some' / name).read_text()
     write_rows(foxes.task, [
@@ -778,8 +531,7 @@ def test_next_tokens_and_facts_are_scored(foxes, tmp_path):
                       '--instruct')
     assert len(entities) == 2 and all(s['id'] == f'x:{s["position"]}' for s in entities)
     # another seed asks for other tokens, and is not taken for what was asked before
-    run('seeds', f'--tasks={clm}', '--seed=1')
-    tasks, seeds = run('seeds', f'--tasks={clm}', '--seed=2')
+    tasks, seeds = run('some', f'--tasks={clm}', '--seed=2')
     assert tasks['clm']['pooled']['n'] == 12 == len({s['id'] for s in seeds}) < len(seeds)
     write_rows(tmp_path / 'bad.jsonl', [{'text': 'a dog', 'spans': [[2, 9]]}])
     for task, message in (('facts', 'facts: no folder or file given'),
@@ -836,62 +588,63 @@ def test_p_true_is_that_of_transformers(scored_folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_p_true_is_added_resumed_and_compared(foxes, tmp_path, launched, capsys):
-    """Asked for later, stopped, with another norm, compared; and a task without options."""
+def test_derived_tasks_are_added_resumed_and_compared(foxes, tmp_path, launched):
+    """P(True) and orders of the options: asked for later, stopped, with another norm, compared."""
     words = 'the quick brown fox jumps over a lazy dog by the old stone river'.split()
     write_rows(foxes.task, [
         {'question': f'the quick fox {i}?', 'answer': i % 3,
          'choices': [' '.join(words[i % 9:i % 9 + n]) for n in (1, 2, 4)]} for i in range(30)])
-    plain = foxes.score('--scoring=text')
-    launched.clear()
-    text = ['--scoring=text', '--p_true', '--fit_temperature']
-    both = foxes.score(*text)
-    assert sum(launched) == 30 and 'foxes.p_true (P(True)' in capsys.readouterr().out
-    assert list(both) == ['foxes', 'foxes.p_true']
+    path = foxes.out / 'samples.jsonl'
+
+    def counted(*arguments, kept=None):
+        if kept:
+            path.write_text(''.join(path.read_text().splitlines(keepends=True)[:kept]))
+        launched.clear()
+        return foxes.score(*arguments), sum(launched)
+    text = '--scoring=text', '--p_true', '--fit_temperature'
+    plain, _ = counted('--scoring=text')
+    both, n = counted(*text)
+    assert n == 30 and list(both) == ['foxes', 'foxes.p_true']
     assert both['foxes']['pooled'] == plain['foxes']['pooled']
     assert list(both['foxes.p_true']['post_hoc']['reports']) == ['platt', 'isotonic']
-    lines = (foxes.out / 'samples.jsonl').read_text().splitlines(keepends=True)
-    (foxes.out / 'samples.jsonl').write_text(''.join(lines[:50]))
-    launched.clear()
-    again = foxes.score(*text)
-    assert sum(launched) == 10
-    for key in ('n', 'accuracy', 'confidence', 'ece', 'nll', 'entropy_bits'):
-        assert again['foxes.p_true']['pooled'][key] == pytest.approx(
-            both['foxes.p_true']['pooled'][key], abs=1e-4)
+    again, n = counted(*text, kept=50)
+    assert n == 10 and again['foxes.p_true']['pooled']['nll'] == pytest.approx(
+        both['foxes.p_true']['pooled']['nll'], abs=1e-4)
     # questions with another top option are asked about again, the others are not
-    launched.clear()
-    foxes.score(*text, '--norm=sum')
     tops = [[np.argmax(report.option_scores(s['log_probs'], s['options'], s['n_tokens'], norm))
-             for s in map(json.loads, lines[:30])] for norm in ('token', 'sum')]
-    assert sum(launched) == sum(a != b for a, b in zip(*tops)) > 0
+             for s in read_samples(path)[:30]] for norm in ('token', 'sum')]
+    _, n = counted(*text, '--norm=sum')
+    assert n == sum(a != b for a, b in zip(*tops)) > 0
     foxes.score(*text, '--norm=sum', '--pack_len=64', out=tmp_path / 'second')
     compare.main([str(foxes.out), str(tmp_path / 'second'), f'--out_dir={tmp_path / "compare"}'])
     assert 'foxes.p_true' in (tmp_path / 'compare' / 'compare.md').read_text()
+    with pytest.raises((ConfigError, DataError), match='settings scores the text of its options'):
+        counted('--permute=3', '--scoring=text')
+
+    counted('--overwrite')
+    permuted, n = counted('--permute=2')
+    assert n == 30 and list(permuted['foxes.permuted']['orders']) == ['1', '2']
+    again, n = counted('--permute=2', '--norm=sum', kept=50)    # the published order is there
+    assert n == 10 and again['foxes.permuted']['pooled']['nll'] == pytest.approx(
+        permuted['foxes.permuted']['pooled']['nll'], abs=1e-4)
+    assert [*counted('--permute=3', '--p_true')[0]] == ['foxes', 'foxes.permuted', 'foxes.p_true']
     texts = write_rows(tmp_path / 'texts.jsonl', [{'text': 'the quick brown fox'}])
     for argument in ('p_true', 'permute=3'):
-        key = argument.partition('=')[0]
-        with pytest.raises(ConfigError, match=f'{key} = .*: tasks = .* have no options'):
+        with pytest.raises(ConfigError, match=f'{argument[:6]}.* = .*: tasks = .* have no options'):
             foxes.score(f'--tasks=clm:{texts}', f'--{argument}', out=tmp_path / 'none')
-
-
-def write_lettered(folder, n=12):
-    """Questions with 3 and 4 options, and solved ones; return the rows to score."""
-    rng = random.Random(1)
-    words = 'quick brown fox jumps over the lazy dog blue river old stone'.split()
-    rows = [{'question': ' '.join(rng.sample(words, 5)) + '?', 'answer': i % 3, 'id': f'q{i}',
-             'subject': ('anatomy', 'sociology')[i % 2],
-             'choices': rng.sample(words, 3 + i // 2 % 2)} for i in range(n)]
-    for split in ('dev', 'test', 'validation'):
-        write_rows(folder / f'{split}.jsonl', [row | {'id': f'{split}-{row["id"]}'}
-                                               for row in (rows if split == 'test' else rows[:6])])
-    return rows
 
 
 @pytest.mark.slow
 def test_orders_of_the_options_are_those_of_permuted_files(foxes, tmp_path, capsys):
     """The log-probabilities of each order are those of a file with the options in that order."""
-    folder, out = tmp_path / 'quiz', foxes.out
-    rows, arguments = write_lettered(folder), [f'--tasks={folder}', '--shots=2', '--norm=sum']
+    folder, out, rng = tmp_path / 'quiz', foxes.out, random.Random(1)
+    words = 'quick brown fox jumps over the lazy dog blue river old stone'.split()
+    rows = [{'question': ' '.join(rng.sample(words, 5)) + '?', 'answer': i % 3, 'id': f'q{i}',
+             'subject': ('anatomy', 'sociology')[i % 2],
+             'choices': rng.sample(words, 3 + i // 2 % 2)} for i in range(12)]
+    write_rows(folder / 'dev.jsonl', rows[:6])
+    write_rows(folder / 'test.jsonl', rows)
+    arguments = [f'--tasks={folder}', '--shots=2', '--norm=sum']
     tasks = foxes.score(*arguments, '--permute=4')
     assert list(tasks) == ['quiz', 'quiz.permuted']
     printed, result = capsys.readouterr().out, tasks['quiz.permuted']
@@ -901,9 +654,9 @@ def test_orders_of_the_options_are_those_of_permuted_files(foxes, tmp_path, caps
     for shift in range(4):
         orders = [[(i + shift) % len(row['choices']) for i in range(len(row['choices']))]
                   for row in rows]
-        write_rows(folder / 'test.jsonl', [row | {
-            'id': f'test-{row["id"]}', 'choices': [row['choices'][i] for i in order],
-            'answer': order.index(row['answer'])} for row, order in zip(rows, orders)])
+        write_rows(folder / 'test.jsonl', [
+            row | {'choices': [row['choices'][i] for i in order],
+                   'answer': order.index(row['answer'])} for row, order in zip(rows, orders)])
         alone = foxes.score(*arguments, out=tmp_path / f'{shift}')['quiz']
         for key in ('accuracy', 'ece', 'nll', 'sce'):
             assert result['orders'][f'{shift + 1}'][key] == pytest.approx(
@@ -922,9 +675,9 @@ def test_orders_of_the_options_are_those_of_permuted_files(foxes, tmp_path, caps
             assert order['order'] == expected
             assert order['log_probs'] == pytest.approx(log_probs, abs=1e-4)
             probs[k, expected] = metrics.softmax(np.array(log_probs))
-        assert np.exp(sample['log_probs']) / np.exp(sample['log_probs']).sum() == pytest.approx(
-            probs.mean(0), abs=1e-5)
-        assert np.exp(sample['log_probs']).sum() == pytest.approx(np.mean(
+        mass = np.exp(sample['log_probs']).sum()
+        assert np.exp(sample['log_probs']) / mass == pytest.approx(probs.mean(0), abs=1e-5)
+        assert mass == pytest.approx(np.mean(
             [np.exp(order['log_probs']).sum() for order in sample['orders']]))
     assert {k: v['chosen'] for k, v in result['letters'].items()} == pytest.approx(
         {letter: chosen.count(i) / 48 for i, letter in enumerate('ABCD')})
@@ -936,171 +689,13 @@ def test_orders_of_the_options_are_those_of_permuted_files(foxes, tmp_path, caps
             '| order 4', '\norder 4')
 
 
-@pytest.mark.slow
-def test_orders_are_scored_once(foxes, tmp_path, launched):
-    """Asked for later, stopped, with fewer orders, with P(True), compared."""
-    folder, out = tmp_path / 'quiz', foxes.out
-    write_lettered(folder)
-    quiz = f'--tasks={folder}', '--shots=2'
-    foxes.score(*quiz)
-    launched.clear()
-    permuted = foxes.score(*quiz, '--permute=2')['quiz.permuted']['pooled']
-    assert sum(launched) == 12          # the published order is not scored again
-    lines = (out / 'samples.jsonl').read_text().splitlines(keepends=True)
-    (out / 'samples.jsonl').write_text(''.join(lines[:20]))
-    launched.clear()
-    again = foxes.score(*quiz, '--permute=2', '--norm=sum')['quiz.permuted']['pooled']
-    assert sum(launched) == len(lines) - 20
-    for key in ('n', 'accuracy', 'ece', 'nll'):
-        assert again[key] == pytest.approx(permuted[key], abs=1e-4)
-    more = foxes.score(*quiz, '--permute=3', '--p_true', '--fit_temperature')
-    assert list(more) == ['quiz', 'quiz.permuted', 'quiz.p_true']
-    assert list(more['quiz.permuted']['orders']) == ['1', '2', '3']
-    assert more['quiz.permuted']['post_hoc']['fitted_on'] == '6 validation questions'
-    foxes.score(*quiz, '--permute=3', out=tmp_path / 'second')
-    compare.main([str(out), str(tmp_path / 'second'), f'--out_dir={tmp_path / "compare"}'])
-    assert 'quiz.permuted' in (tmp_path / 'compare' / 'compare.md').read_text()
-    with pytest.raises(DataError, match='quiz with these settings scores the text of its opt'):
-        foxes.score(*quiz, '--permute=3', '--scoring=text', out=tmp_path / 'none')
-
-
-@pytest.mark.parametrize('orders, message', [
-    ([], 'a list of orders'), ([3], 'a list of orders'),
-    ([{'order': [0, 0], 'log_probs': [-1, -2], 'n_tokens': [1, 1]}], 'the index of each option'),
-    ([{'order': [1, 0], 'log_probs': [-1], 'n_tokens': [1, 1]}], 'differ in length'),
-    ([{'order': [1, 0], 'log_probs': [-1, 'x'], 'n_tokens': [1, 1]}], 'a list of numbers')])
-def test_damaged_orders_name_their_line(tmp_path, orders, message):
-    good = {'order': [1, 0], 'log_probs': [-1, -2], 'n_tokens': [1, 1]}
-    sample = {'task': 't', 'id': 'a', 'prompt': 'p', 'options': ['A', 'B'], 'log_probs': [-1, -2],
-              'n_tokens': [1, 1], 'answer': 0, 'orders': [good]}
-    path = write_rows(tmp_path / 'samples.jsonl', [sample, sample | {'id': 'b', 'orders': orders}])
-    with pytest.raises(DataError, match=f'samples.jsonl:2: .*{message}'):
-        samples.read_samples(path)
-    assert len(samples.read_samples(write_rows(path, [sample]))) == 1
-
-
 def test_the_list_of_tasks_names_their_files(capsys):
     with pytest.raises(SystemExit):
         evaluate.main(['--tasks=help'])
     printed = capsys.readouterr().out
     for part in ('winogrande_m  allenai/winogrande\n    test        winogrande_m/validation-*',
                  '    shots       winogrande_m/train-*.parquet, train_m.jsonl*, train.jsonl*\n',
-                 'clm  Salesforce/wikitext\n    test        wikitext-2-raw-v1/test-*.parquet',
                  'a file or folder of your own\n', '    {lang}      et ht id it'):
         assert part in printed
     assert all(f'\n{name}  {task.hub}\n' in printed for name, task in benchmarks.BENCHMARKS.items())
     assert max(map(len, printed.splitlines())) <= 100
-
-
-HARNESS = """
-import datasets, json, sys, torch, transformers, lm_eval
-from lm_eval.models.huggingface import HFLM
-
-model, data, calls = sys.argv[1], json.load(open(sys.argv[2])), json.loads(sys.argv[3])
-
-def load_dataset(path, name=None, **options):
-    rows = data[path]
-    rows = rows.get(name) or rows['']
-    return datasets.DatasetDict({split: datasets.Dataset.from_list(r) for split, r in rows.items()})
-datasets.load_dataset = load_dataset
-tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-lm = HFLM(transformers.AutoModelForCausalLM.from_pretrained(
-    model, dtype=torch.float32, attn_implementation='eager'),
-          tokenizer=tokenizer, batch_size=8, device='cpu')
-found = {}
-for tasks, shots in calls:
-    results = lm_eval.simple_evaluate(lm, tasks=tasks, num_fewshot=shots, log_samples=True,
-                                      bootstrap_iters=0)
-    for task, samples in results['samples'].items():
-        samples.sort(key=lambda s: s['doc_id'])
-        found[task] = [[r[0] if isinstance(r[0], float) else r[0][0] for r in s['filtered_resps']]
-                       if not isinstance(s['filtered_resps'][0][0], list) else
-                       [r[0][0] for r in s['filtered_resps']] for s in samples]
-json.dump({'versions': [lm_eval.__version__, transformers.__version__], 'found': found},
-          open(sys.argv[4], 'w'))
-"""
-
-
-@pytest.mark.skipif(importlib.util.find_spec('lm_eval') is None, reason='needs lm-eval')
-@pytest.mark.parametrize('name, file', [
-    ('llama', 'llama2_tokenizer.model'), ('mistral', 'mistral_tokenizer.model.v1'),
-    ('gemma2', 'llama2_tokenizer.model')])
-def test_log_probs_equal_lm_evaluation_harness(name, file, tmp_path):
-    """Every option of real rows, in float32, with lm-evaluation-harness's own tasks and model."""
-    needs_files(f'tokenizers/{file}', 'datasets')
-    folder = tmp_path / 'model'
-    folder.mkdir()
-    shutil.copyfile(SHARED / 'tokenizers' / file, folder / 'tokenizer.model')
-    reference_model(name, folder, vocab_size=32000, max_position_embeddings=4096, head_dim=16)
-    import transformers
-    transformers.LlamaTokenizer.from_pretrained(folder, add_bos_token=True).save_pretrained(folder)
-    datasets, rng = SHARED / 'datasets', random.Random(0)
-
-    def rows(path):
-        with gzip.open(datasets / path, 'rt') as lines:
-            return [json.loads(line) for line in lines]
-    # transformers parts two spaces otherwise than the sentencepiece model does
-    xcopa = [json.loads(line) for line in open(datasets / 'xcopa' / 'test.sw.jsonl')
-             if '  ' not in line]
-    mmlu, dev = rows('mmlu/test.jsonl.gz'), rows('mmlu/dev.jsonl.gz')
-    picked = {'mmlu/dev.jsonl': dev, 'xcopa/test.sw.jsonl': rng.sample(xcopa, 20),
-              'mmlu/test.jsonl': rng.sample([r for r in mmlu if r['subject'] == 'anatomy'], 12),
-              'arc/ARC-Easy-test.jsonl': rng.sample(rows('arc_easy/ARC-Easy-test.jsonl.gz'), 25),
-              'hellaswag/hellaswag_val.jsonl': rng.sample(rows(
-                  'hellaswag/hellaswag_val_1000.jsonl.gz'), 25)}
-    for place, some in picked.items():
-        write_rows(tmp_path / place, some)
-    arc, hellaswag = picked['arc/ARC-Easy-test.jsonl'], picked['hellaswag/hellaswag_val.jsonl']
-    anatomy = [row for row in dev if row['subject'] == 'anatomy']
-    content = {'cais/mmlu': {'anatomy': {'test': picked['mmlu/test.jsonl'], 'dev': anatomy}},
-               'allenai/ai2_arc': {'ARC-Easy': {k: arc for k in ('train', 'validation', 'test')}},
-               'Rowan/hellaswag': {'': {'train': hellaswag, 'validation': hellaswag}},
-               'cambridgeltl/xcopa': {'sw': {k: picked['xcopa/test.sw.jsonl']
-                                             for k in ('validation', 'test')}}}
-    content |= write_hub_tasks(tmp_path)
-    neqa = [{'prompt': f'{i} is not a\nA. number\nB. bird\nAnswer:' + ' ' * (i % 2),
-             'classes': [' A', ' B'] if i % 2 == 0 else ['A', 'B'], 'answer_index': 1}
-            for i in range(12)]
-    write_rows(tmp_path / 'neqa.jsonl', neqa)
-    content['inverse-scaling/NeQA'] = {'': {'train': neqa}}
-    (tmp_path / 'data.json').write_text(json.dumps(content))
-    (tmp_path / 'harness.py').write_text(HARNESS)
-    calls = [(['mmlu_anatomy'], 5), (['arc_easy', 'hellaswag', 'xcopa_sw', 'openbookqa', 'piqa',
-                                      'winogrande', 'boolq', 'truthfulqa_mc1',
-                                      'inverse_scaling_neqa'], 0)]
-    # elsewhere: its package `evaluate` has the name of our file
-    done = subprocess.run([sys.executable, 'harness.py', folder, 'data.json', json.dumps(calls),
-                           'found.json'], cwd=tmp_path, capture_output=True, text=True,
-                          env={**os.environ, 'HF_DATASETS_OFFLINE': '1', 'HF_HUB_OFFLINE': '1'})
-    assert done.returncode == 0, done.stderr[-3000:]
-    theirs = json.loads((tmp_path / 'found.json').read_text())
-    print('lm-eval {}, transformers {}'.format(*theirs['versions']))
-    for task, place, shots in (('mmlu_anatomy', f'mmlu:{tmp_path / "mmlu"}', 5),
-                               ('arc_easy', f'arc_easy:{tmp_path / "arc"}', 0),
-                               ('hellaswag', f'hellaswag:{tmp_path / "hellaswag"}', 0),
-                               ('xcopa_sw', f'xcopa:{tmp_path / "xcopa"}', 0),
-                               ('openbookqa', f'openbookqa:{tmp_path / "openbookqa"}', 0),
-                               ('piqa', f'piqa:{tmp_path / "piqa"}', 0),
-                               ('winogrande', f'winogrande_xl:{tmp_path / "winogrande"}', 0),
-                               ('boolq', f'boolq:{tmp_path / "super_glue"}', 0),
-                               ('truthfulqa_mc1', f'truthfulqa_mc1:{tmp_path / "truthful_qa"}', 0),
-                               ('inverse_scaling_neqa', str(tmp_path / 'neqa.jsonl'), 0)):
-        out = tmp_path / f'out-{task}'
-        evaluate.main([f'--model={folder}', f'--tasks={place}', f'--shots={shots}',
-                       '--prompt_format=harness', f'--out_dir={out}', '--n_bootstrap=0'])
-        ours = [s['log_probs'] for s in read_samples(out / 'samples.jsonl')]
-        assert len(ours) == len(theirs['found'][task]) > 10
-        for a, b in zip(ours, theirs['found'][task], strict=True):
-            if task == 'truthfulqa_mc1':    # whose options have another order here
-                a, b = sorted(a), sorted(b)
-            assert a == pytest.approx(b, abs=1e-4)
-
-
-def test_a_folder_that_calls_the_prompt_format_preset_is_resumed(tmp_path):
-    sources = {'mmlu': {'source': 'cais/mmlu', 'questions': 'x'}}
-    (tmp_path / 'eval_config.json').write_text(json.dumps(
-        {'model': 'm', 'preset': 'mmlu', 'shots': 5, 'tasks': sources}))
-    settings = {'model': 'm', 'prompt_format': 'mmlu', 'shots': 5}
-    assert samples._read_sources(tmp_path, settings) == sources
-    with pytest.raises(ConfigError, match="prompt_format = 'mmlu', not 'harness'"):
-        samples._read_sources(tmp_path, settings | {'prompt_format': 'harness'})

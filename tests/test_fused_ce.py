@@ -1,6 +1,7 @@
 """fused_ce.py: every loss against float64 autograd through all the logits."""
 
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -79,8 +80,8 @@ def assert_close(ours, reference, limit=1e-5):
 
 
 @pytest.mark.parametrize('N, D, V, smoothing, softcap', [
-    (7, 31, 123, 0.0, None), (7, 31, 123, 0.1, 5.0), (7, 31, 123, 1.0, 30.0),
-    (1, 64, 17, 0.1, None), (7, 123, 507, 0.0, 30.0), (7, 123, 507, 1.0, None)])
+    (7, 31, 123, 0.0, None), (7, 31, 123, 0.1, 5.0), (1, 64, 17, 0.1, None),
+    (7, 123, 507, 1.0, 30.0)])
 def test_ce_equals_torch(ce_device, N, D, V, smoothing, softcap):
     hidden, weight, target = ce_inputs(N, D, V, ce_device, std=3.0)
     kw = dict(smoothing=smoothing, softcap=softcap)
@@ -106,10 +107,9 @@ def ce_mean(hidden, weight, target, mode, **kw):
 
 
 @pytest.mark.parametrize('mode', CE_MODES)
-@pytest.mark.parametrize('softcap', [None, 5.0])
-def test_ce_modes_agree(ce_device, mode, softcap):
+def test_ce_modes_agree(ce_device, mode):
     hidden, weight, target = ce_inputs(11, 24, 200, ce_device, std=3.0)
-    kw = dict(smoothing=0.1, softcap=softcap)
+    kw = dict(smoothing=0.1, softcap=5.0)
     assert_close(ce_mean(hidden, weight, target, mode, **kw),
                  ce_reference(hidden, weight, target, **kw))
 
@@ -153,7 +153,7 @@ def test_ce_ignored_tokens_are_dropped(ce_device):
         assert ours[1][drop].eq(0).all()
 
 
-@pytest.mark.parametrize('reduction', ['mean', 'sum', 'none'])
+@pytest.mark.parametrize('reduction', ['mean', 'none'])
 @pytest.mark.parametrize('N', [0, 3])
 def test_ce_no_token_counts(ce_device, N, reduction):
     hidden, weight, _ = ce_inputs(N, 8, 20, ce_device)
@@ -163,9 +163,7 @@ def test_ce_no_token_counts(ce_device, N, reduction):
     assert loss.eq(0).all() and nll.eq(0).all()
     loss.sum().backward()
     assert hidden.grad.eq(0).all() and weight.grad.eq(0).all()
-    for num_items in (0, 5, torch.tensor(0)):
-        loss, _ = smoothed_cross_entropy(hidden, weight, target, num_items=num_items)
-        assert loss.item() == 0
+    assert smoothed_cross_entropy(hidden, weight, target, num_items=0)[0] == 0
 
 
 def test_ce_is_right_for_labels_at_the_edges(ce_device):
@@ -194,11 +192,14 @@ def test_ce_says_what_is_wrong():
 
     for rate in (-0.1, 1.1, float('nan')):
         assert 'smoothing must be in [0, 1]' in message(smoothing=rate)
-    for softcap in (0, -30.0, float('inf')):
+    for softcap in (0, float('inf')):
         assert 'softcap must be a positive number' in message(softcap=softcap)
     assert '[3, 8] and [8, 20]' in message(w=weight.T)
     assert 'leading shape of hidden, [3], got [2]' in message(y=target[:2])
     assert 'integer token ids' in message(y=target.float())
+    assert 'fit int64, got torch.uint64' in message(y=target.to(torch.uint64))
+    assert 'ignore_index must be an int or None' in message(ignore_index=1.5)
+    assert 'token_weight must have the shape of target' in message(token_weight=torch.ones(2))
     assert 'hidden is torch.bfloat16 but weight is torch.float32' in message(h=hidden.bfloat16())
     assert 'float32 or bfloat16' in message(h=hidden.double(), w=weight.double())
     assert 'float16 is too narrow' in message(h=hidden.half(), w=weight.half())
@@ -207,7 +208,7 @@ def test_ce_says_what_is_wrong():
     assert 'memory must be a number of bytes' in message(memory=-1)
     assert "'mean', 'sum' or 'none'" in message(reduction='avg')
     assert 'num_items' in message(reduction='sum', num_items=3)
-    for num_items in (0, -1, torch.tensor(0), torch.tensor([0.0]), torch.tensor(float('nan'))):
+    for num_items in (0, -1, torch.tensor(0), torch.tensor(float('nan'))):
         assert 'num_items must be positive' in message(num_items=num_items)
 
 
@@ -284,22 +285,16 @@ def test_ce_takes_any_layout(ce_device):
     assert per_token.shape == (B, T - 1)
 
 
-def test_ce_scales_with_the_upstream_gradient(ce_device):
+@pytest.mark.parametrize('memory', [None, 1])
+def test_ce_scales_with_the_upstream_gradient(ce_device, memory):
     hidden, weight, target = ce_inputs(5, 16, 40, ce_device, dtype=torch.bfloat16)
-    for memory in (None, 1):
-        _, dh, dw = ce_ours(hidden, weight, target, smoothing=0.1, memory=memory)
-        for factor in (1 / 3, -7.3, 0.0):
-            hidden.grad = weight.grad = None
-            loss, _ = smoothed_cross_entropy(hidden, weight, target, smoothing=0.1,
-                                             memory=memory)
-            (factor * loss).backward()
-            # twice the rounding of bfloat16, and no common factor of rounding
-            assert off(hidden.grad, factor * dh.double()) < 4e-3
-            assert off(weight.grad, factor * dw.double()) < 4e-3
-            drift = (weight.grad.double() * dw.double()).sum() / dw.double().square().sum()
-            # the interpreter cuts bfloat16 off where the GPU rounds
-            limit = 4e-3 if fused_ce._use_triton(torch.empty(0)) else 1e-3
-            assert abs(drift - factor) <= limit * abs(factor)
+    _, dh, dw = ce_ours(hidden, weight, target, smoothing=0.1, memory=memory)
+    for factor in (-7.3, 0.0):
+        hidden.grad = weight.grad = None
+        loss, _ = smoothed_cross_entropy(hidden, weight, target, smoothing=0.1, memory=memory)
+        (factor * loss).backward()
+        assert off(hidden.grad, factor * dh.double()) < 4e-3    # twice the rounding of bfloat16
+        assert off(weight.grad, factor * dw.double()) < 4e-3
 
 
 def test_ce_takes_an_upstream_gradient_per_token(ce_device):
@@ -370,23 +365,21 @@ def test_ce_frozen_inputs_cost_no_product(ce_device, reduction, monkeypatch):
 def test_ce_micro_batches_add_up(ce_device):
     hidden, weight, target = ce_inputs(12, 16, 40, ce_device, ignored=0.4)
     whole = ce_ours(hidden, weight, target, smoothing=0.1)
-    for num_items in ((target != -100).sum().item(), (target != -100).sum()):
-        hidden.grad = weight.grad = None
-        total = 0
-        for part in torch.arange(12, device=ce_device).view(4, 3):
-            loss, _ = smoothed_cross_entropy(hidden[part], weight, target[part], smoothing=0.1,
-                                             num_items=num_items)
-            loss.backward()
-            total += loss.detach()
-        assert_close((total, hidden.grad, weight.grad), whole, 1e-6)
+    hidden.grad = weight.grad = None
+    total = 0
+    for part in torch.arange(12, device=ce_device).view(4, 3):
+        loss, _ = smoothed_cross_entropy(hidden[part], weight, target[part], smoothing=0.1,
+                                         num_items=(target != -100).sum())
+        loss.backward()
+        total += loss.detach()
+    assert_close((total, hidden.grad, weight.grad), whole, 1e-6)
 
 
-@pytest.mark.parametrize('memory', [None, 1])
-def test_ce_follows_autocast(ce_device, memory):
+def test_ce_follows_autocast(ce_device):
     hidden, weight, target = ce_inputs(10, 64, 300, ce_device)
     with torch.autocast(ce_device, dtype=torch.bfloat16):
         mixed = smoothed_cross_entropy(hidden.bfloat16(), weight, target, smoothing=0.1)[0]
-        ours = ce_ours(hidden, weight, target, smoothing=0.1, memory=memory)
+        ours = ce_ours(hidden, weight, target, smoothing=0.1, memory=1)
     assert ours[1].dtype == ours[2].dtype == torch.float32
     assert_close(ours, ce_reference(hidden, weight, target, smoothing=0.1), 2e-2)
     assert off(mixed, ours[0]) < 1e-5
@@ -395,11 +388,10 @@ def test_ce_follows_autocast(ce_device, memory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('mode', CE_MODES)
-@pytest.mark.parametrize('softcap', [None, 5.0])
-def test_ce_bfloat16_is_as_good_as_torch(ce_device, softcap, mode):
+def test_ce_bfloat16_is_as_good_as_torch(ce_device, mode):
     dtype = torch.bfloat16
     hidden, weight, target = ce_inputs(12, 64, 300, ce_device, dtype, std=3.0)
-    kw = dict(smoothing=0.1, softcap=softcap)
+    kw = dict(smoothing=0.1, softcap=5.0)
     exact = ce_reference(hidden, weight, target, **kw)
     torch_s = ce_reference(hidden, weight, target, dtype=dtype, **kw)
     ours = ce_mean(hidden, weight, target, mode, **kw)
@@ -411,8 +403,7 @@ def test_ce_bfloat16_is_as_good_as_torch(ce_device, softcap, mode):
 
 
 @pytest.mark.parametrize('N, D, V, dtype, softcap', [
-    (7, 31, 300, torch.float32, None), (7, 31, 300, torch.bfloat16, 5.0),
-    (1, 8, 5, torch.float32, 5.0)])
+    (7, 31, 300, torch.bfloat16, None), (1, 8, 5, torch.float32, 5.0)])
 def test_token_statistics_equal_float64(ce_device, N, D, V, dtype, softcap):
     hidden, weight, target = ce_inputs(N, D, V, ce_device, dtype, std=8.0)
     hidden, target = hidden.view(N, 1, D), target.view(N, 1)
@@ -450,49 +441,17 @@ def test_token_statistics_follow_autocast(ce_device):
         token_statistics(hidden, weight, torch.full((9,), 300))
 
 
-@pytest.mark.parametrize('reduction', ['mean', 'sum', 'none'])
-def test_ce_multiplies_losses_by_token_weight(ce_device, reduction):
-    hidden, weight, target = ce_inputs(9, 16, 40, ce_device)
-    token_weight = torch.rand(9, device=ce_device)
-    token_weight[3] = 0
-    loss, nll = smoothed_cross_entropy(hidden, weight, target, smoothing=0.1, reduction=reduction,
-                                       token_weight=token_weight)
-    loss.sum().backward()
-    h, w = (x.detach().double().requires_grad_() for x in (hidden, weight))
-    each = F.cross_entropy(h @ w.T, target, label_smoothing=0.1, reduction='none') * token_weight
-    expected = each if reduction == 'none' else each.sum()
-    expected = expected / (target != -100).sum() if reduction == 'mean' else expected
-    expected.sum().backward()
-    assert_close((loss, hidden.grad, weight.grad), (expected, h.grad, w.grad))
-    plain = F.cross_entropy(h @ w.T, target, reduction='none') * token_weight
-    assert off(nll.sum() * (1 if reduction != 'mean' else (target != -100).sum()),
-               plain.sum()) < 1e-5
-    with pytest.raises(ValueError, match='token_weight must have the shape of target'):
-        smoothed_cross_entropy(hidden, weight, target, token_weight=token_weight[:3])
-
-
-def test_ce_takes_targets_of_any_type_and_device(ce_device):
+@pytest.mark.parametrize('dtype', [torch.int32, torch.uint8])
+def test_ce_takes_targets_of_any_type_and_device(ce_device, dtype):
     hidden, weight, target = ce_inputs(9, 16, 300, ce_device)
     expected = ce_ours(hidden, weight, target % 100)
-    for dtype in (torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32):
-        # in uint8, -100 is 156: that label must not count as ignored
-        for labels in (target % 100, (target % 100).cpu()):
-            assert all(map(torch.equal, ce_ours(hidden, weight, labels.to(dtype)), expected))
-    some = torch.where(target < 0, 100, target % 100)
-    assert all(map(torch.equal, ce_ours(hidden, weight, some.to(torch.uint8), ignore_index=100),
-                   ce_ours(hidden, weight, some, ignore_index=100)))
-    some = target.clamp_min(0) % 100
-    some[2] = 156
-    assert all(map(torch.equal, ce_ours(hidden, weight, some.to(torch.uint8)),
-                   ce_ours(hidden, weight, some, ignore_index=None)))
-    assert torch.equal(token_statistics(hidden, weight, some.to(torch.uint8)).nll,
-                       token_statistics(hidden, weight, some).nll)
-    for y, ignored, message in (
-            (target.cpu().index_fill(0, torch.tensor([1]), -100), None, 'target -100 is neither'),
-            (some.to(torch.uint64), -100, 'fit int64, got torch.uint64'),
-            (target, 1.5, 'ignore_index must be an int or None')):
-        with pytest.raises(ValueError, match=message):
-            smoothed_cross_entropy(hidden, weight, y, ignore_index=ignored)
+    for labels in (target % 100, (target % 100).cpu()):
+        assert all(map(torch.equal, ce_ours(hidden, weight, labels.to(dtype)), expected))
+    # in uint8, -100 is 156: that label must not count as ignored
+    labels = target.clamp_min(0) % 100
+    labels[2] = 156
+    assert all(map(torch.equal, ce_ours(hidden, weight, labels.to(dtype)),
+                   ce_ours(hidden, weight, labels, ignore_index=None)))
 
 
 # ---- Losses -------------------------------------------------------------------------------------
@@ -541,10 +500,11 @@ REFERENCES = {      # the definition of each, of float64 logits [n, V] and label
 }
 
 
-# one of each kind, where not all of them are fast enough
-SOME_REFERENCES = [text if text in ('cross_entropy()', 'brier()', 'gce(0.7)', 'dft()',
-                                    [*REFERENCES][-1])
-                   else pytest.param(text, marks=pytest.mark.slow) for text in REFERENCES]
+# every loss with one of the softcaps, which are within the kernels' bound and beyond it; only one
+# loss of each kind is not slow
+LOSS_CASES = [pytest.param(text, cap, marks=() if text in (
+    'cross_entropy()', 'brier()', 'gce(0.7)', 'dft()', [*REFERENCES][-1]) else pytest.mark.slow)
+    for text, cap in zip(REFERENCES, itertools.cycle((None, 5.0, 60.0)))]
 
 
 def loss_reference(reference, hidden, weight, target, softcap=None, scale=None, total=None):
@@ -581,10 +541,7 @@ def test_losses_equal_golden_values(ce_device, case):
         assert off(ours.cpu(), torch.tensor(exact)) < 2e-6
 
 
-# within the kernels' bound and beyond
-@pytest.mark.parametrize('softcap', [None, *(pytest.param(cap, marks=pytest.mark.slow)
-                                            for cap in (5.0, 60.0))])
-@pytest.mark.parametrize('text', SOME_REFERENCES)
+@pytest.mark.parametrize('text, softcap', LOSS_CASES)
 def test_loss_equals_autograd(ce_device, text, softcap):
     hidden, weight, target = ce_inputs(6, 31, 300, ce_device, std=3.0)
     expected = loss_reference(REFERENCES[text], hidden, weight, target, softcap)
@@ -600,54 +557,27 @@ def test_loss_equals_autograd(ce_device, text, softcap):
     assert off(nll, loss_reference(nll_of, hidden, weight, target, softcap)[0]) < 1e-5
 
 
-@pytest.mark.parametrize('text', SOME_REFERENCES)
+@pytest.mark.parametrize('text', ['cross_entropy()', [*REFERENCES][-1]])
 def test_loss_with_token_weights_and_num_items(ce_device, text):
     hidden, weight, target = ce_inputs(6, 16, 40, ce_device)
     token_weight = torch.linspace(0, 2, 6, device=ce_device)
-    expected = loss_reference(REFERENCES[text], hidden, weight, target, 5.0, token_weight, 11)
-    ours = loss_ours(parse_loss(text), hidden, weight, target, softcap=5.0, num_items=11,
-                     token_weight=token_weight)
-    assert_close(ours, expected, 2e-5)
+    exact = [loss_reference(reference, hidden, weight, target, 5.0, token_weight, 11)
+             for reference in (REFERENCES[text], nll_of)]
+    options = {'softcap': 5.0, 'token_weight': token_weight}
+    ours = loss_ours(parse_loss(text), hidden, weight, target, num_items=11, **options)
+    assert_close(ours, exact[0], 2e-5)
+    each = loss_ours(parse_loss(text), hidden, weight, target, reduction='none', **options)
+    assert_close([x / 11 for x in each], exact[0], 2e-5)
     frozen = weight.detach()
     hidden.grad = None
-    fused_loss(hidden, frozen, target, parse_loss(text), softcap=5.0, num_items=11,
-               token_weight=token_weight)[0].backward()
-    assert off(hidden.grad, expected[1]) < 2e-5 and frozen.grad is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('softcap', [None, 5.0])
-@pytest.mark.parametrize('text', REFERENCES)
-def test_losses_in_bfloat16_are_nearly_as_exact_as_torch(ce_device, text, softcap):
-    """Nearer to float64 than 1.6 times what torch makes of it in bfloat16."""
-    hidden, weight, target = ce_inputs(12, 64, 300, ce_device, torch.bfloat16, std=3.0, ignored=0)
-    exact = loss_reference(REFERENCES[text], hidden, weight, target, softcap)
-    h, w = (x.detach().requires_grad_() for x in (hidden, weight))
-    z = (h @ w.T).float()
-    z = z if softcap is None else softcap * torch.tanh(z / softcap)
-    value = REFERENCES[text](z, target).mean()
-    value.backward()
-    ours = loss_ours(parse_loss(text), hidden, weight, target, softcap=softcap)
-    # the interpreter cuts bfloat16 off where the GPU rounds
-    limit = 2.5 if fused_ce._use_triton(torch.empty(0)) else 1.6
-    for a, b, c in zip(ours, (value.detach(), h.grad, w.grad), exact, strict=True):
-        assert off(a, c) < limit * off(b, c) + 1e-3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('text', [text for text in REFERENCES if 'z_loss' not in text])
-def test_loss_gradient_sums_to_zero(ce_device, text):
-    """A loss that a shift of all logits leaves alone has gradients that sum to 0."""
-    logits, _, target = ce_inputs(4, 300, 300, ce_device, std=4.0, ignored=0)
-    identity = torch.eye(300, device=ce_device)
-    fused_loss(logits, identity, target, parse_loss(text), reduction='sum')[0].backward()
-    assert logits.grad.sum(1).abs().max() < 2e-6 * max(1, logits.grad.abs().max())
+    loss, nll = fused_loss(hidden, frozen, target, parse_loss(text), num_items=11, **options)
+    loss.backward()
+    assert off(hidden.grad, exact[0][1]) < 2e-5 and frozen.grad is None
+    assert off(nll, exact[1][0]) < 1e-5
 
 
 @numpy_warns
-@pytest.mark.parametrize('softcap', [None, *(pytest.param(cap, marks=pytest.mark.slow)
-                                            for cap in (5.0, 100.0))])
-@pytest.mark.parametrize('text', SOME_REFERENCES)
+@pytest.mark.parametrize('text, softcap', LOSS_CASES)
 def test_loss_at_the_ends_of_probability(ce_device, text, softcap):
     """p_y = 1, p_y = 0, a huge range of logits, saturated caps, equal logits: finite and right."""
     V = 300
@@ -711,41 +641,19 @@ def test_a_new_loss_is_a_function_of_torch_and_a_row_of_the_table(ce_device, mon
         loss_ours(wrong, hidden, weight, target)
 
 
-@pytest.mark.parametrize('text', REFERENCES)
-def test_loss_has_only_the_sums_that_it_asks_for(text):
+def test_loss_has_only_the_sums_that_it_asks_for():
     hidden, weight, target = ce_inputs(3, 8, 40)
-    seen = []
-    loss = parse_loss(text) + Loss(lambda s: seen.append(s) or 0 * s.lse, lambda s: {}, (), False)
-    fused_loss(hidden, weight, target, loss)
-    names = {name for name in seen[0]._fields[3:] if getattr(seen[0], name) is not None}
-    assert names == set(loss.sums)
-    assert ('entropy' in names) == ('entropy_w' in text or 'confidence' in text)
-    assert ('sum_p2' in names) == ('brier' in text or 'spherical' in text)
-
-
-def test_loss_smoothing_is_label_smoothing(ce_device):
-    hidden, weight, target = ce_inputs(7, 31, 300, ce_device)
-    for s in (0.0, 0.1, 1.0):
-        a = loss_ours(cross_entropy() + smoothing(s), hidden, weight, target, softcap=5.0)
-        b = ce_ours(hidden, weight, target, smoothing=s, softcap=5.0)
-        assert all(map(torch.equal, a, b))
-
-
-def test_token_statistics_have_the_loss(ce_device):
-    hidden, weight, target = ce_inputs(7, 31, 300, ce_device)
-    ours = token_statistics(hidden, weight, target, focal(2) + smoothing(0.1))
-    each, nll = fused_loss(hidden, weight, target, focal(2) + smoothing(0.1), reduction='none')
-    assert off(ours.loss, each) < 1e-5 and off(ours.nll, nll) < 1e-5
+    for loss, sums in ((cross_entropy(), set()), (brier() + z_loss(1), {'sum_p2'}),
+                       (cross_entropy() + confidence_penalty(0.3), {'entropy'})):
+        seen = []
+        loss += Loss(lambda s, seen=seen: seen.append(s) or 0 * s.lse, lambda s: {}, (), False)
+        fused_loss(hidden, weight, target, loss)
+        assert {name for name in seen[0]._fields[3:] if getattr(seen[0], name) is not None} == sums
 
 
 def test_loss_refuses_what_is_no_loss():
     hidden, weight, target = ce_inputs(3, 8, 20, ignored=0)
-    for two in ('focal(2) + brier()', 'cross_entropy() + z_loss(1) + gce(0.7)'):
-        with pytest.raises(ValueError, match='one whole loss'):
-            parse_loss(two)
-    with pytest.raises(ValueError, match='has terms only'):
-        parse_loss('z_loss(1e-4) + smoothing(0.1)')
-    for wrong in (z_loss(1e-4), 'brier', focal):
+    for wrong in (z_loss(1e-4), focal):
         with pytest.raises(ValueError, match='loss must be one whole Loss'):
             fused_loss(hidden, weight, target, wrong)
     nan, inf = float('nan'), float('inf')
@@ -761,22 +669,18 @@ def test_loss_refuses_what_is_no_loss():
 def test_parse_loss_reads_sums_and_names_errors():
     hidden, weight, target = ce_inputs(5, 8, 20)
     for text, loss in (('focal(2) + z_loss(1e-4)', focal(2) + z_loss(1e-4)),
-                       ('  brier()', brier()),
                        ('spherical()+smoothing(.1)', spherical() + smoothing(0.1)),
-                       ('dft() + confidence_penalty(-0.5) + z_loss(1)',
-                        dft() + confidence_penalty(-0.5) + z_loss(1))):
+                       (' dft() + confidence_penalty(-0.5)', dft() + confidence_penalty(-0.5))):
         assert all(map(torch.equal, loss_ours(parse_loss(text), hidden, weight, target),
                        loss_ours(loss, hidden, weight, target)))
     for text, message in (('focla(2)', "there is no 'focla'; did you mean 'focal'?"),
-                          ('crossentropy()', "did you mean 'cross_entropy'?"),
                           ('focal', 'write calls'), ('focal(2) - z_loss(1)', 'write a sum'),
-                          ('focal(2) * 2', 'write a sum'), ('', 'not a sum of calls'),
                           ('focal(', 'not a sum of calls'), ('focal()', 'missing 1 required'),
-                          ('brier(1)', 'takes 0 positional'), ('focal("2")', 'numbers'),
-                          ('focal(gamma=2)', 'write a sum'), ('focal(-1)', 'at least 0'),
-                          ('focal(__import__("os"))', 'there is no'), ('focal(True)', 'numbers'),
-                          ('focal(brier())', 'not supported'), ('2 + brier()', 'unsupported'),
-                          ('os.focal(2)', 'write a sum'), ('smoothing(0.1)', 'has terms only')):
+                          ('focal("2")', 'numbers'), ('focal(True)', 'numbers'),
+                          ('focal(-1)', 'at least 0'), ('2 + brier()', 'unsupported'),
+                          ('focal(__import__("os"))', 'there is no'),
+                          ('focal(2) + brier()', 'one whole loss'),
+                          ('z_loss(1e-4) + smoothing(0.1)', 'has terms only')):
         found = f'loss {re.escape(repr(text))}: .*{re.escape(message)}'
         with pytest.raises(ValueError, match=found):
             parse_loss(text)
@@ -824,8 +728,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a C
 
 
 @needs_cuda
-@pytest.mark.parametrize('V', [50264, 128256, 151936, 256000, 262144])
-@pytest.mark.parametrize('softcap', [None, 30.0])
+@pytest.mark.parametrize('V, softcap', [(128256, None), (256000, 30.0)])
 def test_ce_is_as_exact_as_torch_for_real_vocabularies(V, softcap):
     kw = dict(smoothing=0.1, softcap=softcap)
     hidden, weight, target = ce_inputs(40, 128, V, 'cuda', torch.bfloat16, std=3.0)
@@ -834,6 +737,33 @@ def test_ce_is_as_exact_as_torch_for_real_vocabularies(V, softcap):
     ours = ce_ours(hidden, weight, target, **kw)
     for a, b, c in zip(ours, torch_s, exact, strict=True):
         assert off(a, c) < 1.2 * off(b, c) + 1e-4
+
+
+@needs_cuda
+@pytest.mark.parametrize('memory', [None, 2 ** 27, 0, 2 ** 40, 'none'])
+def test_ce_at_full_size_keeps_to_its_memory(memory):
+    N, D, V = 8192, 2304, 256000        # Gemma 2 2B
+    if torch.cuda.mem_get_info()[0] < 60 * 2 ** 30:
+        pytest.skip('needs 60 GB of GPU memory')
+    hidden, weight, target = ce_inputs(N, D, V, 'cuda', torch.bfloat16, ignored=0, std=3.0)
+    options = {'reduction': 'none'} if memory == 'none' else {'memory': memory}
+
+    def run():
+        hidden.grad = weight.grad = None
+        smoothed_cross_entropy(hidden, weight, target, smoothing=0.1, softcap=30.0,
+                               **options)[0].mean().backward()
+        return hidden.grad[::61].clone(), weight.grad[::997].clone()
+
+    first = run()
+    hidden.grad = weight.grad = None
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    again = run()
+    extra = torch.cuda.max_memory_allocated() - before - hidden.nbytes - weight.nbytes
+    assert all(map(torch.equal, first, again))
+    limit = {None: 1.1e9, 'none': 1.1e9, 0: 2 ** 26}.get(memory, memory)
+    assert extra < min(limit, 2 * N * V) + 4e6
 
 
 @needs_cuda
@@ -870,68 +800,3 @@ def test_ce_never_waits(reduction):
     if reduction == 'mean':     # nor is a kernel compiled again for another rate or count
         for name, count in cache.items():
             assert count == 0 or len(getattr(fused_ce, name).device_caches[0][0]) == count, name
-
-
-@needs_cuda
-@pytest.mark.parametrize('memory', [None, 2 ** 29, 2 ** 27, 0, 2 ** 40, 'none'])
-def test_ce_at_full_size_keeps_to_its_memory_and_error(memory):
-    """Gemma 2 2B: memory, and errors against float32 beside torch's own in bfloat16."""
-    N, D, V, softcap = 8192, 2304, 256000, 30.0
-    if torch.cuda.mem_get_info()[0] < 60 * 2 ** 30:
-        pytest.skip('needs 60 GB of GPU memory')
-    hidden, weight, target = ce_inputs(N, D, V, 'cuda', torch.bfloat16, ignored=0, std=3.0)
-    rows, columns = torch.arange(0, N, 61, device='cuda'), torch.arange(0, V, 997, device='cuda')
-    columns = torch.cat([columns, target[:64]])
-    options = {'reduction': 'none'} if memory == 'none' else {'memory': memory}
-
-    def pick(loss, dh, dw):
-        return loss.detach().double().item(), dh[rows].float(), dw[columns].float()
-
-    def run(loss_of):
-        hidden.grad = weight.grad = None
-        loss = loss_of()
-        loss.backward()
-        return pick(loss, hidden.grad, weight.grad)
-
-    def ours():
-        loss, _ = smoothed_cross_entropy(hidden, weight, target, smoothing=0.1, softcap=softcap,
-                                         **options)
-        return loss.mean()
-
-    def eager():
-        z = softcap * torch.tanh((hidden @ weight.T).float() / softcap)
-        return F.cross_entropy(z, target, label_smoothing=0.1)
-
-    first, again = run(ours), None
-    hidden.grad = weight.grad = None
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    again = run(ours)
-    extra = torch.cuda.max_memory_allocated() - before - hidden.nbytes - weight.nbytes
-    assert first[0] == again[0] and all(map(torch.equal, first[1:], again[1:]))
-    limit = {None: 1.1e9, 'none': 1.1e9, 0: 2 ** 26}.get(memory, memory)
-    assert extra < min(limit, 2 * N * V) + 2e6
-    with torch.no_grad():
-        h, w, loss = hidden.float(), weight.float(), 0
-        dh = torch.zeros(len(rows), D, device='cuda')
-        dw = torch.zeros(len(columns), D, device='cuda')
-        for start in range(0, N, 512):
-            y = target[start:start + 512, None]
-            z = softcap * torch.tanh(h[start:start + 512] @ w.T / softcap)
-            log_probs = z.log_softmax(1)
-            label = log_probs.gather(1, y)
-            loss -= (0.9 * label.sum() + 0.1 * log_probs.mean(1).sum()).double() / N
-            g = log_probs.exp_().sub_(0.1 / V)
-            g.scatter_add_(1, y, torch.full_like(y, -0.9, dtype=torch.float32))
-            g *= (1 - (z / softcap) ** 2) / N
-            dw += g[:, columns].T @ h[start:start + 512]
-            here = (rows >= start) & (rows < start + 512)
-            dh[here] = g[rows[here] - start] @ w
-        exact = loss.item(), dh, dw
-    theirs = run(eager)
-    assert abs(first[0] - exact[0]) <= 1.1 * abs(theirs[0] - exact[0]) + 1e-6
-    assert off(first[1], exact[1]) <= 1.1 * off(theirs[1], exact[1])
-    # dW is rounded with every chunk, as the docstring of fused_loss says
-    dw_limit = {2 ** 40: 1.05, 2 ** 29: 1.7, 2 ** 27: 2.6, 0: 3.5}.get(memory, 1.5)
-    assert off(first[2], exact[2]) <= dw_limit * off(theirs[2], exact[2])

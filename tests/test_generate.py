@@ -1,36 +1,29 @@
 """generate.py: cached decoding, drawing, stops, files."""
 
-import contextlib
 import json
-import subprocess
-import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from common import (ARCHITECTURES, DEVICES, HERE, head_of_32, lora_model, reference_model, rewrite,
+from common import (ARCHITECTURES, DEVICES, lora_model, reference_model, rewrite,
                     whole_rows, write_rows)
 import generate as program
 import triton_ops
-from attention import ExplicitMask, visible_keys
 from decoding.cache import Cache, DecodeMask
 from data.chat import encode_prompt
 from data.export import tokenizer_files
 from data.tokenizer import load_model_tokenizer, load_tokenizer
-from generate import Answer, confidences, generate, stream
+from generate import confidences, generate, stream
 from results.samples import digest
 from decoding import slots
 from runtime import checkpoint, ownership
-from runtime.device import HostCopy
 from decoding.draw import draw, draw_kernel, lowest_logits, random_numbers
 from runtime.errors import CheckpointError, ConfigError, DataError
 from decoding.sampling import Sampling
-from decoding.slots import Batch, take
+from decoding.slots import Batch
 from triton_ops import decode_kernel
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
 KERNEL_DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'      # there by the interpreter
 GREEDY = Sampling(temperature=0.0, max_tokens=64, batch_size=4)
 
@@ -82,33 +75,6 @@ def test_greedy_tokens_are_those_of_transformers(name, device, tmp_path):
         sure(model, ids, answer)
 
 
-@needs_gpu
-@pytest.mark.parametrize('name', ['llama3', 'gemma2', 'neox'])
-def test_bfloat16_differs_no_more_than_two_passes_with_other_rows(name, tmp_path):
-    """And with `deterministic` it is the same bit for bit, whatever else is decoded."""
-    reference_model(name, tmp_path, **head_of_32(name))
-    model = checkpoint.load(tmp_path, 'cuda', torch.bfloat16)
-    prompts = random_prompts(9, 40, 3, 300, 77, 12)
-    settings = Sampling(n=3, max_tokens=40, batch_size=7)
-    off, between = [], []
-    for i, answers in generate(model, prompts, settings):
-        for answer in answers:
-            whole = full_pass(model, prompts[i], answer)
-            model.decoder.attention = 'explicit'
-            other = full_pass(model, prompts[i], answer)
-            model.decoder.attention = 'auto'
-            picked = range(len(answer.tokens)), answer.tokens
-            off.append(np.abs(np.array(answer.log_probs) - whole[picked].numpy()))
-            between.append(np.abs((whole - other)[picked].numpy()))
-    assert np.mean(off) < 1.5 * np.mean(between) and np.max(off) < 3 * np.max(between)
-    settings = replace(settings, deterministic=True)
-    together = dict(generate(model, prompts, settings))
-    for i, ids in enumerate(prompts):
-        alone = dict(generate(model, [ids], settings))[0]
-        for a, b in zip(alone, together[i], strict=True):
-            assert (a.tokens, a.log_probs, a.entropies) == (b.tokens, b.log_probs, b.entropies)
-
-
 def test_adapters_take_part_without_dropout_and_the_model_stays_in_training(tmp_path):
     reference_model('llama', tmp_path)
     model = lora_model(tmp_path, dropout=0.5).train()
@@ -133,7 +99,7 @@ def test_the_cap_and_temperature_of_the_model_apply(tmp_path):
     assert answer.log_probs == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize('name', ['llama3', pytest.param('gemma2', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('name', ['llama3'])
 def test_an_answer_does_not_depend_on_the_others(name, tmp_path):
     """Alone, among others that end earlier or share a beginning, in another slot or order."""
     reference_model(name, tmp_path)
@@ -154,61 +120,12 @@ def test_an_answer_does_not_depend_on_the_others(name, tmp_path):
             sure(model, ids, answer)
 
 
-def test_graphs_are_made_once_per_size_and_change_nothing(tmp_path, monkeypatch):
-    """The way of a GPU, with graphs that compute again what was computed when they were made."""
-    reference_model('gemma2', tmp_path)
-    model, prompts = checkpoint.load(tmp_path), random_prompts(11, 4, 254, 2, 30, 9)
-    settings = Sampling(n=2, max_tokens=14, batch_size=6)
-    stop = {5, 60, 70, 80, 90, 100, 110}
-    expected = dict(generate(model, prompts, settings, stop_ids=stop))
-    real, calls, made = (Batch.__init__, Batch.compute), [], []
-
-    def init(self, *arguments):
-        real[0](self, *arguments)
-        self.device = SimpleNamespace(type='cuda')
-
-    def compute(self, n, longest):
-        calls.append((self, n, longest, real[1](self, n, longest)))
-        return calls[-1][-1]
-
-    class Graph:
-        def pool(self):
-            return 'pool'
-
-        def replay(self):
-            *arguments, values = self.made
-            values.copy_(real[1](*arguments))
-
-    @contextlib.contextmanager
-    def recording(graph, pool):
-        assert (pool == 'pool') == bool(made)
-        batch = calls[-1][0]
-        state = batch.state.clone()     # while it is recorded nothing is computed
-        yield
-        batch.state.copy_(state)
-        graph.made = calls[-1]
-        made.append(graph.made[1:3])
-    monkeypatch.setattr(Batch, '__init__', init)
-    monkeypatch.setattr(Batch, 'compute', compute)
-    monkeypatch.setattr(slots, 'SPLIT', 256)
-    monkeypatch.setattr(slots, 'to_device', lambda x, device: x)
-    monkeypatch.setattr(slots, 'HostCopy', lambda x: HostCopy(x.clone()))
-    monkeypatch.setattr(torch.cuda, 'CUDAGraph', Graph)
-    monkeypatch.setattr(torch.cuda, 'graph', recording)
-    for i, answers in generate(model, prompts, settings, stop_ids=stop):
-        assert [a.tokens for a in answers] == [a.tokens for a in expected[i]]
-        assert [a.reason for a in answers] == [a.reason for a in expected[i]]
-    assert len(made) == len(set(made)) >= 4     # (rows, longest sequence)
-    assert {n for n, _ in made} <= {1, 2, 4, 8} and {longest for _, longest in made} == {256, 512}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['llama3', 'gemma2'])
-def test_kernels_and_padding_rows_change_nothing(name, tmp_path, monkeypatch):
+def test_kernels_and_padding_rows_change_nothing(tmp_path, monkeypatch):
     """What a GPU computes, but for the graphs: every kernel, and rows that belong to no answer."""
     if torch.cuda.is_available():
         pytest.skip("Triton's interpreter runs where there is no GPU")
-    reference_model(name, tmp_path, vocab_size=4200, num_hidden_layers=2)
+    reference_model('gemma2', tmp_path, vocab_size=4200, num_hidden_layers=2)
     model, prompts = checkpoint.load(tmp_path), random_prompts(10, 4, 9, 2)
     settings = Sampling(n=2, max_tokens=3, batch_size=5, temperature=1.3)
     expected = dict(generate(model, prompts, settings))
@@ -250,19 +167,14 @@ def test_a_token_is_yielded_as_soon_as_the_next_step_has_begun(tmp_path):
 
 @pytest.mark.parametrize('softcap, size, hd, K, group, split, dtype, tolerance', [
     (2.0, 40, 20, 2, 3, 1024, torch.float32, 2e-6),
-    (None, 300, 32, 2, 2, 1024, torch.bfloat16, 2e-2),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        (3.0, 700, 32, 2, 1, 1024, torch.float32, 2e-6),
-        # many rows and heads: all keys in one program, or two programs
-        (None, 290, 16, 32, 2, 1024, torch.float32, 2e-6),
-        (None, 290, 16, 32, 2, 256, torch.float32, 2e-6)))])
+    pytest.param(None, 300, 32, 2, 2, 256, torch.bfloat16, 2e-2, marks=pytest.mark.slow)])
 def test_the_decode_kernel_equals_the_plain_version(softcap, size, hd, K, group, split, dtype,
                                                     tolerance, monkeypatch):
     """Lengths around the borders of blocks and splits; in the smaller caches entries are reused."""
     torch.manual_seed(0)
     device = KERNEL_DEVICE
     monkeypatch.setattr(triton_ops, 'SPLIT', split)
-    positions = torch.tensor([0, 1, 63, 64, 255, 256, 511, 650], device=device)
+    positions = torch.tensor([0, 1, 63, 64, 255, 256, 650], device=device)
     B = len(positions)
     like = torch.zeros(1, device=device, dtype=dtype)
     caches = [Cache(B + 3, K, size, hd, like) for _ in range(2)]
@@ -280,32 +192,17 @@ def test_the_decode_kernel_equals_the_plain_version(softcap, size, hd, K, group,
     assert torch.allclose(out, expected, atol=tolerance, rtol=5 * tolerance)
     for name in 'kv':
         assert torch.equal(getattr(caches[0], name), getattr(caches[1], name))
-    # bitwise the same alone, and with more splits than are needed; 8 rows of 32 heads differ
-    for b in (0, 3, 7) if B * K < 256 else ():
+    for b in (0, 3, 6):     # bitwise the same alone, and with more splits than are needed
         one = DecodeMask(caches[1], slots[b:b + 1], positions[b:b + 1], int(positions[b]) + 1)
         assert torch.equal(decode_kernel(one, q[b:b + 1], k[b:b + 1], v[b:b + 1], 0.3, softcap),
                            out[b:b + 1])
-
-
-def test_the_plain_version_sees_what_the_window_allows():
-    torch.manual_seed(0)
-    T, window, hd = 23, 6, 8
-    q, k, v = (torch.randn(1, 2, T, hd) for _ in range(3))
-    at = torch.arange(T)[None]
-    expected = ExplicitMask(visible_keys(at, torch.full((1, T), T), window)).attend(
-        q, k, v, 0.4, None)
-    cache = Cache(2, 2, window, hd, q, window)
-    for t in range(T):
-        mask = DecodeMask(cache, torch.tensor([1]), torch.tensor([t]), t + 1)
-        out = mask.attend(*(x[:, :, t:t + 1] for x in (q, k, v)), 0.4, None)
-        assert torch.allclose(out, expected[:, :, t:t + 1], atol=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------
 # Drawing
 # ------------------------------------------------------------------------------------------------
 
-RULES = [{'temperature': 1.0}, {'temperature': 0.5}, {'temperature': 2.0}, {'top_k': 7},
+RULES = [{'temperature': 1.0}, {'temperature': 0.5}, {'top_k': 7},
          {'top_p': 0.7, 'temperature': 1.5}, {'min_p': 0.1},
          {'top_k': 30, 'top_p': 0.9, 'min_p': 0.02, 'temperature': 0.8}]
 
@@ -348,13 +245,14 @@ def test_tokens_follow_the_distribution_of_transformers(rules, device):
     assert not counts[log_q.isinf().numpy()].any() and fits(counts, log_q.exp().numpy())
 
 
-@pytest.mark.parametrize('rules', [RULES[0], RULES[-1], {'temperature': 0.0}])
+@pytest.mark.parametrize('rules', [RULES[0], RULES[-1], {'temperature': 0.0}, {'temperature': 0.5}])
 def test_the_kernel_draws_what_torch_draws(rules):
     """Several blocks of the vocabulary, the last one not full, and tokens without text."""
     s, V, n_vocab = replace(Sampling(), **rules), 9001, 8990
     torch.manual_seed(7)
     logits = torch.randn(6, V) * 3
-    logits[0, 8995] = 50.0                              # probable, but never drawn
+    # never drawn, though higher by more than float32 can hold after exp at a low temperature
+    logits[0, 8995] = 60.0
     logits[1, [17, 5000]] = logits[1].max() + 1         # a tie: the first one is the greedy token
     uniforms = torch.rand(6, dtype=torch.float64)
     uniforms[2:4] = torch.tensor([0.0, 1 - 1e-16])
@@ -363,7 +261,7 @@ def test_the_kernel_draws_what_torch_draws(rules):
     kernel = draw_kernel(logits, uniforms, s.temperature, lowest_logits(logits[:, :n_vocab], s),
                          n_vocab).cpu()
     assert torch.equal(kernel[:, 0], plain[:, 0]) and plain[:, 0].max() < n_vocab
-    assert torch.allclose(kernel, plain, atol=2e-5)
+    assert torch.allclose(kernel, plain, atol=1e-4)
     if s.temperature == 0:
         assert plain[1, 0] == 17
 
@@ -372,30 +270,12 @@ def test_the_kernel_draws_what_torch_draws(rules):
 def test_rows_of_a_large_vocabulary_are_drawn_as_each_one_alone(rules):
     s, V = replace(Sampling(), **rules), 128_256        # 4 rows at a time
     torch.manual_seed(8)
-    logits, uniforms = torch.randn(11, V) * 3, torch.rand(11, dtype=torch.float64)
-    values = draw(logits, uniforms, s, V - 9)
-    for row in range(11):
-        log_q = warped(logits[row:row + 1, :V - 9], s)[0].double() if s.temperature else None
-        if log_q is None:
-            token = logits[row, :V - 9].argmax()
-        else:       # their sum is not exactly 1
-            cumulated = log_q.exp().cumsum(0)
-            token = (cumulated > uniforms[row] * cumulated[-1]).byte().argmax()
-        log_p = logits[row].double().log_softmax(0)
-        expected = [token, log_p[token], 0 if log_q is None else log_q[token],
-                    -(log_p.exp() * log_p).sum()]
-        assert torch.allclose(values[row].double(), torch.tensor(expected).double(), atol=1e-4)
-
-
-def test_tokens_without_text_do_not_hide_those_that_are_drawn():
-    """Their logits are higher by more than float32 can hold after exp, at this temperature."""
-    logits = torch.randn(4, 5000)
-    logits[:, 4900:] += 40
-    uniforms, s = torch.rand(4, dtype=torch.float64), Sampling(temperature=0.1)
-    lowest = lowest_logits(logits[:, :4900], s)
-    arguments = (x.to(KERNEL_DEVICE) for x in (logits, uniforms))
-    values = draw_kernel(*arguments, s.temperature, lowest.to(KERNEL_DEVICE), 4900).cpu()
-    torch.testing.assert_close(values, draw(logits, uniforms, s, 4900), atol=1e-4, rtol=1e-4)
+    logits, uniforms = torch.randn(6, V) * 3, torch.rand(6, dtype=torch.float64)
+    alone = [draw(logits[i:i + 1], uniforms[i:i + 1], s, V - 9) for i in range(6)]
+    assert torch.equal(draw(logits, uniforms, s, V - 9), torch.cat(alone))
+    log_p = logits.double().log_softmax(-1)
+    entropies = -(log_p.exp() * log_p).sum(-1)
+    assert torch.allclose(torch.cat(alone)[:, 3].double(), entropies, atol=1e-4)
 
 
 def test_equal_logits_at_the_edge_are_all_kept():
@@ -405,15 +285,6 @@ def test_equal_logits_at_the_edge_are_all_kept():
         kept = logits >= lowest_logits(logits, replace(Sampling(), **rules))[:, None]
         expected = logits.exp() >= torch.tensor(lowest)[:, None] - 1e-6
         assert torch.equal(kept, expected), rules
-
-
-def test_first_tokens_of_n_answers_differ_as_often_as_the_distribution_says(tmp_path):
-    reference_model('llama', tmp_path)
-    model = checkpoint.load(tmp_path)
-    settings = Sampling(n=2000, max_tokens=1, temperature=2.0, batch_size=300)
-    ((_, answers),) = generate(model, [[5, 6, 7]], settings)
-    q = (full_pass(model, [5, 6, 7], answers[0])[0] / 2).softmax(-1).numpy()
-    assert fits(np.bincount([answer.tokens[0] for answer in answers], minlength=211), q)
 
 
 def test_tokens_without_text_are_never_drawn(tmp_path, tokenizers):
@@ -455,7 +326,7 @@ def speaker(model_of_many_tokens, monkeypatch, tokenizers):
 def test_a_stop_string_ends_the_answer_across_token_borders(speaker, tokenizers, kind):
     tokenizer, body = tokenizers[kind], 'The fox 狐. Question: two'
     ids = tokenizer.encode(body, start=False)
-    for stop in ('Question:', 'on: t', '狐', ' ', 'T', '. Q'):
+    for stop in ('Question:', 'on: t', '狐', ' ', '. Q'):
         # of two strings that end at the same token, the one that begins first cuts the text
         answer = speaker(kind, ids, stop=(stop[1:] or 'never', stop))
         assert answer.reason == 'stop' and answer.text == body.partition(stop)[0]
@@ -465,27 +336,19 @@ def test_a_stop_string_ends_the_answer_across_token_borders(speaker, tokenizers,
     assert answer.reason == 'max_tokens' and answer.text == body
 
 
-@pytest.mark.parametrize('kind', ['gemma', 'llama3'])
-def test_the_last_character_is_whole(speaker, tokenizers, kind):
-    tokenizer = tokenizers[kind]
-    ids = tokenizer.encode('ok 🦊', start=False)
-    for n in range(1, len(ids) + 1):
-        answer = speaker(kind, ids, max_tokens=n)
-        assert answer.tokens == ids[:n] and 'ok 🦊'.startswith(answer.text)
-    assert answer.text == 'ok 🦊'
-
-
 def test_an_end_token_belongs_to_the_answer_but_not_to_its_text(speaker, tokenizers):
     ids = tokenizers['llama2'].encode('fox', start=False)
     answer = speaker('llama2', [*ids, 2, *ids])
     assert answer.reason == 'end' and answer.tokens == [*ids, 2] and answer.text == 'fox'
     assert len(answer.log_probs) == len(answer.entropies) == len(ids) + 1
     assert speaker('llama2', [2]).text == ''
-    for kind in ('gemma', 'llama2', 'llama3'):      # half a character before it is no character
-        half = tokenizers[kind].encode('ok 🦊', start=False)[:-1]
-        answer = speaker(kind, [*half, tokenizers[kind].eos_id], {tokenizers[kind].eos_id})
-        assert (answer.reason, answer.text) == ('end', 'ok ')
     assert speaker('llama2', [*ids, 2], max_tokens=len(ids)).reason == 'max_tokens'
+    for kind in ('gemma', 'llama3'):      # half a character before it is no character
+        tokenizer = tokenizers[kind]
+        half = tokenizer.encode('ok 🦊', start=False)[:-1]
+        answer = speaker(kind, [*half, tokenizer.eos_id], {tokenizer.eos_id})
+        assert (answer.reason, answer.text) == ('end', 'ok ')
+        assert speaker(kind, half, max_tokens=len(half)).text.startswith('ok ')
 
 
 def test_a_full_context_ends_an_answer_and_is_named(tmp_path):
@@ -533,35 +396,6 @@ def test_answers_to_a_prompt_share_its_computation_and_slots_are_used_again(tmp_
     assert max(rows) == 8 and sum(rows) == 5 * 4 * 6        # no row computes after its end
 
 
-def test_waiting_answers_begin_together():
-    prompts = [[1] * 5000, [2] * 5000, [3] * 10]
-    waiting = program.deque(Answer(i, k) for i in range(3) for k in range(4))
-    free, s = [*range(16)], Sampling(n=4)
-    first = take(waiting, free, [], prompts, s, 16, 8192)     # 8,192 tokens in a row at most
-    assert [(a.prompt, a.number) for a in first] == [(0, k) for k in range(4)]
-    assert len(take(waiting, free, first, prompts, s, 16, 8192)) == 8 and len(free) == 4
-    # what two prompts begin with is computed once
-    pair, both = [[1] * 5000 + [2], [1] * 5000 + [3]], program.deque([Answer(0, 0), Answer(1, 0)])
-    assert len(take(both, [0, 1], [], pair, Sampling(), 16, 8192)) == 2
-    waiting.extend(Answer(2, k) for k in range(4))
-    assert take(waiting, free[:3], first, prompts, s, 16, 8192) == [] and len(waiting) == 4
-    # of more answers than there are slots, some begin as soon as an eighth of the slots is free
-    waiting, s = program.deque(Answer(2, k) for k in range(20)), Sampling(n=20)
-    assert take(waiting, [5], first, prompts, s, 16, 8192) == []
-    assert len(take(waiting, [5, 6, 7], first, prompts, s, 16, 8192)) == 3 and len(waiting) == 17
-
-
-@pytest.mark.slow
-def test_blocks_that_training_compiled_are_not_compiled_again(tmp_path):
-    from torch._dynamo.testing import CompileCounter
-    reference_model('llama', tmp_path)
-    model, counter = checkpoint.load(tmp_path), CompileCounter()
-    expected = dict(generate(model, [[5, 6]], GREEDY))
-    for layer in model.decoder.layers:
-        layer.compile(backend=counter, dynamic=False)
-    assert dict(generate(model, [[5, 6]], GREEDY)) == expected and counter.frame_count == 0
-
-
 def test_confidences_are_those_of_the_scoring_path(tmp_path):
     reference_model('gemma2', tmp_path)
     model, prompts = checkpoint.load(tmp_path), random_prompts(8, 5, 11)
@@ -591,37 +425,20 @@ def run(folder, tmp_path, *arguments, questions=QUESTIONS):
 
 def test_context_beside_a_prompt_is_asked_and_null_fields_are_absent(chat_folder, tmp_path):
     tokenizer, said = load_tokenizer(chat_folder), [{'role': 'user', 'content': 'What?'}]
-    system = {'role': 'system', 'content': 'Be brief.'}
+    system, odd = {'role': 'system', 'content': 'Be brief.'}, ['x\udfff', {'\ud83d': 1}]
     rows = run(chat_folder, tmp_path, questions=[
         {'prompt': 'What?', 'messages': None, 'system': 'Be brief.', 'tools': None, 'id': None},
         {'prompt': None, 'messages': said, 'system_prompt': 'Be brief.'},
-        {'prompt': 'What?', 'history': [['a', 'b']]}])
-    hashes = {row['id']: row['prompt_hash'] for row in rows}
+        {'prompt': 'What?', 'history': [['a', 'b']], 'gold': odd}])
+    by_id = {row['id']: row for row in rows}
     ids, _ = encode_prompt([system, *said], tokenizer, 'tulu')
-    assert hashes['0'] == hashes['1'] == digest(ids) != hashes['2']
-    for more, wrong in (({'tools': ['f']}, '"tools" is in no message'),
-                        ({'context': 'x'}, '"context" is in no message')):
-        with pytest.raises(DataError, match=f'prompts.jsonl:1: .*{wrong}'):
+    hashes = [by_id[i]['prompt_hash'] for i in '012']
+    assert hashes[0] == hashes[1] == digest(ids) != hashes[2] and by_id['2']['gold'] == odd
+    for more in ({'tools': ['f']}, {'context': 'x'}):
+        with pytest.raises(DataError, match=f'prompts.jsonl:1: .*"{[*more][0]}" is in no message'):
             run(chat_folder, tmp_path, questions=[{'prompt': 'What?'} | more])
     with pytest.raises(DataError, match='a system message and a history need a chat template'):
         run(chat_folder, tmp_path, '--raw', questions=[{'prompt': 'What?', 'system': 'x'}])
-
-
-def test_lone_surrogates_in_copied_fields_are_copied(chat_folder, tmp_path):
-    questions = [{'prompt': 'a', 'id': '\ud800', 'gold': ['x\udfff', {'\ud83d': 1}]}]
-    for _ in range(2):      # it resumes
-        row, = run(chat_folder, tmp_path, questions=questions)
-        assert {key: row[key] for key in questions[0]} == questions[0]
-
-
-def test_a_malformed_line_of_answers_is_named(chat_folder, tmp_path):
-    run(chat_folder, tmp_path)
-    out = tmp_path / 'out' / 'answers.jsonl'
-    whole = out.read_text()
-    for line in ('{}', '5', '{"id": [], "prompt_hash": "x"}', '{"id": "0", "prompt_hash": 3}'):
-        out.write_text(f'{whole}{line}\n')
-        with pytest.raises(DataError, match='answers.jsonl:4: not a row that generate.py wrote'):
-            run(chat_folder, tmp_path)
 
 
 def test_the_tokens_of_three_files_end_an_answer(chat_folder, tmp_path):
@@ -633,8 +450,7 @@ def test_the_tokens_of_three_files_end_an_answer(chat_folder, tmp_path):
         run(chat_folder, tmp_path, '--per_token')
     config = json.loads((chat_folder / 'config.json').read_text())
     (chat_folder / 'config.json').write_text(json.dumps(config | {'eos_token_id': ends[1]}))
-    model = checkpoint.read_config(chat_folder)
-    tokenizer = load_model_tokenizer(chat_folder, model)
+    tokenizer = load_model_tokenizer(chat_folder, checkpoint.read_config(chat_folder))
     assert tokenizer.end_ids == {tokenizer.eos_id, *ends}
     before = {row['id']: row['answers'][0]['tokens'] for row in first}
     for row in run(chat_folder, tmp_path, '--per_token', '--overwrite'):
@@ -645,15 +461,17 @@ def test_the_tokens_of_three_files_end_an_answer(chat_folder, tmp_path):
     # in a trained folder transformers and vLLM read all of them from one file
     written = tokenizer_files(chat_folder, tokenizer, 'tulu')['generation_config.json']
     assert {*written['eos_token_id']} == tokenizer.end_ids
-    for wrong in ('x', [1, None], True, -1):
+    for wrong in ('x', [1, None], -1):
         (chat_folder / 'generation_config.json').write_text(json.dumps({'eos_token_id': wrong}))
         with pytest.raises(DataError, match='generation_config.json: eos_token_id = .* must be'):
             load_tokenizer(chat_folder)
 
 
-def test_the_command_writes_one_line_per_prompt_and_resumes(chat_folder, tmp_path, capsys,
-                                                            monkeypatch):
-    rows = run(chat_folder, tmp_path, '--n=2', '--confidence', '--per_token')
+def test_the_command_writes_one_line_per_prompt_and_resumes(chat_folder, tmp_path, capsys):
+    def answers_of(rows):
+        return {row['id']: [a['tokens'] for a in row['answers']] for row in rows}
+    options = '--n=2', '--confidence', '--per_token'
+    rows = run(chat_folder, tmp_path, *options)
     by_id = {row['id']: row for row in rows}
     assert by_id.keys() == {'0', 'b', 3} and by_id['0']['gold'] == '7'
     model, tokenizer = checkpoint.load(chat_folder), load_tokenizer(chat_folder)
@@ -674,51 +492,45 @@ def test_the_command_writes_one_line_per_prompt_and_resumes(chat_folder, tmp_pat
     lines = out.read_text().splitlines(keepends=True)
     out.write_text(lines[0] + lines[1][:40])
     capsys.readouterr()
-    again = run(chat_folder, tmp_path, '--n=2', '--confidence', '--per_token')
-    assert again[0] == rows[0] and len(again) == 3
-    assert {row['id']: [a['tokens'] for a in row['answers']] for row in again} == {
-        row['id']: [a['tokens'] for a in row['answers']] for row in rows}
+    again = run(chat_folder, tmp_path, *options)
+    assert again[0] == rows[0] and answers_of(again) == answers_of(rows)
     assert '2 of 3 prompts' in capsys.readouterr().out
     # a prompt that changed is answered; other settings or another model are refused
     changed = [QUESTIONS[0] | {'prompt': 'When?'}, *QUESTIONS[1:]]
-    assert len(run(chat_folder, tmp_path, '--n=2', '--confidence', '--per_token',
-                   questions=changed)) == 4
+    assert len(run(chat_folder, tmp_path, *options, questions=changed)) == 4
     assert f'{out} also has 1 rows for prompts that are not in' in capsys.readouterr().out
+    whole = out.read_text()
+    for line in ('{}', '{"id": [], "prompt_hash": "x"}'):
+        out.write_text(f'{whole}{line}\n')
+        with pytest.raises(DataError, match='answers.jsonl:5: not a row that generate.py wrote'):
+            run(chat_folder, tmp_path, *options)
+    out.write_text(whole)
     for argument in ('--n=3', '--seed=1', '--temperature=0.5'):
         with pytest.raises(ConfigError, match='has answers with .*choose another --out'):
-            run(chat_folder, tmp_path, '--confidence', '--per_token', '--n=2', argument)
+            run(chat_folder, tmp_path, *options, argument)
     rewrite(chat_folder, lambda tensors: tensors['model.norm.weight'].mul_(1.1))
     with pytest.raises(ConfigError, match='has answers of another model'):
-        run(chat_folder, tmp_path, '--n=2', '--confidence', '--per_token')
+        run(chat_folder, tmp_path, *options)
+    # a file with a similar name is another one
+    (tmp_path / 'out' / 'answers.0.jsonl').write_text('mine')
     assert len(run(chat_folder, tmp_path, '--overwrite')) == 3
-    monkeypatch.setenv('HOME', str(tmp_path))
-    program.main(['--model=~/model', '--prompts=~/prompts.jsonl', '--out=~/other/answers.jsonl',
-                  '--device=cpu', '--max_tokens=6'])
-    assert (tmp_path / 'other' / 'answers.jsonl').read_text() == out.read_text()
+    assert (tmp_path / 'out' / 'answers.0.jsonl').read_text() == 'mine'
 
 
-def test_unusable_files_and_settings_are_refused(chat_folder, tmp_path):
-    mine = tmp_path / 'out' / 'answers.jsonl'
-    write_rows(mine, [{'mine': 1}])
-    with pytest.raises(ConfigError, match='was not written by this program'):
-        run(chat_folder, tmp_path)
-    assert json.loads(mine.read_text()) == {'mine': 1}
-    mine.unlink()
-    mine.symlink_to(tmp_path / 'elsewhere.jsonl')
-    with pytest.raises(ConfigError, match='answers.jsonl'):
-        run(chat_folder, tmp_path)
-    mine.unlink()
-    for row, message in (
-            ({'text': 'x'}, 'prompts.jsonl:2: fields text; wanted either "prompt" or "mess'),
-            ({'prompt': 5}, 'the prompt is not text'), ({'messages': ['x']}, 'must be a list of'),
-            ({'messages': []}, "the last message must have the role 'user', not None"),
-            ({'prompt': 'a', 'id': [1]}, 'neither text nor a whole number'),
-            ({'prompt': 'a', 'id': True}, 'neither text nor a whole number'),
-            ({'prompt': 'a', 'id': '0'}, r"the id '0' is already at .*prompts.jsonl:1"),
-            ({'prompt': 'a' * 900}, 'prompt 2 has .* tokens; it may have 1 to 199')):
-        with pytest.raises(DataError, match=message):
-            run(chat_folder, tmp_path, questions=[QUESTIONS[0], row])
-    assert not mine.exists()
+@pytest.mark.parametrize('row, message', [
+    ({'text': 'x'}, 'prompts.jsonl:2: fields text; wanted either "prompt" or "mess'),
+    ({'prompt': 5}, 'the prompt is not text'), ({'messages': ['x']}, 'must be a list of'),
+    ({'messages': []}, "the last message must have the role 'user', not None"),
+    ({'prompt': 'a', 'id': True}, 'neither text nor a whole number'),
+    ({'prompt': 'a', 'id': '0'}, r"the id '0' is already at .*prompts.jsonl:1"),
+    ({'prompt': 'a' * 900}, 'prompt 2 has .* tokens; it may have 1 to 199')])
+def test_unusable_prompts_are_refused(row, message, chat_folder, tmp_path):
+    with pytest.raises(DataError, match=message):
+        run(chat_folder, tmp_path, questions=[QUESTIONS[0], row])
+    assert not (tmp_path / 'out' / 'answers.jsonl').exists()
+
+
+def test_unusable_settings_are_refused(chat_folder, tmp_path):
     for argument, message in (('--top_k=-1', 'top_k'), ('--min_p=2', 'min_p'), ('--n=0', 'n = 0'),
                               ("--stop=('a', '')", 'stop has an empty'),
                               ('--batch_size=0', 'batch_size'),
@@ -726,34 +538,13 @@ def test_unusable_files_and_settings_are_refused(chat_folder, tmp_path):
                               ('--temperature=1e-9', 'use 0 for the most probable token'),
                               ('--out=answers.txt', 'must end in .jsonl'),
                               ('--temperature=0', 'n = 2 needs a temperature above 0'),
-                              ('--cache_memory=-1', 'cache')):
+                              ('--prompts=', 'no prompts given'), ('--cache_memory=-1', 'cache')):
         with pytest.raises(ConfigError, match=message):
             program.read_arguments(['--model=x', '--prompts=y', '--n=2', argument])
     with pytest.raises(ConfigError, match='--raw is plain text, and --chat=tulu a chat template'):
         run(chat_folder, tmp_path, '--raw', '--chat=tulu')
     with pytest.raises(DataError, match='is a folder; name a file in it'):
         run(chat_folder, tmp_path, f'--prompts={tmp_path}')
-    with pytest.raises(ConfigError, match='no prompts given'):
-        program.read_arguments(['--model=x'])
-    rewrite(chat_folder, lambda tensors: tensors['model.norm.weight'].fill_(torch.nan))
-    for rules in ((), ('--temperature=1', '--top_p=0.9')):
-        with pytest.raises(CheckpointError, match="id '0': .*model.norm.weight in .* holds NaN"):
-            run(chat_folder, tmp_path, *rules)
-
-
-@pytest.mark.slow
-def test_outputs_with_similar_names_are_left_alone(chat_folder, tmp_path):
-    """Names like those of a part of several processes, or with the characters of a pattern."""
-    names = 'answers.0.jsonl', 'a[1].jsonl', '[ab]*.jsonl'
-    for seed, name in enumerate(names, 1):
-        run(chat_folder, tmp_path)      # nothing is merged into it
-        run(chat_folder, tmp_path, f'--out={tmp_path / "out" / name}', f'--seed={seed}')
-    content = {name: (tmp_path / 'out' / name).read_bytes() for name in names[:2]}
-    assert len(run(chat_folder, tmp_path, '--overwrite')) == 3
-    run(chat_folder, tmp_path, f'--out={tmp_path / "out" / names[2]}', '--seed=9', '--overwrite')
-    assert content == {name: (tmp_path / 'out' / name).read_bytes() for name in content}
-    run(chat_folder, tmp_path, f'--out={tmp_path / "out" / names[1]}', '--seed=9', '--overwrite')
-    assert (tmp_path / 'out' / names[1]).read_bytes() != content[names[1]]
 
 
 def test_overwritten_answers_are_removed_when_the_new_ones_are_complete(
@@ -762,7 +553,7 @@ def test_overwritten_answers_are_removed_when_the_new_ones_are_complete(
     out, append = tmp_path / 'out', program.append
     before = {p.name: p.read_bytes() for p in out.iterdir()}
     rewrite(chat_folder, lambda tensors: tensors['model.norm.weight'].fill_(torch.nan))
-    with pytest.raises(CheckpointError, match='holds NaN'):
+    with pytest.raises(CheckpointError, match="id '0': .*model.norm.weight in .* holds NaN"):
         run(chat_folder, tmp_path, '--overwrite')
     assert {p.name: p.read_bytes() for p in out.iterdir()} == before
     rewrite(chat_folder, lambda tensors: tensors['model.norm.weight'].fill_(1))
@@ -770,10 +561,10 @@ def test_overwritten_answers_are_removed_when_the_new_ones_are_complete(
     def interrupted(*arguments):
         append(*arguments)
         raise KeyboardInterrupt
-    monkeypatch.setattr(program, 'append', interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run(chat_folder, tmp_path, '--overwrite')
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(program, 'append', interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(chat_folder, tmp_path, '--overwrite')
     aside = out / '.replaced-answers.jsonl-001' / 'answers.jsonl'
     assert [json.loads(line) for line in aside.open()] == old
     assert len((out / 'answers.jsonl').read_text().splitlines()) == 1
@@ -782,16 +573,17 @@ def test_overwritten_answers_are_removed_when_the_new_ones_are_complete(
 
 def test_a_file_of_another_script_is_not_replaced(chat_folder, tmp_path):
     out = tmp_path / 'out'
-    ownership.claim(out, 'log.jsonl', 'samples.jsonl', 'notes.jsonl', 'x.config.json')
-    for name in ('log.jsonl', 'samples.jsonl', 'notes.jsonl', 'x.config.json'):
+    ownership.claim(out, 'log.jsonl', 'notes.jsonl')
+    for name in ('log.jsonl', 'notes.jsonl', 'mine.jsonl'):
         (out / name).write_text('{"a": 1}')
-    (tmp_path / 'new').mkdir()
-    for name in ('out/log.jsonl', 'out/samples.jsonl', 'out/notes.jsonl', 'out/x.jsonl',
-                 'new/log.jsonl', 'new/samples.jsonl'):
+    for name, message in (('log.jsonl', 'has the name of a file that another'),
+                          ('notes.jsonl', 'has the name of a file that another'),
+                          ('samples.jsonl', 'has the name of a file that another'),
+                          ('mine.jsonl', 'was not written by this program')):
         for more in ((), ('--overwrite',)):
-            with pytest.raises(ConfigError, match=f'{name} has the name of a file that another'):
-                run(chat_folder, tmp_path, f'--out={tmp_path / name}', *more)
-    assert all((out / name).read_text() == '{"a": 1}' for name in ('log.jsonl', 'x.config.json'))
+            with pytest.raises(ConfigError, match=f'{name} {message}'):
+                run(chat_folder, tmp_path, f'--out={out / name}', *more)
+    assert all((out / name).read_text() == '{"a": 1}' for name in ('log.jsonl', 'mine.jsonl'))
 
 
 def test_a_prompt_with_logits_that_are_not_finite_is_named_after_others_too(
@@ -801,19 +593,3 @@ def test_a_prompt_with_logits_that_are_not_finite_is_named_after_others_too(
         [[3.0, torch.nan, 0.0, 0.0]] * len(logits)))
     with pytest.raises(CheckpointError, match="the prompt with id 'b': the model gives NaN"):
         run(chat_folder, tmp_path)
-
-
-@pytest.mark.slow
-def test_commands_in_bfloat16_never_import_the_compiler(chat_folder, tmp_path):
-    """Its import takes seconds, and functions of torch such as `cat` on the meta device need it."""
-    write_rows(tmp_path / 'prompts.jsonl', QUESTIONS)
-    write_rows(tmp_path / 'questions.jsonl', [
-        {'question': 'What?', 'choices': ['one', 'two'], 'answer': 1}] * 2)
-    for command in (['generate.py', f'--prompts={tmp_path / "prompts.jsonl"}', '--max_tokens=4',
-                     f'--out={tmp_path / "answers.jsonl"}'],
-                    ['evaluate.py', f'--tasks={tmp_path / "questions.jsonl"}', '--shots=0',
-                     f'--out_dir={tmp_path / "results"}']):
-        done = subprocess.run([sys.executable, '-X', 'importtime', *command, '--dtype=bfloat16',
-                               f'--model={chat_folder}'], cwd=HERE, text=True, capture_output=True)
-        assert done.returncode == 0 and 'runtime.checkpoint\n' in done.stderr, done.stderr
-        assert 'torch._dynamo' not in done.stderr and 'sympy' not in done.stderr

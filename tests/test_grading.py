@@ -3,7 +3,6 @@
 import random
 import re
 import string
-from dataclasses import replace
 
 import pytest
 from common import SHARED, needs_files
@@ -11,36 +10,23 @@ from common import SHARED, needs_files
 from data import grading
 from data.written_answers import WRITTEN_TASKS, load_written
 
-# text: (lenient, strict) extraction of GSM8K
 NUMBERS = {
     'She makes 9 * 2 = 18 dollars.\n#### 18': ('18', '18'),
-    '#### $1,000.': ('$1,000', None),
-    '#### -3.50 dollars': ('-3.50', '-3.50'),
+    '#### $1,000.': ('$1,000', None), '#### -3.50 dollars': ('-3.50', '-3.50'),
     'The answer is 18': ('18', None),               # no character follows the number
-    'So the answer is $29.00.': ('$29.00', None),
-    'It is 10-3 = 7': ('7', None),
     'It is 10-3': ('3', None),                      # a difference, not a negative number
-    'It is -3, or −3': ('−3', None),
-    'He eats 1/2': ('1/2', None),
+    'It is -3, or −3': ('−3', None), 'He eats 1/2': ('1/2', None),
     'The answer is \\boxed{42}. I am sure, in 100 %': ('42', None),
     '\\[ \\boxed{\\frac{1}{2} + 7} \\] after 3 steps': ('1', None),
     'He has 18 (see step 2.)': ('2', None),         # nothing marks the number
-    'no number ... at all.': (None, None),
-    '': (None, None),
-    'H2O and x2 are 5.': ('5', None),
-    'about .5': ('.5', None),
-    'the pair (3,4)': ('4', None),
-    '#### 18\n\nThe answer is 20': ('20', '18'),
-    '<answer>12</answer> 99': ('12', None),
+    'no number ... at all.': (None, None), 'H2O and x2 are 5.': ('5', None),
+    'about .5': ('.5', None), 'the pair (3,4)': ('4', None),
+    '#### 18\n\nThe answer is 20': ('20', '18'), '<answer>12</answer> 99': ('12', None),
     'Answer: 1,234,567.89': ('1,234,567.89', None),
     r'The answer is \boxed{1{,}234}.': ('1{,}234', None),
-    r'so $\boxed{12\!,345{,}678}$': (r'12\!,345{,}678', None),
-    r'\boxed{\$1,\!000}': (r'\$1,\!000', None),
     r'is -\$12\,500.50': (r'-\$12\,500.50', None),
     r'the pair (1,\,200)': ('200', None),           # a wide space after a comma separates numbers
-    r'1\text{,}200 is 1\,200\,000 / 1000, so 3\ 000': (r'3\ 000', None),
-    '1\u202f200': ('1\u202f200', None),
-    '**Answer**: 7 of 9': ('7', None), '### Final Answer\n\n7 of 9': ('7', None)}
+    '1\u202f200': ('1\u202f200', None), '### Final Answer\n\n7 of 9': ('7', None)}
 
 
 @pytest.mark.parametrize('text', NUMBERS)
@@ -52,11 +38,9 @@ def test_numbers_are_extracted(text):
 
 @pytest.mark.parametrize('a, b, equal', [
     ('29.00', '29', True), ('$1,000', '1000', True), ('18.', '18', True), ('50%', '50', True),
-    ('1/2', '0.5', True), ('−3', '-3', True), ('.5', '0.50', True), ('1/0', '1', False),
-    (r'1{,}000', '1000', True), (r'12\!,345{,}678', '12345678', True),
-    (r'1\,000.5', '1000.5', True),
-    (r'-\$1,\!000', '-1000', True), (r'50\%', '50', True), (r'1\text{,}200', '1200', True),
-    ('1\u2009200', '1200', True), (r'1{,}000', '1', False),
+    ('1/2', '0.5', True), ('−3', '-3', True), ('1/0', '1', False), (r'1{,}000', '1000', True),
+    (r'12\!,345{,}678', '12345678', True), (r'-\$1,\!000', '-1000', True), (r'50\%', '50', True),
+    (r'1\text{,}200', '1200', True), ('1\u2009200', '1200', True), (r'1{,}000', '1', False),
     ('10', '1', False), ('-3', '3', False), ('...', '0', False), ('1e2', '100', True),
     ('1e999999999', '2', False), ('4210_5', '42105', False)])
 def test_numbers_are_equal_by_value(a, b, equal):
@@ -110,20 +94,16 @@ def test_texts_are_normalized_as_by_the_papers(key, exclude, space):
 
 
 @pytest.mark.parametrize('text, lenient, strict', [
-    (' Paris', 'Paris', 'Paris'), (' Paris.\n\nQuestion: Who', 'Paris', 'Paris.'),
+    (' Paris.\n\nQuestion: Who', 'Paris', 'Paris.'),
     (' J.R.R. Tolkien', 'J.R.R. Tolkien', 'J.R.R. Tolkien'),
     ('Washington, D.C.', 'Washington, D.C.', 'Washington, D.C.'),
     ('St. Louis. It lies on a river.', 'St. Louis', 'St. Louis. It lies on a river.'),
-    ('Paris. It is in France', 'Paris', 'Paris. It is in France'),
     ('Perú. Está en Lima', 'Perú', 'Perú. Está en Lima'), ('Москва. Да', 'Москва', 'Москва. Да'),
-    ('И. С. Тургенев', 'И. С. Тургенев', 'И. С. Тургенев'),
     ('**Paris**', 'Paris', '**Paris**'),
     ('The answer is "Paris".', 'Paris', 'The answer is "Paris".'),
     ('Let me see.\nAnswer: Paris', 'Paris', 'Let me see.'),
-    ('<answer>\nParis\n</answer>', 'Paris', '<answer>'),
-    ('**Answer**: Paris', 'Paris', '**Answer**: Paris'), ('## Answer\nParis', 'Paris', '## Answer'),
-    ('<think>x</think><answer>Paris</answer>', 'Paris', '<think>x</think><answer>Paris</answer>'),
-    ('', None, None), (' \n', None, None), ('"."', None, '"."')])
+    ('<answer>\nParis\n</answer>', 'Paris', '<answer>'), ('## Answer\nParis', 'Paris', '## Answer'),
+    ('', None, None), ('"."', None, '"."')])
 def test_short_answers_are_extracted(text, lenient, strict):
     assert grading.short_answer(text) == lenient
     assert grading.first_line(text) == strict
@@ -138,7 +118,6 @@ def test_short_answers_are_extracted(text, lenient, strict):
     ('qa', '◁think▷Rome◁/think▷Paris', True),
     ('qa', '<|channel|>analysis<|message|>Rome<|channel|>final<|message|>Paris', True),
     ('gsm8k', '<think>#### 3\n</think>\n#### 4', True),
-    ('gsm8k', '<think>It is 3.</think> So 4.', False),
     ('math500', r'<think>\boxed{3}</think>It is \boxed{4}', True)])
 def test_thoughts_are_no_part_of_an_answer(task, text, strict):
     rule, answer = WRITTEN_TASKS[task], 'Paris' if 'Paris' in text else '4'
@@ -149,36 +128,22 @@ def test_thoughts_are_no_part_of_an_answer(task, text, strict):
             'answer': None, 'key': None, 'correct': False, 'strict': False}
 
 
-def test_no_program_is_run_of_thoughts():
-    rule, seen = WRITTEN_TASKS['humaneval'], []
-    rule = replace(rule, match=lambda key, answer, references: seen.append(answer) or True)
-    assert rule.grade('<think>\n    return 1\n</think>    return 2\n', [])['correct']
-    assert not rule.grade('<think>\n    return 1\n', [])['correct']
-    assert seen == ['    return 2']
-
-
 EQUAL_FORMULAS = [
     (r'\frac{1}{2}', '0.5'), (r'\dfrac12', r'\frac{1}{2}'), (r'-\frac{14}{3}', '-14/3'),
     (r'\left( 3, \frac{\pi}{2} \right)', r'(3,\frac{\pi}{2})'), (r'11,\! 111', '11111'),
     ('90^\\circ', '90'), (r'\text{Evelyn}', 'Evelyn'), (r'3\sqrt{2}', r'3\sqrt2'),
-    ('x=5', '5'), (r'\$18.90', '18.9'), (r'50\%', '50'), ('p - q', 'p-q'), ('1,234', '1234'),
+    ('x=5', '5'), (r'\$18.90', '18.9'), (r'50\%', '50'), ('p - q', 'p-q'), ('4210_{5}', '4210_5'),
     (r'\begin{pmatrix} 1 \\ 2 \end{pmatrix}', r'\begin{pmatrix}1\\2\end{pmatrix}'),
-    ('4210_{5}', '4210_5'), ('x^{3}-x', 'x^3-x'),
-    ('7', '7.'), (r'\frac{\sqrt{3}}2', r'\frac{\sqrt{3}}{2}'),
+    ('x^{3}-x', 'x^3-x'), ('7', '7.'), (r'\frac{\sqrt{3}}2', r'\frac{\sqrt{3}}{2}'),
     # units, by the words of Lewkowycz et al. or the \text{ of Hendrycks et al.
-    (r'5 \text{ cm}', '5'), ('10 degrees', '10'), (r'5\text{ cm}^2', '5'), ('5 hours.', '5'),
-    (r'5\,\text{cm}^{2}', '5'), (r'5\mathrm{~km}', '5'), (r'5\text{ m}', '5'), ('$5$ km', '5'),
-    (r'\frac{5}{2}\mbox{ gallons}', '5/2'), ('12 square units', '12'), (r'5\text{m}^3', '5'),
-    (r'x+5\text{ dollars}', 'x+5'), (r'(3\text{ cm}, 4\text{ cm})', '(3,4)'), ('5mph', '5'),
-    (r'5{,}000', '5000'), (r'5{\,}000', '5000'), (r'5\,000', '5000'), (r'5\text{,}000', '5000')]
+    ('10 degrees', '10'), (r'5\text{ cm}^2', '5'), (r'5\mathrm{~km}', '5'), ('$5$ km', '5'),
+    (r'\frac{5}{2}\mbox{ gallons}', '5/2'), ('12 square units', '12'), ('5mph', '5'),
+    (r'x+5\text{ dollars}', 'x+5'), (r'(3\text{ cm}, 4\text{ cm})', '(3,4)'),
+    (r'5{,}000', '5000'), (r'5\,000', '5000'), (r'5\text{,}000', '5000')]
 OTHER_FORMULAS = [
-    ('(1,2)', '12'), ('1,2', '12'), ('x+1', 'x-1'), ('3', '-3'),
-    ('4210_5', '42105'), ('square', 'points'), ('5m', '5'),
-    (r'\text{ Evelyn}', r'\text{ Ann}'), ('3cm^4', '3cm^5'),
-    (r'3 \text{ or }5', '3'), (r'\text{ cm}', r'\text{ km}'),
+    ('(1,2)', '12'), ('1,2', '12'), ('x+1', 'x-1'), ('3', '-3'), ('4210_5', '42105'), ('5m', '5'),
+    (r'\text{ Evelyn}', r'\text{ Ann}'), (r'3 \text{ or }5', '3'), (r'\text{ cm}', r'\text{ km}'),
     (r'\sqrt{2}', '2'), (r'\frac{1}{2}', r'\frac{2}{1}')]
-
-
 @pytest.mark.parametrize('a, b', EQUAL_FORMULAS + OTHER_FORMULAS)
 def test_formulas_are_equal_in_another_writing(a, b):
     assert (grading.formula(a) == grading.formula(b)) is ((a, b) in EQUAL_FORMULAS)

@@ -1,7 +1,5 @@
 """The joint losses of fused_ce.py: weights of tokens that depend on whole groups of tokens."""
 
-import math
-
 import pytest
 import torch
 from common import off
@@ -89,22 +87,6 @@ def test_a_token_without_loss_belongs_to_no_group():
     loss, _ = fused_loss(hidden, weight, target, nothing, reduction='sum', group=GROUPS)
     loss.backward()
     assert loss == 0 and not hidden.grad.any()
-
-
-def test_equal_log_probabilities_give_log_2_and_opposite_gradients():
-    hidden, weight, target = ce_inputs(2, 24, 77, ignored=0)
-    with torch.no_grad():
-        hidden[1] = hidden[0]
-    target[1] = target[0]
-
-    def pair(log_p, entropy, tokens):
-        return -torch.nn.functional.logsigmoid(log_p[0] - log_p[1])
-    loss, _ = fused_loss(hidden, weight, target, joint(pair), reduction='sum',
-                         group=torch.zeros(2, dtype=torch.int64))
-    loss.backward()
-    assert abs(loss.item() - math.log(2)) < 1e-6
-    assert torch.allclose(hidden.grad[0], -hidden.grad[1], atol=1e-7)
-    assert weight.grad.abs().max() < 1e-6
 
 
 @pytest.mark.parametrize('change, message', [

@@ -123,9 +123,8 @@ def plain(model, device, drawn):
 @pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('what, name', [('block', 'llama'), ('sees', 'llama'), *(
     pytest.param(what, name, marks=pytest.mark.slow) for what, name in (
-        ('attention', 'llama'), ('mlp', 'llama'), ('norm', 'llama'), ('mask', 'llama'),
-        ('rotary_angles', 'llama'), ('sees', 'gemma2'), ('block', 'neox'), ('mask', 'gemma3'),
-        ('mlp', 'cohere'), ('attention', 'olmo3'), ('rotary_angles', 'phi3'), ('norm', 'opt')))])
+        ('attention', 'llama'), ('mlp', 'cohere'), ('mask', 'gemma3'), ('rotary_angles', 'phi3'),
+        ('norm', 'opt')))])
 def test_an_edit_moves_training_evaluation_and_sampling_alike(what, name, device, monkeypatch,
                                                               calls_of_kernels, tmp_path, capsys):
     # Cohere's usual scale of the logits is so small that their rounding would hide an edit
@@ -154,6 +153,7 @@ def test_an_edit_moves_training_evaluation_and_sampling_alike(what, name, device
         assert error < tolerance and change > 0.01, (use, error, change)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('device', DEVICES)
 def test_one_constant_turns_off_the_kernels_of_attention(device, monkeypatch, calls_of_kernels,
                                                          tmp_path):
@@ -197,18 +197,15 @@ WITH_KERNELS = {    # function of (device, dtype) that computes something that h
     'norm of GPT-NeoX': lambda **on: normed('gpt_neox', 3 + random(2, 9, 130, **on), 130),
     'norm of a float32 residual stream': lambda device, dtype: normed(
         'llama', random(2, 9, 130, device=device), 130, dtype=dtype),
-    'norm of OLMo': lambda **on: normed('olmo2', random(2, 9, 48, **on), 48),
-    'norm of Cohere': lambda **on: normed('cohere', 3 + random(2, 9, 130, **on), 130),
     'norm of heads with weights of their own': lambda **on: normed(
-        'cohere', random(2, 9, 3, 20, **on), 3, 20),
+        'cohere', 3 + random(2, 9, 3, 20, **on), 3, 20),
     'norm of heads': lambda **on: normed('llama', random(2, 3, 9, 20, **on).transpose(1, 2), 20),
     'rotate': lambda **on: rotated(random(2, 9, 3, 20, **on).transpose(1, 2)),
     'rotate a part': lambda **on: rotated(random(2, 9, 5, 48, **on).transpose(1, 2)[..., 16:24]),
     'rotate by shared angles': lambda **on: rotated(random(3, 2, 9, 8, **on), B=1),
-    'gated by SiLU': lambda **on: gated(F.silu, random(2, 9, 80, **on), 3 * random(2, 9, 80, **on)),
     'gated by GELU': lambda **on: gated(
         models.gelu_tanh, 3 * random(5, 4097, **on), random(5, 4097, **on)),
-    'gated by strided factors': lambda **on: gated(F.silu, *random(9, 64, **on).chunk(2, -1)),
+    'gated by SiLU': lambda **on: gated(F.silu, *random(9, 64, **on).chunk(2, -1)),
 }
 
 
@@ -228,44 +225,6 @@ def test_each_kernel_computes_what_its_plain_version_does(what, dtype, tolerance
     assert len(calls_of_kernels) == 2 and by_kernel.dtype == plainly.dtype == dtype
     assert by_kernel.shape == plainly.shape
     assert (by_kernel - plainly).abs().max() < tolerance * plainly.abs().max()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('device', DEVICES)
-@pytest.mark.parametrize('name', ['llama', 'qwen2'])
-def test_one_product_of_adjoined_weights_equals_the_products_of_each_layer(
-        name, device, monkeypatch, calls_of_kernels, tmp_path):
-    reference_model(name, tmp_path)
-    model = checkpoint.load(tmp_path, device, torch.bfloat16)
-    block, x = model.decoder.layers[0], random(2, 9, model.config.hidden_size, device=device)
-    x, attention, mlp = x.bfloat16(), block.self_attn, block.mlp
-    layers = [attention.q_proj, attention.k_proj, attention.v_proj]
-    assert triton_ops.side_by_side([layer.weight for layer in layers]) is not None
-    calls, linear = [], F.linear
-    monkeypatch.setattr(F, 'linear', lambda *inputs: calls.append(inputs[1]) or linear(*inputs))
-    with torch.no_grad():
-        joined = [*models.products(x, *layers), mlp(x)]
-        assert len(calls) == 3      # with that of down_proj
-        for layer in (*layers, mlp.gate_proj, mlp.up_proj):
-            layer.weight = torch.nn.Parameter(layer.weight.clone())
-        apart = [*models.products(x, *layers), mlp(x)]
-    assert len(calls) == 3 + 6
-    for a, b in zip(joined, apart):
-        assert (a - b).norm() < 0.01 * a.norm()
-    row = random(1, 1, x.shape[-1], device=device).bfloat16()
-    with torch.no_grad():
-        alone = [layer(row) for layer in (*layers, mlp)]    # mlp by kernels
-        monkeypatch.setattr(triton_ops, 'gemv_kernel', linear)
-        by_torch = [layer(row) for layer in (*layers, mlp)]
-    for a, b in zip(alone, by_torch):
-        assert (a - b).norm() < 0.02 * b.norm()     # on a CPU, torch rounds twice for a bias
-    # where a gradient is needed, the layers are called themselves; so they are with a hook
-    calls.clear()
-    models.products(x, *layers)
-    layers[0].register_forward_hook(lambda *_: None)
-    with torch.no_grad():
-        models.products(x, *layers)
-    assert len(calls) == 6
 
 
 class Doubled(torch.Tensor):
@@ -289,39 +248,24 @@ def prune(mlp):
     set_weight(mlp.down_proj, mlp.down_proj.weight[:, :40])
 
 
-def transpose(mlp):
-    """Transposed weights, those of gate and up in one memory."""
-    for layer, weight in zip((mlp.gate_proj, mlp.up_proj), torch.stack(
-            [mlp.gate_proj.weight.T, mlp.up_proj.weight.T])):
-        set_weight(layer, weight.T)
-    set_weight(mlp.down_proj, mlp.down_proj.weight.T.contiguous().T)
-
-
-def add_bias(layer):
-    layer.bias = torch.nn.Parameter(torch.ones_like(layer.weight[:, 0]))
-
-
-def replace_forward(mlp):
-    forward = mlp.up_proj.forward
-    mlp.up_proj.forward = lambda x: forward(2 * x)
-
-
 CHANGES = {     # function of (MLP, monkeypatch) that changes what its layers compute
     'hook': lambda mlp, _: mlp.up_proj.register_forward_hook(lambda *more: 2 * more[-1]),
     'hook before': lambda mlp, _: mlp.up_proj.register_forward_pre_hook(lambda _, x: 2 * x[0]),
-    'forward': lambda mlp, _: replace_forward(mlp),
+    'forward': lambda mlp, patch: patch.setattr(mlp.up_proj, 'forward', lambda x: F.linear(
+        2 * x, mlp.up_proj.weight)),
     'forward of the class': lambda mlp, patch: patch.setattr(
         triton_ops.Linear, 'forward', lambda layer, x: 2 * F.linear(x, layer.weight).flip(-1)),
-    'one bias': lambda mlp, _: add_bias(mlp.up_proj),
-    'strided bias': lambda mlp, _: setattr(
-        mlp.down_proj, 'bias', torch.nn.Parameter(mlp.gate_proj.weight[:48, 0])),
+    'one bias': lambda mlp, _: setattr(
+        mlp.up_proj, 'bias', torch.nn.Parameter(torch.ones_like(mlp.up_proj.weight[:, 0]))),
     'fewer rows': lambda mlp, _: prune(mlp),
-    'transposed weights': lambda mlp, _: transpose(mlp),
+    'transposed weights': lambda mlp, _: [set_weight(layer, 2 * layer.weight.T.contiguous().T)
+                                          for layer in mlp.children()],
     'weights of a class': lambda mlp, _: [set_weight(layer, layer.weight.as_subclass(Doubled))
                                           for layer in mlp.children()],
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('change', CHANGES)
 def test_changed_layers_compute_the_same_with_kernels(change, device, monkeypatch,
@@ -338,17 +282,7 @@ def test_changed_layers_compute_the_same_with_kernels(change, device, monkeypatc
             by_kernels = mlp(x)
         tolerance = 1e-5 if device == 'cpu' else 0.02
         assert (by_kernels - expected).norm() < tolerance * expected.norm()
-        assert change == 'transposed weights' or (expected - unchanged).norm() > 0.1
-
-
-def test_a_hook_of_all_modules_sees_each_layer(monkeypatch, tmp_path):
-    monkeypatch.setattr(triton_ops, 'kernels_apply', lambda x: x.shape[0] > 1)
-    reference_model('llama', tmp_path)
-    attention, seen = checkpoint.load(tmp_path).decoder.layers[0].self_attn, []
-    hook = torch.nn.modules.module.register_module_forward_hook(lambda *more: seen.append(more[0]))
-    attention.project(random(2, 9, 48, device='cpu'))
-    hook.remove()
-    assert seen == [attention.q_proj, attention.k_proj, attention.v_proj]
+        assert (expected - unchanged).norm() > 0.1
 
 
 def test_tensors_that_are_adjacent_by_chance_are_not_joined():
@@ -361,22 +295,10 @@ def test_tensors_that_are_adjacent_by_chance_are_not_joined():
     assert triton_ops.side_by_side([*parts[::-1]]) is None
 
 
-def test_adjoined_weights_keep_their_values_and_stay_frozen():
-    layers = torch.nn.ModuleDict({name: triton_ops.Linear(8, n, bias=name != 'gate_proj')
-                                  for name, n in (('gate_proj', 5), ('up_proj', 5))})
-    layers.up_proj.requires_grad_(False)
-    before = {key: (p.clone(), p.requires_grad) for key, p in layers.named_parameters()}
-    triton_ops.adjoin(layers)
-    assert triton_ops.side_by_side([layer.weight for layer in layers.values()]).shape == (10, 8)
-    for key, p in layers.named_parameters():
-        assert torch.equal(p, before[key][0]) and p.requires_grad == before[key][1], key
-
-
 @pytest.mark.parametrize('device', DEVICES)
-@pytest.mark.parametrize('name', ['qwen2', 'llama'])
-def test_adjoined_weights_are_saved_as_others(name, device, tmp_path):
+def test_adjoined_weights_are_saved_as_others(device, tmp_path):
     """By safetensors' save_model and load_model, and by torch.save."""
-    reference_model(name, tmp_path)
+    reference_model('qwen2', tmp_path)
     model, other = (checkpoint.load(tmp_path, device, torch.float32) for _ in range(2))
     weight = model.decoder.layers[0].self_attn.k_proj.weight
     state = model.state_dict()
@@ -388,8 +310,12 @@ def test_adjoined_weights_are_saved_as_others(name, device, tmp_path):
     for saved in (other.state_dict(), torch.load(tmp_path / 'saved.pt')):
         assert saved.keys() == state.keys()
         assert all(torch.equal(saved[key], value) for key, value in state.items())
-    keep = model.state_dict(keep_vars=True)['model.layers.0.self_attn.k_proj.weight']
-    assert keep is weight
+    layers = torch.nn.ModuleDict({name: triton_ops.Linear(8, 5, bias=name != 'gate_proj')
+                                  for name in ('gate_proj', 'up_proj')})
+    layers.up_proj.requires_grad_(False)        # and stays so
+    triton_ops.adjoin(layers)
+    assert triton_ops.side_by_side([layer.weight for layer in layers.values()]).shape == (10, 8)
+    assert [p.requires_grad for p in layers.parameters()] == [True, False, False]
 
 
 @pytest.mark.parametrize('device', DEVICES)
@@ -420,26 +346,23 @@ def test_a_kernel_that_an_edit_left_behind_is_not_used(name, device, monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.parametrize('device', DEVICES)
-@pytest.mark.parametrize('name', ['gemma2'])
-def test_kernels_score_a_question_alone_bitwise_the_same_in_any_batch(name, device, tmp_path,
-                                                                       calls_of_kernels):
-    reference_model(name, tmp_path, num_hidden_layers=1, **head_of_32(name))
+def test_kernels_score_a_question_alone_bitwise_the_same_in_any_batch(device, tmp_path,
+                                                                      calls_of_kernels):
+    reference_model('gemma2', tmp_path, num_hidden_layers=1, **head_of_32('gemma2'))
     model = checkpoint.load(tmp_path, device, torch.float32 if device == 'cpu' else torch.bfloat16)
     together = scoring.option_log_probs(model, TREES[::-1], pack_len=16, batch_rows=3,
                                         deterministic=True)
     assert calls_of_kernels
-    for tree, scores in zip(TREES[::-1], together, strict=True):
-        assert np.array_equal(scoring.option_log_probs(model, [tree], deterministic=True)[0],
-                              scores)
+    alone, = scoring.option_log_probs(model, TREES[:1], deterministic=True)
+    assert np.array_equal(alone, together[1])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('kind, name', [
-    ('explicit', 'llama'), ('flex', 'gemma2'), ('explicit', 'neox'), ('flex', 'cohere'),
-    ('flex', 'olmo3'), ('explicit', 'opt')])
+@pytest.mark.parametrize('kind, name', [('explicit', 'llama'), ('flex', 'gemma2'),
+                                        ('explicit', 'neox'), ('flex', 'cohere')])
 def test_blocks_compile_to_one_graph_for_equal_masks(kind, name, tmp_path):
     """No breaks in the graph, with gradients (as far as FlexAttention has them on a CPU) or not."""
-    reference_model(name, tmp_path, **head_of_32(name))
+    reference_model(name, tmp_path, num_hidden_layers=2, **head_of_32(name))
     model = checkpoint.load(tmp_path)
     model.decoder.attention = kind
     packed = [packing.pack(documents(seed, lengths), 48)

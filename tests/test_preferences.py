@@ -1,12 +1,10 @@
 """data/preferences.py: each published format, what is left out, and the trees."""
 
-import gzip
-import json
 import math
 
 import numpy as np
 import pytest
-from common import SHARED, needs_files, sentencepiece_folder, write_rows
+from common import sentencepiece_folder, write_rows
 
 from data.chat import encode_conversation, encode_prompt
 from data.preferences import (TIED, Ranking, encode_ranking, join_answers, load_preferences,
@@ -89,14 +87,6 @@ def test_the_chosen_answer_is_the_better_one_unless_the_scores_are_equal(scores,
     assert list(of_answers) == ranks
 
 
-def test_the_field_input_of_alpacas_text_is_found():
-    text = ALPACA.format(', paired with an input that provides further context',
-                         'Translate.\n\n### Input:\nrouge')
-    row = {'user_input': text, 'completion_a': 'red', 'completion_b': 'seven'}
-    assert to_ranking(row).prompt == [{'role': 'user', 'content': 'Translate.\n\nrouge',
-                                       'input': 'rouge'}]
-
-
 @pytest.mark.parametrize('template', ['tulu', 'mistral', 'alpaca'])
 def test_prompt_and_answers_have_the_tokens_of_generation_and_of_training(template, tokenizer):
     messages = [said('user', 'Name a color.')]
@@ -111,7 +101,6 @@ def test_prompt_and_answers_have_the_tokens_of_generation_and_of_training(templa
                                               template)
         assert tree.prompt + leaf == ids
         assert sum(supervised) >= len(leaf) == len(ids) - len(tree.prompt)
-    assert tree.prompt.count(tokenizer.bos_id) == 1
 
 
 @pytest.mark.parametrize('answers, scores, reason', [
@@ -126,21 +115,15 @@ def test_a_row_without_a_preference_is_left_out_for_a_reason(answers, scores, re
 
 @pytest.mark.parametrize('row, message', [
     ({'prompt': 'a'}, 'fields prompt; wanted prompt + responses + scores, or'),
-    ({'prompt': 'a', 'response': 'b'}, 'or prompt + response + helpfulness in a row per answer'),
     (['a'], 'a row must be an object'),
     ({'prompt': 'a', 'responses': ['b', 'c'], 'scores': [1]}, '2 answers but 1 scores'),
     ({'prompt': 'a', 'responses': 'bc', 'scores': [1, 0]}, "must be lists, got 'bc'"),
-    ({'prompt': 'a', 'responses': ['b', 'c'], 'scores': None},
-     'fields prompt, responses; wanted prompt + responses + scores'),
-    ({'prompt': 'a', 'responses': ['b', 'c'], 'scores': ['1', '2']}, 'must be numbers'),
     ({'prompt': 'a', 'responses': ['b', 'c'], 'scores': [math.nan, 2]}, 'must be numbers'),
     ({'prompt': 'a', 'responses': ['b', 3], 'scores': [1, 2]}, 'an answer is not text but int'),
     (ROWS['HelpSteer3'] | {'overall_preference': None},
      'fields context, response1, response2; wanted'),
     ({'chosen': 'b', 'rejected': 'c'}, 'must be dialogues'),
     ({'chosen': '\n\nHuman: x\n\nAssistant: y', 'rejected': '\n\nHuman: z\n\nAssistant: y'},
-     'the turns before the two answers differ'),
-    ({'chosen': '\n\nHuman: x\n\nAssistant: y\n\nHuman: z', 'rejected': '\n\nHuman: x'},
      'the turns before the two answers differ'),
     ({'prompt': 'a', 'chosen': [said('user', 'b')], 'rejected': 'c'}, 'the last turn of "chosen"'),
     ({'prompt': [said('assistant', 'a')], 'chosen': 'b', 'rejected': 'c'},
@@ -150,14 +133,9 @@ def test_a_row_without_a_preference_is_left_out_for_a_reason(answers, scores, re
     ({'prompt': 'a', 'chosen': 3, 'rejected': 'c'}, 'chosen must be text or a list'),
     ({'prompt': 'a', 'chosen': [said('assistant', 'Red.') | {'weight': 0}], 'rejected': 'c'},
      'the answer of "chosen" is marked as not'),
-    ({'prompt': 'a', 'chosen': [said('assistant', 'Red.') | {'tool_calls': ['f']}],
-      'rejected': 'c'}, 'the field "tool_calls"'),
     (ROWS['GPT-4-LLM'] | {'margin': 1}, '"margin" needs a pair of answers'),
-    ({'prompt': 'a', 'responses': 3, 'scores': [1, 0], 'margin': 1.0}, 'needs a pair of answers'),
     *[(ROWS['HH-RLHF'] | {'margin': margin}, f'"margin" must be a number of at most 1e18, got '
-       f'{got}')
-      for margin, got in (('1', "'1'"), (True, 'True'), (math.nan, 'nan'), (math.inf, 'inf'),
-                          (10 ** 400, '1'), ([1.0], '[1.0]'))]])
+       f'{got}') for margin, got in (('1', "'1'"), (True, 'True'), (math.nan, 'nan'))]])
 def test_a_malformed_row_says_what_is_wrong(row, message, tokenizer):
     with pytest.raises(DataError) as error:
         encode_ranking(to_ranking(row), tokenizer, 'tulu', True, 512)
@@ -178,11 +156,10 @@ def test_context_beside_a_pair_precedes_it(row, before):
     assert to_ranking(row).prompt == [*before, said('user', 'Name a color.')]
 
 
-@pytest.mark.parametrize('field', ['tools', 'functions', 'documents', 'context'])
-def test_context_that_no_pair_can_hold_is_refused(field):
+def test_context_that_no_pair_can_hold_is_refused():
     for name in ROWS.keys() - {'HelpSteer3'}:
-        with pytest.raises(DataError, match=f'the field "{field}" is in no message'):
-            to_ranking(ROWS[name] | {field: 'f(x)'})
+        with pytest.raises(DataError, match='the field "tools" is in no message'):
+            to_ranking(ROWS[name] | {'tools': 'f(x)'})
 
 
 def test_an_earlier_answer_of_a_pair_is_not_trained(tokenizer):
@@ -226,24 +203,8 @@ def test_a_file_of_preferences_is_cached_and_its_gaps_are_counted(tokenizer, tmp
         load_preferences(str(tmp_path / 'y.jsonl'), tokenizer, **settings)
 
 
-@pytest.mark.slow
-def test_every_row_of_the_demo_file_is_a_pair(tokenizer, tmp_path):
-    needs_files('datasets/preferences/dpo_en_demo.json.gz')
-    path = SHARED / 'datasets/preferences/dpo_en_demo.json.gz'
-    sequences = load_preferences(str(path), tokenizer, template='tulu', max_length=10 ** 6,
-                                 pack_len=10 ** 6, add_bos=True, cache_dir=tmp_path)
-    rows = json.loads(gzip.open(path).read())
-    assert len(sequences) == len(rows) == 300
-    for row, (tokens, loss_mask) in zip(rows, (sequences[i] for i in range(300)), strict=True):
-        tree, ranks = to_tree(tokens, loss_mask)
-        assert list(ranks) == [0, 1] and len(tree.prompt) > 0
-        chosen = tokenizer.decode(tree.continuations[0][:-1])
-        assert chosen.split() == row['chosen']['content'].split()
-
-
-@pytest.mark.parametrize('damaged', [[1.5, 0.5], [1.5]])
 def test_pairs_of_any_format_may_have_margins_and_damaged_ones_are_made_again(
-        damaged, tokenizer, tmp_path, capsys):
+        tokenizer, tmp_path, capsys):
     pairs = [row for name, row in ROWS.items() if name != 'GPT-4-LLM']
     write_rows(tmp_path / 'pairs.jsonl', [
         row | {'margin': margin} for row in pairs for margin in (1.5, 2, None)] + pairs)
@@ -255,5 +216,6 @@ def test_pairs_of_any_format_may_have_margins_and_damaged_ones_are_made_again(
     wanted = [1.5, 2, 0] * len(pairs) + [0] * len(pairs)
     assert margins() == margins() == wanted     # tokenized, then from the cache
     path, = (tmp_path / 'cache').glob('*/margins.npy')
-    np.save(path, np.resize(damaged, len(wanted)).astype(np.float32)[:len(damaged) * 20])
-    assert margins() == wanted and 'does not match its hash' in capsys.readouterr().out
+    for damaged in ([1.5, 0.5], [1.5]):
+        np.save(path, np.resize(damaged, len(damaged) * 20).astype(np.float32))
+        assert margins() == wanted and 'does not match its hash' in capsys.readouterr().out

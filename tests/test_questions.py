@@ -40,15 +40,12 @@ def load(path, rows, task='', **options):
       'answer': 'C', 'sample_id': 'x/test/1'}, None),
     ({'question': 'Q?', 'option_0': 'a', 'option_1': None, 'option_2': 'b', 'option_3': 'c',
       'option_4': None, 'answer': 'D', 'answer_index': 3}, None),
-    ({'': '0', 'question': 'Q?', 'a': 'a', 'b': 'b', 'c': 'c', 'd': 'd', 'answer': 'C'}, None),
     ({'Question': 'Q?', 'A': 'a', 'B': 'b', 'C': 'c', 'D': 'd', 'Answer': 'C'}, None),
     ({'question': 'Q?', 'options': ['a', 'b', 'c', 'N/A', 'N/A'], 'answer': 'C',
       'answer_index': 2}, None),
     ({'question': 'Q?', 'choice0': 'a', 'choice1': 'b', 'choice2': 'c', 'answer': '2'}, None),
     ({'question': 'Q?', 'choices': {'text': ['a', 'b', 'c'], 'label': ['1', '2', '3']},
       'answerKey': '3'}, 'arc_easy'),
-    ({'question': 'Q?', 'choices': {'text': list('abcde'), 'label': list('ABCDE')},
-      'answerKey': 'C'}, 'openbookqa'),
     ({'question': {'stem': 'Q?', 'choices': [{'text': t, 'label': k} for t, k in
                                              zip('abcd', 'ABCD')]}, 'answerKey': 'C'}, 'arc_easy'),
     ({'question_stem': 'Q?', 'choices': {'text': list('abcd'), 'label': list('ABCD')},
@@ -60,17 +57,14 @@ def test_rows_in_every_naming_scheme(row, task):
 
 @pytest.mark.parametrize('row, task, n_choices', [
     ({'options': ['a', 'b', 'N/A']}, None, 3), ({'options': ['a', 'b', 'N/A']}, 'mmlu', 3),
-    ({'option_a': 'a', 'option_b': 'N/A', 'option_c': 'c'}, 'global_mmlu', 3),
     ({'A': 'a', 'B': 'b', 'C': 'N/A', 'D': 'd'}, 'cmmlu', 4),
-    ({'choices': ['a', 'b', 'N/A']}, None, 3), ({'choices': ['a', 'N/A', 'c']}, 'mmlu_pro', 3),
+    ({'choices': ['a', 'N/A', 'c']}, 'mmlu_pro', 3),
     ({'options': ['a', 'b', 'N/A']}, 'mmlu_pro', 2),
     ({'option_0': 'a', 'option_1': 'N/A', 'option_2': 'c'}, 'mmlu_prox', 2),
-    ({'option_0': 'a', 'option_1': 'b', 'option_2': 'N/A'}, 'mmlu_prox_lite', 2),
     ({'options': ['a', 'b', 'N/A'], 'cot_content': ''}, None, 2),
     ({'options': ['a', 'b', 'N/A', 'N/A']}, None, 2)])
 def test_an_option_not_applicable_is_an_option_unless_it_is_padding(row, task, n_choices):
-    row |= {'question': 'Q?', 'answer': 'A'}
-    assert len(parse(row, task)[1]) == n_choices
+    assert len(parse(row | {'question': 'Q?', 'answer': 'A'}, task)[1]) == n_choices
 
 
 SCORED = [({'input': 'Q?', 'target_scores': {'yes': 1, 'no': 0, 'maybe': 0.5}}, None),
@@ -102,8 +96,6 @@ def test_big_bench_and_inverse_scaling_are_files_of_questions(tmp_path):
         assert first.context.startswith('Q?\nA. ') and first.options == [' A', ' B', ' C']
         assert first.solved.endswith(f' {"ABC"[first.answer]}\n\n')
         assert second.place == f'{file}: row 2'
-    assert [*load_tasks(load_config(EvalConfig, [f'--tasks={folder}', '--shots=0']))] == [
-        'causal_judgment']
     row = {'prompt': 'A beagle is not a\nA. dog\nB. bird\nAnswer:', 'classes': [' A', ' B'],
            'answer_index': 1, 'other_prompt': 'x'}
     rows = [row, row | {'prompt': 'Say it. '}]
@@ -112,8 +104,6 @@ def test_big_bench_and_inverse_scaling_are_files_of_questions(tmp_path):
     assert (second.context, second.options) == ('Say it.', ['  A', '  B'])      # as lm-eval does
     lettered = load(tmp_path / 'NeQA.jsonl', rows).questions[0]
     assert lettered.context == row['prompt'] + '\nA. A\nB. B\nAnswer:' and lettered.answer == 1
-    with pytest.raises(DataError, match='task.json:1: no question among the fields name'):
-        load(file, {'name': 'x'})
 
 
 def test_truthfulqa_is_asked_without_shots(tmp_path):
@@ -141,44 +131,51 @@ def test_hellaswag_is_cleaned_as_the_harness_does():
 @pytest.mark.parametrize('task, row, message', [
     ('', {'answer': None}, 'no valid answer: None; wanted one of A, B'),
     ('', {'answer': 2}, 'no valid answer: 2'), ('', {'answer': True}, 'no valid answer: True'),
-    ('', {'answer': '9' * 9000}, 'no valid answer'), ('', {'choices': ['a']}, '2 to 26 choices'),
-    ('', {'choices': ['a', ' ']}, 'choice B is empty'),
+    ('', {'choices': ['a']}, '2 to 26 choices'), ('', {'choices': ['a', ' ']}, 'choice B is empty'),
     ('', {'choices': None, 'option_0': 'a', 'option_1': None, 'option_2': 'b', 'answer': 'B'},
      "no valid answer: 'B'; wanted one of A, C"),
     ('', {'question': ''}, 'no question'), ('', {'question': '\ud83d?'}, 'not valid Unicode'),
     ('', {'choices': ['a', None]}, 'choice B is null'),
     ('', {'choices': {'text': ['a', 'b']}}, 'choices in a list; .* --tasks=arc_easy:FILE'),
     ('', {'choices': ['a', ['b']]}, 'choice B is not text but list'),
-    ('', {'id': '\ud83d'}, 'the id is not valid Unicode'),
     ('', {'input': 'Q?', 'target_scores': {'a': 1, 'b': 1}}, '2 choices have the highest score'),
-    ('', {'input': 'Q?', 'target_scores': {'a': 'x', 'b': 1}}, 'one number for each of 2 choices'),
     ('', {'input': 'Q?', 'target_scores': {'a': float('nan'), 'b': 1}}, 'one number for each of 2'),
-    ('', {'input': 'Q?', 'target_scores': 'a'}, 'not the fields of its format'),
     ('', {'prompt': 'Q?', 'classes': ['a', 'b']}, "of its format: there is no 'answer_index"),
-    ('hellaswag', {'endings': ['a', 'b'], 'activity_label': 'x', 'label': ''}, 'no valid answer'),
     ('hellaswag', {'activity_label': 'x', 'ctx_a': None, 'ctx_b': '', 'endings': ['a', 'b'],
                    'label': '0'}, 'the field "ctx_a" is missing'),
-    ('arc_easy', {'choices': {'text': ['a', 'b']}, 'answerKey': 'A'},
-     "not the fields of its format: there is no 'label'"),
-    ('piqa', {}, "there is no 'goal'"),
     ('truthfulqa_mc1', {'mc1_targets': {'choices': ['a', 'b'], 'labels': [1]}},
      r'one number for each of 2 choices, not \[1\]'),
     # splits without labels
-    ('boolq', {'question': 'q', 'passage': 'p', 'idx': 0, 'label': -1}, 'no valid answer'),
-    ('piqa', {'goal': 'g', 'sol1': 'a', 'sol2': 'b', 'label': -1}, 'no valid answer')])
+    ('boolq', {'question': 'q', 'passage': 'p', 'idx': 0, 'label': -1}, 'no valid answer')])
 def test_bad_rows_name_their_line(tmp_path, task, row, message):
     with pytest.raises(DataError, match=f'some.jsonl:1: .*{message}'):
         load(tmp_path / 'some.jsonl', [Q | row], task)
 
 
-@pytest.mark.parametrize('row, message', [
-    ([1, 2, 3, 4], 'the question is not text'), ('text', 'named fields'),
-    ({'input': 'Q?', 'target': 'a'}, 'no question among the fields input, target.* benchmark:fi')])
-def test_bad_rows_stop_or_are_skipped(tmp_path, row, message):
-    with pytest.raises(DataError, match=f'some.jsonl:2: .*{message}'):
-        load(tmp_path / 'some.jsonl', [Q, row])
-    kept, _, bad, total = load(tmp_path / 'some.jsonl', [Q, row], on_bad_row='skip')
-    assert len(kept) == len(bad) == total == 1 and kept[0].place.endswith('some.jsonl:1')
+def test_bad_rows_stop_or_are_skipped(tmp_path):
+    for row, message in (([1, 2, 3, 4], 'the question is not text'), ('text', 'named fields'),
+                         ({'input': 'Q?', 'target': 'a'}, 'no question among the fields input, ')):
+        with pytest.raises(DataError, match=f'some.jsonl:2: .*{message}'):
+            load(tmp_path / 'some.jsonl', [Q, row])
+        kept, _, bad, total = load(tmp_path / 'some.jsonl', [Q, row], on_bad_row='skip')
+        assert len(kept) == len(bad) == total == 1 and kept[0].place.endswith('some.jsonl:1')
+    (tmp_path / 'some.jsonl').unlink()
+    write_rows(tmp_path / 'dev.jsonl', [Q | {'answer': 7}, Q | {'question': 'Shot?'}])
+    write_rows(tmp_path / 'test.jsonl', [Q])
+    with pytest.raises(DataError, match='dev.jsonl:1: no valid answer.*--on_bad_row=skip'):
+        questions.load_task(str(tmp_path), shots=1)
+    loaded = questions.load_task(str(tmp_path), shots=1, on_bad_row='skip')     # of shots too
+    assert len(loaded.bad) == 1 and [q.context[:2] for q in loaded.questions] == ['Q?']
+    assert [q.context[:5] for q in loaded.shots['', 'various things']] == ['Shot?']
+
+
+def test_ids_differ_and_duplicate_options_are_marked(tmp_path):
+    ids = ['x', 'x', 'x#2', 'x', 3, '3', None, {'a': 1}, '']
+    unique = [q.id for q in load(tmp_path / 'some.jsonl', [Q | {'id': id} for id in ids])[0]]
+    assert len(set(unique)) == len(ids) and unique[:2] == ['x', 'x#2'] and unique[6] == '6'
+    choices = (['a', 'b'], ['a', ' a'], ['a', 'A'], ['a', 'b', 'b'])
+    loaded = load(tmp_path / 'some.jsonl', [Q | {'choices': x} for x in choices])
+    assert [q.duplicate_options for q in loaded.questions] == [False, True, False, True]
 
 
 def test_digest_of_a_question_is_independent_of_its_prompt(tmp_path):
@@ -192,25 +189,11 @@ def test_digest_of_a_question_is_independent_of_its_prompt(tmp_path):
     assert loaded[0].proposing(1).digest == first[0]
 
 
-def test_a_folder_with_files_under_other_names_is_refused_with_real_names(tmp_path):
-    write_rows(tmp_path / 'mine.jsonl', [Q])
-    for task, example in (('global_mmlu', 'am/test-'), ('mmlu', 'test.jsonl'),
-                          ('xcopa', 'et/test-')):
-        with pytest.raises(DataError, match=f'{example}[^{{]*is read as task:file') as error:
-            questions.load_task(f'{task}:{tmp_path}')
-        assert '{' not in str(error.value)
-
-
-def write_mmlu(folder, sizes):
-    """MMLU's csv files, with {subject: number of questions}."""
-    for subject, n in sizes.items():
-        path = folder / 'test' / f'{subject}_test.csv'
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(''.join(f'{subject} {i}?,w,x,y,z,A\n' for i in range(n)))
-
-
-def test_a_limit_is_a_sample_over_the_subjects(tmp_path):
-    write_mmlu(tmp_path, {'abstract_algebra': 100, 'anatomy': 135, 'virology': 3, 'zoology': 400})
+def test_a_limit_is_a_sample_over_the_subjects_of_each_language(tmp_path):
+    (tmp_path / 'test').mkdir()     # MMLU's own csv files, one per subject
+    for subject, n in {'algebra': 100, 'anatomy': 135, 'virology': 3, 'zoology': 400}.items():
+        (tmp_path / 'test' / f'{subject}_test.csv').write_text('\ufeff' + ''.join(
+            f'"{subject}, {i}?",w,x,y,z,A\n' for i in range(n)))
 
     def drawn(**options):
         return questions.load_task(f'mmlu:{tmp_path}', **options)
@@ -223,53 +206,10 @@ def test_a_limit_is_a_sample_over_the_subjects(tmp_path):
     for seed in (3, 4):
         again = tuple(q.context for q in drawn(limit=100, seed=seed).questions)
         assert (again == contexts) == (seed == 3)
-
-
-def test_a_limit_is_of_each_language(tmp_path):
-    for language in ('de', 'en'):
-        write_rows(tmp_path / language / 'test.jsonl', [
-            {'question': f'{i}?', 'option_0': 'a', 'option_1': 'b', 'answer': 'A', 'category':
-             'xy'[i % 2], 'question_id': i} for i in range(30)])
-    drawn = questions.load_task(f'mmlu_prox:{tmp_path}', limit=6).questions
-    german, english = ([q.id for q in drawn if q.language == x] for x in ('de', 'en'))
-    assert german == english and len(german) == 6
     loaded = load(tmp_path / 'mixed.jsonl', [
         Q | {'language': language} for language in ('de', 'en') for i in range(20)], limit=5)
     assert [q.language for q in loaded.questions] == ['de'] * 5 + ['en'] * 5
     assert loaded.total == 40
-
-
-def test_languages_that_are_not_there(tmp_path):
-    plain = write_rows(tmp_path / 'plain.jsonl', [Q])
-    mixed = write_rows(tmp_path / 'folder' / 'test.jsonl', [Q | {'language': x}
-                                                            for x in ('de', 'english', 'sw')])
-    for place in (mixed, mixed.parent):
-        assert [q.language for q in questions.load_task(
-            str(place), languages=('sw', 'de', 'de')).questions] == ['de', 'sw']
-    for name, language, message in (
-            (mixed, 'klingon', "no language 'klingon'; it has de, english, sw"),
-            (mixed.parent, 'englisch', "did you mean 'english'"),
-            (plain, 'klingon', 'plain.jsonl has no language .* no field "language"'),
-            (f'mmlu_prox:{plain}', 'klingon', "mmlu_prox has no language 'klingon'; it has af")):
-        with pytest.raises(DataError, match=message):
-            questions.load_task(str(name), languages=('de', language))
-    (question,), _, _, _ = questions.load_task(f'mmlu_prox:{plain}', languages=('de',),
-                                               header='native')
-    assert question.language == 'de' and question.context.endswith('\nAntwort:')
-    with pytest.raises(DataError, match="plain.jsonl:1: language '' has no wording.*--languages="):
-        questions.load_task(f'mmlu_prox:{plain}', header='native')
-
-
-def test_duplicate_options_are_marked(tmp_path):
-    choices = (['a', 'b'], ['a', ' a'], ['a', 'A'], ['a', 'b', 'b'])
-    loaded = load(tmp_path / 'some.jsonl', [Q | {'choices': x} for x in choices])
-    assert [q.duplicate_options for q in loaded.questions] == [False, True, False, True]
-
-
-def test_ids_differ(tmp_path):
-    ids = ['x', 'x', 'x#2', 'x', 3, '3', None, {'a': 1}, '']
-    unique = [q.id for q in load(tmp_path / 'some.jsonl', [Q | {'id': id} for id in ids])[0]]
-    assert len(set(unique)) == len(ids) and unique[:2] == ['x', 'x#2'] and unique[6] == '6'
 
 
 def test_csv_rows_fit_their_header(tmp_path):
@@ -283,15 +223,6 @@ def test_csv_rows_fit_their_header(tmp_path):
     path.write_text('Q?,a,b,c,d,B\n\nWhich?,question,answer,c,d,A\nQ?,a,b,c,d,B\n')
     kept = questions.load_task(str(path)).questions
     assert [q.place[-1] for q in kept] == ['1', '3', '4']    # only a first row can be a header
-
-
-def test_bad_shots_are_skipped_too(tmp_path):
-    write_rows(tmp_path / 'dev.jsonl', [Q | {'answer': 7}, Q])
-    write_rows(tmp_path / 'test.jsonl', [Q])
-    with pytest.raises(DataError, match='dev.jsonl:1: no valid answer.*--on_bad_row=skip'):
-        questions.load_task(str(tmp_path), shots=1)
-    loaded = questions.load_task(str(tmp_path), shots=1, on_bad_row='skip')
-    assert len(loaded.bad) == 1 and len(loaded.shots['', 'various things']) == 1
 
 
 def test_prompt_is_mmlus(tmp_path):
@@ -327,15 +258,6 @@ def test_prompt_is_mmlus(tmp_path):
         questions.load_task(f'winogrande_s:{tmp_path}')
 
 
-def test_dev_questions_are_not_scored(tmp_path):
-    rows = [{'question': f'Q{i}?', 'choices': ['w', 'x'], 'answer': 0} for i in range(5)]
-    write_rows(tmp_path / 'dev.jsonl', rows[:2])
-    write_rows(tmp_path / 'mine.jsonl', rows[2:])
-    asked, solved, _, _ = questions.load_task(str(tmp_path), shots=2)
-    assert [q.context[:2] for q in asked] == ['Q2', 'Q3', 'Q4']
-    assert [q.context[:2] for q in solved['', 'various things']] == ['Q0', 'Q1']
-
-
 def test_an_archive_on_the_hub_is_unpacked(tmp_path, monkeypatch):
     """CMMLU's csv files with a header, in a zip file, subjects by file name."""
     def download(name, repo_type, revision, allow_patterns, ignore_patterns):
@@ -368,23 +290,45 @@ def test_headers_in_the_language_of_a_question(tmp_path):
                                'various things.\n\n')
     for task, options, message in (
             ('mmlu_prox', {'languages': ('sw',)}, 'holds nothing that matches sw/test-'),
+            ('mmlu_prox', {'languages': ('xx',)}, "mmlu_prox has no language 'xx'; it has af"),
             ('mmlu_prox', {'prompt_format': 'harness'}, 'mmlu_prox has no prompt .*=harness'),
-            ('mmlu', {'prompt_format': 'own'}, 'mmlu has no prompt in data/benchmarks.*=own'),
             ('mmlu', {'prompt_format': 'odd'}, "prompt_format 'odd' is unknown; the formats are"),
             ('mmlu', {'prompt_format': 'harness', 'scoring': 'text'}, 'leave out --scoring'),
             ('mmlu', {'header': 'native'}, 'mmlu has no header of its own'),
+            ('xcopa', {}, 'et/test-[^{]*is read as task:file'),
             ('cmmlu', {'header': 'native', 'prompt_format': 'harness'},
              'cmmlu has no header of its own in the format harness')):
         with pytest.raises(DataError, match=message):
             questions.load_task(f'{task}:{tmp_path}', **options)
 
 
-def test_original_csv_is_read(tmp_path):
-    (tmp_path / 'test').mkdir()
-    (tmp_path / 'test' / 'high_school_physics_test.csv').write_text('\ufeff"Q, one?",a,b,c,d,D\n\n')
-    (question,), _, _, _ = questions.load_task(f'mmlu:{tmp_path}')
-    assert question.subject == 'high_school_physics' and question.answer == 3
-    assert question.context.startswith('Q, one?\nA. a')
+def test_languages_of_rows(tmp_path):
+    plain = write_rows(tmp_path / 'plain.jsonl', [Q])
+    mixed = write_rows(tmp_path / 'folder' / 'test.jsonl', [Q | {'language': x}
+                                                            for x in ('de', 'english', 'sw')])
+    for place in (mixed, mixed.parent):
+        assert [q.language for q in questions.load_task(
+            str(place), languages=('sw', 'de', 'de')).questions] == ['de', 'sw']
+    for name, language, message in (
+            (mixed, 'klingon', "no language 'klingon'; it has de, english, sw"),
+            (mixed.parent, 'englisch', "did you mean 'english'"),
+            (plain, 'klingon', 'plain.jsonl has no language .* no field "language"')):
+        with pytest.raises(DataError, match=message):
+            questions.load_task(str(name), languages=('de', language))
+    (question,), *_ = questions.load_task(f'mmlu_prox:{plain}', languages=('de',), header='native')
+    assert question.language == 'de' and question.context.endswith('\nAntwort:')
+    with pytest.raises(DataError, match="plain.jsonl:1: language '' has no wording.*--languages="):
+        questions.load_task(f'mmlu_prox:{plain}', header='native')
+
+
+@pytest.mark.parametrize('tasks, setting, message', [
+    ('clm:{}', 'chat=tulu', 'chat.*: clm scores'), ('facts:{}', 'languages=de', 'lang.*: facts s'),
+    ('gsm9k', 'shots=0', 'did you mean .gsm8k.. The tasks are .*, gsm8k, .* clm, facts, each also'),
+    ('mine:{}/a,b/q.jsonl', 'shots=0', 'a comma separates tasks, so .mine:.*q.jsonl. was read')])
+def test_tasks_that_cannot_be_loaded(tmp_path, tasks, setting, message):
+    write_rows(tmp_path / 'a,b' / 'q.jsonl', [Q])
+    with pytest.raises((ConfigError, DataError), match=message):
+        load_tasks(load_config(EvalConfig, [f'--tasks={tasks.format(tmp_path)}', f'--{setting}']))
 
 
 @pytest.mark.slow
@@ -462,31 +406,6 @@ def test_white_space_before_an_option_is_scored_with_it(tmp_path):
         ('Kim met Ann; Kim', ['  won.']), ('Kim met Ann; Ann', [' won.'])]
 
 
-@pytest.mark.parametrize('kind', ['clm', 'facts'])
-@pytest.mark.parametrize('setting', ['chat=tulu', 'languages=de'])
-def test_settings_of_questions_are_refused_for_texts(tmp_path, kind, setting):
-    cfg = load_config(EvalConfig, [f'--tasks={kind}:{tmp_path}', f'--{setting}'])
-    with pytest.raises(ConfigError, match=f'{setting[:4]}.*: {kind} scores'):
-        load_tasks(cfg)
-
-
-def test_a_misspelt_task_names_the_nearest_of_all():
-    tasks = 'The tasks are .*, gsm8k, .* clm, facts, each also as task:folder'
-    with pytest.raises(DataError, match=f'did you mean .gsm8k.. {tasks}'):
-        load_tasks(load_config(EvalConfig, ['--tasks=gsm9k']))
-
-
-@pytest.mark.parametrize('task', ['', 'mine:'])
-def test_a_comma_in_the_path_of_a_task_is_named(tmp_path, task):
-    (tmp_path / 'a,b').mkdir()
-    path = write_rows(tmp_path / 'a,b' / 'q.jsonl',
-                      [{'question': 'Q?', 'options': ['x', 'y'], 'answer': 0}])
-    with pytest.raises(ConfigError, match=f'a comma separates tasks, so .{task}{path}. was read'):
-        load_tasks(load_config(EvalConfig, [f'--tasks={task}{path}']))
-    alone = load_config(EvalConfig, [f'--tasks=({str(path)!r},)', '--shots=0'])
-    assert [*load_tasks(alone)] == ['q']
-
-
 # what a question can begin with: words, digits, white space, added tokens, other scripts
 BEGINNINGS = ['Which', '7 foxes', '3.5', ' led', '  two', '\n', '\t x', '"Quote"', '...', '中文',
               '\u0301x', '١', '<think> x', 'é', "'s", '(1)', ' ' * 9 + '4', 'Å', '\U0001f600']
@@ -511,16 +430,13 @@ def assert_tokens_of_the_whole_text(tokenizer, chat='none'):
 
 
 @pytest.mark.parametrize('chat', ['none', 'tulu'])
-@pytest.mark.parametrize('kind', KINDS)
-def test_questions_with_any_beginning_have_the_tokens_of_the_whole_text(kind, chat, tmp_path):
-    train_bpe(tmp_path, **KINDS[kind])
-    assert_tokens_of_the_whole_text(load_tokenizer(tmp_path), chat)
-
-
-@pytest.mark.parametrize('kind', ['gemma', 'mistral', 'llama2', 'llama3'])
-def test_sentencepiece_questions_have_the_tokens_of_the_whole_text(kind, tokenizers):
-    assert_tokens_of_the_whole_text(tokenizers[kind])
-    assert_tokens_of_the_whole_text(tokenizers[kind], 'tulu')
+@pytest.mark.parametrize('kind', ['gpt2', 'words', 'gemma', 'mistral', 'llama3'])
+def test_questions_with_any_beginning_have_the_tokens_of_the_whole_text(kind, chat, tokenizers,
+                                                                        tmp_path):
+    if kind in KINDS:
+        train_bpe(tmp_path, **KINDS[kind])
+        tokenizers = {kind: load_tokenizer(tmp_path)}
+    assert_tokens_of_the_whole_text(tokenizers[kind], chat)
 
 
 @pytest.fixture
@@ -536,8 +452,9 @@ SHOT = ('The following are multiple choice questions (with answers) about virolo
         'Q0?\nA. w\nB. x\nAnswer: A\n\n')
 
 
-def test_show_prints_whole_prompts_without_a_model(mmlu_folder, capsys):
-    evaluate.main([f'--tasks=mmlu:{mmlu_folder}', '--shots=1', '--show=2'])
+@pytest.mark.parametrize('chat', ['none', 'tulu'])
+def test_show_prints_what_is_scored_and_needs_no_weights(mmlu_folder, tmp_path, capsys, chat):
+    evaluate.main([f'--tasks=mmlu:{mmlu_folder}', '--shots=1', '--show=2'])     # and no model
     printed = capsys.readouterr().out
     for i in (1, 2):
         assert f"{SHOT}Q{i}?\nA. w\nB. x\nAnswer:\n--- options\n' A'\n' B'\n" in printed
@@ -545,16 +462,14 @@ def test_show_prints_whole_prompts_without_a_model(mmlu_folder, capsys):
     with pytest.raises(ConfigError, match='chat = tulu: the template needs .*--model'):
         evaluate.main([f'--tasks=mmlu:{mmlu_folder}', '--shots=1', '--show=2', '--chat=tulu'])
 
-
-@pytest.mark.parametrize('chat', ['none', 'tulu'])
-def test_show_prints_what_is_scored_and_needs_no_weights(mmlu_folder, tmp_path, capsys, chat):
     folder = sentencepiece_folder(tmp_path / 'model', 'llama2')
     transformers.LlamaConfig(vocab_size=400, hidden_size=16, num_attention_heads=2,
                              intermediate_size=16).save_pretrained(folder)
     text = write_rows(tmp_path / 'text.jsonl', [{'text': 'The quick brown fox'}])
     tasks = f'mmlu:{mmlu_folder}' + f',clm:{text}' * (chat == 'none')
-    evaluate.main([f'--model={folder}', f'--tasks={tasks}', '--shots=1', '--show=1',
-                   f'--chat={chat}', '--device=cpu'])
+    arguments = [f'--model={folder}', f'--tasks={tasks}', '--shots=1', '--show=1',
+                 f'--chat={chat}', '--device=cpu']
+    evaluate.main(arguments)
     printed, tokenizer = capsys.readouterr().out, load_tokenizer(folder)
     loaded = questions.load_task(f'mmlu:{mmlu_folder}', shots=1)
     (_, tree), *_ = tokenize_questions(loaded.questions, loaded.shots, tokenizer, add_bos=True,
@@ -564,9 +479,6 @@ def test_show_prints_what_is_scored_and_needs_no_weights(mmlu_folder, tmp_path, 
     tokens = '|'.join(tokenizer.decode([i], start=False) for i in [*ids, *tree.continuations[0]])
     assert f"{tokenizer.decode(ids)}\n--- options\n" in printed
     assert tokens.replace('\n', '\\n').replace('\\n|', '\\n|\n') in printed
-    assert ('clm: 1 of 1 texts' in printed) == (chat == 'none')
-    assert {path.name for path in folder.iterdir()} == {'tokenizer.model', 'config.json'}
-    assert 'fewer shots' not in printed
-    evaluate.main([f'--model={folder}', f'--tasks={tasks}', '--shots=1', '--show=1',
-                   f'--max_length={len(ids)}', f'--chat={chat}', '--device=cpu'])
+    assert ('clm: 1 of 1 texts' in printed) == (chat == 'none') and 'fewer shots' not in printed
+    evaluate.main([*arguments, f'--max_length={len(ids)}'])
     assert 'fewer shots: 0 of 1; the prompt would be too long\n---' in capsys.readouterr().out

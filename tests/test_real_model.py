@@ -5,14 +5,11 @@ NANOCAL_REAL_MODEL names a folder with config.json, model.safetensors (bfloat16)
 tokenizer.model; without it these tests skip. On a CPU they take minutes.
 """
 
-import csv
 import gzip
-import io
 import itertools
 import json
 import os
 import re
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +18,6 @@ import sentencepiece
 import torch
 from common import SHARED, named, needs_files, off, parameters_of, whole_rows
 
-import evaluate
 import train
 from data.packing import pack
 from data.tokenizer import load_tokenizer
@@ -36,42 +32,34 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 SHORT_TEXTS = [     # scripts that the files of `real_texts` do not have
     'Все счастливые семьи похожи друг на друга.', 'Η θάλασσα ήταν ήρεμη, και ο ουρανός γαλάζιος.',
-    'ذهب الولدُ إلى المدرسةِ في الصباح.', 'הילד הלך לבית הספר בבוקר.',
-    'बच्चा सुबह स्कूल गया और शाम को लौटा।', '아이는 아침에 학교에 갔다.',
-    '子どもは朝、学校へ行きました。カタカナも。', 'ልጁ ጠዋት ወደ ትምህርት ቤት ሄደ።',
-    'ბავშვი დილით სკოლაში წავიდა.']
+    'ذهب الولدُ إلى المدرسةِ في الصباح.', 'बच्चा सुबह स्कूल गया और शाम को लौटा।',
+    '아이는 아침에 학교에 갔다.', '子どもは朝、学校へ行きました。カタカナも。',
+    'ልጁ ጠዋት ወደ ትምህርት ቤት ሄደ።']
 
 
-def lines(path):
-    return gzip.decompress((SHARED / 'datasets' / path).read_bytes()).decode().splitlines()
+def read(path):
+    needs_files(f'datasets/{path}')
+    data = (SHARED / 'datasets' / path).read_bytes()
+    return (gzip.decompress(data) if path.endswith('.gz') else data).decode()
 
 
 def wiki_lines():
     """Without <unk>, which transformers reads as a control token in any text, and ours never."""
-    return [line.replace('<unk>', 'it') for line in lines('wikitext2/wiki.test.txt.gz')
+    return [line.replace('<unk>', 'it') for line in read('wikitext2/wiki.test.txt.gz').splitlines()
             if len(line) > 200]
 
 
 def alpaca_rows():
-    needs_files('datasets/alpaca/alpaca_en_demo.json')
-    return json.loads((SHARED / 'datasets/alpaca/alpaca_en_demo.json').read_text())
+    return json.loads(read('alpaca/alpaca_en_demo.json'))
 
 
 def real_texts():
-    """More than 2,000 texts: 11 languages of XCOPA, Chinese exams, instructions, code, ..."""
-    needs_files(*(f'datasets/{name}' for name in (
-        'xcopa', 'cmmlu', 'wikitext2', 'humaneval', 'gsm8k')))
-    texts = [json.loads(line)['premise'] for path in sorted((SHARED / 'datasets/xcopa').glob(
-        'test.*')) for line in path.read_text().splitlines()[:120]]
-    with tarfile.open(SHARED / 'datasets/cmmlu/cmmlu_data.tar.gz') as archive:
-        exam = io.TextIOWrapper(archive.extractfile('data/dev/economics.csv'), 'utf-8')
-        texts += [' '.join(row) for row in csv.reader(exam)]
-    texts += [row['output'] for row in alpaca_rows()[:250]]
-    texts += wiki_lines()[:200]
-    for name, keys in (('humaneval/HumanEval', ('prompt', 'canonical_solution')),
-                       ('gsm8k/test', ('answer',))):
-        texts += [json.loads(line)[key] for line in lines(f'{name}.jsonl.gz')[:150] for key in keys]
-    return texts + SHORT_TEXTS
+    """More than 1,000 texts: languages of XCOPA, instructions, articles, code."""
+    texts = [json.loads(line)['premise'] for language in ('et', 'ht', 'id', 'it', 'qu', 'sw', 'ta')
+             for line in read(f'xcopa/test.{language}.jsonl').splitlines()[:120]]
+    texts += [row['output'] for row in alpaca_rows()[:250]] + wiki_lines()[:200]
+    return texts + SHORT_TEXTS + [json.loads(line)['prompt'] for line in read(
+        'humaneval/HumanEval.jsonl.gz').splitlines()]
 
 
 def ours(dtype=torch.float32, folder=FOLDER):
@@ -86,27 +74,10 @@ def theirs(dtype=torch.float32, folder=FOLDER):
 
 def sequences():
     """Token ids of real texts; the first is longer than the sliding window of 512 tokens."""
-    needs_files('datasets/wikitext2')
     tokenizer = load_tokenizer(FOLDER)
     texts = [' '.join(wiki_lines()[:6]), *wiki_lines()[6:8], alpaca_rows()[0]['output']]
     return [np.array([tokenizer.bos_id, *tokenizer.encode(text)])[:n]
             for text, n in zip(texts, (600, 60, 60, 48), strict=True)]
-
-
-def packed_logits(model):
-    """The logits of all sequences, packed into one row."""
-    texts = sequences()
-    packed = pack([(ids, np.ones(len(ids), int)) for ids in texts], sum(map(len, texts)))
-    with torch.no_grad():
-        return model.logits(model(*(torch.from_numpy(x).to(DEVICE) for x in (
-            packed.tokens, packed.positions, packed.ends))))[0].float()
-
-
-def separate_logits(reference):
-    """The logits of each sequence by itself, concatenated in the order of `pack`."""
-    with torch.no_grad():
-        return torch.cat([reference(torch.from_numpy(ids)[None].to(DEVICE)).logits[0].float()
-                          for ids in sequences()])
 
 
 def logits_of(folder):
@@ -129,15 +100,29 @@ def test_tokens_of_real_texts_are_those_of_transformers():
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(FOLDER / 'tokenizer.model'))
     if any(' ' in pieces.id_to_piece(i) for i in range(pieces.vocab_size())):
         texts = [re.sub(' +', ' ', text) for text in texts]
-    assert len(texts) >= 2000
+    assert len(texts) >= 1000
     for text in texts:
         assert tokenizer.encode(text) == reference(text, add_special_tokens=False).input_ids, text
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_packed_logits_in_float32_are_those_of_transformers():
-    """Relative error 1e-5: float32 rounds at 6e-8, and 18 layers of outliers multiply that."""
-    assert off(packed_logits(ours()), separate_logits(theirs())) < 1e-5
+def test_packed_logits_are_those_of_transformers():
+    """Relative error 1e-5: float32 rounds at 6e-8, and 18 layers of outliers multiply that.
+
+    In bfloat16 they are no further from float32 than those of transformers.
+    """
+    texts = sequences()
+    packed = pack([(ids, np.ones(len(ids), int)) for ids in texts], sum(map(len, texts)))
+    inputs = [torch.from_numpy(x).to(DEVICE)
+              for x in (packed.tokens, packed.positions, packed.ends)]
+    with torch.no_grad():
+        mine, other = [[
+            load(dtype) for dtype in (torch.float32, torch.bfloat16)] for load in (ours, theirs)]
+        mine = [model.logits(model(*inputs))[0].float() for model in mine]
+        other = [torch.cat([model(torch.from_numpy(ids)[None].to(DEVICE)).logits[0].float()
+                            for ids in texts]) for model in other]
+    assert off(mine[0], other[0]) < 1e-5
+    assert off(mine[1], other[0]) <= off(other[1], other[0])
 
 
 def test_gradients_of_a_packed_batch_in_float32_are_those_of_transformers():
@@ -163,15 +148,9 @@ def test_gradients_of_a_packed_batch_in_float32_are_those_of_transformers():
         *((p.grad, gradients[key]) for key, p in named(model).items()), strict=True))) < 1e-3
 
 
-def test_bfloat16_logits_are_no_further_from_float32_than_those_of_transformers():
-    exact = separate_logits(theirs())
-    assert (off(packed_logits(ours(torch.bfloat16)), exact)
-            <= off(separate_logits(theirs(torch.bfloat16)), exact))
-
-
 def test_greedy_answers_in_float32_are_those_of_transformers():
     """32 prompts; 64 tokens each on a GPU, 8 on a CPU, which decodes a few tokens per second."""
-    needs_files('datasets/wikitext2')
+
     n_tokens, tokenizer, reference = 64 if DEVICE == 'cuda' else 8, load_tokenizer(FOLDER), theirs()
     prompts = [[tokenizer.bos_id, *tokenizer.encode(line)][:8 + i]
                for i, line in enumerate(wiki_lines()[:32])]
@@ -184,17 +163,6 @@ def test_greedy_answers_in_float32_are_those_of_transformers():
     for i, ids in enumerate(expected):
         until_eos = [*itertools.takewhile(lambda k: k != tokenizer.eos_id, ids)]
         assert [k for k in answers[i][0].tokens if k != tokenizer.eos_id] == until_eos, prompts[i]
-
-
-@pytest.mark.skipif(DEVICE == 'cpu', reason='needs a CUDA device: many minutes on a CPU')
-def test_accuracy_on_arc_easy_is_the_measured_one(tmp_path):
-    needs_files('datasets/arc_easy')
-    cfg = evaluate.EvalConfig(
-        model=str(FOLDER), tasks=(f'arc_easy:{SHARED / "datasets/arc_easy"}',), shots=0,
-        prompt_format='harness', n_bootstrap=0, pictures=False,
-        out_dir=str(tmp_path / 'eval'))
-    results, (label,), _ = evaluate.run(cfg)
-    assert results['tasks'][label]['pooled']['accuracy'] == pytest.approx(0.586, abs=0.01)
 
 
 def fine_tune(tmp_path, **settings):

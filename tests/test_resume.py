@@ -157,89 +157,84 @@ def killed(save, folder, operation=None, n_bytes=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('kind', ['resume-2', 'shards', 'epoch-1', 'adapter'])
+@pytest.mark.parametrize('kind', ['resume-2', 'shards', 'adapter'])
 def test_a_save_killed_at_any_moment_is_resumed(tmp_path, monkeypatch, kind):
     if kind == 'shards':
         monkeypatch.setattr(checkpoint, 'SHARD_BYTES', 4000)
     whole = TinyRun(tmp_path / 'whole', kind).begin()
     whole.save()
     expected = tree(whole.out)
-    moments = [{'operation': n} for n in range(200)] + [
-        {'n_bytes': n} for n in (0, 90, 600, 1000, 3000, 6000)]
-    n_kills, finished = 0, False
     run = TinyRun(tmp_path / 'killed', kind).begin()
     begun = shutil.copytree(run.out, tmp_path / 'begun')
-    for moment in moments:
-        if finished and 'operation' in moment:
-            continue
-        was_killed = killed(run.save, run.out, **moment)
-        finished, n_kills = finished or not was_killed, n_kills + was_killed
-        again = TinyRun(tmp_path / 'killed', kind)
-        again.resume_and_save()
-        files = tree(again.out)
-        assert set(json.loads(files.pop('written.json'))['files']) >= files.keys()
-        assert files == {k: v for k, v in expected.items() if k != 'written.json'}, moment
-        shutil.rmtree(run.out)
-        shutil.copytree(begun, run.out)
+    n_kills, finished = 0, False
+    for moments in ([{'n_bytes': n} for n in (90, 1000, 6000)],
+                    [{'operation': n} for n in range(200)]):
+        for at in moments:
+            finished = not killed(run.save, run.out, **at)
+            again = TinyRun(tmp_path / 'killed', kind)
+            again.resume_and_save()
+            files = tree(again.out)
+            assert set(json.loads(files.pop('written.json'))['files']) >= files.keys()
+            assert files == {k: v for k, v in expected.items() if k != 'written.json'}, at
+            shutil.rmtree(run.out)
+            shutil.copytree(begun, run.out)
+            n_kills += not finished
+            if finished and 'operation' in at:
+                break
     assert finished and n_kills >= (60 if kind == 'shards' else 20), n_kills
 
 
 @pytest.mark.parametrize('file, changes, notes', [
-    (None, {}, []), ('log.jsonl', {}, []), ('resume-3/state.json', {'dry_run': True}, []),
+    ('log.jsonl', {}, []),
+    ('resume-3/state.json', {'dry_run': True}, []),
     ('resume-3/state.json', {}, ['--resume continues from the last checkpoint']),
     ('resume-3/state.json', {'resume': True}, ['the same command continues']),
-    ('config.json', {}, ['the weights are saved, and --resume makes the report']),
-    ('config.json', {'eval': None}, [])])
+    ('config.json', {}, ['the weights are saved, and --resume makes the report'])])
 def test_an_interrupted_run_says_resume_only_where_that_continues(tmp_path, file, changes, notes):
-    if file:
-        ownership.claim(tmp_path, file)
-        (tmp_path / file).parent.mkdir(exist_ok=True)
-        (tmp_path / file).write_text('{}')
+    ownership.claim(tmp_path, file)
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text('{}')
     cfg = SimpleNamespace(**{'out_dir': str(tmp_path), 'dry_run': False, 'eval': 1,
                              'resume': False} | changes)
-    for error in (KeyboardInterrupt, ProcessError):
-        with pytest.raises(error) as interrupt, resume.notes_how_to_continue(cfg):
-            raise error
-        assert getattr(interrupt.value, '__notes__', []) == notes
+    with pytest.raises(ProcessError) as interrupt, resume.notes_how_to_continue(cfg):
+        raise ProcessError
+    assert getattr(interrupt.value, '__notes__', []) == notes
 
+
+# ------------------------------------------------------------------------------------------------
+# Signals, and disks that fill up
+# ------------------------------------------------------------------------------------------------
 
 @pytest.mark.slow
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_before_the_first_step_says_so(small_world, tmp_path, number):
-    code = ('import os, runpy, sys\n'
+def test_signals_before_the_first_step_and_at_the_end_of_the_process_print_one_line(
+        small_world, tmp_path):
+    code = ('import atexit, os, runpy, signal, sys\n'
             'from runtime import log\n'
-            f'log.print_sizes = lambda *_: os.kill(os.getpid(), {int(number)})\n'
+            'log.print_sizes = lambda *_: os.kill(os.getpid(), signal.SIGTERM)\n'
+            'atexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))\n'
             'sys.argv = sys.argv[1:]\n'
             'runpy.run_path(sys.argv[0], run_name="__main__")\n')
     done = subprocess.run([sys.executable, '-c', code, 'train.py',
                            str(small_world[0] / 'tuned' / 'train_config.py'), '--device=cpu',
                            f'--out_dir={tmp_path}'], cwd=HERE, capture_output=True, text=True)
-    assert done.returncode == 128 + number
-    stopped = 'stopped' if number == signal.SIGINT else 'stopped by SIGTERM'
-    assert done.stderr.strip().split('\n')[-1] == stopped
+    assert done.returncode == -signal.SIGTERM
+    assert done.stderr.strip().split('\n')[-1] == 'stopped by SIGTERM'
 
 
 @pytest.mark.slow
 def test_a_signal_saves_a_checkpoint_and_exits(long_run, tmp_path):
-    (arguments, whole), number = long_run, signal.SIGINT
+    arguments, whole = long_run
     process = run_train(*arguments, f'--out_dir={tmp_path}', '--save_every=None', wait=False)
     await_steps(process, tmp_path, 3)
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     printed, errors = process.communicate()
-    assert process.returncode == 128 + number and 'Traceback' not in errors
+    assert process.returncode == 128 + signal.SIGINT and 'Traceback' not in errors
     [step] = resume.checkpoints(tmp_path)
     assert f'after step {step}; --resume continues' in printed and step == steps_done(tmp_path)
-    code, _, error = run_train(*arguments, f'--out_dir={tmp_path}')
-    assert code == 1 and f'interrupted after step {step}: --resume continues it' in error
-    code, _, error = run_train(*arguments, f'--out_dir={tmp_path}', '--resume', '--lr=0.1')
-    assert code == 1 and 'has lr = 0.001, not 0.1' in error
     code, printed, error = run_train(*arguments, f'--out_dir={tmp_path}', '--resume',
                                      '--save_every=None')
     assert code == 0 and f'resuming after step {step}' in printed, error
     assert same_weights(tmp_path, whole)
-    # nothing is left to do
-    code, printed, _ = run_train(*arguments, f'--out_dir={tmp_path}', '--resume')
-    assert code == 0 and 'step ' not in printed
 
 
 @pytest.mark.slow
@@ -259,20 +254,6 @@ def test_a_signal_during_the_last_step(small_world, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_second_signal_at_the_end_of_the_process_prints_no_traceback(small_world, tmp_path):
-    code = ('import atexit, os, runpy, signal, sys\n'
-            'atexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))\n'
-            'sys.argv = sys.argv[1:]\n'
-            'runpy.run_path(sys.argv[0], run_name="__main__")\n')
-    (tmp_path / 'mine').write_text('')     # the run refuses the folder
-    done = subprocess.run([sys.executable, '-c', code, 'train.py',
-                           str(small_world[0] / 'tuned' / 'train_config.py'),
-                           f'--out_dir={tmp_path}'], cwd=HERE, capture_output=True, text=True)
-    assert done.returncode == -signal.SIGTERM
-    assert 'is not empty' in done.stderr and done.stderr.count('\n') == 1
-
-
-@pytest.mark.slow
 def test_a_disk_that_fills_up_at_the_end(small_world, tmp_path):
     # on a GPU the compiler would be the first to write a large file
     code, _, error = run_train(small_world[0] / 'tuned' / 'train_config.py', '--eval=None',
@@ -283,25 +264,11 @@ def test_a_disk_that_fills_up_at_the_end(small_world, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_second_run_in_one_folder_is_refused(long_run, tmp_path):
-    arguments, _ = long_run
-    process = run_train(*arguments, f'--out_dir={tmp_path}', wait=False)
-    await_steps(process, tmp_path, 1)
-    process.send_signal(signal.SIGSTOP)     # so that it holds the folder until the others are done
-    try:
-        for option in ('--resume', '--overwrite', '--resume=False'):
-            code, _, error = run_train(*arguments, f'--out_dir={tmp_path}', option)
-            assert code == 1 and 'another process is writing there; choose another folder' in error
-    finally:
-        process.kill()
-        process.communicate()
-
-
-@pytest.mark.slow
 def test_a_finished_run_only_reports_what_is_missing(small_world, tmp_path, monkeypatch):
     again = tmp_path / 'again'
     shutil.copytree(small_world[0] / 'tuned', again)
-    config = [str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={again}', '--resume']
+    config = [str(again / 'train_config.py'), f'--out_dir={again}', '--resume']
+
     def numbers():
         tasks = json.loads((again / 'results.json').read_text())['tasks']
         return {task: {key: value for key, value in result.items() if key != 'scoring_seconds'}
@@ -317,15 +284,151 @@ def test_a_finished_run_only_reports_what_is_missing(small_world, tmp_path, monk
     train.main([*config, '--eval.p_true=True'])
 
 
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+# ------------------------------------------------------------------------------------------------
+# What a run may be resumed from
+# ------------------------------------------------------------------------------------------------
+
+def swap_rows(folder):
+    lines = (folder / 'data.jsonl').read_text().splitlines(keepends=True)
+    (folder / 'data.jsonl').write_text(''.join([lines[1], lines[0], *lines[2:]]))
+
+
+def change_config(folder):
+    path = folder / 'base' / 'config.json'
+    path.write_text(json.dumps(json.loads(path.read_text()) | {'rms_norm_eps': 1e-3}))
+
+
+def change_base(folder):
+    rewrite(folder / 'base', lambda t: t['model.layers.0.mlp.up_proj.weight'].mul_(1.01))
+
+
+def test_resume_refuses_other_settings_other_data_and_another_model(
+        small_world, tmp_path, monkeypatch):
+    now = tmp_path / 'now'
+    shutil.copytree(small_world[0] / 'base', now / 'base')
+    shutil.copyfile(small_world[0] / 'world' / 'instruct.jsonl', now / 'data.jsonl')
+    arguments = [str(small_world[0] / 'tuned' / 'train_config.py'), '--eval=None', '--lora',
+                 '--checkpoint_epochs=False', f'--model={now}/base', f'--data={now}/data.jsonl',
+                 f'--out_dir={now}/run', '--save_every=1', '--device=cpu', '--resume']
+    train_step, done = train.train_step, []
+    monkeypatch.setattr(train, 'SFT', replace(train.SFT, step=lambda *rest: (
+        interrupt() if done else done.append(1)) or train_step(*rest)))
+    with pytest.raises(KeyboardInterrupt):
+        train.main(arguments)
+    assert list(resume.checkpoints(now / 'run')) == [1]
+    with pytest.raises(ConfigError, match='has lr = 0.001, not 0.1; keep it, or --overwrite'):
+        train.main([*arguments, '--lr=0.1'])
+    shutil.copytree(now, tmp_path / 'kept')
+    for change, message in ((swap_rows, 'different training data: '),
+                            (change_config, 'different base model: '),
+                            (change_base, 'different base model: ')):
+        change(now)
+        with pytest.raises(TrainingError, match=message):
+            train.main(arguments)
+        shutil.rmtree(now)
+        shutil.copytree(tmp_path / 'kept', now)
+
+
+def swap_tensors(folder):
+    path = folder / 'state-00001.safetensors'
+    tensors = load_file(path)
+    a, b = (f'model.layers.{i}.mlp.up_proj.weight.weight' for i in range(2))
+    tensors[a], tensors[b] = tensors[b], tensors[a]
+    save_file(tensors, path)
+
+
+def edit_state(old, new):
+    def edit(folder):
+        text = (folder / 'state.json').read_text()
+        assert old in text
+        (folder / 'state.json').write_text(text.replace(old, new))
+    return edit
+
+
+@pytest.mark.parametrize('damage, message', [
+    (swap_tensors, 'safetensors is damaged .*checksum in state.json'),
+    (lambda f: (f / 'state-00001.safetensors').unlink(), 'safetensors is damaged .*No such file'),
+    (edit_state('"step": 2', '"step": 3'), 'state.json is damaged .*checksum'),
+    (edit_state('"digest": ', '"": '), 'state.json is damaged .it has no checksum'),
+    (lambda f: (f / 'state.json').write_text('[1, 2]'), 'state.json is damaged'),
+    (lambda f: (f / 'state.json').write_text('[' * 100_000), 'state.json is damaged'),
+    (lambda f: f.rename(f.with_name('resume-9999')),
+     'resume-9999/state.json is damaged .*it holds step 2, not 9999')])
+def test_a_damaged_checkpoint_is_named_and_the_older_one_used(tmp_path, capsys, damage, message):
+    run = TinyRun(tmp_path, 'resume-2').begin()
+    older = run.out / 'resume-1'
+    shutil.copytree(older, tmp_path / 'older')
+    run.save()
+    ownership.claim(run.out, *(f'resume-{step}/{path.name}' for step in (1, 9999)
+                               for path in (run.out / 'resume-2').iterdir()))
+    shutil.copytree(tmp_path / 'older', older)
+    damage(run.out / 'resume-2')
+    again, wanted = (TinyRun(tmp_path, 'resume-2') for _ in range(2))
+    wanted.take_steps(1)
+    assert resume.restore(again.out, again.named, again.optimizer, {'steps': 9}) == 1
+    assert re.search(message, capsys.readouterr().out)
+    assert all(torch.equal(p, wanted.named[name]) for name, p in again.named.items())
+    shutil.rmtree(older)
+    with pytest.raises(TrainingError, match='is damaged .*no older checkpoint; --overwrite'):
+        resume.restore(again.out, again.named, again.optimizer, {'steps': 9})
+
+
+def test_a_checkpoint_that_is_complete_survives_its_clean_up(tmp_path, monkeypatch):
+    run = TinyRun(tmp_path, 'resume-2').begin()
+    unlink = Path.unlink
+
+    def fail(path, **options):
+        if 'resume-1' in str(path) and path.name.startswith('state-'):
+            raise OSError(5, 'Input/output error', str(path))
+        unlink(path, **options)
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        patch.setattr(Path, 'unlink', fail)
+        run.save_checkpoint()
+    assert 2 in resume.checkpoints(run.out)
+
+    def full(path, *rest, **options):
+        raise OSError(28, 'No space left on device', str(path))
+    before, run.step = tree(run.out).keys(), 3
+    with monkeypatch.context() as patch, pytest.raises(
+            TrainingError, match='step 3: saving .*resume-3 failed: .*No space left.*'
+                                 'resume continues after step 2'):
+        patch.setattr(Path, 'write_text', full)
+        run.save_checkpoint()
+    assert tree(run.out).keys() == before
+
+
+@pytest.mark.parametrize('content', [None, b'junk\n\xff\n[]\n{}\n'])
+def test_a_damaged_log_is_kept_aside(tmp_path, capsys, content):
+    cfg, path = train.TrainConfig(out_dir=str(tmp_path)), tmp_path / 'log.jsonl'
+    ownership.claim(tmp_path, 'log.jsonl')
+    if content:
+        path.write_bytes(content)
+    log.open_log(cfg, 4).close()
+    assert 'lacks 4 of the first 4 steps' in capsys.readouterr().out
+    if content:
+        assert (tmp_path / 'log.jsonl.damaged').read_bytes() == content
+    # what a resumed run repeats is cut off; a last line that a crash cut off is no damage
+    path.write_text(''.join(f'{{"step": {step}}}\n' for step in range(1, 7)) + '{"st')
+    log.open_log(cfg, 4).close()
+    assert 'lacks' not in capsys.readouterr().out
+    assert [json.loads(line)['step'] for line in path.open()] == [1, 2, 3, 4]
+
+
+# ------------------------------------------------------------------------------------------------
+# Whose files are whose
+# ------------------------------------------------------------------------------------------------
+
 def tree(folder):
     """{relative path: content} of all files below `folder`, but the lock."""
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob('*'))
             if p.is_file() and p.name != '.lock'}
 
 
-THEIRS = ('results.csv', 'results.tex', 'results.py', 'samples.jsonl', 'config.json', 'runs/mine',
-          'wandb/mine', 'before/mine', 'epoch-1/mine', 'resume-3/state.json', 'model.safetensors',
-          'notes.txt')
+THEIRS = 'results.csv', 'config.json', 'runs/mine', 'before/mine', 'resume-3/state.json'
 
 
 def test_a_folder_that_no_run_made_is_refused(small_world, tmp_path, monkeypatch):
@@ -334,39 +437,109 @@ def test_a_folder_that_no_run_made_is_refused(small_world, tmp_path, monkeypatch
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text('mine')
     before = tree(out)
-    for name in THEIRS:
-        place = out if '/' not in name else (out / name).parent
+    for folder in (out, *(path for path in out.iterdir() if path.is_dir())):
         with pytest.raises(ConfigError, match='is not empty .* no written.json, the list'):
-            resume.check_folder(train.TrainConfig(out_dir=str(place), model='base'))
+            resume.check_folder(train.TrainConfig(out_dir=str(folder), model='base'))
     monkeypatch.chdir(out)
     for arguments, message in ((['--out_dir=.', '--overwrite'], 'is not empty'),
-                               ([f'--out_dir={out}', '--resume'], 'is not empty'),
                                (['--out_dir=', '--overwrite'], 'no out_dir given')):
         with pytest.raises(ConfigError, match=message):
             train.main([settings, *arguments])
     assert tree(out) == before
+    with ownership.lock(tmp_path / 'run'):      # as another process would
+        for option in ('--resume', '--overwrite'):
+            with pytest.raises(ConfigError, match='another process is writing there'):
+                train.main([settings, f'--out_dir={tmp_path / "run"}', option, '--device=cpu'])
+
+
+def test_an_out_dir_that_cannot_be_is_an_error_of_one_line(tmp_path):
+    (tmp_path / 'itself').symlink_to(tmp_path / 'itself')
+    resume.check_folder(train.TrainConfig(out_dir=str(tmp_path / 'itself'), model=str(tmp_path)))
+    with pytest.raises(ConfigError, match='itself cannot be written'):
+        with ownership.lock(tmp_path / 'itself'):
+            pass
+    with pytest.raises(ConfigError, match='has a NUL'):
+        train.train(train.TrainConfig(out_dir='a\0b'))
+    with pytest.raises(ConfigError, match='cannot be written .*null byte'), ownership.lock('a\0b'):
+        pass
+
+
+@pytest.mark.parametrize('content', [
+    '{"files": ["../../victim"]}', '{"files": ["VICTIM"]}', '{"files": ["a\\u0000b"]}', '[]',
+    '[' * 100_000, ''])
+def test_a_list_that_names_files_elsewhere_is_refused(tmp_path, content):
+    victim, out = tmp_path / 'victim', tmp_path / 'a' / 'out'
+    out.mkdir(parents=True)
+    victim.write_text('mine')
+    (out / 'written.json').write_text(content.replace('VICTIM', str(victim)))
+    before = tree(tmp_path)
+    for use in (lambda: ownership.discard(out, '*'), lambda: ownership.claim(out, 'x'),
+                lambda: ownership.lock(out).__enter__(), lambda: resume.checkpoints(out)):
+        with pytest.raises(ConfigError, match='written.json is not what this program wrote'):
+            use()
+    assert tree(tmp_path) == before
+
+
+def test_temporary_files_replace_nothing_and_are_removed_after_a_crash(tmp_path):
+    theirs = ['results.json.tmp', 'results.json.nanocal-tmp', 'x.0123abcd.nanocal-tmp',
+              'before/x.0123abcd.nanocal-tmp']
+    ours = ['results.json.0123abcd.nanocal-tmp', 'written.json.0123abcd.nanocal-tmp',
+            'before/results.json.0123abcd.nanocal-tmp']
+    ownership.claim(tmp_path, 'results.json', 'before/results.json')
+    (tmp_path / 'before').mkdir()
+    for name in theirs + ours:
+        (tmp_path / name).write_text('mine')
+    ownership.write_text(tmp_path / 'results.json', '1')
+    with ownership.lock(tmp_path):
+        pass
+    assert {k: v for k, v in tree(tmp_path).items() if k != 'written.json'} == {
+        'results.json': b'1'} | dict.fromkeys(theirs, b'mine')
+    (tmp_path / 'x').symlink_to('nowhere')      # dangling: `exists` says False
+    with pytest.raises(ConfigError, match='x was not written by this program'):
+        ownership.claim(tmp_path, 'x')
+
+
+def test_a_run_killed_while_it_wrote_its_first_list_starts_again(tmp_path):
+    (tmp_path / '.lock').write_text('mine')
+    (tmp_path / 'written.json.0123abcd.nanocal-tmp').write_text('{"fi')
+    cfg = train.TrainConfig(out_dir=str(tmp_path), model='base')
+    resume.check_folder(cfg)
+    with ownership.lock(tmp_path):
+        resume.check_run(cfg, train.FREE_KEYS)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ['mine']
+
+
+@pytest.mark.parametrize('umask, mode', [(0o077, 0o600), (0o002, 0o664)])
+def test_files_get_the_mode_that_the_umask_says(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        run = TinyRun(tmp_path, 'adapter').begin()
+        run.save()
+    finally:
+        os.umask(before)
+    assert {p.stat().st_mode & 0o777 for p in run.out.rglob('*') if p.is_file()} == {mode}
 
 
 def test_overwrite_removes_what_runs_wrote_and_nothing_else(small_world, tmp_path):
     out, config = tmp_path / 'out', str(small_world[0] / 'tuned' / 'train_config.py')
+    command = [config, f'--out_dir={out}', '--overwrite', '--max_steps=1', '--eval=None']
     shutil.copytree(small_world[0] / 'tuned', out)
     listed = set(ownership.written_files(out))
     assert listed | {'written.json'} == tree(out).keys(), 'a run lists all that it writes'
-    for name in ('notes.txt', 'results.py', 'epoch-1/mine', 'runs/mine', 'wandb/mine', 'epoch-9/x'):
+    theirs = 'notes.txt', 'results.py', 'epoch-1/mine', 'runs/mine'
+    for name in theirs:
         (out / name).parent.mkdir(exist_ok=True)
         (out / name).write_text('mine')
-    (out / 'epoch-9' / 'x').unlink()
-    train.main([config, f'--out_dir={out}', '--overwrite', '--max_steps=1', '--eval=None'])
+    train.main(command)
     now = tree(out)
-    for name in ('notes.txt', 'results.py', 'epoch-1/mine', 'runs/mine', 'wandb/mine'):
-        assert now[name] == b'mine'
+    assert {now[name] for name in theirs} == {b'mine'}
     assert 'results.json' not in now and 'epoch-1/config.json' not in now
     assert len(now['log.jsonl'].splitlines()) == 1
     # somebody's file where a run would write
     (out / 'epoch-1' / 'model.safetensors').write_text('mine')
     before = tree(out)
     with pytest.raises(ConfigError, match='epoch-1/m.* was not written by this program'):
-        train.main([config, f'--out_dir={out}', '--overwrite', '--max_steps=1', '--eval=None'])
+        train.main(command)
     assert tree(out) == before
 
 
@@ -393,133 +566,6 @@ def test_weights_survive_a_picture_that_fails(small_world, tmp_path, monkeypatch
                 '--max_steps=1', '--eval=None'])
     assert (tmp_path / 'config.json').exists() and not (tmp_path / 'loss.png').exists()
     assert "loss.png" in capsys.readouterr().err
-
-
-@pytest.fixture(scope='module')
-def stopped_run(small_world, tmp_path_factory):
-    """(arguments of a run that stopped after step 4, the folder of its model, data and files)"""
-    tmp_path = tmp_path_factory.mktemp('stopped')
-    base, data = tmp_path / 'base', tmp_path / 'data.jsonl'
-    shutil.copytree(small_world[0] / 'base', base)
-    shutil.copyfile(small_world[0] / 'world' / 'instruct.jsonl', data)
-    out = tmp_path / 'run'
-    arguments = [str(small_world[0] / 'tuned' / 'train_config.py'), '--eval=None', '--lora',
-                 '--checkpoint_epochs=False', f'--model={base}', f'--data={data}', '--epochs=8',
-                 f'--out_dir={out}', '--save_every=2', '--device=cpu']
-    train_step, done = train.train_step, []
-
-    def stop_after(*rest):
-        done.append(1)
-        if len(done) == 6:
-            raise KeyboardInterrupt
-        return train_step(*rest)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, 'SFT', replace(train.SFT, step=stop_after))
-        with pytest.raises(KeyboardInterrupt):
-            train.main(arguments)
-    assert list(resume.checkpoints(out)) == [4]
-    return [*arguments, '--resume'], tmp_path
-
-
-@pytest.fixture
-def interrupted(stopped_run, tmp_path):
-    """As `stopped_run`; what a test changes is put back."""
-    shutil.copytree(stopped_run[1], tmp_path / 'kept')
-    yield stopped_run
-    shutil.rmtree(stopped_run[1])
-    shutil.copytree(tmp_path / 'kept', stopped_run[1])
-
-
-def swap_rows(folder):
-    lines = (folder / 'data.jsonl').read_text().splitlines(keepends=True)
-    (folder / 'data.jsonl').write_text(''.join([lines[1], lines[0], *lines[2:]]))
-
-
-def change_config(folder):
-    path = folder / 'base' / 'config.json'
-    path.write_text(json.dumps(json.loads(path.read_text()) | {'rms_norm_eps': 1e-3}))
-
-
-def change_base(folder):
-    rewrite(folder / 'base', lambda t: t['model.layers.0.mlp.up_proj.weight'].mul_(1.01))
-
-
-@pytest.mark.parametrize('change, message', [
-    (swap_rows, 'different training data'), (change_config, 'different base model'),
-    (change_base, 'different base model')])
-def test_resume_refuses_other_data_and_another_model(interrupted, change, message):
-    arguments, folder = interrupted
-    change(folder)
-    with pytest.raises(TrainingError, match=message):
-        train.main(arguments)
-
-
-def swap_tensors(folder):
-    path = folder / 'state-00001.safetensors'
-    tensors = load_file(path)
-    a, b = (f'model.layers.{i}.mlp.up_proj.weight.weight' for i in range(2))
-    tensors[a], tensors[b] = tensors[b], tensors[a]
-    save_file(tensors, path)
-
-
-def write_state(text):
-    return lambda folder: (folder / 'state.json').write_text(text)
-
-
-def edit_state(old, new):
-    def edit(folder):
-        text = (folder / 'state.json').read_text()
-        assert old in text
-        (folder / 'state.json').write_text(text.replace(old, new))
-    return edit
-
-
-@pytest.mark.parametrize('damage, message', [
-    (swap_tensors, 'safetensors is damaged .*checksum in state.json'),
-    (lambda f: os.truncate(f / 'state-00001.safetensors', 1000), 'safetensors is damaged'),
-    (lambda f: (f / 'state-00001.safetensors').write_bytes(b'junk'), 'safetensors is damaged'),
-    (lambda f: (f / 'state-00001.safetensors').unlink(), 'safetensors is damaged .*No such file'),
-    (edit_state('"optimizer_steps": 2', '"optimizer_steps": 3'),
-     'state.json is damaged .*checksum'),
-    (edit_state('"step": 2', '"step": 3'), 'state.json is damaged .*checksum'),
-    (edit_state('state-00001', 'state-00009'), 'state.json is damaged .*checksum'),
-    (edit_state('"digest": ', '"": '),
-     'state.json is damaged .it has no checksum; older versions wrote checkpoints without one'),
-    (write_state('{"step": 2'), 'state.json is damaged'),
-    (write_state('[1, 2]'), 'state.json is damaged'), (write_state('\0'), 'state.json is damaged'),
-    (write_state('[' * 100_000), 'state.json is damaged .*RecursionError'),
-    (lambda f: (f / 'state.json').write_bytes(b'\xff\xfe'), 'state.json is damaged'),
-    (lambda f: f.rename(f.with_name('resume-9999')),
-     'resume-9999/state.json is damaged .*it holds step 2, not 9999')])
-def test_a_damaged_checkpoint_is_named_and_the_older_one_used(tmp_path, capsys, damage, message):
-    run = TinyRun(tmp_path, 'resume-2').begin()
-    older = run.out / 'resume-1'
-    shutil.copytree(older, tmp_path / 'older')
-    run.save()
-    names = [f'resume-{step}/{path.name}' for path in (run.out / 'resume-2').iterdir()
-             for step in (1, 9999)]
-    ownership.claim(run.out, *names)
-    shutil.copytree(tmp_path / 'older', older)
-    damage(run.out / 'resume-2')
-    again, wanted = (TinyRun(tmp_path, 'resume-2') for _ in range(2))
-    wanted.take_steps(1)
-    assert resume.restore(again.out, again.named, again.optimizer, {'steps': 9}) == 1
-    assert re.search(message, capsys.readouterr().out)
-    assert all(torch.equal(p, wanted.named[name]) for name, p in again.named.items())
-    shutil.rmtree(older)
-    with pytest.raises(TrainingError, match='is damaged .*no older checkpoint; --overwrite'):
-        resume.restore(again.out, again.named, again.optimizer, {'steps': 9})
-
-
-@pytest.mark.parametrize('key, message', [
-    ('sequences', 'written with different sequences: 4, and this run has 5'),
-    ('dtype', 'written with different weights on the device: 4, and this run has 5')])
-def test_a_checkpoint_of_another_run_is_refused(tmp_path, key, message):
-    run = TinyRun(tmp_path, 'resume-2')
-    ownership.claim(run.out, 'log.jsonl')
-    resume.save_checkpoint(run.out, 1, run.named, run.optimizer, {key: 4})
-    with pytest.raises(TrainingError, match=message):
-        resume.restore(run.out, run.named, run.optimizer, {key: 5})
 
 
 def test_a_folder_moved_under_a_run_ends_it_with_an_error(tmp_path):
@@ -550,28 +596,6 @@ def test_training_in_a_folder_that_was_moved_fails(small_world, tmp_path, monkey
     assert not out.exists()
 
 
-# ------------------------------------------------------------------------------------------------
-# Whose files are whose
-# ------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize('content', [
-    '{"files": ["../../victim"]}', '{"files": ["mine/../../../victim"]}',
-    '{"files": ["VICTIM"]}', '{"files": ["a\\u0000b"]}', '{"files": [1]}', '[]',
-    '[' * 100_000, '{"a":' * 100_000, '\0', ''])
-def test_a_list_that_names_files_elsewhere_is_refused(tmp_path, content):
-    victim, out = tmp_path / 'victim', tmp_path / 'a' / 'out'
-    out.mkdir(parents=True)
-    victim.write_text('mine')
-    (out / 'a').write_text('mine')
-    (out / 'written.json').write_text(content.replace('VICTIM', str(victim)))
-    before = tree(tmp_path)
-    for use in (lambda: ownership.discard(out, '*'), lambda: ownership.claim(out, 'x'),
-                lambda: ownership.lock(out).__enter__(), lambda: resume.checkpoints(out)):
-        with pytest.raises(ConfigError, match='written.json is not what this program wrote'):
-            use()
-    assert tree(tmp_path) == before
-
-
 def test_a_file_without_read_permission_is_not_called_damaged(tmp_path, monkeypatch):
     def refuse(path, **_):
         raise PermissionError(13, 'Permission denied', str(path))
@@ -579,15 +603,6 @@ def test_a_file_without_read_permission_is_not_called_damaged(tmp_path, monkeypa
     with pytest.raises(ConfigError, match='results.json cannot be read: Permission denied$'):
         with ownership.read_json(tmp_path / 'results.json', 'evaluate there again'):
             pass
-
-
-def test_the_lock_changes_no_file_that_is_there(tmp_path):
-    out = tmp_path / 'out'
-    out.mkdir()
-    lock = out / '.lock'
-    lock.write_text('mine')
-    with ownership.lock(out):
-        assert lock.read_text() == 'mine'
 
 
 def test_nothing_behind_a_link_is_written_or_deleted(tmp_path):
@@ -607,150 +622,11 @@ def test_nothing_behind_a_link_is_written_or_deleted(tmp_path):
         ownership.claim(out, 'results.json')
 
 
-def test_an_out_dir_that_is_a_link_to_itself_is_refused(tmp_path):
-    out = tmp_path / 'out'
-    out.symlink_to(out)
-    resume.check_folder(train.TrainConfig(out_dir=str(out), model=str(tmp_path)))
-    with pytest.raises(ConfigError, match='out cannot be written'), ownership.lock(out):
-        pass
-
-
 def test_the_error_of_a_full_disk_names_the_file(tmp_path):
     with pytest.raises(OSError, match='No space left on device: .*results.json'):
         with ownership.temporary(tmp_path / 'results.json'), open('/dev/full', 'w') as full:
             full.write('x' * 100_000)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_nul_in_out_dir_is_an_error_of_one_line(small_world):
-    with pytest.raises(ConfigError, match='has a NUL'):
-        train.train(train.TrainConfig(out_dir='a\0b'))
-    with pytest.raises(ConfigError, match='cannot be written .*null byte'), ownership.lock('a\0b'):
-        pass
-
-
-def test_temporary_files_replace_nothing_and_are_removed_after_a_crash(tmp_path):
-    theirs = ['results.json.tmp', 'results.json.nanocal-tmp', 'x.0123abcd.nanocal-tmp',
-              'before/x.0123abcd.nanocal-tmp']
-    ours = ['results.json.0123abcd.nanocal-tmp', 'written.json.0123abcd.nanocal-tmp',
-            'before/results.json.0123abcd.nanocal-tmp']
-    ownership.claim(tmp_path, 'results.json', 'before/results.json')
-    (tmp_path / 'before').mkdir()
-    for name in theirs + ours:
-        (tmp_path / name).write_text('mine')
-    ownership.write_text(tmp_path / 'results.json', '1')
-    with ownership.lock(tmp_path):
-        pass
-    assert {k: v for k, v in tree(tmp_path).items() if k != 'written.json'} == {
-        'results.json': b'1'} | dict.fromkeys(theirs, b'mine')
-    with pytest.raises(ConfigError, match='x was not written by this program'):
-        (tmp_path / 'x').symlink_to('nowhere')      # dangling: `exists` says False
-        ownership.claim(tmp_path, 'x')
-
-
-def test_a_run_killed_while_it_wrote_its_first_list_starts_again(tmp_path):
-    (tmp_path / '.lock').write_text('')
-    (tmp_path / 'written.json.0123abcd.nanocal-tmp').write_text('{"fi')
-    cfg = train.TrainConfig(out_dir=str(tmp_path), model='base')
-    resume.check_folder(cfg)
-    with ownership.lock(tmp_path):
-        resume.check_run(cfg, train.FREE_KEYS)
-    assert [path.name for path in tmp_path.iterdir()] == ['.lock']
-
-
-@pytest.mark.slow
-def test_a_deletion_killed_at_any_moment_is_repeated_and_takes_nothing_else(tmp_path):
-    for operation in range(100):
-        run = TinyRun(tmp_path / str(operation), 'adapter').begin()
-        run.save()
-        (run.out / 'adapter' / 'mine').write_text('mine')
-        was_killed = killed(lambda run=run: ownership.discard(run.out, '*'), run.out, operation)
-        with ownership.lock(run.out):
-            ownership.discard(run.out, '*')
-        assert tree(run.out) == {'adapter/mine': b'mine'}
-        if not was_killed:
-            break
-    assert operation > 8
-
-
-@pytest.mark.parametrize('umask, mode', [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
-def test_files_get_the_mode_that_the_umask_says(tmp_path, umask, mode):
-    before = os.umask(umask)
-    try:
-        run = TinyRun(tmp_path, 'adapter').begin()
-        run.save()
-    finally:
-        os.umask(before)
-    assert {p.stat().st_mode & 0o777 for p in run.out.rglob('*') if p.is_file()} == {mode}
-    assert {p.name for p in run.out.rglob('*.safetensors')} == {
-        'model.safetensors', 'adapter_model.safetensors', 'state-00001.safetensors'}
-
-
-@pytest.mark.parametrize('content', [None, b'junk\n\xff\n', b'[]\n{}\n'])
-def test_a_damaged_log_is_kept_aside(tmp_path, capsys, content):
-    cfg, path = train.TrainConfig(out_dir=str(tmp_path)), tmp_path / 'log.jsonl'
-    ownership.claim(tmp_path, 'log.jsonl')
-    if content:
-        path.write_bytes(content)
-    log.open_log(cfg, 4).close()
-    assert 'lacks 4 of the first 4 steps' in capsys.readouterr().out
-    if content:
-        assert (tmp_path / 'log.jsonl.damaged').read_bytes() == content
-    # what a resumed run repeats is cut off; a last line that a crash cut off is no damage
-    path.write_text(''.join(f'{{"step": {step}}}\n' for step in range(1, 7)) + '{"st')
-    log.open_log(cfg, 4).close()
-    assert 'lacks' not in capsys.readouterr().out
-    assert [json.loads(line)['step'] for line in path.open()] == [1, 2, 3, 4]
-
-
-def test_a_checkpoint_that_is_complete_survives_its_clean_up(tmp_path, monkeypatch):
-    run = TinyRun(tmp_path, 'resume-2')
-    run.out.mkdir()
-
-    def save(step):
-        run.take_steps(step)
-        run.save_checkpoint()
-    save(5)
-    unlink = Path.unlink
-
-    def fail(path, **options):
-        if 'resume-5' in str(path) and path.name.startswith('state-'):
-            raise OSError(5, 'Input/output error', str(path))
-        unlink(path, **options)
-    monkeypatch.setattr(Path, 'unlink', fail)
-    with pytest.raises(OSError):
-        save(10)
-    assert 10 in resume.checkpoints(run.out)
-    monkeypatch.undo()
-
-    def full(path, *rest, **options):
-        raise OSError(28, 'No space left on device', str(path))
-    monkeypatch.setattr(Path, 'write_text', full)
-    before = tree(run.out)
-    with pytest.raises(TrainingError, match='step 15: saving .*resume-15 failed: .*No space left.*'
-                                            'resume continues after step 10'):
-        save(15)
-    assert tree(run.out).keys() == before.keys()
-
-
-@pytest.mark.slow
-def test_a_run_killed_in_its_first_report_goes_on(small_world, tmp_path, monkeypatch):
-    config = [str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={tmp_path / "run"}',
-              '--max_steps=2', '--eval_before']
-
-    def killed(*_):
-        raise KeyboardInterrupt
-    monkeypatch.setattr(train, 'evaluate', killed)
-    with pytest.raises(KeyboardInterrupt):
-        train.main(config)
-    monkeypatch.undo()
-    (tmp_path / 'run' / 'written.json.0123abcd.nanocal-tmp').write_text('{"fi')
-    train.main(config)          # nothing of a run was written, so no option is needed
-    (tmp_path / 'run' / 'loss.png').unlink()
-    train.main([*config, '--resume'])
-    assert (tmp_path / 'run' / 'loss.png').exists()
-    with pytest.raises(ConfigError, match='a finished run'):
-        train.main(config)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -786,159 +662,6 @@ def replace_run(out, files=('log.jsonl', 'before/results.json', 'config.json')):
             ownership.remove_aside(out, 'run')
 
 
-@pytest.mark.slow
-def test_overwriting_that_is_killed_at_any_moment_loses_nothing(tmp_path):
-    outcomes = []
-    for operation in range(200):
-        out = tmp_path / str(operation)
-        before = old_run(out)
-        was_killed = killed(lambda out=out: replace_run(out), out, operation)
-        with ownership.lock(out):
-            if (out / 'config.json').exists() and 'new' in (out / 'config.json').read_text():
-                ownership.remove_aside(out, 'run')      # as --resume does
-        now = tree(out)
-        mine = {name: now.pop(name) for name in list(now) if name.endswith('mine')}
-        assert len(mine) == 3 and not [*out.glob(f'{ownership.ASIDE}*')]
-        outcomes.append(now == {k: v for k, v in before.items() if k not in mine})
-        if not outcomes[-1]:
-            assert now.pop('written.json') != before['written.json'], operation
-            now.pop('before/written.json')
-            assert now == {name: f'new {name}'.encode() for name in
-                           ('log.jsonl', 'before/results.json', 'config.json')}, operation
-        if not was_killed:
-            break
-    # before its last file is written, the old run is there; afterwards, the new one
-    assert outcomes == sorted(outcomes, reverse=True)
-    assert 25 < sum(outcomes) < len(outcomes) - 5, outcomes
-
-
-@pytest.mark.slow
-def test_putting_back_that_is_killed_at_any_moment_is_repeated(tmp_path):
-    for operation in range(200):
-        out = tmp_path / str(operation)
-        before = old_run(out)
-        with ownership.lock(out):
-            settle, ownership._settle = ownership._settle, lambda _: None
-            ownership.set_aside(out, 'run', ['*'], ['config.json'])
-            ownership.claim(out, 'log.jsonl')
-            (out / 'log.jsonl').write_text('new')
-        ownership._settle = settle
-
-        def look(out=out):
-            with ownership.lock(out):
-                pass
-        was_killed = killed(look, out, operation)
-        look()
-        assert tree(out) == before, operation
-        if not was_killed:
-            break
-    assert operation > 15
-
-
-@pytest.mark.parametrize('moment, error', [
-    ('evaluate', KeyboardInterrupt()), ('build_model', SystemExit(143)),
-    ('StepLog', OSError(28, 'No space left on device')),
-    ('forward_backward', TrainingError('NaN'))])
-def test_a_run_that_fails_puts_back_what_it_would_have_replaced(
-        small_world, tmp_path, monkeypatch, moment, error):
-    out = tmp_path / 'out'
-    shutil.copytree(small_world[0] / 'tuned', out)
-    ownership.claim(out / 'before', 'results.json')
-    (out / 'before' / 'results.json').write_text('old')
-    before = tree(out)
-
-    def fail(*_, **__):
-        assert not (out / 'config.json').exists()
-        raise error
-    monkeypatch.setattr(train, moment, fail)
-    command = [str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={out}',
-               '--overwrite', '--max_steps=1', '--device=cpu', '--eval_before=True']
-    if moment != 'evaluate':
-        command.append('--eval=None')
-    with pytest.raises(type(error)):
-        train.main(command)
-    assert tree(out) == before
-
-
-@pytest.mark.slow
-def test_an_interrupted_run_that_can_be_resumed_and_the_one_before_it_are_both_kept(
-        small_world, tmp_path, monkeypatch, capsys):
-    out, train_step = tmp_path / 'out', train.train_step
-    shutil.copytree(small_world[0] / 'tuned', out)
-    before = tree(out)
-    command = [str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={out}',
-               '--max_steps=4', '--device=cpu', '--eval=None', '--pictures=False']
-
-    def stop(*arguments):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return train_step(*arguments)
-
-    def interrupt(*options):
-        monkeypatch.setattr(train, 'SFT', replace(train.SFT, step=stop))
-        with pytest.raises(train.Stopped):
-            train.main([*command, *options])
-        monkeypatch.undo()
-    interrupt('--overwrite')
-    aside = out / '.replaced-run-001'
-    assert f'{aside} keeps what --overwrite replaces' in capsys.readouterr().out
-    assert {f'{aside.name}/{name}' for name in before} <= tree(out).keys()
-    with pytest.raises(ConfigError, match='interrupted after step 1: --resume continues it'):
-        train.main(command)
-    interrupt('--resume')
-    # it can be overwritten in turn; if that fails, it is put back and can be resumed
-    checkpoint_of_2 = seen(out)
-    monkeypatch.setattr(train, 'optimize', lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        train.main([*command, '--overwrite', '--lr=1'])
-    monkeypatch.undo()
-    assert seen(out) == checkpoint_of_2 and {
-        name.partition('/')[2]: content for name, content in tree(out).items()
-        if name.startswith(aside.name)}.items() >= {
-            k: v for k, v in before.items() if k != 'written.json'}.items()
-    train.main([*command, '--resume'])
-    assert not [*out.glob(f'{ownership.ASIDE}*')] and (out / 'config.json').exists()
-    whole = tmp_path / 'whole'
-    train.main([*command, f'--out_dir={whole}'])
-    assert same_weights(out, whole)
-
-
-def test_overwrite_refuses_to_remove_what_the_run_reads(small_world, tmp_path):
-    out, data = tmp_path / 'out', small_world[0] / 'world' / 'instruct.jsonl'
-    shutil.copytree(small_world[0] / 'tuned', out)
-    linked, peft = tmp_path / 'linked', tmp_path / 'peft'
-    linked.mkdir()
-    for path in (small_world[0] / 'base').iterdir():
-        if path.is_file():
-            (linked / path.name).symlink_to(out / path.name if (out / path.name).exists() else path)
-    model = models.CausalLM(checkpoint.read_config(out))
-    models.add_lora(model, 2, 4.0, 0.0, ('q_proj',))
-    adapter.save_adapter(model, peft, str(out))
-    (tmp_path / 'link').symlink_to(out)
-    for name in ('instruct.jsonl', 'reward.py', 'samples.jsonl.old'):
-        ownership.claim(out, name)
-        shutil.copy(data, out / name)
-    (tmp_path / 'data').mkdir()
-    (tmp_path / 'data' / 'instruct.jsonl').symlink_to(out / 'instruct.jsonl')
-    before = tree(out)
-    for option, name in ((f'--model={linked}', 'config.json'), (f'--model={peft}', 'config.json'),
-                         (f'--data={out / "instruct.jsonl"}', 'instruct.jsonl'),
-                         (f'--data={tmp_path / "link" / "instruct.jsonl"}', 'instruct.jsonl'),
-                         (f'--data={tmp_path / "data"}', 'instruct.jsonl'),
-                         (f'--eval.tasks={out / "questions.jsonl"}', 'questions.jsonl')):
-        if name == 'questions.jsonl':
-            ownership.claim(out, name)
-            shutil.copy(small_world[0] / 'world' / name, out / name)
-            before = tree(out)
-        with pytest.raises(ConfigError, match=f'out/{name} is read by this command'):
-            train.main([str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={out}',
-                        '--overwrite', '--max_steps=1', '--device=cpu', option])
-        assert tree(out) == before
-    # the settings themselves have been read before
-    train.main([str(out / 'train_config.py'), f'--out_dir={out}', '--overwrite', '--max_steps=1',
-                '--device=cpu', '--eval=None'])
-    assert 'instruct.jsonl' not in tree(out)
-
-
 def test_a_model_is_read_where_overwriting_it_was_killed(small_world, tmp_path, capsys):
     out = tmp_path / 'out'
     shutil.copytree(small_world[0] / 'tuned', out)
@@ -971,3 +694,135 @@ def test_what_is_aside_is_not_replaced_by_a_file_of_the_user(tmp_path):
     with ownership.lock(out):
         pass
     assert tree(out) == before | {'notes': b'mine'}
+
+
+@pytest.mark.slow
+def test_overwriting_that_is_killed_at_any_moment_loses_nothing(tmp_path):
+    outcomes = []
+    for operation in range(200):
+        out = tmp_path / str(operation)
+        before = old_run(out)
+        was_killed = killed(lambda out=out: replace_run(out), out, operation)
+        with ownership.lock(out):
+            if (out / 'config.json').exists() and 'new' in (out / 'config.json').read_text():
+                ownership.remove_aside(out, 'run')      # as --resume does
+        now = tree(out)
+        mine = {name: now.pop(name) for name in list(now) if name.endswith('mine')}
+        assert len(mine) == 3 and not [*out.glob(f'{ownership.ASIDE}*')]
+        outcomes.append(now == {k: v for k, v in before.items() if k not in mine})
+        if not outcomes[-1]:
+            assert {k: v for k, v in now.items() if not k.endswith('written.json')} == {
+                name: f'new {name}'.encode()
+                for name in ('log.jsonl', 'before/results.json', 'config.json')}, operation
+        if not was_killed:
+            break
+    # before its last file is written, the old run is there; afterwards, the new one
+    assert outcomes == sorted(outcomes, reverse=True)
+    assert 25 < sum(outcomes) < len(outcomes) - 5, outcomes
+
+
+@pytest.mark.slow
+def test_putting_back_that_is_killed_at_any_moment_is_repeated(tmp_path):
+    def look(out):
+        with ownership.lock(out):
+            pass
+    for operation in range(200):
+        out = tmp_path / str(operation)
+        before = old_run(out)
+        with pytest.MonkeyPatch.context() as patch, ownership.lock(out):
+            patch.setattr(ownership, '_settle', lambda _: None)
+            ownership.set_aside(out, 'run', ['*'], ['config.json'])
+            ownership.claim(out, 'log.jsonl')
+            (out / 'log.jsonl').write_text('new')
+        was_killed = killed(lambda out=out: look(out), out, operation)
+        look(out)
+        assert tree(out) == before, operation
+        if not was_killed:
+            break
+    assert operation > 15
+
+
+@pytest.mark.parametrize('moment, error', [
+    ('evaluate', KeyboardInterrupt()), ('forward_backward', TrainingError('NaN'))])
+def test_a_run_that_fails_puts_back_what_it_would_have_replaced(
+        small_world, tmp_path, monkeypatch, moment, error):
+    out = tmp_path / 'out'
+    shutil.copytree(small_world[0] / 'tuned', out)
+    ownership.claim(out / 'before', 'results.json')
+    (out / 'before' / 'results.json').write_text('old')
+    before = tree(out)
+
+    def fail(*_, **__):
+        assert not (out / 'config.json').exists()
+        raise error
+    monkeypatch.setattr(train, moment, fail)
+    with pytest.raises(type(error)):
+        train.main([str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={out}',
+                    '--overwrite', '--max_steps=1', '--device=cpu',
+                    *(['--eval_before=True'] if moment == 'evaluate' else ['--eval=None'])])
+    assert tree(out) == before
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_that_can_be_resumed_and_the_one_before_it_are_both_kept(
+        small_world, tmp_path, monkeypatch, capsys):
+    out, train_step = tmp_path / 'out', train.train_step
+    shutil.copytree(small_world[0] / 'tuned', out)
+    before = {name: content for name, content in tree(out).items() if name != 'written.json'}
+    command = [str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={out}',
+               '--max_steps=2', '--device=cpu', '--eval=None', '--pictures=False']
+
+    def stop(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(*arguments)
+    with monkeypatch.context() as patch, pytest.raises(train.Stopped):
+        patch.setattr(train, 'SFT', replace(train.SFT, step=stop))
+        train.main([*command, '--overwrite'])
+    assert '.replaced-run-001 keeps what --overwrite replaces' in capsys.readouterr().out
+
+    def aside():
+        return {name.removeprefix('.replaced-run-001/'): content
+                for name, content in tree(out).items() if name.startswith('.replaced-run-001/')}
+    assert before.items() <= aside().items()
+    with pytest.raises(ConfigError, match='interrupted after step 1: --resume continues it'):
+        train.main(command)
+    # it can be overwritten in turn; if that fails, it is put back and can be resumed
+    checkpoint_of_1 = seen(out)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(train, 'optimize', lambda *_: 1 / 0)
+        train.main([*command, '--overwrite', '--lr=1'])
+    assert seen(out) == checkpoint_of_1 and before.items() <= aside().items()
+    train.main([*command, '--resume'])
+    assert not [*out.glob(f'{ownership.ASIDE}*')] and (out / 'config.json').exists()
+
+
+def test_overwrite_refuses_to_remove_what_the_run_reads(small_world, tmp_path):
+    out, data = tmp_path / 'out', small_world[0] / 'world' / 'instruct.jsonl'
+    shutil.copytree(small_world[0] / 'tuned', out)
+    linked, peft = tmp_path / 'linked', tmp_path / 'peft'
+    linked.mkdir()
+    for path in (small_world[0] / 'base').iterdir():
+        if path.is_file():
+            (linked / path.name).symlink_to(out / path.name if (out / path.name).exists() else path)
+    model = models.CausalLM(checkpoint.read_config(out))
+    models.add_lora(model, 2, 4.0, 0.0, ('q_proj',))
+    adapter.save_adapter(model, peft, str(out))
+    for path in (data, small_world[0] / 'world' / 'questions.jsonl'):
+        ownership.claim(out, path.name)
+        shutil.copy(path, out)
+    (tmp_path / 'link').symlink_to(out)
+    (tmp_path / 'data').mkdir()
+    (tmp_path / 'data' / 'instruct.jsonl').symlink_to(out / 'instruct.jsonl')
+    before = tree(out)
+    for option, name in ((f'--model={linked}', 'config.json'), (f'--model={peft}', 'config.json'),
+                         (f'--data={tmp_path}/link/instruct.jsonl', 'instruct.jsonl'),
+                         (f'--data={tmp_path}/data', 'instruct.jsonl'),
+                         (f'--eval.tasks={out}/questions.jsonl', 'questions.jsonl')):
+        with pytest.raises(ConfigError, match=f'out/{name} is read by this command'):
+            train.main([str(out / 'train_config.py'), f'--out_dir={out}', '--overwrite',
+                        '--max_steps=1', '--device=cpu', option])
+        assert tree(out) == before
+    # the settings themselves have been read before
+    train.main([str(out / 'train_config.py'), f'--out_dir={out}', '--overwrite', '--max_steps=1',
+                '--device=cpu', '--eval=None'])
+    assert 'instruct.jsonl' not in tree(out)

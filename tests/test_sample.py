@@ -2,18 +2,15 @@
 
 import copy
 import io
-import os
 import re
 import shutil
-import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
 import torch
 import sample
-from common import HERE, rewrite
+from common import rewrite
 from data.chat import encode_conversation
 from data.packing import Tree
 from data.tokenizer import load_tokenizer
@@ -51,7 +48,6 @@ def test_characters_are_printed_whole(tokenizers, kind):
     assert ''.join(piece for piece, _ in shown) == text
     assert np.prod([p for _, p in shown]) == pytest.approx(0.5 ** len(ids))
     assert min(p for piece, p in shown if '🦊' in piece) < 0.5
-    assert '\ufffd' not in ''.join(piece for piece, _ in shown)
     # the end has no text, and half a character at the end is shown as such
     ended = [piece for piece, *_ in sample.pieces(growing([*ids, tokenizer.eos_id], 'end'),
                                                   tokenizer)]
@@ -60,29 +56,22 @@ def test_characters_are_printed_whole(tokenizers, kind):
     assert [*sample.pieces(growing(half, 'max_tokens'), tokenizer)][-1][0].endswith('\ufffd')
     ended = sample.pieces(growing([*half, tokenizer.eos_id], 'end'), tokenizer)
     assert '\ufffd' not in ''.join(piece for piece, *_ in ended)
-
-
-@pytest.mark.parametrize('kind', ['llama2', 'llama3'])
-def test_no_part_of_a_stop_string_is_printed(tokenizers, kind):
-    tokenizer = tokenizers[kind]
+    # no part of a stop string is printed
     ids = tokenizer.encode('one. Question: two. Question four', start=False)
-    for stop, left in (('Question four', 'one. Question: two. '), ('x', None), (' two. Q', None)):
+    for stop in ('Question four', 'x', ' two. Q'):
         n = next((n for n in range(1, len(ids) + 1) if stop in tokenizer.decode(ids[:n], False)),
                  len(ids))
         whole = tokenizer.decode(ids[:n], start=False)
         reason = 'stop' if stop in whole else 'max_tokens'
         shown = [piece for piece, *_ in sample.pieces(growing(ids[:n], reason), tokenizer, [stop])]
-        assert ''.join(shown) == whole.partition(stop)[0] and left in (None, ''.join(shown))
+        assert ''.join(shown) == whole.partition(stop)[0]
 
 
 @pytest.mark.parametrize('kind, template', [
-    ('mistral', 'tulu'), ('mistral', 'mistral'), ('llama2', 'mistral'), ('llama3', 'llama3'),
-    ('gemma', 'gemma'), ('qwen', 'chatml'), ('llama2', 'alpaca')])
+    ('mistral', 'tulu'), ('llama2', 'mistral'), ('llama3', 'llama3'), ('gemma', 'gemma'),
+    ('llama2', 'alpaca')])
 def test_the_prompt_is_that_of_training(tokenizers, kind, template):
-    tokenizer = tokenizers['llama3' if kind == 'qwen' else kind]
-    if kind == 'qwen':
-        tokenizer = copy.copy(tokenizer)
-        tokenizer.control_ids = {'<|im_start|>': 128100, '<|im_end|>': 128101}
+    tokenizer = tokenizers[kind]
     messages = [{'role': 'user', 'content': 'What is the fox?'}]
     if template != 'alpaca':
         messages += [{'role': 'assistant', 'content': 'quick'}, messages[0]]
@@ -143,24 +132,6 @@ def test_a_conversation_continues_after_an_answer(chat_folder, capsys, typed):
     assert asked[1][2]['content'] == 'And then?'
 
 
-@pytest.mark.skipif(sys.platform == 'win32', reason='needs a pseudo-terminal')
-def test_an_invalid_byte_does_not_end_a_conversation():
-    import pty
-    main, terminal = pty.openpty()
-    code = 'from runtime.terminal import typed_lines\nprint([*map(ascii, typed_lines())])'
-    with subprocess.Popen([sys.executable, '-c', code], cwd=HERE, stdin=terminal, stdout=terminal,
-                          stderr=subprocess.PIPE, env=os.environ | {'LC_ALL': 'C'}) as process:
-        for line in (b'one\n', b'a\xffb\n', b'\xc3\n', b'two\n', b'\x04'):
-            os.write(main, line)
-            time.sleep(0.2)
-        errors = process.stderr.read()
-    os.close(terminal)
-    printed = os.read(main, 10 ** 4)
-    os.close(main)
-    assert process.returncode == 0 and b'that line is not valid' in errors
-    assert b'"\'one\'"' in printed and b'"\'two\'"' in printed and b'xff' not in printed
-
-
 def test_control_characters_of_an_answer_do_not_reach_the_terminal(tokenizers, capsys, monkeypatch):
     ids = tokenizers['llama3'].encode('a\x1b[2J\x07b\r\x9b0m\n\tc', start=False)
     for gray in (False, True):
@@ -169,13 +140,6 @@ def test_control_characters_of_an_answer_do_not_reach_the_terminal(tokenizers, c
         _, said, _ = sample.print_answer(answers, tokenizers['llama3'], sample.SampleConfig())
         printed = re.sub(r'\x1b\[(48;5;\d+;38;5;\d+|0)m', '', capsys.readouterr().out)
         assert printed == 'a\\x1b[2J\\x07b\\r\\x9b0m\n\tc\n' and '\x1b[2J' in said
-
-
-def test_a_token_is_shaded_by_its_probability():
-    assert shaded('a', 1.0) == '\x1b[48;5;255;38;5;16ma\x1b[0m'
-    assert shaded('a\n\nb', 0.0) == (
-        '\x1b[48;5;232;38;5;231ma\x1b[0m\n\n\x1b[48;5;232;38;5;231mb\x1b[0m')
-    assert '\x1b[2J' not in shaded('\x1b[2J', 0.5)
 
 
 def test_only_a_terminal_with_colors_is_shaded(tokenizers, capsys, monkeypatch):
@@ -191,6 +155,9 @@ def test_only_a_terminal_with_colors_is_shaded(tokenizers, capsys, monkeypatch):
         monkeypatch.setattr(sys.stdout, 'isatty', lambda terminal=terminal: terminal)
         sample.print_answer(growing(ids, 'end'), tokenizers['llama3'], sample.SampleConfig())
         assert ('\x1b[48;5;' in capsys.readouterr().out) == shades, changes
+    assert shaded('a', 1.0) == '\x1b[48;5;255;38;5;16ma\x1b[0m'
+    assert shaded('a\n\nb', 0.0) == (
+        '\x1b[48;5;232;38;5;231ma\x1b[0m\n\n\x1b[48;5;232;38;5;231mb\x1b[0m')
 
 
 def test_prompts_that_cannot_be_answered_are_refused(chat_folder, tmp_path):
@@ -257,19 +224,3 @@ def test_a_conversation_beyond_the_context_begins_anew(chat_folder, capsys, type
     assert 'it may have 1 to 199; the conversation starts over)' in capsys.readouterr().err
     with pytest.raises(DataError, match='it may have 1 to 199'):
         sample.main([f'--model={chat_folder}', '--prompt=' + 'a' * 900])
-
-
-@pytest.mark.slow
-def test_the_command_line_prints_an_answer_or_one_line_of_error(chat_folder):
-    def run(*arguments, **more):
-        return subprocess.run([sys.executable, 'sample.py', *arguments], cwd=HERE, text=True,
-                              capture_output=True, env=os.environ | {'TERM': 'xterm-256color'},
-                              **more)
-    done = run(f'--model={chat_folder}', '--max_tokens=1', '--temperature=1', input='What?\n')
-    again = run(f'--model={chat_folder}', '--max_tokens=1', '--temperature=1', '--prompt=What?')
-    assert done.returncode == 0 and done.stdout == again.stdout != '\n'
-    assert done.stderr == '(cut after 1 tokens)\n'
-    wrong = run('--modle=x')
-    assert wrong.returncode == 1
-    assert wrong.stderr == ("error: command line: --modle: there is no key 'modle'; did you mean "
-                            "'model'?\n")

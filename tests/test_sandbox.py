@@ -10,9 +10,9 @@ import sys
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
-
+from pathlib import Path
 import pytest
-from common import HERE, SHARED, needs_files
+from common import HERE, SHARED, needs_files, write_rows
 
 from data import code_tasks
 from data.code_tasks import Problem, check, load_problems, solution_source
@@ -69,10 +69,7 @@ HOSTILE = {
                         'PermissionError|FileNotFoundError'),
     'fills the disk with one file': ('with open("/tmp/x", "wb") as file:\n'
                                      '    while True: file.write(bytes(1 << 20))', 'OSError'),
-    'prints a gigabyte': ('while True: print("x" * (1 << 20))', 'ended|OSError|CPU time'),
     'allocates memory': ('x = bytearray(1 << 34)', 'MemoryError'),
-    'memory that belongs to no process': (
-        'import os\nos.memfd_create("x")', 'PermissionError'),
     'hangs in C': ('x = pow(10 ** 8, 10 ** 8)', 'CPU time'),
     'sleeps': ('import time\ntime.sleep(1000)', 'more than 1 s$'),
     'ignores signals': (
@@ -81,11 +78,9 @@ HOSTILE = {
     'recursion without limit': ('import sys\nsys.setrecursionlimit(1 << 30)\n'
                                 'class A:\n    def __getattr__(self, n): return getattr(self, n)\n'
                                 'A().x', 'SIGSEGV|MemoryError|RecursionError'),
-    'crashes the interpreter': ('import ctypes\nctypes.string_at(0)', 'SIGSEGV'),
     'sys.exit(0) in the test': ('import sys\ndef add(a, b): sys.exit(0)', 'SystemExit: 0'),
     'os._exit(0)': ('import os\nos._exit(0)', 'ended with status 0'),
     'an object equal to everything': (f'kind, arguments = object, ()\n{EVERYTHING}', 'Everything'),
-    'a number equal to everything': (f'kind, arguments = int, (7,)\n{EVERYTHING}', 'Assertion'),
     'a list equal to everything': (f'kind, arguments = list, ([7],)\n{EVERYTHING}', 'Assertion'),
     'patches assert': (
         'import builtins\nclass Never(BaseException): pass\n'
@@ -103,11 +98,8 @@ HOSTILE = {
         '        try: os.write(fd, json.dumps(m).encode() + b"\\n")\n'
         '        except OSError: pass\n' + WRONG, ''),
     'an answer that JSON cannot hold': ('def add(a, b): return 10 ** 10000', 'ValueError: Exceeds'),
-    'an answer that contains itself': ('x = []\nx.append(x)\ndef add(a, b): return x',
-                                       'RecursionError'),
     'a message without end': (to_pipes('b"x" * (1 << 16)', 'while True: '),
                               'ValueError: a message of more'),
-    'a message that is no text': (to_pipes('b"\\xff" * 8'), 'UnicodeDecodeError'),
     'a message that breaks parsers': (to_pipes('b"[" * (1 << 20) + b"\\n"'),
                                       'RecursionError|MemoryError|JSONDecodeError|SIG'),
     'closes its pipes and sleeps': (
@@ -167,32 +159,29 @@ def test_no_file_of_the_user_can_be_read_and_only_tmp_written(tmp_path, namespac
     secret = tmp_path / 'secret'
     secret.write_text('secret')
     for expression in (f'open({str(secret)!r}).read()', f'open({str(tmp_path / "new")!r}, "w")',
-                       f'open({str(HERE / "evaluate.py")!r}).read()', 'os.listdir("/proc")',
-                       'os.listdir("/etc")', f'open("/tmp/../../..{tmp_path}/new", "w")',
+                       'os.listdir("/proc")', 'os.listdir("/etc")',
+                       f'open("/tmp/../../..{tmp_path}/new", "w")',
                        f'os.symlink({str(tmp_path)!r}, "/tmp/link") or open("/tmp/link/new", "w")'):
         assert attempt(expression) == 'FileNotFoundError', expression
-    for folder in ('/', '/usr', '/usr/lib', '/dev', '/lib', sys.base_prefix):
+    for folder in ('/', '/usr/lib', '/dev', sys.base_prefix):
         assert attempt(f'open("{folder}/new", "w")') in ('OSError', 'PermissionError'), folder
+    home, python = os.path.realpath(os.path.expanduser('~')), os.path.realpath(sys.base_prefix)
+    assert attempt(f'[f for f, _, files in os.walk({home!r}) if files '
+                   f'and not f.startswith({(sys.base_prefix, python)})]') == '[]'
     assert [*tmp_path.iterdir()] == [secret]
     assert attempt('open("/tmp/new", "w").write("new")') == '3'
     assert attempt('os.listdir("/tmp")') == '[]'        # a new one for each program
+    outcome = run_program('for i in range(10 ** 6): open(f"/tmp/{i}", "wb").write(bytes(5000))',
+                          'pass')
+    assert outcome.reason.startswith('OSError: [Errno 28]')     # a full disk
     monkeypatch.setenv('HF_TOKEN', 'hf_secret')
     assert 'hf_secret' not in attempt('os.environ')
     assert attempt('input()') == 'EOFError'
-
-
-@pytest.mark.slow
-def test_of_the_home_folder_only_the_python_installation_is_visible(namespaces):
-    home = os.path.realpath(os.path.expanduser('~'))
-    python = (sys.base_prefix, os.path.realpath(sys.base_prefix))
-    assert attempt(f'[f for f, _, files in os.walk({home!r}) if files '
-                   f'and not f.startswith({python})]') == '[]'
-
-
-def test_many_small_files_cannot_fill_the_disk(namespaces):
-    outcome = run_program('for i in range(10 ** 6): open(f"/tmp/{i}", "wb").write(bytes(5000))',
-                          'pass')
-    assert outcome.reason.startswith('OSError: [Errno 28]')
+    opened = ('import os\ndef fds():\n    for fd in range(1024):\n        try: os.fstat(fd)\n'
+              '        except OSError: continue\n        yield fd')
+    with open(HERE / 'LICENSE') as file:
+        os.set_inheritable(file.fileno(), True)
+        assert len(eval(attempt('[*fds()]', opened))) == 5     # the standard ones and two pipes
 
 
 @pytest.mark.slow
@@ -241,21 +230,16 @@ def test_ordinary_calls_on_files_are_allowed(isolation, allowed):
     source = '''
 import fcntl, os, sqlite3, struct, tempfile, termios
 with tempfile.NamedTemporaryFile('w+') as file:
-    fcntl.flock(file, fcntl.LOCK_EX)
     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     fd = os.dup(file.fileno())
     os.set_inheritable(fd, True)
-    os.set_inheritable(fd, False)
-    assert not os.isatty(fd) and not os.get_inheritable(fd)
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND | os.O_NONBLOCK)
-    assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_NONBLOCK
     fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10)
     print('abc', end='', file=file, flush=True)
     file.seek(0)
     assert struct.unpack('i', fcntl.ioctl(fd, termios.FIONREAD, bytes(4))) == (3,)
     with sqlite3.connect(file.name + '.db') as base:
         base.execute('create table t (x)')
-os.set_blocking(os.pipe()[0], False)
 def add(a, b): return a + b
 '''
     assert run_program(source, TESTS, isolation=isolation) == (True, '', '')
@@ -270,14 +254,6 @@ def test_no_connection_reaches_the_machine(namespaces):
                            ) == 'PermissionError'
 
 
-def test_no_open_file_is_inherited(namespaces):
-    opened = ('import os\ndef fds():\n    for fd in range(1024):\n        try: os.fstat(fd)\n'
-              '        except OSError: continue\n        yield fd')
-    with open(HERE / 'LICENSE') as file:
-        os.set_inheritable(file.fileno(), True)
-        assert len(eval(attempt('[*fds()]', opened))) == 5     # the standard ones and two pipes
-
-
 @pytest.mark.skipif(os.uname().machine != 'x86_64', reason='machine code of x86_64')
 def test_calls_of_another_architecture_are_denied(namespaces):
     outcome = run_program(
@@ -288,6 +264,21 @@ def test_calls_of_another_architecture_are_denied(namespaces):
     assert not outcome.passed and outcome.reason == 'killed by SIGSYS'
 
 
+def descendants(pid):
+    """Return the processes below `pid` that are alive."""
+    children = [int(path.name) for path in Path('/proc').glob('[0-9]*') if running(path)[1] == pid]
+    return children + [x for child in children for x in descendants(child)]
+
+
+def running(path):
+    """Return (state, parent) of a process by its folder in /proc."""
+    try:
+        state, parent = (path / 'stat').read_text().rpartition(')')[2].split()[:2]
+    except OSError:
+        return 'Z', 0
+    return state, int(parent)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('isolation', ISOLATIONS)
 def test_nothing_outlives_a_killed_evaluation(isolation, allowed):
@@ -295,34 +286,16 @@ def test_nothing_outlives_a_killed_evaluation(isolation, allowed):
     code = (f'from runtime.sandbox import run_program\n'
             f'run_program("import time; time.sleep(1000)", "pass", isolation={isolation!r})')
     host = subprocess.Popen([sys.executable, '-c', code], cwd=HERE)
-    n = {'namespaces': 3, 'limits': 2}[isolation]
-    while len(family := descendants(host.pid)) < n:
+    while len(family := descendants(host.pid)) < {'namespaces': 3, 'limits': 2}[isolation]:
         assert host.poll() is None
         time.sleep(0.05)
     time.sleep(0.3)         # the last of them is in its place
     host.kill()
     host.wait()
     deadline = time.time() + 5
-    while alive := [pid for pid in family if running(pid)]:
+    while alive := [pid for pid in family if running(Path(f'/proc/{pid}'))[0] != 'Z']:
         assert time.time() < deadline, alive
         time.sleep(0.05)
-
-
-def descendants(pid):
-    try:
-        with open(f'/proc/{pid}/task/{pid}/children') as file:
-            children = [int(x) for x in file.read().split()]
-    except OSError:
-        return []
-    return children + [x for child in children for x in descendants(child)]
-
-
-def running(pid):
-    try:
-        with open(f'/proc/{pid}/stat') as file:
-            return file.read().rpartition(')')[2].split()[0] != 'Z'
-    except OSError:
-        return False
 
 
 # ---- Programs that are right ---------------------------------------------------------------------
@@ -358,19 +331,17 @@ def test_tests_that_end_early_do_not_pass(namespaces):
 
 
 def test_without_namespaces_nothing_is_run(tmp_path, monkeypatch):
-    ran = tmp_path / 'ran'
-    child = tmp_path / 'child.py'
+    ran, child = tmp_path / 'ran', tmp_path / 'child.py'
     source = (HERE / 'runtime' / 'sandbox_child.py').read_text()
-    child.write_text(source.replace("libc('unshare',", "libc('unshare', -1 |"))
     monkeypatch.setattr('runtime.sandbox.CHILD', child)
-    with pytest.raises(ConfigError, match='cannot isolate: OSError: .* unshare: Invalid arg'):
-        run_program(f'open({str(ran)!r}, "w")', 'pass')
-    child.write_text(source.replace("libc('prctl', SECCOMP,", "libc('prctl', -1,"))
-    with pytest.raises(ConfigError, match='cannot isolate: OSError: .* prctl'):
-        run_program(f'open({str(ran)!r}, "w")', 'pass', isolation='limits')
-    child.write_text(source.replace("libc('capset',", "libc('no_such_function',"))
-    with pytest.raises(ConfigError, match='cannot isolate: AttributeError: .*no_such_function'):
-        run_program(f'open({str(ran)!r}, "w")', 'pass', isolation='limits')
+    for old, new, isolation, message in (
+            ("libc('unshare',", "libc('unshare', -1 |", 'namespaces', 'unshare: Invalid arg'),
+            ("libc('prctl', SECCOMP,", "libc('prctl', -1,", 'limits', 'prctl'),
+            ("libc('capset',", "libc('no_such_function',", 'limits', 'no_such_function')):
+        assert old in source
+        child.write_text(source.replace(old, new))
+        with pytest.raises(ConfigError, match=f'cannot isolate: .*{message}'):
+            run_program(f'open({str(ran)!r}, "w")', 'pass', isolation=isolation)
     child.write_text('raise ImportError("what?")')
     with pytest.raises(ConfigError, match='not even an empty program .*: ImportError: what'):
         require_sandbox('limits')
@@ -399,76 +370,54 @@ TICKS = ('def area(r):\n    """Area.\n\n```python\n1\n```\n    ```\n    """\n'
     (f'```python\n{TICKS}```\nDone.\n```\narea(2)\n```', True), (TICKS, True),
     (TICKS.partition('\n')[2], True), (f'Here it is:\n\n{TICKS}\nDone.', True),
     (f'1. So:\n\n{textwrap.indent(BLOCK, "   ")}\n2. Done.', True),
-    (f'- ```py\n{textwrap.indent(AREA, "  ")}  ```\n- Done.', True),
     (f'1. So:\n   ```python\n{textwrap.indent(AREA, "   ")}```\n2. Done.', True),
-    (f'```python\n{textwrap.indent(AREA, "    ")}```', True),
     (f'Here:\n\n{textwrap.indent(AREA, "    ")}\nDone.', True),
     (textwrap.indent(f'Here:\n{BLOCK}', '> '), True),
-    (f'Sure! ```python\n{AREA}```', True), (f'```python\n{AREA.strip()}```\nDone.', True),
-    (f'~~~python\n{AREA}~~~\nDone.', True), (f'{BLOCK.strip()} Done.', True),
-    (f'```bash\npip install "x\n```\n{BLOCK}', True), (f'```\n```\n{AREA}', True),
+    (f'Sure! ```python\n{AREA}```', True), (f'~~~python\n{AREA}~~~\nDone.', True),
+    (f'```bash\npip install "x\n```\n{BLOCK}', True),
     (f'```python\ndef area(r:\n```\nNo:\n{BLOCK}', True),
-    (f'```python\ndef area(r):\n    """Open\n```\nNo:\n{BLOCK}', True),
     ('```python\narea = lambda r: math.pi * r * r\n```', True),
     (AREA, True), (f'[PYTHON]\n{AREA}[/PYTHON]', True),
-    (f'import os\nfrom math import pi\n\n{AREA}', True),
     (f'Solution\n\nTwo = 2\n{AREA.replace("r * r", "r ** Two")}\nThis is right.', True),
     (f'{RADIUS}\nBetter, from the formula:\n\n{AREA}', True),
-    ('    return math.pi * r * r\n```\n\nIt is the area.', True),
     ('    return math.pi * r * r\n```\nUse:\n```python\nprint(area(2))\n```\n', True),
-    ('    return math.pi * r * r\n', True),
     ('    return math.pi * r * r\n\ndef broken(', True),         # ends at the stop
     ('    return math.pi * r\n', False),
-    ('Here:\n```python\ndef area(r):\n    return math.pi * r ** 2\n```\nThat is all.', True),
-    ('```\nprint("first")\n```\n```py\ndef area(r):\n    return math.pi * r ** 2\n```', True),
     ('```python\ndef area(r):\n    return math.pi * r ** 2', True),        # cut off
-    ('```python\n    return math.pi * r ** 2\n```', True),
-    ('```python\ndef surface(r):\n    return math.pi * r ** 2\n```', False),
     ('    return 4\n\nhalf = lambda x: 0.5\n', False),           # the tests have their own `half`
     ('I do not know.', False), ('', False)])
 def test_a_text_becomes_a_program(text, right, namespaces):
     assert check(PROBLEM, text)[0] is right, solution_source(PROBLEM, text)
 
 
-def test_a_row_that_is_no_problem_is_named(tmp_path):
-    path = tmp_path / 'mine.jsonl'
-    path.write_text('{"task_id": "a", "prompt": "def f(x):\\n    \'a\'", "entry_point": "f"}\n')
-    with pytest.raises(DataError, match='mine.jsonl:1: test is missing'):
-        load_problems(str(path))
-    path.write_text('{"task_id": "a", "prompt": "x = 1", "entry_point": "f", "test": ""}\n')
-    with pytest.raises(DataError, match="mine.jsonl:1: the prompt defines no function 'f'"):
-        load_problems(str(path))
-
-
 GOOD_TEST = 'def check(candidate):\n    assert candidate(1) == 1\n'
 
 
-@pytest.mark.parametrize('test, message', [
-    ('', 'no function check.candidate'), ('assert f(1) == 1', 'no function check.candidate'),
-    (GOOD_TEST.replace('check', 'test'), 'no function check.candidate'),
-    (GOOD_TEST.replace('(candidate)', '()', 1), 'no function check.candidate'),
-    ('def check(candidate):\n    pass\n', 'no function check.candidate'),
-    (GOOD_TEST.replace('    ', ''), 'test is no Python after the prompt: expected an indented'),
-    (GOOD_TEST.replace('== 1', '=='), 'test is no Python after the prompt: invalid syntax'),
-    (GOOD_TEST + 'return', "test is no Python after the prompt: 'return' outside function"),
-    ('from __future__ import annotations\n' + GOOD_TEST, 'no Python after the prompt: from __fut'),
-    (GOOD_TEST + '\0', 'test is no Python after the prompt: '),
-    (GOOD_TEST.replace('== 1', '== one'), "prompt and test define no 'one', which they use"),
-    ('def check(f):\n    for x, y in CASES:\n        assert f(x) == y\n', "define no 'CASES'"),
-    ('METADATA = {}\n\n' + GOOD_TEST, ''), ('from math import *\n' + GOOD_TEST + 'tau', ''),
-    ('import math as m\ndef close(a, b=m.pi):\n    global c\n    c = [x for x in (a, b)]\n'
-     '    return c\n\ntry:\n    import os\nexcept ImportError as e:\n    print(e)\n'
-     'def check(f):\n    with open(__name__) as g:\n        assert close(f(1)), (g, c, os)', ''),
-    ('import re\ndef check(f, *more):\n    for i in range(2):\n        assert f(i) == i', '')])
-def test_a_row_with_broken_tests_is_refused(test, message):
-    row = {'task_id': 'a', 'prompt': 'def f(x):\n    "a"\n', 'entry_point': 'f', 'test': test}
+@pytest.mark.parametrize('row, message', [
+    ({'test': ''}, 'no function check.candidate'),
+    ({'test': GOOD_TEST.replace('(candidate)', '()', 1)}, 'no function check.candidate'),
+    ({'test': 'def check(candidate):\n    pass\n'}, 'no function check.candidate'),
+    ({'test': GOOD_TEST + 'return'}, "test is no Python after the prompt: 'return' outside functi"),
+    ({'test': 'from __future__ import annotations\n' + GOOD_TEST}, 'no Python after the prompt: '),
+    ({'test': GOOD_TEST.replace('== 1', '== one')}, "prompt and test define no 'one', which they"),
+    ({'test': None}, 'test is missing'),
+    ({'prompt': 'x = 1'}, "the prompt defines no function 'f'"),
+    ({'canonical_solution': []}, 'canonical_solution is not text but list'),
+    ({'test': 'METADATA = {}\n\n' + GOOD_TEST}, ''),
+    ({'test': 'from math import *\n' + GOOD_TEST + 'tau'}, ''),
+    ({'test': 'import math as m\ndef close(a, b=m.pi):\n    global c\n'
+      '    c = [x for x in (a, b)]\n    return c\n\ntry:\n    import os\n'
+      'except ImportError as e:\n    print(e)\ndef check(f):\n    with open(__name__) as g:\n'
+      '        assert close(f(1)), (g, c, os)'}, '')])
+def test_a_row_with_broken_tests_is_refused(row, message, tmp_path):
+    row = {'task_id': 'a', 'prompt': 'def f(x):\n    "a"\n', 'entry_point': 'f',
+           'test': GOOD_TEST} | row
+    path = write_rows(tmp_path / 'mine.jsonl', [row])
     if message:
-        with pytest.raises(DataError, match=message):
-            code_tasks.humaneval_row(row)
+        with pytest.raises(DataError, match=f'mine.jsonl:1: .*{message}'):
+            load_problems(str(path))
     else:
-        assert code_tasks.humaneval_row(row).tests == test
-    with pytest.raises(DataError, match='canonical_solution is not text but list'):
-        code_tasks.humaneval_row(row | {'test': GOOD_TEST, 'canonical_solution': []})
+        assert load_problems(str(path))[0].tests == row['test']
 
 
 @pytest.mark.slow
@@ -476,8 +425,8 @@ def test_the_solutions_of_humaneval_pass_and_trivial_ones_fail(namespaces):
     needs_files('datasets/humaneval/HumanEval.jsonl.gz')
     problems = load_problems(str(SHARED / 'datasets' / 'humaneval'))
     assert len(problems) == 164
-    jobs = [(p, p.solution, True) for p in problems]
-    for p in problems[::4]:
+    jobs = [(p, p.solution, True) for p in problems[::4]]
+    for p in problems[::16]:
         jobs += [(p, f'Here it is:\n```python\n{p.prompt}{p.solution}```\nDone.', True),
                  (p, '    return None\n', False), (p, '    import os; os._exit(0)\n', False)]
     with ThreadPoolExecutor() as pool:
@@ -485,12 +434,11 @@ def test_the_solutions_of_humaneval_pass_and_trivial_ones_fail(namespaces):
         assert [job[:2] for job, right in zip(jobs, verdicts) if right is not job[2]] == []
 
 
-def test_the_task_uses_the_isolation_that_is_asked_for(tmp_path, monkeypatch):
-    references, used = [*PROBLEM], []
+def test_the_task_uses_the_isolation_that_is_asked_for(monkeypatch):
+    used = []
     monkeypatch.setattr(code_tasks, 'run_program',
                         lambda *_, isolation: used.append(isolation) or Outcome(False, '', ''))
     check.cache_clear()
-    for isolation in ('namespaces', 'limits'):
-        WRITTEN_TASKS['humaneval'].isolated(isolation).grade('    return 1', references)
+    WRITTEN_TASKS['humaneval'].isolated('limits').grade('    return 1', [*PROBLEM])
     check.cache_clear()
-    assert used == ['namespaces', 'limits']
+    assert used == ['limits']

@@ -1,8 +1,5 @@
 """scoring.py: trees of tokens, the tokens of questions, kernels that are loaded ahead"""
 
-import copy
-import dataclasses
-import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -159,30 +156,24 @@ def test_scored_tokens_of_a_text_equal_the_plain_model(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('device', DEVICES)
-@pytest.mark.parametrize('name', ['mistral_window', 'gemma2', 'neox', 'smollm3', 'granite'])
+@pytest.mark.parametrize('name', ['gemma2', 'smollm3'])
 def test_bfloat16_trees_score_as_single_sequences(name, device, tmp_path):
     """Packed trees, by the kernels on a GPU, have no larger errors than one sequence per option."""
     reference_model(name, tmp_path, **head_of_32(name))
     exact, half = checkpoint.load(tmp_path), checkpoint.load(tmp_path, device, torch.bfloat16)
     half.decoder.attention = 'explicit'
-
-    def errors(n, own_starts):
+    by_kernels = checkpoint.load(tmp_path, device, torch.bfloat16)
+    n = 48 if device == 'cpu' else 120      # with 12 trees, chance decides which are larger
+    for own_starts in (False, True):
         trees = random_trees(np.random.default_rng(3), own_starts, n)
         trees[::4] = map(in_several_orders, trees[::4])
         with torch.no_grad():
             right = [np.array(plain_log_probs(exact, tree, 'cpu')) for tree in trees]
             plain = [np.array(plain_log_probs(half, tree, device)) for tree in trees]
         packed = scoring.option_log_probs(by_kernels, trees, pack_len=512, trim=128)
-        return [np.concatenate([metrics.softmax(found[i]) - metrics.softmax(right[i])
-                                for i in range(n)]) for found in (plain, packed)]
-
-    by_kernels = checkpoint.load(tmp_path, device, torch.bfloat16)
-    for own_starts in (False, True):    # with only 12 trees, chance decides which errors are larger
-        plain, packed = errors(48 if device == 'cpu' else 120, own_starts)
+        plain, packed = (np.concatenate([metrics.softmax(found[i]) - metrics.softmax(right[i])
+                                         for i in range(n)]) for found in (plain, packed))
         assert np.sqrt((packed ** 2).mean()) < 1.3 * np.sqrt((plain ** 2).mean())
-    # 0.062 for smollm3 on a CPU, where one sequence per option has 0.056
-    plain, packed = (np.abs(found).max() for found in errors(12, False))
-    assert packed < max(0.04 if device == 'cpu' else 0.06, 1.2 * plain)
 
 
 @pytest.mark.slow
@@ -219,50 +210,15 @@ def first_tree(asked, solved, tokenizer, max_length=2000, **keys):
     return found
 
 
-@pytest.mark.parametrize('kind', ['gemma', 'mistral', 'llama2', 'llama3'])
-@pytest.mark.parametrize('options', [dict(scoring='letters'), dict(scoring='text'),
-                                     dict(prompt_format='harness')])
-def test_question_tokens_are_the_joint_encoding(tokenizers, tmp_path, kind, options):
+@pytest.mark.parametrize('kind', ['gemma', 'mistral', 'llama3'])
+def test_a_question_may_begin_the_text(tokenizers, kind):
+    """Without header and shots, as in the harness; and where every shot had to be dropped."""
     tokenizer = tokenizers[kind]
-    asked, solved, _, _ = questions.load_task(write_task(tmp_path), shots=2, **options)
-    prefix = asked[0].header + ''.join(s.solved for s in solved['', 'foxes'])
-    for add_bos in (True, False):
-        tree = first_tree(asked, solved, tokenizer, add_bos=add_bos)
-        assert tree.shots == 2
-        for option, ids in zip(asked[0].options, tree.sequences, strict=True):
-            whole = tokenizer.encode(prefix + asked[0].context + option)
-            assert ids == [tokenizer.bos_id] * add_bos + whole
-            assert tokenizer.decode(ids[tree.starts[0]:]).strip() == option.strip()
-
-
-@pytest.mark.parametrize('add_bos', [True, False])
-@pytest.mark.parametrize('kind, template', [
-    ('mistral', 'mistral'), ('llama2', 'tulu'), ('llama3', 'llama3'), ('gemma', 'gemma'),
-    ('qwen', 'chatml')])
-@pytest.mark.parametrize('options', [dict(scoring='text', shots=2),
-                                     dict(prompt_format='harness')])
-def test_chat_tokens_are_those_of_training(tokenizers, tmp_path, kind, template, add_bos, options):
-    tokenizer = tokenizers[kind if kind != 'qwen' else 'llama3']
-    if kind == 'qwen':      # the names of ChatML for two of its control tokens
-        tokenizer = copy.copy(tokenizer)
-        tokenizer.control_ids = {'<|im_start|>': 128100, '<|im_end|>': 128101}
-    asked, solved, _, _ = questions.load_task(write_task(tmp_path), **options)
-    if options.get('prompt_format'):   # no header and shots before the question
-        asked = [dataclasses.replace(question, header='') for question in asked]
-    trees = [tree for _, tree in tokenize_questions(asked, solved, tokenizer, add_bos=add_bos,
-                                                    max_length=2000, chat=template)]
-    assert len({tree.prefix for tree in trees}) == 1
-    for question, tree in zip(asked, trees, strict=True):
-        text = question.header + ''.join(s.solved for s in solved.get(question.group, []))
-        for n, option in enumerate(question.options):
-            ids, mask = encode_conversation(
-                [{'role': 'user', 'content': text + question.context},
-                 {'role': 'assistant', 'content': option.strip()}], tokenizer, template, add_bos)
-            whole = tree.sequences[n]
-            assert whole == ids[:len(whole)] and len(whole) - tree.starts[n] == tree.n_tokens[n]
-            # what follows is the end of the turn
-            assert mask[:len(whole)] == [0] * tree.starts[n] + [1] * tree.n_tokens[n]
-            assert ids[len(whole)] in tokenizer.control_ids.values()
+    question = questions.Question('1', 'A fox runs and', [' sleeps.', ' eats a hen.'], 1, 's')
+    for solved, max_length in (({}, 2000), ({('', 's'): [question]}, 30)):
+        tree = first_tree([question], solved, tokenizer, max_length)
+        for option, ids in zip(question.options, tree.sequences, strict=True):
+            assert ids == [tokenizer.bos_id, *tokenizer.encode(question.context + option)]
 
 
 def test_each_option_of_winogrande_has_its_own_start(tokenizers, tmp_path):
@@ -288,18 +244,6 @@ def test_each_option_of_winogrande_has_its_own_start(tokenizers, tmp_path):
             assert tokenizer.decode(ids[start:]).strip() == rest.strip()
 
 
-@pytest.mark.parametrize('kind', ['gemma', 'mistral', 'llama2', 'llama3'])
-def test_a_question_may_begin_the_text(tokenizers, kind):
-    """Without header and shots, as in the harness; and where every shot had to be dropped."""
-    tokenizer = tokenizers[kind]
-    question = questions.Question('1', 'A fox runs and', [' sleeps.', ' eats a hen.'], 1, 's')
-    for solved, max_length in (({}, 2000), ({('', 's'): [question]}, 30)):
-        tree = first_tree([question], solved, tokenizer, max_length)
-        for option, ids in zip(question.options, tree.sequences, strict=True):
-            assert ids == [
-                tokenizer.bos_id, *tokenizer.encode(question.context + option)]
-
-
 def test_whole_shots_are_dropped(tokenizers, tmp_path):
     tokenizer = tokenizers['gemma']
     asked, solved, _, _ = questions.load_task(write_task(tmp_path), shots=3, scoring='text')
@@ -321,22 +265,8 @@ def test_options_that_cannot_be_scored(tokenizers):
         first_tree([bad], {}, tokenizers['llama3'])
 
 
-@pytest.mark.parametrize('change, used', [
-    ({}, True), ({'deterministic': True}, True), ({'dtype': 'float32'}, False),
-    ({'device': 'cpu'}, False)])
-def test_kernels_are_loaded_where_they_compute(change, used, monkeypatch, tmp_path):
-    cfg = evaluate.EvalConfig(**{'dtype': 'bfloat16', 'device': 'cuda'} | change)
-    model, calls = SimpleNamespace(), []
-    monkeypatch.setattr(checkpoint, 'load', lambda *_, **options: model)
-    monkeypatch.setattr(load_ahead, 'warm_up', lambda *_: calls.append('warm'))
-    load = load_ahead.load_ahead(tmp_path, SimpleNamespace(model_type=''), cfg, print)
-    assert load() is load() is model
-    assert calls == ['warm'] * used
-
-
-@pytest.mark.parametrize('name', ['gemma2', 'mistral_window', 'opt'])
-def test_the_kernels_are_loaded_by_a_model_of_two_layers(name, monkeypatch, tmp_path):
-    reference_model(name, tmp_path, max_position_embeddings=32, **head_of_32(name))
+def test_the_kernels_are_loaded_ahead_where_they_compute(monkeypatch, tmp_path):
+    reference_model('gemma2', tmp_path, max_position_embeddings=32, **head_of_32('gemma2'))
     calls, place, random_state = [], [], torch.get_rng_state()
     monkeypatch.setattr(devices, 'pick_device', place.append)
     load_ahead.warm_up(checkpoint.read_config(tmp_path), evaluate.EvalConfig(
@@ -347,17 +277,15 @@ def test_the_kernels_are_loaded_by_a_model_of_two_layers(name, monkeypatch, tmp_
     assert place == ['cpu']     # else kernels of a new thread go to the first GPU
     assert torch.equal(torch.get_rng_state(), random_state)     # no weights were drawn
 
-
-def test_a_failed_warm_up_keeps_no_memory(monkeypatch, tmp_path):
-    tensors, model = [], SimpleNamespace()
-
-    def fails(*_):
-        x = torch.zeros(3)
-        tensors.append(weakref.ref(x))
+    def warm_up(*_):
+        calls.append('warm')
         raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(load_ahead, 'warm_up', fails)
-    monkeypatch.setattr(load_ahead, 'load_model', lambda *_: model)
-    cfg = evaluate.EvalConfig(dtype='bfloat16', device='cuda', pictures=False)
-    load = load_ahead.load_ahead(tmp_path, SimpleNamespace(model_type=''), cfg, print)
-    assert load() is model and tensors[0]() is None
+    model = SimpleNamespace()
+    monkeypatch.setattr(checkpoint, 'load', lambda *_, **options: model)
+    monkeypatch.setattr(load_ahead, 'warm_up', warm_up)
+    for change, n in (({}, 1), ({'deterministic': True}, 1), ({'dtype': 'float32'}, 0),
+                      ({'device': 'cpu'}, 0)):
+        calls.clear()
+        cfg = evaluate.EvalConfig(**{'dtype': 'bfloat16', 'device': 'cuda'} | change)
+        load = load_ahead.load_ahead(tmp_path, SimpleNamespace(model_type=''), cfg, print)
+        assert load() is load() is model and len(calls) == n

@@ -2,8 +2,6 @@
 
 import functools
 import math
-import re
-
 import numpy as np
 import pytest
 from predictions import exactly
@@ -12,19 +10,18 @@ import metrics
 import stats
 
 
-@pytest.mark.parametrize('n, K, ragged, ties', [
-    (1, 3, False, False), (9, 1, False, False), (150, 4, True, False), (250, 2, True, True),
-    (1205, 5, True, True)])
-def test_bootstrap_is_the_report_of_resampled_rows(n, K, ragged, ties):
+@pytest.mark.parametrize('n, K, ragged', [(1, 3, False), (150, 4, False), (250, 5, True)])
+def test_bootstrap_is_the_report_of_resampled_rows(n, K, ragged):
     rng = np.random.default_rng(n)
-    n_options = rng.integers(min(2, K), K + 1, n) if ragged else np.full(n, K)
+    n_options = rng.integers(2, K + 1, n) if ragged else np.full(n, K)
     n_options[0] = K
-    weight = rng.choice([0.5, 1, 2], (n, K)) if ties else rng.random((n, K))
+    weight = rng.choice([0.5, 1, 2], (n, K)) if ragged else rng.random((n, K))    # with ties
     probs = np.where(np.arange(K) < n_options[:, None], weight, 0)
     probs /= probs.sum(1, keepdims=True)
-    labels = rng.integers(0, n_options)
-    found = stats.bootstrap(probs, labels, n_options, n_resamples=7, seed=3)
+    labels, x = rng.integers(0, n_options), rng.random(n)
+    found = stats.bootstrap(probs, labels, n_options, n_resamples=7, seed=3, columns={'x': x})
     drawn = np.random.default_rng(3).integers(n, size=(7, n))
+    assert found.pop('x') == exactly(x[drawn].mean(1))
     for i, rows in enumerate(np.sort(drawn, 1)):
         report = metrics.report(probs[rows], labels[rows], n_options[rows])
         for metric, values in found.items():
@@ -71,19 +68,6 @@ def test_a_new_measure_has_an_interval_if_it_has_a_column(monkeypatch):
         'auroc', 'ece'}
 
 
-def test_columns_are_resampled_with_the_rows_of_the_measures():
-    rng = np.random.default_rng(0)
-    probs, labels, x = rng.dirichlet(np.ones(3), 40), rng.integers(0, 3, 40), rng.random(40)
-    columns = {'x': x, 'nll': 2 * x}        # a column takes the place of a measure
-    found = stats.bootstrap(probs, labels, n_resamples=9, seed=4, columns=columns)
-    rows = np.random.default_rng(4).integers(40, size=(9, 40))
-    assert found['x'] == exactly(x[rows].mean(1)) and found['nll'] == exactly(2 * found['x'])
-    assert np.array_equal(found['ece'], stats.bootstrap(probs, labels, n_resamples=9, seed=4)[
-        'ece'])
-    assert stats.bootstrap(probs, labels, n_resamples=2, keys=['x'], columns=columns).keys() == {
-        'x'}
-
-
 def test_mcnemar_is_the_exact_test_of_the_rows_in_which_two_models_differ():
     a, b = np.repeat([[1, 0], [0, 1], [1, 1], [0, 0]], [3, 10, 20, 7], axis=0).T == 1
     assert stats.mcnemar(a, b) == (3, 10, 0.09228515625)        # scipy.stats.binomtest(3, 13)
@@ -114,18 +98,6 @@ def test_cochran_q_equals_a_computation_by_hand():
             stats.cochran_q(bad)
 
 
-def test_tails_of_chi_square_equal_an_integral():
-    rng = np.random.default_rng(1)
-    for m in (4, 5, 8):
-        correct = rng.random((m, 80)) < np.linspace(0.4, 0.6, m)[:, None]
-        q, p = stats.cochran_q(correct)
-        x = np.linspace(q, q + 200, 400_001)        # the density, integrated
-        density = x ** ((m - 1) / 2 - 1) * np.exp(-x / 2) / (
-            2 ** ((m - 1) / 2) * math.gamma((m - 1) / 2))
-        area = (density[1:] + density[:-1]).sum() / 2 * (x[1] - x[0])
-        assert p == pytest.approx(area, rel=1e-4), m
-
-
 def test_holm_corrects_for_the_number_of_tests():
     assert stats.holm([0.01, 0.04, 0.03, 0.005]) == exactly([0.03, 0.06, 0.06, 0.02])
     assert stats.holm([0.9, 0.8]).tolist() == [1, 1] and len(stats.holm([])) == 0
@@ -144,18 +116,11 @@ def test_student_t_equals_reference_values():       # by scipy.stats.ttest_1samp
         assert stats.mean_interval(x, level) == pytest.approx(
             (x.mean(), x.mean() - half, x.mean() + half))
     assert stats.mean_interval([3, 3, 3]) == (3, 3, 3)
-    # with a million degrees of freedom it is the normal distribution
-    assert stats._t_tails(2.0, 10**6) == pytest.approx(math.erfc(math.sqrt(2)), rel=1e-5)
     # two values: the Cauchy distribution, whose quantile is tan(pi level / 2)
-    for level in (0.9, 0.999, 1 - 1e-7):
+    for level in (0.9, 1 - 1e-7):
         half = math.tan(math.pi * level / 2) / 2
         assert stats.mean_interval([0, 1], level) == pytest.approx((0.5, 0.5 - half, 0.5 + half),
-                                                                     rel=1e-6)
-    for call in (stats.student_t, stats.mean_interval):
-        for bad, message in (([1], 'N >= 2'), (['1', '2'], 'must be real numbers'),
-                             (np.ma.array([1.0, 2, 900], mask=[0, 0, 1]), 'masked entries')):
-            with pytest.raises(ValueError, match=message):
-                call(bad)
+                                                                   rel=1e-6)
 
 
 def test_bca_moves_the_interval_of_a_skewed_metric():
@@ -170,8 +135,6 @@ def test_bca_moves_the_interval_of_a_skewed_metric():
     skewness = ((x - x.mean()) ** 3).mean() / x.std() ** 3
     shift = x.std() / len(x) ** 0.5 * skewness / 6 / len(x) ** 0.5 * 1.96 ** 2
     assert bca[1] - percentile[1] > shift
-    with pytest.raises(ValueError, match="'percentile' or 'bca'"):
-        stats.interval(metrics.ece, [[1.0, 0.0]], [0], method='normal')
 
 
 def draw_confidences(n, factor, random, mean=0.5):
@@ -182,7 +145,7 @@ def draw_confidences(n, factor, random, mean=0.5):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('factor', [1.0, 1.2, 1.6])
+@pytest.mark.parametrize('factor', [1.0, 1.6])
 def test_intervals_of_errors_in_bins_hold_the_error_of_the_population(factor):
     """Resamples repeat the bias of the rows: their percentiles never reached the 0 of factor 1."""
     truth = factor > 1 and metrics.ece(*draw_confidences(10**6, factor, np.random.default_rng(1)))
@@ -194,22 +157,7 @@ def test_intervals_of_errors_in_bins_hold_the_error_of_the_population(factor):
         zero.append(low == 0)
         assert 0 <= low <= metrics.ece(*rows) <= high
     assert np.mean(held) >= 0.9
-    assert np.mean(zero) >= 0.9 if factor == 1 else np.mean(zero) < 0.5 if factor == 1.6 else True
-
-
-def test_differences_of_errors_in_bins_hold_that_of_the_population():
-    """Both models are calibrated; the second is surer, so that noise moves its error less."""
-    held, p_values = [], []
-    for seed in range(60):
-        random = np.random.default_rng(seed)
-        first, second = draw_confidences(500, 1, random), draw_confidences(500, 1, random, mean=4)
-        drawn, redrawn = (stats.bootstrap(*rows, n_resamples=100, seed=seed, keys=[
-            'ece_equal_mass'])['ece_equal_mass'] for rows in (first, second))
-        low, high, p = stats.difference_test(drawn, redrawn, [
-            metrics.ece_equal_mass(*rows) for rows in (first, second)])
-        held.append(low <= 0 <= high)
-        p_values.append(p)
-    assert np.mean(held) >= 0.85 and np.mean(np.array(p_values) < 0.05) <= 0.15
+    assert np.mean(zero) >= 0.9 if factor == 1 else np.mean(zero) < 0.5
 
 
 def test_intervals_of_means_are_percentiles():
@@ -229,16 +177,6 @@ def test_intervals_of_means_are_percentiles():
     positive = np.abs(values[0]) + 0.5
     assert stats.percentile_interval(positive, 0.1)[0] == 0
     assert stats.difference_test(0 * positive, positive, (0, 0.1))[0] < 0
-
-
-def test_bca_widens_with_the_level():
-    c, correct = np.random.default_rng(0).random(30) ** 8, np.arange(30) % 2 == 0
-    previous = stats.interval(metrics.gap, c, correct, n_resamples=200, method='bca')
-    for level in (0.999, 0.999999, 1 - 1e-12):
-        low, high = stats.interval(metrics.gap, c, correct, level=level, n_resamples=200,
-                                     method='bca')
-        assert low <= previous[0] < previous[1] <= high
-        previous = low, high
 
 
 def test_paired_tests_tell_models_apart():
@@ -268,25 +206,39 @@ def test_a_calibrated_model_shows_an_error_by_chance():
     assert alone['expected'] == pytest.approx(found['expected'], abs=0.01)
 
 
-@pytest.mark.slow
 def test_a_metric_that_is_undefined_in_a_resample():
     """auroc is nan where all rows are right; an interval or p from the rest would be wrong."""
     probs, labels = np.array([[0.9, 0.1], [0.6, 0.4], [0.7, 0.3]]), np.array([0, 0, 1])
-    for call in (lambda: stats.interval(metrics.auroc, probs, labels),
-                 lambda: stats.interval(metrics.auroc, probs, labels, method='bca'),
-                 lambda: stats.paired_bootstrap(metrics.auroc, probs, probs, labels),
+    for call in (lambda: stats.interval(metrics.auroc, probs, labels, n_resamples=50),
+                 lambda: stats.paired_bootstrap(metrics.auroc, probs, probs, labels,
+                                                n_resamples=50),
                  lambda: stats.difference_test(np.zeros(3), np.array([0.1, np.nan, 0.2]), (0, 1)),
-                 lambda: stats.consistency_test(probs, labels, metrics.auroc)):
+                 lambda: stats.consistency_test(probs, labels, metrics.auroc, n_resamples=50)):
         with pytest.raises(ValueError, match='the metric is nan in .* samples of the rows'):
             call()
 
 
-def test_resampling_refuses_bad_rows():
-    for arrays_ in (([0.5, 0.6], [1]), ([], []), (0.5, 1)):
-        with pytest.raises(ValueError, match='the same N >= 1 rows'):
-            stats.interval(metrics.ece, *arrays_)
-    with pytest.raises(ValueError, match='sum to 1.1'):
-        stats.consistency_test([[0.5, 0.6]], [1], lambda probs, labels: 0.0)
+@pytest.mark.parametrize('call, message', [
+    *((lambda level=level, call=call: call(level=level), r'level must be a number in \(0, 1\), ')
+      for level in (1, 0, math.nan) for call in (
+          functools.partial(stats.mean_interval, [1, 2]),
+          functools.partial(stats.interval, metrics.ece, [0.5], [1]),
+          functools.partial(stats.paired_bootstrap, metrics.ece, [0.5], [0.6], [1],
+                            n_resamples=9))),
+    *((lambda f=f, x=x: f(x), message) for f in (stats.student_t, stats.mean_interval)
+      for x, message in (([1], 'N >= 2'), (['1', '2'], 'must be real numbers'),
+                         (np.ma.array([1.0, 2, 900], mask=[0, 0, 1]), 'masked entries'))),
+    (lambda: stats.interval(metrics.ece, [0.5, 0.6], [1]), 'the same N >= 1 rows'),
+    (lambda: stats.interval(metrics.ece, [], []), 'the same N >= 1 rows'),
+    (lambda: stats.interval(metrics.ece, [[1.0, 0.0]], [0], method='normal'),
+     "'percentile' or 'bca'"),
+    (lambda: stats.consistency_test([[0.5, 0.6]], [1], lambda *_: 0.0), 'sum to 1.1'),
+    (lambda: stats.bootstrap([0.5, 1.2], [True, True]), 'row 1: confidence is 1.2'),
+    (lambda: stats.bootstrap([[0.5, 0.5]], [0], [3]), 'n_options is 3, not from 1 to 2'),
+    (lambda: stats.bootstrap([0.5], [1], n_resamples=0), 'n_resamples must be a whole number')])
+def test_bad_rows_and_settings_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 def test_bootstrap_of_scores_has_no_floor():
@@ -298,27 +250,3 @@ def test_bootstrap_of_scores_has_no_floor():
     assert set(resampled['nll'].round(9)) == {60.0, round((60 + other) / 2, 9), round(other, 9)}
     with pytest.raises(ValueError, match='row 1: the softmax of scores gives option 0 0.8'):
         stats.bootstrap(probs, labels, scores=2 * scores)
-    with pytest.raises(ValueError, match='not to a confidence'):
-        stats.bootstrap([0.5], [True], scores=scores)
-
-
-def test_bootstrap_refuses_what_metrics_refuse():
-    for arguments, message in ((([0.5, 1.2], [True, True]), 'row 1: confidence is 1.2'),
-                               (([0.5, 0.5], [1, 2]), 'row 1: correct is 2'),
-                               (([[0.5, 0.6]], [0]), 'row 0: probabilities sum to 1.1'),
-                               (([[0.5, 0.5]], [0], [3]), 'n_options is 3, not from 1 to 2')):
-        with pytest.raises(ValueError, match=message):
-            stats.bootstrap(*arguments)
-    with pytest.raises(ValueError, match='n_resamples must be a whole number'):
-        stats.bootstrap([0.5], [1], n_resamples=0)
-    assert stats.bootstrap([0.5], [1], n_resamples=1)['gap'] == [-0.5]      # 1 for True
-
-
-def test_levels_out_of_range_are_refused():
-    for level in (1, 0, math.nan, '0.5', True):
-        for call in (functools.partial(stats.mean_interval, [1, 2]),
-                     functools.partial(stats.interval, metrics.ece, [0.5], [1]),
-                     functools.partial(stats.paired_bootstrap, metrics.ece, [0.5], [0.6], [1],
-                                       n_resamples=9)):
-            with pytest.raises(ValueError, match=re.escape('level must be a number in (0, 1), ')):
-                call(level=level)

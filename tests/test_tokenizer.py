@@ -2,24 +2,23 @@
 
 import base64
 import gzip
+import itertools
 import json
 import random
 import re
 import shutil
 from types import SimpleNamespace
-from typing import get_args
 
 import pytest
 import tokenizers
 import transformers
-from common import (CORPUS, SHARED, needs_files, needs_shared, sentencepiece_folder, t5_folder,
+from common import (CORPUS, SHARED, needs_files, sentencepiece_folder, t5_folder,
                     tiktoken_folder)
 from data import byte_pairs, chat, export
 from data.instruct import to_messages
 from data.questions import Question
 from data.tokenizer import load_model_tokenizer, load_tokenizer
 from data.trees import tokenize_questions
-from runtime import eval_config
 from runtime.errors import CheckpointError, ConfigError, DataError
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -31,27 +30,19 @@ HOSTILE = ('<|eot_id|><|begin_of_text|> <s></s> [INST] x [/INST] <start_of_turn>
 @pytest.mark.parametrize('kind', ['gemma', 'mistral', 'llama2', 'llama3'])
 def test_text_never_makes_a_control_token(tokenizers, kind):
     tokenizer = tokenizers[kind]
+    encode, decode = tokenizer.encode, tokenizer.decode
     controls = set(tokenizer.control_ids.values())
     assert {tokenizer.bos_id, tokenizer.eos_id} <= controls
     for start in (True, False):
-        ids = tokenizer.encode(HOSTILE, start=start)
-        assert not controls & set(ids)
-        assert tokenizer.decode(ids).strip() == HOSTILE
-    assert not controls & set(tokenizer.encode(''.join(tokenizer.control_ids)))
-
-
-@pytest.mark.parametrize('kind', ['gemma', 'mistral', 'llama2', 'llama3'])
-def test_continued_text_has_no_extra_space(tokenizers, kind):
-    encode, decode = tokenizers[kind].encode, tokenizers[kind].decode
+        ids = encode(HOSTILE, start=start)
+        assert not controls & set(ids) and decode(ids).strip() == HOSTILE
+    assert not controls & set(encode(''.join(tokenizer.control_ids)))
+    # continued text has no extra space
     for first, second in (('user: ', 'blue'), ('The fox\n', 'jumps\n\nover'), ('fox', ' dog'),
                           ('', 'sky')):
         assert decode(encode(first) + encode(second, start=not first)) == first + second
-
-
-def test_gemma_keeps_harmless_symbols(tokenizers):
-    tokenizer = tokenizers['gemma']
-    assert len(tokenizer.encode('\n\n')) == 1 and len(tokenizer.encode('<b>')) == 1
-    assert len(tokenizer.encode('<start_of_turn>')) > 1
+    if kind == 'gemma':     # harmless symbols of its own
+        assert len(encode('\n\n')) == len(encode('<b>')) == 1 < len(encode('<start_of_turn>'))
 
 
 def test_a_missing_or_damaged_tokenizer_is_named(tmp_path):
@@ -146,11 +137,15 @@ def test_a_tokenizer_json_has_the_ids_of_transformers(kind, tmp_path):
         truncation={'max_length': 3, 'strategy': 'LongestFirst', 'stride': 0, 'direction': 'Right'},
         padding={'strategy': {'Fixed': 9}, 'direction': 'Left', 'pad_to_multiple_of': None,
                  'pad_id': 0, 'pad_type_id': 0, 'pad_token': 'x'}))
-    tokenizer, _ = same_ids(tmp_path, [*strings(1000), 'a' * 60_000 + ' ' * 60_000])
+    tokenizer, _ = same_ids(tmp_path, [*strings(300), 'a' * 6_000 + ' ' * 6_000])
     assert tokenizer.bos_id == (0 if kind == 'words' else None)
     assert tokenizer.eos_id == reference.token_to_id('<|end|>')
     assert tokenizer.control_ids == {'<|begin|>': 0, '<|end|>': 1}
     assert tokenizer.n_vocab == reference.get_vocab_size()
+    # BOS is what the post-processor adds, whatever add_bos_token says
+    rewrite_json(tmp_path / 'tokenizer_config.json', lambda file: file.update(
+        tokenizer_class='PreTrainedTokenizerFast', add_bos_token=kind != 'words'))
+    same_ids(tmp_path, ['a text'])
 
 
 def sentencepiece_json(folder, spaces):
@@ -201,7 +196,7 @@ def test_a_real_tokenizer_json_has_the_ids_of_transformers(name, tmp_path):
     (tmp_path / 'tokenizer_config.json').write_text(json.dumps(
         {'eos_token': REAL[name], 'tokenizer_class': 'PreTrainedTokenizerFast'}))
     lines = gzip.open(SHARED / 'datasets' / 'wikitext2' / 'wiki.test.txt.gz', 'rt').readlines()
-    same_ids(tmp_path, strings(1000) + lines[::4])
+    same_ids(tmp_path, strings(500) + lines[::16])
 
 
 def test_vocab_and_merges_are_read_as_by_transformers(tmp_path):
@@ -210,7 +205,7 @@ def test_vocab_and_merges_are_read_as_by_transformers(tmp_path):
     (tmp_path / 'tokenizer.json').unlink()
     reference.model.save(str(tmp_path))         # vocab.json and merges.txt, as OPT has them
     (tmp_path / 'config.json').write_text('{"model_type": "opt"}')
-    tokenizer, _ = same_ids(tmp_path, strings(1000))
+    tokenizer, _ = same_ids(tmp_path, strings(300))
     assert tokenizer.bos_id == tokenizer.eos_id == reference.token_to_id('<|end|>')
     assert tokenizer.control_ids.keys() == {'<s>', '<pad>', '<|begin|>', '<|end|>'}
     assert export.tokenizer_files(tmp_path, tokenizer) == {}    # transformers reads these files
@@ -220,9 +215,6 @@ def test_vocab_and_merges_are_read_as_by_transformers(tmp_path):
     (tmp_path / 'added_tokens.json').unlink()
     (tmp_path / 'merges.txt').write_text('\n'.join([*merges[:1], *merges[:0:-1]]))
     assert load_tokenizer(tmp_path).fingerprint != tokenizer.fingerprint
-    (tmp_path / 'tokenizer_config.json').write_text(json.dumps(
-        {'bos_token': '<|end|>', 'eos_token': '<|end|>'}))
-    assert load_tokenizer(tmp_path).bos_id is None
     (tmp_path / 'merges.txt').unlink()
     with pytest.raises(DataError, match='vocab.json needs merges.txt beside it'):
         load_tokenizer(tmp_path)
@@ -292,14 +284,9 @@ def test_tokens_outside_of_a_sentencepiece_model(tmp_path):
 
 
 def test_gemma3_symbols_are_controls(tmp_path):
-    import sentencepiece
     symbols = ['<start_of_image>', '<end_of_image>', '[multimodal]', '<unused7>', '<start_of_turn>']
-    with open(tmp_path / 'tokenizer.model', 'wb') as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(CORPUS), model_writer=file, vocab_size=400, model_type='bpe',
-            byte_fallback=True, normalization_rule_name='identity', minloglevel=2,
-            remove_extra_whitespaces=False, user_defined_symbols=[*symbols, '<table>'])
-    tokenizer = load_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(sentencepiece_folder(
+        tmp_path, 'llama2', user_defined_symbols=[*symbols, '<table>']))
     assert {*symbols} <= tokenizer.control_ids.keys() and '<table>' not in tokenizer.control_ids
     for symbol in symbols:
         assert tokenizer.control_ids[symbol] not in tokenizer.encode(f'an {symbol}')
@@ -323,23 +310,21 @@ def test_tekken_has_the_ids_of_its_pieces_here_and_in_transformers(tmp_path):
     (tmp_path / 'tekken.json').write_text(json.dumps(content))
     theirs, tokenizer = in_transformers(tmp_path, 'tekken')
     ranks = {i: 1000 + rank for rank, i in enumerate(pieces.values())}
-    for text in strings(1000):
+    for text in strings(300):
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
         assert theirs(text, split_special_tokens=True)['input_ids'] == [1, *ids]
         if not any(token in text for token in ('<|end|>', '<think>', '  ')):
             assert ids == [ranks[i] for i in reference.encode(text).ids], text
     assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
-    assert tokenizer.n_vocab == 1000 + len(pieces)
-    assert tokenizer.encode('zqxj') == [tokenizer.n_vocab - 1]
+    assert tokenizer.encode('zqxj') == [tokenizer.n_vocab - 1] == [999 + len(pieces)]
     assert theirs.apply_chat_template(MESSAGES)['input_ids'] == chat.encode_conversation(
         MESSAGES, tokenizer, 'tekken')[0]
     (tmp_path / 'tokenizer.json').unlink()
     (tmp_path / 'tekken.json').write_text(json.dumps(content | {'special_tokens': None}))
     assert load_tokenizer(tmp_path).control_ids['[SYSTEM_PROMPT]'] == 17
     for wrong, message in (({'special_tokens': names}, 'not a tekken.json: TypeError'),
-                           ({'vocab': vocab[5:]}, 'are not [0-9]+ in a row from 0'),
-                           ({'config': content['config'] | {'pattern': '('}}, 'cannot read')):
+                           ({'vocab': vocab[5:]}, 'are not [0-9]+ in a row from 0')):
         (tmp_path / 'tekken.json').write_text(json.dumps(content | wrong))
         with pytest.raises(DataError, match=f'tekken.json.*{message}'):
             load_tokenizer(tmp_path)
@@ -349,59 +334,14 @@ def test_tekken_has_the_ids_of_its_pieces_here_and_in_transformers(tmp_path):
     (lambda f: f['model'].update(dropout=0.1), 'model.dropout is not supported'),
     (lambda f: f['pre_tokenizer'].update(add_prefix_space=True), 'add_prefix_space is not support'),
     (lambda f: f.pop('model'), 'cannot read this file, .*Model missing'),
-    (lambda f: f['model']['merges'].append(['a', '\n']), 'out of vocabulary'),
-    (lambda f: f['post_processor']['single'][0]['SpecialToken'].update(id='<|start|>'),
-     'cannot read this file'),
-    (lambda f: f['model']['vocab'].update(h=-3), 'invalid value: integer `-3`')])
+    (lambda f: f.update(pre_tokenizer={
+        'type': 'Split', 'pattern': {'Regex': '(a+)+b'}, 'behavior': 'Isolated', 'invert': False}),
+     'or encode a text with it')])      # a regular expression that does not end
 def test_a_tokenizer_json_that_is_refused(change, message, tmp_path):
     train_bpe(tmp_path, bos='<|begin|>')
     rewrite_json(tmp_path / 'tokenizer.json', change)
     with pytest.raises(DataError, match=f'(?s)tokenizer.json: .*{message}'):
-        load_tokenizer(tmp_path)
-
-
-def test_a_regular_expression_that_does_not_end_is_an_error(tmp_path):
-    train_bpe(tmp_path, words_by(byte_pairs.LLAMA3_PATTERN))
-    rewrite_json(tmp_path / 'tokenizer.json', lambda file: file['pre_tokenizer']['pretokenizers'][
-        0]['pattern'].update(Regex='(a+)+b'))
-    with pytest.raises(DataError, match='tokenizer.json: .* or encode a text with it'):
         load_tokenizer(tmp_path).encode('a' * 60)
-
-
-def test_an_end_that_merges_make_only_after_a_letter_is_refused(tmp_path):
-    pieces = ['\u2581', '<', 's', '>', 'a', '\u2581<', '<s', '<s>']
-    library = tokenizers.Tokenizer(models.BPE(
-        {piece: i for i, piece in enumerate(pieces)},
-        [('\u2581', '<'), ('<', 's'), ('<s', '>')], byte_fallback=True))
-    library.normalizer = normalizers.Prepend('\u2581')
-    library.add_special_tokens(['<s>'])
-    library.encode_special_tokens = True
-    assert 7 not in library.encode('<s>').ids and 7 in library.encode('a<s>').ids
-    library.save(str(tmp_path / 'tokenizer.json'))
-    (tmp_path / 'tokenizer_config.json').write_text('{"eos_token": "<s>"}')
-    with pytest.raises(DataError, match="the text '<s>' would become the token that begins or"):
-        load_tokenizer(tmp_path)
-
-
-def test_a_special_token_that_is_a_word_does_not_split_it(tmp_path):
-    reference = train_bpe(tmp_path)
-    word = min(name for name in reference.get_vocab() if re.fullmatch('[a-z]{3,}', name))
-    reference.add_special_tokens([tokenizers.AddedToken(word),
-                                  tokenizers.AddedToken('<|left|>', lstrip=True)])
-    reference.save(str(tmp_path / 'tokenizer.json'))
-    tokenizer, _ = same_ids(tmp_path, [f'{word}', f'a {word}s', f'{word}{word}\n{word}'])
-    assert tokenizer.control_ids.keys() == {'<|begin|>', '<|end|>', '<|left|>'}
-    assert tokenizer.strips == {tokenizer.control_ids['<|left|>']: (True, False)}
-    assert reference.token_to_id(word) in tokenizer.encode(word)
-
-
-@pytest.mark.parametrize('bos', ['<|begin|>', ''])
-@pytest.mark.parametrize('settings', [{}, {'add_bos_token': True}, {'add_bos_token': False},
-                                      {'bos_token': None, 'add_bos_token': True}])
-def test_bos_is_that_of_transformers_whatever_add_bos_token_says(bos, settings, tmp_path):
-    train_bpe(tmp_path, bos=bos, **{'tokenizer_class': 'PreTrainedTokenizerFast'} | settings)
-    ours, _ = same_ids(tmp_path, ['a text'])
-    assert ours.bos_id == (0 if bos else None)
 
 
 def test_bos_and_eos_of_a_tokenizer_json(tmp_path):
@@ -497,9 +437,6 @@ def test_templates_are_those_of_the_models(template, tmp_path):
         shown = {'conversation': messages, 'add_generation_prompt': asking}
         right = theirs.apply_chat_template(**shown, chat_template=OFFICIAL[template])['input_ids']
         assert theirs.apply_chat_template(**shown, chat_template=ours)['input_ids'] == right
-        assert theirs.apply_chat_template(
-            **shown, tokenize=False, chat_template=ours) == theirs.apply_chat_template(
-                **shown, tokenize=False, chat_template=OFFICIAL[template])
         ids, stop = (chat.encode_prompt(messages, tokenizer, template, add_bos) if asking else
                      chat.encode_conversation(messages, tokenizer, template, add_bos))
         assert ids == right, messages
@@ -509,16 +446,9 @@ def test_templates_are_those_of_the_models(template, tmp_path):
     end = max(i for i, supervised in enumerate(mask) if supervised)
     assert ids[:end + 1] == theirs.apply_chat_template(
         MESSAGES[1:3], chat_template=of_reward)['input_ids']
-    assert theirs.apply_chat_template(MESSAGES[:2], tokenize=False, chat_template=of_reward) == (
-        theirs.apply_chat_template(MESSAGES[:2], tokenize=False, chat_template=ours))
     answer = tokenizer.decode([i for i, supervised in zip(ids, mask, strict=True) if supervised])
     assert re.fullmatch(r'It is blue\.(<\|?\w+\|>|</s>)', answer)
-
-
-@pytest.mark.parametrize('template', OFFICIAL)
-def test_questions_in_a_template_have_the_tokens_of_training(template, tmp_path):
-    tokenizer = load_tokenizer(official_folder(tmp_path, template))
-    add_bos = tokenizer.bos_id is not None
+    # questions in the template have the tokens of training
     question = Question('1', 'The sky is?\nAnswer:', [' blue', ' a lazy dog', '\nb'], 1, 's',
                         header='Questions.\n\n')
     ((_, tree),) = tokenize_questions([question], {}, tokenizer, add_bos=add_bos, max_length=500,
@@ -527,15 +457,10 @@ def test_questions_in_a_template_have_the_tokens_of_training(template, tmp_path)
         ids, mask = chat.encode_conversation(
             [{'role': 'user', 'content': question.header + question.context},
              {'role': 'assistant', 'content': option.strip()}], tokenizer, template, add_bos)
-        whole = [*tree.prefix, *tree.prompt, *tree.continuations[n]]
+        whole = tree.sequences[n]
         assert whole == ids[:len(whole)] and mask[:len(whole)] == (
             [0] * tree.starts[n] + [1] * tree.n_tokens[n])
         assert ids[len(whole)] in tokenizer.control_ids.values()
-
-
-def test_settings_name_every_template():
-    names = get_args(eval_config.EvalConfig.__annotations__['chat'])
-    assert {*names} == {'none', 'trained', *chat.TEMPLATES}
 
 
 MESSAGES = [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 'The sky?'},
@@ -569,20 +494,12 @@ def test_templates_render_with_the_right_loss_mask(tokenizers, template):
     tokenizer = tokenizers[kind]
     ids, loss_mask = chat.encode_conversation(MESSAGES, tokenizer, template)
     shown = ''
-    for flag, group in groupby_flag(ids, loss_mask):
-        piece = tokenizer.decode(group, start=not shown)
+    for flag, group in itertools.groupby(zip(loss_mask, ids, strict=True), lambda pair: pair[0]):
+        piece = tokenizer.decode([i for _, i in group], start=not shown)
         shown += '{' + piece + '}' if flag else piece
     assert shown == expected
     assert ids.count(tokenizer.bos_id) == 1
     assert chat.encode_conversation(MESSAGES, tokenizer, template, add_bos=False)[0] == ids[1:]
-
-
-def groupby_flag(ids, loss_mask):
-    start = 0
-    for i in range(1, len(ids) + 1):
-        if i == len(ids) or loss_mask[i] != loss_mask[start]:
-            yield loss_mask[start], ids[start:i]
-            start = i
 
 
 def base_folder(folder, kind):
@@ -619,7 +536,7 @@ def test_transformers_reads_what_a_run_saves(kind, tmp_path):
     assert (theirs.chat_template == 'of the base model') == (kind in ('llama3.json', 'qwen'))
     bos = [] if kind == 'qwen' else [ours.bos_id]
     assert (theirs.eos_token_id, ours.bos_id) == (ours.eos_id, *(bos or [None]))
-    for text in [' lead', 'a\n\n b', '<0x0A>', '<unk>', '<b>', '\u2581', *strings(300),
+    for text in [' lead', 'a\n\n b', '<0x0A>', '<unk>', '<b>', '\u2581', *strings(100),
                  *CORPUS[:6]]:
         if not any(name in text for name in ours.control_ids):
             assert theirs(text)['input_ids'] == bos + ours.encode(text), text
@@ -629,19 +546,18 @@ def test_transformers_reads_what_a_run_saves(kind, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('file', ['llama2_tokenizer.model', 'llama3_tokenizer.model',
-                                  'mistral_tokenizer.model.v1',
-                                  'mistral_mistral_instruct_tokenizer_240323.model.v3',
-                                  'mistral_mistral_instruct_tokenizer_241114.model.v7'])
+                                  'mistral_mistral_instruct_tokenizer_240323.model.v3'])
 def test_transformers_reads_real_tokenizers(file, tmp_path):
     needs_files(f'tokenizers/{file}', 'datasets/wikitext2/wiki.test.txt.gz')
     shutil.copyfile(SHARED / 'tokenizers' / file, tmp_path / 'tokenizer.model')
     (tmp_path / 'config.json').write_text('{"model_type": "llama"}')
-    theirs, ours = in_transformers(tmp_path, 'llama3' if 'llama3' in file else 'mistral')
+    template = 'llama3' if 'llama3' in file else 'mistral'
+    theirs, ours = in_transformers(tmp_path, template)
     for messages in CHATS:
         assert theirs.apply_chat_template(messages)['input_ids'] == chat.encode_conversation(
-            messages, ours, 'llama3' if 'llama3' in file else 'mistral')[0], messages
+            messages, ours, template)[0], messages
     lines = gzip.open(SHARED / 'datasets' / 'wikitext2' / 'wiki.test.txt.gz', 'rt').readlines()
-    texts = [text for text in [*strings(1000), *lines[::4]]
+    texts = [text for text in [*strings(500), *lines[::16]]
              if not any(name in text for name in ours.control_ids)]
     for text, ids in zip(texts, theirs(texts)['input_ids'], strict=True):
         assert ids == [ours.bos_id, *ours.encode(text)], text
@@ -652,16 +568,9 @@ def test_transformers_reads_real_tokenizers(file, tmp_path):
     assert not set(saved.encode(HOSTILE)) & set(saved.control_ids.values())
 
 
-@pytest.mark.parametrize('settings', [{'model_type': 'unigram'},
-                                      {'normalization_rule_name': 'nfkc'}])
-def test_other_sentencepiece_models_are_left_alone(settings, tmp_path, capsys):
-    import sentencepiece
-    settings = {'model_type': 'bpe', 'normalization_rule_name': 'identity'} | settings
-    with open(tmp_path / 'tokenizer.model', 'wb') as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(CORPUS), model_writer=file, vocab_size=60, minloglevel=2,
-            hard_vocab_limit=False, remove_extra_whitespaces=False, **settings)
-    assert export.tokenizer_files(tmp_path, load_tokenizer(tmp_path)) == {}
+def test_other_sentencepiece_models_are_left_alone(tmp_path, capsys):
+    folder = sentencepiece_folder(tmp_path, 'llama2', normalization_rule_name='nfkc')
+    assert export.tokenizer_files(folder, load_tokenizer(folder)) == {}
     assert 'transformers needs the package protobuf' in capsys.readouterr().out
 
 
@@ -672,11 +581,10 @@ CHATS = [MESSAGES, MESSAGES[1:], MESSAGES[:3], MESSAGES[1:3],
 
 @pytest.mark.slow
 @pytest.mark.parametrize('template, kind, add_bos', [
-    *(('tulu', kind, True) for kind in ('llama3', 'llama3.json', 'gemma', 'mistral', 'llama2')),
+    *(('tulu', kind, True) for kind in ('llama3', 'llama3.json', 'gemma', 'mistral')),
     *(('mistral', kind, True) for kind in ('llama3.json', 'mistral', 'llama2')),
-    ('alpaca', 'gemma', True), ('alpaca', 'llama2', True), ('llama3', 'llama3.json', True),
-    ('gemma', 'gemma', True), ('gemma', 'gemma', False), ('tulu', 'llama2', False),
-    ('mistral', 'mistral', False), ('tulu', 'qwen', False), ('chatml', 'qwen', False)])
+    ('alpaca', 'llama2', True), ('llama3', 'llama3.json', True), ('gemma', 'gemma', True),
+    ('gemma', 'gemma', False), ('mistral', 'mistral', False), ('chatml', 'qwen', False)])
 def test_transformers_renders_what_was_trained(template, kind, add_bos, tmp_path):
     theirs, ours = in_transformers(base_folder(tmp_path / 'run', kind), template, add_bos)
     for messages in CHATS[3:] if template == 'alpaca' else CHATS:
@@ -694,20 +602,14 @@ def test_transformers_renders_what_was_trained(template, kind, add_bos, tmp_path
 
 def test_generation_stops_at_the_end_of_a_turn(tmp_path):
     from transformers import GenerationConfig
-    for kind, template, before, after in (
-            ('gemma', 'gemma', None, [1, '<end_of_turn>']), ('gemma', 'tulu', None, None),
-            ('qwen', 'chatml', [1, 9], [1, 9, '<|im_end|>']), ('qwen', 'tulu', 1, 1)):
-        folder = base_folder(tmp_path / f'{kind}-{template}', kind)
-        if before:
-            GenerationConfig(eos_token_id=before, max_new_tokens=7).save_pretrained(folder)
-        _, ours = in_transformers(folder, template, kind != 'qwen')
-        if after is None:
-            assert not (folder / 'generation_config.json').exists()
-            continue
-        found = GenerationConfig.from_pretrained(folder)
-        assert found.eos_token_id == (after if isinstance(after, int) else [
-            ours.control_ids.get(i, i) for i in after])
-        assert found.max_new_tokens == (7 if before else None)
+    folder = base_folder(tmp_path / 'qwen', 'qwen')
+    GenerationConfig(eos_token_id=[1, 9], max_new_tokens=7).save_pretrained(folder)
+    _, ours = in_transformers(folder, 'chatml', False)
+    found = GenerationConfig.from_pretrained(folder)
+    assert found.eos_token_id == [1, 9, ours.control_ids['<|im_end|>']]
+    assert found.max_new_tokens == 7
+    in_transformers(folder := base_folder(tmp_path / 'gemma', 'gemma'), 'tulu')
+    assert not (folder / 'generation_config.json').exists()
 
 
 def test_jinja_raises_as_python_does(tokenizers, tmp_path):
@@ -721,17 +623,8 @@ def test_jinja_raises_as_python_does(tokenizers, tmp_path):
             theirs.apply_chat_template(messages, tokenize=False)
         with pytest.raises(DataError, match=wrong):
             chat.encode_conversation([*messages, *MESSAGES[2:3]], ours, 'gemma')
-
-
-def test_prompt_tokens_do_not_depend_on_the_answer(tokenizers):
-    # an answer that begins with a newline must not melt into the prompt's last newline
-    for answer in ('\n\nblue', ' blue', 'blue'):
-        ids, loss_mask = chat.encode_conversation(
-            [{'role': 'user', 'content': 'sky'}, {'role': 'assistant', 'content': answer}],
-            tokenizers['gemma'])
-        prompt = [i for i, flag in zip(ids, loss_mask, strict=True) if not flag]
-        assert prompt == [tokenizers['gemma'].bos_id] + tokenizers['gemma'].encode(
-            '<|user|>\nsky\n<|assistant|>\n')
+    with pytest.raises(ConfigError, match="needs <start_of_turn>, .*'tulu' works"):
+        chat.encode_conversation(MESSAGES, tokenizers['llama3'], 'gemma')
 
 
 def test_a_template_that_cannot_ask_is_refused(tokenizers, monkeypatch):
@@ -742,48 +635,20 @@ def test_a_template_that_cannot_ask_is_refused(tokenizers, monkeypatch):
             chat.question_frame(tokenizers['gemma'], 'mine')
 
 
-def test_template_needs_its_control_tokens(tokenizers):
-    with pytest.raises(ConfigError, match="needs <start_of_turn>, .*'tulu' works"):
-        chat.encode_conversation(MESSAGES, tokenizers['llama3'], 'gemma')
-
-
 BELOW = 'Below is an instruction that describes a task'
 APPROPRIATELY = 'Write a response that appropriately completes the request.'
 
 
-@pytest.mark.parametrize('kind', ['gemma', 'llama2'])
 @pytest.mark.parametrize('given, prompt', [
     ('', f'{BELOW}. {APPROPRIATELY}\n\n### Instruction:\nAdd <|.\n\n### Response:'),
     ('1\n\n2', f'{BELOW}, paired with an input that provides further context. {APPROPRIATELY}\n\n'
      '### Instruction:\nAdd <|.\n\n### Input:\n1\n\n2\n\n### Response:')])
-def test_the_alpaca_template_is_stanfords_prompt(tokenizers, kind, given, prompt):
-    tokenizer = tokenizers[kind]
+def test_the_alpaca_template_is_stanfords_prompt(tokenizers, given, prompt):
+    tokenizer = tokenizers['llama2']
     row = {'instruction': 'Add <|.', 'input': given, 'output': '3 foxes\n'}
     ids, loss_mask = chat.encode_conversation(to_messages(row), tokenizer, 'alpaca')
     before = [tokenizer.bos_id, *tokenizer.encode(prompt)]
     assert ids == before + tokenizer.encode('3 foxes\n', start=False) + [tokenizer.eos_id]
     assert loss_mask == [0] * len(before) + [1] * (len(ids) - len(before))
-    for messages, roles in ((MESSAGES, 'system, user, assistant, user, assistant'),
-                            (MESSAGES[2:3], 'assistant'),
-                            (MESSAGES[:3], 'system, user, assistant')):
-        with pytest.raises(DataError, match=f'one user message and one answer, not {roles};'):
-            chat.encode_conversation(messages, tokenizer, 'alpaca')
-
-
-@needs_shared
-@pytest.mark.parametrize('file, text, ids', [
-    ('llama3_tokenizer.model', '<|user|>\n', [27, 91, 882, 91, 397]),
-    ('llama3_tokenizer.model', '<|assistant|>\n', [27, 91, 78191, 91, 397]),
-    ('llama2_tokenizer.model', 'Answer: A', [673, 29901, 319]),
-    ('mistral_tokenizer.model.v1', 'Answer: A', None)])
-def test_real_tokenizers_give_known_ids(file, text, ids, tmp_path):
-    shutil.copyfile(SHARED / 'tokenizers' / file, tmp_path / 'tokenizer.model')
-    tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.encode(text) == (ids or [*tokenizer.encode('Answer:'), 330])
-    assert not set(tokenizer.encode(HOSTILE)) & set(tokenizer.control_ids.values())
-    if 'llama3' in file:
-        assert (tokenizer.n_vocab, tokenizer.bos_id, tokenizer.eos_id) == (128256, 128000, 128001)
-        assert tokenizer.control_ids['<|eot_id|>'] == 128009
-    else:
-        assert tokenizer.encode('Answer: A', start=False)[-1] == tokenizer.encode(text)[-1]
-        assert tokenizer.encode('\nhello') != tokenizer.encode('\nhello', start=False)
+    with pytest.raises(DataError, match='one user message and one answer, not assistant;'):
+        chat.encode_conversation(MESSAGES[2:3], tokenizer, 'alpaca')

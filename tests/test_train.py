@@ -4,19 +4,18 @@ import dataclasses
 import gc
 import importlib.util
 import json
-import os
 import shutil
-import subprocess
 import sys
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import (DEVICES, HERE, documents, gradients, head_of_32, lora_model, reference_model,
-                    rewrite, run_scripts, run_train, start_script, torchrun, whole_rows,
+from common import (DEVICES, documents, gradients, head_of_32, lora_model, reference_model,
+                    rewrite, run_scripts, run_train, torchrun, whole_rows,
                     write_rows)
 from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounter
@@ -27,7 +26,7 @@ import train
 from data import packing
 from data.chat import encode_conversation
 from data.tokenizer import load_tokenizer
-from runtime import build, checkpoint, parallel, resume, trained
+from runtime import build, checkpoint, log, parallel, resume, trained
 from runtime.config import load_config
 from runtime.device import HostCopy, micro_batches, pick_device
 from runtime.errors import ConfigError, DataError, TrainingError
@@ -52,7 +51,6 @@ def test_micro_batches_change_nothing(tiny_model, reduction):
     for loss, _, gradient in results[1:]:
         assert loss == pytest.approx(results[0][0], rel=1e-6)
         assert (gradient - results[0][2]).norm() < 1e-5 * gradient.norm()
-
 
 
 @pytest.mark.parametrize('reduction', ['token', 'sequence'])
@@ -81,7 +79,6 @@ def test_packed_step_equals_unpacked_sequences(tiny_model, reduction):
     assert (gradient - expected).norm() < 1e-5 * expected.norm()
 
 
-
 def test_the_learning_rate_warms_up_and_decays():
     cfg = tiny_config(lr=1.0, warmup=0.1, final_lr=0.1)
     rates = [train.learning_rate(s, 100, cfg) for s in range(100)]
@@ -98,6 +95,8 @@ def test_the_learning_rate_warms_up_and_decays():
     assert train.learning_rate(3, 8, in_steps) == 0.4     # a run shorter than its warm-up
     with pytest.raises(ConfigError, match='warmup = 0.1 is a share .* set one of them'):
         train.check_config(dataclasses.replace(in_steps, warmup=0.1))
+    with pytest.raises(ConfigError, match="schedule = 'step'; the schedules are linear, cosine"):
+        train.learning_rate(50, 100, dataclasses.replace(cfg, schedule='step'))
 
 
 @pytest.mark.parametrize('values, message', [
@@ -120,12 +119,6 @@ def test_settings_without_a_meaning_are_refused(values, message, monkeypatch):
     train.check_config(tiny_config(max_length=8, loss='cross_entropy() + smoothing(0.1)'))
     with pytest.raises(ConfigError, match=message):
         train.check_config(tiny_config(max_length=8, **values))
-
-
-def test_an_unknown_schedule_is_refused_where_the_rate_is_computed():
-    cfg = tiny_config(schedule='step', warmup=0.1)
-    with pytest.raises(ConfigError, match="schedule = 'step'; the schedules are linear, cosine"):
-        train.learning_rate(50, 100, cfg)
 
 
 def test_another_objective_replaces_the_loss_of_a_step(tiny_model):
@@ -180,8 +173,8 @@ def test_the_sequences_of_a_group_share_a_row():
 
 
 def test_a_subset_is_drawn_by_the_seed(small_world, tmp_path, capsys):
-    folder, _ = small_world
-    cfg = load_config(train.TrainConfig, [str(folder / 'tuned' / 'train_config.py')])
+    config = str(small_world[0] / 'tuned' / 'train_config.py')
+    cfg = load_config(train.TrainConfig, [config])
 
     def drawn(**values):
         run = train.load_run(dataclasses.replace(cfg, **values), train.SFT, 'cpu')
@@ -197,11 +190,10 @@ def test_a_subset_is_drawn_by_the_seed(small_world, tmp_path, capsys):
                                         f'besides val_size = 4'):
         drawn(data_limit=999)
     capsys.readouterr()
-    run = [str(folder / 'tuned' / 'train_config.py'), '--eval=None', f'--out_dir={tmp_path}']
-    train.main([*run, '--max_steps=1', '--data_limit=20'])
-    assert f': 20 sequences (a sample of {len(whole)}), ' in capsys.readouterr().out
-    with pytest.raises(ConfigError, match='has data_limit = 20, not 30'):
-        train.main([*run, '--max_steps=1', '--data_limit=30', '--resume'])
+    train.main([config, '--dry_run', f'--out_dir={tmp_path / "run"}', '--data_limit=20'])
+    printed = capsys.readouterr().out
+    assert f': 20 sequences (a sample of {len(whole)}), ' in printed
+    assert 'peak memory after the first step' in printed and not (tmp_path / 'run').exists()
 
 
 def test_transformers_reads_the_demos_tokenizer_and_template(small_world):
@@ -256,14 +248,6 @@ def test_training_by_letter_learns_the_letter(small_world, tmp_path):
     assert not (tmp_path / 'out' / 'chat_template.jinja').exists()
 
 
-def test_dry_run_writes_nothing(small_world, tmp_path, capsys):
-    folder, _ = small_world
-    train.main([str(folder / 'tuned' / 'train_config.py'), '--dry_run',
-                f'--out_dir={tmp_path / "run"}'])
-    assert not (tmp_path / 'run').exists()
-    assert 'peak memory after the first step' in capsys.readouterr().out
-
-
 @pytest.mark.slow
 def test_a_steps_time_is_without_validation(small_world, tmp_path, monkeypatch):
     clock, hours = time.perf_counter, []
@@ -278,32 +262,28 @@ def test_a_steps_time_is_without_validation(small_world, tmp_path, monkeypatch):
 
 def test_a_nan_loss_stops_the_run(small_world, tmp_path):
     folder, _ = small_world
+    broken = tmp_path / 'broken'
+    shutil.copytree(folder / 'base', broken)
+    rewrite(broken, lambda t: t['model.norm.weight'].fill_(torch.nan))
     with pytest.raises(TrainingError, match='step 1: loss nan.* not finite in '
-                       'model.norm.weight; there is no checkpoint yet'):
-        broken = tmp_path / 'broken'
-        shutil.copytree(folder / 'base', broken)
-        rewrite(broken, lambda t: t['model.norm.weight'].fill_(torch.nan))
+                                            'model.norm.weight; there is no checkpoint yet'):
         train.main([str(folder / 'tuned' / 'train_config.py'), f'--model={broken}',
                     f'--out_dir={tmp_path / "run"}'])
     assert not (tmp_path / 'run' / 'model.safetensors').exists()
 
 
 @pytest.mark.slow
-def test_any_loss_with_a_cap_and_a_temperature(small_world, tmp_path, capsys):
-    config = [str(small_world[0] / 'tuned' / 'train_config.py'), '--max_steps=2', '--eval=None']
-    train.main([*config, f'--out_dir={tmp_path / "a"}', '--loss=focal(2) + z_loss(1e-4)',
-                '--smoothing=0.1', '--logit_softcap=20.0', '--logit_temperature=1.5'])
-    assert 'transformers and vLLM will not' in capsys.readouterr().out
-    saved = json.loads((tmp_path / 'a' / 'config.json').read_text())
-    assert saved['nanocal'] == {'softcap': 20.0, 'temperature': 1.5}
-    model = checkpoint.load(tmp_path / 'a')
+def test_any_loss_with_a_cap_and_a_temperature(small_world, tmp_path):
+    train.main([str(small_world[0] / 'tuned' / 'train_config.py'), '--max_steps=1', '--eval=None',
+                f'--out_dir={tmp_path}', '--loss=focal(2) + z_loss(1e-4)', '--smoothing=0.1',
+                '--logit_softcap=20.0', '--logit_temperature=1.5'])
+    model = checkpoint.load(tmp_path)
     assert (model.softcap, model.temperature) == (20.0, 1.5)
-    first = json.loads((tmp_path / 'a' / 'log.jsonl').read_text().splitlines()[0])
-    assert first['nll'] > 0 and first['loss'] != pytest.approx(first['nll'], rel=1e-3)
+    first = json.loads((tmp_path / 'log.jsonl').read_text())
     # the loss of the first step, from the base model's logits
-    cfg = load_config(train.TrainConfig, [str(tmp_path / 'a' / 'train_config.py')])
+    cfg = load_config(train.TrainConfig, [str(tmp_path / 'train_config.py')])
     base = checkpoint.load(cfg.model)
-    [(_, packed), _] = train.packed_batches(train.load_run(cfg, train.SFT, 'cpu'), 0, 2)
+    [(_, packed)] = train.packed_batches(train.load_run(cfg, train.SFT, 'cpu'), 0, 1)
     tokens, positions, ends, targets = (torch.from_numpy(x) for x in (
         packed.tokens, packed.positions, packed.ends, packed.targets))
     z = F.linear(base(tokens, positions, ends), base.head)[targets >= 0].double() / 1.5
@@ -314,10 +294,18 @@ def test_any_loss_with_a_cap_and_a_temperature(small_world, tmp_path, capsys):
                 + 0.1 * (z.gather(1, targets[targets >= 0][:, None])[:, 0] - z.mean(1))).mean()
     assert first['nll'] == pytest.approx(nll.mean().item(), rel=1e-5)
     assert first['loss'] == pytest.approx(expected.item(), rel=1e-5)
-    for bad, message in (('--loss=focl(2)', "did you mean 'focal'"),
-                         ('--loss=z_loss(1e-4)', 'whole'), ('--logit_temperature=1e4', 'between')):
-        with pytest.raises(ConfigError, match=message):
-            train.main([*config, bad, f'--out_dir={tmp_path / "b"}'])
+
+
+def test_the_end_of_a_script_closes_the_writer_of_tensorboard(monkeypatch):
+    """The writer keeps two minutes of records, which it does not write by itself at the end."""
+    writer, at_exit = mock.Mock(), []
+    monkeypatch.setitem(sys.modules, 'torch.utils.tensorboard',
+                        SimpleNamespace(SummaryWriter=lambda folder: writer))
+    monkeypatch.setattr(log.atexit, 'register', at_exit.append)
+    send = log.start_tracker(SimpleNamespace(tracker='tensorboard', out_dir='x'))
+    send({'step': 7, 'lr': 0.5})
+    assert writer.add_scalar.call_args_list == [mock.call('step', 7, 7), mock.call('lr', 0.5, 7)]
+    assert at_exit == [writer.close]
 
 
 @pytest.mark.parametrize('name, values, message', [
@@ -362,9 +350,8 @@ def test_checkpointed_activations_change_nothing(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['llama', 'gemma2'])
-def test_all_blocks_with_adapters_compile_to_one_graph(name, tmp_path):
-    reference_model(name, tmp_path)
+def test_all_blocks_with_adapters_compile_to_one_graph(tmp_path):
+    reference_model('gemma2', tmp_path)
     cfg = tiny_config(model=str(tmp_path), lora=True, attention='explicit')
     packed, found = packing.pack(documents(3, [30, 17]), 48), []
     for with_hook, n_graphs in ((True, 1), (False, 2)):
@@ -410,25 +397,6 @@ def test_a_model_trains_on_after_an_evaluation_that_fails(tiny_model):
     assert torch.is_grad_enabled() and all(module.training for module in tiny_model.modules())
 
 
-@pytest.mark.slow
-def test_the_end_of_a_script_closes_the_writer_of_tensorboard(tmp_path):
-    """The writer keeps up to two minutes of records, which it does not write by itself at the end.
-    """
-    (tmp_path / 'code.py').write_text("""
-import sys, types
-class SummaryWriter:
-    def __init__(self, folder): self.records = []
-    def add_scalar(self, *record): self.records.append(record)
-    def close(self): print(self.records)
-sys.modules['torch.utils.tensorboard'] = types.SimpleNamespace(SummaryWriter=SummaryWriter)
-from runtime import log
-log.start_tracker(types.SimpleNamespace(tracker='tensorboard', out_dir='x'))({'step': 7, 'lr': 0.5})
-""")
-    done = subprocess.run([sys.executable, tmp_path / 'code.py'], text=True, capture_output=True,
-                          env=os.environ | {'PYTHONPATH': str(HERE)})
-    assert done.returncode == 0 and done.stdout == "[('step', 7, 7), ('lr', 0.5, 7)]\n", done.stderr
-
-
 @pytest.mark.parametrize('n_gpus, wanted', [(0, 'gloo'), (1, 'gloo'), (2, 'cpu:gloo,cuda:nccl')])
 def test_all_processes_connect_by_the_same_backend(n_gpus, wanted, monkeypatch):
     """Two processes on a machine of one GPU, as those that `--device=cpu` runs there."""
@@ -453,15 +421,18 @@ def test_two_processes_train_the_same(small_world, tmp_path):
     """torchrun with two gloo processes: the weights of one process to rounding, resumable by it."""
     config = [str(small_world[0] / 'tuned' / 'train_config.py'), '--eval=None', '--max_steps=4',
               '--smoothing=0.1', '--micro_rows=2', '--device=cpu', '--pictures=False']
-    code, _, error = run_train(*config, f'--out_dir={tmp_path / "one"}')
-    assert code == 0, error
-    done = torchrun('train.py', *config, f'--out_dir={tmp_path / "two"}')
-    assert done.returncode == 0, done.stderr
-    base = load_file(small_world[0] / 'base' / 'model.safetensors')
-    one, two_ = (load_file(tmp_path / n / 'model.safetensors') for n in ('one', 'two'))
+
+    def weights(name):
+        return load_file(tmp_path / name / 'model.safetensors')
+
     def apart(a, b):
         return max(((a[k] - b[k]).norm() / (one[k] - base[k]).norm()).item() for k in one)
-    assert one.keys() == two_.keys() and apart(one, two_) < 1e-3
+    base = load_file(small_world[0] / 'base' / 'model.safetensors')
+    train.main([*config, f'--out_dir={tmp_path / "one"}'])
+    one = weights('one')
+    done = torchrun('train.py', *config, f'--out_dir={tmp_path / "two"}')
+    assert done.returncode == 0, done.stderr
+    assert one.keys() == weights('two').keys() and apart(one, weights('two')) < 1e-3
     log = [[json.loads(line) for line in (tmp_path / n / 'log.jsonl').open()]
            for n in ('one', 'two')]
     for a, b in zip(*log, strict=True):
@@ -469,38 +440,32 @@ def test_two_processes_train_the_same(small_world, tmp_path):
             assert a[key] == pytest.approx(b[key], rel=1e-4), key
     # bfloat16 weights with the bits that float32 has more
     half = ['--dtype=bfloat16', '--save_dtype=float32']
-    code, _, error = run_train(*config, f'--out_dir={tmp_path / "one_half"}', *half)
-    assert code == 0, error
+    train.main([*config, f'--out_dir={tmp_path / "one_half"}', *half])
     done = run_scripts(2, 'train.py', *config, f'--out_dir={tmp_path / "two_half"}', *half)
     assert done.returncode == 0, done.stderr
-    assert apart(*(load_file(tmp_path / n / 'model.safetensors')
-                   for n in ('one_half', 'two_half'))) < 0.1
+    assert apart(weights('one_half'), weights('two_half')) < 0.1
     # LoRA, and a checkpoint of two processes from which one resumes
     done = run_scripts(2, 'train.py', *config, f'--out_dir={tmp_path / "lora"}', '--lora')
     assert done.returncode == 0, done.stderr
     assert (tmp_path / 'lora' / 'adapter' / 'adapter_model.safetensors').exists()
-    code = ('import sys, train\nfrom runtime import parallel, resume\n'
-            'save = resume.save_checkpoint\n'
-            'def stop(*a): save(*a); sys.exit(9)\nresume.save_checkpoint = stop\n'
-            'parallel.join_processes(); train.main(sys.argv[1:])')
     script = tmp_path / 'stop.py'
-    script.write_text(code)
+    script.write_text('import sys, train\nfrom runtime import parallel, resume\n'
+                      'save = resume.save_checkpoint\n'
+                      'def stop(*a): save(*a); sys.exit(9)\nresume.save_checkpoint = stop\n'
+                      'parallel.join_processes(); train.main(sys.argv[1:])')
     run_scripts(2, script, *config, f'--out_dir={tmp_path / "half"}', '--save_every=2')
     assert list(resume.checkpoints(tmp_path / 'half')) == [2]
-    code, _, error = run_train(*config, f'--out_dir={tmp_path / "half"}', '--resume')
-    assert code == 0, error
-    assert apart(one, load_file(tmp_path / 'half' / 'model.safetensors')) < 1e-3
+    train.main([*config, f'--out_dir={tmp_path / "half"}', '--resume'])
+    assert apart(one, weights('half')) < 1e-3
 
 
 @pytest.mark.slow
 def test_a_lora_run_saves_merged_weights_and_adapters(small_world, tmp_path):
-    """What `train.py --lora` leaves: merged weights, and an adapter that makes them of the base."""
     import peft
     import transformers
     train.main([str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={tmp_path}',
                 '--lora', '--lr=5e-3', '--checkpoint_epochs', '--checkpoint_activations',
-                '--device=cpu'])
-    assert (tmp_path / 'results.json').exists() and (tmp_path / 'epoch-1' / 'adapter').is_dir()
+                '--device=cpu', '--eval=None'])
     merged, base = (transformers.AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation='eager') for folder in (tmp_path, small_world[0] / 'base'))
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / 'adapter').eval()
@@ -529,8 +494,7 @@ def test_a_step_is_read_without_waiting_for_the_next():
 
 @pytest.mark.slow
 @pytest.mark.parametrize('device', DEVICES)
-@pytest.mark.parametrize('name, master', [
-    ('llama', 'stochastic'), ('mistral_window', 'exact'), ('gemma2', 'exact'), ('neox', 'exact')])
+@pytest.mark.parametrize('name, master', [('llama', 'stochastic'), ('gemma2', 'exact')])
 def test_compiled_steps_follow_float32_and_compile_once(name, master, device, tmp_path):
     """Steps in bfloat16, compiled on a GPU, follow float32 ones; later batches compile nothing."""
     torch._dynamo.reset()
@@ -555,7 +519,7 @@ def test_compiled_steps_follow_float32_and_compile_once(name, master, device, tm
     # gradients in bfloat16: after eight steps their norm is off by 3 % on an H200
     assert np.allclose(runs[0], runs[1], rtol=0.05 if master == 'exact' else 0.1)
     # rounding grows with the width of these random weights: in a Llama of width 128 to 0.007
-    assert np.allclose(runs[0][:, :2], runs[1][:, :2], rtol=0.006 if name == 'neox' else 0.003)
+    assert np.allclose(runs[0][:, :2], runs[1][:, :2], rtol=0.003)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
@@ -576,62 +540,38 @@ def test_a_run_leaves_no_memory_behind(tmp_path):
     assert held[2] - held[0] < weights / 10
 
 
-def bad_command_lines(folder, tmp_path):
-    (tmp_path / 'empty').mkdir()
+@pytest.mark.slow
+def test_bad_input_gives_one_line(small_world, tmp_path):
+    folder, out = small_world[0], tmp_path / 'out'
     (tmp_path / 'broken.jsonl').write_text('{"messages": [\n')
     (tmp_path / 'none.jsonl').write_text('')
     write_rows(tmp_path / 'no_answer.jsonl', [{'question': 'Q?', 'choices': ['a', 'b']}])
-    shutil.copytree(folder / 'base', tmp_path / 'truncated')
-    os.truncate(tmp_path / 'truncated' / 'model.safetensors', 1000)
     shutil.copytree(folder / 'base', tmp_path / 'mute')
     for name in ('tokenizer.model', 'tokenizer.json'):
         (tmp_path / 'mute' / name).unlink()
-    run = ['train.py', str(folder / 'tuned' / 'train_config.py'), f'--out_dir={tmp_path / "out"}']
-    score = ['evaluate.py', f'--model={folder / "base"}', '--shots=0',
-             f'--out_dir={tmp_path / "out"}']
-    return [
-        ([*run, '--smothing=0.1'], "did you mean 'smoothing'"),
-        ([*run, f'--model={tmp_path / "truncated"}'], 'not a safetensors file'),
-        ([*run, f'--data={tmp_path / "broken.jsonl"}'], 'broken.jsonl:1: broken JSON'),
-        ([*run, f'--data={tmp_path / "none.jsonl"}'], 'an empty dataset'),
-        (['train.py'], 'no config file given: python train.py configs/'),
-        ([*run, f'--model={tmp_path / "mute"}'], 'has no tokenizer: none of tokenizer.model'),
-        ([*run, f'--model={tmp_path / "empty"}'], 'is not a model folder: it has no config.json'),
-        ([*run, '--model=some/model'], 'some/model from the hub failed'),
-        ([*run, '--batch_size=100000'], 'do not fill one step'),
-        ([*score, '--tasks=mmlu', '--shots=-1'], 'shots = -1; it must be at least 0'),
-        ([*score, f'--tasks={tmp_path / "no_answer.jsonl"}'], 'no_answer.jsonl:1: no valid answer'),
-        ([*score, '--tasks=nothing'], "no task, file or folder 'nothing'; the tasks are mmlu"),
-        ([*score, '--tasks=arc_eassy'], "'arc_eassy'; did you mean 'arc_easy'? The tasks are"),
-        ([*score, '--model='], 'no model given'),
-        ([*score, '--tasks='], 'no tasks given'),
-        ([*score, '--tasks=mmlu:a,mmlu:b'], "2 of them would be called 'mmlu'"),
-        ([*score, '--device=gpu'], "device = 'gpu'; it must be"),
-        ([*score, '--batch_rows=0'], 'batch_rows = 0; it must be at least 1'),
-        ([*run, '--eval.tasks=nothing'], "no task, file or folder 'nothing'"),
-        ([*run, f'--out_dir={folder / "base"}'], 'itself'),
-        ([*run, f'--out_dir={folder}', '--overwrite'], 'itself'),
-        ([*run, f'--out_dir={folder / "tuned_ls01"}'], 'holds a finished run'),
-    ]
-
-
-@pytest.mark.slow
-def test_bad_input_gives_one_line(small_world, tmp_path):
-    cases = bad_command_lines(small_world[0], tmp_path)
-    # each in a folder of its own: two runs in one are refused, as another test says
-    running = [(start_script(*command, f'--out_dir={tmp_path}/out/{i}'), message)
-               for i, (command, message) in enumerate(cases[:3])]
-    for process, message in running:
-        _, errors = process.communicate()
-        last = errors.strip().split('\n')[-1]
-        assert process.returncode == 1 and last.startswith('error: ') and message in last
-        assert 'Traceback' not in errors
-    for (program, *arguments), message in cases[3:]:
-        main = train.main if program == 'train.py' else evaluate.main
-        arguments = [a.replace(f'--out_dir={tmp_path / "out"}', f'--out_dir={tmp_path}/out/rest')
-                     for a in arguments]
+    settings = [str(folder / 'tuned' / 'train_config.py'), f'--out_dir={out}']
+    code, _, last = run_train(*settings, '--smothing=0.1')
+    assert code == 1 and last.startswith('error: ') and "did you mean 'smoothing'" in last
+    score = [f'--model={folder / "base"}', '--shots=0', f'--out_dir={out}']
+    for main, first, rest, message in (
+            (train.main, settings, [f'--data={tmp_path}/broken.jsonl'], 'jsonl:1: broken JSON'),
+            (train.main, settings, [f'--data={tmp_path}/none.jsonl'], 'an empty dataset'),
+            (train.main, [], [], 'no config file given: python train.py configs/'),
+            (train.main, settings, [f'--model={tmp_path}/mute'], 'has no tokenizer: none of'),
+            (train.main, settings, ['--model=some/model'], 'some/model from the hub failed'),
+            (train.main, settings, ['--batch_size=100000'], 'do not fill one step'),
+            (train.main, settings, ['--eval.tasks=nothing'], "no task, file or folder 'nothing'"),
+            (train.main, settings, [f'--out_dir={folder / "base"}'], 'itself'),
+            (train.main, settings, [f'--out_dir={folder}', '--overwrite'], 'itself'),
+            (train.main, settings, [f'--out_dir={folder / "tuned_ls01"}'], 'holds a finished run'),
+            (evaluate.main, score, [f'--tasks={tmp_path}/no_answer.jsonl'],
+             'no_answer.jsonl:1: no valid answer'),
+            (evaluate.main, score, ['--tasks=arc_eassy'], "did you mean 'arc_easy'? The tasks are"),
+            (evaluate.main, score, ['--model='], 'no model given'),
+            (evaluate.main, score, ['--tasks='], 'no tasks given'),
+            (evaluate.main, score, ['--tasks=mmlu:a,mmlu:b'], "2 of them would be called 'mmlu'"),
+            (evaluate.main, score, ['--device=gpu'], "device = 'gpu'; it must be")):
         with pytest.raises((ConfigError, DataError, checkpoint.CheckpointError)) as error:
-            main(arguments)
+            main([*first, *rest])
         assert message in str(error.value) and '\n' not in str(error.value)
-    assert not list((tmp_path / 'out').rglob('*.safetensors'))
-    assert not list((tmp_path / 'out').rglob('*.nanocal-tmp'))
+    assert not list(out.rglob('*.safetensors')) and not list(out.rglob('*.nanocal-tmp'))

@@ -3,13 +3,14 @@
 import json
 import math
 import re
+import runpy
 import shutil
 from dataclasses import replace
-
+from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from common import reference_model, run_scripts, sentencepiece_folder, write_rows
+from common import HERE, reference_model, sentencepiece_folder, write_rows
 
 import evaluate
 import generate
@@ -20,12 +21,11 @@ from data.chat import encode_prompt
 from data.tokenizer import load_tokenizer
 from data.trees import load_answers
 from data.written_answers import WRITTEN_TASKS, load_written
-from decoding import slots
 from decoding.sampling import Sampling
 from results import plots
 from results.samples import latest_samples, read_samples
 from runtime import checkpoint
-from runtime.errors import CheckpointError, ConfigError, DataError
+from runtime.errors import ConfigError, DataError
 from runtime.eval_config import EvalConfig
 from runtime.sandbox import run_program
 
@@ -42,41 +42,40 @@ def test_triviaqa_asks_a_repeated_question_once(tmp_path):
     assert [q.id for q in loaded.shots['']] == ['tc_0', 'tc_1']
     assert [q.id for q in loaded.questions] == ['tc_0', 'tc_1', 'tc_2']
     assert loaded.questions[0].context == 'Question: Who is 0?\nAnswer:'
-
-
-@pytest.mark.parametrize('row, message', [
-    *[({'possible_answers': wrong}, 'possible_answers must be a JSON list')
-      for wrong in ('writer', '{"a": 1}', '[]', None, ['writer'], '[' * 100_000)],
-    ({'possible_answers': '["a", 1]'}, 'a reference answer is not text but int'),
-    ({'possible_answers': '["\\ud800"]'}, 'a reference answer is not valid Unicode'),
-    ({'prop': None}, 'the subject or category is missing'),
-    ({'id': '\ud800'}, 'the id is not valid'),
-    ({'question': 5}, 'the question is not text')])
-def test_a_malformed_row_of_popqa_is_a_bad_row(tmp_path, row, message):
-    good = {'question': 'Who?', 'possible_answers': '["a"]', 'prop': 'occupation', 'id': 1}
-    write_rows(tmp_path / 'test.jsonl', [good | row, good])
-    with pytest.raises(DataError, match=f'test.jsonl:1: {message}'):
-        load_written(f'popqa:{tmp_path / "test.jsonl"}', shots=0)
-    loaded = load_written(f'popqa:{tmp_path / "test.jsonl"}', shots=0, on_bad_row='skip')
-    assert (len(loaded.questions), len(loaded.bad)) == (1, 1)
-
-
-def test_popqa_is_read_from_its_tsv_and_math_takes_the_boxed_answer(tmp_path):
-    (tmp_path / 'test.tsv').write_text('id\tprop\tquestion\tpossible_answers\n'
-                                       '42\tjob\tWhat?\t"[""politician"", ""a, b""]"\n')
-    question, = load_written(f'popqa:{tmp_path}').questions
-    assert (question.id, question.subject) == ('42', 'job')
-    assert question.references == ['politician', 'a, b']
-    path = write_rows(tmp_path / 'test.jsonl', [{
+    loaded = load_written(f'triviaqa_train:{tmp_path}', shots=2)    # to tune on: not the shots
+    assert [q.id for q in loaded.shots['']] == ['tc_0', 'tc_1']
+    assert [q.id for q in loaded.questions] == ['tc_2']
+    path = write_rows(tmp_path / 'math.jsonl', [{
         'problem': 'Add 1 and 1.', 'solution': r'It is $\boxed{2}$.', 'level': 1, 'type': 'Sum'}])
     question, = load_written(f'math500:{path}').questions
     assert (question.references, question.subject) == (['2'], 'Sum')
 
 
+def test_popqa_is_read_from_its_tsv_and_a_malformed_row_is_a_bad_row(tmp_path):
+    (tmp_path / 'test.tsv').write_text('id\tprop\tquestion\tpossible_answers\n'
+                                       '42\tjob\tWhat?\t"[""politician"", ""a, b""]"\n')
+    question, = load_written(f'popqa:{tmp_path}').questions
+    assert (question.id, question.subject) == ('42', 'job')
+    assert question.references == ['politician', 'a, b']
+    good, path = json.loads('{"question": "Who?", "possible_answers": "[\\"a\\"]", "prop": "x", '
+                            '"id": 1}'), tmp_path / 'test.jsonl'
+    for row, message in (*[({'possible_answers': x}, 'possible_answers must be a JSON list')
+                           for x in ('writer', '[]', None, '[' * 100_000)],
+                         ({'possible_answers': '["a", 1]'}, 'a reference answer is not text but i'),
+                         ({'possible_answers': '["\\ud800"]'}, 'a reference answer is not valid'),
+                         ({'prop': None}, 'the subject or category is missing'),
+                         ({'id': '\ud800'}, 'the id is not valid'),
+                         ({'question': 5}, 'the question is not text')):
+        write_rows(path, [good | row, good])
+        with pytest.raises(DataError, match=f'test.jsonl:1: {message}'):
+            load_written(f'popqa:{path}', shots=0)
+        loaded = load_written(f'popqa:{path}', shots=0, on_bad_row='skip')
+        assert (len(loaded.questions), len(loaded.bad)) == (1, 1)
+
+
 @pytest.mark.parametrize('row, arguments, message', [
     ({'answers': []}, {}, 'test.jsonl:1: wanted a question and'),
     ({'question': ' '}, {}, 'wanted a question'),
-    ({'answers': [3]}, {}, 'reference answer is not text'),
     ({}, {'header': 'native'}, 'no header of its own'),
     ({}, {'shots': 3}, '2 solved questions, 3 wanted'),
     ({}, {'revision': 'main'}, "data_revision = 'main' is")])
@@ -248,17 +247,6 @@ def test_results_have_an_entry_for_each_confidence(asked):
     assert page.count('<th>floor of ECE') == 1 and '<td>qa.greedy_agreement<td>10' in page
 
 
-def test_a_question_whose_logits_are_not_finite_is_named(asked, tmp_path, monkeypatch):
-    def draw(logits, *_):       # in a CUDA graph, so nothing is copied from the CPU
-        values = logits.new_full((len(logits), 4), torch.nan)
-        values[:, 0] = 3
-        return values
-    monkeypatch.setattr(slots, 'draw', draw)
-    with pytest.raises(CheckpointError, match=r'qa: .*test.jsonl:\d+: the model gives NaN'):
-        ask(asked[0], tmp_path)
-
-
-@pytest.mark.slow
 def test_answers_in_a_chat_are_those_to_its_template(asked, tmp_path, capsys):
     folder, _, share = asked
     model, tokenizer = checkpoint.load(folder / 'model'), load_tokenizer(folder / 'model')
@@ -276,20 +264,17 @@ def test_answers_in_a_chat_are_those_to_its_template(asked, tmp_path, capsys):
         assert [a.text for a in answers] == [a['text'] for a in row['answers']]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('share', [0.2, 0.7])
-def test_an_interrupted_evaluation_resumes(asked, share, tmp_path):
+def test_an_interrupted_evaluation_resumes(asked, tmp_path):
     """The file of samples is cut off anywhere, also inside a line; all else is lost."""
     folder, *_ = asked
     whole = (folder / 'out' / 'samples.jsonl').read_bytes()
     out = shutil.copytree(folder / 'out', tmp_path / 'out')
-    (out / 'samples.jsonl').write_bytes(whole[:int(share * len(whole))])
+    (out / 'samples.jsonl').write_bytes(whole[:len(whole) // 3])
     (out / 'results.json').unlink()
     ask(folder, out, '--p_true', '--p_ik', '--verbalized')
     assert sorted((out / 'samples.jsonl').read_bytes().split(b'\n')) == sorted(whole.split(b'\n'))
 
 
-@pytest.mark.slow
 def test_answers_depend_on_the_seed_and_not_on_the_other_questions(asked, tmp_path, monkeypatch):
     folder, *_ = asked
     every = {s['id']: s for s in samples_of(folder / 'out', 'qa')}
@@ -297,9 +282,8 @@ def test_answers_depend_on_the_seed_and_not_on_the_other_questions(asked, tmp_pa
     some = samples_of(tmp_path, 'qa')
     assert len(some) == 3 and all(s == every[s['id']] for s in some)
     ask(folder, tmp_path / 'other', '--limit=3', '--seed=1')
-    others = samples_of(tmp_path / 'other', 'qa')
     assert all(a['answers'] != every[a['id']]['answers'] and a['greedy']['text'] ==
-               every[a['id']]['greedy']['text'] for a in others)
+               every[a['id']]['greedy']['text'] for a in samples_of(tmp_path / 'other', 'qa'))
     monkeypatch.setattr(plots, 'save_figure', lambda *_: None)
     with pytest.raises(SystemExit):
         evaluate.main(['--compare', str(tmp_path), str(tmp_path / 'other'),
@@ -307,67 +291,50 @@ def test_answers_depend_on_the_seed_and_not_on_the_other_questions(asked, tmp_pa
     assert 'qa.agreement' in (tmp_path / 'compared' / 'compare.md').read_text()
 
 
-@pytest.mark.slow
 def test_a_confidence_in_earlier_answers_is_left_out(asked, tmp_path, capsys, monkeypatch):
     folder, *_ = asked
     entries = {'qa.p_true', 'qa.p_true_samples', 'qa.p_ik'}
-    before = ask(folder, tmp_path, '--p_true', '--p_ik')
-    assert entries <= before.keys() and entries <= ask(folder, tmp_path).keys()
+    out = shutil.copytree(folder / 'out', tmp_path / 'out')
+    before = ask(folder, out)
+    assert entries <= before.keys()
     capsys.readouterr()
-    assert not entries & ask(folder, tmp_path, '--seed=1').keys()
+    assert not entries & ask(folder, out, '--seed=1').keys()
     assert 'qa.p_ik: left out, since the answers to qa have changed' in capsys.readouterr().out
-    after = ask(folder, tmp_path, '--p_true', '--p_ik')     # each is still in samples.jsonl
+    after = ask(folder, out, '--p_true', '--p_ik')     # each is still in samples.jsonl
     assert {name: after[name]['pooled'] for name in entries} == {
         name: before[name]['pooled'] for name in entries}
-    ask(folder, tmp_path, '--p_true', '--p_ik', '--limit=4')
     for split in ('train', 'validation'):       # another task, which leaves these as they are
         write_rows(tmp_path / 'nq' / f'{split}.jsonl', [{'question': 'Who?', 'answer': ['x']}] * 2)
-    assert entries < ask(folder, tmp_path, f'--tasks=nq_open:{tmp_path / "nq"}').keys()
-    monkeypatch.setattr(WRITTEN_TASKS['qa'], 'match', lambda *_: True)     # other grades
-    assert not entries & ask(folder, tmp_path).keys()
-
-
-@pytest.mark.slow
-def test_an_edited_rule_grades_the_same_answers_again(asked, tmp_path, monkeypatch):
-    folder, _, share = asked
-    before = ask(folder, tmp_path)
+    assert entries < ask(folder, out, f'--tasks=nq_open:{tmp_path / "nq"}').keys()
+    # other grades: the same answers are graded again, and the confidences were in others
     monkeypatch.setattr(WRITTEN_TASKS['qa'], 'match', lambda *_: True)
     monkeypatch.setattr(generate, 'generate', lambda *_: pytest.fail('answers were generated'))
-    after = ask(folder, tmp_path)
-    assert before['qa']['pooled']['accuracy'] == share and after['qa']['pooled']['accuracy'] == 1
-    assert after['qa.agreement']['pooled']['accuracy'] == 1
-    # the order of the lines is that in which the answers ended
-    texts, expected = ({s['id']: [a['text'] for a in s['answers']] for s in samples_of(out, 'qa')}
-                       for out in (tmp_path, folder / 'out'))
-    assert texts == expected
+    graded = ask(folder, out)
+    assert not entries & graded.keys() and before['qa']['pooled']['accuracy'] < 1
+    assert graded['qa']['pooled']['accuracy'] == graded['qa.agreement']['pooled']['accuracy'] == 1
 
 
-@pytest.mark.slow
 def test_an_answer_that_states_no_probability_is_not_written_again(asked, tmp_path, monkeypatch):
     folder, *_ = asked
-    before, stated = ask(folder, tmp_path, '--verbalized'), grading.stated_guess
-    rows = {name: len(samples_of(tmp_path, f'qa.{name}'))
-            for name in ('verbalized_1s', 'verbalized_2s')}
+    out = shutil.copytree(folder / 'out', tmp_path / 'out')
+    before = json.loads((out / 'results.json').read_text())['tasks']
+    rows = {name: len(samples_of(out, f'qa.{name}')) for name in ('verbalized_1s', 'verbalized_2s')}
     assert min(rows.values()) < 10
     assert rows == {name: before.get(f'qa.{name}', {'pooled': {'n': 0}})['pooled']['n']
                     for name in rows}
     monkeypatch.setattr(generate, 'generate', lambda *_: pytest.fail('answers were generated'))
-    whole = (tmp_path / 'samples.jsonl').read_bytes()
-    after = ask(folder, tmp_path, '--verbalized')
-    assert (tmp_path / 'samples.jsonl').read_bytes() == whole
-    assert {name: task['pooled'] for name, task in after.items()} == {
-        name: task['pooled'] for name, task in before.items()}
+    whole = (out / 'samples.jsonl').read_bytes()
+    after = ask(folder, out, '--verbalized')
+    assert (out / 'samples.jsonl').read_bytes() == whole
+    assert all(task['pooled'] == before[name]['pooled'] for name, task in after.items())
     # a better parser finds a number in each of them, and a worse one in none
     monkeypatch.setattr(written_tasks, 'stated_guess', lambda *_: ('Ann', '0.5'))
-    assert ask(folder, tmp_path, '--verbalized')['qa.verbalized_1s']['pooled']['n'] == 10
+    assert ask(folder, out, '--verbalized')['qa.verbalized_1s']['pooled']['n'] == 10
     monkeypatch.setattr(written_tasks, 'stated_guess', lambda *_: (None, None))
-    ask(folder, tmp_path, '--verbalized')
-    assert not samples_of(tmp_path, 'qa.verbalized_1s')
-    monkeypatch.setattr(written_tasks, 'stated_guess', stated)
-    assert ask(folder, tmp_path, '--verbalized')['qa']['pooled']['n'] == 10
+    ask(folder, out, '--verbalized')
+    assert not samples_of(out, 'qa.verbalized_1s')
 
 
-@pytest.mark.slow
 def test_written_programs_are_run_only_if_that_is_allowed(asked, tmp_path, monkeypatch):
     folder, _, share = asked
     problem = {'task_id': 'T/0', 'entry_point': 'add', 'canonical_solution': '    return a + b\n',
@@ -383,13 +350,11 @@ def test_written_programs_are_run_only_if_that_is_allowed(asked, tmp_path, monke
     except ConfigError as error:
         pytest.skip(str(error))
     question, _ = load_written(f'humaneval:{path}').questions
-    rule = WRITTEN_TASKS['humaneval']
     assert question.id == 'T/0' and question.context.endswith('"""')
     for text, right in (('\n    return a + b\nprint(1)', True), ('\n    return a', False),
-                        (f'```python\n{problem["prompt"]}    return b + a\n```', True)):
-        grade = rule.grade(text, question.references)
+                        (' \n', False)):
+        grade = WRITTEN_TASKS['humaneval'].grade(text, question.references)
         assert grade['correct'] == grade['strict'] == right
-    assert not rule.grade(' \n', question.references)['correct']
     evaluate.main([*arguments, '--run_code'])
     rows = samples_of(tmp_path, 'humaneval')
     assert [row['greedy']['correct'] for row in rows] == [False, False]
@@ -414,30 +379,21 @@ def test_settings_that_do_not_apply_are_refused(asked, tmp_path):
 # Stated probabilities
 # ------------------------------------------------------------------------------------------------
 
-@pytest.mark.slow
 def test_an_answer_too_long_to_be_shown_leaves_the_question_out_of_that_entry(
         asked, tmp_path, capsys):
     folder, _, _ = asked
     tokenizer = load_tokenizer(folder / 'model')
     prompts = [f'Who is {"very " * n}blue?' for n in (0, 1, 300)]
-
-    def entries(name, prompts):
-        """The entries if the longest prompt has just enough room for an answer of 6 tokens."""
-        write_rows(tmp_path / name, [{'question': text, 'answers': ['x']} for text in prompts])
-        room = 7 + max(len(tokenizer.encode(f'{HEADER}Question: {text}\nAnswer:'))     # 1 for BOS
-                       for text in prompts)
-        found = ask(folder, tmp_path / f'{name}-out', f'--tasks=qa:{tmp_path / name}', '--shots=0',
-                    '--p_true', '--verbalized', f'--max_length={room}')
-        return {label: (task['pooled']['n'], task['bad_rows']) for label, task in found.items()}
-
-    found = entries('some.jsonl', prompts)
+    path = write_rows(tmp_path / 'q.jsonl', [{'question': q, 'answers': ['x']} for q in prompts])
+    # the longest prompt has just enough room for BOS and an answer of 6 tokens
+    room = 7 + len(tokenizer.encode(f'{HEADER}Question: {prompts[2]}\nAnswer:'))
+    tasks = ask(folder, tmp_path / 'out', f'--tasks=qa:{path}', '--shots=0', '--p_true',
+                f'--max_length={room}')
+    found = {label: (task['pooled']['n'], task['bad_rows']) for label, task in tasks.items()}
     assert found['qa'] == found['qa.agreement'] == (3, 0)
     assert found['qa.p_true'] == found['qa.p_true_samples'] == (2, 1)
     assert 'qa.p_true: 1 questions left out, the first: ' in capsys.readouterr().out
-    assert '1 bad rows left out, ' in (tmp_path / 'some.jsonl-out/results.md').read_text()
-    found = entries('all.jsonl', prompts[:2])
-    assert found['qa'] == (2, 0) and 'qa.p_true' not in found
-    assert 'qa.p_true: 2 questions left out, the first: ' in capsys.readouterr().out
+    assert '1 bad rows left out, ' in (tmp_path / 'out/results.md').read_text()
 
 
 def test_verbalized_prompts_are_those_of_the_paper(tmp_path):
@@ -457,20 +413,16 @@ def test_verbalized_prompts_are_those_of_the_paper(tmp_path):
     (' Ann\nProbability: 0.7', 'Guess:', (0.7, True)),
     (' Bob\nProbability: 70%', 'Guess:', (0.7, False)),
     ('**Guess:** Ann\n**Probability:** .9', '', (0.9, True)), ('Ann, 0.7', '', None),
-    ('**Guess**: Ann\n\n**Probability**: 0.9', '', (0.9, True)),
     ('**Guess:**\nAnn\n\n**Probability:**\n0.9', '', (0.9, True)),
     ('Guess: Ann, Probability (0.0 to 1.0): 0.8', '', (0.8, True)),
-    ('Guess: Ann\nProbability that it is right: `0.8`', '', (0.8, True)),
     ('{"guess": "Ann", "probability": 0.8}', '', (0.8, True)),
     ('**Guess:**\n**Probability:** 0.9', '', (0.9, False)),
     ('Guess: Ann\nProbability: between 0 and 1', '', None),
     ('<think>Guess: Bob\nProbability: 0.1</think>\nGuess: Ann\nProbability: 1', '', (1.0, True)),
     ('<think>Guess: Ann\nProbability: 0.1', '', None),
-    (' Ann', 'Guess:', None), (' Ann\nProbability: high', 'Guess:', None),
     # two stages: the greedy answer is judged
-    (' 0.7', 'Probability:', (0.7, True)), ('0.7', '', (0.7, True)),
-    ('Probability: 0.7', '', (0.7, True)), ('sure', 'Probability:', None),
-    ('**Probability**\n: 0.7', '', (0.7, True)),
+    (' 0.7', 'Probability:', (0.7, True)), ('Probability: 0.7', '', (0.7, True)),
+    ('sure', 'Probability:', None), ('**Probability**\n: 0.7', '', (0.7, True)),
     ('<think>0.1 or 0.2?</think> 0.7', '', (0.7, True))])
 def test_a_stated_probability_is_of_the_guess_or_of_the_greedy_answer(text, lead, outcome):
     question = written_answers.WrittenQuestion('0', 'Who?', 'Question: Who?\nAnswer:', ['Ann'], '')
@@ -483,17 +435,12 @@ def test_a_stated_probability_is_of_the_guess_or_of_the_greedy_answer(text, lead
     assert not stage.judged or not outcome or sample['predicted'] == 'Bob'
 
 
-@pytest.mark.slow
 def test_p_ik_reads_the_state_at_the_end_of_each_prompt(asked, tmp_path, monkeypatch):
     folder, reference, _ = asked
     tokenizer = load_tokenizer(folder / 'model')
     seen, fit = [], written_tasks.cross_validated
-
-    def remember(*arguments):
-        seen.append((*arguments, fit(*arguments)))
-        return seen[-1][-1]
-
-    monkeypatch.setattr(written_tasks, 'cross_validated', remember)
+    monkeypatch.setattr(written_tasks, 'cross_validated', lambda *arguments: seen.append(
+        (*arguments, fit(*arguments))) or seen[-1][-1])
     ask(folder, tmp_path, '--p_ik', '--pack_len=64')
     (states, shares, _, values), = seen
     answers = {s['id']: s for s in samples_of(tmp_path, 'qa')}
@@ -511,7 +458,6 @@ def test_p_ik_reads_the_state_at_the_end_of_each_prompt(asked, tmp_path, monkeyp
     ask(folder, tmp_path, '--p_ik', '--pack_len=64')
 
 
-@pytest.mark.slow
 def test_a_model_can_be_tuned_and_asked_to_say_what_it_knows(asked, tmp_path):
     """As many sequences with the letter A as right answers; evaluate.py asks each question once."""
     folder, *_ = asked
@@ -545,31 +491,17 @@ def test_a_model_can_be_tuned_and_asked_to_say_what_it_knows(asked, tmp_path):
     assert 'n' not in result and {'auroc', 'brier_skill', 'prr'} <= result['pooled'].keys()
 
 
-def test_questions_to_tune_on_are_not_the_shots(tmp_path):
-    rows = [{'question_id': f'q{i}', 'question': f'Who is {i}?', 'answer': {
-        'value': 'Ann', 'aliases': []}} for i in range(6)]
-    write_rows(tmp_path / 'train.jsonl', rows)
-    loaded = load_written(f'triviaqa_train:{tmp_path}', shots=2)
-    assert [q.id for q in loaded.shots['']] == ['q0', 'q1']
-    assert [q.id for q in loaded.questions] == ['q2', 'q3', 'q4', 'q5']
-
-
 def test_code_calibration_tabulates_each_confidence_before_and_after_scaling(tmp_path):
     """Its table is made of finished runs; no model is needed."""
-    (tmp_path / 'models.py').write_text(
-        "import json, sys; sys.path.insert(0, 'research/papers'); from code_calibration import "
-        "MODELS; print(json.dumps({name: hub for name, (hub, _) in MODELS.items()}))")
-    pooled = {key: 0.25 for key in ('accuracy', 'confidence', 'ece', 'brier_top_label', 'auroc')}
+    script = runpy.run_path(str(HERE / 'research/papers/code_calibration.py'))
+    pooled = dict.fromkeys(('accuracy', 'confidence', 'ece', 'brier_top_label', 'auroc'), 0.25)
     pooled |= {'brier_skill': -0.5, 'n': 164}
     scaled = {'pooled': pooled, 'post_hoc': {'reports': {'platt': pooled | {'ece': 0.125}}}}
-    tasks = {'humaneval': {'source': 'humaneval'} | scaled, 'humaneval.mean_token': scaled}
-    for name, hub in json.loads(run_scripts(1, tmp_path / 'models.py').stdout).items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / 'results.json').write_text(
-            json.dumps({'config': {'model': hub}, 'tasks': tasks}))
-    done = run_scripts(1, 'research/papers/code_calibration.py', f'--out_dir={tmp_path}')
-    assert done.returncode == 0, done.stderr
-    lines = (tmp_path / 'calibration.csv').read_text().splitlines()
-    assert len(lines) == 1 + 4 * 2 * 2
-    assert lines[1] == 'CodeLlama-7B,p_avg,none,164,0.250,0.250,0.250,0.250,-0.500,0.250'
-    assert lines[2] == 'CodeLlama-7B,p_avg,Platt,164,0.250,0.250,0.125,0.250,-0.500,0.250'
+    (tmp_path / 'CodeLlama-7B').mkdir()
+    (tmp_path / 'CodeLlama-7B' / 'results.json').write_text(json.dumps({
+        'config': {'model': script['MODELS']['CodeLlama-7B'][0]},
+        'tasks': {'humaneval': {'source': 'humaneval'} | scaled}}))
+    _, _, lines = next(script['tables'](SimpleNamespace(out_dir=tmp_path)))
+    numbers = ['164', '0.250', '0.250', '0.250', '0.250', '-0.500', '0.250']
+    assert lines[1:] == [['CodeLlama-7B', 'p_tot', 'none', *numbers],
+                         ['CodeLlama-7B', 'p_tot', 'Platt', *numbers[:3], '0.125', *numbers[4:]]]
