@@ -1,4 +1,4 @@
-"""Tables, tests and figures of claims 13 and 14; PLAN.md defines them, claims.py says what a cell is.
+"""Tables, tests and figures of claims 13 and 14; PLAN.md defines them, claims.py a cell.
 
     python research/study/alignment_tables.py --runs=out/study  # first results/alignment/seed-*.csv
     python research/study/alignment_tables.py                   # from these: tables and figures

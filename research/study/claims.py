@@ -94,9 +94,9 @@ def plain(values):
 
 
 def tested_table(head, rows, tested):
-    """Return a table; rows: [(cells, [values or None])], tested: the indices (row, column) of tests.
+    """Return a table; rows: [(cells, [values or None: a dash])].
 
-    None is a dash.
+    tested: the indices (row, column) of tests.
     """
     p = dict.fromkeys(tested)
     if len(rows[0][1][0]) > 1:
@@ -181,8 +181,8 @@ def main(arguments, usage, claims, results, usual, sources, lines_of):
     """Write the numbers, tables and figures of `claims`.
 
     claims: {file: (title, functions of Numbers that return a table, function (numbers, path) that
-    draws)}; results: their folder; usual: see Numbers; sources(root) yields the finished runs in the
-    order of their seeds, of which lines_of(source) are lines of the numbers.
+    draws)}; results: their folder; usual: see Numbers; sources(root) yields the finished runs, in
+    the order of their seeds, and lines_of(source) returns the lines of one.
     """
     parser = argparse.ArgumentParser(description=usage.split('\n')[0])
     parser.add_argument('--only', default=','.join(claims), help='default: %(default)s')

@@ -5,10 +5,11 @@
 
 seed-<n>.csv has the finished runs of a seed: a line for questions, facts and next tokens, over all
 languages and for each. Three more tasks are: 'held out', the NLL and ECE of the held-out
-conversations at the end of tuning; 'trained', the mean NLL of the trained ones in the last 50 steps;
-and `base` or `medium`, whose accuracy is the share of the 4,000 facts of the instruction data that
-the model knows. An excess is the mean of ECE, or another metric, minus that of cross-entropy at equal
-accuracy; only the first strength of a loss is tested. claims.py says what a cell is.
+conversations at the end of tuning; 'trained', the mean NLL of the trained ones in the last 50
+steps; and `base` or `medium`, whose accuracy is the share of the 4,000 facts of the instruction
+data that the model knows. An excess is the mean of ECE, or another metric, minus that of
+cross-entropy at equal accuracy; only the first strength of a loss is tested. claims.py says what a
+cell is.
 """
 
 import functools
@@ -173,6 +174,8 @@ def predictions_table(numbers):
         return known_values(numbers, base, data, name)
     def gain(data, name, base='base'):
         return ece(data, base=base) - ece(data, name, base)
+    def share_known(base):
+        return numbers.of(base, 'accuracy', task=base)
     def memorized(run):
         return numbers.of(run, 'nll', task='held out') - numbers.of(run, 'nll', task='trained')
     def not_memorized(kind, lr):
@@ -187,7 +190,7 @@ def predictions_table(numbers):
         "DFT's reduction of ECE: unknown - known, 6 million":
         gain('unknown', 'DFT') - gain('known', 'DFT'),
         'share of known facts, 34 - 6 million':
-        numbers.of('medium', 'accuracy', task='medium') - numbers.of('base', 'accuracy', task='base'),
+        share_known('medium') - share_known('base'),
         "smoothing's reduction of ECE on unknown facts, 34 million":
         gain('unknown', 'smoothing', 'medium'),
         'reduction of memorization (NLL) by smoothing: 6 - 34 million':
@@ -226,7 +229,8 @@ def ranked_choices(numbers):
         return np.array([-ece, -100 * accuracy, -nll, numbers.of(run, 'nll', task='held out')])
     default = values(DEFAULT, 'none')
     choices = [(name, values(*choice) - default) for name, choice in CHOICES.items()]
-    ranked = sorted((*per_point(*changes[:2]), name, i) for i, (name, changes) in enumerate(choices))
+    ranked = sorted((*per_point(*changes[:2]), name, i)
+                    for i, (name, changes) in enumerate(choices))
     return [(text, name, choices[i][1]) for _, text, name, i in ranked]
 
 
