@@ -167,6 +167,9 @@ def test_bad_rows_stop_or_are_skipped(tmp_path):
     loaded = questions.load_task(str(tmp_path), shots=1, on_bad_row='skip')     # of shots too
     assert len(loaded.bad) == 1 and [q.context[:2] for q in loaded.questions] == ['Q?']
     assert [q.context[:5] for q in loaded.shots['', 'various things']] == ['Shot?']
+    row = {'sentence': 'Kim won.', 'option1': 'Kim', 'option2': 'Ann', 'answer': '1'}
+    with pytest.raises(DataError, match='w.jsonl:1: the sentence has no blank, an underscore'):
+        load(tmp_path / 'w.jsonl', [row], 'winogrande_m', prompt_format='harness')
 
 
 def test_ids_differ_and_duplicate_options_are_marked(tmp_path):
@@ -303,22 +306,20 @@ def test_headers_in_the_language_of_a_question(tmp_path):
 
 
 def test_languages_of_rows(tmp_path):
-    plain = write_rows(tmp_path / 'plain.jsonl', [Q])
     mixed = write_rows(tmp_path / 'folder' / 'test.jsonl', [Q | {'language': x}
                                                             for x in ('de', 'english', 'sw')])
-    for place in (mixed, mixed.parent):
-        assert [q.language for q in questions.load_task(
-            str(place), languages=('sw', 'de', 'de')).questions] == ['de', 'sw']
-    for name, language, message in (
-            (mixed, 'klingon', "no language 'klingon'; it has de, english, sw"),
-            (mixed.parent, 'englisch', "did you mean 'english'"),
-            (plain, 'klingon', 'plain.jsonl has no language .* no field "language"')):
+    assert [q.language for q in questions.load_task(
+        str(mixed.parent), languages=('sw', 'de', 'de')).questions] == ['de', 'sw']
+    plain = write_rows(tmp_path / 'plain.jsonl', [Q])
+    for name, options, message in (
+            (mixed, {'languages': ('klingon',)}, "no language 'klingon'; it has de, english, sw"),
+            (mixed, {'languages': ('de', 'englisch')}, "did you mean 'english'"),
+            (plain, {'languages': ('de',)}, 'plain.jsonl has no language .* no field "language"'),
+            (f'mmlu_prox:{plain}', {'header': 'native'}, "language '' has no wording")):
         with pytest.raises(DataError, match=message):
-            questions.load_task(str(name), languages=('de', language))
+            questions.load_task(str(name), **options)
     (question,), *_ = questions.load_task(f'mmlu_prox:{plain}', languages=('de',), header='native')
     assert question.language == 'de' and question.context.endswith('\nAntwort:')
-    with pytest.raises(DataError, match="plain.jsonl:1: language '' has no wording.*--languages="):
-        questions.load_task(f'mmlu_prox:{plain}', header='native')
 
 
 @pytest.mark.parametrize('tasks, setting, message', [
@@ -346,23 +347,17 @@ def test_real_benchmark_files_are_read_whole():
     assert len(questions.load_task(f'hellaswag:{datasets / "hellaswag"}')[0]) == 1000
 
 
-# task, file as on the hub, row, prompts and answer under the harness, prompt for letters
 GOLDEN = [
-    ('openbookqa', 'main/test-00000-of-00001.parquet',
-     {'id': '8-343', 'question_stem': 'A plant grows toward', 'answerKey': 'B',
+    ('openbookqa', 'main/test-00000-of-00001.parquet',     # whose white space is scored, as lm-eval
+     {'id': '8-343', 'question_stem': 'A plant grows toward ', 'answerKey': 'B',
       'choices': {'text': ['the soil', 'The light'], 'label': ['A', 'B']}},
-     ['A plant grows toward| the soil', 'A plant grows toward| The light'], 1,
+     ['A plant grows toward|  the soil', 'A plant grows toward|  The light'], 1,
      'A plant grows toward\nA. the soil\nB. The light\nAnswer:'),
     ('winogrande_s', 'winogrande_s/validation-00000-of-00001.parquet',
-     {'sentence': 'Kim called Ann since _ was lost.', 'option1': 'Kim', 'option2': 'Ann',
+     {'sentence': 'Kim called Ann since _ was lost.', 'option1': 'Kim ', 'option2': 'Ann',
       'answer': '2'},
-     ['Kim called Ann since Kim| was lost.', 'Kim called Ann since Ann| was lost.'], 1,
+     ['Kim called Ann since Kim|  was lost.', 'Kim called Ann since Ann| was lost.'], 1,
      'Kim called Ann since _ was lost.\nA. Kim\nB. Ann\nAnswer:'),
-    ('boolq', 'boolq/validation-00000-of-00001.parquet',
-     {'question': 'is ice cold', 'passage': 'Ice is frozen.', 'idx': 3, 'label': 1},
-     ['Ice is frozen.\nQuestion: is ice cold?\nAnswer:| no',
-      'Ice is frozen.\nQuestion: is ice cold?\nAnswer:| yes'], 1,
-     'Ice is frozen.\nQuestion: is ice cold?\nA. no\nB. yes\nAnswer:'),
     ('boolq', 'data/validation-00000-of-00001.parquet',     # google/boolq
      {'question': 'is ice hot', 'answer': False, 'passage': 'Ice is frozen.'},
      ['Ice is frozen.\nQuestion: is ice hot?\nAnswer:| no',
@@ -384,26 +379,10 @@ def test_prompts_of_bayesian_lora_are_known(tmp_path, task, file, row, prompts, 
     assert question.solved == prompts[answer].replace('|', '') + '\n\n'
     proposed = question.proposing(1)
     assert proposed.parts == [proposed] and proposed.options == [' (A)', ' (B)']
-    assert prompts[1].rpartition('\n')[2].partition('|')[2] in proposed.context
+    assert prompts[1].rpartition('\n')[2].partition('|')[2].strip() in proposed.context
     (question,), *_ = questions.load_task(f'{task}:{tmp_path}')
     assert question.context == letters and question.options == [' A', ' B']
     assert question.answer == answer and question.header.startswith('The following are multiple')
-
-
-def test_white_space_before_an_option_is_scored_with_it(tmp_path):
-    """White space that ends a context is scored with what follows, as lm-eval does."""
-    row = {'question_stem': 'A plant needs ', 'answerKey': 'A',
-           'choices': {'text': ['air', 'ink'], 'label': ['A', 'B']}}
-    (question,), *_ = load(tmp_path / 'test.jsonl', [row], 'openbookqa', prompt_format='harness')
-    assert (question.context, question.options) == ('A plant needs', ['  air', '  ink'])
-    row = {'sentence': 'Kim met Ann; _ won.', 'option1': 'Kim ', 'option2': 'Ann', 'answer': '1'}
-    rows = [row, row | {'sentence': 'Kim won.'}]
-    with pytest.raises(DataError, match='dev.jsonl:2: the sentence has no blank, an underscore'):
-        load(tmp_path / 'dev.jsonl', rows, 'winogrande_m', prompt_format='harness')
-    (question,), *_ = load(tmp_path / 'dev.jsonl', rows, 'winogrande_m', prompt_format='harness',
-                           on_bad_row='skip')
-    assert [(p.context, p.options) for p in question.parts] == [
-        ('Kim met Ann; Kim', ['  won.']), ('Kim met Ann; Ann', [' won.'])]
 
 
 # what a question can begin with: words, digits, white space, added tokens, other scripts

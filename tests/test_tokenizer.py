@@ -270,9 +270,8 @@ def test_tokens_outside_of_a_sentencepiece_model(tmp_path):
     small = load_model_tokenizer(tmp_path, SimpleNamespace(vocab_size=n + 1, eos_token_id=[n, 7]))
     assert '<|endoftext|>' in small.control_ids and '<|user|>' not in small.control_ids
     assert small.n_vocab == n + 1 and small.end_ids == {n, 7}
-    for size in (n - 1, n):     # without a piece; without EOS
-        with pytest.raises(CheckpointError, match='the tokenizer has 405 tokens, but vocab_size'):
-            load_model_tokenizer(tmp_path, SimpleNamespace(vocab_size=size))
+    with pytest.raises(CheckpointError, match='the tokenizer has 405 tokens, but vocab_size'):
+        load_model_tokenizer(tmp_path, SimpleNamespace(vocab_size=n))       # without EOS
     (tmp_path / 'tokenizer.json').unlink()
     (tmp_path / 'tokenizer_config.json').unlink()
     (tmp_path / 'added_tokens.json').write_text(f'{{"<|user|>": {n}}}')
@@ -530,8 +529,12 @@ def in_transformers(folder, template=None, add_bos=True):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('kind', ['llama3', 'llama3.json', 'qwen', 'gemma', 'mistral', 'llama2'])
-def test_transformers_reads_what_a_run_saves(kind, tmp_path):
+@pytest.mark.parametrize('kind, templates', [
+    ('llama3', ['tulu']), ('llama3.json', ['tulu', 'mistral', 'llama3']), ('qwen', ['chatml']),
+    ('gemma', ['tulu', 'gemma']), ('mistral', ['tulu', 'mistral']),
+    ('llama2', ['mistral', 'alpaca'])])
+def test_transformers_reads_what_a_run_saves(kind, templates, tmp_path):
+    """The ids of texts, and of conversations in each template as they were trained."""
     theirs, ours = in_transformers(base_folder(tmp_path / 'run', kind))
     assert (theirs.chat_template == 'of the base model') == (kind in ('llama3.json', 'qwen'))
     bos = [] if kind == 'qwen' else [ours.bos_id]
@@ -542,6 +545,25 @@ def test_transformers_reads_what_a_run_saves(kind, tmp_path):
             assert theirs(text)['input_ids'] == bos + ours.encode(text), text
             assert theirs.decode(ours.encode(text)) == ours.decode(ours.encode(text))
     assert load_tokenizer(tmp_path / 'run').fingerprint == ours.fingerprint
+    for template in templates:
+        for add_bos in (True, False) if template in ('gemma', 'mistral') else (kind != 'qwen',):
+            folder = base_folder(tmp_path / f'{template}-{add_bos}', kind)
+            theirs, ours = in_transformers(folder, template, add_bos)
+            for messages in CHATS[3:] if template == 'alpaca' else CHATS:
+                assert_rendered(messages, theirs, ours, template, add_bos)
+
+
+def assert_rendered(messages, theirs, ours, template, add_bos):
+    ids, loss_mask = chat.encode_conversation(messages, ours, template, add_bos)
+    assert theirs.apply_chat_template(messages, tokenize=False) == ours.decode(
+        ids, start=True), messages
+    turns = [i for i, message in enumerate(messages) if message['role'] == 'assistant']
+    answers = [i for i in range(1, len(ids)) if loss_mask[i] > loss_mask[i - 1]]
+    for turn, answer in zip(turns, answers, strict=True):
+        asked = {'conversation': messages[:turn], 'add_generation_prompt': True}
+        assert theirs.apply_chat_template(**asked, tokenize=False) == ours.decode(ids[:answer])
+        if turn == turns[0]:
+            assert theirs.apply_chat_template(**asked)['input_ids'] == ids[:answer]
 
 
 @pytest.mark.slow
@@ -577,27 +599,6 @@ def test_other_sentencepiece_models_are_left_alone(tmp_path, capsys):
 CHATS = [MESSAGES, MESSAGES[1:], MESSAGES[:3], MESSAGES[1:3],
          [{'role': 'user', 'content': ' \n Äpfel {{ x }} \n'}, MESSAGES[2]],
          [{'role': 'user', 'content': 'Add.\n\n1 2', 'input': '1 2'}, MESSAGES[2]]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('template, kind, add_bos', [
-    *(('tulu', kind, True) for kind in ('llama3', 'llama3.json', 'gemma', 'mistral')),
-    *(('mistral', kind, True) for kind in ('llama3.json', 'mistral', 'llama2')),
-    ('alpaca', 'llama2', True), ('llama3', 'llama3.json', True), ('gemma', 'gemma', True),
-    ('gemma', 'gemma', False), ('mistral', 'mistral', False), ('chatml', 'qwen', False)])
-def test_transformers_renders_what_was_trained(template, kind, add_bos, tmp_path):
-    theirs, ours = in_transformers(base_folder(tmp_path / 'run', kind), template, add_bos)
-    for messages in CHATS[3:] if template == 'alpaca' else CHATS:
-        ids, loss_mask = chat.encode_conversation(messages, ours, template, add_bos)
-        assert theirs.apply_chat_template(messages, tokenize=False) == ours.decode(
-            ids, start=True), messages
-        turns = [i for i, message in enumerate(messages) if message['role'] == 'assistant']
-        answers = [i for i in range(1, len(ids)) if loss_mask[i] > loss_mask[i - 1]]
-        for turn, answer in zip(turns, answers, strict=True):
-            asked = {'conversation': messages[:turn], 'add_generation_prompt': True}
-            assert theirs.apply_chat_template(**asked, tokenize=False) == ours.decode(ids[:answer])
-            if turn == turns[0]:
-                assert theirs.apply_chat_template(**asked)['input_ids'] == ids[:answer]
 
 
 def test_generation_stops_at_the_end_of_a_turn(tmp_path):
