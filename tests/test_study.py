@@ -220,118 +220,6 @@ def test_the_interval_of_a_ratio_ends_where_a_t_test_does():
     assert loss_tables.ratio_interval(x, y - y.mean()) is None
 
 
-# Tables of made-up numbers: the true differences are found, and missing runs have none
-
-def write_numbers(folder, seeds, lines_of_seed):
-    """Write seed-<seed>.csv of lines_of_seed(seed, random); return the columns' lines."""
-    for seed in seeds:
-        (folder / f'seed-{seed}.csv').write_text(csv_text(
-            [line | {'seed': seed} for line in lines_of_seed(seed, np.random.default_rng(seed))]))
-
-
-def pages(script, folder):
-    """Return {file: page}, and the text of each difference."""
-    script.main([f'--folder={folder}'])
-    text = {name: (folder / f'{name}.md').read_text() for name in script.CLAIMS}
-    assert all((folder / f'{name}.png').exists() for name in script.CLAIMS)
-    return text, dict(re.findall(r'\| (.*?) \| ([-+]\d\.\d+ ± .*?|none.*?) \|',
-                                 ''.join(text.values())))
-
-
-@pytest.mark.slow
-def test_the_tables_and_figures_of_the_losses(tmp_path):
-    def lines_of_seed(seed, random):
-        """Smoothing takes 0.02 from ECE at any accuracy."""
-        def line(run, accuracy, ece, **more):
-            return {'run': run, 'task': 'text4', 'language': 'all', 'scaling': 'none',
-                    'accuracy': accuracy, 'ece': ece, 'smooth_ece': ece, 'nll': 1 + ece,
-                    'brier': 0.5} | more
-        lines = [line(run, 0.6, 0.02) for run in loss_tables.BASES]
-        for cfg in (cfg for name in LATER for cfg in runs.EXPERIMENTS[name](seed)):
-            accuracy = 0.6 - 80 * cfg.lr * random.uniform(0.9, 1.1)
-            lines.append(line(Path(cfg.out_dir).name, accuracy, 0.62 - accuracy
-                              - 0.02 * ('smoothing(0.1)' in cfg.loss)
-                              + 0.05 * ('unknown' in cfg.out_dir) + random.normal(scale=1e-4)))
-        changes = [{}, {'task': 'facts'}, {'task': 'clm'}, {'scaling': 'temperature'}]
-        changes += [{'language': language} for language in loss_tables.UNTUNED]
-        changes += [{'task': task, 'nll': 2.0} for task in ('held out', 'trained')]
-        return [*(each | change for each in lines for change in changes),
-                *(line(run, 0.45 + 0.001 * seed, 0.0, task=run) for run in loss_tables.BASES)]
-
-    write_numbers(tmp_path, runs.LATER_SEEDS, lines_of_seed)
-    text, differences = pages(loss_tables, tmp_path)
-    smoothed = differences['cross_entropy() + smoothing(0.1)']
-    # where the curves leave the base model, the difference grows from 0 to 0.02
-    assert -0.02 < float(smoothed.split()[0]) < -0.012 and float(smoothed.split()[-1]) < 0.001
-    assert 'p' not in differences['cross_entropy() + smoothing(0.2)']       # not tested
-    assert float(differences['focal(2)'].split()[-1]) > 0.05
-    assert differences['cross-entropy: ECE unknown - known, 6 million'].startswith('+0.05')
-    assert 'free' in text['recipe']
-    for seed in runs.LATER_SEEDS[1:]:
-        (tmp_path / f'seed-{seed}.csv').unlink()
-    assert '±' not in pages(loss_tables, tmp_path)[0]['equal-accuracy']     # one seed
-
-
-@pytest.mark.slow
-def test_the_tables_and_figures_of_alignment(tmp_path):
-    names = [Path(cfg.out_dir).name for make in (alignment.base_runs, alignment.runs)
-             for cfg in make(10)]
-    blank, scalings = dict.fromkeys(alignment.COLUMNS, 0.1), ('none', 'temperature')
-
-    def lines_of_seed(seed, random):
-        for run in names:
-            for epoch in (('1', '2', '3') if run in ('ppo', 'dpo', 'grpo') else ('3',)):
-                kl = 0.1 * int(epoch) * (run not in ('base', 'sft'))
-                for scaled in scalings:
-                    yield blank | {'run': run, 'epoch': epoch, 'scaling': scaled, 'kl': kl,
-                                   'task': 'plain' if run == 'base' else 'chat',
-                                   'reward': 0.2 + kl, 'ece': 0.05 + 0.5 * kl * (run == 'ppo')
-                                   + random.normal(scale=1e-4)}
-        for run in alignment_tables.WRITERS:
-            for task in alignment_tables.CONFIDENCES:
-                for scaled in scalings:
-                    yield blank | {'run': run, 'epoch': 'written', 'task': task, 'scaling': scaled,
-                                   'ece': 0.02 + 0.1 * (run == 'ppo') * (scaled == 'none')
-                                   + random.normal(scale=1e-4)}
-
-    write_numbers(tmp_path, alignment.SEEDS, lines_of_seed)
-    text, differences = pages(alignment_tables, tmp_path)
-    assert differences['ECE of PPO - SFT'].startswith('+0.150 ± 0.000')
-    assert differences['ECE of PPO - PPO, both'].startswith('+0.150 ± 0.000')
-    # the mean of 0.5 kl over 0 < kl < 0.3
-    assert differences['ECE of PPO - DPO, at equal KL'].startswith('+0.075 ± 0.000')
-    assert differences['KL of GRPO - DPO, at equal held-out reward'].startswith('+0.000 ± 0.000')
-    assert '| RLCR | stated | none for 5 of 5 seeds |' in text['alignment']
-    assert '| 3 of 3 |' in text['written']
-    assert differences['ECE of the P(True): PPO - SFT'].startswith('+0.100 ± 0.000')
-
-
-@pytest.mark.slow
-def test_the_tables_and_figure_of_the_closed_form(tmp_path):
-    names = {Path(cfg.out_dir).name for cfg in closed_form.runs(10)} | {'sft'} | {
-        f'{method}-{weight}-expected' for method, weight in closed_form.WEIGHTED}
-    blank = dict.fromkeys((*alignment.COLUMNS, *closed_form.PAIR_COLUMNS), 0.1)
-
-    def lines_of_seed(seed, random):
-        for name in sorted(names - {'dpo-1.0-lora'}):
-            kl = 0.1 / float((re.findall(r'-(\d[\d.]*)', name) or ['1'])[0])
-            values = {'kl': kl, 'reward': 0.2 + kl, 'margin': math.log(4) + (name == 'dpo-noisy'),
-                      'ece': 0.05 + kl / 20 + random.normal(scale=1e-4), 'preference_ece': kl,
-                      'auroc': 0.6 + random.normal(scale=1e-3)}
-            for task in ('chat', 'qa', 'qa.stated', 'qa.answer_span'):
-                yield blank | values | {'run': name, 'epoch': 3, 'task': task, 'scaling': 'none'}
-
-    write_numbers(tmp_path, alignment.SEEDS, lines_of_seed)
-    _, differences = pages(closed_form, tmp_path)
-    assert differences['ECE of Dr. GRPO, 0.05 - expected'].startswith(('+0.000 ±', '-0.000 ±'))
-    assert differences['ECE of DPO, 0.1 - 1.0'].startswith('+0.045 ± 0.000')
-    assert differences['margin of DPO - log 4'].startswith('+1.000')
-    assert differences['AUROC of RLCR, stated - 0.5'].startswith('+0.100')
-    for missing in ('ECE of DPO, LoRA - full weights, at equal KL',
-                    'tau of preference ECE and ECE of answers'):
-        assert differences[missing] == 'none for 5 of 5 seeds'
-
-
 # A small study from worlds to tables
 
 SMALL_WORLD = StudySpec(**asdict(runs.WORLD) | dict(
@@ -576,53 +464,6 @@ def test_an_alignment_world_asks_as_evaluate_does(tmp_path):
     assert rlcr(task, '', alignment.STATED.format(value, 0.9), question) == pytest.approx(1.495)
 
 
-def small_alignment(study, root, names, script):
-    """Do the jobs in `names` and write their numbers; return (folder of the seed, Numbers)."""
-    write_world(f'{alignment.seed_folder(10, root)}/world', 10, SMALL_ALIGNMENT,
-                alignment.make_rows)
-    jobs = small_jobs(study, 10, root, names)
-    assert len(jobs) == len(names) and side_by_side.side_by_side(jobs, 2, 0, root) == []
-    script.main([f'--runs={root}', f'--folder={root}/numbers'])
-    return (Path(alignment.seed_folder(10, root)),
-            claims.Numbers(root / 'numbers', alignment_tables.USUAL))
-
-
-@pytest.mark.slow
-def test_alignment_from_the_world_to_tables(tmp_path, forked):
-    """Two processes: tuned models, pairs, aligned models and their written answers."""
-    folder, numbers = small_alignment('alignment', tmp_path, {
-        'base', 'sft', 'stated', 'pairs', 'ppo-both', 'dpo', 'grpo-known', 'rlcr', 'brier',
-        'dpo-none', 'dpo-temperature', 'base-none'}, alignment_tables)
-    # the KL and the reward against plain loops over the samples
-    policy, reference = ({s['id']: s for s in read_samples(folder / name / 'samples.jsonl')
-                          if s['split'] == 'test'} for name in ('dpo', 'sft'))
-    kl, reward = 0, 0
-    for id, sample in policy.items():
-        p, q = (np.exp(s['log_probs']) / np.exp(s['log_probs']).sum()
-                for s in (sample, reference[id]))
-        kl += sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)) / len(policy)
-        reward += p[sample['answer']] / len(policy)
-    assert numbers.of('dpo', 'kl') == pytest.approx(kl, rel=1e-3) and kl > 0
-    assert numbers.of('dpo', 'reward') == pytest.approx(reward, rel=1e-3)
-    assert np.isfinite(alignment_tables.path(numbers, 'dpo', 'ece')).all()
-    assert np.isnan(numbers.of('ppo', 'ece')) and numbers.of('ppo-both', 'trained_reward') >= 0
-    rewarded = ['reward' in step for step in alignment.read_lines(folder / 'ppo-both/log.jsonl')]
-    assert rewarded == [True] * 6
-    # one temperature divides all logits
-    assert json.loads((folder / 'scaled' / 'dpo' / 'config.json').read_text())['nanocal'] == {
-        'temperature': alignment.temperature_of(folder / 'dpo')}
-    for task in alignment_tables.CONFIDENCES:
-        assert np.isfinite(alignment_tables.written(numbers, 'dpo', 'ece', task, 'temperature'))
-    texts = [[s['greedy']['text'] for s in read_samples(
-        alignment.written_folder(10, tmp_path, 'dpo', scaling) / 'samples.jsonl')
-        if s['task'] == 'qa'] for scaling in alignment.SCALINGS]
-    assert texts[0] == texts[1] and len(texts[0]) == 8
-    known, unknown, every = ((folder / 'pairs' / f'{name}.jsonl').read_text().splitlines()
-                             for name in ('known', 'unknown', 'all'))
-    assert len(known) == len(unknown) > 0 and len(every) == 48
-    assert {*known, *unknown} <= {*every} and not {*known} & {*unknown}
-
-
 @pytest.mark.parametrize('method, weight', [('dpo', 0.3), ('dpo', 1.0), ('ppo', 0.2)])
 def test_the_closed_form_is_the_optimum_of_its_objective(method, weight):
     """Gradient steps on the logits of one question end there."""
@@ -650,27 +491,64 @@ def test_the_closed_form_is_the_optimum_of_its_objective(method, weight):
 
 
 @pytest.mark.slow
-def test_the_closed_form_from_the_world_to_tables(tmp_path, forked):
-    folder, numbers = small_alignment('closed-form', tmp_path, {
-        'base', 'sft', 'pairs', 'own', 'brier-base', 'rlcr-own', 'ppo-0.05-lora', 'cdpo-noisy'},
-        closed_form)
-    # each answer states the probability that the base model gives to it
+def test_alignment_from_the_world_to_tables(tmp_path, forked):
+    """Two processes: tuned models, pairs, aligned models and their written answers."""
+    folder = Path(alignment.seed_folder(10, tmp_path))
+    write_world(folder / 'world', 10, SMALL_ALIGNMENT, alignment.make_rows)
+    jobs = small_jobs('alignment', 10, tmp_path, {
+        'base', 'sft', 'stated', 'pairs', 'ppo-both', 'dpo', 'grpo-known', 'rlcr', 'brier',
+        'dpo-none', 'dpo-temperature', 'base-none'})
+    more = small_jobs('closed-form', 10, tmp_path, {
+        'pairs', 'own', 'brier-base', 'rlcr-own', 'ppo-0.05-lora', 'cdpo-noisy'})
+    assert [*map(len, (jobs, more))] == [12, 6]
+    for each, script in ((jobs, alignment_tables), (more, closed_form)):
+        assert side_by_side.side_by_side(each, 2, 0, tmp_path) == []
+        script.main([f'--runs={tmp_path}', f'--folder={tmp_path}/{script.__name__}'])
+    numbers, closed = (claims.Numbers(tmp_path / script.__name__, alignment_tables.USUAL)
+                       for script in (alignment_tables, closed_form))
+
+    # the KL and the reward against plain loops over the samples
+    policy, reference = ({s['id']: s for s in read_samples(folder / name / 'samples.jsonl')
+                          if s['split'] == 'test'} for name in ('dpo', 'sft'))
+    kl, reward = 0, 0
+    for id, sample in policy.items():
+        p, q = (np.exp(s['log_probs']) / np.exp(s['log_probs']).sum()
+                for s in (sample, reference[id]))
+        kl += sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)) / len(policy)
+        reward += p[sample['answer']] / len(policy)
+    assert numbers.of('dpo', 'kl') == pytest.approx(kl, rel=1e-3) and kl > 0
+    assert numbers.of('dpo', 'reward') == pytest.approx(reward, rel=1e-3)
+    assert np.isfinite(alignment_tables.path(numbers, 'dpo', 'ece')).all()
+    assert np.isnan(numbers.of('ppo', 'ece')) and numbers.of('ppo-both', 'trained_reward') >= 0
+    # one temperature divides all logits
+    assert json.loads((folder / 'scaled' / 'dpo' / 'config.json').read_text())['nanocal'] == {
+        'temperature': alignment.temperature_of(folder / 'dpo')}
+    for task in alignment_tables.CONFIDENCES:
+        assert np.isfinite(alignment_tables.written(numbers, 'dpo', 'ece', task, 'temperature'))
+    texts = [[s['greedy']['text'] for s in read_samples(
+        alignment.written_folder(10, tmp_path, 'dpo', scaling) / 'samples.jsonl')
+        if s['task'] == 'qa'] for scaling in alignment.SCALINGS]
+    assert texts[0] == texts[1] and len(texts[0]) == 8
+    pairs, known, unknown, own, noisy = (alignment.read_lines(folder / 'pairs' / f'{name}.jsonl')
+                                         for name in ('all', 'known', 'unknown', 'own', 'noisy'))
+    assert len(known) == len(unknown) > 0 and len(own) == len(pairs) == 48
+    assert all(row in pairs and row not in unknown for row in known)
+    assert all(row in pairs for row in unknown)
+
+    # each of the base model's own answers states the probability that it gives to it
     probs = {s['id']: dict(zip(map(str.strip, s['options']), np.exp(s['log_probs'])
                                / np.exp(s['log_probs']).sum(), strict=True))
              for s in read_samples(folder / 'base-knows' / 'samples.jsonl')}
     ids = {row['prompt']: row['id'] for row in alignment.read_lines(
         folder / 'world' / 'prompts' / 'test.jsonl')}
-    own, pairs, noisy = (alignment.read_lines(folder / 'pairs' / f'{name}.jsonl')
-                         for name in ('own', 'all', 'noisy'))
     for ask, answer in (row['messages'] for row in own):
         value, stated = re.fullmatch(alignment.STATED.format('(.*)', '(.*)'),
                                      answer['content']).groups()
         assert stated == f'{probs[ids[ask["content"]]][value]:.2f}'
-    # the pairs are those of the first facts, a few of which are swapped
     swapped = [a['chosen'] == b['rejected'] for a, b in zip(pairs, noisy, strict=True)]
-    assert 0 < sum(swapped) < 20 and len(own) == len(noisy) == 48
+    assert 0 < sum(swapped) < 20
     # as beta grows, the closed form comes back to the model before alignment
-    kl = [numbers.of(f'ppo-{weight}-expected', 'kl')[0] for weight in (0.0125, 0.05, 0.2)]
+    kl = [closed.of(f'ppo-{weight}-expected', 'kl')[0] for weight in (0.0125, 0.05, 0.2)]
     assert kl == sorted(kl, reverse=True) and kl[-1] > 0
     # the implicit preference against a plain loop over log-probabilities, which need no norm
     (sft,), (cdpo,) = (read_run_samples(read_run(folder / name))[0].values()
@@ -683,11 +561,11 @@ def test_the_closed_form_from_the_world_to_tables(tmp_path, forked):
         change = np.subtract(after['log_probs'], before['log_probs'])
         preference += 1 / (1 + np.exp(-0.3 * (change[true] - change[wrong]))) / len(sft)
     assert preference != pytest.approx(0.5, rel=1e-3)
-    assert numbers.of('cdpo-noisy', 'preference') == pytest.approx(preference, rel=1e-5)
-    assert numbers.of('cdpo-noisy', 'margin') > 0 and numbers.of('cdpo-noisy', 'fitted') > 0.3
-    assert 0.5 > numbers.of('cdpo-noisy', 'preference_ece') > 0
-    assert np.isfinite(numbers.of('ppo-0.05-lora', 'kl')) and np.isnan(numbers.of('dpo-1.0', 'ece'))
-    assert np.isfinite(numbers.of('brier-base', 'ece', task='qa'))
+    assert closed.of('cdpo-noisy', 'preference') == pytest.approx(preference, rel=1e-5)
+    assert closed.of('cdpo-noisy', 'margin') > 0 and closed.of('cdpo-noisy', 'fitted') > 0.3
+    assert 0.5 > closed.of('cdpo-noisy', 'preference_ece') > 0
+    assert np.isfinite(closed.of('ppo-0.05-lora', 'kl')) and np.isnan(closed.of('dpo-1.0', 'ece'))
+    assert np.isfinite(closed.of('brier-base', 'ece', task='qa'))
 
 
 # Command lines
