@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import os
 import resource
 from pathlib import Path
 from types import SimpleNamespace
@@ -254,12 +255,12 @@ def test_a_row_that_repeats_a_key_is_a_bad_row(tmp_path):
     row = '{"text": "fox", "more": [1, {"a": [{"b": 1, "b": 2}]}]}'
     lines, whole = tmp_path / 'a.jsonl', tmp_path / 'a.json'
     lines.write_text('{"text": "one two three four"}\n' + row)
-    whole.write_text('[{"text": "one two three four"},\n' + row + ']')
-    for path, place in ((lines, 'a.jsonl:2'), (whole, 'a.json: row 2')):
-        with pytest.raises(DataError, match=f"{place}: the key 'b' is given twice"):
+    whole.write_text(f'[{row}]')
+    for path, place in ((lines, 'a.jsonl:2'), (whole, 'a.json:1')):
+        with pytest.raises(DataError, match=f"{place}: .*the key 'b' is given twice"):
             probes.load_texts(f'clm:{path}')
-        texts, bad, _ = probes.load_texts(f'clm:{path}', on_bad_row='skip')
-        assert len(texts) == len(bad) == 1
+    texts, bad, _ = probes.load_texts(f'clm:{lines}', on_bad_row='skip')
+    assert len(texts) == len(bad) == 1
 
 
 def test_solved_questions_are_trained_by_letter(tmp_path, tokenizers):
@@ -361,8 +362,7 @@ def test_a_damaged_cache_is_rebuilt(tmp_path, tokenizers, capsys, name, change):
     assert capsys.readouterr().out == ''
 
 
-def test_what_killed_runs_left_in_the_cache_is_removed_but_not_what_another_run_writes(
-        tmp_path, tokenizers):
+def test_what_runs_killed_days_ago_left_in_the_cache_is_removed(tmp_path, tokenizers):
     path = write_rows(tmp_path / 'chat.jsonl', [{'messages': SAME}])
     conversations(path, tokenizers['gemma'])
     here = tmp_path / 'cache'
@@ -371,9 +371,11 @@ def test_what_killed_runs_left_in_the_cache_is_removed_but_not_what_another_run_
     (here / min(names)).mkdir()
     for name in {f'{min(names)}/tokens.bin', max(names), *theirs}:
         (here / name).write_text('mine')
-    with cache.writing_to_cache(here):      # as a run does that still lives
-        conversations(path, tokenizers['gemma'])
-        assert {p.name for p in here.iterdir()} > names | theirs
+    for name in names | theirs:
+        os.utime(here / name, (0, 0))
+    conversations(path, tokenizers['gemma'])    # another run has just written to tokens.bin
+    assert {p.name for p in here.iterdir() if 'tmp' in p.name} == theirs | {min(names)}
+    os.utime(here / min(names) / 'tokens.bin', (0, 0))
     conversations(path, tokenizers['gemma'])
     assert {p.name for p in here.iterdir() if 'tmp' in p.name} == theirs
 
@@ -435,13 +437,12 @@ def test_a_json_file_holds_a_list_or_a_row_per_line(tmp_path, raw, rows):
             assert row == expected if expected else f'{place}: broken JSON' in str(row)
 
 
-def test_parquet_rows_that_are_not_utf8(tmp_path):
-    raw = pyarrow.array([b'fox', b'caf\xe9', b'sky'], pyarrow.binary())
-    table = pyarrow.table({'text': pyarrow.Array.from_buffers(pyarrow.string(), 3, raw.buffers())})
+def test_a_parquet_file_that_is_not_utf8_is_named(tmp_path):
+    raw = pyarrow.array([b'fox', b'caf\xe9'], pyarrow.binary())
+    table = pyarrow.table({'text': pyarrow.Array.from_buffers(pyarrow.string(), 2, raw.buffers())})
     pyarrow.parquet.write_table(table, tmp_path / 'a.parquet')
-    rows = [row for _, row in read_rows(tmp_path / 'a.parquet')]
-    assert rows[0] == {'text': 'fox'} and rows[2] == {'text': 'sky'}
-    assert isinstance(rows[1], DataError) and 'a.parquet: row 2: not UTF-8' in str(rows[1])
+    with pytest.raises(DataError, match='cannot read .*/a.parquet: .*utf-8.* 0xe9'):
+        list(read_rows(tmp_path / 'a.parquet'))
 
 
 def test_a_bom_and_crlf_are_no_content(tmp_path):
