@@ -1,7 +1,9 @@
 """The folder of a trained model: the files that a run writes there, and what they say about it."""
 
+import functools
 import math
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -9,7 +11,7 @@ from typing import get_args, get_type_hints
 import torch
 
 from model import CausalLM
-from runtime import adapter, checkpoint, resume
+from runtime import adapter, checkpoint, parallel, resume
 from runtime.config import read_assignments
 from runtime.errors import ConfigError, TrainingError
 from runtime.eval_config import EvalConfig
@@ -126,3 +128,24 @@ def base_of_adapter(folder):
     with torch.device('meta'):      # fail on adapters of another model before anything is scored
         adapter.add_adapter(CausalLM(config), folder)
     return base
+
+
+def load_model(folder, cfg):
+    """Return the model in `folder`; with dropout_seed, its base with the adapters beside it."""
+    drops = cfg.dropout_seed is not None
+    share = functools.partial(parallel.shard, device=cfg.device) if cfg.shard else None
+    model = checkpoint.load(base_of_adapter(folder) if drops else folder, cfg.device,
+                            getattr(torch, cfg.dtype), share=share)
+    if drops:
+        adapter.add_adapter(model, folder)
+    return model
+
+
+def load_ahead(folder, cfg):
+    """Return a function that returns the model; a thread loads it from now on."""
+    if cfg.shard:       # these processes must not exchange messages from two threads
+        return functools.cache(functools.partial(load_model, folder, cfg))
+    pool = ThreadPoolExecutor(1)
+    model = pool.submit(load_model, folder, cfg)
+    pool.shutdown(wait=False)       # nothing else will be submitted
+    return model.result
