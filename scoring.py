@@ -197,14 +197,14 @@ class Reader:
 
         total: number of trees
         """
-        progress = log.Progress(task.label, total, task.unit)
+        progress = log.progress_bar(task.label, total, task.unit)
         try:
             for scored in self._score(trees, token_statistics if task.statistics else
                                       token_log_probs):
                 yield scored
                 progress.update()
         finally:
-            progress.bar.close()
+            progress.close()
 
     def states(self, prompts):
         """Return the hidden state at the end of each of `prompts`, lists of tokens: [N, D]."""
