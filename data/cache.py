@@ -10,13 +10,13 @@ is rebuilt.
 
 import collections
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import re
 import secrets
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -73,37 +73,13 @@ def _map(path, dtype):
     return np.asarray(np.memmap(path, dtype=dtype, mode='r'))
 
 
-@contextlib.contextmanager
-def writing_to_cache(folder):
-    """Create a folder of the cache and lock it, shared with other runs, for a `with` block."""
-    with contextlib.suppress(FileExistsError):      # of a file, opening it says more
-        folder.mkdir(parents=True)
-    with _locked(folder, fcntl.LOCK_SH):
-        yield
-
-
-@contextlib.contextmanager
-def _locked(folder, kind):
-    """Yield whether the lock on a folder was obtained: some network file systems have none."""
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        try:
-            fcntl.flock(file, kind)
-            locked = True
-        except OSError:
-            locked = False
-        yield locked
-    finally:
-        os.close(file)
-
-
 def _remove_leftovers(folder):
-    """Remove the temporary files that killed runs have left, unless another run is writing."""
-    if leftovers := [path for path in folder.glob('*') if TEMPORARY.fullmatch(path.name)]:
-        with _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB) as locked:
-            for path in leftovers if locked else ():
-                with contextlib.suppress(OSError):      # a cache that can only be read
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    """Remove the temporary files of killed runs: those to which nothing was written for a day."""
+    for path in folder.glob('*.nanocal-tmp'):
+        with contextlib.suppress(OSError):      # removed by another run, or a cache without write
+            if TEMPORARY.fullmatch(path.name) and time.time() - 86_400 > max(
+                    file.stat().st_mtime for file in (path, *path.glob('*'))):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _digest(offsets, tokens, loss_mask, margins=()):
@@ -147,10 +123,10 @@ def tokenize_once(files, encode, settings, cache_dir, on_bad_row='stop', workers
     except DataError as error:
         if folder.exists():
             print(f'{error}; tokenizing the data again')
-        with writing(folder), writing_to_cache(folder.parent):
+        with writing(folder):
             _tokenize(files, encode, folder, settings, on_bad_row, workers, regroup)
         sequences = Sequences(folder)
-    for reason, n in sequences.info.get('left_out', {}).items():
+    for reason, n in sequences.info['left_out'].items():
         print(f'{n} rows left out: {reason}')
     if sequences.info['bad_rows']:
         print(f'{sequences.info["bad_rows"]} bad rows skipped, the first: '
@@ -162,7 +138,7 @@ def _tokenize(files, encode, folder, settings, on_bad_row, workers, regroup):
     """Write the cache elsewhere and move it; in an existing folder, replace only its files."""
     part = folder.with_name(f'{folder.name}.{secrets.token_hex(4)}.nanocal-tmp')
     bad, left_out, offsets, margins = [], collections.Counter(), [0], []
-    part.mkdir()
+    part.mkdir(parents=True)
     try:
         with open(part / 'tokens.bin', 'wb') as tokens, open(part / 'loss_mask.bin', 'wb') as masks:
             rows = regroup(row for file in files for row in read_rows(file))

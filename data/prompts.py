@@ -43,9 +43,7 @@ class Prompt(NamedTuple):
     ending: str = ''
 
 
-# ------------------------------------------------------------------------------------------------
-# The format of MMLU, for every task
-# ------------------------------------------------------------------------------------------------
+# ---- The format of MMLU, for every task ----------------------------------------------------------
 
 def mmlu(item, benchmark, scoring, native):
     """Return the Prompt of an Item in MMLU's format.
@@ -134,9 +132,7 @@ def _wording(kind, language):
     return WORDING[kind][language]
 
 
-# ------------------------------------------------------------------------------------------------
-# The formats of lm-evaluation-harness, which does not strip white space from the choices
-# ------------------------------------------------------------------------------------------------
+# ---- The formats of lm-evaluation-harness, which does not strip white space from the choices -----
 
 def continuing(text, choices):
     """Return the Prompt whose choices follow `text`; white space at its end is scored."""

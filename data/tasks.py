@@ -6,6 +6,7 @@ and `describe` of each task and does not ask for its kind. No model runs here: `
 Reader (scoring.py), which turns trees into values, and a SampleWriter (results/samples.py).
 """
 
+import functools
 import hashlib
 import itertools
 import math
@@ -39,9 +40,7 @@ BLOCKS = 8      # of questions per process; each block repeats the shots once
 SHOWN_TOKENS = 100      # before a scored token of a text, in its sample
 
 
-# ------------------------------------------------------------------------------------------------
-# What all kinds share
-# ------------------------------------------------------------------------------------------------
+# ---- What all kinds share ------------------------------------------------------------------------
 
 @dataclass
 class Task:
@@ -125,30 +124,28 @@ class Task:
         reader:  a Reader, see scoring.py; writer: a SampleWriter, see results/samples.py
         prompts: {(sample_key, prompt)} of every item of the task, scored now or earlier
         """
-        entries = []        # per item (sample_key, prompt, item, Tree), or the message of a bad row
-        trees = self._unscored(reader, writer, entries)
+        unscored, prompts, bad_rows = {}, set(), [*self.bad_rows]
+
+        def trees():
+            for index, (item, tree) in enumerate(self.tokenize(reader.tokenizer, reader.cfg)):
+                if isinstance(tree, DataError):
+                    bad_rows.append(self.bad_row(tree, reader.cfg))
+                    continue
+                split = 'validation' if index >= len(self.items) else 'test'
+                key = self.label, split, item.language, item.id
+                prompt = self.prompt_hash(item, tree)
+                prompts.add((key, prompt))
+                if (key, prompt) not in writer.done:
+                    unscored[index] = key, prompt, item, tree
+                    yield index, tree
+
         n_left = len(self.keys) - self.count_scored(writer.done)
-        for index, numbers, values in reader.score(self, trees, n_left):
-            key, prompt, item, tree = entries[index]
-            entries[index] = key, prompt, None, None        # free the tree
+        for index, numbers, values in reader.score(self, trees(), n_left):
+            key, prompt, item, tree = unscored.pop(index)
             reader.require_finite(values, f'{self.label}: {item.place}')
             for sample in self.samples(reader.tokenizer, item, tree, numbers, values):
                 writer.append(key, prompt, sample)
-        bad_rows = [entry for entry in entries if isinstance(entry, str)]
-        return ({entry[:2] for entry in entries if not isinstance(entry, str)},
-                [*self.bad_rows, *bad_rows])
-
-    def _unscored(self, reader, writer, entries):
-        """Tokenize all items into `entries`; yield (index, Tree) of those without a sample."""
-        for index, (item, tree) in enumerate(self.tokenize(reader.tokenizer, reader.cfg)):
-            if isinstance(tree, DataError):
-                entries.append(self.bad_row(tree, reader.cfg))
-                continue
-            split = 'validation' if index >= len(self.items) else 'test'
-            key, prompt = (self.label, split, item.language, item.id), self.prompt_hash(item, tree)
-            entries.append((key, prompt, item, tree))
-            if (key, prompt) not in writer.done:
-                yield index, tree
+        return prompts, bad_rows
 
     def bad_row(self, error, cfg):
         """Return the message of an item that cannot be asked; raise it if that is to stop."""
@@ -170,15 +167,12 @@ class Task:
         Its questions are ask(question, its result) of those in `results`, {(split, language, id):
         result}. fields: other fields of the kind
         """
-        def questions(items, split):
-            return [ask(q, results[key]) for q in items
-                    if (key := (split, q.language, q.id)) in results]
-
-        items = questions(self.items, 'test')
-        fields = {'shots': self.shots} | fields
+        items, validation = (
+            [ask(q, results[key]) for q in items if (key := (split, q.language, q.id)) in results]
+            for split, items in (('test', self.items), ('validation', self.validation)))
         return kind(f'{self.label}.{name}', self.source, items,
-                    self.total - len(self.items) + len(items), [],
-                    validation=questions(self.validation, 'validation'), **fields)
+                    self.total - len(self.items) + len(items), [], validation=validation,
+                    **{'shots': self.shots} | fields)
 
     def describe(self, cfg, counts):
         """Return the part of a result that says how it was scored; counts: of the whole Task."""
@@ -200,9 +194,7 @@ def chat_words(cfg):
     return 'plain text' if cfg.chat == 'none' else f'chat template {cfg.chat}'
 
 
-# ------------------------------------------------------------------------------------------------
-# Questions with options
-# ------------------------------------------------------------------------------------------------
+# ---- Questions with options ----------------------------------------------------------------------
 
 LENGTHS = {'token': 'log-probabilities per token', 'sum': 'summed log-probabilities',
            'char': 'log-probabilities per character', 'byte': 'log-probabilities per byte'}
@@ -216,12 +208,11 @@ class OptionTask(Task):
     @classmethod
     def load(cls, name, cfg):
         """Return the task `name` of --tasks; raises ConfigError or DataError."""
-        common = {key: getattr(cfg, key) for key in (
-            'prompt_format', 'scoring', 'header', 'languages', 'permute', 'seed', 'on_bad_row')}
-        loaded = load_task(name, shots=cfg.shots, limit=cfg.limit, revision=cfg.data_revision,
-                           **common)
-        held_out = load_task(name, split='validation', revision=cfg.data_revision, **common
-                             ).questions if cfg.fit_temperature else []
+        read = functools.partial(load_task, name, revision=cfg.data_revision, **{
+            key: getattr(cfg, key) for key in ('prompt_format', 'scoring', 'header', 'languages',
+                                               'permute', 'seed', 'on_bad_row')})
+        loaded = read(shots=cfg.shots, limit=cfg.limit)
+        held_out = read(split='validation').questions if cfg.fit_temperature else []
         return cls(task_label(name), task_source(name), loaded.questions, loaded.total, loaded.bad,
                    loaded.shots, held_out)
 
@@ -290,13 +281,13 @@ class PermutedTask(OptionTask):
     @staticmethod
     def samples(tokenizer, question, tree, numbers, values):
         """Return the one sample of a question in several orders: their mean, and each of them."""
-        n, published = len(question.options), question.published
-        log_probs = tree.sums(numbers, values).reshape(-1, n)
-        n_tokens = np.reshape(tree.n_tokens, (-1, n))
-        orders = [{'order': [*range(n)], 'log_probs': published['log_probs'],
-                   'n_tokens': published['n_tokens']}]
-        orders += [{'order': order, 'log_probs': log_probs[k].tolist(),
-                    'n_tokens': n_tokens[k].tolist()} for k, order in enumerate(question.orders)]
+        n = len(question.options)
+        orders = [{'order': [*range(n)]} | {key: question.published[key]
+                                            for key in ('log_probs', 'n_tokens')}]
+        orders += [{'order': order, 'log_probs': log_probs.tolist(), 'n_tokens': n_tokens.tolist()}
+                   for order, log_probs, n_tokens in zip(
+                       question.orders, tree.sums(numbers, values).reshape(-1, n),
+                       np.reshape(tree.n_tokens, (-1, n)))]
         return [sample_fields(question, tree.shots) | {
             'answer': question.answer, 'options': question.options,
             'log_probs': mean_over_orders(orders), 'n_tokens': [1] * n, 'orders': orders}]
@@ -357,9 +348,7 @@ class PIKTask(PTrueTask):
         return f'P(IK) of a drawn answer, asked in words, 0 shots, {chat_words(cfg)}'
 
 
-# ------------------------------------------------------------------------------------------------
-# Texts
-# ------------------------------------------------------------------------------------------------
+# ---- Texts ---------------------------------------------------------------------------------------
 
 class TextTask(Task):
     """clm and facts: scored tokens of texts; a sample says whether the top token is the next one.
@@ -408,9 +397,7 @@ class TextTask(Task):
         return 'top token' + ', with an instruction' * cfg.instruct + dropout_words(cfg)
 
 
-# ------------------------------------------------------------------------------------------------
-# The text of --show and of --tasks=help
-# ------------------------------------------------------------------------------------------------
+# ---- The text of --show and of --tasks=help ------------------------------------------------------
 
 def show_tasks(tasks, tokenizer, cfg):
     """Return the text of --show: the first cfg.show prompts of each Task as the model reads them.
@@ -418,12 +405,12 @@ def show_tasks(tasks, tokenizer, cfg):
     It has the whole prompt, the options or scored tokens, and the tokens with '|' between them.
     Without a tokenizer it has the prompt with all shots, and no tokens.
     """
-    permuted = {f'{label}.permuted': task.variant('permuted', {
+    tasks = tasks | {f'{label}.permuted': task.variant('permuted', {
         ('test', q.language, q.id): {} for q in task.items}, None)
         for label, task in tasks.items() if cfg.permute and 'permute' in task.settings}
     return '\n'.join(f'{label}: {min(cfg.show, len(task.items))} of {len(task.items):,} '
                      f'{task.unit}\n{_show(task, tokenizer, cfg)}\n'
-                     for label, task in (tasks | permuted).items())
+                     for label, task in tasks.items())
 
 
 def _show(task, tokenizer, cfg):
@@ -479,9 +466,7 @@ def describe_tasks():
     return '\n'.join(lines)
 
 
-# ------------------------------------------------------------------------------------------------
-# Names
-# ------------------------------------------------------------------------------------------------
+# ---- Names ---------------------------------------------------------------------------------------
 
 def split_name(name):
     """Return ('mmlu', 'some/folder') for 'mmlu:some/folder', ('', 'some/file') for a path."""

@@ -184,8 +184,6 @@ class SentencePieceTokenizer(Tokenizer):
         if self.eos_id < 0:
             raise DataError(f'{path}: the model has no EOS token')
         self.fresh_after = frozenset(added if self.leads_with_space else ())
-        self.changed_beside = (self.bos_id, self.eos_id, self.n_vocab) != (
-            model.bos_id(), model.eos_id(), self.n_pieces)
 
     def _encode(self, text):
         return self.model.encode(text)
@@ -198,6 +196,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 def load_tokenizer(folder):
     """Return the Tokenizer of a model folder, from the first of FILES in it; raises DataError."""
+    import tokenizers
     folder = Path(folder)
     files = [path for pattern in FILES for path in sorted(folder.glob(pattern))]
     if not files:
@@ -206,42 +205,25 @@ def load_tokenizer(folder):
     if not raw:
         raise DataError(f'{path} is empty; download it again')
     if path.name == 'tokenizer.json':
-        tokenizer = _from_json(path)
+        with library_errors(path):
+            library = tokenizers.Tokenizer.from_file(str(path))
+        tokenizer = LibraryTokenizer(library, _eos(folder, library), path)
+    elif path.name == 'vocab.json':
+        settings = settings_beside(folder)
+        library = from_merges(path, added_beside(folder), settings.get('add_bos_token')
+                              and settings.get('bos_token'))
+        tokenizer = LibraryTokenizer(library, _eos(folder, library), path)
+        raw += (folder / 'merges.txt').read_bytes()
     elif path.name == 'tekken.json':
         tokenizer = LibraryTokenizer(*from_tekken(path), path)
-    elif path.name == 'vocab.json':
-        tokenizer = _from_merges(path)
     elif re.match(rb'[A-Za-z0-9+/]+=* \d+\r?\n', raw):
         tokenizer = LibraryTokenizer(*from_tiktoken(path), path)
     else:
         tokenizer = SentencePieceTokenizer(path)
-    # what the files beside it say
-    ends = f'{tokenizer.bos_id} {tokenizer.eos_id}'.encode()
-    controls = repr((sorted(tokenizer.control_ids.items()),
-                     sorted(tokenizer.strips.items()))).encode()
-    if path.name == 'vocab.json':
-        raw += ends + (folder / 'merges.txt').read_bytes() + controls
-    elif path.suffix == '.json':
-        raw += ends
-    elif isinstance(tokenizer, SentencePieceTokenizer) and tokenizer.changed_beside:
-        raw += ends + controls
-    tokenizer.fingerprint = hashlib.sha256(raw).hexdigest()[:16]
+    said_beside = tokenizer.bos_id, tokenizer.eos_id, tokenizer.control_ids, tokenizer.strips
+    tokenizer.fingerprint = hashlib.sha256(raw + repr(said_beside).encode()).hexdigest()[:16]
     tokenizer.end_ids = {tokenizer.eos_id, *generation_ends(folder)}
     return tokenizer
-
-
-def _from_json(path):
-    import tokenizers
-    with library_errors(path):
-        library = tokenizers.Tokenizer.from_file(str(path))
-    return LibraryTokenizer(library, _eos(path.parent, library), path)
-
-
-def _from_merges(path):
-    settings = settings_beside(path.parent)
-    bos = settings.get('bos_token') if settings.get('add_bos_token') else None
-    library = from_merges(path, added_beside(path.parent), bos)
-    return LibraryTokenizer(library, _eos(path.parent, library), path)
 
 
 def _eos(folder, library):
@@ -261,10 +243,7 @@ def read_beside(folder, name):
 
 
 def settings_beside(folder):
-    """Return the keys of special_tokens_map.json and tokenizer_config.json, tokens as names.
-
-    Raises DataError for a damaged file.
-    """
+    """Return the keys of special_tokens_map.json and tokenizer_config.json, tokens as names."""
     settings = (read_beside(folder, 'special_tokens_map.json')
                 | read_beside(folder, 'tokenizer_config.json'))
     settings = {key: value['content'] if isinstance(value, dict) and 'content' in value else value
@@ -277,23 +256,21 @@ def settings_beside(folder):
 
 
 def added_beside(folder):
-    """Return the tokens that added_tokens.json and tokenizer_config.json add: {id: attributes}.
-
-    The attributes are those of an AddedToken: content, special, normalized, and FLAGS. Raises
-    DataError for a damaged file.
+    """Return {id: attributes of an AddedToken} of the tokens that the JSON files of a folder add.
     """
-    control = {'special': True, 'normalized': False} | dict.fromkeys(FLAGS, False)
-    names = read_beside(folder, 'added_tokens.json').items()
-    settings = settings_beside(folder)
+    control = dict.fromkeys(FLAGS, False) | {'special': True, 'normalized': False}
     try:
-        tokens = settings.get('added_tokens_decoder', {}).items()
-        return ({int(i): control | {'content': name} for name, i in names}
-                | {int(i): control | {key: token[key] for key in ('content', *control)
-                                      if key in token or key == 'content'} for i, token in tokens})
+        tokens = {int(i): control | {'content': name}
+                  for name, i in read_beside(folder, 'added_tokens.json').items()}
+        for i, token in settings_beside(folder).get('added_tokens_decoder', {}).items():
+            tokens[int(i)] = {key: token.get(key, value) for key, value in control.items()} | {
+                'content': token['content']}
+        return tokens
     except (LookupError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
         raise DataError(f'{folder}: added_tokens.json or added_tokens_decoder in '
-                        f'tokenizer_config.json is damaged: {type(error).__name__}: {error}'
-                        ) from error
+                        f'tokenizer_config.json is damaged: {error!r}') from error
 
 
 def generation_ends(folder):

@@ -232,24 +232,6 @@ ROPES = [
 ]
 
 
-@pytest.mark.parametrize('name', [
-    name if name == 'llama3' else pytest.param(name, marks=pytest.mark.slow)
-    for name in KINDS if name not in ('opt', 'neox')])
-def test_a_hidden_size_beside_head_dim_is_computed_or_refused_as_in_transformers(name, tmp_path):
-    kind = reference_model(name, tmp_path).config.model_type
-    sizes = {'hidden_size': 50, 'num_attention_heads': 3, 'head_dim': 8, 'num_key_value_heads': 1}
-    try:
-        reference_model(name, tmp_path, **sizes)
-    except Exception as error:      # huggingface_hub's own class
-        assert 'is not a multiple of the number of attention' in str(error)
-        edit_config(tmp_path, **sizes)
-        with pytest.raises(CheckpointError, match='hidden_size = 50 is not a multiple of num_att'):
-            checkpoint.read_config(tmp_path)
-    else:
-        assert kind not in config_json.WHOLE_HEADS
-        torch.testing.assert_close(*both_logits(tmp_path), atol=1e-4, rtol=1e-4)
-
-
 NEOX_ROPES = [
     (True, {'rotary_emb_base': 500, 'rotary_pct': 0.5, 'rope_scaling': None}),
     (True, {'rotary_pct': 0.3}),
