@@ -43,10 +43,7 @@ def model_config(cfg, base):
 
 
 def run_files(cfg, config, base, more):
-    """Return the names, relative to out_dir, of what a run writes besides checkpoints and reports.
-
-    more: as in `save_weights`
-    """
+    """Return the names in out_dir of what a run writes besides checkpoints and reports."""
     names = checkpoint.saved_names(config, cfg.out_dir, getattr(torch, cfg.save_dtype), base, more)
     if cfg.lora:
         names += [f'adapter/{name}' for name in adapter.FILES]
@@ -112,10 +109,9 @@ def trained_template(folder):
 
 
 def base_of_adapter(folder):
-    """Return the folder of the model that the adapters in `folder`/adapter were trained on.
+    """Return the base model's folder of the adapters in `folder`/adapter, which need dropout.
 
-    Raises ConfigError if they have no dropout, CheckpointError if they or the base model are
-    missing or do not fit each other.
+    Raises ConfigError or CheckpointError.
     """
     settings = adapter.read_adapter(folder)
     if not settings['lora_dropout']:
