@@ -161,7 +161,8 @@ def discard(folder, *patterns, keep=''):
     gone = [name for name in _matching(folder, patterns) if not fnmatch(name, keep)]
     for name in gone:
         (folder / name).unlink(missing_ok=True)
-    _forget(folder, gone)
+    if gone:
+        _forget(folder, gone)
 
 
 def _matching(folder, patterns):
