@@ -41,12 +41,11 @@ COLUMNS = ([f'option_{c}' for c in LETTERS.lower()],    # Global-MMLU
 def generic_row(row, pads=False):
     """MMLU and its relatives: question, answer, and the choices under one of several names.
 
-    The choices are a list named `choices` or (MMLU-Pro) `options`, or COLUMNS. Of the last two, a
-    choice that is null is absent, and the choices after it keep their letters. So is 'N/A' where it
-    is padding: in a benchmark that `pads` with it, in rows with the field cot_content, which are
-    those of MMLU-Pro and MMLU-ProX, and if it stands there twice. MMLU's csv files have no header;
-    their columns are the question, the choices and the letter. Rows of BIG-bench and of
-    inverse-scaling are known by their fields.
+    The choices are a list named `choices` or (MMLU-Pro) `options`, or COLUMNS; the columns of
+    MMLU's csv files, without a header, are the question, the choices and the letter. A choice that
+    is null is absent, and the choices after it keep their letters. So is 'N/A' where it is padding:
+    in a benchmark that `pads` with it, in rows with the field cot_content, and if it stands there
+    twice. Rows of BIG-bench and of inverse-scaling are known by their fields.
     """
     if isinstance(row, list):
         if len(row) < 4:
@@ -214,7 +213,7 @@ BENCHMARKS = {
     'hellaswag': Benchmark('Rowan/hellaswag',
                            ('data/validation-*.parquet', 'hellaswag_val*.jsonl*'),
                            ('data/train-*.parquet', 'hellaswag_train*.jsonl*'),
-                           hellaswag_row, prompts.harness_hellaswag,
+                           hellaswag_row, prompts.harness_text,
                            subject='everyday situations', continues=True),
     'openbookqa': Benchmark('allenai/openbookqa', ('main/test-*.parquet', 'test.jsonl*'),
                             ('main/train-*.parquet', 'train.jsonl*'),

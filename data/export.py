@@ -1,9 +1,7 @@
-"""Write the tokenizer files that other programs read: tokenizer.json, chat template, stop tokens.
+"""Make the tokenizer files that other programs read: tokenizer.json, chat template, stop tokens.
 
-transformers reads neither Llama 3's tokenizer.model nor, without other packages, a sentencepiece
-model or a tekken.json. So a run whose base model has neither tokenizer.json nor vocab.json gets a
-tokenizer.json made from our tokenizer, with the same ids as in training for plain text and for the
-chat template.
+A run whose base model has neither tokenizer.json nor vocab.json gets a tokenizer.json with the same
+ids: transformers reads no other file of a tokenizer without more packages.
 """
 
 import functools
@@ -64,8 +62,8 @@ def pad_token(folder, tokenizer, template):
     """Return (name, id) of a token that can pad answers in `template`; (None, None) without one.
 
     transformers reads a reward at the last token that is not the pad token, so it must not be the
-    one that ends an answer. The first that exists of: the base model's own; one that is named so;
-    the unknown token; the last control token that the template does not use; and any other.
+    one that ends an answer. In this order: the base model's own; one that is named so; the unknown
+    token; the last control token that the template does not use; any other.
     """
     ids, unknown = dict(tokenizer.control_ids), None
     if model := getattr(tokenizer, 'model', None):      # of sentencepiece
@@ -101,9 +99,9 @@ def _example(tokenizer, template):
 def sentencepiece_json(tokenizer):
     """Return the content of a tokenizer.json for a sentencepiece tokenizer.model.
 
-    Returns None for a model that is not BPE, that normalizes text, or whose control tokens are
-    partly in other files. If the model puts a space before any text, the tokenizer.json does so at
-    the beginning and after BOS, but not beside another control token.
+    None for a model that is not BPE, that normalizes text, or whose control tokens are partly in
+    other files. The space that some models put before any text stands at the beginning and after
+    BOS, but not beside another control token.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
     model, prefix = tokenizer.model, SPACE if tokenizer.leads_with_space else ''
@@ -137,10 +135,7 @@ def sentencepiece_json(tokenizer):
 
 
 def _leading_space(tokenizer, symbols):
-    """Return the normalizer that puts a space at the beginning of a text, or after BOS there.
-
-    It puts none before a control token or a symbol, whose names are normalized too.
-    """
+    """Return the normalizer that puts a space at the beginning of a text, or after BOS there."""
     from tokenizers import Regex, normalizers
     names = '|'.join(map(re.escape, (*tokenizer.control_ids, *symbols)))
     bos = re.escape(tokenizer.decode([tokenizer.bos_id] if tokenizer.bos_id is not None else []))
