@@ -11,7 +11,7 @@ from pathlib import Path
 
 from data.byte_pairs import begin_with, merges
 from data.chat import encode_answer, jinja
-from data.tokenizer import LibraryTokenizer, generation_ends, read_beside
+from data.tokenizer import LibraryTokenizer, generation_ends, read_beside, settings_beside
 
 SPACE = '\u2581'        # stands for a space in the pieces of sentencepiece
 NORMAL, USER_DEFINED, BYTE = 1, 4, 6    # types of its pieces
@@ -69,9 +69,7 @@ def pad_token(folder, tokenizer, template):
     if model := getattr(tokenizer, 'model', None):      # of sentencepiece
         unknown = model.id_to_piece(model.unk_id())
         ids.setdefault(unknown, model.unk_id())
-    own = [read_beside(folder, name).get('pad_token')
-           for name in ('special_tokens_map.json', 'tokenizer_config.json')]
-    own = [token.get('content') if isinstance(token, dict) else token for token in own]
+    own = [settings_beside(folder).get('pad_token')]
     if Path(folder, 'tokenizer.json').exists():     # its names can differ from tokenizer.model's
         ids = {token['content']: token['id']
                for token in read_beside(folder, 'tokenizer.json').get('added_tokens') or ()

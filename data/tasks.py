@@ -99,10 +99,10 @@ class Task:
         def assigned(items):
             for i, (_, group) in enumerate(itertools.groupby(items, lambda item: item.language)):
                 group = [*group]
-                ends = [*itertools.accumulate(1 + item.n_characters for item in group)]
-                for item, end in zip(group, ends):
-                    middle = end - (1 + item.n_characters) / 2
-                    turn, i_block = divmod(int(n * BLOCKS * middle / ends[-1]), n)
+                sizes = [1 + len(getattr(item, 'text', '') or item.context) for item in group]
+                total = sum(sizes)
+                for item, size, end in zip(group, sizes, itertools.accumulate(sizes)):
+                    turn, i_block = divmod(int(n * BLOCKS * (end - size / 2) / total), n)
                     if ((n - 1 - i_block if turn % 2 else i_block) + i) % n == rank:
                         yield item
 
