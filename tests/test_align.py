@@ -260,27 +260,28 @@ def test_a_reward_model_is_that_of_transformers_and_no_language_model(base, tmp_
         checkpoint.load(base, reward=True)
 
 
+# pad_token_id of config.json, and a file of the tokenizer; <s> = 1 and </s> = 2
+PADS = {
+    'null': (None, '', ''),
+    'the end token': (2, 'tokenizer_config.json', '{"pad_token": "</s>"}'),
+    'of the tokenizer alone': (None, 'tokenizer_config.json', '{"pad_token": "<unk>"}'),
+    'another one': (0, 'tokenizer_config.json',
+                    '{"pad_token": {"content": "<unk>", "__type": "AddedToken"}}'),
+    'a special token of old files': (None, 'special_tokens_map.json', '{"pad_token": "</s>"}')}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize('case', [
-    'null', 'the end token', 'of the tokenizer alone', 'another one',
-    'a special token of old files'])
+@pytest.mark.parametrize('case', PADS)
 def test_transformers_reads_each_reward_at_the_token_that_ends_the_answer(base, case, tmp_path):
     """Single texts and padded batches, with and without the pad token inside a text."""
     transformers = pytest.importorskip('transformers')
-    pad, settings = {       # of config.json and of the tokenizer; <s> = 1 and </s> = 2
-        'null': (None, {}), 'the end token': (2, {'pad_token': '</s>'}),
-
-        'of the tokenizer alone': (None, {'pad_token': '<unk>'}),
-        'another one': (0, {'pad_token': {'content': '<unk>', '__type': 'AddedToken'}}),
-        'a special token of old files': (None, {})}[case]
+    pad, name, content = PADS[case]
     folder = tmp_path / 'base'
     shutil.copytree(base, folder)
     raw = json.loads((folder / 'config.json').read_text())
     (folder / 'config.json').write_text(json.dumps(raw | {'pad_token_id': pad}))
-    if settings:
-        (folder / 'tokenizer_config.json').write_text(json.dumps(settings))
-    if 'old' in case:
-        (folder / 'special_tokens_map.json').write_text('{"pad_token": "</s>"}')
+    if name:
+        (folder / name).write_text(content)
     cfg = config(folder, tmp_path, ROWS, method='reward', epochs=2, lr=3e-2)
     align.align(cfg)
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(
@@ -291,23 +292,20 @@ def test_transformers_reads_each_reward_at_the_token_that_ends_the_answer(base, 
     messages = [[{'role': 'user', 'content': f'Name {i}.'}] for i in range(3)]
     texts = [['Red.', 'Seven and so on'], ['', 'Blue'], ['x', 'y']]
     ours = model.scores(messages, texts, None)
-    encoded = [[[*ids, *answer] for answer in answers]
-               for ids, answers in (model.encode(*pair) for pair in zip(messages, texts,
-                                                                        strict=True))]
-    sequences = sum(encoded, [])
+    sequences = [[*ids, *answer] for pair in zip(messages, texts, strict=True)
+                 for ids, answers in [model.encode(*pair)] for answer in answers]
     with torch.no_grad():
         single = [theirs(torch.tensor([ids])).logits.item() for ids in sequences]
         assert single == pytest.approx(ours.ravel().tolist(), rel=1e-4, abs=1e-5)
         assert np.std(single) > 1e-3
         sequences.append([*sequences[0][:4], tokenizer.pad_token_id, *sequences[0][4:]])
-        single.append(theirs(torch.tensor([sequences[-1]])).logits.item())
+        inside = torch.tensor([sequences[-1]])
+        hidden = model.model(inside, torch.arange(inside.shape[1])[None], None)
+        single.append(model.model.rewards(hidden[:, -1]).item())
         for side in ('right', 'left'):
             batch = tokenizer.pad({'input_ids': sequences}, padding_side=side, return_tensors='pt')
             assert theirs(**batch).logits.ravel().tolist() == pytest.approx(
                 single, rel=1e-4, abs=1e-5)
-        inside = torch.tensor([sequences[-1]])
-        hidden = model.model(inside, torch.arange(inside.shape[1])[None], None)
-        assert model.model.rewards(hidden[:, -1]).item() == pytest.approx(single[-1], abs=1e-5)
 
 
 def test_a_reward_model_that_gives_nan_is_named(base, tmp_path):

@@ -1,7 +1,6 @@
 """configs"""
 
 import dataclasses
-import itertools
 import multiprocessing
 import os
 import re
@@ -334,20 +333,15 @@ def test_a_stopped_run_says_how_to_continue_and_a_bug_keeps_its_traceback(tmp_pa
 
 
 @pytest.mark.skipif(not Path('/dev/full').exists(), reason='needs Linux')
-@pytest.mark.parametrize('kind, unbuffered', [('output', '1'), ('help', '')])
-def test_standard_output_that_cannot_be_written_is_named(kind, unbuffered, tmp_path):
-    done = run_script(tmp_path, kind, redirect='> /dev/full', PYTHONUNBUFFERED=unbuffered)
-    assert (done.returncode, done.stderr) == (
-        1, b'error: standard output cannot be written: No space left on device\n')
-
-
-def test_missing_descriptors_are_opened_first(tmp_path):
+def test_a_script_with_other_streams(tmp_path):
+    """Full, closed, and of ASCII characters alone."""
+    for kind, unbuffered in (('output', '1'), ('help', '')):
+        done = run_script(tmp_path, kind, redirect='> /dev/full', PYTHONUNBUFFERED=unbuffered)
+        assert (done.returncode, done.stderr) == (
+            1, b'error: standard output cannot be written: No space left on device\n')
     done = run_script(tmp_path, 'descriptors', str(tmp_path / 'file'), redirect='<&- >&- 2>&-')
     assert done.returncode == 0 and b'Traceback' not in done.stderr
     assert int((tmp_path / 'file').read_text()) > 2     # and nothing that was printed
-
-
-def test_an_ascii_terminal_shows_other_characters_as_escapes(tmp_path):
     done = run_script(tmp_path, 'nothing', PYTHONIOENCODING='ascii')
     assert (done.returncode, done.stdout) == (0, b'\\u6c49\\u5b57\n')
 
@@ -414,20 +408,6 @@ def test_a_worker_that_ends_stops_the_work_with_a_message(capfd):
         with forked_pool(2, lambda x: lambda: x) as imap:
             list(imap(range(9)))
     assert 'pickle' in capfd.readouterr().err
-
-
-def test_processes_that_cannot_be_started_leave_none_behind(monkeypatch):
-    fork, n_forks = os.fork, itertools.count()
-
-    def fork_twice():
-        if next(n_forks) == 2:
-            raise BlockingIOError(11, 'Resource temporarily unavailable')
-        return fork()
-    monkeypatch.setattr(os, 'fork', fork_twice)
-    with pytest.raises(BlockingIOError):
-        with forked_pool(4, print):
-            pass
-    assert not multiprocessing.active_children()
 
 
 def test_workers_end_with_a_parent_that_is_killed(tmp_path):

@@ -291,21 +291,15 @@ def test_settings_that_do_not_fit_the_model_are_refused(name, values, message, t
         trained.model_config(tiny_config(**{'max_length': 8} | values), tmp_path)
 
 
-@pytest.mark.parametrize('name', ['mistral_window', 'gemma2'])
-def test_rows_of_one_document_need_no_mask(name, tmp_path):
-    reference_model(name, tmp_path)
-    model = checkpoint.load(tmp_path)
+def test_rows_of_one_document_need_no_mask(tiny_model):
     packed = packing.pack(documents(2, [40, 31, 48]), 48)
-    tokens, positions, ends = (torch.from_numpy(x) for x in (
-        packed.tokens, packed.positions, packed.ends))
     real = torch.from_numpy(packed.owner) >= 0
-    masked, plain = (model(tokens, positions, e)[real] for e in (ends, None))
+    tokens, positions, ends = map(torch.from_numpy, (packed.tokens, packed.positions, packed.ends))
+    masked, plain = (tiny_model(tokens, positions, e)[real] for e in (ends, None))
     assert torch.allclose(masked, plain, atol=1e-5)
-    given = [inputs[2] for _, inputs, _ in micro_batches(packed, 1, 'cpu')]
-    assert given == [None] * 3
-    shared = packing.pack(documents(2, [40, 31, 17]), 48)
-    given = [inputs[2] is None for _, inputs, _ in micro_batches(shared, 1, 'cpu')]
-    assert given == [False, False]      # one of the two has one document by chance
+    shared = packing.pack(documents(2, [40, 31, 17]), 48)   # one of its rows has one document
+    for rows, without in ((packed, [True] * 3), (shared, [False] * 2)):
+        assert [inputs[2] is None for _, inputs, _ in micro_batches(rows, 1, 'cpu')] == without
 
 
 @pytest.mark.parametrize('name', ['gemma2', 'neox'])
