@@ -53,9 +53,9 @@ def generic_row(row, pads=False):
         return Row(row[0], row[1:-1], row[-1])
     require_fields(row)
     if has_fields(row, 'input', 'target_scores'):
-        return big_bench_row(row)
+        return scored_row(row['input'], *zip(*row['target_scores'].items()))
     if has_fields(row, 'prompt', 'classes'):
-        return inverse_scaling_row(row)
+        return Row(row['prompt'], row['classes'], row['answer_index'])
     question, answer = (row.get(name, row.get(name.title())) for name in ('question', 'answer'))
     if row.get('choices') is not None:
         return Row(question, row['choices'], answer)
@@ -90,23 +90,12 @@ def scored_row(question, choices, scores):
     return Row(question, [choices[i] for i in order], order.index(best[0]))
 
 
-def big_bench_row(row):
-    """BIG-bench's examples in task.json: {input, target_scores: {choice: score}}."""
-    scores = row['target_scores']
-    return scored_row(row['input'], [*scores], [*scores.values()])
-
-
 def truthfulqa_row(row):
     """TruthfulQA mc1, on the hub {choices, labels} and as first published {choice: label}."""
     targets = row['mc1_targets']
     if 'labels' in targets:
         return scored_row(row['question'], targets['choices'], targets['labels'])
     return scored_row(row['question'], [*targets], [*targets.values()])
-
-
-def inverse_scaling_row(row):
-    """The inverse scaling prize: a whole prompt, and the classes that may follow it."""
-    return Row(row['prompt'], row['classes'], row['answer_index'])
 
 
 def arc_row(row):

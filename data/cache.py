@@ -27,7 +27,6 @@ from runtime.digests import json_digest
 from runtime.errors import DataError
 from runtime.processes import forked_pool
 
-FILES = ('tokens.bin', 'loss_mask.bin', 'offsets.npy', 'margins.npy', 'info.json')
 TEMPORARY = re.compile(r'([0-9a-f]{20}|reference-[0-9a-f]{20}\.npy)\.[0-9a-f]{8}\.nanocal-tmp')
 
 
@@ -169,8 +168,8 @@ def _tokenize(files, encode, folder, settings, on_bad_row, workers, regroup):
         try:
             os.rename(part, folder)
         except OSError:     # a damaged cache, or one that another run has just built
-            for name in FILES:
-                os.replace(part / name, folder / name)
+            for file in part.iterdir():
+                os.replace(file, folder / file.name)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 

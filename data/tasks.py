@@ -481,19 +481,11 @@ def task_source(name):
 
 def check_names(names):
     """Raise ConfigError or DataError for names of --tasks that are no tasks, or clash."""
-    for name, following in zip(names, names[1:]):   # the parts of a path with a comma
-        whole = f'{name},{following}'
-        if not Path(name).exists() and Path(whole.partition(':')[2] or whole).exists():
-            raise ConfigError(f'tasks: a comma separates tasks, so {whole!r} was read as two; '
-                              f'write --tasks="({whole!r},)"')
     labels = [task_label(name) for name in names]
     for name, label in zip(names, labels):
         kind, path = split_name(name)
         require_task(kind or path, TASKS)
-        if not label:
-            raise ConfigError(f'tasks: {name!r} gives no name for its results; rename the file or '
-                              f'folder')
-        if labels.count(label) > 1:
-            raise ConfigError(f'tasks = {names}: {labels.count(label)} of them would be called '
-                              f'{label!r} in the results; rename a file, or evaluate one of them '
-                              f'with another --out_dir')
+        if not label or labels.count(label) > 1:
+            raise ConfigError(f'tasks = {names}: {name!r} would be called {label!r} in the '
+                              f'results; rename a file so that each task has a name of its own, or '
+                              f'evaluate one of them with another --out_dir')
