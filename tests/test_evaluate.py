@@ -480,7 +480,7 @@ def test_bad_questions_are_counted_or_stop(foxes, capsys):
     good = {'question': 'the quick brown fox?', 'choices': ['dog', 'old'], 'answer': 0}
     rows = [good, good | {'choices': ['', 'dog']}, good | {'question': 'lazy dog ' * 300}]
     write_rows(foxes.task, rows)
-    with pytest.raises(DataError, match='foxes.jsonl:2: choice A is empty; --on_bad_row=skip'):
+    with pytest.raises(DataError, match='foxes.jsonl:2: choice A is null or empty; --on_bad'):
         foxes.score('--max_length=200')
     result = foxes.score('--max_length=200', '--on_bad_row=skip')['foxes']
     assert result['bad_rows'] == 2 and result['pooled']['n'] == 1
