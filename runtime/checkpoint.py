@@ -122,8 +122,8 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
     """
     config = read_config(folder, seq2seq=True)
     if getattr(config, 'reward', False) != reward:
-        has, needed = ('an output matrix', 'a score head')[::1 if reward else -1]
-        raise CheckpointError(f'{folder} has {has}, and {needed} is needed')
+        raise CheckpointError(f'{folder} is {"no" if reward else "a"} reward model; '
+                              f'{"a score head" if reward else "an output matrix"} is needed')
     dtype = dtype or getattr(torch, config.dtype)
     files = check_weights(folder, config)
     model = build(config)
