@@ -49,11 +49,15 @@ def csv_rows(path):
         return list(csv.DictReader(file))
 
 
+def compare_csv_of(folders, out, *arguments):
+    run_compare(*folders, *arguments, f'--out_dir={out}')
+    return csv_rows(out / 'compare.csv')
+
+
 def test_a_metric_that_is_undefined_in_a_resample_has_no_interval_and_no_p(tmp_path):
     """AUROC where every answer is right: an interval of the other resamples would be wrong."""
     runs = [write_run(tmp_path / name, n=6, sharpness=x) for name, x in (('a', 3.0), ('b', 9.0))]
-    run_compare(*runs, '--metrics=accuracy,auroc', '--n_bootstrap=200',
-                f'--out_dir={tmp_path / "out"}')
+    compare_csv_of(runs, tmp_path / 'out', '--metrics=accuracy,auroc', '--n_bootstrap=200')
     _, differences, _ = tabulars((tmp_path / 'out' / 'compare.tex').read_text())
     accuracy, auroc = (row[3:] for row in differences[1:])
     assert auroc[0] == 'AUROC' and auroc[1] and auroc[2:] == ['', '', '']
@@ -63,21 +67,17 @@ def test_a_metric_that_is_undefined_in_a_resample_has_no_interval_and_no_p(tmp_p
 
 @pytest.mark.slow
 def test_runs_of_one_seed_are_compared_over_questions(tmp_path, capsys, rendered):
-    write_run(tmp_path / 'a', languages=('de', 'en', 'sw'), n=60)
-    write_run(tmp_path / 'sharp', languages=('de', 'en', 'sw'), n=60, settings={'smoothing': 0.1})
-    sharp = samples.read_samples(tmp_path / 'a' / 'samples.jsonl')
-    for sample in sharp:
-        sample['log_probs'] = [5 * x for x in sample['log_probs']]
-    write_rows(tmp_path / 'sharp' / 'samples.jsonl', sharp)
-    run_compare(tmp_path / 'a', tmp_path / 'sharp', MEASURES, '--n_bootstrap=200',
-                f'--out_dir={tmp_path / "out"}')
+    languages = 'de', 'en', 'sw'
+    a, b = (write_run(tmp_path / name, languages=languages, n=60, settings=settings)
+            for name, settings in (('a', {}), ('sharp', {'smoothing': 0.1})))
+    write_rows(b / 'samples.jsonl', [row | {'log_probs': [5 * x for x in row['log_probs']]}
+                                     for row in samples.read_samples(a / 'samples.jsonl')])
+    rows = compare_csv_of([a, b], tmp_path / 'out', MEASURES, '--n_bootstrap=200')
     printed = capsys.readouterr().out
     assert '\nmmlu (prompt format mmlu, 5 shots, letters, token)\n' in printed
     assert all((tmp_path / 'out' / f'{kind}-mmlu.png').read_bytes().startswith(b'\x89PNG')
                for kind in ('reliability', 'curves'))
-    rows = csv_rows(tmp_path / 'out' / 'compare.csv')
-    assert [r['language'] for r in rows[:8]] == ['de', 'de', 'en', 'en', 'sw', 'sw', 'pooled',
-                                                 'pooled']
+    assert [r['language'] for r in rows[::2]] == [*languages, 'pooled']
     assert rows[1]['smoothing'] == '0.1' and rows[1]['model'] == 'base'
     first, second = rows[6:]
     assert first['accuracy'] == second['accuracy'] and float(first['ece']) < float(second['ece'])
@@ -91,18 +91,26 @@ def test_runs_of_one_seed_are_compared_over_questions(tmp_path, capsys, rendered
     assert rmsce[5:] == ['RMSCE', f'{float(second["rmsce"]) - float(first["rmsce"]):+.4f}']
     assert 'they can be far below ECE, which has 10\n' in printed
     assert 'RMSCE has no interval below 10,000 questions\n' in printed
-    found = stats.student_t([float(rows[i + 1]['ece']) - float(rows[i]['ece'])
-                               for i in (0, 2, 4)])
-    assert [f'{found[0]:+.4f}', 't', '=', f'{found[1]:.2f}'] in [
+    mean, t, _ = stats.student_t([float(rows[i + 1]['ece']) - float(rows[i]['ece'])
+                                  for i in (0, 2, 4)])
+    assert [f'{mean:+.4f}', 't', '=', f'{t:.2f}'] in [
         line[6:10] for line in lines if line[4] == 'languages']
 
 
-def test_two_processes_do_not_write_a_comparison_to_one_folder(tmp_path):
-    runs = [write_run(tmp_path / name) for name in 'ab']
+def test_a_folder_of_another_process_and_files_of_others_are_left_alone(tmp_path):
+    a, b, c = (write_run(tmp_path / name, seed=seed, sharpness=1 + seed)
+               for name, seed in (('a', 0), ('b', 0), ('c', 1)))
     with ownership.lock(tmp_path / 'out'), pytest.raises(
             ConfigError, match='out: another process is writing there'):
-        run_compare(*runs, f'--out_dir={tmp_path / "out"}')
-    assert not (tmp_path / 'out' / 'compare.csv').exists()
+        compare_csv_of([a, b], tmp_path / 'out')
+    for other, name in ((b, 'curves-mmlu.png'), (c, 'compare.png')):
+        folder = tmp_path / f'mine-{name}'
+        folder.mkdir()
+        (folder / name).write_text('mine')
+        with pytest.raises(ConfigError, match=f'{name} was not written by this program'):
+            compare_csv_of([a, other], folder, '--n_bootstrap=2')
+        assert {p.name for p in folder.iterdir()} == {name, '.lock'}
+        assert (folder / name).read_text() == 'mine'
 
 
 @pytest.mark.slow
@@ -117,15 +125,12 @@ def test_an_ensemble_is_one_more_row(tmp_path, capsys):
     rows[2][1]['answer'] = (rows[2][1]['answer'] + 1) % 4
     for folder, of_run in zip(folders, rows, strict=True):
         write_rows(folder / 'samples.jsonl', of_run)
-    probs = [np.exp([s['log_probs'] for s in of_run]) for of_run in rows]
-    scores = [s['log_probs'] / np.array([1, 2, 3, 1]) for s in rows[1]]
-    probs[1] = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
+    probs = [metrics.softmax([s['log_probs'] / np.array(s['n_tokens']) for s in of_run])
+             for of_run in rows]
     mean, labels = np.mean(probs, 0)[2:], np.array([s['answer'] for s in rows[0]])[2:]
 
-    run_compare(*folders, MEASURES, '--ensemble', '--n_bootstrap=50',
-                f'--out_dir={tmp_path / "out"}')
+    row = compare_csv_of(folders, tmp_path / 'out', MEASURES, '--ensemble', '--n_bootstrap=50')[-1]
     printed = capsys.readouterr().out
-    row = csv_rows(tmp_path / 'out' / 'compare.csv')[-1]
     assert (row['run'], row['model'], row['n']) == ('ensemble of 3', 'base', '118')
     for name, value in {'accuracy': (mean.argmax(1) == labels).mean(), 'ece': metrics.ece(
             mean, labels), 'entropy_bits': -(mean * np.log2(mean)).sum(1).mean(),
@@ -133,9 +138,7 @@ def test_an_ensemble_is_one_more_row(tmp_path, capsys):
         assert float(row[name]) == pytest.approx(value, rel=1e-9), name
     lines = [x for x in printed.split('\n') if x.startswith('ensemble of 3 - ')]
     assert len(lines) == 3 * 8 and {x.split()[6] for x in lines if ' questions ' in x} == {'118'}
-    plain = compare_csv_of(folders, tmp_path / 'plain')     # over seeds
-    assert not any('ensemble' in line['run'] for line in plain)
-    # the rows of the runs are those without an ensemble, and --ensemble needs the samples
+    # the rows of the runs are those without an ensemble
     same = [write_run(tmp_path / 'same' / name, sharpness=x) for name, x in (('a', 1), ('b', 2))]
     without = compare_csv_of(same, tmp_path / 'without', '--n_bootstrap=0')
     assert compare_csv_of(same, tmp_path / 'with', '--n_bootstrap=0', '--ensemble')[:2] == without
@@ -143,40 +146,33 @@ def test_an_ensemble_is_one_more_row(tmp_path, capsys):
 
 def test_latex_of_a_comparison_marks_the_best(tmp_path, monkeypatch, capsys):
     """The best in bold, with the intervals of results.json; a sample is marked in every file."""
-    drawn = {}
+    drawn, out = {}, tmp_path / 'out'
     monkeypatch.setattr(compare, 'draw_reliability', lambda path, panels: drawn.update(
         {path.name: [title for title, _ in panels]}))
-    sample = {'sample': {'questions': 40, 'of': 500}}
-    a = write_run(tmp_path / 'run_a')
+    a, b = write_run(tmp_path / 'run_a'), write_run(tmp_path / 'b', sharpness=3.0)
     ece = report.predictions(samples.read_samples(a / 'samples.jsonl'), 'token').report()['ece']
+    sample = {'sample': {'questions': 40, 'of': 500}}
     pooled = {'pooled': {'n': 40, 'ece': ece, 'rmsce': 0.9,     # which another version computed
                          'intervals': {'ece': [0.1234, 0.5678], 'rmsce': [0.8, 1.0]}}}
     write_run(a, result=pooled | sample | {'measured_by': 'the code of an earlier version'})
-    b = write_run(tmp_path / 'b', sharpness=3.0)
-    compare_csv_of([a, b], tmp_path / 'out', '--n_bootstrap=0')
-    assert r'\confint{' not in (tmp_path / 'out' / 'compare.tex').read_text()
+    compare_csv_of([a, b], out, '--n_bootstrap=0')
+    assert r'\confint{' not in (out / 'compare.tex').read_text()
     capsys.readouterr()
     write_run(a, result=pooled | sample | {'measured_by': report.measured_by()})
-    lines = compare_csv_of([a, b], tmp_path / 'out', MEASURES, '--n_bootstrap=20')
-    assert [line.get('sample_of') for line in lines] == ['500', '']
-    table, differences, changes = tabulars((tmp_path / 'out' / 'compare.tex').read_text())
-    printed = capsys.readouterr().out
+    *lines, ensemble = compare_csv_of([a, b], out, MEASURES, '--n_bootstrap=20', '--ensemble')
+    assert [line.get('sample_of') for line in (*lines, ensemble)] == ['500', '', '500']
+    assert drawn == {'reliability-mmlu.png': ['run_a (sample)', 'b', 'ensemble of 2 (sample)']}
+    table, differences, changes = tabulars((out / 'compare.tex').read_text())
     column = table[0].index('ECE')
     assert table[1][0] == r'run\_a' and r'\confint{0.123}{0.568}' in table[1][column]
     assert 'confint' not in table[1][table[0].index('RMSCE')]
-    best = min(lines, key=lambda line: float(line['ece']))['run'].replace('_', r'\_')
-    assert [row[column].startswith(r'\textbf{0.') for row in table[1:]] == [
-        row[0] == best for row in table[1:]]
-    assert differences[1][0] == r'b - run\_a' and len(differences) == 5
-    assert changes[1][:2] == [r'run\_a to b', '40'] and len(changes) == 2
-    said = 'sample of 40 of 500 questions'
-    written = [(tmp_path / 'out' / f'compare.{ending}').read_text() for ending in ('md', 'tex')]
-    for text in (printed, *written):
-        assert text.count(said) == 1
-    assert drawn == {'reliability-mmlu.png': ['run_a (sample)', 'b']}
-    ensemble = compare_csv_of([a, b], tmp_path / 'ensemble', '--n_bootstrap=0', '--ensemble')[-1]
-    assert ensemble['sample_of'] == '500'
-    assert 'ensemble of 2 (sample)' in drawn['reliability-mmlu.png']
+    best = min((*lines, ensemble), key=lambda line: float(line['ece']))['run'].replace('_', r'\_')
+    assert [row[0] for row in table[1:] if row[column].startswith(r'\textbf{0.')] == [best]
+    assert differences[1][0] == r'b - run\_a' and len(differences) == 13
+    assert changes[1][:2] == [r'run\_a to b', '40'] and len(changes) == 4
+    for text in (capsys.readouterr().out, *((out / f'compare.{x}').read_text()
+                                            for x in ('md', 'tex'))):
+        assert text.count('sample of 40 of 500 questions') == 1
     # over seeds, when all runs are samples
     c = write_run(tmp_path / 'c', seed=1, result=sample)
     lines = compare_csv_of([a, c], tmp_path / 'seeds')
@@ -185,17 +181,6 @@ def test_latex_of_a_comparison_marks_the_best(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count(said) == 1
     assert (tmp_path / 'seeds' / 'compare.md').read_text().endswith(f'|\n\n{said}')
     assert 'only a sample' in (tmp_path / 'seeds' / 'compare.tex').read_text()
-
-
-@pytest.mark.parametrize('name, seed', [('curves-mmlu.png', 0), ('compare.png', 1)])
-def test_a_file_that_compare_did_not_write_is_never_replaced(tmp_path, name, seed):
-    a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', seed=seed, sharpness=2.0)
-    (tmp_path / 'mine').mkdir()
-    (tmp_path / 'mine' / name).write_text('mine')
-    with pytest.raises(ConfigError, match=f'{name} was not written by this program'):
-        run_compare(a, b, '--n_bootstrap=2', f'--out_dir={tmp_path / "mine"}')
-    assert {p.name for p in (tmp_path / 'mine').iterdir()} == {name, '.lock'}
-    assert (tmp_path / 'mine' / name).read_text() == 'mine'
 
 
 def test_answers_that_change_are_counted_and_tested(tmp_path, capsys):
@@ -229,11 +214,6 @@ def test_answers_that_change_are_counted_and_tested(tmp_path, capsys):
     said = f"Cochran's Q of equal accuracy, over the 50 questions that all runs have: {q:.2f}, p "
     files = [(tmp_path / 'out' / f'compare.{ending}').read_text() for ending in ('md', 'tex')]
     assert all(f'{said}{p:.2g}' in text for text in (printed, *files))
-
-
-def compare_csv_of(folders, out, *arguments):
-    run_compare(*folders, *arguments, f'--out_dir={out}')
-    return csv_rows(out / 'compare.csv')
 
 
 TOKENS = [{'id': str(i), 'prompt': 'p', 'confidence': 0.5, 'correct': i % 2 == 0,
