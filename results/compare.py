@@ -109,7 +109,8 @@ def compare_questions(runs, keys, cfg, out_dir):
                 for part in parts.values()]
     write_text(out_dir / 'compare.md', '\n'.join(x.as_markdown() for x in sections))
     write_text(out_dir / 'compare.tex', '\n'.join(x.latex.as_latex() for x in parts.values()))
-    write_text(out_dir / 'compare.csv', csv_text([line for x in parts.values() for line in x.lines]))
+    write_text(out_dir / 'compare.csv', csv_text(
+        [line for part in parts.values() for line in part.lines]))
 
     pictures = [name for task, part in parts.items()
                 if draw_reliability(out_dir / (name := f'reliability-{task}.png'), part.panels)]

@@ -66,8 +66,8 @@ def greedy_agreement(sample):
 def class_entropy(sample):
     """1 - H / ln k for the discrete entropy H over the classes of k samples: a score.
 
-    H is the semantic entropy of Farquhar et al. 2024 with exact classes, -sum_c n_c / k ln(n_c / k).
-    The largest class is judged. One sample has no entropy.
+    H = -sum_c n_c / k ln(n_c / k), semantic entropy of Farquhar et al. 2024 with exact classes. The
+    largest class is judged. One sample has no entropy.
     """
     answers = sample['answers']
     if len(answers) == 1:

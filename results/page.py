@@ -21,6 +21,7 @@ from runtime.ownership import write_text
 TEMPLATE = Path(__file__).with_name('page.html')
 MOST = 30_000       # samples in a page; a browser opens MMLU's 14,042 in less than a second
 LONGEST = 1000      # characters of a question in results.md
+WRITTEN = 'greedy', 'answers'       # keys of a sample of written answers
 
 
 # Samples
@@ -38,7 +39,7 @@ def to_read(results, samples):
                       key=sample_order)
         if len(test) == result['pooled']['n']:
             # a confidence in written answers, such as `gsm8k.agreement`, has them in its task
-            written = {sample_order(s)[1:]: {key: s[key] for key in ('greedy', 'answers') if key in s}
+            written = {sample_order(s)[1:]: {key: s[key] for key in WRITTEN if key in s}
                        for s in samples.get(task.partition('.')[0], [])}
             test = [written.get(sample_order(s)[1:], {}) | s for s in test]
             rows[task] = sorted(task_rows(test, result['norm']), key=mistakes_first)

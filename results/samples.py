@@ -116,11 +116,7 @@ def _null_to_nan(value):
 
 
 def _scored(path):
-    """Return {(sample_key, prompt)} of complete questions and texts, and of each of their samples.
-
-    An incomplete last line is removed; the samples of an incomplete text are kept.
-    """
-    drop_cut_line(path)
+    """Return {(sample_key, prompt)} of the complete questions and texts, and of each sample."""
     done, groups = set(), {}
     for sample in latest_samples(read_samples(path), unstated=True):
         key = sample_key(sample), sample['prompt']
@@ -208,27 +204,20 @@ def has_lines(path):
                for file in (path, *map(path.with_name, merged_names(path))))
 
 
-def drop_cut_line(path):
-    """Remove the last line of `path` if a crash cut it off."""
-    with open(path, 'rb+') as file:
-        file.truncate(file.read().rfind(b'\n') + 1)
-
-
 def merge_parts(path):
     """Add the lines of the parts of `path` to it, part by part, and remove the parts.
 
-    A crash at any moment loses no line and doubles none. An incomplete last line is left out, and
-    so is a line that `path` has already.
+    A crash at any moment loses no line and doubles none. A last line that a crash cut off is left
+    out, and so is a line that `path` has already.
     """
-    if not (names := merged_names(path)):
-        return
-    lines = {}
-    for file in (path, *map(path.with_name, names)):
-        if file.exists():
-            lines |= dict.fromkeys(file.read_bytes().split(b'\n')[:-1])
-    with ownership.temporary(path) as whole, open(whole, 'wb') as file:
-        file.writelines(line + b'\n' for line in lines)
-    ownership.discard(path.parent, *map(glob.escape, names))
+    names = merged_names(path)
+    files = [file for file in (path, *map(path.with_name, names)) if file.exists()]
+    texts = [file.read_bytes() for file in files]
+    if names or any(text[-1:] not in (b'', b'\n') for text in texts):
+        lines = dict.fromkeys(line for text in texts for line in text.split(b'\n')[:-1])
+        with ownership.temporary(path) as whole, open(whole, 'wb') as file:
+            file.writelines(line + b'\n' for line in lines)
+        ownership.discard(path.parent, *map(glob.escape, names))
 
 
 # Reading: the samples of a file, and which of them count

@@ -59,7 +59,7 @@ def test_confidences_from_the_tokens_of_an_answer():
     ('.8', 0.8), ('80 %', 0.8), ('80/100', 0.8), ('0', 0.0), ('1.', 1.0), ('95', None),
     ('very likely', None), ('7/0', None), ('-0.5', None), ('1e-3', 0.001), ('0,8', None),
     ('1,000', None), ('1.2.3', None), ('0.7, I think', 0.7), ('0.7.', 0.7), ('1 percent', 0.01),
-    ('90-95%', None), ('between 0 and 1', None), ('a number from 0.0 to 1.0', None), ('[0, 1]', None),
+    ('90-95%', None), ('a number from 0.0 to 1.0', None), ('[0, 1]', None),
     ('0% to 100%', None), ('0 < p < 1', None), ('between 0 and 1, so 0.85', 0.85), ('50/50', None),
     ('on a scale of 0.0-1.0: 0.9', 0.9), ('0.8 (between 0 and 1)', 0.8), ('0.7 to 0.9', None),
     ('between 80% and 90%', None), ('9 in 10', 0.9), ('80\\%', 0.8), ('p of H2O: 0.7', 0.7),
