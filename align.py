@@ -42,7 +42,6 @@ from alignment import rollouts
 from alignment.advantages import RL_METHODS
 from alignment.objectives import policy_objective
 from alignment.packed_answers import Answers, answer_log_probs, pack_rankings
-from data.cache import writing_to_cache
 from data.export import pad_token, tokenizer_files
 from data.preferences import TIED, load_preferences
 from data.tokenizer import begins_with_bos
@@ -285,7 +284,8 @@ def cached_reference(run, model):
     if rank() == 0:
         content = io.BytesIO()
         np.save(content, sums)
-        with writing_to_cache(path.parent), temporary(path) as part:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary(path) as part:
             part.write_bytes(content.getvalue() + seal(path, content.getvalue()))
     return sums
 

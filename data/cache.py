@@ -2,21 +2,20 @@
 
 A cache folder holds `tokens.bin` (uint32) and `loss_mask.bin` (uint8), the concatenated sequences;
 `offsets.npy` (int64), where each begins and the last ends; `margins.npy` (float32), of pairs of
-answers; and `info.json` with a hash of these four and a checksum of itself and the folder's name.
-That name is a hash of what decides the content: the raw files, the settings and the code of data/
-that is used, so that an edited template makes new tokens. A folder that does not match its hashes
-is rebuilt.
+answers; and `info.json` with the hash of these. The folder's name is a hash of what decides the
+content: the raw files, the settings and the code of data/ that is used. A folder that does not
+match its hashes is rebuilt.
 """
 
 import collections
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import re
 import secrets
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +27,6 @@ from runtime.digests import json_digest
 from runtime.errors import DataError
 from runtime.processes import forked_pool
 
-FILES = ('tokens.bin', 'loss_mask.bin', 'offsets.npy', 'margins.npy', 'info.json')
 TEMPORARY = re.compile(r'([0-9a-f]{20}|reference-[0-9a-f]{20}\.npy)\.[0-9a-f]{8}\.nanocal-tmp')
 
 
@@ -36,8 +34,7 @@ class Sequences:
     """Memory-mapped sequences: `seqs[i]` is (tokens uint32 [n], loss mask uint8 [n]).
 
     margins: float32, of each sequence, 0 if it has none; see data/preferences.py
-    digest: hash of the tokens, loss masks, margins and their order. Raises DataError if a file of
-    the folder is missing or damaged.
+    digest:  hash of the tokens, loss masks, margins and their order
     """
 
     def __init__(self, folder):
@@ -73,37 +70,13 @@ def _map(path, dtype):
     return np.asarray(np.memmap(path, dtype=dtype, mode='r'))
 
 
-@contextlib.contextmanager
-def writing_to_cache(folder):
-    """Create a folder of the cache and lock it, shared with other runs, for a `with` block."""
-    with contextlib.suppress(FileExistsError):      # of a file, opening it says more
-        folder.mkdir(parents=True)
-    with _locked(folder, fcntl.LOCK_SH):
-        yield
-
-
-@contextlib.contextmanager
-def _locked(folder, kind):
-    """Yield whether the lock on a folder was obtained: some network file systems have none."""
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        try:
-            fcntl.flock(file, kind)
-            locked = True
-        except OSError:
-            locked = False
-        yield locked
-    finally:
-        os.close(file)
-
-
 def _remove_leftovers(folder):
-    """Remove the temporary files that killed runs have left, unless another run is writing."""
-    if leftovers := [path for path in folder.glob('*') if TEMPORARY.fullmatch(path.name)]:
-        with _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB) as locked:
-            for path in leftovers if locked else ():
-                with contextlib.suppress(OSError):      # a cache that can only be read
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    """Remove the temporary files of killed runs: those to which nothing was written for a day."""
+    for path in folder.glob('*.nanocal-tmp'):
+        with contextlib.suppress(OSError):      # removed by another run, or a cache without write
+            if TEMPORARY.fullmatch(path.name) and time.time() - 86_400 > max(
+                    file.stat().st_mtime for file in (path, *path.glob('*'))):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _digest(offsets, tokens, loss_mask, margins=()):
@@ -147,10 +120,10 @@ def tokenize_once(files, encode, settings, cache_dir, on_bad_row='stop', workers
     except DataError as error:
         if folder.exists():
             print(f'{error}; tokenizing the data again')
-        with writing(folder), writing_to_cache(folder.parent):
+        with writing(folder):
             _tokenize(files, encode, folder, settings, on_bad_row, workers, regroup)
         sequences = Sequences(folder)
-    for reason, n in sequences.info.get('left_out', {}).items():
+    for reason, n in sequences.info['left_out'].items():
         print(f'{n} rows left out: {reason}')
     if sequences.info['bad_rows']:
         print(f'{sequences.info["bad_rows"]} bad rows skipped, the first: '
@@ -162,7 +135,7 @@ def _tokenize(files, encode, folder, settings, on_bad_row, workers, regroup):
     """Write the cache elsewhere and move it; in an existing folder, replace only its files."""
     part = folder.with_name(f'{folder.name}.{secrets.token_hex(4)}.nanocal-tmp')
     bad, left_out, offsets, margins = [], collections.Counter(), [0], []
-    part.mkdir()
+    part.mkdir(parents=True)
     try:
         with open(part / 'tokens.bin', 'wb') as tokens, open(part / 'loss_mask.bin', 'wb') as masks:
             rows = regroup(row for file in files for row in read_rows(file))
@@ -195,8 +168,8 @@ def _tokenize(files, encode, folder, settings, on_bad_row, workers, regroup):
         try:
             os.rename(part, folder)
         except OSError:     # a damaged cache, or one that another run has just built
-            for name in FILES:
-                os.replace(part / name, folder / name)
+            for file in part.iterdir():
+                os.replace(file, folder / file.name)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 

@@ -7,6 +7,7 @@ import csv
 import functools
 import gzip
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -36,7 +37,15 @@ def fetch(source, patterns, revision=None):
     if not path.is_dir():
         if source.startswith(('/', '.', '~')) or source.count('/') != 1:
             raise DataError(f'no file or folder at {source}, and it is not a hub dataset name')
-        path = _download(source, patterns, revision)
+        try:
+            path = download(source, patterns, revision, repo_type='dataset')
+        except CheckpointError as error:
+            raise DataError(str(error)) from error
+        for archive in path.glob('*.zip'):
+            unpacked = archive.with_suffix('')
+            if not unpacked.exists():
+                with writing(unpacked), temporary(unpacked, folder=True) as part:
+                    shutil.unpack_archive(archive, part)
     if not os.access(path, os.R_OK | os.X_OK):      # `glob` would find nothing
         raise DataError(f'cannot read the folder {source}: Permission denied')
     for pattern in patterns:
@@ -45,19 +54,6 @@ def fetch(source, patterns, revision=None):
             note_inputs(*files)
             return files
     raise DataError(f'{source} holds nothing that matches {" or ".join(patterns)}')
-
-
-def _download(name, patterns, revision):
-    try:
-        folder = download(name, patterns, revision, repo_type='dataset')
-    except CheckpointError as error:
-        raise DataError(str(error)) from error
-    for archive in folder.glob('*.zip'):
-        unpacked = archive.with_suffix('')
-        if not unpacked.exists():
-            with writing(unpacked), temporary(unpacked, folder=True) as part:
-                shutil.unpack_archive(archive, part)
-    return folder
 
 
 @contextlib.contextmanager
@@ -112,37 +108,21 @@ def _jsonl_rows(path, file):
 
 
 def _json_rows(path, file):
-    begin = file.tell()
-    if _has_a_row_per_line(file):
-        file.seek(begin)
-        yield from _jsonl_rows(path, file)
-        return
-    file.seek(begin)
     raw = file.read()
-    if not raw.strip():
-        raise DataError(f'{path} is empty')
-    rows = _parse_json(raw, path)
-    if isinstance(rows, dict):      # BIG-bench's task.json
-        rows = rows.get('examples')
+    try:
+        rows = _parse_json(raw, path)
+    except DataError as error:
+        if 'Extra data' not in str(error):
+            raise
+        yield from _jsonl_rows(path, io.BytesIO(raw))
+        return
+    if isinstance(rows, dict):      # BIG-bench's task.json, or one row
+        rows = rows.get('examples', [rows])
     if not isinstance(rows, list):
         raise DataError(f'{path}: a .json file must hold a list of rows, one row per line, or an '
                         f'object with a list of rows as "examples"')
     for number, row in enumerate(rows, 1):
         yield f'{path}: row {number}', row
-
-
-def _has_a_row_per_line(file):
-    """Return whether a .json file is JSON Lines: its first line is an object, and not all of it.
-
-    A single line is a row, unless it has a list as "examples".
-    """
-    lines = (line for raw in file if (line := raw.strip()))
-    try:
-        first = json.loads(next(lines, b''))
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(first, dict) and (
-        next(lines, None) is not None or not isinstance(first.get('examples'), list))
 
 
 def _csv_rows(path, file, delimiter=','):
@@ -169,42 +149,18 @@ def _csv_rows(path, file, delimiter=','):
 
 
 def _txt_rows(path, file):
-    try:
-        text = _decode(file.read(), path)
-        yield str(path), {'text': text.replace('\r\n', '\n').replace('\r', '\n')}
-    except DataError as error:
-        yield str(path), error
+    yield str(path), parsed(str(path), file.read(), lambda raw: {
+        'text': _decode(raw, path).replace('\r\n', '\n').replace('\r', '\n')})
 
 
 def _parquet_rows(path, file):
     import pyarrow.parquet
-    number = 0
     try:
-        for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
-            names, columns = batch.schema.names, batch.columns
-            for i in range(batch.num_rows):
-                number += 1
-                place = f'{path}: row {number}'
-                try:
-                    row = {name: _value(column[i]) for name, column in zip(names, columns)}
-                except UnicodeDecodeError as error:
-                    row = DataError(f'{place}: not UTF-8: {error.reason}')
-                yield place, row
+        batches = pyarrow.parquet.ParquetFile(file).iter_batches()
+        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
+            yield f'{path}: row {number}', row
     except pyarrow.ArrowException as error:
         raise DataError(f'cannot read {path}: {error}') from error
-
-
-def _value(cell):
-    """Return the Python value of a cell, or the cell itself if Python has none (the year 10000).
-
-    Such a cell is then an error only if its column is used.
-    """
-    try:
-        return cell.as_py()
-    except UnicodeDecodeError:
-        raise
-    except (ValueError, OverflowError):
-        return cell
 
 
 def _decode(raw, path, line=1):
@@ -229,16 +185,11 @@ def _parse_json(raw, path, line=1):
 
 
 def _object(pairs):
-    """Return the dict of a JSON object, or a DataError if it, or an object in it, repeats a key."""
-    row, keys = dict(pairs), [key for key, _ in pairs]
-    if len(row) < len(pairs):
-        repeated = next(key for key in keys if keys.count(key) > 1)
-        return DataError(f'the key {repeated!r} is given twice')
-    for value in row.values():
-        for part in value if isinstance(value, list) else [value]:
-            if isinstance(part, DataError):
-                return part
-    return row
+    """Return the dict of a JSON object; raise a DataError if it repeats a key."""
+    names = [name for name, _ in pairs]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise DataError(f'the key {repeated[0]!r} is given twice')
+    return dict(pairs)
 
 
 # ---- Rows to items -------------------------------------------------------------------------------

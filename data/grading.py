@@ -15,9 +15,7 @@ from data import code_tasks
 from runtime.thinking import final_answer
 
 
-# ------------------------------------------------------------------------------------------------
-# Extraction: text -> the final answer, or None
-# ------------------------------------------------------------------------------------------------
+# ---- Extraction: text -> the final answer, or None -----------------------------------------------
 
 # a line with no other words, as a heading, or words before the answer in any emphasis
 MARK = re.compile(r'^[#*_ \t]*(?:final )?answer[*_: \t]*$|####|<answer>'
@@ -118,9 +116,7 @@ def stated_guess(text, lead):
     return guess, probability
 
 
-# ------------------------------------------------------------------------------------------------
-# Keys: answers that mean the same -> the same text
-# ------------------------------------------------------------------------------------------------
+# ---- Keys: answers that mean the same -> the same text -------------------------------------------
 
 # the keys of the references are needed for each sample, and samples repeat each other
 cached = functools.lru_cache(10_000)
@@ -186,9 +182,7 @@ def formula(text):
     return text if ',' in text else number(text)       # a comma left separates two numbers
 
 
-# ------------------------------------------------------------------------------------------------
-# Match rules: (key, lenient answer, references) -> right or wrong
-# ------------------------------------------------------------------------------------------------
+# ---- Match rules: (key, lenient answer, references) -> right or wrong ----------------------------
 
 def same(key, answer, references):
     """Return whether an extracted answer has the key of a reference."""

@@ -6,7 +6,7 @@ import math
 
 from data.cache import tokenize_once
 from data.chat import encode_conversation, encode_prompt
-from data.files import fetch, parsed, read_rows, require_fields, require_text
+from data.files import fetch, has_fields, parsed, read_rows, require_fields, require_text
 from data.messages import read_turns, with_context, without_nulls
 from runtime.errors import DataError
 
@@ -27,13 +27,12 @@ def to_messages(row):
     A system message or a history beside these is added, see `messages.with_context`.
     """
     row = without_nulls(require_fields(row))
-    lists = [name for name in ('messages', 'conversations') if name in row]
-    if lists:
-        wanted = [name for name in lists if row[name] != []] or lists[:1]
-        turns, *others = (read_turns(row[name], f'"{name}"') for name in wanted)
-        if others and others != [turns]:
+    turns = [read_turns(row[name], f'"{name}"') for name in ('messages', 'conversations')
+             if name in row]
+    if turns:
+        if turns[-1] not in (turns[0], []) and turns[0] != []:
             raise DataError('"messages" and "conversations" differ; keep one of them')
-        return with_context(row, turns)
+        return with_context(row, turns[0] or turns[-1])
     if 'instruction' in row and 'output' in row:
         answer = {'role': 'assistant', 'content': row['output']}
         return with_context(row, [to_question(row), answer], used=('instruction', 'input'))
@@ -64,21 +63,20 @@ def first_turns(rows, answers='best'):
         if (message['lang'] != 'en' or message.get('deleted')
                 or message.get('review_result') is False):
             return
-        text = require_text(message['text'], 'the text')
+        text, rank = require_text(message['text'], 'the text'), message.get('rank')
+        if not isinstance(rank, (int, float, type(None))):
+            raise DataError(f'rank {rank!r} is not a number')
         if message['role'] == 'assistant':
-            rank = math.inf if message.get('rank') is None else message['rank']
-            if not isinstance(rank, (int, float)):
-                raise DataError(f'rank {rank!r} is not a number')
+            rank = math.inf if rank is None else rank
             replies.setdefault(message['parent_id'], []).append((rank, text))
         elif message['parent_id'] is None:
             prompts[message['message_id']] = place, text
 
     for place, row in rows:
-        if isinstance(row, dict) and {'message_id', 'parent_id', 'role', 'text'} <= row.keys():
-            row = parsed(place, row, add, place)
-            if not isinstance(row, DataError):      # the message was added to its tree
-                continue
-        yield place, row
+        if not has_fields(row, 'message_id', 'parent_id', 'role', 'text'):
+            yield place, row
+        elif error := parsed(place, row, add, place):
+            yield place, error
     for message_id, (place, prompt) in prompts.items():
         ranked = sorted(replies.get(message_id, ()), key=lambda reply: reply[0])
         for _, answer in ranked[:1] if answers == 'best' else ranked:
@@ -99,13 +97,13 @@ def load_conversations(source, tokenizer, *, template, max_length, add_bos, revi
     def encode(row):
         messages = to_messages(row)
         for message in messages:
-            answer, train = message['role'] == 'assistant', message.get('train')
-            if train and not answer and not train_on_inputs:
-                raise DataError(f'a {message["role"]} message is marked as trained, but only the '
-                                f'assistant\'s are trained unless train_on_inputs = True')
-            if train is False and train_on_inputs:
-                raise DataError('a message is marked as not trained, and train_on_inputs = True '
-                                'trains all of them')
+            train = message.get('train')
+            if train and message['role'] != 'assistant' and not train_on_inputs or (
+                    train is False and train_on_inputs):
+                raise DataError(f'a {message["role"]} message is marked as '
+                                f'{"trained" if train else "not trained"}, but train_on_inputs = '
+                                f'{train_on_inputs} trains '
+                                f'{"all of them" if train_on_inputs else "only the answers"}')
         ids, loss_mask = encode_conversation(messages, tokenizer, template, add_bos)
         if not any(loss_mask):
             raise DataError('every assistant message is marked as not trained')
@@ -136,12 +134,13 @@ def load_text(source, tokenizer, *, max_length, add_bos, revision=None, **option
         text = require_text(require_fields(row).get('text'), 'the field "text"')
         if not text.strip():
             raise DataError('the field "text" is empty')
-        ids = tokenizer.encode(text) + [tokenizer.eos_id]
+        ids = tokenizer.encode(text)
+        if not ids:
+            raise DataError('the field "text" has no tokens')
+        ids.append(tokenizer.eos_id)
         pieces = [bos + ids[i:i + step] for i in range(0, len(ids), step)]
         if len(pieces[-1]) == len(bos) + 1:
             pieces.pop()
-        if not pieces:
-            raise DataError('the field "text" has no tokens')
         return [(piece, [0] * len(bos) + [1] * (len(piece) - len(bos))) for piece in pieces]
 
     settings = {'kind': 'text', 'tokenizer': tokenizer.fingerprint, 'max_length': max_length,
@@ -162,11 +161,11 @@ def read_prompts(path, tokenizer, template, add_bos):
         if ('prompt' in given) == ('messages' in given) or 'answers' in given:
             raise DataError(f'fields {", ".join(row) or "(none)"}; wanted either "prompt" or '
                             f'"messages", and no "answers"')
-        row = row | {'id': given.get('id', str(len(prompts)))}
-        if type(row['id']) not in (str, int):
-            raise DataError(f'the id {row["id"]!r} is neither text nor a whole number')
-        if row['id'] in places:
-            raise DataError(f'the id {row["id"]!r} is already at {places[row["id"]]}')
+        id = given.get('id', str(len(prompts)))
+        if type(id) not in (str, int):
+            raise DataError(f'the id {id!r} is neither text nor a whole number')
+        if places.setdefault(id, place) != place:
+            raise DataError(f'the id {id!r} is already at {places[id]}')
         messages = with_context(given, read_turns(given['messages'], '"messages"')
                                 if 'messages' in given else [
             {'role': 'user', 'content': require_text(given['prompt'], 'the prompt')}])
@@ -176,8 +175,7 @@ def read_prompts(path, tokenizer, template, add_bos):
         if not template and ('messages' in given or len(messages) > 1):
             raise DataError('"messages", a system message and a history need a chat template: '
                             'leave out --raw')
-        places[row['id']] = place
-        return row, *encode_prompt(messages, tokenizer, template, add_bos)
+        return row | {'id': id}, *encode_prompt(messages, tokenizer, template, add_bos)
 
     for place, row in read_rows(path):
         entry = parsed(place, row, parse, place)

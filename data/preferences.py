@@ -54,27 +54,25 @@ def to_ranking(row):
     A row of two answers may have a number `margin` besides.
     """
     row = without_nulls(require_fields(row))
-    for needed, read in FORMATS.items():
-        if row.keys() >= {*needed}:
-            ranking = read(row)
-            ranking.prompt = with_context(row, ranking.prompt, used=(*needed, 'input')
-                                          if 'instruction' in needed else needed)
-            if any(message.get('train') for message in ranking.prompt):
-                raise DataError('a message before the answers is marked as trained, but only '
-                                'the answers are trained')
-            return replace(ranking, margin=_margin(row, ranking.answers))
-    raise DataError(f'fields {", ".join(map(str, row)) or "(none)"}; wanted '
-                    + ', or '.join(' + '.join(needed) for needed in FORMATS)
-                    + ', or prompt + response + helpfulness in a row per answer')
+    needed = next((needed for needed in FORMATS if row.keys() >= {*needed}), None)
+    if needed is None:
+        raise DataError(f'fields {", ".join(map(str, row)) or "(none)"}; wanted '
+                        + ', or '.join(' + '.join(needed) for needed in FORMATS)
+                        + ', or prompt + response + helpfulness in a row per answer')
+    ranking = FORMATS[needed](row)
+    ranking.prompt = with_context(row, ranking.prompt, used=(*needed, 'input')
+                                  if 'instruction' in needed else needed)
+    if any(message.get('train') for message in ranking.prompt):
+        raise DataError('a message before the answers is marked as trained, but only the answers '
+                        'are trained')
+    return replace(ranking, margin=_margin(row, ranking.answers))
 
 
 def _margin(row, answers):
-    margin = row.get('margin')
-    if margin is None:
-        return 0.0
+    margin = row.get('margin', 0.0)
     if type(margin) not in (int, float) or not abs(margin) <= 1e18:
         raise DataError(f'"margin" must be a number of at most 1e18, got {margin!r:.60}')
-    if not isinstance(answers, list) or len(answers) != 2:
+    if 'margin' in row and len(answers) != 2:
         raise DataError('"margin" needs a pair of answers; leave it out of other rows')
     return float(margin)
 
@@ -93,10 +91,10 @@ def _pair(row):
             raise DataError('"chosen" and "rejected" of several turns must begin with the prompt')
         before = chosen[:-1]
     for side, messages in (('chosen', chosen), ('rejected', rejected)):
-        if not messages or messages[-1]['role'] != 'assistant':
-            raise DataError(f'the last turn of "{side}" is not the assistant\'s')
-        if messages[-1].get('train') is False:
-            raise DataError(f'the answer of "{side}" is marked as not trained')
+        if not messages or messages[-1]['role'] != 'assistant' or (
+                messages[-1].get('train') is False):
+            raise DataError(f'the last turn of "{side}" is not an answer of the assistant that is '
+                            f'trained')
     # scores only tell a tie: they can be those of a judge that did not choose
     tied = row.get('score_chosen') is not None and row['score_chosen'] == row.get('score_rejected')
     return Ranking(before, [chosen[-1]['content'], rejected[-1]['content']], [1, int(tied)])
@@ -106,40 +104,29 @@ def _dialogues(row):
     """HH-RLHF: '\\n\\nHuman: ...\\n\\nAssistant: ...' on both sides; or both as messages."""
     if isinstance(row['chosen'], list):
         return _pair(row)
-    if 'Human: ' not in require_text(row['chosen'], 'chosen'):
-        raise DataError('"chosen" and "rejected" without "prompt" must be dialogues of '
-                        '"\\n\\nHuman: " and "\\n\\nAssistant: "')
     sides = {}
     for side in ('chosen', 'rejected'):
-        empty, *parts = re.split(r'\n\n(Human|Assistant): ?', require_text(row[side], side))
-        roles = {'Human': 'user', 'Assistant': 'assistant'}
-        sides[side] = [{'role': roles[name], 'content': text}
+        before, *parts = re.split(r'\n\n(Human|Assistant): ?', require_text(row[side], side))
+        if before.strip() or not parts:
+            raise DataError(f'"{side}" without "prompt" must be a dialogue of "\\n\\nHuman: " and '
+                            f'"\\n\\nAssistant: "')
+        sides[side] = [{'role': 'user' if name == 'Human' else 'assistant', 'content': text}
                        for name, text in zip(parts[::2], parts[1::2], strict=True)]
-        if empty.strip():
-            raise DataError(f'"{side}" has text before its first turn')
     return _pair(sides)
 
 
 def _gpt4llm(row):
-    if 'responses_and_scores' in row:
-        answers = [answer['response'] for answer in row['responses_and_scores']]
-        scores = [answer['score'] for answer in row['responses_and_scores']]
-    else:
-        answers, scores = [row['completion_a'], row['completion_b']], [1, 0]
-    return Ranking(_alpaca_prompt(row['user_input']), answers, scores)
-
-
-def _alpaca_prompt(text):
-    """Return the user's message of Stanford Alpaca's text, which a template would add again."""
+    scored = row['responses_and_scores'] if 'responses_and_scores' in row else [
+        {'response': row['completion_a'], 'score': 1},
+        {'response': row['completion_b'], 'score': 0}]
+    # a template would add the text around Stanford Alpaca's instruction again
     match = re.fullmatch(r'Below is an instruction that describes a task.*?### Instruction:\s*(.*?)'
                          r'(?:\s*### Input:\s*(.*?))?\s*(?:### Response:\s*)?',
-                         require_text(text, 'user_input'), re.DOTALL)
-    if not match:
-        return [{'role': 'user', 'content': text}]
-    instruction, context = match.groups()
-    if not context:
-        return [{'role': 'user', 'content': instruction}]
-    return [{'role': 'user', 'content': f'{instruction}\n\n{context}', 'input': context}]
+                         require_text(row['user_input'], 'user_input'), re.DOTALL)
+    instruction, context = match.groups() if match else (row['user_input'], None)
+    return Ranking([to_question({'instruction': instruction, 'input': context})],
+                   [answer['response'] for answer in scored],
+                   [answer['score'] for answer in scored])
 
 
 def _helpsteer3(row):
@@ -166,30 +153,27 @@ FORMATS = {     # the first whose fields a row has
 
 
 def join_answers(rows):
-    """Yield (place, row) pairs; HelpSteer2 has a row per answer, and those of a prompt are joined.
+    """Yield (place, row) pairs; HelpSteer2's rows, one per answer, are joined by their prompt.
 
     The score is the helpfulness.
     """
     prompts = {}
 
-    def add(row):
+    def add(row, place):
         prompt, response = (require_text(row[key], key) for key in ('prompt', 'response'))
         _margin(row, [response])
         messages = with_context(row, [{'role': 'user', 'content': prompt}])
-        return json.dumps(messages), response, row['helpfulness']
+        joined = {'prompt': messages, 'responses': [], 'scores': []}
+        _, joined = prompts.setdefault(json.dumps(messages), (place, joined))
+        joined['responses'].append(response)
+        joined['scores'].append(row['helpfulness'])
 
     for place, row in rows:
-        if has_fields(row, 'prompt', 'response', 'helpfulness'):
-            row = parsed(place, row, add)
-            if not isinstance(row, DataError):
-                prompt, answer, score = row
-                _, answers, scores = prompts.setdefault(prompt, (place, [], []))
-                answers.append(answer)
-                scores.append(score)
-                continue
-        yield place, row
-    for prompt, (place, answers, scores) in prompts.items():
-        yield place, {'prompt': json.loads(prompt), 'responses': answers, 'scores': scores}
+        if not has_fields(row, 'prompt', 'response', 'helpfulness'):
+            yield place, row
+        elif error := parsed(place, without_nulls(row), add, place):
+            yield place, error
+    yield from prompts.values()
 
 
 # ---- From rankings to sequences and trees --------------------------------------------------------
@@ -221,22 +205,18 @@ def load_preferences(source, tokenizer, *, template, max_length, pack_len, add_b
 
 def encode_ranking(ranking, tokenizer, template, add_bos, max_length):
     """Return [(tokens, loss mask)] of a Ranking, or why it holds no preference, a text."""
-    if not isinstance(ranking.answers, list) or not isinstance(ranking.scores, list):
-        raise DataError(f'answers and scores must be lists, got {ranking.answers!r:.60} and '
-                        f'{ranking.scores!r:.60}')
-    if len(ranking.answers) != len(ranking.scores):
-        raise DataError(f'{len(ranking.answers)} answers but {len(ranking.scores)} scores')
-    if not all(isinstance(score, (int, float)) and score == score for score in ranking.scores):
-        raise DataError(f'the scores must be numbers, got {ranking.scores}')
-    texts = [require_text(answer, 'an answer') for answer in ranking.answers]
+    answers, scores = ranking.answers, ranking.scores
+    if not isinstance(answers, list) or not isinstance(scores, list) or (
+            len(answers) != len(scores)
+            or not all(isinstance(score, (int, float)) and score == score for score in scores)):
+        raise DataError(f'wanted a list of answers and a list with the score of each, a number, '
+                        f'got {answers!r:.60} and {scores!r:.60}')
     if not ranking.prompt or ranking.prompt[-1]['role'] != 'user':
         raise DataError('the last turn of the prompt is not the user\'s')
-    if not any(text.strip() for text in texts):
-        return 'empty answers'
     by_answer = {}      # an equal answer is kept once, where it is ranked best
-    for score, text in sorted(zip(ranking.scores, texts, strict=True), key=lambda x: -x[0]):
-        if text.strip():
-            by_answer.setdefault(text.strip(), (score, text))
+    for i in sorted(range(len(answers)), key=lambda i: -scores[i]):
+        if text := require_text(answers[i], 'an answer').strip():
+            by_answer.setdefault(text, (scores[i], answers[i]))
     if len(by_answer) < 2:
         return 'fewer than two different answers'
     encoded = [(score, *encode_answer(ranking.prompt, text, tokenizer, template, add_bos))

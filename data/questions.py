@@ -39,19 +39,8 @@ class Question:
         return f'{self.context}{self.options[self.answer]}{self.ending}\n\n'
 
     @property
-    def asked(self):
-        """Return the question for a reader of samples.jsonl, without header and shots."""
-        return self.context + (f'_{self.ending}' if self.ending else '')
-
-    @property
-    def n_characters(self):
-        return len(self.context) + sum(map(len, self.options))
-
-    @property
     def parts(self):
-        """Return [self], or the questions that are encoded instead.
-
-        With an ending these are one per option, whose option is the ending.
+        """Return [self], or with an ending a question for each option, whose option is the ending.
         """
         if not self.ending:
             return [self]
@@ -88,7 +77,8 @@ class PermutedQuestion(Question):
 def sample_fields(question, n_shots):
     """Return the part of a sample that says which question it is of."""
     return {'question': question.digest, 'subject': question.subject,
-            'category': question.category, 'shots': n_shots, 'context': question.asked}
+            'category': question.category, 'shots': n_shots,
+            'context': question.context + (question.ending and f'_{question.ending}')}
 
 
 class Loaded(NamedTuple):
@@ -102,27 +92,24 @@ class Loaded(NamedTuple):
 def load_task(name, *, prompt_format='mmlu', scoring='auto', header='english', languages=('all',),
               shots=0, limit=None, seed=0, revision=None, on_bad_row='stop', split='test',
               permute=None):
-    """Return Loaded(questions, shots, bad, total) of a task.
+    """Return the Loaded task of a name in --tasks, see `_find`; raises DataError.
 
-    name:      a benchmark ('mmlu', from the hub), a benchmark and its files
-               ('mmlu:folder-or-file'), or a file or folder of generic rows
-    prompt_format, scoring, header: the settings of evaluate.py, see docs/evaluation.md
+    prompt_format, scoring, header, permute: the settings of evaluate.py, see docs/evaluation.md
     languages: of a multilingual benchmark; 'all': all that it, or its local folder, has
     shots:     number of solved questions per subject, the first ones of the shots split
     limit:     at most this many questions per language, drawn by `seed` evenly over the subjects
     split:     'test' or 'validation'; a missing validation split has no questions
     on_bad_row: 'stop' raises DataError for a row without a valid answer; 'skip' returns its message
-    permute:   make the prompts of this many orders of the options, see `shifts`
     """
     task, benchmark, source = _find(name)
     check_prompt_format(prompt_format, scoring, header, task, benchmark)
     is_file = os.path.isfile(source)
-    if shots and not benchmark.shots:
-        raise DataError(f'{shots} shots wanted, but {task} has no solved questions; ask it with '
-                        f'--shots=0, into another --out_dir than tasks with shots')
-    if shots and is_file:
-        raise DataError(f'{shots} shots wanted, but {source} is one file: give a folder that also '
-                        f'holds {" or ".join(benchmark.shots)}, or --shots=0')
+    if shots and (is_file or not benchmark.shots):
+        wanted = ' or '.join(benchmark.shots)
+        raise DataError(f'{shots} shots wanted, but ' + (
+            f'{source} is one file: give a folder that also holds {wanted}, or --shots=0' if wanted
+            else f'{task} has no solved questions; ask it with --shots=0, into another --out_dir '
+                 f'than tasks with shots'))
     questions, solved, bad = [], {}, []
 
     def make_prompt(item):
@@ -169,20 +156,17 @@ def load_task(name, *, prompt_format='mmlu', scoring='auto', header='english', l
     return Loaded(questions, {group: qs[:shots] for group, qs in solved.items()}, bad, total)
 
 
-# what to do about a folder without the file of a split
-HINTS = {'test': '--tasks=help lists the file names of each task; a file under another name is '
-                 'read as task:file',
-         'shots': 'solved questions are needed for shots (--shots=0 asks without) and for training'}
-
-
 def _find(name):
-    """Return (task, Benchmark, its file, folder or hub dataset) of a name for `load_task`."""
+    """Return (task, Benchmark, its file, folder or hub dataset).
+
+    name: a benchmark ('mmlu', from the hub), a benchmark and its files ('mmlu:folder-or-file'), or
+          a file or folder of generic rows
+    """
     task, _, path = name.partition(':')
-    benchmark = BENCHMARKS.get(task, GENERIC)
-    if benchmark is GENERIC:
-        task, path = '', name
-        require_task(path, BENCHMARKS)
-    return task, benchmark, os.path.expanduser(path) or benchmark.hub
+    if task in BENCHMARKS:
+        return task, BENCHMARKS[task], os.path.expanduser(path) or BENCHMARKS[task].hub
+    require_task(name, BENCHMARKS)
+    return '', GENERIC, os.path.expanduser(name)
 
 
 def require_task(name, known):
@@ -210,18 +194,22 @@ def solved_files(name, revision=None):
     return files, lambda row, place: [_to_question(benchmark, make_prompt, '', 0, row, place, 0)]
 
 
+# what to do about a folder without the file of a split
+HINTS = {'test': '--tasks=help lists the file names of each task; a file under another name is '
+                 'read as task:file',
+         'shots': 'solved questions are needed for shots (--shots=0 asks without) and for training'}
+
+
 def _files_of(benchmark, source, split, language, revision):
     """Return the files of a split in a language; [] for a validation split that does not exist."""
     patterns, folder = _patterns(benchmark, split, language), Path(source)
-    if split == 'validation' and (not patterns or folder.is_file()
-                                  or folder.is_dir() and not _matches(folder, patterns)):
+    if split == 'validation' and (
+            not patterns or folder.exists() and not _matches(folder, patterns)):
         return []
     try:
         files = fetch(source, patterns, revision)
     except DataError as error:
-        if not folder.is_dir():
-            raise
-        raise DataError(f'{error}; {HINTS[split]}') from error
+        raise DataError(f'{error}; {HINTS[split]}' if folder.is_dir() else str(error)) from error
     if benchmark is GENERIC and split == 'test':    # its patterns match the other splits too
         others = _matches(folder, benchmark.shots + benchmark.validation)
         files = [file for file in files if file not in others]
@@ -258,23 +246,17 @@ def _languages(benchmark, source, task, wanted):
 
 
 def _require_languages(wanted, known, source):
-    for language in wanted:
-        if language in known or language == 'all':
-            continue
-        if not known:
-            raise DataError(f'{source} has no language {language!r}: its rows have no field '
-                            f'"language"; leave out --languages')
+    for language in {*wanted} - {*known, 'all'}:
         near = difflib.get_close_matches(language, sorted(known), 1)
-        hint = f'did you mean {near[0]!r}? It' if near else 'it'
-        raise DataError(f'{source} has no language {language!r}; {hint} has '
-                        f'{", ".join(sorted(known))}')
+        raise DataError(f'{source} has no language {language!r}; ' + (
+            (f'did you mean {near[0]!r}? It' if near else 'it') + f' has {", ".join(sorted(known))}'
+            if known else 'its rows have no field "language"; leave out --languages'))
 
 
 def shifts(n_options, n_orders):
-    """Return up to `n_orders` cyclic orders of the options, tuples of their indices.
+    """Return up to `n_orders` cyclic orders of the options, the published one first.
 
-    The first order is the published one. With all `n_options` of them, each option has each letter
-    once.
+    With all `n_options` of them, each option has each letter once.
     """
     return [tuple((i + shift) % n_options for i in range(n_options))
             for shift in range(min(n_orders, n_options))]
@@ -325,18 +307,13 @@ def parse_row(row, to_row=generic_row):
         raise DataError(f'no question{fields}; {hint}')
     if not isinstance(choices, (list, tuple)) or not 2 <= len(choices) <= len(LETTERS):
         raise DataError(f'a question needs 2 to {len(LETTERS)} choices in a list; {hint}')
-    choices = [_choice(choice, letter) for choice, letter in zip(choices, LETTERS)]
+    # NaN is how pandas writes null
+    choices = [str(x) if isinstance(x, (int, float)) and x == x else x for x in choices]
+    for choice, letter in zip(choices, LETTERS):
+        if choice is None or choice != choice or (
+                not require_text(choice, f'choice {letter}').strip()):
+            raise DataError(f'choice {letter} is null or empty')
     return question, choices, _index(answer, list(labels[:len(choices)]))
-
-
-def _choice(value, letter):
-    if value is None or value != value:     # NaN is how pandas writes null
-        raise DataError(f'choice {letter} is null')
-    if isinstance(value, (int, float)):
-        value = str(value)
-    if not require_text(value, f'choice {letter}').strip():
-        raise DataError(f'choice {letter} is empty')
-    return value
 
 
 def _index(answer, labels):

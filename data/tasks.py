@@ -2,10 +2,10 @@
 
 A kind is a class. Those whose log-probabilities are scored are here; those whose answers the model
 writes are in decoding/written_tasks.py. evaluate.py calls `load`, `collect`, `variants`, `variant`
-and `describe` of each task and does not ask for its kind. No model runs here: `collect` is given a
-Reader (scoring.py), which turns trees into values, and a SampleWriter (results/samples.py).
+and `describe` of each task and does not ask for its kind.
 """
 
+import functools
 import hashlib
 import itertools
 import math
@@ -39,9 +39,7 @@ BLOCKS = 8      # of questions per process; each block repeats the shots once
 SHOWN_TOKENS = 100      # before a scored token of a text, in its sample
 
 
-# ------------------------------------------------------------------------------------------------
-# What all kinds share
-# ------------------------------------------------------------------------------------------------
+# ---- What all kinds share ------------------------------------------------------------------------
 
 @dataclass
 class Task:
@@ -65,9 +63,7 @@ class Task:
 
     @property
     def fingerprint(self):
-        """Return a hash of all questions or texts, the same for a copy of the files elsewhere.
-
-        It does not depend on the prompt: the digest of a question hashes its text and its choices.
+        """Return a hash of all questions or texts, whatever their prompts and wherever their files.
         """
         digest = hashlib.blake2b(digest_size=8)
         left_out = 'place', 'orders', 'context', 'options', 'header', 'ending'
@@ -88,15 +84,14 @@ class Task:
 
     @property
     def counts(self):
-        """Return the numbers for `describe`, a Counter; the Counters of all shares add up."""
+        """Return the numbers for `describe`, a Counter; those of all shares add up."""
         return Counter(items=len(self.items), total=self.total)
 
     def share(self, rank, n):
         """Return the Task of process `rank` of n: BLOCKS blocks of each language's questions.
 
-        The blocks have about the same number of characters. They go to processes 0 .. n - 1, then
-        n - 1 .. 0, and so on, since tokens per character differ between subjects. The questions of
-        a block are consecutive, because they share their shots.
+        A block has consecutive questions, which share their shots, and about as many characters as
+        any other. They go to processes 0 .. n - 1, then n - 1 .. 0, and so on.
         """
         if n == 1:
             return self
@@ -104,10 +99,10 @@ class Task:
         def assigned(items):
             for i, (_, group) in enumerate(itertools.groupby(items, lambda item: item.language)):
                 group = [*group]
-                ends = [*itertools.accumulate(1 + item.n_characters for item in group)]
-                for item, end in zip(group, ends):
-                    middle = end - (1 + item.n_characters) / 2
-                    turn, i_block = divmod(int(n * BLOCKS * middle / ends[-1]), n)
+                sizes = [1 + len(getattr(item, 'text', '') or item.context) for item in group]
+                total = sum(sizes)
+                for item, size, end in zip(group, sizes, itertools.accumulate(sizes)):
+                    turn, i_block = divmod(int(n * BLOCKS * (end - size / 2) / total), n)
                     if ((n - 1 - i_block if turn % 2 else i_block) + i) % n == rank:
                         yield item
 
@@ -122,33 +117,31 @@ class Task:
     def collect(self, reader, writer):
         """Score the items without a sample, append their samples; return (prompts, bad rows).
 
-        reader:  a Reader, see scoring.py; writer: a SampleWriter, see results/samples.py
+        reader:  a Reader (scoring.py), which runs the model; writer: a SampleWriter
         prompts: {(sample_key, prompt)} of every item of the task, scored now or earlier
         """
-        entries = []        # per item (sample_key, prompt, item, Tree), or the message of a bad row
-        trees = self._unscored(reader, writer, entries)
+        unscored, prompts, bad_rows = {}, set(), [*self.bad_rows]
+
+        def trees():
+            for index, (item, tree) in enumerate(self.tokenize(reader.tokenizer, reader.cfg)):
+                if isinstance(tree, DataError):
+                    bad_rows.append(self.bad_row(tree, reader.cfg))
+                    continue
+                split = 'validation' if index >= len(self.items) else 'test'
+                key = self.label, split, item.language, item.id
+                prompt = self.prompt_hash(item, tree)
+                prompts.add((key, prompt))
+                if (key, prompt) not in writer.done:
+                    unscored[index] = key, prompt, item, tree
+                    yield index, tree
+
         n_left = len(self.keys) - self.count_scored(writer.done)
-        for index, numbers, values in reader.score(self, trees, n_left):
-            key, prompt, item, tree = entries[index]
-            entries[index] = key, prompt, None, None        # free the tree
+        for index, numbers, values in reader.score(self, trees(), n_left):
+            key, prompt, item, tree = unscored.pop(index)
             reader.require_finite(values, f'{self.label}: {item.place}')
             for sample in self.samples(reader.tokenizer, item, tree, numbers, values):
                 writer.append(key, prompt, sample)
-        bad_rows = [entry for entry in entries if isinstance(entry, str)]
-        return ({entry[:2] for entry in entries if not isinstance(entry, str)},
-                [*self.bad_rows, *bad_rows])
-
-    def _unscored(self, reader, writer, entries):
-        """Tokenize all items into `entries`; yield (index, Tree) of those without a sample."""
-        for index, (item, tree) in enumerate(self.tokenize(reader.tokenizer, reader.cfg)):
-            if isinstance(tree, DataError):
-                entries.append(self.bad_row(tree, reader.cfg))
-                continue
-            split = 'validation' if index >= len(self.items) else 'test'
-            key, prompt = (self.label, split, item.language, item.id), self.prompt_hash(item, tree)
-            entries.append((key, prompt, item, tree))
-            if (key, prompt) not in writer.done:
-                yield index, tree
+        return prompts, bad_rows
 
     def bad_row(self, error, cfg):
         """Return the message of an item that cannot be asked; raise it if that is to stop."""
@@ -157,7 +150,6 @@ class Task:
         return str(error)
 
     def prompt_hash(self, item, tree):
-        """Return the `prompt` of the samples of an item."""
         return tree.fingerprint
 
     def variants(self, cfg):
@@ -165,20 +157,17 @@ class Task:
         return [VARIANTS[key] for key in self.settings if getattr(cfg, key)]
 
     def changed(self, kind, name, results, ask, **fields):
-        """Return the variant `name` of this task, a Task of the class `kind`.
+        """Return the variant `name` of this task, a Task of the class `kind` with these `fields`.
 
-        Its questions are ask(question, its result) of those in `results`, {(split, language, id):
-        result}. fields: other fields of the kind
+        It has a question ask(question, result) for each in `results`, {(split, language, id):
+        result}.
         """
-        def questions(items, split):
-            return [ask(q, results[key]) for q in items
-                    if (key := (split, q.language, q.id)) in results]
-
-        items = questions(self.items, 'test')
-        fields = {'shots': self.shots} | fields
+        items, validation = (
+            [ask(q, results[key]) for q in items if (key := (split, q.language, q.id)) in results]
+            for split, items in (('test', self.items), ('validation', self.validation)))
         return kind(f'{self.label}.{name}', self.source, items,
-                    self.total - len(self.items) + len(items), [],
-                    validation=questions(self.validation, 'validation'), **fields)
+                    self.total - len(self.items) + len(items), [], validation=validation,
+                    **{'shots': self.shots} | fields)
 
     def describe(self, cfg, counts):
         """Return the part of a result that says how it was scored; counts: of the whole Task."""
@@ -200,9 +189,7 @@ def chat_words(cfg):
     return 'plain text' if cfg.chat == 'none' else f'chat template {cfg.chat}'
 
 
-# ------------------------------------------------------------------------------------------------
-# Questions with options
-# ------------------------------------------------------------------------------------------------
+# ---- Questions with options ----------------------------------------------------------------------
 
 LENGTHS = {'token': 'log-probabilities per token', 'sum': 'summed log-probabilities',
            'char': 'log-probabilities per character', 'byte': 'log-probabilities per byte'}
@@ -215,13 +202,12 @@ class OptionTask(Task):
 
     @classmethod
     def load(cls, name, cfg):
-        """Return the task `name` of --tasks; raises ConfigError or DataError."""
-        common = {key: getattr(cfg, key) for key in (
-            'prompt_format', 'scoring', 'header', 'languages', 'permute', 'seed', 'on_bad_row')}
-        loaded = load_task(name, shots=cfg.shots, limit=cfg.limit, revision=cfg.data_revision,
-                           **common)
-        held_out = load_task(name, split='validation', revision=cfg.data_revision, **common
-                             ).questions if cfg.fit_temperature else []
+        """Return the task `name` of --tasks."""
+        read = functools.partial(load_task, name, revision=cfg.data_revision, **{
+            key: getattr(cfg, key) for key in ('prompt_format', 'scoring', 'header', 'languages',
+                                               'permute', 'seed', 'on_bad_row')})
+        loaded = read(shots=cfg.shots, limit=cfg.limit)
+        held_out = read(split='validation').questions if cfg.fit_temperature else []
         return cls(task_label(name), task_source(name), loaded.questions, loaded.total, loaded.bad,
                    loaded.shots, held_out)
 
@@ -231,8 +217,7 @@ class OptionTask(Task):
         return super().counts + Counter(duplicate_options=duplicates)
 
     def tokenize(self, tokenizer, cfg):
-        """Yield (question, Tree or DataError) of all questions, then of the validation questions.
-        """
+        """Yield (question, Tree or DataError) of `items`, then of `validation`."""
         return tokenize_questions([*self.items, *self.validation], self.shots, tokenizer,
                                   add_bos=cfg.add_bos, max_length=cfg.max_length, chat=cfg.chat)
 
@@ -248,7 +233,6 @@ class OptionTask(Task):
 
     @staticmethod
     def samples(tokenizer, question, tree, numbers, values):
-        """Return the one sample of a question: the summed log-probability of each option."""
         blank = {'choices': question.options} if question.ending else {}
         return [sample_fields(question, tree.shots) | blank | {
             'answer': question.answer,
@@ -277,7 +261,6 @@ class OptionTask(Task):
             'duplicate_options': counts['duplicate_options']}
 
     def distribution(self, cfg):
-        """Return in words which probabilities are measured, for the header of a table."""
         default = 'letters' if cfg.prompt_format == 'mmlu' else f'the rule of {cfg.prompt_format}'
         scored = default if cfg.scoring == 'auto' else cfg.scoring
         return (f'{cfg.prompt_format}, {cfg.shots} shots, options scored by {scored}, '
@@ -289,14 +272,13 @@ class PermutedTask(OptionTask):
 
     @staticmethod
     def samples(tokenizer, question, tree, numbers, values):
-        """Return the one sample of a question in several orders: their mean, and each of them."""
-        n, published = len(question.options), question.published
-        log_probs = tree.sums(numbers, values).reshape(-1, n)
-        n_tokens = np.reshape(tree.n_tokens, (-1, n))
-        orders = [{'order': [*range(n)], 'log_probs': published['log_probs'],
-                   'n_tokens': published['n_tokens']}]
-        orders += [{'order': order, 'log_probs': log_probs[k].tolist(),
-                    'n_tokens': n_tokens[k].tolist()} for k, order in enumerate(question.orders)]
+        n = len(question.options)
+        orders = [{'order': [*range(n)]} | {key: question.published[key]
+                                            for key in ('log_probs', 'n_tokens')}]
+        orders += [{'order': order, 'log_probs': log_probs.tolist(), 'n_tokens': n_tokens.tolist()}
+                   for order, log_probs, n_tokens in zip(
+                       question.orders, tree.sums(numbers, values).reshape(-1, n),
+                       np.reshape(tree.n_tokens, (-1, n)))]
         return [sample_fields(question, tree.shots) | {
             'answer': question.answer, 'options': question.options,
             'log_probs': mean_over_orders(orders), 'n_tokens': [1] * n, 'orders': orders}]
@@ -312,9 +294,9 @@ class PermutedTask(OptionTask):
 def mean_over_orders(orders):
     """Return log-probabilities [K] whose softmax is the mean distribution over several orders.
 
-    orders: of dicts, {'order': [index of the option at each letter], 'log_probs': of the letters}.
-    Each order's distribution is the softmax of its log_probs. The sum of the returned
-    probabilities is the mean over the orders of the sums of theirs, for `option_mass`.
+    orders: dicts of 'order', the index of the option at each letter, and 'log_probs' of the
+            letters, whose softmax is the order's distribution. The probabilities that are returned
+            sum to the mean of the sums of theirs, for `option_mass`.
     """
     log_probs = np.array([[log_prob for _, log_prob in sorted(zip(x['order'], x['log_probs']))]
                           for x in orders])
@@ -328,7 +310,6 @@ class PTrueTask(OptionTask):
 
     @staticmethod
     def samples(tokenizer, question, tree, numbers, values):
-        """Return the one sample of a question, the probability of (A) among the two options."""
         true, false = tree.sums(numbers, values)
         log_probs = -np.logaddexp(0, [false - true, true - false])
         return [sample_fields(question, tree.shots) | {
@@ -357,9 +338,7 @@ class PIKTask(PTrueTask):
         return f'P(IK) of a drawn answer, asked in words, 0 shots, {chat_words(cfg)}'
 
 
-# ------------------------------------------------------------------------------------------------
-# Texts
-# ------------------------------------------------------------------------------------------------
+# ---- Texts ---------------------------------------------------------------------------------------
 
 class TextTask(Task):
     """clm and facts: scored tokens of texts; a sample says whether the top token is the next one.
@@ -379,17 +358,14 @@ class TextTask(Task):
         return cls(kind, task_source(name), loaded.texts, loaded.total, loaded.bad)
 
     def tokenize(self, tokenizer, cfg):
-        """Yield (Text, Tree or DataError) of all texts."""
         return tokenize_texts(self.label, self.items, tokenizer, instruct=cfg.instruct,
                               seed=cfg.seed, add_bos=cfg.add_bos, max_length=cfg.max_length)
 
     def as_text(self, text):
-        """Return a text as OptionTask.as_text does a question."""
         return [(text.text, [])]
 
     @staticmethod
     def samples(tokenizer, text, tree, numbers, values):
-        """Return a sample for each scored token: whether the top token is the next one."""
         ids, token_samples = [*tree.prefix, *tree.prompt], []
         for n in np.argsort(numbers):
             at, (log_prob, top, top_log_prob, entropy) = tree.scored[numbers[n]], values[n]
@@ -408,9 +384,7 @@ class TextTask(Task):
         return 'top token' + ', with an instruction' * cfg.instruct + dropout_words(cfg)
 
 
-# ------------------------------------------------------------------------------------------------
-# The text of --show and of --tasks=help
-# ------------------------------------------------------------------------------------------------
+# ---- The text of --show and of --tasks=help ------------------------------------------------------
 
 def show_tasks(tasks, tokenizer, cfg):
     """Return the text of --show: the first cfg.show prompts of each Task as the model reads them.
@@ -418,38 +392,42 @@ def show_tasks(tasks, tokenizer, cfg):
     It has the whole prompt, the options or scored tokens, and the tokens with '|' between them.
     Without a tokenizer it has the prompt with all shots, and no tokens.
     """
-    permuted = {f'{label}.permuted': task.variant('permuted', {
+    tasks = tasks | {f'{label}.permuted': task.variant('permuted', {
         ('test', q.language, q.id): {} for q in task.items}, None)
         for label, task in tasks.items() if cfg.permute and 'permute' in task.settings}
-    return '\n'.join(f'{label}: {min(cfg.show, len(task.items))} of {len(task.items):,} '
-                     f'{task.unit}\n{_show(task, tokenizer, cfg)}\n'
-                     for label, task in (tasks | permuted).items())
-
-
-def _show(task, tokenizer, cfg):
-    task, lines = replace(task, items=task.items[:cfg.show], validation=[]), []
-    if tokenizer is None:
-        return '\n'.join(line for item in task.items for context, options in task.as_text(item)
-                         for line in _show_prompt(item, context, options))
-    for item, tree in task.tokenize(tokenizer, cfg):
-        if isinstance(tree, DataError):
-            lines.append(f'--- {tree}')
-            continue
-        ids, contexts = [*tree.prefix, *tree.prompt], {}
-        for prompt, start in zip(tree.sequences, tree.starts):
-            contexts.setdefault(tuple(prompt[:start]), []).append(prompt[start:])
-        for i in tree.scored:
-            contexts[tuple(ids[:i])] = [ids[i:i + 1]]
-        n_shots = len(task.shots.get(item.group, ()))
-        if tree.shots < n_shots:
-            lines.append(f'fewer shots: {tree.shots} of {n_shots}; the prompt would be too long')
-        for context, options in contexts.items():
-            lines += _show_prompt(item, tokenizer.decode(context), [
-                tokenizer.decode(option, start=False) for option in options])
-            tokens = '|'.join(tokenizer.decode([i], start=False) for i in [*context, *options[0]])
-            lines += ['--- its tokens, with the first option',
-                      tokens.replace('\n', '\\n').replace('\\n|', '\\n|\n')]
+    lines = []
+    for label, task in tasks.items():
+        part = replace(task, items=task.items[:cfg.show], validation=[])
+        lines.append(f'{label}: {len(part.items)} of {len(task.items):,} {task.unit}')
+        shown = part.tokenize(tokenizer, cfg) if tokenizer else zip(part.items, part.items)
+        for item, tree in shown:
+            if isinstance(tree, DataError):
+                lines.append(f'--- {tree}')
+            elif tokenizer:
+                lines += _show_tree(task, item, tree, tokenizer)
+            else:
+                for context, options in task.as_text(item):
+                    lines += _show_prompt(item, context, options)
+        lines.append('')
     return '\n'.join(lines)
+
+
+def _show_tree(task, item, tree, tokenizer):
+    ids, contexts, lines = [*tree.prefix, *tree.prompt], {}, []
+    for prompt, start in zip(tree.sequences, tree.starts):
+        contexts.setdefault(tuple(prompt[:start]), []).append(prompt[start:])
+    for i in tree.scored:
+        contexts[tuple(ids[:i])] = [ids[i:i + 1]]
+    n_shots = len(task.shots.get(item.group, ()))
+    if tree.shots < n_shots:
+        lines.append(f'fewer shots: {tree.shots} of {n_shots}; the prompt would be too long')
+    for context, options in contexts.items():
+        lines += _show_prompt(item, tokenizer.decode(context), [
+            tokenizer.decode(option, start=False) for option in options])
+        tokens = '|'.join(tokenizer.decode([i], start=False) for i in [*context, *options[0]])
+        lines += ['--- its tokens, with the first option',
+                  tokens.replace('\n', '\\n').replace('\\n|', '\\n|\n')]
+    return lines
 
 
 def _show_prompt(item, context, options):
@@ -479,9 +457,7 @@ def describe_tasks():
     return '\n'.join(lines)
 
 
-# ------------------------------------------------------------------------------------------------
-# Names
-# ------------------------------------------------------------------------------------------------
+# ---- Names ---------------------------------------------------------------------------------------
 
 def split_name(name):
     """Return ('mmlu', 'some/folder') for 'mmlu:some/folder', ('', 'some/file') for a path."""
@@ -505,19 +481,11 @@ def task_source(name):
 
 def check_names(names):
     """Raise ConfigError or DataError for names of --tasks that are no tasks, or clash."""
-    for name, following in zip(names, names[1:]):   # the parts of a path with a comma
-        whole = f'{name},{following}'
-        if not Path(name).exists() and Path(whole.partition(':')[2] or whole).exists():
-            raise ConfigError(f'tasks: a comma separates tasks, so {whole!r} was read as two; '
-                              f'write --tasks="({whole!r},)"')
     labels = [task_label(name) for name in names]
     for name, label in zip(names, labels):
         kind, path = split_name(name)
         require_task(kind or path, TASKS)
-        if not label:
-            raise ConfigError(f'tasks: {name!r} gives no name for its results; rename the file or '
-                              f'folder')
-        if labels.count(label) > 1:
-            raise ConfigError(f'tasks = {names}: {labels.count(label)} of them would be called '
-                              f'{label!r} in the results; rename a file, or evaluate one of them '
-                              f'with another --out_dir')
+        if not label or labels.count(label) > 1:
+            raise ConfigError(f'tasks = {names}: {name!r} would be called {label!r} in the '
+                              f'results; rename a file so that each task has a name of its own, or '
+                              f'evaluate one of them with another --out_dir')

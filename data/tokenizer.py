@@ -27,14 +27,11 @@ class Tokenizer:
 
     control_ids: {name: id} of tokens that no text produces
     bos_id:      None if the tokenizer adds no BOS
-    eos_id:      the token that ends a text
+    eos_id:      the token that ends a text; end_ids: those that end an answer
     n_vocab:     above every id
     strips:      {id of a control token: (before it, after it)}, whether white space disappears
     fresh_after: ids after which a text is encoded as at its beginning
-
-    `load_tokenizer` adds end_ids, the tokens that end an answer, and `fingerprint`, a hash of the
-    file and of what the files beside it change. A subclass has _encode(text) -> ids and
-    _decode(ids) -> text.
+    fingerprint: a hash of the file and of what the files beside it say
     """
 
     def __init__(self, control_ids, bos_id, eos_id, n_vocab, strips, leads_with_space):
@@ -85,8 +82,7 @@ class LibraryTokenizer(Tokenizer):
 
     Its ids are those of AutoTokenizer, except that names of special tokens in a text are text. BOS
     is what the post-processor puts first. BOS and EOS are control tokens even if the file does not
-    mark them as special. A special token that ordinary merges produce too, such as a word, is not a
-    control token. Raises a DataError that begins with `path` if BOS or EOS is such a token.
+    mark them as special; a special token that ordinary merges produce too, such as a word, is none.
     """
 
     def __init__(self, library, eos, path):
@@ -152,8 +148,7 @@ def special_tokens(library):
 class SentencePieceTokenizer(Tokenizer):
     """Gemma, Mistral, Llama 2, T5 and the demo's own model, from a sentencepiece file.
 
-    The files beside it can add control tokens, as Phi-3's do, name EOS, and say that no BOS is
-    added.
+    The files beside it can add control tokens, name EOS, and say that no BOS is added.
     """
 
     def __init__(self, path):
@@ -184,8 +179,6 @@ class SentencePieceTokenizer(Tokenizer):
         if self.eos_id < 0:
             raise DataError(f'{path}: the model has no EOS token')
         self.fresh_after = frozenset(added if self.leads_with_space else ())
-        self.changed_beside = (self.bos_id, self.eos_id, self.n_vocab) != (
-            model.bos_id(), model.eos_id(), self.n_pieces)
 
     def _encode(self, text):
         return self.model.encode(text)
@@ -198,6 +191,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 def load_tokenizer(folder):
     """Return the Tokenizer of a model folder, from the first of FILES in it; raises DataError."""
+    import tokenizers
     folder = Path(folder)
     files = [path for pattern in FILES for path in sorted(folder.glob(pattern))]
     if not files:
@@ -206,42 +200,25 @@ def load_tokenizer(folder):
     if not raw:
         raise DataError(f'{path} is empty; download it again')
     if path.name == 'tokenizer.json':
-        tokenizer = _from_json(path)
+        with library_errors(path):
+            library = tokenizers.Tokenizer.from_file(str(path))
+        tokenizer = LibraryTokenizer(library, _eos(folder, library), path)
+    elif path.name == 'vocab.json':
+        settings = settings_beside(folder)
+        library = from_merges(path, added_beside(folder), settings.get('add_bos_token')
+                              and settings.get('bos_token'))
+        tokenizer = LibraryTokenizer(library, _eos(folder, library), path)
+        raw += (folder / 'merges.txt').read_bytes()
     elif path.name == 'tekken.json':
         tokenizer = LibraryTokenizer(*from_tekken(path), path)
-    elif path.name == 'vocab.json':
-        tokenizer = _from_merges(path)
     elif re.match(rb'[A-Za-z0-9+/]+=* \d+\r?\n', raw):
         tokenizer = LibraryTokenizer(*from_tiktoken(path), path)
     else:
         tokenizer = SentencePieceTokenizer(path)
-    # what the files beside it say
-    ends = f'{tokenizer.bos_id} {tokenizer.eos_id}'.encode()
-    controls = repr((sorted(tokenizer.control_ids.items()),
-                     sorted(tokenizer.strips.items()))).encode()
-    if path.name == 'vocab.json':
-        raw += ends + (folder / 'merges.txt').read_bytes() + controls
-    elif path.suffix == '.json':
-        raw += ends
-    elif isinstance(tokenizer, SentencePieceTokenizer) and tokenizer.changed_beside:
-        raw += ends + controls
-    tokenizer.fingerprint = hashlib.sha256(raw).hexdigest()[:16]
+    said_beside = tokenizer.bos_id, tokenizer.eos_id, tokenizer.control_ids, tokenizer.strips
+    tokenizer.fingerprint = hashlib.sha256(raw + repr(said_beside).encode()).hexdigest()[:16]
     tokenizer.end_ids = {tokenizer.eos_id, *generation_ends(folder)}
     return tokenizer
-
-
-def _from_json(path):
-    import tokenizers
-    with library_errors(path):
-        library = tokenizers.Tokenizer.from_file(str(path))
-    return LibraryTokenizer(library, _eos(path.parent, library), path)
-
-
-def _from_merges(path):
-    settings = settings_beside(path.parent)
-    bos = settings.get('bos_token') if settings.get('add_bos_token') else None
-    library = from_merges(path, added_beside(path.parent), bos)
-    return LibraryTokenizer(library, _eos(path.parent, library), path)
 
 
 def _eos(folder, library):
@@ -261,10 +238,7 @@ def read_beside(folder, name):
 
 
 def settings_beside(folder):
-    """Return the keys of special_tokens_map.json and tokenizer_config.json, tokens as names.
-
-    Raises DataError for a damaged file.
-    """
+    """Return the keys of special_tokens_map.json and tokenizer_config.json, tokens as names."""
     settings = (read_beside(folder, 'special_tokens_map.json')
                 | read_beside(folder, 'tokenizer_config.json'))
     settings = {key: value['content'] if isinstance(value, dict) and 'content' in value else value
@@ -277,23 +251,21 @@ def settings_beside(folder):
 
 
 def added_beside(folder):
-    """Return the tokens that added_tokens.json and tokenizer_config.json add: {id: attributes}.
-
-    The attributes are those of an AddedToken: content, special, normalized, and FLAGS. Raises
-    DataError for a damaged file.
+    """Return {id: attributes of an AddedToken} of the tokens that the JSON files of a folder add.
     """
-    control = {'special': True, 'normalized': False} | dict.fromkeys(FLAGS, False)
-    names = read_beside(folder, 'added_tokens.json').items()
-    settings = settings_beside(folder)
+    control = dict.fromkeys(FLAGS, False) | {'special': True, 'normalized': False}
     try:
-        tokens = settings.get('added_tokens_decoder', {}).items()
-        return ({int(i): control | {'content': name} for name, i in names}
-                | {int(i): control | {key: token[key] for key in ('content', *control)
-                                      if key in token or key == 'content'} for i, token in tokens})
+        tokens = {int(i): control | {'content': name}
+                  for name, i in read_beside(folder, 'added_tokens.json').items()}
+        for i, token in settings_beside(folder).get('added_tokens_decoder', {}).items():
+            tokens[int(i)] = {key: token.get(key, value) for key, value in control.items()} | {
+                'content': token['content']}
+        return tokens
     except (LookupError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
         raise DataError(f'{folder}: added_tokens.json or added_tokens_decoder in '
-                        f'tokenizer_config.json is damaged: {type(error).__name__}: {error}'
-                        ) from error
+                        f'tokenizer_config.json is damaged: {error!r}') from error
 
 
 def generation_ends(folder):
@@ -312,14 +284,13 @@ def load_model_tokenizer(folder, config):
     Its end_ids have those of config.json as well. Control tokens at the end of the vocabulary for
     which the model has no row, such as the image token of Gemma 3 1B, are left out.
     """
-    tokenizer = load_tokenizer(folder)
+    tokenizer, size = load_tokenizer(folder), config.vocab_size
     ends = getattr(config, 'eos_token_id', None)
     tokenizer.end_ids |= {*ends} if isinstance(ends, list) else {ends} - {None}
-    size = config.vocab_size
-    without_row = [i for i in tokenizer.control_ids.values() if i >= size]
-    if without_row and len(without_row) == tokenizer.n_vocab - size and tokenizer.eos_id < size:
-        tokenizer.n_vocab = size
-        tokenizer.control_ids = {name: i for name, i in tokenizer.control_ids.items() if i < size}
+    controls = {name: i for name, i in tokenizer.control_ids.items() if i < size}
+    without_row = len(tokenizer.control_ids) - len(controls)
+    if without_row and without_row == tokenizer.n_vocab - size and tokenizer.eos_id < size:
+        tokenizer.n_vocab, tokenizer.control_ids = size, controls
     if tokenizer.n_vocab > size:
         raise CheckpointError(f'{folder}: the tokenizer has {tokenizer.n_vocab} tokens, but '
                               f'vocab_size in config.json is {size}')
@@ -327,10 +298,7 @@ def load_model_tokenizer(folder, config):
 
 
 def begins_with_bos(tokenizer, add_bos):
-    """Return `add_bos`, or if it is None whether the tokenizer adds BOS.
-
-    Raises DataError if add_bos is True and the tokenizer adds no BOS.
-    """
+    """Return `add_bos`, or if it is None whether the tokenizer adds BOS."""
     if add_bos and tokenizer.bos_id is None:
         raise DataError('add_bos = True, but the tokenizer of this model adds no BOS; leave it out')
     return tokenizer.bos_id is not None if add_bos is None else add_bos

@@ -25,16 +25,23 @@ def tokenize_questions(questions, shots, tokenizer, *, add_bos, max_length, chat
     """
     encoder = (OptionEncoder(tokenizer, add_bos) if chat == 'none' else
                ChatEncoder(tokenizer, add_bos, chat))
-    shared = SharedText(tokenizer, encoder.before, encoder.start)
 
     @functools.cache
     def text_before(header, group, n):
         return header + ''.join(shot.solved for shot in shots.get(group, [])[:n])
 
+    @functools.lru_cache(1000)
+    def encode_before(text, word):
+        """Return the tokens of a text in front of a word, None if a token spans both."""
+        whole = tokenizer.encode(encoder.before + text + word, start=encoder.start)
+        end = tokenizer.encode(word, start=False)
+        return whole[:-len(end)] if end and whole[-len(end):] == end else None
+
     def tree(question):
         for n in range(len(shots.get(question.group, [])), -1, -1):
             text = text_before(question.header, question.group, n)
-            ids = shared.encode(text, question.context) if text else None
+            word = re.match(r'\s*\S*', question.context)[0]
+            ids = encode_before(text, word) if text else None
             parts = question.parts
             if ids is None and text:    # a token spans both texts, so they are encoded as one
                 parts = [replace(part, context=text + part.context) for part in parts]
@@ -90,39 +97,6 @@ def load_answers(name, tokenizer, *, max_length, add_bos, revision=None, **optio
                 'tokenizer': tokenizer.fingerprint, 'add_bos': add_bos,
                 'files': ['/'.join(file.parts[-2:]) for file in files]}     # some name a subject
     return tokenize_once(files, encode, settings, **options, regroup=with_place)
-
-
-def encode_before(tokenizer, text, following, start):
-    """Return the tokens of `text` within text + following; None if a token spans both.
-
-    They depend on what follows: white space can have other tokens before a digit than a letter.
-    """
-    whole = tokenizer.encode(text + following, start=start)
-    end = tokenizer.encode(following, start=False)
-    return whole[:-len(end)] if end and whole[-len(end):] == end else None
-
-
-class SharedText:
-    """Encode header and shots, which many questions share, only once.
-
-    The tokens at the end of a text can depend on what follows it. So the text is encoded in front
-    of a 'Q', and these tokens serve for every question whose first word leaves the tokens of the
-    text's last line as the 'Q' does. For any other question the text is encoded again.
-
-    before: text of a chat template before header and shots
-    start:  whether that text begins the prompt
-    """
-
-    def __init__(self, tokenizer, before, start):
-        self.before, self.start = before, start
-        self.encode_before = functools.cache(functools.partial(encode_before, tokenizer))
-
-    def encode(self, text, context):
-        """Return the tokens of before + text in front of `context`; None if a token spans both."""
-        word = re.match(r'\s*\S*', context)[0]
-        line = text[text.rstrip().rfind('\n') + 1:]
-        same = self.encode_before(line, word, False) == self.encode_before(line, 'Q', False)
-        return self.encode_before(self.before + text, 'Q' if same else word, self.start)
 
 
 class OptionEncoder:

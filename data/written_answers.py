@@ -51,26 +51,15 @@ class WrittenQuestion:
     messages: list = field(default_factory=list)    # asked instead of header and context
     lead: str = ''              # begins the answer to `messages` in plain text
     judged: dict | None = None  # the earlier answer that `messages` ask about, graded
-    group = ''                  # one set of shots for all subjects
+    group = ending = ''         # one set of shots for all subjects
 
     @property
     def solved(self):
         """Return the question with its answer, as a shot."""
         return f'{self.context} {self.solution}\n\n'
 
-    @property
-    def asked(self):
-        """Return the question for a reader of samples.jsonl, without header and shots."""
-        return self.context
 
-    @property
-    def n_characters(self):
-        return len(self.context) + len(self.solution)
-
-
-# ------------------------------------------------------------------------------------------------
-# Row functions
-# ------------------------------------------------------------------------------------------------
+# ---- Row functions -------------------------------------------------------------------------------
 
 def triviaqa_row(row):
     """TriviaQA on the hub. The first alias of an answer is its usual name."""
@@ -88,13 +77,7 @@ def answers_row(row):
 
 def popqa_row(row):
     """PopQA: the answers are a JSON list in a text; the subject is the relation that is asked."""
-    try:
-        answers = json.loads(row['possible_answers'])
-    except (ValueError, TypeError, RecursionError):
-        answers = None
-    if not isinstance(answers, list) or not answers:
-        raise DataError(f'possible_answers must be a JSON list of answers in a text, not '
-                        f'{row["possible_answers"]!r:.60}')
+    answers = json.loads(row['possible_answers'])
     return WrittenRow(row['question'], answers, answers[0], row['prop'])
 
 
@@ -125,9 +108,7 @@ def humaneval_row(row):
     return WrittenRow(problem.prompt, [*problem], problem.solution)
 
 
-# ------------------------------------------------------------------------------------------------
-# The table
-# ------------------------------------------------------------------------------------------------
+# ---- The table -----------------------------------------------------------------------------------
 
 @dataclass
 class WrittenBenchmark:
@@ -156,7 +137,7 @@ class WrittenBenchmark:
         final, answer = final_answer(text), self.extract(text)
         correct = strict = answer is not None and self.match(self.key, answer, references)
         if self.strict:
-            stated = None if final is None else self.strict(final)
+            stated = final and self.strict(final)
             strict = stated is not None and same(self.key, stated, references)
         return {'answer': answer, 'key': None if answer is None else self.key(answer),
                 'correct': correct, 'strict': strict}
@@ -206,81 +187,70 @@ WRITTEN_TASKS = {
 
 # the questions that shots are taken from, to tune a model on what it answers: data/p_ik.py
 WRITTEN_TASKS |= {f'{name}_train': replace(WRITTEN_TASKS[name], test=WRITTEN_TASKS[name].shots)
-               for name in ('triviaqa', 'nq_open', 'gsm8k')}
+                  for name in ('triviaqa', 'nq_open', 'gsm8k')}
 
 
 def load_written(name, *, header='english', shots=0, limit=None, seed=0, revision=None,
-              on_bad_row='stop'):
+                 on_bad_row='stop'):
     """Return questions.Loaded of a task of WRITTEN_TASKS: 'gsm8k', or 'gsm8k:folder-or-file'.
 
-    Rows that repeat a question_id are left out: TriviaQA has a row per document of a question. The
-    arguments are those of `questions.load_task`; the first `shots` rows are the shots.
+    The arguments are those of `questions.load_task`; the first `shots` rows are the shots.
     """
     name, _, path = name.partition(':')
-    task, source = WRITTEN_TASKS[name], os.path.expanduser(path)
-    if not source and not task.hub:
+    task = WRITTEN_TASKS[name]
+    source = os.path.expanduser(path) or task.hub
+    if not source:
         raise DataError(f'{name}: no file given; use --tasks={name}:folder-or-file, with rows of '
                         f'{{question, answers}}')
     if header == 'native':
         raise DataError(f'--header=native: {name} has no header of its own; leave it out')
     if shots and (not task.shots or os.path.isfile(source)):
-        raise DataError(f'{shots} shots wanted, but {source or name} has no solved questions '
-                        f'beside those to ask; use --shots=0, into another --out_dir than tasks '
-                        f'with shots')
-    bad = []
+        raise DataError(f'{shots} shots wanted, but {source} has no solved questions beside those '
+                        f'to ask; use --shots=0, into another --out_dir than tasks with shots')
+    parse = functools.partial(_to_question, task, header)
 
-    def read(patterns, wanted=None):
-        parse = functools.partial(_to_question, task, header)
-        rows = (row for file in fetch(source or task.hub, patterns, revision)
-                for row in read_rows(file))
-        items, messages = parse_rows(itertools.islice(_distinct(rows), wanted), parse, on_bad_row)
-        bad.extend(messages)
-        return items
+    def read(patterns, limit=None):
+        rows = (row for file in fetch(source, patterns, revision) for row in read_rows(file))
+        return parse_rows(itertools.islice(_distinct(rows), limit), parse, on_bad_row)
 
-    questions = read(task.test)
-    solved = read(task.shots, shots) if shots else []
+    questions, bad = read(task.test)
+    solved, bad_shots = read(task.shots, shots) if shots else ([], [])
     if task.test == task.shots:     # the first ones are the shots
         questions = questions[shots:]
-    if not questions:
-        raise DataError(f'{source or task.hub} has no questions ({len(bad)} bad rows)')
-    if len(solved) < shots:
-        raise DataError(f'{source or task.hub}: {len(solved)} solved questions, {shots} wanted; '
-                        f'--shots={len(solved)} would fit')
-    return Loaded(draw(questions, limit, seed), {'': solved}, bad, len(questions))
+    if not questions or len(solved) < shots:
+        raise DataError(f'{source} has {len(questions)} questions and {len(solved)} solved ones '
+                        f'({len(bad + bad_shots)} bad rows); --shots={shots} needs {shots} of them')
+    return Loaded(draw(questions, limit, seed), {'': solved}, bad + bad_shots, len(questions))
 
 
 def _distinct(rows):
-    """Yield the (place, row) pairs without rows that repeat a question_id."""
-    seen = {None}
+    """Leave out rows that repeat a question_id: TriviaQA has a row per document of a question."""
+    seen = set()
     for place, row in rows:
         id = row.get('question_id') if isinstance(row, dict) else None
-        if id is None or id not in seen:
+        if id not in seen:
             yield place, row
-        seen.add(id)
+        seen |= {id} - {None}
 
 
 def _to_question(task, header, row, place, number):
     question, references, solution, subject, category = task.row(require_fields(row))
     question = require_text(question, 'the question').strip()
-    if not question or not references:
+    if not question or not references or not isinstance(references, list):
         raise DataError('wanted a question and one reference answer or more')
-    for reference in (*references, solution):
-        require_text(reference, 'a reference answer')
-    subject, category = (require_text(text, 'the subject or category')
-                         for text in (subject, category))
-    id = next((row[key] for key in ('id', 'question_id', 'unique_id', 'task_id')
-               if row.get(key) is not None), number)
-    require_text(str(id), 'the id')
+    id = str(next((row[key] for key in ('id', 'question_id', 'unique_id', 'task_id')
+                   if row.get(key) is not None), number))
+    for what, text in (*[('a reference answer', text) for text in (*references, solution)],
+                       ('the subject', subject), ('the category', category), ('the id', id)):
+        require_text(text, what)
     digest = hashlib.blake2b(repr((question, references)).encode(), digest_size=8).hexdigest()
     return WrittenQuestion(
-        str(id), question, task.prompt.format(question), references, solution.strip(), subject,
+        id, question, task.prompt.format(question), references, solution.strip(), subject,
         '' if header == 'none' else task.header, category, str(row.get('language') or ''), place,
         digest)
 
 
-# ------------------------------------------------------------------------------------------------
-# Prompts
-# ------------------------------------------------------------------------------------------------
+# ---- Prompts -------------------------------------------------------------------------------------
 
 def encode(question, shots, tokenizer, cfg, max_tokens):
     """Return (token ids, ids that end the answer, number of shots) of the prompt of a question.
@@ -363,18 +333,16 @@ def verbalized_1s(question):
 
 def verbalized_2s(question, text, correct):
     """Return the question that asks for the probability of an answer that was given before."""
-    messages = [{'role': 'user', 'content': question.context},
-                {'role': 'assistant', 'content': shown(question, text)},
-                {'role': 'user', 'content': VERBALIZED_2S}]
+    turns = question.context, shown(question, text), VERBALIZED_2S
+    messages = [{'role': role, 'content': turn}
+                for role, turn in zip(('user', 'assistant', 'user'), turns)]
     return replace(question, messages=messages, lead='Probability:',
-                   judged={'answer': messages[1]['content'], 'correct': correct})
+                   judged={'answer': turns[1], 'correct': correct})
 
 
 def as_text(messages, lead):
     """Return a conversation as plain text, for a model without a chat template."""
     first, *others = (message['content'] for message in messages)
-    if len(messages) > 1 and not first.endswith(':'):       # a program, not after a space
-        first += others.pop(0)
-    elif len(messages) > 1:
-        first += f' {others.pop(0)}'
+    if others:      # an answer, which follows a program without a space
+        first += ' ' * first.endswith(':') + others.pop(0)
     return '\n\n'.join([first, *others, lead])

@@ -22,11 +22,10 @@ CASES = {
     'all_linear': ('mistral', {'target_modules': 'all-linear', 'lora_alpha': 5}),
     'patterns': ('qwen2', {'target_modules': ALL, 'rank_pattern': {'v_proj': 3},
                            'alpha_pattern': {r'layers\.1\.self_attn\.q_proj': 40, 'k_proj': 2}}),
-    'one_layer': ('llama', {'target_modules': ALL, 'layers_to_transform': [1]}),
-    'head': ('llama', {'target_modules': ['q_proj', 'lm_head']}),
+    'head': ('llama', {'target_modules': ['q_proj', 'lm_head'], 'layers_to_transform': [1]}),
     'neox': ('neox', {'target_modules': ['query_key_value', 'dense_4h_to_h']}),
-    **{f'all_linear_{name}': (name, {'target_modules': 'all-linear'}) for name in (
-        'gemma3', 'cohere2', 'phi3', 'olmo3', 'granite', 'opt')}}
+    **{f'all_linear_{name}': (name, {'target_modules': 'all-linear'})
+       for name in ('gemma3', 'phi3', 'opt')}}
 
 
 def save_adapted(folder, base, **settings):
@@ -97,11 +96,10 @@ def test_logits_are_those_of_the_model_that_peft_merges(tmp_path, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
-def test_merged_weights_are_rounded_as_peft_rounds_them(tmp_path, dtype):
+def test_merged_weights_are_rounded_as_peft_rounds_them(tmp_path):
     """Float32 product, added to the rounded weight, rounded once more: bit for bit."""
-    reference = adapted(tmp_path, 'llama', {'target_modules': ALL}, dtype)
-    model = checkpoint.load(checkpoint.fetch(str(tmp_path / 'peft')), dtype=dtype)
+    reference = adapted(tmp_path, 'llama', {'target_modules': ALL}, torch.bfloat16)
+    model = checkpoint.load(checkpoint.fetch(str(tmp_path / 'peft')), dtype=torch.bfloat16)
     theirs = dict(reference.named_parameters())
     assert all(torch.equal(p, theirs[key]) for key, p in named(model).items())
 
@@ -165,22 +163,18 @@ def test_a_model_with_its_weights_is_read_without_the_adapter_beside_them(simple
 
 @pytest.mark.parametrize('change, message', [
     ({'use_dora': True}, 'use_dora = True is not supported; merge the adapter with peft'),
-    ({'modules_to_save': ['lm_head']}, r"modules_to_save = \['lm_head'\] is not supported"),
     ({'a_key_of_tomorrow': 'x'}, "a_key_of_tomorrow = 'x' is not supported"),
     ({'bias': 'all'}, "bias = 'all' is not supported; it must be .none."),
     ({'init_lora_weights': 'pissa'}, "init_lora_weights = 'pissa' is not supported"),
-    ({'peft_type': 'IA3'}, "peft_type = 'IA3' is not supported; it must be .LORA."),
     ({'task_type': 'SEQ_CLS'}, "task_type = 'SEQ_CLS' is not supported"),
     ({'r': 0}, 'r = 0 is not supported; it must be an integer from 1 to'),
     ({'use_rslora': 'no'}, "use_rslora = 'no' is not supported; it must be true or false"),
     ({'lora_alpha': float('nan')}, 'lora_alpha = .* is not supported; it must be a number from -1'),
     ({'alpha_pattern': {'q_proj': '16'}}, 'alpha_pattern.q_proj = .* it must be a number from -1'),
     ({'rank_pattern': {'q_proj': 4.0}}, 'rank_pattern.q_proj = .* is not supported; it must be'),
-    *(({key: {'v_proj': 4, '*q_proj': 4}}, f'{key}: .* is not a regular expression of names')
-      for key in ('alpha_pattern', 'rank_pattern')),
+    ({'rank_pattern': {'v_proj': 4, '*q_proj': 4}}, 'rank_pattern: .* is not a regular expression'),
     ({'base_model_name_or_path': None}, 'base_model_name_or_path = None is not supported'),
     ({'base_model_name_or_path': '/'}, 'the base model: / is not a model folder: it has no conf'),
-    ({'base_model_name_or_path': '\0'}, 'the base model: no model folder at '),
     ({'base_model_name_or_path': ''}, 'the base model: the name of the model is empty')])
 def test_settings_that_merged_weights_do_not_have_are_refused_by_name(simple, change, message):
     change_settings(simple, **change)
@@ -189,7 +183,7 @@ def test_settings_that_merged_weights_do_not_have_are_refused_by_name(simple, ch
 
 
 @pytest.mark.parametrize('change', [
-    {}, {'use_rslora': True}, {'alpha_pattern': {r'layers\.1\..*': 40}},
+    {'use_rslora': True}, {'alpha_pattern': {r'layers\.1\..*': 40}},
     {'r': 8, 'rank_pattern': {'q_proj': 4}}])
 def test_the_adapters_of_a_run_compute_what_is_merged(simple, change):
     change_settings(simple, **change)
@@ -202,6 +196,8 @@ def test_the_adapters_of_a_run_compute_what_is_merged(simple, change):
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
     assert {layer.scale for layer in model.modules() if isinstance(layer, models.LoRALinear)} == (
         {8.0} if 'use_rslora' in change else {4.0, 10.0} if 'alpha_pattern' in change else {4.0})
+    with pytest.raises(CheckpointError, match='the name of the model is empty; wanted a folder'):
+        checkpoint.fetch('')
 
 
 LAYER = 'base_model.model.model.layers.0.self_attn.q_proj'
@@ -229,25 +225,21 @@ def test_matrices_that_do_not_fit_the_base_model_are_refused_by_name(simple, cha
         checkpoint.check_weights(folder, checkpoint.read_config(folder))
 
 
-@pytest.mark.parametrize('key', ['alpha_pattern', 'rank_pattern'])
-def test_a_pattern_whose_search_does_not_end_is_named(simple, monkeypatch, key):
+ENDLESS = '(?:(?:.{1,1000}){1,1000}){1,1000}[0-9]'
+
+
+@pytest.mark.parametrize('change, message', [
+    ({'alpha_pattern': {ENDLESS: 4}}, f'alpha_pattern: {ENDLESS!r} cannot be compared with'),
+    ({'rank_pattern': {'q_proj': 2}}, 'r or rank_pattern says rank 2 of layer model.layers.0.'
+     'self_attn.q_proj, but its matrices in adapter_model.safetensors have rank 4')])
+def test_a_pattern_that_does_not_fit_or_whose_search_does_not_end_is_named(simple, monkeypatch,
+                                                                           change, message):
     monkeypatch.setattr(adapter, 'PATTERN_SECONDS', 0.05)
-    pattern = '(?:(?:.{1,1000}){1,1000}){1,1000}[0-9]'
-    change_settings(simple, **{key: {pattern: 4}})
+    change_settings(simple, **change)
     folder = checkpoint.fetch(str(simple / 'peft'))
     with pytest.raises(CheckpointError) as error:
         checkpoint.check_weights(folder, checkpoint.read_config(folder))
-    assert f'adapter_config.json: {key}: {pattern!r} cannot be compared with' in str(error.value)
-
-
-@pytest.mark.parametrize('change, rank', [({'r': 8}, 8), ({'rank_pattern': {'q_proj': 2}}, 2)])
-def test_a_rank_that_contradicts_the_matrices_is_refused(simple, change, rank):
-    change_settings(simple, **change)
-    folder = checkpoint.fetch(str(simple / 'peft'))
-    with pytest.raises(CheckpointError, match=(
-            f'adapter_config.json: r or rank_pattern says rank {rank} of layer model.layers.0.*, '
-            'but its matrices in adapter_model.safetensors have rank 4')):
-        checkpoint.check_weights(folder, checkpoint.read_config(folder))
+    assert f'adapter_config.json: {message}' in str(error.value)
 
 
 def test_the_adapters_of_a_run_and_adapters_of_adapters_are_refused(simple, monkeypatch):
@@ -262,13 +254,6 @@ def test_the_adapters_of_a_run_and_adapters_of_adapters_are_refused(simple, monk
         change_settings(simple, base_model_name_or_path=base)
         with pytest.raises(CheckpointError, match='the base model .* is itself an adapter; name a'):
             checkpoint.fetch(str(simple / 'peft'))
-
-
-def test_a_model_without_a_name_is_not_the_current_folder(simple, monkeypatch):
-    monkeypatch.chdir(simple / 'base')
-    with pytest.raises(CheckpointError, match='the name of the model is empty; wanted a folder'):
-        checkpoint.fetch('')
-    assert checkpoint.fetch('.').samefile(simple / 'base')
 
 
 @pytest.mark.slow

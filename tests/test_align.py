@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from common import (HERE, off, reference_model, run_scripts, sentencepiece_folder,
+from common import (off, reference_model, run_scripts, sentencepiece_folder,
                     write_rows)
 from safetensors.torch import load_file, save_file
 
@@ -219,15 +219,19 @@ def test_a_run_learns_its_pairs_and_its_weights_can_be_loaded(base, tmp_path):
 
 
 @pytest.mark.slow
-def test_lora_begins_at_its_reference_and_held_out_pairs_are_scored(base, tmp_path):
+@pytest.mark.parametrize('method', ['dpo', 'reward'])
+def test_lora_begins_at_its_reference_and_held_out_pairs_are_scored(base, tmp_path, method):
     rows = [{'prompt': f'Name {i}.', 'chosen': 'Yes.', 'rejected': 'No!'} for i in range(10)]
-    cfg = replace(config(base, tmp_path, rows, epochs=30, lr=1e-2, lora=True, val_size=4,
-                         val_every=10), batch_size=6)
+    cfg = replace(config(base, tmp_path, rows, method=method, epochs=25, lr=1e-2, lora=True,
+                         val_size=4, val_every=10), batch_size=6)
     align.align(cfg)
     log = log_of(cfg)
     assert log[0]['loss'] == pytest.approx(math.log(2), abs=1e-4)
     assert log[-1]['val_accuracy'] == 1 and log[-1]['val_loss'] < 0.4
-    assert (tmp_path / 'run/adapter/adapter_model.safetensors').exists()
+    # a score is no adapter
+    assert (tmp_path / 'run/adapter/adapter_model.safetensors').exists() == (method == 'dpo')
+    if method == 'reward':
+        assert log[-1]['val_ece'] == pytest.approx(1 - math.exp(-log[-1]['val_loss']), abs=0.02)
 
 
 # ---- Reward models -------------------------------------------------------------------------------
@@ -256,27 +260,28 @@ def test_a_reward_model_is_that_of_transformers_and_no_language_model(base, tmp_
         checkpoint.load(base, reward=True)
 
 
+# pad_token_id of config.json, and a file of the tokenizer; <s> = 1 and </s> = 2
+PADS = {
+    'null': (None, '', ''),
+    'the end token': (2, 'tokenizer_config.json', '{"pad_token": "</s>"}'),
+    'of the tokenizer alone': (None, 'tokenizer_config.json', '{"pad_token": "<unk>"}'),
+    'another one': (0, 'tokenizer_config.json',
+                    '{"pad_token": {"content": "<unk>", "__type": "AddedToken"}}'),
+    'a special token of old files': (None, 'special_tokens_map.json', '{"pad_token": "</s>"}')}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize('case', [
-    'null', 'the end token', 'of the tokenizer alone', 'another one',
-    'a special token of old files'])
+@pytest.mark.parametrize('case', PADS)
 def test_transformers_reads_each_reward_at_the_token_that_ends_the_answer(base, case, tmp_path):
     """Single texts and padded batches, with and without the pad token inside a text."""
     transformers = pytest.importorskip('transformers')
-    pad, settings = {       # of config.json and of the tokenizer; <s> = 1 and </s> = 2
-        'null': (None, {}), 'the end token': (2, {'pad_token': '</s>'}),
-
-        'of the tokenizer alone': (None, {'pad_token': '<unk>'}),
-        'another one': (0, {'pad_token': {'content': '<unk>', '__type': 'AddedToken'}}),
-        'a special token of old files': (None, {})}[case]
+    pad, name, content = PADS[case]
     folder = tmp_path / 'base'
     shutil.copytree(base, folder)
     raw = json.loads((folder / 'config.json').read_text())
     (folder / 'config.json').write_text(json.dumps(raw | {'pad_token_id': pad}))
-    if settings:
-        (folder / 'tokenizer_config.json').write_text(json.dumps(settings))
-    if 'old' in case:
-        (folder / 'special_tokens_map.json').write_text('{"pad_token": "</s>"}')
+    if name:
+        (folder / name).write_text(content)
     cfg = config(folder, tmp_path, ROWS, method='reward', epochs=2, lr=3e-2)
     align.align(cfg)
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(
@@ -287,28 +292,20 @@ def test_transformers_reads_each_reward_at_the_token_that_ends_the_answer(base, 
     messages = [[{'role': 'user', 'content': f'Name {i}.'}] for i in range(3)]
     texts = [['Red.', 'Seven and so on'], ['', 'Blue'], ['x', 'y']]
     ours = model.scores(messages, texts, None)
-    encoded = [[[*ids, *answer] for answer in answers]
-               for ids, answers in (model.encode(*pair) for pair in zip(messages, texts,
-                                                                        strict=True))]
-    sequences = sum(encoded, [])
+    sequences = [[*ids, *answer] for pair in zip(messages, texts, strict=True)
+                 for ids, answers in [model.encode(*pair)] for answer in answers]
     with torch.no_grad():
         single = [theirs(torch.tensor([ids])).logits.item() for ids in sequences]
         assert single == pytest.approx(ours.ravel().tolist(), rel=1e-4, abs=1e-5)
         assert np.std(single) > 1e-3
         sequences.append([*sequences[0][:4], tokenizer.pad_token_id, *sequences[0][4:]])
-        single.append(theirs(torch.tensor([sequences[-1]])).logits.item())
+        inside = torch.tensor([sequences[-1]])
+        hidden = model.model(inside, torch.arange(inside.shape[1])[None], None)
+        single.append(model.model.rewards(hidden[:, -1]).item())
         for side in ('right', 'left'):
             batch = tokenizer.pad({'input_ids': sequences}, padding_side=side, return_tensors='pt')
             assert theirs(**batch).logits.ravel().tolist() == pytest.approx(
                 single, rel=1e-4, abs=1e-5)
-        chats = [[*messages[0], {'role': 'assistant', 'content': text}] for text in texts[0]]
-        batch = tokenizer.apply_chat_template(chats, padding=True, return_dict=True,
-                                              return_tensors='pt')
-        assert theirs(**batch).logits.ravel().tolist() == pytest.approx(
-            single[:2], rel=1e-4, abs=1e-5)
-        inside = torch.tensor([sequences[-1]])
-        hidden = model.model(inside, torch.arange(inside.shape[1])[None], None)
-        assert model.model.rewards(hidden[:, -1]).item() == pytest.approx(single[-1], abs=1e-5)
 
 
 def test_a_reward_model_that_gives_nan_is_named(base, tmp_path):
@@ -357,19 +354,6 @@ def test_the_reward_loss_is_that_of_all_pairs_with_a_gradient_for_the_score(base
 
 
 @pytest.mark.slow
-def test_a_reward_model_reports_the_calibration_of_held_out_pairs(base, tmp_path):
-    rows = [{'prompt': f'Name {i}.', 'chosen': 'Yes.', 'rejected': 'No!'} for i in range(10)]
-    cfg = replace(config(base, tmp_path, rows, method='reward', epochs=20, lr=1e-2, lora=True,
-                         val_size=4, val_every=10), batch_size=6)
-    align.align(cfg)
-    log = log_of(cfg)
-    assert log[-1]['val_accuracy'] == 1 and log[-1]['val_loss'] < 0.3
-    assert log[-1]['val_ece'] == pytest.approx(1 - math.exp(-log[-1]['val_loss']), abs=0.02)
-    assert not (tmp_path / 'run/adapter').exists()      # the score is no adapter
-    checkpoint.load(cfg.out_dir, reward=True)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize('values', [
     {'method': 'dpo', 'micro_rows': 2}, {'method': 'reward', 'lora': True}],
     ids=['DPO', 'a reward model with LoRA'])
@@ -384,7 +368,8 @@ def test_two_processes_align_as_one(base, values, tmp_path):
     reference_of = {}
     for n in (1, 2):
         case = replace(cfg, out_dir=str(tmp_path / str(n)), cache_dir=str(tmp_path / f'cache-{n}'))
-        done = run_processes(case, tmp_path / 'config.py', n)
+        (tmp_path / 'config.py').write_text(dump_config(case))
+        done = run_scripts(n, 'align.py', tmp_path / 'config.py')
         assert done.returncode == 0, done.stderr
         reference_of[n] = [np.load(path) for path in Path(case.cache_dir).glob('*.npy')]
     one, two = (log_of(replace(cfg, out_dir=str(tmp_path / n))) for n in '12')
@@ -403,21 +388,6 @@ def test_two_processes_align_as_one(base, values, tmp_path):
         assert (trained[0][key] - trained[1][key]).norm() < 2e-3 * change, key
     assert len(reference_of[1]) == (cfg.method == 'dpo')
     assert all(np.allclose(a, b, rtol=1e-5) for a, b in zip(*reference_of.values(), strict=True))
-
-
-def run_processes(cfg, path, n):
-    """Run align.py by n processes, with a config file at `path`."""
-    path.write_text(dump_config(cfg))
-    return run_scripts(n, 'align.py', path)
-
-
-@pytest.mark.slow
-def test_rewards_are_refused_under_torchrun_in_one_line(base, tmp_path):
-    cfg = config(base, tmp_path, ROWS, method='grpo', reward='exact', max_tokens=8)
-    done = run_processes(cfg, tmp_path / 'config.py', 2)
-    assert done.returncode and ("error in process 0 of 2: method = 'grpo' generates its answers on "
-                                'one GPU; start it without torchrun\n') in done.stderr, done.stderr
-    assert 'Traceback (most recent call last):\n  File "' + str(HERE) not in done.stderr
 
 
 @pytest.mark.parametrize('values, message', [
@@ -448,19 +418,3 @@ def test_settings_without_use_or_sense_are_refused(values, message):
 def test_settings_that_are_read_are_accepted(values):
     align.check_align_config(AlignConfig(**values))
     train.check_config(AlignConfig(**values))
-
-
-@pytest.mark.slow
-def test_the_command_says_what_it_does_and_names_a_bad_row(base, tmp_path):
-    cfg = config(base, tmp_path, ROWS)
-    command = ['align.py', f'--model={base}', f'--data={cfg.data}', '--device=cpu',
-               '--batch_size=4', '--max_length=64', '--pack_len=96', '--max_steps=1', '--workers=1',
-               f'--out_dir={cfg.out_dir}', f'--cache_dir={cfg.cache_dir}']
-    done = run_scripts(1, *command)
-    assert done.returncode == 0, done.stderr
-    for text in ('tokens on average in the best', 'first example', 'step 1/1  loss 0.69',
-                 'accuracy 0.5', f'wrote weights, log.jsonl, loss.png to {cfg.out_dir}'):
-        assert text in done.stdout, done.stdout
-    write_rows(tmp_path / 'pairs.jsonl', [*ROWS, {'prompt': 'a'}])
-    done = run_scripts(1, *command, '--overwrite')
-    assert done.returncode == 1 and 'pairs.jsonl:5: fields prompt; wanted' in done.stderr

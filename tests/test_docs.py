@@ -18,8 +18,8 @@ for path in FILES:
     if path.suffix == '.py' and path.parent.name != 'tests' and path.stem != '__init__':
         MODULES.setdefault(path.stem, []).append(path)
 ENDINGS = 'py', 'md', 'toml', 'csv', 'png', 'json', 'jsonl', 'tex', 'txt', 'html'
-# files that other programs write or that a reader makes
-FOREIGN = {'my_figure.py', 'generation_config.json', 'adapter_model.safetensors'}
+# files of other programs, of a reader, or of an older version
+FOREIGN = {'study/pivot.py', 'my_figure.py', 'generation_config.json', 'adapter_model.safetensors'}
 # options of other programs
 FOREIGN_KEYS = {'nproc_per_node', 'log_samples', 'output_path'}
 

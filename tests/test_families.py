@@ -196,7 +196,7 @@ def compare(reference, folder, shape):
     return model, tokens, expected
 
 
-@pytest.mark.parametrize('n', [1, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('n', [1, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize('kind', FAMILIES)
 def test_random_configurations_equal_transformers(kind, n, tmp_path):
     """Logits and every gradient are those of transformers; a saved folder gives both the same."""
@@ -226,9 +226,9 @@ VISION = {
                  'num_attention_heads': 2, 'image_size': 28, 'patch_size': 14, 'head_dim': 8}}
 
 
-@pytest.mark.parametrize('tied', [True, False])
-@pytest.mark.parametrize('kind, text', [('Gemma3', 'Gemma3Text'), ('Mistral3', 'Mistral'),
-                                        ('Mistral3', 'Ministral3')])
+@pytest.mark.parametrize('kind, text, tied', [
+    ('Gemma3', 'Gemma3Text', True), ('Mistral3', 'Mistral', False),
+    ('Mistral3', 'Ministral3', True)])
 def test_the_text_part_of_a_model_with_images(kind, text, tied, tmp_path):
     """It is read from the nested files, and saved as a model of text alone."""
     import transformers
@@ -362,12 +362,11 @@ def test_norms_in_bfloat16_are_those_of_transformers_bit_for_bit(path):
     assert (a.float() - b.float()).abs().max() <= 2 ** -7 * b.float().abs().max()
 
 
-@pytest.mark.parametrize('dtype', [torch.float16,
-                                   pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize('name', ['gemma3', 'olmo3', 'cohere2', 'granite', 'opt_350m',
-                                  'neox', 'neox_sequential'])
-def test_in_half_precision_a_model_is_as_near_to_float32_as_that_of_transformers(name, dtype,
-                                                                               tmp_path):
+@pytest.mark.parametrize('name, dtype', [
+    ('gemma3', torch.bfloat16), *((name, torch.float16) for name in (
+        'gemma3', 'olmo3', 'cohere2', 'granite', 'opt_350m', 'neox'))])
+def test_in_half_precision_a_model_is_as_near_to_float32_as_that_of_transformers(
+        name, dtype, tmp_path):
     """Files of the type, computed in it; hidden states far from the limits of float16."""
     import transformers
     reference_model(name, tmp_path / 'single', initializer_range=0.02)
@@ -386,14 +385,6 @@ def test_in_half_precision_a_model_is_as_near_to_float32_as_that_of_transformers
 
 # config.json in the spelling of the hub's files, also with keys that mean nothing to transformers
 PUBLISHED = {
-    'facebook/opt-350m': {
-        '_remove_final_layer_norm': False, 'activation_dropout': 0.0,
-        'activation_function': 'relu', 'attention_dropout': 0.0, 'bos_token_id': 2,
-        'do_layer_norm_before': False, 'dropout': 0.1, 'eos_token_id': 2, 'ffn_dim': 4096,
-        'hidden_size': 1024, 'init_std': 0.02, 'layerdrop': 0.0, 'max_position_embeddings': 2048,
-        'model_type': 'opt', 'num_attention_heads': 16, 'num_hidden_layers': 24, 'pad_token_id': 1,
-        'prefix': '</s>', 'torch_dtype': 'float16', 'vocab_size': 50272,
-        'word_embed_proj_dim': 512},
     'CohereForAI/c4ai-command-r7b-12-2024': {
         'attention_bias': False, 'attention_dropout': 0.0, 'cache_implementation': 'hybrid',
         'head_dim': 128, 'hidden_act': 'silu', 'hidden_size': 4096, 'intermediate_size': 14336,
@@ -403,25 +394,6 @@ PUBLISHED = {
         'rope_scaling': None, 'rope_theta': 50000, 'rotary_pct': 1.0, 'sliding_window': 4096,
         'sliding_window_pattern': 4, 'torch_dtype': 'bfloat16', 'use_embedding_sharing': True,
         'use_parallel_block': True, 'use_qk_norm': False, 'vocab_size': 256000},
-    'HuggingFaceTB/SmolLM3-3B': {
-        'attention_bias': False, 'hidden_act': 'silu', 'hidden_size': 2048,
-        'intermediate_size': 11008, 'layer_types': ['full_attention'] * 36,
-        'max_position_embeddings': 65536, 'max_window_layers': 28, 'mlp_bias': False,
-        'model_type': 'smollm3', 'no_rope_layer_interval': 4, 'no_rope_layers': [1, 1, 1, 0] * 9,
-        'num_attention_heads': 16, 'num_hidden_layers': 36, 'num_key_value_heads': 4,
-        'pretraining_tp': 2, 'rms_norm_eps': 1e-6, 'rope_scaling': None, 'rope_theta': 5000000.0,
-        'sliding_window': None, 'torch_dtype': 'bfloat16', 'use_sliding_window': False,
-        'vocab_size': 128256},
-    'allenai/Olmo-3-1025-7B': {
-        'attention_bias': False, 'hidden_act': 'silu', 'hidden_size': 4096,
-        'intermediate_size': 11008, 'layer_types': [
-            'sliding_attention', 'sliding_attention', 'sliding_attention', 'full_attention'] * 8,
-        'max_position_embeddings': 65536, 'model_type': 'olmo3', 'num_attention_heads': 32,
-        'num_hidden_layers': 32, 'num_key_value_heads': 32, 'rms_norm_eps': 1e-6, 'rope_scaling': {
-            'attention_factor': 1.2079441541679836, 'beta_fast': 32.0, 'beta_slow': 1.0,
-            'factor': 8.0, 'original_max_position_embeddings': 8192, 'rope_type': 'yarn'},
-        'rope_theta': 500000, 'sliding_window': 4096, 'tie_word_embeddings': False,
-        'vocab_size': 100278},
     'microsoft/Phi-4-mini-instruct': {
         'attention_bias': False, 'embd_pdrop': 0.0, 'full_attn_mod': 1, 'hidden_act': 'silu',
         'hidden_size': 3072, 'intermediate_size': 8192, 'interpolate_factor': 1,
@@ -432,14 +404,6 @@ PUBLISHED = {
             'long_factor': [1.5] * 48, 'short_factor': [1.0] * 48, 'type': 'longrope'},
         'rope_theta': 10000.0, 'sliding_window': 262144, 'tie_word_embeddings': True,
         'vocab_size': 200064},
-    'ibm-granite/granite-3.3-2b-base': {
-        'attention_bias': False, 'attention_dropout': 0.0, 'attention_multiplier': 0.015625,
-        'embedding_multiplier': 12.0, 'hidden_act': 'silu', 'hidden_size': 2048,
-        'intermediate_size': 8192, 'logits_scaling': 8.0, 'max_position_embeddings': 131072,
-        'mlp_bias': False, 'model_type': 'granite', 'num_attention_heads': 32,
-        'num_hidden_layers': 40, 'num_key_value_heads': 8, 'residual_multiplier': 0.22,
-        'rms_norm_eps': 1e-5, 'rope_scaling': None, 'rope_theta': 10000000.0,
-        'tie_word_embeddings': True, 'vocab_size': 49152},
 }
 
 
@@ -451,9 +415,7 @@ def test_published_configs_are_read(name, tmp_path):
     checkpoint.config_to_hf(config_json.config_from_hf(raw))
     small = raw | {'vocab_size': 99, 'hidden_size': 64, 'num_hidden_layers': 4,
                    'num_attention_heads': 4, 'pad_token_id': 0, 'dtype': 'float32'}
-    shrunk = {'num_key_value_heads': 2, 'head_dim': 16, 'intermediate_size': 48, 'ffn_dim': 48,
-              'word_embed_proj_dim': 32, 'layer_types': raw.get('layer_types', [])[:4],
-              'no_rope_layers': [1, 1, 1, 0]}
+    shrunk = {'num_key_value_heads': 2, 'head_dim': 16, 'intermediate_size': 48}
     small |= {key: value for key, value in shrunk.items() if key in raw}
     if 'long_factor' in (small.get('rope_scaling') or {}):
         small['rope_scaling'] = {key: value[:6] if isinstance(value, list) else value

@@ -94,24 +94,14 @@ def test_ce_equals_torch(ce_device, N, D, V, smoothing, softcap):
     assert_close(total, ce_reference(hidden, weight, target, reduction='sum', **kw))
 
 
-CE_MODES = {'one chunk': {}, 'chunks': {'memory': 1}, 'none': {'reduction': 'none', 'memory': 1}}
-
-
-def ce_mean(hidden, weight, target, mode, **kw):
-    """Mean loss, dh and dW in one of CE_MODES."""
-    hidden.grad = weight.grad = None
-    loss, _ = smoothed_cross_entropy(hidden, weight, target, **CE_MODES[mode], **kw)
-    loss = loss.sum() / (target != -100).sum() if mode == 'none' else loss
-    loss.backward()
-    return loss.detach(), hidden.grad, weight.grad
-
-
-@pytest.mark.parametrize('mode', CE_MODES)
-def test_ce_modes_agree(ce_device, mode):
+@pytest.mark.parametrize('options', [{}, {'memory': 1}, {'memory': 1, 'reduction': 'none'}])
+def test_ce_in_one_chunk_or_many_is_the_same(ce_device, options):
     hidden, weight, target = ce_inputs(11, 24, 200, ce_device, std=3.0)
     kw = dict(smoothing=0.1, softcap=5.0)
-    assert_close(ce_mean(hidden, weight, target, mode, **kw),
-                 ce_reference(hidden, weight, target, **kw))
+    loss, _ = smoothed_cross_entropy(hidden, weight, target, **options, **kw)
+    loss = loss.sum() / (target != -100).sum() if 'reduction' in options else loss
+    loss.backward()
+    assert_close((loss, hidden.grad, weight.grad), ce_reference(hidden, weight, target, **kw))
 
 
 def test_ce_memory_bounds_the_chunk(monkeypatch):
@@ -253,19 +243,6 @@ def test_ce_label_entry_keeps_its_digits(ce_device):
         assert abs(logits.grad[0, 7] - expected[0, 7]) < 2 ** -7 * abs(expected[0, 7]) + 1e-6
 
 
-def test_ce_unlikely_tokens_are_pulled_up(ce_device):
-    # dW of a token with no probability is the uniform term alone, to the last digit it has
-    hidden, weight, target = ce_inputs(6, 16, 300, ce_device, ignored=0)
-    target = target.clamp_max(199)
-    with torch.no_grad():
-        hidden[:, 0] = 10
-        weight[200:] = 0
-        weight[200:, 0] = -20
-    _, _, dw = ce_ours(hidden, weight, target, smoothing=0.1)
-    uniform = -0.1 / 300 * hidden.detach().double().mean(0)
-    assert off(dw[200:], uniform.expand(100, -1)) < 1e-6
-
-
 def test_ce_takes_any_layout(ce_device):
     B, T, D, V = 2, 4, 16, 40
     hidden, weight, target = ce_inputs(B * T, D, V, ce_device)
@@ -283,18 +260,6 @@ def test_ce_takes_any_layout(ce_device):
     per_token, _ = smoothed_cross_entropy(wide[:, :-1], weight, target.view(B, T)[:, 1:],
                                           reduction='none')
     assert per_token.shape == (B, T - 1)
-
-
-@pytest.mark.parametrize('memory', [None, 1])
-def test_ce_scales_with_the_upstream_gradient(ce_device, memory):
-    hidden, weight, target = ce_inputs(5, 16, 40, ce_device, dtype=torch.bfloat16)
-    _, dh, dw = ce_ours(hidden, weight, target, smoothing=0.1, memory=memory)
-    for factor in (-7.3, 0.0):
-        hidden.grad = weight.grad = None
-        loss, _ = smoothed_cross_entropy(hidden, weight, target, smoothing=0.1, memory=memory)
-        (factor * loss).backward()
-        assert off(hidden.grad, factor * dh.double()) < 4e-3    # twice the rounding of bfloat16
-        assert off(weight.grad, factor * dw.double()) < 4e-3
 
 
 def test_ce_takes_an_upstream_gradient_per_token(ce_device):
@@ -317,15 +282,18 @@ def test_ce_takes_an_upstream_gradient_per_token(ce_device):
 
 
 @pytest.mark.parametrize('reduction', ['mean', 'none'])
-def test_ce_allows_two_backward_passes_and_no_second_derivative(ce_device, reduction):
+def test_ce_scales_with_each_upstream_gradient_and_has_no_second_derivative(ce_device, reduction):
     hidden, weight, target = ce_inputs(4, 16, 40, ce_device)
-    loss, _ = smoothed_cross_entropy(hidden, weight, target, smoothing=0.1, reduction=reduction)
-    (loss.sum() * 0.5).backward(retain_graph=True)
-    dh, dw = hidden.grad.clone(), weight.grad.clone()
-    hidden.grad = weight.grad = None
-    (loss.sum() * 0.5).backward()
-    assert off(hidden.grad, dh) < 1e-6 and off(weight.grad, dw) < 1e-6
-    loss, _ = smoothed_cross_entropy(hidden, weight, target, smoothing=0.1, reduction=reduction)
+    kw = dict(smoothing=0.1, reduction=reduction)
+    _, dh, dw = ce_ours(hidden, weight, target, smoothing=0.1, reduction='sum')
+    loss, _ = smoothed_cross_entropy(hidden, weight, target, **kw)
+    scale = 1 if reduction == 'none' else (target != -100).sum()
+    for factor in (-7.3, 0.0):      # two backward passes through one graph
+        hidden.grad = weight.grad = None
+        (loss.sum() * factor).backward(retain_graph=True)
+        assert off(hidden.grad * scale, factor * dh) < 1e-6
+        assert off(weight.grad * scale, factor * dw) < 1e-6
+    loss, _ = smoothed_cross_entropy(hidden, weight, target, **kw)
     with pytest.raises(RuntimeError, match='no second derivative'):
         torch.autograd.grad(loss.sum(), hidden, create_graph=True)
 
@@ -362,19 +330,6 @@ def test_ce_frozen_inputs_cost_no_product(ce_device, reduction, monkeypatch):
             assert run(mode is torch.no_grad, mode is torch.no_grad) == (None, None, 1)
 
 
-def test_ce_micro_batches_add_up(ce_device):
-    hidden, weight, target = ce_inputs(12, 16, 40, ce_device, ignored=0.4)
-    whole = ce_ours(hidden, weight, target, smoothing=0.1)
-    hidden.grad = weight.grad = None
-    total = 0
-    for part in torch.arange(12, device=ce_device).view(4, 3):
-        loss, _ = smoothed_cross_entropy(hidden[part], weight, target[part], smoothing=0.1,
-                                         num_items=(target != -100).sum())
-        loss.backward()
-        total += loss.detach()
-    assert_close((total, hidden.grad, weight.grad), whole, 1e-6)
-
-
 def test_ce_follows_autocast(ce_device):
     hidden, weight, target = ce_inputs(10, 64, 300, ce_device)
     with torch.autocast(ce_device, dtype=torch.bfloat16):
@@ -384,22 +339,6 @@ def test_ce_follows_autocast(ce_device):
     assert_close(ours, ce_reference(hidden, weight, target, smoothing=0.1), 2e-2)
     assert off(mixed, ours[0]) < 1e-5
     assert not torch.equal(ours[2], ours[2].bfloat16().float())     # dW kept its digits
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('mode', CE_MODES)
-def test_ce_bfloat16_is_as_good_as_torch(ce_device, mode):
-    dtype = torch.bfloat16
-    hidden, weight, target = ce_inputs(12, 64, 300, ce_device, dtype, std=3.0)
-    kw = dict(smoothing=0.1, softcap=5.0)
-    exact = ce_reference(hidden, weight, target, **kw)
-    torch_s = ce_reference(hidden, weight, target, dtype=dtype, **kw)
-    ours = ce_mean(hidden, weight, target, mode, **kw)
-    assert ours[1].dtype == ours[2].dtype == dtype
-    # the interpreter cuts bfloat16 off where the GPU rounds; three chunks round dW three times
-    limit = 2.0 if fused_ce._use_triton(torch.empty(0)) else 1.2 if mode == 'one chunk' else 1.6
-    for a, b, c in zip(ours, torch_s, exact, strict=True):
-        assert off(a, c) < limit * off(b, c) + 1e-4
 
 
 @pytest.mark.parametrize('N, D, V, dtype, softcap', [

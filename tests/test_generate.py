@@ -88,12 +88,12 @@ def test_the_cap_and_temperature_of_the_model_apply(tmp_path):
     assert answer.log_probs == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize('name', ['llama3'])
-def test_an_answer_does_not_depend_on_the_others(name, tmp_path, tokenizers):
+@pytest.mark.slow
+def test_an_answer_does_not_depend_on_the_others(tmp_path, tokenizers):
     """Alone, among others that end earlier or share a beginning, in another slot or order."""
-    reference_model(name, tmp_path)
+    reference_model('llama3', tmp_path)
     model = lora_model(tmp_path, dropout=0.5).train()       # whose dropout takes no part
-    common, *rest = random_prompts(2, 11, 3, 8, 5, 14)
+    common, *rest = random_prompts(2, 11, 3, 8, 5)
     prompts = [common + ids for ids in rest] + rest
     settings = Sampling(n=3, max_tokens=20, batch_size=5, seed=4)
     stop = {7, 8, 9, 50, 60, 70}

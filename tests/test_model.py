@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import (ARCHITECTURES, DEVICES, documents, few_layers, head_of_32, lora_model, named,
+from common import (DEVICES, documents, few_layers, head_of_32, lora_model, named,
                     parameters_of, reference_model, whole_rows)
 from safetensors.torch import load_file
 
@@ -21,10 +21,12 @@ from runtime import checkpoint
 from triton_ops import tree_kernel
 
 
-@pytest.mark.parametrize('name', [
-    name if name in ('llama3', 'mistral_window', 'gemma2', 'neox', 'gemma3', 'cohere', 'phi3',
-                     'ministral3', 'opt_350m')
-    else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES])
+# each kind of block; test_families.py has all families
+NAMES = ('llama3', 'mistral_window', 'gemma2', 'neox', 'gemma3', 'cohere2', 'phi3', 'ministral3',
+         'opt_350m')
+
+
+@pytest.mark.parametrize('name', NAMES)
 def test_logits_and_gradients_equal_transformers(name, tmp_path):
     reference = reference_model(name, tmp_path)
     model = checkpoint.load(tmp_path)
@@ -59,7 +61,7 @@ def test_the_residual_stream_of_a_bfloat16_model_is_float32():
     assert seen[0].flatten()[0].item() == pytest.approx(3584 ** 0.5, rel=1e-6)  # not 59.75
 
 
-@pytest.mark.parametrize('name', ARCHITECTURES)
+@pytest.mark.parametrize('name', NAMES)
 def test_packed_documents_do_not_see_each_other(name, tmp_path):
     """And hidden states at some tokens are those of all: the last MLP skips the other tokens."""
     reference_model(name, tmp_path)
@@ -78,8 +80,7 @@ def test_packed_documents_do_not_see_each_other(name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('device', DEVICES)
-@pytest.mark.parametrize('name', ['llama3', 'mistral_window', 'gemma2', 'neox', 'cohere2',
-                                  'ministral3', 'opt_350m'])
+@pytest.mark.parametrize('name', ['gemma2', 'neox', 'ministral3', 'opt_350m'])
 def test_the_three_masks_give_the_same_hidden_states(name, device, tmp_path):
     """On a CPU FlexAttention has no gradients, so only the hidden states are compared there."""
     reference_model(name, tmp_path, **head_of_32(name), **few_layers(name, 2))
@@ -110,8 +111,7 @@ def test_the_three_masks_give_the_same_hidden_states(name, device, tmp_path):
 
 
 @pytest.mark.parametrize('name', [
-    'llama', 'phi3', *(pytest.param(name, marks=pytest.mark.slow) for name in (
-        'gemma2', 'neox', 'qwen2', 'opt'))])
+    'phi3', pytest.param('neox', marks=pytest.mark.slow), 'qwen2'])
 def test_lora_begins_at_the_base_model_and_merges_exactly(name, tmp_path):
     reference_model(name, tmp_path / 'base')
     tokens = torch.randint(0, 211, (2, 30))
@@ -140,10 +140,6 @@ def test_lora_begins_at_the_base_model_and_merges_exactly(name, tmp_path):
     merged = checkpoint.load(tmp_path / 'merged')
     assert torch.allclose(merged(tokens, *whole_rows(tokens)), adapted, atol=1e-4)
     assert merged.state_dict().keys() == plain.state_dict().keys()
-    import transformers
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / 'merged', attn_implementation='eager')
-    assert torch.allclose(reference(tokens).logits, model.logits(adapted), atol=2e-4)
     # one rounding: of the float32 sum
     checkpoint.save(model, tmp_path / 'half', torch.bfloat16)
     key = f'model.layers.1.self_attn.{targets[-1]}'
@@ -191,7 +187,7 @@ def test_flex_attention_with_tuned_blocks_equals_the_explicit_mask(head_dim, sof
 
 
 @pytest.mark.parametrize('window', [None, 7, 100])
-@pytest.mark.parametrize('T, M, N', [(64, 16, 32), (130, 64, 32), (257, 32, 64), (257, 128, 128)])
+@pytest.mark.parametrize('T, M, N', [(130, 64, 32), (257, 32, 64)])
 def test_blocks_of_a_mask_hold_what_each_token_sees(T, M, N, window):
     packed = packing.pack(documents(T, [30, T - 40, 9, 20, 1, 25]), T)
     positions, ends = (torch.from_numpy(x) for x in (packed.positions, packed.ends))
@@ -254,8 +250,7 @@ def test_a_cache_keeps_what_the_last_token_sees(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('T, heads, kv_heads, head_dim, softcap, window', [
-    (64, 4, 2, 32, None, None), (130, 3, 3, 20, 5.0, None), (257, 4, 1, 64, None, 40),
-    (130, 2, 2, 16, 3.0, 7), (257, 2, 1, 256, 50.0, 90), (257, 2, 1, 80, None, None)])
+    (130, 3, 3, 20, 5.0, None), (257, 4, 1, 64, None, 40), (257, 2, 1, 256, 50.0, 90)])
 def test_the_tree_kernel_equals_the_explicit_mask(heads, kv_heads, head_dim, softcap, window, T,
                                                   device):
     """The kernel on random trees against the explicit mask in float64."""

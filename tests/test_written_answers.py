@@ -59,11 +59,12 @@ def test_popqa_is_read_from_its_tsv_and_a_malformed_row_is_a_bad_row(tmp_path):
     assert question.references == ['politician', 'a, b']
     good, path = json.loads('{"question": "Who?", "possible_answers": "[\\"a\\"]", "prop": "x", '
                             '"id": 1}'), tmp_path / 'test.jsonl'
-    for row, message in (*[({'possible_answers': x}, 'possible_answers must be a JSON list')
+    for row, message in (*[({'possible_answers': x}, 'not the fields of its format')
                            for x in ('writer', '[]', None, '[' * 100_000)],
+                         ({'possible_answers': '"a"'}, 'wanted a question and one reference'),
                          ({'possible_answers': '["a", 1]'}, 'a reference answer is not text but i'),
                          ({'possible_answers': '["\\ud800"]'}, 'a reference answer is not valid'),
-                         ({'prop': None}, 'the subject or category is missing'),
+                         ({'prop': None}, 'the subject is missing'),
                          ({'id': '\ud800'}, 'the id is not valid'),
                          ({'question': 5}, 'the question is not text')):
         write_rows(path, [good | row, good])
@@ -77,7 +78,7 @@ def test_popqa_is_read_from_its_tsv_and_a_malformed_row_is_a_bad_row(tmp_path):
     ({'answers': []}, {}, 'test.jsonl:1: wanted a question and'),
     ({'question': ' '}, {}, 'wanted a question'),
     ({}, {'header': 'native'}, 'no header of its own'),
-    ({}, {'shots': 3}, '2 solved questions, 3 wanted'),
+    ({}, {'shots': 3}, 'has 1 questions and 2 solved ones (0 bad rows); --shots=3 needs 3'),
     ({}, {'revision': 'main'}, "data_revision = 'main' is")])
 def test_bad_files_are_refused(row, arguments, message, tmp_path):
     write_rows(tmp_path / 'test.jsonl', [{'question': 'Q?', 'answers': ['a']} | row])

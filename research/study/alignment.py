@@ -13,7 +13,6 @@ import shutil
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -29,7 +28,8 @@ from results.report import predictions
 from results.runs import read_run, read_run_samples
 from runtime.errors import ConfigError
 from runtime.ownership import write_text
-from research.study import base, common
+from research.study import common
+from research.study.runs import MODELS, PRETRAINING, write_lines
 from research.study.world import StudySpec, StudyWorld
 from train import TrainConfig, train
 
@@ -140,29 +140,29 @@ def training(name, seed, root, **settings):
     """Return the settings of a TrainConfig or an AlignConfig that all runs share."""
     folder = seed_folder(seed, root)
     return {'cache_dir': f'{folder}/cache', 'pack_len': 512, 'max_length': 512, 'micro_rows': 16,
-            'save_every': None, 'log_every': 50, 'pictures': False, 'add_bos': True,
-            'attention': 'explicit', 'compile': False, 'eval_before': False, 'workers': 1,
-            'eval': evaluation(folder, '{}/chat'), 'seed': seed,
-            'out_dir': f'{folder}/{name}'} | settings
+            'batch_size': 64, 'epochs': 3.0, 'save_every': None, 'log_every': 50,
+            'pictures': False, 'add_bos': True, 'attention': 'explicit', 'compile': False,
+            'eval_before': False, 'workers': 1, 'eval': evaluation(folder, '{}/chat'),
+            'seed': seed, 'out_dir': f'{folder}/{name}'} | settings
+
+
+def tuning(name, seed, root, model='base', data='world/instruct', **settings):
+    """Return the TrainConfig of a run; model, data: names in the folder of the seed."""
+    folder = seed_folder(seed, root)
+    return TrainConfig(**training(name, seed, root, **{
+        'model': f'{folder}/{model}', 'data': f'{folder}/{data}.jsonl', 'lr': 8e-4,
+        'checkpoint_epochs': False} | settings))
 
 
 def base_runs(seed, root=common.ROOT):
     """Yield the base model, and the models tuned from it; `stated` also writes a confidence."""
-    folder = seed_folder(seed, root)
-    world, (lr, shape) = f'{folder}/world', base.MODELS['base']
-    yield TrainConfig(**training(
-        'base', seed, root, model=f'{world}/model', from_scratch=True, shape=shape,
-        data=f'{world}/text.jsonl', data_kind='text', epochs=1.0, batch_size=384, micro_rows=36,
-        workers=4,
-        lr=lr, schedule='cosine', final_lr=0.05, weight_decay=0.1, betas=(0.9, 0.95),
-        checkpoint_epochs=False, eval=evaluation(folder, '{}/plain', chat='none')))
-    for name, more in {'sft': {}, 'smoothed': {'smoothing': 0.1},
-                       'stated': {'data': f'{world}/stated.jsonl',
-                                  'eval': stated_evaluation(folder)}}.items():
-        yield TrainConfig(**training(
-            name, seed, root, **{'model': f'{folder}/base', 'data': f'{world}/instruct.jsonl',
-                                 'batch_size': 64, 'epochs': 3.0, 'lr': 8e-4,
-                                 'checkpoint_epochs': False} | more))
+    folder, (lr, shape) = seed_folder(seed, root), MODELS['base']
+    yield tuning('base', seed, root, model='world/model', data='world/text', shape=shape, lr=lr,
+                 epochs=1.0, batch_size=384, micro_rows=36, workers=4, **PRETRAINING,
+                 eval=evaluation(folder, '{}/plain', chat='none'))
+    yield tuning('sft', seed, root)
+    yield tuning('smoothed', seed, root, smoothing=0.1)
+    yield tuning('stated', seed, root, data='world/stated', eval=stated_evaluation(folder))
 
 
 DPO = {'method': 'dpo', 'lr': 1e-4}
@@ -192,21 +192,18 @@ def aligning(name, seed, root, model='sft', data='all', **settings):
     """Return the AlignConfig of a run; model, data: names in the folder of the seed."""
     folder = seed_folder(seed, root)
     return AlignConfig(**training(name, seed, root, **{
-        'batch_size': 64, 'epochs': 3.0, 'max_length': 256, 'group_size': 8, 'max_tokens': 12,
-        'decode_batch': 512, 'model': f'{folder}/{model}',
-        'data': f'{folder}/pairs/{data}.jsonl'} | settings))
+        'max_length': 256, 'group_size': 8, 'max_tokens': 12, 'decode_batch': 512,
+        'model': f'{folder}/{model}', 'data': f'{folder}/pairs/{data}.jsonl'} | settings))
 
 
 def runs(seed, root=common.ROOT):
     """Yield the AlignConfig or TrainConfig of every aligned model; `select` makes their data."""
-    folder = seed_folder(seed, root)
-    stated = {'eval': stated_evaluation(folder)}
+    stated = {'eval': stated_evaluation(seed_folder(seed, root))}
     for question, named in RUNS.items():
         for name, settings in named.items():
             yield aligning(name, seed, root, **(stated if question == 5 else {}) | settings)
-    yield TrainConfig(**training(
-        'brier', seed, root, model=f'{folder}/sft', data=f'{folder}/pairs/told.jsonl',
-        batch_size=64, epochs=3.0, lr=2e-4, loss='brier()', checkpoint_epochs=False, **stated))
+    yield tuning('brier', seed, root, model='sft', data='pairs/told', lr=2e-4, loss='brier()',
+                 **stated)
 
 
 def world(seed, root=common.ROOT):
@@ -238,38 +235,46 @@ def select(seed, root=common.ROOT):
     folder = Path(seed_folder(seed, root))
     run(evaluation(folder, '{}/prompts', model=f'{folder}/sft', seed=seed,
                    out_dir=f'{folder}/knows'))
-    (samples,) = read_run_samples(read_run(folder / 'knows'))[0].values()
-    probs = {s['id']: p for s, p in zip(samples, predictions(samples, 'sum').probs, strict=True)}
-    rng, rows, knows = np.random.default_rng([seed, 4]), [], []
-    with open(folder / 'world' / 'prompts' / 'test.jsonl', encoding='utf-8') as file:
-        for asked in map(json.loads, file):
-            p, answer = np.array(probs[asked['id']]), asked['answer_index']
-            knows.append(p.argmax() == answer)
-            p[answer] = 0
-            chosen, rejected = (asked['classes'][i] for i in (
-                answer, rng.choice(len(p), p=p / p.sum())))
-            rows.append({'prompt': asked['prompt'], 'chosen': chosen, 'rejected': rejected,
-                         'question': asked['prompt'],
-                         'answer': chosen.removeprefix('Answer: ')})
-    n = min(sum(knows), len(knows) - sum(knows))
+    probs = probabilities(folder / 'knows')
+    rng, rows, known = np.random.default_rng([seed, 4]), [], {True: [], False: []}
+    for question in read_lines(folder / 'world' / 'prompts' / 'test.jsonl'):
+        (_, p), answer = probs[question['id']], question['answer_index']
+        knows = bool(p.argmax() == answer)
+        chosen, rejected = (question['classes'][i] for i in (answer, draw_wrong(p, answer, rng)))
+        rows.append({'prompt': question['prompt'], 'chosen': chosen, 'rejected': rejected,
+                     'question': question['prompt'], 'answer': chosen.removeprefix('Answer: ')})
+        known[knows].append(rows[-1])
+    n = min(map(len, known.values()))
     if not n:
-        raise ConfigError(f'{folder}: the tuned model knows {sum(knows)} of {len(knows)} facts; '
-                          f'both kinds are needed')
-    (folder / 'pairs').mkdir(exist_ok=True)
-    for name, chosen in (('known', True), ('unknown', False)):
-        those = [row for row, known in zip(rows, knows, strict=True) if known == chosen]
-        write_lines(folder / 'pairs' / f'{name}.jsonl', those[:n])
-    write_lines(folder / 'pairs' / 'told.jsonl', [conversation(row['prompt'], row['chosen'])
-                                                  for row in rows])
-    write_lines(folder / 'pairs' / 'all.jsonl', rows)       # the last one: then all are there
+        raise ConfigError(f'{folder}: the tuned model knows {len(known[True])} of {len(rows)} '
+                          f'facts; both kinds are needed')
+    pairs = folder / 'pairs'
+    pairs.mkdir(exist_ok=True)
+    write_lines(pairs / 'known.jsonl', known[True][:n])
+    write_lines(pairs / 'unknown.jsonl', known[False][:n])
+    write_lines(pairs / 'told.jsonl', [conversation(row['prompt'], row['chosen']) for row in rows])
+    write_lines(pairs / 'all.jsonl', rows)      # the last one: then all are there
 
 
-def write_lines(path, rows):
-    write_text(path, ''.join(json.dumps(row) + '\n' for row in rows))
+def probabilities(folder):
+    """Return {id: (options, their probabilities)} of the only task that was evaluated there."""
+    (samples,) = read_run_samples(read_run(folder))[0].values()
+    return {s['id']: (s['options'], p)
+            for s, p in zip(samples, predictions(samples, 'sum').probs, strict=True)}
+
+
+def draw_wrong(p, answer, rng):
+    """Return an option other than the answer, drawn with the probabilities p [K]."""
+    p = p.copy()
+    p[answer] = 0
+    return rng.choice(len(p), p=p / p.sum())
+
+
+def read_lines(path):
+    return [*map(json.loads, path.read_text(encoding='utf-8').splitlines())]
 
 
 # Written answers
-
 
 def written_folder(seed, root, name, scaling):
     return Path(seed_folder(seed, root), 'written', f'{name}-{scaling}')
@@ -313,35 +318,38 @@ COLUMNS = ('run', 'epoch', 'seed', 'task', 'scaling', 'n', 'temperature', 'accur
            'first_reward')
 
 
-class Source(NamedTuple):
+@dataclass
+class Source:
     """An evaluated folder, the model to which its KL is measured, and names of its lines."""
     folder: Path
     reference: Path | None
     names: dict         # columns that replace those of the results
 
 
-def finished(folder, reference, **names):
-    if Path(folder, 'results.json').exists():
-        yield Source(Path(folder), reference, names)
-
-
 def sources_of(cfgs):
-    """Yield the Source of each evaluation of some runs that is finished."""
+    """Yield the Source of each evaluation of some runs."""
     for cfg in cfgs:
-        names = {'run': Path(cfg.out_dir).name, 'seed': cfg.seed}
+        folder, names = Path(cfg.out_dir), {'run': Path(cfg.out_dir).name, 'seed': cfg.seed}
         options = isinstance(cfg, AlignConfig) and not cfg.eval.tasks[0].startswith('qa:')
         reference = Path(cfg.model) if options else None
         for epoch in epochs_before(cfg):
-            yield from finished(f'{cfg.out_dir}/report-{epoch}', reference, epoch=epoch, **names)
-        yield from finished(cfg.out_dir, reference, epoch=3, **names)
+            yield Source(folder / f'report-{epoch}', reference, {'epoch': epoch} | names)
+        yield Source(folder, reference, {'epoch': 3} | names)
 
 
-def sources(seed, root=common.ROOT):
-    """Yield the Source of each evaluation of claims 13 and 14 that is finished."""
-    yield from sources_of([*base_runs(seed, root), *runs(seed, root)])
-    for name, scaling in itertools.product(WRITTEN, SCALINGS):
-        yield from finished(written_folder(seed, root, name, scaling), None, run=name, seed=seed,
-                            epoch='written', scaling=scaling)
+def sources(root):
+    """Return the Source of each evaluation of claims 13 and 14 that is finished."""
+    every = []
+    for seed in SEEDS:
+        every += sources_of([*base_runs(seed, root), *runs(seed, root)])
+        every += [Source(written_folder(seed, root, name, scaling), None, {
+            'run': name, 'seed': seed, 'epoch': 'written', 'scaling': scaling})
+            for name, scaling in itertools.product(WRITTEN, SCALINGS)]
+    return finished(every)
+
+
+def finished(every):
+    return [source for source in every if (source.folder / 'results.json').exists()]
 
 
 def lines_of(source):
@@ -377,12 +385,10 @@ def measures(p, reference=None):
 
 def rewards_of(log):
     """Return {first_reward, trained_reward} of a log; {} of a run without rewards."""
-    if not log.exists():
-        return {}
-    steps = map(json.loads, log.read_text(encoding='utf-8').splitlines())
-    rewards = [step['reward'] for step in steps if 'reward' in step]
-    return rewards and {'first_reward': float(np.mean(rewards[:8])),
-                        'trained_reward': float(np.mean(rewards[-8:]))} or {}
+    rewards = [step['reward'] for step in (read_lines(log) if log.exists() else ())
+               if 'reward' in step]
+    return {'first_reward': float(np.mean(rewards[:8])),
+            'trained_reward': float(np.mean(rewards[-8:]))} if rewards else {}
 
 
 def options_of(folder):
@@ -393,6 +399,8 @@ def options_of(folder):
 
 def mean_kl(p, q):
     """Return the mean of KL(p, q) over the rows of p and q [N, K]."""
-    tiny = np.finfo(float).tiny
-    terms = p * (np.log(np.maximum(p, tiny)) - np.log(np.maximum(q, tiny)))
-    return float(terms.sum(1).mean())
+    return float((p * (log(p) - log(q))).sum(1).mean())
+
+
+def log(p):
+    return np.log(np.maximum(p, np.finfo(float).tiny))

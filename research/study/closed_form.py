@@ -4,10 +4,9 @@
     python research/study/closed_form.py --runs=out/study   # first results/closed-form/*.csv
     python research/study/closed_form.py                    # from these files: a table and a figure
 
-The worlds, models and metrics are those of alignment.py, the tables those of aligned.py.
+The worlds, models and metrics are those of alignment.py.
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -19,58 +18,47 @@ import metrics
 from data.world import conversation
 from evaluate import run
 from results.over_seeds import predictions_by_group
-from results.report import option_predictions, predictions
-from results.runs import read_run, read_run_samples
+from results.report import option_predictions
+from results.runs import read_run
 from runtime import cli
-from research.study import aligned, alignment, common
-from research.study.aligned import difference_table, plain
-from research.study.alignment import DPO, GRPO, PPO, RUNS, WHOLE
-from research.study.frontier import at_equal_accuracy, bars, cell, finish, panels
+from research.study import alignment, alignment_tables, claims, common
+from research.study.alignment import DPO, GRPO, PPO, RUNS, WHOLE, draw_wrong, log, read_lines
+from research.study.alignment_tables import USUAL
+from research.study.claims import (at_equal, cell, difference_table, draw_mean, finish,
+                                   metrics_table, panels, plain)
 from research.study.metrics_agree import kendall
-from train import TrainConfig
+from research.study.runs import write_lines
 
 RESULTS = Path(__file__).parent / 'results' / 'closed-form'
 METHODS = {'ppo': PPO, 'grpo': GRPO | {'method': 'dr_grpo'}, 'dpo': DPO}     # the longest first
 TITLES = {'dpo': 'DPO', 'ppo': 'PPO', 'grpo': 'Dr. GRPO'}
-WEIGHTS = dict.fromkeys(('ppo', 'grpo'), (0.0125, 0.05, 0.2)) | {'dpo': (0.1, 0.3, 1.0)}
+WEIGHTS = {'ppo': (0.0125, 0.05, 0.2), 'grpo': (0.0125, 0.05, 0.2), 'dpo': (0.1, 0.3, 1.0)}
+WEIGHTED = [(method, weight) for method, weights in WEIGHTS.items() for weight in weights]
 LORA = ('dpo', 'ppo')       # the methods that are also run with LoRA
 NOISE, NOISY_PAIRS, NOISY_BETA = 0.2, 512, 0.3
-
-
-def name_of(method, weight, kind=''):
-    return f'{method}-{weight}{kind}'
-
-
-WEIGHTED = [(method, weight) for method, weights in WEIGHTS.items() for weight in weights]
 NOISY = ('dpo-noisy', 'cdpo-noisy')
 # {model that learns from pairs: its beta}
 PAIR_MODELS = dict.fromkeys(NOISY, NOISY_BETA) | {
-    name_of('dpo', beta, kind): beta for kind in ('', '-lora') for beta in WEIGHTS['dpo']}
+    f'dpo-{beta}{kind}': beta for kind in ('', '-lora') for beta in WEIGHTS['dpo']}
 PAIR_COLUMNS = ('margin', 'fitted', 'preference', 'preference_ece')
 
 
 def runs(seed, root=common.ROOT):
     """Yield the config of every model, the longest runs first; `prepare` makes their data."""
-    folder = alignment.seed_folder(seed, root)
-    stated = {'eval': alignment.stated_evaluation(folder)}
-    for name, data, more in (('own', 'own', {'lr': 8e-4}),
-                             ('brier-base', 'told', {'lr': 3.2e-4, 'loss': 'brier()'})):
-        yield TrainConfig(**alignment.training(
-            name, seed, root, model=f'{folder}/base', data=f'{folder}/pairs/{data}.jsonl',
-            batch_size=64, epochs=3.0, checkpoint_epochs=False, **stated, **more))
+    stated = {'eval': alignment.stated_evaluation(alignment.seed_folder(seed, root))}
+    yield alignment.tuning('own', seed, root, data='pairs/own', **stated)
+    yield alignment.tuning('brier-base', seed, root, data='pairs/told', lr=3.2e-4, loss='brier()',
+                           **stated)
     named = {'rlcr-own': RUNS[5]['rlcr'] | stated | {
         'model': 'own', 'kl': 'loss', 'kl_coef': 0.01, 'group_size': 16, 'decode_batch': 1024}}
     for method, weight in WEIGHTED:
         settings = METHODS[method] | {'beta' if method == 'dpo' else 'kl_coef': weight}
-        named[name_of(method, weight)] = settings
+        named[f'{method}-{weight}'] = settings
         if method in LORA:
-            named[name_of(method, weight, '-lora')] = settings | {
-                'lora': True, 'lr': 10 * settings['lr']}
-    for name in NOISY:
-        named[name] = DPO | {
-            'beta': NOISY_BETA, 'data': 'noisy', 'epochs': 1e3, 'max_steps': 2 * alignment.STEPS,
-            'lr': 4e-4}
-    named['cdpo-noisy'] |= {'method': 'cdpo', 'label_noise': NOISE}
+            named[f'{method}-{weight}-lora'] = settings | {'lora': True, 'lr': 10 * settings['lr']}
+    noisy = DPO | {'beta': NOISY_BETA, 'data': 'noisy', 'epochs': 1e3, 'lr': 4e-4,
+                   'max_steps': 2 * alignment.STEPS}
+    named |= {'dpo-noisy': noisy, 'cdpo-noisy': noisy | {'method': 'cdpo', 'label_noise': NOISE}}
     for name, settings in named.items():
         yield alignment.aligning(name, seed, root, **WHOLE | settings)
 
@@ -86,31 +74,24 @@ def prepare(seed, root=common.ROOT):
     if not (pairs / 'all.jsonl').exists():
         alignment.select(seed, root)
     rows = read_lines(pairs / 'all.jsonl')[:NOISY_PAIRS]
-    alignment.write_lines(pairs / 'noisy.jsonl', [
+    write_lines(pairs / 'noisy.jsonl', [
         row | {'chosen': row['rejected'], 'rejected': row['chosen']} if swapped else row
         for row, swapped in zip(rows, rng.random(len(rows)) < NOISE, strict=True)])
-    asked = read_lines(folder / 'world' / 'prompts' / 'test.jsonl')
+    questions = read_lines(folder / 'world' / 'prompts' / 'test.jsonl')
     (folder / 'in-plain').mkdir(exist_ok=True)
-    alignment.write_lines(folder / 'in-plain' / 'test.jsonl', [row | {'classes': [
-        option.removeprefix('Answer:') for option in row['classes']]} for row in asked])
+    write_lines(folder / 'in-plain' / 'test.jsonl', [row | {'classes': [
+        option.removeprefix('Answer:') for option in row['classes']]} for row in questions])
     run(alignment.evaluation(folder, f'{folder}/in-plain', chat='none', model=f'{folder}/base',
                              seed=seed, out_dir=f'{folder}/base-knows'))
-    (samples,) = read_run_samples(read_run(folder / 'base-knows'))[0].values()
-    probs = predictions(samples, 'sum').probs
-    told = {}
-    for sample, p in zip(samples, probs, strict=True):
+    answers = {}
+    for id, (options, p) in alignment.probabilities(folder / 'base-knows').items():
         k = rng.choice(len(p), p=p / p.sum())
-        told[sample['id']] = alignment.STATED.format(sample['options'][k].strip(), f'{p[k]:.2f}')
-    alignment.write_lines(pairs / 'own.jsonl', [conversation(row['prompt'], told[row['id']])
-                                                for row in asked])
-
-
-def read_lines(path):
-    return [*map(json.loads, path.read_text(encoding='utf-8').splitlines())]
+        answers[id] = alignment.STATED.format(options[k].strip(), f'{p[k]:.2f}')
+    write_lines(pairs / 'own.jsonl', [conversation(row['prompt'], answers[row['id']])
+                                      for row in questions])
 
 
 # Numbers
-
 
 def closed_form(method, weight, p, q):
     """Return the distributions [N, K] in which alignment from p [N, K] should end.
@@ -118,9 +99,8 @@ def closed_form(method, weight, p, q):
     q: the probabilities that the options are right. PPO and GRPO have its rewards, q; DPO those of
     Bradley and Terry for pairs of an answer drawn by q and another one drawn by p.
     """
-    p, q, others = (np.maximum(x, np.finfo(float).tiny) for x in (p, q, 1 - p))
-    reward = np.log(q) - np.log(p) - np.log(others) if method == 'dpo' else q
-    return metrics.softmax(np.log(p) + reward / weight)
+    reward = log(q) - log(p) - log(1 - p) if method == 'dpo' else q
+    return metrics.softmax(log(p) + reward / weight)
 
 
 def expected_lines(sft):
@@ -129,10 +109,9 @@ def expected_lines(sft):
     lines = []
     for method, weight in WEIGHTED:
         probs = closed_form(method, weight, plain.probs, scaled.probs)
-        scores = np.log(np.maximum(probs, np.finfo(float).tiny))
-        ended = option_predictions(probs, plain.labels, plain.n_options, scores)
+        ended = option_predictions(probs, plain.labels, plain.n_options, log(probs))
         lines.append({'task': 'chat', 'scaling': 'none'} | sft.names
-                     | {'run': name_of(method, weight, '-expected')}
+                     | {'run': f'{method}-{weight}-expected'}
                      | alignment.measures(ended, plain.probs))
     return lines
 
@@ -145,21 +124,20 @@ def pair_measures(source):
     last = read_lines(source.folder / 'log.jsonl')[-8:]
     policy, sft = alignment.options_of(source.folder), alignment.options_of(source.reference)
     rng, rows = np.random.default_rng([source.names['seed'], 6]), np.arange(len(sft.labels))
-    wrong = sft.probs.copy()
-    wrong[rows, sft.labels] = 0
-    worse = [rng.choice(len(p), p=p / p.sum()) for p in wrong]
-    tiny = np.finfo(float).tiny
-    ratio = np.log(np.maximum(policy.probs, tiny)) - np.log(np.maximum(sft.probs, tiny))
-    margin = PAIR_MODELS[source.names['run']] * (ratio[rows, sft.labels] - ratio[rows, worse])
+    wrong = [draw_wrong(p, answer, rng) for p, answer in zip(sft.probs, sft.labels, strict=True)]
+    ratio = log(policy.probs) - log(sft.probs)
+    margin = PAIR_MODELS[source.names['run']] * (ratio[rows, sft.labels] - ratio[rows, wrong])
     return dict(zip(PAIR_COLUMNS, (
         np.mean([step['margin'] for step in last]), np.mean([step['accuracy'] for step in last]),
         np.mean(1 / (1 + np.exp(-margin))),
         metrics.ece(1 / (1 + np.exp(-np.abs(margin))), margin > 0)), strict=True))
 
 
-def sources(seed, root):
-    """Yield the Source of each finished run of a seed."""
-    yield from alignment.sources_of([*alignment.base_runs(seed, root), *runs(seed, root)])
+def sources(root):
+    """Return the Source of each finished run."""
+    return alignment.finished(
+        source for seed in alignment.SEEDS for source in alignment.sources_of(
+            [*alignment.base_runs(seed, root), *runs(seed, root)]))
 
 
 def lines_of(source):
@@ -176,29 +154,24 @@ def lines_of(source):
 
 # Tables: a function of Numbers returns rows, header first
 
-
 def models_table(numbers):
     """Questions 1 to 3: all models that learn from pairs or rewards, and the closed form."""
     keys = {'reward': 'held-out reward', 'kl': 'KL (nats)', 'accuracy': 'accuracy',
             'confidence': 'confidence', 'ece': 'ECE', 'margin': 'margin of trained pairs',
             'fitted': 'accuracy on trained pairs', 'preference': 'held-out preference',
             'preference_ece': 'preference ECE'}
-    names = ['sft']
-    for method, weight in WEIGHTED:
-        names += [name_of(method, weight, kind) for kind in ('', '-expected', '-lora')
-                  if kind != '-lora' or method in LORA]
-    values = {(name, key): numbers.of(name, key) for name in (*names, *NOISY) for key in keys}
-    return [['model', *keys.values()], *(
-        [name, *('' if np.isnan(values[name, key]).all() else plain(values[name, key])
-                 for key in keys)] for name in (*names, *NOISY))]
+    names = ['sft', *(f'{method}-{weight}{kind}' for method, weight in WEIGHTED
+                      for kind in ('', '-expected', '-lora') if kind != '-lora' or method in LORA)]
+    rows = [([name], name, {}) for name in (*names, *NOISY)]
+    return metrics_table(numbers, ['model', *keys.values()], rows, keys, optional=keys)
 
 
 def expected_tests(numbers):
-    ece = {key: numbers.of(name_of(*key), 'ece') for key in WEIGHTED}
-    named = {f'ECE of {TITLES[method]}, {weight} - expected':
-             x - numbers.of(name_of(method, weight, '-expected'), 'ece')
-             for (method, weight), x in ece.items()}
-    return difference_table(named | {
+    ece = {key: numbers.of('{}-{}'.format(*key), 'ece') for key in WEIGHTED}
+    return difference_table({
+        f'ECE of {TITLES[method]}, {weight} - expected':
+        ece[method, weight] - numbers.of(f'{method}-{weight}-expected', 'ece')
+        for method, weight in WEIGHTED} | {
         f'ECE of {TITLES[method]}, {weights[0]} - {weights[-1]}':
         ece[method, weights[0]] - ece[method, weights[-1]] for method, weights in WEIGHTS.items()})
 
@@ -223,27 +196,26 @@ def tau(numbers, names):
                      for x in np.moveaxis(both, -1, 0)])
 
 
-def curves(numbers, x, method, kind=''):
-    """Return [(x ascending, ECE) [2, 4]] per seed: SFT and a method at its three weights."""
-    names = ['sft', *(name_of(method, weight, kind) for weight in WEIGHTS[method])]
+def curve(numbers, x, method, kind=''):
+    """Return (x, ECE), float [2, 4, seeds]: SFT and a method at its three weights."""
+    names = ['sft', *(f'{method}-{weight}{kind}' for weight in WEIGHTS[method])]
     points = np.array([[numbers.of(name, key) for name in names] for key in (x, 'ece')])
     if x == 'kl':
         points[0, 0] = 0        # of SFT to itself
-    return [each[:, np.argsort(each[0], kind='stable')] for each in np.moveaxis(points, -1, 0)]
+    return points
 
 
 def lora_tests(numbers):
     return difference_table({
-        f'ECE of {TITLES[method]}, LoRA - full weights, at equal {title}': np.array([
-            *map(at_equal_accuracy, curves(numbers, x, method, '-lora'),
-                 curves(numbers, x, method))])
+        f'ECE of {TITLES[method]}, LoRA - full weights, at equal {title}':
+        at_equal(curve(numbers, x, method, '-lora'), curve(numbers, x, method))
         for method in LORA for x, title in (('kl', 'KL'), ('reward', 'held-out reward'))})
 
 
 def stated_table(numbers):
-    return aligned.stated_table(numbers, (
-        ('own', 'SFT on its own answers', 'qa.stated'), ('rlcr-own', 'RLCR', 'qa.stated'),
-        ('rlcr-own', 'RLCR', 'qa.answer_span'), ('brier-base', 'Brier loss', 'qa')))
+    return alignment_tables.stated_table(numbers, (
+        ('SFT on its own answers', 'own', 'qa.stated'), ('RLCR', 'rlcr-own', 'qa.stated'),
+        ('RLCR', 'rlcr-own', 'qa.answer_span'), ('Brier loss', 'brier-base', 'qa')))
 
 
 def stated_tests(numbers):
@@ -260,11 +232,11 @@ def stated_tests(numbers):
 
 def changes_table(numbers):
     """Questions 1 to 3: what each model changed; no tests were planned."""
+    names = [f'{method}-{weight}' for method, weight in WEIGHTED]
+    names += [f'{method}-{weight}-lora' for method, weight in WEIGHTED if method in LORA]
     rows = [['model (not tested)', 'training reward: first 8 steps', 'last 8 steps',
              'change of held-out reward from SFT', 'change of ECE from SFT',
              'ECE after a temperature']]
-    names = [name_of(*each) for each in WEIGHTED]
-    names += [name_of(method, weight, '-lora') for method, weight in WEIGHTED if method in LORA]
     for name in (*names, *NOISY):
         rows.append([name, *('' if name in PAIR_MODELS else plain(numbers.of(name, key))
                              for key in ('first_reward', 'trained_reward')),
@@ -279,9 +251,9 @@ def costs_table(numbers):
     rows = [['difference (not tested)', 'mean']]
     for method in ('ppo', 'grpo'):
         low, *_, high = WEIGHTS[method]
-        rows.append([f'held-out reward of {TITLES[method]}, {low} - {high}', cell(
-            numbers.of(name_of(method, low), 'reward')
-            - numbers.of(name_of(method, high), 'reward'))])
+        rewards = [numbers.of(f'{method}-{weight}', 'reward') for weight in (low, high)]
+        rows.append([f'held-out reward of {TITLES[method]}, {low} - {high}',
+                     cell(rewards[0] - rewards[1])])
     clean = [name for name in PAIR_MODELS if name not in NOISY]
     return rows + [['tau without the two models with wrong labels', cell(tau(numbers, clean))]]
 
@@ -289,15 +261,14 @@ def costs_table(numbers):
 def figure(numbers, path):
     """Draw the ECE of each method by the weight of the KL, and that of the closed form."""
     drawn, axes = panels(1, 3)
-    aside = {'-expected': 0.9, '': 1, '-lora': 1.1}
     for ax, (method, weights) in zip(axes[0], WEIGHTS.items(), strict=True):
-        series = {'full weights': ('', 'C0'), 'closed form': ('-expected', 'black')}
-        if method in LORA:
-            series['LoRA'] = ('-lora', 'C1')
-        for label, (kind, color) in series.items():
-            for weight in weights:      # side by side, so that no interval hides another
-                bars(ax, weight * aside[kind], numbers.of(name_of(method, weight, kind), 'ece'),
-                     color=color, label=label)
+        # the points of a weight are drawn side by side, so that no interval hides another
+        for label, kind, color, aside in (('full weights', '', 'C0', 1),
+                                          ('closed form', '-expected', 'black', 0.9),
+                                          ('LoRA', '-lora', 'C1', 1.1)):
+            for weight in weights if kind != '-lora' or method in LORA else ():
+                draw_mean(ax, weight * aside, numbers.of(f'{method}-{weight}{kind}', 'ece'),
+                          color=color, label=label)
         ax.axhline(numbers.of('sft', 'ece').mean(), color='gray', linestyle=':', label='SFT')
         ax.set_xscale('log')
         ax.set_xticks(weights, map(str, weights))
@@ -315,7 +286,7 @@ CLAIMS = {'closed-form': ('Claim 15: the closed form, wrong labels, LoRA, stated
 
 
 def main(arguments=None):
-    aligned.main(arguments, CLAIMS, RESULTS, sources, lines_of, __doc__)
+    claims.main(arguments, __doc__, CLAIMS, RESULTS, USUAL, sources, lines_of)
 
 
 if __name__ == '__main__':

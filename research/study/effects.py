@@ -11,7 +11,6 @@ rows at hidden size 64 than at 1,024.
 """
 
 import argparse
-import csv
 import sys
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from results.over_seeds import plus_minus
 from results.tables import markdown
 from runtime.ownership import write_text
 from stats import student_t
+from research.study.claims import read_csv
 
 RESULTS = Path(__file__).parent / 'results'
 SIZES, ROWS, SEEDS = (64, 256, 1024), (512, 4_096, 32_768, 262_144), '01234'
@@ -32,8 +32,7 @@ WEIGHTS = {128: '1 million', 256: '6 million', 512: '34 million', 1024: '210 mil
 
 
 def read(figure, task):
-    with open(RESULTS / figure / 'compare.csv', encoding='utf-8') as file:
-        return [row for row in csv.DictReader(file) if row['task'] == task]
+    return [row for row in read_csv(RESULTS / figure / 'compare.csv') if row['task'] == task]
 
 
 def tested(values):
@@ -45,11 +44,9 @@ def vocabulary_ece(task, softcap):
     ece = {(int(r['hidden_size']), int(r['vocab_size']), r['unused_rows'] != '0', r['kind'],
             r['smoothing'], r['seed']): float(r['ece']) for r in read(*TASKS[task])
            if r['final_logit_softcapping'] == softcap}
-
-    def of(kind, smoothing, unused=False, rows=ROWS):
-        return np.array([[[ece[d, v, unused, kind, smoothing, seed] for seed in SEEDS]
-                          for v in rows] for d in SIZES])
-    return of
+    return lambda kind, smoothing, unused=False, rows=ROWS: np.array(
+        [[[ece[d, v, unused, kind, smoothing, seed] for seed in SEEDS] for v in rows]
+         for d in SIZES])
 
 
 def vocabulary_table():
@@ -104,16 +101,15 @@ def size_table():
         yield [weights, *cells]
 
 
-def main():
-    text = '\n'.join(f'### {title}\n\n{markdown(list(table))}' for title, table in (
+def page():
+    return '\n'.join(f'### {title}\n\n{markdown(list(table))}' for title, table in (
         ('Claim 3, next tokens: reduction of ECE by smoothing 0.1, of the increase by tuning',
          vocabulary_table()),
         ('Claim 3: trends of the effect', trend_table()),
         ('Claim 4: ECE of the tuned model, and its change by smoothing 0.1', size_table())))
-    write_text(RESULTS / 'effects.md', text)
-    print(text)
 
 
 if __name__ == '__main__':
     argparse.ArgumentParser(description=__doc__.split('\n')[0]).parse_args()
-    main()
+    write_text(RESULTS / 'effects.md', page())
+    print(page())

@@ -14,7 +14,6 @@ vocabularies have other tokens. From run folders all metrics and 2 to 100 bins c
 
 import argparse
 import contextlib
-import csv
 import itertools
 import os
 import re
@@ -34,6 +33,7 @@ from runtime import cli
 from runtime.errors import ConfigError
 from runtime.ownership import claim, lock, write_text
 from runtime.processes import parallel_map
+from research.study.claims import read_csv
 
 RESULTS = Path(__file__).parent / 'results'
 SIGNS = {key: 1 if x.higher_is_better else -1 for key, x in MEASURES.items()
@@ -46,31 +46,27 @@ FILES = 'agree.csv', 'agree.md', 'agree.png'
 
 # What was measured: {task: {(name, seed or folder): {metric: value}}}, and so {bins: ECE}
 
-
 def committed():
     """Return the values of the tuned models in research/study/results, and the ECE by bins."""
     values, binned = {}, {}
-    everything = {'language': 'all', 'category': 'all', 'scaling': 'none'}
+    pooled = {'language': 'all', 'category': 'all', 'scaling': 'none'}
     for path in sorted(RESULTS.glob('*/compare.csv')) + sorted(RESULTS.glob('losses/seed-*.csv')):
-        for line in read_lines(path):
+        for line in read_csv(path):
             other_tokens = 'vocabulary' in path.parent.name and line['task'] != 'text4'
-            if (line['task'] in TASKS and everything.items() <= (everything | line).items()
+            if (line['task'] in TASKS and pooled.items() <= (pooled | line).items()
                     and not UNTUNED.fullmatch(line['run']) and not other_tokens):
                 values.setdefault(line['task'], {})[line['run'], line['seed']] = {
                     key: float(line[key]) for key in SIGNS if line.get(key)}
-    for line in read_lines(RESULTS / 'headline' / 'bins.csv'):
-        gaps = binned.setdefault(line['task'], {}).setdefault(
-            (line['run'], line['seed']), np.zeros((2, 10)))
-        count = int(line['count'])
-        gaps[:, int(line['bin']) - 1] = count, count * (
+    sums = {}   # {(task, run, seed): [2, bins]}: questions, and their sum of accuracy - confidence
+    for line in read_csv(RESULTS / 'headline' / 'bins.csv'):
+        count, each = int(line['count']), sums.setdefault(
+            (line['task'], line['run'], line['seed']), np.zeros((2, 10)))
+        each[:, int(line['bin']) - 1] = count, count * (
             float(line['accuracy']) - float(line['confidence']))
-    return values, {task: {run: {n: merged_ece(*gaps, n) for n in (1, 2, 5, 10)}
-                           for run, gaps in runs.items()} for task, runs in binned.items()}
-
-
-def read_lines(path):
-    with open(path, encoding='utf-8') as file:
-        return [*csv.DictReader(file)]
+    for (task, *run), each in sums.items():
+        binned.setdefault(task, {})[tuple(run)] = {
+            n: merged_ece(*each, n) for n in (1, 2, 5, 10)}
+    return values, binned
 
 
 def merged_ece(count, gaps, n_bins):
@@ -81,32 +77,37 @@ def merged_ece(count, gaps, n_bins):
 def measured(folders):
     """Return the values and the ECE by bins of the runs in `folders`, from their samples."""
     values, binned = {}, {}
-    found = find_runs([Path(folder) for folder in folders])
-    for folder, tasks in zip(found, parallel_map(measure, found, worth_it=len(found) > 4),
+    runs = find_runs([Path(folder) for folder in folders])
+    for folder, lines in zip(runs, parallel_map(measure, runs, worth_it=len(runs) > 4),
                              strict=True):
-        for task, (report, ece) in tasks.items():
+        for task, report, ece in lines:
             run = folder.name, str(folder)
             values.setdefault(task, {})[run], binned.setdefault(task, {})[run] = report, ece
     return values, binned
 
 
 def measure(folder):
-    """Return {task: ({metric: value}, {bins: ECE})} of a run."""
-    tasks = {}
+    """Return [(task, {metric: value}, {bins: ECE})] of a run."""
+    lines = []
     for line, _, p in predictions_by_group(read_run(folder)):
-        if line['language'] == line['category'] == 'all' and line['scaling'] == 'none':
+        if (line['language'], line['category'], line['scaling']) == ('all', 'all', 'none'):
             report, prediction = p.report(), metrics.top_label(p.probs, p.labels)
-            tasks[line['task']] = ({key: report[key] for key in SIGNS if key in report},
-                                   {n: metrics.ece(*prediction, n) for n in BINS})
-    return tasks
+            lines.append((line['task'], {key: report[key] for key in SIGNS if key in report},
+                          {n: metrics.ece(*prediction, n) for n in BINS}))
+    return lines
 
 
 # Agreement
 
+def keys_of(runs):
+    """Return the metrics that a run of {run: {metric: value}} has."""
+    return [key for key in SIGNS if any(key in run for run in runs.values())]
+
 
 def table_of(runs, keys):
-    """Return the values of runs {run: {key: value}} as float [len(keys), N], nan if missing."""
-    return np.array([[run.get(key, np.nan) for run in runs.values()] for key in keys])
+    """Return values as float [len(keys), N], nan if missing; metrics signed: larger is better."""
+    return np.array([[SIGNS.get(key, 1) * run.get(key, np.nan) for run in runs.values()]
+                     for key in keys])
 
 
 def kendall(x, y, n_resamples=1000, seed=0):
@@ -133,11 +134,10 @@ def kendall(x, y, n_resamples=1000, seed=0):
 
 def agreements(runs, n_resamples):
     """Return [{'a', 'b': metrics, 'runs', 'tau', 'low', 'high'}] of all pairs of metrics."""
-    keys = [key for key in SIGNS if any(key in run for run in runs.values())]
-    signed = {key: SIGNS[key] * row for key, row in zip(keys, table_of(runs, keys), strict=True)}
-    lines = []
+    keys = keys_of(runs)
+    values, lines = dict(zip(keys, table_of(runs, keys), strict=True)), []
     for a, b in itertools.combinations(keys, 2):
-        tau, low, high, n = kendall(signed[a], signed[b], n_resamples)
+        tau, low, high, n = kendall(values[a], values[b], n_resamples)
         lines.append({'a': a, 'b': b, 'runs': n, 'tau': tau, 'low': low, 'high': high})
     return lines
 
@@ -159,11 +159,10 @@ def ranking_cells(runs):
 
     A setting is the mean over the seeds of the runs of one name, of those that have all metrics.
     """
-    keys = [key for key in SIGNS if any(key in run for run in runs.values())]
-    settings = {}
-    for (name, _), run in runs.items():
-        if all(np.isfinite(run.get(key, np.nan)) for key in keys):
-            settings.setdefault(name, []).append([SIGNS[key] * run[key] for key in keys])
+    keys, settings = keys_of(runs), {}
+    for (name, _), values in zip(runs, table_of(runs, keys).T, strict=True):
+        if np.isfinite(values).all():
+            settings.setdefault(name, []).append(values)
     if not settings:
         return []
     means = np.array([np.mean(members, 0) for members in settings.values()])
@@ -186,7 +185,6 @@ def bin_cells(runs, n_resamples, shown):
 
 
 # Page and figure
-
 
 def page(values, agreed, binned, n_resamples):
     """Return the tables of all tasks in Markdown."""
@@ -222,9 +220,10 @@ def draw(path, agreed, binned):
         for line in lines:
             i, j = keys.index(line['a']), keys.index(line['b'])
             tau[i, j] = tau[j, i] = line['tau']
-            for x, y in ((i, j), (j, i)) if np.isfinite(line['tau']) else ():
-                top.text(x, y, f'{line["tau"]:.2f}', fontsize=6.5, ha='center', va='center',
-                         color='white' if abs(line['tau']) > 0.7 else 'black')
+        for (y, x), value in np.ndenumerate(tau):
+            if x != y and np.isfinite(value):
+                top.text(x, y, f'{value:.2f}', fontsize=6.5, ha='center', va='center',
+                         color='white' if abs(value) > 0.7 else 'black')
         top.imshow(tau, vmin=-1, vmax=1, cmap='RdBu')
         names = [TITLES[key] for key in keys]
         top.set_xticks(range(len(keys)), names, rotation=90, fontsize=7)
@@ -236,19 +235,6 @@ def draw(path, agreed, binned):
         bottom.set(xlabel='bins', ylabel='ECE, a line per run')
         bottom.set_visible(task in binned)
     save_figure(figure, path, 110)
-
-
-def write(out_dir, values, binned, n_resamples):
-    """Write agree.csv, .md and .png into out_dir; return the page."""
-    agreed = {task: agreements(runs, n_resamples) for task, runs in values.items()}
-    text = page(values, agreed, binned, n_resamples)
-    write_text(out_dir / 'agree.csv', csv_text([
-        {'task': task} | {key: f'{x:.5f}' if isinstance(x, float) else x
-                          for key, x in line.items()}
-        for task, lines in agreed.items() for line in lines]))
-    write_text(out_dir / 'agree.md', text)
-    draw(out_dir / 'agree.png', agreed, binned)
-    return text
 
 
 def main(arguments=None):
@@ -266,11 +252,18 @@ def main(arguments=None):
         raise ConfigError('agreement needs three runs or more of one task')
     out_dir = Path(options.out_dir or (
         'out/metrics_agree' if options.folders else RESULTS / 'metrics_agree'))
+    agreed = {task: agreements(runs, options.n_bootstrap) for task, runs in values.items()}
+    text = page(values, agreed, binned, options.n_bootstrap)
     with lock(out_dir) if options.folders else contextlib.nullcontext():
         if options.folders:
             claim(out_dir, *FILES)
-        print(write(out_dir, values, binned, options.n_bootstrap))
-    print(f'wrote {", ".join(FILES)} to {out_dir}')
+        write_text(out_dir / 'agree.csv', csv_text([
+            {'task': task} | {key: f'{x:.5f}' if isinstance(x, float) else x
+                              for key, x in line.items()}
+            for task, lines in agreed.items() for line in lines]))
+        write_text(out_dir / 'agree.md', text)
+        draw(out_dir / 'agree.png', agreed, binned)
+    print(f'{text}\nwrote {", ".join(FILES)} to {out_dir}')
 
 
 if __name__ == '__main__':

@@ -35,8 +35,9 @@ import torch
 
 from data.tokenizer import load_model_tokenizer
 from runtime import checkpoint
-from research.study import (alignment, base, closed_form, common, gather, known, losses, smoothing,
-                            transfer)
+from research.study import alignment, closed_form, common, runs
+from research.study.common import seed_folder
+from research.study.loss_tables import BASES
 from train import load_sequences, train
 
 
@@ -48,62 +49,47 @@ class Job(NamedTuple):
     makes: Path         # its last file
 
 
-def loss_jobs(seeds, root):
-    return [job for seed in seeds for job in jobs_of(seed, root)]
+# Jobs of a study: a function of a seed and the study's folder
+
+def loss_jobs(seed, root):
+    """Yield the jobs of claims 7 to 11: world, base models, known facts, and the tuned models."""
+    folder = Path(seed_folder('base', seed, root))
+    yield world_job(seed, root)
+    for cfg in runs.base_runs(seed, root):
+        if Path(cfg.out_dir).name in BASES:
+            yield tuning_job(cfg, folder / 'world-tokenized')
+    for experiment in ('losses', 'known', 'transfer'):
+        for name in runs.KNOWN_BASES if experiment == 'known' else ():
+            knows = Path(seed_folder('knows', seed, root))
+            yield Job(f'{knows}/{name}', runs.select_known, (seed, root, name),
+                      (folder / name / 'config.json',),
+                      knows / f'{name}-{runs.KNOWN_DATA[-1]}.jsonl')
+        for cfg in runs.EXPERIMENTS[experiment](seed, root):
+            yield tuning_job(cfg, f'{cfg.model}/config.json', cfg.data)
 
 
-def jobs_of(seed, root):
-    """Yield the jobs of one seed: its world, base models, known facts, and the tuned models."""
-    folder = Path(common.seed_folder('base', seed, root))
-    yield Job(f'{folder}/world', world, (seed, root), (), folder / 'world-tokenized')
-    for cfg in base.runs(seed, root):
-        if Path(cfg.out_dir).name in gather.BASES:
-            yield training_job(cfg, folder / 'world-tokenized')
-    for script in (losses, known, transfer):
-        if script is known:
-            for name in known.BASES:
-                files = Path(common.seed_folder('knows', seed, root)) / f'{name}-{known.DATA[-1]}'
-                yield Job(f'{files.parent}/{name}', known.select, (seed, root, name),
-                          (folder / name / 'config.json',), files.with_suffix('.jsonl'))
-        for cfg in script.runs(seed, root):
-            yield training_job(cfg, f'{cfg.model}/config.json', cfg.data)
-
-
-def smoothing_jobs(seeds, root):
-    """Yield the worlds, the base models of 6 million parameters and what smoothing.py tunes.
+def smoothing_jobs(seed, root):
+    """Yield the world, the base model of 6 million parameters and what `smoothing` tunes.
 
     Nothing is compiled: on a fresh machine that takes longer than these runs.
     """
-    for seed in seeds:
-        folder = Path(common.seed_folder('base', seed, root))
-        yield Job(f'{folder}/world', world, (seed, root), (), folder / 'world-tokenized')
-        eager = {'compile': False, 'attention': 'explicit'}
-        first = next(base.runs(seed, root))
-        yield training_job(replace(first, **eager), folder / 'world-tokenized')
-        for cfg in smoothing.runs(seed, root):
-            yield training_job(replace(cfg, **eager), f'{cfg.model}/config.json', cfg.data)
+    yield world_job(seed, root)
+    eager = {'compile': False, 'attention': 'explicit'}
+    yield tuning_job(replace(next(runs.base_runs(seed, root)), **eager),
+                     Path(seed_folder('base', seed, root), 'world-tokenized'))
+    for cfg in runs.EXPERIMENTS['smoothing'](seed, root):
+        yield tuning_job(replace(cfg, **eager), f'{cfg.model}/config.json', cfg.data)
 
 
-def alignment_jobs(seeds, root):
-    """Return the jobs of alignment.py in the order of PLAN.md's questions, each for all seeds."""
-    return in_turn(alignment_steps(seed, root) for seed in seeds)
-
-
-def in_turn(jobs):
-    """Return [first job of each seed, second job of each seed, ...]; jobs: an iterable per seed."""
-    return [*itertools.chain(*zip(*jobs, strict=True))]
-
-
-def alignment_steps(seed, root):
-    """Yield the jobs of one seed: world, tuned models, pairs, aligned models, written answers.
+def alignment_jobs(seed, root):
+    """Yield the jobs of claims 13 and 14: world, tuned models, pairs, aligned models, answers.
 
     The last file of a model is config.json; that of a world, before its mark, model/config.json.
     """
     folder = Path(alignment.seed_folder(seed, root))
     yield Job(f'{folder}/world', alignment.world, (seed, root), (),
               folder / 'world' / 'model' / 'config.json')
-    tuned = [fitting_job(cfg) for cfg in alignment.base_runs(seed, root)]
-    yield from tuned
+    yield from map(fitting_job, alignment.base_runs(seed, root))
     yield Job(f'{folder}/pairs', alignment.select, (seed, root), (folder / 'sft' / 'config.json',),
               folder / 'pairs' / 'all.jsonl')
     aligned = [fitting_job(cfg, cfg.data) for cfg in alignment.runs(seed, root)]
@@ -115,20 +101,14 @@ def alignment_steps(seed, root):
     yield from aligned[alignment.FIRST:]
 
 
-def closed_form_jobs(seeds, root):
-    return in_turn(closed_form_steps(seed, root) for seed in seeds)
-
-
-def closed_form_steps(seed, root):
-    """Yield the jobs of one seed: world, base model, SFT, data, and the aligned models."""
-    for job in alignment_steps(seed, root):
-        if Path(job.name).name in ('world', 'base', 'sft'):
-            yield job
+def closed_form_jobs(seed, root):
+    """Yield the jobs of claim 15: world, base model, SFT, data, and the aligned models."""
     folder = Path(alignment.seed_folder(seed, root))
+    yield from (job for job in alignment_jobs(seed, root)
+                if Path(job.name).name in ('world', 'base', 'sft'))
     yield Job(f'{folder}/pairs', closed_form.prepare, (seed, root), tuple(
         folder / name / 'config.json' for name in ('base', 'sft')), folder / 'pairs' / 'own.jsonl')
-    for cfg in closed_form.runs(seed, root):
-        yield fitting_job(cfg, cfg.data)
+    yield from (fitting_job(cfg, cfg.data) for cfg in closed_form.runs(seed, root))
 
 
 def fitting_job(cfg, *needs):
@@ -137,28 +117,44 @@ def fitting_job(cfg, *needs):
     return Job(cfg.out_dir, alignment.fit, (cfg,), (f'{cfg.model}/config.json', *needs), last)
 
 
-def training_job(cfg, *needs):
-    return Job(cfg.out_dir, once, (cfg,), needs, Path(cfg.out_dir, 'results.json'))
+def tuning_job(cfg, *needs):
+    return Job(cfg.out_dir, train_once, (cfg,), needs, Path(cfg.out_dir, 'results.json'))
 
 
-# {name for --study: (function (seeds, root) -> jobs, seeds)}
-STUDIES = {'losses': (loss_jobs, losses.SEEDS), 'alignment': (alignment_jobs, alignment.SEEDS),
-           'closed-form': (closed_form_jobs, alignment.SEEDS), 'smoothing': (smoothing_jobs, (0,))}
+def world_job(seed, root):
+    folder = Path(seed_folder('base', seed, root))
+    return Job(f'{folder}/world', make_world, (seed, root), (), folder / 'world-tokenized')
 
 
-def world(seed, root):
+# {name for --study: (function that yields the jobs of a seed, seeds, whether a job is done for all
+# seeds before the next one)}. The order of the alignment jobs is that of PLAN.md's questions
+STUDIES = {'losses': (loss_jobs, runs.LATER_SEEDS, False),
+           'alignment': (alignment_jobs, alignment.SEEDS, True),
+           'closed-form': (closed_form_jobs, alignment.SEEDS, True),
+           'smoothing': (smoothing_jobs, (0,), False)}
+
+
+def jobs_of(study, seeds, root):
+    function, usual_seeds, in_turn = STUDIES[study]
+    jobs = [[*function(seed, root)] for seed in seeds or usual_seeds]
+    return [*itertools.chain(*(zip(*jobs, strict=True) if in_turn else jobs))]
+
+
+# What a process does
+
+def make_world(seed, root):
     """Make the world of a seed and tokenize its text, which all base models read."""
-    base.world(seed, root)
-    cfg = next(base.runs(seed, root))
+    runs.prepare('base', seed, root)
+    cfg = next(runs.base_runs(seed, root))
     load_sequences(cfg, load_model_tokenizer(
         cfg.model, checkpoint.read_config(cfg.model, cfg.shape)))
-    Path(common.seed_folder('base', seed, root), 'world-tokenized').touch()
+    Path(seed_folder('base', seed, root), 'world-tokenized').touch()
 
 
 kind = None         # of the last run in this process
 
 
-def once(cfg):
+def train_once(cfg):
     """Do a run; forget the compiled code of models of another shape."""
     global kind
     before, kind = kind, (Path(cfg.out_dir if cfg.from_scratch else cfg.model).name, cfg.lora)
@@ -192,26 +188,25 @@ def perform(job):
     return time.perf_counter() - started, error
 
 
+# The processes
+
 def do_all(jobs, pool, n_processes, deadline):
     """Do the jobs in this order as soon as their files exist; return the names that failed."""
     waiting, running, failed = [job for job in jobs if not job.makes.exists()], {}, []
     n_jobs = len(waiting)
     while True:
-        for job in list(waiting):
-            if len(running) == n_processes or time.monotonic() > deadline:
-                break
-            if all(Path(file).exists() for file in job.needs):
-                waiting.remove(job)
-                running[pool.submit(perform, job)] = job
+        ready = [job for job in waiting if all(Path(file).exists() for file in job.needs)]
+        for job in ready[:n_processes - len(running)] if time.monotonic() < deadline else ():
+            waiting.remove(job)
+            running[pool.submit(perform, job)] = job
         if not running:
-            break
+            print(f'{len(failed)} failed, {len(waiting)} not started')
+            return failed
         for future in wait(running, return_when=FIRST_COMPLETED).done:
             job, (seconds, error) = running.pop(future), future.result()
             failed += [job.name] * bool(error)
             print(f'{n_jobs - len(waiting) - len(running)}/{n_jobs}  {job.name}  {seconds:.0f} s'
                   + f'  failed: {error}' * bool(error), flush=True)
-    print(f'{len(failed)} failed, {len(waiting)} not started')
-    return failed
 
 
 def side_by_side(jobs, n_processes, gpus, folder, deadline=math.inf, starts=3):
@@ -244,15 +239,14 @@ def main():
     parser.add_argument('--out_dir', type=os.path.expanduser, default=common.ROOT,
                         help='folder of the study, %(default)s')
     options = parser.parse_args()
-    if unknown := set(options.study.split(',')) - {*STUDIES}:
+    studies = options.study.split(',')
+    if unknown := {*studies} - {*STUDIES}:
         parser.error(f'--study={options.study}: there is no {min(unknown)!r}; there are '
                      f'{", ".join(STUDIES)}')
     deadline = time.monotonic() + 60 * options.minutes
     folder, n = Path(options.out_dir) / 'side-by-side', max(1, options.gpus) * options.processes
     folder.mkdir(parents=True, exist_ok=True)
-    jobs = []
-    for make, seeds in (STUDIES[name] for name in options.study.split(',')):
-        jobs += make(options.seeds or seeds, options.out_dir)
+    jobs = [job for study in studies for job in jobs_of(study, options.seeds, options.out_dir)]
     sys.exit(bool(side_by_side(jobs, n, options.gpus, folder, deadline)))
 
 

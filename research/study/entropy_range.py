@@ -1,9 +1,9 @@
 """Measure the least and the most entropy that the output layer of a model can express.
 
-    python research/study/reach.py out/study/vocabulary/seed-0/base-D64-V512-cap30.0
+    python research/study/entropy_range.py out/study/vocabulary/seed-0/base-D64-V512-cap30.0
 
-writes the answer to reach.json in the folder of the model; vocabulary.py does so after each
-run, and pivot.py reads it for comparisons.
+writes entropy_range.json into the folder of the model; the experiment `vocabulary` of runs.py does
+so after each run, and figures.py reads it.
 """
 
 import argparse
@@ -22,22 +22,24 @@ from data.tokenizer import load_model_tokenizer
 from runtime import checkpoint, cli, ownership
 from runtime.device import pick_device, pick_dtype
 
+FILE = 'entropy_range.json'
 
-def probe(folder, seed=0):
-    """Write what reachable_entropy finds for the model in `folder` to its reach.json, once."""
+
+def measure(folder, seed=0):
+    """Write the entropy range of the model in `folder` to its entropy_range.json, once."""
     folder = Path(folder)
-    if (folder / 'reach.json').exists():
+    if (folder / FILE).exists():
         return
     device = pick_device('auto')
     model = checkpoint.load(folder, device, pick_dtype('auto', device))
     n_pieces = load_model_tokenizer(folder, model.config).n_vocab
-    content = reachable_entropy(model, n_pieces, seed=seed)
+    content = entropy_range(model, n_pieces, seed=seed)
     with ownership.lock(folder):
-        ownership.claim(folder, 'reach.json')
-        ownership.write_text(folder / 'reach.json', json.dumps(content, indent=1) + '\n')
+        ownership.claim(folder, FILE)
+        ownership.write_text(folder / FILE, json.dumps(content, indent=1) + '\n')
 
 
-def reachable_entropy(model, n_pieces, *, n_tokens=64, steps=300, lr=0.1, seed=0):
+def entropy_range(model, n_pieces, *, n_tokens=64, steps=300, lr=0.1, seed=0):
     """Least and most entropy that a next-token distribution of `model` can have, in bits.
 
     The final norm gives every hidden state the same length, up to its weights, so the output matrix
@@ -50,8 +52,7 @@ def reachable_entropy(model, n_pieces, *, n_tokens=64, steps=300, lr=0.1, seed=0
     'log2_vocab'}.
     """
     head, cap = model.head.detach().float(), model.softcap
-    norm = model.decoder.norm
-    norm = copy.deepcopy(norm).float().requires_grad_(False)
+    norm = copy.deepcopy(model.decoder.norm).float().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randperm(n_pieces, generator=generator)[:n_tokens].to(head.device)
 
@@ -63,22 +64,20 @@ def reachable_entropy(model, n_pieces, *, n_tokens=64, steps=300, lr=0.1, seed=0
         return -(log_p.exp() * log_p).sum(1) / math.log(2)
 
     def token_nll(log_p):
-        return -log_p.gather(1, tokens[:, None])[:, 0]
+        return F.nll_loss(log_p, tokens, reduction='none')
 
     def minimize(loss, start):
         x = start.clone().requires_grad_()
         optimizer = torch.optim.Adam([x], lr=lr)
-        for step in range(steps):
-            for group in optimizer.param_groups:
-                group['lr'] = lr * (1 - step / steps)
+        decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+        for _ in range(steps):
             optimizer.zero_grad()
             loss(log_probs(x)).sum().backward()
             optimizer.step()
-        with torch.no_grad():
-            return log_probs(x)
+            decay.step()
+        return log_probs(x).detach()
 
-    centered = head[tokens] - head.mean(0)
-    centered = centered / centered.norm(dim=1, keepdim=True) * head.shape[1] ** 0.5
+    centered = F.normalize(head[tokens] - head.mean(0)) * head.shape[1] ** 0.5
     sure = minimize(token_nll, centered)
     start = torch.randn(n_tokens, head.shape[1], generator=generator).to(head.device)
     unsure = minimize(lambda log_p: -entropy(log_p), start)
@@ -92,5 +91,5 @@ if __name__ == '__main__':
     parser.add_argument('folders', nargs='+', help='folders of models')
     with cli.one_line_errors():
         for name in parser.parse_args().folders:
-            probe(name)
-            print(name, (Path(name) / 'reach.json').read_text())
+            measure(name)
+            print(name, (Path(name) / FILE).read_text())

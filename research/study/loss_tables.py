@@ -1,0 +1,372 @@
+"""Tables, tests and figures of claims 7 to 11; PLAN.md defines them.
+
+    python research/study/loss_tables.py --runs=out/study   # first results/losses/seed-*.csv
+    python research/study/loss_tables.py                    # from these files: tables and figures
+
+seed-<n>.csv has the finished runs of a seed: a line for questions, facts and next tokens, over all
+languages and for each. Three more tasks are: 'held out', the NLL and ECE of the held-out
+conversations at the end of tuning; 'trained', the mean NLL of the trained ones in the last 50
+steps; and `base` or `medium`, whose accuracy is the share of the 4,000 facts of the instruction
+data that the model knows. An excess is the mean of ECE, or another metric, minus that of
+cross-entropy at equal accuracy; only the first strength of a loss is tested. claims.py says what a
+cell is.
+"""
+
+import functools
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import numpy as np
+
+from results.over_seeds import mean_and_ends, run_lines
+from results.plots import save_figure
+from results.runs import read_run
+from results.tables import TITLES
+from runtime import cli
+from stats import mean_interval
+from research.study import claims
+from research.study.claims import (at_equal, cell, difference_table, draw_groups, finish, panels,
+                                   plain, tested_table)
+from research.study.common import seed_folder
+from research.study.runs import (EXPERIMENTS, KNOWN_BASES, KNOWN_DATA, KNOWN_LOSSES, LATER_SEEDS,
+                                 LOSSES, RATES, TRANSFER, short)
+
+RESULTS = Path(__file__).parent / 'results' / 'losses'
+USUAL = {'task': 'text4', 'language': 'all', 'scaling': 'none'}
+COLUMNS = ('run', 'seed', *USUAL, 'accuracy', 'confidence', 'ece', 'smooth_ece', 'brier', 'nll')
+BASES = ('base', 'medium', 'large')
+LAST = 50           # steps
+CROSS_ENTROPY, SMOOTHING = LOSSES['cross-entropy'][0], LOSSES['smoothing'][0]
+FIRST = {name: strengths[0] for name, strengths in LOSSES.items() if name != 'cross-entropy'}
+TASKS = {'text4': 'questions', 'facts': 'first tokens of facts', 'clm': 'next tokens'}
+UNTUNED = ('l1', 'l2', 'l3')
+SETTINGS = {'base': '6 million', 'medium': '34 million', 'large': '210 million', 'lora': 'LoRA',
+            'untuned': 'untuned languages', 'english': 'English'}
+
+
+# Numbers
+
+def sources(root):
+    """Yield the folders of the finished runs: base models, what they know, tuned models."""
+    for seed in LATER_SEEDS:
+        names = [f'{seed_folder("base", seed, root)}/{name}' for name in BASES]
+        names += [f'{seed_folder("knows", seed, root)}/{name}' for name in KNOWN_BASES]
+        names += [cfg.out_dir for experiment in ('losses', 'transfer', 'known')
+                  for cfg in EXPERIMENTS[experiment](seed, root)]
+        yield from (Path(name) for name in names if Path(name, 'results.json').exists())
+
+
+def is_used(line):
+    """Return whether a table uses a line: languages and temperatures only of questions."""
+    if line['category'] != 'all' or line['task'] in ('text10', 'letters4', 'letters10'):
+        return False
+    if line['task'] == 'text4':
+        return line['language'] == 'all' or line['scaling'] == 'none'
+    return (line['language'], line['scaling']) == ('all', 'none')
+
+
+def lines_of(folder):
+    """Return the lines of a run, {column of COLUMNS: value}."""
+    run = read_run(folder)
+    lines = [*filter(is_used, run_lines(run))]
+    if run.settings.get('val_size', '0') != '0':
+        steps = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
+        more = {'language': 'all', 'scaling': 'none'}
+        lines += [more | {'task': 'held out', 'ece': f'{steps[-1]["val_ece"]:.5g}',
+                          'nll': f'{steps[-1]["val_nll"]:.5g}'},
+                  more | {'task': 'trained',
+                          'nll': f'{np.mean([step["nll"] for step in steps[-LAST:]]):.5g}'}]
+    about = {'run': folder.name, 'seed': str(run.seed)}
+    return [{key: (about | line).get(key, '') for key in COLUMNS} for line in lines]
+
+
+def curve(numbers, metric, loss, kind='base', **where):
+    """Return (accuracies, values), float [2, rates + 1, seeds]: the base model and tuned ones."""
+    rates, _, settings = TRANSFER.get(kind, (RATES, (), {}))
+    runs = [settings.get('base', 'base')]
+    runs += [f'{"tuned" if kind == "base" else kind}-{short(loss)}-lr{lr}' for lr in rates]
+    return np.array([[numbers.of(run, m, **where) for run in runs] for m in ('accuracy', metric)])
+
+
+def excess(numbers, metric, loss, kind='base', **where):
+    """Return [seeds]: the metric of a loss minus that of cross-entropy at equal accuracy."""
+    return at_equal(*(curve(numbers, metric, x, kind, **where) for x in (loss, CROSS_ENTROPY)))
+
+
+def ratio_interval(x, y):
+    """Return (low, high) of mean(x) / mean(y) by Fieller's theorem (1954), or None if unbounded.
+
+    It holds the ratios r for which x - r y [seeds] has a mean that a t test does not tell from 0.
+    """
+    n, (mean, _, high) = len(x), mean_interval(y)
+    t2 = (high - mean) ** 2 / (y.var(ddof=1) / n)       # the quantile of t, squared
+    cov = np.cov(x, y) / n
+    a, b, c = (y.mean() ** 2 - t2 * cov[1, 1], x.mean() * y.mean() - t2 * cov[0, 1],
+               x.mean() ** 2 - t2 * cov[0, 0])
+    if a <= 0 or b * b < a * c:
+        return None
+    return (b - np.sqrt(b * b - a * c)) / a, (b + np.sqrt(b * b - a * c)) / a
+
+
+# Tables
+
+def equal_accuracy_table(numbers):
+    """Return the table of claim 7: losses at equal accuracy."""
+    proper = ('smooth_ece', 'brier', 'nll')
+    held_out = functools.partial(numbers.of, metric='nll', task='held out')
+    default = held_out(f'tuned-{short(CROSS_ENTROPY)}-lr0.0008')
+    losses = [loss for strengths in LOSSES.values() for loss in strengths if loss != CROSS_ENTROPY]
+    rows = [([loss], [*(excess(numbers, 'ece', loss, task=task) for task in TASKS),
+                      *(excess(numbers, metric, loss) for metric in proper),
+                      held_out(f'tuned-{short(loss)}-lr0.0008') - default]) for loss in losses]
+    head = ['loss', *(f'ECE, {title}' for title in TASKS.values()),
+            *(f'{TITLES[m]}, questions' for m in proper), 'NLL of held-out conversations at 8e-4']
+    return tested_table(head, rows, [(i, j) for i, loss in enumerate(losses)
+                                     if loss in FIRST.values() for j in range(3)])
+
+
+def temperature_table(numbers):
+    """Return the table of claim 8: losses after temperature scaling."""
+    rows = [([name], [excess(numbers, 'ece', loss), *(
+        excess(numbers, metric, loss, scaling='temperature') for metric in ('ece', 'nll'))])
+            for name, loss in FIRST.items()]
+    return tested_table(['loss', 'ECE', 'ECE after temperature', 'NLL after temperature'], rows,
+                        [(i, j) for i in range(len(rows)) for j in (1, 2)])
+
+
+def transfer_values(numbers, name, setting, metric='ece'):
+    """Return [seeds], or None if the plan has no such runs."""
+    loss = LOSSES[name][0]
+    if setting in ('untuned', 'english'):
+        languages = UNTUNED if setting == 'untuned' else ['en']
+        return np.mean([excess(numbers, metric, loss, language=x) for x in languages], axis=0)
+    if setting == 'base' or name in TRANSFER[setting][1]:
+        return excess(numbers, metric, loss, setting)
+
+
+def transfer_table(numbers, metric='ece'):
+    """Claim 9; tested is ECE, but not at 6 million, which is claim 7's, nor in English."""
+    rows = [([name], [transfer_values(numbers, name, x, metric) for x in SETTINGS])
+            for name in FIRST]
+    tested = [(i, j) for i, (_, values) in enumerate(rows) for j, v in enumerate(values)
+              if v is not None and metric == 'ece' and [*SETTINGS][j] not in ('base', 'english')]
+    return tested_table([f'{TITLES[metric]}: loss', *SETTINGS.values()], rows, tested)
+
+
+def known_values(numbers, base, data, name, metric='ece'):
+    return numbers.of(f'{base}-{data}-{short(LOSSES[name][0])}', metric)
+
+
+def known_table(numbers, metric='ece'):
+    """Claim 10: a metric of questions after tuning on known and on unknown facts."""
+    return [['base model', 'tuned on', *(f'{TITLES[metric]}, {name}' for name in KNOWN_LOSSES)], *(
+        [SETTINGS[base], data, *(plain(known_values(numbers, base, data, name, metric))
+                                 for name in KNOWN_LOSSES)]
+        for base in KNOWN_BASES for data in KNOWN_DATA)]
+
+
+def predictions_table(numbers):
+    """Claim 10: the plan's predictions, each as a difference that should exceed 0."""
+    def ece(data, name='cross-entropy', base='base'):
+        return known_values(numbers, base, data, name)
+    def gain(data, name, base='base'):
+        return ece(data, base=base) - ece(data, name, base)
+    def share_known(base):
+        return numbers.of(base, 'accuracy', task=base)
+    def memorized(run):
+        return numbers.of(run, 'nll', task='held out') - numbers.of(run, 'nll', task='trained')
+    def not_memorized(kind, lr):
+        loss, smoothed = short(CROSS_ENTROPY), short(SMOOTHING)
+        return memorized(f'{kind}-{loss}-lr{lr}') - memorized(f'{kind}-{smoothed}-lr{lr}')
+    return difference_table({
+        'cross-entropy: ECE unknown - known, 6 million': ece('unknown') - ece('known'),
+        'cross-entropy: ECE unknown - known, 34 million':
+        ece('unknown', base='medium') - ece('known', base='medium'),
+        "smoothing's reduction of ECE: unknown - known, 6 million":
+        gain('unknown', 'smoothing') - gain('known', 'smoothing'),
+        "DFT's reduction of ECE: unknown - known, 6 million":
+        gain('unknown', 'DFT') - gain('known', 'DFT'),
+        'share of known facts, 34 - 6 million':
+        share_known('medium') - share_known('base'),
+        "smoothing's reduction of ECE on unknown facts, 34 million":
+        gain('unknown', 'smoothing', 'medium'),
+        'reduction of memorization (NLL) by smoothing: 6 - 34 million':
+        not_memorized('tuned', 8e-4) - not_memorized('medium', 4e-4)}, 'prediction: above 0',
+        'difference')
+
+
+DEFAULT = f'tuned-{short(CROSS_ENTROPY)}-lr0.0008'
+# claim 11: {choice: (run, scaling)}
+CHOICES = {
+    'learning rate 8e-05': (f'tuned-{short(CROSS_ENTROPY)}-lr8e-05', 'none'),
+    'learning rate 0.00032': (f'tuned-{short(CROSS_ENTROPY)}-lr0.00032', 'none'),
+    'one epoch': (f'epoch-{short(CROSS_ENTROPY)}-lr0.0008', 'none'),
+    'one epoch, 0.00032': (f'epoch-{short(CROSS_ENTROPY)}-lr0.00032', 'none'),
+    'one epoch, smoothing': (f'epoch-{short(SMOOTHING)}-lr0.0008', 'none'),
+    'one epoch, 0.00032, smoothing': (f'epoch-{short(SMOOTHING)}-lr0.00032', 'none'),
+    **{f'LoRA, {lr:g}': (f'lora-{short(CROSS_ENTROPY)}-lr{lr}', 'none')
+       for lr in TRANSFER['lora'][0]},
+    **{name: (f'tuned-{short(loss)}-lr0.0008', 'none') for name, loss in FIRST.items()},
+    'temperature': (DEFAULT, 'temperature'),
+    'learning rate 0.00032 + temperature':
+    (f'tuned-{short(CROSS_ENTROPY)}-lr0.00032', 'temperature'),
+    'LoRA, 0.0008 + temperature': (f'lora-{short(CROSS_ENTROPY)}-lr0.0008', 'temperature'),
+    'smoothing + temperature': (f'tuned-{short(SMOOTHING)}-lr0.0008', 'temperature')}
+
+
+def ranked_choices(numbers):
+    """Return [(text, choice, [4, seeds])], the best choice first.
+
+    The four are the reduction of ECE, points of accuracy lost, the reduction of NLL, and the
+    increase of NLL on held-out conversations, which a temperature does not change.
+    """
+    def values(run, scaling):
+        ece, accuracy, nll = (numbers.of(run, m, scaling=scaling)
+                              for m in ('ece', 'accuracy', 'nll'))
+        return np.array([-ece, -100 * accuracy, -nll, numbers.of(run, 'nll', task='held out')])
+    default = values(DEFAULT, 'none')
+    choices = [(name, values(*choice) - default) for name, choice in CHOICES.items()]
+    ranked = sorted((*per_point(*changes[:2]), name, i)
+                    for i, (name, changes) in enumerate(choices))
+    return [(text, name, choices[i][1]) for _, text, name, i in ranked]
+
+
+def per_point(ece, lost):
+    """Return (rank, text) of the reduction of ECE per point of accuracy lost.
+
+    A choice that loses no accuracy beyond its interval is free and comes first.
+    """
+    if not np.isfinite([ece, lost]).all():
+        return (2, 0), 'not run'
+    if (lost[0] if len(lost) < 2 else mean_interval(lost)[1]) <= 0:
+        return (0, -ece.mean()), 'free'
+    ratio, ends = ece.mean() / lost.mean(), len(lost) > 1 and ratio_interval(ece, lost)
+    text = '' if len(lost) < 2 else (
+        f' ({ends[0]:.3f} to {ends[1]:.3f})' if ends else ' (unbounded)')
+    return (1, -ratio), f'{ratio:.3f}{text}'
+
+
+def recipe_table(numbers):
+    """Return the table of claim 11: choices that keep a model calibrated."""
+    return [['choice', 'reduction of ECE', 'points of accuracy lost', 'reduction of NLL',
+             'increase of NLL on held-out conversations', 'reduction of ECE per point'],
+            *([name, cell(ece), cell(lost, digits=1), cell(nll), cell(held_out), text]
+              for text, name, (ece, lost, nll, held_out) in ranked_choices(numbers))]
+
+
+# Figures
+
+def loss_colors():
+    """Return {loss: color}: black for cross-entropy."""
+    from matplotlib import colormaps
+    return dict(zip(LOSSES, ['black', *colormaps['tab10'].colors], strict=True))
+
+
+def draw_curves(numbers, ax, metric, title, **where):
+    """Draw one curve per loss over the learning rates; other strengths than the first are pale."""
+    for (name, strengths), color in zip(LOSSES.items(), loss_colors().values(), strict=True):
+        for i, loss in enumerate(strengths):
+            points = curve(numbers, metric, loss, **where)
+            order = np.argsort(points[0], axis=0, kind='stable')
+            x, y = np.take_along_axis(points, order[None], axis=1).mean(-1)
+            style = {'linewidth': 0.8, 'alpha': 0.35} if i else {'linewidth': 1.6, 'label': name}
+            style['linestyle'] = '--' if name == 'DFT' else '-'     # it covers GCE 1
+            ax.plot(x, y, color=color, marker='o', markersize=3, **style)
+    x, y = (numbers.of('base', m, **where).mean() for m in ('accuracy', metric))
+    ax.plot(x, y, 'k*', markersize=10, label='base model')
+    ax.set(xlabel='accuracy', ylabel=TITLES[metric])
+    ax.set_title(title, fontsize=10)
+    ax.grid(alpha=0.3)
+
+
+def equal_accuracy_figure(numbers, path):
+    figure, axes = panels(2, len(TASKS))
+    for row, metric in zip(axes, ('ece', 'smooth_ece'), strict=True):
+        for ax, (task, title) in zip(row, TASKS.items(), strict=True):
+            draw_curves(numbers, ax, metric, title, task=task)
+    finish(figure, path)
+
+
+def temperature_figure(numbers, path):
+    figure, axes = panels(1, 3)
+    for ax, (metric, scaling, title) in zip(axes[0], (
+            ('ece', 'none', 'questions'), ('ece', 'temperature', 'after temperature scaling'),
+            ('nll', 'temperature', 'after temperature scaling')), strict=True):
+        draw_curves(numbers, ax, metric, title, scaling=scaling)
+    finish(figure, path)
+
+
+def transfer_figure(numbers, path):
+    figure, axes = panels(1, 1)
+    figure.set_figwidth(8)
+    ax, color = axes[0, 0], loss_colors()
+    draw_groups(ax, SETTINGS.values(), {name: (color[name], [
+        transfer_values(numbers, name, x) for x in SETTINGS]) for name in FIRST}, 0.07)
+    ax.axhline(0, color='black', linewidth=1)
+    ax.set(ylabel='ECE minus that of cross-entropy')
+    ax.grid(axis='y', alpha=0.3)
+    finish(figure, path)
+
+
+def known_figure(numbers, path):
+    figure, axes = panels(1, len(KNOWN_BASES))
+    color = loss_colors()
+    for ax, base in zip(axes[0], KNOWN_BASES, strict=True):
+        draw_groups(ax, KNOWN_DATA, {name: (color[name], [
+            known_values(numbers, base, data, name) for data in KNOWN_DATA])
+            for name in KNOWN_LOSSES}, 0.08)
+        ax.axhline(numbers.of(base, 'ece').mean(), color='black', linestyle='--', linewidth=1,
+                   label='base model')
+        ax.set(xlabel='facts of the tuning data', ylabel='ECE', title=SETTINGS[base])
+        ax.grid(axis='y', alpha=0.3)
+    finish(figure, path)
+
+
+def recipe_figure(numbers, path):
+    """Draw a row per choice, in the order of the table; a choice without runs is left out."""
+    rows = [(name, changes[[0, 1, 3]]) for _, name, changes in ranked_choices(numbers)
+            if np.isfinite(changes[[0, 1, 3]]).all()]
+    figure, axes = panels(1, 3)
+    figure.set_size_inches(10, 1 + 0.24 * len(rows))
+    for i, (ax, title) in enumerate(zip(axes[0], (
+            'reduction of ECE', 'points of accuracy lost', 'increase of NLL on conversations'),
+            strict=True)):
+        for y, (_, changes) in enumerate(rows):
+            mean, low, high = mean_and_ends(changes[i])
+            ax.errorbar([mean], [y], xerr=[[mean - low], [high - mean]], color='C0', marker='o',
+                        markersize=4, capsize=2, linewidth=1.2)
+        ax.axvline(0, color='black', linewidth=1)
+        ax.set_yticks(range(len(rows)), [name for name, _ in rows] if i == 0 else [])
+        ax.set_ylim(len(rows) - 0.5, -0.5)
+        ax.set_title(title, fontsize=10)
+        ax.grid(alpha=0.3)
+    save_figure(figure, path, 110)
+
+
+# {file: (claim, tables, figure)}
+CLAIMS = {
+    'equal-accuracy': ('Claim 7: metrics at equal accuracy, minus those of cross-entropy',
+                       (equal_accuracy_table,), equal_accuracy_figure),
+    'after-temperature': ('Claim 8: the same for questions, also after temperature scaling',
+                          (temperature_table,), temperature_figure),
+    'transfer': ('Claim 9: ECE of questions at equal accuracy, minus that of cross-entropy',
+                 (transfer_table, *(functools.partial(transfer_table, metric=m)
+                                    for m in ('smooth_ece', 'brier', 'nll'))), transfer_figure),
+    'known': ('Claim 10: known and unknown facts', (
+        known_table, predictions_table, *(functools.partial(known_table, metric=m) for m in (
+            'accuracy', 'confidence', 'smooth_ece', 'brier', 'nll'))), known_figure),
+    'recipe': ('Claim 11: each choice compared with the default', (recipe_table,),
+               recipe_figure),
+}
+
+
+def main(arguments=None):
+    claims.main(arguments, __doc__, CLAIMS, RESULTS, USUAL, sources, lines_of)
+
+
+if __name__ == '__main__':
+    with cli.one_line_errors():
+        main()

@@ -1,0 +1,318 @@
+"""The runs of claims 1 to 11, as a table of experiments; PLAN.md has those of claims 7 to 11.
+
+    python research/study/runs.py base --seeds=0 --only=base,tiny
+    python research/study/runs.py smoothing
+
+The experiment `base` makes the world and the base models that all others but `vocabulary` tune.
+Finished runs are skipped, so an interrupted command is simply started again, and several processes
+can share the seeds or the runs of an experiment. At the end, a table of all finished seeds is
+printed and written beside them as compare.*.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import numpy as np
+
+from data.files import read_rows
+from data.world import ENGLISH
+from evaluate import EvalConfig, run
+from results.report import predictions
+from results.samples import read_samples
+from runtime import cli
+from runtime.errors import ConfigError
+from runtime.ownership import write_text
+from research.study import common, entropy_range
+from research.study.common import ROOT, seed_folder
+from research.study.world import StudySpec, make_world
+from train import TrainConfig
+
+FORMS = ('text4', 'text10', 'letters4', 'letters10')    # of the questions; see world.py
+LATER_SEEDS = (5, 6, 7, 8, 9)       # of claims 7 to 11: claims 1 to 6 have seen 0 to 4
+
+# The strengths of each loss of claims 7 to 11; the first is tested, and used in other experiments.
+LOSSES = {
+    'cross-entropy': ('cross_entropy()',),
+    'smoothing': ('cross_entropy() + smoothing(0.1)', 'cross_entropy() + smoothing(0.05)',
+                  'cross_entropy() + smoothing(0.2)', 'cross_entropy() + smoothing(0.3)'),
+    'confidence penalty': ('cross_entropy() + confidence_penalty(0.3)',
+                           'cross_entropy() + confidence_penalty(0.1)',
+                           'cross_entropy() + confidence_penalty(1.0)'),
+    'focal': ('focal(2)', 'focal(1)', 'focal(3)'),
+    'Brier': ('brier()',),
+    'z-loss': ('cross_entropy() + z_loss(1e-4)', 'cross_entropy() + z_loss(1e-2)'),
+    'GCE 0.7': ('gce(0.7)',),
+    'GCE 1': ('gce(1)',),
+    'DFT': ('dft()',),
+    'entropy weighting': ('entropy_weighted(1)', 'entropy_weighted(0.5)'),
+    'smoothing + z-loss': ('cross_entropy() + smoothing(0.1) + z_loss(1e-4)',),
+}
+RATES = (8e-5, 3.2e-4, 8e-4)        # learning rates of these losses
+FEW = ('cross-entropy', 'smoothing', 'confidence penalty', 'Brier', 'DFT')
+# Claims 9 and 11, {kind of run: (learning rates, losses, settings)}
+TRANSFER = {
+    # LoRA has a third rate, since it changes little at the first
+    'lora': ((8e-4, 3.2e-3, 1.28e-2), ('cross-entropy', 'smoothing', 'confidence penalty', 'DFT'),
+             {'lora': True}),
+    'epoch': ((3.2e-4, 8e-4), ('cross-entropy', 'smoothing'), {'epochs': 1.0}),
+    'medium': ((1.6e-4, 4e-4), (*FEW, 'focal', 'GCE 0.7', 'entropy weighting'),
+               {'base': 'medium'}),
+    'large': ((8e-5, 2e-4), FEW, {'base': 'large'}),
+}
+# Claim 10: {base model: learning rate}, facts of the tuning data, losses
+KNOWN_BASES = {'base': 8e-4, 'medium': 4e-4}
+KNOWN_DATA = ('known', 'half', 'unknown')
+KNOWN_LOSSES = ('cross-entropy', 'smoothing', 'DFT')
+
+
+def short(loss):
+    """Return the part of a run's name for a loss, such as 'smoothing0.1' or 'focal2'."""
+    return (loss.removeprefix('cross_entropy() + ').replace('_', '').replace(' + ', '-')
+            .replace('(', '').replace(')', ''))
+
+
+LATER = {'val_size': 256, 'workers': 1, 'forms': ('text4',)}
+# {experiment: {name of a run: settings}}, besides those of `tuning`. The learning rates are 0.2 /
+# hidden_size where nothing is said.
+TUNED = {
+    # claims 1, 2, 5 and 6: the paper's rates, 5e-6, 2e-5, 5e-5 and 2e-4, times 4096 / hidden_size
+    'smoothing': {f'tuned-smoothing{smoothing}-lr{lr}': {'smoothing': smoothing, 'lr': lr}
+                  for smoothing in (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
+                  for lr in (8e-5, 3.2e-4, 8e-4, 3.2e-3)},
+    # claim 1
+    'architectures': {
+        f'tuned-architecture{base}-smoothing{smoothing}': {'base': base, 'smoothing': smoothing}
+        for base in ('gemma2', 'mistral') for smoothing in (0.0, 0.1, 0.3)},
+    # claim 4: adapters of rank 8 on queries and values
+    'lora': {f'lora-smoothing{smoothing}-lr{lr}': {'lora': True, 'smoothing': smoothing, 'lr': lr}
+             for smoothing in (0.0, 0.1) for lr in (8e-4, 3.2e-3)},
+    'epochs': {f'tuned-smoothing{smoothing}-epochs{epochs}': {
+        'smoothing': smoothing, 'epochs': epochs}
+        for smoothing in (0.0, 0.1) for epochs in (1.0, 2.0, 4.0, 8.0)},
+    # the same facts, with one wording for all questions and one for all answers
+    'homogeneous': {f'homogeneous-smoothing{smoothing}': {
+        'smoothing': smoothing, 'data': 'base/seed-{}/world/instruct-homogeneous.jsonl'}
+        for smoothing in (0.0, 0.1)},
+    # 1, 34 and 210 million parameters; the base model of the others has 6 million
+    'size': {f'tuned-{base}-smoothing{smoothing}': {'base': base, 'smoothing': smoothing, 'lr': lr}
+             for base, lr in (('tiny', 1.6e-3), ('medium', 4e-4), ('large', 2e-4))
+             for smoothing in (0.0, 0.1)},
+    # claims 7, 8 and 11
+    'losses': {f'tuned-{short(loss)}-lr{lr}': LATER | {'loss': loss, 'lr': lr}
+               for strengths in LOSSES.values() for loss in strengths for lr in RATES},
+    'transfer': {f'{kind}-{short(loss)}-lr{lr}': LATER | {'loss': loss, 'lr': lr} | settings
+                 for kind, (rates, names, settings) in TRANSFER.items()
+                 for loss in (LOSSES[name][0] for name in names) for lr in rates},
+    # the steps of 4,000 conversations in three epochs, however many are known
+    'known': {f'{base}-{data}-{short(loss)}': LATER | {
+        'base': base, 'loss': loss, 'lr': lr, 'val_size': 0, 'epochs': 20.0, 'max_steps': 187,
+        'data': f'knows/seed-{{}}/{base}-{data}.jsonl'}
+        for base, lr in KNOWN_BASES.items() for data in KNOWN_DATA
+        for loss in (LOSSES[name][0] for name in KNOWN_LOSSES)},
+}
+
+
+def evaluation(world, forms, **settings):
+    """Return the report on the questions, next tokens and facts of the world in folder `world`."""
+    tasks = (*(f'{world}/{form}' for form in forms), f'clm:{world}/clm.jsonl',
+             f'facts:{world}/facts.jsonl')
+    return EvalConfig(tasks=tasks, scoring='text', shots=0, fit_temperature=True, n_bootstrap=0,
+                      pictures=False, **settings)
+
+
+SHARED = {'pack_len': 1024, 'max_length': 512, 'add_bos': True, 'checkpoint_epochs': False,
+          'save_every': None, 'pictures': False, 'eval_before': False}
+PRETRAINING = {'from_scratch': True, 'data_kind': 'text', 'schedule': 'cosine', 'final_lr': 0.05,
+               'weight_decay': 0.1, 'betas': (0.9, 0.95)}
+
+
+def tuning(experiment, name, seed, root=ROOT, base='base', forms=FORMS,
+           data='base/seed-{}/world/instruct.jsonl', **settings):
+    """Return the config that tunes the base model `base`; data: a path in `root` for a seed."""
+    source = seed_folder('base', seed, root)
+    return TrainConfig(**SHARED | {
+        'model': f'{source}/{base}', 'data': f'{root}/{data.format(seed)}',
+        'cache_dir': f'{source}/cache', 'batch_size': 64, 'epochs': 3.0, 'micro_rows': 4,
+        'lr': 8e-4, 'log_every': 50, 'eval': evaluation(f'{source}/world', forms),
+        'out_dir': f'{seed_folder(experiment, seed, root)}/{name}', 'seed': seed} | settings)
+
+
+def tuned_runs(experiment, seed, root=ROOT):
+    for name, settings in TUNED[experiment].items():
+        yield tuning(experiment, name, seed, root, **settings)
+
+
+# Base models: Llama of four sizes, Gemma 2 and Mistral
+
+WORLD = StudySpec(
+    entities=1_000_000, unseen=10_000, zipf=1.0, first_names=1_000, family_names=1_200,
+    documents=400_000, entities_each=6, list_share=0.2, exam_share=0.25, paraphrases=True,
+    language_shares=(0.4, 0.3, 0.2, 0.1), vocab_sizes=(4_096,), tokenizer_documents=20_000,
+    instructions=4_000, questions=1_000, unseen_questions=400, validation=400,
+    forms=FORMS, probes=1_000)
+
+
+def llama(hidden, mlp, layers, heads, **more):
+    return {'hidden_size': hidden, 'intermediate_size': mlp, 'num_hidden_layers': layers,
+            'num_attention_heads': heads, 'num_key_value_heads': heads} | more
+
+
+# {name: (learning rate: 0.5 / hidden_size, shape)}
+MODELS = {
+    'base': (2e-3, llama(256, 704, 6, 4)),
+    'gemma2': (2e-3, llama(256, 704, 6, 4, model_type='gemma2', num_key_value_heads=2, head_dim=64,
+                           query_pre_attn_scalar=64, sliding_window=256,
+                           attn_logit_softcapping=50.0, final_logit_softcapping=30.0)),
+    'mistral': (2e-3, llama(256, 704, 6, 4, model_type='mistral', num_key_value_heads=2,
+                            sliding_window=256)),
+    'tiny': (4e-3, llama(128, 352, 3, 2)),
+    'medium': (1e-3, llama(512, 1408, 10, 8)),
+    'large': (5e-4, llama(1024, 2816, 16, 16)),
+}
+
+
+def base_runs(seed, root=ROOT):
+    folder = seed_folder('base', seed, root)
+    for name, (lr, shape) in MODELS.items():
+        yield TrainConfig(**SHARED, **PRETRAINING, shape=shape, lr=lr,
+                          model=f'{folder}/world/model', data=f'{folder}/world/text.jsonl',
+                          cache_dir=f'{folder}/cache', epochs=1.0, batch_size=384, micro_rows=36,
+                          log_every=100, eval=evaluation(f'{folder}/world', FORMS),
+                          out_dir=f'{folder}/{name}', seed=seed)
+
+
+# Claim 3: vocabularies of 2^9 to 2^18 by hidden sizes of 64 to 1024; Gemma 2 of two layers
+
+VOCABULARIES = (512, 4_096, 32_768, 262_144)
+# names are hundreds of thousands of words of their own, so that there are 2^18 real pieces
+VOCABULARY_WORLD = StudySpec(
+    entities=1_000_000, unseen=10_000, zipf=0.7, first_names=10, family_names=400_000,
+    documents=120_000, entities_each=6, list_share=0.3, exam_share=0.15, paraphrases=True,
+    vocab_sizes=VOCABULARIES, tokenizer_documents=120_000, instructions=4_000, questions=2_000,
+    unseen_questions=400, validation=400, forms=('text4', 'letters4'), probes=2_000)
+# {hidden size: (intermediate size, heads, learning rate of the base model, of tuning)}. The rates
+# are 0.5 / hidden_size and 0.2 / hidden_size
+SIZES = {64: (192, 1, 8e-3, 3.2e-3), 256: (704, 4, 2e-3, 8e-4), 1024: (2816, 16, 5e-4, 2e-4)}
+
+
+def vocabulary_runs(seed, root=ROOT):
+    """Yield all models with and without the softcap; 'unused' have 2^18 rows but 4,096 pieces."""
+    folder = seed_folder('vocabulary', seed, root)
+    # an option is one token or, with 512 pieces, several: the sum compares them
+    report = evaluation(f'{folder}/world', VOCABULARY_WORLD.forms, norm='sum')
+    shared = SHARED | {'cache_dir': f'{folder}/cache', 'log_every': 100, 'eval': report,
+                       'seed': seed}
+    models = {f'D{D}-V{V}-cap{cap}': (D, V, cap, {})
+              for D, V, cap in itertools.product(SIZES, VOCABULARIES, (30.0, None))}
+    models |= {f'unused-D{D}': (D, 4_096, 30.0, {'vocab_size': 262_144}) for D in SIZES}
+    for name, (D, V, cap, rows) in models.items():
+        mlp, heads, lr, _ = SIZES[D]
+        shape = llama(D, mlp, 2, heads, model_type='gemma2', head_dim=64, query_pre_attn_scalar=64,
+                      sliding_window=1024, attn_logit_softcapping=50.0,
+                      final_logit_softcapping=cap, **rows)
+        yield TrainConfig(**shared, **PRETRAINING, shape=shape, lr=lr, epochs=2.0, batch_size=96,
+                          micro_rows=11, model=f'{folder}/world/model-{V}',
+                          data=f'{folder}/world/text.jsonl', out_dir=f'{folder}/base-{name}')
+    for (name, (D, *_)), smoothing in itertools.product(models.items(), (0.0, 0.1)):
+        yield TrainConfig(**shared, model=f'{folder}/base-{name}', smoothing=smoothing,
+                          data=f'{folder}/world/instruct.jsonl', epochs=3.0, batch_size=64,
+                          micro_rows=4, lr=SIZES[D][3],
+                          out_dir=f'{folder}/tuned-{name}-smoothing{smoothing}')
+
+
+# Claim 10: which facts of the instruction data a base model knows
+
+def select_known(seed, root=ROOT, base='base'):
+    """Write the three instruction files of a base model, with equally many conversations each.
+
+    A fact of instruct-homogeneous.jsonl, which states one per conversation, is known if the model
+    ranks it first among the 24 values of its attribute. Its answers go to the folder `base`. Raises
+    ConfigError if it knows all of them, or none.
+    """
+    folder, source = (Path(seed_folder(name, seed, root)) for name in ('knows', 'base'))
+    files = [folder / f'{base}-{data}.jsonl' for data in KNOWN_DATA]
+    if all(file.exists() for file in files):
+        return
+    rows = [row for _, row in read_rows(source / 'world' / 'instruct-homogeneous.jsonl')]
+    folder.mkdir(parents=True, exist_ok=True)
+    questions = folder / f'{base}.jsonl'
+    write_lines(questions, [fact_question(i, row) for i, row in enumerate(rows)])
+    run(EvalConfig(model=f'{source}/{base}', tasks=(f'{questions}',), shots=0, scoring='text',
+                   n_bootstrap=0, pictures=False, seed=seed, out_dir=f'{folder / base}'))
+    samples = read_samples(folder / base / 'samples.jsonl')
+    p = predictions(samples, 'token')
+    knows = np.zeros(len(rows), bool)
+    knows[[int(s['id']) for s in samples]] = p.probs.argmax(1) == p.labels
+    order = np.random.default_rng([seed, 4]).permutation(len(rows))
+    known, unknown = order[knows[order]], order[~knows[order]]
+    n = min(len(known), len(unknown)) // 2
+    if not n:
+        raise ConfigError(f'{questions}: the base model knows {len(known)} of {len(rows)} facts; '
+                          f'both kinds are needed')
+    chosen = known[:2 * n], [*known[:n], *unknown[:n]], unknown[:2 * n]
+    for file, indices in zip(files, chosen, strict=True):
+        write_lines(file, [rows[i] for i in sorted(indices)])
+
+
+def fact_question(number, row):
+    """Return a conversation's fact as a question whose options are all values of its attribute."""
+    ask, answer = (message['content'] for message in row['messages'])
+    value = answer.removeprefix('Answer: ')
+    values = next(words for words in ENGLISH.values.values() if value in words)
+    return {'question': ask, 'choices': values, 'answer': values.index(value), 'id': f'{number}'}
+
+
+def write_lines(path, rows):
+    write_text(path, ''.join(json.dumps(row) + '\n' for row in rows))
+
+
+# {experiment: function (seed, root) that yields its configs}
+EXPERIMENTS = {'base': base_runs, 'vocabulary': vocabulary_runs} | {
+    name: functools.partial(tuned_runs, name) for name in TUNED}
+
+
+def seeds_of(experiment):
+    return LATER_SEEDS if experiment in ('losses', 'transfer', 'known') else common.SEEDS
+
+
+def prepare(experiment, seed, root):
+    """Make the world of an experiment, or the data of `known`."""
+    if experiment in ('base', 'vocabulary'):
+        make_world(f'{seed_folder(experiment, seed, root)}/world', seed,
+                   WORLD if experiment == 'base' else VOCABULARY_WORLD)
+    if experiment == 'known':
+        for base in KNOWN_BASES:
+            select_known(seed, root, base)
+
+
+def finish(experiment, cfg):
+    if experiment == 'vocabulary':
+        entropy_range.measure(cfg.out_dir, cfg.seed)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+    parser.add_argument('experiment', choices=EXPERIMENTS)
+    parser.add_argument('--seeds', type=common.seed_list,
+                        help='default: 0,1,2,3,4; 5 to 9 for losses, transfer and known')
+    parser.add_argument('--only', default='', help='beginnings of names of runs, such as base,tiny')
+    parser.add_argument('--out_dir', type=os.path.expanduser, default=ROOT,
+                        help='folder of the study, %(default)s')
+    options = parser.parse_args()
+    name = options.experiment
+    with cli.one_line_errors(resume='the same command continues'):
+        common.train_all(EXPERIMENTS[name], options.seeds or seeds_of(name),
+                         tuple(options.only.split(',')), options.out_dir,
+                         functools.partial(prepare, name), functools.partial(finish, name))
+        common.print_table(EXPERIMENTS[name], options.out_dir)
+
+
+if __name__ == '__main__':
+    main()
