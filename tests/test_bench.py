@@ -23,8 +23,8 @@ from runtime.config_json import config_from_hf
 from runtime.errors import ConfigError
 
 bench = SimpleNamespace(**{name: importlib.import_module(f'research.bench.{name}') for name in (
-    'align', 'all', 'commands', 'eval', 'floors', 'generate', 'grpo', 'gsm8k', 'loss', 'metrics',
-    'peers', 'several_gpus', 'sft', 'train')})
+    'align', 'all', 'commands', 'eval', 'floors', 'generate', 'grpo', 'gsm8k_answers', 'loss',
+    'metrics', 'peers', 'several_gpus', 'sft', 'train')})
 TINY = {'model_type': 'llama', 'vocab_size': 512, 'hidden_size': 32, 'intermediate_size': 64,
         'num_hidden_layers': 1, 'num_attention_heads': 2, 'num_key_value_heads': 1, 'head_dim': 16,
         'rms_norm_eps': 1e-5, 'rope_theta': 1e4, 'max_position_embeddings': 4096,
@@ -198,9 +198,9 @@ def test_written_answers_are_timed_with_equal_prompts(small, tokenizer, tmp_path
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**module))
     for name in ('lm_eval', 'lm_eval.models', 'lm_eval.api'):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
-    config = bench.gsm8k.BenchConfig(data=str(tmp_path / 'gsm8k'), tokenizer=tokenizer, n=2,
+    config = bench.gsm8k_answers.BenchConfig(data=str(tmp_path / 'gsm8k'), tokenizer=tokenizer, n=2,
                                        max_tokens=5, questions=3, batch=(4, 10))
-    table, = bench.gsm8k.bench(config)
+    table, = bench.gsm8k_answers.bench(config)
     whole, alone, peer, failed = table['results'].values()
     assert whole['answers'] == alone['answers'] == 4 * 3 and 12 <= whole['tokens'] <= 60
     assert 0 < alone['seconds'] < whole['seconds']
@@ -214,7 +214,7 @@ def test_written_answers_are_timed_with_equal_prompts(small, tokenizer, tmp_path
     assert prompt.startswith('Question: 0 foxes?\nAnswer: They are 0.\n#### 0\n\nQuestion: 1')
     assert prompt.endswith('#### 4\n\nQuestion: 7 foxes?\nAnswer:')
     assert '| ours, answers alone | 12 | ' in capsys.readouterr().out
-    assert_drawn(bench.gsm8k, [table], tmp_path)
+    assert_drawn(bench.gsm8k_answers, [table], tmp_path)
     assert bench.all.timings('answers', {'tables': [table]}).keys() == {
         f'llama32_1b, answers, ours, {name}, 2 samples, s' for name in (
             'whole command with all confidences', 'answers alone')}
@@ -410,7 +410,7 @@ def test_metrics_are_timed_beside_peers():
 
 @needs_no_gpu
 @pytest.mark.parametrize('script', ['train', 'eval', 'commands', 'floors', 'align', 'grpo', 'sft',
-                                    'gsm8k', 'several_gpus'])
+                                    'gsm8k_answers', 'several_gpus'])
 def test_scripts_without_a_gpu_say_that_they_need_one(script):
     with pytest.raises(SystemExit, match=f'error: research/bench/{script}.py needs a CUDA device'):
         getattr(bench, script).main([])

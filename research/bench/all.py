@@ -56,7 +56,8 @@ DATA = {        # the option with the file of a script, which needs --tokenizer 
 }
 WITHOUT_DATA = 'train', 'generate'      # measure less then; the others of DATA nothing
 ONE_PICTURE = 'train', 'eval'           # of all models
-SCRIPTS = {name: name for name in WHAT} | {'answers': 'gsm8k'}      # of each kind of results
+# script of each kind of results
+SCRIPTS = {name: name for name in WHAT} | {'answers': 'gsm8k_answers'}
 MARGIN = 0.03       # beyond the spread
 
 

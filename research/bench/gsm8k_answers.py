@@ -1,8 +1,8 @@
 """Written answers to GSM8K with every confidence, compared with lm-evaluation-harness, on CUDA.
 
-    python research/bench/gsm8k.py --data=gsm8k --tokenizer=Llama-3.2-1B
-    python research/bench/gsm8k.py --data=gsm8k --model=out/run --questions=32 --batch=256,512
-    python research/bench/gsm8k.py --plot=out/bench_answers.json
+    python research/bench/gsm8k_answers.py --data=gsm8k --tokenizer=Llama-3.2-1B
+    python research/bench/gsm8k_answers.py --data=gsm8k --model=out/run --questions=32 --batch=256
+    python research/bench/gsm8k_answers.py --plot=out/bench_answers.json
 
 Times the whole command `python evaluate.py`, from its start: all questions, `n` samples and a
 greedy answer each, all confidences, metrics and pages. lm-evaluation-harness (its HFLM) then writes
