@@ -19,7 +19,7 @@ import align
 import train
 from align import AlignConfig
 from alignment import objectives, rollouts
-from alignment.advantages import (RL_METHODS, soft_overlong, whitened)
+from alignment.advantages import RL_METHODS, soft_overlong, standardized, whitened
 from alignment.objectives import policy_objective
 from alignment.packed_answers import Answers
 from alignment.prompts import load_prompts, to_prompt
@@ -54,6 +54,9 @@ def test_advantages_are_those_of_plain_loops_and_sum_to_0(name):
     expected = [plain_advantage(name, row) for row in rewards.tolist()]
     assert np.allclose(advantages, expected, rtol=0, atol=1e-12)
     assert np.allclose(advantages.sum(1), 0, atol=1e-12)
+    costs = rewards[::-1]
+    assert np.allclose(standardized(rewards, costs), standardized(rewards)
+                       - (costs - costs.mean(1, keepdims=True)), atol=1e-12)
     for reward in (0.1, 1 / 3, -1e18, 1e-300):      # equal rewards: exactly 0
         assert (RL_METHODS[name].advantage(np.full((3, 7), reward)) == 0).all()
         assert (whitened(np.full(14, reward), [7, 7]) == 0).all()
@@ -210,6 +213,9 @@ def test_loss_and_gradients_are_those_of_plain_loops(base, method, kl, entropy_c
 
 # ---- Expected gradients, by exact enumeration ----------------------------------------------------
 
+ANSWERS = [(0,), *itertools.product((1, 2), range(3))]      # token 0 ends an answer
+
+
 class AnswersOf(NamedTuple):
     """What `objectives.policy_loss` needs of packed_answers.Answers, in float64."""
     answer: torch.Tensor
@@ -217,107 +223,48 @@ class AnswersOf(NamedTuple):
     sums = Answers.sums
 
 
-class Tree:
-    """A policy over all answers of at most two or three tokens, in float64; token 0 ends an answer.
-
-    logits: [contexts, 3], a row for each sequence of tokens that can be continued
+def exact_log_probs(logits):
+    """Those of each answer's tokens; logits: [3, 3], of the first token, and after tokens 1 and 2.
     """
-
-    def __init__(self, longest, ends=True, seed=0):
-        self.contexts, self.sequences, open_ = {(): 0}, [], [()]
-        for length in range(1, longest + 1):
-            grown = [(*sequence, token) for sequence in open_ for token in range(3)]
-            done = [x for x in grown if length == longest or ends and x[-1] == 0]
-            open_ = [x for x in grown if x not in done]
-            self.sequences += done
-            self.contexts |= {x: len(self.contexts) + i for i, x in enumerate(open_)}
-        self.counts = np.array([len(sequence) for sequence in self.sequences])
-        rng = np.random.default_rng(seed)
-        self.policy, self.reference, self.old = (
-            torch.from_numpy(rng.normal(size=(len(self.contexts), 3))) for _ in range(3))
-        self.rewards = rng.normal(size=len(self.sequences))
-
-    def log_probs(self, logits, sequence):
-        """The log-probability of each token of a sequence."""
-        p = logits.log_softmax(-1)
-        return torch.stack([p[self.contexts[sequence[:t]], token]
-                            for t, token in enumerate(sequence)])
-
-    def kl(self, logits):
-        """KL(policy, reference) of whole answers, by its definition."""
-        p, q = (torch.stack([self.log_probs(x, s).sum() for s in self.sequences])
-                for x in (logits, self.reference))
-        return (p.exp() * (p - q)).sum()
-
-    def gradient(self, cfg, groups, probability, advantages=None):
-        """Return the expected gradient of the loss of a step, one prompt with a group of answers.
-
-        groups: tuples of indices of sequences; probability: of each group; advantages: None for
-        those of `rollouts.credit`, with the KL if it is in the reward
-        """
-        logits = self.policy.clone().requires_grad_()
-        total = 0
-        now, reference, old = ([self.log_probs(x, s) for s in self.sequences]
-                               for x in (logits, self.reference, self.old))
-        old = old if cfg.updates > 1 else [x.detach() for x in now]
-        for group, weight in zip(groups, probability, strict=True):
-            counts = self.counts[[*group]]
-            answer = torch.from_numpy(np.repeat(np.arange(len(group)), counts))
-            columns = {name: torch.cat([x[i] for i in group])
-                       for name, x in (('old', old), ('reference', reference))}
-            packed = SimpleNamespace(counts=counts,
-                                     where=np.stack([0 * counts, np.arange(len(group))], 1))
-            numbers = [columns[name].detach().numpy() for name in ('old', 'reference')]
-            advantage = np.full(len(answer), advantages) if advantages is not None else (
-                rollouts.credit(packed, self.rewards[[*group]], *numbers, None, cfg,
-                                cfg.kl_coef)[0])
-            answers = AnswersOf(answer, torch.from_numpy(counts).double())
-            log_p = torch.cat([now[i] for i in group])
-            column = columns | {'advantage': torch.from_numpy(advantage)}
-            loss, _, _ = objectives.policy_loss(log_p, column, answers,
-                                                torch.arange(len(answer)), cfg)
-            token = RL_METHODS[cfg.method].weight(counts, counts > 0, cfg)
-            total = total + weight * (loss * torch.from_numpy(token)[answer]).sum()
-        return torch.autograd.grad(total, logits)[0]
-
-    def drawn(self, size, logits):
-        """Return all groups of so many answers, and their probabilities under a policy."""
-        p = torch.stack([self.log_probs(logits, s).sum() for s in self.sequences]).exp().tolist()
-        groups = [*itertools.product(range(len(p)), repeat=size)]
-        return groups, [math.prod(p[i] for i in group) for group in groups]
+    p = logits.log_softmax(-1)
+    return [p[[0, *answer[:-1]], answer] for answer in ANSWERS]
 
 
-def gradient_of(function, logits):
-    logits = logits.clone().requires_grad_()
-    return torch.autograd.grad(function(logits), logits)[0]
+def expected_gradient(cfg, policy, reference, rewards):
+    """That of the loss of a step with one prompt, over all groups of two answers."""
+    logits = policy.clone().requires_grad_()
+    now, then = exact_log_probs(logits), exact_log_probs(reference)
+    probability, total = [x.sum().exp().item() for x in now], 0
+    for group in itertools.product(range(len(ANSWERS)), repeat=2):
+        counts = np.array([len(ANSWERS[i]) for i in group])
+        answer = torch.from_numpy(np.repeat(np.arange(2), counts))
+        log_p, reference_p = (torch.cat([x[i] for i in group]) for x in (now, then))
+        packed = SimpleNamespace(counts=counts, where=np.array([[0, 0], [0, 1]]))
+        advantage, _ = rollouts.credit(packed, rewards[[*group]], log_p.detach().numpy(),
+                                       reference_p.numpy(), None, cfg, cfg.kl_coef)
+        loss, _, _ = objectives.policy_loss(
+            log_p, {'old': log_p.detach(), 'reference': reference_p,
+                    'advantage': torch.from_numpy(advantage)},
+            AnswersOf(answer, torch.from_numpy(counts).double()), torch.arange(len(answer)), cfg)
+        weight = torch.from_numpy(RL_METHODS[cfg.method].weight(counts, counts > 0, cfg))
+        total += math.prod(probability[i] for i in group) * (loss * weight[answer]).sum()
+    return torch.autograd.grad(total, logits)[0]
 
 
-def exact_config(method, **values):
-    return AlignConfig(method=method, reward='exact', max_tokens=3, kl_coef=0.7, **values)
-
-
-@pytest.mark.parametrize('longest, ends, updates', [(2, False, 1), (3, True, 1), (3, True, 2)])
-@pytest.mark.parametrize('method', ['rloo', 'dr_grpo'])
-def test_the_kl_in_the_loss_has_the_gradient_of_the_kl_of_whole_answers(method, longest, ends,
-                                                                        updates):
-    tree = Tree(longest, ends)
-    cfg = exact_config(method, kl='loss', updates=updates)
-    groups = tree.drawn(1, tree.old if updates > 1 else tree.policy)
-    expected = cfg.kl_coef * gradient_of(tree.kl, tree.policy) / (
-        cfg.max_tokens if method == 'dr_grpo' else 1)
-    assert off(tree.gradient(cfg, *groups, advantages=0.0), expected) < 1e-12
-
-
+# share: dr_grpo's mean of two rewards holds the answer itself; divisor: its max_tokens
 @pytest.mark.parametrize('method, share, divisor', [('rloo', 1, 1), ('dr_grpo', 1 / 2, 3)])
-def test_the_kl_in_the_reward_has_the_gradient_of_reward_minus_kl(method, share, divisor):
-    # of groups of two answers: dr_grpo's mean holds the answer itself, for reward and KL alike
-    tree, cfg = Tree(2), exact_config(method, kl='reward')
-
-    def objective(logits):
-        p = torch.stack([tree.log_probs(logits, s).sum() for s in tree.sequences])
-        return cfg.kl_coef * tree.kl(logits) - (p.exp() * torch.from_numpy(tree.rewards)).sum()
-    actual = tree.gradient(cfg, *tree.drawn(2, tree.policy))
-    assert off(actual, share / divisor * gradient_of(objective, tree.policy)) < 1e-12
+@pytest.mark.parametrize('kl', ['loss', 'reward'])
+def test_the_gradient_is_that_of_the_kl_of_whole_answers_and_the_reward(method, share, divisor, kl):
+    rng = np.random.default_rng(0)
+    policy, reference = (torch.from_numpy(rng.normal(size=(3, 3))) for _ in range(2))
+    rewards = rng.normal(size=len(ANSWERS))
+    logits = policy.clone().requires_grad_()
+    p, q = (torch.stack([x.sum() for x in exact_log_probs(z)]) for z in (logits, reference))
+    objective = (0.7 * (share if kl == 'reward' else 1) * (p.exp() * (p - q)).sum()
+                 - share * (p.exp() * torch.from_numpy(rewards)).sum()) / divisor
+    cfg = AlignConfig(method=method, reward='exact', max_tokens=3, kl=kl, kl_coef=0.7)
+    assert off(expected_gradient(cfg, policy, reference, rewards),
+               torch.autograd.grad(objective, logits)[0]) < 1e-12
 
 
 def test_the_entropy_bonus_is_the_mean_over_the_tokens_that_have_a_loss(base, tmp_path):
@@ -413,13 +360,13 @@ def test_a_truncated_answer_is_masked_scored_or_penalized(base, truncated, n_use
 def test_prompts_with_equal_rewards_are_replaced_as_often_as_is_said(base, tmp_path,
                                                                         monkeypatch):
     # a prompt of an even number is rewarded alike whatever the answer, others by chance
-    cfg = config(base, tmp_path, n=8, batch_size=4, method='dapo', resample=2, soft_overlong=4)
+    cfg = config(base, tmp_path, n=8, batch_size=4, method='dapo', resample=2)
     (tmp_path / 'reward.py').write_text(
         'def reward(prompt, answer, row):\n'
         '    return int(prompt.strip(".")[5:]) % 2 and len(answer) % 3\n')
     sample = rollouts.sample
     for resample, n_calls in ((0, 1), (2, 3)):
-        case, calls = replace(cfg, resample=resample, soft_overlong=0), []
+        case, calls = replace(cfg, resample=resample), []
         run, _ = run_of(case)
         run.training, first = np.array([1, 2, 4, 6]), np.array([0, 1, 2, 4])
         with monkeypatch.context() as patch:
@@ -437,8 +384,6 @@ def test_prompts_with_equal_rewards_are_replaced_as_often_as_is_said(base, tmp_p
     again = replace(run_of(case)[0], training=run.training)
     again = rollouts.rollout(again, first, 5)
     assert (again[0] == chosen).all() and (again[2] == rewards).all()
-    align.align(cfg)
-    assert all(0 <= r['equal'] <= 1 for r in log_of(cfg))
 
 
 # ---- PPO -----------------------------------------------------------------------------------------

@@ -199,81 +199,48 @@ def test_a_config_of_an_earlier_version_says_by_its_own_keys_how_to_evaluate(tmp
         load_config(train.TrainConfig, [str(path)])
 
 
-# A script as the real ones are; the argument says how its main part fails.
+# A script as the real ones are; `body` is its main part.
 SCRIPT = """
 from runtime import cli
 cli.begin()
-import sys
-from pathlib import Path
-if sys.argv[1] == 'early':
-    import os
-    os.kill(os.getpid(), int(sys.argv[2]))
-from runtime.errors import CheckpointError
-def main(kind):
-    if kind == 'memory':
-        import numpy
-        numpy.zeros(10 ** 15)
-    if kind == 'threads':
-        import _thread, threading
-        def refuse(*_): raise RuntimeError("can't start new thread")
-        threading._start_new_thread = refuse    # as CPython does where pthread_create fails
-        threading.Thread(target=print).start()
-    if kind == 'module':
-        import no_such_module
-    if kind == 'file':
-        open('/no/such/file')
-    if kind == 'foreign':
-        raise RuntimeError('a bug')
-    if kind == 'help':
-        print('usage')
-        raise SystemExit
-    if kind == 'stopped':
-        from runtime.errors import Stopped
-        raise Stopped(15, 'after step 7')
-    if kind == 'interrupt':
-        raise KeyboardInterrupt
-    if kind == 'noted':
-        error = KeyboardInterrupt()
-        error.add_note('--resume continues from the last checkpoint')
-        raise error
-    if kind == 'controls':
-        raise CheckpointError('tensor \\x1b[2J\\x9b\\x07.weight\\r is missing')
-    if kind == 'SIGTERM':
-        import os, signal
-        signal.signal(signal.SIGTERM, cli.stop)
-        os.kill(os.getpid(), signal.SIGTERM)
-    if kind == 'output':
-        for _ in range(10 ** 6): print('x' * 100)
-    if kind == 'descriptors':
-        with open(sys.argv[2], 'w') as file:
-            print('printed'); print('warned', file=sys.stderr); sys.stdin.read()
-            print(file.fileno(), file=file)
-    print('\u6c49\u5b57')
+import os, signal, sys
+{early}
+from runtime.errors import CheckpointError, Stopped
 with cli.one_line_errors(resume='the same command continues', memory='lower --pack_len'):
-    main(sys.argv[1])
+    {body}
 """
 
 
-def run_script(folder, *arguments, redirect='', **environment):
-    path = folder / 'script.py'
-    path.write_text(SCRIPT)
-    command = ' '.join([sys.executable, str(path), *arguments, redirect])
+def run_script(folder, body, early='', redirect='', **environment):
+    (folder / 'script.py').write_text(SCRIPT.format(body=body, early=early), encoding='utf-8')
+    command = f'{sys.executable} {folder / "script.py"} {redirect}'
     return subprocess.run(['bash', '-c', command], capture_output=True, timeout=60,
                           env=os.environ | {'PYTHONPATH': str(HERE)} | environment)
 
 
-@pytest.mark.parametrize('arguments, code, message', [
-    ('memory', 1, b'error: out of memory: Unable to allocate.*; lower --pack_len'),
-    ('threads', 1, b'error: the system lets this process start no more threads; see ulimit -u.*'),
-    ('module', 1, b"error: No module named 'no_such_module'; pip install -r requirements.txt"),
-    ('file', 1, b"error: No such file or directory: '/no/such/file'"),
-    ('controls', 1, rb'error: tensor \\x1b\[2J\\x9b\\x07.weight\\r is missing'),
-    ('interrupt', 130, b'stopped; the same command continues'),
-    ('early 15', 143, b'stopped by SIGTERM'),
-    ('SIGTERM', 143, b'stopped by SIGTERM; the same command continues'),
-    ('noted', 130, b'stopped; --resume continues from the last checkpoint')])
-def test_an_error_or_a_signal_that_ends_a_script_is_one_line(arguments, code, message, tmp_path):
-    done = run_script(tmp_path, arguments)
+SIGTERM = 'os.kill(os.getpid(), signal.SIGTERM)'
+NOTED = "error = KeyboardInterrupt(); error.add_note('--resume continues'); raise error"
+NO_THREAD = 'def refuse(*_): raise RuntimeError("can\'t start new thread")'   # as CPython does
+NO_THREAD = f'import threading\n{NO_THREAD}\nthreading._start_new_thread = refuse'
+
+
+@pytest.mark.parametrize('body, early, code, message', [
+    ('import numpy; numpy.zeros(10 ** 15)', '', 1,
+     b'error: out of memory: Unable to allocate.*; lower --pack_len'),
+    ('threading.Thread(target=print).start()', NO_THREAD, 1,
+     b'error: the system lets this process start no more threads; see ulimit -u.*'),
+    ('import no_such_module', '', 1,
+     b"error: No module named 'no_such_module'; pip install -r requirements.txt"),
+    ("open('/no/such/file')", '', 1, b"error: No such file or directory: '/no/such/file'"),
+    (r"raise CheckpointError('tensor \x1b[2J\x9b\x07.weight\r is missing')", '', 1,
+     rb'error: tensor \\x1b\[2J\\x9b\\x07.weight\\r is missing'),
+    ('raise KeyboardInterrupt', '', 130, b'stopped; the same command continues'),
+    ('pass', SIGTERM, 143, b'stopped by SIGTERM'),
+    (f'signal.signal(signal.SIGTERM, cli.stop); {SIGTERM}', '', 143,
+     b'stopped by SIGTERM; the same command continues'),
+    (NOTED, '', 130, b'stopped; --resume continues')])
+def test_an_error_or_a_signal_that_ends_a_script_is_one_line(body, early, code, message, tmp_path):
+    done = run_script(tmp_path, body, early)
     assert (done.returncode, done.stdout.strip()) == (code, b'')
     assert re.fullmatch(message + b'\n', done.stderr), done.stderr
 
@@ -322,27 +289,31 @@ def test_a_survivor_of_torchrun_has_no_traceback(message, lost, monkeypatch):
         assert bool(slept) == (rank == '1')
 
 
+MUCH = "for _ in range(10 ** 6): print('x' * 100)"
+
+
 def test_a_stopped_run_says_how_to_continue_and_a_bug_keeps_its_traceback(tmp_path):
-    done = run_script(tmp_path, 'stopped')
+    done = run_script(tmp_path, "raise Stopped(15, 'after step 7')")
     assert (done.returncode, done.stdout) == (
         143, b'stopped by SIGTERM after step 7; the same command continues\n')
-    done = run_script(tmp_path, 'foreign')
+    done = run_script(tmp_path, "raise RuntimeError('a bug')")
     assert done.returncode == 1 and b'Traceback' in done.stderr
-    done = run_script(tmp_path, 'output', redirect='| head -n 1; exit ${PIPESTATUS[0]}')
+    done = run_script(tmp_path, MUCH, redirect='| head -n 1; exit ${PIPESTATUS[0]}')
     assert done.returncode == 141 and done.stdout == b'x' * 100 + b'\n' and done.stderr == b''
 
 
 @pytest.mark.skipif(not Path('/dev/full').exists(), reason='needs Linux')
 def test_a_script_with_other_streams(tmp_path):
     """Full, closed, and of ASCII characters alone."""
-    for kind, unbuffered in (('output', '1'), ('help', '')):
-        done = run_script(tmp_path, kind, redirect='> /dev/full', PYTHONUNBUFFERED=unbuffered)
+    for body, unbuffered in ((MUCH, '1'), ("print('usage'); sys.exit()", '')):
+        done = run_script(tmp_path, body, redirect='> /dev/full', PYTHONUNBUFFERED=unbuffered)
         assert (done.returncode, done.stderr) == (
             1, b'error: standard output cannot be written: No space left on device\n')
-    done = run_script(tmp_path, 'descriptors', str(tmp_path / 'file'), redirect='<&- >&- 2>&-')
-    assert done.returncode == 0 and b'Traceback' not in done.stderr
-    assert int((tmp_path / 'file').read_text()) > 2     # and nothing that was printed
-    done = run_script(tmp_path, 'nothing', PYTHONIOENCODING='ascii')
+    done = run_script(tmp_path, "file = open('file', 'w'); print('printed'); print('warned', "
+                                'file=sys.stderr); print(sys.stdin.read(), file.fileno(), '
+                                'file=file)', f'os.chdir({str(tmp_path)!r})', '<&- >&- 2>&-')
+    assert done.returncode == 0 and int((tmp_path / 'file').read_text()) > 2
+    done = run_script(tmp_path, "print('\u6c49\u5b57')", PYTHONIOENCODING='ascii')
     assert (done.returncode, done.stdout) == (0, b'\\u6c49\\u5b57\n')
 
 
