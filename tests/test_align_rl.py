@@ -360,13 +360,13 @@ def test_a_truncated_answer_is_masked_scored_or_penalized(base, truncated, n_use
 def test_prompts_with_equal_rewards_are_replaced_as_often_as_is_said(base, tmp_path,
                                                                         monkeypatch):
     # a prompt of an even number is rewarded alike whatever the answer, others by chance
-    cfg = config(base, tmp_path, n=8, batch_size=4, method='dapo', resample=2, soft_overlong=4)
+    cfg = config(base, tmp_path, n=8, batch_size=4, method='dapo', resample=2)
     (tmp_path / 'reward.py').write_text(
         'def reward(prompt, answer, row):\n'
         '    return int(prompt.strip(".")[5:]) % 2 and len(answer) % 3\n')
     sample = rollouts.sample
     for resample, n_calls in ((0, 1), (2, 3)):
-        case, calls = replace(cfg, resample=resample, soft_overlong=0), []
+        case, calls = replace(cfg, resample=resample), []
         run, _ = run_of(case)
         run.training, first = np.array([1, 2, 4, 6]), np.array([0, 1, 2, 4])
         with monkeypatch.context() as patch:
@@ -384,8 +384,6 @@ def test_prompts_with_equal_rewards_are_replaced_as_often_as_is_said(base, tmp_p
     again = replace(run_of(case)[0], training=run.training)
     again = rollouts.rollout(again, first, 5)
     assert (again[0] == chosen).all() and (again[2] == rewards).all()
-    align.align(cfg)
-    assert all(0 <= r['equal'] <= 1 for r in log_of(cfg))
 
 
 # ---- PPO -----------------------------------------------------------------------------------------

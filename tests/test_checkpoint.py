@@ -23,16 +23,8 @@ from runtime.errors import CheckpointError, ConfigError
 from runtime.version import __version__
 
 
-# one of each family, and the smaller layers of OPT 350M
-KINDS = [
-    'llama3', 'mistral_window', 'gemma2', 'gemma', 'qwen2', 'qwen3', 'neox', 'gemma3', 'olmo2',
-    'olmo3', 'smollm3', 'cohere', 'cohere2', 'phi3', 'ministral', 'ministral3', 'granite', 'opt']
-
-
 @pytest.mark.parametrize('name, shard_bytes', [
-    ('llama3', 40_000), ('neox', 10**9), ('opt_350m', 10**9),
-    *(pytest.param(name, 10**9, marks=pytest.mark.slow) for name in KINDS
-      if name not in ('llama3', 'neox', 'opt'))])
+    ('llama3', 40_000), ('neox', 10**9), ('opt_350m', 10**9), ('phi3', 10**9)])
 def test_saved_folder_loads_in_transformers(name, shard_bytes, tmp_path, monkeypatch):
     import transformers
     monkeypatch.setattr(checkpoint, 'SHARD_BYTES', shard_bytes)
@@ -173,6 +165,11 @@ def computed_or_refused(folder, raw, changes):
     ours, theirs = both_logits(folder, model)
     assert torch.allclose(ours, theirs, rtol=1e-5, atol=2e-4), changes
     return True
+
+
+KINDS = [       # one of each family
+    'llama3', 'mistral_window', 'gemma2', 'gemma', 'qwen2', 'qwen3', 'neox', 'gemma3', 'olmo2',
+    'olmo3', 'smollm3', 'cohere', 'cohere2', 'phi3', 'ministral', 'ministral3', 'granite', 'opt']
 
 
 @pytest.mark.slow
@@ -581,7 +578,7 @@ def test_a_pickle_of_other_things_is_refused(content, message, folder):
     (folder / 'model.safetensors').unlink()
     torch.save(content, folder / 'pytorch_model.bin')
     for read in (checkpoint.load, checkpoint.fingerprint):
-        with pytest.raises(CheckpointError, match=f'pytorch_model.bin: {message}'):
+        with pytest.raises(CheckpointError, match=f'pytorch_model.bin: .*{message}'):
             read(folder)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import (ARCHITECTURES, DEVICES, documents, few_layers, head_of_32, lora_model, named,
+from common import (DEVICES, documents, few_layers, head_of_32, lora_model, named,
                     parameters_of, reference_model, whole_rows)
 from safetensors.torch import load_file
 
@@ -21,10 +21,12 @@ from runtime import checkpoint
 from triton_ops import tree_kernel
 
 
-@pytest.mark.parametrize('name', [
-    name if name in ('llama3', 'mistral_window', 'gemma2', 'neox', 'gemma3', 'cohere', 'phi3',
-                     'ministral3', 'opt_350m')
-    else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES])
+# each kind of block; test_families.py has all families
+NAMES = ('llama3', 'mistral_window', 'gemma2', 'neox', 'gemma3', 'cohere2', 'phi3', 'ministral3',
+         'opt_350m')
+
+
+@pytest.mark.parametrize('name', NAMES)
 def test_logits_and_gradients_equal_transformers(name, tmp_path):
     reference = reference_model(name, tmp_path)
     model = checkpoint.load(tmp_path)
@@ -59,7 +61,7 @@ def test_the_residual_stream_of_a_bfloat16_model_is_float32():
     assert seen[0].flatten()[0].item() == pytest.approx(3584 ** 0.5, rel=1e-6)  # not 59.75
 
 
-@pytest.mark.parametrize('name', ARCHITECTURES)
+@pytest.mark.parametrize('name', NAMES)
 def test_packed_documents_do_not_see_each_other(name, tmp_path):
     """And hidden states at some tokens are those of all: the last MLP skips the other tokens."""
     reference_model(name, tmp_path)

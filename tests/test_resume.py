@@ -60,9 +60,7 @@ def test_kills_change_no_bit_of_the_final_files(long_run, tmp_path):
     assert not list(out.rglob('*.nanocal-tmp'))
 
 
-# ------------------------------------------------------------------------------------------------
-# A save that is killed at each of its file operations, and in the middle of its writes
-# ------------------------------------------------------------------------------------------------
+# ---- A save that is killed at each of its file operations, and in the middle of its writes -------
 
 class TinyRun:
     """What train.py holds when it saves `kind`, for a model of 3,000 weights after some steps."""
@@ -167,20 +165,19 @@ def test_a_save_killed_at_any_moment_is_resumed(tmp_path, monkeypatch, kind):
     run = TinyRun(tmp_path / 'killed', kind).begin()
     begun = shutil.copytree(run.out, tmp_path / 'begun')
     n_kills, finished = 0, False
-    for moments in ([{'n_bytes': n} for n in (90, 1000, 6000)],
-                    [{'operation': n} for n in range(200)]):
-        for at in moments:
-            finished = not killed(run.save, run.out, **at)
-            again = TinyRun(tmp_path / 'killed', kind)
-            again.resume_and_save()
-            files = tree(again.out)
-            assert set(json.loads(files.pop('written.json'))['files']) >= files.keys()
-            assert files == {k: v for k, v in expected.items() if k != 'written.json'}, at
-            shutil.rmtree(run.out)
-            shutil.copytree(begun, run.out)
-            n_kills += not finished
-            if finished and 'operation' in at:
-                break
+    for at in (*({'n_bytes': n} for n in (90, 1000, 6000)),
+               *({'operation': n} for n in range(200))):
+        finished = not killed(run.save, run.out, **at)
+        again = TinyRun(tmp_path / 'killed', kind)
+        again.resume_and_save()
+        files = tree(again.out)
+        assert set(json.loads(files.pop('written.json'))['files']) >= files.keys()
+        assert files == {k: v for k, v in expected.items() if k != 'written.json'}, at
+        shutil.rmtree(run.out)
+        shutil.copytree(begun, run.out)
+        n_kills += not finished
+        if finished and 'operation' in at:
+            break
     assert finished and n_kills >= (60 if kind == 'shards' else 20), n_kills
 
 
@@ -201,9 +198,7 @@ def test_an_interrupted_run_says_resume_only_where_that_continues(tmp_path, file
     assert getattr(interrupt.value, '__notes__', []) == notes
 
 
-# ------------------------------------------------------------------------------------------------
-# Signals, and disks that fill up
-# ------------------------------------------------------------------------------------------------
+# ---- Signals, and disks that fill up -------------------------------------------------------------
 
 @pytest.mark.slow
 def test_signals_before_the_first_step_and_at_the_end_of_the_process_print_one_line(
@@ -284,9 +279,7 @@ def test_a_finished_run_only_reports_what_is_missing(small_world, tmp_path, monk
     train.main([*config, '--eval.p_true=True'])
 
 
-# ------------------------------------------------------------------------------------------------
-# What a run may be resumed from
-# ------------------------------------------------------------------------------------------------
+# ---- What a run may be resumed from --------------------------------------------------------------
 
 def swap_rows(folder):
     lines = (folder / 'data.jsonl').read_text().splitlines(keepends=True)
@@ -349,7 +342,7 @@ def edit_state(old, new):
     (swap_tensors, 'safetensors is damaged .*checksum in state.json'),
     (lambda f: (f / 'state-00001.safetensors').unlink(), 'safetensors is damaged .*No such file'),
     (edit_state('"step": 2', '"step": 3'), 'state.json is damaged .*checksum'),
-    (edit_state('"digest": ', '"": '), 'state.json is damaged .it has no checksum'),
+    (edit_state('"digest": ', '"": '), 'state.json is damaged .*checksum'),
     (lambda f: (f / 'state.json').write_text('[1, 2]'), 'state.json is damaged'),
     (lambda f: (f / 'state.json').write_text('[' * 100_000), 'state.json is damaged'),
     (lambda f: f.rename(f.with_name('resume-9999')),
@@ -414,9 +407,7 @@ def test_a_damaged_log_is_kept_aside(tmp_path, capsys, content):
     assert [json.loads(line)['step'] for line in path.open()] == [1, 2, 3, 4]
 
 
-# ------------------------------------------------------------------------------------------------
-# Whose files are whose
-# ------------------------------------------------------------------------------------------------
+# ---- Whose files are whose -----------------------------------------------------------------------
 
 def tree(folder):
     """{relative path: content} of all files below `folder`, but the lock."""
@@ -604,9 +595,7 @@ def test_the_error_of_a_full_disk_names_the_file(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-# ------------------------------------------------------------------------------------------------
-# --overwrite: the old files are aside until the new ones are complete
-# ------------------------------------------------------------------------------------------------
+# ---- --overwrite: the old files are aside until the new ones are complete ------------------------
 
 def seen(folder):
     """As `tree`, without what is aside."""
