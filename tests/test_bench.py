@@ -1,5 +1,6 @@
 """research/bench/: every benchmark at a tiny size on the CPU."""
 
+import importlib
 import importlib.util
 import itertools
 import json
@@ -13,20 +14,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import research.bench.align
-import research.bench.all
-import research.bench.answers
-import research.bench.commands
-import research.bench.eval
-import research.bench.floors
-import research.bench.generate
-import research.bench.grpo
-import research.bench.loss
-import research.bench.metrics
-import research.bench.peers
-import research.bench.several_gpus
-import research.bench.sft
-import research.bench.train
 import fused_ce
 import triton_ops
 from research.bench import common as bench_common
@@ -35,7 +22,9 @@ from model import CausalLM
 from runtime.config_json import config_from_hf
 from runtime.errors import ConfigError
 
-bench = research.bench
+bench = SimpleNamespace(**{name: importlib.import_module(f'research.bench.{name}') for name in (
+    'align', 'all', 'commands', 'eval', 'floors', 'generate', 'grpo', 'gsm8k_answers', 'loss',
+    'metrics', 'peers', 'several_gpus', 'sft', 'train')})
 TINY = {'model_type': 'llama', 'vocab_size': 512, 'hidden_size': 32, 'intermediate_size': 64,
         'num_hidden_layers': 1, 'num_attention_heads': 2, 'num_key_value_heads': 1, 'head_dim': 16,
         'rms_norm_eps': 1e-5, 'rope_theta': 1e4, 'max_position_embeddings': 4096,
@@ -56,11 +45,26 @@ def write_mmlu(folder):
 def small(monkeypatch):
     monkeypatch.setattr(bench.train, 'LENGTH', 48)
     # compiling all modules takes 40 seconds
-    for module in (bench.commands, bench.generate, bench.sft):
+    for module in (bench_common, bench.generate, bench.sft):
         monkeypatch.setattr(module, 'byte_code', dict)
-    for module in (bench.train, bench.eval, bench.generate, bench.answers, bench.several_gpus,
-                   bench_common):
-        monkeypatch.setitem(module.MODELS, 'llama32_1b', TINY)
+    monkeypatch.setitem(bench_common.MODELS, 'llama32_1b', TINY)
+    for module, rate in itertools.product((bench.eval, bench.floors, bench.generate),
+                                          ('matrix_rate', 'memory_rate')):
+        monkeypatch.setattr(module, rate, lambda: 1e12, raising=False)
+
+
+def assert_drawn(script, tables, folder):
+    """Save the tables and draw them by --plot; return the path of the file."""
+    path = folder / 'drawn.json'
+    bench_common.save(path, tables)
+    script.main([f'--plot={path}'])
+    assert path.with_suffix('.png').read_bytes().startswith(b'\x89PNG')
+    return path
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    return str(sentencepiece_folder(tmp_path / 'tokenizer', 'llama2'))
 
 
 @pytest.mark.slow
@@ -68,21 +72,15 @@ def small(monkeypatch):
 @pytest.mark.parametrize('ours, options', [
     (True, {}), (True, {'master_weights': 'stochastic', 'checkpoint_activations': True}),
     (True, {'lora': True}), (False, {'attention': 'eager'}),
-    (False, {'attention': 'sdpa', 'padded': 2}), (False, {'attention': 'sdpa', 'packed': 96})])
+    (False, {'attention': 'sdpa', 'padded': 2}), (False, {'attention': 'sdpa', 'packed': 96}),
+    (False, {'trl': True, 'attention': 'sdpa', 'length': 48, 'rows': 4}),
+    (False, {'trl': True, 'attention': 'sdpa', 'length': 96})])
 def test_training_steps_are_timed_without_late_graphs(small, ours, options):
+    if 'trl' in options:
+        pytest.importorskip('trl')
     torch.manual_seed(0)
     found = bench.train.measure(TINY, ours, None, options)
     assert found['tokens_per_s'] > 0 and found['new_graphs'] == 0 and found['compile_s'] >= 0
-
-
-@pytest.mark.slow
-@needs_no_gpu
-@pytest.mark.parametrize('options', [{'length': 48, 'rows': 4}, {'length': 96}])
-def test_steps_of_trl_are_timed(small, options):
-    pytest.importorskip('trl')
-    found = bench.train.measure(TINY, False, None,
-                                {'trl': True, 'attention': 'sdpa'} | options)
-    assert found['tokens_per_s'] > 0
 
 
 @needs_no_gpu
@@ -104,16 +102,14 @@ def test_a_packed_peer_has_the_gradients_of_a_padded_one(monkeypatch):
 @pytest.mark.slow
 @needs_no_gpu
 def test_a_missing_peer_is_a_row_of_the_training_table(small, tmp_path, monkeypatch, capsys):
-    def measured(spec, warm):
+    def measured(script, spec, warm):
         return ({'tokens_per_s': 1000, 'mfu': 0.5, 'peak_gib': 1.0, 'new_graphs': 0,
                  'compile_s': 3.0, 'spread': 0.01}
                 if spec['ours'] else {'failed': 'ImportError: no liger'})
     monkeypatch.setattr(bench.train, 'measure_in_process', measured)
-    path = tmp_path / 'bench_train.json'
-    bench_common.save(path, list(bench.train.bench(bench.train.BenchConfig(shape=('llama32_1b',)))))
+    assert_drawn(bench.train, [*bench.train.bench(bench.train.BenchConfig(
+        shape=('llama32_1b',)))], tmp_path)
     assert 'no liger' in capsys.readouterr().out
-    bench.train.main([f'--plot={path}'])
-    assert path.with_suffix('.png').read_bytes().startswith(b'\x89PNG')
     with pytest.raises(ConfigError, match='data and tokenizer go together'):
         list(bench.train.bench(bench.train.BenchConfig(data='x.jsonl')))
     with pytest.raises(ConfigError, match="only = 'x': there is no 'x'; the names are 'HF sdpa'"):
@@ -122,9 +118,9 @@ def test_a_missing_peer_is_a_row_of_the_training_table(small, tmp_path, monkeypa
 
 def test_our_lack_of_memory_is_a_row_and_our_other_errors_stop(monkeypatch):
     def measure(ours, error):
-        monkeypatch.setattr(bench.train.subprocess, 'run', lambda *_, **__: SimpleNamespace(
+        monkeypatch.setattr(bench_common.subprocess, 'run', lambda *_, **__: SimpleNamespace(
             returncode=1, stderr=f'Traceback\n{error}\n'))
-        return bench.train.measure_in_process({'ours': ours}, warm=True)
+        return bench_common.measure_in_process('train.py', {'ours': ours}, warm=True)
 
     memory = 'torch.OutOfMemoryError: CUDA out of memory.'
     for ours, error in ((True, memory), (False, memory), (False, 'ValueError: x')):
@@ -139,8 +135,6 @@ def test_our_lack_of_memory_is_a_row_and_our_other_errors_stop(monkeypatch):
 @needs_no_gpu
 def test_decoding_is_timed_beside_transformers(small, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench.generate, 'SETTINGS', ((1, 6, 9), (4, 8, 8)))
-    for rate in ('matrix_rate', 'memory_rate'):
-        monkeypatch.setattr(bench.generate, rate, lambda: 1e12)
     tables = list(bench.generate.bench(bench.generate.BenchConfig(shape=('llama32_1b',),
                                                                   rows=(1, 4))))
     for setting in ('1 x 6 + 9', '4 x 8 + 8'):
@@ -152,10 +146,7 @@ def test_decoding_is_timed_beside_transformers(small, tmp_path, monkeypatch, cap
     weights = sum(p.numel() for p in CausalLM(config_from_hf(raw)).parameters())
     model = bench_common.our_model(raw)
     assert bench.generate.step_cost(model, 4, 17) == ((weights + 2 * 16 * 17) * 2, 2 * weights * 4)
-    path = tmp_path / 'bench_generate.json'
-    bench_common.save(path, tables)
-    bench.generate.main([f'--plot={path}'])
-    assert path.with_suffix('.png').read_bytes().startswith(b'\x89PNG')
+    assert_drawn(bench.generate, tables, tmp_path)
     assert '| 4 x 8 + 8 | ' in capsys.readouterr().out
     monkeypatch.setattr(bench.generate, 'peer_model', lambda *_: 1 / 0)
     table, = bench.generate.bench(bench.generate.BenchConfig(shape=('llama32_1b',), rows=(1, 4)))
@@ -165,10 +156,9 @@ def test_decoding_is_timed_beside_transformers(small, tmp_path, monkeypatch, cap
 
 @pytest.mark.slow
 @needs_no_gpu
-def test_the_command_generate_is_timed_whole(small, tmp_path, capsys):
-    tokenizer = sentencepiece_folder(tmp_path / 'tokenizer', 'llama2')
+def test_the_command_generate_is_timed_whole(small, tokenizer, tmp_path, capsys):
     prompts = write_rows(tmp_path / 'q.jsonl', [{'question': f'the fox {i}?'} for i in range(3)])
-    config = bench.generate.BenchConfig(prompts=str(prompts), tokenizer=str(tokenizer))
+    config = bench.generate.BenchConfig(prompts=str(prompts), tokenizer=tokenizer)
     folder = tmp_path / 'model'
     whole = bench.generate.measure_command(bench_common.our_model(TINY), config, folder)
     assert whole['prompts'] == 3 and 0 < whole['first_s'] <= whole['seconds']
@@ -179,9 +169,9 @@ def test_the_command_generate_is_timed_whole(small, tmp_path, capsys):
 
 @pytest.mark.slow
 @needs_no_gpu
-def test_written_answers_are_timed_with_equal_prompts(small, tmp_path, monkeypatch, capsys):
+def test_written_answers_are_timed_with_equal_prompts(small, tokenizer, tmp_path, monkeypatch,
+                                                       capsys):
     """Ours from the command, the peer's from a class in its place: prompts, settings, tokens."""
-    tokenizer = sentencepiece_folder(tmp_path / 'tokenizer', 'llama2')
     rows = [{'question': f'{i} foxes?', 'answer': f'They are {i}.\n#### {i}'} for i in range(9)]
     for split, part in (('train', rows[:5]), ('test', rows[5:])):
         write_rows(tmp_path / 'gsm8k' / f'{split}.jsonl', part)
@@ -208,9 +198,9 @@ def test_written_answers_are_timed_with_equal_prompts(small, tmp_path, monkeypat
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**module))
     for name in ('lm_eval', 'lm_eval.models', 'lm_eval.api'):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
-    config = bench.answers.BenchConfig(data=str(tmp_path / 'gsm8k'), tokenizer=str(tokenizer), n=2,
+    config = bench.gsm8k_answers.BenchConfig(data=str(tmp_path / 'gsm8k'), tokenizer=tokenizer, n=2,
                                        max_tokens=5, questions=3, batch=(4, 10))
-    table, = bench.answers.bench(config)
+    table, = bench.gsm8k_answers.bench(config)
     whole, alone, peer, failed = table['results'].values()
     assert whole['answers'] == alone['answers'] == 4 * 3 and 12 <= whole['tokens'] <= 60
     assert 0 < alone['seconds'] < whole['seconds']
@@ -224,9 +214,7 @@ def test_written_answers_are_timed_with_equal_prompts(small, tmp_path, monkeypat
     assert prompt.startswith('Question: 0 foxes?\nAnswer: They are 0.\n#### 0\n\nQuestion: 1')
     assert prompt.endswith('#### 4\n\nQuestion: 7 foxes?\nAnswer:')
     assert '| ours, answers alone | 12 | ' in capsys.readouterr().out
-    bench_common.save(tmp_path / 'answers.json', [table])
-    bench.answers.main([f'--plot={tmp_path / "answers.json"}'])
-    assert (tmp_path / 'answers.png').read_bytes().startswith(b'\x89PNG')
+    assert_drawn(bench.gsm8k_answers, [table], tmp_path)
     assert bench.all.timings('answers', {'tables': [table]}).keys() == {
         f'llama32_1b, answers, ours, {name}, 2 samples, s' for name in (
             'whole command with all confidences', 'answers alone')}
@@ -234,11 +222,10 @@ def test_written_answers_are_timed_with_equal_prompts(small, tmp_path, monkeypat
 
 @pytest.mark.slow
 @needs_no_gpu
-def test_several_gpus(small, tmp_path, monkeypatch, capsys):
-    tokenizer = sentencepiece_folder(tmp_path / 'tokenizer', 'llama2')
+def test_several_gpus(small, tokenizer, tmp_path, monkeypatch, capsys):
     write_mmlu(tmp_path / 'mmlu')
     monkeypatch.setenv('OMP_NUM_THREADS', '1')      # torchrun sets this, on which products depend
-    config = bench.several_gpus.BenchConfig(data=str(tmp_path / 'mmlu'), tokenizer=str(tokenizer),
+    config = bench.several_gpus.BenchConfig(data=str(tmp_path / 'mmlu'), tokenizer=tokenizer,
                                             languages=2, limit=9, only=(
                                                 '1 GPU, deterministic|2 GPUs, deterministic|'
                                                 '2 GPUs, deterministic, shared weights'))
@@ -255,9 +242,7 @@ def test_several_gpus(small, tmp_path, monkeypatch, capsys):
     questions = 'deterministic, 9 questions per language'
     assert f'| 2 GPUs, {questions} | 2.0 | 1.50 | 0.9 | 0.5 | 2.00 | 0.6 | no |' in out
     assert f'| 1 GPU, {questions} | 3.0 | 1.00 |  | 1.0 | 1.00 |  |  |' in out
-    bench_common.save(tmp_path / 'gpus.json', [table])
-    bench.several_gpus.main([f'--plot={tmp_path / "gpus.json"}'])
-    assert (tmp_path / 'gpus.png').read_bytes().startswith(b'\x89PNG')
+    assert_drawn(bench.several_gpus, [table], tmp_path)
 
 
 @pytest.mark.parametrize('only, same', [
@@ -288,14 +273,13 @@ def test_commands_of_several_gpus_are_chosen(tmp_path, only, same, monkeypatch, 
 @pytest.mark.parametrize('ours, options', [
     (True, {}), pytest.param(False, {'size': 2}, marks=pytest.mark.skipif(
         importlib.util.find_spec('trl') is None, reason='needs trl'))])
-def test_dpo_steps_are_timed(ours, options, tmp_path, monkeypatch, capsys):
-    tokenizer = sentencepiece_folder(tmp_path / 'tokenizer', 'llama2')
+def test_dpo_steps_are_timed(ours, options, tokenizer, tmp_path, monkeypatch, capsys):
     pairs = write_rows(tmp_path / 'pairs.jsonl', [
         {'prompt': f'the fox {i}?', 'chosen': 'yes ' * (i + 1), 'rejected': 'no'}
         for i in range(5)])
     monkeypatch.setattr(bench.align, 'STEPS', 1)
     for lora in (False, True):
-        row = bench.align.measure(TINY, ours, lora, str(pairs), str(tokenizer), 4, options)
+        row = bench.align.measure(TINY, ours, lora, str(pairs), tokenizer, 4, options)
         assert row['tokens_per_s'] > 0 and row['reference_s'] >= 0
     bench.align.print_table({'shape': 'tiny', 'results': {'ours': row, 'x': {'failed': 'why'}}})
     assert 'failed: why' in capsys.readouterr().out
@@ -306,14 +290,15 @@ def test_dpo_steps_are_timed(ours, options, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize('ours, options', [
     (True, {'micro_rows': 2}), pytest.param(False, {'size': 2}, marks=pytest.mark.skipif(
         importlib.util.find_spec('trl') is None, reason='needs trl'))])
-def test_the_parts_of_a_step_of_grpo_are_timed(ours, options, tmp_path, monkeypatch, capsys):
+def test_the_parts_of_a_step_of_grpo_are_timed(small, ours, options, tokenizer, tmp_path,
+                                                monkeypatch, capsys):
     config = bench.grpo.BenchConfig(
-        tokenizer=str(sentencepiece_folder(tmp_path / 'tokenizer', 'llama2')),
+        tokenizer=tokenizer,
         prompts=str(write_rows(tmp_path / 'prompts.jsonl', [
             {'question': f'the fox {i}?'} for i in range(6)])))
     for name, value in (('PROMPTS', 2), ('ANSWERS', 2), ('TOKENS', 6), ('STEPS', 1)):
         monkeypatch.setattr(bench.grpo, name, value)
-    bench.grpo.prepare(TINY, config, tmp_path)
+    bench.grpo.prepare('llama32_1b', config, tmp_path)
     row = bench.grpo.measure(str(tmp_path), ours, options)
     assert min(row['rollout_s'], row['update_s'], row['step_s'], row['first_s']) >= 0
     bench.grpo.print_table({'shape': 'llama32_1b', 'rates': [8e14, 4e12], 'results': {
@@ -323,20 +308,15 @@ def test_the_parts_of_a_step_of_grpo_are_timed(ours, options, tmp_path, monkeypa
 
 @pytest.mark.slow
 @needs_no_gpu
-def test_evaluation_is_timed_beside_a_loop(small, tmp_path, monkeypatch, capsys):
-    tokenizer = sentencepiece_folder(tmp_path / 'tokenizer', 'llama2')
+def test_evaluation_is_timed_beside_a_loop(small, tokenizer, tmp_path, monkeypatch, capsys):
     write_mmlu(tmp_path / 'mmlu')
-    monkeypatch.setattr(bench.eval, 'matrix_rate', lambda: 1e12)
     monkeypatch.setattr(bench.eval, 'busy_share', lambda call: len(call()) and 1.0)
     tables = list(bench.eval.bench(bench.eval.BenchConfig(
-        shape=('llama32_1b',), data=str(tmp_path / 'mmlu'), tokenizer=str(tokenizer), sample=8)))
+        shape=('llama32_1b',), data=str(tmp_path / 'mmlu'), tokenizer=tokenizer, sample=8)))
     ours, peer = tables[0]['results']['ours'], tables[0]['results']['Hugging Face']
     assert ours['questions_per_s'] > 0 and peer['questions_per_s'] > 0 and ours['tokens'] > 0
     assert 'Ours is ' in capsys.readouterr().out
-    path = tmp_path / 'bench_eval.json'
-    bench_common.save(path, tables)
-    bench.eval.main([f'--plot={path}'])
-    assert path.with_suffix('.png').read_bytes().startswith(b'\x89PNG')
+    assert_drawn(bench.eval, tables, tmp_path)
 
 
 @pytest.mark.slow
@@ -411,9 +391,6 @@ def test_floors_count_what_the_model_has(name):
 @pytest.mark.slow
 @needs_no_gpu
 def test_items_of_a_step_have_times_and_floors(small, tmp_path, monkeypatch, capsys):
-    for name in ('matrix_rate', 'memory_rate'):
-        monkeypatch.setattr(bench.floors, name, lambda: 1e12)
-    monkeypatch.setitem(bench.floors.MODELS, 'llama32_1b', TINY)
     kernels = [('nvjet_1', 0, 2000), ('triton_tem_fused_flex_attention_0', 1000, 4000)]
     profiles = iter([[('triton_poi_fused_update', 0, 1)], kernels])
     monkeypatch.setattr(bench.floors, 'gpu_kernels', lambda call: (call(), next(profiles))[1])
@@ -422,9 +399,7 @@ def test_items_of_a_step_have_times_and_floors(small, tmp_path, monkeypatch, cap
     assert items['products'] == pytest.approx(2 / 3) and items['attention forward'] == 1
     assert items['idle'] == pytest.approx(tables[0]['ms'] - 4 / 3)
     assert '| products | 0.67 |' in capsys.readouterr().out
-    bench_common.save(tmp_path / 'floors.json', tables)
-    bench.floors.main([f'--plot={tmp_path / "floors.json"}'])
-    assert (tmp_path / 'floors.png').read_bytes().startswith(b'\x89PNG')
+    assert_drawn(bench.floors, tables, tmp_path)
 
 
 def test_metrics_are_timed_beside_peers():
@@ -435,7 +410,7 @@ def test_metrics_are_timed_beside_peers():
 
 @needs_no_gpu
 @pytest.mark.parametrize('script', ['train', 'eval', 'commands', 'floors', 'align', 'grpo', 'sft',
-                                    'answers', 'several_gpus'])
+                                    'gsm8k_answers', 'several_gpus'])
 def test_scripts_without_a_gpu_say_that_they_need_one(script):
     with pytest.raises(SystemExit, match=f'error: research/bench/{script}.py needs a CUDA device'):
         getattr(bench, script).main([])
@@ -537,7 +512,7 @@ def test_one_page_has_all_tables_and_two_commits_are_compared(tmp_path, monkeypa
 
 @pytest.mark.slow
 @needs_no_gpu
-def test_one_command_writes_one_page(small, tmp_path, monkeypatch, capsys):
+def test_one_command_writes_one_page(small, tokenizer, tmp_path, monkeypatch, capsys):
     def run_script(arguments, end):
         try:
             getattr(bench, Path(arguments[0]).stem).main(arguments[1:])
@@ -548,8 +523,6 @@ def test_one_command_writes_one_page(small, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench.all, 'run_script', run_script)
     monkeypatch.setattr(bench_common, 'DEVICE', 'cpu:0')    # the scripts take it for a GPU
     monkeypatch.setattr(bench.generate, 'SETTINGS', ((1, 6, 9),))
-    for rate in ('matrix_rate', 'memory_rate'):
-        monkeypatch.setattr(bench.generate, rate, lambda: 1e12)
     monkeypatch.setattr(bench.align, 'PEERS', {})
     monkeypatch.setattr(bench.align, 'OURS', {'ours': {}})
     measure = bench.metrics.measure
@@ -557,7 +530,7 @@ def test_one_command_writes_one_page(small, tmp_path, monkeypatch, capsys):
     pairs = write_rows(tmp_path / 'pairs.jsonl', [
         {'prompt': f'the fox {i}?', 'chosen': 'yes', 'rejected': 'no'} for i in range(70)])
     argv = [f'--out={tmp_path}', f'--pairs={pairs}', '--shape=llama32_1b',
-            f'--tokenizer={sentencepiece_folder(tmp_path / "tokenizer", "llama2")}']
+            f'--tokenizer={tokenizer}']
     assert bench.all.main(['--only=commands,generate,align,metrics', *argv]) == 0
     printed = capsys.readouterr().out
     assert 'research/bench/commands.py needs --data and --tokenizer; left out' in printed
@@ -588,13 +561,12 @@ def test_a_script_is_stopped_with_its_processes(tmp_path, capsys):
 
 @pytest.mark.slow
 @needs_no_gpu
-def test_fine_tuning_commands_are_timed_by_stage(small, tmp_path, monkeypatch, capsys):
+def test_fine_tuning_commands_are_timed_by_stage(small, tokenizer, tmp_path, monkeypatch, capsys):
     """Also TRL's, if it is installed."""
-    tokenizer = sentencepiece_folder(tmp_path / 'tokenizer', 'llama2')
     data = write_rows(tmp_path / 'talks.jsonl', [
         {'instruction': f'the fox {i}?', 'output': 'the lazy dog ' * (i % 5 + 1)}
         for i in range(300)])
-    options = {'data': str(data), 'tokenizer': str(tokenizer), 'conversations': 280}
+    options = {'data': str(data), 'tokenizer': tokenizer, 'conversations': 280}
     with pytest.raises(ConfigError, match='set --data'):
         next(bench.sft.bench(bench.sft.BenchConfig(data=str(data))))
     with pytest.raises(ConfigError, match="no 'x'; the names are 'ours', 'TRL', "):
@@ -616,10 +588,7 @@ def test_fine_tuning_commands_are_timed_by_stage(small, tmp_path, monkeypatch, c
     out = capsys.readouterr().out
     assert "ours takes 0.50 of the fastest peer's time until the first step, 0.50 until" in out
     assert '| TRL, LoRA | failed: warm: no time left |' in out
-    path = tmp_path / 'bench_sft.json'
-    bench_common.save(path, [table])
-    bench.sft.main([f'--plot={path}'])
-    assert path.with_suffix('.png').read_bytes().startswith(b'\x89PNG')
+    path = assert_drawn(bench.sft, [table], tmp_path)
     assert len(bench.all.timings('sft', bench_common.load(path))) == 1
     monkeypatch.setattr(bench.sft, 'timed', None)       # no command is run
     table, = bench.sft.bench(bench.sft.BenchConfig(max_s=1e-9, **options))

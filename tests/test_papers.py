@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 import shutil
-import tempfile
+from types import SimpleNamespace
 
 import metrics
 import numpy as np
@@ -16,8 +16,10 @@ import torch
 from common import (HERE, SHARED, start_script, await_steps, needs_files, reference_model,
                     sentencepiece_folder, t5_folder, write_rows)
 from data.benchmarks import GLOBAL_MMLU, MMLU_PROX
-from research.papers import features, multilingual_printed
+from research.papers import common as papers
+from research.papers import features, label_smoothing, multilingual, multilingual_printed
 from runtime import ownership
+from runtime.errors import DataError
 from safetensors.torch import load_file, save_file
 from test_tokenizer import train_bpe
 
@@ -271,59 +273,36 @@ def test_know_tunes_on_written_answers_and_tabulates_each_p_ik(tmp_path):
         out / 'reliability.png').exists() and (out / 'p_ik.png').exists()
 
 
-IN_PAPERS = """
-import sys, types
-from pathlib import Path
-sys.path.insert(0, '.')
-"""
+def settings(**changed):
+    """The options of a script, as its tables read them."""
+    return SimpleNamespace(**{'out_dir': 'nowhere', 'changes': [], 'model': '', 'data': '',
+                              'models': '', 'figures': '', 'rates': 'best'} | changed)
 
 
-def in_papers(code, *arguments):
-    """Return what Python code prints that runs where the modules of research/papers/ are found."""
-    with tempfile.NamedTemporaryFile('w', suffix='.py') as file:
-        file.write(IN_PAPERS + code)
-        file.flush()
-        process = start_script(file.name, *arguments)
-        printed, errors = process.communicate()
-    assert process.returncode == 0, errors
-    return printed
-
-
-def test_label_smoothing_shows_the_printed_numbers_that_its_file_holds(tmp_path):
+def test_label_smoothing_shows_the_printed_numbers_that_its_file_holds(tmp_path, monkeypatch):
     """Empty as it comes; a wrong row is named by its line."""
+    paper, file = label_smoothing, tmp_path / 'printed.csv'
     head = 'benchmark,model,data,method,accuracy,ece,rms\n'
-    assert (HERE / 'research' / 'papers' / 'label_smoothing_printed.csv').read_text() == head
-    good = 'mmlu,Gemma2-2B,Tulu3,smoothing 0.1,0.5,0.04,\nmmlu,Gemma2-2B,,base,,0.03,0.2\n'
-    wrong = {'arc,Gemma2-2B,,base,,,\n': "2: benchmark 'arc' is not one of 'mmlu', 'hellaswag'",
-             'mmlu,Gemma2-2B,,base,50.1,,\n': "2: accuracy must be a number from 0 to 1, not '50",
-             'mmlu,Gemma2-2B,,cap 30,,,\n': '2: data must be empty for the method base, and only',
-             2 * 'mmlu,Gemma2-2B,,base,,,\n': '3: mmlu Gemma2-2B base is there twice',
-             'mmlu,Gemma2-2B\n': "2: method '' is not one of 'base', 'smoothing 0'"}
-    files = [tmp_path / f'{i}.csv' for i in range(len(wrong) + 1)]
-    for file, rows in zip(files, (good, *wrong), strict=True):
+    assert paper.PRINTED_FILE.read_text() == head and paper.printed_numbers() == {}
+    for rows, message in (
+            ('arc,Gemma2-2B,,base,,,\n', "2: benchmark 'arc' is not one of 'mmlu', 'hellaswag'"),
+            ('mmlu,Gemma2-2B,,base,50.1,,\n', "2: accuracy must be a number from 0 to 1, not '50"),
+            ('mmlu,Gemma2-2B,,cap 30,,,\n', '2: data must be empty for the method base, and only'),
+            (2 * 'mmlu,Gemma2-2B,,base,,,\n', '3: mmlu Gemma2-2B base is there twice'),
+            ('mmlu,Gemma2-2B\n', "2: method '' is not one of 'base', 'smoothing 0'")):
         file.write_text(head + rows)
-    first, *problems, empty, filled = in_papers("""
-import json
-from research.papers import label_smoothing as paper
-read = paper.printed_numbers
-for path in sys.argv[1:]:
-    try:
-        print(json.dumps([*read(Path(path)).values()]))
-    except paper.DataError as error:
-        print(error)
-paper.draw_lines = lambda *_: None
-for path in (Path('research/papers/label_smoothing_printed.csv'), Path(sys.argv[1])):
-    paper.printed_numbers = lambda: read(path)
-    (_, _, lines), = paper.tables(types.SimpleNamespace(
-        out_dir='nowhere', changes=[], model='', data='', rates='best'))
-    print(json.dumps(lines))
-""", *files).splitlines()
-    assert json.loads(first) == [{'accuracy': 0.5, 'ece': 0.04},
-                                 {'ece': 0.03, 'rms_mmlu_repo': 0.2}]
-    for file, problem, message in zip(files[1:], problems, wrong.values(), strict=True):
-        assert problem.startswith(f'{file}:{message}')
-    assert not any('(paper)' in title for title in json.loads(empty)[0])
-    head, *rows = json.loads(filled)
+        with pytest.raises(DataError, match=re.escape(f'{file}:{message}')):
+            paper.printed_numbers(file)
+    monkeypatch.setattr(paper, 'draw_lines', lambda *_: None)
+    (_, _, ((*titles, _), *_)), = paper.tables(settings())
+    assert not any('(paper)' in title for title in titles)
+    file.write_text(
+        head + 'mmlu,Gemma2-2B,Tulu3,smoothing 0.1,0.5,0.04,\nmmlu,Gemma2-2B,,base,,0.03,0.2\n')
+    printed = paper.printed_numbers(file)
+    assert [*printed.values()] == [{'accuracy': 0.5, 'ece': 0.04},
+                                   {'ece': 0.03, 'rms_mmlu_repo': 0.2}]
+    monkeypatch.setattr(paper, 'printed_numbers', lambda: printed)
+    (_, _, (head, *rows)), = paper.tables(settings())
     assert [title for title in head if '(paper)' in title] == [
         'MMLU accuracy (paper)', 'MMLU ECE (paper)', 'MMLU RMS as printed (paper)']
     at = head.index('MMLU ECE (paper)')
@@ -371,19 +350,16 @@ def test_multilingual_puts_its_numbers_beside_the_printed_ones(hub, tmp_path):
     assert results['config']['shots'] == 0 and results['config']['scoring'] == 'letters'
 
 
-@pytest.mark.slow
 def test_the_appendix_is_by_dataset_with_the_better_smoothing_bold_and_italic_if_significant(
-        tmp_path):
-    in_papers("""
-from research.papers import multilingual as paper
-numbers = {'base': 0.02, '0.0': 0.3, '0.1': 0.1, '0.2': 0.05}
-paper.measured = lambda folder, task: {} if 'instruct' in folder or task == 'mmlu_prox' else {
-    'languages': {'yo': {key: next(x for s, x in numbers.items() if folder.endswith(
-        'base' if s == 'base' else f'smoothing{float(s):g}')) for key in paper.PRINTED}}}
-paper.write_appendix(types.SimpleNamespace(out_dir=sys.argv[1], models='', changes=['--lr=1'],
-                                            model='', data=''), {
-    'global_mmlu': {('Gemma2-2B', 'Tulu3', '0.1'): {'yo': {'ece': 0.049, 'accuracy': 0.051}}}})
-""", tmp_path)
+        tmp_path, monkeypatch):
+    numbers = {'base': 0.02, 'smoothing0': 0.3, 'smoothing0.1': 0.1, 'smoothing0.2': 0.05}
+    monkeypatch.setattr(multilingual, 'measured', lambda folder, task: (
+        {} if 'instruct' in folder or task == 'mmlu_prox' else {'languages': {
+            'yo': dict.fromkeys(multilingual.PRINTED, numbers[folder.split('/')[-1]])}}))
+    with ownership.lock(tmp_path):
+        multilingual.write_appendix(settings(out_dir=str(tmp_path), changes=['--lr=1']), {
+            'global_mmlu': {('Gemma2-2B', 'Tulu3', '0.1'): {'yo': {
+                'ece': 0.049, 'accuracy': 0.051}}}})
     title, _, head, _, *lines = (tmp_path / 'appendix.md').read_text().splitlines()
     assert title == ('## Global-MMLU in yo by SFT dataset, model and smoothing; '
                      'changed settings: --lr=1')
@@ -401,32 +377,22 @@ paper.write_appendix(types.SimpleNamespace(out_dir=sys.argv[1], models='', chang
     assert tex.count(r'\textbf{\textit{0.100}}') == 1 and r'-{}-lr=1\par' in tex
 
 
-@pytest.mark.slow
-def test_titles_state_the_shots_and_every_changed_setting(tmp_path):
-    printed = in_papers("""
-from research.papers import common, label_smoothing as paper
-options = types.SimpleNamespace(out_dir='nowhere', changes=['--eval.shots=0', '--max_steps=2'],
-                                model='', data='', rates='best')
-paper.draw_lines = lambda *_: None
-with common.lock(sys.argv[1]):
-    common.write_tables(paper.tables(options), sys.argv[1], 'How it was made.', options.changes)
-""", tmp_path)
-    assert 'by smoothing, at 0 shots\nchanged settings: --eval.shots=0 --max_steps=2\n' in printed
-    assert '\n\n`changed settings: --eval.shots=0 --max_steps=2`\n\n' in (
-        tmp_path / 'tables.md').read_text()
+def test_titles_state_the_shots_and_every_changed_setting(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(label_smoothing, 'draw_lines', lambda *_: None)
+    options = settings(changes=['--eval.shots=0', '--max_steps=2'])
+    with ownership.lock(tmp_path):
+        papers.write_tables(label_smoothing.tables(options), tmp_path, 'How it was made.',
+                            options.changes)
+    changed = 'changed settings: --eval.shots=0 --max_steps=2'
+    assert f'by smoothing, at 0 shots\n{changed}\n' in capsys.readouterr().out
+    assert f'\n\n`{changed}`\n\n' in (tmp_path / 'tables.md').read_text()
     assert 'at 0 shots; changed settings: -{}-eval.shots=0 -{}-max' in (
         tmp_path / 'smoothing.tex').read_text()
 
 
-@pytest.mark.slow
 def test_printed_numbers_beside_a_few_languages_are_of_these_languages():
-    lines = json.loads(in_papers("""
-import json
-from research.papers import multilingual as paper
-options = types.SimpleNamespace(out_dir='nowhere', models='', figures='', model='', data='',
-                                changes=['--eval.languages=de,en,sw'])
-print(json.dumps({name: lines for name, _, lines in paper.tables(options)}))
-"""))
+    lines = {name: lines for name, _, lines in multilingual.tables(
+        settings(changes=['--eval.languages=de,en,sw']))}
     column = lines['global_mmlu'][0].index('accuracy (paper, its own settings)')
     assert not any(line[column] for line in lines['global_mmlu'][1:])       # the pool of 42
     printed = multilingual_printed.printed_numbers()
@@ -435,22 +401,17 @@ print(json.dumps({name: lines for name, _, lines in paper.tables(options)}))
     assert {line[0] for line in lines['mmlu_prox_languages'][1:]} == {'de', 'en', 'sw'}
 
 
-@pytest.mark.slow
-def test_a_single_language_is_in_the_tables_by_class_and_by_language(tmp_path):
+def test_a_single_language_is_in_the_tables_by_class_and_by_language(tmp_path, monkeypatch):
     """Its results are the pooled ones: results.json has no others."""
-    lines = json.loads(in_papers("""
-import json
-from research.papers import multilingual as paper
-options = types.SimpleNamespace(out_dir=sys.argv[1], models='', figures='', model='', data='',
-                                changes=['--eval.languages=yo'])
-paper.draw_figures = lambda _: None
-paper.measured = lambda folder, task: {'pooled': dict.fromkeys(
-    (*paper.PRINTED, 'rmsce'), 0.125)} if folder.endswith('Gemma2-2B/base') else {}
-print(json.dumps({name: lines for name, _, lines in paper.tables(options)}))
-""", tmp_path))
+    monkeypatch.setattr(multilingual, 'draw_figures', lambda _: None)
+    monkeypatch.setattr(multilingual, 'measured', lambda folder, task: {'pooled': dict.fromkeys(
+        (*multilingual.PRINTED, 'rmsce'), 0.125)} if folder.endswith('Gemma2-2B/base') else {})
+    with ownership.lock(tmp_path):
+        lines = {name: lines for name, _, lines in multilingual.tables(
+            settings(out_dir=str(tmp_path), changes=['--eval.languages=yo']))}
     for name in ('global_mmlu_classes', 'global_mmlu_languages', 'mmlu_prox_languages'):
         assert [line[:5] for line in lines[name] if line[4] == '0.125'] == [
-            ['low' if 'classes' in name else 'yo', 'Gemma2-2B', 'base', '', '0.125']]
+            ('low' if 'classes' in name else 'yo', 'Gemma2-2B', 'base', '', '0.125')]
     assert '0.125' in (tmp_path / 'appendix.tex').read_text()
 
 
@@ -846,20 +807,14 @@ def test_a_plan_for_your_own_model_counts_its_weights_and_the_size_of_your_files
             f'smoothing{s}' for s in (0.1, 0.2, 0.3, 0.4, 0.5)), 'cap30')]
     assert '0 of 33 finished' in printed and 'to download' not in printed
     assert plan['Mine/base'] == ['0.01', '0.0']     # the time to start
-    model, params, data, tokens, scored = in_papers("""
-from research.papers import common
-own = sys.argv[1]
-options = types.SimpleNamespace(model=f'Mine={own}/model', data=f'{own}/alpaca.json')
-(name, (_, params)), = common.own_table(options, 'model', {}).items()
-(data, (_, tokens)), = common.own_table(options, 'data', {}).items()
-run = common.Run(common.EvalConfig(), 1, eval_tokens=5).changed([sys.argv[2]])
-print(name, params, data, tokens, run.eval_tokens)
-""", own, tasks).split()
-    assert (model, data) == ('Mine', 'alpaca')
+    options = settings(model=f'Mine={own}/model', data=f'{own}/alpaca.json')
     state = load_file(own / 'model' / 'model.safetensors')
-    assert int(params) == sum(x.numel() for x in state.values())
-    assert float(tokens) == (own / 'alpaca.json').stat().st_size / 5
-    assert float(scored) == pytest.approx(sum((own / path).stat().st_size for path in (
+    assert papers.own_table(options, 'model', {}) == {
+        'Mine': (f'{own}/model', sum(x.numel() for x in state.values()))}
+    assert papers.own_table(options, 'data', {}) == {'alpaca': (
+        f'{own}/alpaca.json', (own / 'alpaca.json').stat().st_size / 5)}
+    run = papers.Run(papers.EvalConfig(), 1, eval_tokens=5).changed([tasks])
+    assert run.eval_tokens == pytest.approx(sum((own / path).stat().st_size for path in (
         'mmlu/test.jsonl', 'arc/ARC-Challenge-test.jsonl')) / 5)
     assert not out.exists()
 

@@ -27,13 +27,12 @@ from results import over_seeds
 from results.report import predictions
 from results.runs import read_run, read_run_samples
 from results.samples import read_samples
-from results.tables import csv_text
 from research.study import (
     alignment, alignment_tables, claims, closed_form, common, effects, entropy_range, figures,
     loss_tables, runs, side_by_side)
 from research.study.world import StudySpec, make_world
 from runtime.errors import ConfigError
-from stats import mean_interval, student_t
+from stats import student_t
 from train import check_config, training_loss
 
 STUDY = HERE / 'research' / 'study'
@@ -153,40 +152,13 @@ def test_trends_are_least_squares_slopes():
         assert effects.slope(effect, axis, values) == pytest.approx(width * fits)
 
 
-def test_a_figure_shows_means_over_seeds_beside_its_reference(tmp_path, monkeypatch):
-    """Five seeds, two rates and a base model; smoothing takes 0.02 from ECE, 0.01 for seed 4."""
-    lines = []
-    for seed in range(5):
-        for kind, rate, ece in (('base', '', 0.02), ('tuned', '0.0', 0.1), ('tuned', '0.1', 0.08)):
-            lines += [{
-                'run': f'{kind}-smoothing{rate}', 'kind': kind, 'seed': seed, 'task': task,
-                'language': 'all', 'category': 'all', 'scaling': 'none', 'smoothing': rate,
-                'n': 100, 'accuracy': 0.5,
-                'ece': ece + 0.001 * seed + 0.01 * (seed == 4 and rate == '0.1')}
-                for task in ('text4', 'facts')]
-    (tmp_path / 'made-up').mkdir()
-    (tmp_path / 'made-up' / 'compare.csv').write_text(csv_text(lines))
-    monkeypatch.setattr(figures, 'RESULTS', tmp_path)
-    view = figures.View(('task=text4',), metrics=('ece', 'accuracy'))
-    monkeypatch.setitem(figures.FIGURES, 'made-up', view)
-    figures.draw('made-up', tmp_path / 'out')
-    rows = [[c.strip() for c in line.split('|')[1:-1]]
-            for line in (tmp_path / 'out' / 'compare.md').read_text().splitlines()]
-    assert rows[0][:7] == ['task', 'smoothing', 'seeds', 'ECE', 'ECE minus that of base',
-                           'ECE minus that of smoothing 0.0', 'accuracy']
-    assert [row[1] for row in rows[2:]] == ['base', '0.0', '0.1']
-    d = [-0.02] * 4 + [-0.01]
-    mean, low, high = mean_interval(d)
-    assert rows[4][5] == f'{mean:+.3f} ± {(high - low) / 2:.3f}, p {student_t(d)[2]:.1g}'
-    assert rows[2][4] == rows[2][5] == rows[3][5] == '' and {r[2] for r in rows[2:]} == {'5'}
-    assert rows[3][4].startswith('+0.080 ± 0.000, p 0')
-    assert (tmp_path / 'out' / 'compare.png').read_bytes().startswith(b'\x89PNG')
-    assert len(claims.read_csv(tmp_path / 'out' / 'compare.csv')) == 15
-    for change, message in (({'x': 'kind', 'reference': ()}, 'they differ in run, .*smoothing'),
-                            ({'where': ('task=none|some',)}, 'made-up: no run has task=none')):
-        figures.FIGURES['made-up'] = replace(view, **change)
-        with pytest.raises(ConfigError, match=message):
-            figures.draw('made-up', tmp_path / 'out')
+@pytest.mark.parametrize('change, message', [
+    ({'x': 'kind', 'reference': ()}, 'they differ in run, .*smoothing'),
+    ({'where': ('task=none|some',)}, 'headline: no run has task=none')])
+def test_a_figure_without_lines_or_with_several_per_seed_is_refused(change, message):
+    lines = claims.read_csv(STUDY / 'results' / 'headline' / 'compare.csv')
+    with pytest.raises(ConfigError, match=message):
+        figures.select('headline', replace(figures.FIGURES['headline'], **change), lines)
 
 
 def test_bins_of_two_runs_are_those_of_their_questions_together(tmp_path):
@@ -435,9 +407,8 @@ SMALL_ALIGNMENT = alignment.AlignmentSpec(**asdict(alignment.WORLD) | dict(
     written=8))
 
 
-def test_an_alignment_world_asks_as_evaluate_does(tmp_path):
+def test_an_alignment_world_asks_as_evaluate_does():
     rows = alignment.make_rows(SMALL_ALIGNMENT, 10)
-    assert rows == alignment.make_rows(SMALL_ALIGNMENT, 10)
     facts = [{row['id'] for row in rows[file]} for file in (
         'prompts/test.jsonl', 'chat/test.jsonl', 'chat/validation.jsonl')]
     assert [*map(len, facts)] == [48, 24, 24] and len(set.union(*facts)) == 96
@@ -446,17 +417,17 @@ def test_an_alignment_world_asks_as_evaluate_does(tmp_path):
     assert plain['prompt'] not in instructed and len(plain['classes']) == 24
     assert plain['prompt'] == WRITTEN_TASKS['qa'].prompt.format(question['question'])
     assert plain['classes'][plain['answer_index']] == f' {question["answer"]}'
-    # the judged conversations have the form in which P(True) is asked
-    (name,), judged = re.findall(r'of (.*)\?', question['question']), rows['instruct.jsonl'][64:]
-    free = WrittenQuestion('0', question['question'], plain['prompt'], [], '')
-    form = proposed(free, f'Answer: {question["answer"]}', True).context
-    form = re.escape(form).replace(re.escape(name), '.*').replace(question['answer'], '.*')
-    form = re.sub(r'What.*of', 'What is the .* of', form.replace('\\ ', ' '), count=1)
-    assert len(judged) == 16 and all(re.fullmatch(form, row['messages'][0]['content'])
-                                     for row in judged)
-    assert {row['messages'][1]['content'] for row in judged} == {'(A)', '(B)'}
-    text = ''.join(row['text'] for row in rows['text.jsonl'])
-    assert 0.35 < text.count('answer is: (A)') / text.count('The proposed answer is:') < 0.65
+    # the judged conversations have the form in which P(True) is asked; about half are right
+    world, rng = alignment.AlignmentWorld(SMALL_ALIGNMENT, 10), np.random.default_rng(0)
+    verdicts = []
+    for fact in [(entity, 'towns') for entity in range(100)]:
+        ask, verdict = world.judged(*fact, rng, 'Answer: ')
+        value = re.search(r'Proposed Answer: Answer: (.*)', ask)[1]
+        free = WrittenQuestion('0', world.ask(*fact), world.asked(*fact), [], '')
+        assert ask == proposed(free, f'Answer: {value}', True).context
+        assert verdict == ('(A)' if value == world.value(*fact) else '(B)')
+        verdicts.append(verdict)
+    assert 35 < verdicts.count('(A)') < 65
     # the true answer has the reward
     task, value = WRITTEN_TASKS['qa'], question['answer']
     assert exact(task, '', f'Answer: {value}', question) == 1

@@ -34,18 +34,24 @@ def test_worlds_stay_byte_for_byte(tmp_path, make, spec, n_files, digest):
 
 
 def test_a_world_is_made_once_and_anew_after_an_interruption(tmp_path):
-    spec = WorldSpec(**SMALL)
-    make_world(tmp_path, 7, spec)
+    """It replaces no temporary file and writes through no link."""
+    spec, world, victim = WorldSpec(**SMALL), tmp_path / 'world', tmp_path / 'victim'
+    make_world(world, 7, spec)
     made = {path: (path.stat().st_mtime_ns, path.read_bytes())
-            for path in tmp_path.rglob('*') if path.is_file()}
-    make_world(tmp_path, 7, spec)
+            for path in world.rglob('*') if path.is_file()}
+    make_world(world, 7, spec)
     assert all(path.stat().st_mtime_ns == time for path, (time, _) in made.items())
-    (tmp_path / 'world.json').write_text('unfinished')
-    (tmp_path / 'questions.jsonl').unlink()
-    (tmp_path / 'questions.jsonl.tmp').write_text('mine')
-    make_world(tmp_path, 7, spec)
+    (world / 'world.json').write_text('unfinished')
+    victim.write_text('mine')
+    (world / 'questions.jsonl').unlink()
+    (world / 'questions.jsonl.tmp').write_text('mine')
+    (world / 'instruct.jsonl').unlink()
+    for name in ('text.jsonl.tmp', 'instruct.jsonl'):
+        (world / name).symlink_to(victim)
+    make_world(world, 7, spec)
     assert all(path.read_bytes() == content for path, (_, content) in made.items())
-    assert (tmp_path / 'questions.jsonl.tmp').read_text() == 'mine'
+    assert (world / 'questions.jsonl.tmp').read_text() == victim.read_text() == 'mine'
+    assert (world / 'text.jsonl.tmp').is_symlink() and not (world / 'instruct.jsonl').is_symlink()
 
 
 @pytest.mark.parametrize('name', ['questions.jsonl', 'world.json'])
@@ -55,18 +61,6 @@ def test_a_folder_of_other_files_is_left_alone(tmp_path, name, content):
     with pytest.raises(DataError, match='is not empty and holds no world'):
         make_world(tmp_path, 7, WorldSpec(**SMALL))
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [content]
-
-
-def test_a_world_replaces_no_temporary_file_and_writes_through_no_link(tmp_path):
-    world, victim = tmp_path / 'world', tmp_path / 'victim'
-    world.mkdir()
-    (world / 'world.json').write_text('unfinished')
-    victim.write_text('mine')
-    (world / 'text.jsonl.tmp').symlink_to(victim)
-    (world / 'instruct.jsonl').symlink_to(victim)
-    make_world(world, 7, WorldSpec(**SMALL))
-    assert victim.read_text() == 'mine' and (world / 'text.jsonl.tmp').is_symlink()
-    assert not (world / 'instruct.jsonl').is_symlink()
 
 
 @pytest.mark.parametrize('change, message', [

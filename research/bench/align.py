@@ -11,10 +11,7 @@ computed before, and timed apart. Each method has a process of its own. Writes o
 and its picture.
 """
 
-import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -29,15 +26,13 @@ import torch
 
 import train
 from align import AlignConfig, answer_sums, pack_pairs, pair_objective
-from research.bench import common
-from research.bench.common import (DEVICE, MODELS, cell, chosen, draw_bars, empty_caches,
-                                   last_error, load, now, our_model, peak_gib, peer_model,
-                                   reset_peak_memory)
+from research.bench.common import (DEVICE, MODELS, chosen, draw_results, measure_in_process, now,
+                                   our_model, peak_gib, peer_model, print_results, require_files,
+                                   reset_peak_memory, script_main)
 from research.bench.peers import plain_tokenizer
 from data.preferences import load_preferences, to_tree
 from data.tokenizer import load_tokenizer
 from runtime.build import build_optimizer, prepare
-from runtime.errors import ConfigError
 
 
 @dataclass
@@ -71,24 +66,16 @@ PEERS = {
 
 def bench(config):
     """Yield a table per model: tokens of pairs per second, reference seconds, peak memory."""
-    if config.data is None or config.tokenizer is None:
-        raise ConfigError('set --data, a file of preferences, and --tokenizer, a folder')
+    require_files(config, data='a file of preferences')
     methods = chosen(config.only, OURS if config.ours else OURS | PEERS)
     for name in config.shape:
         table = {'shape': name, 'results': {}}
         for method in methods:
-            spec = {'raw': MODELS[name], 'ours': method in OURS, 'lora': name == 'llama31_8b',
-                    'data': config.data, 'tokenizer': config.tokenizer, 'batch': config.batch,
-                    'options': (OURS | PEERS)[method]}
-            with tempfile.TemporaryDirectory() as folder:
-                done = subprocess.run([sys.executable, __file__, 'one', json.dumps(spec)],
-                                      env=os.environ | empty_caches(folder), capture_output=True,
-                                      text=True)
-            if done.returncode and method in OURS:
-                raise RuntimeError(done.stderr)
-            table['results'][method] = ({'failed': last_error(done.stderr)} if done.returncode
-                                        else json.loads(done.stdout.strip().split('\n')[-1]))
-            print(f'{name}: {method}: {table["results"][method]}', flush=True)
+            row = table['results'][method] = measure_in_process(__file__, {
+                'raw': MODELS[name], 'ours': method in OURS, 'lora': name == 'llama31_8b',
+                'data': config.data, 'tokenizer': config.tokenizer, 'batch': config.batch,
+                'options': (OURS | PEERS)[method]})
+            print(f'{name}: {method}: {row}', flush=True)
         print_table(table)
         yield table
 
@@ -183,32 +170,18 @@ def trl_step(raw, pairs, trees, lora, folder, size, liger=False, compiled=False)
 # ------------------------------------------------------------------------------------------------
 
 def print_table(table):
-    """Print the table as Markdown."""
-    print(f'\n### {table["shape"]}, DPO\n\n| method | tokens of pairs/s | spread | reference, s | '
-          f'first step, s | peak GiB |\n|---|---|---|---|---|---|')
-    for name, row in table['results'].items():
-        if 'failed' in row:
-            print(f'| {name} | failed: {cell(row["failed"])} | | | | |')
-            continue
-        print(f'| {name} | {row["tokens_per_s"]:,} | {row["spread"]:.1%} | {row["reference_s"]} | '
-              f'{row["first_s"]} | {row["peak_gib"]} |')
-    print(flush=True)
+    print_results(
+        f'{table["shape"]}, DPO', ('method', 'tokens of pairs/s', 'spread', 'reference, s',
+                                   'first step, s', 'peak GiB'), table['results'],
+        lambda _, row: (f'{row["tokens_per_s"]:,}', f'{row["spread"]:.1%}', *(
+            str(row[key]) for key in ('reference_s', 'first_s', 'peak_gib'))))
 
 
 def draw(path):
-    """Draw the speed of each method, a panel per model."""
-    draw_bars(path, 'DPO: tokens of pairs per second', {
-        table['shape']: [(name, row['tokens_per_s'], f'{row["tokens_per_s"]:,}')
-                         for name, row in table['results'].items() if 'failed' not in row]
-        for table in load(path)['tables']})
+    draw_results(path, 'DPO: tokens of pairs per second', 'tokens_per_s', ',')
 
 
-def main(argv):
-    if argv[:1] == ['one']:
-        print(json.dumps(measure(**json.loads(argv[1]))))
-    else:
-        common.main(argv, __file__, BenchConfig, bench, draw)
-
+main = script_main(__file__, BenchConfig, bench, draw, measure)
 
 if __name__ == '__main__':
     main(sys.argv[1:])

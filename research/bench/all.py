@@ -56,6 +56,8 @@ DATA = {        # the option with the file of a script, which needs --tokenizer 
 }
 WITHOUT_DATA = 'train', 'generate'      # measure less then; the others of DATA nothing
 ONE_PICTURE = 'train', 'eval'           # of all models
+# script of each kind of results
+SCRIPTS = {name: name for name in WHAT} | {'answers': 'gsm8k_answers'}
 MARGIN = 0.03       # beyond the spread
 
 
@@ -64,7 +66,7 @@ def command(name, options, out, ours=False):
 
     out: path of its results, without suffix
     """
-    arguments = [f'research/bench/{name}.py', f'--out={out}' + '.json' * (name != 'loss')]
+    arguments = [f'research/bench/{SCRIPTS[name]}.py', f'--out={out}' + '.json' * (name != 'loss')]
     arguments += ['--ours'] * (ours and name != 'floors')
     data = getattr(options, DATA[name]) if name in DATA else None
     if data and options.tokenizer:
@@ -88,16 +90,16 @@ def run_all(options):
     end = time.monotonic() + 60 * options.minutes if options.minutes else None
     folder.mkdir(parents=True, exist_ok=True)
     for name in options.only:
+        script = f'research/bench/{SCRIPTS[name]}.py'
         if name == 'several_gpus' and torch.cuda.device_count() < 2:
-            print('research/bench/several_gpus.py needs two GPUs; left out')
+            print(f'{script} needs two GPUs; left out')
             continue
         part = f'-{options.shape.replace(",", "-")}' if options.shape else ''
         arguments = command(name, options, folder / f'{name}{part}')
         if arguments is None:
-            print(f'research/bench/{name}.py needs --{DATA[name]} and --tokenizer; left out')
+            print(f'{script} needs --{DATA[name]} and --tokenizer; left out')
         elif end and time.monotonic() > end:
-            print(f'research/bench/{name}.py was not started: '
-                  f'--minutes={options.minutes:g} are over')
+            print(f'{script} was not started: --minutes={options.minutes:g} are over')
         elif run_script(arguments, end):
             failed.append(name)
     for name in ONE_PICTURE:
@@ -174,7 +176,7 @@ def draw_together(name, folder):
         with tempfile.TemporaryDirectory() as other, contextlib.redirect_stdout(io.StringIO()):
             file = Path(other, f'{name}.json')
             file.write_text(json.dumps(contents[0] | {'tables': [*tables.values()]}))
-            importlib.import_module(f'research.bench.{name}').draw(file)
+            importlib.import_module(f'research.bench.{SCRIPTS[name]}').draw(file)
             shutil.copy(file.with_suffix('.png'), folder)
 
 
@@ -196,7 +198,7 @@ def repeated(folder):
 
 def tables_of(name, content):
     """Return the tables of one script as it prints them."""
-    script = importlib.import_module(f'research.bench.{name}')
+    script = importlib.import_module(f'research.bench.{SCRIPTS[name]}')
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         if name == 'loss':

@@ -15,32 +15,23 @@ out/bench_commands.json and its picture.
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import torch
-
-from research.bench import common
-from research.bench.common import (DEVICE, MODELS, byte_code, cell, chosen, draw_bars, empty_caches,
-                          free_memory, last_error, load, our_model)
-from data.files import fetch, read_rows
-from data.benchmarks import BENCHMARKS
-from data.questions import parse_row
-from runtime import checkpoint
+from research.bench.common import (DEVICE, Shape, chosen, command_seconds, draw_bars, empty_caches,
+                                   last_error, load, print_results, read_mmlu, require_files,
+                                   save_model, script_main, write_lines)
 from runtime.errors import ConfigError
 
 
 @dataclass
 class BenchConfig:
-    shape: tuple[Literal['gemma2_2b', 'llama32_1b', 'llama31_8b', 'mistral_7b'], ...] = (
-        'llama32_1b', 'llama31_8b')
+    shape: tuple[Shape, ...] = ('llama32_1b', 'llama31_8b')
     data: str | None = None         # a folder with MMLU's files, whose rows name their subject
     tokenizer: str | None = None    # a folder with a tokenizer
     caches: tuple[Literal['cold', 'warm'], ...] = ('cold', 'warm')
@@ -53,7 +44,6 @@ class BenchConfig:
     out: str = 'out/bench_commands.json'
 
 
-ROOT = Path(__file__).parents[2]
 MMLU, FEW, HELP, LM_EVAL = ('ours, MMLU, 5 shots', 'ours, 200 questions, no shots',
                             'ours, train.py --help', 'lm_eval, MMLU, 5 shots')
 TASK = 'local_mmlu'
@@ -65,8 +55,7 @@ TASK = 'local_mmlu'
 
 def bench(config):
     """Yield a table per model: seconds of each command, cold and warm."""
-    if config.data is None or config.tokenizer is None:
-        raise ConfigError("set --data, a folder with MMLU's files, and --tokenizer, a folder")
+    require_files(config, data="a folder with MMLU's files")
     for name in ('tokenizer.json', 'tokenizer_config.json'):
         if not Path(config.tokenizer, name).exists():
             raise ConfigError(f'{config.tokenizer} has no {name}, which lm_eval reads')
@@ -81,10 +70,7 @@ def bench(config):
 
 def measure(config, shape, folder):
     """Return {command: {'cold': [s], 'warm': [s, ...], 'accuracy'}, or {'failed': why}}."""
-    model = our_model(MODELS[shape])
-    checkpoint.save(model, folder / 'model', torch.bfloat16, side_files=config.tokenizer)
-    del model
-    free_memory()
+    save_model(shape, folder / 'model', config.tokenizer)
     write_tasks(config, folder)
     results, wanted = {}, commands(config, folder)
     for name in chosen(config.only, wanted):
@@ -123,9 +109,9 @@ def run(name, command, config, folder):
     result = {}
     try:
         if 'cold' not in plan:
-            seconds(command + ['--limit', '1'] * (name == LM_EVAL), caches)
+            command_seconds(command + ['--limit', '1'] * (name == LM_EVAL), caches)
         for kind in plan:
-            result.setdefault(kind, []).append(round(seconds(command, caches), 2))
+            result.setdefault(kind, []).append(round(command_seconds(command, caches), 2))
     except RuntimeError as error:
         if name != LM_EVAL:
             raise
@@ -140,55 +126,28 @@ def run(name, command, config, folder):
     return result
 
 
-def seconds(command, caches=None):
-    """Return the seconds of `python <command>`; raise RuntimeError with its stderr if it fails.
-
-    caches: what `empty_caches` returned; None: the caches of earlier commands
-    """
-    environment = os.environ | byte_code() | (caches or {}) | {'HF_HUB_OFFLINE': '1'}
-    started = time.perf_counter()
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True,
-                          env=environment)
-    passed = time.perf_counter() - started
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return passed
-
-
 def write_tasks(config, folder):
     """Write the first 200 questions, and MMLU's files for lm_eval: its own tasks, read from disk.
 
     A task of ours includes that of lm_eval and changes nothing but where the rows are.
     """
-    rows = {'test': {}, 'dev': {}}
-    for split, patterns in (('test', BENCHMARKS['mmlu'].test), ('dev', BENCHMARKS['mmlu'].shots)):
-        for file in fetch(config.data, patterns):
-            for place, row in read_rows(file):
-                if not isinstance(row, dict) or 'subject' not in row:
-                    raise ConfigError(f'{place}: no field "subject", by which lm_eval has its '
-                                      f'tasks; give MMLU as .jsonl or .parquet')
-                question, choices, answer = parse_row(row)
-                rows[split].setdefault(row['subject'], []).append(json.dumps(
-                    {'question': question, 'choices': choices, 'answer': answer,
-                     'subject': row['subject']}) + '\n')
-    every = [line for lines in rows['test'].values() for line in lines]
-    (folder / 'few.jsonl').write_text(''.join(every[::max(1, len(every) // 200)][:200]))
+    rows = read_mmlu(config.data)
+    write_lines(folder / 'few.jsonl', rows['test'][::max(1, len(rows['test']) // 200)][:200])
     spec = importlib.util.find_spec('lm_eval')
     if spec is None or config.ours:
         return      # its command fails then, and says why
     tasks, published = folder / 'tasks', Path(spec.origin).parent / 'tasks/mmlu/default'
-    tasks.mkdir()
-    for subject in rows['test']:
-        files = {}
-        for split in rows:
-            files[split] = str(tasks / f'{subject}_{split}.jsonl')
-            Path(files[split]).write_text(''.join(rows[split][subject]))
+    subjects = [*dict.fromkeys(row['subject'] for row in rows['test'])]
+    for subject in subjects:
+        files = {split: str(tasks / f'{subject}_{split}.jsonl') for split in rows}
+        for split, path in files.items():
+            write_lines(Path(path), [row for row in rows[split] if row['subject'] == subject])
         (tasks / f'{subject}.yaml').write_text(json.dumps({     # JSON is YAML
             'include': str(published / f'mmlu_{subject}.yaml'), 'task': f'{TASK}_{subject}',
             'tag': None, 'dataset_path': 'json', 'dataset_name': None,
             'dataset_kwargs': {'data_files': files}}))
     (tasks / 'group.yaml').write_text(json.dumps({
-        'group': TASK, 'task': [f'{TASK}_{subject}' for subject in rows['test']],
+        'group': TASK, 'task': [f'{TASK}_{subject}' for subject in subjects],
         'aggregate_metric_list': [{'metric': 'acc', 'weight_by_size': True}]}))
 
 
@@ -198,26 +157,22 @@ def write_tasks(config, folder):
 
 def print_table(table):
     """Print the table as Markdown; ratios are lm_eval's seconds over ours."""
-    rows = table['results']
-    peer = rows.get(LM_EVAL, {})
-    print(f'\n### {table["shape"]}, seconds of whole commands\n\n'
-          '| command | cold, s | warm, s | lm_eval / ours, cold | warm | accuracy | |\n'
-          '|---|---|---|---|---|---|---|')
-    for name, row in rows.items():
-        if 'failed' in row:
-            print(f'| {name} | failed: {cell(row["failed"])} | | | | | |')
-            continue
+    peer = table['results'].get(LM_EVAL, {})
+
+    def cells(name, row):
         times = [', '.join(f'{value:.1f}' for value in row.get(kind, []))
                  for kind in ('cold', 'warm')]
         whole = name == MMLU and not peer.get('questions per subject')
         ratios = [f'{min(peer[kind]) / min(row[kind]):.1f} x'
                   if whole and kind in peer and kind in row else '' for kind in ('cold', 'warm')]
-        accuracy = f'{row["accuracy"]:.4f}' if 'accuracy' in row else ''
         note = f'batch size {row["batch_size"]}' if 'batch_size' in row else ''
         if row.get('questions per subject'):
             note += f', only {row["questions per subject"]} questions per subject'
-        print(f'| {name} | {" | ".join(times)} | {" | ".join(ratios)} | {accuracy} | {note} |')
-    print(flush=True)
+        return *times, *ratios, f'{row["accuracy"]:.4f}' if 'accuracy' in row else '', note
+
+    print_results(f'{table["shape"]}, seconds of whole commands',
+                  ('command', 'cold, s', 'warm, s', 'lm_eval / ours, cold', 'warm', 'accuracy',
+                   None), table['results'], cells)
 
 
 def draw(path):
@@ -229,9 +184,7 @@ def draw(path):
         for table in load(path)['tables']})
 
 
-def main(argv):
-    common.main(argv, __file__, BenchConfig, bench, draw)
-
+main = script_main(__file__, BenchConfig, bench, draw)
 
 if __name__ == '__main__':
     main(sys.argv[1:])

@@ -15,10 +15,15 @@ import tempfile
 import time
 from datetime import date
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 import model as models
+from data.benchmarks import BENCHMARKS
+from data.files import fetch, read_rows
+from data.questions import parse_row
+from runtime import checkpoint
 from runtime.config import load_config
 from runtime.config_json import config_from_hf
 from runtime.errors import ConfigError
@@ -52,6 +57,8 @@ MODELS = {      # as in config.json
                    'rms_norm_eps': 1e-5, 'rope_theta': 1e6, 'max_position_embeddings': 32768,
                    'tie_word_embeddings': False},
 }
+Shape = Literal['gemma2_2b', 'llama32_1b', 'llama31_8b', 'mistral_7b']     # of most scripts
+ROOT = Path(__file__).parents[2]
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'     # a CPU is for the tests alone
 
 
@@ -75,8 +82,29 @@ def peer_model(raw, attention):
             config, dtype=torch.bfloat16, attn_implementation=attention)
 
 
-def compiled_graphs():
-    return torch._dynamo.utils.counters['stats']['unique_graphs']
+def save_model(shape, folder, tokenizer, **more):
+    """Save our model of a shape with the files of a tokenizer, and free its memory."""
+    checkpoint.save(our_model(MODELS[shape]), folder, torch.bfloat16, side_files=tokenizer, **more)
+    free_memory()
+
+
+def read_mmlu(folder):
+    """Return {'test' or 'dev': [row with question, choices, answer, subject]} of MMLU's files."""
+    rows = {'test': [], 'dev': []}
+    for split, patterns in (('test', BENCHMARKS['mmlu'].test), ('dev', BENCHMARKS['mmlu'].shots)):
+        for place, row in (pair for file in fetch(folder, patterns) for pair in read_rows(file)):
+            if not isinstance(row, dict) or 'subject' not in row:
+                raise ConfigError(f'{place}: no field "subject", by which lm_eval has its tasks; '
+                                  f'give MMLU as .jsonl or .parquet')
+            question, choices, answer = parse_row(row)
+            rows[split].append({'question': question, 'choices': choices, 'answer': answer,
+                                'subject': row['subject']})
+    return rows
+
+
+def write_lines(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
 
 
 def now():
@@ -113,6 +141,14 @@ def versions():
     return installed
 
 
+def require_files(config, **files):
+    """Raise ConfigError unless the tokenizer and each of `files`, {option: its meaning}, are set.
+    """
+    if not all(getattr(config, key) for key in ('tokenizer', *files)):
+        raise ConfigError('set ' + ''.join(f'--{key}, {what}, ' for key, what in files.items())
+                          + 'and --tokenizer, a folder')
+
+
 def chosen(only, methods):
     """Return those of `methods` that --only asks for, separated by '|'; all of them if it is None.
     """
@@ -134,10 +170,37 @@ def last_error(stderr):
     return (errors or lines or ['no message'])[-1][:300]
 
 
-def cell(reason):
-    """Return the reason of a failure, shortened, as a cell of a Markdown table."""
-    reason = ' '.join(reason.split())
-    return (reason if len(reason) <= 120 else f'{reason[:116]} ...').replace('|', '\\|')
+def measure_in_process(script, spec, warm=False):
+    """Return measure(**spec) of a script from a new process, since some libraries patch modules.
+
+    Unless `warm`, it finds no compiled kernels on disk. If it fails, return {'failed': the reason};
+    RuntimeError if spec['ours'] and memory is not lacking.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run([sys.executable, script, 'one', json.dumps(spec)],
+                              env=os.environ | ({} if warm else empty_caches(folder)),
+                              capture_output=True, text=True)
+    if not done.returncode:
+        return json.loads(done.stdout.strip().split('\n')[-1])
+    reason = last_error(done.stderr)
+    if spec['ours'] and 'OutOfMemoryError' not in reason:
+        raise RuntimeError(done.stderr)
+    return {'failed': reason}
+
+
+def command_seconds(command, caches=None):
+    """Return the seconds of `python <command>`; raise RuntimeError with its stderr if it fails.
+
+    caches: what `empty_caches` returned; None: the caches of earlier commands
+    """
+    environment = os.environ | byte_code() | (caches or {}) | {'HF_HUB_OFFLINE': '1'}
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True,
+                          env=environment)
+    passed = time.perf_counter() - started
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return passed
 
 
 @functools.cache
@@ -151,7 +214,7 @@ def byte_code():
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     variables = {'PYTHONPYCACHEPREFIX': folder, 'PYTHONDONTWRITEBYTECODE': ''}
-    root = Path(__file__).resolve().parents[2]
+    root = ROOT.resolve()
     ours = {*root.glob('*.py'), *(path.parent for path in root.glob('*/*.py'))}
     installed = {path for path in map(Path, sys.path)
                  if path.is_dir() and path.resolve() != root} - ours
@@ -215,6 +278,34 @@ def load(path):
     return json.loads(Path(path).read_text(encoding='utf-8'))
 
 
+def cell(reason):
+    """Return the reason of a failure, shortened, as a cell of a Markdown table."""
+    reason = ' '.join(reason.split())
+    return (reason if len(reason) <= 120 else f'{reason[:116]} ...').replace('|', '\\|')
+
+
+def table_text(head, lines):
+    """Return a Markdown table; a line with fewer cells than `head` ends with empty ones, None."""
+    first, *rows = ('|' + '|'.join(' ' if text is None else f' {text} ' for text in (
+        *line, *[None] * (len(head) - len(line)))) + '|' for line in (head, *lines))
+    return '\n'.join([first, '|---' * len(head) + '|', *rows])
+
+
+def print_results(title, head, results, cells, last=()):
+    """Print {method: row} as Markdown: cells(method, row) or the failure, then the lines `last`."""
+    print(f'\n### {title}\n', table_text(head, [
+        [name, f'failed: {cell(row["failed"])}'] if 'failed' in row else [name, *cells(name, row)]
+        for name, row in results.items()] + [*last]), '', sep='\n', flush=True)
+
+
+def draw_results(path, what, key, form, panel='{shape}', prefix=''):
+    """Draw row[key] of each method that did not fail, a panel per table."""
+    draw_bars(path, what, {panel.format(**table): [
+        (f'{prefix}{name}', row[key], format(row[key], form))
+        for name, row in table['results'].items() if 'failed' not in row]
+        for table in load(path)['tables']})
+
+
 def draw_bars(path, what, panels):
     """Draw panels {title: [(name, value, text)]} as bars, ours in blue: a .png beside `path`."""
     import matplotlib
@@ -241,22 +332,29 @@ def draw_bars(path, what, panels):
     print(f'wrote {picture}')
 
 
-def main(argv, script, config_class, bench, draw):
-    """Save the tables that bench(config) yields, and draw them; with --plot draw that file again.
+def script_main(file, config_class, bench, draw, measure=None):
+    """Return main(argv) of a script: it saves the tables that bench(config) yields, and draws them.
 
-    They are saved after each table, since a later one may fail or be stopped.
+    They are saved after each table, since a later one may fail or be stopped. With --plot the file
+    is drawn again. `one` and a JSON object as arguments print measure(**object) as JSON.
     """
-    try:
-        config = load_config(config_class, argv)
-        if not config.plot:
+    def main(argv):
+        if argv[:1] == ['one']:
+            print(json.dumps(measure(**json.loads(argv[1]))))
+            return
+        try:
+            config, tables = load_config(config_class, argv), []
+            if config.plot:
+                draw(config.plot)
+                return
             if DEVICE == 'cpu':
-                raise ConfigError(f'research/bench/{Path(script).name} needs a CUDA device, '
+                raise ConfigError(f'research/bench/{Path(file).name} needs a CUDA device, '
                                   f'found none')
             print(', '.join(f'{key} {value}' for key, value in versions().items()))
-            tables = []
             for table in bench(config):
                 tables.append(table)
                 save(config.out, tables)
-        draw(config.plot or config.out)
-    except ConfigError as error:
-        sys.exit(f'error: {error}')
+            draw(config.out)
+        except ConfigError as error:
+            sys.exit(f'error: {error}')
+    return main

@@ -13,29 +13,25 @@ import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
 import triton_ops
-from research.bench import common
-from research.bench.common import (DEVICE, MODELS, busy_time, cell, draw_bars, failure, free_memory,
-                          gpu_kernels, load, matrix_rate, now, our_model, peak_gib, peer_model,
-                          reset_peak_memory)
-from evaluate import load_tasks
+from research.bench.common import (DEVICE, MODELS, Shape, busy_time, cell, draw_bars, failure,
+                                   free_memory, gpu_kernels, load, matrix_rate, now, our_model,
+                                   peak_gib, peer_model, require_files, reset_peak_memory,
+                                   script_main, table_text)
 from data.tokenizer import load_model_tokenizer
-from evaluate import EvalConfig, evaluate
+from evaluate import EvalConfig, evaluate, load_tasks
 from runtime import checkpoint
-from runtime.errors import ConfigError
 from scoring import option_log_probs, row_lengths
 
 
 @dataclass
 class BenchConfig:
-    shape: tuple[Literal['gemma2_2b', 'llama32_1b', 'llama31_8b', 'mistral_7b'], ...] = (
-        'gemma2_2b', 'llama32_1b', 'llama31_8b')
+    shape: tuple[Shape, ...] = ('gemma2_2b', 'llama32_1b', 'llama31_8b')
     data: str | None = None         # a folder or a hub dataset with MMLU's files
     tokenizer: str | None = None    # a folder with a tokenizer
     sample: int = 1024              # questions on which the Hugging Face loop is timed
@@ -59,8 +55,7 @@ VARIANTS = {'all kernels': (True, 'auto'), 'the kernel of attention alone': (Fal
 
 def bench(config):
     """Yield a table per model: questions per second, of the peer its forward passes alone."""
-    if config.data is None or config.tokenizer is None:
-        raise ConfigError("set --data, a folder with MMLU's files, and --tokenizer, a folder")
+    require_files(config, data="a folder with MMLU's files")
     rate = matrix_rate()
     print(f'matrix rate {rate / 1e12:.0f} TFLOP/s')
     for name in config.shape:
@@ -173,16 +168,17 @@ def measure_peer(raw, attention, batch, lengths, sample):
 def print_table(table):
     """Print a table as Markdown, and what its numbers mean."""
     ours, peer = table['results']['ours'], table['results'].get('Hugging Face')
-    print(f'\n### {table["shape"]}, MMLU with 5 shots, bfloat16\n\n'
-          '| method | questions/s | s | reading, s | scoring, s | metrics and files, s | of the '
-          'matrix rate | GPU busy | peak GiB |\n|---|---|---|---|---|---|---|---|---|\n'
-          f'| ours | {ours["questions_per_s"]:,.0f} | {ours["seconds"]:.1f} | '
-          f'{ours["reading_s"]:.1f} | {ours["scoring_s"]:.1f} | {ours["results_s"]:.1f} | '
-          f'{ours["of_matrix_rate"]:.1%} | {ours["gpu_busy"]:.1%} | {ours["peak_gib"]:.1f} |')
+    lines = [['ours', f'{ours["questions_per_s"]:,.0f}', *(
+        f'{ours[key]:.1f}' for key in ('seconds', 'reading_s', 'scoring_s', 'results_s')),
+        f'{ours["of_matrix_rate"]:.1%}', f'{ours["gpu_busy"]:.1%}', f'{ours["peak_gib"]:.1f}']]
     if peer:
-        print(f'| Hugging Face | {cell(peer["failed"])} |' + ' |' * 7 if 'failed' in peer else
-              f'| Hugging Face, {peer["attention"]} | {peer["questions_per_s"]:,.0f} | '
-              f'{peer["seconds"]:.1f} | | {peer["seconds"]:.1f} | | | | {peer["peak_gib"]:.1f} |')
+        lines.append(['Hugging Face', cell(peer['failed'])] if 'failed' in peer else [
+            f'Hugging Face, {peer["attention"]}', f'{peer["questions_per_s"]:,.0f}',
+            seconds := f'{peer["seconds"]:.1f}', None, seconds, None, None, None,
+            f'{peer["peak_gib"]:.1f}'])
+    print(f'\n### {table["shape"]}, MMLU with 5 shots, bfloat16\n', table_text((
+        'method', 'questions/s', 's', 'reading, s', 'scoring, s', 'metrics and files, s',
+        'of the matrix rate', 'GPU busy', 'peak GiB'), lines), sep='\n')
     print(f'\n{ours["tokens"]:,} tokens. A large matrix product has '
           f'{table["matrix_rate"] / 1e12:.0f} TFLOP/s. Loading the kernels took '
           f'{ours["first_s"]:.1f} s, which are not counted. "GPU busy" was measured in another '
@@ -204,9 +200,7 @@ def draw(path):
         if 'failed' not in row]})
 
 
-def main(argv):
-    common.main(argv, __file__, BenchConfig, bench, draw)
-
+main = script_main(__file__, BenchConfig, bench, draw)
 
 if __name__ == '__main__':
     main(sys.argv[1:])

@@ -40,17 +40,17 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 import fused_ce
-from research.bench import common, train
-from research.bench.common import (DEVICE, MODELS, busy_time, draw_bars, free_memory, gpu_kernels,
-                                   load, matrix_rate, memory_rate, now)
+from research.bench import train
+from research.bench.common import (DEVICE, MODELS, Shape, busy_time, draw_bars, free_memory,
+                                   gpu_kernels, load, matrix_rate, memory_rate, now, script_main,
+                                   table_text)
 from data.packing import pack
 from train import forward_backward, train_step
 
 
 @dataclass
 class BenchConfig:
-    shape: tuple[Literal['gemma2_2b', 'llama32_1b', 'llama31_8b', 'mistral_7b'], ...] = (
-        'gemma2_2b', 'llama32_1b')      # these fit 80 GB with exact weights
+    shape: tuple[Shape, ...] = ('gemma2_2b', 'llama32_1b')      # these fit 80 GB with exact weights
     master_weights: Literal['exact', 'stochastic'] = 'exact'
     kernels: int = 0                # also print this many of the longest kernels
     plot: str | None = None         # only draw this file of results again
@@ -160,18 +160,19 @@ def floors(raw, master_weights, rows, length, rates):
 
 def print_table(table, n_kernels=0):
     """Print the table as Markdown, the longest item first."""
-    items, lower = table['items'], table['floors']
-    total = sum(ms for ms, _ in lower.values())
+    lines, total = [], sum(ms for ms, _ in table['floors'].values())
+    for item, ms in sorted(table['items'].items(), key=lambda entry: -entry[1]):
+        cells = [item, f'{ms:.2f}', '', '', f'{ms / table["ms"]:.1%}', '']
+        if item in table['floors']:
+            floor, count = table['floors'][item]
+            flops = item.startswith(('products', 'attention'))
+            cells[2:4] = f'{floor:.2f}', f'{ms / floor:.2f}'
+            cells[5] = f'{count / 1e12:.1f} TFLOP' if flops else f'{count / 1e9:.1f} GB'
+        lines.append(cells)
     print(f'\n### {table["shape"]}, {table["master_weights"]}: a step of {table["ms"]:.1f} ms, '
-          f'floors {total:.1f} ms\n\n'
-          '| item | ms | floor, ms | ratio to floor | share of step | counted in the floor |\n'
-          '|---|---|---|---|---|---|')
-    for item, ms in sorted(items.items(), key=lambda entry: -entry[1]):
-        floor, count = lower.get(item, (0, 0))
-        unit = 'TFLOP' if item.startswith(('products', 'attention')) else 'GB'
-        size = f'{count / (1e12 if unit == "TFLOP" else 1e9):.1f} {unit}' if count else ''
-        print(f'| {item} | {ms:.2f} | {f"{floor:.2f}" if count else ""} | '
-              f'{f"{ms / floor:.2f}" if count else ""} | {ms / table["ms"]:.1%} | {size} |')
+          f'floors {total:.1f} ms\n', table_text(
+              ('item', 'ms', 'floor, ms', 'ratio to floor', 'share of step',
+               'counted in the floor'), lines), sep='\n')
     for name, ms in list(table['kernels'].items())[:n_kernels]:
         print(f'    {ms:8.2f} ms  {name}')
     print(flush=True)
@@ -190,9 +191,7 @@ def draw(path):
     draw_bars(path, 'Items of a training step', panels)
 
 
-def main(argv):
-    common.main(argv, __file__, BenchConfig, bench, draw)
-
+main = script_main(__file__, BenchConfig, bench, draw)
 
 if __name__ == '__main__':
     main(sys.argv[1:])

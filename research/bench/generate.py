@@ -16,7 +16,6 @@ call is timed. With `prompts` and `tokenizer`, the whole command `python generat
 per prompt is timed as well. Writes out/bench_generate.json and its picture.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -24,31 +23,32 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 import torch
 
-from research.bench import common
-from research.bench.common import (DEVICE, MODELS, byte_code, cell, draw_bars, failure, free_memory,
-                          gpu_kernels, load, matrix_rate, memory_rate, now, our_model, peak_gib,
-                          peer_model, reset_peak_memory)
+from research.bench.common import (DEVICE, MODELS, ROOT, Shape, byte_code, cell, draw_bars, failure,
+                                   free_memory, gpu_kernels, load, matrix_rate, memory_rate, now,
+                                   our_model, peak_gib, peer_model, reset_peak_memory, script_main,
+                                   table_text, write_lines)
 from data.files import read_rows
 from generate import stream
 from runtime import checkpoint
 from decoding.sampling import Sampling
 from decoding.slots import Batch, step_cost
 
+# of our rows, with their formats
+COLUMNS = {'steps_tokens_per_s': ',.0f', 'of_limit': '.0%', 'gb_per_s': ',.0f', 'tflops': '.0f',
+           'tokens_per_s': ',.0f', 'first_s': '.2f', 'peak_gib': '.1f', 'extra_gib': '.2f'}
 # prompts, tokens of each, tokens of each answer
 SETTINGS = ((1, 128, 512), (64, 512, 256), (256, 512, 256))
 
 
 @dataclass
 class BenchConfig:
-    shape: tuple[Literal['gemma2_2b', 'llama32_1b', 'llama31_8b', 'mistral_7b'], ...] = (
-        'llama32_1b', 'gemma2_2b', 'llama31_8b')
+    shape: tuple[Shape, ...] = ('llama32_1b', 'gemma2_2b', 'llama31_8b')
     rows: tuple[int, ...] = (1, 64, 256)    # of SETTINGS
     ours: bool = False              # only ours
     profile: bool = False           # also print the time of each kernel of a step
@@ -132,10 +132,9 @@ def measure_command(model, config, folder):
     free_memory()
     rows = [row for _, row in read_rows(config.prompts)]
     prompts, out = folder / 'prompts.jsonl', folder / 'out' / 'answers.jsonl'
-    prompts.write_text(''.join(json.dumps({'prompt': row.get('prompt') or row['question']}) + '\n'
-                               for row in rows))
+    write_lines(prompts, [{'prompt': row.get('prompt') or row['question']} for row in rows])
     command = [sys.executable, 'generate.py', f'--model={folder}', '--n=8', '--raw']
-    options = {'cwd': Path(__file__).parents[2], 'env': os.environ | byte_code()}
+    options = {'cwd': ROOT, 'env': os.environ | byte_code()}
     few = folder / 'few.jsonl'      # fills the caches on disk
     few.write_text(''.join(prompts.read_text().splitlines(True)[:8]))
     subprocess.run([*command, f'--prompts={few}', f'--out={folder / "few/answers.jsonl"}'],
@@ -205,26 +204,25 @@ def measure_peer(model, n, length, new):
 
 def print_table(table):
     """Print a table as Markdown: steps, their share of the limit, whole calls, ours / theirs."""
-    print(f'\n### {table["shape"]}, bfloat16\n')
-    if table['results']:
-        print(f'A large product has {table["matrix_rate"] / 1e12:.0f} TFLOP/s, a large copy '
-              f'{table["copy_rate"] / 1e12:.2f} TB/s.\n\n'
-              '| prompts x tokens + new tokens | steps, tokens/s | share of the limit | GB/s | '
-              'TFLOP/s | whole call, tokens/s | first token, s | peak GiB | peak GiB without '
-              'weights and cache | transformers, whole call, tokens/s | its peak GiB | '
-              'ours / theirs |\n' + '|---' * 12 + '|')
+    lines = []
     for setting, results in table['results'].items():
         ours, peer = results['ours'], results.get('transformers')
-        compared = ' | | '
+        compared = '', None, ''
         if peer and 'failed' in peer:
-            compared = f'{cell(peer["failed"])} | | '
+            compared = [cell(peer['failed'])]
         elif peer:
-            compared = (f'{peer["tokens_per_s"]:,.0f} | {peer["peak_gib"]:.1f} | '
+            compared = (f'{peer["tokens_per_s"]:,.0f}', f'{peer["peak_gib"]:.1f}',
                         f'{ours["tokens_per_s"] / peer["tokens_per_s"]:.1f}')
-        print(f'| {setting} | {ours["steps_tokens_per_s"]:,.0f} | {ours["of_limit"]:.0%} | '
-              f'{ours["gb_per_s"]:,.0f} | {ours["tflops"]:.0f} | {ours["tokens_per_s"]:,.0f} | '
-              f'{ours["first_s"]:.2f} | {ours["peak_gib"]:.1f} | {ours["extra_gib"]:.2f} | '
-              f'{compared} |')
+        lines.append((setting, *(format(ours[key], form) for key, form in COLUMNS.items()),
+                      *compared))
+    print(f'\n### {table["shape"]}, bfloat16\n')
+    if lines:
+        print(f'A large product has {table["matrix_rate"] / 1e12:.0f} TFLOP/s, a large copy '
+              f'{table["copy_rate"] / 1e12:.2f} TB/s.\n', table_text((
+                  'prompts x tokens + new tokens', 'steps, tokens/s', 'share of the limit', 'GB/s',
+                  'TFLOP/s', 'whole call, tokens/s', 'first token, s', 'peak GiB',
+                  'peak GiB without weights and cache', 'transformers, whole call, tokens/s',
+                  'its peak GiB', 'ours / theirs'), lines), sep='\n')
     if whole := table.get('command'):
         print(f'\nThe command `python generate.py`, 8 answers to each of {whole["prompts"]:,} '
               f'prompts: {whole["tokens"]:,} tokens in {whole["seconds"]:.1f} s, '
@@ -244,9 +242,7 @@ def draw(path):
         for table in load(path)['tables']})
 
 
-def main(argv):
-    common.main(argv, __file__, BenchConfig, bench, draw)
-
+main = script_main(__file__, BenchConfig, bench, draw)
 
 if __name__ == '__main__':
     main(sys.argv[1:])

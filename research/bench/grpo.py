@@ -11,10 +11,7 @@ has a process of its own, with empty caches on disk. TRL generates by transforme
 package beside it. Writes out/bench_grpo.json and its picture.
 """
 
-import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -23,21 +20,17 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import torch
-
 import train
 from align import ROLLOUTS, AlignConfig
-from research.bench import common
-from research.bench.common import (DEVICE, MODELS, cell, chosen, draw_bars, empty_caches,
-                                   last_error, load, matrix_rate, memory_rate, now, our_model,
-                                   peak_gib)
+from research.bench.common import (DEVICE, MODELS, chosen, draw_results, matrix_rate,
+                                   measure_in_process, memory_rate, now, peak_gib, print_results,
+                                   require_files, save_model, script_main, write_lines)
 from data.export import tokenizer_files
 from data.files import read_rows
 from data.tokenizer import load_tokenizer
 from runtime import checkpoint
 from runtime.build import build_optimizer
 from runtime.config_json import config_from_hf
-from runtime.errors import ConfigError
 from decoding.slots import step_cost
 
 
@@ -70,39 +63,29 @@ PARTS = 'rollout_s', 'scoring_s', 'update_s'
 
 def bench(config):
     """Yield a table per model: the seconds of each part of a step, and its limit."""
-    if config.prompts is None or config.tokenizer is None:
-        raise ConfigError('set --prompts, a file of questions, and --tokenizer, a folder')
+    require_files(config, prompts='a file of questions')
     methods = chosen(config.only, OURS if config.ours else OURS | PEERS)
     rates = [matrix_rate(), memory_rate()] if DEVICE == 'cuda' else [1e12, 1e12]
     for name in config.shape:
         table = {'shape': name, 'rates': rates, 'results': {}}
         with tempfile.TemporaryDirectory() as folder:
-            prepare(MODELS[name], config, Path(folder))
+            prepare(name, config, Path(folder))
             for method in methods:
-                spec = json.dumps({'folder': folder, 'ours': method in OURS,
-                                   'options': (OURS | PEERS)[method]})
-                done = subprocess.run(
-                    [sys.executable, __file__, 'one', spec], capture_output=True, text=True,
-                    env=os.environ | empty_caches(Path(folder, method)))
-                if done.returncode and method in OURS:
-                    raise RuntimeError(done.stderr)
-                table['results'][method] = ({'failed': last_error(done.stderr)} if done.returncode
-                                            else json.loads(done.stdout.strip().split('\n')[-1]))
-                print(f'{name}: {method}: {table["results"][method]}', flush=True)
+                row = table['results'][method] = measure_in_process(__file__, {
+                    'folder': folder, 'ours': method in OURS, 'options': (OURS | PEERS)[method]})
+                print(f'{name}: {method}: {row}', flush=True)
         print_table(table)
         yield table
 
 
-def prepare(raw, config, folder):
+def prepare(shape, config, folder):
     """Write the model, the prompts and a reward to `folder`."""
     tokenizer = load_tokenizer(Path(config.tokenizer))
-    checkpoint.save(our_model(raw), folder / 'model', torch.bfloat16, side_files=config.tokenizer,
-                    more=tokenizer_files(config.tokenizer, tokenizer, 'tulu'))
-    common.free_memory()
+    save_model(shape, folder / 'model', config.tokenizer,
+               more=tokenizer_files(config.tokenizer, tokenizer, 'tulu'))
     questions = [row.get('prompt') or row['question'] for _, row in read_rows(config.prompts)]
     for name, prompts in (('ours', questions), ('TRL', map(FRAME.format, questions))):
-        (folder / f'{name}.jsonl').write_text(
-            ''.join(json.dumps({'prompt': prompt}) + '\n' for prompt in prompts))
+        write_lines(folder / f'{name}.jsonl', [{'prompt': prompt} for prompt in prompts])
     (folder / 'reward.py').write_text(
         'def reward(prompt, answer, row):\n    return answer.count("e") / 100\n')
 
@@ -191,35 +174,21 @@ def limits(shape, rates, prompt_tokens=120):
 
 
 def print_table(table):
-    """Print the table as Markdown."""
-    print(f'\n### {table["shape"]}, GRPO, {PROMPTS} prompts x {ANSWERS} answers x {TOKENS} tokens\n'
-          f'\n| method | step, s | rollout, s | scoring, s | update, s | first step, s | peak GiB |'
-          f'\n|---|---|---|---|---|---|---|')
-    floor = limits(table['shape'], table['rates'])
-    for name, row in table['results'].items():
-        if 'failed' in row:
-            print(f'| {name} | failed: {cell(row["failed"])} | | | | | |')
-            continue
-        print(f'| {name} | {row["step_s"]} | {" | ".join(str(row[part]) for part in PARTS)} | '
-              f'{row["first_s"]} | {row["peak_gib"]} |')
-    print(f'| limit | {sum(floor.values()):.2f} | '
-          f'{" | ".join(f"{floor[part]:.2f}" for part in PARTS)} | | |\n', flush=True)
+    """Print the seconds of each part, and last their limits."""
+    limit = limits(table['shape'], table['rates'])
+    print_results(
+        f'{table["shape"]}, GRPO, {PROMPTS} prompts x {ANSWERS} answers x {TOKENS} tokens',
+        ('method', 'step, s', 'rollout, s', 'scoring, s', 'update, s', 'first step, s', 'peak GiB'),
+        table['results'], lambda _, row: [str(row[key]) for key in (
+            'step_s', *PARTS, 'first_s', 'peak_gib')],
+        [['limit', *(f'{s:.2f}' for s in (sum(limit.values()), *limit.values()))]])
 
 
 def draw(path):
-    """Draw the seconds of a step of each method, a panel per model."""
-    draw_bars(path, 'GRPO: seconds per step', {
-        table['shape']: [(name, row['step_s'], f'{row["step_s"]}')
-                         for name, row in table['results'].items() if 'failed' not in row]
-        for table in load(path)['tables']})
+    draw_results(path, 'GRPO: seconds per step', 'step_s', '')
 
 
-def main(argv):
-    if argv[:1] == ['one']:
-        print(json.dumps(measure(**json.loads(argv[1]))))
-    else:
-        common.main(argv, __file__, BenchConfig, bench, draw)
-
+main = script_main(__file__, BenchConfig, bench, draw, measure)
 
 if __name__ == '__main__':
     main(sys.argv[1:])

@@ -12,33 +12,23 @@ with those of one process. --only='1 GPU|2 GPUs' chooses commands. `tokenizer` i
 tokenizer. Writes out/bench_several_gpus.json and its picture.
 """
 
-import json
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import torch
-
-from research.bench import common
-from research.bench.commands import seconds
-from research.bench.common import (DEVICE, MODELS, chosen, draw_bars, free_memory, load,
-                          our_model)
 from data.benchmarks import BENCHMARKS
-from data.files import fetch, read_rows
-from data.questions import parse_row
-from runtime import checkpoint
-from runtime.errors import ConfigError
+from research.bench.common import (DEVICE, Shape, chosen, command_seconds, draw_bars, load,
+                                   read_mmlu, require_files, save_model, script_main, table_text,
+                                   write_lines)
 
 
 @dataclass
 class BenchConfig:
-    shape: tuple[Literal['gemma2_2b', 'llama32_1b', 'llama31_8b', 'mistral_7b'], ...] = (
-        'llama32_1b',)
+    shape: tuple[Shape, ...] = ('llama32_1b',)
     data: str | None = None         # a folder with MMLU's files
     tokenizer: str | None = None    # a folder with a tokenizer
     processes: tuple[int, ...] = (2,)   # to compare with one
@@ -49,39 +39,26 @@ class BenchConfig:
     out: str = 'out/bench_several_gpus.json'
 
 
+LANGUAGES = BENCHMARKS['global_mmlu'].languages
+
+
 # ------------------------------------------------------------------------------------------------
 # Measuring
 # ------------------------------------------------------------------------------------------------
 
 def bench(config):
     """Yield a table per model: seconds of each command, and whether its numbers are the same."""
-    if config.data is None or config.tokenizer is None:
-        raise ConfigError("set --data, a folder with MMLU's files, and --tokenizer, a folder")
+    require_files(config, data="a folder with MMLU's files")
     for shape in config.shape:
         with tempfile.TemporaryDirectory() as folder:
-            checkpoint.save(our_model(MODELS[shape]), Path(folder, 'model'), torch.bfloat16,
-                            side_files=config.tokenizer)
-            free_memory()
-            write_languages(config, Path(folder))
+            save_model(shape, Path(folder, 'model'), config.tokenizer)
+            for split, rows in read_mmlu(config.data).items():
+                for language in LANGUAGES[:config.languages]:
+                    write_lines(Path(folder, 'data', f'{language}_{split}.jsonl'), rows)
             table = {'shape': shape, 'languages': config.languages, 'limit': config.limit,
                      'results': measure(config, Path(folder))}
         print_table(table)
         yield table
-
-
-def write_languages(config, folder):
-    """Write MMLU's questions once for each language, and its solved ones."""
-    for split, patterns in (('test', BENCHMARKS['mmlu'].test), ('dev', BENCHMARKS['mmlu'].shots)):
-        lines = []
-        for file in fetch(config.data, patterns):
-            for _, row in read_rows(file):
-                question, choices, answer = parse_row(row)
-                lines.append(json.dumps({'question': question, 'choices': choices,
-                                         'answer': answer, 'subject': row['subject']}) + '\n')
-        for language in BENCHMARKS['global_mmlu'].languages[:config.languages]:
-            path = folder / 'data' / f'{language}_{split}.jsonl'
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(''.join(lines))
 
 
 def measure(config, folder):
@@ -98,8 +75,8 @@ def measure(config, folder):
         for n in (1, *config.processes) if '--shard' not in options else config.processes:
             commands[f'{n} GPU{"s" * (n > 1)}{kind}'] = n, options
     names = chosen(config.only, commands)
-    first = f'--languages={BENCHMARKS["global_mmlu"].languages[0]}'
-    run(['--limit=1', first], 1, folder / 'first')      # fills the caches on disk
+    # fills the caches on disk
+    run(['--limit=1', f'--languages={LANGUAGES[0]}'], 1, folder / 'first')
     for name in names:
         (n, options), out = commands[name], folder / name
         started = time.time()
@@ -119,9 +96,10 @@ def measure(config, folder):
 def run(options, processes, out):
     """Return the seconds of an evaluation by this number of processes."""
     torchrun = ['-m', 'torch.distributed.run', f'--nproc_per_node={processes}', '--standalone']
-    return seconds([*torchrun * (processes > 1), 'evaluate.py', f'--model={out.parent / "model"}',
-                    f'--tasks=global_mmlu:{out.parent / "data"}', f'--device={DEVICE}',
-                    '--dtype=bfloat16', f'--out_dir={out}', *options])
+    return command_seconds([
+        *torchrun * (processes > 1), 'evaluate.py', f'--model={out.parent / "model"}',
+        f'--tasks=global_mmlu:{out.parent / "data"}', f'--device={DEVICE}', '--dtype=bfloat16',
+        f'--out_dir={out}', *options])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -130,10 +108,7 @@ def run(options, processes, out):
 
 def print_table(table):
     """Print the table as Markdown; speed-ups are relative to one GPU with whole weights."""
-    results = table['results']
-    print(f'\n### {table["shape"]}, MMLU as {table["languages"]} languages, whole commands\n\n'
-          '| command | s | speed-up | before scoring, s | scoring, s | speed-up | after it, s | '
-          'bitwise as one GPU |\n|---|---|---|---|---|---|---|---|')
+    results, lines = table['results'], []
     for name, row in results.items():
         one = results.get('1 GPU' + ', deterministic' * ('deterministic' in name))
         speed_up = {key: f'{one[key] / max(row[key], 0.01):.2f}' if one else ''
@@ -142,10 +117,12 @@ def print_table(table):
         if 'before_s' in row:       # results of older versions lack it
             before = f'{row["before_s"]:.1f}'
             after = f'{row["seconds"] - row["before_s"] - row["scoring_s"]:.1f}'
-        same = {None: '', True: 'yes', False: 'no'}[row['same']]
-        print(f'| {label(name, table)} | {row["seconds"]:.1f} | {speed_up["seconds"]} | '
-              f'{before} | {row["scoring_s"]:.1f} | {speed_up["scoring_s"]} | {after} | {same} |')
-    sys.stdout.flush()
+        lines.append((label(name, table), f'{row["seconds"]:.1f}', speed_up['seconds'], before,
+                      f'{row["scoring_s"]:.1f}', speed_up['scoring_s'], after,
+                      {None: '', True: 'yes', False: 'no'}[row['same']]))
+    print(f'\n### {table["shape"]}, MMLU as {table["languages"]} languages, whole commands\n',
+          table_text(('command', 's', 'speed-up', 'before scoring, s', 'scoring, s', 'speed-up',
+                      'after it, s', 'bitwise as one GPU'), lines), sep='\n', flush=True)
 
 
 def label(name, table):
@@ -163,9 +140,7 @@ def draw(path):
         for table in load(path)['tables']})
 
 
-def main(argv):
-    common.main(argv, __file__, BenchConfig, bench, draw)
-
+main = script_main(__file__, BenchConfig, bench, draw)
 
 if __name__ == '__main__':
     main(sys.argv[1:])

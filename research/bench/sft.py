@@ -28,24 +28,19 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import torch
-
-from research.bench import common
-from research.bench.common import (DEVICE, MODELS, byte_code, cell, chosen, draw_bars, empty_caches,
-                          free_memory, last_error, load, our_model)
+from research.bench.common import (DEVICE, ROOT, Shape, byte_code, cell, chosen, draw_bars,
+                                   empty_caches, last_error, load, require_files, save_model,
+                                   script_main, table_text, write_lines)
 from data.export import tokenizer_files
 from data.files import fetch, read_rows
 from data.instruct import PATTERNS, first_turns, load_conversations, to_messages
 from data.tokenizer import begins_with_bos, load_tokenizer
-from runtime import checkpoint
-from runtime.errors import ConfigError
 from train import TrainConfig
 
 
 @dataclass
 class BenchConfig:
-    shape: tuple[Literal['gemma2_2b', 'llama32_1b', 'llama31_8b', 'mistral_7b'], ...] = (
-        'llama32_1b',)
+    shape: tuple[Shape, ...] = ('llama32_1b',)
     data: str | None = None         # conversations, as in train.py
     tokenizer: str | None = None    # a folder with a tokenizer
     conversations: int | None = None    # only this many, the first ones; None: all
@@ -58,7 +53,6 @@ class BenchConfig:
     out: str = 'out/bench_sft.json'
 
 
-ROOT = Path(__file__).parents[2]
 TEMPLATE, PACK_LEN, BATCH = 'tulu', 4096, TrainConfig.batch_size
 OURS = 'ours'
 PEERS = {       # settings of research/bench/trl_sft.py
@@ -78,8 +72,7 @@ SAVING = 'saving'
 
 def bench(config):
     """Yield a table per model: seconds of each stage of each command, cold and warm."""
-    if config.data is None or config.tokenizer is None:
-        raise ConfigError('set --data, a file of conversations, and --tokenizer, a folder')
+    require_files(config, data='a file of conversations')
     methods = chosen(config.only, [OURS] if config.ours else [OURS, *PEERS])
     compiled, started = byte_code(), time.perf_counter()
     for shape in config.shape:
@@ -107,18 +100,14 @@ def prepare(config, shape, folder):
     """Write the model and the conversations; return {what a table says about them}."""
     tokenizer = load_tokenizer(Path(config.tokenizer))
     add_bos = begins_with_bos(tokenizer, None)
-    model = our_model(MODELS[shape])
-    checkpoint.save(model, folder / 'model', torch.bfloat16, side_files=config.tokenizer,
-                    more=tokenizer_files(config.tokenizer, tokenizer, TEMPLATE, add_bos))
-    del model
-    free_memory()
+    save_model(shape, folder / 'model', config.tokenizer,
+               more=tokenizer_files(config.tokenizer, tokenizer, TEMPLATE, add_bos))
     rows = (row for file in fetch(config.data, PATTERNS) for row in read_rows(file))
     talks = [to_messages(row) for _, row in first_turns(rows)][:config.conversations]
     for name, to_row in (('ours', lambda talk: {'messages': talk}),
                          ('TRL', lambda talk: {'prompt': talk[:-1], 'completion': talk[-1:]})):
-        (folder / f'{name}.jsonl').write_text(''.join(json.dumps(to_row([
-            {key: turn[key] for key in ('role', 'content')} for turn in talk])) + '\n'
-            for talk in talks))
+        write_lines(folder / f'{name}.jsonl', [to_row([
+            {key: turn[key] for key in ('role', 'content')} for turn in talk]) for talk in talks])
     sequences = load_conversations(
         str(folder / 'ours.jsonl'), tokenizer, template=TEMPLATE, max_length=PACK_LEN,
         add_bos=add_bos, workers=os.cpu_count(), cache_dir=str(folder / 'tokens'),
@@ -192,20 +181,19 @@ def until_first_step(stages):
 
 def print_table(table):
     """Print the table as Markdown, then the ratios of ours to the fastest peer."""
-    print(f'\n### {table["shape"]}, seconds of whole commands, {table["conversations"]:,} '
-          f'conversations, {table["tokens"]:,} tokens\n\n| command | caches | until the first step '
-          f'| until the end | {" | ".join(STAGES)} | {SAVING} | steps | peak GiB |\n'
-          f'|---|---|---|---|{"---|" * (len(STAGES) + 3)}')
+    lines = []
     for name, row in table['results'].items():
-        for kind in ('cold', 'warm'):
-            if kind in row:
-                stages = row[kind]
-                print(f'| {name} | {kind} | {until_first_step(stages):.1f} | '
-                      f'{stages["until the end"]:.1f} | '
-                      + ' | '.join(f'{stages[stage]:.1f}' for stage in (*STAGES, SAVING))
-                      + f' | {row["steps"]} | {row["peak_gib"]:.1f} |')
+        for kind, stages in ((kind, row[kind]) for kind in ('cold', 'warm') if kind in row):
+            times = (until_first_step(stages), stages['until the end'],
+                     *(stages[stage] for stage in (*STAGES, SAVING)))
+            lines.append([name, kind, *(f'{s:.1f}' for s in times), str(row['steps']),
+                          f'{row["peak_gib"]:.1f}'])
         if 'failed' in row:
-            print(f'| {name} | failed: {cell(row["failed"])}{" |" * (len(STAGES) + 6)}')
+            lines.append([name, f'failed: {cell(row["failed"])}'])
+    print(f'\n### {table["shape"]}, seconds of whole commands, {table["conversations"]:,} '
+          f'conversations, {table["tokens"]:,} tokens\n', table_text((
+              'command', 'caches', 'until the first step', 'until the end', *STAGES, SAVING,
+              'steps', 'peak GiB'), lines), sep='\n')
     print()
     for name, row in table['results'].items():
         method, _, tuning = name.rpartition(', ')
@@ -230,9 +218,7 @@ def draw(path):
             ('first step', until_first_step), ('end', lambda stages: stages['until the end']))})
 
 
-def main(argv):
-    common.main(argv, __file__, BenchConfig, bench, draw)
-
+main = script_main(__file__, BenchConfig, bench, draw)
 
 if __name__ == '__main__':
     main(sys.argv[1:])

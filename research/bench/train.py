@@ -12,10 +12,7 @@ steps minus that of three later ones. Writes out/bench_train.json and its pictur
 """
 
 import itertools
-import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -26,10 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
-from research.bench import common
-from research.bench.common import (DEVICE, MODELS, cell, chosen, compiled_graphs, draw_bars,
-                                   empty_caches, last_error, load, now, our_model, peak_gib,
-                                   reset_peak_memory)
+from research.bench.common import (DEVICE, MODELS, chosen, draw_bars, load, measure_in_process, now,
+                                   our_model, peak_gib, print_results, reset_peak_memory,
+                                   script_main)
 from research.bench.peers import hugging_face_step, trl_steps
 from data.instruct import load_conversations
 from data.packing import pack
@@ -79,38 +75,40 @@ OURS = {            # keys of TrainConfig
         'lora_targets': ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj',
                          'down_proj')},
 }
-PEERS = {           # options of hugging_face_step, or of trl_steps
-    'HF sdpa': {'attention': 'sdpa'},
-    'HF sdpa, Liger': {'attention': 'sdpa', 'liger': True},
-    'HF sdpa, compile': {'attention': 'sdpa', 'compiled': True},
-    'HF sdpa, Liger, compile': {'attention': 'sdpa', 'liger': True, 'compiled': True},
-    'HF eager, Liger': {'attention': 'eager', 'liger': True},
-    'HF flex, compile': {'attention': 'flex_attention', 'compiled': True},
-    'HF flex, Liger, compile': {'attention': 'flex_attention', 'liger': True, 'compiled': True},
-    'TRL': {'trl': True, 'attention': 'flex_attention', 'length': LENGTH, 'rows': ROWS},
-    'TRL, compile': {'trl': True, 'attention': 'flex_attention', 'length': LENGTH, 'rows': ROWS,
-                     'compiled': True},
+# options of hugging_face_step, or of trl_steps
+LIGER, COMPILED = {'liger': True}, {'compiled': True}
+SDPA, FLEX = {'attention': 'sdpa'}, {'attention': 'flex_attention'}
+TRL = FLEX | {'trl': True, 'length': LENGTH, 'rows': ROWS}
+PEERS = {
+    'HF sdpa': SDPA,
+    'HF sdpa, Liger': SDPA | LIGER,
+    'HF sdpa, compile': SDPA | COMPILED,
+    'HF sdpa, Liger, compile': SDPA | LIGER | COMPILED,
+    'HF eager, Liger': {'attention': 'eager'} | LIGER,
+    'HF flex, compile': FLEX | COMPILED,
+    'HF flex, Liger, compile': FLEX | LIGER | COMPILED,
+    'TRL': TRL,
+    'TRL, compile': TRL | COMPILED,
 }
-OURS_PACKED = {
-    name.replace('ours', 'ours, packed'): {'pack_len': PACK_LEN, 'max_length': PACK_LEN} | options
-    for name, options in OURS.items() if name in ('ours', 'ours, stochastic')} | {
-    f'ours, packed, {n} at once': {'pack_len': PACK_LEN, 'max_length': PACK_LEN, 'micro_rows': n}
-    for n in (1, 2, 4, 8, 16)}
-PEERS_PACKED = {'HF padded, batch size 8': {'attention': 'sdpa', 'padded': 8}} | {
-    f'HF padded, batch size {n}, Liger': {'attention': 'sdpa', 'liger': True, 'padded': n}
-    for n in (8, 16, 32)} | {
-    f'HF packed, flex{liger}{compiled}':
-        {'attention': 'flex_attention', 'packed': PACK_LEN, 'liger': bool(liger),
-         'compiled': bool(compiled)} for liger in ('', ', Liger') for compiled in ('', ', compile')
-} | {f'HF packed, flex, Liger, compile, {n} at once':
-     {'attention': 'flex_attention', 'packed': PACK_LEN, 'liger': True, 'compiled': True, 'rows': n}
-     for n in (2, 4, 8)
-} | {'TRL packed': {'trl': True, 'attention': 'flex_attention', 'length': PACK_LEN},
-     'TRL packed, flash-attn': {'trl': True, 'attention': 'flash_attention_2', 'length': PACK_LEN},
-     'TRL packed, compile': {'trl': True, 'attention': 'flex_attention', 'length': PACK_LEN,
-                             'compiled': True},
-     'TRL packed, compile, 8 at once': {'trl': True, 'attention': 'flex_attention',
-                                        'length': PACK_LEN, 'rows': 8, 'compiled': True}}
+PACKED = {'pack_len': PACK_LEN, 'max_length': PACK_LEN}
+OURS_PACKED = {'ours, packed': PACKED,
+               'ours, packed, stochastic': PACKED | {'master_weights': 'stochastic'}}
+OURS_PACKED |= {f'ours, packed, {n} at once': PACKED | {'micro_rows': n} for n in (1, 2, 4, 8, 16)}
+HF_PACKED, TRL_PACKED = FLEX | {'packed': PACK_LEN}, FLEX | {'trl': True, 'length': PACK_LEN}
+PEERS_PACKED = {
+    'HF padded, batch size 8': SDPA | {'padded': 8},
+    **{f'HF padded, batch size {n}, Liger': SDPA | LIGER | {'padded': n} for n in (8, 16, 32)},
+    'HF packed, flex': HF_PACKED,
+    'HF packed, flex, compile': HF_PACKED | COMPILED,
+    'HF packed, flex, Liger': HF_PACKED | LIGER,
+    'HF packed, flex, Liger, compile': HF_PACKED | LIGER | COMPILED,
+    **{f'HF packed, flex, Liger, compile, {n} at once': HF_PACKED | LIGER | COMPILED | {'rows': n}
+       for n in (2, 4, 8)},
+    'TRL packed': TRL_PACKED,
+    'TRL packed, flash-attn': TRL_PACKED | {'attention': 'flash_attention_2'},
+    'TRL packed, compile': TRL_PACKED | COMPILED,
+    'TRL packed, compile, 8 at once': TRL_PACKED | COMPILED | {'rows': 8},
+}
 # the methods of each table without `only`: those that may be the fastest of their library
 USUAL = {
     'gemma2_2b': ('HF flex, compile', 'ours', 'ours, stochastic'),
@@ -147,31 +145,13 @@ def bench(config):
                 if method not in wanted or config.ours and method not in ours:
                     continue
                 table['results'][method] = measure_in_process(
-                    {'raw': MODELS[name], 'ours': method in ours, 'real': real,
+                    __file__, {'raw': MODELS[name], 'ours': method in ours, 'real': real,
                      'options': {key: config.pack_len if real and value == PACK_LEN else value
                                  for key, value in options.items()}}, config.warm)
                 print(f'{name}, {data}: {method}: {table["results"][method]}', flush=True)
             if table['results']:
                 print_table(table)
                 yield table
-
-
-def measure_in_process(spec, warm):
-    """Return measure(**spec) from a new process, because Liger patches modules permanently.
-
-    Unless `warm`, it finds no compiled kernels on disk. If the method fails, return {'failed': the
-    reason}; RuntimeError if it is ours and does not lack memory.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run([sys.executable, __file__, 'one', json.dumps(spec)],
-                              env=os.environ | ({} if warm else empty_caches(folder)),
-                              capture_output=True, text=True)
-    if done.returncode:
-        reason = last_error(done.stderr)
-        if spec['ours'] and 'OutOfMemoryError' not in reason:
-            raise RuntimeError(done.stderr)
-        return {'failed': reason}
-    return json.loads(done.stdout.strip().split('\n')[-1])
 
 
 def measure(raw, ours, real, options):
@@ -184,7 +164,7 @@ def measure(raw, ours, real, options):
     marks = []
 
     def mark():
-        marks.append((now(), compiled_graphs()))
+        marks.append((now(), torch._dynamo.utils.counters['stats']['unique_graphs']))
         if len(marks) == 2:
             reset_peak_memory()
 
@@ -274,21 +254,16 @@ def our_step(raw, **options):
 
 def print_table(table):
     """Print a table as Markdown; ratios are to the best other library."""
-    good = {name: row for name, row in table['results'].items() if 'failed' not in row}
-    best = max((row['tokens_per_s'] for name, row in good.items() if 'ours' not in name),
-               default=None)
-    print(f'\n### {table["shape"]}, {table["data"]}, bfloat16\n\n'
-          '| method | tokens/s | ratio to best peer | compile, s | MFU | peak GiB | spread | '
-          'graphs compiled late |\n|---|---|---|---|---|---|---|---|')
-    for name, row in table['results'].items():
-        if 'failed' in row:
-            print(f'| {name} | failed: {cell(row["failed"])} | | | | | | |')
-            continue
-        ratio = f'{row["tokens_per_s"] / best:.3f}' if best else ''
-        print(f'| {name} | {row["tokens_per_s"]:,} | {ratio} | {row["compile_s"]:.1f} | '
-              f'{row["mfu"]:.3f} | {row["peak_gib"]:.1f} | {row["spread"]:.1%} | '
-              f'{row["new_graphs"]} |')
-    print(flush=True)
+    best = max((row['tokens_per_s'] for name, row in table['results'].items()
+                if 'failed' not in row and 'ours' not in name), default=None)
+    print_results(
+        f'{table["shape"]}, {table["data"]}, bfloat16',
+        ('method', 'tokens/s', 'ratio to best peer', 'compile, s', 'MFU', 'peak GiB', 'spread',
+         'graphs compiled late'), table['results'],
+        lambda _, row: (
+            f'{row["tokens_per_s"]:,}', f'{row["tokens_per_s"] / best:.3f}' if best else '',
+            f'{row["compile_s"]:.1f}', f'{row["mfu"]:.3f}', f'{row["peak_gib"]:.1f}',
+            f'{row["spread"]:.1%}', f'{row["new_graphs"]}'))
 
 
 def draw(path):
@@ -300,12 +275,7 @@ def draw(path):
         for table in load(path)['tables']})
 
 
-def main(argv):
-    if argv[:1] == ['one']:
-        print(json.dumps(measure(**json.loads(argv[1]))))
-    else:
-        common.main(argv, __file__, BenchConfig, bench, draw)
-
+main = script_main(__file__, BenchConfig, bench, draw, measure)
 
 if __name__ == '__main__':
     main(sys.argv[1:])

@@ -29,8 +29,9 @@ only LoRA has a dropout there, 2e-4 is a rate for LoRA, and exact AdamW on all w
 models does not fit on the paper's GPU of 80 GB. --tuning=full tunes all weights, without dropout.
 
 The printed numbers are not in our copy of the paper. To show them beside ours, enter them in
-label_smoothing_printed.csv: a line per benchmark, model, data and method as the table of this
-script names them (data is empty for the base model), with an empty cell for what is not printed.
+research/papers/label_smoothing_printed.csv: a line per benchmark, model, data and method as the
+table of this script names them (data is empty for the base model), with an empty cell for what is
+not printed.
 Each column with a number is then shown. RMS is compared with `rms_mmlu_repo` of metrics.py, as in
 multilingual.py.
 """

@@ -29,6 +29,7 @@ from results.runs import read_run, read_run_samples
 from runtime.errors import ConfigError
 from runtime.ownership import write_text
 from research.study import common
+from research.study.claims import Source
 from research.study.runs import MODELS, PRETRAINING, write_lines
 from research.study.world import StudySpec, StudyWorld
 from train import TrainConfig, train
@@ -118,7 +119,6 @@ def make_rows(spec, seed):
 
 
 # Runs
-
 
 def seed_folder(seed, root=common.ROOT):
     return common.seed_folder('alignment', seed, root)
@@ -239,11 +239,10 @@ def select(seed, root=common.ROOT):
     rng, rows, known = np.random.default_rng([seed, 4]), [], {True: [], False: []}
     for question in read_lines(folder / 'world' / 'prompts' / 'test.jsonl'):
         (_, p), answer = probs[question['id']], question['answer_index']
-        knows = bool(p.argmax() == answer)
         chosen, rejected = (question['classes'][i] for i in (answer, draw_wrong(p, answer, rng)))
         rows.append({'prompt': question['prompt'], 'chosen': chosen, 'rejected': rejected,
                      'question': question['prompt'], 'answer': chosen.removeprefix('Answer: ')})
-        known[knows].append(rows[-1])
+        known[bool(p.argmax() == answer)].append(rows[-1])
     n = min(map(len, known.values()))
     if not n:
         raise ConfigError(f'{folder}: the tuned model knows {len(known[True])} of {len(rows)} '
@@ -312,18 +311,9 @@ def temperature_of(folder):
 
 # Numbers
 
-
 COLUMNS = ('run', 'epoch', 'seed', 'task', 'scaling', 'n', 'temperature', 'accuracy', 'confidence',
            'ece', 'smooth_ece', 'brier_top_label', 'nll', 'auroc', 'kl', 'reward', 'trained_reward',
            'first_reward')
-
-
-@dataclass
-class Source:
-    """An evaluated folder, the model to which its KL is measured, and names of its lines."""
-    folder: Path
-    reference: Path | None
-    names: dict         # columns that replace those of the results
 
 
 def sources_of(cfgs):
@@ -338,18 +328,12 @@ def sources_of(cfgs):
 
 
 def sources(root):
-    """Return the Source of each evaluation of claims 13 and 14 that is finished."""
-    every = []
+    """Yield the Source of each evaluation of claims 13 and 14."""
     for seed in SEEDS:
-        every += sources_of([*base_runs(seed, root), *runs(seed, root)])
-        every += [Source(written_folder(seed, root, name, scaling), None, {
-            'run': name, 'seed': seed, 'epoch': 'written', 'scaling': scaling})
-            for name, scaling in itertools.product(WRITTEN, SCALINGS)]
-    return finished(every)
-
-
-def finished(every):
-    return [source for source in every if (source.folder / 'results.json').exists()]
+        yield from sources_of([*base_runs(seed, root), *runs(seed, root)])
+        for name, scaling in itertools.product(WRITTEN, SCALINGS):
+            yield Source(written_folder(seed, root, name, scaling), None, {
+                'run': name, 'seed': seed, 'epoch': 'written', 'scaling': scaling})
 
 
 def lines_of(source):
@@ -379,14 +363,14 @@ def measures(p, reference=None):
     if p.probs.ndim == 2:
         line['reward'] = p.probs[np.arange(len(p.labels)), p.labels].mean()
         if reference is not None:
-            line['kl'] = mean_kl(p.probs, reference)
+            line['kl'] = kl(p.probs, reference)
     return line
 
 
 def rewards_of(log):
     """Return {first_reward, trained_reward} of a log; {} of a run without rewards."""
-    rewards = [step['reward'] for step in (read_lines(log) if log.exists() else ())
-               if 'reward' in step]
+    steps = read_lines(log) if log.exists() else ()
+    rewards = [step['reward'] for step in steps if 'reward' in step]
     return {'first_reward': float(np.mean(rewards[:8])),
             'trained_reward': float(np.mean(rewards[-8:]))} if rewards else {}
 
@@ -397,7 +381,7 @@ def options_of(folder):
                 if p.probs.ndim == 2 and not fitted)
 
 
-def mean_kl(p, q):
+def kl(p, q):
     """Return the mean of KL(p, q) over the rows of p and q [N, K]."""
     return float((p * (log(p) - log(q))).sum(1).mean())
 

@@ -8,6 +8,7 @@ import argparse
 import csv
 import itertools
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -168,11 +169,20 @@ def page(numbers, title, tables):
         markdown(table(numbers)) for table in tables)
 
 
-def write_numbers(sources, lines_of, folder):
-    """Write the lines of finished runs, in the order of their seeds, to seed-<seed>.csv files."""
-    if not sources:
-        raise ConfigError('--runs: no run there is finished')
-    lines = itertools.chain(*parallel_map(lines_of, sources, worth_it=len(sources) > 4))
+@dataclass
+class Source:
+    """An evaluated folder, the model to which its KL is measured, and names of its lines."""
+    folder: Path
+    reference: Path | None = None
+    names: dict = field(default_factory=dict)       # columns that replace those of the results
+
+
+def write_numbers(root, sources, lines_of, folder):
+    """Write the lines of the runs that are finished to seed-<seed>.csv files."""
+    finished = [source for source in sources(root) if (source.folder / 'results.json').exists()]
+    if not finished:
+        raise ConfigError(f'{root}: no run of these claims is finished')
+    lines = itertools.chain(*parallel_map(lines_of, finished, worth_it=len(finished) > 4))
     for seed, group in itertools.groupby(lines, key=lambda line: line['seed']):
         write_text(folder / f'seed-{seed}.csv', csv_text([*group]))
 
@@ -181,8 +191,8 @@ def main(arguments, usage, claims, results, usual, sources, lines_of):
     """Write the numbers, tables and figures of `claims`.
 
     claims: {file: (title, functions of Numbers that return a table, function (numbers, path) that
-    draws)}; results: their folder; usual: see Numbers; sources(root) yields the finished runs, in
-    the order of their seeds, and lines_of(source) returns the lines of one.
+    draws)}; results: their folder; usual: see Numbers; sources(root) yields the Source of each run,
+    seed after seed, and lines_of(source) returns its lines.
     """
     parser = argparse.ArgumentParser(description=usage.split('\n')[0])
     parser.add_argument('--only', default=','.join(claims), help='default: %(default)s')
@@ -194,7 +204,7 @@ def main(arguments, usage, claims, results, usual, sources, lines_of):
     folder = Path(options.folder)
     folder.mkdir(parents=True, exist_ok=True)
     if options.runs:
-        write_numbers([*sources(options.runs)], lines_of, folder)
+        write_numbers(options.runs, sources, lines_of, folder)
     numbers = Numbers(folder, usual)
     for name in options.only.split(','):
         if name not in claims:

@@ -134,10 +134,8 @@ def pair_measures(source):
 
 
 def sources(root):
-    """Return the Source of each finished run."""
-    return alignment.finished(
-        source for seed in alignment.SEEDS for source in alignment.sources_of(
-            [*alignment.base_runs(seed, root), *runs(seed, root)]))
+    for seed in alignment.SEEDS:
+        yield from alignment.sources_of([*alignment.base_runs(seed, root), *runs(seed, root)])
 
 
 def lines_of(source):

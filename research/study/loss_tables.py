@@ -28,11 +28,11 @@ from results.tables import TITLES
 from runtime import cli
 from stats import mean_interval
 from research.study import claims
-from research.study.claims import (at_equal, cell, difference_table, draw_groups, finish, panels,
-                                   plain, tested_table)
+from research.study.claims import (Source, at_equal, cell, difference_table, draw_groups, finish,
+                                   panels, plain, tested_table)
 from research.study.common import seed_folder
-from research.study.runs import (EXPERIMENTS, KNOWN_BASES, KNOWN_DATA, KNOWN_LOSSES, LATER_SEEDS,
-                                 LOSSES, RATES, TRANSFER, short)
+from research.study.runs import (EXPERIMENTS, FORMS, KNOWN_BASES, KNOWN_DATA, KNOWN_LOSSES,
+                                 LATER_SEEDS, LOSSES, RATES, TRANSFER, short)
 
 RESULTS = Path(__file__).parent / 'results' / 'losses'
 USUAL = {'task': 'text4', 'language': 'all', 'scaling': 'none'}
@@ -50,36 +50,34 @@ SETTINGS = {'base': '6 million', 'medium': '34 million', 'large': '210 million',
 # Numbers
 
 def sources(root):
-    """Yield the folders of the finished runs: base models, what they know, tuned models."""
+    """Yield the Source of each run: base models, what they know, tuned models."""
     for seed in LATER_SEEDS:
-        names = [f'{seed_folder("base", seed, root)}/{name}' for name in BASES]
-        names += [f'{seed_folder("knows", seed, root)}/{name}' for name in KNOWN_BASES]
-        names += [cfg.out_dir for experiment in ('losses', 'transfer', 'known')
-                  for cfg in EXPERIMENTS[experiment](seed, root)]
-        yield from (Path(name) for name in names if Path(name, 'results.json').exists())
+        for experiment, names in (('base', BASES), ('knows', KNOWN_BASES)):
+            yield from (Source(Path(seed_folder(experiment, seed, root), name)) for name in names)
+        for experiment in ('losses', 'transfer', 'known'):
+            yield from (Source(Path(cfg.out_dir)) for cfg in EXPERIMENTS[experiment](seed, root))
 
 
 def is_used(line):
     """Return whether a table uses a line: languages and temperatures only of questions."""
-    if line['category'] != 'all' or line['task'] in ('text10', 'letters4', 'letters10'):
-        return False
-    if line['task'] == 'text4':
-        return line['language'] == 'all' or line['scaling'] == 'none'
-    return (line['language'], line['scaling']) == ('all', 'none')
+    pooled, unscaled = line['language'] == 'all', line['scaling'] == 'none'
+    return line['category'] == 'all' and (
+        pooled or unscaled if line['task'] == 'text4' else
+        pooled and unscaled and line['task'] not in FORMS)
 
 
-def lines_of(folder):
+def lines_of(source):
     """Return the lines of a run, {column of COLUMNS: value}."""
-    run = read_run(folder)
+    run = read_run(source.folder)
     lines = [*filter(is_used, run_lines(run))]
     if run.settings.get('val_size', '0') != '0':
-        steps = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
+        steps = [json.loads(line) for line in (run.folder / 'log.jsonl').read_text().splitlines()]
         more = {'language': 'all', 'scaling': 'none'}
         lines += [more | {'task': 'held out', 'ece': f'{steps[-1]["val_ece"]:.5g}',
                           'nll': f'{steps[-1]["val_nll"]:.5g}'},
                   more | {'task': 'trained',
                           'nll': f'{np.mean([step["nll"] for step in steps[-LAST:]]):.5g}'}]
-    about = {'run': folder.name, 'seed': str(run.seed)}
+    about = {'run': run.folder.name, 'seed': str(run.seed)}
     return [{key: (about | line).get(key, '') for key in COLUMNS} for line in lines]
 
 
@@ -283,19 +281,21 @@ def draw_curves(numbers, ax, metric, title, **where):
 
 
 def equal_accuracy_figure(numbers, path):
-    figure, axes = panels(2, len(TASKS))
-    for row, metric in zip(axes, ('ece', 'smooth_ece'), strict=True):
-        for ax, (task, title) in zip(row, TASKS.items(), strict=True):
-            draw_curves(numbers, ax, metric, title, task=task)
-    finish(figure, path)
+    curves_figure(numbers, path, [(metric, title, {'task': task})
+                                  for metric in ('ece', 'smooth_ece')
+                                  for task, title in TASKS.items()])
 
 
 def temperature_figure(numbers, path):
-    figure, axes = panels(1, 3)
-    for ax, (metric, scaling, title) in zip(axes[0], (
-            ('ece', 'none', 'questions'), ('ece', 'temperature', 'after temperature scaling'),
-            ('nll', 'temperature', 'after temperature scaling')), strict=True):
-        draw_curves(numbers, ax, metric, title, scaling=scaling)
+    scaled = 'after temperature scaling', {'scaling': 'temperature'}
+    curves_figure(numbers, path, [('ece', 'questions', {}), ('ece', *scaled), ('nll', *scaled)])
+
+
+def curves_figure(numbers, path, shown):
+    """Draw rows of three panels; shown: [(metric, title, {column: value})]."""
+    figure, axes = panels(len(shown) // 3, 3)
+    for ax, (metric, title, where) in zip(axes.flat, shown, strict=True):
+        draw_curves(numbers, ax, metric, title, **where)
     finish(figure, path)
 
 

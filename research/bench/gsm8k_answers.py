@@ -1,8 +1,8 @@
 """Written answers to GSM8K with every confidence, compared with lm-evaluation-harness, on CUDA.
 
-    python research/bench/answers.py --data=gsm8k --tokenizer=Llama-3.2-1B
-    python research/bench/answers.py --data=gsm8k --model=out/run --questions=32 --batch=256,512
-    python research/bench/answers.py --plot=out/bench_answers.json
+    python research/bench/gsm8k_answers.py --data=gsm8k --tokenizer=Llama-3.2-1B
+    python research/bench/gsm8k_answers.py --data=gsm8k --model=out/run --questions=32 --batch=256
+    python research/bench/gsm8k_answers.py --plot=out/bench_answers.json
 
 Times the whole command `python evaluate.py`, from its start: all questions, `n` samples and a
 greedy answer each, all confidences, metrics and pages. lm-evaluation-harness (its HFLM) then writes
@@ -18,16 +18,12 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import torch
-
-from research.bench import common
-from research.bench.commands import seconds
-from research.bench.common import (DEVICE, MODELS, cell, draw_bars, failure, free_memory, load, now,
-                          our_model, peak_gib, reset_peak_memory)
+from research.bench.common import (DEVICE, Shape, command_seconds, draw_results, failure,
+                                   free_memory, load, now, peak_gib, print_results,
+                                   reset_peak_memory, save_model, script_main)
 from data.files import read_rows
 from data.written_answers import WRITTEN_TASKS
 from evaluate import load_tasks
@@ -39,8 +35,7 @@ from runtime.eval_config import EvalConfig
 
 @dataclass
 class BenchConfig:
-    shape: tuple[Literal['gemma2_2b', 'llama32_1b', 'llama31_8b', 'mistral_7b'], ...] = (
-        'llama32_1b',)
+    shape: tuple[Shape, ...] = ('llama32_1b',)
     model: str | None = None        # a folder with weights, instead of random ones in a shape
     data: str | None = None         # a folder with GSM8K's test.jsonl and train.jsonl
     tokenizer: str | None = None    # a folder with a tokenizer, for random weights
@@ -66,9 +61,7 @@ def bench(config):
         with tempfile.TemporaryDirectory() as folder:
             model = Path(config.model).resolve() if config.model else Path(folder, 'model')
             if not config.model:
-                checkpoint.save(our_model(MODELS[name]), model, torch.bfloat16,
-                                side_files=config.tokenizer)
-                free_memory()
+                save_model(name, model, config.tokenizer)
             table = {'shape': name, 'n': config.n,
                      'results': measure_ours(model, config, Path(folder, 'out'))}
             try:
@@ -82,7 +75,7 @@ def bench(config):
 
 def measure_ours(model, config, out):
     """Return {name: timing} of `python evaluate.py`: only the tokens of its answers count."""
-    whole = seconds([
+    whole = command_seconds([
         'evaluate.py', f'--model={model}', f'--tasks=gsm8k:{Path(config.data).resolve()}',
         f'--n={config.n}', f'--max_tokens={config.max_tokens}', '--p_true', '--p_ik',
         '--verbalized', f'--device={DEVICE}', '--dtype=bfloat16', f'--out_dir={out}'])
@@ -147,34 +140,23 @@ def measure_peer(model, config):
 # ------------------------------------------------------------------------------------------------
 
 def print_table(table):
-    """Print the table as Markdown, then the ratios of ours to lm_eval at its best."""
-    print(f'\n### {table["shape"]}, GSM8K, {table["n"]} samples per question\n\n'
-          '| | answers | tokens | s | tokens/s | ratio to lm_eval |\n|---|---|---|---|---|---|')
-    best = max((found['tokens_per_s'] for name, found in table['results'].items()
-                if name.startswith('lm_eval') and 'failed' not in found), default=None)
-    for name, found in table['results'].items():
-        if 'failed' in found:
-            print(f'| {name} | failed: {cell(found["failed"])} | | | | |')
-            continue
-        rate = found['tokens_per_s']
-        ratio = f'{rate / best:.1f}' if best and name.startswith('ours') else ''
-        print(f'| {name} | {found["answers"]:,} | {found["tokens"]:,} | {found["seconds"]:.1f} | '
-              f'{rate:,.0f} | {ratio} |')
-    sys.stdout.flush()
+    """Print the table as Markdown; ratios are to lm_eval at its best."""
+    best = max((row['tokens_per_s'] for name, row in table['results'].items()
+                if name.startswith('lm_eval') and 'failed' not in row), default=None)
+    print_results(
+        f'{table["shape"]}, GSM8K, {table["n"]} samples per question',
+        (None, 'answers', 'tokens', 's', 'tokens/s', 'ratio to lm_eval'), table['results'],
+        lambda name, row: (
+            f'{row["answers"]:,}', f'{row["tokens"]:,}', f'{row["seconds"]:.1f}',
+            f'{row["tokens_per_s"]:,.0f}',
+            f'{row["tokens_per_s"] / best:.1f}' if best and name.startswith('ours') else ''))
 
 
 def draw(path):
-    """Draw the tokens per second of each row."""
-    draw_bars(path, 'Answers to GSM8K', {
-        f'{table["shape"]}: tokens/s': [
-            (name, found['tokens_per_s'], f'{found["tokens_per_s"]:,.0f}')
-            for name, found in table['results'].items() if 'failed' not in found]
-        for table in load(path)['tables']})
+    draw_results(path, 'Answers to GSM8K', 'tokens_per_s', ',.0f', '{shape}: tokens/s')
 
 
-def main(argv):
-    common.main(argv, __file__, BenchConfig, bench, draw)
-
+main = script_main(__file__, BenchConfig, bench, draw)
 
 if __name__ == '__main__':
     main(sys.argv[1:])
