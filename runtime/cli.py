@@ -83,7 +83,8 @@ def one_line_errors(resume='', memory=''):
                   'container, pids.max')
         if is_lost_connection(error):
             _sleep_until_torchrun_ends_this(10)     # which names the other one
-            _fail('; '.join([LOST_CONNECTION, *_continue(error, resume)]))
+            reason = 'another process has ended; its own message, or that of torchrun, says why'
+            _fail('; '.join([reason, *_continue(error, resume)]))
         if not is_out_of_memory(error):
             raise
         reason = str(error).strip().split('\n')[0] or 'the system gives this process no more'
@@ -135,9 +136,6 @@ def _fault_of_stdout():
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return f'standard output cannot be written: {error.strerror}'
     return ''
-
-
-LOST_CONNECTION = 'another process has ended; its own message, or that of torchrun, says why'
 
 
 def is_lost_connection(error):

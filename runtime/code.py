@@ -30,12 +30,10 @@ def code_digest(config, *roots):
 
 
 def used_code(files, *roots, without='', more=''):
-    """Return a hash of the definitions `roots` and of all in `files` that they use.
+    """Return a hash of the definitions `roots` and of all in `files` that they use, by name.
 
     roots: functions and classes, also nested ones, which count with all that is around them; or
-           names of definitions in `files`
-    A name that a definition mentions, alone or after that of a module, is used if any of the files
-    defines it, except `without`.
+           names of definitions in `files`; without: a name whose definition does not count
     """
     known, texts, seen = definitions(files), [more], {without}
     modules = {Path(file).stem for file in files}

@@ -81,8 +81,7 @@ def dump_config(config):
 
 
 def read_assignments(path):
-    """Return {key: (value, 'file:line')} of a config file, whatever its keys. Raises ConfigError.
-    """
+    """Return {key: (value, 'file:line')} of a config file, whatever its keys."""
     try:
         tree = ast.parse(Path(path).read_text(encoding='utf-8-sig'))
     except OSError as error:
@@ -175,9 +174,7 @@ def _parse(text, annotation):
 
 
 def _coerce(value, annotation, where):
-    """Return `value` in the type of `annotation`: an int becomes a float, a list a tuple, a dict a
-    dataclass. Raises ConfigError.
-    """
+    """Return `value` as `annotation` says: int as float, list as tuple, dict as dataclass."""
     for option in _options(annotation):
         if typing.get_origin(option) is tuple and isinstance(value, (tuple, list)):
             items = typing.get_args(option)

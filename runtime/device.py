@@ -18,8 +18,7 @@ from runtime.version import __version__
 def pick_device(device: str) -> str:
     """Return `device`, or for 'auto' the GPU if there is one, else the CPU. Raises ConfigError.
 
-    A GPU given by number becomes the current one, on which kernels and events run. Under torchrun a
-    GPU without a number is the one of this process.
+    A GPU becomes the current one. Under torchrun, one without a number is that of this process.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == 'auto':

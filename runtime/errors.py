@@ -5,11 +5,7 @@ import signal
 
 
 def escape_controls(text):
-    """Return a text that cannot control a terminal: as it is, but with escapes such as \\x1b.
-
-    Line breaks and tabs stay. What files, models and other people's code say passes through here
-    before it is printed.
-    """
+    """Return a text of others to print: control characters but line breaks and tabs are escaped."""
     return re.sub('[\x00-\x08\x0b-\x1f\x7f-\x9f]', lambda match: repr(match[0])[1:-1], text)
 
 

@@ -37,8 +37,7 @@ _inputs = set()     # the real paths of the files that this command reads: see `
 def lock(folder):
     """Lock `folder`, which is created if it is missing, for a `with` block.
 
-    The lock ends with the process at the latest. Raises ConfigError if another process holds it, or
-    if the folder is removed or moved inside the block.
+    Raises ConfigError if another process holds the lock, or if the folder is removed or moved.
     """
     path = Path(folder) / LOCK
     try:
@@ -93,9 +92,9 @@ def written_files(folder):
 
 @contextlib.contextmanager
 def read_json(path, advice):
-    """Yield the content of a JSON file that this program wrote, for a `with` block that uses it.
+    """Yield the content of a JSON file that this program wrote, for a block that uses it.
 
-    Raises ConfigError with `advice` if the file or, in the block, one of its keys cannot be read.
+    Raises ConfigError with `advice` if the file or one of its keys cannot be read.
     """
     try:
         yield json.loads(Path(path).read_text(encoding='utf-8'))
@@ -117,10 +116,9 @@ def read_json_object(path, error=DataError):
 
 
 def check_free(folder, *names):
-    """Return those of `names`, relative to `folder`, that are not on its list.
+    """Return those of `names` that are not on the list of `folder`.
 
-    Raises ConfigError if a file of such a name exists, because this program did not write it, or if
-    one of `names` is behind a link to another folder.
+    Raises ConfigError if a file of such a name exists, or if one is behind a link.
     """
     listed = set(written_files(folder))
     _refuse_links(folder, names)
@@ -141,10 +139,7 @@ def _refuse_links(folder, names):
 
 
 def claim(folder, *names):
-    """Put `names` on the list of `folder` before the files are written.
-
-    Raises ConfigError as `check_free`, or if a locked folder was removed or moved.
-    """
+    """Put `names` on the list of `folder`, before the files are written; see `check_free`."""
     check_in_place(*_locks)
     if new := check_free(folder, *names):
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -211,9 +206,8 @@ def note_inputs(*paths):
 def set_aside(folder, kind, patterns, progress):
     """Move the listed files of `folder` that match one of `patterns` aside: see this file's head.
 
-    '*' includes those of before/. kind: what is replaced, for the name of the folder; progress:
-    patterns of the new files from which a later command resumes. Raises ConfigError, before
-    anything is moved, for a file that this command reads.
+    kind: what is replaced, for the name of the folder; progress: patterns of the new files from
+    which a later command resumes. Raises ConfigError for a file that this command reads.
     """
     check_in_place(*_locks)
     folder = Path(folder)

@@ -9,15 +9,13 @@ import datetime
 import os
 import signal
 import sys
-import time
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from runtime import cli, ownership
-from runtime.errors import ProcessError
+from runtime import ownership
 
 
 def rank() -> int:
@@ -89,16 +87,6 @@ def first_process_first():
         barrier()
 
 
-@contextlib.contextmanager
-def _connected():
-    """Raise ProcessError if another process ends while this one waits for it in the block."""
-    try:
-        yield
-    except RuntimeError as error:
-        time.sleep(60)      # torchrun ends this process within seconds, and names the other one
-        raise ProcessError(cli.LOST_CONNECTION) from error
-
-
 def first_process_locks(folder):
     """Return ownership.lock(folder) in the first process; it holds the lock for the others too."""
     return ownership.lock(folder) if rank() == 0 else contextlib.nullcontext()
@@ -108,8 +96,7 @@ def gather(value) -> list:
     """Return [value of process 0, value of process 1, ...]; any Python object."""
     values = [value] * world_size()
     if world_size() > 1:
-        with _connected():
-            dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value)
     return values
 
 
@@ -118,8 +105,8 @@ def collect(value) -> list:
     first = rank() == 0
     values = [None] * world_size() if first else None
     if world_size() > 1:
-        with _connected():  # the first one's own value, which may be large, need not be pickled
-            dist.gather_object(None if first else value, values)
+        # the first one's own value, which may be large, need not be pickled
+        dist.gather_object(None if first else value, values)
     return [value, *values[1:]] if first else []
 
 
@@ -127,8 +114,7 @@ def broadcast(value):
     """Return the `value` of process 0, any Python object; that of the others is not used."""
     values = [value]
     if world_size() > 1:
-        with _connected():
-            dist.broadcast_object_list(values)
+        dist.broadcast_object_list(values)
     return values[0]
 
 

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections import deque
@@ -13,15 +12,11 @@ from itertools import islice
 
 from runtime.errors import ProcessError
 
-FORKING = threading.Lock()      # a worker must not inherit a pipe that another thread is making
-
 
 def parallel_map(function, items, worth_it, most=32):
     """Return [function(x) for x in items], computed by up to `most` forked processes on Linux.
 
     worth_it: whether the work takes longer than a fork, about 25 ms on a machine with a GPU
-
-    Raises the error of the first item that has one.
     """
     processes = min(cores(), most, len(items))
     if processes <= 1 or not worth_it:
@@ -34,9 +29,8 @@ def parallel_map(function, items, worth_it, most=32):
 def forked_pool(processes, function):
     """Yield `imap(items, chunksize=1)`, which yields function(x) for each item, in order.
 
-    The forked processes inherit `function` and all that it needs; items and results are pickled.
-    Each process has a pipe of its own, so one that is killed does not block the others, as it would
-    in multiprocessing.Pool; ProcessError is raised instead.
+    The forked processes inherit `function`; items and results are pickled. Each has a pipe of its
+    own: multiprocessing.Pool would wait forever if one is killed. Here that is a ProcessError.
     """
     context, workers = multiprocessing.get_context('fork'), {}      # pipe -> process
     try:
@@ -44,12 +38,11 @@ def forked_pool(processes, function):
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
         try:
             for _ in range(processes):
-                with FORKING:
-                    pipe, end = context.Pipe()
-                    with end:       # so that the pipe is closed when this worker ends
-                        process = context.Process(
-                            target=_work, args=(function, end, [*workers, pipe]), daemon=True)
-                        process.start()
+                pipe, end = context.Pipe()
+                with end:       # so that the pipe is closed when this worker ends
+                    process = context.Process(
+                        target=_work, args=(function, end, [*workers, pipe]), daemon=True)
+                    process.start()
                 workers[pipe] = process
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -124,8 +117,7 @@ def cores():
 def pick_threads(seconds=1.0):
     """Set torch's number of threads to the fastest of 1, 2, 4, ..., its default; return it.
 
-    While other processes are busy, one thread can be several times as fast as one per core. The
-    test multiplies matrices of a small network for `seconds`, in turn with each number of threads.
+    While other processes are busy, one thread can be several times as fast as one per core.
     """
     import torch
     default = torch.get_num_threads()

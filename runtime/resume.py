@@ -75,10 +75,7 @@ def notes_how_to_continue(cfg):
 
 
 def check_folder(cfg):
-    """Raise ConfigError unless out_dir is missing, empty or the folder of a run; change nothing.
-
-    The caller then locks the folder and calls `check_run`.
-    """
+    """Raise ConfigError unless out_dir is missing, empty or the folder of a run."""
     out_dir = Path(cfg.out_dir)
     if Path(cfg.model).is_dir() and Path(os.path.realpath(cfg.model)).is_relative_to(
             os.path.realpath(out_dir)):     # unlike Path.resolve it accepts a link to itself
@@ -99,8 +96,7 @@ def check_folder(cfg):
 def check_run(cfg, free_keys):
     """Raise ConfigError if the run in out_dir is neither to be resumed nor to be overwritten.
 
-    To be resumed, a run must keep its settings except for `free_keys`. The caller has locked the
-    folder.
+    To be resumed, a run must keep its settings except for `free_keys`.
     """
     out_dir = Path(cfg.out_dir)
     settings, written = out_dir / 'train_config.py', written_files(out_dir)

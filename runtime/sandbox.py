@@ -38,22 +38,19 @@ def run_program(source, tests, *, seconds=3, wall_seconds=None, memory=1 << 29, 
                 isolation='namespaces'):
     """Run the Python program `source`, then `tests`; return an Outcome.
 
-    tests:        Python that calls what the source defines, as in
-                  `assert program.add(2, 3) == 5`. It runs in a process of its own, in the same
-                  isolation. Arguments and results are copied: numbers, strings, bytes, lists,
-                  tuples, sets, dicts and None; anything else is an error.
-    seconds:      CPU time of the program, a whole number. It does not depend on what else the
-                  machine does, so neither does the outcome
+    tests:        Python that calls what the source defines, as in `assert program.add(2, 3) == 5`,
+                  in a process of its own. Arguments and results are copied: numbers, strings,
+                  bytes, lists, tuples, sets, dicts and None; anything else is an error.
+    seconds:      CPU time of the program, a whole number
     wall_seconds: time for all, for programs that sleep; None: 10 + 4 * seconds
     memory, disk: bytes of address space, and of files in /tmp and of output; with 'limits', `disk`
                   is for each file and not for their sum
     isolation:    'namespaces': no file of this machine but the Python installation, no network, no
                   other process. 'limits', for containers that forbid namespaces: the program can
-                  read and write what the user can, also in /proc, so the container is all that
-                  holds it; docs/running_code.md says what else this mode lacks
+                  read and write what the user can. See docs/running_code.md
 
-    The standard library can be imported, other packages cannot. Hashes of strings are the same in
-    every run. Raises ConfigError if the machine does not allow the isolation.
+    Only the standard library can be imported. Raises ConfigError if the machine does not allow the
+    isolation.
     """
     if sys.platform != 'linux' or os.uname().machine not in MACHINES:
         raise ConfigError(f'running code needs Linux on {" or ".join(MACHINES)}')
