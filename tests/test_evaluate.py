@@ -1,11 +1,16 @@
 """evaluate.py"""
 
 import dataclasses
+import gzip
+import importlib.util
 import json
 import math
+import os
 import random
 import re
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +18,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from common import (HERE, lora_model, reference_model, rewrite, sentencepiece_folder, whole_rows,
-                    write_rows)
+from common import (HERE, SHARED, lora_model, needs_files, reference_model, rewrite,
+                    sentencepiece_folder, whole_rows, write_rows)
 
 import evaluate
 import scoring
@@ -697,3 +702,114 @@ def test_the_list_of_tasks_names_their_files(capsys):
         assert part in printed
     assert all(f'\n{name}  {task.hub}\n' in printed for name, task in benchmarks.BENCHMARKS.items())
     assert max(map(len, printed.splitlines())) <= 100
+
+
+HARNESS = """
+import datasets, json, sys, torch, transformers, lm_eval
+from lm_eval.models.huggingface import HFLM
+
+model, data = sys.argv[1], json.load(open(sys.argv[2]))
+
+def load_dataset(path, name=None, **options):
+    return datasets.DatasetDict({split: datasets.Dataset.from_list(rows)
+                                 for split, rows in data[path].items()})
+datasets.load_dataset = load_dataset
+lm = HFLM(transformers.AutoModelForCausalLM.from_pretrained(
+    model, dtype=torch.float32, attn_implementation='eager'),
+          tokenizer=transformers.AutoTokenizer.from_pretrained(model), batch_size=8, device='cpu')
+found = {}
+for task in sys.argv[4:]:
+    results = lm_eval.simple_evaluate(lm, tasks=[task], num_fewshot=5 * ('mmlu' in task),
+                                      log_samples=True, bootstrap_iters=0)
+    samples = sorted(results['samples'][task], key=lambda s: s['doc_id'])
+    found[task] = [[r[0] if isinstance(r[0], float) else r[0][0] for r in s['filtered_resps']]
+                   for s in samples]
+json.dump(found, open(sys.argv[3], 'w'))
+"""
+
+
+def rows_of(path, n, keep=lambda line: True):
+    """Return n random rows of a real file, or all if n is None."""
+    with (gzip.open if path.endswith('.gz') else open)(SHARED / 'datasets' / path, 'rt') as lines:
+        rows = [json.loads(line) for line in lines if keep(line)]
+    return random.Random(0).sample(rows, n) if n else rows
+
+
+def hub_tasks():
+    """Return {lm-eval's task: (ours, its file for us, the hub's dataset, rows)}."""
+    names, things = ('Maria', 'Tom', 'Aisha', 'Wei'), ('a lamp', 'Warm water', 'the moon', 'ice.')
+    sentences = ('The {0} met {1} at {2}, but _ was late again.', '_ thanked {1} for {2}.',
+                 "Because of {2} {0} could not stand _'s dog.")
+    n = range(12)
+    return {
+        'mmlu_anatomy': ('mmlu', 'test.jsonl', 'cais/mmlu', rows_of(
+            'mmlu/test.jsonl.gz', 12, lambda line: '"anatomy"' in line)),
+        'arc_easy': ('arc_easy', 'ARC-Easy-test.jsonl', 'allenai/ai2_arc', rows_of(
+            'arc_easy/ARC-Easy-test.jsonl.gz', 25)),
+        'hellaswag': ('hellaswag', 'hellaswag_val.jsonl', 'Rowan/hellaswag', rows_of(
+            'hellaswag/hellaswag_val_1000.jsonl.gz', 25)),
+        # transformers parts two spaces otherwise than the sentencepiece model does
+        'xcopa_sw': ('xcopa', 'test.sw.jsonl', 'cambridgeltl/xcopa', rows_of(
+            'xcopa/test.sw.jsonl', 20, lambda line: '  ' not in line)),
+        'openbookqa': ('openbookqa', 'test.jsonl', 'allenai/openbookqa', [{
+            'id': f'{i}-7', 'question_stem': f'In year {i} a plant needs' + '?' * (i % 2),
+            'choices': {'text': [*things[i % 4:], *things[:i % 4]], 'label': list('ABCD')},
+            'answerKey': 'ABCD'[i % 4]} for i in n]),
+        'winogrande': ('winogrande_xl', 'dev.jsonl', 'allenai/winogrande', [{
+            'sentence': sentences[i % 3].format(names[i % 4], names[(i + 1) % 4], i),
+            'option1': names[i % 4], 'option2': names[(i + 1) % 4] + ' Smith' * (i % 2),
+            'answer': '12'[i % 2]} for i in n]),
+        'boolq': ('boolq', 'val.jsonl', 'aps/super_glue', [{
+            'question': f'is number {i} even', 'idx': i, 'label': 1 - i % 2,
+            'passage': f'Numbers -- {i} is a number.\nIt follows {i - 1}.' + '\n' * (i % 3)}
+            for i in n]),
+        'piqa': ('piqa', 'valid.jsonl', 'baber/piqa', [{
+            'goal': f'To boil {i} eggs,', 'sol1': f'use {things[i % 4]}', 'label': i % 2,
+            'sol2': f'Use {things[(i + 2) % 4]} and wait.'} for i in n]),
+        'truthfulqa_mc1': ('truthfulqa_mc1', 'mc.jsonl', 'truthfulqa/truthful_qa', [{
+            'question': f'What do {i} fish eat?', 'mc1_targets': {
+                'choices': [f'{i} fish eat {thing}' for thing in things[:2 + i % 3]],
+                'labels': [1] + [0] * (1 + i % 3)}} for i in n]),
+        'inverse_scaling_neqa': ('', 'neqa.jsonl', 'inverse-scaling/NeQA', [{
+            'prompt': f'{i} is not a\nA. number\nB. bird\nAnswer:' + ' ' * (i % 2),
+            'classes': [' A', ' B'] if i % 2 == 0 else ['A', 'B'], 'answer_index': 1} for i in n])}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec('lm_eval') is None, reason='needs lm-eval')
+@pytest.mark.parametrize('name, file', [
+    ('llama', 'llama2_tokenizer.model'), ('mistral', 'mistral_tokenizer.model.v1'),
+    ('gemma2', 'llama2_tokenizer.model')])
+def test_log_probs_equal_lm_evaluation_harness(name, file, tmp_path):
+    """Every option of each row, in float32, with lm-evaluation-harness's own tasks and model."""
+    import transformers
+    needs_files(f'tokenizers/{file}', 'datasets')
+    (folder := tmp_path / 'model').mkdir()
+    shutil.copyfile(SHARED / 'tokenizers' / file, folder / 'tokenizer.model')
+    reference_model(name, folder, vocab_size=32000, max_position_embeddings=4096, head_dim=16)
+    transformers.LlamaTokenizer.from_pretrained(folder, add_bos_token=True).save_pretrained(folder)
+    tasks, dev = hub_tasks(), rows_of('mmlu/dev.jsonl.gz', None, lambda line: '"anatomy"' in line)
+    content = {hub: dict.fromkeys(('train', 'validation', 'test'), rows) | {'dev': dev}
+               for _, _, hub, rows in tasks.values()}
+    (tmp_path / 'data.json').write_text(json.dumps(content))
+    (tmp_path / 'harness.py').write_text(HARNESS)
+    # elsewhere: its package `evaluate` has the name of our file
+    done = subprocess.run([sys.executable, 'harness.py', folder, 'data.json', 'found.json', *tasks],
+                          cwd=tmp_path, capture_output=True, text=True,
+                          env={**os.environ, 'HF_DATASETS_OFFLINE': '1', 'HF_HUB_OFFLINE': '1'})
+    assert done.returncode == 0, done.stderr[-3000:]
+    theirs = json.loads((tmp_path / 'found.json').read_text())
+    for task, (ours, file, _, rows) in tasks.items():
+        write_rows(tmp_path / task / 'dev.jsonl', dev if ours == 'mmlu' else rows)
+        path = write_rows(tmp_path / task / file, rows)
+        place = path.parent if ours in ('mmlu', 'xcopa') else path
+        place = f'{ours}:{place}'.removeprefix(':')
+        evaluate.main([f'--model={folder}', f'--tasks={place}', f'--shots={5 * (ours == "mmlu")}',
+                       '--prompt_format=harness', f'--out_dir={tmp_path / f"out-{task}"}',
+                       '--n_bootstrap=0'])
+        found = read_samples(tmp_path / f'out-{task}' / 'samples.jsonl')
+        assert len(found) == len(theirs[task]) > 10
+        for sample, b in zip(found, theirs[task], strict=True):
+            a, b = ((sorted(x) if task == 'truthfulqa_mc1' else x)     # in another order here
+                    for x in (sample['log_probs'], b))
+            assert a == pytest.approx(b, abs=1e-4)
