@@ -129,7 +129,6 @@ def compare_questions(runs, keys, cfg, out_dir):
 
 
 class TaskComparison(NamedTuple):
-    """The comparison of one task."""
     section: Section    # its tables and notes
     latex: Section      # the same, with the intervals of results.json in the cells
     lines: list         # of compare.csv
@@ -257,13 +256,12 @@ def average_runs(answers):
             keys.append(key[0])
     if not samples:
         return 'no question with the same answer and options is in all runs'
-    runs, result = [x.run for x in answers], {'norm': 'sum'}
+    runs = [x.run for x in answers]
     shared = dict(set.intersection(*(set(run.settings.items()) for run in runs)))
     model = runs[0].model if len({run.model for run in runs}) == 1 else ''
-    for x in answers:
-        result |= {key: x.result[key] for key in ('sample',) if key in x.result}
-    return Answers(Run(None, model, runs[0].seed, shared, {}), result, samples, keys,
-                   predictions(samples, 'sum'))
+    result = {key: value for x in answers for key, value in x.result.items() if key == 'sample'}
+    return Answers(Run(None, model, runs[0].seed, shared, {}), result | {'norm': 'sum'}, samples,
+                   keys, predictions(samples, 'sum'))
 
 
 def reports_by_language(answers):
@@ -318,15 +316,15 @@ def over_questions(pairs, answers, keys, cfg):
         # both have the same draws, because seed and number of questions are the same
         values, resampled = measure({first: a, second: b}, cfg.n_bootstrap, cfg.seed, keys)
         for key in [key for key in keys if key in resampled[first]]:
-            drawn, observed = ([x[name][key] for name in (first, second)]
-                               for x in (resampled, values))
+            drawn, (x, y) = ([z[name][key] for name in (first, second)]
+                             for z in (resampled, values))
             ends, p = '', None
             # a metric may be undefined in a resample, as AUROC is if every answer is correct
             if len(a.labels) >= MEASURES[key].interval_from and not np.isnan(drawn).any():
-                low, high, p = stats.difference_test(*drawn, observed, not MEASURES[key].is_mean)
+                low, high, p = stats.difference_test(*drawn, (x, y), not MEASURES[key].is_mean)
                 ends = f'{low:+.4f} {high:+.4f}'
             rows.append([f'{second} - {first}', 'questions', str(len(a.labels)), TITLES[key],
-                         f'{observed[1] - observed[0]:+.4f}', ends, p])
+                         f'{y - x:+.4f}', ends, p])
     return with_holm(rows, '.3f')
 
 
@@ -349,10 +347,12 @@ def changed_answers(pairs, answers):
     their share is Wilson's. McNemar's test asks whether it is as frequent as the opposite. Q is a
     line with Cochran's test of the accuracies of three runs or more.
     """
+    def is_right(predicted):
+        return metrics.top_label(predicted.probs, predicted.labels)[1]
+
     rows = []
     for first, second in pairs:
-        before, after = (metrics.top_label(p.probs, p.labels)[1]
-                         for p in paired(answers[first], answers[second]))
+        before, after = map(is_right, paired(answers[first], answers[second]))
         lost, won, p = stats.mcnemar(before, after)
         low, high = metrics.wilson_interval(np.ones(len(before)), before & ~after)
         rows.append([f'{first} to {second}', str(len(before)), str(won), str(lost),
@@ -362,8 +362,7 @@ def changed_answers(pairs, answers):
     shared = set.intersection(*(set(x.keys) for x in answers.values()))
     if len(answers) < 3 or not shared:
         return cells, []
-    q, p = stats.cochran_q([metrics.top_label(p.probs, p.labels)[1] for p in (
-        x.select(shared) for x in answers.values())])
+    q, p = stats.cochran_q([is_right(x.select(shared)) for x in answers.values()])
     return cells, [f"Cochran's Q of equal accuracy, over the {len(shared)} questions that all runs "
                    f'have: {q:.2f}, p {p:.2g}']
 

@@ -146,10 +146,7 @@ class SampleWriter:
             append(self.file, self.new[-1])
 
     def latest(self, task=None):
-        """Return the latest samples that are there, of one task or of all.
-
-        Those of one task include the `is_unstated`.
-        """
+        """Return the latest samples of all tasks, or of one with its `is_unstated`."""
         rows = [sample for path in dict.fromkeys(self.paths) if path.exists()
                 for sample in read_samples(path)]
         return latest_samples([row for row in rows if task in (None, row['task'])],
@@ -191,11 +188,10 @@ def part_names(path, processes):
 
 
 def merged_names(path):
-    """Return the names of the parts of `path` that are there, of any number of processes."""
-    pattern = re.compile(rf'{re.escape(path.name)}\.(\d+)')
-    names = {int(match[1]): name for name in ownership.written_files(path.parent)
-             if (match := pattern.fullmatch(name))}
-    return [names[rank] for rank in sorted(names)]
+    """Return the names of the parts of `path` that are there, by rank."""
+    parts = re.compile(rf'{re.escape(path.name)}\.\d+')
+    names = [name for name in ownership.written_files(path.parent) if parts.fullmatch(name)]
+    return sorted(names, key=lambda name: int(name.rpartition('.')[2]))
 
 
 def has_lines(path):
@@ -342,8 +338,7 @@ def _fault(row):
 def by_order(samples):
     """Return {'1', '2', ...: samples as an evaluation in that order of the options gives them}.
 
-    samples: with `orders`. A question with fewer orders than others has its first one again after
-    its last.
+    A question with fewer orders than others has its first one again after its last.
     """
     orders = {}
     for k in range(max(len(s['orders']) for s in samples)):

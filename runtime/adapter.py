@@ -117,23 +117,19 @@ def changes(folder: Path, config: ModelConfig, shapes: dict) -> dict[str, LowRan
         if BUFFERS.fullmatch(key.removeprefix(PREFIX)):
             continue
         match = re.fullmatch(rf'{re.escape(PREFIX)}(.+)\.lora_([AB])\.weight', key)
-        if not match or tensor.ndim != 2:
-            raise CheckpointError(f'{file}: tensor {key} is no LoRA matrix of a linear layer')
-        if tensor.dtype not in FLOAT_TYPES or not tensor.isfinite().all():
-            raise CheckpointError(f'{file}: tensor {key}, of {tensor.dtype}, is quantized or holds '
-                                  f'NaN or infinity, which is not supported')
+        if (not match or tensor.ndim != 2 or tensor.dtype not in FLOAT_TYPES
+                or not tensor.isfinite().all()):
+            raise CheckpointError(f'{file}: tensor {key} [{tensor.dtype}] is no LoRA matrix of a '
+                                  f'linear layer, is quantized, or holds NaN or infinity')
         matrices.setdefault(match[1], {})[match[2]] = tensor
     for name, pair in matrices.items():
         layer = text_key(name, config)
-        if len(pair) < 2:
-            raise CheckpointError(f'{file}: layer {layer} has lora_{"".join(pair)} alone')
-        A, B = pair['A'], pair['B']
+        A, B = (pair.get(part, torch.empty(0, 0)) for part in 'AB')
         weight, r = shapes.get(f'{layer}.weight'), A.shape[0]
-        if weight is None:
-            raise CheckpointError(f'{file}: the base model has no layer {layer}')
         if [B.shape[0], A.shape[1]] != weight or B.shape[1] != r or not r:
             raise CheckpointError(f'{file}: layer {layer} has lora_A {[*A.shape]} and lora_B '
-                                  f'{[*B.shape]}, but its weight in the base model is {weight}')
+                                  f'{[*B.shape]}, but its weight in the base model is '
+                                  f'{weight or "missing"}')
         alpha, rank = (layer_setting(settings, name, *keys, folder / CONFIG) for keys in (
             ('alpha_pattern', 'lora_alpha'), ('rank_pattern', 'r')))
         if rank != r:

@@ -3,7 +3,6 @@
 import importlib
 import importlib.util
 import itertools
-import json
 import re
 import shutil
 import sys
@@ -416,13 +415,6 @@ def test_scripts_without_a_gpu_say_that_they_need_one(script):
         getattr(bench, script).main([])
 
 
-def test_results_read_back(tmp_path):
-    bench_common.save(tmp_path / 'out' / 'x.json', [{'n': 1}])
-    content = bench_common.load(tmp_path / 'out' / 'x.json')
-    assert content['tables'] == [{'n': 1}] and 'torch' in content['versions']
-    assert json.loads((tmp_path / 'out' / 'x.json').read_text()) == content
-
-
 def test_the_reason_of_a_failure_is_one_cell():
     assert bench_common.cell('a | b\nc') == 'a \\| b c'
     assert bench_common.cell('x' * 200) == 'x' * 116 + ' ...'
@@ -450,62 +442,52 @@ def test_the_speeds_in_readme_are_those_of_the_kept_results():
                    for y in measured), x
 
 
-@pytest.mark.slow
-def test_one_page_has_all_tables_and_two_commits_are_compared(tmp_path, monkeypatch, capsys):
-    """metrics needs no device: one page, then the same files as both commits."""
-    monkeypatch.setattr(bench.all, 'ROOT', Path(bench.all.__file__).parent.parent)
-    folder = tmp_path / 'page'
+def test_one_page_has_all_tables(tmp_path, monkeypatch):
+    """Another run of one script is shown last and not drawn."""
+    def saved(name, speed):
+        ours = {'tokens_per_s': speed, 'mfu': 0.5, 'peak_gib': 1.0, 'new_graphs': 0,
+                'compile_s': 3.0, 'spread': 0.01}
+        bench_common.save(tmp_path / f'{name}.json', [{'shape': 'llama32_1b', 'data': 'x',
+            'results': {'HF': {'failed': 'ImportError: no liger'}, 'ours': ours}}])
+        return bench_common.load(tmp_path / f'{name}.json')
+
     measure = bench.metrics.measure
     monkeypatch.setattr(bench.metrics, 'measure', lambda n, k, peers: measure(500, k, peers))
-    folder.mkdir()
-    bench.metrics.main([f'--out={folder / "metrics.json"}'])
-    bench_common.save(folder / 'train.json', [{'shape': 'llama32_1b', 'data': 'x', 'results': {
-        'HF': {'failed': 'ImportError: no liger'}, 'ours': {
-            'tokens_per_s': 1000, 'mfu': 0.5, 'peak_gib': 1.0, 'new_graphs': 0, 'compile_s': 3.0,
-            'spread': 0.01}}}])
-    text = bench.all.page(folder)
-    assert '| ours | 1,000 |' in text and 'ImportError: no liger' in text
-    assert 'more than once' not in text
+    bench.metrics.main([f'--out={tmp_path / "metrics.json"}'])
+    content, what = saved('train', 1000), 'llama32_1b, x, ours, us per token'
+    assert bench.all.timings('train', content) == {what: 1000}
+    bench.all.draw_together('train', tmp_path)
+    text, picture = bench.all.page(tmp_path), (tmp_path / 'train.png').read_bytes()
+    assert 'ImportError: no liger' in text and 'more than once' not in text
     assert '### 14042 x 4' in text and 'torch' in text
-    found = bench.all.timings('train', bench_common.load(folder / 'train.json'))
-    assert found == {'llama32_1b, x, ours, us per token': 1000}
-    bench.all.draw_together('train', folder)
-    picture = (folder / 'train.png').read_bytes()
-    again = bench_common.load(folder / 'train.json')
-    again['tables'][0]['results']['ours']['tokens_per_s'] = 1250
-    bench_common.save(folder / 'train-again.json', again['tables'])
-    text, device = bench.all.page(folder), again['versions']['device']
-    assert f'| llama32_1b, x, ours, us per token | {device} | 2 | 800 | 1000 | 25.0% |' in text
+    saved('train-again', 1250)
+    text, device = bench.all.page(tmp_path), content['versions']['device']
+    assert f'| {what} | {device} | 2 | 800 | 1000 | 25.0% |' in text
     assert (text.index('| ours | 1,000 |') < text.index('Another run: ')
             < text.index('| ours | 1,250 |') < text.index('(train.png)'))
-    bench.all.draw_together('train', folder)        # without the other run
-    assert (folder / 'train.png').read_bytes() == picture
-    (folder / 'train-again.json').rename(folder / 'train_later.json')
+    bench.all.draw_together('train', tmp_path)      # without the other run
+    assert (tmp_path / 'train.png').read_bytes() == picture
+    (tmp_path / 'train-again.json').rename(tmp_path / 'train_later.json')
     drawn = []
     monkeypatch.setattr(bench.train, 'draw', lambda path: (
         drawn.extend(bench_common.load(path)['tables']), path.with_suffix('.png').touch()))
-    bench.all.draw_together('train', folder)
+    bench.all.draw_together('train', tmp_path)
     table, = drawn
     assert table['results'].keys() == {'HF', 'ours'}
     assert table['results']['ours']['tokens_per_s'] == 1250
-    (folder / 'train_later.json').unlink()
-    runs = iter([1.0, 2.0, 1.02, 2.1])
-    monkeypatch.setattr(bench.all, 'measure_ours', lambda *_: {'step': next(runs), 'same': 1.0})
-    argv = ['--compare', str(tmp_path), str(tmp_path), '--only=metrics']
-    assert bench.all.main(argv) == 1
-    out = capsys.readouterr().out
-    assert '| 2.030 | 5.0% | slower |' in out and 'slower or missing: step\n' in out
-    monkeypatch.setattr(bench.all, 'measure_ours', lambda *_: {'step': 1.0})
-    assert bench.all.main(argv) == 0
-    names = itertools.cycle(['step', 'other'])      # the new commit has another row
-    monkeypatch.setattr(bench.all, 'measure_ours', lambda *_: {next(names): 1.0})
-    assert bench.all.main(argv) == 1
-    out = capsys.readouterr().out
-    assert '| step | | | | | missing |\n| other | | | | | added |' in out
-    assert 'slower or missing: step\n' in out
-    rows = iter([{'step': 1.0}, {'step': 1.0}, {'step': 1.0}, {}])      # one run has no memory
-    monkeypatch.setattr(bench.all, 'measure_ours', lambda *_: next(rows))
-    assert bench.all.main(argv) == 1 and '| step | | | | | missing |' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('runs, code, lines', [
+    ([{'step': s, 'same': 1.0} for s in (1.0, 2.0, 1.02, 2.1)], 1, '| 2.030 | 5.0% | slower |'),
+    ([{'step': 1.0}] * 4, 0, 'slower or missing: nothing'),
+    ([{'step': 1.0}, {'other': 1.0}] * 2, 1,        # the new commit has another row
+     '| step | | | | | missing |\n| other | | | | | added |\n\nslower or missing: step\n'),
+    ([{'step': 1.0}] * 3 + [{}], 1, '| step | | | | | missing |')])     # one run has no memory
+def test_two_commits_are_compared(tmp_path, monkeypatch, capsys, runs, code, lines):
+    left = iter(runs)
+    monkeypatch.setattr(bench.all, 'measure_ours', lambda *_: next(left))
+    assert bench.all.main(['--compare', *[str(tmp_path)] * 2, '--only=metrics']) == code
+    assert lines in capsys.readouterr().out
     with pytest.raises(SystemExit):
         bench.all.main(['--only=x'])
 

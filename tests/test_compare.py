@@ -224,7 +224,7 @@ def add_task(folder, task, rows):
     (folder / 'results.json').write_text(json.dumps(content))
 
 
-def test_folders_that_cannot_be_compared(tmp_path, monkeypatch):
+def test_folders_that_cannot_be_compared(tmp_path, monkeypatch, capsys):
     a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', sharpness=2.0)
     (tmp_path / 'empty').mkdir()
     for sources, message in (([a], 'needs two runs or more: .*; there is .*/a'),
@@ -236,6 +236,9 @@ def test_folders_that_cannot_be_compared(tmp_path, monkeypatch):
                               "metrics: there is no 'acuracy'; there are accuracy, ")):
         with pytest.raises((ConfigError, DataError), match=message):
             run_compare(f'--out_dir={tmp_path / "out"}', *sources)
+    with pytest.raises(SystemExit):
+        run_compare('--help')
+    assert capsys.readouterr().out.startswith('usage: python evaluate.py --compare FOLDER FOLDER')
     assert not (tmp_path / 'out').exists()
     # relative paths and ~
     monkeypatch.chdir(tmp_path)
@@ -260,12 +263,14 @@ def test_a_damaged_run_is_named(tmp_path, name, damage, message):
         compare_csv_of([a, b], tmp_path / 'out')
 
 
-def test_a_title_names_the_settings_of_each_run(tmp_path, capsys):
-    a = write_run(tmp_path / 'a')
-    b = write_run(tmp_path / 'b', sharpness=2.0, result={
+def test_a_title_and_a_column_name_what_differs(tmp_path, capsys):
+    losses = ['cross_entropy()', 'focal(2) + z_loss(1e-4)']
+    a = write_run(tmp_path / 'a', settings={'loss': losses[0]})
+    b = write_run(tmp_path / 'b', sharpness=2.0, settings={'loss': losses[1]}, result={
         'distribution': 'harness, 0 shots, text, sum', 'norm': 'sum',
         'sample': {'questions': 40, 'of': 90}})
-    run_compare(a, b, '--n_bootstrap=10', f'--out_dir={tmp_path / "out"}')
+    rows = compare_csv_of([a, b], tmp_path / 'out', '--n_bootstrap=10')
+    assert [row['loss'] for row in rows] == losses
     title = ('mmlu: a (prompt format mmlu, 5 shots, letters, token), '
              'b (prompt format harness, 0 shots, text, sum; sample of 40 of 90 questions)')
     assert f'\n{title}\n' in capsys.readouterr().out
@@ -347,15 +352,6 @@ def test_a_closed_pipe_loses_no_file(tmp_path):
     assert {'compare.md', 'compare.csv'} <= {p.name for p in tmp_path.iterdir()}
 
 
-def test_runs_with_another_loss_have_a_column_of_it(tmp_path):
-    losses = ['cross_entropy()', 'focal(2) + z_loss(1e-4)']
-    runs = [write_run(tmp_path / name, settings={'smoothing': 0.1, 'loss': loss})
-            for name, loss in zip('ab', losses, strict=True)]
-    rows = compare_csv_of(runs, tmp_path / 'out', '--n_bootstrap=2')
-    assert [row['loss'] for row in rows] == losses
-    assert losses[1] in (tmp_path / 'out' / 'compare.md').read_text()
-
-
 @pytest.mark.slow
 def test_a_grid_has_a_line_for_each_combination_of_settings(tmp_path, capsys, rendered):
     """Two settings differ: the first is x, the second `by`; runs of one seed are paired."""
@@ -391,14 +387,6 @@ def test_a_grid_has_a_line_for_each_combination_of_settings(tmp_path, capsys, re
     write_run(grid / 'seed-0' / 'base', seed=0, settings={'lr': 1e-4, 'smoothing': 0.0})
     rows_of_grid()
     assert ', by smoothing, kind, lr\n' in capsys.readouterr().out
-
-
-def test_help_is_printed(capsys):
-    with pytest.raises(SystemExit):
-        run_compare('--help')
-    printed = capsys.readouterr().out
-    assert printed.startswith('usage: python evaluate.py --compare FOLDER FOLDER')
-    assert '--ensemble' in printed and 'configs/' not in printed
 
 
 def test_runs_that_differ_in_their_scoring_or_in_nothing(tmp_path, capsys):
@@ -479,34 +467,26 @@ def test_single_files_of_lm_eval_are_compared(tmp_path, capsys):
     assert '\ntrivia_animals (lm-evaluation-harness, sum)\n' in printed
 
 
-def test_runs_of_an_old_lm_eval_are_compared_with_those_of_this_one(tmp_path, capsys):
-    """Of 0.4.2: arrays beside results.json, here with each question twice."""
-    for task in ('endings', 'trivia_animals', 'trivia_rivers'):
-        _, rows = harness_rows(task)
-        write_old(tmp_path / 'first', task, [*rows, *rows])
-    rows = compare_csv_of([tmp_path / 'first', HARNESS_FILES / 'second'], tmp_path / 'out',
-                          '--n_bootstrap=20')
-    assert [row['n'] for row in rows] == ['4', '4', '6', '6']
-    assert float(rows[0]['accuracy']) == np.mean([row['acc'] for row in harness_rows('endings')[1]])
-    # the questions of both versions are paired
-    line = next(x for x in capsys.readouterr().out.splitlines() if ' to second' in x)
-    assert '  4  ' in line
-
-
-def test_a_task_with_several_right_options_is_left_out(tmp_path, capsys):
-    """As JEC-QA of AGIEval, where only some questions have several."""
+def test_an_old_lm_eval_and_a_task_with_several_right_options(tmp_path, capsys):
+    """Of 0.4.2: arrays beside results.json, here with each question twice; as JEC-QA of AGIEval."""
     for model in ('first', 'second'):
         (tmp_path / model).mkdir()
         for task in ('endings', 'trivia_rivers'):
             path, rows = harness_rows(task, model)
-            if task == 'trivia_rivers':
+            if task == 'trivia_rivers':     # only some questions have several
                 rows[1] |= {'target': '[0, 1]', 'acc': 1.0}
-            write_rows(tmp_path / model / path.name, rows)
+            if model == 'first':
+                write_old(tmp_path / model, task, [*rows, *rows])
+            else:
+                write_rows(tmp_path / model / path.name, rows)
     rows = compare_csv_of([tmp_path / 'first', tmp_path / 'second'], tmp_path / 'out',
                           '--n_bootstrap=20')
     printed = capsys.readouterr().out
     assert printed.count("jsonl is left out: its target, '[0, 1]', is not the only right") == 2
-    assert {row['dataset'] for row in rows} == {'endings'}
+    assert [(row['dataset'], row['n']) for row in rows] == [('endings', '4')] * 2
+    assert float(rows[0]['accuracy']) == np.mean([row['acc'] for row in harness_rows('endings')[1]])
+    # the questions of both versions are paired
+    assert '  4  ' in next(x for x in printed.splitlines() if ' to second' in x)
 
 
 def test_lm_eval_files_that_cannot_be_compared(tmp_path):

@@ -247,9 +247,7 @@ def test_a_comparison_shows_the_samples_of_each_run_and_how_many_are_right(tmp_p
     text = (tmp_path / 'out' / 'compare.html').read_text()
     rows = json.loads(Parsed(text).content['rows'])
     right = {(row['run'], row['id']): row['correct'] for row in rows}
-    assert len(right) == 80 and {run for run, _ in right} == {'a', 'b'}
-    outcomes = {row['outcome'] for row in rows}
-    assert outcomes == {'0 of 2 runs right', '1 of 2 runs right', '2 of 2 runs right'}
+    assert len(right) == 80 and len({row['outcome'] for row in rows}) == 3
     for row in rows:
         n = right['a', row['id']] + right['b', row['id']]
         assert row['outcome'] == f'{n} of 2 runs right'

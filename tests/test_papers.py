@@ -180,6 +180,22 @@ def read_table(folder, name):
         return list(csv.DictReader(file))
 
 
+def log_of(folder):
+    return [json.loads(line) for line in (folder / 'log.jsonl').open()]
+
+
+def config_of(folder):
+    return (folder / 'train_config.py').read_text()
+
+
+def results_of(folder):
+    return json.loads((folder / 'results.json').read_text())
+
+
+def next_token_nll(folder):
+    return results_of(folder)['tasks']['clm']['pooled']['nll']
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('script, n_runs, model', [
     ('label_smoothing', 3 * (1 + 3 * 10) + 2 * 3, 'google/gemma-2-2b'),
@@ -213,16 +229,14 @@ def test_label_smoothing_smooths_at_the_chosen_rate_and_tabulates_its_reports(hu
     printed = run_paper(hub, 'label_smoothing', '--only=Llama-3.1-8B/Tulu3,base,Gemma2-2B/Alpaca/'
                         'lr5e-06,Mistral-7B/OpenHermes/lr5e-06', *arguments)
     assert 'Gemma2-2B/Alpaca/smoothing0 waits' not in printed       # not selected
-    losses = {lr: [json.loads(line) for line in
-                   (out / 'Llama-3.1-8B' / 'Tulu3' / f'lr{lr}' / 'log.jsonl').open()][-1]['val_nll']
-              for lr in ('5e-06', '2e-05', '5e-05', '0.0002')}
-    chosen = min(losses, key=losses.get)
-    smoothed = (out / 'Llama-3.1-8B' / 'Tulu3' / 'smoothing0.3' / 'train_config.py').read_text()
+    folder = out / 'Llama-3.1-8B' / 'Tulu3'
+    chosen = min(('5e-06', '2e-05', '5e-05', '0.0002'),
+                 key=lambda lr: log_of(folder / f'lr{lr}')[-1]['val_nll'])
+    smoothed = config_of(folder / 'smoothing0.3')
     assert f'\nlr = {float(chosen)}\n' in smoothed and '\nsmoothing = 0.3\n' in smoothed
-    plain = json.loads(
-        (out / 'Llama-3.1-8B' / 'Tulu3' / 'smoothing0' / 'results.json').read_text())
-    assert plain['config']['model'] == str(out / 'Llama-3.1-8B' / 'Tulu3' / f'lr{chosen}')
-    capped = json.loads((out / 'Llama-3.1-8B' / 'Tulu3' / 'cap30' / 'config.json').read_text())
+    plain = results_of(folder / 'smoothing0')
+    assert plain['config']['model'] == str(folder / f'lr{chosen}')
+    capped = json.loads((folder / 'cap30' / 'config.json').read_text())
     assert capped['nanocal']['softcap'] == 30
     rows = read_table(out, 'smoothing')
     assert [row['method'] for row in rows if row['model, data'] == 'Llama-3.1-8B, Tulu3'] == [
@@ -343,11 +357,11 @@ def test_multilingual_puts_its_numbers_beside_the_printed_ones(hub, tmp_path):
     assert '**' in appendix and (out / 'appendix.tex').read_text().count('\\toprule') == 71
     assert all((out / f'{name}.png').exists() for name in (
         'figure1', 'figure2', 'global_mmlu-am')) and not (out / 'mmlu_prox-yo.png').exists()
-    config = (out / 'Mistral-7B' / 'OpenHermes' / 'lr5e-06' / 'train_config.py').read_text()
+    config = config_of(out / 'Mistral-7B' / 'OpenHermes' / 'lr5e-06')
     assert '\nlora_rank = 64\n' in config and '\nlora_alpha = 16.0\n' in config
     assert 'up_proj' in config
-    results = json.loads((out / 'Gemma2-2B' / 'base' / 'results.json').read_text())
-    assert results['config']['shots'] == 0 and results['config']['scoring'] == 'letters'
+    cfg = results_of(out / 'Gemma2-2B' / 'base')['config']
+    assert cfg['shots'] == 0 and cfg['scoring'] == 'letters'
 
 
 def test_the_appendix_is_by_dataset_with_the_better_smoothing_bold_and_italic_if_significant(
@@ -494,33 +508,24 @@ def test_what_is_printed_is_tabulated_without_a_model(tmp_path):
                                                  code=2)
 
 
-def test_the_printed_numbers_are_those_of_the_paper():
-    """Every number of the two kinds of tables, in the order of the paper."""
+def test_every_printed_row_has_a_setting_of_its_own_and_the_numbers_of_the_paper():
+    """Tables 27 and 31 print the last smoothing of Tulu3 as 0.1 a second time."""
+    with open(HERE / 'research' / 'papers' / 'multilingual_printed.csv', newline='') as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 42 + 71 * 30
+    data = [('base', ''), *itertools.product(('Alpaca', 'OpenHermes', 'Tulu3'),
+                                             ('0.0', '0.1', '0.2'))]
+    assert sorted(tuple(row.values())[:5] for row in rows if row['language'] != 'all') == sorted(
+        (task, language, model, *setting)
+        for task, languages in (('global_mmlu', GLOBAL_MMLU), ('mmlu_prox', MMLU_PROX))
+        for language in languages for model in ('Gemma2-2B', 'Mistral-7B', 'Llama-3.1-8B')
+        for setting in data)
     needs_files('seeds')        # the text of the paper
     text = next(path.read_text() for path in (SHARED / 'seeds').iterdir()
                 if path.read_text().startswith('Investigating the Multilingual'))
     tables = text[text.index('Table 2:'):text.index('Appendix D')]
-    numbers = re.findall(r'(?<![\d.])\d\.\d{3}(?!\d)', tables)
-    with open(HERE / 'research' / 'papers' / 'multilingual_printed.csv', newline='') as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 42 + 71 * 30
     assert [row[key] for row in rows for key in ('accuracy', 'entropy_bits', 'ece', 'rms')
-            ] == numbers
-
-
-def test_every_printed_row_has_a_setting_of_its_own():
-    """Tables 27 and 31 print the last smoothing of Tulu3 as 0.1 a second time."""
-    with open(HERE / 'research' / 'papers' / 'multilingual_printed.csv', newline='') as file:
-        settings = [[row[key] for key in ('benchmark', 'language', 'model', 'data', 'smoothing')]
-                    for row in csv.DictReader(file)]
-    by_language = [row for row in settings if row[1] != 'all']
-    smoothings = {'base': [''], **dict.fromkeys(('Alpaca', 'OpenHermes', 'Tulu3'),
-                                                ['0.0', '0.1', '0.2'])}
-    assert sorted(by_language) == sorted(
-        [task, language, model, data, smoothing]
-        for task, languages in (('global_mmlu', GLOBAL_MMLU), ('mmlu_prox', MMLU_PROX))
-        for language in languages for model in ('Gemma2-2B', 'Mistral-7B', 'Llama-3.1-8B')
-        for data in smoothings for smoothing in smoothings[data])
+            ] == re.findall(r'(?<![\d.])\d\.\d{3}(?!\d)', tables)
 
 
 @pytest.mark.slow
@@ -560,14 +565,13 @@ def test_alignment_evaluates_every_epoch_and_repeats_nothing_after_a_move(hub, t
                          for epoch in (1, 2, 3))]
     assert all(row['facts generation ECE'] for name, row in rows.items()
                if name != 'rlhf, epoch 3' and not name.startswith('ppo'))
-    losses = [json.loads((out / 'aligned' / name / 'results.json').read_text())['tasks']['clm'][
-        'pooled']['nll'] for name in ('base', 'rlhf/report-1', 'rlhf/report-2')]
+    losses = [next_token_nll(out / 'aligned' / name)
+              for name in ('base', 'rlhf/report-1', 'rlhf/report-2')]
     assert losses[0] == losses[1] != losses[2]      # the stand-ins are one model
     # both datasets have the 12 pairs of OASST1
     for name in ('alpaca', 'oasst1'):
-        log = (out / 'aligned' / f'{name}-full' / 'log.jsonl').read_text().splitlines()
-        assert len(log) == 3 * 12 // 4
-    config = (out / 'aligned' / 'alpaca-lora' / 'train_config.py').read_text()
+        assert len(log_of(out / 'aligned' / f'{name}-full')) == 3 * 12 // 4
+    config = config_of(out / 'aligned' / 'alpaca-lora')
     assert '\nwarmup_steps = 100\n' in config and '\ndata_limit = 12\n' in config
     assert read_table(out, 'steps')[0]['MMLU ECE'] and not read_table(out, 'steps')[1]['MMLU ECE']
     assert {path.stem for path in out.glob('*.png')} == {f'figure{n}' for n in (
@@ -583,8 +587,7 @@ def test_alignment_evaluates_every_epoch_and_repeats_nothing_after_a_move(hub, t
         settings = json.loads((out / folder / 'eval_config.json').read_text())
         assert settings['header'] == header and settings['instruct'] == (header == 'english')
         if on_inputs is not None:
-            assert f'\ntrain_on_inputs = {on_inputs}\n' in (
-                out / folder / 'train_config.py').read_text()
+            assert f'\ntrain_on_inputs = {on_inputs}\n' in config_of(out / folder)
     # the ECE of MMLU with the letter's probability among all tokens
     samples = [json.loads(x) for x in (out / 'pythia-70m' / 'samples.jsonl').open()]
     log_probs, answers = zip(*((s['log_probs'], s['answer']) for s in samples
@@ -617,14 +620,13 @@ def test_alignment_trains_a_reward_model_and_ppo_and_draws_the_last_group(hub, t
     assert 'aligned/ppo waits for alpaca-full and reward' in printed
     printed = run_paper(hub, 'alignment', '--only=aligned/alpaca-full,reward,ppo', *arguments)
     assert '4 rows left out: answers of equal score' in printed
-    settings = (out / 'aligned/ppo/train_config.py').read_text()
-    assert f"model = '{out}/aligned/alpaca-full'\n" in settings
-    assert f"\nreward = '{out}/aligned/reward'\n" in settings and '\nsmoothing = 0.0\n' in settings
-    assert '\nkl_target = 6.0\n' in settings and '\nupdates = 4\n' in settings
-    assert '\nsmoothing = 0.1\n' in (out / 'aligned/alpaca-full/train_config.py').read_text()
-    log = [json.loads(line) for line in (out / 'aligned/reward/log.jsonl').open()]
+    for line in (f"model = '{out}/aligned/alpaca-full'", f"reward = '{out}/aligned/reward'",
+                 'smoothing = 0.0', 'kl_target = 6.0', 'updates = 4'):
+        assert f'{line}\n' in config_of(out / 'aligned/ppo')
+    assert '\nsmoothing = 0.1\n' in config_of(out / 'aligned/alpaca-full')
+    log = log_of(out / 'aligned/reward')
     assert len(log) == 2 * 20 // 8 and {'val_loss', 'val_accuracy', 'val_ece'} <= log[-1].keys()
-    log = [json.loads(line) for line in (out / 'aligned/ppo/log.jsonl').open()]
+    log = log_of(out / 'aligned/ppo')
     assert len(log) == 3 * 16 // 8 and len({r['reward'] for r in log}) > 4
     # the KL is below its target
     assert log[0]['kl_coef'] == pytest.approx(0.2) and log[-1]['kl_coef'] < 0.1999
@@ -633,9 +635,9 @@ def test_alignment_trains_a_reward_model_and_ppo_and_draws_the_last_group(hub, t
                and rows[f'{name}, epoch {epoch}']['MMLU ECE']
                for name in ('alpaca-full', 'ppo') for epoch in (1, 2, 3))
     assert not any('rlhf' in name for name in rows)
-    nll = [json.loads((out / 'aligned' / name / 'results.json').read_text())['tasks']['clm'][
-        'pooled']['nll'] for name in ('alpaca-full', 'ppo/report-1', 'ppo/report-2', 'ppo')]
-    assert len({*nll}) == 4     # each epoch of PPO has other weights
+    # each epoch of PPO has other weights
+    assert len({next_token_nll(out / 'aligned' / name) for name in (
+        'alpaca-full', 'ppo/report-1', 'ppo/report-2', 'ppo')}) == 4
     assert (out / 'figure5.png').exists()
     # nothing is done again after a move, though PPO's model and reward model are in the folder
     shutil.move(out, tmp_path / 'moved')
@@ -837,12 +839,12 @@ def test_label_smoothing_on_your_own_model_smooths_at_every_rate(own, tmp_path):
     assert all(row[f'{task} ECE'] for row in rows for task in ('MMLU', 'ARC-Easy', 'ARC-Challenge'))
     assert not any('paper' in title or 'HellaSwag' in title for title in rows[0])
     folder = out / 'Mine' / 'Chats-lr0.0002'
-    log = [json.loads(line) for line in (folder / 'lr0.0002' / 'log.jsonl').open()][-1]
+    log = log_of(folder / 'lr0.0002')[-1]
     by_method = {row['method']: row for row in rows if '0.0002' in row['model, data']}
     assert by_method['smoothing 0']['held-out NLL (nats)'] == f'{log["val_nll"]:.3f}'
     assert by_method['smoothing 0']['held-out ECE'] == f'{log["val_ece"]:.3f}'
     assert not by_method['platt scaling']['held-out ECE']
-    settings = (folder / 'smoothing0.5' / 'train_config.py').read_text()
+    settings = config_of(folder / 'smoothing0.5')
     assert '\nlr = 0.0002\n' in settings and f"model = '{own}/model'" in settings
     assert (out / 'arc_challenge.png').exists()
     # nothing is done again, and another model in the same folder is refused
@@ -890,11 +892,10 @@ def test_alignment_of_your_own_model_by_epoch_and_then_by_dpo(own, tmp_path):
     assert [row['model'] for row in rows] == ['base', *(
         f'{name}, epoch {i}' for name in ('Chats-full', 'Chats-lora', 'dpo') for i in (1, 2, 3))]
     assert all(row['causal language modeling ECE'] for row in rows)
-    settings = (out / 'aligned' / 'dpo' / 'train_config.py').read_text()
+    settings = config_of(out / 'aligned' / 'dpo')
     assert f"model = '{out}/aligned/Chats-full'" in settings and "method = 'dpo'" in settings
-    nll = [json.loads((out / 'aligned' / name / 'results.json').read_text())['tasks']['clm'][
-        'pooled']['nll'] for name in ('Chats-full', 'dpo/report-1', 'dpo')]
-    assert len({*nll}) == 3
+    assert len({next_token_nll(out / 'aligned' / name)
+                for name in ('Chats-full', 'dpo/report-1', 'dpo')}) == 3
     assert not (out / 'steps.csv').exists() and (out / 'figure5.png').exists()
 
 

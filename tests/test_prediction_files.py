@@ -71,18 +71,18 @@ def test_a_report_per_task_of_rows_of_any_form(tmp_path):
 
 
 def test_of_the_samples_of_evaluate_only_the_latest_of_a_question_counts(tmp_path):
-    sample = {'task': 'mmlu', 'split': 'test', 'language': '', 'id': '1', 'answer': 0}
+    def sample(id, prompt, **more):
+        return {'task': 'mmlu', 'split': 'test', 'language': '', 'id': id, 'prompt': prompt} | more
+
+    right, wrong = ({'answer': 0, 'log_probs': x} for x in ([-1.0, -2.0], [-2.0, -1.0]))
     path = write_rows(tmp_path / 'samples.jsonl', [
-        sample | {'prompt': 'old', 'log_probs': [-1.0, -2.0]},
-        sample | {'prompt': 'new', 'log_probs': [-2.0, -1.0]},
-        sample | {'id': '2', 'prompt': 'old', 'log_probs': [-2.0, -1.0]},
-        sample | {'id': '2', 'prompt': 'old', 'log_probs': [-2.0, -1.0]}])
-    found = values(run_metrics(path))
-    assert (found['n'], found['accuracy']) == ('2', '0.0000')
+        sample('1', 'old', **right), sample('1', 'new', **wrong),
+        sample('2', 'old', **wrong), sample('2', 'old', **wrong)])
+    printed = values(run_metrics(path))
+    assert (printed['n'], printed['accuracy']) == ('2', '0.0000')
     # an answer that states no probability has none
-    del sample['answer']
-    write_rows(path, [sample | {'prompt': '', 'confidence': None, 'correct': True},
-                      sample | {'prompt': '', 'id': '2', 'confidence': 0.5, 'correct': True}])
+    write_rows(path, [sample(id, '', confidence=x, correct=True)
+                      for id, x in (('1', None), ('2', 0.5))])
     assert values(run_metrics(path))['n'] == '1'
 
 
@@ -149,20 +149,15 @@ def harness_rows(task, model='first'):
     return path, [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def accuracies(folder, norm):
-    """{task: accuracy} by what `python metrics.py` prints of all its multiple-choice files."""
+def check_accuracies(folder, n_tasks):
+    """Each accuracy that `python metrics.py` prints is the one that lm-eval computed itself."""
     files = [path for path in folder.glob('samples_*.jsonl') if not re.search(
         'several|written|last_word|whole_text', path.name)]
-    lines = run_metrics(f'--norm={norm}', *files).stdout.split('\n')
-    titles = [i for i, line in enumerate(lines) if line and not lines[i - 1]]
-    return {lines[i]: float(lines[i + 2].split()[1]) for i in titles}
-
-
-def check_accuracies(folder, n_tasks):
-    """Each accuracy is the one that lm-evaluation-harness computed itself."""
     results = json.loads(next(folder.glob('results_*.json')).read_text())['results']
     for norm, metric in (('sum', 'acc'), ('char', 'acc_norm'), ('byte', 'acc_bytes')):
-        ours = accuracies(folder, norm)
+        lines = run_metrics(f'--norm={norm}', *files).stdout.split('\n')
+        ours = {line: float(lines[i + 2].split()[1]) for i, line in enumerate(lines)
+                if line and not lines[i - 1]}
         assert len(ours) == n_tasks
         theirs = {task: results[task][f'{metric},none'] for task in ours
                   if f'{metric},none' in results[task]}
@@ -256,18 +251,18 @@ def write_old(folder, task, rows):
 def test_the_array_of_an_old_lm_eval_gives_the_same_report(tmp_path):
     for task in ('endings', 'trivia_animals'):
         path, rows = harness_rows(task)
-        old = write_old(tmp_path, task, rows)
-        new = run_metrics(path).stdout.splitlines()
+        old, new = write_old(tmp_path, task, rows), run_metrics(path).stdout.splitlines()
         assert new and run_metrics(old).stdout.splitlines() == new
     assert harness_task(old) == ('trivia', 'trivia_animals', 'results.json')
-    alone = tmp_path / 'mine.json'
-    alone.write_bytes(b'\xef\xbb\xbf' + old.read_bytes())
+    alone, text = tmp_path / 'mine.json', old.read_text()
+    alone.write_text('\ufeff' + text)
     assert run_metrics(alone).stdout.splitlines()[1:] == new[1:]
-    alone.write_text(old.read_text()[:-9])
-    assert f'{alone}: broken JSON: ' in run_metrics(alone).stderr
-    rows = json.loads(old.read_text())
-    alone.write_text(json.dumps([rows[0], rows[1] | {'acc': 0.5}]))
-    assert f'{alone}: row 2: its target, 1, is not the only' in run_metrics(alone).stderr
+    wrong = json.loads(text)
+    wrong[1]['acc'] = 0.5
+    for damaged, message in ((text[:-9], ' broken JSON: '),
+                             (json.dumps(wrong), ' row 2: its target, 1, is not the only')):
+        alone.write_text(damaged)
+        assert f'{alone}:{message}' in run_metrics(alone).stderr
 
 
 def test_a_repeated_question_of_lm_eval_counts_once(tmp_path):

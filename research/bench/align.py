@@ -60,10 +60,6 @@ PEERS = {
 }
 
 
-# ------------------------------------------------------------------------------------------------
-# Measuring
-# ------------------------------------------------------------------------------------------------
-
 def bench(config):
     """Yield a table per model: tokens of pairs per second, reference seconds, peak memory."""
     require_files(config, data='a file of preferences')
@@ -164,10 +160,6 @@ def trl_step(raw, pairs, trees, lora, folder, size, liger=False, compiled=False)
         optimizer.zero_grad(set_to_none=True)
     return step, reference_s
 
-
-# ------------------------------------------------------------------------------------------------
-# Showing
-# ------------------------------------------------------------------------------------------------
 
 def print_table(table):
     print_results(

@@ -221,38 +221,41 @@ def timings(name, content):
         return {f'loss, {shape}, {method}, ms': row['ms'] for shape, table in tables.items()
                 for method, row in table['methods'].items() if method.startswith('ours')}
     for table in tables:
-        if name == 'metrics':
-            numbers |= {f'metrics, {table["n"]} x {table["k"]}, {what}, s': times['ours']
-                      for what, times in table['seconds'].items()}
-            continue
-        if name == 'floors':
-            label = f'{table["shape"]}, {table["master_weights"]}'
-            numbers |= {f'{label}, {item}, ms': ms for item, ms in table['items'].items()
-                      if item != 'idle' and ms > 1}     # shorter ones vary by more than they are
-            continue
-        if name == 'generate':
-            numbers |= {f'{table["shape"]}, {setting}, us per token': 1e6 / row['ours'][
-                'tokens_per_s'] for setting, row in table['results'].items()}
-            continue
-        for method, row in table['results'].items():
-            if 'failed' in row:
-                continue
-            label = f'{table["shape"]}, {table.get("data", name)}, {method}'
-            if name in ('train', 'align') and method.startswith('ours'):
-                numbers[f'{label}, us per token'] = 1e6 / row['tokens_per_s']
-            elif name == 'grpo' and method.startswith('ours'):
-                numbers[f'{label}, s per step'] = row['step_s']
-            elif name == 'eval' and method == 'ours':
-                numbers |= {f'{label}, s': row['seconds'], f'{label}, scoring, s': row['scoring_s']}
-            elif name == 'commands' and method.startswith('ours'):
-                numbers |= {f'{table["shape"]}, {method}, {kind}, s': min(row[kind])
-                          for kind in ('cold', 'warm') if kind in row}
-            elif name == 'sft' and method.startswith('ours'):
-                label = f'{table["shape"]}, {table["conversations"]:,} conversations, {method}'
-                numbers |= {f'{label}, {kind}, s': row[kind]['until the end']
+        label, rows = table.get('shape'), table.get('results', {})
+        rows = {method: row for method, row in rows.items() if method.startswith('ours')
+                and 'failed' not in row}
+        of_method = {method: f'{label}, {table.get("data", name)}, {method}' for method in rows}
+        match name:
+            case 'metrics':
+                numbers |= {f'metrics, {table["n"]} x {table["k"]}, {what}, s': times['ours']
+                            for what, times in table['seconds'].items()}
+            case 'floors':      # items below 1 ms vary by more than they are
+                numbers |= {f'{label}, {table["master_weights"]}, {item}, ms': ms
+                            for item, ms in table['items'].items() if item != 'idle' and ms > 1}
+            case 'generate':
+                numbers |= {f'{label}, {setting}, us per token': 1e6 / row['ours']['tokens_per_s']
+                            for setting, row in table['results'].items()}
+            case 'train' | 'align':
+                numbers |= {f'{of_method[method]}, us per token': 1e6 / row['tokens_per_s']
+                            for method, row in rows.items()}
+            case 'grpo':
+                numbers |= {f'{of_method[method]}, s per step': row['step_s']
+                            for method, row in rows.items()}
+            case 'answers':
+                numbers |= {f'{of_method[method]}, {table["n"]} samples, s': row['seconds']
+                            for method, row in rows.items()}
+            case 'eval':
+                numbers |= {f'{of_method["ours"]}, s': rows['ours']['seconds'],
+                            f'{of_method["ours"]}, scoring, s': rows['ours']['scoring_s']}
+            case 'commands':
+                numbers |= {f'{label}, {method}, {kind}, s': min(row[kind])
+                            for method, row in rows.items()
                             for kind in ('cold', 'warm') if kind in row}
-            elif name == 'answers' and method.startswith('ours'):
-                numbers[f'{label}, {table["n"]} samples, s'] = row['seconds']
+            case 'sft':
+                numbers |= {f'{label}, {table["conversations"]:,} conversations, {method}, '
+                            f'{kind}, s': row[kind]['until the end']
+                            for method, row in rows.items()
+                            for kind in ('cold', 'warm') if kind in row}
     return numbers
 
 

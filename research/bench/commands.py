@@ -49,10 +49,6 @@ MMLU, FEW, HELP, LM_EVAL = ('ours, MMLU, 5 shots', 'ours, 200 questions, no shot
 TASK = 'local_mmlu'
 
 
-# ------------------------------------------------------------------------------------------------
-# Measuring
-# ------------------------------------------------------------------------------------------------
-
 def bench(config):
     """Yield a table per model: seconds of each command, cold and warm."""
     require_files(config, data="a folder with MMLU's files")
@@ -150,10 +146,6 @@ def write_tasks(config, folder):
         'group': TASK, 'task': [f'{TASK}_{subject}' for subject in subjects],
         'aggregate_metric_list': [{'metric': 'acc', 'weight_by_size': True}]}))
 
-
-# ------------------------------------------------------------------------------------------------
-# Showing
-# ------------------------------------------------------------------------------------------------
 
 def print_table(table):
     """Print the table as Markdown; ratios are lm_eval's seconds over ours."""

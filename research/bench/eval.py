@@ -49,10 +49,6 @@ VARIANTS = {'all kernels': (True, 'auto'), 'the kernel of attention alone': (Fal
             'no kernels, FlexAttention': (False, 'flex')}
 
 
-# ------------------------------------------------------------------------------------------------
-# Measuring
-# ------------------------------------------------------------------------------------------------
-
 def bench(config):
     """Yield a table per model: questions per second, of the peer its forward passes alone."""
     require_files(config, data="a folder with MMLU's files")
@@ -160,10 +156,6 @@ def measure_peer(raw, attention, batch, lengths, sample):
     return {'questions_per_s': rate, 'seconds': len(lengths) / rate, 'attention': attention,
             'peak_gib': peak_gib()}
 
-
-# ------------------------------------------------------------------------------------------------
-# Showing
-# ------------------------------------------------------------------------------------------------
 
 def print_table(table):
     """Print a table as Markdown, and what its numbers mean."""

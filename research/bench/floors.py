@@ -60,10 +60,6 @@ class BenchConfig:
 STEPS = 3       # that are profiled
 
 
-# ------------------------------------------------------------------------------------------------
-# Measuring
-# ------------------------------------------------------------------------------------------------
-
 def bench(config):
     """Yield a table per model: milliseconds of each item of a step, and its floor."""
     rates = {'matrix': matrix_rate(), 'memory': memory_rate()}
@@ -153,10 +149,6 @@ def floors(raw, master_weights, rows, length, rates):
     return ({item: (n / rates['matrix'] * 1e3, n) for item, n in flops.items()}
             | {item: (n / rates['memory'] * 1e3, n) for item, n in sizes.items()})
 
-
-# ------------------------------------------------------------------------------------------------
-# Showing
-# ------------------------------------------------------------------------------------------------
 
 def print_table(table, n_kernels=0):
     """Print the table as Markdown, the longest item first."""

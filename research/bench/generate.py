@@ -58,10 +58,6 @@ class BenchConfig:
     out: str = 'out/bench_generate.json'
 
 
-# ------------------------------------------------------------------------------------------------
-# Measuring
-# ------------------------------------------------------------------------------------------------
-
 def bench(config):
     """Yield a table per model: tokens per second for each of SETTINGS."""
     rates = matrix_rate(), memory_rate()
@@ -197,10 +193,6 @@ def measure_peer(model, n, length, new):
         raise RuntimeError(f'{out.shape[1] - length} tokens instead of {new}')
     return {'tokens_per_s': n * new / seconds, 'peak_gib': peak_gib()}
 
-
-# ------------------------------------------------------------------------------------------------
-# Showing
-# ------------------------------------------------------------------------------------------------
 
 def print_table(table):
     """Print a table as Markdown: steps, their share of the limit, whole calls, ours / theirs."""

@@ -57,10 +57,6 @@ PEERS = {           # options of trl_steps
 PARTS = 'rollout_s', 'scoring_s', 'update_s'
 
 
-# ------------------------------------------------------------------------------------------------
-# Measuring
-# ------------------------------------------------------------------------------------------------
-
 def bench(config):
     """Yield a table per model: the seconds of each part of a step, and its limit."""
     require_files(config, prompts='a file of questions')
@@ -154,10 +150,6 @@ def trl_steps(folder, size, liger=False):
         processing_class=AutoTokenizer.from_pretrained(folder / 'model')).train()
     yield from marks
 
-
-# ------------------------------------------------------------------------------------------------
-# Showing
-# ------------------------------------------------------------------------------------------------
 
 def limits(shape, rates, prompt_tokens=120):
     """Return {part: seconds} that the hardware needs at least, for prompts of that length."""

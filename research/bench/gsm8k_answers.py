@@ -48,10 +48,6 @@ class BenchConfig:
     out: str = 'out/bench_answers.json'
 
 
-# ------------------------------------------------------------------------------------------------
-# Measuring
-# ------------------------------------------------------------------------------------------------
-
 def bench(config):
     """Yield a table per model: seconds, tokens and tokens per second of both."""
     if not (config.data and (config.tokenizer or config.model)):
@@ -134,10 +130,6 @@ def measure_peer(model, config):
         free_memory()
     return rows
 
-
-# ------------------------------------------------------------------------------------------------
-# Showing
-# ------------------------------------------------------------------------------------------------
 
 def print_table(table):
     """Print the table as Markdown; ratios are to lm_eval at its best."""

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from research.bench.common import MODELS, cell, failure, free_memory, load, save, versions
+from research.bench.common import (MODELS, cell, failure, free_memory, load, save, table_text,
+                                   versions)
 from fused_ce import fused_loss, smoothed_cross_entropy, token_statistics
 from runtime.loss import parse_loss
 
@@ -297,34 +298,31 @@ def interleaved(steps, rounds, hidden, weight):
 
 
 def print_table(name, n, table):
-    """Print the table of a shape as Markdown."""
+    """Print the tables of a shape as Markdown."""
     D, V, softcap = SHAPES[name]
     products, rows = sum(table['products']), table['methods']
     print(f'\n### {name}: D {D}, V {V}, softcap {softcap}, {n} tokens\n\n'
           f'Three products, {" + ".join(f"{ms:.2f}" for ms in table["products"])} = '
           f'{products:.2f} ms ({6 * n * D * V / products / 1e9:.0f} TFLOP/s). Errors in units of '
-          'those of torch eager.\n\n| method | ms | ratio to products | extra MiB | dh error | '
-          'dW error | |\n|---|---|---|---|---|---|---|')
+          'those of torch eager.\n')
     eager = rows['torch eager']
-    for method, row in rows.items():
-        if 'failed' in row:
-            print(f'| {method} | | | | | | {cell(row["failed"])} |')
-            continue
-        errors = [f'{row[key] / eager[key]:.2f}' for key in ('dh_error', 'dw_error')]
-        note = '' if row['smoothing'] else 'without smoothing'
-        print(f'| {method} | {row["ms"]:.2f} | {row["ms"] / products:.3f} | '
-              f'{row["extra_mib"]:.0f} | {errors[0]} | {errors[1]} | {note} |')
-    print('\n| at most | ours, ms | best peer, ms | peer |\n|---|---|---|---|')
+    print(table_text(('method', 'ms', 'ratio to products', 'extra MiB', 'dh error', 'dW error',
+                      None), [
+        [method, *[None] * 5, cell(row['failed'])] if 'failed' in row else
+        [method, f'{row["ms"]:.2f}', f'{row["ms"] / products:.3f}', f'{row["extra_mib"]:.0f}',
+         *(f'{row[key] / eager[key]:.2f}' for key in ('dh_error', 'dw_error')),
+         '' if row['smoothing'] else 'without smoothing'] for method, row in rows.items()]))
+    budgets = []
     for budget in BUDGETS:
         inside = {method: row['ms'] for method, row in rows.items()
                   if round(row.get('extra_mib', 1e9)) <= budget and row.get('smoothing')}
         best = [min(((ms, method) for method, ms in inside.items() if (method in OURS) == ours),
                     default=(float('nan'), '')) for ours in (True, False)]
-        print(f'| {budget} MiB | {best[0][0]:.2f} | {best[1][0]:.2f} | {best[1][1]} |')
+        budgets.append((f'{budget} MiB', f'{best[0][0]:.2f}', f'{best[1][0]:.2f}', best[1][1]))
+    print('', table_text(('at most', 'ours, ms', 'best peer, ms', 'peer'), budgets), '', sep='\n')
     base = table['losses']['cross_entropy() + smoothing(0.1)']
-    print('\n| loss | ms | ratio to smoothing |\n|---|---|---|')
-    for text, ms in table['losses'].items():
-        print(f'| {text} | {ms:.2f} | {ms / base:.3f} |')
+    print(table_text(('loss', 'ms', 'ratio to smoothing'), [
+        (text, f'{ms:.2f}', f'{ms / base:.3f}') for text, ms in table['losses'].items()]))
     one, two = table['products'][0], sum(table['products'][:2])
     print('\n' + '; '.join(f'{use} {ms:.2f} ms' for use, ms in table['uses'].items())
           + f'. token_statistics takes {table["uses"]["token_statistics"] / one:.2f} of one '

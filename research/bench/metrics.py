@@ -20,7 +20,7 @@ import torch
 
 import metrics
 import stats
-from research.bench.common import save, versions
+from research.bench.common import save, table_text, versions
 
 
 def measure(n, k, peers=True):
@@ -74,13 +74,10 @@ def seconds(call):
 
 
 def print_table(table):
-    """Print the table as Markdown."""
-    print(f'\n### {table["n"]} x {table["k"]}, seconds\n\n| | ours | torchmetrics | netcal |\n'
-          '|---|---|---|---|')
-    for name, times in table['seconds'].items():
-        cells = [f'{times[method]:.4f}' if method in times else ''
-                 for method in ('ours', 'torchmetrics', 'netcal')]
-        print(f'| {name} | {" | ".join(cells)} |', flush=True)
+    methods = 'ours', 'torchmetrics', 'netcal'
+    print(f'\n### {table["n"]} x {table["k"]}, seconds\n', table_text((None, *methods), [
+        (name, *(f'{times[method]:.4f}' if method in times else '' for method in methods))
+        for name, times in table['seconds'].items()]), sep='\n', flush=True)
 
 
 def main(argv=None):

@@ -42,10 +42,6 @@ class BenchConfig:
 LANGUAGES = BENCHMARKS['global_mmlu'].languages
 
 
-# ------------------------------------------------------------------------------------------------
-# Measuring
-# ------------------------------------------------------------------------------------------------
-
 def bench(config):
     """Yield a table per model: seconds of each command, and whether its numbers are the same."""
     require_files(config, data="a folder with MMLU's files")
@@ -101,10 +97,6 @@ def run(options, processes, out):
         f'--tasks=global_mmlu:{out.parent / "data"}', f'--device={DEVICE}', '--dtype=bfloat16',
         f'--out_dir={out}', *options])
 
-
-# ------------------------------------------------------------------------------------------------
-# Showing
-# ------------------------------------------------------------------------------------------------
 
 def print_table(table):
     """Print the table as Markdown; speed-ups are relative to one GPU with whole weights."""

@@ -66,10 +66,6 @@ STAGES = {'imports, data, weights': r'device: ', 'first step': r'step 1/',
 SAVING = 'saving'
 
 
-# ------------------------------------------------------------------------------------------------
-# Measuring
-# ------------------------------------------------------------------------------------------------
-
 def bench(config):
     """Yield a table per model: seconds of each stage of each command, cold and warm."""
     require_files(config, data='a file of conversations')
@@ -170,10 +166,6 @@ def timed(command, caches):
         raise RuntimeError(errors.read() or f'the command printed no line for {[*STAGES]}')
     return stages | {SAVING: round(end - last, 2), 'until the end': round(end - started, 2)}, lines
 
-
-# ------------------------------------------------------------------------------------------------
-# Showing
-# ------------------------------------------------------------------------------------------------
 
 def until_first_step(stages):
     return sum(stages[stage] for stage in list(STAGES)[:2])

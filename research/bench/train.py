@@ -123,10 +123,6 @@ USUAL = {
 }
 
 
-# ------------------------------------------------------------------------------------------------
-# Measuring
-# ------------------------------------------------------------------------------------------------
-
 def bench(config):
     """Yield a table per model and kind of data: tokens/s, compile seconds, MFU, peak memory."""
     if (config.data is None) != (config.tokenizer is None):
@@ -247,10 +243,6 @@ def our_step(raw, **options):
     return lambda batch: train_step(model, optimizer, pack(batch, cfg.pack_len, rows),
                                     cfg, DEVICE)
 
-
-# ------------------------------------------------------------------------------------------------
-# Showing
-# ------------------------------------------------------------------------------------------------
 
 def print_table(table):
     """Print a table as Markdown; ratios are to the best other library."""

@@ -18,11 +18,12 @@ problems. Not run here: line completion and program repair, and the paper's own 
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from research.papers.common import EvalConfig, Run, draw_curves, main, measured
+from research.papers.common import EvalConfig, Run, counted, draw_curves, main, measured
 from results.tables import Heading
 
 # name: hub name, weights
@@ -43,9 +44,8 @@ REPORT = EvalConfig(tasks=('humaneval',), shots=0, n=SAMPLES, p_true=True, verba
 
 def runs(options):
     for model, (hub, params) in MODELS.items():
-        yield Run(EvalConfig(**vars(REPORT) | {
-            'model': hub, 'out_dir': f'{options.out_dir}/{model}'}), params,
-            eval_tokens=EVAL_TOKENS)
+        yield Run(replace(REPORT, model=hub, out_dir=f'{options.out_dir}/{model}'), params,
+                  eval_tokens=EVAL_TOKENS)
 
 
 def tables(options):
@@ -56,9 +56,7 @@ def tables(options):
             scaled = result.get('post_hoc', {}).get('reports', {}).get('platt')
             for scaling, report in (('none', result.get('pooled')), ('Platt', scaled)):
                 if report:
-                    values = (report.get(key) for key in METRICS)
-                    lines.append([model, title, scaling, str(report['n']), *(
-                        '' if value is None else f'{value:.3f}' for value in values)])
+                    lines.append([model, title, scaling, *counted(report, METRICS)])
     yield 'calibration', 'Confidence in written programs', lines
     draw_curves(f'{options.out_dir}/reliability.png', {model: {
         title: measured(f'{options.out_dir}/{model}', entry)

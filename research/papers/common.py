@@ -48,6 +48,7 @@ from train import FREE_KEYS, TrainConfig, train
 TRAIN_RATE, EVAL_RATE = 0.5 * 989e12, 0.6 * 780e12
 EVAL_STARTS = 40        # seconds to load and compile
 PRINTED_LINES = 200     # longer tables are written only
+NO_SUCH_RUN = '--only={}: no run has such a name; --plan lists them'
 
 
 @dataclass
@@ -348,9 +349,9 @@ def do(runs, options):
                     if getattr(run.cfg, key, '').startswith(f'{options.out_dir}/')})
             continue
         print(f'\n=== {name}', flush=True)
+        start = (align if isinstance(run.cfg, AlignConfig) else
+                 train if run.trains else evaluate.run)
         try:
-            start = (align if isinstance(run.cfg, AlignConfig) else
-                     train if run.trains else evaluate.run)
             start(run.cfg)
             continue
         except (CheckpointError, TrainingError) as error:
@@ -363,18 +364,14 @@ def do(runs, options):
         print(f'error: {problem}', file=sys.stderr, flush=True)
         failed.append(name)
     if not n_selected:
-        raise no_such_run(options)
+        raise ConfigError(NO_SUCH_RUN.format(options.only))
     return failed
-
-
-def no_such_run(options):
-    return ConfigError(f'--only={options.only}: no run has such a name; --plan lists them')
 
 
 def print_plan(runs, options):
     runs = [run for run in runs if selected(run.cfg.out_dir, options)]
     if not runs:
-        raise no_such_run(options)
+        raise ConfigError(NO_SUCH_RUN.format(options.only))
     lines = [('run', 'state', 'GPU hours', 'GB')]
     for run in runs:
         begun = Path(run.cfg.out_dir).exists()
@@ -414,6 +411,11 @@ COLUMNS = {key: Heading(key) for key in ('accuracy', 'entropy_bits', 'ece', 'nll
 def numbers(result, keys):
     """Return the cells of the metrics `keys` in a report, '' where it has none."""
     return [f'{result[key]:.3f}' if result.get(key) is not None else '' for key in keys]
+
+
+def counted(report, keys):
+    """Return the cells of the number of questions and of the metrics `keys`."""
+    return [str(report['n']), *numbers(report, keys)]
 
 
 def paper_column(heading, options):

@@ -25,8 +25,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from research.papers.common import (EvalConfig, Run, TrainConfig, draw_curves, main, measured,
-                                    paper_column)
+from research.papers.common import (EvalConfig, Run, TrainConfig, counted, draw_curves, main,
+                                    measured, paper_column)
 from results.tables import Heading
 
 # name: hub name, weights
@@ -86,7 +86,7 @@ def tables(options):
                        for entry, label in CONFIDENCES.items()}
             panels[f'{name}, {title}'] = entries | {'P(IK), probe': measured(
                 f'{options.out_dir}/{name}/test', f'{task}.p_ik')}
-            lines += [[name, title, label, *cells(entry['pooled'], keys)]
+            lines += [[name, title, label, *counted(entry['pooled'], keys)]
                       for label, entry in entries.items() if entry]
     yield 'p_true', 'P(True) and other confidences in the answer', lines
     draw_curves(f'{options.out_dir}/reliability.png', panels, columns=4)
@@ -95,7 +95,7 @@ def tables(options):
               *(paper_column(f'{heading}, 52B', options) for heading in ('AUROC', 'Brier'))]]
     for name in MODELS:
         for task, title in TASKS.items():
-            lines += [[name, title, method, *cells(report, keys),
+            lines += [[name, title, method, *counted(report, keys),
                        *PRINTED.get((task, method), ('', ''))]
                       for method, report in p_ik(f'{options.out_dir}/{name}', task).items()
                       if report]
@@ -104,12 +104,6 @@ def tables(options):
         method: measured(f'{options.out_dir}/{name}/{report}', 'p_ik')
         for method, report in (('asked, not tuned', 'tuned/before'), ('tuned', 'tuned'))}
         for name in MODELS}, columns=2)
-
-
-def cells(report, keys):
-    """Return the number of questions and the metrics `keys` of a report as text."""
-    values = (report.get(key) for key in keys)
-    return [str(report['n']), *('' if value is None else f'{value:.3f}' for value in values)]
 
 
 if __name__ == '__main__':

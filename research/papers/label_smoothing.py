@@ -37,6 +37,7 @@ multilingual.py.
 """
 
 import csv
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -155,19 +156,14 @@ def printed_numbers(path=PRINTED_FILE):
             key = tuple(row[name] for name in allowed)
             if key in numbers:
                 raise DataError(f'{place}: {" ".join(filter(None, key))} is there twice')
-            numbers[key] = {ours: _share(row[theirs], f'{place}: {theirs}')
-                            for ours, theirs in PRINTED.items() if theirs and row[theirs]}
+            numbers[key] = {}
+            for ours, theirs in PRINTED.items():
+                if theirs and row[theirs]:
+                    if not re.fullmatch(r'0?\.\d+|[01](\.0*)?', row[theirs]):
+                        raise DataError(f'{place}: {theirs} must be a number from 0 to 1, not '
+                                        f'{row[theirs]!r}')
+                    numbers[key][ours] = float(row[theirs])
     return numbers
-
-
-def _share(text, place):
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1
-    if not 0 <= value <= 1:
-        raise DataError(f'{place} must be a number from 0 to 1, not {text!r}')
-    return value
 
 
 def tables(options):

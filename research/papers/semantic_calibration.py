@@ -19,11 +19,12 @@ high. The last column has the ECE of such a model: compare every ECE with it.
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from research.papers.common import EvalConfig, Run, draw_curves, main, measured
+from research.papers.common import EvalConfig, Run, counted, draw_curves, main, measured
 from results.tables import Heading
 
 # name: (weights, {stage: hub name})
@@ -50,9 +51,8 @@ METRICS = 'accuracy', 'confidence', 'gap', 'smooth_ece', 'ece'
 def runs(options):
     for model, (params, stages) in MODELS.items():
         for stage, hub in stages.items():
-            yield Run(EvalConfig(**vars(REPORT) | {
-                'model': hub, 'out_dir': f'{options.out_dir}/{model}/{stage}'}), params,
-                eval_tokens=EVAL_TOKENS)
+            yield Run(replace(REPORT, model=hub, out_dir=f'{options.out_dir}/{model}/{stage}'),
+                      params, eval_tokens=EVAL_TOKENS)
 
 
 def tables(options):
@@ -62,9 +62,7 @@ def tables(options):
             for stage in stages:
                 result = measured(f'{options.out_dir}/{model}/{stage}', f'{task}.agreement')
                 if result:
-                    pooled = result['pooled']
-                    lines.append([title, model, stage, str(pooled['n']),
-                                  *(f'{pooled[key]:.3f}' for key in METRICS),
+                    lines.append([title, model, stage, *counted(result['pooled'], METRICS),
                                   f'{result["ece_floor"]:.3f}'])
     yield 'calibration', f'The share of the largest class among {SAMPLES} samples', lines
     # the base models of each task above the tuned ones
