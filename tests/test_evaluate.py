@@ -806,7 +806,7 @@ def test_log_probs_equal_lm_evaluation_harness(name, file, tmp_path):
         place = f'{ours}:{place}'.removeprefix(':')
         evaluate.main([f'--model={folder}', f'--tasks={place}', f'--shots={5 * (ours == "mmlu")}',
                        '--prompt_format=harness', f'--out_dir={tmp_path / f"out-{task}"}',
-                       '--n_bootstrap=0'])
+                       '--n_bootstrap=0', '--dtype=float32'])
         found = read_samples(tmp_path / f'out-{task}' / 'samples.jsonl')
         assert len(found) == len(theirs[task]) > 10
         for sample, b in zip(found, theirs[task], strict=True):

@@ -190,7 +190,7 @@ def test_a_fine_tuned_folder_gives_the_same_in_transformers(tmp_path):
 
 def test_an_adapter_gives_the_same_in_peft(tmp_path):
     peft = pytest.importorskip('peft')
-    run = fine_tune(tmp_path, lora=True, lr=1e-2)
+    run = fine_tune(tmp_path, lora=True, lr=1e-2, save_dtype='float32')   # bfloat16 rounds
     logits, ids = logits_of(run)
     with torch.no_grad():
         assert off(logits, peft.PeftModel.from_pretrained(theirs(), run / 'adapter')(ids).logits
