@@ -100,8 +100,8 @@ def source_digest(encode):
 def tokenize_once(files, encode, settings, cache_dir, on_bad_row='stop', workers=1, regroup=iter):
     """Return the Sequences of all rows, from the cache if this was tokenized before.
 
-    encode:   row -> list of (token ids, loss mask[, margin]), or a text that says why the row is
-              left out; may raise DataError; runs in worker processes
+    encode:   (row, place) -> list of (token ids, loss mask[, margin]), or a text that says why the
+              row is left out; may raise DataError; runs in worker processes
     settings: dict of what changes the result besides the content of the files and the code: the
               tokenizer's fingerprint, the name of the template, ...
     on_bad_row: 'stop' raises the first DataError; 'skip' counts bad rows and prints the first
@@ -177,7 +177,7 @@ def _tokenize(files, encode, folder, settings, on_bad_row, workers, regroup):
 def _encoded(rows, encode, workers):
     """Yield the result of `encode` for each row, in order, or a DataError."""
     def encode_row(place_and_row):
-        return parsed(*place_and_row, encode)
+        return parsed(*place_and_row, encode, place_and_row[0])
     if workers <= 1:
         yield from map(encode_row, rows)
         return

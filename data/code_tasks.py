@@ -43,25 +43,18 @@ class Problem(NamedTuple):
 def humaneval_row(row):
     """Return the Problem of a row of HumanEval, or of another file in its schema."""
     require_fields(row)
-    fields = {key: require_text(row.get(key), key)
-              for key in ('task_id', 'prompt', 'entry_point', 'test')}
-    try:
-        defined = functions(python(fields['prompt']))
-    except SyntaxError as error:
-        raise DataError(f'the prompt is no Python with a docstring at its end: {error}') from error
-    if fields['entry_point'] not in defined:
-        raise DataError(f'the prompt defines no function {fields["entry_point"]!r}')
     solution = row.get('canonical_solution')
-    problem = Problem(*fields.values(),
+    problem = Problem(*(require_text(row.get(key), key)
+                        for key in ('task_id', 'prompt', 'entry_point', 'test')),
                       require_text('' if solution is None else solution, 'canonical_solution'))
     try:
         python(problem.test_source, 0)      # compiled, since 'return' outside of check parses
-        check = functions(python(problem.test_source)).get('check')
     except SyntaxError as error:
-        raise DataError(f'test is no Python after the prompt: {error}') from error
-    names = [] if check is None else [x.arg for x in (*check.args.posonlyargs, *check.args.args)]
-    if not names or not any(isinstance(node, ast.Name) and node.id == names[0]
-                            for node in ast.walk(check)):
+        raise DataError(f'prompt and test are no Python: {error}') from error
+    if not re.search(rf'^def {re.escape(problem.entry_point)}\b', problem.prompt, re.MULTILINE):
+        raise DataError(f'the prompt defines no function {problem.entry_point!r}')
+    check = re.search(r'^def check\(\s*(\w+)', problem.tests, re.MULTILINE)
+    if not check or not re.search(rf'\b{check[1]}\b', problem.tests[check.end():]):
         raise DataError('test has no function check(candidate) that calls the candidate')
     if missing := undefined_names(problem.test_source):
         raise DataError(f'prompt and test define no {missing[0]!r}, which they use')
@@ -90,11 +83,6 @@ def undefined_names(source):
             if name.is_referenced()}
     # a star import may define anything
     return [] if 'import *' in source else sorted(used - defined - {*dir(builtins), 'program'})
-
-
-def functions(tree):
-    """Return {name: its node} of the functions that a program defines."""
-    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
 def load_problems(source=HUMANEVAL, revision=None):

@@ -94,7 +94,7 @@ def load_conversations(source, tokenizer, *, template, max_length, add_bos, revi
     """
     files = fetch(source, PATTERNS, revision)
 
-    def encode(row):
+    def encode(row, place):
         messages = to_messages(row)
         for message in messages:
             train = message.get('train')
@@ -130,7 +130,7 @@ def load_text(source, tokenizer, *, max_length, add_bos, revision=None, **option
     bos = [tokenizer.bos_id] if add_bos else []
     step = max_length - len(bos)
 
-    def encode(row):
+    def encode(row, place):
         text = require_text(require_fields(row).get('text'), 'the field "text"')
         if not text.strip():
             raise DataError('the field "text" is empty')

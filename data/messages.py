@@ -84,7 +84,11 @@ def with_context(row, messages, used=()):
             raise DataError(f'the field "{name}" is in no message, so the model would not see it; '
                             f'write it into a message, or remove it')
     for name, value in _given(row, HISTORY):
-        turns = _history(value, name)
+        if isinstance(value, list) and all(     # pairs of question and answer, of LLaMA-Factory
+                isinstance(pair, list) and len(pair) == 2 for pair in value):
+            value = [{'role': role, 'content': text} for pair in value
+                     for role, text in zip(('user', 'assistant'), pair)]
+        turns = read_turns(value, f'"{name}"')
         n_system = int(messages[:1] != [] and messages[0]['role'] == 'system')
         if turns != messages[n_system:-1][:len(turns)]:     # else they hold the history already
             messages = [*messages[:n_system], *turns, *messages[n_system:]]
@@ -106,14 +110,3 @@ def _given(row, names):
     plain = {name.replace('_', '') for name in names}
     return [(name, value) for name, value in row.items()
             if re.sub('[ _-]', '', name).lower() in plain and not is_empty(value)]
-
-
-def _history(value, name):
-    """Return the messages of a list of turns, or of [question, answer] pairs (LLaMA-Factory)."""
-    if isinstance(value, list) and all(
-            isinstance(pair, list) and len(pair) == 2 for pair in value):
-        return [{'role': role, 'content': require_text(text, f'a text of "{name}"')}
-                for pair in value for role, text in zip(('user', 'assistant'), pair)]
-    if isinstance(value, list) and all(isinstance(turn, dict) for turn in value):
-        return read_turns(value, f'"{name}"')
-    raise DataError(f'"{name}" must be a list of [question, answer] or of {{"role", "content"}}')

@@ -1,13 +1,8 @@
 """P(IK) by tuning the whole model: does it know the answer? (Kadavath et al. 2022, 2207.05221)
 
-    python evaluate.py --model=BASE --tasks=triviaqa_train --n=30 --out_dir=out/train
-    python evaluate.py --model=BASE --tasks=triviaqa --n=30 --out_dir=out/test
-    python train.py --model=BASE --data=p_ik:out/train --data_kind=questions --out_dir=out/know
-    python evaluate.py --model=out/know --tasks=p_ik:out/test --shots=0
-
-samples.jsonl of an evaluation is the data. Each answer that the model drew to a question is a
-training sequence, whose letter says whether the answer was right: 30 answers of which 20 are right
-are 20 sequences with A and 10 with B. The paper has a value head instead of the letters.
+samples.jsonl of an evaluation is the data, see docs/written_answers.md. Each answer that the model
+drew to a question is a training sequence, whose letter says whether the answer was right: 30
+answers of which 20 are right are 20 sequences with A and 10 with B.
 """
 
 import hashlib

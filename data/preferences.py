@@ -189,7 +189,7 @@ def load_preferences(source, tokenizer, *, template, max_length, pack_len, add_b
     """
     files = fetch(source, PREFERENCE_PATTERNS, revision)
 
-    def encode(row):
+    def encode(row, place):
         ranking = to_ranking(row)
         sequences = encode_ranking(ranking, tokenizer, template, add_bos, max_length)
         if isinstance(sequences, str):

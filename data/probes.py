@@ -8,13 +8,13 @@ import functools
 import hashlib
 import io
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from data.files import draw, fetch, parse_rows, read_rows, require_fields, require_text
 from data.instruct import TEXT_PATTERNS
 from data.packing import Tree
+from data.questions import Loaded
 from runtime.errors import DataError
 
 WIKITEXT = 'Salesforce/wikitext'
@@ -38,15 +38,8 @@ class Text:
     subject = group = ''    # texts have no subjects and no shots
 
 
-class LoadedTexts(NamedTuple):
-    """The texts of a task."""
-    texts: list         # of Text
-    bad: list           # messages of the bad rows, which are left out
-    total: int          # number of texts before `limit`
-
-
 def load_texts(name, *, limit=None, seed=0, revision=None, on_bad_row='stop'):
-    """Return the LoadedTexts of 'clm:path' or 'facts:path'; raises DataError.
+    """Return questions.Loaded with the texts of 'clm:path' or 'facts:path'; raises DataError.
 
     clm:   .txt files, also with .gz, or `text` fields of JSONL and parquet; 'clm' alone is
            wikitext-2's test split. A .txt file is one text; of wikitext's own (wiki.test.txt), each
@@ -64,7 +57,7 @@ def load_texts(name, *, limit=None, seed=0, revision=None, on_bad_row='stop'):
     texts, bad = parse_rows(rows, functools.partial(_to_text, kind), on_bad_row)
     if not texts:
         raise DataError(f'{path or WIKITEXT} has no texts ({len(bad)} bad rows)')
-    return LoadedTexts(draw(texts, limit, seed), bad, len(texts))
+    return Loaded(draw(texts, limit, seed), {}, bad, len(texts))
 
 
 def _rows(file):

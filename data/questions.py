@@ -83,8 +83,8 @@ def sample_fields(question, n_shots):
 
 class Loaded(NamedTuple):
     """The questions of a task and its shots."""
-    questions: list     # of Question
-    shots: dict         # Question.group -> solved questions
+    questions: list     # of Question, WrittenQuestion or Text
+    shots: dict         # group of a question -> solved questions
     bad: list           # messages of the bad rows, which are left out
     total: int          # number of questions before `limit`
 

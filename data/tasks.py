@@ -355,7 +355,7 @@ class TextTask(Task):
                                   f'texts; evaluate it without --{key} into another --out_dir')
         loaded = load_texts(name, limit=cfg.limit, seed=cfg.seed, revision=cfg.data_revision,
                             on_bad_row=cfg.on_bad_row)
-        return cls(kind, task_source(name), loaded.texts, loaded.total, loaded.bad)
+        return cls(kind, task_source(name), loaded.questions, loaded.total, loaded.bad)
 
     def tokenize(self, tokenizer, cfg):
         return tokenize_texts(self.label, self.items, tokenizer, instruct=cfg.instruct,

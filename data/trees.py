@@ -72,19 +72,15 @@ def load_answers(name, tokenizer, *, max_length, add_bos, revision=None, **optio
     tokens are those of an evaluation with prompt_format 'mmlu' and 0 shots. options: of
     `tokenize_once`
     """
-    chosen = iter
-    if name.partition(':')[0] == 'p_ik':
-        files, to_questions, chosen = [sample_file(name)], drawn_questions, latest_answers
+    task, regroup = name.partition(':')[0], iter
+    if task == 'p_ik':
+        files, to_questions, regroup = [sample_file(name)], drawn_questions, latest_answers
     else:
         files, to_questions = solved_files(name, revision)
 
-    def with_place(rows):
-        return ((place, row if isinstance(row, DataError) else (row, place))
-                for place, row in chosen(rows))
-
-    def encode(row_and_place):
+    def encode(row, place):
         sequences = []
-        for question, tree in tokenize_questions(to_questions(*row_and_place), {}, tokenizer,
+        for question, tree in tokenize_questions(to_questions(row, place), {}, tokenizer,
                                                  add_bos=add_bos, max_length=max_length):
             if isinstance(tree, DataError):
                 raise tree
@@ -93,10 +89,10 @@ def load_answers(name, tokenizer, *, max_length, add_bos, revision=None, **optio
             sequences.append((ids, [int(i >= tree.starts[k]) for i in range(len(ids))]))
         return sequences
 
-    settings = {'kind': 'questions', 'task': name.partition(':')[0], 'max_length': max_length,
+    settings = {'kind': 'questions', 'task': task, 'max_length': max_length,
                 'tokenizer': tokenizer.fingerprint, 'add_bos': add_bos,
                 'files': ['/'.join(file.parts[-2:]) for file in files]}     # some name a subject
-    return tokenize_once(files, encode, settings, **options, regroup=with_place)
+    return tokenize_once(files, encode, settings, regroup=regroup, **options)
 
 
 class OptionEncoder:

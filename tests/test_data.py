@@ -259,7 +259,7 @@ def test_a_row_that_repeats_a_key_is_a_bad_row(tmp_path):
     for path, place in ((lines, 'a.jsonl:2'), (whole, 'a.json:1')):
         with pytest.raises(DataError, match=f"{place}: .*the key 'b' is given twice"):
             probes.load_texts(f'clm:{path}')
-    texts, bad, _ = probes.load_texts(f'clm:{lines}', on_bad_row='skip')
+    texts, _, bad, _ = probes.load_texts(f'clm:{lines}', on_bad_row='skip')
     assert len(texts) == len(bad) == 1
 
 
@@ -324,12 +324,12 @@ def test_compressed_text_is_read_like_plain_text(tmp_path, tokenizers):
             file.write(''.join(lines))
         sequences.append(instruct.load_text(str(folder), tokenizers['gemma'], max_length=200,
                                         add_bos=True, cache_dir=tmp_path / 'cache'))
-        texts, _, total = probes.load_texts(f'clm:{folder}')
+        texts, *_, total = probes.load_texts(f'clm:{folder}')
         assert total == (3 if name.startswith('wiki') else 1)
     assert len({len(s) for s in sequences}) == len({s.digest for s in sequences}) == 1
     write_rows(tmp_path / 'hub' / 'wikitext-2-raw-v1' / 'test-00000-of-00001.parquet',
                [{'text': line if line.strip() else ''} for line in lines])
-    hub = probes.load_texts(f'clm:{tmp_path / "hub"}').texts
+    hub = probes.load_texts(f'clm:{tmp_path / "hub"}').questions
     assert [(t.id, t.text) for t in hub] == [(t.id, t.text) for t in texts]
     assert texts[1].place.endswith('wiki.test.txt.gz:4')
 
