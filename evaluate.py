@@ -90,8 +90,8 @@ from decoding.written_tasks import (ProbeConfidence, SampleConfidence, WrittenTa
 from results.evaluation import write_evaluation
 from runtime import adapter, checkpoint, device, ownership, parallel
 from runtime.code import code_digest
-from runtime.load_ahead import load_ahead, load_model
-from runtime.trained import base_of_adapter, trained_template, trained_with_bos
+from runtime.trained import (base_of_adapter, load_ahead, load_model, trained_template,
+                             trained_with_bos)
 
 # Samples depend on these keys, so they must not change within a folder. The tokens of clm depend on
 # the seed too, but each sample has a hash of its prompt.
@@ -329,7 +329,7 @@ def run(cfg):
     tasks = load_tasks(cfg)     # fail on a bad task before the model is loaded
     # a folder with samples may have nothing left to score
     new = cfg.overwrite or not (out_dir / 'samples.jsonl').exists()
-    load = load_ahead(folder, config, cfg, scoring.forward_values) if new else None
+    load = load_ahead(folder, cfg) if new else None
     tokenizer = load_model_tokenizer(folder, config)
     with parallel.first_process_locks(out_dir):
         results = evaluate(folder, tokenizer, tasks, cfg, out_dir, load)

@@ -22,7 +22,6 @@ from families import t5
 from runtime import adapter, checkpoint, device, log, parallel
 from runtime.errors import CheckpointError
 from runtime.eval_config import EvalConfig
-from runtime.load_ahead import loads_kernels
 
 # A batch for a process that shares the weights and has scored all of its trees: it must still take
 # part in the forward passes of the others. One row of padding, of which one token is scored.
@@ -174,9 +173,9 @@ def row_lengths(cfg):
     Longer rows repeat the shots less often. Triton compiles the kernels again for a length that is
     not a multiple of 16, and FlexAttention for each new length.
     """
-    if loads_kernels(cfg):
-        return 32768, 128
-    return (16384, 0) if cfg.device.startswith('cuda') else (4096, 1)
+    if not cfg.device.startswith('cuda'):
+        return 4096, 1
+    return (32768, 128) if cfg.dtype == 'bfloat16' else (16384, 0)
 
 
 def t5_config(folder):
@@ -198,14 +197,14 @@ class Reader:
 
         total: number of trees
         """
-        progress = log.Progress(task.label, total, task.unit)
+        progress = log.progress_bar(task.label, total, task.unit)
         try:
             for scored in self._score(trees, token_statistics if task.statistics else
                                       token_log_probs):
                 yield scored
                 progress.update()
         finally:
-            progress.bar.close()
+            progress.close()
 
     def states(self, prompts):
         """Return the hidden state at the end of each of `prompts`, lists of tokens: [N, D]."""

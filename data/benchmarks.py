@@ -41,12 +41,11 @@ COLUMNS = ([f'option_{c}' for c in LETTERS.lower()],    # Global-MMLU
 def generic_row(row, pads=False):
     """MMLU and its relatives: question, answer, and the choices under one of several names.
 
-    The choices are a list named `choices` or (MMLU-Pro) `options`, or COLUMNS. Of the last two, a
-    choice that is null is absent, and the choices after it keep their letters. So is 'N/A' where it
-    is padding: in a benchmark that `pads` with it, in rows with the field cot_content, which are
-    those of MMLU-Pro and MMLU-ProX, and if it stands there twice. MMLU's csv files have no header;
-    their columns are the question, the choices and the letter. Rows of BIG-bench and of
-    inverse-scaling are known by their fields.
+    The choices are a list named `choices` or (MMLU-Pro) `options`, or COLUMNS; the columns of
+    MMLU's csv files, without a header, are the question, the choices and the letter. A choice that
+    is null is absent, and the choices after it keep their letters. So is 'N/A' where it is padding:
+    in a benchmark that `pads` with it, in rows with the field cot_content, and if it stands there
+    twice. Rows of BIG-bench and of inverse-scaling are known by their fields.
     """
     if isinstance(row, list):
         if len(row) < 4:
@@ -54,9 +53,9 @@ def generic_row(row, pads=False):
         return Row(row[0], row[1:-1], row[-1])
     require_fields(row)
     if has_fields(row, 'input', 'target_scores'):
-        return big_bench_row(row)
+        return scored_row(row['input'], *zip(*row['target_scores'].items()))
     if has_fields(row, 'prompt', 'classes'):
-        return inverse_scaling_row(row)
+        return Row(row['prompt'], row['classes'], row['answer_index'])
     question, answer = (row.get(name, row.get(name.title())) for name in ('question', 'answer'))
     if row.get('choices') is not None:
         return Row(question, row['choices'], answer)
@@ -91,23 +90,12 @@ def scored_row(question, choices, scores):
     return Row(question, [choices[i] for i in order], order.index(best[0]))
 
 
-def big_bench_row(row):
-    """BIG-bench's examples in task.json: {input, target_scores: {choice: score}}."""
-    scores = row['target_scores']
-    return scored_row(row['input'], [*scores], [*scores.values()])
-
-
 def truthfulqa_row(row):
     """TruthfulQA mc1, on the hub {choices, labels} and as first published {choice: label}."""
     targets = row['mc1_targets']
     if 'labels' in targets:
         return scored_row(row['question'], targets['choices'], targets['labels'])
     return scored_row(row['question'], [*targets], [*targets.values()])
-
-
-def inverse_scaling_row(row):
-    """The inverse scaling prize: a whole prompt, and the classes that may follow it."""
-    return Row(row['prompt'], row['classes'], row['answer_index'])
 
 
 def arc_row(row):
@@ -214,7 +202,7 @@ BENCHMARKS = {
     'hellaswag': Benchmark('Rowan/hellaswag',
                            ('data/validation-*.parquet', 'hellaswag_val*.jsonl*'),
                            ('data/train-*.parquet', 'hellaswag_train*.jsonl*'),
-                           hellaswag_row, prompts.harness_hellaswag,
+                           hellaswag_row, prompts.harness_text,
                            subject='everyday situations', continues=True),
     'openbookqa': Benchmark('allenai/openbookqa', ('main/test-*.parquet', 'test.jsonl*'),
                             ('main/train-*.parquet', 'train.jsonl*'),

@@ -2,10 +2,9 @@
 
 A cache folder holds `tokens.bin` (uint32) and `loss_mask.bin` (uint8), the concatenated sequences;
 `offsets.npy` (int64), where each begins and the last ends; `margins.npy` (float32), of pairs of
-answers; and `info.json` with a hash of these four and a checksum of itself and the folder's name.
-That name is a hash of what decides the content: the raw files, the settings and the code of data/
-that is used, so that an edited template makes new tokens. A folder that does not match its hashes
-is rebuilt.
+answers; and `info.json` with the hash of these. The folder's name is a hash of what decides the
+content: the raw files, the settings and the code of data/ that is used. A folder that does not
+match its hashes is rebuilt.
 """
 
 import collections
@@ -28,7 +27,6 @@ from runtime.digests import json_digest
 from runtime.errors import DataError
 from runtime.processes import forked_pool
 
-FILES = ('tokens.bin', 'loss_mask.bin', 'offsets.npy', 'margins.npy', 'info.json')
 TEMPORARY = re.compile(r'([0-9a-f]{20}|reference-[0-9a-f]{20}\.npy)\.[0-9a-f]{8}\.nanocal-tmp')
 
 
@@ -36,8 +34,7 @@ class Sequences:
     """Memory-mapped sequences: `seqs[i]` is (tokens uint32 [n], loss mask uint8 [n]).
 
     margins: float32, of each sequence, 0 if it has none; see data/preferences.py
-    digest: hash of the tokens, loss masks, margins and their order. Raises DataError if a file of
-    the folder is missing or damaged.
+    digest:  hash of the tokens, loss masks, margins and their order
     """
 
     def __init__(self, folder):
@@ -171,8 +168,8 @@ def _tokenize(files, encode, folder, settings, on_bad_row, workers, regroup):
         try:
             os.rename(part, folder)
         except OSError:     # a damaged cache, or one that another run has just built
-            for name in FILES:
-                os.replace(part / name, folder / name)
+            for file in part.iterdir():
+                os.replace(file, folder / file.name)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 

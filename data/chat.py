@@ -41,7 +41,7 @@ def encode_conversation(messages, tokenizer, template='tulu', add_bos=True):
 
 
 def begins_text(ids, bos, tokenizer):
-    """Return whether a text after `ids` is encoded as at the beginning, where ids == bos."""
+    """Return whether a text after `ids` is encoded as at the beginning."""
     return ids == bos or bool(ids) and ids[-1] in tokenizer.fresh_after
 
 
@@ -70,8 +70,7 @@ def question_frame(tokenizer, template, add_bos=True):
     """Return what a template puts around a question: (opening, before, after, closing, lead).
 
     A stripped question and its answer are encoded as the ids `opening`, the text before + question
-    + after, the ids `closing`, the text lead + answer. Raises ConfigError if the tokenizer lacks
-    a control token of the template, DataError if the template yields anything else.
+    + after, the ids `closing`, the text lead + answer. Raises as `encode_conversation`.
     """
     question, answer = '\0', '\1'
     messages = [{'role': 'user', 'content': question}, {'role': 'assistant', 'content': answer}]
@@ -94,7 +93,6 @@ def question_frame(tokenizer, template, add_bos=True):
 
 
 def _joined_segments(messages, tokenizer, template):
-    """Yield (text or list of ids, supervised), adjacent segments of one kind joined."""
     segments = itertools.groupby(_strip(TEMPLATES[template](messages, tokenizer), tokenizer),
                                  key=lambda segment: (isinstance(segment[0], str), segment[1]))
     for (is_text, supervised), group in segments:
@@ -103,10 +101,7 @@ def _joined_segments(messages, tokenizer, template):
 
 
 def _strip(segments, tokenizer):
-    """Return segments without the white space that the tokenizer's file strips at control tokens.
-
-    Phi-3's tokens strip what follows them, Phi-4's what surrounds them.
-    """
+    """Return segments without the white space that control tokens strip, as those of Phi do."""
     segments = list(segments)
     for side, step, strip in ((1, 1, str.lstrip), (0, -1, str.rstrip)):
         stripping = False
@@ -137,7 +132,6 @@ def supervision(message):
     """Return what a template yields for an answer and its end: True, or None if not trained.
 
     None is not False, so the borders between prompt and answer stay where they are in training.
-    False for other messages.
     """
     return message['role'] == 'assistant' and (message.get('train', True) or None)
 
@@ -175,7 +169,7 @@ def turns(messages, tokenizer, rows):
 
 @functools.cache
 def split_turn(turn):
-    """Return (pieces before the text, whether the text is stripped, pieces after it) of a row."""
+    """Return (pieces before the text, whether it is stripped, pieces after it) of a row."""
     before, mark, after = re.split(r'({text}|{stripped})', turn)
     opening, closing = ([piece for piece in re.split(f'({CONTROL_TOKEN.pattern})', part) if piece]
                         for part in (before, after))
@@ -198,11 +192,7 @@ def mistral(messages, tokenizer):
 
 
 def alpaca(messages, tokenizer):
-    """Stanford Alpaca's prompt as plain text, one answer and EOS; no system message, one turn.
-
-    The user message's field 'input' (see `instruct.to_messages`) gets a section of its own. The
-    answer follows `### Response:` without a space or a line break.
-    """
+    """Stanford Alpaca's prompt, with a section for the user message's field 'input'; one turn."""
     roles = [message['role'] for message in messages]
     if roles != ['user', 'assistant']:
         raise DataError(f"template = 'alpaca' takes one user message and one answer, not "
@@ -258,10 +248,8 @@ TEMPLATES = {'tulu': tulu, 'olmo2': olmo2, 'mistral': mistral, 'alpaca': alpaca}
 def jinja(template, tokenizer, add_bos=True, reward=False):
     """Return the Jinja form of a template, which renders what `encode_conversation` encodes.
 
-    The names of BOS and EOS are written into it, so it does not depend on tokenizer_config.json.
-
-    reward: whether for a reward model, which reads the token that ends the last answer: without the
-    line break that some templates have after it
+    The names of BOS and EOS are written into it. reward: whether for a reward model, which reads
+    the token that ends the last answer: no line break follows it
     """
     bos = tokenizer.decode([tokenizer.bos_id]) if add_bos else ''
     eos, text_tags = tokenizer.decode([tokenizer.eos_id]), '[INST]' not in tokenizer.control_ids

@@ -1,9 +1,7 @@
-"""Write the tokenizer files that other programs read: tokenizer.json, chat template, stop tokens.
+"""Make the tokenizer files that other programs read: tokenizer.json, chat template, stop tokens.
 
-transformers reads neither Llama 3's tokenizer.model nor, without other packages, a sentencepiece
-model or a tekken.json. So a run whose base model has neither tokenizer.json nor vocab.json gets a
-tokenizer.json made from our tokenizer, with the same ids as in training for plain text and for the
-chat template.
+A run whose base model has neither tokenizer.json nor vocab.json gets a tokenizer.json with the same
+ids: transformers reads no other file of a tokenizer without more packages.
 """
 
 import functools
@@ -13,10 +11,12 @@ from pathlib import Path
 
 from data.byte_pairs import begin_with, merges
 from data.chat import encode_answer, jinja
-from data.tokenizer import LibraryTokenizer, generation_ends, read_beside
+from data.tokenizer import LibraryTokenizer, generation_ends, read_beside, settings_beside
 
 SPACE = '\u2581'        # stands for a space in the pieces of sentencepiece
-NORMAL, USER_DEFINED, BYTE = 1, 4, 6    # types of its pieces
+# a user-defined piece in a serialized model: 0x0a, the size of its text and its text, 0x15 and a
+# float score, 0x18 and its type
+USER_DEFINED = re.compile(rb'\x0a(?=(.[^\x15]*)\x15.{4}\x18\x04)', re.DOTALL)
 
 
 def tokenizer_files(folder, tokenizer, template=None, add_bos=True, reward=False):
@@ -64,16 +64,14 @@ def pad_token(folder, tokenizer, template):
     """Return (name, id) of a token that can pad answers in `template`; (None, None) without one.
 
     transformers reads a reward at the last token that is not the pad token, so it must not be the
-    one that ends an answer. The first that exists of: the base model's own; one that is named so;
-    the unknown token; the last control token that the template does not use; and any other.
+    one that ends an answer. In this order: the base model's own; one that is named so; the unknown
+    token; the last control token that the template does not use; any other.
     """
     ids, unknown = dict(tokenizer.control_ids), None
     if model := getattr(tokenizer, 'model', None):      # of sentencepiece
         unknown = model.id_to_piece(model.unk_id())
         ids.setdefault(unknown, model.unk_id())
-    own = [read_beside(folder, name).get('pad_token')
-           for name in ('special_tokens_map.json', 'tokenizer_config.json')]
-    own = [token.get('content') if isinstance(token, dict) else token for token in own]
+    own = [settings_beside(folder).get('pad_token')]
     if Path(folder, 'tokenizer.json').exists():     # its names can differ from tokenizer.model's
         ids = {token['content']: token['id']
                for token in read_beside(folder, 'tokenizer.json').get('added_tokens') or ()
@@ -101,17 +99,20 @@ def _example(tokenizer, template):
 def sentencepiece_json(tokenizer):
     """Return the content of a tokenizer.json for a sentencepiece tokenizer.model.
 
-    Returns None for a model that is not BPE, that normalizes text, or whose control tokens are
-    partly in other files. If the model puts a space before any text, the tokenizer.json does so at
-    the beginning and after BOS, but not beside another control token.
+    None for a model that is not BPE, that normalizes text, or whose control tokens are partly in
+    other files. The space that some models put before any text stands at the beginning and after
+    BOS, but not beside another control token.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
     model, prefix = tokenizer.model, SPACE if tokenizer.leads_with_space else ''
-    types = _piece_types(model.serialized_model_proto(), tokenizer.n_pieces)
     pieces = [model.id_to_piece(i) for i in range(tokenizer.n_pieces)]
-    symbols = [pieces[i] for i, kind in enumerate(types) if kind == USER_DEFINED]
+    marked = {match[1] for match in USER_DEFINED.finditer(model.serialized_model_proto())}
+    symbols = [piece for piece in pieces if len(text := piece.encode()) < 128
+               and bytes([len(text)]) + text in marked]
+    special = {*symbols} | {piece for i, piece in enumerate(pieces) if model.is_control(i)
+                            or model.is_unknown(i) or model.is_unused(i) or model.is_byte(i)}
     # the scores of a BPE model are 0, -1, -2, ... in the order of merges
-    scores = {pieces[i]: model.get_score(i) for i, kind in enumerate(types) if kind == NORMAL}
+    scores = {piece: model.get_score(i) for i, piece in enumerate(pieces) if piece not in special}
     if (tokenizer.n_vocab > tokenizer.n_pieces
             or any(score != int(score) for score in scores.values())
             or model.normalize('  a \ufb01 ') != f'{prefix}  a \ufb01 '.replace(' ', SPACE)):
@@ -119,7 +120,8 @@ def sentencepiece_json(tokenizer):
     library = Tokenizer(models.BPE(
         {piece: i for i, piece in enumerate(pieces)},
         merges(sorted(scores, key=scores.get, reverse=True)), fuse_unk=True,
-        unk_token=pieces[model.unk_id()], byte_fallback=BYTE in types))
+        unk_token=pieces[model.unk_id()],
+        byte_fallback=any(map(model.is_byte, range(len(pieces))))))
     spaces = normalizers.Replace(' ', SPACE)
     steps = [decoders.Replace(SPACE, ' '), decoders.ByteFallback(), decoders.Fuse()]
     if prefix:
@@ -137,30 +139,9 @@ def sentencepiece_json(tokenizer):
 
 
 def _leading_space(tokenizer, symbols):
-    """Return the normalizer that puts a space at the beginning of a text, or after BOS there.
-
-    It puts none before a control token or a symbol, whose names are normalized too.
-    """
+    """Return the normalizer that puts a space at the beginning of a text, or after BOS there."""
     from tokenizers import Regex, normalizers
     names = '|'.join(map(re.escape, (*tokenizer.control_ids, *symbols)))
     bos = re.escape(tokenizer.decode([tokenizer.bos_id] if tokenizer.bos_id is not None else []))
     begin = rf'(?:\A|(?<=\A{bos}))' if bos else r'\A'
     return normalizers.Replace(Regex(rf'{begin}(?=[\s\S])(?!{names})'), SPACE)
-
-
-def _piece_types(raw, n):
-    """Return the types of the `n` pieces at the beginning of a serialized model.
-
-    A piece is 0x0a, its size, 0x0a, the size of its text, the text, 0x15 and a float score, then
-    0x18 and its type unless that is NORMAL.
-    """
-    def size(at):       # of one byte or two
-        return (raw[at], at + 1) if raw[at] < 128 else (raw[at] % 128 + 128 * raw[at + 1], at + 2)
-
-    at, types = 0, []
-    for _ in range(n):
-        n_bytes, begin = size(at + 1)
-        n_text, text = size(begin + 1)
-        at, score = begin + n_bytes, text + n_text
-        types.append(raw[score + 6] if at - score > 5 else NORMAL)
-    return types

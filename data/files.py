@@ -149,11 +149,8 @@ def _csv_rows(path, file, delimiter=','):
 
 
 def _txt_rows(path, file):
-    try:
-        text = _decode(file.read(), path)
-        yield str(path), {'text': text.replace('\r\n', '\n').replace('\r', '\n')}
-    except DataError as error:
-        yield str(path), error
+    yield str(path), parsed(str(path), file.read(), lambda raw: {
+        'text': _decode(raw, path).replace('\r\n', '\n').replace('\r', '\n')})
 
 
 def _parquet_rows(path, file):

@@ -39,7 +39,7 @@ def is_empty(value):
 def read_turns(value, what, speaker=None):
     """Return the messages of a list of turns, of one turn, or of a text if `speaker` is its role.
 
-    A turn has role and content, or from and value. Raises DataError that begins with `what`.
+    A turn has role and content, or from and value.
     """
     if isinstance(value, str) and speaker:
         return [{'role': speaker, 'content': value}]
@@ -55,8 +55,7 @@ def _message(turn):
     texts = [turn[name] for name in ('content', 'value') if name in turn]
     for names, values in (('role" and "from', roles), ('content" and "value', texts)):
         if values[1:] and values[0] != values[1]:
-            raise DataError(f'"{names}" of a message differ: {values[0]!r:.60} and '
-                            f'{values[1]!r:.60}')
+            raise DataError(f'"{names}" of a message differ: {values!r:.120}')
     message = {'role': roles[0] if roles else None, 'content': texts[0] if texts else None}
     for name in (*CONTEXT_OF_TURN, *NOT_OBEYED):
         if not is_empty(turn.get(name)):
@@ -100,7 +99,7 @@ def with_context(row, messages, used=()):
 
 
 def _given(row, names):
-    """Return [(name, value)] of the fields of a row that have one of `names` and say something.
+    """Return [(name, value)] of the fields of a row that say something, named as one of `names`.
 
     systemPrompt and System-Prompt are names for system_prompt.
     """

@@ -84,7 +84,7 @@ def sequence_weights(packed):
 
 
 def epoch_order(n, epoch, seed):
-    """Return a permutation of n sequences that depends only on the epoch and the seed."""
+    """Return a permutation of n sequences."""
     return default_rng([seed, epoch]).permutation(n)
 
 
@@ -92,10 +92,9 @@ def epoch_order(n, epoch, seed):
 
 @dataclass
 class Tree:
-    """A prompt and its continuations: prefix + prompt + continuations[k] ends with option k.
+    """A prompt and its continuations: the tokens of option k from index starts[k] on are scored.
 
-    Its tokens from index starts[k] on are scored. A tree without continuations is a text: the
-    tokens of prefix + prompt at the indices `scored` are scored.
+    A tree without continuations is a text, whose tokens at the indices `scored` are scored.
     """
     prefix: tuple[int, ...]     # shared with other trees: BOS, header and shots
     prompt: list[int]           # shared by the continuations: the question
@@ -106,7 +105,7 @@ class Tree:
 
     @property
     def sequences(self):
-        """Return the tokens up to the end of each option."""
+        """Return prefix + prompt + continuation of each option."""
         return [[*self.prefix, *self.prompt, *ids] for ids in self.continuations]
 
     @property
@@ -116,7 +115,6 @@ class Tree:
 
     @property
     def n_scored(self):
-        """Return the number of scored tokens of the tree."""
         return len(self.scored) + sum(self.n_tokens)
 
     def sums(self, numbers, values):
@@ -128,9 +126,7 @@ class Tree:
 
     @property
     def branches(self):
-        """Return lists of consecutive options that differ in their last token alone.
-
-        The last token of an option predicts nothing, so the options of a branch share its others.
+        """Return lists of consecutive options that differ in their last token, which predicts none.
         """
         groups = itertools.groupby(range(len(self.continuations)),
                                    key=lambda k: self.continuations[k][:-1])
@@ -158,7 +154,7 @@ class Row:
         self.prefix = self.prefix_at = None
 
     def append(self, ids, position):
-        """Append tokens that begin at `position` of their prompt; return their row indices."""
+        """Append tokens from `position` of their prompt on; return their row indices."""
         begin, end = len(self.tokens), len(self.tokens) + len(ids)
         self.tokens += ids
         self.positions += range(position, position + len(ids))
@@ -166,7 +162,7 @@ class Row:
         return range(begin, end)
 
     def add(self, index, tree, branches):
-        """Append the tree with these branches, without a prefix that equals the previous tree's.
+        """Append a tree with these branches, its prefix unless the previous tree has the same.
 
         Return the row indices of its prefix and prompt.
         """
@@ -199,7 +195,7 @@ class Row:
 def prompt_trees(prompts):
     """Return a Tree for each of `prompts`, lists of tokens, with their common beginning as prefix.
 
-    The last token of each is its own. Any continuation asks for the state at the prompt's end.
+    Their one continuation asks for the state at the prompt's end.
     """
     shared = min(len(os.path.commonprefix(prompts)), min(map(len, prompts)) - 1)
     return [Tree(tuple(ids[:shared]), ids[shared:], [[0]], [len(ids)]) for ids in prompts]
@@ -207,8 +203,6 @@ def prompt_trees(prompts):
 
 def pack_prompts(prompts, numbers):
     """Return a Row with the prompts at the indices `numbers`, and {number: indices of its tokens}.
-
-    prompts: lists of tokens. The beginning that those in the row share is stored once.
     """
     row, trees = Row(), prompt_trees([prompts[i] for i in numbers])
     return row, {i: row.add(i, tree, ()) for i, tree in zip(numbers, trees)}
@@ -217,8 +211,8 @@ def pack_prompts(prompts, numbers):
 def pack_trees(trees, row_length):
     """Yield (arrays, scored) of packed rows, see `Row.padded`, from (index, Tree) pairs.
 
-    Consecutive trees in a row share a prefix. A question that does not fit into one row is split,
-    and its prompt repeated. The row of a longer prompt is a multiple of row_length.
+    A question that does not fit into one row is split, and its prompt repeated. The row of a longer
+    prompt is a multiple of row_length.
     """
     row = Row()
     for index, tree in trees:
@@ -243,10 +237,7 @@ def pack_trees(trees, row_length):
 
 
 def pack_alone(trees):
-    """Yield (arrays, scored) like `pack_trees`, each tree in a row of its own.
-
-    The row's length, a power of two, depends only on the tree.
-    """
+    """Yield (arrays, scored) like `pack_trees`, each tree alone in a row of its own length."""
     for index, tree in trees:
         row = Row()
         row.add(index, tree, tree.branches)
@@ -278,8 +269,8 @@ def stack_answers(trees, start, eos, pack_len, deterministic=False):
     """Yield (arguments of Seq2Seq in families/t5.py, scored as in `stack_rows`) of (index, Tree).
 
     The encoder reads a prompt and `eos`; the options follow `start` in one row of the decoder. A
-    batch has about `pack_len` tokens of the encoder, fewer where prompts are longer than 1,024
-    tokens, whose attention takes memory by the square; if deterministic, one tree.
+    batch has about `pack_len` tokens of the encoder, fewer for prompts of more than 1,024 tokens,
+    whose attention takes memory by the square; if deterministic, one tree.
     """
     rows = []
     for index, tree in trees:

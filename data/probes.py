@@ -37,10 +37,6 @@ class Text:
     language: str = ''
     subject = group = ''    # texts have no subjects and no shots
 
-    @property
-    def n_characters(self):
-        return len(self.text)
-
 
 class LoadedTexts(NamedTuple):
     """The texts of a task."""
@@ -50,7 +46,7 @@ class LoadedTexts(NamedTuple):
 
 
 def load_texts(name, *, limit=None, seed=0, revision=None, on_bad_row='stop'):
-    """Return LoadedTexts(texts, bad, total) of 'clm:path' or 'facts:path'; raises DataError.
+    """Return the LoadedTexts of 'clm:path' or 'facts:path'; raises DataError.
 
     clm:   .txt files, also with .gz, or `text` fields of JSONL and parquet; 'clm' alone is
            wikitext-2's test split. A .txt file is one text; of wikitext's own (wiki.test.txt), each
@@ -117,32 +113,16 @@ def tokenize_texts(kind, texts, tokenizer, *, add_bos, max_length, instruct=Fals
     first = len(bos) + len(tokenizer.encode(lead.rstrip())) if lead else len(bos) + 1
     for text in texts:
         ids = (bos + tokenizer.encode(lead + text.text))[:max_length]
-        try:
-            scored = (_random_token(text, len(ids), first, seed) if kind == 'clm' else
-                      _entity_tokens(text, ids, bos, first, lead, tokenizer))
-        except DataError as error:
-            yield text, error
-            continue
-        yield text, Tree((), ids[:scored[-1] + 1], scored=scored)
-
-
-def _random_token(text, n_tokens, first, seed):
-    """Return [index of a random token from `first` on], which depends only on text and seed."""
-    if first >= n_tokens:
-        raise DataError(f'{text.place}: {n_tokens} tokens leave none to predict')
-    digest = hashlib.blake2b(text.text.encode(), digest_size=8).digest()
-    rng = np.random.default_rng([seed, int.from_bytes(digest, 'little')])
-    return [int(rng.integers(first, n_tokens))]
-
-
-def _entity_tokens(text, ids, bos, first, lead, tokenizer):
-    """Return the indices in `ids` at which entities begin, in order."""
-    indices = set()
-    for begin, _ in text.spans:
-        before = (lead + text.text[:begin]).removesuffix(' ')
-        head = bos + tokenizer.encode(before) if before else bos
-        if first <= len(head) < len(ids) and ids[:len(head)] == head:
-            indices.add(len(head))
-    if not indices:
-        raise DataError(f'{text.place}: no entity begins at a token boundary with text before it')
-    return sorted(indices)
+        if kind == 'clm':
+            missing = f'{len(ids)} tokens leave none to predict'
+            digest = hashlib.blake2b(text.text.encode(), digest_size=8).digest()
+            rng = np.random.default_rng([seed, int.from_bytes(digest, 'little')])
+            scored = {int(rng.integers(first, len(ids)))} if first < len(ids) else set()
+        else:
+            missing = 'no entity begins at a token boundary with text before it'
+            before = [(lead + text.text[:begin]).removesuffix(' ') for begin, _ in text.spans]
+            heads = [bos + tokenizer.encode(part) if part else bos for part in before]
+            scored = {len(head) for head in heads
+                      if first <= len(head) < len(ids) and ids[:len(head)] == head}
+        yield text, Tree((), ids[:max(scored) + 1], scored=sorted(scored)) if scored else (
+            DataError(f'{text.place}: {missing}'))

@@ -7,6 +7,7 @@ does, by one of the functions `harness_...`, which `benchmarks.BENCHMARKS` names
 `own` asks a task by the prompt in its entry there. trees.py joins header, shots and question.
 """
 
+import functools
 import json
 import re
 import string
@@ -60,12 +61,10 @@ def mmlu(item, benchmark, scoring, native):
 
 
 def harness(item, benchmark, scoring, native):
-    """Return the Prompt of an Item in lm-evaluation-harness's format for its benchmark."""
     return benchmark.harness(item)
 
 
 def own(item, benchmark, scoring, native):
-    """Return the Prompt of an Item as its benchmark's entry in BENCHMARKS says."""
     return benchmark.prompt(item)
 
 
@@ -160,17 +159,13 @@ def harness_cmmlu(item):
     return lettered(item.question.strip(), item.choices, answer, f'{header}\n\n')
 
 
-def harness_hellaswag(item):
-    return Prompt(item.question.strip(), [f' {choice}' for choice in item.choices])
+def harness_text(item, text='{}'):
+    """The choices as text after the question, which stands in `text`."""
+    return Prompt(text.format(item.question).rstrip(), [f' {choice}' for choice in item.choices])
 
 
-def harness_question(item):
-    """ARC and PIQA: 'Question: ' before the question; the choices as text after 'Answer:'."""
-    return Prompt(f'Question: {item.question}\nAnswer:', [f' {choice}' for choice in item.choices])
-
-
-def harness_boolq(item):
-    return Prompt(f'{item.question}\nAnswer:', [f' {choice}' for choice in item.choices])
+harness_boolq = functools.partial(harness_text, text='{}\nAnswer:')
+harness_question = functools.partial(harness_text, text='Question: {}\nAnswer:')   # ARC and PIQA
 
 
 def harness_openbookqa(item):
@@ -179,9 +174,8 @@ def harness_openbookqa(item):
 
 
 def harness_truthfulqa(item):
-    """The choices as text, after six questions and answers that are the same for all."""
-    return Prompt(f'{WORDING["truthfulqa"]}\n\nQ: {item.question}\nA:',
-                  [f' {choice}' for choice in item.choices])
+    """Six questions and answers that are the same for all come first."""
+    return harness_text(item, WORDING['truthfulqa'] + '\n\nQ: {}\nA:')
 
 
 def harness_winogrande(item):

@@ -39,15 +39,6 @@ class Question:
         return f'{self.context}{self.options[self.answer]}{self.ending}\n\n'
 
     @property
-    def asked(self):
-        """Return the question for a reader of samples.jsonl, without header and shots."""
-        return self.context + (f'_{self.ending}' if self.ending else '')
-
-    @property
-    def n_characters(self):
-        return len(self.context) + sum(map(len, self.options))
-
-    @property
     def parts(self):
         """Return [self], or with an ending a question for each option, whose option is the ending.
         """
@@ -86,7 +77,8 @@ class PermutedQuestion(Question):
 def sample_fields(question, n_shots):
     """Return the part of a sample that says which question it is of."""
     return {'question': question.digest, 'subject': question.subject,
-            'category': question.category, 'shots': n_shots, 'context': question.asked}
+            'category': question.category, 'shots': n_shots,
+            'context': question.context + (question.ending and f'_{question.ending}')}
 
 
 class Loaded(NamedTuple):

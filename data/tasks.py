@@ -2,8 +2,7 @@
 
 A kind is a class. Those whose log-probabilities are scored are here; those whose answers the model
 writes are in decoding/written_tasks.py. evaluate.py calls `load`, `collect`, `variants`, `variant`
-and `describe` of each task and does not ask for its kind. No model runs here: `collect` is given a
-Reader (scoring.py), which turns trees into values, and a SampleWriter (results/samples.py).
+and `describe` of each task and does not ask for its kind.
 """
 
 import functools
@@ -64,9 +63,7 @@ class Task:
 
     @property
     def fingerprint(self):
-        """Return a hash of all questions or texts, the same for a copy of the files elsewhere.
-
-        It does not depend on the prompt: the digest of a question hashes its text and its choices.
+        """Return a hash of all questions or texts, whatever their prompts and wherever their files.
         """
         digest = hashlib.blake2b(digest_size=8)
         left_out = 'place', 'orders', 'context', 'options', 'header', 'ending'
@@ -87,15 +84,14 @@ class Task:
 
     @property
     def counts(self):
-        """Return the numbers for `describe`, a Counter; the Counters of all shares add up."""
+        """Return the numbers for `describe`, a Counter; those of all shares add up."""
         return Counter(items=len(self.items), total=self.total)
 
     def share(self, rank, n):
         """Return the Task of process `rank` of n: BLOCKS blocks of each language's questions.
 
-        The blocks have about the same number of characters. They go to processes 0 .. n - 1, then
-        n - 1 .. 0, and so on, since tokens per character differ between subjects. The questions of
-        a block are consecutive, because they share their shots.
+        A block has consecutive questions, which share their shots, and about as many characters as
+        any other. They go to processes 0 .. n - 1, then n - 1 .. 0, and so on.
         """
         if n == 1:
             return self
@@ -103,10 +99,10 @@ class Task:
         def assigned(items):
             for i, (_, group) in enumerate(itertools.groupby(items, lambda item: item.language)):
                 group = [*group]
-                ends = [*itertools.accumulate(1 + item.n_characters for item in group)]
-                for item, end in zip(group, ends):
-                    middle = end - (1 + item.n_characters) / 2
-                    turn, i_block = divmod(int(n * BLOCKS * middle / ends[-1]), n)
+                sizes = [1 + len(getattr(item, 'text', '') or item.context) for item in group]
+                total = sum(sizes)
+                for item, size, end in zip(group, sizes, itertools.accumulate(sizes)):
+                    turn, i_block = divmod(int(n * BLOCKS * (end - size / 2) / total), n)
                     if ((n - 1 - i_block if turn % 2 else i_block) + i) % n == rank:
                         yield item
 
@@ -121,7 +117,7 @@ class Task:
     def collect(self, reader, writer):
         """Score the items without a sample, append their samples; return (prompts, bad rows).
 
-        reader:  a Reader, see scoring.py; writer: a SampleWriter, see results/samples.py
+        reader:  a Reader (scoring.py), which runs the model; writer: a SampleWriter
         prompts: {(sample_key, prompt)} of every item of the task, scored now or earlier
         """
         unscored, prompts, bad_rows = {}, set(), [*self.bad_rows]
@@ -154,7 +150,6 @@ class Task:
         return str(error)
 
     def prompt_hash(self, item, tree):
-        """Return the `prompt` of the samples of an item."""
         return tree.fingerprint
 
     def variants(self, cfg):
@@ -162,10 +157,10 @@ class Task:
         return [VARIANTS[key] for key in self.settings if getattr(cfg, key)]
 
     def changed(self, kind, name, results, ask, **fields):
-        """Return the variant `name` of this task, a Task of the class `kind`.
+        """Return the variant `name` of this task, a Task of the class `kind` with these `fields`.
 
-        Its questions are ask(question, its result) of those in `results`, {(split, language, id):
-        result}. fields: other fields of the kind
+        It has a question ask(question, result) for each in `results`, {(split, language, id):
+        result}.
         """
         items, validation = (
             [ask(q, results[key]) for q in items if (key := (split, q.language, q.id)) in results]
@@ -207,7 +202,7 @@ class OptionTask(Task):
 
     @classmethod
     def load(cls, name, cfg):
-        """Return the task `name` of --tasks; raises ConfigError or DataError."""
+        """Return the task `name` of --tasks."""
         read = functools.partial(load_task, name, revision=cfg.data_revision, **{
             key: getattr(cfg, key) for key in ('prompt_format', 'scoring', 'header', 'languages',
                                                'permute', 'seed', 'on_bad_row')})
@@ -222,8 +217,7 @@ class OptionTask(Task):
         return super().counts + Counter(duplicate_options=duplicates)
 
     def tokenize(self, tokenizer, cfg):
-        """Yield (question, Tree or DataError) of all questions, then of the validation questions.
-        """
+        """Yield (question, Tree or DataError) of `items`, then of `validation`."""
         return tokenize_questions([*self.items, *self.validation], self.shots, tokenizer,
                                   add_bos=cfg.add_bos, max_length=cfg.max_length, chat=cfg.chat)
 
@@ -239,7 +233,6 @@ class OptionTask(Task):
 
     @staticmethod
     def samples(tokenizer, question, tree, numbers, values):
-        """Return the one sample of a question: the summed log-probability of each option."""
         blank = {'choices': question.options} if question.ending else {}
         return [sample_fields(question, tree.shots) | blank | {
             'answer': question.answer,
@@ -268,7 +261,6 @@ class OptionTask(Task):
             'duplicate_options': counts['duplicate_options']}
 
     def distribution(self, cfg):
-        """Return in words which probabilities are measured, for the header of a table."""
         default = 'letters' if cfg.prompt_format == 'mmlu' else f'the rule of {cfg.prompt_format}'
         scored = default if cfg.scoring == 'auto' else cfg.scoring
         return (f'{cfg.prompt_format}, {cfg.shots} shots, options scored by {scored}, '
@@ -280,7 +272,6 @@ class PermutedTask(OptionTask):
 
     @staticmethod
     def samples(tokenizer, question, tree, numbers, values):
-        """Return the one sample of a question in several orders: their mean, and each of them."""
         n = len(question.options)
         orders = [{'order': [*range(n)]} | {key: question.published[key]
                                             for key in ('log_probs', 'n_tokens')}]
@@ -303,9 +294,9 @@ class PermutedTask(OptionTask):
 def mean_over_orders(orders):
     """Return log-probabilities [K] whose softmax is the mean distribution over several orders.
 
-    orders: of dicts, {'order': [index of the option at each letter], 'log_probs': of the letters}.
-    Each order's distribution is the softmax of its log_probs. The sum of the returned
-    probabilities is the mean over the orders of the sums of theirs, for `option_mass`.
+    orders: dicts of 'order', the index of the option at each letter, and 'log_probs' of the
+            letters, whose softmax is the order's distribution. The probabilities that are returned
+            sum to the mean of the sums of theirs, for `option_mass`.
     """
     log_probs = np.array([[log_prob for _, log_prob in sorted(zip(x['order'], x['log_probs']))]
                           for x in orders])
@@ -319,7 +310,6 @@ class PTrueTask(OptionTask):
 
     @staticmethod
     def samples(tokenizer, question, tree, numbers, values):
-        """Return the one sample of a question, the probability of (A) among the two options."""
         true, false = tree.sums(numbers, values)
         log_probs = -np.logaddexp(0, [false - true, true - false])
         return [sample_fields(question, tree.shots) | {
@@ -368,17 +358,14 @@ class TextTask(Task):
         return cls(kind, task_source(name), loaded.texts, loaded.total, loaded.bad)
 
     def tokenize(self, tokenizer, cfg):
-        """Yield (Text, Tree or DataError) of all texts."""
         return tokenize_texts(self.label, self.items, tokenizer, instruct=cfg.instruct,
                               seed=cfg.seed, add_bos=cfg.add_bos, max_length=cfg.max_length)
 
     def as_text(self, text):
-        """Return a text as OptionTask.as_text does a question."""
         return [(text.text, [])]
 
     @staticmethod
     def samples(tokenizer, text, tree, numbers, values):
-        """Return a sample for each scored token: whether the top token is the next one."""
         ids, token_samples = [*tree.prefix, *tree.prompt], []
         for n in np.argsort(numbers):
             at, (log_prob, top, top_log_prob, entropy) = tree.scored[numbers[n]], values[n]
@@ -408,35 +395,39 @@ def show_tasks(tasks, tokenizer, cfg):
     tasks = tasks | {f'{label}.permuted': task.variant('permuted', {
         ('test', q.language, q.id): {} for q in task.items}, None)
         for label, task in tasks.items() if cfg.permute and 'permute' in task.settings}
-    return '\n'.join(f'{label}: {min(cfg.show, len(task.items))} of {len(task.items):,} '
-                     f'{task.unit}\n{_show(task, tokenizer, cfg)}\n'
-                     for label, task in tasks.items())
-
-
-def _show(task, tokenizer, cfg):
-    task, lines = replace(task, items=task.items[:cfg.show], validation=[]), []
-    if tokenizer is None:
-        return '\n'.join(line for item in task.items for context, options in task.as_text(item)
-                         for line in _show_prompt(item, context, options))
-    for item, tree in task.tokenize(tokenizer, cfg):
-        if isinstance(tree, DataError):
-            lines.append(f'--- {tree}')
-            continue
-        ids, contexts = [*tree.prefix, *tree.prompt], {}
-        for prompt, start in zip(tree.sequences, tree.starts):
-            contexts.setdefault(tuple(prompt[:start]), []).append(prompt[start:])
-        for i in tree.scored:
-            contexts[tuple(ids[:i])] = [ids[i:i + 1]]
-        n_shots = len(task.shots.get(item.group, ()))
-        if tree.shots < n_shots:
-            lines.append(f'fewer shots: {tree.shots} of {n_shots}; the prompt would be too long')
-        for context, options in contexts.items():
-            lines += _show_prompt(item, tokenizer.decode(context), [
-                tokenizer.decode(option, start=False) for option in options])
-            tokens = '|'.join(tokenizer.decode([i], start=False) for i in [*context, *options[0]])
-            lines += ['--- its tokens, with the first option',
-                      tokens.replace('\n', '\\n').replace('\\n|', '\\n|\n')]
+    lines = []
+    for label, task in tasks.items():
+        part = replace(task, items=task.items[:cfg.show], validation=[])
+        lines.append(f'{label}: {len(part.items)} of {len(task.items):,} {task.unit}')
+        shown = part.tokenize(tokenizer, cfg) if tokenizer else zip(part.items, part.items)
+        for item, tree in shown:
+            if isinstance(tree, DataError):
+                lines.append(f'--- {tree}')
+            elif tokenizer:
+                lines += _show_tree(task, item, tree, tokenizer)
+            else:
+                for context, options in task.as_text(item):
+                    lines += _show_prompt(item, context, options)
+        lines.append('')
     return '\n'.join(lines)
+
+
+def _show_tree(task, item, tree, tokenizer):
+    ids, contexts, lines = [*tree.prefix, *tree.prompt], {}, []
+    for prompt, start in zip(tree.sequences, tree.starts):
+        contexts.setdefault(tuple(prompt[:start]), []).append(prompt[start:])
+    for i in tree.scored:
+        contexts[tuple(ids[:i])] = [ids[i:i + 1]]
+    n_shots = len(task.shots.get(item.group, ()))
+    if tree.shots < n_shots:
+        lines.append(f'fewer shots: {tree.shots} of {n_shots}; the prompt would be too long')
+    for context, options in contexts.items():
+        lines += _show_prompt(item, tokenizer.decode(context), [
+            tokenizer.decode(option, start=False) for option in options])
+        tokens = '|'.join(tokenizer.decode([i], start=False) for i in [*context, *options[0]])
+        lines += ['--- its tokens, with the first option',
+                  tokens.replace('\n', '\\n').replace('\\n|', '\\n|\n')]
+    return lines
 
 
 def _show_prompt(item, context, options):
@@ -490,19 +481,11 @@ def task_source(name):
 
 def check_names(names):
     """Raise ConfigError or DataError for names of --tasks that are no tasks, or clash."""
-    for name, following in zip(names, names[1:]):   # the parts of a path with a comma
-        whole = f'{name},{following}'
-        if not Path(name).exists() and Path(whole.partition(':')[2] or whole).exists():
-            raise ConfigError(f'tasks: a comma separates tasks, so {whole!r} was read as two; '
-                              f'write --tasks="({whole!r},)"')
     labels = [task_label(name) for name in names]
     for name, label in zip(names, labels):
         kind, path = split_name(name)
         require_task(kind or path, TASKS)
-        if not label:
-            raise ConfigError(f'tasks: {name!r} gives no name for its results; rename the file or '
-                              f'folder')
-        if labels.count(label) > 1:
-            raise ConfigError(f'tasks = {names}: {labels.count(label)} of them would be called '
-                              f'{label!r} in the results; rename a file, or evaluate one of them '
-                              f'with another --out_dir')
+        if not label or labels.count(label) > 1:
+            raise ConfigError(f'tasks = {names}: {name!r} would be called {label!r} in the '
+                              f'results; rename a file so that each task has a name of its own, or '
+                              f'evaluate one of them with another --out_dir')

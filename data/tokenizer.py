@@ -27,14 +27,11 @@ class Tokenizer:
 
     control_ids: {name: id} of tokens that no text produces
     bos_id:      None if the tokenizer adds no BOS
-    eos_id:      the token that ends a text
+    eos_id:      the token that ends a text; end_ids: those that end an answer
     n_vocab:     above every id
     strips:      {id of a control token: (before it, after it)}, whether white space disappears
     fresh_after: ids after which a text is encoded as at its beginning
-
-    `load_tokenizer` adds end_ids, the tokens that end an answer, and `fingerprint`, a hash of the
-    file and of what the files beside it change. A subclass has _encode(text) -> ids and
-    _decode(ids) -> text.
+    fingerprint: a hash of the file and of what the files beside it say
     """
 
     def __init__(self, control_ids, bos_id, eos_id, n_vocab, strips, leads_with_space):
@@ -85,8 +82,7 @@ class LibraryTokenizer(Tokenizer):
 
     Its ids are those of AutoTokenizer, except that names of special tokens in a text are text. BOS
     is what the post-processor puts first. BOS and EOS are control tokens even if the file does not
-    mark them as special. A special token that ordinary merges produce too, such as a word, is not a
-    control token. Raises a DataError that begins with `path` if BOS or EOS is such a token.
+    mark them as special; a special token that ordinary merges produce too, such as a word, is none.
     """
 
     def __init__(self, library, eos, path):
@@ -152,8 +148,7 @@ def special_tokens(library):
 class SentencePieceTokenizer(Tokenizer):
     """Gemma, Mistral, Llama 2, T5 and the demo's own model, from a sentencepiece file.
 
-    The files beside it can add control tokens, as Phi-3's do, name EOS, and say that no BOS is
-    added.
+    The files beside it can add control tokens, name EOS, and say that no BOS is added.
     """
 
     def __init__(self, path):
@@ -289,14 +284,13 @@ def load_model_tokenizer(folder, config):
     Its end_ids have those of config.json as well. Control tokens at the end of the vocabulary for
     which the model has no row, such as the image token of Gemma 3 1B, are left out.
     """
-    tokenizer = load_tokenizer(folder)
+    tokenizer, size = load_tokenizer(folder), config.vocab_size
     ends = getattr(config, 'eos_token_id', None)
     tokenizer.end_ids |= {*ends} if isinstance(ends, list) else {ends} - {None}
-    size = config.vocab_size
-    without_row = [i for i in tokenizer.control_ids.values() if i >= size]
-    if without_row and len(without_row) == tokenizer.n_vocab - size and tokenizer.eos_id < size:
-        tokenizer.n_vocab = size
-        tokenizer.control_ids = {name: i for name, i in tokenizer.control_ids.items() if i < size}
+    controls = {name: i for name, i in tokenizer.control_ids.items() if i < size}
+    without_row = len(tokenizer.control_ids) - len(controls)
+    if without_row and without_row == tokenizer.n_vocab - size and tokenizer.eos_id < size:
+        tokenizer.n_vocab, tokenizer.control_ids = size, controls
     if tokenizer.n_vocab > size:
         raise CheckpointError(f'{folder}: the tokenizer has {tokenizer.n_vocab} tokens, but '
                               f'vocab_size in config.json is {size}')
@@ -304,10 +298,7 @@ def load_model_tokenizer(folder, config):
 
 
 def begins_with_bos(tokenizer, add_bos):
-    """Return `add_bos`, or if it is None whether the tokenizer adds BOS.
-
-    Raises DataError if add_bos is True and the tokenizer adds no BOS.
-    """
+    """Return `add_bos`, or if it is None whether the tokenizer adds BOS."""
     if add_bos and tokenizer.bos_id is None:
         raise DataError('add_bos = True, but the tokenizer of this model adds no BOS; leave it out')
     return tokenizer.bos_id is not None if add_bos is None else add_bos

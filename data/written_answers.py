@@ -51,21 +51,12 @@ class WrittenQuestion:
     messages: list = field(default_factory=list)    # asked instead of header and context
     lead: str = ''              # begins the answer to `messages` in plain text
     judged: dict | None = None  # the earlier answer that `messages` ask about, graded
-    group = ''                  # one set of shots for all subjects
+    group = ending = ''         # one set of shots for all subjects
 
     @property
     def solved(self):
         """Return the question with its answer, as a shot."""
         return f'{self.context} {self.solution}\n\n'
-
-    @property
-    def asked(self):
-        """Return the question for a reader of samples.jsonl, without header and shots."""
-        return self.context
-
-    @property
-    def n_characters(self):
-        return len(self.context) + len(self.solution)
 
 
 # ---- Row functions -------------------------------------------------------------------------------

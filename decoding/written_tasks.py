@@ -207,7 +207,7 @@ def new_answers(task, reader, requests, settings, n, end):
     if not requests:
         return
     model, ids = reader.load(), [request.ids for request in requests]
-    progress = log.Progress(task.label, len(requests), task.unit)
+    progress = log.progress_bar(task.label, len(requests), task.unit)
     try:
         greedy = ((i, task.greedy(answer, reader.tokenizer)) for i, (answer,) in generate.generate(
             model, ids, settings, reader.tokenizer, end))
@@ -225,7 +225,7 @@ def new_answers(task, reader, requests, settings, n, end):
         where = f'{task.label}: {requests[error.args[0]].question.place}'
         raise reader.bad_logits(where) from error
     finally:
-        progress.bar.close()
+        progress.close()
 
 
 def written(answer):

@@ -5,8 +5,8 @@ import json
 import math
 from pathlib import Path
 
-from results.samples import (difference, drop_cut_line, has_lines, merge_parts, merged_names,
-                             part_names, read_jsonl)
+from results.samples import (difference, has_lines, merge_parts, merged_names, part_names,
+                             read_jsonl)
 from runtime import ownership
 from runtime.errors import ConfigError, DataError
 
@@ -42,7 +42,6 @@ def open_answers(cfg, settings, processes):
         if other:
             raise ConfigError(f'{out} has answers {other}; {advice}')
         merge_parts(out)
-        drop_cut_line(out)
         for line, row in read_jsonl(out):
             if not isinstance(row, dict) or type(row.get('id')) not in (str, int) or not (
                     isinstance(row.get('prompt_hash'), str)):

@@ -87,7 +87,7 @@ def main(argv):
 
 
 def compare_questions(runs, keys, cfg, out_dir):
-    """Print a table of several runs for each task that they share, and write it to out_dir.
+    """Print tables of several runs for each task that they share, and write them to out_dir.
 
     For every language, the metrics `keys` of each run. Then the differences of each pair of runs,
     by a paired bootstrap over the questions that both answered and Student's t over languages, and
@@ -109,13 +109,15 @@ def compare_questions(runs, keys, cfg, out_dir):
                 for part in parts.values()]
     write_text(out_dir / 'compare.md', '\n'.join(x.as_markdown() for x in sections))
     write_text(out_dir / 'compare.tex', '\n'.join(x.latex.as_latex() for x in parts.values()))
-    write_text(out_dir / 'compare.csv', csv_text([*itertools.chain(*(
-        part.lines for part in parts.values()))]))
+    write_text(out_dir / 'compare.csv', csv_text(
+        [line for part in parts.values() for line in part.lines]))
+
     pictures = [name for task, part in parts.items()
                 if draw_reliability(out_dir / (name := f'reliability-{task}.png'), part.panels)]
-    pictures += [name for task, part in parts.items()
-                 if draw_curves(out_dir / (name := f'curves-{task}.png'), {task: {
-                     title: metrics.bins(p.probs, p.labels) for title, p in part.panels}})]
+    for task, part in parts.items():
+        curves = {title: metrics.bins(p.probs, p.labels) for title, p in part.panels}
+        if draw_curves(out_dir / f'curves-{task}.png', {task: curves}):
+            pictures.append(f'curves-{task}.png')
     if page.write(out_dir / 'compare.html', f'{", ".join(runs)}: {", ".join(tasks)}', __version__,
                   '', '\n'.join(map(page.section_html, sections)), pictures,
                   page.select({task: part.rows for task, part in parts.items()})):
@@ -167,29 +169,29 @@ def compare_task(task, runs, samples, keys, cfg):
             remarks.append(f'{task} has no ensemble: {averaged}')
         else:
             answers[f'ensemble of {len(runs)}'] = averaged
+
     reports = reports_by_language(answers)
-    table, lines = question_table(task, answers, reports, keys)
     pairs = [*itertools.combinations(answers, 2)]
     n_shared = {(a, b): len({*answers[a].keys} & {*answers[b].keys}) for a, b in pairs}
+    unpaired = [[f'{b} - {a}', 'questions', str(n), *[''] * 5] for (a, b), n in n_shared.items()
+                if n < 2]
+    paired = [pair for pair in pairs if n_shared[pair] > 1]
     differences = [['difference', 'over', 'questions', 'metric', 'mean', '95 % interval', 'p',
-                    'p (Holm)'], *over_languages(pairs, reports, keys)]
-    differences += [[f'{b} - {a}', 'questions', str(n_shared[a, b]), *[''] * 5]
-                    for a, b in pairs if n_shared[a, b] < 2]
-    pairs = [pair for pair in pairs if n_shared[pair] > 1]
-    differences[1:1] = over_questions(pairs, answers, keys, cfg)
-    changes, q = changed_answers(pairs, answers)
+                    'p (Holm)'], *over_questions(paired, answers, keys, cfg),
+                   *over_languages(pairs, reports, keys), *unpaired]
+    changes, q = changed_answers(paired, answers)
     fewest = min(by_language['pooled']['n'] for by_language in reports.values())
     n_unit = unit(next(iter(answers.values())).result)
     if {'rmsce', 'mad'} & {*keys} and (note := few_rows_note(fewest, n_unit)):
         remarks.append(note)
     remarks += [f'{TITLES[key]} has no interval below {MEASURES[key].interval_from:,} {n_unit}'
                 for key in keys if fewest < MEASURES[key].interval_from < math.inf]
-    more = [('', differences), ('', changes)]
-    with_intervals, _ = question_table(task, answers, reports, keys, intervals=True)
-    return TaskComparison(
-        Section(title, [('', table), *more], [*remarks, *q]),
-        Section(title, [('', with_intervals), *more], [*remarks, *q]), lines,
-        [(panel_title(name, x.result), x.predicted) for name, x in answers.items()],
+    (table, lines), (with_intervals, _) = (
+        question_table(task, answers, reports, keys, intervals) for intervals in (False, True))
+    section, latex = (Section(title, [('', x), ('', differences), ('', changes)], [*remarks, *q])
+                      for x in (table, with_intervals))
+    return TaskComparison(section, latex, lines, [
+        (panel_title(name, x.result), x.predicted) for name, x in answers.items()],
         rows_to_read(answers))
 
 
@@ -200,12 +202,10 @@ def rows_to_read(answers):
     """
     rows, groups = [], {}
     for name, x in answers.items():
-        of_run = page.task_rows(x.samples, x.result['norm'])
-        for key, row in itertools.zip_longest(x.keys, of_run):
-            row['run'] = name
+        for key, row in itertools.zip_longest(x.keys, page.task_rows(x.samples, x.result['norm'])):
+            rows.append(row | {'run': name})
             if key is not None:
-                groups.setdefault(key, []).append(row)
-        rows += of_run
+                groups.setdefault(key, []).append(rows[-1])
     for group in groups.values():
         right = sum(row['correct'] for row in group)
         for row in group:
@@ -240,11 +240,11 @@ def average_runs(answers):
     The mean is over the questions that all runs answered with the same options. The samples hold
     its logarithms, so their norm is 'sum'. If there is no mean, return the reason as text.
     """
+    if any(x.predicted.scores is None for x in answers):
+        return ('its samples hold the probability of one token or answer of each run, not a '
+                'distribution to average')
     by_run = []
     for x in answers:
-        if x.predicted.scores is None:
-            return ('its samples hold the probability of one token or answer of each run, not a '
-                    'distribution to average')
         scores = x.predicted.scores
         log_probs = scores - np.logaddexp.reduce(scores, axis=1, keepdims=True)
         by_run.append({(key, *s['options']): (s, row[:len(s['options'])])
@@ -257,11 +257,12 @@ def average_runs(answers):
             keys.append(key[0])
     if not samples:
         return 'no question with the same answer and options is in all runs'
-    first, *others = (x.run for x in answers)
-    shared = dict(set(first.settings.items()).intersection(*(x.settings.items() for x in others)))
-    model = first.model if all(run.model == first.model for run in others) else ''
-    drawn = {key: value for x in answers for key, value in x.result.items() if key == 'sample'}
-    return Answers(Run(None, model, first.seed, shared, {}), {'norm': 'sum'} | drawn, samples, keys,
+    runs, result = [x.run for x in answers], {'norm': 'sum'}
+    shared = dict(set.intersection(*(set(run.settings.items()) for run in runs)))
+    model = runs[0].model if len({run.model for run in runs}) == 1 else ''
+    for x in answers:
+        result |= {key: x.result[key] for key in ('sample',) if key in x.result}
+    return Answers(Run(None, model, runs[0].seed, shared, {}), result, samples, keys,
                    predictions(samples, 'sum'))
 
 
@@ -274,43 +275,39 @@ def reports_by_language(answers):
             | {'pooled': answers[name].predicted.report()} for name in answers}
 
 
-def question_table(task, answers, reports, keys, intervals=False):
+def question_table(task, answers, reports, keys, intervals):
     """Return (cells of one task's table, the best marked with a star; the lines of its CSV).
 
     intervals: add those of results.json to the cells
     """
     losses = {x.run.settings.get('loss') for x in answers.values()}
     settings = ('loss', 'smoothing') if len(losses) > 1 else ('smoothing',)
-    keys = [key for key in keys if all(key in by_language['pooled'] for by_language in
-                                       reports.values())]
+    keys = [key for key in keys if all(key in by_language['pooled']
+                                       for by_language in reports.values())]
     table, lines, groups = [], [], []
     for language in next(iter(reports.values())):
-        for name, (run, result, *_) in answers.items():
-            report = reports[name][language]
-            labels = {'run': name, 'model': run.model, 'dataset': task,
-                      **{key: run.settings.get(key, '') for key in settings}, 'language': language}
-            shown = report
-            # intervals by other code are those of another formula
-            if intervals and result.get('measured_by') == measured_by():
-                written = {'pooled': result.get('pooled', {}), **result.get('languages', {})}.get(
-                    language, {})
-                shown = report | {'intervals': {    # samples may have changed since
-                    key: ends for key, ends in written.get('intervals', {}).items()
-                    if math.isclose(written[key], report.get(key, math.nan), rel_tol=1e-6)}}
+        for name, x in answers.items():
+            report = shown = reports[name][language]
+            labels = {'run': name, 'model': x.run.model, 'dataset': task,
+                      **{key: x.run.settings.get(key, '') for key in settings},
+                      'language': language}
+            if intervals:
+                shown = report | {'intervals': written_intervals(x.result, language, report)}
             table.append([*labels.values(), str(report['n']),
                           *(measure_cell(shown, key, intervals) for key in keys)])
-            lines.append(labels | report | sample_of(result))
+            lines.append(labels | report | sample_of(x.result))
             groups.append(language)
     count = unit(next(iter(answers.values())).result)
-    marked = mark_best([[*labels, count, *map(Heading, keys)], *table], groups)
-    return pad_marks(marked), lines
+    return mark_best([[*labels, count, *map(Heading, keys)], *table], groups), lines
 
 
-def pad_marks(lines):
-    """Return the lines with '  ' for each missing ' *' below a Heading, to align numbers."""
-    return [lines[0], *([cell + '  ' if isinstance(heading, Heading) and not cell.endswith(' *')
-                         else cell for heading, cell in zip(lines[0], line, strict=True)]
-                        for line in lines[1:])]
+def written_intervals(result, language, report):
+    """Return the intervals of a report in results.json, of metrics that still have its value."""
+    if result.get('measured_by') != measured_by():      # by another formula
+        return {}
+    written = (result if language == 'pooled' else result.get('languages', {})).get(language, {})
+    return {key: ends for key, ends in written.get('intervals', {}).items()
+            if math.isclose(written[key], report.get(key, math.nan), rel_tol=1e-6)}
 
 
 def over_questions(pairs, answers, keys, cfg):

@@ -4,9 +4,8 @@ A sample of a task with written answers has `greedy`, the answer by the most pro
 `answers`, drawn at temperature 1. Each answer has the `text`, `log_prob` (the sum over its tokens,
 with the one that ended it, in nats), `n_tokens`, `mean_prob`, what ended it (`reason`), and how
 data/grading.py graded it: `answer` (extracted, or null), `key` (equal for answers that agree),
-`correct`, `strict`. The greedy answer also has `log_probs` and `entropies`, lists with a number in
-nats for each token, and `span_log_prob`, the log-probability of the tokens of `span`, which was the
-extracted answer when it was written.
+`correct`, `strict`. The greedy answer also has `log_probs` and `entropies`, a number in nats per
+token, and `span_log_prob`, of the tokens of `span`, the extracted answer when it was written.
 
 A new confidence is a function (sample -> (confidence in [0, 1] or None, the answer that is judged))
 and an entry of CONFIDENCES. None means that the model stated no number; such a question is left out
@@ -23,6 +22,7 @@ import numpy as np
 
 import metrics
 from results.samples import digest
+from results.tables import measure_cell
 from runtime.thinking import final_answer
 
 
@@ -43,32 +43,21 @@ def mean_token_probability(sample):
 
 
 def answer_span(sample):
-    """The probability of the extracted answer, given all that precedes it in the greedy answer.
-
-    After a chain of thought it is near 1, since the chain has decided the answer.
-    """
+    """The probability of the extracted answer, given all that precedes it: near 1 after a chain."""
     answer = sample['greedy']
     same = answer['answer'] is not None and answer['span'] == answer['answer']
     return _exp(answer['span_log_prob']) if same else None, answer
 
 
 def agreement(sample):
-    """The share of the samples in the largest class, whose answer is judged (Wang et al. 2022).
-
-    Samples with one key are a class; one without an answer agrees with no other. The first of
-    classes of equal size counts.
-    """
+    """The share of the samples in the first largest class, which is judged (Wang et al. 2022)."""
     answers = sample['answers']
     top, count = classes(answers)[0]
     return count / len(answers), answers[top]
 
 
 def greedy_agreement(sample):
-    """The share of the samples that agree with the greedy answer, which is judged.
-
-    The samples had no part in choosing it, so its share is not biased upward as that of the largest
-    class is.
-    """
+    """The share of the samples that agree with the greedy answer; unlike the largest, unbiased."""
     key, answers = sample['greedy']['key'], sample['answers']
     n = 0 if key is None else sum(answer['key'] == key for answer in answers)
     return n / len(answers), sample['greedy']
@@ -95,11 +84,14 @@ def stated(sample):
     return parse_probability(tags[-1]) if tags else None, sample['greedy']
 
 
+def _exp(log_prob):
+    return math.exp(min(0.0, log_prob))
+
+
 class Confidence(NamedTuple):
     """A row of the table."""
     title: str
-    function: Callable | None = None    # sample -> (confidence or None, the judged answer); None:
-    #                             the model reads further prompts
+    function: Callable | None = None    # as above; None: the model reads further prompts
     option: str = ''            # the setting of evaluate.py that asks for it; '': always reported
 
 
@@ -131,10 +123,12 @@ def variants(cfg):
 
 
 def classes(answers):
-    """Return [(index of its first answer, number of answers)] of each class, the largest first."""
+    """Return [(index of its first answer, number of answers)] of each class, the largest first.
+
+    Samples with one key are a class; one without an answer agrees with no other.
+    """
     names = [answer['key'] if answer['key'] is not None else i for i, answer in enumerate(answers)]
-    first = {name: i for i, name in reversed([*enumerate(names)])}
-    return [(first[name], count) for name, count in Counter(names).most_common()]
+    return [(names.index(name), count) for name, count in Counter(names).most_common()]
 
 
 # words that name the scale, as in 'between 0 and 1', 'from 0% to 100%', '[0, 1]', '(0.0-1.0)'
@@ -206,26 +200,32 @@ def shares(samples):
     """
     greedy = [sample['greedy'] for sample in samples]
     drawn = [answer for sample in samples for answer in sample['answers']]
+    answered = [answer for answer in greedy if answer['answer'] is not None]
+
+    def share(answers, key):
+        return float(np.mean([answer[key] for answer in answers])) if answers else math.nan
+
+    def cut_off(answers):
+        return float(np.mean([answer['reason'] in ('max_tokens', 'context') for answer in answers]))
+
     n = min(len(sample['answers']) for sample in samples)
-    answered = [answer['correct'] for answer in greedy if answer['answer'] is not None]
-    cut = 'max_tokens', 'context'
-    return {'lenient_accuracy': float(np.mean([answer['correct'] for answer in greedy])),
-            'strict_accuracy': float(np.mean([answer['strict'] for answer in greedy])),
-            'accuracy_of_answered': float(np.mean(answered)) if answered else math.nan,
+    return {'lenient_accuracy': share(greedy, 'correct'),
+            'strict_accuracy': share(greedy, 'strict'),
+            'accuracy_of_answered': share(answered, 'correct'),
             'no_answer': 1 - len(answered) / len(greedy),
-            'cut_off': float(np.mean([answer['reason'] in cut for answer in greedy])),
+            'cut_off': cut_off(greedy),
             'samples_no_answer': float(np.mean([answer['answer'] is None for answer in drawn])),
-            'samples_cut_off': float(np.mean([answer['reason'] in cut for answer in drawn])),
-            'sample_accuracy': float(np.mean([answer['correct'] for answer in drawn])),
-            **{f'pass_at_{k}': float(np.mean([pass_at_k(sample['answers'], k) for sample in samples]
-                                             )) for k in (5, 10, 100) if k <= n}}
+            'samples_cut_off': cut_off(drawn),
+            'sample_accuracy': share(drawn, 'correct'),
+            **{f'pass_at_{k}': float(np.mean([pass_at_k(sample['answers'], k)
+                                              for sample in samples]))
+               for k in (5, 10, 100) if k <= n}}
 
 
 def pass_at_k(answers, k):
     """Return the unbiased estimate of pass@k: the probability that one of k answers is right.
 
-    1 - C(n - right, k) / C(n, k) for k of the n answers, drawn without replacement: equation 1 of
-    Chen et al. 2021, arXiv 2107.03374. k is n or less.
+    1 - C(n - right, k) / C(n, k) for k <= n: equation 1 of Chen et al. 2021, arXiv 2107.03374.
     """
     wrong = sum(not answer['correct'] for answer in answers)
     return 1 - math.comb(wrong, k) / math.comb(len(answers), k)
@@ -246,24 +246,22 @@ def ece_floor(samples, name, n_resamples=100, seed=0):
         k, groups = len(sample['answers']), classes(sample['answers'])
         p = np.array([count for _, count in groups]) / k
         drawn = random.multinomial(k, p, n_resamples)
-        if name == 'agreement':
-            judged = drawn.argmax(1)
-        else:
+        judged = drawn.argmax(1)
+        if name == 'greedy_agreement':
+            keys = [sample['answers'][first]['key'] for first, _ in groups]
             key = sample['greedy']['key']
-            at = next((i for i, (first, _) in enumerate(groups) if key is not None
-                       and sample['answers'][first]['key'] == key), None)
-            if at is None:      # a class that was never drawn has no probability here
+            if key is None or key not in keys:      # a class that was never drawn has probability 0
                 confidence.append(np.zeros(n_resamples))
                 correct.append(np.zeros(n_resamples, bool))
                 continue
-            judged = np.full(n_resamples, at)
+            judged = np.full(n_resamples, keys.index(key))
         confidence.append(drawn[np.arange(n_resamples), judged] / k)
         correct.append(random.random(n_resamples) < p[judged])
     pairs = zip(np.transpose(confidence), np.transpose(correct), strict=True)
     return float(np.mean([metrics.ece(*pair) for pair in pairs]))
 
 
-# the table of all confidences: {key of metrics.MEASURES: title}, and scalings, whose ECE it has
+# columns of the table of all confidences: measures, and the scalings whose ECE it has
 COLUMNS = {'accuracy': 'accuracy', 'confidence': 'confidence', 'auroc': 'AUROC', 'prr': 'PRR',
            'brier_top_label': 'Brier', 'brier_skill': 'Brier skill', 'ece': 'ECE'}
 SCALED = {'platt': 'ECE, Platt', 'isotonic': 'ECE, isotonic'}
@@ -276,17 +274,14 @@ def cells(task, tasks):
     """
     if 'written' not in tasks[task]:
         return []
-    formats = {measure.key: measure.format for measure in metrics.MEASURES}
     lines = [['entry', 'questions', *COLUMNS.values(), 'floor of ECE', *SCALED.values()]]
     for label, result in tasks.items():
         if label.partition('.')[0] == task:
-            pooled, floor = result['pooled'], result.get('ece_floor')
             scaled = result.get('post_hoc', {}).get('reports', {})
-            lines.append([
-                label, str(pooled['n']),
-                *(format(pooled[key], formats[key]) for key in COLUMNS),
-                '' if floor is None else f'{floor:.3f}',
-                *(f'{scaled[name]["ece"]:.3f}' if name in scaled else '' for name in SCALED)])
+            eces = [result.get('ece_floor'), *(scaled.get(name, {}).get('ece') for name in SCALED)]
+            lines.append([label, str(result['pooled']['n']),
+                          *(measure_cell(result['pooled'], key) for key in COLUMNS),
+                          *('' if ece is None else f'{ece:.3f}' for ece in eces)])
     return lines
 
 
@@ -311,7 +306,3 @@ def notes(result):
     if missing := result.get('unparsed'):
         lines.append(f'{missing} questions without this number are left out')
     return lines
-
-
-def _exp(log_prob):
-    return math.exp(min(0.0, log_prob))

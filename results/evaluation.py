@@ -74,9 +74,8 @@ def measure_again(results, samples):
 def draw_diagrams(earlier, results, samples, tasks, out_dir):
     """Draw reliability.png with all tasks, and for each of `tasks` a grid of its languages.
 
-    earlier, results: {task: result} of the earlier evaluations there and of this one; samples:
-    {task: its samples}. Tasks evaluated earlier have their grids; one whose samples changed since
-    is left out. Return the names of the pictures that were written.
+    earlier, results: {task: result} of earlier evaluations there and of this one; samples: {task:
+    its samples}. A task whose samples changed since is left out. Return the names of the pictures.
     """
     panels, pictures = [], {}
     for task, result in (earlier | results).items():

@@ -103,11 +103,12 @@ def setting_columns(lines):
 
 def drop_constant_settings(lines, named=('sample_of',)):
     """Return the lines without settings that are equal in all runs of a kind, except `named`."""
-    def is_constant(column):
+    def varies(column):
         values = {(line['kind'], line['task'], line.get(column, '')) for line in lines}
-        return len(values) == len({value[:2] for value in values})
-    constant = {c for c in setting_columns(lines) if c not in named and is_constant(c)}
-    columns = [c for c in dict.fromkeys(itertools.chain(*lines)) if c not in constant]
+        return len(values) > len({value[:2] for value in values})
+    settings = setting_columns(lines)
+    columns = [c for c in dict.fromkeys(itertools.chain(*lines))
+               if c not in settings or c in named or varies(c)]
     return [{column: line.get(column, '') for column in columns} for line in lines]
 
 
@@ -156,10 +157,10 @@ def by_seed(lines):
         other = seeds.setdefault(line['seed'], line)
         if other is not line:
             differ = [k for k in line if not isinstance(line[k], float) and line[k] != other[k]]
-            raise ConfigError(
-                f'{other["run"]} and {line["run"]} of seed {line["seed"]} belong to one group; ' + (
-                    f'they differ in {", ".join(differ)}' if differ else
-                    'their settings are the same, so compare one of them'))
+            why = (f'they differ in {", ".join(differ)}' if differ else
+                   'their settings are the same, so compare one of them')
+            raise ConfigError(f'{other["run"]} and {line["run"]} of seed {line["seed"]} belong to '
+                              f'one group; {why}')
     return seeds
 
 

@@ -63,13 +63,10 @@ def fitted(x, shares, penalty, new):
 
     w and b have the least mean cross-entropy + penalty * |w|^2; b is nearly free.
     """
-    ridge = np.append(np.full(x.shape[1], penalty * len(x)), 1e-6)
-    weights = fit_logistic(with_ones(x), shares, ridge)
-    return np.exp(-np.logaddexp(0, -with_ones(new) @ weights))
-
-
-def with_ones(x):
-    return np.append(x, np.ones((len(x), 1)), 1)
+    x, new = (np.append(rows, np.ones((len(rows), 1)), 1) for rows in (x, new))
+    ridge = np.full(x.shape[1], penalty * len(x))
+    ridge[-1] = 1e-6
+    return np.exp(-np.logaddexp(0, -new @ fit_logistic(x, shares, ridge)))
 
 
 def cross_entropy(p, shares):

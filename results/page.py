@@ -31,11 +31,7 @@ def to_read(results, samples):
     """Return {task: its samples as rows of the page}, the most confident mistakes first.
 
     results: {task: its entry in results.json}; samples: {task: its samples}. A task whose samples
-    have changed since is left out. A row is a dict with 'task', 'language', 'subject', 'id', 'text'
-    of the question ('' in samples of older versions), 'confidence' and 'correct'; of a question
-    with 'options', [[text, probability]], and the indices 'answer' (the right one) and 'chosen';
-    else with the text 'predicted' and 'expected'; of written answers with 'written', the whole
-    greedy one, and 'samples', the others counted.
+    have changed since is left out. Rows are dicts, see `task_rows`.
     """
     rows = {}
     for task, result in results.items():
@@ -44,36 +40,39 @@ def to_read(results, samples):
         if len(test) == result['pooled']['n']:
             # a confidence in written answers, such as `gsm8k.agreement`, has them in its task
             written = {sample_order(s)[1:]: {key: s[key] for key in WRITTEN if key in s}
-                       for s in samples.get(task.partition('.')[0], []) if 'greedy' in s}
+                       for s in samples.get(task.partition('.')[0], [])}
             test = [written.get(sample_order(s)[1:], {}) | s for s in test]
             rows[task] = sorted(task_rows(test, result['norm']), key=mistakes_first)
     return rows
 
 
 def task_rows(samples, norm):
-    """Return the samples of one task as rows, see `to_read`."""
+    """Return the samples of one task as rows of the page.
+
+    With options, a row has them as [[text, probability]], and the indices 'answer' (the right one)
+    and 'chosen'; else the texts 'predicted' and 'expected', and of a written answer 'written', the
+    whole greedy one, and 'samples', the others counted.
+    """
     predicted = predictions(samples, norm)
     confidence, correct = metrics.top_label(predicted.probs, predicted.labels)
     rows = [{'task': s['task'], 'language': s.get('language'), 'subject': s.get('subject'),
              'id': s['id'], 'text': s.get('context', ''), 'confidence': round(c, 4), 'correct': ok}
             for s, c, ok in zip(samples, confidence.tolist(), correct.tolist(), strict=True)]
     if 'log_probs' in samples[0]:
-        chosen = metrics.predicted(predicted.probs).tolist()
-        for row, s, probs, k in zip(rows, samples, predicted.probs.round(4).tolist(), chosen,
-                                    strict=True):
+        for row, s, probs, k in zip(rows, samples, predicted.probs.round(4).tolist(),
+                                    metrics.predicted(predicted.probs).tolist(), strict=True):
             # probs has zeros for further options of other questions
             options = [*zip(s.get('choices', s['options']), probs, strict=False)]
             row |= {'options': options, 'answer': s['answer'], 'chosen': k}
-    else:
-        for row, s in zip(rows, samples, strict=True):
-            row |= {key: s[key] for key in ('predicted', 'expected') if key in s}
-            if 'greedy' in s:
-                row['written'] = s['greedy']['text']
-            if 'answers' in s:
-                if row.get('predicted') == '':      # nothing could be extracted
-                    row['predicted'] = 'none'
-                counts = Counter(answer['answer'] or 'none' for answer in s['answers'])
-                row['samples'] = ', '.join(f'{n} × {text}' for text, n in counts.most_common())
+        return rows
+    for row, s in zip(rows, samples, strict=True):
+        row |= {key: s[key] for key in ('predicted', 'expected') if key in s}
+        if 'greedy' in s:
+            row['written'] = s['greedy']['text']
+        if 'answers' in s:
+            row['predicted'] = row.get('predicted') or 'none'   # nothing could be extracted
+            counts = Counter(answer['answer'] or 'none' for answer in s['answers'])
+            row['samples'] = ', '.join(f'{n} × {text}' for text, n in counts.most_common())
     return rows
 
 
@@ -138,22 +137,23 @@ def write(path, title, version, about, tables, pictures, selected):
     beside it; selected: what `select` returns; a row may have a 'run' and an 'outcome'
     """
     with warn_on_failure(path) as written:
-        title = f'{title} ({time.strftime("%Y-%m-%d")}, nanoCal {version})'
         chosen, total = selected
-        left_out = '' if len(chosen) == total else (
-            f'The page has {len(chosen):,} of {total:,} samples: of each task and language the '
-            f'most confident mistakes first. All are in samples.jsonl. ')
         images = ''.join(
             f'<p><img alt="{html.escape(name)}" src="data:image/png;base64,'
             f'{base64.b64encode(path.with_name(name).read_bytes()).decode()}">\n'
             for name in pictures)
-        # a JSON string may hold </script>, which would end the element
-        data = json.dumps(chosen, ensure_ascii=False, separators=(',', ':')).replace('<', r'\u003c')
+        texts = {
+            'title': html.escape(f'{title} ({time.strftime("%Y-%m-%d")}, nanoCal {version})'),
+            'about': html.escape(about), 'tables': tables,
+            'left-out': '' if len(chosen) == total else (
+                f'The page has {len(chosen):,} of {total:,} samples: of each task and language the '
+                f'most confident mistakes first. All are in samples.jsonl. '),
+            # a JSON string may hold </script>, which would end the element
+            'rows': json.dumps(chosen, ensure_ascii=False, separators=(',', ':')).replace(
+                '<', r'\u003c'),
+            'pictures': images and f'<h2>Reliability diagrams</h2>\n{images}'}
         page = TEMPLATE.read_text(encoding='utf-8')
-        for name, text in {'title': html.escape(title), 'about': html.escape(about),
-                           'tables': tables, 'left-out': left_out, 'rows': data,
-                           'pictures': images and f'<h2>Reliability diagrams</h2>\n{images}',
-                           }.items():
+        for name, text in texts.items():
             page = page.replace(f'<!--{name}-->', text)     # no text holds another <!--
         write_text(path, page)
     return bool(written)
@@ -163,17 +163,15 @@ def write_report(results, selected, pictures, out_dir):
     """Write report.html of an evaluation; return whether it succeeded.
 
     results: the content of results.json; selected: what `select` returns; pictures: the names of
-    those drawn now. With them the page has the diagrams of languages from earlier evaluations;
-    without, it has no pictures.
+    those drawn now, shown with the diagrams of languages from earlier evaluations; [] for none.
     """
     tasks, config, versions = results['tasks'], results['config'], results['versions']
-    about = ', '.join(f'{key} {value}' for key, value in (
-        {key: config[key] for key in ('device', 'dtype', 'seed')} | versions).items() if value)
-    tables = ''.join(section_html(section(task, tasks, 'page')) for task in tasks)
+    about = {key: config[key] for key in ('device', 'dtype', 'seed')} | versions
     grids = [name for name in map(GRID.format, tasks) if Path(out_dir, name).exists()]
     return write(
         Path(out_dir, 'report.html'), f'{config["model"]}: {", ".join(tasks)}',
-        versions['nanocal'], about, tables,
+        versions['nanocal'], ', '.join(f'{key} {x}' for key, x in about.items() if x),
+        ''.join(section_html(section(task, tasks, 'page')) for task in tasks),
         dict.fromkeys((*pictures, *grids) if pictures else ()), selected)
 
 

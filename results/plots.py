@@ -145,6 +145,7 @@ def draw_curves(path, panels, columns=3):
     questions in each bin.
     """
     with warn_on_failure(path) as written:
+        from matplotlib import colormaps
         columns = min(columns, len(panels))
         rows = -(-len(panels) // columns)
         figure = new_figure(4.6 * columns, 5.8 * rows)
@@ -156,7 +157,10 @@ def draw_curves(path, panels, columns=3):
             top.axis('on')
             bottom.axis('on')
             top.plot((0, 1), (0, 1), '--', color='black', linewidth=1)
-            for color, (run, bins) in zip(_run_colors(len(runs)), runs.items(), strict=True):
+            n = len(runs)       # up to ten distinct colors, or a scale from dark to bright
+            colors = (colormaps['tab10'](range(n)) if n <= 10 else
+                      colormaps['viridis'](np.linspace(0, 0.95, n)))
+            for color, (run, bins) in zip(colors, runs.items(), strict=True):
                 _draw_curve(top, bottom, run, bins, color)
             top.set(title=figure_title(title, 44), xlim=(0, 1), ylim=(0, 1), ylabel='accuracy')
             top.legend(fontsize=7, loc='upper left', title_fontsize=7, alignment='left',
@@ -164,14 +168,6 @@ def draw_curves(path, panels, columns=3):
             bottom.set(xlim=(0, 1), ylim=(0, None), xlabel='confidence', ylabel='share')
         save_figure(figure, path, 150)
     return bool(written)
-
-
-def _run_colors(n):
-    """Return n colors: distinct ones, or for more than ten runs a scale from dark to bright."""
-    import matplotlib
-    if n <= 10:
-        return matplotlib.colormaps['tab10'].colors[:n]
-    return matplotlib.colormaps['viridis'](np.linspace(0, 0.95, n))
 
 
 def _draw_curve(top, bottom, run, bins, color):

@@ -129,15 +129,10 @@ def read_rows(path):
     ValueError that begins with the number.
     """
     with (gzip.open if str(path).endswith('.gz') else open)(path, 'rb') as file:
-        is_array = re.match(rb'(?:\xef\xbb\xbf)?\s*\[\s*\{', file.read(100))
-        file.seek(0)
-        if is_array:
-            try:
+        if re.match(rb'(?:\xef\xbb\xbf)?\s*\[\s*\{', file.peek(100)):
+            with _line_errors(' broken JSON'):
                 rows = json.loads(file.read().decode('utf-8-sig'))
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f' broken JSON: {error}') from None
             yield from ((f' row {number}', row) for number, row in enumerate(rows, 1))
-            return
         for number, line in enumerate(file, 1):
             if line.strip():
                 with _line_errors(number):
@@ -194,16 +189,15 @@ def harness_task(path) -> tuple[str, str, str]:
     path = Path(path)
     if match := re.fullmatch(r'samples_(.+)_(\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl', path.name):
         subtask, call = match.groups()
-        files = path.parent.glob(f'*_{call}.json')
+        files = [*path.parent.glob(f'*_{call}.json')]
     else:
         call, files = 'results.json', [path.with_name('results.json')]
-        subtask = max((task for task in old_harness_tasks(files[0])
-                       if path.stem.endswith(f'_{task}')), key=len, default='')
-        if not subtask:
+        ends = [x for x in old_harness_tasks(files[0]) if path.stem.endswith(f'_{x}')]
+        if not ends:
             return 'samples', '', ''
-    groups = [group for file in files
-              for group in json.loads(file.read_text(encoding='utf-8')).get('group_subtasks', ())
-              if subtask.startswith(f'{group}_')]
+        subtask = max(ends, key=len)
+    groups = [group for file in files for group in json.loads(file.read_text(encoding='utf-8')).get(
+        'group_subtasks', ()) if subtask.startswith(f'{group}_')]
     return max(groups, key=len, default=subtask), subtask, call
 
 
@@ -255,16 +249,14 @@ def harness_sample(row, norm='token') -> dict:
 
 
 def _single(target):
-    """Return a target as text; that of a list with one element is its element, as in AGIEval.
+    """Return a target as text; of a list with one element, as in AGIEval, that element.
 
     A list is its text since version 0.4.4, and a number is its digits.
     """
     if isinstance(target, str) and target.startswith('['):
         with contextlib.suppress(ValueError, SyntaxError):
             target = ast.literal_eval(target)
-    if isinstance(target, list) and len(target) == 1:
-        target, = target
-    return str(target)
+    return str(target[0] if isinstance(target, list) and len(target) == 1 else target)
 
 
 def _doc_hash(row):
@@ -276,7 +268,7 @@ def _doc_hash(row):
 
 
 def repeats(sample, filter, logged) -> bool:
-    """Return whether a sample of lm_eval stands in `logged`, {id: (sample, filter)}; else add it.
+    """Return whether a sample of lm_eval is in `logged`, {id: (sample, filter)}; else add it.
 
     lm_eval writes a line per filter, and files may have been concatenated. Raises ValueError if the
     lines of one question differ, since only one of them can count.
@@ -286,8 +278,8 @@ def repeats(sample, filter, logged) -> bool:
         why = (f'of the filters {first_filter} and {filter}; keep the lines of one filter'
                if filter != first_filter else
                'of several models or calls; give each of them a file of its own')
-        raise ValueError(f'question {sample["id"]} stands there twice with other '
-                         f'log-probabilities, {why}')
+        raise ValueError(f'question {sample["id"]} is there twice with other log-probabilities, '
+                         f'{why}')
     return first is not sample
 
 
@@ -326,13 +318,11 @@ def _parse(row, norm):
     n_tokens = _numbers('n_tokens', row.get('n_tokens', [1] * len(values)))
     if n_tokens.shape != values.shape or not ((n_tokens >= 1) & (n_tokens < np.inf)).all():
         raise ValueError(f'n_tokens must be 1 or more for each log-probability, not {n_tokens}')
-    if (np.abs(values[np.isfinite(values)]) >= 1e300).any():    # sums of them would be infinite
-        raise ValueError(f'log_probs must be below 1e300 in magnitude, not {row[kind]!r:.60}')
-    texts = row.get('options')
-    if norm in ('char', 'byte') and (not isinstance(texts, list) or len(texts) != len(values)
-                                     or not all(isinstance(text, str) for text in texts)):
+    texts = row.get('options', [])
+    if norm in ('char', 'byte') and not (isinstance(texts, list) and len(texts) == len(values)
+                                         and all(isinstance(text, str) for text in texts)):
         raise ValueError(f'--norm={norm} needs options, the text of each, not {texts!r:.60}')
-    texts = [text.removeprefix(' ') for text in texts or ()]
+    texts = [str(text).removeprefix(' ') for text in texts]
     scores = values / option_lengths(texts, n_tokens.tolist(), norm)
     metrics.nll(metrics.softmax([scores]), [label], scores=[scores])    # for its checks
     return kind, scores, label

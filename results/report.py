@@ -42,12 +42,12 @@ class Predictions(NamedTuple):
     scores: np.ndarray | None = None    # [N, K] normalized log-probabilities, -inf for no option
     # {key of a metric: [N], whose mean it is}: the NLL and entropy of tokens, and conformal sets,
     # whose thresholds come from all rows, so that no group can compute its own
-    columns: dict | None = None
+    columns: dict = {}
 
     def at(self, rows):
         *arrays, columns = self
         return Predictions(*(None if x is None else x[rows] for x in arrays),
-                           columns and {key: x[rows] for key, x in columns.items()})
+                           {key: x[rows] for key, x in columns.items()})
 
     def scaled(self, temperature):
         """Return the predictions with scores / temperature, a number or [N, 1]."""
@@ -55,12 +55,11 @@ class Predictions(NamedTuple):
         return option_predictions(metrics.softmax(scores), self.labels, self.n_options, scores)
 
     def report(self):
-        """Return metrics.report of the predictions."""
         report = metrics.report(self.probs, self.labels, self.n_options, scores=self.scores)
-        return report | {key: float(x.mean()) for key, x in (self.columns or {}).items()}
+        return report | {key: float(x.mean()) for key, x in self.columns.items()}
 
     def bootstrap(self, n_resamples, seed, keys=None):
-        """Return stats.bootstrap of the predictions, {metric: [n_resamples]}."""
+        """Return {metric: [n_resamples]}."""
         return stats.bootstrap(self.probs, self.labels, self.n_options, scores=self.scores,
                                n_resamples=n_resamples, seed=seed, keys=keys, columns=self.columns)
 
@@ -101,8 +100,7 @@ def predictions(samples, norm):
 def option_scores(log_probs, options, n_tokens, norm):
     """Return log-probabilities / length [K]; their softmax is the distribution over the options.
 
-    norm as in prediction_files.option_lengths: 'token' gives the mean over tokens, the logarithm
-    of the inverse perplexity; 'char' and 'byte' do not count the leading space of an option.
+    norm as in prediction_files.option_lengths, without the leading space of an option
     """
     texts = [option.removeprefix(' ') for option in options]
     return np.asarray(log_probs) / prediction_files.option_lengths(texts, n_tokens, norm)
@@ -128,6 +126,7 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
     orders = by_order(samples) if 'orders' in samples[0] else {}
     groups |= {('orders', name): predictions(rows, norm) for name, rows in orders.items()}
     reports, resampled = measure(groups, n_bootstrap, seed)
+
     summary = {'unit': 'tokens' if 'token' in samples[0] else 'questions',
                'pooled': reports.pop(('pooled', '')),
                'bins': {key: x.tolist() for key, x in metrics.bins(*pooled[:2]).items()}}
@@ -161,9 +160,9 @@ def letters(samples, predicted):
     correct = np.array([p.labels for p in predicted])
     options = np.array([[s['order'][k] for s, k in zip(rows, tops, strict=True)]
                         for rows, tops in zip(samples, chosen.tolist(), strict=True)])
-    return {'letters': {string.ascii_uppercase[k]: {'chosen': float((chosen == k).mean()),
-                                                    'correct': float((correct == k).mean())}
-                        for k in range(max(chosen.max(), correct.max()) + 1)},
+    shares = [{'chosen': float((chosen == k).mean()), 'correct': float((correct == k).mean())}
+              for k in range(max(chosen.max(), correct.max()) + 1)]
+    return {'letters': dict(zip(string.ascii_uppercase, shares, strict=False)),
             'same_option': float((options == options[0]).all(0).mean())}
 
 
@@ -180,9 +179,8 @@ def measured_by():
 def measure(groups, n_bootstrap, seed, keys=None):
     """Return ({group: report with intervals}, {group: {metric: resampled values}}).
 
-    groups: {group: Predictions}; n_bootstrap: the number of resamples, 0 for no intervals; keys:
-    those of stats.bootstrap. The resamples of a group are drawn in parts that depend on its size
-    alone, so that the same rows give the same numbers on every machine.
+    groups: {group: Predictions}; keys: those of stats.bootstrap. The resamples of a group are drawn
+    in parts that depend on its size alone: the same rows give the same numbers on every machine.
     """
     jobs, reports, resampled = {}, {}, {}
     for key, group in groups.items():
@@ -211,15 +209,12 @@ def intervals(resampled, report, n):
     n: the number of rows, of the smallest group if the values are means over groups. A metric that
     is undefined in a resample, or needs more rows, has no interval.
     """
-    keys = [key for key, values in resampled.items()
-            if n >= MEASURES[key].interval_from and not np.isnan(values).any()]
-    if not keys:
-        return {}
-    low, high = stats.percentile_interval(
-        np.stack([resampled[key] for key in keys]), np.array([report[key] for key in keys]),
-        [not MEASURES[key].is_mean for key in keys])
-    return {'intervals': {key: [*ends] for key, *ends in zip(
-        keys, low.tolist(), high.tolist(), strict=True)}}
+    ends = {}
+    for key, values in resampled.items():
+        if n >= MEASURES[key].interval_from and not np.isnan(values).any():
+            ends[key] = [*map(float, stats.percentile_interval(values, report[key],
+                                                               not MEASURES[key].is_mean))]
+    return {'intervals': ends} if ends else {}
 
 
 def mean_report(reports, resampled):
@@ -240,11 +235,10 @@ def mean_report(reports, resampled):
 
 
 def post_hoc(test, held_out, n_bootstrap, seed, languages, held_out_languages):
-    """Return temperature and Platt scaling of `test`, fitted on `held_out`.
+    """Return temperature and Platt scaling of `test`, fitted on `held_out`: keys as in the docs.
 
     Without `held_out`, each half of `test` is scaled with the fit of the other half, so that there
-    are two values of each parameter. languages: [N], of the rows of `test`; held_out_languages:
-    likewise. The keys are those of `post_hoc` in docs/evaluation.md.
+    are two values of each parameter. languages, held_out_languages: of the rows of each, [N].
     """
     n = len(test.labels)
     if held_out is not None:
@@ -257,25 +251,25 @@ def post_hoc(test, held_out, n_bootstrap, seed, languages, held_out_languages):
         halves = np.array_split(np.random.default_rng(seed).permutation(n), 2)
         fits = [(test.at(rows), languages[rows], others)
                 for rows, others in (halves, halves[::-1])]
+
+    has_options = test.scores is not None
     confidence, correct = metrics.top_label(test.probs, test.labels)
     fitted, (single, platt, isotonic) = {'fitted_on': fitted_on, 'platt': []}, np.empty((3, n))
     for fit, _, rows in fits:
         top = metrics.top_label(fit.probs, fit.labels)
         fitted['platt'].append([*scaling.fit_platt(*top)])
         platt[rows] = scaling.apply_platt(confidence[rows], *fitted['platt'][-1])
-        if test.scores is None:
-            isotonic[rows] = scaling.apply_isotonic(confidence[rows], *scaling.fit_isotonic(*top))
-        else:
+        if has_options:
             single[rows] = temperature = scaling.fit_temperature(fit.scores, fit.labels)
             fitted.setdefault('temperature', []).append(temperature)
-    groups = {}
-    if test.scores is not None:
-        groups['temperature'] = test.scaled(single[:, None])
-        if len({*languages.tolist()}) > 1:
-            fitted['languages'], shrunk = temperatures.by_language(test, languages, fits, single)
-            groups['language temperature'] = test.scaled(shrunk)
+        else:
+            isotonic[rows] = scaling.apply_isotonic(confidence[rows], *scaling.fit_isotonic(*top))
+    groups = {'temperature': test.scaled(single[:, None])} if has_options else {}
+    if has_options and len({*languages.tolist()}) > 1:
+        fitted['languages'], shrunk = temperatures.by_language(test, languages, fits, single)
+        groups['language temperature'] = test.scaled(shrunk)
     groups['platt'] = Predictions(platt, correct)
-    if test.scores is None:
+    if not has_options:
         groups['isotonic'] = Predictions(isotonic, correct)
     return fitted | {'reports': measure(groups, n_bootstrap, seed)[0]}
 
@@ -315,8 +309,7 @@ def notes(result):
         lines.append(f'this is the accuracy of guessing ({chance:.3f}): many base and '
                      f'small models cannot answer by a letter; try {shots}--scoring=text, or '
                      f'--prompt_format=harness, where the task has it')
-    if note := prediction_files.few_rows_note(result['pooled']['n'], unit(result)):
-        lines.append(note)
+    lines.append(prediction_files.few_rows_note(result['pooled']['n'], unit(result)))
     if fitted := result.get('post_hoc'):
         values = [f'temperature {t:.3f}' for t in fitted.get('temperature', ())]
         values += [f'Platt scaling a {a:.3f}, b {b:.3f}' for a, b in fitted['platt']]
@@ -325,32 +318,31 @@ def notes(result):
         lines.append('letters chosen (correct): ' + ', '.join(
             f'{letter} {share["chosen"]:.3f} ({share["correct"]:.3f})'
             for letter, share in result['letters'].items()))
-        ends = {key: [f(report[key] for report in result['orders'].values()) for f in (min, max)]
-                for key in ('accuracy', 'ece')}
+        by_order = {key: [report[key] for report in result['orders'].values()]
+                    for key in ('accuracy', 'ece')}
         lines.append(f'the same option in all orders: {result["same_option"]:.3f} of the questions'
-                     + ''.join(f'; {TITLES[key]} by order: {low:.3f} to {high:.3f}'
-                               for key, (low, high) in ends.items()))
+                     + ''.join(f'; {TITLES[key]} by order: {min(x):.3f} to {max(x):.3f}'
+                               for key, x in by_order.items()))
     lines += written_notes(result)
     if result.get('bad_rows'):
         lines.append(f'{result["bad_rows"]} bad rows left out, the first: {result["first_bad"]}')
-    if result.get('fewer_shots'):
-        lines.append(f'{result["fewer_shots"]} questions had fewer than {result["shots"]} shots: '
-                     f'their prompts were too long')
+    if n_fewer := result.get('fewer_shots'):
+        lines.append(f'{n_fewer} questions had fewer than {result["shots"]} shots: their prompts '
+                     f'were too long')
     if result.get('duplicate_options'):
         lines.append(f'{result["duplicate_options"]} questions list the same option twice')
-    return lines
+    return [line for line in lines if line]
 
 
 def report_rows(result):
     """Return [(kind, name, report)] of one task's result."""
-    rows = [(plural, name, report) for plural in reversed(GROUPS.values())
-            for name, report in result.get(plural, {}).items()]
-    rows += [('orders', f'order {name}', report)
-             for name, report in result.get('orders', {}).items()]
-    rows += [(kind, kind, result[kind]) for kind in ('pooled', 'macro') if kind in result]
-    rows += [('post_hoc', f'{name} scaling', report)
-             for name, report in result.get('post_hoc', {}).get('reports', {}).items()]
-    return rows
+    groups = {kind: result.get(kind, {}) for kind in reversed(GROUPS.values())}
+    groups['orders'] = {f'order {name}': x for name, x in result.get('orders', {}).items()}
+    groups |= {kind: {kind: result[kind]} for kind in ('pooled', 'macro') if kind in result}
+    groups['post_hoc'] = {f'{name} scaling': x for name, x in result.get(
+        'post_hoc', {}).get('reports', {}).items()}
+    return [(kind, name, report) for kind, reports in groups.items()
+            for name, report in reports.items()]
 
 
 def cells(rows, table='results', first='group', count='questions', intervals=False):
@@ -358,25 +350,22 @@ def cells(rows, table='results', first='group', count='questions', intervals=Fal
 
     The columns are the metrics with that `table` in metrics.MEASURES. count: title of the column
     n. intervals: add the bootstrap interval to each cell, '0.102 [0.091, 0.113]', instead of a
-    column with the interval of the accuracy.
+    column with the interval of the accuracy: Wilson's, or the bootstrap's for a mean over groups.
     """
-    keys = [key for key, measure in MEASURES.items() if table in measure.tables]
+    def accuracy_interval(report):
+        ends = [report.get('accuracy_low'), report.get('accuracy_high')]
+        if ends[0] is None:
+            ends = report.get('intervals', {}).get('accuracy', ())
+        return '-'.join(f'{end:.3f}' for end in ends)
+
     columns = [[first, *(name for *_, name, _ in rows)],
                [count, *(str(report.get('n', '')) for *_, report in rows)]]
-    for key in keys:
+    for key in [key for key, measure in MEASURES.items() if table in measure.tables]:
         columns.append([Heading(key), *(measure_cell(report, key, intervals)
                                         for *_, report in rows)])
         if key == 'accuracy' and not intervals:
-            columns.append(['95 % interval', *(_accuracy_interval(report) for *_, report in rows)])
+            columns.append(['95 % interval', *(accuracy_interval(report) for *_, report in rows)])
     return [*zip(*(column for column in columns if any(column[1:])), strict=True)]
-
-
-def _accuracy_interval(report):
-    """'0.506-0.550': Wilson's interval, or for a mean over groups the bootstrap's; else ''."""
-    low, high = (report.get(f'accuracy_{end}') for end in ('low', 'high'))
-    if low is None and 'intervals' in report:
-        low, high = report['intervals']['accuracy']
-    return '' if low is None else f'{low:.3f}-{high:.3f}'
 
 
 # Files
@@ -401,12 +390,12 @@ def print_report(runs, out_dir, pictures=True):
         if orders.keys() == {'before', 'after'} and orders['before'] == orders['after'] and (
                 predicted['before'].scores is not None):
             print(agreement_note(predicted['before'], predicted['after']))
+        path = Path(out_dir) / f'reliability-{task}.png'
         if pictures:
-            panels = [(panel_title(name, x), predicted[name]) for name, x in rows.items()]
-            path = Path(out_dir) / f'reliability-{task}.png'
             with warn_on_failure(path), lock(out_dir):
                 claim(out_dir, path.name)
-                draw_reliability(path, panels)
+                draw_reliability(path, [(panel_title(name, x), predicted[name])
+                                        for name, x in rows.items()])
 
 
 def agreement_note(before, after):
@@ -447,24 +436,17 @@ def section(task, tasks, target='text'):
 def to_text(tasks, labels):
     """Return title, tables and notes of the tasks `labels` in {task: result}, for printing.
 
-    A confidence in the written answers to a task has no text of its own: it is a line in the table
-    of all confidences in them.
+    A confidence in written answers has no text of its own: it is a line in the table of its task.
     """
-    def is_line_of_another(label):
-        task, _, confidence = label.partition('.')
-        return confidence and 'written' in tasks.get(task, ())
-
     return '\n'.join(section(label, tasks).as_text() for label in labels
-                     if not is_line_of_another(label))
+                     if '.' not in label or 'written' not in tasks.get(label.partition('.')[0], ()))
 
 
 def to_markdown(tasks):
-    """Return title, tables and notes of every task in {task: result}, in Markdown."""
     return '\n'.join(section(task, tasks).as_markdown() for task in tasks)
 
 
 def to_latex(tasks):
-    """Return title, tables and notes of every task in {task: result}, for LaTeX."""
     return '\n'.join(section(task, tasks, 'latex').as_latex() for task in tasks)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from results.prediction_files import (NORMS, SeveralAnswersError, harness_sample, harness_task,
-                                      old_harness_tasks, read_rows, repeats)
+                                      old_harness_tasks, read_rows, repeats, sample_order)
 from results.samples import read_splits, use_new_names
 from runtime.config import read_assignments
 from runtime.errors import DataError
@@ -62,24 +62,26 @@ def read_run(folder):
             result['distribution'], result['pooled']['n']
             if result['norm'] not in NORMS:
                 raise ValueError(f'norm is {result["norm"]!r}')
-    # the training of this run, or of the model that it evaluates
-    home = next((p for p in (folder, Path(model)) if (p / 'train_config.py').exists()), None)
-    training = {key: value for key, (value, _) in
-                (read_assignments(home / 'train_config.py') if home else {}).items()}
-    settings = {key: value for key, value in training.items() if key not in PATHS}
-    if isinstance(settings.get('data'), str):
-        settings['data'] = Path(settings['data']).stem
-    if home and (home / 'config.json').exists():
-        with read_json(home / 'config.json', 'restore it, or train again') as shape:
-            settings |= {key: value for key, value in shape.items()
-                         if isinstance(value, (int, float, str))
-                         or key == 'final_logit_softcapping'}
-    questions = {}
+    questions, training, shape = {}, {}, {}
     if (folder / 'eval_config.json').exists():
         with read_json(folder / 'eval_config.json', 'evaluate there again') as content:
             questions = {task: entry['questions'] for task, entry in content['tasks'].items()}
+
+    # the training of this run, or of the model that it evaluates
+    home = next((p for p in (folder, Path(model)) if (p / 'train_config.py').exists()), None)
+    if home:
+        training = {key: value for key, (value, _) in read_assignments(
+            home / 'train_config.py').items()}
+    if home and (home / 'config.json').exists():
+        with read_json(home / 'config.json', 'restore it, or train again') as content:
+            shape = {key: value for key, value in content.items()
+                     if isinstance(value, (int, float, str)) or key == 'final_logit_softcapping'}
+    settings = {key: value for key, value in training.items() if key not in PATHS}
+    if isinstance(settings.get('data'), str):
+        settings['data'] = Path(settings['data']).stem
+    settings = {key: str(value) for key, value in (settings | shape).items()}
     return Run(folder, Path(str(training.get('model') or model)).name, training.get('seed', seed),
-               {key: str(value) for key, value in settings.items()}, results, questions)
+               settings, results, questions)
 
 
 def read_run_samples(run):
@@ -128,7 +130,15 @@ def find_harness_files(sources):
 
 def harness_run(folder, files, norm):
     """Return the Run of lm-evaluation-harness's {subtask: file}; `norm` as in CompareConfig."""
-    tasks = _read_harness_samples(files, norm)
+    tasks = {}
+    for subtask, path in files.items():
+        task = harness_task(path)[0]
+        tasks.setdefault(task, []).extend(
+            sample | {'task': task, 'split': 'test', 'subject': subtask,
+                      'id': f'{subtask}:{sample["id"]}'} for sample in _harness_samples(path, norm))
+    tasks = {task: sorted(samples, key=sample_order) for task, samples in tasks.items() if samples}
+    if not tasks:
+        raise DataError(f'{path}: no multiple-choice questions of lm_eval --log_samples')
     norm = 'sum' if norm == 'token' else norm       # the files do not count tokens
     # n_tokens of these samples holds the lengths that `norm` names
     results = {task: {'distribution': f'lm-evaluation-harness, {norm}', 'norm': 'token'}
@@ -136,38 +146,27 @@ def harness_run(folder, files, norm):
     return Run(folder, folder.name, 0, {}, results, harness_samples=tasks)
 
 
-def _read_harness_samples(files, norm):
-    """Return {task: samples}, as evaluate.py writes them, of {subtask: file}.
+def _harness_samples(path, norm):
+    """Return the samples of a file of one subtask.
 
-    Skip a file whose first line is not multiple choice or that has a question with several right
-    options, and say so. Raise DataError with file and line for any other unusable line, and if no
-    file is left.
+    Return [], and say so, if its first line is not multiple choice or a question has several right
+    options. Raise DataError with file and line for any other unusable line.
     """
-    tasks = {}
-    for subtask, path in files.items():
-        logged = {}     # {id: (sample, filter)}
-        try:
-            for number, row in read_rows(path):
-                try:
-                    sample = harness_sample(row, norm)
-                    if not all(map(math.isfinite, sample['log_probs'])):
-                        raise ValueError(f'the log-probabilities are {sample["log_probs"]}')
-                    repeats(sample, row.get('filter'), logged)
-                except ValueError as error:
-                    if logged and not isinstance(error, SeveralAnswersError):
-                        raise ValueError(f'{number}: {error}') from None
-                    print(f'{path.name} is left out: {error}')
-                    logged = {}
-                    break
-        except OSError as error:
-            raise DataError(f'cannot read {path}: {error.strerror}') from error
-        except ValueError as error:
-            raise DataError(f'{path}:{error}') from None
-        task = harness_task(path)[0]
-        if logged:
-            tasks.setdefault(task, []).extend(
-                sample | {'task': task, 'split': 'test', 'subject': subtask,
-                          'id': f'{subtask}:{sample["id"]}'} for sample, _ in logged.values())
-    if not tasks:
-        raise DataError(f'{path}: no multiple-choice questions of lm_eval --log_samples')
-    return {task: sorted(samples, key=lambda s: s['id']) for task, samples in tasks.items()}
+    logged = {}     # {id: (sample, filter)}
+    try:
+        for number, row in read_rows(path):
+            try:
+                sample = harness_sample(row, norm)
+                if not all(map(math.isfinite, sample['log_probs'])):
+                    raise ValueError(f'the log-probabilities are {sample["log_probs"]}')
+                repeats(sample, row.get('filter'), logged)
+            except ValueError as error:
+                if logged and not isinstance(error, SeveralAnswersError):
+                    raise ValueError(f'{number}: {error}') from None
+                print(f'{path.name} is left out: {error}')
+                return []
+    except OSError as error:
+        raise DataError(f'cannot read {path}: {error.strerror}') from error
+    except ValueError as error:
+        raise DataError(f'{path}:{error}') from None
+    return [sample for sample, _ in logged.values()]

@@ -35,23 +35,25 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
     The caller holds the lock.
     """
     ownership.remove_leftovers(out_dir)
-    grids = [GRID.format(label) for label, task in tasks.items()
-             if len({item.language for item in task.items}) > 1]
     samples, results = out_dir / 'samples.jsonl', out_dir / 'results.json'
-    outputs = [*OUTPUTS, *((DIAGRAM, *grids) if pictures else ()), *part_names(samples, processes)]
+    parts = part_names(samples, processes)
+    outputs = [*OUTPUTS, *parts]
+    if pictures:
+        outputs += [DIAGRAM, *(GRID.format(label) for label, task in tasks.items()
+                               if len({item.language for item in task.items}) > 1)]
     ownership.check_free(out_dir, *outputs)
     if overwrite:
-        parts = part_names(samples, processes)
         ownership.set_aside(out_dir, KIND, [*OUTPUTS, DIAGRAM, GRID.format('*'), *parts,
                                             *merged_names(samples)], [samples.name, *parts])
     if samples.is_symlink():
         raise ConfigError(f'{samples} is a link to a file elsewhere, where nothing is appended; '
                           f'replace the link by that file, or {OTHER_FOLDER}')
+
     sources = _read_sources(out_dir, settings) if results.exists() or has_lines(samples) else {}
     for label, task in tasks.items():
         now = {'source': task.source, 'questions': task.fingerprint}
         before = sources.get(label, now)
-        if now['source'] != before['source'] and now['questions'] != before['questions']:
+        if all(now[key] != before[key] for key in now):
             raise ConfigError(f'{out_dir} holds {label} of {before["source"]}, and {task.source} '
                               f'has other questions; rename the file, or {OTHER_FOLDER}')
         sources[label] = now
@@ -65,8 +67,7 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
 
 
 def _read_sources(out_dir, settings):
-    """Return {task: {'source', 'questions'}} of eval_config.json; ConfigError for other settings.
-    """
+    """Return {task: {'source', 'questions'}}; raise ConfigError for other settings."""
     with ownership.read_json(out_dir / 'eval_config.json', OTHER_FOLDER) as old:
         sources = {label: {key: task[key] for key in ('source', 'questions')}
                    for label, task in old.pop('tasks').items()}
@@ -91,14 +92,13 @@ def difference(settings, old):
 
 
 def _read_results(path):
-    """Return {task: result} of a results.json, with NaN for null."""
+    """Return {task: result} of a results.json, with NaN for null in reports."""
     with ownership.read_json(path, 'remove it and evaluate its tasks again: with samples.jsonl '
                                    'beside it, that needs no model') as content:
         for result in content['tasks'].values():
             use_new_names(result)
             result['norm'], result['distribution'], result['pooled']['n']
-            for key, value in result.items():
-                result[key] = _null_to_nan(value) if isinstance(value, dict) else value
+            result |= {key: _null_to_nan(x) for key, x in result.items() if isinstance(x, dict)}
         return content['tasks']
 
 
@@ -110,24 +110,21 @@ def use_new_names(result):
 
 
 def _null_to_nan(value):
-    """Return a report with NaN for null, also in the reports inside it."""
     if isinstance(value, dict):
         return {key: _null_to_nan(x) for key, x in value.items()}
     return math.nan if value is None else value
 
 
 def _scored(path):
-    """Return {(sample_key, prompt)} of the samples; remove an incomplete last line."""
-    drop_cut_line(path)
-    ids, expected = {}, {}
+    """Return {(sample_key, prompt)} of the complete questions and texts, and of each sample."""
+    done, groups = set(), {}
     for sample in latest_samples(read_samples(path), unstated=True):
         key = sample_key(sample), sample['prompt']
-        ids.setdefault(key, set()).add(sample['id'])
-        expected[key] = sample.get('of', 1)
-    complete = {key for key, scored in ids.items() if len(scored) == expected[key]}
-    # the samples of a text that is not complete are kept as they are
-    return complete | {((*key[:3], id), prompt) for (key, prompt), scored in ids.items()
-                       for id in scored}
+        groups.setdefault(key, set()).add(sample['id'])
+        done.add(((*key[0][:3], sample['id']), sample['prompt']))
+        if len(groups[key]) == sample.get('of', 1):
+            done.add(key)
+    return done
 
 
 class SampleWriter:
@@ -207,27 +204,20 @@ def has_lines(path):
                for file in (path, *map(path.with_name, merged_names(path))))
 
 
-def drop_cut_line(path):
-    """Remove the last line of `path` if a crash cut it off."""
-    with open(path, 'rb+') as file:
-        file.truncate(file.read().rfind(b'\n') + 1)
-
-
 def merge_parts(path):
     """Add the lines of the parts of `path` to it, part by part, and remove the parts.
 
-    A crash at any moment loses no line and doubles none. An incomplete last line is left out, and
-    so is a line that `path` has already.
+    A crash at any moment loses no line and doubles none. A last line that a crash cut off is left
+    out, and so is a line that `path` has already.
     """
-    if not (names := merged_names(path)):
-        return
-    lines = {}
-    for file in (path, *map(path.with_name, names)):
-        if file.exists():
-            lines |= dict.fromkeys(file.read_bytes().split(b'\n')[:-1])
-    with ownership.temporary(path) as whole, open(whole, 'wb') as file:
-        file.writelines(line + b'\n' for line in lines)
-    ownership.discard(path.parent, *map(glob.escape, names))
+    names = merged_names(path)
+    files = [file for file in (path, *map(path.with_name, names)) if file.exists()]
+    texts = [file.read_bytes() for file in files]
+    if names or any(text[-1:] not in (b'', b'\n') for text in texts):
+        lines = dict.fromkeys(line for text in texts for line in text.split(b'\n')[:-1])
+        with ownership.temporary(path) as whole, open(whole, 'wb') as file:
+            file.writelines(line + b'\n' for line in lines)
+        ownership.discard(path.parent, *map(glob.escape, names))
 
 
 # Reading: the samples of a file, and which of them count
@@ -277,80 +267,75 @@ LARGEST = 1e300     # a whole number may be written with more digits than a floa
 ROUNDING = 1e-2     # nats: a probability of 1 may be scored as 1.00001, but not as 1.1
 
 
-def _is_list(values, *kinds):
-    return isinstance(values, list) and all(type(x) in kinds for x in values)
+def _number(low, high):
+    return lambda x: type(x) in (int, float) and low <= x <= high
 
 
-def _is_number(x, low, high):
-    return type(x) in (int, float) and low <= x <= high
+# {what a value must be: whether it is}; below, {keys of a sample: what their values must be}
+VALID = {
+    'text': lambda x: isinstance(x, str),
+    'an object': lambda x: isinstance(x, dict),
+    'true or false': lambda x: type(x) is bool,
+    'a whole number, 1 or more': lambda x: type(x) is int and 1 <= x < LARGEST,
+    'the index of an option': lambda x: type(x) is int and x >= 0,
+    'a number from 0 to 1': _number(0, 1),
+    'a probability': _number(0, 1 + ROUNDING),
+    'a finite number of at most 0': _number(-LARGEST, ROUNDING),
+    'a finite number of at least 0': _number(-ROUNDING, LARGEST)}
+LIST, OR_NULL = 'a list, each ', ' or null'
+SAMPLE = {'task id prompt': 'text', 'of': 'a whole number, 1 or more or null',
+          'split language subject category text question context predicted expected':
+              'text or null'}
+OPTIONS = {'options': 'a list, each text', 'choices': 'a list, each text or null',
+           'log_probs': 'a list, each a finite number of at most 0',
+           'n_tokens': 'a list, each a whole number, 1 or more',
+           'answer': 'the index of an option', 'orders': 'a list, each an object or null'}
+ORDER = {'order': 'a list, each the index of an option'}
+TOKEN = {'correct': 'true or false', 'confidence': 'a number from 0 to 1',
+         'log_prob': 'a finite number of at most 0', 'entropy': 'a finite number of at least 0'}
+WRITTEN = {'greedy': 'an object', 'answers': 'a list, each an object or null'}
+ANSWER = {'text reason': 'text', 'n_tokens': 'a whole number, 1 or more',
+          'log_prob': 'a finite number of at most 0', 'mean_prob': 'a probability'}
+GRADED = {'answer key': 'text or null', 'correct strict': 'true or false'}
 
 
-# (keys of a sample, whether a value is valid, what it must be); a missing key has the value None
-COMMON_RULES = (
-    ('task id prompt', lambda x: isinstance(x, str), 'text'),
-    ('split language subject category text question context predicted expected',
-     lambda x: x is None or isinstance(x, str), 'text'),
-    ('of', lambda x: x is None or type(x) is int and x > 0, 'a whole number, 1 or more'))
-OPTION_RULES = (
-    ('options', lambda x: _is_list(x, str), 'a list of text'),
-    ('choices', lambda x: x is None or _is_list(x, str), 'a list of text'),
-    ('log_probs', lambda x: _is_list(x, int, float) and all(-LARGEST < y <= ROUNDING for y in x),
-     'a list of numbers, finite and at most 0'),
-    ('n_tokens', lambda x: _is_list(x, int) and all(1 <= y < LARGEST for y in x),
-     'a list of whole numbers, 1 or more'),
-    ('answer', lambda x: type(x) is int and x >= 0, 'the index of an option'),
-    ('orders', lambda x: x is None or x and _is_list(x, dict), 'a list of orders of the options'))
-TOKEN_RULES = (
-    ('correct', lambda x: type(x) is bool, 'true or false'),
-    ('confidence', lambda x: _is_number(x, 0, 1), 'a finite number from 0 to 1'),
-    ('log_prob', lambda x: _is_number(x, -LARGEST, ROUNDING), 'a finite number of at most 0'),
-    ('entropy', lambda x: _is_number(x, -ROUNDING, LARGEST), 'a finite number of at least 0'))
-UNSTATED_RULES = ('greedy', lambda x: isinstance(x, dict), 'an answer'),
-# of an answer that the model wrote
-ANSWER_RULES = (
-    ('text reason', lambda x: isinstance(x, str), 'text'),
-    ('n_tokens', lambda x: type(x) is int and 1 <= x < LARGEST, 'a whole number, 1 or more'),
-    ('log_prob', lambda x: _is_number(x, -LARGEST, ROUNDING), 'a finite number of at most 0'),
-    ('mean_prob', lambda x: _is_number(x, 0, 1 + ROUNDING), 'a number from 0 to 1'))
-GRADED_RULES = (
-    ('answer key', lambda x: x is None or isinstance(x, str), 'text or null'),
-    ('correct strict', lambda x: type(x) is bool, 'true or false'))
+def _is_valid(x, kind):
+    if kind.endswith(OR_NULL):
+        return x is None or _is_valid(x, kind.removesuffix(OR_NULL))
+    if kind.startswith(LIST):
+        return isinstance(x, list) and x != [] and all(_is_valid(y, kind.removeprefix(LIST))
+                                                       for y in x)
+    return VALID[kind](x)
 
 
 def _broken_rule(values, rules):
     """Return the first of `rules` that an object breaks, as a sentence; '' if it fits them."""
-    return next((f'{key} must be {wanted}, not {values.get(key)!r:.60}'
-                 for keys, is_valid, wanted in rules for key in keys.split()
-                 if not is_valid(values.get(key))), '')
+    return next((f'{key} must be {kind}, not {values.get(key)!r:.60}'
+                 for keys, kind in rules.items() for key in keys.split()
+                 if not _is_valid(values.get(key), kind)), '')
 
 
 def _fault(row):
     """Return what is wrong with a row of samples.jsonl, as a sentence; '' if nothing is."""
     if not isinstance(row, dict):
         return f'{row!r:.60} is no JSON object'
-    has_options = 'log_probs' in row
-    rules = OPTION_RULES if has_options else UNSTATED_RULES if is_unstated(row) else TOKEN_RULES
-    if fault := _broken_rule(row, COMMON_RULES + rules):
+    has_options, is_written = 'log_probs' in row, 'greedy' in row or is_unstated(row)
+    rules = OPTIONS if has_options else {} if is_unstated(row) else TOKEN
+    if fault := _broken_rule(row, SAMPLE | rules | (WRITTEN if is_written else {})):
         return fault
-    if 'greedy' in row:     # the samples of a stated probability have no others
-        answers, graded = row.get('answers', []), GRADED_RULES * ('answers' in row)
-        if not _is_list(answers, dict) or 'answers' in row and not answers:
-            return f'answers must be a list of answers, not {answers!r:.60}'
-        if not isinstance(row['greedy'], dict):
-            return f'greedy must be an answer, not {row["greedy"]!r:.60}'
-        for answer in (row['greedy'], *answers):
-            if fault := _broken_rule(answer, ANSWER_RULES + graded):
-                return f'in an answer, {fault}'
-    if has_options and not len(row['options']) == len(row['log_probs']) == len(row['n_tokens']):
-        return 'options, log_probs and n_tokens differ in length'
-    if has_options and row['answer'] >= len(row['options']):
-        return f'answer must be the index of an option, not {row["answer"]}'
-    for order in has_options and row.get('orders') or ():
-        indices = order.get('order')
-        if not _is_list(indices, int) or sorted(indices) != [*range(len(row['options']))]:
-            return f'order must have the index of each option, not {indices!r:.60}'
-        if fault := _fault(row | {'orders': None} | order):
-            return fault
+    # the greedy answer alone, without a grade, is that of a stated probability
+    for answer in (row['greedy'], *(row.get('answers') or ())) if is_written else ():
+        if fault := _broken_rule(answer, ANSWER | (GRADED if 'answers' in row else {})):
+            return f'in an answer, {fault}'
+    if has_options:
+        n = len(row['options'])
+        if not len(row['log_probs']) == len(row['n_tokens']) == n > row['answer']:
+            return 'options, log_probs and n_tokens differ in length, or answer is too large'
+        for order in row.get('orders') or ():
+            if fault := _broken_rule(order, ORDER) or _fault(row | {'orders': None} | order):
+                return fault
+            if sorted(order['order']) != [*range(n)]:
+                return f'order must have the index of each option, not {order["order"]}'
     return ''
 
 
@@ -360,11 +345,12 @@ def by_order(samples):
     samples: with `orders`. A question with fewer orders than others has its first one again after
     its last.
     """
-    n = max(len(s['orders']) for s in samples)
-    chosen = {str(k + 1): [(s, s['orders'][k % len(s['orders'])]) for s in samples]
-              for k in range(n)}
-    return {name: [s | order | {'answer': order['order'].index(s['answer'])}
-                   for s, order in pairs] for name, pairs in chosen.items()}
+    orders = {}
+    for k in range(max(len(s['orders']) for s in samples)):
+        chosen = [(s, s['orders'][k % len(s['orders'])]) for s in samples]
+        orders[str(k + 1)] = [s | order | {'answer': order['order'].index(s['answer'])}
+                              for s, order in chosen]
+    return orders
 
 
 def read_splits(path):

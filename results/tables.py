@@ -83,10 +83,18 @@ def mark_best(lines, groups):
 
 
 def aligned(lines):
-    """Return lines of cells as text, the first column aligned left, the others right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    texts = ['  '.join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
-             for line in lines]
+    """Return lines of cells as text, the first column aligned left, the others right.
+
+    The numbers beside a cell that `mark_best` marked are aligned with its number.
+    """
+    columns = [[*column] for column in zip(*lines, strict=True)]
+    for column in columns:
+        if any(cell.endswith(' *') for cell in column[1:]):
+            column[1:] = [cell if cell.endswith(' *') else cell + '  ' for cell in column[1:]]
+        width = max(map(len, column))
+        column[:] = [cell.rjust(width) if column is not columns[0] else cell.ljust(width)
+                     for cell in column]
+    texts = ['  '.join(line) for line in zip(*columns, strict=True)]
     return '\n'.join([texts[0], '-' * len(texts[0]), *texts[1:]])
 
 

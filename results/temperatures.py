@@ -16,8 +16,8 @@ def by_language(test, languages, fits, single):
     fits:      [(Predictions to fit on, their languages, the rows of `test` to scale), ...]
     single:    [N], the temperature of each row that is fitted on all languages together
 
-    An entry is one of `languages` in docs/evaluation.md, below `post_hoc`. If a fit has no rows of
-    a language, that language is scaled with the single temperature.
+    Entries are those of `post_hoc` in docs/evaluation.md. A language of which a fit has no rows is
+    scaled with the single temperature.
     """
     names = sorted({*languages.tolist()})
     entries = {name: {'temperature': [], 'shrunk': []} for name in names}

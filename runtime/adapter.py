@@ -94,8 +94,7 @@ def beside_base(folder: Path, base: Path) -> Path:
                               f'name a whole model, or merge that adapter with peft '
                               f'(merge_and_unload) and name the merged model')
     if not (base / 'config.json').exists():
-        raise CheckpointError(f'{folder / CONFIG}: the base model: {base} is not a model folder: '
-                              f'it has no config.json')
+        raise CheckpointError(f'{folder / CONFIG}: the base model: {base} has no config.json')
     _linked.append(tempfile.TemporaryDirectory(prefix=f'{folder.resolve().name}-'))
     both = Path(_linked[-1].name)
     for path in base.iterdir():
@@ -176,10 +175,7 @@ def fingerprint(folder: Path) -> str:
 
 def save_adapter(model: CausalLM, folder: str | Path, base: str, *, full=Tensor.detach,
                  owner: str | Path | None = None):
-    """Write the adapters alone, in the folder that `peft` loads beside the model `base`.
-
-    full, owner: as in `checkpoint.save`
-    """
+    """Write the adapters alone, for `peft` beside the model `base`; see `checkpoint.save`."""
     adapted = {their_key(name, model.config): m for name, m in model.named_modules()
                if isinstance(m, LoRALinear)}
     tensors = {f'{PREFIX}{name}.{part}.weight': full(getattr(m, part).weight).cpu().contiguous()
@@ -206,10 +202,9 @@ def read_adapter(folder: str | Path) -> dict:
 
 
 def add_adapter(model: CausalLM, folder: str | Path):
-    """Add the adapters in `folder`/adapter to their base model, in place.
+    """Add the adapters in `folder`/adapter, and its softcap and temperature, to their base model.
 
-    The softcap and the temperature of the logits become those of `folder`. Raises CheckpointError
-    if the adapters do not fit the model; a model on the meta device is only checked.
+    Raises CheckpointError if they do not fit; a model on the meta device is only checked.
     """
     settings, path = read_adapter(folder), Path(folder, 'adapter')
     config, shapes = read_config(folder), {

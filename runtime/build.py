@@ -15,8 +15,7 @@ from runtime.parallel import rank, shard, world_size
 def build_model(cfg, config, base, device, reward=False):
     """Return the model to train, loaded or random; see `prepare`.
 
-    Of several processes each holds its share of the weights, never all of them on its device.
-    reward: with a score head of zeros instead of the output matrix
+    Of several processes each has only its share of the weights on its device.
     """
     ready = functools.partial(prepare, cfg=cfg, device=device, reward=reward)
     dtype, several = pick_dtype(cfg.dtype, device), world_size() > 1
@@ -32,10 +31,8 @@ def build_model(cfg, config, base, device, reward=False):
 
 
 def prepare(model, cfg, device, reward=False):
-    """Return a model with adapters, compiled and sharded as the settings say.
-
-    reward: see `build_model`
-    """
+    """Return a model with adapters, compiled and sharded as the settings say; `reward` with a
+    score head of zeros instead of the output matrix."""
     if reward:
         become_reward_model(model, device)
     if cfg.lora:

@@ -59,15 +59,13 @@ def _own_names(model, state, prefix, *_):
             state[prefix + key] = state.pop(theirs)
 
 
-# ------------------------------------------------------------------------------------------------
-# Reading weights
-# ------------------------------------------------------------------------------------------------
+# ---- Reading weights -----------------------------------------------------------------------------
 
 def fetch(name: str, revision: str | None = None, weights: bool = True) -> Path:
     """Return the folder of a model: `name` if that is a folder, else a snapshot from the hub.
 
-    For a PEFT adapter it is a folder with the files of its base model, see runtime/adapter.py.
-    weights: False downloads only its configuration and tokenizer
+    A PEFT adapter comes with the files of its base model: see runtime/adapter.py. weights: False
+    downloads only its configuration and tokenizer
     """
     folder = _own_folder(name, revision, weights)
     if not adapter.is_adapter(folder):
@@ -124,8 +122,7 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
     """
     config = read_config(folder, seq2seq=True)
     if getattr(config, 'reward', False) != reward:
-        raise CheckpointError(f'{folder} is {"no" if reward else "a"} reward model: it has '
-                              f'{"an output matrix" if reward else "a score head"}, and '
+        raise CheckpointError(f'{folder} is {"no" if reward else "a"} reward model; '
                               f'{"a score head" if reward else "an output matrix"} is needed')
     dtype = dtype or getattr(torch, config.dtype)
     files = check_weights(folder, config)
@@ -227,10 +224,7 @@ def bad_logits(where: str, folder: str | Path, dtype: str, what: str = 'logits')
 
 
 def fingerprint(folder: str | Path) -> str:
-    """Return a hash of the values in config.json and of every byte of every tensor.
-
-    Shards and formatting do not matter.
-    """
+    """Return a hash of config.json's values and of all tensors, however they are in shards."""
     config = json.dumps(read_json_object(Path(folder) / 'config.json'), sort_keys=True)
     total = hashlib.blake2b(config.encode(), digest_size=8)
     files = {*weight_files(Path(folder)).values()}
@@ -240,9 +234,7 @@ def fingerprint(folder: str | Path) -> str:
     return total.hexdigest()
 
 
-# ------------------------------------------------------------------------------------------------
-# Writing
-# ------------------------------------------------------------------------------------------------
+# ---- Writing -------------------------------------------------------------------------------------
 
 def save(model: CausalLM, folder: str | Path, dtype: torch.dtype,
          side_files: str | Path | None = None, *, full=Tensor.detach, more: dict | None = None,
@@ -254,9 +246,7 @@ def save(model: CausalLM, folder: str | Path, dtype: torch.dtype,
 
     side_files:      the folder of the base model, whose tokenizer and generation files are copied
     full(parameter): the tensor to write, such as the float32 master, whole on every process
-    more:            {name: text, or the content of a JSON file}; these replace side files
-    owner:           the folder of the run, whose list gets the names before the files are written
-
+    more, owner:     {name: text or JSON} that replaces side files; the folder whose list has them
     Raises CheckpointError, ConfigError (as `ownership.claim`) or OSError.
     """
     files = _files(model, folder, dtype, side_files, full, more)
@@ -295,10 +285,7 @@ def _files(model, folder, dtype, side_files, full, more):
 
 
 def _merged(model, keys, dtype, full):
-    """Return {name on disk: tensor} for a shard, LoRA merged in float32, on the CPU.
-
-    keys: {name on disk: our name}
-    """
+    """Return {name on disk: tensor} on the CPU, LoRA merged; keys: {name on disk: our name}."""
     tensors = {}
     for theirs, key in keys.items():
         tensor, layer = full(model.get_parameter(key)), model.get_submodule(key.rpartition('.')[0])

@@ -22,11 +22,8 @@ def begin():
 
 @functools.cache        # once in a process
 def _prepare_streams():
-    """Open missing standard streams on /dev/null; print unencodable characters as escapes.
-
-    Otherwise the next file that is opened would get the number of the missing descriptor, and
-    printed text would go into that file.
-    """
+    """Open missing standard streams on /dev/null, since the next file that is opened would get
+    their numbers and what is printed; print unencodable characters as escapes."""
     for number, name in enumerate(('stdin', 'stdout', 'stderr')):
         try:
             os.fstat(number)
@@ -109,10 +106,7 @@ def _continue(error, resume):
 
 
 def _fail(message):
-    """End the script with an error message, under torchrun with the number of this process.
-
-    If all processes fail, only the first one prints: torchrun ends the others while they sleep.
-    """
+    """End the script with a message; if all processes fail, torchrun ends others in their sleep."""
     rank, size = _rank()
     if rank > 0:
         _sleep_until_torchrun_ends_this(3)
@@ -134,10 +128,7 @@ def _rank():
 
 
 def _fault_of_stdout():
-    """Return why standard output cannot be written, by printing an empty line; '' if it can.
-
-    What is left to print then goes to /dev/null: it would fail again at the end of the process.
-    """
+    """Return why an empty line cannot be printed, and end standard output there; '' if it can."""
     try:
         print(flush=True)
     except OSError as error:

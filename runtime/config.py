@@ -189,7 +189,6 @@ def _coerce(value, annotation, where):
             if type(value) in (int, float) and abs(value) <= sys.float_info.max:
                 return float(value)
         elif dataclasses.is_dataclass(option) and isinstance(value, dict):
-            value = getattr(option, 'renamed', dict)(value)
             return option(**{k: _coerce(v, _annotation(option, k, where), f'{where}: {k}')
                              for k, v in value.items()})
         elif option in (object, type(value), value):

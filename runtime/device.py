@@ -107,9 +107,7 @@ class HostCopy:
 
 
 def versions(device: str) -> dict[str, str]:
-    """Return the versions of the software, ours with the commit if git knows it, and the name of
-    `device`, 'cpu' or a GPU.
-    """
+    """Return the versions of the software, ours with the commit, and the name of `device`."""
     commit = ''
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         commit = subprocess.run(['git', 'describe', '--always', '--dirty'], capture_output=True,

@@ -67,19 +67,6 @@ class EvalConfig:
     out_dir: str | None = None                # None: the model's folder; out/eval/ for a hub name
     overwrite: bool = False                   # replace what evaluations wrote in out_dir
 
-    @staticmethod
-    def renamed(values):
-        """Return {key: value} with the keys that older versions used renamed to those of today."""
-        values = dict(values)
-        if 'preset' in values:
-            values['prompt_format'] = values.pop('preset')
-        if 'temperature' in values:
-            values['fit_temperature'] = values.pop('temperature') == 'fit'
-        if values.pop('passes', 0):
-            raise ConfigError('eval: passes, an average over dropout, is no longer computed; leave '
-                              'it out, then evaluate.py --model=out/run --dropout_seed=0')
-        return values
-
 
 def check_eval_config(cfg):
     """Raise ConfigError for unusable values."""

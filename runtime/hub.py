@@ -7,9 +7,9 @@ from runtime.errors import CheckpointError
 
 def download(name: str, patterns, revision: str | None = None, repo_type: str = 'model',
              ignore=()) -> Path:
-    """Return the folder with a snapshot of a hub repository: its files that match `patterns`.
+    """Return the folder with the files of a hub repository that match `patterns`, not `ignore`.
 
-    repo_type: 'model' or 'dataset'; ignore: patterns of files to leave out. Raises CheckpointError.
+    repo_type: 'model' or 'dataset'. Raises CheckpointError.
     """
     from huggingface_hub import snapshot_download
     try:

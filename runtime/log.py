@@ -214,27 +214,8 @@ def peak_memory(device):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2 ** 30
 
 
-class Progress:
-    """A progress bar on a terminal; elsewhere a line on standard error every `interval` seconds.
-
-    Of several processes, only the first one shows its progress.
-    """
-
-    def __init__(self, label, total, unit, interval=30.0):
-        self.label, self.total, self.unit, self.interval = label, total, unit, interval
-        self.bar = tqdm(total=total, desc=label, unit=f' {unit}', mininterval=1,
-                        disable=rank() > 0 or None)     # None: only on a terminal
-        self.count = 0
-        self.started = self.printed = time.monotonic()
-
-    def update(self):
-        """Count one more item."""
-        self.count += 1
-        self.bar.update()
-        now = time.monotonic()
-        if self.bar.disable and rank() == 0 and now - self.printed > self.interval:
-            rate = self.count / (now - self.started)
-            left = tqdm.format_interval(max(0, self.total - self.count) / rate)
-            print(f'{self.label}: {self.count} of {self.total} {self.unit}, {rate:.1f} per second, '
-                  f'{left} left', file=sys.stderr, flush=True)
-            self.printed = now
+def progress_bar(label, total, unit):
+    """Return the tqdm bar of the first process; in a file it has a line every 30 seconds."""
+    seconds = 1 if sys.stderr.isatty() else 30
+    return tqdm(total=total, desc=label, unit=f' {unit}', mininterval=seconds, delay=seconds - 1,
+                disable=rank() > 0)

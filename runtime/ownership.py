@@ -5,14 +5,13 @@ training, has a list of its own. `claim` puts a name on the list before its file
 that is not on the list is never replaced or deleted.
 
 Files are written under a temporary name and renamed, so a crash leaves the old file or the new one;
-`lock` removes temporary files that a crash left behind. Exceptions: log.jsonl, samples.jsonl, the
-files of generate.py and the parts of these grow line by line, and resume.py says when a checkpoint
-is complete.
+`lock` removes temporary files that a crash left behind. Files of lines, such as log.jsonl, grow
+instead, and resume.py says when a checkpoint is complete.
 
 --overwrite calls `set_aside`, which moves the old files to .replaced-<kind>-<n>/ in their folder,
-and at the end `remove_aside`. If the command ends before, because of an error, a signal or a kill,
-the end of its lock or the next lock puts them back, unless there is something to resume from: then
-they stay aside until the resumed command has finished.
+and at the end `remove_aside`. If the command ends before, the end of its lock or the next lock puts
+them back, unless there is something to resume from: then they stay aside until the resumed command
+has finished.
 """
 
 import contextlib
@@ -52,19 +51,14 @@ def lock(folder):
     except (OSError, ValueError) as error:      # ValueError: a NUL in the name
         raise ConfigError(f'{folder} cannot be written ({error}); choose another folder'
                           ) from error
-    with file:
+    with file, contextlib.ExitStack() as stack:
         _locks.append(file)
-        try:
-            remove_leftovers(folder)
-            _settle(folder)
-            yield
-            check_in_place(*_locks)
-        finally:
-            try:
-                if is_in_place(file):
-                    _settle(folder)
-            finally:
-                _locks.remove(file)
+        stack.callback(_locks.remove, file)
+        stack.callback(lambda: is_in_place(file) and _settle(folder))
+        remove_leftovers(folder)
+        _settle(folder)
+        yield
+        check_in_place(*_locks)
 
 
 def is_in_place(file):
@@ -163,34 +157,40 @@ def discard(folder, *patterns, keep=''):
     '*' includes those of before/. Subfolders that become empty are removed too.
     """
     check_in_place(*_locks)
-    before = Path(folder, 'before')
-    if '*' in patterns and before.is_dir() and not before.is_symlink():
-        remove_leftovers(before)
-        discard(before, '*')
-    folder, listed = Path(folder), written_files(folder)
-    gone = [name for name in _matching(listed, patterns) if not fnmatch(name, keep)]
+    folder = Path(folder)
+    gone = [name for name in _matching(folder, patterns) if not fnmatch(name, keep)]
+    for name in gone:
+        (folder / name).unlink(missing_ok=True)
     if gone:
-        _refuse_links(folder, gone)
-        for name in sorted(gone, key=_is_not_a_seal):
-            (folder / name).unlink(missing_ok=True)
-        _remove_if_empty(folder / parent for name in gone for parent in Path(name).parents[:-1])
-        _write_list(folder, [name for name in listed if name not in gone])
+        _forget(folder, gone)
 
 
-def _matching(names, patterns):
-    return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
+def _matching(folder, patterns):
+    """Return the listed names of `folder` and of its before/ that match a pattern, in `_order`."""
+    names = _all_names(folder)
+    names = [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
+    _refuse_links(folder, names)
+    return sorted(names, key=_order)
 
 
-def _is_not_a_seal(name):
-    """Return False for a file whose presence says that the others are complete.
+def _all_names(folder):
+    report = written_files(folder / 'before')
+    return written_files(folder) + [f'before/{name}' for name in [*report, LIST] if report]
 
-    As a key of `sorted`: it is removed first and, in reverse order, put back last.
-    """
-    return Path(name).name not in ('config.json', 'state.json')
+
+def _order(name):
+    """Key of the order in which files are removed, and in reverse put back: first those whose
+    presence says that others are complete, the list of before/ last."""
+    return {'config.json': 0, 'state.json': 0, LIST: 2}.get(Path(name).name, 1)
+
+
+def _forget(folder, names):
+    """Remove `names` from the list of `folder`, and the subfolders that are empty without them."""
+    _remove_if_empty(folder / parent for name in names for parent in Path(name).parents[:-1])
+    _write_list(folder, [name for name in written_files(folder) if name not in {*names}])
 
 
 def _remove_if_empty(folders):
-    """Remove those of `folders` that are empty."""
     for folder in sorted({*folders}, reverse=True):
         with contextlib.suppress(OSError):
             folder.rmdir()
@@ -216,34 +216,33 @@ def set_aside(folder, kind, patterns, progress):
     anything is moved, for a file that this command reads.
     """
     check_in_place(*_locks)
-    folder, listed = Path(folder), written_files(folder)
-    report = written_files(folder / 'before')
-    names = _matching([*listed, *(f'before/{name}' for name in [*report, LIST] if report)],
-                      patterns)
-    _refuse_links(folder, names)
-    names = sorted(filter(lambda name: os.path.lexists(folder / name), names), key=_is_not_a_seal)
-    for name in names:
+    folder = Path(folder)
+    names = _matching(folder, patterns)
+    existing = [name for name in names if os.path.lexists(folder / name)]
+    for name in existing:
         if os.path.realpath(folder / name) in _inputs:
             raise ConfigError(f'{folder / name} is read by this command, and --overwrite would '
                               f'remove it; choose another folder for what is written, or read a '
                               f'copy from elsewhere')
-    if not names:
-        return discard(folder, *patterns)       # the list may name files that are gone
+    if not existing:
+        return _forget(folder, names)
     prefix = f'{ASIDE}{kind}-'
     numbers = [int(path.name.removeprefix(prefix)[:3])
                for path in folder.glob(glob.escape(prefix) + '[0-9]' * 3 + '*')]
     aside = folder / f'{prefix}{max(numbers, default=0) + 1:03}'
     moving = aside.with_name(f'{aside.name}.moving')
     moving.mkdir()
-    write_text(moving / LIST, json.dumps({'files': listed, 'patterns': patterns,
+    write_text(moving / LIST, json.dumps({'files': written_files(folder), 'patterns': patterns,
                                           'progress': progress}, indent=0) + '\n')
-    for name in names:
-        (moving / name).parent.mkdir(parents=True, exist_ok=True)
-        os.rename(folder / name, moving / name)
-    _remove_if_empty(folder / parent for name in names for parent in Path(name).parents[:-1])
-    gone = _matching(listed, patterns)
-    _write_list(folder, [name for name in listed if name not in gone])
+    _move(existing, folder, moving)
+    _forget(folder, names)
     os.rename(moving, aside)
+
+
+def _move(names, source, target):
+    for name in names:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        os.rename(source / name, target / name)
 
 
 def remove_aside(folder, kind):
@@ -273,7 +272,7 @@ def _settle(folder):
             with read_json(aside / LIST, f'move its files to {folder}') as content:
                 patterns, progress = content['patterns'], content['progress']
             if any((folder / name).is_file() and (folder / name).stat().st_size
-                   for name in _matching(written_files(folder), progress)):
+                   for name in _matching(folder, progress)):
                 print(f'note: {aside} keeps what --overwrite replaces until that is complete')
                 continue
             discard(folder, *patterns)
@@ -283,16 +282,14 @@ def _settle(folder):
 
 def _put_back(folder, aside):
     names = sorted((str(path.relative_to(aside)) for path in aside.rglob('*')
-                    if path.is_symlink() or not path.is_dir()), key=_is_not_a_seal, reverse=True)
+                    if path.is_symlink() or not path.is_dir()), key=_order, reverse=True)
     names = [name for name in names if name != LIST]
     for name in names:
         if os.path.lexists(folder / name):
             raise ConfigError(f'{folder / name} was not written by this program; move it away, and '
                               f'the one in {aside}, which --overwrite has moved, is put back')
     _write_list(folder, [*dict.fromkeys([*written_files(aside), *written_files(folder)])])
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        os.rename(aside / name, folder / name)
+    _move(names, aside, folder)
     (aside / LIST).unlink(missing_ok=True)
     _remove_if_empty([aside, *aside.rglob('*')])
     print(f'note: {folder}: nothing has replaced the files that --overwrite had moved aside; they '
@@ -300,7 +297,6 @@ def _put_back(folder, aside):
 
 
 def _write_list(folder, names):
-    """Write the list of a folder, or remove it if it is empty."""
     path = Path(folder) / LIST
     if names:
         write_text(path, json.dumps({'files': names}, indent=0) + '\n')
@@ -334,7 +330,8 @@ def write_text(path, text):
 
 def remove_leftovers(folder):
     """Remove the temporary files of listed names; the caller has locked `folder`."""
-    folder, names = Path(folder), {LIST, *written_files(folder)}
+    folder = Path(folder)
+    names = {LIST, f'before/{LIST}', *_all_names(folder)}
     for parent in {(folder / name).parent for name in names}:
         for path in parent.glob('*.nanocal-tmp'):
             match = TEMPORARY.fullmatch(str(path.relative_to(folder)))

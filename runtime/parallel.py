@@ -54,23 +54,6 @@ def join_processes():
         sys.stdout = open(os.devnull, 'w')
 
 
-def leave_processes():
-    """Under torchrun, wait for the other processes, then end this one."""
-    if world_size() > 1:
-        barrier()
-        dist.destroy_process_group()
-        # gloo's threads sometimes abort a process that shuts down normally
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
-
-
-def abort_processes():
-    """Disconnect after an error in this process."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 @contextlib.contextmanager
 def joined():
     """Under torchrun, connect the processes for a `with` block, after which they end together."""
@@ -78,9 +61,17 @@ def joined():
     try:
         join_processes()
         yield
-        leave_processes()
+        if world_size() > 1:
+            barrier()
+            dist.destroy_process_group()
+            # gloo's threads sometimes abort a process that shuts down normally
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
     finally:
-        abort_processes()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)   # that of the block may raise exceptions
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def barrier():
@@ -124,12 +115,11 @@ def gather(value) -> list:
 
 def collect(value) -> list:
     """Return as `gather` in the first process; [] in the others."""
-    if world_size() == 1:
-        return [value]
     first = rank() == 0
     values = [None] * world_size() if first else None
-    with _connected():      # the first one's own value, which may be large, need not be pickled
-        dist.gather_object(None if first else value, values)
+    if world_size() > 1:
+        with _connected():  # the first one's own value, which may be large, need not be pickled
+            dist.gather_object(None if first else value, values)
     return [value, *values[1:]] if first else []
 
 
@@ -150,10 +140,7 @@ def sum_over_processes(x: Tensor) -> Tensor:
 
 
 def in_step(value, idle):
-    """Return `value`, or `idle` if it is None and another process has a value.
-
-    This keeps the processes in step; every process must call it.
-    """
+    """Return `value`, or `idle` if it is None in this process, but not in all of them."""
     busy = any(gather(value is not None))
     return idle if busy and value is None else value
 
@@ -173,10 +160,7 @@ def shard(model, device):
 
 
 def reshard(model):
-    """Free the full weights of a model after forward passes without a backward pass.
-
-    A model that is not sharded stays as it is.
-    """
+    """Free the full weights of a sharded model after forward passes without a backward pass."""
     if hasattr(model, 'reshard'):
         model.reshard()
 

@@ -8,8 +8,8 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from itertools import islice
-from multiprocessing.connection import wait
 
 from runtime.errors import ProcessError
 
@@ -63,30 +63,24 @@ def forked_pool(processes, function):
 
 
 def _imap(workers, items, chunksize):
-    chunks = enumerate(iter(lambda: [*islice(items, chunksize)], []))
-    busy, done, n_yielded = set(), {}, 0
+    chunks, busy = iter(lambda: [*islice(items, chunksize)], []), deque()
 
     def send_next(pipe):
-        if task := next(chunks, None):
+        if chunk := next(chunks, None):
             with _named_end(workers[pipe]):
-                pipe.send(task)
-            busy.add(pipe)
+                pipe.send(chunk)
+            busy.append(pipe)
 
     for pipe in workers:
         send_next(pipe)
     while busy:
-        for pipe in wait(busy):
-            with _named_end(workers[pipe]):
-                number, results, error = pipe.recv()
-            done[number] = results, error
-            busy.remove(pipe)
-            send_next(pipe)
-        while n_yielded in done:
-            results, error = done.pop(n_yielded)
-            yield from results
-            if error:
-                raise error
-            n_yielded += 1
+        pipe = busy.popleft()
+        with _named_end(workers[pipe]):
+            results, error = pipe.recv()
+        send_next(pipe)
+        yield from results
+        if error:
+            raise error
 
 
 @contextlib.contextmanager
@@ -111,8 +105,7 @@ def _work(function, pipe, others):
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
-            number, chunk = pipe.recv()
-            results, error = [], None
+            chunk, results, error = pipe.recv(), [], None
             try:
                 for item in chunk:
                     results.append(function(item))
@@ -120,7 +113,7 @@ def _work(function, pipe, others):
             except Exception as raised:
                 error = raised
                 error.add_note(traceback.format_exc())      # only its text can be pickled
-            pipe.send((number, results, error))
+            pipe.send((results, error))
 
 
 def cores():

@@ -25,8 +25,7 @@ from runtime.digests import file_digest, json_digest
 from runtime.errors import ConfigError, Stopped, TrainingError
 from runtime.ownership import (ASIDE, LIST, LOCK, TEMPORARY, check_free, claim, discard,
                                write_text, written_files)
-from runtime.parallel import (abort_processes, gather, gather_full, join_processes, leave_processes,
-                              load_full, rank)
+from runtime.parallel import gather, gather_full, joined, load_full, rank
 from runtime.weights import write_tensors
 
 FILE_BYTES = 4_000_000_000
@@ -54,17 +53,11 @@ class StopSignals:
 
 def run_script(main):
     """Call `main` with the arguments of the command line, also under torchrun."""
-    signal.signal(signal.SIGTERM, cli.stop)
-    try:
-        with cli.one_line_errors(
-                memory='--checkpoint_activations, --micro_rows=1 and a shorter --pack_len need '
-                       'less for a forward pass, --master_weights=stochastic less for the weights'):
-            join_processes()
-            main(sys.argv[1:])
-            leave_processes()
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)   # nothing catches its exception from here on
-        abort_processes()
+    memory = ('--checkpoint_activations, --micro_rows=1 and a shorter --pack_len need less for a '
+              'forward pass, --master_weights=stochastic less for the weights')
+    with cli.one_line_errors(memory=memory), joined():
+        signal.signal(signal.SIGTERM, cli.stop)
+        main(sys.argv[1:])
 
 
 @contextlib.contextmanager
@@ -87,15 +80,15 @@ def check_folder(cfg):
     The caller then locks the folder and calls `check_run`.
     """
     out_dir = Path(cfg.out_dir)
-    if '\0' in cfg.out_dir:
-        raise ConfigError(f'out_dir = {cfg.out_dir!r} has a NUL, which no file name can have')
-    if out_dir.exists() and not out_dir.is_dir():
-        raise ConfigError(f'out_dir = {cfg.out_dir} is a file; a run needs a folder')
     if Path(cfg.model).is_dir() and Path(os.path.realpath(cfg.model)).is_relative_to(
             os.path.realpath(out_dir)):     # unlike Path.resolve it accepts a link to itself
         raise ConfigError(f'out_dir = {cfg.out_dir} holds the model {cfg.model} itself')
-    files = {path.name for path in out_dir.iterdir() if not path.name.startswith(ASIDE)
-             } if out_dir.exists() else set()
+    try:
+        files = {path.name for path in out_dir.iterdir() if not path.name.startswith(ASIDE)}
+    except FileNotFoundError:
+        files = set()
+    except (OSError, ValueError) as error:      # ValueError: a NUL in the name
+        raise ConfigError(f'out_dir = {cfg.out_dir!r} is no folder: {error}') from error
     # a run that is killed while it writes its first list leaves that under a temporary name
     if LIST not in files and any(not TEMPORARY.fullmatch(name) for name in files - {LOCK}):
         raise ConfigError(f'out_dir = {cfg.out_dir} is not empty and has no {LIST}, the '
@@ -244,10 +237,7 @@ def restore(out_dir, named, optimizer, facts):
 def read_state(path, step):
     """Return the content of state.json; ValueError if it was edited or is not that of `step`."""
     content = json.loads(path.read_text(encoding='utf-8'))
-    if 'digest' not in content:
-        raise ValueError('it has no checksum; older versions wrote checkpoints without one, and '
-                         'only the version that wrote a checkpoint can resume from it')
-    if content.pop('digest') != json_digest(content):
+    if content.pop('digest', None) != json_digest(content):
         raise ValueError('its content does not match its checksum')
     if content['step'] != step:
         raise ValueError(f'it holds step {content["step"]}, not {step}')

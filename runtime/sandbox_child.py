@@ -30,8 +30,7 @@ MOST_MESSAGE = 1 << 24      # bytes of one message from the program
 
 # ---- Messages ------------------------------------------------------------------------------------
 
-PLAIN = {'tuple': tuple, 'set': set, 'frozenset': frozenset, 'bytes': bytes, 'dict': dict,
-         'complex': lambda parts: complex(*parts)}
+KINDS = {kind.__name__: kind for kind in (tuple, set, frozenset, bytes, dict, complex)}
 
 
 def to_json(x):
@@ -40,13 +39,10 @@ def to_json(x):
         return x
     if isinstance(x, list):
         return [to_json(item) for item in x]
-    for kind in (tuple, set, frozenset, bytes):
+    for name, kind in KINDS.items():
         if isinstance(x, kind):
-            return {kind.__name__: [to_json(item) for item in x]}
-    if isinstance(x, dict):
-        return {'dict': [[to_json(key), to_json(value)] for key, value in x.items()]}
-    if isinstance(x, complex):
-        return {'complex': [x.real, x.imag]}
+            parts = x.items() if kind is dict else (x.real, x.imag) if kind is complex else x
+            return {name: [to_json(part) for part in parts]}
     raise TypeError(f'a value of type {type(x).__name__} cannot be compared; wanted numbers, '
                     f'strings, lists, tuples, sets, dicts or None')
 
@@ -56,8 +52,9 @@ def from_json(x):
     if isinstance(x, list):
         return [from_json(item) for item in x]
     if isinstance(x, dict):
-        (kind, items), = x.items()
-        return PLAIN[kind](from_json(item) for item in items)
+        (name, parts), = x.items()
+        parts = [from_json(part) for part in parts]
+        return complex(*parts) if name == 'complex' else KINDS[name](parts)
     return x
 
 

@@ -1,7 +1,9 @@
 """The folder of a trained model: the files that a run writes there, and what they say about it."""
 
+import functools
 import math
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -9,7 +11,7 @@ from typing import get_args, get_type_hints
 import torch
 
 from model import CausalLM
-from runtime import adapter, checkpoint, resume
+from runtime import adapter, checkpoint, parallel, resume
 from runtime.config import read_assignments
 from runtime.errors import ConfigError, TrainingError
 from runtime.eval_config import EvalConfig
@@ -41,10 +43,7 @@ def model_config(cfg, base):
 
 
 def run_files(cfg, config, base, more):
-    """Return the names, relative to out_dir, of what a run writes besides checkpoints and reports.
-
-    more: as in `save_weights`
-    """
+    """Return the names in out_dir of what a run writes besides checkpoints and reports."""
     names = checkpoint.saved_names(config, cfg.out_dir, getattr(torch, cfg.save_dtype), base, more)
     if cfg.lora:
         names += [f'adapter/{name}' for name in adapter.FILES]
@@ -110,10 +109,9 @@ def trained_template(folder):
 
 
 def base_of_adapter(folder):
-    """Return the folder of the model that the adapters in `folder`/adapter were trained on.
+    """Return the base model's folder of the adapters in `folder`/adapter, which need dropout.
 
-    Raises ConfigError if they have no dropout, CheckpointError if they or the base model are
-    missing or do not fit each other.
+    Raises ConfigError or CheckpointError.
     """
     settings = adapter.read_adapter(folder)
     if not settings['lora_dropout']:
@@ -126,3 +124,24 @@ def base_of_adapter(folder):
     with torch.device('meta'):      # fail on adapters of another model before anything is scored
         adapter.add_adapter(CausalLM(config), folder)
     return base
+
+
+def load_model(folder, cfg):
+    """Return the model in `folder`; with dropout_seed, its base with the adapters beside it."""
+    drops = cfg.dropout_seed is not None
+    share = functools.partial(parallel.shard, device=cfg.device) if cfg.shard else None
+    model = checkpoint.load(base_of_adapter(folder) if drops else folder, cfg.device,
+                            getattr(torch, cfg.dtype), share=share)
+    if drops:
+        adapter.add_adapter(model, folder)
+    return model
+
+
+def load_ahead(folder, cfg):
+    """Return a function that returns the model; a thread loads it from now on."""
+    if cfg.shard:       # these processes must not exchange messages from two threads
+        return functools.cache(functools.partial(load_model, folder, cfg))
+    pool = ThreadPoolExecutor(1)
+    model = pool.submit(load_model, folder, cfg)
+    pool.shutdown(wait=False)       # nothing else will be submitted
+    return model.result

@@ -100,20 +100,17 @@ def weight_files(folder: Path) -> dict[str, Path]:
 def _read_pickle(path, _time):
     try:
         tensors = torch.load(path, 'cpu', mmap=True, weights_only=True)
-        if not (isinstance(tensors, dict)
-                and all(isinstance(x, torch.Tensor) for x in tensors.values())):
-            raise TypeError('not a dict of tensors')
-    except (RuntimeError, OSError, EOFError, ValueError, TypeError,
+        for key, x in tensors.items():
+            if not isinstance(key, str) or x.layout is not torch.strided or (
+                    x.is_meta or x.is_nested or x.is_quantized or x.is_complex()):
+                raise TypeError(f'{key!r} is not the name of a dense tensor of real numbers')
+    except (RuntimeError, OSError, EOFError, ValueError, TypeError, AttributeError,
             pickle.UnpicklingError) as error:
+        reason = error if type(error) is TypeError else type(error).__name__
         raise CheckpointError(
-            f"{path}: truncated, not a file of weights, or written by torch before 1.6 "
-            f"({type(error).__name__}); download it again, or convert it in Python: "
+            f"{path}: truncated, not a file of weights, or written by torch before 1.6 ({reason}); "
+            f"download it again, or convert it in Python: "
             f"torch.save(torch.load('{path}', 'cpu', weights_only=True), '{path}')") from error
-    for key, x in tensors.items():
-        if not isinstance(key, str) or x.layout is not torch.strided or (
-                x.is_meta or x.is_nested or x.is_quantized or x.is_complex()):
-            raise CheckpointError(f'{path}: {key!r} is not the name of a dense tensor of '
-                                  f'floating-point numbers; save the state_dict of the model again')
     return SimpleNamespace(keys=tensors.keys, get_tensor=tensors.__getitem__)
 
 
@@ -193,8 +190,7 @@ def write_files(folder, files, owner):
 def write_tensors(path: Path, tensors: dict[str, Tensor]):
     """Write a safetensors file of CPU tensors.
 
-    safetensors' own function leaves a temporary file behind if it is killed, and only the user may
-    read the files that it writes.
+    safetensors' own function leaves a private temporary file behind if it is killed.
     """
     header, end = {'__metadata__': {'format': 'pt'}}, 0
     # readers want aligned tensors: large items first

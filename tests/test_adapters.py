@@ -174,7 +174,7 @@ def test_a_model_with_its_weights_is_read_without_the_adapter_beside_them(simple
     ({'rank_pattern': {'q_proj': 4.0}}, 'rank_pattern.q_proj = .* is not supported; it must be'),
     ({'rank_pattern': {'v_proj': 4, '*q_proj': 4}}, 'rank_pattern: .* is not a regular expression'),
     ({'base_model_name_or_path': None}, 'base_model_name_or_path = None is not supported'),
-    ({'base_model_name_or_path': '/'}, 'the base model: / is not a model folder: it has no conf'),
+    ({'base_model_name_or_path': '/'}, 'the base model: / has no config.json'),
     ({'base_model_name_or_path': ''}, 'the base model: the name of the model is empty')])
 def test_settings_that_merged_weights_do_not_have_are_refused_by_name(simple, change, message):
     change_settings(simple, **change)

@@ -578,7 +578,7 @@ def test_a_pickle_of_other_things_is_refused(content, message, folder):
     (folder / 'model.safetensors').unlink()
     torch.save(content, folder / 'pytorch_model.bin')
     for read in (checkpoint.load, checkpoint.fingerprint):
-        with pytest.raises(CheckpointError, match=f'pytorch_model.bin: {message}'):
+        with pytest.raises(CheckpointError, match=f'pytorch_model.bin: .*{message}'):
             read(folder)
 
 

@@ -17,7 +17,7 @@ from results import compare, over_seeds, plots, report, samples
 from runtime import ownership
 from runtime.errors import ConfigError, DataError
 from test_prediction_files import harness_rows, write_old
-from test_report import tabulars
+from test_report import TOKEN, tabulars
 
 
 MEASURES = '--metrics=accuracy,entropy_bits,ece,rmsce'      # by default, and those that you add
@@ -49,11 +49,15 @@ def csv_rows(path):
         return list(csv.DictReader(file))
 
 
+def compare_csv_of(folders, out, *arguments):
+    run_compare(*folders, *arguments, f'--out_dir={out}')
+    return csv_rows(out / 'compare.csv')
+
+
 def test_a_metric_that_is_undefined_in_a_resample_has_no_interval_and_no_p(tmp_path):
     """AUROC where every answer is right: an interval of the other resamples would be wrong."""
     runs = [write_run(tmp_path / name, n=6, sharpness=x) for name, x in (('a', 3.0), ('b', 9.0))]
-    run_compare(*runs, '--metrics=accuracy,auroc', '--n_bootstrap=200',
-                f'--out_dir={tmp_path / "out"}')
+    compare_csv_of(runs, tmp_path / 'out', '--metrics=accuracy,auroc', '--n_bootstrap=200')
     _, differences, _ = tabulars((tmp_path / 'out' / 'compare.tex').read_text())
     accuracy, auroc = (row[3:] for row in differences[1:])
     assert auroc[0] == 'AUROC' and auroc[1] and auroc[2:] == ['', '', '']
@@ -63,21 +67,17 @@ def test_a_metric_that_is_undefined_in_a_resample_has_no_interval_and_no_p(tmp_p
 
 @pytest.mark.slow
 def test_runs_of_one_seed_are_compared_over_questions(tmp_path, capsys, rendered):
-    write_run(tmp_path / 'a', languages=('de', 'en', 'sw'), n=60)
-    write_run(tmp_path / 'sharp', languages=('de', 'en', 'sw'), n=60, settings={'smoothing': 0.1})
-    sharp = samples.read_samples(tmp_path / 'a' / 'samples.jsonl')
-    for sample in sharp:
-        sample['log_probs'] = [5 * x for x in sample['log_probs']]
-    write_rows(tmp_path / 'sharp' / 'samples.jsonl', sharp)
-    run_compare(tmp_path / 'a', tmp_path / 'sharp', MEASURES, '--n_bootstrap=200',
-                f'--out_dir={tmp_path / "out"}')
+    languages = 'de', 'en', 'sw'
+    a, b = (write_run(tmp_path / name, languages=languages, n=60, settings=settings)
+            for name, settings in (('a', {}), ('sharp', {'smoothing': 0.1})))
+    write_rows(b / 'samples.jsonl', [row | {'log_probs': [5 * x for x in row['log_probs']]}
+                                     for row in samples.read_samples(a / 'samples.jsonl')])
+    rows = compare_csv_of([a, b], tmp_path / 'out', MEASURES, '--n_bootstrap=200')
     printed = capsys.readouterr().out
     assert '\nmmlu (prompt format mmlu, 5 shots, letters, token)\n' in printed
     assert all((tmp_path / 'out' / f'{kind}-mmlu.png').read_bytes().startswith(b'\x89PNG')
                for kind in ('reliability', 'curves'))
-    rows = csv_rows(tmp_path / 'out' / 'compare.csv')
-    assert [r['language'] for r in rows[:8]] == ['de', 'de', 'en', 'en', 'sw', 'sw', 'pooled',
-                                                 'pooled']
+    assert [r['language'] for r in rows[::2]] == [*languages, 'pooled']
     assert rows[1]['smoothing'] == '0.1' and rows[1]['model'] == 'base'
     first, second = rows[6:]
     assert first['accuracy'] == second['accuracy'] and float(first['ece']) < float(second['ece'])
@@ -91,18 +91,26 @@ def test_runs_of_one_seed_are_compared_over_questions(tmp_path, capsys, rendered
     assert rmsce[5:] == ['RMSCE', f'{float(second["rmsce"]) - float(first["rmsce"]):+.4f}']
     assert 'they can be far below ECE, which has 10\n' in printed
     assert 'RMSCE has no interval below 10,000 questions\n' in printed
-    found = stats.student_t([float(rows[i + 1]['ece']) - float(rows[i]['ece'])
-                               for i in (0, 2, 4)])
-    assert [f'{found[0]:+.4f}', 't', '=', f'{found[1]:.2f}'] in [
+    mean, t, _ = stats.student_t([float(rows[i + 1]['ece']) - float(rows[i]['ece'])
+                                  for i in (0, 2, 4)])
+    assert [f'{mean:+.4f}', 't', '=', f'{t:.2f}'] in [
         line[6:10] for line in lines if line[4] == 'languages']
 
 
-def test_two_processes_do_not_write_a_comparison_to_one_folder(tmp_path):
-    runs = [write_run(tmp_path / name) for name in 'ab']
+def test_a_folder_of_another_process_and_files_of_others_are_left_alone(tmp_path):
+    a, b, c = (write_run(tmp_path / name, seed=seed, sharpness=1 + seed)
+               for name, seed in (('a', 0), ('b', 0), ('c', 1)))
     with ownership.lock(tmp_path / 'out'), pytest.raises(
             ConfigError, match='out: another process is writing there'):
-        run_compare(*runs, f'--out_dir={tmp_path / "out"}')
-    assert not (tmp_path / 'out' / 'compare.csv').exists()
+        compare_csv_of([a, b], tmp_path / 'out')
+    for other, name in ((b, 'curves-mmlu.png'), (c, 'compare.png')):
+        folder = tmp_path / f'mine-{name}'
+        folder.mkdir()
+        (folder / name).write_text('mine')
+        with pytest.raises(ConfigError, match=f'{name} was not written by this program'):
+            compare_csv_of([a, other], folder, '--n_bootstrap=2')
+        assert {p.name for p in folder.iterdir()} == {name, '.lock'}
+        assert (folder / name).read_text() == 'mine'
 
 
 @pytest.mark.slow
@@ -117,15 +125,12 @@ def test_an_ensemble_is_one_more_row(tmp_path, capsys):
     rows[2][1]['answer'] = (rows[2][1]['answer'] + 1) % 4
     for folder, of_run in zip(folders, rows, strict=True):
         write_rows(folder / 'samples.jsonl', of_run)
-    probs = [np.exp([s['log_probs'] for s in of_run]) for of_run in rows]
-    scores = [s['log_probs'] / np.array([1, 2, 3, 1]) for s in rows[1]]
-    probs[1] = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
+    probs = [metrics.softmax([s['log_probs'] / np.array(s['n_tokens']) for s in of_run])
+             for of_run in rows]
     mean, labels = np.mean(probs, 0)[2:], np.array([s['answer'] for s in rows[0]])[2:]
 
-    run_compare(*folders, MEASURES, '--ensemble', '--n_bootstrap=50',
-                f'--out_dir={tmp_path / "out"}')
+    row = compare_csv_of(folders, tmp_path / 'out', MEASURES, '--ensemble', '--n_bootstrap=50')[-1]
     printed = capsys.readouterr().out
-    row = csv_rows(tmp_path / 'out' / 'compare.csv')[-1]
     assert (row['run'], row['model'], row['n']) == ('ensemble of 3', 'base', '118')
     for name, value in {'accuracy': (mean.argmax(1) == labels).mean(), 'ece': metrics.ece(
             mean, labels), 'entropy_bits': -(mean * np.log2(mean)).sum(1).mean(),
@@ -133,9 +138,7 @@ def test_an_ensemble_is_one_more_row(tmp_path, capsys):
         assert float(row[name]) == pytest.approx(value, rel=1e-9), name
     lines = [x for x in printed.split('\n') if x.startswith('ensemble of 3 - ')]
     assert len(lines) == 3 * 8 and {x.split()[6] for x in lines if ' questions ' in x} == {'118'}
-    plain = compare_csv_of(folders, tmp_path / 'plain')     # over seeds
-    assert not any('ensemble' in line['run'] for line in plain)
-    # the rows of the runs are those without an ensemble, and --ensemble needs the samples
+    # the rows of the runs are those without an ensemble
     same = [write_run(tmp_path / 'same' / name, sharpness=x) for name, x in (('a', 1), ('b', 2))]
     without = compare_csv_of(same, tmp_path / 'without', '--n_bootstrap=0')
     assert compare_csv_of(same, tmp_path / 'with', '--n_bootstrap=0', '--ensemble')[:2] == without
@@ -143,40 +146,33 @@ def test_an_ensemble_is_one_more_row(tmp_path, capsys):
 
 def test_latex_of_a_comparison_marks_the_best(tmp_path, monkeypatch, capsys):
     """The best in bold, with the intervals of results.json; a sample is marked in every file."""
-    drawn = {}
+    drawn, out = {}, tmp_path / 'out'
     monkeypatch.setattr(compare, 'draw_reliability', lambda path, panels: drawn.update(
         {path.name: [title for title, _ in panels]}))
-    sample = {'sample': {'questions': 40, 'of': 500}}
-    a = write_run(tmp_path / 'run_a')
+    a, b = write_run(tmp_path / 'run_a'), write_run(tmp_path / 'b', sharpness=3.0)
     ece = report.predictions(samples.read_samples(a / 'samples.jsonl'), 'token').report()['ece']
+    sample = {'sample': {'questions': 40, 'of': 500}}
     pooled = {'pooled': {'n': 40, 'ece': ece, 'rmsce': 0.9,     # which another version computed
                          'intervals': {'ece': [0.1234, 0.5678], 'rmsce': [0.8, 1.0]}}}
     write_run(a, result=pooled | sample | {'measured_by': 'the code of an earlier version'})
-    b = write_run(tmp_path / 'b', sharpness=3.0)
-    compare_csv_of([a, b], tmp_path / 'out', '--n_bootstrap=0')
-    assert r'\confint{' not in (tmp_path / 'out' / 'compare.tex').read_text()
+    compare_csv_of([a, b], out, '--n_bootstrap=0')
+    assert r'\confint{' not in (out / 'compare.tex').read_text()
     capsys.readouterr()
     write_run(a, result=pooled | sample | {'measured_by': report.measured_by()})
-    lines = compare_csv_of([a, b], tmp_path / 'out', MEASURES, '--n_bootstrap=20')
-    assert [line.get('sample_of') for line in lines] == ['500', '']
-    table, differences, changes = tabulars((tmp_path / 'out' / 'compare.tex').read_text())
-    printed = capsys.readouterr().out
+    *lines, ensemble = compare_csv_of([a, b], out, MEASURES, '--n_bootstrap=20', '--ensemble')
+    assert [line.get('sample_of') for line in (*lines, ensemble)] == ['500', '', '500']
+    assert drawn == {'reliability-mmlu.png': ['run_a (sample)', 'b', 'ensemble of 2 (sample)']}
+    table, differences, changes = tabulars((out / 'compare.tex').read_text())
     column = table[0].index('ECE')
     assert table[1][0] == r'run\_a' and r'\confint{0.123}{0.568}' in table[1][column]
     assert 'confint' not in table[1][table[0].index('RMSCE')]
-    best = min(lines, key=lambda line: float(line['ece']))['run'].replace('_', r'\_')
-    assert [row[column].startswith(r'\textbf{0.') for row in table[1:]] == [
-        row[0] == best for row in table[1:]]
-    assert differences[1][0] == r'b - run\_a' and len(differences) == 5
-    assert changes[1][:2] == [r'run\_a to b', '40'] and len(changes) == 2
-    said = 'sample of 40 of 500 questions'
-    written = [(tmp_path / 'out' / f'compare.{ending}').read_text() for ending in ('md', 'tex')]
-    for text in (printed, *written):
-        assert text.count(said) == 1
-    assert drawn == {'reliability-mmlu.png': ['run_a (sample)', 'b']}
-    ensemble = compare_csv_of([a, b], tmp_path / 'ensemble', '--n_bootstrap=0', '--ensemble')[-1]
-    assert ensemble['sample_of'] == '500'
-    assert 'ensemble of 2 (sample)' in drawn['reliability-mmlu.png']
+    best = min((*lines, ensemble), key=lambda line: float(line['ece']))['run'].replace('_', r'\_')
+    assert [row[0] for row in table[1:] if row[column].startswith(r'\textbf{0.')] == [best]
+    assert differences[1][0] == r'b - run\_a' and len(differences) == 13
+    assert changes[1][:2] == [r'run\_a to b', '40'] and len(changes) == 4
+    for text in (capsys.readouterr().out, *((out / f'compare.{x}').read_text()
+                                            for x in ('md', 'tex'))):
+        assert text.count('sample of 40 of 500 questions') == 1
     # over seeds, when all runs are samples
     c = write_run(tmp_path / 'c', seed=1, result=sample)
     lines = compare_csv_of([a, c], tmp_path / 'seeds')
@@ -187,23 +183,11 @@ def test_latex_of_a_comparison_marks_the_best(tmp_path, monkeypatch, capsys):
     assert 'only a sample' in (tmp_path / 'seeds' / 'compare.tex').read_text()
 
 
-@pytest.mark.parametrize('name, seed', [('curves-mmlu.png', 0), ('compare.png', 1)])
-def test_a_file_that_compare_did_not_write_is_never_replaced(tmp_path, name, seed):
-    a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', seed=seed, sharpness=2.0)
-    (tmp_path / 'mine').mkdir()
-    (tmp_path / 'mine' / name).write_text('mine')
-    with pytest.raises(ConfigError, match=f'{name} was not written by this program'):
-        run_compare(a, b, '--n_bootstrap=2', f'--out_dir={tmp_path / "mine"}')
-    assert {p.name for p in (tmp_path / 'mine').iterdir()} == {name, '.lock'}
-    assert (tmp_path / 'mine' / name).read_text() == 'mine'
-
-
 def test_answers_that_change_are_counted_and_tested(tmp_path, capsys):
     """Over shared questions only, with McNemar's p, Holm's correction, and Cochran's Q of three."""
-    random = np.random.default_rng(0)
     folders = [write_run(tmp_path / name, n=60) for name in 'abc']
     rows = samples.read_samples(folders[0] / 'samples.jsonl')
-    right = random.random((3, 60)) < [[0.8], [0.5], [0.4]]
+    right = np.random.default_rng(0).random((3, 60)) < [[0.8], [0.5], [0.4]]
     for folder, correct in zip(folders, right, strict=True):
         for i, (row, good) in enumerate(zip(rows, correct, strict=True)):
             p = np.full(4, 0.1)
@@ -211,33 +195,23 @@ def test_answers_that_change_are_counted_and_tested(tmp_path, capsys):
             other = folder.name if i >= 50 and folder.name == 'c' else ''
             row |= {'log_probs': np.log(p).tolist(), 'question': f'h{i}{other}'}
         write_rows(folder / 'samples.jsonl', rows[::-1])
-    run_compare(*folders, '--n_bootstrap=5', f'--out_dir={tmp_path / "out"}')
-    printed = capsys.readouterr().out
-    lines = [line.split() for line in printed.splitlines()]
-    p_values = []
+    compare_csv_of(folders, tmp_path / 'out', '--n_bootstrap=5')
+    printed, p_values = capsys.readouterr().out, {}
     for a, b, n in ((0, 1, 60), (0, 2, 50), (1, 2, 50)):
         first, second = right[a, :n], right[b, :n]
-        line, = (x for x in lines if x[:3] == ['abc'[a], 'to', 'abc'[b]])
+        line, = (x.split() for x in printed.splitlines()
+                 if x.startswith(f'{"abc"[a]} to {"abc"[b]}'))
         lost, won, p = stats.mcnemar(first, second)
         low, high = metrics.wilson_interval(np.ones(n), first & ~second)
-        assert line[3:] == [str(n), str(won), str(lost), f'{lost / n:.4f}', f'{low:.4f}',
-                            f'{high:.4f}', f'{p:.2g}', line[-1]]
-        p_values.append((p, line[-1]))
-    corrected = stats.holm([p for p, _ in p_values])
-    assert [f'{p:.2g}' for p in corrected] == [text for _, text in p_values]
+        assert line[3:-1] == [str(n), str(won), str(lost), f'{lost / n:.4f}', f'{low:.4f}',
+                              f'{high:.4f}', f'{p:.2g}']
+        p_values[p] = line[-1]
+    assert [f'{p:.2g}' for p in stats.holm([*p_values])] == [*p_values.values()]
     q, p = stats.cochran_q(right[:, :50])
-    said = f"Cochran's Q of equal accuracy, over the 50 questions that all runs have: {q:.2f}, p "
+    said = (f"Cochran's Q of equal accuracy, over the 50 questions that all runs have: {q:.2f}, "
+            f'p {p:.2g}')
     files = [(tmp_path / 'out' / f'compare.{ending}').read_text() for ending in ('md', 'tex')]
-    assert all(f'{said}{p:.2g}' in text for text in (printed, *files))
-
-
-def compare_csv_of(folders, out, *arguments):
-    run_compare(*folders, *arguments, f'--out_dir={out}')
-    return csv_rows(out / 'compare.csv')
-
-
-TOKENS = [{'id': str(i), 'prompt': 'p', 'confidence': 0.5, 'correct': i % 2 == 0,
-           'log_prob': -0.7, 'entropy': 1.0, 'token': i} for i in range(9)]
+    assert all(said in text for text in (printed, *files))
 
 
 def add_task(folder, task, rows):
@@ -253,21 +227,15 @@ def add_task(folder, task, rows):
 def test_folders_that_cannot_be_compared(tmp_path, monkeypatch):
     a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', sharpness=2.0)
     (tmp_path / 'empty').mkdir()
-    (tmp_path / 'file').write_text('')
-    (tmp_path / 'list').mkdir()
-    for name, content in (('results.json', '[]'), ('samples.jsonl', '')):
-        (tmp_path / 'list' / name).write_text(content)
-    out = f'--out_dir={tmp_path / "out"}'
     for sources, message in (([a], 'needs two runs or more: .*; there is .*/a'),
                              ([], 'needs two runs or more'),
-                             ([a, tmp_path / 'file'], '/file holds no run: '),
                              ([a, '~nobody-has-this/b'], '~nobody-has-this/b holds no run'),
                              ([a, tmp_path / 'empty'], '/empty holds no run'),
-                             ([a, tmp_path / 'list'],
-                              'list/results.json is not what .*; evaluate there again'),
-                             ([a, b, a], '/a is named twice')):
+                             ([a, b, a], '/a is named twice'),
+                             ([a, b, '--metrics=ece,acuracy'],
+                              "metrics: there is no 'acuracy'; there are accuracy, ")):
         with pytest.raises((ConfigError, DataError), match=message):
-            run_compare(out, *sources)
+            run_compare(f'--out_dir={tmp_path / "out"}', *sources)
     assert not (tmp_path / 'out').exists()
     # relative paths and ~
     monkeypatch.chdir(tmp_path)
@@ -276,33 +244,20 @@ def test_folders_that_cannot_be_compared(tmp_path, monkeypatch):
     assert (tmp_path / 'out' / 'compare.md').exists()
 
 
-def test_a_damaged_run_is_named(tmp_path):
+@pytest.mark.parametrize('name, damage, message', [
+    ('config.json', lambda x: '{', 'config.json is not what'),
+    ('train_config.py', lambda x: 'lr = "', 'train_config.py:1: '),
+    ('results.json', lambda x: x.replace('"distribution"', '"other"'), "KeyError.'distribution'"),
+    ('results.json', lambda x: '[]', 'results.json is not what .*; evaluate there again'),
+    ('results.json', lambda x: x.replace('"n": 40', '"n": 7'),
+     'samples.jsonl has 40 samples of mmlu, but results.json was made from 7'),
+    ('samples.jsonl', lambda x: f'{x}{{,}}\n', 'samples.jsonl:41: broken JSON')])
+def test_a_damaged_run_is_named(tmp_path, name, damage, message):
     a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', sharpness=2.0)
-
-    def fails(message):
-        with pytest.raises((ConfigError, DataError), match=message):
-            run_compare(a, b, f'--out_dir={tmp_path / "out"}')
-    (b / 'config.json').write_text('{')
-    fails('b/config.json is not what')
-    (b / 'config.json').unlink()
-    (b / 'train_config.py').write_bytes(b'lr = "\xff"')
-    fails('b/train_config.py:1: not UTF-8')
-    write_run(b)
-    entry = json.loads((b / 'results.json').read_text())
-    del entry['tasks']['mmlu']['distribution']
-    for content, message in ((json.dumps(entry), "KeyError.'distribution'"),
-                             ('{"config": {}}', "KeyError.'model'"), ('null', ''),
-                             ('{"config": {"model": 3}, "seed": 0, "tasks": {}}', 'TypeError')):
-        (b / 'results.json').write_text(content)
-        fails(f'b/results.json is not what .*{message}.*; evaluate there again')
-    (b / 'results.json').unlink()
-    fails('/b holds no run')
-    write_run(b, result={'pooled': {'n': 7}})
-    fails('b/samples.jsonl has 40 samples of mmlu, but results.json was made from 7')
-    write_run(b)
-    with open(b / 'samples.jsonl', 'ab') as file:
-        file.write(b'\xff\n')
-    fails("b/samples.jsonl:41: broken JSON: 'utf-8' codec")
+    text = (b / name).read_text() if (b / name).exists() else ''
+    (b / name).write_text(damage(text))
+    with pytest.raises((ConfigError, DataError), match=f'/b/.*{message}'):
+        compare_csv_of([a, b], tmp_path / 'out')
 
 
 def test_a_title_names_the_settings_of_each_run(tmp_path, capsys):
@@ -317,30 +272,24 @@ def test_a_title_names_the_settings_of_each_run(tmp_path, capsys):
     assert f'### {title}\n' in (tmp_path / 'out' / 'compare.md').read_text()
 
 
-def with_questions(folder, prefix, listed=None):
-    """Give the samples of a run hashes of their questions, and eval_config.json one of them all."""
-    rows = samples.read_samples(folder / 'samples.jsonl')
-    if prefix is not None:
-        write_rows(folder / 'samples.jsonl', [row | {'question': f'{prefix}{i}'}
-                                              for i, row in enumerate(rows)])
-    if listed:
-        (folder / 'eval_config.json').write_text(json.dumps(
-            {'tasks': {'mmlu': {'source': 'x', 'questions': listed}}}))
-    return folder
-
-
 @pytest.mark.parametrize('prefixes, hashes, paired', [
     (('a', 'a'), ('h', 'h2'), 38), (('a', 'b'), ('h', 'h'), 0), ((None, None), ('h', 'h'), 38),
     (('a', None), ('h', 'h2'), None), ((None, None), ('h', None), 38)])
 def test_only_the_same_questions_are_paired(tmp_path, capsys, prefixes, hashes, paired):
-    runs = [with_questions(write_run(tmp_path / name, sharpness=sharpness), prefix, listed)
-            for name, sharpness, prefix, listed in zip('ab', (1.0, 2.0), prefixes, hashes,
-                                                       strict=True)]
-    rows = samples.read_samples(runs[1] / 'samples.jsonl')
-    rows[0]['answer'] = (rows[0]['answer'] + 1) % 4     # the same id, but another question
-    rows[1]['id'] = 'other'
-    write_rows(runs[1] / 'samples.jsonl', rows)
-    run_compare(*runs, '--n_bootstrap=5', '--ensemble', f'--out_dir={tmp_path / "out"}')
+    """By hashes in the samples, else of all questions in eval_config.json."""
+    runs = [write_run(tmp_path / name, sharpness=x) for name, x in (('a', 1.0), ('b', 2.0))]
+    for run, prefix, of_all in zip(runs, prefixes, hashes, strict=True):
+        rows = samples.read_samples(run / 'samples.jsonl')
+        for i, row in enumerate(rows) if prefix else ():
+            row['question'] = f'{prefix}{i}'
+        if run.name == 'b':
+            rows[0]['answer'] = (rows[0]['answer'] + 1) % 4     # the same id, but another question
+            rows[1]['id'] = 'other'
+        write_rows(run / 'samples.jsonl', rows)
+        if of_all:
+            (run / 'eval_config.json').write_text(json.dumps(
+                {'tasks': {'mmlu': {'source': 'x', 'questions': of_all}}}))
+    compare_csv_of(runs, tmp_path / 'out', '--n_bootstrap=5', '--ensemble')
     printed = capsys.readouterr().out
     counts = {line.split()[4] for line in printed.splitlines() if line.startswith('b - a')}
     assert counts == {str(paired or 0)}
@@ -353,7 +302,7 @@ def test_tasks_that_a_run_lacks_are_left_out(tmp_path, capsys):
     c = write_run(tmp_path / 'c', task='arc')
     add_task(a, 'arc', samples.read_samples(c / 'samples.jsonl'))
     for folder in (a, b):
-        add_task(folder, 'clm', TOKENS)
+        add_task(folder, 'clm', [TOKEN | {'id': str(i), 'token': i} for i in range(9)])
     rows = compare_csv_of([a, b], tmp_path / 'out', '--n_bootstrap=10', '--ensemble')
     said = capsys.readouterr().out
     assert 'arc is left out: not every run has it' in said and '\nclm (top token)\n' in said
@@ -366,20 +315,19 @@ def test_tasks_that_a_run_lacks_are_left_out(tmp_path, capsys):
 
 def test_a_picture_that_fails_costs_no_table_and_is_not_called_written(tmp_path, capsys, rendered,
                                                                     monkeypatch):
-    a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', sharpness=2.0)
-    c = write_run(tmp_path / 'c', seed=1)
-
     def fail(*_):
         raise OSError('no space')
     for module in (plots, over_seeds):
         monkeypatch.setattr(module, 'save_figure', fail)
-    for runs, picture, tables in ((
-            (a, b), 'reliability-mmlu.png', ' compare.tex, compare.csv, compare.html to '), (
-            (a, c), 'compare.png', 'wrote compare.csv, compare.md, compare.tex to ')):
-        run_compare(*runs, '--n_bootstrap=10', f'--out_dir={tmp_path / "out"}')
+    a, b, c = (write_run(tmp_path / name, seed=seed, sharpness=x)
+               for name, seed, x in (('a', 0, 1.0), ('b', 0, 2.0), ('c', 1, 1.0)))
+    for other, picture, tables in (
+            (b, 'reliability-mmlu.png', ' compare.tex, compare.csv, compare.html to '),
+            (c, 'compare.png', 'wrote compare.csv, compare.md, compare.tex to ')):
+        compare_csv_of([a, other], tmp_path / 'out', '--n_bootstrap=10')
         printed = capsys.readouterr()
         assert f'{picture} was not written: OSError: no space' in printed.err
-        assert tables in printed.out and (tmp_path / 'out' / 'compare.md').exists()
+        assert tables in printed.out
 
 
 @pytest.mark.slow
@@ -410,55 +358,42 @@ def test_runs_with_another_loss_have_a_column_of_it(tmp_path):
 
 @pytest.mark.slow
 def test_a_grid_has_a_line_for_each_combination_of_settings(tmp_path, capsys, rendered):
-    """Two settings differ: the first is x, the second `by`, and nothing has to be chosen."""
-    grid = tmp_path / 'grid'
+    """Two settings differ: the first is x, the second `by`; runs of one seed are paired."""
+    grid, out = tmp_path / 'grid', tmp_path / 'out'
+
+    def rows_of_grid(*arguments):
+        lines = compare_csv_of([grid], out, *arguments)
+        rows = [[cell.strip() for cell in line.split('|')[1:-1]]
+                for line in (out / 'compare.md').read_text().splitlines()]
+        return lines, rows[0], rows[2:]
+
     for seed, lr, smoothing in itertools.product(range(3), (1e-4, 1e-3), (0.0, 0.1)):
         write_run(grid / f'seed-{seed}' / f'tuned-{lr}-{smoothing}', seed=seed,
                   sharpness=1 + 500 * lr + smoothing,
                   settings={'lr': lr, 'batch_size': 32, 'smoothing': smoothing})
-    run_compare(grid, '--metrics=ece', f'--out_dir={tmp_path / "out"}')
-    said = capsys.readouterr().out
-    assert '3 seeds, by smoothing, lr\n' in said
-    rows = [line.split()[:4] for line in said.splitlines() if line.startswith('mmlu')]
-    assert rows == [['mmlu', smoothing, lr, '3'] for smoothing in ('0.0', '0.1')
-                    for lr in ('0.0001', '0.001')]
-    assert 'ECE minus that of lr 0.0001' in said
-    table, = tabulars((tmp_path / 'out' / 'compare.tex').read_text())
+    lines, head, rows = rows_of_grid('--metrics=ece')
+    assert '3 seeds, by smoothing, lr\n' in capsys.readouterr().out
+    assert head == ['task', 'smoothing', 'lr', 'seeds', 'ECE', 'ECE minus that of lr 0.0001']
+    assert [row[1:4] for row in rows] == [[smoothing, lr, '3'] for smoothing in ('0.0', '0.1')
+                                          for lr in ('0.0001', '0.001')]
+    ece = {(line['lr'], line['seed']): float(line['ece']) for line in lines
+           if line['smoothing'] == '0.0'}
+    d = [ece['0.001', seed] - ece['0.0001', seed] for seed in '012']
+    mean, low, high = stats.mean_interval(d)
+    assert [row[5] for row in rows[:2]] == ['', f'{mean:+.3f} ± {(high - low) / 2:.3f}, '
+                                            f'p {stats.student_t(d)[2]:.1g}']
+    table, = tabulars((out / 'compare.tex').read_text())
     assert [row[4].startswith(r'\textbf') for row in table[1:]].count(True) == 1
-    assert (tmp_path / 'out' / 'compare.png').read_bytes().startswith(b'\x89PNG')
-    # one of three seeds of a run is missing
+    assert (out / 'compare.png').read_bytes().startswith(b'\x89PNG')
+    # one of three seeds of a run is missing, and there are runs of several kinds
     (grid / 'seed-0' / 'tuned-0.001-0.1' / 'results.json').unlink()
-    run_compare(grid, f'--out_dir={tmp_path / "out"}')
-    rows = [line.split()[:4] for line in capsys.readouterr().out.splitlines()
-            if line.startswith('mmlu')]
-    assert [row[1:] for row in rows] == [['0.0', '0.0001', '3'], ['0.0', '0.001', '3'],
-                                         ['0.1', '0.0001', '3'], ['0.1', '0.001', '2']]
-    # runs of several kinds as well
+    assert [row[3] for row in rows_of_grid()[2]] == ['3', '3', '3', '2']
     write_run(grid / 'seed-0' / 'base', seed=0, settings={'lr': 1e-4, 'smoothing': 0.0})
-    run_compare(grid, f'--out_dir={tmp_path / "out"}')
+    rows_of_grid()
     assert ', by smoothing, kind, lr\n' in capsys.readouterr().out
 
 
-def test_differences_over_seeds_pair_runs_of_the_same_seed(tmp_path):
-    for seed in range(3):
-        for smoothing in (0.0, 0.1):
-            write_run(tmp_path / 'runs' / f'seed-{seed}-{smoothing}', seed=seed,
-                      sharpness=1 + smoothing, settings={'smoothing': smoothing})
-    lines = compare_csv_of([tmp_path / 'runs'], tmp_path / 'out', '--metrics=ece')
-    rows = [[c.strip() for c in line.split('|')[1:-1]]
-            for line in (tmp_path / 'out' / 'compare.md').read_text().splitlines()]
-    assert rows[0] == ['task', 'smoothing', 'seeds', 'ECE', 'ECE minus that of smoothing 0.0']
-    ece = {(line['smoothing'], line['seed']): float(line['ece']) for line in lines}
-    d = [ece['0.1', seed] - ece['0.0', seed] for seed in '012']
-    mean, low, high = stats.mean_interval(d)
-    assert rows[3][1:] == ['0.1', '3', rows[3][3], f'{mean:+.3f} ± {(high - low) / 2:.3f}, '
-                           f'p {stats.student_t(d)[2]:.1g}']
-    assert rows[2][4] == ''
-
-
-def test_an_unknown_metric_is_refused_and_help_is_printed(tmp_path, capsys):
-    with pytest.raises(ConfigError, match="metrics: there is no 'acuracy'; there are accuracy, "):
-        run_compare(tmp_path, tmp_path, '--metrics=ece,acuracy')
+def test_help_is_printed(capsys):
     with pytest.raises(SystemExit):
         run_compare('--help')
     printed = capsys.readouterr().out
@@ -466,22 +401,16 @@ def test_an_unknown_metric_is_refused_and_help_is_printed(tmp_path, capsys):
     assert '--ensemble' in printed and 'configs/' not in printed
 
 
-def test_runs_scored_in_different_ways_are_told_apart(tmp_path, capsys):
-    for seed in range(3):
-        write_run(tmp_path / 'runs' / f'a-{seed}', seed=seed)
-        write_run(tmp_path / 'runs' / f'a-{seed}-sum', seed=seed, result={
-            'distribution': 'mmlu, 5 shots, letters, sum', 'norm': 'sum'})
-    run_compare(tmp_path / 'runs', f'--out_dir={tmp_path / "out"}')
+def test_runs_that_differ_in_their_scoring_or_in_nothing(tmp_path, capsys):
+    for seed, (name, norm) in itertools.product((0, 1), (('a', 'token'), ('b', 'sum'))):
+        write_run(tmp_path / 'runs' / f'{seed}' / f'a-{name}', seed=seed, result={
+            'distribution': f'mmlu, {norm}', 'norm': norm})
+        write_run(tmp_path / name / f'seed-{seed}' / 'tuned', seed=seed)
+    compare_csv_of([tmp_path / 'runs'], tmp_path / 'out')
     assert ', by distribution\n' in capsys.readouterr().out
-
-
-def test_two_runs_with_equal_settings_and_seed_are_refused(tmp_path):
-    for seed in (0, 1):
-        for folder in ('one', 'two'):
-            write_run(tmp_path / folder / f'seed-{seed}' / 'tuned', seed=seed)
     with pytest.raises(ConfigError,
                        match='tuned and tuned of seed 0 belong to one group; their settings are'):
-        run_compare(tmp_path / 'one', tmp_path / 'two', f'--out_dir={tmp_path / "out"}')
+        compare_csv_of([tmp_path / 'a', tmp_path / 'b'], tmp_path / 'out')
 
 
 def test_a_difference_over_fewer_seeds_says_so_and_two_seeds_have_no_whiskers():
@@ -499,46 +428,44 @@ HARNESS_FILES = HERE / 'tests' / 'harness_files'
 
 @pytest.mark.slow
 def test_models_of_lm_eval_are_compared(tmp_path, capsys):
-    out = f'--out_dir={tmp_path / "out"}'
-    run_compare(HARNESS_FILES / 'first', HARNESS_FILES / 'second', out, '--n_bootstrap=50')
-    printed = capsys.readouterr().out
-    assert '\ntrivia (lm-evaluation-harness, sum)\n' in printed
-    assert 'samples_written_' in printed and '.jsonl is left out: not multiple choice' in printed
-    assert '\nnamed is left out: not every run has it' in printed
-    rows = {(r['dataset'], r['run']): r for r in csv_rows(tmp_path / 'out' / 'compare.csv')}
+    """Each accuracy is lm-eval's own; the questions of both subtasks of a group are paired."""
     results = {run: json.loads(next((HARNESS_FILES / run).glob('results_*.json')).read_text())
                for run in ('first', 'second')}
-    for (task, run), row in rows.items():
-        assert float(row['accuracy']) == pytest.approx(
-            results[run]['results'][task]['acc,none'], abs=1e-12)
-    assert list(rows) == [(task, run) for task in ('endings', 'gaps', 'trivia')
-                          for run in ('first', 'second')]
-    # the six questions of both subtasks are paired: lm-eval's accuracies are 2/6 and 3/6
-    accuracy, = (line.split() for line in printed.split('\n') if 'trivia' not in line
-                 and line.startswith('second - first  questions          6        accuracy'))
-    assert accuracy[6] == '+0.1667'
-    assert (tmp_path / 'out' / 'reliability-trivia.png').exists()
-    # by characters, of a folder that holds both
-    run_compare(HARNESS_FILES, '--norm=char', out, '--n_bootstrap=50')
-    assert '\nendings (lm-evaluation-harness, char)\n' in capsys.readouterr().out
-    for row in csv_rows(tmp_path / 'out' / 'compare.csv'):
-        if row['dataset'] == 'endings':
-            assert float(row['accuracy']) == results[row['run']]['results']['endings'][
-                'acc_norm,none']
+    for norm, metric, sources in (
+            ('token', 'acc,none', [HARNESS_FILES / 'first', HARNESS_FILES / 'second']),
+            ('char', 'acc_norm,none', [HARNESS_FILES])):      # a folder that holds both
+        rows = compare_csv_of(sources, tmp_path / 'out', f'--norm={norm}', '--n_bootstrap=50')
+        assert [(row['dataset'], row['run']) for row in rows] == [
+            (task, run) for task in ('endings', 'gaps', 'trivia') for run in ('first', 'second')]
+        for row in rows:
+            theirs = results[row['run']]['results'][row['dataset']]
+            if metric in theirs:
+                assert float(row['accuracy']) == pytest.approx(theirs[metric], abs=1e-12)
+    printed = capsys.readouterr().out
+    assert '\ntrivia (lm-evaluation-harness, sum)\n' in printed
+    assert '\nendings (lm-evaluation-harness, char)\n' in printed
+    assert 'samples_written_' in printed and '.jsonl is left out: not multiple choice' in printed
+    assert '\nnamed is left out: not every run has it' in printed
+    lines = [line.split() for line in printed.split('\n')]
+    # of the six questions of trivia, 2 and 3 are right
+    assert ['second', '-', 'first', 'questions', '6', 'accuracy', '+0.1667'] in [
+        line[:7] for line in lines]
 
 
 def test_single_files_of_lm_eval_are_compared(tmp_path, capsys):
-    out = f'--out_dir={tmp_path / "out"}'
     files = [file for run in ('first', 'second')
              for file in sorted((HARNESS_FILES / run).glob('samples_trivia_*.jsonl'))]
-    run_compare(*files, out, '--n_bootstrap=20')
-    printed = capsys.readouterr().out
+
+    def printed_of(*sources):
+        compare_csv_of(sources, tmp_path / 'out', '--n_bootstrap=20')
+        return capsys.readouterr().out
+
+    printed = printed_of(*files)
     assert 'trivia (' in printed and 'endings' not in printed and 'left out' not in printed
     # renamed files are a run each; without the results beside them, subtasks are tasks
     for i, name in enumerate(('a.jsonl', 'b.jsonl')):
         (tmp_path / name).write_bytes(files[2 * i].read_bytes())
-    run_compare(tmp_path / 'a.jsonl', tmp_path / 'b.jsonl', out, '--n_bootstrap=20')
-    printed = capsys.readouterr().out
+    printed = printed_of(tmp_path / 'a.jsonl', tmp_path / 'b.jsonl')
     assert '\nsamples (lm-evaluation-harness, sum)\n' in printed
     assert '\nb.jsonl - a.jsonl' in printed
     for run, file in (('x', files[0]), ('y', files[2])):
@@ -547,31 +474,23 @@ def test_single_files_of_lm_eval_are_compared(tmp_path, capsys):
     # of two evaluations the newer one counts
     older = tmp_path / 'x' / 'samples_trivia_animals_2025-01-01T00-00-00.000001.jsonl'
     older.write_text('damaged')
-    run_compare(tmp_path / 'x', tmp_path / 'y', out, '--n_bootstrap=20')
-    printed = capsys.readouterr().out
+    printed = printed_of(tmp_path / 'x', tmp_path / 'y')
     assert f'{older} is left out: {files[0].name} is newer' in printed
     assert '\ntrivia_animals (lm-evaluation-harness, sum)\n' in printed
 
 
 def test_runs_of_an_old_lm_eval_are_compared_with_those_of_this_one(tmp_path, capsys):
     """Of 0.4.2: arrays beside results.json, here with each question twice."""
-    for model in ('first', 'second'):
-        for task in ('endings', 'trivia_animals', 'trivia_rivers'):
-            _, rows = harness_rows(task, model)
-            write_old(tmp_path / model, task, [*rows, *rows])
-    out = f'--out_dir={tmp_path / "out"}'
-    run_compare(tmp_path / 'first', tmp_path / 'second', out, '--n_bootstrap=20')
-    printed = capsys.readouterr().out
-    old = csv_rows(tmp_path / 'out' / 'compare.csv')
-    assert 'left out' not in printed and [row['n'] for row in old] == ['4', '4', '6', '6']
-    run_compare(tmp_path / 'first', HARNESS_FILES / 'second', out, '--n_bootstrap=20')
-    new = csv_rows(tmp_path / 'out' / 'compare.csv')
-    assert [row['accuracy'] for row in new[:2]] == [row['accuracy'] for row in old[:2]]
+    for task in ('endings', 'trivia_animals', 'trivia_rivers'):
+        _, rows = harness_rows(task)
+        write_old(tmp_path / 'first', task, [*rows, *rows])
+    rows = compare_csv_of([tmp_path / 'first', HARNESS_FILES / 'second'], tmp_path / 'out',
+                          '--n_bootstrap=20')
+    assert [row['n'] for row in rows] == ['4', '4', '6', '6']
+    assert float(rows[0]['accuracy']) == np.mean([row['acc'] for row in harness_rows('endings')[1]])
     # the questions of both versions are paired
     line = next(x for x in capsys.readouterr().out.splitlines() if ' to second' in x)
     assert '  4  ' in line
-    with pytest.raises(ConfigError, match='needs two runs or more.*; there is .*/first'):
-        run_compare(tmp_path / 'first', out)
 
 
 def test_a_task_with_several_right_options_is_left_out(tmp_path, capsys):
@@ -580,33 +499,29 @@ def test_a_task_with_several_right_options_is_left_out(tmp_path, capsys):
         (tmp_path / model).mkdir()
         for task in ('endings', 'trivia_rivers'):
             path, rows = harness_rows(task, model)
-            for row in rows:
-                row['target'] = f'[{row["target"]}]'
             if task == 'trivia_rivers':
                 rows[1] |= {'target': '[0, 1]', 'acc': 1.0}
             write_rows(tmp_path / model / path.name, rows)
-    run_compare(tmp_path / 'first', tmp_path / 'second', '--n_bootstrap=20',
-                f'--out_dir={tmp_path / "out"}')
+    rows = compare_csv_of([tmp_path / 'first', tmp_path / 'second'], tmp_path / 'out',
+                          '--n_bootstrap=20')
     printed = capsys.readouterr().out
     assert printed.count("jsonl is left out: its target, '[0, 1]', is not the only right") == 2
-    assert {row['dataset'] for row in csv_rows(tmp_path / 'out' / 'compare.csv')} == {'endings'}
+    assert {row['dataset'] for row in rows} == {'endings'}
 
 
 def test_lm_eval_files_that_cannot_be_compared(tmp_path):
-    good, = (HARNESS_FILES / 'first').glob('samples_endings_*.jsonl')
-    written, = (HARNESS_FILES / 'first').glob('samples_written_*.jsonl')
-    rows = [json.loads(line) for line in good.read_text().splitlines()]
-    for sources, message in (
-            ([good, written], 'needs two runs or more'),
-            ([good, tmp_path / 'none.jsonl'], 'cannot read .*/none.jsonl'),
-            ([good, write_rows(tmp_path / 'a.jsonl', [json.loads(written.read_text())])],
-             'a.jsonl: no multiple-choice questions of lm_eval --log_samples'),
-            ([good, write_rows(tmp_path / 'b.jsonl', [rows[0], rows[1] | {'acc': 0.5}])],
-             "b.jsonl:2: its target, '1', is not the only right option"),
-            ([good, write_rows(tmp_path / 'c.jsonl', [
-                rows[0], rows[1] | {'filtered_resps': [['nan', 'x'], ['-1', 'x']], 'acc': 0.0}])],
-             'c.jsonl:2: the log-probabilities are .nan, -1.0'),
-            ([good, write_rows(tmp_path / 'd.jsonl', rows)],
-             'no task in common: first: endings; d.jsonl: samples')):
+    good, rows = harness_rows('endings')
+    written, written_rows = harness_rows('written')
+    for other, message in (
+            (written, 'needs two runs or more'),
+            (tmp_path / 'none.jsonl', 'cannot read .*/none.jsonl'),
+            (written_rows[:1], 'a.jsonl: no multiple-choice questions of lm_eval --log_samples'),
+            ([rows[0], rows[1] | {'acc': 0.5}],
+             "a.jsonl:2: its target, '1', is not the only right option"),
+            ([rows[0], rows[1] | {'filtered_resps': [['nan', 'x'], ['-1', 'x']], 'acc': 0.0}],
+             'a.jsonl:2: the log-probabilities are .nan, -1.0'),
+            (rows, 'no task in common: first: endings; a.jsonl: samples')):
+        if isinstance(other, list):
+            other = write_rows(tmp_path / 'a.jsonl', other)
         with pytest.raises((ConfigError, DataError), match=message):
-            run_compare(*sources, f'--out_dir={tmp_path / "out"}')
+            compare_csv_of([good, other], tmp_path / 'out')

@@ -3,6 +3,7 @@
 import itertools
 import math
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,8 +29,7 @@ def value_and_grade(function, sample):
 
 
 @pytest.mark.parametrize('keys, share, correct, greedy_share', [
-    ('aaab', 0.75, True, 0.75), ('bbba', 0.75, False, 0.25), ('abab', 0.5, True, 0.5),
-    ('baba', 0.5, False, 0.5), ((None, None, None, 'a'), 0.25, False, 0.25),
+    ('aaab', 0.75, True, 0.75), ('bbba', 0.75, False, 0.25), ('baba', 0.5, False, 0.5),
     ((None,) * 4, 0.25, False, 0.0), ((None, 'a', 'a', None), 0.5, True, 0.5)])
 def test_agreement_is_the_share_of_the_largest_class(keys, share, correct, greedy_share):
     sample = sample_of(*keys)
@@ -56,15 +56,14 @@ def test_confidences_from_the_tokens_of_an_answer():
 
 
 @pytest.mark.parametrize('text, value', [
-    ('.8', 0.8), ('0.80', 0.8), ('80%', 0.8), ('80 %', 0.8), ('80/100', 0.8), ('1', 1.0),
-    ('0', 0.0), ('1.', 1.0), ('95', None), ('very likely', None), ('1%', 0.01),
-    ('7/0', None), ('', None), ('-0.5', None), ('1e-3', 0.001), ('0,8', None), ('1,000', None),
-    ('1.2.3', None), ('0.7, I think', 0.7), ('0.7.', 0.7), ('1 percent', 0.01), ('90-95%', None),
-    ('between 0 and 1', None), ('a number from 0.0 to 1.0', None), ('0-1', None), ('[0, 1]', None),
+    ('.8', 0.8), ('80 %', 0.8), ('80/100', 0.8), ('0', 0.0), ('1.', 1.0), ('95', None),
+    ('very likely', None), ('7/0', None), ('-0.5', None), ('1e-3', 0.001), ('0,8', None),
+    ('1,000', None), ('1.2.3', None), ('0.7, I think', 0.7), ('0.7.', 0.7), ('1 percent', 0.01),
+    ('90-95%', None), ('a number from 0.0 to 1.0', None), ('[0, 1]', None),
     ('0% to 100%', None), ('0 < p < 1', None), ('between 0 and 1, so 0.85', 0.85), ('50/50', None),
     ('on a scale of 0.0-1.0: 0.9', 0.9), ('0.8 (between 0 and 1)', 0.8), ('0.7 to 0.9', None),
     ('between 80% and 90%', None), ('9 in 10', 0.9), ('80\\%', 0.8), ('p of H2O: 0.7', 0.7),
-    ('1 out of 4', 0.25), ('1 Out of 4', 0.25), ('8 / 10', 0.8), ('about 1.', 1.0)])
+    ('1 Out of 4', 0.25)])
 def test_stated_probabilities_are_parsed(text, value):
     assert confidence.parse_probability(text) == value
     sample = sample_of('a')
@@ -74,51 +73,45 @@ def test_stated_probabilities_are_parsed(text, value):
     assert confidence.stated(sample)[0] is None
 
 
+def span_of(text, tokens, decode, log_probs, task='qa'):
+    """Return (span, its log-probability) of an answer whose tokens `decode` turns into text."""
+    answer = generate.Answer(0, 0, tokens, log_probs, text=text)
+    span = written_tasks.span(answer, WRITTEN_TASKS[task],
+                              SimpleNamespace(decode=lambda tokens, start: decode(tokens)))
+    return span['span'], span['span_log_prob']
+
+
 @pytest.mark.parametrize('task, text, begin', [
     ('qa', 'Paris. Paris is right.', 0), ('qa', 'Answer: Rome', 8),
     ('gsm8k', '<think>5, or 6</think> #### 5 and 15', 28),
-    ('gsm8k', r'So 1{,}000 or 1{,}000', 14),
-    ('gsm8k', '5 + 10 = 15 #### 5 and 15', 17), ('gsm8k', 'So 5, or 15, or 5', 16)])
+    ('gsm8k', r'So 1{,}000 or 1{,}000', 14), ('gsm8k', 'So 5, or 15, or 5', 16)])
 def test_the_span_is_where_the_answer_was_extracted(task, text, begin):
-    class Characters:
-        def decode(self, tokens, start):
-            return ''.join(map(chr, tokens))
     log_probs = [-float(i) for i in range(len(text))]
-    answer = generate.Answer(0, 0, [*map(ord, text)], log_probs, text=text)
-    span = written_tasks.span(answer, WRITTEN_TASKS[task], Characters())
-    assert span['span_log_prob'] == sum(log_probs[begin:begin + len(span['span'])])
+    span, log_prob = span_of(text, [*text], ''.join, log_probs, task)
+    assert log_prob == sum(log_probs[begin:begin + len(span)])
 
 
 @pytest.mark.parametrize('text', ['\\boxed{' * 10_000, '1,' * 5000 + '1', pytest.param(
     '5 ' * 20_000, marks=pytest.mark.slow)])
 def test_a_text_that_repeats_itself_is_graded_in_seconds(text):
-    class Characters:
-        def decode(self, tokens, start):
-            return text[:len(tokens)]
-    begun, rule = time.process_time(), WRITTEN_TASKS['math500']
-    assert not rule.grade(text, ['7'])['correct']
-    written_tasks.span(generate.Answer(0, 0, [*text], [0.0] * len(text), text=text), rule,
-                    Characters())
+    begun = time.process_time()
+    assert not WRITTEN_TASKS['math500'].grade(text, ['7'])['correct']
+    span_of(text, [*text], lambda tokens: text[:len(tokens)], [0.0] * len(text), 'math500')
     assert time.process_time() - begun < 10
 
 
 @pytest.mark.parametrize('text, begin, end', [
     ('ß', 0, 1), (' 日本\n', 1, 3), ('It is café. Yes', 0, 10), ('Answer: 東京都', 8, 11),
     ('a日 👩\u200d👧!', 0, 7), ('Answer: x\u0301.', 8, 11)])
-@pytest.mark.parametrize('size', [1, 2, 3, 5])
+@pytest.mark.parametrize('size', [1, 2, 5])
 def test_the_span_holds_all_tokens_of_its_characters(text, begin, end, size):
     """A token is `size` bytes, so that characters begin and end inside tokens."""
-    class Bytes:
-        def decode(self, tokens, start):
-            return b''.join(tokens).decode('utf-8', 'replace')
     whole = text.encode()
     tokens = [whole[i:i + size] for i in range(0, len(whole), size)]
     log_probs = [-float(2 ** i) for i in range(len(tokens))]
-    answer = generate.Answer(0, 0, tokens, log_probs, text=text)
-    span = written_tasks.span(answer, WRITTEN_TASKS['qa'], Bytes())
-    assert span['span'] == text[begin:end]
     first, last = len(text[:begin].encode()) // size, (len(text[:end].encode()) - 1) // size
-    assert span['span_log_prob'] == sum(log_probs[first:last + 1])
+    assert span_of(text, tokens, lambda x: b''.join(x).decode('utf-8', 'replace'), log_probs) == (
+        text[begin:end], sum(log_probs[first:last + 1]))
 
 
 @pytest.mark.slow
@@ -142,18 +135,19 @@ def test_the_ece_floor_is_that_of_a_calibrated_model():
 
 def test_the_share_of_right_answers_is_left_out_if_there_are_none():
     answer = {'answer': None, 'correct': False, 'strict': False, 'reason': 'max_tokens'}
-    written = confidence.shares([{'greedy': answer, 'answers': [answer] * 2}])
-    text = '\n'.join(confidence.notes({'written': written}))
+
+    def notes(answers, **more):
+        written = confidence.shares([{'greedy': answer, 'answers': answers}])
+        return '\n'.join(confidence.notes({'written': written | more}))
+
+    text = notes([answer] * 2)
     assert 'from 1.000 of them' in text and 'nan' not in text and 'pass@' not in text
-    right = answer | {'correct': True}
-    written = confidence.shares([{'greedy': answer, 'answers': [right, *[answer] * 5]}] * 2)
-    assert 'samples right: pass@5 = 0.833' in '\n'.join(confidence.notes({'written': written}))
-    text = '\n'.join(confidence.notes({'written': written | {
-        'no_answer': 0.5, 'accuracy_of_answered': 0.25}}))
-    assert 'of those with an answer 0.250' in text
+    text = notes([answer | {'correct': True}, *[answer] * 5], no_answer=0.5,
+                 accuracy_of_answered=0.25)
+    assert 'samples right: pass@5 = 0.833' in text and 'of those with an answer 0.250' in text
 
 
-@pytest.mark.parametrize('n, right', [(1, 0), (5, 2), (6, 6), (7, 1)])
+@pytest.mark.parametrize('n, right', [(5, 2), (6, 6), (7, 1)])
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(n, right):
     answers = [{'correct': i < right} for i in range(n)]
     for k in range(1, n + 1):

@@ -187,18 +187,6 @@ def test_help_and_misspelled_keys_load_no_torch(program):
         assert code == 0 or 'Traceback' not in done.stderr
 
 
-def test_a_config_of_an_earlier_version_says_by_its_own_keys_how_to_evaluate(tmp_path):
-    path = tmp_path / 'train_config.py'
-    path.write_text("eval = {'preset': 'harness', 'temperature': 'fit', 'passes': 0, 'shots': 0}\n")
-    report = load_config(train.TrainConfig, [str(path)]).eval
-    assert (report.prompt_format, report.fit_temperature, report.shots) == ('harness', True, 0)
-    path.write_text("eval = {'temperature': 'none'}\n")
-    assert load_config(train.TrainConfig, [str(path)]).eval.fit_temperature is False
-    path.write_text("eval = {'passes': 3}\n")
-    with pytest.raises(ConfigError, match='eval: passes, .* is no longer computed; leave it out'):
-        load_config(train.TrainConfig, [str(path)])
-
-
 # A script as the real ones are; `body` is its main part.
 SCRIPT = """
 from runtime import cli

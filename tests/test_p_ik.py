@@ -40,25 +40,17 @@ def test_p_ik_is_a_cross_validated_ridge_logistic_regression(n, dimensions):
     states = rng.normal(size=(n, dimensions)) * rng.uniform(0.1, 30, dimensions) + 5
     shares = rng.binomial(8, 1 / (1 + np.exp(-2 * (states[:, 0] - 5)))) / 8
     groups = [f'{i:03}' for i in rng.permutation(n)]
-    order = sorted(range(n), key=lambda i: (shares[i], groups[i]))
-    ranks = {i: rank for rank, i in enumerate(order)}
     x = (states - states.mean(0)) / states.std(0) / math.sqrt(dimensions)
-    expected, folds = np.empty(n), np.array([ranks[i] % 5 for i in range(n)])
+    expected, folds = np.empty(n), np.empty(n, int)
+    folds[sorted(range(n), key=lambda i: (shares[i], groups[i]))] = np.arange(n) % 5
     for fold in range(5):
-        losses = {}
+        test, chosen = folds == fold, folds == (fold + 1) % 5
+        rest, y, losses = ~test & ~chosen, shares[chosen], {}
         for penalty in p_ik_probe.PENALTIES:
-            p, y = [], []
-            fit = least_loss(x[(folds != fold) & (folds != (fold + 1) % 5)],
-                             shares[(folds != fold) & (folds != (fold + 1) % 5)], penalty)
-            for i in np.flatnonzero(folds == (fold + 1) % 5):
-                p.append(float(fit(x[i])[0]))
-                y.append(shares[i])
-            losses[penalty] = -np.mean([s * math.log(c) + (1 - s) * math.log(1 - c)
-                                        for c, s in zip(p, y, strict=True)])
+            p = least_loss(x[rest], shares[rest], penalty)(x[chosen])
+            losses[penalty] = -np.mean(y * np.log(p) + (1 - y) * np.log(1 - p))
         best = min(losses, key=losses.get)
-        fit = least_loss(x[folds != fold], shares[folds != fold], best)
-        for i in np.flatnonzero(folds == fold):
-            expected[i] = fit(x[i])[0]
+        expected[test] = least_loss(x[~test], shares[~test], best)(x[test])
     np.testing.assert_allclose(p_ik_probe.cross_validated(states, shares, groups), expected,
                                atol=2e-5)
 
@@ -94,10 +86,9 @@ def test_p_ik_of_what_is_always_or_never_right(shares):
 
 @pytest.mark.parametrize('change, message', [
     *[({'answers': wrong}, '"answers" must be a list of answers, whose "correct" is true or false')
-      for wrong in ([{'correct': 'no'}], [{'correct': 1}], [{}], [5], [], 'x', {'correct': True})],
-    ({'task': ['qa']}, '"task" is not text but list'), ({'id': {}}, '"id" is not text'),
-    ({'language': None}, '"language" is missing'), ({'subject': 3}, '"subject" is not text'),
-    ({'context': None}, '"context" is missing'), ({'context': '\ud800'}, 'not valid Unicode')])
+      for wrong in ([{'correct': 1}], [5], [], 'x')],
+    ({'task': ['qa']}, '"task" is not text but list'),
+    ({'language': None}, '"language" is missing'), ({'context': '\ud800'}, 'not valid Unicode')])
 def test_a_malformed_sample_of_p_ik_is_a_bad_row(tmp_path, change, message):
     good = {'task': 'qa', 'language': '', 'id': '0', 'greedy': {}, 'subject': '',
             'context': 'Who?\nAnswer:', 'answers': [{'correct': False}]}

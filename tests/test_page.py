@@ -17,21 +17,15 @@ from results import compare, page
 HOSTILE = '</script><script>alert(1)</script> <!--rows--> <b>bold</b> &amp; "quoted" ```\\u003c $x'
 BROWSER = next(filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))),
                None)
-VERSIONS = {'nanocal': '1.2.3', 'python': '3', 'torch': '2', 'numpy': '2', 'device': ''}
 
 
-def questions(n, seed=0, **more):
+def questions(n, **more):
     """Samples of n questions with random probabilities."""
-    rng = np.random.default_rng(seed)
-    samples = []
-    for i in range(n):
-        log_probs = np.log(rng.dirichlet(np.ones(3)))
-        samples.append({'task': 'mmlu', 'split': 'test', 'language': '', 'id': f'{i}',
-                        'prompt': 'p', 'subject': f'subject {i % 2}', 'category': '',
-                        'context': f'question {i}?', 'answer': int(rng.integers(3)),
-                        'options': [' A', ' B', ' C'], 'log_probs': log_probs.tolist(),
-                        'n_tokens': [1, 1, 1]} | more)
-    return samples
+    rng = np.random.default_rng(0)
+    return [{'task': 'mmlu', 'split': 'test', 'language': '', 'id': f'{i}', 'prompt': 'p',
+             'subject': f'subject {i % 2}', 'context': f'question {i}?',
+             'answer': int(rng.integers(3)), 'options': [' A', ' B', ' C'], 'n_tokens': [1, 1, 1],
+             'log_probs': np.log(rng.dirichlet(np.ones(3))).tolist()} | more for i in range(n)]
 
 
 def tokens(n, task='clm'):
@@ -47,14 +41,15 @@ def rows_of(**samples):
     return page.to_read(results, samples)
 
 
-def write(folder, rows, **config):
+def write(folder, rows):
     """Write report.html of `rows` and return its text."""
     report = metrics.report(np.array([[0.9, 0.1], [0.8, 0.2]]), np.array([0, 1]))
     result = {'distribution': '<0 shots>', 'norm': 'token', 'option_mass': 0.9, 'pooled': report,
               'subjects': {'<i>a</i>': report, 'b': report}}
-    page.write_report({'tasks': dict.fromkeys(rows, result), 'versions': VERSIONS, 'config': {
-        'model': 'some/<model>', 'device': 'cpu', 'dtype': 'float32', 'seed': 0} | config},
-        page.select(rows), [], folder)
+    config = {'model': 'some/<model>', 'device': 'cpu', 'dtype': 'float32', 'seed': 0}
+    versions = {'nanocal': '1.2.3', 'python': '3', 'device': ''}
+    page.write_report({'tasks': dict.fromkeys(rows, result), 'versions': versions,
+                       'config': config}, page.select(rows), [], folder)
     return (folder / 'report.html').read_text()
 
 
@@ -91,9 +86,9 @@ def browse(folder, text, script):
 
 def test_the_most_confident_mistakes_come_first_with_the_probabilities_of_the_metrics():
     samples = questions(50, choices=['Lyon', 'Paris', 'Bonn'])   # shown instead of options
-    rows = rows_of(mmlu=samples)['mmlu']
     by_id = {s['id']: s for s in samples}
-    assert len(rows) == 50 and {row['correct'] for row in rows} == {True, False}
+    rows = rows_of(mmlu=samples)['mmlu']
+    assert len(rows) == 50
     for row in rows:
         sample = by_id[row['id']]
         probs = np.exp(sample['log_probs'])
@@ -108,14 +103,13 @@ def test_the_most_confident_mistakes_come_first_with_the_probabilities_of_the_me
 
 def test_samples_of_older_versions_and_of_the_validation_split():
     samples = questions(6)
-    for sample in samples[:3]:
-        del sample['context']
+    del samples[0]['context']
     samples[5]['split'] = 'validation'
-    rows = page.to_read({'mmlu': {'norm': 'sum', 'pooled': {'n': 5}}}, {'mmlu': samples})['mmlu']
-    assert {row['id']: row['text'] for row in rows} == {
-        '0': '', '1': '', '2': '', '3': 'question 3?', '4': 'question 4?'}
-    # the samples have changed since the result was computed
-    assert page.to_read({'mmlu': {'norm': 'sum', 'pooled': {'n': 4}}}, {'mmlu': samples}) == {}
+    rows, none = (page.to_read({'mmlu': {'norm': 'sum', 'pooled': {'n': n}}}, {'mmlu': samples})
+                  for n in (5, 4))
+    assert none == {}       # the samples have changed since the result was computed
+    assert {row['id']: row['text'] for row in rows['mmlu']} == {
+        '0': ''} | {f'{i}': f'question {i}?' for i in range(1, 5)}
 
 
 def test_a_page_of_too_many_samples_has_some_of_every_task_and_language():
@@ -151,29 +145,24 @@ def test_a_confidence_in_written_answers_shows_the_answers_of_its_task():
 def test_results_md_ends_with_the_ten_most_confident_mistakes():
     samples = questions(60)
     for sample in samples:
-        sample['context'] = f'{HOSTILE}\n\n{"x" * 2000}\nend {sample["id"]}'
+        sample['context'] = f'{"x" * 2000}\n{HOSTILE}\nend {sample["id"]}'
     rows = rows_of(mmlu=samples, clm=tokens(4), **{'mmlu.permuted': samples})
     text = page.mistakes(rows)
     wrong = [row for row in rows['mmlu'] if not row['correct']] + rows['clm']
     wrong = sorted(wrong, key=lambda row: -row['confidence'])[:10]
     assert text.startswith('### The 10 most confident mistakes\n')
-    found = re.findall(r'^\d+\. `(.*?)`: confidence ([\d.]+), predicted `(.*?)`, right is `(.*?)`$',
+    shown = re.findall(r'^\d+\. `(.*?)`: confidence ([\d.]+), predicted `(.*?)`, right is `(.*?)`$',
                        text, re.M)
-    assert [float(confidence) for _, confidence, *_ in found] == [
-        round(row['confidence'], 3) for row in wrong]
-    for (place, _, predicted, right), row in zip(found, wrong, strict=True):
+    for (place, confidence, predicted, right), row in zip(shown, wrong, strict=True):
+        assert float(confidence) == round(row['confidence'], 3)
         assert place.endswith(row['id']) and predicted != right
         assert row['task'] == place.split(',')[0]
     assert 'mmlu.permuted' not in text
-    assert max(map(len, text.split('\n'))) < page.LONGEST + 10      # long questions are cut
-    assert page.mistakes({}) == ''
-
-
-def test_a_question_cannot_leave_its_block_of_markdown():
-    rows = rows_of(mmlu=questions(30, context=HOSTILE))
-    lines = page.mistakes(rows).split('\n')
-    assert lines.count(f'        {HOSTILE}') == 10
-    assert page._code('a ``` b') == "`a ''' b`"
+    lines = text.split('\n')
+    assert max(map(len, lines)) < page.LONGEST + 10      # long questions are cut
+    # a question cannot leave its block
+    assert lines.count(f'        {HOSTILE}') == sum(row['task'] == 'mmlu' for row in wrong)
+    assert page._code('a ``` b') == "`a ''' b`" and page.mistakes({}) == ''
 
 
 def test_text_of_a_question_is_never_markup_and_the_page_needs_no_other_file(tmp_path):
@@ -182,7 +171,7 @@ def test_text_of_a_question_is_never_markup_and_the_page_needs_no_other_file(tmp
     parsed = Parsed(write(tmp_path, rows))
     assert parsed.tags == Parsed(plain).tags and not {'link', 'iframe'} & {*parsed.tags}
     assert json.loads(parsed.content['rows']) == json.loads(json.dumps(rows['mmlu']))
-    assert 'some/<model>' in parsed.content['title'] and '<i>a</i>' in parsed.text
+    assert '<i>a</i>' in parsed.text
     assert re.search(r'some/<model>: mmlu \(\d{4}-\d\d-\d\d, nanoCal 1.2.3\)', parsed.text)
     assert '2 subjects' in parsed.text and '<!--' not in plain
     assert all(value.startswith('data:') for key, value in Parsed(plain).attributes
@@ -198,74 +187,56 @@ def test_a_page_that_fails_costs_no_numbers(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_browser_shows_markup_as_text_and_fifty_samples_at_a_time(tmp_path):
+def test_a_browser_shows_markup_as_text_filters_and_sorts(tmp_path):
     samples = questions(120, options=[f' {HOSTILE} A', ' B', ' C'])
     for i, sample in enumerate(samples):
-        sample['context'] = f'{HOSTILE} {i}'
-    text = write(tmp_path, rows_of(mmlu=samples))
+        sample['context'] = f'{HOSTILE} question {i}'
+    rows = rows_of(mmlu=samples, clm=tokens(3))
+    text = write(tmp_path, rows)
     shown = Parsed(browse(tmp_path, text, 'show(50)'))
-    assert shown.tags.count('article') == 50
-    assert '51 to 100 of 120' in shown.content['count']
-    assert shown.text.count('<b>bold</b> &amp; "quoted"') >= 100
-    assert 'b' not in shown.tags and shown.tags.count('script') == Parsed(text).tags.count(
-        'script') + 1
-
-
-@pytest.mark.slow
-def test_a_browser_filters_and_sorts(tmp_path):
-    samples = [*questions(80), *tokens(3)]
-    rows = rows_of(mmlu=samples[:80], clm=samples[80:])
+    assert shown.tags.count('article') == 50 and '51 to 100 of 123' in shown.content['count']
+    assert shown.text.count('<b>bold</b> &amp; "quoted"') >= 90 and 'b' not in shown.tags
     wanted = sorted(row['confidence'] for row in rows['mmlu'] if row['correct']
-                    and row['subject'] == 'subject 1' and '3' in row['text'])
-    shown = browse(tmp_path, write(tmp_path, rows), """
+                    and row['subject'] == 'subject 1' and 'question 3' in row['text'])
+    shown = browse(tmp_path, text, """
         form.task.value = 'mmlu'; form.subject.value = 'subject 1'; form.verdict.value = 'right';
         form.words.value = 'QUESTION 3'; form.order.value = 'low';
         form.dispatchEvent(new Event('input'));""")
     confidences = [float(x) for x in re.findall(r'>right, confidence ([\d.]+)<', shown)]
     assert len(confidences) == len(wanted) > 2 and '>wrong, confidence' not in shown
     np.testing.assert_allclose(confidences, wanted, atol=6e-4)
-    shown = browse(tmp_path, write(tmp_path, rows), "form.task.value = 'clm'; filter();")
-    assert 'predicted: mid' in ' '.join(Parsed(shown).text.split()) and '1 to 3 of 3' in shown
-
-
-@pytest.fixture(scope='module')
-def folder(tmp_path_factory):
-    """A tiny Llama, a task in two languages, and texts."""
-    folder = tmp_path_factory.mktemp('page')
-    sentencepiece_folder(folder / 'model', 'mistral')
-    reference_model('llama', folder / 'model', vocab_size=load_tokenizer(folder / 'model').n_vocab)
-    write_rows(folder / 'foxes.jsonl', [
-        {'question': f'the quick fox {i}?', 'answer': i % 3, 'choices': ['blue', 'lazy', 'old'],
-         'language': ('de', 'en')[i % 2]} for i in range(24)])
-    write_rows(folder / 'texts.jsonl', [
-        {'text': f'the quick brown fox {i} jumps over the lazy dog'} for i in range(8)])
-    return folder
-
-
-def run(folder, out, *arguments):
-    evaluate.main([f'--model={folder / "model"}', f'--out_dir={out}', '--shots=0',
-                   '--n_bootstrap=0', '--dtype=float32', *arguments])
-    return (out / 'report.html').read_text()
 
 
 @pytest.mark.slow
-def test_an_evaluation_writes_a_page_of_all_its_tasks(folder, tmp_path):
-    run(folder, tmp_path, f'--tasks={folder / "foxes.jsonl"}', '--p_true')
-    text = run(folder, tmp_path, f'--tasks=clm:{folder / "texts.jsonl"}')
+def test_an_evaluation_writes_a_page_of_all_its_tasks(tmp_path):
+    sentencepiece_folder(tmp_path / 'model', 'mistral')
+    reference_model('llama', tmp_path / 'model',
+                    vocab_size=load_tokenizer(tmp_path / 'model').n_vocab)
+    foxes = write_rows(tmp_path / 'foxes.jsonl', [
+        {'question': f'the quick fox {i}?', 'answer': i % 3, 'choices': ['blue', 'lazy', 'old'],
+         'language': ('de', 'en')[i % 2]} for i in range(24)])
+    texts = write_rows(tmp_path / 'texts.jsonl', [
+        {'text': f'the quick brown fox {i} jumps over the lazy dog'} for i in range(8)])
+
+    def run(*arguments):
+        evaluate.main([f'--model={tmp_path / "model"}', f'--out_dir={tmp_path / "out"}',
+                       '--shots=0', '--n_bootstrap=0', '--dtype=float32', *arguments])
+        return (tmp_path / 'out' / 'report.html').read_text()
+
+    run(f'--tasks={foxes}', '--p_true')
+    text = run(f'--tasks=clm:{texts}')
     rows = json.loads(Parsed(text).content['rows'])
     first = {row['task']: row for row in rows}
     assert len(rows) == 24 + 24 + 8 and len(first) == 3
     assert re.search(r'the quick fox \d+\?\nA. blue', first['foxes']['text'])
     assert 'Proposed Answer:' in first['foxes.p_true']['text']
-    for row in rows:
-        if row['task'] == 'clm':
-            whole = f'the quick brown fox {row["id"]} jumps over the lazy dog'
-            assert whole.startswith((row['text'] + row['expected']).removeprefix('<s>').strip())
-            assert row['correct'] == (row['predicted'] == row['expected'])
+    for row in [row for row in rows if row['task'] == 'clm']:
+        whole = f'the quick brown fox {row["id"]} jumps over the lazy dog'
+        assert whole.startswith((row['text'] + row['expected']).removeprefix('<s>').strip())
+        assert row['correct'] == (row['predicted'] == row['expected'])
     assert text.count('<img') == 2      # all tasks, and the languages of the first evaluation
-    assert 'most confident mistakes' in (tmp_path / 'results.md').read_text()
-    assert '<img' not in run(folder, tmp_path, f'--tasks={folder / "foxes.jsonl"}',
-                             '--pictures=False')
+    assert 'most confident mistakes' in (tmp_path / 'out' / 'results.md').read_text()
+    assert '<img' not in run(f'--tasks={foxes}', '--pictures=False')
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import gzip
 import importlib.util
 import io
+import itertools
 import json
 import re
 import subprocess
@@ -56,20 +57,17 @@ def test_a_report_per_task_of_rows_of_any_form(tmp_path):
     chance = stats.consistency_test([0.7, p[0] / p.sum()], [True, False], n_resamples=100)
     assert f' has an ECE of {chance["expected"]:.4f} on average, up to {chance["p95"]:.4f} in' in (
         done.stdout)
-    write_rows(path, [{'log_probs': [-80.0, -2.0], 'answer': 0}])
-    assert values(run_metrics(path))['nll'] == '78.0000'
     write_rows(path, [{'confidence': 0.6, 'correct': True, 'task': 'Sprachmodell ü'},
-                      {'probs': [1.0], 'answer': 0, 'task': 'mmlu'},
+                      {'log_probs': [-80.0, -2.0], 'answer': 0, 'task': 'mmlu'},
                       {'confidence': 0.6, 'correct': 0, 'task': 'Sprachmodell ü'}])
     done = run_metrics(path)
     assert done.stdout.startswith('Sprachmodell ü\nn  ') and '\nmmlu\nn  ' in done.stdout
+    assert values(done)['nll'] == '78.0000'
     packed = tmp_path / 'samples.jsonl.gz'
     packed.write_bytes(gzip.compress(path.read_bytes()))
     assert run_metrics(packed).stdout == done.stdout
     packed.write_bytes(packed.read_bytes()[:-9])
     assert run_metrics(packed).stderr.startswith(f'error: {packed}: Compressed file ended')
-    packed.write_bytes(path.read_bytes())
-    assert run_metrics(packed).stderr.startswith(f'error: {packed}: Not a gzipped file')
 
 
 def test_of_the_samples_of_evaluate_only_the_latest_of_a_question_counts(tmp_path):
@@ -113,39 +111,28 @@ def test_the_program_says_how_it_is_called_and_which_file_is_missing(tmp_path):
     done = run_metrics('--help')
     assert done.returncode == 0 and done.stdout.startswith('usage: metrics.py')
     assert '{"probs": [0.7, 0.2, 0.1], "answer": 0}' in done.stdout
-    assert 'example: python metrics.py ' in done.stdout
-    missing = run_metrics(tmp_path / 'none.jsonl')
-    assert (missing.returncode, missing.stderr) == (
-        1, f'error: {tmp_path / "none.jsonl"}: No such file or directory\n')
-    folder = run_metrics(tmp_path)
-    assert folder.returncode == 1 and folder.stderr.endswith('; name a file in it, such as '
-                                                             'samples.jsonl\n')
+    for path, message in ((tmp_path / 'none.jsonl', 'No such file or directory'),
+                          (tmp_path, 'Is a directory; name a file in it, such as samples.jsonl')):
+        done = run_metrics(path)
+        assert (done.returncode, done.stderr) == (1, f'error: {path}: {message}\n')
 
 
 @pytest.mark.parametrize('lines, message', [
     ('{"probs": [0.7, 0.3], "answer": 0}\n{"probs": [1]}', '2: answer must be the index'),
     ('\n{"confidence": 0.6, "correct": "false"}', "2: correct must be true or false, not 'false'"),
-    ('{"confidence": 0.6, "correct": 2}', '1: correct must be true or false, not 2'),
     ('{"confidence": true, "correct": true}', '1: confidence must be numbers'),
     ('{"confidence": 1.6, "correct": true}', '1: confidence is 1.6, not from 0 to 1'),
     ('{"confidence": 0.6, "correct": true}\n{"probs": [0.5, 0.5], "answer": 0}',
      '2: probs, but the task begins with confidence'),
-    ('{"probs": [0.5, 0.5], "answer": 0}\n{"confidence": 0.6, "correct": true}',
-     '2: confidence, but the task begins with probs'),
     ('{"probs": [1.0], "answer": 0, "split": "validation"}', ' no row to score'),
     ('{"probs": [0.5, 0.5], "answer": 0}\n\n{"probs": [0.9, 0.5], "answer": 0}',
      '3: probabilities sum to 1.4'),
-    ('{"probs": [0.5, 0.5], "answer": 1}\n{"probs": [1.0], "answer": 1}',
-     '2: label 1 is not one of the options 0 to 0'),
     ('{"probs": [0.5, 0.5], "answer": true}', '1: answer must be the index'),
-    ('{"probs": ["0.5", "0.5"], "answer": 1}', '1: probs must be numbers'),
     ('{"log_probs": [-1, NaN], "answer": 0}', '1: the largest score is nan'),
     ('{"log_probs": [-1, -Infinity], "answer": 1}', '1: label 1 has the score -inf'),
     ('{"log_probs": [-1, -2], "answer": 1, "n_tokens": [1, 0]}', '1: n_tokens must be'),
-    ('{"log_probs": [-1, -1e308], "answer": 0}', '1: log_probs must be below 1e300 in magnitude'),
     ('{"probs": [1%s], "answer": 0}' % ('0' * 400), '1: int too large'),
-    ('[1]', '1: not a JSON object: [1]'), ('null', '1: not a JSON object: None'),
-    ('{}', '1: probs must be numbers, not None'),
+    ('null', '1: not a JSON object: None'), ('{}', '1: probs must be numbers, not None'),
     ('{"probs": [1.0', '1: Expecting'), ('\xff\xfe', "1: 'utf"),
 ])
 def test_the_program_names_the_line(tmp_path, lines, message):
@@ -221,23 +208,18 @@ def test_lm_eval_files_that_cannot_be_measured(tmp_path):
         done = run_metrics(harness_rows(task)[0])
         assert done.returncode == 1 and not done.stdout and done.stderr.count('\n') == 1
         assert re.search(rf'samples_{task}_.*jsonl:1: {message}', done.stderr), done.stderr
-    _, rows = harness_rows('endings')
-    for change, message in (        # the first as in truthfulqa_mc2
-                            ({'acc': 0.37}, "target, '0', is not the only right"),
-                            ({'target': '3'}, "target, '3', is not the only right"),
-                            ({'target': '-100'}, "target, '-100', is not the only"),
-                            ({'arguments': [['a', ' b']]}, '3 results of 1 calls'),
-                            ({'arguments': [7] * 3}, 'not a line that lm_eval'),
-                            ({'filtered_resps': None}, 'not a line that lm_eval'),
-                            ({'filtered_resps': [['nan', 'False']] * 3, 'acc': 1.0},
-                             'largest score is nan')):
-        path = write_rows(tmp_path / 'mine.jsonl', [rows[0], rows[0] | change])
-        done = run_metrics(path)
-        assert done.returncode == 1 and f'{path}:2: ' in done.stderr and message in done.stderr
-    row = harness_rows('gaps')[1][0]
-    del row['acc']
-    assert "not a line that lm_eval --log_samples wrote (KeyError('acc'))" in run_metrics(
-        write_rows(tmp_path / 'mine.jsonl', [row])).stderr
+    endings, gap = harness_rows('endings')[1][0], harness_rows('gaps')[1][0]
+    del gap['acc']
+    for change, message in (
+            ({'acc': 0.37}, "target, '0', is not the only right"),      # as in truthfulqa_mc2
+            ({'target': '3'}, "target, '3', is not the only right"),
+            ({'arguments': [['a', ' b']]}, '3 results of 1 calls'),
+            ({'filtered_resps': None}, 'not a line that lm_eval'),
+            (gap, "not a line that lm_eval --log_samples wrote (KeyError('acc'))"),
+            ({'filtered_resps': [['nan', 'False']] * 3, 'acc': 1.0}, 'largest score is nan')):
+        row = change if change is gap else endings | change
+        done = run_metrics(write_rows(tmp_path / 'mine.jsonl', [endings, row]))
+        assert done.returncode == 1 and 'mine.jsonl:2: ' in done.stderr and message in done.stderr
 
 
 def of_version(row, version):
@@ -253,13 +235,10 @@ def of_version(row, version):
     return row
 
 
-@pytest.mark.parametrize('task', ['endings', 'gaps', 'named', 'trivia_animals', 'against_nothing'])
-def test_lines_of_older_versions_of_lm_eval_are_read_as_those_of_this_one(task):
-    for row in harness_rows(task)[1]:
-        for version in (2, 3, 5):
-            old = of_version(row, version)
-            for norm in prediction_files.NORMS:
-                assert harness_sample(old, norm) == harness_sample(row, norm)
+def test_lines_of_older_versions_of_lm_eval_are_read_as_those_of_this_one():
+    for task in ('endings', 'gaps', 'named', 'against_nothing'):
+        for row, version in itertools.product(harness_rows(task)[1], (2, 3, 5)):
+            assert harness_sample(of_version(row, version), 'char') == harness_sample(row, 'char')
 
 
 def write_old(folder, task, rows):
@@ -299,9 +278,8 @@ def test_a_repeated_question_of_lm_eval_counts_once(tmp_path):
         return run_metrics(write_rows(tmp_path / 'mine.jsonl', rows))
 
     by_filter = [row | {'filter': name} for row in rows for name in ('none', 'custom')]
-    for repeated in (by_filter, rows + rows, rows + [of_version(row, 2) for row in rows]):
+    for repeated in (by_filter, rows + [of_version(row, 2) for row in rows]):
         assert report_of(repeated).stdout.splitlines()[1:] == once
-    assert run_metrics(path, path).stdout.splitlines()[1:] == once
     other = rows[1] | {'filtered_resps': rows[1]['filtered_resps'][::-1],
                        'acc': 1 - rows[1]['acc']}
     for change, why in (({'filter': 'custom'}, 'of the filters none and custom; keep the lines'),
@@ -313,15 +291,13 @@ def test_a_repeated_question_of_lm_eval_counts_once(tmp_path):
     assert report_of(several).stdout.splitlines()[1].split() == ['n', '8']
 
 
-@pytest.mark.parametrize('target, answer', [([1], 1), ('[1]', 1), ([1.0], None), (1, 1), ('1', 1),
-                                            ("['six']", 1), (['six'], 1), ([1, 2], None),
-                                            ('[1, 2]', None), ([], None), ('[]', None),
-                                            ('[x', None), (None, None), (4, None), (-100, None)])
+@pytest.mark.parametrize('target, answer', [
+    ([1], 1), ('[1]', 1), (1, 1), ("['six']", 1), ([1.0], None), ([1, 2], None), ('[]', None),
+    ('[x', None), (None, None), (-100, None)])
 def test_a_list_with_one_target_of_lm_eval_is_that_target(target, answer):
     row = next(row for row in harness_rows('trivia_animals')[1] if row['doc_id'] == 0)
-    words = row['doc']['choices']
     row['arguments'] = {key: call | {'arg_1': f' {word}'} for (key, call), word in zip(
-        row['arguments'].items(), words, strict=True)}
+        row['arguments'].items(), row['doc']['choices'], strict=True)}
     top = int(np.argmax([float(x) for x, _ in row['filtered_resps']]))
     row |= {'target': target, 'acc': float(top == 1)}
     if answer is None:
@@ -339,4 +315,3 @@ def test_lm_eval_files_of_two_models_are_not_mixed():
     assert sorted(re.sub(', .*: ', ' ', lines[i].split('/')[-1]) for i in titles) == [
         'first trivia', 'second trivia']
     assert all(lines[i + 1].split() == ['n', '6'] for i in titles)
-

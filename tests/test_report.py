@@ -49,22 +49,16 @@ def test_parallel_map_forks_only_if_it_is_worth_it(monkeypatch):
 def test_a_repeated_sample_counts_once(tmp_path):
     path = write_rows(tmp_path / 'samples.jsonl', [question(0), question(1), question(0)])
     assert samples.read_samples(path) == [question(0), question(1)]
-    # another prompt is another question: the last one counts
-    write_rows(path, [question(0), question(1), question(0, prompt='new')])
-    assert len(samples.read_samples(path)) == 3
-    assert samples.latest_samples(samples.read_samples(path)) == [
-        question(1), question(0, prompt='new')]
-    # asked once more with the first prompt: what is scored now counts, to its last digits
-    again = question(0, log_probs=[-1.00001, -2.0])
-    write_rows(path, [question(0), question(0, prompt='new'), again])
-    assert samples.latest_samples(samples.read_samples(path)) == [again]
-    write_rows(path, [question(0), question(1), question(0, log_probs=[-1.5, -2.0])])
+    # another prompt is another question: the last one counts, also if it was asked before
+    new, again = question(0, prompt='new'), question(0, log_probs=[-1.00001, -2.0])
+    for rows, latest in (([question(0), question(1), new], [question(1), new]),
+                         ([question(0), new, again], [again])):
+        write_rows(path, rows)
+        assert samples.read_samples(path) == rows
+        assert samples.latest_samples(rows) == latest
+    write_rows(path, [question(0), question(1), again])
     with pytest.raises(DataError, match=r'samples.jsonl:3: differs from .*samples.jsonl:1, .*q0'):
         samples.read_samples(path)
-
-
-def without(row, key):
-    return {k: v for k, v in row.items() if k != key}
 
 
 def with_answers(**wrong):
@@ -72,40 +66,29 @@ def with_answers(**wrong):
 
 
 WRONG_SAMPLES = [
-    ([1], 'no JSON object'), (None, 'no JSON object'), ({'task': 'mmlu'}, 'id must be text'),
-    (without(TOKEN, 'prompt'), 'prompt must be text, not None'),
-    (without(TOKEN, 'entropy'), 'entropy must be a finite number'),
+    ([1], 'no JSON object'), ({'task': 'mmlu'}, 'id must be text, not None'),
     *((TOKEN | wrong, message) for wrong, message in (
-        ({'text': 1}, 'text must be text'), ({'of': 0}, 'of must be a whole number'),
-        ({'confidence': '0.5'}, 'confidence must be a finite number'),
-        ({'confidence': 1.5}, 'confidence must be a finite number from 0 to 1'),
+        ({'of': 0}, 'of must be a whole number'), ({'text': 1}, 'text must be text'),
+        ({'confidence': '0.5'}, 'confidence must be a number from 0 to 1'),
+        ({'confidence': 1.5}, 'confidence must be a number from 0 to 1'),
         ({'correct': 1}, 'correct must be true or false'),
         ({'log_prob': -10**400}, 'log_prob must be a finite number'),
         ({'log_prob': 0.5}, 'log_prob must be a finite number of at most 0'),
-        ({'entropy': float('nan')}, 'entropy must be a finite number'),
-        ({'entropy': -1.0}, 'entropy must be a finite number of at least 0'),
-        ({'greedy': WRITTEN, 'answers': []}, 'answers must be a list of answers'),
-        ({'greedy': WRITTEN, 'answers': [5]}, 'answers must be a list of answers'),
-        ({'greedy': None, 'answers': [WRITTEN]}, 'greedy must be an answer'),
+        ({'entropy': float('nan')}, 'entropy must be a finite number of at least 0'),
+        ({'greedy': WRITTEN, 'answers': []}, 'answers must be a list, each an object'),
+        ({'greedy': None, 'answers': [WRITTEN]}, 'greedy must be an object'),
         ({'confidence': None, 'greedy': {'text': 5}}, 'in an answer, text must be text'))),
     *((with_answers(**{key: value}), f'in an answer, {key} must be') for key, value in (
-        ('correct', 'no'), ('strict', 1), ('log_prob', 1.0), ('mean_prob', 2), ('n_tokens', 0),
-        ('key', []), ('answer', ['x']), ('reason', 3))),
+        ('strict', 1), ('mean_prob', 2), ('n_tokens', 0), ('key', []), ('reason', 3))),
     *((question(**wrong), message) for wrong, message in (
-        ({'split': 1}, 'split must be text'), ({'category': 3}, 'category must be text'),
         ({'log_probs': [-1.0]}, 'differ in length'),
-        ({'log_probs': [None, -1.0]}, 'log_probs must be a list of numbers, finite'),
-        ({'log_probs': [-1e308, -1.0]}, 'finite and at most 0'),
-        ({'log_probs': [float('nan'), -1.0]}, 'finite and at most 0, not .nan'),
+        ({'log_probs': [None, -1.0]}, 'log_probs must be a list, each a finite number'),
         ({'log_probs': [0.5, -1.0]}, 'at most 0, not .0.5'),
-        ({'n_tokens': None}, 'n_tokens must be a list of whole numbers, 1 or more, not None'),
-        ({'n_tokens': [0, 1]}, 'whole numbers, 1 or more, not .0, 1.'),
-        ({'options': [1, 2]}, 'options must be a list of text'),
-        ({'answer': 2}, 'answer must be the index'), ({'answer': -1}, 'answer must be'),
-        ({'answer': True}, 'answer must be the index'),
-        ({'orders': []}, 'orders must be a list of orders'),
+        ({'n_tokens': [0, 1]}, 'each a whole number, 1 or more, not .0, 1.'),
+        ({'answer': 2}, 'answer is too large'), ({'answer': True}, 'answer must be the index'),
+        ({'orders': []}, 'orders must be a list, each an object'),
         ({'orders': [{'order': [0, 0]}]}, 'order must have the index of each option'),
-        ({'orders': [{'order': [1, 0], 'log_probs': [1, 1]}]}, 'finite and at most 0')))]
+        ({'orders': [{'order': [1, 0], 'log_probs': [1, 1]}]}, 'log_probs must be a list')))]
 
 
 def test_a_damaged_or_edited_sample_is_named_with_its_line(tmp_path):
@@ -114,9 +97,6 @@ def test_a_damaged_or_edited_sample_is_named_with_its_line(tmp_path):
         message = rf'samples.jsonl:2: not a sample that evaluate.py wrote: .*{reason}.*; delete'
         with pytest.raises(DataError, match=message):
             samples.read_samples(path)
-    path.write_text('[' * 100_000 + ']' * 100_000 + '\n')
-    with pytest.raises(DataError, match='samples.jsonl:1: broken JSON'):
-        samples.read_samples(path)
 
 
 def test_metrics_are_computed_again_if_their_code_changed(monkeypatch, capsys):
@@ -133,19 +113,16 @@ def test_metrics_are_computed_again_if_their_code_changed(monkeypatch, capsys):
 
 
 def test_only_a_cut_line_is_left_out(tmp_path):
-    path = write_rows(tmp_path / 'samples.jsonl', [question(0), TOKEN])
-    path.write_text(path.read_text() + '{"task": "mm')
-    assert len(samples.read_samples(path)) == 2
-    path.write_text(path.read_text() + '\n')
-    with pytest.raises(DataError, match='samples.jsonl:3: broken JSON'):
-        samples.read_samples(path)
-    write_rows(path, [question(0)])
-    path.write_bytes(path.read_bytes() + '{"id": "ä'.encode()[:-1])     # cut inside a character
-    assert len(samples.read_samples(path)) == 1
-    path.write_text('{"task": "mm')
-    assert samples.read_samples(path) == []
-    path.write_text('')
-    assert samples.read_samples(path) == []
+    path = write_rows(tmp_path / 'samples.jsonl', [question(0)])
+    whole = path.read_bytes()
+    for text, n in ((whole + b'{"task": "mm', 1), (whole + '{"id": "ä'.encode()[:-1], 1),
+                    (b'{"task": "mm', 0), (b'', 0)):
+        path.write_bytes(text)
+        assert len(samples.read_samples(path)) == n
+    for text in (whole + b'{"task": "mm\n', whole + b'[' * 100_000 + b']' * 100_000 + b'\n'):
+        path.write_bytes(text)
+        with pytest.raises(DataError, match='samples.jsonl:2: broken JSON'):
+            samples.read_samples(path)
 
 
 @pytest.mark.parametrize('n, has_interval', [(9999, False), (10_000, True)])
@@ -154,66 +131,62 @@ def test_metrics_have_intervals_from_the_rows_at_which_they_hold(n, has_interval
     confidence = random.random(n)
     group = report.Predictions(confidence, random.random(n) < confidence)
     reports, resampled = report.measure({'': group}, 40, 0)
-    found = reports['']['intervals']
-    assert 'mce' in reports[''] and 'mce' not in found
-    assert ('rmsce' in found) == ('mad' in found) == has_interval and 'ece' in found
-    assert found['accuracy'] == pytest.approx(np.percentile(
+    ends = reports['']['intervals']
+    assert 'mce' in reports[''] and 'mce' not in ends
+    assert ('rmsce' in ends) == ('mad' in ends) == has_interval and 'ece' in ends
+    assert ends['accuracy'] == pytest.approx(np.percentile(
         resampled['']['accuracy'], (2.5, 97.5)).tolist(), abs=1e-12)
-
-
-@pytest.mark.parametrize('n, has_interval', [(1, False), (9, False), (10, True)])
-def test_a_mean_over_small_groups_has_no_interval(n, has_interval):
-    questions = [question(i, id=f'{subject}{i}', subject=subject, answer=(i + len(subject)) % 2)
-                 for subject, count in (('law', 40), ('logic', n)) for i in range(count)]
-    macro = report.summarize(questions, 'token', n_bootstrap=50)['macro']
+    # a mean over small groups has none
+    n = 10 if has_interval else 9
+    rows = [question(i, id=f'{subject}{i}', subject=subject, answer=(i + len(subject)) % 2)
+            for subject, count in (('law', 40), ('logic', n)) for i in range(count)]
+    macro = report.summarize(rows, 'token', n_bootstrap=50)['macro']
     assert ('intervals' in macro) == has_interval
     assert [*report.cells([('macro', macro)])[0]].count('95 % interval') == has_interval
 
 
 def test_nll_of_sums_is_not_clipped():
     """Options of hundreds of nats: NLL from the log-probabilities, pooled, resampled and scaled."""
-    samples = [question(i, log_probs=[-100.0 - i, -2.0], answer=i % 2) for i in range(8)]
+    rows = [question(i, log_probs=[-100.0 - i, -2.0], answer=i % 2) for i in range(8)]
+    summary = report.summarize(rows, 'sum', n_bootstrap=50, fit=True)
     nll = np.mean([98 + i if i % 2 == 0 else 0 for i in range(8)])
-    found = report.summarize(samples, 'sum', n_bootstrap=50, fit=True)
-    assert found['pooled']['nll'] == pytest.approx(nll)
-    low, high = found['pooled']['intervals']['nll']
+    assert summary['pooled']['nll'] == pytest.approx(nll)
+    low, high = summary['pooled']['intervals']['nll']
     assert low < nll < high and high > 60
-    temperatures = found['post_hoc']['temperature']
-    assert found['post_hoc']['reports']['temperature']['nll'] < 5 and min(temperatures) > 20
+    assert summary['post_hoc']['reports']['temperature']['nll'] < 5
+    assert min(summary['post_hoc']['temperature']) > 20
 
 
 @pytest.mark.parametrize('held_out', [0, 50])
 def test_each_language_gets_its_own_and_a_shrunk_temperature(tmp_path, held_out):
     """Each language has its own, one shrunk to the mean, and that of the others."""
-    rows = samples.read_samples(write_run(tmp_path, languages=('de', 'en', 'sw'), n=80,
+    names = ['de', 'en', 'sw']
+    rows = samples.read_samples(write_run(tmp_path, languages=names, n=80,
                                           held_out=held_out) / 'samples.jsonl')
     for row in rows:
         row['log_probs'] = [{'de': 1, 'en': 2, 'sw': 6}[row['language']] * x
                             for x in row['log_probs']]
-    found = report.summarize(rows, 'sum', n_bootstrap=5, fit=True)
-    fitted = found['post_hoc']
-    assert list(fitted['languages']) == ['de', 'en', 'sw']
+    summary = report.summarize(rows, 'sum', n_bootstrap=5, fit=True)
+    fitted = summary['post_hoc']['languages']
     if held_out:
-        swahili = report.predictions(rows[-held_out:], 'sum')
+        swahili, de = report.predictions(rows[-held_out:], 'sum'), report.predictions(rows[:80],
+                                                                                      'sum')
         temperature = scaling.fit_temperature(swahili.scores, swahili.labels)
-        assert fitted['languages']['sw']['temperature'] == pytest.approx([temperature])
-        de = report.predictions(rows[:80], 'sum')
-        assert fitted['languages']['sw']['ece_on']['de'] == pytest.approx(
+        assert fitted['sw']['temperature'] == pytest.approx([temperature])
+        assert fitted['sw']['ece_on']['de'] == pytest.approx(
             metrics.ece(metrics.softmax(de.scores, temperature), de.labels))
-    for name, entry in fitted['languages'].items():
+    for name, entry in fitted.items():
         assert len(entry['temperature']) == len(entry['shrunk']) == (1 if held_out else 2)
-        assert entry['ece']['unscaled'] == pytest.approx(found['languages'][name]['ece'])
-        assert entry['ece_on'].keys() == {'de', 'en', 'sw'} - {name}
-    own, single = ([fitted['languages'][x]['ece'][kind] for x in ('de', 'en', 'sw')]
-                   for kind in ('shrunk', 'single'))
+        assert entry['ece']['unscaled'] == pytest.approx(summary['languages'][name]['ece'])
+        assert entry['ece_on'].keys() == {*names} - {name}
+    own, single = ([fitted[x]['ece'][kind] for x in names] for kind in ('shrunk', 'single'))
     assert sum(own) < sum(single)
-    reports = fitted['reports']
+    reports = summary['post_hoc']['reports']
     assert list(reports) == ['temperature', 'language temperature', 'platt']
     assert reports['language temperature']['nll'] < reports['temperature']['nll']
-    shown = {'mmlu': result(**found)}
+    shown = {'mmlu': result(**summary)}
     for text in (report.to_text(shown, shown), report.to_markdown(shown), report.to_latex(shown)):
         assert 'emperatures by language' in text and f'{np.mean(own):.3f}' in text
-        assert 'language temperature scaling' in text
 
 
 def test_conformal_sets_of_a_group_have_the_thresholds_of_all_rows():
@@ -222,44 +195,37 @@ def test_conformal_sets_of_a_group_have_the_thresholds_of_all_rows():
     random = np.random.default_rng(0)
     rows = []
     for i in range(400):
-        z = random.normal(size=4) * 2
-        hard = i % 2 == 0
-        answer = int(random.integers(4) if hard else (z + random.gumbel(size=4)).argmax())
-        rows.append(question(i, options=[' A', ' B', ' C', ' D'], n_tokens=[1] * 4, answer=answer,
-                             log_probs=np.log(metrics.softmax(z)).tolist(),
-                             language='sw' if hard else 'en'))
+        z, language = random.normal(size=4) * 2, ('sw', 'en')[i % 2]
+        known = (z + random.gumbel(size=4)).argmax()
+        rows.append(question(i, options=[' A', ' B', ' C', ' D'], n_tokens=[1] * 4,
+                             answer=int(known if language == 'en' else random.integers(4)),
+                             log_probs=np.log(metrics.softmax(z)).tolist(), language=language))
+    rows.sort(key=samples.sample_order)
     summary = report.summarize(rows, 'token', n_bootstrap=50)
-    p = report.predictions(sorted(rows, key=samples.sample_order), 'token')
-    sets = metrics.conformal_sets(p.probs, p.labels, p.n_options)
-    covered = sets[np.arange(400), p.labels]
-    is_sw = np.array([s['language'] for s in sorted(rows, key=samples.sample_order)]) == 'sw'
-    for name, of in (('sw', is_sw), ('en', ~is_sw)):
+    p = report.predictions(rows, 'token')
+    covered = metrics.conformal_sets(p.probs, p.labels, p.n_options)[np.arange(400), p.labels]
+    for name, low, high in (('sw', 0, 0.85), ('en', 0.95, 1)):
         group = summary['languages'][name]
-        assert group['lac_coverage'] == covered[of].mean()
-        assert group['lac_size'] == pytest.approx(sets[of].sum(1).mean())
-        low, high = group['intervals']['lac_coverage']
-        assert low <= group['lac_coverage'] <= high
+        assert group['lac_coverage'] == covered[[s['language'] == name for s in rows]].mean()
+        ends = group['intervals']['lac_coverage']
+        assert ends[0] <= group['lac_coverage'] <= ends[1]
+        assert low < group['lac_coverage'] < high
     assert summary['pooled']['lac_coverage'] == 0.9
-    assert summary['languages']['sw']['lac_coverage'] < 0.85
-    assert summary['languages']['en']['lac_coverage'] > 0.95
     assert {'bas', 'brier_skill', 'aps_size'} <= summary['pooled']['intervals'].keys()
 
 
 def test_a_title_says_how_a_task_was_scored_and_how_many_were_drawn():
-    whole, part = result(), result(sample={'questions': 200, 'of': 14042})
-    tasks = {'mmlu': whole, 'some': part, 'arc': result(distribution='harness, 0 shots, text, sum')}
+    part = result(sample={'questions': 200, 'of': 14042})
+    tasks = {'some': part, 'arc': result(distribution='harness, 0 shots, text, sum')}
     drawn = 'sample of 200 of 14,042'
-    titles = [f'### {title}' for title in (
-        'mmlu (prompt format mmlu, 5 shots, letters, token)',
-        f'some (prompt format mmlu, 5 shots, letters, token; {drawn} questions)',
-        'arc (prompt format harness, 0 shots, text, sum)')]
-    assert [x for x in report.to_markdown(tasks).split('\n') if x.startswith('#')] == titles
+    assert [x for x in report.to_markdown(tasks).split('\n') if x.startswith('#')] == [
+        f'### some (prompt format mmlu, 5 shots, letters, token; {drawn} questions)',
+        '### arc (prompt format harness, 0 shots, text, sum)']
     assert f'{drawn} texts' in report.task_title('clm', part | {'unit': 'tokens'})
     assert report.to_latex(tasks).count(f'{drawn} questions') == 1
-    rows = list(csv.DictReader(io.StringIO(report.to_csv(tasks))))
-    assert [(r['task'], r['sample_of'], r['distribution']) for r in rows if r['kind'] == 'pooled'
-            ] == [(task, '14042' * (task == 'some'), x['distribution'])
-                  for task, x in tasks.items()]
+    rows = csv.DictReader(io.StringIO(report.to_csv(tasks)))
+    assert [(r['task'], r['sample_of'], r['distribution']) for r in rows] == [
+        ('some', '14042', part['distribution']), ('arc', '', tasks['arc']['distribution'])]
 
 
 def test_notes_below_a_table_name_what_was_left_out():
@@ -273,22 +239,16 @@ def test_notes_below_a_table_name_what_was_left_out():
     assert advice.startswith('this is the accuracy of guessing (0.250)') and '--shots=5' in advice
     noted = {'mmlu': result(duplicate_options=9, fewer_shots=2, shots=5, bad_rows=1,
                             first_bad='x.csv:3: no answer')}
-    text = report.to_text(noted, noted)
-    for line in ('9 questions list the same option twice', '2 questions had fewer than 5 shots',
-                 '1 bad rows left out, the first: x.csv:3: no answer'):
-        assert f'\n{line}' in text
-        assert f'\n{line}' in report.to_markdown(noted)
-
-
-@pytest.mark.parametrize('n, bins', [(50, '1 bin here'), (999, '9 bins here'), (1000, None)])
-def test_few_questions_are_noted_beside_rmsce(n, bins):
-    few = result()
-    few['pooled']['n'] = n
-    lines = [line for line in report.notes(few) if 'RMSCE' in line]
-    assert (bins in lines[0] and 'bins of 100 questions' in lines[0]) if bins else not lines
+    for text in (report.to_text(noted, noted), report.to_markdown(noted)):
+        for line in ('9 questions list the same option twice', '2 questions had fewer than 5 shots',
+                     '1 bad rows left out, the first: x.csv:3: no answer'):
+            assert f'\n{line}' in text
+    for n, bins in ((50, 'bins of 100 questions, so 1 bin here'), (999, '9 bins here')):
+        many['pooled']['n'] = n
+        assert any(bins in line for line in report.notes(many))
     rows = [TOKEN | {'id': f't{i}', 'token': i} for i in range(3)]
-    tokens = report.summarize(rows, 'token', n_bootstrap=5)
-    tasks = {'clm': tokens | {'distribution': 'next tokens', 'norm': 'token'}}
+    tasks = {'clm': report.summarize(rows, 'token', n_bootstrap=5) | {
+        'distribution': 'next tokens', 'norm': 'token'}}
     text = report.to_text(tasks, tasks)
     assert text.split('\n')[2].split()[:2] == ['group', 'tokens'] and 'questions' not in text
 
@@ -328,22 +288,22 @@ def test_latex_escapes_everything():
 
 
 def test_the_best_of_each_group_is_marked():
+    """In columns of metrics, by the number that a cell begins with, unless all are equal."""
     heading = tables.Heading
-    lines = [('run', 'seeds', heading('accuracy', 'MMLU accuracy'), heading('ece'), 'ECE (paper)',
-              'p ECE', 'ECE minus that of a', heading('gap'), heading('entropy_bits')),
-             ('a', '1', '0.50 ± 0.1', '0.10 [0.05, 0.20]', '0.1', '0.1', '-0.1', '0.1', '1'),
-             ('a', '2', '0.60 ± 0.1', '0.10', '0.2', '0.2', '-0.2', '0.2', '2'),
-             ('a', '3', '0.60 ± 0.3', '0.20', '0.3', '0.3', '-0.3', '0.3', '3'),
-             ('a', '4', '', 'nan', '', '', '', '', ''),
-             ('b', '5', '0.01', '0.01', '0.01', '0.01', '0.01', '0.01', '0.01'),
-             ('c', '6', '0.3', '0.3', '', '', '', '', ''),
-             ('c', '7', '0.3', '0.4', '', '', '', '', '')]
+    lines = [('run', heading('accuracy', 'MMLU accuracy'), heading('ece'), 'ECE (paper)',
+              heading('gap'), heading('entropy_bits')),
+             ('a', '0.50 ± 0.1', '0.10 [0.05, 0.20]', '0.1', '0.1', '1'),
+             ('a', '0.60 ± 0.1', '0.10', '0.2', '0.2', '2'),
+             ('a', '0.60 ± 0.3', '0.20', '0.3', '0.3', '3'), ('a', '', 'nan', '', '', ''),
+             ('b', '0.01', '0.01', '0.01', '0.01', '0.01'),
+             ('c', '0.3', '0.3', '', '', ''), ('c', '0.3', '0.4', '', '', '')]
     marked = tables.mark_best(lines, [line[0] for line in lines[1:]])
     stars = {(i, j) for i, line in enumerate(marked) for j, cell in enumerate(line)
              if cell.endswith(' *')}
-    assert stars == {(2, 2), (3, 2), (1, 3), (2, 3), (6, 3)}
+    assert stars == {(2, 1), (3, 1), (1, 2), (2, 2), (6, 2)}
     assert [[c.removesuffix(' *') for c in line] for line in marked] == [*map(list, lines)]
-    assert marked[1][3] == '0.10 [0.05, 0.20] *'
+    assert tables.aligned([('a', 'b'), ('x', '0.5 *'), ('y', '0.6')]).split('\n')[2:] == [
+        'x  0.5 *', 'y  0.6  ']
 
 
 def test_latex_has_the_numbers_of_the_markdown():
@@ -354,16 +314,15 @@ def test_latex_has_the_numbers_of_the_markdown():
     text = report.to_latex({'my_task': result(), 'other': shown})
     first, second = tabulars(text)
     assert 'my\\_task (prompt format mmlu, 5 shots' in text and 'the first: a\\_b.csv:3\n' in text
-    plain = report.cells(report.report_rows(shown))
-    column = plain[0].index('ECE')
-    values = {row[0]: row[column] for row in plain[1:]}
-    rows = {row[0]: row[second[0].index('ECE')] for row in second[1:]}
+    plain, column = report.cells(report.report_rows(shown)), second[0].index('ECE')
+    values = {row[0]: row[plain[0].index('ECE')] for row in plain[1:]}
+    rows = {row[0]: row[column] for row in second[1:]}
     best = min(values, key=lambda name: float(values[name]))
     low, high = shown['pooled']['intervals']['ece']
     assert rows.keys() == values.keys() == {'pooled', 'temperature scaling', 'platt scaling'}
     assert f'\\confint{{{low:.3f}}}{{{high:.3f}}}' in rows['pooled']
     assert {name for name, cell in rows.items() if cell.startswith('\\textbf')} == {best}
-    assert all(f'{value}' in rows[name] for name, value in values.items())
+    assert all(value in rows[name] for name, value in values.items())
     assert '\\textbf' not in str(first)
 
 
@@ -383,24 +342,27 @@ def panels_of(n):
 def test_a_picture_that_fails_costs_no_numbers(tmp_path, capsys):
     (tmp_path / 'reliability.png').mkdir()
     (tmp_path / 'results.md').mkdir()
-    written = {'tasks': {'mmlu': result()}}
-    names = report.write_results(written, tmp_path)
+    names = report.write_results({'tasks': {'mmlu': result()}}, tmp_path)
     assert sorted(names) == ['results.csv', 'results.json', 'results.tex']
     plots.draw_reliability(tmp_path / 'reliability.png', panels_of(1))
     assert json.loads((tmp_path / 'results.json').read_text())['tasks']['mmlu']['pooled']['n'] == 6
-    assert (tmp_path / 'results.csv').exists() and not (tmp_path / 'results.md').is_file()
     assert tabulars((tmp_path / 'results.tex').read_text())
     said = capsys.readouterr().err
     assert 'results.md was not written: IsADirectoryError' in said
     assert 'reliability.png was not written: IsADirectoryError' in said
 
 
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that a test draws, which are not written."""
+    drawn = []
+    monkeypatch.setattr(plots, 'save_figure', lambda figure, *rest: drawn.append(figure))
+    return drawn
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize('n', [1, 6])
-def test_a_reliability_diagram_has_bars_gaps_and_intervals(tmp_path, monkeypatch, n):
-    figures = []
-    monkeypatch.setattr(plots, 'save_figure', lambda figure, *rest: figures.append(figure))
-    plots.draw_reliability(tmp_path / 'a.png', panels_of(n))
+def test_a_reliability_diagram_has_bars_gaps_and_intervals(tmp_path, figures):
+    plots.draw_reliability(tmp_path / 'a.png', panels_of(6))
     figure = figures[0]
     labels = {text.get_text(): patch for legend in figure.legends
               for text, patch in zip(legend.get_texts(), legend.legend_handles)}
@@ -408,36 +370,31 @@ def test_a_reliability_diagram_has_bars_gaps_and_intervals(tmp_path, monkeypatch
         'overconfident: confidence above accuracy', 'underconfident: confidence below accuracy'))
     assert over != under != labels['accuracy of the bin'].get_facecolor()
     assert '95 % Wilson interval of the accuracy' in labels
-    assert len([ax for ax in figure.axes if ax.axison]) == 2 * n
+    assert len([ax for ax in figure.axes if ax.axison]) == 2 * 6
     # the bin of the one question of the first panel: an interval of more than half the axis
     top = figure.axes[0]
-    segments = [x for c in top.collections for x in c.get_segments()]
-    assert len(segments) == 1 and abs(segments[0][1][1] - segments[0][0][1]) > 0.5
-    assert 'n = 1' in top.get_title()
+    (segment,) = [x for c in top.collections for x in c.get_segments()]
+    assert abs(segment[1][1] - segment[0][1]) > 0.5 and 'n = 1' in top.get_title()
     figure.draw_without_rendering()    # no mathematics in a name
 
 
 @pytest.mark.slow
-def test_reliability_curves_of_runs_in_one_diagram(tmp_path, monkeypatch):
+def test_reliability_curves_of_runs_in_one_diagram(tmp_path, figures):
     """A point is (mean confidence, accuracy) of a bin of 10 questions or more."""
-    figures = []
-    monkeypatch.setattr(plots, 'save_figure', lambda figure, *rest: figures.append(figure))
     confidence = np.repeat([0.35, 0.55, 0.93], (20, 9, 40))
     correct = np.arange(69) % 4 < 2
     bins = json.loads(json.dumps({key: x.tolist() for key, x in metrics.bins(
         confidence, correct).items()}), parse_constant=lambda name: None)   # as in results.json
-    for n in (2, 12):
-        runs = {f'$\\x$ {i}': bins for i in range(n)}
-        assert plots.draw_curves(tmp_path / 'a.png', {'mmlu': runs, 'arc': {'one': bins}})
-        top = figures[-1].axes[0]
-        _, *curves = top.lines      # after the diagonal
-        for curve in curves:
-            assert np.allclose(curve.get_xydata(), [[0.35, 0.5], [0.93, correct[29:].mean()]])
-        assert len(curves) == n == len({curve.get_color() if n < 11 else tuple(curve.get_color())
-                                        for curve in curves})
-        labels = [text.get_text() for text in top.get_legend().get_texts()]
-        assert labels[0] == f'{metrics.ece(confidence, correct):.3f}  \\$\\x\\$ 0'
-        figures[-1].draw_without_rendering()
+    runs = {f'$\\x$ {i}': bins for i in range(12)}
+    assert plots.draw_curves(tmp_path / 'a.png', {'mmlu': runs, 'arc': {'one': bins}})
+    top = figures[-1].axes[0]
+    _, *curves = top.lines      # after the diagonal
+    for curve in curves:
+        assert np.allclose(curve.get_xydata(), [[0.35, 0.5], [0.93, correct[29:].mean()]])
+    assert len(curves) == 12 == len({tuple(curve.get_color()) for curve in curves})
+    labels = [text.get_text() for text in top.get_legend().get_texts()]
+    assert labels[0] == f'{metrics.ece(confidence, correct):.3f}  \\$\\x\\$ 0'
+    figures[-1].draw_without_rendering()
 
 
 def test_certain_answers_are_drawn_without_a_warning(tmp_path, capsys):
@@ -448,12 +405,10 @@ def test_certain_answers_are_drawn_without_a_warning(tmp_path, capsys):
 
 
 @pytest.mark.parametrize('norms', [[1.25], [0.0] * 3, [0.01, 5000.0, 3.0]])
-def test_loss_is_drawn_over_whole_steps(tmp_path, monkeypatch, norms):
-    steps = [{'step': i + 1, 'loss': 3.0 - i, 'nll': 2.0 - i, 'grad_norm': norm}
-           for i, norm in enumerate(norms)]
-    write_rows(tmp_path / 'log.jsonl', steps)
-    figures = []
-    monkeypatch.setattr(plots, 'save_figure', lambda figure, *rest: figures.append(figure))
+def test_loss_is_drawn_over_whole_steps(tmp_path, figures, norms):
+    write_rows(tmp_path / 'log.jsonl', [
+        {'step': i + 1, 'loss': 3.0 - i, 'nll': 2.0 - i, 'grad_norm': norm}
+        for i, norm in enumerate(norms)])
     plots.draw_loss(tmp_path)
     figures[0].draw_without_rendering()
     _, bottom = figures[0].axes
@@ -469,38 +424,34 @@ def test_loss_is_drawn_over_whole_steps(tmp_path, monkeypatch, norms):
 
 def test_runs_are_reported_side_by_side(tmp_path, monkeypatch, capsys):
     """One table per task; validation questions are in no diagram, a run may have no results."""
-    runs = {'none': (None, tmp_path)}
+    runs, tested = {'none': (None, tmp_path)}, {}
     for name, sharpness in (('before', 1.0), ('after', 2.0)):
         folder = write_run(tmp_path / name, sharpness=sharpness, held_out=9)
-        rows = samples.read_samples(folder / 'samples.jsonl')
+        rows = sorted(samples.read_samples(folder / 'samples.jsonl'), key=samples.sample_order)
         runs[name] = {'tasks': {'mmlu': report.summarize(rows, 'token', n_bootstrap=10) | {
             'norm': 'token', 'distribution': 'mmlu, x'}}}, folder
+        tested[name] = report.predictions([s for s in rows if s['split'] == 'test'], 'token')
     drawn = {}
     monkeypatch.setattr(report, 'draw_reliability',
                         lambda path, panels: drawn.update({path.name: panels}))
+    report.print_report(runs, tmp_path, pictures=False)
+    assert not drawn
     report.print_report(runs, tmp_path)
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == 'mmlu (prompt format mmlu, x)'
     assert lines[2].split()[:2] == ['run', 'questions']
-    assert [line.split()[:2] for line in lines[4:-1]] == [['before', '40'], ['after', '40']]
-    before, after = (report.predictions([s for s in sorted(samples.read_samples(
-        tmp_path / name / 'samples.jsonl'), key=samples.sample_order) if s['split'] == 'test'],
-        'token') for name in ('before', 'after'))
-    t = scaling.fit_temperature_to_base(after.scores, before.scores)
+    assert [line.split()[:2] for line in lines[4:6]] == [['before', '40'], ['after', '40']]
+    after = tested['after']
+    t = scaling.fit_temperature_to_base(after.scores, tested['before'].scores)
     ece = metrics.ece(metrics.softmax(after.scores, t), after.labels)
     assert lines[-1] == (f'temperature without labels, from the answers that stayed the same: '
                          f'{t:.3f}; with it the ECE is {ece:.3f}')
     assert [(name, len(p.labels)) for name, p in drawn['reliability-mmlu.png']] == [
         ('before', 40), ('after', 40)]
-    drawn.clear()
-    report.print_report(runs, tmp_path, pictures=False)
-    assert not drawn
 
 
 def test_no_temperature_without_labels_if_every_answer_has_changed():
-    before = report.predictions([question(log_probs=[-1.0, -2.0])], 'token')
-    after = report.predictions([question(log_probs=[-2.0, -1.0])], 'token')
+    before, after = (report.predictions([question(log_probs=x)], 'token')
+                     for x in ([-1.0, -2.0], [-2.0, -1.0]))
     assert report.agreement_note(before, after) == (
         'no temperature without labels: every answer has changed')
-    sharper = report.predictions([question(log_probs=[-1.0, -4.0])], 'token')
-    assert 'the same: 3.000; with it the ECE is' in report.agreement_note(before, sharper)

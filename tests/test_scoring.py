@@ -1,6 +1,5 @@
-"""scoring.py: trees of tokens, the tokens of questions, kernels that are loaded ahead"""
+"""scoring.py: trees of tokens, the tokens of questions"""
 
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ import scoring
 from data import packing, questions
 from data.chat import encode_conversation
 from data.trees import tokenize_questions
-from runtime import checkpoint, device as devices, load_ahead
+from runtime import checkpoint, trained
 from runtime.errors import DataError
 
 
@@ -265,27 +264,9 @@ def test_options_that_cannot_be_scored(tokenizers):
         first_tree([bad], {}, tokenizers['llama3'])
 
 
-def test_the_kernels_are_loaded_ahead_where_they_compute(monkeypatch, tmp_path):
-    reference_model('gemma2', tmp_path, max_position_embeddings=32, **head_of_32('gemma2'))
-    calls, place, random_state = [], [], torch.get_rng_state()
-    monkeypatch.setattr(devices, 'pick_device', place.append)
-    load_ahead.warm_up(checkpoint.read_config(tmp_path), evaluate.EvalConfig(
-        device='cpu', pack_len=64), lambda *call: calls.append(call))
-    (model, arrays, _), = calls
-    assert len(model.decoder.layers) == 2 and model.head.dtype == torch.bfloat16
-    assert torch.isfinite(model(*torch.from_numpy(arrays))).shape == (1, 64, model.head.shape[1])
-    assert place == ['cpu']     # else kernels of a new thread go to the first GPU
-    assert torch.equal(torch.get_rng_state(), random_state)     # no weights were drawn
-
-    def warm_up(*_):
-        calls.append('warm')
-        raise torch.OutOfMemoryError
-    model = SimpleNamespace()
-    monkeypatch.setattr(checkpoint, 'load', lambda *_, **options: model)
-    monkeypatch.setattr(load_ahead, 'warm_up', warm_up)
-    for change, n in (({}, 1), ({'deterministic': True}, 1), ({'dtype': 'float32'}, 0),
-                      ({'device': 'cpu'}, 0)):
-        calls.clear()
-        cfg = evaluate.EvalConfig(**{'dtype': 'bfloat16', 'device': 'cuda'} | change)
-        load = load_ahead.load_ahead(tmp_path, SimpleNamespace(model_type=''), cfg, print)
-        assert load() is load() is model and len(calls) == n
+def test_a_model_is_loaded_once(monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr(checkpoint, 'load', lambda *call, **options: calls.append(call))
+    for shard in (False, True):
+        load = trained.load_ahead(tmp_path, evaluate.EvalConfig(dtype='float32', shard=shard))
+        assert load() is load() and len(calls) == 1 + shard

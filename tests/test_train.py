@@ -535,7 +535,7 @@ def test_bad_input_gives_one_line(small_world, tmp_path):
             (evaluate.main, score, ['--tasks=arc_eassy'], "did you mean 'arc_easy'? The tasks are"),
             (evaluate.main, score, ['--model='], 'no model given'),
             (evaluate.main, score, ['--tasks='], 'no tasks given'),
-            (evaluate.main, score, ['--tasks=mmlu:a,mmlu:b'], "2 of them would be called 'mmlu'"),
+            (evaluate.main, score, ['--tasks=mmlu:a,mmlu:b'], "'mmlu:a' would be called 'mmlu'"),
             (evaluate.main, score, ['--device=gpu'], "device = 'gpu'; it must be")):
         with pytest.raises((ConfigError, DataError, checkpoint.CheckpointError)) as error:
             main([*first, *rest])

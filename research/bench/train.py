@@ -6,9 +6,9 @@
     python research/bench/train.py --plot=out/bench_train.json
 
 A step is forward, backward, clipping and AdamW on four documents of 2,048 tokens, with random
-weights; with `data` and `tokenizer` also on real conversations, 128 per step. Each method runs in its own
-process, with empty caches on disk. Its compile seconds are the time of the first three steps minus
-that of three later ones. Writes out/bench_train.json and its picture.
+weights; with `data` and `tokenizer` also on real conversations, 128 per step. Each method runs in
+its own process, with empty caches on disk. Its compile seconds are the time of the first three
+steps minus that of three later ones. Writes out/bench_train.json and its picture.
 """
 
 import itertools
