@@ -8,6 +8,7 @@ import builtins
 import functools
 import re
 import symtable
+import textwrap
 import warnings
 from typing import NamedTuple
 
@@ -19,9 +20,12 @@ HUMANEVAL = 'openai/openai_humaneval'
 PATTERNS = '*/test-*.parquet', 'HumanEval.jsonl*', '*.jsonl*'
 # strings that end a base model's continuation of the prompt, as published
 STOPS = '\nclass', '\ndef', '\n#', '\nif', '\nprint'
-FENCE = re.compile(r'^[ \t]*(?:`{3}|~{3}).*\n?', re.MULTILINE)     # around a block in Markdown
+# the first line of a block of code in Markdown: its margin, which may hold the mark of a list, the
+# fence, and a language. Behind other words a fence needs a language.
+FENCE = re.compile(r'^(?:(?P<margin>[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)|[^`~\n]+(?=[`~]{3}.*\w))'
+                   r'(?P<fence>`{3,}|~{3,})[^`\n]*$', re.MULTILINE)
 # the first line of a statement; a word alone is a title or a tag, such as [PYTHON]
-STATEMENT = re.compile(r'^(?!~~~|[\[<*_#]*\w+[\]>*_:]*$)\S', re.MULTILINE)
+STATEMENT = re.compile(r'^(?![\[<*_#]*\w+[\]>*_:]*$)\S', re.MULTILINE)
 
 
 class Problem(NamedTuple):
@@ -43,18 +47,25 @@ class Problem(NamedTuple):
 def humaneval_row(row):
     """Return the Problem of a row of HumanEval, or of another file in its schema."""
     require_fields(row)
+    fields = {key: require_text(row.get(key), key)
+              for key in ('task_id', 'prompt', 'entry_point', 'test')}
+    try:
+        defined = functions(python(fields['prompt']))
+    except SyntaxError as error:
+        raise DataError(f'the prompt is no Python with a docstring at its end: {error}') from error
+    if fields['entry_point'] not in defined:
+        raise DataError(f'the prompt defines no function {fields["entry_point"]!r}')
     solution = row.get('canonical_solution')
-    problem = Problem(*(require_text(row.get(key), key)
-                        for key in ('task_id', 'prompt', 'entry_point', 'test')),
+    problem = Problem(*fields.values(),
                       require_text('' if solution is None else solution, 'canonical_solution'))
     try:
         python(problem.test_source, 0)      # compiled, since 'return' outside of check parses
+        check = functions(python(problem.test_source)).get('check')
     except SyntaxError as error:
-        raise DataError(f'prompt and test are no Python: {error}') from error
-    if not re.search(rf'^def {re.escape(problem.entry_point)}\b', problem.prompt, re.MULTILINE):
-        raise DataError(f'the prompt defines no function {problem.entry_point!r}')
-    check = re.search(r'^def check\(\s*(\w+)', problem.tests, re.MULTILINE)
-    if not check or not re.search(rf'\b{check[1]}\b', problem.tests[check.end():]):
+        raise DataError(f'test is no Python after the prompt: {error}') from error
+    names = [] if check is None else [x.arg for x in (*check.args.posonlyargs, *check.args.args)]
+    if not names or not any(isinstance(node, ast.Name) and node.id == names[0]
+                            for node in ast.walk(check)):
         raise DataError('test has no function check(candidate) that calls the candidate')
     if missing := undefined_names(problem.test_source):
         raise DataError(f'prompt and test define no {missing[0]!r}, which they use')
@@ -85,6 +96,11 @@ def undefined_names(source):
     return [] if 'import *' in source else sorted(used - defined - {*dir(builtins), 'program'})
 
 
+def functions(tree):
+    """Return {name: its node} of the functions that a program defines."""
+    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
 def load_problems(source=HUMANEVAL, revision=None):
     """Return the Problems of a file, a folder or a dataset on the hub. Raises DataError."""
     rows = (row for path in fetch(source, PATTERNS, revision) for row in read_rows(path))
@@ -94,29 +110,33 @@ def load_problems(source=HUMANEVAL, revision=None):
 def solution_source(problem, text):
     """Return the program that a model's text makes of the problem's prompt.
 
-    A text that begins indented continues the prompt, up to the first of STOPS or of the fences of
-    Markdown. Else the program is what defines the function, in a block of Markdown, a quotation or
-    neither; else the first block, or all of the text.
+    A block of code in Markdown counts if it defines the function: the last one of several. Else a
+    text that begins indented continues the prompt, up to the first of STOPS or of the blocks. Else
+    the program is what defines the function outside of blocks, or the first block.
     """
-    name = re.escape(problem.entry_point)
-    stop = min((at for at in map(text.find, STOPS) if at >= 0), default=len(text))
-    fences = [*FENCE.finditer(text)]
-    if re.match(r'(?:[ \t]*\n)*[ \t]+\S', text):
-        # lines of backquotes in the strings of a program are no fences
-        for end in (stop, *(fence.start() for fence in fences[:1])):
-            if text[:end].strip() and not syntax_error(f'{problem.prompt}{text[:end]}\n'):
-                return f'{problem.prompt}{text[:end]}\n'
-    definitions = [*re.finditer(rf'^(?:(?:async +)?def|class) +{name}\b|'
-                                rf'^{name} *(?::[^=\n]*)?=(?!=)', text, re.MULTILINE)]
-    if program := program_around(text, definitions):
+    name, begin = re.escape(problem.entry_point), FENCE.search(text)
+    defines = re.compile(rf'^(?:(?:async +)?def|class) +{name}\b|^{name} *(?::[^=\n]*)?=(?!=)',
+                         re.MULTILINE)
+    ends = [at for at in map(text.find, STOPS) if at >= 0]
+    indented = re.match(r'(?:[ \t]*\n)*[ \t]+\S', text)
+    continuation = problem.prompt + text[:min(ends, default=len(text))] + '\n'
+    # lines of backquotes in the strings of a program are no fences
+    is_program = not syntax_error(text) or indented and not syntax_error(continuation)
+    blocks = fenced(text) if begin and not is_program else []
+    whole = [block if defines.search(block) else textwrap.dedent(block) for block in blocks]
+    if whole := [block for block in whole if defines.search(block)]:
+        return f'{problem.prompt}\n{whole[-1]}'
+    if blocks:
+        continuation = problem.prompt + text[:min([*ends, begin.start()])] + '\n'
+    if indented and not syntax_error(continuation):
+        return continuation
+    if program := unfenced(text, [*defines.finditer(text)]):
         return f'{problem.prompt}\n{program}'
+    # a quotation, or a block of code by its indentation
     margin = re.search(rf'^([ \t]+|> ?)(?:async +)?def {name}\b', text, re.MULTILINE)
-    if margin and not definitions:      # a quotation, or a block of code by its indentation
+    if margin and not defines.search(text):
         return solution_source(problem, re.sub(f'^{margin[1]}', '', text, flags=re.MULTILINE))
-    if fences:
-        block = text[fences[0].end():fences[1].start() if fences[1:] else None]
-        return f'{problem.prompt}\n{block}'
-    return f'{problem.prompt}{text[:stop]}\n'
+    return f'{problem.prompt}\n{blocks[0]}' if blocks else continuation
 
 
 def syntax_error(source):
@@ -128,11 +148,43 @@ def syntax_error(source):
     return None
 
 
-def program_around(text, definitions):
-    """Return the program that defines the function in a text, or ''.
+def fenced(text):
+    """Return the blocks of code in Markdown that are not blank, without their fence's indentation.
 
-    definitions: matches of where it is defined; the last one is preferred. The program begins at
-    the first line from which all is Python up to there, and ends where that ends.
+    A block ends at a fence with the indentation of its first one, but not inside a string of a
+    program. If the model closed it in another way, it ends at the first other fence before which it
+    is Python. A block that is not closed ends with the text.
+    """
+    blocks, at = [], 0
+    while begin := FENCE.search(text, at):
+        fence, margin = begin['fence'], begin['margin'] or ''
+        start = min(begin.end() + 1, len(text))
+        outdented = re.compile(rf'^[ \t]{{0,{len(margin)}}}', re.MULTILINE)
+        own = re.compile(rf'^[ \t]{{{len(margin)}}}{fence}{fence[0]}*[ \t]*$', re.MULTILINE)
+
+        end = (end_of_program(text, start, own, outdented)
+               or end_of_program(text, start, re.compile(fence), outdented)
+               or own.search(text, start))
+        stop, at = end.span() if end else (len(text), len(text))
+        blocks.append(outdented.sub('', text[start:stop]))
+    return [block for block in blocks if block.strip()]
+
+
+def end_of_program(text, start, fence, outdented):
+    """Return the first match of `fence` that is not in a string of the program, None if no program.
+    """
+    for match in fence.finditer(text, start):
+        error = syntax_error(textwrap.dedent(outdented.sub('', text[start:match.start()])))
+        if not error or 'unterminated triple-quoted' not in str(error):
+            return None if error else match
+    return None
+
+
+def unfenced(text, definitions):
+    """Return the program in a text that is not in blocks, or ''.
+
+    definitions: matches of where the function is defined; the last one is preferred. The program
+    begins at the first line from which all is Python up to there, and ends where that ends.
     """
     for definition in definitions[:-2:-1] + definitions[:1]:
         # no program has hundreds of statements before the function

@@ -7,7 +7,6 @@ import csv
 import functools
 import gzip
 import hashlib
-import io
 import json
 import os
 import shutil
@@ -108,21 +107,37 @@ def _jsonl_rows(path, file):
 
 
 def _json_rows(path, file):
-    raw = file.read()
-    try:
-        rows = _parse_json(raw, path)
-    except DataError as error:
-        if 'Extra data' not in str(error):
-            raise
-        yield from _jsonl_rows(path, io.BytesIO(raw))
+    begin = file.tell()
+    if _has_a_row_per_line(file):
+        file.seek(begin)
+        yield from _jsonl_rows(path, file)
         return
-    if isinstance(rows, dict):      # BIG-bench's task.json, or one row
-        rows = rows.get('examples', [rows])
+    file.seek(begin)
+    raw = file.read()
+    if not raw.strip():
+        raise DataError(f'{path} is empty')
+    rows = _parse_json(raw, path)
+    if isinstance(rows, dict):      # BIG-bench's task.json
+        rows = rows.get('examples')
     if not isinstance(rows, list):
         raise DataError(f'{path}: a .json file must hold a list of rows, one row per line, or an '
                         f'object with a list of rows as "examples"')
     for number, row in enumerate(rows, 1):
         yield f'{path}: row {number}', row
+
+
+def _has_a_row_per_line(file):
+    """Return whether a .json file is JSON Lines: its first line is an object, and not all of it.
+
+    A single line is a row, unless it has a list as "examples".
+    """
+    lines = (line for raw in file if (line := raw.strip()))
+    try:
+        first = json.loads(next(lines, b''))
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(first, dict) and (
+        next(lines, None) is not None or not isinstance(first.get('examples'), list))
 
 
 def _csv_rows(path, file, delimiter=','):
@@ -155,12 +170,33 @@ def _txt_rows(path, file):
 
 def _parquet_rows(path, file):
     import pyarrow.parquet
+    number = 0
     try:
-        batches = pyarrow.parquet.ParquetFile(file).iter_batches()
-        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
-            yield f'{path}: row {number}', row
+        for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
+            names, columns = batch.schema.names, batch.columns
+            for i in range(batch.num_rows):
+                number += 1
+                place = f'{path}: row {number}'
+                try:
+                    row = {name: _value(column[i]) for name, column in zip(names, columns)}
+                except UnicodeDecodeError as error:
+                    row = DataError(f'{place}: not UTF-8: {error.reason}')
+                yield place, row
     except pyarrow.ArrowException as error:
         raise DataError(f'cannot read {path}: {error}') from error
+
+
+def _value(cell):
+    """Return the Python value of a cell, or the cell itself if Python has none (the year 10000).
+
+    Such a cell is then an error only if its column is used.
+    """
+    try:
+        return cell.as_py()
+    except UnicodeDecodeError:
+        raise
+    except (ValueError, OverflowError):
+        return cell
 
 
 def _decode(raw, path, line=1):
@@ -185,11 +221,16 @@ def _parse_json(raw, path, line=1):
 
 
 def _object(pairs):
-    """Return the dict of a JSON object; raise a DataError if it repeats a key."""
-    names = [name for name, _ in pairs]
-    if repeated := [name for name in names if names.count(name) > 1]:
-        raise DataError(f'the key {repeated[0]!r} is given twice')
-    return dict(pairs)
+    """Return the dict of a JSON object, or a DataError if it, or an object in it, repeats a key."""
+    row, keys = dict(pairs), [key for key, _ in pairs]
+    if len(row) < len(pairs):
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        return DataError(f'the key {repeated!r} is given twice')
+    for value in row.values():
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, DataError):
+                return part
+    return row
 
 
 # ---- Rows to items -------------------------------------------------------------------------------

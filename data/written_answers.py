@@ -77,7 +77,13 @@ def answers_row(row):
 
 def popqa_row(row):
     """PopQA: the answers are a JSON list in a text; the subject is the relation that is asked."""
-    answers = json.loads(row['possible_answers'])
+    try:
+        answers = json.loads(row['possible_answers'])
+    except (ValueError, TypeError, RecursionError):
+        answers = None
+    if not isinstance(answers, list) or not answers:
+        raise DataError(f'possible_answers must be a JSON list of answers in a text, not '
+                        f'{row["possible_answers"]!r:.60}')
     return WrittenRow(row['question'], answers, answers[0], row['prop'])
 
 

@@ -59,9 +59,8 @@ def test_popqa_is_read_from_its_tsv_and_a_malformed_row_is_a_bad_row(tmp_path):
     assert question.references == ['politician', 'a, b']
     good, path = json.loads('{"question": "Who?", "possible_answers": "[\\"a\\"]", "prop": "x", '
                             '"id": 1}'), tmp_path / 'test.jsonl'
-    for row, message in (*[({'possible_answers': x}, 'not the fields of its format')
-                           for x in ('writer', '[]', None, '[' * 100_000)],
-                         ({'possible_answers': '"a"'}, 'wanted a question and one reference'),
+    for row, message in (*[({'possible_answers': x}, 'possible_answers must be a JSON list')
+                           for x in ('writer', '"a"', '[]', None, '[' * 100_000)],
                          ({'possible_answers': '["a", 1]'}, 'a reference answer is not text but i'),
                          ({'possible_answers': '["\\ud800"]'}, 'a reference answer is not valid'),
                          ({'prop': None}, 'the subject is missing'),
