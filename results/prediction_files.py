@@ -318,6 +318,8 @@ def _parse(row, norm):
     n_tokens = _numbers('n_tokens', row.get('n_tokens', [1] * len(values)))
     if n_tokens.shape != values.shape or not ((n_tokens >= 1) & (n_tokens < np.inf)).all():
         raise ValueError(f'n_tokens must be 1 or more for each log-probability, not {n_tokens}')
+    if (np.abs(values[np.isfinite(values)]) >= 1e300).any():    # sums of them would be infinite
+        raise ValueError(f'log_probs must be below 1e300 in magnitude, not {row[kind]!r:.60}')
     texts = row.get('options', [])
     if norm in ('char', 'byte') and not (isinstance(texts, list) and len(texts) == len(values)
                                          and all(isinstance(text, str) for text in texts)):

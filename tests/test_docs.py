@@ -19,7 +19,7 @@ for path in FILES:
         MODULES.setdefault(path.stem, []).append(path)
 ENDINGS = 'py', 'md', 'toml', 'csv', 'png', 'json', 'jsonl', 'tex', 'txt', 'html'
 # files of other programs, of a reader, or of an older version
-FOREIGN = {'study/pivot.py', 'my_figure.py', 'generation_config.json', 'adapter_model.safetensors'}
+FOREIGN = {'my_figure.py', 'generation_config.json', 'adapter_model.safetensors'}
 # options of other programs
 FOREIGN_KEYS = {'nproc_per_node', 'log_samples', 'output_path'}
 

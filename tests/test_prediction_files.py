@@ -128,6 +128,7 @@ def test_the_program_says_how_it_is_called_and_which_file_is_missing(tmp_path):
     ('{"probs": [0.5, 0.5], "answer": 0}\n\n{"probs": [0.9, 0.5], "answer": 0}',
      '3: probabilities sum to 1.4'),
     ('{"probs": [0.5, 0.5], "answer": true}', '1: answer must be the index'),
+    ('{"log_probs": [-1, -1e308], "answer": 0}', '1: log_probs must be below 1e300'),
     ('{"log_probs": [-1, NaN], "answer": 0}', '1: the largest score is nan'),
     ('{"log_probs": [-1, -Infinity], "answer": 1}', '1: label 1 has the score -inf'),
     ('{"log_probs": [-1, -2], "answer": 1, "n_tokens": [1, 0]}', '1: n_tokens must be'),
