@@ -577,6 +577,7 @@ def test_fine_tuning_commands_are_timed_by_stage(small, tokenizer, tmp_path, mon
     assert {row['failed'] for row in table['results'].values()} == {'cold: no time left'}
 
 
+@pytest.mark.slow
 def test_commands_are_timed_with_byte_code_of_all_modules(tmp_path, monkeypatch):
     for name, text in (('right', ''), ('wrong', 'if'), ('package/__init__', '')):
         (tmp_path / name).parent.mkdir(exist_ok=True)
