@@ -197,10 +197,10 @@ def test_a_browser_shows_markup_as_text_filters_and_sorts(tmp_path):
     assert shown.tags.count('article') == 50 and '51 to 100 of 123' in shown.content['count']
     assert shown.text.count('<b>bold</b> &amp; "quoted"') >= 90 and 'b' not in shown.tags
     wanted = sorted(row['confidence'] for row in rows['mmlu'] if row['correct']
-                    and row['subject'] == 'subject 1' and 'question 3' in row['text'])
+                    and row['subject'] == 'subject 1' and '5' in row['id'])   # HOSTILE has none
     shown = browse(tmp_path, text, """
         form.task.value = 'mmlu'; form.subject.value = 'subject 1'; form.verdict.value = 'right';
-        form.words.value = 'QUESTION 3'; form.order.value = 'low';
+        form.words.value = '5 QUESTION'; form.order.value = 'low';
         form.dispatchEvent(new Event('input'));""")
     confidences = [float(x) for x in re.findall(r'>right, confidence ([\d.]+)<', shown)]
     assert len(confidences) == len(wanted) > 2 and '>wrong, confidence' not in shown
