@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import tokenizers
 import torch
 from common import HERE, off, reference_model
 from fused_ce import confidence_penalty, cross_entropy, focal, smoothing, z_loss
@@ -11,12 +12,17 @@ transformers = pytest.importorskip('transformers')
 pytest.importorskip('accelerate')
 
 
+def names_of_page(*blocks):
+    """Return what these blocks of Python on the page define."""
+    page, names = (HERE / 'docs' / 'trainer.md').read_text(), {}
+    for block in blocks:
+        exec(re.findall(r'```python\n(.*?)```', page, re.DOTALL)[block], names)
+    return names
+
+
 @pytest.fixture(scope='module')
 def trainer_class():
-    page = (HERE / 'docs' / 'trainer.md').read_text()
-    names = {}
-    exec(re.search(r'```python\n(.*?)```', page, re.DOTALL)[1], names)
-    return names['FusedLossTrainer']
+    return names_of_page(0)['FusedLossTrainer']
 
 
 def sequences(n=6, length=17):
@@ -27,6 +33,17 @@ def sequences(n=6, length=17):
         rows.append({'input_ids': tokens, 'attention_mask': torch.ones_like(tokens),
                      'labels': tokens.masked_fill(torch.arange(length) < i, -100)})
     return rows
+
+
+def model_and_tokenizer(folder):
+    """A small random model of transformers, and a tokenizer with words and a padding token."""
+    words = ['<unk>', '</s>', 'the', 'quick', 'fox', 'jumps', *map(str, range(8))]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(
+        dict(zip(words, range(len(words)))), '<unk>'))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return reference_model('llama', folder, vocab_size=len(words)), (
+        transformers.PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, unk_token='<unk>', eos_token='</s>', pad_token='</s>'))
 
 
 def trainer_of(trainer_class, model, tmp_path, **options):
@@ -90,3 +107,45 @@ def test_trainer_lowers_a_loss(trainer_class, tmp_path):
     before = trainer.evaluate(sequences())['eval_loss']
     trainer.train()
     assert trainer.evaluate(sequences())['eval_loss'] < before
+
+
+@pytest.mark.slow
+def test_the_sft_trainer_of_trl_has_our_loss(tmp_path):
+    trl, datasets = pytest.importorskip('trl'), pytest.importorskip('datasets')
+    model, tokenizer = model_and_tokenizer(tmp_path / 'model')
+    data = datasets.Dataset.from_list([{'text': f'the quick fox {i} jumps'} for i in range(8)])
+    arguments = trl.SFTConfig(
+        str(tmp_path / 'out'), use_cpu=True, bf16=False, report_to=[], max_steps=2,
+        save_strategy='no', logging_steps=1, disable_tqdm=True, per_device_train_batch_size=4)
+    losses = []
+    for loss in (cross_entropy(), cross_entropy() + z_loss(10.0)):
+        trainer = names_of_page(0, 2)['FusedLossSFTTrainer'](
+            model, arguments, train_dataset=data, processing_class=tokenizer, loss=loss)
+        trainer.train()
+        losses.append(trainer.state.log_history[0]['loss'])
+    assert losses[1] > losses[0] + 1
+
+
+@pytest.mark.slow
+def test_rewards_train_a_model_in_trl(tmp_path):
+    reward = names_of_page(3)['reward']
+    right = '<answer>\\boxed{4}</answer><confidence>0.9</confidence>'
+    columns = {'question': ['2 + 2?'] * 3, 'answer': ['so 4\n#### 4'] * 3}
+    texts = [right, right.replace('{4}', '{5}'), 'four']
+    expected = pytest.approx([1 + 0.5 * (1 - 0.01), 0.5 + 0.5 * (1 - 0.81), 0])
+    assert reward(['?'] * 3, texts, **columns) == expected
+    messages = [[{'role': 'assistant', 'content': text}] for text in texts]
+    assert reward([[]] * 3, messages, **columns, trainer_state=None) == expected
+
+    trl, datasets = pytest.importorskip('trl'), pytest.importorskip('datasets')
+    model, tokenizer = model_and_tokenizer(tmp_path / 'model')
+    arguments = trl.GRPOConfig(
+        str(tmp_path / 'out'), use_cpu=True, bf16=False, report_to=[], max_steps=1,
+        save_strategy='no', logging_steps=1, disable_tqdm=True, per_device_train_batch_size=4,
+        num_generations=2, max_completion_length=4)
+    data = datasets.Dataset.from_list([{'prompt': f'the quick fox {i}', 'question': f'{i}?',
+                                        'answer': f'#### {i}'} for i in range(4)])
+    trainer = trl.GRPOTrainer(model, reward_funcs=reward, args=arguments, train_dataset=data,
+                              processing_class=tokenizer)
+    trainer.train()
+    assert trainer.state.log_history[0]['rewards/reward/mean'] == 0
