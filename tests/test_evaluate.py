@@ -46,10 +46,10 @@ def test_questions_can_be_scored_in_the_chat_template(foxes, tmp_path, capsys):
     result = foxes.score('--chat=trained', model=model)['foxes']
     config = json.loads((foxes.out / 'results.json').read_text())['config']
     assert result['chat'] == config['chat'] == 'mistral' and config['add_bos'] is False
-    words = ('mmlu, 0 shots, options scored by letters, log-probabilities per token, '
-             'chat template mistral')
-    assert result['distribution'] == words and words in capsys.readouterr().out
-    assert words in (foxes.out / 'results.md').read_text()
+    assert result['distribution'] == (
+        'mmlu, 0 shots, options scored by letters, log-probabilities per token, '
+        'chat template mistral')
+    assert result['distribution'] in capsys.readouterr().out
     assert plain['chat'] == 'none' and plain['pooled']['nll'] != result['pooled']['nll']
 
 
@@ -77,6 +77,14 @@ def scored(folder, out, *arguments, tasks='global_mmlu'):
     evaluate.main([f'--model={folder / "model"}', f'--tasks={tasks}:{folder / "data"}',
                    f'--out_dir={out}', '--shots=2', *SMALL, *arguments])
     return json.loads((out / 'results.json').read_text())
+
+
+@pytest.fixture(scope='module')
+def whole(scored_folder, tmp_path_factory):
+    """The results of an evaluation with all that can be derived from it, and their folder."""
+    out = tmp_path_factory.mktemp('whole')
+    return scored(scored_folder, out, '--pictures', '--fit_temperature', '--p_true',
+                  '--permute=2'), out
 
 
 @pytest.fixture
@@ -113,19 +121,13 @@ def launched(monkeypatch):
     return counts
 
 
-def adapted_run(base, run, dropout=0.3):
-    """What train.py --lora leaves: merged weights, the adapters, the tokenizer."""
-    model = lora_model(base, dropout)
-    model.config.temperature = 1.5      # as with logit_temperature: in the config of the run alone
-    adapter.save_adapter(model, run / 'adapter', str(base))
-    checkpoint.save(model, run, torch.float32, base)
-    return model
-
-
 @pytest.mark.slow
 def test_an_evaluation_with_the_dropout_of_adapters(foxes, tmp_path):
-    run = tmp_path / 'model'
-    model = adapted_run(foxes.model, run)
+    # what train.py --lora leaves, with logit_temperature: in the config of the run alone
+    run, model = tmp_path / 'model', lora_model(foxes.model, dropout=0.3)
+    model.config.temperature = 1.5
+    adapter.save_adapter(model, run / 'adapter', str(foxes.model))
+    checkpoint.save(model, run, torch.float32, foxes.model)
 
     def scored_samples(*arguments):
         tasks = foxes.score('--deterministic', '--device=cpu', *arguments, model=run)
@@ -139,8 +141,6 @@ def test_an_evaluation_with_the_dropout_of_adapters(foxes, tmp_path):
     for key, log_probs in zip(dropped, scoring.option_log_probs(
             model, trees, deterministic=True, dropout_seed=3), strict=True):
         assert dropped[key] == pytest.approx(log_probs.tolist(), abs=1e-6)
-    record = json.loads((foxes.out / 'eval_config.json').read_text())
-    assert record['dropout_seed'] == 3 and record['adapter'] != record['base']
     assert list(tasks) == ['foxes', 'foxes.p_true'] and tasks['foxes']['dropout_seed'] == 3
     assert 'plain text, dropout with seed 3' in tasks['foxes']['distribution']
     # a seed gives the same samples, also if the evaluation was interrupted
@@ -178,9 +178,8 @@ def test_samples_of_other_code_are_refused(foxes, monkeypatch):
     foxes.score('--overwrite')
 
 
-@pytest.mark.slow
-def test_results_have_languages_groups_and_macro(scored_folder, tmp_path):
-    results = scored(scored_folder, tmp_path / 'all', '--pictures')
+def test_results_have_languages_groups_macro_and_scalings(whole):
+    results, out = whole
     result = results['tasks']['global_mmlu']
     assert set(result['languages']) == {'de', 'en', 'sw'}
     assert set(result['subjects']) == {'anatomy', 'sociology'}
@@ -190,11 +189,17 @@ def test_results_have_languages_groups_and_macro(scored_folder, tmp_path):
         np.mean([r['ece'] for r in result['languages'].values()]))
     assert results['versions']['torch'] == torch.__version__ and results['seed'] == 0
     for name in ('reliability.png', 'reliability-global_mmlu-languages.png'):
-        assert (tmp_path / 'all' / name).read_bytes().startswith(b'\x89PNG')
-    lines = (tmp_path / 'all' / 'results.csv').read_text().split('\n')
-    assert len(lines) == 1 + 2 + 2 + 3 + 1 + 1 + 1 and 'ece_boot_low' in lines[0]
-    sw = scored(scored_folder, tmp_path / 'one', '--languages=sw')['tasks']['global_mmlu']
-    assert sw['pooled']['nll'] == pytest.approx(result['languages']['sw']['nll'])
+        assert (out / name).read_bytes().startswith(b'\x89PNG')
+    head, *lines = (out / 'results.csv').read_text().splitlines()
+    assert 'ece_boot_low' in head
+    # pooled, macro, 3 languages, 2 categories, 2 subjects, 3 scalings
+    assert sum(line.startswith('global_mmlu,') for line in lines) == 12
+    fitted, scaled = result['post_hoc'], result['post_hoc']['reports']['temperature']
+    assert fitted['fitted_on'] == 'the other half of the questions'
+    assert len(fitted['temperature']) == len(fitted['platt']) == 2
+    assert scaled['accuracy'] == result['pooled']['accuracy']
+    # the labels are unrelated to the questions, and the scaling learns how little is known
+    assert scaled['ece'] < result['pooled']['ece'] + 0.05
 
 
 @pytest.mark.slow
@@ -263,9 +268,7 @@ def test_a_folder_holds_every_task_scored_there(foxes, tmp_path):
     first = foxes.score()
     both = foxes.score(f'--tasks={stones}', '--norm=sum', '--limit=12')
     assert list(both) == ['foxes', 'stones'] and both['foxes'] == first['foxes']
-    assert [both['stones'][key] for key in ('distribution', 'norm', 'shots', 'limit')] == [
-        'mmlu, 0 shots, options scored by letters, summed log-probabilities, plain text', 'sum', 0,
-        12]
+    assert [both['stones'][key] for key in ('norm', 'shots', 'limit')] == ['sum', 0, 12]
     for name in ('results.md', 'results.csv', 'results.tex'):
         text = (foxes.out / name).read_text()
         assert 'foxes' in text and 'stones' in text
@@ -409,27 +412,16 @@ def test_the_output_names_device_and_settings_in_plain_lines(foxes, tmp_path, mo
 
 
 @pytest.mark.slow
-def test_scalings_are_fitted_on_halves_or_validation(scored_folder, tmp_path):
-    tasks = scored(scored_folder, tmp_path / 'halves', '--fit_temperature')['tasks']['global_mmlu']
-    fitted, scaled = tasks['post_hoc'], tasks['post_hoc']['reports']['temperature']
-    assert fitted['fitted_on'] == 'the other half of the questions'
-    assert len(fitted['temperature']) == len(fitted['platt']) == 2
-    assert scaled['accuracy'] == tasks['pooled']['accuracy']
-    # the labels are unrelated to the questions, and the scaling learns how little is known
-    assert scaled['ece'] < tasks['pooled']['ece'] + 0.05
-    # MMLU's validation split is neither scored nor shown
-    (tmp_path / 'mmlu').mkdir()
-    (tmp_path / 'mmlu' / 'model').symlink_to(scored_folder / 'model')
+def test_the_validation_split_is_fitted_on_and_neither_scored_nor_shown(scored_folder, tmp_path):
+    (tmp_path / 'model').symlink_to(scored_folder / 'model')
     for split, n in (('dev', 2), ('test', 28), ('validation', 30)):
-        write_words(tmp_path / 'mmlu' / 'data' / f'{split}.jsonl', n, split)
-    result = scored(tmp_path / 'mmlu', tmp_path / 'out', '--fit_temperature', tasks='mmlu')[
-        'tasks']['mmlu']
+        write_words(tmp_path / 'data' / f'{split}.jsonl', n, split)
+    result = scored(tmp_path, tmp_path / 'out', '--fit_temperature', tasks='mmlu')['tasks']['mmlu']
     assert result['post_hoc']['fitted_on'] == '30 validation questions'
     assert result['pooled']['n'] == 28 and len(result['post_hoc']['temperature']) == 1
 
 
-@pytest.mark.slow
-def test_the_schema_of_results_is_documented(scored_folder, foxes, tmp_path):
+def test_the_schema_of_results_is_documented(whole, foxes, tmp_path):
     """Every key of real results is in docs/evaluation.md, and every key there is in one of them."""
     text = (HERE / 'docs' / 'evaluation.md').read_text()
     section = text[text.index('\n## Schema of results.json\n'):text.index('\n## Samples\n')]
@@ -438,18 +430,15 @@ def test_the_schema_of_results_is_documented(scored_folder, foxes, tmp_path):
          for key in re.findall('`([^`]+)`', line.split(' | ')[0])}
         for table in section.split('\n| key ')[1:]]
     text = write_rows(tmp_path / 'text.jsonl', [{'text': 'the quick fox is old'}] * 6)
-    found = scored(scored_folder, tmp_path / 'out', '--limit=10', '--fit_temperature', '--p_true',
-                   '--permute=2')
-    found['tasks'] |= foxes.score(f'--tasks=clm:{text}', out=tmp_path / 'clm')
     asked = write_rows(tmp_path / 'qa.jsonl', [{'question': 'Who?', 'answers': ['A', 'B']}] * 4)
-    found['tasks'] |= foxes.score(f'--tasks=qa:{asked}', '--n=2', '--max_tokens=4',
-                                  out=tmp_path / 'qa')
+    found = whole[0]
+    tasks = [*found['tasks'].values(), *foxes.score(f'--tasks=clm:{text}', '--limit=5').values(),
+             *foxes.score(f'--tasks=qa:{asked}', '--n=2', '--max_tokens=4').values()]
     assert found.keys() == of_file and found['schema'] == report.SCHEMA == 1
     assert found['config'].keys() == dataclasses.asdict(evaluate.EvalConfig()).keys()
     # dropout needs adapters
-    assert {key for task in found['tasks'].values() for key in task} == of_task - {'dropout_seed'}
-    reports = [of_kind for task in found['tasks'].values()
-               for _, _, of_kind in report.report_rows(task)]
+    assert {key for task in tasks for key in task} == of_task - {'dropout_seed'}
+    reports = [of_kind for task in tasks for _, _, of_kind in report.report_rows(task)]
     metric_names = metrics.report(np.full((4, 2), 0.5), np.arange(4) % 2).keys()
     for of_kind in reports:
         assert {'n'} <= of_kind.keys() or {'groups'} <= of_kind.keys()
@@ -460,33 +449,37 @@ def test_the_schema_of_results_is_documented(scored_folder, foxes, tmp_path):
     assert {'n', 'groups', 'intervals', 'accuracy_low'} <= {key for r in reports for key in r}
 
 
-@pytest.mark.slow
-def test_a_limit_is_a_sample_and_duplicate_options_are_counted(scored_folder, foxes, tmp_path,
-                                                               capsys):
-    result = scored(scored_folder, tmp_path / 'some', '--limit=10')['tasks']['global_mmlu']
-    assert result['sample'] == {'questions': 30, 'of': 120} and result['pooled']['n'] == 30
+def log_probs_of(folder, task):
+    return {(s['language'], s['id']): s['log_probs']
+            for s in read_samples(folder / 'samples.jsonl') if s['task'] == task}
+
+
+def test_a_limit_is_a_sample_with_the_log_probs_of_all(scored_folder, whole, tmp_path, capsys):
+    out = tmp_path / 'some'
+    result = scored(scored_folder, out, '--limit=10', '--languages=sw,de')['tasks']['global_mmlu']
+    assert result['sample'] == {'questions': 20, 'of': 80} and result['pooled']['n'] == 20
     assert {r['n'] for r in result['languages'].values()} == {10}
-    assert {r['n'] for r in result['subjects'].values()} == {15}
-    assert 'plain text; a sample of 120' in capsys.readouterr().out
+    assert {r['n'] for r in result['subjects'].values()} == {10}
+    assert 'plain text; a sample of 80' in capsys.readouterr().out
     for name in ('results.md', 'results.tex'):
-        assert 'sample of 30 of 120 questions' in (tmp_path / 'some' / name).read_text()
-    write_rows(foxes.task, [
-        {'question': f'the quick fox {i}?', 'choices': ['blue', 'old', 'blue' if i else 'dog'],
-         'answer': 1} for i in range(3)])
-    result = foxes.score()['foxes']
-    assert result['duplicate_options'] == 2 and 'sample' not in result
-    assert '2 questions list the same option twice' in capsys.readouterr().out
+        assert 'sample of 20 of 80 questions' in (out / name).read_text()
+    every = log_probs_of(whole[1], 'global_mmlu')
+    for key, log_probs in log_probs_of(out, 'global_mmlu').items():
+        assert log_probs == pytest.approx(every[key], abs=1e-5)
 
 
-def test_bad_questions_are_counted_or_stop(foxes, capsys):
-    good = {'question': 'the quick brown fox?', 'choices': ['dog', 'old'], 'answer': 0}
-    rows = [good, good | {'choices': ['', 'dog']}, good | {'question': 'lazy dog ' * 300}]
+def test_bad_and_duplicate_options_are_counted(foxes, capsys):
+    good = {'question': 'the quick brown fox?', 'choices': ['dog', 'old', 'dog'], 'answer': 1}
+    rows = [good, good | {'choices': ['', 'dog']},
+            good | {'question': 'lazy dog ' * 300, 'choices': ['dog', 'old']}]
     write_rows(foxes.task, rows)
     with pytest.raises(DataError, match='foxes.jsonl:2: choice A is null or empty; --on_bad'):
         foxes.score('--max_length=200')
     result = foxes.score('--max_length=200', '--on_bad_row=skip')['foxes']
-    assert result['bad_rows'] == 2 and result['pooled']['n'] == 1
-    assert '2 bad rows left out, the first: ' in capsys.readouterr().out
+    assert (result['bad_rows'], result['pooled']['n'], result['duplicate_options']) == (2, 1, 1)
+    printed = capsys.readouterr().out
+    assert '2 bad rows left out, the first: ' in printed
+    assert '1 questions list the same option twice' in printed
     write_rows(foxes.task, rows[2:])
     with pytest.raises(DataError, match='foxes.jsonl:1: even without shots the prompt has .* '
                                         'tokens; .* max_length allows 200'):
@@ -556,33 +549,33 @@ def p_true_prompt(row, top, shots):
             f'\n\n{solved}{ask(row, top)}')
 
 
-@pytest.mark.slow
-def test_p_true_is_that_of_transformers(scored_folder, tmp_path):
+def test_p_true_is_that_of_transformers(scored_folder, whole):
     import transformers
-    tasks = scored(scored_folder, tmp_path, '--p_true', '--languages=en')['tasks']
-    samples = read_samples(tmp_path / 'samples.jsonl')
-    options = {s['id']: s for s in samples if s['task'] == 'global_mmlu'}
-    asked = [s for s in samples if s['task'] == 'global_mmlu.p_true']
-    assert len(options) == len(asked) == 40
+    tasks, samples = whole[0]['tasks'], read_samples(whole[1] / 'samples.jsonl')
+    options, asked = ([s for s in samples if s['task'] == name]
+                      for name in ('global_mmlu', 'global_mmlu.p_true'))
+    options = {(s['language'], s['id']): s for s in options}
+    assert len(options) == len(asked) == 120
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         scored_folder / 'model', dtype=torch.float32, attn_implementation='eager')
     tokenizer = load_tokenizer(scored_folder / 'model')
-    shots, rows = ([json.loads(line) for line in open(
-        scored_folder / 'data' / f'en_{split}.jsonl')] for split in ('dev', 'test'))
-    for sample in asked[::9]:
+    for sample in asked[::25]:
+        shots, rows = ([json.loads(line) for line in open(
+            scored_folder / 'data' / f'{sample["language"]}_{split}.jsonl')]
+            for split in ('dev', 'test'))
         row = next(r for r in rows if r['sample_id'] == sample['id'])
-        log_probs, n_tokens = (options[sample['id']][key] for key in ('log_probs', 'n_tokens'))
-        top = np.argmax(np.divide(log_probs, n_tokens))
+        first = options[sample['language'], sample['id']]
+        top = np.argmax(np.divide(first['log_probs'], first['n_tokens']))
         text = p_true_prompt(row, top, [r for r in shots if r['subject'] == row['subject']])
-        first, sums = len(tokenizer.encode(text)) + 1, []
+        start, sums = len(tokenizer.encode(text)) + 1, []
         for option in (' (A)', ' (B)'):
             ids = torch.tensor([[tokenizer.bos_id, *tokenizer.encode(text + option)]])
             with torch.no_grad():
                 logs = reference(ids).logits[0].log_softmax(-1)
-            sums.append(sum(logs[i - 1, ids[0, i]].item() for i in range(first, ids.numel())))
+            sums.append(sum(logs[i - 1, ids[0, i]].item() for i in range(start, ids.numel())))
         assert sample['confidence'] == pytest.approx(metrics.softmax(np.array(sums))[0], abs=1e-5)
         assert sample['correct'] == ('ABCD'[top] == row['answer']) and sample['shots'] == 2
-        assert sample['question'] == options[sample['id']]['question'] != ''
+        assert sample['question'] == first['question'] != ''
     result, p = tasks['global_mmlu.p_true'], np.array([s['confidence'] for s in asked])
     correct = np.array([s['correct'] for s in asked])
     assert result['pooled']['ece'] == pytest.approx(metrics.ece(p, correct))

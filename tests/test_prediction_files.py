@@ -71,19 +71,17 @@ def test_a_report_per_task_of_rows_of_any_form(tmp_path):
 
 
 def test_of_the_samples_of_evaluate_only_the_latest_of_a_question_counts(tmp_path):
-    def sample(id, prompt, **more):
-        return {'task': 'mmlu', 'split': 'test', 'language': '', 'id': id, 'prompt': prompt} | more
+    def printed_of(*samples):
+        return values(run_metrics(write_rows(tmp_path / 'samples.jsonl', [
+            {'task': 'mmlu', 'split': 'test', 'language': '', 'id': id, 'prompt': prompt} | more
+            for id, prompt, more in samples])))
 
     right, wrong = ({'answer': 0, 'log_probs': x} for x in ([-1.0, -2.0], [-2.0, -1.0]))
-    path = write_rows(tmp_path / 'samples.jsonl', [
-        sample('1', 'old', **right), sample('1', 'new', **wrong),
-        sample('2', 'old', **wrong), sample('2', 'old', **wrong)])
-    printed = values(run_metrics(path))
+    printed = printed_of(('1', 'old', right), ('1', 'new', wrong), *[('2', 'old', wrong)] * 2)
     assert (printed['n'], printed['accuracy']) == ('2', '0.0000')
     # an answer that states no probability has none
-    write_rows(path, [sample(id, '', confidence=x, correct=True)
-                      for id, x in (('1', None), ('2', 0.5))])
-    assert values(run_metrics(path))['n'] == '1'
+    assert printed_of(*((id, '', {'confidence': x, 'correct': True})
+                        for id, x in (('1', None), ('2', 0.5))))['n'] == '1'
 
 
 def test_norm_divides_log_probabilities_as_in_evaluation(tmp_path):
@@ -206,14 +204,14 @@ def test_lm_eval_files_that_cannot_be_measured(tmp_path):
         assert re.search(rf'samples_{task}_.*jsonl:1: {message}', done.stderr), done.stderr
     endings, gap = harness_rows('endings')[1][0], harness_rows('gaps')[1][0]
     del gap['acc']
-    for change, message in (
-            ({'acc': 0.37}, "target, '0', is not the only right"),      # as in truthfulqa_mc2
-            ({'target': '3'}, "target, '3', is not the only right"),
-            ({'arguments': [['a', ' b']]}, '3 results of 1 calls'),
-            ({'filtered_resps': None}, 'not a line that lm_eval'),
+    for row, message in (
             (gap, "not a line that lm_eval --log_samples wrote (KeyError('acc'))"),
-            ({'filtered_resps': [['nan', 'False']] * 3, 'acc': 1.0}, 'largest score is nan')):
-        row = change if change is gap else endings | change
+            *((endings | change, message) for change, message in (
+                ({'acc': 0.37}, "target, '0', is not the only right"),      # as in truthfulqa_mc2
+                ({'target': '3'}, "target, '3', is not the only right"),
+                ({'arguments': [['a', ' b']]}, '3 results of 1 calls'),
+                ({'filtered_resps': None}, 'not a line that lm_eval'),
+                ({'filtered_resps': [['nan', 'False']] * 3, 'acc': 1.0}, 'largest score is nan')))):
         done = run_metrics(write_rows(tmp_path / 'mine.jsonl', [endings, row]))
         assert done.returncode == 1 and 'mine.jsonl:2: ' in done.stderr and message in done.stderr
 

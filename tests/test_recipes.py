@@ -24,6 +24,10 @@ import pytest
 from common import HERE, start_script
 
 STEP = re.compile(r'([^\n](?:[^\n]|\n(?!\n|```))*):\n+```python\n(.*?)```', re.S)
+PLACES = {      # how a step's sentence ends, with the name of the place
+    'to': r'\b(?:to|in) `([A-Z_]+)`$', 'after': r'\bafter `([^`]+)`$',
+    'end': r'\b(?:[Aa]t the end of|add to) `(\w+)`$', 'last': r'\b[Aa]s the last line of `(\w+)`$',
+    'add': r'\badd the functions?\b()'}
 
 
 def section(page, heading):
@@ -35,28 +39,15 @@ def section(page, heading):
 
 
 def steps(text):
-    """Yield (file, kind, name, block) of every step.
-
-    kind: 'to' a table, 'after', 'end' of a class or function, 'last' statement of it, or 'add'
-    """
+    """Yield (file, kind, name, block) of every step; kind: a key of PLACES."""
     file = None
     for sentence, block in STEP.findall(text):
         sentence = ' '.join(sentence.split())
         file = next(iter(re.findall(r'\b[Ii]n `([\w/]+\.py)`', sentence)), file)
-        table = re.search(r'\b(?:to|in) `([A-Z_]+)`$', sentence)
-        after = re.search(r'\bafter `([^`]+)`$', sentence)
-        end = re.search(r'\bat the end of `(\w+)`$|\badd to `([A-Z]\w*[a-z]\w*)`$', sentence, re.I)
-        last = re.search(r'\bas the last line of `(\w+)`$', sentence, re.I)
-        if file and table:
-            yield file, 'to', table[1], block
-        elif file and after:
-            yield file, 'after', after[1], block
-        elif file and end:
-            yield file, 'end', end[1] or end[2], block
-        elif file and last:
-            yield file, 'last', last[1], block
-        elif file and re.search(r'\badd the functions?\b', sentence):
-            yield file, 'add', None, block
+        for kind, pattern in PLACES.items():
+            if file and (found := re.search(pattern, sentence)):
+                yield file, kind, found[1], block
+                break
 
 
 def statement(lines, beginning):
@@ -237,17 +228,19 @@ assert 'Answer these questions about life.' in text and 'Q: Why?' in text and 'A
 }
 
 
-def copy(root):
-    """Return `root`, a new copy of the repository."""
+@pytest.fixture(scope='module')
+def root(tmp_path_factory):
+    """A copy of the repository in which all recipes are applied."""
+    root = tmp_path_factory.mktemp('recipes') / 'copy'
     shutil.copytree(HERE, root, ignore=shutil.ignore_patterns('.*', 'assets', 'out', 'build'))
+    for page, heading in RECIPES:
+        apply(section(page, heading), root)
     return root
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('page, heading', list(RECIPES))
-def test_a_recipe_of_the_docs_works_in_a_copy_of_the_repository(page, heading, tmp_path):
-    root = copy(tmp_path / 'copy')
-    apply(section(page, heading), root)
+def test_a_recipe_of_the_docs_works_in_a_copy_of_the_repository(page, heading, root):
     (root / 'recipe.py').write_text(RECIPES[page, heading])
     process = start_script('recipe.py', root=root)
     _, errors = process.communicate()
@@ -255,10 +248,7 @@ def test_a_recipe_of_the_docs_works_in_a_copy_of_the_repository(page, heading, t
 
 
 @pytest.mark.slow
-def test_the_tests_that_a_contributor_runs_pass_with_every_recipe(tmp_path):
-    root = copy(tmp_path / 'copy')
-    for page, heading in RECIPES:
-        apply(section(page, heading), root)
+def test_the_tests_that_a_contributor_runs_pass_with_every_recipe(root):
     done = subprocess.run(
         [sys.executable, '-m', 'pytest', '-q', '-n0', '-p', 'no:cacheprovider', '-m', 'not slow',
          *(f'tests/test_{name}.py' for name in ROOMS)], cwd=root, text=True, capture_output=True)

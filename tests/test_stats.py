@@ -62,7 +62,6 @@ def test_an_edited_measure_has_the_intervals_of_its_new_code(monkeypatch):
 def test_mcnemar_is_the_exact_test_of_the_rows_in_which_two_models_differ():
     a, b = np.repeat([[1, 0], [0, 1], [1, 1], [0, 0]], [3, 10, 20, 7], axis=0).T == 1
     assert stats.mcnemar(a, b) == (3, 10, 0.09228515625)        # scipy.stats.binomtest(3, 13)
-    assert stats.mcnemar(b, a) == (10, 3, 0.09228515625)
     a, b = np.arange(8) < 4, np.arange(8) >= 4      # as likely as any: p is cut at 1
     assert stats.mcnemar(a, b) == (4, 4, 1)
     assert stats.mcnemar([True], [True]) == (0, 0, 1)
@@ -199,12 +198,11 @@ def test_a_calibrated_model_shows_an_error_by_chance():
 
 def test_a_metric_that_is_undefined_in_a_resample():
     """auroc is nan where all rows are right; an interval or p from the rest would be wrong."""
-    probs, labels = np.array([[0.9, 0.1], [0.6, 0.4], [0.7, 0.3]]), np.array([0, 0, 1])
-    for call in (lambda: stats.interval(metrics.auroc, probs, labels, n_resamples=50),
-                 lambda: stats.paired_bootstrap(metrics.auroc, probs, probs, labels,
-                                                n_resamples=50),
+    rows = np.array([[0.9, 0.1], [0.6, 0.4], [0.7, 0.3]]), np.array([0, 0, 1])
+    for call in (lambda: stats.interval(metrics.auroc, *rows, n_resamples=50),
+                 lambda: stats.paired_bootstrap(metrics.auroc, rows[0], *rows, n_resamples=50),
                  lambda: stats.difference_test(np.zeros(3), np.array([0.1, np.nan, 0.2]), (0, 1)),
-                 lambda: stats.consistency_test(probs, labels, metrics.auroc, n_resamples=50)):
+                 lambda: stats.consistency_test(*rows, metrics.auroc, n_resamples=50)):
         with pytest.raises(ValueError, match='the metric is nan in .* samples of the rows'):
             call()
 
