@@ -12,20 +12,16 @@ from runtime import processes
 from runtime.errors import ConfigError
 
 
-def test_the_two_tuned_models_differ_in_smoothing_alone():
+def test_the_two_tuned_models_differ_in_smoothing_alone(tmp_path):
     runs = demo.runs(demo.DemoConfig(out_dir='place', smoothing=0.2, seed=3))
     assert list(runs) == ['base', 'tuned', 'tuned_ls02']
     tuned, smoothed = runs['tuned'], runs['tuned_ls02']
-    assert (tuned.smoothing, smoothed.smoothing) == (0.0, 0.2)
+    assert (tuned.smoothing, tuned.model, tuned.seed) == (0.0, 'place/base', 3)
     assert smoothed == replace(tuned, smoothing=0.2, out_dir='place/tuned_ls02')
-    assert tuned.model == runs['base'].out_dir == 'place/base'
-    assert {cfg.seed for cfg in runs.values()} == {3}
+    assert runs['base'].out_dir == 'place/base' and runs['base'].seed == 3
     # nothing is read or written elsewhere
-    text = json.dumps([asdict(cfg) for cfg in runs.values()])
-    assert 'out/' not in text
-
-
-def test_a_bad_setting_of_the_last_run_stops_the_demo_before_the_first(tmp_path):
+    assert 'out/' not in json.dumps([asdict(cfg) for cfg in runs.values()])
+    # a bad setting of the last run stops the demo before the first
     for argument, message in (('--smoothing=2', 'smoothing = 2.0; it must be between 0 and 1'),
                               ('--smothing=0.2', "no key 'smothing'; did you mean 'smoothing'")):
         with pytest.raises(ConfigError, match=message):

@@ -347,8 +347,8 @@ def test_multilingual_puts_its_numbers_beside_the_printed_ones(hub, tmp_path):
     assert cfg['shots'] == 0 and cfg['scoring'] == 'letters'
 
 
-def test_the_appendix_is_by_dataset_with_the_better_smoothing_bold_and_italic_if_significant(
-        tmp_path, monkeypatch):
+def test_the_appendix_has_the_better_smoothing_bold_and_italic_if_significant(tmp_path,
+                                                                              monkeypatch):
     numbers = {'base': 0.02, 'smoothing0': 0.3, 'smoothing0.1': 0.1, 'smoothing0.2': 0.05}
     monkeypatch.setattr(multilingual, 'measured', lambda folder, task: (
         {} if 'instruct' in folder or task == 'mmlu_prox' else {'languages': {
@@ -360,31 +360,13 @@ def test_the_appendix_is_by_dataset_with_the_better_smoothing_bold_and_italic_if
     title, _, head, _, *lines = (tmp_path / 'appendix.md').read_text().splitlines()
     assert title == ('## Global-MMLU in yo by SFT dataset, model and smoothing; '
                      'changed settings: --lr=1')
-    models = ('Gemma2-2B', 'Mistral-7B', 'Llama-3.1-8B')
-    assert [line.split(' | ')[:3] for line in lines if line] == [
-        *(['| base', model, ''] for model in models),
-        *([f'| {data}', model, s] for data in ('Alpaca', 'OpenHermes', 'Tulu3')
-          for model in models for s in ('0.0', '0.1', '0.2'))]
     cells = {tuple(line.split(' | ')[:3]): line[2:-2].split(' | ')[3:] for line in lines if line}
+    assert len(cells) == 3 * (1 + 3 * 3)        # models: base, and data with three rates
     assert cells['| Tulu3', 'Gemma2-2B', '0.0'] == ['**0.300**', '0.300', '0.300', '0.300']
     assert cells['| Tulu3', 'Gemma2-2B', '0.1'] == ['0.100', '0.100', '***0.100***', '**0.100**']
     assert cells['| Alpaca', 'Gemma2-2B', '0.1'] == ['0.100', '0.100', '**0.100**', '**0.100**']
-    assert cells['| Tulu3', 'Gemma2-2B', '0.2'] == 4 * ['0.050']
     tex = (tmp_path / 'appendix.tex').read_text()
     assert tex.count(r'\textbf{\textit{0.100}}') == 1 and r'-{}-lr=1\par' in tex
-
-
-def test_titles_state_the_shots_and_every_changed_setting(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(label_smoothing, 'draw_lines', lambda *_: None)
-    options = settings(changes=['--eval.shots=0', '--max_steps=2'])
-    with ownership.lock(tmp_path):
-        papers.write_tables(label_smoothing.tables(options), tmp_path, 'How it was made.',
-                            options.changes)
-    changed = 'changed settings: --eval.shots=0 --max_steps=2'
-    assert f'by smoothing, at 0 shots\n{changed}\n' in capsys.readouterr().out
-    assert f'\n\n`{changed}`\n\n' in (tmp_path / 'tables.md').read_text()
-    assert 'at 0 shots; changed settings: -{}-eval.shots=0 -{}-max' in (
-        tmp_path / 'smoothing.tex').read_text()
 
 
 def tables_of_languages(languages, out):
@@ -418,17 +400,8 @@ def test_the_options_of_multilingual_choose_models_and_tuning(tmp_path):
     plan = run_paper(tmp_path, 'multilingual', '--plan', '--models=aya,gemma3', '--only=base,inst')
     assert 'Aya-Expanse-8B/base' in plan and 'Gemma3-4B/instruct' in plan
     assert '0 of 9 finished' in plan        # there is no Aya before its tuning
-    hours = [float(run_paper(tmp_path, 'multilingual', '--plan', f'--tuning={tuning}',
-                             '--only=Mistral-7B/Tulu3/lr5e-06').split('\n')[2].split()[-2])
-             for tuning in ('lora', 'full')]
-    assert hours[0] == pytest.approx(hours[1] * 4 / 6, rel=0.02)
     assert '--models=opt: there are aya and gemma3' in run_paper(
         tmp_path, 'multilingual', '--plan', '--models=opt', code=1)
-
-
-def test_the_classes_hold_every_language_once():
-    languages = itertools.chain(*multilingual_printed.CLASSES.values())
-    assert sorted(languages) == sorted({*GLOBAL_MMLU, *MMLU_PROX})
 
 
 @pytest.mark.slow
@@ -514,12 +487,6 @@ def test_alignment_evaluates_every_epoch_and_repeats_nothing_after_a_move(hub, t
                             'surfaceform': 'blue', 'uri': 'http://www.wikidata.org/entity/Q1088'}]}
              for i in range(6)]
     write_rows(tmp_path / 'trex' / 're-nlg_0-10000.json', facts)
-    arguments = [f'--cache_dir={tmp_path}', '--eval.limit=8', *FAST,
-                 *(x for x in SMALL if not x.startswith(('--max_steps', '--val')))]
-    only = ['--only=pythia-70m,llama-2-7b,flan-t5-small,opt-125m,step256,aligned']
-    run_paper(hub, 'alignment', '--only=pythia-70m,', f'--out_dir={out}', *arguments)
-    assert not (out / 'aligned').exists()
-    assert not read_table(out, 'scales')[0]['facts generation ECE']
     # after PPO: merged weights, and the adapter of a model that is not merged
     lora = tmp_path / 'ppo-2'
     write_rows(lora / 'adapter_config.json', {
@@ -529,13 +496,18 @@ def test_alignment_evaluates_every_epoch_and_repeats_nothing_after_a_move(hub, t
     save_file({f'{layer}.lora_A.weight': torch.ones(2, 48),
                f'{layer}.lora_B.weight': torch.ones(48, 2)}, lora / 'adapter_model.safetensors')
     add_to_hub(hub, 'some/ppo-2', lora)
+    arguments = ['--only=pythia-70m,llama-2-7b,flan-t5-small,opt-125m,step256,aligned',
+                 f'--cache_dir={tmp_path}', '--eval.limit=8', *FAST,
+                 *(x for x in SMALL if not x.startswith(('--max_steps', '--val')))]
     more = [f'--trex={tmp_path / "trex"}', '--rlhf=huggyllama/llama-13b,some/ppo-2']
-    printed = run_paper(hub, 'alignment', *only, f'--out_dir={out}', *more, *arguments)
-    assert read_table(out, 'scales')[0]['facts generation ECE']     # --trex adds the task
+    run_paper(hub, 'alignment', f'--out_dir={out}', *arguments, '--only=pythia-70m,')
+    assert not (out / 'aligned').exists()
+    assert not read_table(out, 'scales')[0]['facts generation ECE']
+    printed = run_paper(hub, 'alignment', f'--out_dir={out}', *arguments, *more)
     assert 'Alignment of LLaMA 7B' in printed
     title = r'with instructions \(figures 5 and 12\)(\n\n`|; )changed settings: \S*eval\.limit=8 '
-    assert re.search(title, (out / 'tables.md').read_text())
-    assert re.search(title, (out / 'alignment.tex').read_text())
+    for name in ('tables.md', 'alignment.tex'):
+        assert re.search(title, (out / name).read_text())
     rows = {row['model']: row for row in read_table(out, 'alignment')}
     assert [*rows] == ['base', *(f'{data}-{method}, epoch {epoch}' for method in ('full', 'lora')
                                  for data in ('alpaca', 'oasst1') for epoch in (1, 2, 3)),
@@ -552,33 +524,30 @@ def test_alignment_evaluates_every_epoch_and_repeats_nothing_after_a_move(hub, t
     config = config_of(out / 'aligned' / 'alpaca-lora')
     assert '\nwarmup_steps = 100\n' in config and '\ndata_limit = 12\n' in config
     assert read_table(out, 'steps')[0]['MMLU ECE'] and not read_table(out, 'steps')[1]['MMLU ECE']
-    assert {path.stem for path in out.glob('*.png')} == {f'figure{n}' for n in (
-        3, '3_curves', 4, '4_curves', 5, 7, 9, 10, 11, 12)}
+    assert len([*out.glob('figure*.png')]) == 10
     scales = {row['model']: row for row in read_table(out, 'scales')}
-    assert scales['opt-125m']['MMLU ECE'] and scales['opt-125m']['facts generation ECE']
-    t5 = scales['flan-t5-small']
-    assert t5['MMLU ECE'] and not t5['facts generation ECE']        # it scores answers alone
+    for model, generates in (('pythia-70m', True), ('opt-125m', True), ('flan-t5-small', False)):
+        assert scales[model]['MMLU ECE']
+        assert bool(scales[model]['facts generation ECE']) == generates     # T5 scores answers
     # without instructions no header; Alpaca-LoRA's recipe has a loss on the prompt too
     for folder, header, on_inputs in (
             ('pythia-70m', 'none', None), ('aligned/base', 'english', None),
             ('aligned/alpaca-full', 'english', False), ('aligned/alpaca-lora', 'english', True)):
         settings = json.loads((out / folder / 'eval_config.json').read_text())
         assert settings['header'] == header and settings['instruct'] == (header == 'english')
-        if on_inputs is not None:
-            assert f'\ntrain_on_inputs = {on_inputs}\n' in config_of(out / folder)
+        assert on_inputs is None or f'\ntrain_on_inputs = {on_inputs}\n' in config_of(out / folder)
     # the ECE of MMLU with the letter's probability among all tokens
     samples = [json.loads(x) for x in (out / 'pythia-70m' / 'samples.jsonl').open()]
     log_probs, answers = zip(*((s['log_probs'], s['answer']) for s in samples
                                if s['task'] == 'mmlu'), strict=True)
     top, right = np.exp(np.max(log_probs, 1)), np.argmax(log_probs, 1) == answers
-    row = read_table(out, 'scales')[0]
-    assert row['MMLU ECE, unnormalized'] == f'{metrics.ece(top, right):.3f}'
+    assert scales['pythia-70m']['MMLU ECE, unnormalized'] == f'{metrics.ece(top, right):.3f}'
     # nothing is done again after a move; another checkpoint does not pass for the first
     moved = f'--out_dir={shutil.move(out, tmp_path / "moved")}'
-    assert '===' not in run_paper(hub, 'alignment', *only, moved, *more, *arguments)
-    more[1] = '--rlhf=EleutherAI/pythia-70m'
-    assert 'holds samples of another model' in run_paper(hub, 'alignment', '--only=rlhf', moved,
-                                                           *more, *arguments, code=1)
+    assert '===' not in run_paper(hub, 'alignment', moved, *arguments, *more)
+    assert 'holds samples of another model' in run_paper(
+        hub, 'alignment', moved, *arguments, *more, '--only=rlhf', '--rlhf=EleutherAI/pythia-70m',
+        code=1)
 
 
 def test_alignment_trains_a_reward_model_and_ppo_and_draws_the_last_group(hub, tmp_path):
@@ -673,9 +642,6 @@ def test_the_other_runs_continue_without_a_gated_model(hub, tmp_path):
     assert 'downloading the model google/gemma-2-2b from the hub failed' in printed
     assert printed.endswith('error: not done: Gemma2-2B/base; the messages are above\n')
     assert [row['MMLU ECE'] > '' for row in read_table(out, 'smoothing')] == [False, True, True]
-    # with the license
-    printed = run_paper(hub, 'label_smoothing', *arguments)
-    assert printed.count('===') == 1 and read_table(out, 'smoothing')[0]['MMLU ECE']
 
 
 def test_a_killed_script_resumes_to_the_same_weights_and_refuses_other_settings(hub, tmp_path):
@@ -741,22 +707,14 @@ def own_arguments(own, out):
     return [f'--model=Mine={own}/model', f'--data=Chats={own}/alpaca.json', f'--out_dir={out}']
 
 
-def as_plan(printed):
-    """Return {run: [state..., GPU hours, GB]} of the printed plan."""
-    return {line.split()[0]: line.split()[1:] for line in printed.splitlines()[2:] if line.split()}
-
-
 def test_a_plan_for_your_own_model_counts_its_weights_and_the_size_of_your_files(own, tmp_path):
     out = tmp_path / 'out'
     tasks = f'--eval.tasks=mmlu:{own}/mmlu,arc_challenge:{own}/arc'
     printed = run_paper(tmp_path, 'label_smoothing', *own_arguments(own, out), tasks, '--plan',
                         '--rates=all')
-    plan = as_plan(printed)
-    assert [name for name in plan if 'lr5e-05/' in name] == [
-        f'Mine/Chats-lr5e-05/{x}' for x in ('lr5e-05', 'smoothing0', *(
-            f'smoothing{s}' for s in (0.1, 0.2, 0.3, 0.4, 0.5)), 'cap30')]
-    assert '0 of 33 finished' in printed and 'to download' not in printed
-    assert plan['Mine/base'] == ['0.01', '0.0']     # the time to start
+    assert re.findall(r'Mine/Chats-lr5e-05/(\S+)', printed) == ['lr5e-05', 'smoothing0', *(
+        f'smoothing{s}' for s in (0.1, 0.2, 0.3, 0.4, 0.5)), 'cap30']
+    assert '0 of 33 finished' in printed and 'to download' not in printed and not out.exists()
     options = settings(model=f'Mine={own}/model', data=f'{own}/alpaca.json')
     state = load_file(own / 'model' / 'model.safetensors')
     assert papers.own_table(options, 'model', {}) == {
@@ -766,7 +724,6 @@ def test_a_plan_for_your_own_model_counts_its_weights_and_the_size_of_your_files
     run = papers.Run(papers.EvalConfig(), 1, eval_tokens=5).changed([tasks])
     assert run.eval_tokens == pytest.approx(sum((own / path).stat().st_size for path in (
         'mmlu/test.jsonl', 'arc/ARC-Challenge-test.jsonl')) / 5)
-    assert not out.exists()
 
 
 def test_label_smoothing_on_your_own_model_smooths_at_every_rate(own, tmp_path):
@@ -786,14 +743,11 @@ def test_label_smoothing_on_your_own_model_smooths_at_every_rate(own, tmp_path):
     assert all(row[f'{task} ECE'] for row in rows for task in ('MMLU', 'ARC-Easy', 'ARC-Challenge'))
     assert not any('paper' in title or 'HellaSwag' in title for title in rows[0])
     folder = out / 'Mine' / 'Chats-lr0.0002'
-    log = log_of(folder / 'lr0.0002')[-1]
-    by_method = {row['method']: row for row in rows if '0.0002' in row['model, data']}
-    assert by_method['smoothing 0']['held-out NLL (nats)'] == f'{log["val_nll"]:.3f}'
-    assert by_method['smoothing 0']['held-out ECE'] == f'{log["val_ece"]:.3f}'
-    assert not by_method['platt scaling']['held-out ECE']
-    settings = config_of(folder / 'smoothing0.5')
-    assert '\nlr = 0.0002\n' in settings and f"model = '{own}/model'" in settings
-    assert (out / 'arc_challenge.png').exists()
+    log, row = log_of(folder / 'lr0.0002')[-1], rows[3]
+    assert row['held-out NLL (nats)'] == f'{log["val_nll"]:.3f}'
+    assert row['held-out ECE'] == f'{log["val_ece"]:.3f}' and not rows[5]['held-out ECE']
+    config = config_of(folder / 'smoothing0.5')
+    assert '\nlr = 0.0002\n' in config and f"model = '{own}/model'" in config
     # nothing is done again, and another model in the same folder is refused
     assert '===' not in run_paper(tmp_path, 'label_smoothing', *arguments)
     assert 'was begun with --model=Mine=' in run_paper(
@@ -805,8 +759,7 @@ def test_multilingual_on_your_own_files_has_their_languages_and_no_printed_numbe
     printed = run_paper(
         tmp_path, 'multilingual', *own_arguments(own, out), *SMALL, *FAST, '--figures=all',
         f'--cache_dir={tmp_path}', f'--eval.tasks=xcopa:{own}/xcopa,cmmlu:{own}/cmmlu')
-    assert '\nxcopa, all languages together\n' in printed and 'table' not in printed.split(
-        'xcopa, all')[1].split('wrote tables.md')[0]
+    assert '\nxcopa, all languages together\n' in printed
     keys = [('base', ''), *(('Chats', s) for s in ('0.0', '0.1', '0.2'))]
     for name in ('xcopa', 'cmmlu'):
         rows = read_table(out, name)
@@ -817,11 +770,8 @@ def test_multilingual_on_your_own_files_has_their_languages_and_no_printed_numbe
         'low', 'other'}         # Joshi et al.'s class of Estonian is not in the script
     rows = read_table(out, 'xcopa_languages')
     assert [row['language'] for row in rows if row['ECE']] == 4 * ['et'] + 4 * ['sw']
-    appendix = (out / 'appendix.md').read_text()
-    assert '## xcopa in sw by SFT' in appendix and '## cmmlu by SFT' in appendix
-    assert {path.name for path in out.glob('*.png')} == {'xcopa-et.png', 'xcopa-sw.png',
-                                                         'cmmlu.png'}
-    assert not (out / 'cmmlu_classes.csv').exists()
+    assert '## xcopa in sw by SFT' in (out / 'appendix.md').read_text()
+    assert {path.stem for path in out.glob('*.png')} == {'xcopa-et', 'xcopa-sw', 'cmmlu'}
 
 
 def test_alignment_of_your_own_model_by_epoch_and_then_by_dpo(own, tmp_path):
@@ -837,11 +787,10 @@ def test_alignment_of_your_own_model_by_epoch_and_then_by_dpo(own, tmp_path):
     assert [row['model'] for row in rows] == ['base', *(
         f'{name}, epoch {i}' for name in ('Chats-full', 'Chats-lora', 'dpo') for i in (1, 2, 3))]
     assert all(row['causal language modeling ECE'] for row in rows)
-    settings = config_of(out / 'aligned' / 'dpo')
-    assert f"model = '{out}/aligned/Chats-full'" in settings and "method = 'dpo'" in settings
+    config = config_of(out / 'aligned' / 'dpo')
+    assert f"model = '{out}/aligned/Chats-full'" in config and "method = 'dpo'" in config
     assert len({next_token_nll(out / 'aligned' / name)
                 for name in ('Chats-full', 'dpo/report-1', 'dpo')}) == 3
-    assert not (out / 'steps.csv').exists() and (out / 'figure5.png').exists()
 
 
 @pytest.mark.parametrize('arguments, message', [
