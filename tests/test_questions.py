@@ -144,7 +144,6 @@ def test_truthfulqa_is_asked_without_shots_and_hellaswag_is_cleaned_as_by_the_ha
     # splits without labels
     ('boolq', {'question': 'q', 'passage': 'p', 'idx': 0, 'label': -1}, 'no valid answer'),
     ('', [1, 2, 3, 4], 'the question is not text'),
-    ('', {'input': 'Q?', 'target': 'a'}, 'no question among the fields input, '),
     ('winogrande_m', {'sentence': 'Kim won.', 'option1': 'Kim', 'option2': 'Ann', 'answer': '1'},
      'the sentence has no blank, an underscore')])
 def test_bad_rows_name_their_line(tmp_path, task, row, message):
@@ -155,9 +154,11 @@ def test_bad_rows_name_their_line(tmp_path, task, row, message):
 
 def test_bad_rows_stop_or_are_skipped(tmp_path):
     path = tmp_path / 'some.jsonl'
-    with pytest.raises(DataError, match='some.jsonl:2: .*named fields'):
-        load(path, [Q, 'text'])
-    kept, _, bad, total = load(path, [Q, 'text'], on_bad_row='skip')
+    for row, message in (('text', 'named fields'),
+                         ({'input': 'Q?', 'target': 'a'}, 'no question among the fields input, ')):
+        with pytest.raises(DataError, match=f'some.jsonl:2: .*{message}'):
+            load(path, [Q, row])
+    kept, _, bad, total = load(path, [Q, row], on_bad_row='skip')
     assert len(kept) == len(bad) == total == 1 and kept[0].place.endswith('some.jsonl:1')
     path.unlink()
     write_rows(tmp_path / 'dev.jsonl', [Q | {'answer': 7}, Q | {'question': 'Shot?'}])

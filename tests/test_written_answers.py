@@ -210,10 +210,9 @@ def test_p_true_is_that_of_transformers(asked):
                                            f'{greedy["text"].strip()}{proposed}')
         ideas = [answer['answer'] or answer['text'].strip() or '(none)'
                  for answer in (greedy, *answers[row['id']]['answers'])]
-        lines = '\n'.join(ideas)
         assert other['confidence'] == p_true(
-            f'{question}Here are some brainstormed ideas: {lines}\n'
-            f'Possible Answer: {ideas[0]}{possible}')
+            f'{question}Here are some brainstormed ideas: ' + '\n'.join(ideas) +
+            f'\nPossible Answer: {ideas[0]}{possible}')
 
 
 def test_shots_are_left_out_until_prompt_and_answer_fit(asked):
