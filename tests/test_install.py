@@ -19,10 +19,6 @@ MODULES = {'fused_ce', 'metrics', 'scaling', 'stats', 'model', 'attention', 'tri
            'prediction_files'}
 
 
-def pip(*arguments):
-    subprocess.run([sys.executable, '-m', 'pip', *arguments], check=True)
-
-
 @pytest.fixture(scope='module', params=['clone', pytest.param('sdist', marks=pytest.mark.slow)])
 def installed(request, tmp_path_factory):
     """A function that runs Python in a fresh virtual environment, where only nanocal is installed.
@@ -45,8 +41,8 @@ def installed(request, tmp_path_factory):
                        cwd=source, check=True)
         (source,) = base.glob('*.tar.gz')
     venv.create(environment)
-    pip('install', '--quiet', '--no-deps', '--no-index', '--no-build-isolation',
-        '--prefix', environment, source)
+    subprocess.run([sys.executable, '-m', 'pip', 'install', '--quiet', '--no-deps', '--no-index',
+                    '--no-build-isolation', '--prefix', environment, source], check=True)
     packages = Path(sysconfig.get_path('purelib', vars={'base': str(environment)}))
     (packages / 'dependencies.pth').write_text(sysconfig.get_path('purelib') + '\n')
 

@@ -184,8 +184,8 @@ def test_helpsteer2_joins_the_answers_of_a_prompt_and_a_system_message():
             ('f:4', row | {'response': 'Blue.', 'helpfulness': 2, 'system': 'Be brief.'})]
     (place, joined), (other, _), (_, brief) = join_answers(rows)
     assert (place, other) == ('f:1', 'f:2')
-    assert to_ranking(joined).answers == ['Seven.', 'Red.'] and to_ranking(joined).scores == [0, 4]
-    assert to_ranking(brief).prompt == PROMPT and to_ranking(brief).answers == ['Blue.']
+    assert to_ranking(joined) == Ranking(PROMPT[1:], ['Seven.', 'Red.'], [0, 4])
+    assert to_ranking(brief) == Ranking(PROMPT, ['Blue.'], [2])
     (_, error), _ = join_answers([('f:1', rows[0][1] | {'margin': 1.0}), rows[1]])
     assert isinstance(error, DataError) and '"margin" needs a pair' in str(error)
 

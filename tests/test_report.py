@@ -163,8 +163,7 @@ def test_each_language_gets_its_own_and_a_shrunk_temperature(tmp_path, held_out)
     summary = report.summarize(rows, 'sum', n_bootstrap=5, fit=True)
     fitted = summary['post_hoc']['languages']
     if held_out:
-        swahili, de = report.predictions(rows[-held_out:], 'sum'), report.predictions(rows[:80],
-                                                                                      'sum')
+        swahili, de = (report.predictions(x, 'sum') for x in (rows[-held_out:], rows[:80]))
         temperature = scaling.fit_temperature(swahili.scores, swahili.labels)
         assert fitted['sw']['temperature'] == pytest.approx([temperature])
         assert fitted['sw']['ece_on']['de'] == pytest.approx(
@@ -392,21 +391,20 @@ def test_reliability_curves_of_runs_in_one_diagram(tmp_path, figures):
 
 
 @pytest.mark.parametrize('norms', [[1.25], [0.0] * 3, [0.01, 5000.0, 3.0]])
-def test_loss_is_drawn_over_whole_steps(tmp_path, figures, norms):
+def test_loss_is_drawn_over_whole_steps_with_labels_apart(tmp_path, figures, norms):
     write_rows(tmp_path / 'log.jsonl', [
         {'step': i + 1, 'loss': 3.0 - i, 'nll': 2.0 - i, 'grad_norm': norm}
         for i, norm in enumerate(norms)])
     plots.draw_loss(tmp_path)
     figures[0].draw_without_rendering()
     _, bottom = figures[0].axes
-    low, high = bottom.get_xlim()
-    ticks = [tick for tick in bottom.get_xticks() if low <= tick <= high]
+    (left, right), (low, high) = bottom.get_xlim(), bottom.get_ylim()
+    ticks = [tick for tick in bottom.get_xticks() if left <= tick <= right]
     assert ticks and all(tick == int(tick) for tick in ticks)
-    low, high = bottom.get_ylim()
-    labels = [text for text in bottom.get_yticklabels(which='both')
+    labels = [text.get_window_extent() for text in bottom.get_yticklabels(which='both')
               if text.get_text() and low <= text.get_position()[1] <= high]
-    boxes = sorted((text.get_window_extent().y0, text.get_window_extent().y1) for text in labels)
-    assert labels and all(a[1] <= b[0] for a, b in zip(boxes, boxes[1:]))
+    boxes = sorted((box.y0, box.y1) for box in labels)
+    assert boxes and all(a[1] <= b[0] for a, b in zip(boxes, boxes[1:]))
 
 
 def test_runs_are_reported_side_by_side(tmp_path, monkeypatch, capsys):

@@ -118,6 +118,7 @@ def asked(tmp_path_factory):
     folder = tmp_path_factory.mktemp('asked')
     sentencepiece_folder(folder / 'model', 'mistral')
     reference = reference_model('llama', folder / 'model', max_position_embeddings=4096,
+                                num_hidden_layers=1,
                                 vocab_size=load_tokenizer(folder / 'model').n_vocab)
     write_rows(folder / 'qa' / 'shots.jsonl', [
         {'question': f'What is fox {i}?', 'answers': [f'blue {i}', 'x']} for i in range(4)])
