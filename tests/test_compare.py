@@ -231,6 +231,7 @@ def test_folders_and_files_that_cannot_be_compared(tmp_path, monkeypatch, capsys
             ([good, own], 'no task in common: first: endings; own.jsonl: samples')):
         with pytest.raises((ConfigError, DataError), match=message):
             run_compare(f'--out_dir={tmp_path / "out"}', *sources)
+    capsys.readouterr()
     with pytest.raises(SystemExit):
         run_compare('--help')
     assert capsys.readouterr().out.startswith('usage: python evaluate.py --compare FOLDER FOLDER')

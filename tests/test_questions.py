@@ -262,7 +262,7 @@ def test_a_task_that_cannot_be_loaded_so_is_named_with_what_would_help(tmp_path)
              "2 solved questions about 'abstract_algebra', 5 wanted; --shots=2 would"),
             (f'mmlu:{folder}/test.jsonl', {'shots': 5}, 'is one file: give a folder .* or --shot'),
             (f'mmlu:{train}', {'shots': 5}, 'matches all/dev.* or dev.jsonl.*--shots=0 asks witho'),
-            (f'winogrande_s:{folder}', {}, 'matches .*winogrande_s/validation.* --tasks=help list'),
+            (f'winogrande_s:{train}', {}, 'matches .*winogrande_s/validation.* --tasks=help list'),
             (f'mmlu_prox:{folder}', {'languages': ('sw',)}, 'holds nothing that matches sw/test-'),
             (f'mmlu_prox:{folder}', {'languages': ('xx',)}, "has no language 'xx'; it has af"),
             (f'mmlu_prox:{folder}', {'prompt_format': 'harness'}, 'has no prompt .*=harness'),
