@@ -15,9 +15,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
-from research.bench.common import (DEVICE, MODELS, Options, Script, Shape, busy_time, device_rates,
-                                   failure, free_memory, gpu_kernels, method_table, now, our_model,
-                                   peak_gib, peer_model, require_files, reset_peak_memory)
+from research.bench.common import (DEVICE, MODELS, Options, Script, Shape, attempt, busy_time,
+                                   device_rates, free_memory, gpu_kernels, method_table, now,
+                                   our_model, peak_gib, peer_model, require_files,
+                                   reset_peak_memory)
 from data.tokenizer import load_model_tokenizer
 from evaluate import EvalConfig, evaluate, load_tasks
 from runtime import checkpoint
@@ -48,13 +49,10 @@ def bench(config):
             ours, lengths = measure_ours(raw, config, Path(folder), rate)
         table = {'shape': name, 'matrix_rate': rate, 'results': {'ours': ours}}
         free_memory()
-        try:
-            if not config.ours:
-                table['results']['Hugging Face'] = measure_peer(raw, *PEERS[name], lengths,
-                                                                config.sample)
-        except Exception as error:      # a peer's
-            table['results']['Hugging Face'] = failure(error)
-        free_memory()
+        if not config.ours:
+            table['results']['Hugging Face'] = attempt(measure_peer, raw, *PEERS[name], lengths,
+                                                       config.sample)
+            free_memory()
         yield table
 
 

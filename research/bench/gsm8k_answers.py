@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from research.bench.common import (DEVICE, Options, Script, Shape, failure, free_memory, load,
+from research.bench.common import (DEVICE, Options, Script, Shape, attempt, free_memory, load,
                                    method_table, now, peak_gib, reset_peak_memory, run_command,
                                    save_model)
 from data.files import read_rows
@@ -57,10 +57,9 @@ def bench(config):
                 save_model(name, model, config.tokenizer)
             table = {'shape': name, 'n': config.n,
                      'results': measure_ours(model, config, Path(folder, 'out'))}
-            try:
-                table['results'] |= {} if config.ours else measure_peer(model, config)
-            except Exception as error:      # a peer's
-                table['results']['lm_eval'] = failure(error)
+            if not config.ours:
+                peer = attempt(measure_peer, model, config)
+                table['results'] |= {'lm_eval': peer} if 'failed' in peer else peer
         free_memory()
         yield table
 
@@ -107,22 +106,21 @@ def measure_peer(model, config):
             Instance('generate_until', {}, (prompt, settings), 0)
             for prompt in prompts for _ in range(n)], disable_tqdm=True)
 
+    def time_answers():
+        write(prompts[:1], 1, 2)        # loads kernels
+        tokens.clear()
+        reset_peak_memory()
+        started = now()
+        answers = write(prompts, config.n, config.max_tokens)
+        return timing(len(answers), sum(tokens), now() - started) | {'peak_gib': peak_gib()}
+
     peer._model_generate = count
     task = load_tasks(EvalConfig(tasks=(f'gsm8k:{config.data}',)))['gsm8k']
     shots = ''.join(shot.solved for shot in task.shots[''])
     prompts, rows = [shots + question.context for question in task.items[:config.questions]], {}
     for size in config.batch:
-        name, peer.batch_size_per_gpu = f'lm_eval, {size} at once', size
-        try:
-            write(prompts[:1], 1, 2)        # loads kernels
-            tokens.clear()
-            reset_peak_memory()
-            started = now()
-            answers = write(prompts, config.n, config.max_tokens)
-            rows[name] = timing(len(answers), sum(tokens), now() - started)
-            rows[name]['peak_gib'] = peak_gib()
-        except RuntimeError as error:       # for example, the memory is full
-            rows[name] = failure(error)
+        peer.batch_size_per_gpu = size
+        rows[f'lm_eval, {size} at once'] = attempt(time_answers)    # the memory may be full
         free_memory()
     return rows
 
