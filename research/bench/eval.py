@@ -40,7 +40,6 @@ PEERS = {'gemma2_2b': ('flex_attention', 16), 'llama32_1b': ('sdpa', 32),
 
 
 def bench(config):
-    """Yield a table per model: questions per second, of the peer its forward passes alone."""
     require_files(config, data="a folder with MMLU's files")
     rate, _ = device_rates()
     for name in config.shape:
@@ -131,7 +130,6 @@ def measure_peer(raw, attention, batch, lengths, sample):
 
 
 def view(table):
-    """Return a section for a table, and what its numbers mean; see `Script`."""
     ours, peer = table['results']['ours'], table['results'].get('Hugging Face', {})
     results = {'ours': ours}
     text = (f'{ours["tokens"]:,} tokens. A large matrix product has '

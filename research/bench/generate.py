@@ -1,18 +1,16 @@
 """Decoding compared with transformers' `generate` and the hardware's limit, on one CUDA device.
 
-    python research/bench/generate.py
     python research/bench/generate.py --shape=llama32_1b --ours --profile
     python research/bench/generate.py --ours --rows= --prompts=q.jsonl --tokenizer=Llama-3.2-1B
 
 Random weights in bfloat16 and random prompts; temperature 1, no end tokens. A step must read the
-weights and the cache, and compute its products:
+weights and the cache, and compute its products, at rates that are measured in the same run:
 
     limit of a step = max(bytes of the weights / copy rate, 2 rows weights / matrix rate)
                       + bytes of the cache / copy rate
 
-Both rates are measured in the same run. The peer has a static cache and a compiled step; its second
-call is timed. With `prompts` and `tokenizer`, the whole command `python generate.py` with 8 answers
-per prompt is timed as well.
+The peer has a static cache and a compiled step; its second call is timed. With `prompts` and
+`tokenizer`, the whole command `python generate.py` with 8 answers per prompt is timed as well.
 """
 
 import functools
@@ -62,7 +60,6 @@ class BenchConfig(Options):
 
 
 def bench(config):
-    """Yield a table per model: tokens per second for each of SETTINGS."""
     rates = device_rates()
     settings = {'{} x {} + {}'.format(*setting): setting for setting in SETTINGS
                 if setting[0] in config.rows}
@@ -185,7 +182,6 @@ def measure_peer(build, n, length, new):
 
 
 def view(table):
-    """Return a section for a table: steps, their share of the limit, whole calls, ours / theirs."""
     rows = {}
     for setting, results in table['results'].items():
         ours, peer = results['ours'], results.get('transformers', {})

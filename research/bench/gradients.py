@@ -171,7 +171,6 @@ def attribution(model, names, sequences):
 
 
 def view(table):
-    """Return a section for the table: errors of all steps, and those at the worst step."""
     errors = {name: [row[name] for row in table['rows']] for name in ('ours', 'transformers')}
     quantiles = {name: dict(zip(('median', 'high', 'maximum'), np.quantile(e, (0.5, 0.9, 1))))
                  for name, e in errors.items()}

@@ -3,12 +3,11 @@
     python research/bench/gsm8k_answers.py --data=gsm8k --tokenizer=Llama-3.2-1B
     python research/bench/gsm8k_answers.py --data=gsm8k --model=out/run --questions=32 --batch=256
 
-Times the whole command `python evaluate.py`, from its start: all questions, `n` samples and a
-greedy answer each, all confidences, metrics and pages. lm-evaluation-harness (its HFLM) then writes
-`n` samples to the first `questions`, in each size of `batch`; its start is not counted. Both read
-the same prompts with five shots, draw at temperature 1, and end an answer at the end token, before
-'Question:' and after 256 tokens. Random weights almost always write 256. Without `model`, weights
-are random, with the tokenizer.json and tokenizer_config.json of the folder `tokenizer`.
+Times the whole command `python evaluate.py`: all questions, `n` samples and a greedy answer each,
+all confidences, metrics and pages. lm-evaluation-harness (its HFLM) then writes `n` samples to the
+first `questions`, in each size of `batch`; its start is not counted. Both read the same prompts
+with five shots, draw at temperature 1, and end an answer at the end token, before 'Question:' and
+after 256 tokens.
 """
 
 import sys
@@ -46,7 +45,6 @@ class BenchConfig(Options):
 
 
 def bench(config):
-    """Yield a table per model: seconds, tokens and tokens per second of both."""
     if not (config.data and (config.tokenizer or config.model)):
         raise ConfigError("set --data, a folder with GSM8K's files, and --tokenizer or --model, "
                           'folders')

@@ -52,7 +52,6 @@ class BenchConfig(Options):
 
 
 def bench(config):
-    """Yield a table per shape."""
     if unknown := {*config.shapes} - {*SHAPES}:
         raise ConfigError(f'shapes: there is no {sorted(unknown)[0]!r}; there are '
                           f'{", ".join(SHAPES)}')
@@ -294,7 +293,6 @@ def interleaved(steps, rounds, hidden, weight):
 
 
 def view(table):
-    """Return a section for a table, see `Script`: methods, the best of each budget, losses."""
     D, V, softcap = SHAPES[table['shape']]
     n, products, rows = table['n'], sum(table['products']), table['methods']
     text = (f'Three products, {" + ".join(f"{ms:.2f}" for ms in table["products"])} = '

@@ -1,13 +1,11 @@
 """Whole training steps compared with other libraries at their best, on one CUDA device.
 
-    python research/bench/train.py --shape=llama32_1b,llama31_8b
     python research/bench/train.py --shape=llama32_1b --data=alpaca.jsonl --tokenizer=Llama-3.2-1B
     python research/bench/train.py --only='ours|HF sdpa, Liger'
 
 A step is forward, backward, clipping and AdamW on four documents of 2,048 tokens, with random
-weights; with `data` and `tokenizer` also on real conversations, 128 per step. Each method runs in
-its own process, with empty caches on disk. Its compile seconds are the time of the first three
-steps minus that of three later ones.
+weights; with `data` and `tokenizer` also on real conversations. The compile seconds are the time of
+the first three steps minus that of three later ones.
 """
 
 import itertools
@@ -81,7 +79,6 @@ USUAL = {
 
 
 def bench(config):
-    """Yield a table per model and kind of data: tokens/s, compile seconds, MFU, peak memory."""
     if (config.data is None) != (config.tokenizer is None):
         raise ConfigError('data and tokenizer go together; set both or none')
     for name in config.shape:
