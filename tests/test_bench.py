@@ -347,7 +347,7 @@ def test_the_picture_of_losses_is_drawn_from_its_file(tmp_path):
     shutil.copy(Path(bench.loss.__file__).parent / 'results' / 'loss.json', path)
     bench.loss.script.main([f'--plot={path}'])
     assert path.with_suffix('.png').read_bytes().startswith(b'\x89PNG')
-    assert len(bench.loss.SHAPES) == 7 and {'gemma3_4b', 'aya_expanse_8b'} <= {*bench.loss.SHAPES}
+    assert len(bench.loss.SHAPES) == 6 and {'gemma3_4b', 'aya_expanse_8b'} <= {*bench.loss.SHAPES}
 
 
 def test_each_kernel_belongs_to_one_item_of_a_step():

@@ -3,9 +3,9 @@
     python research/bench/loss.py
     python research/bench/loss.py --shapes=llama32_1b,mistral_7b --rounds=1 --out=out/quick
 
-Forward and backward of the output layer of seven models in bfloat16, with random inputs whose
-logits fall with a token's rank as in a language model, and smoothing 0.1. Each method runs at every
-memory setting that it has. A second table has every loss of fused_ce.py at the default memory. Also
+Forward and backward of the output layer of six models in bfloat16, with random inputs whose logits
+fall with a token's rank as in a language model, and smoothing 0.1. Each method runs at every memory
+setting that it has. A second table has every loss of fused_ce.py at the default memory. Also
 writes a .csv file; a peer that is not installed is listed as such.
 """
 

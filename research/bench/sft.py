@@ -106,8 +106,20 @@ def prepare(config, shape, folder):
 def run(method, tuning, kind, table, caches, folder):
     """Return {kind: {stage: seconds}, 'steps', 'peak_gib'} of a command; ours must not fail."""
     out = folder / f'{method}-{tuning}-{kind}'
-    command = (our_command(tuning, folder, out, caches) if method == OURS else
-               trl_command(PEERS[method], tuning, folder, out, table['rows']))
+    if method == OURS:
+        command = [
+            'train.py', f'--model={folder / "model"}', f'--data={folder / "ours.jsonl"}',
+            f'--template={TEMPLATE}', f'--pack_len={PACK_LEN}', f'--max_length={PACK_LEN}',
+            '--epochs=1', '--checkpoint_epochs=False', f'--lora={tuning == "LoRA"}',
+            f'--cache_dir={caches["HF_DATASETS_CACHE"]}', f'--out_dir={out}', f'--device={DEVICE}']
+    else:
+        adapters = {'r': TrainConfig.lora_rank, 'lora_alpha': TrainConfig.lora_alpha,
+                    'lora_dropout': TrainConfig.lora_dropout,
+                    'target_modules': list(TrainConfig.lora_targets)}
+        command = ['research/bench/trl_sft.py', json.dumps(PEERS[method] | {
+            'model': str(folder / 'model'), 'data': str(folder / 'TRL.jsonl'), 'out': str(out),
+            'pack_len': PACK_LEN, 'rows': table['rows'],
+            'lora': adapters if tuning == 'LoRA' else None})]
     try:
         ends, text = run_command(command, caches, STAGES.values())
     except RuntimeError as error:
@@ -120,22 +132,6 @@ def run(method, tuning, kind, table, caches, folder):
     peak = re.search(r'^peak memory (\d+\.\d+) GiB', text, re.MULTILINE)
     return {kind: stages | {'until the end': round(ends[-1], 2)}, 'steps': int(steps[1]),
             'peak_gib': float(peak[1])}
-
-
-def our_command(tuning, folder, out, caches):
-    return ['train.py', f'--model={folder / "model"}', f'--data={folder / "ours.jsonl"}',
-            f'--template={TEMPLATE}', f'--pack_len={PACK_LEN}', f'--max_length={PACK_LEN}',
-            '--epochs=1', '--checkpoint_epochs=False', f'--lora={tuning == "LoRA"}',
-            f'--cache_dir={caches["HF_DATASETS_CACHE"]}', f'--out_dir={out}', f'--device={DEVICE}']
-
-
-def trl_command(settings, tuning, folder, out, rows):
-    adapters = {'r': TrainConfig.lora_rank, 'lora_alpha': TrainConfig.lora_alpha,
-                'lora_dropout': TrainConfig.lora_dropout,
-                'target_modules': list(TrainConfig.lora_targets)}
-    return ['research/bench/trl_sft.py', json.dumps(settings | {
-        'model': str(folder / 'model'), 'data': str(folder / 'TRL.jsonl'), 'out': str(out),
-        'pack_len': PACK_LEN, 'rows': rows, 'lora': adapters if tuning == 'LoRA' else None})]
 
 
 def view(table):

@@ -14,13 +14,12 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
-from research.bench.common import (DEVICE, MODELS, PeerOptions, Script, measure_methods,
+from research.bench.common import (DEVICE, MODELS, PeerOptions, Script, Shape, measure_methods,
                                    method_table, now, our_model, peak_gib, reset_peak_memory, speed)
 from research.bench.peers import hugging_face_step, trl_steps
 from data.instruct import load_conversations
@@ -36,8 +35,7 @@ from train import TrainConfig, train_step
 @dataclass
 class BenchConfig(PeerOptions):
     """Without --only the methods of USUAL are measured."""
-    shape: tuple[Literal['gemma2_2b', 'gemma3_270m', 'llama32_1b', 'llama31_8b', 'mistral_7b'],
-                 ...] = tuple(MODELS)
+    shape: tuple[Shape, ...] = tuple(MODELS)
     data: str | None = None         # conversations, as in train.py
     batch: int = 128                # conversations per step
     pack_len: int = 4096            # tokens in a row of conversations
@@ -68,7 +66,6 @@ PEERS = {
 # the methods of each table without `only`: those that may be the fastest of their library
 USUAL = {
     'gemma2_2b': 'HF flex, compile|ours|ours, stochastic',
-    'gemma3_270m': 'HF sdpa, Liger, compile|ours',
     'llama32_1b': 'HF sdpa, Liger|HF sdpa, compile|HF sdpa, Liger, compile|ours|ours, stochastic',
     'llama31_8b': 'HF sdpa, Liger|HF sdpa, Liger, compile|ours|ours, stochastic',
     'mistral_7b': 'HF sdpa, Liger|ours|ours, stochastic',
