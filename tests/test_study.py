@@ -116,8 +116,8 @@ def test_a_key_that_is_new_keeps_the_digests_and_one_that_differs_changes_them(m
 @pytest.mark.parametrize('figure', figures.FIGURES)
 def test_a_figure_follows_from_its_committed_numbers(figure, tmp_path, monkeypatch):
     committed, drawn = STUDY / 'results' / figure, []
-    for name in ('draw_series', 'draw_bins'):
-        monkeypatch.setattr(figures, name, lambda path, *rest, **more: drawn.append(path))
+    for module, name in ((over_seeds, 'draw_means'), (figures, 'draw_bins')):
+        monkeypatch.setattr(module, name, lambda path, *rest, **more: drawn.append(path))
     figures.draw(figure, tmp_path)
     for name in {path.name for path in committed.glob('*.csv')} | {'compare.md'}:
         assert (tmp_path / name).read_bytes() == (committed / name).read_bytes(), name
@@ -546,7 +546,8 @@ def test_alignment_from_the_world_to_tables(tmp_path, forked):
     (runs.main, ['smoothing', '--only=lora'], '--only=lora: no run has such a name; there are'),
     (side_by_side.main, ['--seeds=1,b'], "'1,b' is no list of seeds such as 0,1"),
     (side_by_side.main, ['--study=foo'], "there is no 'foo'; there are losses, alignment"),
-    (lambda: loss_tables.CLAIMS.main(''), ['--only=foo'], '--only: there is no foo; choose from equal-accuracy'),
+    (lambda: loss_tables.CLAIMS.main(''), ['--only=foo'],
+     '--only: there is no foo; choose from equal-accuracy'),
     (figures.main, ['--only=foo'], '--only: there is no figure foo; choose from headline')])
 def test_a_wrong_option_is_refused(main, arguments, message, monkeypatch, capsys):
     monkeypatch.setattr('sys.argv', ['script.py', *arguments])
