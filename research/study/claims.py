@@ -32,20 +32,17 @@ LEAST_RANGE = 0.005     # of accuracies that two curves share; below, nothing is
 # Numbers
 
 class Numbers:
-    """The lines of the CSV files in a folder; `of` and `value` return one number per seed.
+    """The lines of CSV files; `of` and `value` return one number per seed.
 
     usual: {column: value} that choose a line beside run and seed, unless others are asked for.
     curves: {name: [(run, {column: value}) of each point]}; functions: {name: function of Numbers}.
     """
 
-    def __init__(self, folder, usual, curves=None, functions=None, files='seed-*.csv'):
-        lines = [line for path in sorted(Path(folder).glob(files)) for line in read_csv(path)]
+    def __init__(self, lines, usual, curves=None, functions=None):
         self.usual, self.curves, self.functions = usual, curves or {}, functions or {}
         self.lines = {(line['seed'], line['run'], *(line[key] for key in usual)): line
                       for line in lines}
         self.seeds = list(dict.fromkeys(line['seed'] for line in lines))
-        if not self.seeds:
-            raise ConfigError(f'{folder} has no {files}; --runs=out/study writes them')
 
     def of(self, run, metric, **where):
         """Return float [seeds], nan if the run is missing."""
@@ -241,7 +238,11 @@ class Claims:
     functions: dict = field(default_factory=dict)
 
     def numbers(self, folder=None):
-        return Numbers(folder or self.folder, self.usual, self.curves, self.functions)
+        folder = folder or self.folder
+        lines = [line for path in sorted(folder.glob('seed-*.csv')) for line in read_csv(path)]
+        if not lines:
+            raise ConfigError(f'{folder} has no seed-*.csv; --runs=out/study writes them')
+        return Numbers(lines, self.usual, self.curves, self.functions)
 
     def page(self, name, numbers):
         title, tables, _ = self.pages[name]
