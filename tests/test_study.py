@@ -371,7 +371,7 @@ def test_a_failed_run_does_not_stop_those_side_by_side(tmp_path, capsys, forked)
         pooled = json.load(file)['tasks']['text4']['pooled']
     assert numbers.of('tuned-gce0.7-lr0.0008', 'ece') == pytest.approx(pooled['ece'], rel=1e-4)
     assert numbers.of('base', 'accuracy', task='base') == len(right) / len(p.labels)
-    steps = alignment.read_lines(
+    steps = common.read_lines(
         tmp_path / 'transfer' / 'seed-5' / 'lora-dft-lr0.0032' / 'log.jsonl')
     for task, nll in (('held out', steps[-1]['val_nll']),
                       ('trained', np.mean([step['nll'] for step in steps]))):
@@ -500,7 +500,7 @@ def test_alignment_from_the_world_to_tables(tmp_path, forked):
         alignment.written_folder(10, tmp_path, 'dpo', scaling) / 'samples.jsonl')
         if s['task'] == 'qa'] for scaling in alignment.SCALINGS]
     assert texts[0] == texts[1] and len(texts[0]) == 8
-    pairs, known, unknown, own, noisy = (alignment.read_lines(folder / 'pairs' / f'{name}.jsonl')
+    pairs, known, unknown, own, noisy = (common.read_lines(folder / 'pairs' / f'{name}.jsonl')
                                          for name in ('all', 'known', 'unknown', 'own', 'noisy'))
     assert len(known) == len(unknown) > 0 and len(own) == len(pairs) == 48
     assert all(row in pairs and row not in unknown for row in known)
@@ -510,7 +510,7 @@ def test_alignment_from_the_world_to_tables(tmp_path, forked):
     probs = {s['id']: dict(zip(map(str.strip, s['options']), np.exp(s['log_probs'])
                                / np.exp(s['log_probs']).sum(), strict=True))
              for s in read_samples(folder / 'base-knows' / 'samples.jsonl')}
-    ids = {row['prompt']: row['id'] for row in alignment.read_lines(
+    ids = {row['prompt']: row['id'] for row in common.read_lines(
         folder / 'world' / 'prompts' / 'test.jsonl')}
     for ask, answer in (row['messages'] for row in own):
         value, stated = re.fullmatch(alignment.STATED.format('(.*)', '(.*)'),

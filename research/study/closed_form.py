@@ -17,16 +17,15 @@ import numpy as np
 
 import metrics
 from data.world import conversation
-from evaluate import run
 from results.over_seeds import predictions_by_group
 from results.report import option_predictions
 from results.runs import read_run
 from runtime import cli
 from research.study import alignment, alignment_tables, common
-from research.study.alignment import DPO, GRPO, PPO, RUNS, WHOLE, draw_wrong, log, read_lines
+from research.study.alignment import DPO, GRPO, PPO, RUNS, WHOLE, draw_wrong, log
 from research.study.claims import Claims, draw_mean, finish, label, panels
 from research.study.metrics_agree import kendall
-from research.study.runs import write_lines
+from research.study.common import read_lines, write_lines
 
 METHODS = {'ppo': PPO, 'grpo': GRPO | {'method': 'dr_grpo'}, 'dpo': DPO}     # the longest first
 TITLES = {'dpo': 'DPO', 'ppo': 'PPO', 'grpo': 'Dr. GRPO'}
@@ -79,10 +78,10 @@ def prepare(seed, root=common.ROOT):
     (folder / 'in-plain').mkdir(exist_ok=True)
     write_lines(folder / 'in-plain' / 'test.jsonl', [row | {'classes': [
         option.removeprefix('Answer:') for option in row['classes']]} for row in questions])
-    run(alignment.evaluation(folder, f'{folder}/in-plain', chat='none', model=f'{folder}/base',
-                             seed=seed, out_dir=f'{folder}/base-knows'))
     answers = {}
-    for id, (options, p) in alignment.probabilities(folder / 'base-knows').items():
+    for id, (options, p, _) in common.ask(alignment.evaluation(
+            folder, f'{folder}/in-plain', chat='none', model=f'{folder}/base', seed=seed,
+            out_dir=f'{folder}/base-knows')).items():
         k = rng.choice(len(p), p=p / p.sum())
         answers[id] = alignment.STATED.format(options[k].strip(), f'{p[k]:.2f}')
     write_lines(pairs / 'own.jsonl', [conversation(row['prompt'], answers[row['id']])
