@@ -42,7 +42,7 @@ def write_mmlu(folder):
 def small(monkeypatch):
     monkeypatch.setattr(bench.train, 'LENGTH', 48)
     # compiling all modules takes 40 seconds
-    for module in (bench_common, bench.generate, bench.sft):
+    for module in (bench_common, bench.sft):
         monkeypatch.setattr(module, 'byte_code', dict)
     monkeypatch.setitem(bench_common.MODELS, 'llama32_1b', TINY)
 
@@ -96,7 +96,8 @@ def test_a_missing_peer_or_our_lack_of_memory_is_a_row_and_our_other_errors_stop
     def measure(ours, error):
         monkeypatch.setattr(bench_common.subprocess, 'run', lambda *_, **__: SimpleNamespace(
             returncode=1, stderr=f'Traceback\n{error}\n'))
-        return bench_common.measure_in_process('train.py', {'ours': ours}, warm=True)
+        name = 'ours' if ours else 'TRL'
+        return bench_common.measure_methods('train.py', '', {name: {}}, warm=True)[name]
 
     memory = 'torch.OutOfMemoryError: CUDA out of memory.'
     for ours, error in ((True, memory), (False, memory), (False, 'ImportError: no liger')):
