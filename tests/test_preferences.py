@@ -106,7 +106,6 @@ def test_prompt_and_answers_have_the_tokens_of_generation_and_of_training(templa
 
 
 @pytest.mark.parametrize('answers, scores, reason', [
-    (['Red.', 'Blue.'], [1, 1], 'answers of equal score'),
     (['Red.', ' Red.\n'], [2, 1], 'fewer than two different answers'),
     (['Red.', ' '], [2, 1], 'fewer than two different answers'),
     (['', ' '], [2, 1], 'fewer than two different answers'),
