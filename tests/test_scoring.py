@@ -1,11 +1,9 @@
 """scoring.py: trees of tokens, the tokens of questions"""
 
-
 import numpy as np
 import pytest
 import torch
-from common import (DEVICES, head_of_32, lora_model, reference_model,
-                    whole_rows, write_rows)
+from common import DEVICES, head_of_32, logits_of, lora_model, reference_model, write_rows
 
 import evaluate
 import metrics
@@ -46,7 +44,7 @@ def plain_log_probs(model, tree, device):
     """Of each option, by a row for each that holds its sequence, then padding."""
     sequences = [torch.tensor(ids) for ids in tree.sequences]
     ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
-    logits = model.logits(model(*(x.to(device) for x in (ids, *whole_rows(ids)))))
+    logits = logits_of(model, ids.to(device))
     log_probs = logits.log_softmax(-1).cpu()[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
     return [row[start - 1:len(sequence) - 1].sum().item()
             for row, start, sequence in zip(log_probs, tree.starts, sequences, strict=True)]
@@ -144,7 +142,7 @@ def test_scored_tokens_of_a_text_equal_the_plain_model(tmp_path):
                                                  compute=scoring.token_statistics):
         tree = trees[index]
         ids = torch.tensor([tree.prompt])
-        log_probs = model.logits(model(ids, *whole_rows(ids))).log_softmax(-1)[0].detach()
+        log_probs = logits_of(model, ids).log_softmax(-1)[0].detach()
         for n, (log_prob, top, top_log_prob, entropy) in zip(numbers, values, strict=True):
             row = log_probs[tree.scored[n] - 1]
             assert top == row.argmax()
