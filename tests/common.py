@@ -386,6 +386,14 @@ def torchrun(*command):
     return subprocess.CompletedProcess(command, process.returncode, *printed)
 
 
+def run_hooked(hook, script, *arguments):
+    """Run a script in a new process after the code `hook`."""
+    code = (f'import os, runpy, signal, sys\n{hook}\n'
+            f'sys.argv = {[script, *map(str, arguments)]}\n'
+            f'runpy.run_path({script!r}, run_name="__main__")')
+    return subprocess.run([sys.executable, '-c', code], cwd=HERE, capture_output=True, text=True)
+
+
 def run_train(*arguments, limit=None, wait=True):
     """train.py in a process of its own; `limit`: the largest file it can write, in bytes."""
     process = start_script('train.py', *arguments, limit=limit)

@@ -267,8 +267,7 @@ def test_on_a_gpu_ratio_kl_and_the_probabilities_of_decoding_agree(tmp_path, val
 
 
 def test_without_adapters_the_model_is_the_base_whatever_they_hold(base, tmp_path):
-    cfg = config(base, tmp_path, lora=True, kl='logged')
-    run, model = run_of(cfg)
+    run, model = run_of(config(base, tmp_path, lora=True, kl='logged'))
     answers, rewards = made_up(np.random.default_rng(0), range(4), 5)
     before = rollouts.pack(run, range(4), answers, rewards, 0).reference
     for name, p in model.named_parameters():
@@ -277,11 +276,6 @@ def test_without_adapters_the_model_is_the_base_whatever_they_hold(base, tmp_pat
     packed = rollouts.pack(run, range(4), answers, rewards, 0)
     assert (packed.reference == before).all()
     assert np.abs(rollouts.log_probs(model, packed, run)[0] - before).max() > 0.1
-
-
-def test_logits_of_a_rollout_that_are_not_finite_end_the_run(base, tmp_path):
-    cfg = config(base, tmp_path)
-    run, model = run_of(cfg)
     model.decoder.norm.weight.data.fill_(torch.nan)
     with pytest.raises(TrainingError, match='prompt 1 of a step: the model in training gives NaN'):
         rollouts.sample(run, np.array([2, 0]), 0, 3)
@@ -436,16 +430,15 @@ def test_a_killed_run_resumes_to_the_same_answers_and_weights(base, tmp_path, va
     cfg = config(base, tmp_path, epochs=8, save_every=2, updates=2, kl='reward', kl_horizon=100,
                  **values)
     align.align(cfg)
-    again = replace(cfg, out_dir=str(tmp_path / 'again'))
+    again, rate = replace(cfg, out_dir=str(tmp_path / 'again')), train.learning_rate
 
-    def die(step, *_):
+    def die(step, *rest):
         if step == 5:
             raise KeyboardInterrupt
-    with pytest.MonkeyPatch.context() as patch:
-        rate = train.learning_rate
-        patch.setattr(train, 'learning_rate', lambda step, *x: (die(step), rate(step, *x))[1])
-        with pytest.raises(KeyboardInterrupt):
-            align.align(again)
+        return rate(step, *rest)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(train, 'learning_rate', die)
+        align.align(again)
     align.align(replace(again, resume=True))
     assert same_weights(tmp_path / 'run', tmp_path / 'again')
     assert log_of(cfg) == log_of(again)
@@ -496,25 +489,23 @@ def reward_of(name, answer, row):
     return load_reward(name, 'cpu', None, 'tulu').score('', answer, row)
 
 
+RATED = '<answer>{}</answer><confidence>{}</confidence>'
+
+
 @pytest.mark.parametrize('name, answer, target, reward', [
     ('exact:gsm8k', 'Natalia sold 48/2 = 24.\n#### 72', 'She sold 72.\n#### 72', 1),
     ('exact:gsm8k', '72, no, 73', '#### 72', 0), ('exact:gsm8k', '', '#### 3', 0),
-    ('exact', 'paris.', ['Lutetia', 'Paris'], 1), ('exact', 'Rome', ['Lutetia', 'Paris'], 0)])
-def test_an_answer_is_right_by_the_rule_of_the_task(name, answer, target, reward):
-    assert reward_of(name, answer, {'question': '?', 'answer': target}) == reward
-
-
-@pytest.mark.parametrize('answer, reward', [
-    ('<answer>3</answer><confidence>0.8</confidence>', 0.5 + 0.5 + 0.5 * (1 - 0.04)),
-    ('well\n<answer>It is 3.</answer> so\n<confidence> 1 </confidence>\n', 1.5),
-    ('<answer>4</answer><confidence>0.8</confidence>', 0.5 + 0.5 * (1 - 0.64)),
-    ('<answer>3</answer><confidence>1.2</confidence>', 0), ('<answer>3</answer>', 0),
-    ('<answer>3</answer><confidence>high</confidence>', 0),
-    ('<think><answer>4</answer></think><answer>3</answer><confidence>1</confidence>', 1.5),
-    ('<confidence>1</confidence><answer>3</answer>', 0)])
-def test_rlcr_rewards_format_correctness_and_the_brier_score(answer, reward):
-    assert reward_of('rlcr:gsm8k', answer, {'question': '?', 'answer': '#### 3'}) == pytest.approx(
-        reward)
+    ('exact', 'paris.', ['Lutetia', 'Paris'], 1), ('exact', 'Rome', ['Lutetia', 'Paris'], 0),
+    # format, correctness and the Brier score
+    *(('rlcr:gsm8k', answer, '#### 3', reward) for answer, reward in (
+        (RATED.format(3, 0.8), 0.5 + 0.5 + 0.5 * (1 - 0.04)),
+        ('well\n<answer>It is 3.</answer> so\n<confidence> 1 </confidence>\n', 1.5),
+        (RATED.format(4, 0.8), 0.5 + 0.5 * (1 - 0.64)), (RATED.format(3, 1.2), 0),
+        ('<answer>3</answer>', 0), (RATED.format(3, 'high'), 0),
+        (f'<think><answer>4</answer></think>{RATED.format(3, 1)}', 1.5),
+        ('<confidence>1</confidence><answer>3</answer>', 0)))])
+def test_a_reward_is_that_of_the_rule_of_the_task(name, answer, target, reward):
+    assert reward_of(name, answer, {'question': '?', 'answer': target}) == pytest.approx(reward)
 
 
 @pytest.mark.parametrize('row', [
@@ -608,6 +599,7 @@ def test_a_reward_imports_modules_beside_it_which_are_part_of_it(place, tmp_path
      'kl_coef = 0 stays 0'),
     ({'method': 'ppo', 'reward': 'exact', 'lost_accumulation': 9}, 'does not divide'),
     ({'method': 'grpo', 'reward': 'exact:humaneval'}, 'then allow it with --run_code'),
+    ({'method': 'grpo', 'reward': 'exact'}, "'grpo' generates its answers on one GPU"),
     ({'method': 'grpo', 'reward': 'exact', 'gae_lambda': 0.9}, "effect with method = 'grpo'"),
     ({'method': 'grpo', 'reward': 'exact', 'beta': 0.2}, "effect with method = 'grpo'"),
     ({'method': 'grpo', 'reward': 'exact', 'kl_coef': 0.2}, "effect with kl = 'none'"),
@@ -615,15 +607,11 @@ def test_a_reward_imports_modules_beside_it_which_are_part_of_it(place, tmp_path
     ({'method': 'grpo', 'reward': 'exact', 'clip': 0.1}, 'effect with updates = 1'),
     ({'method': 'ppo', 'reward': 'exact', 'value_clip': 0.1}, 'effect with updates = 1'),
     ({'method': 'grpo', 'reward': 'exact', 'lora_dropout': 0.1}, 'the policy would differ')])
-def test_settings_of_rewards_without_sense_are_refused(values, message):
+def test_settings_of_rewards_without_sense_are_refused(values, message, monkeypatch):
+    if 'one GPU' in message:
+        monkeypatch.setattr(rollouts, 'world_size', lambda: 2)
     with pytest.raises(ConfigError, match=message):
         align.check_align_config(AlignConfig(**values))
-
-
-def test_rewards_are_refused_under_torchrun(monkeypatch):
-    monkeypatch.setattr(rollouts, 'world_size', lambda: 2)
-    with pytest.raises(ConfigError, match="method = 'grpo' generates its answers on one GPU"):
-        align.check_align_config(AlignConfig(method='grpo', reward='exact'))
 
 
 def test_a_row_without_the_answer_of_the_reward_is_found_before_training(base, tmp_path):

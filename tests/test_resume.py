@@ -7,7 +7,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -21,7 +20,8 @@ from safetensors.torch import load_file, save_file
 
 import model as models
 import train
-from common import HERE, await_steps, llama_config, rewrite, run_train, same_weights, steps_done
+from common import (await_steps, llama_config, rewrite, run_hooked, run_train, same_weights,
+                    steps_done)
 from results import plots
 from runtime import adapter, checkpoint, log, optim, ownership, resume, trained
 from runtime.errors import ConfigError, ProcessError, TrainingError
@@ -227,14 +227,10 @@ def test_an_interrupted_run_says_resume_only_where_that_continues(tmp_path, file
 @pytest.mark.slow
 def test_signals_before_the_first_step_and_at_the_end_of_the_process_print_one_line(
         settings_file, tmp_path):
-    code = ('import atexit, os, runpy, signal, sys\n'
-            'from runtime import log\n'
-            'log.print_sizes = lambda *_: os.kill(os.getpid(), signal.SIGTERM)\n'
-            'atexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))\n'
-            'sys.argv = sys.argv[1:]\n'
-            'runpy.run_path(sys.argv[0], run_name="__main__")\n')
-    done = subprocess.run([sys.executable, '-c', code, 'train.py', settings_file, '--device=cpu',
-                           f'--out_dir={tmp_path}'], cwd=HERE, capture_output=True, text=True)
+    hook = ('import atexit\nfrom runtime import log\n'
+            'def stop(*_): os.kill(os.getpid(), signal.SIGTERM)\n'
+            'log.print_sizes = stop\natexit.register(stop)')
+    done = run_hooked(hook, 'train.py', settings_file, '--device=cpu', f'--out_dir={tmp_path}')
     assert done.returncode == -signal.SIGTERM
     assert done.stderr.strip().split('\n')[-1] == 'stopped by SIGTERM'
 

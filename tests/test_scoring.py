@@ -83,6 +83,13 @@ def test_questions_of_one_token_are_scored(tmp_path):
         found += scoring.option_log_probs(model, trees, pack_len=16)
         for tree, ours in zip(trees * 2, found, strict=True):
             assert ours == pytest.approx(plain_log_probs(model, tree, 'cpu'), abs=1e-4)
+    # such an option has an empty continuation; one token less than none was counted for it
+    tree = packing.Tree((1, 2, 3), [4, 5], [[1] * 5, [], [2, 2]], [4, 4, 4])
+    rows = list(packing.pack_trees([(0, tree)], 9))
+    assert [arrays.shape for arrays, _ in rows] == [(3, 9)] * 2
+    assert sum(len(scored) for _, scored in rows) == tree.n_scored
+    one_option = packing.Tree((1, 2, 3), [4, 5, 6], [[]], [4])      # longer than the row
+    assert len(list(packing.pack_trees([(0, one_option)], 5))) == 1
 
 
 def test_the_hash_of_a_tree_stays_as_in_folders_that_are_there():
@@ -93,16 +100,6 @@ def test_the_hash_of_a_tree_stays_as_in_folders_that_are_there():
     for other in (packing.Tree((1, 7), [3], [[4], [5]], [3, 3]),
                   packing.Tree((1,), [2, 3], [[4], [5]], [3, 3])):
         assert other.fingerprint != tree.fingerprint
-
-
-def test_an_option_that_begins_another_does_not_lengthen_a_row():
-    """Such an option has an empty continuation; one token less than none was counted for it."""
-    tree = packing.Tree((1, 2, 3), [4, 5], [[1] * 5, [], [2, 2]], [4, 4, 4])
-    rows = list(packing.pack_trees([(0, tree)], 9))
-    assert [arrays.shape for arrays, _ in rows] == [(3, 9)] * 2
-    assert sum(len(scored) for _, scored in rows) == tree.n_scored
-    one_option = packing.Tree((1, 2, 3), [4, 5, 6], [[]], [4])      # longer than the row
-    assert len(list(packing.pack_trees([(0, one_option)], 5))) == 1
 
 
 def test_options_that_differ_in_their_last_token_share_the_others(tmp_path):
@@ -191,12 +188,12 @@ def test_a_dropout_seed_draws_the_dropout_of_adapters(tmp_path):
         [log_probs(model, 0, [tree], deterministic=True) for tree in trees]))
 
 
-def write_task(folder, n=4, choices=('blue', 'a lazy dog', 'brown')):
-    rows = [{'question': f'What is the fox {i}?', 'choices': list(choices), 'answer': i % 3,
-             'subject': 'foxes'} for i in range(n)]
-    write_rows(folder / 'dev.jsonl', rows)
-    write_rows(folder / 'test.jsonl', rows)
-    return f'{folder}'
+def write_task(folder):
+    rows = [{'question': f'What is the fox {i}?', 'choices': ['blue', 'a lazy dog', 'brown'],
+             'answer': i % 3, 'subject': 'foxes'} for i in range(4)]
+    for split in ('dev', 'test'):
+        write_rows(folder / f'{split}.jsonl', rows)
+    return str(folder)
 
 
 def first_tree(asked, solved, tokenizer, max_length=2000, **keys):
@@ -254,9 +251,6 @@ def test_whole_shots_are_dropped(tokenizers, tmp_path):
             continue
         with pytest.raises(DataError, match='even without shots the prompt has'):
             first_tree(asked, solved, tokenizer, longest - 1)
-
-
-def test_options_that_cannot_be_scored(tokenizers):
     bad = questions.Question('7', 'Answer: ', ['', 'x'], 1, 's', 'H\n\n', place='q.jsonl:8')
     with pytest.raises(DataError, match="q.jsonl:8: option '' does not begin at a token boundary"):
         first_tree([bad], {}, tokenizers['llama3'])
