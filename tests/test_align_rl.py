@@ -109,7 +109,9 @@ def made_up(rng, chosen, G, sizes=(1, 12)):
 def plain_loss(model, run, cfg, answers, advantages, old, reference):
     """The loss of a step by loops over answers and tokens; cut answers are masked."""
     method, terms, bonus, tokens = cfg.method, [], 0, 0
-    for i, k, answer in used(answers):
+    used = [(i, k, answer) for i, group in enumerate(answers) for k, answer in enumerate(group)
+            if not answer.truncated]
+    for i, k, answer in used:
         log_p, entropy = plain_log_probs(model, run.sequences[i][0].tolist(), answer.tokens)
         n, A = len(answer.tokens), advantages[i][k]
         ratios = (log_p - old[i, k]).exp()
@@ -130,11 +132,6 @@ def plain_loss(model, run, cfg, answers, advantages, old, reference):
             'rloo': 1, 'grpo': n, 'dapo': 1, 'dr_grpo': cfg.max_tokens}[method])
     n_answers = sum(map(len, answers))
     return sum(terms) / (tokens if method == 'dapo' else n_answers) - bonus / tokens
-
-
-def used(answers):
-    return [(i, k, answer) for i, group in enumerate(answers) for k, answer in enumerate(group)
-            if not answer.truncated]
 
 
 @pytest.mark.parametrize('base, method, kl, entropy_coef', [
@@ -234,17 +231,12 @@ def test_the_gradient_is_that_of_the_kl_of_whole_answers_and_the_reward(method, 
 
 # ---- The first step ------------------------------------------------------------------------------
 
-def first_step(cfg):
-    """Return (values, the packed answers, model) of the first step's loss and gradients."""
-    run, model = run_of(cfg)
-    _, packed = next(rollouts.batches(run, 0, 1))
-    return train.forward_backward(model, packed, cfg, 'cpu', policy_objective), packed, model
-
-
 @pytest.mark.parametrize('lora', [False, True])
 def test_the_first_step_has_ratio_1_and_no_kl(base, tmp_path, lora):
     cfg = config(base, tmp_path, kl='reward', updates=2, lora=lora)
-    values, packed, model = first_step(cfg)
+    run, model = run_of(cfg)
+    _, packed = next(rollouts.batches(run, 0, 1))
+    values = train.forward_backward(model, packed, cfg, 'cpu', policy_objective)
     assert (packed.old == packed.reference).all()       # the same weights and kernels
     assert values['ratio'].item() == pytest.approx(1, abs=1e-5) and values['clip_fraction'] == 0
     assert values['kl'].item() == pytest.approx(0, abs=1e-3)

@@ -34,17 +34,12 @@ def random_prompts(seed, *lengths):
     return [rng.integers(3, 211, n).tolist() for n in lengths]
 
 
-def full_pass(model, ids, answer):
-    """Log-probabilities [tokens, V] that one pass over the whole text gives, without a cache."""
+def sure(model, ids, answer):
+    """Assert that the log-probabilities and entropies are those of one pass without a cache."""
+    model.decoder.attention = 'explicit'    # FlexAttention is compiled again for each length
     whole = torch.tensor([ids + answer.tokens], device=model.head.device)
     with torch.no_grad():
-        return logits_of(model, whole)[0, len(ids) - 1:-1].double().log_softmax(-1).cpu()
-
-
-def sure(model, ids, answer):
-    """Assert that the log-probabilities and entropies are those of a full pass, in float32."""
-    model.decoder.attention = 'explicit'    # FlexAttention is compiled again for each length
-    log_probs = full_pass(model, ids, answer)
+        log_probs = logits_of(model, whole)[0, len(ids) - 1:-1].double().log_softmax(-1).cpu()
     picked = log_probs[range(len(answer.tokens)), answer.tokens]
     # float32 rounds the logits of these random models, up to 30, by some 1e-6 in each layer
     assert answer.log_probs == pytest.approx(picked.tolist(), abs=3e-5)

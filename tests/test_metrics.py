@@ -58,10 +58,6 @@ def literal_gap(values, outcomes, bin_of):
     return total / len(values)
 
 
-def equal_width_bin(n_bins):
-    return lambda c: next(m for m in range(1, n_bins + 1) if c <= m / n_bins or m == n_bins)
-
-
 def equal_mass_bin(values, sizes):
     """Return the function value -> the lowest chunk of the sorted values that holds it."""
     chunks = np.split(np.sort(values), np.cumsum(sizes)[:-1])
@@ -386,7 +382,8 @@ def test_class_wise_metrics_count_only_rows_that_have_the_option(case, n_bins):
     for k in range(n_options.max()):
         rows = n_options > k
         p, is_label = probs[rows, k], labels[rows] == k
-        static.append(literal_gap(p, is_label, equal_width_bin(n_bins)))
+        static.append(literal_gap(p, is_label, lambda c: next(
+            m for m in range(1, n_bins + 1) if c <= m / n_bins or m == n_bins)))
         chunks = min(n_bins, len(p))
         sizes = np.diff([round(r * len(p) / chunks) for r in range(chunks + 1)])
         adaptive.append(literal_gap(p, is_label, equal_mass_bin(p, sizes)))

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 
 import model as models
 import train
-from common import (await_steps, llama_config, rewrite, run_hooked, run_train, same_weights,
-                    steps_done)
+from common import (await_steps, edit_config, llama_config, rewrite, run_hooked, run_train,
+                    same_weights, steps_done)
 from results import plots
 from runtime import adapter, checkpoint, log, optim, ownership, resume, trained
 from runtime.errors import ConfigError, ProcessError, TrainingError
@@ -273,18 +273,6 @@ def test_a_finished_run_only_reports_what_is_missing(tuned, train_again, monkeyp
 
 # ---- What a run may be resumed from --------------------------------------------------------------
 
-def swap_rows(path):
-    path.write_text(''.join(path.read_text().splitlines(keepends=True)[::-1]))
-
-
-def change_config(path):
-    path.write_text(json.dumps(json.loads(path.read_text()) | {'rms_norm_eps': 1e-3}))
-
-
-def change_weights(path):
-    rewrite(path.parent, lambda t: t['model.layers.0.mlp.up_proj.weight'].mul_(1.01))
-
-
 def test_resume_refuses_other_settings_other_data_and_another_model(
         small_world, train_again, tmp_path, monkeypatch):
     data, base = tmp_path / 'data.jsonl', tmp_path / 'base'
@@ -299,12 +287,16 @@ def test_resume_refuses_other_settings_other_data_and_another_model(
     assert list(resume.checkpoints(tmp_path / 'out')) == [1]
     with pytest.raises(ConfigError, match='has lr = 0.001, not 0.1; keep it, or --overwrite'):
         train_again(*options, '--lr=0.1')
-    for change, path, message in ((swap_rows, data, 'different training data: '),
-                                  (change_config, base / 'config.json', 'different base model: '),
-                                  (change_weights, base / 'model.safetensors',
-                                   'different base model: ')):
+    lines = data.read_text().splitlines(keepends=True)
+    for path, change, message in (
+            (data, lambda: data.write_text(''.join(lines[::-1])), 'different training data: '),
+            (base / 'config.json', lambda: edit_config(base, rms_norm_eps=1e-3),
+             'different base model: '),
+            (base / 'model.safetensors', lambda: rewrite(
+                base, lambda t: t['model.layers.0.mlp.up_proj.weight'].mul_(1.01)),
+             'different base model: ')):
         before = path.read_bytes()
-        change(path)
+        change()
         with pytest.raises(TrainingError, match=message):
             train_again(*options)
         path.write_bytes(before)

@@ -188,14 +188,6 @@ def test_a_dropout_seed_draws_the_dropout_of_adapters(tmp_path):
         [log_probs(model, 0, [tree], deterministic=True) for tree in trees]))
 
 
-def write_task(folder):
-    rows = [{'question': f'What is the fox {i}?', 'choices': ['blue', 'a lazy dog', 'brown'],
-             'answer': i % 3, 'subject': 'foxes'} for i in range(4)]
-    for split in ('dev', 'test'):
-        write_rows(folder / f'{split}.jsonl', rows)
-    return str(folder)
-
-
 def first_tree(asked, solved, tokenizer, max_length=2000, **keys):
     found = next(tokenize_questions(asked, solved, tokenizer, max_length=max_length,
                                     **({'add_bos': True} | keys)))[1]
@@ -240,7 +232,11 @@ def test_each_option_of_winogrande_has_its_own_start(tokenizers, tmp_path):
 
 def test_whole_shots_are_dropped(tokenizers, tmp_path):
     tokenizer = tokenizers['gemma']
-    asked, solved, _, _ = questions.load_task(write_task(tmp_path), shots=3, scoring='text')
+    for split in ('dev', 'test'):
+        write_rows(tmp_path / f'{split}.jsonl', [
+            {'question': f'What is the fox {i}?', 'choices': ['blue', 'a lazy dog', 'brown'],
+             'answer': i % 3, 'subject': 'foxes'} for i in range(4)])
+    asked, solved, _, _ = questions.load_task(str(tmp_path), shots=3, scoring='text')
     shots = solved['', 'foxes']
     sizes = [first_tree(asked, {('', 'foxes'): shots[:n]}, tokenizer) for n in range(4)]
     for kept, tree in enumerate(sizes):

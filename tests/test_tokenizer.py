@@ -489,22 +489,33 @@ RENDERED = {
                 '[/INST]{ \njumps</s>}'),
     'mistral as text': ('llama2', '<s>[INST] Be brief.\n\nThe sky? [/INST]{ It is blue.</s>} '
                         '[INST] fox <| [/INST]{ \njumps</s>}'),
+    # Stanford's prompts
+    'alpaca': ('llama2', '<s>Below is an instruction that describes a task. Write a response that '
+               'appropriately completes the request.\n\n### Instruction:\nAdd <|.\n\n### Response:'
+               '{3 foxes\n</s>}'),
+    'alpaca with input': (
+        'llama2', '<s>Below is an instruction that describes a task, paired with an input that '
+        'provides further context. Write a response that appropriately completes the request.\n\n'
+        '### Instruction:\nAdd <|.\n\n### Input:\n1\n\n2\n\n### Response:{3 foxes\n</s>}'),
 }
+ALPACA = {'instruction': 'Add <|.', 'output': '3 foxes\n'}
 
 
 @pytest.mark.parametrize('template', RENDERED)
 def test_templates_render_with_the_right_loss_mask(tokenizers, template):
     kind, expected = RENDERED[template]
-    template = template.removesuffix(' as text')
-    tokenizer = tokenizers[kind]
-    ids, loss_mask = chat.encode_conversation(MESSAGES, tokenizer, template)
+    tokenizer, messages = tokenizers[kind], MESSAGES
+    if 'alpaca' in template:
+        messages = to_messages(ALPACA | ({'input': '1\n\n2'} if 'with input' in template else {}))
+    template = template.split()[0]
+    ids, loss_mask = chat.encode_conversation(messages, tokenizer, template)
     shown = ''
     for flag, group in itertools.groupby(zip(loss_mask, ids, strict=True), lambda pair: pair[0]):
         piece = tokenizer.decode([i for _, i in group], start=not shown)
         shown += '{' + piece + '}' if flag else piece
     assert shown == expected
     assert ids.count(tokenizer.bos_id) == 1
-    assert chat.encode_conversation(MESSAGES, tokenizer, template, add_bos=False)[0] == ids[1:]
+    assert chat.encode_conversation(messages, tokenizer, template, add_bos=False)[0] == ids[1:]
 
 
 def base_folder(folder, kind):
@@ -553,7 +564,9 @@ def test_transformers_reads_what_a_run_saves(kind, templates, tmp_path):
     assert load_tokenizer(tmp_path / 'run').fingerprint == ours.fingerprint
     for template in templates:
         for add_bos in (True, False) if template in ('gemma', 'mistral') else (kind != 'qwen',):
-            folder = base_folder(tmp_path / f'{template}-{add_bos}', kind)
+            folder = tmp_path / 'run'       # to export 128,000 tokens again would take seconds
+            if kind != 'llama3':
+                folder = base_folder(tmp_path / f'{template}-{add_bos}', kind)
             theirs, ours = in_transformers(folder, template, add_bos)
             for messages in CHATS[3:] if template == 'alpaca' else CHATS:
                 assert_rendered(messages, theirs, ours, template, add_bos)
@@ -623,6 +636,8 @@ def test_jinja_raises_as_python_does(tokenizers, tmp_path):
             theirs.apply_chat_template(messages, tokenize=False)
         with pytest.raises(DataError, match=wrong):
             chat.encode_conversation([*messages, *MESSAGES[2:3]], ours, 'gemma')
+    with pytest.raises(DataError, match='one user message and one answer, not assistant;'):
+        chat.encode_conversation(MESSAGES[2:3], ours, 'alpaca')
     with pytest.raises(ConfigError, match="needs <start_of_turn>, .*'tulu' works"):
         chat.encode_conversation(MESSAGES, tokenizers['llama3'], 'gemma')
 
@@ -633,22 +648,3 @@ def test_a_template_that_cannot_ask_is_refused(tokenizers, monkeypatch):
         monkeypatch.setitem(chat.TEMPLATES, 'mine', wrong)
         with pytest.raises(DataError, match="template 'mine' cannot ask a question"):
             chat.question_frame(tokenizers['gemma'], 'mine')
-
-
-BELOW = 'Below is an instruction that describes a task'
-APPROPRIATELY = 'Write a response that appropriately completes the request.'
-
-
-@pytest.mark.parametrize('given, prompt', [
-    ('', f'{BELOW}. {APPROPRIATELY}\n\n### Instruction:\nAdd <|.\n\n### Response:'),
-    ('1\n\n2', f'{BELOW}, paired with an input that provides further context. {APPROPRIATELY}\n\n'
-     '### Instruction:\nAdd <|.\n\n### Input:\n1\n\n2\n\n### Response:')])
-def test_the_alpaca_template_is_stanfords_prompt(tokenizers, given, prompt):
-    tokenizer = tokenizers['llama2']
-    row = {'instruction': 'Add <|.', 'input': given, 'output': '3 foxes\n'}
-    ids, loss_mask = chat.encode_conversation(to_messages(row), tokenizer, 'alpaca')
-    before = [tokenizer.bos_id, *tokenizer.encode(prompt)]
-    assert ids == before + tokenizer.encode('3 foxes\n', start=False) + [tokenizer.eos_id]
-    assert loss_mask == [0] * len(before) + [1] * (len(ids) - len(before))
-    with pytest.raises(DataError, match='one user message and one answer, not assistant;'):
-        chat.encode_conversation(MESSAGES[2:3], tokenizer, 'alpaca')
