@@ -329,6 +329,7 @@ def test_compressed_text_is_read_like_plain_text(tmp_path, tokenizers):
     ('tokens.bin', lambda raw: raw[:-8]), ('tokens.bin', lambda _: None),
     ('loss_mask.bin', lambda raw: bytes([*raw[:3], raw[3] ^ 1, *raw[4:]])),
     ('offsets.npy', lambda raw: raw.replace(b'<i8', b'<f8')),
+    ('margins.npy', lambda raw: raw.replace(b'(2,)', b'(1,)')),
     ('info.json', lambda raw: raw[:9]), ('info.json', lambda _: b'[]'),
     ('info.json', lambda raw: raw.replace(b'"bad_rows": 0', b'"bad_rows": 3'))])
 def test_a_damaged_cache_is_rebuilt(tmp_path, tokenizers, capsys, name, change):
