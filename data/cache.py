@@ -40,11 +40,8 @@ class Sequences:
     def __init__(self, folder):
         try:
             self.info = json.loads((folder / 'info.json').read_text(encoding='utf-8'))
-            self.offsets, self.margins = (np.load(folder / f'{name}.npy')
-                                          for name in ('offsets', 'margins'))
-            self.tokens = _map(folder / 'tokens.bin', np.uint32)
-            self.loss_mask = _map(folder / 'loss_mask.bin', np.uint8)
-            self.digest = _digest(self.offsets, self.tokens, self.loss_mask, self.margins)
+            self.offsets, self.tokens, self.loss_mask, self.margins = arrays = _arrays(folder)
+            self.digest = _digest(*arrays)
             check = self.info.pop('check')
             if (check, self.info['digest'], str(self.offsets.dtype), self.offsets.ndim,
                     len(self.margins)) != (json_digest([folder.name, self.info]), self.digest,
@@ -65,9 +62,19 @@ class Sequences:
         return np.diff(self.offsets)
 
 
-def _map(path, dtype):
+def _arrays(folder):
     # slicing a plain array over the map is ten times as fast as slicing a memmap
-    return np.asarray(np.memmap(path, dtype=dtype, mode='r'))
+    tokens, loss_mask = (np.asarray(np.memmap(folder / name, dtype, mode='r')) for name, dtype in (
+        ('tokens.bin', np.uint32), ('loss_mask.bin', np.uint8)))
+    return np.load(folder / 'offsets.npy'), tokens, loss_mask, np.load(folder / 'margins.npy')
+
+
+def _digest(offsets, tokens, loss_mask, margins=()):
+    arrays = [offsets, tokens, loss_mask, *([margins] if np.any(margins) else [])]
+    digest = hashlib.sha256(repr([len(array) for array in arrays]).encode())
+    for array in arrays:
+        digest.update(array)
+    return digest.hexdigest()
 
 
 def _remove_leftovers(folder):
@@ -77,14 +84,6 @@ def _remove_leftovers(folder):
             if TEMPORARY.fullmatch(path.name) and time.time() - 86_400 > max(
                     file.stat().st_mtime for file in (path, *path.glob('*'))):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def _digest(offsets, tokens, loss_mask, margins=()):
-    arrays = [offsets, tokens, loss_mask, *([margins] if np.any(margins) else [])]
-    digest = hashlib.sha256(repr([len(array) for array in arrays]).encode())
-    for array in arrays:
-        digest.update(array)
-    return digest.hexdigest()
 
 
 def source_digest(encode):
@@ -120,27 +119,32 @@ def tokenize_once(files, encode, settings, cache_dir, on_bad_row='stop', workers
     except DataError as error:
         if folder.exists():
             print(f'{error}; tokenizing the data again')
+        rows = regroup(row for file in files for row in read_rows(file))
+        bar = tqdm(_encoded(rows, encode, workers), 'tokenizing', unit=' rows', mininterval=1,
+                   disable=None)
         with writing(folder):
-            _tokenize(files, encode, folder, settings, on_bad_row, workers, regroup)
+            _write(folder, bar, on_bad_row, settings, ', '.join(map(str, files)))
         sequences = Sequences(folder)
-    for reason, n in sequences.info['left_out'].items():
-        print(f'{n} rows left out: {reason}')
-    if sequences.info['bad_rows']:
-        print(f'{sequences.info["bad_rows"]} bad rows skipped, the first: '
-              f'{sequences.info["first_bad"]}')
+    for gap in _gaps(sequences.info):
+        print(gap)
     return sequences
 
 
-def _tokenize(files, encode, folder, settings, on_bad_row, workers, regroup):
+def _gaps(info):
+    """Return sentences about the rows that became no sequence."""
+    gaps = [f'{n} rows left out: {reason}' for reason, n in info['left_out'].items()]
+    if info['bad_rows']:
+        gaps.append(f'{info["bad_rows"]} bad rows skipped, the first: {info["first_bad"]}')
+    return gaps
+
+
+def _write(folder, results, on_bad_row, settings, source):
     """Write the cache elsewhere and move it; in an existing folder, replace only its files."""
     part = folder.with_name(f'{folder.name}.{secrets.token_hex(4)}.nanocal-tmp')
     bad, left_out, offsets, margins = [], collections.Counter(), [0], []
     part.mkdir(parents=True)
     try:
         with open(part / 'tokens.bin', 'wb') as tokens, open(part / 'loss_mask.bin', 'wb') as masks:
-            rows = regroup(row for file in files for row in read_rows(file))
-            results = tqdm(_encoded(rows, encode, workers), 'tokenizing', unit=' rows',
-                           mininterval=1, disable=None)
             for sequences in without_bad(results, on_bad_row, bad):
                 if isinstance(sequences, str):
                     left_out[sequences] += 1
@@ -150,19 +154,14 @@ def _tokenize(files, encode, folder, settings, on_bad_row, workers, regroup):
                     masks.write(np.asarray(loss_mask, dtype=np.uint8))
                     offsets.append(offsets[-1] + len(ids))
                     margins += margin or [0.0]
+        info = {'bad_rows': len(bad), 'first_bad': bad[0] if bad else None, 'left_out': left_out,
+                'settings': settings}
         if len(offsets) == 1:
-            raise DataError(f'{", ".join(map(str, files))}: an empty dataset, nothing to train on'
-                            + (f' ({len(bad)} bad rows, the first: {bad[0]})' if bad else '')
-                            + ''.join(f'; {n} rows left out: {reason}'
-                                      for reason, n in left_out.items()))
-        offsets = np.asarray(offsets, dtype=np.int64)
-        margins = np.asarray(margins, dtype=np.float32)
-        np.save(part / 'offsets.npy', offsets)
-        np.save(part / 'margins.npy', margins)
-        info = {'bad_rows': len(bad), 'first_bad': bad[0] if bad else None,
-                'left_out': left_out, 'settings': settings,
-                'digest': _digest(offsets, _map(part / 'tokens.bin', np.uint32),
-                                  _map(part / 'loss_mask.bin', np.uint8), margins)}
+            raise DataError('; '.join([f'{source}: an empty dataset, nothing to train on',
+                                       *_gaps(info)]))
+        np.save(part / 'offsets.npy', np.asarray(offsets, dtype=np.int64))
+        np.save(part / 'margins.npy', np.asarray(margins, dtype=np.float32))
+        info['digest'] = _digest(*_arrays(part))
         info['check'] = json_digest([folder.name, info])
         (part / 'info.json').write_text(json.dumps(info, indent=1), encoding='utf-8')
         try:

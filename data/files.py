@@ -36,10 +36,7 @@ def fetch(source, patterns, revision=None):
     if not path.is_dir():
         if source.startswith(('/', '.', '~')) or source.count('/') != 1:
             raise DataError(f'no file or folder at {source}, and it is not a hub dataset name')
-        try:
-            path = download(source, patterns, revision, repo_type='dataset')
-        except CheckpointError as error:
-            raise DataError(str(error)) from error
+        path = download(source, patterns, revision, repo_type='dataset')
         for archive in path.glob('*.zip'):
             unpacked = archive.with_suffix('')
             if not unpacked.exists():
@@ -81,21 +78,19 @@ def read_rows(path):
     if not path.is_file():
         raise DataError(f'{path} is a folder; name a file in it' if path.is_dir() else
                         f'there is no file {path}')
-    readers = {'.jsonl': _jsonl_rows, '.json': _json_rows, '.csv': _csv_rows,
-               '.tsv': functools.partial(_csv_rows, delimiter='\t'), '.txt': _txt_rows,
-               '.parquet': _parquet_rows}
     kind = (path.with_suffix('') if path.suffix == '.gz' else path).suffix
-    if kind not in readers:
-        raise DataError(f'{path}: unknown kind of file; wanted {", ".join(readers)}, or one of '
+    if kind not in READERS:
+        raise DataError(f'{path}: unknown kind of file; wanted {", ".join(READERS)}, or one of '
                         f'these with .gz')
     try:
         with (gzip.open if path.suffix == '.gz' else open)(path, 'rb') as file:
             if file.read(3) != codecs.BOM_UTF8:
                 file.seek(0)
-            yield from readers[kind](path, file)
+            yield from READERS[kind](path, file)
     except DataError:
         raise
-    except (OSError, EOFError, ValueError, zlib.error) as error:    # ValueError: pyarrow's
+    # the last two are pyarrow's
+    except (OSError, EOFError, zlib.error, ValueError, NotImplementedError) as error:
         reason = getattr(error, 'strerror', None) or error      # without the name again
         raise DataError(f'cannot read {path}: {reason}') from error
 
@@ -107,14 +102,17 @@ def _jsonl_rows(path, file):
 
 
 def _json_rows(path, file):
-    begin = file.tell()
-    if _has_a_row_per_line(file):
-        file.seek(begin)
-        yield from _jsonl_rows(path, file)
-        return
-    file.seek(begin)
     raw = file.read()
-    if not raw.strip():
+    first, _, rest = raw.strip().partition(b'\n')
+    try:
+        row = json.loads(first)
+    except (ValueError, RecursionError):
+        row = None
+    # if the first line is an object, it is a row, unless it is all and has a list of rows
+    if isinstance(row, dict) and (rest.strip() or not isinstance(row.get('examples'), list)):
+        yield from _jsonl_rows(path, raw.split(b'\n'))
+        return
+    if not first:
         raise DataError(f'{path} is empty')
     rows = _parse_json(raw, path)
     if isinstance(rows, dict):      # BIG-bench's task.json
@@ -124,20 +122,6 @@ def _json_rows(path, file):
                         f'object with a list of rows as "examples"')
     for number, row in enumerate(rows, 1):
         yield f'{path}: row {number}', row
-
-
-def _has_a_row_per_line(file):
-    """Return whether a .json file is JSON Lines: its first line is an object, and not all of it.
-
-    A single line is a row, unless it has a list as "examples".
-    """
-    lines = (line for raw in file if (line := raw.strip()))
-    try:
-        first = json.loads(next(lines, b''))
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(first, dict) and (
-        next(lines, None) is not None or not isinstance(first.get('examples'), list))
 
 
 def _csv_rows(path, file, delimiter=','):
@@ -171,19 +155,12 @@ def _txt_rows(path, file):
 def _parquet_rows(path, file):
     import pyarrow.parquet
     number = 0
-    try:
-        for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
-            names, columns = batch.schema.names, batch.columns
-            for i in range(batch.num_rows):
-                number += 1
-                place = f'{path}: row {number}'
-                try:
-                    row = {name: _value(column[i]) for name, column in zip(names, columns)}
-                except UnicodeDecodeError as error:
-                    row = DataError(f'{place}: not UTF-8: {error.reason}')
-                yield place, row
-    except pyarrow.ArrowException as error:
-        raise DataError(f'cannot read {path}: {error}') from error
+    for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
+        for cells in zip(*batch.columns, strict=True):
+            number += 1
+            place = f'{path}: row {number}'
+            yield place, parsed(place, zip(batch.schema.names, cells), lambda cells: {
+                name: _value(cell) for name, cell in cells})
 
 
 def _value(cell):
@@ -193,10 +170,15 @@ def _value(cell):
     """
     try:
         return cell.as_py()
-    except UnicodeDecodeError:
-        raise
+    except UnicodeDecodeError as error:
+        raise DataError(f'not UTF-8: {error.reason}') from error
     except (ValueError, OverflowError):
         return cell
+
+
+READERS = {'.jsonl': _jsonl_rows, '.json': _json_rows, '.csv': _csv_rows,
+           '.tsv': functools.partial(_csv_rows, delimiter='\t'), '.txt': _txt_rows,
+           '.parquet': _parquet_rows}
 
 
 def _decode(raw, path, line=1):

@@ -63,29 +63,29 @@ class Task:
 
     @property
     def fingerprint(self):
-        """Return a hash of all questions or texts, whatever their prompts and wherever their files.
-        """
+        """Return a hash of all questions or texts, whatever their prompts and their files."""
         digest = hashlib.blake2b(digest_size=8)
-        left_out = 'place', 'orders', 'context', 'options', 'header', 'ending'
+        prompt = 'place', 'orders', 'context', 'options', 'header', 'ending'
         for item in (*self.items, *self.validation):
-            content = {key: value for key, value in vars(item).items() if key not in left_out}
+            content = {key: value for key, value in vars(item).items() if key not in prompt}
             digest.update(repr(content).encode())
         return digest.hexdigest()
 
-    @property
-    def keys(self):
-        """Return {(split, language, id)} of all questions or texts, as in their samples."""
-        return {(split, item.language, item.id) for split, items in (
-            ('test', self.items), ('validation', self.validation)) for item in items}
+    def sample_key(self, index, item):
+        """Return the key of the samples of an item, the one at `index` of items + validation."""
+        return (self.label, 'validation' if index >= len(self.items) else 'test', item.language,
+                item.id)
 
     def count_scored(self, done):
-        """Return how many of `keys` have a sample of this task in {(sample_key, prompt)}."""
-        return len(self.keys & {key[1:] for key, _ in done if key[0] == self.label})
+        """Return how many items have a sample in {(sample_key, prompt)}."""
+        keys = {self.sample_key(*pair) for pair in enumerate((*self.items, *self.validation))}
+        return len(keys & {key for key, _ in done})
 
     @property
     def counts(self):
         """Return the numbers for `describe`, a Counter; those of all shares add up."""
-        return Counter(items=len(self.items), total=self.total)
+        return Counter(items=len(self.items), total=self.total, duplicate_options=sum(
+            getattr(item, 'duplicate_options', False) for item in self.items))
 
     def share(self, rank, n):
         """Return the Task of process `rank` of n: BLOCKS blocks of each language's questions.
@@ -127,15 +127,15 @@ class Task:
                 if isinstance(tree, DataError):
                     bad_rows.append(self.bad_row(tree, reader.cfg))
                     continue
-                split = 'validation' if index >= len(self.items) else 'test'
-                key = self.label, split, item.language, item.id
-                prompt = self.prompt_hash(item, tree)
+                key, prompt = self.sample_key(index, item), tree.fingerprint
+                if hasattr(item, 'answer'):     # one that was corrected is scored again
+                    prompt += f'-{item.answer}'
                 prompts.add((key, prompt))
                 if (key, prompt) not in writer.done:
                     unscored[index] = key, prompt, item, tree
                     yield index, tree
 
-        n_left = len(self.keys) - self.count_scored(writer.done)
+        n_left = len(self.items) + len(self.validation) - self.count_scored(writer.done)
         for index, numbers, values in reader.score(self, trees(), n_left):
             key, prompt, item, tree = unscored.pop(index)
             reader.require_finite(values, f'{self.label}: {item.place}')
@@ -149,9 +149,6 @@ class Task:
             raise DataError(f'{self.label}: {error}; --on_bad_row=skip leaves it out') from error
         return str(error)
 
-    def prompt_hash(self, item, tree):
-        return tree.fingerprint
-
     def variants(self, cfg):
         """Return the names of the results that `cfg` asks for besides the task's own."""
         return [VARIANTS[key] for key in self.settings if getattr(cfg, key)]
@@ -159,7 +156,7 @@ class Task:
     def changed(self, kind, name, results, ask, **fields):
         """Return the variant `name` of this task, a Task of the class `kind` with these `fields`.
 
-        It has a question ask(question, result) for each in `results`, {(split, language, id):
+        Its questions are ask(question, result) for each of `results`, {(split, language, id):
         result}.
         """
         items, validation = (
@@ -211,11 +208,6 @@ class OptionTask(Task):
         return cls(task_label(name), task_source(name), loaded.questions, loaded.total, loaded.bad,
                    loaded.shots, held_out)
 
-    @property
-    def counts(self):
-        duplicates = sum(question.duplicate_options for question in self.items)
-        return super().counts + Counter(duplicate_options=duplicates)
-
     def tokenize(self, tokenizer, cfg):
         """Yield (question, Tree or DataError) of `items`, then of `validation`."""
         return tokenize_questions([*self.items, *self.validation], self.shots, tokenizer,
@@ -226,10 +218,6 @@ class OptionTask(Task):
         before = question.header + ''.join(
             shot.solved for shot in self.shots.get(question.group, []))
         return [(before + part.context, part.options) for part in question.parts]
-
-    def prompt_hash(self, question, tree):
-        # a question whose answer was corrected is scored again
-        return f'{tree.fingerprint}-{question.answer}'
 
     @staticmethod
     def samples(tokenizer, question, tree, numbers, values):
@@ -399,61 +387,53 @@ def show_tasks(tasks, tokenizer, cfg):
     for label, task in tasks.items():
         part = replace(task, items=task.items[:cfg.show], validation=[])
         lines.append(f'{label}: {len(part.items)} of {len(task.items):,} {task.unit}')
-        shown = part.tokenize(tokenizer, cfg) if tokenizer else zip(part.items, part.items)
-        for item, tree in shown:
+        trees = part.tokenize(tokenizer, cfg) if tokenizer else zip(part.items, part.items)
+        for item, tree in trees:
             if isinstance(tree, DataError):
                 lines.append(f'--- {tree}')
-            elif tokenizer:
-                lines += _show_tree(task, item, tree, tokenizer)
-            else:
-                for context, options in task.as_text(item):
-                    lines += _show_prompt(item, context, options)
+                continue
+            n_shots = len(task.shots.get(item.group, ()))
+            if tokenizer and tree.shots < n_shots:
+                lines.append(f'fewer shots: {tree.shots} of {n_shots}; the prompt would be too '
+                             f'long')
+            prompts = _decoded_prompts(tree, tokenizer) if tokenizer else task.as_text(item)
+            for context, options, *tokens in prompts:
+                title = ['--- options' if len(options) > 1 else '--- scored'] if options else []
+                lines += [f'--- {item.place}', context, *title, *map(repr, options), *tokens]
         lines.append('')
     return '\n'.join(lines)
 
 
-def _show_tree(task, item, tree, tokenizer):
-    ids, contexts, lines = [*tree.prefix, *tree.prompt], {}, []
+def _decoded_prompts(tree, tokenizer):
+    """Yield (text of a context, texts of its options, two lines about their tokens) of a Tree."""
+    ids, contexts = [*tree.prefix, *tree.prompt], {}
     for prompt, start in zip(tree.sequences, tree.starts):
         contexts.setdefault(tuple(prompt[:start]), []).append(prompt[start:])
-    for i in tree.scored:
-        contexts[tuple(ids[:i])] = [ids[i:i + 1]]
-    n_shots = len(task.shots.get(item.group, ()))
-    if tree.shots < n_shots:
-        lines.append(f'fewer shots: {tree.shots} of {n_shots}; the prompt would be too long')
+    contexts |= {tuple(ids[:i]): [ids[i:i + 1]] for i in tree.scored}
     for context, options in contexts.items():
-        lines += _show_prompt(item, tokenizer.decode(context), [
-            tokenizer.decode(option, start=False) for option in options])
         tokens = '|'.join(tokenizer.decode([i], start=False) for i in [*context, *options[0]])
-        lines += ['--- its tokens, with the first option',
-                  tokens.replace('\n', '\\n').replace('\\n|', '\\n|\n')]
-    return lines
-
-
-def _show_prompt(item, context, options):
-    title = ['--- options' if len(options) > 1 else '--- scored'] if options else []
-    return [f'--- {item.place}', context, *title, *map(repr, options)]
+        yield (tokenizer.decode(context),
+               [tokenizer.decode(option, start=False) for option in options],
+               '--- its tokens, with the first option',
+               tokens.replace('\n', '\\n').replace('\\n|', '\\n|\n'))
 
 
 def describe_tasks():
     """Return the text of --tasks=help: the hub dataset and the file names of each task."""
-    lines = [HELP]
-
-    def add(label, text):
-        lines.extend(textwrap.wrap(text, 100, initial_indent=f'    {label:<12}',
-                                   subsequent_indent=' ' * 16, break_on_hyphens=False))
-
     tables = BENCHMARKS | {'a file or folder of your own': GENERIC} | WRITTEN_TASKS
-    for name, table in tables.items():
-        lines.append(f'{name}  {table.hub}'.rstrip())
-        for split in ('test', 'shots', 'validation'):
-            add(split, ', '.join(getattr(table, split, ())))
-        add('{lang}', ' '.join(getattr(table, 'languages', ())))
-    lines.append('p_ik')
-    add('test', 'samples.jsonl of an evaluation of written answers')
-    for name, hub in (('clm', WIKITEXT), ('facts', '')):
-        lines.append(f'{name}  {hub}'.rstrip())
-        add('test', ', '.join(PATTERNS[name]))
+    splits = {name: {split: ', '.join(getattr(table, split, ()))
+                     for split in ('test', 'shots', 'validation')}
+              | {'{lang}': ' '.join(getattr(table, 'languages', ()))}
+              for name, table in tables.items()}
+    splits['p_ik'] = {'test': 'samples.jsonl of an evaluation of written answers'}
+    splits |= {name: {'test': ', '.join(patterns)} for name, patterns in PATTERNS.items()}
+    hubs = {name: table.hub for name, table in tables.items()} | {'clm': WIKITEXT}
+    lines = [HELP]
+    for name, files in splits.items():
+        lines.append(f'{name}  {hubs.get(name, "")}'.rstrip())
+        for split, text in files.items():
+            lines += textwrap.wrap(text, 100, initial_indent=f'    {split:<12}',
+                                   subsequent_indent=' ' * 16, break_on_hyphens=False)
     return '\n'.join(lines)
 
 
