@@ -67,11 +67,10 @@ def read_rows(path):
     """Yield (place, row) from a .json, .jsonl, .csv, .tsv, .parquet or .txt file, also with .gz.
 
     `place` is 'file:line', or 'file: row n' for parquet and JSON lists; both count from 1. A row is
-    a dict; a .txt file is one row, {'text': its content}. A .json file may hold one row per line.
-    The first row of a .tsv file names its columns, and so does that of a .csv file if it has the
-    columns question and answer; the rows of other .csv files are lists of strings. A row that
-    cannot be read or repeats a key is yielded as a DataError, to stop or skip; a file that cannot
-    be read raises one.
+    a dict; a .txt file is one row, {'text': its content}. The first row of a .tsv file names its
+    columns, and so does that of a .csv file if it has the columns question and answer; the rows of
+    other .csv files are lists of strings. A row that cannot be read or repeats a key is yielded as
+    a DataError, to stop or skip; a file that cannot be read raises one.
     """
     path = Path(path)
     note_inputs(path)
@@ -126,8 +125,7 @@ def _json_rows(path, file):
 
 def _csv_rows(path, file, delimiter=','):
     lines = (_decode(raw, path, number) for number, raw in enumerate(file, 1))
-    reader = csv.reader(lines, delimiter=delimiter)
-    header = None
+    reader, header = csv.reader(lines, delimiter=delimiter), None
     try:
         for row in filter(None, reader):  # no blank lines
             place = f'{path}:{reader.line_num}'
@@ -140,9 +138,7 @@ def _csv_rows(path, file, delimiter=','):
                 header = []
             if header and len(row) != len(header):
                 row = DataError(f'{place}: {len(row)} columns; the header names {len(header)}')
-            elif header:
-                row = dict(zip(header, row, strict=True))
-            yield place, row
+            yield place, dict(zip(header, row)) if header and isinstance(row, list) else row
     except csv.Error as error:
         raise DataError(f'{path}:{reader.line_num}: broken csv: {error}') from error
 
@@ -164,15 +160,12 @@ def _parquet_rows(path, file):
 
 
 def _value(cell):
-    """Return the Python value of a cell, or the cell itself if Python has none (the year 10000).
-
-    Such a cell is then an error only if its column is used.
-    """
+    """Return the Python value of a cell; the cell, an error if it is used, if there is none."""
     try:
         return cell.as_py()
     except UnicodeDecodeError as error:
         raise DataError(f'not UTF-8: {error.reason}') from error
-    except (ValueError, OverflowError):
+    except (ValueError, OverflowError):     # the year 10000
         return cell
 
 
@@ -218,7 +211,7 @@ def _object(pairs):
 # ---- Rows to items -------------------------------------------------------------------------------
 
 def require_fields(row):
-    """Return `row` if it is a dict; raises DataError."""
+    """Return `row` if it is a dict; raise a DataError for another."""
     if not isinstance(row, dict):
         raise DataError(f'a row must be an object with named fields, not {type(row).__name__}')
     return row
