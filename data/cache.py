@@ -23,10 +23,11 @@ from tqdm import tqdm
 
 from data.files import parsed, read_rows, without_bad, writing
 from runtime.code import used_code
-from runtime.digests import json_digest
+from runtime.digests import file_digest, json_digest
 from runtime.errors import DataError
 from runtime.processes import forked_pool
 
+FILES = 'tokens.bin', 'loss_mask.bin', 'offsets.npy', 'margins.npy'
 TEMPORARY = re.compile(r'([0-9a-f]{20}|reference-[0-9a-f]{20}\.npy)\.[0-9a-f]{8}\.nanocal-tmp')
 
 
@@ -40,13 +41,10 @@ class Sequences:
     def __init__(self, folder):
         try:
             self.info = json.loads((folder / 'info.json').read_text(encoding='utf-8'))
-            self.offsets, self.tokens, self.loss_mask, self.margins = arrays = _arrays(folder)
-            self.digest = _digest(*arrays)
-            check = self.info.pop('check')
-            if (check, self.info['digest'], str(self.offsets.dtype), self.offsets.ndim,
-                    len(self.margins)) != (json_digest([folder.name, self.info]), self.digest,
-                                           'int64', 1, len(self)):
+            if self.info.pop('check') != _check(folder, folder.name, self.info):
                 raise ValueError('it does not match its hash')
+            self.offsets, self.tokens, self.loss_mask, self.margins = _arrays(folder)
+            self.digest = self.info['digest']
         except Exception as error:      # a damaged file can raise anything
             raise DataError(f'the token cache {folder} is damaged ({error!r})') from error
 
@@ -75,6 +73,11 @@ def _digest(offsets, tokens, loss_mask, margins=()):
     for array in arrays:
         digest.update(array)
     return digest.hexdigest()
+
+
+def _check(folder, name, info):
+    """Return a checksum of a cache folder that is, or will be, called `name`."""
+    return json_digest([name, info, *(file_digest(folder / file) for file in FILES)])
 
 
 def _remove_leftovers(folder):
@@ -162,7 +165,7 @@ def _write(folder, results, on_bad_row, settings, source):
         np.save(part / 'offsets.npy', np.asarray(offsets, dtype=np.int64))
         np.save(part / 'margins.npy', np.asarray(margins, dtype=np.float32))
         info['digest'] = _digest(*_arrays(part))
-        info['check'] = json_digest([folder.name, info])
+        info['check'] = _check(part, folder.name, info)
         (part / 'info.json').write_text(json.dumps(info, indent=1), encoding='utf-8')
         try:
             os.rename(part, folder)

@@ -152,10 +152,7 @@ FORMATS = {
 
 
 def join_answers(rows):
-    """Yield (place, row) pairs; HelpSteer2's rows, one per answer, are joined by their prompt.
-
-    The score is the helpfulness.
-    """
+    """Yield (place, row) pairs; HelpSteer2's rows, one per answer, are joined by their prompt."""
     prompts = {}
 
     def add(row, place):

@@ -153,8 +153,8 @@ def load_task(name, *, prompt_format='mmlu', scoring='auto', header='english', l
 
 
 def _find(name):
-    """Return (task, Benchmark, file, folder or hub dataset) of 'mmlu', 'mmlu:folder-or-file', or a
-    file or folder of generic rows."""
+    """Return (task, Benchmark, its file, folder or hub dataset) of 'task', 'task:path' or 'path'.
+    """
     task, _, path = name.partition(':')
     if task in BENCHMARKS:
         return task, BENCHMARKS[task], os.path.expanduser(path) or BENCHMARKS[task].hub

@@ -156,8 +156,7 @@ class Task:
     def changed(self, kind, name, results, ask, **fields):
         """Return the variant `name` of this task, a Task of the class `kind` with these `fields`.
 
-        Its questions are ask(question, result) for each of `results`, {(split, language, id):
-        result}.
+        Its questions are ask(question, result) of `results`, {(split, language, id): result}.
         """
         items, validation = (
             [ask(q, results[key]) for q in items if (key := (split, q.language, q.id)) in results]
@@ -228,11 +227,8 @@ class OptionTask(Task):
             'log_probs': tree.sums(numbers, values).tolist(), 'n_tokens': tree.n_tokens}]
 
     def variant(self, name, scored, top_option):
-        """Return the Task of the variant `name`.
-
-        scored:     {(split, language, id): sample} of the scored questions
-        top_option: sample -> index of the option that the model prefers
-        """
+        """Return the Task of the variant `name` of the questions in `scored`, {(split, language,
+        id): sample}; top_option: sample -> index of the option that the model prefers."""
         if name == 'permuted':
             return self.changed(PermutedTask, name, scored, lambda question, sample:
                                 PermutedQuestion(**vars(question), published=sample))
@@ -329,8 +325,7 @@ class PIKTask(PTrueTask):
 # ---- Texts ---------------------------------------------------------------------------------------
 
 class TextTask(Task):
-    """clm and facts: scored tokens of texts; a sample says whether the top token is the next one.
-    """
+    """Texts whose tokens are scored; a sample says whether the top token is the next one."""
     unit = 'texts'
     continues = statistics = True
 

@@ -103,7 +103,7 @@ class OptionEncoder:
     """
 
     def __init__(self, tokenizer, add_bos):
-        self.tokenizer = tokenizer
+        self.encode_text = tokenizer.encode
         self.encode_line = functools.lru_cache(1000)(functools.partial(tokenizer.encode,
                                                                        start=False))
         self.opening = [tokenizer.bos_id] if add_bos else []
@@ -114,14 +114,13 @@ class OptionEncoder:
 
         start: whether nothing but `opening` precedes the context
         """
-        context = self.tokenizer.encode(question.context, start=start)
+        context = self.encode_text(question.context, start)
         _, newline, line = question.context.rpartition('\n')
         tail = self.encode_line(line) if newline else []
         if tail and context[-len(tail):] == tail:
             prompts = [context[:-len(tail)] + self.encode_line(line + o) for o in question.options]
         else:
-            prompts = [self.tokenizer.encode(question.context + option, start=start)
-                       for option in question.options]
+            prompts = [self.encode_text(question.context + o, start) for o in question.options]
         for option, ids in zip(question.options, prompts):
             if len(ids) <= len(context) or ids[:len(context)] != context:
                 raise DataError(f'{question.place}: option {option!r} does not begin at a token '

@@ -107,10 +107,7 @@ class World:
 
 
 def make_world(folder, seed, spec=None):
-    """Write model/{config.json, tokenizer.model}, text.jsonl, instruct.jsonl, questions.jsonl.
-
-    Raises as `write_world`, and ValueError for more entities than names.
-    """
+    """Write model/{config.json, tokenizer.model}, text.jsonl, instruct.jsonl, questions.jsonl."""
     write_world(folder, seed, spec or WorldSpec(), make_rows)
 
 
@@ -137,8 +134,8 @@ def question(world, fact, options, language=ENGLISH):
 
 
 def conversation(*turns):
-    return {'messages': [{'role': 'assistant' if i % 2 else 'user', 'content': turn}
-                         for i, turn in enumerate(turns)]}
+    return {'messages': [{'role': role, 'content': turn}
+                         for role, turn in zip(itertools.cycle(('user', 'assistant')), turns)]}
 
 
 def solved_list(attribute, solved):
@@ -151,7 +148,7 @@ def write_world(folder, seed, spec, make_rows):
     """Write the files make_rows(spec, seed), and for each vocabulary a tokenizer and config.json.
 
     A folder that already holds this world stays as it is. Raises DataError for a folder that holds
-    anything but a world.
+    anything but a world, ValueError for more entities than names.
     """
     folder = Path(os.path.expanduser(folder))
     mark, complete = folder / 'world.json', json.dumps({'seed': seed} | asdict(spec), indent=1)
