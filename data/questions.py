@@ -201,7 +201,7 @@ def _files_of(benchmark, source, split, language, revision):
     try:
         files = fetch(source, patterns, revision)
     except DataError as error:
-        raise DataError(f'{error}; {HINTS[split]}') if folder.is_dir() else error
+        raise DataError(f'{error}; {HINTS[split]}' if folder.is_dir() else str(error)) from error
     if benchmark is GENERIC and split == 'test':    # its patterns match the other splits too
         others = _matches(folder, benchmark.shots + benchmark.validation)
         files = [file for file in files if file not in others]
