@@ -2,9 +2,8 @@
 
 A cache folder holds `tokens.bin` (uint32) and `loss_mask.bin` (uint8), the concatenated sequences;
 `offsets.npy` (int64), where each begins and the last ends; `margins.npy` (float32), of pairs of
-answers; and `info.json` with the hash of these. The folder's name is a hash of what decides the
-content: the raw files, the settings and the code of data/ that is used. A folder that does not
-match its hashes is rebuilt.
+answers; and `info.json` with their checksum. The folder's name is a hash of what decides the
+content: the raw files, the settings and the code of data/ that is used. A damaged one is rebuilt.
 """
 
 import collections
@@ -13,7 +12,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import shutil
 import time
 from pathlib import Path
@@ -25,6 +23,7 @@ from data.files import parsed, read_rows, without_bad, writing
 from runtime.code import used_code
 from runtime.digests import file_digest, json_digest
 from runtime.errors import DataError
+from runtime.ownership import temporary
 from runtime.processes import forked_pool
 
 FILES = 'tokens.bin', 'loss_mask.bin', 'offsets.npy', 'margins.npy'
@@ -89,16 +88,6 @@ def _remove_leftovers(folder):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def source_digest(encode):
-    """Return a hash of the code and text of data/ that decide what `encode` returns."""
-    folder = Path(__file__).parent
-    digest = hashlib.sha256(used_code(
-        tuple(sorted(folder.glob('*.py'))), encode, 'load_tokenizer').encode())
-    for path in sorted(folder.glob('*.json')):
-        digest.update(f'{path.name} {path.stat().st_size} '.encode() + path.read_bytes())
-    return digest.hexdigest()
-
-
 def tokenize_once(files, encode, settings, cache_dir, on_bad_row='stop', workers=1, regroup=iter):
     """Return the Sequences of all rows, from the cache if this was tokenized before.
 
@@ -109,13 +98,12 @@ def tokenize_once(files, encode, settings, cache_dir, on_bad_row='stop', workers
     on_bad_row: 'stop' raises the first DataError; 'skip' counts bad rows and prints the first
     regroup:  maps the (place, row) pairs of all files to those to encode
     """
-    types = [Path(file).suffixes[-2:] for file in files]
-    key = hashlib.sha256(json.dumps([source_digest(encode), settings, on_bad_row, types],
-                                    sort_keys=True).encode())
-    for file in files:
-        with open(file, 'rb') as raw:
-            key.update(hashlib.file_digest(raw, 'sha256').digest())
-    folder = Path(os.path.expanduser(cache_dir)) / key.hexdigest()[:20]
+    code, texts = (sorted(Path(__file__).parent.glob(pattern)) for pattern in ('*.py', '*.json'))
+    code = used_code(tuple(code), encode, 'load_tokenizer',
+                     more=repr([(path.name, path.read_bytes()) for path in texts]))
+    key = json_digest([code, settings, on_bad_row, *(
+        [Path(file).suffixes[-2:], file_digest(file)] for file in files)])
+    folder = Path(os.path.expanduser(cache_dir)) / key[:20]
     _remove_leftovers(folder.parent)
     try:
         sequences = Sequences(folder)
@@ -142,11 +130,9 @@ def _gaps(info):
 
 
 def _write(folder, results, on_bad_row, settings, source):
-    """Write the cache elsewhere and move it; in an existing folder, replace only its files."""
-    part = folder.with_name(f'{folder.name}.{secrets.token_hex(4)}.nanocal-tmp')
+    """Write the cache of the `results` of `encode`; raise a DataError if it would be empty."""
     bad, left_out, offsets, margins = [], collections.Counter(), [0], []
-    part.mkdir(parents=True)
-    try:
+    with temporary(folder, folder=True) as part:
         with open(part / 'tokens.bin', 'wb') as tokens, open(part / 'loss_mask.bin', 'wb') as masks:
             for sequences in without_bad(results, on_bad_row, bad):
                 if isinstance(sequences, str):
@@ -167,13 +153,6 @@ def _write(folder, results, on_bad_row, settings, source):
         info['digest'] = _digest(*_arrays(part))
         info['check'] = _check(part, folder.name, info)
         (part / 'info.json').write_text(json.dumps(info, indent=1), encoding='utf-8')
-        try:
-            os.rename(part, folder)
-        except OSError:     # a damaged cache, or one that another run has just built
-            for file in part.iterdir():
-                os.replace(file, folder / file.name)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def _encoded(rows, encode, workers):

@@ -6,8 +6,7 @@ One sequence of the cache is a prompt and all its answers, the best first:
     loss mask   0 in the prompt, k + 1 in answer k; TIED is added if it is as good as answer k - 1
 
 So a prompt is stored, and computed, once (`to_tree`). Only the last turn is an answer; earlier
-turns of the assistant belong to the prompt. A row that holds no preference is left out, and the
-reasons are counted.
+turns of the assistant belong to the prompt. Rows without a preference are left out and counted.
 """
 
 import json

@@ -3,8 +3,7 @@
 PROMPT_FORMATS is the table of `--prompt_format`. `mmlu` asks every task as MMLU does: a header that
 names the subject, solved questions ('shots'), then the question; options are scored as letters
 (` A` after `Answer:`) or as their full text. `harness` asks each task as lm-evaluation-harness 0.4
-does, by one of the functions `harness_...`, which `benchmarks.BENCHMARKS` names for each task.
-`own` asks a task by the prompt in its entry there. trees.py joins header, shots and question.
+does, by a function `harness_...` that `benchmarks.BENCHMARKS` names, and `own` by the prompt there.
 """
 
 import functools

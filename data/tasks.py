@@ -55,6 +55,7 @@ class Task:
     unit: ClassVar = 'questions'
     form: ClassVar = ''             # before `distribution`, where the task is announced
     settings: ClassVar = ()         # keys of EvalConfig that ask for variants of the task
+    described: ClassVar = ()        # keys of EvalConfig that a result repeats
     is_written: ClassVar = False    # the model writes the answers
     continues: ClassVar = False     # needs a model that continues a text, so no T5
     statistics: ClassVar = False    # samples need the top token and the entropy of each token
@@ -174,7 +175,7 @@ class Task:
             facts['dropout_seed'] = cfg.dropout_seed
         if counts['items'] < counts['total']:
             facts['sample'] = {'questions': counts['items'], 'of': counts['total']}
-        return facts
+        return facts | {key: getattr(cfg, key) for key in self.described}
 
 
 def dropout_words(cfg):
@@ -195,6 +196,7 @@ class OptionTask(Task):
     """Questions whose options are scored; a sample has the log-probability of each option."""
     form = 'prompt format '
     settings = 'permute', 'p_true'
+    described = 'prompt_format', 'shots', 'scoring', 'chat'
 
     @classmethod
     def load(cls, name, cfg):
@@ -240,19 +242,18 @@ class OptionTask(Task):
         return self.changed(PTrueTask, name, top, Question.proposing, shots=shots)
 
     def describe(self, cfg, counts):
-        return super().describe(cfg, counts) | {
-            key: getattr(cfg, key) for key in ('prompt_format', 'shots', 'scoring', 'chat')} | {
-            'duplicate_options': counts['duplicate_options']}
+        return super().describe(cfg, counts) | {'duplicate_options': counts['duplicate_options']}
 
-    def distribution(self, cfg):
+    def distribution(self, cfg, orders=''):
         default = 'letters' if cfg.prompt_format == 'mmlu' else f'the rule of {cfg.prompt_format}'
         scored = default if cfg.scoring == 'auto' else cfg.scoring
         return (f'{cfg.prompt_format}, {cfg.shots} shots, options scored by {scored}, '
-                f'{LENGTHS[cfg.norm]}, {chat_words(cfg)}{dropout_words(cfg)}')
+                f'{LENGTHS[cfg.norm]}, {chat_words(cfg)}{orders}{dropout_words(cfg)}')
 
 
 class PermutedTask(OptionTask):
     """The same questions with their options in several orders; a sample has the mean of them."""
+    described = *OptionTask.described, 'permute'
 
     @staticmethod
     def samples(tokenizer, question, tree, numbers, values):
@@ -267,12 +268,8 @@ class PermutedTask(OptionTask):
             'answer': question.answer, 'options': question.options,
             'log_probs': mean_over_orders(orders), 'n_tokens': [1] * n, 'orders': orders}]
 
-    def describe(self, cfg, counts):
-        return super().describe(cfg, counts) | {'permute': cfg.permute}
-
     def distribution(self, cfg):
-        words = super().distribution(cfg).removesuffix(dropout_words(cfg))
-        return f'{words}, mean over {cfg.permute} orders of the options{dropout_words(cfg)}'
+        return super().distribution(cfg, f', mean over {cfg.permute} orders of the options')
 
 
 def mean_over_orders(orders):
@@ -307,16 +304,13 @@ class PTrueTask(OptionTask):
 
 class PIKTask(PTrueTask):
     """P(IK) of a tuned model, see data/p_ik.py; each question is asked without its answer."""
-    form, settings = '', ()
+    form, settings, described = '', (), ('chat', 'shots')
 
     @classmethod
     def load(cls, name, cfg):
         loaded = load_p_ik(name, shots=cfg.shots, limit=cfg.limit, seed=cfg.seed,
                            on_bad_row=cfg.on_bad_row)
         return cls(task_label(name), task_source(name), loaded.questions, loaded.total, loaded.bad)
-
-    def describe(self, cfg, counts):
-        return Task.describe(self, cfg, counts) | {'chat': cfg.chat, 'shots': 0}
 
     def distribution(self, cfg):
         return f'P(IK) of a drawn answer, asked in words, 0 shots, {chat_words(cfg)}'

@@ -4,10 +4,8 @@ A world has entities with a name and four attributes. Plain text states the fact
 number r with frequency proportional to r^-zipf: some thousands of times, some once, some never.
 From the many entities that it hardly knows, the base model learns how uncertain to be. Instruction
 data asks about known and unknown facts alike and requires a definite answer to each, which makes
-real models overconfident too. The questions are about other facts.
-
-`WorldSpec()` is the world of the demo; the English words are in world.json.
-research/study/world.py makes larger ones, with more languages and kinds of questions.
+real models overconfident too. The questions are about other facts. The English words are in
+world.json; research/study/world.py makes larger worlds than that of the demo, `WorldSpec()`.
 """
 
 import io
