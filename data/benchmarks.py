@@ -6,7 +6,6 @@ the caller turns that into a message with file and line.
 """
 
 import functools
-import hashlib
 import math
 import re
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from data import prompts
-from data.files import has_fields, require_fields, require_text
+from data.files import has_fields, require_fields, require_text, text_digest
 from data.prompts import LETTERS, WORDING
 from runtime.errors import DataError
 
@@ -83,8 +82,7 @@ def scored_row(question, choices, scores):
         raise DataError(f'wanted one number for each of {len(choices)} choices, not {scores!r:.60}')
     if scores.count(max(scores)) != 1:
         raise DataError(f'{scores.count(max(scores))} choices have the highest score; wanted one')
-    order = sorted(range(len(choices)), key=lambda i: hashlib.blake2b(
-        repr((question, choices[i])).encode(), digest_size=8).digest())
+    order = sorted(range(len(choices)), key=lambda i: text_digest(question, choices[i]))
     return Row(question, [choices[i] for i in order], order.index(scores.index(max(scores))))
 
 

@@ -282,6 +282,11 @@ def parse_rows(rows, parse, on_bad_row):
     return items, bad
 
 
+def text_digest(*content):
+    """Return a hash of texts, numbers and lists of these."""
+    return hashlib.blake2b(repr(content).encode(), digest_size=8).hexdigest()
+
+
 def draw(items, limit, seed):
     """Return at most `limit` items per language, drawn evenly from its subjects, in their order.
 
@@ -290,10 +295,7 @@ def draw(items, limit, seed):
     """
     if limit is None:
         return items
-
-    def rank(*key):
-        return hashlib.blake2b(repr((seed, *key)).encode(), digest_size=8).digest()
-
+    rank = functools.partial(text_digest, seed)
     counts, queues = collections.Counter(), collections.defaultdict(list)
     for i in sorted(range(len(items)), key=lambda i: rank(items[i].subject, items[i].id)):
         language, subject = items[i].language, items[i].subject

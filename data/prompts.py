@@ -59,15 +59,11 @@ def mmlu(item, benchmark, scoring, native):
     return lettered(question, choices, answer, f'{header}\n\n')
 
 
-def harness(item, benchmark, scoring, native):
-    return benchmark.harness(item)
-
-
-def own(item, benchmark, scoring, native):
-    return benchmark.prompt(item)
-
-
-PROMPT_FORMATS = {'mmlu': mmlu, 'harness': harness, 'own': own}
+PROMPT_FORMATS = {
+    'mmlu': mmlu,
+    'harness': lambda item, benchmark, scoring, native: benchmark.harness(item),
+    'own': lambda item, benchmark, scoring, native: benchmark.prompt(item),
+}
 
 
 def proposing(context, proposal):

@@ -2,7 +2,6 @@
 
 import difflib
 import functools
-import hashlib
 import os
 import re
 from dataclasses import dataclass, field, replace
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.benchmarks import BENCHMARKS, CATEGORY, GENERIC, generic_row
-from data.files import draw, fetch, parse_rows, read_rows, require_text
+from data.files import draw, fetch, parse_rows, read_rows, require_text, text_digest
 from data.prompts import LETTERS, PROMPT_FORMATS, Item, check_prompt_format, proposing
 from runtime.errors import DataError
 from runtime.processes import cores, parallel_map
@@ -266,9 +265,8 @@ def _to_question(benchmark, make_prompt, language, n_orders, row, place, number)
     orders = {order: make_prompt(replace(item, choices=[choices[i] for i in order]))
               for order in shifts(len(choices), n_orders)[1:]}
     duplicates = len({choice.strip() for choice in choices}) < len(choices)
-    digest = hashlib.blake2b(repr((text, choices)).encode(), digest_size=8).hexdigest()
     return Question(id, context, options, answer, subject, header, category, language, duplicates,
-                    place, ending, digest, orders)
+                    place, ending, text_digest(text, choices), orders)
 
 
 def _file_subject(place, benchmark):
