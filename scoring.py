@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import fused_ce
-from data.packing import pack_alone, pack_trees, prompt_trees, stack_answers, stack_rows
+from data.packing import Tree, pack_alone, pack_trees, prompt_trees, stack_answers, stack_rows
 from families import t5
 from runtime import adapter, checkpoint, device, log, parallel
 from runtime.errors import CheckpointError
@@ -165,6 +165,18 @@ def option_log_probs(model, trees, **options):
     sums = {index: trees[index].sums(numbers, values)
             for index, numbers, values in score(lambda: model, enumerate(trees), **options)}
     return [sums[index] for index in range(len(trees))]
+
+
+def confidences(model, prompts, answers, deterministic=False):
+    """Return the log-probability of each Answer, a float64 array [n] per prompt, in nats.
+
+    prompts: lists of token ids; answers: a list of Answers per prompt. The numbers are those of
+    `option_log_probs`: they do not depend on how the answers were generated.
+    """
+    trees = [Tree((), [*ids], [answer.tokens for answer in group], [len(ids)] * len(group))
+             for ids, group in zip(prompts, answers, strict=True)]
+    return option_log_probs(model, trees, pack_len=4096, deterministic=deterministic,
+                                    trim=128 if model.head.is_cuda else 1)
 
 
 def row_lengths(cfg):

@@ -24,8 +24,8 @@ from alignment.prompts import load_prompts
 from alignment.rewards import load_reward
 from data.tokenizer import begins_with_bos
 from data.written_answers import WRITTEN_TASKS
+from decoding.answers import generate
 from decoding.sampling import Sampling
-from generate import generate
 from model import LoRALinear
 from runtime.build import build_model
 from runtime.config import require_range

@@ -25,6 +25,9 @@ from runtime.errors import DataError
 from runtime.thinking import final_answer
 
 
+N_IDEAS = 5     # answers that P(True) with samples shows, the judged one among them
+
+
 class WrittenRow(NamedTuple):
     """A question as its file holds it. solution: the text of the answer in a shot."""
     question: str
@@ -303,12 +306,14 @@ def proposed_shots(shots, task):
     return questions
 
 
-def proposed_among(question, ideas, answer, correct):
-    """Return the P(True) Question that shows other samples, `ideas`, before `answer`."""
+def proposed_among(question, sample):
+    """Return the P(True) Question that shows drawn answers before the greedy one."""
+    ideas = [answer['answer'] or answer['text'].strip() or '(none)'
+             for answer in (sample['greedy'], *sample['answers'][:N_IDEAS - 1])]
     lines = '\n'.join(ideas)
     context = (f'Question: {question.text}\nHere are some brainstormed ideas: {lines}\n'
-               f'Possible Answer: {answer}{P_TRUE.replace("proposed", "possible")}')
-    return _with_options(question, context, [' (A)', ' (B)'], '', correct)
+               f'Possible Answer: {ideas[0]}{P_TRUE.replace("proposed", "possible")}')
+    return _with_options(question, context, [' (A)', ' (B)'], '', sample['greedy']['correct'])
 
 
 def _with_options(question, context, options, header, correct):
