@@ -330,9 +330,10 @@ def answer_sums(run, model, rows_at_once=64):
 
 def pack_pairs(run, chosen, multiple):
     """Return the PackedPairs of the sequences with the indices `chosen`, with their reference."""
-    reference = None if run.reference is None else run.reference[chosen]
-    return pack_rankings([run.sequences[i] for i in chosen], run.cfg.pack_len, multiple,
-                         reference=reference)
+    return pack_rankings(
+        [run.sequences[i] for i in chosen], run.cfg.pack_len, multiple,
+        last=run.cfg.method == 'reward', margins=run.sequences.margins[chosen],
+        reference=None if run.reference is None else run.reference[chosen])
 
 
 def pair_objective(packed, cfg):
@@ -405,12 +406,6 @@ def build_reward_model(run):
     return model
 
 
-def pack_last_tokens(run, chosen, multiple):
-    """Return the PackedPairs of the sequences `chosen`: their answers' last tokens, and margins."""
-    return pack_rankings([run.sequences[i] for i in chosen], run.cfg.pack_len, multiple, last=True,
-                         margins=run.sequences.margins[chosen])
-
-
 def reward_margins(model, packed, rows, inputs):
     """Return (r_w - r_l, r_w + r_l, weight) of the pairs in some rows."""
     answers = Answers(packed, rows, model.head.device)
@@ -449,8 +444,7 @@ def reward_validation(run):
 PAIRS = replace(train.SFT, load=load_rankings, build=build_with_reference, pack=pack_pairs,
                 objective=pair_objective, validate=pair_validation)
 REWARD_MODEL = replace(PAIRS, files=reward_tokenizer, build=build_reward_model,
-                       pack=pack_last_tokens, objective=reward_objective,
-                       validate=reward_validation)
+                       objective=reward_objective, validate=reward_validation)
 ROLLOUTS = replace(train.SFT, load=rollouts.load, build=rollouts.build, pack=None,
                    count_rows=rollouts.count_rows, batches=rollouts.batches,
                    objective=policy_objective, step=rollouts.update, validate=rollouts.validate)

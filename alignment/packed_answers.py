@@ -27,7 +27,7 @@ class PackedAnswers(Packed):
     answer  int64 [n]      number of its answer
     begin   int64 [R + 1]  number of each row's first token
     counts  int64 [N]      tokens of each answer
-    where   int64 [N, 2]   tree of each answer, and its number there; see also `pack_rollouts`
+    where   int64 [N, 2]   prompt of each answer, and its number there
     """
     token: np.ndarray
     at: np.ndarray
@@ -78,11 +78,28 @@ class PackedRollouts(PackedAnswers):
     step: int
 
 
-def pack_answers(trees, row_length, multiple=1):
-    """Pack trees into rows of `row_length` tokens, each tree in one row; return a PackedAnswers.
+def pack_answers(prompts, answers, row_length, multiple=1, last=False):
+    """Pack prompts with their answers into rows of `row_length` tokens; return a PackedAnswers.
 
+    prompts:  lists of token ids; answers: per prompt, lists of token ids. A prompt whose answers do
+              not fit into one row has several trees
     multiple: rows of padding make the number of rows a multiple of this
+    last:     only the index of each answer's last token is scored, which a reward needs
     """
+    trees, members = [], []
+    for i, prompt in enumerate(prompts):
+        room = -1
+        for k, answer in enumerate(answers[i]):
+            # the last token of an answer is computed only if something follows it
+            ids = [*answer, 0] if last else [*answer]
+            if room < len(ids) - 1:
+                trees.append(Tree((), [*prompt]))
+                members.append([])
+                room = row_length - len(prompt)
+            trees[-1].continuations.append(ids)
+            trees[-1].starts.append(len(prompt) + last * len(answer))
+            members[-1].append((i, k))
+            room -= len(ids) - 1
     lengths = [len(tree.prompt) + sum(len(tree.continuations[k]) - 1 for k, *_ in tree.branches)
                for tree in trees]
     row_of = first_fit(lengths, row_length)
@@ -102,21 +119,18 @@ def pack_answers(trees, row_length, multiple=1):
         owner[i, :len(row.tokens)] = np.cumsum(np.diff(row.positions, prepend=0) != 1)
     return PackedAnswers(tokens, positions, ends, targets, owner, token=token, at=at,
                          answer=np.repeat(np.arange(len(counts)), counts),
-                         begin=np.cumsum([0, *sizes]), counts=counts, where=where[first])
+                         begin=np.cumsum([0, *sizes]), counts=counts,
+                         where=np.array([members[tree][k] for tree, k in where[first]]))
 
 
 def pack_rankings(sequences, row_length, multiple=1, last=False, reference=None, margins=None):
     """Pack sequences of `preferences.load_preferences` as `pack_answers` does; return PackedPairs.
 
-    last=True: only the index of each answer's last token is scored, which a reward needs
     reference: float32 [sequences, answers], margins: float32 [sequences]; None: zeros
     """
     trees, ranks = zip(*(to_tree(*sequence) for sequence in sequences), strict=True)
-    if last:    # a token that follows each answer, so that its last token predicts something
-        trees = [Tree((), tree.prompt, [[*ids, 0] for ids in tree.continuations],
-                      [len(tree.prompt) + len(ids) for ids in tree.continuations])
-                 for tree in trees]
-    packed = pack_answers(trees, row_length, multiple)
+    packed = pack_answers([tree.prompt for tree in trees], [tree.continuations for tree in trees],
+                          row_length, multiple, last)
     number = {tuple(place): i for i, place in enumerate(packed.where.tolist())}
     pairs, weights = [], []
     for t, rank in enumerate(ranks):
@@ -131,32 +145,6 @@ def pack_rankings(sequences, row_length, multiple=1, last=False, reference=None,
                    reference[tree, answer]),
         margin=(np.zeros(len(pairs), np.float32) if margins is None else
                 margins[tree[pairs[:, 0]]]))
-
-
-def pack_rollouts(prompts, answers, row_length, multiple=1, last=False):
-    """Pack prompts with their answers into rows of trees, as `pack_answers`.
-
-    prompts: lists of token ids; answers: per prompt, lists of token ids. A prompt with answers that
-    do not fit into one row has several trees. where: prompt and number of each answer
-    last=True: only the index of each answer's last token is scored
-    """
-    trees, members = [], []
-    for i, prompt in enumerate(prompts):
-        room = -1
-        for k, answer in enumerate(answers[i]):
-            # the last token of an answer is computed only if something follows it
-            ids = [*answer, 0] if last else [*answer]
-            if room < len(ids) - 1:
-                trees.append(Tree((), [*prompt]))
-                members.append([])
-                room = row_length - len(prompt)
-            trees[-1].continuations.append(ids)
-            trees[-1].starts.append(len(prompt) + last * len(answer))
-            members[-1].append((i, k))
-            room -= len(ids) - 1
-    packed = pack_answers(trees, row_length, multiple)
-    packed.where = np.array([members[tree][k] for tree, k in packed.where])
-    return packed
 
 
 class Answers:

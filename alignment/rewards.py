@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from alignment.packed_answers import Answers, pack_rollouts
+from alignment.packed_answers import Answers, pack_answers
 from data.files import require_text
 from data.chat import encode_answer
 from data.tokenizer import begins_with_bos, load_model_tokenizer
@@ -207,7 +207,7 @@ class ModelReward:
             raise DataError(f'{self.folder}: an answer has {longest} tokens with its prompt, and '
                             f'the context is {context}; lower max_length')
         # rows of a multiple of 128 tokens, since kernels are compiled for other divisors
-        packed = pack_rollouts(*zip(*encoded, strict=True), -(-max(longest, 4096) // 128) * 128,
+        packed = pack_answers(*zip(*encoded, strict=True), -(-max(longest, 4096) // 128) * 128,
                                last=True)
         rewards = np.zeros((len(texts), len(texts[0])))
         for row in range(len(packed.tokens)):

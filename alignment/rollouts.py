@@ -19,7 +19,7 @@ import torch
 import train
 from alignment.advantages import RL_METHODS, generalized_advantages, soft_overlong, whitened
 from alignment.objectives import values_of
-from alignment.packed_answers import PackedRollouts, answer_log_probs, pack_rollouts
+from alignment.packed_answers import PackedRollouts, answer_log_probs, pack_answers
 from alignment.prompts import load_prompts
 from alignment.rewards import load_reward
 from data.tokenizer import begins_with_bos
@@ -173,7 +173,7 @@ def sample(run, chosen, seed, n):
 def pack(run, chosen, answers, rewards, step):
     """Return the PackedRollouts of a step's answers: what the loss needs, and the log."""
     cfg = run.cfg
-    packed = pack_rollouts([run.sequences[i][0].tolist() for i in chosen],
+    packed = pack_answers([run.sequences[i][0].tolist() for i in chosen],
                            [[answer.tokens for answer in group] for group in answers],
                            cfg.pack_len, run.row_multiple)
     group = [answers[i][j] for i, j in packed.where]
