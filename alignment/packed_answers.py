@@ -21,61 +21,36 @@ class PackedAnswers(Packed):
     """Rows of trees: n answer tokens of N answers, both numbered in the order of the rows R.
 
     targets and owner only serve to count: a row with trees is not one document.
-
-    token   int64 [n]      a token of an answer
-    at      int64 [n]      index in its row of the token before it, whose hidden state predicts it
-    answer  int64 [n]      number of its answer
-    begin   int64 [R + 1]  number of each row's first token
-    counts  int64 [N]      tokens of each answer
-    where   int64 [N, 2]   prompt of each answer, and its number there
     """
-    token: np.ndarray
-    at: np.ndarray
-    answer: np.ndarray
-    begin: np.ndarray
-    counts: np.ndarray
-    where: np.ndarray
+    token: np.ndarray       # int64 [n]: a token of an answer
+    at: np.ndarray          # int64 [n]: index in its row of the token before it, which predicts it
+    answer: np.ndarray      # int64 [n]: number of its answer
+    begin: np.ndarray       # int64 [R + 1]: number of each row's first token
+    counts: np.ndarray      # int64 [N]: tokens of each answer
+    where: np.ndarray       # int64 [N, 2]: prompt of each answer, and its number there
 
 
 @dataclass
 class PackedPairs(PackedAnswers):
-    """Ranked answers to prompts.
-
-    pairs        int64 [P, 2]  numbers of the better and the worse answer; ties are no pair
-    pair_weight  float32 [P]   in the mean over the prompts of the means over their pairs
-    reference    float32 [N]   log-probability of each answer by the reference; 0 without one
-    margin       float32 [P]   that the rewards of a pair are to differ by
-    """
-    pairs: np.ndarray
-    pair_weight: np.ndarray
-    reference: np.ndarray
-    margin: np.ndarray
+    """Ranked answers to prompts."""
+    pairs: np.ndarray       # int64 [P, 2]: numbers of the better and the worse answer; no ties
+    pair_weight: np.ndarray     # float32 [P], in the mean over prompts of means over their pairs
+    reference: np.ndarray   # float32 [N]: log-probability by the reference; 0 without one
+    margin: np.ndarray      # float32 [P], by which the rewards of a pair are to differ
 
 
 @dataclass
 class PackedRollouts(PackedAnswers):
-    """The answers of a rollout, with a number per answer token for each of COLUMNS, float64 [n].
-
-    advantage  of the token
-    weight     of the token's loss; 0 for an answer without a loss
-    old        log-probability by the policy that generated it; None: this is the first update
-    reference  log-probability by the model before training; None if kl = 'none'
-    value      by the value head, before the token; None or zeros without one
-    returns    that the value is to predict, of PPO; else None
-
-    measured      {name: number}: means over the answers, for the log
-    n_supervised  number of tokens that have a loss, at least 1
-    step          of the run, which seeds what an update draws
-    """
-    advantage: np.ndarray
-    weight: np.ndarray
-    old: np.ndarray | None
-    reference: np.ndarray | None
-    value: np.ndarray | None
-    returns: np.ndarray | None
-    measured: dict
-    n_supervised: int
-    step: int
+    """The answers of a rollout, with a number per answer token for each of COLUMNS, float64 [n]."""
+    advantage: np.ndarray   # of the token
+    weight: np.ndarray      # of the token's loss; 0 for an answer without a loss
+    old: np.ndarray | None  # log-probability by the policy that generated it; None: first update
+    reference: np.ndarray | None    # the same before training; None if kl = 'none'
+    value: np.ndarray | None    # by the value head, before the token; None or zeros without one
+    returns: np.ndarray | None      # that the value is to predict, of PPO; else None
+    measured: dict          # {name: number}: means over the answers, for the log
+    n_supervised: int       # number of tokens that have a loss, at least 1
+    step: int               # of the run, which seeds what an update draws
 
 
 def pack_answers(prompts, answers, row_length, multiple=1, last=False):
@@ -148,24 +123,17 @@ def pack_rankings(sequences, row_length, multiple=1, last=False, reference=None,
 
 
 class Answers:
-    """The answers in some rows of a PackedAnswers, on a device.
-
-    part    numpy int64 [n], numbers of the answer tokens in these rows
-    at      [n], of these tokens, in the flattened rows
-    token   [n], these tokens, on the CPU
-    answer  [n], of these tokens
-    counts  float32 [N], of all answers of the batch
-    """
+    """The answers in some rows of a PackedAnswers, on a device; the names are those there."""
 
     def __init__(self, packed, rows, device):
         length, begin, self.device = packed.tokens.shape[1], packed.begin, device
         parts = [np.arange(begin[row], begin[row + 1]) for row in rows]
         offsets = np.repeat(np.arange(len(rows)) * length, [len(part) for part in parts])
-        self.part = np.concatenate(parts)
-        self.at = self.on_device(packed.at[self.part] + offsets)
-        self.token = torch.from_numpy(packed.token[self.part])
+        self.part = np.concatenate(parts)       # int64 [n], numbers of the tokens in these rows
+        self.at = self.on_device(packed.at[self.part] + offsets)    # in the flattened rows
+        self.token = torch.from_numpy(packed.token[self.part])      # on the CPU
         self.answer = self.on_device(packed.answer[self.part])
-        self.counts = self.on_device(packed.counts).float()
+        self.counts = self.on_device(packed.counts).float()     # of all answers of the batch
 
     def on_device(self, x):
         return to_device(torch.from_numpy(x), self.device)
