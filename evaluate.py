@@ -129,9 +129,7 @@ def load_tasks(cfg):
     return tasks
 
 
-# ------------------------------------------------------------------------------------------------
-# An evaluation
-# ------------------------------------------------------------------------------------------------
+# ---- An evaluation -------------------------------------------------------------------------------
 
 def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
     """Score `tasks`, as load_tasks(cfg) returns them, with the model in `folder`.
@@ -303,9 +301,7 @@ def announce(config, tasks, cfg, done):
               + (f'; {n_done:,} scored earlier in this folder' if n_done else ''), flush=True)
 
 
-# ------------------------------------------------------------------------------------------------
-# The command line
-# ------------------------------------------------------------------------------------------------
+# ---- The command line ----------------------------------------------------------------------------
 
 def run(cfg):
     """Run the evaluation `cfg`; return (results, labels of its tasks, the folder of the results).

@@ -14,7 +14,6 @@ from runtime import cli
 if __name__ == '__main__':
     cli.begin()
 
-import contextlib
 import itertools
 import os
 import sys
@@ -124,10 +123,9 @@ def main(argv):
         if others := len(done) - (len(prompts) - len(left)):
             print(f'{out} also has {others:,} rows for prompts that are not in {cfg.prompts}')
         left = left[rank::n_processes]
-        progress, n_tokens = log.progress_bar('answers', len(left), 'prompts'), 0
-        started, ids = time.perf_counter(), [ids for _, ids in left]
+        n_tokens, started, ids = 0, time.perf_counter(), [ids for _, ids in left]
         try:
-            with (contextlib.closing(progress),
+            with (log.progress_bar('answers', len(left), 'prompts') as progress,
                   open(part(out, rank, n_processes), 'ab', buffering=0) as file):
                 for i, rows in answer_rows(model, ids, cfg, tokenizer, stop):
                     append(file, left[i][0] | {'answers': rows})

@@ -28,9 +28,7 @@ from runtime.eval_config import EvalConfig
 IDLE = np.stack([np.zeros(128, int), np.zeros(128, int), np.arange(128) + 1])[:, None], [(0,) * 4]
 
 
-# ------------------------------------------------------------------------------------------------
-# What is computed for each scored token
-# ------------------------------------------------------------------------------------------------
+# ---- What is computed for each scored token ------------------------------------------------------
 
 def token_log_probs(hidden, head, at, tokens, softcap):
     """Return log p(tokens[i] | hidden[at[i]]), float32 [M, 1].
@@ -63,9 +61,7 @@ def token_states(hidden, head, at, tokens, softcap):
     return hidden[device.to_device(at, head.device)].float()
 
 
-# ------------------------------------------------------------------------------------------------
-# Trees to values
-# ------------------------------------------------------------------------------------------------
+# ---- Trees to values -----------------------------------------------------------------------------
 
 def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, compute=token_log_probs,
           trim=1, dropout_seed=None, seq2seq=None, sharded=False):
@@ -209,14 +205,11 @@ class Reader:
 
         total: number of trees
         """
-        progress = log.progress_bar(task.label, total, task.unit)
-        try:
-            for scored in self._score(trees, token_statistics if task.statistics else
-                                      token_log_probs):
+        compute = token_statistics if task.statistics else token_log_probs
+        with log.progress_bar(task.label, total, task.unit) as progress:
+            for scored in self._score(trees, compute):
                 yield scored
                 progress.update()
-        finally:
-            progress.close()
 
     def states(self, prompts):
         """Return the hidden state at the end of each of `prompts`, lists of tokens: [N, D]."""

@@ -155,12 +155,10 @@ class FunctionReward:
         try:
             # a copy, since the function may edit it, and other answers and steps need the row
             value = self.function(prompt, answer, copy.deepcopy(row))
-        except DataError as error:
-            raise DataError(f'reward = {self.name!r}: {error}; the prompt is {prompt!r:.100}'
-                            ) from error
         except (Exception, SystemExit) as error:
-            raise DataError(f'{describe(error, self.name)}; the prompt is {prompt!r:.100}'
-                            ) from error
+            reason = (f'reward = {self.name!r}: {error}' if isinstance(error, DataError) else
+                      describe(error, self.name))
+            raise DataError(f'{reason}; the prompt is {prompt!r:.100}') from error
         value = value.item() if isinstance(value, np.generic) else value
         # the square of a larger one is infinite in float32
         if not isinstance(value, (int, float)) or not abs(value) <= 1e18:

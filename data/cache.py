@@ -27,7 +27,7 @@ from runtime.digests import json_digest
 from runtime.errors import DataError
 from runtime.processes import forked_pool
 
-TEMPORARY = re.compile(r'([0-9a-f]{20}|reference-[0-9a-f]{20}\.npy)\.[0-9a-f]{8}\.nanocal-tmp')
+TEMPORARY = re.compile(r'([0-9a-f]{20}|reference-[0-9a-f]{20}\.np[yz])\.[0-9a-f]{8}\.nanocal-tmp')
 
 
 class Sequences:

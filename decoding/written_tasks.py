@@ -33,9 +33,7 @@ from runtime.sandbox import require_sandbox
 ANSWERS_AT_ONCE = 1024      # sequences decoded at once on a GPU, if their keys and values fit
 
 
-# ------------------------------------------------------------------------------------------------
-# The answers
-# ------------------------------------------------------------------------------------------------
+# ---- The answers ---------------------------------------------------------------------------------
 
 class AnswerTask(Task):
     """What a result says of written answers and of each confidence in them."""
@@ -212,25 +210,21 @@ def new_answers(task, reader, requests, settings, n, end):
     if not requests:
         return
     model, ids = reader.load(), [request.ids for request in requests]
-    progress = log.progress_bar(task.label, len(requests), task.unit)
     try:
-        greedy = ((i, task.greedy(answer, reader.tokenizer)) for i, (answer,) in generate(
-            model, ids, settings, reader.tokenizer, end))
-        if n:
-            first = dict(greedy)
-            answered = ((i, first[i], [*map(written, answers)]) for i, answers in
-                        generate(model, ids, replace(settings, n=n, temperature=1.0),
-                                          reader.tokenizer, end))
-        else:
-            answered = ((i, answer, []) for i, answer in greedy)
-        for i, *answers in answered:
-            yield requests[i], *answers
-            progress.update()
+        with log.progress_bar(task.label, len(requests), task.unit) as progress:
+            answered = ((i, task.greedy(answer, reader.tokenizer), []) for i, (answer,) in generate(
+                model, ids, settings, reader.tokenizer, end))
+            if n:
+                first = {i: greedy for i, greedy, _ in answered}
+                drawn = replace(settings, n=n, temperature=1.0)
+                answered = ((i, first[i], [*map(written, answers)]) for i, answers in generate(
+                    model, ids, drawn, reader.tokenizer, end))
+            for i, *answers in answered:
+                yield requests[i], *answers
+                progress.update()
     except FloatingPointError as error:
         where = f'{task.label}: {requests[error.args[0]].question.place}'
         raise reader.bad_logits(where) from error
-    finally:
-        progress.close()
 
 
 def written(answer):
@@ -264,9 +258,7 @@ def span(answer, rule, tokenizer):
     return {'span': text, 'span_log_prob': math.fsum(answer.log_probs[first:last + 1])}
 
 
-# ------------------------------------------------------------------------------------------------
-# Confidences in the answers
-# ------------------------------------------------------------------------------------------------
+# ---- Confidences in the answers ------------------------------------------------------------------
 
 def no_shots(shots, rule):
     return []
