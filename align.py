@@ -229,8 +229,7 @@ def check_align_config(cfg):
     if not 0 <= cfg.label_noise < 0.5:
         raise ConfigError(f'label_noise = {cfg.label_noise}; it must be at least 0 and below 0.5')
     if cfg.lora_dropout and cfg.method not in NO_REFERENCE:
-        raise ConfigError(f'lora_dropout = {cfg.lora_dropout}: the policy would differ from its '
-                          f'reference at random; set it to 0')
+        raise ConfigError('lora_dropout: the policy would differ from its reference; set it to 0')
     if bool(cfg.reward) != (cfg.method in RL_METHODS):
         raise ConfigError(f'method = {cfg.method!r} and reward = {cfg.reward!r}: '
                           f'{", ".join(RL_METHODS)} need a reward, and only they')

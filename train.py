@@ -191,17 +191,13 @@ def check_config(cfg):
     if not all(0 <= beta < 1 for beta in cfg.betas):
         raise ConfigError(f'betas = {cfg.betas}; each must be at least 0 and less than 1')
     if cfg.lora and cfg.from_scratch:
-        raise ConfigError('lora = True trains adapters of a pretrained model, from_scratch = True '
-                          'has none; set one of them')
+        raise ConfigError('lora = True tunes a trained model, from_scratch = True has none; set one')
     if cfg.shape and not cfg.from_scratch:
-        raise ConfigError(f'shape = {cfg.shape} needs from_scratch = True: pretrained weights have '
-                          f'their shape')
+        raise ConfigError(f'shape = {cfg.shape} needs from_scratch = True')
     if cfg.pack_len < cfg.max_length:
-        raise ConfigError(f'pack_len = {cfg.pack_len} is shorter than max_length = '
-                          f'{cfg.max_length}: a sequence must fit into a row')
+        raise ConfigError(f'pack_len = {cfg.pack_len}: max_length = {cfg.max_length} must fit into a row')
     if cfg.tracker != 'none' and not importlib.util.find_spec(cfg.tracker):
-        raise ConfigError(f"tracker = '{cfg.tracker}', which is not installed: "
-                          f'pip install {cfg.tracker}')
+        raise ConfigError(f'tracker = {cfg.tracker!r} is missing: pip install {cfg.tracker}')
     training_loss(cfg)
     if cfg.resume and cfg.overwrite:
         raise ConfigError('resume continues the run in out_dir, overwrite removes it; set one')

@@ -85,8 +85,7 @@ def popqa_row(row):
     except (ValueError, TypeError, RecursionError):
         answers = None
     if not isinstance(answers, list) or not answers:
-        raise DataError(f'possible_answers must be a JSON list of answers in a text, not '
-                        f'{row["possible_answers"]!r:.60}')
+        raise DataError(f'possible_answers must be a JSON list: {row["possible_answers"]!r:.60}')
     return WrittenRow(row['question'], answers, answers[0], row['prop'])
 
 
@@ -141,21 +140,19 @@ class WrittenBenchmark:
         final = final_answer(text)
         return None if final is None else self.lenient(final)
 
-    def grade(self, text, references):
-        """Return {'answer': extracted or None, 'key', 'correct', 'strict': right by that rule}."""
+    def grade(self, text, references, **options):
+        """Return {'answer': extracted or None, 'key', 'correct', 'strict': right by that rule}.
+
+        options: of `match`, such as the isolation of a program that it runs
+        """
         final, answer = final_answer(text), self.extract(text)
-        correct = strict = answer is not None and self.match(self.key, answer, references)
+        correct = strict = answer is not None and self.match(self.key, answer, references,
+                                                             **options)
         if self.strict:
             stated = final and self.strict(final)
             strict = stated is not None and same(self.key, stated, references)
         return {'answer': answer, 'key': None if answer is None else self.key(answer),
                 'correct': correct, 'strict': strict}
-
-    def isolated(self, isolation):
-        """Return this task with the isolation in which `match` runs programs, if it does."""
-        if not self.runs_code:
-            return self
-        return replace(self, match=functools.partial(self.match, isolation=isolation))
 
 
 GSM8K_FILES = (('main/test-*.parquet', 'test.jsonl*'), ('main/train-*.parquet', 'train*.jsonl*'))

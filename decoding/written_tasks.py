@@ -61,13 +61,13 @@ class WrittenTask(AnswerTask):
         if cfg.languages != ('all',):
             raise ConfigError(f'languages = {cfg.languages}: {kind} has one language; leave it out')
         if cfg.dropout_seed is not None:
-            raise ConfigError(f'dropout_seed: the answers to {kind} are written without dropout; '
-                              f'leave it out')
-        if WRITTEN_TASKS[kind].runs_code and not cfg.run_code:
-            raise ConfigError(f'{kind} runs programs that the model wrote; read '
-                              f'docs/running_code.md, then allow it with --run_code')
-        if WRITTEN_TASKS[kind].runs_code and not cfg.show:
-            require_sandbox(cfg.isolation)      # before anything is generated
+            raise ConfigError(f'dropout_seed: answers to {kind} are written without dropout; omit it')
+        if WRITTEN_TASKS[kind].runs_code:
+            if not cfg.run_code:
+                raise ConfigError(f'{kind} runs programs that the model wrote; read '
+                                  f'docs/running_code.md, then allow it with --run_code')
+            if not cfg.show:
+                require_sandbox(cfg.isolation)      # before anything is generated
         loaded = load_written(name, header=cfg.header, shots=cfg.shots, limit=cfg.limit,
                               seed=cfg.seed, revision=cfg.data_revision, on_bad_row=cfg.on_bad_row)
         return cls(kind, task_source(name), loaded.questions, loaded.total, loaded.bad,
@@ -123,12 +123,13 @@ class WrittenTask(AnswerTask):
     def sample(self, question, greedy, answers, cfg):
         """Return the sample of a question: its answers, graded, and the greedy one's probability.
         """
-        rule = self.rule.isolated(cfg.isolation)
+        rule = self.rule
+        options = {'isolation': cfg.isolation} if rule.runs_code else {}
 
         def grade(answer):
             if rule.runs_code and 'correct' in answer:      # it ran before an interruption
                 return answer
-            return answer | rule.grade(answer['text'], question.references)
+            return answer | rule.grade(answer['text'], question.references, **options)
 
         with ThreadPoolExecutor(os.cpu_count() if rule.runs_code else 1) as pool:
             greedy, *answers = pool.map(grade, (greedy, *answers))
