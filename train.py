@@ -191,11 +191,11 @@ def check_config(cfg):
     if not all(0 <= beta < 1 for beta in cfg.betas):
         raise ConfigError(f'betas = {cfg.betas}; each must be at least 0 and less than 1')
     if cfg.lora and cfg.from_scratch:
-        raise ConfigError('lora = True tunes a trained model, from_scratch = True has none; set one')
+        raise ConfigError('lora = True needs a base model, from_scratch = True has none; set one')
     if cfg.shape and not cfg.from_scratch:
         raise ConfigError(f'shape = {cfg.shape} needs from_scratch = True')
     if cfg.pack_len < cfg.max_length:
-        raise ConfigError(f'pack_len = {cfg.pack_len}: max_length = {cfg.max_length} must fit into a row')
+        raise ConfigError(f'max_length = {cfg.max_length} must fit into a row of {cfg.pack_len}')
     if cfg.tracker != 'none' and not importlib.util.find_spec(cfg.tracker):
         raise ConfigError(f'tracker = {cfg.tracker!r} is missing: pip install {cfg.tracker}')
     training_loss(cfg)

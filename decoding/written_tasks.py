@@ -61,7 +61,7 @@ class WrittenTask(AnswerTask):
         if cfg.languages != ('all',):
             raise ConfigError(f'languages = {cfg.languages}: {kind} has one language; leave it out')
         if cfg.dropout_seed is not None:
-            raise ConfigError(f'dropout_seed: answers to {kind} are written without dropout; omit it')
+            raise ConfigError(f'dropout_seed: {kind} is answered without dropout; leave it out')
         if WRITTEN_TASKS[kind].runs_code:
             if not cfg.run_code:
                 raise ConfigError(f'{kind} runs programs that the model wrote; read '
