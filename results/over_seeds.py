@@ -249,10 +249,10 @@ def mean_and_ends(values):
 def titled(columns, values, words=None):
     """Return 'lr 0.001, smoothing 0.1'; columns of SELF_EVIDENT go without their name.
 
-    words: {column: its name, or (column, value): words for both}.
+    words: {column: its name, or 'column=value': words for both}.
     """
     words = words or {}
-    return ', '.join(words.get((column, value)) or (
+    return ', '.join(words.get(f'{column}={value}') or (
         value if column in SELF_EVIDENT else f'{words.get(column, column)} {value}')
         for column, value in zip(columns, values, strict=True))
 
