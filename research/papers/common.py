@@ -13,6 +13,7 @@ and --data=FILE replace the tables of models and datasets of a script that has b
 """
 
 import argparse
+import csv
 import difflib
 import functools
 import json
@@ -189,6 +190,16 @@ OWN = {'model': {'action': 'append', 'default': [], 'metavar': '[NAME=]FOLDER', 
 TAKEN = 'base', 'instruct', 'aligned'       # folders of other runs beside those with the names
 FILE_ENDING = re.compile(r'(\.(jsonl?|csv|tsv|parquet|txt|gz))+$')
 BYTES, PACKED_BYTES = 5, 1.6    # per token: of rows with the names of their fields, and compressed
+
+
+def read_models(paper):
+    """Return {group: {name: (hub name, weights)}} of a paper in models.csv."""
+    groups = {}
+    with open(Path(__file__).with_name('models.csv'), newline='', encoding='utf-8') as file:
+        for row in csv.DictReader(file):
+            if row['paper'] == paper:
+                groups.setdefault(row['group'], {})[row['name']] = row['hub'], float(row['weights'])
+    return groups
 
 
 def own_table(options, key, table):
