@@ -251,7 +251,7 @@ def tables(options):
         draw_lines(f'{root}/{name}.png', {title: {label: [
             (x, measured(folder, task).get('pooled', {})) for x, folder in folders]
             for label, folders in points.items()} for task, title in tasks.items()},
-            x_label, metric.upper() if metric == 'ece' else metric, metric, **options)
+            x_label, metric, **options)
 
     def draw_all_curves(name, folders):
         """Draw the reliability curves of runs {label: folder}, a panel per task."""

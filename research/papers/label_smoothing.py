@@ -202,7 +202,7 @@ def tables(options):
             f'{model}, {title}': {data: [(s, measured(
                 f'{options.out_dir}/{model}/{data}/smoothing{s:g}', task).get('pooled', {}))
                 for s in (0, *SMOOTHINGS)] for data in data_names}
-            for model in models}, 'smoothing', 'ECE')
+            for model in models}, 'smoothing')
 
 
 if __name__ == '__main__':
