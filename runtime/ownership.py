@@ -302,13 +302,20 @@ def _write_list(folder, names):
 def temporary(path, folder=False):
     """Yield a new file or empty folder beside `path`, for a `with` block that writes it.
 
-    It is renamed to `path` at the end of the block, or removed if the block fails.
+    It is renamed to `path` at the end of the block, or removed if the block fails. In a folder that
+    exists, only the files of the new one are replaced.
     """
     part = Path(f'{path}.{secrets.token_hex(4)}.nanocal-tmp')
-    part.mkdir() if folder else open(part, 'xb').close()
+    part.mkdir(parents=True) if folder else open(part, 'xb').close()
     try:
         yield part
-        os.replace(part, path)
+        try:
+            os.replace(part, path)
+        except OSError:
+            if not folder or not os.path.isdir(path):
+                raise
+            for file in part.iterdir():
+                os.replace(file, Path(path, file.name))
     except OSError as error:
         error.filename = error.filename or str(path)    # which the error of a full disk lacks
         raise
