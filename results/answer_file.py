@@ -1,12 +1,10 @@
 """The file of generate.py, one line per prompt: open it for more answers, and write a row."""
 
 import glob
-import json
 import math
 from pathlib import Path
 
-from results.samples import (difference, has_lines, merge_parts, merged_names, part_names,
-                             read_jsonl)
+from results.samples import claim_lines, merge_parts, open_lines, read_jsonl
 from runtime import ownership
 from runtime.errors import ConfigError, DataError
 
@@ -16,41 +14,25 @@ OTHERS = 'log.jsonl', 'samples.jsonl'       # they grow; see train.py and evalua
 def open_answers(cfg, settings, processes):
     """Prepare the file `out`; return {(id, hash of the prompt)} of the rows in it.
 
-    The settings are in a file beside it: answers.config.json for answers.jsonl. Each of several
-    processes will append to a part of its own, see `samples.part`. Raises ConfigError
-    if this program did not write it, or with other settings. The caller holds the lock of its
-    folder.
+    The settings are in a file beside it: answers.config.json for answers.jsonl. Raises ConfigError
+    as `samples.open_lines` does. The caller holds the lock of its folder.
     """
-    out = Path(cfg.out)
-    names = out.name, f'{out.stem}.config.json'
-    parts = part_names(out, processes)
-    ownership.check_free(out.parent, *names, *parts)
-    listed = ownership.written_files(out.parent)
-    if out.name in OTHERS or (names[0] in listed) != (names[1] in listed):
+    out, done = Path(cfg.out), set()
+    config, advice = f'{out.stem}.config.json', 'choose another --out, or --overwrite'
+    names, listed = (out.name, config), ownership.written_files(out.parent)
+    if out.name in OTHERS or (out.name in listed) != (config in listed):
         raise ConfigError(f'{out} has the name of a file that another script writes, and is not '
                           f'replaced; choose another --out, such as answers.jsonl')
-    if cfg.overwrite:
-        ownership.set_aside(out.parent, out.name, [*map(glob.escape, (
-            *names, *parts, *merged_names(out)))], [*map(glob.escape, (out.name, *parts))])
-    if out.is_symlink():
-        raise ConfigError(f'{out} is a link to a file elsewhere, where nothing is appended; choose '
-                          f'another --out')
-    done, advice = set(), 'choose another --out, or --overwrite'
-    if has_lines(out):
-        with ownership.read_json(out.with_name(names[1]), advice) as content:
-            other = difference(settings, content)
-        if other:
-            raise ConfigError(f'{out} has answers {other}; {advice}')
-        merge_parts(out)
-        for line, row in read_jsonl(out):
-            if not isinstance(row, dict) or type(row.get('id')) not in (str, int) or not (
-                    isinstance(row.get('prompt_hash'), str)):
-                raise DataError(f'{line}: not a row that generate.py wrote: it must have an id and '
-                                f'a prompt_hash; delete this line, and its prompt is answered '
-                                f'again')
-            done.add((row['id'], row['prompt_hash']))
-    ownership.claim(out.parent, *names, *parts)
-    ownership.write_text(out.with_name(names[1]), json.dumps(settings, indent=1) + '\n')
+    open_lines(out, config, settings, names, 'answers', advice, False, processes,
+               (out.name, [*map(glob.escape, names)]) if cfg.overwrite else None)
+    merge_parts(out)
+    for line, row in read_jsonl(out) if out.exists() else ():
+        if not isinstance(row, dict) or type(row.get('id')) not in (str, int) or not (
+                isinstance(row.get('prompt_hash'), str)):
+            raise DataError(f'{line}: not a row that generate.py wrote: it must have an id and a '
+                            f'prompt_hash; delete this line, and its prompt is answered again')
+        done.add((row['id'], row['prompt_hash']))
+    claim_lines(out, config, settings, names, processes)
     return done
 
 

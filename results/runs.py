@@ -6,7 +6,7 @@ from pathlib import Path
 
 from results.prediction_files import (NORMS, SeveralAnswersError, harness_sample, harness_task,
                                       old_harness_tasks, read_rows, repeats, sample_order)
-from results.samples import read_splits, use_new_names
+from results.samples import read_splits
 from runtime.config import read_assignments
 from runtime.errors import DataError
 from runtime.ownership import ASIDE, put_back, read_json
@@ -58,7 +58,6 @@ def read_run(folder):
         model, seed, results = content['config']['model'], content['seed'], content['tasks']
         Path(model)
         for result in results.values():
-            use_new_names(result)
             result['distribution'], result['pooled']['n']
             if result['norm'] not in NORMS:
                 raise ValueError(f'norm is {result["norm"]!r}')

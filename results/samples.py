@@ -16,6 +16,7 @@ from pathlib import Path
 from results.prediction_files import is_unstated, latest_samples, sample_key, sample_order
 from runtime import ownership
 from runtime.errors import ConfigError, DataError
+from runtime.json_rules import broken_rule, each
 
 OUTPUTS = ('samples.jsonl', 'eval_config.json', 'results.json', 'results.md', 'results.csv',
            'results.tex', 'report.html')
@@ -29,60 +30,75 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
 
     earlier: {task: its entry in results.json}
     done:    {(sample_key, prompt)} of the samples there; a text counts if all its tokens are scored
-    Raises ConfigError, before it changes anything, if a file of this name exists that no evaluation
-    wrote, if the samples were made with other `settings`, or if a file is damaged. `overwrite`
-    first sets the files of an evaluation aside. processes: how many will append to their `part`.
-    The caller holds the lock.
+    Raises ConfigError as `open_lines` does, before it changes anything. processes: how many will
+    append to their `part`. The caller holds the lock.
     """
-    ownership.remove_leftovers(out_dir)
     samples, results = out_dir / 'samples.jsonl', out_dir / 'results.json'
-    parts = part_names(samples, processes)
-    outputs = [*OUTPUTS, *parts]
+    outputs = [*OUTPUTS]
     if pictures:
         outputs += [DIAGRAM, *(GRID.format(label) for label, task in tasks.items()
                                if len({item.language for item in task.items}) > 1)]
-    ownership.check_free(out_dir, *outputs)
-    if overwrite:
-        ownership.set_aside(out_dir, KIND, [*OUTPUTS, DIAGRAM, GRID.format('*'), *parts,
-                                            *merged_names(samples)], [samples.name, *parts])
-    if samples.is_symlink():
-        raise ConfigError(f'{samples} is a link to a file elsewhere, where nothing is appended; '
-                          f'replace the link by that file, or {OTHER_FOLDER}')
-
-    sources = _read_sources(out_dir, settings) if results.exists() or has_lines(samples) else {}
+    before = open_lines(samples, 'eval_config.json', settings, outputs, 'samples', OTHER_FOLDER,
+                        results.exists(), processes,
+                        (KIND, [*OUTPUTS, DIAGRAM, GRID.format('*')]) if overwrite else None)
+    sources = before.get('tasks', {})
     for label, task in tasks.items():
         now = {'source': task.source, 'questions': task.fingerprint}
-        before = sources.get(label, now)
-        if all(now[key] != before[key] for key in now):
-            raise ConfigError(f'{out_dir} holds {label} of {before["source"]}, and {task.source} '
+        earlier = sources.get(label, now)
+        if all(now[key] != earlier[key] for key in now):
+            raise ConfigError(f'{out_dir} holds {label} of {earlier["source"]}, and {task.source} '
                               f'has other questions; rename the file, or {OTHER_FOLDER}')
         sources[label] = now
     earlier = _read_results(results) if results.exists() else {}
     merge_parts(samples)
     done = _scored(samples) if samples.exists() else set()
-    ownership.claim(out_dir, *outputs)
-    ownership.write_text(out_dir / 'eval_config.json',
-                         json.dumps(settings | {'tasks': sources}, indent=1) + '\n')
+    claim_lines(samples, 'eval_config.json', settings | {'tasks': sources}, outputs, processes)
     return earlier, done
 
 
-def _read_sources(out_dir, settings):
-    """Return {task: {'source', 'questions'}}; raise ConfigError for other settings."""
-    with ownership.read_json(out_dir / 'eval_config.json', OTHER_FOLDER) as old:
-        sources = {label: {key: task[key] for key in ('source', 'questions')}
-                   for label, task in old.pop('tasks').items()}
-    if 'preset' in old:     # the name of prompt_format in earlier versions
-        old['prompt_format'] = old.pop('preset')
-    if other := difference(settings, old):
-        raise ConfigError(f'{out_dir} holds samples {other}; {OTHER_FOLDER}')
-    return sources
+def open_lines(path, config, settings, names, what, advice, has_more, processes, replaced=None):
+    """Prepare a file of lines to append to; return the content of `config` beside it, or {}.
+
+    config:   the name of the file with what all lines share, among them `settings`
+    names:    of all files that will be written, but for the parts of several `processes`
+    what:     the name of the lines, as in 'samples'; advice: for messages
+    has_more: whether there is more than lines that depends on the settings
+    replaced: (kind, patterns of the files) of what --overwrite sets aside, or None
+    Raises ConfigError, before it changes anything, if a file of such a name exists that this
+    program did not write, if the lines were made with other settings, or if `config` is damaged.
+    """
+    parts = part_names(path, processes)
+    ownership.check_free(path.parent, *names, *parts)
+    if replaced:
+        kind, patterns = replaced
+        lines = [*map(glob.escape, (path.name, *parts))]
+        ownership.set_aside(path.parent, kind, [
+            *patterns, *lines, *map(glob.escape, merged_names(path))], lines)
+    if path.is_symlink():
+        raise ConfigError(f'{path} is a link to a file elsewhere, where nothing is appended; '
+                          f'replace the link by that file, or {advice}')
+    files = [path, *map(path.with_name, merged_names(path))]
+    if not has_more and not any(file.exists() and file.stat().st_size for file in files):
+        return {}
+    with ownership.read_json(path.with_name(config), advice) as before:
+        for task in before.get('tasks', {}).values():
+            task['source'], task['questions']
+        other = difference(settings, before)
+    if other:
+        raise ConfigError(f'{path} holds {what} {other}; {advice}')
+    return before
+
+
+def claim_lines(path, config, content, names, processes):
+    """Put the files of `open_lines` on the list of their folder, and write the file `config`."""
+    ownership.claim(path.parent, *names, *part_names(path, processes))
+    ownership.write_text(path.with_name(config), json.dumps(content, indent=1) + '\n')
 
 
 def difference(settings, old):
     """Return what a message says about the first setting that differs; '' if none does."""
-    old = {'code': settings.get('code')} | old  # older versions wrote no hash of the code
     for key in [*settings, *old]:
-        if settings.get(key) != old.get(key):
+        if key != 'tasks' and settings.get(key) != old.get(key):
             if key == 'code':
                 return 'of other code: model.py or a file that it needs has been edited since'
             if key in ('model', 'tokenizer'):       # hashes
@@ -96,17 +112,9 @@ def _read_results(path):
     with ownership.read_json(path, 'remove it and evaluate its tasks again: with samples.jsonl '
                                    'beside it, that needs no model') as content:
         for result in content['tasks'].values():
-            use_new_names(result)
             result['norm'], result['distribution'], result['pooled']['n']
             result |= {key: _null_to_nan(x) for key, x in result.items() if isinstance(x, dict)}
         return content['tasks']
-
-
-def use_new_names(result):
-    """Give a task's result that an earlier version wrote the names of today, in place."""
-    for old, new in (('mass', 'option_mass'), ('preset', 'prompt_format')):
-        if old in result:
-            result[new] = result.pop(old)
 
 
 def _null_to_nan(value):
@@ -194,12 +202,6 @@ def merged_names(path):
     return sorted(names, key=lambda name: int(name.rpartition('.')[2]))
 
 
-def has_lines(path):
-    """Return whether `path` or one of its parts exists and is not empty."""
-    return any(file.exists() and file.stat().st_size
-               for file in (path, *map(path.with_name, merged_names(path))))
-
-
 def merge_parts(path):
     """Add the lines of the parts of `path` to it, part by part, and remove the parts.
 
@@ -259,56 +261,21 @@ def read_jsonl(path):
             yield f'{path}:{number}', row
 
 
-LARGEST = 1e300     # a whole number may be written with more digits than a float can hold
-ROUNDING = 1e-2     # nats: a probability of 1 may be scored as 1.00001, but not as 1.1
-
-
-def _number(low, high):
-    return lambda x: type(x) in (int, float) and low <= x <= high
-
-
-# {what a value must be: whether it is}; below, {keys of a sample: what their values must be}
-VALID = {
-    'text': lambda x: isinstance(x, str),
-    'an object': lambda x: isinstance(x, dict),
-    'true or false': lambda x: type(x) is bool,
-    'a whole number, 1 or more': lambda x: type(x) is int and 1 <= x < LARGEST,
-    'the index of an option': lambda x: type(x) is int and x >= 0,
-    'a number from 0 to 1': _number(0, 1),
-    'a probability': _number(0, 1 + ROUNDING),
-    'a finite number of at most 0': _number(-LARGEST, ROUNDING),
-    'a finite number of at least 0': _number(-ROUNDING, LARGEST)}
-LIST, OR_NULL = 'a list, each ', ' or null'
-SAMPLE = {'task id prompt': 'text', 'of': 'a whole number, 1 or more or null',
-          'split language subject category text question context predicted expected':
-              'text or null'}
-OPTIONS = {'options': 'a list, each text', 'choices': 'a list, each text or null',
-           'log_probs': 'a list, each a finite number of at most 0',
-           'n_tokens': 'a list, each a whole number, 1 or more',
-           'answer': 'the index of an option', 'orders': 'a list, each an object or null'}
-ORDER = {'order': 'a list, each the index of an option'}
-TOKEN = {'correct': 'true or false', 'confidence': 'a number from 0 to 1',
-         'log_prob': 'a finite number of at most 0', 'entropy': 'a finite number of at least 0'}
-WRITTEN = {'greedy': 'an object', 'answers': 'a list, each an object or null'}
-ANSWER = {'text reason': 'text', 'n_tokens': 'a whole number, 1 or more',
-          'log_prob': 'a finite number of at most 0', 'mean_prob': 'a probability'}
-GRADED = {'answer key': 'text or null', 'correct strict': 'true or false'}
-
-
-def _is_valid(x, kind):
-    if kind.endswith(OR_NULL):
-        return x is None or _is_valid(x, kind.removesuffix(OR_NULL))
-    if kind.startswith(LIST):
-        return isinstance(x, list) and x != [] and all(_is_valid(y, kind.removeprefix(LIST))
-                                                       for y in x)
-    return VALID[kind](x)
-
-
-def _broken_rule(values, rules):
-    """Return the first of `rules` that an object breaks, as a sentence; '' if it fits them."""
-    return next((f'{key} must be {kind}, not {values.get(key)!r:.60}'
-                 for keys, kind in rules.items() for key in keys.split()
-                 if not _is_valid(values.get(key), kind)), '')
+# Rules for the values of a sample, as in runtime/json_rules.py: a probability of 1 may be scored as
+# 1.00001, but not as 1.1
+COUNT, INDEX, LOG_PROB = (1, 2 ** 53), (0, 2 ** 53), (-1e300, 0.01)
+SAMPLE = each({'task id prompt': [str], 'of': [COUNT, None],
+               'split language subject category text question context predicted expected':
+                   [str, None]})
+OPTIONS = {'options': [[str]], 'choices': [[str], None], 'log_probs': [[LOG_PROB]],
+           'n_tokens': [[COUNT]], 'answer': [INDEX], 'orders': [[dict], None]}
+ORDER = {'order': [[INDEX]]}
+TOKEN = {'correct': [bool], 'confidence': [(0.0, 1.0)], 'log_prob': [LOG_PROB],
+         'entropy': [(-0.01, 1e300)]}
+WRITTEN = {'greedy': [dict], 'answers': [[dict], None]}
+ANSWER = each({'text reason': [str], 'n_tokens': [COUNT], 'log_prob': [LOG_PROB],
+               'mean_prob': [(0.0, 1.01)]})
+GRADED = each({'answer key': [str, None], 'correct strict': [bool]})
 
 
 def _fault(row):
@@ -317,18 +284,18 @@ def _fault(row):
         return f'{row!r:.60} is no JSON object'
     has_options, is_written = 'log_probs' in row, 'greedy' in row or is_unstated(row)
     rules = OPTIONS if has_options else {} if is_unstated(row) else TOKEN
-    if fault := _broken_rule(row, SAMPLE | rules | (WRITTEN if is_written else {})):
+    if fault := broken_rule(row, SAMPLE | rules | (WRITTEN if is_written else {})):
         return fault
     # the greedy answer alone, without a grade, is that of a stated probability
     for answer in (row['greedy'], *(row.get('answers') or ())) if is_written else ():
-        if fault := _broken_rule(answer, ANSWER | (GRADED if 'answers' in row else {})):
+        if fault := broken_rule(answer, ANSWER | (GRADED if 'answers' in row else {})):
             return f'in an answer, {fault}'
     if has_options:
         n = len(row['options'])
         if not len(row['log_probs']) == len(row['n_tokens']) == n > row['answer']:
             return 'options, log_probs and n_tokens differ in length, or answer is too large'
         for order in row.get('orders') or ():
-            if fault := _broken_rule(order, ORDER) or _fault(row | {'orders': None} | order):
+            if fault := broken_rule(order, ORDER) or _fault(row | {'orders': None} | order):
                 return fault
             if sorted(order['order']) != [*range(n)]:
                 return f'order must have the index of each option, not {order["order"]}'
