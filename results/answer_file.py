@@ -23,7 +23,7 @@ def open_answers(cfg, settings, processes):
     if out.name in OTHERS or (out.name in listed) != (config in listed):
         raise ConfigError(f'{out} has the name of a file that another script writes, and is not '
                           f'replaced; choose another --out, such as answers.jsonl')
-    open_lines(out, config, settings, names, 'answers', advice, False, processes,
+    open_lines(out, config, settings, names, 'answers', advice, [], processes,
                (out.name, [*map(glob.escape, names)]) if cfg.overwrite else None)
     merge_parts(out)
     for line, row in read_jsonl(out) if out.exists() else ():

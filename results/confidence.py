@@ -202,21 +202,18 @@ def shares(samples):
     drawn = [answer for sample in samples for answer in sample['answers']]
     answered = [answer for answer in greedy if answer['answer'] is not None]
 
-    def share(answers, key):
-        return float(np.mean([answer[key] for answer in answers])) if answers else math.nan
-
-    def cut_off(answers):
-        return float(np.mean([answer['reason'] in ('max_tokens', 'context') for answer in answers]))
+    def share(answers, key, *values):
+        return float(np.mean([answer[key] in values for answer in answers] or math.nan))
 
     n = min(len(sample['answers']) for sample in samples)
-    return {'lenient_accuracy': share(greedy, 'correct'),
-            'strict_accuracy': share(greedy, 'strict'),
-            'accuracy_of_answered': share(answered, 'correct'),
+    return {'lenient_accuracy': share(greedy, 'correct', True),
+            'strict_accuracy': share(greedy, 'strict', True),
+            'accuracy_of_answered': share(answered, 'correct', True),
             'no_answer': 1 - len(answered) / len(greedy),
-            'cut_off': cut_off(greedy),
-            'samples_no_answer': float(np.mean([answer['answer'] is None for answer in drawn])),
-            'samples_cut_off': cut_off(drawn),
-            'sample_accuracy': share(drawn, 'correct'),
+            'cut_off': share(greedy, 'reason', 'max_tokens', 'context'),
+            'samples_no_answer': share(drawn, 'answer', None),
+            'samples_cut_off': share(drawn, 'reason', 'max_tokens', 'context'),
+            'sample_accuracy': share(drawn, 'correct', True),
             **{f'pass_at_{k}': float(np.mean([pass_at_k(sample['answers'], k)
                                               for sample in samples]))
                for k in (5, 10, 100) if k <= n}}
@@ -289,15 +286,15 @@ def notes(result):
     """Return the notes below the table of a task with written answers, or of its confidences."""
     lines = []
     if shown := result.get('written'):
-        lines.append('greedy answers right: {lenient_accuracy:.3f} by lenient extraction, '
-                     '{strict_accuracy:.3f} by strict'.format(**shown) + (
-                         '; of those with an answer {accuracy_of_answered:.3f}'.format(**shown)
-                         if shown['no_answer'] < 1 else ''))
-        lines.append('no answer could be extracted from {no_answer:.3f} of them, which count as '
-                     'wrong; {cut_off:.3f} were cut off'.format(**shown))
-        lines.append('samples: {sample_accuracy:.3f} right, {samples_no_answer:.3f} without an '
-                     'answer, {samples_cut_off:.3f} cut off'.format(**shown))
-        if passed := [f'pass@{key.removeprefix("pass_at_")} = {shown[key]:.3f}'
+        of_answered = '; of those with an answer {accuracy_of_answered:.3f}'
+        lines = [line.format(**shown) for line in (
+            'greedy answers right: {lenient_accuracy:.3f} by lenient extraction, '
+            '{strict_accuracy:.3f} by strict' + of_answered * (shown['no_answer'] < 1),
+            'no answer could be extracted from {no_answer:.3f} of them, which count as wrong; '
+            '{cut_off:.3f} were cut off',
+            'samples: {sample_accuracy:.3f} right, {samples_no_answer:.3f} without an answer, '
+            '{samples_cut_off:.3f} cut off')]
+        if passed := [f'{key.replace("pass_at_", "pass@")} = {shown[key]:.3f}'
                       for key in shown if key.startswith('pass_at_')]:
             lines.append(f'one of k samples right: {", ".join(passed)}')
     if (floor := result.get('ece_floor')) is not None:

@@ -39,7 +39,7 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
         outputs += [DIAGRAM, *(GRID.format(label) for label, task in tasks.items()
                                if len({item.language for item in task.items}) > 1)]
     before = open_lines(samples, 'eval_config.json', settings, outputs, 'samples', OTHER_FOLDER,
-                        results.exists(), processes,
+                        [results], processes,
                         (KIND, [*OUTPUTS, DIAGRAM, GRID.format('*')]) if overwrite else None)
     sources = before.get('tasks', {})
     for label, task in tasks.items():
@@ -56,13 +56,13 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
     return earlier, done
 
 
-def open_lines(path, config, settings, names, what, advice, has_more, processes, replaced=None):
+def open_lines(path, config, settings, names, what, advice, more, processes, replaced=None):
     """Prepare a file of lines to append to; return the content of `config` beside it, or {}.
 
     config:   the name of the file with what all lines share, among them `settings`
     names:    of all files that will be written, but for the parts of several `processes`
     what:     the name of the lines, as in 'samples'; advice: for messages
-    has_more: whether there is more than lines that depends on the settings
+    more:     further files that depend on the settings
     replaced: (kind, patterns of the files) of what --overwrite sets aside, or None
     Raises ConfigError, before it changes anything, if a file of such a name exists that this
     program did not write, if the lines were made with other settings, or if `config` is damaged.
@@ -77,8 +77,8 @@ def open_lines(path, config, settings, names, what, advice, has_more, processes,
     if path.is_symlink():
         raise ConfigError(f'{path} is a link to a file elsewhere, where nothing is appended; '
                           f'replace the link by that file, or {advice}')
-    files = [path, *map(path.with_name, merged_names(path))]
-    if not has_more and not any(file.exists() and file.stat().st_size for file in files):
+    files = [path, *map(path.with_name, merged_names(path)), *more]
+    if not any(file.exists() and file.stat().st_size for file in files):
         return {}
     with ownership.read_json(path.with_name(config), advice) as before:
         for task in before.get('tasks', {}).values():

@@ -21,7 +21,8 @@ from runtime.config_json import read_config, read_json_object
 from runtime.config_keys import SHARE, SIZE
 from runtime.errors import CheckpointError
 from runtime.json_rules import check_values
-from runtime.weights import BUFFERS, FLOAT_TYPES, read_all, text_key, their_key, write_files
+from runtime.weights import (BUFFERS, FLOAT_TYPES, read_all, shapes_on_disk, text_key, their_key,
+                             write_files)
 
 CONFIG, WEIGHTS = 'adapter_config.json', ('adapter_model.safetensors', 'adapter_model.bin')
 FILES = (WEIGHTS[0], CONFIG)    # written for the adapters of a run
@@ -60,7 +61,7 @@ def is_adapter(folder: Path) -> bool:
 
 
 def read_settings(folder: Path) -> dict:
-    """Return the adapter_config.json of `folder`; raise CheckpointError for what is not read."""
+    """Return the adapter_config.json of `folder`; raises CheckpointError."""
     path = folder / CONFIG
     settings = read_json_object(path)
     for key, value in settings.items():
@@ -130,7 +131,7 @@ def changes(folder: Path, config: ModelConfig, shapes: dict) -> dict[str, LowRan
             raise CheckpointError(f'{file}: layer {layer} has lora_A {[*A.shape]} and lora_B '
                                   f'{[*B.shape]}, but its weight in the base model is '
                                   f'{weight or "missing"}')
-        alpha, rank = (layer_setting(settings, name, *keys, folder / CONFIG) for keys in (
+        alpha, rank = (_layer_setting(settings, name, *keys, folder / CONFIG) for keys in (
             ('alpha_pattern', 'lora_alpha'), ('rank_pattern', 'r')))
         if rank != r:
             raise CheckpointError(f'{folder / CONFIG}: r or rank_pattern says rank {rank} of layer '
@@ -142,7 +143,7 @@ def changes(folder: Path, config: ModelConfig, shapes: dict) -> dict[str, LowRan
     return low_rank
 
 
-def layer_setting(settings, name, patterns, default, path):
+def _layer_setting(settings, name, patterns, default, path):
     """Return the value of the first pattern that matches a layer's name, else the default."""
     import regex    # can stop a search, as `re` cannot; without patterns nobody needs it
     for pattern, value in (settings.get(patterns) or {}).items():
@@ -203,8 +204,7 @@ def add_adapter(model: CausalLM, folder: str | Path):
     Raises CheckpointError if they do not fit; a model on the meta device is only checked.
     """
     settings, path = read_adapter(folder), Path(folder, 'adapter')
-    config, shapes = read_config(folder), {
-        their_key(key, model.config): [*p.shape] for key, p in model.named_parameters()}
+    config, shapes = read_config(folder), shapes_on_disk(model)
     model.config.final_logit_softcapping = config.final_logit_softcapping
     model.config.temperature = config.temperature
     ours = {their_key(f'{parent}.{layer}', model.config).rpartition('.')[2]: layer

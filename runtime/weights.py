@@ -68,6 +68,16 @@ def text_key(stored: str, config) -> str:
     return stored
 
 
+def names_on_disk(model) -> dict[str, str]:
+    """Return {name on disk: our name} of the parameters of a model."""
+    return {their_key(key, model.config): key for key, _ in model.named_parameters()}
+
+
+def shapes_on_disk(model) -> dict[str, list[int]]:
+    """Return {name on disk: shape} of the parameters of a model."""
+    return {their_key(key, model.config): [*p.shape] for key, p in model.named_parameters()}
+
+
 def weight_files(folder: Path) -> dict[str, Path]:
     """Return {tensor: its file}, from a single file or an index of shards.
 
@@ -78,8 +88,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
         if index.exists():
             names = read_json_object(index).get('weight_map')
             if not isinstance(names, dict) or not names:
-                raise CheckpointError(f'{index}: not an index of shards: weight_map must be an '
-                                      f'object')
+                raise CheckpointError(f'{index}: weight_map must be an object: tensors and shards')
             here = [path.name for path in folder.glob(f'*{single.suffix}')]
             for name in names.values():
                 if name not in here:
@@ -141,10 +150,10 @@ def read_all(path: Path) -> dict[str, Tensor]:
 
 
 def weights_digest(path):
-    """Return a hash, below 2^256, of the names, types, shapes and bytes of all tensors of a file.
+    """Return the sum of the hashes, below 2^256, of the tensors of a file: names, types and bytes.
 
-    It is the sum of the hashes of the tensors, so the sum over the shards of a model does not
-    depend on how it is split. It takes 0.6 s per GB on each of up to 8 threads.
+    The sum over the shards of a model does not depend on how it is split. It takes 0.6 s per GB on
+    each of up to 8 threads.
     """
     def digest(key):
         with open_weights(path) as file:    # per tensor: mapped pages count as our memory
