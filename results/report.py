@@ -1,7 +1,6 @@
 """From samples to a report: metrics with intervals, and their tables."""
 
 import functools
-import hashlib
 import itertools
 import json
 import math
@@ -22,6 +21,7 @@ from results.plots import draw_reliability, warn_on_failure
 from results.samples import by_order, read_splits, sample_order
 from results.tables import (MEASURES, TITLES, Heading, Section, aligned, csv_text, mark_best,
                             measure_cell)
+from runtime.code import used_code
 from runtime.errors import DataError
 from runtime.ownership import claim, lock, write_text
 from runtime.processes import parallel_map
@@ -150,11 +150,9 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
 
 
 def letters(samples, predicted):
-    """Return how the choice depends on the order of the options.
+    """Return how the choice depends on the order of the options, as docs/evaluation.md says.
 
     samples, predicted: for each order, its samples (see `by_order`) and their Predictions
-    Returns {'letters': {letter: {'chosen': its share of the top options, 'correct': of the right
-    ones}}, 'same_option': share of the questions with the same top option in all orders}.
     """
     chosen = np.array([p.probs.argmax(1) for p in predicted])
     correct = np.array([p.labels for p in predicted])
@@ -169,11 +167,8 @@ def letters(samples, predicted):
 @functools.cache
 def measured_by():
     """Return a hash of the code that computes a summary; it changes when a metric is edited."""
-    digest = hashlib.blake2b(digest_size=8)
     modules = metrics, stats, scaling, prediction_files, temperatures
-    for path in (*(module.__file__ for module in modules), __file__):
-        digest.update(Path(path).read_bytes())
-    return digest.hexdigest()
+    return used_code((*(module.__file__ for module in modules), __file__), summarize)
 
 
 def measure(groups, n_bootstrap, seed, keys=None):
@@ -209,11 +204,10 @@ def intervals(resampled, report, n):
     n: the number of rows, of the smallest group if the values are means over groups. A metric that
     is undefined in a resample, or needs more rows, has no interval.
     """
-    ends = {}
-    for key, values in resampled.items():
-        if n >= MEASURES[key].interval_from and not np.isnan(values).any():
-            ends[key] = [*map(float, stats.percentile_interval(values, report[key],
-                                                               not MEASURES[key].is_mean))]
+    ends = {key: [*map(float, stats.percentile_interval(values, report[key],
+                                                        not MEASURES[key].is_mean))]
+            for key, values in resampled.items()
+            if n >= MEASURES[key].interval_from and not np.isnan(values).any()}
     return {'intervals': ends} if ends else {}
 
 
@@ -228,7 +222,7 @@ def mean_report(reports, resampled):
         if key not in ('n', 'intervals', 'accuracy_low', 'accuracy_high'):
             # a metric can be undefined for a group, as AUROC is if every answer is correct
             values = [r[key] for r in reports if not math.isnan(r[key])]
-            mean[key] = float(np.mean(values)) if values else math.nan
+            mean[key] = float(np.mean(values or math.nan))
     fewest = min(report['n'] for report in reports)
     return mean | intervals({key: np.mean([values[key] for values in resampled], axis=0)
                              for key in ({} if fewest < 10 else resampled[0])}, mean, fewest)

@@ -99,16 +99,15 @@ def check_run(cfg, free_keys):
     To be resumed, a run must keep its settings except for `free_keys`.
     """
     out_dir = Path(cfg.out_dir)
-    settings, written = out_dir / 'train_config.py', written_files(out_dir)
     check_free(out_dir, *(path.relative_to(out_dir) for path in out_dir.glob('resume-*/state*')))
-    if cfg.resume and settings.exists():
-        for key, (value, _) in read_assignments(settings).items():
+    if cfg.resume and (earlier := settings(out_dir)):
+        for key, value in earlier.items():
             chosen = key == 'micro_rows' and cfg.micro_rows is None     # by the run itself
             if key not in free_keys and getattr(cfg, key, value) != value and not chosen:
                 raise ConfigError(f'resume: the run in {out_dir} has {key} = {value!r}, not '
                                   f'{getattr(cfg, key)!r}; keep it, or --overwrite the run')
-    elif any(Path(out_dir, name).exists() for name in written) and not (
-            cfg.resume or cfg.overwrite):
+    elif not (cfg.resume or cfg.overwrite) and any(
+            Path(out_dir, name).exists() for name in written_files(out_dir)):
         what = 'an earlier run or evaluation'
         if (out_dir / 'config.json').exists():
             what = 'a finished run'
@@ -118,10 +117,11 @@ def check_run(cfg, free_keys):
                           f'--out_dir')
 
 
-def setting(cfg, key):
-    """Return the value of a key in the run to resume; None if there is no such run or key."""
-    path = Path(cfg.out_dir, 'train_config.py')
-    return read_assignments(path).get(key, (None,))[0] if path.exists() else None
+def settings(out_dir):
+    """Return the settings of the run in `out_dir`; {} without a run."""
+    path = Path(out_dir, 'train_config.py')
+    return {key: value for key, (value, _) in read_assignments(path).items()} if (
+        path.exists()) else {}
 
 
 def checkpoints(out_dir):

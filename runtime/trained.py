@@ -12,7 +12,6 @@ import torch
 
 from model import CausalLM
 from runtime import adapter, checkpoint, parallel, resume
-from runtime.config import read_assignments
 from runtime.errors import ConfigError, TrainingError
 from runtime.eval_config import EvalConfig
 from runtime.json_rules import check_values
@@ -83,10 +82,8 @@ def training_settings(folder):
     folder = Path(folder).resolve()
     if re.fullmatch(r'epoch-\d+', folder.name):     # the config is in the folder of the run
         folder = folder.parent
-    path = folder / 'train_config.py'
-    assigned = read_assignments(path) if path.exists() else {}
-    settings = {key: value for key, (value, _) in assigned.items()}
-    check_values(settings, SETTINGS, path)
+    settings = resume.settings(folder)
+    check_values(settings, SETTINGS, folder / 'train_config.py')
     return settings
 
 
