@@ -41,7 +41,7 @@ def compare_seeds(runs, keys, out_dir):
     columns = ['task', *by, x]
     groups = {group: by_seed(members) for group, members in group_lines(shown, columns).items()}
     table = seed_table(groups, columns, keys)
-    sampled = list(dict.fromkeys(line['task'] for line in shown if line.get('sample_of')))
+    sampled = [*dict.fromkeys(line['task'] for line in shown if line.get('sample_of'))]
     note = f'\nonly a sample of the questions (--limit): {", ".join(sampled)}\n' if sampled else ''
     write_text(out_dir / 'compare.csv', csv_text(lines))
     write_text(out_dir / 'compare.md', markdown(table) + note)

@@ -87,7 +87,9 @@ example: python metrics.py out/base/samples.jsonl
 def _parse_file(path, group, norm):
     """Yield (task, what _parse returns) of each line; ValueError begins with the line number."""
     first_kinds, rows, logged = {}, [*read_rows(path)], {}
-    samples = [row for _, row in rows if _is_sample(row)]
+    samples = [row for _, row in rows if isinstance(row, dict) and isinstance(
+        row.get('text', ''), str) and all(isinstance(row.get(key), str) for key in (
+            'task', 'split', 'language', 'id', 'prompt'))]      # those of evaluate.py
     left_out = {id(row) for row in samples} - {id(row) for row in latest_samples(samples)}
     for number, row in rows:
         with _line_errors(number):
@@ -168,13 +170,6 @@ def is_unstated(sample):
     return sample.get('confidence', 0) is None
 
 
-def _is_sample(row):
-    """Return whether a row of a file is a sample that evaluate.py wrote."""
-    return isinstance(row, dict) and all(
-        isinstance(row.get(key), str) for key in ('task', 'split', 'language', 'id', 'prompt')
-    ) and isinstance(row.get('text', ''), str)
-
-
 # Files of lm-evaluation-harness
 
 
@@ -214,10 +209,9 @@ def harness_sample(row, norm='token') -> dict:
     """Convert a line that lm_eval --log_samples wrote (0.4.1 to 0.4.13) to the form of our samples.
 
     Returns {'id', 'answer': index of the correct option, 'options': [K], 'log_probs': [K] in nats,
-    'n_tokens': [K], the divisors: the length in characters or UTF-8 bytes for norm 'char' or
-    'byte', else 1, since the file does not give the number of tokens}. Raises ValueError if the
-    task is not multiple choice, or if `acc` of the line contradicts the answer, and
-    SeveralAnswersError if the target is a list of several.
+    'n_tokens': [K], as `option_lengths` of one token each}. Raises ValueError if the task is not
+    multiple choice, or if `acc` of the line contradicts the answer, and SeveralAnswersError if the
+    target is a list of several.
     """
     try:
         pairs, calls = row['filtered_resps'], row['arguments']
@@ -232,7 +226,11 @@ def harness_sample(row, norm='token') -> dict:
         if len(options) != len(pairs):
             raise ValueError(f'{len(pairs)} results of {len(options)} calls')
         texts = [option[option[:1].isspace():] for option in options]
-        sample = {'id': f'{row["doc_id"]}:{_doc_hash(row)[:16]}', 'options': options,
+        text = json.dumps(row.get('doc'), indent=2, ensure_ascii=False)
+        # which lm_eval itself writes since 0.4.3
+        doc_hash = row.get('doc_hash') or hashlib.sha256(
+            text.encode('utf-8', 'backslashreplace')).hexdigest()
+        sample = {'id': f'{row["doc_id"]}:{doc_hash[:16]}', 'options': options,
                   'log_probs': [float(log_prob) for log_prob, _ in pairs],
                   'n_tokens': option_lengths(texts, [1] * len(texts), norm)}
         target, top = _single(row['target']), int(np.argmax(sample['log_probs']))
@@ -257,14 +255,6 @@ def _single(target):
         with contextlib.suppress(ValueError, SyntaxError):
             target = ast.literal_eval(target)
     return str(target[0] if isinstance(target, list) and len(target) == 1 else target)
-
-
-def _doc_hash(row):
-    """Return the hash of the question that lm_eval writes since 0.4.3."""
-    if 'doc_hash' in row:
-        return row['doc_hash']
-    text = json.dumps(row['doc'], indent=2, ensure_ascii=False)
-    return hashlib.sha256(text.encode('utf-8', 'backslashreplace')).hexdigest()
 
 
 def repeats(sample, filter, logged) -> bool:

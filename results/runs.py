@@ -4,10 +4,10 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from results.prediction_files import (NORMS, SeveralAnswersError, harness_sample, harness_task,
+from results.prediction_files import (SeveralAnswersError, harness_sample, harness_task,
                                       old_harness_tasks, read_rows, repeats, sample_order)
-from results.samples import read_splits
-from runtime.config import read_assignments
+from results.samples import read_results, read_splits
+from runtime.config import run_settings
 from runtime.errors import DataError
 from runtime.ownership import ASIDE, put_back, read_json
 
@@ -54,23 +54,17 @@ def find_runs(sources, harness_files=()):
 
 def read_run(folder):
     """Return the Run in `folder`: its results, and the configuration of training and model."""
-    with read_json(folder / 'results.json', 'evaluate there again') as content:
-        model, seed, results = content['config']['model'], content['seed'], content['tasks']
-        Path(model)
-        for result in results.values():
-            result['distribution'], result['pooled']['n']
-            if result['norm'] not in NORMS:
-                raise ValueError(f'norm is {result["norm"]!r}')
-    questions, training, shape = {}, {}, {}
+    advice = 'evaluate there again'
+    content = read_results(folder / 'results.json', advice)
+    model, seed, results = content['config']['model'], content['seed'], content['tasks']
+    questions, shape = {}, {}
     if (folder / 'eval_config.json').exists():
-        with read_json(folder / 'eval_config.json', 'evaluate there again') as content:
+        with read_json(folder / 'eval_config.json', advice) as content:
             questions = {task: entry['questions'] for task, entry in content['tasks'].items()}
 
     # the training of this run, or of the model that it evaluates
-    home = next((p for p in (folder, Path(model)) if (p / 'train_config.py').exists()), None)
-    if home:
-        training = {key: value for key, (value, _) in read_assignments(
-            home / 'train_config.py').items()}
+    training, home = next(((run_settings(p), p) for p in (folder, Path(model))
+                           if (p / 'train_config.py').exists()), ({}, None))
     if home and (home / 'config.json').exists():
         with read_json(home / 'config.json', 'restore it, or train again') as content:
             shape = {key: value for key, value in content.items()

@@ -13,7 +13,8 @@ import math
 import re
 from pathlib import Path
 
-from results.prediction_files import is_unstated, latest_samples, sample_key, sample_order
+from results.prediction_files import (NORMS, is_unstated, latest_samples, sample_key,
+                                      sample_order)
 from runtime import ownership
 from runtime.errors import ConfigError, DataError
 from runtime.json_rules import broken_rule, each
@@ -49,7 +50,8 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
             raise ConfigError(f'{out_dir} holds {label} of {earlier["source"]}, and {task.source} '
                               f'has other questions; rename the file, or {OTHER_FOLDER}')
         sources[label] = now
-    earlier = _read_results(results) if results.exists() else {}
+    earlier = read_results(results, 'remove it and evaluate its tasks again: with samples.jsonl '
+                           'beside it, that needs no model')['tasks'] if results.exists() else {}
     merge_parts(samples)
     done = _scored(samples) if samples.exists() else set()
     claim_lines(samples, 'eval_config.json', settings | {'tasks': sources}, outputs, processes)
@@ -107,14 +109,14 @@ def difference(settings, old):
     return ''
 
 
-def _read_results(path):
-    """Return {task: result} of a results.json, with NaN for null in reports."""
-    with ownership.read_json(path, 'remove it and evaluate its tasks again: with samples.jsonl '
-                                   'beside it, that needs no model') as content:
+def read_results(path, advice):
+    """Return the content of a results.json, with NaN for null in reports; raises ConfigError."""
+    with ownership.read_json(path, advice) as content:
+        Path(content['config']['model']), content['seed']
         for result in content['tasks'].values():
-            result['norm'], result['distribution'], result['pooled']['n']
+            result['distribution'], result['pooled']['n'], NORMS.index(result['norm'])
             result |= {key: _null_to_nan(x) for key, x in result.items() if isinstance(x, dict)}
-        return content['tasks']
+        return content
 
 
 def _null_to_nan(value):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from model import CausalLM
-from runtime import resume
+from runtime.config import run_settings
 from runtime.device import pick_dtype
 from runtime.parallel import gather, world_size
 
@@ -24,7 +24,7 @@ def fit_into_memory(train, run):
     fastest one; half as many while the first step lacks memory."""
     if run.cfg.micro_rows:
         return train(run)
-    rows = (run.cfg.resume and resume.settings(run.cfg.out_dir).get('micro_rows') or
+    rows = (run.cfg.resume and run_settings(run.cfg.out_dir).get('micro_rows') or
             pick_micro_rows(run.cfg, run.config, run.device, row_counts(run)))
     rows = min(gather(rows))    # the memory of processes may differ
     print(f'rows of {run.cfg.pack_len} tokens per forward pass: {rows}')

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from runtime import cli
-from runtime.config import read_assignments
+from runtime.config import run_settings
 from runtime.digests import file_digest, json_digest
 from runtime.errors import ConfigError, Stopped, TrainingError
 from runtime.ownership import (ASIDE, LIST, LOCK, TEMPORARY, check_free, claim, discard,
@@ -100,7 +100,7 @@ def check_run(cfg, free_keys):
     """
     out_dir = Path(cfg.out_dir)
     check_free(out_dir, *(path.relative_to(out_dir) for path in out_dir.glob('resume-*/state*')))
-    if cfg.resume and (earlier := settings(out_dir)):
+    if cfg.resume and (earlier := run_settings(out_dir)):
         for key, value in earlier.items():
             chosen = key == 'micro_rows' and cfg.micro_rows is None     # by the run itself
             if key not in free_keys and getattr(cfg, key, value) != value and not chosen:
@@ -115,13 +115,6 @@ def check_run(cfg, free_keys):
             what = f'a run that was interrupted after step {steps[-1]}: --resume continues it'
         raise ConfigError(f'{cfg.out_dir} holds {what}; --overwrite replaces it, or choose another '
                           f'--out_dir')
-
-
-def settings(out_dir):
-    """Return the settings of the run in `out_dir`; {} without a run."""
-    path = Path(out_dir, 'train_config.py')
-    return {key: value for key, (value, _) in read_assignments(path).items()} if (
-        path.exists()) else {}
 
 
 def checkpoints(out_dir):

@@ -12,6 +12,7 @@ import torch
 
 from model import CausalLM
 from runtime import adapter, checkpoint, parallel, resume
+from runtime.config import run_settings
 from runtime.errors import ConfigError, TrainingError
 from runtime.eval_config import EvalConfig
 from runtime.json_rules import check_values
@@ -82,7 +83,7 @@ def training_settings(folder):
     folder = Path(folder).resolve()
     if re.fullmatch(r'epoch-\d+', folder.name):     # the config is in the folder of the run
         folder = folder.parent
-    settings = resume.settings(folder)
+    settings = run_settings(folder)
     check_values(settings, SETTINGS, folder / 'train_config.py')
     return settings
 
