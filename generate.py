@@ -77,8 +77,7 @@ import scoring
 from data.instruct import read_prompts
 from data.packing import Tree
 from data.tokenizer import begins_with_bos, load_model_tokenizer
-from results.answer_file import open_answers, to_row
-from results.samples import append, digest, merge_parts, part
+from results.samples import append, digest, merge_parts, open_answers, part, to_row
 from runtime import adapter, checkpoint, log, ownership, parallel
 from runtime.code import code_digest
 from runtime.device import pick_device, pick_dtype

@@ -64,10 +64,9 @@ def greedy_agreement(sample):
 
 
 def class_entropy(sample):
-    """1 - H / ln k for the discrete entropy H over the classes of k samples: a score.
+    """1 - H / ln k for H = -sum_c n_c / k ln(n_c / k) over the classes of k > 1 samples: a score.
 
-    H = -sum_c n_c / k ln(n_c / k), semantic entropy of Farquhar et al. 2024 with exact classes. The
-    largest class is judged. One sample has no entropy.
+    H is the semantic entropy of Farquhar et al. 2024 with exact classes. The largest is judged.
     """
     answers = sample['answers']
     if len(answers) == 1:
@@ -238,8 +237,9 @@ def ece_floor(samples, name, n_resamples=100, seed=0):
     """
     if name not in ('agreement', 'greedy_agreement'):
         return None
-    random, confidence, correct = np.random.default_rng(seed), [], []
-    for sample in samples:
+    random = np.random.default_rng(seed)
+    confidence, correct = np.zeros((2, n_resamples, len(samples)))
+    for i, sample in enumerate(samples):
         k, groups = len(sample['answers']), classes(sample['answers'])
         p = np.array([count for _, count in groups]) / k
         drawn = random.multinomial(k, p, n_resamples)
@@ -248,13 +248,11 @@ def ece_floor(samples, name, n_resamples=100, seed=0):
             keys = [sample['answers'][first]['key'] for first, _ in groups]
             key = sample['greedy']['key']
             if key is None or key not in keys:      # a class that was never drawn has probability 0
-                confidence.append(np.zeros(n_resamples))
-                correct.append(np.zeros(n_resamples, bool))
                 continue
             judged = np.full(n_resamples, keys.index(key))
-        confidence.append(drawn[np.arange(n_resamples), judged] / k)
-        correct.append(random.random(n_resamples) < p[judged])
-    pairs = zip(np.transpose(confidence), np.transpose(correct), strict=True)
+        confidence[:, i] = drawn[np.arange(n_resamples), judged] / k
+        correct[:, i] = random.random(n_resamples) < p[judged]
+    pairs = zip(confidence, correct > 0, strict=True)
     return float(np.mean([metrics.ece(*pair) for pair in pairs]))
 
 

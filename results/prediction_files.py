@@ -226,10 +226,10 @@ def harness_sample(row, norm='token') -> dict:
         if len(options) != len(pairs):
             raise ValueError(f'{len(pairs)} results of {len(options)} calls')
         texts = [option[option[:1].isspace():] for option in options]
-        text = json.dumps(row.get('doc'), indent=2, ensure_ascii=False)
-        # which lm_eval itself writes since 0.4.3
-        doc_hash = row.get('doc_hash') or hashlib.sha256(
-            text.encode('utf-8', 'backslashreplace')).hexdigest()
+        doc_hash = row.get('doc_hash')
+        if not doc_hash:        # which lm_eval itself writes since 0.4.3
+            text = json.dumps(row['doc'], indent=2, ensure_ascii=False)
+            doc_hash = hashlib.sha256(text.encode('utf-8', 'backslashreplace')).hexdigest()
         sample = {'id': f'{row["doc_id"]}:{doc_hash[:16]}', 'options': options,
                   'log_probs': [float(log_prob) for log_prob, _ in pairs],
                   'n_tokens': option_lengths(texts, [1] * len(texts), norm)}

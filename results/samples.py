@@ -1,9 +1,9 @@
-"""The output folder of an evaluation: open it for more samples, and read samples.jsonl.
+"""Files of lines that grow: samples.jsonl of evaluate.py, answers.jsonl of generate.py.
 
 samples.jsonl has one line per scored question or token. Each of several processes appends to a part
 of its own, samples.jsonl.<rank>; the parts are merged at the end, or by the next command if this
 one is interrupted. eval_config.json has what all samples share: the model, the settings, and a hash
-of the questions of each task.
+of the questions of each task; answers.config.json is the like beside answers.jsonl.
 """
 
 import glob
@@ -58,6 +58,30 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
     return earlier, done
 
 
+def open_answers(cfg, settings, processes):
+    """Prepare the file `out` of generate.py; return {(id, hash of the prompt)} of its rows.
+
+    Raises ConfigError as `open_lines` does. The caller holds the lock of its folder.
+    """
+    out, done = Path(cfg.out), set()
+    config, advice = f'{out.stem}.config.json', 'choose another --out, or --overwrite'
+    names, listed = (out.name, config), ownership.written_files(out.parent)
+    # log.jsonl and samples.jsonl grow; see train.py and evaluate.py
+    if out.name in ('log.jsonl', OUTPUTS[0]) or (out.name in listed) != (config in listed):
+        raise ConfigError(f'{out} has the name of a file that another script writes, and is not '
+                          f'replaced; choose another --out, such as answers.jsonl')
+    open_lines(out, config, settings, names, 'answers', advice, [], processes,
+               (out.name, [*map(glob.escape, names)]) if cfg.overwrite else None)
+    merge_parts(out)
+    for line, row in read_jsonl(out) if out.exists() else ():
+        if not isinstance(row, dict) or broken_rule(row, {'id': [str, int], 'prompt_hash': [str]}):
+            raise DataError(f'{line}: not a row that generate.py wrote: it must have an id and a '
+                            f'prompt_hash; delete this line, and its prompt is answered again')
+        done.add((row['id'], row['prompt_hash']))
+    claim_lines(out, config, settings, names, processes)
+    return done
+
+
 def open_lines(path, config, settings, names, what, advice, more, processes, replaced=None):
     """Prepare a file of lines to append to; return the content of `config` beside it, or {}.
 
@@ -85,8 +109,14 @@ def open_lines(path, config, settings, names, what, advice, more, processes, rep
     with ownership.read_json(path.with_name(config), advice) as before:
         for task in before.get('tasks', {}).values():
             task['source'], task['questions']
-        other = difference(settings, before)
-    if other:
+        keys = [key for key in (settings | before) if key != 'tasks'
+                and settings.get(key) != before.get(key)]
+    for key in keys[:1]:
+        other = f'with {key} = {before.get(key)!r}, not {settings.get(key)!r}'
+        if key in ('model', 'tokenizer'):       # hashes
+            other = f'of another {key}'
+        elif key == 'code':
+            other = 'of other code: model.py or a file that it needs has been edited since'
         raise ConfigError(f'{path} holds {what} {other}; {advice}')
     return before
 
@@ -95,18 +125,6 @@ def claim_lines(path, config, content, names, processes):
     """Put the files of `open_lines` on the list of their folder, and write the file `config`."""
     ownership.claim(path.parent, *names, *part_names(path, processes))
     ownership.write_text(path.with_name(config), json.dumps(content, indent=1) + '\n')
-
-
-def difference(settings, old):
-    """Return what a message says about the first setting that differs; '' if none does."""
-    for key in [*settings, *old]:
-        if key != 'tasks' and settings.get(key) != old.get(key):
-            if key == 'code':
-                return 'of other code: model.py or a file that it needs has been edited since'
-            if key in ('model', 'tokenizer'):       # hashes
-                return f'of another {key}'
-            return f'with {key} = {old.get(key)!r}, not {settings.get(key)!r}'
-    return ''
 
 
 def read_results(path, advice):
@@ -161,6 +179,17 @@ class SampleWriter:
                 for sample in read_samples(path)]
         return latest_samples([row for row in rows if task in (None, row['task'])],
                               unstated=task is not None)
+
+
+def to_row(answer, log_prob, per_token):
+    """Return the entry of an Answer in answers.jsonl; log_prob: by `confidences`, or None."""
+    row = {'text': answer.text, 'reason': answer.reason, 'n_tokens': len(answer.tokens),
+           'log_prob': sum(answer.log_probs), 'sample_log_prob': sum(answer.sample_log_probs),
+           'entropy': sum(answer.entropies) / len(answer.tokens)}
+    if log_prob is not None:
+        row |= {'scored_log_prob': log_prob, 'confidence': math.exp(min(0, log_prob))}
+    keys = ('tokens', 'log_probs', 'sample_log_probs', 'entropies') if per_token else ()
+    return row | {key: getattr(answer, key) for key in keys}
 
 
 def digest(value):

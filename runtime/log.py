@@ -107,7 +107,12 @@ class StepLog:
         (step, lr, chosen, packed, names, began, ended), self.unread = self.unread, None
         values = dict(zip(names, ended.values().tolist(), strict=True))
         if not (math.isfinite(values['loss']) and math.isfinite(values['grad_norm'])):
-            self.fail(step, values['loss'], values['grad_norm'], chosen)
+            bad = None if self.cfg.from_scratch else nonfinite_tensor(self.run.base)
+            cause = (f'the base model {self.cfg.model} has a value that is not finite in {bad}'
+                     if bad else f'lower lr or check the data: the sequences were '
+                     f'{chosen.tolist()} of {self.cfg.data}, counted from 0')
+            raise TrainingError(f'step {step}: loss {values["loss"]}, gradient norm '
+                                f'{values["grad_norm"]}; {cause}; {advice(self.cfg.out_dir)}')
         n_tokens = int((packed.owner >= 0).sum())
         record = {'step': step, 'lr': lr, **values,
                   'tokens': n_tokens, 'supervised_tokens': int((packed.targets >= 0).sum()),
@@ -153,14 +158,6 @@ class StepLog:
                        f'lr {record["lr"]:.2e}  grad norm {record["grad_norm"]:.2f}  '
                        f'{record["tokens_per_s"]:.0f} tokens/s  {left} left')
         sys.stdout.flush()      # for those who follow a redirected output
-
-    def fail(self, step, loss, norm, chosen):
-        bad = None if self.cfg.from_scratch else nonfinite_tensor(self.run.base)
-        cause = (f'the base model {self.cfg.model} has a value that is not finite in {bad}' if bad
-                 else f'lower lr or check the data: the sequences were {chosen.tolist()} of '
-                 f'{self.cfg.data}, counted from 0')
-        raise TrainingError(f'step {step}: loss {loss}, gradient norm {norm}; {cause}; '
-                            f'{advice(self.cfg.out_dir)}')
 
 
 def open_log(cfg, first):

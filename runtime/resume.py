@@ -191,7 +191,11 @@ def restore(out_dir, named, optimizer, facts):
     for step, folder in reversed(checkpoints(out_dir).items()):
         path = folder / 'state.json'
         try:
-            content = read_state(path, step)
+            content = json.loads(path.read_text(encoding='utf-8'))
+            if content.pop('digest', None) != json_digest(content):
+                raise ValueError('its content does not match its checksum')
+            if content['step'] != step:
+                raise ValueError(f'it holds step {content["step"]}, not {step}')
             for key, value in facts.items():
                 if content[key] != value:
                     raise TrainingError(f'{path}: the checkpoint was written with different '
@@ -221,16 +225,6 @@ def restore(out_dir, named, optimizer, facts):
     if damaged:
         raise TrainingError(f'{damaged}, and there is no older checkpoint; --overwrite starts over')
     return 0
-
-
-def read_state(path, step):
-    """Return the content of state.json; ValueError if it was edited or is not that of `step`."""
-    content = json.loads(path.read_text(encoding='utf-8'))
-    if content.pop('digest', None) != json_digest(content):
-        raise ValueError('its content does not match its checksum')
-    if content['step'] != step:
-        raise ValueError(f'it holds step {content["step"]}, not {step}')
-    return content
 
 
 def state_tensors(named, optimizer):
