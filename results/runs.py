@@ -45,9 +45,8 @@ def find_runs(sources, harness_files=()):
             and not path.parent.name.startswith(ASIDE)]
         if not below and not any(source.absolute() in (file, *file.parents)
                                  for file in harness_files):
-            raise DataError(f'compare: {source} holds no run: name a folder that has, itself or '
-                            f'below it, a results.json beside samples.jsonl, or what lm_eval '
-                            f'--log_samples wrote; evaluate first')
+            raise DataError(f'compare: {source} holds no run, neither results.json beside '
+                            f'samples.jsonl nor what lm_eval --log_samples wrote; evaluate first')
         folders += [folder.resolve() for folder in below]
     return folders
 
@@ -87,8 +86,7 @@ def read_run_samples(run):
         n, n_samples = result['pooled']['n'], len(test.get(task, ()))
         if n != n_samples:
             raise DataError(f'{path} has {n_samples} samples of {task}, but results.json was made '
-                            f'from {n} (another --limit, or some questions were removed). Evaluate '
-                            f'{task} again without --limit, or into another --out_dir')
+                            f'from {n}; evaluate {task} again without --limit or elsewhere')
     return {task: test[task] for task in run.results}, held_out
 
 

@@ -267,8 +267,7 @@ def read_samples(path):
             continue
         if earlier and row['prompt'] == earlier['prompt']:
             raise DataError(f'{line}: differs from {earlier_line}, of the same question '
-                            f'({row["task"]} {row["id"]}); two processes wrote this file, or it '
-                            f'was edited: remove one of the two lines')
+                            f'({row["task"]} {row["id"]}); remove one of the two lines')
         last[sample_order(row)] = line, row
         samples.append(row)
     return samples

@@ -92,8 +92,7 @@ def beside_base(folder: Path, base: Path) -> Path:
     """Return a temporary folder with links to all files of `base`, and the link `.adapter`."""
     if is_adapter(base) or (base / LINK).exists():
         raise CheckpointError(f'{folder / CONFIG}: the base model {base} is itself an adapter; '
-                              f'name a whole model, or merge that adapter with peft '
-                              f'(merge_and_unload) and name the merged model')
+                              f'name a whole model, or merge that one with peft (merge_and_unload)')
     if not (base / 'config.json').exists():
         raise CheckpointError(f'{folder / CONFIG}: the base model: {base} has no config.json')
     _linked.append(tempfile.TemporaryDirectory(prefix=f'{folder.resolve().name}-'))

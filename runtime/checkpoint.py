@@ -166,9 +166,8 @@ def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
         elif config.model_type in t5.ARCHITECTURES:
             config.tie_word_embeddings = False
         else:
-            raise CheckpointError(f'{files[head]}: tensor {head} differs from {embedding}, but '
-                                  f'config.json has tie_word_embeddings = true: set that to false '
-                                  f'to use both, or remove {head}')
+            raise CheckpointError(f'{files[head]}: tensor {head} differs from {embedding}; remove '
+                                  f'it, or tie_word_embeddings = true in config.json')
     shapes = shapes_on_disk(build(config))
     adapter.changes(Path(folder, adapter.LINK), config, shapes)
     stored = {text: key for text, key in stored.items()

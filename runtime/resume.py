@@ -88,9 +88,8 @@ def check_folder(cfg):
         raise ConfigError(f'out_dir = {cfg.out_dir!r} is no folder: {error}') from error
     # a run that is killed while it writes its first list leaves that under a temporary name
     if LIST not in files and any(not TEMPORARY.fullmatch(name) for name in files - {LOCK}):
-        raise ConfigError(f'out_dir = {cfg.out_dir} is not empty and has no {LIST}, the '
-                          f'list of the files that a run wrote, so nothing in it is touched; '
-                          f'choose another --out_dir, or move that folder away')
+        raise ConfigError(f'out_dir = {cfg.out_dir} is not empty and has no {LIST}, the list of '
+                          f'what a run wrote; choose another --out_dir, or move that folder away')
 
 
 def check_run(cfg, free_keys):
@@ -198,9 +197,8 @@ def restore(out_dir, named, optimizer, facts):
                 raise ValueError(f'it holds step {content["step"]}, not {step}')
             for key, value in facts.items():
                 if content[key] != value:
-                    raise TrainingError(f'{path}: the checkpoint was written with different '
-                                        f'{FACTS.get(key, key)}: {content[key]}, and this run has '
-                                        f'{value}; use the same, or --overwrite to start over')
+                    raise TrainingError(f'{path} has different {FACTS.get(key, key)}: '
+                                        f'{content[key]}, not {value}; --overwrite starts over')
             unread = dict(state_tensors(named, optimizer))
             for name, digest in content['files'].items():
                 path = folder / name

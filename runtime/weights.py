@@ -132,8 +132,7 @@ def open_weights(path):
             yield tensors
     except (SafetensorError, OSError, RuntimeError, KeyError) as error:
         raise CheckpointError(f'{path} cannot be read, is truncated, out of date or not a '
-                              f'{path.suffix[1:]} file ({error}); check its permissions, or '
-                              f'download or save it again') from error
+                              f'{path.suffix[1:]} file ({error}); download it again') from error
 
 
 def read_tensors(files):
