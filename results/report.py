@@ -98,10 +98,7 @@ def predictions(samples, norm):
 
 
 def option_scores(log_probs, options, n_tokens, norm):
-    """Return log-probabilities / length [K]; their softmax is the distribution over the options.
-
-    norm as in prediction_files.option_lengths, without the leading space of an option
-    """
+    """Return log-probabilities / length [K]; their softmax is the distribution over the options."""
     texts = [option.removeprefix(' ') for option in options]
     return np.asarray(log_probs) / prediction_files.option_lengths(texts, n_tokens, norm)
 
@@ -119,10 +116,9 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
     held_out = [s for s in samples if s.get('split') == 'validation']
     samples = [s for s in samples if s.get('split') != 'validation']
     pooled = predictions(samples, norm)
-    groups = {('pooled', ''): pooled}
-    for key, plural in GROUPS.items():
-        groups |= {(plural, name): group
-                   for name, group in split_groups(samples, key, pooled).items()}
+    groups = {('pooled', ''): pooled} | {
+        (plural, name): group for key, plural in GROUPS.items()
+        for name, group in split_groups(samples, key, pooled).items()}
     orders = by_order(samples) if 'orders' in samples[0] else {}
     groups |= {('orders', name): predictions(rows, norm) for name, rows in orders.items()}
     reports, resampled = measure(groups, n_bootstrap, seed)
@@ -346,19 +342,14 @@ def cells(rows, table='results', first='group', count='questions', intervals=Fal
     n. intervals: add the bootstrap interval to each cell, '0.102 [0.091, 0.113]', instead of a
     column with the interval of the accuracy: Wilson's, or the bootstrap's for a mean over groups.
     """
-    def accuracy_interval(report):
-        ends = [report.get('accuracy_low'), report.get('accuracy_high')]
-        if ends[0] is None:
-            ends = report.get('intervals', {}).get('accuracy', ())
-        return '-'.join(f'{end:.3f}' for end in ends)
-
-    columns = [[first, *(name for *_, name, _ in rows)],
-               [count, *(str(report.get('n', '')) for *_, report in rows)]]
+    *_, names, reports = zip(*rows, strict=True)
+    columns = [[first, *names], [count, *(str(report.get('n', '')) for report in reports)]]
     for key in [key for key, measure in MEASURES.items() if table in measure.tables]:
-        columns.append([Heading(key), *(measure_cell(report, key, intervals)
-                                        for *_, report in rows)])
+        columns.append([Heading(key), *(measure_cell(x, key, intervals) for x in reports)])
         if key == 'accuracy' and not intervals:
-            columns.append(['95 % interval', *(accuracy_interval(report) for *_, report in rows)])
+            ends = [(x['accuracy_low'], x['accuracy_high']) if 'accuracy_low' in x else
+                    x.get('intervals', {}).get('accuracy', ()) for x in reports]
+            columns.append(['95 % interval', *('-'.join(f'{end:.3f}' for end in x) for x in ends)])
     return [*zip(*(column for column in columns if any(column[1:])), strict=True)]
 
 
@@ -398,9 +389,9 @@ def agreement_note(before, after):
         temperature = scaling.fit_temperature_to_base(after.scores, before.scores)
     except ValueError:      # no answer stayed the same
         return 'no temperature without labels: every answer has changed'
-    scaled = metrics.softmax(after.scores, temperature)
+    ece = metrics.ece(metrics.softmax(after.scores, temperature), after.labels)
     return (f'temperature without labels, from the answers that stayed the same: '
-            f'{temperature:.3f}; with it the ECE is {metrics.ece(scaled, after.labels):.3f}')
+            f'{temperature:.3f}; with it the ECE is {ece:.3f}')
 
 
 def section(task, tasks, target='text'):
@@ -410,18 +401,16 @@ def section(task, tasks, target='text'):
     questions, pooled and scaled by what was fitted; or 'page', with a table per kind of groups
     """
     result = tasks[task]
-    rows, groups = report_rows(result), {}
-    if target == 'page':
-        groups = {kind: [row for row in rows if row[0] == kind] for kind in GROUPS.values()
-                  if kind in result}
-        rows = [row for row in rows if row[0] not in groups]
+    rows, more = report_rows(result), {}
+    for kind in GROUPS.values() if target == 'page' else ():
+        if group := [row for row in rows if row[0] == kind]:
+            more[f'{len(group)} {kind}'] = cells(group, count=unit(result))
+            rows = [row for row in rows if row[0] != kind]
     table = cells(rows, count=unit(result), intervals=target == 'latex')
     if target == 'latex':
         table = mark_best(table, ['' if kind in ('pooled', 'post_hoc') else (kind, name)
                                   for kind, name, _ in rows])
-    more = {'Confidences in the written answers': confidence_cells(task, tasks),
-            **{f'{len(group)} {kind}': cells(group, count=unit(result))
-               for kind, group in groups.items()},
+    more = {'Confidences in the written answers': confidence_cells(task, tasks), **more,
             'Temperatures by language': temperatures.cells(result)}
     return Section(task_title(task, result),
                    [('', table), *(pair for pair in more.items() if pair[1])], notes(result))

@@ -166,8 +166,9 @@ def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
         elif config.model_type in t5.ARCHITECTURES:
             config.tie_word_embeddings = False
         else:
-            raise CheckpointError(f'{files[head]}: tensor {head} differs from {embedding}; remove '
-                                  f'it, or tie_word_embeddings = true in config.json')
+            raise CheckpointError(f'{files[head]}: tensor {head} differs from {embedding}, but '
+                                  f'tie_word_embeddings = true; set that to false in config.json, '
+                                  f'or remove {head}')
     shapes = shapes_on_disk(build(config))
     adapter.changes(Path(folder, adapter.LINK), config, shapes)
     stored = {text: key for text, key in stored.items()
