@@ -33,6 +33,7 @@ Effects of Language Model Instruction-Tuning', appendix A.
 
 import bisect
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -730,15 +731,17 @@ def report(probs, labels, n_options=None, *, scores=None, measures=None) -> Repo
                   'scores': lambda function: function(probs, labels, scores=scores)}
     elif scores is not None:
         raise ValueError('scores belong to probs [N, K], not to a confidence [N]')
-    values, results = Report(n=len(correct)), {}
-    for x in MEASURES if measures is None else measures:
-        if x.needs in calls:
-            if x.function not in results:       # several metrics may be parts of one result
-                results[x.function] = calls[x.needs](x.function)
-            value, part = results[x.function], x.key if x.part is None else x.part
-            if isinstance(value, (dict, tuple)):
-                value = value[part]     # type: ignore[index]
-            values[x.key] = value if type(value) is int else float(value)
+    chosen = [x for x in (MEASURES if measures is None else measures) if x.needs in calls]
+    needs = {x.function: x.needs for x in chosen}   # several metrics may be parts of one result
+    # numpy computes outside of Python's lock; with fewer rows a thread would take longer to start
+    with ThreadPoolExecutor(None if len(correct) > 100_000 else 1) as pool:
+        results = dict(zip(needs, pool.map(lambda f: calls[needs[f]](f), needs), strict=True))
+    values = Report(n=len(correct))
+    for x in chosen:
+        value, part = results[x.function], x.key if x.part is None else x.part
+        if isinstance(value, (dict, tuple)):
+            value = value[part]     # type: ignore[index]
+        values[x.key] = value if type(value) is int else float(value)
     return values
 
 
@@ -842,18 +845,24 @@ def best_temperature(scores, targets) -> float:
     """
     z = np.array(np.transpose(scores), np.float64, order='C')       # [K, N]: sums over K are fast
     z -= z.max(0)
-    weighted = np.where(targets.T, z, 0) * targets.T
-    margins = np.where(np.isfinite(z), z - weighted.sum(0), 0)
+    expected = (np.where(targets.T, z, 0) * targets.T).sum(0)
+    margins = np.where(np.isfinite(z), z - expected, 0)
+    n = z.shape[1]
+    pieces = [(z[:, i:i + 10_000], margins[:, i:i + 10_000]) for i in range(0, n, 10_000)]
     low, high, inverse, before, last = 1e-3, 1e3, 1.0, np.inf, np.inf
     while abs(last) > 1e-14 * inverse:
-        p = np.exp(inverse * z)
-        p /= p.sum(0)
-        mean = (p * margins).sum(0)
-        slope, curvature = mean.mean(), ((p * margins * margins).sum(0) - mean**2).mean()
+        slope = curvature = 0.0
+        for z, margins in pieces:       # they fit into a cache
+            p = np.exp(inverse * z)
+            p *= margins / p.sum(0)
+            mean = p.sum(0)
+            slope += mean.sum() / n
+            curvature += ((p * margins).sum() - (mean**2).sum()) / n
         # the slope of a separable set is negative, or 0 where its exponentials underflow
         low, high = (low, inverse) if slope > 0 else (inverse, high)
-        newton = inverse - slope / curvature if curvature > 0 else np.nan
-        fast = low < newton < high and abs(newton - inverse) < abs(before) / 2
+        # a step beyond an end goes to that end, and the next one stays there if it is the best T
+        newton = np.clip(inverse - slope / curvature, 1e-3, 1e3) if curvature > 0 else np.nan
+        fast = low <= newton <= high and abs(newton - inverse) < abs(before) / 2
         before, last = last, (newton if fast else np.sqrt(low * high)) - inverse
         inverse += last
     return float(1 / inverse)

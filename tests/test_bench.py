@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import itertools
 import re
 import shutil
 import sys
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import fused_ce
-import triton_ops
 from research.bench import common as bench_common
 from common import HERE, sentencepiece_folder, write_rows
 from model import CausalLM
@@ -47,16 +45,17 @@ def small(monkeypatch):
     for module in (bench_common, bench.generate, bench.sft):
         monkeypatch.setattr(module, 'byte_code', dict)
     monkeypatch.setitem(bench_common.MODELS, 'llama32_1b', TINY)
-    for module, rate in itertools.product((bench.eval, bench.floors, bench.generate),
-                                          ('matrix_rate', 'memory_rate')):
-        monkeypatch.setattr(module, rate, lambda: 1e12, raising=False)
 
 
-def assert_drawn(script, tables, folder):
+def section(module, table):
+    return bench_common.markdown(*module.script.view(table))
+
+
+def assert_drawn(module, tables, folder):
     """Save the tables and draw them by --plot; return the path of the file."""
     path = folder / 'drawn.json'
     bench_common.save(path, tables)
-    script.main([f'--plot={path}'])
+    module.script.main([f'--plot={path}'])
     assert path.with_suffix('.png').read_bytes().startswith(b'\x89PNG')
     return path
 
@@ -72,7 +71,7 @@ def tokenizer(tmp_path):
     (True, {}), (True, {'master_weights': 'stochastic', 'checkpoint_activations': True}),
     (True, {'lora': True}), (False, {'attention': 'eager'}),
     (False, {'attention': 'sdpa', 'padded': 2}), (False, {'attention': 'sdpa', 'packed': 96}),
-    (False, {'trl': True, 'attention': 'sdpa', 'length': 48, 'rows': 4}),
+    (False, {'trl': True, 'attention': 'sdpa', 'length': 48, 'micro_rows': 4}),
     (False, {'trl': True, 'attention': 'sdpa', 'length': 96})])
 def test_training_steps_are_timed_without_late_graphs(small, ours, options):
     if 'trl' in options:
@@ -105,13 +104,13 @@ def test_a_missing_peer_is_a_row_of_the_training_table(small, tmp_path, monkeypa
         return ({'tokens_per_s': 1000, 'mfu': 0.5, 'peak_gib': 1.0, 'new_graphs': 0,
                  'compile_s': 3.0, 'spread': 0.01}
                 if spec['ours'] else {'failed': 'ImportError: no liger'})
-    monkeypatch.setattr(bench.train, 'measure_in_process', measured)
+    monkeypatch.setattr(bench_common, 'measure_in_process', measured)
     assert_drawn(bench.train, [*bench.train.bench(bench.train.BenchConfig(
         shape=('llama32_1b',)))], tmp_path)
     assert 'no liger' in capsys.readouterr().out
     with pytest.raises(ConfigError, match='data and tokenizer go together'):
         list(bench.train.bench(bench.train.BenchConfig(data='x.jsonl')))
-    with pytest.raises(ConfigError, match="only = 'x': there is no 'x'; the names are 'HF sdpa'"):
+    with pytest.raises(ConfigError, match="only = 'x': there is no 'x'; the parts of a name are"):
         list(bench.train.bench(bench.train.BenchConfig(only='x')))
 
 
@@ -132,7 +131,7 @@ def test_our_lack_of_memory_is_a_row_and_our_other_errors_stop(monkeypatch):
 
 @pytest.mark.slow
 @needs_no_gpu
-def test_decoding_is_timed_beside_transformers(small, tmp_path, monkeypatch, capsys):
+def test_decoding_is_timed_beside_transformers(small, tmp_path, monkeypatch):
     monkeypatch.setattr(bench.generate, 'SETTINGS', ((1, 6, 9), (4, 8, 8)))
     tables = list(bench.generate.bench(bench.generate.BenchConfig(shape=('llama32_1b',),
                                                                   rows=(1, 4))))
@@ -146,7 +145,7 @@ def test_decoding_is_timed_beside_transformers(small, tmp_path, monkeypatch, cap
     model = bench_common.our_model(raw)
     assert bench.generate.step_cost(model, 4, 17) == ((weights + 2 * 16 * 17) * 2, 2 * weights * 4)
     assert_drawn(bench.generate, tables, tmp_path)
-    assert '| 4 x 8 + 8 | ' in capsys.readouterr().out
+    assert '| 4 x 8 + 8 | ' in section(bench.generate, tables[0])
     monkeypatch.setattr(bench.generate, 'peer_model', lambda *_: 1 / 0)
     table, = bench.generate.bench(bench.generate.BenchConfig(shape=('llama32_1b',), rows=(1, 4)))
     assert [results['transformers'] for results in table['results'].values()] == [
@@ -155,21 +154,21 @@ def test_decoding_is_timed_beside_transformers(small, tmp_path, monkeypatch, cap
 
 @pytest.mark.slow
 @needs_no_gpu
-def test_the_command_generate_is_timed_whole(small, tokenizer, tmp_path, capsys):
+def test_the_command_generate_is_timed_whole(small, tokenizer, tmp_path):
     prompts = write_rows(tmp_path / 'q.jsonl', [{'question': f'the fox {i}?'} for i in range(3)])
     config = bench.generate.BenchConfig(prompts=str(prompts), tokenizer=tokenizer)
     folder = tmp_path / 'model'
     whole = bench.generate.measure_command(bench_common.our_model(TINY), config, folder)
     assert whole['prompts'] == 3 and 0 < whole['first_s'] <= whole['seconds']
     assert 24 <= whole['tokens'] <= 3 * 8 * 256
-    bench.generate.print_table({'shape': 'tiny', 'results': {}, 'command': whole})
-    assert '`python generate.py`, 8 answers to each of 3 prompts' in capsys.readouterr().out
+    text = section(bench.generate, {'shape': 'tiny', 'matrix_rate': 1e12, 'copy_rate': 1e12,
+                                    'results': {}, 'command': whole})
+    assert '`python generate.py`, 8 answers to each of 3 prompts' in text
 
 
 @pytest.mark.slow
 @needs_no_gpu
-def test_written_answers_are_timed_with_equal_prompts(small, tokenizer, tmp_path, monkeypatch,
-                                                       capsys):
+def test_written_answers_are_timed_with_equal_prompts(small, tokenizer, tmp_path, monkeypatch):
     """Ours from the command, the peer's from a class in its place: prompts, settings, tokens."""
     rows = [{'question': f'{i} foxes?', 'answer': f'They are {i}.\n#### {i}'} for i in range(9)]
     for split, part in (('train', rows[:5]), ('test', rows[5:])):
@@ -212,7 +211,7 @@ def test_written_answers_are_timed_with_equal_prompts(small, tokenizer, tmp_path
         'top_k': 0} == settings
     assert prompt.startswith('Question: 0 foxes?\nAnswer: They are 0.\n#### 0\n\nQuestion: 1')
     assert prompt.endswith('#### 4\n\nQuestion: 7 foxes?\nAnswer:')
-    assert '| ours, answers alone | 12 | ' in capsys.readouterr().out
+    assert '| ours, answers alone | 12 | ' in section(bench.gsm8k_answers, table)
     assert_drawn(bench.gsm8k_answers, [table], tmp_path)
     assert bench.all.timings('answers', {'tables': [table]}).keys() == {
         f'llama32_1b, answers, ours, {name}, 2 samples, s' for name in (
@@ -221,7 +220,7 @@ def test_written_answers_are_timed_with_equal_prompts(small, tokenizer, tmp_path
 
 @pytest.mark.slow
 @needs_no_gpu
-def test_several_gpus(small, tokenizer, tmp_path, monkeypatch, capsys):
+def test_several_gpus(small, tokenizer, tmp_path, monkeypatch):
     write_mmlu(tmp_path / 'mmlu')
     monkeypatch.setenv('OMP_NUM_THREADS', '1')      # torchrun sets this, on which products depend
     config = bench.several_gpus.BenchConfig(data=str(tmp_path / 'mmlu'), tokenizer=tokenizer,
@@ -236,8 +235,7 @@ def test_several_gpus(small, tokenizer, tmp_path, monkeypatch, capsys):
     table['results']['2 GPUs, deterministic'] |= {'same': False, 'seconds': 2.0, 'before_s': 0.9,
                                                   'scoring_s': 0.5}
     table['results']['1 GPU, deterministic'] = {'seconds': 3.0, 'scoring_s': 1.0, 'same': None}
-    bench.several_gpus.print_table(table)
-    out = capsys.readouterr().out
+    out = section(bench.several_gpus, table)
     questions = 'deterministic, 9 questions per language'
     assert f'| 2 GPUs, {questions} | 2.0 | 1.50 | 0.9 | 0.5 | 2.00 | 0.6 | no |' in out
     assert f'| 1 GPU, {questions} | 3.0 | 1.00 |  | 1.0 | 1.00 |  |  |' in out
@@ -247,7 +245,7 @@ def test_several_gpus(small, tokenizer, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize('only, same', [
     ('1 GPU|2 GPUs', [None, None]), ('2 GPUs, deterministic', [None]),
     ('1 GPU, deterministic|2 GPUs, deterministic', [None, True])])
-def test_commands_of_several_gpus_are_chosen(tmp_path, only, same, monkeypatch, capsys):
+def test_commands_of_several_gpus_are_chosen(tmp_path, only, same, monkeypatch):
     def run(options, processes, out):
         out.mkdir()
         (out / 'samples.jsonl').write_text(f'{"--deterministic" in options or processes}\n')
@@ -259,9 +257,9 @@ def test_commands_of_several_gpus_are_chosen(tmp_path, only, same, monkeypatch, 
     config = bench.several_gpus.BenchConfig(only=only)
     found = bench.several_gpus.measure(config, tmp_path)
     assert [*found] == only.split('|') and [row['same'] for row in found.values()] == same
-    bench.several_gpus.print_table({'shape': 'x', 'languages': 2, 'limit': 9, 'results': found})
     speed_up = '1.00' if len(same) > 1 else ''
-    last = capsys.readouterr().out.strip().split('\n')[-1]
+    last = section(bench.several_gpus, {'shape': 'x', 'languages': 2, 'limit': 9,
+                                        'results': found}).split('\n')[-1]
     assert re.search(fr'\| 3\.0 \| {speed_up} \| -?0\.0 \| 2\.0 \| {speed_up} \| 1\.0 \|', last)
     with pytest.raises(ConfigError, match="no '2 GPU'; the names are '1 GPU', '2 GPUs', "):
         bench.several_gpus.measure(bench.several_gpus.BenchConfig(only='1 GPU|2 GPU'), tmp_path)
@@ -272,7 +270,7 @@ def test_commands_of_several_gpus_are_chosen(tmp_path, only, same, monkeypatch, 
 @pytest.mark.parametrize('ours, options', [
     (True, {}), pytest.param(False, {'size': 2}, marks=pytest.mark.skipif(
         importlib.util.find_spec('trl') is None, reason='needs trl'))])
-def test_dpo_steps_are_timed(ours, options, tokenizer, tmp_path, monkeypatch, capsys):
+def test_dpo_steps_are_timed(ours, options, tokenizer, tmp_path, monkeypatch):
     pairs = write_rows(tmp_path / 'pairs.jsonl', [
         {'prompt': f'the fox {i}?', 'chosen': 'yes ' * (i + 1), 'rejected': 'no'}
         for i in range(5)])
@@ -280,8 +278,8 @@ def test_dpo_steps_are_timed(ours, options, tokenizer, tmp_path, monkeypatch, ca
     for lora in (False, True):
         row = bench.align.measure(TINY, ours, lora, str(pairs), tokenizer, 4, options)
         assert row['tokens_per_s'] > 0 and row['reference_s'] >= 0
-    bench.align.print_table({'shape': 'tiny', 'results': {'ours': row, 'x': {'failed': 'why'}}})
-    assert 'failed: why' in capsys.readouterr().out
+    assert 'failed: why' in section(bench.align, {'shape': 'tiny', 'results': {
+        'ours': row, 'x': {'failed': 'why'}}})
 
 
 @pytest.mark.slow
@@ -290,7 +288,7 @@ def test_dpo_steps_are_timed(ours, options, tokenizer, tmp_path, monkeypatch, ca
     (True, {'micro_rows': 2}), pytest.param(False, {'size': 2}, marks=pytest.mark.skipif(
         importlib.util.find_spec('trl') is None, reason='needs trl'))])
 def test_the_parts_of_a_step_of_grpo_are_timed(small, ours, options, tokenizer, tmp_path,
-                                                monkeypatch, capsys):
+                                                monkeypatch):
     config = bench.grpo.BenchConfig(
         tokenizer=tokenizer,
         prompts=str(write_rows(tmp_path / 'prompts.jsonl', [
@@ -300,33 +298,22 @@ def test_the_parts_of_a_step_of_grpo_are_timed(small, ours, options, tokenizer, 
     bench.grpo.prepare('llama32_1b', config, tmp_path)
     row = bench.grpo.measure(str(tmp_path), ours, options)
     assert min(row['rollout_s'], row['update_s'], row['step_s'], row['first_s']) >= 0
-    bench.grpo.print_table({'shape': 'llama32_1b', 'rates': [8e14, 4e12], 'results': {
+    out = section(bench.grpo, {'shape': 'llama32_1b', 'rates': [8e14, 4e12], 'results': {
         'ours': row, 'x': {'failed': 'why'}}})
-    assert 'failed: why' in (out := capsys.readouterr().out) and '| limit | 0.0' in out
+    assert 'failed: why' in out and '| limit | 0.0' in out
 
 
 @pytest.mark.slow
 @needs_no_gpu
-def test_evaluation_is_timed_beside_a_loop(small, tokenizer, tmp_path, monkeypatch, capsys):
+def test_evaluation_is_timed_beside_a_loop(small, tokenizer, tmp_path, monkeypatch):
     write_mmlu(tmp_path / 'mmlu')
     monkeypatch.setattr(bench.eval, 'busy_share', lambda call: len(call()) and 1.0)
     tables = list(bench.eval.bench(bench.eval.BenchConfig(
         shape=('llama32_1b',), data=str(tmp_path / 'mmlu'), tokenizer=tokenizer, sample=8)))
     ours, peer = tables[0]['results']['ours'], tables[0]['results']['Hugging Face']
     assert ours['questions_per_s'] > 0 and peer['questions_per_s'] > 0 and ours['tokens'] > 0
-    assert 'Ours is ' in capsys.readouterr().out
+    assert 'Ours is ' in section(bench.eval, tables[0])
     assert_drawn(bench.eval, tables, tmp_path)
-
-
-@pytest.mark.slow
-@needs_no_gpu
-def test_variants_of_the_forward_pass_are_timed_with_their_settings(small, monkeypatch):
-    settings, model = [], bench.eval.our_model(bench.eval.MODELS['llama32_1b'])
-    monkeypatch.setattr(bench.eval, 'option_log_probs', lambda model, trees, **options: (
-        settings.append((triton_ops.KERNELS, model.decoder.attention))))
-    assert bench.eval.time_variants(model, []).keys() == bench.eval.VARIANTS.keys()
-    assert settings[::2] == settings[1::2] == [(True, 'auto'), (False, 'auto'), (False, 'flex')]
-    assert triton_ops.KERNELS
 
 
 @pytest.mark.slow
@@ -356,7 +343,7 @@ def test_peers_without_smoothing_get_it_from_outside(monkeypatch):
 def test_the_picture_of_losses_is_drawn_from_its_file(tmp_path):
     path = tmp_path / 'loss.json'
     shutil.copy(Path(bench.loss.__file__).parent / 'results' / 'loss.json', path)
-    bench.loss.draw(path)
+    bench.loss.script.main([f'--plot={path}'])
     assert path.with_suffix('.png').read_bytes().startswith(b'\x89PNG')
     assert len(bench.loss.SHAPES) == 7 and {'gemma3_4b', 'aya_expanse_8b'} <= {*bench.loss.SHAPES}
 
@@ -389,7 +376,7 @@ def test_floors_count_what_the_model_has(name):
 
 @pytest.mark.slow
 @needs_no_gpu
-def test_items_of_a_step_have_times_and_floors(small, tmp_path, monkeypatch, capsys):
+def test_items_of_a_step_have_times_and_floors(small, tmp_path, monkeypatch):
     kernels = [('nvjet_1', 0, 2000), ('triton_tem_fused_flex_attention_0', 1000, 4000)]
     profiles = iter([[('triton_poi_fused_update', 0, 1)], kernels])
     monkeypatch.setattr(bench.floors, 'gpu_kernels', lambda call: (call(), next(profiles))[1])
@@ -397,7 +384,7 @@ def test_items_of_a_step_have_times_and_floors(small, tmp_path, monkeypatch, cap
     items = tables[0]['items']
     assert items['products'] == pytest.approx(2 / 3) and items['attention forward'] == 1
     assert items['idle'] == pytest.approx(tables[0]['ms'] - 4 / 3)
-    assert '| products | 0.67 |' in capsys.readouterr().out
+    assert '| products | 0.67 |' in section(bench.floors, tables[0])
     assert_drawn(bench.floors, tables, tmp_path)
 
 
@@ -412,7 +399,7 @@ def test_metrics_are_timed_beside_peers():
                                     'gsm8k_answers', 'several_gpus'])
 def test_scripts_without_a_gpu_say_that_they_need_one(script):
     with pytest.raises(SystemExit, match=f'error: research/bench/{script}.py needs a CUDA device'):
-        getattr(bench, script).main([])
+        getattr(bench, script).script.main([])
 
 
 def test_the_reason_of_a_failure_is_one_cell():
@@ -453,7 +440,7 @@ def test_one_page_has_all_tables(tmp_path, monkeypatch):
 
     measure = bench.metrics.measure
     monkeypatch.setattr(bench.metrics, 'measure', lambda n, k, peers: measure(500, k, peers))
-    bench.metrics.main([f'--out={tmp_path / "metrics.json"}'])
+    bench.metrics.script.main([f'--out={tmp_path / "metrics.json"}'])
     content, what = saved('train', 1000), 'llama32_1b, x, ours, us per token'
     assert bench.all.timings('train', content) == {what: 1000}
     bench.all.draw_together('train', tmp_path)
@@ -469,8 +456,8 @@ def test_one_page_has_all_tables(tmp_path, monkeypatch):
     assert (tmp_path / 'train.png').read_bytes() == picture
     (tmp_path / 'train-again.json').rename(tmp_path / 'train_later.json')
     drawn = []
-    monkeypatch.setattr(bench.train, 'draw', lambda path: (
-        drawn.extend(bench_common.load(path)['tables']), path.with_suffix('.png').touch()))
+    monkeypatch.setattr(bench.train.script, 'draw', lambda content, picture: (
+        drawn.extend(content['tables'])))
     bench.all.draw_together('train', tmp_path)
     table, = drawn
     assert table['results'].keys() == {'HF', 'ours'}
@@ -497,7 +484,7 @@ def test_two_commits_are_compared(tmp_path, monkeypatch, capsys, runs, code, lin
 def test_one_command_writes_one_page(small, tokenizer, tmp_path, monkeypatch, capsys):
     def run_script(arguments, end):
         try:
-            getattr(bench, Path(arguments[0]).stem).main(arguments[1:])
+            getattr(bench, Path(arguments[0]).stem).script.main(arguments[1:])
         except SystemExit as error:
             print(error)
             return 1
@@ -543,7 +530,7 @@ def test_a_script_is_stopped_with_its_processes(tmp_path, capsys):
 
 @pytest.mark.slow
 @needs_no_gpu
-def test_fine_tuning_commands_are_timed_by_stage(small, tokenizer, tmp_path, monkeypatch, capsys):
+def test_fine_tuning_commands_are_timed_by_stage(small, tokenizer, tmp_path, monkeypatch):
     """Also TRL's, if it is installed."""
     data = write_rows(tmp_path / 'talks.jsonl', [
         {'instruction': f'the fox {i}?', 'output': 'the lazy dog ' * (i % 5 + 1)}
@@ -566,13 +553,12 @@ def test_fine_tuning_commands_are_timed_by_stage(small, tokenizer, tmp_path, mon
         assert "No module named 'trl'" in peer['failed'] or "'datasets'" in peer['failed']
     table['results']['TRL, LoRA'] = {'cold': {key: 2 * s for key, s in row['cold'].items()},
                                      'steps': 2, 'peak_gib': 1.0, 'failed': 'warm: no time left'}
-    bench.sft.print_table(table)
-    out = capsys.readouterr().out
+    out = section(bench.sft, table)
     assert "ours takes 0.50 of the fastest peer's time until the first step, 0.50 until" in out
     assert '| TRL, LoRA | failed: warm: no time left |' in out
     path = assert_drawn(bench.sft, [table], tmp_path)
     assert len(bench.all.timings('sft', bench_common.load(path))) == 1
-    monkeypatch.setattr(bench.sft, 'timed', None)       # no command is run
+    monkeypatch.setattr(bench.sft, 'run', None)       # no command is run
     table, = bench.sft.bench(bench.sft.BenchConfig(max_s=1e-9, **options))
     assert {row['failed'] for row in table['results'].values()} == {'cold: no time left'}
 
@@ -597,7 +583,7 @@ def test_commands_are_timed_with_byte_code_of_all_modules(tmp_path, monkeypatch)
 
 @pytest.mark.slow
 @needs_no_gpu
-def test_whole_commands_are_timed_and_get_the_same_questions(tmp_path, small, capsys):
+def test_whole_commands_are_timed_and_get_the_same_questions(tmp_path, small):
     config = bench.commands.BenchConfig(data='mmlu', tokenizer=str(tmp_path))
     with pytest.raises(ConfigError, match='has no tokenizer.json, which lm_eval reads'):
         next(bench.commands.bench(config))
@@ -613,8 +599,8 @@ def test_whole_commands_are_timed_and_get_the_same_questions(tmp_path, small, ca
     assert peer == {'failed': "ModuleNotFoundError: No module named 'nothing'"}
     with pytest.raises(RuntimeError, match='nothing'):
         bench.commands.run(bench.commands.MMLU, ['-c', 'import nothing'], config, tmp_path)
-    bench.commands.print_table({'shape': 'x', 'results': {
+    out = section(bench.commands, {'shape': 'x', 'results': {
         bench.commands.MMLU: {'cold': [4.0], 'warm': [3.0, 2.0], 'accuracy': 0.25},
         bench.commands.LM_EVAL: {'cold': [8.0], 'warm': [8.0], 'accuracy': 0.26,
                                  'batch_size': 32}}})
-    assert '| 4.0 | 3.0, 2.0 | 2.0 x | 4.0 x | 0.2500 |' in capsys.readouterr().out
+    assert '| 4.0 | 3.0, 2.0 | 2.0 x | 4.0 x | 0.2500 |' in out

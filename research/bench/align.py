@@ -2,16 +2,13 @@
 
     python research/bench/align.py --data=pairs.json --tokenizer=Llama-3.2-1B
     python research/bench/align.py --shape=llama31_8b --data=pairs.json --tokenizer=Llama-3.2-1B
-    python research/bench/align.py --plot=out/bench_align.json
 
 A step is forward, backward, clipping and AdamW on `batch` pairs, with random weights; Llama 3.1 8B
 has LoRA. Ours has each pair in one row, its prompt once; TRL has two padded rows. The tokens of a
 pair are those of its prompt with each answer, for both. The reference's log-probabilities are
-computed before, and timed apart. Each method has a process of its own. Writes out/bench_align.json
-and its picture.
+computed before, and timed apart. Each method has a process of its own.
 """
 
-import statistics
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -26,25 +23,20 @@ import torch
 
 import train
 from align import AlignConfig, answer_sums, pack_pairs, pair_objective
-from research.bench.common import (DEVICE, MODELS, chosen, draw_results, measure_in_process, now,
-                                   our_model, peak_gib, peer_model, print_results, require_files,
-                                   reset_peak_memory, script_main)
-from research.bench.peers import plain_tokenizer
+from research.bench.common import (DEVICE, MODELS, PeerOptions, Script, chosen, measure_methods,
+                                   method_table, now, our_model, peak_gib, peer_model,
+                                   require_files, reset_peak_memory, speed)
+from research.bench.peers import TRL_SETTINGS, plain_tokenizer
 from data.preferences import load_preferences, to_tree
 from data.tokenizer import load_tokenizer
 from runtime.build import build_optimizer, prepare
 
 
 @dataclass
-class BenchConfig:
+class BenchConfig(PeerOptions):
     shape: tuple[Literal['llama32_1b', 'llama31_8b'], ...] = ('llama32_1b',)
     data: str | None = None         # pairs, as in align.py
-    tokenizer: str | None = None    # a folder with a tokenizer
     batch: int = 64                 # pairs of a step
-    only: str | None = None         # methods, separated by '|', instead of all of them
-    ours: bool = False              # ours alone
-    plot: str | None = None         # only draw this file of results again
-    out: str = 'out/bench_align.json'
 
 
 PACK_LEN = 4096
@@ -65,15 +57,9 @@ def bench(config):
     require_files(config, data='a file of preferences')
     methods = chosen(config.only, OURS if config.ours else OURS | PEERS)
     for name in config.shape:
-        table = {'shape': name, 'results': {}}
-        for method in methods:
-            row = table['results'][method] = measure_in_process(__file__, {
-                'raw': MODELS[name], 'ours': method in OURS, 'lora': name == 'llama31_8b',
-                'data': config.data, 'tokenizer': config.tokenizer, 'batch': config.batch,
-                'options': (OURS | PEERS)[method]})
-            print(f'{name}: {method}: {row}', flush=True)
-        print_table(table)
-        yield table
+        yield {'shape': name, 'results': measure_methods(
+            __file__, name, methods, raw=MODELS[name], lora=name == 'llama31_8b', data=config.data,
+            tokenizer=config.tokenizer, batch=config.batch)}
 
 
 def measure(raw, ours, lora, data, tokenizer, batch, options):
@@ -96,12 +82,10 @@ def measure(raw, ours, lora, data, tokenizer, batch, options):
             step(indices)
             seconds.append(now() - started)
     tokens = [sum(len(trees[i].prompt) + len(answer) for i in indices
-                 for answer in trees[i].continuations[:2])
-              for indices in chosen]
-    rates = [n / s for n, s in zip(tokens[STEPS:], seconds[STEPS:], strict=True)]
-    return {'tokens_per_s': round(statistics.median(rates)),
-            'spread': round(max(rates) / min(rates) - 1, 3), 'first_s': round(seconds[0], 1),
-            'reference_s': round(reference_s, 1), 'peak_gib': round(peak_gib(), 1)}
+                  for answer in trees[i].continuations[:2]) for indices in chosen]
+    return speed(tokens[STEPS:], seconds[STEPS:]) | {
+        'first_s': round(seconds[0], 1), 'reference_s': round(reference_s, 1),
+        'peak_gib': round(peak_gib(), 1)}
 
 
 def our_step(raw, pairs, trees, lora, folder, micro_rows=1):
@@ -131,12 +115,10 @@ def trl_step(raw, pairs, trees, lora, folder, size, liger=False, compiled=False)
             return dataset
 
     rows = [{'prompt_ids': tree.prompt, 'chosen_ids': tree.continuations[0],
-                 'rejected_ids': tree.continuations[-1]}
-            for tree in trees]
-    config = DPOConfig(output_dir=folder, per_device_train_batch_size=size, bf16=True,
-                       precompute_ref_log_probs=True, max_length=None, report_to='none',
-                       gradient_checkpointing=False, use_liger_kernel=liger, beta=0.1,
-                       disable_tqdm=True, torch_compile=compiled, use_cpu=DEVICE == 'cpu')
+             'rejected_ids': tree.continuations[-1]} for tree in trees]
+    config = DPOConfig(output_dir=folder, per_device_train_batch_size=size, beta=0.1,
+                       precompute_ref_log_probs=True, max_length=None, use_liger_kernel=liger,
+                       torch_compile=compiled, **TRL_SETTINGS)
     adapters = None
     if lora:
         from peft import LoraConfig
@@ -161,19 +143,14 @@ def trl_step(raw, pairs, trees, lora, folder, size, liger=False, compiled=False)
     return step, reference_s
 
 
-def print_table(table):
-    print_results(
-        f'{table["shape"]}, DPO', ('method', 'tokens of pairs/s', 'spread', 'reference, s',
-                                   'first step, s', 'peak GiB'), table['results'],
-        lambda _, row: (f'{row["tokens_per_s"]:,}', f'{row["spread"]:.1%}', *(
-            str(row[key]) for key in ('reference_s', 'first_s', 'peak_gib'))))
+def view(table):
+    return f'{table["shape"]}, DPO', method_table(table['results'], [
+        ('tokens of pairs/s', 'tokens_per_s', ','), ('spread', 'spread', '.1%'),
+        ('reference, s', 'reference_s', ''), ('first step, s', 'first_s', ''),
+        ('peak GiB', 'peak_gib', '')])
 
 
-def draw(path):
-    draw_results(path, 'DPO: tokens of pairs per second', 'tokens_per_s', ',')
-
-
-main = script_main(__file__, BenchConfig, bench, draw, measure)
+script = Script(__file__, BenchConfig, bench, view, bars=('tokens of pairs/s',), measure=measure)
 
 if __name__ == '__main__':
-    main(sys.argv[1:])
+    script.main(sys.argv[1:])

@@ -15,13 +15,9 @@ a row became slower by more than the spread between runs of one commit plus 3 %.
 """
 
 import argparse
-import contextlib
 import importlib
-import io
 import itertools
-import json
 import os
-import shutil
 import signal
 import statistics
 import subprocess
@@ -33,7 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from research.bench.common import load
+from research.bench.common import load, markdown, table_text
 
 WHAT = {
     'loss': 'Losses compared with other libraries: time, extra memory, error',
@@ -56,9 +52,15 @@ DATA = {        # the option with the file of a script, which needs --tokenizer 
 }
 WITHOUT_DATA = 'train', 'generate'      # measure less then; the others of DATA nothing
 ONE_PICTURE = 'train', 'eval'           # of all models
-# script of each kind of results
-SCRIPTS = {name: name for name in WHAT} | {'answers': 'gsm8k_answers'}
 MARGIN = 0.03       # beyond the spread
+
+
+def file_of(name):
+    return 'gsm8k_answers' if name == 'answers' else name
+
+
+def script_of(name):
+    return importlib.import_module(f'research.bench.{file_of(name)}').script
 
 
 def command(name, options, out, ours=False):
@@ -66,7 +68,7 @@ def command(name, options, out, ours=False):
 
     out: path of its results, without suffix
     """
-    arguments = [f'research/bench/{SCRIPTS[name]}.py', f'--out={out}' + '.json' * (name != 'loss')]
+    arguments = [f'research/bench/{file_of(name)}.py', f'--out={out}.json']
     arguments += ['--ours'] * (ours and name != 'floors')
     data = getattr(options, DATA[name]) if name in DATA else None
     if data and options.tokenizer:
@@ -90,7 +92,7 @@ def run_all(options):
     end = time.monotonic() + 60 * options.minutes if options.minutes else None
     folder.mkdir(parents=True, exist_ok=True)
     for name in options.only:
-        script = f'research/bench/{SCRIPTS[name]}.py'
+        script = f'research/bench/{file_of(name)}.py'
         if name == 'several_gpus' and torch.cuda.device_count() < 2:
             print(f'{script} needs two GPUs; left out')
             continue
@@ -139,7 +141,8 @@ def page(folder):
             details = {'date': content.get('date')} | content['versions']
             parts += [('Another run: ' if is_again(path) else '') + f'`{content["command"]}`: '
                       + ', '.join(f'{key} {value}' for key, value in details.items() if value),
-                      content.get('note', ''), tables_of(name, content)]
+                      content.get('note', ''),
+                      *(markdown(*script_of(name).view(table)) for table in content['tables'])]
             if path.with_suffix('.png').exists() and name not in ONE_PICTURE:
                 parts.append(f'![{what}]({path.stem}.png)')
         if name in ONE_PICTURE and (folder / f'{name}.png').exists():
@@ -173,11 +176,7 @@ def draw_together(name, folder):
                 before = tables.get(key, {'results': {}})['results']
                 tables[key] = table | {'results': before | table['results']}
     if tables:
-        with tempfile.TemporaryDirectory() as other, contextlib.redirect_stdout(io.StringIO()):
-            file = Path(other, f'{name}.json')
-            file.write_text(json.dumps(contents[0] | {'tables': [*tables.values()]}))
-            importlib.import_module(f'research.bench.{SCRIPTS[name]}').draw(file)
-            shutil.copy(file.with_suffix('.png'), folder)
+        script_of(name).draw(contents[0] | {'tables': [*tables.values()]}, folder / f'{name}.png')
 
 
 def repeated(folder):
@@ -188,26 +187,11 @@ def repeated(folder):
             content = load(path)
             for what, value in timings(name, content).items():
                 measured.setdefault((what, content['versions']['device']), []).append(value)
-    rows = [f'| {what} | {device} | {len(values)} | {min(values):.4g} | {max(values):.4g} | '
-            f'{max(values) / min(values) - 1:.1%} |'
-            for (what, device), values in measured.items() if len(values) > 1]
-    return ['## Our times that were measured more than once', '\n'.join([
-        '| time | GPU | runs | lowest | highest | difference |', '|---|---|---|---|---|---|',
-        *rows])] if rows else []
-
-
-def tables_of(name, content):
-    """Return the tables of one script as it prints them."""
-    script = importlib.import_module(f'research.bench.{SCRIPTS[name]}')
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        if name == 'loss':
-            for shape, table in content['tables'].items():
-                script.print_table(shape, content['n'], table)
-        else:
-            for table in content['tables']:
-                script.print_table(table)
-    return printed.getvalue()
+    lines = [(what, device, len(values), f'{min(values):.4g}', f'{max(values):.4g}',
+              f'{max(values) / min(values) - 1:.1%}')
+             for (what, device), values in measured.items() if len(values) > 1]
+    return ['## Our times that were measured more than once', table_text(
+        ('time', 'GPU', 'runs', 'lowest', 'highest', 'difference'), lines)] if lines else []
 
 
 # ------------------------------------------------------------------------------------------------
@@ -216,16 +200,16 @@ def tables_of(name, content):
 
 def timings(name, content):
     """Return {what: a number that grows with the time} of our rows in a script's results."""
-    tables, numbers = content['tables'], {}
-    if name == 'loss':
-        return {f'loss, {shape}, {method}, ms': row['ms'] for shape, table in tables.items()
-                for method, row in table['methods'].items() if method.startswith('ours')}
-    for table in tables:
-        label, rows = table.get('shape'), table.get('results', {})
-        rows = {method: row for method, row in rows.items() if method.startswith('ours')
+    numbers = {}
+    for table in content['tables']:
+        label, results = table.get('shape'), table.get('results', table.get('methods', {}))
+        rows = {method: row for method, row in results.items() if method.startswith('ours')
                 and 'failed' not in row}
         of_method = {method: f'{label}, {table.get("data", name)}, {method}' for method in rows}
         match name:
+            case 'loss':
+                numbers |= {f'loss, {label}, {method}, ms': row['ms']
+                            for method, row in rows.items()}
             case 'metrics':
                 numbers |= {f'metrics, {table["n"]} x {table["k"]}, {what}, s': times['ours']
                             for what, times in table['seconds'].items()}
@@ -302,23 +286,21 @@ def print_comparison(measured, old, new):
     One that a run of the new commit lacks, for example because it is out of memory, counts as
     slower.
     """
-    print(f'\n| time | {old} | {new} | new / old | spread | |\n|---|---|---|---|---|---|')
-    slower = []
+    lines, slower = [], []
     for what, sides in measured.items():
-        if len(sides.get('new', ())) < len(sides.get('old', ())):
-            slower.append(what)
-            print(f'| {what} | | | | | missing |')
-            continue
-        if 'old' not in sides:
-            print(f'| {what} | | | | | added |')
-            continue
-        before, after = (statistics.median(sides[side]) for side in ('old', 'new'))
-        spread = max(max(values) / min(values) - 1 for values in sides.values())
-        ratio = after / before
-        mark = 'slower' if ratio > 1 + spread + MARGIN else ''
-        slower += [what] * bool(mark)
-        print(f'| {what} | {before:.4g} | {after:.4g} | {ratio:.3f} | {spread:.1%} | {mark} |')
-    print(f'\nslower or missing: {", ".join(slower) or "nothing"}', flush=True)
+        missing = len(sides.get('new', ())) < len(sides.get('old', ()))
+        if 'old' in sides and not missing:
+            before, after = (statistics.median(sides[side]) for side in ('old', 'new'))
+            spread = max(max(values) / min(values) - 1 for values in sides.values())
+            mark = 'slower' if after / before > 1 + spread + MARGIN else ''
+            lines.append((what, f'{before:.4g}', f'{after:.4g}', f'{after / before:.3f}',
+                          f'{spread:.1%}', mark))
+        else:
+            mark = 'missing' if missing else 'added'
+            lines.append((what, *[None] * 4, mark))
+        slower += [what] * (mark in ('slower', 'missing'))
+    print('', table_text(('time', old, new, 'new / old', 'spread', None), lines), '',
+          f'slower or missing: {", ".join(slower) or "nothing"}', sep='\n', flush=True)
     return int(bool(slower))
 
 

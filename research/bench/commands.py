@@ -3,13 +3,11 @@
     python research/bench/commands.py --shape=llama32_1b --data=mmlu --tokenizer=Llama-3.2-1B
     python research/bench/commands.py --shape=llama31_8b --data=mmlu --tokenizer=Llama-3.2-1B \\
         --caches=warm
-    python research/bench/commands.py --plot=out/bench_commands.json
 
 Makes a model folder with random weights and runs `python evaluate.py` and `python -m lm_eval` on it
 with the same prompts of 5-shot MMLU, first with empty caches on disk (of compiled kernels and of
 datasets), then again with what that left. All modules are compiled to byte code before. `data`
-holds MMLU as .jsonl or .parquet, `tokenizer` a tokenizer.json and tokenizer_config.json. Writes
-out/bench_commands.json and its picture.
+holds MMLU as .jsonl or .parquet, `tokenizer` a tokenizer.json and tokenizer_config.json.
 """
 
 import importlib.util
@@ -23,25 +21,20 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from research.bench.common import (DEVICE, Shape, chosen, command_seconds, draw_bars, empty_caches,
-                                   last_error, load, print_results, read_mmlu, require_files,
-                                   save_model, script_main, write_lines)
+from research.bench.common import (DEVICE, PeerOptions, Script, Shape, chosen, empty_caches,
+                                   last_error, method_table, read_mmlu, require_files, run_command,
+                                   save_model, write_lines)
 from runtime.errors import ConfigError
 
 
 @dataclass
-class BenchConfig:
+class BenchConfig(PeerOptions):
     shape: tuple[Shape, ...] = ('llama32_1b', 'llama31_8b')
     data: str | None = None         # a folder with MMLU's files, whose rows name their subject
-    tokenizer: str | None = None    # a folder with a tokenizer
     caches: tuple[Literal['cold', 'warm'], ...] = ('cold', 'warm')
     repeats: int = 1                # runs with warm caches; each is listed
     batch_size: int = 32            # of lm_eval; its `auto` searches for one first
     lm_limit: int | None = None     # questions of each subject for lm_eval; None: all
-    only: str | None = None         # commands, separated by '|', instead of all of them
-    ours: bool = False              # ours alone
-    plot: str | None = None         # only draw this file of results again
-    out: str = 'out/bench_commands.json'
 
 
 MMLU, FEW, HELP, LM_EVAL = ('ours, MMLU, 5 shots', 'ours, 200 questions, no shots',
@@ -59,18 +52,16 @@ def bench(config):
     config = replace(config, data=str(Path(config.data).resolve()))
     for shape in config.shape:
         with tempfile.TemporaryDirectory() as folder:
-            table = {'shape': shape, 'results': measure(config, shape, Path(folder))}
-        print_table(table)
-        yield table
+            yield {'shape': shape, 'results': measure(config, shape, Path(folder))}
 
 
 def measure(config, shape, folder):
     """Return {command: {'cold': [s], 'warm': [s, ...], 'accuracy'}, or {'failed': why}}."""
     save_model(shape, folder / 'model', config.tokenizer)
     write_tasks(config, folder)
-    results, wanted = {}, commands(config, folder)
-    for name in chosen(config.only, wanted):
-        results[name] = run(name, wanted[name], config, folder)
+    results = {}
+    for name, command in chosen(config.only, commands(config, folder)).items():
+        results[name] = run(name, command, config, folder)
         print(f'{shape}: {name}: {results[name]}', flush=True)
     return results
 
@@ -105,9 +96,10 @@ def run(name, command, config, folder):
     result = {}
     try:
         if 'cold' not in plan:
-            command_seconds(command + ['--limit', '1'] * (name == LM_EVAL), caches)
+            run_command(command + ['--limit', '1'] * (name == LM_EVAL), caches)
         for kind in plan:
-            result.setdefault(kind, []).append(round(command_seconds(command, caches), 2))
+            (seconds,), _ = run_command(command, caches)
+            result.setdefault(kind, []).append(round(seconds, 2))
     except RuntimeError as error:
         if name != LM_EVAL:
             raise
@@ -147,36 +139,26 @@ def write_tasks(config, folder):
         'aggregate_metric_list': [{'metric': 'acc', 'weight_by_size': True}]}))
 
 
-def print_table(table):
-    """Print the table as Markdown; ratios are lm_eval's seconds over ours."""
-    peer = table['results'].get(LM_EVAL, {})
-
-    def cells(name, row):
-        times = [', '.join(f'{value:.1f}' for value in row.get(kind, []))
-                 for kind in ('cold', 'warm')]
-        whole = name == MMLU and not peer.get('questions per subject')
-        ratios = [f'{min(peer[kind]) / min(row[kind]):.1f} x'
-                  if whole and kind in peer and kind in row else '' for kind in ('cold', 'warm')]
-        note = f'batch size {row["batch_size"]}' if 'batch_size' in row else ''
+def view(table):
+    """Return a section for a table, see `Script`; ratios are lm_eval's seconds over ours."""
+    peer, rows = table['results'].get(LM_EVAL, {}), {}
+    for name, row in table['results'].items():
+        rows[name] = row | {'note': ''}
+        for kind in {'cold', 'warm'} & row.keys():
+            rows[name][kind] = ', '.join(f'{value:.1f}' for value in row[kind])
+            if name == MMLU and kind in peer and not peer.get('questions per subject'):
+                rows[name][f'{kind} ratio'] = f'{min(peer[kind]) / min(row[kind]):.1f} x'
+        if 'batch_size' in row:
+            rows[name]['note'] = f'batch size {row["batch_size"]}'
         if row.get('questions per subject'):
-            note += f', only {row["questions per subject"]} questions per subject'
-        return *times, *ratios, f'{row["accuracy"]:.4f}' if 'accuracy' in row else '', note
-
-    print_results(f'{table["shape"]}, seconds of whole commands',
-                  ('command', 'cold, s', 'warm, s', 'lm_eval / ours, cold', 'warm', 'accuracy',
-                   None), table['results'], cells)
-
-
-def draw(path):
-    """Draw the seconds of each command, a panel per model."""
-    draw_bars(path, 'Whole commands', {
-        f'{table["shape"]}: seconds': [
-            (f'{name}, {kind}', min(row[kind]), f'{min(row[kind]):.1f}')
-            for name, row in table['results'].items() for kind in ('cold', 'warm') if kind in row]
-        for table in load(path)['tables']})
+            rows[name]['note'] += f', only {row["questions per subject"]} questions per subject'
+    return f'{table["shape"]}, seconds of whole commands', method_table(rows, [
+        ('cold, s', 'cold', ''), ('warm, s', 'warm', ''),
+        ('lm_eval / ours, cold', 'cold ratio', ''), ('warm', 'warm ratio', ''),
+        ('accuracy', 'accuracy', '.4f'), (None, 'note', '')], 'command')
 
 
-main = script_main(__file__, BenchConfig, bench, draw)
+script = Script(__file__, BenchConfig, bench, view, bars=('cold, s', 'warm, s'))
 
 if __name__ == '__main__':
-    main(sys.argv[1:])
+    script.main(sys.argv[1:])

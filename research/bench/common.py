@@ -1,18 +1,26 @@
-"""What the benchmarks share: models, the device, results on disk and as a picture."""
+"""What the benchmarks share: models, the device, commands, results, and the frame of a script.
+
+A script is a `Script`: its options, the generator of its tables, and how a table is shown. The
+frame reads the command line, saves and prints each table, and draws columns of it as bars.
+"""
 
 import atexit
 import functools
 import gc
 import importlib.metadata
+import itertools
 import json
 import os
 import re
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Literal
@@ -23,6 +31,7 @@ import model as models
 from data.benchmarks import BENCHMARKS
 from data.files import fetch, read_rows
 from data.questions import parse_row
+from decoding.slots import step_cost
 from runtime import checkpoint
 from runtime.config import load_config
 from runtime.config_json import config_from_hf
@@ -150,12 +159,12 @@ def require_files(config, **files):
 
 
 def chosen(only, methods):
-    """Return those of `methods` that --only asks for, separated by '|'; all of them if it is None.
-    """
-    if unknown := {*(only.split('|') if only else ())} - {*methods}:
+    """Return those of {method: options} that --only names, separated by '|'; None: all of them."""
+    names = only.split('|') if only else [*methods]
+    if unknown := {*names} - {*methods}:
         raise ConfigError(f'only = {only!r}: there is no {sorted(unknown)[0]!r}; the names are '
                           f'{", ".join(map(repr, methods))}')
-    return [name for name in methods if not only or name in only.split('|')]
+    return {name: options for name, options in methods.items() if name in names}
 
 
 def failure(error):
@@ -188,19 +197,41 @@ def measure_in_process(script, spec, warm=False):
     return {'failed': reason}
 
 
-def command_seconds(command, caches=None):
-    """Return the seconds of `python <command>`; raise RuntimeError with its stderr if it fails.
+def measure_methods(script, label, methods, warm=False, **spec):
+    """Return {method: measure(**spec, ours=..., options=...)}, and print each; see above."""
+    results = {}
+    for name, options in methods.items():
+        results[name] = measure_in_process(
+            script, spec | {'ours': name.startswith('ours'), 'options': options}, warm)
+        print(f'{label}: {name}: {results[name]}', flush=True)
+    return results
+
+
+def run_command(command, caches=None, stages=()):
+    """Run `python <command>`; return the seconds until each of `stages` and the end, its output.
 
     caches: what `empty_caches` returned; None: the caches of earlier commands
+    stages: the patterns of the lines that end them; one that has not ended at the end is an error
+    Raises RuntimeError with its stderr if it fails.
     """
-    environment = os.environ | byte_code() | (caches or {}) | {'HF_HUB_OFFLINE': '1'}
-    started = time.perf_counter()
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True,
-                          env=environment)
-    passed = time.perf_counter() - started
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return passed
+    environment = os.environ | byte_code() | (caches or {}) | {'HF_HUB_OFFLINE': '1',
+                                                               'PYTHONUNBUFFERED': '1'}
+    seconds, lines, stages = [], [], [*stages]
+    with tempfile.TemporaryFile('w+') as errors:
+        started = time.perf_counter()
+        process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE,
+                                   stderr=errors, text=True, env=environment)
+        for line in process.stdout:
+            lines.append(line)
+            if stages and re.match(stages[0], line):
+                seconds.append(time.perf_counter() - started)
+                stages.pop(0)
+        returncode = process.wait()
+        seconds.append(time.perf_counter() - started)
+        errors.seek(0)
+        if returncode or stages:
+            raise RuntimeError(errors.read() or f'the command printed no line for {stages}')
+    return seconds, ''.join(lines)
 
 
 @functools.cache
@@ -233,6 +264,13 @@ def empty_caches(folder):
         'TORCHINDUCTOR_CACHE_DIR', 'TRITON_CACHE_DIR', 'CUDA_CACHE_PATH', 'HF_DATASETS_CACHE')}
 
 
+def speed(tokens, seconds):
+    """Return the median tokens per second of some steps, and how far they spread."""
+    rates = [n / s for n, s in zip(tokens, seconds, strict=True)]
+    return {'tokens_per_s': round(statistics.median(rates)),
+            'spread': round(max(rates) / min(rates) - 1, 3)}
+
+
 def gpu_kernels(call):
     """Return [(name, start, end)] in microseconds of the kernels that `call` runs, in order."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -250,38 +288,72 @@ def busy_time(kernels):
     return busy
 
 
-def matrix_rate():
-    """Return the FLOP/s of a product of two 8192 x 8192 matrices in bfloat16."""
+def device_rates():
+    """Return (FLOP/s of a product of two 8192 x 8192 matrices, bytes/s of a copy of 2 GiB)."""
+    if DEVICE != 'cuda':
+        return 1e12, 1e12
     from triton.testing import do_bench
     a, b = (torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * 8192 ** 3 / do_bench(lambda: a @ b, return_mode='median') * 1e3
+    matrix = 2 * 8192 ** 3 / do_bench(lambda: a @ b, return_mode='median') * 1e3
+    source = torch.empty(2 ** 31, dtype=torch.uint8, device=DEVICE)
+    copy = torch.empty_like(source)
+    memory = 2 * source.nbytes / do_bench(lambda: copy.copy_(source), return_mode='median') * 1e3
+    print(f'matrix rate {matrix / 1e12:.0f} TFLOP/s, copy rate {memory / 1e12:.2f} TB/s')
+    return matrix, memory
 
 
-def memory_rate():
-    """Return the bytes/s, read and written, of a copy of 2 GiB."""
-    from triton.testing import do_bench
-    a = torch.empty(2 ** 31, dtype=torch.uint8, device=DEVICE)
-    b = torch.empty_like(a)
-    return 2 * a.nbytes / do_bench(lambda: b.copy_(a), return_mode='median') * 1e3
+def decoding_limit(model, n, cached, rates):
+    """Return (seconds of a step that writes a token in `n` rows, the bytes it reads, its FLOPs).
 
-
-def save(path, tables, **more):
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {'command': f'python {shlex.join(sys.argv)}', 'date': str(date.today()),
-               'versions': versions(), **more, 'tables': tables}
-    write_text(path, json.dumps(content, indent=1) + '\n')
-    print(f'wrote {path}')
+    cached: tokens in the cache; rates: of `device_rates`
+    """
+    weights, flops = step_cost(model, n, 0)
+    cache = step_cost(model, n, cached)[0] - weights
+    return max(weights / rates[1], flops / rates[0]) + cache / rates[1], weights + cache, flops
 
 
 def load(path):
-    return json.loads(Path(path).read_text(encoding='utf-8'))
+    """Return the content of a .json file, such as {'command', 'versions', 'tables', ...}."""
+    content = json.loads(Path(path).read_text(encoding='utf-8'))
+    if isinstance(content.get('tables'), dict):     # of loss.py, when its tables were named
+        content['tables'] = [{'shape': shape, 'n': content['n']} | table
+                             for shape, table in content['tables'].items()]
+    return content
+
+
+def save(path, tables):
+    content = {'command': f'python {shlex.join(sys.argv)}', 'date': str(date.today()),
+               'versions': versions(), 'tables': tables}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(content, indent=1) + '\n')
+    print(f'wrote {path}')
 
 
 def cell(reason):
     """Return the reason of a failure, shortened, as a cell of a Markdown table."""
     reason = ' '.join(reason.split())
     return (reason if len(reason) <= 120 else f'{reason[:116]} ...').replace('|', '\\|')
+
+
+def method_table(results, columns, first='method', last=()):
+    """Return (head, lines) of {method: row}, and the lines `last` below them.
+
+    columns: [(title, key of a row, format)]; the cell is empty where a row lacks the key
+    """
+    lines = []
+    for name, row in results.items():
+        if 'failed' in row:
+            lines.append([name, f'failed: {cell(row["failed"])}'])
+        else:
+            lines.append([name, *(format(row[key], form) if row.get(key) is not None else
+                                  row.get(key, '') for _, key, form in columns)])
+    return (first, *(title for title, _, _ in columns)), [*lines, *last]
+
+
+def markdown(title, *parts):
+    """Return a section of a page. A part is a paragraph, or (head, lines) of a table."""
+    return '\n\n'.join([f'### {title}', *(
+        part if isinstance(part, str) else table_text(*part) for part in parts if part)])
 
 
 def table_text(head, lines):
@@ -291,70 +363,109 @@ def table_text(head, lines):
     return '\n'.join([first, '|---' * len(head) + '|', *rows])
 
 
-def print_results(title, head, results, cells, last=()):
-    """Print {method: row} as Markdown: cells(method, row) or the failure, then the lines `last`."""
-    print(f'\n### {title}\n', table_text(head, [
-        [name, f'failed: {cell(row["failed"])}'] if 'failed' in row else [name, *cells(name, row)]
-        for name, row in results.items()] + [*last]), '', sep='\n', flush=True)
+@dataclass
+class Options:
+    """The options of every script."""
+    plot: str | None = None         # only draw this file of results again
+    out: str | None = None          # .json file to write; None: out/bench_<script>.json
 
 
-def draw_results(path, what, key, form, panel='{shape}', prefix=''):
-    """Draw row[key] of each method that did not fail, a panel per table."""
-    draw_bars(path, what, {panel.format(**table): [
-        (f'{prefix}{name}', row[key], format(row[key], form))
-        for name, row in table['results'].items() if 'failed' not in row]
-        for table in load(path)['tables']})
+@dataclass
+class PeerOptions(Options):
+    """The options of a script that compares methods."""
+    tokenizer: str | None = None    # a folder with a tokenizer
+    only: str | None = None         # methods to measure, separated by '|'; None: all of them
+    ours: bool = False              # ours alone
 
 
-def draw_bars(path, what, panels):
-    """Draw panels {title: [(name, value, text)]} as bars, ours in blue: a .png beside `path`."""
-    import matplotlib
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-    n_rows, n_columns = -(-len(panels) // 2), min(2, len(panels))
-    figure, axes = plt.subplots(n_rows, n_columns, squeeze=False, layout='constrained',
-                                figsize=(4 + 4 * n_columns, 3.2 * n_rows))
-    for axis in axes.flat[len(panels):]:
-        axis.axis('off')
-    for axis, (title, rows) in zip(axes.flat, panels.items()):
-        bars = axis.barh([name for name, _, _ in rows], [value for _, value, _ in rows],
-                         color=['#4878a8' if 'ours' in name else '#bbbbbb' for name, _, _ in rows])
-        axis.bar_label(bars, [f' {text}' for _, _, text in rows], fontsize=7)
-        axis.invert_yaxis()
-        axis.tick_params(labelsize=7)
-        axis.set_title(title, fontsize=9)
-        axis.margins(x=0.35)
-    used = load(path)['versions']
-    figure.suptitle(f'{what}: bfloat16, {used["device"]}, torch {used["torch"]}',
-                    fontsize=10)
-    picture = Path(path).with_suffix('.png')
-    figure.savefig(picture, dpi=130)
-    print(f'wrote {picture}')
+@dataclass
+class Script:
+    """A benchmark.
 
-
-def script_main(file, config_class, bench, draw, measure=None):
-    """Return main(argv) of a script: it saves the tables that bench(config) yields, and draws them.
-
-    They are saved after each table, since a later one may fail or be stopped. With --plot the file
-    is drawn again. `one` and a JSON object as arguments print measure(**object) as JSON.
+    bench(options) yields tables, which are saved as JSON after each, since a later one may fail or
+    be stopped. view(table) returns the title and the parts of a section, see `markdown`; `bars`
+    names the columns of its first table that are drawn, unless plot(content, path of the picture)
+    draws. `measure` is for `measure_in_process`.
     """
-    def main(argv):
+    file: str
+    options: type
+    bench: Callable
+    view: Callable
+    bars: tuple = ()
+    plot: Callable | None = None
+    measure: Callable | None = None
+    needs_gpu: bool = True
+
+    def main(self, argv):
         if argv[:1] == ['one']:
-            print(json.dumps(measure(**json.loads(argv[1]))))
+            print(json.dumps(self.measure(**json.loads(argv[1]))))
             return
         try:
-            config, tables = load_config(config_class, argv), []
-            if config.plot:
-                draw(config.plot)
-                return
-            if DEVICE == 'cpu':
-                raise ConfigError(f'research/bench/{Path(file).name} needs a CUDA device, '
-                                  f'found none')
-            print(', '.join(f'{key} {value}' for key, value in versions().items()))
-            for table in bench(config):
-                tables.append(table)
-                save(config.out, tables)
-            draw(config.out)
+            options, tables = load_config(self.options, argv), []
+            path = Path(options.plot or options.out or f'out/bench_{Path(self.file).stem}')
+            path = path if path.suffix == '.json' else Path(f'{path}.json')
+            if not options.plot:
+                if self.needs_gpu and DEVICE == 'cpu':
+                    raise ConfigError(f'research/bench/{Path(self.file).name} needs a CUDA device, '
+                                      f'found none')
+                print(', '.join(f'{key} {value}' for key, value in versions().items()))
+                for table in self.bench(options):
+                    print('', markdown(*self.view(table)), '', sep='\n', flush=True)
+                    tables.append(table)
+                    save(path, tables)
+            if self.bars or self.plot:
+                self.draw(load(path), path.with_suffix('.png'))
         except ConfigError as error:
             sys.exit(f'error: {error}')
-    return main
+
+    def draw(self, content, picture):
+        """Draw each column of `bars` in each table as a panel, ours in blue."""
+        if self.plot:
+            self.plot(content, picture)
+            return
+        import matplotlib
+        matplotlib.use('Agg')
+        import matplotlib.pyplot as plt
+        panels = {}     # title -> {name: cell}
+        for title, *parts in map(self.view, content['tables']):
+            head, lines = next((part for part in parts if isinstance(part, tuple)), ((), ()))
+            for column in self.bars:
+                cells = {bar_name(line): dict(zip(head, line)).get(column) for line in lines}
+                panels[f'{title}: {column}'] = {
+                    name: cell for name, cell in cells.items() if number(cell) is not None}
+        panels = {title: cells for title, cells in panels.items() if cells}
+        if not panels:
+            return
+        n_columns = min(2, len(panels))
+        n_rows = -(-len(panels) // 2)
+        figure, axes = plt.subplots(n_rows, n_columns, squeeze=False, layout='constrained',
+                                    figsize=(4 + 4 * n_columns, 3.2 * n_rows))
+        for axis in axes.flat[len(panels):]:
+            axis.axis('off')
+        for axis, (title, cells) in zip(axes.flat, panels.items()):
+            drawn = axis.barh([*cells], [*map(number, cells.values())],
+                              color=['#4878a8' if 'ours' in name else '#bbbbbb' for name in cells])
+            axis.bar_label(drawn, [f' {cell}' for cell in cells.values()], fontsize=7)
+            axis.invert_yaxis()
+            axis.tick_params(labelsize=7)
+            axis.set_title(title, fontsize=9)
+            axis.margins(x=0.35)
+        used = content['versions']
+        figure.suptitle(f'{Path(self.file).name}: {used["device"]}, torch {used["torch"]}',
+                        fontsize=10)
+        figure.savefig(picture, dpi=130)
+        print(f'wrote {picture}')
+
+
+def number(cell):
+    """Return the number in a cell, the smallest of '3.0, 2.0', or None if it is a text."""
+    try:
+        return min(float(text.replace(',', '')) for text in cell.split(', '))
+    except (AttributeError, ValueError):
+        return None
+
+
+def bar_name(line):
+    """Return the cells before the first number of a line."""
+    names = itertools.takewhile(lambda cell: number(cell) is None, line)
+    return ', '.join(filter(None, names))

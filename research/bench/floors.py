@@ -1,7 +1,6 @@
 """Where our training step spends its time, compared with the limit of the hardware for each item.
 
     python research/bench/floors.py --shape=llama32_1b,gemma2_2b
-    python research/bench/floors.py --plot=out/bench_floors.json
 
 The step is that of train.py here. The floor of an item is the larger of its FLOPs over the rate of
 an 8192 x 8192 x 8192 product and its bytes over the rate of a large copy, both measured here. For T
@@ -24,8 +23,6 @@ key-value heads * head_dim, and V words, in bfloat16:
     gradient norm reads each gradient once, 2 bytes.
     other         copies, the embedding and its gradient, the last norm; no floor is given.
     idle          the step's time minus the time in which any kernel ran.
-
-Writes out/bench_floors.json and its picture.
 """
 
 import statistics
@@ -41,20 +38,17 @@ import torch
 
 import fused_ce
 from research.bench import train
-from research.bench.common import (DEVICE, MODELS, Shape, busy_time, draw_bars, free_memory,
-                                   gpu_kernels, load, matrix_rate, memory_rate, now, script_main,
-                                   table_text)
+from research.bench.common import (DEVICE, MODELS, Options, Script, Shape, busy_time, device_rates,
+                                   free_memory, gpu_kernels, method_table, now)
 from data.packing import pack
 from train import forward_backward, train_step
 
 
 @dataclass
-class BenchConfig:
+class BenchConfig(Options):
     shape: tuple[Shape, ...] = ('gemma2_2b', 'llama32_1b')      # these fit 80 GB with exact weights
     master_weights: Literal['exact', 'stochastic'] = 'exact'
     kernels: int = 0                # also print this many of the longest kernels
-    plot: str | None = None         # only draw this file of results again
-    out: str = 'out/bench_floors.json'
 
 
 STEPS = 3       # that are profiled
@@ -62,24 +56,24 @@ STEPS = 3       # that are profiled
 
 def bench(config):
     """Yield a table per model: milliseconds of each item of a step, and its floor."""
-    rates = {'matrix': matrix_rate(), 'memory': memory_rate()}
-    print(f'{rates["matrix"] / 1e12:.0f} TFLOP/s, {rates["memory"] / 1e12:.2f} TB/s')
+    rates = dict(zip(('matrix', 'memory'), device_rates()))
     for name in config.shape:
         items, kernels, wall = measure(MODELS[name], config)
         free_memory()
-        table = {'shape': name, 'master_weights': config.master_weights, 'ms': wall,
-                 'rates': rates, 'items': items, 'kernels': kernels,
-                 'floors': floors(MODELS[name], config.master_weights, train.ROWS, train.LENGTH,
-                                  rates)}
-        print_table(table, config.kernels)
-        yield table
+        for kernel, ms in list(kernels.items())[:config.kernels]:
+            print(f'    {ms:8.2f} ms  {kernel}')
+        yield {'shape': name, 'master_weights': config.master_weights, 'ms': wall,
+               'rates': rates, 'items': items, 'kernels': kernels,
+               'floors': floors(MODELS[name], config.master_weights, train.ROWS, train.LENGTH,
+                                rates)}
 
 
 def measure(raw, config):
     """Return ({item: ms of a step}, {name: ms} of the 30 longest kernels, ms of the step)."""
     torch.manual_seed(0)
     batches = train.full_rows(raw['vocab_size'], train.LENGTH)
-    model, optimizer, cfg = train.our_training(raw, master_weights=config.master_weights)
+    model, optimizer, cfg = train.our_training(
+        raw, {'master_weights': config.master_weights})
     rows = [pack(batch, cfg.pack_len) for batch in batches]
 
     def steps(n=STEPS):
@@ -150,40 +144,25 @@ def floors(raw, master_weights, rows, length, rates):
             | {item: (n / rates['memory'] * 1e3, n) for item, n in sizes.items()})
 
 
-def print_table(table, n_kernels=0):
-    """Print the table as Markdown, the longest item first."""
-    lines, total = [], sum(ms for ms, _ in table['floors'].values())
+def view(table):
+    """Return a section for a table, the longest item first; see `Script`."""
+    rows = {}
     for item, ms in sorted(table['items'].items(), key=lambda entry: -entry[1]):
-        cells = [item, f'{ms:.2f}', '', '', f'{ms / table["ms"]:.1%}', '']
-        if item in table['floors']:
-            floor, count = table['floors'][item]
-            flops = item.startswith(('products', 'attention'))
-            cells[2:4] = f'{floor:.2f}', f'{ms / floor:.2f}'
-            cells[5] = f'{count / 1e12:.1f} TFLOP' if flops else f'{count / 1e9:.1f} GB'
-        lines.append(cells)
-    print(f'\n### {table["shape"]}, {table["master_weights"]}: a step of {table["ms"]:.1f} ms, '
-          f'floors {total:.1f} ms\n', table_text(
-              ('item', 'ms', 'floor, ms', 'ratio to floor', 'share of step',
-               'counted in the floor'), lines), sep='\n')
-    for name, ms in list(table['kernels'].items())[:n_kernels]:
-        print(f'    {ms:8.2f} ms  {name}')
-    print(flush=True)
+        floor, count = table['floors'].get(item, (None, None))
+        rows[item] = {'ms': ms, 'share': ms / table['ms']}
+        if floor:
+            rows[item] |= {'floor': floor, 'ratio': ms / floor, 'count': (
+                f'{count / 1e12:.1f} TFLOP' if item.startswith(('products', 'attention')) else
+                f'{count / 1e9:.1f} GB')}
+    total = sum(ms for ms, _ in table['floors'].values())
+    return (f'{table["shape"]}, {table["master_weights"]}: a step of {table["ms"]:.1f} ms, floors '
+            f'{total:.1f} ms', method_table(rows, [
+                ('ms', 'ms', '.2f'), ('floor, ms', 'floor', '.2f'),
+                ('ratio to floor', 'ratio', '.2f'), ('share of step', 'share', '.1%'),
+                ('counted in the floor', 'count', '')], 'item'))
 
 
-def draw(path):
-    """Draw the milliseconds of each item, ours, and its floor; a panel per model."""
-    panels = {}
-    for table in load(path)['tables']:
-        bars = panels[f'{table["shape"]}, {table["master_weights"]}: ms of {table["ms"]:.0f}'] = []
-        for item, ms in sorted(table['items'].items(), key=lambda entry: -entry[1]):
-            bars.append((f'ours, {item}', ms, f'{ms:.1f}'))
-            if item in table['floors']:
-                floor = table['floors'][item][0]
-                bars.append((f'floor, {item}', floor, f'{floor:.1f}'))
-    draw_bars(path, 'Items of a training step', panels)
-
-
-main = script_main(__file__, BenchConfig, bench, draw)
+script = Script(__file__, BenchConfig, bench, view, bars=('ms', 'floor, ms'))
 
 if __name__ == '__main__':
-    main(sys.argv[1:])
+    script.main(sys.argv[1:])

@@ -1,14 +1,13 @@
 """GRPO compared with TRL's GRPOTrainer, on one CUDA device: seconds of the parts of a step.
 
     python research/bench/grpo.py --prompts=gsm8k.jsonl --tokenizer=Llama-3.2-1B
-    python research/bench/grpo.py --plot=out/bench_grpo.json
 
 A step generates 8 answers of at most 256 tokens to each of 32 prompts (rollout), computes the
 log-probabilities of the reference (scoring), and takes one optimizer step (update). Random weights,
 so hardly any answer ends earlier. The limit of a part on this device, from rates that are measured
 in the same run: the bytes that decoding must read, and the products of the other two. Each method
 has a process of its own, with empty caches on disk. TRL generates by transformers, which needs no
-package beside it. Writes out/bench_grpo.json and its picture.
+package beside it.
 """
 
 import statistics
@@ -22,27 +21,22 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import train
 from align import ROLLOUTS, AlignConfig
-from research.bench.common import (DEVICE, MODELS, chosen, draw_results, matrix_rate,
-                                   measure_in_process, memory_rate, now, peak_gib, print_results,
-                                   require_files, save_model, script_main, write_lines)
+from research.bench.common import (DEVICE, MODELS, PeerOptions, Script, chosen, decoding_limit,
+                                   device_rates, measure_methods, method_table, now, peak_gib,
+                                   require_files, save_model, write_lines)
+from research.bench.peers import TRL_SETTINGS
 from data.export import tokenizer_files
 from data.files import read_rows
 from data.tokenizer import load_tokenizer
 from runtime import checkpoint
 from runtime.build import build_optimizer
 from runtime.config_json import config_from_hf
-from decoding.slots import step_cost
 
 
 @dataclass
-class BenchConfig:
+class BenchConfig(PeerOptions):
     shape: tuple[Literal['llama32_1b', 'llama31_8b'], ...] = ('llama32_1b',)
     prompts: str | None = None      # rows with `prompt` or `question`, such as GSM8K's
-    tokenizer: str | None = None    # a folder with a tokenizer
-    only: str | None = None         # methods, separated by '|', instead of all of them
-    ours: bool = False              # ours alone
-    plot: str | None = None         # only draw this file of results again
-    out: str = 'out/bench_grpo.json'
 
 
 PROMPTS, ANSWERS, TOKENS = 32, 8, 256       # of a step: prompts, answers to each, their tokens
@@ -60,18 +54,12 @@ PARTS = 'rollout_s', 'scoring_s', 'update_s'
 def bench(config):
     """Yield a table per model: the seconds of each part of a step, and its limit."""
     require_files(config, prompts='a file of questions')
-    methods = chosen(config.only, OURS if config.ours else OURS | PEERS)
-    rates = [matrix_rate(), memory_rate()] if DEVICE == 'cuda' else [1e12, 1e12]
+    methods, rates = chosen(config.only, OURS if config.ours else OURS | PEERS), device_rates()
     for name in config.shape:
-        table = {'shape': name, 'rates': rates, 'results': {}}
         with tempfile.TemporaryDirectory() as folder:
             prepare(name, config, Path(folder))
-            for method in methods:
-                row = table['results'][method] = measure_in_process(__file__, {
-                    'folder': folder, 'ours': method in OURS, 'options': (OURS | PEERS)[method]})
-                print(f'{name}: {method}: {row}', flush=True)
-        print_table(table)
-        yield table
+            yield {'shape': name, 'rates': rates,
+                   'results': measure_methods(__file__, name, methods, folder=folder)}
 
 
 def prepare(shape, config, folder):
@@ -140,9 +128,8 @@ def trl_steps(folder, size, liger=False):
         output_dir=str(folder / 'trl'), max_steps=1 + STEPS, per_device_train_batch_size=size,
         gradient_accumulation_steps=PROMPTS * ANSWERS // size, num_generations=ANSWERS,
         max_completion_length=TOKENS, beta=KL, loss_type='grpo', temperature=1.0, top_k=0,
-        learning_rate=5e-7, optim='adamw_torch_fused', bf16=DEVICE == 'cuda',
-        gradient_checkpointing=False, use_liger_kernel=liger, save_strategy='no', report_to='none',
-        disable_tqdm=True, use_cpu=DEVICE == 'cpu', model_init_kwargs={'dtype': 'bfloat16'})
+        learning_rate=5e-7, use_liger_kernel=liger, model_init_kwargs={'dtype': 'bfloat16'},
+        **TRL_SETTINGS)
     trainer_class(
         str(folder / 'model'), args=config, callbacks=[Steps()],
         reward_funcs=lambda completions, **_: [text.count('e') / 100 for text in completions],
@@ -154,33 +141,27 @@ def trl_steps(folder, size, liger=False):
 def limits(shape, rates, prompt_tokens=120):
     """Return {part: seconds} that the hardware needs at least, for prompts of that length."""
     model = checkpoint.build(config_from_hf(MODELS[shape])).bfloat16()
-    n, head = PROMPTS * ANSWERS, model.head.numel()
-    cached = n * (prompt_tokens + TOKENS / 2)
-    weights, flops = step_cost(model, n, 0)
-    cache = step_cost(model, n, cached)[0] - weights
+    n = PROMPTS * ANSWERS
+    step, *_ = decoding_limit(model, n, n * (prompt_tokens + TOKENS / 2), rates)
     # the embedding is a lookup; the output matrix is needed for the answers alone
     blocks = sum(p.numel() for p in model.decoder.layers.parameters())
-    forward = 2 * ((PROMPTS * prompt_tokens + n * TOKENS) * blocks + n * TOKENS * head)
-    step = max(weights / rates[1], flops / rates[0]) + cache / rates[1]
+    forward = 2 * ((PROMPTS * prompt_tokens + n * TOKENS) * blocks
+                   + n * TOKENS * model.head.numel())
     return dict(zip(PARTS, (TOKENS * step, forward / rates[0], 3 * forward / rates[0])))
 
 
-def print_table(table):
-    """Print the seconds of each part, and last their limits."""
+def view(table):
+    """Return the seconds of each part, and last their limits; see `Script`."""
     limit = limits(table['shape'], table['rates'])
-    print_results(
-        f'{table["shape"]}, GRPO, {PROMPTS} prompts x {ANSWERS} answers x {TOKENS} tokens',
-        ('method', 'step, s', 'rollout, s', 'scoring, s', 'update, s', 'first step, s', 'peak GiB'),
-        table['results'], lambda _, row: [str(row[key]) for key in (
-            'step_s', *PARTS, 'first_s', 'peak_gib')],
-        [['limit', *(f'{s:.2f}' for s in (sum(limit.values()), *limit.values()))]])
+    return (f'{table["shape"]}, GRPO, {PROMPTS} prompts x {ANSWERS} answers x {TOKENS} tokens',
+            method_table(table['results'], [
+                ('step, s', 'step_s', ''), ('rollout, s', 'rollout_s', ''),
+                ('scoring, s', 'scoring_s', ''), ('update, s', 'update_s', ''),
+                ('first step, s', 'first_s', ''), ('peak GiB', 'peak_gib', '')], last=[
+                    ['limit', *(f'{s:.2f}' for s in (sum(limit.values()), *limit.values()))]]))
 
 
-def draw(path):
-    draw_results(path, 'GRPO: seconds per step', 'step_s', '')
-
-
-main = script_main(__file__, BenchConfig, bench, draw, measure)
+script = Script(__file__, BenchConfig, bench, view, bars=('step, s',), measure=measure)
 
 if __name__ == '__main__':
-    main(sys.argv[1:])
+    script.main(sys.argv[1:])

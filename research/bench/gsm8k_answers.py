@@ -2,15 +2,13 @@
 
     python research/bench/gsm8k_answers.py --data=gsm8k --tokenizer=Llama-3.2-1B
     python research/bench/gsm8k_answers.py --data=gsm8k --model=out/run --questions=32 --batch=256
-    python research/bench/gsm8k_answers.py --plot=out/bench_answers.json
 
 Times the whole command `python evaluate.py`, from its start: all questions, `n` samples and a
 greedy answer each, all confidences, metrics and pages. lm-evaluation-harness (its HFLM) then writes
 `n` samples to the first `questions`, in each size of `batch`; its start is not counted. Both read
 the same prompts with five shots, draw at temperature 1, and end an answer at the end token, before
 'Question:' and after 256 tokens. Random weights almost always write 256. Without `model`, weights
-are random, with the tokenizer.json and tokenizer_config.json of the folder `tokenizer`. Writes
-out/bench_answers.json and its picture.
+are random, with the tokenizer.json and tokenizer_config.json of the folder `tokenizer`.
 """
 
 import sys
@@ -21,9 +19,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from research.bench.common import (DEVICE, Shape, command_seconds, draw_results, failure,
-                                   free_memory, load, now, peak_gib, print_results,
-                                   reset_peak_memory, save_model, script_main)
+from research.bench.common import (DEVICE, Options, Script, Shape, failure, free_memory, load,
+                                   method_table, now, peak_gib, reset_peak_memory, run_command,
+                                   save_model)
 from data.files import read_rows
 from data.written_answers import WRITTEN_TASKS
 from evaluate import load_tasks
@@ -34,7 +32,7 @@ from runtime.eval_config import EvalConfig
 
 
 @dataclass
-class BenchConfig:
+class BenchConfig(Options):
     shape: tuple[Shape, ...] = ('llama32_1b',)
     model: str | None = None        # a folder with weights, instead of random ones in a shape
     data: str | None = None         # a folder with GSM8K's test.jsonl and train.jsonl
@@ -44,7 +42,6 @@ class BenchConfig:
     questions: int = 64             # that lm_eval answers
     batch: tuple[int, ...] = (512, 1024)    # answers that lm_eval writes at once
     ours: bool = False              # ours alone
-    plot: str | None = None         # only draw this file of results again
     out: str = 'out/bench_answers.json'
 
 
@@ -65,13 +62,12 @@ def bench(config):
             except Exception as error:      # a peer's
                 table['results']['lm_eval'] = failure(error)
         free_memory()
-        print_table(table)
         yield table
 
 
 def measure_ours(model, config, out):
     """Return {name: timing} of `python evaluate.py`: only the tokens of its answers count."""
-    whole = command_seconds([
+    (whole,), _ = run_command([
         'evaluate.py', f'--model={model}', f'--tasks=gsm8k:{Path(config.data).resolve()}',
         f'--n={config.n}', f'--max_tokens={config.max_tokens}', '--p_true', '--p_ik',
         '--verbalized', f'--device={DEVICE}', '--dtype=bfloat16', f'--out_dir={out}'])
@@ -131,24 +127,19 @@ def measure_peer(model, config):
     return rows
 
 
-def print_table(table):
-    """Print the table as Markdown; ratios are to lm_eval at its best."""
+def view(table):
+    """Return a section for a table, see `Script`; ratios are to lm_eval at its best."""
     best = max((row['tokens_per_s'] for name, row in table['results'].items()
                 if name.startswith('lm_eval') and 'failed' not in row), default=None)
-    print_results(
-        f'{table["shape"]}, GSM8K, {table["n"]} samples per question',
-        (None, 'answers', 'tokens', 's', 'tokens/s', 'ratio to lm_eval'), table['results'],
-        lambda name, row: (
-            f'{row["answers"]:,}', f'{row["tokens"]:,}', f'{row["seconds"]:.1f}',
-            f'{row["tokens_per_s"]:,.0f}',
-            f'{row["tokens_per_s"] / best:.1f}' if best and name.startswith('ours') else ''))
+    results = {name: row | {'ratio': row['tokens_per_s'] / best}
+               if best and name.startswith('ours') else row
+               for name, row in table['results'].items()}
+    return (f'{table["shape"]}, GSM8K, {table["n"]} samples per question', method_table(results, [
+        ('answers', 'answers', ','), ('tokens', 'tokens', ','), ('s', 'seconds', '.1f'),
+        ('tokens/s', 'tokens_per_s', ',.0f'), ('ratio to lm_eval', 'ratio', '.1f')], None))
 
 
-def draw(path):
-    draw_results(path, 'Answers to GSM8K', 'tokens_per_s', ',.0f', '{shape}: tokens/s')
-
-
-main = script_main(__file__, BenchConfig, bench, draw)
+script = Script(__file__, BenchConfig, bench, view, bars=('tokens/s',))
 
 if __name__ == '__main__':
-    main(sys.argv[1:])
+    script.main(sys.argv[1:])

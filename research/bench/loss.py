@@ -2,29 +2,29 @@
 
     python research/bench/loss.py
     python research/bench/loss.py --shapes=llama32_1b,mistral_7b --rounds=1 --out=out/quick
-    python research/bench/loss.py --plot=out/loss.json
 
-Forward and backward of the output layer of six models in bfloat16, with random inputs whose logits
-fall with a token's rank as in a language model, and smoothing 0.1. Each method runs at every memory
-setting that it has. A second table has every loss of fused_ce.py at the default memory. Writes
-<out>.json, <out>.csv and <out>.png; a peer that is not installed is listed as such.
+Forward and backward of the output layer of seven models in bfloat16, with random inputs whose
+logits fall with a token's rank as in a language model, and smoothing 0.1. Each method runs at every
+memory setting that it has. A second table has every loss of fused_ce.py at the default memory. Also
+writes a .csv file; a peer that is not installed is listed as such.
 """
 
-import argparse
 import csv
 import functools
+import importlib
 import statistics
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from research.bench.common import (MODELS, cell, failure, free_memory, load, save, table_text,
-                                   versions)
+from research.bench.common import MODELS, Options, Script, cell, failure, free_memory, method_table
 from fused_ce import fused_loss, smoothed_cross_entropy, token_statistics
+from runtime.errors import ConfigError
 from runtime.loss import parse_loss
 
 SHAPES = {name: (raw['hidden_size'], raw['vocab_size'], 30.0 if name == 'gemma2_2b' else None)
@@ -39,6 +39,27 @@ LIGER = 1, 2, 4, 8, 16, 64, 128         # its chunk_mem_const
 LOSSES = ('cross_entropy()', 'cross_entropy() + smoothing(0.1)', 'brier()', 'spherical()',
           'focal(2)', 'gce(0.7)', 'dft()', 'entropy_weighted(1)', 'cross_entropy() + z_loss(1e-4)',
           'cross_entropy() + confidence_penalty(0.1)', 'focal(2) + smoothing(0.1) + z_loss(1e-4)')
+
+
+@dataclass
+class BenchConfig(Options):
+    out: str = 'out/loss'           # of a .json, a .csv and a .png file
+    shapes: tuple[str, ...] = tuple(SHAPES)
+    n: int = 8192                   # tokens, all of which carry loss
+    rounds: int = 3                 # the median of these is reported
+    ours: bool = False              # only ours and torch eager, whose errors are the unit
+
+
+def bench(config):
+    """Yield a table per shape."""
+    if unknown := {*config.shapes} - {*SHAPES}:
+        raise ConfigError(f'shapes: there is no {sorted(unknown)[0]!r}; there are '
+                          f'{", ".join(SHAPES)}')
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for name in config.shapes:
+        yield {'shape': name, 'n': config.n} | measure(config.n, *SHAPES[name], config.rounds,
+                                                       not config.ours)
+        free_memory()
 
 
 def measure(n, D, V, softcap, rounds, peers=True):
@@ -61,23 +82,24 @@ def measure(n, D, V, softcap, rounds, peers=True):
         clear(hidden, weight)
     chunk = min(n, 2048)
     products = three_products(hidden.detach(), weight.detach(), chunk)
-    host, frozen, half = target.cpu(), weight.detach(), target.cpu().clone()
+    host, half = target.cpu(), target.cpu()
     half[::2] = -100
-    options = {'smoothing': SMOOTHING, 'softcap': softcap}
-    losses = {f'loss {text}': step_of(
-        functools.partial(lambda loss: fused_loss(hidden, weight, host, loss, softcap=softcap)[0],
-                          parse_loss(text)), hidden, weight) for text in LOSSES}
+
+    def fused(loss):
+        return step_of(lambda: fused_loss(hidden, weight, host, loss, softcap=softcap)[0],
+                       hidden, weight)
+
+    def smoothed(head=weight, target=host, backward=True, **options):
+        return step_of(lambda: smoothed_cross_entropy(hidden, head, target, smoothing=SMOOTHING,
+                                                      softcap=softcap, **options)[0],
+                       hidden, weight, backward)
+
+    losses = {text: fused(parse_loss(text)) for text in LOSSES}
     uses = {
-        'half of the tokens ignored': step_of(
-            lambda: smoothed_cross_entropy(hidden, weight, half, **options)[0], hidden, weight),
-        'frozen head': step_of(
-            lambda: smoothed_cross_entropy(hidden, frozen, host, **options)[0], hidden, weight),
-        "reduction='none'": step_of(
-            lambda: smoothed_cross_entropy(hidden, weight, host, reduction='none',
-                                           **options)[0].mean(), hidden, weight),
-        'loss without gradient': step_of(
-            lambda: smoothed_cross_entropy(hidden, weight, host, **options)[0], hidden, weight,
-            backward=False),
+        'half of the tokens ignored': smoothed(target=half),
+        'frozen head': smoothed(head=weight.detach()),
+        "reduction='none'": smoothed(reduction='none'),
+        'loss without gradient': smoothed(backward=False),
         'token_statistics': step_of(
             lambda: token_statistics(hidden, weight, host, softcap=softcap).nll, hidden, weight,
             backward=False),
@@ -86,7 +108,7 @@ def measure(n, D, V, softcap, rounds, peers=True):
     for name in steps:
         rows[name]['ms'] = ms[name]
     return {'products': [ms[name] * n / chunk for name in products], 'methods': rows,
-            'losses': {text: ms[f'loss {text}'] for text in LOSSES},
+            'losses': {text: ms[text] for text in losses},
             'uses': {name: ms[name] for name in uses}}
 
 
@@ -112,83 +134,74 @@ def inputs(n, D, V):
     return hidden.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_(), target
 
 
+def capped(logits, softcap):
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def peer(module, function, **options):
+    """Return loss(hidden, weight, target) of a library, which is imported when it is called."""
+    def loss(*inputs):
+        return getattr(importlib.import_module(module), function)(*inputs, **options)
+    return loss
+
+
+def smooth(plain):
+    """Return a plain loss with smoothing from outside: without a softcap a correction of rank one.
+    """
+    def loss(hidden, weight, target):
+        value = plain(hidden, weight, target)
+        mean = weight.mean(0, dtype=torch.float32).to(weight.dtype)
+        return value + SMOOTHING * (hidden * (weight[target] - mean)).sum(1).float().mean()
+    return loss
+
+
 def methods(softcap, host_target):
     """Return {name: (loss(hidden, weight, target), its smoothing)}; a peer raises if it cannot.
 
-    Ours takes the target from the CPU, where a data loader leaves it, so nothing waits. Without a
-    softcap the smoothing of any plain loss is a correction of rank one, which CCE, QuACK and
-    Liger's kernels for Hopper get from outside.
+    Ours takes the target from the CPU, where a data loader leaves it, so nothing waits. CCE, QuACK
+    and Liger's kernels for Hopper get their smoothing from outside.
     """
-    def smooth(loss, hidden, weight, target):
-        mean = weight.mean(0, dtype=torch.float32).to(weight.dtype)
-        return loss + SMOOTHING * (hidden * (weight[target] - mean)).sum(1).float().mean()
-
     def eager(hidden, weight, target):
-        logits = (hidden @ weight.T).float()
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
+        logits = capped((hidden @ weight.T).float(), softcap)
         return F.cross_entropy(logits, target, label_smoothing=SMOOTHING)
 
-    def liger(constant, accum_dtype=None):
-        def loss(hidden, weight, target):
-            from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-            return liger_fused_linear_cross_entropy(
-                hidden, weight, target, label_smoothing=SMOOTHING, softcap=softcap,
-                accum_dtype=accum_dtype, chunk_mem_const=constant)
-        return loss
-
-    def cce(**options):
-        def loss(hidden, weight, target):
-            from cut_cross_entropy import linear_cross_entropy
-            loss = linear_cross_entropy(hidden, weight, target, softcap=softcap, **options)
-            return smooth(loss, hidden, weight, target) if softcap is None else loss
-        return loss
-
-    def quack(hidden, weight, target):
-        from quack.linear_cross_entropy import chunked_linear_cross_entropy
-        if softcap is not None:
-            raise NotImplementedError('has no softcap')
-        return chunked_linear_cross_entropy(hidden, weight, target)
-
-    def liger_hopper(hidden, weight, target):
-        from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import (
-            liger_fused_linear_cross_entropy_sm90)
-        if softcap is not None:
-            raise NotImplementedError('has no softcap')
-        return liger_fused_linear_cross_entropy_sm90(hidden, weight, target)
-
-    def smoothed(plain):
-        return lambda *inputs: smooth(plain(*inputs), *inputs)
-
-    def torch_linear(with_options):
-        def loss(hidden, weight, target):
-            if not hasattr(F, 'linear_cross_entropy'):
-                raise ImportError(f'torch {torch.__version__} has no F.linear_cross_entropy')
+    def uncapped(plain):
+        def loss(*inputs):
             if softcap is not None:
                 raise NotImplementedError('has no softcap')
-            options = {}
-            if with_options:    # its chunked path has no label smoothing
-                options['options'] = torch.nn.LinearCrossEntropyOptions()
-            return F.linear_cross_entropy(hidden, weight, target, **options,
-                                          label_smoothing=0 if with_options else SMOOTHING)
+            return plain(*inputs)
         return loss
 
     def ours(memory):
         return lambda hidden, weight, _: smoothed_cross_entropy(
             hidden, weight, host_target, smoothing=SMOOTHING, softcap=softcap, memory=memory)[0]
 
-    can_smooth = SMOOTHING if softcap is None else 0.0
-    peers = {'torch eager': eager, 'torch.compile': torch.compile(eager, dynamic=False),
-             'F.linear_cross_entropy': torch_linear(False)}
-    peers |= {f'Liger, C = {constant}': liger(constant) for constant in LIGER}
-    peers['Liger, C = 16, float32 dW'] = liger(16, torch.float32)
-    return ({name: (loss, SMOOTHING) for name, loss in peers.items()}
-            | {'F.linear_cross_entropy, options': (torch_linear(True), 0.0),
-               'CCE': (cce(), can_smooth), 'CCE, no filter': (cce(filter_eps=None), can_smooth),
-               'QuACK': (smoothed(quack), SMOOTHING), 'QuACK, plain': (quack, 0.0),
-               'Liger, Hopper': (smoothed(liger_hopper), SMOOTHING),
-               'Liger, Hopper, plain': (liger_hopper, 0.0), 'TRL': (trl_loss(softcap), 0.0)}
-            | {name: (ours(memory), SMOOTHING) for name, memory in OURS.items()})
+    liger = functools.partial(
+        peer, 'liger_kernel.transformers.functional', 'liger_fused_linear_cross_entropy',
+        label_smoothing=SMOOTHING, softcap=softcap, accum_dtype=None)
+    cce = functools.partial(peer, 'cut_cross_entropy', 'linear_cross_entropy', softcap=softcap)
+    quack = uncapped(peer('quack.linear_cross_entropy', 'chunked_linear_cross_entropy'))
+    hopper = uncapped(peer('liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90',
+                           'liger_fused_linear_cross_entropy_sm90'))
+    losses = {
+        'torch eager': eager, 'torch.compile': torch.compile(eager, dynamic=False),
+        'F.linear_cross_entropy': uncapped(lambda *inputs: F.linear_cross_entropy(
+            *inputs, label_smoothing=SMOOTHING)),
+        **{f'Liger, C = {constant}': liger(chunk_mem_const=constant) for constant in LIGER},
+        'Liger, C = 16, float32 dW': liger(chunk_mem_const=16, accum_dtype=torch.float32),
+        'F.linear_cross_entropy, options': uncapped(lambda *inputs: F.linear_cross_entropy(
+            *inputs, options=torch.nn.LinearCrossEntropyOptions())),
+        'CCE': cce(), 'CCE, no filter': cce(filter_eps=None), 'QuACK': smooth(quack),
+        'QuACK, plain': quack, 'Liger, Hopper': smooth(hopper), 'Liger, Hopper, plain': hopper,
+        'TRL': trl_loss(softcap), **{name: ours(memory) for name, memory in OURS.items()}}
+    # the chunked path of torch, which the options choose, has no label smoothing
+    plain = {'F.linear_cross_entropy, options', 'QuACK, plain', 'Liger, Hopper, plain', 'TRL'}
+    for name in ('CCE', 'CCE, no filter'):
+        if softcap is None:
+            losses[name] = smooth(losses[name])
+        else:
+            plain.add(name)
+    return {name: (loss, 0.0 if name in plain else SMOOTHING) for name, loss in losses.items()}
 
 
 def trl_loss(softcap):
@@ -210,33 +223,16 @@ def picked(target, V):
                               torch.randint(0, V, (192,), generator=make, device='cuda')])
 
 
-@torch.no_grad()
 def exact_gradients(hidden, weight, target, smoothing, softcap, at):
     """Return the loss and the picked rows of dh and dW, in float32 from the bfloat16 inputs."""
-    tokens, vocabulary = at
-    weight = weight.float()
-    n, V, total = len(target), len(weight), 0.0
-    dw = torch.zeros(len(vocabulary), weight.shape[1], device='cuda')
-
-    def chunk(h, y):
-        z = h @ weight.T
-        z = z if softcap is None else softcap * torch.tanh(z / softcap)
-        log_probs = z.log_softmax(1)
-        label = log_probs.gather(1, y[:, None])
-        loss = -(1 - smoothing) * label.sum() - smoothing * log_probs.mean(1).sum()
-        g = log_probs.exp_().sub_(smoothing / V)
-        g.scatter_add_(1, y[:, None], torch.full_like(label, smoothing - 1))
-        if softcap is not None:
-            g *= 1 - (z / softcap) ** 2
-        return loss.item() / n, g / n
-
-    for start in range(0, n, 512):
-        h, y = hidden[start:start + 512].float(), target[start:start + 512]
-        loss, g = chunk(h, y)
-        total += loss
-        dw += g[:, vocabulary].T @ h
-    _, g = chunk(hidden[tokens].float(), target[tokens])
-    return total, g @ weight, dw
+    hidden, weight = (x.detach().float().requires_grad_() for x in (hidden, weight))
+    total, (tokens, vocabulary) = 0.0, at
+    for h, y in zip(hidden.split(512), target.split(512)):
+        loss = F.cross_entropy(capped(h @ weight.T, softcap), y, label_smoothing=smoothing,
+                               reduction='sum') / len(target)
+        loss.backward()
+        total += loss.item()
+    return total, hidden.grad[tokens], weight.grad[vocabulary]
 
 
 def three_products(hidden, weight, rows):
@@ -249,11 +245,13 @@ def three_products(hidden, weight, rows):
 
 
 def step_of(loss, hidden, weight, backward=True):
+    """Return a function that computes a loss, or the mean of one per token, and its gradients."""
     def step():
         hidden.grad = weight.grad = None
         with torch.set_grad_enabled(backward):
             value = loss()
         if backward:
+            value = value.mean() if value.ndim else value
             value.backward()
         return value.detach()
     return step
@@ -297,122 +295,91 @@ def interleaved(steps, rounds, hidden, weight):
     return {name: statistics.median(values) for name, values in ms.items()}
 
 
-def print_table(name, n, table):
-    """Print the tables of a shape as Markdown."""
-    D, V, softcap = SHAPES[name]
-    products, rows = sum(table['products']), table['methods']
-    print(f'\n### {name}: D {D}, V {V}, softcap {softcap}, {n} tokens\n\n'
-          f'Three products, {" + ".join(f"{ms:.2f}" for ms in table["products"])} = '
-          f'{products:.2f} ms ({6 * n * D * V / products / 1e9:.0f} TFLOP/s). Errors in units of '
-          'those of torch eager.\n')
+def view(table):
+    """Return a section for a table, see `Script`: methods, the best of each budget, losses."""
+    D, V, softcap = SHAPES[table['shape']]
+    n, products, rows = table['n'], sum(table['products']), table['methods']
+    text = (f'Three products, {" + ".join(f"{ms:.2f}" for ms in table["products"])} = '
+            f'{products:.2f} ms ({6 * n * D * V / products / 1e9:.0f} TFLOP/s). Errors in units of '
+            f'those of torch eager.')
     eager = rows['torch eager']
-    print(table_text(('method', 'ms', 'ratio to products', 'extra MiB', 'dh error', 'dW error',
-                      None), [
-        [method, *[None] * 5, cell(row['failed'])] if 'failed' in row else
-        [method, f'{row["ms"]:.2f}', f'{row["ms"] / products:.3f}', f'{row["extra_mib"]:.0f}',
-         *(f'{row[key] / eager[key]:.2f}' for key in ('dh_error', 'dw_error')),
-         '' if row['smoothing'] else 'without smoothing'] for method, row in rows.items()]))
+    lines = [[method, *[None] * 5, cell(row['failed'])] if 'failed' in row else
+             [method, f'{row["ms"]:.2f}', f'{row["ms"] / products:.3f}', f'{row["extra_mib"]:.0f}',
+              *(f'{row[key] / eager[key]:.2f}' for key in ('dh_error', 'dw_error')),
+              '' if row['smoothing'] else 'without smoothing'] for method, row in rows.items()]
     budgets = []
     for budget in BUDGETS:
-        inside = {method: row['ms'] for method, row in rows.items()
-                  if round(row.get('extra_mib', 1e9)) <= budget and row.get('smoothing')}
-        best = [min(((ms, method) for method, ms in inside.items() if (method in OURS) == ours),
-                    default=(float('nan'), '')) for ours in (True, False)]
-        budgets.append((f'{budget} MiB', f'{best[0][0]:.2f}', f'{best[1][0]:.2f}', best[1][1]))
-    print('', table_text(('at most', 'ours, ms', 'best peer, ms', 'peer'), budgets), '', sep='\n')
+        inside = [(row['ms'], method) for method, row in rows.items()
+                  if row.get('smoothing') and round(row['extra_mib']) <= budget]
+        ours, peer = (min((pair for pair in inside if (pair[1] in OURS) == own),
+                          default=(float('nan'), '')) for own in (True, False))
+        budgets.append((f'{budget} MiB', f'{ours[0]:.2f}', f'{peer[0]:.2f}', peer[1]))
     base = table['losses']['cross_entropy() + smoothing(0.1)']
-    print(table_text(('loss', 'ms', 'ratio to smoothing'), [
-        (text, f'{ms:.2f}', f'{ms / base:.3f}') for text, ms in table['losses'].items()]))
-    one, two = table['products'][0], sum(table['products'][:2])
-    print('\n' + '; '.join(f'{use} {ms:.2f} ms' for use, ms in table['uses'].items())
-          + f'. token_statistics takes {table["uses"]["token_statistics"] / one:.2f} of one '
-          f'product, a frozen head {table["uses"]["frozen head"] / two:.2f} of two.', flush=True)
+    losses = {text: {'ms': ms, 'ratio': ms / base} for text, ms in table['losses'].items()}
+    one, two, uses = table['products'][0], sum(table['products'][:2]), table['uses']
+    return (f'{table["shape"]}: D {D}, V {V}, softcap {softcap}, {n} tokens', text,
+            (('method', 'ms', 'ratio to products', 'extra MiB', 'dh error', 'dW error', None),
+             lines), (('at most', 'ours, ms', 'best peer, ms', 'peer'), budgets),
+            method_table(losses, [('ms', 'ms', '.2f'), ('ratio to smoothing', 'ratio', '.3f')],
+                         'loss'),
+            '; '.join(f'{use} {ms:.2f} ms' for use, ms in uses.items())
+            + f'. token_statistics takes {uses["token_statistics"] / one:.2f} of one product, a '
+            f'frozen head {uses["frozen head"] / two:.2f} of two.')
 
 
-def write_csv(path, tables):
-    columns = ['shape', 'method', 'ms', 'extra_mib', 'loss_error', 'dh_error', 'dw_error',
-               'smoothing', 'failed']
-    with open(path, 'w', newline='') as file:
-        writer = csv.DictWriter(file, columns)
+def plot(content, picture):
+    """Write the numbers as a .csv file beside the picture: time against extra memory."""
+    with open(picture.with_suffix('.csv'), 'w', newline='') as file:
+        writer = csv.DictWriter(file, ('shape', 'method', 'ms', 'extra_mib', 'loss_error',
+                                       'dh_error', 'dw_error', 'smoothing', 'failed'))
         writer.writeheader()
-        for shape, table in tables.items():
+        for table in content['tables']:
             times = {name: {'ms': ms} for name, ms in (table['losses'] | table['uses']).items()}
             for name, row in (table['methods'] | times).items():
-                writer.writerow({'shape': shape, 'method': name} | row)
-
-
-def draw(path):
-    """Time against extra memory, one panel per shape, from <out>.json to <out>.png."""
+                writer.writerow({'shape': table['shape'], 'method': name} | row)
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
-    content = load(path)
     n_panels = len(content['tables'])
     n_columns = min(3, n_panels)
     figure, axes = plt.subplots(-(-n_panels // n_columns), n_columns, squeeze=False,
                                 figsize=(4.6 * n_columns, 4.4 * -(-n_panels // n_columns)))
     for ax in axes.flat[n_panels:]:
         ax.axis('off')
-    for ax, (shape, table) in zip(axes.flat, content['tables'].items()):
-        rows = {name: row for name, row in table['methods'].items() if 'failed' not in row}
-
-        def points(names, rows=rows):
-            return sorted((max(3, rows[name]['extra_mib']), rows[name]['ms']) for name in names)
-
-        lines = {'ours': [name for name in rows if name in OURS],
-                 'Liger': [name for name in rows if name.startswith('Liger, C')
+    for ax, table in zip(axes.flat, content['tables']):
+        points = {name: (max(3, row['extra_mib']), row['ms'])
+                  for name, row in table['methods'].items() if 'failed' not in row}
+        lines = {'ours': [name for name in points if name in OURS],
+                 'Liger': [name for name in points if name.startswith('Liger, C')
                            and 'float' not in name]}
-        for (label, names), color in zip(lines.items(), ('C0', 'C3'), strict=True):
-            ax.plot(*zip(*points(names), strict=True), 'o-', color=color, ms=4, lw=1, label=label)
-        for name in rows.keys() - {name for names in lines.values() for name in names}:
-            x, y = points([name])[0]
-            ax.plot(x, y, 's', color='C7', ms=4)
+        for (label, names), color in zip(lines.items(), ('C0', 'C3')):
+            ax.plot(*zip(*sorted(points[name] for name in names)), 'o-', color=color, ms=4, lw=1,
+                    label=label)
+        for name in points.keys() - {*lines['ours'], *lines['Liger']}:
+            ax.plot(*points[name], 's', color='C7', ms=4)
             below = name in ('torch.compile', 'CCE', 'TRL')     # close to another
-            ax.annotate(name, (x, y), xytext=(0, -10 if below else 5), fontsize=6, ha='center',
-                        textcoords='offset points')
+            ax.annotate(name, points[name], xytext=(0, -10 if below else 5), fontsize=6,
+                        ha='center', textcoords='offset points')
         products = sum(table['products'])
         ax.axhline(products, color='grey', ls='--', lw=1, label='three products')
-        D, V, softcap = SHAPES[shape]
-        top = max(row['ms'] for row in rows.values()) * 1.3
+        D, V, softcap = SHAPES[table['shape']]
+        top = max(ms for _, ms in points.values()) * 1.3
         ticks = [t for t in (5, 10, 15, 20, 30, 40, 50, 75, 100, 150, 200)
                  if products * 0.8 < t < top]
         ax.set(xscale='log', yscale='log', xlabel='extra memory, MiB', xlim=(2, 6e4),
-               ylim=(products * 0.9, top), title=f'{shape}: D {D}, V {V}, cap {softcap}')
+               ylim=(products * 0.9, top), title=f'{table["shape"]}: D {D}, V {V}, cap {softcap}')
         ax.set_yticks(ticks, [str(t) for t in ticks])
         ax.minorticks_off()
     axes[0, 0].set_ylabel('ms, forward and backward')
     axes[0, 0].legend(fontsize=8)
-    installed = content['versions']
-    figure.suptitle(f'Smoothed cross-entropy of {content["n"]} tokens in bfloat16 on one '
-                    f'{installed["device"]}, torch {installed["torch"]}', fontsize=10)
+    used = content['versions']
+    figure.suptitle(f'Smoothed cross-entropy of {content["tables"][0]["n"]} tokens in bfloat16 on '
+                    f'one {used["device"]}, torch {used["torch"]}', fontsize=10)
     figure.tight_layout()
-    figure.savefig(Path(path).with_suffix('.png'), dpi=130)
+    figure.savefig(picture, dpi=130)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('--shapes', default=','.join(SHAPES), help='some of: %(default)s')
-    parser.add_argument('--n', type=int, default=8192, help='tokens, all of which carry loss')
-    parser.add_argument('--rounds', type=int, default=3, help='the median of these is reported')
-    parser.add_argument('--ours', action='store_true', help='only ours and torch eager')
-    parser.add_argument('--out', default='out/loss', help='path of the results, without suffix')
-    parser.add_argument('--plot', help='only draw this file of results again')
-    options = parser.parse_args()
-    if options.plot:
-        return draw(options.plot)
-    if not torch.cuda.is_available():
-        sys.exit('error: research/bench/loss.py needs a CUDA device')
-    torch.backends.cuda.matmul.allow_tf32 = False
-    print(', '.join(f'{key} {value}' for key, value in versions().items()))
-    out, tables = Path(options.out), {}
-    for name in options.shapes.split(','):
-        tables[name] = measure(options.n, *SHAPES[name], options.rounds, not options.ours)
-        print_table(name, options.n, tables[name])
-        save(out.with_suffix('.json'), tables, n=options.n)
-        free_memory()
-    write_csv(out.with_suffix('.csv'), tables)
-    return draw(out.with_suffix('.json'))
-
+script = Script(__file__, BenchConfig, bench, view, plot=plot)
 
 if __name__ == '__main__':
-    main()
+    script.main(sys.argv[1:])

@@ -3,14 +3,14 @@
     python research/bench/metrics.py
     python research/bench/metrics.py --ours
 
-Prints seconds, input checks included, for 14,042 questions with 4 options and for 1,000,000 with
-10, and writes them to out/bench_metrics.json. Peers that are not installed are left out.
+Seconds, input checks included, for 14,042 questions with 4 options and for 1,000,000 with 10. Peers
+that are not installed are left out.
 """
 
-import argparse
 import statistics
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -20,7 +20,18 @@ import torch
 
 import metrics
 import stats
-from research.bench.common import save, table_text, versions
+from research.bench.common import Options, Script, method_table
+
+
+@dataclass
+class BenchConfig(Options):
+    ours: bool = False              # ours alone
+
+
+def bench(config):
+    """Yield a table of seconds for each number of questions."""
+    for n, k in ((14_042, 4), (1_000_000, 10)):
+        yield {'n': n, 'k': k, 'seconds': measure(n, k, not config.ours)}
 
 
 def measure(n, k, peers=True):
@@ -73,25 +84,13 @@ def seconds(call):
     return statistics.median(times)
 
 
-def print_table(table):
-    methods = 'ours', 'torchmetrics', 'netcal'
-    print(f'\n### {table["n"]} x {table["k"]}, seconds\n', table_text((None, *methods), [
-        (name, *(f'{times[method]:.4f}' if method in times else '' for method in methods))
-        for name, times in table['seconds'].items()]), sep='\n', flush=True)
+def view(table):
+    return f'{table["n"]} x {table["k"]}, seconds', method_table(
+        table['seconds'], [(method, method, '.4f') for method in (
+            'ours', 'torchmetrics', 'netcal')], None)
 
 
-def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('--ours', action='store_true', help='ours alone')
-    parser.add_argument('--out', default='out/bench_metrics.json')
-    options = parser.parse_args(argv)
-    print(', '.join(f'{key} {value}' for key, value in versions().items()))
-    tables = []
-    for n, k in ((14_042, 4), (1_000_000, 10)):
-        tables.append({'n': n, 'k': k, 'seconds': measure(n, k, not options.ours)})
-        print_table(tables[-1])
-    save(options.out, tables)
-
+script = Script(__file__, BenchConfig, bench, view, needs_gpu=False)
 
 if __name__ == '__main__':
-    main()
+    script.main(sys.argv[1:])

@@ -10,12 +10,18 @@ from research.bench.common import DEVICE, now, peer_model
 from data.packing import IGNORE, pack
 
 
+# of each of its trainers
+TRL_SETTINGS = {'bf16': DEVICE == 'cuda', 'use_cpu': DEVICE == 'cpu', 'optim': 'adamw_torch_fused',
+                'gradient_checkpointing': False, 'save_strategy': 'no', 'report_to': 'none',
+                'disable_tqdm': True}
+
+
 def hugging_face_step(raw, attention, liger=False, compiled=False, padded=None, packed=None,
-                      rows=1):
+                      micro_rows=1):
     """Return step(batch) of a Hugging Face model; a batch is a list of (tokens, loss mask).
 
     padded: sequences in a forward pass, padded to the longest
-    packed: tokens in a row, packed as ours are, with position_ids; `rows` in a forward pass
+    packed: tokens in a row, packed as ours are, with position_ids; `micro_rows` in a pass
     neither: all rows, which have one length, in one forward pass
     """
     if liger:
@@ -29,7 +35,7 @@ def hugging_face_step(raw, attention, liger=False, compiled=False, padded=None, 
         if padded:
             return padded_inputs(batch, padded)
         if packed:
-            return packed_inputs(batch, packed, rows)
+            return packed_inputs(batch, packed, micro_rows)
         ids = torch.stack([torch.from_numpy(tokens) for tokens, _ in batch])
         return [{'input_ids': ids, 'labels': ids}]
 
@@ -72,10 +78,10 @@ def packed_inputs(batch, length, at_once=1):
                'shift_labels': targets, 'num_items_in_batch': n_supervised}
 
 
-def trl_steps(raw, batches, marks, steps, folder, length, attention, compiled=False, rows=1):
+def trl_steps(raw, batches, marks, steps, folder, length, attention, compiled=False, micro_rows=1):
     """Train with TRL's SFTTrainer and its packing; call marks() before and after steps.
 
-    length: tokens in a row at most; rows: of them in a forward pass, which TRL concatenates
+    length: tokens in a row at most; micro_rows: of them in a pass, which TRL concatenates
     marks:  is called at the beginning and after each `steps` steps, four times
     Returns the mean number of tokens in a step. attention: FlexAttention masks what the positions
     tell apart; the others that do, flash-attention's, are packages with kernels of their own.
@@ -99,19 +105,18 @@ def trl_steps(raw, batches, marks, steps, folder, length, attention, compiled=Fa
                               for tokens, mask in sequences])
     n_rows = len(pack(batches[0], length).tokens)    # of a step like ours
     config = SFTConfig(
-        output_dir=str(folder), packing=True, max_length=length, max_steps=4 * steps, bf16=True,
-        per_device_train_batch_size=rows, gradient_accumulation_steps=max(1, n_rows // rows),
-        pad_to_multiple_of=rows * length if compiled else None, torch_compile=compiled,
-        gradient_checkpointing=False, learning_rate=1e-5, max_grad_norm=1.0,
-        optim='adamw_torch_fused', logging_strategy='no', save_strategy='no', report_to='none',
-        disable_tqdm=True, use_cpu=DEVICE == 'cpu')
+        output_dir=str(folder), packing=True, max_length=length, max_steps=4 * steps,
+        per_device_train_batch_size=micro_rows,
+        gradient_accumulation_steps=max(1, n_rows // micro_rows),
+        pad_to_multiple_of=micro_rows * length if compiled else None, torch_compile=compiled,
+        learning_rate=1e-5, max_grad_norm=1.0, logging_strategy='no', **TRL_SETTINGS)
     trainer = SFTTrainer(peer_model(raw, attention), config, train_dataset=data,
                          processing_class=plain_tokenizer(), callbacks=[Marks()])
     packed_rows = trainer.train_dataset
     trainer.train()
     now()
     tokens = sum(map(len, packed_rows['input_ids'])) / len(packed_rows)
-    return tokens * rows * config.gradient_accumulation_steps
+    return tokens * micro_rows * config.gradient_accumulation_steps
 
 
 def plain_tokenizer():

@@ -3,7 +3,6 @@
     python research/bench/sft.py --data=conversations.jsonl --tokenizer=Llama-3.2-1B
     python research/bench/sft.py --data=conversations.jsonl --tokenizer=Llama-3.2-1B \\
         --tuning=full --conversations=2000 --max_s=200
-    python research/bench/sft.py --plot=out/bench_sft.json
 
 Makes a model folder with random weights and times whole commands from the shell to saved weights:
 one epoch, full tuning and LoRA, first with empty caches on disk (of compiled kernels, tokens and
@@ -11,14 +10,13 @@ datasets), then again with what that left. All modules are compiled to byte code
 the same conversations and chat template, supervise the last answer (ours every answer), pack rows
 of 4,096 tokens and take about as many steps. Ours has the defaults of train.py; the settings of TRL
 are in trl_sft.py. TRL prints the end of the first step at once, ours after launching the second
-one. `data` is as in train.py, `tokenizer` a folder with a tokenizer. Writes out/bench_sft.json and
-its picture.
+one. `data` is as in train.py, `tokenizer` a folder with a tokenizer.
 """
 
+import itertools
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,9 +26,9 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from research.bench.common import (DEVICE, ROOT, Shape, byte_code, cell, chosen, draw_bars,
-                                   empty_caches, last_error, load, require_files, save_model,
-                                   script_main, table_text, write_lines)
+from research.bench.common import (DEVICE, PeerOptions, Script, Shape, byte_code, cell, chosen,
+                                   empty_caches, last_error, require_files, run_command,
+                                   save_model, write_lines)
 from data.export import tokenizer_files
 from data.files import fetch, read_rows
 from data.instruct import PATTERNS, first_turns, load_conversations, to_messages
@@ -39,18 +37,13 @@ from train import TrainConfig
 
 
 @dataclass
-class BenchConfig:
+class BenchConfig(PeerOptions):
     shape: tuple[Shape, ...] = ('llama32_1b',)
     data: str | None = None         # conversations, as in train.py
-    tokenizer: str | None = None    # a folder with a tokenizer
     conversations: int | None = None    # only this many, the first ones; None: all
     tuning: tuple[Literal['full', 'LoRA'], ...] = ('full', 'LoRA')
     caches: tuple[Literal['cold', 'warm'], ...] = ('cold', 'warm')
-    only: str | None = None         # methods, separated by '|', instead of all of them
-    ours: bool = False              # ours alone
     max_s: float | None = None      # start no command after this many seconds
-    plot: str | None = None         # only draw this file of results again
-    out: str = 'out/bench_sft.json'
 
 
 TEMPLATE, PACK_LEN, BATCH = 'tulu', 4096, TrainConfig.batch_size
@@ -60,7 +53,7 @@ PEERS = {       # settings of research/bench/trl_sft.py
     'TRL, Liger': {'compiled': False, 'liger': True},
     'TRL, compiled': {'compiled': True, 'liger': False},
 }
-# what both commands print, with which a stage ends; the last one ends with the command
+# the beginning of the line, of both commands, with which a stage ends; saving ends the command
 STAGES = {'imports, data, weights': r'device: ', 'first step': r'step 1/',
           'other steps': r'peak memory \d'}
 SAVING = 'saving'
@@ -69,26 +62,24 @@ SAVING = 'saving'
 def bench(config):
     """Yield a table per model: seconds of each stage of each command, cold and warm."""
     require_files(config, data='a file of conversations')
-    methods = chosen(config.only, [OURS] if config.ours else [OURS, *PEERS])
-    compiled, started = byte_code(), time.perf_counter()
+    methods = chosen(config.only, {OURS: None} | ({} if config.ours else PEERS))
+    byte_code()
+    started = time.perf_counter()
     for shape in config.shape:
         with tempfile.TemporaryDirectory() as folder:
             table = {'shape': shape, **prepare(config, shape, Path(folder)), 'results': {}}
-            for method in methods:
-                for tuning in config.tuning:
-                    row = table['results'][f'{method}, {tuning}'] = {}
-                    caches = compiled | empty_caches(
-                        Path(folder) / f'caches of {method} {tuning}')
-                    # a run with empty caches must fill them first
-                    for kind in ('cold', 'warm'):
-                        if config.max_s and time.perf_counter() - started > config.max_s:
-                            row.setdefault('failed', f'{kind}: no time left')
-                        elif 'failed' not in row and (kind in config.caches or kind == 'cold'):
-                            row |= run(method, tuning, kind, table, caches, Path(folder))
-                    if 'cold' not in config.caches:
-                        row.pop('cold', None)
-                    print(f'{shape}: {method}, {tuning}: {row}', flush=True)
-            print_table(table)
+            for method, tuning in itertools.product(methods, config.tuning):
+                row = table['results'][f'{method}, {tuning}'] = {}
+                caches = empty_caches(Path(folder) / f'caches of {method} {tuning}')
+                # a run with empty caches must fill them first
+                for kind in ('cold', 'warm'):
+                    if config.max_s and time.perf_counter() - started > config.max_s:
+                        row.setdefault('failed', f'{kind}: no time left')
+                    elif 'failed' not in row and (kind in config.caches or kind == 'cold'):
+                        row |= run(method, tuning, kind, table, caches, Path(folder))
+                if 'cold' not in config.caches:
+                    row.pop('cold', None)
+                print(f'{shape}: {method}, {tuning}: {row}', flush=True)
             yield table
 
 
@@ -120,15 +111,17 @@ def run(method, tuning, kind, table, caches, folder):
     command = (our_command(tuning, folder, out, caches) if method == OURS else
                trl_command(PEERS[method], tuning, folder, out, table['rows']))
     try:
-        stages, lines = timed(command, caches)
+        ends, text = run_command(command, caches, STAGES.values())
     except RuntimeError as error:
         if method == OURS:
             raise
         return {'failed': f'{kind}: {last_error(str(error))}'}
-    text = ''.join(lines)
+    stages = {stage: round(end - before, 2) for stage, before, end in zip(
+        (*STAGES, SAVING), (0, *ends), ends)}
     steps = re.search(r'^steps: (\d+)', text, re.MULTILINE)
     peak = re.search(r'^peak memory (\d+\.\d+) GiB', text, re.MULTILINE)
-    return {kind: stages, 'steps': int(steps[1]), 'peak_gib': float(peak[1])}
+    return {kind: stages | {'until the end': round(ends[-1], 2)}, 'steps': int(steps[1]),
+            'peak_gib': float(peak[1])}
 
 
 def our_command(tuning, folder, out, caches):
@@ -147,70 +140,33 @@ def trl_command(settings, tuning, folder, out, rows):
         'pack_len': PACK_LEN, 'rows': rows, 'lora': adapters if tuning == 'LoRA' else None})]
 
 
-def timed(command, caches):
-    """Return ({stage: seconds} of `python <command>`, its lines); RuntimeError with its stderr."""
-    stages, lines, errors = {}, [], tempfile.TemporaryFile('w+')
-    started = last = time.perf_counter()
-    process = subprocess.Popen(
-        [sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True,
-        env=os.environ | caches | {'HF_HUB_OFFLINE': '1', 'PYTHONUNBUFFERED': '1'})
-    for line in process.stdout:
-        lines.append(line)
-        stage = next((stage for stage in STAGES if stage not in stages), None)
-        if stage and re.match(STAGES[stage], line):
-            now = time.perf_counter()
-            stages[stage], last = round(now - last, 2), now
-    returncode, end = process.wait(), time.perf_counter()
-    errors.seek(0)
-    if returncode or len(stages) < len(STAGES):
-        raise RuntimeError(errors.read() or f'the command printed no line for {[*STAGES]}')
-    return stages | {SAVING: round(end - last, 2), 'until the end': round(end - started, 2)}, lines
-
-
-def until_first_step(stages):
-    return sum(stages[stage] for stage in list(STAGES)[:2])
-
-
-def print_table(table):
-    """Print the table as Markdown, then the ratios of ours to the fastest peer."""
-    lines = []
-    for name, row in table['results'].items():
-        for kind, stages in ((kind, row[kind]) for kind in ('cold', 'warm') if kind in row):
-            times = (until_first_step(stages), stages['until the end'],
-                     *(stages[stage] for stage in (*STAGES, SAVING)))
-            lines.append([name, kind, *(f'{s:.1f}' for s in times), str(row['steps']),
-                          f'{row["peak_gib"]:.1f}'])
-        if 'failed' in row:
-            lines.append([name, f'failed: {cell(row["failed"])}'])
-    print(f'\n### {table["shape"]}, seconds of whole commands, {table["conversations"]:,} '
-          f'conversations, {table["tokens"]:,} tokens\n', table_text((
-              'command', 'caches', 'until the first step', 'until the end', *STAGES, SAVING,
-              'steps', 'peak GiB'), lines), sep='\n')
-    print()
+def view(table):
+    """Return a section for a table, then the ratios of ours to the fastest peer; see `Script`."""
+    lines, totals = [], {}      # (tuning, kind) -> {method: seconds until first step, until end}
     for name, row in table['results'].items():
         method, _, tuning = name.rpartition(', ')
-        for kind in ('cold', 'warm') if method == OURS else ():
-            peers = [other[kind] for peer, other in table['results'].items()
-                     if peer.endswith(f', {tuning}') and peer != name and kind in other]
-            if peers and kind in row:
-                first, whole = (function(row[kind]) / min(map(function, peers)) for function in
-                                (until_first_step, lambda stages: stages['until the end']))
-                print(f'{tuning}, {kind}: ours takes {first:.2f} of the fastest peer\'s time until '
-                      f'the first step, {whole:.2f} until the end.')
-    print(flush=True)
+        for kind, stages in ((kind, row[kind]) for kind in ('cold', 'warm') if kind in row):
+            total = sum(stages[stage] for stage in list(STAGES)[:2]), stages['until the end']
+            totals.setdefault((tuning, kind), {})[method] = total
+            lines.append([name, kind, *(f'{s:.1f}' for s in (
+                *total, *(stages[stage] for stage in (*STAGES, SAVING)))),
+                str(row['steps']), f'{row["peak_gib"]:.1f}'])
+        if 'failed' in row:
+            lines.append([name, f'failed: {cell(row["failed"])}'])
+    ratios = []
+    for (tuning, kind), methods in totals.items():
+        ours = methods.pop(OURS, None)
+        if ours and methods:
+            first, end = (own / min(theirs) for own, theirs in zip(ours, zip(*methods.values())))
+            ratios.append(f'{tuning}, {kind}: ours takes {first:.2f} of the fastest peer\'s time '
+                          f'until the first step, {end:.2f} until the end.')
+    return (f'{table["shape"]}, seconds of whole commands, {table["conversations"]:,} '
+            f'conversations, {table["tokens"]:,} tokens', ((
+                'command', 'caches', 'until the first step', 'until the end', *STAGES, SAVING,
+                'steps', 'peak GiB'), lines), '\n'.join(ratios))
 
 
-def draw(path):
-    """Draw the seconds until the first step and until the end, a panel for each per model."""
-    draw_bars(path, 'Fine-tuning commands', {
-        f'{table["shape"]}: seconds until the {what}': [
-            (f'{name}, {kind}', value(row[kind]), f'{value(row[kind]):.1f}')
-            for name, row in table['results'].items() for kind in ('cold', 'warm') if kind in row]
-        for table in load(path)['tables'] for what, value in (
-            ('first step', until_first_step), ('end', lambda stages: stages['until the end']))})
-
-
-main = script_main(__file__, BenchConfig, bench, draw)
+script = Script(__file__, BenchConfig, bench, view, bars=('until the first step', 'until the end'))
 
 if __name__ == '__main__':
-    main(sys.argv[1:])
+    script.main(sys.argv[1:])

@@ -3,12 +3,11 @@
     python research/bench/train.py --shape=llama32_1b,llama31_8b
     python research/bench/train.py --shape=llama32_1b --data=alpaca.jsonl --tokenizer=Llama-3.2-1B
     python research/bench/train.py --only='ours|HF sdpa, Liger'
-    python research/bench/train.py --plot=out/bench_train.json
 
 A step is forward, backward, clipping and AdamW on four documents of 2,048 tokens, with random
 weights; with `data` and `tokenizer` also on real conversations, 128 per step. Each method runs in
 its own process, with empty caches on disk. Its compile seconds are the time of the first three
-steps minus that of three later ones. Writes out/bench_train.json and its picture.
+steps minus that of three later ones.
 """
 
 import itertools
@@ -23,9 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
-from research.bench.common import (DEVICE, MODELS, chosen, draw_bars, load, measure_in_process, now,
-                                   our_model, peak_gib, print_results, reset_peak_memory,
-                                   script_main)
+from research.bench.common import (DEVICE, MODELS, PeerOptions, Script, measure_methods,
+                                   method_table, now, our_model, peak_gib, reset_peak_memory, speed)
 from research.bench.peers import hugging_face_step, trl_steps
 from data.instruct import load_conversations
 from data.packing import pack
@@ -37,89 +35,48 @@ from runtime.memory import pick_micro_rows
 from train import TrainConfig, train_step
 
 
-ROWS, LENGTH = 4, 2048      # documents per step, their tokens
-PACK_LEN = 4096             # stands for `pack_len` in the tables below
-
-
 @dataclass
-class BenchConfig:
+class BenchConfig(PeerOptions):
+    """Without --only the methods of USUAL are measured."""
     shape: tuple[Literal['gemma2_2b', 'gemma3_270m', 'llama32_1b', 'llama31_8b', 'mistral_7b'],
                  ...] = tuple(MODELS)
     data: str | None = None         # conversations, as in train.py
-    tokenizer: str | None = None    # a folder with the tokenizer for `data`
     batch: int = 128                # conversations per step
-    pack_len: int = PACK_LEN        # tokens in a row of conversations
-    only: str | None = None         # methods to measure, separated by '|'; None: those of USUAL
-    ours: bool = False              # ours alone, exact and stochastic
+    pack_len: int = 4096            # tokens in a row of conversations
     warm: bool = False              # use compiled kernels that are in the caches on disk
-    plot: str | None = None         # only draw this file of results again
-    out: str = 'out/bench_train.json'
 
 
-STEPS = 3                               # per timed part
-PEAK = 989e12                           # FLOP/s of an H100 or H200 in bfloat16
-OURS = {            # keys of TrainConfig
-    'ours': {},
-    'ours, stochastic': {'master_weights': 'stochastic'},
-    'ours, 4 rows at once': {'micro_rows': ROWS},
-    'ours, 2 micro-batches': {'micro_rows': ROWS // 2},
-    'ours, stochastic, 2 micro-batches':
-        {'master_weights': 'stochastic', 'micro_rows': ROWS // 2},
-    'ours, stochastic, checkpointed, 2 micro-batches':
-        {'master_weights': 'stochastic', 'checkpoint_activations': True, 'micro_rows': ROWS // 2},
-    'ours, LoRA': {'lora': True},
-    'ours, LoRA, checkpointed': {'lora': True, 'checkpoint_activations': True},
+ROWS, LENGTH = 4, 2048      # documents per step, their tokens
+STEPS = 3                   # per timed part
+PEAK = 989e12               # FLOP/s of an H100 or H200 in bfloat16
+# what the parts of a method's name say, as keys of TrainConfig
+OURS = {
+    'ours': {}, 'stochastic': {'master_weights': 'stochastic'}, 'LoRA': {'lora': True},
+    'checkpointed': {'checkpoint_activations': True}, '2 micro-batches': {'micro_rows': ROWS // 2},
     # the settings of the figure that NVIDIA publishes for NeMo AutoModel: docs/benchmarks.md
-    'ours, LoRA 16 on all matrices, 2 x 4,096': {
-        'lora': True, 'lora_rank': 16, 'pack_len': 4096, 'max_length': 4096, 'micro_rows': 2,
-        'lora_targets': ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj',
-                         'down_proj')},
+    'LoRA 16 on all matrices': {'lora': True, 'lora_rank': 16, 'lora_targets': (
+        'q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')},
+    '2 x 4,096': {'pack_len': 4096, 'max_length': 4096, 'micro_rows': 2},
 }
-# options of hugging_face_step, or of trl_steps
-LIGER, COMPILED = {'liger': True}, {'compiled': True}
+# the same as options of hugging_face_step or, with `trl`, of trl_steps
 SDPA, FLEX = {'attention': 'sdpa'}, {'attention': 'flex_attention'}
-TRL = FLEX | {'trl': True, 'length': LENGTH, 'rows': ROWS}
 PEERS = {
-    'HF sdpa': SDPA,
-    'HF sdpa, Liger': SDPA | LIGER,
-    'HF sdpa, compile': SDPA | COMPILED,
-    'HF sdpa, Liger, compile': SDPA | LIGER | COMPILED,
-    'HF eager, Liger': {'attention': 'eager'} | LIGER,
-    'HF flex, compile': FLEX | COMPILED,
-    'HF flex, Liger, compile': FLEX | LIGER | COMPILED,
-    'TRL': TRL,
-    'TRL, compile': TRL | COMPILED,
-}
-PACKED = {'pack_len': PACK_LEN, 'max_length': PACK_LEN}
-OURS_PACKED = {'ours, packed': PACKED,
-               'ours, packed, stochastic': PACKED | {'master_weights': 'stochastic'}}
-OURS_PACKED |= {f'ours, packed, {n} at once': PACKED | {'micro_rows': n} for n in (1, 2, 4, 8, 16)}
-HF_PACKED, TRL_PACKED = FLEX | {'packed': PACK_LEN}, FLEX | {'trl': True, 'length': PACK_LEN}
-PEERS_PACKED = {
-    'HF padded, batch size 8': SDPA | {'padded': 8},
-    **{f'HF padded, batch size {n}, Liger': SDPA | LIGER | {'padded': n} for n in (8, 16, 32)},
-    'HF packed, flex': HF_PACKED,
-    'HF packed, flex, compile': HF_PACKED | COMPILED,
-    'HF packed, flex, Liger': HF_PACKED | LIGER,
-    'HF packed, flex, Liger, compile': HF_PACKED | LIGER | COMPILED,
-    **{f'HF packed, flex, Liger, compile, {n} at once': HF_PACKED | LIGER | COMPILED | {'rows': n}
-       for n in (2, 4, 8)},
-    'TRL packed': TRL_PACKED,
-    'TRL packed, flash-attn': TRL_PACKED | {'attention': 'flash_attention_2'},
-    'TRL packed, compile': TRL_PACKED | COMPILED,
-    'TRL packed, compile, 8 at once': TRL_PACKED | COMPILED | {'rows': 8},
+    'HF sdpa': SDPA, 'HF flex': FLEX, 'HF eager': {'attention': 'eager'}, 'HF padded': SDPA,
+    'TRL': FLEX | {'trl': True, 'length': LENGTH, 'micro_rows': ROWS},
+    'flex': FLEX, 'flash-attn': {'attention': 'flash_attention_2'},
+    'Liger': {'liger': True}, 'compile': {'compiled': True},
+    **{f'batch size {n}': {'padded': n} for n in (8, 16, 32)},
 }
 # the methods of each table without `only`: those that may be the fastest of their library
 USUAL = {
-    'gemma2_2b': ('HF flex, compile', 'ours', 'ours, stochastic'),
-    'gemma3_270m': ('HF sdpa, Liger, compile', 'ours'),
-    'llama32_1b': ('HF sdpa, Liger', 'HF sdpa, compile', 'HF sdpa, Liger, compile', 'ours',
-                   'ours, stochastic'),
-    'llama31_8b': ('HF sdpa, Liger', 'HF sdpa, Liger, compile', 'ours', 'ours, stochastic'),
-    'mistral_7b': ('HF sdpa, Liger', 'ours', 'ours, stochastic'),
-    'packed': ('HF padded, batch size 32, Liger', 'HF packed, flex, compile',
-               'HF packed, flex, Liger, compile', 'TRL packed, compile', 'ours, packed',
-               'ours, packed, stochastic'),
+    'gemma2_2b': 'HF flex, compile|ours|ours, stochastic',
+    'gemma3_270m': 'HF sdpa, Liger, compile|ours',
+    'llama32_1b': 'HF sdpa, Liger|HF sdpa, compile|HF sdpa, Liger, compile|ours|ours, stochastic',
+    'llama31_8b': 'HF sdpa, Liger|HF sdpa, Liger, compile|ours|ours, stochastic',
+    'mistral_7b': 'HF sdpa, Liger|ours|ours, stochastic',
+    'packed': 'HF padded, batch size 32, Liger|HF packed, flex, compile|'
+              'HF packed, flex, Liger, compile|TRL packed, compile|ours, packed|'
+              'ours, packed, stochastic',
 }
 
 
@@ -127,27 +84,42 @@ def bench(config):
     """Yield a table per model and kind of data: tokens/s, compile seconds, MFU, peak memory."""
     if (config.data is None) != (config.tokenizer is None):
         raise ConfigError('data and tokenizer go together; set both or none')
-    only = chosen(config.only, PEERS | OURS | PEERS_PACKED | OURS_PACKED)
     for name in config.shape:
-        kinds = [(f'{LENGTH}-token documents', None, OURS, PEERS | OURS, USUAL[name])]
+        kinds = {f'{LENGTH}-token documents': None}
         if config.data:
-            real = config.data, config.tokenizer, config.batch, config.pack_len
-            kinds.append((Path(config.data).name, real, OURS_PACKED, PEERS_PACKED | OURS_PACKED,
-                          USUAL['packed']))
-        for data, real, ours, methods, usual in kinds:
-            wanted = only if config.only else usual
-            table = {'shape': name, 'data': data, 'results': {}}
-            for method, options in methods.items():
-                if method not in wanted or config.ours and method not in ours:
-                    continue
-                table['results'][method] = measure_in_process(
-                    __file__, {'raw': MODELS[name], 'ours': method in ours, 'real': real,
-                     'options': {key: config.pack_len if real and value == PACK_LEN else value
-                                 for key, value in options.items()}}, config.warm)
-                print(f'{name}, {data}: {method}: {table["results"][method]}', flush=True)
-            if table['results']:
-                print_table(table)
-                yield table
+            kinds[Path(config.data).name] = (config.data, config.tokenizer, config.batch,
+                                             config.pack_len)
+        for data, real in kinds.items():
+            wanted = config.only or USUAL['packed' if real else name]
+            methods = {method: method_options(method, config.pack_len)
+                       for method in wanted.split('|')}
+            methods = {method: options for method, options in methods.items()
+                       if on_conversations(method) == bool(real)
+                       and (method.startswith('ours') or not config.ours)}
+            if methods:
+                yield {'shape': name, 'data': data, 'results': measure_methods(
+                    __file__, f'{name}, {data}', methods, config.warm, raw=MODELS[name],
+                    real=real)}
+
+
+def method_options(name, pack_len):
+    """Return what the parts of a method's name say, for conversations in rows of `pack_len`."""
+    ours = OURS | {'packed': {'pack_len': pack_len, 'max_length': pack_len}}
+    peers = PEERS | {'HF packed': FLEX | {'packed': pack_len},
+                     'TRL packed': FLEX | {'trl': True, 'length': pack_len}}
+    options = {}
+    for part in name.split(', '):
+        known = (ours if name.startswith('ours') else peers) | {
+            f'{n} at once': {'micro_rows': n} for n in (1, 2, 4, 8, 16)}
+        if part not in known:
+            raise ConfigError(f'only = {name!r}: there is no {part!r}; the parts of a name are '
+                              f'{", ".join(map(repr, known))}')
+        options |= known[part]
+    return options
+
+
+def on_conversations(method):
+    return 'packed' in method or 'padded' in method
 
 
 def measure(raw, ours, real, options):
@@ -155,8 +127,6 @@ def measure(raw, ours, real, options):
     torch.manual_seed(0)
     batches = (real_batches(*real) if real else
                full_rows(raw['vocab_size'], options.get('pack_len', LENGTH)))
-    if ours:
-        options = options | {'micro_rows': our_rows(raw, batches, options)}
     marks = []
 
     def mark():
@@ -169,7 +139,8 @@ def measure(raw, ours, real, options):
         with tempfile.TemporaryDirectory() as folder:
             tokens = [trl_steps(raw, batches, mark, STEPS, folder, **options) * STEPS] * 4
     else:
-        step, tokens = (our_step if ours else hugging_face_step)(raw, **options), []
+        step = our_step(raw, batches, options) if ours else hugging_face_step(raw, **options)
+        tokens = []
         mark()
         for start in range(0, 4 * STEPS, STEPS):
             chosen = [batches[i % len(batches)] for i in range(start, start + STEPS)]
@@ -178,12 +149,11 @@ def measure(raw, ours, real, options):
             tokens.append(sum(len(ids) for batch in chosen for ids, _ in batch))
             mark()
     seconds = [after - before for (before, _), (after, _) in itertools.pairwise(marks)]
-    rates = [n / time for n, time in zip(tokens[1:], seconds[1:], strict=True)]
-    rate = statistics.median(rates)
-    return {'tokens_per_s': round(rate), 'spread': round(max(rates) / min(rates) - 1, 3),
-            'compile_s': round(max(0, seconds[0] - statistics.median(seconds[1:])), 1),
-            'mfu': round(rate * flops_per_token(raw, batches) / PEAK, 4),
-            'peak_gib': round(peak_gib(), 1), 'new_graphs': marks[-1][1] - marks[1][1]}
+    row = speed(tokens[1:], seconds[1:])
+    return row | {
+        'compile_s': round(max(0, seconds[0] - statistics.median(seconds[1:])), 1),
+        'mfu': round(row['tokens_per_s'] * flops_per_token(raw, batches) / PEAK, 4),
+        'peak_gib': round(peak_gib(), 1), 'new_graphs': marks[-1][1] - marks[1][1]}
 
 
 def flops_per_token(raw, batches):
@@ -218,56 +188,40 @@ def real_batches(data, tokenizer, batch, length):
             for start in range(0, len(order) - batch + 1, batch)]
 
 
-def our_config(options):
-    return TrainConfig(**({'pack_len': LENGTH, 'max_length': LENGTH, 'smoothing': 0.1,
-                           'dtype': 'bfloat16'} | options))
+def our_training(raw, options, batches=()):
+    """Return model, optimizer and TrainConfig of a run with these keys.
 
-
-def our_rows(raw, batches, options):
-    """Return the rows per forward pass that train.py would choose for such steps."""
-    cfg = our_config(options)
-    counts = [len(pack(batch, cfg.pack_len).tokens) for batch in batches[:16]]
-    return cfg.micro_rows or pick_micro_rows(cfg, config_from_hf(raw), DEVICE, counts)
-
-
-def our_training(raw, **options):
-    """Return model, optimizer and TrainConfig of a run with these keys."""
-    cfg = our_config(options)
+    It has as many rows per forward pass as train.py chooses for `batches`.
+    """
+    cfg = TrainConfig(**{'pack_len': LENGTH, 'max_length': LENGTH, 'smoothing': 0.1,
+                         'dtype': 'bfloat16'} | options)
+    if batches and not cfg.micro_rows:
+        counts = [len(pack(batch, cfg.pack_len).tokens) for batch in batches[:16]]
+        cfg.micro_rows = pick_micro_rows(cfg, config_from_hf(raw), DEVICE, counts)
     model = prepare(our_model(raw), cfg, DEVICE)
     return model, build_optimizer(model, cfg), cfg
 
 
-def our_step(raw, **options):
-    model, optimizer, cfg = our_training(raw, **options)
-    rows = cfg.micro_rows or 1
-    return lambda batch: train_step(model, optimizer, pack(batch, cfg.pack_len, rows),
-                                    cfg, DEVICE)
+def our_step(raw, batches, options):
+    model, optimizer, cfg = our_training(raw, options, batches)
+    return lambda batch: train_step(
+        model, optimizer, pack(batch, cfg.pack_len, cfg.micro_rows), cfg, DEVICE)
 
 
-def print_table(table):
-    """Print a table as Markdown; ratios are to the best other library."""
-    best = max((row['tokens_per_s'] for name, row in table['results'].items()
-                if 'failed' not in row and 'ours' not in name), default=None)
-    print_results(
-        f'{table["shape"]}, {table["data"]}, bfloat16',
-        ('method', 'tokens/s', 'ratio to best peer', 'compile, s', 'MFU', 'peak GiB', 'spread',
-         'graphs compiled late'), table['results'],
-        lambda _, row: (
-            f'{row["tokens_per_s"]:,}', f'{row["tokens_per_s"] / best:.3f}' if best else '',
-            f'{row["compile_s"]:.1f}', f'{row["mfu"]:.3f}', f'{row["peak_gib"]:.1f}',
-            f'{row["spread"]:.1%}', f'{row["new_graphs"]}'))
+def view(table):
+    """Return a section for a table, see `Script`; ratios are to the best other library."""
+    rows = {name: row for name, row in table['results'].items() if 'failed' not in row}
+    best = max((row['tokens_per_s'] for name, row in rows.items() if 'ours' not in name),
+               default=None)
+    results = {name: row | ({'ratio': row['tokens_per_s'] / best} if best and name in rows else {})
+               for name, row in table['results'].items()}
+    return f'{table["shape"]}, {table["data"]}, bfloat16', method_table(results, [
+        ('tokens/s', 'tokens_per_s', ','), ('ratio to best peer', 'ratio', '.3f'),
+        ('compile, s', 'compile_s', '.1f'), ('MFU', 'mfu', '.3f'), ('peak GiB', 'peak_gib', '.1f'),
+        ('spread', 'spread', '.1%'), ('graphs compiled late', 'new_graphs', '')])
 
 
-def draw(path):
-    """Draw the tokens/s of each method, a panel per table."""
-    draw_bars(path, 'Training steps', {
-        f'{table["shape"]}, {table["data"]}: tokens/s': [
-            (name, row['tokens_per_s'], f'{row["tokens_per_s"]:,}, {row["peak_gib"]:.0f} GiB')
-            for name, row in table['results'].items() if 'failed' not in row]
-        for table in load(path)['tables']})
-
-
-main = script_main(__file__, BenchConfig, bench, draw, measure)
+script = Script(__file__, BenchConfig, bench, view, bars=('tokens/s',), measure=measure)
 
 if __name__ == '__main__':
-    main(sys.argv[1:])
+    script.main(sys.argv[1:])
