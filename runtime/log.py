@@ -66,8 +66,7 @@ def show_example(example, tokenizer):
 class StepLog:
     """Check and record each step's numbers while the device computes the next step.
 
-    Every log_every-th step of a `train.Run` is printed; log.jsonl and the tracker get every step,
-    with the validation losses every val_every steps.
+    Every log_every-th step of a `train.Run` is printed; log.jsonl and the tracker get every step.
     """
 
     def __init__(self, run, first, until):
@@ -147,15 +146,14 @@ class StepLog:
             self.send = None
 
     def print(self, record):
-        val = ''.join(f'  {key} {value:.4f}' for key, value in record.items()
-                      if key.startswith('val_'))
         per_step = (time.monotonic() - self.started) / (record['step'] - self.first)
         left = datetime.timedelta(seconds=round(per_step * (self.until - record['step'])))
         keys = [*record]    # from the loss to the gradient norm: what the objective returned
-        values = '  '.join(f'{key} {record[key]:.4f}'
-                           for key in keys[keys.index('loss'):keys.index('grad_norm')])
-        self.bar.write(f'step {record["step"]}/{self.until}  {values}{val}  '
-                       f'lr {record["lr"]:.2e}  grad norm {record["grad_norm"]:.2f}  '
+        keys = keys[keys.index('loss'):keys.index('grad_norm')] + [
+            key for key in keys if key.startswith('val_')]
+        values = '  '.join(f'{key} {record[key]:.4f}' for key in keys)
+        self.bar.write(f'step {record["step"]}/{self.until}  {values}  lr {record["lr"]:.2e}  '
+                       f'grad norm {record["grad_norm"]:.2f}  '
                        f'{record["tokens_per_s"]:.0f} tokens/s  {left} left')
         sys.stdout.flush()      # for those who follow a redirected output
 
@@ -166,7 +164,7 @@ def open_log(cfg, first):
     A log with damaged lines is first renamed to log.jsonl.damaged.
     """
     out_dir = Path(cfg.out_dir)
-    path, records, damaged = out_dir / 'log.jsonl', [], 0
+    path, records, damaged = out_dir / 'log.jsonl', [], False
     ownership.claim(out_dir, 'train_config.py', path.name)
     ownership.write_text(out_dir / 'train_config.py', dump_config(replace(cfg, resume=False)))
     lines = (path.read_text(encoding='utf-8', errors='replace').splitlines(keepends=True)
@@ -176,13 +174,13 @@ def open_log(cfg, first):
             if json.loads(line)['step'] <= first:
                 records.append(line)
         except (ValueError, KeyError, TypeError, RecursionError):
-            damaged += number < len(lines)      # a crash may cut off the last line
+            damaged |= number < len(lines)      # a crash may cut off the last line
     if damaged:
         ownership.claim(out_dir, f'{path.name}.damaged')
         os.replace(path, f'{path}.damaged')
     if len(records) < first:
         print(f'warning: {path} lacks {first - len(records)} of the first {first} steps'
-              + ('; the damaged file is now log.jsonl.damaged' if damaged else ''))
+              + '; the damaged file is now log.jsonl.damaged' * damaged)
     ownership.write_text(path, ''.join(records))
     return open(path, 'a', encoding='utf-8')
 

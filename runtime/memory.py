@@ -52,8 +52,7 @@ def row_counts(run):
 def pick_micro_rows(cfg, config, device, row_counts):
     """Return the rows per forward pass that take the least time in the memory that there is.
 
-    row_counts: packed rows of some steps, of all processes. The last pass of a step is filled with
-    rows of padding, so 5 rows take as long in two passes of 4 as 8 rows.
+    row_counts: packed rows of some steps, of all processes; the last pass is filled with padding.
     """
     counts = [-(-n // world_size()) for n in row_counts]
 

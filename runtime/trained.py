@@ -53,10 +53,7 @@ def run_files(cfg, config, base, more):
 
 
 def save_weights(cfg, model, optimizer, base, more, below='.'):
-    """Write the weights into out_dir/`below`; with LoRA merged, and the adapters in adapter/.
-
-    more: {name: content} of tokenizer files that replace those of the base model
-    """
+    """Write the weights into out_dir/`below`, with LoRA merged, and the adapters in adapter/."""
     folder, common = Path(cfg.out_dir, below), {'full': optimizer.master, 'owner': cfg.out_dir}
     try:
         if cfg.lora and not model.config.reward:    # a score head is no adapter
