@@ -78,7 +78,7 @@ from data.instruct import read_prompts
 from data.packing import Tree
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results.samples import append, digest, merge_parts, open_answers, part, to_row
-from runtime import adapter, checkpoint, log, ownership, parallel
+from runtime import checkpoint, log, ownership, parallel
 from runtime.code import code_digest
 from runtime.device import pick_device, pick_dtype
 from decoding.slots import PREFILL, Batch, room, take
@@ -150,7 +150,7 @@ def stream(model, prompts, s, tokenizer=None, stop_ids=()):
         text = tokenizer.decode([token], start=False)
         return '\ufffd' in text or any(string[-1] in text for string in s.stop)
 
-    with adapter.evaluation_mode(model):
+    with parallel.evaluating(model):
         while waiting or running or launched:
             while begun := take(waiting, free, running, prompts, s, n_slots, prefill):
                 launched.append((begun, batch.prefill(begun, prompts)))

@@ -5,7 +5,6 @@ with the files of the base model and a link `.adapter` to the adapter. From ther
 folder like any other; `checkpoint.load` merges, and `checkpoint.fingerprint` covers the adapter.
 """
 
-import contextlib
 import hashlib
 import math
 import re
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from model import CausalLM, LoRALinear, ModelConfig, add_lora
 from runtime.config_json import read_config, read_json_object
@@ -223,19 +222,6 @@ def add_adapter(model: CausalLM, folder: str | Path):
         for part, matrix in ((layer.lora_A, low_rank[key].A), (layer.lora_B, low_rank[key].B)):
             part.weight.data = matrix.to(part.weight)      # its rank may differ: rank_pattern
         layer.scale = low_rank[key].scale
-
-
-@contextlib.contextmanager
-def evaluation_mode(model: nn.Module, dropout: bool = False):
-    """Yield the model in evaluation mode, its adapters with dropout if asked; then restore it."""
-    training = model.training
-    model.eval()
-    for module in model.modules():      # only adapters have dropout
-        module.training = dropout and isinstance(module, nn.Dropout)
-    try:
-        yield model
-    finally:
-        model.train(training)
 
 
 def seed_dropout(seed: int, arrays):
