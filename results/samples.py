@@ -6,8 +6,8 @@ one is interrupted. eval_config.json has what all samples share: the model, the 
 of the questions of each task; answers.config.json is the like beside answers.jsonl.
 """
 
+import functools
 import glob
-import hashlib
 import json
 import math
 import re
@@ -16,6 +16,7 @@ from pathlib import Path
 from results.prediction_files import (NORMS, is_unstated, latest_samples, sample_key,
                                       sample_order)
 from runtime import ownership
+from runtime.digests import json_digest
 from runtime.errors import ConfigError, DataError
 from runtime.json_rules import broken_rule, each
 
@@ -23,6 +24,7 @@ OUTPUTS = ('samples.jsonl', 'eval_config.json', 'results.json', 'results.md', 'r
            'results.tex', 'report.html')
 DIAGRAM, GRID = 'reliability.png', 'reliability-{}-languages.png'
 KIND = 'evaluation'     # the name under which --overwrite sets earlier files aside
+digest = functools.partial(json_digest, size=6)     # of a prompt
 OTHER_FOLDER = 'choose another --out_dir, or --overwrite what was evaluated there'
 
 
@@ -39,10 +41,9 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
     if pictures:
         outputs += [DIAGRAM, *(GRID.format(label) for label, task in tasks.items()
                                if len({item.language for item in task.items}) > 1)]
-    before = open_lines(samples, 'eval_config.json', settings, outputs, 'samples', OTHER_FOLDER,
-                        [results], processes,
-                        (KIND, [*OUTPUTS, DIAGRAM, GRID.format('*')]) if overwrite else None)
-    sources = before.get('tasks', {})
+    replaced = (KIND, [*OUTPUTS, DIAGRAM, GRID.format('*')]) if overwrite else None
+    sources = open_lines(out_dir, outputs, settings, 'samples', OTHER_FOLDER, processes, replaced,
+                         [results]).get('tasks', {})
     for label, task in tasks.items():
         now = {'source': task.source, 'questions': task.fingerprint}
         earlier = sources.get(label, now)
@@ -54,7 +55,7 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
                            'beside it, that needs no model')['tasks'] if results.exists() else {}
     merge_parts(samples)
     done = _scored(samples) if samples.exists() else set()
-    claim_lines(samples, 'eval_config.json', settings | {'tasks': sources}, outputs, processes)
+    claim_lines(out_dir, outputs, settings | {'tasks': sources}, processes)
     return earlier, done
 
 
@@ -70,35 +71,35 @@ def open_answers(cfg, settings, processes):
     if out.name in ('log.jsonl', OUTPUTS[0]) or (out.name in listed) != (config in listed):
         raise ConfigError(f'{out} has the name of a file that another script writes, and is not '
                           f'replaced; choose another --out, such as answers.jsonl')
-    open_lines(out, config, settings, names, 'answers', advice, [], processes,
-               (out.name, [*map(glob.escape, names)]) if cfg.overwrite else None)
+    replaced = (out.name, [*map(glob.escape, names)]) if cfg.overwrite else None
+    open_lines(out.parent, names, settings, 'answers', advice, processes, replaced)
     merge_parts(out)
     for line, row in read_jsonl(out) if out.exists() else ():
         if not isinstance(row, dict) or broken_rule(row, {'id': [str, int], 'prompt_hash': [str]}):
             raise DataError(f'{line}: not a row that generate.py wrote: it must have an id and a '
                             f'prompt_hash; delete this line, and its prompt is answered again')
         done.add((row['id'], row['prompt_hash']))
-    claim_lines(out, config, settings, names, processes)
+    claim_lines(out.parent, names, settings, processes)
     return done
 
 
-def open_lines(path, config, settings, names, what, advice, more, processes, replaced=None):
-    """Prepare a file of lines to append to; return the content of `config` beside it, or {}.
+def open_lines(folder, names, settings, what, advice, processes, replaced, more=()):
+    """Prepare a file of lines to append to; return what all its lines share, or {} without lines.
 
-    config:   the name of the file with what all lines share, among them `settings`
-    names:    of all files that will be written, but for the parts of several `processes`
+    names:    of the file, of the one beside it that has what its lines share, among them
+              `settings`, and of all others that will be written but for the parts of `processes`
     what:     the name of the lines, as in 'samples'; advice: for messages
-    more:     further files that depend on the settings
     replaced: (kind, patterns of the files) of what --overwrite sets aside, or None
+    more:     other files that depend on the settings
     Raises ConfigError, before it changes anything, if a file of such a name exists that this
-    program did not write, if the lines were made with other settings, or if `config` is damaged.
+    program did not write, if the settings differ, or if the file that has them is damaged.
     """
-    parts = part_names(path, processes)
-    ownership.check_free(path.parent, *names, *parts)
+    path, parts = folder / names[0], part_names(folder / names[0], processes)
+    ownership.check_free(folder, *names, *parts)
     if replaced:
         kind, patterns = replaced
         lines = [*map(glob.escape, (path.name, *parts))]
-        ownership.set_aside(path.parent, kind, [
+        ownership.set_aside(folder, kind, [
             *patterns, *lines, *map(glob.escape, merged_names(path))], lines)
     if path.is_symlink():
         raise ConfigError(f'{path} is a link to a file elsewhere, where nothing is appended; '
@@ -106,7 +107,7 @@ def open_lines(path, config, settings, names, what, advice, more, processes, rep
     files = [path, *map(path.with_name, merged_names(path)), *more]
     if not any(file.exists() and file.stat().st_size for file in files):
         return {}
-    with ownership.read_json(path.with_name(config), advice) as before:
+    with ownership.read_json(folder / names[1], advice) as before:
         for task in before.get('tasks', {}).values():
             task['source'], task['questions']
         keys = [key for key in (settings | before) if key != 'tasks'
@@ -121,10 +122,10 @@ def open_lines(path, config, settings, names, what, advice, more, processes, rep
     return before
 
 
-def claim_lines(path, config, content, names, processes):
-    """Put the files of `open_lines` on the list of their folder, and write the file `config`."""
-    ownership.claim(path.parent, *names, *part_names(path, processes))
-    ownership.write_text(path.with_name(config), json.dumps(content, indent=1) + '\n')
+def claim_lines(folder, names, content, processes):
+    """Put the files of `open_lines` on the list of `folder`; write what all lines share."""
+    ownership.claim(folder, *names, *part_names(folder / names[0], processes))
+    ownership.write_text(folder / names[1], json.dumps(content, indent=1) + '\n')
 
 
 def read_results(path, advice):
@@ -190,12 +191,6 @@ def to_row(answer, log_prob, per_token):
         row |= {'scored_log_prob': log_prob, 'confidence': math.exp(min(0, log_prob))}
     keys = ('tokens', 'log_probs', 'sample_log_probs', 'entropies') if per_token else ()
     return row | {key: getattr(answer, key) for key in keys}
-
-
-def digest(value):
-    """Return a hash of a value that JSON can hold."""
-    text = json.dumps(value, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
 def append(file, sample):

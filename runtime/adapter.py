@@ -59,15 +59,15 @@ def is_adapter(folder: Path) -> bool:
     return (folder / CONFIG).exists() and not (weights and (folder / 'config.json').exists())
 
 
-def read_settings(folder: Path) -> dict:
-    """Return the adapter_config.json of `folder`; raises CheckpointError."""
+def read_settings(folder: Path, rules: dict | None = None) -> dict:
+    """Return the adapter_config.json of `folder`; raises CheckpointError. rules: of more keys."""
     path = folder / CONFIG
     settings = read_json_object(path)
     for key, value in settings.items():
         if key not in RULES.keys() | UNUSED and value not in (None, False, 0, '', [], {}):
             raise CheckpointError(f'{path}: {key} = {value!r} is not supported; merge the adapter '
                                   f'with peft (merge_and_unload) and save the whole model')
-    check_values(settings, RULES, path, required=REQUIRED)
+    check_values(settings, RULES | (rules or {}), path, required=[*REQUIRED, *(rules or ())])
     for key, rule in (('alpha_pattern', RULES['lora_alpha']), ('rank_pattern', RULES['r'])):
         for pattern, value in (settings.get(key) or {}).items():
             check_values({pattern: value}, {pattern: rule}, path, f'{key}.')
@@ -190,10 +190,7 @@ def read_adapter(folder: str | Path) -> dict:
     if not path.exists():
         raise CheckpointError(f'{folder} has no adapter/, which train.py --lora saves beside the '
                               f'merged weights')
-    settings, rules = read_settings(path.parent), {'lora_dropout': [SHARE],
-                                                   'target_modules': [[str]]}
-    check_values(settings, rules, path, required=rules)
-    return settings
+    return read_settings(path.parent, {'lora_dropout': [SHARE], 'target_modules': [[str]]})
 
 
 def add_adapter(model: CausalLM, folder: str | Path):
