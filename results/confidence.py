@@ -8,8 +8,7 @@ data/grading.py graded it: `answer` (extracted, or null), `key` (equal for answe
 token, and `span_log_prob`, of the tokens of `span`, the extracted answer when it was written.
 
 A new confidence is a function (sample -> (confidence in [0, 1] or None, the answer that is judged))
-and an entry of CONFIDENCES. None means that the model stated no number; such a question is left out
-and counted, since any default would fake a result.
+and an entry of CONFIDENCES. A question without a confidence, None, is left out and counted.
 """
 
 import math
@@ -143,9 +142,8 @@ PROBABILITY = re.compile(
 def parse_probability(text):
     """Return the first number of a text as a probability: '.8', '80%', '8 out of 10', '1'.
 
-    None if there is none, or if it is not from 0 to 1, as '80' without a percent sign, or '-1'. A
-    number with a comma, '0,8', may mean several things and is none; a range, '0.7 to 0.9', is none
-    either, and 'between 0 and 1' alone states no number.
+    None if there is none from 0 to 1, as in '80' or '-1'. '0,8' may mean several things and is
+    none, nor is a range, '0.7 to 0.9'; 'between 0 and 1' alone states no number.
     """
     text = SCALE.sub(' ', text)
     match = PROBABILITY.search(text)
@@ -157,10 +155,7 @@ def parse_probability(text):
 
 
 def outcome(confidence, correct):
-    """Return the fields of a sample with a single confidence, as evaluate.py's P(True) has them.
-
-    `log_prob` is that of whether the answer is right, at least log 1e-12.
-    """
+    """Return the fields of a sample with a single confidence; log_prob is at least log 1e-12."""
     c = np.array([confidence, 1 - confidence])
     log_c = np.log(np.maximum(c, 1e-12))
     return {'correct': bool(correct), 'confidence': float(confidence),
@@ -174,10 +169,7 @@ def judged(question, value, answer):
 
 
 def facts(label, rows):
-    """Return what a result says about written answers besides its metrics.
-
-    label: of the task, or of one of its confidences; rows: {label: samples}
-    """
+    """Return what the result of a task or confidence, `label`, says about {label: samples}."""
     task, _, name = label.partition('.')
     if not name:
         return {'written': shares(rows[task])}
@@ -194,8 +186,7 @@ def digest_of_answers(rows):
 def shares(samples):
     """Return further numbers of a task with written answers, as shares of questions or of samples.
 
-    samples: with `greedy` and `answers`. An answer that cannot be extracted counts as wrong in
-    every accuracy but accuracy_of_answered.
+    Answers that cannot be extracted are wrong in every accuracy but accuracy_of_answered.
     """
     greedy = [sample['greedy'] for sample in samples]
     drawn = [answer for sample in samples for answer in sample['answers']]

@@ -125,10 +125,9 @@ def _line_errors(number):
 
 
 def read_rows(path):
-    """Yield (number, row) of JSON lines, or of a JSON array as lm_eval wrote before 0.4.3.
+    """Yield (number, row) of JSON lines, or (' row 1', row) of a JSON array; may be .gz.
 
-    The number of a row of an array is the text ' row 1'. The file may be .gz. Raises OSError, and
-    ValueError that begins with the number.
+    lm_eval wrote arrays before 0.4.3. Raises OSError, and ValueError that begins with the number.
     """
     with (gzip.open if str(path).endswith('.gz') else open)(path, 'rb') as file:
         if re.match(rb'(?:\xef\xbb\xbf)?\s*\[\s*\{', file.peek(100)):
@@ -176,10 +175,9 @@ def is_unstated(sample):
 def harness_task(path) -> tuple[str, str, str]:
     """Return (task, subtask, call) of a file that lm-evaluation-harness wrote for a subtask.
 
-    It is samples_<subtask>_<date>.jsonl beside results_<date>.json, or <model>_<subtask>.jsonl
-    beside results.json, as before version 0.4.3; the call is <date> or 'results.json'. The task of
-    mmlu_anatomy is mmlu if the results have that group. A file with another name is
-    ('samples', '', '').
+    It is samples_<subtask>_<date>.jsonl beside results_<date>.json or, before version 0.4.3,
+    <model>_<subtask>.jsonl beside results.json; the call is <date> or 'results.json'. The task of
+    mmlu_anatomy is mmlu if the results have that group. Other files are ('samples', '', '').
     """
     path = Path(path)
     if match := re.fullmatch(r'samples_(.+)_(\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl', path.name):

@@ -240,7 +240,7 @@ def save(model: CausalLM, folder: str | Path, dtype: torch.dtype,
     more, owner:     {name: text or JSON} that replaces side files; the folder whose list has them
     Raises CheckpointError, ConfigError (as `ownership.claim`) or OSError.
     """
-    files = _files(model, folder, dtype, side_files, full, more)
+    files = model_files(model, folder, dtype, side_files, full, more)
     write_files(folder, files, owner)
     config = files['config.json']
     if rank() == 0 and 'nanocal' in config:
@@ -249,12 +249,7 @@ def save(model: CausalLM, folder: str | Path, dtype: torch.dtype,
     return list(files)
 
 
-def saved_names(config: ModelConfig, folder, dtype, side_files=None, more=None) -> list[str]:
-    """Return the names of the files that `save` would write for a model with this config."""
-    return list(_files(build(config), folder, dtype, side_files, None, more))
-
-
-def _files(model, folder, dtype, side_files, full, more):
+def model_files(model, folder, dtype, side_files, full, more):
     """Return {name: content as in `write_files`} of a model's files, config.json last."""
     from huggingface_hub import split_torch_state_dict_into_shards
     ours = {theirs: key for theirs, key in names_on_disk(model).items()

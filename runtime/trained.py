@@ -44,7 +44,8 @@ def model_config(cfg, base):
 
 def run_files(cfg, config, base, more):
     """Return the names in out_dir of what a run writes besides checkpoints and reports."""
-    names = checkpoint.saved_names(config, cfg.out_dir, getattr(torch, cfg.save_dtype), base, more)
+    names = [*checkpoint.model_files(checkpoint.build(config), cfg.out_dir,
+                                     getattr(torch, cfg.save_dtype), base, None, more)]
     if cfg.lora:
         names += [f'adapter/{name}' for name in adapter.FILES]
     epochs = range(1, math.ceil(cfg.epochs)) if cfg.checkpoint_epochs else ()
