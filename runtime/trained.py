@@ -99,8 +99,8 @@ def trained_template(folder):
     settings = training_settings(folder)
     if settings.get('data_kind') != 'instruct' or 'template' not in settings:
         raise ConfigError(f'chat = trained, but {folder} was not trained here on conversations; '
-                          f'name a template as in --chat=tulu, or use plain text: --chat=none in '
-                          f'evaluate.py, --raw in sample.py and generate.py')
+                          f'name the template, for example --chat=tulu, or use plain text: '
+                          f'--chat=none in evaluate.py, --raw in sample.py and generate.py')
     return settings['template']
 
 
