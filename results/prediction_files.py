@@ -92,7 +92,7 @@ def _parse_file(path, group, norm):
             'task', 'split', 'language', 'id', 'prompt'))]      # those of evaluate.py
     left_out = {id(row) for row in samples} - {id(row) for row in latest_samples(samples)}
     for number, row in rows:
-        with _line_errors(number):
+        try:
             if not isinstance(row, dict):
                 raise ValueError(f'not a JSON object: {str(row)[:40]}')
             if row.get('split') == 'validation' or id(row) in left_out:
@@ -107,38 +107,34 @@ def _parse_file(path, group, norm):
             first = first_kinds.setdefault(task, parsed[0])
             if (first == 'confidence') != (parsed[0] == 'confidence'):
                 raise ValueError(f'{parsed[0]}, but the task begins with {first}')
+        except (ValueError, OverflowError, RecursionError) as error:
+            reason = str(error).removeprefix('row 0: ')
+            raise ValueError(f'{number}: {reason}. Wanted: a JSON object with probs (or log_probs) '
+                             f'and answer, or confidence and correct, or a line of multiple choice '
+                             f'by lm_eval --log_samples') from None
         yield task, parsed
     if not first_kinds:
         raise ValueError(' no row to score')
 
 
-@contextlib.contextmanager
-def _line_errors(number):
-    """Begin a ValueError in the block with the number of the line; say what a line should be."""
-    try:
-        yield
-    except (ValueError, OverflowError, RecursionError) as error:
-        raise ValueError(
-            f'{number}: {str(error).removeprefix("row 0: ")}. Wanted: a JSON object with probs (or '
-            f'log_probs) and answer, or confidence and correct, or a line of multiple choice by '
-            f'lm_eval --log_samples') from None
-
-
-def read_rows(path):
+def read_rows(path, cut=False):
     """Yield (number, row) of JSON lines, or (' row 1', row) of a JSON array; may be .gz.
 
-    lm_eval wrote arrays before 0.4.3. Raises OSError, and ValueError that begins with the number.
+    lm_eval wrote arrays before 0.4.3. cut: leave out a last line that a crash cut off. Raises
+    OSError, and ValueError that begins with the number.
     """
-    with (gzip.open if str(path).endswith('.gz') else open)(path, 'rb') as file:
-        if re.match(rb'(?:\xef\xbb\xbf)?\s*\[\s*\{', file.peek(100)):
-            with _line_errors(' broken JSON'):
+    number, line = ' the array', b'\n'
+    try:
+        with (gzip.open if str(path).endswith('.gz') else open)(path, 'rb') as file:
+            if re.match(rb'(?:\xef\xbb\xbf)?\s*\[\s*\{', file.peek(100)):
                 rows = json.loads(file.read().decode('utf-8-sig'))
-            yield from ((f' row {number}', row) for number, row in enumerate(rows, 1))
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                with _line_errors(number):
-                    row = json.loads(line.decode('utf-8-sig'))
-                yield number, row
+                yield from ((f' row {i}', row) for i, row in enumerate(rows, 1))
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, json.loads(line.decode('utf-8-sig'))
+    except (ValueError, RecursionError) as error:
+        if not cut or line.endswith(b'\n'):
+            raise ValueError(f'{number}: broken JSON: {error}') from None
 
 
 # Samples of evaluate.py: which of them count

@@ -13,7 +13,7 @@ import math
 import re
 from pathlib import Path
 
-from results.prediction_files import (NORMS, is_unstated, latest_samples, sample_key,
+from results.prediction_files import (NORMS, is_unstated, latest_samples, read_rows, sample_key,
                                       sample_order)
 from runtime import ownership
 from runtime.digests import json_digest
@@ -271,19 +271,12 @@ def read_samples(path):
 def read_jsonl(path):
     """Yield ('file:line', row) of a JSON Lines file, without a last line that a crash cut off."""
     try:
-        lines = Path(path).read_bytes().split(b'\n')
+        for number, row in read_rows(path, cut=True):
+            yield f'{path}:{number}', row
     except OSError as error:
         raise DataError(f'cannot read {path}: {error.strerror}') from error
-    for number, raw in enumerate(lines, 1):
-        if raw := raw.strip():
-            try:
-                row = json.loads(raw.decode('utf-8-sig'))
-            except (ValueError, RecursionError) as error:
-                if number == len(lines):    # a complete line ends in a newline
-                    return
-                raise DataError(f'{path}:{number}: broken JSON: {error}; delete this line, and '
-                                f'repeat the command') from error
-            yield f'{path}:{number}', row
+    except ValueError as error:
+        raise DataError(f'{path}:{error}; delete this line, and repeat the command') from error
 
 
 # Rules for the values of a sample, as in runtime/json_rules.py: a probability of 1 may be scored as
