@@ -185,10 +185,7 @@ def compare_task(task, runs, samples, keys, cfg):
 
 
 def rows_to_read(answers):
-    """Return the samples of all runs as rows of compare.html, with 'run' and 'outcome'.
-
-    The outcome of a question says how many of the runs that answered it have it right.
-    """
+    """Return the samples of all runs as rows of compare.html, with 'run' and 'outcome'."""
     rows, groups = [], {}
     for name, x in answers.items():
         for key, row in itertools.zip_longest(x.keys, page.task_rows(x.samples, x.result['norm'])):
@@ -263,10 +260,7 @@ def reports_by_language(answers):
 
 
 def question_table(task, answers, reports, keys):
-    """Return the cells of a task's table, with the intervals of results.json, and its CSV's lines.
-
-    The best cells are marked with a star.
-    """
+    """Return a task's cells, those with the intervals of results.json, and the lines of its CSV."""
     losses = {x.run.settings.get('loss') for x in answers.values()}
     settings = ('loss', 'smoothing') if len(losses) > 1 else ('smoothing',)
     keys = [key for key in keys if all(key in by_language['pooled']

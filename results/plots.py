@@ -52,10 +52,7 @@ def save_figure(figure, path, dpi):
 
 @contextlib.contextmanager
 def warn_on_failure(path):
-    """Print a warning if the `with` block that writes `path` fails, and continue.
-
-    Yields a list that is [path] after the block if it succeeded.
-    """
+    """Warn if the block that writes `path` fails; yields a list that is [path] if it did not."""
     written = []
     try:
         yield written

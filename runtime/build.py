@@ -13,10 +13,7 @@ from runtime.parallel import rank, shard, world_size
 
 
 def build_model(cfg, config, base, device, reward=False):
-    """Return the model to train, loaded or random; see `prepare`.
-
-    Of several processes each has only its share of the weights on its device.
-    """
+    """Return the model to train, loaded or random; of several processes, each has its share."""
     ready = functools.partial(prepare, cfg=cfg, device=device, reward=reward)
     dtype, several = pick_dtype(cfg.dtype, device), world_size() > 1
     if cfg.from_scratch:

@@ -123,8 +123,7 @@ def run_settings(folder):
 def _replace(config, name, text, where):
     """Return `config`, a dataclass or a dict, with the key `name` set to the argument `text`.
 
-    name: 'key', or 'key.inner' for a key of the dataclass or dict in `key`
-    text: None for an argument without a value, which is True
+    name: 'key', or 'key.inner' of the dataclass or dict in `key`; text: None stands for True
     """
     key, _, inner = name.partition('.')
     free = isinstance(config, dict)

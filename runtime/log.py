@@ -159,10 +159,7 @@ class StepLog:
 
 
 def open_log(cfg, first):
-    """Open log.jsonl, cut to the first `first` steps; write train_config.py beside it.
-
-    A log with damaged lines is first renamed to log.jsonl.damaged.
-    """
+    """Open log.jsonl, cut to the first `first` steps; write train_config.py beside it."""
     out_dir = Path(cfg.out_dir)
     path, records, damaged = out_dir / 'log.jsonl', [], False
     ownership.claim(out_dir, 'train_config.py', path.name)

@@ -74,10 +74,7 @@ SETTINGS = {'template': [name for name in get_args(get_type_hints(EvalConfig)['c
 
 
 def training_settings(folder):
-    """Return the settings of the run that trained the model in `folder`; {} without a run.
-
-    Raises ConfigError for a damaged file, CheckpointError for a wrong value of SETTINGS.
-    """
+    """Return the settings of the run that trained the model in `folder`; {} without a run."""
     folder = Path(folder).resolve()
     if re.fullmatch(r'epoch-\d+', folder.name):     # the config is in the folder of the run
         folder = folder.parent
@@ -92,10 +89,7 @@ def trained_with_bos(folder):
 
 
 def trained_template(folder):
-    """Return the chat template of the run that trained the model in `folder`.
-
-    Raises ConfigError without a run, or after one on other data than conversations.
-    """
+    """Return the chat template of the run that trained the model in `folder`, or ConfigError."""
     settings = training_settings(folder)
     if settings.get('data_kind') != 'instruct' or 'template' not in settings:
         raise ConfigError(f'chat = trained, but {folder} was not trained here on conversations; '
@@ -105,10 +99,7 @@ def trained_template(folder):
 
 
 def base_of_adapter(folder):
-    """Return the base model's folder of the adapters in `folder`/adapter, which need dropout.
-
-    Raises ConfigError or CheckpointError.
-    """
+    """Return the base model's folder of the adapters in `folder`/adapter, which need dropout."""
     settings = adapter.read_adapter(folder)
     if not settings['lora_dropout']:
         raise ConfigError(f'dropout_seed: {folder} was trained with lora_dropout = 0, so nothing '

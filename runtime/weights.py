@@ -79,10 +79,7 @@ def shapes_on_disk(model) -> dict[str, list[int]]:
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
-    """Return {tensor: its file}, from a single file or an index of shards.
-
-    model.safetensors is preferred to pytorch_model.bin, from which no code is run.
-    """
+    """Return {tensor: its file} of a model: safetensors, or pickles from which no code is run."""
     for single in (folder / 'model.safetensors', folder / 'pytorch_model.bin'):
         index = single.with_name(f'{single.name}.index.json')
         if index.exists():
@@ -196,10 +193,8 @@ def write_files(folder, files, owner):
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]):
-    """Write a safetensors file of CPU tensors.
-
-    safetensors' own function leaves a private temporary file behind if it is killed.
-    """
+    """Write a safetensors file of CPU tensors."""
+    # safetensors' own function leaves a private temporary file behind if it is killed
     header, end = {'__metadata__': {'format': 'pt'}}, 0
     # readers want aligned tensors: large items first
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
