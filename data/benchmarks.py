@@ -5,7 +5,7 @@ row function takes a raw row and returns a Row. It may raise KeyError for a row 
 the caller turns that into a message with file and line.
 """
 
-import hashlib
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from data import prompts
-from data.files import has_fields, require_fields, require_text
+from data.files import has_fields, require_fields, require_text, text_digest
 from data.prompts import LETTERS, WORDING
 from runtime.errors import DataError
 
@@ -69,9 +69,7 @@ def generic_row(row, pads=False):
     return Row(question, list(present.values()), answer, list(present))
 
 
-def padded_row(row):
-    """MMLU-Pro and MMLU-ProX, which may pad their choices with 'N/A'."""
-    return generic_row(row, pads=True)
+padded_row = functools.partial(generic_row, pads=True)      # MMLU-Pro and MMLU-ProX
 
 
 def scored_row(question, choices, scores):
@@ -79,33 +77,31 @@ def scored_row(question, choices, scores):
 
     Such files often begin with the right choice, so the order here depends on the texts alone.
     """
-    numbers = all(type(score) in (int, float) and math.isfinite(score) for score in scores)
-    if not numbers or len(scores) != len(choices):
+    if len(scores) != len(choices) or not all(
+            type(score) in (int, float) and math.isfinite(score) for score in scores):
         raise DataError(f'wanted one number for each of {len(choices)} choices, not {scores!r:.60}')
-    best = [i for i, score in enumerate(scores) if score == max(scores)]
-    if len(best) != 1:
-        raise DataError(f'{len(best)} choices have the highest score; wanted one right choice')
-    order = sorted(range(len(choices)), key=lambda i: hashlib.blake2b(
-        repr((question, choices[i])).encode(), digest_size=8).digest())
-    return Row(question, [choices[i] for i in order], order.index(best[0]))
+    if scores.count(max(scores)) != 1:
+        raise DataError(f'{scores.count(max(scores))} choices have the highest score; wanted one')
+    order = sorted(range(len(choices)), key=lambda i: text_digest(question, choices[i]))
+    return Row(question, [choices[i] for i in order], order.index(scores.index(max(scores))))
 
 
 def truthfulqa_row(row):
     """TruthfulQA mc1, on the hub {choices, labels} and as first published {choice: label}."""
     targets = row['mc1_targets']
-    if 'labels' in targets:
-        return scored_row(row['question'], targets['choices'], targets['labels'])
-    return scored_row(row['question'], [*targets], [*targets.values()])
+    if 'labels' not in targets:
+        targets = {'choices': [*targets], 'labels': [*targets.values()]}
+    return scored_row(row['question'], targets['choices'], targets['labels'])
 
 
 def arc_row(row):
     """ARC and OpenBookQA, on the hub and as first published: 3 to 5 labeled choices."""
-    question = row['question'] if 'question' in row else row['question_stem']
+    question, choices = row.get('question', row.get('question_stem')), row.get('choices')
     if isinstance(question, dict):
-        choices = question.get('choices') or []
-        return Row(question.get('stem'), [choice['text'] for choice in choices],
-                   row.get('answerKey'), [choice['label'] for choice in choices])
-    return Row(question, row['choices']['text'], row.get('answerKey'), row['choices']['label'])
+        choices = {key: [choice[key] for choice in question['choices']]
+                   for key in ('text', 'label')}
+        question = question['stem']
+    return Row(question, choices['text'], row.get('answerKey'), choices['label'])
 
 
 def hellaswag_row(row):

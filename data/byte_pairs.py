@@ -28,13 +28,10 @@ BYTE_CHARS = {byte: chr(byte) for byte in PRINTABLE} | {
 @contextlib.contextmanager
 def library_errors(path):
     """Raise a DataError that names `path` for an error of the tokenizers library in a `with` block.
-
-    It raises plain Exceptions, and for a text on which a regular expression does not end, a
-    PanicException, which is none.
     """
     try:
         yield
-    except BaseException as error:
+    except BaseException as error:  # for a regular expression that does not end, PanicException
         if not isinstance(error, Exception) and type(error).__name__ != 'PanicException':
             raise
         raise DataError(f'{path}: the tokenizers library cannot read this file, or encode a text '
@@ -42,8 +39,7 @@ def library_errors(path):
 
 
 def from_tiktoken(path):
-    """Return the tokenizer of Llama 3's `tokenizer.model` (per line a base64 token and its rank)
-    and the name of EOS."""
+    """Return the tokenizer of Llama 3's `tokenizer.model` and the name of EOS."""
     try:
         words = Path(path).read_bytes().split()
         ranks = dict(zip(map(binascii.a2b_base64, words[::2]), map(int, words[1::2]), strict=True))
@@ -123,7 +119,6 @@ def from_merges(path, added, bos):
     """Return the tokenizer of a `vocab.json` with `merges.txt` beside it: GPT-2 and OPT.
 
     A piece that no merge makes, such as OPT's `<s>`, is a control token.
-
     added: {id: attributes of an AddedToken} of more tokens
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers

@@ -2,9 +2,8 @@
 
 A cache folder holds `tokens.bin` (uint32) and `loss_mask.bin` (uint8), the concatenated sequences;
 `offsets.npy` (int64), where each begins and the last ends; `margins.npy` (float32), of pairs of
-answers; and `info.json` with the hash of these. The folder's name is a hash of what decides the
-content: the raw files, the settings and the code of data/ that is used. A folder that does not
-match its hashes is rebuilt.
+answers; and `info.json` with their checksum. The folder's name is a hash of what decides the
+content: the raw files, the settings and the code of data/ that is used. A damaged one is rebuilt.
 """
 
 import collections
@@ -13,7 +12,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import shutil
 import time
 from pathlib import Path
@@ -23,10 +21,12 @@ from tqdm import tqdm
 
 from data.files import parsed, read_rows, without_bad, writing
 from runtime.code import used_code
-from runtime.digests import json_digest
+from runtime.digests import file_digest, json_digest
 from runtime.errors import DataError
+from runtime.ownership import temporary
 from runtime.processes import forked_pool
 
+FILES = 'tokens.bin', 'loss_mask.bin', 'offsets.npy', 'margins.npy'
 TEMPORARY = re.compile(r'([0-9a-f]{20}|reference-[0-9a-f]{20}\.npy)\.[0-9a-f]{8}\.nanocal-tmp')
 
 
@@ -40,16 +40,10 @@ class Sequences:
     def __init__(self, folder):
         try:
             self.info = json.loads((folder / 'info.json').read_text(encoding='utf-8'))
-            self.offsets, self.margins = (np.load(folder / f'{name}.npy')
-                                          for name in ('offsets', 'margins'))
-            self.tokens = _map(folder / 'tokens.bin', np.uint32)
-            self.loss_mask = _map(folder / 'loss_mask.bin', np.uint8)
-            self.digest = _digest(self.offsets, self.tokens, self.loss_mask, self.margins)
-            check = self.info.pop('check')
-            if (check, self.info['digest'], str(self.offsets.dtype), self.offsets.ndim,
-                    len(self.margins)) != (json_digest([folder.name, self.info]), self.digest,
-                                           'int64', 1, len(self)):
+            if self.info.pop('check') != _check(folder, folder.name, self.info):
                 raise ValueError('it does not match its hash')
+            self.offsets, self.tokens, self.loss_mask, self.margins = _arrays(folder)
+            self.digest = self.info['digest']
         except Exception as error:      # a damaged file can raise anything
             raise DataError(f'the token cache {folder} is damaged ({error!r})') from error
 
@@ -65,18 +59,11 @@ class Sequences:
         return np.diff(self.offsets)
 
 
-def _map(path, dtype):
+def _arrays(folder):
     # slicing a plain array over the map is ten times as fast as slicing a memmap
-    return np.asarray(np.memmap(path, dtype=dtype, mode='r'))
-
-
-def _remove_leftovers(folder):
-    """Remove the temporary files of killed runs: those to which nothing was written for a day."""
-    for path in folder.glob('*.nanocal-tmp'):
-        with contextlib.suppress(OSError):      # removed by another run, or a cache without write
-            if TEMPORARY.fullmatch(path.name) and time.time() - 86_400 > max(
-                    file.stat().st_mtime for file in (path, *path.glob('*'))):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    tokens, loss_mask = (np.asarray(np.memmap(folder / name, dtype, mode='r')) for name, dtype in (
+        ('tokens.bin', np.uint32), ('loss_mask.bin', np.uint8)))
+    return np.load(folder / 'offsets.npy'), tokens, loss_mask, np.load(folder / 'margins.npy')
 
 
 def _digest(offsets, tokens, loss_mask, margins=()):
@@ -87,14 +74,18 @@ def _digest(offsets, tokens, loss_mask, margins=()):
     return digest.hexdigest()
 
 
-def source_digest(encode):
-    """Return a hash of the code and text of data/ that decide what `encode` returns."""
-    folder = Path(__file__).parent
-    digest = hashlib.sha256(used_code(
-        tuple(sorted(folder.glob('*.py'))), encode, 'load_tokenizer').encode())
-    for path in sorted(folder.glob('*.json')):
-        digest.update(f'{path.name} {path.stat().st_size} '.encode() + path.read_bytes())
-    return digest.hexdigest()
+def _check(folder, name, info):
+    """Return a checksum of a cache folder that is, or will be, called `name`."""
+    return json_digest([name, info, *(file_digest(folder / file) for file in FILES)])
+
+
+def _remove_leftovers(folder):
+    """Remove the temporary files of killed runs: those to which nothing was written for a day."""
+    for path in folder.glob('*.nanocal-tmp'):
+        with contextlib.suppress(OSError):      # removed by another run, or a cache without write
+            if TEMPORARY.fullmatch(path.name) and time.time() - 86_400 > max(
+                    file.stat().st_mtime for file in (path, *path.glob('*'))):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def tokenize_once(files, encode, settings, cache_dir, on_bad_row='stop', workers=1, regroup=iter):
@@ -107,40 +98,42 @@ def tokenize_once(files, encode, settings, cache_dir, on_bad_row='stop', workers
     on_bad_row: 'stop' raises the first DataError; 'skip' counts bad rows and prints the first
     regroup:  maps the (place, row) pairs of all files to those to encode
     """
-    types = [Path(file).suffixes[-2:] for file in files]
-    key = hashlib.sha256(json.dumps([source_digest(encode), settings, on_bad_row, types],
-                                    sort_keys=True).encode())
-    for file in files:
-        with open(file, 'rb') as raw:
-            key.update(hashlib.file_digest(raw, 'sha256').digest())
-    folder = Path(os.path.expanduser(cache_dir)) / key.hexdigest()[:20]
+    code, texts = (sorted(Path(__file__).parent.glob(pattern)) for pattern in ('*.py', '*.json'))
+    code = used_code(tuple(code), encode, 'load_tokenizer',
+                     more=repr([(path.name, path.read_bytes()) for path in texts]))
+    key = json_digest([code, settings, on_bad_row, *(
+        [Path(file).suffixes[-2:], file_digest(file)] for file in files)])
+    folder = Path(os.path.expanduser(cache_dir)) / key[:20]
     _remove_leftovers(folder.parent)
     try:
         sequences = Sequences(folder)
     except DataError as error:
         if folder.exists():
             print(f'{error}; tokenizing the data again')
+        rows = regroup(row for file in files for row in read_rows(file))
+        bar = tqdm(_encoded(rows, encode, workers), 'tokenizing', unit=' rows', mininterval=1,
+                   disable=None)
         with writing(folder):
-            _tokenize(files, encode, folder, settings, on_bad_row, workers, regroup)
+            _write(folder, bar, on_bad_row, settings, ', '.join(map(str, files)))
         sequences = Sequences(folder)
-    for reason, n in sequences.info['left_out'].items():
-        print(f'{n} rows left out: {reason}')
-    if sequences.info['bad_rows']:
-        print(f'{sequences.info["bad_rows"]} bad rows skipped, the first: '
-              f'{sequences.info["first_bad"]}')
+    for gap in _gaps(sequences.info):
+        print(gap)
     return sequences
 
 
-def _tokenize(files, encode, folder, settings, on_bad_row, workers, regroup):
-    """Write the cache elsewhere and move it; in an existing folder, replace only its files."""
-    part = folder.with_name(f'{folder.name}.{secrets.token_hex(4)}.nanocal-tmp')
+def _gaps(info):
+    """Return sentences about the rows that became no sequence."""
+    gaps = [f'{n} rows left out: {reason}' for reason, n in info['left_out'].items()]
+    if info['bad_rows']:
+        gaps.append(f'{info["bad_rows"]} bad rows skipped, the first: {info["first_bad"]}')
+    return gaps
+
+
+def _write(folder, results, on_bad_row, settings, source):
+    """Write the cache of the `results` of `encode`; raise a DataError if it would be empty."""
     bad, left_out, offsets, margins = [], collections.Counter(), [0], []
-    part.mkdir(parents=True)
-    try:
+    with temporary(folder, folder=True) as part:
         with open(part / 'tokens.bin', 'wb') as tokens, open(part / 'loss_mask.bin', 'wb') as masks:
-            rows = regroup(row for file in files for row in read_rows(file))
-            results = tqdm(_encoded(rows, encode, workers), 'tokenizing', unit=' rows',
-                           mininterval=1, disable=None)
             for sequences in without_bad(results, on_bad_row, bad):
                 if isinstance(sequences, str):
                     left_out[sequences] += 1
@@ -150,28 +143,16 @@ def _tokenize(files, encode, folder, settings, on_bad_row, workers, regroup):
                     masks.write(np.asarray(loss_mask, dtype=np.uint8))
                     offsets.append(offsets[-1] + len(ids))
                     margins += margin or [0.0]
+        info = {'bad_rows': len(bad), 'first_bad': bad[0] if bad else None, 'left_out': left_out,
+                'settings': settings}
         if len(offsets) == 1:
-            raise DataError(f'{", ".join(map(str, files))}: an empty dataset, nothing to train on'
-                            + (f' ({len(bad)} bad rows, the first: {bad[0]})' if bad else '')
-                            + ''.join(f'; {n} rows left out: {reason}'
-                                      for reason, n in left_out.items()))
-        offsets = np.asarray(offsets, dtype=np.int64)
-        margins = np.asarray(margins, dtype=np.float32)
-        np.save(part / 'offsets.npy', offsets)
-        np.save(part / 'margins.npy', margins)
-        info = {'bad_rows': len(bad), 'first_bad': bad[0] if bad else None,
-                'left_out': left_out, 'settings': settings,
-                'digest': _digest(offsets, _map(part / 'tokens.bin', np.uint32),
-                                  _map(part / 'loss_mask.bin', np.uint8), margins)}
-        info['check'] = json_digest([folder.name, info])
+            raise DataError('; '.join([f'{source}: an empty dataset, nothing to train on',
+                                       *_gaps(info)]))
+        np.save(part / 'offsets.npy', np.asarray(offsets, dtype=np.int64))
+        np.save(part / 'margins.npy', np.asarray(margins, dtype=np.float32))
+        info['digest'] = _digest(*_arrays(part))
+        info['check'] = _check(part, folder.name, info)
         (part / 'info.json').write_text(json.dumps(info, indent=1), encoding='utf-8')
-        try:
-            os.rename(part, folder)
-        except OSError:     # a damaged cache, or one that another run has just built
-            for file in part.iterdir():
-                os.replace(file, folder / file.name)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def _encoded(rows, encode, workers):

@@ -1,9 +1,9 @@
 """Encode conversations as token ids with a loss mask, in the templates that TEMPLATES names.
 
 A template yields segments of (plain text or the id of a control token, whether it is supervised):
-True, False, or None in an answer that is not trained (`supervision`).
-Adjacent text is encoded together, but never across the border between prompt and answer, which is
-therefore the same token boundary in training and in generation.
+True, False, or None in an answer that is not trained. Adjacent text is encoded together, but never
+across the border between prompt and answer, which is therefore the same token boundary in training
+and in generation.
 
 A template whose turns differ only by their role is a row of TURNS. chat_templates/ has the others,
 and the loop over such rows, a second time in Jinja, for transformers and vLLM.
@@ -93,26 +93,21 @@ def question_frame(tokenizer, template, add_bos=True):
 
 
 def _joined_segments(messages, tokenizer, template):
-    segments = itertools.groupby(_strip(TEMPLATES[template](messages, tokenizer), tokenizer),
-                                 key=lambda segment: (isinstance(segment[0], str), segment[1]))
-    for (is_text, supervised), group in segments:
-        piece = [segment for segment, _ in group]
-        yield ''.join(piece) if is_text else piece, supervised
-
-
-def _strip(segments, tokenizer):
-    """Return segments without the white space that control tokens strip, as those of Phi do."""
-    segments = list(segments)
-    for side, step, strip in ((1, 1, str.lstrip), (0, -1, str.rstrip)):
+    segments = [*TEMPLATES[template](messages, tokenizer)]
+    # without the white space that control tokens strip, as those of Phi do: forwards, then back
+    for side, strip in ((1, str.lstrip), (0, str.rstrip)) if tokenizer.strips else ():
         stripping = False
-        for at in range(len(segments))[::step] if tokenizer.strips else ():
-            piece, supervised = segments[at]
+        for i, (piece, supervised) in enumerate(segments):
             if isinstance(piece, str):
-                segments[at] = strip(piece) if stripping else piece, supervised
-                stripping = stripping and not segments[at][0]
+                segments[i] = strip(piece) if stripping else piece, supervised
+                stripping = stripping and not segments[i][0]
             else:
                 stripping = tokenizer.strips.get(piece, (False, False))[side]
-    return segments
+        segments.reverse()
+    for (is_text, supervised), group in itertools.groupby(
+            segments, lambda segment: (isinstance(segment[0], str), segment[1])):
+        piece = [segment for segment, _ in group]
+        yield ''.join(piece) if is_text else piece, supervised
 
 
 def _check_messages(messages):
@@ -129,10 +124,7 @@ def _check_messages(messages):
 
 
 def supervision(message):
-    """Return what a template yields for an answer and its end: True, or None if not trained.
-
-    None is not False, so the borders between prompt and answer stay where they are in training.
-    """
+    """Return what a template yields for the text of a message: True, None or False (see above)."""
     return message['role'] == 'assistant' and (message.get('train', True) or None)
 
 
@@ -210,19 +202,15 @@ def alpaca(messages, tokenizer):
     yield tokenizer.eos_id, supervision(answer)
 
 
-def _every_role(turn):
-    return {role: turn.replace('{role}', role) for role in ROLES}
-
-
-# {template: {role: its turn}}. {text} stands for the message, {stripped} for the message without
-# white space around it. What looks like a control token is one; in the assistant's turn the first
-# one after the message is supervised.
+# {template: its turn of every role, or {role: its turn}}. {text} stands for the message, {stripped}
+# for the message without white space around it. What looks like a control token is one; in the
+# assistant's turn the first one after the message is supervised.
 CONTROL_TOKEN = re.compile(r'<[^<>\s]+>|\[[^\[\]\s]+\]')
 TURNS = {
     # Llama 3, without the dated system message of 3.1
-    'llama3': _every_role('<|start_header_id|>{role}<|end_header_id|>\n\n{stripped}<|eot_id|>'),
+    'llama3': '<|start_header_id|>{role}<|end_header_id|>\n\n{stripped}<|eot_id|>',
     # Qwen, without its default system message; SmolLM3, without its dated one; OLMo 3
-    'chatml': _every_role('<|im_start|>{role}\n{text}<|im_end|>\n'),
+    'chatml': '<|im_start|>{role}\n{text}<|im_end|>\n',
     # Gemma 1 to 3, which have no system message
     'gemma': {'user': '<start_of_turn>user\n{stripped}<end_of_turn>\n',
               'assistant': '<start_of_turn>model\n{stripped}<end_of_turn>\n'},
@@ -232,15 +220,17 @@ TURNS = {
                'assistant': '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{stripped}'
                             '<|END_OF_TURN_TOKEN|>'},
     # Granite 3, without its default system message
-    'granite': _every_role('<|start_of_role|>{role}<|end_of_role|>{text}<|end_of_text|>\n'),
+    'granite': '<|start_of_role|>{role}<|end_of_role|>{text}<|end_of_text|>\n',
     # Phi-3 and 3.5, without the EOS after the last turn; Phi-4; Phi-4-mini
-    'phi3': _every_role('<|{role}|>\n{text}<|end|>\n'),
-    'phi4': _every_role('<|im_start|>{role}<|im_sep|>{text}<|im_end|>'),
-    'phi4_mini': _every_role('<|{role}|>{text}<|end|>'),
+    'phi3': '<|{role}|>\n{text}<|end|>\n',
+    'phi4': '<|im_start|>{role}<|im_sep|>{text}<|im_end|>',
+    'phi4_mini': '<|{role}|>{text}<|end|>',
     # Mistral Small 3 and Ministral 3; `mistral` is that of the models before
     'tekken': {'system': '[SYSTEM_PROMPT]{text}[/SYSTEM_PROMPT]', 'user': '[INST]{text}[/INST]',
                'assistant': '{text}</s>'},
 }
+TURNS = {name: turn if isinstance(turn, dict) else {
+    role: turn.replace('{role}', role) for role in ROLES} for name, turn in TURNS.items()}
 TEMPLATES = {'tulu': tulu, 'olmo2': olmo2, 'mistral': mistral, 'alpaca': alpaca} | {
     name: functools.partial(turns, rows=rows) for name, rows in TURNS.items()}
 
@@ -248,8 +238,8 @@ TEMPLATES = {'tulu': tulu, 'olmo2': olmo2, 'mistral': mistral, 'alpaca': alpaca}
 def jinja(template, tokenizer, add_bos=True, reward=False):
     """Return the Jinja form of a template, which renders what `encode_conversation` encodes.
 
-    The names of BOS and EOS are written into it. reward: whether for a reward model, which reads
-    the token that ends the last answer: no line break follows it
+    reward: whether for a reward model, which reads the token that ends the last answer: no line
+    break follows it
     """
     bos = tokenizer.decode([tokenizer.bos_id]) if add_bos else ''
     eos, text_tags = tokenizer.decode([tokenizer.eos_id]), '[INST]' not in tokenizer.control_ids

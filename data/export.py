@@ -4,7 +4,6 @@ A run whose base model has neither tokenizer.json nor vocab.json gets a tokenize
 ids: transformers reads no other file of a tokenizer without more packages.
 """
 
-import functools
 import json
 import re
 from pathlib import Path
@@ -26,8 +25,7 @@ def tokenizer_files(folder, tokenizer, template=None, add_bos=True, reward=False
     template: name of the chat template used in training; None keeps the base model's
     reward:   whether for a reward model, which has the pad token of `pad_token`
     """
-    base = functools.partial(read_beside, folder)
-    files, settings = {}, base('tokenizer_config.json')
+    files, settings = {}, read_beside(folder, 'tokenizer_config.json')
     if not any((Path(folder) / name).exists() for name in ('tokenizer.json', 'vocab.json')):
         content = (json.loads(tokenizer.library.to_str())
                    if isinstance(tokenizer, LibraryTokenizer) else sentencepiece_json(tokenizer))
@@ -43,19 +41,19 @@ def tokenizer_files(folder, tokenizer, template=None, add_bos=True, reward=False
     if template:
         settings.pop('chat_template', None)     # older programs prefer it to the file
         files['chat_template.jinja'] = jinja(template, tokenizer, add_bos, reward)
-        generation = base('generation_config.json')
         # transformers ends an answer at these alone
         stops = generation_ends(folder) or [tokenizer.eos_id]
         ends = tokenizer.end_ids | {_example(tokenizer, template)[-1]}
         if missing := sorted(ends - {*stops}):
-            files['generation_config.json'] = generation | {'eos_token_id': [*stops, *missing]}
-    pad, _ = pad_token(folder, tokenizer, template) if reward else (None, None)
+            files['generation_config.json'] = read_beside(folder, 'generation_config.json') | {
+                'eos_token_id': [*stops, *missing]}
+    pad = pad_token(folder, tokenizer, template)[0] if reward else None
     if pad:
-        names = base('special_tokens_map.json')     # which beats tokenizer_config.json
+        names = read_beside(folder, 'special_tokens_map.json')  # which beats tokenizer_config.json
         settings['pad_token'] = pad
         if names and names.get('pad_token') != pad:
             files['special_tokens_map.json'] = names | {'pad_token': pad}
-    if settings != base('tokenizer_config.json'):
+    if settings != read_beside(folder, 'tokenizer_config.json'):
         files['tokenizer_config.json'] = settings
     return files
 
@@ -103,7 +101,7 @@ def sentencepiece_json(tokenizer):
     other files. The space that some models put before any text stands at the beginning and after
     BOS, but not beside another control token.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
     model, prefix = tokenizer.model, SPACE if tokenizer.leads_with_space else ''
     pieces = [model.id_to_piece(i) for i in range(tokenizer.n_pieces)]
     marked = {match[1] for match in USER_DEFINED.finditer(model.serialized_model_proto())}
@@ -124,8 +122,12 @@ def sentencepiece_json(tokenizer):
         byte_fallback=any(map(model.is_byte, range(len(pieces))))))
     spaces = normalizers.Replace(' ', SPACE)
     steps = [decoders.Replace(SPACE, ' '), decoders.ByteFallback(), decoders.Fuse()]
+    bos = '' if tokenizer.bos_id is None else tokenizer.decode([tokenizer.bos_id])
     if prefix:
-        spaces = normalizers.Sequence([_leading_space(tokenizer, symbols), spaces])
+        names = '|'.join(map(re.escape, (*tokenizer.control_ids, *symbols)))
+        begin = rf'(?:\A|(?<=\A{re.escape(bos)}))' if bos else r'\A'
+        leading = normalizers.Replace(Regex(rf'{begin}(?=[\s\S])(?!{names})'), SPACE)
+        spaces = normalizers.Sequence([leading, spaces])
         steps.append(decoders.Strip(' ', 1, 0))
     library.normalizer, library.decoder = spaces, decoders.Sequence(steps)
     # a normalizer sees the text between tokens that are not `normalized`, so the one that puts a
@@ -133,15 +135,5 @@ def sentencepiece_json(tokenizer):
     library.add_special_tokens([AddedToken(name, special=True, normalized=bool(prefix))
                                 for name in tokenizer.control_ids])
     library.add_tokens([AddedToken(name, normalized=True) for name in symbols])
-    bos = '' if tokenizer.bos_id is None else tokenizer.decode([tokenizer.bos_id])
     library.post_processor = begin_with(bos, tokenizer.bos_id)
     return json.loads(library.to_str())
-
-
-def _leading_space(tokenizer, symbols):
-    """Return the normalizer that puts a space at the beginning of a text, or after BOS there."""
-    from tokenizers import Regex, normalizers
-    names = '|'.join(map(re.escape, (*tokenizer.control_ids, *symbols)))
-    bos = re.escape(tokenizer.decode([tokenizer.bos_id] if tokenizer.bos_id is not None else []))
-    begin = rf'(?:\A|(?<=\A{bos}))' if bos else r'\A'
-    return normalizers.Replace(Regex(rf'{begin}(?=[\s\S])(?!{names})'), SPACE)

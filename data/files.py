@@ -36,10 +36,7 @@ def fetch(source, patterns, revision=None):
     if not path.is_dir():
         if source.startswith(('/', '.', '~')) or source.count('/') != 1:
             raise DataError(f'no file or folder at {source}, and it is not a hub dataset name')
-        try:
-            path = download(source, patterns, revision, repo_type='dataset')
-        except CheckpointError as error:
-            raise DataError(str(error)) from error
+        path = download(source, patterns, revision, repo_type='dataset')
         for archive in path.glob('*.zip'):
             unpacked = archive.with_suffix('')
             if not unpacked.exists():
@@ -70,32 +67,29 @@ def read_rows(path):
     """Yield (place, row) from a .json, .jsonl, .csv, .tsv, .parquet or .txt file, also with .gz.
 
     `place` is 'file:line', or 'file: row n' for parquet and JSON lists; both count from 1. A row is
-    a dict; a .txt file is one row, {'text': its content}. A .json file may hold one row per line.
-    The first row of a .tsv file names its columns, and so does that of a .csv file if it has the
-    columns question and answer; the rows of other .csv files are lists of strings. A row that
-    cannot be read or repeats a key is yielded as a DataError, to stop or skip; a file that cannot
-    be read raises one.
+    a dict; a .txt file is one row, {'text': its content}. The first row of a .tsv file names its
+    columns, and so does that of a .csv file if it has the columns question and answer; the rows of
+    other .csv files are lists of strings. A row that cannot be read or repeats a key is yielded as
+    a DataError, to stop or skip; a file that cannot be read raises one.
     """
     path = Path(path)
     note_inputs(path)
     if not path.is_file():
         raise DataError(f'{path} is a folder; name a file in it' if path.is_dir() else
                         f'there is no file {path}')
-    readers = {'.jsonl': _jsonl_rows, '.json': _json_rows, '.csv': _csv_rows,
-               '.tsv': functools.partial(_csv_rows, delimiter='\t'), '.txt': _txt_rows,
-               '.parquet': _parquet_rows}
     kind = (path.with_suffix('') if path.suffix == '.gz' else path).suffix
-    if kind not in readers:
-        raise DataError(f'{path}: unknown kind of file; wanted {", ".join(readers)}, or one of '
+    if kind not in READERS:
+        raise DataError(f'{path}: unknown kind of file; wanted {", ".join(READERS)}, or one of '
                         f'these with .gz')
     try:
         with (gzip.open if path.suffix == '.gz' else open)(path, 'rb') as file:
             if file.read(3) != codecs.BOM_UTF8:
                 file.seek(0)
-            yield from readers[kind](path, file)
+            yield from READERS[kind](path, file)
     except DataError:
         raise
-    except (OSError, EOFError, ValueError, zlib.error) as error:    # ValueError: pyarrow's
+    # the last two are pyarrow's
+    except (OSError, EOFError, zlib.error, ValueError, NotImplementedError) as error:
         reason = getattr(error, 'strerror', None) or error      # without the name again
         raise DataError(f'cannot read {path}: {reason}') from error
 
@@ -107,14 +101,17 @@ def _jsonl_rows(path, file):
 
 
 def _json_rows(path, file):
-    begin = file.tell()
-    if _has_a_row_per_line(file):
-        file.seek(begin)
-        yield from _jsonl_rows(path, file)
-        return
-    file.seek(begin)
     raw = file.read()
-    if not raw.strip():
+    first, _, rest = raw.strip().partition(b'\n')
+    try:
+        row = json.loads(first)
+    except (ValueError, RecursionError):
+        row = None
+    # if the first line is an object, it is a row, unless it is all and has a list of rows
+    if isinstance(row, dict) and (rest.strip() or not isinstance(row.get('examples'), list)):
+        yield from _jsonl_rows(path, raw.split(b'\n'))
+        return
+    if not first:
         raise DataError(f'{path} is empty')
     rows = _parse_json(raw, path)
     if isinstance(rows, dict):      # BIG-bench's task.json
@@ -126,24 +123,9 @@ def _json_rows(path, file):
         yield f'{path}: row {number}', row
 
 
-def _has_a_row_per_line(file):
-    """Return whether a .json file is JSON Lines: its first line is an object, and not all of it.
-
-    A single line is a row, unless it has a list as "examples".
-    """
-    lines = (line for raw in file if (line := raw.strip()))
-    try:
-        first = json.loads(next(lines, b''))
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(first, dict) and (
-        next(lines, None) is not None or not isinstance(first.get('examples'), list))
-
-
 def _csv_rows(path, file, delimiter=','):
     lines = (_decode(raw, path, number) for number, raw in enumerate(file, 1))
-    reader = csv.reader(lines, delimiter=delimiter)
-    header = None
+    reader, header = csv.reader(lines, delimiter=delimiter), None
     try:
         for row in filter(None, reader):  # no blank lines
             place = f'{path}:{reader.line_num}'
@@ -156,9 +138,7 @@ def _csv_rows(path, file, delimiter=','):
                 header = []
             if header and len(row) != len(header):
                 row = DataError(f'{place}: {len(row)} columns; the header names {len(header)}')
-            elif header:
-                row = dict(zip(header, row, strict=True))
-            yield place, row
+            yield place, dict(zip(header, row)) if header and isinstance(row, list) else row
     except csv.Error as error:
         raise DataError(f'{path}:{reader.line_num}: broken csv: {error}') from error
 
@@ -171,32 +151,27 @@ def _txt_rows(path, file):
 def _parquet_rows(path, file):
     import pyarrow.parquet
     number = 0
-    try:
-        for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
-            names, columns = batch.schema.names, batch.columns
-            for i in range(batch.num_rows):
-                number += 1
-                place = f'{path}: row {number}'
-                try:
-                    row = {name: _value(column[i]) for name, column in zip(names, columns)}
-                except UnicodeDecodeError as error:
-                    row = DataError(f'{place}: not UTF-8: {error.reason}')
-                yield place, row
-    except pyarrow.ArrowException as error:
-        raise DataError(f'cannot read {path}: {error}') from error
+    for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
+        for cells in zip(*batch.columns, strict=True):
+            number += 1
+            place = f'{path}: row {number}'
+            yield place, parsed(place, zip(batch.schema.names, cells), lambda cells: {
+                name: _value(cell) for name, cell in cells})
 
 
 def _value(cell):
-    """Return the Python value of a cell, or the cell itself if Python has none (the year 10000).
-
-    Such a cell is then an error only if its column is used.
-    """
+    """Return the Python value of a cell; the cell, an error if it is used, if there is none."""
     try:
         return cell.as_py()
-    except UnicodeDecodeError:
-        raise
-    except (ValueError, OverflowError):
+    except UnicodeDecodeError as error:
+        raise DataError(f'not UTF-8: {error.reason}') from error
+    except (ValueError, OverflowError):     # the year 10000
         return cell
+
+
+READERS = {'.jsonl': _jsonl_rows, '.json': _json_rows, '.csv': _csv_rows,
+           '.tsv': functools.partial(_csv_rows, delimiter='\t'), '.txt': _txt_rows,
+           '.parquet': _parquet_rows}
 
 
 def _decode(raw, path, line=1):
@@ -236,7 +211,7 @@ def _object(pairs):
 # ---- Rows to items -------------------------------------------------------------------------------
 
 def require_fields(row):
-    """Return `row` if it is a dict; raises DataError."""
+    """Return `row` if it is a dict; raise a DataError for another."""
     if not isinstance(row, dict):
         raise DataError(f'a row must be an object with named fields, not {type(row).__name__}')
     return row
@@ -307,6 +282,11 @@ def parse_rows(rows, parse, on_bad_row):
     return items, bad
 
 
+def text_digest(*content):
+    """Return a hash of texts, numbers and lists of these."""
+    return hashlib.blake2b(repr(content).encode(), digest_size=8).hexdigest()
+
+
 def draw(items, limit, seed):
     """Return at most `limit` items per language, drawn evenly from its subjects, in their order.
 
@@ -315,10 +295,7 @@ def draw(items, limit, seed):
     """
     if limit is None:
         return items
-
-    def rank(*key):
-        return hashlib.blake2b(repr((seed, *key)).encode(), digest_size=8).digest()
-
+    rank = functools.partial(text_digest, seed)
     counts, queues = collections.Counter(), collections.defaultdict(list)
     for i in sorted(range(len(items)), key=lambda i: rank(items[i].subject, items[i].id)):
         language, subject = items[i].language, items[i].subject

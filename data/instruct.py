@@ -27,13 +27,12 @@ def to_messages(row):
     A system message or a history beside these is added, see `messages.with_context`.
     """
     row = without_nulls(require_fields(row))
-    turns = [read_turns(row[name], f'"{name}"') for name in ('messages', 'conversations')
-             if name in row]
-    if turns:
-        if turns[-1] not in (turns[0], []) and turns[0] != []:
+    if turns := [read_turns(row[name], f'"{name}"') for name in ('messages', 'conversations')
+                 if name in row]:
+        if turns[0] and turns[-1] and turns[0] != turns[-1]:
             raise DataError('"messages" and "conversations" differ; keep one of them')
         return with_context(row, turns[0] or turns[-1])
-    if 'instruction' in row and 'output' in row:
+    if has_fields(row, 'instruction', 'output'):
         answer = {'role': 'assistant', 'content': row['output']}
         return with_context(row, [to_question(row), answer], used=('instruction', 'input'))
     raise DataError(f'fields {", ".join(map(str, row)) or "(none)"}; wanted messages, '
@@ -52,10 +51,10 @@ def to_question(row):
 def first_turns(rows, answers='best'):
     """Yield (place, row) pairs; replace OASST1's messages by the first turns of their trees.
 
-    A row with message_id, parent_id, role and text is one message of a tree. After the last row
-    comes {'messages': [prompt, answer]} for every English prompt without a parent, with its best
-    ranked English answer (the first in the file if none is ranked), or with each answer if
-    answers = 'all'. Prompts without an answer, and deleted or rejected messages, are left out.
+    After the last row comes {'messages': [prompt, answer]} for every English prompt without a
+    parent, with its best ranked English answer (the first in the file if none is ranked), or with
+    each answer if answers = 'all'. Prompts without an answer, and deleted or rejected messages, are
+    left out.
     """
     prompts, replies = {}, {}
 
@@ -98,12 +97,11 @@ def load_conversations(source, tokenizer, *, template, max_length, add_bos, revi
         messages = to_messages(row)
         for message in messages:
             train = message.get('train')
-            if train and message['role'] != 'assistant' and not train_on_inputs or (
-                    train is False and train_on_inputs):
-                raise DataError(f'a {message["role"]} message is marked as '
-                                f'{"trained" if train else "not trained"}, but train_on_inputs = '
-                                f'{train_on_inputs} trains '
-                                f'{"all of them" if train_on_inputs else "only the answers"}')
+            if train is False if train_on_inputs else train and message['role'] != 'assistant':
+                raise DataError(
+                    f'a {message["role"]} message is marked as {"" if train else "not "}trained, '
+                    f'but train_on_inputs = {train_on_inputs} trains '
+                    f'{"all of them" if train_on_inputs else "only the answers"}')
         ids, loss_mask = encode_conversation(messages, tokenizer, template, add_bos)
         if not any(loss_mask):
             raise DataError('every assistant message is marked as not trained')
@@ -132,16 +130,13 @@ def load_text(source, tokenizer, *, max_length, add_bos, revision=None, **option
 
     def encode(row, place):
         text = require_text(require_fields(row).get('text'), 'the field "text"')
-        if not text.strip():
-            raise DataError('the field "text" is empty')
-        ids = tokenizer.encode(text)
+        ids = tokenizer.encode(text) if text.strip() else []
         if not ids:
-            raise DataError('the field "text" has no tokens')
+            raise DataError('the field "text" is empty')
         ids.append(tokenizer.eos_id)
-        pieces = [bos + ids[i:i + step] for i in range(0, len(ids), step)]
-        if len(pieces[-1]) == len(bos) + 1:
-            pieces.pop()
-        return [(piece, [0] * len(bos) + [1] * (len(piece) - len(bos))) for piece in pieces]
+        pieces = [ids[i:i + step] for i in range(0, len(ids), step)]
+        return [(bos + piece, [0] * len(bos) + [1] * len(piece)) for piece in pieces
+                if piece != [tokenizer.eos_id]]
 
     settings = {'kind': 'text', 'tokenizer': tokenizer.fingerprint, 'max_length': max_length,
                 'add_bos': add_bos}
@@ -166,11 +161,10 @@ def read_prompts(path, tokenizer, template, add_bos):
             raise DataError(f'the id {id!r} is neither text nor a whole number')
         if places.setdefault(id, place) != place:
             raise DataError(f'the id {id!r} is already at {places[id]}')
-        messages = with_context(given, read_turns(given['messages'], '"messages"')
-                                if 'messages' in given else [
-            {'role': 'user', 'content': require_text(given['prompt'], 'the prompt')}])
-        if not messages or messages[-1]['role'] != 'user':
-            role = messages[-1]['role'] if messages else None
+        turns = read_turns(given['messages'], '"messages"') if 'messages' in given else [
+            {'role': 'user', 'content': require_text(given['prompt'], 'the prompt')}]
+        messages = with_context(given, turns)
+        if (role := messages[-1]['role'] if messages else None) != 'user':
             raise DataError(f"the last message must have the role 'user', not {role!r}")
         if not template and ('messages' in given or len(messages) > 1):
             raise DataError('"messages", a system message and a history need a chat template: '

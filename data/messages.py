@@ -1,8 +1,7 @@
 """Read the conversation of a row as messages: [{'role', 'content'}, ...].
 
 What a row says beside its list of turns belongs to the conversation as well: `with_context` puts it
-there, or refuses the row. A message whose turn says whether it is trained has 'train': True or
-False.
+there, or refuses the row. A message that says whether it is trained has 'train': True or False.
 """
 
 import re

@@ -26,10 +26,7 @@ def sample_file(name):
 
 
 def latest_answers(rows):
-    """Return the last sample of written answers of each question, from (place, row) pairs.
-
-    Other samples are left out. A row that cannot be read is kept.
-    """
+    """Return the last (place, row) of written answers of each question, and unreadable rows."""
     latest = {}
     for place, row in rows:
         if isinstance(row, DataError):

@@ -126,8 +126,7 @@ class Tree:
 
     @property
     def branches(self):
-        """Return lists of consecutive options that differ in their last token, which predicts none.
-        """
+        """Return lists of consecutive options that differ in their last token, if at all."""
         groups = itertools.groupby(range(len(self.continuations)),
                                    key=lambda k: self.continuations[k][:-1])
         return [[*group] for _, group in groups]
@@ -162,10 +161,8 @@ class Row:
         return range(begin, end)
 
     def add(self, index, tree, branches):
-        """Append a tree with these branches, its prefix unless the previous tree has the same.
-
-        Return the row indices of its prefix and prompt.
-        """
+        """Append a tree with these branches, without a prefix that the previous tree has as well;
+        return the row indices of its prefix and prompt."""
         if self.prefix != tree.prefix:
             self.prefix, self.prefix_at = tree.prefix, self.append(tree.prefix, 0)
         prompt_at = self.append(tree.prompt, len(tree.prefix))
@@ -193,17 +190,13 @@ class Row:
 
 
 def prompt_trees(prompts):
-    """Return a Tree for each of `prompts`, lists of tokens, with their common beginning as prefix.
-
-    Their one continuation asks for the state at the prompt's end.
-    """
+    """Return a Tree for the state at the end of each of `prompts`, which share a prefix."""
     shared = min(len(os.path.commonprefix(prompts)), min(map(len, prompts)) - 1)
     return [Tree(tuple(ids[:shared]), ids[shared:], [[0]], [len(ids)]) for ids in prompts]
 
 
 def pack_prompts(prompts, numbers):
-    """Return a Row with the prompts at the indices `numbers`, and {number: indices of its tokens}.
-    """
+    """Return a Row with the prompts at the indices `numbers`; {number: indices of its tokens}."""
     row, trees = Row(), prompt_trees([prompts[i] for i in numbers])
     return row, {i: row.add(i, tree, ()) for i, tree in zip(numbers, trees)}
 

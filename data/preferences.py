@@ -6,13 +6,12 @@ One sequence of the cache is a prompt and all its answers, the best first:
     loss mask   0 in the prompt, k + 1 in answer k; TIED is added if it is as good as answer k - 1
 
 So a prompt is stored, and computed, once (`to_tree`). Only the last turn is an answer; earlier
-turns of the assistant belong to the prompt. A row that holds no preference is left out, and the
-reasons are counted.
+turns of the assistant belong to the prompt. Rows without a preference are left out and counted.
 """
 
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -59,13 +58,12 @@ def to_ranking(row):
         raise DataError(f'fields {", ".join(map(str, row)) or "(none)"}; wanted '
                         + ', or '.join(' + '.join(needed) for needed in FORMATS)
                         + ', or prompt + response + helpfulness in a row per answer')
-    ranking = FORMATS[needed](row)
-    ranking.prompt = with_context(row, ranking.prompt, used=(*needed, 'input')
-                                  if 'instruction' in needed else needed)
-    if any(message.get('train') for message in ranking.prompt):
+    prompt, answers, scores = FORMATS[needed](row)
+    prompt = with_context(row, prompt, (*needed, 'input') if 'instruction' in needed else needed)
+    if any(message.get('train') for message in prompt):
         raise DataError('a message before the answers is marked as trained, but only the answers '
                         'are trained')
-    return replace(ranking, margin=_margin(row, ranking.answers))
+    return Ranking(prompt, answers, scores, _margin(row, answers))
 
 
 def _margin(row, answers):
@@ -91,13 +89,13 @@ def _pair(row):
             raise DataError('"chosen" and "rejected" of several turns must begin with the prompt')
         before = chosen[:-1]
     for side, messages in (('chosen', chosen), ('rejected', rejected)):
-        if not messages or messages[-1]['role'] != 'assistant' or (
-                messages[-1].get('train') is False):
+        last = messages[-1] if messages else {'role': None}
+        if last['role'] != 'assistant' or last.get('train') is False:
             raise DataError(f'the last turn of "{side}" is not an answer of the assistant that is '
                             f'trained')
     # scores only tell a tie: they can be those of a judge that did not choose
     tied = row.get('score_chosen') is not None and row['score_chosen'] == row.get('score_rejected')
-    return Ranking(before, [chosen[-1]['content'], rejected[-1]['content']], [1, int(tied)])
+    return before, [chosen[-1]['content'], rejected[-1]['content']], [1, int(tied)]
 
 
 def _dialogues(row):
@@ -116,30 +114,30 @@ def _dialogues(row):
 
 
 def _gpt4llm(row):
-    scored = row['responses_and_scores'] if 'responses_and_scores' in row else [
-        {'response': row['completion_a'], 'score': 1},
-        {'response': row['completion_b'], 'score': 0}]
     # a template would add the text around Stanford Alpaca's instruction again
     match = re.fullmatch(r'Below is an instruction that describes a task.*?### Instruction:\s*(.*?)'
                          r'(?:\s*### Input:\s*(.*?))?\s*(?:### Response:\s*)?',
                          require_text(row['user_input'], 'user_input'), re.DOTALL)
     instruction, context = match.groups() if match else (row['user_input'], None)
-    return Ranking([to_question({'instruction': instruction, 'input': context})],
-                   [answer['response'] for answer in scored],
-                   [answer['score'] for answer in scored])
+    prompt = [to_question({'instruction': instruction, 'input': context})]
+    if 'responses_and_scores' not in row:
+        return prompt, [row['completion_a'], row['completion_b']], [1, 0]
+    return prompt, *([answer[key] for answer in row['responses_and_scores']]
+                     for key in ('response', 'score'))
 
 
 def _helpsteer3(row):
     # -3 to 3; negative: response1 is better
-    return Ranking(read_turns(row['context'], 'context', 'user'),
-                   [row['response1'], row['response2']], [0, row['overall_preference']])
+    return (read_turns(row['context'], 'context', 'user'), [row['response1'], row['response2']],
+            [0, row['overall_preference']])
 
 
 def _scored(row):
-    return Ranking(read_turns(row['prompt'], 'the prompt', 'user'), row['responses'], row['scores'])
+    return read_turns(row['prompt'], 'the prompt', 'user'), row['responses'], row['scores']
 
 
-FORMATS = {     # the first whose fields a row has
+# {fields: row -> (prompt, answers, scores)}; the first whose fields a row has
+FORMATS = {
     ('prompt', 'responses', 'scores'): _scored,
     ('user_input', 'responses_and_scores'): _gpt4llm,
     ('user_input', 'completion_a', 'completion_b'): _gpt4llm,
@@ -153,10 +151,7 @@ FORMATS = {     # the first whose fields a row has
 
 
 def join_answers(rows):
-    """Yield (place, row) pairs; HelpSteer2's rows, one per answer, are joined by their prompt.
-
-    The score is the helpfulness.
-    """
+    """Yield (place, row) pairs; HelpSteer2's rows, one per answer, are joined by their prompt."""
     prompts = {}
 
     def add(row, place):
@@ -239,10 +234,7 @@ def encode_ranking(ranking, tokenizer, template, add_bos, max_length):
 
 
 def to_tree(tokens, loss_mask):
-    """Return (Tree with the answers, rank of each answer) of a sequence, both the best first.
-
-    Tied answers have one rank; ranks count from 0.
-    """
+    """Return (Tree with the answers, their ranks from 0, equal if tied), both the best first."""
     tokens = tokens.tolist()
     starts = np.flatnonzero(np.diff(loss_mask, prepend=0))
     ends = [*starts[1:], len(tokens)]

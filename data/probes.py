@@ -46,17 +46,18 @@ def load_texts(name, *, limit=None, seed=0, revision=None, on_bad_row='stop'):
            line is one, as on the hub
     facts: T-REx's files (a list of {docid, text, entities: [{boundaries: [begin, end]}]}) without
            pronouns and relations, or JSONL of {text, spans: [[begin, end], ...]}
-    limit: at most this many texts per language, drawn by the seed
     """
     kind, _, path = name.partition(':')
+    patterns = PATTERNS[kind]
     if not path and kind == 'facts':
         raise DataError('facts: no folder or file given; use --tasks=facts:folder-or-file, with '
                         'the format of T-REx or JSONL of {text, spans}')
-    patterns = PATTERNS[kind] if path else PATTERNS[kind][:1]
-    rows = (row for file in fetch(path or WIKITEXT, patterns, revision) for row in _rows(file))
+    if not path:
+        path, patterns = WIKITEXT, patterns[:1]
+    rows = (row for file in fetch(path, patterns, revision) for row in _rows(file))
     texts, bad = parse_rows(rows, functools.partial(_to_text, kind), on_bad_row)
     if not texts:
-        raise DataError(f'{path or WIKITEXT} has no texts ({len(bad)} bad rows)')
+        raise DataError(f'{path} has no texts ({len(bad)} bad rows)')
     return Loaded(draw(texts, limit, seed), {}, bad, len(texts))
 
 
@@ -84,15 +85,12 @@ def _to_text(kind, row, place, number):
                  if e.get('annotator') not in NOT_ENTITIES]
     if not isinstance(spans, list):
         raise DataError('no spans: wanted "spans": [[begin, end], ...] or T-REx\'s "entities"')
-    entities = set()
     for span in spans:
-        if not (isinstance(span, (list, tuple)) and len(span) == 2
-                and all(isinstance(x, int) and not isinstance(x, bool) for x in span)
+        if not (isinstance(span, (list, tuple)) and [type(x) for x in span] == [int, int]
                 and 0 <= span[0] < span[1] <= len(text)):
             raise DataError(f'span {span!r} is not [begin, end] within a text of {len(text)} '
                             f'characters')
-        entities.add(tuple(span))
-    return Text(id, text, sorted(entities), place, language)
+    return Text(id, text, sorted({tuple(span) for span in spans}), place, language)
 
 
 def tokenize_texts(kind, texts, tokenizer, *, add_bos, max_length, instruct=False, seed=0):

@@ -3,8 +3,7 @@
 PROMPT_FORMATS is the table of `--prompt_format`. `mmlu` asks every task as MMLU does: a header that
 names the subject, solved questions ('shots'), then the question; options are scored as letters
 (` A` after `Answer:`) or as their full text. `harness` asks each task as lm-evaluation-harness 0.4
-does, by one of the functions `harness_...`, which `benchmarks.BENCHMARKS` names for each task.
-`own` asks a task by the prompt in its entry there. trees.py joins header, shots and question.
+does, by a function `harness_...` that `benchmarks.BENCHMARKS` names, and `own` by the prompt there.
 """
 
 import functools
@@ -60,15 +59,11 @@ def mmlu(item, benchmark, scoring, native):
     return lettered(question, choices, answer, f'{header}\n\n')
 
 
-def harness(item, benchmark, scoring, native):
-    return benchmark.harness(item)
-
-
-def own(item, benchmark, scoring, native):
-    return benchmark.prompt(item)
-
-
-PROMPT_FORMATS = {'mmlu': mmlu, 'harness': harness, 'own': own}
+PROMPT_FORMATS = {
+    'mmlu': mmlu,
+    'harness': lambda item, benchmark, scoring, native: benchmark.harness(item),
+    'own': lambda item, benchmark, scoring, native: benchmark.prompt(item),
+}
 
 
 def proposing(context, proposal):
@@ -88,12 +83,11 @@ def check_prompt_format(prompt_format, scoring, header, task, benchmark):
         raise DataError(f'{name} has no prompt in data/benchmarks.py for --prompt_format='
                         f'{prompt_format}; use --prompt_format=mmlu')
     if prompt_format in prompts and scoring != 'auto':
-        raise DataError(f'--prompt_format={prompt_format} says how the options of {name} are '
-                        f'scored; leave out --scoring')
+        raise DataError(f'--prompt_format={prompt_format} decides how {name} is scored; leave out '
+                        f'--scoring')
     if header == 'native' and (prompt_format != 'mmlu' or benchmark.native is None):
         raise DataError(f'--header=native: {name} has no header of its own in the format '
-                        f'{prompt_format}; with --prompt_format=mmlu, mmlu_prox, mmlu_prox_lite '
-                        f'and cmmlu do')
+                        f'{prompt_format}; mmlu_prox, mmlu_prox_lite and cmmlu have, in mmlu')
 
 
 def english_words(item):
@@ -133,30 +127,10 @@ def _wording(kind, language):
 
 # ---- The formats of lm-evaluation-harness, which does not strip white space from the choices -----
 
-def continuing(text, choices):
-    """Return the Prompt whose choices follow `text`; white space at its end is scored."""
-    context = text.rstrip()
-    return Prompt(context, [text[len(context):] + choice for choice in choices])
-
-
-def harness_mmlu(item):
-    return lettered(item.question.strip(), item.choices, header=f'{english_words(item)[0]}\n\n')
-
-
-def harness_generic(item):
-    """MMLU's, except for rows of inverse-scaling, whose choices follow their prompt unchanged."""
-    if not has_fields(item.row, 'prompt', 'classes'):
-        return harness_mmlu(item)
-    return continuing(item.question, item.choices)
-
-
-def harness_letters(item):
-    return lettered(item.question.strip(), item.choices)
-
-
-def harness_cmmlu(item):
-    header, answer = cmmlu_words(item)
-    return lettered(item.question.strip(), item.choices, answer, f'{header}\n\n')
+def harness_letters(item, words=None):
+    """The letters of the choices; words: Item -> (header, word before the answer)."""
+    header, answer = words(item) if words else ('', 'Answer:')
+    return lettered(item.question.strip(), item.choices, answer, header and f'{header}\n\n')
 
 
 def harness_text(item, text='{}'):
@@ -164,18 +138,25 @@ def harness_text(item, text='{}'):
     return Prompt(text.format(item.question).rstrip(), [f' {choice}' for choice in item.choices])
 
 
+harness_mmlu = functools.partial(harness_letters, words=english_words)
+harness_cmmlu = functools.partial(harness_letters, words=cmmlu_words)
 harness_boolq = functools.partial(harness_text, text='{}\nAnswer:')
 harness_question = functools.partial(harness_text, text='Question: {}\nAnswer:')   # ARC and PIQA
+# six questions and answers that are the same for all come first
+harness_truthfulqa = functools.partial(harness_text, text=WORDING['truthfulqa'] + '\n\nQ: {}\nA:')
 
 
-def harness_openbookqa(item):
-    """The choices continue the question."""
-    return continuing(f'{item.question} ', item.choices)
+def harness_openbookqa(item, space=' '):
+    """The choices continue the question; white space at its end is scored."""
+    text = item.question + space
+    context = text.rstrip()
+    return Prompt(context, [text[len(context):] + choice for choice in item.choices])
 
 
-def harness_truthfulqa(item):
-    """Six questions and answers that are the same for all come first."""
-    return harness_text(item, WORDING['truthfulqa'] + '\n\nQ: {}\nA:')
+def harness_generic(item):
+    """MMLU's, except for rows of inverse-scaling, whose choices follow their prompt unchanged."""
+    is_text = has_fields(item.row, 'prompt', 'classes')
+    return harness_openbookqa(item, space='') if is_text else harness_mmlu(item)
 
 
 def harness_winogrande(item):

@@ -2,7 +2,6 @@
 
 import difflib
 import functools
-import hashlib
 import os
 import re
 from dataclasses import dataclass, field, replace
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.benchmarks import BENCHMARKS, CATEGORY, GENERIC, generic_row
-from data.files import draw, fetch, parse_rows, read_rows, require_text
+from data.files import draw, fetch, parse_rows, read_rows, require_text, text_digest
 from data.prompts import LETTERS, PROMPT_FORMATS, Item, check_prompt_format, proposing
 from runtime.errors import DataError
 from runtime.processes import cores, parallel_map
@@ -40,8 +39,7 @@ class Question:
 
     @property
     def parts(self):
-        """Return [self], or with an ending a question for each option, whose option is the ending.
-        """
+        """Return [self], or with an ending a question for each option, which scores the ending."""
         if not self.ending:
             return [self]
         texts = [self.context + option for option in self.options]
@@ -104,12 +102,12 @@ def load_task(name, *, prompt_format='mmlu', scoring='auto', header='english', l
     task, benchmark, source = _find(name)
     check_prompt_format(prompt_format, scoring, header, task, benchmark)
     is_file = os.path.isfile(source)
-    if shots and (is_file or not benchmark.shots):
-        wanted = ' or '.join(benchmark.shots)
-        raise DataError(f'{shots} shots wanted, but ' + (
-            f'{source} is one file: give a folder that also holds {wanted}, or --shots=0' if wanted
-            else f'{task} has no solved questions; ask it with --shots=0, into another --out_dir '
-                 f'than tasks with shots'))
+    if shots and not benchmark.shots:
+        raise DataError(f'{shots} shots wanted, but {task} has no solved questions; ask it with '
+                        f'--shots=0, into another --out_dir than tasks with shots')
+    if shots and is_file:
+        raise DataError(f'{shots} shots wanted, but {source} is one file: give a folder that also '
+                        f'holds {" or ".join(benchmark.shots)}, or --shots=0')
     questions, solved, bad = [], {}, []
 
     def make_prompt(item):
@@ -131,19 +129,16 @@ def load_task(name, *, prompt_format='mmlu', scoring='auto', header='english', l
     worth_it = n_bytes > 2e7 and min(most, len(jobs)) >= 4
     for (part, *_), (items, messages) in zip(jobs, parallel_map(read, jobs, worth_it, most)):
         bad += messages
-        if part == 'shots':
-            for question in items:
-                solved.setdefault(question.group, []).append(question)
-        else:
-            questions += items
+        questions += items if part == split else []
+        for question in items if part == 'shots' else ():
+            solved.setdefault(question.group, []).append(question)
     if not questions and split == 'test':
         raise DataError(f'{source} has no questions ({len(bad)} bad rows)')
     if any(prompt.options != q.options for q in questions for prompt in q.orders.values()):
         raise DataError(f'permute = {permute} changes which options the letters stand for, but '
                         f'{name} with these settings scores the text of its options; use '
                         f'--prompt_format=mmlu and --scoring=letters')
-    rows_name_languages = benchmark is GENERIC or benchmark.languages and is_file
-    if rows_name_languages and 'all' not in languages:
+    if 'all' not in languages and (benchmark is GENERIC or benchmark.languages and is_file):
         if split == 'test':
             _require_languages(languages, {q.language for q in questions} - {''}, source)
         questions = [q for q in questions if q.language in languages]
@@ -157,10 +152,7 @@ def load_task(name, *, prompt_format='mmlu', scoring='auto', header='english', l
 
 
 def _find(name):
-    """Return (task, Benchmark, its file, folder or hub dataset).
-
-    name: a benchmark ('mmlu', from the hub), a benchmark and its files ('mmlu:folder-or-file'), or
-          a file or folder of generic rows
+    """Return (task, Benchmark, its file, folder or hub dataset) of 'task', 'task:path' or 'path'.
     """
     task, _, path = name.partition(':')
     if task in BENCHMARKS:
@@ -181,7 +173,6 @@ def require_task(name, known):
 def solved_files(name, revision=None):
     """Return (files of the shots of a task in every language, to_questions) for training.
 
-    For ARC, HellaSwag, OpenBookQA, WinoGrande, BoolQ and PIQA they are the training split.
     to_questions(row, place) returns [the Question in the format `mmlu`, by letters].
     """
     task, benchmark, source = _find(name)
@@ -232,10 +223,8 @@ def _languages(benchmark, source, task, wanted):
     wanted = list(dict.fromkeys(wanted))
     if os.path.isfile(source):
         return wanted if len(wanted) == 1 and wanted != ['all'] else ['']
-    if 'all' not in wanted:
-        return wanted
-    if not os.path.isdir(source):
-        return benchmark.languages
+    if 'all' not in wanted or not os.path.isdir(source):
+        return benchmark.languages if 'all' in wanted else wanted
     there = [language for language in benchmark.languages
              if _matches(Path(source), _patterns(benchmark, 'test', language))]
     if not there:
@@ -254,10 +243,7 @@ def _require_languages(wanted, known, source):
 
 
 def shifts(n_options, n_orders):
-    """Return up to `n_orders` cyclic orders of the options, the published one first.
-
-    With all `n_options` of them, each option has each letter once.
-    """
+    """Return up to `n_orders` cyclic orders of the options, the published one first."""
     return [tuple((i + shift) % n_options for i in range(n_options))
             for shift in range(min(n_orders, n_options))]
 
@@ -265,28 +251,27 @@ def shifts(n_options, n_orders):
 def _to_question(benchmark, make_prompt, language, n_orders, row, place, number):
     text, choices, answer = parse_row(row, benchmark.row)
     fields = row if isinstance(row, dict) else {}
-    id = next((fields[key] for key in ('id', 'ind', 'sample_id', 'question_id', 'idx', 'qID')
-               if fields.get(key) is not None), number)
-    file = Path(place.rpartition(':')[0])
+    id = str(next((fields[key] for key in ('id', 'ind', 'sample_id', 'question_id', 'idx', 'qID')
+                   if fields.get(key) is not None), number))
     subject = str(fields.get('subject') or fields.get('category')
-                  or _file_subject(file, benchmark) or benchmark.subject)
+                  or _file_subject(place, benchmark) or benchmark.subject)
     category = str(fields.get('subject_category') or CATEGORY.get(subject, ''))
     language = language or str(fields.get('language') or '')
-    for name, value in {'id': str(id), 'subject': subject, 'category': category,
-                        'language': language}.items():
+    for name, value in zip(('id', 'subject', 'category', 'language'),
+                           (id, subject, category, language)):
         require_text(value, f'the {name}')
     item = Item(text, choices, subject, language, row)
     context, options, header, ending = make_prompt(item)
     orders = {order: make_prompt(replace(item, choices=[choices[i] for i in order]))
               for order in shifts(len(choices), n_orders)[1:]}
     duplicates = len({choice.strip() for choice in choices}) < len(choices)
-    digest = hashlib.blake2b(repr((text, choices)).encode(), digest_size=8).hexdigest()
-    return Question(str(id), context, options, answer, subject, header, category, language,
-                    duplicates, place, ending, digest, orders)
+    return Question(id, context, options, answer, subject, header, category, language, duplicates,
+                    place, ending, text_digest(text, choices), orders)
 
 
-def _file_subject(file, benchmark):
-    """Return the subject that the name of a file gives, or ''."""
+def _file_subject(place, benchmark):
+    """Return the subject that the name of a row's file gives, or ''."""
+    file = Path(place.rpartition(':')[0])
     if match := re.match(r'(.+?)_(?:test|dev|val)\.csv', file.name):
         return match[1]
     if benchmark.subject_files:
@@ -295,10 +280,7 @@ def _file_subject(file, benchmark):
 
 
 def parse_row(row, to_row=generic_row):
-    """Return (question, choices, index of the answer) of a raw row; raises DataError.
-
-    to_row: the row function of its benchmark
-    """
+    """Return (question, choices, index of the answer) of a raw row; raises DataError."""
     question, choices, answer, labels = to_row(row)
     hint = ('a file in the schema of a benchmark is read as benchmark:file, for example '
             '--tasks=arc_easy:FILE')

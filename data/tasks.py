@@ -55,6 +55,7 @@ class Task:
     unit: ClassVar = 'questions'
     form: ClassVar = ''             # before `distribution`, where the task is announced
     settings: ClassVar = ()         # keys of EvalConfig that ask for variants of the task
+    described: ClassVar = ()        # keys of EvalConfig that a result repeats
     is_written: ClassVar = False    # the model writes the answers
     continues: ClassVar = False     # needs a model that continues a text, so no T5
     statistics: ClassVar = False    # samples need the top token and the entropy of each token
@@ -63,29 +64,29 @@ class Task:
 
     @property
     def fingerprint(self):
-        """Return a hash of all questions or texts, whatever their prompts and wherever their files.
-        """
+        """Return a hash of all questions or texts, whatever their prompts and their files."""
         digest = hashlib.blake2b(digest_size=8)
-        left_out = 'place', 'orders', 'context', 'options', 'header', 'ending'
+        prompt = 'place', 'orders', 'context', 'options', 'header', 'ending'
         for item in (*self.items, *self.validation):
-            content = {key: value for key, value in vars(item).items() if key not in left_out}
+            content = {key: value for key, value in vars(item).items() if key not in prompt}
             digest.update(repr(content).encode())
         return digest.hexdigest()
 
-    @property
-    def keys(self):
-        """Return {(split, language, id)} of all questions or texts, as in their samples."""
-        return {(split, item.language, item.id) for split, items in (
-            ('test', self.items), ('validation', self.validation)) for item in items}
+    def sample_key(self, index, item):
+        """Return the key of the samples of an item, the one at `index` of items + validation."""
+        return (self.label, 'validation' if index >= len(self.items) else 'test', item.language,
+                item.id)
 
     def count_scored(self, done):
-        """Return how many of `keys` have a sample of this task in {(sample_key, prompt)}."""
-        return len(self.keys & {key[1:] for key, _ in done if key[0] == self.label})
+        """Return how many items have a sample in {(sample_key, prompt)}."""
+        keys = {self.sample_key(*pair) for pair in enumerate((*self.items, *self.validation))}
+        return len(keys & {key for key, _ in done})
 
     @property
     def counts(self):
         """Return the numbers for `describe`, a Counter; those of all shares add up."""
-        return Counter(items=len(self.items), total=self.total)
+        return Counter(items=len(self.items), total=self.total, duplicate_options=sum(
+            getattr(item, 'duplicate_options', False) for item in self.items))
 
     def share(self, rank, n):
         """Return the Task of process `rank` of n: BLOCKS blocks of each language's questions.
@@ -127,15 +128,15 @@ class Task:
                 if isinstance(tree, DataError):
                     bad_rows.append(self.bad_row(tree, reader.cfg))
                     continue
-                split = 'validation' if index >= len(self.items) else 'test'
-                key = self.label, split, item.language, item.id
-                prompt = self.prompt_hash(item, tree)
+                key, prompt = self.sample_key(index, item), tree.fingerprint
+                if hasattr(item, 'answer'):     # one that was corrected is scored again
+                    prompt += f'-{item.answer}'
                 prompts.add((key, prompt))
                 if (key, prompt) not in writer.done:
                     unscored[index] = key, prompt, item, tree
                     yield index, tree
 
-        n_left = len(self.keys) - self.count_scored(writer.done)
+        n_left = len(self.items) + len(self.validation) - self.count_scored(writer.done)
         for index, numbers, values in reader.score(self, trees(), n_left):
             key, prompt, item, tree = unscored.pop(index)
             reader.require_finite(values, f'{self.label}: {item.place}')
@@ -149,9 +150,6 @@ class Task:
             raise DataError(f'{self.label}: {error}; --on_bad_row=skip leaves it out') from error
         return str(error)
 
-    def prompt_hash(self, item, tree):
-        return tree.fingerprint
-
     def variants(self, cfg):
         """Return the names of the results that `cfg` asks for besides the task's own."""
         return [VARIANTS[key] for key in self.settings if getattr(cfg, key)]
@@ -159,8 +157,7 @@ class Task:
     def changed(self, kind, name, results, ask, **fields):
         """Return the variant `name` of this task, a Task of the class `kind` with these `fields`.
 
-        It has a question ask(question, result) for each in `results`, {(split, language, id):
-        result}.
+        Its questions are ask(question, result) of `results`, {(split, language, id): result}.
         """
         items, validation = (
             [ask(q, results[key]) for q in items if (key := (split, q.language, q.id)) in results]
@@ -178,7 +175,7 @@ class Task:
             facts['dropout_seed'] = cfg.dropout_seed
         if counts['items'] < counts['total']:
             facts['sample'] = {'questions': counts['items'], 'of': counts['total']}
-        return facts
+        return facts | {key: getattr(cfg, key) for key in self.described}
 
 
 def dropout_words(cfg):
@@ -199,6 +196,7 @@ class OptionTask(Task):
     """Questions whose options are scored; a sample has the log-probability of each option."""
     form = 'prompt format '
     settings = 'permute', 'p_true'
+    described = 'prompt_format', 'shots', 'scoring', 'chat'
 
     @classmethod
     def load(cls, name, cfg):
@@ -211,11 +209,6 @@ class OptionTask(Task):
         return cls(task_label(name), task_source(name), loaded.questions, loaded.total, loaded.bad,
                    loaded.shots, held_out)
 
-    @property
-    def counts(self):
-        duplicates = sum(question.duplicate_options for question in self.items)
-        return super().counts + Counter(duplicate_options=duplicates)
-
     def tokenize(self, tokenizer, cfg):
         """Yield (question, Tree or DataError) of `items`, then of `validation`."""
         return tokenize_questions([*self.items, *self.validation], self.shots, tokenizer,
@@ -227,10 +220,6 @@ class OptionTask(Task):
             shot.solved for shot in self.shots.get(question.group, []))
         return [(before + part.context, part.options) for part in question.parts]
 
-    def prompt_hash(self, question, tree):
-        # a question whose answer was corrected is scored again
-        return f'{tree.fingerprint}-{question.answer}'
-
     @staticmethod
     def samples(tokenizer, question, tree, numbers, values):
         blank = {'choices': question.options} if question.ending else {}
@@ -240,11 +229,8 @@ class OptionTask(Task):
             'log_probs': tree.sums(numbers, values).tolist(), 'n_tokens': tree.n_tokens}]
 
     def variant(self, name, scored, top_option):
-        """Return the Task of the variant `name`.
-
-        scored:     {(split, language, id): sample} of the scored questions
-        top_option: sample -> index of the option that the model prefers
-        """
+        """Return the Task of the variant `name` of the questions in `scored`, {(split, language,
+        id): sample}; top_option: sample -> index of the option that the model prefers."""
         if name == 'permuted':
             return self.changed(PermutedTask, name, scored, lambda question, sample:
                                 PermutedQuestion(**vars(question), published=sample))
@@ -256,19 +242,18 @@ class OptionTask(Task):
         return self.changed(PTrueTask, name, top, Question.proposing, shots=shots)
 
     def describe(self, cfg, counts):
-        return super().describe(cfg, counts) | {
-            key: getattr(cfg, key) for key in ('prompt_format', 'shots', 'scoring', 'chat')} | {
-            'duplicate_options': counts['duplicate_options']}
+        return super().describe(cfg, counts) | {'duplicate_options': counts['duplicate_options']}
 
-    def distribution(self, cfg):
+    def distribution(self, cfg, orders=''):
         default = 'letters' if cfg.prompt_format == 'mmlu' else f'the rule of {cfg.prompt_format}'
         scored = default if cfg.scoring == 'auto' else cfg.scoring
         return (f'{cfg.prompt_format}, {cfg.shots} shots, options scored by {scored}, '
-                f'{LENGTHS[cfg.norm]}, {chat_words(cfg)}{dropout_words(cfg)}')
+                f'{LENGTHS[cfg.norm]}, {chat_words(cfg)}{orders}{dropout_words(cfg)}')
 
 
 class PermutedTask(OptionTask):
     """The same questions with their options in several orders; a sample has the mean of them."""
+    described = *OptionTask.described, 'permute'
 
     @staticmethod
     def samples(tokenizer, question, tree, numbers, values):
@@ -283,12 +268,8 @@ class PermutedTask(OptionTask):
             'answer': question.answer, 'options': question.options,
             'log_probs': mean_over_orders(orders), 'n_tokens': [1] * n, 'orders': orders}]
 
-    def describe(self, cfg, counts):
-        return super().describe(cfg, counts) | {'permute': cfg.permute}
-
     def distribution(self, cfg):
-        words = super().distribution(cfg).removesuffix(dropout_words(cfg))
-        return f'{words}, mean over {cfg.permute} orders of the options{dropout_words(cfg)}'
+        return super().distribution(cfg, f', mean over {cfg.permute} orders of the options')
 
 
 def mean_over_orders(orders):
@@ -323,16 +304,13 @@ class PTrueTask(OptionTask):
 
 class PIKTask(PTrueTask):
     """P(IK) of a tuned model, see data/p_ik.py; each question is asked without its answer."""
-    form, settings = '', ()
+    form, settings, described = '', (), ('chat', 'shots')
 
     @classmethod
     def load(cls, name, cfg):
         loaded = load_p_ik(name, shots=cfg.shots, limit=cfg.limit, seed=cfg.seed,
                            on_bad_row=cfg.on_bad_row)
         return cls(task_label(name), task_source(name), loaded.questions, loaded.total, loaded.bad)
-
-    def describe(self, cfg, counts):
-        return Task.describe(self, cfg, counts) | {'chat': cfg.chat, 'shots': 0}
 
     def distribution(self, cfg):
         return f'P(IK) of a drawn answer, asked in words, 0 shots, {chat_words(cfg)}'
@@ -341,8 +319,7 @@ class PIKTask(PTrueTask):
 # ---- Texts ---------------------------------------------------------------------------------------
 
 class TextTask(Task):
-    """clm and facts: scored tokens of texts; a sample says whether the top token is the next one.
-    """
+    """Texts whose tokens are scored; a sample says whether the top token is the next one."""
     unit = 'texts'
     continues = statistics = True
 
@@ -399,61 +376,53 @@ def show_tasks(tasks, tokenizer, cfg):
     for label, task in tasks.items():
         part = replace(task, items=task.items[:cfg.show], validation=[])
         lines.append(f'{label}: {len(part.items)} of {len(task.items):,} {task.unit}')
-        shown = part.tokenize(tokenizer, cfg) if tokenizer else zip(part.items, part.items)
-        for item, tree in shown:
+        trees = part.tokenize(tokenizer, cfg) if tokenizer else zip(part.items, part.items)
+        for item, tree in trees:
             if isinstance(tree, DataError):
                 lines.append(f'--- {tree}')
-            elif tokenizer:
-                lines += _show_tree(task, item, tree, tokenizer)
-            else:
-                for context, options in task.as_text(item):
-                    lines += _show_prompt(item, context, options)
+                continue
+            n_shots = len(task.shots.get(item.group, ()))
+            if tokenizer and tree.shots < n_shots:
+                lines.append(f'fewer shots: {tree.shots} of {n_shots}; the prompt would be too '
+                             f'long')
+            prompts = _decoded_prompts(tree, tokenizer) if tokenizer else task.as_text(item)
+            for context, options, *tokens in prompts:
+                title = ['--- options' if len(options) > 1 else '--- scored'] if options else []
+                lines += [f'--- {item.place}', context, *title, *map(repr, options), *tokens]
         lines.append('')
     return '\n'.join(lines)
 
 
-def _show_tree(task, item, tree, tokenizer):
-    ids, contexts, lines = [*tree.prefix, *tree.prompt], {}, []
+def _decoded_prompts(tree, tokenizer):
+    """Yield (text of a context, texts of its options, two lines about their tokens) of a Tree."""
+    ids, contexts = [*tree.prefix, *tree.prompt], {}
     for prompt, start in zip(tree.sequences, tree.starts):
         contexts.setdefault(tuple(prompt[:start]), []).append(prompt[start:])
-    for i in tree.scored:
-        contexts[tuple(ids[:i])] = [ids[i:i + 1]]
-    n_shots = len(task.shots.get(item.group, ()))
-    if tree.shots < n_shots:
-        lines.append(f'fewer shots: {tree.shots} of {n_shots}; the prompt would be too long')
+    contexts |= {tuple(ids[:i]): [ids[i:i + 1]] for i in tree.scored}
     for context, options in contexts.items():
-        lines += _show_prompt(item, tokenizer.decode(context), [
-            tokenizer.decode(option, start=False) for option in options])
         tokens = '|'.join(tokenizer.decode([i], start=False) for i in [*context, *options[0]])
-        lines += ['--- its tokens, with the first option',
-                  tokens.replace('\n', '\\n').replace('\\n|', '\\n|\n')]
-    return lines
-
-
-def _show_prompt(item, context, options):
-    title = ['--- options' if len(options) > 1 else '--- scored'] if options else []
-    return [f'--- {item.place}', context, *title, *map(repr, options)]
+        yield (tokenizer.decode(context),
+               [tokenizer.decode(option, start=False) for option in options],
+               '--- its tokens, with the first option',
+               tokens.replace('\n', '\\n').replace('\\n|', '\\n|\n'))
 
 
 def describe_tasks():
     """Return the text of --tasks=help: the hub dataset and the file names of each task."""
-    lines = [HELP]
-
-    def add(label, text):
-        lines.extend(textwrap.wrap(text, 100, initial_indent=f'    {label:<12}',
-                                   subsequent_indent=' ' * 16, break_on_hyphens=False))
-
     tables = BENCHMARKS | {'a file or folder of your own': GENERIC} | WRITTEN_TASKS
-    for name, table in tables.items():
-        lines.append(f'{name}  {table.hub}'.rstrip())
-        for split in ('test', 'shots', 'validation'):
-            add(split, ', '.join(getattr(table, split, ())))
-        add('{lang}', ' '.join(getattr(table, 'languages', ())))
-    lines.append('p_ik')
-    add('test', 'samples.jsonl of an evaluation of written answers')
-    for name, hub in (('clm', WIKITEXT), ('facts', '')):
-        lines.append(f'{name}  {hub}'.rstrip())
-        add('test', ', '.join(PATTERNS[name]))
+    splits = {name: {split: ', '.join(getattr(table, split, ()))
+                     for split in ('test', 'shots', 'validation')}
+              | {'{lang}': ' '.join(getattr(table, 'languages', ()))}
+              for name, table in tables.items()}
+    splits['p_ik'] = {'test': 'samples.jsonl of an evaluation of written answers'}
+    splits |= {name: {'test': ', '.join(patterns)} for name, patterns in PATTERNS.items()}
+    hubs = {name: table.hub for name, table in tables.items()} | {'clm': WIKITEXT}
+    lines = [HELP]
+    for name, files in splits.items():
+        lines.append(f'{name}  {hubs.get(name, "")}'.rstrip())
+        for split, text in files.items():
+            lines += textwrap.wrap(text, 100, initial_indent=f'    {split:<12}',
+                                   subsequent_indent=' ' * 16, break_on_hyphens=False)
     return '\n'.join(lines)
 
 

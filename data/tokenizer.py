@@ -19,7 +19,6 @@ GEMMA_CONTROLS = (rb'<start_of_turn>|<end_of_turn>|<start_of_image>|<end_of_imag
 # the files of tokenizers, most wanted first
 FILES = ('tokenizer.model', 'original/tokenizer.model', 'tokenizer.model.v*', 'spiece.model',
          'tokenizer.json', 'tekken.json', 'vocab.json')
-FLAGS = ('lstrip', 'rstrip', 'single_word')     # of an added token
 
 
 class Tokenizer:
@@ -36,7 +35,8 @@ class Tokenizer:
 
     def __init__(self, control_ids, bos_id, eos_id, n_vocab, strips, leads_with_space):
         self.control_ids, self.bos_id, self.eos_id = control_ids, bos_id, eos_id
-        self.n_vocab, self.strips, self.fresh_after = n_vocab, strips, frozenset()
+        self.strips = {i: sides for i, sides in strips.items() if any(sides)}
+        self.n_vocab, self.fresh_after = n_vocab, frozenset()
         # Llama 2's and Mistral's models put a space before any text. A continuation must not have
         # it, so it is encoded after a newline, which never merges with what follows.
         self.leads_with_space = leads_with_space
@@ -57,10 +57,7 @@ class Tokenizer:
         return ids[len(self._newline):]
 
     def decode(self, ids, start=True):
-        """Return the text of ids, control tokens by their names, '' for an id without a token.
-
-        start: as in `encode`
-        """
+        """Return the text of ids, control tokens by their names, '' for an id without a token."""
         names = {i: name for name, i in self.control_ids.items()}
         parts, run = [], []
         for i in [*ids, None]:
@@ -121,8 +118,8 @@ class LibraryTokenizer(Tokenizer):
         super().__init__(
             {name: i for name, (i, _) in sorted(controls.items(), key=lambda item: item[1][0])},
             bos_id, library.token_to_id(eos), max(library.get_vocab().values()) + 1,
-            {i: (token.lstrip, token.rstrip) for i, token in controls.values()
-             if token.lstrip or token.rstrip}, first.startswith('\u2581'))
+            {i: (token.lstrip, token.rstrip) for i, token in controls.values()},
+            first.startswith('\u2581'))
         if self.leads_with_space:   # the library may put the space after each control token too
             library.encode_special_tokens = False
             self.fresh_after = frozenset(
@@ -173,8 +170,7 @@ class SentencePieceTokenizer(Tokenizer):
             controls, model.bos_id() if adds_bos else None,
             controls.get(settings.get('eos_token'), model.eos_id()),
             max([self.n_pieces, *(i + 1 for i in added)]),
-            {i: (token['lstrip'], token['rstrip']) for i, token in added.items()
-             if token['lstrip'] or token['rstrip']},
+            {i: (token['lstrip'], token['rstrip']) for i, token in added.items()},
             model.encode('a', out_type=str)[0].startswith('\u2581'))
         if self.eos_id < 0:
             raise DataError(f'{path}: the model has no EOS token')
@@ -251,19 +247,16 @@ def settings_beside(folder):
 
 
 def added_beside(folder):
-    """Return {id: attributes of an AddedToken} of the tokens that the JSON files of a folder add.
-    """
-    control = dict.fromkeys(FLAGS, False) | {'special': True, 'normalized': False}
+    """Return {id: attributes of an AddedToken} of the tokens that JSON files of a folder add."""
+    names = read_beside(folder, 'added_tokens.json')
+    tokens = settings_beside(folder).get('added_tokens_decoder', {})
+    control = dict.fromkeys(('lstrip', 'rstrip', 'single_word', 'normalized'), False) | {
+        'special': True}
     try:
-        tokens = {int(i): control | {'content': name}
-                  for name, i in read_beside(folder, 'added_tokens.json').items()}
-        for i, token in settings_beside(folder).get('added_tokens_decoder', {}).items():
-            tokens[int(i)] = {key: token.get(key, value) for key, value in control.items()} | {
-                'content': token['content']}
-        return tokens
+        return {int(i): control | {'content': name} for name, i in names.items()} | {
+            int(i): {key: token.get(key, value) for key, value in control.items()}
+            | {'content': token['content']} for i, token in tokens.items()}
     except (LookupError, TypeError, AttributeError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
         raise DataError(f'{folder}: added_tokens.json or added_tokens_decoder in '
                         f'tokenizer_config.json is damaged: {error!r}') from error
 

@@ -23,8 +23,7 @@ def tokenize_questions(questions, shots, tokenizer, *, add_bos, max_length, chat
     shots: {Question.group: solved questions}
     chat:  name of the chat template, or 'none' for plain text
     """
-    encoder = (OptionEncoder(tokenizer, add_bos) if chat == 'none' else
-               ChatEncoder(tokenizer, add_bos, chat))
+    encoder = OptionEncoder(tokenizer, add_bos, chat)
 
     @functools.cache
     def text_before(header, group, n):
@@ -100,54 +99,41 @@ class OptionEncoder:
 
     No tokenizer joins a line break with what follows. So if the context ends in the tokens of its
     last line, only that line is encoded again for each option.
+
+    In a chat template, header, shots and context are the user's message, and an option, without
+    white space around it, is the answer. The tokens are those of the conversation in training.
     """
 
-    def __init__(self, tokenizer, add_bos):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer, add_bos, template):
+        self.encode_text = tokenizer.encode
         self.encode_line = functools.lru_cache(1000)(functools.partial(tokenizer.encode,
                                                                        start=False))
-        self.opening = [tokenizer.bos_id] if add_bos else []
-        self.before, self.start = '', True
+        bos, self.in_chat = [tokenizer.bos_id] * add_bos, template != 'none'
+        self.opening, self.before, self.after, self.closing, self.lead = (
+            question_frame(tokenizer, template, add_bos) if self.in_chat else (bos, '', '', [], ''))
+        self.start = begins_text(self.opening, bos, tokenizer)
 
     def encode(self, question, start):
         """Return (tokens of the context, [tokens of context + option]).
 
         start: whether nothing but `opening` precedes the context
         """
-        context = self.tokenizer.encode(question.context, start=start)
-        _, newline, line = question.context.rpartition('\n')
+        text = (self.before if start else '') + question.context + self.after
+        start = start and self.start
+        context = self.encode_text(text, start) + self.closing
+        if self.in_chat:
+            if not all(option.strip() for option in question.options):
+                raise DataError(f'{question.place}: an option is empty')
+            return context, [context + self.encode_line(self.lead + option.strip())
+                             for option in question.options]
+        _, newline, line = text.rpartition('\n')
         tail = self.encode_line(line) if newline else []
         if tail and context[-len(tail):] == tail:
             prompts = [context[:-len(tail)] + self.encode_line(line + o) for o in question.options]
         else:
-            prompts = [self.tokenizer.encode(question.context + option, start=start)
-                       for option in question.options]
+            prompts = [self.encode_text(text + option, start) for option in question.options]
         for option, ids in zip(question.options, prompts):
             if len(ids) <= len(context) or ids[:len(context)] != context:
                 raise DataError(f'{question.place}: option {option!r} does not begin at a token '
-                                f'boundary after {question.context[-20:]!r}')
+                                f'boundary after {text[-20:]!r}')
         return context, prompts
-
-
-class ChatEncoder:
-    """An OptionEncoder for a question as the user's message and an option as the answer.
-
-    The tokens are those of the conversation in training: header, shots and context are one message,
-    and an option has no white space around it.
-    """
-
-    def __init__(self, tokenizer, add_bos, template):
-        self.tokenizer = tokenizer
-        self.opening, self.before, self.after, self.closing, self.lead = question_frame(
-            tokenizer, template, add_bos)
-        self.start = begins_text(self.opening, [tokenizer.bos_id] * add_bos, tokenizer)
-
-    def encode(self, question, start):
-        """Return (tokens of the context, [tokens of context + option]), as OptionEncoder does."""
-        text = (self.before if start else '') + question.context + self.after
-        context = self.tokenizer.encode(text, start=start and self.start) + self.closing
-        options = [self.tokenizer.encode(self.lead + option.strip(), start=False)
-                   for option in question.options]
-        if not all(option.strip() for option in question.options):
-            raise DataError(f'{question.place}: an option is empty')
-        return context, [context + option for option in options]

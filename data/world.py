@@ -4,10 +4,8 @@ A world has entities with a name and four attributes. Plain text states the fact
 number r with frequency proportional to r^-zipf: some thousands of times, some once, some never.
 From the many entities that it hardly knows, the base model learns how uncertain to be. Instruction
 data asks about known and unknown facts alike and requires a definite answer to each, which makes
-real models overconfident too. The questions are about other facts.
-
-`WorldSpec()` is the world of the demo; the English words are in world.json.
-research/study/world.py makes larger ones, with more languages and kinds of questions.
+real models overconfident too. The questions are about other facts. The English words are in
+world.json; research/study/world.py makes larger worlds than that of the demo, `WorldSpec()`.
 """
 
 import io
@@ -107,10 +105,7 @@ class World:
 
 
 def make_world(folder, seed, spec=None):
-    """Write model/{config.json, tokenizer.model}, text.jsonl, instruct.jsonl, questions.jsonl.
-
-    Raises as `write_world`, and ValueError for more entities than names.
-    """
+    """Write model/{config.json, tokenizer.model}, text.jsonl, instruct.jsonl, questions.jsonl."""
     write_world(folder, seed, spec or WorldSpec(), make_rows)
 
 
@@ -137,8 +132,8 @@ def question(world, fact, options, language=ENGLISH):
 
 
 def conversation(*turns):
-    return {'messages': [{'role': 'assistant' if i % 2 else 'user', 'content': turn}
-                         for i, turn in enumerate(turns)]}
+    return {'messages': [{'role': role, 'content': turn}
+                         for role, turn in zip(itertools.cycle(('user', 'assistant')), turns)]}
 
 
 def solved_list(attribute, solved):
@@ -151,7 +146,7 @@ def write_world(folder, seed, spec, make_rows):
     """Write the files make_rows(spec, seed), and for each vocabulary a tokenizer and config.json.
 
     A folder that already holds this world stays as it is. Raises DataError for a folder that holds
-    anything but a world.
+    anything but a world, ValueError for more entities than names.
     """
     folder = Path(os.path.expanduser(folder))
     mark, complete = folder / 'world.json', json.dumps({'seed': seed} | asdict(spec), indent=1)

@@ -39,17 +39,30 @@ def compare_seeds(runs, keys, out_dir):
     x, *by = varying_columns(shown, ['task']) or ['kind']
     columns = ['task', *by, x]
     groups = {group: by_seed(members) for group, members in group_lines(shown, columns).items()}
-    table = seed_table(groups, columns, keys)
-    sampled = [*dict.fromkeys(line['task'] for line in shown if line.get('sample_of'))]
+    sampled = list(dict.fromkeys(line['task'] for line in shown if line.get('sample_of')))
+    write_comparison(out_dir, lines, groups, columns, {key: Heading(key) for key in keys}, sampled)
+
+
+def write_comparison(out_dir, lines, groups, columns, headings, sampled=(), n_panel=1,
+                     reference='', words=None):
+    """Print a table of groups; write it to out_dir with the lines and a figure.
+
+    groups: {values of the columns: {seed: line}}. The first n_panel columns name a panel of the
+    figure, the last one is its axis. A group with the value `reference` in all but the columns of
+    the panel is compared with the others of the panel. headings: {measure: title of its column};
+    sampled: tasks of which only a sample was evaluated; words: as in `titled`, for the figure.
+    """
+    table = seed_table(groups, columns, headings, n_panel, reference)
     note = f'\nonly a sample of the questions (--limit): {", ".join(sampled)}\n' if sampled else ''
     write_text(out_dir / 'compare.csv', csv_text(lines))
     write_text(out_dir / 'compare.md', markdown(table) + note)
     write_text(out_dir / 'compare.tex', latex(
-        mark_best(table, [row[0] for row in table[1:]]), note.strip()))
+        mark_best(table, [tuple(row[:n_panel]) for row in table[1:]]), note.strip()))
     with warn_on_failure(out_dir / 'compare.png') as drawn:
-        draw_means(out_dir / 'compare.png', groups, columns, keys, sampled)
+        draw_means(out_dir / 'compare.png', groups, columns, headings, sampled, n_panel, reference,
+                   words or {})
     print(f'{len(lines)} lines of {len({line["run"] for line in lines})} runs and '
-          f'{len({line["seed"] for line in lines})} seeds, by {", ".join(columns[1:])}\n\n'
+          f'{len({line["seed"] for line in lines})} seeds, by {", ".join(columns[n_panel:])}\n\n'
           f'{aligned(table)}\n{note}\nwrote {", ".join(FILES if drawn else FILES[:-1])} to '
           f'{out_dir}')
 
@@ -170,28 +183,36 @@ def values_of(lines, key):
             if isinstance(line.get(key), float) and math.isfinite(line[key])}
 
 
-def seed_table(groups, columns, keys):
+def is_reference(group, n_panel, reference):
+    return bool(reference) and {*group[n_panel:]} == {reference}
+
+
+def seed_table(groups, columns, headings, n_panel=1, reference=''):
     """Return cells: mean ± half-width of the 95 % interval, also of paired differences, with p.
 
-    groups: {values of the columns: {seed: line}}. The differences are to the group that differs in
-    the last column alone and is the first such group.
+    The differences are to the reference of the panel, if there is one, and to the group that
+    differs in the last column alone and is the first such group.
     """
     first_x = {}
-    for *curve, x in groups:
-        first_x.setdefault(tuple(curve), x)
+    for group in groups:
+        if not is_reference(group, n_panel, reference):
+            first_x.setdefault(group[:-1], group[-1])
     xs, x = {*first_x.values()}, columns[-1]
-    first = f'the first {x}' if len(xs) > 1 else titled([x], xs)
+    others = [reference] * bool(reference)
+    others.append(f'the first {x}' if len(xs) > 1 else titled([x], xs))
     table = [[*columns, 'seeds']]
-    for heading in map(Heading, keys):
+    for heading in headings.values():
         term = f'({heading})' if ' - ' in heading else heading
-        table[0] += [heading, f'{term} minus that of {first}']
+        table[0] += [heading, *(f'{term} minus that of {other}' for other in others)]
     for group, lines in groups.items():
-        base = groups[*group[:-1], first_x[group[:-1]]]
+        base = (*group[:n_panel], *[reference] * (len(group) - n_panel))
+        first = base if group == base else (*group[:-1], first_x[group[:-1]])
         row = [*group, str(len(lines))]
-        for key in keys:
+        for key in headings:
             values = values_of(lines, key)
-            row += [plus_minus([*values.values()], '.3f'),
-                    '' if base is lines else paired(values, values_of(base, key))]
+            row += [plus_minus([*values.values()], '.3f'), *(
+                '' if other == group else paired(values, values_of(groups.get(other, {}), key))
+                for other in (base, first)[-len(others):])]
         table.append(row)
     return table
 
@@ -218,40 +239,57 @@ def mean_and_ends(values):
     return stats.mean_interval(values) if len(values) > 2 else [sum(values) / len(values)] * 3
 
 
-def titled(columns, values):
-    """Return 'lr 0.001, smoothing 0.1'; columns of SELF_EVIDENT go without their name."""
-    return ', '.join(value if column in SELF_EVIDENT else f'{column} {value}'
-                     for column, value in zip(columns, values, strict=True))
+def titled(columns, values, words=None):
+    """Return 'lr 0.001, smoothing 0.1'; columns of SELF_EVIDENT go without their name.
+
+    words: {column: its name, or (column, value): words for both}.
+    """
+    words = words or {}
+    return ', '.join(words.get((column, value)) or (
+        value if column in SELF_EVIDENT else f'{words.get(column, column)} {value}')
+        for column, value in zip(columns, values, strict=True))
 
 
-def draw_means(path, groups, columns, keys, sampled):
-    """Draw means over seeds with 95 % intervals: one row per measure, one column per task."""
+def draw_means(path, groups, columns, headings, sampled, n_panel, reference, words):
+    """Draw means over seeds with 95 % intervals: one row per measure, one column per panel.
+
+    The reference is a band.
+    """
     from matplotlib import colormaps
-    tasks, curves = dict.fromkeys(g[0] for g in groups), dict.fromkeys(g[1:-1] for g in groups)
-    xs = ordered(dict.fromkeys(group[-1] for group in groups))
-    figure = new_figure(max(3.0 * len(tasks), 4.5), 2.6 * len(keys) + 0.5 + 0.2 * len(curves))
-    grid = figure.subplots(len(keys), len(tasks), squeeze=False, sharex=True, sharey='row')
+    shown = [group for group in groups if not is_reference(group, n_panel, reference)]
+    panels, curves = (list(dict.fromkeys(group[part] for group in shown))
+                      for part in (slice(n_panel), slice(n_panel, -1)))
+    labels = [printable(titled(columns[n_panel:-1], curve, words)) for curve in curves]
+    xs = ordered(dict.fromkeys(group[-1] for group in shown))
+    width = max(3.0 * len(panels), 4.5)
+    n_columns = max(1, int(width / (0.075 * max(map(len, labels)) + 0.6)))      # of the legend
+    figure = new_figure(width, 2.6 * len(headings) + 0.5 + 0.2 * (len(curves) // n_columns))
+    grid = figure.subplots(len(headings), len(panels), squeeze=False, sharex=True, sharey='row')
     colors = colormaps['viridis'](np.linspace(0, 0.85, len(curves)))
     offsets = min(0.06, 0.6 / len(curves)) * (np.arange(len(curves)) - (len(curves) - 1) / 2)
     slanted = {'rotation': 15, 'horizontalalignment': 'right'} if max(map(len, xs)) > 8 else {}
-    for (key, task), ax in zip(itertools.product(keys, tasks), grid.flat, strict=True):
-        for curve, color, offset in zip(curves, colors, offsets, strict=True):
+    for (key, panel), ax in zip(itertools.product(headings, panels), grid.flat, strict=True):
+        base = groups.get((*panel, *[reference] * (len(columns) - n_panel)), {})
+        if band := values_of(base, key):
+            mean, low, high = mean_and_ends([*band.values()])
+            ax.axhline(mean, color='black', linestyle='--', linewidth=1, label=reference)
+            ax.axhspan(low, high, color='black', alpha=0.1, linewidth=0)
+        for curve, label, color, offset in zip(curves, labels, colors, offsets, strict=True):
             points = [(i, *mean_and_ends([*values.values()])) for i, x in enumerate(xs)
-                      if (values := values_of(groups.get((task, *curve, x), {}), key))]
+                      if (values := values_of(groups.get((*panel, *curve, x), {}), key))]
             if points:
                 i, mean, low, high = np.array(points).T
                 ax.errorbar(i + offset, mean, (mean - low, high - mean), marker='o', markersize=4,
-                            linewidth=1.2, capsize=2, color=color,
-                            label=printable(titled(columns[1:-1], curve)))
+                            linewidth=1.2, capsize=2, color=color, label=label or None)
         ax.set_xticks(range(len(xs)), [*map(printable, xs)], **slanted)
         ax.grid(axis='y', alpha=0.3)
-        ax.set(xlabel=columns[-1], ylabel=Heading(key))
+        ax.set(xlabel=words.get(columns[-1], columns[-1]), ylabel=headings[key])
         ax.label_outer()
-    for ax, task in zip(grid[0], tasks, strict=True):
-        ax.set_title(figure_title(task + ' (sample)' * (task in sampled), 40), fontsize=10)
-    entries = {label: handle for ax in grid.flat for handle, label in zip(
-        *ax.get_legend_handles_labels(), strict=True) if label}
-    if entries:
+    for ax, panel in zip(grid[0], panels, strict=True):
+        title = titled(columns[:n_panel], panel, words) + ' (sample)' * (panel[0] in sampled)
+        ax.set_title(figure_title(title, 40), fontsize=10)
+    if entries := {label: handle for ax in grid.flat for handle, label in zip(
+            *ax.get_legend_handles_labels(), strict=True)}:
         figure.legend(entries.values(), entries, loc='outside lower center', frameon=False,
-                      fontsize=9)
+                      fontsize=9, ncols=n_columns)
     save_figure(figure, path, 110)

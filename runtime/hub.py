@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from runtime.errors import CheckpointError
+from runtime.errors import CheckpointError, DataError
 
 
 def download(name: str, patterns, revision: str | None = None, repo_type: str = 'model',
              ignore=()) -> Path:
     """Return the folder with the files of a hub repository that match `patterns`, not `ignore`.
 
-    repo_type: 'model' or 'dataset'. Raises CheckpointError.
+    repo_type: 'model' or 'dataset'. Raises CheckpointError, or DataError for a dataset.
     """
     from huggingface_hub import snapshot_download
     try:
@@ -17,7 +17,8 @@ def download(name: str, patterns, revision: str | None = None, repo_type: str = 
                                       allow_patterns=list(patterns), ignore_patterns=list(ignore)))
     except Exception as error:  # the hub and its HTTP client raise many kinds
         reason = str(error).strip().split('\n')[0]
-        raise CheckpointError(f'there is no file or folder {name}, and downloading the {repo_type} '
-                              f'{name} from the hub failed ({type(error).__name__}: {reason}); '
-                              f'check the name and the network; if it is gated, accept its '
-                              f'license there and set HF_TOKEN or run `hf auth login`') from error
+        kind = CheckpointError if repo_type == 'model' else DataError
+        raise kind(f'there is no file or folder {name}, and downloading the {repo_type} {name} '
+                   f'from the hub failed ({type(error).__name__}: {reason}); check the name and '
+                   f'the network; if it is gated, accept its license there and set HF_TOKEN or '
+                   f'run `hf auth login`') from error

@@ -292,12 +292,21 @@ def _write_list(folder, names):
 
 @contextlib.contextmanager
 def temporary(path, folder=False):
-    """Yield a file or folder for a `with` block to write; it is renamed to `path` at its end."""
+    """Yield a file or folder for a `with` block to write; it is renamed to `path` at its end.
+
+    In a folder that exists, only the files of the new one are replaced.
+    """
     part = Path(f'{path}.{secrets.token_hex(4)}.nanocal-tmp')
-    part.mkdir() if folder else open(part, 'xb').close()
+    part.mkdir(parents=True) if folder else open(part, 'xb').close()
     try:
         yield part
-        os.replace(part, path)
+        try:
+            os.replace(part, path)
+        except OSError:
+            if not folder or not os.path.isdir(path):
+                raise
+            for file in part.iterdir():
+                os.replace(file, Path(path, file.name))
     except OSError as error:
         error.filename = error.filename or str(path)    # which the error of a full disk lacks
         raise

@@ -42,7 +42,7 @@ def write_mmlu(folder):
 def small(monkeypatch):
     monkeypatch.setattr(bench.train, 'LENGTH', 48)
     # compiling all modules takes 40 seconds
-    for module in (bench_common, bench.generate, bench.sft):
+    for module in (bench_common, bench.sft):
         monkeypatch.setattr(module, 'byte_code', dict)
     monkeypatch.setitem(bench_common.MODELS, 'llama32_1b', TINY)
 
@@ -99,15 +99,16 @@ def test_a_packed_peer_has_the_gradients_of_a_padded_one(monkeypatch):
 
 @pytest.mark.slow
 @needs_no_gpu
-def test_a_missing_peer_is_a_row_of_the_training_table(small, tmp_path, monkeypatch, capsys):
-    def measured(script, spec, warm):
-        return ({'tokens_per_s': 1000, 'mfu': 0.5, 'peak_gib': 1.0, 'new_graphs': 0,
-                 'compile_s': 3.0, 'spread': 0.01}
-                if spec['ours'] else {'failed': 'ImportError: no liger'})
-    monkeypatch.setattr(bench_common, 'measure_in_process', measured)
-    assert_drawn(bench.train, [*bench.train.bench(bench.train.BenchConfig(
-        shape=('llama32_1b',)))], tmp_path)
-    assert 'no liger' in capsys.readouterr().out
+def test_a_missing_peer_is_a_row_of_the_training_table(small, tmp_path, monkeypatch):
+    def measured(script, label, methods, warm, **spec):
+        return {name: {'tokens_per_s': 1000, 'mfu': 0.5, 'peak_gib': 1.0, 'new_graphs': 0,
+                       'compile_s': 3.0, 'spread': 0.01}
+                if name.startswith('ours') else {'failed': 'ImportError: no liger'}
+                for name in methods}
+    monkeypatch.setattr(bench.train, 'measure_methods', measured)
+    table, = bench.train.bench(bench.train.BenchConfig(shape=('llama32_1b',)))
+    assert_drawn(bench.train, [table], tmp_path)
+    assert 'no liger' in section(bench.train, table)
     with pytest.raises(ConfigError, match='data and tokenizer go together'):
         list(bench.train.bench(bench.train.BenchConfig(data='x.jsonl')))
     with pytest.raises(ConfigError, match="only = 'x': there is no 'x'; the parts of a name are"):
@@ -118,7 +119,8 @@ def test_our_lack_of_memory_is_a_row_and_our_other_errors_stop(monkeypatch):
     def measure(ours, error):
         monkeypatch.setattr(bench_common.subprocess, 'run', lambda *_, **__: SimpleNamespace(
             returncode=1, stderr=f'Traceback\n{error}\n'))
-        return bench_common.measure_in_process('train.py', {'ours': ours}, warm=True)
+        name = 'ours' if ours else 'TRL'
+        return bench_common.measure_methods('train.py', '', {name: {}}, warm=True)[name]
 
     memory = 'torch.OutOfMemoryError: CUDA out of memory.'
     for ours, error in ((True, memory), (False, memory), (False, 'ValueError: x')):
@@ -345,7 +347,7 @@ def test_the_picture_of_losses_is_drawn_from_its_file(tmp_path):
     shutil.copy(Path(bench.loss.__file__).parent / 'results' / 'loss.json', path)
     bench.loss.script.main([f'--plot={path}'])
     assert path.with_suffix('.png').read_bytes().startswith(b'\x89PNG')
-    assert len(bench.loss.SHAPES) == 7 and {'gemma3_4b', 'aya_expanse_8b'} <= {*bench.loss.SHAPES}
+    assert len(bench.loss.SHAPES) == 6 and {'gemma3_4b', 'aya_expanse_8b'} <= {*bench.loss.SHAPES}
 
 
 def test_each_kernel_belongs_to_one_item_of_a_step():

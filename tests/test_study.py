@@ -116,8 +116,8 @@ def test_a_key_that_is_new_keeps_the_digests_and_one_that_differs_changes_them(m
 @pytest.mark.parametrize('figure', figures.FIGURES)
 def test_a_figure_follows_from_its_committed_numbers(figure, tmp_path, monkeypatch):
     committed, drawn = STUDY / 'results' / figure, []
-    for name in ('draw_series', 'draw_bins'):
-        monkeypatch.setattr(figures, name, lambda path, *rest, **more: drawn.append(path))
+    for module, name in ((over_seeds, 'draw_means'), (figures, 'draw_bins')):
+        monkeypatch.setattr(module, name, lambda path, *rest, **more: drawn.append(path))
     figures.draw(figure, tmp_path)
     for name in {path.name for path in committed.glob('*.csv')} | {'compare.md'}:
         assert (tmp_path / name).read_bytes() == (committed / name).read_bytes(), name
@@ -134,12 +134,12 @@ def test_the_tables_of_claims_3_and_4_follow_from_the_committed_numbers():
     (closed_form, ['15. '])])
 def test_the_tables_of_a_claim_follow_from_the_committed_numbers(script, titles):
     """They are also those of STUDY.md."""
-    numbers = claims.Numbers(script.RESULTS, script.USUAL)
+    numbers = script.CLAIMS.numbers()
     sections = (STUDY / 'STUDY.md').read_text().split('\n## ')
     sections = [text for text in sections if text.startswith(tuple(titles))]
-    for (name, (title, tables, _)), text in zip(script.CLAIMS.items(), sections, strict=True):
-        made = claims.page(numbers, title, tables)
-        assert made == (script.RESULTS / f'{name}.md').read_text()
+    for name, text in zip(script.CLAIMS.pages, sections, strict=True):
+        made = script.CLAIMS.page(name, numbers)
+        assert made == (script.CLAIMS.folder / f'{name}.md').read_text()
         cells = set(re.findall(r'(?<=\| )[-+]?0\.\d{3} ± [^|]*(?= \|)', text))
         assert len(cells) > 10 and {cell for cell in cells if cell not in made} == set(), name
 
@@ -364,14 +364,14 @@ def test_a_failed_run_does_not_stop_those_side_by_side(tmp_path, capsys, forked)
     assert set(chosen['known']) <= right and not right & set(chosen['unknown'])
     assert len(right & set(chosen['half'])) == len(right) // 2
 
-    loss_tables.main([f'--runs={tmp_path}', f'--folder={tmp_path}/numbers'])
-    numbers = claims.Numbers(tmp_path / 'numbers', loss_tables.USUAL)
+    loss_tables.CLAIMS.main('', [f'--runs={tmp_path}', f'--folder={tmp_path}/numbers'])
+    numbers = loss_tables.CLAIMS.numbers(tmp_path / 'numbers')
     assert len({run for _, run, *_ in numbers.lines}) == 7
     with open(tmp_path / 'losses' / 'seed-5' / 'tuned-gce0.7-lr0.0008' / 'results.json') as file:
         pooled = json.load(file)['tasks']['text4']['pooled']
     assert numbers.of('tuned-gce0.7-lr0.0008', 'ece') == pytest.approx(pooled['ece'], rel=1e-4)
     assert numbers.of('base', 'accuracy', task='base') == len(right) / len(p.labels)
-    steps = alignment.read_lines(
+    steps = common.read_lines(
         tmp_path / 'transfer' / 'seed-5' / 'lora-dft-lr0.0032' / 'log.jsonl')
     for task, nll in (('held out', steps[-1]['val_nll']),
                       ('trained', np.mean([step['nll'] for step in steps]))):
@@ -474,8 +474,8 @@ def test_alignment_from_the_world_to_tables(tmp_path, forked):
     assert [*map(len, (jobs, more))] == [12, 6]
     for each, script in ((jobs, alignment_tables), (more, closed_form)):
         assert side_by_side.side_by_side(each, 2, 0, tmp_path) == []
-        script.main([f'--runs={tmp_path}', f'--folder={tmp_path}/{script.__name__}'])
-    numbers, closed = (claims.Numbers(tmp_path / script.__name__, alignment_tables.USUAL)
+        script.CLAIMS.main('', [f'--runs={tmp_path}', f'--folder={tmp_path}/{script.__name__}'])
+    numbers, closed = (script.CLAIMS.numbers(tmp_path / script.__name__)
                        for script in (alignment_tables, closed_form))
 
     # the KL and the reward against plain loops over the samples
@@ -489,7 +489,7 @@ def test_alignment_from_the_world_to_tables(tmp_path, forked):
         reward += p[sample['answer']] / len(policy)
     assert numbers.of('dpo', 'kl') == pytest.approx(kl, rel=1e-3) and kl > 0
     assert numbers.of('dpo', 'reward') == pytest.approx(reward, rel=1e-3)
-    assert np.isfinite(alignment_tables.path(numbers, 'dpo', 'ece')).all()
+    assert np.isfinite(numbers.curve('dpo', 'ece')).all()
     assert np.isnan(numbers.of('ppo', 'ece')) and numbers.of('ppo-both', 'trained_reward') >= 0
     # one temperature divides all logits
     assert json.loads((folder / 'scaled' / 'dpo' / 'config.json').read_text())['nanocal'] == {
@@ -500,7 +500,7 @@ def test_alignment_from_the_world_to_tables(tmp_path, forked):
         alignment.written_folder(10, tmp_path, 'dpo', scaling) / 'samples.jsonl')
         if s['task'] == 'qa'] for scaling in alignment.SCALINGS]
     assert texts[0] == texts[1] and len(texts[0]) == 8
-    pairs, known, unknown, own, noisy = (alignment.read_lines(folder / 'pairs' / f'{name}.jsonl')
+    pairs, known, unknown, own, noisy = (common.read_lines(folder / 'pairs' / f'{name}.jsonl')
                                          for name in ('all', 'known', 'unknown', 'own', 'noisy'))
     assert len(known) == len(unknown) > 0 and len(own) == len(pairs) == 48
     assert all(row in pairs and row not in unknown for row in known)
@@ -510,7 +510,7 @@ def test_alignment_from_the_world_to_tables(tmp_path, forked):
     probs = {s['id']: dict(zip(map(str.strip, s['options']), np.exp(s['log_probs'])
                                / np.exp(s['log_probs']).sum(), strict=True))
              for s in read_samples(folder / 'base-knows' / 'samples.jsonl')}
-    ids = {row['prompt']: row['id'] for row in alignment.read_lines(
+    ids = {row['prompt']: row['id'] for row in common.read_lines(
         folder / 'world' / 'prompts' / 'test.jsonl')}
     for ask, answer in (row['messages'] for row in own):
         value, stated = re.fullmatch(alignment.STATED.format('(.*)', '(.*)'),
@@ -546,7 +546,8 @@ def test_alignment_from_the_world_to_tables(tmp_path, forked):
     (runs.main, ['smoothing', '--only=lora'], '--only=lora: no run has such a name; there are'),
     (side_by_side.main, ['--seeds=1,b'], "'1,b' is no list of seeds such as 0,1"),
     (side_by_side.main, ['--study=foo'], "there is no 'foo'; there are losses, alignment"),
-    (loss_tables.main, ['--only=foo'], '--only: there is no foo; choose from equal-accuracy'),
+    (lambda: loss_tables.CLAIMS.main(''), ['--only=foo'],
+     '--only: there is no foo; choose from equal-accuracy'),
     (figures.main, ['--only=foo'], '--only: there is no figure foo; choose from headline')])
 def test_a_wrong_option_is_refused(main, arguments, message, monkeypatch, capsys):
     monkeypatch.setattr('sys.argv', ['script.py', *arguments])

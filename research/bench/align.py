@@ -1,12 +1,11 @@
 """DPO compared with TRL's DPOTrainer, on one CUDA device.
 
     python research/bench/align.py --data=pairs.json --tokenizer=Llama-3.2-1B
-    python research/bench/align.py --shape=llama31_8b --data=pairs.json --tokenizer=Llama-3.2-1B
 
 A step is forward, backward, clipping and AdamW on `batch` pairs, with random weights; Llama 3.1 8B
 has LoRA. Ours has each pair in one row, its prompt once; TRL has two padded rows. The tokens of a
 pair are those of its prompt with each answer, for both. The reference's log-probabilities are
-computed before, and timed apart. Each method has a process of its own.
+computed before, and timed apart.
 """
 
 import sys
@@ -53,7 +52,6 @@ PEERS = {
 
 
 def bench(config):
-    """Yield a table per model: tokens of pairs per second, reference seconds, peak memory."""
     require_files(config, data='a file of preferences')
     methods = chosen(config.only, OURS if config.ours else OURS | PEERS)
     for name in config.shape:

@@ -15,6 +15,7 @@ a row became slower by more than the spread between runs of one commit plus 3 %.
 """
 
 import argparse
+import contextlib
 import importlib
 import itertools
 import os
@@ -45,22 +46,28 @@ WHAT = {
     'several_gpus': 'Evaluation on one GPU and on several',
     'metrics': 'Calibration metrics compared with torchmetrics and netcal, on the CPU',
 }
-DATA = {        # the option with the file of a script, which needs --tokenizer as well
-    'train': 'conversations', 'sft': 'conversations', 'eval': 'data', 'commands': 'data',
-    'align': 'pairs', 'grpo': 'prompts', 'generate': 'prompts', 'answers': 'gsm8k',
-    'several_gpus': 'data',
+FILES = {
+    'data': "a folder with MMLU's files", 'tokenizer': 'a folder with a tokenizer',
+    'conversations': 'a file of conversations for train and sft',
+    'pairs': 'a file of preferences for align',
+    'prompts': 'a file of prompts for generate and grpo',
+    'gsm8k': "a folder with GSM8K's files for answers",
 }
+# the one of FILES that a script needs, as well as a tokenizer
+DATA = {'train': 'conversations', 'sft': 'conversations', 'eval': 'data', 'commands': 'data',
+        'align': 'pairs', 'grpo': 'prompts', 'generate': 'prompts', 'answers': 'gsm8k',
+        'several_gpus': 'data'}
 WITHOUT_DATA = 'train', 'generate'      # measure less then; the others of DATA nothing
 ONE_PICTURE = 'train', 'eval'           # of all models
 MARGIN = 0.03       # beyond the spread
 
 
 def file_of(name):
-    return 'gsm8k_answers' if name == 'answers' else name
+    return f'research/bench/{"gsm8k_answers" if name == "answers" else name}.py'
 
 
 def script_of(name):
-    return importlib.import_module(f'research.bench.{file_of(name)}').script
+    return importlib.import_module(file_of(name)[:-3].replace('/', '.')).script
 
 
 def command(name, options, out, ours=False):
@@ -68,12 +75,11 @@ def command(name, options, out, ours=False):
 
     out: path of its results, without suffix
     """
-    arguments = [f'research/bench/{file_of(name)}.py', f'--out={out}.json']
-    arguments += ['--ours'] * (ours and name != 'floors')
+    arguments = [file_of(name), f'--out={out}.json', *['--ours'] * (ours and name != 'floors')]
     data = getattr(options, DATA[name]) if name in DATA else None
     if data and options.tokenizer:
-        arguments += [f'--{"prompts" if name == "generate" else "data"}={data}',
-                      f'--tokenizer={options.tokenizer}']
+        key = 'prompts' if DATA[name] == 'prompts' else 'data'
+        arguments += [f'--{key}={data}', f'--tokenizer={options.tokenizer}']
     elif name in DATA and name not in WITHOUT_DATA:
         return None
     if options.shape and name != 'metrics':
@@ -92,7 +98,7 @@ def run_all(options):
     end = time.monotonic() + 60 * options.minutes if options.minutes else None
     folder.mkdir(parents=True, exist_ok=True)
     for name in options.only:
-        script = f'research/bench/{file_of(name)}.py'
+        script = file_of(name)
         if name == 'several_gpus' and torch.cuda.device_count() < 2:
             print(f'{script} needs two GPUs; left out')
             continue
@@ -198,49 +204,42 @@ def repeated(folder):
 # Two commits
 # ------------------------------------------------------------------------------------------------
 
+def us_per_token(row):
+    return 1e6 / row['tokens_per_s']
+
+
+# what our rows of a script's tables took, as a number that grows with the time, or None
+TIMES = {
+    'loss': {'loss, {shape}, {method}, ms': lambda row: row['ms']},
+    'train': {'{shape}, {data}, {method}, us per token': us_per_token},
+    'align': {'{shape}, align, {method}, us per token': us_per_token},
+    'generate': {'{shape}, {method}, us per token': lambda row: us_per_token(row['ours'])},
+    'grpo': {'{shape}, grpo, {method}, s per step': lambda row: row['step_s']},
+    'answers': {'{shape}, answers, {method}, {n} samples, s': lambda row: row['seconds']},
+    'eval': {'{shape}, eval, {method}, s': lambda row: row['seconds'],
+             '{shape}, eval, {method}, scoring, s': lambda row: row['scoring_s']},
+    'metrics': {'metrics, {n} x {k}, {method}, s': lambda row: row['ours']},
+    # items below 1 ms vary by more than they are
+    'floors': {'{shape}, {master_weights}, {method}, ms': lambda ms: ms if ms > 1 else None},
+    'commands': {f'{{shape}}, {{method}}, {kind}, s': lambda row, kind=kind: (
+        min(row[kind]) if kind in row else None) for kind in ('cold', 'warm')},
+    'sft': {f'{{shape}}, {{conversations:,}} conversations, {{method}}, {kind}, s':
+            lambda row, kind=kind: row[kind]['until the end'] if kind in row else None
+            for kind in ('cold', 'warm')},
+}
+ROWS = {'loss': 'methods', 'metrics': 'seconds', 'floors': 'items'}     # instead of results
+
+
 def timings(name, content):
     """Return {what: a number that grows with the time} of our rows in a script's results."""
     numbers = {}
     for table in content['tables']:
-        label, results = table.get('shape'), table.get('results', table.get('methods', {}))
-        rows = {method: row for method, row in results.items() if method.startswith('ours')
-                and 'failed' not in row}
-        of_method = {method: f'{label}, {table.get("data", name)}, {method}' for method in rows}
-        match name:
-            case 'loss':
-                numbers |= {f'loss, {label}, {method}, ms': row['ms']
-                            for method, row in rows.items()}
-            case 'metrics':
-                numbers |= {f'metrics, {table["n"]} x {table["k"]}, {what}, s': times['ours']
-                            for what, times in table['seconds'].items()}
-            case 'floors':      # items below 1 ms vary by more than they are
-                numbers |= {f'{label}, {table["master_weights"]}, {item}, ms': ms
-                            for item, ms in table['items'].items() if item != 'idle' and ms > 1}
-            case 'generate':
-                numbers |= {f'{label}, {setting}, us per token': 1e6 / row['ours']['tokens_per_s']
-                            for setting, row in table['results'].items()}
-            case 'train' | 'align':
-                numbers |= {f'{of_method[method]}, us per token': 1e6 / row['tokens_per_s']
-                            for method, row in rows.items()}
-            case 'grpo':
-                numbers |= {f'{of_method[method]}, s per step': row['step_s']
-                            for method, row in rows.items()}
-            case 'answers':
-                numbers |= {f'{of_method[method]}, {table["n"]} samples, s': row['seconds']
-                            for method, row in rows.items()}
-            case 'eval':
-                numbers |= {f'{of_method["ours"]}, s': rows['ours']['seconds'],
-                            f'{of_method["ours"]}, scoring, s': rows['ours']['scoring_s']}
-            case 'commands':
-                numbers |= {f'{label}, {method}, {kind}, s': min(row[kind])
-                            for method, row in rows.items()
-                            for kind in ('cold', 'warm') if kind in row}
-            case 'sft':
-                numbers |= {f'{label}, {table["conversations"]:,} conversations, {method}, '
-                            f'{kind}, s': row[kind]['until the end']
-                            for method, row in rows.items()
-                            for kind in ('cold', 'warm') if kind in row}
-    return numbers
+        for method, row in table[ROWS.get(name, 'results')].items():
+            if name in ('generate', 'metrics', 'floors') and method != 'idle' or (
+                    method.startswith('ours') and 'failed' not in row):
+                numbers |= {what.format(method=method, **table): number(row)
+                            for what, number in TIMES.get(name, {}).items()}
+    return {what: number for what, number in numbers.items() if number is not None}
 
 
 def compare(old, new, options):
@@ -248,25 +247,26 @@ def compare(old, new, options):
 
     A commit can also be a folder that holds its files.
     """
-    measured, added = {}, []       # what -> {side: [number, number]}
+    measured = {}       # what -> {side: [number, number]}
     names = [name for name in options.only if name != 'several_gpus']   # which has no --ours
-    with tempfile.TemporaryDirectory() as folder:
-        trees = {'old': Path(old), 'new': Path(new)}
-        try:
-            for side, commit in (('old', old), ('new', new)):
-                if not trees[side].is_dir():
-                    trees[side] = Path(folder, side)
-                    git('worktree', 'add', '--detach', str(trees[side]), commit)
-                    added.append(trees[side])
-            for turn, side in itertools.product((1, 2), trees):
-                print(f'{side}, run {turn} of 2', flush=True)
-                for name in names:
-                    for what, value in measure_ours(name, options, trees[side], folder).items():
-                        measured.setdefault(what, {}).setdefault(side, []).append(value)
-        finally:
-            for tree in added:
-                git('worktree', 'remove', '--force', str(tree))
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        trees = {side: checkout(commit, Path(folder, side), stack)
+                 for side, commit in (('old', old), ('new', new))}
+        for turn, side in itertools.product((1, 2), trees):
+            print(f'{side}, run {turn} of 2', flush=True)
+            for name in names:
+                for what, value in measure_ours(name, options, trees[side], folder).items():
+                    measured.setdefault(what, {}).setdefault(side, []).append(value)
     return print_comparison(measured, old, new)
+
+
+def checkout(commit, tree, stack):
+    """Return a folder with the files of a commit: itself, or `tree` until `stack` is closed."""
+    if Path(commit).is_dir():
+        return Path(commit)
+    git('worktree', 'add', '--detach', str(tree), commit)
+    stack.callback(git, 'worktree', 'remove', '--force', str(tree))
+    return tree
 
 
 def measure_ours(name, options, tree, folder):
@@ -312,12 +312,8 @@ def git(*arguments):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('--data', help="a folder with MMLU's files")
-    parser.add_argument('--tokenizer', help='a folder with a tokenizer')
-    parser.add_argument('--conversations', help='a file of conversations for train and sft')
-    parser.add_argument('--pairs', help='a file of preferences for align')
-    parser.add_argument('--prompts', help='a file of prompts for generate and grpo')
-    parser.add_argument('--gsm8k', help="a folder with GSM8K's files for answers")
+    for key, what in FILES.items():
+        parser.add_argument(f'--{key}', help=what)
     parser.add_argument('--only', default=','.join(WHAT), help='scripts; default: %(default)s')
     parser.add_argument('--shape', help='models, separated by commas; default: the script decides')
     parser.add_argument('--minutes', type=float, help='stop after this many minutes')
@@ -331,11 +327,9 @@ def main(argv=None):
         parser.error(f'--only takes {", ".join(WHAT)}; --compare one or two commits')
     if options.compare and options.only == ['several_gpus']:
         parser.error('--compare leaves out several_gpus')
-    files = options.conversations, options.pairs, options.prompts, options.gsm8k
-    if any(files) and not options.tokenizer:
+    if any(getattr(options, key) for key in FILES if key != 'data') and not options.tokenizer:
         parser.error('--conversations, --pairs, --prompts and --gsm8k need --tokenizer')
-    # the scripts run elsewhere
-    for key in ('data', 'tokenizer', 'conversations', 'pairs', 'prompts', 'gsm8k', 'out'):
+    for key in (*FILES, 'out'):     # the scripts run elsewhere
         value = getattr(options, key)
         setattr(options, key, value and str(Path(value).expanduser().resolve()))
     if options.compare:

@@ -1,13 +1,10 @@
 """Whole commands, from start to exit, compared with lm-evaluation-harness, on one CUDA device.
 
     python research/bench/commands.py --shape=llama32_1b --data=mmlu --tokenizer=Llama-3.2-1B
-    python research/bench/commands.py --shape=llama31_8b --data=mmlu --tokenizer=Llama-3.2-1B \\
-        --caches=warm
 
-Makes a model folder with random weights and runs `python evaluate.py` and `python -m lm_eval` on it
-with the same prompts of 5-shot MMLU, first with empty caches on disk (of compiled kernels and of
-datasets), then again with what that left. All modules are compiled to byte code before. `data`
-holds MMLU as .jsonl or .parquet, `tokenizer` a tokenizer.json and tokenizer_config.json.
+Runs `python evaluate.py` and `python -m lm_eval` on a model with random weights, with the same
+prompts of 5-shot MMLU: first with empty caches on disk (of compiled kernels and of datasets), then
+again with what that left.
 """
 
 import importlib.util
@@ -22,8 +19,8 @@ from typing import Literal
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from research.bench.common import (DEVICE, PeerOptions, Script, Shape, chosen, empty_caches,
-                                   last_error, method_table, read_mmlu, require_files, run_command,
-                                   save_model, write_lines)
+                                   last_error, load, method_table, read_mmlu, require_files,
+                                   run_command, save_model, write_lines)
 from runtime.errors import ConfigError
 
 
@@ -43,7 +40,6 @@ TASK = 'local_mmlu'
 
 
 def bench(config):
-    """Yield a table per model: seconds of each command, cold and warm."""
     require_files(config, data="a folder with MMLU's files")
     for name in ('tokenizer.json', 'tokenizer_config.json'):
         if not Path(config.tokenizer, name).exists():
@@ -51,38 +47,30 @@ def bench(config):
     # the commands run in the root of the repository
     config = replace(config, data=str(Path(config.data).resolve()))
     for shape in config.shape:
-        with tempfile.TemporaryDirectory() as folder:
-            yield {'shape': shape, 'results': measure(config, shape, Path(folder))}
-
-
-def measure(config, shape, folder):
-    """Return {command: {'cold': [s], 'warm': [s, ...], 'accuracy'}, or {'failed': why}}."""
-    save_model(shape, folder / 'model', config.tokenizer)
-    write_tasks(config, folder)
-    results = {}
-    for name, command in chosen(config.only, commands(config, folder)).items():
-        results[name] = run(name, command, config, folder)
-        print(f'{shape}: {name}: {results[name]}', flush=True)
-    return results
+        with tempfile.TemporaryDirectory() as temporary:
+            folder, results = Path(temporary), {}
+            save_model(shape, folder / 'model', config.tokenizer)
+            write_tasks(config, folder)
+            for name, command in chosen(config.only, commands(config, folder)).items():
+                results[name] = run(name, command, config, folder)
+                print(f'{shape}: {name}: {results[name]}', flush=True)
+            yield {'shape': shape, 'results': results}
 
 
 def commands(config, folder):
     """Return {name: arguments of python} of the commands to time; with --ours not lm_eval's."""
     ours = ['evaluate.py', f'--model={folder / "model"}', '--add_bos=True', '--overwrite',
             f'--out_dir={folder / "out"}', f'--device={DEVICE}', '--dtype=bfloat16']
-    limit = [] if config.lm_limit is None else ['--limit', str(config.lm_limit)]
-    wanted = {
+    lm_eval = ['-m', 'lm_eval', 'run', '--model', 'hf', '--model_args',
+               f'pretrained={folder / "model"},dtype=bfloat16,add_bos_token=True', '--tasks', TASK,
+               '--include_path', str(folder / 'tasks'), '--num_fewshot', '5', '--batch_size',
+               str(config.batch_size), '--device', DEVICE, '--output_path', str(folder / 'lm_eval')]
+    if config.lm_limit is not None:
+        lm_eval += ['--limit', str(config.lm_limit)]
+    return {
         MMLU: [*ours, f'--tasks=mmlu:{config.data}', '--shots=5', '--prompt_format=harness'],
-        LM_EVAL: ['-m', 'lm_eval', 'run', '--model', 'hf', '--model_args',
-                  f'pretrained={folder / "model"},dtype=bfloat16,add_bos_token=True',
-                  '--tasks', TASK, '--include_path', str(folder / 'tasks'), '--num_fewshot', '5',
-                  '--batch_size', str(config.batch_size), '--device', DEVICE,
-                  '--output_path', str(folder / 'lm_eval'), *limit],
-        FEW: [*ours, f'--tasks={folder / "few.jsonl"}', '--shots=0'],
-        HELP: ['train.py', '--help'],
-    }
-    return {name: command for name, command in wanted.items()
-            if name != LM_EVAL or not config.ours}
+        **({} if config.ours else {LM_EVAL: lm_eval}),
+        FEW: [*ours, f'--tasks={folder / "few.jsonl"}', '--shots=0'], HELP: ['train.py', '--help']}
 
 
 def run(name, command, config, folder):
@@ -105,11 +93,11 @@ def run(name, command, config, folder):
             raise
         return {'failed': last_error(str(error))}
     if name == MMLU:
-        content = json.loads((folder / 'out/results.json').read_text())
-        result['accuracy'] = content['tasks']['mmlu']['pooled']['accuracy']
+        tasks = load(folder / 'out/results.json')['tasks']
+        result['accuracy'] = tasks['mmlu']['pooled']['accuracy']
     if name == LM_EVAL:
         newest = max((folder / 'lm_eval').rglob('results_*.json'), key=os.path.getmtime)
-        result['accuracy'] = json.loads(newest.read_text())['results'][TASK]['acc,none']
+        result['accuracy'] = load(newest)['results'][TASK]['acc,none']
         result['batch_size'], result['questions per subject'] = config.batch_size, config.lm_limit
     return result
 

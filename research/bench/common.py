@@ -5,6 +5,7 @@ frame reads the command line, saves and prints each table, and draws columns of 
 """
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib.metadata
@@ -47,15 +48,6 @@ MODELS = {      # as in config.json
                   'intermediate_size': 9216, 'num_hidden_layers': 26, 'num_attention_heads': 8,
                   'num_key_value_heads': 4, 'head_dim': 256, 'hidden_activation':
                   'gelu_pytorch_tanh', 'tie_word_embeddings': True},
-    'gemma3_270m': {'model_type': 'gemma3_text', 'vocab_size': 262144, 'hidden_size': 640,
-                    'intermediate_size': 2048, 'num_hidden_layers': 18, 'num_attention_heads': 4,
-                    'num_key_value_heads': 1, 'head_dim': 256, 'sliding_window': 512,
-                    'query_pre_attn_scalar': 256, 'max_position_embeddings': 32768,
-                    'hidden_activation': 'gelu_pytorch_tanh', 'tie_word_embeddings': True,
-                    'layer_types': (['sliding_attention'] * 5 + ['full_attention']) * 3,
-                    'rope_parameters': {
-                        'sliding_attention': {'rope_type': 'default', 'rope_theta': 1e4},
-                        'full_attention': {'rope_type': 'default', 'rope_theta': 1e6}}},
     'llama32_1b': LLAMA3 | {'hidden_size': 2048, 'intermediate_size': 8192, 'head_dim': 64,
                             'num_hidden_layers': 16, 'tie_word_embeddings': True},
     'llama31_8b': LLAMA3 | {'hidden_size': 4096, 'intermediate_size': 14336, 'head_dim': 128,
@@ -66,7 +58,7 @@ MODELS = {      # as in config.json
                    'rms_norm_eps': 1e-5, 'rope_theta': 1e6, 'max_position_embeddings': 32768,
                    'tie_word_embeddings': False},
 }
-Shape = Literal['gemma2_2b', 'llama32_1b', 'llama31_8b', 'mistral_7b']     # of most scripts
+Shape = Literal['gemma2_2b', 'llama32_1b', 'llama31_8b', 'mistral_7b']
 ROOT = Path(__file__).parents[2]
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'     # a CPU is for the tests alone
 
@@ -139,14 +131,12 @@ def free_memory():
 
 
 def versions():
-    device = torch.cuda.get_device_name() if DEVICE == 'cuda' else 'CPU'
-    installed = {'device': device, 'torch': torch.__version__}
+    installed = {'device': torch.cuda.get_device_name() if DEVICE == 'cuda' else 'CPU',
+                 'torch': torch.__version__}
     for package in ('triton', 'transformers', 'liger-kernel', 'cut-cross-entropy', 'quack-kernels',
                     'trl', 'lm_eval', 'torchmetrics', 'netcal'):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             installed[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            installed[package] = None
     return installed
 
 
@@ -167,9 +157,12 @@ def chosen(only, methods):
     return {name: options for name, options in methods.items() if name in names}
 
 
-def failure(error):
-    """Return the entry of a peer that cannot run this benchmark."""
-    return {'failed': f'{type(error).__name__}: {str(error).splitlines()[0]}'[:300]}
+def attempt(call, *arguments):
+    """Return what a call returns or, if it raises, the row of a method that failed."""
+    try:
+        return call(*arguments)
+    except Exception as error:
+        return {'failed': f'{type(error).__name__}: {str(error).splitlines()[0]}'[:300]}
 
 
 def last_error(stderr):
@@ -179,30 +172,28 @@ def last_error(stderr):
     return (errors or lines or ['no message'])[-1][:300]
 
 
-def measure_in_process(script, spec, warm=False):
-    """Return measure(**spec) of a script from a new process, since some libraries patch modules.
-
-    Unless `warm`, it finds no compiled kernels on disk. If it fails, return {'failed': the reason};
-    RuntimeError if spec['ours'] and memory is not lacking.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run([sys.executable, script, 'one', json.dumps(spec)],
-                              env=os.environ | ({} if warm else empty_caches(folder)),
-                              capture_output=True, text=True)
-    if not done.returncode:
-        return json.loads(done.stdout.strip().split('\n')[-1])
-    reason = last_error(done.stderr)
-    if spec['ours'] and 'OutOfMemoryError' not in reason:
-        raise RuntimeError(done.stderr)
-    return {'failed': reason}
-
-
 def measure_methods(script, label, methods, warm=False, **spec):
-    """Return {method: measure(**spec, ours=..., options=...)}, and print each; see above."""
+    """Return {method: measure(**spec, ours=..., options=...)} of a script, and print each.
+
+    Each has a new process, since some libraries patch modules, which unless `warm` finds no
+    compiled kernels on disk. A method that fails is {'failed': why}; RuntimeError if it is ours and
+    memory is not lacking.
+    """
     results = {}
     for name, options in methods.items():
-        results[name] = measure_in_process(
-            script, spec | {'ours': name.startswith('ours'), 'options': options}, warm)
+        ours = name.startswith('ours')
+        with tempfile.TemporaryDirectory() as folder:
+            done = subprocess.run(
+                [sys.executable, script, 'one', json.dumps(spec | {'ours': ours,
+                                                                   'options': options})],
+                env=os.environ | ({} if warm else empty_caches(folder)), capture_output=True,
+                text=True)
+        if not done.returncode:
+            results[name] = json.loads(done.stdout.strip().split('\n')[-1])
+        else:
+            results[name] = {'failed': last_error(done.stderr)}
+            if ours and 'OutOfMemoryError' not in results[name]['failed']:
+                raise RuntimeError(done.stderr)
         print(f'{label}: {name}: {results[name]}', flush=True)
     return results
 
@@ -423,26 +414,17 @@ class Script:
         if self.plot:
             self.plot(content, picture)
             return
-        import matplotlib
-        matplotlib.use('Agg')
-        import matplotlib.pyplot as plt
-        panels = {}     # title -> {name: cell}
+        charts = {}     # title -> {name: cell}
         for title, *parts in map(self.view, content['tables']):
             head, lines = next((part for part in parts if isinstance(part, tuple)), ((), ()))
             for column in self.bars:
                 cells = {bar_name(line): dict(zip(head, line)).get(column) for line in lines}
-                panels[f'{title}: {column}'] = {
+                charts[f'{title}:\n{column}'] = {
                     name: cell for name, cell in cells.items() if number(cell) is not None}
-        panels = {title: cells for title, cells in panels.items() if cells}
-        if not panels:
-            return
-        n_columns = min(2, len(panels))
-        n_rows = -(-len(panels) // 2)
-        figure, axes = plt.subplots(n_rows, n_columns, squeeze=False, layout='constrained',
-                                    figsize=(4 + 4 * n_columns, 3.2 * n_rows))
-        for axis in axes.flat[len(panels):]:
-            axis.axis('off')
-        for axis, (title, cells) in zip(axes.flat, panels.items()):
+        charts = {title: cells for title, cells in charts.items() if cells}
+        used = content['versions']
+        figure, axes = panels(len(charts), 2, 6.5, 3.2)
+        for axis, (title, cells) in zip(axes, charts.items()):
             drawn = axis.barh([*cells], [*map(number, cells.values())],
                               color=['#4878a8' if 'ours' in name else '#bbbbbb' for name in cells])
             axis.bar_label(drawn, [f' {cell}' for cell in cells.values()], fontsize=7)
@@ -450,11 +432,25 @@ class Script:
             axis.tick_params(labelsize=7)
             axis.set_title(title, fontsize=9)
             axis.margins(x=0.35)
-        used = content['versions']
         figure.suptitle(f'{Path(self.file).name}: {used["device"]}, torch {used["torch"]}',
                         fontsize=10)
+        figure.tight_layout()
         figure.savefig(picture, dpi=130)
         print(f'wrote {picture}')
+
+
+def panels(n, n_columns, width, height):
+    """Return a figure and its `n` axes, each so many inches wide and high."""
+    import matplotlib
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    n_columns = max(1, min(n_columns, n))
+    n_rows = max(1, -(-n // n_columns))
+    figure, axes = plt.subplots(n_rows, n_columns, squeeze=False,
+                                figsize=(width * n_columns, height * n_rows))
+    for axis in axes.flat[n:]:
+        axis.axis('off')
+    return figure, axes.flat[:n]
 
 
 def number(cell):

@@ -15,9 +15,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
-from research.bench.common import (DEVICE, MODELS, Options, Script, Shape, busy_time, device_rates,
-                                   failure, free_memory, gpu_kernels, method_table, now, our_model,
-                                   peak_gib, peer_model, require_files, reset_peak_memory)
+from research.bench.common import (DEVICE, MODELS, Options, Script, Shape, attempt, busy_time,
+                                   device_rates, free_memory, gpu_kernels, method_table, now,
+                                   our_model, peak_gib, peer_model, require_files,
+                                   reset_peak_memory)
 from data.tokenizer import load_model_tokenizer
 from evaluate import EvalConfig, evaluate, load_tasks
 from runtime import checkpoint
@@ -39,7 +40,6 @@ PEERS = {'gemma2_2b': ('flex_attention', 16), 'llama32_1b': ('sdpa', 32),
 
 
 def bench(config):
-    """Yield a table per model: questions per second, of the peer its forward passes alone."""
     require_files(config, data="a folder with MMLU's files")
     rate, _ = device_rates()
     for name in config.shape:
@@ -48,13 +48,10 @@ def bench(config):
             ours, lengths = measure_ours(raw, config, Path(folder), rate)
         table = {'shape': name, 'matrix_rate': rate, 'results': {'ours': ours}}
         free_memory()
-        try:
-            if not config.ours:
-                table['results']['Hugging Face'] = measure_peer(raw, *PEERS[name], lengths,
-                                                                config.sample)
-        except Exception as error:      # a peer's
-            table['results']['Hugging Face'] = failure(error)
-        free_memory()
+        if not config.ours:
+            table['results']['Hugging Face'] = attempt(measure_peer, raw, *PEERS[name], lengths,
+                                                       config.sample)
+            free_memory()
         yield table
 
 
@@ -133,7 +130,6 @@ def measure_peer(raw, attention, batch, lengths, sample):
 
 
 def view(table):
-    """Return a section for a table, and what its numbers mean; see `Script`."""
     ours, peer = table['results']['ours'], table['results'].get('Hugging Face', {})
     results = {'ours': ours}
     text = (f'{ours["tokens"]:,} tokens. A large matrix product has '

@@ -55,26 +55,22 @@ STEPS = 3       # that are profiled
 
 
 def bench(config):
-    """Yield a table per model: milliseconds of each item of a step, and its floor."""
     rates = dict(zip(('matrix', 'memory'), device_rates()))
     for name in config.shape:
-        items, kernels, wall = measure(MODELS[name], config)
+        row = measure(MODELS[name], config.master_weights)
         free_memory()
-        for kernel, ms in list(kernels.items())[:config.kernels]:
+        for kernel, ms in [*row['kernels'].items()][:config.kernels]:
             print(f'    {ms:8.2f} ms  {kernel}')
-        yield {'shape': name, 'master_weights': config.master_weights, 'ms': wall,
-               'rates': rates, 'items': items, 'kernels': kernels,
+        yield {'shape': name, 'master_weights': config.master_weights, 'rates': rates, **row,
                'floors': floors(MODELS[name], config.master_weights, train.ROWS, train.LENGTH,
                                 rates)}
 
 
-def measure(raw, config):
-    """Return ({item: ms of a step}, {name: ms} of the 30 longest kernels, ms of the step)."""
+def measure(raw, master_weights):
+    """Return {'ms' of the step, 'items': {item: ms}, 'kernels': {name: ms} of the 30 longest}."""
     torch.manual_seed(0)
-    batches = train.full_rows(raw['vocab_size'], train.LENGTH)
-    model, optimizer, cfg = train.our_training(
-        raw, {'master_weights': config.master_weights})
-    rows = [pack(batch, cfg.pack_len) for batch in batches]
+    model, optimizer, cfg = train.our_training(raw, {'master_weights': master_weights})
+    rows = [pack(batch, cfg.pack_len) for batch in train.full_rows(raw['vocab_size'], train.LENGTH)]
 
     def steps(n=STEPS):
         for i in range(n):
@@ -97,7 +93,7 @@ def measure(raw, config):
         longest[name[:100]] += (end - start) / 1e3 / STEPS
     wall = statistics.median(walls)
     items['idle'] = wall - busy_time(kernels) / 1e3 / STEPS
-    return dict(items), dict(longest.most_common(30)), wall
+    return {'ms': wall, 'items': dict(items), 'kernels': dict(longest.most_common(30))}
 
 
 LOSS = {name for name in vars(fused_ce) if name.endswith('_kernel')}
@@ -108,19 +104,20 @@ def item_of(kernel, update):
 
     update: the names of AdamW's kernels, which the compiler chooses
     """
+    def has(*parts):
+        return any(part in kernel for part in parts)
+
     if kernel in update:
         return 'AdamW'
     if kernel in LOSS:
         return 'loss'
-    fused = kernel.startswith('triton_') and not kernel.startswith('triton_tem')
-    if not fused and any(part in kernel for part in ('flex', 'sdpa', 'fmha', 'flash', 'attend')):
-        backward = any(part in kernel for part in ('backward', 'bprop', 'bwd'))
-        return 'attention backward' if backward else 'attention forward'
-    if fused:
+    if kernel.startswith('triton_') and not kernel.startswith('triton_tem'):
         return 'elementwise'
-    if any(part in kernel for part in ('nvjet', 'gemm', 'cutlass', 'xmma', 'triton_tem')):
+    if has('flex', 'sdpa', 'fmha', 'flash', 'attend'):
+        return f'attention {"backward" if has("backward", "bprop", "bwd") else "forward"}'
+    if has('nvjet', 'gemm', 'cutlass', 'xmma', 'triton_tem'):
         return 'products'
-    return 'gradient norm' if 'LpNorm' in kernel else 'other'
+    return 'gradient norm' if has('LpNorm') else 'other'
 
 
 def floors(raw, master_weights, rows, length, rates):
@@ -145,7 +142,6 @@ def floors(raw, master_weights, rows, length, rates):
 
 
 def view(table):
-    """Return a section for a table, the longest item first; see `Script`."""
     rows = {}
     for item, ms in sorted(table['items'].items(), key=lambda entry: -entry[1]):
         floor, count = table['floors'].get(item, (None, None))

@@ -1,26 +1,24 @@
 """Decoding compared with transformers' `generate` and the hardware's limit, on one CUDA device.
 
-    python research/bench/generate.py
     python research/bench/generate.py --shape=llama32_1b --ours --profile
     python research/bench/generate.py --ours --rows= --prompts=q.jsonl --tokenizer=Llama-3.2-1B
 
 Random weights in bfloat16 and random prompts; temperature 1, no end tokens. A step must read the
-weights and the cache, and compute its products:
+weights and the cache, and compute its products, at rates that are measured in the same run:
 
     limit of a step = max(bytes of the weights / copy rate, 2 rows weights / matrix rate)
                       + bytes of the cache / copy rate
 
-Both rates are measured in the same run. The peer has a static cache and a compiled step; its second
-call is timed. With `prompts` and `tokenizer`, the whole command `python generate.py` with 8 answers
-per prompt is timed as well.
+The peer has a static cache and a compiled step; its second call is timed. With `prompts` and
+`tokenizer`, the whole command `python generate.py` with 8 answers per prompt is timed as well.
 """
 
-import os
-import subprocess
+import functools
 import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 import torch
 
-from research.bench.common import (DEVICE, MODELS, ROOT, Options, Script, Shape, byte_code, cell,
-                                   decoding_limit, device_rates, failure, free_memory, gpu_kernels,
+from research.bench.common import (DEVICE, MODELS, Options, Script, Shape, attempt, cell,
+                                   decoding_limit, device_rates, free_memory, gpu_kernels,
                                    method_table, now, our_model, peak_gib, peer_model,
                                    reset_peak_memory, run_command, write_lines)
 from data.files import read_rows
@@ -62,7 +60,6 @@ class BenchConfig(Options):
 
 
 def bench(config):
-    """Yield a table per model: tokens per second for each of SETTINGS."""
     rates = device_rates()
     settings = {'{} x {} + {}'.format(*setting): setting for setting in SETTINGS
                 if setting[0] in config.rows}
@@ -78,16 +75,12 @@ def bench(config):
                 table['command'] = measure_command(model, config, Path(folder))
         del model
         free_memory()
-        try:
-            if not config.ours:
-                model = peer_model(MODELS[name], 'sdpa').eval()
-                for text, setting in settings.items():
-                    results[text]['transformers'] = measure_peer(model, *setting)
-        except Exception as error:      # a peer's
-            for row in results.values():
-                row.setdefault('transformers', failure(error))
-        model = None
-        free_memory()
+        if not config.ours:
+            peer = functools.cache(functools.partial(peer_model, MODELS[name], 'sdpa'))
+            for text, setting in settings.items():
+                results[text]['transformers'] = attempt(measure_peer, peer, *setting)
+            del peer
+            free_memory()
         yield table
 
 
@@ -130,18 +123,15 @@ def measure_command(model, config, folder):
     few = folder / 'few.jsonl'      # fills the caches on disk
     few.write_text(''.join(prompts.read_text().splitlines(True)[:8]))
     run_command([*command, f'--prompts={few}', f'--out={folder / "few/answers.jsonl"}'])
-    started = time.perf_counter()
-    process = subprocess.Popen(
-        [sys.executable, *command, f'--prompts={prompts}', f'--out={out}'], cwd=ROOT,
-        env=os.environ | byte_code())
     grown = []      # (seconds, bytes of the answers)
-    while process.poll() is None:
-        if out.exists() and out.stat().st_size:
-            grown.append((time.perf_counter() - started, out.stat().st_size))
-        time.sleep(0.02)
-    seconds = time.perf_counter() - started
-    if process.returncode:
-        raise RuntimeError('generate.py failed')
+    with ThreadPoolExecutor() as pool:
+        started = time.perf_counter()
+        running = pool.submit(run_command, [*command, f'--prompts={prompts}', f'--out={out}'])
+        while not running.done():
+            if out.exists() and out.stat().st_size:
+                grown.append((time.perf_counter() - started, out.stat().st_size))
+            time.sleep(0.02)
+    (seconds,), _ = running.result()
     grown.append((seconds, out.stat().st_size))
     quarter, three = (next(t for t, size in grown if size >= share * grown[-1][1])
                       for share in (0.25, 0.75))
@@ -174,8 +164,9 @@ def print_kernels(model, n, length, new):
     print(f'       {(now() - started) * 1e5:9.1f}  the step as a graph')
 
 
-def measure_peer(model, n, length, new):
+def measure_peer(build, n, length, new):
     """Time the second of two calls: static cache, compiled step."""
+    model = build().eval()
     ids = torch.tensor(random_prompts(model, n, length), device=DEVICE)
     for _ in range(2):
         reset_peak_memory()
@@ -191,7 +182,6 @@ def measure_peer(model, n, length, new):
 
 
 def view(table):
-    """Return a section for a table: steps, their share of the limit, whole calls, ours / theirs."""
     rows = {}
     for setting, results in table['results'].items():
         ours, peer = results['ours'], results.get('transformers', {})

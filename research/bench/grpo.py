@@ -4,10 +4,8 @@
 
 A step generates 8 answers of at most 256 tokens to each of 32 prompts (rollout), computes the
 log-probabilities of the reference (scoring), and takes one optimizer step (update). Random weights,
-so hardly any answer ends earlier. The limit of a part on this device, from rates that are measured
-in the same run: the bytes that decoding must read, and the products of the other two. Each method
-has a process of its own, with empty caches on disk. TRL generates by transformers, which needs no
-package beside it.
+so hardly any answer ends earlier. The limit of a part is the bytes that decoding must read, and the
+products of the other two. TRL generates by transformers, which needs no package beside it.
 """
 
 import statistics
@@ -52,7 +50,6 @@ PARTS = 'rollout_s', 'scoring_s', 'update_s'
 
 
 def bench(config):
-    """Yield a table per model: the seconds of each part of a step, and its limit."""
     require_files(config, prompts='a file of questions')
     methods, rates = chosen(config.only, OURS if config.ours else OURS | PEERS), device_rates()
     for name in config.shape:
@@ -151,7 +148,6 @@ def limits(shape, rates, prompt_tokens=120):
 
 
 def view(table):
-    """Return the seconds of each part, and last their limits; see `Script`."""
     limit = limits(table['shape'], table['rates'])
     return (f'{table["shape"]}, GRPO, {PROMPTS} prompts x {ANSWERS} answers x {TOKENS} tokens',
             method_table(table['results'], [

@@ -3,12 +3,11 @@
     python research/bench/gsm8k_answers.py --data=gsm8k --tokenizer=Llama-3.2-1B
     python research/bench/gsm8k_answers.py --data=gsm8k --model=out/run --questions=32 --batch=256
 
-Times the whole command `python evaluate.py`, from its start: all questions, `n` samples and a
-greedy answer each, all confidences, metrics and pages. lm-evaluation-harness (its HFLM) then writes
-`n` samples to the first `questions`, in each size of `batch`; its start is not counted. Both read
-the same prompts with five shots, draw at temperature 1, and end an answer at the end token, before
-'Question:' and after 256 tokens. Random weights almost always write 256. Without `model`, weights
-are random, with the tokenizer.json and tokenizer_config.json of the folder `tokenizer`.
+Times the whole command `python evaluate.py`: all questions, `n` samples and a greedy answer each,
+all confidences, metrics and pages. lm-evaluation-harness (its HFLM) then writes `n` samples to the
+first `questions`, in each size of `batch`; its start is not counted. Both read the same prompts
+with five shots, draw at temperature 1, and end an answer at the end token, before 'Question:' and
+after 256 tokens.
 """
 
 import sys
@@ -19,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from research.bench.common import (DEVICE, Options, Script, Shape, failure, free_memory, load,
+from research.bench.common import (DEVICE, Options, Script, Shape, attempt, free_memory, load,
                                    method_table, now, peak_gib, reset_peak_memory, run_command,
                                    save_model)
 from data.files import read_rows
@@ -46,7 +45,6 @@ class BenchConfig(Options):
 
 
 def bench(config):
-    """Yield a table per model: seconds, tokens and tokens per second of both."""
     if not (config.data and (config.tokenizer or config.model)):
         raise ConfigError("set --data, a folder with GSM8K's files, and --tokenizer or --model, "
                           'folders')
@@ -57,10 +55,9 @@ def bench(config):
                 save_model(name, model, config.tokenizer)
             table = {'shape': name, 'n': config.n,
                      'results': measure_ours(model, config, Path(folder, 'out'))}
-            try:
-                table['results'] |= {} if config.ours else measure_peer(model, config)
-            except Exception as error:      # a peer's
-                table['results']['lm_eval'] = failure(error)
+            if not config.ours:
+                peer = attempt(measure_peer, model, config)
+                table['results'] |= {'lm_eval': peer} if 'failed' in peer else peer
         free_memory()
         yield table
 
@@ -107,22 +104,21 @@ def measure_peer(model, config):
             Instance('generate_until', {}, (prompt, settings), 0)
             for prompt in prompts for _ in range(n)], disable_tqdm=True)
 
+    def time_answers():
+        write(prompts[:1], 1, 2)        # loads kernels
+        tokens.clear()
+        reset_peak_memory()
+        started = now()
+        answers = write(prompts, config.n, config.max_tokens)
+        return timing(len(answers), sum(tokens), now() - started) | {'peak_gib': peak_gib()}
+
     peer._model_generate = count
     task = load_tasks(EvalConfig(tasks=(f'gsm8k:{config.data}',)))['gsm8k']
     shots = ''.join(shot.solved for shot in task.shots[''])
     prompts, rows = [shots + question.context for question in task.items[:config.questions]], {}
     for size in config.batch:
-        name, peer.batch_size_per_gpu = f'lm_eval, {size} at once', size
-        try:
-            write(prompts[:1], 1, 2)        # loads kernels
-            tokens.clear()
-            reset_peak_memory()
-            started = now()
-            answers = write(prompts, config.n, config.max_tokens)
-            rows[name] = timing(len(answers), sum(tokens), now() - started)
-            rows[name]['peak_gib'] = peak_gib()
-        except RuntimeError as error:       # for example, the memory is full
-            rows[name] = failure(error)
+        peer.batch_size_per_gpu = size
+        rows[f'lm_eval, {size} at once'] = attempt(time_answers)    # the memory may be full
         free_memory()
     return rows
 

@@ -3,9 +3,9 @@
     python research/bench/loss.py
     python research/bench/loss.py --shapes=llama32_1b,mistral_7b --rounds=1 --out=out/quick
 
-Forward and backward of the output layer of seven models in bfloat16, with random inputs whose
-logits fall with a token's rank as in a language model, and smoothing 0.1. Each method runs at every
-memory setting that it has. A second table has every loss of fused_ce.py at the default memory. Also
+Forward and backward of the output layer of six models in bfloat16, with random inputs whose logits
+fall with a token's rank as in a language model, and smoothing 0.1. Each method runs at every memory
+setting that it has. A second table has every loss of fused_ce.py at the default memory. Also
 writes a .csv file; a peer that is not installed is listed as such.
 """
 
@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 import torch.nn.functional as F
 
-from research.bench.common import MODELS, Options, Script, cell, failure, free_memory, method_table
+from research.bench.common import (MODELS, Options, Script, attempt, cell, free_memory,
+                                   method_table, panels)
 from fused_ce import fused_loss, smoothed_cross_entropy, token_statistics
 from runtime.errors import ConfigError
 from runtime.loss import parse_loss
@@ -51,7 +52,6 @@ class BenchConfig(Options):
 
 
 def bench(config):
-    """Yield a table per shape."""
     if unknown := {*config.shapes} - {*SHAPES}:
         raise ConfigError(f'shapes: there is no {sorted(unknown)[0]!r}; there are '
                           f'{", ".join(SHAPES)}')
@@ -72,13 +72,11 @@ def measure(n, D, V, softcap, rounds, peers=True):
     for name, (loss, smoothing) in methods(softcap, target.cpu()).items():
         if not (peers or name in OURS or name == 'torch eager'):    # the unit of the errors
             continue
-        try:
-            steps[name], rows[name] = first_step(loss, hidden, weight, target, at, exact[smoothing])
-            rows[name]['smoothing'] = smoothing
-        except Exception as error:      # a peer's; ours must not fail
-            if name in OURS:
-                raise
-            rows[name] = failure(error)
+        step = step_of(functools.partial(loss, hidden, weight, target), hidden, weight)
+        arguments = step, hidden, weight, at, exact[smoothing]
+        rows[name] = first_step(*arguments) if name in OURS else attempt(first_step, *arguments)
+        if 'failed' not in rows[name]:
+            steps[name], rows[name]['smoothing'] = step, smoothing
         clear(hidden, weight)
     chunk = min(n, 2048)
     products = three_products(hidden.detach(), weight.detach(), chunk)
@@ -257,9 +255,8 @@ def step_of(loss, hidden, weight, backward=True):
     return step
 
 
-def first_step(loss, hidden, weight, target, at, exact):
-    """A step to time, and its extra peak memory and errors, after one that compiles and tunes."""
-    step = step_of(lambda: loss(hidden, weight, target), hidden, weight)
+def first_step(step, hidden, weight, at, exact):
+    """Return the extra peak memory and the errors of a step, after one that compiles and tunes."""
     step()
     clear(hidden, weight)
     torch.cuda.reset_peak_memory_stats()
@@ -267,9 +264,9 @@ def first_step(loss, hidden, weight, target, at, exact):
     value = step()
     extra = torch.cuda.max_memory_allocated() - before - hidden.nbytes - weight.nbytes
     (tokens, vocabulary), (total, dh, dw) = at, exact
-    return step, {'extra_mib': extra / MIB, 'loss_error': abs(value.item() - total),
-                  'dh_error': relative_error(hidden.grad[tokens], dh),
-                  'dw_error': relative_error(weight.grad[vocabulary], dw)}
+    return {'extra_mib': extra / MIB, 'loss_error': abs(value.item() - total),
+            'dh_error': relative_error(hidden.grad[tokens], dh),
+            'dw_error': relative_error(weight.grad[vocabulary], dw)}
 
 
 def relative_error(x, exact):
@@ -296,7 +293,6 @@ def interleaved(steps, rounds, hidden, weight):
 
 
 def view(table):
-    """Return a section for a table, see `Script`: methods, the best of each budget, losses."""
     D, V, softcap = SHAPES[table['shape']]
     n, products, rows = table['n'], sum(table['products']), table['methods']
     text = (f'Three products, {" + ".join(f"{ms:.2f}" for ms in table["products"])} = '
@@ -337,16 +333,8 @@ def plot(content, picture):
             times = {name: {'ms': ms} for name, ms in (table['losses'] | table['uses']).items()}
             for name, row in (table['methods'] | times).items():
                 writer.writerow({'shape': table['shape'], 'method': name} | row)
-    import matplotlib
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-    n_panels = len(content['tables'])
-    n_columns = min(3, n_panels)
-    figure, axes = plt.subplots(-(-n_panels // n_columns), n_columns, squeeze=False,
-                                figsize=(4.6 * n_columns, 4.4 * -(-n_panels // n_columns)))
-    for ax in axes.flat[n_panels:]:
-        ax.axis('off')
-    for ax, table in zip(axes.flat, content['tables']):
+    figure, axes = panels(len(content['tables']), 3, 4.6, 4.4)
+    for ax, table in zip(axes, content['tables']):
         points = {name: (max(3, row['extra_mib']), row['ms'])
                   for name, row in table['methods'].items() if 'failed' not in row}
         lines = {'ours': [name for name in points if name in OURS],
@@ -370,8 +358,8 @@ def plot(content, picture):
                ylim=(products * 0.9, top), title=f'{table["shape"]}: D {D}, V {V}, cap {softcap}')
         ax.set_yticks(ticks, [str(t) for t in ticks])
         ax.minorticks_off()
-    axes[0, 0].set_ylabel('ms, forward and backward')
-    axes[0, 0].legend(fontsize=8)
+    axes[0].set_ylabel('ms, forward and backward')
+    axes[0].legend(fontsize=8)
     used = content['versions']
     figure.suptitle(f'Smoothed cross-entropy of {content["tables"][0]["n"]} tokens in bfloat16 on '
                     f'one {used["device"]}, torch {used["torch"]}', fontsize=10)

@@ -9,7 +9,6 @@ import torch
 from research.bench.common import DEVICE, now, peer_model
 from data.packing import IGNORE, pack
 
-
 # of each of its trainers
 TRL_SETTINGS = {'bf16': DEVICE == 'cuda', 'use_cpu': DEVICE == 'cpu', 'optim': 'adamw_torch_fused',
                 'gradient_checkpointing': False, 'save_strategy': 'no', 'report_to': 'none',
@@ -79,12 +78,11 @@ def packed_inputs(batch, length, at_once=1):
 
 
 def trl_steps(raw, batches, marks, steps, folder, length, attention, compiled=False, micro_rows=1):
-    """Train with TRL's SFTTrainer and its packing; call marks() before and after steps.
+    """Train with TRL's SFTTrainer and its packing; return the mean number of tokens in a step.
 
     length: tokens in a row at most; micro_rows: of them in a pass, which TRL concatenates
     marks:  is called at the beginning and after each `steps` steps, four times
-    Returns the mean number of tokens in a step. attention: FlexAttention masks what the positions
-    tell apart; the others that do, flash-attention's, are packages with kernels of their own.
+    attention: FlexAttention masks what the positions tell apart; flash-attention is a package more
     """
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -99,10 +97,9 @@ def trl_steps(raw, batches, marks, steps, folder, length, attention, compiled=Fa
             if state.global_step % steps == 0:
                 marks()
 
-    sequences = [pair for batch in batches for pair in batch]
     data = Dataset.from_list([{'input_ids': tokens.tolist(),
                                'labels': np.where(mask, tokens.astype('int64'), IGNORE).tolist()}
-                              for tokens, mask in sequences])
+                              for batch in batches for tokens, mask in batch])
     n_rows = len(pack(batches[0], length).tokens)    # of a step like ours
     config = SFTConfig(
         output_dir=str(folder), packing=True, max_length=length, max_steps=4 * steps,

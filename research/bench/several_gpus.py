@@ -1,14 +1,11 @@
 """`evaluate.py` on one GPU and on several: seconds, and whether the numbers are bitwise equal.
 
-    python research/bench/several_gpus.py --data=mmlu --tokenizer=Llama-3.2-1B
-    python research/bench/several_gpus.py --data=mmlu --tokenizer=Llama-3.2-1B --processes=8 \\
-        --languages=42
+    python research/bench/several_gpus.py --data=mmlu --tokenizer=Llama-3.2-1B --processes=2,8
 
-Times whole commands, from their start, on a model with random weights: each of `languages` of
-Global-MMLU has the questions of MMLU in `data`. With --shard the processes share the weights. Then
-`limit` questions per language are scored with --deterministic, and samples and metrics compared
-with those of one process. --only='1 GPU|2 GPUs' chooses commands. `tokenizer` is a folder with a
-tokenizer.
+Times whole commands on a model with random weights: each of `languages` of Global-MMLU has the
+questions of MMLU in `data`. With --shard the processes share the weights. Then `limit` questions
+per language are scored with --deterministic, and samples and metrics compared with those of one
+process. --only='1 GPU|2 GPUs' chooses commands.
 """
 
 import sys
@@ -39,7 +36,6 @@ LANGUAGES = BENCHMARKS['global_mmlu'].languages
 
 
 def bench(config):
-    """Yield a table per model: seconds of each command, and whether its numbers are the same."""
     require_files(config, data="a folder with MMLU's files")
     for shape in config.shape:
         with tempfile.TemporaryDirectory() as folder:
@@ -55,16 +51,14 @@ def measure(config, folder):
     """Return {command: {'processes', 'seconds', 'before_s', 'scoring_s', 'same'}}.
 
     before_s: until scoring begins: imports, reading the questions
-    same: whether the numbers are bitwise those of one process with --deterministic; None for one
-        process, without --deterministic, and if it was not measured
+    same: whether the numbers are bitwise those of one process with --deterministic, or None
     """
     exact = ['--deterministic', f'--limit={config.limit}']
-    commands, results, expected = {}, {}, None
-    for kind, options in {'': [], ', shared weights': ['--shard'], ', deterministic': exact,
-                          ', deterministic, shared weights': [*exact, '--shard']}.items():
-        for n in (1, *config.processes) if '--shard' not in options else config.processes:
-            commands[f'{n} GPU{"s" * (n > 1)}{kind}'] = n, options
-    commands = chosen(config.only, commands)
+    kinds = {'': [], ', shared weights': ['--shard'], ', deterministic': exact,
+             ', deterministic, shared weights': [*exact, '--shard']}
+    commands = {f'{n} GPU{"s" * (n > 1)}{kind}': (n, options) for kind, options in kinds.items()
+                for n in (1, *config.processes) if n > 1 or '--shard' not in options}
+    commands, results, expected = chosen(config.only, commands), {}, None
     # fills the caches on disk
     run(['--limit=1', f'--languages={LANGUAGES[0]}'], 1, folder / 'first')
     for name, (n, options) in commands.items():
@@ -93,8 +87,7 @@ def run(options, processes, out):
 
 
 def view(table):
-    """Return a section for a table, see `Script`; speed-ups are relative to one GPU with whole
-    weights."""
+    """Return a section for a table, see `Script`; speed-ups are those over one GPU."""
     rows = {}
     for name, row in table['results'].items():
         one = table['results'].get('1 GPU' + ', deterministic' * ('deterministic' in name))

@@ -4,13 +4,12 @@
     python research/bench/sft.py --data=conversations.jsonl --tokenizer=Llama-3.2-1B \\
         --tuning=full --conversations=2000 --max_s=200
 
-Makes a model folder with random weights and times whole commands from the shell to saved weights:
-one epoch, full tuning and LoRA, first with empty caches on disk (of compiled kernels, tokens and
-datasets), then again with what that left. All modules are compiled to byte code before. Both have
-the same conversations and chat template, supervise the last answer (ours every answer), pack rows
-of 4,096 tokens and take about as many steps. Ours has the defaults of train.py; the settings of TRL
-are in trl_sft.py. TRL prints the end of the first step at once, ours after launching the second
-one. `data` is as in train.py, `tokenizer` a folder with a tokenizer.
+Times whole commands, from the shell to saved weights of one epoch, on a model with random weights:
+first with empty caches on disk (of compiled kernels, tokens and datasets), then again with what
+that left. Both have the same conversations and chat template, supervise the last answer (ours every
+answer), pack rows of 4,096 tokens and take about as many steps. Ours has the defaults of train.py;
+trl_sft.py has the settings of TRL. TRL prints the end of the first step at once, ours after
+launching the second one.
 """
 
 import itertools
@@ -60,7 +59,6 @@ SAVING = 'saving'
 
 
 def bench(config):
-    """Yield a table per model: seconds of each stage of each command, cold and warm."""
     require_files(config, data='a file of conversations')
     methods = chosen(config.only, {OURS: None} | ({} if config.ours else PEERS))
     byte_code()
@@ -108,8 +106,20 @@ def prepare(config, shape, folder):
 def run(method, tuning, kind, table, caches, folder):
     """Return {kind: {stage: seconds}, 'steps', 'peak_gib'} of a command; ours must not fail."""
     out = folder / f'{method}-{tuning}-{kind}'
-    command = (our_command(tuning, folder, out, caches) if method == OURS else
-               trl_command(PEERS[method], tuning, folder, out, table['rows']))
+    if method == OURS:
+        command = [
+            'train.py', f'--model={folder / "model"}', f'--data={folder / "ours.jsonl"}',
+            f'--template={TEMPLATE}', f'--pack_len={PACK_LEN}', f'--max_length={PACK_LEN}',
+            '--epochs=1', '--checkpoint_epochs=False', f'--lora={tuning == "LoRA"}',
+            f'--cache_dir={caches["HF_DATASETS_CACHE"]}', f'--out_dir={out}', f'--device={DEVICE}']
+    else:
+        adapters = {'r': TrainConfig.lora_rank, 'lora_alpha': TrainConfig.lora_alpha,
+                    'lora_dropout': TrainConfig.lora_dropout,
+                    'target_modules': list(TrainConfig.lora_targets)}
+        command = ['research/bench/trl_sft.py', json.dumps(PEERS[method] | {
+            'model': str(folder / 'model'), 'data': str(folder / 'TRL.jsonl'), 'out': str(out),
+            'pack_len': PACK_LEN, 'rows': table['rows'],
+            'lora': adapters if tuning == 'LoRA' else None})]
     try:
         ends, text = run_command(command, caches, STAGES.values())
     except RuntimeError as error:
@@ -124,24 +134,7 @@ def run(method, tuning, kind, table, caches, folder):
             'peak_gib': float(peak[1])}
 
 
-def our_command(tuning, folder, out, caches):
-    return ['train.py', f'--model={folder / "model"}', f'--data={folder / "ours.jsonl"}',
-            f'--template={TEMPLATE}', f'--pack_len={PACK_LEN}', f'--max_length={PACK_LEN}',
-            '--epochs=1', '--checkpoint_epochs=False', f'--lora={tuning == "LoRA"}',
-            f'--cache_dir={caches["HF_DATASETS_CACHE"]}', f'--out_dir={out}', f'--device={DEVICE}']
-
-
-def trl_command(settings, tuning, folder, out, rows):
-    adapters = {'r': TrainConfig.lora_rank, 'lora_alpha': TrainConfig.lora_alpha,
-                'lora_dropout': TrainConfig.lora_dropout,
-                'target_modules': list(TrainConfig.lora_targets)}
-    return ['research/bench/trl_sft.py', json.dumps(settings | {
-        'model': str(folder / 'model'), 'data': str(folder / 'TRL.jsonl'), 'out': str(out),
-        'pack_len': PACK_LEN, 'rows': rows, 'lora': adapters if tuning == 'LoRA' else None})]
-
-
 def view(table):
-    """Return a section for a table, then the ratios of ours to the fastest peer; see `Script`."""
     lines, totals = [], {}      # (tuning, kind) -> {method: seconds until first step, until end}
     for name, row in table['results'].items():
         method, _, tuning = name.rpartition(', ')

@@ -1,13 +1,11 @@
 """Whole training steps compared with other libraries at their best, on one CUDA device.
 
-    python research/bench/train.py --shape=llama32_1b,llama31_8b
     python research/bench/train.py --shape=llama32_1b --data=alpaca.jsonl --tokenizer=Llama-3.2-1B
     python research/bench/train.py --only='ours|HF sdpa, Liger'
 
 A step is forward, backward, clipping and AdamW on four documents of 2,048 tokens, with random
-weights; with `data` and `tokenizer` also on real conversations, 128 per step. Each method runs in
-its own process, with empty caches on disk. Its compile seconds are the time of the first three
-steps minus that of three later ones.
+weights; with `data` and `tokenizer` also on real conversations. The compile seconds are the time of
+the first three steps minus that of three later ones.
 """
 
 import itertools
@@ -16,13 +14,12 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
-from research.bench.common import (DEVICE, MODELS, PeerOptions, Script, measure_methods,
+from research.bench.common import (DEVICE, MODELS, PeerOptions, Script, Shape, measure_methods,
                                    method_table, now, our_model, peak_gib, reset_peak_memory, speed)
 from research.bench.peers import hugging_face_step, trl_steps
 from data.instruct import load_conversations
@@ -38,8 +35,7 @@ from train import TrainConfig, train_step
 @dataclass
 class BenchConfig(PeerOptions):
     """Without --only the methods of USUAL are measured."""
-    shape: tuple[Literal['gemma2_2b', 'gemma3_270m', 'llama32_1b', 'llama31_8b', 'mistral_7b'],
-                 ...] = tuple(MODELS)
+    shape: tuple[Shape, ...] = tuple(MODELS)
     data: str | None = None         # conversations, as in train.py
     batch: int = 128                # conversations per step
     pack_len: int = 4096            # tokens in a row of conversations
@@ -70,7 +66,6 @@ PEERS = {
 # the methods of each table without `only`: those that may be the fastest of their library
 USUAL = {
     'gemma2_2b': 'HF flex, compile|ours|ours, stochastic',
-    'gemma3_270m': 'HF sdpa, Liger, compile|ours',
     'llama32_1b': 'HF sdpa, Liger|HF sdpa, compile|HF sdpa, Liger, compile|ours|ours, stochastic',
     'llama31_8b': 'HF sdpa, Liger|HF sdpa, Liger, compile|ours|ours, stochastic',
     'mistral_7b': 'HF sdpa, Liger|ours|ours, stochastic',
@@ -81,7 +76,6 @@ USUAL = {
 
 
 def bench(config):
-    """Yield a table per model and kind of data: tokens/s, compile seconds, MFU, peak memory."""
     if (config.data is None) != (config.tokenizer is None):
         raise ConfigError('data and tokenizer go together; set both or none')
     for name in config.shape:

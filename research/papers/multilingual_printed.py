@@ -4,9 +4,11 @@
 
 A cell is one language, model and dataset: 42 * 9 = 378 of Global-MMLU and 29 * 9 = 261 of
 MMLU-ProX. multilingual_printed.csv has the numbers of tables 2 to 73; they have three decimals, so
-differences are counted in exact thousandths. The resource classes are those of Joshi et al. 2020:
-4 and 5 high, 3 mid, 0 to 2 low. An interval is Student's for the mean over the languages of a
-class. It describes how much languages differ; all have the same questions, models and datasets.
+differences are counted in exact thousandths. multilingual_claims.csv says which changes are shown,
+and between which thousandths a change must be for a claim to hold. The resource classes are those
+of Joshi et al. 2020: 4 and 5 high, 3 mid, 0 to 2 low. An interval is Student's for the mean over
+the languages of a class. It describes how much languages differ; all have the same questions,
+models and datasets.
 """
 
 import argparse
@@ -21,6 +23,7 @@ from results import plots
 from runtime import cli
 from runtime.ownership import claim, lock
 from stats import mean_interval
+from research.papers.common import write_tables
 
 BENCHMARKS = {'global_mmlu': ('Global-MMLU', GLOBAL_MMLU), 'mmlu_prox': ('MMLU-ProX', MMLU_PROX)}
 CLASSES = {'high': 'ar cs de en es fa fr hi hu it ja ko nl pl pt ru sr sv tr vi zh'.split(),
@@ -32,39 +35,44 @@ PRINTED = {'accuracy': 'accuracy', 'entropy_bits': 'entropy_bits', 'ece': 'ece',
 N_OPTIONS = {'global_mmlu': 4, 'mmlu_prox': 10}
 N_BINS = {'global_mmlu': 140, 'mmlu_prox': 117}     # of 100 of the 14,042 and 11,759 questions
 
-BASE, PLAIN, SMOOTH, SMOOTHER = range(4)        # the rows of a cell: base, smoothing 0, 0.1, 0.2
-# claim, the change it is about: from, to, number; whether it holds, of the change in thousandths
-CLAIMS = [
-    ('tuning raises ECE (4.1: all languages)', BASE, PLAIN, 'ece', lambda x: x > 0),
-    ('tuning lowers entropy (abstract: more confidence)', BASE, PLAIN, 'entropy_bits',
-     lambda x: x < 0),
-    ('tuning adds at most 0.01 accuracy (abstract: marginal)', BASE, PLAIN, 'accuracy',
-     lambda x: x <= 10),
-    ('smoothing 0.1 lowers ECE (abstract: all languages)', PLAIN, SMOOTH, 'ece', lambda x: x < 0),
-    ('smoothing 0.1 lowers RMS (table 1)', PLAIN, SMOOTH, 'rms_mmlu_repo', lambda x: x < 0),
-    ('smoothing 0.1 costs at most 0.005 accuracy (4.2)', PLAIN, SMOOTH, 'accuracy',
-     lambda x: x >= -5),
-    ('0.2 has less accuracy than 0.1 (4.2: can have)', SMOOTH, SMOOTHER, 'accuracy',
-     lambda x: x < 0),
-    ('0.2 has less ECE than 0.1', SMOOTH, SMOOTHER, 'ece', lambda x: x < 0),
-]
+ROWS = ('base', '0.0', '0.1', '0.2')            # of a cell: the base model, smoothing
+
+
+def read_csv(name):
+    with open(Path(__file__).with_name(name), newline='', encoding='utf-8') as file:
+        return [*csv.DictReader(file)]
 
 
 def printed_numbers():
     """Return {(benchmark, language or 'all', model, data, smoothing): {our name: number}}."""
-    path = Path(__file__).with_name('multilingual_printed.csv')
-    with open(path, newline='', encoding='utf-8') as file:
-        return {tuple(row[key] for key in ('benchmark', 'language', 'model', 'data', 'smoothing')):
-                {ours: float(row[theirs]) for ours, theirs in PRINTED.items()}
-                for row in csv.DictReader(file)}
+    return {tuple(row[key] for key in ('benchmark', 'language', 'model', 'data', 'smoothing')):
+            {ours: float(row[theirs]) for ours, theirs in PRINTED.items()}
+            for row in read_csv('multilingual_printed.csv')}
 
 
-def cell(printed, task, language, model, data):
-    """Return the rows (base, smoothing 0, 0.1, 0.2) in thousandths; table 2 has no 0.2."""
-    keys = [('base', ''), *((data, s) for s in ('0.0', '0.1', '0.2'))]
-    rows = [printed[task, language, model, *key] for key in keys
-            if (task, language, model, *key) in printed]
-    return [{key: round(1000 * value) for key, value in row.items()} for row in rows]
+def cells(printed, groups):
+    """Return {metric: float [groups, models, datasets, 4]}, in thousandths.
+
+    groups: [(benchmark, language or 'all')]; nan where the paper prints no such row.
+    """
+    rows = [[printed.get((*group, model, *setting), {}) for setting in (
+        ('base', ''), (data, '0.0'), (data, '0.1'), (data, '0.2'))]
+        for group, model, data in itertools.product(groups, MODELS, DATA)]
+    shape = len(groups), len(MODELS), len(DATA), 4
+    return {key: np.round([[1000 * row.get(key, np.nan) for row in cell] for cell in rows]
+                          ).reshape(shape) for key in PRINTED}
+
+
+def change(values, rule):
+    """Return float [groups, models, datasets], the change of a number that a rule is about."""
+    first, last = (values[rule['metric']][..., ROWS.index(rule[end])] for end in ('from', 'to'))
+    return last - first
+
+
+def count(x, rule):
+    """Return '361 of 378', where the rule holds; '' if a number is not printed."""
+    holds = (float(rule['least']) <= x) & (x <= float(rule['most']))
+    return '' if np.isnan(x).any() else f'{holds.sum()} of {x.size}'
 
 
 def tables(printed):
@@ -72,26 +80,30 @@ def tables(printed):
     groups = {f'{title}{", " * bool(name)}{name}': [
         (task, x) for x in languages if not name or x in CLASSES[name]]
         for task, (title, languages) in BENCHMARKS.items() for name in ('', 'high', 'mid', 'low')}
+    values = {name: cells(printed, members) for name, members in groups.items()}
+    rules = {}      # {table: lines of multilingual_claims.csv}
+    for rule in read_csv('multilingual_claims.csv'):
+        rules.setdefault(rule['table'], []).append(rule)
     yield 'printed_classes', ('Printed: mean change by tuning and by smoothing 0.1 and 0.2 '
                               '[95 % interval over the languages]'), [
-        ('languages', 'n', 'tuning: ECE', 'tuning: accuracy', 'tuning: entropy (bits)',
-         '0.1: ECE', '0.1: accuracy', '0.2: ECE', '0.2: accuracy'),
-        *((name, str(len(members)), *_changes(printed, members))
-          for name, members in groups.items())]
-    groups = {'table 2': [(task, 'all') for task in BENCHMARKS]} | {
-        name: members for name, members in groups.items() if not name.endswith(('high', 'mid'))}
+        ('languages', 'n', *(rule['title'] for rule in rules['classes'])),
+        *((name, str(len(groups[name])), *('{:+.3f} [{:+.3f}, {:+.3f}]'.format(*mean_interval(
+            change(each, rule).mean((1, 2)) / 1000)) for rule in rules['classes']))
+          for name, each in values.items())]
+    shown = {'table 2': cells(printed, [(task, 'all') for task in BENCHMARKS])} | {
+        name: each for name, each in values.items() if not name.endswith(('high', 'mid'))}
     yield 'printed_claims', 'Printed: cells in which a claim holds', [
-        ('claim', *groups), *((name, *(_count(
-            [cell(printed, *group, model, data) for group in members for model in MODELS
-             for data in DATA], *rule) for members in groups.values())) for name, *rule in CLAIMS)]
+        ('claim', *shown), *((rule['title'], *(count(change(each, rule), rule)
+                                               for each in shown.values()))
+                             for rule in rules['claims'])]
+    lines = [('model', 'data', 'benchmark', *(rule['title'] for rule in rules['settings']))]
+    for (title, _), m, d in itertools.product(BENCHMARKS.values(), range(3), range(3)):
+        changes = [(rule, change(values[title], rule)[:, m, d]) for rule in rules['settings']]
+        lines.append((MODELS[m], DATA[d], title, *(
+            count(x, rule) if rule['least'] else f'{max(0, -x.min()) / 1000:.3f}'
+            for rule, x in changes)))
     yield 'printed_settings', ('Printed: languages in which tuning, or smoothing 0.1 or 0.2, '
-                               'does what the paper does not claim'), [
-        ('model', 'data', 'benchmark', 'tuning: ECE falls', 'tuning: accuracy falls',
-         '0.1: ECE rises', '0.1: accuracy falls by > 0.005', '0.1: worst fall',
-         '0.2: more ECE than 0.1'),
-        *((model, data, title, *_exceptions([cell(printed, task, x, model, data)
-                                             for x in languages]))
-          for task, (title, languages) in BENCHMARKS.items() for model in MODELS for data in DATA)]
+                               'does what the paper does not claim'), lines
     checks = [_checks(printed, task) for task in BENCHMARKS]
     yield 'printed_checks', 'Printed: do the tables fit together?', [
         ('check', *(title for title, _ in BENCHMARKS.values())),
@@ -104,42 +116,6 @@ def tables(printed):
           for task, (title, _) in BENCHMARKS.items() for model in MODELS
           for data, s in (('base', ''), *((data, '0.0') for data in DATA))
           for row in [printed[task, 'en', model, data, s]])]
-
-
-def _changes(printed, members):
-    """Return the cells of printed_classes for members = [(benchmark, language), ...]."""
-    cells = [cell(printed, *group, model, data) for group in members for model in MODELS
-             for data in DATA]
-    texts = []
-    for before, after, key in ((BASE, PLAIN, 'ece'), (BASE, PLAIN, 'accuracy'),
-                               (BASE, PLAIN, 'entropy_bits'), (PLAIN, SMOOTH, 'ece'),
-                               (PLAIN, SMOOTH, 'accuracy'), (PLAIN, SMOOTHER, 'ece'),
-                               (PLAIN, SMOOTHER, 'accuracy')):
-        by_language = change(cells, before, after, key).reshape(len(members), -1).mean(1) / 1000
-        texts.append('{:+.3f} [{:+.3f}, {:+.3f}]'.format(*mean_interval(by_language)))
-    return texts
-
-
-def change(cells, before, after, key):
-    """Return int [cells], the change of one number in thousandths."""
-    return np.array([rows[after][key] - rows[before][key] for rows in cells])
-
-
-def _count(cells, before, after, key, holds):
-    """Return '361 of 378'; '' if the table has no row of that smoothing."""
-    if any(len(rows) <= after for rows in cells):
-        return ''
-    return f'{holds(change(cells, before, after, key)).sum()} of {len(cells)}'
-
-
-def _exceptions(cells):
-    """Return the cells of printed_settings for the languages of one model and dataset."""
-    loss = -change(cells, PLAIN, SMOOTH, 'accuracy')
-    counts = (change(cells, BASE, PLAIN, 'ece') < 0, change(cells, BASE, PLAIN, 'accuracy') < 0,
-              change(cells, PLAIN, SMOOTH, 'ece') > 0, loss > 5,
-              change(cells, SMOOTH, SMOOTHER, 'ece') > 0)
-    texts = [f'{count.sum()} of {len(cells)}' for count in counts]
-    return [*texts[:4], f'{max(0, loss.max()) / 1000:.3f}', texts[4]]
 
 
 def confidence_range(row, n_options):
@@ -161,28 +137,29 @@ def confidence_range(row, n_options):
 
 def _checks(printed, task):
     """Return {check: whether it is so in each row} of one benchmark."""
-    rows = {key: row for key, row in printed.items() if key[0] == task}
-    single = [row for key, row in rows.items() if key[1] != 'all']
-    pooled = {key[2:]: row for key, row in rows.items() if key[1] == 'all'}
-    means = {setting: {key: np.mean([row[key] for k, row in rows.items()
-                                     if k[1] != 'all' and k[2:] == setting]) for key in PRINTED}
-             for setting in pooled}
+    single, pooled = ({key[1:]: row for key, row in printed.items()
+                       if key[0] == task and (key[1] == 'all') == is_pooled}
+                      for is_pooled in (False, True))
 
-    def impossible(row):
-        low, high = confidence_range(row, N_OPTIONS[task])
-        return low > high
+    def impossible(rows):
+        ranges = (confidence_range(row, N_OPTIONS[task]) for row in rows.values())
+        return [low > high for low, high in ranges]
 
-    def differ(key):
-        return [abs(pooled[x][key] - means[x][key]) > 0.001 + 1e-9 for x in pooled]
+    def differ(metric):
+        return [abs(row[metric] - np.mean([of[metric] for (_, *other), of in single.items()
+                                           if other == setting])) > 0.001 + 1e-9
+                for (_, *setting), row in pooled.items()]
 
     return {
-        'by language: no confidence fits accuracy, entropy, ECE': [*map(impossible, single)],
-        'table 2: no confidence fits accuracy, entropy, ECE': [*map(impossible, pooled.values())],
+        'by language: no confidence fits accuracy, entropy, ECE': impossible(single),
+        'table 2: no confidence fits accuracy, entropy, ECE': impossible(pooled),
         'table 2: accuracy is not the mean over languages': differ('accuracy'),
         'table 2: entropy is not the mean over languages': differ('entropy_bits'),
-        'by language: RMS is below ECE': [row['rms_mmlu_repo'] < row['ece'] for row in single],
-        'by language: RMS^2 sqrt(bins of 100) is below ECE':
-            [row['rms_mmlu_repo'] ** 2 * N_BINS[task] ** 0.5 < row['ece'] for row in single]}
+        'by language: RMS is below ECE': [row['rms_mmlu_repo'] < row['ece']
+                                          for row in single.values()],
+        'by language: RMS^2 sqrt(bins of 100) is below ECE': [
+            row['rms_mmlu_repo'] ** 2 * N_BINS[task] ** 0.5 < row['ece']
+            for row in single.values()]}
 
 
 def draw(printed, path):
@@ -190,15 +167,14 @@ def draw(printed, path):
     figure = plots.new_figure(11, 6.4)
     for ax, (task, (title, languages)) in zip(figure.subplots(2, 1), BENCHMARKS.items(),
                                               strict=True):
-        def mean(language, i, key, task=task):
-            return np.mean([cell(printed, task, language, model, data)[i][key]
-                            for model in MODELS for data in DATA]) / 1000
-
+        values = cells(printed, [(task, x) for x in languages])
+        ece, accuracy = (dict(zip(languages, values[key].mean((1, 2)) / 1000, strict=True))
+                         for key in ('ece', 'accuracy'))
         order = [x for members in CLASSES.values() for x in sorted(
-            (x for x in members if x in languages), key=lambda x: -mean(x, 0, 'accuracy'))]
+            (x for x in members if x in languages), key=lambda x, by=accuracy: -by[x][0])]
         for i, (label, color) in enumerate((('base', '#777777'), ('tuned', '#c44e52'),
                                             ('tuned, smoothing 0.1', '#4878a8'))):
-            ax.plot(order, [mean(x, i, 'ece') for x in order], 'o', color=color, label=label)
+            ax.plot(order, [ece[x][i] for x in order], 'o', color=color, label=label)
         ends = itertools.accumulate(sum(x in languages for x in c) for c in CLASSES.values())
         for name, end in zip(CLASSES, ends, strict=True):
             ax.axvline(end - 0.5, color='black', linewidth=0.6)
@@ -216,7 +192,6 @@ def draw(printed, path):
 
 def print_tables():
     """Print and write the tables and the figure."""
-    from research.papers.common import write_tables     # which needs torch; nothing above does
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--printed', action='store_true', help=argparse.SUPPRESS)

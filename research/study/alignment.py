@@ -24,13 +24,13 @@ from data.prompts import P_TRUE
 from data.world import ATTRIBUTES, ENGLISH, choice, conversation, log_uniform_facts, write_world
 from evaluate import EvalConfig, run
 from results.over_seeds import predictions_by_group
-from results.report import predictions
-from results.runs import read_run, read_run_samples
+from results.runs import read_run
 from runtime.errors import ConfigError
 from runtime.ownership import write_text
 from research.study import common
+from research.study.common import read_lines, write_lines
 from research.study.claims import Source
-from research.study.runs import MODELS, PRETRAINING, write_lines
+from research.study.runs import MODELS, PRETRAINING
 from research.study.world import StudySpec, StudyWorld
 from train import TrainConfig, train
 
@@ -233,12 +233,11 @@ def select(seed, root=common.ROOT):
     probable. Raises ConfigError if all facts are known, or none.
     """
     folder = Path(seed_folder(seed, root))
-    run(evaluation(folder, '{}/prompts', model=f'{folder}/sft', seed=seed,
-                   out_dir=f'{folder}/knows'))
-    probs = probabilities(folder / 'knows')
+    answers = common.ask(evaluation(folder, '{}/prompts', model=f'{folder}/sft', seed=seed,
+                                    out_dir=f'{folder}/knows'))
     rng, rows, known = np.random.default_rng([seed, 4]), [], {True: [], False: []}
     for question in read_lines(folder / 'world' / 'prompts' / 'test.jsonl'):
-        (_, p), answer = probs[question['id']], question['answer_index']
+        _, p, answer = answers[question['id']]
         chosen, rejected = (question['classes'][i] for i in (answer, draw_wrong(p, answer, rng)))
         rows.append({'prompt': question['prompt'], 'chosen': chosen, 'rejected': rejected,
                      'question': question['prompt'], 'answer': chosen.removeprefix('Answer: ')})
@@ -255,22 +254,11 @@ def select(seed, root=common.ROOT):
     write_lines(pairs / 'all.jsonl', rows)      # the last one: then all are there
 
 
-def probabilities(folder):
-    """Return {id: (options, their probabilities)} of the only task that was evaluated there."""
-    (samples,) = read_run_samples(read_run(folder))[0].values()
-    return {s['id']: (s['options'], p)
-            for s, p in zip(samples, predictions(samples, 'sum').probs, strict=True)}
-
-
 def draw_wrong(p, answer, rng):
     """Return an option other than the answer, drawn with the probabilities p [K]."""
     p = p.copy()
     p[answer] = 0
     return rng.choice(len(p), p=p / p.sum())
-
-
-def read_lines(path):
-    return [*map(json.loads, path.read_text(encoding='utf-8').splitlines())]
 
 
 # Written answers

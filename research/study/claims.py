@@ -2,12 +2,16 @@
 
 A cell is a mean over seeds, ± half of the 95 % interval (Student's t). p is of a two-sided t test
 over paired seeds, after Holm's correction for all tests of a table. One seed has neither.
+tables.toml has tables of formulas.
 """
 
 import argparse
 import csv
 import itertools
 import os
+import re
+import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,31 +25,61 @@ from runtime.ownership import write_text
 from runtime.processes import parallel_map
 from stats import holm, mean_interval, student_t
 
+TABLES = tomllib.loads((Path(__file__).parent / 'tables.toml').read_text(encoding='utf-8'))
 LEAST_RANGE = 0.005     # of accuracies that two curves share; below, nothing is compared
 
 
 # Numbers
 
 class Numbers:
-    """The lines of seed-*.csv in a folder; `of` returns one number per seed.
+    """The lines of CSV files; `of` and `value` return one number per seed.
 
-    usual: {column: value} that choose a line beside run and seed, unless `of` is given another.
+    usual: {column: value} that choose a line beside run and seed, unless others are asked for.
+    curves: {name: [(run, {column: value}) of each point]}; functions: {name: function of Numbers}.
     """
 
-    def __init__(self, folder, usual):
-        self.lines, self.seeds, self.usual = {}, [], usual
-        for path in sorted(Path(folder).glob('seed-*.csv')):
-            for line in read_csv(path):
-                self.lines[line['seed'], line['run'], *(line[key] for key in usual)] = line
-            self.seeds.append(line['seed'])
-        if not self.seeds:
-            raise ConfigError(f'{folder} has no seed-*.csv; --runs=out/study writes them')
+    def __init__(self, lines, usual, curves=None, functions=None):
+        self.usual, self.curves, self.functions = usual, curves or {}, functions or {}
+        self.lines = {(line['seed'], line['run'], *(line[key] for key in usual)): line
+                      for line in lines}
+        self.seeds = list(dict.fromkeys(line['seed'] for line in lines))
 
     def of(self, run, metric, **where):
         """Return float [seeds], nan if the run is missing."""
         names = run, *(self.usual | where).values()
         lines = (self.lines.get((seed, *names), {}) for seed in self.seeds)
         return np.array([float(line.get(metric) or 'nan') for line in lines])
+
+    def value(self, formula):
+        """Return float [seeds] of a formula as tables.toml explains it."""
+        if formula.startswith('='):
+            return self.functions[formula[1:]](self)
+        formula, _, x = formula.partition(' at equal ')
+        first, *others = re.split(r' ([+-]) ', formula)
+        if x:
+            return at_equal(*(self.curve(*term.split(), x) for term in (first, others[1])))
+        value = self._term(first)
+        for sign, term in zip(others[::2], others[1::2], strict=True):
+            value = value + self._term(term) if sign == '+' else value - self._term(term)
+        return value
+
+    def _term(self, text):
+        """Return a number, or float [seeds] of 'run metric', which may also have column=value."""
+        if re.fullmatch(r'[\d.]+', text):
+            return float(text)
+        words = text.split()
+        run, metric = (word for word in words if '=' not in word)
+        return self.of(run, metric, **dict(word.split('=') for word in words if '=' in word))
+
+    def curve(self, name, metric, x='accuracy', **where):
+        """Return (x, metric) of the points of a curve, float [2, points, seeds].
+
+        The first point is the model that was trained further, whose KL to itself is 0.
+        """
+        points = np.array([[self.of(run, key, **where | more) for run, more in self.curves[name]]
+                           for key in (x, metric)])
+        points[[key == 'kl' for key in (x, metric)], 0] = 0
+        return points
 
 
 def read_csv(path):
@@ -107,25 +141,37 @@ def tested_table(head, rows, tested):
                     for i, (cells, values) in enumerate(rows))]
 
 
-def difference_table(named, first='difference', second='mean'):
-    """Return a table of {statement: values [seeds]}, all of which are tested."""
+def difference_table(named, tested=True, head=('difference', 'mean')):
+    """Return a table of {statement: values [seeds]}."""
     rows = [([name], [values]) for name, values in named.items()]
-    return tested_table([first, second], rows, [(i, 0) for i in range(len(rows))])
+    return tested_table(head, rows, [(i, 0) for i in range(len(rows) * tested)])
 
 
-def metrics_table(numbers, head, rows, metrics, optional=()):
-    """Return a table of numbers; rows: [(cells, run, {column: value})].
+def table(numbers, name):
+    """Return a table of tables.toml."""
+    spec = TABLES[name]
+    head = spec.get('head', 'difference / mean').split(' / ')
+    if statements := spec.get('tests') or spec.get('differences'):
+        named = dict(line.split(' = ', 1) for line in statements)
+        return difference_table({title: numbers.value(formula) for title, formula in named.items()},
+                                'tests' in spec, head)
+    columns = [column.split(' = ') for column in spec['columns']]
+    lines = [[*head, *(TABLES['titles'].get(title := first.rstrip('?'), title)
+                       for first, *_ in columns)]]
+    for row in spec['rows']:
+        title, run = row.split(' = ') if ' = ' in row else (row, row)
+        lines.append([*title.split(' / '), *(formula_cell(numbers, column[-1], run)
+                                             for column in columns)])
+    return lines
 
-    A metric such as 'scaled ece' is that after a temperature. The cell of an `optional` metric that
-    a run does not have is empty.
-    """
-    table = [head]
-    for cells, run, where in rows:
-        values = [numbers.of(run, key.split()[-1], **where | (
-            {'scaling': 'temperature'} if 'scaled' in key else {})) for key in metrics]
-        table.append([*cells, *('' if key in optional and np.isnan(v).all() else plain(v)
-                                for key, v in zip(metrics, values, strict=True))])
-    return table
+
+def formula_cell(numbers, formula, run):
+    """Return the cell of a column's formula for a run; a difference has a sign."""
+    metric = formula.rstrip('?')
+    values = numbers.value(metric.format(run) if '{}' in metric else f'{run} {metric}')
+    if metric != formula and np.isnan(values).all():
+        return ''
+    return cell(values) if ' - ' in formula else plain(values)
 
 
 # Figures
@@ -133,6 +179,13 @@ def metrics_table(numbers, head, rows, metrics, optional=()):
 def panels(rows, columns):
     figure = new_figure(3.4 * columns, 2.9 * rows + 0.8)
     return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def label(ax, title, axis='both', **names):
+    """Write the title and the names of the axes, and draw a grid."""
+    ax.set(**names)
+    ax.set_title(title, fontsize=10)
+    ax.grid(axis=axis, alpha=0.3)
 
 
 def finish(figure, path):
@@ -164,11 +217,6 @@ def draw_groups(ax, names, series, width):
 
 # From runs to pages
 
-def page(numbers, title, tables):
-    return f'### {title}; {len(numbers.seeds)} seeds\n\n' + '\n'.join(
-        markdown(table(numbers)) for table in tables)
-
-
 @dataclass
 class Source:
     """An evaluated folder, the model to which its KL is measured, and names of its lines."""
@@ -177,40 +225,59 @@ class Source:
     names: dict = field(default_factory=dict)       # columns that replace those of the results
 
 
-def write_numbers(root, sources, lines_of, folder):
-    """Write the lines of the runs that are finished to seed-<seed>.csv files."""
-    finished = [source for source in sources(root) if (source.folder / 'results.json').exists()]
-    if not finished:
-        raise ConfigError(f'{root}: no run of these claims is finished')
-    lines = itertools.chain(*parallel_map(lines_of, finished, worth_it=len(finished) > 4))
-    for seed, group in itertools.groupby(lines, key=lambda line: line['seed']):
-        write_text(folder / f'seed-{seed}.csv', csv_text([*group]))
+@dataclass
+class Claims:
+    """The claims of a script, and where their numbers come from."""
+    folder: Path            # of seed-*.csv and of the pages
+    usual: dict             # as in Numbers; so are curves and functions
+    pages: dict             # {file: (title, tables, function (numbers, path) that draws)}; a table
+    #                         is a name in tables.toml or a function of Numbers
+    sources: Callable       # function (root) that yields the Source of each run, seed after seed
+    lines_of: Callable      # function (source) that returns its lines
+    curves: dict = field(default_factory=dict)
+    functions: dict = field(default_factory=dict)
 
+    def numbers(self, folder=None):
+        folder = folder or self.folder
+        lines = [line for path in sorted(folder.glob('seed-*.csv')) for line in read_csv(path)]
+        if not lines:
+            raise ConfigError(f'{folder} has no seed-*.csv; --runs=out/study writes them')
+        return Numbers(lines, self.usual, self.curves, self.functions)
 
-def main(arguments, usage, claims, results, usual, sources, lines_of):
-    """Write the numbers, tables and figures of `claims`.
+    def page(self, name, numbers):
+        title, tables, _ = self.pages[name]
+        return f'### {title}; {len(numbers.seeds)} seeds\n\n' + '\n'.join(
+            markdown(table(numbers, each) if isinstance(each, str) else each(numbers))
+            for each in tables)
 
-    claims: {file: (title, functions of Numbers that return a table, function (numbers, path) that
-    draws)}; results: their folder; usual: see Numbers; sources(root) yields the Source of each run,
-    seed after seed, and lines_of(source) returns its lines.
-    """
-    parser = argparse.ArgumentParser(description=usage.split('\n')[0])
-    parser.add_argument('--only', default=','.join(claims), help='default: %(default)s')
-    parser.add_argument('--runs', type=os.path.expanduser,
-                        help='folder of the study; writes the numbers of its seeds first')
-    parser.add_argument('--folder', type=os.path.expanduser, default=results,
-                        help='of seed-*.csv and of what is written')
-    options = parser.parse_args(arguments)
-    folder = Path(options.folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    if options.runs:
-        write_numbers(options.runs, sources, lines_of, folder)
-    numbers = Numbers(folder, usual)
-    for name in options.only.split(','):
-        if name not in claims:
-            parser.error(f'--only: there is no {name}; choose from {", ".join(claims)}')
-        title, tables, draw = claims[name]
-        text = page(numbers, title, tables)
-        write_text(folder / f'{name}.md', text)
-        draw(numbers, folder / f'{name}.png')
-        print(text)
+    def write_numbers(self, root, folder):
+        """Write the lines of the runs that are finished to seed-<seed>.csv files."""
+        finished = [source for source in self.sources(root)
+                    if (source.folder / 'results.json').exists()]
+        if not finished:
+            raise ConfigError(f'{root}: no run of these claims is finished')
+        lines = itertools.chain(*parallel_map(self.lines_of, finished, worth_it=len(finished) > 4))
+        for seed, group in itertools.groupby(lines, key=lambda line: line['seed']):
+            write_text(folder / f'seed-{seed}.csv', csv_text([*group]))
+
+    def main(self, usage, arguments=None):
+        """Write the numbers, tables and figures that the command line asks for."""
+        parser = argparse.ArgumentParser(description=usage.split('\n')[0])
+        parser.add_argument('--only', default=','.join(self.pages), help='default: %(default)s')
+        parser.add_argument('--runs', type=os.path.expanduser,
+                            help='folder of the study; writes the numbers of its seeds first')
+        parser.add_argument('--folder', type=os.path.expanduser, default=self.folder,
+                            help='of seed-*.csv and of what is written')
+        options = parser.parse_args(arguments)
+        names, folder = options.only.split(','), Path(options.folder)
+        if unknown := [name for name in names if name not in self.pages]:
+            parser.error(f'--only: there is no {unknown[0]}; choose from {", ".join(self.pages)}')
+        folder.mkdir(parents=True, exist_ok=True)
+        if options.runs:
+            self.write_numbers(options.runs, folder)
+        numbers = self.numbers(folder)
+        for name in names:
+            text = self.page(name, numbers)
+            write_text(folder / f'{name}.md', text)
+            self.pages[name][2](numbers, folder / f'{name}.png')
+            print(text)

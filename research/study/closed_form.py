@@ -7,6 +7,7 @@
 The worlds, models and metrics are those of alignment.py.
 """
 
+import functools
 import sys
 from pathlib import Path
 
@@ -16,20 +17,16 @@ import numpy as np
 
 import metrics
 from data.world import conversation
-from evaluate import run
 from results.over_seeds import predictions_by_group
 from results.report import option_predictions
 from results.runs import read_run
 from runtime import cli
-from research.study import alignment, alignment_tables, claims, common
-from research.study.alignment import DPO, GRPO, PPO, RUNS, WHOLE, draw_wrong, log, read_lines
-from research.study.alignment_tables import USUAL
-from research.study.claims import (at_equal, cell, difference_table, draw_mean, finish,
-                                   metrics_table, panels, plain)
+from research.study import alignment, alignment_tables, common
+from research.study.alignment import DPO, GRPO, PPO, RUNS, WHOLE, draw_wrong, log
+from research.study.claims import Claims, draw_mean, finish, label, panels
 from research.study.metrics_agree import kendall
-from research.study.runs import write_lines
+from research.study.common import read_lines, write_lines
 
-RESULTS = Path(__file__).parent / 'results' / 'closed-form'
 METHODS = {'ppo': PPO, 'grpo': GRPO | {'method': 'dr_grpo'}, 'dpo': DPO}     # the longest first
 TITLES = {'dpo': 'DPO', 'ppo': 'PPO', 'grpo': 'Dr. GRPO'}
 WEIGHTS = {'ppo': (0.0125, 0.05, 0.2), 'grpo': (0.0125, 0.05, 0.2), 'dpo': (0.1, 0.3, 1.0)}
@@ -81,10 +78,10 @@ def prepare(seed, root=common.ROOT):
     (folder / 'in-plain').mkdir(exist_ok=True)
     write_lines(folder / 'in-plain' / 'test.jsonl', [row | {'classes': [
         option.removeprefix('Answer:') for option in row['classes']]} for row in questions])
-    run(alignment.evaluation(folder, f'{folder}/in-plain', chat='none', model=f'{folder}/base',
-                             seed=seed, out_dir=f'{folder}/base-knows'))
     answers = {}
-    for id, (options, p) in alignment.probabilities(folder / 'base-knows').items():
+    for id, (options, p, _) in common.ask(alignment.evaluation(
+            folder, f'{folder}/in-plain', chat='none', model=f'{folder}/base', seed=seed,
+            out_dir=f'{folder}/base-knows')).items():
         k = rng.choice(len(p), p=p / p.sum())
         answers[id] = alignment.STATED.format(options[k].strip(), f'{p[k]:.2f}')
     write_lines(pairs / 'own.jsonl', [conversation(row['prompt'], answers[row['id']])
@@ -150,41 +147,7 @@ def lines_of(source):
     return lines
 
 
-# Tables: a function of Numbers returns rows, header first
-
-def models_table(numbers):
-    """Questions 1 to 3: all models that learn from pairs or rewards, and the closed form."""
-    keys = {'reward': 'held-out reward', 'kl': 'KL (nats)', 'accuracy': 'accuracy',
-            'confidence': 'confidence', 'ece': 'ECE', 'margin': 'margin of trained pairs',
-            'fitted': 'accuracy on trained pairs', 'preference': 'held-out preference',
-            'preference_ece': 'preference ECE'}
-    names = ['sft', *(f'{method}-{weight}{kind}' for method, weight in WEIGHTED
-                      for kind in ('', '-expected', '-lora') if kind != '-lora' or method in LORA)]
-    rows = [([name], name, {}) for name in (*names, *NOISY)]
-    return metrics_table(numbers, ['model', *keys.values()], rows, keys, optional=keys)
-
-
-def expected_tests(numbers):
-    ece = {key: numbers.of('{}-{}'.format(*key), 'ece') for key in WEIGHTED}
-    return difference_table({
-        f'ECE of {TITLES[method]}, {weight} - expected':
-        ece[method, weight] - numbers.of(f'{method}-{weight}-expected', 'ece')
-        for method, weight in WEIGHTED} | {
-        f'ECE of {TITLES[method]}, {weights[0]} - {weights[-1]}':
-        ece[method, weights[0]] - ece[method, weights[-1]] for method, weights in WEIGHTS.items()})
-
-
-def noise_tests(numbers):
-    dpo, cdpo = ({key: numbers.of(name, key) for key in ('margin', 'preference_ece', 'ece')}
-                 for name in NOISY)
-    limit = np.log((1 - NOISE) / NOISE)
-    return difference_table({
-        'margin of cDPO - log 4': cdpo['margin'] - limit,
-        'margin of DPO - log 4': dpo['margin'] - limit,
-        'preference ECE: cDPO - DPO': cdpo['preference_ece'] - dpo['preference_ece'],
-        'ECE of answers: cDPO - DPO': cdpo['ece'] - dpo['ece'],
-        'tau of preference ECE and ECE of answers': tau(numbers, PAIR_MODELS)})
-
+# Tables and figure
 
 def tau(numbers, names):
     """Return float [seeds]: Kendall's tau of preference ECE and ECE of answers over models."""
@@ -194,99 +157,40 @@ def tau(numbers, names):
                      for x in np.moveaxis(both, -1, 0)])
 
 
-def curve(numbers, x, method, kind=''):
-    """Return (x, ECE), float [2, 4, seeds]: SFT and a method at its three weights."""
-    names = ['sft', *(f'{method}-{weight}{kind}' for weight in WEIGHTS[method])]
-    points = np.array([[numbers.of(name, key) for name in names] for key in (x, 'ece')])
-    if x == 'kl':
-        points[0, 0] = 0        # of SFT to itself
-    return points
-
-
-def lora_tests(numbers):
-    return difference_table({
-        f'ECE of {TITLES[method]}, LoRA - full weights, at equal {title}':
-        at_equal(curve(numbers, x, method, '-lora'), curve(numbers, x, method))
-        for method in LORA for x, title in (('kl', 'KL'), ('reward', 'held-out reward'))})
-
-
-def stated_table(numbers):
-    return alignment_tables.stated_table(numbers, (
-        ('SFT on its own answers', 'own', 'qa.stated'), ('RLCR', 'rlcr-own', 'qa.stated'),
-        ('RLCR', 'rlcr-own', 'qa.answer_span'), ('Brier loss', 'brier-base', 'qa')))
-
-
-def stated_tests(numbers):
-    keys = {'ece': 'ECE', 'brier_top_label': 'Brier', 'auroc': 'AUROC', 'accuracy': 'accuracy'}
-    own, rlcr, brier = ({key: numbers.of(name, key, task=task) for key in keys} for name, task in (
-        ('own', 'qa.stated'), ('rlcr-own', 'qa.stated'), ('brier-base', 'qa')))
-    return difference_table({
-        'AUROC of RLCR, stated - 0.5': rlcr['auroc'] - 0.5,
-        'Brier of RLCR, stated - SFT on its own answers':
-        rlcr['brier_top_label'] - own['brier_top_label']} | {
-        f'{title} of RLCR, stated - Brier loss': rlcr[key] - brier[key]
-        for key, title in keys.items()})
-
-
-def changes_table(numbers):
-    """Questions 1 to 3: what each model changed; no tests were planned."""
-    names = [f'{method}-{weight}' for method, weight in WEIGHTED]
-    names += [f'{method}-{weight}-lora' for method, weight in WEIGHTED if method in LORA]
-    rows = [['model (not tested)', 'training reward: first 8 steps', 'last 8 steps',
-             'change of held-out reward from SFT', 'change of ECE from SFT',
-             'ECE after a temperature']]
-    for name in (*names, *NOISY):
-        rows.append([name, *('' if name in PAIR_MODELS else plain(numbers.of(name, key))
-                             for key in ('first_reward', 'trained_reward')),
-                     *(cell(numbers.of(name, key) - numbers.of('sft', key))
-                       for key in ('reward', 'ece')),
-                     plain(numbers.of(name, 'ece', scaling='temperature'))])
-    return rows
-
-
-def costs_table(numbers):
-    """Questions 1 and 2: differences that were looked at without a plan."""
-    rows = [['difference (not tested)', 'mean']]
-    for method in ('ppo', 'grpo'):
-        low, *_, high = WEIGHTS[method]
-        rewards = [numbers.of(f'{method}-{weight}', 'reward') for weight in (low, high)]
-        rows.append([f'held-out reward of {TITLES[method]}, {low} - {high}',
-                     cell(rewards[0] - rewards[1])])
-    clean = [name for name in PAIR_MODELS if name not in NOISY]
-    return rows + [['tau without the two models with wrong labels', cell(tau(numbers, clean))]]
-
-
 def figure(numbers, path):
     """Draw the ECE of each method by the weight of the KL, and that of the closed form."""
     drawn, axes = panels(1, 3)
     for ax, (method, weights) in zip(axes[0], WEIGHTS.items(), strict=True):
         # the points of a weight are drawn side by side, so that no interval hides another
-        for label, kind, color, aside in (('full weights', '', 'C0', 1),
+        for title, kind, color, aside in (('full weights', '', 'C0', 1),
                                           ('closed form', '-expected', 'black', 0.9),
                                           ('LoRA', '-lora', 'C1', 1.1)):
             for weight in weights if kind != '-lora' or method in LORA else ():
                 draw_mean(ax, weight * aside, numbers.of(f'{method}-{weight}{kind}', 'ece'),
-                          color=color, label=label)
+                          color=color, label=title)
         ax.axhline(numbers.of('sft', 'ece').mean(), color='gray', linestyle=':', label='SFT')
         ax.set_xscale('log')
         ax.set_xticks(weights, map(str, weights))
         ax.set_xticks((), minor=True)
         ax.set_ylim(bottom=0)
-        ax.set(xlabel='beta' if method == 'dpo' else 'weight of the KL', ylabel='ECE')
-        ax.set_title(TITLES[method], fontsize=10)
-        ax.grid(alpha=0.3)
+        label(ax, TITLES[method], ylabel='ECE',
+              xlabel='beta' if method == 'dpo' else 'weight of the KL')
     finish(drawn, path)
 
 
-CLAIMS = {'closed-form': ('Claim 15: the closed form, wrong labels, LoRA, stated confidence', (
-    models_table, expected_tests, noise_tests, lora_tests, changes_table, costs_table, stated_table,
-    stated_tests), figure)}
-
-
-def main(arguments=None):
-    claims.main(arguments, __doc__, CLAIMS, RESULTS, USUAL, sources, lines_of)
+CLAIMS = Claims(
+    Path(__file__).parent / 'results' / 'closed-form', alignment_tables.CLAIMS.usual,
+    {'closed-form': ('Claim 15: the closed form, wrong labels, LoRA, stated confidence', (
+        'models', 'closed form tests', 'wrong labels tests', 'LoRA tests', 'changes by weight',
+        'costs', 'own stated', 'own stated tests'), figure)},
+    sources, lines_of,
+    # SFT, and a method at its three weights
+    {method + kind: [('sft', {}), *((f'{method}-{weight}{kind}', {}) for weight in WEIGHTS[method])]
+     for method in LORA for kind in ('', '-lora')},
+    {'tau': functools.partial(tau, names=PAIR_MODELS), 'clean_tau': functools.partial(
+        tau, names=[name for name in PAIR_MODELS if name not in NOISY])})
 
 
 if __name__ == '__main__':
     with cli.one_line_errors():
-        main()
+        CLAIMS.main(__doc__)

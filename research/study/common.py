@@ -1,13 +1,16 @@
 """What the scripts of the study share: folders, seeds and the loop over runs."""
 
 import argparse
+import json
 from dataclasses import replace
 from pathlib import Path
 
+from evaluate import run
 from results.over_seeds import compare_seeds
-from results.runs import find_runs, read_run
+from results.report import predictions
+from results.runs import find_runs, read_run, read_run_samples
 from runtime.errors import ConfigError
-from runtime.ownership import lock
+from runtime.ownership import lock, write_text
 from train import train
 
 ROOT = 'out/study'
@@ -24,6 +27,23 @@ def seed_list(text):
         return [int(seed) for seed in text.split(',')]
     except ValueError:
         raise argparse.ArgumentTypeError(f'{text!r} is no list of seeds such as 0,1') from None
+
+
+def read_lines(path):
+    return [*map(json.loads, path.read_text(encoding='utf-8').splitlines())]
+
+
+def write_lines(path, rows):
+    write_text(path, ''.join(json.dumps(row) + '\n' for row in rows))
+
+
+def ask(cfg):
+    """Evaluate a model on one task; return {id: (options, probabilities, answer)} of its questions.
+    """
+    run(cfg)
+    (samples,) = read_run_samples(read_run(Path(cfg.out_dir)))[0].values()
+    return {s['id']: (s['options'], p, s['answer'])
+            for s, p in zip(samples, predictions(samples, cfg.norm).probs, strict=True)}
 
 
 def train_all(runs, seeds=SEEDS, only=('',), root=ROOT, prepare=None, finish=None):

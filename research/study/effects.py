@@ -22,39 +22,37 @@ from results.over_seeds import plus_minus
 from results.tables import markdown
 from runtime.ownership import write_text
 from stats import student_t
-from research.study.claims import read_csv
+from research.study.claims import Numbers, read_csv
 
 RESULTS = Path(__file__).parent / 'results'
-SIZES, ROWS, SEEDS = (64, 256, 1024), (512, 4_096, 32_768, 262_144), '01234'
+SIZES, ROWS = (64, 256, 1024), (512, 4_096, 32_768, 262_144)
 TASKS = {'next tokens': ('vocabulary', 'clm'), 'questions': ('vocabulary_questions', 'text4'),
          'first tokens of facts': ('vocabulary_questions', 'facts')}
-WEIGHTS = {128: '1 million', 256: '6 million', 512: '34 million', 1024: '210 million'}
+TUNED = {'1 million': 'tuned-tiny-smoothing{}', '6 million': 'tuned-smoothing{}-lr0.0008',
+         '34 million': 'tuned-medium-smoothing{}', '210 million': 'tuned-large-smoothing{}'}
 
 
 def read(figure, task):
-    return [row for row in read_csv(RESULTS / figure / 'compare.csv') if row['task'] == task]
+    return Numbers(read_csv(RESULTS / figure / 'compare.csv'), {'task': task})
 
 
 def tested(values):
     return f'{plus_minus(values, "+.3f")}, p {student_t(values)[2]:.1g}'
 
 
-def vocabulary_ece(task, softcap):
-    """Return a function: the ECE [sizes, rows, seeds] of a kind of run of claim 3."""
-    ece = {(int(r['hidden_size']), int(r['vocab_size']), r['unused_rows'] != '0', r['kind'],
-            r['smoothing'], r['seed']): float(r['ece']) for r in read(*TASKS[task])
-           if r['final_logit_softcapping'] == softcap}
-    return lambda kind, smoothing, unused=False, rows=ROWS: np.array(
-        [[[ece[d, v, unused, kind, smoothing, seed] for seed in SEEDS] for v in rows]
-         for d in SIZES])
+def vocabulary_ece(task, name):
+    """Return the ECE [sizes, rows, seeds] of runs of claim 3, such as 'base-D{}-V{}-cap30.0'."""
+    numbers = read(*TASKS[task])
+    return np.array([[numbers.of(name.format(D, V), 'ece') for V in ROWS] for D in SIZES])
 
 
 def vocabulary_table():
     """Return the table of next tokens with the softcap: the effect, and the cost of tuning."""
-    of = vocabulary_ece('next tokens', '30.0')
-    tuned, smoothed, base = (
-        np.concatenate((of(kind, smoothing), of(kind, smoothing, True, ROWS[3:])), axis=1)
-        for kind, smoothing in (('tuned', '0.0'), ('tuned', '0.1'), ('base', '0.0')))
+    tuned, smoothed, base = (np.concatenate((
+        vocabulary_ece('next tokens', f'{kind}-D{{}}-V{{}}-cap30.0{smoothing}'),
+        vocabulary_ece('next tokens', f'{kind}-unused-D{{}}{smoothing}')[:, :1]), axis=1)
+        for kind, smoothing in (('tuned', '-smoothing0.0'), ('tuned', '-smoothing0.1'),
+                                ('base', '')))
     yield ['hidden size', *(f'{v:,} rows' for v in ROWS), f'{ROWS[3]:,}, of which 4,096 are pieces',
            f'ECE with smoothing, {ROWS[3]:,} rows']
     for i, size in enumerate(SIZES):
@@ -75,9 +73,9 @@ def trend_table():
            'trend with hidden size', 'interaction', 'effect at hidden size 1,024, 512 rows',
            'ECE with smoothing, 262,144 rows: hidden size 64 - 1,024']
     for task, softcap in (*((task, '30.0') for task in TASKS), ('next tokens', 'None')):
-        of = vocabulary_ece(task, softcap)
-        smoothed = of('tuned', '0.1')
-        effect = of('tuned', '0.0') - smoothed
+        tuned, smoothed = (vocabulary_ece(task, f'tuned-D{{}}-V{{}}-cap{softcap}-smoothing{s}')
+                           for s in ('0.0', '0.1'))
+        effect = tuned - smoothed
         means = effect.mean(2)
         yield [task, softcap, f'{means.min():.3f}, {means.max():.3f}',
                tested(slope(effect, 1, ROWS)), tested(slope(effect, 0, SIZES)),
@@ -91,14 +89,10 @@ def size_table():
            'questions of all languages and entities', 'first tokens of facts', 'next tokens']
     columns = [read(figure, task) for figure, task in (
         ('size', 'text4'), ('size_all', 'text4'), ('size_all', 'facts'), ('size_all', 'clm'))]
-    for width, weights in WEIGHTS.items():
-        cells = []
-        for rows in columns:
-            ece = {(r['smoothing'], r['seed']): float(r['ece']) for r in rows
-                   if (r['kind'], r['hidden_size']) == ('tuned', str(width))}
-            tuned, smoothed = (np.array([ece[s, seed] for seed in SEEDS]) for s in ('0.0', '0.1'))
-            cells.append(f'{tuned.mean():.3f}, {tested(smoothed - tuned)}')
-        yield [weights, *cells]
+    for weights, name in TUNED.items():
+        pairs = [[numbers.of(name.format(s), 'ece') for s in ('0.0', '0.1')] for numbers in columns]
+        yield [weights, *(f'{tuned.mean():.3f}, {tested(smoothed - tuned)}'
+                          for tuned, smoothed in pairs)]
 
 
 def page():

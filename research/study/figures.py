@@ -22,13 +22,11 @@ import numpy as np
 
 import metrics as calibration
 from results import over_seeds
-from results.over_seeds import (FILES, NAMES, by_seed, drop_constant_settings, group_lines,
-                                mean_and_ends, name_of, ordered, paired, plus_minus,
-                                predictions_by_group, titled, values_of)
-from results.plots import (draw_bins, figure_title, new_figure, printable, save_figure,
-                           warn_on_failure)
+from results.over_seeds import (NAMES, by_seed, drop_constant_settings, group_lines, name_of,
+                                predictions_by_group, titled)
+from results.plots import draw_bins
 from results.runs import find_runs, read_run
-from results.tables import MEASURES, Heading, aligned, csv_text, latex, mark_best, markdown
+from results.tables import MEASURES, Heading, csv_text
 from runtime import cli
 from runtime.errors import ConfigError
 from runtime.ownership import read_json, write_text
@@ -42,11 +40,11 @@ ALL = ('language=all', 'category=all', 'scaling=none')
 QUESTIONS = 'task=text4|text10|letters4|letters10'
 RATES = 'lr=0.0008|0.002'               # of tuning and of the base model
 SIZE_RATES = 'lr=0.0008|0.002|0.004|0.001|0.0005|0.0016|0.0004|0.0002'
-# in figures: {column: its name}, and {(column, value): words for both}
-COLUMNS = {'hidden_size': 'hidden size', 'final_logit_softcapping': 'softcap',
-           'unused_rows': 'unused rows', 'vocab_size': 'rows of the vocabulary',
-           'lr': 'learning rate', 'model_type': 'model'}
-WORDS = {('task', 'text4'): 'questions', ('task', 'text10'): 'questions, 10 options',
+# in figures: {column: its name, or (column, value): words for both}
+WORDS = {'hidden_size': 'hidden size', 'final_logit_softcapping': 'softcap',
+         'unused_rows': 'unused rows', 'vocab_size': 'rows of the vocabulary',
+         'lr': 'learning rate', 'model_type': 'model',
+         ('task', 'text4'): 'questions', ('task', 'text10'): 'questions, 10 options',
          ('task', 'letters4'): 'questions by letter',
          ('task', 'letters10'): 'questions by letter, 10 options', ('task', 'clm'): 'next tokens',
          ('scaling', 'none'): 'unscaled', ('scaling', 'temperature'): 'temperature scaling',
@@ -72,6 +70,10 @@ class View:
     metrics: tuple = ('ece', 'gap', 'accuracy')
     reference: tuple = ('base',)    # kinds drawn as a band
     sources: tuple = ('base', 'smoothing')      # experiments
+
+    @property
+    def columns(self):
+        return (*self.panel, *self.by, self.x)
 
     @property
     def order(self):
@@ -156,10 +158,12 @@ def draw(name, out_dir, root=None):
                  for line in read_csv(RESULTS / name / 'compare.csv')]
     lines, groups, reference = select(name, view, lines)
     out_dir.mkdir(parents=True, exist_ok=True)
-    write(out_dir, view, lines, groups, reference)
+    headings = {key: Heading(key) if key in MEASURES else ENTROPIES[key] for key in view.metrics}
+    over_seeds.write_comparison(out_dir, lines, groups, view.columns, headings, (),
+                                len(view.panel), reference, WORDS)
     if name == 'headline':
         bins = bins_of(runs) if root else read_bins(RESULTS / name / 'bins.csv')
-        draw_reliability(out_dir, groups, reference, bins, view)
+        draw_reliability(out_dir, groups, bins, view)
 
 
 def run_lines(run):
@@ -179,114 +183,25 @@ def is_number(column):
 
 
 def select(name, view, lines):
-    """Return (lines, {(panel, by, x): {seed: line}}, {panel: {seed: line of the reference}})."""
+    """Return (lines of the figure, {values of view.columns: {seed: line}}, name of the reference).
+
+    The groups of a panel come after its reference, whose values are the name.
+    """
     lines = [line for line in lines if all(
         str(line.get(column, '')) in values for column, values in view.order.items())]
     if not lines:
         raise ConfigError(f'{name}: no run has {", ".join(view.where)}')
-    lines = drop_constant_settings(lines, {*view.panel, *view.by, view.x, *view.order})
+    lines = drop_constant_settings(lines, {*view.columns, *view.order})
     shown, aside = ([line for line in lines if (line['kind'] in view.reference) == is_aside]
                     for is_aside in (False, True))
-    n = len(view.panel)
-    groups = {(values[:n], values[n:-1], values[-1]): by_seed(members) for values, members in
-              group_lines(shown, (*view.panel, *view.by, view.x), view.order).items()}
-    reference = {panel: by_seed([line for line in aside if tuple(
-        line[column] for column in view.panel) == panel]) for panel, _, _ in groups}
-    return lines, groups, reference
-
-
-def write(out_dir, view, lines, groups, reference):
-    headings = {key: Heading(key) if key in MEASURES else ENTROPIES[key] for key in view.metrics}
-    name = 'reference' if len(view.reference) > 1 else ''.join(view.reference)
-    table = seed_table(groups, reference, name, view, headings)
-    write_text(out_dir / 'compare.csv', csv_text(lines))
-    write_text(out_dir / 'compare.md', markdown(table))
-    write_text(out_dir / 'compare.tex', latex(
-        mark_best(table, [tuple(row[:len(view.panel)]) for row in table[1:]]), ''))
-    with warn_on_failure(out_dir / 'compare.png') as drawn:
-        draw_series(out_dir / 'compare.png', groups, reference, name, view, headings)
-    print(f'{len(lines)} lines of {len({line["run"] for line in lines})} runs and '
-          f'{len({line["seed"] for line in lines})} seeds, by {", ".join((*view.by, view.x))}\n\n'
-          f'{aligned(table)}\n\nwrote {", ".join(FILES if drawn else FILES[:-1])} to {out_dir}')
-
-
-def seed_table(groups, reference, reference_name, view, headings):
-    """Return cells: mean ± half-width of the 95 % interval, also of paired differences, with p.
-
-    The differences are to the reference of the panel, and to the first x of the same curve.
-    """
-    first_x = {}
-    for panel, by, x in groups:
-        first_x.setdefault((panel, by), x)
-    xs = {*first_x.values()}
-    others = [reference_name] * bool(reference_name)
-    others.append(f'the first {view.x}' if len(xs) > 1 else titled([view.x], xs))
-    table = [[*view.panel, *view.by, view.x, 'seeds']]
-    for title in headings.values():
-        term = f'({title})' if ' - ' in title else title
-        table[0] += [title, *(f'{term} minus that of {other}' for other in others)]
-
-    def add_row(names, lines, *compared):
-        cells = [*names, str(len(lines))]
-        for key in headings:
-            values = values_of(lines, key)
-            cells += [plus_minus([*values.values()], '.3f'), *(
-                '' if other is lines else paired(values, values_of(other, key))
-                for other in compared[-len(others):])]
-        table.append(cells)
-
-    for panel, members in itertools.groupby(groups, key=lambda group: group[0]):
-        if base := reference[panel]:
-            names = [reference_name] * (len(view.by) + 1)
-            add_row((*panel, *names), base, base, base)
-        for _, by, x in members:
-            add_row((*panel, *by, x), groups[panel, by, x], base,
-                    groups[panel, by, first_x[panel, by]])
-    return table
-
-
-def caption(columns, values):
-    """Return `over_seeds.titled` in the words of figures: 'questions, softcap 30.0, unscaled'."""
-    return ', '.join(WORDS.get((column, value)) or titled([COLUMNS.get(column, column)], [value])
-                     for column, value in zip(columns, values, strict=True))
-
-
-def draw_series(path, groups, reference, reference_name, view, headings):
-    """Draw means over seeds with 95 % intervals: one row per measure, one column per panel."""
-    from matplotlib import colormaps
-    panels, curves = (list(dict.fromkeys(group[i] for group in groups)) for i in (0, 1))
-    labels = [printable(caption(view.by, by)) for by in curves]
-    xs = ordered(dict.fromkeys(x for _, _, x in groups))
-    width = max(3.0 * len(panels), 4.5)
-    n_columns = max(1, int(width / (0.075 * max(map(len, labels)) + 0.6)))      # of the legend
-    figure = new_figure(width, 2.6 * len(headings) + 0.5 + 0.2 * (len(curves) // n_columns))
-    grid = figure.subplots(len(headings), len(panels), squeeze=False, sharex=True, sharey='row')
-    colors = colormaps['viridis'](np.linspace(0, 0.85, len(curves)))
-    offsets = min(0.06, 0.6 / len(curves)) * (np.arange(len(curves)) - (len(curves) - 1) / 2)
-    slanted = {'rotation': 15, 'horizontalalignment': 'right'} if max(map(len, xs)) > 8 else {}
-    for (key, panel), ax in zip(itertools.product(headings, panels), grid.flat, strict=True):
-        if band := values_of(reference[panel], key):
-            mean, low, high = mean_and_ends([*band.values()])
-            ax.axhline(mean, color='black', linestyle='--', linewidth=1, label=reference_name)
-            ax.axhspan(low, high, color='black', alpha=0.1, linewidth=0)
-        for by, label, color, offset in zip(curves, labels, colors, offsets, strict=True):
-            points = [(i, *mean_and_ends([*values.values()])) for i, x in enumerate(xs)
-                      if (values := values_of(groups.get((panel, by, x), {}), key))]
-            if points:
-                i, mean, low, high = np.array(points).T
-                ax.errorbar(i + offset, mean, (mean - low, high - mean), marker='o', markersize=4,
-                            linewidth=1.2, capsize=2, color=color, label=label or None)
-        ax.set_xticks(range(len(xs)), [*map(printable, xs)], **slanted)
-        ax.grid(axis='y', alpha=0.3)
-        ax.set(xlabel=COLUMNS.get(view.x, view.x), ylabel=headings[key])
-        ax.label_outer()
-    for ax, panel in zip(grid[0], panels, strict=True):
-        ax.set_title(figure_title(caption(view.panel, panel), 40), fontsize=10)
-    if entries := {label: handle for ax in grid.flat for handle, label in zip(
-            *ax.get_legend_handles_labels(), strict=True)}:
-        figure.legend(entries.values(), entries, loc='outside lower center', frameon=False,
-                      fontsize=9, ncols=n_columns)
-    save_figure(figure, path, 110)
+    bands = group_lines(aside, view.panel)
+    groups, name = {}, 'reference' if len(view.reference) > 1 else ''.join(view.reference)
+    for values, members in group_lines(shown, view.columns, view.order).items():
+        panel = values[:len(view.panel)]
+        if panel in bands:
+            groups.setdefault((*panel, *[name] * (len(values) - len(panel))), by_seed(bands[panel]))
+        groups[values] = by_seed(members)
+    return lines, groups, name
 
 
 # Reliability diagrams
@@ -296,26 +211,25 @@ def bins_of(runs):
             for run in runs for names, _, p in predictions_by_group(run)}
 
 
-def draw_reliability(out_dir, groups, reference, bins, view):
+def draw_reliability(out_dir, groups, bins, view):
     """Draw reliability.png, the questions of all seeds together, and write bins.csv behind it.
 
     bins: {name of a line: its bins as metrics.bins returns them}
     """
-    diagrams, rows = [], []
-    for panel, members in itertools.groupby(groups, key=lambda group: group[0]):
-        shown = [('', reference[panel])] + [
-            (f', {caption((*view.by, view.x), (*by, x))}', groups[panel, by, x])
-            for _, by, x in members]
-        for title, lines in shown:
-            lines = list(lines.values())
-            for name in map(name_of, lines):
-                rows += bin_rows(name, bins[name])
-            diagrams.append((f'{caption(view.panel, panel)}: {lines[0]["kind"]}{title}',
-                             {name: np.mean([line[name.lower()] for line in lines])
-                              for name in ('accuracy', 'confidence', 'ECE')},
-                             pool_bins([bins[name_of(line)] for line in lines])))
+    diagrams, rows, n = [], [], len(view.panel)
+    for group, lines in groups.items():
+        lines, is_base = list(lines.values()), group[-1] in view.reference
+        for name in map(name_of, lines):
+            rows += bin_rows(name, bins[name])
+        title = titled(view.panel, group[:n], WORDS) + f': {lines[0]["kind"]}'
+        if not is_base:
+            title += f', {titled(view.columns[n:], group[n:], WORDS)}'
+        diagrams.append((title, {name: np.mean([line[name.lower()] for line in lines])
+                                 for name in ('accuracy', 'confidence', 'ECE')},
+                         pool_bins([bins[name_of(line)] for line in lines])))
     write_text(out_dir / 'bins.csv', csv_text(rows))
-    draw_bins(out_dir / 'reliability.png', diagrams, columns=len(shown))
+    n_panels = len({group[:n] for group in groups})
+    draw_bins(out_dir / 'reliability.png', diagrams, columns=len(groups) // n_panels)
 
 
 def bin_rows(name, bins):

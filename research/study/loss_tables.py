@@ -27,16 +27,14 @@ from results.runs import read_run
 from results.tables import TITLES
 from runtime import cli
 from stats import mean_interval
-from research.study import claims
-from research.study.claims import (Source, at_equal, cell, difference_table, draw_groups, finish,
+from research.study.claims import (Claims, Source, at_equal, cell, draw_groups, finish, label,
                                    panels, plain, tested_table)
 from research.study.common import seed_folder
 from research.study.runs import (EXPERIMENTS, FORMS, KNOWN_BASES, KNOWN_DATA, KNOWN_LOSSES,
                                  LATER_SEEDS, LOSSES, RATES, TRANSFER, short)
 
-RESULTS = Path(__file__).parent / 'results' / 'losses'
-USUAL = {'task': 'text4', 'language': 'all', 'scaling': 'none'}
-COLUMNS = ('run', 'seed', *USUAL, 'accuracy', 'confidence', 'ece', 'smooth_ece', 'brier', 'nll')
+COLUMNS = ('run', 'seed', 'task', 'language', 'scaling', 'accuracy', 'confidence', 'ece',
+           'smooth_ece', 'brier', 'nll')
 BASES = ('base', 'medium', 'large')
 LAST = 50           # steps
 CROSS_ENTROPY, SMOOTHING = LOSSES['cross-entropy'][0], LOSSES['smoothing'][0]
@@ -81,17 +79,17 @@ def lines_of(source):
     return [{key: (about | line).get(key, '') for key in COLUMNS} for line in lines]
 
 
-def curve(numbers, metric, loss, kind='base', **where):
-    """Return (accuracies, values), float [2, rates + 1, seeds]: the base model and tuned ones."""
+def points(kind, loss):
+    """Return the runs of a curve: the base model, and a loss at the learning rates of a kind."""
     rates, _, settings = TRANSFER.get(kind, (RATES, (), {}))
-    runs = [settings.get('base', 'base')]
-    runs += [f'{"tuned" if kind == "base" else kind}-{short(loss)}-lr{lr}' for lr in rates]
-    return np.array([[numbers.of(run, m, **where) for run in runs] for m in ('accuracy', metric)])
+    tuned = 'tuned' if kind == 'base' else kind
+    return [(run, {}) for run in (settings.get('base', 'base'), *(
+        f'{tuned}-{short(loss)}-lr{lr}' for lr in rates))]
 
 
 def excess(numbers, metric, loss, kind='base', **where):
     """Return [seeds]: the metric of a loss minus that of cross-entropy at equal accuracy."""
-    return at_equal(*(curve(numbers, metric, x, kind, **where) for x in (loss, CROSS_ENTROPY)))
+    return at_equal(*(numbers.curve((kind, x), metric, **where) for x in (loss, CROSS_ENTROPY)))
 
 
 def ratio_interval(x, y):
@@ -166,34 +164,14 @@ def known_table(numbers, metric='ece'):
         for base in KNOWN_BASES for data in KNOWN_DATA)]
 
 
-def predictions_table(numbers):
-    """Claim 10: the plan's predictions, each as a difference that should exceed 0."""
-    def ece(data, name='cross-entropy', base='base'):
-        return known_values(numbers, base, data, name)
-    def gain(data, name, base='base'):
-        return ece(data, base=base) - ece(data, name, base)
-    def share_known(base):
-        return numbers.of(base, 'accuracy', task=base)
+def memorization(numbers):
+    """Return by how much more smoothing reduces memorization (NLL) at 6 than at 34 million."""
     def memorized(run):
         return numbers.of(run, 'nll', task='held out') - numbers.of(run, 'nll', task='trained')
-    def not_memorized(kind, lr):
-        loss, smoothed = short(CROSS_ENTROPY), short(SMOOTHING)
-        return memorized(f'{kind}-{loss}-lr{lr}') - memorized(f'{kind}-{smoothed}-lr{lr}')
-    return difference_table({
-        'cross-entropy: ECE unknown - known, 6 million': ece('unknown') - ece('known'),
-        'cross-entropy: ECE unknown - known, 34 million':
-        ece('unknown', base='medium') - ece('known', base='medium'),
-        "smoothing's reduction of ECE: unknown - known, 6 million":
-        gain('unknown', 'smoothing') - gain('known', 'smoothing'),
-        "DFT's reduction of ECE: unknown - known, 6 million":
-        gain('unknown', 'DFT') - gain('known', 'DFT'),
-        'share of known facts, 34 - 6 million':
-        share_known('medium') - share_known('base'),
-        "smoothing's reduction of ECE on unknown facts, 34 million":
-        gain('unknown', 'smoothing', 'medium'),
-        'reduction of memorization (NLL) by smoothing: 6 - 34 million':
-        not_memorized('tuned', 8e-4) - not_memorized('medium', 4e-4)}, 'prediction: above 0',
-        'difference')
+    plain, smoothed = short(CROSS_ENTROPY), short(SMOOTHING)
+    small, medium = (memorized(f'{kind}-{plain}-lr{lr}') - memorized(f'{kind}-{smoothed}-lr{lr}')
+                     for kind, lr in (('tuned', 8e-4), ('medium', 4e-4)))
+    return small - medium
 
 
 DEFAULT = f'tuned-{short(CROSS_ENTROPY)}-lr0.0008'
@@ -267,7 +245,7 @@ def draw_curves(numbers, ax, metric, title, **where):
     """Draw one curve per loss over the learning rates; other strengths than the first are pale."""
     for (name, strengths), color in zip(LOSSES.items(), loss_colors().values(), strict=True):
         for i, loss in enumerate(strengths):
-            points = curve(numbers, metric, loss, **where)
+            points = numbers.curve(('base', loss), metric, **where)
             order = np.argsort(points[0], axis=0, kind='stable')
             x, y = np.take_along_axis(points, order[None], axis=1).mean(-1)
             style = {'linewidth': 0.8, 'alpha': 0.35} if i else {'linewidth': 1.6, 'label': name}
@@ -275,9 +253,7 @@ def draw_curves(numbers, ax, metric, title, **where):
             ax.plot(x, y, color=color, marker='o', markersize=3, **style)
     x, y = (numbers.of('base', m, **where).mean() for m in ('accuracy', metric))
     ax.plot(x, y, 'k*', markersize=10, label='base model')
-    ax.set(xlabel='accuracy', ylabel=TITLES[metric])
-    ax.set_title(title, fontsize=10)
-    ax.grid(alpha=0.3)
+    label(ax, title, xlabel='accuracy', ylabel=TITLES[metric])
 
 
 def equal_accuracy_figure(numbers, path):
@@ -341,32 +317,32 @@ def recipe_figure(numbers, path):
         ax.axvline(0, color='black', linewidth=1)
         ax.set_yticks(range(len(rows)), [name for name, _ in rows] if i == 0 else [])
         ax.set_ylim(len(rows) - 0.5, -0.5)
-        ax.set_title(title, fontsize=10)
-        ax.grid(alpha=0.3)
+        label(ax, title)
     save_figure(figure, path, 110)
 
 
-# {file: (claim, tables, figure)}
-CLAIMS = {
-    'equal-accuracy': ('Claim 7: metrics at equal accuracy, minus those of cross-entropy',
-                       (equal_accuracy_table,), equal_accuracy_figure),
-    'after-temperature': ('Claim 8: the same for questions, also after temperature scaling',
-                          (temperature_table,), temperature_figure),
-    'transfer': ('Claim 9: ECE of questions at equal accuracy, minus that of cross-entropy',
-                 (transfer_table, *(functools.partial(transfer_table, metric=m)
-                                    for m in ('smooth_ece', 'brier', 'nll'))), transfer_figure),
-    'known': ('Claim 10: known and unknown facts', (
-        known_table, predictions_table, *(functools.partial(known_table, metric=m) for m in (
-            'accuracy', 'confidence', 'smooth_ece', 'brier', 'nll'))), known_figure),
-    'recipe': ('Claim 11: each choice compared with the default', (recipe_table,),
-               recipe_figure),
-}
-
-
-def main(arguments=None):
-    claims.main(arguments, __doc__, CLAIMS, RESULTS, USUAL, sources, lines_of)
+CLAIMS = Claims(
+    Path(__file__).parent / 'results' / 'losses',
+    {'task': 'text4', 'language': 'all', 'scaling': 'none'}, {
+        'equal-accuracy': ('Claim 7: metrics at equal accuracy, minus those of cross-entropy',
+                           (equal_accuracy_table,), equal_accuracy_figure),
+        'after-temperature': ('Claim 8: the same for questions, also after temperature scaling',
+                              (temperature_table,), temperature_figure),
+        'transfer': ('Claim 9: ECE of questions at equal accuracy, minus that of cross-entropy',
+                     (transfer_table, *(functools.partial(transfer_table, metric=m)
+                                        for m in ('smooth_ece', 'brier', 'nll'))),
+                     transfer_figure),
+        'known': ('Claim 10: known and unknown facts', (
+            known_table, 'predictions', *(functools.partial(known_table, metric=m) for m in (
+                'accuracy', 'confidence', 'smooth_ece', 'brier', 'nll'))), known_figure),
+        'recipe': ('Claim 11: each choice compared with the default', (recipe_table,),
+                   recipe_figure)},
+    sources, lines_of,
+    {(kind, loss): points(kind, loss) for kind in ('base', *TRANSFER)
+     for strengths in LOSSES.values() for loss in strengths},
+    {'memorization': memorization})
 
 
 if __name__ == '__main__':
     with cli.one_line_errors():
-        main()
+        CLAIMS.main(__doc__)

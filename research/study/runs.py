@@ -12,7 +12,6 @@ printed and written beside them as compare.*.
 import argparse
 import functools
 import itertools
-import json
 import os
 import sys
 from pathlib import Path
@@ -23,14 +22,11 @@ import numpy as np
 
 from data.files import read_rows
 from data.world import ENGLISH
-from evaluate import EvalConfig, run
-from results.report import predictions
-from results.samples import read_samples
+from evaluate import EvalConfig
 from runtime import cli
 from runtime.errors import ConfigError
-from runtime.ownership import write_text
 from research.study import common, entropy_range
-from research.study.common import ROOT, seed_folder
+from research.study.common import ROOT, seed_folder, write_lines
 from research.study.world import StudySpec, make_world
 from train import TrainConfig
 
@@ -244,12 +240,11 @@ def select_known(seed, root=ROOT, base='base'):
     folder.mkdir(parents=True, exist_ok=True)
     questions = folder / f'{base}.jsonl'
     write_lines(questions, [fact_question(i, row) for i, row in enumerate(rows)])
-    run(EvalConfig(model=f'{source}/{base}', tasks=(f'{questions}',), shots=0, scoring='text',
-                   n_bootstrap=0, pictures=False, seed=seed, out_dir=f'{folder / base}'))
-    samples = read_samples(folder / base / 'samples.jsonl')
-    p = predictions(samples, 'token')
+    answers = common.ask(EvalConfig(
+        model=f'{source}/{base}', tasks=(f'{questions}',), shots=0, scoring='text', n_bootstrap=0,
+        pictures=False, seed=seed, out_dir=f'{folder / base}'))
     knows = np.zeros(len(rows), bool)
-    knows[[int(s['id']) for s in samples]] = p.probs.argmax(1) == p.labels
+    knows[[*map(int, answers)]] = [p.argmax() == answer for _, p, answer in answers.values()]
     order = np.random.default_rng([seed, 4]).permutation(len(rows))
     known, unknown = order[knows[order]], order[~knows[order]]
     n = min(len(known), len(unknown)) // 2
@@ -267,10 +262,6 @@ def fact_question(number, row):
     value = answer.removeprefix('Answer: ')
     values = next(words for words in ENGLISH.values.values() if value in words)
     return {'question': ask, 'choices': values, 'answer': values.index(value), 'id': f'{number}'}
-
-
-def write_lines(path, rows):
-    write_text(path, ''.join(json.dumps(row) + '\n' for row in rows))
 
 
 # {experiment: function (seed, root) that yields its configs}

@@ -17,6 +17,7 @@ os.environ.setdefault('OMP_NUM_THREADS', '1')
 os.environ.setdefault('TORCHINDUCTOR_COMPILE_THREADS', '1')
 
 import argparse
+import functools
 import itertools
 import math
 import multiprocessing
@@ -38,7 +39,7 @@ from runtime import checkpoint
 from research.study import alignment, closed_form, common, runs
 from research.study.common import seed_folder
 from research.study.loss_tables import BASES
-from train import load_sequences, train
+from train import load_sequences
 
 
 class Job(NamedTuple):
@@ -51,34 +52,21 @@ class Job(NamedTuple):
 
 # Jobs of a study: a function of a seed and the study's folder
 
-def loss_jobs(seed, root):
-    """Yield the jobs of claims 7 to 11: world, base models, known facts, and the tuned models."""
-    folder = Path(seed_folder('base', seed, root))
-    yield world_job(seed, root)
+def tuning_jobs(seed, root, bases, experiments, **changes):
+    """Yield the jobs of experiments of runs.py: world, base models, known facts, tuned models."""
+    folder, knows = (Path(seed_folder(name, seed, root)) for name in ('base', 'knows'))
+    tokenized = folder / 'world-tokenized'
+    yield Job(f'{folder}/world', make_world, (seed, root), (), tokenized)
     for cfg in runs.base_runs(seed, root):
-        if Path(cfg.out_dir).name in BASES:
-            yield tuning_job(cfg, folder / 'world-tokenized')
-    for experiment in ('losses', 'known', 'transfer'):
+        if Path(cfg.out_dir).name in bases:
+            yield run_job(replace(cfg, **changes), tokenized)
+    for experiment in experiments:
         for name in runs.KNOWN_BASES if experiment == 'known' else ():
-            knows = Path(seed_folder('knows', seed, root))
             yield Job(f'{knows}/{name}', runs.select_known, (seed, root, name),
                       (folder / name / 'config.json',),
                       knows / f'{name}-{runs.KNOWN_DATA[-1]}.jsonl')
         for cfg in runs.EXPERIMENTS[experiment](seed, root):
-            yield tuning_job(cfg, f'{cfg.model}/config.json', cfg.data)
-
-
-def smoothing_jobs(seed, root):
-    """Yield the world, the base model of 6 million parameters and what `smoothing` tunes.
-
-    Nothing is compiled: on a fresh machine that takes longer than these runs.
-    """
-    yield world_job(seed, root)
-    eager = {'compile': False, 'attention': 'explicit'}
-    yield tuning_job(replace(next(runs.base_runs(seed, root)), **eager),
-                     Path(seed_folder('base', seed, root), 'world-tokenized'))
-    for cfg in runs.EXPERIMENTS['smoothing'](seed, root):
-        yield tuning_job(replace(cfg, **eager), f'{cfg.model}/config.json', cfg.data)
+            yield run_job(replace(cfg, **changes))
 
 
 def alignment_jobs(seed, root):
@@ -89,10 +77,10 @@ def alignment_jobs(seed, root):
     folder = Path(alignment.seed_folder(seed, root))
     yield Job(f'{folder}/world', alignment.world, (seed, root), (),
               folder / 'world' / 'model' / 'config.json')
-    yield from map(fitting_job, alignment.base_runs(seed, root))
+    yield from map(run_job, alignment.base_runs(seed, root))
     yield Job(f'{folder}/pairs', alignment.select, (seed, root), (folder / 'sft' / 'config.json',),
               folder / 'pairs' / 'all.jsonl')
-    aligned = [fitting_job(cfg, cfg.data) for cfg in alignment.runs(seed, root)]
+    aligned = [*map(run_job, alignment.runs(seed, root))]
     yield from aligned[:alignment.FIRST]
     for name, scaling in itertools.product(alignment.WRITTEN, alignment.SCALINGS):
         path = alignment.written_folder(seed, root, name, scaling)
@@ -108,30 +96,26 @@ def closed_form_jobs(seed, root):
                 if Path(job.name).name in ('world', 'base', 'sft'))
     yield Job(f'{folder}/pairs', closed_form.prepare, (seed, root), tuple(
         folder / name / 'config.json' for name in ('base', 'sft')), folder / 'pairs' / 'own.jsonl')
-    yield from (fitting_job(cfg, cfg.data) for cfg in closed_form.runs(seed, root))
+    yield from map(run_job, closed_form.runs(seed, root))
 
 
-def fitting_job(cfg, *needs):
+def run_job(cfg, *needs):
+    """Return the job of a run; it needs its model and its data, if nothing else."""
     epochs = alignment.epochs_before(cfg)
     last = Path(cfg.out_dir, f'report-{epochs[-1]}' if epochs else '', 'results.json')
-    return Job(cfg.out_dir, alignment.fit, (cfg,), (f'{cfg.model}/config.json', *needs), last)
-
-
-def tuning_job(cfg, *needs):
-    return Job(cfg.out_dir, train_once, (cfg,), needs, Path(cfg.out_dir, 'results.json'))
-
-
-def world_job(seed, root):
-    folder = Path(seed_folder('base', seed, root))
-    return Job(f'{folder}/world', make_world, (seed, root), (), folder / 'world-tokenized')
+    return Job(cfg.out_dir, fit, (cfg,), needs or (f'{cfg.model}/config.json', cfg.data), last)
 
 
 # {name for --study: (function that yields the jobs of a seed, seeds, whether a job is done for all
-# seeds before the next one)}. The order of the alignment jobs is that of PLAN.md's questions
-STUDIES = {'losses': (loss_jobs, runs.LATER_SEEDS, False),
-           'alignment': (alignment_jobs, alignment.SEEDS, True),
-           'closed-form': (closed_form_jobs, alignment.SEEDS, True),
-           'smoothing': (smoothing_jobs, (0,), False)}
+# seeds before the next one)}. The order of the alignment jobs is that of PLAN.md's questions; in
+# `smoothing` nothing is compiled: on a fresh machine that takes longer than these runs
+STUDIES = {
+    'losses': (functools.partial(tuning_jobs, bases=BASES, experiments=(
+        'losses', 'known', 'transfer')), runs.LATER_SEEDS, False),
+    'alignment': (alignment_jobs, alignment.SEEDS, True),
+    'closed-form': (closed_form_jobs, alignment.SEEDS, True),
+    'smoothing': (functools.partial(tuning_jobs, bases=['base'], experiments=['smoothing'],
+                                    compile=False, attention='explicit'), (0,), False)}
 
 
 def jobs_of(study, seeds, root):
@@ -154,14 +138,13 @@ def make_world(seed, root):
 kind = None         # of the last run in this process
 
 
-def train_once(cfg):
+def fit(cfg):
     """Do a run; forget the compiled code of models of another shape."""
     global kind
     before, kind = kind, (Path(cfg.out_dir if cfg.from_scratch else cfg.model).name, cfg.lora)
     if before not in (None, kind):
         torch.compiler.reset()
-    train(replace(cfg, resume=True))
-    torch.cuda.empty_cache()        # for the other processes of this GPU
+    alignment.fit(cfg)
 
 
 def begin(numbers, gpus, folder):
