@@ -111,10 +111,11 @@ def tokenize_once(files, encode, settings, cache_dir, on_bad_row='stop', workers
         if folder.exists():
             print(f'{error}; tokenizing the data again')
         rows = regroup(row for file in files for row in read_rows(file))
-        bar = tqdm(_encoded(rows, encode, workers), 'tokenizing', unit=' rows', mininterval=1,
-                   disable=None)
-        with writing(folder):
-            _write(folder, bar, on_bad_row, settings, ', '.join(map(str, files)))
+        with writing(folder), forked_pool(workers, lambda pair: parsed(
+                *pair, encode, pair[0])) as imap:
+            results = tqdm(imap(rows, chunksize=64), 'tokenizing', unit=' rows', mininterval=1,
+                           disable=None)
+            _write(folder, results, on_bad_row, settings, ', '.join(map(str, files)))
         sequences = Sequences(folder)
     for gap in _gaps(sequences.info):
         print(gap)
@@ -153,19 +154,3 @@ def _write(folder, results, on_bad_row, settings, source):
         info['digest'] = _digest(*_arrays(part))
         info['check'] = _check(part, folder.name, info)
         (part / 'info.json').write_text(json.dumps(info, indent=1), encoding='utf-8')
-
-
-def _encoded(rows, encode, workers):
-    """Yield the result of `encode` for each row, in order, or a DataError."""
-    def encode_row(place_and_row):
-        return parsed(*place_and_row, encode, place_and_row[0])
-    if workers <= 1:
-        yield from map(encode_row, rows)
-        return
-    with contextlib.ExitStack() as stack:
-        try:
-            imap = stack.enter_context(forked_pool(workers, encode_row))
-        except OSError as error:
-            raise DataError(f'cannot start {workers} processes for tokenizing: {error}; '
-                            f'--workers=1 uses none') from error
-        yield from imap(rows, chunksize=64)
