@@ -88,16 +88,17 @@ def _remove_leftovers(folder):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def tokenize_once(files, encode, settings, cache_dir, on_bad_row='stop', workers=1, regroup=iter):
+def tokenize_once(files, encode, tokenizer, settings, cache_dir, on_bad_row='stop', workers=1,
+                  regroup=iter):
     """Return the Sequences of all rows, from the cache if this was tokenized before.
 
     encode:   (row, place) -> list of (token ids, loss mask[, margin]), or a text that says why the
               row is left out; may raise DataError; runs in worker processes
-    settings: dict of what changes the result besides the content of the files and the code: the
-              tokenizer's fingerprint, the name of the template, ...
+    settings: dict of what changes the result besides the files, the tokenizer and the code
     on_bad_row: 'stop' raises the first DataError; 'skip' counts bad rows and prints the first
     regroup:  maps the (place, row) pairs of all files to those to encode
     """
+    settings = settings | {'tokenizer': tokenizer.fingerprint}
     code, texts = (sorted(Path(__file__).parent.glob(pattern)) for pattern in ('*.py', '*.json'))
     code = used_code(tuple(code), encode, 'load_tokenizer',
                      more=repr([(path.name, path.read_bytes()) for path in texts]))
