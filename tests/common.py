@@ -235,13 +235,45 @@ def llama_config(**more):
 def whole_rows(tokens):
     """positions and ends of rows that hold one text each."""
     B, T = tokens.shape
-    return torch.arange(T).expand(B, T), torch.full((B, T), T)
+    return (torch.arange(T, device=tokens.device).expand(B, T),
+            torch.full((B, T), T, device=tokens.device))
+
+
+def logits_of(model, tokens):
+    """The logits [B, T, V] of rows that hold one text each; model: one of ours, or its folder."""
+    model = checkpoint.load(model) if isinstance(model, Path) else model
+    return model.logits(model(tokens, *whole_rows(tokens)))
+
+
+def by_transformers(folder, **options):
+    import transformers
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, **{'attn_implementation': 'eager'} | options).eval()
 
 
 def rewrite(folder, change):
     tensors = load_file(folder / 'model.safetensors')
     change(tensors)
     save_file(tensors, folder / 'model.safetensors', metadata={'format': 'pt'})
+
+
+def edit_config(folder, **values):
+    """Set keys of config.json; `...` removes one."""
+    path = folder / 'config.json'
+    values = json.loads(path.read_text()) | values
+    path.write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
+
+
+def image_model(kind, text, shape, **more):
+    """A model of transformers for text and images, by the class and keys of its text model."""
+    import transformers
+    vision = {'hidden_size': 16, 'intermediate_size': 16, 'num_hidden_layers': 1,
+              'num_attention_heads': 2, 'image_size': 28, 'patch_size': 14}
+    config = getattr(transformers, f'{kind}Config')(
+        text_config=getattr(transformers, f'{text}Config')(**shape).to_dict(),
+        vision_config=vision | ({'head_dim': 8} if kind == 'Mistral3' else {}),
+        attn_implementation='eager', mm_tokens_per_image=4, **more)
+    return getattr(transformers, f'{kind}ForConditionalGeneration')(config).eval()
 
 
 def documents(seed, lengths):
@@ -354,6 +386,14 @@ def torchrun(*command):
     return subprocess.CompletedProcess(command, process.returncode, *printed)
 
 
+def run_hooked(hook, script, *arguments):
+    """Run a script in a new process after the code `hook`."""
+    code = (f'import os, runpy, signal, sys\n{hook}\n'
+            f'sys.argv = {[script, *map(str, arguments)]}\n'
+            f'runpy.run_path({script!r}, run_name="__main__")')
+    return subprocess.run([sys.executable, '-c', code], cwd=HERE, capture_output=True, text=True)
+
+
 def run_train(*arguments, limit=None, wait=True):
     """train.py in a process of its own; `limit`: the largest file it can write, in bytes."""
     process = start_script('train.py', *arguments, limit=limit)
@@ -379,11 +419,11 @@ def same_weights(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
-def lora_model(folder, dropout=0.0, seed=0):
+def lora_model(folder, dropout=0.0, seed=0, targets=None):
     """A model with adapters that do something."""
     model = checkpoint.load(folder)
     torch.manual_seed(seed)
-    models.add_lora(model, 4, 16.0, dropout, model.config.family.lora_targets)
+    models.add_lora(model, 4, 16.0, dropout, targets or model.config.family.lora_targets)
     for name, p in model.named_parameters():
         if 'lora_B' in name:
             torch.nn.init.normal_(p, std=0.05)
@@ -419,3 +459,18 @@ def write_run(folder, *, seed=0, n=40, task='mmlu', sharpness=1.0, languages=(''
     (folder / 'train_config.py').write_text(
         ''.join(f'{key} = {value!r}\n' for key, value in settings.items()))
     return folder
+
+
+def log_of(cfg):
+    """The records of a run's log.jsonl, without the times."""
+    with open(f'{cfg.out_dir}/log.jsonl') as lines:
+        return [{k: v for k, v in json.loads(line).items() if not k.endswith('_s')}
+                for line in lines]
+
+
+def plain_log_probs(model, prompt, answer):
+    """Return (log-probabilities, entropies) of an answer's tokens, alone in its row."""
+    tokens = torch.tensor([[*prompt, *answer]])
+    z = model.logits(model(tokens, torch.arange(tokens.shape[1])[None], None))[0, :-1]
+    log_p = z.double().log_softmax(-1)[len(prompt) - 1:]
+    return log_p[torch.arange(len(answer)), answer], -(log_p.exp() * log_p).sum(-1)

@@ -136,3 +136,18 @@ def small_world(tmp_path_factory):
         if not printed.exists():
             printed.write_text(train_small_world(folder))
     return folder, printed.read_text()
+
+
+@pytest.fixture
+def settings_file(small_world):
+    """The settings of the demo's tuned run, as the first argument of train.py."""
+    return str(small_world[0] / 'tuned' / 'train_config.py')
+
+
+@pytest.fixture(scope='module')
+def base(request, tmp_path_factory):
+    """A tiny random model with Llama 2's tokenizer: a Llama, or that of an indirect parameter."""
+    from common import reference_model, sentencepiece_folder
+    folder = sentencepiece_folder(tmp_path_factory.mktemp('base'), 'llama2')
+    reference_model(getattr(request, 'param', 'llama'), folder, vocab_size=400)
+    return folder

@@ -6,7 +6,8 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from common import named, reference_model, sentencepiece_folder, whole_rows, write_rows
+from common import (image_model, logits_of, lora_model, named, reference_model,
+                    sentencepiece_folder, write_rows)
 from safetensors.torch import load_file, save_file
 
 import evaluate
@@ -54,12 +55,7 @@ def adapted(folder, name, settings, dtype=torch.float32):
 def of_q_proj(tmp_path_factory):
     folder = tmp_path_factory.mktemp('adapter')
     reference_model('llama', folder / 'base', vocab_size=450)
-    model = checkpoint.load(folder / 'base')
-    models.add_lora(model, 4, 16.0, 0.0, ['q_proj'])
-    for name, p in model.named_parameters():
-        if 'lora_' in name:
-            torch.nn.init.normal_(p, std=0.2)
-    adapter.save_adapter(model, folder / 'peft', 'base')
+    adapter.save_adapter(lora_model(folder / 'base', targets=['q_proj']), folder / 'peft', 'base')
     return folder
 
 
@@ -81,15 +77,11 @@ def change_settings(folder, **values):
 def test_logits_are_those_of_the_model_that_peft_merges(tmp_path, case):
     reference = adapted(tmp_path, *CASES[case])
     folder = checkpoint.fetch(str(tmp_path / 'peft'))
-    model = checkpoint.load(folder)
     tokens = torch.randint(450, (2, 11), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        ours = model.logits(model(tokens, *whole_rows(tokens)))
-        plain = checkpoint.load(tmp_path / 'base')
-        without = plain.logits(plain(tokens, *whole_rows(tokens)))
-        theirs = reference(tokens).logits
-    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
-    assert (without - theirs).abs().max() > 0.05
+        theirs, model = reference(tokens).logits, checkpoint.load(folder)
+        torch.testing.assert_close(logits_of(model, tokens), theirs, atol=1e-4, rtol=1e-4)
+        assert (logits_of(tmp_path / 'base', tokens) - theirs).abs().max() > 0.05
     shapes = {key: [*p.shape] for key, p in named(model).items()}
     changes = adapter.changes(folder / '.adapter', model.config, shapes)
     assert case != 'patterns' or len({change.A.shape[0] for change in changes.values()}) == 2
@@ -120,23 +112,18 @@ def test_a_t5_adapter_is_merged_as_peft_merges_it(tmp_path):
 @pytest.mark.slow
 def test_adapters_of_a_model_of_text_and_images(tmp_path):
     """Those of its text model are merged; those of its images change no text."""
-    import transformers
-    text = transformers.Gemma3TextConfig(
-        vocab_size=101, hidden_size=32, intermediate_size=40, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=64)
-    base = transformers.Gemma3ForConditionalGeneration(transformers.Gemma3Config(
-        text_config=text.to_dict(), mm_tokens_per_image=4, attn_implementation='eager',
-        vision_config={'hidden_size': 16, 'intermediate_size': 24, 'num_hidden_layers': 1,
-                       'num_attention_heads': 2, 'image_size': 16, 'patch_size': 8})).eval()
+    base = image_model('Gemma3', 'Gemma3Text', {
+        'vocab_size': 101, 'hidden_size': 32, 'intermediate_size': 40, 'num_hidden_layers': 2,
+        'num_attention_heads': 2, 'num_key_value_heads': 1, 'head_dim': 16,
+        'max_position_embeddings': 64})
     base.save_pretrained(tmp_path / 'base')
     model = save_adapted(tmp_path, base, target_modules='all-linear')
     assert any('vision' in key for key in load_file(tmp_path / 'peft/adapter_model.safetensors'))
     tokens = torch.randint(1, 100, (2, 9))
     with torch.no_grad():
         expected = model.merge_and_unload()(tokens).logits
-        ours = checkpoint.load(checkpoint.fetch(str(tmp_path / 'peft')))
-        logits = ours.logits(ours(tokens, *whole_rows(tokens)))
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(logits_of(checkpoint.fetch(str(tmp_path / 'peft')), tokens),
+                                   expected, atol=1e-4, rtol=1e-4)
 
 
 def test_bin_files_and_base_models_from_another_folder(simple, monkeypatch):
@@ -192,8 +179,8 @@ def test_the_adapters_of_a_run_compute_what_is_merged(simple, change):
     model = checkpoint.load(simple / 'base')
     adapter.add_adapter(model, simple / 'base')
     tokens = torch.randint(450, (1, 11))
-    ours, theirs = (m.logits(m(tokens, *whole_rows(tokens))) for m in (model, merged))
-    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits_of(model, tokens), logits_of(merged, tokens), atol=1e-4,
+                               rtol=1e-4)
     assert {layer.scale for layer in model.modules() if isinstance(layer, models.LoRALinear)} == (
         {8.0} if 'use_rslora' in change else {4.0, 10.0} if 'alpha_pattern' in change else {4.0})
     with pytest.raises(CheckpointError, match='the name of the model is empty; wanted a folder'):
@@ -276,19 +263,16 @@ def test_an_adapter_is_evaluated_like_its_merged_model(tmp_path):
     assert not np.allclose(log_probs['peft'], log_probs['base'], 0.01)
 
 
-def test_another_adapter_is_another_model(simple):
-    known = {checkpoint.fingerprint(checkpoint.fetch(str(simple / name)))
-             for name in ('peft', 'base')}
-    assert len(known) == 2
-    weights = simple / 'peft' / 'adapter_model.safetensors'
-    save_file({key: 2 * x for key, x in load_file(weights).items()}, weights)
-    assert checkpoint.fingerprint(checkpoint.fetch(str(simple / 'peft'))) not in known
-
-
-def test_the_folder_of_links_is_removed_at_the_end_and_holds_nothing_else(simple):
+def test_another_adapter_is_another_model_and_its_folder_of_links_is_removed_at_the_end(simple):
     folder = checkpoint.fetch(str(simple / 'peft'))
     assert all(path.is_symlink() for path in folder.iterdir())
     assert {*folder.iterdir()} == {folder / '.adapter', *(folder / path.name for path in (
         simple / 'base').iterdir())}
-    adapter._linked.pop().cleanup()
+    known = {checkpoint.fingerprint(path) for path in (folder, simple / 'base')}
+    assert len(known) == 2
+    weights = simple / 'peft' / 'adapter_model.safetensors'
+    save_file({key: 2 * x for key, x in load_file(weights).items()}, weights)
+    assert checkpoint.fingerprint(checkpoint.fetch(str(simple / 'peft'))) not in known
+    while adapter._linked:
+        adapter._linked.pop().cleanup()
     assert not folder.exists() and (simple / 'base' / 'model.safetensors').exists()

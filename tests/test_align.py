@@ -1,7 +1,7 @@
 """align.py: pairwise losses, trees against separate rows, whole runs."""
 
-import json
 import io
+import json
 import math
 import shutil
 from dataclasses import replace
@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from common import (off, reference_model, run_scripts, sentencepiece_folder,
-                    write_rows)
-from safetensors.torch import load_file, save_file
+from common import log_of, off, plain_log_probs, rewrite, run_scripts, write_rows
+from safetensors.torch import load_file
 
 import align
 import train
@@ -45,24 +44,20 @@ WEIGHTS = {
     'robust': lambda x, d: -BETA * (1 - E - (1 - 2 * E) * torch.sigmoid(x)) / (1 - 2 * E),
     'ipo': lambda x, d: 2 * (d - 1 / (2 * BETA)),
     'hinge': lambda x, d: -BETA * (x < 1).double(),
+    'simpo': lambda x, d: -BETA * torch.sigmoid(GAMMA - x),
 }
 
 
-@pytest.mark.parametrize('name', WEIGHTS)
-@pytest.mark.parametrize('per_token', [False, True])
+@pytest.mark.parametrize('name, per_token', [
+    *((name, per_token) for name in WEIGHTS for per_token in (False, True) if name != 'simpo'),
+    ('simpo', True)])
 def test_the_weights_of_both_answers_are_those_of_the_papers(name, per_token):
     _, g_w, g_l, p = derivatives(name, per_token)
     n_w, n_l = (p.n_w, p.n_l) if per_token else (1, 1)
-    d = (p.s_w - p.r_w) / n_w - (p.s_l - p.r_l) / n_l
+    r_w, r_l = (0, 0) if name == 'simpo' else (p.r_w, p.r_l)    # which has no reference
+    d = (p.s_w - r_w) / n_w - (p.s_l - r_l) / n_l
     expected = WEIGHTS[name](BETA * d, d)
     assert off(g_w, expected / n_w) < 1e-12 and off(g_l, -expected / n_l) < 1e-12
-
-
-def test_simpo_weighs_a_token_by_the_length_of_its_answer():
-    _, g_w, g_l, p = derivatives('simpo')
-    y = BETA * (p.s_w / p.n_w - p.s_l / p.n_l) - GAMMA
-    assert off(g_w, -BETA * torch.sigmoid(-y) / p.n_w) < 1e-12
-    assert off(g_l, BETA * torch.sigmoid(-y) / p.n_l) < 1e-12
 
 
 def test_orpo_is_the_nll_and_the_log_odds_ratio():
@@ -98,13 +93,6 @@ ROWS = [
 ]
 
 
-@pytest.fixture(scope='module')
-def base(request, tmp_path_factory):
-    folder = sentencepiece_folder(tmp_path_factory.mktemp('base'), 'llama2')
-    reference_model(getattr(request, 'param', 'llama'), folder, vocab_size=400)
-    return folder
-
-
 def config(base, folder, rows, **values):
     write_rows(folder / 'pairs.jsonl', rows)
     return AlignConfig(model=str(base), data=str(folder / 'pairs.jsonl'), device='cpu',
@@ -127,12 +115,7 @@ def plain_loss(model, run, cfg, reference):
     total = 0
     for i in range(len(run.sequences)):
         tree, ranks = to_tree(*run.sequences[i])
-        s = []
-        for option in tree.continuations:
-            tokens = torch.tensor([tree.prompt + option])
-            z = model.logits(model(tokens, torch.arange(tokens.shape[1])[None], None))[0, :-1]
-            log_p = z.log_softmax(-1)[torch.arange(len(z)), tokens[0, 1:]]
-            s.append(log_p[len(tree.prompt) - 1:].sum())
+        s = [plain_log_probs(model, tree.prompt, option)[0].sum() for option in tree.continuations]
         losses = [PAIR_LOSSES[cfg.method](Pairs(
             *(x[None] for x in (s[j], s[k])),
             *(torch.tensor([float(len(tree.continuations[m]))]) for m in (j, k)),
@@ -201,64 +184,31 @@ def test_a_damaged_reference_is_computed_again(base, tmp_path, capsys):
 
 # ---- Whole runs ----------------------------------------------------------------------------------
 
-def log_of(cfg):
-    with open(f'{cfg.out_dir}/log.jsonl') as lines:
-        return [json.loads(line) for line in lines]
-
-
-@pytest.mark.slow
-def test_a_run_learns_its_pairs_and_its_weights_can_be_loaded(base, tmp_path):
-    cfg = config(base, tmp_path, ROWS, epochs=60, lr=3e-3, val_every=30, pictures=True)
-    align.align(cfg)
-    log = log_of(cfg)
-    assert log[0]['loss'] == pytest.approx(math.log(2), abs=1e-4)
-    assert log[-1]['loss'] < 0.05 and log[-1]['accuracy'] == 1 and log[-1]['margin'] > 1
-    assert log[-1]['chosen'] - log[0]['chosen'] > log[-1]['rejected'] - log[0]['rejected']
-    checkpoint.load(cfg.out_dir)
-    assert (tmp_path / 'run/loss.png').exists() and (tmp_path / 'run/tokenizer.model').exists()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize('method', ['dpo', 'reward'])
-def test_lora_begins_at_its_reference_and_held_out_pairs_are_scored(base, tmp_path, method):
+def test_a_run_begins_at_its_reference_and_learns_its_pairs(base, tmp_path, method):
+    """By adapters; held-out pairs are scored, and the weights can be loaded."""
     rows = [{'prompt': f'Name {i}.', 'chosen': 'Yes.', 'rejected': 'No!'} for i in range(10)]
     cfg = replace(config(base, tmp_path, rows, method=method, epochs=25, lr=1e-2, lora=True,
-                         val_size=4, val_every=10), batch_size=6)
+                         val_size=4, val_every=10, pictures=True), batch_size=6)
     align.align(cfg)
-    log = log_of(cfg)
-    assert log[0]['loss'] == pytest.approx(math.log(2), abs=1e-4)
-    assert log[-1]['val_accuracy'] == 1 and log[-1]['val_loss'] < 0.4
+    first, *_, last = log_of(cfg)
+    assert first['loss'] == pytest.approx(math.log(2), abs=1e-4)
+    assert last['loss'] < 0.1 and last['accuracy'] == last['val_accuracy'] == 1
+    assert last['val_loss'] < 0.4
+    checkpoint.load(cfg.out_dir, reward=method == 'reward')
+    files = {path.relative_to(cfg.out_dir).as_posix() for path in Path(cfg.out_dir).rglob('*')}
+    assert files > {'loss.png', 'tokenizer.model'}
     # a score is no adapter
-    assert (tmp_path / 'run/adapter/adapter_model.safetensors').exists() == (method == 'dpo')
+    assert ('adapter/adapter_model.safetensors' in files) == (method == 'dpo')
     if method == 'reward':
-        assert log[-1]['val_ece'] == pytest.approx(1 - math.exp(-log[-1]['val_loss']), abs=0.02)
+        assert last['val_ece'] == pytest.approx(1 - math.exp(-last['val_loss']), abs=0.02)
+    else:
+        assert last['margin'] > 1
+        assert last['chosen'] - first['chosen'] > last['rejected'] - first['rejected']
 
 
 # ---- Reward models -------------------------------------------------------------------------------
-
-@pytest.mark.slow
-def test_a_reward_model_is_that_of_transformers_and_no_language_model(base, tmp_path):
-    transformers = pytest.importorskip('transformers')
-    cfg = config(base, tmp_path, ROWS, method='reward', epochs=40, lr=3e-3)
-    align.align(cfg)
-    log = log_of(cfg)
-    assert log[0]['loss'] == pytest.approx(math.log(2), abs=1e-5) and log[0]['accuracy'] == 0.5
-    assert log[-1]['loss'] < 0.1 and log[-1]['accuracy'] == 1
-    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(
-        cfg.out_dir, dtype=torch.float32, attn_implementation='eager').eval()
-    assert theirs.config.num_labels == 1
-    ours = checkpoint.load(cfg.out_dir, reward=True)
-    for seed in range(5):
-        tokens = torch.randint(3, 400, (1, 20 + seed), generator=torch.manual_seed(seed))
-        hidden = ours.decoder(tokens, torch.arange(tokens.shape[1])[None], None)
-        with torch.no_grad():
-            reward = ours.rewards(hidden[:, -1])
-            assert reward.item() == pytest.approx(theirs(tokens).logits.item(), rel=1e-4, abs=1e-5)
-    with pytest.raises(CheckpointError, match='is a reward model; an output matrix'):
-        checkpoint.load(cfg.out_dir)
-    with pytest.raises(CheckpointError, match='is no reward model'):
-        checkpoint.load(base, reward=True)
-
 
 # pad_token_id of config.json, and a file of the tokenizer; <s> = 1 and </s> = 2
 PADS = {
@@ -288,6 +238,11 @@ def test_transformers_reads_each_reward_at_the_token_that_ends_the_answer(base, 
         cfg.out_dir, dtype=torch.float32, attn_implementation='eager').eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.out_dir)
     assert tokenizer.pad_token_id == theirs.config.pad_token_id not in (None, 2)
+    assert theirs.config.num_labels == 1
+    for path, reward, message in ((cfg.out_dir, False, 'is a reward model; an output matrix'),
+                                  (folder, True, 'is no reward model')):
+        with pytest.raises(CheckpointError, match=message):
+            checkpoint.load(path, reward=reward)
     model = rewards.ModelReward(cfg.out_dir, 'cpu', torch.float32, 'tulu')
     messages = [[{'role': 'user', 'content': f'Name {i}.'}] for i in range(3)]
     texts = [['Red.', 'Seven and so on'], ['', 'Blue'], ['x', 'y']]
@@ -306,19 +261,11 @@ def test_transformers_reads_each_reward_at_the_token_that_ends_the_answer(base, 
             batch = tokenizer.pad({'input_ids': sequences}, padding_side=side, return_tensors='pt')
             assert theirs(**batch).logits.ravel().tolist() == pytest.approx(
                 single, rel=1e-4, abs=1e-5)
-
-
-def test_a_reward_model_that_gives_nan_is_named(base, tmp_path):
-    cfg = config(base, tmp_path, ROWS, method='reward', epochs=1)
-    align.align(cfg)
-    path = tmp_path / 'run/model.safetensors'
-    weights = load_file(path)
-    weights['score.weight'][0, 3] = torch.nan
-    save_file(weights, path)
-    reward = rewards.load_reward(cfg.out_dir, 'cpu', torch.float32, 'tulu')
+    rewrite(tmp_path / 'run', lambda tensors: tensors['score.weight'][0, 3].fill_(torch.nan))
+    broken = rewards.load_reward(cfg.out_dir, 'cpu', torch.float32, 'tulu')
     with pytest.raises(CheckpointError, match=r'reward = .*/run: the model gives NaN or infinite '
                                               r'rewards; score.weight in .*/run holds NaN'):
-        reward.scores([[{'role': 'user', 'content': 'Name.'}]], [['Red.', 'Blue']], None)
+        broken.scores(messages, texts, None)
 
 
 @pytest.mark.parametrize('margins', [False, True])
@@ -392,7 +339,6 @@ def test_two_processes_align_as_one(base, values, tmp_path):
 
 @pytest.mark.parametrize('values, message', [
     ({'smoothing': 0.1}, 'smoothing = 0.1 has no effect in align.py; leave it out'),
-
     ({'lora_dropout': 0.1}, 'the policy would differ from its reference'),
     ({'label_noise': 0.5}, 'at least 0 and below 0.5'),
     ({'beta': 0.0}, 'beta = 0.0'),
@@ -404,8 +350,6 @@ def test_two_processes_align_as_one(base, values, tmp_path):
 def test_settings_without_use_or_sense_are_refused(values, message):
     with pytest.raises(ConfigError, match=message):
         align.check_align_config(AlignConfig(**values))
-
-
     with pytest.raises(ConfigError, match='no settings given: python align.py configs/'):
         align.main([])
 

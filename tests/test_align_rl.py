@@ -1,7 +1,6 @@
 """align.py with rewards: advantages, losses against plain loops, whole runs, closed forms."""
 
 import itertools
-import json
 import math
 import sys
 from dataclasses import replace
@@ -12,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from common import (head_of_32, off, reference_model, same_weights, sentencepiece_folder,
-                    write_rows)
+from common import (head_of_32, log_of, off, plain_log_probs, reference_model, same_weights,
+                    sentencepiece_folder, write_rows)
 
 import align
 import train
@@ -44,10 +43,7 @@ def plain_advantage(name, rewards):
     return result
 
 
-CRITIC_FREE = ('rloo', 'grpo', 'dr_grpo', 'dapo', 'gspo')
-
-
-@pytest.mark.parametrize('name', CRITIC_FREE)
+@pytest.mark.parametrize('name', ['rloo', 'grpo', 'dr_grpo', 'dapo', 'gspo'])
 def test_advantages_are_those_of_plain_loops_and_sum_to_0(name):
     rewards = np.random.default_rng(3).normal(size=(5, 7))
     advantages = RL_METHODS[name].advantage(rewards)
@@ -62,18 +58,6 @@ def test_advantages_are_those_of_plain_loops_and_sum_to_0(name):
         assert (whitened(np.full(14, reward), [7, 7]) == 0).all()
 
 
-def test_the_weights_of_tokens_are_the_divisors_of_the_papers():
-    counts, used, cfg = np.array([1, 4, 10]), np.array([True, True, False]), AlignConfig(
-        max_tokens=20)
-    weights = {name: RL_METHODS[name].weight(counts, used, cfg) for name in CRITIC_FREE}
-    assert np.allclose(weights['rloo'], [1 / 3, 1 / 3, 0])      # its loss is of whole answers
-    assert np.allclose(weights['grpo'], [1 / 3, 1 / 12, 0])
-    assert np.allclose(weights['dr_grpo'], [1 / 60, 1 / 60, 0])
-    assert np.allclose(weights['dapo'], [1 / 5, 1 / 5, 0])
-    assert RL_METHODS['dapo'].weight(counts, counts > 99, cfg).sum() == 0
-    assert RL_METHODS['dapo'].clip_high == 0.28
-
-
 def test_the_soft_penalty_of_length_is_that_of_dapo():
     lengths = np.array([[1, 5, 6], [8, 9, 10]])
     penalty = soft_overlong(lengths, AlignConfig(max_tokens=10, soft_overlong=5))
@@ -86,13 +70,6 @@ REWARD = '''
 def reward(prompt, answer, row):
     return (answer.count('e') - answer.count('i') + len(answer) % 3) / 4
 '''
-
-
-@pytest.fixture(scope='module')
-def base(request, tmp_path_factory):
-    folder = sentencepiece_folder(tmp_path_factory.mktemp('base'), 'llama2')
-    reference_model(getattr(request, 'param', 'llama'), folder, vocab_size=400)
-    return folder
 
 
 def config(base, folder, *, n=4, **values):
@@ -129,47 +106,32 @@ def made_up(rng, chosen, G, sizes=(1, 12)):
     return answers, rng.normal(size=(len(chosen), G))
 
 
-def plain_log_probs(model, prompt, answer):
-    """Return (log-probabilities, entropies) of an answer's tokens, alone in its row."""
-    tokens = torch.tensor([[*prompt, *answer]])
-    z = model.logits(model(tokens, torch.arange(tokens.shape[1])[None], None))[0, :-1]
-    log_p = z.double().log_softmax(-1)[len(prompt) - 1:]
-    return log_p[torch.arange(len(answer)), answer], -(log_p.exp() * log_p).sum(-1)
-
-
 def plain_loss(model, run, cfg, answers, advantages, old, reference):
-    """The loss of a step by loops over answers and tokens."""
-    method, terms, bonus = cfg.method, [], 0
-    for i, group in enumerate(answers):
-        prompt = run.sequences[i][0].tolist()
-        for k, answer in enumerate(group):
-            log_p, entropy = plain_log_probs(model, prompt, answer.tokens)
-            n, A = len(answer.tokens), advantages[i][k]
-            ratios = (log_p - old[i, k]).exp()
-            if method == 'rloo':
-                ratios = [ratios.prod()]
-            elif method == 'gspo':
-                ratios = [ratios.prod() ** (1 / n)]
-            high = 0.28 if method == 'dapo' else 0.2
-            surrogate = sum(-min(A * r, A * min(max(r, 1 - 0.2), 1 + high),
-                                 key=lambda x: x.item()) for r in ratios)
-            others, bonus = torch.zeros(()), bonus + cfg.entropy_coef * entropy.sum()
-            if cfg.kl in ('loss', 'k3'):
-                d = log_p - reference[i, k]
-                if cfg.kl == 'loss':
-                    others = (log_p - old[i, k]).sum().exp() * d.sum().item()
-                else:
-                    others = ((-d).exp() - 1 + d).sum()
-                others = cfg.kl_coef * others
-            if method == 'rloo':
-                terms.append(surrogate + others)
-            elif method == 'gspo':
-                terms.append(surrogate + others / n)
-            else:
-                terms.append((surrogate + others) / {'grpo': n, 'dapo': 1,
-                                                     'dr_grpo': cfg.max_tokens}[method])
-    tokens = sum(len(answer.tokens) for group in answers for answer in group)
-    return sum(terms) / (tokens if method == 'dapo' else len(terms)) - bonus / tokens
+    """The loss of a step by loops over answers and tokens; cut answers are masked."""
+    method, terms, bonus, tokens = cfg.method, [], 0, 0
+    used = [(i, k, answer) for i, group in enumerate(answers) for k, answer in enumerate(group)
+            if not answer.truncated]
+    for i, k, answer in used:
+        log_p, entropy = plain_log_probs(model, run.sequences[i][0].tolist(), answer.tokens)
+        n, A = len(answer.tokens), advantages[i][k]
+        ratios = (log_p - old[i, k]).exp()
+        if method == 'rloo':
+            ratios = [ratios.prod()]
+        elif method == 'gspo':
+            ratios = [ratios.prod() ** (1 / n)]
+        high = 0.28 if method == 'dapo' else 0.2
+        surrogate = sum(-min(A * r, A * min(max(r, 1 - 0.2), 1 + high),
+                             key=lambda x: x.item()) for r in ratios)
+        others, bonus, tokens = 0, bonus + cfg.entropy_coef * entropy.sum(), tokens + n
+        d = log_p - reference[i, k]
+        if cfg.kl == 'loss':
+            others = cfg.kl_coef * (log_p - old[i, k]).sum().exp() * d.sum().item()
+        elif cfg.kl == 'k3':
+            others = cfg.kl_coef * ((-d).exp() - 1 + d).sum()
+        terms.append(surrogate + others / n if method == 'gspo' else (surrogate + others) / {
+            'rloo': 1, 'grpo': n, 'dapo': 1, 'dr_grpo': cfg.max_tokens}[method])
+    n_answers = sum(map(len, answers))
+    return sum(terms) / (tokens if method == 'dapo' else n_answers) - bonus / tokens
 
 
 @pytest.mark.parametrize('base, method, kl, entropy_coef', [
@@ -178,22 +140,24 @@ def plain_loss(model, run, cfg, answers, advantages, old, reference):
     pytest.param('gemma2', 'gspo', 'k3', 0.1, marks=pytest.mark.slow)], indirect=['base'])
 def test_loss_and_gradients_are_those_of_plain_loops(base, method, kl, entropy_coef, tmp_path,
                                                      monkeypatch):
-    cfg = config(base, tmp_path, method=method, kl=kl, entropy_coef=entropy_coef, kl_coef=0.3)
+    cfg = config(base, tmp_path, method=method, kl=kl, entropy_coef=entropy_coef, kl_coef=0.3,
+                 truncated='mask')
     run, model = run_of(cfg)
     rng = np.random.default_rng(1)
     answers, rewards = made_up(rng, range(4), 5)
-    answers[2][1].tokens = answers[2][0].tokens     # equal neighbors share a branch
-    for answer in sum(answers, []):
-        answer.log_probs = answer.entropies = [0.0] * len(answer.tokens)
+    answers[2][1] = replace(answers[2][0], number=1)    # equal neighbors share a branch
+    for i, k in ((0, 1), (1, 4), (3, 0)):
+        answers[i][k].reason = 'max_tokens'
     advantages, old, reference = RL_METHODS[method].advantage(rewards), {}, {}
-    with torch.no_grad():
-        for i in range(4):
-            for k in range(5):
-                now, _ = plain_log_probs(model, run.sequences[i][0].tolist(), answers[i][k].tokens)
-                noise = torch.from_numpy(rng.normal(size=(2, len(now)))) + 0.3 * rng.normal()
-                old[i, k], reference[i, k] = now + 0.4 * noise
-    plain_loss(model, run, cfg, answers, advantages, old, reference).backward()
-    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    for i, group in enumerate(answers):
+        for k, answer in enumerate(group):
+            with torch.no_grad():
+                now, _ = plain_log_probs(model, run.sequences[i][0].tolist(), answer.tokens)
+            noise = torch.from_numpy(rng.normal(size=(2, len(now)))) + 0.3 * rng.normal()
+            old[i, k], reference[i, k] = now + 0.4 * noise
+    expected = plain_loss(model, run, cfg, answers, advantages, old, reference)
+    expected.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     for micro_rows, memory, pack_len in ((1, None, 80), (9, 0, 160)):
         model.zero_grad()
         case = replace(cfg, micro_rows=micro_rows, loss_memory=memory, pack_len=pack_len)
@@ -203,12 +167,10 @@ def test_loss_and_gradients_are_those_of_plain_loops(base, method, kl, entropy_c
         packed.old, packed.reference = (np.concatenate([x[w] for w in where])
                                         for x in (old, reference))
         values = train.forward_backward(model, packed, case, 'cpu', policy_objective)
-        with torch.no_grad():
-            loss = plain_loss(model, run, cfg, answers, advantages, old, reference)
-        assert values['loss'].item() == pytest.approx(loss.item(), rel=1e-5, abs=3e-6)
+        assert values['loss'].item() == pytest.approx(expected.item(), rel=1e-5, abs=3e-6)
         assert 0.1 < values['clip_fraction'] < 0.9 and values['ratio'] != 1
         for name, p in model.named_parameters():
-            assert off(p.grad, expected[name]) < 2e-5, name
+            assert off(p.grad, gradients[name]) < 2e-5, name
 
 
 # ---- Expected gradients, by exact enumeration ----------------------------------------------------
@@ -267,36 +229,14 @@ def test_the_gradient_is_that_of_the_kl_of_whole_answers_and_the_reward(method, 
                torch.autograd.grad(objective, logits)[0]) < 1e-12
 
 
-def test_the_entropy_bonus_is_the_mean_over_the_tokens_that_have_a_loss(base, tmp_path):
-    cfg = config(base, tmp_path, truncated='mask', entropy_coef=0.5, method='dr_grpo')
-    run, model = run_of(cfg)
-    answers, rewards = made_up(np.random.default_rng(5), range(4), 5)
-    for group in answers:
-        for answer in group[1:4]:
-            answer.reason = 'max_tokens'
-    assert answers[0][1].truncated and not answers[0][0].truncated
-    with torch.no_grad():
-        entropies = torch.cat([
-            plain_log_probs(model, run.sequences[i][0].tolist(), answer.tokens)[1]
-            for i, group in enumerate(answers) for answer in group if not answer.truncated])
-    packed = rollouts.pack(run, range(4), answers, 0 * rewards, 0)
-    values = train.forward_backward(model, packed, cfg, 'cpu', policy_objective)
-    assert values['loss'].item() == pytest.approx(-0.5 * entropies.mean().item(), rel=1e-5)
-
-
 # ---- The first step ------------------------------------------------------------------------------
-
-def first_step(cfg):
-    """Return (values, the packed answers, model) of the first step's loss and gradients."""
-    run, model = run_of(cfg)
-    _, packed = next(rollouts.batches(run, 0, 1))
-    return train.forward_backward(model, packed, cfg, 'cpu', policy_objective), packed, model
-
 
 @pytest.mark.parametrize('lora', [False, True])
 def test_the_first_step_has_ratio_1_and_no_kl(base, tmp_path, lora):
     cfg = config(base, tmp_path, kl='reward', updates=2, lora=lora)
-    values, packed, model = first_step(cfg)
+    run, model = run_of(cfg)
+    _, packed = next(rollouts.batches(run, 0, 1))
+    values = train.forward_backward(model, packed, cfg, 'cpu', policy_objective)
     assert (packed.old == packed.reference).all()       # the same weights and kernels
     assert values['ratio'].item() == pytest.approx(1, abs=1e-5) and values['clip_fraction'] == 0
     assert values['kl'].item() == pytest.approx(0, abs=1e-3)
@@ -319,8 +259,7 @@ def test_on_a_gpu_ratio_kl_and_the_probabilities_of_decoding_agree(tmp_path, val
 
 
 def test_without_adapters_the_model_is_the_base_whatever_they_hold(base, tmp_path):
-    cfg = config(base, tmp_path, lora=True, kl='logged')
-    run, model = run_of(cfg)
+    run, model = run_of(config(base, tmp_path, lora=True, kl='logged'))
     answers, rewards = made_up(np.random.default_rng(0), range(4), 5)
     before = rollouts.pack(run, range(4), answers, rewards, 0).reference
     for name, p in model.named_parameters():
@@ -329,11 +268,6 @@ def test_without_adapters_the_model_is_the_base_whatever_they_hold(base, tmp_pat
     packed = rollouts.pack(run, range(4), answers, rewards, 0)
     assert (packed.reference == before).all()
     assert np.abs(rollouts.log_probs(model, packed, run)[0] - before).max() > 0.1
-
-
-def test_logits_of_a_rollout_that_are_not_finite_end_the_run(base, tmp_path):
-    cfg = config(base, tmp_path)
-    run, model = run_of(cfg)
     model.decoder.norm.weight.data.fill_(torch.nan)
     with pytest.raises(TrainingError, match='prompt 1 of a step: the model in training gives NaN'):
         rollouts.sample(run, np.array([2, 0]), 0, 3)
@@ -341,7 +275,7 @@ def test_logits_of_a_rollout_that_are_not_finite_end_the_run(base, tmp_path):
 
 @pytest.mark.parametrize('truncated, n_used', [('mask', 1), ('score', 2), ('penalize', 2)])
 def test_a_truncated_answer_is_masked_scored_or_penalized(base, truncated, n_used, tmp_path):
-    cfg = config(base, tmp_path, n=1, group_size=2, truncated=truncated,
+    cfg = config(base, tmp_path, n=1, group_size=2, truncated=truncated, method='dapo',
                  penalty=-3.0 if truncated == 'penalize' else 0.0)
     run, _ = run_of(cfg)
     long = Answer(0, 0, tokens=[5] * 12, log_probs=[0.0] * 12, entropies=[0.0] * 12, text='e',
@@ -354,6 +288,8 @@ def test_a_truncated_answer_is_masked_scored_or_penalized(base, truncated, n_use
     packed = rollouts.pack(run, [0], answers, rewards, 0)
     weight = packed.weight.reshape(2, -1)
     assert packed.measured['truncated'] == 0.5 and (weight[:, 0] > 0).sum() == n_used
+    packed = rollouts.pack(run, [0], [[long, replace(long, number=1)]], rewards, 0)
+    assert packed.weight.any() == (truncated != 'mask') and np.isfinite(packed.weight).all()
 
 
 @pytest.mark.slow
@@ -479,12 +415,6 @@ def test_the_weight_of_the_kl_follows_its_target(base, tmp_path):
 
 # ---- Whole runs ----------------------------------------------------------------------------------
 
-def log_of(cfg):
-    with open(f'{cfg.out_dir}/log.jsonl') as lines:
-        return [{k: v for k, v in json.loads(line).items() if not k.endswith('_s')}
-                for line in lines]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize('values', [
     {'resample': 2, 'group_size': 2, 'lora': True}, {'method': 'ppo', 'kl_target': 1.0}])
@@ -492,16 +422,15 @@ def test_a_killed_run_resumes_to_the_same_answers_and_weights(base, tmp_path, va
     cfg = config(base, tmp_path, epochs=8, save_every=2, updates=2, kl='reward', kl_horizon=100,
                  **values)
     align.align(cfg)
-    again = replace(cfg, out_dir=str(tmp_path / 'again'))
+    again, rate = replace(cfg, out_dir=str(tmp_path / 'again')), train.learning_rate
 
-    def die(step, *_):
+    def die(step, *rest):
         if step == 5:
             raise KeyboardInterrupt
-    with pytest.MonkeyPatch.context() as patch:
-        rate = train.learning_rate
-        patch.setattr(train, 'learning_rate', lambda step, *x: (die(step), rate(step, *x))[1])
-        with pytest.raises(KeyboardInterrupt):
-            align.align(again)
+        return rate(step, *rest)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(train, 'learning_rate', die)
+        align.align(again)
     align.align(replace(again, resume=True))
     assert same_weights(tmp_path / 'run', tmp_path / 'again')
     assert log_of(cfg) == log_of(again)
@@ -552,25 +481,23 @@ def reward_of(name, answer, row):
     return load_reward(name, 'cpu', None, 'tulu').score('', answer, row)
 
 
+RATED = '<answer>{}</answer><confidence>{}</confidence>'
+
+
 @pytest.mark.parametrize('name, answer, target, reward', [
     ('exact:gsm8k', 'Natalia sold 48/2 = 24.\n#### 72', 'She sold 72.\n#### 72', 1),
     ('exact:gsm8k', '72, no, 73', '#### 72', 0), ('exact:gsm8k', '', '#### 3', 0),
-    ('exact', 'paris.', ['Lutetia', 'Paris'], 1), ('exact', 'Rome', ['Lutetia', 'Paris'], 0)])
-def test_an_answer_is_right_by_the_rule_of_the_task(name, answer, target, reward):
-    assert reward_of(name, answer, {'question': '?', 'answer': target}) == reward
-
-
-@pytest.mark.parametrize('answer, reward', [
-    ('<answer>3</answer><confidence>0.8</confidence>', 0.5 + 0.5 + 0.5 * (1 - 0.04)),
-    ('well\n<answer>It is 3.</answer> so\n<confidence> 1 </confidence>\n', 1.5),
-    ('<answer>4</answer><confidence>0.8</confidence>', 0.5 + 0.5 * (1 - 0.64)),
-    ('<answer>3</answer><confidence>1.2</confidence>', 0), ('<answer>3</answer>', 0),
-    ('<answer>3</answer><confidence>high</confidence>', 0),
-    ('<think><answer>4</answer></think><answer>3</answer><confidence>1</confidence>', 1.5),
-    ('<confidence>1</confidence><answer>3</answer>', 0)])
-def test_rlcr_rewards_format_correctness_and_the_brier_score(answer, reward):
-    assert reward_of('rlcr:gsm8k', answer, {'question': '?', 'answer': '#### 3'}) == pytest.approx(
-        reward)
+    ('exact', 'paris.', ['Lutetia', 'Paris'], 1), ('exact', 'Rome', ['Lutetia', 'Paris'], 0),
+    # format, correctness and the Brier score
+    *(('rlcr:gsm8k', answer, '#### 3', reward) for answer, reward in (
+        (RATED.format(3, 0.8), 0.5 + 0.5 + 0.5 * (1 - 0.04)),
+        ('well\n<answer>It is 3.</answer> so\n<confidence> 1 </confidence>\n', 1.5),
+        (RATED.format(4, 0.8), 0.5 + 0.5 * (1 - 0.64)), (RATED.format(3, 1.2), 0),
+        ('<answer>3</answer>', 0), (RATED.format(3, 'high'), 0),
+        (f'<think><answer>4</answer></think>{RATED.format(3, 1)}', 1.5),
+        ('<confidence>1</confidence><answer>3</answer>', 0)))])
+def test_a_reward_is_that_of_the_rule_of_the_task(name, answer, target, reward):
+    assert reward_of(name, answer, {'question': '?', 'answer': target}) == pytest.approx(reward)
 
 
 @pytest.mark.parametrize('row', [
@@ -664,6 +591,7 @@ def test_a_reward_imports_modules_beside_it_which_are_part_of_it(place, tmp_path
      'kl_coef = 0 stays 0'),
     ({'method': 'ppo', 'reward': 'exact', 'lost_accumulation': 9}, 'does not divide'),
     ({'method': 'grpo', 'reward': 'exact:humaneval'}, 'then allow it with --run_code'),
+    ({'method': 'grpo', 'reward': 'exact'}, "'grpo' generates its answers on one GPU"),
     ({'method': 'grpo', 'reward': 'exact', 'gae_lambda': 0.9}, "effect with method = 'grpo'"),
     ({'method': 'grpo', 'reward': 'exact', 'beta': 0.2}, "effect with method = 'grpo'"),
     ({'method': 'grpo', 'reward': 'exact', 'kl_coef': 0.2}, "effect with kl = 'none'"),
@@ -671,15 +599,11 @@ def test_a_reward_imports_modules_beside_it_which_are_part_of_it(place, tmp_path
     ({'method': 'grpo', 'reward': 'exact', 'clip': 0.1}, 'effect with updates = 1'),
     ({'method': 'ppo', 'reward': 'exact', 'value_clip': 0.1}, 'effect with updates = 1'),
     ({'method': 'grpo', 'reward': 'exact', 'lora_dropout': 0.1}, 'the policy would differ')])
-def test_settings_of_rewards_without_sense_are_refused(values, message):
+def test_settings_of_rewards_without_sense_are_refused(values, message, monkeypatch):
+    if 'one GPU' in message:
+        monkeypatch.setattr(rollouts, 'world_size', lambda: 2)
     with pytest.raises(ConfigError, match=message):
         align.check_align_config(AlignConfig(**values))
-
-
-def test_rewards_are_refused_under_torchrun(monkeypatch):
-    monkeypatch.setattr(rollouts, 'world_size', lambda: 2)
-    with pytest.raises(ConfigError, match="method = 'grpo' generates its answers on one GPU"):
-        align.check_align_config(AlignConfig(method='grpo', reward='exact'))
 
 
 def test_a_row_without_the_answer_of_the_reward_is_found_before_training(base, tmp_path):

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from common import (HERE, LLAMA3_ROPE, few_layers, llama_config, lora_model, named,
-                    reference_model, rewrite, whole_rows)
+from common import (HERE, LLAMA3_ROPE, by_transformers, edit_config, few_layers, llama_config,
+                    logits_of, lora_model, named, reference_model, rewrite, whole_rows)
 from safetensors.torch import load_file, save_file
 
 import model as models
@@ -26,14 +26,11 @@ from runtime.version import __version__
 @pytest.mark.parametrize('name, shard_bytes', [
     ('llama3', 40_000), ('neox', 10**9), ('opt_350m', 10**9), ('phi3', 10**9)])
 def test_saved_folder_loads_in_transformers(name, shard_bytes, tmp_path, monkeypatch):
-    import transformers
     monkeypatch.setattr(checkpoint, 'SHARD_BYTES', shard_bytes)
     reference = reference_model(name, tmp_path / 'theirs')
     model = checkpoint.load(tmp_path / 'theirs')
     names = checkpoint.save(model, tmp_path / 'ours', torch.float32, tmp_path / 'theirs')
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'ours',
-                                                              attn_implementation='eager')
-    tokens = torch.randint(0, 211, (1, 45))
+    again, tokens = by_transformers(tmp_path / 'ours'), torch.randint(0, 211, (1, 45))
     assert torch.equal(again(tokens).logits, reference(tokens).logits)
     weights = checkpoint.load(tmp_path / 'ours').state_dict()
     assert all(torch.equal(weights[k], v) for k, v in model.state_dict().items())
@@ -64,40 +61,21 @@ def test_saving_removes_no_file(folder, monkeypatch):
     assert all(map(torch.equal, model.parameters(), checkpoint.load(folder).parameters()))
 
 
-def test_config_of_transformers_4_and_5():
-    old = {'model_type': 'llama', 'vocab_size': 9, 'hidden_size': 8, 'intermediate_size': 8,
-           'num_hidden_layers': 1, 'num_attention_heads': 2, 'rope_theta': 500000.0,
-           'rope_scaling': LLAMA3_ROPE, 'torch_dtype': 'bfloat16', 'pad_token_id': 5}
-    new = {k: v for k, v in old.items() if k not in ('rope_theta', 'rope_scaling', 'torch_dtype')}
-    new |= {'rope_parameters': LLAMA3_ROPE | {'rope_theta': 500000.0}, 'dtype': 'bfloat16'}
-    a = config_json.config_from_hf(old | {'rope_scaling': {k: v for k, v in LLAMA3_ROPE.items()
-                                                           if k != 'rope_theta'}})
-    b = config_json.config_from_hf(new)
-    assert a.layers == b.layers and a.layers[0].rope.theta == 500000.0
-    assert a.dtype == b.dtype == 'bfloat16'
-    assert a.num_key_value_heads == 2 and a.head_dim == 4 and a.hf['pad_token_id'] == 5
-    assert config_json.config_from_hf(checkpoint.config_to_hf(a)) == a
-
-
-def test_a_missing_window_is_not_a_null_window():
+def test_a_missing_key_is_not_null():
     raw = {'model_type': 'mistral', 'vocab_size': 9, 'hidden_size': 16, 'intermediate_size': 8,
            'num_hidden_layers': 2, 'num_attention_heads': 8}
     assert config_json.config_from_hf(raw).windows == [4096, 4096]
     assert config_json.config_from_hf(raw | {'sliding_window': None}).windows == [None, None]
     gemma = config_json.config_from_hf(raw | {'model_type': 'gemma2'})
     assert gemma.windows == [4096, None] and gemma.tie_word_embeddings and gemma.head_dim == 256
+    llama = config_json.config_from_hf(raw | {'model_type': 'llama'})
+    assert llama.num_key_value_heads == 8 and llama.head_dim == 2
 
 
 @pytest.fixture
 def folder(tmp_path):
     reference_model('llama', tmp_path / 'model')
     return tmp_path / 'model'
-
-
-def edit_config(folder, **values):
-    path = folder / 'config.json'
-    values = json.loads(path.read_text()) | values
-    path.write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
 
 
 def write_index(folder, name):
@@ -137,14 +115,9 @@ def test_a_damaged_checkpoint_is_named_in_one_line(folder, damage, message):
 
 def both_logits(folder, model=None):
     """The logits of the model in `folder`, ours and those of transformers."""
-    import transformers
     tokens = torch.randint(0, 211, (1, 45))
     with torch.no_grad():
-        model = model or checkpoint.load(folder)
-        ours = model.logits(model(tokens, *whole_rows(tokens)))
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation='eager')(tokens).logits
-    return ours, theirs
+        return logits_of(model or folder, tokens), by_transformers(folder)(tokens).logits
 
 
 ODD_VALUES = [None, 'yes', -1, 0, 1, 1.5, {}, True, False, float('nan'), 10**30,
@@ -297,8 +270,7 @@ def test_mistral_with_layer_types_is_ministral(tmp_path):
     checkpoint.save(checkpoint.load(tmp_path / 'model'), tmp_path / 'again', torch.float32)
     for folder in (tmp_path / 'model', tmp_path / 'again'):
         torch.testing.assert_close(*both_logits(folder), rtol=1e-5, atol=2e-4)
-    saved = json.loads((tmp_path / 'again' / 'config.json').read_text())
-    assert saved['layer_types'] == layer_types
+    assert json.loads((tmp_path / 'again/config.json').read_text())['layer_types'] == layer_types
 
 
 @pytest.mark.parametrize('name, values, message', [
@@ -368,8 +340,7 @@ def test_softcap_and_temperature_of_our_own(name, tmp_path, capsys):
     model = checkpoint.load(tmp_path / 'ours')
     assert (model.softcap, model.config.temperature) == (3.0, 1.5)
     assert 'nanocal' not in model.config.hf
-    logits = model.logits(model(tokens, *whole_rows(tokens)))
-    assert torch.allclose(logits, 3 * torch.tanh(z / (1.5 * 3)), atol=1e-5)
+    assert torch.allclose(logits_of(model, tokens), 3 * torch.tanh(z / (1.5 * 3)), atol=1e-5)
 
 
 def test_tied_embeddings_beside_an_output_matrix(tmp_path):
@@ -431,21 +402,18 @@ def test_the_first_nonfinite_tensor_is_named(folder):
     assert f'{KEY} in {folder} holds NaN' in checkpoint.bad_logits('', folder, 'float32')
 
 
-def test_fingerprint_depends_on_config_and_every_tensor(folder, tmp_path, monkeypatch):
+def test_the_fingerprint_is_of_the_config_and_the_weights_in_any_files(folder, tmp_path,
+                                                                       monkeypatch):
     before = checkpoint.fingerprint(folder)
     config = folder / 'config.json'
     config.write_text(json.dumps(dict(reversed(json.loads(config.read_text()).items()))))
     assert checkpoint.fingerprint(folder) == before
     edit_config(folder, rms_norm_eps=2e-6)
     assert checkpoint.fingerprint(folder) != before
-    edit_config(folder, rms_norm_eps=1e-6)
-    # the same bytes in other files are the same model
-    with monkeypatch.context() as patch:
-        model = checkpoint.load(folder)
-        names = checkpoint.save(model, tmp_path / 'one', torch.float32)
-        patch.setattr(checkpoint, 'SHARD_BYTES', 40_000)
-        checkpoint.save(model, tmp_path / 'many', torch.float32)
-    assert len(names) == 2
+    model = checkpoint.load(folder)
+    assert len(checkpoint.save(model, tmp_path / 'one', torch.float32)) == 2
+    monkeypatch.setattr(checkpoint, 'SHARD_BYTES', 40_000)
+    checkpoint.save(model, tmp_path / 'many', torch.float32)
     assert checkpoint.fingerprint(tmp_path / 'one') == checkpoint.fingerprint(tmp_path / 'many')
 
 
@@ -470,7 +438,7 @@ def test_every_byte_of_the_weights_decides_whether_a_model_is_the_same(tmp_path)
             assert (checkpoint.fingerprint(tmp_path) == first) == (value == 0), at
 
 
-def test_home_folder_in_a_model_path(folder, monkeypatch):
+def test_a_model_is_found_by_its_path_and_in_the_hub_cache(folder, tmp_path, monkeypatch):
     monkeypatch.setenv('HOME', str(folder.parent))
     assert checkpoint.fetch('~/model') == folder
     for *name, message in (('~/nothing', 'no model folder at .~/nothing'),
@@ -479,17 +447,12 @@ def test_home_folder_in_a_model_path(folder, monkeypatch):
                            ('google/gemma-2-2b', 'downloading the model google/gemma-2-2b')):
         with pytest.raises(CheckpointError, match=message):
             checkpoint.fetch(*name)
-
-
-def test_a_model_in_the_hub_cache_is_found(folder, tmp_path, monkeypatch):
-    snapshot = tmp_path / 'hub' / 'models--some--model' / 'snapshots' / ('a' * 40)
-    snapshot.parent.mkdir(parents=True)
-    shutil.copytree(folder, snapshot)
-    refs = tmp_path / 'hub' / 'models--some--model' / 'refs'
-    refs.mkdir()
-    (refs / 'main').write_text('a' * 40)
+    cached = tmp_path / 'hub' / 'models--some--model'
+    shutil.copytree(folder, cached / 'snapshots' / ('a' * 40))
+    (cached / 'refs').mkdir()
+    (cached / 'refs' / 'main').write_text('a' * 40)
     monkeypatch.setattr('huggingface_hub.constants.HF_HUB_CACHE', str(tmp_path / 'hub'))
-    assert checkpoint.fetch('some/model') == snapshot
+    assert checkpoint.fetch('some/model') == cached / 'snapshots' / ('a' * 40)
 
 
 # Prints by how many kB loading a model raises the process's own memory. The mapped file does not
@@ -533,15 +496,13 @@ def test_loading_holds_one_copy_of_the_weights_in_memory(tmp_path):
 @pytest.mark.parametrize('name', ['llama', 'neox', 'phi3'])
 def test_adapter_loads_in_peft(name, tmp_path):
     import peft
-    import transformers
     reference_model(name, tmp_path / 'base')
     model = lora_model(tmp_path / 'base')
     adapter.save_adapter(model, tmp_path / 'adapter', str(tmp_path / 'base'))
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'base',
-                                                             attn_implementation='eager')
-    reference = peft.PeftModel.from_pretrained(base, tmp_path / 'adapter').eval()
+    reference = peft.PeftModel.from_pretrained(by_transformers(tmp_path / 'base'),
+                                               tmp_path / 'adapter').eval()
     tokens = torch.randint(0, 211, (2, 30))
-    ours = model.logits(model(tokens, *whole_rows(tokens)))
+    ours = logits_of(model, tokens)
     assert torch.allclose(ours, reference(tokens).logits, atol=2e-4)
     assert not torch.allclose(ours, reference.unload()(tokens).logits, atol=1e-2)
 
@@ -570,38 +531,33 @@ def test_pickled_weights_are_read(tmp_path):
 DENSE = torch.ones(3, 3)
 
 
+class Attack:
+    def __reduce__(self):
+        return Path('attacked').touch, ()
+
+
 @pytest.mark.parametrize('content, message', [
     ({'model': {'x': DENSE}}, 'truncated, not a file of weights'),
+    ({'model.norm.weight': Attack()}, 'not a file of weights'),
     *(({'x': DENSE, key: tensor}, f'{key!r} is not the name of a dense tensor') for key, tensor in (
         (0, DENSE), ('a', DENSE.to_sparse()), ('a', DENSE.to('meta')), ('a', DENSE.cfloat())))])
-def test_a_pickle_of_other_things_is_refused(content, message, folder):
+def test_a_pickle_of_other_things_is_refused_and_runs_no_code(content, message, folder,
+                                                              monkeypatch):
     (folder / 'model.safetensors').unlink()
     torch.save(content, folder / 'pytorch_model.bin')
+    monkeypatch.chdir(folder)
     for read in (checkpoint.load, checkpoint.fingerprint):
         with pytest.raises(CheckpointError, match=f'pytorch_model.bin: .*{message}'):
             read(folder)
+    assert not Path('attacked').exists()
 
 
-def test_a_pickle_runs_no_code(folder):
-    class Attack:
-        def __reduce__(self):
-            return (folder / 'attacked').touch, ()
-
+def test_weights_in_the_old_torch_format_are_named_with_the_conversion(folder):
+    tensors = load_file(folder / 'model.safetensors')
     (folder / 'model.safetensors').unlink()
-    torch.save({'model.norm.weight': Attack()}, folder / 'pytorch_model.bin')
-    with pytest.raises(CheckpointError, match='not a file of weights'):
-        checkpoint.load(folder)
-    assert not (folder / 'attacked').exists()
-
-
-def test_weights_in_the_old_torch_format_are_named_with_the_conversion(tmp_path):
-    reference_model('llama', tmp_path)
-    tensors = load_file(tmp_path / 'model.safetensors')
-    (tmp_path / 'model.safetensors').unlink()
-    path = tmp_path / 'pytorch_model.bin'
-    torch.save(tensors, path, _use_new_zipfile_serialization=False)
+    torch.save(tensors, folder / 'pytorch_model.bin', _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match='before 1.6') as error:
-        checkpoint.load(tmp_path)
+        checkpoint.load(folder)
     exec(re.search(r'torch.save.*', str(error.value))[0])       # what the message advises
-    assert torch.equal(checkpoint.load(tmp_path).state_dict()['model.norm.weight'],
+    assert torch.equal(checkpoint.load(folder).state_dict()['model.norm.weight'],
                        tensors['model.norm.weight'])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from common import HERE, config
+from common import HERE, config, run_hooked
 
 import align
 import demo
@@ -29,12 +29,16 @@ from runtime.trained import trained_template, trained_with_bos, training_setting
 
 
 def test_the_command_line_overrides_the_config_file(tmp_path):
-    cfg = config(tmp_path, '"""why"""\nlr = 1\nmax_steps = 5\nlora_targets = ["x"]\n',
+    cfg = config(tmp_path, '"""why"""\nlr = 1\nmax_steps = 5\nlora_targets = ["x"]\n'
+                 'shape = {"hidden_size": 8, "rope": {"factor": 2.0}}',
                  '--smoothing=0.1', '--max_steps=None', '--betas=0.9,0.95', '--dry_run',
-                 '--model=a=b', '--lora_targets=k_proj,up_proj')
+                 '--model=a=b', '--lora_targets=k_proj,up_proj', '--shape.vocab_size=10',
+                 '--shape.rope.factor=4.0', '--shape.rope.type=linear')
     assert cfg.lr == 1.0 and type(cfg.lr) is float
     assert cfg.max_steps is None and cfg.betas == (0.9, 0.95) and cfg.dry_run is True
     assert cfg.model == 'a=b' and cfg.lora_targets == ('k_proj', 'up_proj')
+    assert cfg.shape == {'hidden_size': 8, 'rope': {'factor': 4.0, 'type': 'linear'},
+                         'vocab_size': 10}
     assert load_config(train.TrainConfig, ['--lr=1']).lr == 1.0
 
 
@@ -52,6 +56,7 @@ def test_the_command_line_overrides_the_config_file(tmp_path):
     ('', 'configs/other.py', 'a config file comes first'),
     ('lr = 1\nepochs = 2\nlr = 2', '', 'experiment.py:3: lr is already set at {}/experiment.py:1'),
     ('lr = 1e999', '', 'lr is inf, of type float; wanted a finite number'),
+    ('shape = {"a": 8}', '--shape.a.x=1', 'a has no keys of its own'),
     ('', '--data=a\udcff.jsonl', "'--data=a\\udcff.jsonl' is not valid Unicode; rename the file"),
 ])
 def test_a_wrong_setting_is_named_with_its_place(tmp_path, content, argument, message):
@@ -133,19 +138,18 @@ def load_run(tmp_path, content, *arguments):
 
 def test_a_nested_record_is_set_by_file_and_command_line(tmp_path):
     file = "eval = {'tasks': ['arc', 'mmlu'], 'rate': 1}"
-    assert load_run(tmp_path, '').eval is None
-    assert load_run(tmp_path, file).eval == Report(('arc', 'mmlu'), rate=1.0)
-    assert load_run(tmp_path, file, '--eval.shots=0', '--eval.tasks=a,b') == Run(
-        'a', Report(('a', 'b'), 0, 1.0))
-    assert load_run(tmp_path, '', '--eval.shots=0').eval == Report(shots=0)     # made from None
-    assert load_run(tmp_path, file, '--eval=None', '--first.rate=None', '--first.shots=1') == Run(
-        'a', None, Report(shots=1))
-    assert load_run(tmp_path, file, "--eval={'shots': 2}").eval == Report(shots=2)
-    assert load_run(tmp_path, file, '--eval.shots=0', '--eval={}').eval == Report()
+    for content, arguments, expected in (
+            ('', (), Run('a')), (file, (), Run('a', Report(('arc', 'mmlu'), rate=1.0))),
+            (file, ('--eval.shots=0', '--eval.tasks=a,b'), Run('a', Report(('a', 'b'), 0, 1.0))),
+            ('', ('--eval.shots=0',), Run('a', Report(shots=0))),       # made from None
+            (file, ('--eval=None', '--first.rate=None', '--first.shots=1'),
+             Run('a', None, Report(shots=1))),
+            (file, ("--eval={'shots': 2}",), Run('a', Report(shots=2))),
+            (file, ('--eval.shots=0', '--eval={}'), Run('a', Report()))):
+        assert load_run(tmp_path, content, *arguments) == expected
     for run in (load_run(tmp_path, file), load_run(tmp_path, ''),
                 Run('x' * 200, Report(('long name ' * 9,) * 9))):
-        dumped = dump_config(run)
-        assert load_run(tmp_path, dumped, f'--name={run.name}') == run
+        assert load_run(tmp_path, dump_config(run), f'--name={run.name}') == run
         values = read_assignments(tmp_path / 'run.py')
         assert {key: value for key, (value, _) in values.items()} == dataclasses.asdict(run)
 
@@ -164,15 +168,6 @@ def test_a_wrong_key_of_a_nested_record_is_named(tmp_path, content, argument, me
     with pytest.raises(ConfigError) as error:
         load_run(tmp_path, content, *filter(None, [argument]))
     assert message in str(error.value)
-
-
-def test_dict_keys_on_the_command_line(tmp_path):
-    cfg = config(tmp_path, 'shape = {"hidden_size": 8, "rope": {"factor": 2.0}}',
-                 '--shape.vocab_size=10', '--shape.rope.factor=4.0', '--shape.rope.type=linear')
-    assert cfg.shape == {'hidden_size': 8, 'rope': {'factor': 4.0, 'type': 'linear'},
-                         'vocab_size': 10}
-    with pytest.raises(ConfigError, match='hidden_size has no keys of its own'):
-        config(tmp_path, 'shape = {"hidden_size": 8}', '--shape.hidden_size.x=1')
 
 
 @pytest.mark.parametrize('program', ['train.py', pytest.param('evaluate.py',
@@ -238,20 +233,15 @@ def test_an_error_or_a_signal_that_ends_a_script_is_one_line(body, early, code, 
     for name in ('evaluate', 'generate', 'sample', 'align'))])
 def test_ctrl_c_during_the_import_of_torch_ends_the_process_at_once(script, tmp_path):
     """A KeyboardInterrupt there aborts in C++, or becomes an ImportError."""
-    code = ('import os, runpy, signal, sys\n'
-            'def hook(event, arguments):\n'
+    hook = ('def hook(event, arguments):\n'
             '    if event == "import" and arguments[0] == "torch":\n'
             '        print(signal.getsignal(signal.SIGINT).__name__, flush=True)\n'
             '        os.kill(os.getpid(), signal.SIGINT)\n'
-            'sys.addaudithook(hook)\n'
-            'sys.argv = sys.argv[1:]\n'
-            'runpy.run_path(sys.argv[0], run_name="__main__")\n')
+            'sys.addaudithook(hook)')
     (tmp_path / 'config.py').write_text('seed = 1\n')
-    arguments = {'train.py': [f'{tmp_path}/config.py'], 'align.py': [f'{tmp_path}/config.py'],
-                 'evaluate.py': ['--model=x'], 'generate.py': ['--model=x', '--prompts=x'],
-                 'sample.py': ['--model=x']}[script]
-    done = subprocess.run([sys.executable, '-c', code, script, *arguments], cwd=HERE, text=True,
-                          capture_output=True)
+    arguments = {'generate.py': ['--model=x', '--prompts=x'], 'evaluate.py': ['--model=x'],
+                 'sample.py': ['--model=x']}.get(script, [tmp_path / 'config.py'])
+    done = run_hooked(hook, script, *arguments)
     assert (done.returncode, done.stdout, done.stderr) == (130, '_stop_at_once\n', 'stopped\n')
 
 
@@ -280,29 +270,31 @@ def test_a_survivor_of_torchrun_has_no_traceback(message, lost, monkeypatch):
 MUCH = "for _ in range(10 ** 6): print('x' * 100)"
 
 
-def test_a_stopped_run_says_how_to_continue_and_a_bug_keeps_its_traceback(tmp_path):
-    done = run_script(tmp_path, "raise Stopped(15, 'after step 7')")
-    assert (done.returncode, done.stdout) == (
-        143, b'stopped by SIGTERM after step 7; the same command continues\n')
-    done = run_script(tmp_path, "raise RuntimeError('a bug')")
-    assert done.returncode == 1 and b'Traceback' in done.stderr
-    done = run_script(tmp_path, MUCH, redirect='| head -n 1; exit ${PIPESTATUS[0]}')
-    assert done.returncode == 141 and done.stdout == b'x' * 100 + b'\n' and done.stderr == b''
+FULL = b'error: standard output cannot be written: No space left on device\n'
+MUCH = "for _ in range(10 ** 6): print('x' * 100)"
 
 
-@pytest.mark.skipif(not Path('/dev/full').exists(), reason='needs Linux')
-def test_a_script_with_other_streams(tmp_path):
-    """Full, closed, and of ASCII characters alone."""
-    for body, unbuffered in ((MUCH, '1'), ("print('usage'); sys.exit()", '')):
-        done = run_script(tmp_path, body, redirect='> /dev/full', PYTHONUNBUFFERED=unbuffered)
-        assert (done.returncode, done.stderr) == (
-            1, b'error: standard output cannot be written: No space left on device\n')
+@pytest.mark.parametrize('body, options, code, printed, errors', [
+    ("raise Stopped(15, 'after step 7')", {}, 143,
+     b'stopped by SIGTERM after step 7; the same command continues\n', b''),
+    ("raise RuntimeError('a bug')", {}, 1, b'', b'(?s)Traceback.*RuntimeError: a bug\n'),
+    # output that is cut off, full, or of ASCII characters alone
+    (MUCH, {'redirect': '| head -n 1; exit ${PIPESTATUS[0]}'}, 141, b'x' * 100 + b'\n', b''),
+    *((body, {'redirect': '> /dev/full', 'PYTHONUNBUFFERED': buffering}, 1, b'', FULL)
+      for body, buffering in ((MUCH, '1'), ("print('usage'); sys.exit()", ''))
+      if Path('/dev/full').exists()),
+    ("print('\u6c49\u5b57')", {'PYTHONIOENCODING': 'ascii'}, 0, b'\\u6c49\\u5b57\n', b'')])
+def test_what_a_script_prints_at_its_end(body, options, code, printed, errors, tmp_path):
+    done = run_script(tmp_path, body, **options)
+    assert (done.returncode, done.stdout) == (code, printed)
+    assert re.fullmatch(errors, done.stderr), done.stderr
+
+
+def test_a_script_whose_streams_are_closed(tmp_path):
     done = run_script(tmp_path, "file = open('file', 'w'); print('printed'); print('warned', "
                                 'file=sys.stderr); print(sys.stdin.read(), file.fileno(), '
                                 'file=file)', f'os.chdir({str(tmp_path)!r})', '<&- >&- 2>&-')
     assert done.returncode == 0 and int((tmp_path / 'file').read_text()) > 2
-    done = run_script(tmp_path, "print('\u6c49\u5b57')", PYTHONIOENCODING='ascii')
-    assert (done.returncode, done.stdout) == (0, b'\\u6c49\\u5b57\n')
 
 
 @pytest.mark.slow
@@ -315,36 +307,29 @@ def test_slow_libraries_are_not_imported_before_they_are_needed():
     assert done.stdout == '[]\n', done.stdout + done.stderr
 
 
-def action_of_sigterm(_):
-    return signal.getsignal(signal.SIGTERM)
+LARGE = 'x' * 300_000       # more than a pipe holds
 
 
-def test_workers_end_by_sigterm():
+def test_workers_end_by_sigterm_and_with_the_first_error():
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        with forked_pool(2, action_of_sigterm) as imap:
+        with forked_pool(2, lambda _: signal.getsignal(signal.SIGTERM)) as imap:
             assert [*imap(range(8))] == [signal.SIG_DFL] * 8
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
         with pytest.raises(DataError, match='bad'):
             with forked_pool(2, time.sleep) as imap:
                 next(imap([0, 60, 60]))
                 raise DataError('bad')      # which does not wait for the workers
+        for _ in range(3):      # nor for those that still write large results
+            with pytest.raises(DataError, match='bad'):
+                with forked_pool(4, lambda x: LARGE) as imap:
+                    for number, _ in enumerate(imap(range(200))):
+                        if number == 20:
+                            raise DataError('bad')
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert not {signal.SIGTERM, signal.SIGINT} & signal.pthread_sigmask(signal.SIG_BLOCK, ())
-
-
-LARGE = 'x' * 300_000       # more than a pipe holds
-
-
-def test_workers_that_still_write_large_results_are_ended():
-    for _ in range(3):
-        with pytest.raises(DataError):
-            with forked_pool(4, lambda x: LARGE) as imap:
-                for number, _ in enumerate(imap(range(200))):
-                    if number == 20:
-                        raise DataError('bad')
     assert not multiprocessing.active_children()
+    assert not {signal.SIGTERM, signal.SIGINT} & signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_the_first_error_in_order_is_raised_with_its_traceback():

@@ -28,24 +28,21 @@ SAME = [{'role': 'user', 'content': 'sky?'}, {'role': 'assistant', 'content': 'b
     ('openhermes2_5.json', {'conversations': [{'from': 'human', 'value': 'sky?'},
                                               {'from': 'gpt', 'value': 'blue'}], 'idx': 1}),
     ('data/train-00000-of-00001.parquet', {'id': 'x', 'messages': SAME, 'source': 'y'}),
-    ('chat.jsonl', {'messages': SAME}),
-])
+    ('chat.jsonl', {'messages': SAME})])
 def test_each_instruction_format_gives_the_same_tokens(tmp_path, tokenizers, name, row):
-    write_rows(tmp_path / name, [row] * 3)
+    write_rows(tmp_path / 'hub' / name, [row] * 3)
     tokenizer = tokenizers['gemma']
-    sequences = instruct.load_conversations(
-        str(tmp_path), tokenizer, template='tulu', max_length=64, add_bos=True,
-        cache_dir=tmp_path / 'cache')
+    sequences = conversations(tmp_path / 'hub', tokenizer)
     assert len(sequences) == 3
     tokens, loss_mask = sequences[2]
     assert tokenizer.decode(tokens.tolist()) == '<s><|user|>\nsky?\n<|assistant|>\nblue</s>'
     assert tokenizer.decode(tokens[loss_mask == 1].tolist()) == 'blue</s>'
 
 
-def conversations(path, tokenizer, **options):
-    settings = {'template': 'tulu', 'max_length': 64, 'add_bos': True,
-                'cache_dir': path.parent / 'cache'} | options
-    return instruct.load_conversations(str(path), tokenizer, **settings)
+def conversations(path, tokenizer, load=instruct.load_conversations, **options):
+    settings = {'max_length': 64, 'add_bos': True, 'cache_dir': path.parent / 'cache',
+                **({'template': 'tulu'} if load is instruct.load_conversations else {})}
+    return load(str(path), tokenizer, **settings | options)
 
 
 def test_bad_rows_are_named_or_counted(tmp_path, tokenizers, capsys):
@@ -110,10 +107,9 @@ def test_the_first_turns_of_message_trees_are_read(tmp_path, tokenizers, name):
     for change, wrong in (({'rank': 'best'}, "rank 'best' is not a number"),
                           ({'parent_id': ['x']}, 'not the fields of'),
                           ({'text': 3}, 'the text is not text but int')):
-        rows = [TREES[1], TREES[2], message('X', 'a', 'x') | change]
-        path = write_rows(tmp_path / 'bad.jsonl', rows)
+        write_rows(tmp_path / 'bad.jsonl', [*TREES[1:3], message('X', 'a', 'x') | change])
         with pytest.raises(DataError, match=f'bad.jsonl:3: {wrong}'):
-            conversations(path, tokenizer)
+            conversations(tmp_path / 'bad.jsonl', tokenizer)
 
 
 HUMAN, GPT = {'from': 'human', 'value': 'sky?'}, {'from': 'gpt', 'value': 'blue'}
@@ -182,12 +178,6 @@ def test_an_answer_that_is_not_trained_has_the_same_tokens_without_loss(tmp_path
     assert 'green' not in tokenizer.decode(tokens[last == 1].tolist())
 
 
-@pytest.mark.parametrize('template', ['tulu', 'alpaca', 'llama3'])
-def test_a_late_system_message_is_refused_by_every_template(tokenizers, template):
-    with pytest.raises(DataError, match='must be the first message'):
-        chat.encode_conversation([*EARLIER, BRIEF[0], *SAME], tokenizers['gemma'], template)
-
-
 @pytest.mark.parametrize('row, message', [
     ({'messages': SAME[:1]}, 'no answer'), ({'messages': []}, 'without messages'),
     ({'messages': [{'role': 'bot', 'content': 'x'}]}, "role 'bot'"),
@@ -199,54 +189,59 @@ def test_a_late_system_message_is_refused_by_every_template(tokenizers, template
     ({'conversations': [{'from': ['human'], 'value': 'x'}]}, 'not the fields of its format'),
     ({'instruction': 'x ' * 99, 'output': 'y'}, 'begins beyond max_length = 64'),
     ({'messages': [SAME[0] | {'weight': 1}, SAME[1]]}, 'a user message is marked as trained'),
-    ({'messages': [SAME[0], SAME[1] | {'weight': 0}]}, 'every assistant message is marked as not')])
+    ({'messages': [SAME[0], SAME[1] | {'weight': 0}]}, 'every assistant message is marked as not'),
+    ({'messages': [*EARLIER, BRIEF[0], *SAME]}, 'must be the first message')])
 def test_a_bad_conversation_is_named_with_its_line(tmp_path, tokenizers, row, message):
     path = write_rows(tmp_path / 'chat.jsonl', [row])
     with pytest.raises(DataError, match=f'chat.jsonl:1: .*{message}'):
         conversations(path, tokenizers['gemma'])
+    if 'first message' in message:      # in every template
+        for template in ('alpaca', 'llama3'):
+            with pytest.raises(DataError, match=message):
+                chat.encode_conversation(row['messages'], tokenizers['gemma'], template)
 
 
 def test_empty_and_missing_data_are_named(tmp_path, tokenizers, monkeypatch):
     path, gemma = write_rows(tmp_path / 'chat.jsonl', []), tokenizers['gemma']
+    marked = write_rows(tmp_path / 'marked.jsonl', [
+        {'messages': [SAME[0], SAME[1] | {'weight': 0}]}])
     monkeypatch.setenv('HOME', str(tmp_path))
     for place, message in ((path, 'an empty dataset'),
                            (Path('/nowhere'), 'no file or folder at /nowhere'),
-                           (Path('~nobody-here/x'), '~nobody-here/x')):
+                           (Path('~nobody-here/x'), '~nobody-here/x'),
+                           (Path('some/where'), 'downloading the dataset some/where from the hub')):
         with pytest.raises(DataError, match=message):
             conversations(place, gemma, cache_dir=tmp_path / 'cache')
-    with pytest.raises(DataError, match='downloading the dataset some/where from the hub failed'):
-        instruct.load_conversations('some/where', gemma, template='tulu', max_length=8,
-                                    add_bos=True, cache_dir=tmp_path)
     write_rows(path, [{'messages': SAME}])
     assert len(conversations(Path('~/chat.jsonl'), gemma, cache_dir='~/cache')) == 1
-    with pytest.raises(DataError, match='train_on_inputs = True trains all'):
-        conversations(write_rows(tmp_path / 'marked.jsonl', [
-            {'messages': [SAME[0], SAME[1] | {'weight': 0}]}]), gemma, train_on_inputs=True)
-    with pytest.raises(ConfigError, match='^the template needs .*eot_id.* the tokenizer of'):
-        conversations(path, gemma, template='llama3', on_bad_row='skip')    # this is no bad row
-    with pytest.raises(DataError, match='cannot write .*chat.jsonl.*: Not a directory'):
-        conversations(path, gemma, cache_dir=path)
+    for place, options, error, message in (
+            (marked, {'train_on_inputs': True}, DataError, 'train_on_inputs = True trains all'),
+            (path, {'template': 'llama3', 'on_bad_row': 'skip'}, ConfigError,   # this is no bad row
+             '^the template needs .*eot_id.* the tokenizer of'),
+            (path, {'cache_dir': path}, DataError, 'cannot write .*chat.jsonl.*: Not a directory')):
+        with pytest.raises(error, match=message):
+            conversations(place, gemma, **options)
 
 
 def test_cache_is_keyed_by_what_went_in(tmp_path, tokenizers):
     path = write_rows(tmp_path / 'chat.jsonl', [{'messages': SAME}])
     here, gemma = tmp_path / 'cache', tokenizers['gemma']
-    first = conversations(path, gemma)
-    made = {p: p.stat().st_mtime_ns for p in here.rglob('*')}
+
+    def times():
+        return {p: p.stat().st_mtime_ns for p in here.rglob('*')}
+    first, made = conversations(path, gemma), times()
     tokens, loss_mask = conversations(path, gemma)[0]
     assert type(tokens) is type(loss_mask) is np.ndarray   # a memmap's slices are slow to make
-    assert made == {p: p.stat().st_mtime_ns for p in here.rglob('*')}
+    assert made == times()
     for n, change in enumerate(({'max_length': 32}, {'add_bos': False}, {'template': 'gemma'})):
         conversations(path, gemma, **change)
         assert len(list(here.iterdir())) == 2 + n
     conversations(path, tokenizers['llama2'])
-    write_rows(path, [{'messages': SAME}] * 2)
-    assert len(conversations(path, gemma)) == 2 and len(list(here.iterdir())) == 6
     # the digest depends on tokens, mask and order
     rows = [{'messages': SAME}, {'messages': [SAME[0], SAME[1] | {'content': 'fox'}]}]
     digests = [conversations(write_rows(path, some), gemma).digest
                for some in (rows[:1], rows, rows[::-1], rows[1:])]
-    assert digests[0] == first.digest and len({*digests}) == 4
+    assert digests[0] == first.digest and len({*digests}) == 4 and len(list(here.iterdir())) == 8
     assert cache._digest(first.offsets, first.tokens, first.loss_mask) == first.digest
     assert cache._digest(first.offsets, first.tokens, 1 - first.loss_mask) != first.digest
 
@@ -269,10 +264,10 @@ def test_solved_questions_are_trained_by_letter(tmp_path, tokenizers):
     row = {'sentence': 'Kim met Ann; _ won.', 'option1': 'Kim', 'option2': 'Ann'}
     path = write_rows(tmp_path / 'hub/winogrande_xl/train-00000-of-00001.parquet',
                       [row | {'answer': answer} for answer in '1221'])
-    sequences = load_answers(f'winogrande_xl:{tmp_path / "hub"}', tokenizer, **common,
-                             cache_dir=tmp_path / 'cache')
+    common['cache_dir'] = tmp_path / 'cache'
+    sequences = load_answers(f'winogrande_xl:{tmp_path / "hub"}', tokenizer, **common)
     asked = questions.load_task(f'winogrande_xl:{path}').questions
-    trees = list(tokenize_questions(asked, {}, tokenizer, **common))
+    trees = [*tokenize_questions(asked, {}, tokenizer, add_bos=True, max_length=500)]
     assert len(sequences) == len(trees) == 4
     for i, (question, tree) in enumerate(trees):
         ids, loss_mask = (x.tolist() for x in sequences[i])
@@ -284,32 +279,28 @@ def test_solved_questions_are_trained_by_letter(tmp_path, tokenizers):
     path = write_rows(tmp_path / 'mine.jsonl', [row, row | {'answer': 5},
                                                 row | {'question': 'sky ' * 499}])
     with pytest.raises(DataError, match='mine.jsonl:2: no valid answer: 5'):
-        load_answers(str(path), tokenizer, **common, cache_dir=tmp_path / 'cache')
-    sequences = load_answers(str(path), tokenizer, **common, cache_dir=tmp_path / 'cache',
-                             on_bad_row='skip')
+        load_answers(str(path), tokenizer, **common)
+    sequences = load_answers(str(path), tokenizer, **common, on_bad_row='skip')
     assert len(sequences) == 1 and sequences.info['bad_rows'] == 2
 
 
 def test_a_long_document_becomes_sequences_with_bos_and_one_eos(tmp_path, tokenizers):
     tokenizer, text = tokenizers['gemma'], 'The sky is blue. ' * 9
-    write_rows(tmp_path / 'text.jsonl', [{'text': text}, {'text': 'fox'}])
+    path = write_rows(tmp_path / 'text.jsonl', [{'text': text}, {'text': 'fox'}])
     n = len(tokenizer.encode(text))
     for length in (16, n, n // 2):      # in pieces that the text fills: EOS would begin another
-        sequences = instruct.load_text(str(tmp_path / 'text.jsonl'), tokenizer, add_bos=True,
-                                       max_length=length + 1, cache_dir=tmp_path / 'cache')
-        sequences = [sequences[i] for i in range(len(sequences))]
+        sequences = [*conversations(path, tokenizer, instruct.load_text, max_length=length + 1)]
         assert all(len(tokens) <= length + 1 and tokens[0] == tokenizer.bos_id and
                    loss_mask.tolist() == [0] + [1] * (len(tokens) - 1)
                    for tokens, loss_mask in sequences)
         pieces = [tokens.tolist()[1:] for tokens, _ in sequences]
         assert min(map(len, pieces)) > 1 and pieces[-1] == [*tokenizer.encode('fox'),
                                                             tokenizer.eos_id]
-        joined = [i for piece in pieces[:-1] for i in piece]
+        joined = sum(pieces[:-1], [])
         assert tokenizer.decode(joined[:n]) == text
         assert joined[n:] == [tokenizer.eos_id] * (length == 16)
     (tmp_path / 'plain.txt').write_text('fox')
-    plain = instruct.load_text(str(tmp_path / 'plain.txt'), tokenizer, max_length=16, add_bos=False,
-                               cache_dir=tmp_path / 'cache')
+    plain = conversations(tmp_path / 'plain.txt', tokenizer, instruct.load_text, add_bos=False)
     assert tokenizer.decode(plain[0][0].tolist()) == 'fox</s>'
 
 
@@ -322,8 +313,8 @@ def test_compressed_text_is_read_like_plain_text(tmp_path, tokenizers):
         folder.mkdir()
         with opened(folder / name, 'wt') as file:
             file.write(''.join(lines))
-        sequences.append(instruct.load_text(str(folder), tokenizers['gemma'], max_length=200,
-                                        add_bos=True, cache_dir=tmp_path / 'cache'))
+        sequences.append(conversations(folder, tokenizers['gemma'], instruct.load_text,
+                                       max_length=200))
         texts, *_, total = probes.load_texts(f'clm:{folder}')
         assert total == (3 if name.startswith('wiki') else 1)
     assert len({len(s) for s in sequences}) == len({s.digest for s in sequences}) == 1
@@ -338,12 +329,16 @@ def test_compressed_text_is_read_like_plain_text(tmp_path, tokenizers):
     ('tokens.bin', lambda raw: raw[:-8]), ('tokens.bin', lambda _: None),
     ('loss_mask.bin', lambda raw: bytes([*raw[:3], raw[3] ^ 1, *raw[4:]])),
     ('offsets.npy', lambda raw: raw.replace(b'<i8', b'<f8')),
+    ('margins.npy', lambda raw: raw.replace(b'(2,)', b'(1,)')),
     ('info.json', lambda raw: raw[:9]), ('info.json', lambda _: b'[]'),
     ('info.json', lambda raw: raw.replace(b'"bad_rows": 0', b'"bad_rows": 3'))])
 def test_a_damaged_cache_is_rebuilt(tmp_path, tokenizers, capsys, name, change):
     path = write_rows(tmp_path / 'chat.jsonl', [{'messages': SAME}] * 2)
-    before = conversations(path, tokenizers['gemma'])
-    wanted = [x.tolist() for pair in before for x in pair]
+
+    def loaded():
+        sequences = conversations(path, tokenizers['gemma'])
+        return [x.tolist() for pair in sequences for x in pair], sequences.digest
+    before = loaded()
     (folder,) = (path for path in (tmp_path / 'cache').iterdir() if path.is_dir())
     damaged = change((folder / name).read_bytes())
     (folder / name).unlink()
@@ -351,14 +346,12 @@ def test_a_damaged_cache_is_rebuilt(tmp_path, tokenizers, capsys, name, change):
         (folder / name).write_bytes(damaged)
     (folder / 'mine.txt').write_text('not of the cache')
     capsys.readouterr()
-    after = conversations(path, tokenizers['gemma'])
-    assert [x.tolist() for pair in after for x in pair] == wanted
-    assert after.digest == before.digest
+    assert loaded() == before
     out = capsys.readouterr().out
     assert str(folder) in out and 'damaged' in out and out.count('\n') == 1
     assert (folder / 'mine.txt').read_text() == 'not of the cache'
     assert [p.name for p in (tmp_path / 'cache').iterdir()] == [folder.name]     # no leftovers
-    conversations(path, tokenizers['gemma'])
+    loaded()
     assert capsys.readouterr().out == ''
 
 
@@ -417,8 +410,7 @@ BAD_UTF8 = b'{"text": "ok ok ok ok"}\n\n{"text": "caf\xe9"}\n{"text": "ok ok ok 
 def test_unreadable_files_name_their_line(tmp_path, tokenizers, name, raw, message):
     (tmp_path / name).write_bytes(raw)
     with pytest.raises(DataError, match=message):
-        instruct.load_text(str(tmp_path / name), tokenizers['gemma'], max_length=8, add_bos=True,
-                           cache_dir=tmp_path / 'cache')
+        conversations(tmp_path / name, tokenizers['gemma'], instruct.load_text, max_length=8)
 
 
 @pytest.mark.parametrize('raw, rows', [
@@ -494,7 +486,7 @@ def test_packing_holds_every_sequence_once(lengths, seed):
     assert (packed.ends > np.arange(16)).all()
 
 
-def test_rows_come_in_multiples():
+def test_rows_come_in_multiples_and_epochs_in_their_own_order():
     sequences = documents(0, [40, 7, 25, 30, 44])
     few, many = (packing.pack(sequences, 48, multiple) for multiple in (1, 5))
     n = len(few.tokens)
@@ -503,8 +495,5 @@ def test_rows_come_in_multiples():
         vars(few).values(), vars(many).values(), strict=True))
     assert (many.owner[n:] == -1).all() and (many.targets[n:] < 0).all()
     assert (many.ends[n:] == np.arange(48) + 1).all()
-
-
-def test_epoch_orders_differ_and_repeat():
     orders = [packing.epoch_order(50, e, 3).tolist() for e in (0, 1, 0)]
     assert orders[0] == orders[2] != orders[1] and sorted(orders[1]) == list(range(50))

@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from common import class_of, named, off, parameters_of, reference_model, rewrite, whole_rows
+from common import (by_transformers, class_of, edit_config, image_model, logits_of, named, off,
+                    parameters_of, reference_model, rewrite)
 
 import model as models
 from runtime import checkpoint, config_json
@@ -164,26 +165,31 @@ FAMILIES = {
 }
 
 
+def shaken(model):
+    """The model with random weights off their start, for the evaluation."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p + 0.2 * torch.randn_like(p))
+    return model.eval()
+
+
 def random_reference(kind, rng, **more):
-    """A random model of transformers, with random weights off their start."""
+    """A random model of transformers, and its keys."""
     import transformers
     shape = FAMILIES[kind](rng, plain(rng)) | more
     config = getattr(transformers, f'{kind}Config')(
         **shape, pad_token_id=0, attn_implementation='eager')
-    reference = class_of(config)(config).eval()
-    with torch.no_grad():
-        for p in reference.parameters():
-            p.copy_(p + 0.2 * torch.randn_like(p))
-    return reference, shape
+    return shaken(class_of(config)(config)), shape
 
 
 def compare(reference, folder, shape):
     """Check that logits and every gradient in `folder` are those of the reference."""
     model = checkpoint.load(folder)
     tokens = torch.randint(1, shape['vocab_size'], (2, T))      # without padding, 0
-    logits = model.logits(model(tokens, *whole_rows(tokens)))
+    logits = logits_of(model, tokens)
     expected = reference(tokens).logits
-    assert torch.allclose(logits, expected, rtol=1e-4, atol=1e-4), shape
+    error = (logits - expected).abs().max()
+    assert error < 1e-4 + 1e-5 * expected.abs().max(), shape
     for z in (logits, expected):
         F.cross_entropy(z.flatten(0, 1), tokens.roll(-1, 1).flatten()).backward()
     theirs, ours = parameters_of(reference), named(model)
@@ -200,7 +206,6 @@ def compare(reference, folder, shape):
 @pytest.mark.parametrize('kind', FAMILIES)
 def test_random_configurations_equal_transformers(kind, n, tmp_path):
     """Logits and every gradient are those of transformers; a saved folder gives both the same."""
-    import transformers
     rng = Deck(f'{kind} {n}')
     torch.manual_seed(n)
     for _ in range(n):
@@ -208,22 +213,9 @@ def test_random_configurations_equal_transformers(kind, n, tmp_path):
         reference.save_pretrained(tmp_path / 'theirs')
         model, tokens, expected = compare(reference, tmp_path / 'theirs', shape)
         checkpoint.save(model, tmp_path / 'ours', torch.float32)
-        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'ours',
-                                                                  attn_implementation='eager')
-        assert torch.equal(again(tokens).logits, expected), shape
+        again = by_transformers(tmp_path / 'ours')(tokens).logits
+        assert torch.equal(again, expected), shape
         assert checkpoint.read_config(tmp_path / 'ours') == model.config, shape
-
-
-def edit_config(folder, change):
-    raw = json.loads((folder / 'config.json').read_text())
-    (folder / 'config.json').write_text(json.dumps(change(raw)))
-
-
-VISION = {
-    'Gemma3': {'hidden_size': 16, 'intermediate_size': 16, 'num_hidden_layers': 1,
-               'num_attention_heads': 2, 'image_size': 28, 'patch_size': 14},
-    'Mistral3': {'hidden_size': 16, 'intermediate_size': 16, 'num_hidden_layers': 1,
-                 'num_attention_heads': 2, 'image_size': 28, 'patch_size': 14, 'head_dim': 8}}
 
 
 @pytest.mark.parametrize('kind, text, tied', [
@@ -231,32 +223,21 @@ VISION = {
     ('Mistral3', 'Ministral3', True)])
 def test_the_text_part_of_a_model_with_images(kind, text, tied, tmp_path):
     """It is read from the nested files, and saved as a model of text alone."""
-    import transformers
     torch.manual_seed(0)
     shape = FAMILIES[text](random.Random(1), plain(random.Random(1)))
     if text == 'Mistral':   # alone it would be a Ministral
         shape |= {'sliding_window': 7, 'layer_types': ['full_attention'] * shape[
             'num_hidden_layers']}
-    inner = getattr(transformers, f'{text}Config')(**shape)
-    config = getattr(transformers, f'{kind}Config')(
-        text_config=inner.to_dict(), vision_config=VISION[kind], tie_word_embeddings=tied,
-        attn_implementation='eager', mm_tokens_per_image=4)
-    reference = getattr(transformers, f'{kind}ForConditionalGeneration')(config).eval()
-    with torch.no_grad():
-        for p in reference.parameters():
-            p.copy_(p + 0.2 * torch.randn_like(p))
+    reference = shaken(image_model(kind, text, shape, tie_word_embeddings=tied))
     reference.save_pretrained(tmp_path / 'nested')
     model = checkpoint.load(tmp_path / 'nested')
     assert model.config.tie_word_embeddings == tied
     tokens = torch.randint(1, 50, (2, T))
     expected = reference(tokens).logits
-    with torch.no_grad():
-        logits = model.logits(model(tokens, *whole_rows(tokens)))
-    assert torch.allclose(logits, expected, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(logits_of(model, tokens), expected, rtol=1e-4, atol=1e-4)
     checkpoint.save(model, tmp_path / 'text', torch.float32)
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'text',
-                                                              attn_implementation='eager')
-    assert torch.allclose(again(tokens).logits, expected, rtol=1e-5, atol=1e-5)
+    again = by_transformers(tmp_path / 'text')(tokens).logits
+    assert torch.allclose(again, expected, rtol=1e-5, atol=1e-5)
     assert model.config == checkpoint.read_config(tmp_path / 'text')
 
 
@@ -308,7 +289,7 @@ def test_longrope_is_short_or_long_for_a_whole_run(long, tmp_path):
     context = checkpoint.read_config(tmp_path).max_position_embeddings
     assert context == shape['original_max_position_embeddings']
     if long:
-        edit_config(tmp_path, lambda raw: raw | {'nanocal': {'long_context': True}})
+        edit_config(tmp_path, nanocal={'long_context': True})
         assert checkpoint.read_config(tmp_path).max_position_embeddings == 256
     model, _, _ = compare(reference, tmp_path, shape)
     checkpoint.save(model, tmp_path / 'again', torch.float32)
@@ -326,12 +307,8 @@ def test_a_base_outside_the_blocks_reaches_the_layers_that_transformers_gives_it
             ('llama', {'rope_scaling': {'rope_type': 'yarn', 'factor': 4.0},
                        'original_max_position_embeddings': 16})):
         reference_model(name, tmp_path / name, max_position_embeddings=64)
-        edit_config(tmp_path / name, lambda raw, change=change: {
-            key: value for key, value in raw.items() if key != 'rope_parameters'} | change)
-        import transformers
-        reference = transformers.AutoModelForCausalLM.from_pretrained(
-            tmp_path / name, attn_implementation='eager').eval()
-        compare(reference, tmp_path / name, {'vocab_size': 211})
+        edit_config(tmp_path / name, rope_parameters=..., **change)
+        compare(by_transformers(tmp_path / name), tmp_path / name, {'vocab_size': 211})
 
 
 NORMS = {       # {class of transformers: model_type}
@@ -368,19 +345,16 @@ def test_norms_in_bfloat16_are_those_of_transformers_bit_for_bit(path):
 def test_in_half_precision_a_model_is_as_near_to_float32_as_that_of_transformers(
         name, dtype, tmp_path):
     """Files of the type, computed in it; hidden states far from the limits of float16."""
-    import transformers
     reference_model(name, tmp_path / 'single', initializer_range=0.02)
     checkpoint.save(checkpoint.load(tmp_path / 'single'), tmp_path / 'half', dtype)
     half = checkpoint.load(tmp_path / 'half')
     assert half.head.dtype == dtype
     exact = checkpoint.load(tmp_path / 'half', dtype=torch.float32)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / 'half', attn_implementation='sdpa', dtype=dtype)
+    reference = by_transformers(tmp_path / 'half', attn_implementation='sdpa', dtype=dtype)
     tokens = torch.randint(1, 211, (2, T))
     with torch.no_grad():
-        ours, right = (m.logits(m(tokens, *whole_rows(tokens))) for m in (half, exact))
-        theirs = reference(tokens).logits
-    assert off(ours, right) < 1.1 * off(theirs, right)
+        right = logits_of(exact, tokens)
+        assert off(logits_of(half, tokens), right) < 1.1 * off(reference(tokens).logits, right)
 
 
 # config.json in the spelling of the hub's files, also with keys that mean nothing to transformers

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from common import (ARCHITECTURES, DEVICES, lora_model, reference_model, rewrite,
-                    whole_rows, write_rows)
+from common import (ARCHITECTURES, DEVICES, edit_config, logits_of, lora_model, reference_model,
+                    rewrite, write_rows)
+
 import generate as program
 import triton_ops
 from decoding.cache import Cache, DecodeMask
@@ -33,18 +34,12 @@ def random_prompts(seed, *lengths):
     return [rng.integers(3, 211, n).tolist() for n in lengths]
 
 
-def full_pass(model, ids, answer):
-    """Log-probabilities [tokens, V] that one pass over the whole text gives, without a cache."""
+def sure(model, ids, answer):
+    """Assert that the log-probabilities and entropies are those of one pass without a cache."""
+    model.decoder.attention = 'explicit'    # FlexAttention is compiled again for each length
     whole = torch.tensor([ids + answer.tokens], device=model.head.device)
     with torch.no_grad():
-        hidden = model(whole, *(x.to(whole.device) for x in whole_rows(whole)))[0]
-        return model.logits(hidden[len(ids) - 1:-1]).double().log_softmax(-1).cpu()
-
-
-def sure(model, ids, answer):
-    """Assert that the log-probabilities and entropies are those of a full pass, in float32."""
-    model.decoder.attention = 'explicit'    # FlexAttention is compiled again for each length
-    log_probs = full_pass(model, ids, answer)
+        log_probs = logits_of(model, whole)[0, len(ids) - 1:-1].double().log_softmax(-1).cpu()
     picked = log_probs[range(len(answer.tokens)), answer.tokens]
     # float32 rounds the logits of these random models, up to 30, by some 1e-6 in each layer
     assert answer.log_probs == pytest.approx(picked.tolist(), abs=3e-5)
@@ -52,9 +47,7 @@ def sure(model, ids, answer):
     assert answer.entropies == pytest.approx(entropies.tolist(), abs=3e-5)
 
 
-# ------------------------------------------------------------------------------------------------
-# Cached decoding
-# ------------------------------------------------------------------------------------------------
+# ---- Cached decoding -----------------------------------------------------------------------------
 
 @pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('name', [
@@ -75,13 +68,14 @@ def test_greedy_tokens_are_those_of_transformers(name, device, tmp_path):
         sure(model, ids, answer)
 
 
-def test_the_cap_and_temperature_of_the_model_apply(tmp_path):
+def test_the_cap_and_temperature_of_the_model_apply_and_tokens_are_yielded_one_by_one(tmp_path):
     """`nanocal` in config.json: logits = cap * tanh(hidden @ head.T / (temperature * cap))."""
     reference = reference_model('llama', tmp_path)
-    content = json.loads((tmp_path / 'config.json').read_text())
-    content['nanocal'] = {'softcap': 2.0, 'temperature': 3.0}
-    (tmp_path / 'config.json').write_text(json.dumps(content))
-    ((_, (answer,)),) = generate(checkpoint.load(tmp_path), [[5, 6, 7]], GREEDY)
+    edit_config(tmp_path, nanocal={'softcap': 2.0, 'temperature': 3.0})
+    answers = [(len(answer.tokens), answer) for answer in stream(
+        checkpoint.load(tmp_path), [[5, 6, 7]], replace(GREEDY, max_tokens=5))]
+    assert [n for n, _ in answers] == [1, 2, 3, 4, 5]   # as soon as the next step has begun
+    answer = answers[-1][1]
     logits = 2 * torch.tanh(reference(torch.tensor([[5, 6, 7, *answer.tokens]])).logits.double()
                             / 6)
     expected = logits.log_softmax(-1)[0, 2:-1].max(-1).values
@@ -96,24 +90,23 @@ def test_an_answer_does_not_depend_on_the_others(tmp_path, tokenizers):
     common, *rest = random_prompts(2, 11, 3, 8, 5)
     prompts = [common + ids for ids in rest] + rest
     settings = Sampling(n=3, max_tokens=20, batch_size=5, seed=4)
-    stop = {7, 8, 9, 50, 60, 70}
-    together = dict(generate(model, prompts, settings, stop_ids=stop))
-    backwards = dict(generate(model, prompts[::-1], replace(settings, batch_size=7), stop_ids=stop))
+    fixed, stop = replace(settings, deterministic=True), {7, 8, 9, 50, 60, 70}
+
+    def answers_to(prompts, settings):
+        return dict(generate(model, prompts, settings, stop_ids=stop))
+    together, exact = answers_to(prompts, settings), answers_to(prompts, fixed)
+    backwards = answers_to(prompts[::-1], replace(settings, batch_size=7))
     assert len({len(answer.tokens) for answers in together.values() for answer in answers}) > 4
     assert all(module.training for module in model.modules())
-    exact = dict(generate(model, prompts, replace(settings, deterministic=True), stop_ids=stop))
     model.eval()
     for i, ids in enumerate(prompts):
-        alone = dict(generate(model, [ids], settings, stop_ids=stop))[0]
-        for answers in (alone, backwards[len(prompts) - 1 - i]):
+        for answers in (answers_to([ids], settings)[0], backwards[len(prompts) - 1 - i]):
             assert [a.tokens for a in answers] == [a.tokens for a in together[i]]
         for answer in together[i]:
             assert (answer.reason == 'end') == (answer.tokens[-1] in stop)
             sure(model, ids, answer)
-        alone = dict(generate(model, [ids], replace(settings, deterministic=True),      # bitwise
-                              stop_ids=stop))[0]
-        assert [replace(a, prompt=i, slot=0) for a in alone] == [
-            replace(a, slot=0) for a in exact[i]]
+        assert [replace(a, prompt=i, slot=0) for a in answers_to([ids], fixed)[0]] == [
+            replace(a, slot=0) for a in exact[i]]       # bitwise
     scored = confidences(model, prompts[:2], [together[0], together[1]])
     for answers, log_probs in zip((together[0], together[1]), scored, strict=True):
         assert log_probs == pytest.approx([sum(a.log_probs) for a in answers], abs=1e-4)
@@ -131,13 +124,6 @@ def test_seed_prompt_and_number_decide_the_random_numbers():
     for other in ((4, [5, 6], 1), (3, [5, 7], 1), (3, [5, 6], 2), (3, [5], 1)):
         assert np.abs(np.corrcoef(base, random_numbers(*other, 100))[0, 1]) < 0.4
     assert base.min() >= 0 and base.max() < 1
-
-
-def test_a_token_is_yielded_as_soon_as_the_next_step_has_begun(tmp_path):
-    reference_model('llama', tmp_path)
-    lengths = [len(answer.tokens) for answer in stream(
-        checkpoint.load(tmp_path), [[5, 6]], replace(GREEDY, max_tokens=5))]
-    assert lengths == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize('softcap, size, hd, K, group, split, dtype, tolerance', [
@@ -173,9 +159,7 @@ def test_the_decode_kernel_equals_the_plain_version(softcap, size, hd, K, group,
                            out[b:b + 1])
 
 
-# ------------------------------------------------------------------------------------------------
-# Drawing
-# ------------------------------------------------------------------------------------------------
+# ---- Drawing -------------------------------------------------------------------------------------
 
 RULES = [{'temperature': 1.0}, {'temperature': 0.5}, {'top_k': 7},
          {'top_p': 0.7, 'temperature': 1.5}, {'min_p': 0.1},
@@ -250,9 +234,7 @@ def test_equal_logits_at_the_edge_are_all_kept():
         assert torch.equal(kept, expected), rules
 
 
-# ------------------------------------------------------------------------------------------------
-# Ends, room
-# ------------------------------------------------------------------------------------------------
+# ---- Ends, room ----------------------------------------------------------------------------------
 
 @pytest.fixture(scope='module')
 def model_of_many_tokens(tmp_path_factory):
@@ -325,13 +307,12 @@ def test_less_memory_means_fewer_slots_and_equal_answers(tmp_path):
     reference_model('mistral_window', tmp_path)
     model, prompts = checkpoint.load(tmp_path), random_prompts(6, 9, 4, 13, 2, 20)
     settings = Sampling(n=4, max_tokens=10, seed=1)
-    expected = dict(generate(model, prompts, settings))
     # a slot has 3 layers of 7 tokens, for two K/V heads of 12 numbers in float32
     tight = replace(settings, cache_memory=4 * 3 * 7 * 2 * 2 * 12 * 4 / 2 ** 30)
     assert program.room(model, prompts, tight) == (3, 30)
-    answers = dict(generate(model, prompts, tight))
-    assert {i: [a.tokens for a in x] for i, x in answers.items()} == {
-        i: [a.tokens for a in x] for i, x in expected.items()}
+    expected, answers = ({i: [a.tokens for a in x] for i, x in generate(model, prompts, s)}
+                         for s in (settings, tight))
+    assert answers == expected
 
 
 def test_answers_to_a_prompt_share_its_computation_and_slots_are_used_again(tmp_path, monkeypatch):
@@ -350,9 +331,7 @@ def test_answers_to_a_prompt_share_its_computation_and_slots_are_used_again(tmp_
     assert max(rows) == 8 and sum(rows) == 5 * 4 * 6        # no row computes after its end
 
 
-# ------------------------------------------------------------------------------------------------
-# The command
-# ------------------------------------------------------------------------------------------------
+# ---- The command ---------------------------------------------------------------------------------
 
 QUESTIONS = [{'prompt': 'What?', 'gold': '7'}, {'id': 'b', 'messages': [
     {'role': 'user', 'content': 'one <s> [INST]'}, {'role': 'assistant', 'content': 'two'},
@@ -391,8 +370,7 @@ def test_the_tokens_of_three_files_end_an_answer(chat_folder, tmp_path):
     (chat_folder / 'generation_config.json').write_text(json.dumps({'eos_token_id': [ends[0]]}))
     with pytest.raises(ConfigError, match='has answers with .*end_ids'):
         run(chat_folder, tmp_path, '--per_token')
-    config = json.loads((chat_folder / 'config.json').read_text())
-    (chat_folder / 'config.json').write_text(json.dumps(config | {'eos_token_id': ends[1]}))
+    edit_config(chat_folder, eos_token_id=ends[1])
     tokenizer = load_model_tokenizer(chat_folder, checkpoint.read_config(chat_folder))
     assert tokenizer.end_ids == {tokenizer.eos_id, *ends}
     before = {row['id']: row['answers'][0]['tokens'] for row in first}

@@ -1,13 +1,12 @@
-"""model.py against transformers, and its masks and kernels against their plain versions."""
+"""model.py; its masks and kernels against their plain versions. test_families.py: transformers."""
 
 import re
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from common import (DEVICES, documents, few_layers, head_of_32, lora_model, named,
-                    parameters_of, reference_model, whole_rows)
+from common import (DEVICES, documents, few_layers, head_of_32, lora_model, reference_model,
+                    whole_rows)
 from safetensors.torch import load_file
 
 import attention
@@ -24,26 +23,6 @@ from triton_ops import tree_kernel
 # each kind of block; test_families.py has all families
 NAMES = ('llama3', 'mistral_window', 'gemma2', 'neox', 'gemma3', 'cohere2', 'phi3', 'ministral3',
          'opt_350m')
-
-
-@pytest.mark.parametrize('name', NAMES)
-def test_logits_and_gradients_equal_transformers(name, tmp_path):
-    reference = reference_model(name, tmp_path)
-    model = checkpoint.load(tmp_path)
-    tokens = torch.randint(0, 211, (2, 45))
-    logits = model.logits(model(tokens, *whole_rows(tokens)))
-    expected = reference(tokens).logits
-    error = (logits - expected).abs().max().item()
-    assert error < 2e-4 and error < 1e-5 * expected.abs().max().item()
-    targets = torch.randint(0, 211, (90,))
-    for z in (logits, expected):
-        F.cross_entropy(z.flatten(0, 1), targets).backward()
-    theirs = parameters_of(reference)
-    assert theirs.keys() == named(model).keys()
-    for key, parameter in named(model).items():
-        gradient = theirs[key].grad
-        # softmax ignores the bias of OPT's keys: its gradient is 0
-        assert (parameter.grad - gradient).norm() < 1e-4 * gradient.norm() + 1e-6, key
 
 
 def test_the_residual_stream_of_a_bfloat16_model_is_float32():
@@ -227,7 +206,7 @@ def test_flex_attention_that_an_edit_left_behind_is_not_used(name, edited, windo
     triton_ops.agree.cache_clear()
 
 
-def test_a_rule_that_is_not_causal_reaches_rows_of_one_document(tmp_path, monkeypatch):
+def test_an_edited_rule_reaches_rows_of_one_document_and_the_cache(tmp_path, monkeypatch):
     reference_model('llama', tmp_path)
     model, tokens = checkpoint.load(tmp_path), torch.randint(0, 211, (1, 20))
     positions, ends = whole_rows(tokens)
@@ -237,14 +216,10 @@ def test_a_rule_that_is_not_causal_reaches_rows_of_one_document(tmp_path, monkey
     after = model(tokens, positions, None)
     assert torch.equal(after, model(tokens, positions, ends)) and not torch.allclose(
         after, before, atol=1e-2)
-
-
-def test_a_cache_keeps_what_the_last_token_sees(monkeypatch):
-    sizes = [keys_to_keep(window, 20) for window in (None, 20, 30, 7, 1)]
-    assert sizes == [20, 20, 20, 7, 1]
-    rule = attention.sees
     monkeypatch.setattr(attention, 'sees', lambda i, j, *rest: rule(i, j, *rest) | (j == 2))
     assert keys_to_keep(7, 20) == 18
+    monkeypatch.undo()
+    assert [keys_to_keep(window, 20) for window in (None, 20, 30, 7, 1)] == [20, 20, 20, 7, 1]
 
 
 @pytest.mark.slow

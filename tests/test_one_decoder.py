@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
-from common import DEVICES, HERE, documents, head_of_32, reference_model, whole_rows
+from common import DEVICES, HERE, documents, head_of_32, logits_of, reference_model
 from safetensors.torch import load_model, save_model
 
 import attention
@@ -104,9 +104,8 @@ def plain(model, device, drawn):
     model.decoder.attention = 'explicit'
 
     def log_probs(ids):
-        ids = torch.tensor([ids], device=device)
-        rows = (x.to(device) for x in whole_rows(ids))
-        return model.logits(model(ids, *rows))[0].log_softmax(-1).detach().cpu()
+        return logits_of(model, torch.tensor([ids], device=device))[0].log_softmax(
+            -1).detach().cpu()
 
     losses = [F.nll_loss(log_probs(ids.tolist())[:-1], torch.from_numpy(ids[1:]), reduction='none')
               [torch.from_numpy(loss_mask[1:] == 1)] for ids, loss_mask in TEXTS]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import torch
-from common import SHARED, named, needs_files, off, parameters_of, whole_rows
+from common import (SHARED, by_transformers, logits_of, named, needs_files, off, parameters_of)
 
 import train
 from data.packing import pack
@@ -67,9 +67,7 @@ def ours(dtype=torch.float32, folder=FOLDER):
 
 
 def theirs(dtype=torch.float32, folder=FOLDER):
-    import transformers
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation='eager').to(DEVICE).eval()
+    return by_transformers(folder, dtype=dtype).to(DEVICE)
 
 
 def sequences():
@@ -80,12 +78,11 @@ def sequences():
             for text, n in zip(texts, (600, 60, 60, 48), strict=True)]
 
 
-def logits_of(folder):
-    """Our logits of the shortest sequence in float32, and its ids."""
+def our_logits(folder):
+    """Of the shortest sequence in float32, and its ids."""
     ids = torch.from_numpy(sequences()[-1])[None].to(DEVICE)
-    model = ours(folder=folder)
     with torch.no_grad():
-        return model.logits(model(ids, *(x.to(DEVICE) for x in whole_rows(ids)))), ids
+        return logits_of(ours(folder=folder), ids), ids
 
 
 def test_tokens_of_real_texts_are_those_of_transformers():
@@ -179,10 +176,10 @@ def fine_tune(tmp_path, **settings):
 def test_a_fine_tuned_folder_gives_the_same_in_transformers(tmp_path):
     import transformers
     run = fine_tune(tmp_path, lr=1e-4)
-    logits, ids = logits_of(run)
+    logits, ids = our_logits(run)
     with torch.no_grad():
         assert off(logits, theirs(folder=run)(ids).logits) < 1e-5
-    assert off(logits, logits_of(FOLDER)[0]) > 1e-2
+    assert off(logits, our_logits(FOLDER)[0]) > 1e-2
     reference, tokenizer = transformers.AutoTokenizer.from_pretrained(run), load_tokenizer(run)
     for text in SHORT_TEXTS:
         assert reference(text).input_ids == [tokenizer.bos_id, *tokenizer.encode(text)]
@@ -191,8 +188,8 @@ def test_a_fine_tuned_folder_gives_the_same_in_transformers(tmp_path):
 def test_an_adapter_gives_the_same_in_peft(tmp_path):
     peft = pytest.importorskip('peft')
     run = fine_tune(tmp_path, lora=True, lr=1e-2, save_dtype='float32')   # bfloat16 rounds
-    logits, ids = logits_of(run)
+    logits, ids = our_logits(run)
     with torch.no_grad():
         assert off(logits, peft.PeftModel.from_pretrained(theirs(), run / 'adapter')(ids).logits
                    ) < 1e-5
-    assert off(logits, logits_of(FOLDER)[0]) > 1e-2
+    assert off(logits, our_logits(FOLDER)[0]) > 1e-2

@@ -7,7 +7,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -21,37 +20,62 @@ from safetensors.torch import load_file, save_file
 
 import model as models
 import train
-from common import HERE, await_steps, llama_config, rewrite, run_train, same_weights, steps_done
+from common import (await_steps, edit_config, llama_config, rewrite, run_hooked, run_train,
+                    same_weights, steps_done)
 from results import plots
 from runtime import adapter, checkpoint, log, optim, ownership, resume, trained
 from runtime.errors import ConfigError, ProcessError, TrainingError
 
 
-@pytest.fixture(scope='module')
-def long_run(small_world, tmp_path_factory):
-    """(arguments of a run whose every random state matters, the folder of it undisturbed)"""
-    folder = tmp_path_factory.mktemp('long') / 'whole'
-    arguments = [small_world[0] / 'tuned' / 'train_config.py', '--eval=None', '--epochs=8',
-                 '--save_every=7', '--dtype=bfloat16', '--master_weights=stochastic',
-                 '--val_every=1000', '--checkpoint_epochs=False', '--device=cpu',
-                 '--pictures=False']
-    code, _, error = run_train(*arguments, f'--out_dir={folder}')
-    assert code == 0, error
-    return arguments, folder
+@pytest.fixture
+def tuned(small_world, tmp_path):
+    """A copy of the demo's tuned run, in tmp_path/out."""
+    return shutil.copytree(small_world[0] / 'tuned', tmp_path / 'out')
+
+
+@pytest.fixture
+def train_again(settings_file, tmp_path):
+    """A function that trains in this process by the settings of that run, into tmp_path/out."""
+    return lambda *options: train.main([settings_file, f'--out_dir={tmp_path / "out"}',
+                                        '--device=cpu', *options])
+
+
+def before_each_step(monkeypatch, action):
+    step = train.train_step
+    monkeypatch.setattr(train, 'SFT', replace(
+        train.SFT, step=lambda *rest: action() or step(*rest)))
+
+
+def stop():
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.slow
-def test_kills_change_no_bit_of_the_final_files(long_run, tmp_path):
-    arguments, whole = long_run
-    out = tmp_path / 'run'
+def test_kills_and_a_signal_change_no_bit_of_the_final_files(settings_file, tmp_path):
+    """Of a run whose every random state matters."""
+    arguments = [settings_file, '--eval=None', '--epochs=8', '--dtype=bfloat16', '--resume',
+                 '--master_weights=stochastic', '--val_every=1000', '--checkpoint_epochs=False',
+                 '--device=cpu']
+    out, whole = tmp_path / 'run', tmp_path / 'whole'
+    code, _, error = run_train(*arguments, f'--out_dir={whole}', '--pictures=False')
+    assert code == 0, error
+    arguments.append(f'--out_dir={out}')
     for steps, wait in ((0, 0.3), (8, random.uniform(0, 0.2))):     # early, and around a checkpoint
-        process = run_train(*arguments, f'--out_dir={out}', '--resume', wait=False)
+        process = run_train(*arguments, '--save_every=7', wait=False)
         await_steps(process, out, steps)
         time.sleep(wait)
         process.kill()
         process.communicate()
-    code, _, error = run_train(*arguments, f'--out_dir={out}', '--resume', '--pictures=True')
-    assert code == 0, error
+    process = run_train(*arguments, '--save_every=None', wait=False)
+    await_steps(process, out, steps_done(out) + 3)
+    process.send_signal(signal.SIGINT)
+    printed, errors = process.communicate()
+    assert process.returncode == 128 + signal.SIGINT and 'Traceback' not in errors
+    [step] = resume.checkpoints(out)
+    assert f'after step {step}; the same command continues' in printed
+    assert step == steps_done(out)
+    code, printed, error = run_train(*arguments, '--save_every=7')
+    assert code == 0 and f'resuming after step {step}' in printed, error
     assert same_weights(out, whole)
     records = [[{k: v for k, v in json.loads(line).items() if k != 'tokens_per_s'}
                 for line in (folder / 'log.jsonl').open()] for folder in (out, whole)]
@@ -202,124 +226,80 @@ def test_an_interrupted_run_says_resume_only_where_that_continues(tmp_path, file
 
 @pytest.mark.slow
 def test_signals_before_the_first_step_and_at_the_end_of_the_process_print_one_line(
-        small_world, tmp_path):
-    code = ('import atexit, os, runpy, signal, sys\n'
-            'from runtime import log\n'
-            'log.print_sizes = lambda *_: os.kill(os.getpid(), signal.SIGTERM)\n'
-            'atexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))\n'
-            'sys.argv = sys.argv[1:]\n'
-            'runpy.run_path(sys.argv[0], run_name="__main__")\n')
-    done = subprocess.run([sys.executable, '-c', code, 'train.py',
-                           str(small_world[0] / 'tuned' / 'train_config.py'), '--device=cpu',
-                           f'--out_dir={tmp_path}'], cwd=HERE, capture_output=True, text=True)
+        settings_file, tmp_path):
+    hook = ('import atexit\nfrom runtime import log\n'
+            'def stop(*_): os.kill(os.getpid(), signal.SIGTERM)\n'
+            'log.print_sizes = stop\natexit.register(stop)')
+    done = run_hooked(hook, 'train.py', settings_file, '--device=cpu', f'--out_dir={tmp_path}')
     assert done.returncode == -signal.SIGTERM
     assert done.stderr.strip().split('\n')[-1] == 'stopped by SIGTERM'
 
 
 @pytest.mark.slow
-def test_a_signal_saves_a_checkpoint_and_exits(long_run, tmp_path):
-    arguments, whole = long_run
-    process = run_train(*arguments, f'--out_dir={tmp_path}', '--save_every=None', wait=False)
-    await_steps(process, tmp_path, 3)
-    process.send_signal(signal.SIGINT)
-    printed, errors = process.communicate()
-    assert process.returncode == 128 + signal.SIGINT and 'Traceback' not in errors
-    [step] = resume.checkpoints(tmp_path)
-    assert f'after step {step}; --resume continues' in printed and step == steps_done(tmp_path)
-    code, printed, error = run_train(*arguments, f'--out_dir={tmp_path}', '--resume',
-                                     '--save_every=None')
-    assert code == 0 and f'resuming after step {step}' in printed, error
-    assert same_weights(tmp_path, whole)
-
-
-@pytest.mark.slow
-def test_a_signal_during_the_last_step(small_world, tmp_path, monkeypatch):
-    train_step, steps = train.train_step, []
-
-    def step_and_signal(*arguments):
-        steps.append(1)
-        if len(steps) == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return train_step(*arguments)
-    monkeypatch.setattr(train, 'SFT', replace(train.SFT, step=step_and_signal))
+def test_a_signal_during_the_last_step(train_again, tmp_path, monkeypatch):
+    steps = []
+    before_each_step(monkeypatch, lambda: steps.append(1) or (len(steps) == 2 and stop()) or None)
     with pytest.raises(train.Stopped, match='SIGTERM after the last step, before the report'):
-        train.main([str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={tmp_path}',
-                    '--max_steps=2'])
-    assert (tmp_path / 'config.json').exists() and not (tmp_path / 'results.json').exists()
+        train_again('--max_steps=2')
+    files = tree(tmp_path / 'out').keys()
+    assert 'config.json' in files and 'results.json' not in files
 
 
 @pytest.mark.slow
-def test_a_disk_that_fills_up_at_the_end(small_world, tmp_path):
+def test_a_disk_that_fills_up_at_the_end(settings_file, tmp_path):
     # on a GPU the compiler would be the first to write a large file
-    code, _, error = run_train(small_world[0] / 'tuned' / 'train_config.py', '--eval=None',
-                               '--checkpoint_epochs=False', '--device=cpu',
-                               f'--out_dir={tmp_path}', limit=500_000)
+    code, _, error = run_train(settings_file, '--eval=None', '--checkpoint_epochs=False',
+                               '--device=cpu', f'--out_dir={tmp_path}', limit=500_000)
     assert code == 1 and 'saving the weights' in error
     assert not (tmp_path / 'config.json').exists() and not list(tmp_path.rglob('*.nanocal-tmp'))
 
 
 @pytest.mark.slow
-def test_a_finished_run_only_reports_what_is_missing(small_world, tmp_path, monkeypatch):
-    again = tmp_path / 'again'
-    shutil.copytree(small_world[0] / 'tuned', again)
-    config = [str(again / 'train_config.py'), f'--out_dir={again}', '--resume']
-
+def test_a_finished_run_only_reports_what_is_missing(tuned, train_again, monkeypatch):
     def numbers():
-        tasks = json.loads((again / 'results.json').read_text())['tasks']
+        tasks = json.loads((tuned / 'results.json').read_text())['tasks']
         return {task: {key: value for key, value in result.items() if key != 'scoring_seconds'}
                 for task, result in tasks.items()}
     before = numbers()
-    (again / 'results.json').unlink()
+    (tuned / 'results.json').unlink()
     monkeypatch.setattr(train, 'optimize', None)
-    train.main(config)
+    train_again('--resume')
     assert numbers() == before
-    train.main([*config, '--eval.p_true=True'])
+    train_again('--resume', '--eval.p_true=True')
     assert numbers() == before | {'questions.p_true': numbers()['questions.p_true']}
     monkeypatch.setattr(train, 'evaluate', None)
-    train.main([*config, '--eval.p_true=True'])
+    train_again('--resume', '--eval.p_true=True')
 
 
 # ---- What a run may be resumed from --------------------------------------------------------------
 
-def swap_rows(folder):
-    lines = (folder / 'data.jsonl').read_text().splitlines(keepends=True)
-    (folder / 'data.jsonl').write_text(''.join([lines[1], lines[0], *lines[2:]]))
-
-
-def change_config(folder):
-    path = folder / 'base' / 'config.json'
-    path.write_text(json.dumps(json.loads(path.read_text()) | {'rms_norm_eps': 1e-3}))
-
-
-def change_base(folder):
-    rewrite(folder / 'base', lambda t: t['model.layers.0.mlp.up_proj.weight'].mul_(1.01))
-
-
 def test_resume_refuses_other_settings_other_data_and_another_model(
-        small_world, tmp_path, monkeypatch):
-    now = tmp_path / 'now'
-    shutil.copytree(small_world[0] / 'base', now / 'base')
-    shutil.copyfile(small_world[0] / 'world' / 'instruct.jsonl', now / 'data.jsonl')
-    arguments = [str(small_world[0] / 'tuned' / 'train_config.py'), '--eval=None', '--lora',
-                 '--checkpoint_epochs=False', f'--model={now}/base', f'--data={now}/data.jsonl',
-                 f'--out_dir={now}/run', '--save_every=1', '--device=cpu', '--resume']
-    train_step, done = train.train_step, []
-    monkeypatch.setattr(train, 'SFT', replace(train.SFT, step=lambda *rest: (
-        1 / 0 if done else done.append(1)) or train_step(*rest)))
+        small_world, train_again, tmp_path, monkeypatch):
+    data, base = tmp_path / 'data.jsonl', tmp_path / 'base'
+    shutil.copytree(small_world[0] / 'base', base)
+    shutil.copyfile(small_world[0] / 'world' / 'instruct.jsonl', data)
+    options = ['--eval=None', '--lora', '--checkpoint_epochs=False', f'--model={base}',
+               f'--data={data}', '--save_every=1', '--resume']
+    done = []
+    before_each_step(monkeypatch, lambda: 1 / 0 if done else done.append(1))
     with pytest.raises(ZeroDivisionError):
-        train.main(arguments)
-    assert list(resume.checkpoints(now / 'run')) == [1]
+        train_again(*options)
+    assert list(resume.checkpoints(tmp_path / 'out')) == [1]
     with pytest.raises(ConfigError, match='has lr = 0.001, not 0.1; keep it, or --overwrite'):
-        train.main([*arguments, '--lr=0.1'])
-    shutil.copytree(now, tmp_path / 'kept')
-    for change, message in ((swap_rows, 'different training data: '),
-                            (change_config, 'different base model: '),
-                            (change_base, 'different base model: ')):
-        change(now)
+        train_again(*options, '--lr=0.1')
+    lines = data.read_text().splitlines(keepends=True)
+    for path, change, message in (
+            (data, lambda: data.write_text(''.join(lines[::-1])), 'different training data: '),
+            (base / 'config.json', lambda: edit_config(base, rms_norm_eps=1e-3),
+             'different base model: '),
+            (base / 'model.safetensors', lambda: rewrite(
+                base, lambda t: t['model.layers.0.mlp.up_proj.weight'].mul_(1.01)),
+             'different base model: ')):
+        before = path.read_bytes()
+        change()
         with pytest.raises(TrainingError, match=message):
-            train.main(arguments)
-        shutil.rmtree(now)
-        shutil.copytree(tmp_path / 'kept', now)
+            train_again(*options)
+        path.write_bytes(before)
 
 
 def swap_tensors(folder):
@@ -415,12 +395,9 @@ def tree(folder):
             if p.is_file() and p.name != '.lock'}
 
 
-THEIRS = 'results.csv', 'config.json', 'runs/mine', 'before/mine', 'resume-3/state.json'
-
-
-def test_a_folder_that_no_run_made_is_refused(small_world, tmp_path, monkeypatch):
-    settings, out = str(small_world[0] / 'tuned' / 'train_config.py'), tmp_path / 'out'
-    for name in THEIRS:
+def test_a_folder_that_no_run_made_is_refused(settings_file, train_again, tmp_path, monkeypatch):
+    out = tmp_path / 'theirs'
+    for name in ('results.csv', 'config.json', 'runs/mine', 'before/mine', 'resume-3/state.json'):
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text('mine')
     before = tree(out)
@@ -428,15 +405,14 @@ def test_a_folder_that_no_run_made_is_refused(small_world, tmp_path, monkeypatch
         with pytest.raises(ConfigError, match='is not empty .* no written.json, the list'):
             resume.check_folder(train.TrainConfig(out_dir=str(folder), model='base'))
     monkeypatch.chdir(out)
-    for arguments, message in ((['--out_dir=.', '--overwrite'], 'is not empty'),
-                               (['--out_dir=', '--overwrite'], 'no out_dir given')):
+    for name, message in (('.', 'is not empty'), ('', 'no out_dir given')):
         with pytest.raises(ConfigError, match=message):
-            train.main([settings, *arguments])
+            train.main([settings_file, f'--out_dir={name}', '--overwrite'])
     assert tree(out) == before
-    with ownership.lock(tmp_path / 'run'):      # as another process would
+    with ownership.lock(tmp_path / 'out'):      # as another process would
         for option in ('--resume', '--overwrite'):
             with pytest.raises(ConfigError, match='another process is writing there'):
-                train.main([settings, f'--out_dir={tmp_path / "run"}', option, '--device=cpu'])
+                train_again(option)
 
 
 @pytest.mark.parametrize('content', [
@@ -495,51 +471,46 @@ def test_files_get_the_mode_that_the_umask_says(tmp_path, umask, mode):
     assert {p.stat().st_mode & 0o777 for p in run.out.rglob('*') if p.is_file()} == {mode}
 
 
-def test_overwrite_removes_what_runs_wrote_and_nothing_else(small_world, tmp_path):
-    out, config = tmp_path / 'out', str(small_world[0] / 'tuned' / 'train_config.py')
-    command = [config, f'--out_dir={out}', '--overwrite', '--max_steps=1', '--eval=None']
-    shutil.copytree(small_world[0] / 'tuned', out)
-    listed = set(ownership.written_files(out))
-    assert listed | {'written.json'} == tree(out).keys(), 'a run lists all that it writes'
+def test_overwrite_removes_what_runs_wrote_and_nothing_else(tuned, train_again):
+    listed = set(ownership.written_files(tuned))
+    assert listed | {'written.json'} == tree(tuned).keys(), 'a run lists all that it writes'
     theirs = 'notes.txt', 'results.py', 'epoch-1/mine', 'runs/mine'
     for name in theirs:
-        (out / name).parent.mkdir(exist_ok=True)
-        (out / name).write_text('mine')
-    train.main(command)
-    now = tree(out)
+        (tuned / name).parent.mkdir(exist_ok=True)
+        (tuned / name).write_text('mine')
+    train_again('--overwrite', '--max_steps=1', '--eval=None')
+    now = tree(tuned)
     assert {now[name] for name in theirs} == {b'mine'}
     assert 'results.json' not in now and 'epoch-1/config.json' not in now
     assert len(now['log.jsonl'].splitlines()) == 1
     # somebody's file where a run would write
-    (out / 'epoch-1' / 'model.safetensors').write_text('mine')
-    before = tree(out)
+    (tuned / 'epoch-1' / 'model.safetensors').write_text('mine')
+    before = tree(tuned)
     with pytest.raises(ConfigError, match='epoch-1/m.* was not written by this program'):
-        train.main(command)
-    assert tree(out) == before
+        train_again('--overwrite', '--max_steps=1', '--eval=None')
+    assert tree(tuned) == before
 
 
 @pytest.mark.parametrize('typo, message', [
     ('--model={}/truncated', 'truncated'), ('--eval.tasks=nothing', 'no task, file or folder'),
     ('--batch_size=100000', 'do not fill one step')])
-def test_overwrite_checks_everything_before_it_deletes(small_world, tmp_path, typo, message):
-    out = tmp_path / 'out'
-    shutil.copytree(small_world[0] / 'tuned', out)
+def test_overwrite_checks_everything_before_it_deletes(small_world, tuned, train_again, tmp_path,
+                                                       typo, message):
     shutil.copytree(small_world[0] / 'base', tmp_path / 'truncated')
     os.truncate(tmp_path / 'truncated' / 'model.safetensors', 1000)
-    before = tree(out)
+    before = tree(tuned)
     with pytest.raises(ValueError, match=message):
-        train.main([str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={out}',
-                    '--overwrite', typo.format(tmp_path)])
-    assert tree(out) == before
+        train_again('--overwrite', typo.format(tmp_path))
+    assert tree(tuned) == before
 
 
-def test_weights_survive_a_picture_that_fails(small_world, tmp_path, monkeypatch, capsys):
+def test_weights_survive_a_picture_that_fails(train_again, tmp_path, monkeypatch, capsys):
     def fail(*_):
         raise RuntimeError('no fonts')
     monkeypatch.setattr(plots, 'save_figure', fail)
-    train.main([str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={tmp_path}',
-                '--max_steps=1', '--eval=None'])
-    assert (tmp_path / 'config.json').exists() and not (tmp_path / 'loss.png').exists()
+    train_again('--max_steps=1', '--eval=None')
+    files = tree(tmp_path / 'out').keys()
+    assert 'config.json' in files and 'loss.png' not in files
     assert "loss.png" in capsys.readouterr().err
 
 
@@ -557,18 +528,12 @@ def test_a_folder_moved_under_a_run_ends_it_with_an_error(tmp_path):
         assert resume.checkpoints(moved)
 
 
-def test_training_in_a_folder_that_was_moved_fails(small_world, tmp_path, monkeypatch):
-    train_step, out = train.train_step, tmp_path / 'run'
-
-    def move_and_step(*rest):
-        if out.exists():
-            out.rename(tmp_path / 'moved')
-        return train_step(*rest)
-    monkeypatch.setattr(train, 'SFT', replace(train.SFT, step=move_and_step))
-    with pytest.raises(TrainingError, match='run was removed or moved'):
-        train.main([str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={out}',
-                    '--eval=None', '--max_steps=1', '--device=cpu'])
-    assert not out.exists()
+def test_training_in_a_folder_that_was_moved_fails(train_again, tmp_path, monkeypatch):
+    before_each_step(monkeypatch,
+                     lambda: (tmp_path / 'out').rename(tmp_path / 'moved') and None)
+    with pytest.raises(TrainingError, match='out was removed or moved'):
+        train_again('--eval=None', '--max_steps=1')
+    assert not (tmp_path / 'out').exists()
 
 
 def test_nothing_behind_a_link_is_written_or_deleted(tmp_path):
@@ -596,12 +561,6 @@ def test_the_error_of_a_full_disk_names_the_file(tmp_path):
 
 
 # ---- --overwrite: the old files are aside until the new ones are complete ------------------------
-
-def seen(folder):
-    """As `tree`, without what is aside."""
-    return {name: content for name, content in tree(folder).items()
-            if not name.startswith(ownership.ASIDE)}
-
 
 def old_run(out):
     """Write a folder with the files of a run and of its first report, and some of the user's."""
@@ -642,13 +601,21 @@ def test_what_is_aside_is_not_replaced_by_a_file_of_the_user(tmp_path):
     assert tree(out) == before | {'notes': b'mine'}
 
 
+def killed_at_each_operation(tmp_path, begin, act):
+    """Yield (folder, its files before) after act(folder) was killed before operation 0, 1, ..."""
+    for operation in range(200):
+        out = tmp_path / str(operation)
+        before = begin(out)
+        was_killed = killed(lambda out=out: act(out), out, operation)
+        yield out, before
+        if not was_killed:
+            break
+
+
 @pytest.mark.slow
 def test_overwriting_that_is_killed_at_any_moment_loses_nothing(tmp_path):
     outcomes = []
-    for operation in range(200):
-        out = tmp_path / str(operation)
-        before = old_run(out)
-        was_killed = killed(lambda out=out: replace_run(out), out, operation)
+    for out, before in killed_at_each_operation(tmp_path, old_run, replace_run):
         with ownership.lock(out):
             if (out / 'config.json').exists() and 'new' in (out / 'config.json').read_text():
                 ownership.remove_aside(out, 'run')      # as --resume does
@@ -659,126 +626,113 @@ def test_overwriting_that_is_killed_at_any_moment_loses_nothing(tmp_path):
         if not outcomes[-1]:
             assert {k: v for k, v in now.items() if not k.endswith('written.json')} == {
                 name: f'new {name}'.encode()
-                for name in ('log.jsonl', 'before/results.json', 'config.json')}, operation
-        if not was_killed:
-            break
+                for name in ('log.jsonl', 'before/results.json', 'config.json')}, out
     # before its last file is written, the old run is there; afterwards, the new one
     assert outcomes == sorted(outcomes, reverse=True)
     assert 25 < sum(outcomes) < len(outcomes) - 5, outcomes
 
 
-def test_a_model_is_read_where_overwriting_it_was_killed(small_world, tmp_path, capsys):
-    out = tmp_path / 'out'
-    shutil.copytree(small_world[0] / 'tuned', out)
-    before = tree(out)
+def test_a_model_is_read_where_overwriting_it_was_killed(tuned, capsys):
+    before = tree(tuned)
     ownership.forget_inputs()
-    assert killed(lambda: replace_run(out), out, 40) and tree(out) != before
-    assert checkpoint.fetch(str(out)) == out and tree(out) == before
+    assert killed(lambda: replace_run(tuned), tuned, 40) and tree(tuned) != before
+    assert checkpoint.fetch(str(tuned)) == tuned and tree(tuned) == before
     assert 'they are back' in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_putting_back_that_is_killed_at_any_moment_is_repeated(tmp_path):
-    def look(out):
-        with ownership.lock(out):
-            pass
-    for operation in range(200):
-        out = tmp_path / str(operation)
+    def begin(out):
         before = old_run(out)
         with pytest.MonkeyPatch.context() as patch, ownership.lock(out):
             patch.setattr(ownership, '_settle', lambda _: None)
             ownership.set_aside(out, 'run', ['*'], ['config.json'])
             ownership.claim(out, 'log.jsonl')
             (out / 'log.jsonl').write_text('new')
-        was_killed = killed(lambda out=out: look(out), out, operation)
+        return before
+
+    def look(out):
+        with ownership.lock(out):
+            pass
+    for n_operations, (out, before) in enumerate(killed_at_each_operation(tmp_path, begin, look)):
         look(out)
-        assert tree(out) == before, operation
-        if not was_killed:
-            break
-    assert operation > 15
+        assert tree(out) == before, n_operations
+    assert n_operations > 15
 
 
-@pytest.mark.parametrize('moment, error', [
-    ('evaluate', KeyboardInterrupt()), ('forward_backward', TrainingError('NaN'))])
+@pytest.mark.parametrize('moment, error, option', [
+    ('evaluate', KeyboardInterrupt(), '--eval_before=True'),
+    ('forward_backward', TrainingError('NaN'), '--eval=None')])
 def test_a_run_that_fails_puts_back_what_it_would_have_replaced(
-        small_world, tmp_path, monkeypatch, moment, error):
-    out = tmp_path / 'out'
-    shutil.copytree(small_world[0] / 'tuned', out)
-    ownership.claim(out / 'before', 'results.json')
-    (out / 'before' / 'results.json').write_text('old')
-    before = tree(out)
+        tuned, train_again, monkeypatch, moment, error, option):
+    ownership.claim(tuned / 'before', 'results.json')
+    (tuned / 'before' / 'results.json').write_text('old')
+    before = tree(tuned)
 
     def fail(*_, **__):
-        assert not (out / 'config.json').exists()
+        assert not (tuned / 'config.json').exists()
         raise error
     monkeypatch.setattr(train, moment, fail)
     with pytest.raises(type(error)):
-        train.main([str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={out}',
-                    '--overwrite', '--max_steps=1', '--device=cpu',
-                    *(['--eval_before=True'] if moment == 'evaluate' else ['--eval=None'])])
-    assert tree(out) == before
+        train_again('--overwrite', '--max_steps=1', option)
+    assert tree(tuned) == before
 
 
 @pytest.mark.slow
 def test_an_interrupted_run_that_can_be_resumed_and_the_one_before_it_are_both_kept(
-        small_world, tmp_path, monkeypatch, capsys):
-    out, train_step = tmp_path / 'out', train.train_step
-    shutil.copytree(small_world[0] / 'tuned', out)
-    before = {name: content for name, content in tree(out).items() if name != 'written.json'}
-    command = [str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={out}',
-               '--max_steps=2', '--device=cpu', '--eval=None', '--pictures=False']
-
-    def stop(*arguments):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return train_step(*arguments)
+        tuned, train_again, monkeypatch, capsys):
+    before = {name: content for name, content in tree(tuned).items() if name != 'written.json'}
+    options = '--max_steps=2', '--eval=None', '--pictures=False'
     with monkeypatch.context() as patch, pytest.raises(train.Stopped):
-        patch.setattr(train, 'SFT', replace(train.SFT, step=stop))
-        train.main([*command, '--overwrite'])
+        before_each_step(patch, stop)
+        train_again(*options, '--overwrite')
     assert '.replaced-run-001 keeps what --overwrite replaces' in capsys.readouterr().out
 
     def aside():
         return {name.removeprefix('.replaced-run-001/'): content
-                for name, content in tree(out).items() if name.startswith('.replaced-run-001/')}
+                for name, content in tree(tuned).items() if name.startswith('.replaced-run-001/')}
+
+    def seen():
+        return {name: content for name, content in tree(tuned).items()
+                if not name.startswith(ownership.ASIDE)}
     assert before.items() <= aside().items()
     with pytest.raises(ConfigError, match='interrupted after step 1: --resume continues it'):
-        train.main(command)
+        train_again(*options)
     # it can be overwritten in turn; if that fails, it is put back and can be resumed
-    checkpoint_of_1 = seen(out)
+    checkpoint_of_1 = seen()
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(train, 'optimize', lambda *_: 1 / 0)
-        train.main([*command, '--overwrite', '--lr=1'])
-    assert seen(out) == checkpoint_of_1 and before.items() <= aside().items()
-    train.main([*command, '--resume'])
-    assert not [*out.glob(f'{ownership.ASIDE}*')] and (out / 'config.json').exists()
+        train_again(*options, '--overwrite', '--lr=1')
+    assert seen() == checkpoint_of_1 and before.items() <= aside().items()
+    train_again(*options, '--resume')
+    assert not [*tuned.glob(f'{ownership.ASIDE}*')] and (tuned / 'config.json').exists()
 
 
-def test_overwrite_refuses_to_remove_what_the_run_reads(small_world, tmp_path):
-    out, data = tmp_path / 'out', small_world[0] / 'world' / 'instruct.jsonl'
-    shutil.copytree(small_world[0] / 'tuned', out)
+def test_overwrite_refuses_to_remove_what_the_run_reads(small_world, tuned, tmp_path):
     linked, peft = tmp_path / 'linked', tmp_path / 'peft'
     linked.mkdir()
-    for path in (small_world[0] / 'base').iterdir():
-        if path.is_file():
-            (linked / path.name).symlink_to(out / path.name if (out / path.name).exists() else path)
-    model = models.CausalLM(checkpoint.read_config(out))
+    for path in (path for path in (small_world[0] / 'base').iterdir() if path.is_file()):
+        ours = tuned / path.name
+        (linked / path.name).symlink_to(ours if ours.exists() else path)
+    model = models.CausalLM(checkpoint.read_config(tuned))
     models.add_lora(model, 2, 4.0, 0.0, ('q_proj',))
-    adapter.save_adapter(model, peft, str(out))
-    for path in (data, small_world[0] / 'world' / 'questions.jsonl'):
-        ownership.claim(out, path.name)
-        shutil.copy(path, out)
-    (tmp_path / 'link').symlink_to(out)
+    adapter.save_adapter(model, peft, str(tuned))
+    for name in ('instruct.jsonl', 'questions.jsonl'):
+        ownership.claim(tuned, name)
+        shutil.copy(small_world[0] / 'world' / name, tuned)
+    (tmp_path / 'link').symlink_to(tuned)
     (tmp_path / 'data').mkdir()
-    (tmp_path / 'data' / 'instruct.jsonl').symlink_to(out / 'instruct.jsonl')
-    before = tree(out)
+    (tmp_path / 'data' / 'instruct.jsonl').symlink_to(tuned / 'instruct.jsonl')
+    before = tree(tuned)
+    # the settings themselves have been read before
+    command = [str(tuned / 'train_config.py'), f'--out_dir={tuned}', '--overwrite', '--max_steps=1',
+               '--device=cpu']
     for option, name in ((f'--model={linked}', 'config.json'), (f'--model={peft}', 'config.json'),
                          (f'--data={tmp_path}/link/instruct.jsonl', 'instruct.jsonl'),
                          (f'--data={tmp_path}/data', 'instruct.jsonl'),
-                         (f'--eval.tasks={out}/questions.jsonl', 'questions.jsonl')):
+                         (f'--eval.tasks={tuned}/questions.jsonl', 'questions.jsonl')):
         with pytest.raises(ConfigError, match=f'out/{name} is read by this command'):
-            train.main([str(out / 'train_config.py'), f'--out_dir={out}', '--overwrite',
-                        '--max_steps=1', '--device=cpu', option])
-        assert tree(out) == before
-    # the settings themselves have been read before
-    train.main([str(out / 'train_config.py'), f'--out_dir={out}', '--overwrite', '--max_steps=1',
-                '--device=cpu', '--eval=None'])
-    assert 'instruct.jsonl' not in tree(out)
+            train.main([*command, option])
+        assert tree(tuned) == before
+    train.main([*command, '--eval=None'])
+    assert 'instruct.jsonl' not in tree(tuned)

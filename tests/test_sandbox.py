@@ -217,34 +217,11 @@ def test_calls_that_reach_other_processes_are_denied_by_argument(isolation, allo
     assert eval(re.match(r'ValueError: (\[.*\])', outcome.reason)[1]) == [(-1, 1)] * len(DENIED)
 
 
-@pytest.mark.parametrize('isolation', ISOLATIONS)
-def test_ordinary_calls_on_files_are_allowed(isolation, allowed):
-    allowed(isolation)
-    source = '''
-import fcntl, os, sqlite3, struct, tempfile, termios
-with tempfile.NamedTemporaryFile('w+') as file:
-    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    fd = os.dup(file.fileno())
-    os.set_inheritable(fd, True)
-    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND | os.O_NONBLOCK)
-    fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10)
-    print('abc', end='', file=file, flush=True)
-    file.seek(0)
-    assert struct.unpack('i', fcntl.ioctl(fd, termios.FIONREAD, bytes(4))) == (3,)
-    with sqlite3.connect(file.name + '.db') as base:
-        base.execute('create table t (x)')
-def add(a, b): return a + b
-'''
-    assert run_program(source, TESTS, isolation=isolation) == (True, '', '')
-
-
 def test_no_process_or_connection_is_reached(namespaces):
     assert attempt('os.getpid(), os.getppid()') == '(2, 1)'
     for pid in ('os.getppid()', os.getpid(), -1):
         assert attempt(f'os.kill({pid}, {int(signal.SIGKILL)})') == 'PermissionError'
-    with socket.socket() as server:
-        server.bind(('127.0.0.1', 0))
-        server.listen()
+    with socket.create_server(('127.0.0.1', 0)) as server:
         for expression in ('socket.create_connection(address)', 'socket.socket(socket.AF_VSOCK)'):
             assert attempt(expression, f'import socket\naddress = {server.getsockname()!r}'
                            ) == 'PermissionError'
@@ -296,8 +273,25 @@ def test_nothing_outlives_a_killed_evaluation(isolation, allowed):
 @pytest.mark.parametrize('isolation', ISOLATIONS)
 def test_a_right_program_passes(isolation, allowed):
     allowed(isolation)
-    source = ('import collections, hashlib, itertools, math, random, re, sqlite3\n'
-              'print("debug")\ndef add(a, b):\n    print(a, b)\n    return a + b')
+    source = '''
+import collections, fcntl, hashlib, itertools, math, os, random, re, sqlite3, struct, tempfile
+import termios
+with tempfile.NamedTemporaryFile('w+') as file:     # ordinary calls on files are allowed
+    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fd = os.dup(file.fileno())
+    os.set_inheritable(fd, True)
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND | os.O_NONBLOCK)
+    fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10)
+    print('abc', end='', file=file, flush=True)
+    file.seek(0)
+    assert struct.unpack('i', fcntl.ioctl(fd, termios.FIONREAD, bytes(4))) == (3,)
+    with sqlite3.connect(file.name + '.db') as base:
+        base.execute('create table t (x)')
+print('debug')
+def add(a, b):
+    print(a, b)
+    return a + b
+'''
     assert run_program(source, TESTS, isolation=isolation) == (True, '', 'debug\n2 3\n-1 1\n')
     for body, reason in (('a * b', 'AssertionError: assert program.add(2, 3) == 5'),
                          ('a +', 'SyntaxError: invalid syntax (program.py, line 1)')):

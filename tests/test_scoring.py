@@ -1,11 +1,9 @@
 """scoring.py: trees of tokens, the tokens of questions"""
 
-
 import numpy as np
 import pytest
 import torch
-from common import (DEVICES, head_of_32, lora_model, reference_model,
-                    whole_rows, write_rows)
+from common import DEVICES, head_of_32, logits_of, lora_model, reference_model, write_rows
 
 import evaluate
 import metrics
@@ -46,7 +44,7 @@ def plain_log_probs(model, tree, device):
     """Of each option, by a row for each that holds its sequence, then padding."""
     sequences = [torch.tensor(ids) for ids in tree.sequences]
     ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
-    logits = model.logits(model(*(x.to(device) for x in (ids, *whole_rows(ids)))))
+    logits = logits_of(model, ids.to(device))
     log_probs = logits.log_softmax(-1).cpu()[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
     return [row[start - 1:len(sequence) - 1].sum().item()
             for row, start, sequence in zip(log_probs, tree.starts, sequences, strict=True)]
@@ -85,6 +83,13 @@ def test_questions_of_one_token_are_scored(tmp_path):
         found += scoring.option_log_probs(model, trees, pack_len=16)
         for tree, ours in zip(trees * 2, found, strict=True):
             assert ours == pytest.approx(plain_log_probs(model, tree, 'cpu'), abs=1e-4)
+    # such an option has an empty continuation; one token less than none was counted for it
+    tree = packing.Tree((1, 2, 3), [4, 5], [[1] * 5, [], [2, 2]], [4, 4, 4])
+    rows = list(packing.pack_trees([(0, tree)], 9))
+    assert [arrays.shape for arrays, _ in rows] == [(3, 9)] * 2
+    assert sum(len(scored) for _, scored in rows) == tree.n_scored
+    one_option = packing.Tree((1, 2, 3), [4, 5, 6], [[]], [4])      # longer than the row
+    assert len(list(packing.pack_trees([(0, one_option)], 5))) == 1
 
 
 def test_the_hash_of_a_tree_stays_as_in_folders_that_are_there():
@@ -95,16 +100,6 @@ def test_the_hash_of_a_tree_stays_as_in_folders_that_are_there():
     for other in (packing.Tree((1, 7), [3], [[4], [5]], [3, 3]),
                   packing.Tree((1,), [2, 3], [[4], [5]], [3, 3])):
         assert other.fingerprint != tree.fingerprint
-
-
-def test_an_option_that_begins_another_does_not_lengthen_a_row():
-    """Such an option has an empty continuation; one token less than none was counted for it."""
-    tree = packing.Tree((1, 2, 3), [4, 5], [[1] * 5, [], [2, 2]], [4, 4, 4])
-    rows = list(packing.pack_trees([(0, tree)], 9))
-    assert [arrays.shape for arrays, _ in rows] == [(3, 9)] * 2
-    assert sum(len(scored) for _, scored in rows) == tree.n_scored
-    one_option = packing.Tree((1, 2, 3), [4, 5, 6], [[]], [4])      # longer than the row
-    assert len(list(packing.pack_trees([(0, one_option)], 5))) == 1
 
 
 def test_options_that_differ_in_their_last_token_share_the_others(tmp_path):
@@ -144,7 +139,7 @@ def test_scored_tokens_of_a_text_equal_the_plain_model(tmp_path):
                                                  compute=scoring.token_statistics):
         tree = trees[index]
         ids = torch.tensor([tree.prompt])
-        log_probs = model.logits(model(ids, *whole_rows(ids))).log_softmax(-1)[0].detach()
+        log_probs = logits_of(model, ids).log_softmax(-1)[0].detach()
         for n, (log_prob, top, top_log_prob, entropy) in zip(numbers, values, strict=True):
             row = log_probs[tree.scored[n] - 1]
             assert top == row.argmax()
@@ -193,14 +188,6 @@ def test_a_dropout_seed_draws_the_dropout_of_adapters(tmp_path):
         [log_probs(model, 0, [tree], deterministic=True) for tree in trees]))
 
 
-def write_task(folder, n=4, choices=('blue', 'a lazy dog', 'brown')):
-    rows = [{'question': f'What is the fox {i}?', 'choices': list(choices), 'answer': i % 3,
-             'subject': 'foxes'} for i in range(n)]
-    write_rows(folder / 'dev.jsonl', rows)
-    write_rows(folder / 'test.jsonl', rows)
-    return f'{folder}'
-
-
 def first_tree(asked, solved, tokenizer, max_length=2000, **keys):
     found = next(tokenize_questions(asked, solved, tokenizer, max_length=max_length,
                                     **({'add_bos': True} | keys)))[1]
@@ -245,7 +232,11 @@ def test_each_option_of_winogrande_has_its_own_start(tokenizers, tmp_path):
 
 def test_whole_shots_are_dropped(tokenizers, tmp_path):
     tokenizer = tokenizers['gemma']
-    asked, solved, _, _ = questions.load_task(write_task(tmp_path), shots=3, scoring='text')
+    for split in ('dev', 'test'):
+        write_rows(tmp_path / f'{split}.jsonl', [
+            {'question': f'What is the fox {i}?', 'choices': ['blue', 'a lazy dog', 'brown'],
+             'answer': i % 3, 'subject': 'foxes'} for i in range(4)])
+    asked, solved, _, _ = questions.load_task(str(tmp_path), shots=3, scoring='text')
     shots = solved['', 'foxes']
     sizes = [first_tree(asked, {('', 'foxes'): shots[:n]}, tokenizer) for n in range(4)]
     for kept, tree in enumerate(sizes):
@@ -256,9 +247,6 @@ def test_whole_shots_are_dropped(tokenizers, tmp_path):
             continue
         with pytest.raises(DataError, match='even without shots the prompt has'):
             first_tree(asked, solved, tokenizer, longest - 1)
-
-
-def test_options_that_cannot_be_scored(tokenizers):
     bad = questions.Question('7', 'Answer: ', ['', 'x'], 1, 's', 'H\n\n', place='q.jsonl:8')
     with pytest.raises(DataError, match="q.jsonl:8: option '' does not begin at a token boundary"):
         first_tree([bad], {}, tokenizers['llama3'])

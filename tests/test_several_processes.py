@@ -52,8 +52,17 @@ def folder(tmp_path_factory):
 
 
 def run(command, n=1):
-    """Run a script of this repository by n processes."""
-    return run_scripts(n, *command)
+    """Run a script of this repository by n processes, and return what it prints."""
+    done = run_scripts(n, *command)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def killed_by_torchrun(*command):
+    """Run a script by two processes of which the second kills itself, or fails; return stderr."""
+    done = torchrun(*command)
+    assert done.returncode and 'rank      : 1' in done.stderr, done.stderr
+    return done.stderr
 
 
 def evaluation(folder, out, *more):
@@ -159,42 +168,46 @@ def test_a_part_that_this_program_did_not_write_is_refused(tmp_path):
     assert 'samples.jsonl.0' not in ownership.written_files(tmp_path)
 
 
+@pytest.fixture(scope='module')
+def alone(folder, tmp_path_factory):
+    """The outcome of an evaluation by one process."""
+    out = tmp_path_factory.mktemp('alone')
+    run(evaluation(folder, out, *MORE))
+    return outcome(out)
+
+
+MORE = '--permute=2', '--p_true', '--fit_temperature', '--limit=5'
+
+
 @pytest.mark.slow
-def test_two_hosts_evaluate_as_one(folder, tmp_path):
+def test_two_hosts_evaluate_as_one(folder, alone, tmp_path):
     """One torchrun per host, as in docs/several_gpus.md."""
-    more = '--permute=2', '--p_true', '--fit_temperature', '--limit=12'
     with socket.create_server(('localhost', 0)) as server:
         port = server.getsockname()[1]
     hosts = [start_script(
         torch.distributed.run.__file__, '--nnodes=2', '--nproc_per_node=1', '--rdzv_backend=c10d',
         f'--rdzv_endpoint=localhost:{port}', '--rdzv_id=7',
-        *evaluation(folder, tmp_path / 'hosts', *more), env={'PYTHONPATH': str(HERE)})
-        for _ in range(2)]
+        *evaluation(folder, tmp_path, *MORE), env={'PYTHONPATH': str(HERE)}) for _ in range(2)]
     printed = [host.communicate() for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], printed
     assert sum('samples.jsonl' in out for out, _ in printed) == 1
-    assert run(evaluation(folder, tmp_path / '1', *more)).returncode == 0
-    assert outcome(tmp_path / 'hosts') == outcome(tmp_path / '1')
-    assert len(outcome(tmp_path / '1')[1]['tasks']) == 4
-    assert not [*(tmp_path / 'hosts').glob('samples.jsonl.*')]
+    assert outcome(tmp_path) == alone and len(alone[1]['tasks']) == 4
+    assert not [*tmp_path.glob('samples.jsonl.*')]
 
 
 @pytest.mark.slow
-def test_processes_that_share_the_weights_evaluate_as_one(folder, tmp_path):
+def test_processes_that_share_the_weights_evaluate_as_one(folder, alone, tmp_path):
     """Also where one of them has no question: of the 7 texts the third has none left."""
-    more = '--permute=2', '--p_true', '--limit=5'
-    for n in (1, 3):
-        done = run([*evaluation(folder, tmp_path / f'{n}', *more), f'--shard={n > 1}'], n)
-        assert done.returncode == 0, done.stderr
-    alone, shared = outcome(tmp_path / '1'), outcome(tmp_path / '3')
-    assert alone[1]['config'].pop('shard') != shared[1]['config'].pop('shard')
-    assert alone == shared and len(shared[1]['tasks']) == 4
+    command = evaluation(folder, tmp_path, *MORE, '--shard')
+    run(command, 3)
+    lines, results = outcome(tmp_path)
+    assert results['config'].pop('shard')
+    assert (lines, results | {'config': results['config'] | {'shard': False}}) == alone
     # a part is lost: only its process has something to score, and the rest is not scored again
-    lines = (tmp_path / '3' / 'samples.jsonl').read_text().splitlines(keepends=True)
-    (tmp_path / '3' / 'samples.jsonl').write_text(''.join(lines[:-2]))
-    done = run([*evaluation(folder, tmp_path / '3', *more), '--shard'], 2)
-    assert done.returncode == 0, done.stderr
-    assert outcome(tmp_path / '3')[0] == alone[0]
+    file = tmp_path / 'samples.jsonl'
+    file.write_text(''.join(file.read_text().splitlines(keepends=True)[:-2]))
+    run(command, 2)
+    assert outcome(tmp_path)[0] == lines
 
 
 @pytest.mark.slow
@@ -247,9 +260,7 @@ with parallel.joined():
                    and (key, p.dtype) == (name, q.dtype) for (key, p), (name, q) in pairs)
         print(share < 0.6 * total, sum(parallel.gather(share)) == total, same)
 ''')
-    done = run([script], 2)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == 6 * 'True True True\n', done.stdout
+    assert run([script], 2) == 6 * 'True True True\n'
 
 
 def test_what_cannot_share_the_weights_is_refused(folder, tmp_path, monkeypatch):
@@ -265,14 +276,13 @@ def test_what_cannot_share_the_weights_is_refused(folder, tmp_path, monkeypatch)
 @pytest.mark.slow
 def test_two_processes_evaluate_written_answers_as_one(folder, tmp_path):
     for n in (1, 3):
-        done = run(['evaluate.py', f'--model={folder / "model"}', f'--out_dir={tmp_path / f"{n}"}',
-                    f'--tasks=qa:{folder / "answers.jsonl"}', '--shots=0', '--n=3',
-                    '--max_tokens=5', '--p_true', '--p_ik', '--verbalized', '--n_bootstrap=0',
-                    '--device=cpu', '--deterministic', '--pictures=False'], n)
-        assert done.returncode == 0, done.stderr
-    assert outcome(tmp_path / '1') == outcome(tmp_path / '3')
-    tasks = outcome(tmp_path / '3')[1]['tasks']
-    assert {'qa', 'qa.p_true', 'qa.p_ik', 'qa.agreement'} <= tasks.keys()
+        run(['evaluate.py', f'--model={folder / "model"}', f'--out_dir={tmp_path / str(n)}',
+             f'--tasks=qa:{folder / "answers.jsonl"}', '--shots=0', '--n=3', '--max_tokens=5',
+             '--p_true', '--p_ik', '--verbalized', '--n_bootstrap=0', '--device=cpu',
+             '--deterministic', '--pictures=False'], n)
+    alone = outcome(tmp_path / '1')
+    assert alone == outcome(tmp_path / '3')
+    assert {'qa', 'qa.p_true', 'qa.p_ik', 'qa.agreement'} <= alone[1]['tasks'].keys()
 
 
 @pytest.mark.slow
@@ -287,28 +297,25 @@ def test_all_processes_of_a_run_make_its_reports(folder, tmp_path):
                 'save_dtype': 'float32', 'eval': evaluated}
     config.write_text(''.join(f'{key} = {value!r}\n' for key, value in settings.items()))
     for n in (1, 2):
-        done = run(['train.py', config, f'--out_dir={tmp_path / str(n)}'], n)
-        assert done.returncode == 0, done.stderr
-    assert outcome(tmp_path / '1' / 'before') == outcome(tmp_path / '2' / 'before')
+        run(['train.py', config, f'--out_dir={tmp_path / str(n)}'], n)
+    before, after = outcome(tmp_path / '2' / 'before'), outcome(tmp_path / '2')
+    assert outcome(tmp_path / '1' / 'before') == before
     run(['evaluate.py', f'--model={tmp_path / "2"}', f'--out_dir={tmp_path / "alone"}',
          '--device=cpu', *(f'--{key}={value}' for key, value in evaluated.items())])
-    alone, after = outcome(tmp_path / 'alone'), outcome(tmp_path / '2')
-    assert alone[0] == after[0] and alone[1]['tasks'] == after[1]['tasks']
-    assert alone[0] != outcome(tmp_path / '2' / 'before')[0]
+    lines, results = outcome(tmp_path / 'alone')
+    assert lines == after[0] != before[0] and results['tasks'] == after[1]['tasks']
 
 
 @pytest.mark.slow
 def test_a_killed_process_is_named_and_loses_no_sample(folder, tmp_path):
-    assert run(evaluation(folder, tmp_path / 'whole')).returncode == 0
+    run(evaluation(folder, tmp_path / 'whole'))
     killed = tmp_path / 'killed'
-    done = torchrun(dying(tmp_path, 'evaluate', 20), *evaluation(folder, killed)[1:])
-    assert done.returncode and 'rank      : 1' in done.stderr, done.stderr
+    killed_by_torchrun(dying(tmp_path, 'evaluate', 20), *evaluation(folder, killed)[1:])
     scored = {line for part in (0, 1) for line in
               (killed / f'samples.jsonl.{part}').read_text().split('\n')[:-1]}
     assert len(scored) >= 20 and not (killed / 'results.json').exists()
-    done = run(evaluation(folder, killed), 3)
-    assert done.returncode == 0, done.stderr
-    assert f'{sum("clm" not in line for line in scored)} scored earlier' in done.stdout
+    printed = run(evaluation(folder, killed), 3)
+    assert f'{sum("clm" not in line for line in scored)} scored earlier' in printed
     assert outcome(killed) == outcome(tmp_path / 'whole')
     lines = (killed / 'samples.jsonl').read_text().splitlines()
     assert scored == {*lines[:len(scored)]}     # as they were, and first
@@ -321,35 +328,31 @@ def test_an_error_in_one_process_names_it_and_ends_all(folder, tmp_path):
         for i in range(20)])
     command = ['evaluate.py', f'--model={folder / "model"}', f'--tasks={tmp_path / "q.jsonl"}',
                '--shots=0', '--device=cpu', f'--out_dir={tmp_path / "out"}', '--max_length=300']
-    done = torchrun(*command)
-    assert done.returncode and 'error in process 1 of 2: q: ' in done.stderr, done.stderr
-    assert 'q.jsonl:20: even without shots the prompt has' in done.stderr
-    assert 'Traceback (most recent call last):\n  File "' + str(HERE) not in done.stderr
-
-    done = run([*command, '--on_bad_row=skip'], 2)
-    assert done.returncode == 0, done.stderr
+    errors = killed_by_torchrun(*command)
+    assert 'error in process 1 of 2: q: ' in errors
+    assert 'q.jsonl:20: even without shots the prompt has' in errors
+    assert 'Traceback (most recent call last):\n  File "' + str(HERE) not in errors
+    run([*command, '--on_bad_row=skip'], 2)
     result = json.loads((tmp_path / 'out' / 'results.json').read_text())['tasks']['q']
     assert result['bad_rows'] == 1 and result['pooled']['n'] == 19
 
 
 @pytest.mark.slow
 def test_several_processes_generate_as_one(folder, tmp_path):
-    def command(name, *more):
+    def command(name):
         return ['generate.py', f'--model={folder / "model"}', '--raw', '--device=cpu', '--n=2',
                 f'--prompts={folder / "prompts.jsonl"}', f'--out={tmp_path / name}',
-                '--max_tokens=8', '--deterministic', '--confidence', *more]
+                '--max_tokens=8', '--deterministic', '--confidence']
 
     def rows(name):
         lines = (tmp_path / name).read_text().splitlines()
         assert len(set(lines)) == len(lines) == 13
         return sorted(lines)
 
-    assert run(command('1.jsonl')).returncode == 0
+    run(command('1.jsonl'))
     (tmp_path / 'killed').mkdir()
-    done = torchrun(dying(tmp_path, 'generate', 2), *command('killed/x.jsonl')[1:])
-    assert done.returncode and 'rank      : 1' in done.stderr, done.stderr
+    killed_by_torchrun(dying(tmp_path, 'generate', 2), *command('killed/x.jsonl')[1:])
     assert (tmp_path / 'killed/x.jsonl.1').read_text().count('\n') == 2
-    done = run(command('killed/x.jsonl'), 3)
-    assert done.returncode == 0, done.stderr
+    run(command('killed/x.jsonl'), 3)
     assert rows('killed/x.jsonl') == rows('1.jsonl')
     assert not [*(tmp_path / 'killed').glob('x.jsonl.*')]

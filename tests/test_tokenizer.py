@@ -46,14 +46,14 @@ def test_text_never_makes_a_control_token(tokenizers, kind):
 
 
 def test_a_missing_or_damaged_tokenizer_is_named(tmp_path):
-    with pytest.raises(DataError, match='has no tokenizer: none of tokenizer.model'):
-        load_tokenizer(tmp_path)
     for name, content, message in (
+            ('', '', 'has no tokenizer: none of tokenizer.model'),
             ('tokenizer.json', '{"model":', 'tokenizer.json: the tokenizers library cannot read'),
             ('tokenizer.model', '', 'tokenizer.model is empty'),
             ('tokenizer.model', '\0\1garbage', 'neither a tiktoken nor a sentencepiece'),
             ('tokenizer.model', 'IQ== 0\nIg== 1\n', '2 ranks; only the Llama 3 file')):
-        (tmp_path / name).write_text(content)
+        if name:
+            (tmp_path / name).write_text(content)
         with pytest.raises(DataError, match=message):
             load_tokenizer(tmp_path)
 
@@ -109,6 +109,11 @@ def rewrite_json(path, change):
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
+
+
+def wiki_lines():
+    with gzip.open(SHARED / 'datasets' / 'wikitext2' / 'wiki.test.txt.gz', 'rt') as file:
+        return file.readlines()[::16]
 
 
 def same_ids(folder, texts, theirs=None):
@@ -195,8 +200,7 @@ def test_a_real_tokenizer_json_has_the_ids_of_transformers(name, tmp_path):
         (SHARED / 'tokenizers' / f'{name}_tokenizer.json.gz').read_bytes()))
     (tmp_path / 'tokenizer_config.json').write_text(json.dumps(
         {'eos_token': REAL[name], 'tokenizer_class': 'PreTrainedTokenizerFast'}))
-    lines = gzip.open(SHARED / 'datasets' / 'wikitext2' / 'wiki.test.txt.gz', 'rt').readlines()
-    same_ids(tmp_path, strings(500) + lines[::16])
+    same_ids(tmp_path, strings(500) + wiki_lines())
 
 
 def test_vocab_and_merges_are_read_as_by_transformers(tmp_path):
@@ -282,13 +286,16 @@ def test_tokens_outside_of_a_sentencepiece_model(tmp_path):
         load_tokenizer(tmp_path)
 
 
-def test_gemma3_symbols_are_controls(tmp_path):
+def test_gemma3_symbols_are_controls_and_other_normalizations_are_left_alone(tmp_path, capsys):
     symbols = ['<start_of_image>', '<end_of_image>', '[multimodal]', '<unused7>', '<start_of_turn>']
-    tokenizer = load_tokenizer(sentencepiece_folder(
-        tmp_path, 'llama2', user_defined_symbols=[*symbols, '<table>']))
+    folder = sentencepiece_folder(tmp_path, 'llama2', normalization_rule_name='nfkc',
+                                  user_defined_symbols=[*symbols, '<table>'])
+    tokenizer = load_tokenizer(folder)
     assert {*symbols} <= tokenizer.control_ids.keys() and '<table>' not in tokenizer.control_ids
     for symbol in symbols:
         assert tokenizer.control_ids[symbol] not in tokenizer.encode(f'an {symbol}')
+    assert export.tokenizer_files(folder, tokenizer) == {}
+    assert 'transformers needs the package protobuf' in capsys.readouterr().out
 
 
 def test_tekken_has_the_ids_of_its_pieces_here_and_in_transformers(tmp_path):
@@ -366,7 +373,6 @@ def test_bos_and_eos_of_a_tokenizer_json(tmp_path):
             load_tokenizer(folder)
 
 
-# the templates in the files of these models, without dates and default system messages
 OFFICIAL = {
     'cohere': "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'system' %}"
               "{{ '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>' + m['content'] + "
@@ -483,22 +489,33 @@ RENDERED = {
                 '[/INST]{ \njumps</s>}'),
     'mistral as text': ('llama2', '<s>[INST] Be brief.\n\nThe sky? [/INST]{ It is blue.</s>} '
                         '[INST] fox <| [/INST]{ \njumps</s>}'),
+    # Stanford's prompts
+    'alpaca': ('llama2', '<s>Below is an instruction that describes a task. Write a response that '
+               'appropriately completes the request.\n\n### Instruction:\nAdd <|.\n\n### Response:'
+               '{3 foxes\n</s>}'),
+    'alpaca with input': (
+        'llama2', '<s>Below is an instruction that describes a task, paired with an input that '
+        'provides further context. Write a response that appropriately completes the request.\n\n'
+        '### Instruction:\nAdd <|.\n\n### Input:\n1\n\n2\n\n### Response:{3 foxes\n</s>}'),
 }
+ALPACA = {'instruction': 'Add <|.', 'output': '3 foxes\n'}
 
 
 @pytest.mark.parametrize('template', RENDERED)
 def test_templates_render_with_the_right_loss_mask(tokenizers, template):
     kind, expected = RENDERED[template]
-    template = template.removesuffix(' as text')
-    tokenizer = tokenizers[kind]
-    ids, loss_mask = chat.encode_conversation(MESSAGES, tokenizer, template)
+    tokenizer, messages = tokenizers[kind], MESSAGES
+    if 'alpaca' in template:
+        messages = to_messages(ALPACA | ({'input': '1\n\n2'} if 'with input' in template else {}))
+    template = template.split()[0]
+    ids, loss_mask = chat.encode_conversation(messages, tokenizer, template)
     shown = ''
     for flag, group in itertools.groupby(zip(loss_mask, ids, strict=True), lambda pair: pair[0]):
         piece = tokenizer.decode([i for _, i in group], start=not shown)
         shown += '{' + piece + '}' if flag else piece
     assert shown == expected
     assert ids.count(tokenizer.bos_id) == 1
-    assert chat.encode_conversation(MESSAGES, tokenizer, template, add_bos=False)[0] == ids[1:]
+    assert chat.encode_conversation(messages, tokenizer, template, add_bos=False)[0] == ids[1:]
 
 
 def base_folder(folder, kind):
@@ -547,7 +564,9 @@ def test_transformers_reads_what_a_run_saves(kind, templates, tmp_path):
     assert load_tokenizer(tmp_path / 'run').fingerprint == ours.fingerprint
     for template in templates:
         for add_bos in (True, False) if template in ('gemma', 'mistral') else (kind != 'qwen',):
-            folder = base_folder(tmp_path / f'{template}-{add_bos}', kind)
+            folder = tmp_path / 'run'       # to export 128,000 tokens again would take seconds
+            if kind != 'llama3':
+                folder = base_folder(tmp_path / f'{template}-{add_bos}', kind)
             theirs, ours = in_transformers(folder, template, add_bos)
             for messages in CHATS[3:] if template == 'alpaca' else CHATS:
                 assert_rendered(messages, theirs, ours, template, add_bos)
@@ -578,8 +597,7 @@ def test_transformers_reads_real_tokenizers(file, tmp_path):
     for messages in CHATS:
         assert theirs.apply_chat_template(messages)['input_ids'] == chat.encode_conversation(
             messages, ours, template)[0], messages
-    lines = gzip.open(SHARED / 'datasets' / 'wikitext2' / 'wiki.test.txt.gz', 'rt').readlines()
-    texts = [text for text in [*strings(500), *lines[::16]]
+    texts = [text for text in [*strings(500), *wiki_lines()]
              if not any(name in text for name in ours.control_ids)]
     for text, ids in zip(texts, theirs(texts)['input_ids'], strict=True):
         assert ids == [ours.bos_id, *ours.encode(text)], text
@@ -590,12 +608,6 @@ def test_transformers_reads_real_tokenizers(file, tmp_path):
     assert not set(saved.encode(HOSTILE)) & set(saved.control_ids.values())
 
 
-def test_other_sentencepiece_models_are_left_alone(tmp_path, capsys):
-    folder = sentencepiece_folder(tmp_path, 'llama2', normalization_rule_name='nfkc')
-    assert export.tokenizer_files(folder, load_tokenizer(folder)) == {}
-    assert 'transformers needs the package protobuf' in capsys.readouterr().out
-
-
 CHATS = [MESSAGES, MESSAGES[1:], MESSAGES[:3], MESSAGES[1:3],
          [{'role': 'user', 'content': ' \n Äpfel {{ x }} \n'}, MESSAGES[2]],
          [{'role': 'user', 'content': 'Add.\n\n1 2', 'input': '1 2'}, MESSAGES[2]]]
@@ -603,14 +615,14 @@ CHATS = [MESSAGES, MESSAGES[1:], MESSAGES[:3], MESSAGES[1:3],
 
 def test_generation_stops_at_the_end_of_a_turn(tmp_path):
     from transformers import GenerationConfig
-    folder = base_folder(tmp_path / 'qwen', 'qwen')
-    GenerationConfig(eos_token_id=[1, 9], max_new_tokens=7).save_pretrained(folder)
-    _, ours = in_transformers(folder, 'chatml', False)
-    found = GenerationConfig.from_pretrained(folder)
+    qwen, gemma = (base_folder(tmp_path / kind, kind) for kind in ('qwen', 'gemma'))
+    GenerationConfig(eos_token_id=[1, 9], max_new_tokens=7).save_pretrained(qwen)
+    _, ours = in_transformers(qwen, 'chatml', False)
+    found = GenerationConfig.from_pretrained(qwen)
     assert found.eos_token_id == [1, 9, ours.control_ids['<|im_end|>']]
     assert found.max_new_tokens == 7
-    in_transformers(folder := base_folder(tmp_path / 'gemma', 'gemma'), 'tulu')
-    assert not (folder / 'generation_config.json').exists()
+    in_transformers(gemma, 'tulu')
+    assert not (gemma / 'generation_config.json').exists()
 
 
 def test_jinja_raises_as_python_does(tokenizers, tmp_path):
@@ -624,6 +636,8 @@ def test_jinja_raises_as_python_does(tokenizers, tmp_path):
             theirs.apply_chat_template(messages, tokenize=False)
         with pytest.raises(DataError, match=wrong):
             chat.encode_conversation([*messages, *MESSAGES[2:3]], ours, 'gemma')
+    with pytest.raises(DataError, match='one user message and one answer, not assistant;'):
+        chat.encode_conversation(MESSAGES[2:3], ours, 'alpaca')
     with pytest.raises(ConfigError, match="needs <start_of_turn>, .*'tulu' works"):
         chat.encode_conversation(MESSAGES, tokenizers['llama3'], 'gemma')
 
@@ -634,22 +648,3 @@ def test_a_template_that_cannot_ask_is_refused(tokenizers, monkeypatch):
         monkeypatch.setitem(chat.TEMPLATES, 'mine', wrong)
         with pytest.raises(DataError, match="template 'mine' cannot ask a question"):
             chat.question_frame(tokenizers['gemma'], 'mine')
-
-
-BELOW = 'Below is an instruction that describes a task'
-APPROPRIATELY = 'Write a response that appropriately completes the request.'
-
-
-@pytest.mark.parametrize('given, prompt', [
-    ('', f'{BELOW}. {APPROPRIATELY}\n\n### Instruction:\nAdd <|.\n\n### Response:'),
-    ('1\n\n2', f'{BELOW}, paired with an input that provides further context. {APPROPRIATELY}\n\n'
-     '### Instruction:\nAdd <|.\n\n### Input:\n1\n\n2\n\n### Response:')])
-def test_the_alpaca_template_is_stanfords_prompt(tokenizers, given, prompt):
-    tokenizer = tokenizers['llama2']
-    row = {'instruction': 'Add <|.', 'input': given, 'output': '3 foxes\n'}
-    ids, loss_mask = chat.encode_conversation(to_messages(row), tokenizer, 'alpaca')
-    before = [tokenizer.bos_id, *tokenizer.encode(prompt)]
-    assert ids == before + tokenizer.encode('3 foxes\n', start=False) + [tokenizer.eos_id]
-    assert loss_mask == [0] * len(before) + [1] * (len(ids) - len(before))
-    with pytest.raises(DataError, match='one user message and one answer, not assistant;'):
-        chat.encode_conversation(MESSAGES[2:3], tokenizer, 'alpaca')

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import (DEVICES, documents, gradients, head_of_32, lora_model, reference_model,
-                    rewrite, run_scripts, run_train, torchrun, whole_rows,
+from common import (DEVICES, by_transformers, documents, gradients, head_of_32, logits_of,
+                    lora_model, reference_model, rewrite, run_scripts, run_train, torchrun,
                     write_rows)
 from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounter
@@ -44,39 +44,32 @@ def tiny_model(tmp_path_factory):
 
 
 @pytest.mark.parametrize('reduction', ['token', 'sequence'])
-def test_micro_batches_change_nothing(tiny_model, reduction):
-    packed = packing.pack(documents(0, [40, 7, 25, 30, 44, 12, 9]), 48)
-    results = [gradients(tiny_model, packed, tiny_config(
-        micro_rows=n, smoothing=0.1, loss_reduction=reduction)) for n in (1, 2, 100)]
-    for loss, _, gradient in results[1:]:
-        assert loss == pytest.approx(results[0][0], rel=1e-6)
-        assert (gradient - results[0][2]).norm() < 1e-5 * gradient.norm()
-
-
-@pytest.mark.parametrize('reduction', ['token', 'sequence'])
 def test_packed_step_equals_unpacked_sequences(tiny_model, reduction):
-    sequences = documents(1, [40, 7, 25, 30])
-    loss, nll, gradient = gradients(tiny_model, packing.pack(sequences, 48), tiny_config(
-        smoothing=0.1, loss_reduction=reduction))
+    """In any number of micro-batches."""
+    sequences = documents(1, [40, 7, 25, 30, 44, 12, 9])
     tiny_model.zero_grad()
     cap = tiny_model.config.final_logit_softcapping
     losses, nlls = [], []
     for tokens, loss_mask in sequences:
         row = torch.from_numpy(tokens)[None]
-        z = tiny_model.logits(tiny_model(row, *whole_rows(row)))[0, :-1]
+        z = logits_of(tiny_model, row)[0, :-1]
         assert cap == 3.0 and z.abs().max() < cap
         kept = torch.from_numpy(loss_mask[1:]) > 0
-        losses.append(F.cross_entropy(z[kept], row[0, 1:][kept], label_smoothing=0.1,
-                                      reduction='none'))
-        nlls.append(F.cross_entropy(z[kept], row[0, 1:][kept], reduction='none'))
+        for rows, rate in ((losses, 0.1), (nlls, 0.0)):
+            rows.append(F.cross_entropy(z[kept], row[0, 1:][kept], label_smoothing=rate,
+                                        reduction='none'))
+
     def mean(rows):
         return torch.cat(rows).mean() if reduction == 'token' else torch.stack(
             [r.mean() for r in rows]).mean()
     mean(losses).backward()
     expected = torch.cat([p.grad.flatten() for p in tiny_model.parameters()])
-    assert loss == pytest.approx(mean(losses).item(), rel=1e-5)
-    assert nll == pytest.approx(mean(nlls).item(), rel=1e-5)
-    assert (gradient - expected).norm() < 1e-5 * expected.norm()
+    for n in (1, 2, 100):
+        loss, nll, gradient = gradients(tiny_model, packing.pack(sequences, 48), tiny_config(
+            smoothing=0.1, loss_reduction=reduction, micro_rows=n))
+        assert loss == pytest.approx(mean(losses).item(), rel=1e-5)
+        assert nll == pytest.approx(mean(nlls).item(), rel=1e-5)
+        assert (gradient - expected).norm() < 1e-5 * expected.norm()
 
 
 def test_the_learning_rate_warms_up_and_decays():
@@ -133,20 +126,18 @@ def test_clipping_lowers_large_gradients_and_raises_none(tiny_model, limit):
 
 
 def test_the_sequences_of_a_group_share_a_row():
-    sequences = documents(0, [50, 50, 60, 60, 10, 20])
-    packed = packing.pack(sequences, 128, groups=[0, 0, 1, 1, 2, 2])
-    owners = [{*row.tolist()} - {-1} for row in packed.owner]
-    assert all(sum({2 * g, 2 * g + 1} <= row for row in owners) == 1 for g in range(3))
-    assert not all(row >= {0, 1} or not row & {0, 1}       # without groups they are separated
-                   for row in ({*r.tolist()} for r in packing.pack(
-                       documents(0, [50, 80, 60, 60, 10, 20]), 128).owner))
+    def rows(lengths, **options):
+        packed = packing.pack(documents(0, lengths), 128, **options)
+        return [{*row.tolist()} - {-1} for row in packed.owner]
+    together = rows([50, 50, 60, 60, 10, 20], groups=[0, 0, 1, 1, 2, 2])
+    assert all(sum({2 * g, 2 * g + 1} <= row for row in together) == 1 for g in range(3))
+    assert any(len(row & {0, 1}) == 1 for row in rows([50, 80, 60, 60, 10, 20]))
     with pytest.raises(ValueError, match='group 0 has 130 tokens, and a row has room for 128'):
-        packing.pack(documents(0, [70, 60]), 128, groups=[0, 0])
+        rows([70, 60], groups=[0, 0])
 
 
-def test_a_subset_is_drawn_by_the_seed(small_world, tmp_path, capsys):
-    config = str(small_world[0] / 'tuned' / 'train_config.py')
-    cfg = load_config(train.TrainConfig, [config])
+def test_a_subset_is_drawn_by_the_seed(settings_file, tmp_path, capsys):
+    cfg = load_config(train.TrainConfig, [settings_file])
 
     def drawn(**values):
         run = train.load_run(dataclasses.replace(cfg, **values), train.SFT, 'cpu')
@@ -162,7 +153,7 @@ def test_a_subset_is_drawn_by_the_seed(small_world, tmp_path, capsys):
                                         f'besides val_size = 4'):
         drawn(data_limit=999)
     capsys.readouterr()
-    train.main([config, '--dry_run', f'--out_dir={tmp_path / "run"}', '--data_limit=20'])
+    train.main([settings_file, '--dry_run', f'--out_dir={tmp_path / "run"}', '--data_limit=20'])
     printed = capsys.readouterr().out
     assert f': 20 sequences (a sample of {len(whole)}), ' in printed
     assert 'peak memory after the first step' in printed and not (tmp_path / 'run').exists()
@@ -171,44 +162,39 @@ def test_a_subset_is_drawn_by_the_seed(small_world, tmp_path, capsys):
 def test_transformers_reads_the_demos_tokenizer_and_template(small_world):
     """A run in text has no chat template; a tuned one has its own, in epoch-<n>/ too."""
     import transformers
-    messages = [{'role': 'user', 'content': 'Who?'}, {'role': 'assistant', 'content': 'A fox.'}]
+    messages, text = [{'role': 'user', 'content': 'Who?'},
+                      {'role': 'assistant', 'content': 'A fox.'}], 'A fox, 12 foxes.'
     for place in ('base', 'tuned', 'tuned/epoch-1'):
         theirs = transformers.AutoTokenizer.from_pretrained(small_world[0] / place)
         ours = load_tokenizer(small_world[0] / place)
-        assert theirs('A fox, 12 foxes.')['input_ids'] == [ours.bos_id,
-                                                           *ours.encode('A fox, 12 foxes.')]
-        if place == 'base':
-            assert theirs.chat_template is None
-        else:
-            assert theirs.apply_chat_template(messages)['input_ids'] == encode_conversation(
-                messages, ours)[0]
+        assert theirs(text)['input_ids'] == [ours.bos_id, *ours.encode(text)]
+        assert theirs.chat_template is None if place == 'base' else theirs.apply_chat_template(
+            messages)['input_ids'] == encode_conversation(messages, ours)[0]
 
 
 @pytest.mark.slow
-def test_a_report_in_the_chat_template(small_world, tmp_path):
-    folder, _ = small_world
-    run = [str(folder / 'tuned' / 'train_config.py'), f'--out_dir={tmp_path}', '--max_steps=1',
-           '--eval.chat=trained', '--eval.limit=8', '--eval_before=True']
+def test_a_report_in_the_chat_template(settings_file, tmp_path):
+    run = [settings_file, f'--out_dir={tmp_path}', '--max_steps=1', '--eval.chat=trained',
+           '--eval.limit=8', '--eval_before=True']
     train.main(run)
     for place in ('.', 'before'):       # the base model is asked in the same way
         result = json.loads((tmp_path / place / 'results.json').read_text())['tasks']['questions']
         assert result['chat'] == 'tulu' and result['pooled']['n'] == 8
     assert trained.trained_template(tmp_path) == 'tulu'
-    with pytest.raises(ConfigError, match='needs data_kind = .instruct'):
-        train.main([*run, '--data_kind=text'])
-    with pytest.raises(ConfigError, match='eval: dropout_seed needs the adapters that a run'):
-        train.main([*run, '--eval.dropout_seed=2'])
+    for option, message in (('--data_kind=text', 'needs data_kind = .instruct'), (
+            '--eval.dropout_seed=2', 'eval: dropout_seed needs the adapters that a run')):
+        with pytest.raises(ConfigError, match=message):
+            train.main([*run, option])
 
 
 @pytest.mark.slow
 def test_training_by_letter_learns_the_letter(small_world, tmp_path):
     """A model learns that the answer is always B, and the report asks as the training did."""
-    folder, _ = small_world
     path = write_rows(tmp_path / 'mine.jsonl', [
         {'question': f'{i} or {i + 1}?', 'choices': ['one', 'two'], 'answer': 1}
         for i in range(8)])
     results = train.train(train.TrainConfig(
-        model=str(folder / 'base'), out_dir=str(tmp_path / 'out'), cache_dir=str(tmp_path),
+        model=str(small_world[0] / 'base'), out_dir=str(tmp_path / 'out'), cache_dir=str(tmp_path),
         data=str(path), data_kind='questions', lr=3e-3, batch_size=8, epochs=30,
         max_length=128, pack_len=512, workers=1, checkpoint_epochs=False,
         eval=evaluate.EvalConfig(tasks=(str(path),), shots=0, n_bootstrap=0, pictures=False)))
@@ -221,34 +207,31 @@ def test_training_by_letter_learns_the_letter(small_world, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_steps_time_is_without_validation(small_world, tmp_path, monkeypatch):
+def test_a_steps_time_is_without_validation(settings_file, tmp_path, monkeypatch):
     clock, hours = time.perf_counter, []
     monkeypatch.setattr(time, 'perf_counter', lambda: clock() + 3600 * len(hours))
     monkeypatch.setattr(train, 'SFT', dataclasses.replace(
         train.SFT, validate=lambda _: hours.append(1) or {'val_nll': 0.0, 'val_ece': 0.0}))
-    train.main([str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={tmp_path}',
-                '--max_steps=4', '--val_every=1', '--eval=None', '--device=cpu'])
+    train.main([settings_file, f'--out_dir={tmp_path}', '--max_steps=4', '--val_every=1',
+                '--eval=None', '--device=cpu'])
     records = [json.loads(line) for line in (tmp_path / 'log.jsonl').open()]
     assert len(hours) == 4 and all(0 < r['tokens'] / r['tokens_per_s'] < 3600 for r in records)
 
 
-def test_a_nan_loss_stops_the_run(small_world, tmp_path):
-    folder, _ = small_world
-    broken = tmp_path / 'broken'
-    shutil.copytree(folder / 'base', broken)
+def test_a_nan_loss_stops_the_run(small_world, settings_file, tmp_path):
+    broken = shutil.copytree(small_world[0] / 'base', tmp_path / 'broken')
     rewrite(broken, lambda t: t['model.norm.weight'].fill_(torch.nan))
     with pytest.raises(TrainingError, match='step 1: loss nan.* not finite in '
                                             'model.norm.weight; there is no checkpoint yet'):
-        train.main([str(folder / 'tuned' / 'train_config.py'), f'--model={broken}',
-                    f'--out_dir={tmp_path / "run"}'])
+        train.main([settings_file, f'--model={broken}', f'--out_dir={tmp_path / "run"}'])
     assert not (tmp_path / 'run' / 'model.safetensors').exists()
 
 
 @pytest.mark.slow
-def test_any_loss_with_a_cap_and_a_temperature(small_world, tmp_path):
-    train.main([str(small_world[0] / 'tuned' / 'train_config.py'), '--max_steps=1', '--eval=None',
-                f'--out_dir={tmp_path}', '--loss=focal(2) + z_loss(1e-4)', '--smoothing=0.1',
-                '--logit_softcap=20.0', '--logit_temperature=1.5'])
+def test_any_loss_with_a_cap_and_a_temperature(settings_file, tmp_path):
+    train.main([settings_file, '--max_steps=1', '--eval=None', f'--out_dir={tmp_path}',
+                '--loss=focal(2) + z_loss(1e-4)', '--smoothing=0.1', '--logit_softcap=20.0',
+                '--logit_temperature=1.5'])
     model = checkpoint.load(tmp_path)
     assert (model.softcap, model.temperature) == (20.0, 1.5)
     first = json.loads((tmp_path / 'log.jsonl').read_text())
@@ -259,13 +242,12 @@ def test_any_loss_with_a_cap_and_a_temperature(small_world, tmp_path):
     tokens, positions, ends, targets = (torch.from_numpy(x) for x in (
         packed.tokens, packed.positions, packed.ends, packed.targets))
     z = F.linear(base(tokens, positions, ends), base.head)[targets >= 0].double() / 1.5
-    z = 20 * torch.tanh(z / 20)
-    nll = F.cross_entropy(z, targets[targets >= 0], reduction='none')
-    p_y, lse = (-nll).exp(), z.logsumexp(1)
-    expected = ((1 - p_y) ** 2 * nll + 1e-4 * lse ** 2
-                + 0.1 * (z.gather(1, targets[targets >= 0][:, None])[:, 0] - z.mean(1))).mean()
+    z, targets = 20 * torch.tanh(z / 20), targets[targets >= 0]
+    nll, smoothed = (F.cross_entropy(z, targets, reduction='none', label_smoothing=rate)
+                     for rate in (0.0, 0.1))
+    expected = (1 - (-nll).exp()) ** 2 * nll + 1e-4 * z.logsumexp(1) ** 2 + smoothed - nll
     assert first['nll'] == pytest.approx(nll.mean().item(), rel=1e-5)
-    assert first['loss'] == pytest.approx(expected.item(), rel=1e-5)
+    assert first['loss'] == pytest.approx(expected.mean().item(), rel=1e-5)
 
 
 def test_the_end_of_a_script_closes_the_writer_of_tensorboard(monkeypatch):
@@ -336,19 +318,17 @@ def test_all_blocks_with_adapters_compile_to_one_graph(tmp_path):
 
 
 def test_validation_reports_the_next_tokens_ece(tiny_model):
+    sequences, confidence, right, nll = documents(4, [40, 31, 48, 9]), [], [], []
     found = train.validation_loss(SimpleNamespace(
         cfg=tiny_config(smoothing=0.1, pack_len=48, max_length=48), stage=train.SFT, device='cpu',
-        model=tiny_model, sequences=documents(4, [40, 31, 48, 9]), held_out=range(4),
-        row_multiple=1))
-    confidence, right, nll = [], [], []
-    for tokens, loss_mask in documents(4, [40, 31, 48, 9]):
-        row = torch.from_numpy(tokens)[None]
-        p = tiny_model.logits(tiny_model(row, *whole_rows(row)))[0, :-1].softmax(-1)
-        kept = torch.from_numpy(loss_mask[1:]) > 0
-        p, labels = p[kept].detach(), row[0, 1:][kept]
-        confidence += p.max(-1).values.tolist()
-        right += (p.argmax(-1) == labels).tolist()
-        nll += (-p.log().gather(1, labels[:, None]))[:, 0].tolist()
+        model=tiny_model, sequences=sequences, held_out=range(4), row_multiple=1))
+    for tokens, loss_mask in sequences:
+        row, kept = torch.from_numpy(tokens)[None], torch.from_numpy(loss_mask[1:]) > 0
+        z = logits_of(tiny_model, row)[0, :-1][kept].detach()
+        labels, (top, predicted) = row[0, 1:][kept], z.softmax(-1).max(-1)
+        confidence += top.tolist()
+        right += (predicted == labels).tolist()
+        nll += F.cross_entropy(z, labels, reduction='none').tolist()
     assert found['val_nll'] == pytest.approx(np.mean(nll), rel=1e-5)
     assert found['val_ece'] == pytest.approx(metrics.ece(confidence, right), abs=1e-5)
     assert found['val_loss'] > found['val_nll'] * 0.5
@@ -383,64 +363,60 @@ def test_all_processes_connect_by_the_same_backend(n_gpus, wanted, monkeypatch):
 
 
 @pytest.mark.slow
-def test_two_processes_train_the_same(small_world, tmp_path):
+def test_two_processes_train_the_same(small_world, settings_file, tmp_path):
     """torchrun with two gloo processes: the weights of one process to rounding, resumable by it."""
-    config = [str(small_world[0] / 'tuned' / 'train_config.py'), '--eval=None', '--max_steps=4',
-              '--smoothing=0.1', '--micro_rows=2', '--device=cpu', '--pictures=False']
+    def command(name, *more):
+        return [settings_file, '--eval=None', '--max_steps=4', '--smoothing=0.1', '--micro_rows=2',
+                '--device=cpu', '--pictures=False', f'--out_dir={tmp_path / name}', *more]
 
-    def weights(name):
-        return load_file(tmp_path / name / 'model.safetensors')
+    def by_two(name, *more):
+        done = run_scripts(2, 'train.py', *command(name, *more))
+        assert done.returncode == 0, done.stderr
 
     def apart(a, b):
-        return max(((a[k] - b[k]).norm() / (one[k] - base[k]).norm()).item() for k in one)
+        a, b = (load_file(tmp_path / name / 'model.safetensors') for name in (a, b))
+        assert a.keys() == b.keys() == base.keys()
+        return max(((a[k] - b[k]).norm() / (a[k] - base[k]).norm()).item() for k in a)
     base = load_file(small_world[0] / 'base' / 'model.safetensors')
-    train.main([*config, f'--out_dir={tmp_path / "one"}'])
-    one = weights('one')
-    done = torchrun('train.py', *config, f'--out_dir={tmp_path / "two"}')
-    assert done.returncode == 0, done.stderr
-    assert one.keys() == weights('two').keys() and apart(one, weights('two')) < 1e-3
-    log = [[json.loads(line) for line in (tmp_path / n / 'log.jsonl').open()]
-           for n in ('one', 'two')]
-    for a, b in zip(*log, strict=True):
+    train.main(command('one'))
+    done = torchrun('train.py', *command('two'))
+    assert done.returncode == 0 and apart('one', 'two') < 1e-3, done.stderr
+    logs = ([json.loads(line) for line in (tmp_path / n / 'log.jsonl').open()]
+            for n in ('one', 'two'))
+    for a, b in zip(*logs, strict=True):
         for key in ('loss', 'nll', 'grad_norm', 'tokens', 'supervised_tokens'):
             assert a[key] == pytest.approx(b[key], rel=1e-4), key
     # bfloat16 weights with the bits that float32 has more
-    half = ['--dtype=bfloat16', '--save_dtype=float32']
-    train.main([*config, f'--out_dir={tmp_path / "one_half"}', *half])
-    done = run_scripts(2, 'train.py', *config, f'--out_dir={tmp_path / "two_half"}', *half)
-    assert done.returncode == 0, done.stderr
-    assert apart(weights('one_half'), weights('two_half')) < 0.1
+    half = '--dtype=bfloat16', '--save_dtype=float32'
+    train.main(command('one_half', *half))
+    by_two('two_half', *half)
+    assert apart('one_half', 'two_half') < 0.1
     # LoRA, and a checkpoint of two processes from which one resumes
-    done = run_scripts(2, 'train.py', *config, f'--out_dir={tmp_path / "lora"}', '--lora')
-    assert done.returncode == 0, done.stderr
+    by_two('lora', '--lora')
     assert (tmp_path / 'lora' / 'adapter' / 'adapter_model.safetensors').exists()
     script = tmp_path / 'stop.py'
     script.write_text('import sys, train\nfrom runtime import parallel, resume\n'
                       'save = resume.save_checkpoint\n'
                       'def stop(*a): save(*a); sys.exit(9)\nresume.save_checkpoint = stop\n'
                       'parallel.join_processes(); train.main(sys.argv[1:])')
-    run_scripts(2, script, *config, f'--out_dir={tmp_path / "half"}', '--save_every=2')
+    run_scripts(2, script, *command('half', '--save_every=2'))
     assert list(resume.checkpoints(tmp_path / 'half')) == [2]
-    train.main([*config, f'--out_dir={tmp_path / "half"}', '--resume'])
-    assert apart(one, weights('half')) < 1e-3
+    train.main(command('half', '--resume'))
+    assert apart('one', 'half') < 1e-3
 
 
 @pytest.mark.slow
-def test_a_lora_run_saves_merged_weights_and_adapters(small_world, tmp_path):
+def test_a_lora_run_saves_merged_weights_and_adapters(small_world, settings_file, tmp_path):
     import peft
-    import transformers
-    train.main([str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={tmp_path}',
-                '--lora', '--lr=5e-3', '--checkpoint_epochs', '--checkpoint_activations',
-                '--device=cpu', '--eval=None'])
-    merged, base = (transformers.AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation='eager') for folder in (tmp_path, small_world[0] / 'base'))
-    adapted = peft.PeftModel.from_pretrained(base, tmp_path / 'adapter').eval()
+    train.main([settings_file, f'--out_dir={tmp_path}', '--lora', '--lr=5e-3',
+                '--checkpoint_epochs', '--checkpoint_activations', '--device=cpu', '--eval=None'])
+    adapted = peft.PeftModel.from_pretrained(by_transformers(small_world[0] / 'base'),
+                                             tmp_path / 'adapter').eval()
     tokens = torch.randint(0, 1280, (1, 40))
-    assert torch.allclose(merged(tokens).logits, adapted(tokens).logits, atol=1e-3)
-    assert not torch.allclose(merged(tokens).logits, adapted.unload()(tokens).logits, atol=1e-2)
-    ours = checkpoint.load(tmp_path)
-    assert torch.allclose(ours.logits(ours(tokens, *whole_rows(tokens))), merged(tokens).logits,
-                          atol=1e-3)
+    logits = adapted(tokens).logits
+    for merged in (by_transformers(tmp_path)(tokens).logits, logits_of(tmp_path, tokens)):
+        assert torch.allclose(merged, logits, atol=1e-3)
+    assert not torch.allclose(logits, adapted.unload()(tokens).logits, atol=1e-2)
     # the dropout of the adapters of an epoch, sampled in an evaluation
     evaluate.main([f'--model={tmp_path / "epoch-1"}', '--dropout_seed=2', '--shots=0',
                    '--scoring=text', '--device=cpu',
@@ -507,7 +483,7 @@ def test_a_run_leaves_no_memory_behind(tmp_path):
 
 
 @pytest.mark.slow
-def test_bad_input_gives_one_line(small_world, tmp_path):
+def test_bad_input_gives_one_line(small_world, settings_file, tmp_path):
     folder, out = small_world[0], tmp_path / 'out'
     (tmp_path / 'broken.jsonl').write_text('{"messages": [\n')
     (tmp_path / 'none.jsonl').write_text('')
@@ -515,29 +491,33 @@ def test_bad_input_gives_one_line(small_world, tmp_path):
     shutil.copytree(folder / 'base', tmp_path / 'mute')
     for name in ('tokenizer.model', 'tokenizer.json'):
         (tmp_path / 'mute' / name).unlink()
-    settings = [str(folder / 'tuned' / 'train_config.py'), f'--out_dir={out}']
+    settings = [settings_file, f'--out_dir={out}']
     code, _, last = run_train(*settings, '--smothing=0.1')
     assert code == 1 and last.startswith('error: ') and "did you mean 'smoothing'" in last
-    score = [f'--model={folder / "base"}', '--shots=0', f'--out_dir={out}']
-    for main, first, rest, message in (
-            (train.main, settings, [f'--data={tmp_path}/broken.jsonl'], 'jsonl:1: broken JSON'),
-            (train.main, settings, [f'--data={tmp_path}/none.jsonl'], 'an empty dataset'),
-            (train.main, [], [], 'no config file given: python train.py configs/'),
-            (train.main, settings, [f'--model={tmp_path}/mute'], 'has no tokenizer: none of'),
-            (train.main, settings, ['--model=some/model'], 'some/model from the hub failed'),
-            (train.main, settings, ['--batch_size=100000'], 'do not fill one step'),
-            (train.main, settings, ['--eval.tasks=nothing'], "no task, file or folder 'nothing'"),
-            (train.main, settings, [f'--out_dir={folder / "base"}'], 'itself'),
-            (train.main, settings, [f'--out_dir={folder}', '--overwrite'], 'itself'),
-            (train.main, settings, [f'--out_dir={folder / "tuned_ls01"}'], 'holds a finished run'),
-            (evaluate.main, score, [f'--tasks={tmp_path}/no_answer.jsonl'],
-             'no_answer.jsonl:1: no valid answer'),
-            (evaluate.main, score, ['--tasks=arc_eassy'], "did you mean 'arc_easy'? The tasks are"),
-            (evaluate.main, score, ['--model='], 'no model given'),
-            (evaluate.main, score, ['--tasks='], 'no tasks given'),
-            (evaluate.main, score, ['--tasks=mmlu:a,mmlu:b'], "'mmlu:a' would be called 'mmlu'"),
-            (evaluate.main, score, ['--device=gpu'], "device = 'gpu'; it must be")):
-        with pytest.raises((ConfigError, DataError, checkpoint.CheckpointError)) as error:
-            main([*first, *rest])
-        assert message in str(error.value) and '\n' not in str(error.value)
+    for options, message in (
+            ([f'--data={tmp_path}/broken.jsonl'], 'jsonl:1: broken JSON'),
+            ([f'--data={tmp_path}/none.jsonl'], 'an empty dataset'),
+            ([f'--model={tmp_path}/mute'], 'has no tokenizer: none of'),
+            (['--model=some/model'], 'some/model from the hub failed'),
+            (['--batch_size=100000'], 'do not fill one step'),
+            (['--eval.tasks=nothing'], "no task, file or folder 'nothing'"),
+            ([f'--out_dir={folder / "base"}'], 'itself'),
+            ([f'--out_dir={folder}', '--overwrite'], 'itself'),
+            ([f'--out_dir={folder / "tuned_ls01"}'], 'holds a finished run')):
+        one_line_error(train.main, [*settings, *options], message)
+    one_line_error(train.main, [], 'no config file given: python train.py configs/')
+    for option, message in (
+            (f'--tasks={tmp_path}/no_answer.jsonl', 'no_answer.jsonl:1: no valid answer'),
+            ('--tasks=arc_eassy', "did you mean 'arc_easy'? The tasks are"),
+            ('--model=', 'no model given'), ('--tasks=', 'no tasks given'),
+            ('--tasks=mmlu:a,mmlu:b', "'mmlu:a' would be called 'mmlu'"),
+            ('--device=gpu', "device = 'gpu'; it must be")):
+        one_line_error(evaluate.main, [f'--model={folder / "base"}', '--shots=0',
+                                       f'--out_dir={out}', option], message)
     assert not list(out.rglob('*.safetensors')) and not list(out.rglob('*.nanocal-tmp'))
+
+
+def one_line_error(main, arguments, message):
+    with pytest.raises((ConfigError, DataError, checkpoint.CheckpointError)) as error:
+        main(arguments)
+    assert message in str(error.value) and '\n' not in str(error.value)

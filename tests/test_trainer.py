@@ -21,12 +21,14 @@ def trainer_class():
 
 def sequences(n=6, length=17):
     make = torch.Generator().manual_seed(0)
-    rows = []
-    for i in range(n):
-        tokens = torch.randint(0, 211, (length,), generator=make)
-        rows.append({'input_ids': tokens, 'attention_mask': torch.ones_like(tokens),
-                     'labels': tokens.masked_fill(torch.arange(length) < i, -100)})
-    return rows
+    rows = torch.randint(0, 211, (n, length), generator=make)
+    return [{'input_ids': tokens, 'attention_mask': torch.ones_like(tokens),
+             'labels': tokens.masked_fill(torch.arange(length) < i, -100)}
+            for i, tokens in enumerate(rows)]
+
+
+def batch():
+    return {key: torch.stack([row[key] for row in sequences(3)]) for key in sequences(1)[0]}
 
 
 def trainer_of(trainer_class, model, tmp_path, **options):
@@ -42,12 +44,11 @@ def test_trainer_loss_is_the_models_own(trainer_class, tmp_path, name):
     """Loss and gradients of cross_entropy() are those that the model computes from its labels."""
     model = reference_model(name, tmp_path / 'model').train()
     trainer = trainer_of(trainer_class, model, tmp_path, loss=cross_entropy())
-    batch = {key: torch.stack([row[key] for row in sequences(3)]) for key in sequences(1)[0]}
-    expected = model(**batch).loss
+    expected = model(**batch()).loss
     expected.backward()
     gradients = {key: p.grad.clone() for key, p in model.named_parameters()}
     model.zero_grad()
-    loss, outputs = trainer.compute_loss(model, batch, return_outputs=True)
+    loss, outputs = trainer.compute_loss(model, batch(), return_outputs=True)
     loss.backward()
     assert off(loss, expected) < 1e-5 and outputs.logits.shape[1] == 1
     for key, p in model.named_parameters():
@@ -60,24 +61,20 @@ def test_a_model_with_other_logits_is_refused(trainer_class, tmp_path):
         vocab_size=211, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
         intermediate_size=48))
     trainer = trainer_of(trainer_class, model, tmp_path, loss=cross_entropy())
-    batch = {key: torch.stack([row[key] for row in sequences(3)]) for key in sequences(1)[0]}
     with pytest.raises(ValueError, match='have a bias or something else'):
-        trainer.compute_loss(model, batch)
+        trainer.compute_loss(model, batch())
 
 
 @pytest.mark.slow
 def test_trainer_steps_are_the_trainers_own(trainer_class, tmp_path):
     """Accumulated steps of cross_entropy() move the weights as transformers' own Trainer does."""
     after = []
-    for make in (trainer_class, transformers.Trainer):
+    for make, options in ((trainer_class, {'loss': cross_entropy()}), (transformers.Trainer, {})):
         model = reference_model('gemma2', tmp_path / 'model')
-        options = {'loss': cross_entropy()} if make is trainer_class else {}
-        trainer = trainer_of(make, model, tmp_path, **options, arguments={
-            'max_steps': 2, 'gradient_accumulation_steps': 3, 'seed': 1})
-        before = {key: p.detach().clone() for key, p in model.named_parameters()}
-        trainer.train()
-        after.append(torch.cat([(p.detach() - before[key]).flatten()
-                                for key, p in model.named_parameters()]))
+        before = torch.cat([p.detach().flatten() for p in model.parameters()])
+        trainer_of(make, model, tmp_path, **options, arguments={
+            'max_steps': 2, 'gradient_accumulation_steps': 3, 'seed': 1}).train()
+        after.append(torch.cat([p.detach().flatten() for p in model.parameters()]) - before)
     assert after[0].norm() > 0 and off(after[0], after[1]) < 1e-3
 
 
