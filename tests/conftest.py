@@ -44,9 +44,9 @@ def pytest_sessionstart(session):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark the tests of fixtures slow that take seconds: the demo's run and written answers."""
+    """Mark the tests of fixtures slow that take seconds, such as the demo's run."""
     for item in items:
-        if {'small_world', 'asked'} & {*getattr(item, 'fixturenames', ())}:
+        if {'small_world', 'asked', 'whole', 'hub', 'own'} & {*getattr(item, 'fixturenames', ())}:
             item.add_marker('slow')
 
 

@@ -4,6 +4,8 @@ import csv
 import itertools
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -44,14 +46,15 @@ def quick_pictures(request, monkeypatch):
             monkeypatch.setattr(module, name, touch)
 
 
-def csv_rows(path):
-    with open(path, encoding='utf-8') as file:
+def compare_csv_of(folders, out, *arguments):
+    run_compare(*folders, *arguments, f'--out_dir={out}')
+    with open(out / 'compare.csv', encoding='utf-8') as file:
         return list(csv.DictReader(file))
 
 
-def compare_csv_of(folders, out, *arguments):
-    run_compare(*folders, *arguments, f'--out_dir={out}')
-    return csv_rows(out / 'compare.csv')
+def two_runs(folder, **more):
+    """Return the folders of runs a and b over the same questions; `more`: of run b."""
+    return write_run(folder / 'a'), write_run(folder / 'b', **{'sharpness': 2.0} | more)
 
 
 def test_a_metric_that_is_undefined_in_a_resample_has_no_interval_and_no_p(tmp_path):
@@ -78,9 +81,8 @@ def test_runs_of_one_seed_are_compared_over_questions(tmp_path, capsys, rendered
     assert all((tmp_path / 'out' / f'{kind}-mmlu.png').read_bytes().startswith(b'\x89PNG')
                for kind in ('reliability', 'curves'))
     assert [r['language'] for r in rows[::2]] == [*languages, 'pooled']
-    assert rows[1]['smoothing'] == '0.1' and rows[1]['model'] == 'base'
     first, second = rows[6:]
-    assert first['accuracy'] == second['accuracy'] and float(first['ece']) < float(second['ece'])
+    assert first['accuracy'] == second['accuracy'] and second['smoothing'] == '0.1'
     lines = [line.split() for line in printed.split('\n') if line.startswith('sharp - a')]
     assert len(lines) == 8      # four metrics, over questions and over languages
     accuracy, _, ece, rmsce = (line for line in lines if line[3] == 'questions')
@@ -89,7 +91,6 @@ def test_runs_of_one_seed_are_compared_over_questions(tmp_path, capsys, rendered
     assert float(ece[-2]) < 0.02 and float(ece[-1]) == pytest.approx(3 * float(ece[-2]), abs=3e-3)
     # RMSCE has no interval and no p below 10,000 questions
     assert rmsce[5:] == ['RMSCE', f'{float(second["rmsce"]) - float(first["rmsce"]):+.4f}']
-    assert 'they can be far below ECE, which has 10\n' in printed
     assert 'RMSCE has no interval below 10,000 questions\n' in printed
     mean, t, _ = stats.student_t([float(rows[i + 1]['ece']) - float(rows[i]['ece'])
                                   for i in (0, 2, 4)])
@@ -98,8 +99,7 @@ def test_runs_of_one_seed_are_compared_over_questions(tmp_path, capsys, rendered
 
 
 def test_a_folder_of_another_process_and_files_of_others_are_left_alone(tmp_path):
-    a, b, c = (write_run(tmp_path / name, seed=seed, sharpness=1 + seed)
-               for name, seed in (('a', 0), ('b', 0), ('c', 1)))
+    a, b, c = *two_runs(tmp_path), write_run(tmp_path / 'c', seed=1)
     with ownership.lock(tmp_path / 'out'), pytest.raises(
             ConfigError, match='out: another process is writing there'):
         compare_csv_of([a, b], tmp_path / 'out')
@@ -129,17 +129,14 @@ def test_an_ensemble_is_one_more_row(tmp_path, capsys):
              for of_run in rows]
     mean, labels = np.mean(probs, 0)[2:], np.array([s['answer'] for s in rows[0]])[2:]
 
-    row = compare_csv_of(folders, tmp_path / 'out', MEASURES, '--ensemble', '--n_bootstrap=50')[-1]
-    printed = capsys.readouterr().out
+    *_, row = compare_csv_of(folders, tmp_path / 'out', MEASURES, '--ensemble', '--n_bootstrap=50')
     assert (row['run'], row['model'], row['n']) == ('ensemble of 3', 'base', '118')
-    for name, value in {'accuracy': (mean.argmax(1) == labels).mean(), 'ece': metrics.ece(
-            mean, labels), 'entropy_bits': -(mean * np.log2(mean)).sum(1).mean(),
-            'nll': -np.log(mean[range(118), labels]).mean()}.items():
-        assert float(row[name]) == pytest.approx(value, rel=1e-9), name
-    lines = [x for x in printed.split('\n') if x.startswith('ensemble of 3 - ')]
+    for key in ('accuracy', 'ece', 'entropy_bits', 'nll'):
+        assert float(row[key]) == pytest.approx(metrics.report(mean, labels)[key], rel=1e-9), key
+    lines = [x for x in capsys.readouterr().out.split('\n') if x.startswith('ensemble of 3 - ')]
     assert len(lines) == 3 * 8 and {x.split()[6] for x in lines if ' questions ' in x} == {'118'}
     # the rows of the runs are those without an ensemble
-    same = [write_run(tmp_path / 'same' / name, sharpness=x) for name, x in (('a', 1), ('b', 2))]
+    same = two_runs(tmp_path / 'same')
     without = compare_csv_of(same, tmp_path / 'without', '--n_bootstrap=0')
     assert compare_csv_of(same, tmp_path / 'with', '--n_bootstrap=0', '--ensemble')[:2] == without
 
@@ -168,8 +165,7 @@ def test_latex_of_a_comparison_marks_the_best(tmp_path, monkeypatch, capsys):
     assert 'confint' not in table[1][table[0].index('RMSCE')]
     best = min((*lines, ensemble), key=lambda line: float(line['ece']))['run'].replace('_', r'\_')
     assert [row[0] for row in table[1:] if row[column].startswith(r'\textbf{0.')] == [best]
-    assert differences[1][0] == r'b - run\_a' and len(differences) == 13
-    assert changes[1][:2] == [r'run\_a to b', '40'] and len(changes) == 4
+    assert differences[1][0] == r'b - run\_a' and changes[1][:2] == [r'run\_a to b', '40']
     for text in (capsys.readouterr().out, *((out / f'compare.{x}').read_text()
                                             for x in ('md', 'tex'))):
         assert text.count('sample of 40 of 500 questions') == 1
@@ -180,7 +176,6 @@ def test_latex_of_a_comparison_marks_the_best(tmp_path, monkeypatch, capsys):
     said = 'only a sample of the questions (--limit): mmlu\n'
     assert capsys.readouterr().out.count(said) == 1
     assert (tmp_path / 'seeds' / 'compare.md').read_text().endswith(f'|\n\n{said}')
-    assert 'only a sample' in (tmp_path / 'seeds' / 'compare.tex').read_text()
 
 
 def test_answers_that_change_are_counted_and_tested(tmp_path, capsys):
@@ -214,37 +209,38 @@ def test_answers_that_change_are_counted_and_tested(tmp_path, capsys):
     assert all(said in text for text in (printed, *files))
 
 
-def add_task(folder, task, rows):
-    """Put the samples `rows` of another task before those of a run."""
-    path = folder / 'samples.jsonl'
-    write_rows(path, [*(row | {'task': task} for row in rows), *samples.read_samples(path)])
-    content = json.loads((folder / 'results.json').read_text())
-    content['tasks'] = {task: {'distribution': 'top token', 'norm': 'token',
-                               'pooled': {'n': len(rows)}}} | content['tasks']
-    (folder / 'results.json').write_text(json.dumps(content))
-
-
-def test_folders_that_cannot_be_compared(tmp_path, monkeypatch, capsys):
-    a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', sharpness=2.0)
+def test_folders_and_files_that_cannot_be_compared(tmp_path, monkeypatch, capsys):
+    a, b = two_runs(tmp_path)
     (tmp_path / 'empty').mkdir()
-    for sources, message in (([a], 'needs two runs or more: .*; there is .*/a'),
-                             ([], 'needs two runs or more'),
-                             ([a, '~nobody-has-this/b'], '~nobody-has-this/b holds no run'),
-                             ([a, tmp_path / 'empty'], '/empty holds no run'),
-                             ([a, b, a], '/a is named twice'),
-                             ([a, b, '--metrics=ece,acuracy'],
-                              "metrics: there is no 'acuracy'; there are accuracy, ")):
+    good, rows = harness_rows('endings')
+    written, written_rows = harness_rows('written')
+    own = write_rows(tmp_path / 'own.jsonl', rows)
+    wrong = write_rows(tmp_path / 'wrong.jsonl', [rows[0], rows[1] | {'acc': 0.5}])
+    for sources, message in (
+            ([a], 'needs two runs or more: .*; there is .*/a'), ([], 'needs two runs or more'),
+            ([a, '~nobody-has-this/b'], '~nobody-has-this/b holds no run'),
+            ([a, tmp_path / 'empty'], '/empty holds no run'), ([a, b, a], '/a is named twice'),
+            ([a, b, '--metrics=ece,acuracy'],
+             "metrics: there is no 'acuracy'; there are accuracy, "),
+            # of lm-evaluation-harness
+            ([good, written], 'needs two runs or more'),
+            ([good, tmp_path / 'none.jsonl'], 'cannot read .*/none.jsonl'),
+            ([good, write_rows(tmp_path / 'text.jsonl', written_rows[:1])],
+             'text.jsonl: no multiple-choice questions of lm_eval --log_samples'),
+            ([good, wrong], "wrong.jsonl:2: its target, '1', is not the only right option"),
+            ([good, own], 'no task in common: first: endings; own.jsonl: samples')):
         with pytest.raises((ConfigError, DataError), match=message):
             run_compare(f'--out_dir={tmp_path / "out"}', *sources)
+        assert good in sources or not (tmp_path / 'out').exists()
+    capsys.readouterr()
     with pytest.raises(SystemExit):
         run_compare('--help')
     assert capsys.readouterr().out.startswith('usage: python evaluate.py --compare FOLDER FOLDER')
-    assert not (tmp_path / 'out').exists()
     # relative paths and ~
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv('HOME', str(tmp_path))
-    run_compare('a', '~/b', '--out_dir=~/out', '--n_bootstrap=10')
-    assert (tmp_path / 'out' / 'compare.md').exists()
+    run_compare('a', '~/b', '--out_dir=~/home', '--n_bootstrap=10')
+    assert (tmp_path / 'home' / 'compare.md').exists()
 
 
 @pytest.mark.parametrize('name, damage, message', [
@@ -256,7 +252,7 @@ def test_folders_that_cannot_be_compared(tmp_path, monkeypatch, capsys):
      'samples.jsonl has 40 samples of mmlu, but results.json was made from 7'),
     ('samples.jsonl', lambda x: f'{x}{{,}}\n', 'samples.jsonl:41: broken JSON')])
 def test_a_damaged_run_is_named(tmp_path, name, damage, message):
-    a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', sharpness=2.0)
+    a, b = two_runs(tmp_path)
     text = (b / name).read_text() if (b / name).exists() else ''
     (b / name).write_text(damage(text))
     with pytest.raises((ConfigError, DataError), match=f'/b/.*{message}'):
@@ -264,13 +260,11 @@ def test_a_damaged_run_is_named(tmp_path, name, damage, message):
 
 
 def test_a_title_and_a_column_name_what_differs(tmp_path, capsys):
-    losses = ['cross_entropy()', 'focal(2) + z_loss(1e-4)']
-    a = write_run(tmp_path / 'a', settings={'loss': losses[0]})
-    b = write_run(tmp_path / 'b', sharpness=2.0, settings={'loss': losses[1]}, result={
+    runs = two_runs(tmp_path, settings={'loss': 'focal(2) + z_loss(1e-4)'}, result={
         'distribution': 'harness, 0 shots, text, sum', 'norm': 'sum',
         'sample': {'questions': 40, 'of': 90}})
-    rows = compare_csv_of([a, b], tmp_path / 'out', '--n_bootstrap=10')
-    assert [row['loss'] for row in rows] == losses
+    rows = compare_csv_of(runs, tmp_path / 'out', '--n_bootstrap=10')
+    assert [row['loss'] for row in rows] == ['', 'focal(2) + z_loss(1e-4)']
     title = ('mmlu: a (prompt format mmlu, 5 shots, letters, token), '
              'b (prompt format harness, 0 shots, text, sum; sample of 40 of 90 questions)')
     assert f'\n{title}\n' in capsys.readouterr().out
@@ -282,7 +276,7 @@ def test_a_title_and_a_column_name_what_differs(tmp_path, capsys):
     (('a', None), ('h', 'h2'), None), ((None, None), ('h', None), 38)])
 def test_only_the_same_questions_are_paired(tmp_path, capsys, prefixes, hashes, paired):
     """By hashes in the samples, else of all questions in eval_config.json."""
-    runs = [write_run(tmp_path / name, sharpness=x) for name, x in (('a', 1.0), ('b', 2.0))]
+    runs = two_runs(tmp_path)
     for run, prefix, of_all in zip(runs, prefixes, hashes, strict=True):
         rows = samples.read_samples(run / 'samples.jsonl')
         for i, row in enumerate(rows) if prefix else ():
@@ -303,11 +297,17 @@ def test_only_the_same_questions_are_paired(tmp_path, capsys, prefixes, hashes, 
 
 
 def test_tasks_that_a_run_lacks_are_left_out(tmp_path, capsys):
-    a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', sharpness=2.0)
+    a, b = two_runs(tmp_path)
     c = write_run(tmp_path / 'c', task='arc')
-    add_task(a, 'arc', samples.read_samples(c / 'samples.jsonl'))
-    for folder in (a, b):
-        add_task(folder, 'clm', [TOKEN | {'id': str(i), 'token': i} for i in range(9)])
+    tokens = [TOKEN | {'id': str(i), 'token': i} for i in range(9)]
+    for folder, more in ((a, [*samples.read_samples(c / 'samples.jsonl'), *tokens]), (b, tokens)):
+        path = folder / 'samples.jsonl'
+        write_rows(path, [*more, *samples.read_samples(path)])
+        results = json.loads((folder / 'results.json').read_text())
+        results['tasks'] = {task: {'distribution': 'top token', 'norm': 'token', 'pooled': {'n': n}}
+                            for task, n in (('clm', 9), ('arc', len(more) - 9)) if n} | (
+                                results['tasks'])
+        (folder / 'results.json').write_text(json.dumps(results))
     rows = compare_csv_of([a, b], tmp_path / 'out', '--n_bootstrap=10', '--ensemble')
     said = capsys.readouterr().out
     assert 'arc is left out: not every run has it' in said and '\nclm (top token)\n' in said
@@ -324,8 +324,7 @@ def test_a_picture_that_fails_costs_no_table_and_is_not_called_written(tmp_path,
         raise OSError('no space')
     for module in (plots, over_seeds):
         monkeypatch.setattr(module, 'save_figure', fail)
-    a, b, c = (write_run(tmp_path / name, seed=seed, sharpness=x)
-               for name, seed, x in (('a', 0, 1.0), ('b', 0, 2.0), ('c', 1, 1.0)))
+    a, b, c = *two_runs(tmp_path), write_run(tmp_path / 'c', seed=1)
     for other, picture, tables in (
             (b, 'reliability-mmlu.png', ' compare.tex, compare.csv, compare.html to '),
             (c, 'compare.png', 'wrote compare.csv, compare.md, compare.tex to ')):
@@ -338,7 +337,7 @@ def test_a_picture_that_fails_costs_no_table_and_is_not_called_written(tmp_path,
 @pytest.mark.slow
 def test_a_closed_pipe_loses_no_file(tmp_path):
     """As `| head` leaves it: no error, and nothing of what is written is lost."""
-    a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', sharpness=2.0)
+    a, b = two_runs(tmp_path)
     read, write = os.pipe()
     os.close(read)
     ends = []
@@ -378,8 +377,6 @@ def test_a_grid_has_a_line_for_each_combination_of_settings(tmp_path, capsys, re
     mean, low, high = stats.mean_interval(d)
     assert [row[5] for row in rows[:2]] == ['', f'{mean:+.3f} ± {(high - low) / 2:.3f}, '
                                             f'p {stats.student_t(d)[2]:.1g}']
-    table, = tabulars((out / 'compare.tex').read_text())
-    assert [row[4].startswith(r'\textbf') for row in table[1:]].count(True) == 1
     assert (out / 'compare.png').read_bytes().startswith(b'\x89PNG')
     # one of three seeds of a run is missing, and there are runs of several kinds
     (grid / 'seed-0' / 'tuned-0.001-0.1' / 'results.json').unlink()
@@ -417,8 +414,6 @@ HARNESS_FILES = HERE / 'tests' / 'harness_files'
 @pytest.mark.slow
 def test_models_of_lm_eval_are_compared(tmp_path, capsys):
     """Each accuracy is lm-eval's own; the questions of both subtasks of a group are paired."""
-    results = {run: json.loads(next((HARNESS_FILES / run).glob('results_*.json')).read_text())
-               for run in ('first', 'second')}
     for norm, metric, sources in (
             ('token', 'acc,none', [HARNESS_FILES / 'first', HARNESS_FILES / 'second']),
             ('char', 'acc_norm,none', [HARNESS_FILES])):      # a folder that holds both
@@ -426,18 +421,18 @@ def test_models_of_lm_eval_are_compared(tmp_path, capsys):
         assert [(row['dataset'], row['run']) for row in rows] == [
             (task, run) for task in ('endings', 'gaps', 'trivia') for run in ('first', 'second')]
         for row in rows:
-            theirs = results[row['run']]['results'][row['dataset']]
+            results, = (HARNESS_FILES / row['run']).glob('results_*.json')
+            theirs = json.loads(results.read_text())['results'][row['dataset']]
             if metric in theirs:
                 assert float(row['accuracy']) == pytest.approx(theirs[metric], abs=1e-12)
     printed = capsys.readouterr().out
-    assert '\ntrivia (lm-evaluation-harness, sum)\n' in printed
-    assert '\nendings (lm-evaluation-harness, char)\n' in printed
-    assert 'samples_written_' in printed and '.jsonl is left out: not multiple choice' in printed
-    assert '\nnamed is left out: not every run has it' in printed
-    lines = [line.split() for line in printed.split('\n')]
+    for line in ('\ntrivia (lm-evaluation-harness, sum)\n',
+                 '\nendings (lm-evaluation-harness, char)\n',
+                 '.jsonl is left out: not multiple choice',
+                 '\nnamed is left out: not every run has it'):
+        assert line in printed
     # of the six questions of trivia, 2 and 3 are right
-    assert ['second', '-', 'first', 'questions', '6', 'accuracy', '+0.1667'] in [
-        line[:7] for line in lines]
+    assert re.search(r'second - first +questions +6 +accuracy +\+0\.1667', printed)
 
 
 def test_single_files_of_lm_eval_are_compared(tmp_path, capsys):
@@ -451,14 +446,14 @@ def test_single_files_of_lm_eval_are_compared(tmp_path, capsys):
     printed = printed_of(*files)
     assert 'trivia (' in printed and 'endings' not in printed and 'left out' not in printed
     # renamed files are a run each; without the results beside them, subtasks are tasks
-    for i, name in enumerate(('a.jsonl', 'b.jsonl')):
-        (tmp_path / name).write_bytes(files[2 * i].read_bytes())
-    printed = printed_of(tmp_path / 'a.jsonl', tmp_path / 'b.jsonl')
-    assert '\nsamples (lm-evaluation-harness, sum)\n' in printed
-    assert '\nb.jsonl - a.jsonl' in printed
+    renamed = [shutil.copy(files[2 * i], tmp_path / name) for i, name in enumerate(
+        ('a.jsonl', 'b.jsonl'))]
+    printed = printed_of(*renamed)
+    for words in ('\nsamples (lm-evaluation-harness, sum)\n', '\nb.jsonl - a.jsonl'):
+        assert words in printed
     for run, file in (('x', files[0]), ('y', files[2])):
         (tmp_path / run).mkdir()
-        (tmp_path / run / file.name).write_bytes(file.read_bytes())
+        shutil.copy(file, tmp_path / run)
     # of two evaluations the newer one counts
     older = tmp_path / 'x' / 'samples_trivia_animals_2025-01-01T00-00-00.000001.jsonl'
     older.write_text('damaged')
@@ -469,39 +464,17 @@ def test_single_files_of_lm_eval_are_compared(tmp_path, capsys):
 
 def test_an_old_lm_eval_and_a_task_with_several_right_options(tmp_path, capsys):
     """Of 0.4.2: arrays beside results.json, here with each question twice; as JEC-QA of AGIEval."""
-    for model in ('first', 'second'):
-        (tmp_path / model).mkdir()
-        for task in ('endings', 'trivia_rivers'):
-            path, rows = harness_rows(task, model)
-            if task == 'trivia_rivers':     # only some questions have several
-                rows[1] |= {'target': '[0, 1]', 'acc': 1.0}
-            if model == 'first':
-                write_old(tmp_path / model, task, [*rows, *rows])
-            else:
-                write_rows(tmp_path / model / path.name, rows)
+    (tmp_path / 'second').mkdir()
+    for task in ('endings', 'trivia_rivers'):
+        path, rows = harness_rows(task)
+        if task == 'trivia_rivers':     # only some questions have several
+            rows[1] |= {'target': '[0, 1]', 'acc': 1.0}
+        write_old(tmp_path / 'first', task, [*rows, *rows])
+        write_rows(tmp_path / 'second' / path.name, rows)
     rows = compare_csv_of([tmp_path / 'first', tmp_path / 'second'], tmp_path / 'out',
                           '--n_bootstrap=20')
     printed = capsys.readouterr().out
     assert printed.count("jsonl is left out: its target, '[0, 1]', is not the only right") == 2
     assert [(row['dataset'], row['n']) for row in rows] == [('endings', '4')] * 2
-    assert float(rows[0]['accuracy']) == np.mean([row['acc'] for row in harness_rows('endings')[1]])
     # the questions of both versions are paired
     assert '  4  ' in next(x for x in printed.splitlines() if ' to second' in x)
-
-
-def test_lm_eval_files_that_cannot_be_compared(tmp_path):
-    good, rows = harness_rows('endings')
-    written, written_rows = harness_rows('written')
-    for other, message in (
-            (written, 'needs two runs or more'),
-            (tmp_path / 'none.jsonl', 'cannot read .*/none.jsonl'),
-            (written_rows[:1], 'a.jsonl: no multiple-choice questions of lm_eval --log_samples'),
-            ([rows[0], rows[1] | {'acc': 0.5}],
-             "a.jsonl:2: its target, '1', is not the only right option"),
-            ([rows[0], rows[1] | {'filtered_resps': [['nan', 'x'], ['-1', 'x']], 'acc': 0.0}],
-             'a.jsonl:2: the log-probabilities are .nan, -1.0'),
-            (rows, 'no task in common: first: endings; a.jsonl: samples')):
-        if isinstance(other, list):
-            other = write_rows(tmp_path / 'a.jsonl', other)
-        with pytest.raises((ConfigError, DataError), match=message):
-            compare_csv_of([good, other], tmp_path / 'out')

@@ -57,33 +57,18 @@ def text_and_code(page):
 
 
 @pytest.mark.parametrize('page', PAGES)
-def test_files_named_in_the_docs_exist_or_are_written_by_the_program(page):
-    text, _ = text_and_code(page)
+def test_files_functions_options_and_imports_named_in_the_docs_exist(page):
+    text, blocks = text_and_code(page)
     for word in re.findall(rf'`([\w./-]+\.(?:{"|".join(ENDINGS)}))`', text):
         exists = any((folder / word).exists() for folder in (HERE, (HERE / page).parent))
         assert exists or word in source() or word in FOREIGN, f'{page}: there is no {word}'
-
-
-@pytest.mark.parametrize('page', PAGES)
-def test_functions_named_in_the_docs_exist(page):
-    text, _ = text_and_code(page)
     for module, name in re.findall(r'`(\w+)\.(\w+)(?:\([^`]*\))?`', text):
         if module in MODULES and name not in ENDINGS:
             assert name in set().union(*map(names, MODULES[module])), (
                 f'{page}: {module}.py has no {name}')
-
-
-@pytest.mark.parametrize('page', PAGES)
-def test_options_named_in_the_docs_exist(page):
-    text, _ = text_and_code(page)
     for code in re.findall(r'`([^`]+)`', text):
         for key in re.findall(r'(?<![\w-])--(\w+)', code):
             assert key in options() | FOREIGN_KEYS, f'{page}: no program has an option --{key}'
-
-
-@pytest.mark.parametrize('page', PAGES)
-def test_imports_in_the_docs_work(page):
-    _, blocks = text_and_code(page)
     for node in (node for block in blocks if 'import ' in block
                  for node in ast.walk(ast.parse(block)) if isinstance(node, ast.ImportFrom)):
         path = HERE / (node.module.removeprefix('nanocal.').replace('.', '/') + '.py')

@@ -161,6 +161,7 @@ def test_formulas_are_extracted(text, answer):
 
 
 def test_popqa_takes_an_answer_that_contains_a_reference():
-    grade = WRITTEN_TASKS['popqa'].grade(' a politician from France', ['politician', 'lawyer'])
-    assert grade['correct'] and not grade['strict']
-    assert not WRITTEN_TASKS['popqa'].grade(' politicians', ['politician'])['correct']
+    grade = WRITTEN_TASKS['popqa'].grade
+    taken = grade(' a politician from France', ['politician', 'lawyer'])
+    assert taken['correct'] and not taken['strict']
+    assert not grade(' politicians', ['politician'])['correct']

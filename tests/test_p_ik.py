@@ -68,13 +68,6 @@ def test_p_ik_knows_what_the_states_tell_and_no_more():
         assert low <= metrics.auroc(values, shares > 0) <= high
 
 
-@pytest.mark.parametrize('shares', [0.0, 1.0])
-def test_p_ik_of_what_is_always_or_never_right(shares):
-    states = np.ones((6, 3))        # and states that do not differ
-    values = p_ik_probe.cross_validated(states, np.full(6, shares), 'abcdef')
-    np.testing.assert_allclose(values, shares, atol=1e-3)
-
-
 @pytest.mark.parametrize('change, message', [
     *[({'answers': wrong}, '"answers" must be a list of answers, whose "correct" is true or false')
       for wrong in ([{'correct': 1}], [5], [], 'x')],
@@ -90,10 +83,13 @@ def test_a_malformed_sample_of_p_ik_is_a_bad_row(tmp_path, change, message):
     assert question.answer == 1
 
 
-@pytest.mark.parametrize('name, message', [
-    ('p_ik', 'no samples given'), ('p_ik:{}/none', 'no file or folder'),
-    ('p_ik:{}', 'has no samples of written answers')])
-def test_samples_without_written_answers_are_refused(name, message, tmp_path):
+def test_p_ik_of_what_is_always_or_never_right_or_not_written(tmp_path):
+    for shares in (0.0, 1.0):
+        states = np.ones((6, 3))        # and states that do not differ
+        values = p_ik_probe.cross_validated(states, np.full(6, shares), 'abcdef')
+        np.testing.assert_allclose(values, shares, atol=1e-3)
     write_rows(tmp_path / 'samples.jsonl', [{'task': 'mmlu', 'id': '1', 'answer': 1}])
-    with pytest.raises(DataError, match=message):
-        load_p_ik(name.format(tmp_path))
+    for name, message in (('p_ik', 'no samples given'), (f'p_ik:{tmp_path}/none', 'no file or fol'),
+                          (f'p_ik:{tmp_path}', 'has no samples of written answers')):
+        with pytest.raises(DataError, match=message):
+            load_p_ik(name)

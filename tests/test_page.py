@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -109,17 +110,16 @@ def test_samples_of_older_versions_and_of_the_validation_split():
                   for n in (5, 4))
     assert none == {}       # the samples have changed since the result was computed
     assert {row['id']: row['text'] for row in rows['mmlu']} == {
-        '0': ''} | {f'{i}': f'question {i}?' for i in range(1, 5)}
+        '0': '', **{f'{i}': f'question {i}?' for i in range(1, 5)}}
 
 
 def test_a_page_of_too_many_samples_has_some_of_every_task_and_language():
     rows = rows_of(mmlu=[*questions(40, language='de'), *questions(40, language='en')],
                    clm=tokens(5))
     chosen, total = page.select(rows, most=45)
-    assert total == 85 and len(chosen) == 45
-    counts = {language: sum(row['task'] == 'mmlu' and row['language'] == language
-                            for row in chosen) for language in ('de', 'en')}
-    assert counts == {'de': 20, 'en': 20}
+    assert total == 85
+    assert Counter((row['task'], row['language']) for row in chosen) == {
+        ('mmlu', 'de'): 20, ('mmlu', 'en'): 20, ('clm', ''): 5}
     assert [row['correct'] for row in chosen] == sorted(row['correct'] for row in chosen)
     assert page.select(rows, most=85) == page.select(rows, most=100)
 
@@ -129,15 +129,13 @@ def test_a_confidence_in_written_answers_shows_the_answers_of_its_task():
     written = [sample | {'greedy': {'text': ' Paris\n'}, 'answers': answers}
                for sample in tokens(2, 'triviaqa')]
     agreement = tokens(2, 'triviaqa.agreement')
-    guess = [agreement[0] | {'greedy': {'text': 'Guess: Bonn'}}]
-    rows = rows_of(triviaqa=written, **{'triviaqa.agreement': agreement,
-                                        'triviaqa.verbalized_1s': guess})
-    shown = {task: {(row['written'], row['predicted'], row['expected'], row['samples'])
-                    for row in group} for task, group in rows.items()}
-    counts = '2 × Paris, 1 × Lyon, 1 × none'
-    assert shown == {'triviaqa': {(' Paris\n', ' mid', ' time', counts)},
-                     'triviaqa.agreement': {(' Paris\n', ' mid', ' time', counts)},
-                     'triviaqa.verbalized_1s': {('Guess: Bonn', ' mid', ' time', counts)}}
+    rows = rows_of(triviaqa=written, **{
+        'triviaqa.agreement': agreement,
+        'triviaqa.verbalized_1s': [agreement[0] | {'greedy': {'text': 'Guess: Bonn'}}]})
+    for task, text in (('triviaqa', ' Paris\n'), ('triviaqa.agreement', ' Paris\n'),
+                       ('triviaqa.verbalized_1s', 'Guess: Bonn')):
+        assert {(row['written'], row['predicted'], row['expected'], row['samples'])
+                for row in rows[task]} == {(text, ' mid', ' time', '2 × Paris, 1 × Lyon, 1 × none')}
     empty = [sample | {'predicted': ''} for sample in written]
     assert {row['predicted'] for row in rows_of(triviaqa=empty)['triviaqa']} == {'none'}
 
@@ -150,14 +148,12 @@ def test_results_md_ends_with_the_ten_most_confident_mistakes():
     text = page.mistakes(rows)
     wrong = [row for row in rows['mmlu'] if not row['correct']] + rows['clm']
     wrong = sorted(wrong, key=lambda row: -row['confidence'])[:10]
-    assert text.startswith('### The 10 most confident mistakes\n')
+    assert text.startswith('### The 10 most confident mistakes\n') and 'mmlu.permuted' not in text
     shown = re.findall(r'^\d+\. `(.*?)`: confidence ([\d.]+), predicted `(.*?)`, right is `(.*?)`$',
                        text, re.M)
     for (place, confidence, predicted, right), row in zip(shown, wrong, strict=True):
-        assert float(confidence) == round(row['confidence'], 3)
-        assert place.endswith(row['id']) and predicted != right
-        assert row['task'] == place.split(',')[0]
-    assert 'mmlu.permuted' not in text
+        assert float(confidence) == round(row['confidence'], 3) and predicted != right
+        assert place.split(',')[0] == row['task'] and place.endswith(row['id'])
     lines = text.split('\n')
     assert max(map(len, lines)) < page.LONGEST + 10      # long questions are cut
     # a question cannot leave its block
@@ -165,24 +161,22 @@ def test_results_md_ends_with_the_ten_most_confident_mistakes():
     assert page._code('a ``` b') == "`a ''' b`" and page.mistakes({}) == ''
 
 
-def test_text_of_a_question_is_never_markup_and_the_page_needs_no_other_file(tmp_path):
+def test_text_of_a_question_is_never_markup_and_the_page_needs_no_other_file(tmp_path, capsys):
     plain = write(tmp_path, rows_of(mmlu=questions(4)))
     rows = rows_of(mmlu=questions(4, context=HOSTILE, subject=HOSTILE, options=[HOSTILE] * 3))
     parsed = Parsed(write(tmp_path, rows))
     assert parsed.tags == Parsed(plain).tags and not {'link', 'iframe'} & {*parsed.tags}
     assert json.loads(parsed.content['rows']) == json.loads(json.dumps(rows['mmlu']))
-    assert '<i>a</i>' in parsed.text
+    assert '<i>a</i>' in parsed.text and '2 subjects' in parsed.text and '<!--' not in plain
     assert re.search(r'some/<model>: mmlu \(\d{4}-\d\d-\d\d, nanoCal 1.2.3\)', parsed.text)
-    assert '2 subjects' in parsed.text and '<!--' not in plain
     assert all(value.startswith('data:') for key, value in Parsed(plain).attributes
                if key in ('src', 'href'))
     assert not re.search(r'https?:|url\(|@import|fetch\(|import\(', plain)
-
-
-def test_a_page_that_fails_costs_no_numbers(tmp_path, capsys):
+    # a page that fails costs no numbers
+    (tmp_path / 'report.html').unlink()
     (tmp_path / 'report.html').mkdir()
     with pytest.raises(IsADirectoryError):
-        write(tmp_path, rows_of(mmlu=questions(4)))     # reading it
+        write(tmp_path, rows)       # reading it
     assert 'report.html was not written: IsADirectoryError' in capsys.readouterr().err
 
 
@@ -233,7 +227,6 @@ def test_an_evaluation_writes_a_page_of_all_its_tasks(tmp_path):
     for row in [row for row in rows if row['task'] == 'clm']:
         whole = f'the quick brown fox {row["id"]} jumps over the lazy dog'
         assert whole.startswith((row['text'] + row['expected']).removeprefix('<s>').strip())
-        assert row['correct'] == (row['predicted'] == row['expected'])
     assert text.count('<img') == 2      # all tasks, and the languages of the first evaluation
     assert 'most confident mistakes' in (tmp_path / 'out' / 'results.md').read_text()
     assert '<img' not in run(f'--tasks={foxes}', '--pictures=False')

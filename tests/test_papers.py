@@ -205,24 +205,19 @@ def next_token_nll(folder):
     ('know', 4 * 3, 'Qwen/Qwen2.5-1.5B'),
     ('alignment', 15 + 13 + 10 + 1 + 4 * 3 + 4 + 2, 'meta-llama/Llama-2-70b-hf')])
 def test_the_plan_lists_every_run_and_writes_nothing(tmp_path, script, n_runs, model):
+    out = tmp_path / 'out'
     more = ['--rlhf=a,b', '--trex=c', '--comparisons=d'] if script == 'alignment' else []
-    printed = run_paper(tmp_path, script, '--plan', f'--out_dir={tmp_path / "out"}', *more)
+    printed = run_paper(tmp_path, script, '--plan', f'--out_dir={out}', *more)
     assert f'0 of {n_runs} finished' in printed and model in printed
-    assert re.search(r'[\d,]+ GPU hours are left', printed)
+    assert re.search(r'[\d,]+ GPU hours are left', printed) and not out.exists()
     if script == 'alignment':       # 10 checkpoints of Pythia 1.4B count, and a and b
         assert 'The models to download have about 786 GB' in printed
-    assert not (tmp_path / 'out').exists()
+        with ownership.lock(out):
+            printed = run_paper(tmp_path, script, f'--out_dir={out}', code=1)
+        assert 'out: another process is writing there' in printed
+        assert not (out / 'changes.json').exists()
 
 
-@pytest.mark.slow
-def test_two_scripts_do_not_write_to_one_folder_at_once(tmp_path):
-    with ownership.lock(tmp_path / 'out'):
-        printed = run_paper(tmp_path, 'alignment', f'--out_dir={tmp_path / "out"}', code=1)
-    assert 'out: another process is writing there' in printed
-    assert not (tmp_path / 'out' / 'changes.json').exists()
-
-
-@pytest.mark.slow
 def test_label_smoothing_smooths_at_the_chosen_rate_and_tabulates_its_reports(hub, tmp_path):
     out = tmp_path / 'out'
     arguments = [f'--out_dir={out}', f'--cache_dir={tmp_path}', *SMALL, *FAST]
@@ -248,9 +243,6 @@ def test_label_smoothing_smooths_at_the_chosen_rate_and_tabulates_its_reports(hu
     tex = (out / 'smoothing.tex').read_text()
     assert (out / 'mmlu.png').exists() and '\\toprule' in tex and '\\textbf{0.' in tex
     assert 'Not stated, and chosen here' in (out / 'tables.md').read_text()
-    # a second call does nothing again, other settings are refused, and what is missing is said
-    assert '===' not in run_paper(hub, 'label_smoothing', '--only=Llama-3.1-8B/Tulu3', *arguments)
-    assert 'was begun with' in run_paper(hub, 'label_smoothing', f'--out_dir={out}', code=1)
     assert 'smoothing0.1 waits for the 4 learning rates' in run_paper(
         hub, 'label_smoothing', '--only=OpenHermes/smoothing', *arguments)
 
@@ -324,13 +316,12 @@ def test_label_smoothing_shows_the_printed_numbers_that_its_file_holds(tmp_path,
         ('Gemma2-2B', 'base', '0.030'), ('Gemma2-2B, Tulu3', 'smoothing 0.1', '0.040')}
 
 
-@pytest.mark.slow
 def test_multilingual_puts_its_numbers_beside_the_printed_ones(hub, tmp_path):
     out = tmp_path / 'out'
     printed = run_paper(
-        hub, 'multilingual', '--only=Gemma2-2B/base,instruct,Aya-Expanse-8B/base,Mistral-7B/'
-        'OpenHermes', '--models=aya,gemma3', f'--out_dir={out}', f'--cache_dir={tmp_path}',
-        '--figures=am', *SMALL, *FAST)
+        hub, 'multilingual', '--only=Gemma2-2B/base,Gemma3-4B/instruct,Aya-Expanse-8B/base,'
+        'Mistral-7B/OpenHermes', '--models=aya,gemma3', f'--out_dir={out}',
+        f'--cache_dir={tmp_path}', '--figures=am', *SMALL, *FAST)
     assert 'Global-MMLU, all languages together' in printed
     assert 'changed settings: --batch_size=4' in printed and '--cache_dir' not in printed
     rows = read_table(out, 'global_mmlu')
@@ -340,20 +331,12 @@ def test_multilingual_puts_its_numbers_beside_the_printed_ones(hub, tmp_path):
                     == ['Mistral-7B', 'OpenHermes', '0.1'])
     assert smoothed['ECE (paper, its own settings)'] == '0.043' and smoothed['RMS as defined']
     assert smoothed['p ECE, languages'] and 0 < float(smoothed['p ECE, questions']) <= 1
-    by_language = read_table(out, 'mmlu_prox_languages')
-    assert {row['language'] for row in by_language} == {*MMLU_PROX}
     classes = read_table(out, 'mmlu_prox_classes')
     assert [row['class'] for row in classes[:3]] == ['high', 'mid', 'low']
     assert sum(len(read_table(out, f'{task}_languages')) for task in ('global_mmlu', 'mmlu_prox')
                ) == 71 * (4 * 11 + 10)
     appendix = (out / 'appendix.md').read_text()
-    assert appendix.count('\n## ') + appendix.startswith('## ') == 71
-    first = appendix.split('## ')[1].splitlines()
-    assert [x.split(' | ')[:3] for x in first[4:] if x] == [    # dataset, model, smoothing
-        *(['| base', model, ''] for model in ('Gemma2-2B', 'Aya-Expanse-8B')),
-        *(['| instruct', model, ''] for model in (
-            'Gemma2-2B', 'Mistral-7B', 'Llama-3.1-8B', 'Gemma3-4B')),
-        *(['| OpenHermes', 'Mistral-7B', s] for s in ('0.0', '0.1', '0.2'))]
+    assert appendix.count('## ') == 71 and '| instruct | Gemma3-4B |' in appendix
     assert '**' in appendix and (out / 'appendix.tex').read_text().count('\\toprule') == 71
     assert all((out / f'{name}.png').exists() for name in (
         'figure1', 'figure2', 'global_mmlu-am')) and not (out / 'mmlu_prox-yo.png').exists()
@@ -364,8 +347,8 @@ def test_multilingual_puts_its_numbers_beside_the_printed_ones(hub, tmp_path):
     assert cfg['shots'] == 0 and cfg['scoring'] == 'letters'
 
 
-def test_the_appendix_is_by_dataset_with_the_better_smoothing_bold_and_italic_if_significant(
-        tmp_path, monkeypatch):
+def test_the_appendix_has_the_better_smoothing_bold_and_italic_if_significant(tmp_path,
+                                                                              monkeypatch):
     numbers = {'base': 0.02, 'smoothing0': 0.3, 'smoothing0.1': 0.1, 'smoothing0.2': 0.05}
     monkeypatch.setattr(multilingual, 'measured', lambda folder, task: (
         {} if 'instruct' in folder or task == 'mmlu_prox' else {'languages': {
@@ -377,52 +360,35 @@ def test_the_appendix_is_by_dataset_with_the_better_smoothing_bold_and_italic_if
     title, _, head, _, *lines = (tmp_path / 'appendix.md').read_text().splitlines()
     assert title == ('## Global-MMLU in yo by SFT dataset, model and smoothing; '
                      'changed settings: --lr=1')
-    models = ('Gemma2-2B', 'Mistral-7B', 'Llama-3.1-8B')
-    assert [line.split(' | ')[:3] for line in lines if line] == [
-        *(['| base', model, ''] for model in models),
-        *([f'| {data}', model, s] for data in ('Alpaca', 'OpenHermes', 'Tulu3')
-          for model in models for s in ('0.0', '0.1', '0.2'))]
     cells = {tuple(line.split(' | ')[:3]): line[2:-2].split(' | ')[3:] for line in lines if line}
+    assert len(cells) == 3 * (1 + 3 * 3)        # models: base, and data with three rates
     assert cells['| Tulu3', 'Gemma2-2B', '0.0'] == ['**0.300**', '0.300', '0.300', '0.300']
     assert cells['| Tulu3', 'Gemma2-2B', '0.1'] == ['0.100', '0.100', '***0.100***', '**0.100**']
     assert cells['| Alpaca', 'Gemma2-2B', '0.1'] == ['0.100', '0.100', '**0.100**', '**0.100**']
-    assert cells['| Tulu3', 'Gemma2-2B', '0.2'] == 4 * ['0.050']
     tex = (tmp_path / 'appendix.tex').read_text()
     assert tex.count(r'\textbf{\textit{0.100}}') == 1 and r'-{}-lr=1\par' in tex
 
 
-def test_titles_state_the_shots_and_every_changed_setting(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(label_smoothing, 'draw_lines', lambda *_: None)
-    options = settings(changes=['--eval.shots=0', '--max_steps=2'])
-    with ownership.lock(tmp_path):
-        papers.write_tables(label_smoothing.tables(options), tmp_path, 'How it was made.',
-                            options.changes)
-    changed = 'changed settings: --eval.shots=0 --max_steps=2'
-    assert f'by smoothing, at 0 shots\n{changed}\n' in capsys.readouterr().out
-    assert f'\n\n`{changed}`\n\n' in (tmp_path / 'tables.md').read_text()
-    assert 'at 0 shots; changed settings: -{}-eval.shots=0 -{}-max' in (
-        tmp_path / 'smoothing.tex').read_text()
+def tables_of_languages(languages, out):
+    """Return {name: lines} of the multilingual tables of an evaluation in a few languages."""
+    return {name: lines for name, _, lines in multilingual.tables(
+        settings(out_dir=str(out), changes=[f'--eval.languages={languages}']))}
 
 
-def test_printed_numbers_beside_a_few_languages_are_of_these_languages():
-    lines = {name: lines for name, _, lines in multilingual.tables(
-        settings(changes=['--eval.languages=de,en,sw']))}
+def test_tables_of_a_few_languages_or_one_are_of_these_languages(tmp_path, monkeypatch):
+    lines = tables_of_languages('de,en,sw', 'nowhere')
     column = lines['global_mmlu'][0].index('accuracy (paper, its own settings)')
     assert not any(line[column] for line in lines['global_mmlu'][1:])       # the pool of 42
     printed = multilingual_printed.printed_numbers()
     of = {x: printed['global_mmlu', x, 'Gemma2-2B', 'base', '']['accuracy'] for x in ('de', 'en')}
     assert lines['global_mmlu_classes'][1][column + 1] == f'{sum(of.values()) / 2:.3f}'
     assert {line[0] for line in lines['mmlu_prox_languages'][1:]} == {'de', 'en', 'sw'}
-
-
-def test_a_single_language_is_in_the_tables_by_class_and_by_language(tmp_path, monkeypatch):
-    """Its results are the pooled ones: results.json has no others."""
+    # the results of a single language are the pooled ones: results.json has no others
     monkeypatch.setattr(multilingual, 'draw_figures', lambda _: None)
     monkeypatch.setattr(multilingual, 'measured', lambda folder, task: {'pooled': dict.fromkeys(
         (*multilingual.PRINTED, 'rmsce'), 0.125)} if folder.endswith('Gemma2-2B/base') else {})
     with ownership.lock(tmp_path):
-        lines = {name: lines for name, _, lines in multilingual.tables(
-            settings(out_dir=str(tmp_path), changes=['--eval.languages=yo']))}
+        lines = tables_of_languages('yo', tmp_path)
     for name in ('global_mmlu_classes', 'global_mmlu_languages', 'mmlu_prox_languages'):
         assert [line[:5] for line in lines[name] if line[4] == '0.125'] == [
             ('low' if 'classes' in name else 'yo', 'Gemma2-2B', 'base', '', '0.125')]
@@ -434,46 +400,42 @@ def test_the_options_of_multilingual_choose_models_and_tuning(tmp_path):
     plan = run_paper(tmp_path, 'multilingual', '--plan', '--models=aya,gemma3', '--only=base,inst')
     assert 'Aya-Expanse-8B/base' in plan and 'Gemma3-4B/instruct' in plan
     assert '0 of 9 finished' in plan        # there is no Aya before its tuning
-    hours = [float(run_paper(tmp_path, 'multilingual', '--plan', f'--tuning={tuning}',
-                             '--only=Mistral-7B/Tulu3/lr5e-06').split('\n')[2].split()[-2])
-             for tuning in ('lora', 'full')]
-    assert hours[0] == pytest.approx(hours[1] * 4 / 6, rel=0.02)
     assert '--models=opt: there are aya and gemma3' in run_paper(
         tmp_path, 'multilingual', '--plan', '--models=opt', code=1)
 
 
-def test_the_classes_hold_every_language_once():
-    languages = itertools.chain(*multilingual_printed.CLASSES.values())
-    assert sorted(languages) == sorted({*GLOBAL_MMLU, *MMLU_PROX})
-
-
 @pytest.mark.slow
-def test_the_printed_tables_count_where_the_claims_of_the_paper_hold():
-    """The counts and means were found separately, from the text of the paper."""
-    tables = {name: lines for name, _, lines in
-              multilingual_printed.tables(multilingual_printed.printed_numbers())}
-    means = {line[0]: [cell.split()[0] for cell in line[2:]] for line in tables['printed_classes']}
-    assert [means[f'Global-MMLU, {x}'][0] for x in ('high', 'mid', 'low')] == [
-        '+0.144', '+0.140', '+0.077']
-    assert [means[f'Global-MMLU, {x}'][3] for x in ('high', 'mid', 'low')] == [
-        '-0.087', '-0.090', '-0.058']
-    assert [means[f'MMLU-ProX, {x}'][:5:3] for x in ('high', 'mid', 'low')] == [
-        ['+0.041', '-0.077'], ['+0.039', '-0.077'], ['+0.030', '-0.070']]
-    assert [means[f'MMLU-ProX, {x}'][4] for x in ('high', 'mid', 'low')] == [
-        '+0.013', '+0.013', '+0.008']
+def test_the_printed_tables_count_where_the_claims_of_the_paper_hold(tmp_path):
+    """Without a model. The counts and means were found separately, from the text of the paper."""
+    out = tmp_path / 'out'
+    printed = run_paper(tmp_path, 'multilingual', '--printed', f'--out_dir={out}')
+    assert 'Printed: cells in which a claim holds' in printed and (out / 'printed.png').exists()
+    assert 'unrecognized arguments' in run_paper(tmp_path, 'multilingual', '--printed', '--plan',
+                                                 code=2)
+    tables = {name: [[*row.values()] for row in read_table(out, f'printed_{name}')]
+              for name in ('classes', 'claims', 'settings', 'checks')}
+    means = {name: [cell.split()[0] for cell in cells] for name, _, *cells in tables['classes']}
+    for task, column, expected in (
+            ('Global-MMLU', 0, ['+0.144', '+0.140', '+0.077']),
+            ('Global-MMLU', 3, ['-0.087', '-0.090', '-0.058']),
+            ('MMLU-ProX', 0, ['+0.041', '+0.039', '+0.030']),
+            ('MMLU-ProX', 3, ['-0.077', '-0.077', '-0.070']),
+            ('MMLU-ProX', 4, ['+0.013', '+0.013', '+0.008'])):
+        assert [means[f'{task}, {x}'][column] for x in ('high', 'mid', 'low')] == expected
     fails = {name.split(' (')[0]: sum(
         int(n) - int(k) for cell in (cells[1], cells[3]) for k, n in [cell.split(' of ')])
-        for name, *cells in tables['printed_claims'][1:]}
+        for name, *cells in tables['claims']}
     assert fails['smoothing 0.1 lowers ECE'] == 37 + 6      # six are equal
     assert fails['smoothing 0.1 costs at most 0.005 accuracy'] == 91    # and 30 of exactly 0.005
-    settings = {line[:3]: line[3:] for line in tables['printed_settings'][1:]}
+    settings = {tuple(line[:3]): line[3:] for line in tables['settings']}
+    assert len(settings) == 18
     assert settings['Mistral-7B', 'Tulu3', 'Global-MMLU'][0] == '14 of 42'
     assert settings['Mistral-7B', 'OpenHermes', 'Global-MMLU'][0] == '14 of 42'
     assert settings['Llama-3.1-8B', 'Tulu3', 'MMLU-ProX'][0] == '28 of 29'
     for column, n in ((2, 37), (3, 91), (5, 218)):
         assert sum(int(line[column].split()[0]) for line in settings.values()) == n
     assert max(line[4] for line in settings.values()) == '0.016'
-    checks = {name: cells for name, *cells in tables['printed_checks']}
+    checks = {name: cells for name, *cells in tables['checks']}
     assert checks['by language: RMS is below ECE'][0] == '396 of 1260'
     assert checks['by language: RMS^2 sqrt(bins of 100) is below ECE'] == ['0 of 1260', '1 of 870']
     assert checks['table 2: entropy is not the mean over languages'][0] == '2 of 21'
@@ -498,16 +460,6 @@ def test_every_set_of_predictions_is_within_its_confidence_range(n_options):
         (0.7623, 0.336), abs=1e-3)      # impossible: Llama 3.1 8B on MMLU-ProX in table 2
 
 
-@pytest.mark.slow
-def test_what_is_printed_is_tabulated_without_a_model(tmp_path):
-    printed = run_paper(tmp_path, 'multilingual', '--printed', f'--out_dir={tmp_path / "out"}')
-    assert 'Printed: cells in which a claim holds' in printed
-    assert (tmp_path / 'out' / 'printed.png').exists()
-    assert len(read_table(tmp_path / 'out', 'printed_settings')) == 18
-    assert 'unrecognized arguments' in run_paper(tmp_path, 'multilingual', '--printed', '--plan',
-                                                 code=2)
-
-
 def test_every_printed_row_has_a_setting_of_its_own_and_the_numbers_of_the_paper():
     """Tables 27 and 31 print the last smoothing of Tulu3 as 0.1 a second time."""
     with open(HERE / 'research' / 'papers' / 'multilingual_printed.csv', newline='') as file:
@@ -528,7 +480,6 @@ def test_every_printed_row_has_a_setting_of_its_own_and_the_numbers_of_the_paper
             ] == re.findall(r'(?<![\d.])\d\.\d{3}(?!\d)', tables)
 
 
-@pytest.mark.slow
 def test_alignment_evaluates_every_epoch_and_repeats_nothing_after_a_move(hub, tmp_path):
     out = tmp_path / 'out'
     facts = [{'docid': str(i), 'text': f'The sky is blue and {i} is a number.', 'triples': [],
@@ -536,12 +487,6 @@ def test_alignment_evaluates_every_epoch_and_repeats_nothing_after_a_move(hub, t
                             'surfaceform': 'blue', 'uri': 'http://www.wikidata.org/entity/Q1088'}]}
              for i in range(6)]
     write_rows(tmp_path / 'trex' / 're-nlg_0-10000.json', facts)
-    arguments = [f'--cache_dir={tmp_path}', '--eval.limit=8', *FAST,
-                 *(x for x in SMALL if not x.startswith(('--max_steps', '--val')))]
-    only = ['--only=pythia-70m,llama-2-7b,flan-t5-small,opt-125m,step256,aligned']
-    run_paper(hub, 'alignment', '--only=pythia-70m,', f'--out_dir={out}', *arguments)
-    assert not (out / 'aligned').exists()
-    assert not read_table(out, 'scales')[0]['facts generation ECE']
     # after PPO: merged weights, and the adapter of a model that is not merged
     lora = tmp_path / 'ppo-2'
     write_rows(lora / 'adapter_config.json', {
@@ -551,59 +496,62 @@ def test_alignment_evaluates_every_epoch_and_repeats_nothing_after_a_move(hub, t
     save_file({f'{layer}.lora_A.weight': torch.ones(2, 48),
                f'{layer}.lora_B.weight': torch.ones(48, 2)}, lora / 'adapter_model.safetensors')
     add_to_hub(hub, 'some/ppo-2', lora)
+    arguments = ['--only=pythia-70m,llama-2-7b,flan-t5-small,opt-125m,step256,aligned/base,'
+                 'alpaca-lora,oasst1-full,rlhf',
+                 f'--cache_dir={tmp_path}', '--eval.limit=8', *FAST,
+                 *(x for x in SMALL if not x.startswith(('--max_steps', '--val')))]
     more = [f'--trex={tmp_path / "trex"}', '--rlhf=huggyllama/llama-13b,some/ppo-2']
-    printed = run_paper(hub, 'alignment', *only, f'--out_dir={out}', *more, *arguments)
-    assert read_table(out, 'scales')[0]['facts generation ECE']     # --trex adds the task
+    run_paper(hub, 'alignment', f'--out_dir={out}', *arguments, '--only=pythia-70m,')
+    assert not (out / 'aligned').exists()
+    assert not read_table(out, 'scales')[0]['facts generation ECE']
+    printed = run_paper(hub, 'alignment', f'--out_dir={out}', *arguments, *more)
     assert 'Alignment of LLaMA 7B' in printed
     title = r'with instructions \(figures 5 and 12\)(\n\n`|; )changed settings: \S*eval\.limit=8 '
-    assert re.search(title, (out / 'tables.md').read_text())
-    assert re.search(title, (out / 'alignment.tex').read_text())
+    for name in ('tables.md', 'alignment.tex'):
+        assert re.search(title, (out / name).read_text())
     rows = {row['model']: row for row in read_table(out, 'alignment')}
     assert [*rows] == ['base', *(f'{data}-{method}, epoch {epoch}' for method in ('full', 'lora')
                                  for data in ('alpaca', 'oasst1') for epoch in (1, 2, 3)),
                        *(f'{name}, epoch {epoch}' for name in ('ppo', 'rlhf')
                          for epoch in (1, 2, 3))]
-    assert all(row['facts generation ECE'] for name, row in rows.items()
-               if name != 'rlhf, epoch 3' and not name.startswith('ppo'))
+    assert {name for name, row in rows.items() if row['facts generation ECE']} == {
+        'base', 'rlhf, epoch 1', 'rlhf, epoch 2',
+        *(f'{name}, epoch {i}' for name in ('alpaca-lora', 'oasst1-full') for i in (1, 2, 3))}
     losses = [next_token_nll(out / 'aligned' / name)
               for name in ('base', 'rlhf/report-1', 'rlhf/report-2')]
     assert losses[0] == losses[1] != losses[2]      # the stand-ins are one model
     # both datasets have the 12 pairs of OASST1
-    for name in ('alpaca', 'oasst1'):
-        assert len(log_of(out / 'aligned' / f'{name}-full')) == 3 * 12 // 4
+    for name in ('alpaca-lora', 'oasst1-full'):
+        assert len(log_of(out / 'aligned' / name)) == 3 * 12 // 4
     config = config_of(out / 'aligned' / 'alpaca-lora')
     assert '\nwarmup_steps = 100\n' in config and '\ndata_limit = 12\n' in config
     assert read_table(out, 'steps')[0]['MMLU ECE'] and not read_table(out, 'steps')[1]['MMLU ECE']
-    assert {path.stem for path in out.glob('*.png')} == {f'figure{n}' for n in (
-        3, '3_curves', 4, '4_curves', 5, 7, 9, 10, 11, 12)}
+    assert len([*out.glob('figure*.png')]) == 10
     scales = {row['model']: row for row in read_table(out, 'scales')}
-    assert scales['opt-125m']['MMLU ECE'] and scales['opt-125m']['facts generation ECE']
-    t5 = scales['flan-t5-small']
-    assert t5['MMLU ECE'] and not t5['facts generation ECE']        # it scores answers alone
+    for model, generates in (('pythia-70m', True), ('opt-125m', True), ('flan-t5-small', False)):
+        assert scales[model]['MMLU ECE']
+        assert bool(scales[model]['facts generation ECE']) == generates     # T5 scores answers
     # without instructions no header; Alpaca-LoRA's recipe has a loss on the prompt too
     for folder, header, on_inputs in (
             ('pythia-70m', 'none', None), ('aligned/base', 'english', None),
-            ('aligned/alpaca-full', 'english', False), ('aligned/alpaca-lora', 'english', True)):
+            ('aligned/oasst1-full', 'english', False), ('aligned/alpaca-lora', 'english', True)):
         settings = json.loads((out / folder / 'eval_config.json').read_text())
         assert settings['header'] == header and settings['instruct'] == (header == 'english')
-        if on_inputs is not None:
-            assert f'\ntrain_on_inputs = {on_inputs}\n' in config_of(out / folder)
+        assert on_inputs is None or f'\ntrain_on_inputs = {on_inputs}\n' in config_of(out / folder)
     # the ECE of MMLU with the letter's probability among all tokens
     samples = [json.loads(x) for x in (out / 'pythia-70m' / 'samples.jsonl').open()]
     log_probs, answers = zip(*((s['log_probs'], s['answer']) for s in samples
                                if s['task'] == 'mmlu'), strict=True)
     top, right = np.exp(np.max(log_probs, 1)), np.argmax(log_probs, 1) == answers
-    row = read_table(out, 'scales')[0]
-    assert row['MMLU ECE, unnormalized'] == f'{metrics.ece(top, right):.3f}'
+    assert scales['pythia-70m']['MMLU ECE, unnormalized'] == f'{metrics.ece(top, right):.3f}'
     # nothing is done again after a move; another checkpoint does not pass for the first
     moved = f'--out_dir={shutil.move(out, tmp_path / "moved")}'
-    assert '===' not in run_paper(hub, 'alignment', *only, moved, *more, *arguments)
-    more[1] = '--rlhf=EleutherAI/pythia-70m'
-    assert 'holds samples of another model' in run_paper(hub, 'alignment', '--only=rlhf', moved,
-                                                           *more, *arguments, code=1)
+    assert '===' not in run_paper(hub, 'alignment', moved, *arguments, *more)
+    assert 'holds samples of another model' in run_paper(
+        hub, 'alignment', moved, *arguments, *more, '--only=rlhf', '--rlhf=EleutherAI/pythia-70m',
+        code=1)
 
 
-@pytest.mark.slow
 def test_alignment_trains_a_reward_model_and_ppo_and_draws_the_last_group(hub, tmp_path):
     out, words = tmp_path / 'out', ('fox', 'dog', 'sky', 'blue')
     rows = [{'user_input': f'What is {i}?', 'responses_and_scores': [
@@ -615,10 +563,11 @@ def test_alignment_trains_a_reward_model_and_ppo_and_draws_the_last_group(hub, t
     # keys that align.py has no use for reach the other runs alone; Alpaca's prompt needs room
     arguments = [f'--cache_dir={tmp_path}', '--eval.limit=8', *FAST, '--batch_size=8', *SMALL[5:],
                  '--max_length=512', '--pack_len=512', '--smoothing=0.1',
-                 f'--comparisons={tmp_path / "comparison_data_v2.json"}', f'--out_dir={out}']
-    printed = run_paper(hub, 'alignment', '--only=aligned/ppo', *arguments)
+                 f'--comparisons={tmp_path / "comparison_data_v2.json"}']
+    printed = run_paper(hub, 'alignment', '--only=aligned/ppo', f'--out_dir={out}', *arguments)
     assert 'aligned/ppo waits for alpaca-full and reward' in printed
-    printed = run_paper(hub, 'alignment', '--only=aligned/alpaca-full,reward,ppo', *arguments)
+    arguments.insert(0, '--only=aligned/alpaca-full,reward,ppo')
+    printed = run_paper(hub, 'alignment', f'--out_dir={out}', *arguments)
     assert '4 rows left out: answers of equal score' in printed
     for line in (f"model = '{out}/aligned/alpaca-full'", f"reward = '{out}/aligned/reward'",
                  'smoothing = 0.0', 'kl_target = 6.0', 'updates = 4'):
@@ -631,19 +580,15 @@ def test_alignment_trains_a_reward_model_and_ppo_and_draws_the_last_group(hub, t
     # the KL is below its target
     assert log[0]['kl_coef'] == pytest.approx(0.2) and log[-1]['kl_coef'] < 0.1999
     rows = {row['model']: row for row in read_table(out, 'alignment')}
-    assert all(rows[f'{name}, epoch {epoch}']['causal language modeling ECE']
-               and rows[f'{name}, epoch {epoch}']['MMLU ECE']
-               for name in ('alpaca-full', 'ppo') for epoch in (1, 2, 3))
-    assert not any('rlhf' in name for name in rows)
+    assert all(rows[f'{name}, epoch {epoch}'][f'{task} ECE'] for name in ('alpaca-full', 'ppo')
+               for epoch in (1, 2, 3) for task in ('causal language modeling', 'MMLU'))
+    assert not any('rlhf' in name for name in rows) and (out / 'figure5.png').exists()
     # each epoch of PPO has other weights
     assert len({next_token_nll(out / 'aligned' / name) for name in (
         'alpaca-full', 'ppo/report-1', 'ppo/report-2', 'ppo')}) == 4
-    assert (out / 'figure5.png').exists()
     # nothing is done again after a move, though PPO's model and reward model are in the folder
-    shutil.move(out, tmp_path / 'moved')
-    printed = run_paper(hub, 'alignment', '--only=aligned/alpaca-full,reward,ppo',
-                        *arguments[:-1], f'--out_dir={tmp_path / "moved"}')
-    assert '===' not in printed
+    moved = shutil.move(out, tmp_path / 'moved')
+    assert '===' not in run_paper(hub, 'alignment', f'--out_dir={moved}', *arguments)
 
 
 @pytest.mark.slow
@@ -688,7 +633,6 @@ def test_features_are_the_hidden_states_of_transformers_and_their_covariance(tmp
     assert 'too few for the smallest singular value of 48 features' in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_the_other_runs_continue_without_a_gated_model(hub, tmp_path):
     (tmp_path / 'hub').mkdir()
     for place in hub.iterdir():
@@ -700,55 +644,28 @@ def test_the_other_runs_continue_without_a_gated_model(hub, tmp_path):
     assert 'downloading the model google/gemma-2-2b from the hub failed' in printed
     assert printed.endswith('error: not done: Gemma2-2B/base; the messages are above\n')
     assert [row['MMLU ECE'] > '' for row in read_table(out, 'smoothing')] == [False, True, True]
-    # with the license
-    printed = run_paper(hub, 'label_smoothing', *arguments)
-    assert printed.count('===') == 1 and read_table(out, 'smoothing')[0]['MMLU ECE']
 
 
-@pytest.mark.slow
-def test_finished_runs_with_other_settings_are_refused(hub, tmp_path):
-    arguments = ['--only=Gemma2-2B/Alpaca/lr5e-06', f'--out_dir={tmp_path / "out"}',
-                 f'--cache_dir={tmp_path}', *SMALL]
-    run_paper(hub, 'label_smoothing', *arguments)
-    settings = tmp_path / 'out' / 'Gemma2-2B' / 'Alpaca' / 'lr5e-06' / 'train_config.py'
-    settings.write_text(settings.read_text().replace('warmup = 0.03', 'warmup = 0.1'))
-    printed = run_paper(hub, 'label_smoothing', *arguments, code=1)
-    assert 'has warmup = 0.1, not 0.03' in printed
-
-
-@pytest.mark.slow
-def test_a_killed_script_resumes_to_the_same_weights(hub, tmp_path):
-    out = tmp_path / 'out'
+def test_a_killed_script_resumes_to_the_same_weights_and_refuses_other_settings(hub, tmp_path):
+    out, whole = tmp_path / 'out', tmp_path / 'whole'
     arguments = ['--only=Gemma2-2B/Alpaca/lr5e-06,Gemma2-2B/Alpaca/lr2e-05',
-                 f'--out_dir={out}', f'--cache_dir={tmp_path}', *SMALL, '--max_steps=12',
-                 '--save_every=2', '--epochs=9']
-    whole = tmp_path / 'whole'
+                 f'--cache_dir={tmp_path}', *SMALL, '--max_steps=12', '--save_every=2',
+                 '--epochs=9', f'--out_dir={out}']
     run_paper(hub, 'label_smoothing', *arguments, f'--out_dir={whole}')
     process = run_paper(hub, 'label_smoothing', *arguments, wait=False)
-    log = out / 'Gemma2-2B' / 'Alpaca' / 'lr2e-05' / 'log.jsonl'
-    await_steps(process, log.parent, 5)
+    second = out / 'Gemma2-2B' / 'Alpaca' / 'lr2e-05'
+    await_steps(process, second, 5)
     process.kill()
     process.communicate()
-    assert not log.with_name('config.json').exists()
+    assert not (second / 'config.json').exists()
     run_paper(hub, 'label_smoothing', *arguments)
     for lr in ('5e-06', '2e-05'):
         name = f'Gemma2-2B/Alpaca/lr{lr}/model.safetensors'
         assert (out / name).read_bytes() == (whole / name).read_bytes()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('arguments, message', [
-    (['--max_step=3'], "there is no key 'max_step'; did you mean 'max_steps'?"),
-    (['--plann'], 'there is no option --plann; did you mean --plan?'),
-    (['--only=gemma3'], '--only=gemma3: no run has such a name; --plan lists them'),
-    (['--plan', '--only=zz'], '--only=zz: no run has such a name; --plan lists them'),
-    (['--only=base', '--val_size=-1'], 'no model folder|downloading the model'),
-    (['stray'], "unexpected argument 'stray'"),
-])
-def test_bad_arguments_of_a_script_are_named_in_one_line(tmp_path, arguments, message):
-    printed = run_paper(tmp_path, 'label_smoothing', f'--out_dir={tmp_path / "out"}', *arguments,
-                        code=1)
-    assert re.search(message, printed) and 'Traceback' not in printed
+    config = config_of(second)
+    (second / 'train_config.py').write_text(config.replace('warmup = 0.03', 'warmup = 0.1'))
+    printed = run_paper(hub, 'label_smoothing', *arguments, code=1)
+    assert 'has warmup = 0.1, not 0.03' in printed
 
 
 # ---- On your own model and files -----------------------------------------------------------------
@@ -792,23 +709,14 @@ def own_arguments(own, out):
     return [f'--model=Mine={own}/model', f'--data=Chats={own}/alpaca.json', f'--out_dir={out}']
 
 
-def as_plan(printed):
-    """Return {run: [state..., GPU hours, GB]} of the printed plan."""
-    return {line.split()[0]: line.split()[1:] for line in printed.splitlines()[2:] if line.split()}
-
-
-@pytest.mark.slow
 def test_a_plan_for_your_own_model_counts_its_weights_and_the_size_of_your_files(own, tmp_path):
     out = tmp_path / 'out'
     tasks = f'--eval.tasks=mmlu:{own}/mmlu,arc_challenge:{own}/arc'
     printed = run_paper(tmp_path, 'label_smoothing', *own_arguments(own, out), tasks, '--plan',
                         '--rates=all')
-    plan = as_plan(printed)
-    assert [name for name in plan if 'lr5e-05/' in name] == [
-        f'Mine/Chats-lr5e-05/{x}' for x in ('lr5e-05', 'smoothing0', *(
-            f'smoothing{s}' for s in (0.1, 0.2, 0.3, 0.4, 0.5)), 'cap30')]
-    assert '0 of 33 finished' in printed and 'to download' not in printed
-    assert plan['Mine/base'] == ['0.01', '0.0']     # the time to start
+    assert re.findall(r'Mine/Chats-lr5e-05/(\S+)', printed) == ['lr5e-05', 'smoothing0', *(
+        f'smoothing{s}' for s in (0.1, 0.2, 0.3, 0.4, 0.5)), 'cap30']
+    assert '0 of 33 finished' in printed and 'to download' not in printed and not out.exists()
     options = settings(model=f'Mine={own}/model', data=f'{own}/alpaca.json')
     state = load_file(own / 'model' / 'model.safetensors')
     assert papers.own_table(options, 'model', {}) == {
@@ -818,10 +726,8 @@ def test_a_plan_for_your_own_model_counts_its_weights_and_the_size_of_your_files
     run = papers.Run(papers.EvalConfig(), 1, eval_tokens=5).changed([tasks])
     assert run.eval_tokens == pytest.approx(sum((own / path).stat().st_size for path in (
         'mmlu/test.jsonl', 'arc/ARC-Challenge-test.jsonl')) / 5)
-    assert not out.exists()
 
 
-@pytest.mark.slow
 def test_label_smoothing_on_your_own_model_smooths_at_every_rate(own, tmp_path):
     out, tasks = tmp_path / 'out', f'mmlu:{own}/mmlu,arc_easy:{own}/arc,arc_challenge:{own}/arc'
     arguments = [
@@ -839,28 +745,23 @@ def test_label_smoothing_on_your_own_model_smooths_at_every_rate(own, tmp_path):
     assert all(row[f'{task} ECE'] for row in rows for task in ('MMLU', 'ARC-Easy', 'ARC-Challenge'))
     assert not any('paper' in title or 'HellaSwag' in title for title in rows[0])
     folder = out / 'Mine' / 'Chats-lr0.0002'
-    log = log_of(folder / 'lr0.0002')[-1]
-    by_method = {row['method']: row for row in rows if '0.0002' in row['model, data']}
-    assert by_method['smoothing 0']['held-out NLL (nats)'] == f'{log["val_nll"]:.3f}'
-    assert by_method['smoothing 0']['held-out ECE'] == f'{log["val_ece"]:.3f}'
-    assert not by_method['platt scaling']['held-out ECE']
-    settings = config_of(folder / 'smoothing0.5')
-    assert '\nlr = 0.0002\n' in settings and f"model = '{own}/model'" in settings
-    assert (out / 'arc_challenge.png').exists()
+    log, row = log_of(folder / 'lr0.0002')[-1], rows[3]
+    assert row['held-out NLL (nats)'] == f'{log["val_nll"]:.3f}'
+    assert row['held-out ECE'] == f'{log["val_ece"]:.3f}' and not rows[5]['held-out ECE']
+    config = config_of(folder / 'smoothing0.5')
+    assert '\nlr = 0.0002\n' in config and f"model = '{own}/model'" in config
     # nothing is done again, and another model in the same folder is refused
     assert '===' not in run_paper(tmp_path, 'label_smoothing', *arguments)
     assert 'was begun with --model=Mine=' in run_paper(
         tmp_path, 'label_smoothing', f'--model={own}/model', *arguments[1:], code=1)
 
 
-@pytest.mark.slow
 def test_multilingual_on_your_own_files_has_their_languages_and_no_printed_numbers(own, tmp_path):
     out = tmp_path / 'out'
     printed = run_paper(
         tmp_path, 'multilingual', *own_arguments(own, out), *SMALL, *FAST, '--figures=all',
         f'--cache_dir={tmp_path}', f'--eval.tasks=xcopa:{own}/xcopa,cmmlu:{own}/cmmlu')
-    assert '\nxcopa, all languages together\n' in printed and 'table' not in printed.split(
-        'xcopa, all')[1].split('wrote tables.md')[0]
+    assert '\nxcopa, all languages together\n' in printed
     keys = [('base', ''), *(('Chats', s) for s in ('0.0', '0.1', '0.2'))]
     for name in ('xcopa', 'cmmlu'):
         rows = read_table(out, name)
@@ -871,14 +772,10 @@ def test_multilingual_on_your_own_files_has_their_languages_and_no_printed_numbe
         'low', 'other'}         # Joshi et al.'s class of Estonian is not in the script
     rows = read_table(out, 'xcopa_languages')
     assert [row['language'] for row in rows if row['ECE']] == 4 * ['et'] + 4 * ['sw']
-    appendix = (out / 'appendix.md').read_text()
-    assert '## xcopa in sw by SFT' in appendix and '## cmmlu by SFT' in appendix
-    assert {path.name for path in out.glob('*.png')} == {'xcopa-et.png', 'xcopa-sw.png',
-                                                         'cmmlu.png'}
-    assert not (out / 'cmmlu_classes.csv').exists()
+    assert '## xcopa in sw by SFT' in (out / 'appendix.md').read_text()
+    assert {path.stem for path in out.glob('*.png')} == {'xcopa-et', 'xcopa-sw', 'cmmlu'}
 
 
-@pytest.mark.slow
 def test_alignment_of_your_own_model_by_epoch_and_then_by_dpo(own, tmp_path):
     out = tmp_path / 'out'
     printed = run_paper(
@@ -892,32 +789,40 @@ def test_alignment_of_your_own_model_by_epoch_and_then_by_dpo(own, tmp_path):
     assert [row['model'] for row in rows] == ['base', *(
         f'{name}, epoch {i}' for name in ('Chats-full', 'Chats-lora', 'dpo') for i in (1, 2, 3))]
     assert all(row['causal language modeling ECE'] for row in rows)
-    settings = config_of(out / 'aligned' / 'dpo')
-    assert f"model = '{out}/aligned/Chats-full'" in settings and "method = 'dpo'" in settings
+    config = config_of(out / 'aligned' / 'dpo')
+    assert f"model = '{out}/aligned/Chats-full'" in config and "method = 'dpo'" in config
     assert len({next_token_nll(out / 'aligned' / name)
                 for name in ('Chats-full', 'dpo/report-1', 'dpo')}) == 3
-    assert not (out / 'steps.csv').exists() and (out / 'figure5.png').exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('argument, problem', [
-    ('--model=Mine={own}/modle', 'there is no folder {own}/modle; wanted the folder of a model'),
-    ('--model={own}/alpaca.json', 'there is no folder {own}/alpaca.json; wanted the folder of'),
-    ('--model={own}/mmlu', '{own}/mmlu has no model.safetensors'),
-    ('--model=a/b={own}/model', "'a/b' cannot be its name in the results; name it as [NAME=]FO"),
-    ('--model=base={own}/model', "'base' cannot be its name in the results; name it as"),
-    ('--model={own}/model,{own}/model', "'model' cannot be its name in the results; name it as"),
-    ('--data={own}/alpaca.jsonl', 'no file or folder at {own}/alpaca.jsonl'),
-    ('--data={own}/wiki', '{own}/wiki holds nothing that matches'),
-    ('--pairs={own}/pair.json', 'no file or folder at {own}/pair.json'),
-    ('--eval.tasks=mmlu:{own}/wiki', '{own}/wiki holds nothing that matches all/test-*.parquet'),
-    ('--rate=all', 'there is no option --rate; did you mean --rates?')])
-def test_an_unusable_model_or_file_is_named_with_its_option(own, tmp_path, argument, problem):
-    script = 'alignment' if argument.startswith('--pairs') else 'label_smoothing'
-    argument, problem = (text.format(own=own) for text in (argument, problem))
-    printed = run_paper(tmp_path, script, '--plan', argument, code=1)
-    option, _, value = argument.partition('=')
-    place = '' if option == '--rate' else f'{option}={value.split(",")[-1]}: '
-    assert printed.startswith(f'error: {place}{problem}'), printed
-    assert '--model is empty; wanted --model=[NAME=]FOLDER' in run_paper(
-        tmp_path, script, '--plan', '--model=', code=2)
+@pytest.mark.parametrize('arguments, message', [
+    ('--max_step=3', "there is no key 'max_step'; did you mean 'max_steps'?"),
+    ('--plann', 'there is no option --plann; did you mean --plan?'),
+    ('--plan --rate=all', 'there is no option --rate; did you mean --rates?'),
+    ('--only=gemma3', '--only=gemma3: no run has such a name; --plan lists them'),
+    ('--plan --only=zz', '--only=zz: no run has such a name; --plan lists them'),
+    ('--only=base --val_size=-1', 'downloading the model'),
+    ('stray', "unexpected argument 'stray'"),
+    ('--plan --model=', '--model is empty; wanted --model=[NAME=]FOLDER'),
+    # the option, what is wrong
+    ('--plan --model=Mine={own}/modle',
+     ': there is no folder {own}/modle; wanted the folder of a model'),
+    ('--plan --model={own}/alpaca.json', ': there is no folder {own}/alpaca.json; wanted the fol'),
+    ('--plan --model={own}/mmlu', ': {own}/mmlu has no model.safetensors'),
+    ('--plan --model=a/b={own}/model',
+     ": 'a/b' cannot be its name in the results; name it as [NAME=]FO"),
+    ('--plan --model=base={own}/model', ": 'base' cannot be its name in the results; name it as"),
+    ('--plan --data={own}/alpaca.jsonl', ': no file or folder at {own}/alpaca.jsonl'),
+    ('--plan --data={own}/wiki', ': {own}/wiki holds nothing that matches'),
+    ('--plan --pairs={own}/pair.json', ': no file or folder at {own}/pair.json'),
+    ('--plan --eval.tasks=mmlu:{own}/wiki',
+     ': {own}/wiki holds nothing that matches all/test-*.parquet'),
+    ('--plan --model={own}/model,{own}/model',
+     "--model={own}/model: 'model' cannot be its name in the results; name it as")])
+def test_bad_arguments_of_a_script_are_named_in_one_line(own, tmp_path, arguments, message):
+    script = 'alignment' if '--pairs' in arguments else 'label_smoothing'
+    *more, last = arguments.format(own=own).split()
+    message = f'{last}{message}' if message.startswith(': ') else message
+    printed = run_paper(tmp_path, script, f'--out_dir={tmp_path / "out"}', *more, last,
+                        code=2 if last == '--model=' else 1)
+    assert message.format(own=own) in printed and 'Traceback' not in printed

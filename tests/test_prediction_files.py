@@ -71,19 +71,17 @@ def test_a_report_per_task_of_rows_of_any_form(tmp_path):
 
 
 def test_of_the_samples_of_evaluate_only_the_latest_of_a_question_counts(tmp_path):
-    def sample(id, prompt, **more):
-        return {'task': 'mmlu', 'split': 'test', 'language': '', 'id': id, 'prompt': prompt} | more
+    def printed_of(*samples):
+        return values(run_metrics(write_rows(tmp_path / 'samples.jsonl', [
+            {'task': 'mmlu', 'split': 'test', 'language': '', 'id': id, 'prompt': prompt} | more
+            for id, prompt, more in samples])))
 
     right, wrong = ({'answer': 0, 'log_probs': x} for x in ([-1.0, -2.0], [-2.0, -1.0]))
-    path = write_rows(tmp_path / 'samples.jsonl', [
-        sample('1', 'old', **right), sample('1', 'new', **wrong),
-        sample('2', 'old', **wrong), sample('2', 'old', **wrong)])
-    printed = values(run_metrics(path))
+    printed = printed_of(('1', 'old', right), ('1', 'new', wrong), *[('2', 'old', wrong)] * 2)
     assert (printed['n'], printed['accuracy']) == ('2', '0.0000')
     # an answer that states no probability has none
-    write_rows(path, [sample(id, '', confidence=x, correct=True)
-                      for id, x in (('1', None), ('2', 0.5))])
-    assert values(run_metrics(path))['n'] == '1'
+    assert printed_of(*((id, '', {'confidence': x, 'correct': True})
+                        for id, x in (('1', None), ('2', 0.5))))['n'] == '1'
 
 
 def test_norm_divides_log_probabilities_as_in_evaluation(tmp_path):
@@ -97,17 +95,7 @@ def test_norm_divides_log_probabilities_as_in_evaluation(tmp_path):
     assert '1: --norm=char needs options' in run_metrics(path, '--norm=char').stderr
 
 
-@pytest.mark.skipif(not Path('/dev/full').exists(), reason='needs Linux')
-def test_a_full_disk_behind_standard_output_is_one_line(tmp_path):
-    path = write_rows(tmp_path / 'samples.jsonl', [{'probs': [1.0], 'answer': 0}])
-    with open('/dev/full', 'w') as full:
-        done = subprocess.run([sys.executable, 'metrics.py', path], cwd=HERE, stdout=full,
-                              stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (
-        1, 'error: standard output cannot be written: No space left on device\n')
-
-
-def test_the_program_says_how_it_is_called_and_which_file_is_missing(tmp_path):
+def test_the_program_says_how_it_is_called_and_what_it_cannot_read_or_write(tmp_path):
     done = run_metrics('--help')
     assert done.returncode == 0 and done.stdout.startswith('usage: metrics.py')
     assert '{"probs": [0.7, 0.2, 0.1], "answer": 0}' in done.stdout
@@ -115,6 +103,13 @@ def test_the_program_says_how_it_is_called_and_which_file_is_missing(tmp_path):
                           (tmp_path, 'Is a directory; name a file in it, such as samples.jsonl')):
         done = run_metrics(path)
         assert (done.returncode, done.stderr) == (1, f'error: {path}: {message}\n')
+    if Path('/dev/full').exists():      # on Linux
+        path = write_rows(tmp_path / 'samples.jsonl', [{'probs': [1.0], 'answer': 0}])
+        with open('/dev/full', 'w') as full:
+            done = subprocess.run([sys.executable, 'metrics.py', path], cwd=HERE, stdout=full,
+                                  stderr=subprocess.PIPE, text=True)
+        assert (done.returncode, done.stderr) == (
+            1, 'error: standard output cannot be written: No space left on device\n')
 
 
 @pytest.mark.parametrize('lines, message', [
@@ -206,14 +201,14 @@ def test_lm_eval_files_that_cannot_be_measured(tmp_path):
         assert re.search(rf'samples_{task}_.*jsonl:1: {message}', done.stderr), done.stderr
     endings, gap = harness_rows('endings')[1][0], harness_rows('gaps')[1][0]
     del gap['acc']
-    for change, message in (
-            ({'acc': 0.37}, "target, '0', is not the only right"),      # as in truthfulqa_mc2
-            ({'target': '3'}, "target, '3', is not the only right"),
-            ({'arguments': [['a', ' b']]}, '3 results of 1 calls'),
-            ({'filtered_resps': None}, 'not a line that lm_eval'),
+    for row, message in (
             (gap, "not a line that lm_eval --log_samples wrote (KeyError('acc'))"),
-            ({'filtered_resps': [['nan', 'False']] * 3, 'acc': 1.0}, 'largest score is nan')):
-        row = change if change is gap else endings | change
+            *((endings | change, message) for change, message in (
+                ({'acc': 0.37}, "target, '0', is not the only right"),      # as in truthfulqa_mc2
+                ({'target': '3'}, "target, '3', is not the only right"),
+                ({'arguments': [['a', ' b']]}, '3 results of 1 calls'),
+                ({'filtered_resps': None}, 'not a line that lm_eval'),
+                ({'filtered_resps': [['nan', 'False']] * 3, 'acc': 1.0}, 'largest score is nan')))):
         done = run_metrics(write_rows(tmp_path / 'mine.jsonl', [endings, row]))
         assert done.returncode == 1 and 'mine.jsonl:2: ' in done.stderr and message in done.stderr
 
@@ -266,7 +261,7 @@ def test_the_array_of_an_old_lm_eval_gives_the_same_report(tmp_path):
         assert f'{alone}:{message}' in run_metrics(alone).stderr
 
 
-def test_a_repeated_question_of_lm_eval_counts_once(tmp_path):
+def test_a_repeated_question_of_lm_eval_counts_once_and_two_models_are_not_mixed(tmp_path):
     path, rows = harness_rows('endings')
     once = run_metrics(path).stdout.splitlines()[1:]
 
@@ -285,6 +280,13 @@ def test_a_repeated_question_of_lm_eval_counts_once(tmp_path):
     # other questions with the same numbers, as in the files of several subtasks
     several = rows + harness_rows('trivia_animals')[1]
     assert report_of(several).stdout.splitlines()[1].split() == ['n', '8']
+    # the two subtasks of each model are one task
+    lines = run_metrics(*(harness_rows(f'trivia_{x}', model)[0] for model in ('first', 'second')
+                          for x in ('animals', 'rivers'))).stdout.split('\n')
+    titles = [i for i, line in enumerate(lines) if line and not lines[i - 1]]
+    assert sorted(re.sub(', .*: ', ' ', lines[i].split('/')[-1]) for i in titles) == [
+        'first trivia', 'second trivia']
+    assert all(lines[i + 1].split() == ['n', '6'] for i in titles)
 
 
 @pytest.mark.parametrize('target, answer', [
@@ -301,13 +303,3 @@ def test_a_list_with_one_target_of_lm_eval_is_that_target(target, answer):
             harness_sample(row)
     else:
         assert harness_sample(row)['answer'] == answer
-
-
-def test_lm_eval_files_of_two_models_are_not_mixed():
-    files = [harness_rows(f'trivia_{x}', model)[0] for model in ('first', 'second')
-             for x in ('animals', 'rivers')]
-    lines = run_metrics(*files).stdout.split('\n')
-    titles = [i for i, line in enumerate(lines) if line and not lines[i - 1]]
-    assert sorted(re.sub(', .*: ', ' ', lines[i].split('/')[-1]) for i in titles) == [
-        'first trivia', 'second trivia']
-    assert all(lines[i + 1].split() == ['n', '6'] for i in titles)

@@ -94,7 +94,6 @@ def test_big_bench_and_inverse_scaling_are_files_of_questions(tmp_path):
     for place in (folder, file):
         first, second = questions.load_task(str(place)).questions
         assert first.context.startswith('Q?\nA. ') and first.options == [' A', ' B', ' C']
-        assert first.solved.endswith(f' {"ABC"[first.answer]}\n\n')
         assert second.place == f'{file}: row 2'
     row = {'prompt': 'A beagle is not a\nA. dog\nB. bird\nAnswer:', 'classes': [' A', ' B'],
            'answer_index': 1, 'other_prompt': 'x'}
@@ -106,7 +105,7 @@ def test_big_bench_and_inverse_scaling_are_files_of_questions(tmp_path):
     assert lettered.context == row['prompt'] + '\nA. A\nB. B\nAnswer:' and lettered.answer == 1
 
 
-def test_truthfulqa_is_asked_without_shots(tmp_path):
+def test_truthfulqa_is_asked_without_shots_and_hellaswag_is_cleaned_as_by_the_harness(tmp_path):
     path = tmp_path / 'multiple_choice' / 'validation-00000-of-00001.parquet'
     write_rows(path, [SCORED[2][0]])
     (question,), *_ = questions.load_task(f'truthfulqa_mc1:{tmp_path}', prompt_format='harness')
@@ -118,14 +117,10 @@ def test_truthfulqa_is_asked_without_shots(tmp_path):
             questions.load_task(f'truthfulqa_mc1:{place}', shots=5)
     with pytest.raises(DataError, match='truthfulqa_mc1 has no solved questions for training'):
         questions.solved_files(f'truthfulqa_mc1:{tmp_path}')
-
-
-def test_hellaswag_is_cleaned_as_the_harness_does():
     row = {'activity_label': 'Roof [title] repair', 'ctx_a': 'A man [step] works.', 'ctx_b': 'he',
            'endings': ['runs  [x]away', 'b', 'c', 'd'], 'label': '3'}
-    text, choices, answer = parse(row, 'hellaswag')
-    assert text == 'Roof.  repair: A man works. He'.replace('.  r', '. r') and answer == 3
-    assert choices[0] == 'runs away'
+    assert parse(row, 'hellaswag') == ('Roof. repair: A man works. He',
+                                       ['runs away', 'b', 'c', 'd'], 3)
 
 
 @pytest.mark.parametrize('task, row, message', [
@@ -147,20 +142,25 @@ def test_hellaswag_is_cleaned_as_the_harness_does():
     ('truthfulqa_mc1', {'mc1_targets': {'choices': ['a', 'b'], 'labels': [1]}},
      r'one number for each of 2 choices, not \[1\]'),
     # splits without labels
-    ('boolq', {'question': 'q', 'passage': 'p', 'idx': 0, 'label': -1}, 'no valid answer')])
+    ('boolq', {'question': 'q', 'passage': 'p', 'idx': 0, 'label': -1}, 'no valid answer'),
+    ('', [1, 2, 3, 4], 'the question is not text'),
+    ('winogrande_m', {'sentence': 'Kim won.', 'option1': 'Kim', 'option2': 'Ann', 'answer': '1'},
+     'the sentence has no blank, an underscore')])
 def test_bad_rows_name_their_line(tmp_path, task, row, message):
     with pytest.raises(DataError, match=f'some.jsonl:1: .*{message}'):
-        load(tmp_path / 'some.jsonl', [Q | row], task)
+        load(tmp_path / 'some.jsonl', [Q | row if isinstance(row, dict) else row], task,
+             prompt_format='harness' if task.startswith('winogrande') else 'mmlu')
 
 
 def test_bad_rows_stop_or_are_skipped(tmp_path):
-    for row, message in (([1, 2, 3, 4], 'the question is not text'), ('text', 'named fields'),
+    path = tmp_path / 'some.jsonl'
+    for row, message in (('text', 'named fields'),
                          ({'input': 'Q?', 'target': 'a'}, 'no question among the fields input, ')):
         with pytest.raises(DataError, match=f'some.jsonl:2: .*{message}'):
-            load(tmp_path / 'some.jsonl', [Q, row])
-        kept, _, bad, total = load(tmp_path / 'some.jsonl', [Q, row], on_bad_row='skip')
-        assert len(kept) == len(bad) == total == 1 and kept[0].place.endswith('some.jsonl:1')
-    (tmp_path / 'some.jsonl').unlink()
+            load(path, [Q, row])
+    kept, _, bad, total = load(path, [Q, row], on_bad_row='skip')
+    assert len(kept) == len(bad) == total == 1 and kept[0].place.endswith('some.jsonl:1')
+    path.unlink()
     write_rows(tmp_path / 'dev.jsonl', [Q | {'answer': 7}, Q | {'question': 'Shot?'}])
     write_rows(tmp_path / 'test.jsonl', [Q])
     with pytest.raises(DataError, match='dev.jsonl:1: no valid answer.*--on_bad_row=skip'):
@@ -168,29 +168,23 @@ def test_bad_rows_stop_or_are_skipped(tmp_path):
     loaded = questions.load_task(str(tmp_path), shots=1, on_bad_row='skip')     # of shots too
     assert len(loaded.bad) == 1 and [q.context[:2] for q in loaded.questions] == ['Q?']
     assert [q.context[:5] for q in loaded.shots['', 'various things']] == ['Shot?']
-    row = {'sentence': 'Kim won.', 'option1': 'Kim', 'option2': 'Ann', 'answer': '1'}
-    with pytest.raises(DataError, match='w.jsonl:1: the sentence has no blank, an underscore'):
-        load(tmp_path / 'w.jsonl', [row], 'winogrande_m', prompt_format='harness')
 
 
-def test_ids_differ_and_duplicate_options_are_marked(tmp_path):
+def test_ids_and_digests_differ_and_duplicate_options_are_marked(tmp_path):
+    path = tmp_path / 'some.jsonl'
     ids = ['x', 'x', 'x#2', 'x', 3, '3', None, {'a': 1}, '']
-    unique = [q.id for q in load(tmp_path / 'some.jsonl', [Q | {'id': id} for id in ids])[0]]
+    unique = [q.id for q in load(path, [Q | {'id': id} for id in ids])[0]]
     assert len(set(unique)) == len(ids) and unique[:2] == ['x', 'x#2'] and unique[6] == '6'
     choices = (['a', 'b'], ['a', ' a'], ['a', 'A'], ['a', 'b', 'b'])
-    loaded = load(tmp_path / 'some.jsonl', [Q | {'choices': x} for x in choices])
+    loaded = load(path, [Q | {'choices': x} for x in choices])
     assert [q.duplicate_options for q in loaded.questions] == [False, True, False, True]
-
-
-def test_digest_of_a_question_is_independent_of_its_prompt(tmp_path):
+    # a digest does not depend on the prompt
     rows = [Q, Q | {'answer': 1, 'subject': 't'}, Q | {'choices': ['a', 'c']},
             Q | {'question': 'R?'}, Q | {'question': 'Q?a'}]
-    loaded = load(tmp_path / 'some.jsonl', rows).questions
-    first = [q.digest for q in loaded]
-    assert first[0] == first[1] and len(set(first)) == 4 and len(first[0]) == 16
-    for options in (dict(scoring='text'), dict(prompt_format='harness')):
-        assert [q.digest for q in load(tmp_path / 'some.jsonl', rows, **options)[0]] == first
-    assert loaded[0].proposing(1).digest == first[0]
+    first, *same = ([q.digest for q in load(path, rows, **options).questions] for options in (
+        {}, {'scoring': 'text'}, {'prompt_format': 'harness'}))
+    assert first[0] == first[1] and len(set(first)) == 4 and same == [first, first]
+    assert load(path, rows).questions[0].proposing(1).digest == first[0]
 
 
 def test_a_limit_is_a_sample_over_the_subjects_of_each_language(tmp_path):
@@ -218,12 +212,13 @@ def test_a_limit_is_a_sample_over_the_subjects_of_each_language(tmp_path):
 
 def test_csv_rows_fit_their_header(tmp_path):
     path = tmp_path / 'some.csv'
-    path.write_text('question,A,B,C,D,answer\nQ?,a,b,c,d,B\nQ, and more?,a,b,c,d,B\n')
-    with pytest.raises(DataError, match='some.csv:3: 7 columns; the header names 6'):
-        questions.load_task(str(path))
-    path.write_text('question,A,A,C,D,answer\nQ?,a,b,c,d,B\n')
-    with pytest.raises(DataError, match="some.csv:1: the header names 'a' twice"):
-        questions.load_task(str(path))
+    for text, message in (
+            ('question,A,B,C,D,answer\nQ?,a,b,c,d,B\nQ, and more?,a,b,c,d,B\n',
+             '3: 7 columns; the header names 6'),
+            ('question,A,A,C,D,answer\nQ?,a,b,c,d,B\n', "1: the header names 'a' twice")):
+        path.write_text(text)
+        with pytest.raises(DataError, match=f'some.csv:{message}'):
+            questions.load_task(str(path))
     path.write_text('Q?,a,b,c,d,B\n\nWhich?,question,answer,c,d,A\nQ?,a,b,c,d,B\n')
     kept = questions.load_task(str(path)).questions
     assert [q.place[-1] for q in kept] == ['1', '3', '4']    # only a first row can be a header
@@ -248,18 +243,45 @@ def test_prompt_is_mmlus(tmp_path):
                 for x in ('english', 'none')))
         for a, b in zip(with_header, without, strict=True):
             assert b.header == '' != a.header and (b.context, b.options) == (a.context, a.options)
-    (question,), _, _, _ = questions.load_task(f'mmlu:{tmp_path}', scoring='text')
-    assert question.context == 'Q2?\nAnswer:' and question.options == [' w', ' x', ' y', ' z']
-    for name, message in (
-            (tmp_path, "2 solved questions about 'abstract_algebra', 5 wanted; --shots=2 would"),
-            (tmp_path / 'test.jsonl', 'is one file: give a folder .* or --shots=0')):
+    assert b.context == 'Q1?\nAnswer:' and b.options == [' w', ' x', ' y', ' z']
+
+
+def test_a_task_that_cannot_be_loaded_so_is_named_with_what_would_help(tmp_path):
+    """The files of a folder, its languages, the settings of its prompt."""
+    folder, train = tmp_path / 'folder', tmp_path / 'train'
+    about = Q | {'subject': 'abstract_algebra'}
+    for path, rows in ((folder / 'dev.jsonl', [about] * 2), (folder / 'test.jsonl', [about]),
+                       (train / 'train.jsonl', [about] * 2), (train / 'test.jsonl', [about]),
+                       (folder / 'de' / 'test-00000-of-00001.parquet', [about])):
+        write_rows(path, rows)
+    mixed = write_rows(tmp_path / 'mixed' / 'test.jsonl', [Q | {'language': x}
+                                                           for x in ('de', 'english', 'sw')])
+    plain = write_rows(tmp_path / 'plain.jsonl', [Q])
+    for name, options, message in (
+            (f'mmlu:{folder}', {'shots': 5},
+             "2 solved questions about 'abstract_algebra', 5 wanted; --shots=2 would"),
+            (f'mmlu:{folder}/test.jsonl', {'shots': 5}, 'is one file: give a folder .* or --shot'),
+            (f'mmlu:{train}', {'shots': 5}, 'matches all/dev.* or dev.jsonl.*--shots=0 asks witho'),
+            (f'winogrande_s:{train}', {}, 'matches .*winogrande_s/validation.* --tasks=help list'),
+            (f'mmlu_prox:{folder}', {'languages': ('sw',)}, 'holds nothing that matches sw/test-'),
+            (f'mmlu_prox:{folder}', {'languages': ('xx',)}, "has no language 'xx'; it has af"),
+            (f'mmlu_prox:{folder}', {'prompt_format': 'harness'}, 'has no prompt .*=harness'),
+            (f'mmlu:{folder}', {'prompt_format': 'odd'}, "prompt_format 'odd' is unknown; the for"),
+            (f'mmlu:{folder}', {'prompt_format': 'harness', 'scoring': 'text'}, 'leave out --scor'),
+            (f'mmlu:{folder}', {'header': 'native'}, 'mmlu has no header of its own'),
+            (f'xcopa:{folder}', {}, 'et/test-[^{]*is read as task:file'),
+            (f'cmmlu:{folder}', {'header': 'native', 'prompt_format': 'harness'},
+             'cmmlu has no header of its own in the format harness'),
+            (mixed, {'languages': ('klingon',)}, "no language 'klingon'; it has de, english, sw"),
+            (mixed, {'languages': ('de', 'englisch')}, "did you mean 'english'"),
+            (plain, {'languages': ('de',)}, 'plain.jsonl has no language .* no field "language"'),
+            (f'mmlu_prox:{plain}', {'header': 'native'}, "language '' has no wording")):
         with pytest.raises(DataError, match=message):
-            questions.load_task(f'mmlu:{name}', shots=5)
-    (tmp_path / 'dev.jsonl').rename(tmp_path / 'train.jsonl')
-    with pytest.raises(DataError, match='matches all/dev.* or dev.jsonl.*--shots=0 asks without'):
-        questions.load_task(f'mmlu:{tmp_path}', shots=5)
-    with pytest.raises(DataError, match='matches .*winogrande_s/validation.* --tasks=help lists'):
-        questions.load_task(f'winogrande_s:{tmp_path}')
+            questions.load_task(str(name), **options)
+    assert [q.language for q in questions.load_task(
+        str(mixed.parent), languages=('sw', 'de', 'de')).questions] == ['de', 'sw']
+    (question,), *_ = questions.load_task(f'mmlu_prox:{plain}', languages=('de',), header='native')
+    assert question.language == 'de' and question.context.endswith('\nAntwort:')
 
 
 def test_an_archive_on_the_hub_is_unpacked(tmp_path, monkeypatch):
@@ -292,35 +314,6 @@ def test_headers_in_the_language_of_a_question(tmp_path):
     assert question.language == 'de' and question.context.endswith('\nAntwort:')
     assert question.header == ('Im Folgenden sind Multiple-Choice-Fragen (mit Antworten) zu '
                                'various things.\n\n')
-    for task, options, message in (
-            ('mmlu_prox', {'languages': ('sw',)}, 'holds nothing that matches sw/test-'),
-            ('mmlu_prox', {'languages': ('xx',)}, "mmlu_prox has no language 'xx'; it has af"),
-            ('mmlu_prox', {'prompt_format': 'harness'}, 'mmlu_prox has no prompt .*=harness'),
-            ('mmlu', {'prompt_format': 'odd'}, "prompt_format 'odd' is unknown; the formats are"),
-            ('mmlu', {'prompt_format': 'harness', 'scoring': 'text'}, 'leave out --scoring'),
-            ('mmlu', {'header': 'native'}, 'mmlu has no header of its own'),
-            ('xcopa', {}, 'et/test-[^{]*is read as task:file'),
-            ('cmmlu', {'header': 'native', 'prompt_format': 'harness'},
-             'cmmlu has no header of its own in the format harness')):
-        with pytest.raises(DataError, match=message):
-            questions.load_task(f'{task}:{tmp_path}', **options)
-
-
-def test_languages_of_rows(tmp_path):
-    mixed = write_rows(tmp_path / 'folder' / 'test.jsonl', [Q | {'language': x}
-                                                            for x in ('de', 'english', 'sw')])
-    assert [q.language for q in questions.load_task(
-        str(mixed.parent), languages=('sw', 'de', 'de')).questions] == ['de', 'sw']
-    plain = write_rows(tmp_path / 'plain.jsonl', [Q])
-    for name, options, message in (
-            (mixed, {'languages': ('klingon',)}, "no language 'klingon'; it has de, english, sw"),
-            (mixed, {'languages': ('de', 'englisch')}, "did you mean 'english'"),
-            (plain, {'languages': ('de',)}, 'plain.jsonl has no language .* no field "language"'),
-            (f'mmlu_prox:{plain}', {'header': 'native'}, "language '' has no wording")):
-        with pytest.raises(DataError, match=message):
-            questions.load_task(str(name), **options)
-    (question,), *_ = questions.load_task(f'mmlu_prox:{plain}', languages=('de',), header='native')
-    assert question.language == 'de' and question.context.endswith('\nAntwort:')
 
 
 @pytest.mark.parametrize('tasks, setting, message', [
@@ -418,13 +411,8 @@ def test_questions_with_any_beginning_have_the_tokens_of_the_whole_text(kind, ch
     assert_tokens_of_the_whole_text(tokenizers[kind], chat)
 
 
-@pytest.fixture
-def mmlu_folder(tmp_path):
-    rows = [{'question': f'Q{i}?', 'choices': ['w', 'x'], 'answer': i % 2, 'subject': 'virology'}
-            for i in range(4)]
-    write_rows(tmp_path / 'mmlu' / 'dev.jsonl', rows[:1])
-    write_rows(tmp_path / 'mmlu' / 'test.jsonl', rows[1:])
-    return tmp_path / 'mmlu'
+def virology(i):
+    return {'question': f'Q{i}?', 'choices': ['w', 'x'], 'answer': i % 2, 'subject': 'virology'}
 
 
 SHOT = ('The following are multiple choice questions (with answers) about virology.\n\n'
@@ -432,25 +420,27 @@ SHOT = ('The following are multiple choice questions (with answers) about virolo
 
 
 @pytest.mark.parametrize('chat', ['none', 'tulu'])
-def test_show_prints_what_is_scored_and_needs_no_weights(mmlu_folder, tmp_path, capsys, chat):
-    evaluate.main([f'--tasks=mmlu:{mmlu_folder}', '--shots=1', '--show=2'])     # and no model
+def test_show_prints_what_is_scored_and_needs_no_weights(tmp_path, capsys, chat):
+    write_rows(tmp_path / 'mmlu' / 'dev.jsonl', [virology(0)])
+    write_rows(tmp_path / 'mmlu' / 'test.jsonl', [virology(i) for i in (1, 2, 3)])
+    mmlu = f'mmlu:{tmp_path}/mmlu'
+    evaluate.main([f'--tasks={mmlu}', '--shots=1', '--show=2'])     # and no model
     printed = capsys.readouterr().out
     for i in (1, 2):
         assert f"{SHOT}Q{i}?\nA. w\nB. x\nAnswer:\n--- options\n' A'\n' B'\n" in printed
     assert 'mmlu: 2 of 3 questions' in printed and 'Q3?' not in printed
     with pytest.raises(ConfigError, match='chat = tulu: the template needs .*--model'):
-        evaluate.main([f'--tasks=mmlu:{mmlu_folder}', '--shots=1', '--show=2', '--chat=tulu'])
+        evaluate.main([f'--tasks={mmlu}', '--shots=1', '--show=2', '--chat=tulu'])
 
     folder = sentencepiece_folder(tmp_path / 'model', 'llama2')
     transformers.LlamaConfig(vocab_size=400, hidden_size=16, num_attention_heads=2,
                              intermediate_size=16).save_pretrained(folder)
     text = write_rows(tmp_path / 'text.jsonl', [{'text': 'The quick brown fox'}])
-    tasks = f'mmlu:{mmlu_folder}' + f',clm:{text}' * (chat == 'none')
-    arguments = [f'--model={folder}', f'--tasks={tasks}', '--shots=1', '--show=1',
-                 f'--chat={chat}', '--device=cpu']
+    arguments = [f'--model={folder}', f'--tasks={mmlu}' + f',clm:{text}' * (chat == 'none'),
+                 '--shots=1', '--show=1', f'--chat={chat}', '--device=cpu']
     evaluate.main(arguments)
     printed, tokenizer = capsys.readouterr().out, load_tokenizer(folder)
-    loaded = questions.load_task(f'mmlu:{mmlu_folder}', shots=1)
+    loaded = questions.load_task(mmlu, shots=1)
     (_, tree), *_ = tokenize_questions(loaded.questions, loaded.shots, tokenizer, add_bos=True,
                                        max_length=999, chat=chat)
     ids = [*tree.prefix, *tree.prompt]

@@ -24,6 +24,10 @@ import pytest
 from common import HERE, start_script
 
 STEP = re.compile(r'([^\n](?:[^\n]|\n(?!\n|```))*):\n+```python\n(.*?)```', re.S)
+PLACES = {      # how a step's sentence ends, with the name of the place
+    'to': r'\b(?:to|in) `([A-Z_]+)`$', 'after': r'\bafter `([^`]+)`$',
+    'end': r'\b(?:[Aa]t the end of|add to) `(\w+)`$', 'last': r'\b[Aa]s the last line of `(\w+)`$',
+    'add': r'\badd the functions?\b()'}
 
 
 def section(page, heading):
@@ -35,28 +39,15 @@ def section(page, heading):
 
 
 def steps(text):
-    """Yield (file, kind, name, block) of every step.
-
-    kind: 'to' a table, 'after', 'end' of a class or function, 'last' statement of it, or 'add'
-    """
+    """Yield (file, kind, name, block) of every step; kind: a key of PLACES."""
     file = None
     for sentence, block in STEP.findall(text):
         sentence = ' '.join(sentence.split())
         file = next(iter(re.findall(r'\b[Ii]n `([\w/]+\.py)`', sentence)), file)
-        table = re.search(r'\b(?:to|in) `([A-Z_]+)`$', sentence)
-        after = re.search(r'\bafter `([^`]+)`$', sentence)
-        end = re.search(r'\bat the end of `(\w+)`$|\badd to `([A-Z]\w*[a-z]\w*)`$', sentence, re.I)
-        last = re.search(r'\bas the last line of `(\w+)`$', sentence, re.I)
-        if file and table:
-            yield file, 'to', table[1], block
-        elif file and after:
-            yield file, 'after', after[1], block
-        elif file and end:
-            yield file, 'end', end[1] or end[2], block
-        elif file and last:
-            yield file, 'last', last[1], block
-        elif file and re.search(r'\badd the functions?\b', sentence):
-            yield file, 'add', None, block
+        for kind, pattern in PLACES.items():
+            if file and (found := re.search(pattern, sentence)):
+                yield file, kind, found[1], block
+                break
 
 
 def statement(lines, beginning):
@@ -112,11 +103,21 @@ def apply(text, root):
 # the tests of the tables that the recipes extend
 ROOMS = ('align', 'compare', 'configs', 'metrics', 'questions', 'report', 'study', 'train')
 
-RECIPES = {     # (page, heading): a program that shows that the recipe works, run in the copy
+PRELUDE = """
+import json, numpy as np, torch
+from pathlib import Path
+from data.tasks import show_tasks
+from evaluate import load_tasks
+from runtime.config import load_config
+from runtime.errors import ConfigError
+from runtime.eval_config import EvalConfig
+from train import TrainConfig, check_config, learning_rate
+"""
+
+RECIPES = {     # (page, heading): a program, after PRELUDE, that shows that the recipe works
     ('metrics.md', 'Add a metric'): """
 import sys
 sys.path.insert(0, 'tests')
-from pathlib import Path
 from common import write_run
 from results import compare, report, samples
 runs = [write_run(Path('recipe', name), sharpness=x) for name, x in (('a', 3.0), ('b', 9.0))]
@@ -130,7 +131,6 @@ text = Path('recipe/out/compare.md').read_text()
 assert '| sure errors |' in text and 'questions | 40 | sure errors | +' in text
 """,
     ('losses.md', 'A loss of your own'): """
-import torch
 from fused_ce import fused_loss, poly1
 from runtime.loss import parse_loss
 hidden, head = torch.randn(5, 8), torch.randn(11, 8)
@@ -140,15 +140,10 @@ loss, _ = fused_loss(hidden, head, target, parse_loss('poly1(2.0)'))
 torch.testing.assert_close(loss, (-p.log() + 2 * (1 - p)).mean())
 """,
     ('training.md', 'Batches and the loss'): """
-from train import TrainConfig, learning_rate
-from runtime.config import load_config
 cfg = load_config(TrainConfig, ['--schedule=wsd', '--lr=1.0', '--warmup_steps=1'])
 assert [round(learning_rate(step, 101, cfg), 3) for step in (50, 80, 91)] == [1, 1, 0.5]
 """,
     ('training.md', 'A setting of your own'): """
-from train import TrainConfig, check_config, learning_rate
-from runtime.config import load_config
-from runtime.errors import ConfigError
 arguments = ['--model=m', '--data=d', '--out_dir=o', '--cache_dir=c', '--lr=1.0']
 cfg = load_config(TrainConfig, [*arguments, '--min_lr=0.25', '--warmup_steps=1'])
 check_config(cfg)
@@ -161,7 +156,7 @@ else:
     raise AssertionError('min_lr = -1 is accepted')
 """,
     ('models.md', 'A family of your own'): """
-import torch, transformers
+import transformers
 from runtime import checkpoint
 config = transformers.SeedOssConfig(
     vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2, head_dim=8,
@@ -179,11 +174,6 @@ with torch.no_grad():
     torch.testing.assert_close(logits, theirs(tokens).logits, rtol=1e-4, atol=1e-4)
 """,
     ('evaluation.md', 'A benchmark of your own'): """
-import json
-from pathlib import Path
-from runtime.eval_config import EvalConfig
-from data.tasks import show_tasks
-from evaluate import load_tasks
 Path('dev.jsonl').write_text(json.dumps({
     'context': 'Ann fell.', 'question': 'Why?', 'answerA': 'ice', 'answerB': 'joy',
     'answerC': 'sun', 'label': '2'}))
@@ -196,10 +186,8 @@ for prompt_format, options in (('mmlu', [' A', ' B', ' C']), ('own', [' ice', ' 
     assert question.subject == 'social situations'
 """,
     ('alignment.md', 'A loss or method of your own'): """
-import numpy as np, torch
 from align import PAIR_LOSSES, AlignConfig, Pairs
 from alignment.advantages import RL_METHODS
-from runtime.config import load_config
 cfg = load_config(AlignConfig, ['--method=odpo', '--beta=0.5', '--gamma=2'])
 pairs = Pairs(*torch.tensor([[-1.], [-3.], [4.], [5.], [-2.], [-2.]]))      # d = 2
 torch.testing.assert_close(PAIR_LOSSES[cfg.method](pairs, cfg), torch.tensor([1.313262]))
@@ -207,27 +195,17 @@ method = RL_METHODS[load_config(AlignConfig, ['--method=dr_grpo_tokens']).method
 assert method.advantage(np.array([[1., 3.]])).tolist() == [[-1, 1]]
 """,
     ('written_answers.md', 'A task of your own'): """
-import json
-from pathlib import Path
-from evaluate import load_tasks
-from runtime.eval_config import EvalConfig
 Path('test.jsonl').write_text(json.dumps({'question': 'Who?', 'answers': ['Ada']}))
 task, = load_tasks(EvalConfig(tasks=('web_questions:test.jsonl',), shots=0)).values()
 assert task.is_written and task.items[0].references == ['Ada']
 """,
     ('written_answers.md', 'A confidence of your own'): """
 from results import confidence
-from runtime.eval_config import EvalConfig
 greedy = {'log_probs': [-0.1, -0.5], 'entropies': [0.0, 0.0]}
 assert confidence.CONFIDENCES['surest'].function({'greedy': greedy}) == (1.0, greedy)
 assert 'surest' in confidence.variants(EvalConfig())
 """,
     ('evaluation.md', 'A prompt of your own'): """
-import json
-from pathlib import Path
-from runtime.eval_config import EvalConfig
-from data.tasks import show_tasks
-from evaluate import load_tasks
 Path('q.jsonl').write_text(json.dumps({'question': 'Why?', 'choices': ['a', 'b'], 'answer': 0,
                                        'subject': 'life'}))
 cfg = EvalConfig(tasks=('q.jsonl',), shots=0, show=1, prompt_format='question_answer')
@@ -237,28 +215,27 @@ assert 'Answer these questions about life.' in text and 'Q: Why?' in text and 'A
 }
 
 
-def copy(root):
-    """Return `root`, a new copy of the repository."""
+@pytest.fixture(scope='module')
+def root(tmp_path_factory):
+    """A copy of the repository in which all recipes are applied."""
+    root = tmp_path_factory.mktemp('recipes') / 'copy'
     shutil.copytree(HERE, root, ignore=shutil.ignore_patterns('.*', 'assets', 'out', 'build'))
+    for page, heading in RECIPES:
+        apply(section(page, heading), root)
     return root
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('page, heading', list(RECIPES))
-def test_a_recipe_of_the_docs_works_in_a_copy_of_the_repository(page, heading, tmp_path):
-    root = copy(tmp_path / 'copy')
-    apply(section(page, heading), root)
-    (root / 'recipe.py').write_text(RECIPES[page, heading])
+def test_a_recipe_of_the_docs_works_in_a_copy_of_the_repository(page, heading, root):
+    (root / 'recipe.py').write_text(PRELUDE + RECIPES[page, heading])
     process = start_script('recipe.py', root=root)
     _, errors = process.communicate()
     assert process.returncode == 0, errors
 
 
 @pytest.mark.slow
-def test_the_tests_that_a_contributor_runs_pass_with_every_recipe(tmp_path):
-    root = copy(tmp_path / 'copy')
-    for page, heading in RECIPES:
-        apply(section(page, heading), root)
+def test_the_tests_that_a_contributor_runs_pass_with_every_recipe(root):
     done = subprocess.run(
         [sys.executable, '-m', 'pytest', '-q', '-n0', '-p', 'no:cacheprovider', '-m', 'not slow',
          *(f'tests/test_{name}.py' for name in ROOMS)], cwd=root, text=True, capture_output=True)

@@ -5,7 +5,6 @@ import pytest
 from research.papers.shared_questions import p_values, resample
 
 import metrics
-import stats
 from results.report import Predictions
 
 
@@ -37,19 +36,6 @@ def test_resampled_metrics_are_those_of_the_drawn_questions_in_every_language():
             report = metrics.report(probs, labels)
             for key, value in values[language].items():
                 assert value[r] == pytest.approx(report[key], abs=1e-12)
-
-
-def test_languages_that_repeat_each_other_are_no_evidence():
-    """With forty copies of a language p by question stays; a t-test over them has p near 0."""
-    random = np.random.default_rng(1)
-    names = [str(i) for i in range(200)]
-    a, b = predictions(random, 200, right=0.5), predictions(random, 200, right=0.53)
-    p = {copies: p_values(*(resample({str(i): (names, x) for i in range(copies)}, 400)
-                            for x in (a, b)))['all'] for copies in (1, 40)}
-    assert p[40] == pytest.approx(p[1]) and p[40]['accuracy'] > 0.05
-    jitter = random.normal(0, 1e-3, 40)
-    difference = metrics.accuracy(b.probs, b.labels) - metrics.accuracy(a.probs, a.labels)
-    assert stats.student_t(difference + jitter)[2] < 1e-20
 
 
 def test_p_by_question_is_small_for_a_real_difference_and_uniform_without_one():

@@ -62,7 +62,6 @@ def test_an_edited_measure_has_the_intervals_of_its_new_code(monkeypatch):
 def test_mcnemar_is_the_exact_test_of_the_rows_in_which_two_models_differ():
     a, b = np.repeat([[1, 0], [0, 1], [1, 1], [0, 0]], [3, 10, 20, 7], axis=0).T == 1
     assert stats.mcnemar(a, b) == (3, 10, 0.09228515625)        # scipy.stats.binomtest(3, 13)
-    assert stats.mcnemar(b, a) == (10, 3, 0.09228515625)
     a, b = np.arange(8) < 4, np.arange(8) >= 4      # as likely as any: p is cut at 1
     assert stats.mcnemar(a, b) == (4, 4, 1)
     assert stats.mcnemar([True], [True]) == (0, 0, 1)
@@ -177,34 +176,29 @@ def test_paired_tests_tell_models_apart():
     right, sharp = metrics.softmax(scores), metrics.softmax(3 * scores)
     difference, low, high, p = stats.paired_bootstrap(metrics.ece, right, sharp, labels,
                                                         n_resamples=200)
-    assert low < difference < high and low > 0 and p == exactly(2 / 201)
+    assert 0 < low < difference < high and p == exactly(2 / 201)
     same = stats.paired_bootstrap(metrics.ece, right, right, labels, n_resamples=50)
     assert same == (0, 0, 0, 1)
     with pytest.raises(ValueError, match='the same rows'):
         stats.paired_bootstrap(metrics.ece, right, right[:5], labels)
-
-
-def test_a_calibrated_model_shows_an_error_by_chance():
-    rng = np.random.default_rng(0)
-    probs = metrics.softmax(rng.normal(size=(100, 4)) * 1.5)
-    labels = (probs.cumsum(1) < rng.random((100, 1))).sum(1)
-    found = stats.consistency_test(probs, labels, n_resamples=500)
+    # a calibrated model shows an error by chance
+    found = stats.consistency_test(right[:100], labels[:100], n_resamples=500)
     assert 0.06 < found['expected'] < 0.12 and found['p95'] > found['expected']
     assert found['p'] > 0.01
-    wrong = (probs.argmax(1) + 1) % 4
-    assert stats.consistency_test(probs, wrong, n_resamples=500)['p'] == exactly(1 / 501)
-    alone = stats.consistency_test(probs.max(1), probs.argmax(1) == labels, n_resamples=500)
+    wrong = (right.argmax(1) + 1) % 4
+    assert stats.consistency_test(right, wrong, n_resamples=500)['p'] == exactly(1 / 501)
+    alone = stats.consistency_test(right[:100].max(1), right[:100].argmax(1) == labels[:100],
+                                   n_resamples=500)
     assert alone['expected'] == pytest.approx(found['expected'], abs=0.01)
 
 
 def test_a_metric_that_is_undefined_in_a_resample():
     """auroc is nan where all rows are right; an interval or p from the rest would be wrong."""
-    probs, labels = np.array([[0.9, 0.1], [0.6, 0.4], [0.7, 0.3]]), np.array([0, 0, 1])
-    for call in (lambda: stats.interval(metrics.auroc, probs, labels, n_resamples=50),
-                 lambda: stats.paired_bootstrap(metrics.auroc, probs, probs, labels,
-                                                n_resamples=50),
+    rows = np.array([[0.9, 0.1], [0.6, 0.4], [0.7, 0.3]]), np.array([0, 0, 1])
+    for call in (lambda: stats.interval(metrics.auroc, *rows, n_resamples=50),
+                 lambda: stats.paired_bootstrap(metrics.auroc, rows[0], *rows, n_resamples=50),
                  lambda: stats.difference_test(np.zeros(3), np.array([0.1, np.nan, 0.2]), (0, 1)),
-                 lambda: stats.consistency_test(probs, labels, metrics.auroc, n_resamples=50)):
+                 lambda: stats.consistency_test(*rows, metrics.auroc, n_resamples=50)):
         with pytest.raises(ValueError, match='the metric is nan in .* samples of the rows'):
             call()
 

@@ -102,14 +102,6 @@ def test_a_plan_has_the_settings_that_were_fixed(make, n, expected):
         assert {run for run, _ in loss_tables.CHOICES.values()} <= names
 
 
-def test_a_key_that_is_new_keeps_the_digests_and_one_that_differs_changes_them(monkeypatch):
-    cfg = next(runs.base_runs(0))
-    monkeypatch.delitem(DEFAULTS['TrainConfig'], 'data_limit')
-    assert digest([cfg]) == digest([replace(cfg)]) != digest([replace(cfg, lr=1.0)])
-    with pytest.raises(AssertionError, match='data_limit'):
-        settings(replace(cfg, data_limit=3))
-
-
 # Tables and figures from the committed numbers
 
 @pytest.mark.slow
@@ -152,21 +144,21 @@ def test_trends_are_least_squares_slopes():
         assert effects.slope(effect, axis, values) == pytest.approx(width * fits)
 
 
-@pytest.mark.parametrize('change, message', [
-    ({'x': 'kind', 'reference': ()}, 'they differ in run, .*smoothing'),
-    ({'where': ('task=none|some',)}, 'headline: no run has task=none')])
-def test_a_figure_without_lines_or_with_several_per_seed_is_refused(change, message):
+def test_a_figure_without_lines_or_with_several_per_seed_is_refused():
     lines = claims.read_csv(STUDY / 'results' / 'headline' / 'compare.csv')
-    with pytest.raises(ConfigError, match=message):
-        figures.select('headline', replace(figures.FIGURES['headline'], **change), lines)
+    for change, message in (
+            ({'x': 'kind', 'reference': ()}, 'they differ in run, .*smoothing'),
+            ({'where': ('task=none|some',)}, 'headline: no run has task=none')):
+        with pytest.raises(ConfigError, match=message):
+            figures.select('headline', replace(figures.FIGURES['headline'], **change), lines)
 
 
 def test_bins_of_two_runs_are_those_of_their_questions_together(tmp_path):
     both = [read_run(write_run(tmp_path / f'seed-{seed}', seed=seed)) for seed in (0, 1)]
     together = figures.pool_bins(list(figures.bins_of(both).values()))
-    rows = [predictions(read_samples(run.folder / 'samples.jsonl'), 'token') for run in both]
-    expected = metrics.bins(*(np.concatenate([getattr(p, key) for p in rows])
-                              for key in ('probs', 'labels')))
+    samples = [s for run in both for s in read_samples(run.folder / 'samples.jsonl')]
+    p = predictions(samples, 'token')
+    expected = metrics.bins(p.probs, p.labels)
     assert together['count'].sum() == 80
     for key in ('low', 'high', 'count'):
         assert np.allclose(together[key], expected[key], equal_nan=True)
@@ -242,8 +234,6 @@ def test_a_small_study_runs_from_worlds_to_tables(tmp_path, capsys, monkeypatch)
         path.name for path in (tmp_path / 'headline').iterdir()}
     figures.draw('temperature', tmp_path / 'temperature', tmp_path)
     lines = claims.read_csv(tmp_path / 'temperature' / 'compare.csv')
-    assert {line['scaling'] for line in lines} == {'none', 'temperature'}
-    assert {line['language'] for line in lines} == {'en', 'l1', 'l2', 'l3'}
     folder = tmp_path / 'base' / 'seed-1' / 'base'
     line = next(r for r in lines if (r['kind'], r['seed'], r['language'], r['category'],
                                      r['scaling']) == ('base', '1', 'l2', 'seen', 'temperature'))
@@ -258,10 +248,8 @@ def test_a_small_study_runs_from_worlds_to_tables(tmp_path, capsys, monkeypatch)
         metrics.ece(metrics.softmax(scored.scores, temperature), scored.labels), rel=1e-4)
 
     measured = json.loads((folder / 'entropy_range.json').read_text())
-    assert 0 < measured['lowest_bits'] <= measured['highest_bits'] <= measured['log2_vocab']
-    lines = figures.run_lines(read_run(folder))
-    assert {(line['reach_lowest_bits'], line['unused_rows']) for line in lines} == {
-        (float(f'{measured["lowest_bits"]:.5g}'), '0')}
+    assert {line['reach_lowest_bits'] for line in figures.run_lines(read_run(folder))} == {
+        float(f'{measured["lowest_bits"]:.5g}')}
 
 
 @pytest.mark.slow
@@ -479,16 +467,13 @@ def test_alignment_from_the_world_to_tables(tmp_path, forked):
                        for script in (alignment_tables, closed_form))
 
     # the KL and the reward against plain loops over the samples
-    policy, reference = ({s['id']: s for s in read_samples(folder / name / 'samples.jsonl')
+    policy, reference = ({s['id']: (metrics.softmax(np.array(s['log_probs'])), s['answer'])
+                          for s in read_samples(folder / name / 'samples.jsonl')
                           if s['split'] == 'test'} for name in ('dpo', 'sft'))
-    kl, reward = 0, 0
-    for id, sample in policy.items():
-        p, q = (np.exp(s['log_probs']) / np.exp(s['log_probs']).sum()
-                for s in (sample, reference[id]))
-        kl += sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)) / len(policy)
-        reward += p[sample['answer']] / len(policy)
+    kl = np.mean([(p * np.log(p / reference[id][0])).sum() for id, (p, _) in policy.items()])
     assert numbers.of('dpo', 'kl') == pytest.approx(kl, rel=1e-3) and kl > 0
-    assert numbers.of('dpo', 'reward') == pytest.approx(reward, rel=1e-3)
+    assert numbers.of('dpo', 'reward') == pytest.approx(
+        np.mean([p[answer] for p, answer in policy.values()]), rel=1e-3)
     assert np.isfinite(numbers.curve('dpo', 'ece')).all()
     assert np.isnan(numbers.of('ppo', 'ece')) and numbers.of('ppo-both', 'trained_reward') >= 0
     # one temperature divides all logits
@@ -507,8 +492,8 @@ def test_alignment_from_the_world_to_tables(tmp_path, forked):
     assert all(row in pairs for row in unknown)
 
     # each of the base model's own answers states the probability that it gives to it
-    probs = {s['id']: dict(zip(map(str.strip, s['options']), np.exp(s['log_probs'])
-                               / np.exp(s['log_probs']).sum(), strict=True))
+    probs = {s['id']: dict(zip(map(str.strip, s['options']),
+                               metrics.softmax(np.array(s['log_probs'])), strict=True))
              for s in read_samples(folder / 'base-knows' / 'samples.jsonl')}
     ids = {row['prompt']: row['id'] for row in common.read_lines(
         folder / 'world' / 'prompts' / 'test.jsonl')}
@@ -534,7 +519,6 @@ def test_alignment_from_the_world_to_tables(tmp_path, forked):
     assert preference != pytest.approx(0.5, rel=1e-3)
     assert closed.of('cdpo-noisy', 'preference') == pytest.approx(preference, rel=1e-5)
     assert closed.of('cdpo-noisy', 'margin') > 0 and closed.of('cdpo-noisy', 'fitted') > 0.3
-    assert 0.5 > closed.of('cdpo-noisy', 'preference_ece') > 0
     assert np.isfinite(closed.of('ppo-0.05-lora', 'kl')) and np.isnan(closed.of('dpo-1.0', 'ece'))
     assert np.isfinite(closed.of('brier-base', 'ece', task='qa'))
 

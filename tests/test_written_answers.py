@@ -5,7 +5,6 @@ import math
 import re
 import runpy
 import shutil
-from dataclasses import replace
 from types import SimpleNamespace
 import numpy as np
 import pytest
@@ -22,7 +21,6 @@ from data.tokenizer import load_tokenizer
 from data.trees import load_answers
 from data.written_answers import WRITTEN_TASKS, load_written
 from decoding.sampling import Sampling
-from results import plots
 from results.samples import latest_samples, read_samples
 from runtime import checkpoint
 from runtime.errors import ConfigError, DataError
@@ -38,13 +36,12 @@ def test_triviaqa_asks_a_repeated_question_once(tmp_path):
         'value': 'Ann', 'aliases': ['Ann', 'Anne'], 'normalized_value': 'ann'}} for i in range(6)]
     for split in ('validation', 'train'):
         write_rows(tmp_path / f'{split}.jsonl', rows)
-    loaded = load_written(f'triviaqa:{tmp_path}', shots=2)
-    assert [q.id for q in loaded.shots['']] == ['tc_0', 'tc_1']
-    assert [q.id for q in loaded.questions] == ['tc_0', 'tc_1', 'tc_2']
-    assert loaded.questions[0].context == 'Question: Who is 0?\nAnswer:'
-    loaded = load_written(f'triviaqa_train:{tmp_path}', shots=2)    # to tune on: not the shots
-    assert [q.id for q in loaded.shots['']] == ['tc_0', 'tc_1']
-    assert [q.id for q in loaded.questions] == ['tc_2']
+    # to tune on: not the shots
+    for task, ids in (('triviaqa', ['tc_0', 'tc_1', 'tc_2']), ('triviaqa_train', ['tc_2'])):
+        loaded = load_written(f'{task}:{tmp_path}', shots=2)
+        assert [q.id for q in loaded.shots['']] == ['tc_0', 'tc_1']
+        assert [q.id for q in loaded.questions] == ids
+    assert loaded.questions[0].context == 'Question: Who is 2?\nAnswer:'
     path = write_rows(tmp_path / 'lists.jsonl', [row | {'question_id': [i // 2]}
                                                  for i, row in enumerate(rows)])
     assert [q.id for q in load_written(f'triviaqa:{path}').questions] == ['[0]', '[1]', '[2]']
@@ -76,23 +73,21 @@ def test_popqa_is_read_from_its_tsv_and_a_malformed_row_is_a_bad_row(tmp_path):
         assert (len(loaded.questions), len(loaded.bad)) == (1, 1)
 
 
-@pytest.mark.parametrize('row, arguments, message', [
-    ({'answers': []}, {}, 'test.jsonl:1: wanted a question and'),
-    ({'question': ' '}, {}, 'wanted a question'),
-    ({}, {'header': 'native'}, 'no header of its own'),
-    ({}, {'shots': 3}, 'has 1 questions and 2 solved ones (0 bad rows); --shots=3 needs 3'),
-    ({}, {'revision': 'main'}, "data_revision = 'main' is")])
-def test_bad_files_are_refused(row, arguments, message, tmp_path):
+@pytest.mark.parametrize('row, name, arguments, message', [
+    ({'answers': []}, 'qa:{}', {}, 'test.jsonl:1: wanted a question and'),
+    ({'question': ' '}, 'qa:{}', {}, 'wanted a question'),
+    ({}, 'qa:{}', {'header': 'native'}, 'no header of its own'),
+    ({}, 'qa:{}', {'shots': 3}, 'has 1 questions and 2 solved ones (0 bad rows); --shots=3 needs'),
+    ({}, 'qa:{}', {'revision': 'main'}, "data_revision = 'main' is"),
+    ({}, 'qa', {'shots': 0}, 'no file given'), ({}, 'popqa', {'shots': 5}, 'no solved questions')])
+def test_bad_files_are_refused(row, name, arguments, message, tmp_path):
     write_rows(tmp_path / 'test.jsonl', [{'question': 'Q?', 'answers': ['a']} | row])
     write_rows(tmp_path / 'train.jsonl', [{'question': 'Q?', 'answers': 'a'}] * 2)
     with pytest.raises(DataError, match=re.escape(message)):
-        load_written(f'qa:{tmp_path}', **arguments)
-    for name, shots, message in (('qa', 0, 'no file given'), ('popqa', 5, 'no solved questions')):
-        with pytest.raises(DataError, match=message):
-            load_written(name, shots=shots)
+        load_written(name.format(tmp_path), **arguments)
 
 
-def test_a_proposed_answer_continues_its_prompt(tmp_path):
+def test_a_proposed_or_verbalized_answer_continues_the_prompt_of_its_paper(tmp_path):
     rows = [{'question': 'Who?', 'answers': ['Ann'], 'language': 'de', 'subject': 'names'}]
     question, = load_written(f'qa:{write_rows(tmp_path / "q.jsonl", rows)}').questions
     assert (question.language, question.subject) == ('de', 'names')
@@ -101,6 +96,15 @@ def test_a_proposed_answer_continues_its_prompt(tmp_path):
     assert proposal.options == [' (A)', ' (B)'] and proposal.answer == 0
     empty = written_answers.proposed(question, '\n', False)
     assert 'Answer: (none)\nIs' in empty.context and empty.answer == 1
+    for stage, start, end in (
+            (written_answers.verbalized_1s(question),
+             'Provide your best guess and the probability that it is correct (0.0 to',
+             'just the probability!>\n\nThe question is: Who?\n\nGuess:'),
+            (written_answers.verbalized_2s(question, ' Ann\n', True),
+             'Question: Who?\nAnswer: Ann\n\nProvide the probability that your guess',
+             'just the probability!>\n\nProbability:')):
+        text = written_answers.as_text(stage.messages, stage.lead)
+        assert text.startswith(start) and text.endswith(end)
     question.context = 'def f():\n    """One."""'
     assert '"""\n    return 1\nIs the' in written_answers.proposed(
         question, '\n    return 1\n', True).context
@@ -116,6 +120,7 @@ def asked(tmp_path_factory):
     folder = tmp_path_factory.mktemp('asked')
     sentencepiece_folder(folder / 'model', 'mistral')
     reference = reference_model('llama', folder / 'model', max_position_embeddings=4096,
+                                num_hidden_layers=1,
                                 vocab_size=load_tokenizer(folder / 'model').n_vocab)
     write_rows(folder / 'qa' / 'shots.jsonl', [
         {'question': f'What is fox {i}?', 'answers': [f'blue {i}', 'x']} for i in range(4)])
@@ -208,23 +213,20 @@ def test_p_true_is_that_of_transformers(asked):
                                            f'{greedy["text"].strip()}{proposed}')
         ideas = [answer['answer'] or answer['text'].strip() or '(none)'
                  for answer in (greedy, *answers[row['id']]['answers'])]
-        lines = '\n'.join(ideas)
         assert other['confidence'] == p_true(
-            f'{question}Here are some brainstormed ideas: {lines}\n'
-            f'Possible Answer: {ideas[0]}{possible}')
+            f'{question}Here are some brainstormed ideas: ' + '\n'.join(ideas) +
+            f'\nPossible Answer: {ideas[0]}{possible}')
 
 
 def test_shots_are_left_out_until_prompt_and_answer_fit(asked):
-    folder, *_ = asked
-    tokenizer = load_tokenizer(folder / 'model')
-    loaded = load_written(f'qa:{folder / "qa"}', shots=2)
-    cfg = EvalConfig(add_bos=True, max_length=1000)
-    question, shots = loaded.questions[0], loaded.shots['']
-    ids, _, n_shots = written_answers.encode(question, shots, tokenizer, cfg, 6)
-    assert n_shots == 2 and ids == [tokenizer.bos_id, *tokenizer.encode(PROMPT.format(0))]
-    for length, n_shots in ((len(ids) + 6, 2), (len(ids) + 5, 1)):
-        cfg = replace(cfg, max_length=length)
-        assert written_answers.encode(question, shots, tokenizer, cfg, 6)[2] == n_shots
+    tokenizer = load_tokenizer(asked[0] / 'model')
+    loaded = load_written(f'qa:{asked[0] / "qa"}', shots=2)
+    whole = [tokenizer.bos_id, *tokenizer.encode(PROMPT.format(0))]
+    for length, n in ((1000, 2), (len(whole) + 6, 2), (len(whole) + 5, 1)):
+        ids, _, n_shots = written_answers.encode(
+            loaded.questions[0], loaded.shots[''], tokenizer,
+            EvalConfig(add_bos=True, max_length=length), 6)
+        assert n_shots == n and (ids == whole) == (n == 2)
 
 
 def test_results_have_an_entry_for_each_confidence(asked):
@@ -240,17 +242,15 @@ def test_results_have_an_entry_for_each_confidence(asked):
         assert tasks[name]['pooled']['n'] == 10 - tasks[name].get('unparsed', 0)
         assert [*tasks[name]['post_hoc']['reports']] == ['platt', 'isotonic']
     assert tasks['qa.agreement']['ece_floor'] > 0 == tasks['qa.agreement']['unparsed']
-    text = (folder / 'out' / 'results.md').read_text()
-    assert 'with 4 samples per question' in text and '| qa.greedy_agreement |' in text
+    assert 'with 4 samples per question' in (folder / 'out' / 'results.md').read_text()
     page = (folder / 'out' / 'report.html').read_text()
     assert page.count('<th>floor of ECE') == 1 and '<td>qa.greedy_agreement<td>10' in page
 
 
 def test_answers_in_a_chat_are_those_to_its_template(asked, tmp_path, capsys):
-    folder, _, share = asked
+    folder, *_ = asked
     model, tokenizer = checkpoint.load(folder / 'model'), load_tokenizer(folder / 'model')
-    tasks = ask(folder, tmp_path, '--chat=tulu', '--shots=0', '--limit=2', '--p_true',
-                '--verbalized')
+    tasks = ask(folder, tmp_path, '--chat=tulu', '--shots=0', '--limit=2', '--verbalized')
     assert tasks['qa']['distribution'].endswith('greedy answer, 0 shots, chat template tulu')
     printed = capsys.readouterr().out
     for label in ('qa.verbalized_1s', 'qa.verbalized_2s'):      # no silence about a missing entry
@@ -263,7 +263,7 @@ def test_answers_in_a_chat_are_those_to_its_template(asked, tmp_path, capsys):
         assert [a.text for a in answers] == [a['text'] for a in row['answers']]
 
 
-def test_an_interrupted_evaluation_resumes(asked, tmp_path, monkeypatch):
+def test_an_interrupted_evaluation_resumes(asked, tmp_path):
     """The file of samples is cut off anywhere, also inside a line; all else is lost."""
     folder, *_ = asked
     whole = (folder / 'out' / 'samples.jsonl').read_bytes()
@@ -280,11 +280,6 @@ def test_an_interrupted_evaluation_resumes(asked, tmp_path, monkeypatch):
     ask(folder, tmp_path / 'other', '--limit=3', '--seed=1')
     assert all(a['answers'] != every[a['id']]['answers'] and a['greedy']['text'] ==
                every[a['id']]['greedy']['text'] for a in samples_of(tmp_path / 'other', 'qa'))
-    monkeypatch.setattr(plots, 'save_figure', lambda *_: None)
-    with pytest.raises(SystemExit):
-        evaluate.main(['--compare', str(tmp_path / 'some'), str(tmp_path / 'other'),
-                       f'--out_dir={tmp_path / "compared"}', '--n_bootstrap=50'])
-    assert 'qa.agreement' in (tmp_path / 'compared' / 'compare.md').read_text()
 
 
 def test_a_confidence_in_earlier_answers_is_left_out(asked, tmp_path, capsys, monkeypatch):
@@ -311,33 +306,30 @@ def test_a_confidence_in_earlier_answers_is_left_out(asked, tmp_path, capsys, mo
 
 
 def test_an_answer_that_states_no_probability_is_not_written_again(asked, tmp_path, monkeypatch):
-    folder, *_ = asked
-    out = shutil.copytree(folder / 'out', tmp_path / 'out')
+    out = shutil.copytree(asked[0] / 'out', tmp_path / 'out')
     before = json.loads((out / 'results.json').read_text())['tasks']
     for name in ('verbalized_1s', 'verbalized_2s'):
         n = before.get(f'qa.{name}', {'pooled': {'n': 0}})['pooled']['n']
         assert len(samples_of(out, f'qa.{name}')) == n < 10
     monkeypatch.setattr(generate, 'generate', lambda *_: pytest.fail('answers were generated'))
     whole = (out / 'samples.jsonl').read_bytes()
-    ask(folder, out, '--verbalized')
+    ask(asked[0], out, '--verbalized')
     assert (out / 'samples.jsonl').read_bytes() == whole
     # a better parser finds a number in each of them, and a worse one in none
     for guess, n in ((('Ann', '0.5'), 10), ((None, None), 0)):
         monkeypatch.setattr(written_tasks, 'stated_guess', lambda *_, guess=guess: guess)
-        ask(folder, out, '--verbalized')
+        ask(asked[0], out, '--verbalized')
         assert len(samples_of(out, 'qa.verbalized_1s')) == n
 
 
 def test_written_programs_are_run_only_if_that_is_allowed(asked, tmp_path, monkeypatch):
-    folder, _, share = asked
     problem = {'task_id': 'T/0', 'entry_point': 'add', 'canonical_solution': '    return a + b\n',
                'prompt': 'def add(a, b):\n    """Add two numbers."""\n',
                'test': 'def check(candidate):\n    assert candidate(2, 3) == 5\n'}
     path = write_rows(tmp_path / 'humaneval.jsonl', [problem, problem | {'task_id': 'T/1'}])
-    arguments = [f'--model={folder / "model"}', f'--tasks=humaneval:{path}', '--shots=0', '--n=2',
-                 '--max_tokens=6', f'--out_dir={tmp_path}', '--pictures=False', '--p_true']
+    arguments = [f'--tasks=humaneval:{path}', '--shots=0', '--n=2', '--p_true']
     with pytest.raises(ConfigError, match='--run_code'):
-        evaluate.main(arguments)
+        ask(asked[0], tmp_path, *arguments)
     try:
         run_program('', 'pass')
     except ConfigError as error:
@@ -347,24 +339,20 @@ def test_written_programs_are_run_only_if_that_is_allowed(asked, tmp_path, monke
     grades = [WRITTEN_TASKS['humaneval'].grade(text, question.references)['correct']
               for text in ('\n    return a + b\nprint(1)', '\n    return a', ' \n')]
     assert grades == [True, False, False]
-    evaluate.main([*arguments, '--run_code'])
+    ask(asked[0], tmp_path, *arguments, '--run_code')
     rows = samples_of(tmp_path, 'humaneval')
     assert [row['greedy']['correct'] for row in rows] == [False, False]
     monkeypatch.setattr(code_tasks, 'check', lambda *_, **__: pytest.fail('a program ran again'))
-    evaluate.main([*arguments, '--run_code'])
+    ask(asked[0], tmp_path, *arguments, '--run_code')
     assert samples_of(tmp_path, 'humaneval') == rows
 
 
 def test_settings_that_do_not_apply_are_refused(asked, tmp_path):
-    folder, _, share = asked
     for arguments, message in ((['--permute=2'], 'permute'), (['--languages=de'], 'one language'),
-                               (['--n=0'], 'n = 0')):
-        with pytest.raises(ConfigError, match=message):
-            ask(folder, tmp_path, *arguments)
-    with pytest.raises(DataError, match='one turn|one user|single'):
-        ask(folder, tmp_path, '--chat=alpaca', '--verbalized')
-    with pytest.raises(DataError, match='even without shots'):
-        ask(folder, tmp_path, '--max_length=20')
+                               (['--n=0'], 'n = 0'), (['--max_length=20'], 'even without shots'),
+                               (['--chat=alpaca', '--verbalized'], 'one turn|one user|single')):
+        with pytest.raises((ConfigError, DataError), match=message):
+            ask(asked[0], tmp_path, *arguments)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -373,32 +361,17 @@ def test_settings_that_do_not_apply_are_refused(asked, tmp_path):
 
 def test_an_answer_too_long_to_be_shown_leaves_the_question_out_of_that_entry(
         asked, tmp_path, capsys):
-    folder, _, _ = asked
-    tokenizer = load_tokenizer(folder / 'model')
+    tokenizer = load_tokenizer(asked[0] / 'model')
     prompts = [f'Who is {"very " * n}blue?' for n in (0, 1, 300)]
     path = write_rows(tmp_path / 'q.jsonl', [{'question': q, 'answers': ['x']} for q in prompts])
     # the longest prompt has just enough room for BOS and an answer of 6 tokens
     room = 7 + len(tokenizer.encode(f'{HEADER}Question: {prompts[2]}\nAnswer:'))
-    tasks = ask(folder, tmp_path / 'out', f'--tasks=qa:{path}', '--shots=0', '--p_true',
+    tasks = ask(asked[0], tmp_path / 'out', f'--tasks=qa:{path}', '--shots=0', '--p_true',
                 f'--max_length={room}')
     found = {label: (task['pooled']['n'], task['bad_rows']) for label, task in tasks.items()}
     assert found['qa'] == found['qa.agreement'] == (3, 0)
     assert found['qa.p_true'] == found['qa.p_true_samples'] == (2, 1)
     assert 'qa.p_true: 1 questions left out, the first: ' in capsys.readouterr().out
-    assert '1 bad rows left out, ' in (tmp_path / 'out/results.md').read_text()
-
-
-def test_verbalized_prompts_are_those_of_the_paper(tmp_path):
-    write_rows(tmp_path / 'q.jsonl', [{'question': 'Who?', 'answers': ['Ann']}])
-    question, = load_written(f'qa:{tmp_path / "q.jsonl"}').questions
-    one = written_answers.verbalized_1s(question)
-    text = written_answers.as_text(one.messages, one.lead)
-    assert text.startswith('Provide your best guess and the probability that it is correct (0.0 to')
-    assert text.endswith('just the probability!>\n\nThe question is: Who?\n\nGuess:')
-    two = written_answers.verbalized_2s(question, ' Ann\n', True)
-    text = written_answers.as_text(two.messages, two.lead)
-    assert text.startswith('Question: Who?\nAnswer: Ann\n\nProvide the probability that your guess')
-    assert text.endswith('just the probability!>\n\nProbability:')
 
 
 @pytest.mark.parametrize('text, lead, outcome', [
