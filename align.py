@@ -25,7 +25,6 @@ if __name__ == '__main__':
     cli.begin()
 
 import hashlib
-import io
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -230,8 +229,7 @@ def check_align_config(cfg):
     if not 0 <= cfg.label_noise < 0.5:
         raise ConfigError(f'label_noise = {cfg.label_noise}; it must be at least 0 and below 0.5')
     if cfg.lora_dropout and cfg.method not in NO_REFERENCE:
-        raise ConfigError(f'lora_dropout = {cfg.lora_dropout}: the policy would differ from its '
-                          f'reference at random; set it to 0')
+        raise ConfigError('lora_dropout: the policy would differ from its reference; set it to 0')
     if bool(cfg.reward) != (cfg.method in RL_METHODS):
         raise ConfigError(f'method = {cfg.method!r} and reward = {cfg.reward!r}: '
                           f'{", ".join(RL_METHODS)} need a reward, and only they')
@@ -276,36 +274,27 @@ def cached_reference(run, model):
         code_digest(model.config, answer_log_probs), cfg.attention, model.softcap,
         model.temperature
     ]).encode()).hexdigest()[:20]
-    path = Path(cfg.cache_dir, f'reference-{key}.npy')
+    path = Path(cfg.cache_dir, f'reference-{key}.npz')
     cached = read_reference(path)
     if all(gather(cached is not None)):
         return cached
     sums = answer_sums(run, model)
     if rank() == 0:
-        content = io.BytesIO()
-        np.save(content, sums)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary(path) as part:
-            part.write_bytes(content.getvalue() + seal(path, content.getvalue()))
+        with temporary(path) as part, open(part, 'wb') as file:
+            np.savez(file, **{path.stem: sums})
     return sums
-
-
-def seal(path, content):
-    """Return the checksum that ends a file of the cache: of its name and its content, 32 bytes."""
-    return hashlib.sha256(path.name.encode() + content).digest()
 
 
 def read_reference(path):
     """Return the array in a file of the cache; None if it is missing or damaged."""
-    if not path.exists():
+    try:
+        return np.load(path)[path.stem]     # checked by the checksum of zip files
+    except FileNotFoundError:
         return None
-    content = path.read_bytes()
-    array, sealed = content[:-32], content[-32:]
-    if sealed != seal(path, array):
-        print(f'the reference in {path} is damaged: it does not match its checksum; computing it '
-              f'again')
+    except Exception as error:      # a damaged file can raise anything
+        print(f'the reference in {path} is damaged ({error!r}); computing it again')
         return None
-    return np.load(io.BytesIO(array))
 
 
 def answer_sums(run, model, rows_at_once=64):
@@ -330,9 +319,10 @@ def answer_sums(run, model, rows_at_once=64):
 
 def pack_pairs(run, chosen, multiple):
     """Return the PackedPairs of the sequences with the indices `chosen`, with their reference."""
-    reference = None if run.reference is None else run.reference[chosen]
-    return pack_rankings([run.sequences[i] for i in chosen], run.cfg.pack_len, multiple,
-                         reference=reference)
+    return pack_rankings(
+        [run.sequences[i] for i in chosen], run.cfg.pack_len, multiple,
+        last=run.cfg.method == 'reward', margins=run.sequences.margins[chosen],
+        reference=None if run.reference is None else run.reference[chosen])
 
 
 def pair_objective(packed, cfg):
@@ -405,12 +395,6 @@ def build_reward_model(run):
     return model
 
 
-def pack_last_tokens(run, chosen, multiple):
-    """Return the PackedPairs of the sequences `chosen`: their answers' last tokens, and margins."""
-    return pack_rankings([run.sequences[i] for i in chosen], run.cfg.pack_len, multiple, last=True,
-                         margins=run.sequences.margins[chosen])
-
-
 def reward_margins(model, packed, rows, inputs):
     """Return (r_w - r_l, r_w + r_l, weight) of the pairs in some rows."""
     answers = Answers(packed, rows, model.head.device)
@@ -449,8 +433,7 @@ def reward_validation(run):
 PAIRS = replace(train.SFT, load=load_rankings, build=build_with_reference, pack=pack_pairs,
                 objective=pair_objective, validate=pair_validation)
 REWARD_MODEL = replace(PAIRS, files=reward_tokenizer, build=build_reward_model,
-                       pack=pack_last_tokens, objective=reward_objective,
-                       validate=reward_validation)
+                       objective=reward_objective, validate=reward_validation)
 ROLLOUTS = replace(train.SFT, load=rollouts.load, build=rollouts.build, pack=None,
                    count_rows=rollouts.count_rows, batches=rollouts.batches,
                    objective=policy_objective, step=rollouts.update, validate=rollouts.validate)

@@ -14,7 +14,7 @@ From file to ECE: each kind of task is a class of data/tasks.py. Its `load` read
 Its `collect` tokenizes them (data/trees.py), lets scoring.py score them, which packs rows
 (data/packing.py) and calls model.py and fused_ce.py, and makes samples of the values.
 results/evaluation.py measures the samples (results/report.py, metrics.py). Tasks without options
-are in decoding/written_tasks.py: generate.py writes the answers to the prompts of
+are in decoding/written_tasks.py: decoding/answers.py writes the answers to the prompts of
 data/written_answers.py, data/grading.py grades them, and results/confidence.py computes the
 confidences.
 """
@@ -83,8 +83,8 @@ if __name__ == '__main__':
 
 import torch
 
-import generate
 import scoring
+from decoding.answers import stream
 from decoding.written_tasks import (ProbeConfidence, SampleConfidence, WrittenTask, new_answers,
                                     write_answers)
 from results.evaluation import write_evaluation
@@ -107,7 +107,7 @@ KINDS = (dict.fromkeys(WRITTEN_TASKS, WrittenTask) | dict.fromkeys(INSTRUCTIONS,
 CODE = (scoring.forward_values, scoring.token_log_probs, scoring.token_statistics,
         scoring.Reader.states, OptionTask.samples, PermutedTask.samples, PTrueTask.samples,
         TextTask.samples, sample_fields, mean_over_orders, write_answers,
-        new_answers, SampleConfidence.collect, ProbeConfidence.collect, *generate.CODE)
+        new_answers, SampleConfidence.collect, ProbeConfidence.collect, stream)
 
 
 def load_tasks(cfg):
@@ -129,9 +129,7 @@ def load_tasks(cfg):
     return tasks
 
 
-# ------------------------------------------------------------------------------------------------
-# An evaluation
-# ------------------------------------------------------------------------------------------------
+# ---- An evaluation -------------------------------------------------------------------------------
 
 def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
     """Score `tasks`, as load_tasks(cfg) returns them, with the model in `folder`.
@@ -303,9 +301,7 @@ def announce(config, tasks, cfg, done):
               + (f'; {n_done:,} scored earlier in this folder' if n_done else ''), flush=True)
 
 
-# ------------------------------------------------------------------------------------------------
-# The command line
-# ------------------------------------------------------------------------------------------------
+# ---- The command line ----------------------------------------------------------------------------
 
 def run(cfg):
     """Run the evaluation `cfg`; return (results, labels of its tasks, the folder of the results).

@@ -19,33 +19,25 @@ import math
 import sys
 import time
 from dataclasses import dataclass
-from typing import Literal
 
-from data.chat import TEMPLATES, encode_prompt, question_frame
-from runtime.config import load_config, require_given
+from data.chat import encode_prompt, question_frame
+from decoding.sampling import DecodingConfig, check_decoding
+from runtime.config import load_config
 from runtime.errors import CheckpointError, DataError, escape_controls
-from decoding.sampling import Sampling, check_sampling
 
 
 @dataclass
-class SampleConfig(Sampling):
-    model: str = ''                     # a folder in Hugging Face layout, or a hub name
-    revision: str | None = None         # the hub revision of the model
+class SampleConfig(DecodingConfig):
     prompt: str | None = None           # answer this and exit, as for a prompt from a pipe
-    # the chat template; trained: that of the model's train.py run
-    chat: Literal['trained', *TEMPLATES] = 'trained'
-    raw: bool = False                   # continue each prompt as plain text, without chat
     temperature: float = 0.0            # divides the logits; 0: the most probable token
     probs: bool = False                 # print each token with its probability
     stats: bool = False                 # print tokens, bytes and operations per second
-    device: str = 'auto'                # 'cpu', 'cuda', 'cuda:1'; auto: a GPU if there is one
 
 
 def read_arguments(argv):
     """Return the SampleConfig of a command line; raise ConfigError for unusable values."""
     cfg = load_config(SampleConfig, argv, __doc__)
-    check_sampling(cfg)
-    require_given(cfg, model='out/run')
+    check_decoding(cfg)
     return cfg
 
 
@@ -53,10 +45,12 @@ if __name__ == '__main__':
     with cli.one_line_errors():     # --help and misspelled keys need no torch
         read_arguments(sys.argv[1:])
 
-from generate import confidences, first_stop, generate, open_model, stream
-from runtime import checkpoint
+from decoding.answers import first_stop, generate, stream
 from decoding.slots import step_cost
+from generate import open_model
+from runtime import checkpoint
 from runtime.terminal import shaded, shows_grays, typed_lines
+from scoring import confidences
 
 
 def pieces(answers, tokenizer, stop=()):

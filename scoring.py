@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import fused_ce
-from data.packing import pack_alone, pack_trees, prompt_trees, stack_answers, stack_rows
+from data.packing import Tree, pack_alone, pack_trees, prompt_trees, stack_answers, stack_rows
 from families import t5
 from runtime import adapter, checkpoint, device, log, parallel
 from runtime.errors import CheckpointError
@@ -28,9 +28,7 @@ from runtime.eval_config import EvalConfig
 IDLE = np.stack([np.zeros(128, int), np.zeros(128, int), np.arange(128) + 1])[:, None], [(0,) * 4]
 
 
-# ------------------------------------------------------------------------------------------------
-# What is computed for each scored token
-# ------------------------------------------------------------------------------------------------
+# ---- What is computed for each scored token ------------------------------------------------------
 
 def token_log_probs(hidden, head, at, tokens, softcap):
     """Return log p(tokens[i] | hidden[at[i]]), float32 [M, 1].
@@ -63,9 +61,7 @@ def token_states(hidden, head, at, tokens, softcap):
     return hidden[device.to_device(at, head.device)].float()
 
 
-# ------------------------------------------------------------------------------------------------
-# Trees to values
-# ------------------------------------------------------------------------------------------------
+# ---- Trees to values -----------------------------------------------------------------------------
 
 def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, compute=token_log_probs,
           trim=1, dropout_seed=None, seq2seq=None, sharded=False):
@@ -167,6 +163,18 @@ def option_log_probs(model, trees, **options):
     return [sums[index] for index in range(len(trees))]
 
 
+def confidences(model, prompts, answers, deterministic=False):
+    """Return the log-probability of each Answer, a float64 array [n] per prompt, in nats.
+
+    prompts: lists of token ids; answers: a list of Answers per prompt. The numbers are those of
+    `option_log_probs`: they do not depend on how the answers were generated.
+    """
+    trees = [Tree((), [*ids], [answer.tokens for answer in group], [len(ids)] * len(group))
+             for ids, group in zip(prompts, answers, strict=True)]
+    return option_log_probs(model, trees, pack_len=4096, deterministic=deterministic,
+                                    trim=128 if model.head.is_cuda else 1)
+
+
 def row_lengths(cfg):
     """Return (tokens in a packed row, `trim` of `score`) that are fastest for `cfg`.
 
@@ -197,14 +205,11 @@ class Reader:
 
         total: number of trees
         """
-        progress = log.progress_bar(task.label, total, task.unit)
-        try:
-            for scored in self._score(trees, token_statistics if task.statistics else
-                                      token_log_probs):
+        compute = token_statistics if task.statistics else token_log_probs
+        with log.progress_bar(task.label, total, task.unit) as progress:
+            for scored in self._score(trees, compute):
                 yield scored
                 progress.update()
-        finally:
-            progress.close()
 
     def states(self, prompts):
         """Return the hidden state at the end of each of `prompts`, lists of tokens: [N, D]."""

@@ -62,7 +62,7 @@ class TrainConfig:
     # data
     data: str = 'allenai/tulu-3-sft-mixture'  # a file, a folder or a hub dataset
     data_revision: str | None = None          # hub revision: pin it, datasets change
-    # 'questions': `data` is a task of evaluate.py, and the loss is on the answer's letter alone
+    # questions: `data` is a task of evaluate.py, and the loss is on the answer's letter alone
     data_kind: Literal['instruct', 'text', 'questions'] = 'instruct'
     template: Literal[*TEMPLATES] = 'tulu'
     answers: Literal['best', 'all'] = 'best'  # OASST1: the best-ranked answer to a prompt, or all
@@ -191,17 +191,13 @@ def check_config(cfg):
     if not all(0 <= beta < 1 for beta in cfg.betas):
         raise ConfigError(f'betas = {cfg.betas}; each must be at least 0 and less than 1')
     if cfg.lora and cfg.from_scratch:
-        raise ConfigError('lora = True trains adapters of a pretrained model, from_scratch = True '
-                          'has none; set one of them')
+        raise ConfigError('lora = True needs a base model, from_scratch = True has none; set one')
     if cfg.shape and not cfg.from_scratch:
-        raise ConfigError(f'shape = {cfg.shape} needs from_scratch = True: pretrained weights have '
-                          f'their shape')
+        raise ConfigError(f'shape = {cfg.shape} needs from_scratch = True')
     if cfg.pack_len < cfg.max_length:
-        raise ConfigError(f'pack_len = {cfg.pack_len} is shorter than max_length = '
-                          f'{cfg.max_length}: a sequence must fit into a row')
+        raise ConfigError(f'max_length = {cfg.max_length} must fit into a row of {cfg.pack_len}')
     if cfg.tracker != 'none' and not importlib.util.find_spec(cfg.tracker):
-        raise ConfigError(f"tracker = '{cfg.tracker}', which is not installed: "
-                          f'pip install {cfg.tracker}')
+        raise ConfigError(f'tracker = {cfg.tracker!r} is missing: pip install {cfg.tracker}')
     training_loss(cfg)
     if cfg.resume and cfg.overwrite:
         raise ConfigError('resume continues the run in out_dir, overwrite removes it; set one')
@@ -214,27 +210,19 @@ def check_config(cfg):
 @dataclass(frozen=True)
 class Stage:
     """A kind of training: the functions in which it differs from others, in the order of the calls.
-
-    load        (cfg, tokenizer) -> sequences: `sequences[i]` is (tokens, loss mask), with a length,
-                the `lengths` of all and a `digest`, such as cache.Sequences
-    files       (cfg, base, tokenizer) -> {name: content} of tokenizer files to save
-    build       (run) -> the model to train
-    pack        (run, chosen, multiple) -> Packed of the sequences `chosen`; for the next two alone
-    count_rows  (run, chosen) -> number of packed rows of a step
-    batches     (run, first, until) -> yields (chosen, Packed) of each step from `first` on
-    objective   (packed, cfg) -> function of a micro-batch: see `token_loss`
-    step        (model, optimizer, packed, cfg, device, objective) -> metrics: see `train_step`
-    validate    (run) -> {name: metric} of the held-out sequences
     """
+    # (cfg, tokenizer) -> sequences: `sequences[i]` is (tokens, loss mask), with a length, the
+    # `lengths` of all and a `digest`, such as cache.Sequences
     load: Callable
-    files: Callable
-    build: Callable
-    pack: Callable | None
-    count_rows: Callable
-    batches: Callable
-    objective: Callable
-    step: Callable
-    validate: Callable
+    files: Callable         # (cfg, base, tokenizer) -> {name: content} of tokenizer files to save
+    build: Callable         # (run) -> the model to train
+    pack: Callable | None   # (run, chosen, multiple) -> Packed of the sequences `chosen`; for the
+    #                         next two alone
+    count_rows: Callable    # (run, chosen) -> number of packed rows of a step
+    batches: Callable       # (run, first, until) -> yields (chosen, Packed) of each step from first
+    objective: Callable     # (packed, cfg) -> function of a micro-batch: see `token_loss`
+    step: Callable          # (model, optimizer, packed, cfg, device, objective) -> metrics
+    validate: Callable      # (run) -> {name: metric} of the held-out sequences
 
 
 @dataclass
@@ -484,7 +472,7 @@ def train(cfg, stage=None):
         if run.tasks and cfg.eval_before and not (cfg.from_scratch or cfg.dry_run):
             results['before'] = calibration_report(run, run.base, out_dir / 'before')
         if cfg.dry_run or not (out_dir / 'config.json').exists():   # the last file to be written
-            fit_into_memory(build_and_optimize, run)
+            fit_into_memory(optimize, run)
         elif rank() == 0:
             finish(cfg)     # the run may have been killed right after it saved its weights
         barrier()       # until the first process has saved the weights
@@ -503,20 +491,15 @@ def claim_folder(run):
     ownership.claim(run.out_dir, 'train_config.py', 'log.jsonl')
 
 
-def build_and_optimize(run):
-    """Train from the base model. The model is gone at the end: the report reads the saved weights,
-    which people will use."""
-    run = replace(run)
-    run.model = run.stage.build(run)
-    optimize(run)
-
-
 def optimize(run):
     """Train to the last step, from the newest checkpoint if there is one, and save the weights.
 
-    A dry run takes two steps and saves nothing.
+    A dry run takes two steps and saves nothing. The model is gone at the end: the report reads the
+    saved weights, which people will use.
     """
-    cfg, model, stage, out_dir, first = run.cfg, run.model, run.stage, run.out_dir, 0
+    run = replace(run)
+    run.model = model = run.stage.build(run)
+    cfg, stage, out_dir, first = run.cfg, run.stage, run.out_dir, 0
     optimizer = build_optimizer(model, cfg)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     named |= dict(model.named_buffers())

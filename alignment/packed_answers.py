@@ -21,68 +21,60 @@ class PackedAnswers(Packed):
     """Rows of trees: n answer tokens of N answers, both numbered in the order of the rows R.
 
     targets and owner only serve to count: a row with trees is not one document.
-
-    token   int64 [n]      a token of an answer
-    at      int64 [n]      index in its row of the token before it, whose hidden state predicts it
-    answer  int64 [n]      number of its answer
-    begin   int64 [R + 1]  number of each row's first token
-    counts  int64 [N]      tokens of each answer
-    where   int64 [N, 2]   tree of each answer, and its number there; see also `pack_rollouts`
     """
-    token: np.ndarray
-    at: np.ndarray
-    answer: np.ndarray
-    begin: np.ndarray
-    counts: np.ndarray
-    where: np.ndarray
+    token: np.ndarray       # int64 [n]: a token of an answer
+    at: np.ndarray          # int64 [n]: index in its row of the token before it, which predicts it
+    answer: np.ndarray      # int64 [n]: number of its answer
+    begin: np.ndarray       # int64 [R + 1]: number of each row's first token
+    counts: np.ndarray      # int64 [N]: tokens of each answer
+    where: np.ndarray       # int64 [N, 2]: prompt of each answer, and its number there
 
 
 @dataclass
 class PackedPairs(PackedAnswers):
-    """Ranked answers to prompts.
-
-    pairs        int64 [P, 2]  numbers of the better and the worse answer; ties are no pair
-    pair_weight  float32 [P]   in the mean over the prompts of the means over their pairs
-    reference    float32 [N]   log-probability of each answer by the reference; 0 without one
-    margin       float32 [P]   that the rewards of a pair are to differ by
-    """
-    pairs: np.ndarray
-    pair_weight: np.ndarray
-    reference: np.ndarray
-    margin: np.ndarray
+    """Ranked answers to prompts."""
+    pairs: np.ndarray       # int64 [P, 2]: numbers of the better and the worse answer; no ties
+    pair_weight: np.ndarray     # float32 [P], in the mean over prompts of means over their pairs
+    reference: np.ndarray   # float32 [N]: log-probability by the reference; 0 without one
+    margin: np.ndarray      # float32 [P], by which the rewards of a pair are to differ
 
 
 @dataclass
 class PackedRollouts(PackedAnswers):
-    """The answers of a rollout, with a number per answer token for each of COLUMNS, float64 [n].
-
-    advantage  of the token
-    weight     of the token's loss; 0 for an answer without a loss
-    old        log-probability by the policy that generated it; None: this is the first update
-    reference  log-probability by the model before training; None if kl = 'none'
-    value      by the value head, before the token; None or zeros without one
-    returns    that the value is to predict, of PPO; else None
-
-    measured      {name: number}: means over the answers, for the log
-    n_supervised  number of tokens that have a loss, at least 1
-    step          of the run, which seeds what an update draws
-    """
-    advantage: np.ndarray
-    weight: np.ndarray
-    old: np.ndarray | None
-    reference: np.ndarray | None
-    value: np.ndarray | None
-    returns: np.ndarray | None
-    measured: dict
-    n_supervised: int
-    step: int
+    """The answers of a rollout, with a number per answer token for each of COLUMNS, float64 [n]."""
+    advantage: np.ndarray   # of the token
+    weight: np.ndarray      # of the token's loss; 0 for an answer without a loss
+    old: np.ndarray | None  # log-probability by the policy that generated it; None: first update
+    reference: np.ndarray | None    # the same before training; None if kl = 'none'
+    value: np.ndarray | None    # by the value head, before the token; None or zeros without one
+    returns: np.ndarray | None      # that the value is to predict, of PPO; else None
+    measured: dict          # {name: number}: means over the answers, for the log
+    n_supervised: int       # number of tokens that have a loss, at least 1
+    step: int               # of the run, which seeds what an update draws
 
 
-def pack_answers(trees, row_length, multiple=1):
-    """Pack trees into rows of `row_length` tokens, each tree in one row; return a PackedAnswers.
+def pack_answers(prompts, answers, row_length, multiple=1, last=False):
+    """Pack prompts with their answers into rows of `row_length` tokens; return a PackedAnswers.
 
+    prompts:  lists of token ids; answers: per prompt, lists of token ids. A prompt whose answers do
+              not fit into one row has several trees
     multiple: rows of padding make the number of rows a multiple of this
+    last:     only the index of each answer's last token is scored, which a reward needs
     """
+    trees, members = [], []
+    for i, prompt in enumerate(prompts):
+        room = -1
+        for k, answer in enumerate(answers[i]):
+            # the last token of an answer is computed only if something follows it
+            ids = [*answer, 0] if last else [*answer]
+            if room < len(ids) - 1:
+                trees.append(Tree((), [*prompt]))
+                members.append([])
+                room = row_length - len(prompt)
+            trees[-1].continuations.append(ids)
+            trees[-1].starts.append(len(prompt) + last * len(answer))
+            members[-1].append((i, k))
+            room -= len(ids) - 1
     lengths = [len(tree.prompt) + sum(len(tree.continuations[k]) - 1 for k, *_ in tree.branches)
                for tree in trees]
     row_of = first_fit(lengths, row_length)
@@ -102,21 +94,18 @@ def pack_answers(trees, row_length, multiple=1):
         owner[i, :len(row.tokens)] = np.cumsum(np.diff(row.positions, prepend=0) != 1)
     return PackedAnswers(tokens, positions, ends, targets, owner, token=token, at=at,
                          answer=np.repeat(np.arange(len(counts)), counts),
-                         begin=np.cumsum([0, *sizes]), counts=counts, where=where[first])
+                         begin=np.cumsum([0, *sizes]), counts=counts,
+                         where=np.array([members[tree][k] for tree, k in where[first]]))
 
 
 def pack_rankings(sequences, row_length, multiple=1, last=False, reference=None, margins=None):
     """Pack sequences of `preferences.load_preferences` as `pack_answers` does; return PackedPairs.
 
-    last=True: only the index of each answer's last token is scored, which a reward needs
     reference: float32 [sequences, answers], margins: float32 [sequences]; None: zeros
     """
     trees, ranks = zip(*(to_tree(*sequence) for sequence in sequences), strict=True)
-    if last:    # a token that follows each answer, so that its last token predicts something
-        trees = [Tree((), tree.prompt, [[*ids, 0] for ids in tree.continuations],
-                      [len(tree.prompt) + len(ids) for ids in tree.continuations])
-                 for tree in trees]
-    packed = pack_answers(trees, row_length, multiple)
+    packed = pack_answers([tree.prompt for tree in trees], [tree.continuations for tree in trees],
+                          row_length, multiple, last)
     number = {tuple(place): i for i, place in enumerate(packed.where.tolist())}
     pairs, weights = [], []
     for t, rank in enumerate(ranks):
@@ -133,51 +122,18 @@ def pack_rankings(sequences, row_length, multiple=1, last=False, reference=None,
                 margins[tree[pairs[:, 0]]]))
 
 
-def pack_rollouts(prompts, answers, row_length, multiple=1, last=False):
-    """Pack prompts with their answers into rows of trees, as `pack_answers`.
-
-    prompts: lists of token ids; answers: per prompt, lists of token ids. A prompt with answers that
-    do not fit into one row has several trees. where: prompt and number of each answer
-    last=True: only the index of each answer's last token is scored
-    """
-    trees, members = [], []
-    for i, prompt in enumerate(prompts):
-        room = -1
-        for k, answer in enumerate(answers[i]):
-            # the last token of an answer is computed only if something follows it
-            ids = [*answer, 0] if last else [*answer]
-            if room < len(ids) - 1:
-                trees.append(Tree((), [*prompt]))
-                members.append([])
-                room = row_length - len(prompt)
-            trees[-1].continuations.append(ids)
-            trees[-1].starts.append(len(prompt) + last * len(answer))
-            members[-1].append((i, k))
-            room -= len(ids) - 1
-    packed = pack_answers(trees, row_length, multiple)
-    packed.where = np.array([members[tree][k] for tree, k in packed.where])
-    return packed
-
-
 class Answers:
-    """The answers in some rows of a PackedAnswers, on a device.
-
-    part    numpy int64 [n], numbers of the answer tokens in these rows
-    at      [n], of these tokens, in the flattened rows
-    token   [n], these tokens, on the CPU
-    answer  [n], of these tokens
-    counts  float32 [N], of all answers of the batch
-    """
+    """The answers in some rows of a PackedAnswers, on a device; the names are those there."""
 
     def __init__(self, packed, rows, device):
         length, begin, self.device = packed.tokens.shape[1], packed.begin, device
         parts = [np.arange(begin[row], begin[row + 1]) for row in rows]
         offsets = np.repeat(np.arange(len(rows)) * length, [len(part) for part in parts])
-        self.part = np.concatenate(parts)
-        self.at = self.on_device(packed.at[self.part] + offsets)
-        self.token = torch.from_numpy(packed.token[self.part])
+        self.part = np.concatenate(parts)       # int64 [n], numbers of the tokens in these rows
+        self.at = self.on_device(packed.at[self.part] + offsets)    # in the flattened rows
+        self.token = torch.from_numpy(packed.token[self.part])      # on the CPU
         self.answer = self.on_device(packed.answer[self.part])
-        self.counts = self.on_device(packed.counts).float()
+        self.counts = self.on_device(packed.counts).float()     # of all answers of the batch
 
     def on_device(self, x):
         return to_device(torch.from_numpy(x), self.device)

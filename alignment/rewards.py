@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from alignment.packed_answers import Answers, pack_rollouts
+from alignment.packed_answers import Answers, pack_answers
 from data.files import require_text
 from data.chat import encode_answer
 from data.tokenizer import begins_with_bos, load_model_tokenizer
@@ -155,12 +155,10 @@ class FunctionReward:
         try:
             # a copy, since the function may edit it, and other answers and steps need the row
             value = self.function(prompt, answer, copy.deepcopy(row))
-        except DataError as error:
-            raise DataError(f'reward = {self.name!r}: {error}; the prompt is {prompt!r:.100}'
-                            ) from error
         except (Exception, SystemExit) as error:
-            raise DataError(f'{describe(error, self.name)}; the prompt is {prompt!r:.100}'
-                            ) from error
+            reason = (f'reward = {self.name!r}: {error}' if isinstance(error, DataError) else
+                      describe(error, self.name))
+            raise DataError(f'{reason}; the prompt is {prompt!r:.100}') from error
         value = value.item() if isinstance(value, np.generic) else value
         # the square of a larger one is infinite in float32
         if not isinstance(value, (int, float)) or not abs(value) <= 1e18:
@@ -207,7 +205,7 @@ class ModelReward:
             raise DataError(f'{self.folder}: an answer has {longest} tokens with its prompt, and '
                             f'the context is {context}; lower max_length')
         # rows of a multiple of 128 tokens, since kernels are compiled for other divisors
-        packed = pack_rollouts(*zip(*encoded, strict=True), -(-max(longest, 4096) // 128) * 128,
+        packed = pack_answers(*zip(*encoded, strict=True), -(-max(longest, 4096) // 128) * 128,
                                last=True)
         rewards = np.zeros((len(texts), len(texts[0])))
         for row in range(len(packed.tokens)):

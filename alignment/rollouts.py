@@ -19,13 +19,13 @@ import torch
 import train
 from alignment.advantages import RL_METHODS, generalized_advantages, soft_overlong, whitened
 from alignment.objectives import values_of
-from alignment.packed_answers import PackedRollouts, answer_log_probs, pack_rollouts
+from alignment.packed_answers import PackedRollouts, answer_log_probs, pack_answers
 from alignment.prompts import load_prompts
 from alignment.rewards import load_reward
 from data.tokenizer import begins_with_bos
 from data.written_answers import WRITTEN_TASKS
+from decoding.answers import generate
 from decoding.sampling import Sampling
-from generate import generate
 from model import LoRALinear
 from runtime.build import build_model
 from runtime.config import require_range
@@ -42,6 +42,7 @@ def check_rollouts(cfg):
     if task and task.runs_code and not cfg.run_code and not cfg.reward.startswith('rlcr:'):
         raise ConfigError(f'reward = {cfg.reward!r} runs the programs that the model writes: read '
                           f'docs/running_code.md, then allow it with --run_code')
+    n_answers = cfg.batch_size * cfg.group_size
     require_range(cfg, 1, 10 ** 6, 'max_tokens', 'updates', 'decode_batch', 'lost_accumulation')
     require_range(cfg, 1 if cfg.method == 'ppo' else 2, 10 ** 6, 'group_size')
     require_range(cfg, 0, cfg.max_tokens, 'soft_overlong')
@@ -53,18 +54,16 @@ def check_rollouts(cfg):
         raise ConfigError(f'resample = {cfg.resample} replaces prompts whose answers all have '
                           f'equal rewards, which is every prompt with group_size = 1')
     if cfg.kl_target and cfg.kl != 'reward':
-        raise ConfigError(f'kl_target = {cfg.kl_target} adapts the weight of the KL in the reward; '
-                          f"set kl = 'reward'")
-    if cfg.kl_target and cfg.batch_size * cfg.group_size >= 5 * cfg.kl_horizon:
+        raise ConfigError("kl_target adapts the weight of the KL in the reward; set kl = 'reward'")
+    if cfg.kl_target and n_answers >= 5 * cfg.kl_horizon:
         raise ConfigError(f'kl_horizon = {cfg.kl_horizon}: one step of batch_size times group_size '
-                          f'= {cfg.batch_size * cfg.group_size} answers could make kl_coef 0 or '
-                          f'negative; it must be above a fifth of them')
+                          f'= {n_answers} answers could make kl_coef 0 or negative; it must be '
+                          f'above a fifth of them')
     if cfg.kl_target and not cfg.kl_coef:
-        raise ConfigError('kl_target multiplies kl_coef by a factor, and kl_coef = 0 stays 0; set '
-                          'kl_coef above 0')
-    if cfg.batch_size * cfg.group_size % cfg.lost_accumulation:
+        raise ConfigError('kl_target multiplies kl_coef, and kl_coef = 0 stays 0; set it above 0')
+    if n_answers % cfg.lost_accumulation:
         raise ConfigError(f'lost_accumulation = {cfg.lost_accumulation} does not divide batch_size '
-                          f'times group_size, {cfg.batch_size * cfg.group_size}')
+                          f'times group_size, {n_answers}')
     if cfg.max_tokens >= cfg.max_length:
         raise ConfigError(f'max_tokens = {cfg.max_tokens} leaves no room for a prompt in '
                           f'max_length = {cfg.max_length}')
@@ -173,7 +172,7 @@ def sample(run, chosen, seed, n):
 def pack(run, chosen, answers, rewards, step):
     """Return the PackedRollouts of a step's answers: what the loss needs, and the log."""
     cfg = run.cfg
-    packed = pack_rollouts([run.sequences[i][0].tolist() for i in chosen],
+    packed = pack_answers([run.sequences[i][0].tolist() for i in chosen],
                            [[answer.tokens for answer in group] for group in answers],
                            cfg.pack_len, run.row_multiple)
     group = [answers[i][j] for i, j in packed.where]

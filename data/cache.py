@@ -27,7 +27,7 @@ from runtime.ownership import temporary
 from runtime.processes import forked_pool
 
 FILES = 'tokens.bin', 'loss_mask.bin', 'offsets.npy', 'margins.npy'
-TEMPORARY = re.compile(r'([0-9a-f]{20}|reference-[0-9a-f]{20}\.npy)\.[0-9a-f]{8}\.nanocal-tmp')
+TEMPORARY = re.compile(r'([0-9a-f]{20}|reference-[0-9a-f]{20}\.np[yz])\.[0-9a-f]{8}\.nanocal-tmp')
 
 
 class Sequences:

@@ -122,23 +122,23 @@ def stated_guess(text, lead):
 cached = functools.lru_cache(10_000)
 
 
-def without_articles(text):
-    return ' '.join(re.sub(r'\b(a|an|the)\b', ' ', text).split())
+def words(text, punctuation):
+    """Return a text in lower case without articles; punctuation: a table of str.maketrans."""
+    text = text.lower()
+    key = ' '.join(re.sub(r'\b(a|an|the)\b', ' ', text.translate(punctuation)).split())
+    return key or text.strip()
 
 
 @cached
 def triviaqa_text(text):
     """TriviaQA's own normalization: punctuation becomes a space, and articles are left out."""
-    marks = string.punctuation + '‘’´`'
-    key = without_articles(text.lower().translate(str.maketrans(marks, ' ' * len(marks))))
-    return key or text.lower().strip()
+    return words(text, dict.fromkeys(map(ord, string.punctuation + '‘’´`'), ' '))
 
 
 @cached
 def squad_text(text):
     """SQuAD's normalization, for NQ-open: punctuation is deleted, and articles are left out."""
-    key = without_articles(text.lower().translate(str.maketrans('', '', string.punctuation)))
-    return key or text.lower().strip()
+    return words(text, dict.fromkeys(map(ord, string.punctuation)))
 
 
 @cached

@@ -25,6 +25,9 @@ from runtime.errors import DataError
 from runtime.thinking import final_answer
 
 
+N_IDEAS = 5     # answers that P(True) with samples shows, the judged one among them
+
+
 class WrittenRow(NamedTuple):
     """A question as its file holds it. solution: the text of the answer in a shot."""
     question: str
@@ -82,8 +85,7 @@ def popqa_row(row):
     except (ValueError, TypeError, RecursionError):
         answers = None
     if not isinstance(answers, list) or not answers:
-        raise DataError(f'possible_answers must be a JSON list of answers in a text, not '
-                        f'{row["possible_answers"]!r:.60}')
+        raise DataError(f'possible_answers must be a JSON list: {row["possible_answers"]!r:.60}')
     return WrittenRow(row['question'], answers, answers[0], row['prop'])
 
 
@@ -138,21 +140,19 @@ class WrittenBenchmark:
         final = final_answer(text)
         return None if final is None else self.lenient(final)
 
-    def grade(self, text, references):
-        """Return {'answer': extracted or None, 'key', 'correct', 'strict': right by that rule}."""
+    def grade(self, text, references, **options):
+        """Return {'answer': extracted or None, 'key', 'correct', 'strict': right by that rule}.
+
+        options: of `match`, such as the isolation of a program that it runs
+        """
         final, answer = final_answer(text), self.extract(text)
-        correct = strict = answer is not None and self.match(self.key, answer, references)
+        correct = strict = answer is not None and self.match(self.key, answer, references,
+                                                             **options)
         if self.strict:
             stated = final and self.strict(final)
             strict = stated is not None and same(self.key, stated, references)
         return {'answer': answer, 'key': None if answer is None else self.key(answer),
                 'correct': correct, 'strict': strict}
-
-    def isolated(self, isolation):
-        """Return this task with the isolation in which `match` runs programs, if it does."""
-        if not self.runs_code:
-            return self
-        return replace(self, match=functools.partial(self.match, isolation=isolation))
 
 
 GSM8K_FILES = (('main/test-*.parquet', 'test.jsonl*'), ('main/train-*.parquet', 'train*.jsonl*'))
@@ -303,12 +303,14 @@ def proposed_shots(shots, task):
     return questions
 
 
-def proposed_among(question, ideas, answer, correct):
-    """Return the P(True) Question that shows other samples, `ideas`, before `answer`."""
+def proposed_among(question, sample):
+    """Return the P(True) Question that shows drawn answers before the greedy one."""
+    ideas = [answer['answer'] or answer['text'].strip() or '(none)'
+             for answer in (sample['greedy'], *sample['answers'][:N_IDEAS - 1])]
     lines = '\n'.join(ideas)
     context = (f'Question: {question.text}\nHere are some brainstormed ideas: {lines}\n'
-               f'Possible Answer: {answer}{P_TRUE.replace("proposed", "possible")}')
-    return _with_options(question, context, [' (A)', ' (B)'], '', correct)
+               f'Possible Answer: {ideas[0]}{P_TRUE.replace("proposed", "possible")}')
+    return _with_options(question, context, [' (A)', ' (B)'], '', sample['greedy']['correct'])
 
 
 def _with_options(question, context, options, header, correct):

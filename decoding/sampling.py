@@ -1,9 +1,11 @@
-"""The settings of generate.py that its users share. Nothing here needs torch."""
+"""The settings of decoding. Nothing here needs torch."""
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
-from runtime.config import require_range
+from data.chat import TEMPLATES
+from runtime.config import require_given, require_range
 from runtime.errors import ConfigError
 
 
@@ -23,8 +25,21 @@ class Sampling:
     cache_memory: float | None = None   # GiB for keys and values; None: what is free
 
 
-def check_sampling(s):
-    """Raise ConfigError for a value that cannot be used."""
+@dataclass
+class DecodingConfig(Sampling):
+    """The settings that generate.py and sample.py share."""
+    model: str = ''                     # a folder in Hugging Face layout, or a hub name
+    revision: str | None = None         # the hub revision of the model
+    # the chat template; trained: that of the model's train.py run
+    chat: Literal['trained', *TEMPLATES] = 'trained'
+    raw: bool = False                   # continue each prompt as plain text, without chat
+    device: str = 'auto'                # 'cpu', 'cuda', 'cuda:1'; auto: a GPU if there is one
+    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # auto: bfloat16 on a GPU, else float32
+
+
+def check_decoding(s):
+    """Raise ConfigError for a value of a DecodingConfig that cannot be used."""
+    require_given(s, model='out/run')
     require_range(s, 1, math.inf, 'n', 'max_tokens', 'batch_size')
     require_range(s, 0, math.inf, 'temperature', 'top_k', 'cache_memory')
     require_range(s, 1e-3, 1, 'top_p')
@@ -40,3 +55,6 @@ def check_sampling(s):
     for key, off in (('top_p', 1), ('top_k', 0), ('min_p', 0)):
         if s.temperature == 0 and getattr(s, key) != off:
             raise ConfigError(f'{key} = {getattr(s, key)} needs a temperature above 0, such as 1')
+    if s.raw and s.chat != 'trained':
+        raise ConfigError(f'--raw is plain text, and --chat={s.chat} a chat template; leave one of '
+                          f'them out')

@@ -1,4 +1,4 @@
-"""The sequences that generate.py decodes at once: slots of the cache, their state, CUDA graphs."""
+"""The sequences that are decoded at once: slots of the cache, their state, CUDA graphs."""
 
 import contextlib
 import os
@@ -16,10 +16,6 @@ from runtime.errors import DataError
 from triton_ops import SPLIT
 
 FIXED_SIZE = 64     # of each step with `deterministic`, so that every product has one shape
-
-# tokens of the prompts in one forward pass, or those of one longer prompt; a CPU computes the
-# whole mask
-PREFILL = {'cuda': 8192, 'cpu': 1024}
 
 
 def cache_sizes(config, length):
@@ -62,32 +58,6 @@ def graph_size(n):
     """Return n rounded up, so that a few graphs are enough: 1, 2, 4, 8, 16, 32, 48, 64, 96, ..."""
     return 1 << (n - 1).bit_length() if n <= 16 else -(-n // 16) * 16 if n <= 64 else (
         -(-n // 32) * 32)
-
-
-def take(waiting, free, running, prompts, s, n_slots, prefill):
-    """Return the answers to begin now, with a slot each, removed from `waiting`; [] to wait.
-
-    The answers to a prompt begin together if all slots are enough for them. While others run, an
-    eighth of the slots must be free: a prefill costs as much as several steps.
-    """
-    wanted = max(s.n if s.n <= n_slots else 1, n_slots // 8) if running else 1
-    if not waiting or len(free) < min(wanted, len(waiting)):
-        return []
-    begun, first = [], prompts[waiting[0].prompt]
-    shared, n_tokens, n_prompts = len(first), 0, 0
-    while waiting and free:
-        i = waiting[0].prompt
-        if not begun or i != begun[-1].prompt:
-            # the tokens of a row, which holds the common beginning of its prompts once
-            n_tokens += len(prompts[i])
-            shared = min(shared, len(os.path.commonprefix([first, prompts[i]])))
-            if begun and (s.deterministic or n_tokens - n_prompts * shared > prefill
-                          or s.n - waiting[0].number > len(free)):
-                break
-            n_prompts += 1
-        begun.append(waiting.popleft())
-        begun[-1].slot = free.pop()
-    return begun
 
 
 def keys_to_store(answer, at, size):

@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-import generate
 from data import written_answers
 from data.grading import stated_guess
 from data.packing import Tree
 from data.questions import sample_fields
 from data.tasks import PTrueTask, Task, chat_words, task_label, task_source
 from data.written_answers import WRITTEN_TASKS, load_written
+from decoding.answers import generate
 from decoding.sampling import Sampling
 from results import confidence, samples
 from results.p_ik_probe import cross_validated
@@ -31,12 +31,9 @@ from runtime.errors import ConfigError, DataError
 from runtime.sandbox import require_sandbox
 
 ANSWERS_AT_ONCE = 1024      # sequences decoded at once on a GPU, if their keys and values fit
-N_IDEAS = 5     # answers that P(True) with samples shows, the judged one among them
 
 
-# ------------------------------------------------------------------------------------------------
-# The answers
-# ------------------------------------------------------------------------------------------------
+# ---- The answers ---------------------------------------------------------------------------------
 
 class AnswerTask(Task):
     """What a result says of written answers and of each confidence in them."""
@@ -64,13 +61,13 @@ class WrittenTask(AnswerTask):
         if cfg.languages != ('all',):
             raise ConfigError(f'languages = {cfg.languages}: {kind} has one language; leave it out')
         if cfg.dropout_seed is not None:
-            raise ConfigError(f'dropout_seed: the answers to {kind} are written without dropout; '
-                              f'leave it out')
-        if WRITTEN_TASKS[kind].runs_code and not cfg.run_code:
-            raise ConfigError(f'{kind} runs programs that the model wrote; read '
-                              f'docs/running_code.md, then allow it with --run_code')
-        if WRITTEN_TASKS[kind].runs_code and not cfg.show:
-            require_sandbox(cfg.isolation)      # before anything is generated
+            raise ConfigError(f'dropout_seed: {kind} is answered without dropout; leave it out')
+        if WRITTEN_TASKS[kind].runs_code:
+            if not cfg.run_code:
+                raise ConfigError(f'{kind} runs programs that the model wrote; read '
+                                  f'docs/running_code.md, then allow it with --run_code')
+            if not cfg.show:
+                require_sandbox(cfg.isolation)      # before anything is generated
         loaded = load_written(name, header=cfg.header, shots=cfg.shots, limit=cfg.limit,
                               seed=cfg.seed, revision=cfg.data_revision, on_bad_row=cfg.on_bad_row)
         return cls(kind, task_source(name), loaded.questions, loaded.total, loaded.bad,
@@ -118,18 +115,21 @@ class WrittenTask(AnswerTask):
                              self.rule.stop)
 
     def greedy(self, answer, tokenizer):
-        """Return what a sample holds of the greedy generate.Answer."""
-        return written(answer) | per_token(answer) | span(answer, self.rule, tokenizer)
+        """Return what a sample holds of the greedy Answer."""
+        per_token = {key: [float(f'{x:.5g}') for x in getattr(answer, key)]
+                     for key in ('log_probs', 'entropies')}
+        return written(answer) | per_token | span(answer, self.rule, tokenizer)
 
     def sample(self, question, greedy, answers, cfg):
         """Return the sample of a question: its answers, graded, and the greedy one's probability.
         """
-        rule = self.rule.isolated(cfg.isolation)
+        rule = self.rule
+        options = {'isolation': cfg.isolation} if rule.runs_code else {}
 
         def grade(answer):
             if rule.runs_code and 'correct' in answer:      # it ran before an interruption
                 return answer
-            return answer | rule.grade(answer['text'], question.references)
+            return answer | rule.grade(answer['text'], question.references, **options)
 
         with ThreadPoolExecutor(os.cpu_count() if rule.runs_code else 1) as pool:
             greedy, *answers = pool.map(grade, (greedy, *answers))
@@ -147,8 +147,9 @@ class WrittenTask(AnswerTask):
         kind = KINDS.get(name, SampleConfidence)
         # all questions share the shots, also those that P(True) makes of them
         groups = '', *((q.language, q.subject) for q in self.items)
+        shots = kind.make_shots(self.shots[''], self.rule)
         return self.changed(kind, name, scored, kind.ask, parent=self, answers=scored,
-                            shots=dict.fromkeys(groups, kind.make_shots(self)))
+                            shots=dict.fromkeys(groups, shots))
 
 
 class Request(NamedTuple):
@@ -167,35 +168,38 @@ def write_answers(task, reader, writer, n, max_tokens, stop):
     hashes, one of what decides the answers and one of the sample itself: answers in samples.jsonl
     are graded again by the present rules, and a sample that this changes is appended again.
     """
-    cfg, requests, bad_rows, end, prompts = reader.cfg, [], [], set(), set()
+    cfg, left, bad_rows, prompts, end = reader.cfg, [], [], set(), set()
     stop = stop if cfg.chat == 'none' else ()
-    for question in task.items:
-        try:
-            ids, ends, n_shots = task.encode(question, reader.tokenizer, cfg)
-        except DataError as error:
-            bad_rows.append(task.bad_row(error, cfg))
-            continue
-        end |= ends
-        requests.append(Request(
-            question, (task.label, 'test', question.language, question.id), ids, n_shots,
-            samples.digest([ids, n, max_tokens, stop, sorted(ends), cfg.seed])))
-
     earlier = {(samples.sample_key(s), s['prompt'].partition('-')[0]): s
                for s in writer.latest(task.label)}
-    answered = [(request, sample['greedy'], sample.get('answers')) for request in requests
-                if (sample := earlier.get((request.key, request.digest)))]
-    left = [request for request in requests if (request.key, request.digest) not in earlier]
-    settings = Sampling(n=1, max_tokens=max_tokens, temperature=0.0, stop=stop, seed=cfg.seed,
-                        deterministic=cfg.deterministic,
-                        batch_size=ANSWERS_AT_ONCE if cfg.device.startswith('cuda') else 64)
-    for request, greedy, answers in itertools.chain(
-            answered, new_answers(task, reader, left, settings, n, end)):
+
+    def append(request, greedy, answers):
         sample = (task.sample(request.question, greedy, answers, cfg)
                   | sample_fields(request.question, request.n_shots))
         prompt = f'{request.digest}-{samples.digest(sample)}'
         if not samples.is_unstated(sample):
             prompts.add((request.key, prompt))
         writer.append(request.key, prompt, sample)
+
+    for question in task.items:
+        try:
+            ids, ends, n_shots = task.encode(question, reader.tokenizer, cfg)
+        except DataError as error:
+            bad_rows.append(task.bad_row(error, cfg))
+            continue
+        request = Request(
+            question, (task.label, 'test', question.language, question.id), ids, n_shots,
+            samples.digest([ids, n, max_tokens, stop, sorted(ends), cfg.seed]))
+        if sample := earlier.get((request.key, request.digest)):
+            append(request, sample['greedy'], sample.get('answers'))
+        else:
+            left.append(request)
+            end |= ends
+    settings = Sampling(n=1, max_tokens=max_tokens, temperature=0.0, stop=stop, seed=cfg.seed,
+                        deterministic=cfg.deterministic,
+                        batch_size=ANSWERS_AT_ONCE if cfg.device.startswith('cuda') else 64)
+    for answered in new_answers(task, reader, left, settings, n, end):
+        append(*answered)
     return prompts, bad_rows
 
 
@@ -207,42 +211,32 @@ def new_answers(task, reader, requests, settings, n, end):
     if not requests:
         return
     model, ids = reader.load(), [request.ids for request in requests]
-    progress = log.progress_bar(task.label, len(requests), task.unit)
     try:
-        greedy = ((i, task.greedy(answer, reader.tokenizer)) for i, (answer,) in generate.generate(
-            model, ids, settings, reader.tokenizer, end))
-        if n:
-            first = dict(greedy)
-            answered = ((i, first[i], [*map(written, answers)]) for i, answers in
-                        generate.generate(model, ids, replace(settings, n=n, temperature=1.0),
-                                          reader.tokenizer, end))
-        else:
-            answered = ((i, answer, []) for i, answer in greedy)
-        for i, *answers in answered:
-            yield requests[i], *answers
-            progress.update()
+        with log.progress_bar(task.label, len(requests), task.unit) as progress:
+            answered = ((i, task.greedy(answer, reader.tokenizer), []) for i, (answer,) in generate(
+                model, ids, settings, reader.tokenizer, end))
+            if n:
+                first = {i: greedy for i, greedy, _ in answered}
+                drawn = replace(settings, n=n, temperature=1.0)
+                answered = ((i, first[i], [*map(written, answers)]) for i, answers in generate(
+                    model, ids, drawn, reader.tokenizer, end))
+            for i, *answers in answered:
+                yield requests[i], *answers
+                progress.update()
     except FloatingPointError as error:
         where = f'{task.label}: {requests[error.args[0]].question.place}'
         raise reader.bad_logits(where) from error
-    finally:
-        progress.close()
 
 
 def written(answer):
-    """Return what a sample holds of a generate.Answer."""
+    """Return what a sample holds of an Answer."""
     return {'text': answer.text, 'reason': answer.reason, 'n_tokens': len(answer.tokens),
             'log_prob': math.fsum(answer.log_probs),
             'mean_prob': math.fsum(map(math.exp, answer.log_probs)) / len(answer.tokens)}
 
 
-def per_token(answer):
-    """Return what a sample holds of each token of a generate.Answer, with five digits."""
-    return {key: [float(f'{x:.5g}') for x in getattr(answer, key)]
-            for key in ('log_probs', 'entropies')}
-
-
 def span(answer, rule, tokenizer):
-    """Return the extracted answer of a generate.Answer, and the log-probability of its tokens."""
+    """Return the extracted answer of an Answer, and the log-probability of its tokens."""
     text = rule.extract(answer.text)
     if text is None:
         return {'span': None, 'span_log_prob': 0.0}
@@ -265,9 +259,11 @@ def span(answer, rule, tokenizer):
     return {'span': text, 'span_log_prob': math.fsum(answer.log_probs[first:last + 1])}
 
 
-# ------------------------------------------------------------------------------------------------
-# Confidences in the answers
-# ------------------------------------------------------------------------------------------------
+# ---- Confidences in the answers ------------------------------------------------------------------
+
+def no_shots(shots, rule):
+    return []
+
 
 @dataclass
 class Confidence(AnswerTask):
@@ -282,29 +278,24 @@ class Confidence(AnswerTask):
         return question
 
     @staticmethod
-    def make_shots(parent):
-        """Return the solved questions before the question."""
-        return parent.shots['']
-
-    @property
-    def entry(self):
-        """Return the row of the table of confidences."""
-        return confidence.CONFIDENCES[self.label.partition('.')[2]]
+    def make_shots(shots, rule):
+        """Return the solved questions before the question, from those of the WrittenTask."""
+        return shots
 
     @property
     def title(self):
-        return self.entry.title
+        return confidence.CONFIDENCES[self.label.partition('.')[2]].title
 
 
 class SampleConfidence(Confidence):
     """A confidence that is computed from the samples of the answers."""
 
     def collect(self, reader, writer):
-        prompts = set()
+        prompts, function = set(), confidence.CONFIDENCES[self.label.partition('.')[2]].function
         for question in self.items:
             key = self.label, 'test', question.language, question.id
             sample = self.answers[key[1:]]
-            value, answer = self.entry.function(sample)
+            value, answer = function(sample)
             if value is not None:
                 sample = (confidence.judged(question, value, answer)
                           | sample_fields(question, sample['shots']))
@@ -315,30 +306,18 @@ class SampleConfidence(Confidence):
 
 class PTrueConfidence(Confidence, PTrueTask):
     """P(True) of the greedy answer; its prompts are scored as those of PTrueTask."""
+    make_shots = staticmethod(written_answers.proposed_shots)
 
     @staticmethod
     def ask(question, sample):
         greedy = sample['greedy']
         return written_answers.proposed(question, greedy['text'], greedy['correct'])
 
-    @staticmethod
-    def make_shots(parent):
-        return written_answers.proposed_shots(parent.shots[''], parent.rule)
-
 
 class PTrueAmongSamples(PTrueConfidence):
     """P(True) of the greedy answer, which is shown with others."""
-
-    @staticmethod
-    def ask(question, sample):
-        greedy, *ideas = (answer['answer'] or answer['text'].strip() or '(none)' for answer in
-                          (sample['greedy'], *sample['answers'][:N_IDEAS - 1]))
-        return written_answers.proposed_among(question, [greedy, *ideas], greedy,
-                                              sample['greedy']['correct'])
-
-    @staticmethod
-    def make_shots(parent):
-        return []
+    make_shots = staticmethod(no_shots)
+    ask = staticmethod(written_answers.proposed_among)
 
 
 class ProbeConfidence(Confidence):
@@ -380,15 +359,12 @@ class StatedConfidence(Confidence):
     """A probability that the model states in words after its greedy answer."""
     left_out = 'no answer states a probability from 0 to 1'
     max_tokens, stop = 16, ('\n',)
+    make_shots = staticmethod(no_shots)
 
     @staticmethod
     def ask(question, sample):
         greedy = sample['greedy']
         return written_answers.verbalized_2s(question, greedy['text'], greedy['correct'])
-
-    @staticmethod
-    def make_shots(parent):
-        return []
 
     def encode(self, question, tokenizer, cfg):
         return written_answers.encode(question, [], tokenizer, cfg, self.max_tokens)
@@ -408,10 +384,7 @@ class StatedConfidence(Confidence):
 class GuessConfidence(StatedConfidence):
     """A probability that the model states with a new guess."""
     max_tokens, stop = 64, ('\n\n',)
-
-    @staticmethod
-    def ask(question, sample):
-        return written_answers.verbalized_1s(question)
+    ask = staticmethod(lambda question, sample: written_answers.verbalized_1s(question))
 
 
 def stated_sample(question, rule, greedy, guess, probability):

@@ -13,7 +13,7 @@ from pathlib import Path
 HERE = Path(__file__).parent.parent
 FORWARD = tuple(HERE / file for file in (
     'model.py', 'attention.py', 'triton_ops.py', 'fused_ce.py', 'data/packing.py',
-    'decoding/cache.py', 'decoding/draw.py', 'decoding/slots.py'))
+    'decoding/answers.py', 'decoding/cache.py', 'decoding/draw.py', 'decoding/slots.py'))
 
 
 def code_digest(config, *roots):

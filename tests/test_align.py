@@ -168,11 +168,11 @@ def test_the_reference_is_computed_once_and_belongs_to_model_and_data(base, tmp_
 def test_a_damaged_reference_is_computed_again(base, tmp_path, capsys):
     cfg = config(base, tmp_path, ROWS)
     run, model = run_of(cfg)
-    (path,) = Path(cfg.cache_dir).glob('reference-*.npy')
+    (path,) = Path(cfg.cache_dir).glob('reference-*.npz')
     content, without_checksum = path.read_bytes(), io.BytesIO()
     run_of(config(base, tmp_path, ROWS[::-1]))
-    (other,) = {*Path(cfg.cache_dir).glob('reference-*.npy')} - {path}
-    np.save(without_checksum, np.load(path))
+    (other,) = {*Path(cfg.cache_dir).glob('reference-*.npz')} - {path}
+    np.save(without_checksum, np.load(path)[path.stem])
     for damaged in (content[:-1], content[:140] + bytes([content[140] ^ 1]) + content[141:],
                     without_checksum.getvalue(), other.read_bytes()):   # the last of other data
         path.write_bytes(damaged)
@@ -318,7 +318,8 @@ def test_two_processes_align_as_one(base, values, tmp_path):
         (tmp_path / 'config.py').write_text(dump_config(case))
         done = run_scripts(n, 'align.py', tmp_path / 'config.py')
         assert done.returncode == 0, done.stderr
-        reference_of[n] = [np.load(path) for path in Path(case.cache_dir).glob('*.npy')]
+        reference_of[n] = [np.load(path)[path.stem] for path in Path(
+            case.cache_dir).glob('*.npz')]
     one, two = (log_of(replace(cfg, out_dir=str(tmp_path / n))) for n in '12')
     assert len(one) == 4 and {'val_loss', 'val_accuracy'} <= one[-1].keys()
     for a, b in zip(one, two, strict=True):

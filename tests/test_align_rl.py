@@ -24,7 +24,7 @@ from alignment.packed_answers import Answers
 from alignment.prompts import load_prompts, to_prompt
 from alignment.rewards import FunctionReward, load_reward
 
-from generate import Answer
+from decoding.answers import Answer
 from runtime import checkpoint
 from runtime.errors import CheckpointError, ConfigError, DataError, TrainingError
 

@@ -7,7 +7,7 @@ import pytest
 from common import llama_config
 
 import evaluate
-import generate
+from decoding import answers
 from runtime import code
 
 
@@ -56,11 +56,11 @@ def test_an_edit_of_what_samples_use_is_other_code(file, old, new, other, edited
 
 
 def test_the_kind_of_model_and_each_root_count():
-    llama, qwen2, mistral = (code.code_digest(config, generate.stream) for config in (
+    llama, qwen2, mistral = (code.code_digest(config, answers.stream) for config in (
         llama_config(model_type=kind, num_key_value_heads=2)
         for kind in ('llama', 'qwen2', 'mistral')))
     assert llama != qwen2 and llama == mistral
-    assert code.code_digest(llama_config(), generate.stream, generate.why_ended) != llama
+    assert code.code_digest(llama_config(), answers.stream, answers.generate) != llama
 
 
 def test_of_a_method_only_the_method_counts_and_of_a_function_what_it_calls(tmp_path, monkeypatch):

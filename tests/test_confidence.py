@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import generate
+from decoding.answers import Answer
 import metrics
 from decoding import written_tasks
 from data.written_answers import WRITTEN_TASKS
@@ -75,7 +75,7 @@ def test_stated_probabilities_are_parsed(text, value):
 
 def span_of(text, tokens, decode, log_probs, task='qa'):
     """Return (span, its log-probability) of an answer whose tokens `decode` turns into text."""
-    answer = generate.Answer(0, 0, tokens, log_probs, text=text)
+    answer = Answer(0, 0, tokens, log_probs, text=text)
     span = written_tasks.span(answer, WRITTEN_TASKS[task],
                               SimpleNamespace(decode=lambda tokens, start: decode(tokens)))
     return span['span'], span['span_log_prob']

@@ -16,8 +16,9 @@ from decoding.cache import Cache, DecodeMask
 from data.chat import encode_prompt
 from data.export import tokenizer_files
 from data.tokenizer import load_model_tokenizer, load_tokenizer
-from generate import confidences, generate, stream
+from decoding.answers import generate, stream
 from results.samples import digest
+from scoring import confidences
 from decoding import slots
 from runtime import checkpoint, ownership
 from decoding.draw import draw, draw_kernel, lowest_logits, random_numbers

@@ -15,7 +15,7 @@ from data.chat import encode_conversation
 from data.packing import Tree
 from data.tokenizer import load_tokenizer
 from scoring import option_log_probs
-from generate import Answer, generate, stream
+from decoding.answers import Answer, generate, stream
 from runtime import checkpoint
 from runtime.errors import CheckpointError, ConfigError, DataError, escape_controls
 from decoding.sampling import Sampling

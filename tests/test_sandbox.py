@@ -424,6 +424,6 @@ def test_the_task_uses_the_isolation_that_is_asked_for(monkeypatch):
     monkeypatch.setattr(code_tasks, 'run_program',
                         lambda *_, isolation: used.append(isolation) or Outcome(False, '', ''))
     check.cache_clear()
-    WRITTEN_TASKS['humaneval'].isolated('limits').grade('    return 1', [*PROBLEM])
+    WRITTEN_TASKS['humaneval'].grade('    return 1', [*PROBLEM], isolation='limits')
     check.cache_clear()
     assert used == ['limits']

@@ -299,7 +299,7 @@ def test_a_confidence_in_earlier_answers_is_left_out(asked, tmp_path, capsys, mo
     assert entries < ask(folder, out, f'--tasks=nq_open:{tmp_path / "nq"}').keys()
     # other grades: the same answers are graded again, and the confidences were in others
     monkeypatch.setattr(WRITTEN_TASKS['qa'], 'match', lambda *_: True)
-    monkeypatch.setattr(generate, 'generate', lambda *_: pytest.fail('answers were generated'))
+    monkeypatch.setattr(written_tasks, 'generate', lambda *_: pytest.fail('answers were generated'))
     graded = ask(folder, out)
     assert not entries & graded.keys() and before['qa']['pooled']['accuracy'] < 1
     assert graded['qa']['pooled']['accuracy'] == graded['qa.agreement']['pooled']['accuracy'] == 1
@@ -311,7 +311,7 @@ def test_an_answer_that_states_no_probability_is_not_written_again(asked, tmp_pa
     for name in ('verbalized_1s', 'verbalized_2s'):
         n = before.get(f'qa.{name}', {'pooled': {'n': 0}})['pooled']['n']
         assert len(samples_of(out, f'qa.{name}')) == n < 10
-    monkeypatch.setattr(generate, 'generate', lambda *_: pytest.fail('answers were generated'))
+    monkeypatch.setattr(written_tasks, 'generate', lambda *_: pytest.fail('answers were generated'))
     whole = (out / 'samples.jsonl').read_bytes()
     ask(asked[0], out, '--verbalized')
     assert (out / 'samples.jsonl').read_bytes() == whole

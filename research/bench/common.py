@@ -395,6 +395,9 @@ class Script:
             options, tables = load_config(self.options, argv), []
             path = Path(options.plot or options.out or f'out/bench_{Path(self.file).stem}')
             path = path if path.suffix == '.json' else Path(f'{path}.json')
+            drawn = self.bars or self.plot
+            if options.plot and not drawn:
+                raise ConfigError(f'plot: {Path(self.file).name} draws no picture')
             if not options.plot:
                 if self.needs_gpu and DEVICE == 'cpu':
                     raise ConfigError(f'research/bench/{Path(self.file).name} needs a CUDA device, '
@@ -404,7 +407,7 @@ class Script:
                     print('', markdown(*self.view(table)), '', sep='\n', flush=True)
                     tables.append(table)
                     save(path, tables)
-            if self.bars or self.plot:
+            if drawn:
                 self.draw(load(path), path.with_suffix('.png'))
         except ConfigError as error:
             sys.exit(f'error: {error}')

@@ -32,10 +32,10 @@ from research.bench.common import (DEVICE, MODELS, Options, Script, Shape, attem
                                    method_table, now, our_model, peak_gib, peer_model,
                                    reset_peak_memory, run_command, write_lines)
 from data.files import read_rows
-from generate import stream
-from runtime import checkpoint
+from decoding.answers import stream
 from decoding.sampling import Sampling
 from decoding.slots import Batch, step_cost
+from runtime import checkpoint
 
 # prompts, tokens of each, tokens of each answer
 SETTINGS = ((1, 128, 512), (64, 512, 256), (256, 512, 256))

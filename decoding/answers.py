@@ -1,0 +1,171 @@
+"""Generate answers to many prompts at once: the loop over steps, and what ends an answer.
+
+The forward pass is the model's own. Prompts are packed into rows, which hold a common beginning
+once; their keys and values go to the slots of a cache (slots.py). Then each step computes one token
+of every running answer. An answer that has ended makes room for the next prompt at once. Each token
+is drawn with a random number that depends only on the seed, the tokens of the prompt, the number of
+the answer and the index of the token, so an answer does not depend on the others.
+"""
+
+import functools
+import math
+import os
+from collections import deque
+from dataclasses import dataclass, field
+
+from decoding.slots import Batch, room
+from runtime import adapter
+from runtime.errors import ConfigError
+
+# tokens of the prompts in one forward pass, or those of one longer prompt; a CPU computes the
+# whole mask
+PREFILL = {'cuda': 8192, 'cpu': 1024}
+
+
+@dataclass
+class Answer:
+    """One answer, finished or in progress: lists with one entry per token, in nats."""
+    prompt: int                                     # index of the prompt
+    number: int                                     # of the answer to this prompt, from 0
+    tokens: list = field(default_factory=list)      # with the token that ended it
+    log_probs: list = field(default_factory=list)   # the model's: temperature 1, nothing cut off
+    sample_log_probs: list = field(default_factory=list)    # of what the token was drawn from
+    entropies: list = field(default_factory=list)   # of the model's distribution
+    # why it ended: 'end' by a token of stop_ids, 'stop' by a stop string, 'max_tokens' or 'context'
+    # where it was cut off
+    reason: str = ''
+    text: str = ''              # when it has ended: without that token, up to the stop string
+    # for the loop: the tokens of the prompt, the most tokens of the answer, its slot in the cache,
+    # and the number of its tokens launched on the device, which is ahead of `tokens`
+    n_prompt: int = 0
+    limit: int = 0
+    slot: int = -1
+    n_launched: int = 1
+
+    @property
+    def truncated(self):
+        return self.reason in ('max_tokens', 'context')
+
+
+def generate(model, prompts, s, tokenizer=None, stop_ids=()):
+    """Yield (index of the prompt, its n Answers) as they are done; arguments as in `stream`."""
+    unfinished = {i: [None] * s.n for i in range(len(prompts))}
+    for answer in stream(model, prompts, s, tokenizer, stop_ids):
+        if answer.reason:
+            unfinished[answer.prompt][answer.number] = answer
+            if all(unfinished[answer.prompt]):
+                yield answer.prompt, unfinished.pop(answer.prompt)
+
+
+def stream(model, prompts, s, tokenizer=None, stop_ids=()):
+    """Yield the Answer to which a token was added, after each token; its `reason` ends it.
+
+    prompts:  a list of lists of token ids; answers to equal prompts are equal
+    s:        Sampling
+    tokenizer: for the text of answers and for stop strings; None: only tokens
+    stop_ids: tokens that end an answer
+    The device is one step ahead, so an answer that ends early wastes one step. Raises
+    DataError for a prompt that does not fit, ConfigError for stop strings without a tokenizer,
+    FloatingPointError(index of the prompt) for logits that are not finite.
+    """
+    if s.stop and tokenizer is None:
+        raise ConfigError(f'stop = {s.stop}: stop strings need a tokenizer')
+    if not prompts:
+        return
+    n_slots, length = room(model, prompts, s)
+    n_vocab = tokenizer.n_vocab if tokenizer else model.head.shape[0]
+    batch = Batch(model, s, n_slots, length, n_vocab)
+    prefill, context = PREFILL[batch.device.type], model.config.max_position_embeddings
+    waiting = deque(Answer(i, k, n_prompt=len(ids), limit=min(s.max_tokens, context - len(ids)))
+                    for i, ids in enumerate(prompts) for k in range(s.n))
+    free, running, launched = [*reversed(range(n_slots))], [], deque()
+
+    @functools.cache    # decoding several tokens at each step would take longer than the step
+    def may_stop(token):
+        """Return whether a stop string may end inside this token."""
+        text = tokenizer.decode([token], start=False)
+        return '\ufffd' in text or any(string[-1] in text for string in s.stop)
+
+    with adapter.evaluation_mode(model):
+        while waiting or running or launched:
+            while begun := take(waiting, free, running, prompts, s, n_slots, prefill):
+                launched.append((begun, batch.prefill(begun, prompts)))
+                running = sorted(running + begun, key=lambda answer: answer.slot)
+            active = [answer for answer in running if answer.n_launched < answer.limit]
+            if active:
+                launched.append((active, batch.step(active)))
+            while len(launched) > bool(active):
+                answers, copy = launched.popleft()
+                for answer, values in zip(answers, copy.values().tolist()):
+                    if answer.reason:       # it ended when this step had been launched
+                        continue
+                    add(answer, *values)
+                    answer.reason = why_ended(answer, s, tokenizer, stop_ids, may_stop)
+                    if answer.reason:
+                        free.append(answer.slot)
+                        answer.text = text(answer, s.stop, tokenizer) if tokenizer else ''
+                    yield answer
+            running = [answer for answer in running if not answer.reason]
+            free.sort(reverse=True)     # so that slots are used from the first one on
+
+
+def take(waiting, free, running, prompts, s, n_slots, prefill):
+    """Return the answers to begin now, with a slot each, removed from `waiting`; [] to wait.
+
+    The answers to a prompt begin together if all slots are enough for them. While others run, an
+    eighth of the slots must be free: a prefill costs as much as several steps.
+    """
+    wanted = max(s.n if s.n <= n_slots else 1, n_slots // 8) if running else 1
+    if not waiting or len(free) < min(wanted, len(waiting)):
+        return []
+    begun, first = [], prompts[waiting[0].prompt]
+    shared, n_tokens, n_prompts = len(first), 0, 0
+    while waiting and free:
+        i = waiting[0].prompt
+        if not begun or i != begun[-1].prompt:
+            # the tokens of a row, which holds the common beginning of its prompts once
+            n_tokens += len(prompts[i])
+            shared = min(shared, len(os.path.commonprefix([first, prompts[i]])))
+            if begun and (s.deterministic or n_tokens - n_prompts * shared > prefill
+                          or s.n - waiting[0].number > len(free)):
+                break
+            n_prompts += 1
+        begun.append(waiting.popleft())
+        begun[-1].slot = free.pop()
+    return begun
+
+
+def add(answer, token, log_p, log_q, entropy):
+    """Append what `draw` returned for one token."""
+    if not math.isfinite(log_p + log_q + entropy):
+        raise FloatingPointError(answer.prompt)
+    answer.tokens.append(int(token))
+    answer.log_probs.append(log_p)
+    answer.sample_log_probs.append(log_q)
+    answer.entropies.append(entropy)
+
+
+def why_ended(answer, s, tokenizer, stop_ids, may_stop):
+    """Return the reason for which the last token ends an answer; '' if it does not."""
+    if answer.tokens[-1] in stop_ids:
+        return 'end'
+    if s.stop and may_stop(answer.tokens[-1]):
+        # as many of the last tokens as a stop string can have, with at least one byte each
+        n = max(len(string.encode()) for string in s.stop) + 4
+        if first_stop(tokenizer.decode(answer.tokens[-n:], start=False), s.stop) >= 0:
+            return 'stop'
+    if len(answer.tokens) == answer.limit:
+        return 'max_tokens' if answer.limit == s.max_tokens else 'context'
+    return ''
+
+
+def first_stop(text, stop):
+    """Return where the first of the strings `stop` begins in `text`; -1 if there is none."""
+    return min((at for string in stop if (at := text.find(string)) >= 0), default=-1)
+
+
+def text(answer, stop, tokenizer):
+    """Return the text of an answer that has ended, without an incomplete character at its end."""
+    n_end = answer.reason == 'end'
+    whole = tokenizer.decode(answer.tokens[:len(answer.tokens) - n_end], start=False)
+    return whole[:first_stop(whole, stop) if answer.reason == 'stop' else None].rstrip('\ufffd')
