@@ -364,7 +364,7 @@ def pair_objective(packed, cfg):
 def pair_validation(run):
     """Return {val_loss, val_accuracy, ...}: means over the held-out prompts."""
     packed = run.stage.pack(run, run.held_out, run.row_multiple)
-    with evaluating(run.model):
+    with evaluating(run.model), torch.no_grad():
         values = train.forward_backward(run.model, packed, run.cfg, run.device,
                                         run.stage.objective)
     return {f'val_{name}': value.item() for name, value in values.items()}
@@ -419,7 +419,7 @@ def reward_objective(packed, cfg):
 def reward_validation(run):
     """Return the log loss and accuracy over held-out prompts, and the ECE over their pairs."""
     packed = run.stage.pack(run, run.held_out, run.row_multiple)
-    with evaluating(run.model):
+    with evaluating(run.model), torch.no_grad():
         parts = [torch.stack(reward_margins(run.model, packed, rows, inputs)).double().cpu().numpy()
                  for rows, inputs, _ in micro_batches(packed, run.cfg.micro_rows, run.device)]
     margin, _, weight = sum(part for parts in gather(parts) for part in parts)

@@ -60,8 +60,7 @@ from data.instruct import read_prompts
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from decoding.answers import generate, stream
 from decoding.slots import room
-from results.answer_file import open_answers, to_row
-from results.samples import append, digest, merge_parts, part
+from results.samples import append, digest, merge_parts, open_answers, part, to_row
 from runtime import checkpoint, log, ownership, parallel
 from runtime.code import code_digest
 from runtime.device import pick_device, pick_dtype

@@ -123,7 +123,7 @@ def launch(load, batches, forward, dropout_seed, sharded):
             if not (batch := upcoming()):
                 return
             launched = deque()
-            with adapter.evaluation_mode(load(), dropout=dropout_seed is not None) as model:
+            with parallel.evaluating(load(), dropout=dropout_seed is not None) as model:
                 while batch:
                     arrays, scored = batch
                     if dropout_seed is not None:

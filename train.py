@@ -416,7 +416,7 @@ def validation_loss(run):
     """Return {val_loss, val_nll, val_ece}: means over tokens, and ECE of the next token."""
     model, parts, loss_function = run.model, [], training_loss(run.cfg)
     packed = run.stage.pack(run, run.held_out, run.row_multiple)
-    with evaluating(model):
+    with evaluating(model), torch.no_grad():
         for _, inputs, targets in micro_batches(packed, run.cfg.micro_rows, run.device):
             s = token_statistics(model(*inputs), model.head, targets, loss_function,
                                  softcap=model.softcap)

@@ -88,16 +88,17 @@ def _remove_leftovers(folder):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def tokenize_once(files, encode, settings, cache_dir, on_bad_row='stop', workers=1, regroup=iter):
+def tokenize_once(files, encode, tokenizer, settings, cache_dir, on_bad_row='stop', workers=1,
+                  regroup=iter):
     """Return the Sequences of all rows, from the cache if this was tokenized before.
 
     encode:   (row, place) -> list of (token ids, loss mask[, margin]), or a text that says why the
               row is left out; may raise DataError; runs in worker processes
-    settings: dict of what changes the result besides the content of the files and the code: the
-              tokenizer's fingerprint, the name of the template, ...
+    settings: dict of what changes the result besides the files, the tokenizer and the code
     on_bad_row: 'stop' raises the first DataError; 'skip' counts bad rows and prints the first
     regroup:  maps the (place, row) pairs of all files to those to encode
     """
+    settings = settings | {'tokenizer': tokenizer.fingerprint}
     code, texts = (sorted(Path(__file__).parent.glob(pattern)) for pattern in ('*.py', '*.json'))
     code = used_code(tuple(code), encode, 'load_tokenizer',
                      more=repr([(path.name, path.read_bytes()) for path in texts]))
@@ -111,10 +112,11 @@ def tokenize_once(files, encode, settings, cache_dir, on_bad_row='stop', workers
         if folder.exists():
             print(f'{error}; tokenizing the data again')
         rows = regroup(row for file in files for row in read_rows(file))
-        bar = tqdm(_encoded(rows, encode, workers), 'tokenizing', unit=' rows', mininterval=1,
-                   disable=None)
-        with writing(folder):
-            _write(folder, bar, on_bad_row, settings, ', '.join(map(str, files)))
+        with writing(folder), forked_pool(workers, lambda pair: parsed(
+                *pair, encode, pair[0])) as imap:
+            results = tqdm(imap(rows, chunksize=64), 'tokenizing', unit=' rows', mininterval=1,
+                           disable=None)
+            _write(folder, results, on_bad_row, settings, ', '.join(map(str, files)))
         sequences = Sequences(folder)
     for gap in _gaps(sequences.info):
         print(gap)
@@ -153,19 +155,3 @@ def _write(folder, results, on_bad_row, settings, source):
         info['digest'] = _digest(*_arrays(part))
         info['check'] = _check(part, folder.name, info)
         (part / 'info.json').write_text(json.dumps(info, indent=1), encoding='utf-8')
-
-
-def _encoded(rows, encode, workers):
-    """Yield the result of `encode` for each row, in order, or a DataError."""
-    def encode_row(place_and_row):
-        return parsed(*place_and_row, encode, place_and_row[0])
-    if workers <= 1:
-        yield from map(encode_row, rows)
-        return
-    with contextlib.ExitStack() as stack:
-        try:
-            imap = stack.enter_context(forked_pool(workers, encode_row))
-        except OSError as error:
-            raise DataError(f'cannot start {workers} processes for tokenizing: {error}; '
-                            f'--workers=1 uses none') from error
-        yield from imap(rows, chunksize=64)

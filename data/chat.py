@@ -1,9 +1,9 @@
 """Encode conversations as token ids with a loss mask, in the templates that TEMPLATES names.
 
 A template yields segments of (plain text or the id of a control token, whether it is supervised):
-True, False, or None in an answer that is not trained. Adjacent text is encoded together, but never
-across the border between prompt and answer, which is therefore the same token boundary in training
-and in generation.
+True, False, or None in an answer that is not trained. Adjacent text of one kind is encoded
+together, never across the border between prompt and answer, which is therefore the same token
+boundary in training, whether the answer is trained or not, and in generation.
 
 A template whose turns differ only by their role is a row of TURNS. chat_templates/ has the others,
 and the loop over such rows, a second time in Jinja, for transformers and vLLM.
@@ -124,7 +124,7 @@ def _check_messages(messages):
 
 
 def supervision(message):
-    """Return what a template yields for the text of a message: True, None or False (see above)."""
+    """Return True for an answer, None for one that is not trained, False for another message."""
     return message['role'] == 'assistant' and (message.get('train', True) or None)
 
 

@@ -101,19 +101,21 @@ def _jsonl_rows(path, file):
 
 
 def _json_rows(path, file):
-    raw = file.read()
-    first, _, rest = raw.strip().partition(b'\n')
+    begin, first = file.tell(), next((line for line in file if line.strip()), b'')
     try:
         row = json.loads(first)
     except (ValueError, RecursionError):
         row = None
-    # if the first line is an object, it is a row, unless it is all and has a list of rows
-    if isinstance(row, dict) and (rest.strip() or not isinstance(row.get('examples'), list)):
-        yield from _jsonl_rows(path, raw.split(b'\n'))
+    # a first line that is an object is a row, unless it has a list of rows and nothing follows
+    is_a_row = isinstance(row, dict) and (
+        not isinstance(row.get('examples'), list) or any(line.strip() for line in file))
+    file.seek(begin)
+    if is_a_row:
+        yield from _jsonl_rows(path, file)
         return
     if not first:
         raise DataError(f'{path} is empty')
-    rows = _parse_json(raw, path)
+    rows = _parse_json(file.read(), path)
     if isinstance(rows, dict):      # BIG-bench's task.json
         rows = rows.get('examples')
     if not isinstance(rows, list):

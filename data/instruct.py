@@ -111,10 +111,9 @@ def load_conversations(source, tokenizer, *, template, max_length, add_bos, revi
             loss_mask = [0] * add_bos + [1] * (len(ids) - add_bos)
         return [(ids[:max_length], loss_mask[:max_length])]
 
-    settings = {'kind': 'instruct', 'tokenizer': tokenizer.fingerprint, 'template': template,
-                'max_length': max_length, 'add_bos': add_bos, 'answers': answers,
-                'train_on_inputs': train_on_inputs}
-    return tokenize_once(files, encode, settings, **options,
+    settings = {'template': template, 'max_length': max_length, 'add_bos': add_bos,
+                'answers': answers, 'train_on_inputs': train_on_inputs}
+    return tokenize_once(files, encode, tokenizer, settings, **options,
                          regroup=functools.partial(first_turns, answers=answers))
 
 
@@ -138,9 +137,8 @@ def load_text(source, tokenizer, *, max_length, add_bos, revision=None, **option
         return [(bos + piece, [0] * len(bos) + [1] * len(piece)) for piece in pieces
                 if piece != [tokenizer.eos_id]]
 
-    settings = {'kind': 'text', 'tokenizer': tokenizer.fingerprint, 'max_length': max_length,
-                'add_bos': add_bos}
-    return tokenize_once(files, encode, settings, **options)
+    settings = {'max_length': max_length, 'add_bos': add_bos}
+    return tokenize_once(files, encode, tokenizer, settings, **options)
 
 
 def read_prompts(path, tokenizer, template, add_bos):

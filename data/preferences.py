@@ -193,9 +193,9 @@ def load_preferences(source, tokenizer, *, template, max_length, pack_len, add_b
             return f'all answers longer than {pack_len} tokens'
         return [(*sequence, ranking.margin) for sequence in sequences]
 
-    settings = {'kind': 'preferences', 'tokenizer': tokenizer.fingerprint, 'template': template,
-                'max_length': max_length, 'pack_len': pack_len, 'add_bos': add_bos}
-    return tokenize_once(files, encode, settings, regroup=join_answers, **options)
+    settings = {'template': template, 'max_length': max_length, 'pack_len': pack_len,
+                'add_bos': add_bos}
+    return tokenize_once(files, encode, tokenizer, settings, regroup=join_answers, **options)
 
 
 def encode_ranking(ranking, tokenizer, template, add_bos, max_length):

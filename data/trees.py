@@ -88,10 +88,9 @@ def load_answers(name, tokenizer, *, max_length, add_bos, revision=None, **optio
             sequences.append((ids, [int(i >= tree.starts[k]) for i in range(len(ids))]))
         return sequences
 
-    settings = {'kind': 'questions', 'task': task, 'max_length': max_length,
-                'tokenizer': tokenizer.fingerprint, 'add_bos': add_bos,
+    settings = {'task': task, 'max_length': max_length, 'add_bos': add_bos,
                 'files': ['/'.join(file.parts[-2:]) for file in files]}     # some name a subject
-    return tokenize_once(files, encode, settings, regroup=regroup, **options)
+    return tokenize_once(files, encode, tokenizer, settings, regroup=regroup, **options)
 
 
 class OptionEncoder:

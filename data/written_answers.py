@@ -234,9 +234,9 @@ def _distinct(rows):
     seen = set()
     for place, row in rows:
         id = row.get('question_id') if isinstance(row, dict) else None
-        if id not in seen:
+        if id is None or repr(id) not in seen:
             yield place, row
-        seen |= {id} - {None}
+        seen.add(repr(id))
 
 
 def _to_question(task, header, row, place, number):

@@ -14,8 +14,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from decoding.slots import Batch, room
-from runtime import adapter
 from runtime.errors import ConfigError
+from runtime.parallel import evaluating
 
 # tokens of the prompts in one forward pass, or those of one longer prompt; a CPU computes the
 # whole mask
@@ -86,7 +86,7 @@ def stream(model, prompts, s, tokenizer=None, stop_ids=()):
         text = tokenizer.decode([token], start=False)
         return '\ufffd' in text or any(string[-1] in text for string in s.stop)
 
-    with adapter.evaluation_mode(model):
+    with evaluating(model):
         while waiting or running or launched:
             while begun := take(waiting, free, running, prompts, s, n_slots, prefill):
                 launched.append((begun, batch.prefill(begun, prompts)))

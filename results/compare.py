@@ -87,10 +87,9 @@ def main(argv):
 
 
 def compare_questions(runs, keys, cfg, out_dir):
-    """Print tables of several runs for each task that they share, and write them to out_dir.
+    """Print tables of several runs for each task that they share; write them to out_dir.
 
-    For every language, the metrics `keys` of each run. Then the differences of each pair of runs,
-    by a paired bootstrap over the questions that both answered and Student's t over languages, and
+    They have the metrics `keys` of each run and language, the differences of each pair of runs, and
     the answers that change. Also writes pictures and compare.html.
     """
     runs = dict(zip(label_runs([run.folder for run in runs]), runs, strict=True))
@@ -103,37 +102,28 @@ def compare_questions(runs, keys, cfg, out_dir):
     names = ['compare.md', 'compare.tex', 'compare.csv']
     claim(out_dir, *names, 'compare.html', *(f'{kind}-{task}.png' for task in tasks
                                             for kind in ('reliability', 'curves')))
-    parts = {task: compare_task(task, runs, {name: x[task] for name, x in by_run.items()}, keys,
-                                cfg) for task in tasks}
-    sections = [part.section._replace(notes=['(* the best)', *part.section.notes])
-                for part in parts.values()]
+    sections, latex, lines, answers = zip(*(
+        compare_task(task, runs, {name: x[task] for name, x in by_run.items()}, keys, cfg)
+        for task in tasks), strict=True)
     write_text(out_dir / 'compare.md', '\n'.join(x.as_markdown() for x in sections))
-    write_text(out_dir / 'compare.tex', '\n'.join(x.latex.as_latex() for x in parts.values()))
-    write_text(out_dir / 'compare.csv', csv_text(
-        [line for part in parts.values() for line in part.lines]))
+    write_text(out_dir / 'compare.tex', '\n'.join(x.as_latex() for x in latex))
+    write_text(out_dir / 'compare.csv', csv_text([*itertools.chain(*lines)]))
 
-    pictures = [name for task, part in parts.items()
-                if draw_reliability(out_dir / (name := f'reliability-{task}.png'), part.panels)]
-    for task, part in parts.items():
-        curves = {title: metrics.bins(p.probs, p.labels) for title, p in part.panels}
-        if draw_curves(out_dir / f'curves-{task}.png', {task: curves}):
-            pictures.append(f'curves-{task}.png')
+    panels = {task: {panel_title(name, x.result): x.predicted for name, x in by_name.items()}
+              for task, by_name in zip(tasks, answers, strict=True)}
+    pictures = [name for task, by_title in panels.items() if draw_reliability(
+        out_dir / (name := f'reliability-{task}.png'), [*by_title.items()])]
+    pictures += [name for task, by_title in panels.items() if draw_curves(
+        out_dir / (name := f'curves-{task}.png'),
+        {task: {title: metrics.bins(*p[:2]) for title, p in by_title.items()}})]
     if page.write(out_dir / 'compare.html', f'{", ".join(runs)}: {", ".join(tasks)}', __version__,
                   '', '\n'.join(map(page.section_html, sections)), pictures,
-                  page.select({task: part.rows for task, part in parts.items()})):
+                  page.select(dict(zip(tasks, map(rows_to_read, answers), strict=True)))):
         names.append('compare.html')
     print(*(section.as_text() for section in sections),
           *(f'\n{task} is left out: not every run has it' for task in all_tasks
             if task not in tasks),
           f'\nwrote {", ".join([*names, *pictures])} to {out_dir}', sep='\n')
-
-
-class TaskComparison(NamedTuple):
-    section: Section    # its tables and notes
-    latex: Section      # the same, with the intervals of results.json in the cells
-    lines: list         # of compare.csv
-    panels: list        # [(title, Predictions)] to draw
-    rows: list          # samples for compare.html
 
 
 class Answers(NamedTuple):
@@ -150,7 +140,10 @@ class Answers(NamedTuple):
 
 
 def compare_task(task, runs, samples, keys, cfg):
-    """Return the TaskComparison of runs {name: Run} with samples {name: [sample]}."""
+    """Return the Section of a task, that for LaTeX, the lines of its CSV, and {name: Answers}.
+
+    runs: {name: Run}; samples: {name: [sample]}
+    """
     titles = {task_title(task, run.results[task]) for run in runs.values()}
     title = titles.pop() if len(titles) == 1 else f'{task}: ' + ', '.join(
         task_title(name, run.results[task]) for name, run in runs.items())
@@ -185,20 +178,14 @@ def compare_task(task, runs, samples, keys, cfg):
         remarks.append(note)
     remarks += [f'{TITLES[key]} has no interval below {MEASURES[key].interval_from:,} {n_unit}'
                 for key in keys if fewest < MEASURES[key].interval_from < math.inf]
-    (table, lines), (with_intervals, _) = (
-        question_table(task, answers, reports, keys, intervals) for intervals in (False, True))
-    section, latex = (Section(title, [('', x), ('', differences), ('', changes)], [*remarks, *q])
-                      for x in (table, with_intervals))
-    return TaskComparison(section, latex, lines, [
-        (panel_title(name, x.result), x.predicted) for name, x in answers.items()],
-        rows_to_read(answers))
+    table, with_intervals, lines = question_table(task, answers, reports, keys)
+    tables, remarks = [('', differences), ('', changes)], [*remarks, *q]
+    return (Section(title, [('', table), *tables], ['(* the best)', *remarks]),
+            Section(title, [('', with_intervals), *tables], remarks), lines, answers)
 
 
 def rows_to_read(answers):
-    """Return the samples of all runs as rows of compare.html, with 'run' and 'outcome'.
-
-    The outcome of a question says how many of the runs that answered it have it right.
-    """
+    """Return the samples of all runs as rows of compare.html, with 'run' and 'outcome'."""
     rows, groups = [], {}
     for name, x in answers.items():
         for key, row in itertools.zip_longest(x.keys, page.task_rows(x.samples, x.result['norm'])):
@@ -215,9 +202,8 @@ def rows_to_read(answers):
 def pairing_keys(task, runs, samples):
     """Return {name: [key of each sample]}; samples with equal keys are of the same question.
 
-    A key has the hash of the question and its options, if all samples have one, besides language,
-    id, answer and number of options. Without the hash, return {} if eval_config.json says that the
-    runs have different questions.
+    Return {} if samples lack the hash of their question, and eval_config.json says that the runs
+    have different questions.
     """
     hashed = all('question' in s for rows in samples.values() for s in rows)
     if not hashed and len({run.questions.get(task) for run in runs.values()} - {None}) > 1:
@@ -234,10 +220,10 @@ def label_runs(folders):
 
 
 def average_runs(answers):
-    """Return the Answers whose probabilities are the means of those of several runs.
+    """Return the Answers whose probabilities are the means of several runs, else why there is none.
 
     The mean is over the questions that all runs answered with the same options. The samples hold
-    its logarithms, so their norm is 'sum'. If there is no mean, return the reason as text.
+    its logarithms, so their norm is 'sum'.
     """
     if any(x.predicted.scores is None for x in answers):
         return ('its samples hold the probability of one token or answer of each run, not a '
@@ -273,30 +259,27 @@ def reports_by_language(answers):
             | {'pooled': answers[name].predicted.report()} for name in answers}
 
 
-def question_table(task, answers, reports, keys, intervals):
-    """Return (cells of one task's table, the best marked with a star; the lines of its CSV).
-
-    intervals: add those of results.json to the cells
-    """
+def question_table(task, answers, reports, keys):
+    """Return a task's cells, those with the intervals of results.json, and the lines of its CSV."""
     losses = {x.run.settings.get('loss') for x in answers.values()}
     settings = ('loss', 'smoothing') if len(losses) > 1 else ('smoothing',)
     keys = [key for key in keys if all(key in by_language['pooled']
                                        for by_language in reports.values())]
-    table, lines, groups = [], [], []
+    tables, lines, groups = ([], []), [], []
     for language in next(iter(reports.values())):
         for name, x in answers.items():
-            report = shown = reports[name][language]
+            report = reports[name][language]
             labels = {'run': name, 'model': x.run.model, 'dataset': task,
                       **{key: x.run.settings.get(key, '') for key in settings},
                       'language': language}
-            if intervals:
-                shown = report | {'intervals': written_intervals(x.result, language, report)}
-            table.append([*labels.values(), str(report['n']),
-                          *(measure_cell(shown, key, intervals) for key in keys)])
+            shown = report | {'intervals': written_intervals(x.result, language, report)}
+            for table, interval in zip(tables, (False, True), strict=True):
+                table.append([*labels.values(), str(report['n']),
+                              *(measure_cell(shown, key, interval) for key in keys)])
             lines.append(labels | report | sample_of(x.result))
             groups.append(language)
-    count = unit(next(iter(answers.values())).result)
-    return mark_best([[*labels, count, *map(Heading, keys)], *table], groups), lines
+    header = [*labels, unit(next(iter(answers.values())).result), *map(Heading, keys)]
+    return *(mark_best([header, *table], groups) for table in tables), lines
 
 
 def written_intervals(result, language, report):
@@ -343,9 +326,8 @@ def over_languages(pairs, reports, keys):
 def changed_answers(pairs, answers):
     """Return (cells: the answers that change from each pair's first run to its second, [Q]).
 
-    A negative flip is a question that the first run has right and the second wrong; the interval of
-    their share is Wilson's. McNemar's test asks whether it is as frequent as the opposite. Q is a
-    line with Cochran's test of the accuracies of three runs or more.
+    A negative flip is a question that the first run has right and the second wrong. Q is a line
+    with Cochran's test of the accuracies of three runs or more.
     """
     def is_right(predicted):
         return metrics.top_label(predicted.probs, predicted.labels)[1]

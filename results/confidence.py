@@ -8,8 +8,7 @@ data/grading.py graded it: `answer` (extracted, or null), `key` (equal for answe
 token, and `span_log_prob`, of the tokens of `span`, the extracted answer when it was written.
 
 A new confidence is a function (sample -> (confidence in [0, 1] or None, the answer that is judged))
-and an entry of CONFIDENCES. None means that the model stated no number; such a question is left out
-and counted, since any default would fake a result.
+and an entry of CONFIDENCES. A question without a confidence, None, is left out and counted.
 """
 
 import math
@@ -64,10 +63,9 @@ def greedy_agreement(sample):
 
 
 def class_entropy(sample):
-    """1 - H / ln k for the discrete entropy H over the classes of k samples: a score.
+    """1 - H / ln k for H = -sum_c n_c / k ln(n_c / k) over the classes of k > 1 samples: a score.
 
-    H = -sum_c n_c / k ln(n_c / k), semantic entropy of Farquhar et al. 2024 with exact classes. The
-    largest class is judged. One sample has no entropy.
+    H is the semantic entropy of Farquhar et al. 2024 with exact classes. The largest is judged.
     """
     answers = sample['answers']
     if len(answers) == 1:
@@ -144,9 +142,8 @@ PROBABILITY = re.compile(
 def parse_probability(text):
     """Return the first number of a text as a probability: '.8', '80%', '8 out of 10', '1'.
 
-    None if there is none, or if it is not from 0 to 1, as '80' without a percent sign, or '-1'. A
-    number with a comma, '0,8', may mean several things and is none; a range, '0.7 to 0.9', is none
-    either, and 'between 0 and 1' alone states no number.
+    None if there is none from 0 to 1, as in '80' or '-1'. '0,8' may mean several things and is
+    none, nor is a range, '0.7 to 0.9'; 'between 0 and 1' alone states no number.
     """
     text = SCALE.sub(' ', text)
     match = PROBABILITY.search(text)
@@ -158,10 +155,7 @@ def parse_probability(text):
 
 
 def outcome(confidence, correct):
-    """Return the fields of a sample with a single confidence, as evaluate.py's P(True) has them.
-
-    `log_prob` is that of whether the answer is right, at least log 1e-12.
-    """
+    """Return the fields of a sample with a single confidence; log_prob is at least log 1e-12."""
     c = np.array([confidence, 1 - confidence])
     log_c = np.log(np.maximum(c, 1e-12))
     return {'correct': bool(correct), 'confidence': float(confidence),
@@ -175,10 +169,7 @@ def judged(question, value, answer):
 
 
 def facts(label, rows):
-    """Return what a result says about written answers besides its metrics.
-
-    label: of the task, or of one of its confidences; rows: {label: samples}
-    """
+    """Return what the result of a task or confidence, `label`, says about {label: samples}."""
     task, _, name = label.partition('.')
     if not name:
         return {'written': shares(rows[task])}
@@ -195,28 +186,24 @@ def digest_of_answers(rows):
 def shares(samples):
     """Return further numbers of a task with written answers, as shares of questions or of samples.
 
-    samples: with `greedy` and `answers`. An answer that cannot be extracted counts as wrong in
-    every accuracy but accuracy_of_answered.
+    Answers that cannot be extracted are wrong in every accuracy but accuracy_of_answered.
     """
     greedy = [sample['greedy'] for sample in samples]
     drawn = [answer for sample in samples for answer in sample['answers']]
     answered = [answer for answer in greedy if answer['answer'] is not None]
 
-    def share(answers, key):
-        return float(np.mean([answer[key] for answer in answers])) if answers else math.nan
-
-    def cut_off(answers):
-        return float(np.mean([answer['reason'] in ('max_tokens', 'context') for answer in answers]))
+    def share(answers, key, *values):
+        return float(np.mean([answer[key] in values for answer in answers] or math.nan))
 
     n = min(len(sample['answers']) for sample in samples)
-    return {'lenient_accuracy': share(greedy, 'correct'),
-            'strict_accuracy': share(greedy, 'strict'),
-            'accuracy_of_answered': share(answered, 'correct'),
+    return {'lenient_accuracy': share(greedy, 'correct', True),
+            'strict_accuracy': share(greedy, 'strict', True),
+            'accuracy_of_answered': share(answered, 'correct', True),
             'no_answer': 1 - len(answered) / len(greedy),
-            'cut_off': cut_off(greedy),
-            'samples_no_answer': float(np.mean([answer['answer'] is None for answer in drawn])),
-            'samples_cut_off': cut_off(drawn),
-            'sample_accuracy': share(drawn, 'correct'),
+            'cut_off': share(greedy, 'reason', 'max_tokens', 'context'),
+            'samples_no_answer': share(drawn, 'answer', None),
+            'samples_cut_off': share(drawn, 'reason', 'max_tokens', 'context'),
+            'sample_accuracy': share(drawn, 'correct', True),
             **{f'pass_at_{k}': float(np.mean([pass_at_k(sample['answers'], k)
                                               for sample in samples]))
                for k in (5, 10, 100) if k <= n}}
@@ -241,8 +228,9 @@ def ece_floor(samples, name, n_resamples=100, seed=0):
     """
     if name not in ('agreement', 'greedy_agreement'):
         return None
-    random, confidence, correct = np.random.default_rng(seed), [], []
-    for sample in samples:
+    random = np.random.default_rng(seed)
+    confidence, correct = np.zeros((2, n_resamples, len(samples)))
+    for i, sample in enumerate(samples):
         k, groups = len(sample['answers']), classes(sample['answers'])
         p = np.array([count for _, count in groups]) / k
         drawn = random.multinomial(k, p, n_resamples)
@@ -251,13 +239,11 @@ def ece_floor(samples, name, n_resamples=100, seed=0):
             keys = [sample['answers'][first]['key'] for first, _ in groups]
             key = sample['greedy']['key']
             if key is None or key not in keys:      # a class that was never drawn has probability 0
-                confidence.append(np.zeros(n_resamples))
-                correct.append(np.zeros(n_resamples, bool))
                 continue
             judged = np.full(n_resamples, keys.index(key))
-        confidence.append(drawn[np.arange(n_resamples), judged] / k)
-        correct.append(random.random(n_resamples) < p[judged])
-    pairs = zip(np.transpose(confidence), np.transpose(correct), strict=True)
+        confidence[:, i] = drawn[np.arange(n_resamples), judged] / k
+        correct[:, i] = random.random(n_resamples) < p[judged]
+    pairs = zip(confidence, correct > 0, strict=True)
     return float(np.mean([metrics.ece(*pair) for pair in pairs]))
 
 
@@ -289,15 +275,15 @@ def notes(result):
     """Return the notes below the table of a task with written answers, or of its confidences."""
     lines = []
     if shown := result.get('written'):
-        lines.append('greedy answers right: {lenient_accuracy:.3f} by lenient extraction, '
-                     '{strict_accuracy:.3f} by strict'.format(**shown) + (
-                         '; of those with an answer {accuracy_of_answered:.3f}'.format(**shown)
-                         if shown['no_answer'] < 1 else ''))
-        lines.append('no answer could be extracted from {no_answer:.3f} of them, which count as '
-                     'wrong; {cut_off:.3f} were cut off'.format(**shown))
-        lines.append('samples: {sample_accuracy:.3f} right, {samples_no_answer:.3f} without an '
-                     'answer, {samples_cut_off:.3f} cut off'.format(**shown))
-        if passed := [f'pass@{key.removeprefix("pass_at_")} = {shown[key]:.3f}'
+        of_answered = '; of those with an answer {accuracy_of_answered:.3f}'
+        lines = [line.format(**shown) for line in (
+            'greedy answers right: {lenient_accuracy:.3f} by lenient extraction, '
+            '{strict_accuracy:.3f} by strict' + of_answered * (shown['no_answer'] < 1),
+            'no answer could be extracted from {no_answer:.3f} of them, which count as wrong; '
+            '{cut_off:.3f} were cut off',
+            'samples: {sample_accuracy:.3f} right, {samples_no_answer:.3f} without an answer, '
+            '{samples_cut_off:.3f} cut off')]
+        if passed := [f'{key.replace("pass_at_", "pass@")} = {shown[key]:.3f}'
                       for key in shown if key.startswith('pass_at_')]:
             lines.append(f'one of k samples right: {", ".join(passed)}')
     if (floor := result.get('ece_floor')) is not None:

@@ -9,8 +9,7 @@ from runtime import device
 
 
 def write_evaluation(results, earlier, samples, tasks, cfg, identity, out_dir):
-    """Measure `samples`, {task: its samples}; write results.json, .md, .csv, .tex, report.html and
-    reliability diagrams to `out_dir`; return the content of results.json.
+    """Measure `samples`, {task: its samples}; write all files of results; return results.json.
 
     results: {task: result without metrics} of this evaluation; the metrics are added in place
     earlier: {task: result} of results.json; measured again if the code of the metrics has changed
@@ -44,11 +43,11 @@ def write_evaluation(results, earlier, samples, tasks, cfg, identity, out_dir):
 def is_of_other_answers(task, result, results, samples):
     """Return whether `result` is that of a confidence in answers that have changed since."""
     parent = task.partition('.')[0]
-    if parent not in results or 'answers' not in result or (
-            result['answers'] == confidence.digest_of_answers(samples[parent])):
-        return False
-    print(f'{task}: left out, since the answers to {parent} have changed; evaluate it again')
-    return True
+    is_other = parent in results and 'answers' in result and (
+        result['answers'] != confidence.digest_of_answers(samples[parent]))
+    if is_other:
+        print(f'{task}: left out, since the answers to {parent} have changed; evaluate it again')
+    return is_other
 
 
 def measure_again(results, samples):

@@ -27,10 +27,9 @@ SELF_EVIDENT = ('task', 'category', 'kind', 'run')
 
 
 def compare_seeds(runs, keys, out_dir):
-    """Print a table of means over seeds; write compare.csv, .md, .tex and .png to out_dir.
+    """Print a table of the measures `keys` over seeds; write compare.csv, .md, .tex and .png.
 
-    keys: the measures of the table. A group of runs, one per seed, is equal in every setting; the
-    settings that differ between groups name them.
+    A group of runs, one per seed, is equal in every setting; those that differ name the groups.
     """
     claim(out_dir, *FILES)
     lines = [*itertools.chain(*parallel_map(run_lines, runs, worth_it=len(runs) > 4))]
@@ -128,8 +127,7 @@ def drop_constant_settings(lines, named=('sample_of',)):
 def varying_columns(lines, given):
     """Return the columns in which runs of one seed differ, besides the columns `given`.
 
-    Settings come first, then what was scored, then kind and run. Skip columns that are determined
-    by the others or by those given.
+    Settings come first. Skip columns that are determined by the others or by those given.
     """
     def n_groups(columns):
         return len({tuple(line[column] for column in ('seed', *given, *columns))
@@ -228,10 +226,7 @@ def plus_minus(values, spec):
 
 
 def paired(values, others):
-    """Return '+0.031 ± 0.004, p 1e-05' of values - others over the seeds that both have.
-
-    If that is not all seeds of `values`, the text says how many: '+0.031 ± 0.004, p 0.1, 3 seeds'.
-    """
+    """Return '+0.031 ± 0.004, p 0.1, 3 seeds' of values - others over the seeds that both have."""
     d = [values[seed] - others[seed] for seed in values if seed in others]
     text = plus_minus(d, '+.3f')
     text += f', p {stats.student_t(d)[2]:.1g}' if len(d) > 1 else ''
@@ -239,20 +234,18 @@ def paired(values, others):
 
 
 def mean_and_ends(values):
-    """Return (mean, low, high) to draw; with one or two seeds all three are the mean.
-
-    The interval of two seeds is 13 standard errors to each side and would dwarf the others.
-    """
+    """Return (mean, low, high) to draw; with one or two seeds all three are the mean."""
+    # the interval of two seeds is 13 standard errors to each side and would dwarf the others
     return stats.mean_interval(values) if len(values) > 2 else [sum(values) / len(values)] * 3
 
 
 def titled(columns, values, words=None):
     """Return 'lr 0.001, smoothing 0.1'; columns of SELF_EVIDENT go without their name.
 
-    words: {column: its name, or (column, value): words for both}.
+    words: {column: its name, or 'column=value': words for both}.
     """
     words = words or {}
-    return ', '.join(words.get((column, value)) or (
+    return ', '.join(words.get(f'{column}={value}') or (
         value if column in SELF_EVIDENT else f'{words.get(column, column)} {value}')
         for column, value in zip(columns, values, strict=True))
 

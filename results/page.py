@@ -28,10 +28,10 @@ WRITTEN = 'greedy', 'answers'       # keys of a sample of written answers
 
 
 def to_read(results, samples):
-    """Return {task: its samples as rows of the page}, the most confident mistakes first.
+    """Return {task: its `task_rows`}, the most confident mistakes first.
 
     results: {task: its entry in results.json}; samples: {task: its samples}. A task whose samples
-    have changed since is left out. Rows are dicts, see `task_rows`.
+    have changed since is left out.
     """
     rows = {}
     for task, result in results.items():
@@ -50,8 +50,7 @@ def task_rows(samples, norm):
     """Return the samples of one task as rows of the page.
 
     With options, a row has them as [[text, probability]], and the indices 'answer' (the right one)
-    and 'chosen'; else the texts 'predicted' and 'expected', and of a written answer 'written', the
-    whole greedy one, and 'samples', the others counted.
+    and 'chosen'; else the texts 'predicted' and 'expected', and perhaps 'written' and 'samples'.
     """
     predicted = predictions(samples, norm)
     confidence, correct = metrics.top_label(predicted.probs, predicted.labels)
@@ -81,10 +80,9 @@ def mistakes_first(row):
 
 
 def select(rows, most=MOST):
-    """Return ({task: rows} as one list, how many there are); at most `most`.
+    """Return (at most `most` of {task: rows}, how many there are).
 
-    If there are more, each run, task and language keeps equally many, its first ones, or all if it
-    has fewer.
+    If there are more, each run, task and language keeps equally many, its first ones.
     """
     groups = {}
     for row in itertools.chain(*rows.values()):
@@ -163,7 +161,7 @@ def write_report(results, selected, pictures, out_dir):
     """Write report.html of an evaluation; return whether it succeeded.
 
     results: the content of results.json; selected: what `select` returns; pictures: the names of
-    those drawn now, shown with the diagrams of languages from earlier evaluations; [] for none.
+    those drawn now, shown with the diagrams of languages from earlier evaluations.
     """
     tasks, config, versions = results['tasks'], results['config'], results['versions']
     about = {key: config[key] for key in ('device', 'dtype', 'seed')} | versions

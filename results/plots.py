@@ -4,7 +4,6 @@ matplotlib is imported when the first picture is drawn, since that takes half a 
 """
 
 import contextlib
-import functools
 import json
 import math
 import sys
@@ -28,16 +27,11 @@ FEWEST = 10     # a reliability curve leaves out bins with fewer questions
 def new_figure(width, height):
     """Return an empty figure of this size in inches, with fonts for as many scripts as possible."""
     import matplotlib
-    from matplotlib.figure import Figure
-    matplotlib.rcParams['font.family'] = _fonts()
-    return Figure(figsize=(width, height), layout='constrained')
-
-
-@functools.cache
-def _fonts():
-    from matplotlib import font_manager
+    from matplotlib import figure, font_manager
     installed = {font.name for font in font_manager.fontManager.ttflist}
-    return ['DejaVu Sans', *(name for name in FALLBACK_FONTS if name in installed)]
+    matplotlib.rcParams['font.family'] = ['DejaVu Sans', *(
+        name for name in FALLBACK_FONTS if name in installed)]
+    return figure.Figure(figsize=(width, height), layout='constrained')
 
 
 def printable(text):
@@ -58,10 +52,7 @@ def save_figure(figure, path, dpi):
 
 @contextlib.contextmanager
 def warn_on_failure(path):
-    """Print a warning if the `with` block that writes `path` fails, and continue.
-
-    Yields a list that is [path] after the block if it succeeded.
-    """
+    """Warn if the block that writes `path` fails; yields a list that is [path] if it did not."""
     written = []
     try:
         yield written
@@ -72,8 +63,7 @@ def warn_on_failure(path):
 
 
 def draw_reliability(path, panels, columns=5):
-    """Draw panels = [(title, Predictions), ...] as `draw_bins` does; return whether it succeeded.
-    """
+    """Draw [(title, Predictions), ...] as `draw_bins` does; return whether it succeeded."""
     measured = {'accuracy': metrics.accuracy, 'confidence': metrics.mean_confidence,
                 'ECE': metrics.ece}
     with warn_on_failure(path) as written:
@@ -140,9 +130,8 @@ def draw_curves(path, panels, columns=3):
     """Draw reliability curves of several runs in one diagram per panel; return if it succeeded.
 
     panels: {title: {run: bins}}, of metrics.bins or `bins` of results.json. A curve joins the bins
-    at their mean confidence and accuracy; its band is the 95 % Wilson interval, and a larger point
-    has a larger share of the questions. A bin of fewer than FEWEST is left out. Below: the share of
-    questions in each bin.
+    of FEWEST questions or more at their mean confidence and accuracy; its band is the 95 % Wilson
+    interval. Below: the share of questions in each bin.
     """
     with warn_on_failure(path) as written:
         from matplotlib import colormaps
@@ -150,12 +139,10 @@ def draw_curves(path, panels, columns=3):
         rows = -(-len(panels) // columns)
         figure = new_figure(4.6 * columns, 5.8 * rows)
         axes = figure.subplots(2 * rows, columns, squeeze=False, height_ratios=(3, 1) * rows)
-        for ax in axes.flat:
+        for ax in axes[-2:, len(panels) - columns * (rows - 1):].flat:
             ax.axis('off')
         for i, (title, runs) in enumerate(panels.items()):
             top, bottom = axes[i // columns * 2:, i % columns][:2]
-            top.axis('on')
-            bottom.axis('on')
             top.plot((0, 1), (0, 1), '--', color='black', linewidth=1)
             n = len(runs)       # up to ten distinct colors, or a scale from dark to bright
             colors = (colormaps['tab10'](range(n)) if n <= 10 else

@@ -87,10 +87,12 @@ example: python metrics.py out/base/samples.jsonl
 def _parse_file(path, group, norm):
     """Yield (task, what _parse returns) of each line; ValueError begins with the line number."""
     first_kinds, rows, logged = {}, [*read_rows(path)], {}
-    samples = [row for _, row in rows if _is_sample(row)]
+    samples = [row for _, row in rows if isinstance(row, dict) and isinstance(
+        row.get('text', ''), str) and all(isinstance(row.get(key), str) for key in (
+            'task', 'split', 'language', 'id', 'prompt'))]      # those of evaluate.py
     left_out = {id(row) for row in samples} - {id(row) for row in latest_samples(samples)}
     for number, row in rows:
-        with _line_errors(number):
+        try:
             if not isinstance(row, dict):
                 raise ValueError(f'not a JSON object: {str(row)[:40]}')
             if row.get('split') == 'validation' or id(row) in left_out:
@@ -105,39 +107,34 @@ def _parse_file(path, group, norm):
             first = first_kinds.setdefault(task, parsed[0])
             if (first == 'confidence') != (parsed[0] == 'confidence'):
                 raise ValueError(f'{parsed[0]}, but the task begins with {first}')
+        except (ValueError, OverflowError, RecursionError) as error:
+            reason = str(error).removeprefix('row 0: ')
+            raise ValueError(f'{number}: {reason}. Wanted: a JSON object with probs (or log_probs) '
+                             f'and answer, or confidence and correct, or a line of multiple choice '
+                             f'by lm_eval --log_samples') from None
         yield task, parsed
     if not first_kinds:
         raise ValueError(' no row to score')
 
 
-@contextlib.contextmanager
-def _line_errors(number):
-    """Begin a ValueError in the block with the number of the line; say what a line should be."""
-    try:
-        yield
-    except (ValueError, OverflowError, RecursionError) as error:
-        raise ValueError(
-            f'{number}: {str(error).removeprefix("row 0: ")}. Wanted: a JSON object with probs (or '
-            f'log_probs) and answer, or confidence and correct, or a line of multiple choice by '
-            f'lm_eval --log_samples') from None
+def read_rows(path, cut=False):
+    """Yield (number, row) of JSON lines, or (' row 1', row) of a JSON array; may be .gz.
 
-
-def read_rows(path):
-    """Yield (number, row) of JSON lines, or of a JSON array as lm_eval wrote before 0.4.3.
-
-    The number of a row of an array is the text ' row 1'. The file may be .gz. Raises OSError, and
-    ValueError that begins with the number.
+    lm_eval wrote arrays before 0.4.3. cut: leave out a last line that a crash cut off. Raises
+    OSError, and ValueError that begins with the number.
     """
-    with (gzip.open if str(path).endswith('.gz') else open)(path, 'rb') as file:
-        if re.match(rb'(?:\xef\xbb\xbf)?\s*\[\s*\{', file.peek(100)):
-            with _line_errors(' broken JSON'):
+    number, line = ' the array', b'\n'
+    try:
+        with (gzip.open if str(path).endswith('.gz') else open)(path, 'rb') as file:
+            if re.match(rb'(?:\xef\xbb\xbf)?\s*\[\s*\{', file.peek(100)):
                 rows = json.loads(file.read().decode('utf-8-sig'))
-            yield from ((f' row {number}', row) for number, row in enumerate(rows, 1))
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                with _line_errors(number):
-                    row = json.loads(line.decode('utf-8-sig'))
-                yield number, row
+                yield from ((f' row {i}', row) for i, row in enumerate(rows, 1))
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, json.loads(line.decode('utf-8-sig'))
+    except (ValueError, RecursionError) as error:
+        if not cut or line.endswith(b'\n'):
+            raise ValueError(f'{number}: broken JSON: {error}') from None
 
 
 # Samples of evaluate.py: which of them count
@@ -168,23 +165,15 @@ def is_unstated(sample):
     return sample.get('confidence', 0) is None
 
 
-def _is_sample(row):
-    """Return whether a row of a file is a sample that evaluate.py wrote."""
-    return isinstance(row, dict) and all(
-        isinstance(row.get(key), str) for key in ('task', 'split', 'language', 'id', 'prompt')
-    ) and isinstance(row.get('text', ''), str)
-
-
 # Files of lm-evaluation-harness
 
 
 def harness_task(path) -> tuple[str, str, str]:
     """Return (task, subtask, call) of a file that lm-evaluation-harness wrote for a subtask.
 
-    It is samples_<subtask>_<date>.jsonl beside results_<date>.json, or <model>_<subtask>.jsonl
-    beside results.json, as before version 0.4.3; the call is <date> or 'results.json'. The task of
-    mmlu_anatomy is mmlu if the results have that group. A file with another name is
-    ('samples', '', '').
+    It is samples_<subtask>_<date>.jsonl beside results_<date>.json or, before version 0.4.3,
+    <model>_<subtask>.jsonl beside results.json; the call is <date> or 'results.json'. The task of
+    mmlu_anatomy is mmlu if the results have that group. Other files are ('samples', '', '').
     """
     path = Path(path)
     if match := re.fullmatch(r'samples_(.+)_(\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl', path.name):
@@ -214,10 +203,9 @@ def harness_sample(row, norm='token') -> dict:
     """Convert a line that lm_eval --log_samples wrote (0.4.1 to 0.4.13) to the form of our samples.
 
     Returns {'id', 'answer': index of the correct option, 'options': [K], 'log_probs': [K] in nats,
-    'n_tokens': [K], the divisors: the length in characters or UTF-8 bytes for norm 'char' or
-    'byte', else 1, since the file does not give the number of tokens}. Raises ValueError if the
-    task is not multiple choice, or if `acc` of the line contradicts the answer, and
-    SeveralAnswersError if the target is a list of several.
+    'n_tokens': [K], as `option_lengths` of one token each}. Raises ValueError if the task is not
+    multiple choice, or if `acc` of the line contradicts the answer, and SeveralAnswersError if the
+    target is a list of several.
     """
     try:
         pairs, calls = row['filtered_resps'], row['arguments']
@@ -232,7 +220,11 @@ def harness_sample(row, norm='token') -> dict:
         if len(options) != len(pairs):
             raise ValueError(f'{len(pairs)} results of {len(options)} calls')
         texts = [option[option[:1].isspace():] for option in options]
-        sample = {'id': f'{row["doc_id"]}:{_doc_hash(row)[:16]}', 'options': options,
+        doc_hash = row.get('doc_hash')
+        if not doc_hash:        # which lm_eval itself writes since 0.4.3
+            text = json.dumps(row['doc'], indent=2, ensure_ascii=False)
+            doc_hash = hashlib.sha256(text.encode('utf-8', 'backslashreplace')).hexdigest()
+        sample = {'id': f'{row["doc_id"]}:{doc_hash[:16]}', 'options': options,
                   'log_probs': [float(log_prob) for log_prob, _ in pairs],
                   'n_tokens': option_lengths(texts, [1] * len(texts), norm)}
         target, top = _single(row['target']), int(np.argmax(sample['log_probs']))
@@ -257,14 +249,6 @@ def _single(target):
         with contextlib.suppress(ValueError, SyntaxError):
             target = ast.literal_eval(target)
     return str(target[0] if isinstance(target, list) and len(target) == 1 else target)
-
-
-def _doc_hash(row):
-    """Return the hash of the question that lm_eval writes since 0.4.3."""
-    if 'doc_hash' in row:
-        return row['doc_hash']
-    text = json.dumps(row['doc'], indent=2, ensure_ascii=False)
-    return hashlib.sha256(text.encode('utf-8', 'backslashreplace')).hexdigest()
 
 
 def repeats(sample, filter, logged) -> bool:

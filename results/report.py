@@ -1,7 +1,6 @@
 """From samples to a report: metrics with intervals, and their tables."""
 
 import functools
-import hashlib
 import itertools
 import json
 import math
@@ -22,6 +21,7 @@ from results.plots import draw_reliability, warn_on_failure
 from results.samples import by_order, read_splits, sample_order
 from results.tables import (MEASURES, TITLES, Heading, Section, aligned, csv_text, mark_best,
                             measure_cell)
+from runtime.code import used_code
 from runtime.errors import DataError
 from runtime.ownership import claim, lock, write_text
 from runtime.processes import parallel_map
@@ -98,10 +98,7 @@ def predictions(samples, norm):
 
 
 def option_scores(log_probs, options, n_tokens, norm):
-    """Return log-probabilities / length [K]; their softmax is the distribution over the options.
-
-    norm as in prediction_files.option_lengths, without the leading space of an option
-    """
+    """Return log-probabilities / length [K]; their softmax is the distribution over the options."""
     texts = [option.removeprefix(' ') for option in options]
     return np.asarray(log_probs) / prediction_files.option_lengths(texts, n_tokens, norm)
 
@@ -119,10 +116,9 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
     held_out = [s for s in samples if s.get('split') == 'validation']
     samples = [s for s in samples if s.get('split') != 'validation']
     pooled = predictions(samples, norm)
-    groups = {('pooled', ''): pooled}
-    for key, plural in GROUPS.items():
-        groups |= {(plural, name): group
-                   for name, group in split_groups(samples, key, pooled).items()}
+    groups = {('pooled', ''): pooled} | {
+        (plural, name): group for key, plural in GROUPS.items()
+        for name, group in split_groups(samples, key, pooled).items()}
     orders = by_order(samples) if 'orders' in samples[0] else {}
     groups |= {('orders', name): predictions(rows, norm) for name, rows in orders.items()}
     reports, resampled = measure(groups, n_bootstrap, seed)
@@ -150,11 +146,9 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
 
 
 def letters(samples, predicted):
-    """Return how the choice depends on the order of the options.
+    """Return how the choice depends on the order of the options, as docs/evaluation.md says.
 
     samples, predicted: for each order, its samples (see `by_order`) and their Predictions
-    Returns {'letters': {letter: {'chosen': its share of the top options, 'correct': of the right
-    ones}}, 'same_option': share of the questions with the same top option in all orders}.
     """
     chosen = np.array([p.probs.argmax(1) for p in predicted])
     correct = np.array([p.labels for p in predicted])
@@ -169,11 +163,8 @@ def letters(samples, predicted):
 @functools.cache
 def measured_by():
     """Return a hash of the code that computes a summary; it changes when a metric is edited."""
-    digest = hashlib.blake2b(digest_size=8)
     modules = metrics, stats, scaling, prediction_files, temperatures
-    for path in (*(module.__file__ for module in modules), __file__):
-        digest.update(Path(path).read_bytes())
-    return digest.hexdigest()
+    return used_code((*(module.__file__ for module in modules), __file__), summarize)
 
 
 def measure(groups, n_bootstrap, seed, keys=None):
@@ -209,11 +200,10 @@ def intervals(resampled, report, n):
     n: the number of rows, of the smallest group if the values are means over groups. A metric that
     is undefined in a resample, or needs more rows, has no interval.
     """
-    ends = {}
-    for key, values in resampled.items():
-        if n >= MEASURES[key].interval_from and not np.isnan(values).any():
-            ends[key] = [*map(float, stats.percentile_interval(values, report[key],
-                                                               not MEASURES[key].is_mean))]
+    ends = {key: [*map(float, stats.percentile_interval(values, report[key],
+                                                        not MEASURES[key].is_mean))]
+            for key, values in resampled.items()
+            if n >= MEASURES[key].interval_from and not np.isnan(values).any()}
     return {'intervals': ends} if ends else {}
 
 
@@ -228,7 +218,7 @@ def mean_report(reports, resampled):
         if key not in ('n', 'intervals', 'accuracy_low', 'accuracy_high'):
             # a metric can be undefined for a group, as AUROC is if every answer is correct
             values = [r[key] for r in reports if not math.isnan(r[key])]
-            mean[key] = float(np.mean(values)) if values else math.nan
+            mean[key] = float(np.mean(values or math.nan))
     fewest = min(report['n'] for report in reports)
     return mean | intervals({key: np.mean([values[key] for values in resampled], axis=0)
                              for key in ({} if fewest < 10 else resampled[0])}, mean, fewest)
@@ -352,19 +342,14 @@ def cells(rows, table='results', first='group', count='questions', intervals=Fal
     n. intervals: add the bootstrap interval to each cell, '0.102 [0.091, 0.113]', instead of a
     column with the interval of the accuracy: Wilson's, or the bootstrap's for a mean over groups.
     """
-    def accuracy_interval(report):
-        ends = [report.get('accuracy_low'), report.get('accuracy_high')]
-        if ends[0] is None:
-            ends = report.get('intervals', {}).get('accuracy', ())
-        return '-'.join(f'{end:.3f}' for end in ends)
-
-    columns = [[first, *(name for *_, name, _ in rows)],
-               [count, *(str(report.get('n', '')) for *_, report in rows)]]
+    *_, names, reports = zip(*rows, strict=True)
+    columns = [[first, *names], [count, *(str(report.get('n', '')) for report in reports)]]
     for key in [key for key, measure in MEASURES.items() if table in measure.tables]:
-        columns.append([Heading(key), *(measure_cell(report, key, intervals)
-                                        for *_, report in rows)])
+        columns.append([Heading(key), *(measure_cell(x, key, intervals) for x in reports)])
         if key == 'accuracy' and not intervals:
-            columns.append(['95 % interval', *(accuracy_interval(report) for *_, report in rows)])
+            ends = [(x['accuracy_low'], x['accuracy_high']) if 'accuracy_low' in x else
+                    x.get('intervals', {}).get('accuracy', ()) for x in reports]
+            columns.append(['95 % interval', *('-'.join(f'{end:.3f}' for end in x) for x in ends)])
     return [*zip(*(column for column in columns if any(column[1:])), strict=True)]
 
 
@@ -404,9 +389,9 @@ def agreement_note(before, after):
         temperature = scaling.fit_temperature_to_base(after.scores, before.scores)
     except ValueError:      # no answer stayed the same
         return 'no temperature without labels: every answer has changed'
-    scaled = metrics.softmax(after.scores, temperature)
+    ece = metrics.ece(metrics.softmax(after.scores, temperature), after.labels)
     return (f'temperature without labels, from the answers that stayed the same: '
-            f'{temperature:.3f}; with it the ECE is {metrics.ece(scaled, after.labels):.3f}')
+            f'{temperature:.3f}; with it the ECE is {ece:.3f}')
 
 
 def section(task, tasks, target='text'):
@@ -416,18 +401,16 @@ def section(task, tasks, target='text'):
     questions, pooled and scaled by what was fitted; or 'page', with a table per kind of groups
     """
     result = tasks[task]
-    rows, groups = report_rows(result), {}
-    if target == 'page':
-        groups = {kind: [row for row in rows if row[0] == kind] for kind in GROUPS.values()
-                  if kind in result}
-        rows = [row for row in rows if row[0] not in groups]
+    rows, more = report_rows(result), {}
+    for kind in GROUPS.values() if target == 'page' else ():
+        if group := [row for row in rows if row[0] == kind]:
+            more[f'{len(group)} {kind}'] = cells(group, count=unit(result))
+            rows = [row for row in rows if row[0] != kind]
     table = cells(rows, count=unit(result), intervals=target == 'latex')
     if target == 'latex':
         table = mark_best(table, ['' if kind in ('pooled', 'post_hoc') else (kind, name)
                                   for kind, name, _ in rows])
-    more = {'Confidences in the written answers': confidence_cells(task, tasks),
-            **{f'{len(group)} {kind}': cells(group, count=unit(result))
-               for kind, group in groups.items()},
+    more = {'Confidences in the written answers': confidence_cells(task, tasks), **more,
             'Temperatures by language': temperatures.cells(result)}
     return Section(task_title(task, result),
                    [('', table), *(pair for pair in more.items() if pair[1])], notes(result))

@@ -4,10 +4,10 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from results.prediction_files import (NORMS, SeveralAnswersError, harness_sample, harness_task,
+from results.prediction_files import (SeveralAnswersError, harness_sample, harness_task,
                                       old_harness_tasks, read_rows, repeats, sample_order)
-from results.samples import read_splits, use_new_names
-from runtime.config import read_assignments
+from results.samples import read_results, read_splits
+from runtime.config import run_settings
 from runtime.errors import DataError
 from runtime.ownership import ASIDE, put_back, read_json
 
@@ -45,33 +45,25 @@ def find_runs(sources, harness_files=()):
             and not path.parent.name.startswith(ASIDE)]
         if not below and not any(source.absolute() in (file, *file.parents)
                                  for file in harness_files):
-            raise DataError(f'compare: {source} holds no run: name a folder that has, itself or '
-                            f'below it, a results.json beside samples.jsonl, or what lm_eval '
-                            f'--log_samples wrote; evaluate first')
+            raise DataError(f'compare: {source} holds no run, neither results.json beside '
+                            f'samples.jsonl nor what lm_eval --log_samples wrote; evaluate first')
         folders += [folder.resolve() for folder in below]
     return folders
 
 
 def read_run(folder):
     """Return the Run in `folder`: its results, and the configuration of training and model."""
-    with read_json(folder / 'results.json', 'evaluate there again') as content:
-        model, seed, results = content['config']['model'], content['seed'], content['tasks']
-        Path(model)
-        for result in results.values():
-            use_new_names(result)
-            result['distribution'], result['pooled']['n']
-            if result['norm'] not in NORMS:
-                raise ValueError(f'norm is {result["norm"]!r}')
-    questions, training, shape = {}, {}, {}
+    advice = 'evaluate there again'
+    content = read_results(folder / 'results.json', advice)
+    model, seed, results = content['config']['model'], content['seed'], content['tasks']
+    questions, shape = {}, {}
     if (folder / 'eval_config.json').exists():
-        with read_json(folder / 'eval_config.json', 'evaluate there again') as content:
+        with read_json(folder / 'eval_config.json', advice) as content:
             questions = {task: entry['questions'] for task, entry in content['tasks'].items()}
 
     # the training of this run, or of the model that it evaluates
-    home = next((p for p in (folder, Path(model)) if (p / 'train_config.py').exists()), None)
-    if home:
-        training = {key: value for key, (value, _) in read_assignments(
-            home / 'train_config.py').items()}
+    training, home = next(((run_settings(p), p) for p in (folder, Path(model))
+                           if (p / 'train_config.py').exists()), ({}, None))
     if home and (home / 'config.json').exists():
         with read_json(home / 'config.json', 'restore it, or train again') as content:
             shape = {key: value for key, value in content.items()
@@ -94,8 +86,7 @@ def read_run_samples(run):
         n, n_samples = result['pooled']['n'], len(test.get(task, ()))
         if n != n_samples:
             raise DataError(f'{path} has {n_samples} samples of {task}, but results.json was made '
-                            f'from {n} (another --limit, or some questions were removed). Evaluate '
-                            f'{task} again without --limit, or into another --out_dir')
+                            f'from {n}; evaluate {task} again without --limit or elsewhere')
     return {task: test[task] for task in run.results}, held_out
 
 

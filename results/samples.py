@@ -1,26 +1,30 @@
-"""The output folder of an evaluation: open it for more samples, and read samples.jsonl.
+"""Files of lines that grow: samples.jsonl of evaluate.py, answers.jsonl of generate.py.
 
 samples.jsonl has one line per scored question or token. Each of several processes appends to a part
 of its own, samples.jsonl.<rank>; the parts are merged at the end, or by the next command if this
 one is interrupted. eval_config.json has what all samples share: the model, the settings, and a hash
-of the questions of each task.
+of the questions of each task; answers.config.json is the like beside answers.jsonl.
 """
 
+import functools
 import glob
-import hashlib
 import json
 import math
 import re
 from pathlib import Path
 
-from results.prediction_files import is_unstated, latest_samples, sample_key, sample_order
+from results.prediction_files import (NORMS, is_unstated, latest_samples, read_rows, sample_key,
+                                      sample_order)
 from runtime import ownership
+from runtime.digests import json_digest
 from runtime.errors import ConfigError, DataError
+from runtime.json_rules import broken_rule, each
 
 OUTPUTS = ('samples.jsonl', 'eval_config.json', 'results.json', 'results.md', 'results.csv',
            'results.tex', 'report.html')
 DIAGRAM, GRID = 'reliability.png', 'reliability-{}-languages.png'
 KIND = 'evaluation'     # the name under which --overwrite sets earlier files aside
+digest = functools.partial(json_digest, size=6)     # of a prompt
 OTHER_FOLDER = 'choose another --out_dir, or --overwrite what was evaluated there'
 
 
@@ -29,84 +33,109 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
 
     earlier: {task: its entry in results.json}
     done:    {(sample_key, prompt)} of the samples there; a text counts if all its tokens are scored
-    Raises ConfigError, before it changes anything, if a file of this name exists that no evaluation
-    wrote, if the samples were made with other `settings`, or if a file is damaged. `overwrite`
-    first sets the files of an evaluation aside. processes: how many will append to their `part`.
-    The caller holds the lock.
+    Raises ConfigError as `open_lines` does, before it changes anything. processes: how many will
+    append to their `part`. The caller holds the lock.
     """
-    ownership.remove_leftovers(out_dir)
     samples, results = out_dir / 'samples.jsonl', out_dir / 'results.json'
-    parts = part_names(samples, processes)
-    outputs = [*OUTPUTS, *parts]
+    outputs = [*OUTPUTS]
     if pictures:
         outputs += [DIAGRAM, *(GRID.format(label) for label, task in tasks.items()
                                if len({item.language for item in task.items}) > 1)]
-    ownership.check_free(out_dir, *outputs)
-    if overwrite:
-        ownership.set_aside(out_dir, KIND, [*OUTPUTS, DIAGRAM, GRID.format('*'), *parts,
-                                            *merged_names(samples)], [samples.name, *parts])
-    if samples.is_symlink():
-        raise ConfigError(f'{samples} is a link to a file elsewhere, where nothing is appended; '
-                          f'replace the link by that file, or {OTHER_FOLDER}')
-
-    sources = _read_sources(out_dir, settings) if results.exists() or has_lines(samples) else {}
+    replaced = (KIND, [*OUTPUTS, DIAGRAM, GRID.format('*')]) if overwrite else None
+    sources = open_lines(out_dir, outputs, settings, 'samples', OTHER_FOLDER, processes, replaced,
+                         [results]).get('tasks', {})
     for label, task in tasks.items():
         now = {'source': task.source, 'questions': task.fingerprint}
-        before = sources.get(label, now)
-        if all(now[key] != before[key] for key in now):
-            raise ConfigError(f'{out_dir} holds {label} of {before["source"]}, and {task.source} '
+        earlier = sources.get(label, now)
+        if all(now[key] != earlier[key] for key in now):
+            raise ConfigError(f'{out_dir} holds {label} of {earlier["source"]}, and {task.source} '
                               f'has other questions; rename the file, or {OTHER_FOLDER}')
         sources[label] = now
-    earlier = _read_results(results) if results.exists() else {}
+    earlier = read_results(results, 'remove it and evaluate its tasks again: with samples.jsonl '
+                           'beside it, that needs no model')['tasks'] if results.exists() else {}
     merge_parts(samples)
     done = _scored(samples) if samples.exists() else set()
-    ownership.claim(out_dir, *outputs)
-    ownership.write_text(out_dir / 'eval_config.json',
-                         json.dumps(settings | {'tasks': sources}, indent=1) + '\n')
+    claim_lines(out_dir, outputs, settings | {'tasks': sources}, processes)
     return earlier, done
 
 
-def _read_sources(out_dir, settings):
-    """Return {task: {'source', 'questions'}}; raise ConfigError for other settings."""
-    with ownership.read_json(out_dir / 'eval_config.json', OTHER_FOLDER) as old:
-        sources = {label: {key: task[key] for key in ('source', 'questions')}
-                   for label, task in old.pop('tasks').items()}
-    if 'preset' in old:     # the name of prompt_format in earlier versions
-        old['prompt_format'] = old.pop('preset')
-    if other := difference(settings, old):
-        raise ConfigError(f'{out_dir} holds samples {other}; {OTHER_FOLDER}')
-    return sources
+def open_answers(cfg, settings, processes):
+    """Prepare the file `out` of generate.py; return {(id, hash of the prompt)} of its rows.
+
+    Raises ConfigError as `open_lines` does. The caller holds the lock of its folder.
+    """
+    out, done = Path(cfg.out), set()
+    config, advice = f'{out.stem}.config.json', 'choose another --out, or --overwrite'
+    names, listed = (out.name, config), ownership.written_files(out.parent)
+    # log.jsonl and samples.jsonl grow; see train.py and evaluate.py
+    if out.name in ('log.jsonl', OUTPUTS[0]) or (out.name in listed) != (config in listed):
+        raise ConfigError(f'{out} has the name of a file that another script writes, and is not '
+                          f'replaced; choose another --out, such as answers.jsonl')
+    replaced = (out.name, [*map(glob.escape, names)]) if cfg.overwrite else None
+    open_lines(out.parent, names, settings, 'answers', advice, processes, replaced)
+    merge_parts(out)
+    for line, row in read_jsonl(out) if out.exists() else ():
+        if not isinstance(row, dict) or broken_rule(row, {'id': [str, int], 'prompt_hash': [str]}):
+            raise DataError(f'{line}: not a row that generate.py wrote: it must have an id and a '
+                            f'prompt_hash; delete this line, and its prompt is answered again')
+        done.add((row['id'], row['prompt_hash']))
+    claim_lines(out.parent, names, settings, processes)
+    return done
 
 
-def difference(settings, old):
-    """Return what a message says about the first setting that differs; '' if none does."""
-    old = {'code': settings.get('code')} | old  # older versions wrote no hash of the code
-    for key in [*settings, *old]:
-        if settings.get(key) != old.get(key):
-            if key == 'code':
-                return 'of other code: model.py or a file that it needs has been edited since'
-            if key in ('model', 'tokenizer'):       # hashes
-                return f'of another {key}'
-            return f'with {key} = {old.get(key)!r}, not {settings.get(key)!r}'
-    return ''
+def open_lines(folder, names, settings, what, advice, processes, replaced, more=()):
+    """Prepare a file of lines to append to; return what all its lines share, or {} without lines.
+
+    names:    of the file, of the one beside it that has what its lines share, among them
+              `settings`, and of all others that will be written but for the parts of `processes`
+    what:     the name of the lines, as in 'samples'; advice: for messages
+    replaced: (kind, patterns of the files) of what --overwrite sets aside, or None
+    more:     other files that depend on the settings
+    Raises ConfigError, before it changes anything, if a file of such a name exists that this
+    program did not write, if the settings differ, or if the file that has them is damaged.
+    """
+    path, parts = folder / names[0], part_names(folder / names[0], processes)
+    ownership.check_free(folder, *names, *parts)
+    if replaced:
+        kind, patterns = replaced
+        lines = [*map(glob.escape, (path.name, *parts))]
+        ownership.set_aside(folder, kind, [
+            *patterns, *lines, *map(glob.escape, merged_names(path))], lines)
+    if path.is_symlink():
+        raise ConfigError(f'{path} is a link to a file elsewhere, where nothing is appended; '
+                          f'replace the link by that file, or {advice}')
+    files = [path, *map(path.with_name, merged_names(path)), *more]
+    if not any(file.exists() and file.stat().st_size for file in files):
+        return {}
+    with ownership.read_json(folder / names[1], advice) as before:
+        for task in before.get('tasks', {}).values():
+            task['source'], task['questions']
+        keys = [key for key in (settings | before) if key != 'tasks'
+                and settings.get(key) != before.get(key)]
+    for key in keys[:1]:
+        other = f'with {key} = {before.get(key)!r}, not {settings.get(key)!r}'
+        if key in ('model', 'tokenizer'):       # hashes
+            other = f'of another {key}'
+        elif key == 'code':
+            other = 'of other code: model.py or a file that it needs has been edited since'
+        raise ConfigError(f'{path} holds {what} {other}; {advice}')
+    return before
 
 
-def _read_results(path):
-    """Return {task: result} of a results.json, with NaN for null in reports."""
-    with ownership.read_json(path, 'remove it and evaluate its tasks again: with samples.jsonl '
-                                   'beside it, that needs no model') as content:
+def claim_lines(folder, names, content, processes):
+    """Put the files of `open_lines` on the list of `folder`; write what all lines share."""
+    ownership.claim(folder, *names, *part_names(folder / names[0], processes))
+    ownership.write_text(folder / names[1], json.dumps(content, indent=1) + '\n')
+
+
+def read_results(path, advice):
+    """Return the content of a results.json, with NaN for null in reports; raises ConfigError."""
+    with ownership.read_json(path, advice) as content:
+        Path(content['config']['model']), content['seed']
         for result in content['tasks'].values():
-            use_new_names(result)
-            result['norm'], result['distribution'], result['pooled']['n']
+            result['distribution'], result['pooled']['n'], NORMS.index(result['norm'])
             result |= {key: _null_to_nan(x) for key, x in result.items() if isinstance(x, dict)}
-        return content['tasks']
-
-
-def use_new_names(result):
-    """Give a task's result that an earlier version wrote the names of today, in place."""
-    for old, new in (('mass', 'option_mass'), ('preset', 'prompt_format')):
-        if old in result:
-            result[new] = result.pop(old)
+        return content
 
 
 def _null_to_nan(value):
@@ -153,10 +182,15 @@ class SampleWriter:
                               unstated=task is not None)
 
 
-def digest(value):
-    """Return a hash of a value that JSON can hold."""
-    text = json.dumps(value, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+def to_row(answer, log_prob, per_token):
+    """Return the entry of an Answer in answers.jsonl; log_prob: by `confidences`, or None."""
+    row = {'text': answer.text, 'reason': answer.reason, 'n_tokens': len(answer.tokens),
+           'log_prob': sum(answer.log_probs), 'sample_log_prob': sum(answer.sample_log_probs),
+           'entropy': sum(answer.entropies) / len(answer.tokens)}
+    if log_prob is not None:
+        row |= {'scored_log_prob': log_prob, 'confidence': math.exp(min(0, log_prob))}
+    keys = ('tokens', 'log_probs', 'sample_log_probs', 'entropies') if per_token else ()
+    return row | {key: getattr(answer, key) for key in keys}
 
 
 def append(file, sample):
@@ -194,12 +228,6 @@ def merged_names(path):
     return sorted(names, key=lambda name: int(name.rpartition('.')[2]))
 
 
-def has_lines(path):
-    """Return whether `path` or one of its parts exists and is not empty."""
-    return any(file.exists() and file.stat().st_size
-               for file in (path, *map(path.with_name, merged_names(path))))
-
-
 def merge_parts(path):
     """Add the lines of the parts of `path` to it, part by part, and remove the parts.
 
@@ -234,8 +262,7 @@ def read_samples(path):
             continue
         if earlier and row['prompt'] == earlier['prompt']:
             raise DataError(f'{line}: differs from {earlier_line}, of the same question '
-                            f'({row["task"]} {row["id"]}); two processes wrote this file, or it '
-                            f'was edited: remove one of the two lines')
+                            f'({row["task"]} {row["id"]}); remove one of the two lines')
         last[sample_order(row)] = line, row
         samples.append(row)
     return samples
@@ -244,71 +271,29 @@ def read_samples(path):
 def read_jsonl(path):
     """Yield ('file:line', row) of a JSON Lines file, without a last line that a crash cut off."""
     try:
-        lines = Path(path).read_bytes().split(b'\n')
+        for number, row in read_rows(path, cut=True):
+            yield f'{path}:{number}', row
     except OSError as error:
         raise DataError(f'cannot read {path}: {error.strerror}') from error
-    for number, raw in enumerate(lines, 1):
-        if raw := raw.strip():
-            try:
-                row = json.loads(raw.decode('utf-8-sig'))
-            except (ValueError, RecursionError) as error:
-                if number == len(lines):    # a complete line ends in a newline
-                    return
-                raise DataError(f'{path}:{number}: broken JSON: {error}; delete this line, and '
-                                f'repeat the command') from error
-            yield f'{path}:{number}', row
+    except ValueError as error:
+        raise DataError(f'{path}:{error}; delete this line, and repeat the command') from error
 
 
-LARGEST = 1e300     # a whole number may be written with more digits than a float can hold
-ROUNDING = 1e-2     # nats: a probability of 1 may be scored as 1.00001, but not as 1.1
-
-
-def _number(low, high):
-    return lambda x: type(x) in (int, float) and low <= x <= high
-
-
-# {what a value must be: whether it is}; below, {keys of a sample: what their values must be}
-VALID = {
-    'text': lambda x: isinstance(x, str),
-    'an object': lambda x: isinstance(x, dict),
-    'true or false': lambda x: type(x) is bool,
-    'a whole number, 1 or more': lambda x: type(x) is int and 1 <= x < LARGEST,
-    'the index of an option': lambda x: type(x) is int and x >= 0,
-    'a number from 0 to 1': _number(0, 1),
-    'a probability': _number(0, 1 + ROUNDING),
-    'a finite number of at most 0': _number(-LARGEST, ROUNDING),
-    'a finite number of at least 0': _number(-ROUNDING, LARGEST)}
-LIST, OR_NULL = 'a list, each ', ' or null'
-SAMPLE = {'task id prompt': 'text', 'of': 'a whole number, 1 or more or null',
-          'split language subject category text question context predicted expected':
-              'text or null'}
-OPTIONS = {'options': 'a list, each text', 'choices': 'a list, each text or null',
-           'log_probs': 'a list, each a finite number of at most 0',
-           'n_tokens': 'a list, each a whole number, 1 or more',
-           'answer': 'the index of an option', 'orders': 'a list, each an object or null'}
-ORDER = {'order': 'a list, each the index of an option'}
-TOKEN = {'correct': 'true or false', 'confidence': 'a number from 0 to 1',
-         'log_prob': 'a finite number of at most 0', 'entropy': 'a finite number of at least 0'}
-WRITTEN = {'greedy': 'an object', 'answers': 'a list, each an object or null'}
-ANSWER = {'text reason': 'text', 'n_tokens': 'a whole number, 1 or more',
-          'log_prob': 'a finite number of at most 0', 'mean_prob': 'a probability'}
-GRADED = {'answer key': 'text or null', 'correct strict': 'true or false'}
-
-
-def _is_valid(x, kind):
-    if kind.endswith(OR_NULL):
-        return x is None or _is_valid(x, kind.removesuffix(OR_NULL))
-    if kind.startswith(LIST):
-        return isinstance(x, list) and x != [] and all(_is_valid(y, kind.removeprefix(LIST))
-                                                       for y in x)
-    return VALID[kind](x)
-
-
-def _broken_rule(values, rules):
-    """Return the first of `rules` that an object breaks, as a sentence; '' if it fits them."""
-    return next((f'{key} must be {kind}, not {values.get(key)!r:.60}'
-                 for keys, kind in rules.items() for key in keys.split()
-                 if not _is_valid(values.get(key), kind)), '')
+# Rules for the values of a sample, as in runtime/json_rules.py: a probability of 1 may be scored as
+# 1.00001, but not as 1.1
+COUNT, INDEX, LOG_PROB = (1, 2 ** 53), (0, 2 ** 53), (-1e300, 0.01)
+SAMPLE = each({'task id prompt': [str], 'of': [COUNT, None],
+               'split language subject category text question context predicted expected':
+                   [str, None]})
+OPTIONS = {'options': [[str]], 'choices': [[str], None], 'log_probs': [[LOG_PROB]],
+           'n_tokens': [[COUNT]], 'answer': [INDEX], 'orders': [[dict], None]}
+ORDER = {'order': [[INDEX]]}
+TOKEN = {'correct': [bool], 'confidence': [(0.0, 1.0)], 'log_prob': [LOG_PROB],
+         'entropy': [(-0.01, 1e300)]}
+WRITTEN = {'greedy': [dict], 'answers': [[dict], None]}
+ANSWER = each({'text reason': [str], 'n_tokens': [COUNT], 'log_prob': [LOG_PROB],
+               'mean_prob': [(0.0, 1.01)]})
+GRADED = each({'answer key': [str, None], 'correct strict': [bool]})
 
 
 def _fault(row):
@@ -317,18 +302,18 @@ def _fault(row):
         return f'{row!r:.60} is no JSON object'
     has_options, is_written = 'log_probs' in row, 'greedy' in row or is_unstated(row)
     rules = OPTIONS if has_options else {} if is_unstated(row) else TOKEN
-    if fault := _broken_rule(row, SAMPLE | rules | (WRITTEN if is_written else {})):
+    if fault := broken_rule(row, SAMPLE | rules | (WRITTEN if is_written else {})):
         return fault
     # the greedy answer alone, without a grade, is that of a stated probability
     for answer in (row['greedy'], *(row.get('answers') or ())) if is_written else ():
-        if fault := _broken_rule(answer, ANSWER | (GRADED if 'answers' in row else {})):
+        if fault := broken_rule(answer, ANSWER | (GRADED if 'answers' in row else {})):
             return f'in an answer, {fault}'
     if has_options:
         n = len(row['options'])
         if not len(row['log_probs']) == len(row['n_tokens']) == n > row['answer']:
             return 'options, log_probs and n_tokens differ in length, or answer is too large'
         for order in row.get('orders') or ():
-            if fault := _broken_rule(order, ORDER) or _fault(row | {'orders': None} | order):
+            if fault := broken_rule(order, ORDER) or _fault(row | {'orders': None} | order):
                 return fault
             if sorted(order['order']) != [*range(n)]:
                 return f'order must have the index of each option, not {order["order"]}'

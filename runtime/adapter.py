@@ -5,7 +5,6 @@ with the files of the base model and a link `.adapter` to the adapter. From ther
 folder like any other; `checkpoint.load` merges, and `checkpoint.fingerprint` covers the adapter.
 """
 
-import contextlib
 import hashlib
 import math
 import re
@@ -14,14 +13,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from model import CausalLM, LoRALinear, ModelConfig, add_lora
 from runtime.config_json import read_config, read_json_object
 from runtime.config_keys import SHARE, SIZE
 from runtime.errors import CheckpointError
 from runtime.json_rules import check_values
-from runtime.weights import BUFFERS, FLOAT_TYPES, read_all, text_key, their_key, write_files
+from runtime.weights import (BUFFERS, FLOAT_TYPES, read_all, shapes_on_disk, text_key, their_key,
+                             write_files)
 
 CONFIG, WEIGHTS = 'adapter_config.json', ('adapter_model.safetensors', 'adapter_model.bin')
 FILES = (WEIGHTS[0], CONFIG)    # written for the adapters of a run
@@ -59,15 +59,15 @@ def is_adapter(folder: Path) -> bool:
     return (folder / CONFIG).exists() and not (weights and (folder / 'config.json').exists())
 
 
-def read_settings(folder: Path) -> dict:
-    """Return the adapter_config.json of `folder`; raise CheckpointError for what is not read."""
+def read_settings(folder: Path, rules: dict | None = None) -> dict:
+    """Return the adapter_config.json of `folder`; raises CheckpointError. rules: of more keys."""
     path = folder / CONFIG
     settings = read_json_object(path)
     for key, value in settings.items():
         if key not in RULES.keys() | UNUSED and value not in (None, False, 0, '', [], {}):
             raise CheckpointError(f'{path}: {key} = {value!r} is not supported; merge the adapter '
                                   f'with peft (merge_and_unload) and save the whole model')
-    check_values(settings, RULES, path, required=REQUIRED)
+    check_values(settings, RULES | (rules or {}), path, required=[*REQUIRED, *(rules or ())])
     for key, rule in (('alpha_pattern', RULES['lora_alpha']), ('rank_pattern', RULES['r'])):
         for pattern, value in (settings.get(key) or {}).items():
             check_values({pattern: value}, {pattern: rule}, path, f'{key}.')
@@ -91,8 +91,7 @@ def beside_base(folder: Path, base: Path) -> Path:
     """Return a temporary folder with links to all files of `base`, and the link `.adapter`."""
     if is_adapter(base) or (base / LINK).exists():
         raise CheckpointError(f'{folder / CONFIG}: the base model {base} is itself an adapter; '
-                              f'name a whole model, or merge that adapter with peft '
-                              f'(merge_and_unload) and name the merged model')
+                              f'name a whole model, or merge that one with peft (merge_and_unload)')
     if not (base / 'config.json').exists():
         raise CheckpointError(f'{folder / CONFIG}: the base model: {base} has no config.json')
     _linked.append(tempfile.TemporaryDirectory(prefix=f'{folder.resolve().name}-'))
@@ -130,7 +129,7 @@ def changes(folder: Path, config: ModelConfig, shapes: dict) -> dict[str, LowRan
             raise CheckpointError(f'{file}: layer {layer} has lora_A {[*A.shape]} and lora_B '
                                   f'{[*B.shape]}, but its weight in the base model is '
                                   f'{weight or "missing"}')
-        alpha, rank = (layer_setting(settings, name, *keys, folder / CONFIG) for keys in (
+        alpha, rank = (_layer_setting(settings, name, *keys, folder / CONFIG) for keys in (
             ('alpha_pattern', 'lora_alpha'), ('rank_pattern', 'r')))
         if rank != r:
             raise CheckpointError(f'{folder / CONFIG}: r or rank_pattern says rank {rank} of layer '
@@ -142,7 +141,7 @@ def changes(folder: Path, config: ModelConfig, shapes: dict) -> dict[str, LowRan
     return low_rank
 
 
-def layer_setting(settings, name, patterns, default, path):
+def _layer_setting(settings, name, patterns, default, path):
     """Return the value of the first pattern that matches a layer's name, else the default."""
     import regex    # can stop a search, as `re` cannot; without patterns nobody needs it
     for pattern, value in (settings.get(patterns) or {}).items():
@@ -191,10 +190,7 @@ def read_adapter(folder: str | Path) -> dict:
     if not path.exists():
         raise CheckpointError(f'{folder} has no adapter/, which train.py --lora saves beside the '
                               f'merged weights')
-    settings, rules = read_settings(path.parent), {'lora_dropout': [SHARE],
-                                                   'target_modules': [[str]]}
-    check_values(settings, rules, path, required=rules)
-    return settings
+    return read_settings(path.parent, {'lora_dropout': [SHARE], 'target_modules': [[str]]})
 
 
 def add_adapter(model: CausalLM, folder: str | Path):
@@ -203,8 +199,7 @@ def add_adapter(model: CausalLM, folder: str | Path):
     Raises CheckpointError if they do not fit; a model on the meta device is only checked.
     """
     settings, path = read_adapter(folder), Path(folder, 'adapter')
-    config, shapes = read_config(folder), {
-        their_key(key, model.config): [*p.shape] for key, p in model.named_parameters()}
+    config, shapes = read_config(folder), shapes_on_disk(model)
     model.config.final_logit_softcapping = config.final_logit_softcapping
     model.config.temperature = config.temperature
     ours = {their_key(f'{parent}.{layer}', model.config).rpartition('.')[2]: layer
@@ -224,19 +219,6 @@ def add_adapter(model: CausalLM, folder: str | Path):
         for part, matrix in ((layer.lora_A, low_rank[key].A), (layer.lora_B, low_rank[key].B)):
             part.weight.data = matrix.to(part.weight)      # its rank may differ: rank_pattern
         layer.scale = low_rank[key].scale
-
-
-@contextlib.contextmanager
-def evaluation_mode(model: nn.Module, dropout: bool = False):
-    """Yield the model in evaluation mode, its adapters with dropout if asked; then restore it."""
-    training = model.training
-    model.eval()
-    for module in model.modules():      # only adapters have dropout
-        module.training = dropout and isinstance(module, nn.Dropout)
-    try:
-        yield model
-    finally:
-        model.train(training)
 
 
 def seed_dropout(seed: int, arrays):

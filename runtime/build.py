@@ -13,10 +13,7 @@ from runtime.parallel import rank, shard, world_size
 
 
 def build_model(cfg, config, base, device, reward=False):
-    """Return the model to train, loaded or random; see `prepare`.
-
-    Of several processes each has only its share of the weights on its device.
-    """
+    """Return the model to train, loaded or random; of several processes, each has its share."""
     ready = functools.partial(prepare, cfg=cfg, device=device, reward=reward)
     dtype, several = pick_dtype(cfg.dtype, device), world_size() > 1
     if cfg.from_scratch:
@@ -34,7 +31,11 @@ def prepare(model, cfg, device, reward=False):
     """Return a model with adapters, compiled and sharded as the settings say; `reward` with a
     score head of zeros instead of the output matrix."""
     if reward:
-        become_reward_model(model, device)
+        model.score = nn.Linear(model.config.embed_size, 1, bias=False).to(device, model.head.dtype)
+        nn.init.zeros_(model.score.weight)
+        if not model.config.tie_word_embeddings:
+            del model.lm_head
+        model.config.reward = True
     if cfg.lora:
         add_lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.lora_dropout, cfg.lora_targets, device)
         # with a gradient of its input, the first block has the same graph as the others: compiling
@@ -51,16 +52,6 @@ def prepare(model, cfg, device, reward=False):
         shard(model, device)
         torch.manual_seed(cfg.seed + rank())    # the dropout of adapters differs between processes
     return model.train()
-
-
-def become_reward_model(model, device):
-    """Replace the output matrix by a score head [1, D] of zeros on `device`, in place."""
-    score = nn.Linear(model.config.embed_size, 1, bias=False)
-    model.score = score.to(device, model.head.dtype)
-    nn.init.zeros_(model.score.weight)
-    if not model.config.tie_word_embeddings:
-        del model.lm_head
-    model.config.reward = True
 
 
 def build_optimizer(model, cfg):

@@ -19,8 +19,9 @@ from runtime.errors import CheckpointError
 from runtime.hub import download
 from runtime.ownership import note_inputs, put_back
 from runtime.parallel import load_full, rank
-from runtime.weights import (BUFFERS, FLOAT_TYPES, read_all, read_tensors, text_key, their_key,
-                             weight_files, weights_digest, write_files)
+from runtime.weights import (BUFFERS, FLOAT_TYPES, names_on_disk, read_all, read_tensors,
+                             shapes_on_disk, text_key, their_key, weight_files, weights_digest,
+                             write_files)
 from triton_ops import adjoin
 
 SHARD_BYTES = 5_000_000_000
@@ -42,21 +43,20 @@ def build(config):
     """
     with torch.device('meta'):
         model = (t5.Seq2Seq if config.model_type in t5.ARCHITECTURES else CausalLM)(config)
-    model.register_state_dict_post_hook(_names_on_disk)
-    model.register_load_state_dict_pre_hook(_own_names)
+    model.register_state_dict_post_hook(_rename_for_disk)
+    model.register_load_state_dict_pre_hook(_rename_from_disk)
     return model
 
 
-def _names_on_disk(model, state, prefix, _):
-    for key, _ in model.named_parameters():
-        state[prefix + their_key(key, model.config)] = state.pop(prefix + key)
+def _rename_for_disk(model, state, prefix, _):
+    for theirs, ours in names_on_disk(model).items():
+        state[prefix + theirs] = state.pop(prefix + ours)
 
 
-def _own_names(model, state, prefix, *_):
-    for key, _ in model.named_parameters():
-        theirs = prefix + their_key(key, model.config)
-        if theirs in state:
-            state[prefix + key] = state.pop(theirs)
+def _rename_from_disk(model, state, prefix, *_):
+    for theirs, ours in names_on_disk(model).items():
+        if prefix + theirs in state:
+            state[prefix + ours] = state.pop(prefix + theirs)
 
 
 # ---- Reading weights -----------------------------------------------------------------------------
@@ -86,27 +86,25 @@ def _own_folder(name, revision, weights):
     if not name:        # which would be the current folder
         raise CheckpointError("the name of the model is empty; wanted a folder or a hub name like "
                               "google/gemma-2-2b")
-    path = Path(os.path.expanduser(name))
-    if revision and os.path.isdir(path):
-        raise CheckpointError(f'revision = {revision!r} is that of a hub name, and model = {name} '
-                              f'is a folder; set one of them')
-    folder = path if os.path.isdir(path) else _download(name, path, revision, weights)
-    put_back(folder)
-    note_inputs(*(file for pattern in MODEL_FILES + BIN_FILES for file in folder.glob(pattern)))
-    return folder
-
-
-def _download(name, path, revision, weights):
-    if os.path.isfile(path):    # False also for a name that is too long
+    folder = Path(os.path.expanduser(name))
+    if os.path.isdir(folder):       # False also for a name that is too long
+        if revision:
+            raise CheckpointError(f'revision = {revision!r} is that of a hub name, and model = '
+                                  f'{name} is a folder; set one of them')
+    elif os.path.isfile(folder):
         raise CheckpointError(f'{name} is a file; a model is the folder that holds its config.json')
-    if name.startswith(('/', '.', '~')) or name.count('/') != 1:
+    elif name.startswith(('/', '.', '~')) or name.count('/') != 1:
         raise CheckpointError(f'no model folder at {name!r}, and it is not a hub name '
                               f'like google/gemma-2-2b')
-    wanted = [pattern for pattern in MODEL_FILES if weights or 'safetensors' not in pattern]
-    folder = download(name, wanted, revision, ignore=['original/*.safetensors', 'consolidated*'])
-    if weights and not any(folder.glob('*.safetensors')):
-        # older checkpoints, such as Pythia's at a training step, have only these
-        folder = download(name, BIN_FILES, revision)
+    else:
+        wanted = [pattern for pattern in MODEL_FILES if weights or 'safetensors' not in pattern]
+        folder = download(name, wanted, revision,
+                          ignore=['original/*.safetensors', 'consolidated*'])
+        if weights and not any(folder.glob('*.safetensors')):
+            # older checkpoints, such as Pythia's at a training step, have only these
+            folder = download(name, BIN_FILES, revision)
+    put_back(folder)
+    note_inputs(*(file for pattern in MODEL_FILES + BIN_FILES for file in folder.glob(pattern)))
     return folder
 
 
@@ -115,9 +113,8 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
     """Return a CausalLM with the weights of `folder`, as `dtype` (None: the type in config.json).
 
     reward: whether it must be a reward model, with a score head instead of the output matrix
-    share:  a function that calls `parallel.shard` on the model before it has weights, so that each
-            process gets its share of them; it may first remove layers, or add some that have
-            values. None: the whole model
+    share:  a function that calls `parallel.shard` on the model before it has weights; it may first
+            remove layers, or add some that have values. None: the whole model
     Raises CheckpointError for the other kind, and as `read_config` and `check_weights` do.
     """
     config = read_config(folder, seq2seq=True)
@@ -127,8 +124,8 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
     dtype = dtype or getattr(torch, config.dtype)
     files = check_weights(folder, config)
     model = build(config)
-    ours = {their_key(key, config): key for key, _ in model.named_parameters()}
-    changes = adapter.changes(Path(folder, adapter.LINK), config, _shapes(model))
+    ours = names_on_disk(model)
+    changes = adapter.changes(Path(folder, adapter.LINK), config, shapes_on_disk(model))
     model.to(dtype)
     share(model) if share else adjoin(model, device=device)
     # as model.to_empty, but what `share` has added keeps its values; empty_like of a plain meta
@@ -149,18 +146,12 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
     return model
 
 
-def _shapes(model):
-    """Return {tensor of a model's files: its shape}."""
-    return {their_key(key, model.config): [*p.shape] for key, p in model.named_parameters()}
-
-
 def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
-    """Check the headers of the weight files and return {tensor: its file}; read no weights but
-    those of a PEFT adapter.
+    """Check the headers of the weight files and return {tensor: its file}.
 
     Raises CheckpointError naming the damaged file, or the tensor that is missing, unknown,
-    misshaped, quantized or listed twice. Only an output matrix beside tied embeddings is read; it
-    must equal them. T5's may differ, and config.tie_word_embeddings becomes False then.
+    misshaped or quantized. Only an adapter, and an output matrix beside tied embeddings, are read;
+    the latter must equal them. T5's may differ, and config.tie_word_embeddings becomes False then.
     """
     files = weight_files(Path(folder))
     headers = {path: {key: (x.dtype, [*x.shape]) for key, x in read_all(path).items()}
@@ -176,9 +167,9 @@ def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
             config.tie_word_embeddings = False
         else:
             raise CheckpointError(f'{files[head]}: tensor {head} differs from {embedding}, but '
-                                  f'config.json has tie_word_embeddings = true: set that to false '
-                                  f'to use both, or remove {head}')
-    shapes = _shapes(build(config))
+                                  f'tie_word_embeddings = true; set that to false in config.json, '
+                                  f'or remove {head}')
+    shapes = shapes_on_disk(build(config))
     adapter.changes(Path(folder, adapter.LINK), config, shapes)
     stored = {text: key for text, key in stored.items()
               if text in shapes or not BUFFERS.fullmatch(key)}
@@ -249,7 +240,7 @@ def save(model: CausalLM, folder: str | Path, dtype: torch.dtype,
     more, owner:     {name: text or JSON} that replaces side files; the folder whose list has them
     Raises CheckpointError, ConfigError (as `ownership.claim`) or OSError.
     """
-    files = _files(model, folder, dtype, side_files, full, more)
+    files = model_files(model, folder, dtype, side_files, full, more)
     write_files(folder, files, owner)
     config = files['config.json']
     if rank() == 0 and 'nanocal' in config:
@@ -258,16 +249,10 @@ def save(model: CausalLM, folder: str | Path, dtype: torch.dtype,
     return list(files)
 
 
-def saved_names(config: ModelConfig, folder, dtype, side_files=None, more=None) -> list[str]:
-    """Return the names of the files that `save` would write for a model with this config."""
-    return list(_files(build(config), folder, dtype, side_files, None, more))
-
-
-def _files(model, folder, dtype, side_files, full, more):
+def model_files(model, folder, dtype, side_files, full, more):
     """Return {name: content as in `write_files`} of a model's files, config.json last."""
     from huggingface_hub import split_torch_state_dict_into_shards
-    ours = {their_key(key, model.config): key
-            for key, _ in model.named_parameters()
+    ours = {theirs: key for theirs, key in names_on_disk(model).items()
             if '.lora_' not in key and key != 'value_head'}     # these serve training alone
     shapes = {theirs: torch.empty(model.get_parameter(key).shape, dtype=dtype, device='meta')
               for theirs, key in ours.items()}

@@ -85,7 +85,9 @@ def one_line_errors(resume='', memory=''):
             _sleep_until_torchrun_ends_this(10)     # which names the other one
             reason = 'another process has ended; its own message, or that of torchrun, says why'
             _fail('; '.join([reason, *_continue(error, resume)]))
-        if not is_out_of_memory(error):
+        # torch's error of a GPU, and that of its allocator for the CPU
+        if not (isinstance(error, MemoryError) or type(error).__name__ == 'OutOfMemoryError'
+                or "can't allocate memory" in str(error)):
             raise
         reason = str(error).strip().split('\n')[0] or 'the system gives this process no more'
         _fail(f'out of memory: {reason}' + f'; {memory}' * bool(memory))
@@ -144,9 +146,3 @@ def is_lost_connection(error):
                                or type(error).__name__.startswith('Dist')
                                or re.search('gloo|nccl|connection (closed|reset|refused)',
                                             str(error), re.IGNORECASE) is not None)
-
-
-def is_out_of_memory(error):
-    """Return whether an error says that the host or the GPU is out of memory."""
-    return (isinstance(error, MemoryError) or type(error).__name__ == 'OutOfMemoryError'
-            or "can't allocate memory" in str(error))       # torch's allocator for the CPU

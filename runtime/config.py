@@ -113,11 +113,17 @@ def read_assignments(path):
     return values
 
 
+def run_settings(folder):
+    """Return the settings in the train_config.py of a run's folder; {} without a run."""
+    path = Path(folder, 'train_config.py')
+    assigned = read_assignments(path) if path.exists() else {}
+    return {key: value for key, (value, _) in assigned.items()}
+
+
 def _replace(config, name, text, where):
     """Return `config`, a dataclass or a dict, with the key `name` set to the argument `text`.
 
-    name: 'key', or 'key.inner' for a key of the dataclass or dict in `key`
-    text: None for an argument without a value, which is True
+    name: 'key', or 'key.inner' of the dataclass or dict in `key`; text: None stands for True
     """
     key, _, inner = name.partition('.')
     free = isinstance(config, dict)

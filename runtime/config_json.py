@@ -99,7 +99,10 @@ def config_from_hf(raw: dict, where: str = 'config.json') -> ModelConfig:
     rope = ropes['full_attention']
     if rope and rope.scheme == 'longrope' and not v['long_context']:
         values['max_position_embeddings'] = min(v['max_position_embeddings'], rope.length)
-    values |= {'temperature': float(own.get('temperature', 1.0)), 'hf': hf, 'family': _family(v),
+    changes = {field: v[key] for key in BIASES.keys() & v.keys() for field in BIASES[key]}
+    changes |= {field: value for key, (when, field, value) in CHANGES.items() if v.get(key) is when}
+    values |= {'temperature': float(own.get('temperature', 1.0)), 'hf': hf,
+               'family': replace(FAMILIES[kind], **changes),
                'layers': _layers(v, ropes, where), 'reward': 'SequenceClassification' in kinds,
                'dtype': raw.get('dtype') or raw.get('torch_dtype') or 'float32',
                'final_logit_softcapping': v.get('final_logit_softcapping', own.get('softcap'))}
@@ -139,13 +142,6 @@ def config_to_hf(config: ModelConfig) -> dict:
     elif cap:
         own['softcap'] = cap
     return config.hf | values | ({'nanocal': own} if own else {})
-
-
-def _family(v):
-    """Return the row of FAMILIES with what the keys of a config.json change in it."""
-    changes = {field: v[key] for key in BIASES.keys() & v.keys() for field in BIASES[key]}
-    changes |= {field: value for key, (when, field, value) in CHANGES.items() if v.get(key) is when}
-    return replace(FAMILIES[v['model_type']], **changes)
 
 
 def _layers(v, ropes, where):

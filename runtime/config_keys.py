@@ -4,6 +4,8 @@ Tables for runtime/config_json.py. A new family is a row of DEFAULTS and, if it 
 keys of its own, of FIELDS or OWN_FIELDS.
 """
 
+from runtime.json_rules import each
+
 REWARD = 'CausalLM', 'SequenceClassification'     # how transformers names a reward model
 # {type of a multimodal model: type of its text model, if config.json does not name it}
 NESTED = {'gemma3': 'gemma3_text', 'mistral3': 'mistral'}
@@ -82,13 +84,6 @@ PATTERN = {'gemma2': 2, 'olmo3': 4}
 # is not here may have only its default.
 SIZE, COUNT, TOKEN, CAP, SHARE = (1, 2**20), (1, 2**31), (0, 2**31), (1e-3, 1e6), (0.0, 1.0)
 FACTOR, EPS, POSITIVE, LAYERS = (1.0, 1e6), (1e-12, 1.0), (1e-6, 1e6), (1, 10_000)
-
-
-def each(rules: dict) -> dict:
-    """Return {key: rule} for each key in {'several keys': rule}."""
-    return {key: rule for keys, rule in rules.items() for key in keys.split()}
-
-
 ALWAYS = each({
     'initializer_range attention_dropout': [SHARE],
     'bos_token_id eos_token_id': [TOKEN, [TOKEN], None],

@@ -7,9 +7,9 @@ rope_theta. docs/models.md explains the schemes; `frequencies` of model.py compu
 import math
 
 from model import Rope
-from runtime.config_keys import COUNT, DEFAULTS, FACTOR, FIELDS, POSITIVE, each, rules_of
+from runtime.config_keys import COUNT, DEFAULTS, FACTOR, FIELDS, POSITIVE, rules_of
 from runtime.errors import CheckpointError
-from runtime.json_rules import check_values
+from runtime.json_rules import check_values, each
 
 ROPE_BLOCKS = ('rope_parameters', 'rope_scaling')
 LAYER_TYPES = ('full_attention', 'sliding_attention')

@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 PIECE = 2 ** 26     # bytes that one thread hashes at once
 
 
-def json_digest(content):
-    """Return a checksum of the content of a JSON file."""
-    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+def json_digest(content, size=16):
+    """Return a hash of `size` bytes of a value that JSON can hold."""
+    text = json.dumps(content, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=size).hexdigest()
 
 
 def file_digest(path):

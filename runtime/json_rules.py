@@ -9,29 +9,47 @@ import json
 from runtime.errors import CheckpointError
 
 
+def each(rules: dict) -> dict:
+    """Return {key: rule} for each key in {'several keys': rule}."""
+    return {key: rule for keys, rule in rules.items() for key in keys.split()}
+
+
 def check_values(values, rules, where, block='', required=()):
     """Raise CheckpointError for a missing or wrong value and, inside a block, an unknown key."""
-    for key in rules | values:
-        if block and key not in rules:
-            problem = f'is not supported; the keys are {", ".join(rules)}'
-        elif key in required and key not in values:
-            problem = f'is missing; it must be {_describe(rules[key])}'
-        elif key in rules and key in values and not _fits(values[key], rules[key]):
-            problem = f'= {values[key]!r} is not supported; it must be {_describe(rules[key])}'
-        else:
-            continue
-        raise CheckpointError(f'{where}: {block}{key} {problem}')
+    for key in values if block else ():
+        if key not in rules:
+            raise CheckpointError(f'{where}: {block}{key} is not supported; the keys are '
+                                  f'{", ".join(rules)}')
+    if fault := broken_rule(values, rules, required):
+        raise CheckpointError(f'{where}: {block}{fault}')
+
+
+def broken_rule(values, rules, required=None):
+    """Return which value is missing or wrong, as a sentence, or ''.
+
+    required: the keys that may not be missing; None: those that may not be null
+    """
+    for key, rule in rules.items():
+        if key not in values:
+            if None not in rule if required is None else key in required:
+                return f'{key} is missing; it must be {_describe(rule)}'
+        elif not _fits(values[key], rule):
+            return f'{key} = {values[key]!r:.60} is not supported; it must be {_describe(rule)}'
+    return ''
 
 
 def _fits(value, rule):
-    def fits(option):
-        match option:
-            case tuple((low, high)):
-                return type(value) in (int, type(low)) and low <= value <= high
-            case list():
-                return type(value) is list and value != [] and all(_fits(x, option) for x in value)
-        return option is type(value) or type(value) is type(option) and value == option
-    return any(map(fits, rule))
+    for option in rule:
+        if type(option) is tuple:
+            low, high = option
+            if type(value) in (int, type(low)) and low <= value <= high:
+                return True
+        elif type(option) is list:
+            if type(value) is list and value and all(_fits(x, option) for x in value):
+                return True
+        elif option is type(value) or type(value) is type(option) and value == option:
+            return True
+    return False
 
 
 def _describe(rule):

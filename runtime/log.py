@@ -66,8 +66,7 @@ def show_example(example, tokenizer):
 class StepLog:
     """Check and record each step's numbers while the device computes the next step.
 
-    Every log_every-th step of a `train.Run` is printed; log.jsonl and the tracker get every step,
-    with the validation losses every val_every steps.
+    Every log_every-th step of a `train.Run` is printed; log.jsonl and the tracker get every step.
     """
 
     def __init__(self, run, first, until):
@@ -107,7 +106,12 @@ class StepLog:
         (step, lr, chosen, packed, names, began, ended), self.unread = self.unread, None
         values = dict(zip(names, ended.values().tolist(), strict=True))
         if not (math.isfinite(values['loss']) and math.isfinite(values['grad_norm'])):
-            self.fail(step, values['loss'], values['grad_norm'], chosen)
+            bad = None if self.cfg.from_scratch else nonfinite_tensor(self.run.base)
+            cause = (f'the base model {self.cfg.model} has a value that is not finite in {bad}'
+                     if bad else f'lower lr or check the data: the sequences were '
+                     f'{chosen.tolist()} of {self.cfg.data}, counted from 0')
+            raise TrainingError(f'step {step}: loss {values["loss"]}, gradient norm '
+                                f'{values["grad_norm"]}; {cause}; {advice(self.cfg.out_dir)}')
         n_tokens = int((packed.owner >= 0).sum())
         record = {'step': step, 'lr': lr, **values,
                   'tokens': n_tokens, 'supervised_tokens': int((packed.targets >= 0).sum()),
@@ -142,34 +146,22 @@ class StepLog:
             self.send = None
 
     def print(self, record):
-        val = ''.join(f'  {key} {value:.4f}' for key, value in record.items()
-                      if key.startswith('val_'))
         per_step = (time.monotonic() - self.started) / (record['step'] - self.first)
         left = datetime.timedelta(seconds=round(per_step * (self.until - record['step'])))
         keys = [*record]    # from the loss to the gradient norm: what the objective returned
-        values = '  '.join(f'{key} {record[key]:.4f}'
-                           for key in keys[keys.index('loss'):keys.index('grad_norm')])
-        self.bar.write(f'step {record["step"]}/{self.until}  {values}{val}  '
-                       f'lr {record["lr"]:.2e}  grad norm {record["grad_norm"]:.2f}  '
+        keys = keys[keys.index('loss'):keys.index('grad_norm')] + [
+            key for key in keys if key.startswith('val_')]
+        values = '  '.join(f'{key} {record[key]:.4f}' for key in keys)
+        self.bar.write(f'step {record["step"]}/{self.until}  {values}  lr {record["lr"]:.2e}  '
+                       f'grad norm {record["grad_norm"]:.2f}  '
                        f'{record["tokens_per_s"]:.0f} tokens/s  {left} left')
         sys.stdout.flush()      # for those who follow a redirected output
 
-    def fail(self, step, loss, norm, chosen):
-        bad = None if self.cfg.from_scratch else nonfinite_tensor(self.run.base)
-        cause = (f'the base model {self.cfg.model} has a value that is not finite in {bad}' if bad
-                 else f'lower lr or check the data: the sequences were {chosen.tolist()} of '
-                 f'{self.cfg.data}, counted from 0')
-        raise TrainingError(f'step {step}: loss {loss}, gradient norm {norm}; {cause}; '
-                            f'{advice(self.cfg.out_dir)}')
-
 
 def open_log(cfg, first):
-    """Open log.jsonl, cut to the first `first` steps; write train_config.py beside it.
-
-    A log with damaged lines is first renamed to log.jsonl.damaged.
-    """
+    """Open log.jsonl, cut to the first `first` steps; write train_config.py beside it."""
     out_dir = Path(cfg.out_dir)
-    path, records, damaged = out_dir / 'log.jsonl', [], 0
+    path, records, damaged = out_dir / 'log.jsonl', [], False
     ownership.claim(out_dir, 'train_config.py', path.name)
     ownership.write_text(out_dir / 'train_config.py', dump_config(replace(cfg, resume=False)))
     lines = (path.read_text(encoding='utf-8', errors='replace').splitlines(keepends=True)
@@ -179,13 +171,13 @@ def open_log(cfg, first):
             if json.loads(line)['step'] <= first:
                 records.append(line)
         except (ValueError, KeyError, TypeError, RecursionError):
-            damaged += number < len(lines)      # a crash may cut off the last line
+            damaged |= number < len(lines)      # a crash may cut off the last line
     if damaged:
         ownership.claim(out_dir, f'{path.name}.damaged')
         os.replace(path, f'{path}.damaged')
     if len(records) < first:
         print(f'warning: {path} lacks {first - len(records)} of the first {first} steps'
-              + ('; the damaged file is now log.jsonl.damaged' if damaged else ''))
+              + '; the damaged file is now log.jsonl.damaged' * damaged)
     ownership.write_text(path, ''.join(records))
     return open(path, 'a', encoding='utf-8')
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from model import CausalLM
-from runtime import resume
+from runtime.config import run_settings
 from runtime.device import pick_dtype
 from runtime.parallel import gather, world_size
 
@@ -24,7 +24,7 @@ def fit_into_memory(train, run):
     fastest one; half as many while the first step lacks memory."""
     if run.cfg.micro_rows:
         return train(run)
-    rows = (run.cfg.resume and resume.setting(run.cfg, 'micro_rows') or
+    rows = (run.cfg.resume and run_settings(run.cfg.out_dir).get('micro_rows') or
             pick_micro_rows(run.cfg, run.config, run.device, row_counts(run)))
     rows = min(gather(rows))    # the memory of processes may differ
     print(f'rows of {run.cfg.pack_len} tokens per forward pass: {rows}')
@@ -52,8 +52,7 @@ def row_counts(run):
 def pick_micro_rows(cfg, config, device, row_counts):
     """Return the rows per forward pass that take the least time in the memory that there is.
 
-    row_counts: packed rows of some steps, of all processes. The last pass of a step is filled with
-    rows of padding, so 5 rows take as long in two passes of 4 as 8 rows.
+    row_counts: packed rows of some steps, of all processes; the last pass is filled with padding.
     """
     counts = [-(-n // world_size()) for n in row_counts]
 

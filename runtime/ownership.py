@@ -10,8 +10,7 @@ instead, and resume.py says when a checkpoint is complete.
 
 --overwrite calls `set_aside`, which moves the old files to .replaced-<kind>-<n>/ in their folder,
 and at the end `remove_aside`. If the command ends before, the end of its lock or the next lock puts
-them back, unless there is something to resume from: then they stay aside until the resumed command
-has finished.
+them back, unless there is something to resume from.
 """
 
 import contextlib
@@ -35,10 +34,7 @@ _inputs = set()     # the real paths of the files that this command reads: see `
 
 @contextlib.contextmanager
 def lock(folder):
-    """Lock `folder`, which is created if it is missing, for a `with` block.
-
-    Raises ConfigError if another process holds the lock, or if the folder is removed or moved.
-    """
+    """Create and lock `folder` for a `with` block; raise ConfigError if another process has it."""
     path = Path(folder) / LOCK
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,8 +116,8 @@ def check_free(folder, *names):
 
     Raises ConfigError if a file of such a name exists, or if one is behind a link.
     """
-    listed = set(written_files(folder))
     _refuse_links(folder, names)
+    listed = written_files(folder)
     new = [str(name) for name in names if str(name) not in listed]
     for name in new:
         if os.path.lexists(Path(folder, name)):
@@ -147,10 +143,7 @@ def claim(folder, *names):
 
 
 def discard(folder, *patterns, keep=''):
-    """Delete the listed files of `folder` that match one of `patterns` but not `keep`.
-
-    '*' includes those of before/. Subfolders that become empty are removed too.
-    """
+    """Delete the listed files of `folder` and its before/ that match a pattern but not `keep`."""
     check_in_place(*_locks)
     folder = Path(folder)
     gone = [name for name in _matching(folder, patterns) if not fnmatch(name, keep)]
@@ -162,8 +155,8 @@ def discard(folder, *patterns, keep=''):
 
 def _matching(folder, patterns):
     """Return the listed names of `folder` and of its before/ that match a pattern, in `_order`."""
-    names = _all_names(folder)
-    names = [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
+    names = [name for name in _all_names(folder)
+             if any(fnmatch(name, pattern) for pattern in patterns)]
     _refuse_links(folder, names)
     return sorted(names, key=_order)
 
@@ -174,8 +167,8 @@ def _all_names(folder):
 
 
 def _order(name):
-    """Key of the order in which files are removed, and in reverse put back: first those whose
-    presence says that others are complete, the list of before/ last."""
+    # files are removed, and in reverse put back: first those whose presence says that others are
+    # complete, the list of before/ last
     return {'config.json': 0, 'state.json': 0, LIST: 2}.get(Path(name).name, 1)
 
 
@@ -194,7 +187,7 @@ def _remove_if_empty(folders):
 # ---- What --overwrite replaces -------------------------------------------------------------------
 
 def forget_inputs():
-    """Forget the files of an earlier command in this process; called when a command begins."""
+    """Forget the files of an earlier command in this process."""
     _inputs.clear()
 
 
@@ -216,15 +209,14 @@ def set_aside(folder, kind, patterns, progress):
     for name in existing:
         if os.path.realpath(folder / name) in _inputs:
             raise ConfigError(f'{folder / name} is read by this command, and --overwrite would '
-                              f'remove it; choose another folder for what is written, or read a '
-                              f'copy from elsewhere')
+                              f'remove it; write to another folder, or read a copy from elsewhere')
     if not existing:
         return _forget(folder, names)
     prefix = f'{ASIDE}{kind}-'
     numbers = [int(path.name.removeprefix(prefix)[:3])
                for path in folder.glob(glob.escape(prefix) + '[0-9]' * 3 + '*')]
     aside = folder / f'{prefix}{max(numbers, default=0) + 1:03}'
-    moving = aside.with_name(f'{aside.name}.moving')
+    moving = Path(f'{aside}.moving')
     moving.mkdir()
     write_text(moving / LIST, json.dumps({'files': written_files(folder), 'patterns': patterns,
                                           'progress': progress}, indent=0) + '\n')
@@ -300,10 +292,9 @@ def _write_list(folder, names):
 
 @contextlib.contextmanager
 def temporary(path, folder=False):
-    """Yield a new file or empty folder beside `path`, for a `with` block that writes it.
+    """Yield a file or folder for a `with` block to write; it is renamed to `path` at its end.
 
-    It is renamed to `path` at the end of the block, or removed if the block fails. In a folder that
-    exists, only the files of the new one are replaced.
+    In a folder that exists, only the files of the new one are replaced.
     """
     part = Path(f'{path}.{secrets.token_hex(4)}.nanocal-tmp')
     part.mkdir(parents=True) if folder else open(part, 'xb').close()

@@ -152,14 +152,16 @@ def reshard(model):
 
 
 @contextlib.contextmanager
-def evaluating(model):
-    """Evaluate a model in training for a `with` block: without dropout and without gradients."""
+def evaluating(model, dropout=False):
+    """Yield the model in evaluation mode, its adapters with dropout if asked; then restore it."""
+    training = model.training
     model.eval()
+    for module in model.modules():      # only adapters have dropout
+        module.training = dropout and isinstance(module, torch.nn.Dropout)
     try:
-        with torch.no_grad():
-            yield
+        yield model
     finally:
-        model.train()
+        model.train(training)
         reshard(model)
 
 

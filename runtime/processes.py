@@ -18,9 +18,7 @@ def parallel_map(function, items, worth_it, most=32):
 
     worth_it: whether the work takes longer than a fork, about 25 ms on a machine with a GPU
     """
-    processes = min(cores(), most, len(items))
-    if processes <= 1 or not worth_it:
-        return [function(item) for item in items]
+    processes = min(cores(), most, len(items)) if worth_it else 1
     with forked_pool(processes, lambda i: function(items[i])) as imap:
         return list(imap(range(len(items))))    # the items are inherited, so indices are enough
 
@@ -30,8 +28,12 @@ def forked_pool(processes, function):
     """Yield `imap(items, chunksize=1)`, which yields function(x) for each item, in order.
 
     The forked processes inherit `function`; items and results are pickled. Each has a pipe of its
-    own: multiprocessing.Pool would wait forever if one is killed. Here that is a ProcessError.
+    own: multiprocessing.Pool would wait forever if one is killed. Here that is a ProcessError. With
+    `processes` of 0 or 1, this process computes the results.
     """
+    if processes <= 1:
+        yield lambda items, chunksize=1: map(function, items)
+        return
     context, workers = multiprocessing.get_context('fork'), {}      # pipe -> process
     try:
         # a signal right after the fork waits until the worker has replaced its parent's handlers
@@ -44,6 +46,9 @@ def forked_pool(processes, function):
                         target=_work, args=(function, end, [*workers, pipe]), daemon=True)
                     process.start()
                 workers[pipe] = process
+        except OSError as error:
+            raise ProcessError(f'cannot start {processes} processes: {error}; --workers=1, where '
+                               f'there is this key, starts none') from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         yield lambda items, chunksize=1: _imap(workers, iter(items), chunksize)

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from runtime import cli
-from runtime.config import read_assignments
+from runtime.config import run_settings
 from runtime.digests import file_digest, json_digest
 from runtime.errors import ConfigError, Stopped, TrainingError
 from runtime.ownership import (ASIDE, LIST, LOCK, TEMPORARY, check_free, claim, discard,
@@ -88,9 +88,8 @@ def check_folder(cfg):
         raise ConfigError(f'out_dir = {cfg.out_dir!r} is no folder: {error}') from error
     # a run that is killed while it writes its first list leaves that under a temporary name
     if LIST not in files and any(not TEMPORARY.fullmatch(name) for name in files - {LOCK}):
-        raise ConfigError(f'out_dir = {cfg.out_dir} is not empty and has no {LIST}, the '
-                          f'list of the files that a run wrote, so nothing in it is touched; '
-                          f'choose another --out_dir, or move that folder away')
+        raise ConfigError(f'out_dir = {cfg.out_dir} is not empty and has no {LIST}, the list of '
+                          f'what a run wrote; choose another --out_dir, or move that folder away')
 
 
 def check_run(cfg, free_keys):
@@ -99,16 +98,15 @@ def check_run(cfg, free_keys):
     To be resumed, a run must keep its settings except for `free_keys`.
     """
     out_dir = Path(cfg.out_dir)
-    settings, written = out_dir / 'train_config.py', written_files(out_dir)
     check_free(out_dir, *(path.relative_to(out_dir) for path in out_dir.glob('resume-*/state*')))
-    if cfg.resume and settings.exists():
-        for key, (value, _) in read_assignments(settings).items():
+    if cfg.resume and (earlier := run_settings(out_dir)):
+        for key, value in earlier.items():
             chosen = key == 'micro_rows' and cfg.micro_rows is None     # by the run itself
             if key not in free_keys and getattr(cfg, key, value) != value and not chosen:
                 raise ConfigError(f'resume: the run in {out_dir} has {key} = {value!r}, not '
                                   f'{getattr(cfg, key)!r}; keep it, or --overwrite the run')
-    elif any(Path(out_dir, name).exists() for name in written) and not (
-            cfg.resume or cfg.overwrite):
+    elif not (cfg.resume or cfg.overwrite) and any(
+            Path(out_dir, name).exists() for name in written_files(out_dir)):
         what = 'an earlier run or evaluation'
         if (out_dir / 'config.json').exists():
             what = 'a finished run'
@@ -116,12 +114,6 @@ def check_run(cfg, free_keys):
             what = f'a run that was interrupted after step {steps[-1]}: --resume continues it'
         raise ConfigError(f'{cfg.out_dir} holds {what}; --overwrite replaces it, or choose another '
                           f'--out_dir')
-
-
-def setting(cfg, key):
-    """Return the value of a key in the run to resume; None if there is no such run or key."""
-    path = Path(cfg.out_dir, 'train_config.py')
-    return read_assignments(path).get(key, (None,))[0] if path.exists() else None
 
 
 def checkpoints(out_dir):
@@ -198,12 +190,15 @@ def restore(out_dir, named, optimizer, facts):
     for step, folder in reversed(checkpoints(out_dir).items()):
         path = folder / 'state.json'
         try:
-            content = read_state(path, step)
+            content = json.loads(path.read_text(encoding='utf-8'))
+            if content.pop('digest', None) != json_digest(content):
+                raise ValueError('its content does not match its checksum')
+            if content['step'] != step:
+                raise ValueError(f'it holds step {content["step"]}, not {step}')
             for key, value in facts.items():
                 if content[key] != value:
-                    raise TrainingError(f'{path}: the checkpoint was written with different '
-                                        f'{FACTS.get(key, key)}: {content[key]}, and this run has '
-                                        f'{value}; use the same, or --overwrite to start over')
+                    raise TrainingError(f'{path} has different {FACTS.get(key, key)}: '
+                                        f'{content[key]}, not {value}; --overwrite starts over')
             unread = dict(state_tensors(named, optimizer))
             for name, digest in content['files'].items():
                 path = folder / name
@@ -228,16 +223,6 @@ def restore(out_dir, named, optimizer, facts):
     if damaged:
         raise TrainingError(f'{damaged}, and there is no older checkpoint; --overwrite starts over')
     return 0
-
-
-def read_state(path, step):
-    """Return the content of state.json; ValueError if it was edited or is not that of `step`."""
-    content = json.loads(path.read_text(encoding='utf-8'))
-    if content.pop('digest', None) != json_digest(content):
-        raise ValueError('its content does not match its checksum')
-    if content['step'] != step:
-        raise ValueError(f'it holds step {content["step"]}, not {step}')
-    return content
 
 
 def state_tensors(named, optimizer):

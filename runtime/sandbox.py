@@ -39,18 +39,16 @@ def run_program(source, tests, *, seconds=3, wall_seconds=None, memory=1 << 29, 
     """Run the Python program `source`, then `tests`; return an Outcome.
 
     tests:        Python that calls what the source defines, as in `assert program.add(2, 3) == 5`,
-                  in a process of its own. Arguments and results are copied: numbers, strings,
-                  bytes, lists, tuples, sets, dicts and None; anything else is an error.
+                  in a process of its own. Arguments and results are plain values
     seconds:      CPU time of the program, a whole number
     wall_seconds: time for all, for programs that sleep; None: 10 + 4 * seconds
     memory, disk: bytes of address space, and of files in /tmp and of output; with 'limits', `disk`
                   is for each file and not for their sum
     isolation:    'namespaces': no file of this machine but the Python installation, no network, no
                   other process. 'limits', for containers that forbid namespaces: the program can
-                  read and write what the user can. See docs/running_code.md
+                  read and write what the user can
 
-    Only the standard library can be imported. Raises ConfigError if the machine does not allow the
-    isolation.
+    Only the standard library can be imported. Raises ConfigError if isolation is impossible.
     """
     if sys.platform != 'linux' or os.uname().machine not in MACHINES:
         raise ConfigError(f'running code needs Linux on {" or ".join(MACHINES)}')
@@ -61,11 +59,10 @@ def run_program(source, tests, *, seconds=3, wall_seconds=None, memory=1 << 29, 
     with tempfile.TemporaryDirectory(prefix='nanocal-', ignore_cleanup_errors=True) as folder:
         home = '/tmp' if isolation == 'namespaces' else folder
         prefixes = {sys.base_prefix, sys.base_exec_prefix}
+        visible = {'/usr', '/lib', '/lib64', *prefixes, *map(os.path.realpath, prefixes)}
         request = {'source': source, 'seconds': seconds, 'wall_seconds': wall_seconds,
                    'memory': memory, 'disk': disk, 'isolation': isolation, 'folder': folder,
-                   'visible': sorted(path for path in {
-                       '/usr', '/lib', '/lib64', *prefixes, *map(os.path.realpath, prefixes)}
-                       if os.path.exists(path))}
+                   'visible': sorted(filter(os.path.exists, visible))}
         process = subprocess.Popen(
             [sys.executable, '-S', '-s', '-P', '-B', CHILD], cwd=folder, start_new_session=True,
             env={'HOME': home, 'TMPDIR': home, 'LANG': 'C.UTF-8', 'PYTHONHASHSEED': '0'},

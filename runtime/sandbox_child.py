@@ -134,11 +134,10 @@ def libc(name, *arguments):
 
 
 def enter_namespaces(root, visible, disk):
-    """Enter new namespaces with an empty '/'; return in their first process, for which this waits.
+    """Enter new namespaces; return in their first process, for which this one waits.
 
-    root:    an empty folder that becomes '/'
-    visible: folders that stay, read-only
-    disk:    size of /tmp in bytes, the only writable folder
+    root: an empty folder that becomes '/'; visible: folders that stay, read-only; disk: bytes of
+    /tmp, the only writable folder
     """
     uid, gid = os.geteuid(), os.getegid()
     if uid:     # a user namespace gives the rights that the next calls need

@@ -12,7 +12,7 @@ import torch
 
 from model import CausalLM
 from runtime import adapter, checkpoint, parallel, resume
-from runtime.config import read_assignments
+from runtime.config import run_settings
 from runtime.errors import ConfigError, TrainingError
 from runtime.eval_config import EvalConfig
 from runtime.json_rules import check_values
@@ -44,7 +44,8 @@ def model_config(cfg, base):
 
 def run_files(cfg, config, base, more):
     """Return the names in out_dir of what a run writes besides checkpoints and reports."""
-    names = checkpoint.saved_names(config, cfg.out_dir, getattr(torch, cfg.save_dtype), base, more)
+    names = [*checkpoint.model_files(checkpoint.build(config), cfg.out_dir,
+                                     getattr(torch, cfg.save_dtype), base, None, more)]
     if cfg.lora:
         names += [f'adapter/{name}' for name in adapter.FILES]
     epochs = range(1, math.ceil(cfg.epochs)) if cfg.checkpoint_epochs else ()
@@ -53,10 +54,7 @@ def run_files(cfg, config, base, more):
 
 
 def save_weights(cfg, model, optimizer, base, more, below='.'):
-    """Write the weights into out_dir/`below`; with LoRA merged, and the adapters in adapter/.
-
-    more: {name: content} of tokenizer files that replace those of the base model
-    """
+    """Write the weights into out_dir/`below`, with LoRA merged, and the adapters in adapter/."""
     folder, common = Path(cfg.out_dir, below), {'full': optimizer.master, 'owner': cfg.out_dir}
     try:
         if cfg.lora and not model.config.reward:    # a score head is no adapter
@@ -76,17 +74,12 @@ SETTINGS = {'template': [name for name in get_args(get_type_hints(EvalConfig)['c
 
 
 def training_settings(folder):
-    """Return the settings of the run that trained the model in `folder`; {} without a run.
-
-    Raises ConfigError for a damaged file, CheckpointError for a wrong value of SETTINGS.
-    """
+    """Return the settings of the run that trained the model in `folder`; {} without a run."""
     folder = Path(folder).resolve()
     if re.fullmatch(r'epoch-\d+', folder.name):     # the config is in the folder of the run
         folder = folder.parent
-    path = folder / 'train_config.py'
-    assigned = read_assignments(path) if path.exists() else {}
-    settings = {key: value for key, (value, _) in assigned.items()}
-    check_values(settings, SETTINGS, path)
+    settings = run_settings(folder)
+    check_values(settings, SETTINGS, folder / 'train_config.py')
     return settings
 
 
@@ -96,10 +89,7 @@ def trained_with_bos(folder):
 
 
 def trained_template(folder):
-    """Return the chat template of the run that trained the model in `folder`.
-
-    Raises ConfigError without a run, or after one on other data than conversations.
-    """
+    """Return the chat template of the run that trained the model in `folder`, or ConfigError."""
     settings = training_settings(folder)
     if settings.get('data_kind') != 'instruct' or 'template' not in settings:
         raise ConfigError(f'chat = trained, but {folder} was not trained here on conversations; '
@@ -109,10 +99,7 @@ def trained_template(folder):
 
 
 def base_of_adapter(folder):
-    """Return the base model's folder of the adapters in `folder`/adapter, which need dropout.
-
-    Raises ConfigError or CheckpointError.
-    """
+    """Return the base model's folder of the adapters in `folder`/adapter, which need dropout."""
     settings = adapter.read_adapter(folder)
     if not settings['lora_dropout']:
         raise ConfigError(f'dropout_seed: {folder} was trained with lora_dropout = 0, so nothing '

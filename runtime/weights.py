@@ -68,18 +68,24 @@ def text_key(stored: str, config) -> str:
     return stored
 
 
-def weight_files(folder: Path) -> dict[str, Path]:
-    """Return {tensor: its file}, from a single file or an index of shards.
+def names_on_disk(model) -> dict[str, str]:
+    """Return {name on disk: our name} of the parameters of a model."""
+    return {their_key(key, model.config): key for key, _ in model.named_parameters()}
 
-    model.safetensors is preferred to pytorch_model.bin, from which no code is run.
-    """
+
+def shapes_on_disk(model) -> dict[str, list[int]]:
+    """Return {name on disk: shape} of the parameters of a model."""
+    return {their_key(key, model.config): [*p.shape] for key, p in model.named_parameters()}
+
+
+def weight_files(folder: Path) -> dict[str, Path]:
+    """Return {tensor: its file} of a model: safetensors, or pickles from which no code is run."""
     for single in (folder / 'model.safetensors', folder / 'pytorch_model.bin'):
         index = single.with_name(f'{single.name}.index.json')
         if index.exists():
             names = read_json_object(index).get('weight_map')
             if not isinstance(names, dict) or not names:
-                raise CheckpointError(f'{index}: not an index of shards: weight_map must be an '
-                                      f'object')
+                raise CheckpointError(f'{index}: weight_map must be an object: tensors and shards')
             here = [path.name for path in folder.glob(f'*{single.suffix}')]
             for name in names.values():
                 if name not in here:
@@ -123,8 +129,7 @@ def open_weights(path):
             yield tensors
     except (SafetensorError, OSError, RuntimeError, KeyError) as error:
         raise CheckpointError(f'{path} cannot be read, is truncated, out of date or not a '
-                              f'{path.suffix[1:]} file ({error}); check its permissions, or '
-                              f'download or save it again') from error
+                              f'{path.suffix[1:]} file ({error}); download it again') from error
 
 
 def read_tensors(files):
@@ -141,10 +146,10 @@ def read_all(path: Path) -> dict[str, Tensor]:
 
 
 def weights_digest(path):
-    """Return a hash, below 2^256, of the names, types, shapes and bytes of all tensors of a file.
+    """Return the sum of the hashes, below 2^256, of the tensors of a file: names, types and bytes.
 
-    It is the sum of the hashes of the tensors, so the sum over the shards of a model does not
-    depend on how it is split. It takes 0.6 s per GB on each of up to 8 threads.
+    The sum over the shards of a model does not depend on how it is split. It takes 0.6 s per GB on
+    each of up to 8 threads.
     """
     def digest(key):
         with open_weights(path) as file:    # per tensor: mapped pages count as our memory
@@ -188,10 +193,8 @@ def write_files(folder, files, owner):
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]):
-    """Write a safetensors file of CPU tensors.
-
-    safetensors' own function leaves a private temporary file behind if it is killed.
-    """
+    """Write a safetensors file of CPU tensors."""
+    # safetensors' own function leaves a private temporary file behind if it is killed
     header, end = {'__metadata__': {'format': 'pt'}}, 0
     # readers want aligned tensors: large items first
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())

@@ -369,7 +369,7 @@ def test_the_tokens_of_three_files_end_an_answer(chat_folder, tmp_path):
     a, b = (row['answers'][0]['tokens'] for row in first[:2])
     ends = a[2], b[3]
     (chat_folder / 'generation_config.json').write_text(json.dumps({'eos_token_id': [ends[0]]}))
-    with pytest.raises(ConfigError, match='has answers with .*end_ids'):
+    with pytest.raises(ConfigError, match='holds answers with .*end_ids'):
         run(chat_folder, tmp_path, '--per_token')
     edit_config(chat_folder, eos_token_id=ends[1])
     tokenizer = load_model_tokenizer(chat_folder, checkpoint.read_config(chat_folder))
@@ -428,10 +428,10 @@ def test_the_command_writes_one_line_per_prompt_and_resumes(chat_folder, tmp_pat
             run(chat_folder, tmp_path, *options)
     out.write_text(whole)
     for argument in ('--n=3', '--seed=1', '--temperature=0.5'):
-        with pytest.raises(ConfigError, match='has answers with .*choose another --out'):
+        with pytest.raises(ConfigError, match='holds answers with .*choose another --out'):
             run(chat_folder, tmp_path, *options, argument)
     rewrite(chat_folder, lambda tensors: tensors['model.norm.weight'].mul_(1.1))
-    with pytest.raises(ConfigError, match='has answers of another model'):
+    with pytest.raises(ConfigError, match='holds answers of another model'):
         run(chat_folder, tmp_path, *options)
     # a file with a similar name is another one
     (tmp_path / 'out' / 'answers.0.jsonl').write_text('mine')

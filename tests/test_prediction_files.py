@@ -129,7 +129,7 @@ def test_the_program_says_how_it_is_called_and_what_it_cannot_read_or_write(tmp_
     ('{"log_probs": [-1, -2], "answer": 1, "n_tokens": [1, 0]}', '1: n_tokens must be'),
     ('{"probs": [1%s], "answer": 0}' % ('0' * 400), '1: int too large'),
     ('null', '1: not a JSON object: None'), ('{}', '1: probs must be numbers, not None'),
-    ('{"probs": [1.0', '1: Expecting'), ('\xff\xfe', "1: 'utf"),
+    ('{"probs": [1.0', '1: broken JSON: Expecting'), ('\xff\xfe', "1: broken JSON: 'utf"),
 ])
 def test_the_program_names_the_line(tmp_path, lines, message):
     path = tmp_path / 'some.jsonl'
@@ -255,7 +255,7 @@ def test_the_array_of_an_old_lm_eval_gives_the_same_report(tmp_path):
     assert run_metrics(alone).stdout.splitlines()[1:] == new[1:]
     wrong = json.loads(text)
     wrong[1]['acc'] = 0.5
-    for damaged, message in ((text[:-9], ' broken JSON: '),
+    for damaged, message in ((text[:-9], ' the array: broken JSON: '),
                              (json.dumps(wrong), ' row 2: its target, 1, is not the only')):
         alone.write_text(damaged)
         assert f'{alone}:{message}' in run_metrics(alone).stderr

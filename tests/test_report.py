@@ -62,29 +62,30 @@ def with_answers(**wrong):
 
 
 WRONG_SAMPLES = [
-    ([1], 'no JSON object'), ({'task': 'mmlu'}, 'id must be text, not None'),
+    ([1], 'no JSON object'), ({'task': 'mmlu'}, 'id is missing; it must be a string'),
     *((TOKEN | wrong, message) for wrong, message in (
-        ({'of': 0}, 'of must be a whole number'), ({'text': 1}, 'text must be text'),
-        ({'confidence': '0.5'}, 'confidence must be a number from 0 to 1'),
-        ({'confidence': 1.5}, 'confidence must be a number from 0 to 1'),
-        ({'correct': 1}, 'correct must be true or false'),
-        ({'log_prob': -10**400}, 'log_prob must be a finite number'),
-        ({'log_prob': 0.5}, 'log_prob must be a finite number of at most 0'),
-        ({'entropy': float('nan')}, 'entropy must be a finite number of at least 0'),
-        ({'greedy': WRITTEN, 'answers': []}, 'answers must be a list, each an object'),
-        ({'greedy': None, 'answers': [WRITTEN]}, 'greedy must be an object'),
-        ({'confidence': None, 'greedy': {'text': 5}}, 'in an answer, text must be text'))),
-    *((with_answers(**{key: value}), f'in an answer, {key} must be') for key, value in (
+        ({'of': 0}, 'of = 0 .* must be an integer'), ({'text': 1}, 'text = 1 .* must be a string'),
+        ({'confidence': '0.5'}, 'confidence = .* must be a number from 0.0 to 1.0'),
+        ({'confidence': 1.5}, 'confidence = .* must be a number from 0.0 to 1.0'),
+        ({'correct': 1}, 'correct = 1 .* must be true or false'),
+        ({'log_prob': -10**400}, 'log_prob = .* must be a number from'),
+        ({'log_prob': 0.5}, 'log_prob = 0.5 .* must be a number from -1e.300 to 0.01'),
+        ({'entropy': float('nan')}, 'entropy = nan .* must be a number from -0.01'),
+        ({'greedy': WRITTEN, 'answers': []}, 'answers = .* must be a list, each item an object'),
+        ({'greedy': None, 'answers': [WRITTEN]}, 'greedy = None .* must be an object'),
+        ({'confidence': None, 'greedy': {'text': 5}}, 'in an answer, text = 5 .* a string'))),
+    *((with_answers(**{key: value}), f'in an answer, {key} = .* must be') for key, value in (
         ('strict', 1), ('mean_prob', 2), ('n_tokens', 0), ('key', []), ('reason', 3))),
     *((question(**wrong), message) for wrong, message in (
         ({'log_probs': [-1.0]}, 'differ in length'),
-        ({'log_probs': [None, -1.0]}, 'log_probs must be a list, each a finite number'),
-        ({'log_probs': [0.5, -1.0]}, 'at most 0, not .0.5'),
-        ({'n_tokens': [0, 1]}, 'each a whole number, 1 or more, not .0, 1.'),
-        ({'answer': 2}, 'answer is too large'), ({'answer': True}, 'answer must be the index'),
-        ({'orders': []}, 'orders must be a list, each an object'),
+        ({'log_probs': [None, -1.0]}, 'log_probs = .* must be a list, each item a number'),
+        ({'log_probs': [0.5, -1.0]}, 'log_probs = .0.5, .* to 0.01'),
+        ({'n_tokens': [0, 1]}, 'n_tokens = .0, 1. .* each item an integer from 1'),
+        ({'answer': 2}, 'answer is too large'),
+        ({'answer': True}, 'answer = True .* must be an integer from 0'),
+        ({'orders': []}, 'orders = .* must be a list, each item an object'),
         ({'orders': [{'order': [0, 0]}]}, 'order must have the index of each option'),
-        ({'orders': [{'order': [1, 0], 'log_probs': [1, 1]}]}, 'log_probs must be a list')))]
+        ({'orders': [{'order': [1, 0], 'log_probs': [1, 1]}]}, 'log_probs = .1, 1. .* a list')))]
 
 
 def test_a_damaged_or_edited_sample_is_named_with_its_line(tmp_path):

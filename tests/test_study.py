@@ -99,7 +99,7 @@ def test_a_plan_has_the_settings_that_were_fixed(make, n, expected):
         training_loss(cfg)
     if n == 600:
         names = {Path(cfg.out_dir).name for cfg in cfgs}
-        assert {run for run, _ in loss_tables.CHOICES.values()} <= names
+        assert {choice.split()[0] for choice in loss_tables.CHOICES.values()} <= names
 
 
 # Tables and figures from the committed numbers

@@ -42,6 +42,9 @@ def test_triviaqa_asks_a_repeated_question_once(tmp_path):
         assert [q.id for q in loaded.shots['']] == ['tc_0', 'tc_1']
         assert [q.id for q in loaded.questions] == ids
     assert loaded.questions[0].context == 'Question: Who is 2?\nAnswer:'
+    path = write_rows(tmp_path / 'lists.jsonl', [row | {'question_id': [i // 2]}
+                                                 for i, row in enumerate(rows)])
+    assert [q.id for q in load_written(f'triviaqa:{path}').questions] == ['[0]', '[1]', '[2]']
     path = write_rows(tmp_path / 'math.jsonl', [{
         'problem': 'Add 1 and 1.', 'solution': r'It is $\boxed{2}$.', 'level': 1, 'type': 'Sum'}])
     question, = load_written(f'math500:{path}').questions

@@ -49,6 +49,7 @@ printed number stands beside ours.
 """
 
 import functools
+import itertools
 import json
 import sys
 from dataclasses import replace
@@ -60,7 +61,8 @@ import numpy as np
 
 from research.papers.common import (OWN, AlignConfig, EvalConfig, Run, TrainConfig, claim,
                                     draw_curves, draw_lines, file_tokens, load_config, main,
-                                    measured, numbers, own_table, plots, selected, titles_of)
+                                    measured, numbers, own_table, plots, read_models, selected,
+                                    titles_of)
 import metrics
 from data.files import fetch, read_rows
 from data.instruct import PATTERNS, first_turns
@@ -69,25 +71,12 @@ from results.report import predictions
 from results.samples import latest_samples
 from results.tables import TITLES, Heading
 
-# name: hub name, weights
-PYTHIA = {f'pythia-{size}': (f'EleutherAI/pythia-{size}', weights) for size, weights in (
-    ('70m', 70e6), ('160m', 162e6), ('410m', 405e6), ('1b', 1.01e9), ('1.4b', 1.41e9),
-    ('2.8b', 2.78e9), ('6.9b', 6.86e9), ('12b', 11.8e9))}
-LLAMA = {f'llama-{size}': (f'huggyllama/llama-{size}', weights) for size, weights in (
-    ('7b', 6.74e9), ('13b', 13.0e9), ('30b', 32.5e9), ('65b', 65.3e9))}
-LLAMA2 = {f'llama-2-{size}': (f'meta-llama/Llama-2-{size}-hf', weights) for size, weights in (
-    ('7b', 6.74e9), ('13b', 13.0e9), ('70b', 69.0e9))}
-OPT = {f'opt-{size}': (f'facebook/opt-{size}', weights) for size, weights in (
-    ('125m', 125e6), ('350m', 331e6), ('1.3b', 1.32e9), ('2.7b', 2.65e9), ('6.7b', 6.66e9),
-    ('13b', 12.9e9), ('30b', 30.0e9), ('66b', 65.7e9))}
-FLAN_T5 = {f'flan-t5-{size}': (f'google/flan-t5-{size}', weights) for size, weights in (
-    ('small', 77e6), ('base', 248e6), ('large', 783e6), ('xl', 2.85e9), ('xxl', 11.1e9))}
-# the figure with the curves of each family
-FIGURES = {'figure3_curves': ('Pythia', PYTHIA), 'figure8': ('LLaMA', LLAMA),
-           'figure9': ('LLaMA 2', LLAMA2), 'figure10': ('FLAN-T5', FLAN_T5),
-           'figure11': ('OPT', OPT)}
+# {family: {name: (hub name, weights)}}, and the figure with the curves of each family
+FAMILIES = read_models('alignment')
+FIGURES = {'figure3_curves': 'Pythia', 'figure8': 'LLaMA', 'figure9': 'LLaMA 2',
+           'figure10': 'FLAN-T5', 'figure11': 'OPT'}
 STEPS = (256, 512, 2000, 4000, 8000, 16000, 32000, 64000, 128000, 143000)
-ALIGNED, (BASE, PARAMS) = 'LLaMA 7B', LLAMA['llama-7b']
+ALIGNED, (BASE, PARAMS) = 'LLaMA 7B', FAMILIES['LLaMA']['llama-7b']
 EPOCHS, PAIRS, SAMPLES = 3, 11_000, 100_000
 DATA = {'alpaca': ('tatsu-lab/alpaca', PAIRS * 250),        # and tokens per epoch, estimated
         'oasst1': ('OpenAssistant/oasst1', PAIRS * 250)}
@@ -131,16 +120,16 @@ def tasks_of(options):
 
 def runs(options):
     root, sizes = options.out_dir, {'eval_tokens': EVAL_TOKENS}
-    for name, (hub, params) in own_table(options, 'model',
-                                         PYTHIA | LLAMA | LLAMA2 | OPT | FLAN_T5).items():
+    models = dict(itertools.chain(*(family.items() for family in FAMILIES.values())))
+    for name, (hub, params) in own_table(options, 'model', models).items():
         # beside the weights of the largest an H200 has no room for long rows
         cfg = evaluation(options, model=hub, pack_len=4096 if params > 60e9 else None,
                          header='none', out_dir=f'{root}/{name}')
-        if name in FLAN_T5 and not options.model:
+        if name in FAMILIES['FLAN-T5'] and not options.model:
             yield Run(replace(cfg, tasks=('mmlu',)), params, eval_tokens=1.6e6)
         else:
             yield Run(cfg, params, **sizes)
-    hub, params = PYTHIA['pythia-1.4b']
+    hub, params = FAMILIES['Pythia']['pythia-1.4b']
     for step in STEPS if not options.model else ():
         yield Run(evaluation(options, model=hub, revision=f'step{step}', header='none',
                              out_dir=f'{root}/pythia-1.4b-step{step}'), params, **sizes)
@@ -262,7 +251,7 @@ def tables(options):
         draw_lines(f'{root}/{name}.png', {title: {label: [
             (x, measured(folder, task).get('pooled', {})) for x, folder in folders]
             for label, folders in points.items()} for task, title in tasks.items()},
-            x_label, metric.upper() if metric == 'ece' else metric, metric, **options)
+            x_label, metric, **options)
 
     def draw_all_curves(name, folders):
         """Draw the reliability curves of runs {label: folder}, a panel per task."""
@@ -271,14 +260,14 @@ def tables(options):
             for task, title in tasks.items()})
 
     own = own_table(options, 'model', {})
-    figures = {'figure3_curves': (', '.join(own), own)} if own else FIGURES
-    families = dict(figures.values())
+    figures = {'figure3_curves': ', '.join(own)} if own else FIGURES
+    families = {title: own or FAMILIES[title] for title in figures.values()}
     yield 'scales', f'Parameter scales{" (figures 3 and 8 to 11)" * (not own)}', [head, *(
         line(name, f'{root}/{name}') for family in families.values() for name in family)]
     draw('figure3', {title: [(params, f'{root}/{name}') for name, (_, params) in family.items()]
                      for title, family in families.items()}, 'weights', log=True)
-    for name, (_, family) in figures.items():
-        draw_all_curves(name, {model: f'{root}/{model}' for model in family})
+    for name, title in figures.items():
+        draw_all_curves(name, {model: f'{root}/{model}' for model in families[title]})
     scored = {title: {name: f'{root}/{name}' for name in family
                       if mmlu_samples(f'{root}/{name}')[0]} for title, family in families.items()}
     if scored := {title: folders for title, folders in scored.items() if folders}:

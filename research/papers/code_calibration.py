@@ -23,14 +23,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from research.papers.common import EvalConfig, Run, counted, draw_curves, main, measured
+from research.papers.common import (EvalConfig, Run, counted, draw_curves, main, measured,
+                                    read_models)
 from results.tables import Heading
 
-# name: hub name, weights
-MODELS = {'CodeLlama-7B': ('codellama/CodeLlama-7b-hf', 6.74e9),
-          'DeepSeek-Coder-1.3B': ('deepseek-ai/deepseek-coder-1.3b-base', 1.35e9),
-          'Qwen2.5-Coder-1.5B': ('Qwen/Qwen2.5-Coder-1.5B', 1.54e9),
-          'Qwen2.5-Coder-7B': ('Qwen/Qwen2.5-Coder-7B', 7.62e9)}
+MODELS = read_models('code_calibration')['']
 # entry of the results: name in the paper, or a description
 CONFIDENCES = {'humaneval.mean_token': 'p_avg', 'humaneval': 'p_tot',
                'humaneval.p_true': 'True or False', 'humaneval.verbalized_2s': 'verbalized',

@@ -13,6 +13,7 @@ and --data=FILE replace the tables of models and datasets of a script that has b
 """
 
 import argparse
+import csv
 import difflib
 import functools
 import json
@@ -23,6 +24,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import evaluate
@@ -34,7 +36,7 @@ from data.probes import PATTERNS as TEXT_PATTERNS
 from data.tasks import task_label, task_source
 from evaluate import EvalConfig
 from results import plots
-from results.tables import Heading, aligned, csv_text, latex, mark_best, markdown
+from results.tables import TITLES, Heading, aligned, csv_text, latex, mark_best, markdown
 from runtime import checkpoint, cli
 from runtime.config import load_config
 from runtime.errors import CheckpointError, ConfigError, DataError, TrainingError
@@ -189,6 +191,21 @@ OWN = {'model': {'action': 'append', 'default': [], 'metavar': '[NAME=]FOLDER', 
 TAKEN = 'base', 'instruct', 'aligned'       # folders of other runs beside those with the names
 FILE_ENDING = re.compile(r'(\.(jsonl?|csv|tsv|parquet|txt|gz))+$')
 BYTES, PACKED_BYTES = 5, 1.6    # per token: of rows with the names of their fields, and compressed
+
+
+def read_csv(name):
+    """Return the rows of a file in this folder as dicts."""
+    with open(Path(__file__).with_name(name), newline='', encoding='utf-8') as file:
+        return [*csv.DictReader(file)]
+
+
+def read_models(paper):
+    """Return {group: {name: (hub name, weights)}} of a paper in models.csv."""
+    groups = {}
+    for row in read_csv('models.csv'):
+        if row['paper'] == paper:
+            groups.setdefault(row['group'], {})[row['name']] = row['hub'], float(row['weights'])
+    return groups
 
 
 def own_table(options, key, table):
@@ -458,7 +475,7 @@ def draw_curves(path, panels, columns=3):
         plots.draw_curves(path, {title: bins for title, bins in panels.items() if bins}, columns)
 
 
-def draw_lines(path, panels, x_label, y_label, metric='ece', log=False):
+def draw_lines(path, panels, x_label, metric='ece', log=False):
     """Draw panels = {title: {line: [(x, report), ...]}} of one metric with its 95 % intervals.
 
     Points without a report are left out; without any point nothing is drawn.
@@ -467,20 +484,17 @@ def draw_lines(path, panels, x_label, y_label, metric='ece', log=False):
                for points in series.values() for _, result in points):
         return
     figure = plots.new_figure(4 * len(panels), 3.4)
-    for ax, (title, series) in zip(figure.subplots(1, len(panels), squeeze=False).flat,
-                                   panels.items(), strict=True):
+    grid = figure.subplots(1, len(panels), squeeze=False)
+    for ax, (title, series) in zip(grid.flat, panels.items(), strict=True):
         for label, points in series.items():
-            points = [(x, result) for x, result in points if result.get(metric) is not None]
-            if not points:
-                continue
-            xs, values = [x for x, _ in points], [result[metric] for _, result in points]
-            ends = [result.get('intervals', {}).get(metric, (v, v))
-                    for v, (_, result) in zip(values, points, strict=True)]
-            errors = [[max(0, v - low) for v, (low, _) in zip(values, ends, strict=True)],
-                      [max(0, high - v) for v, (_, high) in zip(values, ends, strict=True)]]
-            ax.errorbar(xs, values, errors, marker='o', markersize=4, capsize=2, label=label)
+            rows = [(x, y, *result.get('intervals', {}).get(metric, (y, y)))
+                    for x, result in points if (y := result.get(metric)) is not None]
+            if rows:
+                x, y, low, high = np.array(rows, float).T
+                ax.errorbar(x, y, np.maximum(0, (y - low, high - y)), marker='o', markersize=4,
+                            capsize=2, label=label)
         ax.set_title(plots.figure_title(title, 40), fontsize=10)
-        ax.set(xlabel=x_label, ylabel=y_label, xscale='log' if log else 'linear')
+        ax.set(xlabel=x_label, ylabel=TITLES[metric], xscale='log' if log else 'linear')
         if not log:
             ax.set_xticks(sorted({x for points in series.values() for x, _ in points}))
         ax.set_ylim(0, 1.05 * ax.get_ylim()[1])     # a marker at the top is not cut

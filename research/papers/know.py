@@ -26,14 +26,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from research.papers.common import (EvalConfig, Run, TrainConfig, counted, draw_curves, main,
-                                    measured, paper_column)
+                                    measured, paper_column, read_models)
 from results.tables import Heading
 
-# name: hub name, weights
-MODELS = {'Llama-3.2-1B': ('meta-llama/Llama-3.2-1B', 1.24e9),
-          'Qwen2.5-1.5B': ('Qwen/Qwen2.5-1.5B', 1.54e9),
-          'Qwen2.5-7B': ('Qwen/Qwen2.5-7B', 7.62e9),
-          'Llama-3.1-8B': ('meta-llama/Llama-3.1-8B', 8.03e9)}
+MODELS = read_models('know')['']
 TASKS = {'triviaqa': 'TriviaQA', 'gsm8k': 'GSM8K'}
 CONFIDENCES = {'': 'probability of the answer', '.agreement': 'share of the largest class',
                '.p_true': 'P(True)', '.p_true_samples': 'P(True), samples shown'}

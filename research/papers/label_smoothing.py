@@ -46,16 +46,14 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from research.papers.common import (COLUMNS, OWN, EvalConfig, Run, TrainConfig, changed_report,
                                     draw_lines, held_out, main, measured, numbers, own_table,
-                                    paper_column, read_report, sweep, titles_of)
+                                    paper_column, read_models, read_report, sweep,
+                                    titles_of)
 from results.tables import Heading
 from runtime.checkpoint import fetch
 from runtime.config_json import read_config
 from runtime.errors import DataError
 
-# name: hub name, weights
-MODELS = {'Gemma2-2B': ('google/gemma-2-2b', 2.61e9),
-          'Mistral-7B': ('mistralai/Mistral-7B-v0.1', 7.24e9),
-          'Llama-3.1-8B': ('meta-llama/Llama-3.1-8B', 8.03e9)}
+MODELS = read_models('label_smoothing')['']
 # name: hub name, tokens per epoch (estimated from the size of the text)
 DATA = {'Alpaca': ('tatsu-lab/alpaca', 6e6),
         'OpenHermes': ('teknium/OpenHermes-2.5', 430e6),
@@ -204,7 +202,7 @@ def tables(options):
             f'{model}, {title}': {data: [(s, measured(
                 f'{options.out_dir}/{model}/{data}/smoothing{s:g}', task).get('pooled', {}))
                 for s in (0, *SMOOTHINGS)] for data in data_names}
-            for model in models}, 'smoothing', 'ECE')
+            for model in models}, 'smoothing')
 
 
 if __name__ == '__main__':

@@ -12,7 +12,6 @@ models and datasets.
 """
 
 import argparse
-import csv
 import itertools
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from results import plots
 from runtime import cli
 from runtime.ownership import claim, lock
 from stats import mean_interval
-from research.papers.common import write_tables
+from research.papers.common import read_csv, write_tables
 
 BENCHMARKS = {'global_mmlu': ('Global-MMLU', GLOBAL_MMLU), 'mmlu_prox': ('MMLU-ProX', MMLU_PROX)}
 CLASSES = {'high': 'ar cs de en es fa fr hi hu it ja ko nl pl pt ru sr sv tr vi zh'.split(),
@@ -36,11 +35,6 @@ N_OPTIONS = {'global_mmlu': 4, 'mmlu_prox': 10}
 N_BINS = {'global_mmlu': 140, 'mmlu_prox': 117}     # of 100 of the 14,042 and 11,759 questions
 
 ROWS = ('base', '0.0', '0.1', '0.2')            # of a cell: the base model, smoothing
-
-
-def read_csv(name):
-    with open(Path(__file__).with_name(name), newline='', encoding='utf-8') as file:
-        return [*csv.DictReader(file)]
 
 
 def printed_numbers():

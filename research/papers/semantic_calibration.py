@@ -24,21 +24,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from research.papers.common import EvalConfig, Run, counted, draw_curves, main, measured
+from research.papers.common import (EvalConfig, Run, counted, draw_curves, main, measured,
+                                    read_models)
 from results.tables import Heading
 
-# name: (weights, {stage: hub name})
-MODELS = {
-    'Qwen2.5-1.5B': (1.54e9, {'base': 'Qwen/Qwen2.5-1.5B',
-                              'instruct': 'Qwen/Qwen2.5-1.5B-Instruct'}),
-    'Qwen2.5-7B': (7.62e9, {'base': 'Qwen/Qwen2.5-7B', 'instruct': 'Qwen/Qwen2.5-7B-Instruct'}),
-    'Gemma2-2B': (2.61e9, {'base': 'google/gemma-2-2b', 'instruct': 'google/gemma-2-2b-it'}),
-    'Llama-3.1-8B': (8.03e9, {'base': 'meta-llama/Llama-3.1-8B',
-                              'instruct': 'meta-llama/Llama-3.1-8B-Instruct'}),
-    # one model after supervised tuning, and then after DPO
-    'Mistral-7B': (7.24e9, {'base': 'mistralai/Mistral-7B-v0.1',
-                            'SFT': 'HuggingFaceH4/mistral-7b-sft-beta',
-                            'DPO': 'HuggingFaceH4/zephyr-7b-beta'})}
+# {model: {stage: (hub name, weights)}}; Mistral-7B has one model after supervised tuning, then DPO
+MODELS = read_models('semantic_calibration')
 TASKS = {'triviaqa': 'TriviaQA, short', 'gsm8k_short': 'GSM8K, short',
          'gsm8k': 'GSM8K, chain of thought'}
 QUESTIONS, SAMPLES = 1319, 40
@@ -49,8 +40,8 @@ METRICS = 'accuracy', 'confidence', 'gap', 'smooth_ece', 'ece'
 
 
 def runs(options):
-    for model, (params, stages) in MODELS.items():
-        for stage, hub in stages.items():
+    for model, stages in MODELS.items():
+        for stage, (hub, params) in stages.items():
             yield Run(replace(REPORT, model=hub, out_dir=f'{options.out_dir}/{model}/{stage}'),
                       params, eval_tokens=EVAL_TOKENS)
 
@@ -58,7 +49,7 @@ def runs(options):
 def tables(options):
     lines = [['task', 'model', 'stage', 'questions', *map(Heading, METRICS), 'floor of ECE']]
     for task, title in TASKS.items():
-        for model, (_, stages) in MODELS.items():
+        for model, stages in MODELS.items():
             for stage in stages:
                 result = measured(f'{options.out_dir}/{model}/{stage}', f'{task}.agreement')
                 if result:
@@ -68,7 +59,7 @@ def tables(options):
     # the base models of each task above the tuned ones
     draw_curves(f'{options.out_dir}/reliability.png', {f'{title}: {kind}': {
         f'{model}, {stage}': measured(f'{options.out_dir}/{model}/{stage}', f'{task}.agreement')
-        for model, (_, stages) in MODELS.items() for stage in stages
+        for model, stages in MODELS.items() for stage in stages
         if (stage == 'base') == (kind == 'base models')}
         for kind in ('base models', 'tuned models') for task, title in TASKS.items()})
 

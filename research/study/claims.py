@@ -158,11 +158,15 @@ def table(numbers, name):
     columns = [column.split(' = ') for column in spec['columns']]
     lines = [[*head, *(TABLES['titles'].get(title := first.rstrip('?'), title)
                        for first, *_ in columns)]]
-    for row in spec['rows']:
-        title, run = row.split(' = ') if ' = ' in row else (row, row)
-        lines.append([*title.split(' / '), *(formula_cell(numbers, column[-1], run)
-                                             for column in columns)])
-    return lines
+    return lines + [[*title.split(' / '), *(formula_cell(numbers, column[-1], run)
+                                            for column in columns)]
+                    for title, run in rows_of(name).items()]
+
+
+def rows_of(name):
+    """Return {title: run} of the rows of a table in tables.toml."""
+    rows = (row.split(' = ') for row in TABLES[name]['rows'])
+    return {title: run[0] if run else title for title, *run in rows}
 
 
 def formula_cell(numbers, formula, run):

@@ -13,6 +13,7 @@ import argparse
 import itertools
 import os
 import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,25 +36,8 @@ from research.study import entropy_range
 from research.study.claims import read_csv
 
 RESULTS = Path(__file__).parent / 'results'
-ENGLISH = ('language=en', 'category=seen', 'scaling=none')
-ALL = ('language=all', 'category=all', 'scaling=none')
-QUESTIONS = 'task=text4|text10|letters4|letters10'
-RATES = 'lr=0.0008|0.002'               # of tuning and of the base model
-SIZE_RATES = 'lr=0.0008|0.002|0.004|0.001|0.0005|0.0016|0.0004|0.0002'
-# in figures: {column: its name, or (column, value): words for both}
-WORDS = {'hidden_size': 'hidden size', 'final_logit_softcapping': 'softcap',
-         'unused_rows': 'unused rows', 'vocab_size': 'rows of the vocabulary',
-         'lr': 'learning rate', 'model_type': 'model',
-         ('task', 'text4'): 'questions', ('task', 'text10'): 'questions, 10 options',
-         ('task', 'letters4'): 'questions by letter',
-         ('task', 'letters10'): 'questions by letter, 10 options', ('task', 'clm'): 'next tokens',
-         ('scaling', 'none'): 'unscaled', ('scaling', 'temperature'): 'temperature scaling',
-         ('lora', 'False'): 'full weights', ('lora', 'True'): 'LoRA',
-         ('from_scratch', 'False'): 'tuned', ('from_scratch', 'True'): 'base',
-         ('unused_rows', '0'): 'all rows used', ('unused_rows', '258048'): '4,096 rows used'}
-# {column of entropy_range.py: its title}
-ENTROPIES = {'reach_lowest_bits': 'least entropy (bits)',
-             'reach_highest_bits': 'most entropy (bits)'}
+TABLE = tomllib.loads((Path(__file__).parent / 'figures.toml').read_text(encoding='utf-8'))
+WORDS = TABLE['words']      # as in over_seeds.titled
 
 
 @dataclass
@@ -71,6 +55,13 @@ class View:
     reference: tuple = ('base',)    # kinds drawn as a band
     sources: tuple = ('base', 'smoothing')      # experiments
 
+    @classmethod
+    def read(cls, keys):
+        """Return the View of a figure in figures.toml, where words stand for tuples."""
+        rules = (TABLE['rules'].get(rule, rule) for rule in keys['where'].split())
+        view = {key: tuple(words.split()) for key, words in keys.items() if key != 'x'}
+        return cls(**keys | view | {'where': tuple(' '.join(rules).split())})
+
     @property
     def columns(self):
         return (*self.panel, *self.by, self.x)
@@ -82,66 +73,7 @@ class View:
         return {column: values.split('|') for column, _, values in rules}
 
 
-def figure(*where, **more):
-    return View(where, **more)
-
-
-# claim 3: next tokens; rows of the vocabulary by hidden size, with and without the softcap
-VOCABULARY = {'sources': ('vocabulary',), 'x': 'vocab_size', 'reference': (),
-              'by': ('kind', 'smoothing', 'unused_rows')}
-# claim 4; from_scratch is the base model
-SIZE = {'sources': ('base', 'smoothing', 'size'), 'x': 'hidden_size',
-        'by': ('from_scratch', 'smoothing'), 'reference': ()}
-FIGURES = {
-    # base, tuned and tuned with smoothing 0.1; all questions, all seeds
-    'headline': figure('kind=tuned|base', 'task=text4|facts', *ALL, RATES, 'smoothing=0.0|0.1',
-                       metrics=('accuracy', 'confidence', 'ece', 'rmsce', 'nll')),
-    'summary': figure('kind=tuned|base', QUESTIONS + '|facts|clm', *ALL, RATES, 'smoothing=0.0|0.1',
-                      metrics=('accuracy', 'ece')),
-    # claim 1: English questions about entities of the text; any next token and first tokens of
-    # facts; the other architectures
-    'smoothing': figure('kind=tuned|base', QUESTIONS, *ENGLISH, by=('lr',)),
-    'tokens': figure('kind=tuned|base', 'task=facts|clm', *ALL, by=('lr',)),
-    'architectures': figure(
-        'kind=tuned|base|gemma2|mistral', 'task=text4|facts', 'model_type=llama|gemma2|mistral',
-        *ALL, RATES, 'smoothing=0.0|0.1|0.3', 'hidden_size=256',
-        sources=('base', 'smoothing', 'architectures'), panel=('task', 'model_type'),
-        reference=('base', 'gemma2', 'mistral'), metrics=('ece', 'accuracy')),
-    # claim 2: en was tuned on; l1, l2 and l3 were not
-    'languages': figure('kind=tuned|base', 'task=text4', 'language=en|l1|l2|l3', 'category=seen',
-                        'scaling=none', RATES, panel=('language',)),
-    'languages_facts': figure('kind=tuned|base', 'task=facts', 'language=en|l1|l2|l3',
-                              'scaling=none', RATES, panel=('language',)),
-    'vocabulary': figure(
-        'task=clm', *ALL, 'hidden_size=64|256|1024', 'final_logit_softcapping=30.0|None',
-        'unused_rows=0|258048', panel=('hidden_size', 'final_logit_softcapping'),
-        metrics=('ece', 'gap', 'entropy_bits', 'reach_lowest_bits', 'accuracy'), **VOCABULARY),
-    'vocabulary_questions': figure(
-        'task=text4|facts', *ALL, 'hidden_size=64|256|1024', 'final_logit_softcapping=30.0',
-        'unused_rows=0|258048', panel=('task', 'hidden_size'), **VOCABULARY),
-    'lora': figure('kind=tuned|base|lora', 'task=text4|letters4', *ENGLISH,
-                   'lr=0.0008|0.0032|0.002', 'smoothing=0.0|0.1',
-                   sources=('base', 'smoothing', 'lora'), x='lr', by=('lora', 'smoothing')),
-    'epochs': figure('kind=tuned|base', 'task=text4|letters4', *ENGLISH, RATES, 'smoothing=0.0|0.1',
-                     sources=('base', 'smoothing', 'epochs'), x='epochs', by=('smoothing',)),
-    'homogeneous': figure('kind=tuned|base|homogeneous', QUESTIONS, *ENGLISH,
-                          'data=instruct|instruct-homogeneous|text', RATES, 'smoothing=0.0|0.1',
-                          sources=('base', 'smoothing', 'homogeneous'), x='data',
-                          by=('smoothing',)),
-    'size': figure('kind=tuned|base|tiny|medium|large', 'task=text4|letters4', *ENGLISH, SIZE_RATES,
-                   'smoothing=0.0|0.1', **SIZE),
-    'size_all': figure('kind=tuned|base|tiny|medium|large', 'task=text4|facts|clm', *ALL,
-                       SIZE_RATES, 'smoothing=0.0|0.1', **SIZE),
-    # claim 5: a temperature fitted on 400 English questions; known and unknown entities
-    'temperature': figure(
-        'kind=tuned|base', 'task=text4', 'language=en|l1|l2|l3', 'category=seen|unseen', RATES,
-        'smoothing=0.0|0.1', 'scaling=none|temperature', x='language',
-        by=('kind', 'smoothing', 'scaling'), panel=('category',), reference=(),
-        metrics=('ece', 'nll')),
-    # claim 6: the RMS of MMLU's repository and equation 5 on the same predictions
-    'rms': figure('kind=tuned|base', QUESTIONS, *ENGLISH, RATES,
-                  metrics=('rmsce', 'rms_mmlu_repo', 'ece')),
-}
+FIGURES = {name: View.read(keys) for name, keys in TABLE['figures'].items()}
 
 
 def draw(name, out_dir, root=None):
@@ -158,7 +90,7 @@ def draw(name, out_dir, root=None):
                  for line in read_csv(RESULTS / name / 'compare.csv')]
     lines, groups, reference = select(name, view, lines)
     out_dir.mkdir(parents=True, exist_ok=True)
-    headings = {key: Heading(key) if key in MEASURES else ENTROPIES[key] for key in view.metrics}
+    headings = {key: Heading(key) if key in MEASURES else WORDS[key] for key in view.metrics}
     over_seeds.write_comparison(out_dir, lines, groups, view.columns, headings, (),
                                 len(view.panel), reference, WORDS)
     if name == 'headline':

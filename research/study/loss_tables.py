@@ -28,7 +28,7 @@ from results.tables import TITLES
 from runtime import cli
 from stats import mean_interval
 from research.study.claims import (Claims, Source, at_equal, cell, draw_groups, finish, label,
-                                   panels, plain, tested_table)
+                                   panels, plain, rows_of, tested_table)
 from research.study.common import seed_folder
 from research.study.runs import (EXPERIMENTS, FORMS, KNOWN_BASES, KNOWN_DATA, KNOWN_LOSSES,
                                  LATER_SEEDS, LOSSES, RATES, TRANSFER, short)
@@ -175,22 +175,7 @@ def memorization(numbers):
 
 
 DEFAULT = f'tuned-{short(CROSS_ENTROPY)}-lr0.0008'
-# claim 11: {choice: (run, scaling)}
-CHOICES = {
-    'learning rate 8e-05': (f'tuned-{short(CROSS_ENTROPY)}-lr8e-05', 'none'),
-    'learning rate 0.00032': (f'tuned-{short(CROSS_ENTROPY)}-lr0.00032', 'none'),
-    'one epoch': (f'epoch-{short(CROSS_ENTROPY)}-lr0.0008', 'none'),
-    'one epoch, 0.00032': (f'epoch-{short(CROSS_ENTROPY)}-lr0.00032', 'none'),
-    'one epoch, smoothing': (f'epoch-{short(SMOOTHING)}-lr0.0008', 'none'),
-    'one epoch, 0.00032, smoothing': (f'epoch-{short(SMOOTHING)}-lr0.00032', 'none'),
-    **{f'LoRA, {lr:g}': (f'lora-{short(CROSS_ENTROPY)}-lr{lr}', 'none')
-       for lr in TRANSFER['lora'][0]},
-    **{name: (f'tuned-{short(loss)}-lr0.0008', 'none') for name, loss in FIRST.items()},
-    'temperature': (DEFAULT, 'temperature'),
-    'learning rate 0.00032 + temperature':
-    (f'tuned-{short(CROSS_ENTROPY)}-lr0.00032', 'temperature'),
-    'LoRA, 0.0008 + temperature': (f'lora-{short(CROSS_ENTROPY)}-lr0.0008', 'temperature'),
-    'smoothing + temperature': (f'tuned-{short(SMOOTHING)}-lr0.0008', 'temperature')}
+CHOICES = rows_of('choices')        # of claim 11, {choice: run, and its scaling}
 
 
 def ranked_choices(numbers):
@@ -199,12 +184,11 @@ def ranked_choices(numbers):
     The four are the reduction of ECE, points of accuracy lost, the reduction of NLL, and the
     increase of NLL on held-out conversations, which a temperature does not change.
     """
-    def values(run, scaling):
-        ece, accuracy, nll = (numbers.of(run, m, scaling=scaling)
-                              for m in ('ece', 'accuracy', 'nll'))
-        return np.array([-ece, -100 * accuracy, -nll, numbers.of(run, 'nll', task='held out')])
-    default = values(DEFAULT, 'none')
-    choices = [(name, values(*choice) - default) for name, choice in CHOICES.items()]
+    def values(choice):
+        ece, accuracy, nll = (numbers.value(f'{choice} {m}') for m in ('ece', 'accuracy', 'nll'))
+        held_out = numbers.of(choice.split()[0], 'nll', task='held out')
+        return np.array([-ece, -100 * accuracy, -nll, held_out])
+    choices = [(name, values(choice) - values(DEFAULT)) for name, choice in CHOICES.items()]
     ranked = sorted((*per_point(*changes[:2]), name, i)
                     for i, (name, changes) in enumerate(choices))
     return [(text, name, choices[i][1]) for _, text, name, i in ranked]

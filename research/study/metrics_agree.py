@@ -48,7 +48,7 @@ FILES = 'agree.csv', 'agree.md', 'agree.png'
 
 def committed():
     """Return the values of the tuned models in research/study/results, and the ECE by bins."""
-    values, binned = {}, {}
+    values, binned, sums = {}, {}, {}
     pooled = {'language': 'all', 'category': 'all', 'scaling': 'none'}
     for path in sorted(RESULTS.glob('*/compare.csv')) + sorted(RESULTS.glob('losses/seed-*.csv')):
         for line in read_csv(path):
@@ -57,15 +57,14 @@ def committed():
                     and not UNTUNED.fullmatch(line['run']) and not other_tokens):
                 values.setdefault(line['task'], {})[line['run'], line['seed']] = {
                     key: float(line[key]) for key in SIGNS if line.get(key)}
-    sums = {}   # {(task, run, seed): [2, bins]}: questions, and their sum of accuracy - confidence
     for line in read_csv(RESULTS / 'headline' / 'bins.csv'):
-        count, each = int(line['count']), sums.setdefault(
-            (line['task'], line['run'], line['seed']), np.zeros((2, 10)))
-        each[:, int(line['bin']) - 1] = count, count * (
-            float(line['accuracy']) - float(line['confidence']))
-    for (task, *run), each in sums.items():
+        counts, gaps = sums.setdefault((line['task'], line['run'], line['seed']), np.zeros((2, 10)))
+        i = int(line['bin']) - 1
+        counts[i] = int(line['count'])
+        gaps[i] = counts[i] * (float(line['accuracy']) - float(line['confidence']))
+    for (task, *run), (counts, gaps) in sums.items():
         binned.setdefault(task, {})[tuple(run)] = {
-            n: merged_ece(*each, n) for n in (1, 2, 5, 10)}
+            n: merged_ece(counts, gaps, n) for n in (1, 2, 5, 10)}
     return values, binned
 
 
@@ -78,11 +77,10 @@ def measured(folders):
     """Return the values and the ECE by bins of the runs in `folders`, from their samples."""
     values, binned = {}, {}
     runs = find_runs([Path(folder) for folder in folders])
-    for folder, lines in zip(runs, parallel_map(measure, runs, worth_it=len(runs) > 4),
-                             strict=True):
+    for run, lines in zip(runs, parallel_map(measure, runs, worth_it=len(runs) > 4), strict=True):
         for task, report, ece in lines:
-            run = folder.name, str(folder)
-            values.setdefault(task, {})[run], binned.setdefault(task, {})[run] = report, ece
+            values.setdefault(task, {})[run.name, str(run)] = report
+            binned.setdefault(task, {})[run.name, str(run)] = ece
     return values, binned
 
 
@@ -142,12 +140,16 @@ def agreements(runs, n_resamples):
     return lines
 
 
+def metrics_of(lines):
+    return list(dict.fromkeys(line[end] for line in lines for end in 'ab'))
+
+
 def agreement_cells(lines):
     """Return the cells of a table of tau with its interval, metrics by metrics, header first.
 
     A dash stands for a tau that is undefined, since a metric is the same for all runs.
     """
-    keys = list(dict.fromkeys(line[end] for line in lines for end in 'ab'))
+    keys = metrics_of(lines)
     cells = {(line['a'], line['b']): f'{line["tau"]:.2f} [{line["low"]:.2f}, {line["high"]:.2f}]'
              if np.isfinite(line['tau']) else '-' for line in lines}
     return [['', *(TITLES[key] for key in keys[1:])],
@@ -205,7 +207,7 @@ def page(values, agreed, binned, n_resamples):
 
 def draw(path, agreed, binned):
     """Draw tau of all pairs of metrics for each task, and below the ECE of runs by bins."""
-    size = max(len({line[end] for line in lines for end in 'ab'}) for lines in agreed.values())
+    size = max(len(metrics_of(lines)) for lines in agreed.values())
     columns = min(3, len(agreed))
     rows = -(-len(agreed) // columns)
     figure = new_figure(columns * (1.6 + 0.36 * size), rows * (4.2 + 0.36 * size))
@@ -215,7 +217,7 @@ def draw(path, agreed, binned):
     for ax in (*tops[len(agreed):], *bottoms[len(agreed):]):
         ax.remove()
     for (task, lines), top, bottom in zip(agreed.items(), tops, bottoms, strict=False):
-        keys = list(dict.fromkeys(line[end] for line in lines for end in 'ab'))
+        keys = metrics_of(lines)
         tau = np.eye(len(keys))
         for line in lines:
             i, j = keys.index(line['a']), keys.index(line['b'])
@@ -254,6 +256,7 @@ def main(arguments=None):
         'out/metrics_agree' if options.folders else RESULTS / 'metrics_agree'))
     agreed = {task: agreements(runs, options.n_bootstrap) for task, runs in values.items()}
     text = page(values, agreed, binned, options.n_bootstrap)
+    out_dir.mkdir(parents=True, exist_ok=True)
     with lock(out_dir) if options.folders else contextlib.nullcontext():
         if options.folders:
             claim(out_dir, *FILES)
