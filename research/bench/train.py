@@ -66,6 +66,7 @@ PEERS = {
 # the methods of each table without `only`: those that may be the fastest of their library
 USUAL = {
     'gemma2_2b': 'HF flex, compile|ours|ours, stochastic',
+    'gemma3_270m': 'HF sdpa, Liger, compile|ours',
     'llama32_1b': 'HF sdpa, Liger|HF sdpa, compile|HF sdpa, Liger, compile|ours|ours, stochastic',
     'llama31_8b': 'HF sdpa, Liger|HF sdpa, Liger, compile|ours|ours, stochastic',
     'mistral_7b': 'HF sdpa, Liger|ours|ours, stochastic',
