@@ -24,6 +24,7 @@ OUTPUTS = ('samples.jsonl', 'eval_config.json', 'results.json', 'results.md', 'r
            'results.tex', 'report.html')
 DIAGRAM, GRID = 'reliability.png', 'reliability-{}-languages.png'
 KIND = 'evaluation'     # the name under which --overwrite sets earlier files aside
+CHECKSUM = 'line_checksum'      # key of a row's hash, so that a damaged number is noticed
 digest = functools.partial(json_digest, size=6)     # of a prompt
 OTHER_FOLDER = 'choose another --out_dir, or --overwrite what was evaluated there'
 
@@ -194,13 +195,15 @@ def to_row(answer, log_prob, per_token):
 
 
 def append(file, sample):
-    """Append a line to samples.jsonl, opened unbuffered.
+    """Append a line with its checksum to a file that is opened unbuffered.
 
     Raises ConfigError if the disk is full, or if the file or its folder was removed or moved.
     """
     ownership.check_in_place(file)
     # a lone surrogate in a field of the user's file becomes JSON's escape for it, as it was there
-    left = (json.dumps(sample, ensure_ascii=False) + '\n').encode('utf-8', 'backslashreplace')
+    sample = {key: x for key, x in sample.items() if key != CHECKSUM}   # of a file read as prompts
+    text = json.dumps(sample | {CHECKSUM: json_digest(sample, 4)}, ensure_ascii=False)
+    left = f'{text}\n'.encode('utf-8', 'backslashreplace')
     try:
         while left:
             left = left[file.write(left):]
@@ -269,9 +272,16 @@ def read_samples(path):
 
 
 def read_jsonl(path):
-    """Yield ('file:line', row) of a JSON Lines file, without a last line that a crash cut off."""
+    """Yield ('file:line', row) of a JSON Lines file, without a last line that a crash cut off.
+
+    Raises DataError for broken JSON, and for a row that differs from its checksum.
+    """
     try:
         for number, row in read_rows(path, cut=True):
+            checksum = row.pop(CHECKSUM, None) if isinstance(row, dict) else None
+            if checksum not in (None, json_digest(row, 4)):
+                raise ValueError(f'{number}: damaged or edited, since it does not match its '
+                                 f'{CHECKSUM}; remove that key to keep the line')
             yield f'{path}:{number}', row
     except OSError as error:
         raise DataError(f'cannot read {path}: {error.strerror}') from error

@@ -96,6 +96,25 @@ def test_a_damaged_or_edited_sample_is_named_with_its_line(tmp_path):
             samples.read_samples(path)
 
 
+def test_a_line_has_a_checksum_of_its_content(tmp_path):
+    row = question(0) | {'context': 'a lone \udc80, ä and 1e-7', 'line_checksum': 'of another file'}
+    path = tmp_path / 'samples.jsonl'
+    with open(path, 'wb', buffering=0) as file:
+        samples.append(file, row)
+    whole = path.read_bytes()
+    right = question(0) | {'context': row['context']}
+    # in another order or layout it is the same content; without its checksum any content is read
+    for text in (whole, json.dumps(json.loads(whole), indent=None, sort_keys=True).encode() + b'\n',
+                 re.sub(rb', "line_checksum.*"', b'', whole)):
+        path.write_bytes(text)
+        assert samples.read_samples(path) == [right]
+    digits = [i for i, byte in enumerate(whole) if chr(byte).isdecimal()]
+    for i in digits:
+        path.write_bytes(whole[:i] + bytes([whole[i] ^ 1]) + whole[i + 1:])
+        with pytest.raises(DataError, match='samples.jsonl:1: .*(line_checksum|evaluate.py wrote)'):
+            samples.read_samples(path)
+
+
 def test_metrics_are_computed_again_if_their_code_changed(capsys):
     rows = [question(i) for i in range(6)]
     earlier = {'mmlu': result(n_bootstrap=20, seed=0)}
