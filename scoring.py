@@ -172,7 +172,7 @@ def confidences(model, prompts, answers, deterministic=False):
     trees = [Tree((), [*ids], [answer.tokens for answer in group], [len(ids)] * len(group))
              for ids, group in zip(prompts, answers, strict=True)]
     return option_log_probs(model, trees, pack_len=4096, deterministic=deterministic,
-                                    trim=128 if model.head.is_cuda else 1)
+                            trim=128 if model.head.is_cuda else 1)
 
 
 def row_lengths(cfg):

@@ -553,6 +553,17 @@ def test_nothing_behind_a_link_is_written_or_deleted(tmp_path):
         ownership.claim(out, 'results.json')
 
 
+def test_a_folder_that_is_there_meanwhile_gets_the_files_of_the_new_one(tmp_path):
+    path = tmp_path / 'unpacked'
+    with ownership.temporary(path, folder=True) as part:
+        for folder in (part / 'dev', part / 'test' / 'a', path / 'dev', path / 'own'):
+            folder.mkdir(parents=True)
+            (folder / 'x.csv').write_text(f'{folder == path / "own"}')
+    assert {str(file.relative_to(path)): file.read_text() for file in path.rglob('*.csv')} == {
+        'dev/x.csv': 'False', 'test/a/x.csv': 'False', 'own/x.csv': 'True'}
+    assert [*tmp_path.iterdir()] == [path]
+
+
 def test_the_error_of_a_full_disk_names_the_file(tmp_path):
     with pytest.raises(OSError, match='No space left on device: .*results.json'):
         with ownership.temporary(tmp_path / 'results.json'), open('/dev/full', 'w') as full:
