@@ -280,8 +280,8 @@ def read_jsonl(path):
         for number, row in read_rows(path, cut=True):
             checksum = row.pop(CHECKSUM, None) if isinstance(row, dict) else None
             if checksum not in (None, json_digest(row, 4)):
-                raise ValueError(f'{number}: damaged or edited, since it does not match its '
-                                 f'{CHECKSUM}; remove that key to keep the line')
+                raise ValueError(f'{number}: damaged or edited: it does not match its {CHECKSUM} '
+                                 f'(without that key, it is read as it is)')
             yield f'{path}:{number}', row
     except OSError as error:
         raise DataError(f'cannot read {path}: {error.strerror}') from error
