@@ -2,12 +2,12 @@
 
 For one token with hidden state h [D], label y and output matrix W [V, D], the logits are
 z = cap tanh(W h / cap), or W h without a softcap, and p = softmax(z). Every loss here depends on
-them through z_y and a few sums: lse = log sum exp z, Z = sum z, S = sum p^2 and the entropy H. Its
-gradient has the form
+them through z_y, the largest logit z_top and a few sums: lse = log sum exp z, Z = sum z,
+S = sum p^2 and the entropy H. Its gradient has the form
 
-    dloss/dz_j = p_j (a + b log p_j + c p_j) + e - f [j = y]
+    dloss/dz_j = p_j (a + b log p_j + c p_j) + e - f [j = y] + t [j = top]
 
-where the coefficients a, b, c, e and f of the token are computed from the same values. So all
+where the coefficients a, b, c, e, f and t of the token are computed from the same values. So all
 losses share this code, which processes a chunk of tokens at a time: a product writes the logits,
 one kernel reads them for the sums, torch turns those into coefficients [n], one kernel replaces the
 logits by the gradient, and two products read it for dh and dW. Three products take 6NDV operations,
@@ -70,7 +70,7 @@ class Loss:
 
     def __add__(self, other):
         _require(not (self.whole and other.whole), 'cannot add two losses: a sum is one whole loss '
-                 'and any terms (smoothing, z_loss, confidence_penalty)')
+                 'and any terms, such as smoothing and z_loss')
 
         def coefficients(s):
             x, y = self.coefficients(s), other.coefficients(s)
@@ -138,6 +138,27 @@ def smoothing(s):
                 ('sum_z',), whole=False)
 
 
+def adaptive_smoothing(s):
+    """Term r (z_y - Z / V), no gradient through the rate r = s (1 - H / log V), s in [0, 1].
+
+    It smooths where the model is certain. Lee et al. 2022 (arXiv 2210.13459), with s = 1.
+    """
+    _require(0 <= s <= 1, f'adaptive_smoothing must be in [0, 1], got {s}')
+
+    def rate(r):
+        return s * (1 - r.entropy / math.log(r.V)).clamp_min(0)
+    return Loss(lambda r: rate(r) * (r.z_y - r.sum_z / r.V),
+                lambda r: {'e': -rate(r) / r.V, 'f': -rate(r)}, ('sum_z', 'entropy'), whole=False)
+
+
+def max_sup(alpha):
+    """Term alpha (z_top - Z / V), alpha >= 0: smoothing's for the top token. MaxSup, Zhou 2025."""
+    _require(0 <= alpha < math.inf, f'max_sup: alpha must be at least 0, got {alpha}')
+    return Loss(lambda s: alpha * (s.top_logit - s.sum_z / s.V),
+                lambda s: {'e': -alpha / s.V, 't': alpha}, ('sum_z', 'top_logit', 'top_token'),
+                whole=False)
+
+
 def z_loss(w):
     """Term w lse^2, w >= 0, which keeps the normalizer near 1. PaLM 2022, with w = 1e-4."""
     _require(0 <= w < math.inf, f'z_loss: w must be at least 0, got {w}')
@@ -172,8 +193,8 @@ def joint(function, entropy=False):
 
 # What a config may name: a loss of your own is a function above and a name here.
 LOSSES = {make.__name__: make for make in (
-    cross_entropy, brier, spherical, focal, gce, dft, entropy_weighted, smoothing, z_loss,
-    confidence_penalty)}
+    cross_entropy, brier, spherical, focal, gce, dft, entropy_weighted, smoothing,
+    adaptive_smoothing, max_sup, z_loss, confidence_penalty)}
 
 
 # ---- Public functions ----------------------------------------------------------------------------
@@ -399,7 +420,7 @@ def _scale(x, factor):
 
 
 # Both functions fill `s`, the RowSums of a chunk's logits [n, V] = h @ w.T, and, if scale is given,
-# overwrite the logits with scale * dloss/dlogits; coefficients() returns [a, b, c, e, f]. The
+# overwrite the logits with scale * dloss/dlogits; coefficients() returns [a, b, c, e, f, t]. The
 # label's logit is computed again, in float32: loss and gradient depend on it most, and rounding it
 # is plain torch's largest error.
 
@@ -412,7 +433,8 @@ def _kernels(logits, h, w, target, s, softcap, coefficients, scale):
                            BLOCK=wide * BLOCK, num_warps=4 * wide)
     if scale is not None:
         _gradient_kernel[(n, triton.cdiv(V, BLOCK))](
-            logits, target, s.z_y, s.lse, scale, *coefficients(), V, softcap, fast, BLOCK)
+            logits, target, s.top_token, s.z_y, s.lse, scale, *coefficients(), V, softcap, fast,
+            BLOCK)
 
 
 def _plain(logits, h, w, target, s, softcap, coefficients, scale):
@@ -431,22 +453,25 @@ def _plain(logits, h, w, target, s, softcap, coefficients, scale):
         if getattr(s, name) is not None:
             getattr(s, name).copy_(compute())
     if scale is not None:
-        a, b, c, e, f = (x[:, None] if isinstance(x, Tensor) else x for x in coefficients())
+        a, b, c, e, f, t = (x[:, None] if isinstance(x, Tensor) else x for x in coefficients())
         factor = a if b is None else a + b * log_p.clamp_min(-1e4)      # 0 * -inf is NaN
         factor = factor if c is None else factor + c * p
         g = p.mul_(factor).add_(e)
         g.scatter_(1, label, g.gather(1, label) - f)
+        if t is not None:
+            top = s.top_token[:, None]
+            g.scatter_(1, top, g.gather(1, top) + t)
         if softcap is not None:
             g *= z.div_(softcap).square_().neg_().add_(1)
         logits.copy_(g.mul_(scale[:, None]))
 
 
 def _coefficients(loss, s, rows):
-    """Return [a, b, c, e, f] for rows of s, each a float or float32 [n]; None for b or c if absent.
-    """
-    coefficients = {'a': 0, 'b': None, 'c': None, 'e': 0, 'f': 0} | loss.coefficients(s)
-    unknown = ', '.join(map(repr, [*coefficients][5:]))
-    _require(not unknown, f'the coefficients are a, b, c, e and f, got {unknown}')
+    """Return [a, b, c, e, f, t] for rows of s, each a float or float32 [n]; b, c, t may be None."""
+    known = {'a': 0, 'b': None, 'c': None, 'e': 0, 'f': 0, 't': None}
+    coefficients = known | loss.coefficients(s)
+    unknown = ', '.join(map(repr, [*coefficients][len(known):]))
+    _require(not unknown, f'the coefficients are a, b, c, e, f and t, got {unknown}')
     return [x.float().expand_as(s.lse)[rows].contiguous() if isinstance(x, Tensor) else
             x if x is None else float(x) for x in coefficients.values()]
 
@@ -543,9 +568,10 @@ if triton is not None:
         return x if isinstance(x, float) or not x.dtype.is_ptr() else tl.load(x + row)
 
     @triton.jit
-    def _gradient_kernel(logits, target, z_y, lse, scale, a, b, c, e, f, V, softcap,
+    def _gradient_kernel(logits, target, top_token, z_y, lse, scale, a, b, c, e, f, t, V, softcap,
                          FAST: tl.constexpr, BLOCK: tl.constexpr):
-        """Write scale (p (a + b log p + c p) + e - f [j = y]) dz/dlogit over a block of one row."""
+        """Write scale (p (a + b log p + c p) + e - f [j = y] + t [j = top]) dz/dlogit over a block
+        of one row."""
         row = tl.program_id(0).to(tl.int64)
         logits += row * V
         j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -563,6 +589,8 @@ if triton is not None:
         # In float32: in a trained model p_y is near f, and rounding would exceed the difference.
         g = p * factor + _load_of_row(e, row)
         g = tl.where(j == y, g - _load_of_row(f, row), g)
+        if t is not None:
+            g = tl.where(j == tl.load(top_token + row), g + _load_of_row(t, row), g)
         if softcap is not None:
             tanh = z * (1 / softcap)
             g *= 1 - tanh * tanh

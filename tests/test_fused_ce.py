@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import fused_ce
 from fused_ce import (LOSSES, Loss, brier, confidence_penalty, cross_entropy, dft, entropy_weighted,
-                      focal, fused_loss, gce, joint, smoothed_cross_entropy, smoothing, spherical,
-                      token_statistics, z_loss)
+                      focal, fused_loss, gce, joint, max_sup, smoothed_cross_entropy,
+                      smoothing, spherical, token_statistics, z_loss)
 from runtime.loss import parse_loss
 
 numpy_warns = pytest.mark.filterwarnings('ignore::RuntimeWarning')    # the interpreter's exp(1000)
@@ -391,20 +391,27 @@ REFERENCES = {      # the definition of each, of float64 logits [n, V] and label
     'entropy_weighted(0.5)': lambda z, y: weighted_of(z, y, entropy_of(z) ** 0.5),
     'cross_entropy() + smoothing(0.1)':
         lambda z, y: F.cross_entropy(z, y, label_smoothing=0.1, reduction='none'),
+    'cross_entropy() + adaptive_smoothing(0.4)': lambda z, y: nll_of(z, y) + 0.4 * (
+        1 - entropy_of(z) / math.log(z.shape[-1])).detach() * (z.gather(-1, y[:, None])[:, 0]
+                                                               - z.mean(-1)),
+    'cross_entropy() + max_sup(0.2)':
+        lambda z, y: nll_of(z, y) + 0.2 * (z.max(-1).values - z.mean(-1)),
     'cross_entropy() + z_loss(0.01)': lambda z, y: nll_of(z, y) + 0.01 * z.logsumexp(-1) ** 2,
     'cross_entropy() + confidence_penalty(0.3)': lambda z, y: nll_of(z, y) - 0.3 * entropy_of(z),
     'brier() + confidence_penalty(-0.2)': lambda z, y: brier_of(z, y) + 0.2 * entropy_of(z),
-    'smoothing(0.2) + focal(2) + confidence_penalty(0.1) + z_loss(0.001)':
+    'smoothing(0.2) + focal(2) + confidence_penalty(0.1) + z_loss(0.001) + max_sup(0.3)':
         lambda z, y: ((1 - (-nll_of(z, y)).exp()) ** 2 * nll_of(z, y) - 0.1 * entropy_of(z)
                       + 0.2 * (z.gather(-1, y[:, None])[:, 0] - z.mean(-1))
-                      + 0.001 * z.logsumexp(-1) ** 2),
+                      + 0.001 * z.logsumexp(-1) ** 2
+                      + 0.3 * (z.max(-1).values - z.mean(-1))),
 }
 
 
 # every loss with one of the softcaps, which are within the kernels' bound and beyond it; only one
 # loss of each kind is not slow
 LOSS_CASES = [pytest.param(text, cap, marks=() if text in (
-    'cross_entropy()', 'brier()', 'gce(0.7)', 'dft()', [*REFERENCES][-1]) else pytest.mark.slow)
+    'cross_entropy()', 'brier()', 'gce(0.7)', 'dft()', 'cross_entropy() + max_sup(0.2)',
+    [*REFERENCES][-1]) else pytest.mark.slow)
     for text, cap in zip(REFERENCES, itertools.cycle((None, 5.0, 60.0)))]
 
 
@@ -532,7 +539,7 @@ def test_a_new_loss_is_a_function_of_torch_and_a_row_of_the_table(ce_device, mon
     assert_close(loss_ours(parse_loss('poly1(2.0)'), hidden, weight, target),
                  loss_ours(poly1(2.0), hidden, weight, target), 1e-9)
     wrong = Loss(lambda s: s.nll, lambda s: {'a': 1, 'y': 1})
-    with pytest.raises(ValueError, match="coefficients are a, b, c, e and f, got 'y'"):
+    with pytest.raises(ValueError, match="coefficients are a, b, c, e, f and t, got 'y'"):
         loss_ours(wrong, hidden, weight, target)
 
 
@@ -554,7 +561,8 @@ def test_loss_refuses_what_is_no_loss():
     nan, inf = float('nan'), float('inf')
     for make, wrong in ((smoothing, (-0.1, 1.1, nan)), (gce, (0, 1.1, nan)),
                         (focal, (-1, nan, inf)), (entropy_weighted, (-1, nan)),
-                        (z_loss, (-1e-4, nan)), (confidence_penalty, (nan, inf))):
+                        (max_sup, (-0.1, inf)), (z_loss, (-1e-4, nan)),
+                        (confidence_penalty, (nan, inf))):
         for x in wrong:
             with pytest.raises(ValueError, match=f'{make.__name__}.*got'):
                 make(x)

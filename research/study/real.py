@@ -22,7 +22,10 @@ from train import TrainConfig
 
 RATES = (5e-6, 2e-5, 5e-5, 2e-4)
 SMOOTHINGS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
-LOSSES = {'dft': 'dft()', 'gce0.7': 'gce(0.7)', 'focal2': 'focal(2)', 'brier': 'brier()'}
+LOSSES = {'dft': 'dft()', 'gce0.7': 'gce(0.7)', 'focal2': 'focal(2)', 'brier': 'brier()',
+          'maxsup0.1': 'cross_entropy() + max_sup(0.1)',
+          'adaptive0.1': 'cross_entropy() + adaptive_smoothing(0.1)',
+          'adaptive1': 'cross_entropy() + adaptive_smoothing(1)'}
 
 
 def settings():
