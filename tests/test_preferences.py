@@ -107,8 +107,6 @@ def test_prompt_and_answers_have_the_tokens_of_generation_and_of_training(templa
 
 @pytest.mark.parametrize('answers, scores, reason', [
     (['Red.', ' Red.\n'], [2, 1], 'fewer than two different answers'),
-    (['Red.', ' '], [2, 1], 'fewer than two different answers'),
-    (['', ' '], [2, 1], 'fewer than two different answers'),
     (['Red.', 'Blue, ' * 100], [2, 1], 'longer than 100 tokens')])
 def test_a_row_without_a_preference_is_left_out_for_a_reason(answers, scores, reason, tokenizer):
     assert encode_ranking(Ranking(PROMPT, answers, scores), tokenizer, 'tulu', True, 100) == reason
@@ -117,10 +115,8 @@ def test_a_row_without_a_preference_is_left_out_for_a_reason(answers, scores, re
 @pytest.mark.parametrize('row, message', [
     ({'prompt': 'a'}, 'fields prompt; wanted prompt + responses + scores, or'),
     (['a'], 'a row must be an object'),
-    ({'prompt': 'a', 'responses': ['b', 'c'], 'scores': [1]}, "got ['b', 'c'] and [1]"),
-    ({'prompt': 'a', 'responses': 'bc', 'scores': [1, 0]}, "with the score of each, a number, got "
-     "'bc'"),
     ({'prompt': 'a', 'responses': ['b', 'c'], 'scores': [math.nan, 2]}, 'and [nan, 2]'),
+    (ROWS['scores'] | {'tools': 'f(x)'}, 'the field "tools" is in no message'),
     ({'prompt': 'a', 'responses': ['b', 3], 'scores': [1, 2]}, 'an answer is not text but int'),
     (ROWS['HelpSteer3'] | {'overall_preference': None},
      'fields context, response1, response2; wanted'),
@@ -132,12 +128,10 @@ def test_a_row_without_a_preference_is_left_out_for_a_reason(answers, scores, re
      "the last turn of the prompt is not the user's"),
     ({'prompt': 'a', **{side: [said('assistant', 'b'), said('user', 'c'), said('assistant', side)]
                         for side in ('chosen', 'rejected')}}, 'must begin with the prompt'),
-    ({'prompt': 'a', 'chosen': 3, 'rejected': 'c'}, 'chosen must be text or a list'),
     ({'prompt': 'a', 'chosen': [said('assistant', 'Red.') | {'weight': 0}], 'rejected': 'c'},
      'the last turn of "chosen" is not an answer of the assistant that is trained'),
     (ROWS['GPT-4-LLM'] | {'margin': 1}, '"margin" needs a pair of answers'),
-    *[(ROWS['HH-RLHF'] | {'margin': margin}, f'"margin" must be a number of at most 1e18, got '
-       f'{got}') for margin, got in (('1', "'1'"), (True, 'True'), (math.nan, 'nan'))]])
+    (ROWS['HH-RLHF'] | {'margin': math.nan}, '"margin" must be a number of at most 1e18, got nan')])
 def test_a_malformed_row_says_what_is_wrong(row, message, tokenizer):
     with pytest.raises(DataError) as error:
         encode_ranking(to_ranking(row), tokenizer, 'tulu', True, 512)
@@ -156,12 +150,6 @@ PAIR = {'chosen': 'Red.', 'rejected': 'Seven.'}
       for row in ROWS.values()]])
 def test_context_beside_a_pair_precedes_it(row, before):
     assert to_ranking(row).prompt == [*before, said('user', 'Name a color.')]
-
-
-def test_context_that_no_pair_can_hold_is_refused():
-    for name in ROWS.keys() - {'HelpSteer3'}:
-        with pytest.raises(DataError, match='the field "tools" is in no message'):
-            to_ranking(ROWS[name] | {'tools': 'f(x)'})
 
 
 def test_an_earlier_answer_of_a_pair_is_not_trained(tokenizer):
@@ -185,8 +173,6 @@ def test_helpsteer2_joins_the_answers_of_a_prompt_and_a_system_message():
     assert (place, other) == ('f:1', 'f:2')
     assert to_ranking(joined) == Ranking(PROMPT[1:], ['Seven.', 'Red.'], [0, 4])
     assert to_ranking(brief) == Ranking(PROMPT, ['Blue.'], [2])
-    (_, error), _ = join_answers([('f:1', rows[0][1] | {'margin': 1.0}), rows[1]])
-    assert isinstance(error, DataError) and '"margin" needs a pair' in str(error)
 
 
 def test_a_file_of_preferences_is_cached_and_its_gaps_are_counted(tokenizer, tmp_path, capsys):
@@ -200,9 +186,6 @@ def test_a_file_of_preferences_is_cached_and_its_gaps_are_counted(tokenizer, tmp
         assert '1 rows left out: fewer than two different answers' in capsys.readouterr().out
     ties = [sequences[i][1].max() for i in range(len(sequences))]
     assert ties[list(ROWS).index('GPT-4-LLM')] == TIED + 2
-    write_rows(tmp_path / 'y.jsonl', rows[-1:])
-    with pytest.raises(DataError, match='nothing to train on; 1 rows left out'):
-        load_preferences(str(tmp_path / 'y.jsonl'), tokenizer, **settings)
 
 
 def test_pairs_of_any_format_may_have_margins_and_damaged_ones_are_made_again(
@@ -218,6 +201,5 @@ def test_pairs_of_any_format_may_have_margins_and_damaged_ones_are_made_again(
     wanted = [1.5, 2, 0] * len(pairs) + [0] * len(pairs)
     assert margins() == margins() == wanted     # tokenized, then from the cache
     path, = (tmp_path / 'cache').glob('*/margins.npy')
-    for damaged in ([1.5, 0.5], [1.5]):
-        np.save(path, np.resize(damaged, len(damaged) * 20).astype(np.float32))
-        assert margins() == wanted and 'does not match its hash' in capsys.readouterr().out
+    np.save(path, np.zeros(20, np.float32))
+    assert margins() == wanted and 'does not match its hash' in capsys.readouterr().out

@@ -34,8 +34,7 @@ def load(path, rows, task='', **options):
 
 @pytest.mark.parametrize('row, task', [
     ({'question': ' Q? ', 'choices': ['a', 'b', 'c', 'd'], 'answer': 2, 'subject': 's'}, None),
-    ({'question': 'Q?', 'choices': ['a', 'b', 'c', 'd'], 'answer': 'C'}, None),
-    (['Q?', 'a', 'b', 'c', 'd', 'C'], None), (['Q?', 'a', 'b', 'c', 'd', '2'], None),
+    (['Q?', 'a', 'b', 'c', 'd', 'C'], None),
     ({'question': 'Q?', 'option_a': 'a', 'option_b': 'b', 'option_c': 'c', 'option_d': 'd',
       'answer': 'C', 'sample_id': 'x/test/1'}, None),
     ({'question': 'Q?', 'option_0': 'a', 'option_1': None, 'option_2': 'b', 'option_3': 'c',
@@ -56,9 +55,7 @@ def test_rows_in_every_naming_scheme(row, task):
 
 
 @pytest.mark.parametrize('row, task, n_choices', [
-    ({'options': ['a', 'b', 'N/A']}, None, 3), ({'options': ['a', 'b', 'N/A']}, 'mmlu', 3),
-    ({'A': 'a', 'B': 'b', 'C': 'N/A', 'D': 'd'}, 'cmmlu', 4),
-    ({'choices': ['a', 'N/A', 'c']}, 'mmlu_pro', 3),
+    ({'options': ['a', 'b', 'N/A']}, None, 3), ({'choices': ['a', 'N/A', 'c']}, 'mmlu_pro', 3),
     ({'options': ['a', 'b', 'N/A']}, 'mmlu_pro', 2),
     ({'option_0': 'a', 'option_1': 'N/A', 'option_2': 'c'}, 'mmlu_prox', 2),
     ({'options': ['a', 'b', 'N/A'], 'cot_content': ''}, None, 2),
@@ -125,24 +122,14 @@ def test_truthfulqa_is_asked_without_shots_and_hellaswag_is_cleaned_as_by_the_ha
 
 @pytest.mark.parametrize('task, row, message', [
     ('', {'answer': None}, 'no valid answer: None; wanted one of A, B'),
-    ('', {'answer': 2}, 'no valid answer: 2'), ('', {'answer': True}, 'no valid answer: True'),
-    ('', {'choices': ['a']}, '2 to 26 choices'),
-    ('', {'choices': ['a', ' ']}, 'choice B is null or empty'),
+    ('', {'answer': True}, 'no valid answer: True'), ('', {'choices': ['a']}, '2 to 26 choices'),
     ('', {'choices': None, 'option_0': 'a', 'option_1': None, 'option_2': 'b', 'answer': 'B'},
      "no valid answer: 'B'; wanted one of A, C"),
     ('', {'question': ''}, 'no question'), ('', {'question': '\ud83d?'}, 'not valid Unicode'),
     ('', {'choices': ['a', None]}, 'choice B is null or empty'),
     ('', {'choices': {'text': ['a', 'b']}}, 'choices in a list; .* --tasks=arc_easy:FILE'),
-    ('', {'choices': ['a', ['b']]}, 'choice B is not text but list'),
     ('', {'input': 'Q?', 'target_scores': {'a': 1, 'b': 1}}, '2 choices have the highest score'),
     ('', {'input': 'Q?', 'target_scores': {'a': float('nan'), 'b': 1}}, 'one number for each of 2'),
-    ('', {'prompt': 'Q?', 'classes': ['a', 'b']}, "of its format: there is no 'answer_index"),
-    ('hellaswag', {'activity_label': 'x', 'ctx_a': None, 'ctx_b': '', 'endings': ['a', 'b'],
-                   'label': '0'}, 'the field "ctx_a" is missing'),
-    ('truthfulqa_mc1', {'mc1_targets': {'choices': ['a', 'b'], 'labels': [1]}},
-     r'one number for each of 2 choices, not \[1\]'),
-    # splits without labels
-    ('boolq', {'question': 'q', 'passage': 'p', 'idx': 0, 'label': -1}, 'no valid answer'),
     ('', [1, 2, 3, 4], 'the question is not text'),
     ('winogrande_m', {'sentence': 'Kim won.', 'option1': 'Kim', 'option2': 'Ann', 'answer': '1'},
      'the sentence has no blank, an underscore')])
@@ -154,10 +141,9 @@ def test_bad_rows_name_their_line(tmp_path, task, row, message):
 
 def test_bad_rows_stop_or_are_skipped(tmp_path):
     path = tmp_path / 'some.jsonl'
-    for row, message in (('text', 'named fields'),
-                         ({'input': 'Q?', 'target': 'a'}, 'no question among the fields input, ')):
-        with pytest.raises(DataError, match=f'some.jsonl:2: .*{message}'):
-            load(path, [Q, row])
+    row = {'input': 'Q?', 'target': 'a'}
+    with pytest.raises(DataError, match='some.jsonl:2: .*no question among the fields input, '):
+        load(path, [Q, row])
     kept, _, bad, total = load(path, [Q, row], on_bad_row='skip')
     assert len(kept) == len(bad) == total == 1 and kept[0].place.endswith('some.jsonl:1')
     path.unlink()
@@ -204,10 +190,6 @@ def test_a_limit_is_a_sample_over_the_subjects_of_each_language(tmp_path):
     for seed in (3, 4):
         again = tuple(q.context for q in drawn(limit=100, seed=seed).questions)
         assert (again == contexts) == (seed == 3)
-    loaded = load(tmp_path / 'mixed.jsonl', [
-        Q | {'language': language} for language in ('de', 'en') for i in range(20)], limit=5)
-    assert [q.language for q in loaded.questions] == ['de'] * 5 + ['en'] * 5
-    assert loaded.total == 40
 
 
 def test_csv_rows_fit_their_header(tmp_path):
@@ -263,16 +245,12 @@ def test_a_task_that_cannot_be_loaded_so_is_named_with_what_would_help(tmp_path)
             (f'mmlu:{folder}/test.jsonl', {'shots': 5}, 'is one file: give a folder .* or --shot'),
             (f'mmlu:{train}', {'shots': 5}, 'matches all/dev.* or dev.jsonl.*--shots=0 asks witho'),
             (f'winogrande_s:{train}', {}, 'matches .*winogrande_s/validation.* --tasks=help list'),
-            (f'mmlu_prox:{folder}', {'languages': ('sw',)}, 'holds nothing that matches sw/test-'),
             (f'mmlu_prox:{folder}', {'languages': ('xx',)}, "has no language 'xx'; it has af"),
             (f'mmlu_prox:{folder}', {'prompt_format': 'harness'}, 'has no prompt .*=harness'),
             (f'mmlu:{folder}', {'prompt_format': 'odd'}, "prompt_format 'odd' is unknown; the for"),
             (f'mmlu:{folder}', {'prompt_format': 'harness', 'scoring': 'text'}, 'leave out --scor'),
-            (f'mmlu:{folder}', {'header': 'native'}, 'mmlu has no header of its own'),
-            (f'xcopa:{folder}', {}, 'et/test-[^{]*is read as task:file'),
             (f'cmmlu:{folder}', {'header': 'native', 'prompt_format': 'harness'},
              'cmmlu has no header of its own in the format harness'),
-            (mixed, {'languages': ('klingon',)}, "no language 'klingon'; it has de, english, sw"),
             (mixed, {'languages': ('de', 'englisch')}, "did you mean 'english'"),
             (plain, {'languages': ('de',)}, 'plain.jsonl has no language .* no field "language"'),
             (f'mmlu_prox:{plain}', {'header': 'native'}, "language '' has no wording")):
@@ -307,15 +285,6 @@ def test_an_archive_on_the_hub_is_unpacked(tmp_path, monkeypatch):
         'cmmlu_v1_0_1', 'cmmlu_v1_0_1.zip', 'cmmlu_v1_0_1.tmp'}
 
 
-def test_headers_in_the_language_of_a_question(tmp_path):
-    row = {'question_id': 1, 'question': 'Q?', 'option_0': 'a', 'option_1': 'b', 'answer': 'B'}
-    write_rows(tmp_path / 'de' / 'test-00000-of-00001.parquet', [row])
-    (question,), _, _, _ = questions.load_task(f'mmlu_prox:{tmp_path}', header='native')
-    assert question.language == 'de' and question.context.endswith('\nAntwort:')
-    assert question.header == ('Im Folgenden sind Multiple-Choice-Fragen (mit Antworten) zu '
-                               'various things.\n\n')
-
-
 @pytest.mark.parametrize('tasks, setting, message', [
     ('clm:{}', 'chat=tulu', 'chat.*: clm scores'), ('facts:{}', 'languages=de', 'lang.*: facts s'),
     ('gsm9k', 'shots=0', 'did you mean .gsm8k.. The tasks are .*, gsm8k, .* clm, facts, each')])
@@ -336,8 +305,6 @@ def test_real_benchmark_files_are_read_whole():
     arc, _, _, _ = questions.load_task(f'arc_easy:{datasets / "arc_easy"}', shots=5)
     counts = np.bincount([len(q.options) for q in arc])
     assert counts[3:].tolist() == [7, 2365, 4]
-    assert len(questions.load_task(f'arc_challenge:{datasets / "arc_easy"}')[0]) == 1172
-    assert len(questions.load_task(f'hellaswag:{datasets / "hellaswag"}')[0]) == 1000
 
 
 GOLDEN = [
@@ -383,9 +350,17 @@ BEGINNINGS = ['Which', '7 foxes', '3.5', ' led', '  two', '\n', '\t x', '"Quote"
               '\u0301x', '١', '<think> x', 'é', "'s", '(1)', ' ' * 9 + '4', 'Å', '\U0001f600']
 
 
-def assert_tokens_of_the_whole_text(tokenizer, chat='none'):
+@pytest.mark.parametrize('kind, chat', [
+    ('gpt2', 'none'), ('words', 'none'), ('gemma', 'none'), ('gemma', 'tulu'),
+    ('mistral', 'tulu'), ('llama3', 'none'), ('llama3', 'tulu')])
+def test_questions_with_any_beginning_have_the_tokens_of_the_whole_text(kind, chat, tokenizers,
+                                                                        tmp_path):
     """The ids of shots, question and option are those of the whole prompt, encoded at once."""
-    for header in ('', 'About foxes.\n\n', 'About 7 foxes \n \n'):
+    if kind in KINDS:
+        train_bpe(tmp_path, **KINDS[kind])
+        tokenizers = {kind: load_tokenizer(tmp_path)}
+    tokenizer = tokenizers[kind]
+    for header in ('', 'About 7 foxes \n \n'):
         asked = [questions.Question(str(i), f'{beginning} is it?\nAnswer:', [' A', ' 1'], 0, 's',
                                     header) for i, beginning in enumerate(BEGINNINGS)]
         shots = {asked[0].group: asked[:2]}
@@ -399,16 +374,6 @@ def assert_tokens_of_the_whole_text(tokenizer, chat='none'):
                                 {'role': 'assistant', 'content': option.strip()}]
                     whole, _ = encode_conversation(messages, tokenizer, chat, add_bos=False)
                 assert ids == whole[:len(ids)] and len(ids) >= len(whole) - (chat != 'none')
-
-
-@pytest.mark.parametrize('chat', ['none', 'tulu'])
-@pytest.mark.parametrize('kind', ['gpt2', 'words', 'gemma', 'mistral', 'llama3'])
-def test_questions_with_any_beginning_have_the_tokens_of_the_whole_text(kind, chat, tokenizers,
-                                                                        tmp_path):
-    if kind in KINDS:
-        train_bpe(tmp_path, **KINDS[kind])
-        tokenizers = {kind: load_tokenizer(tmp_path)}
-    assert_tokens_of_the_whole_text(tokenizers[kind], chat)
 
 
 def virology(i):

@@ -69,8 +69,7 @@ def test_characters_are_printed_whole(tokenizers, kind):
 
 
 @pytest.mark.parametrize('kind, template', [
-    ('mistral', 'tulu'), ('llama2', 'mistral'), ('llama3', 'llama3'), ('gemma', 'gemma'),
-    ('llama2', 'alpaca')])
+    ('mistral', 'tulu'), ('llama2', 'mistral'), ('llama3', 'llama3'), ('llama2', 'alpaca')])
 def test_the_prompt_is_that_of_training(tokenizers, kind, template):
     tokenizer = tokenizers[kind]
     messages = [{'role': 'user', 'content': 'What is the fox?'}]
@@ -146,7 +145,7 @@ def test_only_a_terminal_with_colors_is_shaded(tokenizers, capsys, monkeypatch):
     ids = tokenizers['llama3'].encode('a fox', start=False)
     for terminal, no_color, term, shades in (
             (True, '', 'xterm-256color', True), (False, '', 'xterm-256color', False),
-            (True, '1', 'xterm-256color', False), (True, '', 'vt100', False)):
+            (True, '1', 'xterm-256color', False)):
         monkeypatch.setenv('NO_COLOR', no_color)
         monkeypatch.setenv('TERM', term)
         monkeypatch.delenv('COLORTERM', raising=False)
@@ -164,13 +163,10 @@ def test_prompts_that_cannot_be_answered_are_refused(chat_folder, tmp_path):
     for arguments, message in (
             (['--prompt=a'], 'no model given'),
             ([f'--model={chat_folder}', '--top_p=0.5'], 'top_p = 0.5 needs a temperature above 0'),
-            ([f'--model={chat_folder}', '--temperature=-1'], 'temperature = -1.0; it must be'),
-            ([f'--model={chat_folder}', '--top_p=0'], 'top_p = 0.0; it must be between'),
             ([f'--model={chat_folder}', '--chat=llama3'], 'the model lacks'),
             ([f'--model={base}', '--prompt=a'], 'or use plain text: .*, --raw in sample.py'),
             ([f'--model={chat_folder}', f'--prompt={"fox " * 300}'],
              r'prompt 1 has \d+ tokens; it may have 1 to 199'),
-            ([f'--model={chat_folder}', '--n=5'], 'n = 5 needs a temperature above 0'),
             ([f'--model={chat_folder}', '--prompt=\udcff'], 'not valid Unicode')):
         with pytest.raises((ConfigError, DataError), match=message):
             sample.main(arguments)
