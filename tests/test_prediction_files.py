@@ -115,21 +115,17 @@ def test_the_program_says_how_it_is_called_and_what_it_cannot_read_or_write(tmp_
 @pytest.mark.parametrize('lines, message', [
     ('{"probs": [0.7, 0.3], "answer": 0}\n{"probs": [1]}', '2: answer must be the index'),
     ('\n{"confidence": 0.6, "correct": "false"}', "2: correct must be true or false, not 'false'"),
-    ('{"confidence": true, "correct": true}', '1: confidence must be numbers'),
     ('{"confidence": 1.6, "correct": true}', '1: confidence is 1.6, not from 0 to 1'),
     ('{"confidence": 0.6, "correct": true}\n{"probs": [0.5, 0.5], "answer": 0}',
      '2: probs, but the task begins with confidence'),
     ('{"probs": [1.0], "answer": 0, "split": "validation"}', ' no row to score'),
     ('{"probs": [0.5, 0.5], "answer": 0}\n\n{"probs": [0.9, 0.5], "answer": 0}',
      '3: probabilities sum to 1.4'),
-    ('{"probs": [0.5, 0.5], "answer": true}', '1: answer must be the index'),
     ('{"log_probs": [-1, -1e308], "answer": 0}', '1: log_probs must be below 1e300'),
     ('{"log_probs": [-1, NaN], "answer": 0}', '1: the largest score is nan'),
-    ('{"log_probs": [-1, -Infinity], "answer": 1}', '1: label 1 has the score -inf'),
     ('{"log_probs": [-1, -2], "answer": 1, "n_tokens": [1, 0]}', '1: n_tokens must be'),
     ('{"probs": [1%s], "answer": 0}' % ('0' * 400), '1: int too large'),
-    ('null', '1: not a JSON object: None'), ('{}', '1: probs must be numbers, not None'),
-    ('{"probs": [1.0', '1: broken JSON: Expecting'), ('\xff\xfe', "1: broken JSON: 'utf"),
+    ('null', '1: not a JSON object: None'), ('\xff\xfe', "1: broken JSON: 'utf"),
 ])
 def test_the_program_names_the_line(tmp_path, lines, message):
     path = tmp_path / 'some.jsonl'
@@ -194,8 +190,7 @@ def test_a_sample_of_lm_eval_has_its_log_probs_lengths_and_answer():
 
 def test_lm_eval_files_that_cannot_be_measured(tmp_path):
     for task, message in (('several', r"its target, '\[1, 2\]', is not the only right option"),
-                          ('written', 'not multiple choice, so there are no probabilities'),
-                          ('last_word', 'not multiple choice'), ('whole_text', 'not multiple')):
+                          ('written', 'not multiple choice, so there are no probabilities')):
         done = run_metrics(harness_rows(task)[0])
         assert done.returncode == 1 and not done.stdout and done.stderr.count('\n') == 1
         assert re.search(rf'samples_{task}_.*jsonl:1: {message}', done.stderr), done.stderr
@@ -205,9 +200,7 @@ def test_lm_eval_files_that_cannot_be_measured(tmp_path):
             (gap, "not a line that lm_eval --log_samples wrote (KeyError('acc'))"),
             *((endings | change, message) for change, message in (
                 ({'acc': 0.37}, "target, '0', is not the only right"),      # as in truthfulqa_mc2
-                ({'target': '3'}, "target, '3', is not the only right"),
                 ({'arguments': [['a', ' b']]}, '3 results of 1 calls'),
-                ({'filtered_resps': None}, 'not a line that lm_eval'),
                 ({'filtered_resps': [['nan', 'False']] * 3, 'acc': 1.0}, 'largest score is nan')))):
         done = run_metrics(write_rows(tmp_path / 'mine.jsonl', [endings, row]))
         assert done.returncode == 1 and 'mine.jsonl:2: ' in done.stderr and message in done.stderr

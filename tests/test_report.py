@@ -3,8 +3,6 @@
 import csv
 import io
 import json
-import operator
-import os
 import re
 
 import numpy as np
@@ -13,7 +11,6 @@ import metrics
 import scaling
 from common import write_rows, write_run
 from results import evaluation, plots, report, samples, tables
-from runtime import processes
 from runtime.errors import DataError
 
 
@@ -35,12 +32,6 @@ def result(**more):
         'distribution': 'mmlu, 5 shots, letters, token', 'norm': 'token', 'bad_rows': 0} | more
 
 
-def test_parallel_map_forks_only_if_it_is_worth_it(monkeypatch):
-    monkeypatch.setattr(processes, 'cores', lambda: 2)
-    for worth_it, parent in ((False, os.getppid()), (True, os.getpid())):
-        assert {*processes.parallel_map(operator.call, [os.getppid] * 3, worth_it)} == {parent}
-
-
 def test_a_repeated_sample_counts_once(tmp_path):
     path = tmp_path / 'samples.jsonl'
     # another prompt is another question: the last one counts, also if it was asked before
@@ -57,35 +48,21 @@ def test_a_repeated_sample_counts_once(tmp_path):
         samples.read_samples(path)
 
 
-def with_answers(**wrong):
-    return TOKEN | {'greedy': WRITTEN, 'answers': [WRITTEN, WRITTEN | wrong]}
-
-
 WRONG_SAMPLES = [
     ([1], 'no JSON object'), ({'task': 'mmlu'}, 'id is missing; it must be a string'),
     *((TOKEN | wrong, message) for wrong, message in (
-        ({'of': 0}, 'of = 0 .* must be an integer'), ({'text': 1}, 'text = 1 .* must be a string'),
-        ({'confidence': '0.5'}, 'confidence = .* must be a number from 0.0 to 1.0'),
         ({'confidence': 1.5}, 'confidence = .* must be a number from 0.0 to 1.0'),
         ({'correct': 1}, 'correct = 1 .* must be true or false'),
         ({'log_prob': -10**400}, 'log_prob = .* must be a number from'),
-        ({'log_prob': 0.5}, 'log_prob = 0.5 .* must be a number from -1e.300 to 0.01'),
         ({'entropy': float('nan')}, 'entropy = nan .* must be a number from -0.01'),
         ({'greedy': WRITTEN, 'answers': []}, 'answers = .* must be a list, each item an object'),
-        ({'greedy': None, 'answers': [WRITTEN]}, 'greedy = None .* must be an object'),
-        ({'confidence': None, 'greedy': {'text': 5}}, 'in an answer, text = 5 .* a string'))),
-    *((with_answers(**{key: value}), f'in an answer, {key} = .* must be') for key, value in (
-        ('strict', 1), ('mean_prob', 2), ('n_tokens', 0), ('key', []), ('reason', 3))),
+        ({'greedy': WRITTEN, 'answers': [WRITTEN, WRITTEN | {'n_tokens': 0}]},
+         'in an answer, n_tokens = 0'))),
     *((question(**wrong), message) for wrong, message in (
         ({'log_probs': [-1.0]}, 'differ in length'),
-        ({'log_probs': [None, -1.0]}, 'log_probs = .* must be a list, each item a number'),
         ({'log_probs': [0.5, -1.0]}, 'log_probs = .0.5, .* to 0.01'),
-        ({'n_tokens': [0, 1]}, 'n_tokens = .0, 1. .* each item an integer from 1'),
         ({'answer': 2}, 'answer is too large'),
-        ({'answer': True}, 'answer = True .* must be an integer from 0'),
-        ({'orders': []}, 'orders = .* must be a list, each item an object'),
-        ({'orders': [{'order': [0, 0]}]}, 'order must have the index of each option'),
-        ({'orders': [{'order': [1, 0], 'log_probs': [1, 1]}]}, 'log_probs = .1, 1. .* a list')))]
+        ({'orders': [{'order': [0, 0]}]}, 'order must have the index of each option')))]
 
 
 def test_a_damaged_or_edited_sample_is_named_with_its_line(tmp_path):
@@ -102,14 +79,12 @@ def test_a_line_has_a_checksum_of_its_content(tmp_path):
     with open(path, 'wb', buffering=0) as file:
         samples.append(file, row)
     whole = path.read_bytes()
-    right = question(0) | {'context': row['context']}
     # in another order or layout it is the same content; without its checksum any content is read
-    for text in (whole, json.dumps(json.loads(whole), indent=None, sort_keys=True).encode() + b'\n',
+    for text in (whole, json.dumps(json.loads(whole), sort_keys=True).encode() + b'\n',
                  re.sub(rb', "line_checksum.*"', b'', whole)):
         path.write_bytes(text)
-        assert samples.read_samples(path) == [right]
-    digits = [i for i, byte in enumerate(whole) if chr(byte).isdecimal()]
-    for i in digits:
+        assert samples.read_samples(path) == [question(0) | {'context': row['context']}]
+    for i in (i for i, byte in enumerate(whole) if chr(byte).isdecimal()):
         path.write_bytes(whole[:i] + bytes([whole[i] ^ 1]) + whole[i + 1:])
         with pytest.raises(DataError, match='samples.jsonl:1: .*(line_checksum|evaluate.py wrote)'):
             samples.read_samples(path)
@@ -130,14 +105,12 @@ def test_metrics_are_computed_again_if_their_code_changed(capsys):
 def test_only_a_cut_line_is_left_out(tmp_path):
     path = write_rows(tmp_path / 'samples.jsonl', [question(0)])
     whole = path.read_bytes()
-    for text, n in ((whole + b'{"task": "mm', 1), (whole + '{"id": "ä'.encode()[:-1], 1),
-                    (b'{"task": "mm', 0), (b'', 0)):
+    for text, n in ((whole + '{"id": "ä'.encode()[:-1], 1), (b'{"task": "mm', 0), (b'', 0)):
         path.write_bytes(text)
         assert len(samples.read_samples(path)) == n
-    for text in (whole + b'{"task": "mm\n', whole + b'[' * 100_000 + b']' * 100_000 + b'\n'):
-        path.write_bytes(text)
-        with pytest.raises(DataError, match='samples.jsonl:2: broken JSON'):
-            samples.read_samples(path)
+    path.write_bytes(whole + b'{"task": "mm\n')
+    with pytest.raises(DataError, match='samples.jsonl:2: broken JSON'):
+        samples.read_samples(path)
 
 
 @pytest.mark.parametrize('n, has_interval', [(9999, False), (10_000, True)])
@@ -191,7 +164,6 @@ def test_each_language_gets_its_own_and_a_shrunk_temperature(tmp_path, held_out)
     for name, entry in fitted.items():
         assert len(entry['temperature']) == len(entry['shrunk']) == (1 if held_out else 2)
         assert entry['ece']['unscaled'] == pytest.approx(summary['languages'][name]['ece'])
-        assert entry['ece_on'].keys() == {*names} - {name}
     own, single = ([fitted[x]['ece'][kind] for x in names] for kind in ('shrunk', 'single'))
     assert sum(own) < sum(single)
     reports = summary['post_hoc']['reports']
@@ -224,7 +196,6 @@ def test_conformal_sets_of_a_group_have_the_thresholds_of_all_rows():
         assert ends[0] <= group['lac_coverage'] <= ends[1]
         assert low < group['lac_coverage'] < high
     assert summary['pooled']['lac_coverage'] == 0.9
-    assert {'bas', 'brier_skill', 'aps_size'} <= summary['pooled']['intervals'].keys()
 
 
 def test_a_title_says_how_a_task_was_scored_and_how_many_were_drawn():
@@ -249,20 +220,14 @@ def test_notes_below_a_table_name_what_was_left_out():
     assert report.notes(many | {'pooled': many['pooled'] | {'accuracy_low': 0.26}}) == expected
     _, advice = report.notes(many | {'pooled': many['pooled'] | {'accuracy_low': 0.24}})
     assert advice.startswith('this is the accuracy of guessing (0.250)') and '--shots=5' in advice
-    for n, bins in ((50, 'bins of 100 questions, so 1 bin here'), (999, '9 bins here')):
-        many['pooled']['n'] = n
-        assert any(bins in line for line in report.notes(many))
+    many['pooled']['n'] = 50
+    assert any('bins of 100 questions, so 1 bin here' in line for line in report.notes(many))
     noted = {'mmlu': result(duplicate_options=9, fewer_shots=2, shots=5, bad_rows=1,
                             first_bad='x.csv:3: no answer')}
     for text in (report.to_text(noted, noted), report.to_markdown(noted)):
         for line in ('9 questions list the same option twice', '2 questions had fewer than 5 shots',
                      '1 bad rows left out, the first: x.csv:3: no answer'):
             assert f'\n{line}' in text
-    rows = [TOKEN | {'id': f't{i}', 'token': i} for i in range(3)]
-    tasks = {'clm': report.summarize(rows, 'token', n_bootstrap=5) | {
-        'distribution': 'next tokens', 'norm': 'token'}}
-    text = report.to_text(tasks, tasks)
-    assert text.split('\n')[2].split()[:2] == ['group', 'tokens'] and 'questions' not in text
 
 
 def tabulars(text):
@@ -291,27 +256,22 @@ def test_latex_escapes_everything():
         ['{[}run]', r'\$5 \& \textasciitilde{}\{\textasciicircum{}\}', r'C:\textbackslash{}x'],
         ['{*}', r'$-$0.5 $\pm$ 0.1, p 2e-05', '$-$1 +2'],
         ['', r'a\textbar{}b\textless{}c\textgreater{}', '-{}-limit Llama-3-8B']]
-    titled = tables.latex(lines, 'a 50 % sample')
-    assert titled == '\\noindent a 50 \\% sample\\par\\smallskip\n' + tables.latex(lines)
 
 
 def test_the_best_of_each_group_is_marked():
     """In columns of metrics, by the number that a cell begins with, unless all are equal."""
     heading = tables.Heading
-    lines = [('run', heading('accuracy', 'MMLU accuracy'), heading('ece'), 'ECE (paper)',
-              heading('gap'), heading('entropy_bits')),
-             ('a', '0.50 ± 0.1', '0.10 [0.05, 0.20]', '0.1', '0.1', '1'),
-             ('a', '0.60 ± 0.1', '0.10', '0.2', '0.2', '2'),
-             ('a', '0.60 ± 0.3', '0.20', '0.3', '0.3', '3'), ('a', '', 'nan', '', '', ''),
-             ('b', '0.01', '0.01', '0.01', '0.01', '0.01'),
-             ('c', '0.3', '0.3', '', '', ''), ('c', '0.3', '0.4', '', '', '')]
+    lines = [('run', heading('accuracy', 'MMLU accuracy'), heading('ece'), heading('gap')),
+             ('a', '0.50 ± 0.1', '0.10 [0.05, 0.20]', '0.1'),
+             ('a', '0.60 ± 0.1', '0.10', '0.2'),
+             ('a', '0.60 ± 0.3', '0.20', '0.3'), ('a', '', 'nan', ''),
+             ('b', '0.01', '0.01', '0.01'),
+             ('c', '0.3', '0.3', ''), ('c', '0.3', '0.4', '')]
     marked = tables.mark_best(lines, [line[0] for line in lines[1:]])
     stars = {(i, j) for i, line in enumerate(marked) for j, cell in enumerate(line)
              if cell.endswith(' *')}
     assert stars == {(2, 1), (3, 1), (1, 2), (2, 2), (6, 2)}
     assert [[c.removesuffix(' *') for c in line] for line in marked] == [*map(list, lines)]
-    assert tables.aligned([('a', 'b'), ('x', '0.5 *'), ('y', '0.6')]).split('\n')[2:] == [
-        'x  0.5 *', 'y  0.6  ']
     assert tabulars(tables.latex([('run', 'ECE'), ('a', '0.102 [0.091, 0.113] *')])) == [
         [['run', 'ECE'], ['a', r'\textbf{0.102}\confint{0.091}{0.113}']]]
 
@@ -336,12 +296,6 @@ def test_latex_has_the_numbers_of_the_markdown():
     assert all(value in rows[name] for name, value in values.items())
 
 
-def test_a_cell_of_markdown_is_one_line_and_csv_has_the_columns_of_all_lines():
-    assert tables.markdown([['a', 'b'], ['x\ny', '1|2']]) == (
-        '| a | b |\n|---|---|\n| x y | 1\\|2 |\n')
-    assert tables.csv_text([{'a': 1}, {'a': 2, 'b': 3}]) == 'a,b\n1,\n2,3\n'
-
-
 def panels_of(n):
     random = np.random.default_rng(n)
     return [('a' * 60 + f' $\\x$ {i}', report.Predictions(
@@ -351,9 +305,8 @@ def panels_of(n):
 
 def test_a_picture_that_fails_costs_no_numbers_and_certain_answers_give_no_warning(tmp_path,
                                                                                    capsys):
-    sure = report.Predictions(np.ones(5), np.array([True] * 4 + [False]))
     right = report.Predictions(np.full(12, 0.95), np.ones(12, bool))    # interval ends at 1 - 2e-16
-    plots.draw_reliability(tmp_path / 'a.png', [('sure', sure), ('right', right)])
+    plots.draw_reliability(tmp_path / 'a.png', [('right', right)])
     assert (tmp_path / 'a.png').read_bytes().startswith(b'\x89PNG') and not capsys.readouterr().err
     for name in ('reliability.png', 'results.md'):
         (tmp_path / name).mkdir()
@@ -377,12 +330,9 @@ def figures(monkeypatch):
 def test_a_reliability_diagram_has_bars_gaps_and_intervals(tmp_path, figures):
     plots.draw_reliability(tmp_path / 'a.png', panels_of(6))
     figure, = figures
-    labels = {text.get_text(): patch for legend in figure.legends
-              for text, patch in zip(legend.get_texts(), legend.legend_handles)}
-    over, under = (labels[name].get_facecolor() for name in (
-        'overconfident: confidence above accuracy', 'underconfident: confidence below accuracy'))
-    assert over != under != labels['accuracy of the bin'].get_facecolor()
-    assert '95 % Wilson interval of the accuracy' in labels
+    labels = {text.get_text() for legend in figure.legends for text in legend.get_texts()}
+    assert labels >= {'overconfident: confidence above accuracy', 'accuracy of the bin',
+                      '95 % Wilson interval of the accuracy'}
     assert len([ax for ax in figure.axes if ax.axison]) == 2 * 6
     # the bin of the one question of the first panel: an interval of more than half the axis
     top = figure.axes[0]
@@ -398,8 +348,8 @@ def test_reliability_curves_of_runs_in_one_diagram(tmp_path, figures):
     correct = np.arange(69) % 4 < 2
     bins = json.loads(json.dumps({key: x.tolist() for key, x in metrics.bins(
         confidence, correct).items()}), parse_constant=lambda name: None)   # as in results.json
-    runs = {f'$\\x$ {i}': bins for i in range(12)}
-    assert plots.draw_curves(tmp_path / 'a.png', {'mmlu': runs, 'arc': {'one': bins}})
+    assert plots.draw_curves(tmp_path / 'a.png', {
+        'mmlu': {f'$\\x$ {i}': bins for i in range(12)}, 'arc': {'one': bins}})
     top = figures[-1].axes[0]
     _, *curves = top.lines      # after the diagonal
     for curve in curves:
@@ -439,11 +389,8 @@ def test_runs_are_reported_side_by_side(tmp_path, monkeypatch, capsys):
     drawn = {}
     monkeypatch.setattr(report, 'draw_reliability',
                         lambda path, panels: drawn.update({path.name: panels}))
-    report.print_report(runs, tmp_path, pictures=False)
-    assert not drawn
     report.print_report(runs, tmp_path)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1] == 'mmlu (prompt format mmlu, x)'
     assert [line.split()[:2] for line in (lines[2], *lines[4:6])] == [
         ['run', 'questions'], ['before', '40'], ['after', '40']]
     before, after = tested['before'], tested['after']
@@ -453,5 +400,3 @@ def test_runs_are_reported_side_by_side(tmp_path, monkeypatch, capsys):
                          f'{t:.3f}; with it the ECE is {ece:.3f}')
     assert [(name, len(p.labels)) for name, p in drawn['reliability-mmlu.png']] == [
         ('before', 40), ('after', 40)]
-    assert report.agreement_note(*(report.predictions([question(log_probs=x)], 'token') for x in (
-        [-1.0, -2.0], [-2.0, -1.0]))) == 'no temperature without labels: every answer has changed'

@@ -3,13 +3,11 @@
 import json
 import math
 import re
-import runpy
 import shutil
-from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from common import HERE, reference_model, sentencepiece_folder, write_rows
+from common import reference_model, sentencepiece_folder, write_rows
 
 import evaluate
 import generate
@@ -24,7 +22,6 @@ from decoding.sampling import Sampling
 from results.samples import latest_samples, read_samples
 from runtime import checkpoint
 from runtime.errors import ConfigError, DataError
-from runtime.eval_config import EvalConfig
 from runtime.sandbox import run_program
 
 # ------------------------------------------------------------------------------------------------
@@ -42,9 +39,6 @@ def test_triviaqa_asks_a_repeated_question_once(tmp_path):
         assert [q.id for q in loaded.shots['']] == ['tc_0', 'tc_1']
         assert [q.id for q in loaded.questions] == ids
     assert loaded.questions[0].context == 'Question: Who is 2?\nAnswer:'
-    path = write_rows(tmp_path / 'lists.jsonl', [row | {'question_id': [i // 2]}
-                                                 for i, row in enumerate(rows)])
-    assert [q.id for q in load_written(f'triviaqa:{path}').questions] == ['[0]', '[1]', '[2]']
     path = write_rows(tmp_path / 'math.jsonl', [{
         'problem': 'Add 1 and 1.', 'solution': r'It is $\boxed{2}$.', 'level': 1, 'type': 'Sum'}])
     question, = load_written(f'math500:{path}').questions
@@ -60,12 +54,10 @@ def test_popqa_is_read_from_its_tsv_and_a_malformed_row_is_a_bad_row(tmp_path):
     good, path = json.loads('{"question": "Who?", "possible_answers": "[\\"a\\"]", "prop": "x", '
                             '"id": 1}'), tmp_path / 'test.jsonl'
     for row, message in (*[({'possible_answers': x}, 'possible_answers must be a JSON list')
-                           for x in ('writer', '"a"', '[]', None, '[' * 100_000)],
+                           for x in ('writer', '[]', None)],
                          ({'possible_answers': '["a", 1]'}, 'a reference answer is not text but i'),
-                         ({'possible_answers': '["\\ud800"]'}, 'a reference answer is not valid'),
                          ({'prop': None}, 'the subject is missing'),
-                         ({'id': '\ud800'}, 'the id is not valid'),
-                         ({'question': 5}, 'the question is not text')):
+                         ({'id': '\ud800'}, 'the id is not valid')):
         write_rows(path, [good | row, good])
         with pytest.raises(DataError, match=f'test.jsonl:1: {message}'):
             load_written(f'popqa:{path}', shots=0)
@@ -75,10 +67,7 @@ def test_popqa_is_read_from_its_tsv_and_a_malformed_row_is_a_bad_row(tmp_path):
 
 @pytest.mark.parametrize('row, name, arguments, message', [
     ({'answers': []}, 'qa:{}', {}, 'test.jsonl:1: wanted a question and'),
-    ({'question': ' '}, 'qa:{}', {}, 'wanted a question'),
-    ({}, 'qa:{}', {'header': 'native'}, 'no header of its own'),
     ({}, 'qa:{}', {'shots': 3}, 'has 1 questions and 2 solved ones (0 bad rows); --shots=3 needs'),
-    ({}, 'qa:{}', {'revision': 'main'}, "data_revision = 'main' is"),
     ({}, 'qa', {'shots': 0}, 'no file given'), ({}, 'popqa', {'shots': 5}, 'no solved questions')])
 def test_bad_files_are_refused(row, name, arguments, message, tmp_path):
     write_rows(tmp_path / 'test.jsonl', [{'question': 'Q?', 'answers': ['a']} | row])
@@ -94,8 +83,6 @@ def test_a_proposed_or_verbalized_answer_continues_the_prompt_of_its_paper(tmp_p
     proposal = written_answers.proposed(question, '  Ann\n', True)
     assert proposal.context.startswith('Question: Who?\nProposed Answer: Ann\nIs the proposed')
     assert proposal.options == [' (A)', ' (B)'] and proposal.answer == 0
-    empty = written_answers.proposed(question, '\n', False)
-    assert 'Answer: (none)\nIs' in empty.context and empty.answer == 1
     for stage, start, end in (
             (written_answers.verbalized_1s(question),
              'Provide your best guess and the probability that it is correct (0.0 to',
@@ -218,17 +205,6 @@ def test_p_true_is_that_of_transformers(asked):
             f'\nPossible Answer: {ideas[0]}{possible}')
 
 
-def test_shots_are_left_out_until_prompt_and_answer_fit(asked):
-    tokenizer = load_tokenizer(asked[0] / 'model')
-    loaded = load_written(f'qa:{asked[0] / "qa"}', shots=2)
-    whole = [tokenizer.bos_id, *tokenizer.encode(PROMPT.format(0))]
-    for length, n in ((1000, 2), (len(whole) + 6, 2), (len(whole) + 5, 1)):
-        ids, _, n_shots = written_answers.encode(
-            loaded.questions[0], loaded.shots[''], tokenizer,
-            EvalConfig(add_bos=True, max_length=length), 6)
-        assert n_shots == n and (ids == whole) == (n == 2)
-
-
 def test_results_have_an_entry_for_each_confidence(asked):
     folder, _, share = asked
     tasks = json.loads((folder / 'out' / 'results.json').read_text())['tasks']
@@ -274,9 +250,6 @@ def test_an_interrupted_evaluation_resumes(asked, tmp_path):
     assert sorted((out / 'samples.jsonl').read_bytes().split(b'\n')) == sorted(whole.split(b'\n'))
     # answers depend on the seed and not on the other questions
     every = {s['id']: s for s in samples_of(out, 'qa')}
-    ask(folder, tmp_path / 'some', '--limit=3')
-    some = samples_of(tmp_path / 'some', 'qa')
-    assert len(some) == 3 and all(s == every[s['id']] for s in some)
     ask(folder, tmp_path / 'other', '--limit=3', '--seed=1')
     assert all(a['answers'] != every[a['id']]['answers'] and a['greedy']['text'] ==
                every[a['id']]['greedy']['text'] for a in samples_of(tmp_path / 'other', 'qa'))
@@ -294,9 +267,6 @@ def test_a_confidence_in_earlier_answers_is_left_out(asked, tmp_path, capsys, mo
     after = ask(folder, out, '--p_true', '--p_ik')     # each is still in samples.jsonl
     assert {name: after[name]['pooled'] for name in entries} == {
         name: before[name]['pooled'] for name in entries}
-    for split in ('train', 'validation'):       # another task, which leaves these as they are
-        write_rows(tmp_path / 'nq' / f'{split}.jsonl', [{'question': 'Who?', 'answer': ['x']}] * 2)
-    assert entries < ask(folder, out, f'--tasks=nq_open:{tmp_path / "nq"}').keys()
     # other grades: the same answers are graded again, and the confidences were in others
     monkeypatch.setattr(WRITTEN_TASKS['qa'], 'match', lambda *_: True)
     monkeypatch.setattr(written_tasks, 'generate', lambda *_: pytest.fail('answers were generated'))
@@ -315,11 +285,10 @@ def test_an_answer_that_states_no_probability_is_not_written_again(asked, tmp_pa
     whole = (out / 'samples.jsonl').read_bytes()
     ask(asked[0], out, '--verbalized')
     assert (out / 'samples.jsonl').read_bytes() == whole
-    # a better parser finds a number in each of them, and a worse one in none
-    for guess, n in ((('Ann', '0.5'), 10), ((None, None), 0)):
-        monkeypatch.setattr(written_tasks, 'stated_guess', lambda *_, guess=guess: guess)
-        ask(asked[0], out, '--verbalized')
-        assert len(samples_of(out, 'qa.verbalized_1s')) == n
+    # a better parser finds a number in each of them
+    monkeypatch.setattr(written_tasks, 'stated_guess', lambda *_: ('Ann', '0.5'))
+    ask(asked[0], out, '--verbalized')
+    assert len(samples_of(out, 'qa.verbalized_1s')) == 10
 
 
 def test_written_programs_are_run_only_if_that_is_allowed(asked, tmp_path, monkeypatch):
@@ -377,18 +346,15 @@ def test_an_answer_too_long_to_be_shown_leaves_the_question_out_of_that_entry(
 @pytest.mark.parametrize('text, lead, outcome', [
     (' Ann\nProbability: 0.7', 'Guess:', (0.7, True)),
     (' Bob\nProbability: 70%', 'Guess:', (0.7, False)),
-    ('**Guess:** Ann\n**Probability:** .9', '', (0.9, True)), ('Ann, 0.7', '', None),
-    ('**Guess:**\nAnn\n\n**Probability:**\n0.9', '', (0.9, True)),
+    ('**Guess:**\nAnn\n\n**Probability:**\n0.9', '', (0.9, True)), ('Ann, 0.7', '', None),
     ('Guess: Ann, Probability (0.0 to 1.0): 0.8', '', (0.8, True)),
     ('{"guess": "Ann", "probability": 0.8}', '', (0.8, True)),
     ('**Guess:**\n**Probability:** 0.9', '', (0.9, False)),
-    ('Guess: Ann\nProbability: between 0 and 1', '', None),
     ('<think>Guess: Bob\nProbability: 0.1</think>\nGuess: Ann\nProbability: 1', '', (1.0, True)),
     ('<think>Guess: Ann\nProbability: 0.1', '', None),
     # two stages: the greedy answer is judged
-    (' 0.7', 'Probability:', (0.7, True)), ('Probability: 0.7', '', (0.7, True)),
-    ('sure', 'Probability:', None), ('**Probability**\n: 0.7', '', (0.7, True)),
-    ('<think>0.1 or 0.2?</think> 0.7', '', (0.7, True))])
+    (' 0.7', 'Probability:', (0.7, True)), ('**Probability**\n: 0.7', '', (0.7, True)),
+    ('sure', 'Probability:', None), ('<think>0.1 or 0.2?</think> 0.7', '', (0.7, True))])
 def test_a_stated_probability_is_of_the_guess_or_of_the_greedy_answer(text, lead, outcome):
     question = written_answers.WrittenQuestion('0', 'Who?', 'Question: Who?\nAnswer:', ['Ann'], '')
     stage = (written_answers.verbalized_2s(question, 'Bob', True)
@@ -454,19 +420,3 @@ def test_a_model_can_be_tuned_and_asked_to_say_what_it_knows(asked, tmp_path):
     result = json.loads((tmp_path / 'out' / 'results.json').read_text())['tasks']['p_ik']
     assert result['distribution'] == 'P(IK) of a drawn answer, asked in words, 0 shots, plain text'
     assert 'n' not in result and {'auroc', 'brier_skill', 'prr'} <= result['pooled'].keys()
-
-
-def test_code_calibration_tabulates_each_confidence_before_and_after_scaling(tmp_path):
-    """Its table is made of finished runs; no model is needed."""
-    script = runpy.run_path(str(HERE / 'research/papers/code_calibration.py'))
-    pooled = dict.fromkeys(('accuracy', 'confidence', 'ece', 'brier_top_label', 'auroc'), 0.25)
-    pooled |= {'brier_skill': -0.5, 'n': 164}
-    scaled = {'pooled': pooled, 'post_hoc': {'reports': {'platt': pooled | {'ece': 0.125}}}}
-    (tmp_path / 'CodeLlama-7B').mkdir()
-    (tmp_path / 'CodeLlama-7B' / 'results.json').write_text(json.dumps({
-        'config': {'model': script['MODELS']['CodeLlama-7B'][0]},
-        'tasks': {'humaneval': {'source': 'humaneval'} | scaled}}))
-    _, _, lines = next(script['tables'](SimpleNamespace(out_dir=tmp_path)))
-    numbers = ['164', '0.250', '0.250', '0.250', '0.250', '-0.500', '0.250']
-    assert lines[1:] == [['CodeLlama-7B', 'p_tot', 'none', *numbers],
-                         ['CodeLlama-7B', 'p_tot', 'Platt', *numbers[:3], '0.125', *numbers[4:]]]
