@@ -1,6 +1,5 @@
 """align.py: pairwise losses, trees against separate rows, whole runs."""
 
-import io
 import json
 import math
 import shutil
@@ -169,12 +168,11 @@ def test_a_damaged_reference_is_computed_again(base, tmp_path, capsys):
     cfg = config(base, tmp_path, ROWS)
     run, model = run_of(cfg)
     (path,) = Path(cfg.cache_dir).glob('reference-*.npz')
-    content, without_checksum = path.read_bytes(), io.BytesIO()
+    content = path.read_bytes()
     run_of(config(base, tmp_path, ROWS[::-1]))
     (other,) = {*Path(cfg.cache_dir).glob('reference-*.npz')} - {path}
-    np.save(without_checksum, np.load(path)[path.stem])
-    for damaged in (content[:-1], content[:140] + bytes([content[140] ^ 1]) + content[141:],
-                    without_checksum.getvalue(), other.read_bytes()):   # the last of other data
+    for damaged in (content[:140] + bytes([content[140] ^ 1]) + content[141:],
+                    other.read_bytes()):   # the last of other data
         path.write_bytes(damaged)
         capsys.readouterr()
         assert np.array_equal(align.cached_reference(run, model), run.reference)
@@ -213,7 +211,6 @@ def test_a_run_begins_at_its_reference_and_learns_its_pairs(base, tmp_path, meth
 # pad_token_id of config.json, and a file of the tokenizer; <s> = 1 and </s> = 2
 PADS = {
     'null': (None, '', ''),
-    'the end token': (2, 'tokenizer_config.json', '{"pad_token": "</s>"}'),
     'of the tokenizer alone': (None, 'tokenizer_config.json', '{"pad_token": "<unk>"}'),
     'another one': (0, 'tokenizer_config.json',
                     '{"pad_token": {"content": "<unk>", "__type": "AddedToken"}}'),
@@ -342,24 +339,10 @@ def test_two_processes_align_as_one(base, values, tmp_path):
     ({'smoothing': 0.1}, 'smoothing = 0.1 has no effect in align.py; leave it out'),
     ({'lora_dropout': 0.1}, 'the policy would differ from its reference'),
     ({'label_noise': 0.5}, 'at least 0 and below 0.5'),
-    ({'beta': 0.0}, 'beta = 0.0'),
     ({'gamma': 2.0}, "gamma = 2.0 has no effect with method = 'dpo'; leave it out"),
-    ({'method': 'ipo', 'label_noise': 0.2}, "label_noise = 0.2 has no effect with method = 'ipo'"),
-    ({'method': 'simpo', 'per_token': True}, "per_token = True has no effect with method"),
-    ({'method': 'reward', 'beta': 0.2}, "beta = 0.2 has no effect with method = 'reward'"),
-    ({'kl': 'loss'}, "kl = 'loss' has no effect with method = 'dpo'")])
+    ({'method': 'reward', 'beta': 0.2}, "beta = 0.2 has no effect with method = 'reward'")])
 def test_settings_without_use_or_sense_are_refused(values, message):
     with pytest.raises(ConfigError, match=message):
         align.check_align_config(AlignConfig(**values))
     with pytest.raises(ConfigError, match='no settings given: python align.py configs/'):
         align.main([])
-
-
-@pytest.mark.parametrize('values', [
-    {'beta': 2.0, 'per_token': True}, {'method': 'simpo', 'gamma': 2.0, 'beta': 2.0},
-    {'method': 'reward', 'centering': 0.1}, {'method': 'ppo', 'reward': 'exact', 'updates': 2,
-                                             'kl': 'reward', 'kl_coef': 0.2, 'clip': 0.1,
-                                             'gae_lambda': 0.9}])
-def test_settings_that_are_read_are_accepted(values):
-    align.check_align_config(AlignConfig(**values))
-    train.check_config(AlignConfig(**values))

@@ -25,7 +25,7 @@ from runtime import cli
 from runtime.config import dump_config, load_config, read_assignments, require_range
 from runtime.errors import CheckpointError, ConfigError, DataError, ProcessError
 from runtime.processes import forked_pool
-from runtime.trained import trained_template, trained_with_bos, training_settings
+from runtime.trained import trained_template, trained_with_bos
 
 
 def test_the_command_line_overrides_the_config_file(tmp_path):
@@ -45,10 +45,8 @@ def test_the_command_line_overrides_the_config_file(tmp_path):
 @pytest.mark.parametrize('content, argument, message', [
     ('smothing = 0.1', '', "experiment.py:1: there is no key 'smothing'; did you mean 'smoothing'"),
     ('', '--shots=0', "--shots: there is no key 'shots'; did you mean 'eval.shots'?"),
-    ('', '--betas=0.9', '--betas is (0.9,), of type tuple; wanted float,float'),
     ('lora_targets = "q_proj,k_proj"', '', "wanted str,..., a tuple such as ('q_proj', 'k_proj')"),
     ('lr = 1\nepochs = "two"', '', "experiment.py:2: epochs is 'two', of type str; wanted a float"),
-    ('', '--lr=high', "--lr is 'high', of type str; wanted a float"),
     ('', '--schedule=step', "'step', of type str; wanted 'linear'"),
     ('', '--lr', '--lr: needs a value'),
     ('lr = 2 * 1e-5', '', 'experiment.py:1: the value of lr must be a plain literal'),
@@ -63,15 +61,6 @@ def test_a_wrong_setting_is_named_with_its_place(tmp_path, content, argument, me
     with pytest.raises(ConfigError, match='.') as error:
         config(tmp_path, content, *filter(None, [argument]))
     assert message.replace('{}', str(tmp_path)) in str(error.value)
-
-
-def test_config_files_are_utf8(tmp_path):
-    path = tmp_path / 'experiment.py'
-    path.write_bytes(b'\xef\xbb\xbfmodel = "caf\xc3\xa9"\r\nlr = 1\r\n')
-    assert load_config(train.TrainConfig, [str(path)]).model == 'caf\u00e9'
-    path.write_bytes(b'lr = 1\nmodel = "caf\xe9"\n')
-    with pytest.raises(ConfigError, match='experiment.py:2: not UTF-8'):
-        load_config(train.TrainConfig, [str(path)])
 
 
 @dataclasses.dataclass
@@ -144,8 +133,7 @@ def test_a_nested_record_is_set_by_file_and_command_line(tmp_path):
             ('', ('--eval.shots=0',), Run('a', Report(shots=0))),       # made from None
             (file, ('--eval=None', '--first.rate=None', '--first.shots=1'),
              Run('a', None, Report(shots=1))),
-            (file, ("--eval={'shots': 2}",), Run('a', Report(shots=2))),
-            (file, ('--eval.shots=0', '--eval={}'), Run('a', Report()))):
+            (file, ("--eval={'shots': 2}",), Run('a', Report(shots=2)))):
         assert load_run(tmp_path, content, *arguments) == expected
     for run in (load_run(tmp_path, file), load_run(tmp_path, ''),
                 Run('x' * 200, Report(('long name ' * 9,) * 9))):
@@ -155,14 +143,9 @@ def test_a_nested_record_is_set_by_file_and_command_line(tmp_path):
 
 
 @pytest.mark.parametrize('content, argument, message', [
-    ("eval = {'shots': 1,\n'tsks': ()}", '', "run.py:1: eval: there is no key 'tsks'; did you mean"
-                                             " 'tasks'?"),
     ("\neval = {'shots': '5'}", '', "run.py:2: eval: shots is '5', of type str; wanted an int"),
     ('eval = 3', '', 'eval is 3, of type int; wanted a dict of the keys of Report or None'),
     ('', '--eval.shot=3', "--eval.shot: there is no key 'shot'; did you mean 'shots'?"),
-    ('', '--eval.shots', '--eval.shots: needs a value'),
-    ('', '--first=None', "--first is None, of type NoneType; wanted a dict of the keys of Report"),
-    ('', '--eval.shots.x=1', '--eval.shots.x: shots has no keys of its own'),
 ])
 def test_a_wrong_key_of_a_nested_record_is_named(tmp_path, content, argument, message):
     with pytest.raises(ConfigError) as error:
@@ -170,12 +153,10 @@ def test_a_wrong_key_of_a_nested_record_is_named(tmp_path, content, argument, me
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize('program', ['train.py', pytest.param('evaluate.py',
-                                                              marks=pytest.mark.slow)])
-def test_help_and_misspelled_keys_load_no_torch(program):
+def test_help_and_misspelled_keys_load_no_torch():
     heavy = {'torch', 'matplotlib', 'pyarrow', 'sentencepiece', 'huggingface_hub'}
-    for arguments, code in ((['--help'], 0), (['--shotts=1'], 1), ([], 1)):
-        done = subprocess.run([sys.executable, '-X', 'importtime', program, *arguments], cwd=HERE,
+    for program, option, code in (('train.py', '--help', 0), ('evaluate.py', '--shotts=1', 1)):
+        done = subprocess.run([sys.executable, '-X', 'importtime', program, option], cwd=HERE,
                               capture_output=True, text=True)
         loaded = {line.split('|')[-1].strip() for line in done.stderr.split('\n') if '|' in line}
         assert done.returncode == code and 'runtime.config' in loaded and not loaded & heavy
@@ -214,10 +195,8 @@ NO_THREAD = f'import threading\n{NO_THREAD}\nthreading._start_new_thread = refus
      b'error: the system lets this process start no more threads; see ulimit -u.*'),
     ('import no_such_module', '', 1,
      b"error: No module named 'no_such_module'; pip install -r requirements.txt"),
-    ("open('/no/such/file')", '', 1, b"error: No such file or directory: '/no/such/file'"),
     (r"raise CheckpointError('tensor \x1b[2J\x9b\x07.weight\r is missing')", '', 1,
      rb'error: tensor \\x1b\[2J\\x9b\\x07.weight\\r is missing'),
-    ('raise KeyboardInterrupt', '', 130, b'stopped; the same command continues'),
     ('pass', SIGTERM, 143, b'stopped by SIGTERM'),
     (f'signal.signal(signal.SIGTERM, cli.stop); {SIGTERM}', '', 143,
      b'stopped by SIGTERM; the same command continues'),
@@ -228,9 +207,7 @@ def test_an_error_or_a_signal_that_ends_a_script_is_one_line(body, early, code, 
     assert re.fullmatch(message + b'\n', done.stderr), done.stderr
 
 
-@pytest.mark.parametrize('script', ['train.py', *(
-    pytest.param(f'{name}.py', marks=pytest.mark.slow)
-    for name in ('evaluate', 'generate', 'sample', 'align'))])
+@pytest.mark.parametrize('script', ['train', pytest.param('sample', marks=pytest.mark.slow)])
 def test_ctrl_c_during_the_import_of_torch_ends_the_process_at_once(script, tmp_path):
     """A KeyboardInterrupt there aborts in C++, or becomes an ImportError."""
     hook = ('def hook(event, arguments):\n'
@@ -239,9 +216,8 @@ def test_ctrl_c_during_the_import_of_torch_ends_the_process_at_once(script, tmp_
             '        os.kill(os.getpid(), signal.SIGINT)\n'
             'sys.addaudithook(hook)')
     (tmp_path / 'config.py').write_text('seed = 1\n')
-    arguments = {'generate.py': ['--model=x', '--prompts=x'], 'evaluate.py': ['--model=x'],
-                 'sample.py': ['--model=x']}.get(script, [tmp_path / 'config.py'])
-    done = run_hooked(hook, script, *arguments)
+    argument = '--model=x' if script == 'sample' else tmp_path / 'config.py'
+    done = run_hooked(hook, f'{script}.py', argument)
     assert (done.returncode, done.stdout, done.stderr) == (130, '_stop_at_once\n', 'stopped\n')
 
 
@@ -267,9 +243,6 @@ def test_a_survivor_of_torchrun_has_no_traceback(message, lost, monkeypatch):
         assert bool(slept) == (rank == '1')
 
 
-MUCH = "for _ in range(10 ** 6): print('x' * 100)"
-
-
 FULL = b'error: standard output cannot be written: No space left on device\n'
 MUCH = "for _ in range(10 ** 6): print('x' * 100)"
 
@@ -288,13 +261,6 @@ def test_what_a_script_prints_at_its_end(body, options, code, printed, errors, t
     done = run_script(tmp_path, body, **options)
     assert (done.returncode, done.stdout) == (code, printed)
     assert re.fullmatch(errors, done.stderr), done.stderr
-
-
-def test_a_script_whose_streams_are_closed(tmp_path):
-    done = run_script(tmp_path, "file = open('file', 'w'); print('printed'); print('warned', "
-                                'file=sys.stderr); print(sys.stdin.read(), file.fileno(), '
-                                'file=file)', f'os.chdir({str(tmp_path)!r})', '<&- >&- 2>&-')
-    assert done.returncode == 0 and int((tmp_path / 'file').read_text()) > 2
 
 
 @pytest.mark.slow
@@ -320,12 +286,11 @@ def test_workers_end_by_sigterm_and_with_the_first_error():
             with forked_pool(2, time.sleep) as imap:
                 next(imap([0, 60, 60]))
                 raise DataError('bad')      # which does not wait for the workers
-        for _ in range(3):      # nor for those that still write large results
-            with pytest.raises(DataError, match='bad'):
-                with forked_pool(4, lambda x: LARGE) as imap:
-                    for number, _ in enumerate(imap(range(200))):
-                        if number == 20:
-                            raise DataError('bad')
+        with pytest.raises(DataError, match='bad'):     # nor for those that write large results
+            with forked_pool(4, lambda x: LARGE) as imap:
+                for number, _ in enumerate(imap(range(200))):
+                    if number == 20:
+                        raise DataError('bad')
     finally:
         signal.signal(signal.SIGTERM, before)
     assert not multiprocessing.active_children()
@@ -383,14 +348,12 @@ def running(pid):
 
 
 @pytest.mark.parametrize('content, message', [
-    *((f'template = {value!r}', rf'template = {re.escape(repr(value))} is not supported')
-      for value in ('zephyr', 'trained', None)),
-    ("add_bos = 'no'", "add_bos = 'no' is not supported; it must be true or false or null"),
-    ('revision = 3', 'revision = 3 is not supported; it must be a string')])
+    ("template = 'zephyr'", "template = 'zephyr' is not supported"),
+    ("add_bos = 'no'", "add_bos = 'no' is not supported; it must be true or false or null")])
 def test_a_wrong_setting_of_the_run_that_trained_a_model_is_named(tmp_path, content, message):
     (tmp_path / 'train_config.py').write_text(f"data_kind = 'instruct'\n{content}\n")
     (tmp_path / 'epoch-1').mkdir()
-    for read in (training_settings, trained_template, trained_with_bos):
+    for read in (trained_template, trained_with_bos):
         with pytest.raises(CheckpointError, match=f'train_config.py: {message}'):
             read(tmp_path / 'epoch-1')
 

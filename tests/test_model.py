@@ -7,7 +7,6 @@ import pytest
 import torch
 from common import (DEVICES, documents, few_layers, head_of_32, lora_model, reference_model,
                     whole_rows)
-from safetensors.torch import load_file
 
 import attention
 import model as models
@@ -119,14 +118,6 @@ def test_lora_begins_at_the_base_model_and_merges_exactly(name, tmp_path):
     merged = checkpoint.load(tmp_path / 'merged')
     assert torch.allclose(merged(tokens, *whole_rows(tokens)), adapted, atol=1e-4)
     assert merged.state_dict().keys() == plain.state_dict().keys()
-    # one rounding: of the float32 sum
-    checkpoint.save(model, tmp_path / 'half', torch.bfloat16)
-    key = f'model.layers.1.self_attn.{targets[-1]}'
-    layer = model.get_submodule(key)
-    exact = layer.weight + 4 * (layer.lora_B.weight @ layer.lora_A.weight)
-    theirs = checkpoint.their_key(f'{key}.weight', model.config)
-    assert torch.equal(load_file(tmp_path / 'half' / 'model.safetensors')[theirs],
-                       exact.bfloat16())
     names = 'qkv_proj, o_proj' if 'qkv_proj' in targets else 'q_proj'
     with pytest.raises(ValueError, match=f"lora_targets = .'query',.; wanted some of {names}"):
         models.add_lora(plain, 8, 32.0, 0.1, ('query',))

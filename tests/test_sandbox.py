@@ -65,22 +65,17 @@ HOSTILE = {
         'def add(a, b): return a + b if set(made) != {-1} else 7', 'AssertionError'),
     'threads': ('import threading, time\nwhile True:\n'
                 '    threading.Thread(target=time.sleep, args=(100,)).start()', 'RuntimeError'),
-    'becomes a shell': ('import os\nos.execv("/bin/sh", ["sh", "-c", "echo 5"])',
-                        'PermissionError|FileNotFoundError'),
     'fills the disk with one file': ('with open("/tmp/x", "wb") as file:\n'
                                      '    while True: file.write(bytes(1 << 20))', 'OSError'),
     'allocates memory': ('x = bytearray(1 << 34)', 'MemoryError'),
     'hangs in C': ('x = pow(10 ** 8, 10 ** 8)', 'CPU time'),
-    'sleeps': ('import time\ntime.sleep(1000)', 'more than 1 s$'),
     'ignores signals': (
         'import signal\nfor n in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:\n'
         '    signal.signal(n, signal.SIG_IGN)\nwhile True: pass', 'CPU time'),
     'recursion without limit': ('import sys\nsys.setrecursionlimit(1 << 30)\n'
                                 'class A:\n    def __getattr__(self, n): return getattr(self, n)\n'
                                 'A().x', 'SIGSEGV|MemoryError|RecursionError'),
-    'sys.exit(0) in the test': ('import sys\ndef add(a, b): sys.exit(0)', 'SystemExit: 0'),
     'os._exit(0)': ('import os\nos._exit(0)', 'ended with status 0'),
-    'an object equal to everything': (f'kind, arguments = object, ()\n{EVERYTHING}', 'Everything'),
     'a list equal to everything': (f'kind, arguments = list, ([7],)\n{EVERYTHING}', 'Assertion'),
     'patches assert': (
         'import builtins\nclass Never(BaseException): pass\n'
@@ -97,7 +92,6 @@ HOSTILE = {
         '              {"error": ""}, {"value": True}, {"value": 5}, "", None, 5):\n'
         '        try: os.write(fd, json.dumps(m).encode() + b"\\n")\n'
         '        except OSError: pass\n' + WRONG, ''),
-    'an answer that JSON cannot hold': ('def add(a, b): return 10 ** 10000', 'ValueError: Exceeds'),
     'a message without end': (to_pipes('b"x" * (1 << 16)', 'while True: '),
                               'ValueError: a message of more'),
     'a message that breaks parsers': (to_pipes('b"[" * (1 << 20) + b"\\n"'),
@@ -126,8 +120,8 @@ HOSTILE = {
         'def add(a, b): return a + b if set(done) != {-1} else 7', 'AssertionError'),
 }
 # not where a mistake in the locks would hurt the machine
-ONLY_IN_NAMESPACES = {'threads', 'asks for new rights', 'becomes a shell'}
-LONG = {'hangs in C', 'sleeps', 'closes its pipes and sleeps', 'ignores signals'}
+ONLY_IN_NAMESPACES = {'threads', 'asks for new rights'}
+LONG = {'hangs in C', 'closes its pipes and sleeps', 'ignores signals'}
 
 
 @pytest.mark.parametrize('isolation, name', [
@@ -140,7 +134,7 @@ def test_a_hostile_program_does_not_pass(isolation, name, allowed):
     source, reason = HOSTILE[name]
     # beside other processes, a second may end before the memory
     outcome = run_program(source, TESTS, seconds=10 if 'memory' in name else 1, isolation=isolation,
-                          wall_seconds=1 if 'sleep' in name else 20)
+                          wall_seconds=1 if 'sleeps' in name else 20)
     assert not outcome.passed and re.search(reason, outcome.reason), outcome
     assert len(outcome.output) <= 1 << 16
 
@@ -297,18 +291,15 @@ def add(a, b):
                          ('a +', 'SyntaxError: invalid syntax (program.py, line 1)')):
         outcome = run_program(f'def add(a, b): return {body}', TESTS, isolation=isolation)
         assert outcome == (False, reason, '')
-    for tests, right in (('import os; os._exit(0)', False), ('raise SystemExit', False),
-                         ('print("x" * 99999)\n1 / 0', False), ('print("x" * 99999)', True)):
+    for tests, right in (('import os; os._exit(0)', False), ('print("x" * 99999)', True)):
         assert run_program('', tests, isolation=isolation).passed is right
     outcome = run_program('raise ValueError("\\x1b[31m\\ud800 red")', 'pass', isolation=isolation)
     assert outcome.reason == 'ValueError: \ufffd[31m\ufffd red'    # on a terminal
-    with pytest.raises(ConfigError, match="'none'; it must be namespaces or limits"):
-        run_program('', '', isolation='none')
 
 
 def test_values_cross_as_they_are():
-    for value in (None, True, 0, -2 ** 70, 1.5, float('inf'), 'a\n\ud800\x00', b'\x00\xff', 2 + 3j,
-                  [1, [2]], (1, (2,), []), {1, 'a'}, frozenset({(1, 2)}), {(1, 2): {'a': [None]}}):
+    for value in (None, True, -2 ** 70, float('inf'), 'a\n\ud800\x00', b'\x00\xff', 2 + 3j,
+                  (1, (2,), []), {1, 'a'}, frozenset({(1, 2)}), {(1, 2): {'a': [None]}}):
         assert from_json(to_json(value)) == value and type(from_json(to_json(value))) is type(value)
     with pytest.raises(TypeError, match='range cannot be compared'):
         to_json([range(3)])
@@ -351,14 +342,12 @@ TICKS = ('def area(r):\n    """Area.\n\n```python\n1\n```\n    ```\n    """\n'
 @pytest.mark.parametrize('text, right', [
     (f'First:\n```python\n{RADIUS}```\nBetter:\n{BLOCK}```\narea(2)\n```', True),
     (f'{BLOCK}Or, which is worse:\n```python\n{RADIUS}```', False),
-    (f'```python\n{TICKS}```\nDone.\n```\narea(2)\n```', True), (TICKS, True),
+    (f'```python\n{TICKS}```\nDone.\n```\narea(2)\n```', True),
     (TICKS.partition('\n')[2], True), (f'Here it is:\n\n{TICKS}\nDone.', True),
     (f'1. So:\n\n{textwrap.indent(BLOCK, "   ")}\n2. Done.', True),
-    (f'1. So:\n   ```python\n{textwrap.indent(AREA, "   ")}```\n2. Done.', True),
     (f'Here:\n\n{textwrap.indent(AREA, "    ")}\nDone.', True),
     (textwrap.indent(f'Here:\n{BLOCK}', '> '), True),
     (f'Sure! ```python\n{AREA}```', True), (f'~~~python\n{AREA}~~~\nDone.', True),
-    (f'```python\n{AREA.rstrip()}```\nDone.', True),
     (f'```bash\npip install "x\n```\n{BLOCK}', True),
     (f'```python\ndef area(r:\n```\nNo:\n{BLOCK}', True),
     ('```python\narea = lambda r: math.pi * r * r\n```', True),
@@ -380,15 +369,10 @@ GOOD_TEST = 'def check(candidate):\n    assert candidate(1) == 1\n'
 
 @pytest.mark.parametrize('row, message', [
     ({'test': ''}, 'no function check.candidate'),
-    ({'test': GOOD_TEST.replace('(candidate)', '()', 1)}, 'no function check.candidate'),
     ({'test': 'def check(candidate):\n    pass\n'}, 'no function check.candidate'),
     ({'test': GOOD_TEST + 'return'}, "no Python after the prompt: 'return' outside function"),
-    ({'test': 'from __future__ import annotations\n' + GOOD_TEST}, 'no Python after the prompt'),
     ({'test': GOOD_TEST.replace('== 1', '== one')}, "prompt and test define no 'one', which they"),
-    ({'test': None}, 'test is missing'),
     ({'prompt': 'x = 1'}, "the prompt defines no function 'f'"),
-    ({'canonical_solution': []}, 'canonical_solution is not text but list'),
-    ({'test': 'METADATA = {}\n\n' + GOOD_TEST}, ''),
     ({'test': 'from math import *\n' + GOOD_TEST + 'tau'}, ''),
     ({'test': 'import math as m\ndef close(a, b=m.pi):\n    global c\n'
       '    c = [x for x in (a, b)]\n    return c\n\ntry:\n    import os\n'

@@ -5,13 +5,12 @@ import pytest
 import torch
 from common import DEVICES, head_of_32, logits_of, lora_model, reference_model, write_rows
 
-import evaluate
 import metrics
 import scoring
 from data import packing, questions
 from data.chat import encode_conversation
 from data.trees import tokenize_questions
-from runtime import checkpoint, trained
+from runtime import checkpoint
 from runtime.errors import DataError
 
 
@@ -83,13 +82,6 @@ def test_questions_of_one_token_are_scored(tmp_path):
         found += scoring.option_log_probs(model, trees, pack_len=16)
         for tree, ours in zip(trees * 2, found, strict=True):
             assert ours == pytest.approx(plain_log_probs(model, tree, 'cpu'), abs=1e-4)
-    # such an option has an empty continuation; one token less than none was counted for it
-    tree = packing.Tree((1, 2, 3), [4, 5], [[1] * 5, [], [2, 2]], [4, 4, 4])
-    rows = list(packing.pack_trees([(0, tree)], 9))
-    assert [arrays.shape for arrays, _ in rows] == [(3, 9)] * 2
-    assert sum(len(scored) for _, scored in rows) == tree.n_scored
-    one_option = packing.Tree((1, 2, 3), [4, 5, 6], [[]], [4])      # longer than the row
-    assert len(list(packing.pack_trees([(0, one_option)], 5))) == 1
 
 
 def test_the_hash_of_a_tree_stays_as_in_folders_that_are_there():
@@ -97,9 +89,6 @@ def test_the_hash_of_a_tree_stays_as_in_folders_that_are_there():
     tree, text = packing.Tree((1, 2), [3], [[4], [5]], [3, 3]), packing.Tree(
         (1, 2), [3, 9], scored=[2, 3])
     assert (tree.fingerprint, text.fingerprint) == ('f01b013bb70a', 'd4ec02025420')
-    for other in (packing.Tree((1, 7), [3], [[4], [5]], [3, 3]),
-                  packing.Tree((1,), [2, 3], [[4], [5]], [3, 3])):
-        assert other.fingerprint != tree.fingerprint
 
 
 def test_options_that_differ_in_their_last_token_share_the_others(tmp_path):
@@ -250,11 +239,3 @@ def test_whole_shots_are_dropped(tokenizers, tmp_path):
     bad = questions.Question('7', 'Answer: ', ['', 'x'], 1, 's', 'H\n\n', place='q.jsonl:8')
     with pytest.raises(DataError, match="q.jsonl:8: option '' does not begin at a token boundary"):
         first_tree([bad], {}, tokenizers['llama3'])
-
-
-def test_a_model_is_loaded_once(monkeypatch, tmp_path):
-    calls = []
-    monkeypatch.setattr(checkpoint, 'load', lambda *call, **options: calls.append(call))
-    for shard in (False, True):
-        load = trained.load_ahead(tmp_path, evaluate.EvalConfig(dtype='float32', shard=shard))
-        assert load() is load() and len(calls) == 1 + shard

