@@ -41,8 +41,9 @@ from data.chat import question_frame
 from data.written_answers import WRITTEN_TASKS
 from data.probes import INSTRUCTIONS
 from data.questions import sample_fields
-from data.tasks import (TASKS, OptionTask, PermutedTask, PIKTask, PTrueTask, TextTask, check_names,
-                        describe_tasks, mean_over_orders, show_tasks, split_name)
+from data.tasks import (TASKS, ContextualTask, OptionTask, PermutedTask, PIKTask, PTrueTask,
+                        TextTask, check_names, describe_tasks, mean_over_orders, show_tasks,
+                        split_name)
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results import report, samples
 from runtime.config import load_config, require_given
@@ -106,7 +107,7 @@ KINDS = (dict.fromkeys(WRITTEN_TASKS, WrittenTask) | dict.fromkeys(INSTRUCTIONS,
 # what decides a sample besides the forward pass, the settings and the prompt
 CODE = (scoring.forward_values, scoring.token_log_probs, scoring.token_statistics,
         scoring.Reader.states, OptionTask.samples, PermutedTask.samples, PTrueTask.samples,
-        TextTask.samples, sample_fields, mean_over_orders, write_answers,
+        ContextualTask.samples, TextTask.samples, sample_fields, mean_over_orders, write_answers,
         new_answers, SampleConfidence.collect, ProbeConfidence.collect, stream)
 
 
@@ -118,7 +119,7 @@ def load_tasks(cfg):
     check_names(cfg.tasks)
     loaded = [KINDS.get(split_name(name)[0], OptionTask).load(name, cfg) for name in cfg.tasks]
     tasks = {task.label: task for task in loaded}
-    for key in ('permute', 'p_true', 'p_ik', 'verbalized'):
+    for key in ('permute', 'p_true', 'contextual', 'p_ik', 'verbalized'):
         if getattr(cfg, key) and not any(key in task.settings for task in loaded):
             missing = 'options' if key in OptionTask.settings else 'written answers'
             raise ConfigError(f'{key} = {getattr(cfg, key)}: tasks = {cfg.tasks} have no '

@@ -3,12 +3,13 @@
     temperature  fit_temperature(scores, labels), then metrics.softmax(scores, temperature)
                  fit_temperature_to_base(scores, base_scores) without labels
     vector       fit_vector(scores, labels), apply_vector(scores, w, b)
+    prior        fit_prior(scores) without labels, apply_prior(scores, log_prior)
     Platt        fit_platt(confidence, correct), apply_platt(confidence, a, b)
     histogram    fit_histogram(confidence, correct), apply_histogram(confidence, values)
     isotonic     fit_isotonic(confidence, correct), apply_isotonic(confidence, x, y)
 
-The first two take scores float [N, K], logits or log-probabilities with -inf where a question lacks
-an option, and labels int [N]; they return a distribution over the options. The other three take the
+The first three take scores float [N, K], logits or log-probabilities with -inf where a question
+lacks an option, and labels int [N]; they return a distribution over the options. The other three take the
 confidence of the predicted option, float [N] in [0, 1], and whether it is right, bool or 0/1 [N];
 they return a new confidence for the same predictions. Invalid input raises ValueError that names
 the row.
@@ -91,6 +92,32 @@ def apply_vector(scores, w, b) -> np.ndarray:
                          f'{b.shape}')
     has = np.isfinite(scores)
     return metrics.softmax(np.where(has, w * np.where(has, scores, 0) + b, -np.inf))
+
+
+def fit_prior(scores) -> np.ndarray:
+    """Return the log of each option's mean probability over the rows that have it, float64 [K].
+
+    Batch calibration, Zhou et al. 2024 (arXiv 2309.17249): `apply_prior` removes what the model
+    prefers whatever the question. For letters or classes, not for answers in random order.
+    """
+    probs = metrics.softmax(_check_scores(scores))
+    n = np.isfinite(scores).sum(0)
+    mean = np.where(n, probs.sum(0) / np.maximum(n, 1), 1 / len(n))
+    return np.log(np.maximum(mean, np.finfo(float).tiny))
+
+
+def apply_prior(scores, log_prior) -> np.ndarray:
+    """Return softmax(scores - log_prior), float64 [N, K]: probabilities / prior, normalized.
+
+    log_prior: [K], such as that of `fit_prior`; or [N, K], for contextual calibration (Zhao et al.
+    2021) the log-probabilities of each row's options after a prompt without content.
+    """
+    scores, log_prior = _check_scores(scores), metrics.real_array('log_prior', log_prior)
+    if log_prior.shape not in (scores.shape, scores.shape[1:]):
+        raise ValueError(f'log_prior must be [K] or [N, K] like scores, {scores.shape}, not of '
+                         f'shape {log_prior.shape}')
+    has = np.isfinite(scores)
+    return metrics.softmax(np.where(has, scores - np.where(has, log_prior, 0), -np.inf))
 
 
 def fit_platt(confidence, correct) -> tuple[float, float]:

@@ -10,7 +10,7 @@ import functools
 import json
 import re
 import string
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,6 +57,28 @@ def mmlu(item, benchmark, scoring, native):
         context = question if benchmark.continues else f'{question}\n{answer}'
         return Prompt(context, [f' {choice}' for choice in choices], f'{header}\n\n')
     return lettered(question, choices, answer, f'{header}\n\n')
+
+
+# what contextual calibration puts in place of a question (Zhao et al. 2021)
+CONTENT_FREE = 'N/A', '[MASK]', ''
+
+
+def content_free(item, prompt, make_prompt):
+    """Return the Prompts of an Item whose question is one of CONTENT_FREE.
+
+    Where letters or other words that are the same for every question are scored, the choices are
+    replaced as well. Raises DataError for a Prompt that the question alone does not change.
+    """
+    def blank(text):
+        without = make_prompt(replace(item, question=text, choices=[text] * len(item.choices)))
+        return (without if without.options == prompt.options else
+                make_prompt(replace(item, question=text)))
+
+    if prompt.ending or blank(CONTENT_FREE[0]).context == prompt.context:
+        raise DataError('contextual needs a prompt in which N/A can stand for the question, and in '
+                        'which its options follow; use --prompt_format=mmlu')
+    # a context without any text may have no token to predict from
+    return [free for free in map(blank, CONTENT_FREE) if free.context]
 
 
 PROMPT_FORMATS = {

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from data.benchmarks import BENCHMARKS, CATEGORY, GENERIC, generic_row
 from data.files import draw, fetch, parse_rows, read_rows, require_text, text_digest
-from data.prompts import LETTERS, PROMPT_FORMATS, Item, check_prompt_format, proposing
+from data.prompts import (LETTERS, PROMPT_FORMATS, Item, check_prompt_format, content_free,
+                          proposing)
 from runtime.errors import DataError
 from runtime.processes import cores, parallel_map
 
@@ -31,6 +32,7 @@ class Question:
     ending: str = ''            # follows each option; if given, only this is scored (WinoGrande)
     digest: str = ''            # hash of question and choices, independent of the prompt format
     orders: dict = field(default_factory=dict)  # {order: Prompt} of other orders of the options
+    content_free: list = field(default_factory=list)    # its Prompts for contextual calibration
 
     @property
     def solved(self):
@@ -60,16 +62,17 @@ class Question:
 
 
 @dataclass
-class PermutedQuestion(Question):
-    """A question that is asked in the other orders of its options."""
-    published: dict = field(default_factory=dict)   # its sample in the published order
+class ReaskedQuestion(Question):
+    """A question that is asked with other prompts: other orders, or without its content."""
+    prompts: list = field(default_factory=list)     # of Prompt
+    published: dict = field(default_factory=dict)   # its sample as published
 
     @property
     def parts(self):
-        """Return a question for each other order of the options."""
+        """Return a question for each of the other prompts."""
         return [Question(self.id, prompt.context, prompt.options, self.answer, self.subject,
                          self.header, language=self.language, place=self.place)
-                for prompt in self.orders.values()]
+                for prompt in self.prompts]
 
 
 def sample_fields(question, n_shots):
@@ -89,10 +92,10 @@ class Loaded(NamedTuple):
 
 def load_task(name, *, prompt_format='mmlu', scoring='auto', header='english', languages=('all',),
               shots=0, limit=None, seed=0, revision=None, on_bad_row='stop', split='test',
-              permute=None):
+              permute=None, contextual=False):
     """Return the Loaded task of a name in --tasks, see `_find`; raises DataError.
 
-    prompt_format, scoring, header, permute: the settings of evaluate.py, see docs/evaluation.md
+    prompt_format, scoring, header, permute, contextual: settings, see docs/evaluation.md
     languages: of a multilingual benchmark; 'all': all that it, or its local folder, has
     shots:     number of solved questions per subject, the first ones of the shots split
     limit:     at most this many questions per language, drawn by `seed` evenly over the subjects
@@ -116,8 +119,8 @@ def load_task(name, *, prompt_format='mmlu', scoring='auto', header='english', l
 
     def read(job):
         part, files, language = job
-        n_orders = 0 if part == 'shots' else permute or 0
-        parse = functools.partial(_to_question, benchmark, make_prompt, language, n_orders)
+        more = (0, False) if part == 'shots' else (permute or 0, contextual)
+        parse = functools.partial(_to_question, benchmark, make_prompt, language, *more)
         return parse_rows((row for file in files for row in read_rows(file)), parse, on_bad_row)
 
     jobs = [(part, _files_of(benchmark, source, part, language, revision), language)
@@ -182,7 +185,8 @@ def solved_files(name, revision=None):
              for file in _files_of(benchmark, source, 'shots', language, revision)]
     make_prompt = functools.partial(PROMPT_FORMATS['mmlu'], benchmark=benchmark,
                                     scoring='letters', native=False)
-    return files, lambda row, place: [_to_question(benchmark, make_prompt, '', 0, row, place, 0)]
+    parse = functools.partial(_to_question, benchmark, make_prompt, '', 0, False)
+    return files, lambda row, place: [parse(row, place, 0)]
 
 
 # what to do about a folder without the file of a split
@@ -248,7 +252,7 @@ def shifts(n_options, n_orders):
             for shift in range(min(n_orders, n_options))]
 
 
-def _to_question(benchmark, make_prompt, language, n_orders, row, place, number):
+def _to_question(benchmark, make_prompt, language, n_orders, contextual, row, place, number):
     text, choices, answer = parse_row(row, benchmark.row)
     fields = row if isinstance(row, dict) else {}
     id = str(next((fields[key] for key in ('id', 'ind', 'sample_id', 'question_id', 'idx', 'qID')
@@ -261,12 +265,13 @@ def _to_question(benchmark, make_prompt, language, n_orders, row, place, number)
                            (id, subject, category, language)):
         require_text(value, f'the {name}')
     item = Item(text, choices, subject, language, row)
-    context, options, header, ending = make_prompt(item)
+    context, options, header, ending = prompt = make_prompt(item)
     orders = {order: make_prompt(replace(item, choices=[choices[i] for i in order]))
               for order in shifts(len(choices), n_orders)[1:]}
     duplicates = len({choice.strip() for choice in choices}) < len(choices)
     return Question(id, context, options, answer, subject, header, category, language, duplicates,
-                    place, ending, text_digest(text, choices), orders)
+                    place, ending, text_digest(text, choices), orders,
+                    content_free(item, prompt, make_prompt) if contextual else [])
 
 
 def _file_subject(place, benchmark):

@@ -22,7 +22,7 @@ from data.benchmarks import BENCHMARKS, GENERIC
 from data.written_answers import WRITTEN_TASKS
 from data.p_ik import load_p_ik
 from data.probes import INSTRUCTIONS, PATTERNS, WIKITEXT, load_texts, tokenize_texts
-from data.questions import PermutedQuestion, Question, load_task, require_task, sample_fields
+from data.questions import Question, ReaskedQuestion, load_task, require_task, sample_fields
 from data.trees import tokenize_questions
 from runtime.errors import ConfigError, DataError
 
@@ -34,7 +34,8 @@ are read for --fit_temperature.
 """
 
 TASKS = *BENCHMARKS, *WRITTEN_TASKS, 'p_ik', *INSTRUCTIONS
-VARIANTS = {'permute': 'permuted', 'p_true': 'p_true'}      # {setting: name of the variant}
+# {setting: name of the variant}
+VARIANTS = {'permute': 'permuted', 'p_true': 'p_true', 'contextual': 'contextual'}
 BLOCKS = 8      # of questions per process; each block repeats the shots once
 SHOWN_TOKENS = 100      # before a scored token of a text, in its sample
 
@@ -66,7 +67,7 @@ class Task:
     def fingerprint(self):
         """Return a hash of all questions or texts, whatever their prompts and their files."""
         digest = hashlib.blake2b(digest_size=8)
-        prompt = 'place', 'orders', 'context', 'options', 'header', 'ending'
+        prompt = 'place', 'orders', 'content_free', 'context', 'options', 'header', 'ending'
         for item in (*self.items, *self.validation):
             content = {key: value for key, value in vars(item).items() if key not in prompt}
             digest.update(repr(content).encode())
@@ -195,7 +196,7 @@ LENGTHS = {'token': 'log-probabilities per token', 'sum': 'summed log-probabilit
 class OptionTask(Task):
     """Questions whose options are scored; a sample has the log-probability of each option."""
     form = 'prompt format '
-    settings = 'permute', 'p_true'
+    settings = 'permute', 'p_true', 'contextual'
     described = 'prompt_format', 'shots', 'scoring', 'chat'
 
     @classmethod
@@ -203,7 +204,7 @@ class OptionTask(Task):
         """Return the task `name` of --tasks."""
         read = functools.partial(load_task, name, revision=cfg.data_revision, **{
             key: getattr(cfg, key) for key in ('prompt_format', 'scoring', 'header', 'languages',
-                                               'permute', 'seed', 'on_bad_row')})
+                                               'permute', 'contextual', 'seed', 'on_bad_row')})
         loaded = read(shots=cfg.shots, limit=cfg.limit)
         held_out = read(split='validation').questions if cfg.fit_temperature else []
         return cls(task_label(name), task_source(name), loaded.questions, loaded.total, loaded.bad,
@@ -233,7 +234,12 @@ class OptionTask(Task):
         id): sample}; top_option: sample -> index of the option that the model prefers."""
         if name == 'permuted':
             return self.changed(PermutedTask, name, scored, lambda question, sample:
-                                PermutedQuestion(**vars(question), published=sample))
+                                ReaskedQuestion(**vars(question), published=sample,
+                                                prompts=[*question.orders.values()]))
+        if name == 'contextual':
+            return self.changed(ContextualTask, name, scored, lambda question, sample:
+                                ReaskedQuestion(**vars(question), prompts=question.content_free,
+                                                published=sample))
         # the correct option is proposed in the first and the last of each four shots, the option
         # after it in the other two
         shots = {group: [q.proposing((q.answer + (i % 4 in (1, 2))) % len(q.options))
@@ -284,6 +290,26 @@ def mean_over_orders(orders):
     total = np.logaddexp.reduce(log_probs, axis=1, keepdims=True)
     mean = np.logaddexp.reduce(log_probs - total) - np.log(len(orders))
     return (mean + np.logaddexp.reduce(total) - np.log(len(orders))).tolist()
+
+
+class ContextualTask(OptionTask):
+    """Contextual calibration, Zhao et al. 2021: p / p of a prompt without content, normalized.
+
+    A sample has the logarithms of these ratios as `log_probs`. p of no content is the mean over the
+    content-free prompts.
+    """
+
+    @staticmethod
+    def samples(tokenizer, question, tree, numbers, values):
+        published = question.published
+        free = tree.sums(numbers, values).reshape(-1, len(question.options))
+        ratios = published['log_probs'] - np.logaddexp.reduce(free) + np.log(len(free))
+        return [sample_fields(question, tree.shots) | {
+            'answer': question.answer, 'options': question.options, 'log_probs': ratios.tolist(),
+            'n_tokens': published['n_tokens'], 'content_free': free.tolist()}]
+
+    def distribution(self, cfg):
+        return f'contextual calibration, {super().distribution(cfg)}'
 
 
 class PTrueTask(OptionTask):
@@ -369,9 +395,10 @@ def show_tasks(tasks, tokenizer, cfg):
     It has the whole prompt, the options or scored tokens, and the tokens with '|' between them.
     Without a tokenizer it has the prompt with all shots, and no tokens.
     """
-    tasks = tasks | {f'{label}.permuted': task.variant('permuted', {
+    tasks = tasks | {f'{label}.{VARIANTS[key]}': task.variant(VARIANTS[key], {
         ('test', q.language, q.id): {} for q in task.items}, None)
-        for label, task in tasks.items() if cfg.permute and 'permute' in task.settings}
+        for label, task in tasks.items() for key in ('permute', 'contextual')
+        if getattr(cfg, key) and key in task.settings}
     lines = []
     for label, task in tasks.items():
         part = replace(task, items=task.items[:cfg.show], validation=[])

@@ -49,9 +49,10 @@ class Predictions(NamedTuple):
         return Predictions(*(None if x is None else x[rows] for x in arrays),
                            {key: x[rows] for key, x in columns.items()})
 
-    def scaled(self, temperature):
-        """Return the predictions with scores / temperature, a number or [N, 1]."""
-        scores = self.scores / temperature
+    def scaled(self, temperature, log_prior=0):
+        """Return the predictions with (scores - log_prior) / temperature, each a number or [N, 1];
+        log_prior also [N, K]."""
+        scores = (self.scores - log_prior) / temperature
         return option_predictions(metrics.softmax(scores), self.labels, self.n_options, scores)
 
     def report(self):
@@ -135,13 +136,12 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
         summary |= letters([*orders.values()], [groups['orders', name] for name in orders])
     if 'log_probs' in samples[0]:
         log_probs = [*itertools.chain.from_iterable(s['log_probs'] for s in samples)]
-        summary['option_mass'] = float(np.exp(log_probs).sum() / len(samples))
+        if 'content_free' not in samples[0]:
+            summary['option_mass'] = float(np.exp(log_probs).sum() / len(samples))
         summary['chance'] = float(np.mean([1 / len(s['log_probs']) for s in samples]))
     if fit:
-        languages = [np.array([s.get('language') or '' for s in part])
-                     for part in (samples, held_out)]
         summary['post_hoc'] = post_hoc(pooled, predictions(held_out, norm) if held_out else None,
-                                       n_bootstrap, seed, *languages)
+                                       n_bootstrap, seed, samples, held_out)
     return summary | {'measured_by': measured_by()}
 
 
@@ -224,13 +224,15 @@ def mean_report(reports, resampled):
                              for key in ({} if fewest < 10 else resampled[0])}, mean, fewest)
 
 
-def post_hoc(test, held_out, n_bootstrap, seed, languages, held_out_languages):
+def post_hoc(test, held_out, n_bootstrap, seed, samples, held_out_samples):
     """Return temperature and Platt scaling of `test`, fitted on `held_out`: keys as in the docs.
 
     Without `held_out`, each half of `test` is scaled with the fit of the other half, so that there
-    are two values of each parameter. languages, held_out_languages: of the rows of each, [N].
+    are two values of each parameter. samples, held_out_samples: of the rows of each.
     """
     n = len(test.labels)
+    languages, held_out_languages = (np.array([s.get('language') or '' for s in part])
+                                     for part in (samples, held_out_samples))
     if held_out is not None:
         fitted_on = f'{len(held_out.labels)} validation questions'
         fits = [(held_out, held_out_languages, np.arange(n))]
@@ -258,6 +260,9 @@ def post_hoc(test, held_out, n_bootstrap, seed, languages, held_out_languages):
     if has_options and len({*languages.tolist()}) > 1:
         fitted['languages'], shrunk = temperatures.by_language(test, languages, fits, single)
         groups['language temperature'] = test.scaled(shrunk)
+    if has_options and len({(k, option) for s in samples for k, option in enumerate(s['options'])}
+                           ) == test.scores.shape[1]:       # the same letters or words for all
+        groups['batch'] = test.scaled(1, scaling.fit_prior(test.scores))
     groups['platt'] = Predictions(platt, correct)
     if not has_options:
         groups['isotonic'] = Predictions(isotonic, correct)

@@ -312,6 +312,8 @@ def _fault(row):
         return f'{row!r:.60} is no JSON object'
     has_options, is_written = 'log_probs' in row, 'greedy' in row or is_unstated(row)
     rules = OPTIONS if has_options else {} if is_unstated(row) else TOKEN
+    if 'content_free' in row:       # log_probs are logarithms of ratios
+        rules = rules | {'log_probs': [[(-1e300, 1e300)]]}
     if fault := broken_rule(row, SAMPLE | rules | (WRITTEN if is_written else {})):
         return fault
     # the greedy answer alone, without a grade, is that of a stated probability

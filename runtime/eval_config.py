@@ -40,6 +40,8 @@ class EvalConfig:
     isolation: Literal['namespaces', 'limits'] = 'namespaces'  # see docs/running_code.md
     permute: int | None = None                # also ask in this many cyclic orders of the options,
     #                                           under the same letters; None: only as published
+    contextual: bool = False                  # also divide the probabilities of the options by
+    #                                           those after a prompt without content
     # chat template of the prompt; trained: that of the model's train.py run; none: plain text
     chat: Literal['none', 'trained', 'tulu', 'olmo2', 'llama3', 'gemma', 'mistral', 'tekken',
                   'chatml', 'cohere', 'granite', 'phi3', 'phi4', 'phi4_mini', 'alpaca'] = 'none'

@@ -84,7 +84,7 @@ def whole(scored_folder, tmp_path_factory):
     """The results of an evaluation with all that can be derived from it, and their folder."""
     out = tmp_path_factory.mktemp('whole')
     return scored(scored_folder, out, '--pictures', '--fit_temperature', '--p_true',
-                  '--permute=2'), out
+                  '--permute=2', '--contextual'), out
 
 
 @pytest.fixture
@@ -229,8 +229,8 @@ def test_results_have_languages_groups_macro_and_scalings(whole):
         assert (out / name).read_bytes().startswith(b'\x89PNG')
     head, *lines = (out / 'results.csv').read_text().splitlines()
     assert 'ece_boot_low' in head
-    # pooled, macro, 3 languages, 2 categories, 2 subjects, 3 scalings
-    assert sum(line.startswith('global_mmlu,') for line in lines) == 12
+    # pooled, macro, 3 languages, 2 categories, 2 subjects, 4 scalings
+    assert sum(line.startswith('global_mmlu,') for line in lines) == 13
     fitted, scaled = result['post_hoc'], result['post_hoc']['reports']['temperature']
     assert fitted['fitted_on'] == 'the other half of the questions'
     assert len(fitted['temperature']) == len(fitted['platt']) == 2
@@ -524,33 +524,52 @@ def p_true_prompt(row, top, shots):
             f'\n\n{solved}{ask(row, top)}')
 
 
-def test_p_true_is_that_of_transformers(scored_folder, whole):
+def content_free_prompt(row, text, shots):
+    """The text before the letter of a prompt that has `text` for the question and its choices."""
+    def ask(question, *choices):
+        listed = ''.join(f'\n{c}. {choice}' for c, choice in zip('ABCD', choices, strict=True))
+        return f'{question}{listed}\nAnswer:'
+    solved = ''.join(f'{ask(shot["question"], *(shot[f"option_{c}"] for c in "abcd"))} '
+                     f'{shot["answer"]}\n\n' for shot in shots)
+    return (f'The following are multiple choice questions (with answers) about {row["subject"]}.'
+            f'\n\n{solved}{ask(text, *[text] * 4)}')
+
+
+def test_p_true_and_contextual_calibration_are_those_of_transformers(scored_folder, whole):
     import transformers
     tasks, samples = whole[0]['tasks'], read_samples(whole[1] / 'samples.jsonl')
-    options, asked = ([s for s in samples if s['task'] == name]
-                      for name in ('global_mmlu', 'global_mmlu.p_true'))
-    options = {(s['language'], s['id']): s for s in options}
-    assert len(options) == len(asked) == 120
+    options, asked, ratios = ({(s['language'], s['id']): s for s in samples if s['task'] == name}
+                              for name in ('global_mmlu', 'global_mmlu.p_true',
+                                           'global_mmlu.contextual'))
+    assert len(options) == len(asked) == len(ratios) == 120
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         scored_folder / 'model', dtype=torch.float32, attn_implementation='eager')
     tokenizer = load_tokenizer(scored_folder / 'model')
-    for sample in asked[::25]:
+
+    def sums(text, *continuations):
+        start = len(tokenizer.encode(text)) + 1
+        for option in continuations:
+            ids = torch.tensor([[tokenizer.bos_id, *tokenizer.encode(text + option)]])
+            with torch.no_grad():
+                logs = reference(ids).logits[0].log_softmax(-1)
+            yield sum(logs[i - 1, ids[0, i]].item() for i in range(start, ids.numel()))
+
+    for key, sample in [*asked.items()][::25]:
         shots, rows = ([json.loads(line) for line in open(
             scored_folder / 'data' / f'{sample["language"]}_{split}.jsonl')]
             for split in ('dev', 'test'))
         row = next(r for r in rows if r['sample_id'] == sample['id'])
-        first = options[sample['language'], sample['id']]
+        shots, first = [r for r in shots if r['subject'] == row['subject']][:2], options[key]
         top = np.argmax(np.divide(first['log_probs'], first['n_tokens']))
-        text = p_true_prompt(row, top, [r for r in shots if r['subject'] == row['subject']])
-        start, sums = len(tokenizer.encode(text)) + 1, []
-        for option in (' (A)', ' (B)'):
-            ids = torch.tensor([[tokenizer.bos_id, *tokenizer.encode(text + option)]])
-            with torch.no_grad():
-                logs = reference(ids).logits[0].log_softmax(-1)
-            sums.append(sum(logs[i - 1, ids[0, i]].item() for i in range(start, ids.numel())))
-        assert sample['confidence'] == pytest.approx(metrics.softmax(np.array(sums))[0], abs=1e-5)
+        p_true = metrics.softmax([*sums(p_true_prompt(row, top, shots), ' (A)', ' (B)')])
+        assert sample['confidence'] == pytest.approx(p_true[0], abs=1e-5)
+        free = [np.exp([*sums(content_free_prompt(row, text, shots), ' A', ' B', ' C', ' D')])
+                for text in ('N/A', '[MASK]', '')]
+        assert ratios[key]['log_probs'] == pytest.approx(
+            first['log_probs'] - np.log(np.mean(free, 0)), abs=1e-4)
         assert sample['correct'] == ('ABCD'[top] == row['answer']) and sample['shots'] == 2
         assert sample['question'] == first['question'] != ''
+    assert 'option_mass' not in tasks['global_mmlu.contextual']
     result = tasks['global_mmlu.p_true']
     assert result['pooled']['accuracy'] == tasks['global_mmlu']['pooled']['accuracy']
     assert result['distribution'].startswith('P(True) of the top option, mmlu, 2 shots')
@@ -588,6 +607,19 @@ def test_derived_tasks_are_added_resumed_and_compared(foxes, tmp_path, launched)
     assert 'foxes.p_true' in (tmp_path / 'compare' / 'compare.md').read_text()
     with pytest.raises((ConfigError, DataError), match='settings scores the text of its options'):
         counted('--permute=3', '--scoring=text')
+    # where texts are scored, the choices stay
+    counted('--scoring=text', '--contextual', '--norm=sum')
+    asked = {s['id']: s for s in read_samples(path) if s['task'] == 'foxes.contextual'}
+    write_rows(foxes.task, [json.loads(line) | {'question': '[MASK]'} for line in open(foxes.task)])
+    foxes.score('--scoring=text', out=tmp_path / 'free')
+    for sample in read_samples(tmp_path / 'free' / 'samples.jsonl'):
+        free = asked[sample['id']]['content_free'][1]
+        assert sample['log_probs'] == pytest.approx(free, abs=1e-4)
+    blank = write_rows(tmp_path / 'blank.jsonl', [
+        {'sentence': 'A _ is old.', 'option1': 'fox', 'option2': 'dog', 'answer': '1'}])
+    with pytest.raises(DataError, match='blank.jsonl:1: contextual needs a prompt in which N/A'):
+        foxes.score(f'--tasks=winogrande_s:{blank}', '--prompt_format=harness', '--contextual',
+                    out=tmp_path / 'none')
 
     counted('--overwrite')
     permuted, n = counted('--permute=2')

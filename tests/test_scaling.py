@@ -61,6 +61,23 @@ def test_vector_histogram_and_isotonic_scaling_fit_what_was_applied():
         [1 / 3, 1 / 3, 1 / 3, 5 / 12, 1 / 2, 1 / 2])
 
 
+def test_a_prior_is_the_mean_prediction_and_divides_the_probabilities():
+    rng = np.random.default_rng(0)
+    scores = rng.normal(size=(50, 3)) + [2, 0, -1]
+    scores[::4, 2] = -np.inf
+    p = metrics.softmax(scores)
+    prior = np.array([p[:, 0].mean(), p[:, 1].mean(), p[np.isfinite(scores[:, 2]), 2].mean()])
+    assert scaling.fit_prior(scores) == pytest.approx(np.log(prior))
+    rows = rng.dirichlet([1, 1, 1], size=50)
+    for each in (prior, rows):
+        ratios = p / each
+        assert scaling.apply_prior(scores, np.log(each)) == pytest.approx(
+            ratios / ratios.sum(1, keepdims=True))
+    assert scaling.fit_prior([[0.0, -np.inf]]).tolist() == [0, np.log(0.5)]     # no row has it
+    with pytest.raises(ValueError, match='log_prior must be .K. or .N, K. like scores'):
+        scaling.apply_prior(scores, [0.0, 0.0])
+
+
 def test_ties_and_edges_are_those_of_the_metrics():
     c = np.float32([0.1, 0.1, 0.15])        # float32's 0.1 is above the float64 one
     values = scaling.fit_histogram(c, [True, True, False], 10)
