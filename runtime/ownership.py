@@ -94,6 +94,8 @@ def read_json(path, advice):
     """
     try:
         yield json.loads(Path(path).read_text(encoding='utf-8'))
+    except ConfigError:     # of the block
+        raise
     except PermissionError as error:
         raise ConfigError(f'{path} cannot be read: {error.strerror}') from error
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

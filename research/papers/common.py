@@ -340,9 +340,10 @@ def titles_of(cfg, titles, options):
 
 
 def selected(folder, options):
-    """Return whether --only selects the run in `folder`."""
-    parts = [part for part in options.only.split(',') if part]
-    return not parts or any(part in name_of(folder, options) for part in parts)
+    """Return whether --only selects the run in `folder`: smoothing0 is no part of smoothing0.1."""
+    parts = [re.escape(part) + r'(?![\d.])' * part[-1].isdigit()
+             for part in options.only.split(',') if part]
+    return not parts or any(re.search(part, name_of(folder, options)) for part in parts)
 
 
 def do(runs, options):
