@@ -72,15 +72,6 @@ def test_orpo_is_the_nll_and_the_log_odds_ratio():
     assert torch.isfinite(loss).all() and torch.isfinite(certain.s_w.grad).all()
 
 
-@pytest.mark.parametrize('name, value', [('dpo', math.log(2)), ('cdpo', math.log(2)),
-                                         ('robust', math.log(2)), ('hinge', 1.0),
-                                         ('ipo', 1 / (4 * BETA ** 2))])
-def test_the_loss_of_a_policy_that_is_its_reference(name, value):
-    s, n = -torch.rand(2, 5).double(), torch.ones(2, 5).double()
-    loss = PAIR_LOSSES[name](Pairs(*s, *n, *s), AlignConfig(beta=BETA, label_noise=E))
-    assert off(loss, torch.full_like(loss, value)) < 1e-12
-
-
 # ---- Trees against separate rows -----------------------------------------------------------------
 
 ROWS = [

@@ -3,19 +3,15 @@
 import csv
 import itertools
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import metrics
 import stats
 from common import HERE, write_rows, write_run
-from results import compare, over_seeds, plots, report, samples
+from results import compare, over_seeds, report, samples
 from runtime import ownership
 from runtime.errors import ConfigError, DataError
 from test_prediction_files import harness_rows
@@ -289,39 +285,6 @@ def test_tasks_that_a_run_lacks_are_left_out(tmp_path, capsys):
     assert '\nclm has no ensemble: its samples hold the probability of one token' in said
 
 
-def test_a_picture_that_fails_costs_no_table_and_is_not_called_written(tmp_path, capsys, rendered,
-                                                                    monkeypatch):
-    def fail(*_):
-        raise OSError('no space')
-    for module in (plots, over_seeds):
-        monkeypatch.setattr(module, 'save_figure', fail)
-    a, b, c = *two_runs(tmp_path), write_run(tmp_path / 'c', seed=1)
-    for other, picture, tables in (
-            (b, 'reliability-mmlu.png', ' compare.tex, compare.csv, compare.html to '),
-            (c, 'compare.png', 'wrote compare.csv, compare.md, compare.tex to ')):
-        compare_csv_of([a, other], tmp_path / 'out', '--n_bootstrap=10')
-        printed = capsys.readouterr()
-        assert f'{picture} was not written: OSError: no space' in printed.err
-        assert tables in printed.out
-
-
-@pytest.mark.slow
-def test_a_closed_pipe_loses_no_file(tmp_path):
-    """As `| head` leaves it: no error, and nothing of what is written is lost."""
-    a, b = two_runs(tmp_path)
-    read, write = os.pipe()
-    os.close(read)
-    ends = []
-    for command in (['evaluate.py', '--compare', a, b, f'--out_dir={tmp_path}', '--n_bootstrap=10'],
-                    ['metrics.py', a / 'samples.jsonl']):
-        done = subprocess.run([sys.executable, *command], cwd=HERE, stdout=write,
-                              stderr=subprocess.PIPE)
-        ends.append((done.returncode, done.stderr))
-    os.close(write)
-    assert ends == [(128 + signal.SIGPIPE, b''), (-signal.SIGPIPE, b'')]
-    assert {'compare.md', 'compare.csv'} <= {p.name for p in tmp_path.iterdir()}
-
-
 @pytest.mark.slow
 def test_a_grid_has_a_line_for_each_combination_of_settings(tmp_path, capsys, rendered):
     """Two settings differ: the first is x, the second `by`; runs of one seed are paired."""
@@ -355,6 +318,14 @@ def test_a_grid_has_a_line_for_each_combination_of_settings(tmp_path, capsys, re
     write_run(grid / 'seed-0' / 'base', seed=0, settings={'lr': 1e-4, 'smoothing': 0.0})
     rows_of_grid()
     assert ', by smoothing, kind, lr\n' in capsys.readouterr().out
+
+
+def test_runs_of_one_seed_that_differ_in_nothing_are_refused(tmp_path):
+    for seed in (0, 1):
+        for name in 'ab':
+            write_run(tmp_path / name / f'seed-{seed}' / 'tuned', seed=seed)
+    with pytest.raises(ConfigError, match='tuned and tuned of seed 0 belong to one group; th'):
+        compare_csv_of([tmp_path / 'a', tmp_path / 'b'], tmp_path / 'out')
 
 
 def test_a_difference_over_fewer_seeds_says_so_and_two_seeds_have_no_whiskers():

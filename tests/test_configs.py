@@ -263,16 +263,6 @@ def test_what_a_script_prints_at_its_end(body, options, code, printed, errors, t
     assert re.fullmatch(errors, done.stderr), done.stderr
 
 
-@pytest.mark.slow
-def test_slow_libraries_are_not_imported_before_they_are_needed():
-    """The compiler, FSDP and the libraries for pictures and files are for those who use them."""
-    late = ['torch._dynamo', 'torch._inductor', 'torch.distributed.fsdp', 'matplotlib', 'pyarrow',
-            'torch.distributed.tensor', 'sentencepiece', 'tokenizers', 'huggingface_hub']
-    code = f'import sys, demo, train; print(sorted({{*{late}}} & sys.modules.keys()))'
-    done = subprocess.run([sys.executable, '-c', code], cwd=HERE, capture_output=True, text=True)
-    assert done.stdout == '[]\n', done.stdout + done.stderr
-
-
 LARGE = 'x' * 300_000       # more than a pipe holds
 
 

@@ -21,7 +21,7 @@ from results.samples import digest
 from scoring import confidences
 from decoding import slots
 from runtime import checkpoint, ownership
-from decoding.draw import draw, draw_kernel, lowest_logits, random_numbers
+from decoding.draw import draw, draw_kernel, lowest_logits
 from runtime.errors import CheckpointError, ConfigError, DataError
 from decoding.sampling import Sampling
 from triton_ops import decode_kernel
@@ -117,14 +117,6 @@ def test_an_answer_does_not_depend_on_the_others(tmp_path, tokenizers):
         n=20, max_tokens=20, temperature=50.0), small)
     drawn = {token for answer in answers for token in answer.tokens}
     assert max(drawn) < 200 and len(drawn) > 50
-
-
-def test_seed_prompt_and_number_decide_the_random_numbers():
-    base = random_numbers(3, [5, 6], 1, 100)
-    assert np.array_equal(base[:40], random_numbers(3, [5, 6], 1, 40))
-    for other in ((4, [5, 6], 1), (3, [5, 7], 1), (3, [5, 6], 2), (3, [5], 1)):
-        assert np.abs(np.corrcoef(base, random_numbers(*other, 100))[0, 1]) < 0.4
-    assert base.min() >= 0 and base.max() < 1
 
 
 @pytest.mark.parametrize('softcap, size, hd, K, group, split, dtype, tolerance', [

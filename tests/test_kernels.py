@@ -25,8 +25,7 @@ def compile(kernel, constants, warps=4, **types):
 
 def decoding():
     scores = {'scale': 'fp32', 'softcap': 'fp32', 'slot_ptr': '*i64', 'position_ptr': '*i64'}
-    for dtype, width, warps in (('bf16', 64, 2), ('bf16', 256, 4), ('fp32', 64, 2),
-                                ('fp32', 256, 4)):
+    for dtype, width, warps in (('bf16', 64, 2), ('fp32', 256, 4)):
         x = dict.fromkeys(('q_ptr', 'k_ptr', 'v_ptr', 'cache_k_ptr', 'cache_v_ptr', 'out_ptr'),
                           '*' + dtype)
         compile(triton_ops._decode, {'GROUP': 16, 'WIDTH': width, 'SPLIT': 256, 'BLOCK': 32}, warps,
@@ -47,8 +46,7 @@ def forward():
                                    'PLUS_ONE': kind == 'gemma', 'CENTER': kind == 'layer'}, 16,
                 eps='fp32', **bf16)
     compile(triton_ops._rotate, {'HEADS': 32, 'HALF': 64}, **bf16)
-    for silu in (False, True):
-        compile(triton_ops._gate, {'SILU': silu, 'BLOCK': 4096}, 8, **bf16)
+    compile(triton_ops._gate, {'SILU': True, 'BLOCK': 4096}, 8, **bf16)
     integers = dict.fromkeys(('position_ptr', 'end_ptr', 'block_ptr', 'full_ptr', 'seen_ptr'),
                              '*i32')
     for width, (m, n, warps, _) in triton_ops.BLOCKS.items():

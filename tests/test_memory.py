@@ -1,7 +1,6 @@
 """memory.py: the number of rows per forward pass"""
 
 import contextlib
-import json
 import re
 
 import torch
@@ -73,5 +72,3 @@ def test_too_little_memory_in_the_first_step_halves_the_rows(tmp_path, capsys, m
     assert tried(2) == [5, 2] and 'again with 2 rows' in capsys.readouterr().out
     assert tried(0) == [5, 2, 1, None]          # one row does not fit either
     assert tried(2, rows=4) == [4, None]        # a number that was set is kept
-    (tmp_path / 'log.jsonl').write_text(json.dumps({'step': 1}))
-    assert tried(2) == [5, None]                # in a later step: nothing is repeated

@@ -4,10 +4,8 @@ import itertools
 
 import numpy as np
 import pytest
-from common import write_run
 
 import metrics
-from runtime.errors import ConfigError
 from research.study import metrics_agree
 from research.study.claims import read_csv
 
@@ -35,14 +33,7 @@ def test_kendall_is_tau_b_of_the_runs_that_have_both():
         x[:5], y[20:] = np.nan, np.nan
         assert metrics_agree.kendall(x, y, 10)[0] == pytest.approx(
             literal_tau(x[5:20], y[5:20]), abs=1e-12)
-    # scipy.stats.kendalltau([12, 2, 1, 12, 2], [1, 4, 7, 1, 0])
-    tau = metrics_agree.kendall(np.array([12.0, 2, 1, 12, 2]), np.array([1.0, 4, 7, 1, 0]), 10)[0]
-    assert tau == pytest.approx(-0.47140452079103173, abs=1e-12)
     assert np.isnan(metrics_agree.kendall(np.ones(4), np.arange(4.0), 10)[:3]).all()
-    runs = {('run', i): {'accuracy': 0.1 * i, 'ece': 0.5, 'nll': 2 - 0.1 * i} for i in range(4)}
-    assert metrics_agree.agreement_cells(metrics_agree.agreements(runs, 10))[1:] == [
-        ['accuracy', '-', '1.00 [1.00, 1.00]'], ['ECE', '', '-']]      # ECE is constant
-    assert metrics_agree.kendall(np.full(3, np.nan), np.ones(3), 10)[3] == 0
 
 
 def test_bins_of_equal_width_merge_exactly():
@@ -69,22 +60,3 @@ def test_the_committed_table_follows_from_the_committed_numbers():
         for run, ece in runs.items():
             if run in values[task]:
                 assert ece[10] == pytest.approx(values[task][run]['ece'], abs=2e-5)
-
-
-@pytest.mark.slow
-def test_folders_of_runs_have_all_metrics_and_a_hundred_bins(tmp_path, capsys):
-    for seed in (0, 1):
-        for sharpness in (1.0, 2.0, 4.0):
-            write_run(tmp_path / f'seed-{seed}' / f'tuned-{sharpness}', seed=seed,
-                      sharpness=sharpness, n=60)
-    out = tmp_path / 'out'
-    metrics_agree.main([str(tmp_path / 'seed-0'), str(tmp_path / 'seed-1'), f'--out_dir={out}',
-                        '--n_bootstrap=20'])
-    printed = capsys.readouterr().out
-    lines = read_csv(out / 'agree.csv')
-    assert {line['a'] for line in lines} | {line['b'] for line in lines} == {
-        x.key for x in metrics.MEASURES if x.higher_is_better is not None}
-    assert all(line['runs'] == '6' for line in lines)
-    assert '| 100 | ' in printed and '| best of 3 by | setting |' in printed
-    with pytest.raises(ConfigError, match='three runs or more'):
-        metrics_agree.main([str(tmp_path / 'seed-0' / 'tuned-1.0'), f'--out_dir={out}'])

@@ -102,17 +102,6 @@ def test_the_most_confident_mistakes_come_first_with_the_probabilities_of_the_me
     assert order == sorted(order)
 
 
-def test_samples_of_older_versions_and_of_the_validation_split():
-    samples = questions(6)
-    del samples[0]['context']
-    samples[5]['split'] = 'validation'
-    rows, none = (page.to_read({'mmlu': {'norm': 'sum', 'pooled': {'n': n}}}, {'mmlu': samples})
-                  for n in (5, 4))
-    assert none == {}       # the samples have changed since the result was computed
-    assert {row['id']: row['text'] for row in rows['mmlu']} == {
-        '0': '', **{f'{i}': f'question {i}?' for i in range(1, 5)}}
-
-
 def test_a_page_of_too_many_samples_has_some_of_every_task_and_language():
     rows = rows_of(mmlu=[*questions(40, language='de'), *questions(40, language='en')],
                    clm=tokens(5))

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -70,20 +69,6 @@ def test_a_report_per_task_of_rows_of_any_form(tmp_path):
     assert run_metrics(packed).stderr.startswith(f'error: {packed}: Compressed file ended')
 
 
-def test_of_the_samples_of_evaluate_only_the_latest_of_a_question_counts(tmp_path):
-    def printed_of(*samples):
-        return values(run_metrics(write_rows(tmp_path / 'samples.jsonl', [
-            {'task': 'mmlu', 'split': 'test', 'language': '', 'id': id, 'prompt': prompt} | more
-            for id, prompt, more in samples])))
-
-    right, wrong = ({'answer': 0, 'log_probs': x} for x in ([-1.0, -2.0], [-2.0, -1.0]))
-    printed = printed_of(('1', 'old', right), ('1', 'new', wrong), *[('2', 'old', wrong)] * 2)
-    assert (printed['n'], printed['accuracy']) == ('2', '0.0000')
-    # an answer that states no probability has none
-    assert printed_of(*((id, '', {'confidence': x, 'correct': True})
-                        for id, x in (('1', None), ('2', 0.5))))['n'] == '1'
-
-
 def test_norm_divides_log_probabilities_as_in_evaluation(tmp_path):
     row = {'log_probs': [-2.0, -6.0], 'n_tokens': [1, 3], 'answer': 0, 'options': [' é', ' long']}
     path = write_rows(tmp_path / 'samples.jsonl', [row])
@@ -93,23 +78,6 @@ def test_norm_divides_log_probabilities_as_in_evaluation(tmp_path):
     assert run_metrics(path).stdout == run_metrics(path, '--norm=token').stdout
     write_rows(path, [row | {'options': ['a']}])
     assert '1: --norm=char needs options' in run_metrics(path, '--norm=char').stderr
-
-
-def test_the_program_says_how_it_is_called_and_what_it_cannot_read_or_write(tmp_path):
-    done = run_metrics('--help')
-    assert done.returncode == 0 and done.stdout.startswith('usage: metrics.py')
-    assert '{"probs": [0.7, 0.2, 0.1], "answer": 0}' in done.stdout
-    for path, message in ((tmp_path / 'none.jsonl', 'No such file or directory'),
-                          (tmp_path, 'Is a directory; name a file in it, such as samples.jsonl')):
-        done = run_metrics(path)
-        assert (done.returncode, done.stderr) == (1, f'error: {path}: {message}\n')
-    if Path('/dev/full').exists():      # on Linux
-        path = write_rows(tmp_path / 'samples.jsonl', [{'probs': [1.0], 'answer': 0}])
-        with open('/dev/full', 'w') as full:
-            done = subprocess.run([sys.executable, 'metrics.py', path], cwd=HERE, stdout=full,
-                                  stderr=subprocess.PIPE, text=True)
-        assert (done.returncode, done.stderr) == (
-            1, 'error: standard output cannot be written: No space left on device\n')
 
 
 @pytest.mark.parametrize('lines, message', [

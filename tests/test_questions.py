@@ -156,6 +156,13 @@ def test_bad_rows_stop_or_are_skipped(tmp_path):
     assert [q.context[:5] for q in loaded.shots['', 'various things']] == ['Shot?']
 
 
+def test_the_shots_of_a_folder_of_own_files_are_not_asked(tmp_path):
+    for name in ('dev', 'validation', 'mine'):
+        write_rows(tmp_path / f'{name}.jsonl', [Q | {'question': f'{name}?'}])
+    loaded = questions.load_task(str(tmp_path), shots=1)
+    assert [q.context[:5] for q in loaded.questions] == ['mine?']
+
+
 def test_ids_and_digests_differ_and_duplicate_options_are_marked(tmp_path):
     path = tmp_path / 'some.jsonl'
     ids = ['x', 'x', 'x#2', 'x', 3, '3', None, {'a': 1}, '']

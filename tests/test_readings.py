@@ -20,24 +20,6 @@ def read_rows(path):
             for row in read_csv(path)]
 
 
-def test_the_world_has_answers_of_every_kind_and_one_question_in_two_forms():
-    files = readings.make_rows(replace(SMALL, vocab_sizes=()), 0)
-    texts = [row['text'] for row in files['text.jsonl']]
-    lists = [text for text in texts if 'Answer:' in text]
-    letters = [text for text in lists if '\nA. ' in text]
-    assert len(texts) > len(lists) > len(letters) > 0
-    assert any(text.endswith('.') for text in lists) and not all(
-        text.endswith('.') for text in lists if text not in letters)
-    for value, sentence in zip(files['value/test.jsonl'], files['sentence/test.jsonl'],
-                               strict=True):
-        assert sentence == value | {'choices': sentence['choices']}
-        for short, long in zip(value['choices'], sentence['choices'], strict=True):
-            assert short in long and long.endswith('.')
-    asked, shots = ({row['id'] for row in files[f'value/{split}.jsonl']}
-                    for split in ('test', 'dev'))
-    assert len(asked) == SMALL.questions and not asked & shots
-
-
 @pytest.mark.slow
 def test_a_small_study_of_readings_from_end_to_end(tmp_path, monkeypatch):
     of_study = readings.runs

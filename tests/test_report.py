@@ -133,17 +133,6 @@ def test_metrics_have_intervals_from_the_rows_at_which_they_hold(n, has_interval
     assert [*report.cells([('macro', macro)])[0]].count('95 % interval') == has_interval
 
 
-def test_nll_of_sums_is_not_clipped():
-    """Options of hundreds of nats: NLL from the log-probabilities, pooled, resampled and scaled."""
-    rows = [question(i, log_probs=[-100.0 - i, -2.0], answer=i % 2) for i in range(8)]
-    summary = report.summarize(rows, 'sum', n_bootstrap=50, fit=True)
-    nll = np.mean([98 + i if i % 2 == 0 else 0 for i in range(8)])
-    low, high = summary['pooled']['intervals']['nll']
-    assert summary['pooled']['nll'] == pytest.approx(nll) and low < nll < high and high > 60
-    assert summary['post_hoc']['reports']['temperature']['nll'] < 5
-    assert min(summary['post_hoc']['temperature']) > 20
-
-
 @pytest.mark.parametrize('held_out', [0, 50])
 def test_each_language_gets_its_own_and_a_shrunk_temperature(tmp_path, held_out):
     """Each language has its own, one shrunk to the mean, and that of the others."""
@@ -274,26 +263,6 @@ def test_the_best_of_each_group_is_marked():
     assert [[c.removesuffix(' *') for c in line] for line in marked] == [*map(list, lines)]
     assert tabulars(tables.latex([('run', 'ECE'), ('a', '0.102 [0.091, 0.113] *')])) == [
         [['run', 'ECE'], ['a', r'\textbf{0.102}\confint{0.091}{0.113}']]]
-
-
-def test_latex_has_the_numbers_of_the_markdown():
-    """The numbers of results.md, with intervals; bold is the better of raw and scaled."""
-    fitted = report.summarize([question(i, log_probs=[-9.0 + i, -2.0]) for i in range(8)], 'token',
-                              n_bootstrap=20, fit=True)
-    shown = result(**fitted, first_bad='a_b.csv:3', bad_rows=1)
-    text = report.to_latex({'my_task': result(), 'other': shown})
-    first, second = tabulars(text)
-    assert '\\providecommand{\\confint}[2]{}\n' in text and '\\textbf' not in str(first)
-    assert 'my\\_task (prompt format mmlu, 5 shots' in text and 'the first: a\\_b.csv:3\n' in text
-    plain, column = report.cells(report.report_rows(shown)), second[0].index('ECE')
-    values = {row[0]: row[plain[0].index('ECE')] for row in plain[1:]}
-    rows = {row[0]: row[column] for row in second[1:]}
-    best = min(values, key=lambda name: float(values[name]))
-    low, high = shown['pooled']['intervals']['ece']
-    assert rows.keys() == values.keys() == {'pooled', 'temperature scaling', 'platt scaling'}
-    assert f'\\confint{{{low:.3f}}}{{{high:.3f}}}' in rows['pooled']
-    assert {name for name, cell in rows.items() if cell.startswith('\\textbf')} == {best}
-    assert all(value in rows[name] for name, value in values.items())
 
 
 def panels_of(n):

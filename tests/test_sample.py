@@ -55,8 +55,10 @@ def test_characters_are_printed_whole(tokenizers, kind):
     assert ended[-1] == '' and ''.join(ended) == text
     half = tokenizer.encode('🦊', start=False)[:-1]
     assert [*sample.pieces(growing(half, 'max_tokens'), tokenizer)][-1][0].endswith('\ufffd')
-    ended = sample.pieces(growing([*half, tokenizer.eos_id], 'end'), tokenizer)
-    assert '\ufffd' not in ''.join(piece for piece, *_ in ended)
+    for ids, reason in (([*half, tokenizer.eos_id], 'end'),
+                        ([*half, *tokenizer.encode('Q', start=False)], 'stop')):
+        ended = sample.pieces(growing(ids, reason), tokenizer, ['Q'])
+        assert '\ufffd' not in ''.join(piece for piece, *_ in ended)
     # no part of a stop string is printed
     ids = tokenizer.encode('one. Question: two. Question four', start=False)
     for stop in ('Question four', 'x', ' two. Q'):

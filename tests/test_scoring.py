@@ -185,17 +185,6 @@ def first_tree(asked, solved, tokenizer, max_length=2000, **keys):
     return found
 
 
-@pytest.mark.parametrize('kind', ['gemma', 'mistral', 'llama3'])
-def test_a_question_may_begin_the_text(tokenizers, kind):
-    """Without header and shots, as in the harness; and where every shot had to be dropped."""
-    tokenizer = tokenizers[kind]
-    question = questions.Question('1', 'A fox runs and', [' sleeps.', ' eats a hen.'], 1, 's')
-    for solved, max_length in (({}, 2000), ({('', 's'): [question]}, 30)):
-        tree = first_tree([question], solved, tokenizer, max_length)
-        for option, ids in zip(question.options, tree.sequences, strict=True):
-            assert ids == [tokenizer.bos_id, *tokenizer.encode(question.context + option)]
-
-
 def test_each_option_of_winogrande_has_its_own_start(tokenizers, tmp_path):
     """In plain text and as a conversation: what follows the blank is scored, and nothing else."""
     tokenizer, rest = tokenizers['mistral'], ' jumps over the dog.'

@@ -137,15 +137,6 @@ def test_parts_are_merged_in_order_whatever_was_interrupted(tmp_path):
         assert not any((tmp_path / name).exists() for name in names)
 
 
-def test_a_part_that_this_program_did_not_write_is_refused(tmp_path):
-    theirs, options = tmp_path / 'samples.jsonl.1', {'pictures': False, 'overwrite': True}
-    theirs.write_text('mine')
-    with pytest.raises(ConfigError, match='samples.jsonl.1 was not written by this program'):
-        samples.open_folder(tmp_path, {}, {}, processes=2, **options)
-    samples.open_folder(tmp_path, {}, {}, **options)
-    assert theirs.read_text() == 'mine'
-
-
 @pytest.fixture(scope='module')
 def alone(folder, tmp_path_factory):
     """The outcome of an evaluation by one process."""

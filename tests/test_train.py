@@ -5,7 +5,6 @@ import importlib.util
 import json
 import shutil
 import sys
-import time
 from types import SimpleNamespace
 from unittest import mock
 
@@ -190,18 +189,6 @@ def test_training_by_letter_learns_the_letter(small_world, tmp_path):
     log = [json.loads(line) for line in (tmp_path / 'out' / 'log.jsonl').read_text().splitlines()]
     assert log[-1]['nll'] < 1 and after['pooled']['nll'] < 0.1
     assert not (tmp_path / 'out' / 'chat_template.jinja').exists()
-
-
-@pytest.mark.slow
-def test_a_steps_time_is_without_validation(settings_file, tmp_path, monkeypatch):
-    clock, hours = time.perf_counter, []
-    monkeypatch.setattr(time, 'perf_counter', lambda: clock() + 3600 * len(hours))
-    monkeypatch.setattr(train, 'SFT', dataclasses.replace(
-        train.SFT, validate=lambda _: hours.append(1) or {'val_nll': 0.0, 'val_ece': 0.0}))
-    train.main([settings_file, f'--out_dir={tmp_path}', '--max_steps=4', '--val_every=1',
-                '--eval=None', '--device=cpu'])
-    records = [json.loads(line) for line in (tmp_path / 'log.jsonl').open()]
-    assert len(hours) == 4 and all(0 < r['tokens'] / r['tokens_per_s'] < 3600 for r in records)
 
 
 def test_a_nan_loss_stops_the_run(small_world, settings_file, tmp_path):

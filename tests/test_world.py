@@ -55,20 +55,8 @@ def test_a_world_is_made_once_and_anew_after_an_interruption(tmp_path):
 
 
 @pytest.mark.parametrize('name', ['questions.jsonl', 'world.json'])
-@pytest.mark.parametrize('content', [b'mine', b'{"name": "x"}', b'\xff', b''])
-def test_a_folder_of_other_files_is_left_alone(tmp_path, name, content):
-    (tmp_path / name).write_bytes(content)
+def test_a_folder_of_other_files_is_left_alone(tmp_path, name):
+    (tmp_path / name).write_bytes(b'\xff')
     with pytest.raises(DataError, match='is not empty and holds no world'):
         make_world(tmp_path, 7, WorldSpec(**SMALL))
-    assert [path.read_bytes() for path in tmp_path.iterdir()] == [content]
-
-
-def test_an_impossible_world_is_refused(tmp_path):
-    for change, message in (
-            ({'entities': 30_000}, 'make 22500 names, not 30000'),
-            ({'forms': ('letter4',)}, "form 'letter4'; wanted one of text4, text10, letters4"),
-            ({'forms': ('text25',)}, "form 'text25'"),
-            ({'unseen_questions': 5}, 'unseen_questions = 5 with unseen = 0')):
-        with pytest.raises(ValueError, match=message):
-            study_world.make_world(tmp_path / 'world', 7, StudySpec(**SMALL | change))
-    assert not (tmp_path / 'world').exists()
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b'\xff']
