@@ -41,9 +41,9 @@ from data.chat import question_frame
 from data.written_answers import WRITTEN_TASKS
 from data.probes import INSTRUCTIONS
 from data.questions import sample_fields
-from data.tasks import (TASKS, ContextualTask, OptionTask, PermutedTask, PIKTask, PTrueTask,
-                        TextTask, check_names, describe_tasks, mean_over_orders, show_tasks,
-                        split_name)
+from data.tasks import (TASKS, ContextualTask, JudgeTask, OptionTask, PermutedTask, PIKTask,
+                        PTrueTask, TextTask, check_names, describe_tasks, mean_over_orders,
+                        show_tasks, split_name)
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results import report, samples
 from runtime.config import load_config, require_given
@@ -102,12 +102,13 @@ SETTINGS = ('prompt_format', 'header', 'shots', 'scoring', 'chat', 'instruct', '
 
 # {kind of a name in --tasks: class of its Task}; any other name is a file or folder of questions
 KINDS = (dict.fromkeys(WRITTEN_TASKS, WrittenTask) | dict.fromkeys(INSTRUCTIONS, TextTask)
-         | {'p_ik': PIKTask})
+         | {'p_ik': PIKTask, 'judge': JudgeTask})
 
 # what decides a sample besides the forward pass, the settings and the prompt
 CODE = (scoring.forward_values, scoring.token_log_probs, scoring.token_statistics,
         scoring.Reader.states, OptionTask.samples, PermutedTask.samples, PTrueTask.samples,
-        ContextualTask.samples, TextTask.samples, sample_fields, mean_over_orders, write_answers,
+        ContextualTask.samples, JudgeTask.samples, TextTask.samples, sample_fields,
+        mean_over_orders, write_answers,
         new_answers, SampleConfidence.collect, ProbeConfidence.collect, stream)
 
 
@@ -298,7 +299,7 @@ def announce(config, tasks, cfg, done):
         n_done = task.count_scored(done)
         print(f'{label}: {len(task.items):,} {task.unit}, {task.form}{task.distribution(cfg)}'
               + (f'; a sample of {task.total:,}' if len(task.items) < task.total else '')
-              + (f'; {len(task.validation):,} for validation' if task.validation else '')
+              + (f'; {len(task.validation):,} {task.others}' if task.validation else '')
               + (f'; {n_done:,} scored earlier in this folder' if n_done else ''), flush=True)
 
 

@@ -201,6 +201,23 @@ def refinement(probs, labels, *, scores=None) -> dict[str, float]:
         f'{key}_calibration': whole[key] - part for key, part in parts.items()}
 
 
+def kappa(probs, labels) -> float:
+    """Return Cohen's kappa of the predicted options and the labels; see `cohen_kappa`."""
+    probs, labels, _ = check_probs(probs, labels)
+    return cohen_kappa(predicted(probs), labels)
+
+
+def cohen_kappa(first, second) -> float:
+    """Return the agreement of two ratings int [N] beyond chance, (s - e) / (1 - e), at most 1.
+
+    Cohen 1960: s is the share of rows in which they are equal, e that of two raters who draw from
+    the same shares at random, sum_k P(first = k) P(second = k). It is nan if e is 1.
+    """
+    first, second = as_array('first', first), as_array('second', second)
+    chance = sum((first == k).mean() * (second == k).mean() for k in np.unique(first))
+    return float(((first == second).mean() - chance) / (1 - chance)) if chance < 1 else float('nan')
+
+
 # Calibration of the prediction, in bins
 
 
@@ -691,6 +708,7 @@ MEASURES = (
     Measure('brier_top_label', 'Brier of the prediction', murphy, False, tables=(), part='brier',
             is_mean=True),
     Measure('brier_skill', 'Brier skill', brier_skill, True, tables=()),
+    Measure('kappa', "Cohen's kappa", kappa, True, 'options', tables=()),
     Measure('reliability', 'reliability', murphy, False, tables=()),
     Measure('resolution', 'resolution', murphy, True, tables=()),
     Measure('uncertainty', 'uncertainty', murphy, None, tables=()),

@@ -9,10 +9,10 @@
     isotonic     fit_isotonic(confidence, correct), apply_isotonic(confidence, x, y)
 
 The first three take scores float [N, K], logits or log-probabilities with -inf where a question
-lacks an option, and labels int [N]; they return a distribution over the options. The other three take the
-confidence of the predicted option, float [N] in [0, 1], and whether it is right, bool or 0/1 [N];
-they return a new confidence for the same predictions. Invalid input raises ValueError that names
-the row.
+lacks an option, and labels int [N]; they return a distribution over the options. The other three
+take the confidence of the predicted option, float [N] in [0, 1], and whether it is right, bool or
+0/1 [N]; they return a new confidence for the same predictions. Invalid input raises ValueError that
+names the row.
 """
 
 from typing import TYPE_CHECKING

@@ -380,6 +380,41 @@ def _check_correct(correct):
     return correct
 
 
+def corrected_rate(judged, labeled_judged, labels, level=0.95) -> tuple[float, float, float]:
+    """Return (rate, low, high): the share of positive rows, of which only a judge's verdicts exist.
+
+    judged: bool [n], its verdicts; labeled_judged, labels: bool [m], its verdicts on rows whose
+    labels are known. Rogan and Gladen 1978: with p the share of positive verdicts and q1, q0 the
+    judge's sensitivity and specificity, the rate is (p + q0 - 1) / (q0 + q1 - 1), cut to [0, 1].
+    The interval is Lang and Reiczigel's (2014), which Lee et al. recommend for judges (2511.21140):
+    with z^2 / 2, 1 and 1 more rows of both kinds in p, q0 and q1,
+
+        rate + d -+ z sqrt(v(p) + (1 - rate)^2 v(q0) + rate^2 v(q1)) / (q0 + q1 - 1)
+
+    where v(x) = x (1 - x) / n is the variance of a share of n rows, and d = 2 z^2 (rate v(q1) -
+    (1 - rate) v(q0)). All are nan if q0 + q1 <= 1, or without labeled rows of both kinds: such a
+    judge says nothing.
+    """
+    z = NormalDist().inv_cdf(_check_level(level)[1])
+    judged, verdicts, labels = (metrics.as_array(name, x).astype(bool) for name, x in (
+        ('judged', judged), ('labeled_judged', labeled_judged), ('labels', labels)))
+    hits = [(judged, z**2 / 2), (~verdicts[~labels], 1), (verdicts[labels], 1)]
+    if not all(len(x) for x, _ in hits):
+        return math.nan, math.nan, math.nan
+    p, q0, q1 = (x.mean() for x, _ in hits)
+    sizes = [len(x) + 2 * more for x, more in hits]
+    near_p, near_q0, near_q1 = near = [(x.sum() + more) / n for (x, more), n in zip(hits, sizes)]
+    better, near_better = q0 + q1 - 1, near_q0 + near_q1 - 1    # than chance
+    if min(better, near_better) <= 0:
+        return math.nan, math.nan, math.nan
+    v_p, v_q0, v_q1 = (x * (1 - x) / n for x, n in zip(near, sizes))
+    rate = (near_p + near_q0 - 1) / near_better
+    center = rate + 2 * z**2 * (rate * v_q1 - (1 - rate) * v_q0)
+    half_width = z * math.sqrt(v_p + (1 - rate)**2 * v_q0 + rate**2 * v_q1) / near_better
+    ends = np.clip([(p + q0 - 1) / better, center - half_width, center + half_width], 0, 1)
+    return float(ends[0]), float(ends[1]), float(ends[2])
+
+
 def holm(p_values) -> np.ndarray:
     """Return p-values corrected for their number, float [M], in the order given.
 

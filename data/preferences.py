@@ -198,8 +198,11 @@ def load_preferences(source, tokenizer, *, template, max_length, pack_len, add_b
     return tokenize_once(files, encode, tokenizer, settings, regroup=join_answers, **options)
 
 
-def encode_ranking(ranking, tokenizer, template, add_bos, max_length):
-    """Return [(tokens, loss mask)] of a Ranking, or why it holds no preference, a text."""
+def scored_answers(ranking):
+    """Return [(answer, score)] of a Ranking: each different answer once, with its best score.
+
+    Empty answers are left out. Raises DataError.
+    """
     answers, scores = ranking.answers, ranking.scores
     if not isinstance(answers, list) or not isinstance(scores, list) or (
             len(answers) != len(scores)
@@ -208,14 +211,20 @@ def encode_ranking(ranking, tokenizer, template, add_bos, max_length):
                         f'got {answers!r:.60} and {scores!r:.60}')
     if not ranking.prompt or ranking.prompt[-1]['role'] != 'user':
         raise DataError('the last turn of the prompt is not the user\'s')
-    by_answer = {}      # an equal answer is kept once, where it is ranked best
-    for i in sorted(range(len(answers)), key=lambda i: -scores[i]):
-        if text := require_text(answers[i], 'an answer').strip():
-            by_answer.setdefault(text, (scores[i], answers[i]))
-    if len(by_answer) < 2:
+    best = {}
+    for answer, score in zip(answers, scores, strict=True):
+        if text := require_text(answer, 'an answer').strip():
+            best[text] = max(best.get(text, (answer, score)), (answer, score), key=lambda x: x[1])
+    return [*best.values()]
+
+
+def encode_ranking(ranking, tokenizer, template, add_bos, max_length):
+    """Return [(tokens, loss mask)] of a Ranking, or why it holds no preference, a text."""
+    answers = sorted(scored_answers(ranking), key=lambda pair: -pair[1])
+    if len(answers) < 2:
         return 'fewer than two different answers'
     encoded = [(score, *encode_answer(ranking.prompt, text, tokenizer, template, add_bos))
-               for score, text in by_answer.values()]
+               for text, score in answers]
     encoded = [(score, prompt, answer) for score, prompt, answer in encoded
                if len(prompt) + len(answer) <= max_length]
     if len(encoded) < 2:

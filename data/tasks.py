@@ -20,7 +20,9 @@ import numpy as np
 
 from data.benchmarks import BENCHMARKS, GENERIC
 from data.written_answers import WRITTEN_TASKS
+from data.judges import load_pairs
 from data.p_ik import load_p_ik
+from data.preferences import PREFERENCE_PATTERNS
 from data.probes import INSTRUCTIONS, PATTERNS, WIKITEXT, load_texts, tokenize_texts
 from data.questions import Question, ReaskedQuestion, load_task, require_task, sample_fields
 from data.trees import tokenize_questions
@@ -33,7 +35,7 @@ scored. The files of `shots` are read unless --shots=0. The files of `validation
 are read for --fit_temperature.
 """
 
-TASKS = *BENCHMARKS, *WRITTEN_TASKS, 'p_ik', *INSTRUCTIONS
+TASKS = *BENCHMARKS, *WRITTEN_TASKS, 'p_ik', 'judge', *INSTRUCTIONS
 # {setting: name of the variant}
 VARIANTS = {'permute': 'permuted', 'p_true': 'p_true', 'contextual': 'contextual'}
 BLOCKS = 8      # of questions per process; each block repeats the shots once
@@ -62,12 +64,14 @@ class Task:
     statistics: ClassVar = False    # samples need the top token and the entropy of each token
     optional: ClassVar = False      # its questions are left out where they cannot be asked
     left_out: ClassVar = ''         # of an optional task: why there may be no questions at all
+    others: ClassVar = 'for validation'     # what `validation` has, where the task is announced
 
     @property
     def fingerprint(self):
         """Return a hash of all questions or texts, whatever their prompts and their files."""
         digest = hashlib.blake2b(digest_size=8)
-        prompt = 'place', 'orders', 'content_free', 'context', 'options', 'header', 'ending'
+        prompt = ('place', 'orders', 'prompts', 'content_free', 'context', 'options', 'header',
+                  'ending')
         for item in (*self.items, *self.validation):
             content = {key: value for key, value in vars(item).items() if key not in prompt}
             digest.update(repr(content).encode())
@@ -265,7 +269,8 @@ class PermutedTask(OptionTask):
     def samples(tokenizer, question, tree, numbers, values):
         n = len(question.options)
         orders = [{'order': [*range(n)]} | {key: question.published[key]
-                                            for key in ('log_probs', 'n_tokens')}]
+                                            for key in ('log_probs', 'n_tokens')}
+                  ] if question.published else []
         orders += [{'order': order, 'log_probs': log_probs.tolist(), 'n_tokens': n_tokens.tolist()}
                    for order, log_probs, n_tokens in zip(
                        question.orders, tree.sums(numbers, values).reshape(-1, n),
@@ -276,6 +281,33 @@ class PermutedTask(OptionTask):
 
     def distribution(self, cfg):
         return super().distribution(cfg, f', mean over {cfg.permute} orders of the options')
+
+
+class JudgeTask(PermutedTask):
+    """Which of two answers is better? A sample has the mean over both orders, see data/judges.py.
+
+    `validation` has the pairs without a better answer.
+    """
+    form, settings, described, others = '', (), ('chat', 'shots'), 'tied or without scores'
+
+    @classmethod
+    def load(cls, name, cfg):
+        loaded = load_pairs(name, shots=cfg.shots, limit=cfg.limit, seed=cfg.seed,
+                            revision=cfg.data_revision, on_bad_row=cfg.on_bad_row)
+        with_label = [pair for pair in loaded.questions if pair.split == 'test']
+        return cls(task_label(name), task_source(name), with_label, loaded.total, loaded.bad,
+                   validation=[pair for pair in loaded.questions if pair.split != 'test'])
+
+    def sample_key(self, index, item):
+        return self.label, item.split, item.language, item.id
+
+    @staticmethod
+    def samples(tokenizer, pair, tree, numbers, values):
+        sample, = PermutedTask.samples(tokenizer, pair, tree, numbers, values)
+        return [sample | {'first': pair.first}]
+
+    def distribution(self, cfg):
+        return f'pairwise judge, mean over both orders of the answers, 0 shots, {chat_words(cfg)}'
 
 
 def mean_over_orders(orders):
@@ -442,6 +474,7 @@ def describe_tasks():
               | {'{lang}': ' '.join(getattr(table, 'languages', ()))}
               for name, table in tables.items()}
     splits['p_ik'] = {'test': 'samples.jsonl of an evaluation of written answers'}
+    splits['judge'] = {'test': ', '.join(PREFERENCE_PATTERNS)}
     splits |= {name: {'test': ', '.join(patterns)} for name, patterns in PATTERNS.items()}
     hubs = {name: table.hub for name, table in tables.items()} | {'clm': WIKITEXT}
     lines = [HELP]

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 from results import confidence, page, report
 from results.plots import draw_reliability
-from results.samples import DIAGRAM, GRID
+from results.samples import DIAGRAM, GRID, of_split
 from runtime import device
 
 
@@ -58,11 +58,12 @@ def measure_again(results, samples):
     updated = {}
     for task, result in results.items():
         rows = samples.get(task, [])
-        n = sum(s.get('split') != 'validation' for s in rows)
+        n = len(of_split(rows))
         if result.get('measured_by') != report.measured_by() and n == result['pooled']['n']:
             print(f'{task}: its metrics are computed again from samples.jsonl, by the present code')
             settings = {key: value for key, value in result.items() if key not in (
-                'pooled', 'bins', 'macro', 'option_mass', 'post_hoc', *report.GROUPS.values())}
+                'pooled', 'bins', 'macro', 'option_mass', 'post_hoc', 'judge',
+                *report.GROUPS.values())}
             result = settings | report.summarize(
                 rows, result['norm'], n_bootstrap=result.get('n_bootstrap', 1000),
                 fit='post_hoc' in result, seed=result.get('seed', 0))
@@ -78,7 +79,7 @@ def draw_diagrams(earlier, results, samples, tasks, out_dir):
     """
     panels, pictures = [], {}
     for task, result in (earlier | results).items():
-        test = [s for s in samples.get(task, []) if s['split'] == 'test']
+        test = of_split(samples.get(task, []))
         if task not in results and len(test) != result['pooled']['n']:
             print(f'reliability.png leaves out {task}: of its {result["pooled"]["n"]} questions '
                   f'samples.jsonl now holds {len(test)}; evaluate {task} again to draw it')

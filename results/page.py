@@ -15,7 +15,7 @@ from pathlib import Path
 import metrics
 from results.plots import warn_on_failure
 from results.report import predictions, section
-from results.samples import GRID, sample_order
+from results.samples import GRID, of_split, sample_order
 from runtime.ownership import write_text
 
 TEMPLATE = Path(__file__).with_name('page.html')
@@ -35,8 +35,7 @@ def to_read(results, samples):
     """
     rows = {}
     for task, result in results.items():
-        test = sorted((s for s in samples.get(task, []) if s.get('split') != 'validation'),
-                      key=sample_order)
+        test = sorted(of_split(samples.get(task, [])), key=sample_order)
         if len(test) == result['pooled']['n']:
             # a confidence in written answers, such as `gsm8k.agreement`, has them in its task
             written = {sample_order(s)[1:]: {key: s[key] for key in WRITTEN if key in s}

@@ -47,8 +47,8 @@ each line of a file is a JSON object of one of these forms:
   {"confidence": 0.8, "correct": true}        the prediction alone
   or of samples_<task>_<date>.jsonl, which lm_eval --log_samples writes (before version 0.4.3
   <model>_<task>.jsonl, a JSON array); a question that is repeated there counts once
-Lines with "split": "validation" are left out. Each "task" of a file has a report of its own, and
-so has each group of one call of lm_eval, such as mmlu.
+Lines with another "split" than "test" are left out. Each "task" of a file has a report of its own,
+and so has each group of one call of lm_eval, such as mmlu.
 
 example: python metrics.py out/base/samples.jsonl
          python metrics.py --norm=char out/model/samples_hellaswag_*.jsonl""")
@@ -95,7 +95,7 @@ def _parse_file(path, group, norm):
         try:
             if not isinstance(row, dict):
                 raise ValueError(f'not a JSON object: {str(row)[:40]}')
-            if row.get('split') == 'validation' or id(row) in left_out:
+            if row.get('split', 'test') != 'test' or id(row) in left_out:
                 continue
             if 'filtered_resps' in row:
                 sample = harness_sample(row, norm)

@@ -14,11 +14,11 @@ import numpy as np
 import metrics
 import scaling
 import stats
-from results import prediction_files, temperatures
+from results import judging, prediction_files, temperatures
 from results.confidence import cells as confidence_cells
 from results.confidence import notes as written_notes
 from results.plots import draw_reliability, warn_on_failure
-from results.samples import by_order, read_splits, sample_order
+from results.samples import by_order, of_split, read_splits, sample_order
 from results.tables import (MEASURES, TITLES, Heading, Section, aligned, csv_text, mark_best,
                             measure_cell)
 from runtime.code import used_code
@@ -114,8 +114,8 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
     with 'intervals', {metric: [low, high]}: 95 % by bootstrap over questions.
     """
     samples = sorted(samples, key=sample_order)
-    held_out = [s for s in samples if s.get('split') == 'validation']
-    samples = [s for s in samples if s.get('split') != 'validation']
+    everything, held_out = samples, of_split(samples, 'validation')
+    samples = of_split(samples)
     pooled = predictions(samples, norm)
     groups = {('pooled', ''): pooled} | {
         (plural, name): group for key, plural in GROUPS.items()
@@ -134,6 +134,8 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
             resampled[plural, name] for name in summary[plural]])
     if orders:
         summary |= letters([*orders.values()], [groups['orders', name] for name in orders])
+    if 'first' in samples[0]:
+        summary['judge'] = judging.facts(everything)
     if 'log_probs' in samples[0]:
         log_probs = [*itertools.chain.from_iterable(s['log_probs'] for s in samples)]
         if 'content_free' not in samples[0]:
@@ -163,7 +165,7 @@ def letters(samples, predicted):
 @functools.cache
 def measured_by():
     """Return a hash of the code that computes a summary; it changes when a metric is edited."""
-    modules = metrics, stats, scaling, prediction_files, temperatures
+    modules = metrics, stats, scaling, prediction_files, temperatures, judging
     return used_code((*(module.__file__ for module in modules), __file__), summarize)
 
 
@@ -279,7 +281,8 @@ def unit(result):
 
 def task_title(task, result):
     """Return a task and its settings: 'mmlu (prompt format mmlu, 5 shots, letters, token)'."""
-    scored = 'prompt format ' * ('option_mass' in result) + result['distribution']
+    has_format = 'option_mass' in result and 'judge' not in result
+    scored = 'prompt format ' * has_format + result['distribution']
     if sample := result.get('sample'):
         items = 'texts' if unit(result) == 'tokens' else 'questions'
         scored += f'; sample of {sample["questions"]:,} of {sample["of"]:,} {items}'
@@ -318,7 +321,7 @@ def notes(result):
         lines.append(f'the same option in all orders: {result["same_option"]:.3f} of the questions'
                      + ''.join(f'; {TITLES[key]} by order: {min(x):.3f} to {max(x):.3f}'
                                for key, x in by_order.items()))
-    lines += written_notes(result)
+    lines += written_notes(result) + judging.notes(result)
     if result.get('bad_rows'):
         lines.append(f'{result["bad_rows"]} bad rows left out, the first: {result["first_bad"]}')
     if n_fewer := result.get('fewer_shots'):

@@ -332,6 +332,11 @@ def _fault(row):
     return ''
 
 
+def of_split(samples, split='test'):
+    """Return the samples of a split; older files have none, and are all of 'test'."""
+    return [s for s in samples if s.get('split', 'test') == split]
+
+
 def by_order(samples):
     """Return {'1', '2', ...: samples as an evaluation in that order of the options gives them}.
 
@@ -347,11 +352,11 @@ def by_order(samples):
 
 def read_splits(path):
     """Return ({task: its latest samples}, likewise of the validation split), by `sample_order`."""
-    test, held_out = {}, {}
+    splits = {}
     for sample in sorted(latest_samples(read_samples(path)), key=sample_order):
-        split = held_out if sample.get('split') == 'validation' else test
-        split.setdefault(sample['task'], []).append(sample)
-    return test, held_out
+        tasks = splits.setdefault(sample.get('split', 'test'), {})
+        tasks.setdefault(sample['task'], []).append(sample)
+    return splits.get('test', {}), splits.get('validation', {})
 
 
 def by_task(samples, prompts):

@@ -24,6 +24,7 @@ from common import (HERE, SHARED, lora_model, needs_files, reference_model, rewr
 import evaluate
 import scoring
 import metrics
+import stats
 from data import benchmarks, questions
 from data.tokenizer import load_tokenizer
 from data.trees import tokenize_questions
@@ -407,9 +408,12 @@ def test_the_schema_of_results_is_documented(whole, foxes, tmp_path):
         for table in section.split('\n| key ')[1:]]
     text = write_rows(tmp_path / 'text.jsonl', [{'text': 'the quick fox is old'}] * 6)
     asked = write_rows(tmp_path / 'qa.jsonl', [{'question': 'Who?', 'answers': ['A', 'B']}] * 4)
+    pairs = write_rows(tmp_path / 'pairs.jsonl', [{'chosen': '\n\nHuman: q\n\nAssistant: fox',
+                                                   'rejected': '\n\nHuman: q\n\nAssistant: dog'}])
     found = whole[0]
     tasks = [*found['tasks'].values(), *foxes.score(f'--tasks=clm:{text}', '--limit=5').values(),
-             *foxes.score(f'--tasks=qa:{asked}', '--n=2', '--max_tokens=4').values()]
+             *foxes.score(f'--tasks=qa:{asked}', '--n=2', '--max_tokens=4').values(),
+             *foxes.score(f'--tasks=judge:{pairs}').values()]
     assert found.keys() == of_file and found['schema'] == report.SCHEMA == 1
     assert found['config'].keys() == dataclasses.asdict(evaluate.EvalConfig()).keys()
     # dropout needs adapters
@@ -682,6 +686,67 @@ def test_orders_of_the_options_are_those_of_permuted_files(foxes, tmp_path, caps
     assert result['same_option'] == np.mean([len({*tops}) == 1 for tops in zip(*options)])
     for part in ('order 4 ', 'letters chosen (correct): A ', 'the same option in all orders: '):
         assert part in printed and part in (out / 'results.md').read_text()
+
+
+def test_a_judge_is_asked_in_both_orders_and_measured_beside_ties_and_win_rates(foxes, tmp_path,
+                                                                                  capsys):
+    """All numbers of `judge` by plain loops over its samples."""
+    words, rng = 'quick brown fox lazy dog blue river old stone'.split(), random.Random(0)
+    rows = [{'prompt': f'Say {i}', 'subset': 'xy'[i % 2], 'responses': [
+        ' '.join(rng.sample(words, 3)) for _ in range(2)], 'scores': [i % 3 > 0, i % 3 > 1]}
+        for i in range(45)]
+    rows[1]['responses'][1] = rows[1]['responses'][0] + ' '     # no two answers
+    rows += [{key: row[key] for key in ('prompt', 'responses')} for row in rows[2:9]]
+    rows += [{'prompt': 'q', 'responses': ['a fox', 'a dog', 'a river'], 'scores': [1, 3, 3]},
+             {'prompt': 'q', 'chosen': 'the fox', 'rejected': 'the dog'},
+             {'prompt': 'q', 'response': 'a stone', 'helpfulness': 2},
+             {'prompt': 'q', 'response': 'an old stone', 'helpfulness': 1}]
+    write_rows(tmp_path / 'pairs.jsonl', rows)
+    arguments = [f'--tasks=judge:{tmp_path}/pairs.jsonl', '--on_bad_row=skip']
+    result, printed = foxes.score(*arguments)['judge'], capsys.readouterr().out
+    assert result['bad_rows'] == 1 and 'pairs.jsonl:2: fewer than two dif' in result['first_bad']
+    found = [s for s in read_samples(foxes.out / 'samples.jsonl') if s['task'] == 'judge']
+    splits = {name: [s for s in found if s['split'] == name]
+              for name in ('test', 'tied', 'unlabeled')}
+    assert [*map(len, splits.values())] == [18, 31, 7] and result['pooled']['n'] == 18
+    human, judge, firsts, right, wins, verdict = [], [], [], [], [], {}
+    for s in found:
+        one, two = s['orders']
+        assert (one['order'], two['order']) == ([0, 1], [1, 0])
+        tops = [x['order'][x['log_probs'][1] > x['log_probs'][0]] for x in (one, two)]
+        p = metrics.softmax(np.array(one['log_probs']))
+        p = (p + metrics.softmax(np.array(two['log_probs']))[::-1]) / 2
+        verdict[s['id']] = int(p[1] > p[0]) == s['first']       # for the first answer of the file
+        if s['split'] != 'unlabeled':
+            judge.append(tops[0] if tops[0] == tops[1] else 2)
+            human.append(s['answer'] if s['split'] == 'test' else 2)
+        if s['split'] == 'test':
+            firsts += [x['order'][0] == top for x, top in zip((one, two), tops)]
+            right.append(int(p[1] > p[0]) == s['answer'])
+            wins.append(s['answer'] == s['first'])
+    facts = result['judge']
+    assert result['pooled']['accuracy'] == pytest.approx(np.mean(right))
+    assert facts['position_bias'] == pytest.approx(np.mean(firsts) - 0.5)
+    known = [choice for choice, label in zip(judge, human) if label < 2]
+    assert facts['ties'] == pytest.approx(known.count(2) / 18)
+    assert facts['ties_of_tied'] == pytest.approx((judge.count(2) - known.count(2)) / 31)
+    assert facts['kappa_with_ties'] == pytest.approx(metrics.cohen_kappa(human, judge), nan_ok=True)
+    labeled, judged = ([verdict[s['id']] for s in splits[name]] for name in ('test', 'unlabeled'))
+    win = facts['win_rate']
+    assert win['judged'] == np.mean(judged) and (win['corrected'], win['low'], win['high']) == (
+        pytest.approx(stats.corrected_rate(judged, labeled, wins), nan_ok=True))
+    for text in ('judge (pairwise judge, mean over both', 'position bias', 'win rate of the first'):
+        assert text in printed and text in (foxes.out / 'results.md').read_text()
+    assert {*result['subjects']} == {'', 'x', 'y'}
+    write_rows(tmp_path / 'pairs.jsonl', rows[-3::-1] + rows[-2:])    # in another order
+    again = foxes.score(*arguments, out=tmp_path / 'again')['judge']['judge']
+    assert again.pop('win_rate') == pytest.approx(facts.pop('win_rate'), nan_ok=True)
+    assert again == pytest.approx(facts, nan_ok=True)
+    for name, message in (('judge', 'no preferences given'), (f'judge:{foxes.task}', 'wanted'),
+                          (f'judge:{tmp_path}/tied.jsonl', 'has no pair of which one')):
+        write_rows(tmp_path / 'tied.jsonl', rows[:1])
+        with pytest.raises(DataError, match=message):
+            foxes.score(f'--tasks={name}', out=tmp_path / 'bad')
 
 
 def test_the_list_of_tasks_names_their_files(capsys):

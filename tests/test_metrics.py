@@ -207,6 +207,13 @@ def test_aurc_is_the_mean_over_orders_of_tied_rows():
     assert len(risks) == 12 and metrics.aurc(confidence, correct) == exactly(np.mean(risks))
 
 
+def test_kappa_is_the_agreement_beyond_chance():
+    a, b = [0, 0, 1, 2, 2, 2], [0, 1, 1, 2, 2, 0]       # 4 of 6; chance (2*2 + 1*2 + 3*2) / 36
+    assert metrics.cohen_kappa(a, b) == exactly((4 / 6 - 1 / 3) / (1 - 1 / 3))
+    assert metrics.kappa(np.eye(3)[a], b) == exactly(metrics.cohen_kappa(b, a))
+    assert math.isnan(metrics.cohen_kappa([1, 1], [1, 1])) and metrics.cohen_kappa(a, a) == 1
+
+
 def test_the_best_temperature_has_no_slope_in_float64():
     rng = np.random.default_rng(0)
     for i in range(20):

@@ -84,6 +84,35 @@ def test_cochran_q_equals_a_computation_by_hand():
     assert stats.cochran_q(np.ones((3, 9), bool)) == (0, 1)
 
 
+def test_a_corrected_rate_holds_the_rate_that_a_judge_hides():
+    """The interval beside its formula by hand, and how often it holds the true rate."""
+    judged, verdicts = np.arange(10) < 6, np.array([1, 1, 1, 0, 0, 0, 1, 0, 0], bool)
+    labels = np.arange(9) < 4       # sensitivity 3/4, specificity 4/5
+    rate, low, high = stats.corrected_rate(judged, verdicts, labels)
+    assert rate == pytest.approx((0.6 + 0.8 - 1) / (0.8 + 0.75 - 1)) and low == 0 and high == 1
+    z = 1.959963984540054
+    p, q0, q1 = (60 + z**2 / 2) / (100 + z**2), 41 / 52, 61 / 82
+    theta, v = (p + q0 - 1) / (q0 + q1 - 1), (q0 * (1 - q0) / 52, q1 * (1 - q1) / 82)
+    half = z * np.sqrt(p * (1 - p) / (100 + z**2) + (1 - theta)**2 * v[0] + theta**2 * v[1]) / (
+        q0 + q1 - 1)
+    center = theta + 2 * z**2 * (theta * v[1] - (1 - theta) * v[0])
+    labels = np.arange(130) < 80
+    verdicts = np.where(labels, np.arange(130) < 60, np.arange(130) >= 120)
+    assert stats.corrected_rate(np.arange(100) < 60, verdicts, labels)[1:] == pytest.approx(
+        (center - half, center + half))
+    random, held = np.random.default_rng(0), []
+    for _ in range(600):
+        known, new = np.arange(120) % 2 == 0, random.random(300) < 0.3
+        draws = [np.where(x, random.random(len(x)) < 0.75, random.random(len(x)) < 0.1)
+                 for x in (new, known)]
+        _, low, high = stats.corrected_rate(*draws, known)
+        held.append(low <= 0.3 <= high)
+    assert 0.925 < np.mean(held) < 0.985
+    for useless in (verdicts[::-1], verdicts | True):
+        assert np.isnan(stats.corrected_rate(judged, useless, labels)).all()
+    assert np.isnan(stats.corrected_rate(judged, [True], [True])).all()
+
+
 def test_holm_corrects_for_the_number_of_tests():
     assert stats.holm([0.01, 0.04, 0.03, 0.005]) == exactly([0.03, 0.06, 0.06, 0.02])
     assert stats.holm([0.9, 0.8]).tolist() == [1, 1] and len(stats.holm([])) == 0

@@ -1,0 +1,86 @@
+"""Pairs of answers for a judge: which of the two is better? Read from preferences.
+
+The answers are in an order that depends on their texts alone, since most files list the better one
+first. A model is asked in both orders (`permute` of other tasks).
+"""
+
+import itertools
+from dataclasses import dataclass
+
+from data.files import draw, fetch, has_fields, parse_rows, parsed, read_rows, text_digest
+from data.preferences import PREFERENCE_PATTERNS, join_answers, scored_answers, to_ranking
+from data.prompts import LETTERS, Prompt
+from data.questions import Loaded, ReaskedQuestion
+from runtime.errors import DataError
+
+QUESTION = 'Which answer to the last message is better?\nBetter answer:'
+UNLABELED = 'prompt', 'responses'       # fields of a row of answers that may lack `scores`
+
+
+@dataclass
+class Pair(ReaskedQuestion):
+    """Two answers to one prompt; `answer` is the index of the better one, 0 if none is known."""
+    first: int = 0          # index of the answer that the file lists first
+    split: str = 'test'     # 'tied': equal scores; 'unlabeled': no scores
+
+
+def judge_prompt(messages, answers):
+    """Return the Prompt that shows a conversation and two answers to its last message."""
+    turns = [f'{message["role"].capitalize()}: {message["content"].strip()}'
+             for message in messages]
+    turns += [f'Answer {letter}:\n{text.strip()}' for letter, text in zip(LETTERS, answers)]
+    return Prompt('\n\n'.join((*turns, QUESTION)), [f' {x}' for x in LETTERS[:len(answers)]])
+
+
+def to_pairs(row, place):
+    """Return the Pairs of a row of a known format, see `to_ranking`: every two of its answers."""
+    split = 'test'
+    if has_fields(row, *UNLABELED) and row.get('scores') is None:
+        split, row = 'unlabeled', row | {'scores': [0] * len(row['responses'])}
+    ranking, pairs = to_ranking(row), []
+    subject, language = (next((str(row[key]) for key in keys if row.get(key)), '') for keys in (
+        ('subject', 'subset', 'domain'), ('language',)))
+    for pair in itertools.combinations(scored_answers(ranking), 2):
+        texts, scores = zip(*pair)
+        order = sorted((0, 1), key=lambda i: text_digest(texts[i]))
+        prompts = {shown: judge_prompt(ranking.prompt, [texts[order[i]] for i in shown])
+                   for shown in ((0, 1), (1, 0))}
+        tied = split == 'test' and scores[0] == scores[1]
+        pairs.append(Pair(
+            '', *prompts[0, 1][:2], order.index(scores[1] > scores[0]), subject, language=language,
+            place=place, digest=text_digest(ranking.prompt, sorted(texts)), orders=prompts,
+            prompts=[*prompts.values()], first=order.index(0), split='tied' if tied else split))
+    if not pairs:
+        raise DataError('fewer than two different answers')
+    return pairs
+
+
+def load_pairs(name, *, shots=0, limit=None, seed=0, revision=None, on_bad_row='stop'):
+    """Return questions.Loaded of a task 'judge:file, folder or hub dataset'.
+
+    `total` counts the pairs of which one answer is known to be better.
+    """
+    source = name.partition(':')[2]
+    if not source:
+        raise DataError('judge: no preferences given; use --tasks=judge:FILE, with a file, folder '
+                        'or hub dataset in a format of docs/alignment.md')
+    if shots:
+        raise DataError(f'{shots} shots wanted, but a judge has none; use --shots=0')
+
+    def read():
+        files = fetch(source, PREFERENCE_PATTERNS, revision)
+        for place, row in join_answers(row for file in files for row in read_rows(file)):
+            pairs = parsed(place, row, to_pairs, place)
+            yield from ((place, pair) for pair in (
+                [pairs] if isinstance(pairs, DataError) else pairs))
+
+    def numbered(pair, place, number):
+        pair.id = str(number)
+        return pair
+
+    pairs, bad = parse_rows(read(), numbered, on_bad_row)
+    total = sum(pair.split == 'test' for pair in pairs)
+    if not total:
+        raise DataError(f'{source} has no pair of which one answer is better ({len(pairs)} tied or '
+                        f'without scores, {len(bad)} bad rows); a judge is measured on such pairs')
+    return Loaded(draw(pairs, limit, seed), {}, bad, total)
