@@ -415,7 +415,10 @@ def test_the_command_writes_one_line_per_prompt_and_resumes(chat_folder, tmp_pat
     rewrite(chat_folder, lambda tensors: tensors['model.norm.weight'].mul_(1.1))
     with pytest.raises(ConfigError, match='holds answers of another model'):
         run(chat_folder, tmp_path, *options)
+    # a file with a similar name is another one
+    (tmp_path / 'out' / 'answers.0.jsonl').write_text('mine')
     assert len(run(chat_folder, tmp_path, '--overwrite')) == 3
+    assert (tmp_path / 'out' / 'answers.0.jsonl').read_text() == 'mine'
 
 
 @pytest.mark.parametrize('row, message', [
