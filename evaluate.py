@@ -177,7 +177,8 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
     samples.merge_parts(out_dir / 'samples.jsonl')
     rows = samples.by_task(samples.latest_samples(
         samples.read_samples(out_dir / 'samples.jsonl')) if done else new, prompts)
-    results = write_evaluation(results, earlier, rows, tasks, cfg, identity, out_dir)
+    results = write_evaluation(results, earlier, rows, tasks, cfg, identity,
+                               device.versions(cfg.device), out_dir)
     ownership.remove_aside(out_dir, samples.KIND)
     return results
 

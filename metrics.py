@@ -1016,4 +1016,4 @@ def check_range(name, value, interval):
 
 if __name__ == '__main__':      # so that whoever copies this file needs no command line
     import runpy
-    runpy.run_module(f'{__package__ or "results"}.prediction_files', run_name='__main__')
+    runpy.run_module('results.prediction_files', run_name='__main__')

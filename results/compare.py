@@ -23,7 +23,7 @@ from results.plots import draw_curves, draw_reliability
 from results.prediction_files import few_rows_note
 from results.report import (Predictions, measure, measured_by, panel_title, predictions,
                             split_groups, task_title, unit)
-from results.runs import (Run, find_harness_files, find_runs, harness_run, read_run,
+from results.runs import (Run, find_prediction_files, find_runs, predicted_run, read_run,
                           read_run_samples, sample_of)
 from results.samples import sample_order
 from results.tables import (MEASURES, TITLES, Heading, Section, csv_text, mark_best,
@@ -36,51 +36,65 @@ from runtime.version import __version__
 USAGE = """\
 usage: python evaluate.py --compare FOLDER FOLDER [...] [--key=value ...]
 
-A FOLDER is that of an evaluated run, one that holds such folders, or what lm_eval --log_samples
-wrote: the folder of a model or a file samples_<task>_<date>.jsonl. Runs of one seed are compared
-over questions, runs of several seeds over the seeds.
+A FOLDER is that of an evaluated run, one that holds such folders, what lm_eval --log_samples wrote
+(the folder of a model or a file samples_<task>_<date>.jsonl), or a file of predictions in a form
+that `python metrics.py --help` lists. Runs of one seed are compared over questions, runs of several
+seeds over the seeds.
 
 example: python evaluate.py --compare out/base out/sft out/ls01 --out_dir=out/compare"""
 
 
 @dataclass
-class CompareConfig:
+class FileConfig:
     sources: tuple[str, ...] = ()             # more folders and files
+    # of prediction files: the divisor of a log-probability. In those of lm-evaluation-harness token
+    # and sum are 1, as for acc, since they do not count tokens; char: characters, as for acc_norm;
+    # byte: bytes
+    norm: Literal['token', 'sum', 'char', 'byte'] = 'token'
+    confidence: tuple[str, ...] = ()          # the columns that are confidences, each a task of its
+    #                                           own; none: the column confidence
+    correct: str = 'correct'                  # the column that says if the prediction is right
+
+
+@dataclass
+class CompareConfig(FileConfig):
     metrics: tuple[str, ...] = ()             # keys of metrics.MEASURES; none: its table 'compare'
     n_bootstrap: int = 1000                   # resamples of the questions; 0: no differences
     seed: int = 0                             # of the bootstrap
     out_dir: str = 'out/compare'              # folder of the comparison
     ensemble: bool = False                    # one more row: the mean of the runs' probabilities
-    # divisor of a log-probability in files of lm-evaluation-harness; token and sum: 1, as for acc,
-    # since the files do not count tokens; char: characters, as for acc_norm; byte: bytes
-    norm: Literal['token', 'sum', 'char', 'byte'] = 'token'
 
 
-def main(argv):
-    require_unicode(argv)
-    settings = [a for a in argv if a.startswith('-') or a.endswith('.py')]
-    cfg = load_config(CompareConfig, sorted(settings, key=lambda a: a.startswith('-')), USAGE)
+def main(argv, usage=USAGE):
+    cfg, sources = read_sources(CompareConfig, argv, usage)
     require_range(cfg, 0, math.inf, 'n_bootstrap', 'seed')
     keys = cfg.metrics or [key for key, x in MEASURES.items() if 'compare' in x.tables]
     if unknown := [key for key in keys if key not in MEASURES]:
         raise ConfigError(f'metrics: there is no {unknown[0]!r}; there are {", ".join(MEASURES)}')
-    sources = [Path(os.path.expanduser(source))
-               for source in (*(a for a in argv if a not in settings), *cfg.sources)]
-    harness = find_harness_files([s for s in sources if not (s / 'samples.jsonl').exists()])
-    folders = find_runs(sources, [file for files in harness.values() for file in files.values()])
+    by_files = find_prediction_files([s for s in sources if not (s / 'samples.jsonl').exists()])
+    folders = find_runs(sources, [file for files in by_files.values() for file in files.values()])
     if twice := [path for path in folders if folders.count(path) > 1]:
         raise ConfigError(f'compare: {twice[0]} is named twice')
-    if len(folders) + len(harness) < 2:
+    if len(folders) + len(by_files) < 2:
         raise ConfigError('compare needs two runs or more: name their folders, or a folder that '
-                          'holds them' + ''.join(f'; there is {x}' for x in (*folders, *harness)))
+                          'holds them' + ''.join(f'; there is {x}' for x in (*folders, *by_files)))
     runs = [read_run(folder) for folder in folders]
-    runs += [harness_run(folder, files, cfg.norm) for folder, files in harness.items()]
+    runs += [predicted_run(folder, files, cfg) for folder, files in by_files.items()]
     out_dir = Path(os.path.expanduser(cfg.out_dir))
     with lock(out_dir):
         if len({run.seed for run in runs}) > 1 and not cfg.ensemble:
             compare_seeds(runs, keys, out_dir)
         else:
             compare_questions(runs, keys, cfg, out_dir)
+
+
+def read_sources(cls, argv, usage):
+    """Return (config of the dataclass `cls`, paths) of a command line of files and --key=value."""
+    require_unicode(argv)
+    settings = [a for a in argv if a.startswith('-') or a.endswith('.py')]
+    cfg = load_config(cls, sorted(settings, key=lambda a: a.startswith('-')), usage)
+    return cfg, [Path(os.path.expanduser(source))
+                 for source in (*(a for a in argv if a not in settings), *cfg.sources)]
 
 
 # Over questions

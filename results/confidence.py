@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 import metrics
-from results.samples import digest
 from results.tables import measure_cell
+from runtime.digests import json_digest
 from runtime.thinking import final_answer
 
 
@@ -180,7 +180,7 @@ def facts(label, rows):
 
 def digest_of_answers(rows):
     """Return a hash of the samples of a task with written answers, and of how they were graded."""
-    return digest(sorted(sample['prompt'] for sample in rows))
+    return json_digest(sorted(sample['prompt'] for sample in rows), size=6)
 
 
 def shares(samples):

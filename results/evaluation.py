@@ -4,17 +4,17 @@ from dataclasses import asdict
 
 from results import confidence, page, report
 from results.plots import draw_reliability
-from results.samples import DIAGRAM, GRID, of_split
-from runtime import device
+from results.samples import DIAGRAM, GRID, OUTPUTS, of_split
 
 
-def write_evaluation(results, earlier, samples, tasks, cfg, identity, out_dir):
+def write_evaluation(results, earlier, samples, tasks, cfg, identity, versions, out_dir):
     """Measure `samples`, {task: its samples}; write all files of results; return results.json.
 
     results: {task: result without metrics} of this evaluation; the metrics are added in place
     earlier: {task: result} of results.json; measured again if the code of the metrics has changed
     tasks:   {task: its Task}, those of data/tasks.py
     cfg:     the EvalConfig; identity: hashes of the model, the tokenizer and the code
+    versions: of the software
     """
     earlier = measure_again({
         task: result for task, result in earlier.items()
@@ -29,15 +29,20 @@ def write_evaluation(results, earlier, samples, tasks, cfg, identity, out_dir):
         if written:
             result |= confidence.facts(task, samples)
     content = {'schema': report.SCHEMA, 'config': asdict(cfg) | {'model': str(cfg.model)},
-               'seed': cfg.seed, 'versions': device.versions(cfg.device), 'identity': identity,
+               'seed': cfg.seed, 'versions': versions, 'identity': identity,
                'tasks': earlier | results}
-    pictures = draw_diagrams(earlier, results, samples, tasks, out_dir) if cfg.pictures else []
+    write_results(content, earlier, results, samples, tasks, cfg.pictures, out_dir)
+    return content
+
+
+def write_results(content, earlier, results, samples, tasks, pictures, out_dir):
+    """Write the content of results.json, the tables, the pictures and report.html."""
+    pictures = draw_diagrams(earlier, results, samples, tasks, out_dir) if pictures else []
     rows = page.to_read(content['tasks'], samples)
     has_page = page.write_report(content, page.select(rows), pictures, out_dir)
-    names = ['report.html'] * has_page + ['samples.jsonl', *report.write_results(
-        content, out_dir, page.mistakes(rows)), *pictures]
+    names = ['report.html'] * has_page + [OUTPUTS[0]] * (out_dir / OUTPUTS[0]).exists()
+    names += [*report.write_results(content, out_dir, page.mistakes(rows)), *pictures]
     print(f'wrote {", ".join(names)} to {out_dir}')
-    return content
 
 
 def is_of_other_answers(task, result, results, samples):

@@ -163,7 +163,7 @@ def write_report(results, selected, pictures, out_dir):
     those drawn now, shown with the diagrams of languages from earlier evaluations.
     """
     tasks, config, versions = results['tasks'], results['config'], results['versions']
-    about = {key: config[key] for key in ('device', 'dtype', 'seed')} | versions
+    about = {key: config[key] for key in ('device', 'dtype', 'seed') if key in config} | versions
     grids = [name for name in map(GRID.format, tasks) if Path(out_dir, name).exists()]
     return write(
         Path(out_dir, 'report.html'), f'{config["model"]}: {", ".join(tasks)}',

@@ -1,14 +1,15 @@
 """Print every calibration metric of files of predictions, from any source.
 
-    python metrics.py samples.jsonl             # installed: python -m nanocal.metrics
+    python metrics.py samples.jsonl             # installed: nanocal metrics samples.jsonl
 
-Like metrics.py it needs numpy alone and nothing of the clone. The lines that lm-evaluation-harness
-wrote are converted here for every other reader too.
+The rows of every other program's files are read and converted here, for comparisons and reports
+too. It needs numpy alone, and pyarrow for parquet.
 """
 
 import argparse
 import ast
 import contextlib
+import csv
 import gzip
 import hashlib
 import json
@@ -17,16 +18,14 @@ import re
 import signal
 import sys
 import zlib
+from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING or __package__ != 'nanocal':
-    import metrics              # in the clone, at the top level
-    import stats
-else:
-    from . import metrics, stats        # installed
+import metrics
+import stats
+from results.confidence import parse_probability
 
 
 class SeveralAnswersError(ValueError):
@@ -36,35 +35,47 @@ class SeveralAnswersError(ValueError):
 NORMS = ('token', 'sum', 'char', 'byte')    # see `option_lengths`
 
 
-def main(arguments=None):
-    """Print the reports of files of predictions, one JSON object per line; see --help."""
+def main(arguments=None, prog='metrics.py'):
+    """Print the reports of files of predictions; see --help."""
     parser = argparse.ArgumentParser(
-        prog='metrics.py', description='Print every calibration metric of files of predictions.',
+        prog=prog, description='Print every calibration metric of files of predictions.',
         formatter_class=argparse.RawDescriptionHelpFormatter, epilog="""\
 each line of a file is a JSON object of one of these forms:
   {"probs": [0.7, 0.2, 0.1], "answer": 0}     answer, or label: index of the correct option
   {"log_probs": [-3.1, -4.0], "answer": 1}    divided by "n_tokens": [2, 3] if given; then softmax
-  {"confidence": 0.8, "correct": true}        the prediction alone
+  {"confidence": 0.8, "correct": true}        the prediction alone; "80 %" is read, too
+  {"answers": ["B", "b", "C"], "answer": "B"} several written answers: the share of the most
+                                              frequent; with "response" and "correct" instead of
+                                              "answer", the share that equals the response
   or of samples_<task>_<date>.jsonl, which lm_eval --log_samples writes (before version 0.4.3
   <model>_<task>.jsonl, a JSON array); a question that is repeated there counts once
-Lines with another "split" than "test" are left out. Each "task" of a file has a report of its own,
-and so has each group of one call of lm_eval, such as mmlu.
+.csv, .tsv and .parquet files have these keys as columns, probs_0, probs_1, ... for the numbers of a
+list. Rows with another "split" than "test" are left out. Each "task" of a file has a report of its
+own, and so has each group of one call of lm_eval, such as mmlu.
 
-example: python metrics.py out/base/samples.jsonl
-         python metrics.py --norm=char out/model/samples_hellaswag_*.jsonl""")
+example: {prog} out/base/samples.jsonl
+         {prog} --norm=char out/model/samples_hellaswag_*.jsonl
+         {prog} --confidence=exact_match,cosine_sim --correct=response_correct uqlm.csv"""
+        .replace('{prog}', prog))
     parser.add_argument('files', nargs='+', metavar='file', help='such as the samples.jsonl of '
                         'evaluate.py; may be .gz')
     parser.add_argument('--norm', choices=NORMS, default='token',
                         help='divisor of the log-probability of an option. token (the default): '
                         'number of its tokens, or 1 for files of lm_eval, which lack it (acc); '
                         'sum: 1; char: its characters (acc_norm); byte: its bytes (acc_bytes)')
+    parser.add_argument('--confidence', metavar='COLUMN[,COLUMN]', default='',
+                        help='columns that are confidences; each has a report of its own')
+    parser.add_argument('--correct', metavar='COLUMN', default='correct',
+                        help='the column that says whether the prediction is right')
     options, tasks = parser.parse_args(arguments), {}
     for path in dict.fromkeys(options.files):
         try:
-            task, _, date = harness_task(path)
+            date = harness_task(path)[2]
             source = f'{Path(path).parent}, {date}' if date else path
-            for name, row in _parse_file(path, task, options.norm):
-                tasks.setdefault((source, name), []).append(row)
+            for name, *_, parsed in read_predictions(
+                    path, options.norm, [*filter(None, options.confidence.split(','))],
+                    options.correct):
+                tasks.setdefault((source, name), []).append(parsed)
         except (OSError, EOFError, zlib.error) as error:    # the last two of a damaged .gz file
             hint = '; name a file in it, such as samples.jsonl' * Path(path).is_dir()
             sys.exit(f'error: {path}: {getattr(error, "strerror", None) or error}{hint}')
@@ -84,14 +95,20 @@ example: python metrics.py out/base/samples.jsonl
     sys.stdout.flush()
 
 
-def _parse_file(path, group, norm):
-    """Yield (task, what _parse returns) of each line; ValueError begins with the line number."""
-    first_kinds, rows, logged = {}, [*read_rows(path)], {}
+def read_predictions(path, norm='token', confidence=(), correct='correct'):
+    """Yield (task, position from 1, row, what _parse returns) of each row of a prediction file.
+
+    confidence, correct: names of columns, as in --help. Rows whose confidence is missing, or states
+    no probability, are left out and counted. Raises OSError, and ValueError that begins with the
+    number of the line.
+    """
+    group = harness_task(path)[0]
+    first_kinds, rows, logged, n_unstated = {}, [*read_rows(path)], {}, 0
     samples = [row for _, row in rows if isinstance(row, dict) and isinstance(
         row.get('text', ''), str) and all(isinstance(row.get(key), str) for key in (
             'task', 'split', 'language', 'id', 'prompt'))]      # those of evaluate.py
     left_out = {id(row) for row in samples} - {id(row) for row in latest_samples(samples)}
-    for number, row in rows:
+    for position, (number, row) in enumerate(rows, 1):
         try:
             if not isinstance(row, dict):
                 raise ValueError(f'not a JSON object: {str(row)[:40]}')
@@ -99,30 +116,53 @@ def _parse_file(path, group, norm):
                 continue
             if 'filtered_resps' in row:
                 sample = harness_sample(row, norm)
-                task, parsed = group, _parse(sample, 'token')
+                parts = [(group, row, _parse(sample, 'token'))]
                 if repeats(sample, row.get('filter'), logged):
                     continue
             else:
-                task, parsed = str(row.get('task', '')), _parse(row, norm)
-            first = first_kinds.setdefault(task, parsed[0])
-            if (first == 'confidence') != (parsed[0] == 'confidence'):
-                raise ValueError(f'{parsed[0]}, but the task begins with {first}')
+                parts = [(str(part.get('task') or ''), part, _parse(part, norm))
+                         for part in _named(row, confidence, correct)]
+            for task, _, parsed in parts:
+                first = first_kinds.setdefault(task, parsed and parsed[0])
+                if parsed and (first == 'confidence') != (parsed[0] == 'confidence'):
+                    raise ValueError(f'{parsed[0]}, but the task begins with {first}')
         except (ValueError, OverflowError, RecursionError) as error:
             reason = str(error).removeprefix('row 0: ')
             raise ValueError(f'{number}: {reason}. Wanted: a JSON object with probs (or log_probs) '
-                             f'and answer, or confidence and correct, or a line of multiple choice '
-                             f'by lm_eval --log_samples') from None
-        yield task, parsed
-    if not first_kinds:
+                             f'and answer, or confidence and correct, or answers and answer, or a '
+                             f'line of multiple choice by lm_eval --log_samples') from None
+        n_unstated += sum(parsed is None for *_, parsed in parts)
+        yield from ((task, position, part, parsed) for task, part, parsed in parts if parsed)
+    if not any(first_kinds.values()):
         raise ValueError(' no row to score')
+    if n_unstated:
+        print(f'{path}: {n_unstated} rows state no probability and are left out')
+
+
+def _named(row, confidence, correct):
+    """Yield a row once for each column of `confidence`, under the keys that `_parse` reads."""
+    if missing := [key for key in (*confidence, *[correct] * (correct != 'correct'))
+                   if key not in row]:
+        raise ValueError(f'there is no column {missing[0]!r}, but {", ".join(map(str, row))}')
+    row = row | ({'correct': row[correct]} if correct in row else {})
+    for column in confidence:
+        yield {key: x for key, x in row.items() if key not in OPTION_KEYS} | {
+            'confidence': row[column], 'task': column}
+    if not confidence:
+        yield row
 
 
 def read_rows(path, cut=False):
-    """Yield (number, row) of JSON lines, or (' row 1', row) of a JSON array; may be .gz.
+    """Yield (number, row) of JSON lines or a table, (' row 1', row) of a JSON array; may be .gz.
 
     lm_eval wrote arrays before 0.4.3. cut: leave out a last line that a crash cut off. Raises
     OSError, and ValueError that begins with the number.
     """
+    suffix = Path(str(path).removesuffix('.gz')).suffix
+    if suffix in ('.csv', '.tsv', '.parquet'):
+        yield from ((number, _joined(row)) for number, row in (
+            _parquet_rows if suffix == '.parquet' else _csv_rows)(path))
+        return
     number, line = ' the array', b'\n'
     try:
         with (gzip.open if str(path).endswith('.gz') else open)(path, 'rb') as file:
@@ -135,6 +175,55 @@ def read_rows(path, cut=False):
     except (ValueError, RecursionError) as error:
         if not cut or line.endswith(b'\n'):
             raise ValueError(f'{number}: broken JSON: {error}') from None
+
+
+def _csv_rows(path):
+    """Yield (line, row) of a table whose columns are separated by commas, semicolons or tabs."""
+    csv.field_size_limit(2 ** 31 - 1)
+    opened = gzip.open if str(path).endswith('.gz') else open
+    with opened(path, 'rt', encoding='utf-8-sig', newline='') as file:
+        header = file.readline()
+        file.seek(0)
+        reader = csv.DictReader(file, delimiter=max(',;\t', key=header.count))
+        try:
+            for row in reader:
+                if None in row:
+                    raise ValueError(f'{len(row[None])} cells more than the header has')
+                yield reader.line_num, {key: _cell(text) for key, text in row.items() if text}
+        except (ValueError, csv.Error) as error:
+            raise ValueError(f'{reader.line_num}: {error}') from None
+
+
+def _cell(text):
+    """Return the number, truth value or list in a cell, in JSON or as Python prints it; or text."""
+    if text.casefold() in ('true', 'false'):
+        return text.casefold() == 'true'
+    for read in (json.loads, *[ast.literal_eval] * text.startswith('[')):
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return read(text)
+    return text
+
+
+def _parquet_rows(path):
+    """Yield (' row 1', row) and so on of a parquet file."""
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise ValueError(' parquet needs pyarrow: pip install pyarrow') from None
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except ArrowException as error:
+        raise ValueError(f' {error}') from None
+    yield from ((f' row {i}', row) for i, row in enumerate(rows, 1))
+
+
+def _joined(row):
+    """Return a row with a list `probs` for its columns probs_0, probs_1, ..., or `log_probs`."""
+    lists = {}
+    for key, value in row.items():
+        if (match := re.fullmatch(r'(probs|log_probs)_(\d+)', key)) and value is not None:
+            lists.setdefault(match[1], {})[int(match[2])] = value
+    return row | {name: [x[k] for k in sorted(x)] for name, x in lists.items()}
 
 
 # Samples of evaluate.py: which of them count
@@ -286,13 +375,28 @@ def option_lengths(texts, n_tokens, norm):
     return [max(1, len(text if norm == 'char' else text.encode())) for text in texts]
 
 
+OPTION_KEYS = 'probs', 'log_probs'
+SAMPLED_KEYS = 'answers', 'sampled_responses'       # the second in tables of uqlm
+
+
 def _parse(row, norm):
-    """(kind, values, label) of one line; kind is 'probs', 'log_probs' or 'confidence'."""
-    kind = next((x for x in ('probs', 'log_probs', 'confidence') if x in row), 'probs')
+    """(kind, values, label) of one row; kind is 'probs', 'log_probs' or 'confidence'.
+
+    None for a row whose confidence is missing or states no probability.
+    """
+    kinds = *OPTION_KEYS, 'confidence', *SAMPLED_KEYS
+    kind = next((x for x in kinds if x in row), 'probs')
+    if kind in SAMPLED_KEYS:
+        row, kind = _sampled(row, row[kind]), 'confidence'
     if kind == 'confidence':
-        if row.get('correct') not in (0, 1):    # so are true and false
-            raise ValueError(f'correct must be true or false, not {row.get("correct")!r}')
-        return kind, metrics.check_confidence(_numbers(kind, [row[kind]]))[0], bool(row['correct'])
+        value, correct = row[kind], row.get('correct')
+        value = parse_probability(value) if isinstance(value, str) else value
+        if value is None:
+            return None
+        if isinstance(correct, list) or correct not in (0, 1):      # so are true and false
+            hint = '; --correct names another column' * ('correct' not in row)
+            raise ValueError(f'correct must be true or false, not {correct!r:.60}{hint}')
+        return kind, metrics.check_confidence(_numbers(kind, [value]))[0], bool(correct)
     values, label = _numbers(kind, row.get(kind)), row.get('answer', row.get('label'))
     if type(label) is not int:
         raise ValueError(f'answer must be the index of the correct option, not {label!r}')
@@ -312,6 +416,25 @@ def _parse(row, norm):
     scores = values / option_lengths(texts, n_tokens.tolist(), norm)
     metrics.nll(metrics.softmax([scores]), [label], scores=[scores])    # for its checks
     return kind, scores, label
+
+
+def _sampled(row, answers):
+    """Return the confidence and correctness of written answers: a share of equal texts.
+
+    Case, and space and full stops around a text, do not count.
+    """
+    def plain(text):
+        return str(text).strip(' \t\n.').casefold()
+
+    if not isinstance(answers, list) or not answers:
+        raise ValueError(f'answers must be a list of texts, not {answers!r:.60}')
+    texts, references = [*map(plain, answers)], row.get('answer')
+    text = plain(row['response']) if 'response' in row else Counter(texts).most_common(1)[0][0]
+    if (correct := row.get('correct')) is None and references is not None:
+        correct = text in map(plain, references if isinstance(references, list) else [references])
+    elif 'response' not in row:
+        raise ValueError('the right answer is missing: answer, a text or a list of texts')
+    return {'confidence': texts.count(text) / len(texts), 'correct': correct}
 
 
 def _numbers(key, values):

@@ -1,12 +1,18 @@
-"""Read what is compared: folders of runs, and files that lm_eval --log_samples wrote."""
+"""Read what is compared: folders of runs, and prediction files, such as those of lm_eval."""
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
+import metrics
+from results.confidence import outcome
 from results.prediction_files import (SeveralAnswersError, harness_sample, harness_task,
-                                      old_harness_tasks, read_rows, repeats, sample_order)
-from results.samples import read_results, read_splits
+                                      old_harness_tasks, read_predictions, read_rows, repeats,
+                                      sample_order)
+from results.samples import digest, read_results, read_splits
 from runtime.config import run_settings
 from runtime.errors import DataError
 from runtime.ownership import ASIDE, put_back, read_json
@@ -25,13 +31,13 @@ class Run:
     settings: dict          # {name: text}, of training and the shape of the model
     results: dict           # {task: its entry in results.json}
     questions: dict = field(default_factory=dict)   # {task: hash of all its questions}
-    harness_samples: dict | None = None             # {task: samples} of lm-evaluation-harness
+    file_samples: dict | None = None                # {task: samples} of prediction files
 
 
-def find_runs(sources, harness_files=()):
+def find_runs(sources, prediction_files=()):
     """Return the folders of runs: each source that is one, else all runs below it.
 
-    Raises DataError for a source without a run and without one of `harness_files`.
+    Raises DataError for a source without a run and without one of `prediction_files`.
     """
     def is_run(folder):
         return (folder / 'results.json').exists() and (folder / 'samples.jsonl').exists()
@@ -44,9 +50,10 @@ def find_runs(sources, harness_files=()):
             if is_run(path.parent) and path.parent.name != 'before'
             and not path.parent.name.startswith(ASIDE)]
         if not below and not any(source.absolute() in (file, *file.parents)
-                                 for file in harness_files):
+                                 for file in prediction_files):
             raise DataError(f'compare: {source} holds no run, neither results.json beside '
-                            f'samples.jsonl nor what lm_eval --log_samples wrote; evaluate first')
+                            f'samples.jsonl nor what lm_eval --log_samples wrote; evaluate first, '
+                            f'or name a file of predictions')
         folders += [folder.resolve() for folder in below]
     return folders
 
@@ -78,8 +85,8 @@ def read_run(folder):
 
 def read_run_samples(run):
     """Return ({task: samples}, {task: samples of the validation split}) of a run."""
-    if run.harness_samples:
-        return run.harness_samples, {}
+    if run.file_samples:
+        return run.file_samples, {}
     path = run.folder / 'samples.jsonl'
     test, held_out = read_splits(path)
     for task, result in run.results.items():
@@ -95,17 +102,17 @@ def sample_of(result):
     return {'sample_of': str(result['sample']['of'])} if 'sample' in result else {}
 
 
-# Files of lm-evaluation-harness
+# Prediction files
 
 
-def find_harness_files(sources):
+def find_prediction_files(sources):
     """Return {run: {subtask: file}} for the files `sources` and those of lm_eval below folders.
 
-    A run is the folder of a model, with the newest file of each subtask, or a renamed file.
+    A run is the folder of a model, with the newest file of each subtask, or a file of another name.
     """
     runs = {}
     for source in sources:
-        paths = [source] if source.suffix == '.jsonl' else sorted((
+        paths = [source] if source.is_file() or source.suffix and not source.exists() else sorted((
             *source.rglob('samples_*_????-??-??T*.jsonl'),
             *(path for results in source.rglob('results.json') if old_harness_tasks(results)
               for path in results.parent.glob('*.jsonl') if harness_task(path)[1])))
@@ -119,22 +126,67 @@ def find_harness_files(sources):
     return runs
 
 
-def harness_run(folder, files, norm):
-    """Return the Run of lm-evaluation-harness's {subtask: file}; `norm` as in CompareConfig."""
+def predicted_run(folder, files, cfg):
+    """Return the Run of {subtask: prediction file}; `norm` and so on as in CompareConfig."""
+    if '' in files and (run := file_run(files[''], cfg)):
+        return run
     tasks = {}
     for subtask, path in files.items():
         task = harness_task(path)[0]
         tasks.setdefault(task, []).extend(
             sample | {'task': task, 'split': 'test', 'subject': subtask,
-                      'id': f'{subtask}:{sample["id"]}'} for sample in _harness_samples(path, norm))
+                      'id': f'{subtask}:{sample["id"]}'}
+            for sample in _harness_samples(path, cfg.norm))
     tasks = {task: sorted(samples, key=sample_order) for task, samples in tasks.items() if samples}
     if not tasks:
         raise DataError(f'{path}: no multiple-choice questions of lm_eval --log_samples')
-    norm = 'sum' if norm == 'token' else norm       # the files do not count tokens
+    norm = 'sum' if cfg.norm == 'token' else cfg.norm       # the files do not count tokens
     # n_tokens of these samples holds the lengths that `norm` names
     results = {task: {'distribution': f'lm-evaluation-harness, {norm}', 'norm': 'token'}
                for task in tasks}
-    return Run(folder, folder.name, 0, {}, results, harness_samples=tasks)
+    return Run(folder, folder.name, 0, {}, results, file_samples=tasks)
+
+
+def file_run(path, cfg):
+    """Return the Run of a prediction file of any other origin; None for one of lm_eval.
+
+    Its samples are paired with those of another file by `id`, or by their position where there
+    is none, and by the text of the question where there is one.
+    """
+    tasks, results, ids = {}, {}, set()
+    try:
+        if any('filtered_resps' in row for _, row in itertools.islice(read_rows(path), 1)):
+            return None
+        for task, position, row, (kind, values, label) in read_predictions(
+                path, cfg.norm, cfg.confidence, cfg.correct):
+            task = task.replace('/', '-') or 'predictions'      # it names pictures
+            sample = {'task': task, 'split': 'test', 'id': str(row.get('id', position))} | {
+                key: str(row.get(key) or '') for key in ('language', 'subject', 'category')}
+            texts = [str(row[key]) for key in ('context', 'question', 'prompt') if row.get(key)]
+            if texts:
+                sample |= {'context': texts[0], 'question': digest(texts[-1])}
+            if kind == 'confidence':
+                sample |= outcome(values, label)
+                sample |= {'predicted': str(row['response'])} if 'response' in row else {}
+            else:
+                if kind == 'probs':
+                    values = np.log(np.maximum(values, metrics.NLL_FLOOR))
+                options = row.get('choices') or row.get('options') or range(1, len(values) + 1)
+                sample |= {'log_probs': values.tolist(), 'n_tokens': [1] * len(values),
+                           'options': [*map(str, options)], 'answer': label}
+            if sample_order(sample) in ids:
+                raise ValueError(f' the id {sample["id"]} is there twice')
+            ids.add(sample_order(sample))
+            tasks.setdefault(task, []).append(sample)
+            form = {'probs': 'probabilities', 'confidence': 'confidences'}.get(
+                kind, f'log-probabilities, {cfg.norm}')
+            results[task] = {'distribution': f'{form} of a file', 'norm': 'token'}
+    except OSError as error:
+        raise DataError(f'cannot read {path}: {error.strerror}') from error
+    except ValueError as error:
+        raise DataError(f'{path}:{error}') from None
+    return Run(path, path.name, 0, {}, results, file_samples={
+        task: sorted(samples, key=sample_order) for task, samples in tasks.items()})
 
 
 def _harness_samples(path, norm):

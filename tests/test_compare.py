@@ -240,6 +240,22 @@ def test_a_damaged_run_is_named(tmp_path, name, damage, message):
         compare_csv_of([a, b], tmp_path / 'out')
 
 
+def test_files_of_predictions_are_compared_as_the_runs_that_hold_them(tmp_path):
+    runs = two_runs(tmp_path)
+    files = [shutil.copy(run / 'samples.jsonl', tmp_path / f'{run.name}.jsonl') for run in runs]
+    for sources, out in ((runs, 'folders'), (files, 'files')):
+        compare_csv_of(sources, tmp_path / out, '--n_bootstrap=100')
+    of_runs, of_files = (tabulars((tmp_path / out / 'compare.tex').read_text())
+                         for out in ('folders', 'files'))
+    for rows, others in zip(of_runs[1:], of_files[1:], strict=True):
+        # all numbers of the differences, and of the answers that changed
+        assert len(rows) > 1 and [row[1:] for row in rows] == [row[1:] for row in others]
+    repeated = tmp_path / 'b.jsonl'
+    write_rows(repeated, [{'confidence': 0.5, 'correct': True, 'id': 'x'}] * 2)
+    with pytest.raises(DataError, match='b.jsonl: the id x is there twice'):
+        compare_csv_of(files, tmp_path / 'out')
+
+
 @pytest.mark.parametrize('prefixes, hashes, paired', [
     (('a', 'a'), ('h', 'h2'), 38), (('a', 'b'), ('h', 'h'), 0), ((None, None), ('h', 'h'), 38),
     (('a', None), ('h', 'h2'), None), ((None, None), ('h', None), 38)])

@@ -16,7 +16,9 @@ from common import HERE
 from runtime.version import __version__
 
 MODULES = {'fused_ce', 'metrics', 'scaling', 'stats', 'model', 'attention', 'triton_ops', 'optim',
-           'prediction_files', 'lm_eval_metrics'}
+           'lm_eval_metrics'}
+# what the command must not need
+OTHERS = 'torch', 'triton', 'matplotlib', 'pyarrow', 'tqdm', 'huggingface_hub', 'safetensors'
 
 
 @pytest.fixture(scope='module', params=['clone', pytest.param('sdist', marks=pytest.mark.slow)])
@@ -32,7 +34,8 @@ def installed(request, tmp_path_factory):
     # every Python file of these folders, so that a wrong one could be installed
     shutil.copytree(HERE, source, ignore=lambda folder, names: [
         name for name in names
-        if not name.endswith(('.py', '.toml', '.md', 'py.typed', 'LICENSE', 'runtime', 'results'))])
+        if not name.endswith(('.py', '.toml', '.md', '.html', 'py.typed', 'LICENSE', 'runtime',
+                              'results'))])
     elsewhere.mkdir()
     for name in ('metrics', 'attention'):       # modules of the other project
         (elsewhere / f'{name}.py').write_text('raise RuntimeError("not ours")\n')
@@ -49,7 +52,7 @@ def installed(request, tmp_path_factory):
     def python(*arguments):
         return subprocess.run([environment / 'bin' / 'python', *arguments], cwd=elsewhere,
                               check=True, text=True, capture_output=True).stdout
-    python.packages, python.folder = packages, elsewhere
+    python.packages, python.folder, python.bin = packages, elsewhere, environment / 'bin'
     return python
 
 
@@ -57,9 +60,27 @@ def test_pip_installs_the_package_and_no_name_beside_it(installed):
     names = {x.name for x in installed.packages.iterdir()} - {'dependencies.pth'}
     assert names == {'nanocal', f'nanocal-{__version__}.dist-info'}
     files = {x.name for x in (installed.packages / 'nanocal').glob('[!_]*[!_]')}
-    assert files == {'py.typed', *(f'{module}.py' for module in MODULES)}
-    (installed.folder / 'mine.jsonl').write_text('{"probs": [0.7, 0.3], "answer": 0}\n')
-    assert installed('-m', 'nanocal.metrics', 'mine.jsonl').startswith('n        ')
+    assert files == {'py.typed', 'results', 'runtime', *(f'{module}.py' for module in MODULES)}
+
+
+def test_the_command_needs_numpy_alone(installed):
+    (installed.folder / 'a.csv').write_text('confidence,correct\n' + '0.9,True\n60 %,0\n' * 9)
+    (installed.folder / 'b.jsonl').write_text('{"confidence": 0.7, "correct": 1}\n' * 18)
+
+    def nanocal(*arguments):
+        return installed('-c', f"""
+import sys
+sys.modules.update(dict.fromkeys({OTHERS}))
+from nanocal.__main__ import main
+main()""", *arguments)
+
+    assert nanocal('metrics', 'a.csv').startswith('n    ')
+    assert 'b.jsonl - a.csv' in nanocal('compare', 'a.csv', 'b.jsonl')
+    assert 'confidences of a file' in nanocal('report', 'a.csv')
+    written = json.loads((installed.folder / 'out' / 'report' / 'results.json').read_text())
+    assert written['tasks']['predictions']['pooled']['ece'] == pytest.approx(0.35)
+    assert (installed.folder / 'out' / 'compare' / 'compare.html').exists()
+    assert installed(installed.bin / 'nanocal', '--version') == f'{__version__}\n'
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import pytest
 import metrics
 from common import HERE
 from results import report, runs
+from results.compare import FileConfig
 
 RUN = """
 import sys
@@ -86,8 +87,8 @@ def test_metrics_of_a_task_are_those_of_our_report_on_its_samples(tmp_path):
         'results_*.json', 'samples_*.jsonl'))
     theirs = json.loads(results.read_text())['results']['world']
     for end, norm in (('', 'token'), ('_norm', 'char')):
-        run = runs.harness_run(samples.parent, {'world': samples}, norm)
-        ours = report.summarize(run.harness_samples['world'], run.results['world']['norm'])
+        run = runs.predicted_run(samples.parent, {'world': samples}, FileConfig(norm=norm))
+        ours = report.summarize(run.file_samples['world'], run.results['world']['norm'])
         for measure in metrics.MEASURES:
             found = theirs[f'{measure.key}{end},none']
             assert found == pytest.approx(ours['pooled'][measure.key], abs=1e-9), measure.key

@@ -1,5 +1,6 @@
 """results/prediction_files.py: `python metrics.py FILES`, and lines of lm-evaluation-harness"""
 
+import csv
 import gzip
 import importlib.util
 import io
@@ -16,7 +17,8 @@ from common import HERE, run_scripts, write_rows
 
 import metrics
 import stats
-from results import prediction_files
+from results import file_report, prediction_files
+from results.compare import FileConfig
 from results.prediction_files import harness_sample, harness_task
 
 HARNESS_FILES = HERE / 'tests' / 'harness_files'
@@ -69,6 +71,46 @@ def test_a_report_per_task_of_rows_of_any_form(tmp_path):
     assert run_metrics(packed).stderr.startswith(f'error: {packed}: Compressed file ended')
 
 
+def test_tables_of_any_form_give_the_report_of_the_json_lines(tmp_path):
+    rows = [{'id': i, 'probs': p, 'answer': i % 2, 'question': 'a; "b",\nc'}
+            for i, p in enumerate(([0.7, 0.3], [0.2, 0.5, 0.3], [0.25, 0.75]))]
+    expected = run_metrics(write_rows(tmp_path / 'a.jsonl', rows)).stdout
+    paths = [write_rows(tmp_path / 'a.parquet', rows)]
+    for name, separator in (('a.csv', ','), ('b.csv', ';'), ('a.tsv', '\t')):
+        paths.append(tmp_path / name)
+        with open(paths[-1], 'w', newline='') as file:
+            table = csv.writer(file, delimiter=separator)
+            table.writerow(['id', 'probs_0', 'probs_1', 'probs_2', 'answer', 'question'])
+            table.writerows([row['id'], *[*row['probs'], ''][:3], row['answer'], row['question']]
+                            for row in rows)
+    assert expected.startswith('n   ')
+    assert [run_metrics(path).stdout for path in paths] == [expected] * 4
+    compared = file_report.predicted_run(paths[0], {'': paths[0]}, FileConfig()).file_samples
+    assert [x['log_probs'] for x in compared['predictions']] == [
+        pytest.approx(np.log(row['probs'])) for row in rows]
+
+
+def test_answers_of_an_api_without_probabilities_are_sampled_or_stated(tmp_path):
+    """The table is one that uqlm 0.6.7 wrote; its exact_match is the share of equal answers."""
+    table = tmp_path / 'uqlm.csv'
+    table.write_text("""prompt,response,sampled_responses,exact_match,response_correct
+Repeat 3,3,"['4', '4', '3', '4', '4']",0.2,True
+Repeat 5,6,"['5', '6', '6', '6', '5']",0.6,False
+""")
+    by_text = run_metrics(table, '--correct=response_correct')
+    named = run_metrics(table, '--correct=response_correct', '--confidence=exact_match')
+    assert named.stdout == f'exact_match\n{by_text.stdout}\n'
+    assert values(by_text)['ece'] == f'{(0.8 + 0.6) / 2:.4f}'
+    path = write_rows(tmp_path / 'api.jsonl', [
+        {'confidence': 'I am 80% sure', 'correct': True}, {'confidence': 'Sure.', 'correct': True},
+        {'answers': ['Paris.', 'paris', 'Lyon'], 'answer': ['Paris', 'City of Paris']},
+        {'answers': ['A', 'B', 'B'], 'answer': 'A'}])
+    done = run_metrics(path)
+    assert done.stdout.startswith(f'{path}: 1 rows state no probability and are left out\n')
+    assert values(done)['n'] == '3'
+    assert values(done)['brier_top_label'] == f'{(0.04 + 1 / 9 + 4 / 9) / 3:.4f}'
+
+
 def test_norm_divides_log_probabilities_as_in_evaluation(tmp_path):
     row = {'log_probs': [-2.0, -6.0], 'n_tokens': [1, 3], 'answer': 0, 'options': [' é', ' long']}
     path = write_rows(tmp_path / 'samples.jsonl', [row])
@@ -93,7 +135,10 @@ def test_norm_divides_log_probabilities_as_in_evaluation(tmp_path):
     ('{"log_probs": [-1, NaN], "answer": 0}', '1: the largest score is nan'),
     ('{"log_probs": [-1, -2], "answer": 1, "n_tokens": [1, 0]}', '1: n_tokens must be'),
     ('{"probs": [1%s], "answer": 0}' % ('0' * 400), '1: int too large'),
-    ('null', '1: not a JSON object: None'), ('\xff\xfe', "1: broken JSON: 'utf"),
+    ('null', '1: not a JSON object: None'), ('{}', '1: probs must be numbers, not None'),
+    ('{"confidence": 0.5}', '1: correct must be true or false, not None; --correct names another'),
+    ('{"answers": ["a"], "correct": true}', '1: the right answer is missing'),
+    ('{"probs": [1.0', '1: broken JSON: Expecting'), ('\xff\xfe', "1: broken JSON: 'utf"),
 ])
 def test_the_program_names_the_line(tmp_path, lines, message):
     path = tmp_path / 'some.jsonl'
