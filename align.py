@@ -39,7 +39,7 @@ import metrics
 import train
 from alignment import rollouts
 from alignment.advantages import RL_METHODS
-from alignment.objectives import policy_objective
+from alignment.objectives import CORRECTIONS, policy_objective
 from alignment.packed_answers import Answers, answer_log_probs, pack_rankings
 from data.export import pad_token, tokenizer_files
 from data.preferences import TIED, load_preferences
@@ -158,7 +158,12 @@ class AlignConfig(train.TrainConfig):
     #                                           answers all have equal rewards
     updates: int = 1                          # optimizer steps with the answers of one rollout
     clip: float = 0.2                         # the ratio of probabilities stays above 1 - clip
-    clip_high: float | None = None            # and below 1 + clip_high; None: clip, dapo 0.28
+    clip_high: float | None = None            # and below 1 + clip_high; None: clip, dapo 0.28,
+    #                                           cispo 4
+    # weights for tokens whose probabilities in generation and in training differ: ratios by token
+    # or by answer, cut to correction_max, or 0 above it
+    correction: Literal['none', *CORRECTIONS] = 'none'
+    correction_max: float = 3.0               # as in TRL, whose default is answer_mask
     entropy_coef: float = 0.0                 # weight of a bonus for the mean entropy per token
     # KL to the model before training: none; logged only; subtracted from the reward; added to the
     # loss, for whole answers; or added as the estimate k3 per token, as in GRPO's paper
@@ -213,6 +218,9 @@ def check_settings_are_read(cfg):
             ('truncated', cfg.truncated == 'penalize', ['penalty']),
             ('kl', cfg.kl in ('reward', 'loss', 'k3'), ['kl_coef']),
             ('kl_target', cfg.kl_target, ['kl_horizon']),
+            ('correction', cfg.correction != 'none', ['correction_max']),
+            ('method', cfg.method not in ('cispo', 'sapo'), ['clip']),
+            ('method', cfg.method != 'sapo', ['clip_high']),
             ('updates', cfg.updates > 1, ['clip', 'clip_high', 'value_clip'])):
         for key in keys:
             if not is_read and (value := getattr(cfg, key)) != getattr(defaults, key):

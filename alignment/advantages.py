@@ -68,11 +68,13 @@ class Method(NamedTuple):
     ratio: of the new to the old probability: of each 'token', of the whole 'answer', or 'mean',
     the geometric mean over the answer's tokens
     clip_high: the value that cfg.clip_high = None stands for
+    surrogate: how the ratio and the advantage make a loss, a name in `objectives.SURROGATES`
     """
     advantage: Callable | None
     weight: Callable
     ratio: str = 'token'
     clip_high: float | None = None
+    surrogate: str = 'clip'
 
 
 RL_METHODS = {
@@ -82,6 +84,9 @@ RL_METHODS = {
     # Yu 2025 (2503.14476), with the settings resample and soft_overlong
     'dapo': Method(standardized, per_token, clip_high=0.28),
     'gspo': Method(standardized, per_answer, ratio='mean'),         # Zheng 2025 (2507.18071)
+    # MiniMax-M1 (2506.13585); weights of at most 5, as in ScaleRL (2510.13786)
+    'cispo': Method(standardized, per_token, clip_high=4.0, surrogate='cispo'),
+    'sapo': Method(standardized, per_answer, surrogate='sapo'),     # Gao 2025 (2511.20347)
     'ppo': Method(None, per_answer),                                # Schulman 2017 (1707.06347)
 }
 

@@ -9,10 +9,50 @@ from fused_ce import fused_loss, joint
 from runtime.loss import loss_options
 
 
-def clipped_loss(log_ratio, advantage, low, high):
+# Functions (log_p, ratio, advantage, low, high) -> (loss, whether the clip changes the gradient),
+# of tensors [n]
+
+def clipped_loss(log_p, ratio, advantage, low, high):
     """max(-A ratio, -A clip(ratio, 1 - low, 1 + high)). PPO, Schulman 2017, eq. 7."""
-    ratio = log_ratio.exp()
-    return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - low, 1 + high))
+    loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - low, 1 + high))
+    return loss, loss > -advantage * ratio      # the gradient is 0
+
+
+def cispo_loss(log_p, ratio, advantage, low, high):
+    """-A log p times the ratio, a constant of at most 1 + high: no token loses its gradient.
+
+    MiniMax-M1 (2506.13585), eq. 4, without a lower bound, as there.
+    """
+    return -advantage * log_p * ratio.detach().clamp(max=1 + high), ratio > 1 + high
+
+
+def sapo_loss(log_p, ratio, advantage, low, high):
+    """-A sigmoid(tau (ratio - 1)) 4 / tau: a soft clip, whose gradient at ratio 1 is PPO's.
+
+    Gao 2025 (2511.20347), with tau = 1 for positive advantages and 1.05 for others, as there.
+    """
+    tau = torch.where(advantage > 0, torch.ones_like(ratio), 1.05)
+    loss = -advantage * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+    return loss, torch.zeros_like(loss, dtype=torch.bool)
+
+
+SURROGATES = {'clip': clipped_loss, 'cispo': cispo_loss, 'sapo': sapo_loss}
+CORRECTIONS = 'token_truncate', 'token_mask', 'answer_truncate', 'answer_mask'
+
+
+def correction(log_ratio, counts, kind, most):
+    """Return the importance weight of each token for a rollout that another program sampled, [n].
+
+    log_ratio: float64 [n], log-probability in training minus that in the rollout, before the
+    update, of the tokens of answers with `counts` [N] tokens. kind: of CORRECTIONS. The ratio is
+    that of the token, or of the whole answer; above `most` it is cut to it (truncated importance
+    sampling) or becomes 0 (masked). The advantage is multiplied by it, as TRL multiplies the loss.
+    """
+    level, bound = kind.split('_')
+    if level == 'answer':
+        log_ratio = np.repeat(np.add.reduceat(log_ratio, np.cumsum(counts) - counts), counts)
+    ratio = np.exp(np.minimum(log_ratio, 700))
+    return np.minimum(ratio, most) if bound == 'truncate' else np.where(ratio > most, 0, ratio)
 
 
 def k3(log_p, reference):
@@ -42,8 +82,8 @@ def policy_loss(log_p, column, answers, tokens, cfg):
         log_ratio = shared(of_answer)
     elif method.ratio == 'answer':
         log_ratio = of_answer[answers.answer[tokens]]
-    loss, ratio = clipped_loss(log_ratio, column['advantage'], cfg.clip, high), log_ratio.exp()
-    clipped = loss > -column['advantage'] * ratio       # the gradient is 0
+    ratio = log_ratio.exp()
+    loss, clipped = SURROGATES[method.surrogate](log_p, ratio, column['advantage'], cfg.clip, high)
     if method.ratio == 'answer':
         loss = loss / answers.counts[answers.answer[tokens]]
     if cfg.kl == 'k3':

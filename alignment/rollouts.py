@@ -18,7 +18,7 @@ import torch
 
 import train
 from alignment.advantages import RL_METHODS, generalized_advantages, soft_overlong, whitened
-from alignment.objectives import values_of
+from alignment.objectives import correction, values_of
 from alignment.packed_answers import PackedRollouts, answer_log_probs, pack_answers
 from alignment.prompts import load_prompts
 from alignment.rewards import load_reward
@@ -50,6 +50,7 @@ def check_rollouts(cfg):
     require_range(cfg, 0, 1, 'clip', 'discount', 'gae_lambda')
     require_range(cfg, 0, 1e3, 'clip_high', 'entropy_coef', 'kl_coef', 'value_clip', 'value_coef')
     require_range(cfg, 1e-6, 1e6, 'kl_target', 'kl_horizon')
+    require_range(cfg, 1, 1e6, 'correction_max')
     if cfg.resample and cfg.group_size == 1:
         raise ConfigError(f'resample = {cfg.resample} replaces prompts whose answers all have '
                           f'equal rewards, which is every prompt with group_size = 1')
@@ -182,7 +183,7 @@ def pack(run, chosen, answers, rewards, step):
     if cfg.group_size > 1:
         measured['equal'] = np.mean(rewards.max(1) == rewards.min(1))
     old = value = reference = None
-    if cfg.updates > 1 or cfg.kl == 'reward' or cfg.method == 'ppo':
+    if cfg.updates > 1 or cfg.kl == 'reward' or cfg.method == 'ppo' or cfg.correction != 'none':
         old, value = log_probs(run.model, packed, run)
         sampled = np.concatenate([answer.log_probs for answer in group])
         measured['mismatch'] = np.abs(old - sampled).mean()
@@ -193,6 +194,9 @@ def pack(run, chosen, answers, rewards, step):
         measured['kl_coef'] = run.model.kl_coef.item()
     advantage, returns = credit(packed, rewards[tuple(packed.where.T)], old, reference, value, cfg,
                                 run.model.kl_coef.item())
+    if cfg.correction != 'none':
+        weights = correction(old - sampled, packed.counts, cfg.correction, cfg.correction_max)
+        advantage, measured['correction'] = advantage * weights, weights.mean()
     used = np.array([cfg.truncated != 'mask' or not answer.truncated for answer in group])
     weight = np.repeat(RL_METHODS[cfg.method].weight(packed.counts, used, cfg), packed.counts)
     return PackedRollouts(

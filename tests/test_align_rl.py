@@ -3,6 +3,7 @@
 import itertools
 import math
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,7 +44,7 @@ def plain_advantage(name, rewards):
     return result
 
 
-@pytest.mark.parametrize('name', ['rloo', 'grpo', 'dr_grpo', 'dapo', 'gspo'])
+@pytest.mark.parametrize('name', ['rloo', 'grpo', 'dr_grpo', 'dapo', 'cispo'])
 def test_advantages_are_those_of_plain_loops_and_sum_to_0(name):
     rewards = np.random.default_rng(3).normal(size=(5, 7))
     advantages = RL_METHODS[name].advantage(rewards)
@@ -122,6 +123,12 @@ def plain_loss(model, run, cfg, answers, advantages, old, reference):
         high = 0.28 if method == 'dapo' else 0.2
         surrogate = sum(-min(A * r, A * min(max(r, 1 - 0.2), 1 + high),
                              key=lambda x: x.item()) for r in ratios)
+        if method == 'cispo':
+            surrogate = sum(-A * min(r.item(), 1 + cfg.clip_high) * x
+                            for r, x in zip(ratios, log_p))
+        elif method == 'sapo':
+            tau = 1.0 if A > 0 else 1.05
+            surrogate = sum(-A * 4 / tau / (1 + (-tau * (r - 1)).exp()) for r in ratios)
         others, bonus, tokens = 0, bonus + cfg.entropy_coef * entropy.sum(), tokens + n
         d = log_p - reference[i, k]
         if cfg.kl == 'loss':
@@ -129,19 +136,20 @@ def plain_loss(model, run, cfg, answers, advantages, old, reference):
         elif cfg.kl == 'k3':
             others = cfg.kl_coef * ((-d).exp() - 1 + d).sum()
         terms.append(surrogate + others / n if method == 'gspo' else (surrogate + others) / {
-            'rloo': 1, 'grpo': n, 'dapo': 1, 'dr_grpo': cfg.max_tokens}[method])
+            'rloo': 1, 'grpo': n, 'sapo': n, 'dr_grpo': cfg.max_tokens}.get(method, 1))
     n_answers = sum(map(len, answers))
-    return sum(terms) / (tokens if method == 'dapo' else n_answers) - bonus / tokens
+    return sum(terms) / (tokens if method in ('dapo', 'cispo') else n_answers) - bonus / tokens
 
 
 @pytest.mark.parametrize('base, method, kl, entropy_coef', [
     ('llama', 'rloo', 'loss', 0.0), ('llama', 'grpo', 'k3', 0.1), ('llama', 'gspo', 'loss', 0.0),
     ('llama', 'dapo', 'none', 0.1), ('llama', 'dr_grpo', 'loss', 0.0),
+    ('llama', 'cispo', 'k3', 0.1), ('llama', 'sapo', 'none', 0.0),
     pytest.param('gemma2', 'gspo', 'k3', 0.1, marks=pytest.mark.slow)], indirect=['base'])
 def test_loss_and_gradients_are_those_of_plain_loops(base, method, kl, entropy_coef, tmp_path,
                                                      monkeypatch):
     cfg = config(base, tmp_path, method=method, kl=kl, entropy_coef=entropy_coef, kl_coef=0.3,
-                 truncated='mask')
+                 truncated='mask', **{'cispo': {'updates': 2, 'clip_high': 0.1}}.get(method, {}))
     run, model = run_of(cfg)
     rng = np.random.default_rng(1)
     answers, rewards = made_up(rng, range(4), 5)
@@ -168,9 +176,71 @@ def test_loss_and_gradients_are_those_of_plain_loops(base, method, kl, entropy_c
                                         for x in (old, reference))
         values = train.forward_backward(model, packed, case, 'cpu', policy_objective)
         assert values['loss'].item() == pytest.approx(expected.item(), rel=1e-5, abs=3e-6)
-        assert 0.1 < values['clip_fraction'] < 0.9 and values['ratio'] != 1
+        assert method == 'sapo' or 0.1 < values['clip_fraction'] < 0.9
+        assert values['ratio'] != 1
         for name, p in model.named_parameters():
             assert off(p.grad, gradients[name]) < 2e-5, name
+
+
+@pytest.mark.parametrize('kind', objectives.CORRECTIONS)
+def test_a_correction_multiplies_the_advantage_by_bounded_ratios(base, kind, tmp_path):
+    cfg = config(base, tmp_path, correction=kind, correction_max=1.5)
+    run, model = run_of(cfg)
+    answers, rewards = made_up(np.random.default_rng(1), range(4), 5)
+    plain = rollouts.pack(replace(run, cfg=replace(cfg, correction='none', updates=2)), range(4),
+                          answers, rewards, 0)
+    noise = np.random.default_rng(2).normal(size=len(plain.old)) / 2
+    begin = np.cumsum(plain.counts) - plain.counts
+    weights = []
+    for (i, k), start, n in zip(plain.where, begin, plain.counts):
+        answers[i][k].log_probs = (plain.old - noise)[start:start + n].tolist()
+        ratios = np.exp(noise[start:start + n])
+        ratios = np.full(n, ratios.prod()) if 'answer' in kind else ratios
+        weights += [(0 if 'mask' in kind else 1.5) if r > 1.5 else r for r in ratios]
+    packed = rollouts.pack(run, range(4), answers, rewards, 0)
+    assert np.allclose(packed.advantage, plain.advantage * weights)
+    assert packed.measured['correction'] == pytest.approx(np.mean(weights), rel=1e-5)
+    assert len({*weights}) > 5 and (np.array(weights) == (0 if 'mask' in kind else 1.5)).any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('method', ['grpo', 'dapo', 'cispo', 'sapo', 'gspo'])
+def test_losses_are_those_of_trl(method):
+    """The loss and its gradient by GRPOTrainer._compute_loss, with importance weights."""
+    trainer = pytest.importorskip('trl.trainer.grpo_trainer').GRPOTrainer
+    random, counts = torch.Generator().manual_seed(0), torch.tensor([3, 5, 2, 4]).double()
+    mask = torch.arange(5) < counts[:, None]
+    old, new, weights = (torch.randn(4, 5, generator=random, dtype=torch.float64) for _ in range(3))
+    new, weights, advantage = new.requires_grad_(), weights.exp(), torch.tensor([1., -0.5, 0.3, -2])
+    high = {'dapo': 0.28, 'cispo': 5.0}.get(method, 0.2)
+    values = {'aux_loss_enabled': False, 'top_entropy_quantile': 1.0, 'beta': 0.0, 'use_vllm': True,
+              'off_policy_mask_threshold': None, 'epsilon_low': 0.2, 'epsilon_high': high,
+              'vllm_importance_sampling_correction': True, '_entropy_bonus_enabled': False,
+              'importance_sampling_level': 'sequence' if method == 'gspo' else 'token',
+              'loss_type': 'grpo' if method == 'gspo' else method,
+              'current_gradient_accumulation_steps': 1, 'model': SimpleNamespace(training=True),
+              'args': SimpleNamespace(delta=None, sapo_temperature_pos=1.0, steps_per_generation=1,
+                                      sapo_temperature_neg=1.05),
+              'accelerator': SimpleNamespace(num_processes=1, gather=lambda x: x,
+                                             reduce=lambda x, reduction: x),
+              '_metrics': {'train': defaultdict(list)},
+              '_get_per_token_logps_and_entropies': lambda *_, **__: (new, new.detach(), None)}
+    inputs = {'prompt_ids': torch.zeros(4, 1), 'prompt_mask': torch.ones(4, 1),
+              'completion_ids': torch.zeros(4, 5), 'completion_mask': mask.double(),
+              'advantages': advantage.double(), 'old_per_token_logps': old,
+              'num_items_in_batch': counts.sum(), 'importance_sampling_ratio': weights}
+    theirs = trainer._compute_loss(SimpleNamespace(**values), None, inputs)
+    expected, = torch.autograd.grad(theirs, new)
+    cfg, answer = AlignConfig(method=method, updates=2), torch.arange(4).repeat_interleave(
+        counts.long())
+    loss, _, _ = objectives.policy_loss(
+        new[mask], {'old': old[mask], 'advantage': advantage.double()[answer] * weights[mask]},
+        AnswersOf(answer, counts), torch.arange(len(answer)), cfg)
+    ours = (loss * torch.from_numpy(RL_METHODS[method].weight(
+        counts.numpy(), counts.numpy() > 0, cfg))[answer]).sum()
+    rounding = 1e-6 if method == 'sapo' else 1e-12      # TRL's 1.05 is a float32
+    assert ours.item() == pytest.approx(theirs.item(), rel=rounding)
+    assert off(torch.autograd.grad(ours, new)[0], expected) < rounding
 
 
 # ---- Expected gradients, by exact enumeration ----------------------------------------------------
