@@ -125,6 +125,8 @@ def load_tasks(cfg):
             missing = 'options' if key in OptionTask.settings else 'written answers'
             raise ConfigError(f'{key} = {getattr(cfg, key)}: tasks = {cfg.tasks} have no '
                               f'{missing}; leave it out')
+    if cfg.group_by and not all('permute' in task.settings for task in loaded):
+        raise ConfigError(f'group_by = {cfg.group_by!r} needs tasks with options; leave it out')
     for label, task in tasks.items():
         if cfg.fit_temperature and len(task.items) < 2 and not task.validation:
             raise DataError(f'{label}: fit_temperature needs two {task.unit} or more')
@@ -161,6 +163,8 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
     identity = {'model': checkpoint.fingerprint(folder), 'tokenizer': tokenizer.fingerprint,
                 'code': code_digest(config, *CODE)}
     settings = identity | {key: getattr(cfg, key) for key in SETTINGS}
+    if cfg.group_by:
+        settings |= {'group_by': cfg.group_by}
     if cfg.dropout_seed is not None:
         settings |= {'dropout_seed': cfg.dropout_seed,
                      'base': checkpoint.fingerprint(base_of_adapter(folder)),

@@ -294,6 +294,21 @@ def ece_debiased(probs, labels, n_bins=15) -> float:
     return float(np.sqrt(max(0.0, squares[count > 1].sum() / count.sum())))
 
 
+def worst_group_ece(probs, labels, groups, n_bins=10, least=100) -> tuple[float, Any]:
+    """Return (the largest `ece` of a group, its name), over groups of `least` rows or more.
+
+    groups: [N], such as the subject of each row. Without such a group it is (nan, None). The fewer
+    rows, the larger the ECE by chance: compare confidences of the same rows, not groups.
+    """
+    confidence, correct = top_label(probs, labels)
+    groups = np.asarray(groups)
+    if groups.shape != confidence.shape:
+        raise ValueError(f'groups must be [N], N = {len(confidence)}, not of shape {groups.shape}')
+    names, index, count = np.unique(groups, return_inverse=True, return_counts=True)
+    return max(((ece(confidence[index == i], correct[index == i], n_bins), names[i].item())
+                for i in np.flatnonzero(count >= least)), default=(float('nan'), None))
+
+
 def ece_equal_mass(probs, labels, n_bins=10) -> float:
     """Return the expected calibration error, eq. (2), over bins of equal count.
 

@@ -7,9 +7,11 @@
     Platt        fit_platt(confidence, correct), apply_platt(confidence, a, b)
     histogram    fit_histogram(confidence, correct), apply_histogram(confidence, values)
     isotonic     fit_isotonic(confidence, correct), apply_isotonic(confidence, x, y)
+    groups       fit_multicalibration(confidence, correct, groups),
+                 apply_multicalibration(confidence, groups, shifts)
 
 The first three take scores float [N, K], logits or log-probabilities with -inf where a question
-lacks an option, and labels int [N]; they return a distribution over the options. The other three
+lacks an option, and labels int [N]; they return a distribution over the options. The others
 take the confidence of the predicted option, float [N] in [0, 1], and whether it is right, bool or
 0/1 [N]; they return a new confidence for the same predictions. Invalid input raises ValueError that
 names the row.
@@ -201,6 +203,59 @@ def apply_isotonic(confidence, x, y) -> np.ndarray:
         raise ValueError('x and y must be what fit_isotonic returned: [M] each, x ascending')
     confidence = metrics.round_for_ties(metrics.check_confidence(confidence))
     return np.interp(confidence.astype(np.float64), x, y)
+
+
+def fit_multicalibration(confidence, correct, groups, n_bins=10, z=3.0) -> list[tuple]:
+    """Return shifts [(grouping, group, bin, shift)], for `apply_multicalibration` in this order.
+
+    Multicalibration, Hebert-Johnson et al. 2018, for language models Detommaso et al. 2024 (arXiv
+    2404.04689): calibrated in each of several groups that may overlap. A cell is the rows of a
+    group in one bin of confidence. As long as the mean confidence of a cell is more than z standard
+    errors away from its accuracy, the cell that is furthest away is shifted to it. groups: int
+    [N, J], for each of J groupings, such as language and subject, the index of the row's group from
+    0; all rows together are a further one. There are at most 1000 shifts.
+    """
+    confidence, correct = metrics.check_predictions(confidence, correct)
+    c, groups, shifts = confidence.astype(np.float64), _check_groups(groups, len(confidence)), []
+    while len(shifts) < 1000:
+        cells = groups * n_bins + metrics.equal_width_bins(c, n_bins)[:, None]
+        best = (z, ())
+        for j, cell in enumerate(cells.T):
+            n, right, total = (np.bincount(cell, w) for w in (None, correct, c))
+            error = right - total
+            p = (right + 1) / (n + 2)       # also for a cell of few rows neither 0 nor 1
+            distance = np.abs(error) / np.sqrt(np.maximum(n, 1) * p * (1 - p))
+            k = distance.argmax()
+            best = max(best, (distance[k], (j, *divmod(k.item(), n_bins), error[k] / max(n[k], 1))))
+        if not best[1]:
+            break
+        shifts.append(best[1])
+        c = _shift(c, groups, best[1], n_bins)
+    return shifts
+
+
+def apply_multicalibration(confidence, groups, shifts, n_bins=10) -> np.ndarray:
+    """Return the shifted confidence, float64 [N]; groups and n_bins as in the fit."""
+    c = metrics.check_confidence(confidence).astype(np.float64)
+    groups = _check_groups(groups, len(c))
+    for shift in shifts:
+        c = _shift(c, groups, shift, n_bins)
+    return c
+
+
+def _shift(c, groups, shift, n_bins):
+    j, group, k, by = shift
+    rows = (groups[:, j] == group) & (metrics.equal_width_bins(c, n_bins) == k)
+    return np.where(rows, np.clip(c + by, 0, 1), c)
+
+
+def _check_groups(groups, n):
+    """Return groups as int [N, 1 + J], with a first column of 0, the group of all rows."""
+    groups = np.asarray(groups)
+    if groups.ndim != 2 or len(groups) != n or groups.dtype.kind not in 'iu' or (groups < 0).any():
+        raise ValueError(f'groups must be int [N, J], N = {n}, of 0 or more, not {groups.dtype} of '
+                         f'shape {groups.shape}')
+    return np.insert(groups, 0, 0, axis=1)
 
 
 def _check_scores(scores, name='scores'):

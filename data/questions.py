@@ -31,6 +31,7 @@ class Question:
     place: str = ''             # file and line or row, for messages
     ending: str = ''            # follows each option; if given, only this is scored (WinoGrande)
     digest: str = ''            # hash of question and choices, independent of the prompt format
+    by: str = ''                # 'level 3': the field of --group_by, and its value
     orders: dict = field(default_factory=dict)  # {order: Prompt} of other orders of the options
     content_free: list = field(default_factory=list)    # its Prompts for contextual calibration
 
@@ -77,7 +78,8 @@ class ReaskedQuestion(Question):
 
 def sample_fields(question, n_shots):
     """Return the part of a sample that says which question it is of."""
-    return {'question': question.digest, 'subject': question.subject,
+    return ({'group': question.by} if question.by else {}) | {
+            'question': question.digest, 'subject': question.subject,
             'category': question.category, 'shots': n_shots,
             'context': question.context + (question.ending and f'_{question.ending}')}
 
@@ -92,10 +94,10 @@ class Loaded(NamedTuple):
 
 def load_task(name, *, prompt_format='mmlu', scoring='auto', header='english', languages=('all',),
               shots=0, limit=None, seed=0, revision=None, on_bad_row='stop', split='test',
-              permute=None, contextual=False):
+              permute=None, contextual=False, group_by=''):
     """Return the Loaded task of a name in --tasks, see `_find`; raises DataError.
 
-    prompt_format, scoring, header, permute, contextual: settings, see docs/evaluation.md
+    prompt_format, scoring, header, permute, contextual, group_by: see docs/evaluation.md
     languages: of a multilingual benchmark; 'all': all that it, or its local folder, has
     shots:     number of solved questions per subject, the first ones of the shots split
     limit:     at most this many questions per language, drawn by `seed` evenly over the subjects
@@ -119,7 +121,7 @@ def load_task(name, *, prompt_format='mmlu', scoring='auto', header='english', l
 
     def read(job):
         part, files, language = job
-        more = (0, False) if part == 'shots' else (permute or 0, contextual)
+        more = (0, False, '') if part == 'shots' else (permute or 0, contextual, group_by)
         parse = functools.partial(_to_question, benchmark, make_prompt, language, *more)
         return parse_rows((row for file in files for row in read_rows(file)), parse, on_bad_row)
 
@@ -185,7 +187,7 @@ def solved_files(name, revision=None):
              for file in _files_of(benchmark, source, 'shots', language, revision)]
     make_prompt = functools.partial(PROMPT_FORMATS['mmlu'], benchmark=benchmark,
                                     scoring='letters', native=False)
-    parse = functools.partial(_to_question, benchmark, make_prompt, '', 0, False)
+    parse = functools.partial(_to_question, benchmark, make_prompt, '', 0, False, '')
     return files, lambda row, place: [parse(row, place, 0)]
 
 
@@ -252,7 +254,8 @@ def shifts(n_options, n_orders):
             for shift in range(min(n_orders, n_options))]
 
 
-def _to_question(benchmark, make_prompt, language, n_orders, contextual, row, place, number):
+def _to_question(benchmark, make_prompt, language, n_orders, contextual, group_by, row, place,
+                 number):
     text, choices, answer = parse_row(row, benchmark.row)
     fields = row if isinstance(row, dict) else {}
     id = str(next((fields[key] for key in ('id', 'ind', 'sample_id', 'question_id', 'idx', 'qID')
@@ -268,9 +271,13 @@ def _to_question(benchmark, make_prompt, language, n_orders, contextual, row, pl
     context, options, header, ending = prompt = make_prompt(item)
     orders = {order: make_prompt(replace(item, choices=[choices[i] for i in order]))
               for order in shifts(len(choices), n_orders)[1:]}
+    if group_by and not isinstance(fields.get(group_by), (str, int, float)):
+        raise DataError(f'group_by = {group_by!r}: the row has no text or number of that name; its '
+                        f'fields are {", ".join(map(str, fields))}')
     duplicates = len({choice.strip() for choice in choices}) < len(choices)
     return Question(id, context, options, answer, subject, header, category, language, duplicates,
-                    place, ending, text_digest(text, choices), orders,
+                    place, ending, text_digest(text, choices),
+                    f'{group_by} {fields[group_by]}' if group_by else '', orders,
                     content_free(item, prompt, make_prompt) if contextual else [])
 
 

@@ -208,7 +208,8 @@ class OptionTask(Task):
         """Return the task `name` of --tasks."""
         read = functools.partial(load_task, name, revision=cfg.data_revision, **{
             key: getattr(cfg, key) for key in ('prompt_format', 'scoring', 'header', 'languages',
-                                               'permute', 'contextual', 'seed', 'on_bad_row')})
+                                               'permute', 'contextual', 'group_by', 'seed',
+                                               'on_bad_row')})
         loaded = read(shots=cfg.shots, limit=cfg.limit)
         held_out = read(split='validation').questions if cfg.fit_temperature else []
         return cls(task_label(name), task_source(name), loaded.questions, loaded.total, loaded.bad,

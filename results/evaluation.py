@@ -68,7 +68,7 @@ def measure_again(results, samples):
             print(f'{task}: its metrics are computed again from samples.jsonl, by the present code')
             settings = {key: value for key, value in result.items() if key not in (
                 'pooled', 'bins', 'macro', 'option_mass', 'post_hoc', 'judge',
-                *report.GROUPS.values())}
+                'worst_group_ece', *report.GROUPS.values())}
             result = settings | report.summarize(
                 rows, result['norm'], n_bootstrap=result.get('n_bootstrap', 1000),
                 fit='post_hoc' in result, seed=result.get('seed', 0))

@@ -28,7 +28,8 @@ from runtime.processes import parallel_map
 
 SCHEMA = 1      # of results.json, as docs/evaluation.md states it; adding a key does not change it
 # {key of a sample that names its group of questions: name of these groups in results.json}
-GROUPS = {'language': 'languages', 'category': 'categories', 'subject': 'subjects'}
+GROUPS = {'language': 'languages', 'category': 'categories', 'subject': 'subjects',
+          'group': 'groups'}      # the last are those of --group_by
 
 
 # Samples
@@ -141,10 +142,24 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
         if 'content_free' not in samples[0]:
             summary['option_mass'] = float(np.exp(log_probs).sum() / len(samples))
         summary['chance'] = float(np.mean([1 / len(s['log_probs']) for s in samples]))
+    scaled = {'unscaled': pooled}
     if fit:
-        summary['post_hoc'] = post_hoc(pooled, predictions(held_out, norm) if held_out else None,
-                                       n_bootstrap, seed, samples, held_out)
+        summary['post_hoc'], more = post_hoc(
+            pooled, predictions(held_out, norm) if held_out else None, n_bootstrap, seed, samples,
+            held_out)
+        scaled |= more
+    for plural, values in group_values(samples).items():
+        worst = {name: metrics.worst_group_ece(*p[:2], values) for name, p in scaled.items()}
+        if worst['unscaled'][1] is not None:
+            summary.setdefault('worst_group_ece', {})[plural] = worst
     return summary | {'measured_by': measured_by()}
+
+
+def group_values(samples):
+    """Return {plural: each sample's group, [N]} for the keys of GROUPS with several values."""
+    values = {plural: np.array([s.get(key) or '' for s in samples])
+              for key, plural in GROUPS.items()}
+    return {plural: names for plural, names in values.items() if (names != names[0]).any()}
 
 
 def letters(samples, predicted):
@@ -227,7 +242,7 @@ def mean_report(reports, resampled):
 
 
 def post_hoc(test, held_out, n_bootstrap, seed, samples, held_out_samples):
-    """Return temperature and Platt scaling of `test`, fitted on `held_out`: keys as in the docs.
+    """Return (scalings of `test`, fitted on `held_out`: keys as in the docs; {name: Predictions}).
 
     Without `held_out`, each half of `test` is scaled with the fit of the other half, so that there
     are two values of each parameter. samples, held_out_samples: of the rows of each.
@@ -238,11 +253,12 @@ def post_hoc(test, held_out, n_bootstrap, seed, samples, held_out_samples):
     if held_out is not None:
         fitted_on = f'{len(held_out.labels)} validation questions'
         fits = [(held_out, held_out_languages, np.arange(n))]
+        fit_rows = [np.arange(n, n + len(held_out_samples))]
     elif n < 2:
         raise DataError('fitting a temperature needs two questions or more')
     else:
         fitted_on = 'the other half of the questions'
-        halves = np.array_split(np.random.default_rng(seed).permutation(n), 2)
+        fit_rows = halves = np.array_split(np.random.default_rng(seed).permutation(n), 2)
         fits = [(test.at(rows), languages[rows], others)
                 for rows, others in (halves, halves[::-1])]
 
@@ -266,9 +282,17 @@ def post_hoc(test, held_out, n_bootstrap, seed, samples, held_out_samples):
                            ) == test.scores.shape[1]:       # the same letters or words for all
         groups['batch'] = test.scaled(1, scaling.fit_prior(test.scores))
     groups['platt'] = Predictions(platt, correct)
+    if values := group_values([*samples, *held_out_samples]):
+        shifted, index = np.empty(n), np.stack([np.unique(names, return_inverse=True)[1]
+                                                for names in values.values()], 1)
+        for (fit, _, rows), fitted_rows in zip(fits, fit_rows, strict=True):
+            shifts = scaling.fit_multicalibration(*metrics.top_label(fit.probs, fit.labels),
+                                                  index[fitted_rows])
+            shifted[rows] = scaling.apply_multicalibration(confidence[rows], index[rows], shifts)
+        groups['multicalibration'] = Predictions(shifted, correct)
     if not has_options:
         groups['isotonic'] = Predictions(isotonic, correct)
-    return fitted | {'reports': measure(groups, n_bootstrap, seed)[0]}
+    return fitted | {'reports': measure(groups, n_bootstrap, seed)[0]}, groups
 
 
 # Tables
@@ -312,6 +336,9 @@ def notes(result):
         values = [f'temperature {t:.3f}' for t in fitted.get('temperature', ())]
         values += [f'Platt scaling a {a:.3f}, b {b:.3f}' for a, b in fitted['platt']]
         lines.append(f'fitted on {fitted["fitted_on"]}: {"; ".join(values)}')
+    for plural, worst in result.get('worst_group_ece', {}).items():
+        lines.append(f'largest ECE of the {plural} with 100 {unit(result)} or more: ' + ', '.join(
+            f'{name} {ece:.3f} ({group})' for name, (ece, group) in worst.items()))
     if 'orders' in result:
         lines.append('letters chosen (correct): ' + ', '.join(
             f'{letter} {share["chosen"]:.3f} ({share["correct"]:.3f})'

@@ -230,8 +230,8 @@ def test_results_have_languages_groups_macro_and_scalings(whole):
         assert (out / name).read_bytes().startswith(b'\x89PNG')
     head, *lines = (out / 'results.csv').read_text().splitlines()
     assert 'ece_boot_low' in head
-    # pooled, macro, 3 languages, 2 categories, 2 subjects, 4 scalings
-    assert sum(line.startswith('global_mmlu,') for line in lines) == 13
+    # pooled, macro, 3 languages, 2 categories, 2 subjects, 5 scalings
+    assert sum(line.startswith('global_mmlu,') for line in lines) == 14
     fitted, scaled = result['post_hoc'], result['post_hoc']['reports']['temperature']
     assert fitted['fitted_on'] == 'the other half of the questions'
     assert len(fitted['temperature']) == len(fitted['platt']) == 2
@@ -407,11 +407,24 @@ def test_the_schema_of_results_is_documented(whole, foxes, tmp_path):
          for key in re.findall('`([^`]+)`', line.split(' | ')[0])}
         for table in section.split('\n| key ')[1:]]
     text = write_rows(tmp_path / 'text.jsonl', [{'text': 'the quick fox is old'}] * 6)
+    levels = write_rows(tmp_path / 'levels.jsonl', [
+        {'question': f'the fox {i}?', 'choices': ['old', 'blue'], 'answer': i % 3 % 2,
+         'level': i % 2} for i in range(200)])
+    grouped = foxes.score(f'--tasks={levels}', '--group_by=level', out=tmp_path / 'l')['levels']
+    worst, name = grouped['worst_group_ece']['groups']['unscaled']
+    assert [*grouped['groups']] == ['level 0', 'level 1']
+    assert pytest.approx(worst) == grouped['groups'][name]['ece'] == max(
+        x['ece'] for x in grouped['groups'].values())
+    with pytest.raises(DataError, match="levels.jsonl:1: group_by = 'leval': the row has no"):
+        foxes.score(f'--tasks={levels}', '--group_by=leval', out=tmp_path / 'none')
+    with pytest.raises(ConfigError, match="group_by = 'level' needs tasks with options"):
+        foxes.score(f'--tasks=clm:{text}', '--group_by=level', out=tmp_path / 'none')
     asked = write_rows(tmp_path / 'qa.jsonl', [{'question': 'Who?', 'answers': ['A', 'B']}] * 4)
     pairs = write_rows(tmp_path / 'pairs.jsonl', [{'chosen': '\n\nHuman: q\n\nAssistant: fox',
                                                    'rejected': '\n\nHuman: q\n\nAssistant: dog'}])
     found = whole[0]
-    tasks = [*found['tasks'].values(), *foxes.score(f'--tasks=clm:{text}', '--limit=5').values(),
+    tasks = [*found['tasks'].values(), grouped,
+             *foxes.score(f'--tasks=clm:{text}', '--limit=5').values(),
              *foxes.score(f'--tasks=qa:{asked}', '--n=2', '--max_tokens=4').values(),
              *foxes.score(f'--tasks=judge:{pairs}').values()]
     assert found.keys() == of_file and found['schema'] == report.SCHEMA == 1

@@ -156,7 +156,8 @@ def test_each_language_gets_its_own_and_a_shrunk_temperature(tmp_path, held_out)
     own, single = ([fitted[x]['ece'][kind] for x in names] for kind in ('shrunk', 'single'))
     assert sum(own) < sum(single)
     reports = summary['post_hoc']['reports']
-    assert list(reports) == ['temperature', 'language temperature', 'batch', 'platt']
+    assert list(reports) == ['temperature', 'language temperature', 'batch', 'platt',
+                             'multicalibration']
     assert reports['language temperature']['nll'] < reports['temperature']['nll']
     shown = {'mmlu': result(**summary)}
     for text in (report.to_text(shown, shown), report.to_markdown(shown), report.to_latex(shown)):

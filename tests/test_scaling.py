@@ -78,6 +78,32 @@ def test_a_prior_is_the_mean_prediction_and_divides_the_probabilities():
         scaling.apply_prior(scores, [0.0, 0.0])
 
 
+def test_multicalibration_leaves_no_cell_off_and_mends_groups_that_others_hide():
+    rng = np.random.default_rng(0)
+    n, groups = 8000, np.stack([rng.integers(0, 2, 16000), rng.integers(0, 5, 16000)], 1)
+    c = 0.3 + 0.6 * rng.random(16000)
+    right = rng.random(16000) < c + np.where(groups[:, 0], 0.1, -0.1)   # calibrated, pooled
+    shifts = scaling.fit_multicalibration(c[:n], right[:n], groups[:n])
+    fitted = scaling.apply_multicalibration(c, groups, shifts)
+    bins = np.minimum(np.ceil(fitted[:n] * 10), 10)
+    for names in (np.zeros(n), *groups[:n].T):
+        for cell in {*zip(names, bins, strict=True)}:
+            rows = (names == cell[0]) & (bins == cell[1])
+            k, m = right[:n][rows].sum(), rows.sum()
+            p = (k + 1) / (m + 2)
+            assert abs(k - fitted[:n][rows].sum()) <= 3 * math.sqrt(m * p * (1 - p)) + 1e-9
+    before, after = (metrics.worst_group_ece(x[n:], right[n:], groups[n:, 0])
+                     for x in (c, fitted))
+    assert before[0] > 0.08 and after[0] < 0.03 and before[1] in (0, 1)
+    assert before[0] == max(metrics.ece(c[n:][rows], right[n:][rows])
+                            for rows in (groups[n:, 0] == 0, groups[n:, 0] == 1))
+    assert np.isnan(metrics.worst_group_ece(c[:99], right[:99], ['a'] * 99)[0])
+    with pytest.raises(ValueError, match='groups must be int .N, J., N = 2'):
+        scaling.fit_multicalibration([0.5, 0.5], [0, 1], [[0.0], [1.0]])
+    with pytest.raises(ValueError, match='groups must be .N., N = 2'):
+        metrics.worst_group_ece([0.5, 0.5], [0, 1], ['a'])
+
+
 def test_ties_and_edges_are_those_of_the_metrics():
     c = np.float32([0.1, 0.1, 0.15])        # float32's 0.1 is above the float64 one
     values = scaling.fit_histogram(c, [True, True, False], 10)
