@@ -141,8 +141,8 @@ class AlignConfig(train.TrainConfig):
     gamma: float = 1.0                        # simpo: the margin to reach
     centering: float = 0.0                    # reward: weight of (r_w + r_l)^2, such as 0.01
     # reinforcement learning
-    # exact:TASK or rlcr:TASK, such as exact:gsm8k; the folder of a reward model; or a Python file,
-    # which is executed: it defines reward(prompt, answer, row) -> number
+    # exact:TASK, such as exact:gsm8k, or rlcr, log_score, abstain, abstain_stated; the folder of a
+    # reward model; or a Python file, which is executed: it defines reward(prompt, answer, row)
     reward: str = ''
     run_code: bool = False                    # allow exact:humaneval: it runs what is generated
     instruction: str = ''                     # text that follows each prompt after a blank line

@@ -7,6 +7,7 @@ text of an answer, and the prompt's row as it is in the file.
 import ast
 import copy
 import hashlib
+import math
 import os
 import re
 import sys
@@ -47,22 +48,73 @@ def exact(task, prompt, answer, row):
     return float(task.grade(answer, references(task, row))['correct'])
 
 
-def rlcr(task, prompt, answer, row):
-    """0.5 for the format, 0.5 if correct, and 0.5 (1 - (correct - q)^2) for the confidence q.
+def stated(task, answer, row):
+    """Return (whether <answer>text</answer> is right, q of <confidence>q</confidence> after it).
 
-    The format is <answer>text</answer> and then <confidence>q</confidence> with q in [0, 1];
-    without it the reward is 0. The last term is Brier's, a proper score. RLCR, Damani 2025
-    (2507.16806).
+    None for another format, or q outside [0, 1].
     """
     form = re.search(r'(<answer>.*</answer>).*<confidence>\s*(\d*\.?\d+|\d+\.)\s*</confidence>\s*$',
                      final_answer(answer) or '', re.DOTALL)
     if not form or float(form[2]) > 1:
+        return None
+    return exact(task, '', form[1], row), float(form[2])
+
+
+def rlcr(task, prompt, answer, row):
+    """0.5 for the format, 0.5 if correct, and 0.5 (1 - (correct - q)^2) for the confidence q.
+
+    The format is that of `stated`; without it the reward is 0. The last term is Brier's, a proper
+    score. RLCR, Damani 2025 (2507.16806).
+    """
+    if (judged := stated(task, answer, row)) is None:
         return 0.0
-    correct = exact(task, prompt, form[1], row)
-    return 0.5 + 0.5 * correct + 0.5 * (1 - (correct - float(form[2])) ** 2)
+    correct, q = judged
+    return 0.5 + 0.5 * correct + 0.5 * (1 - (correct - q) ** 2)
 
 
-REWARDS = {'exact': exact, 'rlcr': rlcr}
+CLIPPED = 0.001     # from 0 and 1, where a logarithm is infinite
+
+
+def log_score(task, prompt, answer, row):
+    """The log score of q, 1 at its best and 0 at q = 0.032, plus 0.25 if correct; -3 without it.
+
+    log q if correct, else log(1 - q), with q clipped to [0.001, 0.999]. Rewarding Doubt,
+    Bani-Harouni 2025 (2503.02623), as in its code but for a factor of 10 there.
+    """
+    if (judged := stated(task, answer, row)) is None:
+        return -3.0
+    correct, q = judged
+    q = min(max(q if correct else 1 - q, CLIPPED), 1 - CLIPPED)
+    worst, best = math.log(CLIPPED) / 2, math.log(1 - CLIPPED)
+    return (math.log(q) - worst) / (best - worst) + 0.25 * correct
+
+
+def abstain(task, prompt, answer, row):
+    """1 if correct, 0 for "I don't know", else -t / (1 - t): answer if you are right more than t.
+
+    t is the number `threshold` of the row, by default 0.5. Wu 2025 (2512.19920).
+    """
+    t = row.get('threshold', 0.5)
+    if type(t) not in (int, float) or not 0 <= t < 1:
+        raise DataError(f'"threshold" must be a number from 0 to below 1, got {t!r:.60}')
+    if re.search(r"\bI (?:do not|don['’]t) know\b", final_answer(answer) or '', re.IGNORECASE):
+        return 0.0
+    return 1.0 if exact(task, prompt, answer, row) else -t / (1 - t)
+
+
+def abstain_stated(task, prompt, answer, row):
+    """The mean of `abstain` over all t, the answer withheld where its confidence q is below t.
+
+    The integral over t from 0 to 1: q if correct, else q + log(1 - q), with q of at most 0.999; a
+    proper score, `metrics.bas`. Without the format of `stated`, the least of it, -5.9.
+    """
+    correct, q = stated(task, answer, row) or (0.0, 1.0)
+    q = min(q, 1 - CLIPPED)
+    return q if correct else q + math.log(1 - q)
+
+
+REWARDS = {f.__name__: f for f in (exact, rlcr, log_score, abstain, abstain_stated)}
+STATED = 'rlcr', 'log_score', 'abstain_stated'      # they grade a text between <answer> tags
 
 
 def load_reward(name, device, dtype, template):
@@ -77,9 +129,10 @@ def load_reward(name, device, dtype, template):
         return ModelReward(name, device, dtype, template)
     if kind in REWARDS and (task or 'qa') in WRITTEN_TASKS:
         task = WRITTEN_TASKS[task or 'qa']
-        if kind == 'rlcr' and task.runs_code:
-            raise ConfigError(f'reward = {name!r}: rlcr grades a text between <answer> tags, not a '
-                              f'program; take exact:{name.partition(":")[2]}, with --run_code')
+        if kind in STATED and task.runs_code:
+            raise ConfigError(f'reward = {name!r}: {kind} grades a text between <answer> tags, '
+                              f'not a program; take exact:{name.partition(":")[2]}, with '
+                              f'--run_code')
         return FunctionReward(name, partial(REWARDS[kind], task), name, partial(references, task))
     if path.suffix != '.py' or not path.is_file():
         raise ConfigError(f'reward = {name!r}, where there is no file or reward model; wanted '

@@ -21,7 +21,7 @@ from alignment.advantages import RL_METHODS, generalized_advantages, soft_overlo
 from alignment.objectives import correction, values_of
 from alignment.packed_answers import PackedRollouts, answer_log_probs, pack_answers
 from alignment.prompts import load_prompts
-from alignment.rewards import load_reward
+from alignment.rewards import STATED, load_reward
 from data.tokenizer import begins_with_bos
 from data.written_answers import WRITTEN_TASKS
 from decoding.answers import generate
@@ -38,8 +38,8 @@ from runtime.resume import advice
 def check_rollouts(cfg):
     """Raise ConfigError for unusable values; `align.check_align_config` checks the others."""
     task = WRITTEN_TASKS.get(cfg.reward.partition(':')[2])
-    # `load_reward` refuses rlcr of such a task
-    if task and task.runs_code and not cfg.run_code and not cfg.reward.startswith('rlcr:'):
+    # `load_reward` refuses the others of such a task
+    if task and task.runs_code and not cfg.run_code and cfg.reward.partition(':')[0] not in STATED:
         raise ConfigError(f'reward = {cfg.reward!r} runs the programs that the model writes: read '
                           f'docs/running_code.md, then allow it with --run_code')
     n_answers = cfg.batch_size * cfg.group_size

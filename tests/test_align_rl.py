@@ -565,9 +565,37 @@ RATED = '<answer>{}</answer><confidence>{}</confidence>'
         (RATED.format(4, 0.8), 0.5 + 0.5 * (1 - 0.64)), (RATED.format(3, 1.2), 0),
         ('<answer>3</answer>', 0), (RATED.format(3, 'high'), 0),
         (f'<think><answer>4</answer></think>{RATED.format(3, 1)}', 1.5),
-        ('<confidence>1</confidence><answer>3</answer>', 0)))])
+        ('<confidence>1</confidence><answer>3</answer>', 0))),
+    # 2503.02623's code: scores from log(0.001) / 2 to log(0.999), and 0.25 for a right answer
+    *(('log_score:gsm8k', answer, '#### 3', reward) for answer, reward in (
+        (RATED.format(3, 0.8), (math.log(0.8) + 3.453877639491069) / 3.4528771391574855 + 0.25),
+        (RATED.format(4, 0.8), (math.log(0.2) + 3.453877639491069) / 3.4528771391574855),
+        (RATED.format(3, 1), 1.25), (RATED.format(4, 0), 1), ('3', -3),
+        (RATED.format(4, 1), (math.log(0.001) + 3.453877639491069) / 3.4528771391574855))),
+    *(('abstain:gsm8k', answer, '#### 3', reward) for answer, reward in (
+        ('#### 3', 1), ('#### 4', -1), ("Well, I don't know.", 0), ('I do not know', 0))),
+    *(('abstain_stated:gsm8k', answer, '#### 3', reward) for answer, reward in (
+        (RATED.format(3, 0.8), 0.8), (RATED.format(4, 0.8), 0.8 + math.log(0.2)),
+        (RATED.format(4, 0), 0), (RATED.format(3, 1), 0.999), ('3', 0.999 + math.log(0.001))))])
 def test_a_reward_is_that_of_the_rule_of_the_task(name, answer, target, reward):
     assert reward_of(name, answer, {'question': '?', 'answer': target}) == pytest.approx(reward)
+
+
+def test_rewards_of_a_confidence_are_highest_at_the_accuracy_and_those_of_abstaining_agree():
+    row = {'question': '?', 'answer': '#### 3'}
+    for p in (0.2, 0.55, 0.9):
+        for name in ('rlcr', 'log_score', 'abstain_stated'):
+            mean = [p * reward_of(f'{name}:gsm8k', RATED.format(3, q / 100), row)
+                    + (1 - p) * reward_of(f'{name}:gsm8k', RATED.format(4, q / 100), row)
+                    for q in range(1, 100)]
+            assert np.argmax(mean) + 1 == round(100 * p), name
+    # over thresholds: wrong answers that are given cost -t / (1 - t)
+    paid = [reward_of('abstain:gsm8k', '#### 4' if 0.8 >= t else "I don't know",
+                      row | {'threshold': t}) for t in ((np.arange(10000) + 0.5) / 10000).tolist()]
+    assert np.mean(paid) == pytest.approx(
+        reward_of('abstain_stated:gsm8k', RATED.format(4, 0.8), row), abs=1e-3)
+    with pytest.raises(DataError, match='"threshold" must be a number from 0 to below 1, got 1'):
+        reward_of('abstain:gsm8k', '#### 4', row | {'threshold': 1})
 
 
 @pytest.mark.parametrize('row', [
@@ -690,7 +718,7 @@ def test_a_row_without_the_answer_of_the_reward_is_found_before_training(base, t
 
 
 def test_an_unknown_reward_is_refused_and_an_edited_one_is_another_run(base, tmp_path):
-    with pytest.raises(ConfigError, match="'good', .* exact or rlcr of a task .triviaqa, "):
+    with pytest.raises(ConfigError, match="'good', .* exact or rlcr or .* of a task .triviaqa, "):
         load_reward('good', 'cpu', None, 'tulu')
     # not that it needs --run_code, which would not help
     rollouts.check_rollouts(align.AlignConfig(method='grpo', reward='rlcr:humaneval'))
