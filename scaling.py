@@ -4,6 +4,7 @@
                  fit_temperature_to_base(scores, base_scores) without labels
     vector       fit_vector(scores, labels), apply_vector(scores, w, b)
     prior        fit_prior(scores) without labels, apply_prior(scores, log_prior)
+                 normalized_max(scores, p), a confidence for abstention alone
     Platt        fit_platt(confidence, correct), apply_platt(confidence, a, b)
     histogram    fit_histogram(confidence, correct), apply_histogram(confidence, values)
     isotonic     fit_isotonic(confidence, correct), apply_isotonic(confidence, x, y)
@@ -122,6 +123,25 @@ def apply_prior(scores, log_prior) -> np.ndarray:
     return metrics.softmax(np.where(has, scores - np.where(has, log_prior, 0), -np.inf))
 
 
+def normalized_max(scores, p=2.0) -> np.ndarray:
+    """Return the confidence max_k z_k / ||z||_p, z = scores - their mean, float64 [N] in [0, 1].
+
+    To rank predictions, not as a probability: smoothing lowers the largest logit most where the
+    prediction is right, and this undoes it (Xia et al. 2025, arXiv 2403.14715; Cattelan & Silva
+    2024, arXiv 2305.15508, choose p by the AURC of held-out rows). It is 0 if all scores are equal.
+    """
+    scores = _check_scores(scores)
+    metrics.check_range('p', p, '(0, inf)')
+    has = np.isfinite(scores)
+    metrics.refuse(~has.any(1), lambda i: 'no score is finite')
+    mean = np.where(has, scores, 0).sum(1, keepdims=True) / has.sum(1, keepdims=True)
+    z = np.where(has, scores - mean, 0)
+    largest = np.abs(z).max(1)      # divided first: z^p may overflow
+    z = z / np.where(largest > 0, largest, 1)[:, None]
+    norm = (np.abs(z) ** p).sum(1) ** (1 / p)
+    return z.max(1) / np.where(norm > 0, norm, 1)
+
+
 def fit_platt(confidence, correct) -> tuple[float, float]:
     """Return (a, b) of Platt scaling, P(right) = sigmoid(a logit(confidence) + b).
 
@@ -216,7 +236,8 @@ def fit_multicalibration(confidence, correct, groups, n_bins=10, z=3.0) -> list[
     0; all rows together are a further one. There are at most 1000 shifts.
     """
     confidence, correct = metrics.check_predictions(confidence, correct)
-    c, groups, shifts = confidence.astype(np.float64), _check_groups(groups, len(confidence)), []
+    c, groups = confidence.astype(np.float64), _check_groups(groups, len(confidence))
+    shifts: list[tuple] = []
     while len(shifts) < 1000:
         cells = groups * n_bins + metrics.equal_width_bins(c, n_bins)[:, None]
         best = (z, ())

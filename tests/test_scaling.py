@@ -78,6 +78,24 @@ def test_a_prior_is_the_mean_prediction_and_divides_the_probabilities():
         scaling.apply_prior(scores, [0.0, 0.0])
 
 
+def test_the_normalized_maximum_is_its_definition_for_any_shift_and_scale():
+    rng = np.random.default_rng(0)
+    scores = rng.normal(size=(40, 5)) * 10
+    scores[::3, 3:] = -np.inf
+    for p in (0.5, 1, 2, 7.0):
+        expected = []
+        for row in scores:
+            z = row[np.isfinite(row)]
+            z = z - z.mean()
+            expected.append(z.max() / np.linalg.norm(z, p))
+        for x in (scores, 1e200 * scores, scores + 5):
+            assert scaling.normalized_max(x, p) == pytest.approx(expected)
+    assert scaling.normalized_max([[3.0, 3.0]]).tolist() == [0]
+    for wrong, message in (([[0.0, np.nan]], 'option 1 is nan'), ([[-np.inf]], 'no score is')):
+        with pytest.raises(ValueError, match=message):
+            scaling.normalized_max(wrong)
+
+
 def test_multicalibration_leaves_no_cell_off_and_mends_groups_that_others_hide():
     rng = np.random.default_rng(0)
     n, groups = 8000, np.stack([rng.integers(0, 2, 16000), rng.integers(0, 5, 16000)], 1)

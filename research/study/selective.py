@@ -1,0 +1,111 @@
+"""Does smoothing harm abstention, and does a normalized score mend it? See PLAN.md.
+
+    python research/study/selective.py          # reads out/study/real, writes results/real
+
+It reads the samples of the runs of research/study/real.py and needs no model. Each question has two
+confidences: the largest probability, and the largest score divided by the p-norm of the question's
+scores (scaling.normalized_max), with the p of least AURC on the validation questions of its run.
+selective.csv has a line per run and task; selective.md the means over seeds with half of their 95 %
+intervals, and the paired tests of the plan.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import metrics
+import scaling
+from results.over_seeds import plus_minus
+from results.report import predictions
+from results.samples import read_splits
+from results.tables import csv_text, markdown
+from runtime import cli
+from runtime.errors import ConfigError
+from runtime.ownership import write_text
+from stats import holm, student_t
+from research.study import common, real
+from research.study.claims import Numbers
+from research.study.real_table import OUT, PLAIN, SMOOTHED, defined
+
+TASKS = ('arc_easy', 'arc_challenge')       # those with a validation split
+POWERS = (1, 2, 3, 4, 6, 8)
+KEYS = {'auroc': metrics.auroc, 'aurc': metrics.aurc,
+        'risk': lambda *rows: 1 - metrics.accuracy_at_coverage(*rows)}     # at coverage 0.5
+
+
+def read_lines(root):
+    """Return a line per run, task and confidence, with the metrics of KEYS."""
+    lines = []
+    for path in sorted(root.rglob('samples.jsonl')):
+        *_, seed, name = ('', *path.parent.relative_to(root).parts)
+        test, held_out = read_splits(path)
+        for task in TASKS:
+            rows, fit = (predictions(split[task], 'token') for split in (test, held_out))
+            p = min(POWERS, key=lambda p: metrics.aurc(*with_norm(fit, p)))
+            for confidence, pair in (('largest', (rows.probs, rows.labels)),
+                                     ('normalized', with_norm(rows, p))):
+                lines.append({'run': name, 'seed': seed.removeprefix('seed-') or '0', 'task': task,
+                              'confidence': confidence, 'p': p if confidence != 'largest' else ''}
+                             | {key: f'{measure(*pair):.6g}' for key, measure in KEYS.items()})
+    return lines
+
+
+def with_norm(rows, p):
+    """Return (normalized confidence [N], correct [N]) of Predictions."""
+    return scaling.normalized_max(rows.scores, p), metrics.top_label(rows.probs, rows.labels)[1]
+
+
+def means(numbers):
+    """Return the lines of the table of all settings."""
+    columns = [(task, key, x) for task in TASKS for key in KEYS for x in ('largest', 'normalized')]
+    lines = [('setting', *(' '.join(column).replace('_', ' ') for column in columns))]
+    for name in dict.fromkeys(['base', *(name for name, _, _ in real.settings())]):
+        cells = [plus_minus(defined(numbers.of(name, key, task=task, confidence=x)), '.3f')
+                 for task, key, x in columns]
+        lines += [(name, *cells)] if cells[0] else []
+    return lines
+
+
+def tests(numbers):
+    """Return the lines of the tests of the plan; a seed counts if it has both runs."""
+    rows, p_values = [], []
+    for task in TASKS:
+        for key in KEYS:
+            def of(run, confidence, task=task, key=key):
+                return numbers.of(run, key, task=task, confidence=confidence)
+            for title, values in (
+                    ('smoothing 0.1 - 0', of(SMOOTHED, 'largest') - of(PLAIN, 'largest')),
+                    ('normalized - largest, smoothing 0.1',
+                     of(SMOOTHED, 'normalized') - of(SMOOTHED, 'largest')),
+                    ('normalized - largest, smoothing 0',
+                     of(PLAIN, 'normalized') - of(PLAIN, 'largest'))):
+                if len(values := defined(values)) > 1:
+                    p_values.append(student_t(values)[2])
+                    rows.append((task, key, title, str(len(values)), plus_minus(values, '+.4f'),
+                                 f'{p_values[-1]:.2g}'))
+    return [('task', 'metric', 'difference', 'seeds', 'mean', 'p', 'p (Holm)'), *(
+        (*row, f'{p:.2g}') for row, p in zip(rows, holm(p_values), strict=True))]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+    parser.add_argument('--root', type=Path, default=Path(common.ROOT, 'real'))
+    parser.add_argument('--out_dir', type=Path, default=OUT)
+    options = parser.parse_args()
+    if not (lines := read_lines(options.root)):
+        raise ConfigError(f'{options.root} has no samples.jsonl; research/study/real.py makes them')
+    options.out_dir.mkdir(parents=True, exist_ok=True)
+    write_text(options.out_dir / 'selective.csv', csv_text(lines))
+    numbers = Numbers(lines, {'task': '', 'confidence': ''})
+    text = (f'# {__doc__.splitlines()[0]}\n\nMeans over seeds ± half of their 95 % interval; risk '
+            f'is the error of the surer half.\n\n{markdown(means(numbers))}\nPaired t tests over '
+            f'seeds (PLAN.md).\n\n{markdown(tests(numbers))}')
+    write_text(options.out_dir / 'selective.md', text)
+    print(text)
+
+
+if __name__ == '__main__':
+    with cli.one_line_errors():
+        main()
