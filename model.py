@@ -281,17 +281,18 @@ class Attention(nn.Module):
             q, k = self.rotate_heads(q, cos, sin), self.rotate_heads(k, cos, sin)
             q = q if growth is None else q * growth.to(q.dtype)
         y = mask.attend(q, k, v, self.scale, self.softcap)
-        return self.o_proj(y.transpose(1, 2).flatten(2))
+        return products(y.transpose(1, 2).flatten(2), self.o_proj)[0]
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return q, k and v [B, T, heads, hd] of x [B, T, D]."""
+        layers = (self.qkv_proj,) if self.family.fused else (self.q_proj, self.k_proj, self.v_proj)
+        qkv = products(x, *layers)
         if self.family.fused == 'heads':
-            return self.qkv_proj(x).unflatten(-1, (-1, 3 * self.head_dim)).chunk(3, dim=-1)
+            return qkv[0].unflatten(-1, (-1, 3 * self.head_dim)).chunk(3, dim=-1)
         if self.family.fused:
             H, K = self.heads
-            return self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split((H, K, K), dim=-2)
-        return tuple(y.unflatten(-1, (-1, self.head_dim))
-                     for y in products(x, self.q_proj, self.k_proj, self.v_proj))
+            return qkv[0].unflatten(-1, (-1, self.head_dim)).split((H, K, K), dim=-2)
+        return tuple(y.unflatten(-1, (-1, self.head_dim)) for y in qkv)
 
     def rotate_heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate the first numbers of each head of x [B, heads, T, hd]."""
@@ -321,15 +322,15 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         family, activation = self.family, self.family.activation
         if not family.gated:
-            return self.down_proj(activation(self.up_proj(x)))
-        factors = (self.gate_up_proj(x).chunk(2, dim=-1) if family.fused else
+            return products(activation(products(x, self.up_proj)[0]), self.down_proj)[0]
+        factors = (products(x, self.gate_up_proj)[0].chunk(2, dim=-1) if family.fused else
                    products(x, self.gate_proj, self.up_proj))
         if torch.compiler.is_compiling() and torch.is_grad_enabled():
             # the product is as large as its factors, and recomputing it costs less than storing it
             h = checkpoint(gate, *factors, activation, use_reentrant=False)
         else:
             h = compute(gate, gate_kernel, 1, *factors, activation)
-        return self.down_proj(h)
+        return products(h, self.down_proj)[0]
 
 
 class Block(nn.Module):
@@ -493,6 +494,7 @@ class CausalLM(nn.Module):
 
 class LoRALinear(nn.Module):
     """W x + alpha / rank * B A dropout(x), W frozen, A and B float32 (Hu et al. 2021, eq. 3)."""
+    products: Callable | None = None    # as in Linear
 
     def __init__(self, linear: nn.Linear, rank: int, alpha: float, dropout: float, device=None):
         super().__init__()
@@ -506,9 +508,11 @@ class LoRALinear(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias) + self.adapter(x)
+
+    def adapter(self, x: Tensor) -> Tensor:
         low = F.linear(self.dropout(x), self.lora_A.weight.to(x.dtype))
-        return (F.linear(x, self.weight, self.bias)
-                + self.scale * F.linear(low, self.lora_B.weight.to(x.dtype)))
+        return self.scale * F.linear(low, self.lora_B.weight.to(x.dtype))
 
 
 def add_lora(model: CausalLM, rank: int, alpha: float, dropout: float, targets: tuple[str, ...],

@@ -106,6 +106,8 @@ class TrainConfig:
     master_weights: Literal['exact', 'stochastic'] = 'exact'  # for bfloat16. exact: as float32, 14
     #                                           bytes per weight (16 with micro-batches).
     #                                           stochastic: all bfloat16, rounded at random, 8 bytes
+    fp8: bool = False                         # products of the decoder blocks in eight bits, on an
+    #                                           H100 or later and in bfloat16; for large models
     checkpoint_activations: bool = False      # compute blocks twice: 25 % slower, less memory
     compile: bool = True                      # compile the decoder blocks, on a GPU in bfloat16
     # calibration report: the settings of evaluate.py, such as {'tasks': ('mmlu',), 'shots': 5}; the
@@ -196,6 +198,9 @@ def check_config(cfg):
         raise ConfigError(f'shape = {cfg.shape} needs from_scratch = True')
     if cfg.pack_len < cfg.max_length:
         raise ConfigError(f'max_length = {cfg.max_length} must fit into a row of {cfg.pack_len}')
+    if cfg.fp8 and (cfg.pack_len % 16 or cfg.dtype == 'float32'):
+        raise ConfigError(f"fp8 = True needs a pack_len that is a multiple of 16, not "
+                          f"{cfg.pack_len}, and dtype = 'auto' or 'bfloat16', not {cfg.dtype!r}")
     if cfg.tracker != 'none' and not importlib.util.find_spec(cfg.tracker):
         raise ConfigError(f'tracker = {cfg.tracker!r} is missing: pip install {cfg.tracker}')
     training_loss(cfg)

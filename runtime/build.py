@@ -8,6 +8,7 @@ from torch import nn
 from model import CausalLM, Norm, add_lora
 from runtime import checkpoint
 from runtime.device import compile_blocks, pick_dtype
+from runtime.fp8 import use_fp8
 from runtime.optim import AdamW
 from runtime.parallel import rank, shard, world_size
 
@@ -42,6 +43,8 @@ def prepare(model, cfg, device, reward=False):
         # another one takes 8 s
         model.decoder.embed_tokens.register_forward_hook(
             lambda module, inputs, x: x.requires_grad_(torch.is_grad_enabled()))
+    if cfg.fp8:
+        use_fp8(model, device)
     if cfg.attention != 'auto':
         model.decoder.attention = cfg.attention
     model.decoder.checkpoint = cfg.checkpoint_activations
