@@ -148,18 +148,23 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
             pooled, predictions(held_out, norm) if held_out else None, n_bootstrap, seed, samples,
             held_out)
         scaled |= more
-    for plural, values in group_values(samples).items():
-        worst = {name: metrics.worst_group_ece(*p[:2], values) for name, p in scaled.items()}
+    for plural, (names, index) in group_indices(samples).items():
+        worst = {name: metrics.worst_group_ece(*p[:2], index) for name, p in scaled.items()}
         if worst['unscaled'][1] is not None:
-            summary.setdefault('worst_group_ece', {})[plural] = worst
+            summary.setdefault('worst_group_ece', {})[plural] = {
+                name: [ece, names[i]] for name, (ece, i) in worst.items()}
     return summary | {'measured_by': measured_by()}
 
 
-def group_values(samples):
-    """Return {plural: each sample's group, [N]} for the keys of GROUPS with several values."""
-    values = {plural: np.array([s.get(key) or '' for s in samples])
-              for key, plural in GROUPS.items()}
-    return {plural: names for plural, names in values.items() if (names != names[0]).any()}
+def group_indices(samples):
+    """Return {plural: (names, index of each sample's, [N])} for the keys of GROUPS with several."""
+    indices = {}
+    for key, plural in GROUPS.items():
+        values = [s.get(key) or '' for s in samples]
+        if len(names := sorted({*values})) > 1:
+            number = {name: i for i, name in enumerate(names)}
+            indices[plural] = names, np.array([number[value] for value in values])
+    return indices
 
 
 def letters(samples, predicted):
@@ -282,9 +287,8 @@ def post_hoc(test, held_out, n_bootstrap, seed, samples, held_out_samples):
                            ) == test.scores.shape[1]:       # the same letters or words for all
         groups['batch'] = test.scaled(1, scaling.fit_prior(test.scores))
     groups['platt'] = Predictions(platt, correct)
-    if values := group_values([*samples, *held_out_samples]):
-        shifted, index = np.empty(n), np.stack([np.unique(names, return_inverse=True)[1]
-                                                for names in values.values()], 1)
+    if indices := group_indices([*samples, *held_out_samples]):
+        shifted, index = np.empty(n), np.stack([i for _, i in indices.values()], 1)
         for (fit, _, rows), fitted_rows in zip(fits, fit_rows, strict=True):
             shifts = scaling.fit_multicalibration(*metrics.top_label(fit.probs, fit.labels),
                                                   index[fitted_rows])
