@@ -54,7 +54,7 @@ class WrittenQuestion:
     messages: list = field(default_factory=list)    # asked instead of header and context
     lead: str = ''              # begins the answer to `messages` in plain text
     judged: dict | None = None  # the earlier answer that `messages` ask about, graded
-    group = ending = ''         # one set of shots for all subjects
+    group = ending = by = ''    # one set of shots for all subjects, no --group_by
 
     @property
     def solved(self):
