@@ -6,6 +6,7 @@ import torch
 from alignment.advantages import RL_METHODS
 from alignment.packed_answers import COLUMNS, Answers
 from fused_ce import fused_loss, joint
+from runtime.errors import ConfigError, DataError
 from runtime.loss import loss_options
 
 
@@ -94,6 +95,53 @@ def policy_loss(log_p, column, answers, tokens, cfg):
         kl = answers.sums((log_p - column['reference']).detach(), tokens)
         loss = loss + cfg.kl_coef * shared(of_answer.exp() * kl)
     return loss, ratio.detach(), clipped
+
+
+def tokenized_brier(levels):
+    """Return an objective of `train.Stage` that trains a stated confidence alone: ConfTuner's loss.
+
+    sum_i q_i (c_i - correct)^2, Li 2025 (2508.18847), where q is the softmax over the tokens that
+    state a confidence and c_i the one that token i states: a proper score, least if all of q is on
+    the level nearest to the accuracy. levels: {token id: c}, as by `confidence_levels`. A
+    supervised token of the largest c says that the answer before it is right, one of the smallest
+    that it is wrong. Supervised tokens that state no confidence have no loss.
+    """
+    ids, c = torch.tensor([*levels]), torch.tensor([*levels.values()])
+    labels = (c - c.min()) / (c.max() - c.min())
+
+    def objective(packed, cfg):
+        n = int(np.isin(packed.targets, ids.numpy()).sum())
+        if not n:
+            raise DataError('no supervised token of a step states a confidence; the trained answer '
+                            'must be one, such as 0.9 if the answer before it is right, else 0.0')
+
+        def compute(model, rows, inputs, targets):
+            at = torch.isin(targets, ids).nonzero(as_tuple=True)
+            level = (targets[at][:, None] == ids).int().argmax(1)
+            device = model.head.device
+            z = (model(*inputs)[at[0].to(device), at[1].to(device)].float()
+                 @ model.head[ids.to(device)].float().T)
+            if model.softcap:
+                z = model.softcap * torch.tanh(z / model.softcap)
+            q, correct = z.softmax(-1), labels[level].to(device)
+            loss = (q * (c.to(device) - correct[:, None]).square()).sum() / n
+            nll = -z.log_softmax(-1).gather(1, level.to(device)[:, None]).sum() / n
+            return loss, {'nll': nll.detach(), 'confidence': (q.detach() * c.to(device)).sum() / n}
+
+        return compute
+
+    return objective
+
+
+def confidence_levels(tokenizer, texts=tuple(f'0.{digit}' for digit in range(10))):
+    """Return {token id: confidence} of texts that differ in their last token; raises ConfigError.
+    """
+    encoded = {float(text): tokenizer.encode(text, start=False) for text in texts}
+    if len({tuple(ids[:-1]) for ids in encoded.values()}) > 1 or (
+            len({ids[-1] for ids in encoded.values()}) < len(encoded)):
+        raise ConfigError(f'the confidences {", ".join(texts)} must differ in their last token '
+                          f'alone, and this tokenizer encodes them as {[*encoded.values()]}')
+    return {ids[-1]: confidence for confidence, ids in encoded.items()}
 
 
 def clipped_value_loss(value, old, returns, clip):

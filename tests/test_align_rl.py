@@ -24,7 +24,7 @@ from alignment.objectives import policy_objective
 from alignment.packed_answers import Answers
 from alignment.prompts import load_prompts, to_prompt
 from alignment.rewards import FunctionReward, load_reward
-
+from data.packing import pack
 from decoding.answers import Answer
 from runtime import checkpoint
 from runtime.errors import CheckpointError, ConfigError, DataError, TrainingError
@@ -241,6 +241,42 @@ def test_losses_are_those_of_trl(method):
     rounding = 1e-6 if method == 'sapo' else 1e-12      # TRL's 1.05 is a float32
     assert ours.item() == pytest.approx(theirs.item(), rel=rounding)
     assert off(torch.autograd.grad(ours, new)[0], expected) < rounding
+
+
+def test_the_tokenized_brier_score_is_that_of_a_plain_loop_and_proper(base, tmp_path):
+    run, model = run_of(config(base, tmp_path))
+    levels = objectives.confidence_levels(run.tokenizer)
+    ids, c = [*levels], [*levels.values()]
+    assert c == [d / 10 for d in range(10)] and len({*ids}) == 10
+    rng = np.random.default_rng(0)
+    sequences = [(np.array([1, *rng.integers(3, 90, n), ids[9 * right], 2]),
+                  np.array([*[0] * (n + 1), 1, 1])) for n, right in ((5, 1), (9, 0), (2, 1))]
+    expected = 0
+    for tokens, _ in sequences:
+        ahead = torch.from_numpy(tokens[None, :-2])
+        hidden = model(ahead, torch.arange(ahead.shape[1])[None], None)[0, -1].double()
+        z = hidden @ model.head[ids].double().T
+        q = z.softmax(0)
+        expected += sum(q[i] * (c[i] - (tokens[-2] == ids[9])) ** 2 for i in range(10)) / 3
+    expected.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    for micro_rows in (1, 3):
+        model.zero_grad()
+        packed = pack(sequences, 12)
+        values = train.forward_backward(model, packed, replace(run.cfg, micro_rows=micro_rows),
+                                        'cpu', objectives.tokenized_brier(levels))
+        assert values['loss'].item() == pytest.approx(expected.item(), rel=1e-5)
+        for name, p in model.named_parameters():
+            assert off(p.grad, gradients[name]) < 2e-5, name
+    # the least expected loss is that of the level nearest to the accuracy
+    for p in (0.12, 0.5, 0.68):
+        loss = [p * (x - 1) ** 2 + (1 - p) * x ** 2 for x in c]
+        assert np.argmin(loss) == round(10 * p)
+    sequences = [(tokens, mask * 0) for tokens, mask in sequences]
+    with pytest.raises(DataError, match='no supervised token of a step states a confidence'):
+        objectives.tokenized_brier(levels)(pack(sequences, 12), run.cfg)
+    with pytest.raises(ConfigError, match='must differ in their last token alone'):
+        objectives.confidence_levels(run.tokenizer, ('0.1', '1.00'))
 
 
 # ---- Expected gradients, by exact enumeration ----------------------------------------------------
