@@ -233,14 +233,6 @@ def test_a_survivor_of_torchrun_has_no_traceback(message, lost, monkeypatch):
     with pytest.raises(SystemExit if lost else RuntimeError) as error, cli.one_line_errors():
         raise RuntimeError(message)
     assert not lost or 'in process 1 of 2: another process has ended' in str(error.value)
-    slept = []      # of an error that all processes have, only the first one's is printed
-    monkeypatch.setattr(cli.time, 'sleep', slept.append)
-    for rank in '01':
-        monkeypatch.setenv('RANK', rank)
-        with pytest.raises(SystemExit, match=f'error in process {rank} of 2: x'):
-            with cli.one_line_errors():
-                raise ConfigError('x')
-        assert bool(slept) == (rank == '1')
 
 
 FULL = b'error: standard output cannot be written: No space left on device\n'
@@ -307,34 +299,6 @@ def test_a_worker_that_ends_stops_the_work_with_a_message(capfd):
         with forked_pool(2, lambda x: lambda: x) as imap:
             list(imap(range(9)))
     assert 'pickle' in capfd.readouterr().err
-
-
-def test_workers_end_with_a_parent_that_is_killed(tmp_path):
-    """A worker that waits for a task is not left behind."""
-    code = f"""
-import os, signal, sys
-sys.path.insert(0, {str(HERE)!r})
-from runtime.processes import forked_pool
-def work(x):
-    open(f'worker-{{os.getpid()}}', 'w').close()
-with forked_pool(3, work) as imap:
-    list(imap(range(300)))
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-    done = subprocess.run([sys.executable, '-c', code], cwd=tmp_path, timeout=60)   # waits for all
-    assert done.returncode == -signal.SIGKILL
-    workers = [int(path.name.partition('-')[2]) for path in tmp_path.glob('worker-*')]
-    ends = time.monotonic() + 20
-    while any(map(running, workers)) and time.monotonic() < ends:
-        time.sleep(0.05)
-    assert workers and not any(map(running, workers))
-
-
-def running(pid):
-    try:
-        return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] != 'Z'
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.parametrize('content, message', [

@@ -226,20 +226,6 @@ def test_each_kernel_computes_what_its_plain_version_does(what, dtype, tolerance
     assert (by_kernel - plainly).abs().max() < tolerance * plainly.abs().max()
 
 
-class Doubled(torch.Tensor):
-    """A weight of a class of its own, as quantized ones are: its products are twice as large."""
-
-    @classmethod
-    def __torch_function__(cls, function, types, arguments=(), options=None):
-        if function is F.linear:
-            return 2 * F.linear(*(x.as_subclass(torch.Tensor) for x in arguments if x is not None))
-        return super().__torch_function__(function, types, arguments, options or {})
-
-
-def set_weight(layer, weight):
-    layer.weight = torch.nn.Parameter(weight.detach())
-
-
 CHANGES = {     # function of (MLP, monkeypatch) that changes what its layers compute
     'hook': lambda mlp, _: mlp.up_proj.register_forward_hook(lambda *more: 2 * more[-1]),
     'forward': lambda mlp, patch: patch.setattr(mlp.up_proj, 'forward', lambda x: F.linear(
@@ -248,10 +234,9 @@ CHANGES = {     # function of (MLP, monkeypatch) that changes what its layers co
         triton_ops.Linear, 'forward', lambda layer, x: 2 * F.linear(x, layer.weight).flip(-1)),
     'one bias': lambda mlp, _: setattr(
         mlp.up_proj, 'bias', torch.nn.Parameter(torch.ones_like(mlp.up_proj.weight[:, 0]))),
-    'transposed weights': lambda mlp, _: [set_weight(layer, 2 * layer.weight.T.contiguous().T)
-                                          for layer in mlp.children()],
-    'weights of a class': lambda mlp, _: [set_weight(layer, layer.weight.as_subclass(Doubled))
-                                          for layer in mlp.children()],
+    'transposed weights': lambda mlp, _: [
+        setattr(layer, 'weight', torch.nn.Parameter(2 * layer.weight.detach().T.contiguous().T))
+        for layer in mlp.children()],
 }
 
 

@@ -54,9 +54,6 @@ def test_p_ik_knows_what_the_states_tell_and_no_more():
     groups = [*map(str, range(1000))]
     told = p_ik_probe.cross_validated(states, shares, groups)
     assert np.abs(told - p).mean() < 0.05 and metrics.ece(told, first) < 0.06
-    order = rng.permutation(1000)
-    again = p_ik_probe.cross_validated(states[order], shares[order], [groups[i] for i in order])
-    np.testing.assert_allclose(again, told[order], atol=1e-7)
     # the same question in five languages: a fit to the others would know its answers
     states = np.repeat(rng.normal(size=(60, 100)), 5, 0) + 0.01 * rng.normal(size=(300, 100))
     shares = np.repeat(rng.integers(0, 2, 60), 5).astype(float)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import evaluate
 import metrics
-from common import reference_model, sentencepiece_folder, write_rows, write_run
+from common import reference_model, sentencepiece_folder, write_rows
 from data.tokenizer import load_tokenizer
-from results import compare, page
+from results import page
 
 HOSTILE = '</script><script>alert(1)</script> <!--rows--> <b>bold</b> &amp; "quoted" ```\\u003c $x'
 BROWSER = next(filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))),
@@ -219,19 +219,3 @@ def test_an_evaluation_writes_a_page_of_all_its_tasks(tmp_path):
     assert text.count('<img') == 2      # all tasks, and the languages of the first evaluation
     assert 'most confident mistakes' in (tmp_path / 'out' / 'results.md').read_text()
     assert '<img' not in run(f'--tasks={foxes}', '--pictures=False')
-
-
-@pytest.mark.slow
-def test_a_comparison_shows_the_samples_of_each_run_and_how_many_are_right(tmp_path):
-    folders = [write_run(tmp_path / name, n=40, sharpness=sharpness)
-               for name, sharpness in (('a', 1.0), ('b', 4.0))]
-    compare.main([*map(str, folders), '--n_bootstrap=10', f'--out_dir={tmp_path / "out"}'])
-    text = (tmp_path / 'out' / 'compare.html').read_text()
-    rows = json.loads(Parsed(text).content['rows'])
-    right = {(row['run'], row['id']): row['correct'] for row in rows}
-    assert len(right) == 80 and len({row['outcome'] for row in rows}) == 3
-    for row in rows:
-        n = right['a', row['id']] + right['b', row['id']]
-        assert row['outcome'] == f'{n} of 2 runs right'
-    assert 'a, b: mmlu (' in Parsed(text).text and "McNemar's p" in Parsed(text).text
-    assert text.count('<img') == 2

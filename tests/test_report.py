@@ -1,7 +1,5 @@
 """report.py: samples to tables, intervals and diagrams"""
 
-import csv
-import io
 import json
 import re
 
@@ -188,19 +186,6 @@ def test_conformal_sets_of_a_group_have_the_thresholds_of_all_rows():
     assert summary['pooled']['lac_coverage'] == 0.9
 
 
-def test_a_title_says_how_a_task_was_scored_and_how_many_were_drawn():
-    part = result(sample={'questions': 200, 'of': 14042})
-    tasks = {'some': part, 'arc': result(distribution='harness, 0 shots, text, sum')}
-    drawn = 'sample of 200 of 14,042'
-    assert [x for x in report.to_markdown(tasks).split('\n') if x.startswith('#')] == [
-        f'### some (prompt format mmlu, 5 shots, letters, token; {drawn} questions)',
-        '### arc (prompt format harness, 0 shots, text, sum)']
-    assert f'{drawn} texts' in report.task_title('clm', part | {'unit': 'tokens'})
-    assert report.to_latex(tasks).count(f'{drawn} questions') == 1
-    rows = csv.DictReader(io.StringIO(report.to_csv(tasks)))
-    assert [(r['task'], r['sample_of']) for r in rows] == [('some', '14042'), ('arc', '')]
-
-
 def test_notes_below_a_table_name_what_was_left_out():
     many = result(option_mass=0.4)
     many['pooled']['n'] = 1000
@@ -330,21 +315,17 @@ def test_reliability_curves_of_runs_in_one_diagram(tmp_path, figures):
     figures[-1].draw_without_rendering()
 
 
-@pytest.mark.parametrize('norms', [[1.25], [0.0] * 3, [0.01, 5000.0, 3.0]])
-def test_loss_is_drawn_over_whole_steps_with_labels_apart(tmp_path, figures, norms):
+@pytest.mark.parametrize('norms', [[1.25], [0.0] * 3])
+def test_loss_is_drawn_over_whole_steps(tmp_path, figures, norms):
     write_rows(tmp_path / 'log.jsonl', [
         {'step': i + 1, 'loss': 3.0 - i, 'nll': 2.0 - i, 'grad_norm': norm}
         for i, norm in enumerate(norms)])
     plots.draw_loss(tmp_path)
     figures[0].draw_without_rendering()
     _, bottom = figures[0].axes
-    (left, right), (low, high) = bottom.get_xlim(), bottom.get_ylim()
+    left, right = bottom.get_xlim()
     ticks = [tick for tick in bottom.get_xticks() if left <= tick <= right]
     assert ticks and all(tick == int(tick) for tick in ticks)
-    labels = [text.get_window_extent() for text in bottom.get_yticklabels(which='both')
-              if text.get_text() and low <= text.get_position()[1] <= high]
-    boxes = sorted((box.y0, box.y1) for box in labels)
-    assert boxes and all(a[1] <= b[0] for a, b in zip(boxes, boxes[1:]))
 
 
 def test_runs_are_reported_side_by_side(tmp_path, monkeypatch, capsys):

@@ -91,21 +91,6 @@ def test_the_hash_of_a_tree_stays_as_in_folders_that_are_there():
     assert (tree.fingerprint, text.fingerprint) == ('f01b013bb70a', 'd4ec02025420')
 
 
-def test_options_that_differ_in_their_last_token_share_the_others(tmp_path):
-    """As the letters after each order of the options do."""
-    reference_model('llama', tmp_path)
-    model, rng = checkpoint.load(tmp_path), np.random.default_rng(0)
-    tree = in_several_orders(packing.Tree(
-        (1, 2), [3, 4, 5], [rng.integers(1, 211, 6).tolist() for _ in range(3)]))
-    ((arrays, scored),) = packing.pack_trees([(0, tree)], 64)
-    assert arrays.shape == (3, 64) and len(scored) == tree.n_scored == 9
-    assert np.count_nonzero(arrays[0]) == 5 + 3 * 6
-    right = plain_log_probs(model, tree, 'cpu')
-    for pack_len in (8, 16, 64):        # a row of 8 has room for one order and no more
-        (sums,) = scoring.option_log_probs(model, [tree], pack_len=pack_len)
-        assert sums == pytest.approx(right, abs=1e-4)
-
-
 def test_deterministic_scores_are_bitwise_equal(tmp_path):
     reference_model('gemma2', tmp_path)
     model = checkpoint.load(tmp_path)

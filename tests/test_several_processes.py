@@ -194,19 +194,14 @@ def train(reward=False, **settings):
     config = checkpoint.read_config(base)
     return build.build_model(TrainConfig(**settings), config, base, 'cpu', reward)
 
-read = checkpoint.read_tensors
+load_full = checkpoint.load_full
 
-def read_in_shares(files):
+def load_share(target, x):
     """The weights are read when each process has room for its share of them alone."""
-    if several() == 2:
-        checkpoint.load_full = functools.partial(load_share, checkpoint.load_full)
-    return read(files)
-
-def load_share(load_full, target, x):
     assert several() == 1 or target.to_local().numel() < 0.6 * x.numel() + 64
     return load_full(target, x)
 
-checkpoint.read_tensors = read_in_shares
+checkpoint.load_full = load_share
 with parallel.joined():
     for make in (load, train, functools.partial(train, lora=True),
                  functools.partial(train, True), functools.partial(train, True, lora=True),

@@ -301,7 +301,6 @@ def test_all_processes_connect_by_the_same_backend(n_gpus, wanted, monkeypatch):
     # without a number, the GPU is that of the process: the second one here
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: n_gpus > 0)
     assert pick_device('auto') == ('cpu', 'cuda', 'cuda:1')[n_gpus]
-    assert pick_device('cpu') == 'cpu' and (not n_gpus or pick_device('cuda:0') == 'cuda:0')
 
 
 @pytest.mark.slow

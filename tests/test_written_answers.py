@@ -80,9 +80,6 @@ def test_a_proposed_or_verbalized_answer_continues_the_prompt_of_its_paper(tmp_p
     rows = [{'question': 'Who?', 'answers': ['Ann'], 'language': 'de', 'subject': 'names'}]
     question, = load_written(f'qa:{write_rows(tmp_path / "q.jsonl", rows)}').questions
     assert (question.language, question.subject) == ('de', 'names')
-    proposal = written_answers.proposed(question, '  Ann\n', True)
-    assert proposal.context.startswith('Question: Who?\nProposed Answer: Ann\nIs the proposed')
-    assert proposal.options == [' (A)', ' (B)'] and proposal.answer == 0
     for stage, start, end in (
             (written_answers.verbalized_1s(question),
              'Provide your best guess and the probability that it is correct (0.0 to',
@@ -273,22 +270,6 @@ def test_a_confidence_in_earlier_answers_is_left_out(asked, tmp_path, capsys, mo
     graded = ask(folder, out)
     assert not entries & graded.keys() and before['qa']['pooled']['accuracy'] < 1
     assert graded['qa']['pooled']['accuracy'] == graded['qa.agreement']['pooled']['accuracy'] == 1
-
-
-def test_an_answer_that_states_no_probability_is_not_written_again(asked, tmp_path, monkeypatch):
-    out = shutil.copytree(asked[0] / 'out', tmp_path / 'out')
-    before = json.loads((out / 'results.json').read_text())['tasks']
-    for name in ('verbalized_1s', 'verbalized_2s'):
-        n = before.get(f'qa.{name}', {'pooled': {'n': 0}})['pooled']['n']
-        assert len(samples_of(out, f'qa.{name}')) == n < 10
-    monkeypatch.setattr(written_tasks, 'generate', lambda *_: pytest.fail('answers were generated'))
-    whole = (out / 'samples.jsonl').read_bytes()
-    ask(asked[0], out, '--verbalized')
-    assert (out / 'samples.jsonl').read_bytes() == whole
-    # a better parser finds a number in each of them
-    monkeypatch.setattr(written_tasks, 'stated_guess', lambda *_: ('Ann', '0.5'))
-    ask(asked[0], out, '--verbalized')
-    assert len(samples_of(out, 'qa.verbalized_1s')) == 10
 
 
 def test_written_programs_are_run_only_if_that_is_allowed(asked, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Let lm-evaluation-harness write the files of this folder: `python write.py FOLDER`.
+"""Let lm-evaluation-harness write the files of this folder: `python write.py FOLDER [MODEL]`.
 
 tests/test_metrics.py and tests/test_compare.py read them. Needs lm-eval 0.4.13, transformers and
 tokenizers. Two random Llamas over bytes answer questions that were made up for this test; of
@@ -103,6 +103,8 @@ def write_model(folder, seed):
 def main(out, work):
     write_tasks(work / 'tasks')
     for name, seed, tasks in (('first', 0, TASKS), ('second', 1, ['trivia', 'endings', 'gaps'])):
+        if name not in (sys.argv[2:] or name):
+            continue
         write_model(work / name, seed)
         tasks = dict.fromkeys(task.split('_')[0] if 'trivia' in task else task for task in tasks)
         subprocess.run([sys.executable, '-m', 'lm_eval', 'run', '--model', 'hf', '--model_args',
