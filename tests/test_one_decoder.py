@@ -309,7 +309,7 @@ def test_kernels_score_a_question_alone_bitwise_the_same_in_any_batch(device, tm
     together = scoring.option_log_probs(model, TREES[::-1], pack_len=16, batch_rows=3,
                                         deterministic=True)
     assert calls_of_kernels
-    alone, = scoring.option_log_probs(model, TREES[:1], deterministic=True)
+    alone, = scoring.option_log_probs(model, TREES[:1], pack_len=16, deterministic=True)
     assert np.array_equal(alone, together[1])
 
 
