@@ -111,6 +111,14 @@ Repeat 5,6,"['5', '6', '6', '6', '5']",0.6,False
     assert values(done)['brier_top_label'] == f'{(0.04 + 1 / 9 + 4 / 9) / 3:.4f}'
 
 
+def test_of_the_samples_of_evaluate_only_the_latest_of_a_question_counts(tmp_path):
+    sample = {'task': 'mmlu', 'split': 'test', 'language': '', 'id': '1', 'answer': 0}
+    printed = values(run_metrics(write_rows(tmp_path / 'samples.jsonl', [
+        sample | {'prompt': 'old', 'log_probs': [-1.0, -2.0]},
+        sample | {'prompt': 'new', 'log_probs': [-2.0, -1.0]}])))
+    assert (printed['n'], printed['accuracy']) == ('1', '0.0000')
+
+
 def test_norm_divides_log_probabilities_as_in_evaluation(tmp_path):
     row = {'log_probs': [-2.0, -6.0], 'n_tokens': [1, 3], 'answer': 0, 'options': [' é', ' long']}
     path = write_rows(tmp_path / 'samples.jsonl', [row])
