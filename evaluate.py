@@ -45,7 +45,7 @@ from data.tasks import (TASKS, ContextualTask, JudgeTask, OptionTask, PermutedTa
                         PTrueTask, TextTask, check_names, describe_tasks, mean_over_orders,
                         show_tasks, split_name)
 from data.tokenizer import begins_with_bos, load_model_tokenizer
-from results import report, samples
+from results import card, report, samples
 from runtime.config import load_config, require_given
 from runtime.errors import ConfigError, DataError, escape_controls
 from runtime.eval_config import EvalConfig, check_eval_config
@@ -88,7 +88,7 @@ import scoring
 from decoding.answers import stream
 from decoding.written_tasks import (ProbeConfidence, SampleConfidence, WrittenTask, new_answers,
                                     write_answers)
-from results.evaluation import write_evaluation
+from results.evaluation import saved_fits, write_evaluation
 from runtime import adapter, checkpoint, device, ownership, parallel
 from runtime.code import code_digest
 from runtime.trained import (base_of_adapter, load_ahead, load_model, trained_template,
@@ -128,6 +128,7 @@ def load_tasks(cfg):
     if cfg.group_by and not all('permute' in task.settings for task in loaded):
         raise ConfigError(f'group_by = {cfg.group_by!r} needs tasks with options; leave it out')
     for label, task in tasks.items():
+        saved_fits(cfg, label)
         if cfg.fit_temperature and len(task.items) < 2 and not task.validation:
             raise DataError(f'{label}: fit_temperature needs two {task.unit} or more')
     return tasks
@@ -184,6 +185,7 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
     results = write_evaluation(results, earlier, rows, tasks, cfg, identity,
                                device.versions(cfg.device), out_dir)
     ownership.remove_aside(out_dir, samples.KIND)
+    card.write(out_dir)     # of a run's folder
     return results
 
 

@@ -15,9 +15,12 @@ The first three take scores float [N, K], logits or log-probabilities with -inf 
 lacks an option, and labels int [N]; they return a distribution over the options. The others
 take the confidence of the predicted option, float [N] in [0, 1], and whether it is right, bool or
 0/1 [N]; they return a new confidence for the same predictions. Invalid input raises ValueError that
-names the row.
+names the row. `save` writes what the fits return to a JSON file, `load` reads it.
 """
 
+import json
+import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -277,6 +280,42 @@ def _check_groups(groups, n):
         raise ValueError(f'groups must be int [N, J], N = {n}, of 0 or more, not {groups.dtype} of '
                          f'shape {groups.shape}')
     return np.insert(groups, 0, 0, axis=1)
+
+
+# {name in a file: (the function that applies it, number of its parameters, whether to scores)}
+SCALINGS: dict[str, tuple[Callable[..., np.ndarray], int, bool]] = {
+    'temperature': (metrics.softmax, 1, True), 'vector': (apply_vector, 2, True),
+    'prior': (apply_prior, 1, True), 'platt': (apply_platt, 2, False),
+    'histogram': (apply_histogram, 1, False), 'isotonic': (apply_isotonic, 2, False)}
+
+
+def save(path, fits):
+    """Write fits, {task: {name in SCALINGS: [what its fit returned]}}, to a JSON file."""
+    plain = {task: {name: [np.asarray(x).tolist() for x in parameters]
+                    for name, parameters in by_name.items()} for task, by_name in fits.items()}
+    part = f'{path}.part'
+    with open(part, 'w', encoding='utf-8') as file:
+        json.dump({'nanocal_scaling': 1, 'fits': plain}, file, indent=1)
+    os.replace(part, path)
+
+
+def load(path) -> dict:
+    """Return the fits that `save` wrote, for `apply`; ValueError names what is wrong."""
+    with open(path, encoding='utf-8') as file:
+        content = json.load(file)
+    if not isinstance(content, dict) or content.get('nanocal_scaling') != 1:
+        raise ValueError(f'{path} is not a file that scaling.save wrote')
+    for by_name in content['fits'].values():
+        for name, parameters in by_name.items():
+            if name not in SCALINGS or len(parameters) != SCALINGS[name][1]:
+                raise ValueError(f'{path}: {name} with {len(parameters)} parameters; there are '
+                                 f'{", ".join(SCALINGS)}')
+    return content['fits']
+
+
+def apply(name, values, parameters) -> np.ndarray:
+    """Return the scaled scores [N, K] or confidences [N]: the row `name` of SCALINGS."""
+    return SCALINGS[name][0](values, *parameters)
 
 
 def _check_scores(scores, name='scores'):

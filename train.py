@@ -127,7 +127,10 @@ class TrainConfig:
     device: str = 'auto'                      # 'cpu', 'cuda', 'cuda:1'; auto: a GPU if there is one
     seed: int = 0                             # of all random numbers
     log_every: int = 1                        # steps between printed lines; log.jsonl has them all
-    tracker: Literal['none', 'wandb', 'tensorboard'] = 'none'  # also log there, if installed
+    # also log there, if installed
+    tracker: Literal['none', 'wandb', 'trackio', 'tensorboard'] = 'none'
+    push_to_hub: str | None = None            # hub name to send the finished model to, such as
+    #                                           me/model; new ones are private
     dry_run: bool = False                     # print sizes, take two steps, write no run folder
 
 
@@ -154,10 +157,11 @@ from data.tokenizer import begins_with_bos, load_model_tokenizer
 from data.trees import load_answers
 from evaluate import evaluate, load_tasks, result_labels
 from fused_ce import fused_loss, smoothing, token_statistics
+from results import card
 from results.plots import draw_loss
 from results.report import print_report
-from results.samples import OUTPUTS
-from runtime import checkpoint, ownership, resume, trained
+from results.samples import DIAGRAM, OUTPUTS
+from runtime import checkpoint, hub, ownership, resume, trained
 from runtime.build import build_model, build_optimizer
 from runtime.device import micro_batches, pick_device
 from runtime.log import StepLog, peak_memory, print_sizes, show_example
@@ -170,7 +174,7 @@ from runtime.processes import cores
 # Keys that may differ when a run is resumed; all others decide its weights.
 FREE_KEYS = {'out_dir', 'overwrite', 'resume', 'save_every', 'log_every', 'val_every', 'tracker',
              'cache_dir', 'workers', 'checkpoint_epochs', 'save_dtype', 'device', 'eval',
-             'eval_before', 'pictures', 'dry_run'}
+             'eval_before', 'pictures', 'dry_run', 'push_to_hub'}
 
 
 def check_config(cfg):
@@ -483,6 +487,12 @@ def train(cfg, stage=None):
         barrier()       # until the first process has saved the weights
         if run.tasks and not cfg.dry_run:
             results['after'] = calibration_report(run, out_dir, out_dir)
+        if rank() == 0 and not cfg.dry_run:
+            card.write(out_dir)
+            if cfg.push_to_hub:
+                files = trained.run_files(cfg, run.config, run.base, run.files)
+                hub.upload(out_dir, cfg.push_to_hub, [card.NAME, DIAGRAM, *(
+                    name for name in files[3:] if not name.startswith('epoch-'))])
     return results
 
 
@@ -491,6 +501,7 @@ def claim_folder(run):
     ownership.check_free(run.out_dir, *trained.run_files(run.cfg, run.config, run.base, run.files),
                          *(OUTPUTS if run.cfg.eval else ()))
     if run.cfg.overwrite:
+        card.disown_edited(run.out_dir)
         ownership.set_aside(run.out_dir, 'run', ['*'], [
             'resume-*/state.json', 'epoch-*/config.json', 'config.json'])
     ownership.claim(run.out_dir, 'train_config.py', 'log.jsonl')

@@ -2,9 +2,11 @@
 
 from dataclasses import asdict
 
+import scaling
 from results import confidence, page, report
 from results.plots import draw_reliability
-from results.samples import DIAGRAM, GRID, OUTPUTS, of_split
+from results.samples import DIAGRAM, GRID, OUTPUTS, SCALING, of_split
+from runtime.errors import ConfigError
 
 
 def write_evaluation(results, earlier, samples, tasks, cfg, identity, versions, out_dir):
@@ -23,7 +25,8 @@ def write_evaluation(results, earlier, samples, tasks, cfg, identity, versions, 
     for task, result in results.items():
         rows, written = samples[task], tasks[task.partition('.')[0]].is_written
         result |= report.summarize(rows, cfg.norm, n_bootstrap=cfg.n_bootstrap, seed=cfg.seed,
-                                   fit=cfg.fit_temperature or written and len(rows) > 1)
+                                   fit=cfg.fit_temperature or written and len(rows) > 1,
+                                   fits=saved_fits(cfg, task))
         shots = result.get('shots', 0)
         result['fewer_shots'] = sum(s.get('shots', shots) < shots for s in rows)
         if written:
@@ -35,12 +38,31 @@ def write_evaluation(results, earlier, samples, tasks, cfg, identity, versions, 
     return content
 
 
+def saved_fits(cfg, task):
+    """Return {scaling: its parameters} of a task in the file cfg.scaling; None without a file."""
+    if not cfg.scaling:
+        return None
+    try:
+        fits = scaling.load(cfg.scaling)
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+        raise ConfigError(f'scaling = {cfg.scaling!r} cannot be read: {error}') from None
+    name = task.partition('.')[0]
+    if name not in fits and len(fits) != 1:
+        raise ConfigError(f'scaling = {cfg.scaling!r} has {", ".join(fits) or "no task"}, and not '
+                          f'{name}; fit it with --fit_temperature, or keep one task in the file')
+    return fits.get(name) or next(iter(fits.values()))
+
+
 def write_results(content, earlier, results, samples, tasks, pictures, out_dir):
     """Write the content of results.json, the tables, the pictures and report.html."""
     pictures = draw_diagrams(earlier, results, samples, tasks, out_dir) if pictures else []
     rows = page.to_read(content['tasks'], samples)
     has_page = page.write_report(content, page.select(rows), pictures, out_dir)
     names = ['report.html'] * has_page + [OUTPUTS[0]] * (out_dir / OUTPUTS[0]).exists()
+    if fits := {task: x['post_hoc']['fits'] for task, x in content['tasks'].items()
+                if 'fits' in x.get('post_hoc', ())}:
+        scaling.save(out_dir / SCALING, fits)
+        names.append(SCALING)
     names += [*report.write_results(content, out_dir, page.mistakes(rows)), *pictures]
     print(f'wrote {", ".join(names)} to {out_dir}')
 
@@ -67,11 +89,12 @@ def measure_again(results, samples):
         if result.get('measured_by') != report.measured_by() and n == result['pooled']['n']:
             print(f'{task}: its metrics are computed again from samples.jsonl, by the present code')
             settings = {key: value for key, value in result.items() if key not in (
-                'pooled', 'bins', 'macro', 'option_mass', 'post_hoc', 'judge',
+                'pooled', 'bins', 'macro', 'option_mass', 'post_hoc', 'scaled', 'judge',
                 'worst_group_ece', *report.GROUPS.values())}
             result = settings | report.summarize(
                 rows, result['norm'], n_bootstrap=result.get('n_bootstrap', 1000),
-                fit='post_hoc' in result, seed=result.get('seed', 0))
+                fit='post_hoc' in result, seed=result.get('seed', 0),
+                fits=result.get('scaled', {}).get('fits'))
         updated[task] = result
     return updated
 

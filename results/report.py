@@ -108,11 +108,12 @@ def option_scores(log_probs, options, n_tokens, norm):
 # Metrics and their intervals
 
 
-def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
+def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0, fits=None):
     """Return the metrics of one task; the order of its samples does not matter.
 
     The keys are those of docs/evaluation.md, from 'unit' on. A report is that of metrics.report
-    with 'intervals', {metric: [low, high]}: 95 % by bootstrap over questions.
+    with 'intervals', {metric: [low, high]}: 95 % by bootstrap over questions. fits: {name: its
+    parameters} of scalings to apply, a task's part of what scaling.load returns.
     """
     samples = sorted(samples, key=sample_order)
     everything, held_out = samples, of_split(samples, 'validation')
@@ -153,6 +154,9 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
         if worst['unscaled'][1] is not None:
             summary.setdefault('worst_group_ece', {})[plural] = {
                 name: [ece, names[i]] for name, (ece, i) in worst.items()}
+    if fits:
+        groups = {name: rescaled(pooled, name, x) for name, x in fits.items()}
+        summary['scaled'] = {'fits': fits, 'reports': measure(groups, n_bootstrap, seed)[0]}
     return summary | {'measured_by': measured_by()}
 
 
@@ -165,6 +169,22 @@ def group_indices(samples):
             number = {name: i for i, name in enumerate(names)}
             indices[plural] = names, np.array([number[value] for value in values])
     return indices
+
+
+def rescaled(predicted, name, parameters):
+    """Return Predictions scaled by the row `name` of scaling.SCALINGS; DataError if it fits not."""
+    try:
+        if not scaling.SCALINGS[name][2]:
+            confidence, correct = metrics.top_label(predicted.probs, predicted.labels)
+            return Predictions(scaling.apply(name, confidence, parameters), correct)
+        if predicted.scores is None:
+            raise ValueError('it needs options, and this task has none')
+        probs = scaling.apply(name, predicted.scores, parameters)
+    except ValueError as error:
+        raise DataError(f'scaling {name}: {error}') from None
+    scores = np.log(np.where(np.isneginf(predicted.scores), 0, np.maximum(probs, 1e-300)))
+    return option_predictions(probs, predicted.labels, predicted.n_options,
+                              np.where(np.isneginf(predicted.scores), -np.inf, scores))
 
 
 def letters(samples, predicted):
@@ -296,6 +316,12 @@ def post_hoc(test, held_out, n_bootstrap, seed, samples, held_out_samples):
         groups['multicalibration'] = Predictions(shifted, correct)
     if not has_options:
         groups['isotonic'] = Predictions(isotonic, correct)
+    # for other data: fitted on all that there is
+    fit = test if held_out is None else held_out
+    top = metrics.top_label(fit.probs, fit.labels)
+    fitted['fits'] = {'platt': [*scaling.fit_platt(*top)]} | (
+        {'temperature': [scaling.fit_temperature(fit.scores, fit.labels)]} if has_options else
+        {'isotonic': [x.tolist() for x in scaling.fit_isotonic(*top)]})
     return fitted | {'reports': measure(groups, n_bootstrap, seed)[0]}, groups
 
 
@@ -370,6 +396,8 @@ def report_rows(result):
     groups |= {kind: {kind: result[kind]} for kind in ('pooled', 'macro') if kind in result}
     groups['post_hoc'] = {f'{name} scaling': x for name, x in result.get(
         'post_hoc', {}).get('reports', {}).items()}
+    groups['scaled'] = {f'{name} of the file': x for name, x in result.get(
+        'scaled', {}).get('reports', {}).items()}
     return [(kind, name, report) for kind, reports in groups.items()
             for name, report in reports.items()]
 
@@ -447,7 +475,7 @@ def section(task, tasks, target='text'):
             rows = [row for row in rows if row[0] != kind]
     table = cells(rows, count=unit(result), intervals=target == 'latex')
     if target == 'latex':
-        table = mark_best(table, ['' if kind in ('pooled', 'post_hoc') else (kind, name)
+        table = mark_best(table, ['' if kind in ('pooled', 'post_hoc', 'scaled') else (kind, name)
                                   for kind, name, _ in rows])
     more = {'Confidences in the written answers': confidence_cells(task, tasks), **more,
             'Temperatures by language': temperatures.cells(result)}

@@ -20,8 +20,9 @@ from runtime.digests import json_digest
 from runtime.errors import ConfigError, DataError
 from runtime.json_rules import broken_rule, each
 
+SCALING = 'scaling.json'       # the fits of --fit_temperature, for --scaling
 OUTPUTS = ('samples.jsonl', 'eval_config.json', 'results.json', 'results.md', 'results.csv',
-           'results.tex', 'report.html')
+           'results.tex', 'report.html', SCALING)
 DIAGRAM, GRID = 'reliability.png', 'reliability-{}-languages.png'
 KIND = 'evaluation'     # the name under which --overwrite sets earlier files aside
 CHECKSUM = 'line_checksum'      # key of a row's hash, so that a damaged number is noticed

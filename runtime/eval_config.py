@@ -55,6 +55,7 @@ class EvalConfig:
     max_length: int | None = None             # longest prompt in tokens; None: the model's context
     fit_temperature: bool = False             # also report temperature and Platt scaling
     group_by: str = ''                        # a field of the questions: also report by its values
+    scaling: str | None = None                # a scaling.json to apply, such as another run's
     n_bootstrap: int = 1000                   # resamples for the intervals; 0: none
     pictures: bool = True                     # draw reliability diagrams
     pack_len: int | None = None               # tokens in a packed row; None: 32768 on a GPU, 16384

@@ -1,4 +1,4 @@
-"""Download models and datasets from the Hugging Face hub."""
+"""Download models and datasets from the Hugging Face hub; upload a model."""
 
 from pathlib import Path
 
@@ -22,3 +22,16 @@ def download(name: str, patterns, revision: str | None = None, repo_type: str = 
                    f'from the hub failed ({type(error).__name__}: {reason}); check the name and '
                    f'the network; if it is gated, accept its license there and set HF_TOKEN or '
                    f'run `hf auth login`') from error
+
+
+def upload(folder, name: str, files):
+    """Send these files of a folder to the hub as the model `name`, private if it is new."""
+    from huggingface_hub import HfApi
+    try:
+        HfApi().create_repo(name, private=True, exist_ok=True)
+        HfApi().upload_folder(repo_id=name, folder_path=str(folder), allow_patterns=list(files),
+                              commit_message='Model trained with nanoCal')
+    except Exception as error:  # as above
+        raise CheckpointError(f'sending {folder} to {name} failed ({type(error).__name__}: '
+                              f'{error}); the run is complete: run `hf auth login` and the same '
+                              f'command with --resume') from error

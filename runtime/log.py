@@ -189,6 +189,11 @@ def start_tracker(cfg):
         run = wandb.init(project='nanocal', name=Path(cfg.out_dir).name, dir=cfg.out_dir,
                          config=asdict(cfg))
         return lambda record: run.log(record, step=record['step'])
+    if cfg.tracker == 'trackio':
+        import trackio
+        run = trackio.init(project='nanocal', name=Path(cfg.out_dir).name, config=asdict(cfg))
+        atexit.register(trackio.finish)     # records are sent by a thread
+        return lambda record: run.log(record, step=record['step'])
     if cfg.tracker == 'tensorboard':
         from torch.utils.tensorboard import SummaryWriter
         writer = SummaryWriter(Path(cfg.out_dir) / 'runs')

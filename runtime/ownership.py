@@ -155,6 +155,11 @@ def discard(folder, *patterns, keep=''):
         _forget(folder, gone)
 
 
+def disown(folder, name):
+    """Take a file off the list of `folder`, and leave it there: it is the user's now."""
+    _forget(Path(folder), [name])
+
+
 def _matching(folder, patterns):
     """Return the listed names of `folder` and of its before/ that match a pattern, in `_order`."""
     names = [name for name in _all_names(folder)

@@ -1,6 +1,7 @@
 """demo.py: its settings, what it leaves and prints, and that a second call only looks."""
 
 import json
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import demo
+from common import HERE
 from runtime import processes
 from runtime.errors import ConfigError
 
@@ -50,6 +52,28 @@ def test_the_demo_leaves_a_report_and_the_files_of_three_runs(small_world):
     for words in ('{{Answer: ', 'supervised tokens between', 'peak memory'):
         assert words in printed, words
     assert (folder / 'reliability-questions.png').read_bytes().startswith(b'\x89PNG')
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_from_top_to_bottom(small_world, tmp_path, monkeypatch, capsys):
+    """On finished runs: training itself is the same call as in demo.py."""
+    folder = shutil.copytree(small_world[0], tmp_path / 'demo')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(HERE)
+    monkeypatch.setattr(demo, 'make_world', lambda place, seed: None)
+    monkeypatch.setattr(demo, 'train', lambda cfg: {'after': json.loads(
+        Path(cfg.out_dir, 'results.json').read_text())})
+    notebook = (HERE / 'docs' / 'demo.ipynb').read_text()
+    cells = json.loads(notebook.replace("'out/demo'", f"'{folder}'").replace(
+        'Path.cwd(), *Path.cwd().parents', f"Path('{HERE}'),"))['cells']
+    names = {}
+    for cell in cells:
+        if cell['cell_type'] == 'code':
+            assert not cell['outputs']
+            exec(''.join(cell['source']), names)
+    printed = capsys.readouterr().out
+    assert 'tuned_ls01' in printed and printed.splitlines()[-1].startswith('T = ')
+    assert names['temperature'] > 0
 
 
 def test_a_second_call_trains_nothing(tmp_path, monkeypatch, capsys):

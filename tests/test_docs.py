@@ -7,7 +7,7 @@ import re
 import pytest
 from common import HERE
 
-PAGES = ['README.md', 'CONTRIBUTING.md', 'CHANGELOG.md', 'research/study/STUDY.md',
+PAGES = ['README.md', 'AGENTS.md', 'CONTRIBUTING.md', 'CHANGELOG.md', 'research/study/STUDY.md',
          'research/study/PLAN.md',
          *(f'docs/{path.name}' for path in sorted((HERE / 'docs').glob('*.md')))]
 SKIPPED = {'.git', '.mypy_cache', '.venv', 'out', 'build', '__pycache__'}
@@ -19,7 +19,8 @@ for path in FILES:
         MODULES.setdefault(path.stem, []).append(path)
 ENDINGS = 'py', 'md', 'toml', 'csv', 'png', 'json', 'jsonl', 'tex', 'txt', 'html'
 # files of other programs, of a reader, or of an older version
-FOREIGN = {'my_figure.py', 'generation_config.json', 'adapter_model.safetensors'}
+FOREIGN = {'my_figure.py', 'convert_hf_to_gguf.py', 'generation_config.json',
+           'adapter_model.safetensors'}
 # options of other programs
 FOREIGN_KEYS = {'nproc_per_node', 'log_samples', 'output_path'}
 

@@ -396,6 +396,12 @@ def test_the_validation_split_is_fitted_on_and_neither_scored_nor_shown(scored_f
     result = scored(tmp_path, tmp_path / 'out', '--fit_temperature', tasks='mmlu')['tasks']['mmlu']
     assert result['post_hoc']['fitted_on'] == '30 validation questions'
     assert result['pooled']['n'] == 28 and len(result['post_hoc']['temperature']) == 1
+    # the fits travel to other results
+    applied = scored(tmp_path, tmp_path / 'other', f'--scaling={tmp_path}/out/scaling.json',
+                     tasks='mmlu')['tasks']['mmlu']
+    scaled, fitted = (x['reports'] for x in (applied['scaled'], result['post_hoc']))
+    assert scaled['temperature']['nll'] == pytest.approx(fitted['temperature']['nll'])
+    assert scaled['platt']['ece'] == pytest.approx(fitted['platt']['ece'])
 
 
 def test_the_schema_of_results_is_documented(whole, foxes, tmp_path):
@@ -429,8 +435,8 @@ def test_the_schema_of_results_is_documented(whole, foxes, tmp_path):
              *foxes.score(f'--tasks=judge:{pairs}').values()]
     assert found.keys() == of_file and found['schema'] == report.SCHEMA == 1
     assert found['config'].keys() == dataclasses.asdict(evaluate.EvalConfig()).keys()
-    # dropout needs adapters
-    assert {key for task in tasks for key in task} == of_task - {'dropout_seed'}
+    # dropout needs adapters, scaled a file
+    assert {key for task in tasks for key in task} == of_task - {'dropout_seed', 'scaled'}
     reports = [of_kind for task in tasks for _, _, of_kind in report.report_rows(task)]
     metric_names = metrics.report(np.full((4, 2), 0.5), np.arange(4) % 2).keys()
     for of_kind in reports:

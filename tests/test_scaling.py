@@ -5,11 +5,15 @@ import math
 
 import numpy as np
 import pytest
+import torch
+from common import by_transformers, reference_model
 from predictions import exactly
 
 import metrics
 import scaling
 from results import temperatures
+from runtime import fold
+from runtime.errors import ConfigError
 
 
 def test_temperature_and_platt_scaling_recover_what_was_applied():
@@ -217,3 +221,39 @@ def test_a_group_without_a_temperature_of_its_own_takes_the_mean():
     # none has one: all rows together
     own, shrunk = temperatures.fit_temperatures(scores[certain], labels[certain], groups[certain])
     assert list(own) == [1] and shrunk[1] == pytest.approx(own[1]) == pytest.approx(0.001)
+
+
+def test_fits_travel_in_a_file(tmp_path):
+    rng = np.random.default_rng(1)
+    scores, labels = rng.normal(size=(300, 3)) * 3, rng.integers(3, size=300)
+    confidence, correct = metrics.top_label(metrics.softmax(scores), labels)
+    fits = {'vector': scaling.fit_vector(scores, labels), 'prior': [scaling.fit_prior(scores)],
+            'temperature': [scaling.fit_temperature(scores, labels)],
+            **{name: fit(confidence, correct) for name, fit in (
+                ('platt', scaling.fit_platt), ('isotonic', scaling.fit_isotonic))},
+            'histogram': [scaling.fit_histogram(confidence, correct)]}
+    assert fits.keys() == scaling.SCALINGS.keys()
+    path = tmp_path / 'scaling.json'
+    scaling.save(path, {'mmlu': fits})
+    for name, parameters in scaling.load(path)['mmlu'].items():
+        function, _, of_scores = scaling.SCALINGS[name]
+        values = scores if of_scores else confidence
+        assert (scaling.apply(name, values, parameters) == function(values, *fits[name])).all()
+    scaling.save(path, {'mmlu': {'platt': [1.0]}})
+    with pytest.raises(ValueError, match='scaling.json: platt with 1 parameters'):
+        scaling.load(path)
+
+
+@pytest.mark.parametrize('name', ['llama', 'gemma2', 'neox', 'cohere'])
+def test_a_temperature_folded_into_the_weights_divides_the_logits_of_transformers(name, tmp_path):
+    reference_model(name, tmp_path / 'model')
+    scaling.save(tmp_path / 'scaling.json', {'mmlu': {'temperature': [1.7]}})
+    arguments = f'--model={tmp_path}/model', f'--scaling={tmp_path}/scaling.json'
+    fold.main([*arguments, f'--out_dir={tmp_path}/folded'])
+    tokens = torch.randint(3, 60, (2, 9), generator=torch.manual_seed(0))
+    before, after = (by_transformers(tmp_path / x)(tokens).logits for x in ('model', 'folded'))
+    assert before.abs().max() > 0.1
+    torch.testing.assert_close(after, before / 1.7, rtol=1e-4, atol=1e-5)
+    assert 'divided by 1.7' in (tmp_path / 'folded' / 'README.md').read_text()
+    with pytest.raises(ConfigError, match="task = 'arc': name one of .*: mmlu"):
+        fold.main([*arguments, '--task=arc', f'--out_dir={tmp_path}/folded'])

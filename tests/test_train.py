@@ -173,16 +173,25 @@ def test_a_report_in_the_chat_template(settings_file, tmp_path):
 
 
 @pytest.mark.slow
-def test_training_by_letter_learns_the_letter(small_world, tmp_path):
-    """A model learns that the answer is always B, and the report asks as the training did."""
+def test_training_by_letter_learns_the_letter(small_world, tmp_path, monkeypatch):
+    """A model learns that the answer is always B, and the report asks as the training did.
+
+    The finished model is sent to the hub with its card, and without samples, logs and settings.
+    """
+    monkeypatch.setattr('huggingface_hub.HfApi', lambda: api)
+    api = mock.Mock()
     path = write_rows(tmp_path / 'mine.jsonl', [
         {'question': f'{i} or {i + 1}?', 'choices': ['one', 'two'], 'answer': 1}
         for i in range(8)])
     results = train.train(train.TrainConfig(
         model=str(small_world[0] / 'base'), out_dir=str(tmp_path / 'out'), cache_dir=str(tmp_path),
         data=str(path), data_kind='questions', lr=3e-3, batch_size=8, epochs=30,
-        max_length=128, pack_len=512, workers=1, checkpoint_epochs=False,
+        max_length=128, pack_len=512, workers=1, push_to_hub='me/model',
         eval=evaluate.EvalConfig(tasks=(str(path),), shots=0, n_bootstrap=0, pictures=False)))
+    sent = api.upload_folder.call_args.kwargs['allow_patterns']
+    assert {'README.md', 'config.json', 'model.safetensors', 'tokenizer.model'} <= {*sent}
+    assert not [x for x in sent if x.startswith(('epoch', 'train_', 'log', 'samples', 'results'))]
+    assert '| mine | after' in (tmp_path / 'out' / 'README.md').read_text()
     before, after = (results[when]['tasks']['mine'] for when in ('before', 'after'))
     assert after['pooled']['accuracy'] == 1 and before['pooled']['nll'] > 0.3
     assert before['option_mass'] < 0.1 and after['option_mass'] > 0.5
@@ -233,6 +242,18 @@ def test_the_end_of_a_script_closes_the_writer_of_tensorboard(monkeypatch):
     send({'step': 7, 'lr': 0.5})
     assert writer.add_scalar.call_args_list == [mock.call('step', 7, 7), mock.call('lr', 0.5, 7)]
     assert at_exit == [writer.close]
+
+
+def test_trackio_gets_every_record(monkeypatch):
+    trackio, at_exit = mock.Mock(), []
+    monkeypatch.setitem(sys.modules, 'trackio', trackio)
+    monkeypatch.setattr(log.atexit, 'register', at_exit.append)
+    cfg = tiny_config(tracker='trackio', out_dir='out/mine')
+    log.start_tracker(cfg)({'step': 7, 'lr': 0.5})
+    assert trackio.init.call_args.kwargs == {
+        'project': 'nanocal', 'name': 'mine', 'config': dataclasses.asdict(cfg)}
+    trackio.init().log.assert_called_once_with({'step': 7, 'lr': 0.5}, step=7)
+    assert at_exit == [trackio.finish]
 
 
 @pytest.mark.parametrize('name, values, message', [

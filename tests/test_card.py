@@ -1,0 +1,73 @@
+"""results/card.py and --push_to_hub: the model card of a run's folder, and what is sent."""
+
+import json
+
+import pytest
+import yaml
+from common import write_run
+
+from results import card, report, samples
+from runtime import hub, ownership
+from runtime.errors import CheckpointError
+
+
+def reported(folder, sharpness):
+    """A run's folder whose results.json has the metrics of its samples."""
+    write_run(folder, sharpness=sharpness, settings={
+        'model': 'google/gemma-3-270m', 'data': 'allenai/tulu', 'smoothing': 0.1})
+    results = json.loads((folder / 'results.json').read_text())
+    results['tasks']['mmlu'] |= report.summarize(
+        samples.read_samples(folder / 'samples.jsonl'), 'token', n_bootstrap=50, fit=True)
+    (folder / 'results.json').write_text(json.dumps(results))
+    (folder / 'config.json').write_text('{}')
+    return results['tasks']['mmlu']
+
+
+def test_the_card_has_the_results_before_and_after_and_an_edited_one_stays(tmp_path, capsys):
+    run = tmp_path / 'run'
+    before, after = reported(run / 'before', 0.5), reported(run, 3.0)
+    (run / samples.DIAGRAM).write_bytes(b'')
+    card.write(run)
+    text = (run / card.NAME).read_text()
+    head = yaml.safe_load(text.split('---\n')[1])
+    assert (head['base_model'], head['datasets']) == ('google/gemma-3-270m', ['allenai/tulu'])
+    (result,) = head['model-index'][0]['results']
+    values = {x['type']: x['value'] for x in result['metrics']}
+    assert values == {key: round(after['pooled'][key], 4) for key in ('accuracy', 'ece')}
+    for part in (before, after):
+        ece, (low, high) = part['pooled']['ece'], part['pooled']['intervals']['ece']
+        assert f'{ece:.3f} [{low:.3f}, {high:.3f}]' in text
+    temperature, = after['post_hoc']['fits']['temperature']
+    assert f'{temperature:.3f}' in text and '![reliability diagrams](reliability.png)' in text
+    assert '| smoothing' in text and '`0.1`' in text
+    # written again after another evaluation, but not over an edit, not even by --overwrite
+    reported(run, 2.0)
+    card.write(run)
+    again = (run / card.NAME).read_text()
+    assert again != text
+    (run / card.NAME).write_text(edited := again.replace('# run', '# my model'))
+    card.write(run)
+    assert (run / card.NAME).read_text() == edited and 'stays as it is' in capsys.readouterr().out
+    ownership.discard(run, '*')
+    assert (run / card.NAME).read_text() == edited
+
+
+def test_what_is_sent_to_the_hub(tmp_path, monkeypatch):
+    calls = []
+
+    class Api:
+        def __getattr__(self, name):
+            def call(*arguments, **options):
+                if 'fail' in options.get('repo_id', ''):
+                    raise OSError('401 Client Error')
+                calls.append((name, arguments, options))
+            return call
+
+    monkeypatch.setattr('huggingface_hub.HfApi', Api)
+    hub.upload(tmp_path, 'me/model', ['config.json', 'README.md'])
+    (create, name, options), (upload, _, sent) = calls
+    assert (create, name, options['private']) == ('create_repo', ('me/model',), True)
+    assert upload == 'upload_folder' and sent['allow_patterns'] == ['config.json', 'README.md']
+    assert (sent['repo_id'], sent['folder_path']) == ('me/model', str(tmp_path))
+    with pytest.raises(CheckpointError, match='me/fail failed .*401.*; the run is complete'):
+        hub.upload(tmp_path, 'me/fail', ['config.json'])
