@@ -5,6 +5,7 @@ import torch
 
 from alignment.advantages import RL_METHODS
 from alignment.packed_answers import COLUMNS, Answers
+from data.packing import IGNORE
 from fused_ce import fused_loss, joint
 from runtime.errors import ConfigError, DataError
 from runtime.loss import loss_options
@@ -104,19 +105,24 @@ def tokenized_brier(levels):
     state a confidence and c_i the one that token i states: a proper score, least if all of q is on
     the level nearest to the accuracy. levels: {token id: c}, as by `confidence_levels`. A
     supervised token of the largest c says that the answer before it is right, one of the smallest
-    that it is wrong. Supervised tokens that state no confidence have no loss.
+    that it is wrong. Only the last such token of consecutive supervised ones has a loss: the first
+    0 of 0.9 may be a level, too.
     """
     ids, c = torch.tensor([*levels]), torch.tensor([*levels.values()])
     labels = (c - c.min()) / (c.max() - c.min())
 
     def objective(packed, cfg):
-        n = int(np.isin(packed.targets, ids.numpy()).sum())
+        stretch = np.cumsum(packed.targets == IGNORE)   # equal for consecutive supervised tokens
+        stated = np.flatnonzero(np.isin(packed.targets, ids.numpy()))
+        stated = stated[np.diff(stretch[stated], append=-1) != 0]       # the last of each
+        n, has_loss = len(stated), np.zeros(packed.targets.shape, bool)
+        has_loss.flat[stated] = True
         if not n:
             raise DataError('no supervised token of a step states a confidence; the trained answer '
                             'must be one, such as 0.9 if the answer before it is right, else 0.0')
 
         def compute(model, rows, inputs, targets):
-            at = torch.isin(targets, ids).nonzero(as_tuple=True)
+            at = torch.from_numpy(has_loss[rows]).nonzero(as_tuple=True)
             level = (targets[at][:, None] == ids).int().argmax(1)
             device = model.head.device
             z = (model(*inputs)[at[0].to(device), at[1].to(device)].float()

@@ -249,8 +249,9 @@ def test_the_tokenized_brier_score_is_that_of_a_plain_loop_and_proper(base, tmp_
     ids, c = [*levels], [*levels.values()]
     assert c == [d / 10 for d in range(10)] and len({*ids}) == 10
     rng = np.random.default_rng(0)
-    sequences = [(np.array([1, *rng.integers(3, 90, n), ids[9 * right], 2]),
-                  np.array([*[0] * (n + 1), 1, 1])) for n, right in ((5, 1), (9, 0), (2, 1))]
+    # as 0.9 or 0.0, whose first token can be a level, too
+    sequences = [(np.array([1, *rng.integers(3, 90, n), ids[0], 5, ids[9 * right], 2]),
+                  np.array([*[0] * (n + 1), 1, 1, 1, 1])) for n, right in ((5, 1), (9, 0), (2, 1))]
     expected = 0
     for tokens, _ in sequences:
         ahead = torch.from_numpy(tokens[None, :-2])
@@ -262,7 +263,7 @@ def test_the_tokenized_brier_score_is_that_of_a_plain_loop_and_proper(base, tmp_
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     for micro_rows in (1, 3):
         model.zero_grad()
-        packed = pack(sequences, 12)
+        packed = pack(sequences, 16)
         values = train.forward_backward(model, packed, replace(run.cfg, micro_rows=micro_rows),
                                         'cpu', objectives.tokenized_brier(levels))
         assert values['loss'].item() == pytest.approx(expected.item(), rel=1e-5)
@@ -274,7 +275,7 @@ def test_the_tokenized_brier_score_is_that_of_a_plain_loop_and_proper(base, tmp_
         assert np.argmin(loss) == round(10 * p)
     sequences = [(tokens, mask * 0) for tokens, mask in sequences]
     with pytest.raises(DataError, match='no supervised token of a step states a confidence'):
-        objectives.tokenized_brier(levels)(pack(sequences, 12), run.cfg)
+        objectives.tokenized_brier(levels)(pack(sequences, 16), run.cfg)
     with pytest.raises(ConfigError, match='must differ in their last token alone'):
         objectives.confidence_levels(run.tokenizer, ('0.1', '1.00'))
 
