@@ -5,7 +5,7 @@
 
 A step is forward, backward, clipping and AdamW on four documents of 2,048 tokens, with random
 weights; with `data` and `tokenizer` also on real conversations. The compile seconds are the time of
-the first three steps minus that of three later ones.
+the first `steps` minus that of as many later ones.
 """
 
 import itertools
@@ -39,11 +39,11 @@ class BenchConfig(PeerOptions):
     data: str | None = None         # conversations, as in train.py
     batch: int = 128                # conversations per step
     pack_len: int = 4096            # tokens in a row of conversations
+    steps: int = 3                  # per timed part; a small model needs dozens for a second
     warm: bool = False              # use compiled kernels that are in the caches on disk
 
 
 ROWS, LENGTH = 4, 2048      # documents per step, their tokens
-STEPS = 3                   # per timed part
 PEAK = 989e12               # FLOP/s of an H100 or H200 in bfloat16
 # what the parts of a method's name say, as keys of TrainConfig
 OURS = {
@@ -95,7 +95,7 @@ def bench(config):
             if methods:
                 yield {'shape': name, 'data': data, 'results': measure_methods(
                     __file__, f'{name}, {data}', methods, config.warm, raw=MODELS[name],
-                    real=real)}
+                    real=real, steps=config.steps)}
 
 
 def method_options(name, pack_len):
@@ -118,7 +118,7 @@ def on_conversations(method):
     return 'packed' in method or 'padded' in method
 
 
-def measure(raw, ours, real, options):
+def measure(raw, ours, real, options, steps=3):
     """Return the speed and peak memory of steps after the first ones, which compile."""
     torch.manual_seed(0)
     batches = (real_batches(*real) if real else
@@ -133,13 +133,13 @@ def measure(raw, ours, real, options):
     if options.get('trl'):
         options = {key: value for key, value in options.items() if key != 'trl'}
         with tempfile.TemporaryDirectory() as folder:
-            tokens = [trl_steps(raw, batches, mark, STEPS, folder, **options) * STEPS] * 4
+            tokens = [trl_steps(raw, batches, mark, steps, folder, **options) * steps] * 4
     else:
         step = our_step(raw, batches, options) if ours else hugging_face_step(raw, **options)
         tokens = []
         mark()
-        for start in range(0, 4 * STEPS, STEPS):
-            chosen = [batches[i % len(batches)] for i in range(start, start + STEPS)]
+        for start in range(0, 4 * steps, steps):
+            chosen = [batches[i % len(batches)] for i in range(start, start + steps)]
             for batch in chosen:
                 step(batch)
             tokens.append(sum(len(ids) for batch in chosen for ids, _ in batch))
