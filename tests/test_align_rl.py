@@ -663,7 +663,6 @@ def test_prompts_without_a_usable_row_say_why(tmp_path, tokenizers, raw, message
 
 @pytest.mark.parametrize('code, message', [
     ('def reward(:\n', 'reward.py:1: SyntaxError'), ('x = 1\n', 'no function reward'),
-    ('import math\n\n1 / 0\n', 'reward.py:3: ZeroDivisionError'),
     ('def reward(p, a, row):\n    b = 1\n    return row["b"]\n', "reward.py:3: KeyError: 'b'"),
     ('def reward(p, a, row):\n    return "good"\n', "'good' for the prompt 'p'; wanted a number"),
     ('def reward(p, a, row):\n    return float("nan")\n', 'wanted a number'),
@@ -728,10 +727,7 @@ def test_a_reward_imports_modules_beside_it_which_are_part_of_it(place, tmp_path
     ({'method': 'grpo', 'reward': 'exact:humaneval'}, 'then allow it with --run_code'),
     ({'method': 'grpo', 'reward': 'exact'}, "'grpo' generates its answers on one GPU"),
     ({'method': 'grpo', 'reward': 'exact', 'gae_lambda': 0.9}, "effect with method = 'grpo'"),
-    ({'method': 'grpo', 'reward': 'exact', 'beta': 0.2}, "effect with method = 'grpo'"),
     ({'method': 'grpo', 'reward': 'exact', 'kl_coef': 0.2}, "effect with kl = 'none'"),
-    ({'method': 'grpo', 'reward': 'exact', 'penalty': -1.0}, "effect with truncated = 'mask'"),
-    ({'method': 'grpo', 'reward': 'exact', 'clip': 0.1}, 'effect with updates = 1'),
     ({'method': 'ppo', 'reward': 'exact', 'value_clip': 0.1}, 'effect with updates = 1'),
     ({'method': 'grpo', 'reward': 'exact', 'lora_dropout': 0.1}, 'the policy would differ')])
 def test_settings_of_rewards_without_sense_are_refused(values, message, monkeypatch):
