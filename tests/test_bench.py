@@ -5,7 +5,6 @@ import importlib.util
 import re
 import shutil
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -197,29 +196,6 @@ def test_several_gpus(small, tokenizer, tmp_path, monkeypatch):
     assert [(name, row['same']) for name, row in table['results'].items()] == [
         *zip(names, (None, True, True))]
     assert all(0 < row['before_s'] < row['seconds'] for row in table['results'].values())
-
-
-@pytest.mark.parametrize('only, same', [
-    ('1 GPU|2 GPUs', [None, None]), ('2 GPUs, deterministic', [None]),
-    ('1 GPU, deterministic|2 GPUs, deterministic', [None, True])])
-def test_commands_of_several_gpus_are_chosen(tmp_path, only, same, monkeypatch):
-    def run(options, processes, out):
-        out.mkdir()
-        (out / 'samples.jsonl').write_text(f'{"--deterministic" in options or processes}\n')
-        (out / 'eval_config.json').write_text('{}')
-        (out / 'results.json').write_text('{"tasks": {"global_mmlu": {"scoring_seconds": 2}}}')
-        return 3
-
-    monkeypatch.setattr(bench.several_gpus, 'run', run)
-    config = bench.several_gpus.BenchConfig(only=only)
-    found = bench.several_gpus.measure(config, tmp_path)
-    assert [*found] == only.split('|') and [row['same'] for row in found.values()] == same
-    speed_up = '1.00' if len(same) > 1 else ''
-    last = section(bench.several_gpus, {'shape': 'x', 'languages': 2, 'limit': 9,
-                                        'results': found}).split('\n')[-1]
-    assert re.search(fr'\| 3\.0 \| {speed_up} \| -?0\.0 \| 2\.0 \| {speed_up} \| 1\.0 \|', last)
-    with pytest.raises(ConfigError, match="no '2 GPU'; the names are '1 GPU', '2 GPUs', "):
-        bench.several_gpus.measure(bench.several_gpus.BenchConfig(only='1 GPU|2 GPU'), tmp_path)
 
 
 peers_too = pytest.mark.parametrize('ours', [True, pytest.param(False, marks=pytest.mark.skipif(
@@ -457,20 +433,6 @@ def test_one_command_writes_one_page(small, tokenizer, tmp_path, monkeypatch, ca
     assert 'research/bench/generate.py was not started' in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_a_script_is_stopped_with_its_processes(tmp_path, capsys):
-    script = tmp_path / 'sleeps.py'
-    child = f'import time; time.sleep(5); open({str(tmp_path / "x")!r}, "w")'
-    script.write_text(f'import subprocess, sys; subprocess.run([sys.executable, "-c", {child!r}])')
-    started = time.monotonic()
-    assert bench.all.run_script([str(script)], started + 1) == 0
-    assert time.monotonic() - started < 4 and 'was stopped' in capsys.readouterr().out
-    script.write_text('raise SystemExit(3)')
-    assert bench.all.run_script([str(script)], None) == 3
-    time.sleep(max(0, started + 7 - time.monotonic()))
-    assert not (tmp_path / 'x').exists()
-
-
 @on_cpu
 def test_fine_tuning_commands_are_timed_by_stage(small, tokenizer, tmp_path, monkeypatch):
     """Also TRL's, if it is installed."""
@@ -496,24 +458,6 @@ def test_fine_tuning_commands_are_timed_by_stage(small, tokenizer, tmp_path, mon
     monkeypatch.setattr(bench.sft, 'run', None)       # no command is run
     table, = bench.sft.bench(bench.sft.BenchConfig(max_s=1e-9, **options))
     assert {row['failed'] for row in table['results'].values()} == {'cold: no time left'}
-
-
-@pytest.mark.slow
-def test_commands_are_timed_with_byte_code_of_all_modules(tmp_path, monkeypatch):
-    for name, text in (('right', ''), ('wrong', 'if'), ('package/__init__', '')):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / f'{name}.py').write_text(text)
-    monkeypatch.setattr(bench_common.torch, '__file__', str(tmp_path / 'package/__init__.py'))
-    root = Path(bench_common.__file__).parent.parent
-    monkeypatch.setattr(sys, 'path', ['', str(root), str(tmp_path), str(tmp_path / 'missing')])
-    monkeypatch.chdir(root)
-    variables = bench_common.byte_code.__wrapped__()
-    found = {path.name.split('.')[0]
-             for path in Path(variables['PYTHONPYCACHEPREFIX']).rglob('*.pyc')}
-    assert found >= {'right', '__init__', 'train', 'checkpoint'} and 'wrong' not in found
-    monkeypatch.setattr(bench_common.torch, '__file__', str(tmp_path / 'other/__init__.py'))
-    with pytest.raises(ConfigError, match='could not compile torch into'):
-        bench_common.byte_code.__wrapped__()
 
 
 @on_cpu
