@@ -100,10 +100,8 @@ KEY = 'model.layers.1.mlp.up_proj.weight'
     (lambda f: (f / 'config.json').write_text('{'), 'not valid JSON'),
     (lambda f: edit_config(f, attention_bias=True),
      'tensor model.layers.0.self_attn.k_proj.bias (and 11 more) is missing'),
-    (lambda f: (f / 'config.json').write_text('[]'), 'config.json: not a JSON object'),
     (lambda f: write_index(f, '../model.safetensors'),
      "names '../model.safetensors', which is not a .safetensors file in this folder"),
-    (lambda f: write_index(f, 'gone.safetensors'), "names 'gone.safetensors', which is not"),
 ])
 def test_a_damaged_checkpoint_is_named_in_one_line(folder, damage, message):
     damage(folder)
@@ -276,19 +274,15 @@ def test_mistral_with_layer_types_is_ministral(tmp_path):
 @pytest.mark.parametrize('name, values, message', [
     ('llama', {'num_hidden_layers': ...}, 'num_hidden_layers is missing'),
     ('llama', {'model_type': 'gpt2'}, "model_type = 'gpt2' is not supported"),
-    ('llama', {'hidden_size': None}, 'hidden_size = None is not supported; it must be an integer'),
     ('llama', {'rope_parameters': {'rope_type': 'llama3'}},
      'rope_parameters.factor is missing; it must be a number from 1.0 to'),
     ('llama', {'num_key_value_heads': 3},
      'num_attention_heads = 4 is not a multiple of num_key_value_heads = 3'),
-    ('llama', {'num_attention_heads': 5, 'num_key_value_heads': 5},
-     'hidden_size = 48 is not a multiple of num_attention_heads = 5'),
     ('llama', {'head_dim': 13}, 'head_dim = 13 is 13; it must be even and above 0'),
     ('llama', {'nanocal': {'softcap': 0}}, 'nanocal.softcap = 0 is not supported'),
     ('llama', {'nanocal': {'cap': 30.0}},
      'nanocal.cap is not supported; the keys are softcap, temperature'),
     ('gemma2', {'nanocal': {'softcap': 30.0}}, 'gemma2 has final_logit_softcapping'),
-    ('gemma2', {'layer_types': ['full_attention', 'chunked_attention'] * 2}, 'layer_types = '),
     ('gemma2', {'layer_types': ['full_attention']}, 'layer_types has 1 items for num_hidden'),
     ('mistral', {'layer_types': ['sliding_attention'] * 3}, 'sliding_window = None beside layer'),
     ('gemma3', {'rope_parameters': None, 'rope_scaling': {'type': 'linear', 'factor': 8.0}},
