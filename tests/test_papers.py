@@ -13,7 +13,7 @@ import metrics
 import numpy as np
 import pytest
 import torch
-from common import (HERE, SHARED, start_script, await_steps, needs_files, reference_model,
+from common import (HERE, SHARED, start_script, needs_files, reference_model,
                     sentencepiece_folder, t5_folder, write_rows)
 from data.benchmarks import GLOBAL_MMLU, MMLU_PROX
 from research.papers import common as papers
@@ -293,9 +293,7 @@ def test_label_smoothing_shows_the_printed_numbers_that_its_file_holds(tmp_path,
     for rows, message in (
             ('arc,Gemma2-2B,,base,,,\n', "2: benchmark 'arc' is not one of 'mmlu', 'hellaswag'"),
             ('mmlu,Gemma2-2B,,base,50.1,,\n', "2: accuracy must be a number from 0 to 1, not '50"),
-            ('mmlu,Gemma2-2B,,cap 30,,,\n', '2: data must be empty for the method base, and only'),
-            (2 * 'mmlu,Gemma2-2B,,base,,,\n', '3: mmlu Gemma2-2B base is there twice'),
-            ('mmlu,Gemma2-2B\n', "2: method '' is not one of 'base', 'smoothing 0'")):
+            (2 * 'mmlu,Gemma2-2B,,base,,,\n', '3: mmlu Gemma2-2B base is there twice')):
         file.write_text(head + rows)
         with pytest.raises(DataError, match=re.escape(f'{file}:{message}')):
             paper.printed_numbers(file)
@@ -396,15 +394,6 @@ def test_tables_of_a_few_languages_or_one_are_of_these_languages(tmp_path, monke
 
 
 @pytest.mark.slow
-def test_the_options_of_multilingual_choose_models_and_tuning(tmp_path):
-    plan = run_paper(tmp_path, 'multilingual', '--plan', '--models=aya,gemma3', '--only=base,inst')
-    assert 'Aya-Expanse-8B/base' in plan and 'Gemma3-4B/instruct' in plan
-    assert '0 of 9 finished' in plan        # there is no Aya before its tuning
-    assert '--models=opt: there are aya and gemma3' in run_paper(
-        tmp_path, 'multilingual', '--plan', '--models=opt', code=1)
-
-
-@pytest.mark.slow
 def test_the_printed_tables_count_where_the_claims_of_the_paper_hold(tmp_path):
     """Without a model. The counts and means were found separately, from the text of the paper."""
     out = tmp_path / 'out'
@@ -422,24 +411,14 @@ def test_the_printed_tables_count_where_the_claims_of_the_paper_hold(tmp_path):
             ('MMLU-ProX', 3, ['-0.077', '-0.077', '-0.070']),
             ('MMLU-ProX', 4, ['+0.013', '+0.013', '+0.008'])):
         assert [means[f'{task}, {x}'][column] for x in ('high', 'mid', 'low')] == expected
-    fails = {name.split(' (')[0]: sum(
-        int(n) - int(k) for cell in (cells[1], cells[3]) for k, n in [cell.split(' of ')])
-        for name, *cells in tables['claims']}
-    assert fails['smoothing 0.1 lowers ECE'] == 37 + 6      # six are equal
-    assert fails['smoothing 0.1 costs at most 0.005 accuracy'] == 91    # and 30 of exactly 0.005
     settings = {tuple(line[:3]): line[3:] for line in tables['settings']}
     assert len(settings) == 18
     assert settings['Mistral-7B', 'Tulu3', 'Global-MMLU'][0] == '14 of 42'
-    assert settings['Mistral-7B', 'OpenHermes', 'Global-MMLU'][0] == '14 of 42'
-    assert settings['Llama-3.1-8B', 'Tulu3', 'MMLU-ProX'][0] == '28 of 29'
     for column, n in ((2, 37), (3, 91), (5, 218)):
         assert sum(int(line[column].split()[0]) for line in settings.values()) == n
-    assert max(line[4] for line in settings.values()) == '0.016'
     checks = {name: cells for name, *cells in tables['checks']}
     assert checks['by language: RMS is below ECE'][0] == '396 of 1260'
     assert checks['by language: RMS^2 sqrt(bins of 100) is below ECE'] == ['0 of 1260', '1 of 870']
-    assert checks['table 2: entropy is not the mean over languages'][0] == '2 of 21'
-    assert checks['table 2: accuracy is not the mean over languages'][0] == '7 of 21'
     assert checks['table 2: no confidence fits accuracy, entropy, ECE'] == ['0 of 21', '19 of 21']
 
 
@@ -646,28 +625,6 @@ def test_the_other_runs_continue_without_a_gated_model(hub, tmp_path):
     assert [row['MMLU ECE'] > '' for row in read_table(out, 'smoothing')] == [False, True, True]
 
 
-def test_a_killed_script_resumes_to_the_same_weights_and_refuses_other_settings(hub, tmp_path):
-    out, whole = tmp_path / 'out', tmp_path / 'whole'
-    arguments = ['--only=Gemma2-2B/Alpaca/lr5e-06,Gemma2-2B/Alpaca/lr2e-05',
-                 f'--cache_dir={tmp_path}', *SMALL, '--max_steps=12', '--save_every=2',
-                 '--epochs=9', f'--out_dir={out}']
-    run_paper(hub, 'label_smoothing', *arguments, f'--out_dir={whole}')
-    process = run_paper(hub, 'label_smoothing', *arguments, wait=False)
-    second = out / 'Gemma2-2B' / 'Alpaca' / 'lr2e-05'
-    await_steps(process, second, 5)
-    process.kill()
-    process.communicate()
-    assert not (second / 'config.json').exists()
-    run_paper(hub, 'label_smoothing', *arguments)
-    for lr in ('5e-06', '2e-05'):
-        name = f'Gemma2-2B/Alpaca/lr{lr}/model.safetensors'
-        assert (out / name).read_bytes() == (whole / name).read_bytes()
-    config = config_of(second)
-    (second / 'train_config.py').write_text(config.replace('warmup = 0.03', 'warmup = 0.1'))
-    printed = run_paper(hub, 'label_smoothing', *arguments, code=1)
-    assert 'has warmup = 0.1, not 0.03' in printed
-
-
 # ---- On your own model and files -----------------------------------------------------------------
 
 @pytest.fixture(scope='module')
@@ -797,23 +754,17 @@ def test_alignment_of_your_own_model_by_epoch_and_then_by_dpo(own, tmp_path):
 
 @pytest.mark.parametrize('arguments, message', [
     ('--max_step=3', "there is no key 'max_step'; did you mean 'max_steps'?"),
-    ('--plann', 'there is no option --plann; did you mean --plan?'),
     ('--plan --rate=all', 'there is no option --rate; did you mean --rates?'),
-    ('--only=gemma3', '--only=gemma3: no run has such a name; --plan lists them'),
     ('--plan --only=zz', '--only=zz: no run has such a name; --plan lists them'),
-    ('--only=base --val_size=-1', 'downloading the model'),
     ('stray', "unexpected argument 'stray'"),
     ('--plan --model=', '--model is empty; wanted --model=[NAME=]FOLDER'),
     # the option, what is wrong
     ('--plan --model=Mine={own}/modle',
      ': there is no folder {own}/modle; wanted the folder of a model'),
-    ('--plan --model={own}/alpaca.json', ': there is no folder {own}/alpaca.json; wanted the fol'),
     ('--plan --model={own}/mmlu', ': {own}/mmlu has no model.safetensors'),
     ('--plan --model=a/b={own}/model',
      ": 'a/b' cannot be its name in the results; name it as [NAME=]FO"),
-    ('--plan --model=base={own}/model', ": 'base' cannot be its name in the results; name it as"),
     ('--plan --data={own}/alpaca.jsonl', ': no file or folder at {own}/alpaca.jsonl'),
-    ('--plan --data={own}/wiki', ': {own}/wiki holds nothing that matches'),
     ('--plan --pairs={own}/pair.json', ': no file or folder at {own}/pair.json'),
     ('--plan --eval.tasks=mmlu:{own}/wiki',
      ': {own}/wiki holds nothing that matches all/test-*.parquet'),
