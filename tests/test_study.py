@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 import multiprocessing
-import os
 import re
 import runpy
 import sys
@@ -134,14 +133,6 @@ def test_the_tables_of_a_claim_follow_from_the_committed_numbers(script, titles)
         assert made == (script.CLAIMS.folder / f'{name}.md').read_text()
         cells = set(re.findall(r'(?<=\| )[-+]?0\.\d{3} ± [^|]*(?= \|)', text))
         assert len(cells) > 10 and {cell for cell in cells if cell not in made} == set(), name
-
-
-def test_trends_are_least_squares_slopes():
-    effect = np.random.default_rng(0).normal(size=(3, 4, 5))
-    for axis, values in ((1, effects.ROWS), (0, effects.SIZES)):
-        fits = np.polyfit(np.log2(values), effect.mean(1 - axis), 1)[0]
-        width = np.log2(values[-1] / values[0])
-        assert effects.slope(effect, axis, values) == pytest.approx(width * fits)
 
 
 def test_a_figure_without_lines_or_with_several_per_seed_is_refused():
@@ -365,26 +356,6 @@ def test_a_failed_run_does_not_stop_those_side_by_side(tmp_path, capsys, forked)
                       ('trained', np.mean([step['nll'] for step in steps]))):
         assert numbers.of('lora-dft-lr0.0032', 'nll', task=task) == pytest.approx(nll, rel=1e-4)
     assert np.isnan(numbers.of('base-known-dft', 'nll', task='held out'))
-
-
-def die_once(file):
-    if not file.exists():
-        file.touch()
-        os._exit(1)
-
-
-@pytest.mark.slow
-def test_a_process_that_dies_is_replaced(tmp_path, capsys, request):
-    file = tmp_path / 'died'
-    job = side_by_side.Job('once', die_once, (file,), (), tmp_path / 'made')
-    assert side_by_side.side_by_side([job], 1, 0, tmp_path) == []
-    assert f'a process died, see {tmp_path}' in capsys.readouterr().out
-    file.unlink()
-    request.getfixturevalue('forked')
-    with pytest.raises(SystemExit, match='error: processes died 1 times'):
-        side_by_side.side_by_side([job], 1, 0, tmp_path, starts=1)
-    late = side_by_side.side_by_side([job], 1, 0, tmp_path, deadline=0)
-    assert late == [] and '0 failed, 1 not started' in capsys.readouterr().out
 
 
 # Alignment and written answers: claims 13 to 15
