@@ -640,11 +640,3 @@ def test_jinja_raises_as_python_does(tokenizers, tmp_path):
         chat.encode_conversation(MESSAGES[2:3], ours, 'alpaca')
     with pytest.raises(ConfigError, match="needs <start_of_turn>, .*'tulu' works"):
         chat.encode_conversation(MESSAGES, tokenizers['llama3'], 'gemma')
-
-
-def test_a_template_that_cannot_ask_is_refused(tokenizers, monkeypatch):
-    for wrong in (lambda messages, tokenizer: [(messages[1]['content'], True)],
-                  lambda messages, tokenizer: [(messages[0]['content'], False)]):
-        monkeypatch.setitem(chat.TEMPLATES, 'mine', wrong)
-        with pytest.raises(DataError, match="template 'mine' cannot ask a question"):
-            chat.question_frame(tokenizers['gemma'], 'mine')
