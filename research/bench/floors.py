@@ -48,6 +48,7 @@ from train import forward_backward, train_step
 class BenchConfig(Options):
     shape: tuple[Shape, ...] = ('gemma2_2b', 'llama32_1b')      # these fit 80 GB with exact weights
     master_weights: Literal['exact', 'stochastic'] = 'exact'
+    fp8: bool = False               # products in eight bits, beside the floors of bfloat16
     kernels: int = 0                # also print this many of the longest kernels
 
 
@@ -57,7 +58,7 @@ STEPS = 3       # that are profiled
 def bench(config):
     rates = dict(zip(('matrix', 'memory'), device_rates()))
     for name in config.shape:
-        row = measure(MODELS[name], config.master_weights)
+        row = measure(MODELS[name], config.master_weights, config.fp8)
         free_memory()
         for kernel, ms in [*row['kernels'].items()][:config.kernels]:
             print(f'    {ms:8.2f} ms  {kernel}')
@@ -66,10 +67,11 @@ def bench(config):
                                 rates)}
 
 
-def measure(raw, master_weights):
+def measure(raw, master_weights, fp8=False):
     """Return {'ms' of the step, 'items': {item: ms}, 'kernels': {name: ms} of the 30 longest}."""
     torch.manual_seed(0)
-    model, optimizer, cfg = train.our_training(raw, {'master_weights': master_weights})
+    model, optimizer, cfg = train.our_training(
+        raw, {'master_weights': master_weights, 'fp8': fp8})
     rows = [pack(batch, cfg.pack_len) for batch in train.full_rows(raw['vocab_size'], train.LENGTH)]
 
     def steps(n=STEPS):
