@@ -103,8 +103,9 @@ class TrainConfig:
     grad_clip: float = 1.0                    # largest gradient norm; 0: no clipping
     # precision and memory
     dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # auto: bfloat16 on a GPU, else float32
-    master_weights: Literal['exact', 'stochastic'] = 'exact'  # for bfloat16. exact: as float32, 14
-    #                                           bytes per weight (16 with micro-batches).
+    master_weights: Literal['exact', 'compact', 'stochastic'] = 'exact'  # for bfloat16. exact: as
+    #                                           float32, 14 bytes per weight, 16 with micro-batches.
+    #                                           compact: 24 bits, moments of 8 bits, 7.2 bytes.
     #                                           stochastic: all bfloat16, rounded at random, 8 bytes
     fp8: bool = False                         # products of the decoder blocks in eight bits, on an
     #                                           H100 or later and in bfloat16; for large models

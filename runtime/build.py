@@ -67,4 +67,4 @@ def build_optimizer(model, cfg):
     groups = [{'params': matrices, 'weight_decay': cfg.weight_decay},
               {'params': others, 'weight_decay': 0.0}]
     return AdamW([group for group in groups if group['params']], cfg.lr, cfg.betas, cfg.eps,
-                 stochastic=cfg.master_weights == 'stochastic', seed=cfg.seed, rank=rank())
+                 seed=cfg.seed, rank=rank(), kind=cfg.master_weights)

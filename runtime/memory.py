@@ -78,7 +78,8 @@ def memory_for_activations(cfg, config, device):
     head = config.vocab_size * config.embed_size
     size = pick_dtype(cfg.dtype, device).itemsize
     # moments, what completes a bfloat16 weight to float32, and the gradient
-    per_weight = {4: 12, 2: 14 if cfg.master_weights == 'exact' else 6}[size]
+    per_weight = 12 if size == 4 else {'exact': 14, 'stochastic': 6, 'compact': 5.2}[
+        cfg.master_weights]
     trained = 0 if cfg.lora else weights
     logits = 1.1e9 if cfg.loss_memory is None else cfg.loss_memory * 1e6
     return free - size * (weights + head) - per_weight * trained - 1.5 * logits

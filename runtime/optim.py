@@ -1,7 +1,7 @@
 """AdamW that loses nothing to bfloat16.
 
 A bfloat16 weight has 8 significant bits. At a learning rate of 5e-6, a weight above 0.0026 never
-changes: its update is less than half the distance to the next bfloat16 number. There are two
+changes: its update is less than half the distance to the next bfloat16 number. There are three
 remedies:
 
     exact        An int16 beside each weight holds the missing bits of float32; the two together are
@@ -9,8 +9,25 @@ remedies:
                  gradient.
     stochastic   Weights and moments are bfloat16 and are rounded up or down at random, correctly on
                  average: 6 bytes per weight, plus the gradient.
+    compact      An int8 beside each weight holds 8 of its missing bits, and the moments have 8 bits
+                 each, with common scales for 32 of them in a row: 5.19 bytes per weight, plus the
+                 gradient. All three are rounded at random. Where rows cannot be divided by 32, and
+                 for vectors, as 'exact'.
+
+The 8 bits of a moment are its place k on a scale that is quadratic for m and logarithmic for v. M
+and V are the largest |m| and v of the 32, and V 2^-width is the smallest v, except zeros:
+
+    m = M sign(k) (k / 127)^2                   k = -127 .. 127
+    v = V 2^(-width (255 - k) / 254)            k = 1 .. 255; k = 0 is 0
+
+So a moment far below others is off by a small part of itself, and v, in the denominator, never
+becomes 0. A step changes v by a thousandth, less than half of the distance to the next k, so that
+v would stay where it is if it were rounded to the nearest.
 
 Float32 weights are updated as they are. This file imports nothing of ours.
+
+Source of 'compact': Gonzalez Ortiz et al. 2026, FlashOptim (arXiv 2602.23349), which has other
+scales and rounds to the nearest.
 """
 
 import functools
@@ -18,7 +35,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,12 +44,22 @@ from torch import Tensor
 # Weights of a tensor that is updated together with others: copying so few takes less time than a
 # launch of their own. Gemma 3 270M has 181 such tensors of 236.
 SMALL = 2 ** 20
+GROUP = 32              # neighbors in a row whose 8-bit moments have common scales
+WIDEST = 24             # powers of two that the code of v spans at most; below, v counts as more
+TINY = 1e-37            # a smaller v is 0; beside eps it makes no difference
+
+# of the moments and of the bits that complete a weight
+STATE = 'exp_avg', 'exp_avg_sq', 'low_bits'
+DTYPES = {'float32': (torch.float32, torch.float32),
+          'exact': (torch.float32, torch.float32, torch.int16),
+          'stochastic': (torch.bfloat16, torch.bfloat16),
+          'compact': (torch.int8, torch.uint8, torch.int8)}
 
 
 class AdamW(torch.optim.Optimizer):
     """The update of torch.optim.AdamW, computed in float32 whatever the weights are.
 
-    `stochastic` (see above) applies to bfloat16 weights only. Parameters may be DTensors: each
+    `kind` (see above) applies to bfloat16 weights only. Parameters may be DTensors: each
     process updates its part, with random numbers that depend on its `rank`. A step is `begin`, one
     or more backward passes, `step`.
 
@@ -40,22 +67,22 @@ class AdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, params, lr: float, betas=(0.9, 0.999), eps: float = 1e-8,
-                 weight_decay: float = 0.0, stochastic: bool = False, seed: int = 0,
-                 rank: int = 0):
+                 weight_decay: float = 0.0, seed: int = 0, rank: int = 0,
+                 kind: Literal['exact', 'stochastic', 'compact'] = 'exact'):
         super().__init__(params, {'lr': lr, 'weight_decay': weight_decay})
-        self.betas, self.eps, self.stochastic = betas, eps, stochastic
-        self.seed, self.rank = seed, rank
+        self.betas, self.eps, self.seed, self.rank = betas, eps, seed, rank
         self.steps = 0
         self.sums: dict[Tensor, Tensor] = {}    # parameter -> its gradient, summed in float32
         self.summing = False
         for p in self.parameters():
-            half = p.dtype == torch.bfloat16
-            moments = torch.bfloat16 if half and stochastic else torch.float32
-            self.state[p] = {name: torch.zeros_like(p, dtype=moments, requires_grad=False)
-                             for name in ('exp_avg', 'exp_avg_sq')}
-            if half and not stochastic:
-                self.state[p]['low_bits'] = torch.zeros_like(p, dtype=torch.int16,
-                                                             requires_grad=False)
+            own = kind if p.dtype == torch.bfloat16 else 'float32'
+            if own == 'compact' and (p.ndim != 2 or p.shape[1] % GROUP):
+                own = 'exact'
+            self.state[p] = {name: torch.zeros_like(p, dtype=dtype, requires_grad=False)
+                             for name, dtype in zip(STATE, DTYPES[own])}
+            if own == 'compact':
+                self.state[p]['scales'] = _scales(p.detach())
+            if own == 'exact':
                 # the garbage collector does not see the hooks of a tensor: with a bound method
                 # here, optimizer and weights would never be freed
                 add = weakref.WeakMethod(self._add)
@@ -68,7 +95,7 @@ class AdamW(torch.optim.Optimizer):
         """Begin a step of `micro_batches` backward passes.
 
         Each pass computes bfloat16 gradients. Several are summed in float32, so that each is
-        rounded only once; 'stochastic' saves that memory and sums in bfloat16.
+        rounded only once; 'stochastic' and 'compact' save that memory and sum in bfloat16.
         """
         self.summing = micro_batches > 1
 
@@ -100,30 +127,35 @@ class AdamW(torch.optim.Optimizer):
                 1 / math.sqrt(1 - beta2 ** self.steps), self.eps, 1 - lr * group['weight_decay']])
             if scale.is_cuda:
                 numbers = numbers.pin_memory().to(scale.device, non_blocking=True)
-            parts: dict = {}    # lists of [w, low, g, m, v], flat, that are updated together
+            # lists of [w, low, m, v, scales, g], flat, that are updated together
+            parts: dict = {}
             for p in group['params']:
-                state, w, low = self.state[p], _local(p).view(-1), None
-                if 'low_bits' in state:
-                    w, low = w.view(torch.int16), _local(state['low_bits']).view(-1)
-                parts.setdefault(w.dtype if w.numel() < SMALL else p, []).append(
-                    [w, low, next(gradients).reshape(-1),
-                     *(_local(state[name]).view(-1) for name in ('exp_avg', 'exp_avg_sq'))])
+                w, (low, *rest) = _local(p).view(-1), (
+                    _local(self.state[p][name]).view(-1) if name in self.state[p] else None
+                    for name in ('low_bits', *STATE[:2], 'scales'))
+                if low is not None:
+                    w = w.view(torch.int16)
+                parts.setdefault((w.dtype, low is None or low.dtype) if w.numel() < SMALL else p,
+                                 []).append([w, low, *rest, next(gradients).reshape(-1)])
             for part in parts.values():
                 columns = [*zip(*part)]
                 whole: Any = columns if len(part) == 1 else [      # each with one tensor, or None
                     [None] if x[0] is None else [torch.cat(x)] for x in columns]
+                w, low, m, v, scales, g = (x for (x,) in whole)
                 # a constant width lets the kernel read 16 bytes at a time, whatever the length
-                shape = (-1, 1024 if whole[0][0].numel() % 1024 == 0 else 1)
+                width = 1024 if w.numel() % 1024 == 0 else 1
                 seed = None
-                if whole[0][0].dtype == torch.bfloat16:
+                if w.dtype == torch.bfloat16 or scales is not None:
                     key = self.seed, self.steps, next(index), self.rank
                     seed = torch.tensor(hash(key) % 2 ** 31, dtype=torch.int32)
-                update(*(x if x is None else x.view(shape) for (x,) in whole), numbers, scale, seed)
+                if scales is not None:
+                    width, scales = GROUP, scales.view(-1, 3)
+                matrices = (x if x is None else x.view(-1, width) for x in (w, low, g, m, v))
+                update(*matrices, scales, numbers, scale, seed)
                 if len(part) > 1:
-                    sizes = [w.numel() for w in columns[0]]
-                    for i in (0, 1, 3, 4):      # all but the gradient
-                        if columns[i][0] is not None:
-                            torch._foreach_copy_(columns[i], whole[i][0].split(sizes))
+                    for targets, (x,) in list(zip(columns, whole))[:-1]:    # all but the gradient
+                        if x is not None:
+                            torch._foreach_copy_(targets, x.split([t.numel() for t in targets]))
         self.zero_grad()
 
     def zero_grad(self, set_to_none: bool = True):
@@ -136,7 +168,8 @@ class AdamW(torch.optim.Optimizer):
         low = self.state.get(p, {}).get('low_bits')
         p = p.detach()
         if hasattr(p, 'full_tensor'):
-            p, low = p.full_tensor(), None if low is None else low.int().full_tensor()
+            p = p.full_tensor()
+            low = None if low is None else low.int().full_tensor().to(low.dtype)
         return p.float() if low is None else _join(p.view(torch.int16), low)
 
 
@@ -147,31 +180,52 @@ def _local(x: Tensor | None) -> Tensor:
     return x.to_local() if hasattr(x, 'to_local') else x
 
 
+def _scales(p: Any) -> Tensor:
+    """Return zeros [rows, 3 * columns / GROUP], bfloat16, sharded over the rows as the matrix p."""
+    rows, columns = p.shape[0], 3 * p.shape[1] // GROUP
+    local = _local(p).new_zeros(len(_local(p)), columns)
+    if not hasattr(p, 'to_local'):
+        return local
+    return type(p).from_local(local, p.device_mesh, p.placements, run_check=False,
+                              shape=torch.Size((rows, columns)), stride=(columns, 1))
+
+
 def _join(high: Tensor, low: Tensor) -> Tensor:
-    return ((high.int() << 16) + low.int()).view(torch.float32)
+    """Return the float32 whose upper bits are the int16 `high`; low: int16, or int8 if 24 bits."""
+    return ((high.int() << 16) + (low.int() << 16 - 8 * low.itemsize)).view(torch.float32)
 
 
-def _update(w, low, g, m, v, numbers, scale, seed):
-    """Update w, low, m and v in place; all are matrices of the shape of g.
+def _update(w, low, g, m, v, scales, numbers, scale, seed):
+    """Update w, low, m, v and scales in place; all but scales are matrices of the shape of g.
 
     Exact: w and low are int16, the two halves of the master. The upper half is the master rounded
     to the nearest bfloat16, because truncation would shrink all weights; so the lower half has a
-    sign. Stochastic: `seed` is a 0-dim int32 tensor.
+    sign. Compact: of that lower half, low has the upper 8 bits; scales [rows, 3]. Stochastic and
+    compact: `seed` is a 0-dim int32 tensor.
     """
     gain1, beta2, gain2, step_size, root2, eps, decay = numbers.unbind()
     g = g.float() * scale
-    new_m = m.float() + gain1 * (g - m.float())
-    new_v = beta2 * v.float() + gain2 * g * g
+    old_m, old_v = (m.float(), v.float()) if scales is None else _decode(m, v, scales)
+    new_m = old_m + gain1 * (g - old_m)
+    new_v = beta2 * old_v + gain2 * g * g
     x = w.float() if low is None else _join(w, low)
     x = x * decay - step_size * new_m / (new_v.sqrt() * root2 + eps)
-    if low is not None:
-        bits = x.view(torch.int32)
-        high = (bits + 0x8000) >> 16
-        low.copy_(bits - (high << 16))
-        w.copy_(high)
-    elif seed is not None:
+    noise = None
+    if seed is not None:
         index = torch.arange(w.numel(), dtype=torch.int32, device=w.device).view(w.shape)
         noise = _noise(index, seed)
+    if low is not None:
+        bits = x.view(torch.int32)
+        if scales is not None:
+            bits = (bits + (noise & 0xff)) & -0x100
+            for code, new in zip((m, v, scales), _encode(new_m, new_v, noise)):
+                code.copy_(new)
+        high = (bits + 0x8000) >> 16
+        low.copy_((bits - (high << 16)) >> 16 - 8 * low.itemsize)
+        w.copy_(high)
+        if scales is not None:
+            return
+    elif noise is not None:
         # 16 bits each, overlapping: bits that two values share are low bits of one of them
         x, new_m, new_v = (_round(y, noise >> shift)
                            for y, shift in ((x, 0), (new_m, 8), (new_v, 16)))
@@ -179,6 +233,41 @@ def _update(w, low, g, m, v, numbers, scale, seed):
     v.copy_(new_v)
     if low is None:
         w.copy_(x)
+
+
+def _decode(m, v, scales):
+    """Return the float32 moments [rows, GROUP] of their codes, as at the top."""
+    largest_m, largest_v, width = scales.float()[:, :, None].unbind(1)
+    k = m.float() / 127
+    old_v = largest_v * torch.exp2(width * (v.float() - 255) / 254)
+    return largest_m * k * k.abs(), torch.where(v == 0, 0, old_v)
+
+
+def _encode(m, v, noise):
+    """Return the codes of moments [rows, GROUP], rounded at random to a neighbor, and the scales.
+
+    The neighbor above is the more probable the nearer, so that the mean is the moment itself.
+    """
+    largest_m, largest_v = (_ceil(x.amax(1, keepdim=True)) for x in (m.abs(), v))
+    ratio = (v / (largest_v + TINY)).clamp(min=2.0 ** -WIDEST)
+    width = _ceil(-torch.where(v < TINY, 1, ratio).amin(1, keepdim=True).log2())
+    # 12 bits each, other ones than those for the weight
+    chance_m, chance_v = (((noise >> shift) & 0xfff).float() / 4096 + 1 / 8192
+                          for shift in (8, 20))
+    x = m.abs() / (largest_m + TINY) * 127 ** 2
+    k = x.sqrt().floor()
+    k = (k + (x - k * k > chance_m * (2 * k + 1))).clamp(max=127) * m.sign()
+    step = width / 254 + TINY
+    y = 254 + ratio.log2() / step
+    j = y.floor()
+    j = j + ((torch.exp2((y - j) * step) - 1) > chance_v * (torch.exp2(step) - 1))
+    j = torch.where(v < TINY, 0, j.clamp(0, 254) + 1)
+    return k, j, torch.cat((largest_m, largest_v, width), 1)
+
+
+def _ceil(x):
+    """Round positive float32 x up to a bfloat16."""
+    return ((x.view(torch.int32) + 0xffff) & -0x10000).view(torch.float32)
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Crash safety of a training run: checkpoints to resume from, and a graceful shutdown.
 
 out_dir/resume-<step>/ holds in safetensors all that the next step depends on: the trained weights
-with the low 16 bits of their float32 master, the Adam moments and the random states. The position
+with the low bits of their master, the Adam moments and the random states. The position
 in the data and the learning rate follow from the step. state.json has a checksum of every file and
 of itself. It is written last, and then the older checkpoint is removed, so that a complete one
 exists at any moment.
@@ -54,7 +54,7 @@ class StopSignals:
 def run_script(main):
     """Call `main` with the arguments of the command line, also under torchrun."""
     memory = ('--checkpoint_activations, --micro_rows=1 and a shorter --pack_len need less for a '
-              'forward pass, --master_weights=stochastic less for the weights')
+              'forward pass, --master_weights=compact less for the weights')
     with cli.one_line_errors(memory=memory), joined():
         signal.signal(signal.SIGTERM, cli.stop)
         main(sys.argv[1:])

@@ -24,7 +24,7 @@ from runtime.parallel import rank
 
 # the names of types in a safetensors file
 TYPES = {torch.float64: 'F64', torch.float32: 'F32', torch.float16: 'F16', torch.bfloat16: 'BF16',
-         torch.int16: 'I16', torch.uint8: 'U8', torch.bool: 'BOOL'}
+         torch.int16: 'I16', torch.int8: 'I8', torch.uint8: 'U8', torch.bool: 'BOOL'}
 FLOAT_TYPES = torch.float64, torch.float32, torch.float16, torch.bfloat16
 # tensors of files that a text model does not need: rotary frequencies, causal masks and their fill
 # value; T5's copies of the embedding and its unused table of positions; the weights for images

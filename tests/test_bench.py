@@ -20,7 +20,7 @@ from runtime.errors import ConfigError
 
 bench = SimpleNamespace(**{name: importlib.import_module(f'research.bench.{name}') for name in (
     'align', 'all', 'commands', 'eval', 'floors', 'generate', 'grpo', 'gsm8k_answers', 'loss',
-    'metrics', 'peers', 'several_gpus', 'sft', 'train')})
+    'metrics', 'optimizers', 'peers', 'several_gpus', 'sft', 'train')})
 TINY = {'model_type': 'llama', 'vocab_size': 512, 'hidden_size': 32, 'intermediate_size': 64,
         'num_hidden_layers': 1, 'num_attention_heads': 2, 'num_key_value_heads': 1, 'head_dim': 16,
         'rms_norm_eps': 1e-5, 'rope_theta': 1e4, 'max_position_embeddings': 4096,
@@ -73,6 +73,16 @@ def test_training_steps_are_timed_without_late_graphs(small, ours, options):
     torch.manual_seed(0)
     found = bench.train.measure(TINY, ours, None, options)
     assert found['tokens_per_s'] > 0 and found['new_graphs'] == 0 and found['compile_s'] >= 0
+
+
+@needs_no_gpu
+def test_optimizers_are_at_their_distances_from_float64():
+    *tables, cost = bench.optimizers.bench(bench.optimizers.BenchConfig(
+        spreads=(0.0,), rows=2, steps=30, ours=True))
+    [table] = tables
+    exact, compact, stochastic = (row['noise'] for row in table['results'].values())
+    assert exact < 0.01 < compact < stochastic / 10
+    assert 'ours, compact' in section(bench.optimizers, table) + section(bench.optimizers, cost)
 
 
 @needs_no_gpu

@@ -54,7 +54,7 @@ def stop():
 def test_kills_and_a_signal_change_no_bit_of_the_final_files(settings_file, tmp_path):
     """Of a run whose every random state matters."""
     arguments = [settings_file, '--eval=None', '--epochs=8', '--dtype=bfloat16', '--resume',
-                 '--master_weights=stochastic', '--val_every=1000', '--checkpoint_epochs=False',
+                 '--master_weights=compact', '--val_every=1000', '--checkpoint_epochs=False',
                  '--device=cpu']
     out, whole = tmp_path / 'run', tmp_path / 'whole'
     code, _, error = run_train(*arguments, f'--out_dir={whole}', '--pictures=False')

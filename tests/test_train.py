@@ -355,10 +355,12 @@ def test_two_processes_train_the_same(small_world, settings_file, tmp_path):
                       'save = resume.save_checkpoint\n'
                       'def stop(*a): save(*a); sys.exit(9)\nresume.save_checkpoint = stop\n'
                       'parallel.join_processes(); train.main(sys.argv[1:])')
-    run_scripts(2, script, *command('half', '--save_every=2'))
-    assert list(resume.checkpoints(tmp_path / 'half')) == [2]
-    train.main(command('half', '--resume'))
-    assert apart('one', 'half') < 1e-3
+    for name, reference, most, more in (('half', 'one', 1e-3, ()), (
+            'compact', 'one_half', 0.1, (*half, '--master_weights=compact'))):
+        run_scripts(2, script, *command(name, '--save_every=2', *more))
+        assert list(resume.checkpoints(tmp_path / name)) == [2]
+        train.main(command(name, '--resume', *more))
+        assert apart(reference, name) < most
 
 
 @pytest.mark.slow

@@ -44,6 +44,7 @@ WHAT = {
     'generate': "Decoding compared with transformers' generate and the limit of the hardware",
     'answers': 'Written answers to GSM8K compared with lm-evaluation-harness',
     'several_gpus': 'Evaluation on one GPU and on several',
+    'optimizers': 'AdamW in bfloat16 compared with float64 and FlashOptim',
     'metrics': 'Calibration metrics compared with torchmetrics and netcal, on the CPU',
 }
 FILES = {
@@ -82,7 +83,7 @@ def command(name, options, out, ours=False):
         arguments += [f'--{key}={data}', f'--tokenizer={options.tokenizer}']
     elif name in DATA and name not in WITHOUT_DATA:
         return None
-    if options.shape and name != 'metrics':
+    if options.shape and name not in ('metrics', 'optimizers'):
         arguments.append(f'--shape{"s" * (name == "loss")}={options.shape}')
     return arguments
 

@@ -19,7 +19,8 @@ key-value heads * head_dim, and V words, in bfloat16:
     loss          the logits are read once for the sums, and read and written for the gradient: 3 V
                   numbers per token. They are too large for the cache.
     AdamW         exact: reads weight, low bits, gradient (2 bytes each) and moments (4 each) and
-                  writes all but the gradient: 26 bytes per weight; stochastic: all 2, 14 bytes.
+                  writes all but the gradient: 26 bytes per weight; stochastic: all 2, 14 bytes;
+                  compact: low bits and moments 1 each, scales of 32 moments 6, 12.4 bytes.
     gradient norm reads each gradient once, 2 bytes.
     other         copies, the embedding and its gradient, the last norm; no floor is given.
     idle          the step's time minus the time in which any kernel ran.
@@ -47,7 +48,7 @@ from train import forward_backward, train_step
 @dataclass
 class BenchConfig(Options):
     shape: tuple[Shape, ...] = ('gemma2_2b', 'llama32_1b')      # these fit 80 GB with exact weights
-    master_weights: Literal['exact', 'stochastic'] = 'exact'
+    master_weights: Literal['exact', 'stochastic', 'compact'] = 'exact'
     fp8: bool = False               # products in eight bits, beside the floors of bfloat16
     kernels: int = 0                # also print this many of the longest kernels
 
@@ -137,7 +138,7 @@ def floors(raw, master_weights, rows, length, rates):
              'attention forward': 2 * L * rows * length ** 2 * q,
              'attention backward': 5 * L * rows * length ** 2 * q}
     sizes = {'elementwise': 2 * T * L * (forward + backward), 'loss': 2 * 3 * T * V,
-             'AdamW': (26 if master_weights == 'exact' else 14) * weights,
+             'AdamW': {'exact': 26, 'stochastic': 14, 'compact': 12.4}[master_weights] * weights,
              'gradient norm': 2 * weights}
     return ({item: (n / rates['matrix'] * 1e3, n) for item, n in flops.items()}
             | {item: (n / rates['memory'] * 1e3, n) for item, n in sizes.items()})

@@ -48,7 +48,8 @@ PEAK = 989e12               # FLOP/s of an H100 or H200 in bfloat16
 # what the parts of a method's name say, as keys of TrainConfig
 OURS = {
     'ours': {}, 'stochastic': {'master_weights': 'stochastic'}, 'LoRA': {'lora': True},
-    'FP8': {'fp8': True},
+    'FP8': {'fp8': True}, 'compact': {'master_weights': 'compact'},
+    '1 x 8,192': {'pack_len': 8192, 'max_length': 8192, 'micro_rows': 1},
     'checkpointed': {'checkpoint_activations': True}, '2 micro-batches': {'micro_rows': ROWS // 2},
     # the settings of the figure that NVIDIA publishes for NeMo AutoModel: docs/benchmarks.md
     'LoRA 16 on all matrices': {'lora': True, 'lora_rank': 16, 'lora_targets': (
