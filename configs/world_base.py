@@ -1,6 +1,9 @@
 """A base model of 0.6 million parameters on the text of a generated world, for a CPU.
 
-The settings are those of demo.py. docs/investigation.md makes the world.
+The settings are those of demo.py, for a world with several kinds of questions and facts:
+
+    python -c "from research.study.world import StudySpec, make_world
+    make_world('out/world', 0, StudySpec(forms=('text4',), validation=440, probes=1000))"
 """
 
 out_dir = 'out/base'

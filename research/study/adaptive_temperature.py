@@ -1,12 +1,13 @@
 """A temperature per token, T = exp(v h + b) of its hidden state h, beside a single temperature.
 
-    python research/study/adaptive_temperature.py MODEL wiki.test.txt.gz 400     # texts
+    python research/study/adaptive_temperature.py --model=DATA/model --data=wiki.test.txt.gz
 
 Adaptive temperature scaling (Xie et al. 2024) with a linear head: v and b minimize the NLL of the
 next tokens in half of the texts, and the other half is measured. The logits of h / T are those of h
 divided by T, so fused_ce.py has the loss and its gradient.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -27,13 +28,17 @@ from scoring import score, token_states
 
 
 def main():
-    if len(sys.argv) != 4:
-        sys.exit(__doc__)
-    name, file, n = sys.argv[1:]
-    folder = checkpoint.fetch(name)
+    parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+    parser.add_argument('--model', help='folder of a model')
+    parser.add_argument('--data', help='texts, as the task clm reads them')
+    parser.add_argument('--limit', type=int, default=400, help='number of texts; %(default)s')
+    options = parser.parse_args()
+    if not (options.model and options.data):
+        parser.error('set --model and --data')
+    folder = checkpoint.fetch(options.model)
     tokenizer = load_model_tokenizer(folder, checkpoint.read_config(folder))
-    model = load_model(folder, on_this_machine(EvalConfig(model=name)))
-    texts = load_texts(f'clm:{file}', limit=int(n))
+    model = load_model(folder, on_this_machine(EvalConfig(model=options.model)))
+    texts = load_texts(f'clm:{options.data}', limit=options.limit)
     bos = [tokenizer.bos_id] * begins_with_bos(tokenizer, None)
     ids = [[*bos, *tokenizer.encode(text.text)][:256] for text in texts.questions]
     ids = [x for x in ids if len(x) > 1]
