@@ -30,8 +30,10 @@ def write(folder):
         print(f'note: {path} is not from this program, or edited, and stays as it is')
         return
     text = card(folder)
-    ownership.claim(folder, NAME)
-    ownership.write_text(path, text + END.format(_hash(text)))
+    text += END.format(_hash(text))
+    if not path.exists() or path.read_text(encoding='utf-8') != text:
+        ownership.claim(folder, NAME)
+        ownership.write_text(path, text)
 
 
 def disown_edited(folder):

@@ -22,7 +22,7 @@ from runtime.json_rules import broken_rule, each
 
 SCALING = 'scaling.json'       # the fits of --fit_temperature, for --scaling
 OUTPUTS = ('samples.jsonl', 'eval_config.json', 'results.json', 'results.md', 'results.csv',
-           'results.tex', 'report.html', SCALING)
+           'results.tex', 'report.html')
 DIAGRAM, GRID = 'reliability.png', 'reliability-{}-languages.png'
 KIND = 'evaluation'     # the name under which --overwrite sets earlier files aside
 CHECKSUM = 'line_checksum'      # key of a row's hash, so that a damaged number is noticed
@@ -30,7 +30,7 @@ digest = functools.partial(json_digest, size=6)     # of a prompt
 OTHER_FOLDER = 'choose another --out_dir, or --overwrite what was evaluated there'
 
 
-def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
+def open_folder(out_dir, tasks, settings, *, pictures, scaled, overwrite, processes=1):
     """Prepare `out_dir` for more samples of `tasks`; return (earlier, done).
 
     earlier: {task: its entry in results.json}
@@ -39,11 +39,11 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
     append to their `part`. The caller holds the lock.
     """
     samples, results = out_dir / 'samples.jsonl', out_dir / 'results.json'
-    outputs = [*OUTPUTS]
+    outputs = [*OUTPUTS, *[SCALING] * scaled]
     if pictures:
         outputs += [DIAGRAM, *(GRID.format(label) for label, task in tasks.items()
                                if len({item.language for item in task.items}) > 1)]
-    replaced = (KIND, [*OUTPUTS, DIAGRAM, GRID.format('*')]) if overwrite else None
+    replaced = (KIND, [*OUTPUTS, SCALING, DIAGRAM, GRID.format('*')]) if overwrite else None
     sources = open_lines(out_dir, outputs, settings, 'samples', OTHER_FOLDER, processes, replaced,
                          [results]).get('tasks', {})
     for label, task in tasks.items():
