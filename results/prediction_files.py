@@ -103,16 +103,16 @@ def read_predictions(path, norm='token', confidence=(), correct='correct'):
     number of the line.
     """
     group = harness_task(path)[0]
-    first_kinds, rows, logged, n_unstated = {}, [*read_rows(path)], {}, 0
+    first_kinds, rows, logged, unstated = {}, [*read_rows(path)], {}, []
     samples = [row for _, row in rows if isinstance(row, dict) and isinstance(
         row.get('text', ''), str) and all(isinstance(row.get(key), str) for key in (
             'task', 'split', 'language', 'id', 'prompt'))]      # those of evaluate.py
-    left_out = {id(row) for row in samples} - {id(row) for row in latest_samples(samples)}
+    replaced = {id(row) for row in samples} - {id(row) for row in latest_samples(samples)}
     for position, (number, row) in enumerate(rows, 1):
         try:
             if not isinstance(row, dict):
                 raise ValueError(f'not a JSON object: {str(row)[:40]}')
-            if row.get('split', 'test') != 'test' or id(row) in left_out:
+            if row.get('split', 'test') != 'test' or id(row) in replaced:
                 continue
             if 'filtered_resps' in row:
                 sample = harness_sample(row, norm)
@@ -122,21 +122,24 @@ def read_predictions(path, norm='token', confidence=(), correct='correct'):
             else:
                 parts = [(str(part.get('task') or ''), part, _parse(part, norm))
                          for part in _named(row, confidence, correct)]
-            for task, _, parsed in parts:
-                first = first_kinds.setdefault(task, parsed and parsed[0])
-                if parsed and (first == 'confidence') != (parsed[0] == 'confidence'):
+            for task, part, parsed in parts:
+                if not parsed:
+                    unstated.append(f'{path}:{number}: {part.get("confidence")!r}')
+                    continue
+                first = first_kinds.setdefault(task, parsed[0])
+                if (first == 'confidence') != (parsed[0] == 'confidence'):
                     raise ValueError(f'{parsed[0]}, but the task begins with {first}')
         except (ValueError, OverflowError, RecursionError) as error:
             reason = str(error).removeprefix('row 0: ')
             raise ValueError(f'{number}: {reason}. Wanted: a JSON object with probs (or log_probs) '
                              f'and answer, or confidence and correct, or answers and answer, or a '
                              f'line of multiple choice by lm_eval --log_samples') from None
-        n_unstated += sum(parsed is None for *_, parsed in parts)
         yield from ((task, position, part, parsed) for task, part, parsed in parts if parsed)
-    if not any(first_kinds.values()):
-        raise ValueError(' no row to score')
-    if n_unstated:
-        print(f'{path}: {n_unstated} rows state no probability and are left out')
+    left_out = unstated and f'{len(unstated)} rows state no probability, the first: {unstated[0]}'
+    if not first_kinds:
+        raise ValueError(f' {left_out or "no row to score"}')
+    if unstated:
+        print(f'{left_out}; they are left out')
 
 
 def _named(row, confidence, correct):
@@ -178,7 +181,10 @@ def read_rows(path, cut=False):
 
 
 def _csv_rows(path):
-    """Yield (line, row) of a table whose columns are separated by commas, semicolons or tabs."""
+    """Yield (line, row) of a table whose columns are separated by commas, semicolons or tabs.
+
+    With semicolons, as spreadsheets write them where 0,9 is a number, such a cell is a number.
+    """
     csv.field_size_limit(2 ** 31 - 1)
     opened = gzip.open if str(path).endswith('.gz') else open
     with opened(path, 'rt', encoding='utf-8-sig', newline='') as file:
@@ -189,6 +195,9 @@ def _csv_rows(path):
             for row in reader:
                 if None in row:
                     raise ValueError(f'{len(row[None])} cells more than the header has')
+                if reader.reader.dialect.delimiter == ';':
+                    row = {key: re.sub(r'^(-?\d+),(\d+)$', r'\1.\2', text or '')
+                           for key, text in row.items()}
                 yield reader.line_num, {key: _cell(text) for key, text in row.items() if text}
         except (ValueError, csv.Error) as error:
             raise ValueError(f'{reader.line_num}: {error}') from None

@@ -102,13 +102,24 @@ Repeat 5,6,"['5', '6', '6', '6', '5']",0.6,False
     assert named.stdout == f'exact_match\n{by_text.stdout}\n'
     assert values(by_text)['ece'] == f'{(0.8 + 0.6) / 2:.4f}'
     path = write_rows(tmp_path / 'api.jsonl', [
-        {'confidence': 'I am 80% sure', 'correct': True}, {'confidence': 'Sure.', 'correct': True},
+        {'confidence': 'Sure.', 'correct': True}, {'confidence': 'I am 80% sure', 'correct': True},
         {'answers': ['Paris.', 'paris', 'Lyon'], 'answer': ['Paris', 'City of Paris']},
         {'answers': ['A', 'B', 'B'], 'answer': 'A'}])
     done = run_metrics(path)
-    assert done.stdout.startswith(f'{path}: 1 rows state no probability and are left out\n')
+    assert done.stdout.startswith(
+        f"1 rows state no probability, the first: {path}:1: 'Sure.'; they are left out\n")
     assert values(done)['n'] == '3'
     assert values(done)['brier_top_label'] == f'{(0.04 + 1 / 9 + 4 / 9) / 3:.4f}'
+    path.write_text('{"confidence": "high", "correct": true}')
+    assert run_metrics(path).stderr == (
+        f"error: {path}: 1 rows state no probability, the first: {path}:1: 'high'\n")
+
+
+def test_a_table_with_semicolons_has_decimal_commas(tmp_path):
+    table = tmp_path / 'table.csv'
+    for text in ('confidence;correct\n0,9;1\n0,25;0\n', 'confidence,correct\n0.9,1\n0.25,0\n'):
+        table.write_text(text)
+        assert values(run_metrics(table))['confidence'] == '0.5750'
 
 
 def test_of_the_samples_of_evaluate_only_the_latest_of_a_question_counts(tmp_path):
