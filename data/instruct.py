@@ -23,6 +23,7 @@ def to_messages(row):
                                   and content, or of from and value
     instruction, input, output    Alpaca; a non-empty input follows the instruction and a blank
                                   line, and is the field 'input' for template = 'alpaca'
+    prompt, completion            TRL; each a text or turns. Or prompt, response
 
     A system message or a history beside these is added, see `messages.with_context`.
     """
@@ -35,8 +36,11 @@ def to_messages(row):
     if has_fields(row, 'instruction', 'output'):
         answer = {'role': 'assistant', 'content': row['output']}
         return with_context(row, [to_question(row), answer], used=('instruction', 'input'))
+    if answers := [name for name in ('completion', 'response') if has_fields(row, 'prompt', name)]:
+        return with_context(row, [*read_turns(row['prompt'], 'the prompt', 'user'), *read_turns(
+            row[answers[0]], f'the {answers[0]}', 'assistant')])
     raise DataError(f'fields {", ".join(map(str, row)) or "(none)"}; wanted messages, '
-                    f'conversations, or instruction and output')
+                    f'conversations, instruction and output, or prompt and completion')
 
 
 def to_question(row):

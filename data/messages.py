@@ -10,16 +10,20 @@ from data.files import require_text
 from runtime.errors import DataError
 
 ROLE_NAMES = {'human': 'user', 'gpt': 'assistant'}      # ShareGPT's
-SYSTEM = 'system', 'system_prompt', 'system_message', 'system_instruction'
+SYSTEM = ('system', 'system_prompt', 'system_message', 'system_instruction', 'instructions',
+          'developer', 'developer_message')
 HISTORY = 'history', 'chat_history'
 # what a model would have to read, and no template of ours shows
 CONTEXT = ('tools', 'functions', 'documents', 'document', 'context', 'knowledge', 'instruction',
-           'input', 'images', 'image', 'videos', 'video', 'audios', 'audio')
+           'input', 'images', 'image', 'videos', 'video', 'audios', 'audio',
+           'chat_template_kwargs')
 CONTEXT_OF_TURN = ('tool_calls', 'function_call', 'tools', 'functions', 'reasoning_content',
                    'reasoning', 'thinking', 'documents', 'context', 'input', 'images', 'image',
                    'videos', 'video', 'audios', 'audio')
 TRAIN = 'train', 'training', 'trainable', 'weight', 'loss', 'loss_mask', 'loss_weight'
 NOT_OBEYED = 'train_detail', 'training_detail', 'mask'
+# of a whole row; a 'loss' or a 'mask' there may be anything
+TRAIN_ROW = 'train', 'trainable', 'weight', 'sample_weight', 'loss_mask', 'loss_weight'
 
 
 def without_nulls(row):
@@ -73,8 +77,13 @@ def with_context(row, messages, used=()):
     """Return `messages` after the system message and the history that stand beside them in a row.
 
     used: names of the fields that `messages` were read from. Raises DataError for context that is
-    not in the messages and that no template shows, such as tools, and for two system messages.
+    not in the messages and that no template shows, such as tools, for two system messages, and for
+    a weight of the row other than 1.
     """
+    for name, value in row.items():
+        if name in TRAIN_ROW and value not in (1, None):
+            raise DataError(f'the field "{name}" of the row is {value!r:.60}, and rows have no '
+                            f'weights; leave the row out, or remove the field')
     texts = [message['content'] for message in messages
              if message['role'] != 'assistant' and isinstance(message['content'], str)]
     for name, value in _given(row, CONTEXT):

@@ -119,6 +119,8 @@ EARLIER = [{'role': 'user', 'content': 'sea?'}, {'role': 'assistant', 'content':
     ({'messages': SAME, 'System': 'Be brief.', 'Chat-History': EARLIER},
      [BRIEF[0], *EARLIER, *SAME]),
     ({'conversations': SAME}, SAME), ({'messages': [HUMAN, GPT]}, SAME),
+    ({'prompt': 'sky?', 'completion': 'blue', 'developer': 'Be brief.', 'weight': 1}, BRIEF),
+    ({'prompt': BRIEF[:2], 'completion': [SAME[1]]}, BRIEF),
     ({'conversations': [], 'messages': SAME, 'history': []}, SAME),
     # the columns that parquet adds
     ({'messages': None, 'conversations': [turn | dict.fromkeys(('role', 'content', 'weight'))
@@ -139,7 +141,8 @@ def test_a_row_says_all_of_its_conversation(row, messages):
 
 @pytest.mark.parametrize('field', [
     {'tools': '[{"name": "f"}]'}, {'context': 'grass'}, {'instruction': 'Be brief.'},
-    {'images': ['a.png']}, {'history': [['sea?']]}, {'system': ['x']},
+    {'images': ['a.png']}, {'history': [['sea?']]}, {'system': ['x']}, {'weight': 0.5},
+    {'train': False}, {'chat_template_kwargs': {'enable_thinking': True}},
     {'system': 'Be brief.', 'system_prompt': 'Be long.'}])
 def test_context_that_no_template_shows_is_refused_by_name(field):
     with pytest.raises(DataError, match=f'"{[*field][-1]}"'):
