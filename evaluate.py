@@ -172,8 +172,8 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
                      'adapter': adapter.fingerprint(Path(folder, 'adapter'))}
     n, first = parallel.world_size(), parallel.rank() == 0
     earlier, done = parallel.broadcast(samples.open_folder(
-        out_dir, tasks, settings, pictures=cfg.pictures, scaled=cfg.fit_temperature,
-        overwrite=cfg.overwrite, processes=n) if first else None)
+        out_dir, tasks, settings, pictures=cfg.pictures, overwrite=cfg.overwrite, processes=n)
+        if first else None)
     announce(config, tasks, cfg, done)
     reader = scoring.Reader(folder, tokenizer, cfg, load)
     results, prompts, new = score_tasks(tasks, reader, out_dir, done)

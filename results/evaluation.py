@@ -7,6 +7,7 @@ from results import confidence, page, report
 from results.plots import draw_reliability
 from results.samples import DIAGRAM, GRID, OUTPUTS, SCALING, of_split
 from runtime.errors import ConfigError
+from runtime.ownership import claim
 
 
 def write_evaluation(results, earlier, samples, tasks, cfg, identity, versions, out_dir):
@@ -61,6 +62,7 @@ def write_results(content, earlier, results, samples, tasks, pictures, out_dir):
     names = ['report.html'] * has_page + [OUTPUTS[0]] * (out_dir / OUTPUTS[0]).exists()
     if fits := {task: x['post_hoc']['fits'] for task, x in content['tasks'].items()
                 if 'fits' in x.get('post_hoc', ())}:
+        claim(out_dir, SCALING)
         scaling.save(out_dir / SCALING, fits)
         names.append(SCALING)
     names += [*report.write_results(content, out_dir, page.mistakes(rows)), *pictures]

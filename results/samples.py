@@ -30,7 +30,7 @@ digest = functools.partial(json_digest, size=6)     # of a prompt
 OTHER_FOLDER = 'choose another --out_dir, or --overwrite what was evaluated there'
 
 
-def open_folder(out_dir, tasks, settings, *, pictures, scaled, overwrite, processes=1):
+def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
     """Prepare `out_dir` for more samples of `tasks`; return (earlier, done).
 
     earlier: {task: its entry in results.json}
@@ -39,7 +39,7 @@ def open_folder(out_dir, tasks, settings, *, pictures, scaled, overwrite, proces
     append to their `part`. The caller holds the lock.
     """
     samples, results = out_dir / 'samples.jsonl', out_dir / 'results.json'
-    outputs = [*OUTPUTS, *[SCALING] * scaled]
+    outputs = [*OUTPUTS]
     if pictures:
         outputs += [DIAGRAM, *(GRID.format(label) for label, task in tasks.items()
                                if len({item.language for item in task.items}) > 1)]

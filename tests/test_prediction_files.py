@@ -20,6 +20,8 @@ import stats
 from results import file_report, prediction_files
 from results.compare import FileConfig
 from results.prediction_files import harness_sample, harness_task
+from runtime import ownership
+from runtime.errors import ConfigError
 
 HARNESS_FILES = HERE / 'tests' / 'harness_files'
 
@@ -120,6 +122,20 @@ def test_a_table_with_semicolons_has_decimal_commas(tmp_path):
     for text in ('confidence;correct\n0,9;1\n0,25;0\n', 'confidence,correct\n0.9,1\n0.25,0\n'):
         table.write_text(text)
         assert values(run_metrics(table))['confidence'] == '0.5750'
+
+
+def test_a_report_lists_its_scalings_and_replaces_none_of_others(tmp_path):
+    path = write_rows(tmp_path / 'rows.jsonl', [
+        {'probs': [0.6, 0.4], 'answer': i % 3 // 2} for i in range(12)])
+    arguments = [str(path), '--fit_temperature', '--pictures=False', '--n_bootstrap=0']
+    file_report.main([*arguments, f'--out_dir={tmp_path}/report'])
+    assert 'scaling.json' in ownership.written_files(tmp_path / 'report')
+    theirs = tmp_path / 'theirs' / 'scaling.json'
+    theirs.parent.mkdir()
+    theirs.write_text('mine')
+    with pytest.raises(ConfigError, match='scaling.json was not written by this program'):
+        file_report.main([*arguments, f'--out_dir={theirs.parent}'])
+    assert theirs.read_text() == 'mine'
 
 
 def test_of_the_samples_of_evaluate_only_the_latest_of_a_question_counts(tmp_path):
