@@ -33,6 +33,9 @@ def settings():
     for lr in RATES[:3]:
         for smoothing in SMOOTHINGS[:2]:
             yield f'lr{lr}-smoothing{smoothing}', {'lr': lr, 'smoothing': smoothing}, 5
+    for smoothing in SMOOTHINGS[:2]:
+        yield f'fp8-lr5e-05-smoothing{smoothing}', {
+            'lr': 5e-5, 'smoothing': smoothing, 'fp8': True}, 5
     yield 'lora-lr0.0002', {'lora': True, 'lr': 2e-4}, 5
     yield 'lora-lr0.001', {'lora': True, 'lr': 1e-3}, 5
     yield 'epoch1-lr5e-05', {'lr': 5e-5, 'epochs': 1.0}, 5
@@ -63,7 +66,7 @@ def runs(seed, root, model, data):
                 'model': model, 'data': f'{data}/alpaca.json', 'template': 'tulu', 'epochs': 3.0,
                 'batch_size': 32, 'max_length': 1024, 'pack_len': 2048, 'val_size': 200,
                 'val_every': 10_000, 'cache_dir': f'{root}/cache', 'checkpoint_epochs': False,
-                'save_every': None, 'log_every': 50, 'pictures': False, 'eval': evaluation(data),
+                'save_every': None, 'log_every': 10, 'pictures': False, 'eval': evaluation(data),
                 'eval_before': False, 'seed': seed,
                 'out_dir': f'{common.seed_folder("real", seed, root)}/{name}'} | more)
 
