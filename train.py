@@ -488,12 +488,10 @@ def train(cfg, stage=None):
         barrier()       # until the first process has saved the weights
         if run.tasks and not cfg.dry_run:
             results['after'] = calibration_report(run, out_dir, out_dir)
-        if rank() == 0 and not cfg.dry_run:
-            card.write(out_dir)
-            if cfg.push_to_hub:
-                files = trained.run_files(cfg, run.config, run.base, run.files)
-                hub.upload(out_dir, cfg.push_to_hub, [card.NAME, DIAGRAM, *(
-                    name for name in files[3:] if not name.startswith('epoch-'))])
+        if rank() == 0 and cfg.push_to_hub and not cfg.dry_run:
+            files = trained.run_files(cfg, run.config, run.base, run.files)
+            hub.upload(out_dir, cfg.push_to_hub, [card.NAME, f'adapter/{card.NAME}', DIAGRAM, *(
+                name for name in files[3:] if not name.startswith('epoch-'))])
     return results
 
 
@@ -548,6 +546,8 @@ def optimize(run):
                 continue
             if epoch_ends:
                 save_files(f'epoch-{epoch}')
+                if rank() == 0:
+                    card.write(out_dir / f'epoch-{epoch}')
             if save or signalled:
                 resume.save_checkpoint(out_dir, done, named, optimizer, facts)
             if signalled:
@@ -563,7 +563,8 @@ def optimize(run):
 
 
 def finish(cfg):
-    """Remove what a run whose weights are saved has replaced, and draw its loss."""
+    """Write the card of a run whose weights are saved, draw its loss, remove what it replaced."""
+    card.write(cfg.out_dir)
     ownership.discard(cfg.out_dir, 'resume-*')
     ownership.remove_aside(cfg.out_dir, 'run')
     if cfg.pictures and not Path(cfg.out_dir, 'loss.png').exists():

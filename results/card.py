@@ -7,78 +7,107 @@ import hashlib
 import json
 from pathlib import Path
 
-from results.samples import DIAGRAM, SCALING
+from results.report import task_title
+from results.samples import DIAGRAM
 from results.tables import markdown, measure_cell
 from runtime import ownership
-from runtime.config import run_settings
+from runtime.config import run_folder, run_settings
 from runtime.errors import escape_controls
 
 NAME = 'README.md'
 END = '<!-- nanoCal wrote this card, {}. An edited card is not replaced. -->\n'
-SHOWN = ('model', 'data', 'method', 'reward', 'template', 'lora', 'epochs', 'max_steps',
+COLUMNS = {'accuracy': 'accuracy', 'ece': 'ECE (10 bins)', 'nll': 'NLL (nats)'}
+LORA = 'lora_rank', 'lora_alpha', 'lora_dropout', 'lora_targets'
+SHOWN = ('revision', 'data_revision', 'method', 'reward', 'template', 'epochs', 'max_steps',
          'batch_size', 'lr', 'schedule', 'warmup', 'weight_decay', 'loss', 'smoothing',
          'logit_temperature', 'master_weights', 'seed')
 
 
 def write(folder):
-    """Write the card of a run's folder; a README.md that somebody wrote or edited stays."""
-    folder, path = Path(folder), Path(folder, NAME)
-    if not run_settings(folder) or not (folder / 'config.json').exists():
+    """Write the cards of a model that a run saved and of its adapters; an edited one stays.
+
+    folder: that of the run, or its epoch-<n>/
+    """
+    folder = Path(folder).absolute()
+    run = run_folder(folder)
+    if not run_settings(run) or not (folder / 'config.json').exists():
         return
-    disown_edited(folder)
-    if path.exists() and NAME not in ownership.written_files(folder):
-        print(f'note: {path} is not from this program, or edited, and stays as it is')
-        return
-    text = card(folder)
-    text += END.format(_hash(text))
-    if not path.exists() or path.read_text(encoding='utf-8') != text:
-        ownership.claim(folder, NAME)
-        ownership.write_text(path, text)
+    disown_edited(run)
+    for place in (folder, folder / 'adapter'):
+        path = place / NAME
+        name = str(path.relative_to(run))
+        if path.exists() and name not in ownership.written_files(run):
+            print(f'note: {path} is not from this program, or edited, and stays as it is')
+        elif place == folder or (place / 'adapter_config.json').exists():
+            text = card(folder, place != folder)
+            text += END.format(_hash(text))
+            if not path.exists() or path.read_text(encoding='utf-8') != text:
+                ownership.claim(run, name)
+                ownership.write_text(path, text)
 
 
-def disown_edited(folder):
-    """Take an edited card off the list of files that this program may replace or delete."""
-    path = Path(folder, NAME)
-    if NAME in ownership.written_files(folder) and path.exists():
-        text = path.read_text(encoding='utf-8', errors='replace')
-        body = text[:text.rfind(END[:20])] if END[:20] in text else text
-        if text != body + END.format(_hash(body)):
-            ownership.disown(folder, NAME)
+def disown_edited(run):
+    """Take the edited cards of a run off the list of files that may be replaced or deleted."""
+    for name in ownership.written_files(run):
+        path = Path(run, name)
+        if path.name == NAME and path.exists():
+            text = path.read_text(encoding='utf-8', errors='replace')
+            body = text[:text.rfind(END[:20])] if END[:20] in text else text
+            if text != body + END.format(_hash(body)):
+                ownership.disown(run, name)
 
 
 def _hash(text):
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def card(folder):
-    """Return the card of a run's folder without its last line."""
-    from huggingface_hub import EvalResult, ModelCardData
-    settings = run_settings(folder)
-    before, after = (_tasks(folder / x / 'results.json') for x in ('before', '.'))
-    hub = {key: [x] for key in ('model', 'data') if _is_hub_name(x := str(settings.get(key)))}
-    metadata = ModelCardData(
-        base_model=hub.get('model', [None])[0], datasets=hub.get('data'), tags=['nanocal'],
-        library_name='transformers', pipeline_tag='text-generation', model_name=folder.name,
-        eval_results=[EvalResult(task_type='text-generation', dataset_type=task, dataset_name=task,
-                                 metric_type=key, metric_value=round(x['pooled'][key], 4))
-                      for task, x in after.items() for key in ('accuracy', 'ece')] or None)
-    parts = [f'---\n{metadata.to_yaml()}\n---\n', f'# {folder.absolute().name}\n',
-             f'{_code(settings.get("model"))}, fine-tuned with nanoCal on '
-             f'{_code(settings.get("data"))}.\n']
-    rows = [[task, name, str(x[task]['pooled']['n']),
-             *(measure_cell(x[task]['pooled'], key, True) for key in ('accuracy', 'ece', 'nll'))]
-            for task in after for name, x in (('before', before), ('after', after)) if task in x]
+def card(folder, adapters=False):
+    """Return the card of a saved model, or of the adapters beside it, without its last line."""
+    run = run_folder(folder)
+    settings, name, epoch = run_settings(run), run.name, ''
+    before, after = (_tasks(x / 'results.json') for x in (run / 'before', folder))
+    if folder != run:
+        name, epoch = f'{name}-{folder.name}', f', after epoch {folder.name.removeprefix("epoch-")}'
+    start = 'random weights in the shape of ' if settings.get('from_scratch') else ''
+    parts = [f'---\n{_metadata(settings, name, after, adapters).to_yaml()}\n---\n', f'# {name}\n',
+             f'{"LoRA adapters of " * adapters}{start}{_code(settings.get("model"))}, trained with '
+             f'nanoCal on {_code(settings.get("data"))}{epoch}.\n']
+
+    rows = [[task, when, str(x[task]['pooled']['n']),
+             *(measure_cell(x[task]['pooled'], key, True) for key in COLUMNS)]
+            for task in after for when, x in (('before', before), ('after', after))
+            if task in x and x[task]['distribution'] == after[task]['distribution']]
     if rows:
-        parts += ['## Calibration\n', markdown([
-            ['task', 'training', 'n', 'accuracy', 'ECE (10 bins)', 'NLL (nats)'], *rows]),
-            'In brackets: 95 % intervals by bootstrap over questions.\n']
+        parts += ['## Calibration\n',
+                  markdown([['task', 'training', 'n', *COLUMNS.values()], *rows]),
+                  'In brackets: 95 % intervals by bootstrap over questions.\n']
     for task, x in after.items():
+        parts.append(f'- {escape_controls(task_title(task, x))}')
         for t in x.get('post_hoc', {}).get('fits', {}).get('temperature', ()):
-            parts.append(f'Temperature fitted to {_code(task)}: {t:.3f} (`{SCALING}`).\n')
-    if (folder / DIAGRAM).exists():
+            parts.append(f'- temperature fitted to {_code(task)}: {t:.3f}')
+    parts += [''] * bool(after)
+    if (folder / DIAGRAM).exists() and not adapters:
         parts.append(f'![reliability diagrams]({DIAGRAM})\n')
-    return '\n'.join([*parts, '## Training\n', markdown([['setting', 'value'], *(
-        [key, _code(settings[key])] for key in SHOWN if settings.get(key) not in (None, ''))])])
+
+    unread = ('loss', 'smoothing') if 'method' in settings else ()      # by align.py
+    keys = SHOWN + LORA if settings.get('lora') else SHOWN
+    rows = [[key, _code(settings[key])] for key in keys
+            if settings.get(key) not in (None, '') and key not in unread]
+    return '\n'.join([*parts, '## Training\n', markdown([['setting', 'value'], *rows]), ''])
+
+
+def _metadata(settings, name, tasks, adapters):
+    from huggingface_hub import EvalResult, ModelCardData
+    model, data = (str(settings.get(key)) for key in ('model', 'data'))
+    kind = 'text-classification' if settings.get('method') == 'reward' else 'text-generation'
+    return ModelCardData(
+        base_model=model if _is_hub_name(model) and not settings.get('from_scratch') else None,
+        datasets=[data] if _is_hub_name(data) else None, tags=['nanocal'], model_name=name,
+        library_name='peft' if adapters else 'transformers', pipeline_tag=kind,
+        eval_results=[EvalResult(task_type=kind, dataset_type=task, dataset_name=task,
+                                 metric_type=key, metric_name=COLUMNS[key],
+                                 metric_value=round(x['pooled'][key], 4))
+                      for task, x in tasks.items() for key in ('accuracy', 'ece')] or None)
 
 
 def _tasks(path):
@@ -90,4 +119,7 @@ def _is_hub_name(text):
 
 
 def _code(value):
-    return f'`{escape_controls(str(value))}`'.replace('|', r'\|')
+    """Return a setting as code; of a local path the last name, since the rest is private."""
+    text = str(value)
+    text = text if _is_hub_name(text) else text.rstrip('/').rpartition('/')[2]
+    return f'`{escape_controls(text)}`'.replace('|', r'\|')

@@ -113,6 +113,12 @@ def read_assignments(path):
     return values
 
 
+def run_folder(folder):
+    """Return the folder of the run that saved the model in `folder`, which may be epoch-<n>/."""
+    folder = Path(folder)
+    return folder.parent if re.fullmatch(r'epoch-\d+', folder.name) else folder
+
+
 def run_settings(folder):
     """Return the settings in the train_config.py of a run's folder; {} without a run."""
     path = Path(folder, 'train_config.py')

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 
 from model import CausalLM
 from runtime import adapter, checkpoint, parallel, resume
-from runtime.config import run_settings
+from runtime.config import run_folder, run_settings
 from runtime.errors import ConfigError, TrainingError
 from runtime.eval_config import EvalConfig
 from runtime.json_rules import check_values
@@ -75,9 +74,7 @@ SETTINGS = {'template': [name for name in get_args(get_type_hints(EvalConfig)['c
 
 def training_settings(folder):
     """Return the settings of the run that trained the model in `folder`; {} without a run."""
-    folder = Path(folder).resolve()
-    if re.fullmatch(r'epoch-\d+', folder.name):     # the config is in the folder of the run
-        folder = folder.parent
+    folder = run_folder(Path(folder).resolve())
     settings = run_settings(folder)
     check_values(settings, SETTINGS, folder / 'train_config.py')
     return settings

@@ -52,6 +52,40 @@ def test_the_card_has_the_results_before_and_after_and_an_edited_one_stays(tmp_p
     assert (run / card.NAME).read_text() == edited
 
 
+def test_epochs_and_adapters_have_cards_that_the_hub_reads_and_that_the_run_owns(tmp_path):
+    from huggingface_hub import ModelCard
+    run = tmp_path / 'run'
+    after = reported(run, 3.0)
+    with open(run / 'train_config.py', 'a') as settings:
+        settings.write("lora = True\nlora_rank = 4\nreward = '/home/me/judge'\n")
+    for place in ('adapter', 'epoch-1/adapter'):
+        (run / place).mkdir(parents=True)
+        (run / place / 'adapter_config.json').write_text('{}')
+    (run / 'epoch-1' / 'config.json').write_text('{}')
+    for folder in (run, run / 'epoch-1'):
+        card.write(folder)
+    names = 'README.md', 'adapter/README.md', 'epoch-1/README.md', 'epoch-1/adapter/README.md'
+    assert {*ownership.written_files(run)} == {*names}
+    model, adapters, epoch, epoch_adapters = (ModelCard.load(run / name) for name in names)
+    assert (model.data.library_name, adapters.data.library_name) == ('transformers', 'peft')
+    assert adapters.data.base_model == 'google/gemma-3-270m' and 'LoRA adapters of' in adapters.text
+    for result in (model.data.eval_results[1], adapters.data.eval_results[1]):
+        assert (result.dataset_name, result.metric_type, result.metric_value) == (
+            'mmlu', 'ece', round(after['pooled']['ece'], 4))
+    assert not epoch.data.eval_results and ', after epoch 1.' in epoch.text
+    assert epoch_adapters.data.model_name == 'run-epoch-1' and '| lora_rank | `4` |' in epoch.text
+    assert '`judge`' in epoch.text and '/home' not in epoch.text
+
+    # evaluated, and edited: as that of the run
+    reported(run / 'epoch-1', 2.0)
+    (run / 'epoch-1' / 'train_config.py').unlink()
+    (run / names[3]).write_text('mine')
+    card.write(run / 'epoch-1')
+    assert '| mmlu | after | 40 |' in (run / names[2]).read_text()
+    ownership.discard(run, '*')
+    assert [(run / name).exists() for name in names] == [False, False, False, True]
+
+
 def test_what_is_sent_to_the_hub(tmp_path, monkeypatch):
     calls = []
 
