@@ -4,9 +4,7 @@ A reward is a function (prompt, answer, row) -> number: the text of the prompt's
 text of an answer, and the prompt's row as it is in the file.
 """
 
-import ast
 import copy
-import hashlib
 import math
 import os
 import re
@@ -15,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.machinery import all_suffixes
+from modulefinder import ModuleFinder
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +26,7 @@ from data.tokenizer import begins_with_bos, load_model_tokenizer
 from data.written_answers import WRITTEN_TASKS
 from runtime import checkpoint
 from runtime.device import to_device
+from runtime.digests import file_digest, json_digest
 from runtime.errors import CheckpointError, ConfigError, DataError
 from runtime.ownership import note_inputs
 from runtime.thinking import final_answer
@@ -139,48 +138,21 @@ def load_reward(name, device, dtype, template):
                           f'{" or ".join(REWARDS)} of a task ({", ".join(WRITTEN_TASKS)}) as in '
                           f'exact:gsm8k, the folder of a reward model, or a Python file with a '
                           f'function reward(prompt, answer, row)')
-    names, code = {'__name__': path.stem, '__file__': name}, path.read_bytes()
-    if (folder := str(path.resolve().parent)) not in sys.path:
+    names, folder = {'__name__': path.stem, '__file__': name}, str(path.resolve().parent)
+    if folder not in sys.path:
         sys.path.append(folder)     # last, so that no file there hides a module of ours
+    finder = ModuleFinder([folder])     # of the modules beside it that it imports, also late
     try:
-        exec(compile(code, name, 'exec'), names)
+        exec(compile(path.read_bytes(), name, 'exec'), names)
+        finder.run_script(str(path.resolve()))
     except (Exception, SystemExit) as error:      # it is the user's code
         raise ConfigError(describe(error, name)) from error
     if not callable(names.get('reward')):
         raise ConfigError(f'{name} has no function reward(prompt, answer, row)')
-    sources = {path: code} | imported_sources(path)
-    note_inputs(*sources)
-    digest = hashlib.sha256()
-    for file, content in sorted(sources.items()):
-        digest.update(f'{os.path.relpath(file, path.parent)} {len(content)} '.encode() + content)
-    return FunctionReward(name, names['reward'], digest.hexdigest())
-
-
-def imported_sources(path):
-    """Return {file: content} of the modules beside a Python file that it imports, directly or not.
-
-    Imports inside functions count. A name that is computed when the program runs is not found.
-    """
-    sources, unread = {}, [path]
-    while unread:
-        file = unread.pop()
-        sources[file] = file.read_bytes()
-        try:
-            statements = [*ast.walk(ast.parse(sources[file]))]
-        except (SyntaxError, ValueError):       # a compiled module
-            continue
-        for node in statements:
-            if not isinstance(node, (ast.Import, ast.ImportFrom)):
-                continue
-            folder, names = path.parent, [alias.name.split('.') for alias in node.names]
-            if isinstance(node, ast.ImportFrom):
-                folder = file.parents[node.level - 1] if node.level else folder
-                names = [[*(node.module or '').split('.'), *name] for name in names]
-            places = {folder.joinpath(*name[:n + 1]) for name in names for n in range(len(name))}
-            unread += {found for place in places for found in (
-                place / '__init__.py', *(Path(f'{place}{suffix}') for suffix in all_suffixes()))
-                if found.is_file() and found not in sources}
-    return sources
+    files = sorted(Path(module.__file__) for module in finder.modules.values() if module.__file__)
+    note_inputs(*files)
+    digest = json_digest([[os.path.relpath(file, folder), file_digest(file)] for file in files])
+    return FunctionReward(name, names['reward'], digest)
 
 
 @dataclass

@@ -18,6 +18,7 @@ from torch import Tensor
 from model import CausalLM, LoRALinear, ModelConfig, add_lora
 from runtime.config_json import read_config, read_json_object
 from runtime.config_keys import SHARE, SIZE
+from runtime.digests import file_digest, json_digest
 from runtime.errors import CheckpointError
 from runtime.json_rules import check_values
 from runtime.weights import (BUFFERS, FLOAT_TYPES, read_all, shapes_on_disk, text_key, their_key,
@@ -26,7 +27,6 @@ from runtime.weights import (BUFFERS, FLOAT_TYPES, read_all, shapes_on_disk, tex
 CONFIG, WEIGHTS = 'adapter_config.json', ('adapter_model.safetensors', 'adapter_model.bin')
 FILES = (WEIGHTS[0], CONFIG)    # written for the adapters of a run
 LINK = '.adapter'
-PATTERN_SECONDS = 1.0       # longer, a search for a pattern would perhaps never end
 PREFIX = 'base_model.model.'    # all names of matrices begin with it
 # the allowed values of the keys of adapter_config.json that are read
 RULES = {'peft_type': ['LORA'], 'task_type': ['CAUSAL_LM', 'SEQ_2_SEQ_LM', None],
@@ -42,7 +42,6 @@ REQUIRED = 'peft_type', 'base_model_name_or_path', 'r', 'lora_alpha'
 UNUSED = {'auto_mapping', 'exclude_modules', 'inference_mode', 'layers_pattern',
           'layers_to_transform', 'lora_dropout', 'peft_version', 'target_modules', 'megatron_core',
           'qalora_group_size', 'eva_config', 'ensure_weight_tying'}
-LAYERS = r'(.*\.)?({})$'     # as peft searches for a pattern in the name of a layer
 _linked = []    # the temporary folders of this process; removed at its end
 
 
@@ -68,14 +67,9 @@ def read_settings(folder: Path, rules: dict | None = None) -> dict:
             raise CheckpointError(f'{path}: {key} = {value!r} is not supported; merge the adapter '
                                   f'with peft (merge_and_unload) and save the whole model')
     check_values(settings, RULES | (rules or {}), path, required=[*REQUIRED, *(rules or ())])
-    for key, rule in (('alpha_pattern', RULES['lora_alpha']), ('rank_pattern', RULES['r'])):
-        for pattern, value in (settings.get(key) or {}).items():
-            check_values({pattern: value}, {pattern: rule}, path, f'{key}.')
-            try:
-                re.compile(LAYERS.format(pattern))
-            except (re.error, RecursionError, OverflowError) as error:
-                raise CheckpointError(f'{path}: {key}: {pattern!r} is not a regular expression of '
-                                      f'names of layers: {error}') from error
+    for key, default in (('alpha_pattern', 'lora_alpha'), ('rank_pattern', 'r')):
+        patterns = settings.get(key) or {}
+        check_values(patterns, dict.fromkeys(patterns, RULES[default]), path, f'{key}.')
     return settings
 
 
@@ -143,14 +137,13 @@ def changes(folder: Path, config: ModelConfig, shapes: dict) -> dict[str, LowRan
 
 def _layer_setting(settings, name, patterns, default, path):
     """Return the value of the first pattern that matches a layer's name, else the default."""
-    import regex    # can stop a search, as `re` cannot; without patterns nobody needs it
     for pattern, value in (settings.get(patterns) or {}).items():
         try:
-            if regex.match(LAYERS.format(pattern), name, timeout=PATTERN_SECONDS):
+            if re.match(rf'(.*\.)?({pattern})$', name):     # as peft searches
                 return value
-        except (TimeoutError, regex.error, RecursionError) as error:
-            raise CheckpointError(f'{path}: {patterns}: {pattern!r} cannot be compared with the '
-                                  f'layer {name}: {error}; write a simpler one') from error
+        except (re.error, RecursionError, OverflowError) as error:
+            raise CheckpointError(f'{path}: {patterns}: {pattern!r} is not a regular expression of '
+                                  f'names of layers: {error}') from error
     return settings[default]
 
 
@@ -162,8 +155,7 @@ def merged(weight: Tensor, change: LowRank) -> Tensor:
 
 def fingerprint(folder: Path) -> str:
     """Return a hash of the adapter in `folder`: its settings and its matrices."""
-    content = (folder / CONFIG).read_bytes() + weights_file(folder).read_bytes()
-    return hashlib.blake2b(content, digest_size=8).hexdigest()
+    return json_digest([file_digest(folder / CONFIG), file_digest(weights_file(folder))], size=8)
 
 
 # ---- The adapters of a run, in the folder adapter/ beside the merged weights ---------------------

@@ -1,8 +1,6 @@
 """Read and write model folders in the Hugging Face layout: config.json and weights."""
 
 import functools
-import hashlib
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +13,13 @@ from families import t5
 from model import CausalLM, LoRALinear, ModelConfig
 from runtime import adapter
 from runtime.config_json import config_to_hf, read_config, read_json_object
+from runtime.digests import file_digest, json_digest
 from runtime.errors import CheckpointError
 from runtime.hub import download
 from runtime.ownership import note_inputs, put_back
 from runtime.parallel import load_full, rank
 from runtime.weights import (BUFFERS, FLOAT_TYPES, names_on_disk, read_all, read_tensors,
-                             shapes_on_disk, text_key, their_key, weight_files, weights_digest,
-                             write_files)
+                             shapes_on_disk, text_key, their_key, weight_files, write_files)
 from triton_ops import adjoin
 
 SHARD_BYTES = 5_000_000_000
@@ -215,14 +213,13 @@ def bad_logits(where: str, folder: str | Path, dtype: str, what: str = 'logits')
 
 
 def fingerprint(folder: str | Path) -> str:
-    """Return a hash of config.json's values and of all tensors, however they are in shards."""
-    config = json.dumps(read_json_object(Path(folder) / 'config.json'), sort_keys=True)
-    total = hashlib.blake2b(config.encode(), digest_size=8)
-    files = {*weight_files(Path(folder)).values()}
-    total.update(f'{sum(map(weights_digest, files)) % 2 ** 256:x}'.encode())
-    if (link := Path(folder) / adapter.LINK).exists():
-        total.update(adapter.fingerprint(link).encode())
-    return total.hexdigest()
+    """Return a hash of config.json's values, of the files of weights and of an adapter."""
+    folder = Path(folder)
+    content = [read_json_object(folder / 'config.json'),
+               *sorted(map(file_digest, {*weight_files(folder).values()}))]
+    if (folder / adapter.LINK).exists():
+        content.append(adapter.fingerprint(folder / adapter.LINK))
+    return json_digest(content, size=8)
 
 
 # ---- Writing -------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """How every script begins and ends: standard streams, Ctrl-C, and errors as one line."""
 
 import contextlib
-import functools
+import io
 import os
 import re
 import signal
@@ -13,26 +13,10 @@ from runtime.errors import (CheckpointError, ConfigError, DataError, ProcessErro
 
 
 def begin():
-    """Prepare the standard streams and signals; a script calls this before its other imports."""
-    _prepare_streams()
+    """Prepare threads and signals; a script calls this before its other imports."""
     sys.setswitchinterval(5e-4)     # a thread that tokenizes must not delay kernels by 5 ms
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop_at_once)
-
-
-@functools.cache        # once in a process
-def _prepare_streams():
-    """Open missing standard streams on /dev/null, since the next file that is opened would get
-    their numbers and what is printed; print unencodable characters as escapes."""
-    for number, name in enumerate(('stdin', 'stdout', 'stderr')):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)      # takes the lowest free number, which is this one
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(number, 'w' if number else 'r', closefd=False))
-    for stream in (sys.stdout, sys.stderr):     # no UnicodeEncodeError where the locale is ASCII
-        stream.reconfigure(errors='backslashreplace')
 
 
 def _stop_at_once(number, _):
@@ -58,7 +42,9 @@ def one_line_errors(resume='', memory=''):
     resume: how to continue an interrupted run, where the notes of its exception do not say that;
     memory: which settings need less memory
     """
-    _prepare_streams()
+    for stream in (sys.stdout, sys.stderr):     # no UnicodeEncodeError where the locale is ASCII
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors='backslashreplace')
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         try:
@@ -74,7 +60,7 @@ def one_line_errors(resume='', memory=''):
     except (ConfigError, DataError, CheckpointError, TrainingError) as error:
         _fail(error)
     except ProcessError as error:
-        _fail('; '.join([str(error), *_continue(error, resume)]))
+        _fail(error, *_continue(error, resume))
     except ModuleNotFoundError as error:
         _fail(f'{error}; pip install -r requirements.txt')
     except (MemoryError, RuntimeError) as error:
@@ -83,14 +69,14 @@ def one_line_errors(resume='', memory=''):
                   'container, pids.max')
         if is_lost_connection(error):
             _sleep_until_torchrun_ends_this(10)     # which names the other one
-            reason = 'another process has ended; its own message, or that of torchrun, says why'
-            _fail('; '.join([reason, *_continue(error, resume)]))
+            _fail('another process has ended; its own message, or that of torchrun, says why',
+                  *_continue(error, resume))
         # torch's error of a GPU, and that of its allocator for the CPU
         if not (isinstance(error, MemoryError) or type(error).__name__ == 'OutOfMemoryError'
                 or "can't allocate memory" in str(error)):
             raise
         reason = str(error).strip().split('\n')[0] or 'the system gives this process no more'
-        _fail(f'out of memory: {reason}' + f'; {memory}' * bool(memory))
+        _fail(f'out of memory: {reason}', *[memory] * bool(memory))
     except Stopped as stopped:
         print(stopped, *_continue(stopped, resume), sep='; ')
         sys.exit(128 + stopped.signal)
@@ -108,13 +94,13 @@ def _continue(error, resume):
     return getattr(error, '__notes__', None) or [resume] * bool(resume)
 
 
-def _fail(message):
+def _fail(*parts):
     """End the script with a message; if all processes fail, torchrun ends others in their sleep."""
     rank, size = _rank()
     if rank > 0:
         _sleep_until_torchrun_ends_this(3)
-    sys.exit(f'error{f" in process {rank} of {size}" * (size > 1)}: '
-             f'{escape_controls(str(message))}')
+    message = escape_controls('; '.join(map(str, parts)))
+    sys.exit(f'error{f" in process {rank} of {size}" * (size > 1)}: {message}')
 
 
 def _sleep_until_torchrun_ends_this(seconds):

@@ -21,11 +21,6 @@ def file_digest(path):
             file.seek(start)
             return hashlib.blake2b(file.read(PIECE)).digest()
 
-    pieces = in_threads(digest, range(0, os.path.getsize(path), PIECE))
-    return hashlib.blake2b(b''.join(pieces), digest_size=16).hexdigest()
-
-
-def in_threads(function, items):
-    """Return [function(x) for x in items], computed by up to 8 threads."""
     with ThreadPoolExecutor(min(8, os.cpu_count())) as pool:
-        return [*pool.map(function, items)]
+        pieces = pool.map(digest, range(0, os.path.getsize(path), PIECE))
+        return hashlib.blake2b(b''.join(pieces), digest_size=16).hexdigest()

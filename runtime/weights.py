@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import hashlib
 import json
 import pickle
 import re
@@ -18,7 +17,6 @@ from families import t5
 from model import ModelConfig
 from runtime import ownership
 from runtime.config_json import read_json_object
-from runtime.digests import PIECE, in_threads
 from runtime.errors import CheckpointError
 from runtime.parallel import rank
 
@@ -143,27 +141,6 @@ def read_all(path: Path) -> dict[str, Tensor]:
     """Return all tensors of a file, mapped."""
     with open_weights(path) as file:
         return {key: file.get_tensor(key) for key in file.keys()}
-
-
-def weights_digest(path):
-    """Return the sum of the hashes, below 2^256, of the tensors of a file: names, types and bytes.
-
-    The sum over the shards of a model does not depend on how it is split. It takes 0.6 s per GB on
-    each of up to 8 threads.
-    """
-    def digest(key):
-        with open_weights(path) as file:    # per tensor: mapped pages count as our memory
-            tensor = file.get_tensor(key)
-            kind = TYPES.get(tensor.dtype, tensor.dtype)
-            total = hashlib.sha256(f'{key} {kind} {[*tensor.shape]}'.encode())
-            data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-            for start in range(0, len(data), PIECE):
-                total.update(hashlib.sha256(data[start:start + PIECE]).digest())
-        return int.from_bytes(total.digest())
-
-    with open_weights(path) as file:
-        keys = [*file.keys()]
-    return sum(in_threads(digest, keys)) % 2 ** 256
 
 
 def write_files(folder, files, owner):

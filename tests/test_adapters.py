@@ -145,7 +145,6 @@ def test_bin_files_and_base_models_from_another_folder(simple, monkeypatch):
     ({'r': 0}, 'r = 0 is not supported; it must be an integer from 1 to'),
     ({'lora_alpha': float('nan')}, 'lora_alpha = .* is not supported; it must be a number from -1'),
     ({'alpha_pattern': {'q_proj': '16'}}, 'alpha_pattern.q_proj = .* it must be a number from -1'),
-    ({'rank_pattern': {'v_proj': 4, '*q_proj': 4}}, 'rank_pattern: .* is not a regular expression'),
     ({'base_model_name_or_path': '/'}, 'the base model: / has no config.json'),
     ({'base_model_name_or_path': ''}, 'the base model: the name of the model is empty')])
 def test_settings_that_merged_weights_do_not_have_are_refused_by_name(simple, change, message):
@@ -191,16 +190,12 @@ def test_matrices_that_do_not_fit_the_base_model_are_refused_by_name(simple, cha
         checkpoint.check_weights(folder, checkpoint.read_config(folder))
 
 
-ENDLESS = '(?:(?:.{1,1000}){1,1000}){1,1000}[0-9]'
-
-
 @pytest.mark.parametrize('change, message', [
-    ({'alpha_pattern': {ENDLESS: 4}}, f'alpha_pattern: {ENDLESS!r} cannot be compared with'),
+    ({'rank_pattern': {'v_proj': 4, '*q_proj': 4}},
+     "rank_pattern: '*q_proj' is not a regular expression"),
     ({'rank_pattern': {'q_proj': 2}}, 'r or rank_pattern says rank 2 of layer model.layers.0.'
      'self_attn.q_proj, but its matrices in adapter_model.safetensors have rank 4')])
-def test_a_pattern_that_does_not_fit_or_whose_search_does_not_end_is_named(simple, monkeypatch,
-                                                                           change, message):
-    monkeypatch.setattr(adapter, 'PATTERN_SECONDS', 0.05)
+def test_a_pattern_that_does_not_fit_is_named(simple, change, message):
     change_settings(simple, **change)
     folder = checkpoint.fetch(str(simple / 'peft'))
     with pytest.raises(CheckpointError) as error:

@@ -396,19 +396,13 @@ def test_the_first_nonfinite_tensor_is_named(folder):
     assert f'{KEY} in {folder} holds NaN' in checkpoint.bad_logits('', folder, 'float32')
 
 
-def test_the_fingerprint_is_of_the_config_and_the_weights_in_any_files(folder, tmp_path,
-                                                                       monkeypatch):
+def test_the_fingerprint_is_of_the_values_in_the_config(folder):
     before = checkpoint.fingerprint(folder)
     config = folder / 'config.json'
     config.write_text(json.dumps(dict(reversed(json.loads(config.read_text()).items()))))
     assert checkpoint.fingerprint(folder) == before
     edit_config(folder, rms_norm_eps=2e-6)
     assert checkpoint.fingerprint(folder) != before
-    model = checkpoint.load(folder)
-    assert len(checkpoint.save(model, tmp_path / 'one', torch.float32)) == 2
-    monkeypatch.setattr(checkpoint, 'SHARD_BYTES', 40_000)
-    checkpoint.save(model, tmp_path / 'many', torch.float32)
-    assert checkpoint.fingerprint(tmp_path / 'one') == checkpoint.fingerprint(tmp_path / 'many')
 
 
 def test_every_byte_of_the_weights_decides_whether_a_model_is_the_same(tmp_path):
@@ -515,7 +509,6 @@ def test_pickled_weights_are_read(tmp_path):
     loaded = named(checkpoint.load(pickled, dtype=torch.float32))
     assert loaded.keys() == wanted.keys()
     assert all(torch.equal(loaded[key], tensor) for key, tensor in wanted.items())
-    assert checkpoint.fingerprint(pickled) == checkpoint.fingerprint(tmp_path / 'model')
     assert checkpoint.nonfinite_tensor(pickled) is None
     os.truncate(pickled / 'pytorch_model-0.bin', 3000)
     with pytest.raises(CheckpointError, match='truncated, not a file of weights'):
