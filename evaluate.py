@@ -92,7 +92,7 @@ from results.evaluation import saved_fits, write_evaluation
 from runtime import adapter, checkpoint, device, ownership, parallel
 from runtime.code import code_digest
 from runtime.trained import (base_of_adapter, load_ahead, load_model, trained_template,
-                             trained_with_bos)
+                             training_settings)
 
 # Samples depend on these keys, so they must not change within a folder. The tokens of clm depend on
 # the seed too, but each sample has a hash of its prompt.
@@ -171,9 +171,9 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
                      'base': checkpoint.fingerprint(base_of_adapter(folder)),
                      'adapter': adapter.fingerprint(Path(folder, 'adapter'))}
     n, first = parallel.world_size(), parallel.rank() == 0
-    earlier, done = parallel.broadcast(samples.open_folder(
+    earlier, done = parallel.gather(samples.open_folder(
         out_dir, tasks, settings, pictures=cfg.pictures, overwrite=cfg.overwrite, processes=n)
-        if first else None)
+        if first else None)[0]
     announce(config, tasks, cfg, done)
     reader = scoring.Reader(folder, tokenizer, cfg, load)
     results, prompts, new = score_tasks(tasks, reader, out_dir, done)
@@ -280,7 +280,7 @@ def result_labels(tasks, cfg):
 def resolve(cfg, folder, config, tokenizer):
     """Return `cfg` with 'auto' and None replaced by the values for this machine and model."""
     context = config.max_position_embeddings
-    add_bos = trained_with_bos(folder) if cfg.add_bos is None else cfg.add_bos
+    add_bos = training_settings(folder).get('add_bos') if cfg.add_bos is None else cfg.add_bos
     add_bos, chat = begins_with_bos(tokenizer, add_bos), cfg.chat
     if chat == 'trained':
         chat = trained_template(folder)

@@ -64,7 +64,7 @@ from results.samples import append, digest, merge_parts, open_answers, part, to_
 from runtime import checkpoint, log, ownership, parallel
 from runtime.code import code_digest
 from runtime.device import pick_device, pick_dtype
-from runtime.trained import trained_template, trained_with_bos
+from runtime.trained import trained_template, training_settings
 from scoring import confidences
 
 
@@ -79,7 +79,7 @@ def open_model(cfg):
     with ThreadPoolExecutor(1) as pool:     # reads the weights while the tokenizer is made
         model = pool.submit(checkpoint.load, folder, device, pick_dtype(cfg.dtype, device))
         tokenizer = load_model_tokenizer(folder, config)
-        add_bos = begins_with_bos(tokenizer, trained_with_bos(folder))
+        add_bos = begins_with_bos(tokenizer, training_settings(folder).get('add_bos'))
         if template:
             question_frame(tokenizer, template, add_bos)    # raise for a template that does not fit
         return folder, model.result().eval(), tokenizer, template, add_bos
@@ -115,7 +115,7 @@ def main(argv):
         'add_bos': add_bos, 'dtype': str(model.head.dtype).removeprefix('torch.')}
     out, rank, n_processes = Path(cfg.out), parallel.rank(), parallel.world_size()
     with parallel.first_process_locks(out.parent):
-        done = parallel.broadcast(open_answers(cfg, settings, n_processes) if rank == 0 else None)
+        done = parallel.gather(open_answers(cfg, settings, n_processes) if rank == 0 else None)[0]
         left = [(row, ids) for row, ids in prompts if (row['id'], row['prompt_hash']) not in done]
         print(f'to answer: {len(left):,} of {len(prompts):,} prompts, {cfg.n} times each',
               flush=True)

@@ -1,8 +1,7 @@
 """PEFT adapters: those of other programs, which are merged on load, and those of our runs.
 
-`checkpoint.fetch` finds the folder of an adapter and calls `beside_base`, which returns a folder
-with the files of the base model and a link `.adapter` to the adapter. From there on it is a model
-folder like any other; `checkpoint.load` merges, and `checkpoint.fingerprint` covers the adapter.
+For an adapter, `checkpoint.fetch` returns a folder with links to the files of the base model and a
+link `.adapter`. From there on it is a model folder like any other; `checkpoint.load` merges.
 """
 
 import hashlib
@@ -21,8 +20,8 @@ from runtime.config_keys import SHARE, SIZE
 from runtime.digests import file_digest, json_digest
 from runtime.errors import CheckpointError
 from runtime.json_rules import check_values
-from runtime.weights import (BUFFERS, FLOAT_TYPES, read_all, shapes_on_disk, text_key, their_key,
-                             write_files)
+from runtime.weights import (BUFFERS, FLOAT_TYPES, names_on_disk, read_all, shapes_on_disk,
+                             text_key, their_key, write_files)
 
 CONFIG, WEIGHTS = 'adapter_config.json', ('adapter_model.safetensors', 'adapter_model.bin')
 FILES = (WEIGHTS[0], CONFIG)    # written for the adapters of a run
@@ -182,35 +181,35 @@ def read_adapter(folder: str | Path) -> dict:
     if not path.exists():
         raise CheckpointError(f'{folder} has no adapter/, which train.py --lora saves beside the '
                               f'merged weights')
-    return read_settings(path.parent, {'lora_dropout': [SHARE], 'target_modules': [[str]]})
+    return read_settings(path.parent, {'lora_dropout': [SHARE]})
 
 
 def add_adapter(model: CausalLM, folder: str | Path):
     """Add the adapters in `folder`/adapter, and its softcap and temperature, to their base model.
 
-    Raises CheckpointError if they do not fit; a model on the meta device is only checked.
+    Raises CheckpointError if they do not fit.
     """
     settings, path = read_adapter(folder), Path(folder, 'adapter')
-    config, shapes = read_config(folder), shapes_on_disk(model)
+    config, ours = read_config(folder), names_on_disk(model)
     model.config.final_logit_softcapping = config.final_logit_softcapping
     model.config.temperature = config.temperature
-    ours = {their_key(f'{parent}.{layer}', model.config).rpartition('.')[2]: layer
-            for parent in ('self_attn', 'mlp') for layer in model.config.family.lora_targets}
+    low_rank = {ours[key].removesuffix('.weight'): change
+                for key, change in changes(path, model.config, shapes_on_disk(model)).items()}
     try:
         add_lora(model, settings['r'], settings['lora_alpha'], settings['lora_dropout'],
-                 [ours.get(name, name) for name in settings['target_modules']])
+                 {name.rpartition('.')[2] for name in low_rank})
     except ValueError as error:
         raise CheckpointError(f'{path}: {error}') from error
-    layers = {f'{their_key(name, model.config)}.weight': layer
-              for name, layer in model.named_modules() if isinstance(layer, LoRALinear)}
-    low_rank = changes(path, model.config, shapes)
-    if differ := sorted(low_rank.keys() ^ layers.keys()):
-        raise CheckpointError(f'{path / CONFIG}: target_modules does not name the layers of '
-                              f'{WEIGHTS[0]}: {differ[0]} is in only one of them')
-    for key, layer in layers.items():
-        for part, matrix in ((layer.lora_A, low_rank[key].A), (layer.lora_B, low_rank[key].B)):
+    for name, layer in model.named_modules():
+        if not isinstance(layer, LoRALinear):
+            continue
+        if name not in low_rank:
+            raise CheckpointError(f'{path / WEIGHTS[0]} has no matrices for {name}, but for the '
+                                  f'same layer of other blocks')
+        change = low_rank[name]
+        for part, matrix in ((layer.lora_A, change.A), (layer.lora_B, change.B)):
             part.weight.data = matrix.to(part.weight)      # its rank may differ: rank_pattern
-        layer.scale = low_rank[key].scale
+        layer.scale = change.scale
 
 
 def seed_dropout(seed: int, arrays):

@@ -2,6 +2,7 @@
 
 import atexit
 import datetime
+import importlib
 import json
 import math
 import os
@@ -184,23 +185,20 @@ def open_log(cfg, first):
 
 def start_tracker(cfg):
     """Return a function that sends a step's record to the tracker, or None."""
-    if cfg.tracker == 'wandb':
-        import wandb
-        run = wandb.init(project='nanocal', name=Path(cfg.out_dir).name, dir=cfg.out_dir,
-                         config=asdict(cfg))
-        return lambda record: run.log(record, step=record['step'])
-    if cfg.tracker == 'trackio':
-        import trackio
-        run = trackio.init(project='nanocal', name=Path(cfg.out_dir).name, config=asdict(cfg))
-        atexit.register(trackio.finish)     # records are sent by a thread
-        return lambda record: run.log(record, step=record['step'])
+    if cfg.tracker == 'none':
+        return None
     if cfg.tracker == 'tensorboard':
         from torch.utils.tensorboard import SummaryWriter
         writer = SummaryWriter(Path(cfg.out_dir) / 'runs')
         atexit.register(writer.close)   # it writes every two minutes, and not by itself at the end
         return lambda record: [writer.add_scalar(key, value, record['step'])
                                for key, value in record.items()]
-    return None
+    tracker = importlib.import_module(cfg.tracker)      # trackio has the functions of wandb
+    options = {'dir': cfg.out_dir} if cfg.tracker == 'wandb' else {}
+    run = tracker.init(project='nanocal', name=Path(cfg.out_dir).name, config=asdict(cfg),
+                       **options)
+    atexit.register(tracker.finish)     # a thread sends the records
+    return lambda record: run.log(record, step=record['step'])
 
 
 def peak_memory(device):

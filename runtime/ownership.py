@@ -50,7 +50,6 @@ def lock(folder):
         _locks.append(file)
         stack.callback(_locks.remove, file)
         stack.callback(lambda: is_in_place(file) and _settle(folder))
-        remove_leftovers(folder)
         _settle(folder)
         yield
         check_in_place(*_locks)
@@ -255,6 +254,7 @@ def put_back(folder):
 def _settle(folder):
     """Put back what `set_aside` has moved, the newest first, unless new files replace it."""
     folder = Path(folder)
+    remove_leftovers(folder)
     for aside in sorted(folder.glob(f'{ASIDE}*'), reverse=True):
         remove_leftovers(aside)
         if aside.suffix == '.done':
@@ -312,10 +312,7 @@ def temporary(path, folder=False):
         except OSError:
             if not folder or not os.path.isdir(path):
                 raise
-            for file in filter(Path.is_file, [*part.rglob('*')]):
-                place = Path(path, file.relative_to(part))
-                place.parent.mkdir(parents=True, exist_ok=True)
-                os.replace(file, place)
+            shutil.copytree(part, path, copy_function=os.replace, dirs_exist_ok=True)
     except OSError as error:
         error.filename = error.filename or str(path)    # which the error of a full disk lacks
         raise

@@ -62,10 +62,9 @@ def joined():
         if world_size() > 1:
             barrier()
             dist.destroy_process_group()
-            # gloo's threads sometimes abort a process that shuts down normally
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(0)
+            os._exit(0)     # gloo's threads sometimes abort a process that shuts down normally
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)   # that of the block may raise exceptions
         if dist.is_initialized():
@@ -108,14 +107,6 @@ def collect(value) -> list:
         # the first one's own value, which may be large, need not be pickled
         dist.gather_object(None if first else value, values)
     return [value, *values[1:]] if first else []
-
-
-def broadcast(value):
-    """Return the `value` of process 0, any Python object; that of the others is not used."""
-    values = [value]
-    if world_size() > 1:
-        dist.broadcast_object_list(values)
-    return values[0]
 
 
 def sum_over_processes(x: Tensor) -> Tensor:

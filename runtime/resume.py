@@ -1,14 +1,12 @@
 """Crash safety of a training run: checkpoints to resume from, and a graceful shutdown.
 
 out_dir/resume-<step>/ holds in safetensors all that the next step depends on: the trained weights
-with the low bits of their master, the Adam moments and the random states. The position
-in the data and the learning rate follow from the step. state.json has a checksum of every file and
-of itself. It is written last, and then the older checkpoint is removed, so that a complete one
-exists at any moment.
+with the low bits of their master, the Adam moments and the random states. The position in the data
+and the learning rate follow from the step. state.json has a checksum of every file and of itself.
+It is written last, then the older checkpoint is removed: a complete one exists at any moment.
 """
 
 import contextlib
-import functools
 import json
 import os
 import re
@@ -184,9 +182,6 @@ def restore(out_dir, named, optimizer, facts):
     or if the run has other `facts` than the one that wrote the checkpoint.
     """
     damaged, device = None, next(iter(named.values())).device
-    random = {f'random.{rank()}.cpu': torch.set_rng_state}
-    if device.type == 'cuda':
-        random[f'random.{rank()}.cuda'] = functools.partial(torch.cuda.set_rng_state, device=device)
     for step, folder in reversed(checkpoints(out_dir).items()):
         path = folder / 'state.json'
         try:
@@ -199,19 +194,22 @@ def restore(out_dir, named, optimizer, facts):
                 if content[key] != value:
                     raise TrainingError(f'{path} has different {FACTS.get(key, key)}: '
                                         f'{content[key]}, not {value}; --overwrite starts over')
-            unread = dict(state_tensors(named, optimizer))
+            unread, random = dict(state_tensors(named, optimizer)), {}
             for name, digest in content['files'].items():
                 path = folder / name
                 if file_digest(path) != digest:
                     raise ValueError('its content does not match its checksum in state.json')
                 with safe_open(path, framework='pt') as tensors:
                     for key in tensors.keys():
-                        if key in random:
-                            random[key](tensors.get_tensor(key))
-                        elif not key.startswith('random.'):     # of another process
+                        if key.startswith('random.'):
+                            random[key] = tensors.get_tensor(key)
+                        else:
                             load_full(unread.pop(key), tensors.get_tensor(key))
             if unread:
                 raise ValueError(f'{min(unread)} is missing')
+            torch.set_rng_state(random[f'random.{rank()}.cpu'])
+            if device.type == 'cuda':
+                torch.cuda.set_rng_state(random[f'random.{rank()}.cuda'], device)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError,
                 SafetensorError) as error:
             damaged = f'{path} is damaged ({error if type(error) is ValueError else repr(error)})'

@@ -1,4 +1,4 @@
-"""The folder of a trained model: the files that a run writes there, and what they say about it."""
+"""The folder of a trained model: the files that a run writes there, and what they say of it."""
 
 import functools
 import math
@@ -9,7 +9,6 @@ from typing import get_args, get_type_hints
 
 import torch
 
-from model import CausalLM
 from runtime import adapter, checkpoint, parallel, resume
 from runtime.config import run_folder, run_settings
 from runtime.errors import ConfigError, TrainingError
@@ -80,11 +79,6 @@ def training_settings(folder):
     return settings
 
 
-def trained_with_bos(folder):
-    """Return the add_bos of the run that trained the model in `folder`; None without a run."""
-    return training_settings(folder).get('add_bos')
-
-
 def trained_template(folder):
     """Return the chat template of the run that trained the model in `folder`, or ConfigError."""
     settings = training_settings(folder)
@@ -101,13 +95,8 @@ def base_of_adapter(folder):
     if not settings['lora_dropout']:
         raise ConfigError(f'dropout_seed: {folder} was trained with lora_dropout = 0, so nothing '
                           f'would be dropped; leave out --dropout_seed')
-    base = checkpoint.fetch(settings['base_model_name_or_path'],
+    return checkpoint.fetch(settings['base_model_name_or_path'],
                             training_settings(folder).get('revision'))
-    config = checkpoint.read_config(base)
-    checkpoint.check_weights(base, config)
-    with torch.device('meta'):      # fail on adapters of another model before anything is scored
-        adapter.add_adapter(CausalLM(config), folder)
-    return base
 
 
 def load_model(folder, cfg):

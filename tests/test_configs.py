@@ -25,7 +25,7 @@ from runtime import cli
 from runtime.config import dump_config, load_config, read_assignments, require_range
 from runtime.errors import CheckpointError, ConfigError, DataError, ProcessError
 from runtime.processes import forked_pool
-from runtime.trained import trained_template, trained_with_bos
+from runtime.trained import trained_template, training_settings
 
 
 def test_the_command_line_overrides_the_config_file(tmp_path):
@@ -307,7 +307,7 @@ def test_a_worker_that_ends_stops_the_work_with_a_message(capfd):
 def test_a_wrong_setting_of_the_run_that_trained_a_model_is_named(tmp_path, content, message):
     (tmp_path / 'train_config.py').write_text(f"data_kind = 'instruct'\n{content}\n")
     (tmp_path / 'epoch-1').mkdir()
-    for read in (trained_template, trained_with_bos):
+    for read in (trained_template, training_settings):
         with pytest.raises(CheckpointError, match=f'train_config.py: {message}'):
             read(tmp_path / 'epoch-1')
 

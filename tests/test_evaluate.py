@@ -154,11 +154,9 @@ def test_an_evaluation_with_the_dropout_of_adapters(foxes, tmp_path):
         foxes.score('--dropout_seed=2')
     settings = run / 'adapter' / 'adapter_config.json'
     written = settings.read_text()
-    for change, message in (({'lora_dropout': 0.0}, 'trained with lora_dropout = 0, so nothing w'),
-                            ({'target_modules': ['q_proj']}, 'does not name .*down_proj.weigh')):
-        settings.write_text(json.dumps(json.loads(written) | change))
-        with pytest.raises((ConfigError, checkpoint.CheckpointError), match=message):
-            foxes.score('--dropout_seed=2', model=run)
+    settings.write_text(json.dumps(json.loads(written) | {'lora_dropout': 0.0}))
+    with pytest.raises(ConfigError, match='trained with lora_dropout = 0, so nothing w'):
+        foxes.score('--dropout_seed=2', model=run)
     settings.write_text(written)
     evaluate.main([f'--model={run}', f'--tasks={foxes.task}', '--dropout_seed=2', '--shots=0',
                    '--n_bootstrap=0'])

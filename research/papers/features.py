@@ -43,7 +43,7 @@ from runtime.config import load_config, require_range
 from runtime.device import pick_device, pick_dtype
 from runtime.errors import ConfigError, DataError
 from runtime.ownership import claim, lock, write_text
-from runtime.trained import trained_with_bos
+from runtime.trained import training_settings
 
 
 @dataclass
@@ -158,7 +158,7 @@ def run(cfg):
         folder = checkpoint.fetch(name)
         tokenizer = load_model_tokenizer(folder, checkpoint.read_config(folder))
         model = checkpoint.load(folder, device, pick_dtype(cfg.dtype, device)).eval()
-        add_bos = begins_with_bos(tokenizer, trained_with_bos(folder))
+        add_bos = begins_with_bos(tokenizer, training_settings(folder).get('add_bos'))
         size = min(cfg.n or 2 * model.config.hidden_size, *map(len, texts.values()))
         panels[name] = {}
         for source, rows in texts.items():
