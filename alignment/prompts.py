@@ -52,9 +52,7 @@ def to_prompt(row, instruction=''):
     """
     row = without_nulls(require_fields(row))
     if name := next(filter(row.__contains__, ('prompt', 'question', 'problem')), None):
-        messages = with_context(row, read_turns(row['prompt'], '"prompt"')
-                                if isinstance(row.get('prompt'), list) else [
-            {'role': 'user', 'content': require_text(row[name], f'the {name}')}])
+        messages = with_context(row, read_turns(row[name], f'the {name}', 'user'))
     elif not row.keys() & {'messages', 'conversations', 'instruction'}:
         raise DataError(f'fields {", ".join(map(str, row)) or "(none)"}; wanted prompt, question, '
                         f'problem, messages, conversations, or instruction and output')
@@ -63,7 +61,7 @@ def to_prompt(row, instruction=''):
     if messages and messages[-1]['role'] == 'assistant':
         messages.pop()
     if not messages or messages[-1]['role'] != 'user':
-        raise DataError('the last message of the prompt is not the user\'s')
+        raise DataError("the last message of the prompt is not the user's")
     if instruction:
         text = require_text(messages[-1].get('content'), 'the prompt')
         messages[-1] = {'role': 'user', 'content': f'{text}\n\n{instruction}'}

@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 from runtime.errors import DataError
-from runtime.ownership import read_json_object
+from runtime.json_rules import read_json_object
 
 # Llama 3: the regular expression of words, and 256 control tokens after 128,000 ranks
 LLAMA3_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
@@ -60,7 +60,7 @@ def from_tekken(path):
     Special tokens come before the pieces, which are numbered by their rank. Files before v11 may
     lack the list of special tokens, which are TEKKEN_CONTROLS then.
     """
-    content = read_json_object(Path(path))
+    content = read_json_object(Path(path), DataError)
     try:
         settings = content['config']
         controls = content.get('special_tokens') or [
@@ -123,7 +123,7 @@ def from_merges(path, added, bos):
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     path = Path(path)
-    vocab, merges_path = read_json_object(path), path.parent / 'merges.txt'
+    vocab, merges_path = read_json_object(path, DataError), path.parent / 'merges.txt'
     if not merges_path.exists():
         raise DataError(f'{path} needs {merges_path.name} beside it; download both')
     lines = merges_path.read_text(encoding='utf-8').split('\n')

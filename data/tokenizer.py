@@ -11,7 +11,7 @@ from pathlib import Path
 
 from data.byte_pairs import from_merges, from_tekken, from_tiktoken, library_errors
 from runtime.errors import CheckpointError, DataError
-from runtime.ownership import read_json_object
+from runtime.json_rules import read_json_object
 
 # Gemma's file declares these as user-defined symbols, which sentencepiece would use in any text
 GEMMA_CONTROLS = (rb'<start_of_turn>|<end_of_turn>|<start_of_image>|<end_of_image>|<mask>|<2mass>|'
@@ -230,7 +230,7 @@ def _eos(folder, library):
 def read_beside(folder, name):
     """Return the object in a JSON file of a folder, {} without the file."""
     path = Path(folder) / name
-    return read_json_object(path) if path.exists() else {}
+    return read_json_object(path, DataError) if path.exists() else {}
 
 
 def settings_beside(folder):

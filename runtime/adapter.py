@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from model import CausalLM, LoRALinear, ModelConfig, add_lora
-from runtime.config_json import read_config, read_json_object
+from runtime.config_json import read_config
 from runtime.config_keys import SHARE, SIZE
 from runtime.digests import file_digest, json_digest
 from runtime.errors import CheckpointError
-from runtime.json_rules import check_values
+from runtime.json_rules import check_values, read_json_object
 from runtime.weights import (BUFFERS, FLOAT_TYPES, names_on_disk, read_all, shapes_on_disk,
                              text_key, their_key, write_files)
 

@@ -12,10 +12,11 @@ from tqdm import tqdm
 from families import t5
 from model import CausalLM, LoRALinear, ModelConfig
 from runtime import adapter
-from runtime.config_json import config_to_hf, read_config, read_json_object
+from runtime.config_json import config_to_hf, read_config
 from runtime.digests import file_digest, json_digest
 from runtime.errors import CheckpointError
 from runtime.hub import download
+from runtime.json_rules import read_json_object
 from runtime.ownership import note_inputs, put_back
 from runtime.parallel import load_full, rank
 from runtime.weights import (BUFFERS, FLOAT_TYPES, names_on_disk, read_all, read_tensors,

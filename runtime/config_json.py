@@ -5,21 +5,17 @@ error that names its key.
 """
 
 import difflib
-import functools
 from dataclasses import fields, replace
 from pathlib import Path
 
 from families import t5
 from model import FAMILIES, Layer, ModelConfig
-from runtime import ownership
 from runtime.config_keys import (ALWAYS, ARCHITECTURES, BIASES, CHANGES, CONFIG_FIELDS, DEFAULTS,
                                  FLOATS, NANOCAL_FIELDS, NESTED, PATTERN, REWARD, WHOLE_HEADS,
                                  rules_of)
 from runtime.config_ropes import OUTSIDE, OWN_OUTSIDE, ROPE_BLOCKS, read_ropes
 from runtime.errors import CheckpointError
-from runtime.json_rules import check_values
-
-read_json_object = functools.partial(ownership.read_json_object, error=CheckpointError)
+from runtime.json_rules import check_values, read_json_object
 
 
 def read_config(folder: str | Path, changes: dict | None = None, seq2seq=False) -> ModelConfig:

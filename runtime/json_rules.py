@@ -1,4 +1,4 @@
-"""Check the values of a JSON object against rules.
+"""Read a JSON object, and check its values against rules.
 
 A rule lists the allowed values of a key, as alternatives: (lowest, highest) of integers or, if
 these are floats, of any numbers; a type; [alternatives for the items of a list]; or a value.
@@ -7,6 +7,17 @@ these are floats, of any numbers; a type; [alternatives for the items of a list]
 import json
 
 from runtime.errors import CheckpointError
+
+
+def read_json_object(path, error=CheckpointError):
+    """Return the object in a JSON file of any origin; raise `error` for any other content."""
+    try:
+        content = json.loads(path.read_text(encoding='utf-8'))
+    except (ValueError, RecursionError) as reason:
+        raise error(f'{path}: not valid JSON: {reason}') from reason
+    if not isinstance(content, dict):
+        raise error(f'{path}: not a JSON object')
+    return content
 
 
 def each(rules: dict) -> dict:

@@ -24,7 +24,7 @@ import shutil
 from fnmatch import fnmatch
 from pathlib import Path
 
-from runtime.errors import ConfigError, DataError
+from runtime.errors import ConfigError
 
 LIST, LOCK, ASIDE = 'written.json', '.lock', '.replaced-'
 TEMPORARY = re.compile(r'(.+)\.[0-9a-f]{8}\.nanocal-tmp')
@@ -99,17 +99,6 @@ def read_json(path, advice):
         raise ConfigError(f'{path} cannot be read: {error.strerror}') from error
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f'{path} is not what this program wrote ({error!r}); {advice}') from error
-
-
-def read_json_object(path, error=DataError):
-    """Return the object in a JSON file of any origin; raise `error` for any other content."""
-    try:
-        content = json.loads(path.read_text(encoding='utf-8'))
-    except (ValueError, RecursionError) as reason:
-        raise error(f'{path}: not valid JSON: {reason}') from reason
-    if not isinstance(content, dict):
-        raise error(f'{path}: not a JSON object')
-    return content
 
 
 def check_free(folder, *names):

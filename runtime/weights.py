@@ -16,8 +16,8 @@ from torch import Tensor
 from families import t5
 from model import ModelConfig
 from runtime import ownership
-from runtime.config_json import read_json_object
 from runtime.errors import CheckpointError
+from runtime.json_rules import read_json_object
 from runtime.parallel import rank
 
 # the names of types in a safetensors file
