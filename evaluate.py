@@ -232,7 +232,7 @@ def collect_results(scored, cfg, done):
     but the first.
     """
     results, prompts = {}, {}
-    shares = parallel.collect({label: (task.counts, *rest) for label, (task, *rest)
+    shares = parallel.collect({label: (task.counts(rest[0]), *rest) for label, (task, *rest)
                                in scored.items()})
     for label, (task, *_) in scored.items() if shares else ():
         counts, share_prompts, bad_rows, seconds = zip(*(share[label] for share in shares))

@@ -55,20 +55,20 @@ def to_pairs(row, place):
     return pairs
 
 
-def load_pairs(name, *, shots=0, limit=None, seed=0, revision=None, on_bad_row='stop'):
+def load_pairs(name, cfg):
     """Return questions.Loaded of a task 'judge:file, folder or hub dataset'.
 
-    `total` counts the pairs of which one answer is known to be better.
+    `total` counts the pairs of which one answer is known to be better; `validation` has the others.
     """
     source = name.partition(':')[2]
     if not source:
         raise DataError('judge: no preferences given; use --tasks=judge:FILE, with a file, folder '
                         'or hub dataset in a format of docs/alignment.md')
-    if shots:
-        raise DataError(f'{shots} shots wanted, but a judge has none; use --shots=0')
+    if cfg.shots:
+        raise DataError(f'{cfg.shots} shots wanted, but a judge has none; use --shots=0')
 
     def read():
-        files = fetch(source, PREFERENCE_PATTERNS, revision)
+        files = fetch(source, PREFERENCE_PATTERNS, cfg.data_revision)
         for place, row in join_answers(row for file in files for row in read_rows(file)):
             pairs = parsed(place, row, to_pairs, place)
             yield from ((place, pair) for pair in (
@@ -78,9 +78,11 @@ def load_pairs(name, *, shots=0, limit=None, seed=0, revision=None, on_bad_row='
         pair.id = str(number)
         return pair
 
-    pairs, bad = parse_rows(read(), numbered, on_bad_row)
+    pairs, bad = parse_rows(read(), numbered, cfg.on_bad_row)
     total = sum(pair.split == 'test' for pair in pairs)
     if not total:
         raise DataError(f'{source} has no pair of which one answer is better ({len(pairs)} tied or '
                         f'without scores, {len(bad)} bad rows); a judge is measured on such pairs')
-    return Loaded(draw(pairs, limit, seed), {}, bad, total)
+    pairs = draw(pairs, cfg.limit, cfg.seed)
+    return Loaded([pair for pair in pairs if pair.split == 'test'], {}, bad, total,
+                  [pair for pair in pairs if pair.split != 'test'])

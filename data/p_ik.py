@@ -54,13 +54,13 @@ def drawn_questions(row, place):
                      digest=digest) for answer in answers]
 
 
-def load_p_ik(name, *, shots=0, limit=None, seed=0, on_bad_row='stop'):
+def load_p_ik(name, cfg):
     """Return questions.Loaded: each question once, whose first drawn answer is judged."""
-    if shots:
-        raise DataError(f'{shots} shots wanted, but p_ik has none; use --shots=0')
+    if cfg.shots:
+        raise DataError(f'{cfg.shots} shots wanted, but p_ik has none; use --shots=0')
     file = sample_file(name)
     questions, bad = parse_rows(latest_answers(read_rows(file)), lambda row, place, number:
-                                drawn_questions(row, place)[0], on_bad_row)
+                                drawn_questions(row, place)[0], cfg.on_bad_row)
     if not questions:
         raise DataError(f'{file} has no samples of written answers')
-    return Loaded(draw(questions, limit, seed), {}, bad, len(questions))
+    return Loaded(draw(questions, cfg.limit, cfg.seed), {}, bad, len(questions))

@@ -15,7 +15,7 @@ from data.files import draw, fetch, parse_rows, read_rows, require_fields, requi
 from data.instruct import TEXT_PATTERNS
 from data.packing import Tree
 from data.questions import Loaded
-from runtime.errors import DataError
+from runtime.errors import ConfigError, DataError
 
 WIKITEXT = 'Salesforce/wikitext'
 # patterns of the files; the first one with a match is used
@@ -38,27 +38,33 @@ class Text:
     subject = group = ''    # texts have no subjects and no shots
 
 
-def load_texts(name, *, limit=None, seed=0, revision=None, on_bad_row='stop'):
-    """Return questions.Loaded with the texts of 'clm:path' or 'facts:path'; raises DataError.
+def load_texts(name, cfg):
+    """Return questions.Loaded with the texts of 'clm:path' or 'facts:path'.
 
     clm:   .txt files, also with .gz, or `text` fields of JSONL and parquet; 'clm' alone is
            wikitext-2's test split. A .txt file is one text; of wikitext's own (wiki.test.txt), each
            line is one, as on the hub
     facts: T-REx's files (a list of {docid, text, entities: [{boundaries: [begin, end]}]}) without
            pronouns and relations, or JSONL of {text, spans: [[begin, end], ...]}
+
+    Raises ConfigError for a setting that texts do not have, DataError.
     """
     kind, _, path = name.partition(':')
+    for key, default in (('chat', 'none'), ('languages', ('all',))):
+        if getattr(cfg, key) != default:
+            raise ConfigError(f'{key} = {getattr(cfg, key)}: {kind} scores tokens of all its '
+                              f'texts; evaluate it without --{key} into another --out_dir')
     patterns = PATTERNS[kind]
     if not path and kind == 'facts':
         raise DataError('facts: no folder or file given; use --tasks=facts:folder-or-file, with '
                         'the format of T-REx or JSONL of {text, spans}')
     if not path:
         path, patterns = WIKITEXT, patterns[:1]
-    rows = (row for file in fetch(path, patterns, revision) for row in _rows(file))
-    texts, bad = parse_rows(rows, functools.partial(_to_text, kind), on_bad_row)
+    rows = (row for file in fetch(path, patterns, cfg.data_revision) for row in _rows(file))
+    texts, bad = parse_rows(rows, functools.partial(_to_text, kind), cfg.on_bad_row)
     if not texts:
         raise DataError(f'{path} has no texts ({len(bad)} bad rows)')
-    return Loaded(draw(texts, limit, seed), {}, bad, len(texts))
+    return Loaded(draw(texts, cfg.limit, cfg.seed), {}, bad, len(texts))
 
 
 def _rows(file):

@@ -94,22 +94,22 @@ def proposing(context, proposal):
     return f'{context}{proposal}{P_TRUE}', [' (A)', ' (B)']
 
 
-def check_prompt_format(prompt_format, scoring, header, task, benchmark):
-    """Raise DataError if these settings do not apply to `task`."""
-    if prompt_format not in PROMPT_FORMATS:
-        raise DataError(f'prompt_format {prompt_format!r} is unknown; the formats are '
+def check_prompt_format(task, benchmark, cfg):
+    """Raise DataError if the prompts that an EvalConfig asks for do not exist for `task`."""
+    if cfg.prompt_format not in PROMPT_FORMATS:
+        raise DataError(f'prompt_format {cfg.prompt_format!r} is unknown; the formats are '
                         f'{", ".join(PROMPT_FORMATS)}')
     name = task or 'a file of questions'
     prompts = {'harness': benchmark.harness, 'own': benchmark.prompt}
-    if prompts.get(prompt_format, mmlu) is None:
+    if prompts.get(cfg.prompt_format, mmlu) is None:
         raise DataError(f'{name} has no prompt in data/benchmarks.py for --prompt_format='
-                        f'{prompt_format}; use --prompt_format=mmlu')
-    if prompt_format in prompts and scoring != 'auto':
-        raise DataError(f'--prompt_format={prompt_format} decides how {name} is scored; leave out '
-                        f'--scoring')
-    if header == 'native' and (prompt_format != 'mmlu' or benchmark.native is None):
+                        f'{cfg.prompt_format}; use --prompt_format=mmlu')
+    if cfg.prompt_format in prompts and cfg.scoring != 'auto':
+        raise DataError(f'--prompt_format={cfg.prompt_format} decides how {name} is scored; leave '
+                        f'out --scoring')
+    if cfg.header == 'native' and (cfg.prompt_format != 'mmlu' or benchmark.native is None):
         raise DataError(f'--header=native: {name} has no header of its own in the format '
-                        f'{prompt_format}; mmlu_prox, mmlu_prox_lite and cmmlu have, in mmlu')
+                        f'{cfg.prompt_format}; mmlu_prox, mmlu_prox_lite and cmmlu have, in mmlu')
 
 
 def english_words(item):

@@ -85,75 +85,76 @@ def sample_fields(question, n_shots):
 
 
 class Loaded(NamedTuple):
-    """The questions of a task and its shots."""
-    questions: list     # of Question, WrittenQuestion or Text
-    shots: dict         # group of a question -> solved questions
-    bad: list           # messages of the bad rows, which are left out
-    total: int          # number of questions before `limit`
+    """What a task reads from its files, the same for every kind of task."""
+    items: list             # of Question, WrittenQuestion or Text
+    shots: dict             # group of an item -> solved questions
+    bad_rows: list          # messages of the bad rows, which are left out
+    total: int              # number of items before `limit`
+    validation: list = []   # questions to fit a temperature on
 
 
-def load_task(name, *, prompt_format='mmlu', scoring='auto', header='english', languages=('all',),
-              shots=0, limit=None, seed=0, revision=None, on_bad_row='stop', split='test',
-              permute=None, contextual=False, group_by=''):
-    """Return the Loaded task of a name in --tasks, see `_find`; raises DataError.
+def load_task(name, cfg):
+    """Return the Loaded questions of a name in --tasks, see `_find`; raises DataError.
 
-    prompt_format, scoring, header, permute, contextual, group_by: see docs/evaluation.md
-    languages: of a multilingual benchmark; 'all': all that it, or its local folder, has
-    shots:     number of solved questions per subject, the first ones of the shots split
-    limit:     at most this many questions per language, drawn by `seed` evenly over the subjects
-    split:     'test' or 'validation'; a missing validation split has no questions
-    on_bad_row: 'stop' raises DataError for a row without a valid answer; 'skip' returns its message
+    cfg: an EvalConfig. The first shots of each subject are used. A validation split that does not
+    exist has no questions.
     """
     task, benchmark, source = _find(name)
-    check_prompt_format(prompt_format, scoring, header, task, benchmark)
+    check_prompt_format(task, benchmark, cfg)
     is_file = os.path.isfile(source)
-    if shots and not benchmark.shots:
-        raise DataError(f'{shots} shots wanted, but {task} has no solved questions; ask it with '
-                        f'--shots=0, into another --out_dir than tasks with shots')
-    if shots and is_file:
-        raise DataError(f'{shots} shots wanted, but {source} is one file: give a folder that also '
-                        f'holds {" or ".join(benchmark.shots)}, or --shots=0')
-    questions, solved, bad = [], {}, []
+    if cfg.shots and not benchmark.shots:
+        raise DataError(f'{cfg.shots} shots wanted, but {task} has no solved questions; ask it '
+                        f'with --shots=0, into another --out_dir than tasks with shots')
+    if cfg.shots and is_file:
+        raise DataError(f'{cfg.shots} shots wanted, but {source} is one file: give a folder that '
+                        f'also holds {" or ".join(benchmark.shots)}, or --shots=0')
+    asked = {'n_orders': cfg.permute or 0, 'contextual': cfg.contextual, 'group_by': cfg.group_by}
 
     def make_prompt(item):
-        prompt = PROMPT_FORMATS[prompt_format](item, benchmark, scoring, header == 'native')
-        return prompt._replace(header='') if header == 'none' else prompt
+        make = PROMPT_FORMATS[cfg.prompt_format]
+        prompt = make(item, benchmark, cfg.scoring, cfg.header == 'native')
+        return prompt._replace(header='') if cfg.header == 'none' else prompt
 
     def read(job):
-        part, files, language = job
-        more = (0, False, '') if part == 'shots' else (permute or 0, contextual, group_by)
-        parse = functools.partial(_to_question, benchmark, make_prompt, language, *more)
-        return parse_rows((row for file in files for row in read_rows(file)), parse, on_bad_row)
+        split, files, language = job
+        parse = functools.partial(_to_question, benchmark=benchmark, make_prompt=make_prompt,
+                                  language=language, **asked if split != 'shots' else {})
+        return parse_rows((row for file in files for row in read_rows(file)), parse, cfg.on_bad_row)
 
-    jobs = [(part, _files_of(benchmark, source, part, language, revision), language)
-            for language in _languages(benchmark, source, task, languages)
-            for part in (split, 'shots')[:1 + bool(shots)]]
+    splits = ['test', *['shots'] * bool(cfg.shots), *['validation'] * cfg.fit_temperature]
+    jobs = [(split, _files_of(benchmark, source, split, language, cfg.data_revision), language)
+            for language in _languages(benchmark, source, task, cfg.languages) for split in splits]
     n_bytes = sum(os.path.getsize(file) for _, files, _ in jobs for file in files)
     # all processes of torchrun read; two workers would not be faster than none
     most = min(32, cores() // int(os.environ.get('LOCAL_WORLD_SIZE', 1)))
     worth_it = n_bytes > 2e7 and min(most, len(jobs)) >= 4
-    for (part, *_), (items, messages) in zip(jobs, parallel_map(read, jobs, worth_it, most)):
+    questions, shots, validation, bad = [], {}, [], []
+    for (split, *_), (items, messages) in zip(jobs, parallel_map(read, jobs, worth_it, most)):
+        if split == 'validation':
+            validation += items
+            continue
         bad += messages
-        questions += items if part == split else []
-        for question in items if part == 'shots' else ():
-            solved.setdefault(question.group, []).append(question)
-    if not questions and split == 'test':
+        questions += items if split == 'test' else []
+        for question in items if split == 'shots' else ():
+            shots.setdefault(question.group, []).append(question)
+    if not questions:
         raise DataError(f'{source} has no questions ({len(bad)} bad rows)')
     if any(prompt.options != q.options for q in questions for prompt in q.orders.values()):
-        raise DataError(f'permute = {permute} changes which options the letters stand for, but '
+        raise DataError(f'permute = {cfg.permute} changes which options the letters stand for, but '
                         f'{name} with these settings scores the text of its options; use '
                         f'--prompt_format=mmlu and --scoring=letters')
-    if 'all' not in languages and (benchmark is GENERIC or benchmark.languages and is_file):
-        if split == 'test':
-            _require_languages(languages, {q.language for q in questions} - {''}, source)
-        questions = [q for q in questions if q.language in languages]
-    total, questions = len(questions), draw(questions, limit, seed)
-    for group in {q.group for q in questions} if shots else ():
-        n = len(solved.get(group, []))
-        if n < shots:
-            raise DataError(f'{source}: {n} solved questions about {group[1]!r}, {shots} wanted; '
-                            f'--shots={n} would fit')
-    return Loaded(questions, {group: qs[:shots] for group, qs in solved.items()}, bad, total)
+    if 'all' not in cfg.languages and (benchmark is GENERIC or benchmark.languages and is_file):
+        _require_languages(cfg.languages, {q.language for q in questions} - {''}, source)
+        questions, validation = ([q for q in items if q.language in cfg.languages]
+                                 for items in (questions, validation))
+    total, questions = len(questions), draw(questions, cfg.limit, cfg.seed)
+    for group in {q.group for q in questions} if cfg.shots else ():
+        n = len(shots.get(group, []))
+        if n < cfg.shots:
+            raise DataError(f'{source}: {n} solved questions about {group[1]!r}, {cfg.shots} '
+                            f'wanted; --shots={n} would fit')
+    shots = {group: solved[:cfg.shots] for group, solved in shots.items()}
+    return Loaded(questions, shots, bad, total, validation)
 
 
 def _find(name):
@@ -187,7 +188,7 @@ def solved_files(name, revision=None):
              for file in _files_of(benchmark, source, 'shots', language, revision)]
     make_prompt = functools.partial(PROMPT_FORMATS['mmlu'], benchmark=benchmark,
                                     scoring='letters', native=False)
-    parse = functools.partial(_to_question, benchmark, make_prompt, '', 0, False, '')
+    parse = functools.partial(_to_question, benchmark=benchmark, make_prompt=make_prompt)
     return files, lambda row, place: [parse(row, place, 0)]
 
 
@@ -254,8 +255,9 @@ def shifts(n_options, n_orders):
             for shift in range(min(n_orders, n_options))]
 
 
-def _to_question(benchmark, make_prompt, language, n_orders, contextual, group_by, row, place,
-                 number):
+def _to_question(row, place, number, *, benchmark, make_prompt, language='', n_orders=0,
+                 contextual=False, group_by=''):
+    """Return the Question of a raw row; make_prompt: Item -> Prompt."""
     text, choices, answer = parse_row(row, benchmark.row)
     fields = row if isinstance(row, dict) else {}
     id = str(next((fields[key] for key in ('id', 'ind', 'sample_id', 'question_id', 'idx', 'qID')
@@ -267,18 +269,19 @@ def _to_question(benchmark, make_prompt, language, n_orders, contextual, group_b
     for name, value in zip(('id', 'subject', 'category', 'language'),
                            (id, subject, category, language)):
         require_text(value, f'the {name}')
-    item = Item(text, choices, subject, language, row)
-    context, options, header, ending = prompt = make_prompt(item)
-    orders = {order: make_prompt(replace(item, choices=[choices[i] for i in order]))
-              for order in shifts(len(choices), n_orders)[1:]}
     if group_by and not isinstance(fields.get(group_by), (str, int, float)):
         raise DataError(f'group_by = {group_by!r}: the row has no text or number of that name; its '
                         f'fields are {", ".join(map(str, fields))}')
-    duplicates = len({choice.strip() for choice in choices}) < len(choices)
-    return Question(id, context, options, answer, subject, header, category, language, duplicates,
-                    place, ending, text_digest(text, choices),
-                    f'{group_by} {fields[group_by]}' if group_by else '', orders,
-                    content_free(item, prompt, make_prompt) if contextual else [])
+    item = Item(text, choices, subject, language, row)
+    prompt = make_prompt(item)
+    return Question(
+        id, prompt.context, prompt.options, answer, subject, prompt.header, category, language,
+        duplicate_options=len({choice.strip() for choice in choices}) < len(choices),
+        place=place, ending=prompt.ending, digest=text_digest(text, choices),
+        by=f'{group_by} {fields[group_by]}' if group_by else '',
+        orders={order: make_prompt(replace(item, choices=[choices[i] for i in order]))
+                for order in shifts(len(choices), n_orders)[1:]},
+        content_free=content_free(item, prompt, make_prompt) if contextual else [])
 
 
 def _file_subject(place, benchmark):

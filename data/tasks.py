@@ -5,7 +5,6 @@ writes are in decoding/written_tasks.py. evaluate.py calls `load`, `collect`, `v
 and `describe` of each task and does not ask for its kind.
 """
 
-import functools
 import hashlib
 import itertools
 import math
@@ -49,11 +48,11 @@ class Task:
     """A loaded task. The class variables say how its kind differs; see the methods for the rest."""
     label: str                  # its name in results, see `task_label`
     source: str                 # see `task_source`
-    items: list                 # questions or texts
-    total: int                  # number of items without `limit`
+    items: list                 # the fields of questions.Loaded
+    shots: dict
     bad_rows: list[str]
-    shots: dict = field(default_factory=dict)       # {group of an item: solved questions}
-    validation: list = field(default_factory=list)  # questions to fit a temperature on
+    total: int
+    validation: list = field(default_factory=list)
 
     unit: ClassVar = 'questions'
     form: ClassVar = ''             # before `distribution`, where the task is announced
@@ -65,6 +64,12 @@ class Task:
     optional: ClassVar = False      # its questions are left out where they cannot be asked
     left_out: ClassVar = ''         # of an optional task: why there may be no questions at all
     others: ClassVar = 'for validation'     # what `validation` has, where the task is announced
+
+    @classmethod
+    def load(cls, name, cfg):
+        """Return the task `name` of --tasks, by `read` of its kind; raises ConfigError, DataError.
+        """
+        return cls(task_label(name), task_source(name), *cls.read(name, cfg))
 
     @property
     def fingerprint(self):
@@ -87,11 +92,15 @@ class Task:
         keys = {self.sample_key(*pair) for pair in enumerate((*self.items, *self.validation))}
         return len(keys & {key for key, _ in done})
 
-    @property
-    def counts(self):
-        """Return the numbers for `describe`, a Counter; those of all shares add up."""
+    def counts(self, prompts):
+        """Return the numbers for `describe`, a Counter; those of all shares add up.
+
+        prompts: of the scored items, as `collect` returns them
+        """
+        scored = {key for key, _ in prompts}
         return Counter(items=len(self.items), total=self.total, duplicate_options=sum(
-            getattr(item, 'duplicate_options', False) for item in self.items))
+            getattr(item, 'duplicate_options', False) and self.sample_key(i, item) in scored
+            for i, item in enumerate(self.items)))
 
     def share(self, rank, n):
         """Return the Task of process `rank` of n: BLOCKS blocks of each language's questions.
@@ -167,9 +176,9 @@ class Task:
         items, validation = (
             [ask(q, results[key]) for q in items if (key := (split, q.language, q.id)) in results]
             for split, items in (('test', self.items), ('validation', self.validation)))
-        return kind(f'{self.label}.{name}', self.source, items,
-                    self.total - len(self.items) + len(items), [], validation=validation,
-                    **{'shots': self.shots} | fields)
+        total = self.total - len(self.items) + len(items)
+        return kind(f'{self.label}.{name}', self.source, items, total=total, bad_rows=[],
+                    validation=validation, **{'shots': self.shots} | fields)
 
     def describe(self, cfg, counts):
         """Return the part of a result that says how it was scored; counts: of the whole Task."""
@@ -203,17 +212,7 @@ class OptionTask(Task):
     settings = 'permute', 'p_true', 'contextual'
     described = 'prompt_format', 'shots', 'scoring', 'chat'
 
-    @classmethod
-    def load(cls, name, cfg):
-        """Return the task `name` of --tasks."""
-        read = functools.partial(load_task, name, revision=cfg.data_revision, **{
-            key: getattr(cfg, key) for key in ('prompt_format', 'scoring', 'header', 'languages',
-                                               'permute', 'contextual', 'group_by', 'seed',
-                                               'on_bad_row')})
-        loaded = read(shots=cfg.shots, limit=cfg.limit)
-        held_out = read(split='validation').questions if cfg.fit_temperature else []
-        return cls(task_label(name), task_source(name), loaded.questions, loaded.total, loaded.bad,
-                   loaded.shots, held_out)
+    read = staticmethod(load_task)
 
     def tokenize(self, tokenizer, cfg):
         """Yield (question, Tree or DataError) of `items`, then of `validation`."""
@@ -291,13 +290,7 @@ class JudgeTask(PermutedTask):
     """
     form, settings, described, others = '', (), ('chat', 'shots'), 'tied or without scores'
 
-    @classmethod
-    def load(cls, name, cfg):
-        loaded = load_pairs(name, shots=cfg.shots, limit=cfg.limit, seed=cfg.seed,
-                            revision=cfg.data_revision, on_bad_row=cfg.on_bad_row)
-        with_label = [pair for pair in loaded.questions if pair.split == 'test']
-        return cls(task_label(name), task_source(name), with_label, loaded.total, loaded.bad,
-                   validation=[pair for pair in loaded.questions if pair.split != 'test'])
+    read = staticmethod(load_pairs)
 
     def sample_key(self, index, item):
         return self.label, item.split, item.language, item.id
@@ -365,11 +358,7 @@ class PIKTask(PTrueTask):
     """P(IK) of a tuned model, see data/p_ik.py; each question is asked without its answer."""
     form, settings, described = '', (), ('chat', 'shots')
 
-    @classmethod
-    def load(cls, name, cfg):
-        loaded = load_p_ik(name, shots=cfg.shots, limit=cfg.limit, seed=cfg.seed,
-                           on_bad_row=cfg.on_bad_row)
-        return cls(task_label(name), task_source(name), loaded.questions, loaded.total, loaded.bad)
+    read = staticmethod(load_p_ik)
 
     def distribution(self, cfg):
         return f'P(IK) of a drawn answer, asked in words, 0 shots, {chat_words(cfg)}'
@@ -382,16 +371,7 @@ class TextTask(Task):
     unit = 'texts'
     continues = statistics = True
 
-    @classmethod
-    def load(cls, name, cfg):
-        kind = task_label(name)
-        for key, default in (('chat', 'none'), ('languages', ('all',))):
-            if getattr(cfg, key) != default:
-                raise ConfigError(f'{key} = {getattr(cfg, key)}: {kind} scores tokens of all its '
-                                  f'texts; evaluate it without --{key} into another --out_dir')
-        loaded = load_texts(name, limit=cfg.limit, seed=cfg.seed, revision=cfg.data_revision,
-                            on_bad_row=cfg.on_bad_row)
-        return cls(kind, task_source(name), loaded.questions, loaded.total, loaded.bad)
+    read = staticmethod(load_texts)
 
     def tokenize(self, tokenizer, cfg):
         return tokenize_texts(self.label, self.items, tokenizer, instruct=cfg.instruct,

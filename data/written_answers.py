@@ -196,28 +196,29 @@ WRITTEN_TASKS |= {f'{name}_train': replace(WRITTEN_TASKS[name], test=WRITTEN_TAS
                   for name in ('triviaqa', 'nq_open', 'gsm8k')}
 
 
-def load_written(name, *, header='english', shots=0, limit=None, seed=0, revision=None,
-                 on_bad_row='stop'):
+def load_written(name, cfg):
     """Return questions.Loaded of a task of WRITTEN_TASKS: 'gsm8k', or 'gsm8k:folder-or-file'.
 
-    The arguments are those of `questions.load_task`; the first `shots` rows are the shots.
+    The first `shots` rows are the shots.
     """
     name, _, path = name.partition(':')
-    task = WRITTEN_TASKS[name]
+    task, shots = WRITTEN_TASKS[name], cfg.shots
     source = os.path.expanduser(path) or task.hub
     if not source:
         raise DataError(f'{name}: no file given; use --tasks={name}:folder-or-file, with rows of '
                         f'{{question, answers}}')
-    if header == 'native':
+    if cfg.header == 'native':
         raise DataError(f'--header=native: {name} has no header of its own; leave it out')
     if shots and (not task.shots or os.path.isfile(source)):
         raise DataError(f'{shots} shots wanted, but {source} has no solved questions beside those '
                         f'to ask; use --shots=0, into another --out_dir than tasks with shots')
-    parse = functools.partial(_to_question, task, header)
+    header = '' if cfg.header == 'none' else task.header
 
     def read(patterns, limit=None):
-        rows = (row for file in fetch(source, patterns, revision) for row in read_rows(file))
-        return parse_rows(itertools.islice(_distinct(rows), limit), parse, on_bad_row)
+        rows = (row for file in fetch(source, patterns, cfg.data_revision)
+                for row in read_rows(file))
+        return parse_rows(itertools.islice(_distinct(rows), limit),
+                          functools.partial(_to_question, task, header), cfg.on_bad_row)
 
     questions, bad = read(task.test)
     solved, bad_shots = read(task.shots, shots) if shots else ([], [])
@@ -226,7 +227,8 @@ def load_written(name, *, header='english', shots=0, limit=None, seed=0, revisio
     if not questions or len(solved) < shots:
         raise DataError(f'{source} has {len(questions)} questions and {len(solved)} solved ones '
                         f'({len(bad + bad_shots)} bad rows); --shots={shots} needs {shots} of them')
-    return Loaded(draw(questions, limit, seed), {'': solved}, bad + bad_shots, len(questions))
+    return Loaded(draw(questions, cfg.limit, cfg.seed), {'': solved}, bad + bad_shots,
+                  len(questions))
 
 
 def _distinct(rows):
@@ -251,9 +253,8 @@ def _to_question(task, header, row, place, number):
         require_text(text, what)
     digest = hashlib.blake2b(repr((question, references)).encode(), digest_size=8).hexdigest()
     return WrittenQuestion(
-        id, question, task.prompt.format(question), references, solution.strip(), subject,
-        '' if header == 'none' else task.header, category, str(row.get('language') or ''), place,
-        digest)
+        id, question, task.prompt.format(question), references, solution.strip(), subject, header,
+        category, str(row.get('language') or ''), place, digest)
 
 
 # ---- Prompts -------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from data import written_answers
 from data.grading import stated_guess
 from data.packing import Tree
 from data.questions import sample_fields
-from data.tasks import PTrueTask, Task, chat_words, task_label, task_source
+from data.tasks import PTrueTask, Task, chat_words, task_label
 from data.written_answers import WRITTEN_TASKS, load_written
 from decoding.answers import generate
 from decoding.sampling import Sampling
@@ -54,9 +54,9 @@ class WrittenTask(AnswerTask):
     is_written = continues = True
     title = confidence.GREEDY.title
 
-    @classmethod
-    def load(cls, name, cfg):
-        """Return the task `name` of --tasks; raises ConfigError or DataError."""
+    @staticmethod
+    def read(name, cfg):
+        """Return the Loaded questions of a name in --tasks; raises ConfigError or DataError."""
         kind = task_label(name)
         if cfg.languages != ('all',):
             raise ConfigError(f'languages = {cfg.languages}: {kind} has one language; leave it out')
@@ -68,10 +68,7 @@ class WrittenTask(AnswerTask):
                                   f'docs/running_code.md, then allow it with --run_code')
             if not cfg.show:
                 require_sandbox(cfg.isolation)      # before anything is generated
-        loaded = load_written(name, header=cfg.header, shots=cfg.shots, limit=cfg.limit,
-                              seed=cfg.seed, revision=cfg.data_revision, on_bad_row=cfg.on_bad_row)
-        return cls(kind, task_source(name), loaded.questions, loaded.total, loaded.bad,
-                   loaded.shots)
+        return load_written(name, cfg)
 
     @property
     def rule(self):

@@ -28,6 +28,7 @@ from runtime import checkpoint
 from runtime.config import load_config
 from runtime.config_json import config_from_hf
 from runtime.config_keys import ARCHITECTURES as ARCHITECTURE_OF
+from runtime.eval_config import EvalConfig
 
 HERE = Path(__file__).parent.parent     # the repository
 
@@ -48,6 +49,11 @@ def needs_files(*names):
     for name in names:
         if not (SHARED / name).exists():
             pytest.skip(f'needs {SHARED / name}: see tests/fetch_real_files.py')
+
+
+def asking(**options):
+    """Return an EvalConfig, by default without shots."""
+    return EvalConfig(**{'shots': 0} | options)
 
 
 def config(tmp_path, content, *arguments):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pyarrow.parquet
 import pytest
-from common import documents, write_rows
+from common import asking, documents, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -239,8 +239,8 @@ def test_a_row_that_repeats_a_key_is_a_bad_row(tmp_path):
     whole.write_text(f'[{good}, {row}]')
     for path, place in ((lines, 'a.jsonl:2'), (whole, 'a.json: row 2')):
         with pytest.raises(DataError, match=f"{place}: .*the key 'b' is given twice"):
-            probes.load_texts(f'clm:{path}')
-        texts, _, bad, _ = probes.load_texts(f'clm:{path}', on_bad_row='skip')
+            probes.load_texts(f'clm:{path}', asking())
+        texts, _, bad, *_ = probes.load_texts(f'clm:{path}', asking(on_bad_row='skip'))
         assert len(texts) == len(bad) == 1
 
 
@@ -252,7 +252,7 @@ def test_solved_questions_are_trained_by_letter(tmp_path, tokenizers):
                       [row | {'answer': answer} for answer in '1221'])
     common['cache_dir'] = tmp_path / 'cache'
     sequences = load_answers(f'winogrande_xl:{tmp_path / "hub"}', tokenizer, **common)
-    asked = questions.load_task(f'winogrande_xl:{path}').questions
+    asked = questions.load_task(f'winogrande_xl:{path}', asking()).items
     trees = [*tokenize_questions(asked, {}, tokenizer, add_bos=True, max_length=500)]
     assert len(sequences) == len(trees) == 4
     for i, (question, tree) in enumerate(trees):
@@ -298,7 +298,7 @@ def test_compressed_text_is_read_like_plain_text(tmp_path, tokenizers):
             file.write(''.join(lines))
         sequences.append(conversations(folder, tokenizers['gemma'], instruct.load_text,
                                        max_length=200))
-        texts, *_, total = probes.load_texts(f'clm:{folder}')
+        texts, _, _, total, _ = probes.load_texts(f'clm:{folder}', asking())
         assert total == (3 if name.startswith('wiki') else 1)
     assert len({len(s) for s in sequences}) == len({s.digest for s in sequences}) == 1
     assert texts[1].place.endswith('wiki.test.txt.gz:4')

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from common import (HERE, SHARED, lora_model, needs_files, reference_model, rewrite,
+from common import (HERE, SHARED, asking, lora_model, needs_files, reference_model, rewrite,
                     sentencepiece_folder, whole_rows, write_rows)
 
 import evaluate
@@ -137,7 +137,7 @@ def test_an_evaluation_with_the_dropout_of_adapters(foxes, tmp_path):
     tasks, dropped = scored_samples('--dropout_seed=3', '--p_true')
     # by hand, from the adapters themselves
     trees = [tree for _, tree in tokenize_questions(
-        questions.load_task(str(foxes.task)).questions, {}, load_tokenizer(run), add_bos=True,
+        questions.load_task(str(foxes.task), asking()).items, {}, load_tokenizer(run), add_bos=True,
         max_length=2048)]
     for key, log_probs in zip(dropped, scoring.option_log_probs(
             model, trees, deterministic=True, dropout_seed=3), strict=True):
@@ -468,7 +468,7 @@ def test_a_limit_is_a_sample_with_the_log_probs_of_all(scored_folder, whole, tmp
 def test_bad_and_duplicate_options_are_counted(foxes, capsys):
     good = {'question': 'the quick brown fox?', 'choices': ['dog', 'old', 'dog'], 'answer': 1}
     rows = [good, good | {'choices': ['', 'dog']},
-            good | {'question': 'lazy dog ' * 300, 'choices': ['dog', 'old']}]
+            good | {'question': 'lazy dog ' * 300}]     # left out, so its options are not counted
     write_rows(foxes.task, rows)
     with pytest.raises(DataError, match='foxes.jsonl:2: choice A is null or empty; --on_bad'):
         foxes.score('--max_length=200')

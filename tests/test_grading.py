@@ -5,7 +5,7 @@ import re
 import string
 
 import pytest
-from common import SHARED, needs_files
+from common import SHARED, asking, needs_files
 
 from data import grading
 from data.written_answers import WRITTEN_TASKS, load_written
@@ -59,7 +59,7 @@ def test_gsm8k_is_graded_as_by_lm_eval():
     """On all reference solutions, whole, cut off, and with other numbers behind them."""
     needs_files('datasets/gsm8k/test.jsonl.gz')
     rule, n = WRITTEN_TASKS['gsm8k'], 0
-    for question in load_written(f'gsm8k:{SHARED}/datasets/gsm8k').questions:
+    for question in load_written(f'gsm8k:{SHARED}/datasets/gsm8k', asking()).items:
         solution, (target,) = question.solution, question.references
         target = target.replace(',', '')
         for text in (solution, solution.partition('####')[0], solution + '0', f'{solution}\nDone.'):

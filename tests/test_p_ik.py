@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from common import write_rows
+from common import asking, write_rows
 
 import metrics
 from data.p_ik import load_p_ik
@@ -72,8 +72,8 @@ def test_a_malformed_sample_of_p_ik_is_a_bad_row(tmp_path, change, message):
             'context': 'Who?\nAnswer:', 'answers': [{'correct': False}]}
     path = write_rows(tmp_path / 'samples.jsonl', [good | {'id': '1'} | change, good])
     with pytest.raises(DataError, match=f'samples.jsonl:1: .*{message}'):
-        load_p_ik(f'p_ik:{path}')
-    question, = load_p_ik(f'p_ik:{path}', on_bad_row='skip').questions
+        load_p_ik(f'p_ik:{path}', asking())
+    question, = load_p_ik(f'p_ik:{path}', asking(on_bad_row='skip')).items
     assert question.answer == 1
 
 
@@ -86,4 +86,4 @@ def test_p_ik_of_what_is_always_or_never_right_or_not_written(tmp_path):
     for name, message in (('p_ik', 'no samples given'), (f'p_ik:{tmp_path}/none', 'no file or fol'),
                           (f'p_ik:{tmp_path}', 'has no samples of written answers')):
         with pytest.raises(DataError, match=message):
-            load_p_ik(name)
+            load_p_ik(name, asking())

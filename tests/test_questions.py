@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 import transformers
-from common import SHARED, needs_shared, sentencepiece_folder, write_rows
+from common import SHARED, asking, needs_shared, sentencepiece_folder, write_rows
 
 import evaluate
 from data import benchmarks, questions
@@ -29,7 +29,8 @@ def parse(row, task=None):
 
 def load(path, rows, task='', **options):
     """Load a file with these rows."""
-    return questions.load_task(f'{task}:{write_rows(path, rows)}'.removeprefix(':'), **options)
+    name = f'{task}:{write_rows(path, rows)}'.removeprefix(':')
+    return questions.load_task(name, asking(**options))
 
 
 @pytest.mark.parametrize('row, task', [
@@ -89,29 +90,30 @@ def test_big_bench_and_inverse_scaling_are_files_of_questions(tmp_path):
     folder = tmp_path / 'causal_judgment'
     file = write_rows(folder / 'task.json', {'name': 'x', 'examples': examples})
     for place in (folder, file):
-        first, second = questions.load_task(str(place)).questions
+        first, second = questions.load_task(str(place), asking()).items
         assert first.context.startswith('Q?\nA. ') and first.options == [' A', ' B', ' C']
         assert second.place == f'{file}: row 2'
     row = {'prompt': 'A beagle is not a\nA. dog\nB. bird\nAnswer:', 'classes': [' A', ' B'],
            'answer_index': 1, 'other_prompt': 'x'}
     rows = [row, row | {'prompt': 'Say it. '}]
-    first, second = load(tmp_path / 'NeQA.jsonl', rows, prompt_format='harness').questions
+    first, second = load(tmp_path / 'NeQA.jsonl', rows, prompt_format='harness').items
     assert (first.header, first.context, first.options) == ('', row['prompt'], [' A', ' B'])
     assert (second.context, second.options) == ('Say it.', ['  A', '  B'])      # as lm-eval does
-    lettered = load(tmp_path / 'NeQA.jsonl', rows).questions[0]
+    lettered = load(tmp_path / 'NeQA.jsonl', rows).items[0]
     assert lettered.context == row['prompt'] + '\nA. A\nB. B\nAnswer:' and lettered.answer == 1
 
 
 def test_truthfulqa_is_asked_without_shots_and_hellaswag_is_cleaned_as_by_the_harness(tmp_path):
     path = tmp_path / 'multiple_choice' / 'validation-00000-of-00001.parquet'
     write_rows(path, [SCORED[2][0]])
-    (question,), *_ = questions.load_task(f'truthfulqa_mc1:{tmp_path}', prompt_format='harness')
+    (question,), *_ = questions.load_task(f'truthfulqa_mc1:{tmp_path}',
+                                          asking(prompt_format='harness'))
     assert question.context.startswith('Q: What is human life expectancy in the United States?\n')
     assert question.context.endswith('Barcelona, Spain.\n\nQ: Q?\nA:')
     assert question.context.count('Q: ') == 7 and question.options[question.answer] == ' yes'
     for place in (tmp_path, path):
         with pytest.raises(DataError, match='truthfulqa_mc1 has no solved questions.*--shots=0'):
-            questions.load_task(f'truthfulqa_mc1:{place}', shots=5)
+            questions.load_task(f'truthfulqa_mc1:{place}', asking(shots=5))
     with pytest.raises(DataError, match='truthfulqa_mc1 has no solved questions for training'):
         questions.solved_files(f'truthfulqa_mc1:{tmp_path}')
     row = {'activity_label': 'Roof [title] repair', 'ctx_a': 'A man [step] works.', 'ctx_b': 'he',
@@ -144,23 +146,23 @@ def test_bad_rows_stop_or_are_skipped(tmp_path):
     row = {'input': 'Q?', 'target': 'a'}
     with pytest.raises(DataError, match='some.jsonl:2: .*no question among the fields input, '):
         load(path, [Q, row])
-    kept, _, bad, total = load(path, [Q, row], on_bad_row='skip')
+    kept, _, bad, total, _ = load(path, [Q, row], on_bad_row='skip')
     assert len(kept) == len(bad) == total == 1 and kept[0].place.endswith('some.jsonl:1')
     path.unlink()
     write_rows(tmp_path / 'dev.jsonl', [Q | {'answer': 7}, Q | {'question': 'Shot?'}])
     write_rows(tmp_path / 'test.jsonl', [Q])
     with pytest.raises(DataError, match='dev.jsonl:1: no valid answer.*--on_bad_row=skip'):
-        questions.load_task(str(tmp_path), shots=1)
-    loaded = questions.load_task(str(tmp_path), shots=1, on_bad_row='skip')     # of shots too
-    assert len(loaded.bad) == 1 and [q.context[:2] for q in loaded.questions] == ['Q?']
+        questions.load_task(str(tmp_path), asking(shots=1))
+    loaded = questions.load_task(str(tmp_path), asking(shots=1, on_bad_row='skip'))  # of shots too
+    assert len(loaded.bad_rows) == 1 and [q.context[:2] for q in loaded.items] == ['Q?']
     assert [q.context[:5] for q in loaded.shots['', 'various things']] == ['Shot?']
 
 
 def test_the_shots_of_a_folder_of_own_files_are_not_asked(tmp_path):
     for name in ('dev', 'validation', 'mine'):
         write_rows(tmp_path / f'{name}.jsonl', [Q | {'question': f'{name}?'}])
-    loaded = questions.load_task(str(tmp_path), shots=1)
-    assert [q.context[:5] for q in loaded.questions] == ['mine?']
+    loaded = questions.load_task(str(tmp_path), asking(shots=1))
+    assert [q.context[:5] for q in loaded.items] == ['mine?']
 
 
 def test_ids_and_digests_differ_and_duplicate_options_are_marked(tmp_path):
@@ -170,14 +172,14 @@ def test_ids_and_digests_differ_and_duplicate_options_are_marked(tmp_path):
     assert len(set(unique)) == len(ids) and unique[:2] == ['x', 'x#2'] and unique[6] == '6'
     choices = (['a', 'b'], ['a', ' a'], ['a', 'A'], ['a', 'b', 'b'])
     loaded = load(path, [Q | {'choices': x} for x in choices])
-    assert [q.duplicate_options for q in loaded.questions] == [False, True, False, True]
+    assert [q.duplicate_options for q in loaded.items] == [False, True, False, True]
     # a digest does not depend on the prompt
     rows = [Q, Q | {'answer': 1, 'subject': 't'}, Q | {'choices': ['a', 'c']},
             Q | {'question': 'R?'}, Q | {'question': 'Q?a'}]
-    first, *same = ([q.digest for q in load(path, rows, **options).questions] for options in (
+    first, *same = ([q.digest for q in load(path, rows, **options).items] for options in (
         {}, {'scoring': 'text'}, {'prompt_format': 'harness'}))
     assert first[0] == first[1] and len(set(first)) == 4 and same == [first, first]
-    assert load(path, rows).questions[0].proposing(1).digest == first[0]
+    assert load(path, rows).items[0].proposing(1).digest == first[0]
 
 
 def test_a_limit_is_a_sample_over_the_subjects_of_each_language(tmp_path):
@@ -187,13 +189,13 @@ def test_a_limit_is_a_sample_over_the_subjects_of_each_language(tmp_path):
             f'"{subject}, {i}?",w,x,y,z,A\n' for i in range(n)))
 
     def drawn(**options):
-        return questions.load_task(f'mmlu:{tmp_path}', **options)
+        return questions.load_task(f'mmlu:{tmp_path}', asking(**options))
     loaded = drawn(limit=100, seed=3)
-    subjects, contexts = zip(*((q.subject, q.context) for q in loaded.questions))
+    subjects, contexts = zip(*((q.subject, q.context) for q in loaded.items))
     assert loaded.total == 638 and len(subjects) == 100 and subjects.count('virology') == 3
     assert {subjects.count(s) for s in set(subjects) - {'virology'}} == {32, 33}
-    whole = {q.id: q.context for q in drawn().questions}
-    assert all(whole[q.id] == q.context for q in loaded.questions)      # ids do not change
+    whole = {q.id: q.context for q in drawn().items}
+    assert all(whole[q.id] == q.context for q in loaded.items)      # ids do not change
 
 
 def test_csv_rows_fit_their_header(tmp_path):
@@ -204,9 +206,9 @@ def test_csv_rows_fit_their_header(tmp_path):
             ('question,A,A,C,D,answer\nQ?,a,b,c,d,B\n', "1: the header names 'a' twice")):
         path.write_text(text)
         with pytest.raises(DataError, match=f'some.csv:{message}'):
-            questions.load_task(str(path))
+            questions.load_task(str(path), asking())
     path.write_text('Q?,a,b,c,d,B\n\nWhich?,question,answer,c,d,A\nQ?,a,b,c,d,B\n')
-    kept = questions.load_task(str(path)).questions
+    kept = questions.load_task(str(path), asking()).items
     assert [q.place[-1] for q in kept] == ['1', '3', '4']    # only a first row can be a header
 
 
@@ -215,7 +217,7 @@ def test_prompt_is_mmlus(tmp_path):
              'subject': 'abstract_algebra'} for i in range(3)]
     write_rows(tmp_path / 'dev.jsonl', rows[:2])
     write_rows(tmp_path / 'test.jsonl', rows[2:])
-    (question,), solved, _, _ = questions.load_task(f'mmlu:{tmp_path}', shots=2)
+    (question,), solved, *_ = questions.load_task(f'mmlu:{tmp_path}', asking(shots=2))
     prompt = question.header + ''.join(s.solved for s in solved[question.group])
     choices = 'A. w\nB. x\nC. y\nD. z\nAnswer:'
     assert prompt + question.context == (
@@ -224,8 +226,8 @@ def test_prompt_is_mmlus(tmp_path):
     assert question.options == [' A', ' B', ' C', ' D'] and question.category == 'STEM'
     for scoring in ('letters', 'text'):
         with_header, without = (
-            [*loaded.questions, *loaded.shots['', 'abstract_algebra']] for loaded in (
-                questions.load_task(f'mmlu:{tmp_path}', shots=2, scoring=scoring, header=x)
+            [*loaded.items, *loaded.shots['', 'abstract_algebra']] for loaded in (
+                questions.load_task(f'mmlu:{tmp_path}', asking(shots=2, scoring=scoring, header=x))
                 for x in ('english', 'none')))
         for a, b in zip(with_header, without, strict=True):
             assert b.header == '' != a.header and (b.context, b.options) == (a.context, a.options)
@@ -259,10 +261,11 @@ def test_a_task_that_cannot_be_loaded_so_is_named_with_what_would_help(tmp_path)
             (plain, {'languages': ('de',)}, 'plain.jsonl has no language .* no field "language"'),
             (f'mmlu_prox:{plain}', {'header': 'native'}, "language '' has no wording")):
         with pytest.raises(DataError, match=message):
-            questions.load_task(str(name), **options)
+            questions.load_task(str(name), asking(**options))
     assert [q.language for q in questions.load_task(
-        str(mixed.parent), languages=('sw', 'de', 'de')).questions] == ['de', 'sw']
-    (question,), *_ = questions.load_task(f'mmlu_prox:{plain}', languages=('de',), header='native')
+        str(mixed.parent), asking(languages=('sw', 'de', 'de'))).items] == ['de', 'sw']
+    (question,), *_ = questions.load_task(f'mmlu_prox:{plain}',
+                                          asking(languages=('de',), header='native'))
     assert question.language == 'de' and question.context.endswith('\nAntwort:')
 
 
@@ -281,7 +284,7 @@ def test_an_archive_on_the_hub_is_unpacked(tmp_path, monkeypatch):
     shutil.make_archive(tmp_path / 'snapshot' / 'cmmlu_v1_0_1', 'zip', tmp_path / 'content')
     monkeypatch.setattr('huggingface_hub.snapshot_download', download)
     for _ in range(2):
-        asked, solved, _, _ = questions.load_task('cmmlu', shots=2, header='native')
+        asked, solved, *_ = questions.load_task('cmmlu', asking(shots=2, header='native'))
         assert [q.answer for q in asked] == [0, 1, 2] and len(solved['', 'agronomy']) == 2
         assert asked[0].header.startswith('以下是关于农学的') and asked[0].subject == 'agronomy'
         assert asked[1].context == '问题test1\nA. 甲\nB. 乙\nC. 丙\nD. 丁\n答案：'
@@ -302,11 +305,11 @@ def test_tasks_that_cannot_be_loaded(tmp_path, tasks, setting, message):
 @needs_shared
 def test_real_benchmark_files_are_read_whole():
     datasets = SHARED / 'datasets'
-    mmlu, shots, bad, _ = questions.load_task(f'mmlu:{datasets / "mmlu"}', shots=5)
+    mmlu, shots, bad, *_ = questions.load_task(f'mmlu:{datasets / "mmlu"}', asking(shots=5))
     assert sum(q.duplicate_options for q in mmlu) == 9
     assert len(mmlu) == 14042 and len({q.subject for q in mmlu}) == 57 and not bad
     assert all(len(rows) == 5 for rows in shots.values()) and len(shots) == 57
-    arc, _, _, _ = questions.load_task(f'arc_easy:{datasets / "arc_easy"}', shots=5)
+    arc, *_ = questions.load_task(f'arc_easy:{datasets / "arc_easy"}', asking(shots=5))
     counts = np.bincount([len(q.options) for q in arc])
     assert counts[3:].tolist() == [7, 2365, 4]
 
@@ -336,7 +339,7 @@ GOLDEN = [
 @pytest.mark.parametrize('task, file, row, prompts, answer, letters', GOLDEN)
 def test_prompts_of_bayesian_lora_are_known(tmp_path, task, file, row, prompts, answer, letters):
     write_rows(tmp_path / file, [row])
-    (question,), *_ = questions.load_task(f'{task}:{tmp_path}', prompt_format='harness')
+    (question,), *_ = questions.load_task(f'{task}:{tmp_path}', asking(prompt_format='harness'))
     assert not question.header and question.answer == answer
     assert [f'{part.context}|{option}' for part in question.parts
             for option in part.options] == prompts
@@ -344,7 +347,7 @@ def test_prompts_of_bayesian_lora_are_known(tmp_path, task, file, row, prompts, 
     proposed = question.proposing(1)
     assert proposed.parts == [proposed] and proposed.options == [' (A)', ' (B)']
     assert prompts[1].rpartition('\n')[2].partition('|')[2].strip() in proposed.context
-    (question,), *_ = questions.load_task(f'{task}:{tmp_path}')
+    (question,), *_ = questions.load_task(f'{task}:{tmp_path}', asking())
     assert question.context == letters and question.options == [' A', ' B']
     assert question.answer == answer and question.header.startswith('The following are multiple')
 
@@ -409,8 +412,8 @@ def test_show_prints_what_is_scored_and_needs_no_weights(tmp_path, capsys, chat)
                  '--shots=1', '--show=1', f'--chat={chat}', '--device=cpu']
     evaluate.main(arguments)
     printed, tokenizer = capsys.readouterr().out, load_tokenizer(folder)
-    loaded = questions.load_task(mmlu, shots=1)
-    (_, tree), *_ = tokenize_questions(loaded.questions, loaded.shots, tokenizer, add_bos=True,
+    loaded = questions.load_task(mmlu, asking(shots=1))
+    (_, tree), *_ = tokenize_questions(loaded.items, loaded.shots, tokenizer, add_bos=True,
                                        max_length=999, chat=chat)
     ids = [*tree.prefix, *tree.prompt]
     assert SHOT in tokenizer.decode(ids)

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from common import DEVICES, head_of_32, logits_of, lora_model, reference_model, write_rows
+from common import (DEVICES, asking, head_of_32, logits_of, lora_model, reference_model,
+                    write_rows)
 
 import metrics
 import scoring
@@ -176,7 +177,8 @@ def test_each_option_of_winogrande_has_its_own_start(tokenizers, tmp_path):
     row = {'sentence': 'The fox and the lazy dog: _' + rest, 'option1': 'the quick brown fox',
            'option2': 'the dog', 'answer': '1'}
     (question,), *_ = questions.load_task(
-        f'winogrande_s:{write_rows(tmp_path / "dev.jsonl", [row])}', prompt_format='harness')
+        f'winogrande_s:{write_rows(tmp_path / "dev.jsonl", [row])}',
+        asking(prompt_format='harness'))
     for chat in ('none', 'tulu'):
         ((_, tree),) = tokenize_questions([question], {}, tokenizer, add_bos=True, max_length=200,
                                           chat=chat)
@@ -199,7 +201,7 @@ def test_whole_shots_are_dropped(tokenizers, tmp_path):
         write_rows(tmp_path / f'{split}.jsonl', [
             {'question': f'What is the fox {i}?', 'choices': ['blue', 'a lazy dog', 'brown'],
              'answer': i % 3, 'subject': 'foxes'} for i in range(4)])
-    asked, solved, _, _ = questions.load_task(str(tmp_path), shots=3, scoring='text')
+    asked, solved, *_ = questions.load_task(str(tmp_path), asking(shots=3, scoring='text'))
     shots = solved['', 'foxes']
     sizes = [first_tree(asked, {('', 'foxes'): shots[:n]}, tokenizer) for n in range(4)]
     for kept, tree in enumerate(sizes):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from common import DEVICES, off, rewrite, t5_folder, write_rows
+from common import DEVICES, asking, off, rewrite, t5_folder, write_rows
 from safetensors.torch import load_file
 
 import evaluate
@@ -187,7 +187,7 @@ def test_prompts_with_shots_have_the_tokens_of_the_whole_text(scoring, tmp_path)
              'choices': ['blue', 'a lazy dog', 'brown!']} for i in range(4)]
     for split in ('dev', 'test'):
         write_rows(tmp_path / f'{split}.jsonl', rows)
-    asked, solved, _, _ = load_task(str(tmp_path), shots=2, scoring=scoring)
+    asked, solved, *_ = load_task(str(tmp_path), asking(shots=2, scoring=scoring))
     for question, tree in tokenize_questions(asked, solved, tokenizer, add_bos=False,
                                              max_length=2000):
         prompt = question.header + ''.join(s.solved for s in solved['', 'foxes'])

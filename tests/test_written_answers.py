@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from common import reference_model, sentencepiece_folder, write_rows
+from common import asking, reference_model, sentencepiece_folder, write_rows
 
 import evaluate
 import generate
@@ -35,20 +35,20 @@ def test_triviaqa_asks_a_repeated_question_once(tmp_path):
         write_rows(tmp_path / f'{split}.jsonl', rows)
     # to tune on: not the shots
     for task, ids in (('triviaqa', ['tc_0', 'tc_1', 'tc_2']), ('triviaqa_train', ['tc_2'])):
-        loaded = load_written(f'{task}:{tmp_path}', shots=2)
+        loaded = load_written(f'{task}:{tmp_path}', asking(shots=2))
         assert [q.id for q in loaded.shots['']] == ['tc_0', 'tc_1']
-        assert [q.id for q in loaded.questions] == ids
-    assert loaded.questions[0].context == 'Question: Who is 2?\nAnswer:'
+        assert [q.id for q in loaded.items] == ids
+    assert loaded.items[0].context == 'Question: Who is 2?\nAnswer:'
     path = write_rows(tmp_path / 'math.jsonl', [{
         'problem': 'Add 1 and 1.', 'solution': r'It is $\boxed{2}$.', 'level': 1, 'type': 'Sum'}])
-    question, = load_written(f'math500:{path}').questions
+    question, = load_written(f'math500:{path}', asking()).items
     assert (question.references, question.subject) == (['2'], 'Sum')
 
 
 def test_popqa_is_read_from_its_tsv_and_a_malformed_row_is_a_bad_row(tmp_path):
     (tmp_path / 'test.tsv').write_text('id\tprop\tquestion\tpossible_answers\n'
                                        '42\tjob\tWhat?\t"[""politician"", ""a, b""]"\n')
-    question, = load_written(f'popqa:{tmp_path}').questions
+    question, = load_written(f'popqa:{tmp_path}', asking()).items
     assert (question.id, question.subject) == ('42', 'job')
     assert question.references == ['politician', 'a, b']
     good, path = json.loads('{"question": "Who?", "possible_answers": "[\\"a\\"]", "prop": "x", '
@@ -60,9 +60,9 @@ def test_popqa_is_read_from_its_tsv_and_a_malformed_row_is_a_bad_row(tmp_path):
                          ({'id': '\ud800'}, 'the id is not valid')):
         write_rows(path, [good | row, good])
         with pytest.raises(DataError, match=f'test.jsonl:1: {message}'):
-            load_written(f'popqa:{path}', shots=0)
-        loaded = load_written(f'popqa:{path}', shots=0, on_bad_row='skip')
-        assert (len(loaded.questions), len(loaded.bad)) == (1, 1)
+            load_written(f'popqa:{path}', asking(shots=0))
+        loaded = load_written(f'popqa:{path}', asking(shots=0, on_bad_row='skip'))
+        assert (len(loaded.items), len(loaded.bad_rows)) == (1, 1)
 
 
 @pytest.mark.parametrize('row, name, arguments, message', [
@@ -73,12 +73,12 @@ def test_bad_files_are_refused(row, name, arguments, message, tmp_path):
     write_rows(tmp_path / 'test.jsonl', [{'question': 'Q?', 'answers': ['a']} | row])
     write_rows(tmp_path / 'train.jsonl', [{'question': 'Q?', 'answers': 'a'}] * 2)
     with pytest.raises(DataError, match=re.escape(message)):
-        load_written(name.format(tmp_path), **arguments)
+        load_written(name.format(tmp_path), asking(**arguments))
 
 
 def test_a_proposed_or_verbalized_answer_continues_the_prompt_of_its_paper(tmp_path):
     rows = [{'question': 'Who?', 'answers': ['Ann'], 'language': 'de', 'subject': 'names'}]
-    question, = load_written(f'qa:{write_rows(tmp_path / "q.jsonl", rows)}').questions
+    question, = load_written(f'qa:{write_rows(tmp_path / "q.jsonl", rows)}', asking()).items
     assert (question.language, question.subject) == ('de', 'names')
     for stage, start, end in (
             (written_answers.verbalized_1s(question),
@@ -284,7 +284,7 @@ def test_written_programs_are_run_only_if_that_is_allowed(asked, tmp_path, monke
         run_program('', 'pass')
     except ConfigError as error:
         pytest.skip(str(error))
-    question, _ = load_written(f'humaneval:{path}').questions
+    question, _ = load_written(f'humaneval:{path}', asking()).items
     assert question.id == 'T/0' and question.context.endswith('"""')
     grades = [WRITTEN_TASKS['humaneval'].grade(text, question.references)['correct']
               for text in ('\n    return a + b\nprint(1)', '\n    return a', ' \n')]

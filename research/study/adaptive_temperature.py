@@ -38,9 +38,9 @@ def main():
     folder = checkpoint.fetch(options.model)
     tokenizer = load_model_tokenizer(folder, checkpoint.read_config(folder))
     model = load_model(folder, on_this_machine(EvalConfig(model=options.model)))
-    texts = load_texts(f'clm:{options.data}', limit=options.limit)
+    texts = load_texts(f'clm:{options.data}', EvalConfig(limit=options.limit))
     bos = [tokenizer.bos_id] * begins_with_bos(tokenizer, None)
-    ids = [[*bos, *tokenizer.encode(text.text)][:256] for text in texts.questions]
+    ids = [[*bos, *tokenizer.encode(text.text)][:256] for text in texts.items]
     ids = [x for x in ids if len(x) > 1]
     trees = [Tree((), x, scored=[*range(1, len(x))]) for x in ids]
     states = {i: values[np.argsort(numbers)] for i, numbers, values in score(
