@@ -87,11 +87,10 @@ def undefined_names(source):
     scopes = [symtable.symtable(source, '<program>', 'exec')]
     for scope in scopes:
         scopes += scope.get_children()
-    names = [(scope, name) for scope in scopes for name in scope.get_symbols()]
-    defined = {name.get_name() for scope, name in names if name.is_global() or scope is scopes[0]
-               if name.is_assigned() or name.is_imported()}
-    used = {name.get_name() for scope, name in names if name.is_global() or scope is scopes[0]
-            if name.is_referenced()}
+    names = [name for scope in scopes for name in scope.get_symbols()
+             if scope is scopes[0] or name.is_global()]
+    defined = {name.get_name() for name in names if name.is_assigned() or name.is_imported()}
+    used = {name.get_name() for name in names if name.is_referenced()}
     # a star import may define anything
     return [] if 'import *' in source else sorted(used - defined - {*dir(builtins), 'program'})
 

@@ -17,15 +17,7 @@ TEXT_PATTERNS = ('data/train-*.parquet', '*.parquet', '*.jsonl', '*.jsonl.gz', '
 
 
 def to_messages(row):
-    """Return a row of a known format as [{'role', 'content'}, ...]; raises DataError.
-
-    messages, conversations       Tulu 3, OpenHermes 2.5, ShareGPT and any chat JSONL: turns of role
-                                  and content, or of from and value
-    instruction, input, output    Alpaca; a non-empty input follows the instruction and a blank
-                                  line, and is the field 'input' for template = 'alpaca'
-    prompt, completion            TRL; each a text or turns. Or prompt, response
-
-    A system message or a history beside these is added, see `messages.with_context`.
+    """Return a row in a format of docs/training.md as [{'role', 'content'}, ...]; raises DataError.
     """
     row = without_nulls(require_fields(row))
     if turns := [read_turns(row[name], f'"{name}"') for name in ('messages', 'conversations')
@@ -44,7 +36,7 @@ def to_messages(row):
 
 
 def to_question(row):
-    """Return the user's message of Alpaca's fields instruction and input."""
+    """Return the user's message of Alpaca's fields; the template `alpaca` uses its key 'input'."""
     question = {'role': 'user', 'content': require_text(row['instruction'], 'the instruction')}
     if row.get('input'):
         question['input'] = require_text(row['input'], 'the input')
@@ -55,10 +47,8 @@ def to_question(row):
 def first_turns(rows, answers='best'):
     """Yield (place, row) pairs; replace OASST1's messages by the first turns of their trees.
 
-    After the last row comes {'messages': [prompt, answer]} for every English prompt without a
-    parent, with its best ranked English answer (the first in the file if none is ranked), or with
-    each answer if answers = 'all'. Prompts without an answer, and deleted or rejected messages, are
-    left out.
+    These come after the last row, as {'messages': [prompt, answer]}: in English, with the `answers`
+    'best' (by rank, else the first in the file) or 'all'.
     """
     prompts, replies = {}, {}
 

@@ -39,19 +39,7 @@ class Ranking:
 # ---- Rows of the published formats ---------------------------------------------------------------
 
 def to_ranking(row):
-    """Return the Ranking of a row of a known format; raises DataError.
-
-    prompt, chosen, rejected             texts, or lists of {role, content} that hold the prompt as
-                                         well, as in UltraFeedback and Tulu 3; question is prompt
-    conversations, chosen, rejected      ShareGPT: {from, value} or {from, content}
-    instruction, chosen, rejected        Alpaca's fields, with `input`
-    chosen, rejected                     HH-RLHF: whole dialogues as text; or lists of messages
-    user_input, responses_and_scores     GPT-4-LLM; user_input, completion_a, completion_b before
-    context, response1, response2, overall_preference        HelpSteer3
-    prompt, responses, scores            any number of answers; HelpSteer2, by `join_answers`
-
-    A row of two answers may have a number `margin` besides.
-    """
+    """Return the Ranking of a row in one of FORMATS, see docs/alignment.md; raises DataError."""
     row = without_nulls(require_fields(row))
     needed = next((needed for needed in FORMATS if row.keys() >= {*needed}), None)
     if needed is None:
@@ -138,15 +126,15 @@ def _scored(row):
 
 # {fields: row -> (prompt, answers, scores)}; the first whose fields a row has
 FORMATS = {
-    ('prompt', 'responses', 'scores'): _scored,
+    ('prompt', 'responses', 'scores'): _scored,     # and HelpSteer2, by `join_answers`
     ('user_input', 'responses_and_scores'): _gpt4llm,
-    ('user_input', 'completion_a', 'completion_b'): _gpt4llm,
+    ('user_input', 'completion_a', 'completion_b'): _gpt4llm,       # as it was published before
     ('context', 'response1', 'response2', 'overall_preference'): _helpsteer3,
-    ('conversations', 'chosen', 'rejected'): _pair,
-    ('prompt', 'chosen', 'rejected'): _pair,
+    ('conversations', 'chosen', 'rejected'): _pair,     # ShareGPT
+    ('prompt', 'chosen', 'rejected'): _pair,            # UltraFeedback and Tulu 3
     ('question', 'chosen', 'rejected'): _pair,
-    ('instruction', 'chosen', 'rejected'): _pair,
-    ('chosen', 'rejected'): _dialogues,
+    ('instruction', 'chosen', 'rejected'): _pair,       # Alpaca's fields, with `input`
+    ('chosen', 'rejected'): _dialogues,                 # HH-RLHF
 }
 
 

@@ -39,13 +39,7 @@ class Text:
 
 
 def load_texts(name, cfg):
-    """Return questions.Loaded with the texts of 'clm:path' or 'facts:path'.
-
-    clm:   .txt files, also with .gz, or `text` fields of JSONL and parquet; 'clm' alone is
-           wikitext-2's test split. A .txt file is one text; of wikitext's own (wiki.test.txt), each
-           line is one, as on the hub
-    facts: T-REx's files (a list of {docid, text, entities: [{boundaries: [begin, end]}]}) without
-           pronouns and relations, or JSONL of {text, spans: [[begin, end], ...]}
+    """Return questions.Loaded with the texts of 'clm', 'clm:path' or 'facts:path'.
 
     Raises ConfigError for a setting that texts do not have, DataError.
     """
@@ -85,7 +79,7 @@ def _to_text(kind, row, place, number):
     if kind == 'clm':
         # skip wikitext's blank lines and headings
         return Text(id, text, [], place, language) if len(text.split()) > 3 else None
-    spans = row.get('spans')
+    spans = row.get('spans')        # else T-REx's entities, without pronouns and relations
     if spans is None and isinstance(row.get('entities'), list):
         spans = [e.get('boundaries') for e in map(require_fields, row['entities'])
                  if e.get('annotator') not in NOT_ENTITIES]

@@ -236,14 +236,13 @@ class OptionTask(Task):
     def variant(self, name, scored, top_option):
         """Return the Task of the variant `name` of the questions in `scored`, {(split, language,
         id): sample}; top_option: sample -> index of the option that the model prefers."""
-        if name == 'permuted':
-            return self.changed(PermutedTask, name, scored, lambda question, sample:
-                                ReaskedQuestion(**vars(question), published=sample,
-                                                prompts=[*question.orders.values()]))
-        if name == 'contextual':
-            return self.changed(ContextualTask, name, scored, lambda question, sample:
-                                ReaskedQuestion(**vars(question), prompts=question.content_free,
-                                                published=sample))
+        if name != 'p_true':
+            permuted = name == 'permuted'
+
+            def reasked(question, sample):
+                prompts = [*question.orders.values()] if permuted else question.content_free
+                return ReaskedQuestion(**vars(question), prompts=prompts, published=sample)
+            return self.changed(PermutedTask if permuted else ContextualTask, name, scored, reasked)
         # the correct option is proposed in the first and the last of each four shots, the option
         # after it in the other two
         shots = {group: [q.proposing((q.answer + (i % 4 in (1, 2))) % len(q.options))
@@ -403,11 +402,8 @@ class TextTask(Task):
 # ---- The text of --show and of --tasks=help ------------------------------------------------------
 
 def show_tasks(tasks, tokenizer, cfg):
-    """Return the text of --show: the first cfg.show prompts of each Task as the model reads them.
-
-    It has the whole prompt, the options or scored tokens, and the tokens with '|' between them.
-    Without a tokenizer it has the prompt with all shots, and no tokens.
-    """
+    """Return the text of --show: the first cfg.show prompts of each Task as the model reads them;
+    without a tokenizer the prompts as plain text, with all shots."""
     tasks = tasks | {f'{label}.{VARIANTS[key]}': task.variant(VARIANTS[key], {
         ('test', q.language, q.id): {} for q in task.items}, None)
         for label, task in tasks.items() for key in ('permute', 'contextual')

@@ -96,9 +96,6 @@ def load_answers(name, tokenizer, *, max_length, add_bos, revision=None, **optio
 class OptionEncoder:
     """Encode a question's context and context + option, with the tokens of the whole text.
 
-    No tokenizer joins a line break with what follows. So if the context ends in the tokens of its
-    last line, only that line is encoded again for each option.
-
     In a chat template, header, shots and context are the user's message, and an option, without
     white space around it, is the answer. The tokens are those of the conversation in training.
     """
@@ -125,6 +122,8 @@ class OptionEncoder:
                 raise DataError(f'{question.place}: an option is empty')
             return context, [context + self.encode_line(self.lead + option.strip())
                              for option in question.options]
+        # no tokenizer joins a line break with what follows, so if the context ends in the tokens of
+        # its last line, only that line is encoded again for each option
         _, newline, line = text.rpartition('\n')
         tail = self.encode_line(line) if newline else []
         if tail and context[-len(tail):] == tail:

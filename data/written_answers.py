@@ -5,7 +5,6 @@ is decided by data/grading.py. What a reasoning model thinks before its answer i
 """
 
 import functools
-import hashlib
 import itertools
 import json
 import os
@@ -15,7 +14,8 @@ from typing import NamedTuple
 
 from data import code_tasks
 from data.chat import encode_prompt
-from data.files import draw, fetch, parse_rows, read_rows, require_fields, require_text
+from data.files import (draw, fetch, parse_rows, read_rows, require_fields, require_text,
+                        text_digest)
 from data.grading import (any_formula, any_number, contains, first_line, formula, gsm8k_number,
                           last_boxed, number, passes, same, short_answer, squad_text,
                           triviaqa_text, whole)
@@ -23,7 +23,6 @@ from data.prompts import P_TRUE, proposing
 from data.questions import Loaded, Question
 from runtime.errors import DataError
 from runtime.thinking import final_answer
-
 
 N_IDEAS = 5     # answers that P(True) with samples shows, the judged one among them
 
@@ -189,8 +188,6 @@ WRITTEN_TASKS = {
     'qa': WrittenBenchmark('', ('test.jsonl*', 'test.json', 'test*.parquet'),
                            ('shots.jsonl*', 'dev.jsonl*', 'train.jsonl*'), answers_row),
 }
-
-
 # the questions that shots are taken from, to tune a model on what it answers: data/p_ik.py
 WRITTEN_TASKS |= {f'{name}_train': replace(WRITTEN_TASKS[name], test=WRITTEN_TASKS[name].shots)
                   for name in ('triviaqa', 'nq_open', 'gsm8k')}
@@ -251,10 +248,9 @@ def _to_question(task, header, row, place, number):
     for what, text in (*[('a reference answer', text) for text in (*references, solution)],
                        ('the subject', subject), ('the category', category), ('the id', id)):
         require_text(text, what)
-    digest = hashlib.blake2b(repr((question, references)).encode(), digest_size=8).hexdigest()
     return WrittenQuestion(
         id, question, task.prompt.format(question), references, solution.strip(), subject, header,
-        category, str(row.get('language') or ''), place, digest)
+        category, str(row.get('language') or ''), place, text_digest(question, references))
 
 
 # ---- Prompts -------------------------------------------------------------------------------------
@@ -262,9 +258,8 @@ def _to_question(task, header, row, place, number):
 def encode(question, shots, tokenizer, cfg, max_tokens):
     """Return (token ids, ids that end the answer, number of shots) of the prompt of a question.
 
-    With cfg.chat, header, shots and question are one message of the user. Without it, the messages
-    of a question that has them are joined as plain text. Shots are left out until the prompt and
-    max_tokens more fit into cfg.max_length; raises DataError if nothing does.
+    Shots are left out until the prompt and max_tokens more fit into cfg.max_length; DataError if
+    nothing does.
     """
     template = '' if cfg.chat == 'none' else cfg.chat
     for n in range(len(shots), -1, -1):
