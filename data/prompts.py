@@ -129,10 +129,15 @@ def cmmlu_words(item):
     return f'以下是关于{subject}的单项选择题，请直接给出正确答案的选项。', '答案：'
 
 
+def listed(choices):
+    """Return the choices as lines that begin with their letters."""
+    return ''.join(f'\n{letter}. {choice}' for letter, choice in zip(LETTERS, choices))
+
+
 def lettered(question, choices, answer='Answer:', header=''):
     """Return the Prompt that lists the choices and scores their letters."""
-    lines = [question, *(f'{letter}. {choice}' for letter, choice in zip(LETTERS, choices)), answer]
-    return Prompt('\n'.join(lines), [f' {letter}' for letter in LETTERS[:len(choices)]], header)
+    return Prompt(f'{question}{listed(choices)}\n{answer}',
+                  [f' {letter}' for letter in LETTERS[:len(choices)]], header)
 
 
 def _wording(kind, language):
