@@ -500,10 +500,10 @@ def test_alignment_from_the_world_to_tables(tmp_path, forked):
     (runs.main, ['smoothing', '--seeds=x'], "'x' is no list of seeds such as 0,1"),
     (runs.main, ['smoothing', '--only=lora'], '--only=lora: no run has such a name; there are'),
     (side_by_side.main, ['--seeds=1,b'], "'1,b' is no list of seeds such as 0,1"),
-    (side_by_side.main, ['--study=foo'], "there is no 'foo'; there are losses, alignment"),
+    (side_by_side.main, ['--study=foo'], 'there is no foo; choose from losses, alignment'),
     (lambda: loss_tables.CLAIMS.main(''), ['--only=foo'],
      '--only: there is no foo; choose from equal-accuracy'),
-    (figures.main, ['--only=foo'], '--only: there is no figure foo; choose from headline')])
+    (figures.main, ['--only=foo'], '--only: there is no foo; choose from headline')])
 def test_a_wrong_option_is_refused(main, arguments, message, monkeypatch, capsys):
     monkeypatch.setattr('sys.argv', ['script.py', *arguments])
     with pytest.raises(SystemExit) as error:

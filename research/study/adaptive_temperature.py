@@ -7,7 +7,6 @@ next tokens in half of the texts, and the other half is measured. The logits of 
 divided by T, so fused_ce.py has the loss and its gradient.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -23,18 +22,16 @@ from data.tokenizer import begins_with_bos, load_model_tokenizer
 from evaluate import EvalConfig, on_this_machine
 from fused_ce import cross_entropy, fused_loss, token_statistics
 from runtime import checkpoint
+from research.study import common
 from runtime.trained import load_model
 from scoring import score, token_states
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-    parser.add_argument('--model', help='folder of a model')
-    parser.add_argument('--data', help='texts, as the task clm reads them')
-    parser.add_argument('--limit', type=int, default=400, help='number of texts; %(default)s')
-    options = parser.parse_args()
-    if not (options.model and options.data):
-        parser.error('set --model and --data')
+    options = common.options(
+        __doc__, model={'required': True, 'help': 'folder of a model'},
+        data={'required': True, 'help': 'texts, as the task clm reads them'},
+        limit={'type': int, 'default': 400, 'help': 'number of texts; %(default)s'})
     folder = checkpoint.fetch(options.model)
     tokenizer = load_model_tokenizer(folder, checkpoint.read_config(folder))
     model = load_model(folder, on_this_machine(EvalConfig(model=options.model)))

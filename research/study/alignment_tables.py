@@ -4,7 +4,6 @@
     python research/study/alignment_tables.py                   # from these: tables and figures
 """
 
-import functools
 import sys
 from pathlib import Path
 
@@ -15,8 +14,7 @@ import numpy as np
 from runtime import cli
 from stats import mean_interval
 from research.study import alignment
-from research.study.claims import (Claims, cell, difference_table, draw_groups, draw_mean, finish,
-                                   label, panels, plain)
+from research.study.claims import (Claims, cell, draw_groups, draw_mean, finish, label, panels)
 
 METHODS = {'dpo': 'DPO', 'ppo': 'PPO', 'grpo': 'GRPO'}
 ARMS = {'ppo': 'PPO', 'ppo-response': 'PPO, whitened per response',
@@ -31,28 +29,8 @@ CURVES = {run: [('sft', {}), *((run, {'epoch': epoch}) for epoch in '123')]
           for run in METHODS | ARMS}
 
 
-# Tables of claim 14; the others are in tables.toml
-
 def written(numbers, run, key, task, scaling='none'):
     return numbers.of(run, key, task=task, epoch='written', scaling=scaling)
-
-
-def written_table(numbers, key='ece', title='ECE'):
-    """Claim 14: a metric of each confidence, before and after one temperature."""
-    return [['model', *(f'{title}: {name}, {how}' for name in CONFIDENCES.values()
-                        for how in SCALINGS.values())], *(
-        [name, *(plain(written(numbers, run, key, task, scaling))
-                 for task in CONFIDENCES for scaling in SCALINGS)]
-        for run, name in WRITERS.items())]
-
-
-def written_tests(numbers):
-    """Claim 14: what SFT, smoothing and alignment do to the ECE of each confidence."""
-    pairs = [('sft', 'base'), *((run, 'sft') for run in ('smoothed', *METHODS))]
-    return difference_table({
-        f'ECE of the {name}: {WRITERS[run]} - {WRITERS[other]}':
-        written(numbers, run, 'ece', task) - written(numbers, other, 'ece', task)
-        for task, name in CONFIDENCES.items() for run, other in pairs})
 
 
 def restored_table(numbers):
@@ -135,16 +113,9 @@ def written_figure(numbers, file):
 
 CLAIMS = Claims(
     Path(__file__).parent / 'results' / 'alignment',
-    {'task': 'chat', 'epoch': '3', 'scaling': 'none'}, {
-        'alignment': ('Claim 13: calibration after alignment', (
-            'optimization', 'optimization tests', 'changes', 'methods', 'methods tests',
-            'known facts', 'known facts tests', 'temperature tests', 'smoothed', 'smoothed tests',
-            'stated', 'stated tests'), alignment_figure),
-        'written': ('Claim 14: confidence in written answers', (
-            written_table, functools.partial(written_table, key='brier_top_label', title='Brier'),
-            functools.partial(written_table, key='confidence', title='mean confidence'),
-            'written accuracy', written_tests, restored_table), written_figure)},
-    alignment.sources, alignment.lines_of, CURVES)
+    {'task': 'chat', 'epoch': '3', 'scaling': 'none'},
+    {'alignment': alignment_figure, 'written': written_figure},
+    alignment.sources, alignment.lines_of, CURVES, {'restored': restored_table})
 
 
 if __name__ == '__main__':

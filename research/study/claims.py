@@ -2,13 +2,11 @@
 
 A cell is a mean over seeds, ± half of the 95 % interval (Student's t). p is of a two-sided t test
 over paired seeds, after Holm's correction for all tests of a table. One seed has neither.
-tables.toml has tables of formulas.
+tables.toml has the pages and the tables of formulas.
 """
 
-import argparse
 import csv
 import itertools
-import os
 import re
 import tomllib
 from collections.abc import Callable
@@ -17,13 +15,14 @@ from pathlib import Path
 
 import numpy as np
 
-from results.over_seeds import mean_and_ends
+from results.over_seeds import mean_and_ends, plus_minus
 from results.plots import new_figure, save_figure
-from results.tables import csv_text, markdown
+from results.tables import TITLES, csv_text, markdown
 from runtime.errors import ConfigError
 from runtime.ownership import write_text
 from runtime.processes import parallel_map
 from stats import holm, mean_interval, student_t
+from research.study import common
 
 TABLES = tomllib.loads((Path(__file__).parent / 'tables.toml').read_text(encoding='utf-8'))
 LEAST_RANGE = 0.005     # of accuracies that two curves share; below, nothing is compared
@@ -51,31 +50,41 @@ class Numbers:
         return np.array([float(line.get(metric) or 'nan') for line in lines])
 
     def value(self, formula):
-        """Return float [seeds] of a formula as tables.toml explains it."""
+        """Return float [seeds] of a formula as tables.toml explains it; None without such a curve.
+        """
         if formula.startswith('='):
             return self.functions[formula[1:]](self)
+        if several := re.search(r'(?<==)\S+\|\S+', formula):
+            values = [self.value(formula.replace(several[0], each))
+                      for each in several[0].split('|')]
+            return None if values[0] is None else np.mean(values, axis=0)
         formula, _, x = formula.partition(' at equal ')
         first, *others = re.split(r' ([+-]) ', formula)
         if x:
-            return at_equal(*(self.curve(*term.split(), x) for term in (first, others[1])))
-        value = self._term(first)
+            curves = [self._term(term, self.curve, x=x) for term in (first, others[1])]
+            return None if curves[0] is None else at_equal(*curves)
+        value = self._term(first, self.of)
         for sign, term in zip(others[::2], others[1::2], strict=True):
-            value = value + self._term(term) if sign == '+' else value - self._term(term)
+            term = self._term(term, self.of)
+            value = value + term if sign == '+' else value - term
         return value
 
-    def _term(self, text):
-        """Return a number, or float [seeds] of 'run metric', which may also have column=value."""
+    def _term(self, text, read, **more):
+        """Return a number, or read(name, metric) of 'name metric', which may have column=value."""
         if re.fullmatch(r'[\d.]+', text):
             return float(text)
         words = text.split()
-        run, metric = (word for word in words if '=' not in word)
-        return self.of(run, metric, **dict(word.split('=') for word in words if '=' in word))
+        name, metric = (word for word in words if '=' not in word)
+        where = dict(word.replace('+', ' ').split('=') for word in words if '=' in word)
+        return read(name, metric, **more, **where)
 
     def curve(self, name, metric, x='accuracy', **where):
-        """Return (x, metric) of the points of a curve, float [2, points, seeds].
+        """Return (x, metric) of the points of a curve, float [2, points, seeds]; None without one.
 
         The first point is the model that was trained further, whose KL to itself is 0.
         """
+        if name not in self.curves:
+            return None
         points = np.array([[self.of(run, key, **where | more) for run, more in self.curves[name]]
                            for key in (x, metric)])
         points[[key == 'kl' for key in (x, metric)], 0] = 0
@@ -124,58 +133,113 @@ def cell(values, p=None, digits=3):
             + (f', p {p:.1g}' if p is not None else ''))
 
 
-def plain(values):
-    return cell(values).lstrip('+')
+def specification(numbers, name):
+    """Return {key: texts} of a table in tables.toml, for 'known: nll = NLL' of another metric."""
+    name, _, metric = name.partition(': ')
+    metric, _, title = metric.partition(' = ')
+    metric = metric or 'ece'
+    spec = {}
+    for key, value in TABLES[name].items():
+        if isinstance(value, str) and value.startswith('='):
+            value = numbers.functions[value[1:]](numbers)
+        texts = value if isinstance(value, list) else [value]
+        texts = [text.replace('{metric}', metric).replace('{title}', title or TITLES[metric])
+                 for text in texts]
+        spec[key] = texts if isinstance(value, list) else texts[0]
+    if metric != 'ece':
+        spec.pop('tested', None)
+    return spec
 
 
-def tested_table(head, rows, tested):
-    """Return a table; rows: [(cells, [values or None: a dash])].
-
-    tested: the indices (row, column) of tests.
-    """
-    p = dict.fromkeys(tested)
-    if len(rows[0][1][0]) > 1:
-        p = dict(zip(tested, holm([p_of(rows[i][1][j]) for i, j in tested]), strict=True))
-    return [head, *([*cells, *('-' if v is None else cell(v, p.get((i, j)))
-                               for j, v in enumerate(values))]
-                    for i, (cells, values) in enumerate(rows))]
+def values_of(numbers, spec):
+    """Return {(title of the row, of the column): float [seeds], or None} of a table of formulas."""
+    return {(row, column): numbers.value(formula_of(formula, run))
+            for row, run in pairs(rows_of(spec)) for column, formula in pairs(columns_of(spec))}
 
 
-def difference_table(named, tested=True, head=('difference', 'mean')):
-    """Return a table of {statement: values [seeds]}."""
-    rows = [([name], [values]) for name, values in named.items()]
-    return tested_table(head, rows, [(i, 0) for i in range(len(rows) * tested)])
+def rows_of(spec):
+    return spec.get('tests') or spec.get('differences') or spec['rows']
+
+
+def columns_of(spec):
+    return spec.get('columns', ['mean = {}'])
+
+
+def pairs(lines):
+    """Return [(title, formula)] of lines 'title = formula', or of formulas without a title."""
+    return [tuple(line.split(' = ', 1)) if ' = ' in line else (line, line) for line in lines]
+
+
+def formula_of(metric, run):
+    """Return the formula of a cell, from those of its column and its row."""
+    metric = metric.rstrip('?')
+    return metric.replace('{}', run) if '{}' in metric else f'{run} {metric}'
 
 
 def table(numbers, name):
-    """Return a table of tables.toml."""
-    spec = TABLES[name]
+    """Return a table of tables.toml, or of a function of the script: '=recipe'."""
+    if name.startswith('='):
+        return numbers.functions[name[1:]](numbers)
+    spec = specification(numbers, name)
+    values, columns = values_of(numbers, spec), pairs(columns_of(spec))
+    statements = 'tests' in spec or 'differences' in spec
+    tested = [columns[int(i)][0] for i in spec.get('tested', '0' * ('tests' in spec)).split()]
+    tests = [at for at in values if at[1] in tested and values[at] is not None
+             and at[0] not in spec.get('untested', ())]
+    p = {}
+    if len(numbers.seeds) > 1:
+        p = dict(zip(tests, holm([p_of(values[at]) for at in tests]), strict=True))
     head = spec.get('head', 'difference / mean').split(' / ')
-    if statements := spec.get('tests') or spec.get('differences'):
-        named = dict(line.split(' = ', 1) for line in statements)
-        return difference_table({title: numbers.value(formula) for title, formula in named.items()},
-                                'tests' in spec, head)
-    columns = [column.split(' = ') for column in spec['columns']]
-    lines = [[*head, *(TABLES['titles'].get(title := first.rstrip('?'), title)
-                       for first, *_ in columns)]]
-    return lines + [[*title.split(' / '), *(formula_cell(numbers, column[-1], run)
-                                            for column in columns)]
-                    for title, run in rows_of(name).items()]
+    if not statements:
+        head += [TABLES['titles'].get(title.rstrip('?'), title.rstrip('?')) for title, _ in columns]
+    lines = [head]
+    for row, _ in pairs(rows_of(spec)):
+        cells = row.split(' / ')
+        for column, formula in columns:
+            value = values[row, column]
+            if value is None:
+                cells.append('-')
+            elif formula.endswith('?') and np.isnan(value).all():
+                cells.append('')
+            else:
+                text = cell(value, p.get((row, column)))
+                signed = statements or ' - ' in formula
+                cells.append(text if signed else text.lstrip('+'))
+        lines.append(cells)
+    return lines
 
 
-def rows_of(name):
-    """Return {title: run} of the rows of a table in tables.toml."""
-    rows = (row.split(' = ') for row in TABLES[name]['rows'])
-    return {title: run[0] if run else title for title, *run in rows}
+# Tables of settings: means over the seeds that a setting has
+
+def setting_lines(numbers, names, columns, counted=False):
+    """Return a line per setting that was run: its name, the number of seeds, and its means.
+
+    columns: [(metric, {column: value})]
+    """
+    lines = []
+    for name in names:
+        values = [defined(numbers.of(name, key, **where)) for key, where in columns]
+        if values[0]:
+            lines.append([name, *[str(len(values[0]))] * counted,
+                          *(plus_minus(each, '.3f') for each in values)])
+    return lines
 
 
-def formula_cell(numbers, formula, run):
-    """Return the cell of a column's formula for a run; a difference has a sign."""
-    metric = formula.rstrip('?')
-    values = numbers.value(metric.format(run) if '{}' in metric else f'{run} {metric}')
-    if metric != formula and np.isnan(values).all():
-        return ''
-    return cell(values) if ' - ' in formula else plain(values)
+def paired_tests(head, planned, spec):
+    """Return a table of differences over the seeds that have both runs, with p, and p by Holm.
+
+    planned: [(cells, differences [seeds])]; one with fewer than two seeds is left out.
+    """
+    rows = [(cells, defined(values)) for cells, values in planned]
+    rows = [(cells, values) for cells, values in rows if len(values) > 1]
+    p_values = [student_t(values)[2] for _, values in rows]
+    return [[*head, 'p', 'p (Holm)'], *(
+        [*cells, str(len(values)), plus_minus(values, spec), f'{p:.2g}', f'{corrected:.2g}']
+        for (cells, values), p, corrected in zip(rows, p_values, holm(p_values), strict=True))]
+
+
+def defined(values):
+    return [x for x in values if np.isfinite(x)]
 
 
 # Figures
@@ -234,8 +298,7 @@ class Claims:
     """The claims of a script, and where their numbers come from."""
     folder: Path            # of seed-*.csv and of the pages
     usual: dict             # as in Numbers; so are curves and functions
-    pages: dict             # {file: (title, tables, function (numbers, path) that draws)}; a table
-    #                         is a name in tables.toml or a function of Numbers
+    pages: dict             # {page in tables.toml: function (numbers, path) that draws its figure}
     sources: Callable       # function (root) that yields the Source of each run, seed after seed
     lines_of: Callable      # function (source) that returns its lines
     curves: dict = field(default_factory=dict)
@@ -249,10 +312,9 @@ class Claims:
         return Numbers(lines, self.usual, self.curves, self.functions)
 
     def page(self, name, numbers):
-        title, tables, _ = self.pages[name]
-        return f'### {title}; {len(numbers.seeds)} seeds\n\n' + '\n'.join(
-            markdown(table(numbers, each) if isinstance(each, str) else each(numbers))
-            for each in tables)
+        page = TABLES['pages'][name]
+        return f'### {page["title"]}; {len(numbers.seeds)} seeds\n\n' + '\n'.join(
+            markdown(table(numbers, each)) for each in page['tables'])
 
     def write_numbers(self, root, folder):
         """Write the lines of the runs that are finished to seed-<seed>.csv files."""
@@ -264,24 +326,18 @@ class Claims:
         for seed, group in itertools.groupby(lines, key=lambda line: line['seed']):
             write_text(folder / f'seed-{seed}.csv', csv_text([*group]))
 
-    def main(self, usage, arguments=None):
+    def main(self, doc, arguments=None):
         """Write the numbers, tables and figures that the command line asks for."""
-        parser = argparse.ArgumentParser(description=usage.split('\n')[0])
-        parser.add_argument('--only', default=','.join(self.pages), help='default: %(default)s')
-        parser.add_argument('--runs', type=os.path.expanduser,
-                            help='folder of the study; writes the numbers of its seeds first')
-        parser.add_argument('--folder', type=os.path.expanduser, default=self.folder,
-                            help='of seed-*.csv and of what is written')
-        options = parser.parse_args(arguments)
-        names, folder = options.only.split(','), Path(options.folder)
-        if unknown := [name for name in names if name not in self.pages]:
-            parser.error(f'--only: there is no {unknown[0]}; choose from {", ".join(self.pages)}')
-        folder.mkdir(parents=True, exist_ok=True)
+        options = common.options(
+            doc, arguments, only=common.names_of(self.pages), folder={
+                'type': Path, 'default': self.folder, 'help': 'of seed-*.csv, tables and figures'},
+            runs={'help': 'folder of the study; writes the numbers of its seeds first'})
+        options.folder.mkdir(parents=True, exist_ok=True)
         if options.runs:
-            self.write_numbers(options.runs, folder)
-        numbers = self.numbers(folder)
-        for name in names:
+            self.write_numbers(options.runs, options.folder)
+        numbers = self.numbers(options.folder)
+        for name in options.only:
             text = self.page(name, numbers)
-            write_text(folder / f'{name}.md', text)
-            self.pages[name][2](numbers, folder / f'{name}.png')
+            write_text(options.folder / f'{name}.md', text)
+            self.pages[name](numbers, options.folder / f'{name}.png')
             print(text)

@@ -180,9 +180,7 @@ def figure(numbers, path):
 
 CLAIMS = Claims(
     Path(__file__).parent / 'results' / 'closed-form', alignment_tables.CLAIMS.usual,
-    {'closed-form': ('Claim 15: the closed form, wrong labels, LoRA, stated confidence', (
-        'models', 'closed form tests', 'wrong labels tests', 'LoRA tests', 'changes by weight',
-        'costs', 'own stated', 'own stated tests'), figure)},
+    {'closed-form': figure},
     sources, lines_of,
     # SFT, and a method at its three weights
     {method + kind: [('sft', {}), *((f'{method}-{weight}{kind}', {}) for weight in WEIGHTS[method])]

@@ -1,7 +1,8 @@
-"""What the scripts of the study share: folders, seeds and the loop over runs."""
+"""What the scripts of the study share: command lines, folders, seeds and the loop over runs."""
 
 import argparse
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +18,19 @@ ROOT = 'out/study'
 SEEDS = (0, 1, 2, 3, 4)
 
 
-def seed_folder(experiment, seed, root=ROOT):
-    return f'{root}/{experiment}/seed-{seed}'
+# Command lines
+
+def options(doc, arguments=None, first=None, **more):
+    """Return the command line of a script with the docstring `doc`; ~ is expanded in texts.
+
+    more: {option: keyword arguments of argparse}; first: (name, the same) of the positional one.
+    """
+    parser = argparse.ArgumentParser(description=doc.split('\n')[0])
+    named = {f'--{name}': settings for name, settings in more.items()}
+    for name, settings in ((dict([first]) if first else {}) | named).items():
+        text = {} if 'action' in settings else {'type': os.path.expanduser}
+        parser.add_argument(name, **text | settings)
+    return parser.parse_args(arguments)
 
 
 def seed_list(text):
@@ -27,6 +39,34 @@ def seed_list(text):
         return [int(seed) for seed in text.split(',')]
     except ValueError:
         raise argparse.ArgumentTypeError(f'{text!r} is no list of seeds such as 0,1') from None
+
+
+def names_of(choices, default=None):
+    """Return an option that takes several of `choices`, separated by commas; default: all."""
+    def several(text):
+        names = text.split(',')
+        for name in names:
+            if name not in choices:
+                raise argparse.ArgumentTypeError(
+                    f'there is no {name}; choose from {", ".join(choices)}')
+        return names
+    return {'type': several, 'default': default or ','.join(choices),
+            'help': 'separated by commas; default: %(default)s'}
+
+
+ONLY = {'default': '', 'help': 'beginnings of names of runs, such as base,tiny'}
+OUT_DIR = {'default': ROOT, 'help': 'folder of the study; default: %(default)s'}
+
+
+def seeds_option(seeds, text=None):
+    return {'type': seed_list, 'default': seeds,
+            'help': f'default: {text or ",".join(map(str, seeds))}'}
+
+
+# Files and runs
+
+def seed_folder(experiment, seed, root=ROOT):
+    return f'{root}/{experiment}/seed-{seed}'
 
 
 def read_lines(path):

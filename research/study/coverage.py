@@ -9,7 +9,6 @@ confident', softmax(x z), or 'changing': that where the true confidence is above
 true error is that of 500,000 questions, and 0 for a calibrated model.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -21,6 +20,7 @@ import metrics
 import stats
 from results.tables import MEASURES, TITLES, markdown
 from runtime.processes import parallel_map
+from research.study import common
 
 KEYS, PAIR_KEYS = 'ece ece_equal_mass sce ace rmsce mad mce'.split(), ['ece', 'ece_equal_mass']
 SIZES, N_SETS, N_RESAMPLES, MANY = (100, 1000, 10_000), 300, 100, 500_000
@@ -89,7 +89,7 @@ def difference(first, second):
 
 
 def main():
-    argparse.ArgumentParser(description=__doc__.split('\n')[0]).parse_args()
+    common.options(__doc__)
     for function, cases, header in (
             (coverage, MODELS, ['error', 'true ECE', 'N', 'mean ECE', 'mean interval',
                                 'without correction', *(TITLES[key] for key in KEYS)]),

@@ -10,7 +10,6 @@ seed, times the whole range. The interaction is how much more the effect changes
 rows at hidden size 64 than at 1,024.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from results.over_seeds import plus_minus
 from results.tables import markdown
 from runtime.ownership import write_text
 from stats import student_t
+from research.study import common
 from research.study.claims import Numbers, read_csv
 
 RESULTS = Path(__file__).parent / 'results'
@@ -104,6 +104,6 @@ def page():
 
 
 if __name__ == '__main__':
-    argparse.ArgumentParser(description=__doc__.split('\n')[0]).parse_args()
+    common.options(__doc__)
     write_text(RESULTS / 'effects.md', page())
     print(page())

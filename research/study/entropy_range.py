@@ -6,7 +6,6 @@ writes entropy_range.json into the folder of the model; the experiment `vocabula
 so after each run, and figures.py reads it.
 """
 
-import argparse
 import copy
 import json
 import math
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 from data.tokenizer import load_model_tokenizer
 from runtime import checkpoint, cli, ownership
 from runtime.device import pick_device, pick_dtype
+from research.study import common
 
 FILE = 'entropy_range.json'
 
@@ -87,9 +87,8 @@ def entropy_range(model, n_pieces, *, n_tokens=64, steps=300, lr=0.1, seed=0):
 
 
 if __name__ == '__main__':
-    parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-    parser.add_argument('folders', nargs='+', help='folders of models')
+    options = common.options(__doc__, first=('folders', {'nargs': '+', 'help': 'of models'}))
     with cli.one_line_errors():
-        for name in parser.parse_args().folders:
+        for name in options.folders:
             measure(name)
             print(name, (Path(name) / FILE).read_text())

@@ -9,9 +9,7 @@ With --runs, compare.csv is written again from the runs in out/study. The headli
 diagrams as well, of the questions of all seeds together, and the numbers behind them in bins.csv.
 """
 
-import argparse
 import itertools
-import os
 import sys
 import tomllib
 from dataclasses import dataclass
@@ -32,7 +30,7 @@ from runtime import cli
 from runtime.errors import ConfigError
 from runtime.ownership import read_json, write_text
 from runtime.processes import parallel_map
-from research.study import entropy_range
+from research.study import common, entropy_range
 from research.study.claims import read_csv
 
 RESULTS = Path(__file__).parent / 'results'
@@ -194,16 +192,11 @@ def read_bins(path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-    parser.add_argument('--only', default=','.join(FIGURES), help='default: %(default)s')
-    parser.add_argument('--runs', type=os.path.expanduser, nargs='?', const='out/study',
-                        help='a folder; default: %(const)s')
-    parser.add_argument('--out_dir', type=os.path.expanduser, default=RESULTS,
-                        help='default: research/study/results')
-    options = parser.parse_args()
-    for name in options.only.split(','):
-        if name not in FIGURES:
-            parser.error(f'--only: there is no figure {name}; choose from {", ".join(FIGURES)}')
+    options = common.options(
+        __doc__, only=common.names_of(FIGURES),
+        runs={'nargs': '?', 'const': common.ROOT, 'help': 'a folder; default: %(const)s'},
+        out_dir={'default': RESULTS, 'help': 'default: research/study/results'})
+    for name in options.only:
         print(f'\n=== {name}')
         draw(name, Path(options.out_dir) / name, options.runs)
 

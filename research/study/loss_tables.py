@@ -12,8 +12,6 @@ cross-entropy at equal accuracy; only the first strength of a loss is tested. cl
 cell is.
 """
 
-import functools
-import json
 import sys
 from pathlib import Path
 
@@ -27,9 +25,9 @@ from results.runs import read_run
 from results.tables import TITLES
 from runtime import cli
 from stats import mean_interval
-from research.study.claims import (Claims, Source, at_equal, cell, draw_groups, finish, label,
-                                   panels, plain, rows_of, tested_table)
-from research.study.common import seed_folder
+from research.study.claims import (TABLES, Claims, Source, cell, draw_groups, finish, label, pairs,
+                                   panels, specification, values_of)
+from research.study.common import read_lines, seed_folder
 from research.study.runs import (EXPERIMENTS, FORMS, KNOWN_BASES, KNOWN_DATA, KNOWN_LOSSES,
                                  LATER_SEEDS, LOSSES, RATES, TRANSFER, short)
 
@@ -37,12 +35,9 @@ COLUMNS = ('run', 'seed', 'task', 'language', 'scaling', 'accuracy', 'confidence
            'smooth_ece', 'brier', 'nll')
 BASES = ('base', 'medium', 'large')
 LAST = 50           # steps
-CROSS_ENTROPY, SMOOTHING = LOSSES['cross-entropy'][0], LOSSES['smoothing'][0]
-FIRST = {name: strengths[0] for name, strengths in LOSSES.items() if name != 'cross-entropy'}
 TASKS = {'text4': 'questions', 'facts': 'first tokens of facts', 'clm': 'next tokens'}
-UNTUNED = ('l1', 'l2', 'l3')
-SETTINGS = {'base': '6 million', 'medium': '34 million', 'large': '210 million', 'lora': 'LoRA',
-            'untuned': 'untuned languages', 'english': 'English'}
+FIRST = {name: strengths[0] for name, strengths in LOSSES.items()}
+STRENGTHS = [loss for strengths in LOSSES.values() for loss in strengths]
 
 
 # Numbers
@@ -69,7 +64,7 @@ def lines_of(source):
     run = read_run(source.folder)
     lines = [*filter(is_used, run_lines(run))]
     if run.settings.get('val_size', '0') != '0':
-        steps = [json.loads(line) for line in (run.folder / 'log.jsonl').read_text().splitlines()]
+        steps = read_lines(run.folder / 'log.jsonl')
         more = {'language': 'all', 'scaling': 'none'}
         lines += [more | {'task': 'held out', 'ece': f'{steps[-1]["val_ece"]:.5g}',
                           'nll': f'{steps[-1]["val_nll"]:.5g}'},
@@ -79,17 +74,14 @@ def lines_of(source):
     return [{key: (about | line).get(key, '') for key in COLUMNS} for line in lines]
 
 
-def points(kind, loss):
-    """Return the runs of a curve: the base model, and a loss at the learning rates of a kind."""
-    rates, _, settings = TRANSFER.get(kind, (RATES, (), {}))
-    tuned = 'tuned' if kind == 'base' else kind
-    return [(run, {}) for run in (settings.get('base', 'base'), *(
-        f'{tuned}-{short(loss)}-lr{lr}' for lr in rates))]
-
-
-def excess(numbers, metric, loss, kind='base', **where):
-    """Return [seeds]: the metric of a loss minus that of cross-entropy at equal accuracy."""
-    return at_equal(*(numbers.curve((kind, x), metric, **where) for x in (loss, CROSS_ENTROPY)))
+def curves():
+    """Yield (name of a curve, its points): the base model, and a loss at the rates of a kind."""
+    for kind, (rates, names, settings) in {'tuned': (RATES, LOSSES, {}), **TRANSFER}.items():
+        losses = STRENGTHS if kind == 'tuned' else [FIRST[name] for name in names]
+        for loss in losses:
+            runs = [f'{kind}-{short(loss)}-lr{lr}' for lr in rates]
+            yield f'{kind}-{short(loss)}', [(run, {}) for run in
+                                            (settings.get('base', 'base'), *runs)]
 
 
 def ratio_interval(x, y):
@@ -109,73 +101,14 @@ def ratio_interval(x, y):
 
 # Tables
 
-def equal_accuracy_table(numbers):
-    """Return the table of claim 7: losses at equal accuracy."""
-    proper = ('smooth_ece', 'brier', 'nll')
-    held_out = functools.partial(numbers.of, metric='nll', task='held out')
-    default = held_out(f'tuned-{short(CROSS_ENTROPY)}-lr0.0008')
-    losses = [loss for strengths in LOSSES.values() for loss in strengths if loss != CROSS_ENTROPY]
-    rows = [([loss], [*(excess(numbers, 'ece', loss, task=task) for task in TASKS),
-                      *(excess(numbers, metric, loss) for metric in proper),
-                      held_out(f'tuned-{short(loss)}-lr0.0008') - default]) for loss in losses]
-    head = ['loss', *(f'ECE, {title}' for title in TASKS.values()),
-            *(f'{TITLES[m]}, questions' for m in proper), 'NLL of held-out conversations at 8e-4']
-    return tested_table(head, rows, [(i, j) for i, loss in enumerate(losses)
-                                     if loss in FIRST.values() for j in range(3)])
+def loss_rows(losses):
+    """Return the rows of a table in tables.toml for {title: loss} besides cross-entropy."""
+    return lambda numbers: [f'{title} = {short(loss)}' for title, loss in losses.items()
+                            if loss != FIRST['cross-entropy']]
 
 
-def temperature_table(numbers):
-    """Return the table of claim 8: losses after temperature scaling."""
-    rows = [([name], [excess(numbers, 'ece', loss), *(
-        excess(numbers, metric, loss, scaling='temperature') for metric in ('ece', 'nll'))])
-            for name, loss in FIRST.items()]
-    return tested_table(['loss', 'ECE', 'ECE after temperature', 'NLL after temperature'], rows,
-                        [(i, j) for i in range(len(rows)) for j in (1, 2)])
-
-
-def transfer_values(numbers, name, setting, metric='ece'):
-    """Return [seeds], or None if the plan has no such runs."""
-    loss = LOSSES[name][0]
-    if setting in ('untuned', 'english'):
-        languages = UNTUNED if setting == 'untuned' else ['en']
-        return np.mean([excess(numbers, metric, loss, language=x) for x in languages], axis=0)
-    if setting == 'base' or name in TRANSFER[setting][1]:
-        return excess(numbers, metric, loss, setting)
-
-
-def transfer_table(numbers, metric='ece'):
-    """Claim 9; tested is ECE, but not at 6 million, which is claim 7's, nor in English."""
-    rows = [([name], [transfer_values(numbers, name, x, metric) for x in SETTINGS])
-            for name in FIRST]
-    tested = [(i, j) for i, (_, values) in enumerate(rows) for j, v in enumerate(values)
-              if v is not None and metric == 'ece' and [*SETTINGS][j] not in ('base', 'english')]
-    return tested_table([f'{TITLES[metric]}: loss', *SETTINGS.values()], rows, tested)
-
-
-def known_values(numbers, base, data, name, metric='ece'):
-    return numbers.of(f'{base}-{data}-{short(LOSSES[name][0])}', metric)
-
-
-def known_table(numbers, metric='ece'):
-    """Claim 10: a metric of questions after tuning on known and on unknown facts."""
-    return [['base model', 'tuned on', *(f'{TITLES[metric]}, {name}' for name in KNOWN_LOSSES)], *(
-        [SETTINGS[base], data, *(plain(known_values(numbers, base, data, name, metric))
-                                 for name in KNOWN_LOSSES)]
-        for base in KNOWN_BASES for data in KNOWN_DATA)]
-
-
-def memorization(numbers):
-    """Return by how much more smoothing reduces memorization (NLL) at 6 than at 34 million."""
-    def memorized(run):
-        return numbers.of(run, 'nll', task='held out') - numbers.of(run, 'nll', task='trained')
-    plain, smoothed = short(CROSS_ENTROPY), short(SMOOTHING)
-    small, medium = (memorized(f'{kind}-{plain}-lr{lr}') - memorized(f'{kind}-{smoothed}-lr{lr}')
-                     for kind, lr in (('tuned', 8e-4), ('medium', 4e-4)))
-    return small - medium
-
-
-DEFAULT = f'tuned-{short(CROSS_ENTROPY)}-lr0.0008'
-CHOICES = rows_of('choices')        # of claim 11, {choice: run, and its scaling}
+DEFAULT = 'tuned-crossentropy-lr0.0008'
+CHOICES = dict(pairs(TABLES['choices']['rows']))       # of claim 11, {choice: run, and its scaling}
 
 
 def ranked_choices(numbers):
@@ -229,7 +162,7 @@ def draw_curves(numbers, ax, metric, title, **where):
     """Draw one curve per loss over the learning rates; other strengths than the first are pale."""
     for (name, strengths), color in zip(LOSSES.items(), loss_colors().values(), strict=True):
         for i, loss in enumerate(strengths):
-            points = numbers.curve(('base', loss), metric, **where)
+            points = numbers.curve(f'tuned-{short(loss)}', metric, **where)
             order = np.argsort(points[0], axis=0, kind='stable')
             x, y = np.take_along_axis(points, order[None], axis=1).mean(-1)
             style = {'linewidth': 0.8, 'alpha': 0.35} if i else {'linewidth': 1.6, 'label': name}
@@ -260,28 +193,29 @@ def curves_figure(numbers, path, shown):
 
 
 def transfer_figure(numbers, path):
+    """Draw the table of ECE: a group per column, a color per loss."""
+    values, color = values_of(numbers, specification(numbers, 'transfer')), loss_colors()
+    settings = list(dict.fromkeys(setting for _, setting in values))
     figure, axes = panels(1, 1)
     figure.set_figwidth(8)
-    ax, color = axes[0, 0], loss_colors()
-    draw_groups(ax, SETTINGS.values(), {name: (color[name], [
-        transfer_values(numbers, name, x) for x in SETTINGS]) for name in FIRST}, 0.07)
-    ax.axhline(0, color='black', linewidth=1)
-    ax.set(ylabel='ECE minus that of cross-entropy')
-    ax.grid(axis='y', alpha=0.3)
+    draw_groups(axes[0, 0], settings, {name: (color[name], [values[name, x] for x in settings])
+                                       for name, _ in values}, 0.07)
+    axes[0, 0].axhline(0, color='black', linewidth=1)
+    label(axes[0, 0], '', 'y', ylabel='ECE minus that of cross-entropy')
     finish(figure, path)
 
 
 def known_figure(numbers, path):
+    """Draw the table of ECE: a panel per base model, a group per kind of fact."""
+    values, color = values_of(numbers, specification(numbers, 'known')), loss_colors()
     figure, axes = panels(1, len(KNOWN_BASES))
-    color = loss_colors()
-    for ax, base in zip(axes[0], KNOWN_BASES, strict=True):
+    for ax, base, size in zip(axes[0], KNOWN_BASES, ('6 million', '34 million'), strict=True):
         draw_groups(ax, KNOWN_DATA, {name: (color[name], [
-            known_values(numbers, base, data, name) for data in KNOWN_DATA])
+            values[f'{size} / {data}', f'ECE, {name}'] for data in KNOWN_DATA])
             for name in KNOWN_LOSSES}, 0.08)
         ax.axhline(numbers.of(base, 'ece').mean(), color='black', linestyle='--', linewidth=1,
                    label='base model')
-        ax.set(xlabel='facts of the tuning data', ylabel='ECE', title=SETTINGS[base])
-        ax.grid(axis='y', alpha=0.3)
+        label(ax, size, 'y', xlabel='facts of the tuning data', ylabel='ECE')
     finish(figure, path)
 
 
@@ -307,24 +241,13 @@ def recipe_figure(numbers, path):
 
 CLAIMS = Claims(
     Path(__file__).parent / 'results' / 'losses',
-    {'task': 'text4', 'language': 'all', 'scaling': 'none'}, {
-        'equal-accuracy': ('Claim 7: metrics at equal accuracy, minus those of cross-entropy',
-                           (equal_accuracy_table,), equal_accuracy_figure),
-        'after-temperature': ('Claim 8: the same for questions, also after temperature scaling',
-                              (temperature_table,), temperature_figure),
-        'transfer': ('Claim 9: ECE of questions at equal accuracy, minus that of cross-entropy',
-                     (transfer_table, *(functools.partial(transfer_table, metric=m)
-                                        for m in ('smooth_ece', 'brier', 'nll'))),
-                     transfer_figure),
-        'known': ('Claim 10: known and unknown facts', (
-            known_table, 'predictions', *(functools.partial(known_table, metric=m) for m in (
-                'accuracy', 'confidence', 'smooth_ece', 'brier', 'nll'))), known_figure),
-        'recipe': ('Claim 11: each choice compared with the default', (recipe_table,),
-                   recipe_figure)},
-    sources, lines_of,
-    {(kind, loss): points(kind, loss) for kind in ('base', *TRANSFER)
-     for strengths in LOSSES.values() for loss in strengths},
-    {'memorization': memorization})
+    {'task': 'text4', 'language': 'all', 'scaling': 'none'},
+    {'equal-accuracy': equal_accuracy_figure, 'after-temperature': temperature_figure,
+     'transfer': transfer_figure, 'known': known_figure, 'recipe': recipe_figure},
+    sources, lines_of, dict(curves()),
+    {'losses': loss_rows(FIRST), 'strengths': loss_rows(dict(zip(STRENGTHS, STRENGTHS))),
+     'other_strengths': lambda numbers: [x for x in STRENGTHS if x not in FIRST.values()],
+     'recipe': recipe_table})
 
 
 if __name__ == '__main__':

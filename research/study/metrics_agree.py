@@ -12,10 +12,8 @@ merge exactly into five, two and one. Tokens of the models of claim 3 are left o
 vocabularies have other tokens. From run folders all metrics and 2 to 100 bins can be computed.
 """
 
-import argparse
 import contextlib
 import itertools
-import os
 import re
 import sys
 from pathlib import Path
@@ -33,6 +31,7 @@ from runtime import cli
 from runtime.errors import ConfigError
 from runtime.ownership import claim, lock, write_text
 from runtime.processes import parallel_map
+from research.study import common
 from research.study.claims import read_csv
 
 RESULTS = Path(__file__).parent / 'results'
@@ -240,13 +239,12 @@ def draw(path, agreed, binned):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-    parser.add_argument('folders', type=os.path.expanduser, nargs='*',
-                        help='of runs; none: the committed tables')
-    parser.add_argument('--out_dir', type=os.path.expanduser, help='default: out/metrics_agree '
-                        'with folders, else research/study/results/metrics_agree')
-    parser.add_argument('--n_bootstrap', type=int, default=1000, help='default: %(default)s')
-    options = parser.parse_args(arguments)
+    options = common.options(
+        __doc__, arguments, first=('folders', {
+            'nargs': '*', 'help': 'of runs; none: the committed tables'}),
+        out_dir={'help': 'default: out/metrics_agree with folders, else '
+                         'research/study/results/metrics_agree'},
+        n_bootstrap={'type': int, 'default': 1000, 'help': 'default: %(default)s'})
     values, binned = measured(options.folders) if options.folders else committed()
     values = {task: values[task] for task in sorted(values, key=[*TASKS, *values].index)
               if len(values[task]) > 2}

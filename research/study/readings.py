@@ -5,7 +5,6 @@ model is trained on it and tuned on conversations of all three kinds; both are e
 reading. That takes some ten minutes per seed on one CPU core.
 """
 
-import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -118,6 +117,6 @@ def main(seeds=(0, 1, 2), root=common.ROOT, results='research/study/results/read
 
 
 if __name__ == '__main__':
-    argparse.ArgumentParser(description=__doc__.split('\n')[0]).parse_args()
+    common.options(__doc__)
     with cli.one_line_errors(resume='the same command continues'):
         main()

@@ -7,9 +7,7 @@ hellaswag/ and wiki/ (docs/papers.md names their files). Finished runs are skipp
 processes can share the seeds.
 """
 
-import argparse
 import functools
-import os
 import sys
 from pathlib import Path
 
@@ -72,15 +70,10 @@ def runs(seed, root, model, data):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-    parser.add_argument('--model', type=os.path.expanduser, help='folder of the base model')
-    parser.add_argument('--data', type=os.path.expanduser, help='folder of the data')
-    parser.add_argument('--seeds', type=common.seed_list, default='0,1,2,3,4')
-    parser.add_argument('--only', default='', help='beginnings of names of runs')
-    parser.add_argument('--out_dir', type=os.path.expanduser, default=common.ROOT)
-    options = parser.parse_args()
-    if not (options.model and options.data):
-        parser.error('set --model and --data')
+    options = common.options(
+        __doc__, model={'required': True, 'help': 'folder of the base model'},
+        data={'required': True, 'help': 'folder of the data'},
+        seeds=common.seeds_option(common.SEEDS), only=common.ONLY, out_dir=common.OUT_DIR)
     make = functools.partial(runs, model=options.model, data=options.data)
     with cli.one_line_errors(resume='the same command continues'):
         base = Path(options.out_dir, 'real', 'base')

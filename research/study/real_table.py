@@ -7,7 +7,6 @@ runs.csv has a line per run; tables.md the means over seeds with half of their 9
 the tests of the plan with Holm's correction; reliability.png the questions of all seeds together.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -16,13 +15,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 
-from results.over_seeds import plus_minus
 from results.plots import draw_bins
 from results.tables import csv_text, markdown
 from runtime.ownership import write_text
-from stats import holm, student_t
 from research.study import common, real
-from research.study.claims import Numbers, read_csv
+from research.study.claims import Numbers, paired_tests, read_csv, setting_lines
 from research.study.figures import pool_bins
 
 OUT = Path(__file__).parent / 'results' / 'real'
@@ -31,6 +28,8 @@ TASKS = {'arc_easy': 'ARC-Easy', 'arc_challenge': 'ARC-Challenge', 'hellaswag': 
 KEYS = ('accuracy', 'confidence', 'ece', 'nll', 'auroc')
 PLAIN = 'lr5e-05-smoothing0.0'
 SMOOTHED = 'lr5e-05-smoothing0.1'
+SETTINGS = list(dict.fromkeys(['base', *(name for name, _, _ in real.settings())]))
+FOLDER = {'type': Path, 'default': Path(common.ROOT, 'real')}
 SHOWN = {'base': 'base', PLAIN: 'tuned', SMOOTHED: 'tuned, smoothing 0.1'}   # in the diagrams
 
 
@@ -53,22 +52,13 @@ def read_runs(root):
     return runs
 
 
-def defined(values):
-    return [x for x in values if np.isfinite(x)]
-
-
 def means(numbers):
     """Return the lines of the table of all settings."""
     keys = ('arc_easy_accuracy', 'arc_easy_confidence', 'arc_easy_ece', 'arc_easy_scaled_ece',
             'hellaswag_accuracy', 'hellaswag_ece', 'clm_ece', 'held_out_ece', 'held_out_nll',
             'arc_easy_auroc')
-    lines = [('setting', 'seeds', *(key.replace('_', ' ') for key in keys))]
-    for name in dict.fromkeys(['base', *(name for name, _, _ in real.settings())]):
-        columns = [defined(numbers.of(name, key)) for key in keys]
-        if len(columns[0]):
-            lines.append((name, str(len(columns[0])), *(plus_minus(values, '.3f')
-                                                        for values in columns)))
-    return lines
+    return [('setting', 'seeds', *(key.replace('_', ' ') for key in keys)),
+            *setting_lines(numbers, SETTINGS, [(key, {}) for key in keys], counted=True)]
 
 
 def tests(numbers):
@@ -81,17 +71,14 @@ def tests(numbers):
         'lr5e-06-smoothing0.0', 'lora-lr0.0002', 'epoch1-lr5e-05')]
     planned += [(PLAIN, f'{PLAIN}, not scaled', 'arc_easy_scaled_ece')]
     planned += [(f'{loss}-lr5e-05', PLAIN, 'arc_easy_ece') for loss in ('dft', 'gce0.7')]
-    rows, p_values = [], []
+    rows = []
     for name, other, key in planned:
         theirs = numbers.of(other.removesuffix(', not scaled'),
                             'arc_easy_ece' if 'not scaled' in other else key)
-        differences = defined(numbers.of(name, key) - (theirs[0] if other == 'base' else theirs))
-        if len(differences) > 1:
-            p_values.append(student_t(differences)[2])
-            rows.append((name, other, key.replace('_', ' '), str(len(differences)),
-                         plus_minus(differences, '.3f'), f'{p_values[-1]:.2g}'))
-    return [('setting', 'minus', 'metric', 'seeds', 'difference', 'p', 'p (Holm)'), *(
-        (*row, f'{p:.2g}') for row, p in zip(rows, holm(p_values), strict=True))]
+        if other == 'base':
+            theirs = theirs[0]      # it has one seed
+        rows.append(((name, other, key.replace('_', ' ')), numbers.of(name, key) - theirs))
+    return paired_tests(('setting', 'minus', 'metric', 'seeds', 'difference'), rows, '.3f')
 
 
 def draw(path, runs):
@@ -108,11 +95,9 @@ def draw(path, runs):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-    parser.add_argument('--csv', action='store_true', help='read runs.csv instead of run folders')
-    parser.add_argument('--root', type=Path, default=Path(common.ROOT, 'real'))
-    parser.add_argument('--out_dir', type=Path, default=OUT)
-    options = parser.parse_args()
+    options = common.options(
+        __doc__, csv={'action': 'store_true', 'help': 'read runs.csv instead of run folders'},
+        root=FOLDER, out_dir={'type': Path, 'default': OUT})
     options.out_dir.mkdir(parents=True, exist_ok=True)
     file = options.out_dir / 'runs.csv'
     if not options.csv:

@@ -9,10 +9,8 @@ can share the seeds or the runs of an experiment. At the end, a table of all fin
 printed and written beside them as compare.*.
 """
 
-import argparse
 import functools
 import itertools
-import os
 import sys
 from pathlib import Path
 
@@ -289,14 +287,10 @@ def finish(experiment, cfg):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-    parser.add_argument('experiment', choices=EXPERIMENTS)
-    parser.add_argument('--seeds', type=common.seed_list,
-                        help='default: 0,1,2,3,4; 5 to 9 for losses, transfer and known')
-    parser.add_argument('--only', default='', help='beginnings of names of runs, such as base,tiny')
-    parser.add_argument('--out_dir', type=os.path.expanduser, default=ROOT,
-                        help='folder of the study, %(default)s')
-    options = parser.parse_args()
+    options = common.options(
+        __doc__, first=('experiment', {'choices': EXPERIMENTS}), only=common.ONLY,
+        seeds=common.seeds_option(None, '0,1,2,3,4; 5 to 9 for losses, transfer and known'),
+        out_dir=common.OUT_DIR)
     name = options.experiment
     with cli.one_line_errors(resume='the same command continues'):
         common.train_all(EXPERIMENTS[name], options.seeds or seeds_of(name),

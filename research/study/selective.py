@@ -9,7 +9,6 @@ selective.csv has a line per run and task; selective.md the means over seeds wit
 intervals, and the paired tests of the plan.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -17,17 +16,15 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import metrics
 import scaling
-from results.over_seeds import plus_minus
 from results.report import predictions
 from results.samples import read_splits
 from results.tables import csv_text, markdown
 from runtime import cli
 from runtime.errors import ConfigError
 from runtime.ownership import write_text
-from stats import holm, student_t
-from research.study import common, real
-from research.study.claims import Numbers
-from research.study.real_table import OUT, PLAIN, SMOOTHED, defined
+from research.study import common
+from research.study.claims import Numbers, paired_tests, setting_lines
+from research.study.real_table import FOLDER, OUT, PLAIN, SETTINGS, SMOOTHED
 
 TASKS = ('arc_easy', 'arc_challenge')       # those with a validation split
 POWERS = (1, 2, 3, 4, 6, 8)
@@ -60,40 +57,28 @@ def with_norm(rows, p):
 def means(numbers):
     """Return the lines of the table of all settings."""
     columns = [(task, key, x) for task in TASKS for key in KEYS for x in ('largest', 'normalized')]
-    lines = [('setting', *(' '.join(column).replace('_', ' ') for column in columns))]
-    for name in dict.fromkeys(['base', *(name for name, _, _ in real.settings())]):
-        cells = [plus_minus(defined(numbers.of(name, key, task=task, confidence=x)), '.3f')
-                 for task, key, x in columns]
-        lines += [(name, *cells)] if cells[0] else []
-    return lines
+    return [('setting', *(' '.join(column).replace('_', ' ') for column in columns)),
+            *setting_lines(numbers, SETTINGS, [(key, {'task': task, 'confidence': x})
+                                               for task, key, x in columns])]
 
 
 def tests(numbers):
     """Return the lines of the tests of the plan; a seed counts if it has both runs."""
-    rows, p_values = [], []
+    planned = []
     for task in TASKS:
         for key in KEYS:
-            def of(run, confidence, task=task, key=key):
-                return numbers.of(run, key, task=task, confidence=confidence)
-            for title, values in (
-                    ('smoothing 0.1 - 0', of(SMOOTHED, 'largest') - of(PLAIN, 'largest')),
-                    ('normalized - largest, smoothing 0.1',
-                     of(SMOOTHED, 'normalized') - of(SMOOTHED, 'largest')),
-                    ('normalized - largest, smoothing 0',
-                     of(PLAIN, 'normalized') - of(PLAIN, 'largest'))):
-                if len(values := defined(values)) > 1:
-                    p_values.append(student_t(values)[2])
-                    rows.append((task, key, title, str(len(values)), plus_minus(values, '+.4f'),
-                                 f'{p_values[-1]:.2g}'))
-    return [('task', 'metric', 'difference', 'seeds', 'mean', 'p', 'p (Holm)'), *(
-        (*row, f'{p:.2g}') for row, p in zip(rows, holm(p_values), strict=True))]
+            plain, smoothed = ({x: numbers.of(run, key, task=task, confidence=x)
+                                for x in ('largest', 'normalized')} for run in (PLAIN, SMOOTHED))
+            planned += [((task, key, title), values) for title, values in (
+                ('smoothing 0.1 - 0', smoothed['largest'] - plain['largest']),
+                ('normalized - largest, smoothing 0.1',
+                 smoothed['normalized'] - smoothed['largest']),
+                ('normalized - largest, smoothing 0', plain['normalized'] - plain['largest']))]
+    return paired_tests(('task', 'metric', 'difference', 'seeds', 'mean'), planned, '+.4f')
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-    parser.add_argument('--root', type=Path, default=Path(common.ROOT, 'real'))
-    parser.add_argument('--out_dir', type=Path, default=OUT)
-    options = parser.parse_args()
+    options = common.options(__doc__, root=FOLDER, out_dir={'type': Path, 'default': OUT})
     if not (lines := read_lines(options.root)):
         raise ConfigError(f'{options.root} has no samples.jsonl; research/study/real.py makes them')
     options.out_dir.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,6 @@ import os
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 os.environ.setdefault('TORCHINDUCTOR_COMPILE_THREADS', '1')
 
-import argparse
 import functools
 import itertools
 import math
@@ -211,25 +210,18 @@ def side_by_side(jobs, n_processes, gpus, folder, deadline=math.inf, starts=3):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-    parser.add_argument('--study', default='losses', help='one of ' + ', '.join(STUDIES)
-                        + '; several, separated by commas, are done in this order')
-    parser.add_argument('--seeds', type=common.seed_list,
-                        help='such as 5,6; default: all seeds of the study')
-    parser.add_argument('--gpus', type=int, default=1, help='0: none; default: %(default)s')
-    parser.add_argument('--processes', type=int, default=10, help='per GPU; default: %(default)s')
-    parser.add_argument('--minutes', type=float, default=1e6, help='start no run after them')
-    parser.add_argument('--out_dir', type=os.path.expanduser, default=common.ROOT,
-                        help='folder of the study, %(default)s')
-    options = parser.parse_args()
-    studies = options.study.split(',')
-    if unknown := {*studies} - {*STUDIES}:
-        parser.error(f'--study={options.study}: there is no {min(unknown)!r}; there are '
-                     f'{", ".join(STUDIES)}')
+    options = common.options(
+        __doc__, study=common.names_of(STUDIES, 'losses'),
+        seeds=common.seeds_option(None, 'all seeds of the study'),
+        gpus={'type': int, 'default': 1, 'help': '0: none; default: %(default)s'},
+        processes={'type': int, 'default': 10, 'help': 'per GPU; default: %(default)s'},
+        minutes={'type': float, 'default': math.inf, 'help': 'start no run after them'},
+        out_dir=common.OUT_DIR)
     deadline = time.monotonic() + 60 * options.minutes
     folder, n = Path(options.out_dir) / 'side-by-side', max(1, options.gpus) * options.processes
     folder.mkdir(parents=True, exist_ok=True)
-    jobs = [job for study in studies for job in jobs_of(study, options.seeds, options.out_dir)]
+    jobs = [job for study in options.study
+            for job in jobs_of(study, options.seeds, options.out_dir)]
     sys.exit(bool(side_by_side(jobs, n, options.gpus, folder, deadline)))
 
 

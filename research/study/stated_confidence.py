@@ -8,7 +8,6 @@ with the means over the seeds and Student's intervals is printed and written to
 ROOT/stated-confidence.csv.
 """
 
-import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -125,10 +124,8 @@ def table(seeds, root=ROOT):
 
 
 def main(arguments):
-    parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-    parser.add_argument('--seeds', type=common.seed_list, default=alignment.SEEDS)
-    parser.add_argument('--root', default=ROOT)
-    options = parser.parse_args(arguments)
+    options = common.options(__doc__, arguments, seeds=common.seeds_option(alignment.SEEDS),
+                             root=common.OUT_DIR)
     for seed in options.seeds:
         do(seed, options.root)
     lines = table(options.seeds, options.root)
