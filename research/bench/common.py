@@ -40,33 +40,7 @@ from runtime.errors import ConfigError
 from runtime.ownership import write_text
 from triton_ops import adjoin
 
-LLAMA3 = {'model_type': 'llama', 'vocab_size': 128256, 'num_attention_heads': 32,
-          'num_key_value_heads': 8, 'rms_norm_eps': 1e-5, 'max_position_embeddings': 131072,
-          'rope_theta': 5e5}
-MODELS = {      # as in config.json
-    'gemma2_2b': {'model_type': 'gemma2', 'vocab_size': 256000, 'hidden_size': 2304,
-                  'intermediate_size': 9216, 'num_hidden_layers': 26, 'num_attention_heads': 8,
-                  'num_key_value_heads': 4, 'head_dim': 256, 'hidden_activation':
-                  'gelu_pytorch_tanh', 'tie_word_embeddings': True},
-    'gemma3_270m': {'model_type': 'gemma3_text', 'vocab_size': 262144, 'hidden_size': 640,
-                    'intermediate_size': 2048, 'num_hidden_layers': 18, 'num_attention_heads': 4,
-                    'num_key_value_heads': 1, 'head_dim': 256, 'sliding_window': 512,
-                    'query_pre_attn_scalar': 256, 'max_position_embeddings': 32768,
-                    'hidden_activation': 'gelu_pytorch_tanh', 'tie_word_embeddings': True,
-                    'layer_types': (['sliding_attention'] * 5 + ['full_attention']) * 3,
-                    'rope_parameters': {
-                        'sliding_attention': {'rope_type': 'default', 'rope_theta': 1e4},
-                        'full_attention': {'rope_type': 'default', 'rope_theta': 1e6}}},
-    'llama32_1b': LLAMA3 | {'hidden_size': 2048, 'intermediate_size': 8192, 'head_dim': 64,
-                            'num_hidden_layers': 16, 'tie_word_embeddings': True},
-    'llama31_8b': LLAMA3 | {'hidden_size': 4096, 'intermediate_size': 14336, 'head_dim': 128,
-                            'num_hidden_layers': 32, 'tie_word_embeddings': False},
-    'mistral_7b': {'model_type': 'mistral', 'vocab_size': 32768, 'hidden_size': 4096,
-                   'intermediate_size': 14336, 'num_hidden_layers': 32, 'num_attention_heads': 32,
-                   'num_key_value_heads': 8, 'head_dim': 128, 'sliding_window': None,
-                   'rms_norm_eps': 1e-5, 'rope_theta': 1e6, 'max_position_embeddings': 32768,
-                   'tie_word_embeddings': False},
-}
+MODELS = json.loads((Path(__file__).parent / 'models.json').read_text())      # as config.json
 Shape = Literal['gemma2_2b', 'gemma3_270m', 'llama32_1b', 'llama31_8b', 'mistral_7b']
 ROOT = Path(__file__).parents[2]
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'     # a CPU is for the tests alone

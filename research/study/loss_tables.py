@@ -28,8 +28,8 @@ from stats import mean_interval
 from research.study.claims import (TABLES, Claims, Source, cell, draw_groups, finish, label, pairs,
                                    panels, specification, values_of)
 from research.study.common import read_lines, seed_folder
-from research.study.runs import (EXPERIMENTS, FORMS, KNOWN_BASES, KNOWN_DATA, KNOWN_LOSSES,
-                                 LATER_SEEDS, LOSSES, RATES, TRANSFER, short)
+from research.study.runs import (EXPERIMENTS, FORMS, KNOWN_BASES, KNOWN_DATA, LATER, LATER_SEEDS,
+                                 LOSSES, TUNED, losses_of, short)
 
 COLUMNS = ('run', 'seed', 'task', 'language', 'scaling', 'accuracy', 'confidence', 'ece',
            'smooth_ece', 'brier', 'nll')
@@ -37,7 +37,7 @@ BASES = ('base', 'medium', 'large')
 LAST = 50           # steps
 TASKS = {'text4': 'questions', 'facts': 'first tokens of facts', 'clm': 'next tokens'}
 FIRST = {name: strengths[0] for name, strengths in LOSSES.items()}
-STRENGTHS = [loss for strengths in LOSSES.values() for loss in strengths]
+STRENGTHS = losses_of('all')
 
 
 # Numbers
@@ -47,7 +47,7 @@ def sources(root):
     for seed in LATER_SEEDS:
         for experiment, names in (('base', BASES), ('knows', KNOWN_BASES)):
             yield from (Source(Path(seed_folder(experiment, seed, root), name)) for name in names)
-        for experiment in ('losses', 'transfer', 'known'):
+        for experiment in LATER:
             yield from (Source(Path(cfg.out_dir)) for cfg in EXPERIMENTS[experiment](seed, root))
 
 
@@ -75,13 +75,12 @@ def lines_of(source):
 
 
 def curves():
-    """Yield (name of a curve, its points): the base model, and a loss at the rates of a kind."""
-    for kind, (rates, names, settings) in {'tuned': (RATES, LOSSES, {}), **TRANSFER}.items():
-        losses = STRENGTHS if kind == 'tuned' else [FIRST[name] for name in names]
-        for loss in losses:
-            runs = [f'{kind}-{short(loss)}-lr{lr}' for lr in rates]
-            yield f'{kind}-{short(loss)}', [(run, {}) for run in
-                                            (settings.get('base', 'base'), *runs)]
+    """Yield (name of a curve, its points): a base model, and a loss tuned at several rates."""
+    for table in TUNED['losses'] + TUNED['transfer']:
+        for loss in map(short, losses_of(table['each']['loss'])):
+            runs = [table['name'].format(loss=loss, lr=lr) for lr in table['each']['lr']]
+            name, _, _ = runs[0].rpartition('-lr')
+            yield name, [(run, {}) for run in (table.get('base', 'base'), *runs)]
 
 
 def ratio_interval(x, y):
@@ -212,7 +211,7 @@ def known_figure(numbers, path):
     for ax, base, size in zip(axes[0], KNOWN_BASES, ('6 million', '34 million'), strict=True):
         draw_groups(ax, KNOWN_DATA, {name: (color[name], [
             values[f'{size} / {data}', f'ECE, {name}'] for data in KNOWN_DATA])
-            for name in KNOWN_LOSSES}, 0.08)
+            for name in ('cross-entropy', 'smoothing', 'DFT')}, 0.08)
         ax.axhline(numbers.of(base, 'ece').mean(), color='black', linestyle='--', linewidth=1,
                    label='base model')
         label(ax, size, 'y', xlabel='facts of the tuning data', ylabel='ECE')

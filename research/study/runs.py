@@ -12,6 +12,7 @@ printed and written beside them as compare.*.
 import functools
 import itertools
 import sys
+import tomllib
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -31,39 +32,14 @@ from train import TrainConfig
 FORMS = ('text4', 'text10', 'letters4', 'letters10')    # of the questions; see world.py
 LATER_SEEDS = (5, 6, 7, 8, 9)       # of claims 7 to 11: claims 1 to 6 have seen 0 to 4
 
-# The strengths of each loss of claims 7 to 11; the first is tested, and used in other experiments.
-LOSSES = {
-    'cross-entropy': ('cross_entropy()',),
-    'smoothing': ('cross_entropy() + smoothing(0.1)', 'cross_entropy() + smoothing(0.05)',
-                  'cross_entropy() + smoothing(0.2)', 'cross_entropy() + smoothing(0.3)'),
-    'confidence penalty': ('cross_entropy() + confidence_penalty(0.3)',
-                           'cross_entropy() + confidence_penalty(0.1)',
-                           'cross_entropy() + confidence_penalty(1.0)'),
-    'focal': ('focal(2)', 'focal(1)', 'focal(3)'),
-    'Brier': ('brier()',),
-    'z-loss': ('cross_entropy() + z_loss(1e-4)', 'cross_entropy() + z_loss(1e-2)'),
-    'GCE 0.7': ('gce(0.7)',),
-    'GCE 1': ('gce(1)',),
-    'DFT': ('dft()',),
-    'entropy weighting': ('entropy_weighted(1)', 'entropy_weighted(0.5)'),
-    'smoothing + z-loss': ('cross_entropy() + smoothing(0.1) + z_loss(1e-4)',),
-}
-RATES = (8e-5, 3.2e-4, 8e-4)        # learning rates of these losses
-FEW = ('cross-entropy', 'smoothing', 'confidence penalty', 'Brier', 'DFT')
-# Claims 9 and 11, {kind of run: (learning rates, losses, settings)}
-TRANSFER = {
-    # LoRA has a third rate, since it changes little at the first
-    'lora': ((8e-4, 3.2e-3, 1.28e-2), ('cross-entropy', 'smoothing', 'confidence penalty', 'DFT'),
-             {'lora': True}),
-    'epoch': ((3.2e-4, 8e-4), ('cross-entropy', 'smoothing'), {'epochs': 1.0}),
-    'medium': ((1.6e-4, 4e-4), (*FEW, 'focal', 'GCE 0.7', 'entropy weighting'),
-               {'base': 'medium'}),
-    'large': ((8e-5, 2e-4), FEW, {'base': 'large'}),
-}
-# Claim 10: {base model: learning rate}, facts of the tuning data, losses
-KNOWN_BASES = {'base': 8e-4, 'medium': 4e-4}
-KNOWN_DATA = ('known', 'half', 'unknown')
-KNOWN_LOSSES = ('cross-entropy', 'smoothing', 'DFT')
+FILE = tomllib.loads((Path(__file__).parent / 'runs.toml').read_text(encoding='utf-8'))
+LOSSES = FILE['losses']             # {name: strengths}
+TUNED = {}                          # {experiment: tables of runs.toml}
+for table in FILE['tuned']:
+    TUNED.setdefault(table['experiment'], []).append(table)
+LATER = ('losses', 'transfer', 'known')
+LATER_SETTINGS = {'val_size': 256, 'workers': 1, 'forms': ('text4',)}
+KNOWN_BASES, KNOWN_DATA = ('base', 'medium'), ('known', 'half', 'unknown')
 
 
 def short(loss):
@@ -72,45 +48,11 @@ def short(loss):
             .replace('(', '').replace(')', ''))
 
 
-LATER = {'val_size': 256, 'workers': 1, 'forms': ('text4',)}
-# {experiment: {name of a run: settings}}, besides those of `tuning`. The learning rates are 0.2 /
-# hidden_size where nothing is said.
-TUNED = {
-    # claims 1, 2, 5 and 6: the paper's rates, 5e-6, 2e-5, 5e-5 and 2e-4, times 4096 / hidden_size
-    'smoothing': {f'tuned-smoothing{smoothing}-lr{lr}': {'smoothing': smoothing, 'lr': lr}
-                  for smoothing in (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
-                  for lr in (8e-5, 3.2e-4, 8e-4, 3.2e-3)},
-    # claim 1
-    'architectures': {
-        f'tuned-architecture{base}-smoothing{smoothing}': {'base': base, 'smoothing': smoothing}
-        for base in ('gemma2', 'mistral') for smoothing in (0.0, 0.1, 0.3)},
-    # claim 4: adapters of rank 8 on queries and values
-    'lora': {f'lora-smoothing{smoothing}-lr{lr}': {'lora': True, 'smoothing': smoothing, 'lr': lr}
-             for smoothing in (0.0, 0.1) for lr in (8e-4, 3.2e-3)},
-    'epochs': {f'tuned-smoothing{smoothing}-epochs{epochs}': {
-        'smoothing': smoothing, 'epochs': epochs}
-        for smoothing in (0.0, 0.1) for epochs in (1.0, 2.0, 4.0, 8.0)},
-    # the same facts, with one wording for all questions and one for all answers
-    'homogeneous': {f'homogeneous-smoothing{smoothing}': {
-        'smoothing': smoothing, 'data': 'base/seed-{}/world/instruct-homogeneous.jsonl'}
-        for smoothing in (0.0, 0.1)},
-    # 1, 34 and 210 million parameters; the base model of the others has 6 million
-    'size': {f'tuned-{base}-smoothing{smoothing}': {'base': base, 'smoothing': smoothing, 'lr': lr}
-             for base, lr in (('tiny', 1.6e-3), ('medium', 4e-4), ('large', 2e-4))
-             for smoothing in (0.0, 0.1)},
-    # claims 7, 8 and 11
-    'losses': {f'tuned-{short(loss)}-lr{lr}': LATER | {'loss': loss, 'lr': lr}
-               for strengths in LOSSES.values() for loss in strengths for lr in RATES},
-    'transfer': {f'{kind}-{short(loss)}-lr{lr}': LATER | {'loss': loss, 'lr': lr} | settings
-                 for kind, (rates, names, settings) in TRANSFER.items()
-                 for loss in (LOSSES[name][0] for name in names) for lr in rates},
-    # the steps of 4,000 conversations in three epochs, however many are known
-    'known': {f'{base}-{data}-{short(loss)}': LATER | {
-        'base': base, 'loss': loss, 'lr': lr, 'val_size': 0, 'epochs': 20.0, 'max_steps': 187,
-        'data': f'knows/seed-{{}}/{base}-{data}.jsonl'}
-        for base, lr in KNOWN_BASES.items() for data in KNOWN_DATA
-        for loss in (LOSSES[name][0] for name in KNOWN_LOSSES)},
-}
+def losses_of(names):
+    """Return all strengths of all losses, or the first one of each of `names`."""
+    if names == 'all':
+        return [loss for strengths in LOSSES.values() for loss in strengths]
+    return [LOSSES[name][0] for name in names]
 
 
 def evaluation(world, forms, **settings):
@@ -128,19 +70,34 @@ PRETRAINING = {'from_scratch': True, 'data_kind': 'text', 'schedule': 'cosine', 
 
 
 def tuning(experiment, name, seed, root=ROOT, base='base', forms=FORMS,
-           data='base/seed-{}/world/instruct.jsonl', **settings):
+           data='base/seed-{seed}/world/instruct.jsonl', **settings):
     """Return the config that tunes the base model `base`; data: a path in `root` for a seed."""
     source = seed_folder('base', seed, root)
     return TrainConfig(**SHARED | {
-        'model': f'{source}/{base}', 'data': f'{root}/{data.format(seed)}',
+        'model': f'{source}/{base}', 'data': f'{root}/{data.format(seed=seed)}',
         'cache_dir': f'{source}/cache', 'batch_size': 64, 'epochs': 3.0, 'micro_rows': 4,
         'lr': 8e-4, 'log_every': 50, 'eval': evaluation(f'{source}/world', forms),
         'out_dir': f'{seed_folder(experiment, seed, root)}/{name}', 'seed': seed} | settings)
 
 
 def tuned_runs(experiment, seed, root=ROOT):
-    for name, settings in TUNED[experiment].items():
-        yield tuning(experiment, name, seed, root, **settings)
+    """Yield the config of each combination of the tables of an experiment in runs.toml."""
+    for table in TUNED[experiment]:
+        settings = {key: value for key, value in table.items()
+                    if key not in ('experiment', 'name', 'each')}
+        if experiment in LATER:
+            settings = LATER_SETTINGS | settings
+        lists = dict(table['each'])
+        if 'loss' in lists:
+            lists['loss'] = losses_of(lists['loss'])
+        for values in itertools.product(*lists.values()):
+            chosen = dict(zip(lists, values, strict=True))
+            texts = chosen | {'loss': short(chosen.get('loss', '')), 'seed': seed}
+            more = settings | chosen
+            if 'data' in more:
+                more['data'] = more['data'].format(**texts)
+            more.pop('facts', None)
+            yield tuning(experiment, table['name'].format(**texts), seed, root, **more)
 
 
 # Base models: Llama of four sizes, Gemma 2 and Mistral
@@ -268,7 +225,7 @@ EXPERIMENTS = {'base': base_runs, 'vocabulary': vocabulary_runs} | {
 
 
 def seeds_of(experiment):
-    return LATER_SEEDS if experiment in ('losses', 'transfer', 'known') else common.SEEDS
+    return LATER_SEEDS if experiment in LATER else common.SEEDS
 
 
 def prepare(experiment, seed, root):
