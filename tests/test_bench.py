@@ -398,8 +398,8 @@ def test_one_page_has_all_tables(tmp_path, monkeypatch):
     ([{'step': s, 'same': 1.0} for s in (1.0, 2.0, 1.02, 2.1)], 1, '| 2.030 | 5.0% | slower |'),
     ([{'step': 1.0}] * 4, 0, 'slower or missing: nothing'),
     ([{'step': 1.0}, {'other': 1.0}] * 2, 1,        # the new commit has another row
-     '| step | | | | | missing |\n| other | | | | | added |\n\nslower or missing: step\n'),
-    ([{'step': 1.0}] * 3 + [{}], 1, '| step | | | | | missing |')])     # one run has no memory
+     '| step |  |  |  |  | missing |\n| other |  |  |  |  | added |\n\nslower or missing: step\n'),
+    ([{'step': 1.0}] * 3 + [{}], 1, '| step |  |  |  |  | missing |')])     # one run has no memory
 def test_two_commits_are_compared(tmp_path, monkeypatch, capsys, runs, code, lines):
     left = iter(runs)
     monkeypatch.setattr(bench.all, 'measure_ours', lambda *_: next(left))

@@ -30,7 +30,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from research.bench.common import load, markdown, table_text
+from research.bench.common import load, markdown
+from results import tables
 
 WHAT = {
     'loss': 'Losses compared with other libraries: time, extra memory, error',
@@ -175,15 +176,15 @@ def draw_together(name, folder):
     drawn.
     """
     contents = [load(path) for path in result_files(folder, name) if not is_again(path)]
-    tables = {}     # (model, data) -> table
+    merged = {}     # (model, data) -> table
     for content in contents:
         if content['versions']['device'] == contents[0]['versions']['device']:
             for table in content['tables']:
                 key = table['shape'], table.get('data')
-                before = tables.get(key, {'results': {}})['results']
-                tables[key] = table | {'results': before | table['results']}
-    if tables:
-        script_of(name).draw(contents[0] | {'tables': [*tables.values()]}, folder / f'{name}.png')
+                before = merged.get(key, {'results': {}})['results']
+                merged[key] = table | {'results': before | table['results']}
+    if merged:
+        script_of(name).draw(contents[0] | {'tables': [*merged.values()]}, folder / f'{name}.png')
 
 
 def repeated(folder):
@@ -194,11 +195,13 @@ def repeated(folder):
             content = load(path)
             for what, value in timings(name, content).items():
                 measured.setdefault((what, content['versions']['device']), []).append(value)
-    lines = [(what, device, len(values), f'{min(values):.4g}', f'{max(values):.4g}',
-              f'{max(values) / min(values) - 1:.1%}')
-             for (what, device), values in measured.items() if len(values) > 1]
-    return ['## Our times that were measured more than once', table_text(
-        ('time', 'GPU', 'runs', 'lowest', 'highest', 'difference'), lines)] if lines else []
+    lines = [['time', 'GPU', 'runs', 'lowest', 'highest', 'difference']]
+    lines += [[what, device, str(len(values)), f'{min(values):.4g}', f'{max(values):.4g}',
+               f'{max(values) / min(values) - 1:.1%}']
+              for (what, device), values in measured.items() if len(values) > 1]
+    if len(lines) == 1:
+        return []
+    return ['## Our times that were measured more than once', tables.markdown(lines)]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -287,21 +290,21 @@ def print_comparison(measured, old, new):
     One that a run of the new commit lacks, for example because it is out of memory, counts as
     slower.
     """
-    lines, slower = [], []
+    lines, slower = [['time', old, new, 'new / old', 'spread', '']], []
     for what, sides in measured.items():
         missing = len(sides.get('new', ())) < len(sides.get('old', ()))
         if 'old' in sides and not missing:
             before, after = (statistics.median(sides[side]) for side in ('old', 'new'))
             spread = max(max(values) / min(values) - 1 for values in sides.values())
             mark = 'slower' if after / before > 1 + spread + MARGIN else ''
-            lines.append((what, f'{before:.4g}', f'{after:.4g}', f'{after / before:.3f}',
-                          f'{spread:.1%}', mark))
+            lines.append([what, f'{before:.4g}', f'{after:.4g}', f'{after / before:.3f}',
+                          f'{spread:.1%}', mark])
         else:
             mark = 'missing' if missing else 'added'
-            lines.append((what, *[None] * 4, mark))
+            lines.append([what, *[''] * 4, mark])
         slower += [what] * (mark in ('slower', 'missing'))
-    print('', table_text(('time', old, new, 'new / old', 'spread', None), lines), '',
-          f'slower or missing: {", ".join(slower) or "nothing"}', sep='\n', flush=True)
+    print(f'\n{tables.markdown(lines)}\nslower or missing: {", ".join(slower) or "nothing"}',
+          flush=True)
     return int(bool(slower))
 
 

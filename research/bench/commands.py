@@ -143,7 +143,7 @@ def view(table):
     return f'{table["shape"]}, seconds of whole commands', method_table(rows, [
         ('cold, s', 'cold', ''), ('warm, s', 'warm', ''),
         ('lm_eval / ours, cold', 'cold ratio', ''), ('warm', 'warm ratio', ''),
-        ('accuracy', 'accuracy', '.4f'), (None, 'note', '')], 'command')
+        ('accuracy', 'accuracy', '.4f'), ('', 'note', '')], 'command')
 
 
 script = Script(__file__, BenchConfig, bench, view, bars=('cold, s', 'warm, s'))

@@ -33,6 +33,8 @@ from data.benchmarks import BENCHMARKS
 from data.files import fetch, read_rows
 from data.questions import parse_row
 from decoding.slots import step_cost
+from results import tables
+from results.plots import new_figure, save_figure
 from runtime import checkpoint
 from runtime.config import load_config
 from runtime.config_json import config_from_hf
@@ -295,46 +297,45 @@ def load(path):
     return content
 
 
-def save(path, tables):
+def save(path, finished):
     content = {'command': f'python {shlex.join(sys.argv)}', 'date': str(date.today()),
-               'versions': versions(), 'tables': tables}
+               'versions': versions(), 'tables': finished}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(content, indent=1) + '\n')
     print(f'wrote {path}')
 
 
 def cell(reason):
-    """Return the reason of a failure, shortened, as a cell of a Markdown table."""
+    """Return the reason of a failure, shortened."""
     reason = ' '.join(reason.split())
-    return (reason if len(reason) <= 120 else f'{reason[:116]} ...').replace('|', '\\|')
+    return reason if len(reason) <= 120 else f'{reason[:116]} ...'
 
 
-def method_table(results, columns, first='method', last=()):
-    """Return (head, lines) of {method: row}, and the lines `last` below them.
+def method_table(results, columns, first='method'):
+    """Return the lines of a table, header first, of {method: row}.
 
     columns: [(title, key of a row, format)]; the cell is empty where a row lacks the key
     """
-    lines = []
+    lines = [[first, *(title for title, _, _ in columns)]]
     for name, row in results.items():
         if 'failed' in row:
             lines.append([name, f'failed: {cell(row["failed"])}'])
         else:
-            lines.append([name, *(format(row[key], form) if row.get(key) is not None else
-                                  row.get(key, '') for _, key, form in columns)])
-    return (first, *(title for title, _, _ in columns)), [*lines, *last]
+            cells = [(row.get(key), form) for _, key, form in columns]
+            lines.append([name, *('' if x is None else format(x, form) for x, form in cells)])
+    return lines
 
 
 def markdown(title, *parts):
-    """Return a section of a page. A part is a paragraph, or (head, lines) of a table."""
-    return '\n\n'.join([f'### {title}', *(
-        part if isinstance(part, str) else table_text(*part) for part in parts if part)])
-
-
-def table_text(head, lines):
-    """Return a Markdown table; a line with fewer cells than `head` ends with empty ones, None."""
-    first, *rows = ('|' + '|'.join(' ' if text is None else f' {text} ' for text in (
-        *line, *[None] * (len(head) - len(line)))) + '|' for line in (head, *lines))
-    return '\n'.join([first, '|---' * len(head) + '|', *rows])
+    """Return a section of a page. A part is a paragraph, or the lines of a table, header first;
+    lines with fewer cells than the header are filled."""
+    texts = [f'### {title}']
+    for part in filter(None, parts):
+        if not isinstance(part, str):
+            width = len(part[0])
+            part = tables.markdown([[*line, *[''] * (width - len(line))] for line in part])
+        texts.append(part.strip())
+    return '\n\n'.join(texts)
 
 
 @dataclass
@@ -375,7 +376,7 @@ class Script:
             print(json.dumps(self.measure(**json.loads(argv[1]))))
             return
         try:
-            options, tables = load_config(self.options, argv), []
+            options, finished = load_config(self.options, argv), []
             path = Path(options.plot or options.out or f'out/bench_{Path(self.file).stem}')
             path = path if path.suffix == '.json' else Path(f'{path}.json')
             drawn = self.bars or self.plot
@@ -388,8 +389,8 @@ class Script:
                 print(', '.join(f'{key} {value}' for key, value in versions().items()))
                 for table in self.bench(options):
                     print('', markdown(*self.view(table)), '', sep='\n', flush=True)
-                    tables.append(table)
-                    save(path, tables)
+                    finished.append(table)
+                    save(path, finished)
             if drawn:
                 self.draw(load(path), path.with_suffix('.png'))
         except ConfigError as error:
@@ -402,13 +403,12 @@ class Script:
             return
         charts = {}     # title -> {name: cell}
         for title, *parts in map(self.view, content['tables']):
-            head, lines = next((part for part in parts if isinstance(part, tuple)), ((), ()))
+            head, *lines = next(part for part in parts if isinstance(part, list))
             for column in self.bars:
                 cells = {bar_name(line): dict(zip(head, line)).get(column) for line in lines}
-                charts[f'{title}:\n{column}'] = {
-                    name: cell for name, cell in cells.items() if number(cell) is not None}
-        charts = {title: cells for title, cells in charts.items() if cells}
-        used = content['versions']
+                cells = {name: cell for name, cell in cells.items() if number(cell) is not None}
+                if cells:
+                    charts[f'{title}:\n{column}'] = cells
         figure, axes = panels(len(charts), 2, 6.5, 3.2)
         for axis, (title, cells) in zip(axes, charts.items()):
             drawn = axis.barh([*cells], [*map(number, cells.values())],
@@ -418,25 +418,22 @@ class Script:
             axis.tick_params(labelsize=7)
             axis.set_title(title, fontsize=9)
             axis.margins(x=0.35)
+        used = content['versions']
         figure.suptitle(f'{Path(self.file).name}: {used["device"]}, torch {used["torch"]}',
                         fontsize=10)
-        figure.tight_layout()
-        figure.savefig(picture, dpi=130)
+        save_figure(figure, picture, 130)
         print(f'wrote {picture}')
 
 
 def panels(n, n_columns, width, height):
     """Return a figure and its `n` axes, each so many inches wide and high."""
-    import matplotlib
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
     n_columns = max(1, min(n_columns, n))
     n_rows = max(1, -(-n // n_columns))
-    figure, axes = plt.subplots(n_rows, n_columns, squeeze=False,
-                                figsize=(width * n_columns, height * n_rows))
-    for axis in axes.flat[n:]:
+    figure = new_figure(width * n_columns, height * n_rows)
+    axes = figure.subplots(n_rows, n_columns, squeeze=False).flat
+    for axis in axes[n:]:
         axis.axis('off')
-    return figure, axes.flat[:n]
+    return figure, axes[:n]
 
 
 def number(cell):

@@ -1,6 +1,6 @@
 """Decoding compared with transformers' `generate` and the hardware's limit, on one CUDA device.
 
-    python research/bench/generate.py --shape=llama32_1b --ours --profile
+    python research/bench/generate.py --shape=llama32_1b --ours
     python research/bench/generate.py --ours --rows= --prompts=q.jsonl --tokenizer=Llama-3.2-1B
 
 Random weights in bfloat16 and random prompts; temperature 1, no end tokens. A step must read the
@@ -17,7 +17,6 @@ import functools
 import sys
 import tempfile
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +27,13 @@ import numpy as np
 import torch
 
 from research.bench.common import (DEVICE, MODELS, Options, Script, Shape, attempt, cell,
-                                   decoding_limit, device_rates, free_memory, gpu_kernels,
-                                   method_table, now, our_model, peak_gib, peer_model,
-                                   reset_peak_memory, run_command, write_lines)
+                                   decoding_limit, device_rates, free_memory, method_table,
+                                   now, our_model, peak_gib, peer_model, reset_peak_memory,
+                                   run_command, write_lines)
 from data.files import read_rows
 from decoding.answers import stream
 from decoding.sampling import Sampling
-from decoding.slots import Batch, step_cost
+from decoding.slots import step_cost
 from runtime import checkpoint
 
 # prompts, tokens of each, tokens of each answer
@@ -54,7 +53,6 @@ class BenchConfig(Options):
     shape: tuple[Shape, ...] = ('llama32_1b', 'gemma2_2b', 'llama31_8b')
     rows: tuple[int, ...] = (1, 64, 256)    # of SETTINGS
     ours: bool = False              # only ours
-    profile: bool = False           # also print the time of each kernel of a step
     prompts: str | None = None      # rows with `prompt` or `question`, for the whole command
     tokenizer: str | None = None    # a folder with a tokenizer, for the whole command
 
@@ -68,8 +66,6 @@ def bench(config):
         table = {'shape': name, 'matrix_rate': rates[0], 'copy_rate': rates[1], 'results': results}
         for text, setting in settings.items():
             results[text] = {'ours': measure_ours(model, *setting, rates)}
-            if config.profile:
-                print_kernels(model, *setting)
         if config.prompts:
             with tempfile.TemporaryDirectory() as folder:
                 table['command'] = measure_command(model, config, Path(folder))
@@ -139,29 +135,6 @@ def measure_command(model, config, folder):
     return {'prompts': len(rows), 'tokens': n_tokens, 'seconds': seconds, 'first_s': grown[0][0],
             'tokens_per_s': n_tokens / seconds,
             'steady_tokens_per_s': n_tokens / 2 / max(three - quarter, 0.02)}
-
-
-@torch.no_grad()
-def print_kernels(model, n, length, new):
-    """Print the kernels of one step without a graph, by their total time."""
-    sampling = Sampling(max_tokens=new, batch_size=n)
-    batch = Batch(model, sampling, n, length + new, model.config.vocab_size)
-    batch.state[1, :-1], batch.rows[:n] = length + new // 2, torch.arange(n)
-    batch.compute(n, length + new)
-    counts, totals = Counter(), Counter()
-    for name, begin, end in gpu_kernels(lambda: batch.compute(n, length + new)):
-        counts[name] += 1
-        totals[name] += end - begin
-    print(f'{n} x {length} + {new}: kernels of one step, number, microseconds')
-    for name, total in totals.most_common(24):
-        print(f'{counts[name]:6d} {total:9.1f}  {name[:100]}')
-    graph, _ = batch.capture(n, length + new)
-    batch.state[1, :-1] = length + new // 2
-    graph.replay()
-    started = now()
-    for _ in range(10):
-        graph.replay()
-    print(f'       {(now() - started) * 1e5:9.1f}  the step as a graph')
 
 
 def measure_peer(build, n, length, new):

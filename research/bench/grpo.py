@@ -149,12 +149,13 @@ def limits(shape, rates, prompt_tokens=120):
 
 def view(table):
     limit = limits(table['shape'], table['rates'])
+    lines = method_table(table['results'], [
+        ('step, s', 'step_s', ''), ('rollout, s', 'rollout_s', ''),
+        ('scoring, s', 'scoring_s', ''), ('update, s', 'update_s', ''),
+        ('first step, s', 'first_s', ''), ('peak GiB', 'peak_gib', '')])
+    lines.append(['limit', *(f'{s:.2f}' for s in (sum(limit.values()), *limit.values()))])
     return (f'{table["shape"]}, GRPO, {PROMPTS} prompts x {ANSWERS} answers x {TOKENS} tokens',
-            method_table(table['results'], [
-                ('step, s', 'step_s', ''), ('rollout, s', 'rollout_s', ''),
-                ('scoring, s', 'scoring_s', ''), ('update, s', 'update_s', ''),
-                ('first step, s', 'first_s', ''), ('peak GiB', 'peak_gib', '')], last=[
-                    ['limit', *(f'{s:.2f}' for s in (sum(limit.values()), *limit.values()))]]))
+            lines)
 
 
 script = Script(__file__, BenchConfig, bench, view, bars=('step, s',), measure=measure)

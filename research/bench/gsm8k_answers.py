@@ -132,7 +132,7 @@ def view(table):
                for name, row in table['results'].items()}
     return (f'{table["shape"]}, GSM8K, {table["n"]} samples per question', method_table(results, [
         ('answers', 'answers', ','), ('tokens', 'tokens', ','), ('s', 'seconds', '.1f'),
-        ('tokens/s', 'tokens_per_s', ',.0f'), ('ratio to lm_eval', 'ratio', '.1f')], None))
+        ('tokens/s', 'tokens_per_s', ',.0f'), ('ratio to lm_eval', 'ratio', '.1f')], ''))
 
 
 script = Script(__file__, BenchConfig, bench, view, bars=('tokens/s',))

@@ -9,7 +9,6 @@ setting that it has. A second table has every loss of fused_ce.py at the default
 writes a .csv file; a peer that is not installed is listed as such.
 """
 
-import csv
 import functools
 import importlib
 import statistics
@@ -25,8 +24,11 @@ import torch.nn.functional as F
 from research.bench.common import (MODELS, Options, Script, attempt, cell, free_memory,
                                    method_table, panels)
 from fused_ce import fused_loss, smoothed_cross_entropy, token_statistics
+from results.plots import save_figure
+from results.tables import csv_text
 from runtime.errors import ConfigError
 from runtime.loss import parse_loss
+from runtime.ownership import write_text
 
 SHAPES = {name: (raw['hidden_size'], raw['vocab_size'], 30.0 if name == 'gemma2_2b' else None)
           for name, raw in MODELS.items()}      # D, V, softcap
@@ -300,25 +302,24 @@ def view(table):
             f'{products:.2f} ms ({6 * n * D * V / products / 1e9:.0f} TFLOP/s). Errors in units of '
             f'those of torch eager.')
     eager = rows['torch eager']
-    lines = [[method, *[None] * 5, cell(row['failed'])] if 'failed' in row else
-             [method, f'{row["ms"]:.2f}', f'{row["ms"] / products:.3f}', f'{row["extra_mib"]:.0f}',
-              *(f'{row[key] / eager[key]:.2f}' for key in ('dh_error', 'dw_error')),
-              '' if row['smoothing'] else 'without smoothing'] for method, row in rows.items()]
-    budgets = []
+    lines = [['method', 'ms', 'ratio to products', 'extra MiB', 'dh error', 'dW error', '']]
+    lines += [[method, *[''] * 5, cell(row['failed'])] if 'failed' in row else
+              [method, f'{row["ms"]:.2f}', f'{row["ms"] / products:.3f}', f'{row["extra_mib"]:.0f}',
+               *(f'{row[key] / eager[key]:.2f}' for key in ('dh_error', 'dw_error')),
+               '' if row['smoothing'] else 'without smoothing'] for method, row in rows.items()]
+    budgets = [['at most', 'ours, ms', 'best peer, ms', 'peer']]
     for budget in BUDGETS:
         inside = [(row['ms'], method) for method, row in rows.items()
                   if row.get('smoothing') and round(row['extra_mib']) <= budget]
         ours, peer = (min((pair for pair in inside if (pair[1] in OURS) == own),
                           default=(float('nan'), '')) for own in (True, False))
-        budgets.append((f'{budget} MiB', f'{ours[0]:.2f}', f'{peer[0]:.2f}', peer[1]))
+        budgets.append([f'{budget} MiB', f'{ours[0]:.2f}', f'{peer[0]:.2f}', peer[1]])
     base = table['losses']['cross_entropy() + smoothing(0.1)']
     losses = {text: {'ms': ms, 'ratio': ms / base} for text, ms in table['losses'].items()}
     one, two, uses = table['products'][0], sum(table['products'][:2]), table['uses']
     return (f'{table["shape"]}: D {D}, V {V}, softcap {softcap}, {n} tokens', text,
-            (('method', 'ms', 'ratio to products', 'extra MiB', 'dh error', 'dW error', None),
-             lines), (('at most', 'ours, ms', 'best peer, ms', 'peer'), budgets),
-            method_table(losses, [('ms', 'ms', '.2f'), ('ratio to smoothing', 'ratio', '.3f')],
-                         'loss'),
+            lines, budgets, method_table(
+                losses, [('ms', 'ms', '.2f'), ('ratio to smoothing', 'ratio', '.3f')], 'loss'),
             '; '.join(f'{use} {ms:.2f} ms' for use, ms in uses.items())
             + f'. token_statistics takes {uses["token_statistics"] / one:.2f} of one product, a '
             f'frozen head {uses["frozen head"] / two:.2f} of two.')
@@ -326,14 +327,13 @@ def view(table):
 
 def plot(content, picture):
     """Write the numbers as a .csv file beside the picture: time against extra memory."""
-    with open(picture.with_suffix('.csv'), 'w', newline='') as file:
-        writer = csv.DictWriter(file, ('shape', 'method', 'ms', 'extra_mib', 'loss_error',
-                                       'dh_error', 'dw_error', 'smoothing', 'failed'))
-        writer.writeheader()
-        for table in content['tables']:
-            times = {name: {'ms': ms} for name, ms in (table['losses'] | table['uses']).items()}
-            for name, row in (table['methods'] | times).items():
-                writer.writerow({'shape': table['shape'], 'method': name} | row)
+    columns, rows = ('ms', 'extra_mib', 'loss_error', 'dh_error', 'dw_error', 'smoothing',
+                     'failed'), []
+    for table in content['tables']:
+        times = {name: {'ms': ms} for name, ms in (table['losses'] | table['uses']).items()}
+        rows += [{'shape': table['shape'], 'method': name} | {key: row.get(key) for key in columns}
+                 for name, row in (table['methods'] | times).items()]
+    write_text(picture.with_suffix('.csv'), csv_text(rows))
     figure, axes = panels(len(content['tables']), 3, 4.6, 4.4)
     for ax, table in zip(axes, content['tables']):
         points = {name: (max(3, row['extra_mib']), row['ms'])
@@ -364,8 +364,7 @@ def plot(content, picture):
     used = content['versions']
     figure.suptitle(f'Smoothed cross-entropy of {content["tables"][0]["n"]} tokens in bfloat16 on '
                     f'one {used["device"]}, torch {used["torch"]}', fontsize=10)
-    figure.tight_layout()
-    figure.savefig(picture, dpi=130)
+    save_figure(figure, picture, 130)
 
 
 script = Script(__file__, BenchConfig, bench, view, plot=plot)

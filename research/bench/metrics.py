@@ -39,26 +39,29 @@ def measure(n, k, peers=True):
     rng = np.random.default_rng(0)
     probs = rng.dirichlet(np.full(k, 0.5), n)
     labels = rng.integers(0, k, n)
-    small = n < 10 ** 5
-    calls = {'report': {'ours': lambda: metrics.report(probs, labels)}}
-    if small:
-        calls['bootstrap, 1000 resamples'] = {'ours': lambda: stats.bootstrap(probs, labels)}
-    calls |= {'ECE, 10 bins': {'ours': lambda: metrics.ece(probs, labels)},
-              'MCE, 10 bins': {'ours': lambda: metrics.mce(probs, labels)}}
-    if small:       # netcal holds an n x n matrix
-        calls['MMCE'] = {'ours': lambda: metrics.mmce(probs, labels)}
-    for peer in (torchmetrics_calls, netcal_calls) if peers else ():
+    libraries = {'ours': ours} | ({'torchmetrics': torchmetrics, 'netcal': netcal} if peers else {})
+    measured = {}
+    for library, functions in libraries.items():
         try:
-            for name, method in peer(probs, labels).items():
-                if name in calls:
-                    calls[name][peer.__name__.removesuffix('_calls')] = method
+            calls = functions(probs, labels)
         except ImportError as error:
             print(f'{error.name} is not installed')
-    return {name: {method: seconds(call) for method, call in methods.items()}
-            for name, methods in calls.items()}
+            continue
+        for name, call in calls.items():
+            if n < 10 ** 5 or name not in ('bootstrap, 1000 resamples', 'MMCE'):    # of n x n
+                measured.setdefault(name, {})[library] = seconds(call)
+    return measured
 
 
-def torchmetrics_calls(probs, labels):
+def ours(probs, labels):
+    return {'report': lambda: metrics.report(probs, labels),
+            'bootstrap, 1000 resamples': lambda: stats.bootstrap(probs, labels),
+            'ECE, 10 bins': lambda: metrics.ece(probs, labels),
+            'MCE, 10 bins': lambda: metrics.mce(probs, labels),
+            'MMCE': lambda: metrics.mmce(probs, labels)}
+
+
+def torchmetrics(probs, labels):
     from torchmetrics.functional.classification import multiclass_calibration_error
     p, y = torch.from_numpy(probs), torch.from_numpy(labels)
     return {name: lambda norm=norm: multiclass_calibration_error(
@@ -66,7 +69,7 @@ def torchmetrics_calls(probs, labels):
         for name, norm in (('ECE, 10 bins', 'l1'), ('MCE, 10 bins', 'max'))}
 
 
-def netcal_calls(probs, labels):
+def netcal(probs, labels):
     import netcal.metrics
     return {'ECE, 10 bins': lambda: netcal.metrics.ECE(10).measure(probs, labels),
             'MCE, 10 bins': lambda: netcal.metrics.MCE(10).measure(probs, labels),
@@ -87,7 +90,7 @@ def seconds(call):
 def view(table):
     return f'{table["n"]} x {table["k"]}, seconds', method_table(
         table['seconds'], [(method, method, '.4f') for method in (
-            'ours', 'torchmetrics', 'netcal')], None)
+            'ours', 'torchmetrics', 'netcal')], '')
 
 
 script = Script(__file__, BenchConfig, bench, view, needs_gpu=False)

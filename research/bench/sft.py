@@ -135,7 +135,9 @@ def run(method, tuning, kind, table, caches, folder):
 
 
 def view(table):
-    lines, totals = [], {}      # (tuning, kind) -> {method: seconds until first step, until end}
+    totals = {}     # (tuning, kind) -> {method: seconds until first step, until end}
+    lines = [['command', 'caches', 'until the first step', 'until the end', *STAGES, SAVING,
+              'steps', 'peak GiB']]
     for name, row in table['results'].items():
         method, _, tuning = name.rpartition(', ')
         for kind, stages in ((kind, row[kind]) for kind in ('cold', 'warm') if kind in row):
@@ -154,9 +156,7 @@ def view(table):
             ratios.append(f'{tuning}, {kind}: ours takes {first:.2f} of the fastest peer\'s time '
                           f'until the first step, {end:.2f} until the end.')
     return (f'{table["shape"]}, seconds of whole commands, {table["conversations"]:,} '
-            f'conversations, {table["tokens"]:,} tokens', ((
-                'command', 'caches', 'until the first step', 'until the end', *STAGES, SAVING,
-                'steps', 'peak GiB'), lines), '\n'.join(ratios))
+            f'conversations, {table["tokens"]:,} tokens', lines, '\n'.join(ratios))
 
 
 script = Script(__file__, BenchConfig, bench, view, bars=('until the first step', 'until the end'))
