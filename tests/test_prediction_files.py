@@ -103,6 +103,10 @@ Repeat 5,6,"['5', '6', '6', '6', '5']",0.6,False
     named = run_metrics(table, '--correct=response_correct', '--confidence=exact_match')
     assert named.stdout == f'exact_match\n{by_text.stdout}\n'
     assert values(by_text)['ece'] == f'{(0.8 + 0.6) / 2:.4f}'
+    parquet = write_rows(tmp_path / 'uqlm.parquet', [
+        {'response': response, 'sampled_responses': [*samples], 'response_correct': correct}
+        for response, samples, correct in (('3', '44344', True), ('6', '56665', False))])
+    assert run_metrics(parquet, '--correct=response_correct').stdout == by_text.stdout
     path = write_rows(tmp_path / 'api.jsonl', [
         {'confidence': 'Sure.', 'correct': True}, {'confidence': 'I am 80% sure', 'correct': True},
         {'answers': ['Paris.', 'paris', 'Lyon'], 'answer': ['Paris', 'City of Paris']},
