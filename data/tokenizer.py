@@ -5,6 +5,7 @@
 """
 
 import hashlib
+import itertools
 import os
 import re
 from pathlib import Path
@@ -58,19 +59,17 @@ class Tokenizer:
 
     def decode(self, ids, start=True):
         """Return the text of ids, control tokens by their names, '' for an id without a token."""
-        names = {i: name for name, i in self.control_ids.items()}
-        parts, run = [], []
-        for i in [*ids, None]:
-            if i is not None and i not in names:
-                run.append(int(i))
+        names, parts = {i: name for name, i in self.control_ids.items()}, []
+        for is_control, run in itertools.groupby(map(int, ids), names.__contains__):
+            if is_control:
+                for i in run:
+                    parts.append(names[i])
+                    start = start and i == self.bos_id or i in self.fresh_after
                 continue
             # decoded after a newline too, or sentencepiece would drop a leading space
-            text = self._decode(self._newline + run)[1 if self._newline else 0:]
-            if start and run and self._newline:
-                text = text.removeprefix(' ')
-            start = start and not run and i == self.bos_id or i in self.fresh_after
-            parts += [text, names.get(i, '')]
-            run = []
+            text = self._decode([*self._newline, *run])[1 if self._newline else 0:]
+            parts.append(text.removeprefix(' ') if start and self._newline else text)
+            start = False
         return ''.join(parts)
 
 
