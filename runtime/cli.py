@@ -56,7 +56,10 @@ def one_line_errors(resume='', memory=''):
         sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
         reason = str(error).removeprefix(f'[Errno {error.errno}] ')
-        _fail(reason if error.filename else _fault_of_stdout() or reason)
+        if not error.filename:      # such as standard output, which would fail again at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            reason += ', perhaps for standard output'
+        _fail(reason)
     except (ConfigError, DataError, CheckpointError, TrainingError) as error:
         _fail(error)
     except ProcessError as error:
@@ -114,16 +117,6 @@ def _rank():
     if 'TORCHELASTIC_RUN_ID' not in os.environ:
         return 0, 1
     return int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])
-
-
-def _fault_of_stdout():
-    """Return why an empty line cannot be printed, and end standard output there; '' if it can."""
-    try:
-        print(flush=True)
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return f'standard output cannot be written: {error.strerror}'
-    return ''
 
 
 def is_lost_connection(error):

@@ -235,7 +235,7 @@ def test_a_survivor_of_torchrun_has_no_traceback(message, lost, monkeypatch):
     assert not lost or 'in process 1 of 2: another process has ended' in str(error.value)
 
 
-FULL = b'error: standard output cannot be written: No space left on device\n'
+FULL = b'error: No space left on device, perhaps for standard output\n'
 MUCH = "for _ in range(10 ** 6): print('x' * 100)"
 
 
