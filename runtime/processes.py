@@ -65,7 +65,7 @@ def _imap(workers, items, chunksize):
 
     def send_next(pipe):
         if chunk := next(chunks, None):
-            with _named_end(workers[pipe]):
+            with contextlib.suppress(ConnectionError):      # of an ended process, see `recv` below
                 pipe.send(chunk)
             busy.append(pipe)
 
@@ -73,25 +73,19 @@ def _imap(workers, items, chunksize):
         send_next(pipe)
     while busy:
         pipe = busy.popleft()
-        with _named_end(workers[pipe]):
+        try:
             results, error = pipe.recv()
+        except (EOFError, ConnectionError):
+            process = workers[pipe]
+            process.join()
+            reason = ('it was killed, perhaps since the memory is too small for so many'
+                      if process.exitcode < 0 else 'see above')
+            raise ProcessError(f'a worker process ended with exit code {process.exitcode}: '
+                               f'{reason}') from None
         send_next(pipe)
         yield from results
         if error:
             raise error
-
-
-@contextlib.contextmanager
-def _named_end(process):
-    """Raise ProcessError in place of the error of a pipe whose process has ended."""
-    try:
-        yield
-    except (EOFError, ConnectionError):
-        process.join()
-        reason = ('it was killed, perhaps since the memory is too small for so many'
-                  if process.exitcode < 0 else 'see above')
-        raise ProcessError(f'a worker process ended with exit code {process.exitcode}: '
-                           f'{reason}') from None
 
 
 def _work(function, pipe, others):
