@@ -4,10 +4,9 @@
     python evaluate.py --compare out/base out/sft out/ls01
     torchrun --nproc_per_node=8 evaluate.py --model=out/run --tasks=mmlu
 
-Questions are packed into rows as trees, so that prompts share the tokens of a common prefix. The
-host prepares rows ahead of the device; logits and log-probabilities are float32. Each sample is
-appended to samples.jsonl as soon as it is scored, and an interrupted evaluation resumes from that
-file. Each of several processes scores its share of the questions; the first one computes metrics.
+Each sample is appended to samples.jsonl as soon as it is scored, and an interrupted evaluation
+resumes from that file. Each of several processes scores its share of the questions; the first one
+computes metrics.
 
 From file to ECE: each kind of task is a class of data/tasks.py. Its `load` reads questions
 (data/questions.py, with the row function in data/benchmarks.py and the prompt in data/prompts.py).
@@ -15,8 +14,7 @@ Its `collect` tokenizes them (data/trees.py), lets scoring.py score them, which 
 (data/packing.py) and calls model.py and fused_ce.py, and makes samples of the values.
 results/evaluation.py measures the samples (results/report.py, metrics.py). Tasks without options
 are in decoding/written_tasks.py: decoding/answers.py writes the answers to the prompts of
-data/written_answers.py, data/grading.py grades them, and results/confidence.py computes the
-confidences.
+data/written_answers.py, data/grading.py grades them; results/confidence.py has the confidences.
 """
 
 from runtime import cli
@@ -41,9 +39,10 @@ from data.chat import question_frame
 from data.written_answers import WRITTEN_TASKS
 from data.probes import INSTRUCTIONS
 from data.questions import sample_fields
-from data.tasks import (TASKS, ContextualTask, JudgeTask, OptionTask, PermutedTask, PIKTask,
-                        PTrueTask, TextTask, check_names, describe_tasks, mean_over_orders,
-                        show_tasks, split_name)
+from data.show import describe_tasks, show_tasks
+from data.task_names import TASKS, check_names, split_name
+from data.tasks import (ContextualTask, JudgeTask, OptionTask, PermutedTask, PIKTask, PTrueTask,
+                        TextTask, mean_over_orders)
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results import card, report, samples
 from runtime.config import load_config, require_given
@@ -85,9 +84,9 @@ if __name__ == '__main__':
 import torch
 
 import scoring
+from decoding.answer_samples import new_answers, write_answers
 from decoding.answers import stream
-from decoding.written_tasks import (ProbeConfidence, SampleConfidence, WrittenTask, new_answers,
-                                    write_answers)
+from decoding.written_tasks import ProbeConfidence, SampleConfidence, WrittenTask
 from results.evaluation import saved_fits, write_evaluation
 from runtime import adapter, checkpoint, device, ownership, parallel
 from runtime.code import code_digest
@@ -106,17 +105,14 @@ KINDS = (dict.fromkeys(WRITTEN_TASKS, WrittenTask) | dict.fromkeys(INSTRUCTIONS,
 
 # what decides a sample besides the forward pass, the settings and the prompt
 CODE = (scoring.forward_values, scoring.token_log_probs, scoring.token_statistics,
-        scoring.Reader.states, OptionTask.samples, PermutedTask.samples, PTrueTask.samples,
-        ContextualTask.samples, JudgeTask.samples, TextTask.samples, sample_fields,
-        mean_over_orders, write_answers,
-        new_answers, SampleConfidence.collect, ProbeConfidence.collect, stream)
+        scoring.Reader.states, OptionTask.samples, OptionTask.sample, PermutedTask.sample,
+        PTrueTask.sample, ContextualTask.sample, JudgeTask.sample, TextTask.samples, sample_fields,
+        mean_over_orders, write_answers, new_answers, SampleConfidence.collect,
+        ProbeConfidence.collect, stream)
 
 
 def load_tasks(cfg):
-    """Return {label: Task} for every task of the EvalConfig `cfg`.
-
-    Raises ConfigError or DataError for a bad task before anything is tokenized.
-    """
+    """Return {label: Task} of an EvalConfig; raise ConfigError or DataError for a bad task."""
     check_names(cfg.tasks)
     loaded = [KINDS.get(split_name(name)[0], OptionTask).load(name, cfg) for name in cfg.tasks]
     tasks = {task.label: task for task in loaded}
@@ -129,7 +125,7 @@ def load_tasks(cfg):
         raise ConfigError(f'group_by = {cfg.group_by!r} needs tasks with options; leave it out')
     for label, task in tasks.items():
         saved_fits(cfg, label)
-        if cfg.fit_temperature and len(task.items) < 2 and not task.validation:
+        if cfg.fit_temperature and len(task.items) < 2:
             raise DataError(f'{label}: fit_temperature needs two {task.unit} or more')
     return tasks
 
@@ -141,12 +137,11 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
 
     load: a function that returns this model when there is something to score; None: it is read then
 
-    Resume from samples.jsonl in `out_dir`; write that file, eval_config.json, results.json, .md,
-    .csv, .tex, report.html and reliability diagrams there; keep the results of other tasks with the
-    same model and settings. Return the results; under torchrun, None in all processes but the
-    first, which holds the folder's lock. Raises ConfigError or CheckpointError before anything is
-    changed, DataError for a question that cannot be scored, CheckpointError for logits that are not
-    finite.
+    Resume from samples.jsonl in `out_dir`, whose lock the caller holds; write that file, the files
+    of results and the diagrams there; keep the results of other tasks with the same model and
+    settings. Return the results; None in all processes but the first. Raises ConfigError or
+    CheckpointError before anything is changed, DataError for a question that cannot be scored,
+    CheckpointError for logits that are not finite.
     """
     out_dir, config = Path(out_dir), checkpoint.read_config(folder, seq2seq=True)
     cfg = resolve(cfg, folder, config, tokenizer)
@@ -228,8 +223,7 @@ def collect_results(scored, cfg, done):
     """Return {label: result without metrics} and {label: its prompts} of all processes.
 
     scored: {label: (this process's Task, prompts, bad rows, seconds)}; done: of `open_folder`.
-    Raises DataError for a task of which no question could be scored. Both are {} in all processes
-    but the first.
+    Raises DataError for a task without a scored question. Both are {} but in the first process.
     """
     results, prompts = {}, {}
     shares = parallel.collect({label: (task.counts(rest[0]), *rest) for label, (task, *rest)
@@ -272,7 +266,7 @@ def with_variants(tasks, writer, prompts, cfg):
 
 
 def result_labels(tasks, cfg):
-    """Return the labels of all results of `tasks`: theirs, and those of the variants asked for."""
+    """Return the labels of all results of `tasks`, also those of their variants."""
     return [*tasks, *(f'{label}.{name}' for label, task in tasks.items()
                       for name in task.variants(cfg))]
 
@@ -303,10 +297,11 @@ def announce(config, tasks, cfg, done):
     name = f', {torch.cuda.get_device_name(cfg.device)}' if cfg.device.startswith('cuda') else ''
     print(f'{cfg.model} ({config.model_type}) in {cfg.dtype} on {cfg.device}{name}')
     for label, task in tasks.items():
-        n_done = task.count_scored(done)
-        print(f'{label}: {len(task.items):,} {task.unit}, {task.form}{task.distribution(cfg)}'
-              + (f'; a sample of {task.total:,}' if len(task.items) < task.total else '')
-              + (f'; {len(task.validation):,} {task.others}' if task.validation else '')
+        n, n_done = len(task.tested), task.count_scored(done)
+        n_others, has_format = len(task.items) - n, 'prompt_format' in task.described
+        print(f'{label}: {n:,} {task.unit}, {"prompt format " * has_format}{task.distribution(cfg)}'
+              + (f'; a sample of {task.total:,}' if n < task.total else '')
+              + (f'; {n_others:,} {task.others}' if n_others else '')
               + (f'; {n_done:,} scored earlier in this folder' if n_done else ''), flush=True)
 
 
@@ -315,8 +310,7 @@ def announce(config, tasks, cfg, done):
 def run(cfg):
     """Run the evaluation `cfg`; return (results, labels of its tasks, the folder of the results).
 
-    The results are None in all processes but the first. Raises ConfigError, DataError or
-    CheckpointError.
+    The results are None in all processes but the first.
     """
     check_eval_config(cfg)
     require_given(cfg, model='out/run or --model=google/gemma-2-2b')

@@ -2,8 +2,7 @@
 
 Trees (data/packing.py) are packed into rows ahead of the device, so that prompts share the tokens
 of a common prefix, and only the positions that predict a scored token are multiplied by the output
-matrix. Logits and log-probabilities are float32. Evaluation, P(True), the confidences of
-generate.py and the states behind P(IK) come from here.
+matrix. Logits and log-probabilities are float32.
 """
 
 import functools
@@ -107,9 +106,8 @@ def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, compute
 def launch(load, batches, forward, dropout_seed, sharded):
     """Yield (HostCopy of the values, scored) of each batch of `stack_rows`.
 
-    A thread makes batches ahead of the device, so the generators behind `batches`, which tokenize,
-    run in that thread. A batch is yielded once the next one has been launched: the device always
-    has work.
+    A thread makes batches, so the generators behind `batches`, which tokenize, run in that thread.
+    A batch is yielded once the next one has been launched: the device always has work.
     """
     with ThreadPoolExecutor(1) as pool:
         ahead = deque(pool.submit(next, batches, None) for _ in range(4))
@@ -166,8 +164,7 @@ def option_log_probs(model, trees, **options):
 def confidences(model, prompts, answers, deterministic=False):
     """Return the log-probability of each Answer, a float64 array [n] per prompt, in nats.
 
-    prompts: lists of token ids; answers: a list of Answers per prompt. The numbers are those of
-    `option_log_probs`: they do not depend on how the answers were generated.
+    prompts: lists of token ids; answers: a list of Answers per prompt, however generated
     """
     trees = [Tree((), [*ids], [answer.tokens for answer in group], [len(ids)] * len(group))
              for ids, group in zip(prompts, answers, strict=True)]
@@ -176,13 +173,11 @@ def confidences(model, prompts, answers, deterministic=False):
 
 
 def row_lengths(cfg):
-    """Return (tokens in a packed row, `trim` of `score`) that are fastest for `cfg`.
-
-    Longer rows repeat the shots less often. Triton compiles the kernels again for a length that is
-    not a multiple of 16, and FlexAttention for each new length.
-    """
+    """Return (tokens in a packed row, `trim` of `score`) that are fastest for `cfg`."""
     if not cfg.device.startswith('cuda'):
         return 4096, 1
+    # longer rows repeat the shots less often; Triton compiles the kernels again for a length that
+    # is not a multiple of 16, and FlexAttention for each new length
     return (32768, 128) if cfg.dtype == 'bfloat16' else (16384, 0)
 
 
@@ -201,10 +196,7 @@ class Reader:
     load: Callable      # returns the model; called once there is something to compute
 
     def score(self, task, trees, total):
-        """Yield (index, numbers, values) as `score` does, with the progress of `task`.
-
-        total: number of trees
-        """
+        """Yield (index, numbers, values) as `score` does, with the progress of `task`."""
         compute = token_statistics if task.statistics else token_log_probs
         with log.progress_bar(task.label, total, task.unit) as progress:
             for scored in self._score(trees, compute):

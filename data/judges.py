@@ -19,9 +19,11 @@ UNLABELED = 'prompt', 'responses'       # fields of a row of answers that may la
 
 @dataclass
 class Pair(ReaskedQuestion):
-    """Two answers to one prompt; `answer` is the index of the better one, 0 if none is known."""
+    """Two answers to one prompt; `answer` is the index of the better one, 0 if none is known.
+
+    The split is 'test', 'tied' (equal scores) or 'unlabeled' (no scores).
+    """
     first: int = 0          # index of the answer that the file lists first
-    split: str = 'test'     # 'tied': equal scores; 'unlabeled': no scores
 
 
 def judge_prompt(messages, answers):
@@ -58,7 +60,7 @@ def to_pairs(row, place):
 def load_pairs(name, cfg):
     """Return questions.Loaded of a task 'judge:file, folder or hub dataset'.
 
-    `total` counts the pairs of which one answer is known to be better; `validation` has the others.
+    The pairs of which one answer is known to be better are of the split 'test', and come first.
     """
     source = name.partition(':')[2]
     if not source:
@@ -83,6 +85,5 @@ def load_pairs(name, cfg):
     if not total:
         raise DataError(f'{source} has no pair of which one answer is better ({len(pairs)} tied or '
                         f'without scores, {len(bad)} bad rows); a judge is measured on such pairs')
-    pairs = draw(pairs, cfg.limit, cfg.seed)
-    return Loaded([pair for pair in pairs if pair.split == 'test'], {}, bad, total,
-                  [pair for pair in pairs if pair.split != 'test'])
+    pairs = sorted(draw(pairs, cfg.limit, cfg.seed), key=lambda pair: pair.split != 'test')
+    return Loaded(pairs, {}, bad, total)

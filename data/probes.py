@@ -36,6 +36,7 @@ class Text:
     place: str          # file and line or row, for messages
     language: str = ''
     subject = group = ''    # texts have no subjects and no shots
+    split = 'test'
 
 
 def load_texts(name, cfg):

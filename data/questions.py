@@ -34,6 +34,7 @@ class Question:
     by: str = ''                # 'level 3': the field of --group_by, and its value
     orders: dict = field(default_factory=dict)  # {order: Prompt} of other orders of the options
     content_free: list = field(default_factory=list)    # its Prompts for contextual calibration
+    split: str = 'test'         # 'validation': to fit a temperature on; others: data/judges.py
 
     @property
     def solved(self):
@@ -86,11 +87,10 @@ def sample_fields(question, n_shots):
 
 class Loaded(NamedTuple):
     """What a task reads from its files, the same for every kind of task."""
-    items: list             # of Question, WrittenQuestion or Text
+    items: list             # of Question, WrittenQuestion or Text, those of the split 'test' first
     shots: dict             # group of an item -> solved questions
     bad_rows: list          # messages of the bad rows, which are left out
-    total: int              # number of items before `limit`
-    validation: list = []   # questions to fit a temperature on
+    total: int              # number of items of the split 'test' before `limit`
 
 
 def load_task(name, cfg):
@@ -131,7 +131,7 @@ def load_task(name, cfg):
     questions, shots, validation, bad = [], {}, [], []
     for (split, *_), (items, messages) in zip(jobs, parallel_map(read, jobs, worth_it, most)):
         if split == 'validation':
-            validation += items
+            validation += [replace(question, split='validation') for question in items]
             continue
         bad += messages
         questions += items if split == 'test' else []
@@ -154,7 +154,7 @@ def load_task(name, cfg):
             raise DataError(f'{source}: {n} solved questions about {group[1]!r}, {cfg.shots} '
                             f'wanted; --shots={n} would fit')
     shots = {group: solved[:cfg.shots] for group, solved in shots.items()}
-    return Loaded(questions, shots, bad, total, validation)
+    return Loaded([*questions, *validation], shots, bad, total)
 
 
 def _find(name):

@@ -8,33 +8,20 @@ and `describe` of each task and does not ask for its kind.
 import hashlib
 import itertools
 import math
-import os
-import textwrap
 from collections import Counter
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 
-from data.benchmarks import BENCHMARKS, GENERIC
-from data.written_answers import WRITTEN_TASKS
 from data.judges import load_pairs
 from data.p_ik import load_p_ik
-from data.preferences import PREFERENCE_PATTERNS
-from data.probes import INSTRUCTIONS, PATTERNS, WIKITEXT, load_texts, tokenize_texts
-from data.questions import Question, ReaskedQuestion, load_task, require_task, sample_fields
+from data.probes import load_texts, tokenize_texts
+from data.questions import ReaskedQuestion, load_task, sample_fields
+from data.task_names import task_label, task_source
 from data.trees import tokenize_questions
-from runtime.errors import ConfigError, DataError
+from runtime.errors import DataError
 
-HELP = """\
-A task is read from its dataset on the hub, or from a folder as task:folder. In both, the first
-pattern with a match is used. task:file reads one file, with --shots=0. The files of `test` are
-scored. The files of `shots` are read unless --shots=0. The files of `validation`, if there are any,
-are read for --fit_temperature.
-"""
-
-TASKS = *BENCHMARKS, *WRITTEN_TASKS, 'p_ik', 'judge', *INSTRUCTIONS
 # {setting: name of the variant}
 VARIANTS = {'permute': 'permuted', 'p_true': 'p_true', 'contextual': 'contextual'}
 BLOCKS = 8      # of questions per process; each block repeats the shots once
@@ -46,16 +33,14 @@ SHOWN_TOKENS = 100      # before a scored token of a text, in its sample
 @dataclass
 class Task:
     """A loaded task. The class variables say how its kind differs; see the methods for the rest."""
-    label: str                  # its name in results, see `task_label`
-    source: str                 # see `task_source`
-    items: list                 # the fields of questions.Loaded
+    label: str              # its name in results, see `task_label`
+    source: str             # see `task_source`
+    items: list             # and the others: the fields of questions.Loaded
     shots: dict
     bad_rows: list[str]
     total: int
-    validation: list = field(default_factory=list)
 
     unit: ClassVar = 'questions'
-    form: ClassVar = ''             # before `distribution`, where the task is announced
     settings: ClassVar = ()         # keys of EvalConfig that ask for variants of the task
     described: ClassVar = ()        # keys of EvalConfig that a result repeats
     is_written: ClassVar = False    # the model writes the answers
@@ -63,7 +48,12 @@ class Task:
     statistics: ClassVar = False    # samples need the top token and the entropy of each token
     optional: ClassVar = False      # its questions are left out where they cannot be asked
     left_out: ClassVar = ''         # of an optional task: why there may be no questions at all
-    others: ClassVar = 'for validation'     # what `validation` has, where the task is announced
+    others: ClassVar = 'for validation'     # what items of other splits are, when announced
+
+    @property
+    def tested(self):
+        """Return the items of the split 'test', of which the task's numbers are."""
+        return [item for item in self.items if item.split == 'test']
 
     @classmethod
     def load(cls, name, cfg):
@@ -75,56 +65,54 @@ class Task:
     def fingerprint(self):
         """Return a hash of all questions or texts, whatever their prompts and their files."""
         digest = hashlib.blake2b(digest_size=8)
-        prompt = ('place', 'orders', 'prompts', 'content_free', 'context', 'options', 'header',
-                  'ending')
-        for item in (*self.items, *self.validation):
+        prompt = ('place', 'split', 'orders', 'prompts', 'content_free', 'context', 'options',
+                  'header', 'ending')
+        for item in self.items:
             content = {key: value for key, value in vars(item).items() if key not in prompt}
             digest.update(repr(content).encode())
         return digest.hexdigest()
 
-    def sample_key(self, index, item):
-        """Return the key of the samples of an item, the one at `index` of items + validation."""
-        return (self.label, 'validation' if index >= len(self.items) else 'test', item.language,
-                item.id)
+    def sample_key(self, item):
+        """Return the key of the samples of an item."""
+        return self.label, item.split, item.language, item.id
 
     def count_scored(self, done):
         """Return how many items have a sample in {(sample_key, prompt)}."""
-        keys = {self.sample_key(*pair) for pair in enumerate((*self.items, *self.validation))}
-        return len(keys & {key for key, _ in done})
+        return len({*map(self.sample_key, self.items)} & {key for key, _ in done})
 
     def counts(self, prompts):
         """Return the numbers for `describe`, a Counter; those of all shares add up.
 
         prompts: of the scored items, as `collect` returns them
         """
-        scored = {key for key, _ in prompts}
-        return Counter(items=len(self.items), total=self.total, duplicate_options=sum(
-            getattr(item, 'duplicate_options', False) and self.sample_key(i, item) in scored
-            for i, item in enumerate(self.items)))
+        scored, tested = {key for key, _ in prompts}, self.tested
+        return Counter(items=len(tested), total=self.total, duplicate_options=sum(
+            getattr(item, 'duplicate_options', False) and self.sample_key(item) in scored
+            for item in tested))
 
     def share(self, rank, n):
-        """Return the Task of process `rank` of n: BLOCKS blocks of each language's questions.
+        """Return the Task of process `rank` of n: every n-th block of each language's questions.
 
         A block has consecutive questions, which share their shots, and about as many characters as
-        any other. They go to processes 0 .. n - 1, then n - 1 .. 0, and so on.
+        any other.
         """
         if n == 1:
             return self
-
-        def assigned(items):
-            for i, (_, group) in enumerate(itertools.groupby(items, lambda item: item.language)):
-                group = [*group]
-                sizes = [1 + len(getattr(item, 'text', '') or item.context) for item in group]
-                total = sum(sizes)
-                for item, size, end in zip(group, sizes, itertools.accumulate(sizes)):
-                    turn, i_block = divmod(int(n * BLOCKS * (end - size / 2) / total), n)
-                    if ((n - 1 - i_block if turn % 2 else i_block) + i) % n == rank:
-                        yield item
-
-        items, first = [*assigned(self.items)], rank == 0
-        return replace(self, items=items, validation=[*assigned(self.validation)],
-                       bad_rows=self.bad_rows if first else [],
-                       total=len(items) + (self.total - len(self.items)) * first)
+        items, groups = [], itertools.groupby(self.items, lambda item: (item.split, item.language))
+        for i, (_, group) in enumerate(groups):
+            group = [*group]
+            sizes = [1 + len(getattr(item, 'text', '') or item.context) for item in group]
+            total = sum(sizes)
+            for item, size, end in zip(group, sizes, itertools.accumulate(sizes)):
+                block = int(n * BLOCKS * (end - size / 2) / total)
+                if (block + i) % n == rank:
+                    items.append(item)
+        share = replace(self, items=items, bad_rows=[])
+        share.total = len(share.tested)
+        if rank == 0:       # has what is counted once
+            share.total += self.total - len(self.tested)
+            share.bad_rows = self.bad_rows
+        return share
 
     def check(self, tokenizer, cfg):
         """Raise DataError for a prompt that the chat template refuses."""
@@ -142,7 +130,7 @@ class Task:
                 if isinstance(tree, DataError):
                     bad_rows.append(self.bad_row(tree, reader.cfg))
                     continue
-                key, prompt = self.sample_key(index, item), tree.fingerprint
+                key, prompt = self.sample_key(item), tree.fingerprint
                 if hasattr(item, 'answer'):     # one that was corrected is scored again
                     prompt += f'-{item.answer}'
                 prompts.add((key, prompt))
@@ -150,7 +138,7 @@ class Task:
                     unscored[index] = key, prompt, item, tree
                     yield index, tree
 
-        n_left = len(self.items) + len(self.validation) - self.count_scored(writer.done)
+        n_left = len(self.items) - self.count_scored(writer.done)
         for index, numbers, values in reader.score(self, trees(), n_left):
             key, prompt, item, tree = unscored.pop(index)
             reader.require_finite(values, f'{self.label}: {item.place}')
@@ -168,17 +156,16 @@ class Task:
         """Return the names of the results that `cfg` asks for besides the task's own."""
         return [VARIANTS[key] for key in self.settings if getattr(cfg, key)]
 
-    def changed(self, kind, name, results, ask, **fields):
+    def changed(self, kind, name, scored, ask, shots, **fields):
         """Return the variant `name` of this task, a Task of the class `kind` with these `fields`.
 
-        Its questions are ask(question, result) of `results`, {(split, language, id): result}.
+        Its questions are ask(question, sample) of `scored`, {(split, language, id): sample}.
         """
-        items, validation = (
-            [ask(q, results[key]) for q in items if (key := (split, q.language, q.id)) in results]
-            for split, items in (('test', self.items), ('validation', self.validation)))
-        total = self.total - len(self.items) + len(items)
-        return kind(f'{self.label}.{name}', self.source, items, total=total, bad_rows=[],
-                    validation=validation, **{'shots': self.shots} | fields)
+        items = [ask(item, scored[key]) for item in self.items
+                 if (key := self.sample_key(item)[1:]) in scored]
+        task = kind(f'{self.label}.{name}', self.source, items, shots, [], self.total, **fields)
+        task.total += len(task.tested) - len(self.tested)
+        return task
 
     def describe(self, cfg, counts):
         """Return the part of a result that says how it was scored; counts: of the whole Task."""
@@ -208,16 +195,15 @@ LENGTHS = {'token': 'log-probabilities per token', 'sum': 'summed log-probabilit
 
 class OptionTask(Task):
     """Questions whose options are scored; a sample has the log-probability of each option."""
-    form = 'prompt format '
     settings = 'permute', 'p_true', 'contextual'
     described = 'prompt_format', 'shots', 'scoring', 'chat'
 
     read = staticmethod(load_task)
 
     def tokenize(self, tokenizer, cfg):
-        """Yield (question, Tree or DataError) of `items`, then of `validation`."""
-        return tokenize_questions([*self.items, *self.validation], self.shots, tokenizer,
-                                  add_bos=cfg.add_bos, max_length=cfg.max_length, chat=cfg.chat)
+        """Yield (question, Tree or DataError) of each of `items`."""
+        return tokenize_questions(self.items, self.shots, tokenizer, add_bos=cfg.add_bos,
+                                  max_length=cfg.max_length, chat=cfg.chat)
 
     def as_text(self, question):
         """Return (context, options) pairs of a question as plain text, with all shots."""
@@ -225,13 +211,17 @@ class OptionTask(Task):
             shot.solved for shot in self.shots.get(question.group, []))
         return [(before + part.context, part.options) for part in question.parts]
 
+    def samples(self, tokenizer, question, tree, numbers, values):
+        return [sample_fields(question, tree.shots)
+                | self.sample(question, tree.sums(numbers, values), tree.n_tokens)]
+
     @staticmethod
-    def samples(tokenizer, question, tree, numbers, values):
+    def sample(question, log_probs, n_tokens):
+        """Return what was scored; log_probs, n_tokens: of the options of all `parts`."""
         blank = {'choices': question.options} if question.ending else {}
-        return [sample_fields(question, tree.shots) | blank | {
-            'answer': question.answer,
-            'options': [question.ending or option for option in question.options],
-            'log_probs': tree.sums(numbers, values).tolist(), 'n_tokens': tree.n_tokens}]
+        return blank | {'answer': question.answer,
+                        'options': [question.ending or option for option in question.options],
+                        'log_probs': log_probs.tolist(), 'n_tokens': n_tokens}
 
     def variant(self, name, scored, top_option):
         """Return the Task of the variant `name` of the questions in `scored`, {(split, language,
@@ -242,13 +232,14 @@ class OptionTask(Task):
             def reasked(question, sample):
                 prompts = [*question.orders.values()] if permuted else question.content_free
                 return ReaskedQuestion(**vars(question), prompts=prompts, published=sample)
-            return self.changed(PermutedTask if permuted else ContextualTask, name, scored, reasked)
+            return self.changed(PermutedTask if permuted else ContextualTask, name, scored, reasked,
+                                self.shots)
         # the correct option is proposed in the first and the last of each four shots, the option
         # after it in the other two
         shots = {group: [q.proposing((q.answer + (i % 4 in (1, 2))) % len(q.options))
                          for i, q in enumerate(solved)] for group, solved in self.shots.items()}
-        top = {key: top_option(sample) for key, sample in scored.items()}
-        return self.changed(PTrueTask, name, top, Question.proposing, shots=shots)
+        return self.changed(PTrueTask, name, scored, lambda question, sample:
+                            question.proposing(top_option(sample)), shots)
 
     def describe(self, cfg, counts):
         return super().describe(cfg, counts) | {'duplicate_options': counts['duplicate_options']}
@@ -265,18 +256,17 @@ class PermutedTask(OptionTask):
     described = *OptionTask.described, 'permute'
 
     @staticmethod
-    def samples(tokenizer, question, tree, numbers, values):
-        n = len(question.options)
-        orders = [{'order': [*range(n)]} | {key: question.published[key]
-                                            for key in ('log_probs', 'n_tokens')}
-                  ] if question.published else []
-        orders += [{'order': order, 'log_probs': log_probs.tolist(), 'n_tokens': n_tokens.tolist()}
-                   for order, log_probs, n_tokens in zip(
-                       question.orders, tree.sums(numbers, values).reshape(-1, n),
-                       np.reshape(tree.n_tokens, (-1, n)))]
-        return [sample_fields(question, tree.shots) | {
-            'answer': question.answer, 'options': question.options,
-            'log_probs': mean_over_orders(orders), 'n_tokens': [1] * n, 'orders': orders}]
+    def sample(question, log_probs, n_tokens):
+        n, orders = len(question.options), []
+        if published := question.published:
+            orders.append({'order': [*range(n)], 'log_probs': published['log_probs'],
+                           'n_tokens': published['n_tokens']})
+        for order, scores, lengths in zip(question.orders, log_probs.reshape(-1, n),
+                                          np.reshape(n_tokens, (-1, n))):
+            orders.append({'order': order, 'log_probs': scores.tolist(),
+                           'n_tokens': lengths.tolist()})
+        return {'answer': question.answer, 'options': question.options,
+                'log_probs': mean_over_orders(orders), 'n_tokens': [1] * n, 'orders': orders}
 
     def distribution(self, cfg):
         return super().distribution(cfg, f', mean over {cfg.permute} orders of the options')
@@ -285,19 +275,15 @@ class PermutedTask(OptionTask):
 class JudgeTask(PermutedTask):
     """Which of two answers is better? A sample has the mean over both orders, see data/judges.py.
 
-    `validation` has the pairs without a better answer.
+    The pairs without a better answer are of the splits 'tied' and 'unlabeled'.
     """
-    form, settings, described, others = '', (), ('chat', 'shots'), 'tied or without scores'
+    settings, described, others = (), ('chat', 'shots'), 'tied or without scores'
 
     read = staticmethod(load_pairs)
 
-    def sample_key(self, index, item):
-        return self.label, item.split, item.language, item.id
-
     @staticmethod
-    def samples(tokenizer, pair, tree, numbers, values):
-        sample, = PermutedTask.samples(tokenizer, pair, tree, numbers, values)
-        return [sample | {'first': pair.first}]
+    def sample(pair, log_probs, n_tokens):
+        return PermutedTask.sample(pair, log_probs, n_tokens) | {'first': pair.first}
 
     def distribution(self, cfg):
         return f'pairwise judge, mean over both orders of the answers, 0 shots, {chat_words(cfg)}'
@@ -325,13 +311,12 @@ class ContextualTask(OptionTask):
     """
 
     @staticmethod
-    def samples(tokenizer, question, tree, numbers, values):
-        published = question.published
-        free = tree.sums(numbers, values).reshape(-1, len(question.options))
+    def sample(question, log_probs, n_tokens):
+        published, free = question.published, log_probs.reshape(-1, len(question.options))
         ratios = published['log_probs'] - np.logaddexp.reduce(free) + np.log(len(free))
-        return [sample_fields(question, tree.shots) | {
-            'answer': question.answer, 'options': question.options, 'log_probs': ratios.tolist(),
-            'n_tokens': published['n_tokens'], 'content_free': free.tolist()}]
+        return {'answer': question.answer, 'options': question.options,
+                'log_probs': ratios.tolist(), 'n_tokens': published['n_tokens'],
+                'content_free': free.tolist()}
 
     def distribution(self, cfg):
         return f'contextual calibration, {super().distribution(cfg)}'
@@ -341,13 +326,12 @@ class PTrueTask(OptionTask):
     """P(True): is the model's top option right? A sample has the probability of (A), True."""
 
     @staticmethod
-    def samples(tokenizer, question, tree, numbers, values):
-        true, false = tree.sums(numbers, values)
-        log_probs = -np.logaddexp(0, [false - true, true - false])
-        return [sample_fields(question, tree.shots) | {
-            'correct': question.answer == 0, 'confidence': float(np.exp(log_probs[0])),
-            'log_prob': float(log_probs[question.answer]),
-            'entropy': float(-(np.exp(log_probs) * log_probs).sum())}]
+    def sample(question, log_probs, n_tokens):
+        true, false = log_probs
+        log_p = -np.logaddexp(0, [false - true, true - false])
+        return {'correct': question.answer == 0, 'confidence': float(np.exp(log_p[0])),
+                'log_prob': float(log_p[question.answer]),
+                'entropy': float(-(np.exp(log_p) * log_p).sum())}
 
     def distribution(self, cfg):
         return f'P(True) of the top option, {super().distribution(cfg)}'
@@ -355,7 +339,7 @@ class PTrueTask(OptionTask):
 
 class PIKTask(PTrueTask):
     """P(IK) of a tuned model, see data/p_ik.py; each question is asked without its answer."""
-    form, settings, described = '', (), ('chat', 'shots')
+    settings, described = (), ('chat', 'shots')
 
     read = staticmethod(load_p_ik)
 
@@ -397,101 +381,3 @@ class TextTask(Task):
 
     def distribution(self, cfg):
         return 'top token' + ', with an instruction' * cfg.instruct + dropout_words(cfg)
-
-
-# ---- The text of --show and of --tasks=help ------------------------------------------------------
-
-def show_tasks(tasks, tokenizer, cfg):
-    """Return the text of --show: the first cfg.show prompts of each Task as the model reads them;
-    without a tokenizer the prompts as plain text, with all shots."""
-    tasks = tasks | {f'{label}.{VARIANTS[key]}': task.variant(VARIANTS[key], {
-        ('test', q.language, q.id): {} for q in task.items}, None)
-        for label, task in tasks.items() for key in ('permute', 'contextual')
-        if getattr(cfg, key) and key in task.settings}
-    lines = []
-    for label, task in tasks.items():
-        part = replace(task, items=task.items[:cfg.show], validation=[])
-        lines.append(f'{label}: {len(part.items)} of {len(task.items):,} {task.unit}')
-        trees = part.tokenize(tokenizer, cfg) if tokenizer else zip(part.items, part.items)
-        for item, tree in trees:
-            if isinstance(tree, DataError):
-                lines.append(f'--- {tree}')
-                continue
-            n_shots = len(task.shots.get(item.group, ()))
-            if tokenizer and tree.shots < n_shots:
-                lines.append(f'fewer shots: {tree.shots} of {n_shots}; the prompt would be too '
-                             f'long')
-            prompts = _decoded_prompts(tree, tokenizer) if tokenizer else task.as_text(item)
-            for context, options, *tokens in prompts:
-                title = ['--- options' if len(options) > 1 else '--- scored'] if options else []
-                lines += [f'--- {item.place}', context, *title, *map(repr, options), *tokens]
-        lines.append('')
-    return '\n'.join(lines)
-
-
-def _decoded_prompts(tree, tokenizer):
-    """Yield (text of a context, texts of its options, two lines about their tokens) of a Tree."""
-    ids, contexts = [*tree.prefix, *tree.prompt], {}
-    for prompt, start in zip(tree.sequences, tree.starts):
-        contexts.setdefault(tuple(prompt[:start]), []).append(prompt[start:])
-    contexts |= {tuple(ids[:i]): [ids[i:i + 1]] for i in tree.scored}
-    for context, options in contexts.items():
-        tokens = '|'.join(tokenizer.decode([i], start=False) for i in [*context, *options[0]])
-        yield (tokenizer.decode(context),
-               [tokenizer.decode(option, start=False) for option in options],
-               '--- its tokens, with the first option',
-               tokens.replace('\n', '\\n').replace('\\n|', '\\n|\n'))
-
-
-def describe_tasks():
-    """Return the text of --tasks=help: the hub dataset and the file names of each task."""
-    tables = BENCHMARKS | {'a file or folder of your own': GENERIC} | WRITTEN_TASKS
-    splits = {name: {split: ', '.join(getattr(table, split, ()))
-                     for split in ('test', 'shots', 'validation')}
-              | {'{lang}': ' '.join(getattr(table, 'languages', ()))}
-              for name, table in tables.items()}
-    splits['p_ik'] = {'test': 'samples.jsonl of an evaluation of written answers'}
-    splits['judge'] = {'test': ', '.join(PREFERENCE_PATTERNS)}
-    splits |= {name: {'test': ', '.join(patterns)} for name, patterns in PATTERNS.items()}
-    hubs = {name: table.hub for name, table in tables.items()} | {'clm': WIKITEXT}
-    lines = [HELP]
-    for name, files in splits.items():
-        lines.append(f'{name}  {hubs.get(name, "")}'.rstrip())
-        for split, text in files.items():
-            lines += textwrap.wrap(text, 100, initial_indent=f'    {split:<12}',
-                                   subsequent_indent=' ' * 16, break_on_hyphens=False)
-    return '\n'.join(lines)
-
-
-# ---- Names ---------------------------------------------------------------------------------------
-
-def split_name(name):
-    """Return ('mmlu', 'some/folder') for 'mmlu:some/folder', ('', 'some/file') for a path."""
-    kind, _, path = name.partition(':')
-    return (kind, path) if kind in TASKS else ('', name)
-
-
-def task_label(name):
-    """Return a task's name in results: 'mmlu' for 'mmlu:folder', 'q' for 'a/q.jsonl'."""
-    kind, path = split_name(name)
-    return kind or Path(path).name.split('.')[0]
-
-
-def task_source(name):
-    """Return a task's `source` in results: its name in --tasks, with the full path of a file."""
-    kind, path = split_name(name)
-    if path and os.path.exists(os.path.expanduser(path)):
-        path = os.path.realpath(os.path.expanduser(path))
-    return f'{kind}:{path}' if kind and path else kind or path
-
-
-def check_names(names):
-    """Raise ConfigError or DataError for names of --tasks that are no tasks, or clash."""
-    labels = [task_label(name) for name in names]
-    for name, label in zip(names, labels):
-        kind, path = split_name(name)
-        require_task(kind or path, TASKS)
-        if not label or labels.count(label) > 1:
-            raise ConfigError(f'tasks = {names}: {name!r} would be called {label!r} in the '
-                              f'results; rename a file so that each task has a name of its own, or '
-                              f'evaluate one of them with another --out_dir')

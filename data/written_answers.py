@@ -54,6 +54,7 @@ class WrittenQuestion:
     lead: str = ''              # begins the answer to `messages` in plain text
     judged: dict | None = None  # the earlier answer that `messages` ask about, graded
     group = ending = by = ''    # one set of shots for all subjects, no --group_by
+    split = 'test'
 
     @property
     def solved(self):

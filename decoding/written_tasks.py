@@ -1,18 +1,15 @@
-"""Tasks whose answers the model writes, for evaluate.py: generate, grade, compute confidences.
+"""Tasks whose answers the model writes, for evaluate.py, and the confidences in the answers.
 
 The classes have the methods of those in data/tasks.py. A confidence in the answers is a variant of
 its WrittenTask and has an entry of its own in the results; results/confidence.py has the table of
 them. Prompts are in data/written_answers.py, extraction and match rules in data/grading.py.
 """
 
-import bisect
 import itertools
 import math
 import os
-import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -20,23 +17,29 @@ from data import written_answers
 from data.grading import stated_guess
 from data.packing import Tree
 from data.questions import sample_fields
-from data.tasks import PTrueTask, Task, chat_words, task_label
+from data.task_names import task_label
+from data.tasks import PTrueTask, Task, chat_words
 from data.written_answers import WRITTEN_TASKS, load_written
-from decoding.answers import generate
-from decoding.sampling import Sampling
+from decoding.answer_samples import per_token, span, write_answers
 from results import confidence, samples
 from results.p_ik_probe import cross_validated
-from runtime import log, parallel
+from runtime import parallel
 from runtime.errors import ConfigError, DataError
 from runtime.sandbox import require_sandbox
-
-ANSWERS_AT_ONCE = 1024      # sequences decoded at once on a GPU, if their keys and values fit
-
 
 # ---- The answers ---------------------------------------------------------------------------------
 
 class AnswerTask(Task):
-    """What a result says of written answers and of each confidence in them."""
+    """What written answers and each confidence in them share."""
+
+    def encode(self, question, tokenizer, cfg):
+        """Return (token ids, ids that end the answer, number of shots) of a question's prompt."""
+        return written_answers.encode(question, self.shots[''], tokenizer, cfg,
+                                      self.max_tokens(cfg))
+
+    def greedy_fields(self, answer, tokenizer):
+        """Return what a sample holds of the greedy Answer and of no other."""
+        return {}
 
     def describe(self, cfg, counts):
         return Task.describe(self, cfg, counts) | {
@@ -84,11 +87,6 @@ class WrittenTask(AnswerTask):
             question = written_answers.verbalized_2s(self.items[0], 'x', True)
             written_answers.encode(question, [], tokenizer, replace(cfg, max_length=math.inf), 0)
 
-    def encode(self, question, tokenizer, cfg):
-        """Return (token ids, ids that end the answer, number of shots) of a question's prompt."""
-        return written_answers.encode(question, self.shots[''], tokenizer, cfg,
-                                      self.max_tokens(cfg))
-
     def tokenize(self, tokenizer, cfg):
         """Yield (question, Tree of its prompt and its answer as a shot gives it), for --show."""
         for question in self.items:
@@ -107,17 +105,12 @@ class WrittenTask(AnswerTask):
         return [(before + question.context, [f' {question.solution}'])]
 
     def collect(self, reader, writer):
-        """Write and grade the answers, append the samples; return (prompts, bad rows)."""
-        return write_answers(self, reader, writer, reader.cfg.n, self.max_tokens(reader.cfg),
-                             self.rule.stop)
+        return write_answers(self, reader, writer, reader.cfg.n, self.rule.stop)
 
-    def greedy(self, answer, tokenizer):
-        """Return what a sample holds of the greedy Answer."""
-        per_token = {key: [float(f'{x:.5g}') for x in getattr(answer, key)]
-                     for key in ('log_probs', 'entropies')}
-        return written(answer) | per_token | span(answer, self.rule, tokenizer)
+    def greedy_fields(self, answer, tokenizer):
+        return per_token(answer) | span(answer, self.rule, tokenizer)
 
-    def sample(self, question, greedy, answers, cfg):
+    def answer_sample(self, question, greedy, answers, cfg):
         """Return the sample of a question: its answers, graded, and the greedy one's probability.
         """
         rule = self.rule
@@ -144,116 +137,8 @@ class WrittenTask(AnswerTask):
         kind = KINDS.get(name, SampleConfidence)
         # all questions share the shots, also those that P(True) makes of them
         groups = '', *((q.language, q.subject) for q in self.items)
-        shots = kind.make_shots(self.shots[''], self.rule)
-        return self.changed(kind, name, scored, kind.ask, parent=self, answers=scored,
-                            shots=dict.fromkeys(groups, shots))
-
-
-class Request(NamedTuple):
-    """The prompt of a question. digest: a hash of all that decides its answers."""
-    question: object
-    key: tuple          # the sample_key
-    ids: list
-    n_shots: int
-    digest: str
-
-
-def write_answers(task, reader, writer, n, max_tokens, stop):
-    """Generate the answers to the questions of `task`, append their samples; return as `collect`.
-
-    These are a greedy answer and n that are drawn at temperature 1. `prompt` of a sample has two
-    hashes, one of what decides the answers and one of the sample itself: answers in samples.jsonl
-    are graded again by the present rules, and a sample that this changes is appended again.
-    """
-    cfg, left, bad_rows, prompts, end = reader.cfg, [], [], set(), set()
-    stop = stop if cfg.chat == 'none' else ()
-    earlier = {(samples.sample_key(s), s['prompt'].partition('-')[0]): s
-               for s in writer.latest(task.label)}
-
-    def append(request, greedy, answers):
-        sample = (task.sample(request.question, greedy, answers, cfg)
-                  | sample_fields(request.question, request.n_shots))
-        prompt = f'{request.digest}-{samples.digest(sample)}'
-        if not samples.is_unstated(sample):
-            prompts.add((request.key, prompt))
-        writer.append(request.key, prompt, sample)
-
-    for question in task.items:
-        try:
-            ids, ends, n_shots = task.encode(question, reader.tokenizer, cfg)
-        except DataError as error:
-            bad_rows.append(task.bad_row(error, cfg))
-            continue
-        request = Request(
-            question, (task.label, 'test', question.language, question.id), ids, n_shots,
-            samples.digest([ids, n, max_tokens, stop, sorted(ends), cfg.seed]))
-        if sample := earlier.get((request.key, request.digest)):
-            append(request, sample['greedy'], sample.get('answers'))
-        else:
-            left.append(request)
-            end |= ends
-    settings = Sampling(n=1, max_tokens=max_tokens, temperature=0.0, stop=stop, seed=cfg.seed,
-                        deterministic=cfg.deterministic,
-                        batch_size=ANSWERS_AT_ONCE if cfg.device.startswith('cuda') else 64)
-    for answered in new_answers(task, reader, left, settings, n, end):
-        append(*answered)
-    return prompts, bad_rows
-
-
-def new_answers(task, reader, requests, settings, n, end):
-    """Yield (request, greedy answer, n drawn answers), as a sample holds them, as they are done.
-
-    end: the ids that end an answer
-    """
-    if not requests:
-        return
-    model, ids = reader.load(), [request.ids for request in requests]
-    try:
-        with log.progress_bar(task.label, len(requests), task.unit) as progress:
-            answered = ((i, task.greedy(answer, reader.tokenizer), []) for i, (answer,) in generate(
-                model, ids, settings, reader.tokenizer, end))
-            if n:
-                first = {i: greedy for i, greedy, _ in answered}
-                drawn = replace(settings, n=n, temperature=1.0)
-                answered = ((i, first[i], [*map(written, answers)]) for i, answers in generate(
-                    model, ids, drawn, reader.tokenizer, end))
-            for i, *answers in answered:
-                yield requests[i], *answers
-                progress.update()
-    except FloatingPointError as error:
-        where = f'{task.label}: {requests[error.args[0]].question.place}'
-        raise reader.bad_logits(where) from error
-
-
-def written(answer):
-    """Return what a sample holds of an Answer."""
-    return {'text': answer.text, 'reason': answer.reason, 'n_tokens': len(answer.tokens),
-            'log_prob': math.fsum(answer.log_probs),
-            'mean_prob': math.fsum(map(math.exp, answer.log_probs)) / len(answer.tokens)}
-
-
-def span(answer, rule, tokenizer):
-    """Return the extracted answer of an Answer, and the log-probability of its tokens."""
-    text = rule.extract(answer.text)
-    if text is None:
-        return {'span': None, 'span_log_prob': 0.0}
-    whole, tokens = answer.text, range(len(answer.tokens))
-    # if the text occurs several times: the occurrence that the rule needs, else the last one; a
-    # model that repeats itself writes it thousands of times
-    begins = [match.start() for match in re.finditer(f'(?={re.escape(text)})', whole)]
-    begin = next((i for i in (*begins[:50], *begins[-50:]) if rule.extract(
-        whole[:i] + '\0' * len(text) + whole[i + len(text):]) != text), begins[-1])
-
-    def whole_characters(i):
-        """Return how many characters the tokens up to i hold, and whether a part of one follows."""
-        decoded = tokenizer.decode(answer.tokens[:i + 1], start=False)
-        n = len(os.path.commonprefix((decoded, whole)))
-        return n, len(decoded) > n
-
-    first = bisect.bisect_right(tokens, begin, key=lambda i: sum(whole_characters(i)))
-    last = bisect.bisect_left(tokens, begin + len(text), first,
-                              key=lambda i: whole_characters(i)[0])
-    return {'span': text, 'span_log_prob': math.fsum(answer.log_probs[first:last + 1])}
+        shots = dict.fromkeys(groups, kind.make_shots(self.shots[''], self.rule))
+        return self.changed(kind, name, scored, kind.ask, shots, parent=self, answers=scored)
 
 
 # ---- Confidences in the answers ------------------------------------------------------------------
@@ -280,19 +165,24 @@ class Confidence(AnswerTask):
         return shots
 
     @property
+    def row(self):
+        """Return the row of this confidence in the table."""
+        return confidence.CONFIDENCES[self.label.partition('.')[2]]
+
+    @property
     def title(self):
-        return confidence.CONFIDENCES[self.label.partition('.')[2]].title
+        return self.row.title
 
 
 class SampleConfidence(Confidence):
     """A confidence that is computed from the samples of the answers."""
 
     def collect(self, reader, writer):
-        prompts, function = set(), confidence.CONFIDENCES[self.label.partition('.')[2]].function
+        prompts = set()
         for question in self.items:
-            key = self.label, 'test', question.language, question.id
+            key = self.sample_key(question)
             sample = self.answers[key[1:]]
-            value, answer = function(sample)
+            value, answer = self.row.function(sample)
             if value is not None:
                 sample = (confidence.judged(question, value, answer)
                           | sample_fields(question, sample['shots']))
@@ -325,7 +215,7 @@ class ProbeConfidence(Confidence):
     left_out = 'a probe needs three different questions'
 
     def collect(self, reader, writer):
-        keys = [(self.label, 'test', question.language, question.id) for question in self.items]
+        keys = [self.sample_key(question) for question in self.items]
         answers = [self.answers[key[1:]] for key in keys]
         prompts = [self.parent.encode(question, reader.tokenizer, reader.cfg)[0]
                    for question in self.items]
@@ -355,7 +245,7 @@ class ProbeConfidence(Confidence):
 class StatedConfidence(Confidence):
     """A probability that the model states in words after its greedy answer."""
     left_out = 'no answer states a probability from 0 to 1'
-    max_tokens, stop = 16, ('\n',)
+    longest, stop = 16, ('\n',)
     make_shots = staticmethod(no_shots)
 
     @staticmethod
@@ -363,33 +253,30 @@ class StatedConfidence(Confidence):
         greedy = sample['greedy']
         return written_answers.verbalized_2s(question, greedy['text'], greedy['correct'])
 
-    def encode(self, question, tokenizer, cfg):
-        return written_answers.encode(question, [], tokenizer, cfg, self.max_tokens)
+    def max_tokens(self, cfg):
+        return self.longest
 
     def collect(self, reader, writer):
-        return write_answers(self, reader, writer, 0, self.max_tokens, self.stop)
+        return write_answers(self, reader, writer, 0, self.stop)
 
-    def greedy(self, answer, tokenizer):
-        return written(answer)
-
-    def sample(self, question, greedy, answers, cfg):
+    def answer_sample(self, question, greedy, answers, cfg):
         lead = question.lead if cfg.chat == 'none' else ''
-        return stated_sample(question, self.parent.rule, greedy,
-                             *stated_guess(greedy['text'], lead))
+        return stated_sample(question, self.parent.rule, greedy, lead)
 
 
 class GuessConfidence(StatedConfidence):
     """A probability that the model states with a new guess."""
-    max_tokens, stop = 64, ('\n\n',)
+    longest, stop = 64, ('\n\n',)
     ask = staticmethod(lambda question, sample: written_answers.verbalized_1s(question))
 
 
-def stated_sample(question, rule, greedy, guess, probability):
+def stated_sample(question, rule, greedy, lead):
     """Return the sample of a stated probability; `confidence` is None if it has none from 0 to 1.
 
-    guess, probability: as `stated_guess` returns them. After two stages, the answer that the
+    lead: what the prompt ended with, see `stated_guess`. After two stages, the answer that the
     question shows is judged.
     """
+    guess, probability = stated_guess(greedy['text'], lead)
     value, answer = confidence.parse_probability(probability or ''), question.judged
     if answer is None and guess is not None:
         answer = rule.grade(guess, question.references)

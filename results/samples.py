@@ -35,8 +35,7 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
 
     earlier: {task: its entry in results.json}
     done:    {(sample_key, prompt)} of the samples there; a text counts if all its tokens are scored
-    Raises ConfigError as `open_lines` does, before it changes anything. processes: how many will
-    append to their `part`. The caller holds the lock.
+    processes: how many will append to their `part`. Raises ConfigError as `open_lines` does.
     """
     samples, results = out_dir / 'samples.jsonl', out_dir / 'results.json'
     outputs = [*OUTPUTS]
@@ -62,10 +61,7 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
 
 
 def open_answers(cfg, settings, processes):
-    """Prepare the file `out` of generate.py; return {(id, hash of the prompt)} of its rows.
-
-    Raises ConfigError as `open_lines` does. The caller holds the lock of its folder.
-    """
+    """Prepare the file `out` of generate.py; return {(id, hash of the prompt)} of its rows."""
     out, done = Path(cfg.out), set()
     config, advice = f'{out.stem}.config.json', 'choose another --out, or --overwrite'
     names, listed = (out.name, config), ownership.written_files(out.parent)
@@ -93,8 +89,8 @@ def open_lines(folder, names, settings, what, advice, processes, replaced, more=
     what:     the name of the lines, as in 'samples'; advice: for messages
     replaced: (kind, patterns of the files) of what --overwrite sets aside, or None
     more:     other files that depend on the settings
-    Raises ConfigError, before it changes anything, if a file of such a name exists that this
-    program did not write, if the settings differ, or if the file that has them is damaged.
+    The caller holds the folder's lock. Raises ConfigError, before it changes anything, for files
+    that this program did not write, for other settings, or if the file that has them is damaged.
     """
     path, parts = folder / names[0], part_names(folder / names[0], processes)
     ownership.check_free(folder, *names, *parts)
@@ -235,8 +231,7 @@ def merged_names(path):
 def merge_parts(path):
     """Add the lines of the parts of `path` to it, part by part, and remove the parts.
 
-    A crash at any moment loses no line and doubles none. A last line that a crash cut off is left
-    out, and so is a line that `path` has already.
+    A crash at any moment loses no line and doubles none; a last line that it cut off is left out.
     """
     names = merged_names(path)
     files = [file for file in (path, *map(path.with_name, names)) if file.exists()]

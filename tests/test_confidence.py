@@ -10,7 +10,7 @@ import pytest
 
 from decoding.answers import Answer
 import metrics
-from decoding import written_tasks
+from decoding import answer_samples
 from data.written_answers import WRITTEN_TASKS
 from results import confidence
 
@@ -74,8 +74,8 @@ def test_stated_probabilities_are_parsed(text, value):
 def span_of(text, tokens, decode, log_probs, task='qa'):
     """Return (span, its log-probability) of an answer whose tokens `decode` turns into text."""
     answer = Answer(0, 0, tokens, log_probs, text=text)
-    span = written_tasks.span(answer, WRITTEN_TASKS[task],
-                              SimpleNamespace(decode=lambda tokens, start: decode(tokens)))
+    span = answer_samples.span(answer, WRITTEN_TASKS[task],
+                               SimpleNamespace(decode=lambda tokens, start: decode(tokens)))
     return span['span'], span['span_log_prob']
 
 

@@ -106,7 +106,7 @@ ROOMS = ('align', 'compare', 'configs', 'metrics', 'questions', 'report', 'study
 PRELUDE = """
 import json, numpy as np, torch
 from pathlib import Path
-from data.tasks import show_tasks
+from data.show import show_tasks
 from evaluate import load_tasks
 from runtime.config import load_config
 from runtime.errors import ConfigError

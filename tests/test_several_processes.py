@@ -3,6 +3,7 @@
 import json
 import socket
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -109,16 +110,16 @@ with cli.one_line_errors(), parallel.joined():
 @pytest.mark.parametrize('n', [3, 100])
 def test_the_shares_of_a_task_are_all_of_it_and_about_equal(n):
     items = [question(i, language) for language in ('de', 'en', 'sw') for i in range(50)]
-    task = OptionTask('x', 'x', items, {}, ['bad'], 400, [question(i) for i in range(7)])
+    items += [replace(question(i), split='validation') for i in range(7)]
+    task = OptionTask('x', 'x', items, {}, ['bad'], 400)
     shares = [task.share(rank, n) for rank in range(n)]
-    for part in ('items', 'validation'):
-        ids = [(q.language, q.id) for share in shares for q in getattr(share, part)]
-        assert sorted(ids) == sorted((q.language, q.id) for q in getattr(task, part))
+    keys = [task.sample_key(q) for share in shares for q in share.items]
+    assert sorted(keys) == sorted(map(task.sample_key, items))
     assert sum(share.total for share in shares) == 400
     assert [row for share in shares for row in share.bad_rows] == ['bad']
-    sizes = [len(share.items) for share in shares]
+    sizes = [len(share.tested) for share in shares]
     assert max(sizes) - min(sizes) <= 6
-    prompts = {(task.sample_key(i, item), 'prompt') for i, item in enumerate(items)}
+    prompts = {(task.sample_key(item), 'prompt') for item in items}
     assert sum((share.counts(prompts) for share in shares), Counter()) == task.counts(prompts)
 
 

@@ -12,8 +12,8 @@ from common import asking, reference_model, sentencepiece_folder, write_rows
 import evaluate
 import generate
 import scoring
-from decoding import written_tasks
-from data import code_tasks, grading, written_answers
+from decoding import answer_samples, written_tasks
+from data import code_tasks, written_answers
 from data.chat import encode_prompt
 from data.tokenizer import load_tokenizer
 from data.trees import load_answers
@@ -148,13 +148,13 @@ def log_probs_after(reference, tokenizer, text, tokens):
 
 def test_probabilities_of_an_answer_are_those_of_transformers(asked, monkeypatch):
     folder, reference, _ = asked
-    tokenizer, written, tokens = load_tokenizer(folder / 'model'), written_tasks.written, {}
+    tokenizer, written, tokens = load_tokenizer(folder / 'model'), answer_samples.written, {}
 
     def with_tokens(answer):
         tokens[answer.text, math.fsum(answer.log_probs)] = [*answer.tokens]
         return written(answer)
 
-    monkeypatch.setattr(written_tasks, 'written', with_tokens)
+    monkeypatch.setattr(answer_samples, 'written', with_tokens)
     ask(folder, folder / 'tokens', '--limit=2')
     for row in samples_of(folder / 'tokens', 'qa'):
         greedy = row['greedy']
@@ -266,7 +266,8 @@ def test_a_confidence_in_earlier_answers_is_left_out(asked, tmp_path, capsys, mo
         name: before[name]['pooled'] for name in entries}
     # other grades: the same answers are graded again, and the confidences were in others
     monkeypatch.setattr(WRITTEN_TASKS['qa'], 'match', lambda *_: True)
-    monkeypatch.setattr(written_tasks, 'generate', lambda *_: pytest.fail('answers were generated'))
+    monkeypatch.setattr(answer_samples, 'generate',
+                        lambda *_: pytest.fail('answers were generated'))
     graded = ask(folder, out)
     assert not entries & graded.keys() and before['qa']['pooled']['accuracy'] < 1
     assert graded['qa']['pooled']['accuracy'] == graded['qa.agreement']['pooled']['accuracy'] == 1
@@ -341,8 +342,7 @@ def test_a_stated_probability_is_of_the_guess_or_of_the_greedy_answer(text, lead
     stage = (written_answers.verbalized_2s(question, 'Bob', True)
              if 'uess' not in text + lead and 'Ann' not in text
              else written_answers.verbalized_1s(question))
-    sample = written_tasks.stated_sample(stage, WRITTEN_TASKS['qa'], {'text': text},
-                                         *grading.stated_guess(text, lead))
+    sample = written_tasks.stated_sample(stage, WRITTEN_TASKS['qa'], {'text': text}, lead)
     assert (sample['confidence'] and (sample['confidence'], sample['correct'])) == outcome
     assert not stage.judged or not outcome or sample['predicted'] == 'Bob'
 

@@ -1,0 +1,134 @@
+"""Write the answers to the questions of a task, and append them as samples.
+
+A question's answers are a greedy one and, for most tasks, n that are drawn at temperature 1.
+"""
+
+import bisect
+import math
+import os
+import re
+from dataclasses import replace
+from typing import NamedTuple
+
+from data.questions import sample_fields
+from decoding.answers import generate
+from decoding.sampling import Sampling
+from results import samples
+from runtime import log
+from runtime.errors import DataError
+
+ANSWERS_AT_ONCE = 1024      # sequences decoded at once on a GPU, if their keys and values fit
+
+
+class Request(NamedTuple):
+    """The prompt of a question. digest: a hash of all that decides its answers."""
+    question: object
+    ids: list
+    n_shots: int
+    digest: str
+
+
+def write_answers(task, reader, writer, n, stop):
+    """Generate what has no sample yet; return (prompts, bad rows) as `Task.collect` does.
+
+    `prompt` of a sample has two hashes, one of what decides the answers and one of the sample
+    itself: answers in samples.jsonl are graded again by the present rules, and a sample that this
+    changes is appended again.
+    """
+    cfg, left, bad_rows, prompts, end = reader.cfg, [], [], set(), set()
+    stop, max_tokens = stop if cfg.chat == 'none' else (), task.max_tokens(cfg)
+    earlier = {(samples.sample_key(s), s['prompt'].partition('-')[0]): s
+               for s in writer.latest(task.label)}
+
+    def append(request, greedy, answers):
+        key = task.sample_key(request.question)
+        sample = (task.answer_sample(request.question, greedy, answers, cfg)
+                  | sample_fields(request.question, request.n_shots))
+        prompt = f'{request.digest}-{samples.digest(sample)}'
+        if not samples.is_unstated(sample):
+            prompts.add((key, prompt))
+        writer.append(key, prompt, sample)
+
+    for question in task.items:
+        try:
+            ids, ends, n_shots = task.encode(question, reader.tokenizer, cfg)
+        except DataError as error:
+            bad_rows.append(task.bad_row(error, cfg))
+            continue
+        digest = samples.digest([ids, n, max_tokens, stop, sorted(ends), cfg.seed])
+        request = Request(question, ids, n_shots, digest)
+        if sample := earlier.get((task.sample_key(question), digest)):
+            append(request, sample['greedy'], sample.get('answers'))
+        else:
+            left.append(request)
+            end |= ends
+    settings = Sampling(n=1, max_tokens=max_tokens, temperature=0.0, stop=stop, seed=cfg.seed,
+                        deterministic=cfg.deterministic,
+                        batch_size=ANSWERS_AT_ONCE if cfg.device.startswith('cuda') else 64)
+    for answered in new_answers(task, reader, left, settings, n, end):
+        append(*answered)
+    return prompts, bad_rows
+
+
+def new_answers(task, reader, requests, settings, n, end):
+    """Yield (request, greedy answer, n drawn answers), as a sample holds them, as they are done.
+
+    end: the ids that end an answer
+    """
+    if not requests:
+        return
+    model, prompts = reader.load(), [request.ids for request in requests]
+
+    def answers(settings):
+        return generate(model, prompts, settings, reader.tokenizer, end)
+    try:
+        with log.progress_bar(task.label, len(requests), task.unit) as progress:
+            answered = ((i, written(answer) | task.greedy_fields(answer, reader.tokenizer), [])
+                        for i, (answer,) in answers(settings))
+            if n:
+                greedy = {i: answer for i, answer, _ in answered}
+                answered = ((i, greedy[i], [*map(written, drawn)]) for i, drawn in answers(
+                    replace(settings, n=n, temperature=1.0)))
+            for i, first, drawn in answered:
+                yield requests[i], first, drawn
+                progress.update()
+    except FloatingPointError as error:
+        where = f'{task.label}: {requests[error.args[0]].question.place}'
+        raise reader.bad_logits(where) from error
+
+
+def written(answer):
+    """Return what a sample holds of an Answer."""
+    return {'text': answer.text, 'reason': answer.reason, 'n_tokens': len(answer.tokens),
+            'log_prob': math.fsum(answer.log_probs),
+            'mean_prob': math.fsum(map(math.exp, answer.log_probs)) / len(answer.tokens)}
+
+
+def per_token(answer):
+    """Return the log-probabilities of an Answer's tokens, and the entropies, to five digits."""
+    return {key: [float(f'{x:.5g}') for x in getattr(answer, key)]
+            for key in ('log_probs', 'entropies')}
+
+
+def span(answer, rule, tokenizer):
+    """Return the extracted answer of an Answer, and the log-probability of its tokens."""
+    text = rule.extract(answer.text)
+    if text is None:
+        return {'span': None, 'span_log_prob': 0.0}
+    whole, tokens = answer.text, range(len(answer.tokens))
+    # if the text occurs several times: the occurrence that the rule needs, else the last one; a
+    # model that repeats itself writes it thousands of times
+    begins = [match.start() for match in re.finditer(f'(?={re.escape(text)})', whole)]
+    begin = next((i for i in (*begins[:50], *begins[-50:]) if rule.extract(
+        whole[:i] + '\0' * len(text) + whole[i + len(text):]) != text), begins[-1])
+
+    def whole_characters(i):
+        """Return how many characters the tokens up to i hold, and whether a part of one follows."""
+        decoded = tokenizer.decode(answer.tokens[:i + 1], start=False)
+        n = len(os.path.commonprefix((decoded, whole)))
+        return n, len(decoded) > n
+
+    first = bisect.bisect_right(tokens, begin, key=lambda i: sum(whole_characters(i)))
+    last = bisect.bisect_left(tokens, begin + len(text), first,
+                              key=lambda i: whole_characters(i)[0])
+    return {'span': text, 'span_log_prob': math.fsum(answer.log_probs[first:last + 1])}
