@@ -298,7 +298,7 @@ def test_compressed_text_is_read_like_plain_text(tmp_path, tokenizers):
             file.write(''.join(lines))
         sequences.append(conversations(folder, tokenizers['gemma'], instruct.load_text,
                                        max_length=200))
-        texts, _, _, total, _ = probes.load_texts(f'clm:{folder}', asking())
+        texts, _, _, total = probes.load_texts(f'clm:{folder}', asking())
         assert total == (3 if name.startswith('wiki') else 1)
     assert len({len(s) for s in sequences}) == len({s.digest for s in sequences}) == 1
     assert texts[1].place.endswith('wiki.test.txt.gz:4')

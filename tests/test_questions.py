@@ -146,7 +146,7 @@ def test_bad_rows_stop_or_are_skipped(tmp_path):
     row = {'input': 'Q?', 'target': 'a'}
     with pytest.raises(DataError, match='some.jsonl:2: .*no question among the fields input, '):
         load(path, [Q, row])
-    kept, _, bad, total, _ = load(path, [Q, row], on_bad_row='skip')
+    kept, _, bad, total = load(path, [Q, row], on_bad_row='skip')
     assert len(kept) == len(bad) == total == 1 and kept[0].place.endswith('some.jsonl:1')
     path.unlink()
     write_rows(tmp_path / 'dev.jsonl', [Q | {'answer': 7}, Q | {'question': 'Shot?'}])
