@@ -21,8 +21,7 @@ else:
 #
 # A resample is a count of how often each row was drawn. Means are sums of a matrix of counts [R, N]
 # times per-row terms [N]. A metric in bins needs sums of gaps over ranges of the drawn rows in
-# ascending order. They are differences of cumulative sums, and the rows are sorted once,
-# for all resamples.
+# ascending order, so the rows are sorted once, for all resamples.
 
 
 def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
@@ -36,49 +35,45 @@ def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
 
     Sums compute accuracy, confidence, gap, bas, brier_top_label, brier_skill, ece, mce,
     ece_equal_mass, rmsce and mad, and from probs [N, K] also entropy_bits, nll, brier, sce and ace,
-    in the time of about 40 * n_resamples * N additions. They are used only if they equal the
-    functions in metrics.MEASURES: a new or edited metric is called once per resample instead.
+    in the time of about 25 * n_resamples * N additions. A metric that is new or edited in
+    metrics.MEASURES is called once per resample instead.
     """
     metrics.check_count('n_resamples', n_resamples)
     columns = {key: x for key, x in (columns or {}).items() if keys is None or key in keys}
-    if metrics.as_array('probs', probs).ndim == 2:
+    has_options = metrics.as_array('probs', probs).ndim == 2
+    if has_options:
         *_, n_options = metrics.check_probs(probs, labels, n_options)
     sums = _Sums(probs, labels, n_options, scores, columns)
-    observed = sums(np.ones((1, len(labels)), int))
-    measures = [x for x in metrics.MEASURES if x.key not in columns
-                and (x.key in keys if keys is not None else x.tables or x.key in observed)]
-    report = metrics.report(probs, labels, n_options, scores=scores, measures=measures)
-    measures = [x for x in measures if x.key in report]
-    fast = _equal_keys(observed, report) & _unedited(metrics.MEASURES)
-    called = [x for x in measures if x.key not in fast]
-    arrays = [None if x is None else metrics.as_array('an array', x)
-              for x in (probs, labels, n_options, scores)]
+    summed = sums(np.ones((1, len(labels)), int)).keys()
+    measures = [x for x in metrics.MEASURES
+                if x.key not in columns and (has_options or x.needs == 'prediction')
+                and (x.key in keys if keys is not None else x.tables or x.key in summed)]
+    called = [x for x in measures if x.key not in _unedited(metrics.MEASURES)]
+    if all(x.needs == 'prediction' for x in called):
+        arrays = *metrics.predictions(probs, labels), None, None
+    else:
+        arrays = *metrics.check_probs(probs, labels, n_options), scores
     parts = [sums(counts) | _call_measures(called, counts, *arrays)
              for counts in _resample(len(labels), n_resamples, seed)]
     return {key: np.concatenate([part[key] for part in parts])
             for key in (*(x.key for x in measures), *columns)}
 
 
-def _equal_keys(sums, report):
-    """Return the keys whose value in `sums`, {key: [1]}, equals that in `report`."""
-    return {key for key in sums.keys() & report.keys()
-            if np.isclose(sums[key][0], report[key], 1e-9, 1e-9, equal_nan=True)}
-
-
 @functools.cache
 def _unedited(measures):
     """Return the keys of `measures` whose function equals the sums on 350 rows.
 
-    They have 2 to 5 options, ties, over- and underconfidence. On the few rows of a user another
-    formula may agree by chance.
+    They have 2 to 5 options, ties, over- and underconfidence.
     """
     random = np.random.default_rng(0)
     n_options = np.append(5, random.integers(2, 6, 349))
     scores = np.where(np.arange(5) < n_options[:, None], random.integers(-4, 4, (350, 5)), -np.inf)
     labels = np.where(random.random(350) < 0.5, scores.argmax(1), random.integers(0, n_options))
     arrays = metrics.softmax(scores), labels, n_options
-    return _equal_keys(_Sums(*arrays, scores)(np.ones((1, 350), int)),
-                       metrics.report(*arrays, scores=scores, measures=measures))
+    sums = _Sums(*arrays, scores)(np.ones((1, 350), int))
+    report = metrics.report(*arrays, scores=scores, measures=measures)
+    return {key for key in sums.keys() & report.keys()
+            if np.isclose(sums[key][0], report[key], 1e-9, 1e-9)}
 
 
 def _call_measures(measures, counts, *arrays):
@@ -92,8 +87,11 @@ def _call_measures(measures, counts, *arrays):
 
 def _resample(n, n_resamples, seed):
     """Yield counts int [R, N] of how often each row was drawn, a few resamples at a time."""
+    # glibc gives the memory of freed arrays back to the system, and asks for it again at the price
+    # of the sums, until an array as large as this one was freed: see M_MMAP_THRESHOLD in mallopt(3)
+    np.empty(4_000_000)
     random = np.random.default_rng(seed)
-    most = max(1, 30_000 // n)      # arrays of 240 kB stay in the cache and reuse their memory
+    most = max(1, 60_000 // n)      # arrays of 480 kB stay in the cache
     for start in range(0, n_resamples, most):
         size = min(most, n_resamples - start)
         drawn = random.integers(n, size=(size, n)) + n * np.arange(size)[:, None]
@@ -111,84 +109,116 @@ class _Sums:
         c = confidence.astype(np.float64)
         terms = {'accuracy': correct, 'confidence': c, 'bas': metrics.row_bas(probs, labels),
                  'brier_top_label': (c - correct) ** 2}
-        self.by_confidence = _SortedRows(confidence, correct, 10, metrics.equal_chunk_ends)
-        self.by_option = []
+        rows = np.arange(len(correct))
+        self.by_confidence = _SortedRows([(rows, confidence, correct)], 10,
+                                         metrics.equal_chunk_ends)
+        self.by_option = None
         if metrics.as_array('probs', probs).ndim == 2:
             probs, labels, _ = metrics.check_probs(probs, labels)
             p = probs.astype(np.float64)
             terms |= {'entropy_bits': metrics.row_entropy(probs) / np.log(2),
                       'nll': metrics.label_nll(probs, labels, scores),
-                      'brier': (p**2).sum(1) - 2 * p[np.arange(len(p)), labels] + 1}
-            self.by_option = [
-                _SortedRows(metrics.round_for_ties(probs[:, k]), labels == k, 15,
-                            metrics.rounded_chunk_ends, n_options > k)
-                for k in range(n_options.max())]
+                      'brier': (p**2).sum(1) - 2 * p[rows, labels] + 1}
+            having = [(k, np.flatnonzero(n_options > k)) for k in range(n_options.max())]
+            self.by_option = _SortedRows(
+                [(rows, metrics.round_for_ties(probs[rows, k]), labels[rows] == k)
+                 for k, rows in having], 15, metrics.rounded_chunk_ends)
         terms |= columns
-        self.keys, self.terms = [*terms], np.stack([*terms.values()])       # [keys, N]
+        self.keys, self.terms = [*terms], np.stack([*terms.values()], dtype=float)  # [keys, N]
 
     def __call__(self, counts):
+        n = counts.shape[1]
         # no product of matrices: a BLAS library would start threads in each of several processes
-        n, means = counts.shape[1], np.einsum('rn,cn->cr', counts, self.terms) / counts.shape[1]
+        means = np.einsum('rn,cn->cr', counts.astype(float), self.terms) / n
         values = dict(zip(self.keys, means, strict=True))
         values['gap'] = values['confidence'] - values['accuracy']
         spread = values['accuracy'] * (1 - values['accuracy'])
         values['brier_skill'] = 1 - values['brier_top_label'] / np.where(spread, spread, np.nan)
 
-        # the bins of rmsce and mad have 100 rows, the last one the remainder too
-        ends = np.append(np.arange(1, max(1, n // 100)) * 100, n)
-        (size, gap), _, (size_100, gap_100) = bins = [*self.by_confidence.bins(counts, ends)]
-        values['ece'], values['ece_equal_mass'], values['mad'] = (_expected_gap(*x) for x in bins)
-        values['mce'] = np.abs(gap / np.maximum(size, 1)).max(1)
-        values['rmsce'] = np.sqrt((gap_100**2 / size_100).sum(1) / n)
+        counts = np.hstack([counts, np.zeros((len(counts), 1), int)])
+        (size, gap), equal_mass = self.by_confidence.bins(counts)
+        values['ece'] = _expected_gap(size, gap)[:, 0]
+        values['mce'] = np.abs(gap / np.maximum(size, 1)).max((1, 2))
+        values['ece_equal_mass'] = _expected_gap(*equal_mass)[:, 0]
+        # bins of 100 rows, the last one with the remainder; tied rows may be in two bins
+        starts = np.arange(max(1, n // 100)) * 100
+        size = np.diff(starts, append=n)
+        gap = np.add.reduceat(self.by_confidence.drawn_gaps(counts), starts, axis=1)
+        values['mad'] = np.abs(gap).sum(1) / n
+        values['rmsce'] = np.sqrt((gap**2 / size).sum(1) / n)
         if self.by_option:      # means over the options that some drawn row has
-            values['sce'], values['ace'] = np.nanmean([
-                [_expected_gap(*x) for x in rows.bins(counts)] for rows in self.by_option], axis=0)
+            values['sce'], values['ace'] = (np.nanmean(_expected_gap(*x), axis=1)
+                                            for x in self.by_option.bins(counts))
         return values
 
 
 def _expected_gap(size, gap):
-    """sum_B |sum of gaps in B| / sum_B |B| from size and gap [R, n_bins]; nan without a row."""
-    n = size.sum(1)
-    return np.abs(gap).sum(1) / np.where(n, n, np.nan)
+    """sum_B |sum of gaps in B| / sum_B |B| from size and gap [..., n_bins]; nan without a row."""
+    n = size.sum(-1)
+    return np.abs(gap).sum(-1) / np.where(n, n, np.nan)
 
 
 class _SortedRows:
-    """The rows `where`, bool [N], by default all, in ascending order of a probability [N].
+    """G groups of rows, each in ascending order of a probability, as one line of M rows.
 
-    outcome: bool [N]. Bins of equal mass end at chunk_ends(number of draws, n_bins).
+    groups: [(rows int [m], their probability [m], their outcome bool [m])]. Bins of equal mass end
+    at chunk_ends(number of draws, n_bins). All counts are [R, N + 1], 0 in the last column.
     """
 
-    def __init__(self, probability, outcome, n_bins, chunk_ends, where=slice(None)):
-        rows = np.arange(len(probability))[where]
-        self.order = rows[np.argsort(probability[rows], kind='stable')]     # int [M]
-        ordered = probability[self.order]
-        self.gaps = ordered.astype(np.float64) - outcome[self.order]        # probability - outcome
-        # tie_ends[i]: number of rows up to the end of the tie that row i - 1 is in
-        # width_ends[m]: number of rows up to the end of bin m
-        self.tie_ends = np.append(0, np.searchsorted(ordered, ordered, side='right'))
-        self.width_ends = np.searchsorted(metrics.equal_width_bins(ordered, n_bins),
-                                          np.arange(n_bins), side='right')
+    def __init__(self, groups, n_bins, chunk_ends):
+        lengths = [len(rows) for rows, *_ in groups]
+        self.first = np.cumsum([0, *lengths[:-1]])      # [G]: where each group begins
+        order, gaps, tie_ends, width_starts = [], [], [], []
+        for (rows, probability, outcome), first in zip(groups, self.first, strict=True):
+            ascending = np.argsort(probability, kind='stable')
+            probability = probability[ascending]
+            order.append(rows[ascending])
+            gaps.append(probability.astype(np.float64) - outcome[ascending])
+            tie_ends.append(first + np.searchsorted(probability, probability, side='right'))
+            index = metrics.equal_width_bins(probability, n_bins)
+            width_starts.append(first + np.searchsorted(index, np.arange(n_bins)))
+        # at the end of the line is the last column, a row that is never drawn
+        self.order = np.concatenate([*order, [-1]])
+        self.gaps = np.concatenate([*gaps, [0]])        # probability - outcome
+        self.tie_ends = np.concatenate([*tie_ends, [sum(lengths)]])
+        self.width_starts = np.stack(width_starts)      # [G, n_bins]
         self.chunk_ends = functools.partial(chunk_ends, n_bins=n_bins)
 
-    def bins(self, counts, *more_ends):
-        """Yield (size, sum of gaps), both [R, bins], for several kinds of bins of each resample.
-
-        First for bins of equal width, then for bins of equal mass, in which ties stay together,
-        then for each of more_ends, bins that end after these numbers of draws.
-        """
-        # resample r has the positions from r (N + 1) on a line, so one search serves all resamples
-        first = (counts.shape[1] + 1) * np.arange(len(counts))[:, None]
+    def drawn_gaps(self, counts):
+        """Return the gaps of the drawn rows in ascending order, [R, number of draws]."""
         counts = np.take(counts, self.order, axis=1)
-        # [R, M + 1]: where the draws of the first 0 .. M rows end, and the sum of their gaps
-        drawn = np.cumsum(np.hstack([first, counts]), axis=1)
-        gaps = np.cumsum(np.hstack([0 * first, counts * self.gaps]), axis=1)
-        chunk_ends = first + self.chunk_ends(drawn[:, -1:] - first)
-        last = np.searchsorted(drawn.ravel(), chunk_ends) % drawn.shape[1]
-        mass_ends = np.take_along_axis(drawn, self.tie_ends[last], axis=1)
-        for ends in (drawn[:, self.width_ends], mass_ends, *(first + x for x in more_ends)):
-            # linear in between: a row that was drawn several times may be in two bins
-            sums = np.interp(ends, drawn.ravel(), gaps.ravel())
-            yield np.diff(ends - first, prepend=0), np.diff(sums, prepend=0)
+        return np.repeat(np.tile(self.gaps, len(counts)), counts.ravel()).reshape(len(counts), -1)
+
+    def bins(self, counts):
+        """Return (size, sum of gaps), both [R, G, n_bins], of two kinds of bins of each resample.
+
+        First of bins of equal width, then of bins of equal mass, in which ties stay together.
+        """
+        counts = np.take(counts, self.order, axis=1)
+        gaps, drawn = counts * self.gaps, np.cumsum(counts, axis=1)
+        R, M = counts.shape
+        before = drawn[:, self.first - 1]       # [R, G]: draws of the groups before
+        before[:, 0] = 0
+        n_drawn = np.diff(before, append=drawn[:, -1:])
+        # [R, G, n_bins - 1]: the row with the last draw of each chunk. One search serves all
+        # resamples, whose draws are numbered one after the other.
+        ends = before[..., None] + self.chunk_ends(n_drawn[..., None])[..., :-1]
+        shift = (drawn[:, -1].max() + 1) * np.arange(R)[:, None]
+        last = np.searchsorted((drawn + shift).ravel(), ends + shift[..., None]) % M
+        mass_starts = np.empty((R, *self.width_starts.shape), int)
+        mass_starts[..., 0] = self.first
+        mass_starts[..., 1:] = np.maximum(self.tie_ends[last], self.first[:, None])
+        return [(_range_sums(counts, starts), _range_sums(gaps, starts))
+                for starts in (np.broadcast_to(self.width_starts, mass_starts.shape), mass_starts)]
+
+
+def _range_sums(x, starts):
+    """Sums of the columns of x [R, M] from each of starts [R, G, B], ascending, to the next."""
+    R, M = x.shape
+    flat = (starts.reshape(R, -1) + M * np.arange(R)[:, None]).ravel()
+    sums = np.add.reduceat(x.ravel(), flat)
+    sums[:-1][flat[1:] == flat[:-1]] = 0    # reduceat returns the next number for an empty range
+    return sums.reshape(starts.shape)
 
 
 # From resampled values to intervals and p
