@@ -140,7 +140,8 @@ def test_trees_in_any_packing_have_the_loss_and_gradients_of_separate_rows(base,
             assert off(p.grad, expected[name]) < 2e-5, name
 
 
-def test_the_reference_is_computed_once_and_belongs_to_model_and_data(base, tmp_path, monkeypatch):
+def test_the_reference_is_computed_once_and_belongs_to_model_and_data(base, tmp_path, monkeypatch,
+                                                                      capsys):
     cfg = config(base, tmp_path, ROWS)
     run, model = run_of(cfg)
     with torch.no_grad():
@@ -153,22 +154,14 @@ def test_the_reference_is_computed_once_and_belongs_to_model_and_data(base, tmp_
     assert np.array_equal(run.reference, again.reference)
     with pytest.raises(pytest.fail.Exception, match='computed again'):
         run_of(config(base, tmp_path, ROWS[1:]))
-
-
-def test_a_damaged_reference_is_computed_again(base, tmp_path, capsys):
-    cfg = config(base, tmp_path, ROWS)
-    run, model = run_of(cfg)
+    monkeypatch.undo()
     (path,) = Path(cfg.cache_dir).glob('reference-*.npz')
     content = path.read_bytes()
-    run_of(config(base, tmp_path, ROWS[::-1]))
-    (other,) = {*Path(cfg.cache_dir).glob('reference-*.npz')} - {path}
-    for damaged in (content[:140] + bytes([content[140] ^ 1]) + content[141:],
-                    other.read_bytes()):   # the last of other data
-        path.write_bytes(damaged)
-        capsys.readouterr()
-        assert np.array_equal(align.cached_reference(run, model), run.reference)
-        assert f'the reference in {path} is damaged' in capsys.readouterr().out
-        assert path.read_bytes() == content
+    path.write_bytes(content[:140] + bytes([content[140] ^ 1]) + content[141:])
+    assert np.array_equal(align.cached_reference(run, model), run.reference)
+    assert f'the reference in {path} is damaged' in capsys.readouterr().out
+    assert path.read_bytes() == content
+
 
 
 # ---- Whole runs ----------------------------------------------------------------------------------
@@ -176,7 +169,6 @@ def test_a_damaged_reference_is_computed_again(base, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize('method', ['dpo', 'reward'])
 def test_a_run_begins_at_its_reference_and_learns_its_pairs(base, tmp_path, method):
-    """By adapters; held-out pairs are scored, and the weights can be loaded."""
     rows = [{'prompt': f'Name {i}.', 'chosen': 'Yes.', 'rejected': 'No!'} for i in range(10)]
     cfg = replace(config(base, tmp_path, rows, method=method, epochs=25, lr=1e-2, lora=True,
                          val_size=4, val_every=10, pictures=True), batch_size=6)
@@ -256,11 +248,9 @@ def test_transformers_reads_each_reward_at_the_token_that_ends_the_answer(base, 
         broken.scores(messages, texts, None)
 
 
-@pytest.mark.parametrize('margins', [False, True])
-def test_the_reward_loss_is_that_of_all_pairs_with_a_gradient_for_the_score(base, margins,
-                                                                            tmp_path, capsys):
-    rows = [row | {'margin': 0.5 + i} if 'chosen' in row and margins else row
-            for i, row in enumerate(ROWS)]
+def test_the_reward_loss_is_that_of_all_pairs_with_a_gradient_for_the_score(base, tmp_path,
+                                                                            capsys):
+    rows = [row | {'margin': 0.5 + i} if 'chosen' in row else row for i, row in enumerate(ROWS)]
     cfg = config(base, tmp_path, rows, method='reward', centering=0.1)
     run, model = run_of(cfg)
     torch.nn.init.normal_(model.score.weight)
@@ -285,7 +275,7 @@ def test_the_reward_loss_is_that_of_all_pairs_with_a_gradient_for_the_score(base
     for name, p in model.named_parameters():
         assert off(p.grad, expected[name]) < 2e-5, name
     run_of(replace(cfg, method='dpo', centering=0.0))
-    assert ('pairs have a margin, which only' in capsys.readouterr().out) == margins
+    assert 'pairs have a margin, which only' in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -328,7 +318,6 @@ def test_two_processes_align_as_one(base, values, tmp_path):
 
 @pytest.mark.parametrize('values, message', [
     ({'smoothing': 0.1}, 'smoothing = 0.1 has no effect in align.py; leave it out'),
-    ({'lora_dropout': 0.1}, 'the policy would differ from its reference'),
     ({'label_noise': 0.5}, 'at least 0 and below 0.5'),
     ({'gamma': 2.0}, "gamma = 2.0 has no effect with method = 'dpo'; leave it out"),
     ({'method': 'reward', 'beta': 0.2}, "beta = 0.2 has no effect with method = 'reward'")])

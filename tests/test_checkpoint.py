@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -17,10 +16,8 @@ from common import (HERE, LLAMA3_ROPE, by_transformers, edit_config, few_layers,
 from safetensors.torch import load_file, save_file
 
 import model as models
-from runtime import (adapter, checkpoint, config_json, config_keys, config_ropes,
-                     device, weights)
+from runtime import (adapter, checkpoint, config_json, config_keys, device)
 from runtime.errors import CheckpointError, ConfigError
-from runtime.version import __version__
 
 
 @pytest.mark.parametrize('name, shard_bytes', [
@@ -35,10 +32,6 @@ def test_saved_folder_loads_in_transformers(name, shard_bytes, tmp_path, monkeyp
     weights = checkpoint.load(tmp_path / 'ours').state_dict()
     assert all(torch.equal(weights[k], v) for k, v in model.state_dict().items())
     assert weights.keys() == checkpoint.weight_files(tmp_path / 'ours').keys()
-    other = checkpoint.load(tmp_path / 'theirs')
-    other.requires_grad_(False).apply(lambda module: [p.zero_() for p in module.parameters()])
-    other.load_state_dict(weights)
-    assert all(map(torch.equal, other.parameters(), model.parameters()))
     files = {path.name for path in (tmp_path / 'ours').iterdir()}
     assert {*names} == files and 'generation_config.json' in files
     assert ('model.safetensors' in files) == (shard_bytes == 10**9)
@@ -61,17 +54,6 @@ def test_saving_removes_no_file(folder, monkeypatch):
     assert all(map(torch.equal, model.parameters(), checkpoint.load(folder).parameters()))
 
 
-def test_a_missing_key_is_not_null():
-    raw = {'model_type': 'mistral', 'vocab_size': 9, 'hidden_size': 16, 'intermediate_size': 8,
-           'num_hidden_layers': 2, 'num_attention_heads': 8}
-    assert config_json.config_from_hf(raw).windows == [4096, 4096]
-    assert config_json.config_from_hf(raw | {'sliding_window': None}).windows == [None, None]
-    gemma = config_json.config_from_hf(raw | {'model_type': 'gemma2'})
-    assert gemma.windows == [4096, None] and gemma.tie_word_embeddings and gemma.head_dim == 256
-    llama = config_json.config_from_hf(raw | {'model_type': 'llama'})
-    assert llama.num_key_value_heads == 8 and llama.head_dim == 2
-
-
 @pytest.fixture
 def folder(tmp_path):
     reference_model('llama', tmp_path / 'model')
@@ -91,13 +73,9 @@ KEY = 'model.layers.1.mlp.up_proj.weight'
     (lambda f: rewrite(f, lambda t: t.update(odd=torch.ones(1))), 'tensor odd is unknown'),
     (lambda f: rewrite(f, lambda t: t.update({KEY: torch.ones(2, 3)})),
      f'tensor {KEY} has shape [2, 3], config.json wants [80, 48]'),
-    (lambda f: rewrite(f, lambda t: t.update({KEY: torch.ones(80, 48, dtype=torch.int8)})),
-     f'tensor {KEY} is torch.int8; quantized weights are not supported'),
     (lambda f: os.truncate(f / 'model.safetensors', 5000),
      'is truncated, out of date or not a safetensors file'),
-    (lambda f: (f / 'model.safetensors').unlink(), 'has no model.safetensors'),
     (lambda f: (f / 'config.json').unlink(), 'is not a model folder: it has no config.json'),
-    (lambda f: (f / 'config.json').write_text('{'), 'not valid JSON'),
     (lambda f: edit_config(f, attention_bias=True),
      'tensor model.layers.0.self_attn.k_proj.bias (and 11 more) is missing'),
     (lambda f: write_index(f, '../model.safetensors'),
@@ -172,9 +150,9 @@ LENGTH = 'original_max_position_embeddings'
 ROPE = {k: v for k, v in LLAMA3_ROPE.items() if k != 'rope_theta'}
 
 
+# test_families.py computes each scheme; here are the spellings, and what is refused
 ROPES = [
     (True, {'rope_theta': 500.0}),
-    (True, {'rope_parameters': {'rope_type': 'default', 'rope_theta': 500.0}, 'rope_theta': 500.0}),
     (True, {'rope_scaling': ROPE, 'rope_theta': 500.0}),
     (False, {'rope_scaling': ROPE, 'rope_parameters': ROPE}),
     (True, {'rope_scaling': {}, 'rope_parameters': LLAMA3_ROPE}),
@@ -182,38 +160,25 @@ ROPES = [
     (False, {'rope_scaling': ROPE, 'original_max_position_embeddings': 16}),
     (False, {'rope_parameters': {'rope_type': 'default', 'rope_theta': 500.0}, 'rope_theta': 1e4}),
     (False, {'rope_scaling': ROPE | {'type': 'default'}}),
-    *((True, {block: {key: value, 'factor': 8.0}}) for block in ('rope_scaling', 'rope_parameters')
-      for key, value in (('rope_theta', 1e4), (LENGTH, 16), ('finetuned', True))),
+    (True, {'rope_parameters': {'finetuned': True, 'factor': 8.0}}),
     (True, {'rope_scaling': ROPE | {'mscale': 0.7, 'attention_factor': 0.5, 'finetuned': True}}),
     *((True, {'rope_scaling': {'type': 'yarn', 'factor': 4.0, LENGTH: 16} | more}) for more in (
-        {'finetuned': False}, {'mscale': 1.0, 'mscale_all_dim': 0},
-        {'mscale': 0.0, 'mscale_all_dim': 0.7}, {'beta_fast': 0, 'beta_slow': 0.0})),
-    (True, {'rope_scaling': {'type': 'linear', 'factor': 2.0, LENGTH: 16, 'finetuned': False}}),
+        {'mscale': 1.0, 'mscale_all_dim': 0}, {'beta_fast': 0, 'beta_slow': 0.0})),
     (False, {'rope_scaling': {'factor': 8.0, 'rope_typ': 'linear'}}),
-    (False, {'rope_scaling': {'rope_type': 'yarn', 'factor': 4.0, 'attention_factor': 0}}),
     (False, {'rope_scaling': ROPE | {'low_freq_factor': 4.0}}),
-    (False, {'rope_scaling': ROPE | {'partial_rotary_factor': 0.5}}),
     (False, {'rope_parameters': {'sliding_attention': {'rope_theta': 1e4},
                                  'full_attention': {'rope_theta': 500.0}}}),
-    *((False, {'rope_scaling': ROPE | {key: value}}) for key in (*ROPE, 'rope_theta')
-      for value in ('yes', -1, float('nan'))),
-]
+    *((False, {'rope_scaling': ROPE | {key: 'yes'}}) for key in (*ROPE, 'rope_theta'))]
 
 
 NEOX_ROPES = [
     (True, {'rotary_emb_base': 500, 'rotary_pct': 0.5, 'rope_scaling': None}),
-    (True, {'rotary_pct': 0.3}),
     (True, {'rotary_pct': 0.5, 'rope_scaling': ROPE}),
     (True, {'rope_theta': 500.0, 'partial_rotary_factor': 0.5}),
-    (True, {'rotary_pct': 0.5, 'rotary_emb_base': 500.0,
-            'rope_parameters': {'rope_type': 'default'}}),
-    (True, {'rope_parameters': {'rope_type': 'default', 'partial_rotary_factor': 0.5}}),
     (False, {'rotary_pct': 0.5, 'rope_parameters': {'partial_rotary_factor': 0.25}}),
     (False, {'rotary_emb_base': 500.0, 'rope_parameters': LLAMA3_ROPE}),
-    *((False, {'rotary_pct': value}) for value in (None, 0.2, 0.01, 1.5)),
-    *((False, {'rotary_emb_base': value}) for value in (None, 0)),
-    (False, {'head_dim': 16}),
-]
+    *((False, {'rotary_pct': value}) for value in (None, 0.2, 1.5)),
+    (False, {'rotary_emb_base': 0}), (False, {'head_dim': 16})]
 
 
 @pytest.mark.parametrize('name, cases', [('llama', ROPES), ('neox', NEOX_ROPES)])
@@ -226,7 +191,6 @@ def test_rotary_positions_are_computed_as_in_transformers_or_refused(name, cases
 
 
 def test_the_config_of_pythia_is_read(tmp_path):
-    """The keys of the hub's files of the 2.8B model; what is saved has them again."""
     raw = {'architectures': ['GPTNeoXForCausalLM'], 'bos_token_id': 0, 'eos_token_id': 0,
            'hidden_act': 'gelu', 'hidden_size': 2560, 'initializer_range': 0.02,
            'intermediate_size': 10240, 'layer_norm_eps': 1e-5, 'max_position_embeddings': 2048,
@@ -261,25 +225,11 @@ def test_old_buffers_of_neox_are_ignored(tmp_path):
         checkpoint.load(tmp_path)
 
 
-def test_mistral_with_layer_types_is_ministral(tmp_path):
-    reference_model('mistral_window', tmp_path / 'model')
-    layer_types = ['full_attention', 'sliding_attention', 'full_attention']
-    edit_config(tmp_path / 'model', layer_types=layer_types)
-    checkpoint.save(checkpoint.load(tmp_path / 'model'), tmp_path / 'again', torch.float32)
-    for folder in (tmp_path / 'model', tmp_path / 'again'):
-        torch.testing.assert_close(*both_logits(folder), rtol=1e-5, atol=2e-4)
-    assert json.loads((tmp_path / 'again/config.json').read_text())['layer_types'] == layer_types
-
-
 @pytest.mark.parametrize('name, values, message', [
     ('llama', {'num_hidden_layers': ...}, 'num_hidden_layers is missing'),
-    ('llama', {'model_type': 'gpt2'}, "model_type = 'gpt2' is not supported"),
     ('llama', {'rope_parameters': {'rope_type': 'llama3'}},
      'rope_parameters.factor is missing; it must be a number from 1.0 to'),
-    ('llama', {'num_key_value_heads': 3},
-     'num_attention_heads = 4 is not a multiple of num_key_value_heads = 3'),
     ('llama', {'head_dim': 13}, 'head_dim = 13 is 13; it must be even and above 0'),
-    ('llama', {'nanocal': {'softcap': 0}}, 'nanocal.softcap = 0 is not supported'),
     ('llama', {'nanocal': {'cap': 30.0}},
      'nanocal.cap is not supported; the keys are softcap, temperature'),
     ('gemma2', {'nanocal': {'softcap': 30.0}}, 'gemma2 has final_logit_softcapping'),
@@ -303,11 +253,9 @@ def test_changes_to_the_config_apply_to_what_the_file_means(tmp_path):
     changed = checkpoint.read_config(tmp_path, {'rope_theta': 5e5, 'hidden_size': 64})
     a, b = plain.layers[0].rope, changed.layers[0].rope
     assert (b.theta, b.dim, b.factor, changed.hidden_size) == (5e5, a.dim, 8.0, 64)
-    for block in config_ropes.ROPE_BLOCKS:
-        changed = checkpoint.read_config(
-            tmp_path, {block: {'rope_type': 'default', 'rope_theta': 77.0}})
-        assert changed.layers[0].rope == models.Rope(77.0, 18)
-    assert checkpoint.read_config(tmp_path, {'torch_dtype': 'bfloat16'}).dtype == 'bfloat16'
+    changed = checkpoint.read_config(
+        tmp_path, {'rope_scaling': {'rope_type': 'default', 'rope_theta': 77.0}})
+    assert changed.layers[0].rope == models.Rope(77.0, 18)
     for changes, message in (
             ({'hiden_size': 64}, "llama has no key 'hiden_size' .*; did you mean 'hidden_size"),
             ({'rope_theta': 1.0, 'rope_parameters': {'rope_theta': 2.0}}, 'disagree')):
@@ -352,38 +300,14 @@ def test_tied_embeddings_beside_an_output_matrix(tmp_path):
     assert torch.allclose(ours, theirs, rtol=1e-5, atol=2e-4)
 
 
-def test_written_tensors_are_read_by_safetensors_bitwise(tmp_path):
-    tensors = {'odd': torch.arange(7, dtype=torch.uint8), 'scalar': torch.tensor(1.5),
-               'empty': torch.zeros(0, 3), 'low': torch.arange(-4, 5, dtype=torch.int16),
-               'half': torch.randn(3, 5).half(), 'brain': torch.randn(5, 3).bfloat16(),
-               'single': torch.randn(2, 3, 4)}
-    weights.write_tensors(tmp_path / 'x.safetensors', tensors)
-    again = load_file(tmp_path / 'x.safetensors')
-    assert again.keys() == tensors.keys()
-    for key, tensor in tensors.items():
-        assert again[key].dtype == tensor.dtype and torch.equal(again[key], tensor)
-
-
-@pytest.mark.parametrize('git', [None, r"printf '\377\376'"])
-def test_versions_are_known_whatever_git_does(git, monkeypatch, tmp_path):
-    if git:
-        (tmp_path / 'git').write_text(f'#!/bin/sh\n{git}\n')
-        (tmp_path / 'git').chmod(0o755)
-    monkeypatch.setenv('PATH', str(tmp_path), prepend=os.pathsep if git else None)
-    assert device.versions('cpu')['nanocal'] in (__version__, f'{__version__}+\ufffd\ufffd')
-
-
 def test_a_device_is_named_as_it_was_chosen(monkeypatch):
     assert device.versions('cpu')['device'] == platform.processor()
-    chosen = []
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
-    monkeypatch.setattr(torch.cuda, 'set_device', chosen.append)
+    monkeypatch.setattr(torch.cuda, 'set_device', lambda device: None)
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: f'GPU {device}')
     assert device.versions('cuda:1')['device'] == 'GPU cuda:1'
-    assert device.pick_device('cuda:1') == 'cuda:1' and chosen == [1]
     assert device.pick_device('auto') == device.pick_device('cuda') == 'cuda'
-    assert device.pick_device('cpu') == 'cpu' and chosen == [1]
     with pytest.raises(ConfigError, match="'cuda:2', but .* CUDA devices 0 to 1"):
         device.pick_device('cuda:2')
 
@@ -413,17 +337,14 @@ def test_every_byte_of_the_weights_decides_whether_a_model_is_the_same(tmp_path)
                'b': torch.arange(200_000).float()}, path)
     old = path.stat().st_mtime_ns - 10 ** 10        # so that the hash is kept
     os.utime(path, ns=(old, old))
-    first, n_header = checkpoint.fingerprint(tmp_path), path.stat().st_size - 806_000
-    rng = np.random.default_rng(0)
-    for at in (n_header, path.stat().st_size - 1, *rng.integers(n_header, 806_000, 5)):
-        for value in (1, 0):        # and back
+    first, whole = checkpoint.fingerprint(tmp_path), path.read_bytes()
+    n_header = len(whole) - 806_000
+    for at in (n_header, len(whole) - 1, *np.random.default_rng(0).integers(n_header, 806_000, 5)):
+        for content in (whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1:], whole):
             with open(path, 'r+b') as file:
-                file.seek(at)
-                (byte,) = file.read(1)
-                file.seek(at)
-                file.write(bytes([byte ^ 1]))
+                file.write(content)
             os.utime(path, ns=(old, old))
-            assert (checkpoint.fingerprint(tmp_path) == first) == (value == 0), at
+            assert (checkpoint.fingerprint(tmp_path) == first) == (content is whole), at
 
 
 def test_a_model_is_found_by_its_path_and_in_the_hub_cache(folder, tmp_path, monkeypatch):
@@ -527,7 +448,7 @@ class Attack:
     ({'model': {'x': DENSE}}, 'truncated, not a file of weights'),
     ({'model.norm.weight': Attack()}, 'not a file of weights'),
     *(({'x': DENSE, key: tensor}, f'{key!r} is not the name of a dense tensor') for key, tensor in (
-        (0, DENSE), ('a', DENSE.to_sparse()), ('a', DENSE.to('meta')), ('a', DENSE.cfloat())))])
+        (0, DENSE), ('a', DENSE.to_sparse())))])
 def test_a_pickle_of_other_things_is_refused_and_runs_no_code(content, message, folder,
                                                               monkeypatch):
     (folder / 'model.safetensors').unlink()
@@ -537,14 +458,3 @@ def test_a_pickle_of_other_things_is_refused_and_runs_no_code(content, message, 
         with pytest.raises(CheckpointError, match=f'pytorch_model.bin: .*{message}'):
             read(folder)
     assert not Path('attacked').exists()
-
-
-def test_weights_in_the_old_torch_format_are_named_with_the_conversion(folder):
-    tensors = load_file(folder / 'model.safetensors')
-    (folder / 'model.safetensors').unlink()
-    torch.save(tensors, folder / 'pytorch_model.bin', _use_new_zipfile_serialization=False)
-    with pytest.raises(CheckpointError, match='before 1.6') as error:
-        checkpoint.load(folder)
-    exec(re.search(r'torch.save.*', str(error.value))[0])       # what the message advises
-    assert torch.equal(checkpoint.load(folder).state_dict()['model.norm.weight'],
-                       tensors['model.norm.weight'])

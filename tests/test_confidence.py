@@ -56,12 +56,10 @@ def test_confidences_from_the_tokens_of_an_answer():
 
 
 @pytest.mark.parametrize('text, value', [
-    ('.8', 0.8), ('80 %', 0.8), ('80/100', 0.8), ('0', 0.0), ('95', None), ('7/0', None),
-    ('very likely', None), ('-0.5', None), ('1e-3', 0.001), ('0,8', None), ('1.2.3', None),
-    ('0.7, I think', 0.7), ('0.7.', 0.7), ('1 percent', 0.01), ('90-95%', None), ('50/50', None),
-    ('0 < p < 1', None), ('between 0 and 1, so 0.85', 0.85), ('0.7 to 0.9', None),
-    ('on a scale of 0.0-1.0: 0.9', 0.9), ('0.8 (between 0 and 1)', 0.8), ('p of H2O: 0.7', 0.7),
-    ('80\\%', 0.8), ('1 Out of 4', 0.25)])
+    ('.8', 0.8), ('80 %', 0.8), ('80/100', 0.8), ('95', None), ('7/0', None), ('-0.5', None),
+    ('1e-3', 0.001), ('0,8', None), ('1.2.3', None), ('0.7, I think', 0.7), ('90-95%', None),
+    ('50/50', None), ('0 < p < 1', None), ('between 0 and 1, so 0.85', 0.85), ('0.7 to 0.9', None),
+    ('on a scale of 0.0-1.0: 0.9', 0.9), ('p of H2O: 0.7', 0.7), ('1 Out of 4', 0.25)])
 def test_stated_probabilities_are_parsed(text, value):
     assert confidence.parse_probability(text) == value
     sample = sample_of('a')
@@ -114,7 +112,6 @@ def test_the_span_holds_all_tokens_of_its_characters(text, begin, end, size):
 
 @pytest.mark.slow
 def test_the_ece_floor_is_that_of_a_calibrated_model():
-    """Simulated: 6,000 questions, 10 classes, shares drawn from a Dirichlet distribution."""
     rng, k, samples, correct = np.random.default_rng(0), 10, [], []
     for _ in range(6000):
         p = rng.dirichlet([0.1] * 10)
@@ -126,22 +123,6 @@ def test_the_ece_floor_is_that_of_a_calibrated_model():
     floor = confidence.ece_floor(samples, 'agreement', n_resamples=20)
     assert 0.75 < floor / observed < 1.1
     assert confidence.ece_floor(samples, 'entropy') is None
-    certain = [sample_of('a', 'a', 'a') for _ in range(50)]
-    assert confidence.ece_floor(certain, 'agreement') == 0.0
-
-
-def test_the_share_of_right_answers_is_left_out_if_there_are_none():
-    answer = {'answer': None, 'correct': False, 'strict': False, 'reason': 'max_tokens'}
-
-    def notes(answers, **more):
-        written = confidence.shares([{'greedy': answer, 'answers': answers}])
-        return '\n'.join(confidence.notes({'written': written | more}))
-
-    text = notes([answer] * 2)
-    assert 'from 1.000 of them' in text and 'nan' not in text and 'pass@' not in text
-    text = notes([answer | {'correct': True}, *[answer] * 5], no_answer=0.5,
-                 accuracy_of_answered=0.25)
-    assert 'samples right: pass@5 = 0.833' in text and 'of those with an answer 0.250' in text
 
 
 @pytest.mark.parametrize('n, right', [(5, 2), (6, 6), (7, 1)])

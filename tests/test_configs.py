@@ -47,10 +47,7 @@ def test_the_command_line_overrides_the_config_file(tmp_path):
     ('', '--shots=0', "--shots: there is no key 'shots'; did you mean 'eval.shots'?"),
     ('lora_targets = "q_proj,k_proj"', '', "wanted str,..., a tuple such as ('q_proj', 'k_proj')"),
     ('lr = 1\nepochs = "two"', '', "experiment.py:2: epochs is 'two', of type str; wanted a float"),
-    ('', '--schedule=step', "'step', of type str; wanted 'linear'"),
-    ('', '--lr', '--lr: needs a value'),
     ('lr = 2 * 1e-5', '', 'experiment.py:1: the value of lr must be a plain literal'),
-    ('lr = (', '', 'experiment.py:1: not valid Python'),
     ('', 'configs/other.py', 'a config file comes first'),
     ('lr = 1\nepochs = 2\nlr = 2', '', 'experiment.py:3: lr is already set at {}/experiment.py:1'),
     ('lr = 1e999', '', 'lr is inf, of type float; wanted a finite number'),
@@ -114,8 +111,6 @@ def test_help_prints_every_key_with_its_comment(capsys):
         out = printed_help(capsys, load_config, cls, ['-h'])
         assert all(f'\n  --{f.name}=' in out for f in dataclasses.fields(cls))
         assert max(map(len, out.split('\n'))) <= 100 and 'def ' not in out
-    out = printed_help(capsys, load_config, Run, ['-h'])
-    assert '  --eval.shots=5 ' in out and '(a dict of the keys of Report or None) the report' in out
     out = printed_help(capsys, align.main, ['--help'])      # without the keys that it refuses
     assert '--lora=' in out and not any(f'--{key}=' in out for key in align.UNUSED)
 
@@ -135,8 +130,7 @@ def test_a_nested_record_is_set_by_file_and_command_line(tmp_path):
              Run('a', None, Report(shots=1))),
             (file, ("--eval={'shots': 2}",), Run('a', Report(shots=2)))):
         assert load_run(tmp_path, content, *arguments) == expected
-    for run in (load_run(tmp_path, file), load_run(tmp_path, ''),
-                Run('x' * 200, Report(('long name ' * 9,) * 9))):
+    for run in (load_run(tmp_path, file), Run('x' * 200, Report(('long name ' * 9,) * 9))):
         assert load_run(tmp_path, dump_config(run), f'--name={run.name}') == run
         values = read_assignments(tmp_path / 'run.py')
         assert {key: value for key, (value, _) in values.items()} == dataclasses.asdict(run)
@@ -144,9 +138,7 @@ def test_a_nested_record_is_set_by_file_and_command_line(tmp_path):
 
 @pytest.mark.parametrize('content, argument, message', [
     ("\neval = {'shots': '5'}", '', "run.py:2: eval: shots is '5', of type str; wanted an int"),
-    ('eval = 3', '', 'eval is 3, of type int; wanted a dict of the keys of Report or None'),
-    ('', '--eval.shot=3', "--eval.shot: there is no key 'shot'; did you mean 'shots'?"),
-])
+    ('', '--eval.shot=3', "--eval.shot: there is no key 'shot'; did you mean 'shots'?")])
 def test_a_wrong_key_of_a_nested_record_is_named(tmp_path, content, argument, message):
     with pytest.raises(ConfigError) as error:
         load_run(tmp_path, content, *filter(None, [argument]))
@@ -197,7 +189,6 @@ NO_THREAD = f'import threading\n{NO_THREAD}\nthreading._start_new_thread = refus
      b"error: No module named 'no_such_module'; pip install -r requirements.txt"),
     (r"raise CheckpointError('tensor \x1b[2J\x9b\x07.weight\r is missing')", '', 1,
      rb'error: tensor \\x1b\[2J\\x9b\\x07.weight\\r is missing'),
-    ('pass', SIGTERM, 143, b'stopped by SIGTERM'),
     (f'signal.signal(signal.SIGTERM, cli.stop); {SIGTERM}', '', 143,
      b'stopped by SIGTERM; the same command continues'),
     (NOTED, '', 130, b'stopped; --resume continues')])
@@ -207,8 +198,7 @@ def test_an_error_or_a_signal_that_ends_a_script_is_one_line(body, early, code, 
     assert re.fullmatch(message + b'\n', done.stderr), done.stderr
 
 
-@pytest.mark.parametrize('script', ['train', pytest.param('sample', marks=pytest.mark.slow)])
-def test_ctrl_c_during_the_import_of_torch_ends_the_process_at_once(script, tmp_path):
+def test_ctrl_c_during_the_import_of_torch_ends_the_process_at_once(tmp_path):
     """A KeyboardInterrupt there aborts in C++, or becomes an ImportError."""
     hook = ('def hook(event, arguments):\n'
             '    if event == "import" and arguments[0] == "torch":\n'
@@ -216,23 +206,20 @@ def test_ctrl_c_during_the_import_of_torch_ends_the_process_at_once(script, tmp_
             '        os.kill(os.getpid(), signal.SIGINT)\n'
             'sys.addaudithook(hook)')
     (tmp_path / 'config.py').write_text('seed = 1\n')
-    argument = '--model=x' if script == 'sample' else tmp_path / 'config.py'
-    done = run_hooked(hook, f'{script}.py', argument)
+    done = run_hooked(hook, 'train.py', tmp_path / 'config.py')
     assert (done.returncode, done.stdout, done.stderr) == (130, '_stop_at_once\n', 'stopped\n')
 
 
-@pytest.mark.parametrize('message, lost', [
-    ('[../third_party/gloo/gloo/transport/tcp/pair.cc:544] Connection closed by peer', True),
-    ('mat1 and mat2 shapes cannot be multiplied', False)])
-def test_a_survivor_of_torchrun_has_no_traceback(message, lost, monkeypatch):
-    assert not cli.is_lost_connection(RuntimeError(message))        # without torchrun it is a bug
+def test_a_survivor_of_torchrun_has_no_traceback(monkeypatch):
+    lost = RuntimeError('[gloo/transport/tcp/pair.cc:544] Connection closed by peer')
+    assert not cli.is_lost_connection(lost)     # without torchrun it is a bug
     for name, value in (('TORCHELASTIC_RUN_ID', 'x'), ('RANK', '1'), ('WORLD_SIZE', '2')):
         monkeypatch.setenv(name, value)
-    assert cli.is_lost_connection(RuntimeError(message)) == lost
+    assert not cli.is_lost_connection(RuntimeError('mat1 and mat2 shapes cannot be multiplied'))
     monkeypatch.setattr(cli.time, 'sleep', lambda seconds: None)
-    with pytest.raises(SystemExit if lost else RuntimeError) as error, cli.one_line_errors():
-        raise RuntimeError(message)
-    assert not lost or 'in process 1 of 2: another process has ended' in str(error.value)
+    with pytest.raises(SystemExit, match='in process 1 of 2: another process has ended'):
+        with cli.one_line_errors():
+            raise lost
 
 
 FULL = b'error: No space left on device, perhaps for standard output\n'
@@ -279,18 +266,6 @@ def test_workers_end_by_sigterm_and_with_the_first_error():
     assert not {signal.SIGTERM, signal.SIGINT} & signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-def test_the_first_error_in_order_is_raised_with_its_traceback():
-    def work(x):
-        time.sleep(0.2 * (x == 3))
-        return 1 / (x - 3) if x < 9 else unknown        # noqa: F821
-    with forked_pool(2, work) as imap:
-        results = imap(range(12))
-        assert [next(results) for _ in range(3)] == [1 / (x - 3) for x in range(3)]
-        with pytest.raises(ZeroDivisionError) as error:
-            next(results)
-        assert 'return 1 / (x - 3)' in error.value.__notes__[0]
-
-
 def test_a_worker_that_ends_stops_the_work_with_a_message(capfd):
     with pytest.raises(ProcessError, match='exit code -9: it was killed, perhaps since the memory'):
         with forked_pool(2, lambda x: LARGE * (not os.kill(os.getpid(), x))) as imap:
@@ -322,7 +297,6 @@ def test_shipped_configs_load():
 
 
 def test_the_commands_of_the_docs_have_valid_keys():
-    """Each `python train.py ...` of the README and docs, in the config reader of its program."""
     classes = {'train.py': train.TrainConfig, 'align.py': align.AlignConfig,
                'evaluate.py': evaluate.EvalConfig,
                'sample.py': sample.SampleConfig, 'demo.py': demo.DemoConfig}

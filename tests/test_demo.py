@@ -6,11 +6,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-import torch
 
 import demo
 from common import HERE
-from runtime import processes
 from runtime.errors import ConfigError
 
 
@@ -89,17 +87,3 @@ def test_a_second_call_trains_nothing(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out       # how it runs, and where its files are
     assert printed.startswith('torch uses 1 thread(s)') and printed.endswith(
         f'{tmp_path}/base, {tmp_path}/tuned, {tmp_path}/tuned_ls01\n')
-
-
-@pytest.mark.parametrize('seconds, fastest', [({1: 1, 2: 3, 4: 2}, 1), ({1: 4, 2: 3, 4: 2}, 4)])
-def test_the_demo_takes_the_number_of_threads_that_is_fastest_now(seconds, fastest, monkeypatch):
-    clock, threads = [0.0], [4]
-
-    def silu(x):
-        clock[0] += seconds[threads[0]] / 400
-        return x
-    monkeypatch.setattr(processes.time, 'perf_counter', lambda: clock[0])
-    monkeypatch.setattr(torch, 'get_num_threads', lambda: 4)
-    monkeypatch.setattr(torch, 'set_num_threads', lambda n: threads.__setitem__(0, n))
-    monkeypatch.setattr(torch.nn.functional, 'silu', silu)
-    assert processes.pick_threads(0.1) == threads[0] == fastest and 0.1 <= clock[0] < 0.2

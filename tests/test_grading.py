@@ -18,12 +18,11 @@ NUMBERS = {
     '\\[ \\boxed{\\frac{1}{2} + 7} \\] after 3 steps': ('1', None),
     'He has 18 (see step 2.)': ('2', None),         # nothing marks the number
     'no number ... at all.': (None, None), 'H2O and x2 are 5.': ('5', None),
-    'about .5': ('.5', None), 'the pair (3,4)': ('4', None),
     '#### 18\n\nThe answer is 20': ('20', '18'), '<answer>12</answer> 99': ('12', None),
     r'The answer is \boxed{1{,}234}.': ('1{,}234', None),
     r'is -\$12\,500.50': (r'-\$12\,500.50', None),
     r'the pair (1,\,200)': ('200', None),           # a wide space after a comma separates numbers
-    '1\u202f200': ('1\u202f200', None), '### Final Answer\n\n7 of 9': ('7', None)}
+    '### Final Answer\n\n7 of 9': ('7', None)}
 
 
 @pytest.mark.parametrize('text', NUMBERS)
@@ -56,7 +55,6 @@ def lm_eval_gsm8k(text, pattern, first):
 
 @pytest.mark.slow
 def test_gsm8k_is_graded_as_by_lm_eval():
-    """On all reference solutions, whole, cut off, and with other numbers behind them."""
     needs_files('datasets/gsm8k/test.jsonl.gz')
     rule, n = WRITTEN_TASKS['gsm8k'], 0
     for question in load_written(f'gsm8k:{SHARED}/datasets/gsm8k', asking()).items:
@@ -94,7 +92,6 @@ def test_texts_are_normalized_as_by_the_papers(key, exclude, space):
     (' Paris.\n\nQuestion: Who', 'Paris', 'Paris.'),
     (' J.R.R. Tolkien', 'J.R.R. Tolkien', 'J.R.R. Tolkien'),
     ('St. Louis. It lies on a river.', 'St. Louis', 'St. Louis. It lies on a river.'),
-    ('Москва. Да', 'Москва', 'Москва. Да'),
     ('**Paris**', 'Paris', '**Paris**'),
     ('The answer is "Paris".', 'Paris', 'The answer is "Paris".'),
     ('Let me see.\nAnswer: Paris', 'Paris', 'Let me see.'),
@@ -111,7 +108,6 @@ def test_short_answers_are_extracted(text, lenient, strict):
     ('nq_open', '<THINKING>The answer is Rome</THINKING>Paris', True),
     ('popqa', '[THINK]Rome[/THINK]Paris', True),
     ('qa', '<|begin_of_thought|>Rome<|end_of_thought|>Paris', True),
-    ('qa', '◁think▷Rome◁/think▷Paris', True),
     ('qa', '<|channel|>analysis<|message|>Rome<|channel|>final<|message|>Paris', True),
     ('gsm8k', '<think>#### 3\n</think>\n#### 4', True),
     ('math500', r'<think>\boxed{3}</think>It is \boxed{4}', True)])
@@ -130,7 +126,6 @@ EQUAL_FORMULAS = [
     ('90^\\circ', '90'), (r'\text{Evelyn}', 'Evelyn'), (r'3\sqrt{2}', r'3\sqrt2'),
     ('x=5', '5'), (r'\$18.90', '18.9'), (r'50\%', '50'), ('p - q', 'p-q'), ('4210_{5}', '4210_5'),
     (r'\begin{pmatrix} 1 \\ 2 \end{pmatrix}', r'\begin{pmatrix}1\\2\end{pmatrix}'),
-    ('7', '7.'), (r'\frac{\sqrt{3}}2', r'\frac{\sqrt{3}}{2}'),
     # units, by the words of Lewkowycz et al. or the \text{ of Hendrycks et al.
     ('10 degrees', '10'), (r'5\text{ cm}^2', '5'), (r'5\mathrm{~km}', '5'), ('$5$ km', '5'),
     (r'\frac{5}{2}\mbox{ gallons}', '5/2'), ('5mph', '5'),
@@ -154,10 +149,3 @@ def test_formulas_are_equal_in_another_writing(a, b):
     ('It is $3$ then $4$', '4'), ('the sum is 7', '7'), ('none', None)])
 def test_formulas_are_extracted(text, answer):
     assert grading.any_formula(text) == answer
-
-
-def test_popqa_takes_an_answer_that_contains_a_reference():
-    grade = WRITTEN_TASKS['popqa'].grade
-    taken = grade(' a politician from France', ['politician', 'lawyer'])
-    assert taken['correct'] and not taken['strict']
-    assert not grade(' politicians', ['politician'])['correct']

@@ -21,8 +21,8 @@ MODULES = {'fused_ce', 'metrics', 'scaling', 'stats', 'model', 'attention', 'tri
 OTHERS = 'torch', 'triton', 'matplotlib', 'pyarrow', 'tqdm', 'huggingface_hub', 'safetensors'
 
 
-@pytest.fixture(scope='module', params=['clone', pytest.param('sdist', marks=pytest.mark.slow)])
-def installed(request, tmp_path_factory):
+@pytest.fixture(scope='module')
+def installed(tmp_path_factory):
     """A function that runs Python in a fresh virtual environment, where only nanocal is installed.
 
     The dependencies are those of the environment that runs the tests; nothing is downloaded.
@@ -39,10 +39,9 @@ def installed(request, tmp_path_factory):
     elsewhere.mkdir()
     for name in ('metrics', 'attention'):       # modules of the other project
         (elsewhere / f'{name}.py').write_text('raise RuntimeError("not ours")\n')
-    if request.param == 'sdist':
-        subprocess.run([sys.executable, '-m', 'hatchling', 'build', '-t', 'sdist', '-d', base],
-                       cwd=source, check=True)
-        (source,) = base.glob('*.tar.gz')
+    subprocess.run([sys.executable, '-m', 'hatchling', 'build', '-t', 'sdist', '-d', base],
+                   cwd=source, check=True)
+    (source,) = base.glob('*.tar.gz')
     venv.create(environment)
     subprocess.run([sys.executable, '-m', 'pip', 'install', '--quiet', '--no-deps', '--no-index',
                     '--no-build-isolation', '--prefix', environment, source], check=True)
@@ -85,7 +84,6 @@ main()""", *arguments)
 
 @pytest.mark.slow
 def test_the_installed_modules_use_each_other_and_the_examples_of_the_readme_run(installed):
-    """They use no file of the clone or of the other project."""
     printed = installed('-c', f"""
 import json, sys
 import nanocal

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from common import (DEVICES, documents, few_layers, head_of_32, lora_model, reference_model,
+from common import (DEVICES, documents, lora_model, reference_model,
                     whole_rows)
 
 import attention
@@ -56,47 +56,14 @@ def test_packed_documents_do_not_see_each_other(name, tmp_path):
                                atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('device', DEVICES)
-@pytest.mark.parametrize('name', ['gemma2', 'neox', 'ministral3', 'opt_350m'])
-def test_the_three_masks_give_the_same_hidden_states(name, device, tmp_path):
-    """On a CPU FlexAttention has no gradients, so only the hidden states are compared there."""
-    reference_model(name, tmp_path, **head_of_32(name), **few_layers(name, 2))
-    model = checkpoint.load(tmp_path, device).requires_grad_(device == 'cuda')
-    packed = packing.pack(documents(0, [90, 40, 3, 100]), 128)
-    inputs = [torch.from_numpy(x).to(device)
-              for x in (packed.tokens, packed.positions, packed.ends)]
-    gradients, outputs = [], []
-    for kind in ('explicit', 'flex'):
-        model.decoder.attention = kind
-        hidden = model(*inputs)
-        outputs.append(hidden.detach())
-        if device == 'cuda':
-            slope = torch.linspace(-1, 1, hidden.numel(), device=device)
-            (hidden.flatten() * slope).sum().backward()
-            gradients.append([(key, p.grad.clone()) for key, p in model.named_parameters()
-                              if p.grad is not None])
-            model.zero_grad()
-    assert torch.allclose(*outputs, atol=1e-4)
-    if device == 'cuda' or not torch.cuda.is_available():   # else there is no interpreter
-        model.decoder.attention = 'tree'
-        with torch.no_grad():
-            assert torch.allclose(model(*inputs), outputs[0], atol=1e-4)
-    for (key, a), (_, b) in zip(*(gradients or [[], []]), strict=True):
-        # the gradient of a bias of k is 0 but for rounding
-        size = 1 if key.endswith('k_proj.bias') and name.startswith('opt') else a.norm()
-        assert (a - b).norm() < 1e-3 * size, key
-
-
-@pytest.mark.parametrize('name', [
-    'phi3', pytest.param('neox', marks=pytest.mark.slow), 'qwen2'])
+@pytest.mark.parametrize('name', ['phi3', 'qwen2'])
 def test_lora_begins_at_the_base_model_and_merges_exactly(name, tmp_path):
     reference_model(name, tmp_path / 'base')
     tokens = torch.randint(0, 211, (2, 30))
     plain = checkpoint.load(tmp_path / 'base')
     hidden = plain(tokens, *whole_rows(tokens))
     model = checkpoint.load(tmp_path / 'base')
-    targets = ('qkv_proj',) if name in ('neox', 'phi3') else ('q_proj', 'v_proj')
+    targets = ('qkv_proj',) if name == 'phi3' else ('q_proj', 'v_proj')
     models.add_lora(model, 8, 32.0, 0.1, targets * 2)   # named twice, adapted once
     assert torch.equal(model.eval()(tokens, *whole_rows(tokens)), hidden)   # B begins at zero
     trained = [n for n, p in model.named_parameters() if p.requires_grad]
@@ -109,10 +76,6 @@ def test_lora_begins_at_the_base_model_and_merges_exactly(name, tmp_path):
     assert not torch.allclose(adapted, hidden, atol=1e-2)
     adapted.square().sum().backward()
     assert all((p.grad is not None) == ('lora' in n) for n, p in model.named_parameters())
-    # dropout acts on what enters the adapter alone
-    some = lora_model(tmp_path / 'base', dropout=0.5).train()
-    a, b = (some(tokens, *whole_rows(tokens)) for _ in range(2))
-    assert not torch.allclose(a, b)
     # merged, as anybody loads it
     checkpoint.save(model, tmp_path / 'merged', torch.float32)
     merged = checkpoint.load(tmp_path / 'merged')
@@ -207,8 +170,6 @@ def test_an_edited_rule_reaches_rows_of_one_document_and_the_cache(tmp_path, mon
     after = model(tokens, positions, None)
     assert torch.equal(after, model(tokens, positions, ends)) and not torch.allclose(
         after, before, atol=1e-2)
-    monkeypatch.setattr(attention, 'sees', lambda i, j, *rest: rule(i, j, *rest) | (j == 2))
-    assert keys_to_keep(7, 20) == 18
     monkeypatch.undo()
     assert [keys_to_keep(window, 20) for window in (None, 20, 30, 7, 1)] == [20, 20, 20, 7, 1]
 
@@ -219,7 +180,6 @@ def test_an_edited_rule_reaches_rows_of_one_document_and_the_cache(tmp_path, mon
     (130, 3, 3, 20, 5.0, None), (257, 4, 1, 64, None, 40), (257, 2, 1, 256, 50.0, 90)])
 def test_the_tree_kernel_equals_the_explicit_mask(heads, kv_heads, head_dim, softcap, window, T,
                                                   device):
-    """The kernel on random trees against the explicit mask in float64."""
     if device == 'cpu' and torch.cuda.is_available():
         pytest.skip("Triton's interpreter runs where there is no GPU")
     rng = np.random.default_rng([T, head_dim])

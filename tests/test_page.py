@@ -9,10 +9,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import evaluate
 import metrics
-from common import reference_model, sentencepiece_folder, write_rows
-from data.tokenizer import load_tokenizer
 from results import page
 
 HOSTILE = '</script><script>alert(1)</script> <!--rows--> <b>bold</b> &amp; "quoted" ```\\u003c $x'
@@ -188,34 +185,3 @@ def test_a_browser_shows_markup_as_text_filters_and_sorts(tmp_path):
     confidences = [float(x) for x in re.findall(r'>right, confidence ([\d.]+)<', shown)]
     assert len(confidences) == len(wanted) > 2 and '>wrong, confidence' not in shown
     np.testing.assert_allclose(confidences, wanted, atol=6e-4)
-
-
-@pytest.mark.slow
-def test_an_evaluation_writes_a_page_of_all_its_tasks(tmp_path):
-    sentencepiece_folder(tmp_path / 'model', 'mistral')
-    reference_model('llama', tmp_path / 'model',
-                    vocab_size=load_tokenizer(tmp_path / 'model').n_vocab)
-    foxes = write_rows(tmp_path / 'foxes.jsonl', [
-        {'question': f'the quick fox {i}?', 'answer': i % 3, 'choices': ['blue', 'lazy', 'old'],
-         'language': ('de', 'en')[i % 2]} for i in range(24)])
-    texts = write_rows(tmp_path / 'texts.jsonl', [
-        {'text': f'the quick brown fox {i} jumps over the lazy dog'} for i in range(8)])
-
-    def run(*arguments):
-        evaluate.main([f'--model={tmp_path / "model"}', f'--out_dir={tmp_path / "out"}',
-                       '--shots=0', '--n_bootstrap=0', '--dtype=float32', *arguments])
-        return (tmp_path / 'out' / 'report.html').read_text()
-
-    run(f'--tasks={foxes}', '--p_true')
-    text = run(f'--tasks=clm:{texts}')
-    rows = json.loads(Parsed(text).content['rows'])
-    first = {row['task']: row for row in rows}
-    assert len(rows) == 24 + 24 + 8 and len(first) == 3
-    assert re.search(r'the quick fox \d+\?\nA. blue', first['foxes']['text'])
-    assert 'Proposed Answer:' in first['foxes.p_true']['text']
-    for row in [row for row in rows if row['task'] == 'clm']:
-        whole = f'the quick brown fox {row["id"]} jumps over the lazy dog'
-        assert whole.startswith((row['text'] + row['expected']).removeprefix('<s>').strip())
-    assert text.count('<img') == 2      # all tasks, and the languages of the first evaluation
-    assert 'most confident mistakes' in (tmp_path / 'out' / 'results.md').read_text()
-    assert '<img' not in run(f'--tasks={foxes}', '--pictures=False')

@@ -142,14 +142,6 @@ def test_a_report_lists_its_scalings_and_replaces_none_of_others(tmp_path):
     assert theirs.read_text() == 'mine'
 
 
-def test_of_the_samples_of_evaluate_only_the_latest_of_a_question_counts(tmp_path):
-    sample = {'task': 'mmlu', 'split': 'test', 'language': '', 'id': '1', 'answer': 0}
-    printed = values(run_metrics(write_rows(tmp_path / 'samples.jsonl', [
-        sample | {'prompt': 'old', 'log_probs': [-1.0, -2.0]},
-        sample | {'prompt': 'new', 'log_probs': [-2.0, -1.0]}])))
-    assert (printed['n'], printed['accuracy']) == ('1', '0.0000')
-
-
 def test_norm_divides_log_probabilities_as_in_evaluation(tmp_path):
     row = {'log_probs': [-2.0, -6.0], 'n_tokens': [1, 3], 'answer': 0, 'options': [' é', ' long']}
     path = write_rows(tmp_path / 'samples.jsonl', [row])
@@ -164,19 +156,14 @@ def test_norm_divides_log_probabilities_as_in_evaluation(tmp_path):
 @pytest.mark.parametrize('lines, message', [
     ('{"probs": [0.7, 0.3], "answer": 0}\n{"probs": [1]}', '2: answer must be the index'),
     ('\n{"confidence": 0.6, "correct": "false"}', "2: correct must be true or false, not 'false'"),
-    ('{"confidence": 1.6, "correct": true}', '1: confidence is 1.6, not from 0 to 1'),
     ('{"confidence": 0.6, "correct": true}\n{"probs": [0.5, 0.5], "answer": 0}',
      '2: probs, but the task begins with confidence'),
     ('{"probs": [1.0], "answer": 0, "split": "validation"}', ' no row to score'),
     ('{"probs": [0.5, 0.5], "answer": 0}\n\n{"probs": [0.9, 0.5], "answer": 0}',
      '3: probabilities sum to 1.4'),
-    ('{"log_probs": [-1, -1e308], "answer": 0}', '1: log_probs must be below 1e300'),
-    ('{"log_probs": [-1, NaN], "answer": 0}', '1: the largest score is nan'),
     ('{"log_probs": [-1, -2], "answer": 1, "n_tokens": [1, 0]}', '1: n_tokens must be'),
-    ('{"probs": [1%s], "answer": 0}' % ('0' * 400), '1: int too large'),
-    ('null', '1: not a JSON object: None'), ('{}', '1: probs must be numbers, not None'),
+    ('null', '1: not a JSON object: None'),
     ('{"confidence": 0.5}', '1: correct must be true or false, not None; --correct names another'),
-    ('{"answers": ["a"], "correct": true}', '1: the right answer is missing'),
     ('{"probs": [1.0', '1: broken JSON: Expecting'), ('\xff\xfe', "1: broken JSON: 'utf"),
 ])
 def test_the_program_names_the_line(tmp_path, lines, message):
@@ -240,24 +227,6 @@ def test_a_sample_of_lm_eval_has_its_log_probs_lengths_and_answer():
     assert harness_task(path.with_name('mine.jsonl')) == ('samples', '', '')
 
 
-def test_lm_eval_files_that_cannot_be_measured(tmp_path):
-    for task, message in (('several', r"its target, '\[1, 2\]', is not the only right option"),
-                          ('written', 'not multiple choice, so there are no probabilities')):
-        done = run_metrics(harness_rows(task)[0])
-        assert done.returncode == 1 and not done.stdout and done.stderr.count('\n') == 1
-        assert re.search(rf'samples_{task}_.*jsonl:1: {message}', done.stderr), done.stderr
-    endings, gap = harness_rows('endings')[1][0], harness_rows('gaps')[1][0]
-    del gap['acc']
-    for row, message in (
-            (gap, "not a line that lm_eval --log_samples wrote (KeyError('acc'))"),
-            *((endings | change, message) for change, message in (
-                ({'acc': 0.37}, "target, '0', is not the only right"),      # as in truthfulqa_mc2
-                ({'arguments': [['a', ' b']]}, '3 results of 1 calls'),
-                ({'filtered_resps': [['nan', 'False']] * 3, 'acc': 1.0}, 'largest score is nan')))):
-        done = run_metrics(write_rows(tmp_path / 'mine.jsonl', [endings, row]))
-        assert done.returncode == 1 and 'mine.jsonl:2: ' in done.stderr and message in done.stderr
-
-
 def of_version(row, version):
     """A line as lm_eval 0.4.2 (`old`), 0.4.3 or 0.4.5 (without filters) wrote it."""
     row = {key: value for key, value in row.items() if key not in ('filter', 'metrics')}
@@ -295,15 +264,6 @@ def test_the_array_of_an_old_lm_eval_gives_the_same_report(tmp_path):
         old, new = write_old(tmp_path, task, rows), run_metrics(path).stdout.splitlines()
         assert new and run_metrics(old).stdout.splitlines() == new
     assert harness_task(old) == ('trivia', 'trivia_animals', 'results.json')
-    alone, text = tmp_path / 'mine.json', old.read_text()
-    alone.write_text('\ufeff' + text)
-    assert run_metrics(alone).stdout.splitlines()[1:] == new[1:]
-    wrong = json.loads(text)
-    wrong[1]['acc'] = 0.5
-    for damaged, message in ((text[:-9], ' the array: broken JSON: '),
-                             (json.dumps(wrong), ' row 2: its target, 1, is not the only')):
-        alone.write_text(damaged)
-        assert f'{alone}:{message}' in run_metrics(alone).stderr
 
 
 def test_a_repeated_question_of_lm_eval_counts_once_and_two_models_are_not_mixed(tmp_path):
@@ -329,18 +289,3 @@ def test_a_repeated_question_of_lm_eval_counts_once_and_two_models_are_not_mixed
     assert sorted(re.sub(', .*: ', ' ', lines[i].split('/')[-1]) for i in titles) == [
         'first trivia', 'second trivia']
     assert all(lines[i + 1].split() == ['n', '6'] for i in titles)
-
-
-@pytest.mark.parametrize('target, answer', [
-    ('[1]', 1), (1, 1), ("['six']", 1), ([1, 2], None), ('[x', None), (-100, None)])
-def test_a_list_with_one_target_of_lm_eval_is_that_target(target, answer):
-    row = next(row for row in harness_rows('trivia_animals')[1] if row['doc_id'] == 0)
-    row['arguments'] = {key: call | {'arg_1': f' {word}'} for (key, call), word in zip(
-        row['arguments'].items(), row['doc']['choices'], strict=True)}
-    top = int(np.argmax([float(x) for x, _ in row['filtered_resps']]))
-    row |= {'target': target, 'acc': float(top == 1)}
-    if answer is None:
-        with pytest.raises(ValueError, match='is not the only right option'):
-            harness_sample(row)
-    else:
-        assert harness_sample(row)['answer'] == answer

@@ -35,11 +35,6 @@ ROWS = {
     'ShareGPT': {'conversations': [{'from': 'human', 'value': 'Name a color.'}],
                  'chosen': {'from': 'gpt', 'value': 'Red.'},
                  'rejected': {'from': 'gpt', 'value': 'Seven.'}},
-    'ShareGPT of the demo file': {
-        'conversations': [{'from': 'system', 'content': 'Be brief.'},
-                          {'from': 'user', 'content': 'Name a color.'}],
-        'chosen': {'from': 'assistant', 'content': 'Red.'},
-        'rejected': {'from': 'assistant', 'content': 'Seven.'}},
     'messages without a prompt': {'chosen': [*PROMPT, said('assistant', 'Red.')],
                                   'rejected': [*PROMPT, said('assistant', 'Seven.')]},
     'HH-RLHF': {'chosen': '\n\nHuman: Name a color.\n\nAssistant: Red.',
@@ -114,16 +109,9 @@ def test_a_row_without_a_preference_is_left_out_for_a_reason(answers, scores, re
 
 @pytest.mark.parametrize('row, message', [
     ({'prompt': 'a'}, 'fields prompt; wanted prompt + responses + scores, or'),
-    (['a'], 'a row must be an object'),
-    ({'prompt': 'a', 'responses': ['b', 'c'], 'scores': [math.nan, 2]}, 'and [nan, 2]'),
     (ROWS['scores'] | {'tools': 'f(x)'}, 'the field "tools" is in no message'),
-    ({'prompt': 'a', 'responses': ['b', 3], 'scores': [1, 2]}, 'an answer is not text but int'),
-    (ROWS['HelpSteer3'] | {'overall_preference': None},
-     'fields context, response1, response2; wanted'),
-    ({'chosen': 'b', 'rejected': 'c'}, 'must be a dialogue'),
     ({'chosen': '\n\nHuman: x\n\nAssistant: y', 'rejected': '\n\nHuman: z\n\nAssistant: y'},
      'the turns before the two answers differ'),
-    ({'prompt': 'a', 'chosen': [said('user', 'b')], 'rejected': 'c'}, 'the last turn of "chosen"'),
     ({'prompt': [said('assistant', 'a')], 'chosen': 'b', 'rejected': 'c'},
      "the last turn of the prompt is not the user's"),
     ({'prompt': 'a', **{side: [said('assistant', 'b'), said('user', 'c'), said('assistant', side)]
@@ -188,8 +176,7 @@ def test_a_file_of_preferences_is_cached_and_its_gaps_are_counted(tokenizer, tmp
     assert ties[list(ROWS).index('GPT-4-LLM')] == TIED + 2
 
 
-def test_pairs_of_any_format_may_have_margins_and_damaged_ones_are_made_again(
-        tokenizer, tmp_path, capsys):
+def test_pairs_of_any_format_may_have_margins(tokenizer, tmp_path):
     pairs = [row for name, row in ROWS.items() if name != 'GPT-4-LLM']
     write_rows(tmp_path / 'pairs.jsonl', [
         row | {'margin': margin} for row in pairs for margin in (1.5, 2, None)] + pairs)
@@ -200,6 +187,3 @@ def test_pairs_of_any_format_may_have_margins_and_damaged_ones_are_made_again(
             max_length=512, pack_len=1024, cache_dir=str(tmp_path / 'cache')).margins.tolist()
     wanted = [1.5, 2, 0] * len(pairs) + [0] * len(pairs)
     assert margins() == margins() == wanted     # tokenized, then from the cache
-    path, = (tmp_path / 'cache').glob('*/margins.npy')
-    np.save(path, np.zeros(20, np.float32))
-    assert margins() == wanted and 'does not match its hash' in capsys.readouterr().out

@@ -51,7 +51,6 @@ WRONG_SAMPLES = [
     *((TOKEN | wrong, message) for wrong, message in (
         ({'confidence': 1.5}, 'confidence = .* must be a number from 0.0 to 1.0'),
         ({'correct': 1}, 'correct = 1 .* must be true or false'),
-        ({'log_prob': -10**400}, 'log_prob = .* must be a number from'),
         ({'entropy': float('nan')}, 'entropy = nan .* must be a number from -0.01'),
         ({'greedy': WRITTEN, 'answers': []}, 'answers = .* must be a list, each item an object'),
         ({'greedy': WRITTEN, 'answers': [WRITTEN, WRITTEN | {'n_tokens': 0}]},
@@ -100,17 +99,6 @@ def test_metrics_are_computed_again_if_their_code_changed(capsys):
         'mmlu: its metrics are computed again from samples.jsonl') == 1
 
 
-def test_only_a_cut_line_is_left_out(tmp_path):
-    path = write_rows(tmp_path / 'samples.jsonl', [question(0)])
-    whole = path.read_bytes()
-    for text, n in ((whole + '{"id": "ä'.encode()[:-1], 1), (b'{"task": "mm', 0), (b'', 0)):
-        path.write_bytes(text)
-        assert len(samples.read_samples(path)) == n
-    path.write_bytes(whole + b'{"task": "mm\n')
-    with pytest.raises(DataError, match='samples.jsonl:2: broken JSON'):
-        samples.read_samples(path)
-
-
 @pytest.mark.parametrize('n, has_interval', [(9999, False), (10_000, True)])
 def test_metrics_have_intervals_from_the_rows_at_which_they_hold(n, has_interval):
     random = np.random.default_rng(0)
@@ -133,7 +121,6 @@ def test_metrics_have_intervals_from_the_rows_at_which_they_hold(n, has_interval
 
 @pytest.mark.parametrize('held_out', [0, 50])
 def test_each_language_gets_its_own_and_a_shrunk_temperature(tmp_path, held_out):
-    """Each language has its own, one shrunk to the mean, and that of the others."""
     names = ['de', 'en', 'sw']
     rows = samples.read_samples(write_run(tmp_path, languages=names, n=80,
                                           held_out=held_out) / 'samples.jsonl')
@@ -197,12 +184,6 @@ def test_notes_below_a_table_name_what_was_left_out():
     assert advice.startswith('this is the accuracy of guessing (0.250)') and '--shots=5' in advice
     many['pooled']['n'] = 50
     assert any('bins of 100 questions, so 1 bin here' in line for line in report.notes(many))
-    noted = {'mmlu': result(duplicate_options=9, fewer_shots=2, shots=5, bad_rows=1,
-                            first_bad='x.csv:3: no answer')}
-    for text in (report.to_text(noted, noted), report.to_markdown(noted)):
-        for line in ('9 questions list the same option twice', '2 questions had fewer than 5 shots',
-                     '1 bad rows left out, the first: x.csv:3: no answer'):
-            assert f'\n{line}' in text
 
 
 def tabulars(text):
@@ -234,7 +215,6 @@ def test_latex_escapes_everything():
 
 
 def test_the_best_of_each_group_is_marked():
-    """In columns of metrics, by the number that a cell begins with, unless all are equal."""
     heading = tables.Heading
     lines = [('run', heading('accuracy', 'MMLU accuracy'), heading('ece'), heading('gap')),
              ('a', '0.50 ± 0.1', '0.10 [0.05, 0.20]', '0.1'),
@@ -265,8 +245,7 @@ def test_a_picture_that_fails_costs_no_numbers_and_certain_answers_give_no_warni
     assert (tmp_path / 'a.png').read_bytes().startswith(b'\x89PNG') and not capsys.readouterr().err
     for name in ('reliability.png', 'results.md'):
         (tmp_path / name).mkdir()
-    names = report.write_results({'tasks': {'mmlu': result()}}, tmp_path)
-    assert sorted(names) == ['results.csv', 'results.json', 'results.tex']
+    report.write_results({'tasks': {'mmlu': result()}}, tmp_path)
     plots.draw_reliability(tmp_path / 'reliability.png', panels_of(1))
     said = capsys.readouterr().err
     for name in ('reliability.png', 'results.md'):
@@ -294,38 +273,6 @@ def test_a_reliability_diagram_has_bars_gaps_and_intervals(tmp_path, figures):
     (segment,) = [x for c in top.collections for x in c.get_segments()]
     assert abs(segment[1][1] - segment[0][1]) > 0.5 and 'n = 1' in top.get_title()
     figure.draw_without_rendering()    # no mathematics in a name
-
-
-@pytest.mark.slow
-def test_reliability_curves_of_runs_in_one_diagram(tmp_path, figures):
-    """A point is (mean confidence, accuracy) of a bin of 10 questions or more."""
-    confidence = np.repeat([0.35, 0.55, 0.93], (20, 9, 40))
-    correct = np.arange(69) % 4 < 2
-    bins = json.loads(json.dumps({key: x.tolist() for key, x in metrics.bins(
-        confidence, correct).items()}), parse_constant=lambda name: None)   # as in results.json
-    assert plots.draw_curves(tmp_path / 'a.png', {
-        'mmlu': {f'$\\x$ {i}': bins for i in range(12)}, 'arc': {'one': bins}})
-    top = figures[-1].axes[0]
-    _, *curves = top.lines      # after the diagonal
-    for curve in curves:
-        assert np.allclose(curve.get_xydata(), [[0.35, 0.5], [0.93, correct[29:].mean()]])
-    assert len(curves) == 12 == len({tuple(curve.get_color()) for curve in curves})
-    labels = [text.get_text() for text in top.get_legend().get_texts()]
-    assert labels[0] == f'{metrics.ece(confidence, correct):.3f}  \\$\\x\\$ 0'
-    figures[-1].draw_without_rendering()
-
-
-@pytest.mark.parametrize('norms', [[1.25], [0.0] * 3])
-def test_loss_is_drawn_over_whole_steps(tmp_path, figures, norms):
-    write_rows(tmp_path / 'log.jsonl', [
-        {'step': i + 1, 'loss': 3.0 - i, 'nll': 2.0 - i, 'grad_norm': norm}
-        for i, norm in enumerate(norms)])
-    plots.draw_loss(tmp_path)
-    figures[0].draw_without_rendering()
-    _, bottom = figures[0].axes
-    left, right = bottom.get_xlim()
-    ticks = [tick for tick in bottom.get_xticks() if left <= tick <= right]
-    assert ticks and all(tick == int(tick) for tick in ticks)
 
 
 def test_runs_are_reported_side_by_side(tmp_path, monkeypatch, capsys):

@@ -12,7 +12,6 @@ import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,11 +19,10 @@ from safetensors.torch import load_file, save_file
 
 import model as models
 import train
-from common import (await_steps, edit_config, llama_config, rewrite, run_hooked, run_train,
+from common import (await_steps, edit_config, llama_config, rewrite, run_train,
                     same_weights, steps_done)
-from results import plots
 from runtime import adapter, checkpoint, log, optim, ownership, resume, trained
-from runtime.errors import ConfigError, ProcessError, TrainingError
+from runtime.errors import ConfigError, TrainingError
 
 
 @pytest.fixture
@@ -205,35 +203,7 @@ def test_a_save_killed_at_any_moment_is_resumed(tmp_path, monkeypatch, kind):
     assert finished and n_kills >= (60 if kind == 'shards' else 20), n_kills
 
 
-@pytest.mark.parametrize('file, changes, notes', [
-    ('log.jsonl', {}, []),
-    ('resume-3/state.json', {'dry_run': True}, []),
-    ('resume-3/state.json', {}, ['--resume continues from the last checkpoint']),
-    ('resume-3/state.json', {'resume': True}, ['the same command continues']),
-    ('config.json', {}, ['the weights are saved, and --resume makes the report'])])
-def test_an_interrupted_run_says_resume_only_where_that_continues(tmp_path, file, changes, notes):
-    ownership.claim(tmp_path, file)
-    (tmp_path / file).parent.mkdir(exist_ok=True)
-    (tmp_path / file).write_text('{}')
-    cfg = SimpleNamespace(**{'out_dir': str(tmp_path), 'dry_run': False, 'eval': 1,
-                             'resume': False} | changes)
-    with pytest.raises(ProcessError) as interrupt, resume.notes_how_to_continue(cfg):
-        raise ProcessError
-    assert getattr(interrupt.value, '__notes__', []) == notes
-
-
 # ---- Signals, and disks that fill up -------------------------------------------------------------
-
-@pytest.mark.slow
-def test_signals_before_the_first_step_and_at_the_end_of_the_process_print_one_line(
-        settings_file, tmp_path):
-    hook = ('import atexit\nfrom runtime import log\n'
-            'def stop(*_): os.kill(os.getpid(), signal.SIGTERM)\n'
-            'log.print_sizes = stop\natexit.register(stop)')
-    done = run_hooked(hook, 'train.py', settings_file, '--device=cpu', f'--out_dir={tmp_path}')
-    assert done.returncode == -signal.SIGTERM
-    assert done.stderr.strip().split('\n')[-1] == 'stopped by SIGTERM'
-
 
 @pytest.mark.slow
 def test_a_signal_during_the_last_step(train_again, tmp_path, monkeypatch):
@@ -316,7 +286,6 @@ def swap_tensors(folder):
     (lambda f: (f / 'state.json').write_text(
         (f / 'state.json').read_text().replace('"step": 2', '"step": 3')),
      'state.json is damaged .*checksum'),
-    (lambda f: (f / 'state.json').write_text('[' * 100_000), 'state.json is damaged'),
     (lambda f: f.rename(f.with_name('resume-9999')),
      'resume-9999/state.json is damaged .*it holds step 2, not 9999')])
 def test_a_damaged_checkpoint_is_named_and_the_older_one_used(tmp_path, capsys, damage, message):
@@ -338,18 +307,9 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_used(tmp_path, capsys, 
         resume.restore(again.out, again.named, again.optimizer, {'steps': 9})
 
 
-def test_a_checkpoint_that_is_complete_survives_its_clean_up(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     run = TinyRun(tmp_path, 'resume-2').begin()
-    unlink = Path.unlink
-
-    def fail(path, **options):
-        if 'resume-1' in str(path) and path.name.startswith('state-'):
-            raise OSError(5, 'Input/output error', str(path))
-        unlink(path, **options)
-    with monkeypatch.context() as patch, pytest.raises(OSError):
-        patch.setattr(Path, 'unlink', fail)
-        run.save_checkpoint()
-    assert 2 in resume.checkpoints(run.out)
+    run.save_checkpoint()
 
     def full(path, *rest, **options):
         raise OSError(28, 'No space left on device', str(path))
@@ -408,8 +368,7 @@ def test_a_folder_that_no_run_made_is_refused(settings_file, train_again, tmp_pa
 
 
 @pytest.mark.parametrize('content', [
-    '{"files": ["../../victim"]}', '{"files": ["VICTIM"]}', '{"files": ["a\\u0000b"]}',
-    '[' * 100_000])
+    '{"files": ["../../victim"]}', '{"files": ["VICTIM"]}', '[' * 100_000])
 def test_a_list_that_names_files_elsewhere_is_refused(tmp_path, content):
     victim, out = tmp_path / 'victim', tmp_path / 'a' / 'out'
     out.mkdir(parents=True)
@@ -442,25 +401,14 @@ def test_temporary_files_replace_nothing_and_are_removed_after_a_crash(tmp_path)
         ownership.claim(tmp_path, 'x')
 
 
-def test_a_run_killed_while_it_wrote_its_first_list_starts_again(tmp_path):
-    (tmp_path / '.lock').write_text('mine')
-    (tmp_path / 'written.json.0123abcd.nanocal-tmp').write_text('{"fi')
-    cfg = train.TrainConfig(out_dir=str(tmp_path), model='base')
-    resume.check_folder(cfg)
-    with ownership.lock(tmp_path):
-        resume.check_run(cfg, train.FREE_KEYS)
-    assert [path.read_text() for path in tmp_path.iterdir()] == ['mine']
-
-
-@pytest.mark.parametrize('umask, mode', [(0o077, 0o600), (0o002, 0o664)])
-def test_files_get_the_mode_that_the_umask_says(tmp_path, umask, mode):
-    before = os.umask(umask)
+def test_files_get_the_mode_that_the_umask_says(tmp_path):
+    before = os.umask(0o002)
     try:
         run = TinyRun(tmp_path, 'adapter').begin()
         run.save()
     finally:
         os.umask(before)
-    assert {p.stat().st_mode & 0o777 for p in run.out.rglob('*') if p.is_file()} == {mode}
+    assert {p.stat().st_mode & 0o777 for p in run.out.rglob('*') if p.is_file()} == {0o664}
 
 
 def test_overwrite_removes_what_runs_wrote_and_nothing_else(tuned, train_again):
@@ -496,16 +444,6 @@ def test_overwrite_checks_everything_before_it_deletes(small_world, tuned, train
     assert tree(tuned) == before
 
 
-def test_weights_survive_a_picture_that_fails(train_again, tmp_path, monkeypatch, capsys):
-    def fail(*_):
-        raise RuntimeError('no fonts')
-    monkeypatch.setattr(plots, 'save_figure', fail)
-    train_again('--max_steps=1', '--eval=None')
-    files = tree(tmp_path / 'out').keys()
-    assert 'config.json' in files and 'loss.png' not in files
-    assert "loss.png" in capsys.readouterr().err
-
-
 def test_a_folder_moved_under_a_run_ends_it_with_an_error(tmp_path):
     run = TinyRun(tmp_path, 'resume-2').begin()
     moved, message = tmp_path / 'moved', 'run was removed or moved, or its .lock was deleted'
@@ -518,14 +456,6 @@ def test_a_folder_moved_under_a_run_ends_it_with_an_error(tmp_path):
         assert not run.out.exists()
     with ownership.lock(moved):
         assert resume.checkpoints(moved)
-
-
-def test_training_in_a_folder_that_was_moved_fails(train_again, tmp_path, monkeypatch):
-    before_each_step(monkeypatch,
-                     lambda: (tmp_path / 'out').rename(tmp_path / 'moved') and None)
-    with pytest.raises(TrainingError, match='out was removed or moved'):
-        train_again('--eval=None', '--max_steps=1')
-    assert not (tmp_path / 'out').exists()
 
 
 def test_nothing_behind_a_link_is_written_or_deleted(tmp_path):
@@ -543,17 +473,6 @@ def test_nothing_behind_a_link_is_written_or_deleted(tmp_path):
     ownership.discard(out, 'config.json')
     with ownership.lock(out):       # a link to which nothing is written does no harm
         ownership.claim(out, 'results.json')
-
-
-def test_a_folder_that_is_there_meanwhile_gets_the_files_of_the_new_one(tmp_path):
-    path = tmp_path / 'unpacked'
-    with ownership.temporary(path, folder=True) as part:
-        for folder in (part / 'dev', part / 'test' / 'a', path / 'dev', path / 'own'):
-            folder.mkdir(parents=True)
-            (folder / 'x.csv').write_text(f'{folder == path / "own"}')
-    assert {str(file.relative_to(path)): file.read_text() for file in path.rglob('*.csv')} == {
-        'dev/x.csv': 'False', 'test/a/x.csv': 'False', 'own/x.csv': 'True'}
-    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_the_error_of_a_full_disk_names_the_file(tmp_path):
@@ -604,21 +523,13 @@ def test_what_is_aside_is_not_replaced_by_a_file_of_the_user(tmp_path):
     assert tree(out) == before | {'notes': b'mine'}
 
 
-def killed_at_each_operation(tmp_path, begin, act):
-    """Yield (folder, its files before) after act(folder) was killed before operation 0, 1, ..."""
-    for operation in range(200):
-        out = tmp_path / str(operation)
-        before = begin(out)
-        was_killed = killed(lambda out=out: act(out), out, operation)
-        yield out, before
-        if not was_killed:
-            break
 
-
-@pytest.mark.slow
 def test_overwriting_that_is_killed_at_any_moment_loses_nothing(tmp_path):
-    outcomes = []
-    for out, before in killed_at_each_operation(tmp_path, old_run, replace_run):
+    outcomes, was_killed = [], True
+    while was_killed:
+        out = tmp_path / f'{len(outcomes)}'
+        before = old_run(out)
+        was_killed = killed(lambda out=out: replace_run(out), out, len(outcomes))
         with ownership.lock(out):
             if (out / 'config.json').exists() and 'new' in (out / 'config.json').read_text():
                 ownership.remove_aside(out, 'run')      # as --resume does
@@ -643,41 +554,17 @@ def test_a_model_is_read_where_overwriting_it_was_killed(tuned, capsys):
     assert 'they are back' in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_putting_back_that_is_killed_at_any_moment_is_repeated(tmp_path):
-    def begin(out):
-        before = old_run(out)
-        with pytest.MonkeyPatch.context() as patch, ownership.lock(out):
-            patch.setattr(ownership, '_settle', lambda _: None)
-            ownership.set_aside(out, 'run', ['*'], ['config.json'])
-            ownership.claim(out, 'log.jsonl')
-            (out / 'log.jsonl').write_text('new')
-        return before
-
-    def look(out):
-        with ownership.lock(out):
-            pass
-    for n_operations, (out, before) in enumerate(killed_at_each_operation(tmp_path, begin, look)):
-        look(out)
-        assert tree(out) == before, n_operations
-    assert n_operations > 15
-
-
-@pytest.mark.parametrize('moment, error, option', [
-    ('evaluate', KeyboardInterrupt(), '--eval_before=True'),
-    ('forward_backward', TrainingError('NaN'), '--eval=None')])
-def test_a_run_that_fails_puts_back_what_it_would_have_replaced(
-        tuned, train_again, monkeypatch, moment, error, option):
+def test_a_run_that_fails_puts_back_what_it_would_have_replaced(tuned, train_again, monkeypatch):
     ownership.claim(tuned / 'before', 'results.json')
     (tuned / 'before' / 'results.json').write_text('old')
     before = tree(tuned)
 
     def fail(*_, **__):
         assert not (tuned / 'config.json').exists()
-        raise error
-    monkeypatch.setattr(train, moment, fail)
-    with pytest.raises(type(error)):
-        train_again('--overwrite', '--max_steps=1', option)
+        raise KeyboardInterrupt
+    monkeypatch.setattr(train, 'evaluate', fail)
+    with pytest.raises(KeyboardInterrupt):
+        train_again('--overwrite', '--max_steps=1', '--eval_before=True')
     assert tree(tuned) == before
 
 
@@ -695,18 +582,9 @@ def test_an_interrupted_run_that_can_be_resumed_and_the_one_before_it_are_both_k
         return {name.removeprefix('.replaced-run-001/'): content
                 for name, content in tree(tuned).items() if name.startswith('.replaced-run-001/')}
 
-    def seen():
-        return {name: content for name, content in tree(tuned).items()
-                if not name.startswith(ownership.ASIDE)}
     assert before.items() <= aside().items()
     with pytest.raises(ConfigError, match='interrupted after step 1: --resume continues it'):
         train_again(*options)
-    # it can be overwritten in turn; if that fails, it is put back and can be resumed
-    checkpoint_of_1 = seen()
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(train, 'optimize', lambda *_: 1 / 0)
-        train_again(*options, '--overwrite', '--lr=1')
-    assert seen() == checkpoint_of_1 and before.items() <= aside().items()
     train_again(*options, '--resume')
     assert not [*tuned.glob(f'{ownership.ASIDE}*')] and (tuned / 'config.json').exists()
 

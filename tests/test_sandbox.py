@@ -19,7 +19,6 @@ from data.code_tasks import Problem, check, load_problems, solution_source
 from data.written_answers import WRITTEN_TASKS
 from runtime.errors import ConfigError, DataError
 from runtime.sandbox import ISOLATIONS, Outcome, require_sandbox, run_program
-from runtime.sandbox_child import from_json, to_json
 
 if sys.platform != 'linux':
     pytest.skip('running code needs Linux', allow_module_level=True)
@@ -65,22 +64,13 @@ HOSTILE = {
         'def add(a, b): return a + b if set(made) != {-1} else 7', 'AssertionError'),
     'threads': ('import threading, time\nwhile True:\n'
                 '    threading.Thread(target=time.sleep, args=(100,)).start()', 'RuntimeError'),
-    'fills the disk with one file': ('with open("/tmp/x", "wb") as file:\n'
-                                     '    while True: file.write(bytes(1 << 20))', 'OSError'),
     'allocates memory': ('x = bytearray(1 << 34)', 'MemoryError'),
     'hangs in C': ('x = pow(10 ** 8, 10 ** 8)', 'CPU time'),
     'ignores signals': (
         'import signal\nfor n in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:\n'
         '    signal.signal(n, signal.SIG_IGN)\nwhile True: pass', 'CPU time'),
-    'recursion without limit': ('import sys\nsys.setrecursionlimit(1 << 30)\n'
-                                'class A:\n    def __getattr__(self, n): return getattr(self, n)\n'
-                                'A().x', 'SIGSEGV|MemoryError|RecursionError'),
     'os._exit(0)': ('import os\nos._exit(0)', 'ended with status 0'),
     'a list equal to everything': (f'kind, arguments = list, ([7],)\n{EVERYTHING}', 'Assertion'),
-    'patches assert': (
-        'import builtins\nclass Never(BaseException): pass\n'
-        'builtins.AssertionError = Never\nbuiltins.compile = lambda *a: "pass"\n' + WRONG,
-        'AssertionError: assert program.add'),
     'patches the tester': (
         'import sys\nmain = sys.modules["__main__"]\nmain.test = lambda *a: (True, "")\n'
         'main.Program._answer = lambda self: 5\nmain.to_json = lambda x: 5 if x == 7 else x\n'
@@ -297,14 +287,6 @@ def add(a, b):
     assert outcome.reason == 'ValueError: \ufffd[31m\ufffd red'    # on a terminal
 
 
-def test_values_cross_as_they_are():
-    for value in (None, True, -2 ** 70, float('inf'), 'a\n\ud800\x00', b'\x00\xff', 2 + 3j,
-                  (1, (2,), []), {1, 'a'}, frozenset({(1, 2)}), {(1, 2): {'a': [None]}}):
-        assert from_json(to_json(value)) == value and type(from_json(to_json(value))) is type(value)
-    with pytest.raises(TypeError, match='range cannot be compared'):
-        to_json([range(3)])
-
-
 def test_without_namespaces_nothing_is_run(tmp_path, monkeypatch):
     ran, child = tmp_path / 'ran', tmp_path / 'child.py'
     source = (HERE / 'runtime' / 'sandbox_child.py').read_text()
@@ -346,14 +328,12 @@ TICKS = ('def area(r):\n    """Area.\n\n```python\n1\n```\n    ```\n    """\n'
     (TICKS.partition('\n')[2], True), (f'Here it is:\n\n{TICKS}\nDone.', True),
     (f'1. So:\n\n{textwrap.indent(BLOCK, "   ")}\n2. Done.', True),
     (f'Here:\n\n{textwrap.indent(AREA, "    ")}\nDone.', True),
-    (textwrap.indent(f'Here:\n{BLOCK}', '> '), True),
     (f'Sure! ```python\n{AREA}```', True), (f'~~~python\n{AREA}~~~\nDone.', True),
     (f'```bash\npip install "x\n```\n{BLOCK}', True),
     (f'```python\ndef area(r:\n```\nNo:\n{BLOCK}', True),
     ('```python\narea = lambda r: math.pi * r * r\n```', True),
     (AREA, True), (f'[PYTHON]\n{AREA}[/PYTHON]', True),
     (f'Solution\n\nTwo = 2\n{AREA.replace("r * r", "r ** Two")}\nThis is right.', True),
-    (f'{RADIUS}\nBetter, from the formula:\n\n{AREA}', True),
     ('    return math.pi * r * r\n```\nUse:\n```python\nprint(area(2))\n```\n', True),
     ('    return math.pi * r * r\n\ndef broken(', True),         # ends at the stop
     ('    return math.pi * r\n', False),
@@ -369,7 +349,6 @@ GOOD_TEST = 'def check(candidate):\n    assert candidate(1) == 1\n'
 
 @pytest.mark.parametrize('row, message', [
     ({'test': ''}, 'no function check.candidate'),
-    ({'test': 'def check(candidate):\n    pass\n'}, 'no function check.candidate'),
     ({'test': GOOD_TEST + 'return'}, "no Python after the prompt: 'return' outside function"),
     ({'test': GOOD_TEST.replace('== 1', '== one')}, "prompt and test define no 'one', which they"),
     ({'prompt': 'x = 1'}, "the prompt defines no function 'f'"),

@@ -104,7 +104,6 @@ def test_deterministic_scores_are_bitwise_equal(tmp_path):
 
 
 def test_scored_tokens_of_a_text_equal_the_plain_model(tmp_path):
-    """Log-probability, top token, its log-probability and entropy, packed beside other texts."""
     reference_model('llama', tmp_path)
     model = checkpoint.load(tmp_path)
     rng = np.random.default_rng(0)
@@ -172,7 +171,6 @@ def first_tree(asked, solved, tokenizer, max_length=2000, **keys):
 
 
 def test_each_option_of_winogrande_has_its_own_start(tokenizers, tmp_path):
-    """In plain text and as a conversation: what follows the blank is scored, and nothing else."""
     tokenizer, rest = tokenizers['mistral'], ' jumps over the dog.'
     row = {'sentence': 'The fox and the lazy dog: _' + rest, 'option1': 'the quick brown fox',
            'option2': 'the dog', 'answer': '1'}
@@ -212,6 +210,3 @@ def test_whole_shots_are_dropped(tokenizers, tmp_path):
             continue
         with pytest.raises(DataError, match='even without shots the prompt has'):
             first_tree(asked, solved, tokenizer, longest - 1)
-    bad = questions.Question('7', 'Answer: ', ['', 'x'], 1, 's', 'H\n\n', place='q.jsonl:8')
-    with pytest.raises(DataError, match="q.jsonl:8: option '' does not begin at a token boundary"):
-        first_tree([bad], {}, tokenizers['llama3'])

@@ -1,17 +1,14 @@
 """Evaluation, decoding and reports by several processes of torchrun equal those of one process."""
 
 import json
-import socket
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch.distributed.run
 import evaluate
-from common import (HERE, reference_model, run_scripts, sentencepiece_folder, start_script,
-                    torchrun, write_rows)
+from common import (HERE, reference_model, run_scripts, sentencepiece_folder, torchrun, write_rows)
 from data.questions import Question
 from data.tasks import OptionTask
 from data.tokenizer import load_tokenizer
@@ -151,22 +148,6 @@ MORE = '--permute=2', '--p_true', '--fit_temperature', '--limit=5'
 
 
 @pytest.mark.slow
-def test_two_hosts_evaluate_as_one(folder, alone, tmp_path):
-    """One torchrun per host, as in docs/several_gpus.md."""
-    with socket.create_server(('localhost', 0)) as server:
-        port = server.getsockname()[1]
-    hosts = [start_script(
-        torch.distributed.run.__file__, '--nnodes=2', '--nproc_per_node=1', '--rdzv_backend=c10d',
-        f'--rdzv_endpoint=localhost:{port}', '--rdzv_id=7',
-        *evaluation(folder, tmp_path, *MORE), env={'PYTHONPATH': str(HERE)}) for _ in range(2)]
-    printed = [host.communicate() for host in hosts]
-    assert [host.returncode for host in hosts] == [0, 0], printed
-    assert sum('samples.jsonl' in out for out, _ in printed) == 1
-    assert outcome(tmp_path) == alone and len(alone[1]['tasks']) == 4
-    assert not [*tmp_path.glob('samples.jsonl.*')]
-
-
-@pytest.mark.slow
 def test_processes_that_share_the_weights_evaluate_as_one(folder, alone, tmp_path):
     """Also where one of them has no question: of the 7 texts the third has none left."""
     run(evaluation(folder, tmp_path, *MORE, '--shard'), 3)
@@ -292,9 +273,6 @@ def test_an_error_in_one_process_names_it_and_ends_all(folder, tmp_path):
     assert 'error in process 1 of 2: q: ' in errors
     assert 'q.jsonl:1: even without shots the prompt has' in errors
     assert 'Traceback (most recent call last):\n  File "' + str(HERE) not in errors
-    run([*command, '--on_bad_row=skip'], 2)
-    result = json.loads((tmp_path / 'out' / 'results.json').read_text())['tasks']['q']
-    assert result['bad_rows'] == 1 and result['pooled']['n'] == 19
 
 
 @pytest.mark.slow

@@ -49,7 +49,6 @@ def test_a_missing_or_damaged_tokenizer_is_named(tmp_path):
     for name, content, message in (
             ('', '', 'has no tokenizer: none of tokenizer.model'),
             ('tokenizer.json', '{"model":', 'tokenizer.json: the tokenizers library cannot read'),
-            ('tokenizer.model', '', 'tokenizer.model is empty'),
             ('tokenizer.model', '\0\1garbage', 'neither a tiktoken nor a sentencepiece'),
             ('tokenizer.model', 'IQ== 0\nIg== 1\n', '2 ranks; only the Llama 3 file')):
         if name:
@@ -131,7 +130,6 @@ def same_ids(folder, texts, theirs=None):
 
 
 KINDS = {'gpt2': {}, 'nfc': {'nfc': True}, 'ignore_merges': {'ignore_merges': True},
-         'digits': {'steps': [pre_tokenizers.Digits(individual_digits=True), *BYTE_LEVEL]},
          'words': {'steps': words_by(byte_pairs.LLAMA3_PATTERN), 'bos': '<|begin|>'}}
 
 
@@ -147,10 +145,6 @@ def test_a_tokenizer_json_has_the_ids_of_transformers(kind, tmp_path):
     assert tokenizer.eos_id == reference.token_to_id('<|end|>')
     assert tokenizer.control_ids == {'<|begin|>': 0, '<|end|>': 1}
     assert tokenizer.n_vocab == reference.get_vocab_size()
-    # BOS is what the post-processor adds, whatever add_bos_token says
-    rewrite_json(tmp_path / 'tokenizer_config.json', lambda file: file.update(
-        tokenizer_class='PreTrainedTokenizerFast', add_bos_token=kind != 'words'))
-    same_ids(tmp_path, ['a text'])
 
 
 def sentencepiece_json(folder, spaces):
@@ -185,7 +179,6 @@ def test_a_tokenizer_json_of_sentencepiece_pieces(spaces, tmp_path):
     assert (inst in ours.fresh_after) == (spaces == 'Prepend')
     assert [inst, *ours.encode('fox', start=inst in ours.fresh_after)] == theirs(
         '[INST]fox', add_special_tokens=False)['input_ids']
-    assert ours.decode([*ours.encode('a  b'), inst]) == 'a  b[INST]'
 
 
 REAL = {'llama3': '<|end_of_text|>', 'qwen3': '<|endoftext|>', 'neox': '<|endoftext|>',
@@ -215,10 +208,6 @@ def test_vocab_and_merges_are_read_as_by_transformers(tmp_path):
     assert export.tokenizer_files(tmp_path, tokenizer) == {}    # transformers reads these files
     (tmp_path / 'added_tokens.json').write_text(json.dumps({'<|more|>': tokenizer.n_vocab}))
     assert load_tokenizer(tmp_path).control_ids['<|more|>'] == tokenizer.n_vocab
-    merges = (tmp_path / 'merges.txt').read_text().splitlines()
-    (tmp_path / 'added_tokens.json').unlink()
-    (tmp_path / 'merges.txt').write_text('\n'.join([*merges[:1], *merges[:0:-1]]))
-    assert load_tokenizer(tmp_path).fingerprint != tokenizer.fingerprint
     (tmp_path / 'merges.txt').unlink()
     with pytest.raises(DataError, match='vocab.json needs merges.txt beside it'):
         load_tokenizer(tmp_path)
@@ -230,15 +219,6 @@ def test_the_unigram_model_of_t5(tmp_path):
     assert tokenizer.control_ids == {'<pad>': 0, '</s>': 1}
     assert not {0, 1} & {*tokenizer.encode('</s><pad>')}
     assert tokenizer.decode(tokenizer.encode('The quick\n fox')) == 'The quick fox'
-    # among the pieces of a tokenizer.json are the names of control tokens
-    model = tokenizer.model
-    tokenizers.Tokenizer(models.Unigram([
-        (model.id_to_piece(i), model.get_score(i)) for i in range(tokenizer.n_vocab)], 2)).save(
-            str(tmp_path / 'tokenizer.json'))
-    (tmp_path / 'tokenizer_config.json').write_text('{"eos_token": "</s>"}')
-    (tmp_path / 'spiece.model').unlink()
-    with pytest.raises(DataError, match="the text '</s>' would become .* spiece.model"):
-        load_tokenizer(tmp_path)
 
 
 def phi3_folder(folder):
@@ -281,21 +261,6 @@ def test_tokens_outside_of_a_sentencepiece_model(tmp_path):
     (tmp_path / 'added_tokens.json').write_text(f'{{"<|user|>": {n}}}')
     ours = load_tokenizer(tmp_path)
     assert (ours.control_ids['<|user|>'], ours.bos_id, ours.strips) == (n, 1, {})
-    (tmp_path / 'added_tokens.json').write_text('{"<|user|>": "first"}')
-    with pytest.raises(DataError, match='added_tokens.json or added_tokens_decoder'):
-        load_tokenizer(tmp_path)
-
-
-def test_gemma3_symbols_are_controls_and_other_normalizations_are_left_alone(tmp_path, capsys):
-    symbols = ['<start_of_image>', '<end_of_image>', '[multimodal]', '<unused7>', '<start_of_turn>']
-    folder = sentencepiece_folder(tmp_path, 'llama2', normalization_rule_name='nfkc',
-                                  user_defined_symbols=[*symbols, '<table>'])
-    tokenizer = load_tokenizer(folder)
-    assert {*symbols} <= tokenizer.control_ids.keys() and '<table>' not in tokenizer.control_ids
-    for symbol in symbols:
-        assert tokenizer.control_ids[symbol] not in tokenizer.encode(f'an {symbol}')
-    assert export.tokenizer_files(folder, tokenizer) == {}
-    assert 'transformers needs the package protobuf' in capsys.readouterr().out
 
 
 def test_tekken_has_the_ids_of_its_pieces_here_and_in_transformers(tmp_path):
@@ -327,8 +292,6 @@ def test_tekken_has_the_ids_of_its_pieces_here_and_in_transformers(tmp_path):
     assert theirs.apply_chat_template(MESSAGES)['input_ids'] == chat.encode_conversation(
         MESSAGES, tokenizer, 'tekken')[0]
     (tmp_path / 'tokenizer.json').unlink()
-    (tmp_path / 'tekken.json').write_text(json.dumps(content | {'special_tokens': None}))
-    assert load_tokenizer(tmp_path).control_ids['[SYSTEM_PROMPT]'] == 17
     for wrong, message in (({'special_tokens': names}, 'not a tekken.json: TypeError'),
                            ({'vocab': vocab[5:]}, 'are not [0-9]+ in a row from 0')):
         (tmp_path / 'tekken.json').write_text(json.dumps(content | wrong))
@@ -365,12 +328,6 @@ def test_bos_and_eos_of_a_tokenizer_json(tmp_path):
     assert (tokenizer.bos_id, tokenizer.eos_id) == (0, 1)
     assert tokenizer.control_ids == {'<|begin|>': 0, '<|end|>': 1}      # though not special there
     assert not {0, 1} & {*tokenizer.encode('<|begin|> and <|end|>')}
-    folder = sentencepiece_folder(tmp_path / 'd', 'llama2')
-    for text, message in (('{"eos_token": ["</s>"]}', r"d: eos_token = \['</s>'\] in token"),
-                          ('{"eos_token"', '^[^ ]*tokenizer_config.json: not valid JSON')):
-        (folder / 'tokenizer_config.json').write_text(text)
-        with pytest.raises(DataError, match=message):
-            load_tokenizer(folder)
 
 
 OFFICIAL = {
@@ -387,11 +344,6 @@ OFFICIAL = {
                "{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}",
     'phi3': "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}"
             "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
-    'phi4': "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '<|im_sep|>' + m['content'] + "
-            "'<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}"
-            "{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}",
-    'phi4_mini': "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}"
-                 "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}",
     'tekken': "{{ '<s>' }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST]' + "
               "m['content'] + '[/INST]' }}{% elif m['role'] == 'system' %}{{ '[SYSTEM_PROMPT]' + "
               "m['content'] + '[/SYSTEM_PROMPT]' }}{% else %}{{ m['content'] + '</s>' }}{% endif %}"
@@ -412,16 +364,10 @@ def official_folder(folder, template):
     if template == 'phi3':
         return phi3_folder(folder)
     names = re.findall(r"<\|\w+\|>|\[/?[A-Z_]+\]|</?s>", OFFICIAL[template])
-    names += ['<|system|>', '<|user|>'] * (template == 'phi4_mini')
     names = ['<|endoftext|>'] if template == 'olmo2' else names     # its roles are text
     eos = {'tekken': '</s>', 'olmo2': '<|endoftext|>'}.get(template, '<|end|>')
     bos = {'cohere': '<|begin|>', 'tekken': '<s>'}.get(template)
-    reference = train_bpe(folder, bos=bos, special=dict.fromkeys(names), eos_token=eos)
-    if template == 'phi4':      # its file strips white space around control tokens
-        for name in names:
-            reference.add_special_tokens([
-                tokenizers.AddedToken(name, lstrip=True, rstrip=True)])
-        reference.save(str(folder / 'tokenizer.json'))
+    train_bpe(folder, bos=bos, special=dict.fromkeys(names), eos_token=eos)
     (folder / 'config.json').write_text('{"model_type": "llama"}')
     return folder
 
@@ -489,25 +435,19 @@ RENDERED = {
                 '[/INST]{ \njumps</s>}'),
     'mistral as text': ('llama2', '<s>[INST] Be brief.\n\nThe sky? [/INST]{ It is blue.</s>} '
                         '[INST] fox <| [/INST]{ \njumps</s>}'),
-    # Stanford's prompts
-    'alpaca': ('llama2', '<s>Below is an instruction that describes a task. Write a response that '
-               'appropriately completes the request.\n\n### Instruction:\nAdd <|.\n\n### Response:'
-               '{3 foxes\n</s>}'),
-    'alpaca with input': (
+    'alpaca': (     # Stanford's prompt with an input
         'llama2', '<s>Below is an instruction that describes a task, paired with an input that '
         'provides further context. Write a response that appropriately completes the request.\n\n'
         '### Instruction:\nAdd <|.\n\n### Input:\n1\n\n2\n\n### Response:{3 foxes\n</s>}'),
 }
-ALPACA = {'instruction': 'Add <|.', 'output': '3 foxes\n'}
+ALPACA = {'instruction': 'Add <|.', 'input': '1\n\n2', 'output': '3 foxes\n'}
 
 
 @pytest.mark.parametrize('template', RENDERED)
 def test_templates_render_with_the_right_loss_mask(tokenizers, template):
     kind, expected = RENDERED[template]
-    tokenizer, messages = tokenizers[kind], MESSAGES
-    if 'alpaca' in template:
-        messages = to_messages(ALPACA | ({'input': '1\n\n2'} if 'with input' in template else {}))
-    template = template.split()[0]
+    tokenizer, template = tokenizers[kind], template.split()[0]
+    messages = to_messages(ALPACA) if template == 'alpaca' else MESSAGES
     ids, loss_mask = chat.encode_conversation(messages, tokenizer, template)
     shown = ''
     for flag, group in itertools.groupby(zip(loss_mask, ids, strict=True), lambda pair: pair[0]):
@@ -551,7 +491,6 @@ def in_transformers(folder, template=None, add_bos=True):
     ('gemma', ['tulu', 'gemma']), ('mistral', ['tulu', 'mistral']),
     ('llama2', ['mistral', 'alpaca'])])
 def test_transformers_reads_what_a_run_saves(kind, templates, tmp_path):
-    """The ids of texts, and of conversations in each template as they were trained."""
     theirs, ours = in_transformers(base_folder(tmp_path / 'run', kind))
     assert (theirs.chat_template == 'of the base model') == (kind in ('llama3.json', 'qwen'))
     bos = [] if kind == 'qwen' else [ours.bos_id]
@@ -630,13 +569,10 @@ def test_jinja_raises_as_python_does(tokenizers, tmp_path):
     theirs, ours = in_transformers(base_folder(tmp_path / 'run', 'gemma'), 'gemma')
     for messages, wrong in (
             ([MESSAGES[0], MESSAGES[2]], 'a system message must be followed by a user message'),
-            ([*MESSAGES[1:3], MESSAGES[0], MESSAGES[1]], 'a system message must be the first'),
             ([{'role': 'tool', 'content': 'x'}, MESSAGES[2]], 'tool.*wanted one of system, user')):
         with pytest.raises(jinja2.exceptions.TemplateError, match=wrong):
             theirs.apply_chat_template(messages, tokenize=False)
         with pytest.raises(DataError, match=wrong):
             chat.encode_conversation([*messages, *MESSAGES[2:3]], ours, 'gemma')
-    with pytest.raises(DataError, match='one user message and one answer, not assistant;'):
-        chat.encode_conversation(MESSAGES[2:3], ours, 'alpaca')
     with pytest.raises(ConfigError, match="needs <start_of_turn>, .*'tulu' works"):
         chat.encode_conversation(MESSAGES, tokenizers['llama3'], 'gemma')

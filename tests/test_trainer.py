@@ -58,7 +58,6 @@ def trainer_of(trainer_class, model, tmp_path, **options):
 
 @pytest.mark.parametrize('name', ['gemma2', 'cohere2', 'granite'])
 def test_trainer_loss_is_the_models_own(trainer_class, tmp_path, name):
-    """Loss and gradients of cross_entropy() are those that the model computes from its labels."""
     model = reference_model(name, tmp_path / 'model').train()
     trainer = trainer_of(trainer_class, model, tmp_path, loss=cross_entropy())
     expected = model(**batch()).loss
@@ -84,7 +83,6 @@ def test_a_model_with_other_logits_is_refused(trainer_class, tmp_path):
 
 @pytest.mark.slow
 def test_trainer_steps_are_the_trainers_own(trainer_class, tmp_path):
-    """Accumulated steps of cross_entropy() move the weights as transformers' own Trainer does."""
     after = []
     for make, options in ((trainer_class, {'loss': cross_entropy()}), (transformers.Trainer, {})):
         model = reference_model('gemma2', tmp_path / 'model')
