@@ -7,7 +7,7 @@ import yaml
 from common import write_run
 
 from results import card, report, samples
-from runtime import hub
+from runtime import hub, ownership
 from runtime.errors import CheckpointError
 
 
