@@ -15,7 +15,7 @@ FILES = [path for path in HERE.rglob('*')
          if path.is_file() and not SKIPPED & {*path.relative_to(HERE).parts}]
 MODULES = {}        # {name of a module: its files}: metrics.py and research/bench/metrics.py
 for path in FILES:
-    if path.suffix == '.py' and path.parent.name != 'tests' and path.stem != '__init__':
+    if path.suffix == '.py' and path.parent != HERE / 'tests' and path.stem != '__init__':
         MODULES.setdefault(path.stem, []).append(path)
 ENDINGS = 'py', 'md', 'toml', 'csv', 'png', 'json', 'jsonl', 'tex', 'txt', 'html'
 # files of other programs, of a reader, or of an older version
