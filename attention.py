@@ -93,8 +93,7 @@ def sees(i: Tensor, j: Tensor, i_position: Tensor, j_position: Tensor, j_end: Te
 
 
 def visible_keys(positions: Tensor, ends: Tensor, window: int | None) -> Tensor:
-    """Return bool [B, 1, T, T]: does the token at row index i (axis 2) see the one at j (axis 3)?
-    """
+    """Return bool [B, 1, T, T]: does the token at row index i, axis 2, see that at j, axis 3?"""
     index = torch.arange(ends.shape[1], device=ends.device)
     return sees(index[:, None], index, positions[:, :, None], positions[:, None], ends[:, None],
                 window)[:, None]
@@ -189,7 +188,7 @@ class FlexMask:
 
 
 def cap_scores(softcap: float) -> Callable:
-    """Return softcap * tanh(score / softcap) as a score_mod, by a sigmoid at half the cost."""
+    """Return softcap * tanh(score / softcap) as a score_mod: a sigmoid takes half the time."""
     def cap(score, b, h, i, j):
         return 2 * softcap * torch.sigmoid(score * (2 / softcap)) - softcap
     return cap

@@ -1,9 +1,8 @@
 """Grade a written answer: extract the final answer from a text, and compare it with references.
 
 The final answer is extracted in two ways: `strict` accepts only the format of the prompt, `lenient`
-also other ways to state an answer. Both return None where there is no answer. A key maps answers
-that mean the same to the same text: samples with one key agree, and an answer with the key of a
-reference is right.
+also other ways to state an answer. A key maps answers that mean the same to the same text: samples
+with one key agree, and an answer with the key of a reference is right.
 """
 
 import functools

@@ -1,10 +1,10 @@
 """Generate answers to many prompts at once: the loop over steps, and what ends an answer.
 
-The forward pass is the model's own. Prompts are packed into rows, which hold a common beginning
-once; their keys and values go to the slots of a cache (slots.py). Then each step computes one token
-of every running answer. An answer that has ended makes room for the next prompt at once. Each token
-is drawn with a random number that depends only on the seed, the tokens of the prompt, the number of
-the answer and the index of the token, so an answer does not depend on the others.
+Prompts are packed into rows, which hold a common beginning once; their keys and values go to the
+slots of a cache (slots.py). Then each step computes one token of every running answer. An answer
+that has ended makes room for the next prompt at once. Each token is drawn with a random number that
+depends only on the seed, the prompt, the number of the answer and the index of the token, so an
+answer does not depend on the others.
 """
 
 import functools
@@ -60,13 +60,12 @@ def generate(model, prompts, s, tokenizer=None, stop_ids=()):
 def stream(model, prompts, s, tokenizer=None, stop_ids=()):
     """Yield the Answer to which a token was added, after each token; its `reason` ends it.
 
-    prompts:  a list of lists of token ids; answers to equal prompts are equal
-    s:        Sampling
+    prompts:   lists of token ids; answers to equal prompts are equal
+    s:         Sampling
     tokenizer: for the text of answers and for stop strings; None: only tokens
-    stop_ids: tokens that end an answer
-    The device is one step ahead, so an answer that ends early wastes one step. Raises
-    DataError for a prompt that does not fit, ConfigError for stop strings without a tokenizer,
-    FloatingPointError(index of the prompt) for logits that are not finite.
+    stop_ids:  tokens that end an answer
+    Raises DataError for a prompt that does not fit, ConfigError for stop strings without a
+    tokenizer, FloatingPointError(index of the prompt) for logits that are not finite.
     """
     if s.stop and tokenizer is None:
         raise ConfigError(f'stop = {s.stop}: stop strings need a tokenizer')
@@ -92,7 +91,7 @@ def stream(model, prompts, s, tokenizer=None, stop_ids=()):
                 launched.append((begun, batch.prefill(begun, prompts)))
                 running = sorted(running + begun, key=lambda answer: answer.slot)
             active = [answer for answer in running if answer.n_launched < answer.limit]
-            if active:
+            if active:      # the device is one step ahead: an answer that ends wastes one
                 launched.append((active, batch.step(active)))
             while len(launched) > bool(active):
                 answers, copy = launched.popleft()

@@ -1,11 +1,7 @@
 """How sure a model is of an answer that it wrote: the table of confidences, shares, ECE floor.
 
 A sample of a task with written answers has `greedy`, the answer by the most probable tokens, and
-`answers`, drawn at temperature 1. Each answer has the `text`, `log_prob` (the sum over its tokens,
-with the one that ended it, in nats), `n_tokens`, `mean_prob`, what ended it (`reason`), and how
-data/grading.py graded it: `answer` (extracted, or null), `key` (equal for answers that agree),
-`correct`, `strict`. The greedy answer also has `log_probs` and `entropies`, a number in nats per
-token, and `span_log_prob`, of the tokens of `span`, the extracted answer when it was written.
+`answers`, drawn at temperature 1, with the fields of docs/evaluation.md#samples.
 
 A new confidence is a function (sample -> (confidence in [0, 1] or None, the answer that is judged))
 and an entry of CONFIDENCES. A question without a confidence, None, is left out and counted.

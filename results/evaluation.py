@@ -15,9 +15,7 @@ def write_evaluation(results, earlier, samples, tasks, cfg, identity, versions, 
 
     results: {task: result without metrics} of this evaluation; the metrics are added in place
     earlier: {task: result} of results.json; measured again if the code of the metrics has changed
-    tasks:   {task: its Task}, those of data/tasks.py
-    cfg:     the EvalConfig; identity: hashes of the model, the tokenizer and the code
-    versions: of the software
+    tasks:   {task: its Task}; identity: hashes of the model, the tokenizer and the code
     """
     earlier = measure_again({
         task: result for task, result in earlier.items()
@@ -104,8 +102,7 @@ def measure_again(results, samples):
 def draw_diagrams(earlier, results, samples, tasks, out_dir):
     """Draw reliability.png with all tasks, and for each of `tasks` a grid of its languages.
 
-    earlier, results: {task: result} of earlier evaluations there and of this one; samples: {task:
-    its samples}. A task whose samples changed since is left out. Return the names of the pictures.
+    A task of an earlier evaluation whose samples changed since is left out. Return their names.
     """
     panels, pictures = [], {}
     for task, result in (earlier | results).items():
