@@ -4,48 +4,7 @@
     python research/papers/alignment.py --trex=FOLDER --comparisons=comparison_data_v2.json
     python research/papers/alignment.py --model=FOLDER --data=FILE --pairs=FILE --pile=FOLDER
 
-Stated: three tasks (section 4): a random token of each text of the Pile and the first tokens of the
-entities of T-REx, 100,000 samples each, and MMLU with 5 shots; ECE with 10 bins. Pretraining
-(section 5): the 8 sizes of Pythia; Pythia 1.4B at steps 256, 512, 2,000, 4,000, ... 128,000 and
-143,000; LLaMA, LLaMA 2, FLAN-T5 and OPT (appendix C.1). Alignment (section 6, table 2): LLaMA 7B on
-Alpaca and on the single-turn English conversations of OASST1, equally many of both, 3 epochs, with
-all weights as Stanford Alpaca (learning rate 2e-5, warm-up over 3 % of the steps, cosine) and with
-LoRA as Alpaca-LoRA (3e-4, 100 steps of warm-up, linear, rank 8, alpha 32, dropout 0.1, q_proj and
-v_proj), batches of 128, 2,048 tokens; the prompts of table 1 before every text. These prompts are
-added for the alignment stage only, so MMLU's header, which is one of them, is left out in all other
-runs (--eval.header=english adds it to these). Alpaca-LoRA's recipe has a loss on the prompt as well
-as on the answer, Stanford's on the answer alone (--train_on_inputs sets it for all runs).
-
-Not stated, and chosen here: the confidence of MMLU is normalized over the four letters; the tables
-also have its ECE without that, with the letter's probability among all tokens. OASST1's pairs are
-all answers to a first prompt, which gives about the paper's 11,000. The sizes of OPT and FLAN-T5
-are all published ones; FLAN-T5 has MMLU alone, since it is not said how an encoder-decoder
-predicts a token in the middle of a text. The Pile's validation and test set come from EleutherAI's
-copy on the hub; --pile names another source. Of each source 100,000 texts are read, where a text of
-T-REx has as many samples as entities. The words that T-REx marks as a relation or as a pronoun are
-not entities, and an entity counts only where a token begins with it. All prompts and texts have at
-most 2,048 tokens, the context of Pythia and LLaMA: a longer text is cut, and a question with long
-shots has fewer of them. Texts without a token to score are left out and counted. Both recipes have
-Stanford's prompt here; Alpaca-LoRA's has a line break after `### Response:`.
-
-T-REx is not on the hub: unpack JSON files from https://hadyelsahar.github.io/t-rex/ into a folder
-and name it with --trex. Each file has 10,000 texts, so twenty of the 465 are enough. Without --trex
-the task is left out, and a later call with it adds the task to the runs that are finished.
-
-Figure 6 and the singular values of features are made by research/papers/features.py.
-
-RLHF (section 6.1 and table 3) begins with the model tuned on Alpaca with all weights, after its
-third epoch: a reward model learns from answers of GPT-4, GPT-3.5 and OPT-IML to Alpaca's
-instructions, ranked by GPT-4 (configs/reward_llama_7b.py), then PPO goes through Alpaca's prompts
-three times (configs/alignment_ppo.py); these files say what is stated there and what is chosen.
---comparisons names the ranked answers, data/comparison_data_v2.json of
-https://github.com/Instruction-Tuning-with-GPT-4/GPT-4-LLM; without it the two runs are left out.
---pairs adds DPO, which the paper does not have, on a file of preferences, and begins with the same
-model: 3 epochs, all weights, beta 0.1, learning rate 5e-6 with a warm-up over 10 % of the steps and
-cosine decay, batches of 32.
---rlhf names checkpoints after another PPO, one per epoch, merged weights or PEFT adapters, which
-are evaluated like the other rows. The paper prints its results as figures, not as numbers, so no
-printed number stands beside ours.
+alignment.md says what the paper states, what it does not, and what was chosen here.
 """
 
 import functools

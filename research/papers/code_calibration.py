@@ -5,16 +5,7 @@
 
 It runs the programs that the models write: read docs/running_code.md first.
 
-Stated: the confidence in a written program is the mean probability of its tokens, their product,
-the probability of True against False for the question whether it is right, or a probability that
-the model states; judged by ECE, Brier score and skill score with the success rate as reference,
-before and after Platt scaling; raw ECE is .09 to .73. Scaling can collapse all confidences to the
-success rate, so that the ECE is small and the skill zero: read the skill.
-
-Not stated in the text that we have, the abstract and notes, and chosen here: HumanEval alone, the
-open models below, one greedy program per problem of at most 512 tokens, 5 samples for the
-agreement, the prompts of docs/written_answers.md, and Platt scaling fitted on the other half of the
-problems. Not run here: line completion and program repair, and the paper's own models.
+code_calibration.md says what the paper states, what it does not, and what was chosen here.
 """
 
 import sys

@@ -271,8 +271,9 @@ def main(runs, tables, **more):
     `more` is an option of the script, as keyword arguments of argparse; one with choices or of OWN
     is a setting of the runs. options.changes lists the changed settings that results depend on.
     """
-    doc, name = sys.modules['__main__'].__doc__, Path(sys.argv[0]).stem
-    parser = argparse.ArgumentParser(description=doc, allow_abbrev=False,
+    script = sys.modules['__main__']
+    name, paper = Path(script.__file__).stem, Path(script.__file__).with_suffix('.md')
+    parser = argparse.ArgumentParser(description=script.__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--plan', action='store_true', help='print the runs and their cost')
     parser.add_argument('--only', default='', help='parts of names of runs, such as Alpaca/lr,base')
@@ -306,7 +307,8 @@ def main(runs, tables, **more):
             keep_changes(options.out_dir, [*chosen, *changes])
         failed = do(changed, options)
         with lock(options.out_dir):
-            write_tables(tables(options), options.out_dir, doc, options.changes)
+            write_tables(tables(options), options.out_dir, f'{script.__doc__}\n{paper.read_text()}',
+                         options.changes)
         if failed:
             sys.exit('error: not done: ' + ', '.join(failed) + '; the messages are above')
 

@@ -3,20 +3,7 @@
     python research/papers/know.py --plan
     python research/papers/know.py --only=Llama-3.2-1B
 
-Stated: P(True) is the probability of `(A) True` against `(B) False` for a proposed answer, drawn at
-temperature 1, alone or with five drawn answers shown, itself among them; with 20 shots, and better
-with samples shown than without. P(IK), whether the model will answer right, is a value head at the
-last token of a prompt with 10 shots; the whole model is tuned on 30 answers per question, each of
-which is a target; AUROC and Brier score measure it. The largest model, of 52B parameters, tuned on
-TriviaQA, reaches an AUROC of .864 and a Brier score of .151 there, and .624 and .200 on GSM8K.
-
-Not stated in the notes that we have, or chosen otherwise here: open base models; 10 shots
-everywhere, and none beside shown samples; P(True) of the greedy answer; the letters `Yes` and `No`
-of data/p_ik.py instead of a value head; 2,000 questions of TriviaQA and 1,319 of GSM8K; tuning on
-the answers to 10,000 training questions for one epoch at a learning rate of 1e-5 in batches of 256.
-The tables also have P(IK) by a probe on the frozen model, fitted to other questions of the same
-task, and asked in the same words before tuning; each P(IK) is judged by the first drawn answer. Not
-run here: Lambada, arithmetic and programs, tuning on all tasks, and hints in the prompt.
+know.md says what the paper states, what it does not, and what was chosen here.
 """
 
 import sys

@@ -6,34 +6,7 @@
     python research/papers/label_smoothing.py --model=FOLDER --data=FILE --rates=all \\
         --out_dir=out/mine
 
-Stated: Llama, Gemma and Mistral, tuned on Tulu 3 and other datasets without and with smoothing
-(table 1); learning rates 5e-6, 2e-5, 5e-5 and 2e-4, AdamW, batches of 128, dropout 0.1, smoothing
-0 to 0.5 (experiment setup); MMLU, HellaSwag and ARC-Easy with 5 shots and MMLU's header (dataset
-splits); open-instruct at commit e363290 (software).
-
-Not stated, and chosen here: OpenHermes and Alpaca as the other datasets and the sizes Llama 3.1 8B,
-Gemma 2 2B and Mistral 7B, those of the same authors' multilingual paper, and Mistral's v0.1; for
-each model and dataset the learning rate with the least NLL on 1,000 held-out conversations at
-smoothing 0 (Alpaca has Stanford's 52,000 rows; the multilingual paper cites AlpacaFarm, Dubois et
-al. 2023, for it: change its line in DATA to use that); 2 epochs, the template, the warm-up and the
-other settings of open-instruct (configs/paper_openinstruct.py lists them), but BOS as the tokenizer
-has it; letters as options; the subject in the header of HellaSwag and ARC ('everyday situations',
-'science').
-
-The baselines are chosen here, too: temperature and Platt scaling, fitted on the validation
-questions, and a cap of 30 on the logits, as in Gemma 2, for the models that have none. HellaSwag is
-scored on its validation split, so there each half is scaled by the temperature of the other half.
-
-Tuning is LoRA as in open-instruct, with rank 64, alpha 16 and dropout 0.1 on all seven matrices:
-only LoRA has a dropout there, 2e-4 is a rate for LoRA, and exact AdamW on all weights of 7B and 8B
-models does not fit on the paper's GPU of 80 GB. --tuning=full tunes all weights, without dropout.
-
-The printed numbers are not in our copy of the paper. To show them beside ours, enter them in
-research/papers/label_smoothing_printed.csv: a line per benchmark, model, data and method as the
-table of this script names them (data is empty for the base model), with an empty cell for what is
-not printed.
-Each column with a number is then shown. RMS is compared with `rms_mmlu_repo` of metrics.py, as in
-multilingual.py.
+label_smoothing.md says what the paper states, what it does not, and what was chosen here.
 """
 
 import csv

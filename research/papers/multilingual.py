@@ -8,36 +8,7 @@ et al. 2025).
     python research/papers/multilingual.py --model=FOLDER --data=FILE \\
         --eval.tasks=xcopa:FOLDER,cmmlu:FOLDER
 
-Stated (section 3): Gemma 2 2B, Mistral 7B and Llama 3.1 8B, tuned on Alpaca, Tulu 3 and OpenHermes;
-learning rates 5e-6, 1e-5, 5e-5 and 1e-4, AdamW, a linear warm-up over 2 % of the steps, batches of
-128, dropout 0.1; Global-MMLU in 42 languages and MMLU-ProX in 29; the perplexities of the answers,
-normalized to a distribution; smoothing 0, 0.1 and 0.2 (tables 1 to 73); a Student's t-test.
-Figure 1 compares open models with their instruction-tuned variants.
-
-Not stated, and chosen here:
-
-- Scoring: the letters of the listed options, without solved questions (0 shots). The perplexity of
-  one token is its inverse probability. docs/papers.md derives both from the printed numbers. For
-  the other reading, texts with their mean log-probability per token, use --eval.scoring=text
-  --eval.shots=5.
-- Tuning: LoRA as in open-instruct, with rank 64, alpha 16 and dropout 0.1 on all seven matrices.
-  Only LoRA has a dropout there, and exact AdamW on all weights of 7B and 8B models does not fit on
-  the 80 GB of the same authors' earlier paper. --tuning=full tunes all weights, without dropout.
-- Mistral 7B v0.1; 2 epochs and open-instruct's other settings; the learning rate with the least NLL
-  on 1,000 held-out conversations at smoothing 0; MMLU's English header before questions in their
-  language; for 'Alpaca (Dubois et al., 2023)', who wrote AlpacaFarm, the 52,000 rows of Stanford's
-  Alpaca; the four languages of figure 1.
-- The t-test pairs the languages. They share their questions, so its p is far too small: beside it
-  stands the p of a bootstrap that draws questions, each in all its languages (shared_questions.py).
-  Significance in the appendix is p < 0.05 of that bootstrap, within the language; it tests
-  accuracy, entropy and ECE.
-
-The printed column RMS is below ECE in many rows, so it is no root mean square of the gaps. It is
-probably `rms_mmlu_repo` of metrics.py, which is shown beside RMSCE as the paper defines it. Rows of
-all languages are pooled. The printed rows of table 2 for Global-MMLU fit that, except the entropies
-of Mistral on Alpaca, and seven settings whose accuracy differs by up to 0.004 from the mean of the
-tables by language; the rows for MMLU-ProX fit neither. The MMLU-ProX language printed as 'rj' is
-read as Russian, and the second '0.1' of Tulu 3 in tables 27 and 31 as 0.2.
+multilingual.md says what the paper states, what it does not, and what was chosen here.
 """
 
 import functools

@@ -3,19 +3,7 @@
     python research/papers/semantic_calibration.py --plan
     python research/papers/semantic_calibration.py --only=Qwen2.5-1.5B
 
-Stated: answers are drawn at temperature 1; a function maps each answer to a class, the confidence
-is the share of the largest class, and smooth ECE measures it. Base models are predicted to be
-calibrated over classes. Tuning by reinforcement learning or DPO breaks that, and so does a chain of
-thought, which makes base models underconfident; supervised tuning mostly does not. GSM8K, TriviaQA
-and other tasks, answers as a word, a sentence or a chain of thought, 0.5B to 72B parameters; smooth
-ECE of base models is .030 to .047.
-
-Not stated in the text that we have, which is the abstract and notes, and chosen here: the models
-below; 40 samples to 1,319 questions of each task; 5 shots in plain text for all models, so that
-base and tuned models read the same prompt. Not run here: answers as a sentence, and classes that a
-language model makes of them: classes are equal numbers, and equal texts after TriviaQA's
-normalization. Even for a calibrated model, the share of the largest class among 40 samples is too
-high. The last column has the ECE of such a model: compare every ECE with it.
+semantic_calibration.md says what the paper states, what it does not, and what was chosen here.
 """
 
 import sys

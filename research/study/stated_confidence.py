@@ -16,12 +16,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 
-import stats
 from alignment.objectives import confidence_levels, tokenized_brier
 from data.tokenizer import load_model_tokenizer
 from data.world import conversation
-from results.tables import csv_text, markdown
+from results.over_seeds import plus_minus
 from results.samples import read_results
+from results.tables import csv_text, markdown
 from runtime import checkpoint, cli
 from runtime.ownership import write_text
 from research.study import alignment, common
@@ -77,27 +77,22 @@ def runs(seed, root=ROOT):
             'lr': 2e-4, 'decode_batch': 1024})
 
 
-def do(seed, root=ROOT, change=lambda cfg: cfg):
-    """Do all runs of a seed; change: a function of each config, for a test."""
+def do(seed, root=ROOT):
+    """Do all runs of a seed that are not finished."""
     folder = Path(alignment.seed_folder(seed, root))
-    if not (folder / 'world' / 'model' / 'config.json').exists():
-        alignment.world(seed, root)
-    first = [cfg for cfg in alignment.base_runs(seed, root)
-             if Path(cfg.out_dir).name in ('base', 'stated')]
-    for cfg in (*first, *runs(seed, root)):
-        if Path(cfg.out_dir).name == 'conf':
-            if not (folder / 'pairs' / 'graded.jsonl').exists():
-                prepare(seed, root)
-            source = folder / 'stated'
-            tokenizer = load_model_tokenizer(source, checkpoint.read_config(source))
-            levels = confidence_levels(tokenizer, LEVELS)
-        if Path(cfg.out_dir, 'results.json').exists():
+    alignment.world(seed, root)
+    for cfg in (*alignment.base_runs(seed, root), *runs(seed, root)):
+        name = Path(cfg.out_dir).name
+        if name not in ('base', *NAMES) or Path(cfg.out_dir, 'results.json').exists():
             continue
-        if Path(cfg.out_dir).name == 'conf':
-            train(replace(change(cfg), resume=True),
-                  replace(SFT, objective=tokenized_brier(levels)))
-        else:
-            alignment.fit(change(cfg))
+        if name != 'conf':
+            alignment.fit(cfg)
+            continue
+        if not (folder / 'pairs' / 'graded.jsonl').exists():
+            prepare(seed, root)
+        tokenizer = load_model_tokenizer(cfg.model, checkpoint.read_config(cfg.model))
+        objective = tokenized_brier(confidence_levels(tokenizer, LEVELS))
+        train(replace(cfg, resume=True), replace(SFT, objective=objective))
 
 
 def table(seeds, root=ROOT):
@@ -105,26 +100,24 @@ def table(seeds, root=ROOT):
     """
     lines = [['model', *MEASURES, 'different confidences', 'unparsed']]
     for name in NAMES:
-        columns = []
-        for seed in seeds:
-            path = Path(alignment.seed_folder(seed, root), name)
-            tasks = read_results(path / 'results.json', 'run this script again')['tasks']
-            rows = [row['confidence'] for row in read_lines(path / 'samples.jsonl')
-                    if row['task'] == 'qa.stated']
-            result = tasks.get('qa.stated', {'pooled': {}, 'unparsed': np.nan})
-            columns.append([*(result['pooled'].get(key, np.nan) for key in MEASURES),
-                            len({*rows}), result['unparsed']])
-        cells = []
-        for values in zip(*columns, strict=True):
-            mean, low, _ = stats.mean_interval(values) if (
-                len(seeds) > 1 and np.isfinite(values).all()) else (np.mean(values), np.nan, 0)
-            cells.append(f'{mean:.3f}' + f' ± {mean - low:.3f}' * bool(low == low))
-        lines.append([name, *cells])
+        rows = [measured(Path(alignment.seed_folder(seed, root), name)) for seed in seeds]
+        lines.append([name, *(plus_minus(values, '.3f') if np.isfinite(values).all() else 'nan'
+                              for values in zip(*rows, strict=True))])
     return lines
 
 
-def main(arguments):
-    options = common.options(__doc__, arguments, seeds=common.seeds_option(alignment.SEEDS),
+def measured(folder):
+    """Return the numbers of a model for the columns of the table, nan if it states nothing."""
+    tasks = read_results(folder / 'results.json', 'run this script again')['tasks']
+    result = tasks.get('qa.stated', {'pooled': {}, 'unparsed': np.nan})
+    stated = {row['confidence'] for row in read_lines(folder / 'samples.jsonl')
+              if row['task'] == 'qa.stated'}
+    return [*(result['pooled'].get(key, np.nan) for key in MEASURES), len(stated),
+            result['unparsed']]
+
+
+def main():
+    options = common.options(__doc__, seeds=common.seeds_option(alignment.SEEDS),
                              root=common.OUT_DIR)
     for seed in options.seeds:
         do(seed, options.root)
@@ -136,4 +129,4 @@ def main(arguments):
 
 if __name__ == '__main__':
     with cli.one_line_errors(resume='finished runs are skipped'):
-        main(sys.argv[1:])
+        main()
