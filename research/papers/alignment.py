@@ -20,8 +20,8 @@ import numpy as np
 
 from research.papers.common import (OWN, AlignConfig, EvalConfig, Run, TrainConfig, claim,
                                     draw_curves, draw_lines, file_tokens, load_config, main,
-                                    measured, numbers, own_table, plots, read_models, selected,
-                                    titles_of)
+                                    measured, numbers, own_table, plots, pooled, read_models,
+                                    selected, titles_of)
 import metrics
 from data.files import fetch, read_rows
 from data.instruct import PATTERNS, first_turns
@@ -201,14 +201,13 @@ def tables(options):
             *[Heading('ece', 'MMLU ECE, unnormalized')] * ('mmlu' in tasks))
 
     def line(name, folder):
-        return (name, *(cell for task in tasks for cell in numbers(
-            measured(folder, task).get('pooled', {}), keys)),
+        return (name, *(cell for task in tasks for cell in numbers(pooled(folder, task), keys)),
             *[unnormalized_ece(folder)] * ('mmlu' in tasks))
 
     def draw(name, points, x_label, metric='ece', **options):
         """Draw the figure `name`; points: {line: [(x, folder of a run)]}."""
         draw_lines(f'{root}/{name}.png', {title: {label: [
-            (x, measured(folder, task).get('pooled', {})) for x, folder in folders]
+            (x, pooled(folder, task)) for x, folder in folders]
             for label, folders in points.items()} for task, title in tasks.items()},
             x_label, metric, **options)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from research.papers.common import (EvalConfig, Run, counted, draw_curves, main, measured,
-                                    read_models)
+                                    pooled, read_models)
 from results.tables import Heading
 
 MODELS = read_models('code_calibration')['']
@@ -40,10 +40,9 @@ def tables(options):
     lines = [['model', 'measure', 'scaling', 'problems', *map(Heading, METRICS)]]
     for model in MODELS:
         for entry, title in CONFIDENCES.items():
-            result = measured(f'{options.out_dir}/{model}', entry)
-            scaled = result.get('post_hoc', {}).get('reports', {}).get('platt')
-            for scaling, report in (('none', result.get('pooled')), ('Platt', scaled)):
-                if report:
+            for scaling in ('none', 'Platt'):
+                key = '' if scaling == 'none' else 'platt'
+                if report := pooled(f'{options.out_dir}/{model}', entry, key):
                     lines.append([model, title, scaling, *counted(report, METRICS)])
     yield 'calibration', 'Confidence in written programs', lines
     draw_curves(f'{options.out_dir}/reliability.png', {model: {

@@ -178,6 +178,14 @@ def measured(folder, task):
     return read_report(folder)[1].get(task, {})
 
 
+def pooled(folder, task, scaling=''):
+    """Return the report of a task, scaled if `scaling` names it; {} if there is none yet."""
+    result = measured(folder, task)
+    if scaling:
+        return result.get('post_hoc', {}).get('reports', {}).get(scaling, {})
+    return result.get('pooled', {})
+
+
 # ------------------------------------------------------------------------------------------------
 # Models and files of your own
 # ------------------------------------------------------------------------------------------------

@@ -18,9 +18,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from research.papers.common import (COLUMNS, OWN, EvalConfig, Run, TrainConfig, changed_report,
-                                    draw_lines, held_out, main, measured, numbers, own_table,
-                                    paper_column, read_models, read_report, sweep,
-                                    titles_of)
+                                    draw_lines, held_out, main, numbers, own_table, paper_column,
+                                    pooled, read_models, read_report, sweep, titles_of)
 from results.tables import Heading
 from runtime.checkpoint import fetch
 from runtime.config_json import read_config
@@ -91,19 +90,17 @@ def methods(folder, tasks=TASKS):
 
     The report of 'held_out' is that of the next tokens of the held-out conversations.
     """
-    def reports(name):
-        return {task: measured(f'{folder}/{name}', task) for task in tasks}
+    def reports(name, scaling=''):
+        return {task: pooled(f'{folder}/{name}', task, scaling) for task in tasks}
 
-    plain, chosen = reports('smoothing0'), Path(read_report(f'{folder}/smoothing0')[0]).name
-    yield 'smoothing 0', {task: result.get('pooled', {}) for task, result in plain.items()} | {
+    chosen = Path(read_report(f'{folder}/smoothing0')[0]).name      # of the learning rates
+    yield 'smoothing 0', reports('smoothing0') | {
         'held_out': chosen and held_out(f'{folder}/{chosen}') or {}}
     for key in ('temperature', 'platt'):
-        yield f'{key} scaling', {task: result.get('post_hoc', {}).get('reports', {}).get(key, {})
-                                 for task, result in plain.items()}
-    for title, name in ((f'cap {CAP:g}', f'cap{CAP:g}'),
-                        *((f'smoothing {s:g}', f'smoothing{s:g}') for s in SMOOTHINGS)):
-        yield title, {task: result.get('pooled', {}) for task, result in reports(name).items()} | {
-            'held_out': held_out(f'{folder}/{name}') or {}}
+        yield f'{key} scaling', reports('smoothing0', key)
+    for title in (f'cap {CAP:g}', *(f'smoothing {s:g}' for s in SMOOTHINGS)):
+        name = title.replace(' ', '')
+        yield title, reports(name) | {'held_out': held_out(f'{folder}/{name}') or {}}
 
 
 def printed_numbers(path=PRINTED_FILE):
@@ -161,8 +158,7 @@ def tables(options):
     lines = [head]
     for model in models:
         base = f'{options.out_dir}/{model}/base'
-        lines.append(line(model, '', 'base', {task: measured(base, task).get('pooled', {})
-                                              for task in tasks}))
+        lines.append(line(model, '', 'base', {task: pooled(base, task) for task in tasks}))
         for data in data_names:
             lines += [line(model, data, method, reports)
                       for method, reports in methods(f'{options.out_dir}/{model}/{data}', tasks)
@@ -172,8 +168,8 @@ def tables(options):
                          f'{changed_report(REPORT, options).shots} shots'), lines
     for task, title in tasks.items():
         draw_lines(f'{options.out_dir}/{task}.png', {
-            f'{model}, {title}': {data: [(s, measured(
-                f'{options.out_dir}/{model}/{data}/smoothing{s:g}', task).get('pooled', {}))
+            f'{model}, {title}': {data: [
+                (s, pooled(f'{options.out_dir}/{model}/{data}/smoothing{s:g}', task))
                 for s in (0, *SMOOTHINGS)] for data in data_names}
             for model in models}, 'smoothing')
 
