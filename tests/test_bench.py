@@ -281,7 +281,7 @@ def test_peers_without_smoothing_get_it_from_outside(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', [*bench.all.WHAT])
+@pytest.mark.parametrize('name', [*bench.all.SCRIPTS])
 def test_the_picture_of_each_script_is_drawn_from_its_file(name, tmp_path):
     kept = bench.all.result_files(HERE / 'research' / 'bench' / 'results', name)
     script = bench.all.script_of(name)

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -33,21 +34,7 @@ sys.path.insert(0, str(ROOT))
 from research.bench.common import load, markdown
 from results import tables
 
-WHAT = {
-    'loss': 'Losses compared with other libraries: time, extra memory, error',
-    'train': 'Training steps compared with other libraries at their best',
-    'floors': 'Items of a training step compared with the limit of the hardware',
-    'sft': "Fine-tuning commands compared with TRL's SFTTrainer",
-    'eval': 'Scoring MMLU compared with a Hugging Face loop',
-    'commands': 'Whole commands compared with lm-evaluation-harness',
-    'align': "DPO compared with TRL's DPOTrainer",
-    'grpo': "GRPO compared with TRL's GRPOTrainer and the limit of the hardware",
-    'generate': "Decoding compared with transformers' generate and the limit of the hardware",
-    'answers': 'Written answers to GSM8K compared with lm-evaluation-harness',
-    'several_gpus': 'Evaluation on one GPU and on several',
-    'optimizers': 'AdamW in bfloat16 compared with float64 and FlashOptim',
-    'metrics': 'Calibration metrics compared with torchmetrics and netcal, on the CPU',
-}
+SCRIPTS = tomllib.loads(Path(__file__).with_name('scripts.toml').read_text(encoding='utf-8'))
 FILES = {
     'data': "a folder with MMLU's files", 'tokenizer': 'a folder with a tokenizer',
     'conversations': 'a file of conversations for train and sft',
@@ -55,17 +42,11 @@ FILES = {
     'prompts': 'a file of prompts for generate and grpo',
     'gsm8k': "a folder with GSM8K's files for answers",
 }
-# the one of FILES that a script needs, as well as a tokenizer
-DATA = {'train': 'conversations', 'sft': 'conversations', 'eval': 'data', 'commands': 'data',
-        'align': 'pairs', 'grpo': 'prompts', 'generate': 'prompts', 'answers': 'gsm8k',
-        'several_gpus': 'data'}
-WITHOUT_DATA = 'train', 'generate'      # measure less then; the others of DATA nothing
-ONE_PICTURE = 'train', 'eval'           # of all models
 MARGIN = 0.03       # beyond the spread
 
 
 def file_of(name):
-    return f'research/bench/{"gsm8k_answers" if name == "answers" else name}.py'
+    return f'research/bench/{SCRIPTS[name].get("file", name)}.py'
 
 
 def script_of(name):
@@ -78,11 +59,12 @@ def command(name, options, out, ours=False):
     out: path of its results, without suffix
     """
     arguments = [file_of(name), f'--out={out}.json', *['--ours'] * (ours and name != 'floors')]
-    data = getattr(options, DATA[name]) if name in DATA else None
+    needs = SCRIPTS[name].get('needs')
+    data = getattr(options, needs) if needs else None
     if data and options.tokenizer:
-        key = 'prompts' if DATA[name] == 'prompts' else 'data'
+        key = 'prompts' if needs == 'prompts' else 'data'
         arguments += [f'--{key}={data}', f'--tokenizer={options.tokenizer}']
-    elif name in DATA and name not in WITHOUT_DATA:
+    elif needs and 'less' not in SCRIPTS[name]:
         return None
     if options.shape and name not in ('metrics', 'optimizers'):
         arguments.append(f'--shape{"s" * (name == "loss")}={options.shape}')
@@ -107,13 +89,14 @@ def run_all(options):
         part = f'-{options.shape.replace(",", "-")}' if options.shape else ''
         arguments = command(name, options, folder / f'{name}{part}')
         if arguments is None:
-            print(f'{script} needs --{DATA[name]} and --tokenizer; left out')
+            print(f'{script} needs --{SCRIPTS[name]["needs"]} and --tokenizer; left out')
         elif end and time.monotonic() > end:
             print(f'{script} was not started: --minutes={options.minutes:g} are over')
         elif run_script(arguments, end):
             failed.append(name)
-    for name in ONE_PICTURE:
-        draw_together(name, folder)
+    for name in SCRIPTS:
+        if 'picture' in SCRIPTS[name]:
+            draw_together(name, folder)
     (folder / 'README.md').write_text(page(folder), encoding='utf-8')
     print(f'wrote {folder / "README.md"}')
     if failed:
@@ -141,9 +124,9 @@ def page(folder):
     """Return the Markdown page of the results in `folder`."""
     parts = ['# Benchmarks\n\nMade by `python research/bench/all.py`. Below each title: command, '
              'date and versions of each run.\n']
-    for name, what in WHAT.items():
-        paths = result_files(folder, name)
-        parts += [f'## {what}'] * bool(paths)
+    for name, script in SCRIPTS.items():
+        paths, title, one_picture = result_files(folder, name), script['title'], 'picture' in script
+        parts += [f'## {title}'] * bool(paths)
         for path in paths:
             content = load(path)
             details = {'date': content.get('date')} | content['versions']
@@ -151,10 +134,10 @@ def page(folder):
                       + ', '.join(f'{key} {value}' for key, value in details.items() if value),
                       content.get('note', ''),
                       *(markdown(*script_of(name).view(table)) for table in content['tables'])]
-            if path.with_suffix('.png').exists() and name not in ONE_PICTURE:
-                parts.append(f'![{what}]({path.stem}.png)')
-        if name in ONE_PICTURE and (folder / f'{name}.png').exists():
-            parts.append(f'![{what}]({name}.png)')
+            if path.with_suffix('.png').exists() and not one_picture:
+                parts.append(f'![{title}]({path.stem}.png)')
+        if one_picture and (folder / f'{name}.png').exists():
+            parts.append(f'![{title}]({name}.png)')
     parts += repeated(folder)
     return '\n\n'.join(part.strip() for part in parts if part) + '\n'
 
@@ -190,7 +173,7 @@ def draw_together(name, folder):
 def repeated(folder):
     """Return the part of the page about times of ours that several files have for the same GPU."""
     measured = {}       # (what, GPU) -> numbers
-    for name in WHAT:
+    for name in SCRIPTS:
         for path in result_files(folder, name):
             content = load(path)
             for what, value in timings(name, content).items():
@@ -318,7 +301,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for key, what in FILES.items():
         parser.add_argument(f'--{key}', help=what)
-    parser.add_argument('--only', default=','.join(WHAT), help='scripts; default: %(default)s')
+    parser.add_argument('--only', default=','.join(SCRIPTS), help='scripts; default: %(default)s')
     parser.add_argument('--shape', help='models, separated by commas; default: the script decides')
     parser.add_argument('--minutes', type=float, help='stop after this many minutes')
     parser.add_argument('--out', default='out/bench', help='a folder; default %(default)s')
@@ -326,9 +309,9 @@ def main(argv=None):
                         help='one commit or two, or folders that hold them')
     options = parser.parse_args(argv)
     options.only = [name for name in options.only.split(',') if name]
-    unknown = set(options.only) - WHAT.keys()
+    unknown = set(options.only) - SCRIPTS.keys()
     if unknown or len(options.compare or ()) > 2:
-        parser.error(f'--only takes {", ".join(WHAT)}; --compare one or two commits')
+        parser.error(f'--only takes {", ".join(SCRIPTS)}; --compare one or two commits')
     if options.compare and options.only == ['several_gpus']:
         parser.error('--compare leaves out several_gpus')
     if any(getattr(options, key) for key in FILES if key != 'data') and not options.tokenizer:

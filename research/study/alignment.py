@@ -30,7 +30,7 @@ from runtime.ownership import write_text
 from research.study import common
 from research.study.common import read_lines, write_lines
 from research.study.claims import Source
-from research.study.runs import MODELS, PRETRAINING
+from research.study.runs import PRETRAINING, base_model
 from research.study.world import StudySpec, StudyWorld
 from train import TrainConfig, train
 
@@ -47,10 +47,7 @@ class AlignmentSpec(StudySpec):
     written: int = 500          # of the questions are also answered in writing
 
 
-WORLD = AlignmentSpec(
-    entities=400_000, zipf=1.0, first_names=1_000, family_names=1_200, documents=160_000,
-    list_share=0.25, exam_share=0.2, paraphrases=True, vocab_sizes=(4_096,),
-    tokenizer_documents=10_000, instructions=3_000, questions=1_000, validation=400)
+WORLD = common.world_spec(AlignmentSpec, 'alignment')
 
 
 class AlignmentWorld(StudyWorld):
@@ -156,9 +153,10 @@ def tuning(name, seed, root, model='base', data='world/instruct', **settings):
 
 def base_runs(seed, root=common.ROOT):
     """Yield the base model, and the models tuned from it; `stated` also writes a confidence."""
-    folder, (lr, shape) = seed_folder(seed, root), MODELS['base']
-    yield tuning('base', seed, root, model='world/model', data='world/text', shape=shape, lr=lr,
-                 epochs=1.0, batch_size=384, micro_rows=36, workers=4, **PRETRAINING,
+    folder = seed_folder(seed, root)
+    yield tuning('base', seed, root, model='world/model', data='world/text', epochs=1.0,
+                 batch_size=384, micro_rows=36, workers=4, **PRETRAINING,
+                 **base_model(**common.FILE['models']['base']),
                  eval=evaluation(folder, '{}/plain', chat='none'))
     yield tuning('sft', seed, root)
     yield tuning('smoothed', seed, root, smoothing=0.1)

@@ -1,8 +1,10 @@
 """What the scripts of the study share: command lines, folders, seeds and the loop over runs."""
 
 import argparse
+import itertools
 import json
 import os
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,6 +66,24 @@ def seeds_option(seeds, text=None):
 
 
 # Files and runs
+
+FILE = tomllib.loads((Path(__file__).parent / 'runs.toml').read_text(encoding='utf-8'))
+
+
+def world_spec(kind, name):
+    """Return the spec of a world in runs.toml."""
+    return kind(**{key: tuple(value) if isinstance(value, list) else value
+                   for key, value in FILE['worlds'][name].items()})
+
+
+def combinations(table):
+    """Yield ({key: value}, other settings) of each run of a table in runs.toml."""
+    lists = table.get('each', {})
+    settings = {key: value for key, value in table.items()
+                if key not in ('experiment', 'name', 'each', 'seeds')}
+    for values in itertools.product(*lists.values()):
+        yield dict(zip(lists, values, strict=True)), settings
+
 
 def seed_folder(experiment, seed, root=ROOT):
     return f'{root}/{experiment}/seed-{seed}'

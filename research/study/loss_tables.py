@@ -28,8 +28,8 @@ from stats import mean_interval
 from research.study.claims import (TABLES, Claims, Source, cell, draw_groups, finish, label, pairs,
                                    panels, specification, values_of)
 from research.study.common import read_lines, seed_folder
-from research.study.runs import (EXPERIMENTS, FORMS, KNOWN_BASES, KNOWN_DATA, LATER, LATER_SEEDS,
-                                 LOSSES, TUNED, losses_of, short)
+from research.study.runs import (EXPERIMENTS, KNOWN_BASES, KNOWN_DATA, LATER, LATER_SEEDS, LOSSES,
+                                 STRENGTHS, TUNED, WORLD, short)
 
 COLUMNS = ('run', 'seed', 'task', 'language', 'scaling', 'accuracy', 'confidence', 'ece',
            'smooth_ece', 'brier', 'nll')
@@ -37,7 +37,6 @@ BASES = ('base', 'medium', 'large')
 LAST = 50           # steps
 TASKS = {'text4': 'questions', 'facts': 'first tokens of facts', 'clm': 'next tokens'}
 FIRST = {name: strengths[0] for name, strengths in LOSSES.items()}
-STRENGTHS = losses_of('all')
 
 
 # Numbers
@@ -56,7 +55,7 @@ def is_used(line):
     pooled, unscaled = line['language'] == 'all', line['scaling'] == 'none'
     return line['category'] == 'all' and (
         pooled or unscaled if line['task'] == 'text4' else
-        pooled and unscaled and line['task'] not in FORMS)
+        pooled and unscaled and line['task'] not in WORLD.forms)
 
 
 def lines_of(source):
@@ -77,7 +76,7 @@ def lines_of(source):
 def curves():
     """Yield (name of a curve, its points): a base model, and a loss tuned at several rates."""
     for table in TUNED['losses'] + TUNED['transfer']:
-        for loss in map(short, losses_of(table['each']['loss'])):
+        for loss in map(short, table['each']['loss']):
             runs = [table['name'].format(loss=loss, lr=lr) for lr in table['each']['lr']]
             name, _, _ = runs[0].rpartition('-lr')
             yield name, [(run, {}) for run in (table.get('base', 'base'), *runs)]

@@ -18,35 +18,11 @@ from runtime import cli
 from research.study import common
 from train import TrainConfig
 
-RATES = (5e-6, 2e-5, 5e-5, 2e-4)
-SMOOTHINGS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
-LOSSES = {'dft': 'dft()', 'gce0.7': 'gce(0.7)', 'focal2': 'focal(2)', 'brier': 'brier()',
-          'maxsup0.1': 'cross_entropy() + max_sup(0.1)',
-          'adaptive0.1': 'cross_entropy() + adaptive_smoothing(0.1)',
-          'adaptive1': 'cross_entropy() + adaptive_smoothing(1)'}
-
-
 def settings():
-    """Yield (name, settings of a run, number of seeds), those that a claim rests on first."""
-    for lr in RATES[:3]:
-        for smoothing in SMOOTHINGS[:2]:
-            yield f'lr{lr}-smoothing{smoothing}', {'lr': lr, 'smoothing': smoothing}, 5
-    for smoothing in SMOOTHINGS[:2]:
-        yield f'fp8-lr5e-05-smoothing{smoothing}', {
-            'lr': 5e-5, 'smoothing': smoothing, 'fp8': True}, 5
-    yield 'lora-lr0.0002', {'lora': True, 'lr': 2e-4}, 5
-    yield 'lora-lr0.001', {'lora': True, 'lr': 1e-3}, 5
-    yield 'epoch1-lr5e-05', {'lr': 5e-5, 'epochs': 1.0}, 5
-    for name, loss in LOSSES.items():
-        yield f'{name}-lr5e-05', {'lr': 5e-5, 'loss': loss}, 3
-    for smoothing in SMOOTHINGS[:2]:
-        yield f'lr0.0002-smoothing{smoothing}', {'lr': 2e-4, 'smoothing': smoothing}, 3
-    for smoothing in SMOOTHINGS[2:]:
-        for lr in RATES[2:0:-1]:
-            yield f'lr{lr}-smoothing{smoothing}', {'lr': lr, 'smoothing': smoothing}, 3
-    for smoothing in SMOOTHINGS[2:]:
-        for lr in (RATES[0], RATES[3]):
-            yield f'lr{lr}-smoothing{smoothing}', {'lr': lr, 'smoothing': smoothing}, 1
+    """Yield (name, settings of a run, number of seeds) of the tables [[real]] in runs.toml."""
+    for table in common.FILE['real']:
+        for chosen, more in common.combinations(table):
+            yield table['name'].format(**chosen), more | chosen, table['seeds']
 
 
 def evaluation(data, **more):

@@ -12,7 +12,6 @@ printed and written beside them as compare.*.
 import functools
 import itertools
 import sys
-import tomllib
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -25,18 +24,20 @@ from evaluate import EvalConfig
 from runtime import cli
 from runtime.errors import ConfigError
 from research.study import common, entropy_range
-from research.study.common import ROOT, seed_folder, write_lines
+from research.study.common import FILE, ROOT, seed_folder, world_spec, write_lines
 from research.study.world import StudySpec, make_world
 from train import TrainConfig
 
-FORMS = ('text4', 'text10', 'letters4', 'letters10')    # of the questions; see world.py
 LATER_SEEDS = (5, 6, 7, 8, 9)       # of claims 7 to 11: claims 1 to 6 have seen 0 to 4
-
-FILE = tomllib.loads((Path(__file__).parent / 'runs.toml').read_text(encoding='utf-8'))
+WORLD, VOCABULARY_WORLD = (world_spec(StudySpec, name) for name in ('base', 'vocabulary'))
 LOSSES = FILE['losses']             # {name: strengths}
+STRENGTHS = [loss for strengths in LOSSES.values() for loss in strengths]
 TUNED = {}                          # {experiment: tables of runs.toml}
 for table in FILE['tuned']:
     TUNED.setdefault(table['experiment'], []).append(table)
+    if names := table['each'].get('loss'):
+        table['each']['loss'] = (STRENGTHS if names == 'all' else
+                                 [LOSSES[name][0] for name in names])
 LATER = ('losses', 'transfer', 'known')
 LATER_SETTINGS = {'val_size': 256, 'workers': 1, 'forms': ('text4',)}
 KNOWN_BASES, KNOWN_DATA = ('base', 'medium'), ('known', 'half', 'unknown')
@@ -48,14 +49,7 @@ def short(loss):
             .replace('(', '').replace(')', ''))
 
 
-def losses_of(names):
-    """Return all strengths of all losses, or the first one of each of `names`."""
-    if names == 'all':
-        return [loss for strengths in LOSSES.values() for loss in strengths]
-    return [LOSSES[name][0] for name in names]
-
-
-def evaluation(world, forms, **settings):
+def evaluation(world, forms=WORLD.forms, **settings):
     """Return the report on the questions, next tokens and facts of the world in folder `world`."""
     tasks = (*(f'{world}/{form}' for form in forms), f'clm:{world}/clm.jsonl',
              f'facts:{world}/facts.jsonl')
@@ -69,7 +63,7 @@ PRETRAINING = {'from_scratch': True, 'data_kind': 'text', 'schedule': 'cosine', 
                'weight_decay': 0.1, 'betas': (0.9, 0.95)}
 
 
-def tuning(experiment, name, seed, root=ROOT, base='base', forms=FORMS,
+def tuning(experiment, name, seed, root=ROOT, base='base', forms=WORLD.forms,
            data='base/seed-{seed}/world/instruct.jsonl', **settings):
     """Return the config that tunes the base model `base`; data: a path in `root` for a seed."""
     source = seed_folder('base', seed, root)
@@ -83,71 +77,39 @@ def tuning(experiment, name, seed, root=ROOT, base='base', forms=FORMS,
 def tuned_runs(experiment, seed, root=ROOT):
     """Yield the config of each combination of the tables of an experiment in runs.toml."""
     for table in TUNED[experiment]:
-        settings = {key: value for key, value in table.items()
-                    if key not in ('experiment', 'name', 'each')}
-        if experiment in LATER:
-            settings = LATER_SETTINGS | settings
-        lists = dict(table['each'])
-        if 'loss' in lists:
-            lists['loss'] = losses_of(lists['loss'])
-        for values in itertools.product(*lists.values()):
-            chosen = dict(zip(lists, values, strict=True))
-            texts = chosen | {'loss': short(chosen.get('loss', '')), 'seed': seed}
-            more = settings | chosen
-            if 'data' in more:
-                more['data'] = more['data'].format(**texts)
-            more.pop('facts', None)
-            yield tuning(experiment, table['name'].format(**texts), seed, root, **more)
+        for chosen, settings in common.combinations(table):
+            texts = chosen | {'seed': seed, 'loss': short(chosen.get('loss', ''))}
+            settings = (LATER_SETTINGS if experiment in LATER else {}) | settings | chosen
+            settings.pop('facts', None)     # only a part of names
+            if 'data' in settings:
+                settings['data'] = settings['data'].format(**texts)
+            yield tuning(experiment, table['name'].format(**texts), seed, root, **settings)
 
 
 # Base models: Llama of four sizes, Gemma 2 and Mistral
-
-WORLD = StudySpec(
-    entities=1_000_000, unseen=10_000, zipf=1.0, first_names=1_000, family_names=1_200,
-    documents=400_000, entities_each=6, list_share=0.2, exam_share=0.25, paraphrases=True,
-    language_shares=(0.4, 0.3, 0.2, 0.1), vocab_sizes=(4_096,), tokenizer_documents=20_000,
-    instructions=4_000, questions=1_000, unseen_questions=400, validation=400,
-    forms=FORMS, probes=1_000)
-
 
 def llama(hidden, mlp, layers, heads, **more):
     return {'hidden_size': hidden, 'intermediate_size': mlp, 'num_hidden_layers': layers,
             'num_attention_heads': heads, 'num_key_value_heads': heads} | more
 
 
-# {name: (learning rate: 0.5 / hidden_size, shape)}
-MODELS = {
-    'base': (2e-3, llama(256, 704, 6, 4)),
-    'gemma2': (2e-3, llama(256, 704, 6, 4, model_type='gemma2', num_key_value_heads=2, head_dim=64,
-                           query_pre_attn_scalar=64, sliding_window=256,
-                           attn_logit_softcapping=50.0, final_logit_softcapping=30.0)),
-    'mistral': (2e-3, llama(256, 704, 6, 4, model_type='mistral', num_key_value_heads=2,
-                            sliding_window=256)),
-    'tiny': (4e-3, llama(128, 352, 3, 2)),
-    'medium': (1e-3, llama(512, 1408, 10, 8)),
-    'large': (5e-4, llama(1024, 2816, 16, 16)),
-}
+def base_model(lr, size, **more):
+    """Return the learning rate and the shape of a base model in runs.toml."""
+    return {'lr': lr, 'shape': llama(*size, **more)}
 
 
 def base_runs(seed, root=ROOT):
     folder = seed_folder('base', seed, root)
-    for name, (lr, shape) in MODELS.items():
-        yield TrainConfig(**SHARED, **PRETRAINING, shape=shape, lr=lr,
+    for name, model in FILE['models'].items():
+        yield TrainConfig(**SHARED, **PRETRAINING, **base_model(**model),
                           model=f'{folder}/world/model', data=f'{folder}/world/text.jsonl',
                           cache_dir=f'{folder}/cache', epochs=1.0, batch_size=384, micro_rows=36,
-                          log_every=100, eval=evaluation(f'{folder}/world', FORMS),
+                          log_every=100, eval=evaluation(f'{folder}/world'),
                           out_dir=f'{folder}/{name}', seed=seed)
 
 
 # Claim 3: vocabularies of 2^9 to 2^18 by hidden sizes of 64 to 1024; Gemma 2 of two layers
 
-VOCABULARIES = (512, 4_096, 32_768, 262_144)
-# names are hundreds of thousands of words of their own, so that there are 2^18 real pieces
-VOCABULARY_WORLD = StudySpec(
-    entities=1_000_000, unseen=10_000, zipf=0.7, first_names=10, family_names=400_000,
-    documents=120_000, entities_each=6, list_share=0.3, exam_share=0.15, paraphrases=True,
-    vocab_sizes=VOCABULARIES, tokenizer_documents=120_000, instructions=4_000, questions=2_000,
-    unseen_questions=400, validation=400, forms=('text4', 'letters4'), probes=2_000)
 # {hidden size: (intermediate size, heads, learning rate of the base model, of tuning)}. The rates
 # are 0.5 / hidden_size and 0.2 / hidden_size
 SIZES = {64: (192, 1, 8e-3, 3.2e-3), 256: (704, 4, 2e-3, 8e-4), 1024: (2816, 16, 5e-4, 2e-4)}
@@ -161,7 +123,8 @@ def vocabulary_runs(seed, root=ROOT):
     shared = SHARED | {'cache_dir': f'{folder}/cache', 'log_every': 100, 'eval': report,
                        'seed': seed}
     models = {f'D{D}-V{V}-cap{cap}': (D, V, cap, {})
-              for D, V, cap in itertools.product(SIZES, VOCABULARIES, (30.0, None))}
+              for D, V, cap in itertools.product(SIZES, VOCABULARY_WORLD.vocab_sizes,
+                                                     (30.0, None))}
     models |= {f'unused-D{D}': (D, 4_096, 30.0, {'vocab_size': 262_144}) for D in SIZES}
     for name, (D, V, cap, rows) in models.items():
         mlp, heads, lr, _ = SIZES[D]
