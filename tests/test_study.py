@@ -138,7 +138,7 @@ def test_a_figure_without_lines_or_with_several_per_seed_is_refused():
     lines = claims.read_csv(STUDY / 'results' / 'headline' / 'compare.csv')
     for change, message in (
             ({'x': 'kind', 'reference': ()}, 'they differ in run, .*smoothing'),
-            ({'where': ('task=none|some',)}, 'headline: no run has task=none')):
+            ({'where': {'task': ['none', 'some']}}, 'headline: no run has task=none.some')):
         with pytest.raises(ConfigError, match=message):
             figures.select('headline', replace(figures.FIGURES['headline'], **change), lines)
 

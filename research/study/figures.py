@@ -40,38 +40,28 @@ WORDS = TABLE['words']      # as in over_seeds.titled
 
 @dataclass
 class View:
-    """Lines to show, as 'column=value|value' in this order, and where their values stand.
-
-    Columns: task, language ('all': pooled), category, scaling ('none' or 'temperature'), run, kind
-    ('tuned' for the run 'tuned-lr0.1'), seed, and every setting of training or of the model.
-    """
-    where: tuple
-    x: str = 'smoothing'            # column along the axis
-    by: tuple = ()                  # columns with a curve for each value
-    panel: tuple = ('task',)        # columns with a panel for each value
+    """A figure of figures.toml, which says what the keys mean."""
+    where: dict                     # {column: its values, in this order}
+    x: str = 'smoothing'
+    by: tuple = ()
+    panel: tuple = ('task',)
     metrics: tuple = ('ece', 'gap', 'accuracy')
-    reference: tuple = ('base',)    # kinds drawn as a band
-    sources: tuple = ('base', 'smoothing')      # experiments
-
-    @classmethod
-    def read(cls, keys):
-        """Return the View of a figure in figures.toml, where words stand for tuples."""
-        rules = (TABLE['rules'].get(rule, rule) for rule in keys['where'].split())
-        view = {key: tuple(words.split()) for key, words in keys.items() if key != 'x'}
-        return cls(**keys | view | {'where': tuple(' '.join(rules).split())})
+    reference: tuple = ('base',)
+    sources: tuple = ('base', 'smoothing')
 
     @property
     def columns(self):
         return (*self.panel, *self.by, self.x)
 
-    @property
-    def order(self):
-        """{column: its values in the order of `where`}"""
-        rules = (rule.partition('=') for rule in self.where)
-        return {column: values.split('|') for column, _, values in rules}
+
+def read_view(where, x='smoothing', **words):
+    """Return the View of a table of figures.toml."""
+    rules = ' '.join(TABLE['rules'].get(rule, rule) for rule in where.split()).split()
+    where = {column: values.split('|') for column, values in (rule.split('=') for rule in rules)}
+    return View(where, x, **{key: tuple(text.split()) for key, text in words.items()})
 
 
-FIGURES = {name: View.read(keys) for name, keys in TABLE['figures'].items()}
+FIGURES = {name: read_view(**keys) for name, keys in TABLE['figures'].items()}
 
 
 def draw(name, out_dir, root=None):
@@ -118,15 +108,16 @@ def select(name, view, lines):
     The groups of a panel come after its reference, whose values are the name.
     """
     lines = [line for line in lines if all(
-        str(line.get(column, '')) in values for column, values in view.order.items())]
+        str(line.get(column, '')) in values for column, values in view.where.items())]
     if not lines:
-        raise ConfigError(f'{name}: no run has {", ".join(view.where)}')
-    lines = drop_constant_settings(lines, {*view.columns, *view.order})
+        rules = ', '.join(f'{column}={"|".join(values)}' for column, values in view.where.items())
+        raise ConfigError(f'{name}: no run has {rules}')
+    lines = drop_constant_settings(lines, {*view.columns, *view.where})
     shown, aside = ([line for line in lines if (line['kind'] in view.reference) == is_aside]
                     for is_aside in (False, True))
     bands = group_lines(aside, view.panel)
     groups, name = {}, 'reference' if len(view.reference) > 1 else ''.join(view.reference)
-    for values, members in group_lines(shown, view.columns, view.order).items():
+    for values, members in group_lines(shown, view.columns, view.where).items():
         panel = values[:len(view.panel)]
         if panel in bands:
             groups.setdefault((*panel, *[name] * (len(values) - len(panel))), by_seed(bands[panel]))
