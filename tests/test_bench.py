@@ -421,8 +421,7 @@ def test_one_command_writes_one_page(small, tokenizer, tmp_path, monkeypatch, ca
     monkeypatch.setattr(bench.all, 'run_script', run_script)
     monkeypatch.setattr(bench_common, 'DEVICE', 'cpu:0')    # the scripts take it for a GPU
     monkeypatch.setattr(bench.generate, 'SETTINGS', ((1, 6, 9),))
-    monkeypatch.setattr(bench.align, 'PEERS', {})
-    monkeypatch.setattr(bench.align, 'OURS', {'ours': {}})
+    monkeypatch.setitem(bench_common.METHODS, 'align', {'ours': {'ours': {}}, 'peers': {}})
     measure = bench.metrics.measure
     monkeypatch.setattr(bench.metrics, 'measure', lambda n, k, peers: measure(500, k, peers))
     pairs = write_rows(tmp_path / 'pairs.jsonl', [

@@ -22,9 +22,9 @@ import torch
 
 import train
 from align import AlignConfig, answer_sums, pack_pairs, pair_objective
-from research.bench.common import (DEVICE, MODELS, PeerOptions, Script, chosen, measure_methods,
-                                   method_table, now, our_model, peak_gib, peer_model,
-                                   require_files, reset_peak_memory, speed)
+from research.bench.common import (DEVICE, MODELS, PeerOptions, Script, chosen_methods,
+                                   measure_methods, method_table, now, our_model, peak_gib,
+                                   peer_model, require_files, reset_peak_memory, speed)
 from research.bench.peers import TRL_SETTINGS, plain_tokenizer
 from data.preferences import load_preferences, to_tree
 from data.tokenizer import load_tokenizer
@@ -40,20 +40,11 @@ class BenchConfig(PeerOptions):
 
 PACK_LEN = 4096
 STEPS = 4           # that are timed, after as many that compile
-OURS = {'ours': {}, 'ours, 4 rows at once': {'micro_rows': 4}}
-# options of trl_step; on 139 GiB 16 pairs at once do not fit, nor 4 of Llama 3.1 8B
-PEERS = {
-    'TRL, 2 pairs at once': {'size': 2},
-    'TRL, 4 pairs at once': {'size': 4},
-    'TRL, Liger, 4 pairs at once': {'size': 4, 'liger': True},
-    'TRL, Liger, 8 pairs at once': {'size': 8, 'liger': True},
-    'TRL, 4 pairs at once, compiled': {'size': 4, 'compiled': True},
-}
 
 
 def bench(config):
     require_files(config, data='a file of preferences')
-    methods = chosen(config.only, OURS if config.ours else OURS | PEERS)
+    methods = chosen_methods('align', config)
     for name in config.shape:
         yield {'shape': name, 'results': measure_methods(
             __file__, name, methods, raw=MODELS[name], lora=name == 'llama31_8b', data=config.data,

@@ -71,9 +71,7 @@ def command(name, options, out, ours=False):
     return arguments
 
 
-# ------------------------------------------------------------------------------------------------
 # One page
-# ------------------------------------------------------------------------------------------------
 
 def run_all(options):
     """Run the scripts that are wanted and write the page; return 1 if one of them failed."""
@@ -187,9 +185,7 @@ def repeated(folder):
     return ['## Our times that were measured more than once', tables.markdown(lines)]
 
 
-# ------------------------------------------------------------------------------------------------
 # Two commits
-# ------------------------------------------------------------------------------------------------
 
 def us_per_token(row):
     return 1e6 / row['tokens_per_s']

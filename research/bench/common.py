@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
@@ -42,7 +43,8 @@ from runtime.errors import ConfigError
 from runtime.ownership import write_text
 from triton_ops import adjoin
 
-MODELS = json.loads((Path(__file__).parent / 'models.json').read_text())      # as config.json
+MODELS = json.loads(Path(__file__).with_name('models.json').read_text())      # as config.json
+METHODS = tomllib.loads(Path(__file__).with_name('methods.toml').read_text())   # of each script
 Shape = Literal['gemma2_2b', 'gemma3_270m', 'llama32_1b', 'llama31_8b', 'mistral_7b']
 ROOT = Path(__file__).parents[2]
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'     # a CPU is for the tests alone
@@ -131,6 +133,12 @@ def require_files(config, **files):
     if not all(getattr(config, key) for key in ('tokenizer', *files)):
         raise ConfigError('set ' + ''.join(f'--{key}, {what}, ' for key, what in files.items())
                           + 'and --tokenizer, a folder')
+
+
+def chosen_methods(script, config):
+    """Return {method: options} of a script that --ours and --only choose."""
+    methods = METHODS[script]
+    return chosen(config.only, methods['ours'] | ({} if config.ours else methods['peers']))
 
 
 def chosen(only, methods):

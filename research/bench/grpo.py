@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import train
 from align import ROLLOUTS, AlignConfig
-from research.bench.common import (DEVICE, MODELS, PeerOptions, Script, chosen, decoding_limit,
-                                   device_rates, measure_methods, method_table, now, peak_gib,
-                                   require_files, save_model, write_lines)
+from research.bench.common import (DEVICE, MODELS, PeerOptions, Script, chosen_methods,
+                                   decoding_limit, device_rates, measure_methods, method_table, now,
+                                   peak_gib, require_files, save_model, write_lines)
 from research.bench.peers import TRL_SETTINGS
 from data.export import tokenizer_files
 from data.files import read_rows
@@ -41,17 +41,12 @@ PROMPTS, ANSWERS, TOKENS = 32, 8, 256       # of a step: prompts, answers to eac
 STEPS = 2           # that are timed, after one that compiles
 KL = 0.04           # weight of the KL in the loss
 FRAME = '<|user|>\n{}\n<|assistant|>\n'     # the template tulu
-OURS = {'ours': {}, 'ours, 4 rows at once': {'micro_rows': 4}}
-PEERS = {           # options of trl_steps
-    'TRL, 16 answers at once': {'size': 16},
-    'TRL, 32 answers at once, Liger': {'size': 32, 'liger': True},
-}
 PARTS = 'rollout_s', 'scoring_s', 'update_s'
 
 
 def bench(config):
     require_files(config, prompts='a file of questions')
-    methods, rates = chosen(config.only, OURS if config.ours else OURS | PEERS), device_rates()
+    methods, rates = chosen_methods('grpo', config), device_rates()
     for name in config.shape:
         with tempfile.TemporaryDirectory() as folder:
             prepare(name, config, Path(folder))

@@ -17,8 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
-from research.bench.common import (DEVICE, Options, Script, attempt, free_memory, method_table,
-                                   now)
+from research.bench.common import DEVICE, Options, Script, attempt, free_memory, method_table, now
 from runtime.optim import AdamW
 
 

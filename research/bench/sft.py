@@ -25,9 +25,9 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from research.bench.common import (DEVICE, PeerOptions, Script, Shape, byte_code, cell, chosen,
-                                   empty_caches, last_error, require_files, run_command,
-                                   save_model, write_lines)
+from research.bench.common import (DEVICE, METHODS, PeerOptions, Script, Shape, byte_code, cell,
+                                   chosen_methods, empty_caches, last_error, require_files,
+                                   run_command, save_model, write_lines)
 from data.export import tokenizer_files
 from data.files import fetch, read_rows
 from data.instruct import PATTERNS, first_turns, load_conversations, to_messages
@@ -47,11 +47,6 @@ class BenchConfig(PeerOptions):
 
 TEMPLATE, PACK_LEN, BATCH = 'tulu', 4096, TrainConfig.batch_size
 OURS = 'ours'
-PEERS = {       # settings of research/bench/trl_sft.py
-    'TRL': {'compiled': False, 'liger': False},
-    'TRL, Liger': {'compiled': False, 'liger': True},
-    'TRL, compiled': {'compiled': True, 'liger': False},
-}
 # the beginning of the line, of both commands, with which a stage ends; saving ends the command
 STAGES = {'imports, data, weights': r'device: ', 'first step': r'step 1/',
           'other steps': r'peak memory \d'}
@@ -60,7 +55,7 @@ SAVING = 'saving'
 
 def bench(config):
     require_files(config, data='a file of conversations')
-    methods = chosen(config.only, {OURS: None} | ({} if config.ours else PEERS))
+    methods = chosen_methods('sft', config)
     byte_code()
     started = time.perf_counter()
     for shape in config.shape:
@@ -116,7 +111,7 @@ def run(method, tuning, kind, table, caches, folder):
         adapters = {'r': TrainConfig.lora_rank, 'lora_alpha': TrainConfig.lora_alpha,
                     'lora_dropout': TrainConfig.lora_dropout,
                     'target_modules': list(TrainConfig.lora_targets)}
-        command = ['research/bench/trl_sft.py', json.dumps(PEERS[method] | {
+        command = ['research/bench/trl_sft.py', json.dumps(METHODS['sft']['peers'][method] | {
             'model': str(folder / 'model'), 'data': str(folder / 'TRL.jsonl'), 'out': str(out),
             'pack_len': PACK_LEN, 'rows': table['rows'],
             'lora': adapters if tuning == 'LoRA' else None})]

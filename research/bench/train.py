@@ -19,8 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
-from research.bench.common import (DEVICE, MODELS, PeerOptions, Script, Shape, measure_methods,
-                                   method_table, now, our_model, peak_gib, reset_peak_memory, speed)
+from research.bench.common import (DEVICE, METHODS, MODELS, PeerOptions, Script, Shape,
+                                   measure_methods, method_table, now, our_model, peak_gib,
+                                   reset_peak_memory, speed)
 from research.bench.peers import hugging_face_step, trl_steps
 from data.instruct import load_conversations
 from data.packing import pack
@@ -34,7 +35,7 @@ from train import TrainConfig, train_step
 
 @dataclass
 class BenchConfig(PeerOptions):
-    """Without --only the methods of USUAL are measured."""
+    """Without --only those of `usual` in methods.toml are measured."""
     shape: tuple[Shape, ...] = tuple(MODELS)
     data: str | None = None         # conversations, as in train.py
     batch: int = 128                # conversations per step
@@ -45,37 +46,6 @@ class BenchConfig(PeerOptions):
 
 ROWS, LENGTH = 4, 2048      # documents per step, their tokens
 PEAK = 989e12               # FLOP/s of an H100 or H200 in bfloat16
-# what the parts of a method's name say, as keys of TrainConfig
-OURS = {
-    'ours': {}, 'stochastic': {'master_weights': 'stochastic'}, 'LoRA': {'lora': True},
-    'FP8': {'fp8': True}, 'compact': {'master_weights': 'compact'},
-    '1 x 8,192': {'pack_len': 8192, 'max_length': 8192, 'micro_rows': 1},
-    'checkpointed': {'checkpoint_activations': True}, '2 micro-batches': {'micro_rows': ROWS // 2},
-    # the settings of the figure that NVIDIA publishes for NeMo AutoModel: docs/benchmarks.md
-    'LoRA 16 on all matrices': {'lora': True, 'lora_rank': 16, 'lora_targets': (
-        'q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')},
-    '2 x 4,096': {'pack_len': 4096, 'max_length': 4096, 'micro_rows': 2},
-}
-# the same as options of hugging_face_step or, with `trl`, of trl_steps
-SDPA, FLEX = {'attention': 'sdpa'}, {'attention': 'flex_attention'}
-PEERS = {
-    'HF sdpa': SDPA, 'HF flex': FLEX, 'HF eager': {'attention': 'eager'}, 'HF padded': SDPA,
-    'TRL': FLEX | {'trl': True, 'length': LENGTH, 'micro_rows': ROWS},
-    'flex': FLEX, 'flash-attn': {'attention': 'flash_attention_2'},
-    'Liger': {'liger': True}, 'compile': {'compiled': True},
-    **{f'batch size {n}': {'padded': n} for n in (8, 16, 32)},
-}
-# the methods of each table without `only`: those that may be the fastest of their library
-USUAL = {
-    'gemma2_2b': 'HF flex, compile|ours|ours, stochastic',
-    'gemma3_270m': 'HF sdpa, Liger, compile|ours',
-    'llama32_1b': 'HF sdpa, Liger|HF sdpa, compile|HF sdpa, Liger, compile|ours|ours, stochastic',
-    'llama31_8b': 'HF sdpa, Liger|HF sdpa, Liger, compile|ours|ours, stochastic',
-    'mistral_7b': 'HF sdpa, Liger|ours|ours, stochastic',
-    'packed': 'HF padded, batch size 32, Liger|HF packed, flex, compile|'
-              'HF packed, flex, Liger, compile|TRL packed, compile|ours, packed|'
-              'ours, packed, stochastic',
-}
 
 
 def bench(config):
@@ -87,7 +57,7 @@ def bench(config):
             kinds[Path(config.data).name] = (config.data, config.tokenizer, config.batch,
                                              config.pack_len)
         for data, real in kinds.items():
-            wanted = config.only or USUAL['packed' if real else name]
+            wanted = config.only or METHODS['train']['usual']['packed' if real else name]
             methods = {method: method_options(method, config.pack_len)
                        for method in wanted.split('|')}
             methods = {method: options for method, options in methods.items()
@@ -101,9 +71,11 @@ def bench(config):
 
 def method_options(name, pack_len):
     """Return what the parts of a method's name say, for conversations in rows of `pack_len`."""
-    ours = OURS | {'packed': {'pack_len': pack_len, 'max_length': pack_len}}
-    peers = PEERS | {'HF packed': FLEX | {'packed': pack_len},
-                     'TRL packed': FLEX | {'trl': True, 'length': pack_len}}
+    flex = {'attention': 'flex_attention'}
+    ours = METHODS['train']['ours'] | {'packed': {'pack_len': pack_len, 'max_length': pack_len}}
+    peers = METHODS['train']['peers'] | {
+        'HF packed': flex | {'packed': pack_len},
+        'TRL packed': flex | {'trl': True, 'length': pack_len}}
     options = {}
     for part in name.split(', '):
         known = (ours if name.startswith('ours') else peers) | {

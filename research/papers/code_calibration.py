@@ -14,8 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from research.papers.common import (EvalConfig, Run, counted, draw_curves, main, measured,
-                                    pooled, read_models)
+from research.papers.common import (EvalConfig, Run, counted, draw_curves, main, measured, pooled,
+                                    read_models)
 from results.tables import Heading
 
 MODELS = read_models('code_calibration')['']

@@ -186,9 +186,7 @@ def pooled(folder, task, scaling=''):
     return result.get('pooled', {})
 
 
-# ------------------------------------------------------------------------------------------------
 # Models and files of your own
-# ------------------------------------------------------------------------------------------------
 
 # options of a script with tables of models and datasets
 OWN = {'model': {'action': 'append', 'default': [], 'metavar': '[NAME=]FOLDER', 'help':
@@ -268,9 +266,7 @@ def file_tokens(source, option, patterns=PATTERNS):
                for path in files)
 
 
-# ------------------------------------------------------------------------------------------------
 # The command line
-# ------------------------------------------------------------------------------------------------
 
 def main(runs, tables, **more):
     """Do the runs of a script and write its tables, as the options of the command line say.
@@ -427,9 +423,7 @@ def print_plan(runs, options):
               f'{", ".join(names)}.') * bool(names))
 
 
-# ------------------------------------------------------------------------------------------------
 # Tables and figures
-# ------------------------------------------------------------------------------------------------
 
 COLUMNS = {key: Heading(key) for key in ('accuracy', 'entropy_bits', 'ece', 'nll')} | {
     'rms_mmlu_repo': Heading('rms_mmlu_repo', 'RMS as printed'),

@@ -4,23 +4,8 @@
     python research/papers/features.py --models=google/gemma-2-2b,out/tuned --part=prompt \\
         --pooling=last
 
-The first command draws figure 6 of Zhu et al. 2023, the answers of Alpaca and OASST1: 'features of
-OASST1 are more evenly distributed while those of Alpaca tend to be dense and clustered'. There the
-features are MPNet's and the map is t-SNE's. Here a feature is the mean over the tokens of a text of
-the model's own last hidden states, those that its output layer multiplies, and the map is the
-projection on the two principal components of all texts together. Unlike t-SNE, a projection shows
-no clusters that are not in the features.
-
-The second command compares a model before and after tuning by the smallest singular value of the
-covariance of its features. The bound of Oh et al. 2024, which Huang et al. 2025 cite in section 5,
-depends on it; there the feature of a prompt is the hidden state of its last token. The covariance
-is S = X^T X / (n - 1), X [n, D] the centered features, so its singular values are its eigenvalues.
-The smallest is 0 unless n > D, and is biased downwards by noise, so compare it at equal n only.
-Tuning also changes the scale. So the table has the smallest singular value relative to the mean one
-as well, the effective rank exp(entropy of the singular values / their sum) of Roy & Vetterli 2007,
-and the mean cosine of two texts.
-
-The script writes features.md, features.csv and figure6.png, the scatter.
+features.md says what a feature is, what is measured, and why. The script writes a features.md
+with the table, features.csv, and figure6.png, the scatter.
 """
 
 import sys
@@ -176,10 +161,10 @@ def run(cfg):
                 '' if value is None else f'{value:.3g}' for value in (smallest, relative)),
                 f'{rank:.1f}', f'{cosine:.3f}'))
         del model
-    table = markdown(lines)
+    table, about = markdown(lines), Path(__file__).with_suffix('.md').read_text()
     with lock(cfg.out_dir):
         claim(cfg.out_dir, 'features.md', 'features.csv', 'figure6.png')
-        write_text(Path(cfg.out_dir, 'features.md'), f'{table}\n{__doc__.strip()}\n')
+        write_text(Path(cfg.out_dir, 'features.md'), f'{table}\n{about}')
         write_text(Path(cfg.out_dir, 'features.csv'), csv_text(
             [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]))
         draw_scatter(Path(cfg.out_dir, 'figure6.png'), panels)

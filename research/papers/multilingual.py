@@ -85,9 +85,7 @@ def rows(options):
                        f'{options.out_dir}/{model}/{data}/smoothing{float(s):g}')
 
 
-# ------------------------------------------------------------------------------------------------
 # Tables
-# ------------------------------------------------------------------------------------------------
 
 def languages_of(task, options):
     """Return the languages of a benchmark that the runs are evaluated in; [''] if it has none."""
@@ -228,9 +226,7 @@ def write_appendix(options, significance):
         write_text(Path(options.out_dir, 'appendix.md'), '\n'.join(md))
 
 
-# ------------------------------------------------------------------------------------------------
 # Figures
-# ------------------------------------------------------------------------------------------------
 
 def curves_of(options):
     """Return the rows of panels, {label of a curve: (data, smoothing) of its run}."""
