@@ -8,6 +8,7 @@ import pytest
 import metrics
 from research.study import metrics_agree
 from research.study.claims import read_csv
+from research.study.figures import read_bins
 
 
 def literal_tau(x, y):
@@ -55,6 +56,11 @@ def test_the_committed_table_follows_from_the_committed_numbers():
     found = {(task, x['a'], x['b']): (str(x['runs']), f'{x["tau"]:.5f}')
              for task, runs in values.items() for x in metrics_agree.agreements(runs, 1)}
     assert found == expected
+    # bins.csv numbers its bins from 0
+    for name, bins in read_bins(metrics_agree.RESULTS / 'headline' / 'bins.csv').items():
+        gaps = bins['count'] * (bins['accuracy'] - bins['confidence'])
+        pairs = np.abs(gaps[::2] + gaps[1::2]).sum() / bins['count'].sum()
+        assert binned[name[3]][name[0], name[2]][5] == pytest.approx(pairs, abs=1e-12)
     # ten bins, from counts and means to five digits, give the ECE that the tables state
     for task, runs in binned.items():
         for run, ece in runs.items():

@@ -33,6 +33,7 @@ from runtime.ownership import claim, lock, write_text
 from runtime.processes import parallel_map
 from research.study import common
 from research.study.claims import read_csv
+from research.study.figures import read_bins
 
 RESULTS = Path(__file__).parent / 'results'
 SIGNS = {key: 1 if x.higher_is_better else -1 for key, x in MEASURES.items()
@@ -47,7 +48,7 @@ FILES = 'agree.csv', 'agree.md', 'agree.png'
 
 def committed():
     """Return the values of the tuned models in research/study/results, and the ECE by bins."""
-    values, binned, sums = {}, {}, {}
+    values, binned = {}, {}
     pooled = {'language': 'all', 'category': 'all', 'scaling': 'none'}
     for path in sorted(RESULTS.glob('*/compare.csv')) + sorted(RESULTS.glob('losses/seed-*.csv')):
         for line in read_csv(path):
@@ -56,14 +57,10 @@ def committed():
                     and not UNTUNED.fullmatch(line['run']) and not other_tokens):
                 values.setdefault(line['task'], {})[line['run'], line['seed']] = {
                     key: float(line[key]) for key in SIGNS if line.get(key)}
-    for line in read_csv(RESULTS / 'headline' / 'bins.csv'):
-        counts, gaps = sums.setdefault((line['task'], line['run'], line['seed']), np.zeros((2, 10)))
-        i = int(line['bin']) - 1
-        counts[i] = int(line['count'])
-        gaps[i] = counts[i] * (float(line['accuracy']) - float(line['confidence']))
-    for (task, *run), (counts, gaps) in sums.items():
-        binned.setdefault(task, {})[tuple(run)] = {
-            n: merged_ece(counts, gaps, n) for n in (1, 2, 5, 10)}
+    for (run, _, seed, task, *_), bins in read_bins(RESULTS / 'headline' / 'bins.csv').items():
+        gaps = bins['count'] * (bins['accuracy'] - bins['confidence'])
+        binned.setdefault(task, {})[run, seed] = {
+            n: merged_ece(bins['count'], gaps, n) for n in (1, 2, 5, 10)}
     return values, binned
 
 
