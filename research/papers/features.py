@@ -16,10 +16,10 @@ from typing import Literal
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
-import torch
 
 from data.files import fetch, parsed, read_rows, require_fields, require_text
 from data.instruct import PATTERNS, first_turns, to_messages
+from data.packing import Tree
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results import plots
 from results.tables import aligned, csv_text, markdown
@@ -29,6 +29,7 @@ from runtime.device import pick_device, pick_dtype
 from runtime.errors import ConfigError, DataError
 from runtime.ownership import claim, lock, write_text
 from runtime.trained import training_settings
+from scoring import score, token_states
 
 
 @dataclass
@@ -41,7 +42,7 @@ class FeatureConfig:
     n: int | None = None                      # texts of each dataset, at most as many as the
     #                                           smallest one has; None: twice the hidden size
     max_length: int = 512                     # tokens; longer texts are cut
-    batch_tokens: int = 16384                 # tokens of a forward pass, with padding
+    batch_tokens: int = 16384                 # tokens of a forward pass
     seed: int = 0                             # draws the texts
     dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # auto: bfloat16 on a GPU
     device: str = 'auto'
@@ -67,28 +68,22 @@ def read_texts(source, part):
     return texts
 
 
-@torch.no_grad()
 def features(model, tokenizer, texts, cfg, add_bos):
     """Return the features of texts, float32 [n, D]."""
-    bos = [tokenizer.bos_id] * add_bos
-    ids = [(bos + tokenizer.encode(text))[:cfg.max_length] for text in texts]
-    if empty := [text for text, row in zip(texts, ids, strict=True) if len(row) <= len(bos)]:
-        raise DataError(f'a text has no tokens: {empty[0]!r}')
-    device, found = model.head.device, np.empty((len(ids), model.config.hidden_size), np.float32)
-    order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
-    while order:
-        length = -(-len(ids[order[-1]]) // 64) * 64     # few lengths: kernels compile for each
-        batch = [order.pop() for _ in range(min(len(order), max(1, cfg.batch_tokens // length)))]
-        tokens = torch.zeros(len(batch), length, dtype=torch.long)
-        used = torch.zeros(len(batch), length)      # the weight of each hidden state
-        for row, i in enumerate(batch):
-            tokens[row, :len(ids[i])] = torch.tensor(ids[i])
-            first = len(bos) if cfg.pooling == 'mean' else len(ids[i]) - 1
-            used[row, first:len(ids[i])] = 1 / (len(ids[i]) - first)
-        positions = torch.arange(length, device=device).expand(len(batch), -1)
-        hidden = model(tokens.to(device), positions, None).float()
-        found[batch] = torch.einsum('btd,bt->bd', hidden, used.to(device)).cpu().numpy()
-    return found
+    bos, trees = [tokenizer.bos_id] * add_bos, []
+    for text in texts:
+        ids = (bos + tokenizer.encode(text))[:cfg.max_length]
+        if len(ids) <= len(bos):
+            raise DataError(f'a text has no tokens: {text!r}')
+        first = len(bos) if cfg.pooling == 'mean' else len(ids) - 1
+        # the state of a token is what predicts the next one; after the last token any will do
+        trees.append(Tree((), [*ids, 0], scored=[*range(first + 1, len(ids) + 1)]))
+    states = np.empty((len(texts), model.config.hidden_size), np.float32)
+    for i, _, values in score(lambda: model, enumerate(trees), compute=token_states,
+                              pack_len=max(cfg.batch_tokens, cfg.max_length + 1),
+                              trim=128 if model.head.is_cuda else 1):
+        states[i] = values.mean(0)
+    return states
 
 
 def measures(x):
