@@ -9,7 +9,7 @@ that are not installed are left out.
 
 import statistics
 import sys
-import time
+import timeit
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,12 +79,7 @@ def netcal(probs, labels):
 def seconds(call):
     """Return the median time of three calls, after a warm-up call."""
     call()
-    times = []
-    for _ in range(3):
-        started = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
+    return statistics.median(timeit.repeat(call, number=1, repeat=3))
 
 
 def view(table):

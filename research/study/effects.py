@@ -63,9 +63,8 @@ def vocabulary_table():
 
 def slope(effect, axis, values):
     """Return the trend [seeds] of `effect` [sizes, rows, seeds] over the logarithms of `values`."""
-    x = np.log2(values) - np.log2(values).mean()
     means = effect.mean(1 - axis)       # over the other axis
-    return (np.log2(values[-1]) - np.log2(values[0])) * x @ means / (x @ x)
+    return np.log2(values[-1] / values[0]) * np.polyfit(np.log2(values), means, 1)[0]
 
 
 def trend_table():

@@ -34,10 +34,10 @@ LOSSES = FILE['losses']             # {name: strengths}
 STRENGTHS = [loss for strengths in LOSSES.values() for loss in strengths]
 TUNED = {}                          # {experiment: tables of runs.toml}
 for table in FILE['tuned']:
-    TUNED.setdefault(table['experiment'], []).append(table)
-    if names := table['each'].get('loss'):
-        table['each']['loss'] = (STRENGTHS if names == 'all' else
-                                 [LOSSES[name][0] for name in names])
+    lists = dict(table['each'])
+    if names := lists.get('loss'):
+        lists['loss'] = STRENGTHS if names == 'all' else [LOSSES[name][0] for name in names]
+    TUNED.setdefault(table['experiment'], []).append(table | {'each': lists})
 LATER = ('losses', 'transfer', 'known')
 LATER_SETTINGS = {'val_size': 256, 'workers': 1, 'forms': ('text4',)}
 KNOWN_BASES, KNOWN_DATA = ('base', 'medium'), ('known', 'half', 'unknown')
