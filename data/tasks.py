@@ -130,9 +130,7 @@ class Task:
                 if isinstance(tree, DataError):
                     bad_rows.append(self.bad_row(tree, reader.cfg))
                     continue
-                key, prompt = self.sample_key(item), tree.fingerprint
-                if hasattr(item, 'answer'):     # one that was corrected is scored again
-                    prompt += f'-{item.answer}'
+                key, prompt = self.sample_key(item), self.prompt_hash(item, tree)
                 prompts.add((key, prompt))
                 if (key, prompt) not in writer.done:
                     unscored[index] = key, prompt, item, tree
@@ -145,6 +143,11 @@ class Task:
             for sample in self.samples(reader.tokenizer, item, tree, numbers, values):
                 writer.append(key, prompt, sample)
         return prompts, bad_rows
+
+    def prompt_hash(self, item, tree):
+        """Return a hash of all that decides the samples of an item."""
+        answer = f'-{item.answer}' if hasattr(item, 'answer') else ''
+        return tree.fingerprint + answer    # one that was corrected is scored again
 
     def bad_row(self, error, cfg):
         """Return the message of an item that cannot be asked; raise it if that is to stop."""

@@ -16,7 +16,7 @@ import numpy as np
 from data import written_answers
 from data.grading import stated_guess
 from data.packing import Tree
-from data.questions import sample_fields
+from data.questions import ReaskedQuestion, sample_fields
 from data.task_names import task_label
 from data.tasks import PTrueTask, Task, chat_words
 from data.written_answers import WRITTEN_TASKS, load_written
@@ -207,6 +207,28 @@ class PTrueAmongSamples(PTrueConfidence):
     ask = staticmethod(written_answers.proposed_among)
 
 
+class DistractorConfidence(PTrueConfidence):
+    """DiNCo of the greedy answer, see `confidence.distractor_normalized`."""
+
+    @staticmethod
+    def ask(question, sample):
+        proposed = [written_answers.proposed(question, answer['text'], answer['correct'])
+                    for answer in (sample['greedy'], *confidence.distractors(sample))]
+        return ReaskedQuestion(**vars(proposed[0]), prompts=proposed, published=sample)
+
+    def prompt_hash(self, item, tree):
+        keys = [answer['key'] for answer in (item.published['greedy'], *item.published['answers'])]
+        return f'{super().prompt_hash(item, tree)}-{samples.digest(keys)}'
+
+    @staticmethod
+    def samples(tokenizer, question, tree, numbers, values):
+        log_probs = tree.sums(numbers, values).reshape(-1, 2)
+        p_true = np.exp(log_probs[:, 0] - np.logaddexp.reduce(log_probs, axis=1)).tolist()
+        value = confidence.distractor_normalized(question.published, p_true)
+        return [sample_fields(question, tree.shots) | {'p_true': p_true}
+                | confidence.outcome(value, question.answer == 0)]
+
+
 class ProbeConfidence(Confidence):
     """P(IK) by a probe of the hidden state at the end of the question.
 
@@ -286,5 +308,6 @@ def stated_sample(question, rule, greedy, lead):
 
 
 # {name in CONFIDENCES: kind of its Task}; the others are computed from samples
-KINDS = {'p_true': PTrueConfidence, 'p_true_samples': PTrueAmongSamples, 'p_ik': ProbeConfidence,
+KINDS = {'p_true': PTrueConfidence, 'p_true_samples': PTrueAmongSamples,
+         'dinco': DistractorConfidence, 'p_ik': ProbeConfidence,
          'verbalized_1s': GuessConfidence, 'verbalized_2s': StatedConfidence}

@@ -18,6 +18,7 @@ from data.tokenizer import load_tokenizer
 from data.trees import load_answers
 from data.written_answers import WRITTEN_TASKS, load_written
 from decoding.sampling import Sampling
+from results import confidence
 from results.samples import latest_samples, read_samples
 from runtime import checkpoint
 from runtime.errors import ConfigError, DataError
@@ -193,6 +194,16 @@ def test_p_true_is_that_of_transformers(asked):
         assert other['confidence'] == p_true(
             f'{question}Here are some brainstormed ideas: ' + '\n'.join(ideas) +
             f'\nPossible Answer: {ideas[0]}{possible}')
+    normalized = samples_of(folder / 'out', 'qa.dinco')
+    assert len(normalized) == 10 and max(len(row['p_true']) for row in normalized) > 2
+    for row in normalized[:4]:
+        answer = answers[row['id']]
+        proposals = [answer['greedy'], *confidence.distractors(answer)]
+        assert row['p_true'] == [p_true(
+            f'{HEADER}{shots}Question: What is the colour of {row["id"]}?\nProposed Answer: '
+            f'{other["text"].strip()}{proposed}') for other in proposals]
+        assert row['correct'] == answer['greedy']['correct'] and row['confidence'] == (
+            pytest.approx(confidence.distractor_normalized(answer, row['p_true'])))
 
 
 def test_results_have_an_entry_for_each_confidence(asked):
@@ -200,7 +211,7 @@ def test_results_have_an_entry_for_each_confidence(asked):
     tasks = json.loads((folder / 'out' / 'results.json').read_text())['tasks']
     entries = {'qa', *(f'qa.{name}' for name in (
         'length_normalized', 'mean_token', 'answer_span', 'agreement', 'greedy_agreement',
-        'entropy', 'p_true', 'p_true_samples', 'p_ik'))}
+        'entropy', 'p_true', 'p_true_samples', 'dinco', 'p_ik'))}
     assert tasks.keys() >= entries and 'qa.stated' not in tasks
     accuracy = tasks['qa']['pooled']['accuracy']
     assert accuracy == share == tasks['qa']['written']['lenient_accuracy'] and share > 0
@@ -235,7 +246,7 @@ def test_an_interrupted_evaluation_resumes(asked, tmp_path):
 
 def test_a_confidence_in_earlier_answers_is_left_out(asked, tmp_path, capsys, monkeypatch):
     folder, *_ = asked
-    entries = {'qa.p_true', 'qa.p_true_samples', 'qa.p_ik'}
+    entries = {'qa.p_true', 'qa.p_true_samples', 'qa.dinco', 'qa.p_ik'}
     out = shutil.copytree(folder / 'out', tmp_path / 'out')
     before = ask(folder, out)
     assert entries <= before.keys()
