@@ -37,7 +37,8 @@ def tokenizer_files(folder, tokenizer, template=None, add_bos=True, reward=False
             names = {key: tokenizer.decode([i]) for key, i in (
                 ('bos_token', tokenizer.bos_id), ('eos_token', tokenizer.eos_id)) if i is not None}
             settings |= {'tokenizer_class': 'PreTrainedTokenizerFast', **names,
-                         'clean_up_tokenization_spaces': False}
+                         'clean_up_tokenization_spaces': False,
+                         'add_prefix_space': tokenizer.leads_with_space}    # for llama.cpp
     if template:
         settings.pop('chat_template', None)     # older programs prefer it to the file
         files['chat_template.jinja'] = jinja(template, tokenizer, add_bos, reward)

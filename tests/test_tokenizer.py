@@ -501,6 +501,8 @@ def test_transformers_reads_what_a_run_saves(kind, templates, tmp_path):
             assert theirs(text)['input_ids'] == bos + ours.encode(text), text
             assert theirs.decode(ours.encode(text)) == ours.decode(ours.encode(text))
     assert load_tokenizer(tmp_path / 'run').fingerprint == ours.fingerprint
+    if kind in ('gemma', 'mistral', 'llama2'):      # llama.cpp reads this key, too
+        assert theirs.add_prefix_space is (kind != 'gemma')
     for template in templates:
         for add_bos in (True, False) if template in ('gemma', 'mistral') else (kind != 'qwen',):
             folder = tmp_path / 'run'       # to export 128,000 tokens again would take seconds
