@@ -45,4 +45,3 @@ def test_llama_cpp_converts_the_weights_with_a_folded_temperature_and_the_tokeni
     tokenizer = AutoTokenizer.from_pretrained(folded)
     assert field('tokenizer.ggml.tokens') == tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     assert field('tokenizer.ggml.bos_token_id') == tokenizer.bos_token_id
-    assert field('tokenizer.ggml.add_space_prefix') is True     # as Llama 2's tokenizer.model
