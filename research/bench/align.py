@@ -1,11 +1,6 @@
-"""DPO compared with TRL's DPOTrainer, on one CUDA device.
+"""DPO compared with TRL's DPOTrainer, on one CUDA device: docs/benchmarks.md.
 
     python research/bench/align.py --data=pairs.json --tokenizer=Llama-3.2-1B
-
-A step is forward, backward, clipping and AdamW on `batch` pairs, with random weights; Llama 3.1 8B
-has LoRA. Ours has each pair in one row, its prompt once; TRL has two padded rows. The tokens of a
-pair are those of its prompt with each answer, for both. The reference's log-probabilities are
-computed before, and timed apart.
 """
 
 import sys

@@ -4,14 +4,9 @@
     python research/bench/all.py --only=loss,generate,sft --shape=llama32_1b --minutes=9 ...
     python research/bench/all.py --compare main~10 main --data=mmlu --tokenizer=Llama-3.2-1B
 
-The scripts run one after the other, each only if its files are given. When --minutes are over, the
-script that runs is ended, which leaves its finished tables, and no other is started. Writes
-out/bench/README.md, with the tables and pictures of the .json files beside it, which can come from
-several runs with --only or --shape; `--only=` runs nothing.
-
---compare runs our rows alone of two commits (the second is HEAD if it is left out), each with its
-own scripts, twice in turn: old, new, old, new. It exits with 1 if the new commit lacks a row, or if
-a row became slower by more than the spread between runs of one commit plus 3 %.
+docs/benchmarks.md explains both. The page has the results of all runs in its folder; `--only=` runs
+nothing. A comparison exits with 1 if the new commit lacks a row, or if a row became slower by more
+than the spread between runs of one commit plus 3 %.
 """
 
 import argparse

@@ -1,10 +1,6 @@
-"""Whole commands, from start to exit, compared with lm-evaluation-harness, on one CUDA device.
+"""Whole commands, from start to exit, compared with lm-evaluation-harness: docs/benchmarks.md.
 
     python research/bench/commands.py --shape=llama32_1b --data=mmlu --tokenizer=Llama-3.2-1B
-
-Runs `python evaluate.py` and `python -m lm_eval` on a model with random weights, with the same
-prompts of 5-shot MMLU: first with empty caches on disk (of compiled kernels and of datasets), then
-again with what that left.
 """
 
 import importlib.util

@@ -1,9 +1,6 @@
-"""5-shot MMLU, from files to results.json, compared with a Hugging Face loop, on one CUDA device.
+"""5-shot MMLU, from files to results.json, compared with a Hugging Face loop: docs/benchmarks.md.
 
     python research/bench/eval.py --data=mmlu --tokenizer=Llama-3.2-1B
-
-The models have random weights. For ours the whole evaluation is timed; for the loop, which does
-what lm-evaluation-harness does, the forward passes alone.
 """
 
 import sys

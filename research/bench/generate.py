@@ -3,14 +3,10 @@
     python research/bench/generate.py --shape=llama32_1b --ours
     python research/bench/generate.py --ours --rows= --prompts=q.jsonl --tokenizer=Llama-3.2-1B
 
-Random weights in bfloat16 and random prompts; temperature 1, no end tokens. A step must read the
-weights and the cache, and compute its products, at rates that are measured in the same run:
-
     limit of a step = max(bytes of the weights / copy rate, 2 rows weights / matrix rate)
                       + bytes of the cache / copy rate
 
-The peer has a static cache and a compiled step; its second call is timed. With `prompts` and
-`tokenizer`, the whole command `python generate.py` with 8 answers per prompt is timed as well.
+The rates are measured in the same run; docs/benchmarks.md says what else is measured.
 """
 
 import functools

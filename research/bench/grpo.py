@@ -1,11 +1,8 @@
-"""GRPO compared with TRL's GRPOTrainer, on one CUDA device: seconds of the parts of a step.
+"""GRPO compared with TRL's GRPOTrainer: seconds of the parts of a step, see docs/benchmarks.md.
 
     python research/bench/grpo.py --prompts=gsm8k.jsonl --tokenizer=Llama-3.2-1B
 
-A step generates 8 answers of at most 256 tokens to each of 32 prompts (rollout), computes the
-log-probabilities of the reference (scoring), and takes one optimizer step (update). Random weights,
-so hardly any answer ends earlier. The limit of a part is the bytes that decoding must read, and the
-products of the other two. TRL generates by transformers, which needs no package beside it.
+TRL generates by transformers, which needs no package beside it.
 """
 
 import statistics

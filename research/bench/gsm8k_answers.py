@@ -3,11 +3,8 @@
     python research/bench/gsm8k_answers.py --data=gsm8k --tokenizer=Llama-3.2-1B
     python research/bench/gsm8k_answers.py --data=gsm8k --model=out/run --questions=32 --batch=256
 
-Times the whole command `python evaluate.py`: all questions, `n` samples and a greedy answer each,
-all confidences, metrics and pages. lm-evaluation-harness (its HFLM) then writes `n` samples to the
-first `questions`, in each size of `batch`; its start is not counted. Both read the same prompts
-with five shots, draw at temperature 1, and end an answer at the end token, before 'Question:' and
-after 256 tokens.
+Both read the same prompts with five shots, draw at temperature 1, and end an answer at the end
+token, before 'Question:' and after 256 tokens; docs/benchmarks.md says what is timed.
 """
 
 import sys

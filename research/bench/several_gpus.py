@@ -2,10 +2,8 @@
 
     python research/bench/several_gpus.py --data=mmlu --tokenizer=Llama-3.2-1B --processes=2,8
 
-Times whole commands on a model with random weights: each of `languages` of Global-MMLU has the
-questions of MMLU in `data`. With --shard the processes share the weights. Then `limit` questions
-per language are scored with --deterministic, and samples and metrics compared with those of one
-process. --only='1 GPU|2 GPUs' chooses commands.
+Each of `languages` of Global-MMLU has the questions of MMLU in `data`; `limit` of each are also
+scored with --deterministic, and compared with one process. --only='1 GPU|2 GPUs' chooses commands.
 """
 
 import sys

@@ -1,15 +1,11 @@
-"""Fine-tuning commands: `python train.py` compared with TRL's SFTTrainer, on a CUDA device.
+"""Fine-tuning commands: `python train.py` compared with TRL's SFTTrainer, see docs/benchmarks.md.
 
     python research/bench/sft.py --data=conversations.jsonl --tokenizer=Llama-3.2-1B
     python research/bench/sft.py --data=conversations.jsonl --tokenizer=Llama-3.2-1B \\
         --tuning=full --conversations=2000 --max_s=200
 
-Times whole commands, from the shell to saved weights of one epoch, on a model with random weights:
-first with empty caches on disk (of compiled kernels, tokens and datasets), then again with what
-that left. Both have the same conversations and chat template, supervise the last answer (ours every
-answer), pack rows of 4,096 tokens and take about as many steps. Ours has the defaults of train.py;
-trl_sft.py has the settings of TRL. TRL prints the end of the first step at once, ours after
-launching the second one.
+Both supervise the last answer (ours every answer), pack rows of 4,096 tokens and take about as many
+steps. TRL prints the end of the first step at once, ours after launching the second one.
 """
 
 import itertools

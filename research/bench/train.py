@@ -1,11 +1,7 @@
-"""Whole training steps compared with other libraries at their best, on one CUDA device.
+"""Whole training steps compared with other libraries at their best: docs/benchmarks.md.
 
     python research/bench/train.py --shape=llama32_1b --data=alpaca.jsonl --tokenizer=Llama-3.2-1B
     python research/bench/train.py --only='ours|HF sdpa, Liger'
-
-A step is forward, backward, clipping and AdamW on four documents of 2,048 tokens, with random
-weights; with `data` and `tokenizer` also on real conversations. The compile seconds are the time of
-the first `steps` minus that of as many later ones.
 """
 
 import itertools
