@@ -368,7 +368,7 @@ class Script:
     bench(options) yields tables, which are saved as JSON after each, since a later one may fail or
     be stopped. view(table) returns the title and the parts of a section, see `markdown`; `bars`
     names the columns of its first table that are drawn, unless plot(content, path of the picture)
-    draws. `measure` is for `measure_in_process`.
+    draws. `measure` is for `measure_methods`.
     """
     file: str
     options: type
