@@ -65,7 +65,7 @@ def measure_ours(raw, config, folder, rate):
     pack_len, trim = row_lengths(cfg)
     tokenizer = load_model_tokenizer(folder, checkpoint.read_config(folder))
     task = load_tasks(cfg)['mmlu']
-    trees = [tree for _, tree in replace(task, validation=[]).tokenize(tokenizer, cfg)]
+    trees = [tree for _, tree in replace(task, items=task.tested).tokenize(tokenizer, cfg)]
     started = now()
     option_log_probs(model, trees[:16], pack_len=pack_len, trim=trim)
     first = now() - started
@@ -84,7 +84,7 @@ def measure_ours(raw, config, folder, rate):
     flops = 2 * (sum(p.numel() for p in model.parameters())
                  - sum(p.numel() for p in model.decoder.layers[-1].mlp.parameters())
                  - raw['vocab_size'] * raw['hidden_size'] * (2 - raw['tie_word_embeddings']))
-    profiled = {'mmlu': replace(task, items=task.items[:4000])}
+    profiled = {'mmlu': replace(task, items=task.tested[:4000])}
     busy = busy_share(lambda: evaluate(folder, tokenizer, profiled, cfg, cfg.out_dir,
                                        lambda: model))
     return {'questions_per_s': len(trees) / seconds, 'seconds': seconds, 'reading_s': reading,

@@ -112,7 +112,7 @@ def measure_peer(model, config):
     peer._model_generate = count
     task = load_tasks(EvalConfig(tasks=(f'gsm8k:{config.data}',)))['gsm8k']
     shots = ''.join(shot.solved for shot in task.shots[''])
-    prompts, rows = [shots + question.context for question in task.items[:config.questions]], {}
+    prompts, rows = [shots + question.context for question in task.tested[:config.questions]], {}
     for size in config.batch:
         peer.batch_size_per_gpu = size
         rows[f'lm_eval, {size} at once'] = attempt(time_answers)    # the memory may be full
