@@ -4,9 +4,9 @@
     python research/bench/all.py --only=loss,generate,sft --shape=llama32_1b --minutes=9 ...
     python research/bench/all.py --compare main~10 main --data=mmlu --tokenizer=Llama-3.2-1B
 
-docs/benchmarks.md explains both. The page has the results of all runs in its folder; `--only=` runs
-nothing. A comparison exits with 1 if the new commit lacks a row, or if a row became slower by more
-than the spread between runs of one commit plus 3 %.
+docs/benchmarks.md explains both. The page, out/bench/README.md, has the results of all runs in its
+folder; `--only=` runs nothing. A comparison exits with 1 if the new commit lacks a row, or if a row
+became slower by more than the spread between runs of one commit plus 3 %.
 """
 
 import argparse
