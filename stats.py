@@ -34,9 +34,8 @@ def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
     float [N]}, more metrics that are means of a number per row.
 
     Sums compute accuracy, confidence, gap, bas, brier_top_label, brier_skill, ece, mce,
-    ece_equal_mass, rmsce and mad, and from probs [N, K] also entropy_bits, nll, brier, sce and ace,
-    in the time of about 25 * n_resamples * N additions. A metric that is new or edited in
-    metrics.MEASURES is called once per resample instead.
+    ece_equal_mass, rmsce and mad, and from probs [N, K] also entropy_bits, nll, brier, sce and ace.
+    A metric that is new or edited in metrics.MEASURES is called once per resample instead.
     """
     metrics.check_count('n_resamples', n_resamples)
     columns = {key: x for key, x in (columns or {}).items() if keys is None or key in keys}
@@ -223,17 +222,12 @@ def _range_sums(x, starts):
 
 # From resampled values to intervals and p
 #
-# Noise in the gaps of bins moves a calibration error up, never down on average, because the error
-# is convex in the gaps. N rows have an error above the population's, and a resample, which adds
-# noise once more, has one above that of the N rows. The second bias, b = mean(values) - observed,
-# is known, the first is not: it is b / (sqrt(2) - 1) = 2.4 b if the model is calibrated, since the
-# gaps are then all noise, and that of a resample is sqrt(2) times as large; it is 0, like b, if
-# the gaps are far above the noise. So an interval takes each bias from 0 to BIAS_RANGE * b as
-# possible: it reaches from the percentile interval around observed - BIAS_RANGE * b to that around
-# observed. 3.5 instead of 2.4 makes up for the noise of b, and for bins of a few rows, whose noise
-# a resample shows only in part. The biases of two models need not cancel in their difference, since
-# one may be calibrated and the other not; there each is taken to be from b to BIAS_RANGE * b.
-# research/study/coverage.py shows that these intervals hold their level.
+# Noise in the gaps of bins moves a calibration error up, because the error is convex in the gaps. N
+# rows have an error above the population's, and a resample has one above that of the N rows. Of the
+# second bias, b = mean(values) - observed, is known. The first is between 0, if the gaps are far
+# above the noise, and b / (sqrt(2) - 1) = 2.4 b, if they are all noise. So an interval reaches from
+# the percentile interval around observed - BIAS_RANGE * b to that around observed; docs/metrics.md
+# says why it is 3.5, and how often such intervals hold the true value.
 
 BIAS_RANGE = 3.5
 
@@ -255,9 +249,9 @@ def difference_test(first, second, observed, biased=True, level=0.95) -> tuple[f
 
     observed: (first, second), the metric of the rows themselves. biased=False, for the mean of a
     number per row, gives the percentile interval; True adds the range of the bias, which for each
-    model is from b to BIAS_RANGE * b. The two-sided p is twice the share of resamples on the rarer
-    side of 0, counted as (1 + count) / (1 + R), at most 1; with a bias, each side is counted where
-    the interval has its end.
+    model is from b to BIAS_RANGE * b, since one may be calibrated and the other not. The two-sided
+    p is twice the share of resamples on the rarer side of 0, counted as (1 + count) / (1 + R), at
+    most 1; with a bias, each side is counted where the interval has its end.
     """
     values = _check_defined(second - first)
     (least, largest), (least_other, largest_other) = (

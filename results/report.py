@@ -76,11 +76,23 @@ def option_predictions(probs, labels, n_options, scores):
     return Predictions(probs, labels, n_options, scores, columns)
 
 
+def group_index(samples, key):
+    """Return (names of the groups, sorted; index of each sample's, [N]) for a key of samples."""
+    values = [s.get(key) or '' for s in samples]
+    number = {name: i for i, name in enumerate(sorted({*values}))}
+    return [*number], np.array([number[value] for value in values])
+
+
+def group_indices(samples):
+    """Return {plural: `group_index`} for the keys of GROUPS with several groups."""
+    indices = {plural: group_index(samples, key) for key, plural in GROUPS.items()}
+    return {plural: (names, index) for plural, (names, index) in indices.items() if len(names) > 1}
+
+
 def split_groups(samples, key, predicted):
     """Return {value of `key`: its rows of the Predictions `predicted`}; {} for a single value."""
-    values, group = np.unique([s.get(key) or '' for s in samples], return_inverse=True)
-    return {value: predicted.at(group == i) for i, value in enumerate(values.tolist())
-            if len(values) > 1}
+    names, index = group_index(samples, key)
+    return {name: predicted.at(index == i) for i, name in enumerate(names) if len(names) > 1}
 
 
 def predictions(samples, norm):
@@ -119,9 +131,10 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0, fits=None):
     everything, held_out = samples, of_split(samples, 'validation')
     samples = of_split(samples)
     pooled = predictions(samples, norm)
+    indices = group_indices(samples)
     groups = {('pooled', ''): pooled} | {
-        (plural, name): group for key, plural in GROUPS.items()
-        for name, group in split_groups(samples, key, pooled).items()}
+        (plural, name): pooled.at(index == i) for plural, (names, index) in indices.items()
+        for i, name in enumerate(names)}
     orders = by_order(samples) if 'orders' in samples[0] else {}
     groups |= {('orders', name): predictions(rows, norm) for name, rows in orders.items()}
     reports, resampled = measure(groups, n_bootstrap, seed)
@@ -149,7 +162,7 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0, fits=None):
             pooled, predictions(held_out, norm) if held_out else None, n_bootstrap, seed, samples,
             held_out)
         scaled |= more
-    for plural, (names, index) in group_indices(samples).items():
+    for plural, (names, index) in indices.items():
         worst = {name: metrics.worst_group_ece(*p[:2], index) for name, p in scaled.items()}
         if worst['unscaled'][1] is not None:
             summary.setdefault('worst_group_ece', {})[plural] = {
@@ -158,17 +171,6 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0, fits=None):
         groups = {name: rescaled(pooled, name, x) for name, x in fits.items()}
         summary['scaled'] = {'fits': fits, 'reports': measure(groups, n_bootstrap, seed)[0]}
     return summary | {'measured_by': measured_by()}
-
-
-def group_indices(samples):
-    """Return {plural: (names, index of each sample's, [N])} for the keys of GROUPS with several."""
-    indices = {}
-    for key, plural in GROUPS.items():
-        values = [s.get(key) or '' for s in samples]
-        if len(names := sorted({*values})) > 1:
-            number = {name: i for i, name in enumerate(names)}
-            indices[plural] = names, np.array([number[value] for value in values])
-    return indices
 
 
 def rescaled(predicted, name, parameters):
@@ -272,57 +274,59 @@ def post_hoc(test, held_out, n_bootstrap, seed, samples, held_out_samples):
     Without `held_out`, each half of `test` is scaled with the fit of the other half, so that there
     are two values of each parameter. samples, held_out_samples: of the rows of each.
     """
-    n = len(test.labels)
-    languages, held_out_languages = (np.array([s.get('language') or '' for s in part])
-                                     for part in (samples, held_out_samples))
+    n, everything = len(samples), [*samples, *held_out_samples]
+    whole = test if held_out is None else held_out
+    # [(Predictions to fit on, their places in `everything`, the rows of `test` to scale), ...]
     if held_out is not None:
-        fitted_on = f'{len(held_out.labels)} validation questions'
-        fits = [(held_out, held_out_languages, np.arange(n))]
-        fit_rows = [np.arange(n, n + len(held_out_samples))]
+        fitted_on = f'{len(held_out_samples)} validation questions'
+        fits = [(held_out, np.arange(n, len(everything)), np.arange(n))]
     elif n < 2:
         raise DataError('fitting a temperature needs two questions or more')
     else:
         fitted_on = 'the other half of the questions'
-        fit_rows = halves = np.array_split(np.random.default_rng(seed).permutation(n), 2)
-        fits = [(test.at(rows), languages[rows], others)
-                for rows, others in (halves, halves[::-1])]
-
-    has_options = test.scores is not None
+        halves = np.array_split(np.random.default_rng(seed).permutation(n), 2)
+        fits = [(test.at(rows), rows, others) for rows, others in (halves, halves[::-1])]
+    tops = [metrics.top_label(fit.probs, fit.labels) for fit, *_ in fits]
     confidence, correct = metrics.top_label(test.probs, test.labels)
-    fitted, (single, platt, isotonic) = {'fitted_on': fitted_on, 'platt': []}, np.empty((3, n))
-    for fit, _, rows in fits:
-        top = metrics.top_label(fit.probs, fit.labels)
-        fitted['platt'].append([*scaling.fit_platt(*top)])
-        platt[rows] = scaling.apply_platt(confidence[rows], *fitted['platt'][-1])
-        if has_options:
-            single[rows] = temperature = scaling.fit_temperature(fit.scores, fit.labels)
-            fitted.setdefault('temperature', []).append(temperature)
-        else:
-            isotonic[rows] = scaling.apply_isotonic(confidence[rows], *scaling.fit_isotonic(*top))
-    groups = {'temperature': test.scaled(single[:, None])} if has_options else {}
-    if has_options and len({*languages.tolist()}) > 1:
-        fitted['languages'], shrunk = temperatures.by_language(test, languages, fits, single)
-        groups['language temperature'] = test.scaled(shrunk)
-    if has_options and len({(k, option) for s in samples for k, option in enumerate(s['options'])}
-                           ) == test.scores.shape[1]:       # the same letters or words for all
-        groups['batch'] = test.scaled(1, scaling.fit_prior(test.scores))
-    groups['platt'] = Predictions(platt, correct)
-    if indices := group_indices([*samples, *held_out_samples]):
-        shifted, index = np.empty(n), np.stack([i for _, i in indices.values()], 1)
-        for (fit, _, rows), fitted_rows in zip(fits, fit_rows, strict=True):
-            shifts = scaling.fit_multicalibration(*metrics.top_label(fit.probs, fit.labels),
-                                                  index[fitted_rows])
-            shifted[rows] = scaling.apply_multicalibration(confidence[rows], index[rows], shifts)
-        groups['multicalibration'] = Predictions(shifted, correct)
-    if not has_options:
-        groups['isotonic'] = Predictions(isotonic, correct)
-    # for other data: fitted on all that there is
-    fit = test if held_out is None else held_out
-    top = metrics.top_label(fit.probs, fit.labels)
-    fitted['fits'] = {'platt': [*scaling.fit_platt(*top)]} | (
-        {'temperature': [scaling.fit_temperature(fit.scores, fit.labels)]} if has_options else
-        {'isotonic': [x.tolist() for x in scaling.fit_isotonic(*top)]})
-    return fitted | {'reports': measure(groups, n_bootstrap, seed)[0]}, groups
+
+    def scaled(apply, parameters, *more):
+        """Return the Predictions of apply(confidence, *more, *parameters of the row's fit)."""
+        values = np.empty(n)
+        for (*_, rows), fit in zip(fits, parameters, strict=True):
+            values[rows] = apply(*(x[rows] for x in (confidence, *more)), *fit)
+        return Predictions(values, correct)
+
+    platt = [[*scaling.fit_platt(*top)] for top in tops]
+    whole_top = metrics.top_label(whole.probs, whole.labels)
+    fitted, groups = {'fitted_on': fitted_on, 'platt': platt}, {}
+    final = {'platt': [*scaling.fit_platt(*whole_top)]}     # for other data
+    if test.scores is not None:
+        fitted['temperature'] = [scaling.fit_temperature(x.scores, x.labels) for x, *_ in fits]
+        final['temperature'] = [scaling.fit_temperature(whole.scores, whole.labels)]
+        single = np.empty(n)
+        for (*_, rows), temperature in zip(fits, fitted['temperature'], strict=True):
+            single[rows] = temperature
+        groups['temperature'] = test.scaled(single[:, None])
+        languages = np.array([s.get('language') or '' for s in everything])
+        if len({*languages[:n].tolist()}) > 1:
+            fitted['languages'], shrunk = temperatures.by_language(
+                test, languages[:n], [(fit, languages[at], rows) for fit, at, rows in fits], single)
+            groups['language temperature'] = test.scaled(shrunk)
+        options = {(k, option) for s in samples for k, option in enumerate(s['options'])}
+        if len(options) == test.scores.shape[1]:        # the same letters or words for all
+            groups['batch'] = test.scaled(1, scaling.fit_prior(test.scores))
+    groups['platt'] = scaled(scaling.apply_platt, platt)
+    if indices := group_indices(everything):
+        index = np.stack([i for _, i in indices.values()], 1)
+        shifts = [[scaling.fit_multicalibration(*top, index[at])]
+                  for top, (_, at, _) in zip(tops, fits, strict=True)]
+        groups['multicalibration'] = scaled(scaling.apply_multicalibration, shifts, index[:n])
+    if test.scores is None:
+        groups['isotonic'] = scaled(scaling.apply_isotonic,
+                                    [scaling.fit_isotonic(*top) for top in tops])
+        final['isotonic'] = [x.tolist() for x in scaling.fit_isotonic(*whole_top)]
+    reports = measure(groups, n_bootstrap, seed)[0]
+    return fitted | {'fits': final, 'reports': reports}, groups
 
 
 # Tables
