@@ -28,8 +28,8 @@ import stats
 from results.confidence import parse_probability
 
 
-class SeveralAnswersError(ValueError):
-    """A question of lm_eval has several right options, so its task cannot be measured."""
+class UnusableTaskError(ValueError):
+    """A task of lm_eval is not multiple choice, or a question has several right options."""
 
 
 NORMS = ('token', 'sum', 'char', 'byte')    # see `option_lengths`
@@ -116,7 +116,7 @@ def read_predictions(path, norm='token', confidence=(), correct='correct'):
                 continue
             if 'filtered_resps' in row:
                 sample = harness_sample(row, norm)
-                parts = [(group, row, _parse(sample, 'token'))]
+                parts = [(group, row | sample, _parse(sample, 'token'))]
                 if repeats(sample, row.get('filter'), logged):
                     continue
             else:
@@ -131,9 +131,11 @@ def read_predictions(path, norm='token', confidence=(), correct='correct'):
                     raise ValueError(f'{parsed[0]}, but the task begins with {first}')
         except (ValueError, OverflowError, RecursionError) as error:
             reason = str(error).removeprefix('row 0: ')
-            raise ValueError(f'{number}: {reason}. Wanted: a JSON object with probs (or log_probs) '
-                             f'and answer, or confidence and correct, or answers and answer, or a '
-                             f'line of multiple choice by lm_eval --log_samples') from None
+            kind = UnusableTaskError if isinstance(error, UnusableTaskError) else ValueError
+            raise kind(
+                f'{number}: {reason}. Wanted: a JSON object with probs (or log_probs) and answer, '
+                f'or confidence and correct, or answers and answer, or a line of multiple choice '
+                f'by lm_eval --log_samples') from error
         yield from ((task, position, part, parsed) for task, part, parsed in parts if parsed)
     left_out = unstated and f'{len(unstated)} rows state no probability, the first: {unstated[0]}'
     if not first_kinds:
@@ -301,9 +303,8 @@ def harness_sample(row, norm='token') -> dict:
     """Convert a line that lm_eval --log_samples wrote (0.4.1 to 0.4.13) to the form of our samples.
 
     Returns {'id', 'answer': index of the correct option, 'options': [K], 'log_probs': [K] in nats,
-    'n_tokens': [K], as `option_lengths` of one token each}. Raises ValueError if the task is not
-    multiple choice, or if `acc` of the line contradicts the answer, and SeveralAnswersError if the
-    target is a list of several.
+    'n_tokens': [K], as `option_lengths` of one token each}. Raises UnusableTaskError, and
+    ValueError if `acc` of the line contradicts the answer.
     """
     try:
         pairs, calls = row['filtered_resps'], row['arguments']
@@ -313,8 +314,9 @@ def harness_sample(row, norm='token') -> dict:
         if 'acc_mutual_info' in row:    # the second half is without the question
             pairs, options = pairs[:len(pairs) // 2], options[:len(options) // 2]
         if len(pairs) < 2 or type(pairs[0]) is not list:
-            raise ValueError('not multiple choice, so there are no probabilities of options: the '
-                             'model wrote an answer, or a single text was scored')
+            raise UnusableTaskError('not multiple choice, so there are no probabilities of '
+                                    'options: the model wrote an answer, or a single text was '
+                                    'scored')
         if len(options) != len(pairs):
             raise ValueError(f'{len(pairs)} results of {len(options)} calls')
         texts = [option[option[:1].isspace():] for option in options]
@@ -333,7 +335,7 @@ def harness_sample(row, norm='token') -> dict:
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f'not a line that lm_eval --log_samples wrote ({error!r})') from None
     if answer >= len(texts) or row.get('acc', top == answer) != (top == answer):
-        kind = SeveralAnswersError if target.startswith('[') else ValueError
+        kind = UnusableTaskError if target.startswith('[') else ValueError
         raise kind(f'its target, {row["target"]!r}, is not the only right option')
     return sample | {'answer': answer}
 

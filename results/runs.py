@@ -1,7 +1,5 @@
 """Read what is compared: folders of runs, and prediction files, such as those of lm_eval."""
 
-import itertools
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,9 +7,8 @@ import numpy as np
 
 import metrics
 from results.confidence import outcome
-from results.prediction_files import (SeveralAnswersError, harness_sample, harness_task,
-                                      old_harness_tasks, read_predictions, read_rows, repeats,
-                                      sample_order)
+from results.prediction_files import (UnusableTaskError, harness_task, old_harness_tasks,
+                                      read_predictions, sample_order)
 from results.samples import digest, read_results, read_splits
 from runtime.config import run_settings
 from runtime.errors import DataError
@@ -127,89 +124,58 @@ def find_prediction_files(sources):
 
 
 def predicted_run(folder, files, cfg):
-    """Return the Run of {subtask: prediction file}; `norm` and so on as in CompareConfig."""
-    if '' in files and (run := file_run(files[''], cfg)):
-        return run
-    tasks = {}
+    """Return the Run of {subtask, '' for a file of another origin: prediction file}.
+
+    cfg: a FileConfig. Files of lm_eval that are not multiple choice are left out, and named.
+    """
+    tasks, results = {}, {}
     for subtask, path in files.items():
-        task = harness_task(path)[0]
-        tasks.setdefault(task, []).extend(
-            sample | {'task': task, 'split': 'test', 'subject': subtask,
-                      'id': f'{subtask}:{sample["id"]}'}
-            for sample in _harness_samples(path, cfg.norm))
-    tasks = {task: sorted(samples, key=sample_order) for task, samples in tasks.items() if samples}
+        try:
+            for task, sample, distribution in [*file_samples(path, subtask, cfg)]:
+                key = sample_order(sample)
+                if key in tasks.setdefault(task, {}):
+                    raise ValueError(f' the id {sample["id"]} is there twice')
+                tasks[task][key] = sample
+                results[task] = {'distribution': distribution, 'norm': 'token'}
+        except UnusableTaskError as error:
+            print(f'{path.name} is left out: {error.__cause__}')
+        except OSError as error:
+            raise DataError(f'cannot read {path}: {error.strerror}') from error
+        except ValueError as error:
+            raise DataError(f'{path}:{error}') from None
     if not tasks:
         raise DataError(f'{path}: no multiple-choice questions of lm_eval --log_samples')
-    norm = 'sum' if cfg.norm == 'token' else cfg.norm       # the files do not count tokens
-    # n_tokens of these samples holds the lengths that `norm` names
-    results = {task: {'distribution': f'lm-evaluation-harness, {norm}', 'norm': 'token'}
-               for task in tasks}
-    return Run(folder, folder.name, 0, {}, results, file_samples=tasks)
+    return Run(folder, folder.name, 0, {}, results, file_samples={
+        task: [samples[key] for key in sorted(samples)] for task, samples in tasks.items()})
 
 
-def file_run(path, cfg):
-    """Return the Run of a prediction file of any other origin; None for one of lm_eval.
+def file_samples(path, subtask, cfg):
+    """Yield (task, sample, name of the distribution) of each row of a prediction file.
 
-    Its samples are paired with those of another file by `id`, or by their position where there
-    is none, and by the text of the question where there is one.
+    Samples are paired with those of another file by `id`, or by their position where there is
+    none, and by the text of the question where there is one.
     """
-    tasks, results, ids = {}, {}, set()
-    try:
-        if any('filtered_resps' in row for _, row in itertools.islice(read_rows(path), 1)):
-            return None
-        for task, position, row, (kind, values, label) in read_predictions(
-                path, cfg.norm, cfg.confidence, cfg.correct):
-            task = task.replace('/', '-') or 'predictions'      # it names pictures
-            sample = {'task': task, 'split': 'test', 'id': str(row.get('id', position))} | {
-                key: str(row.get(key) or '') for key in ('language', 'subject', 'category')}
-            texts = [str(row[key]) for key in ('context', 'question', 'prompt') if row.get(key)]
-            if texts:
-                sample |= {'context': texts[0], 'question': digest(texts[-1])}
-            if kind == 'confidence':
-                sample |= outcome(values, label)
-                sample |= {'predicted': str(row['response'])} if 'response' in row else {}
-            else:
-                if kind == 'probs':
-                    values = np.log(np.maximum(values, metrics.NLL_FLOOR))
-                options = row.get('choices') or row.get('options') or range(1, len(values) + 1)
-                sample |= {'log_probs': values.tolist(), 'n_tokens': [1] * len(values),
-                           'options': [*map(str, options)], 'answer': label}
-            if sample_order(sample) in ids:
-                raise ValueError(f' the id {sample["id"]} is there twice')
-            ids.add(sample_order(sample))
-            tasks.setdefault(task, []).append(sample)
-            form = {'probs': 'probabilities', 'confidence': 'confidences'}.get(
-                kind, f'log-probabilities, {cfg.norm}')
-            results[task] = {'distribution': f'{form} of a file', 'norm': 'token'}
-    except OSError as error:
-        raise DataError(f'cannot read {path}: {error.strerror}') from error
-    except ValueError as error:
-        raise DataError(f'{path}:{error}') from None
-    return Run(path, path.name, 0, {}, results, file_samples={
-        task: sorted(samples, key=sample_order) for task, samples in tasks.items()})
-
-
-def _harness_samples(path, norm):
-    """Return the samples of a file of one subtask.
-
-    Return [], and say so, if its first line is not multiple choice or a question has several right
-    options. Raise DataError with file and line for any other unusable line.
-    """
-    logged = {}     # {id: (sample, filter)}
-    try:
-        for number, row in read_rows(path):
-            try:
-                sample = harness_sample(row, norm)
-                if not all(map(math.isfinite, sample['log_probs'])):
-                    raise ValueError(f'the log-probabilities are {sample["log_probs"]}')
-                repeats(sample, row.get('filter'), logged)
-            except ValueError as error:
-                if logged and not isinstance(error, SeveralAnswersError):
-                    raise ValueError(f'{number}: {error}') from None
-                print(f'{path.name} is left out: {error}')
-                return []
-    except OSError as error:
-        raise DataError(f'cannot read {path}: {error.strerror}') from error
-    except ValueError as error:
-        raise DataError(f'{path}:{error}') from None
-    return [sample for sample, _ in logged.values()]
+    for task, position, row, (kind, values, label) in read_predictions(
+            path, cfg.norm, cfg.confidence, cfg.correct):
+        task = task.replace('/', '-') or 'predictions'      # it names pictures
+        name = f'{subtask}:' * bool(subtask) + str(row.get('id', position))
+        sample = {'task': task, 'split': 'test', 'id': name, 'language': row.get('language'),
+                  'subject': row.get('subject', subtask), 'category': row.get('category')}
+        sample |= {key: str(x or '') for key, x in sample.items()}
+        texts = [str(row[key]) for key in ('context', 'question', 'prompt') if row.get(key)]
+        if texts:
+            sample |= {'context': texts[0], 'question': digest(texts[-1])}
+        if kind == 'confidence':
+            sample |= outcome(values, label)
+            sample |= {'predicted': str(row['response'])} if 'response' in row else {}
+            yield task, sample, 'confidences of a file'
+            continue
+        distribution = f'log-probabilities, {cfg.norm} of a file'
+        if 'filtered_resps' in row:     # of lm_eval, whose files do not count tokens
+            distribution = f'lm-evaluation-harness, {cfg.norm if cfg.norm != "token" else "sum"}'
+        if kind == 'probs':
+            values = np.log(np.maximum(values, metrics.NLL_FLOOR))
+            distribution = 'probabilities of a file'
+        options = row.get('choices') or row.get('options') or range(1, len(values) + 1)
+        yield task, sample | {'log_probs': values.tolist(), 'n_tokens': [1] * len(values),
+                              'options': [*map(str, options)], 'answer': label}, distribution
