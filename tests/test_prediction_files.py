@@ -17,7 +17,7 @@ from common import HERE, run_scripts, write_rows
 
 import metrics
 import stats
-from results import file_report, prediction_files
+from results import command, prediction_files, runs
 from results.compare import FileConfig
 from results.prediction_files import harness_sample, harness_task
 from runtime import ownership
@@ -87,7 +87,7 @@ def test_tables_of_any_form_give_the_report_of_the_json_lines(tmp_path):
                             for row in rows)
     assert expected.startswith('n   ')
     assert [run_metrics(path).stdout for path in paths] == [expected] * 4
-    compared = file_report.predicted_run(paths[0], {'': paths[0]}, FileConfig()).file_samples
+    compared = runs.predicted_run(paths[0], {'': paths[0]}, FileConfig()).file_samples
     assert [x['log_probs'] for x in compared['predictions']] == [
         pytest.approx(np.log(row['probs'])) for row in rows]
 
@@ -132,13 +132,13 @@ def test_a_report_lists_its_scalings_and_replaces_none_of_others(tmp_path):
     path = write_rows(tmp_path / 'rows.jsonl', [
         {'probs': [0.6, 0.4], 'answer': i % 3 // 2} for i in range(12)])
     arguments = [str(path), '--fit_temperature', '--pictures=False', '--n_bootstrap=0']
-    file_report.main([*arguments, f'--out_dir={tmp_path}/report'])
+    command.write_report([*arguments, f'--out_dir={tmp_path}/report'])
     assert 'scaling.json' in ownership.written_files(tmp_path / 'report')
     theirs = tmp_path / 'theirs' / 'scaling.json'
     theirs.parent.mkdir()
     theirs.write_text('mine')
     with pytest.raises(ConfigError, match='scaling.json was not written by this program'):
-        file_report.main([*arguments, f'--out_dir={theirs.parent}'])
+        command.write_report([*arguments, f'--out_dir={theirs.parent}'])
     assert theirs.read_text() == 'mine'
 
 
