@@ -37,7 +37,11 @@ def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
     ece_equal_mass, rmsce and mad, and from probs [N, K] also entropy_bits, nll, brier, sce and ace.
     A metric that is new or edited in metrics.MEASURES is called once per resample instead.
     """
-    metrics.check_count('n_resamples', n_resamples)
+    return resampler(probs, labels, n_options, scores, keys, columns)(n_resamples, seed)
+
+
+def resampler(probs, labels, n_options=None, scores=None, keys=None, columns=None):
+    """Return the function (n_resamples, seed) -> values of `bootstrap`; rows are sorted here."""
     columns = {key: x for key, x in (columns or {}).items() if keys is None or key in keys}
     has_options = metrics.as_array('probs', probs).ndim == 2
     if has_options:
@@ -52,10 +56,14 @@ def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
         arrays = *metrics.predictions(probs, labels), None, None
     else:
         arrays = *metrics.check_probs(probs, labels, n_options), scores
-    parts = [sums(counts) | _call_measures(called, counts, *arrays)
-             for counts in _resample(len(labels), n_resamples, seed)]
-    return {key: np.concatenate([part[key] for part in parts])
-            for key in (*(x.key for x in measures), *columns)}
+
+    def draw(n_resamples, seed):
+        metrics.check_count('n_resamples', n_resamples)
+        parts = [sums(counts) | _call_measures(called, counts, *arrays)
+                 for counts in _resample(len(labels), n_resamples, seed)]
+        return {key: np.concatenate([part[key] for part in parts])
+                for key in (*(x.key for x in measures), *columns)}
+    return draw
 
 
 @functools.cache

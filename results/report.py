@@ -24,7 +24,7 @@ from results.tables import (MEASURES, TITLES, Heading, Section, aligned, csv_tex
 from runtime.code import used_code
 from runtime.errors import DataError
 from runtime.ownership import claim, lock, write_text
-from runtime.processes import parallel_map
+from runtime.processes import cores, parallel_map
 
 SCHEMA = 1      # of results.json, as docs/evaluation.md states it; adding a key does not change it
 # {key of a sample that names its group of questions: name of these groups in results.json}
@@ -60,10 +60,11 @@ class Predictions(NamedTuple):
         report = metrics.report(self.probs, self.labels, self.n_options, scores=self.scores)
         return report | {key: float(x.mean()) for key, x in self.columns.items()}
 
-    def bootstrap(self, n_resamples, seed, keys=None):
-        """Return {metric: [n_resamples]}."""
-        return stats.bootstrap(self.probs, self.labels, self.n_options, scores=self.scores,
-                               n_resamples=n_resamples, seed=seed, keys=keys, columns=self.columns)
+    def bootstrap(self, parts, keys=None):
+        """Return {metric: [n_resamples]} for each (n_resamples, seed) in `parts`."""
+        draw = stats.resampler(self.probs, self.labels, self.n_options, self.scores, keys,
+                               self.columns)
+        return [draw(*part) for part in parts]
 
 
 def option_predictions(probs, labels, n_options, scores):
@@ -218,20 +219,24 @@ def measure(groups, n_bootstrap, seed, keys=None):
     in parts that depend on its size alone: the same rows give the same numbers on every machine.
     """
     jobs, reports, resampled = {}, {}, {}
+    n_rows = sum(len(group.labels) for group in groups.values())
     for key, group in groups.items():
         n = len(group.labels)
-        # each part sorts all rows; 8 parts of 2,000,000 rows with 4 options need 5 GB
+        # 8 parts of 2,000,000 rows with 4 options at once need 5 GB
         n_parts = int(np.clip(16_000_000 // n, 1, 8)) if n > 2000 else 1
         sizes = filter(None, map(len, np.array_split(range(n_bootstrap), n_parts)))
-        jobs[key] = [group.report, *(functools.partial(group.bootstrap, size, [seed, part], keys)
-                                     for part, size in enumerate(sizes))]
-    n_drawn = sum(len(group.labels) for group in groups.values()) * n_bootstrap
+        parts = [(size, [seed, part]) for part, size in enumerate(sizes)]
+        # a job sorts all rows of its group, so there are only about four per process
+        per_job = max(1, len(parts) * n_rows // (4 * cores() * n))
+        jobs[key] = [group.report, *(functools.partial(group.bootstrap, parts[i:i + per_job], keys)
+                                     for i in range(0, len(parts), per_job))]
     # for one process; w processes take seconds / w, and 0.025 w to be forked one after the other
-    seconds = 0.007 * len(groups) + 7e-8 * n_drawn
+    seconds = 0.007 * len(groups) + 4e-8 * n_rows * n_bootstrap
     outcomes = iter(parallel_map(operator.call, [*itertools.chain(*jobs.values())],
                                  worth_it=seconds > 0.2, most=round(math.sqrt(seconds / 0.025))))
     for key, group_jobs in jobs.items():
-        report, *parts = itertools.islice(outcomes, len(group_jobs))
+        report, *drawn = itertools.islice(outcomes, len(group_jobs))
+        parts = [*itertools.chain(*drawn)]
         resampled[key] = {name: np.concatenate([part[name] for part in parts])
                           for name in (parts[0] if parts else ())}
         reports[key] = report | intervals(resampled[key], report, report['n'])
