@@ -182,42 +182,27 @@ def repeated(folder):
 
 # Two commits
 
-def us_per_token(row):
-    return 1e6 / row['tokens_per_s']
-
-
-# what our rows of a script's tables took, as a number that grows with the time, or None
-TIMES = {
-    'loss': {'loss, {shape}, {method}, ms': lambda row: row['ms']},
-    'train': {'{shape}, {data}, {method}, us per token': us_per_token},
-    'align': {'{shape}, align, {method}, us per token': us_per_token},
-    'generate': {'{shape}, {method}, us per token': lambda row: us_per_token(row['ours'])},
-    'grpo': {'{shape}, grpo, {method}, s per step': lambda row: row['step_s']},
-    'answers': {'{shape}, answers, {method}, {n} samples, s': lambda row: row['seconds']},
-    'eval': {'{shape}, eval, {method}, s': lambda row: row['seconds'],
-             '{shape}, eval, {method}, scoring, s': lambda row: row['scoring_s']},
-    'metrics': {'metrics, {n} x {k}, {method}, s': lambda row: row['ours']},
-    # items below 1 ms vary by more than they are
-    'floors': {'{shape}, {master_weights}, {method}, ms': lambda ms: ms if ms > 1 else None},
-    'commands': {f'{{shape}}, {{method}}, {kind}, s': lambda row, kind=kind: (
-        min(row[kind]) if kind in row else None) for kind in ('cold', 'warm')},
-    'sft': {f'{{shape}}, {{conversations:,}} conversations, {{method}}, {kind}, s':
-            lambda row, kind=kind: row[kind]['until the end'] if kind in row else None
-            for kind in ('cold', 'warm')},
-}
-ROWS = {'loss': 'methods', 'metrics': 'seconds', 'floors': 'items'}     # instead of results
-
-
 def timings(name, content):
     """Return {what: a number that grows with the time} of our rows in a script's results."""
-    numbers = {}
+    script, numbers = SCRIPTS[name], {}
     for table in content['tables']:
-        for method, row in table[ROWS.get(name, 'results')].items():
-            if name in ('generate', 'metrics', 'floors') and method != 'idle' or (
-                    method.startswith('ours') and 'failed' not in row):
-                numbers |= {what.format(method=method, **table): number(row)
-                            for what, number in TIMES.get(name, {}).items()}
-    return {what: number for what, number in numbers.items() if number is not None}
+        for method, row in table[script.get('rows', 'results')].items():
+            if method != 'idle' and ('all' in script or method.startswith('ours')):
+                for what, path in script.get('times', {}).items():
+                    number = time_in(row, path)
+                    if number is not None and number > script.get('least', 0):
+                        numbers[what.format(method=method, **table)] = number
+    return numbers
+
+
+def time_in(row, path):
+    """Return the number at a path in a row, such as 'ours/tokens_per_s', as a time, or None."""
+    for key in filter(None, path.split('/')):
+        row = row.get(key)
+        if row is None:
+            return None
+    number = min(row) if isinstance(row, list) else row
+    return 1e6 / number if path.endswith('tokens_per_s') else number
 
 
 def compare(old, new, options):
