@@ -218,12 +218,20 @@ def write_appendix(options, significance):
             caption += '; changed settings: ' * bool(options.changes) + ' '.join(options.changes)
             tex.append(re.sub('†([0-9.]+)', r'\\textit{\1}', latex(marked, caption)))
             md.append(f'## {caption}\n\n' + markdown(
-                [[re.sub(r'^(\d\S*) \*$', r'**\1**', re.sub(r'^†(\S+) \*$', r'***\1***', cell))
-                  for cell in line] for line in marked]))
+                [[*map(emphasized, line)] for line in marked]))
     if tex:
         claim(options.out_dir, 'appendix.tex', 'appendix.md')
         write_text(Path(options.out_dir, 'appendix.tex'), '\n'.join(tex))
         write_text(Path(options.out_dir, 'appendix.md'), '\n'.join(md))
+
+
+def emphasized(cell):
+    """Return a cell of mark_best in Markdown: bold if it is the best, and italic after a dagger."""
+    best = re.fullmatch(r'(†?)(\S+) \*', cell)
+    if not best:
+        return cell
+    stars = '***' if best[1] else '**'
+    return f'{stars}{best[2]}{stars}'
 
 
 # Figures
