@@ -1,4 +1,4 @@
-"""The runs of claims 1 to 11, as a table of experiments; PLAN.md has those of claims 7 to 11.
+"""The runs of claims 1 to 11, by the tables of runs.toml; PLAN.md has those of claims 7 to 11.
 
     python research/study/runs.py base --seeds=0 --only=base,tiny
     python research/study/runs.py smoothing
