@@ -116,7 +116,7 @@ def load_tasks(cfg):
     check_names(cfg.tasks)
     loaded = [KINDS.get(split_name(name)[0], OptionTask).load(name, cfg) for name in cfg.tasks]
     tasks = {task.label: task for task in loaded}
-    for key in ('permute', 'p_true', 'contextual', 'p_ik', 'verbalized'):
+    for key in ('permute', 'p_true', 'contextual', 'p_ik', 'verbalized', 'early'):
         if getattr(cfg, key) and not any(key in task.settings for task in loaded):
             missing = 'options' if key in OptionTask.settings else 'written answers'
             raise ConfigError(f'{key} = {getattr(cfg, key)}: tasks = {cfg.tasks} have no '

@@ -26,6 +26,7 @@ from results.p_ik_probe import cross_validated
 from runtime import parallel
 from runtime.errors import ConfigError, DataError
 from runtime.sandbox import require_sandbox
+from runtime.thinking import answer_now
 
 # ---- The answers ---------------------------------------------------------------------------------
 
@@ -53,7 +54,7 @@ class AnswerTask(Task):
 
 class WrittenTask(AnswerTask):
     """Questions whose answers the model writes; a sample has the graded answers."""
-    settings = 'p_true', 'p_ik', 'verbalized'
+    settings = 'p_true', 'p_ik', 'verbalized', 'early'
     is_written = continues = True
     title = confidence.GREEDY.title
 
@@ -66,6 +67,8 @@ class WrittenTask(AnswerTask):
         if cfg.dropout_seed is not None:
             raise ConfigError(f'dropout_seed: {kind} is answered without dropout; leave it out')
         if WRITTEN_TASKS[kind].runs_code:
+            if cfg.early:
+                raise ConfigError(f'early: a program of {kind} has no thoughts; leave it out')
             if not cfg.run_code:
                 raise ConfigError(f'{kind} runs programs that the model wrote; read '
                                   f'docs/running_code.md, then allow it with --run_code')
@@ -292,6 +295,33 @@ class GuessConfidence(StatedConfidence):
     ask = staticmethod(lambda question, sample: written_answers.verbalized_1s(question))
 
 
+class EarlyConfidence(StatedConfidence):
+    """The probability of the answer that the model gives if it must after a share of its steps."""
+    left_out = 'no thoughts end in an answer'
+    longest = 32
+    ask = staticmethod(Confidence.ask)
+
+    def encode(self, question, tokenizer, cfg):
+        ids, ends, n_shots = self.parent.encode(question, tokenizer, cfg)
+        greedy = self.answers[self.sample_key(question)[1:]]['greedy']
+        percent = int(self.label.rpartition('_')[2])
+        text = answer_now(greedy['text'], greedy['answer'], percent) or ''
+        ids = ids + tokenizer.encode(text if cfg.chat == 'none' else text.lstrip(), start=False)
+        if not text or len(ids) + self.longest > cfg.max_length:
+            raise DataError(f'{question.place}: the thoughts do not end, or leave no room')
+        return ids, ends, n_shots
+
+    def greedy_fields(self, answer, tokenizer):
+        return span(answer, self.parent.rule, tokenizer)
+
+    def answer_sample(self, question, greedy, answers, cfg):
+        answer = greedy | self.parent.rule.grade(greedy['text'], question.references)
+        value, _ = confidence.answer_span({'greedy': answer})
+        if value is None:
+            return {'confidence': None, 'greedy': answer}
+        return confidence.judged(question, value, answer) | {'greedy': answer}
+
+
 def stated_sample(question, rule, greedy, lead):
     """Return the sample of a stated probability; `confidence` is None if it has none from 0 to 1.
 
@@ -310,4 +340,5 @@ def stated_sample(question, rule, greedy, lead):
 # {name in CONFIDENCES: kind of its Task}; the others are computed from samples
 KINDS = {'p_true': PTrueConfidence, 'p_true_samples': PTrueAmongSamples,
          'dinco': DistractorConfidence, 'p_ik': ProbeConfidence,
-         'verbalized_1s': GuessConfidence, 'verbalized_2s': StatedConfidence}
+         'verbalized_1s': GuessConfidence, 'verbalized_2s': StatedConfidence,
+         **dict.fromkeys(confidence.EARLY, EarlyConfidence)}

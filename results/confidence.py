@@ -130,6 +130,10 @@ CONFIDENCES = {
     'verbalized_1s': Confidence('stated probability of a guess, one stage', option='verbalized'),
     'verbalized_2s': Confidence('stated probability of the greedy answer, two stages',
                                 option='verbalized')}
+# by the percentage of the steps of the greedy answer
+EARLY = {f'early_{percent}': Confidence(f'answer after {percent} % of the steps, its probability',
+                                        option='early') for percent in (0, 25, 50, 75, 100)}
+CONFIDENCES |= EARLY
 
 
 def variants(cfg):

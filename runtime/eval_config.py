@@ -36,6 +36,8 @@ class EvalConfig:
     p_ik: bool = False                        # also predict, by a probe of the hidden state after
     #                                           the question, whether a drawn answer is right: P(IK)
     verbalized: bool = False                  # also ask how probable a written answer is
+    early: bool = False                       # also answer after 0, 25, 50, 75 and 100 % of the
+    #                                           steps of a written answer
     run_code: bool = False                    # run programs that the model writes, for humaneval
     isolation: Literal['namespaces', 'limits'] = 'namespaces'  # see docs/running_code.md
     permute: int | None = None                # also ask in this many cyclic orders of the options,

@@ -1,4 +1,4 @@
-"""Where the answer of a reasoning model begins: after the last block of its thoughts."""
+"""Where the answer of a reasoning model begins, and the steps of thought before it."""
 
 import re
 
@@ -19,3 +19,21 @@ def final_answer(text):
     if not tags:
         return text
     return text[tags[-1].end():] if any(tags[-1].groups()) else None
+
+
+def answer_now(text, answer, percent):
+    """Return the first steps of a text, and words that ask for its answer; None as `final_answer`.
+
+    A step is a sentence or a line. Without tags, the steps are those before the one with the last
+    `answer`, the extracted one or None.
+    """
+    tags, begin = [*TAG.finditer(text)], 0
+    if tags and not any(tags[-1].groups()):
+        return None
+    if tags and not any(tags[0].groups()):
+        begin = tags[0].end()
+    before = text[:tags[-1].start()] if tags else text.rpartition(answer)[0] if answer else text
+    steps = re.split(r'(?<=[.!?])(?=[ \t])|(?<=\n)', before[begin:])
+    steps = steps if tags else steps[:-1]       # without that of the answer
+    said = text[:begin] + ''.join(steps[:round(len(steps) * percent / 100)])
+    return said.rstrip() + (f'\n{tags[-1][0]}\n\n' if tags else ' ') + 'The answer is'

@@ -23,6 +23,7 @@ from results.samples import latest_samples, read_samples
 from runtime import checkpoint
 from runtime.errors import ConfigError, DataError
 from runtime.sandbox import run_program
+from runtime.thinking import answer_now
 
 # ------------------------------------------------------------------------------------------------
 # Files
@@ -204,6 +205,46 @@ def test_p_true_is_that_of_transformers(asked):
             f'{other["text"].strip()}{proposed}') for other in proposals]
         assert row['correct'] == answer['greedy']['correct'] and row['confidence'] == (
             pytest.approx(confidence.distractor_normalized(answer, row['p_true'])))
+
+
+def test_early_answers_are_the_greedy_ones_of_transformers_after_the_steps(asked, tmp_path):
+    folder, reference, _ = asked
+    tokenizer = load_tokenizer(folder / 'model')
+    tasks = ask(folder, tmp_path, '--early', '--limit=3')
+    texts = {s['id']: (s['greedy']['text'], s['greedy']['answer'])
+             for s in samples_of(tmp_path, 'qa')}
+    for percent in (0, 50, 100):
+        label = f'qa.early_{percent}'
+        rows = [row for row in samples_of(tmp_path, label) if row['confidence'] is not None]
+        assert len(rows) == tasks[label]['pooled']['n'] == 3 - tasks[label]['unparsed'] > 0
+        for row in rows:
+            ids = tokenizer.encode(PROMPT.format(row['id'])) + tokenizer.encode(
+                answer_now(*texts[row['id']], percent), start=False)
+            ids, new = [tokenizer.bos_id, *ids], []
+            while '\n' not in tokenizer.decode(new, start=False) and len(new) < 32:
+                with torch.no_grad():
+                    logits = reference(torch.tensor([ids + new])).logits[0, -1]
+                new.append(logits.argmax().item())
+                if new[-1] == tokenizer.eos_id:
+                    break
+            greedy = row['greedy']
+            assert greedy['n_tokens'] == len(new)
+            assert greedy['text'] in tokenizer.decode(new, start=False)
+            assert row['confidence'] == pytest.approx(math.exp(greedy['span_log_prob']))
+            assert row['correct'] == greedy['correct'] and row['predicted'] == greedy['span']
+
+
+@pytest.mark.parametrize('text, answer, said', [
+    (' He has 3.5 and 4. So 8.\nThen 9!\n#### 9', '9', ['', ' He has 3.5 and 4. So 8.',
+                                                     ' He has 3.5 and 4. So 8.\nThen 9!']),
+    ('<think>\nOne. Two.\nThree.\n</think>\n\n9', '9', [
+        '<think>', '<think>\nOne.', '<think>\nOne. Two.\nThree.']),
+    ('One. Two.</think> 9', '9', ['', 'One.', 'One. Two.']), (' A fox.', 'A fox', [''] * 3),
+    ('No. Maybe', None, ['', '', 'No.']), ('<think> One.', None, None)])
+def test_steps_are_the_sentences_and_lines_before_the_answer(text, answer, said):
+    ending = '\n</think>\n\nThe answer is' if '</think>' in text else ' The answer is'
+    assert [answer_now(text, answer, percent) for percent in (0, 50, 100)] == (
+        [None] * 3 if said is None else [x + ending for x in said])
 
 
 def test_results_have_an_entry_for_each_confidence(asked):
