@@ -112,6 +112,9 @@ def cast(x: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def multiply(a: Tensor, b: Tensor, s_a: Tensor, s_b: Tensor, exact: bool = False) -> Tensor:
-    """Return s_a s_b a b' in bfloat16, of a [M, K] and b [N, K] in eight bits; exact: summed in float32."""
+    """Return s_a s_b a b' in bfloat16, of a [M, K] and b [N, K] in eight bits.
+
+    exact: summed in float32
+    """
     return torch._scaled_mm(a, b.t(), scale_a=s_a, scale_b=s_b, out_dtype=torch.bfloat16,
                             use_fast_accum=not exact)
