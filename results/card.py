@@ -68,7 +68,7 @@ def card(folder, adapters=False):
     before, after = (_tasks(x / 'results.json') for x in (run / 'before', folder))
     if folder != run:
         name, epoch = f'{name}-{folder.name}', f', after epoch {folder.name.removeprefix("epoch-")}'
-    start = 'random weights in the shape of ' if settings.get('from_scratch') else ''
+    start = 'Random weights in the shape of ' if settings.get('from_scratch') else ''
     parts = [f'---\n{_metadata(settings, name, after, adapters).to_yaml()}\n---\n', f'# {name}\n',
              f'{"LoRA adapters of " * adapters}{start}{_code(settings.get("model"))}, trained with '
              f'nanoCal on {_code(settings.get("data"))}{epoch}.\n']
@@ -89,7 +89,9 @@ def card(folder, adapters=False):
     if (folder / DIAGRAM).exists() and not adapters:
         parts.append(f'![reliability diagrams]({DIAGRAM})\n')
 
-    unread = ('loss', 'smoothing') if 'method' in settings else ()      # by align.py
+    unread = {'loss', 'smoothing'} if 'method' in settings else set()      # by align.py
+    if settings.get('data_kind', 'instruct') != 'instruct':
+        unread.add('template')
     keys = SHOWN + LORA if settings.get('lora') else SHOWN
     rows = [[key, _code(settings[key])] for key in keys
             if settings.get(key) not in (None, '') and key not in unread]
