@@ -5,7 +5,6 @@ import copy
 import json
 import multiprocessing
 import os
-import resource
 import runpy
 import shutil
 import socket
@@ -300,21 +299,17 @@ def off(a, b):
     return ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
 
 
-def start_script(script, *arguments, limit=None, env=None, root=HERE):
-    """Start `python script *arguments`; limit: the largest file that it can write, in bytes;
-    env: more variables of its environment; root: the repository, or a copy with other code.
+def start_script(script, *arguments, env=None, root=HERE):
+    """Start `python script *arguments`; env: more variables of its environment; root: the
+    repository, or a copy with other code.
 
     In a fork only where there is no GPU: after a test has used one, neither CUDA nor gradients on
     the CPU work in a fork.
     """
     if not torch.cuda.is_available():
-        return Fork(script, *arguments, limit=limit, env=env, root=root)
-
-    def set_limit():
-        if limit:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        return Fork(script, *arguments, env=env, root=root)
     return subprocess.Popen([sys.executable, script, *map(str, arguments)], cwd=root, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=set_limit,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                             env=os.environ | {'PYTHONPATH': str(root)} | (env or {}))
 
 
@@ -324,10 +319,10 @@ class Fork(multiprocessing.get_context('fork').Process):
     It has the methods of subprocess.Popen that the tests call.
     """
 
-    def __init__(self, script, *arguments, limit=None, env=None, root=HERE):
+    def __init__(self, script, *arguments, env=None, root=HERE):
         super().__init__()
         self.arguments = [str(root / script), *map(str, arguments)]
-        self.limit, self.env, self.root = limit, env or {}, root
+        self.env, self.root = env or {}, root
         self.printed = [tempfile.TemporaryFile('w+') for _ in range(2)]
         self.start()
 
@@ -335,8 +330,6 @@ class Fork(multiprocessing.get_context('fork').Process):
         for number, file in enumerate(self.printed, 1):
             os.dup2(file.fileno(), number)
         sys.stdout, sys.stderr = (open(number, 'w', closefd=False) for number in (1, 2))
-        if self.limit:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, self.limit))
         os.environ.update(self.env)
         os.chdir(self.root)
         for name, module in list(sys.modules.items()):
@@ -400,9 +393,9 @@ def run_hooked(hook, script, *arguments):
     return subprocess.run([sys.executable, '-c', code], cwd=HERE, capture_output=True, text=True)
 
 
-def run_train(*arguments, limit=None, wait=True):
-    """train.py in a process of its own; `limit`: the largest file it can write, in bytes."""
-    process = start_script('train.py', *arguments, limit=limit)
+def run_train(*arguments, wait=True):
+    """train.py in a process of its own."""
+    process = start_script('train.py', *arguments)
     if not wait:
         return process
     printed, errors = process.communicate()

@@ -184,19 +184,6 @@ def test_folders_and_files_that_cannot_be_compared(tmp_path, monkeypatch):
     assert (tmp_path / 'home' / 'compare.md').exists()
 
 
-@pytest.mark.parametrize('name, damage, message', [
-    ('results.json', lambda x: x.replace('"distribution"', '"other"'), "KeyError.'distribution'"),
-    ('results.json', lambda x: x.replace('"n": 40', '"n": 7'),
-     'samples.jsonl has 40 samples of mmlu, but results.json was made from 7'),
-    ('samples.jsonl', lambda x: f'{x}{{,}}\n', 'samples.jsonl:41: broken JSON')])
-def test_a_damaged_run_is_named(tmp_path, name, damage, message):
-    a, b = two_runs(tmp_path)
-    text = (b / name).read_text() if (b / name).exists() else ''
-    (b / name).write_text(damage(text))
-    with pytest.raises((ConfigError, DataError), match=f'/b/.*{message}'):
-        compare_csv_of([a, b], tmp_path / 'out')
-
-
 @pytest.mark.parametrize('prefixes, hashes, paired', [
     (('a', 'a'), ('h', 'h2'), 38), (('a', 'b'), ('h', 'h'), 0), ((None, None), ('h', 'h'), 38),
     (('a', None), ('h', 'h2'), None)])

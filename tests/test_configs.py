@@ -136,15 +136,6 @@ def test_a_nested_record_is_set_by_file_and_command_line(tmp_path):
         assert {key: value for key, (value, _) in values.items()} == dataclasses.asdict(run)
 
 
-@pytest.mark.parametrize('content, argument, message', [
-    ("\neval = {'shots': '5'}", '', "run.py:2: eval: shots is '5', of type str; wanted an int"),
-    ('', '--eval.shot=3', "--eval.shot: there is no key 'shot'; did you mean 'shots'?")])
-def test_a_wrong_key_of_a_nested_record_is_named(tmp_path, content, argument, message):
-    with pytest.raises(ConfigError) as error:
-        load_run(tmp_path, content, *filter(None, [argument]))
-    assert message in str(error.value)
-
-
 def test_help_and_misspelled_keys_load_no_torch():
     heavy = {'torch', 'matplotlib', 'pyarrow', 'sentencepiece', 'huggingface_hub'}
     for program, option, code in (('train.py', '--help', 0), ('evaluate.py', '--shotts=1', 1)):

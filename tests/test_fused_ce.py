@@ -506,17 +506,6 @@ def test_a_token_without_loss_belongs_to_no_group():
     assert loss == 0 and not hidden.grad.any()
 
 
-def test_a_joint_loss_says_what_it_needs():
-    right = {'loss': joint(dpo), 'reduction': 'sum', 'group': GROUPS}
-    for change, message in (
-            ({'group': None}, 'a joint loss needs `group`'),
-            ({'token_weight': torch.ones(30)}, 'a joint loss needs `group`'),
-            ({'loss': cross_entropy()}, 'others no group'),
-            ({'group': GROUPS[:-1]}, 'group must have the shape of target')):
-        with pytest.raises(ValueError, match=message):
-            fused_loss(*ce_inputs(30, 24, 77), **right | change)
-
-
 # ---- The compiler, and GPUs ---------------------------------------------------------------------
 
 @pytest.mark.slow

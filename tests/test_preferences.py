@@ -163,27 +163,15 @@ def test_helpsteer2_joins_the_answers_of_a_prompt_and_a_system_message():
     assert to_ranking(brief) == Ranking(PROMPT, ['Blue.'], [2])
 
 
-def test_a_file_of_preferences_is_cached_and_its_gaps_are_counted(tokenizer, tmp_path, capsys):
-    rows = [*ROWS.values(), {'prompt': 'a', 'chosen': 'b', 'rejected': 'b'}]
-    write_rows(tmp_path / 'x.jsonl', rows)
-    settings = {'template': 'tulu', 'max_length': 512, 'pack_len': 512, 'add_bos': True,
-                'cache_dir': tmp_path / 'cache'}
-    for _ in range(2):
-        sequences = load_preferences(str(tmp_path / 'x.jsonl'), tokenizer, **settings)
-        assert len(sequences) == len(ROWS)
-        assert '1 rows left out: fewer than two different answers' in capsys.readouterr().out
-    ties = [sequences[i][1].max() for i in range(len(sequences))]
-    assert ties[list(ROWS).index('GPT-4-LLM')] == TIED + 2
-
-
-def test_pairs_of_any_format_may_have_margins(tokenizer, tmp_path):
+def test_a_file_of_preferences_has_margins_and_its_gaps_are_counted(tokenizer, tmp_path, capsys):
     pairs = [row for name, row in ROWS.items() if name != 'GPT-4-LLM']
     write_rows(tmp_path / 'pairs.jsonl', [
-        row | {'margin': margin} for row in pairs for margin in (1.5, 2, None)] + pairs)
-
-    def margins():
-        return load_preferences(
+        *(row | {'margin': margin} for row in pairs for margin in (1.5, 2, None)),
+        ROWS['GPT-4-LLM'], {'prompt': 'a', 'chosen': 'b', 'rejected': 'b'}])
+    for _ in range(2):      # tokenized, then from the cache
+        sequences = load_preferences(
             str(tmp_path / 'pairs.jsonl'), tokenizer, template='tulu', add_bos=True,
-            max_length=512, pack_len=1024, cache_dir=str(tmp_path / 'cache')).margins.tolist()
-    wanted = [1.5, 2, 0] * len(pairs) + [0] * len(pairs)
-    assert margins() == margins() == wanted     # tokenized, then from the cache
+            max_length=512, pack_len=1024, cache_dir=str(tmp_path / 'cache'))
+        assert sequences.margins.tolist() == [1.5, 2, 0] * len(pairs) + [0]
+        assert sequences[len(sequences) - 1][1].max() == TIED + 2
+        assert '1 rows left out: fewer than two different answers' in capsys.readouterr().out

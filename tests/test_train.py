@@ -23,7 +23,7 @@ import train
 from data import packing
 from runtime import checkpoint, log, parallel, resume, trained
 from runtime.config import load_config
-from runtime.device import micro_batches, pick_device
+from runtime.device import pick_device
 from runtime.errors import ConfigError, DataError, TrainingError
 
 
@@ -234,15 +234,6 @@ def test_settings_that_do_not_fit_the_model_are_refused(name, values, message, t
     reference_model(name, tmp_path)
     with pytest.raises(ConfigError, match=message):
         trained.model_config(tiny_config(**{'max_length': 8} | values), tmp_path)
-
-
-def test_rows_of_one_document_need_no_mask(tiny_model):
-    packed = packing.pack(documents(2, [40, 31, 48]), 48)
-    real = torch.from_numpy(packed.owner) >= 0
-    tokens, positions, ends = map(torch.from_numpy, (packed.tokens, packed.positions, packed.ends))
-    masked, plain = (tiny_model(tokens, positions, e)[real] for e in (ends, None))
-    assert torch.allclose(masked, plain, atol=1e-5)
-    assert [inputs[2] for _, inputs, _ in micro_batches(packed, 1, 'cpu')] == [None] * 3
 
 
 @pytest.mark.parametrize('name', ['gemma2', 'neox'])

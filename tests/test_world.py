@@ -5,7 +5,6 @@ import hashlib
 import pytest
 
 from data.world import WorldSpec, make_world
-from runtime.errors import DataError
 from research.study import world as study_world
 from research.study.world import StudySpec
 
@@ -52,11 +51,3 @@ def test_a_world_is_made_once_and_anew_after_an_interruption(tmp_path):
     assert all(path.read_bytes() == content for path, (_, content) in made.items())
     assert (world / 'questions.jsonl.tmp').read_text() == victim.read_text() == 'mine'
     assert (world / 'text.jsonl.tmp').is_symlink() and not (world / 'instruct.jsonl').is_symlink()
-
-
-@pytest.mark.parametrize('name', ['questions.jsonl', 'world.json'])
-def test_a_folder_of_other_files_is_left_alone(tmp_path, name):
-    (tmp_path / name).write_bytes(b'\xff')
-    with pytest.raises(DataError, match='is not empty and holds no world'):
-        make_world(tmp_path, 7, WorldSpec(**SMALL))
-    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b'\xff']

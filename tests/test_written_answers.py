@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shutil
 import numpy as np
 import pytest
@@ -58,17 +57,6 @@ def test_popqa_is_read_from_its_tsv_and_a_malformed_row_is_a_bad_row(tmp_path):
             load_written(f'popqa:{path}', asking(shots=0))
         loaded = load_written(f'popqa:{path}', asking(shots=0, on_bad_row='skip'))
         assert (len(loaded.items), len(loaded.bad_rows)) == (1, 1)
-
-
-@pytest.mark.parametrize('row, name, arguments, message', [
-    ({'answers': []}, 'qa:{}', {}, 'test.jsonl:1: wanted a question and'),
-    ({}, 'qa:{}', {'shots': 3}, 'has 1 questions and 2 solved ones (0 bad rows); --shots=3 needs'),
-    ({}, 'qa', {'shots': 0}, 'no file given'), ({}, 'popqa', {'shots': 5}, 'no solved questions')])
-def test_bad_files_are_refused(row, name, arguments, message, tmp_path):
-    write_rows(tmp_path / 'test.jsonl', [{'question': 'Q?', 'answers': ['a']} | row])
-    write_rows(tmp_path / 'train.jsonl', [{'question': 'Q?', 'answers': 'a'}] * 2)
-    with pytest.raises(DataError, match=re.escape(message)):
-        load_written(name.format(tmp_path), asking(**arguments))
 
 
 def test_a_proposed_or_verbalized_answer_continues_the_prompt_of_its_paper(tmp_path):
