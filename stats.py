@@ -52,9 +52,9 @@ def resampler(probs, labels, n_options=None, scores=None, keys=None, columns=Non
                 if x.key not in columns and (has_options or x.needs == 'prediction')
                 and (x.key in keys if keys is not None else x.tables or x.key in summed)]
     called = [x for x in measures if x.key not in _unedited(metrics.MEASURES)]
-    if all(x.needs == 'prediction' for x in called):
-        arrays = *metrics.predictions(probs, labels), None, None
-    else:
+    arrays = *metrics.predictions(probs, labels), None, None
+    if any(x.needs != 'prediction' for x in called):
+        scores = None if scores is None else metrics.as_array('scores', scores)
         arrays = *metrics.check_probs(probs, labels, n_options), scores
 
     def draw(n_resamples, seed):
@@ -112,9 +112,10 @@ class _Sums:
     """
 
     def __init__(self, probs, labels, n_options, scores, columns=()):
-        confidence, correct = metrics.top_label(probs, labels)
+        as_given, correct = metrics.predictions(probs, labels)
+        confidence = metrics.round_for_ties(as_given)
         c = confidence.astype(np.float64)
-        terms = {'accuracy': correct, 'confidence': c, 'bas': metrics.row_bas(probs, labels),
+        terms = {'accuracy': correct, 'confidence': c, 'bas': metrics.row_bas(as_given, correct),
                  'brier_top_label': (c - correct) ** 2}
         rows = np.arange(len(correct))
         self.by_confidence = _SortedRows([(rows, confidence, correct)], 10,
