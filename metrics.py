@@ -1031,4 +1031,6 @@ def check_range(name, value, interval):
 
 if __name__ == '__main__':      # so that whoever copies this file needs no command line
     import runpy
-    runpy.run_module('results.prediction_files', run_name='__main__')
+    import sys
+    sys.argv.insert(1, 'metrics')
+    runpy.run_module('results.command', run_name='__main__')

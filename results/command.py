@@ -18,16 +18,41 @@ import numpy as np
 if __package__ == 'nanocal':    # installed as nanocal/__main__.py, beside the folders of a clone
     sys.path.insert(0, str(Path(__file__).parent))
 
+import metrics
+import stats
 from results import compare, prediction_files, report
 from results.compare import FileConfig, read_sources
 from results.evaluation import write_results
-from results.runs import find_prediction_files, predicted_run
+from results.runs import find_prediction_files, named_errors, predicted_run
 from results.samples import DIAGRAM, GRID, OUTPUTS
 from runtime import cli
 from runtime.config import require_range
 from runtime.errors import ConfigError, DataError
 from runtime.ownership import claim, lock
 from runtime.version import __version__
+
+METRICS_USAGE = """\
+usage: nanocal metrics FILE [...] [--key=value ...]         in a clone: python metrics.py FILE [...]
+
+Print every calibration metric of files of predictions. Each line of a file is a JSON object of one
+of these forms:
+
+  {"probs": [0.7, 0.2, 0.1], "answer": 0}     answer, or label: index of the correct option
+  {"log_probs": [-3.1, -4.0], "answer": 1}    divided by "n_tokens": [2, 3] if given; then softmax
+  {"confidence": 0.8, "correct": true}        the prediction alone; "80 %" is read, too
+  {"answers": ["B", "b", "C"], "answer": "B"} several written answers: the share of the most
+                                              frequent; with "response" and "correct" instead of
+                                              "answer", the share that equals the response
+  or of samples_<task>_<date>.jsonl, which lm_eval --log_samples writes (before version 0.4.3
+  <model>_<task>.jsonl, a JSON array); a question that is repeated there counts once
+
+.csv, .tsv and .parquet files have these keys as columns, probs_0, probs_1, ... for the numbers of a
+list. Rows with another "split" than "test" are left out. Each "task" of a file has a report of its
+own, and so has each group of one call of lm_eval, such as mmlu. Files may be .gz.
+
+examples: nanocal metrics out/base/samples.jsonl
+          nanocal metrics --norm=char out/model/samples_hellaswag_*.jsonl
+          nanocal metrics --confidence=exact_match,cosine_sim --correct=response_correct uqlm.csv"""
 
 REPORT_USAGE = """\
 usage: nanocal report FILE [...] [--key=value ...]
@@ -36,6 +61,33 @@ Write report.html, results.json, .md, .csv, .tex and a reliability diagram of fi
 in a form that `nanocal metrics --help` lists. The files are those of one model.
 
 example: nanocal report predictions.csv --out_dir=out/report"""
+
+
+def print_metrics(argv):
+    """Print every metric of each task in the files of predictions that a command line names."""
+    cfg, sources = read_sources(FileConfig, argv, METRICS_USAGE)
+    if not sources:
+        raise ConfigError('metrics: name a file of predictions; --help lists the forms of a file')
+    tasks = {}      # {(file or call of lm_eval, task): its parsed rows}
+    for path in dict.fromkeys(sources):
+        with named_errors(path):
+            date = prediction_files.harness_task(path)[2]
+            source = f'{path.parent}, {date}' if date else str(path)
+            for task, *_, parsed in prediction_files.read_predictions(
+                    path, cfg.norm, cfg.confidence, cfg.correct):
+                tasks.setdefault((source, task), []).append(parsed)
+    several = len({source for source, _ in tasks}) > 1
+    for (source, task), rows in tasks.items():
+        title = ': '.join(filter(None, (several and source, task)))
+        probs, labels, n_options, scores = prediction_files.report_arrays(rows)
+        measured = metrics.report(probs, labels, n_options, scores=scores)
+        calibrated = stats.consistency_test(*metrics.top_label(probs, labels), n_resamples=100)
+        note = ('a calibrated model with these confidences has an ECE of {expected:.4f} on '
+                'average, up to {p95:.4f} in 95 % of samples'.format(**calibrated))
+        few_rows = prediction_files.few_rows_note(measured['n'], 'rows')
+        print(*filter(None, (title, measured, note, few_rows)), sep='\n')
+        if title:
+            print()
 
 
 @dataclass
@@ -81,7 +133,7 @@ def write_report(argv):
 
 
 COMMANDS = {
-    'metrics': lambda argv: prediction_files.main(argv, 'nanocal metrics'),
+    'metrics': print_metrics,
     'compare': lambda argv: compare.main(argv, compare.USAGE.replace(
         'python evaluate.py --compare', 'nanocal compare').replace(
         'python metrics.py', 'nanocal metrics')),

@@ -1,30 +1,21 @@
-"""Print every calibration metric of files of predictions, from any source.
+"""Read files of predictions from any source: the rows of other programs are converted here.
 
-    python metrics.py samples.jsonl             # installed: nanocal metrics samples.jsonl
-
-The rows of every other program's files are read and converted here, for comparisons and reports
-too. It needs numpy alone, and pyarrow for parquet.
+It needs numpy alone, and pyarrow for parquet.
 """
 
-import argparse
 import ast
 import contextlib
 import csv
 import gzip
 import hashlib
 import json
-import os
 import re
-import signal
-import sys
-import zlib
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
 import metrics
-import stats
 from results.confidence import parse_probability
 
 
@@ -33,66 +24,6 @@ class UnusableTaskError(ValueError):
 
 
 NORMS = ('token', 'sum', 'char', 'byte')    # see `option_lengths`
-
-
-def main(arguments=None, prog='metrics.py'):
-    """Print the reports of files of predictions; see --help."""
-    parser = argparse.ArgumentParser(
-        prog=prog, description='Print every calibration metric of files of predictions.',
-        formatter_class=argparse.RawDescriptionHelpFormatter, epilog="""\
-each line of a file is a JSON object of one of these forms:
-  {"probs": [0.7, 0.2, 0.1], "answer": 0}     answer, or label: index of the correct option
-  {"log_probs": [-3.1, -4.0], "answer": 1}    divided by "n_tokens": [2, 3] if given; then softmax
-  {"confidence": 0.8, "correct": true}        the prediction alone; "80 %" is read, too
-  {"answers": ["B", "b", "C"], "answer": "B"} several written answers: the share of the most
-                                              frequent; with "response" and "correct" instead of
-                                              "answer", the share that equals the response
-  or of samples_<task>_<date>.jsonl, which lm_eval --log_samples writes (before version 0.4.3
-  <model>_<task>.jsonl, a JSON array); a question that is repeated there counts once
-.csv, .tsv and .parquet files have these keys as columns, probs_0, probs_1, ... for the numbers of a
-list. Rows with another "split" than "test" are left out. Each "task" of a file has a report of its
-own, and so has each group of one call of lm_eval, such as mmlu.
-
-example: {prog} out/base/samples.jsonl
-         {prog} --norm=char out/model/samples_hellaswag_*.jsonl
-         {prog} --confidence=exact_match,cosine_sim --correct=response_correct uqlm.csv"""
-        .replace('{prog}', prog))
-    parser.add_argument('files', nargs='+', metavar='file', help='such as the samples.jsonl of '
-                        'evaluate.py; may be .gz')
-    parser.add_argument('--norm', choices=NORMS, default='token',
-                        help='divisor of the log-probability of an option. token (the default): '
-                        'number of its tokens, or 1 for files of lm_eval, which lack it (acc); '
-                        'sum: 1; char: its characters (acc_norm); byte: its bytes (acc_bytes)')
-    parser.add_argument('--confidence', metavar='COLUMN[,COLUMN]', default='',
-                        help='columns that are confidences; each has a report of its own')
-    parser.add_argument('--correct', metavar='COLUMN', default='correct',
-                        help='the column that says whether the prediction is right')
-    options, tasks = parser.parse_args(arguments), {}
-    for path in dict.fromkeys(options.files):
-        try:
-            date = harness_task(path)[2]
-            source = f'{Path(path).parent}, {date}' if date else path
-            for name, *_, parsed in read_predictions(
-                    path, options.norm, [*filter(None, options.confidence.split(','))],
-                    options.correct):
-                tasks.setdefault((source, name), []).append(parsed)
-        except (OSError, EOFError, zlib.error) as error:    # the last two of a damaged .gz file
-            hint = '; name a file in it, such as samples.jsonl' * Path(path).is_dir()
-            sys.exit(f'error: {path}: {getattr(error, "strerror", None) or error}{hint}')
-        except ValueError as error:
-            sys.exit(f'error: {path}:{error}')
-    several = len({source for source, _ in tasks}) > 1
-    for (source, task), rows in tasks.items():
-        title, (probs, labels, n_options, scores) = (
-            ': '.join(filter(None, (several and source, task))), _arrays(rows))
-        result = metrics.report(probs, labels, n_options, scores=scores)
-        calibrated = stats.consistency_test(*metrics.top_label(probs, labels), n_resamples=100)
-        note = ('a calibrated model with these confidences has an ECE of {expected:.4f} on '
-                'average, up to {p95:.4f} in 95 % of samples'.format(**calibrated))
-        print(*filter(None, (title, result, note, few_rows_note(result['n'], 'rows'))), sep='\n')
-        if title:
-            print()
-    sys.stdout.flush()
 
 
 def read_predictions(path, norm='token', confidence=(), correct='correct'):
@@ -454,7 +385,7 @@ def _numbers(key, values):
     return np.array(values, dtype=np.float64)
 
 
-def _arrays(rows):
+def report_arrays(rows):
     """Return probs, labels, n_options and scores, those of metrics.report, of parsed rows."""
     kinds, values, labels = zip(*rows, strict=True)
     if kinds[0] == 'confidence':
@@ -466,12 +397,3 @@ def _arrays(rows):
         probs[i, :len(x)] = x if kind == 'probs' else metrics.softmax(x)
         scores[i, :len(x)] = np.log(np.maximum(x, metrics.NLL_FLOOR)) if kind == 'probs' else x
     return probs, labels, n_options, scores if 'log_probs' in kinds else None
-
-
-if __name__ == '__main__':
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)   # `| head` ends it silently
-    try:
-        main()
-    except OSError as error:        # of standard output, such as a full disk
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)    # the rest would fail again at exit
-        sys.exit(f'error: standard output cannot be written: {error.strerror}')

@@ -1,5 +1,7 @@
 """Read what is compared: folders of runs, and prediction files, such as those of lm_eval."""
 
+import contextlib
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -123,6 +125,19 @@ def find_prediction_files(sources):
     return runs
 
 
+@contextlib.contextmanager
+def named_errors(path):
+    """Raise DataError, with the path, in place of the errors of `read_predictions`."""
+    try:
+        yield
+    except (OSError, EOFError, zlib.error) as error:    # the last two of a damaged .gz file
+        hint = '; name a file in it, such as samples.jsonl' * path.is_dir()
+        reason = getattr(error, 'strerror', None) or error
+        raise DataError(f'cannot read {path}: {reason}{hint}') from None
+    except ValueError as error:
+        raise DataError(f'{path}:{error}') from None
+
+
 def predicted_run(folder, files, cfg):
     """Return the Run of {subtask, '' for a file of another origin: prediction file}.
 
@@ -130,19 +145,18 @@ def predicted_run(folder, files, cfg):
     """
     tasks, results = {}, {}
     for subtask, path in files.items():
-        try:
-            for task, sample, distribution in [*file_samples(path, subtask, cfg)]:
+        with named_errors(path):
+            try:
+                rows = [*file_samples(path, subtask, cfg)]
+            except UnusableTaskError as error:
+                print(f'{path.name} is left out: {error.__cause__}')
+                continue
+            for task, sample, distribution in rows:
                 key = sample_order(sample)
                 if key in tasks.setdefault(task, {}):
                     raise ValueError(f' the id {sample["id"]} is there twice')
                 tasks[task][key] = sample
                 results[task] = {'distribution': distribution, 'norm': 'token'}
-        except UnusableTaskError as error:
-            print(f'{path.name} is left out: {error.__cause__}')
-        except OSError as error:
-            raise DataError(f'cannot read {path}: {error.strerror}') from error
-        except ValueError as error:
-            raise DataError(f'{path}:{error}') from None
     if not tasks:
         raise DataError(f'{path}: no multiple-choice questions of lm_eval --log_samples')
     return Run(folder, folder.name, 0, {}, results, file_samples={

@@ -17,10 +17,10 @@ from common import HERE, run_scripts, write_rows
 
 import metrics
 import stats
-from results import command, prediction_files, runs
+from results import command, runs
 from results.compare import FileConfig
 from results.prediction_files import harness_sample, harness_task
-from runtime import ownership
+from runtime import cli, ownership
 from runtime.errors import ConfigError
 
 HARNESS_FILES = HERE / 'tests' / 'harness_files'
@@ -31,7 +31,8 @@ def run_metrics(*arguments):
     code = 0
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as errors:
         try:
-            prediction_files.main([*map(str, arguments)])
+            with cli.one_line_errors():
+                command.print_metrics([*map(str, arguments)])
         except SystemExit as end:
             code = end.code
             if isinstance(code, str):
@@ -70,7 +71,7 @@ def test_a_report_per_task_of_rows_of_any_form(tmp_path):
     packed.write_bytes(gzip.compress(path.read_bytes()))
     assert run_metrics(packed).stdout == done.stdout
     packed.write_bytes(packed.read_bytes()[:-9])
-    assert run_metrics(packed).stderr.startswith(f'error: {packed}: Compressed file ended')
+    assert f'error: cannot read {packed}: Compressed file ended' in run_metrics(packed).stderr
 
 
 def test_tables_of_any_form_give_the_report_of_the_json_lines(tmp_path):
