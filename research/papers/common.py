@@ -50,7 +50,6 @@ from train import FREE_KEYS, TrainConfig, train
 TRAIN_RATE, EVAL_RATE = 0.5 * 989e12, 0.6 * 780e12
 EVAL_STARTS = 40        # seconds to load and compile
 PRINTED_LINES = 200     # longer tables are written only
-NO_SUCH_RUN = '--only={}: no run has such a name; --plan lists them'
 
 
 @dataclass
@@ -303,7 +302,7 @@ def main(runs, tables, **more):
                   and getattr(options, key) not in ('', arguments['default'])]
         options.changes = [*chosen, *(change for change in changes
                                       if change[2:].split('=')[0] not in FREE_KEYS)]
-        changed = (run.changed(changes) for run in runs(options))
+        changed = selected_runs((run.changed(changes) for run in runs(options)), options)
         if options.plan:
             print_plan(changed, options)
             return
@@ -352,17 +351,25 @@ def selected(folder, options):
     return not parts or any(re.search(part, name_of(folder, options)) for part in parts)
 
 
-def do(runs, options):
-    """Do the runs that --only selects, unless they are finished; return the names of those failed.
+def selected_runs(runs, options):
+    """Yield the runs that --only selects; raise ConfigError at the end if there is none."""
+    n_selected = 0
+    for run in runs:
+        if selected(run.cfg.out_dir, options):
+            n_selected += 1
+            yield run
+    if not n_selected:
+        raise ConfigError(f'--only={options.only}: no run has such a name; --plan lists them')
 
-    Raises ConfigError if a run was made with other settings, or if nothing is selected.
+
+def do(runs, options):
+    """Do the runs, unless they are finished; return the names of those that failed.
+
+    Raises ConfigError if a run was made with other settings.
     """
-    n_selected, failed = 0, []
+    failed = []
     for run in runs:
         name = name_of(run.cfg.out_dir, options)
-        if not selected(run.cfg.out_dir, options):
-            continue
-        n_selected += 1
         if run.waits_for:
             print(f'\n=== {name} waits for {run.waits_for}', flush=True)
             continue
@@ -387,16 +394,11 @@ def do(runs, options):
                        'and --eval.pack_len=4096 need less, in another --out_dir')
         print(f'error: {problem}', file=sys.stderr, flush=True)
         failed.append(name)
-    if not n_selected:
-        raise ConfigError(NO_SUCH_RUN.format(options.only))
     return failed
 
 
 def print_plan(runs, options):
-    runs = [run for run in runs if selected(run.cfg.out_dir, options)]
-    if not runs:
-        raise ConfigError(NO_SUCH_RUN.format(options.only))
-    lines = [('run', 'state', 'GPU hours', 'GB')]
+    runs, lines = [*runs], [('run', 'state', 'GPU hours', 'GB')]
     for run in runs:
         begun = Path(run.cfg.out_dir).exists()
         state = ('finished' if run.finished else f'waits for {run.waits_for}' if run.waits_for else

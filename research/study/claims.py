@@ -183,7 +183,8 @@ def table(numbers, name):
     spec = specification(numbers, name)
     values, columns = values_of(numbers, spec), pairs(columns_of(spec))
     statements = 'tests' in spec or 'differences' in spec
-    tested = [columns[int(i)][0] for i in spec.get('tested', '0' * ('tests' in spec)).split()]
+    numbered = spec.get('tested', '0' if 'tests' in spec else '')
+    tested = [columns[int(i)][0] for i in numbered.split()]
     tests = [at for at in values if at[1] in tested and values[at] is not None
              and at[0] not in spec.get('untested', ())]
     p = {}

@@ -28,8 +28,9 @@ def options(doc, arguments=None, first=None, **more):
     more: {option: keyword arguments of argparse}; first: (name, the same) of the positional one.
     """
     parser = argparse.ArgumentParser(description=doc.split('\n')[0])
-    named = {f'--{name}': settings for name, settings in more.items()}
-    for name, settings in ((dict([first]) if first else {}) | named).items():
+    named = [first] if first else []
+    named += [(f'--{name}', settings) for name, settings in more.items()]
+    for name, settings in named:
         text = {} if 'action' in settings else {'type': os.path.expanduser}
         parser.add_argument(name, **text | settings)
     return parser.parse_args(arguments)
