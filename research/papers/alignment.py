@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 
 from research.papers.common import (OWN, AlignConfig, EvalConfig, Run, TrainConfig, claim,
-                                    draw_curves, draw_lines, file_tokens, load_config, main,
-                                    measured, numbers, own_table, plots, pooled, read_models,
-                                    selected, titles_of)
+                                    draw_curves, draw_lines, load_config, main, measured, numbers,
+                                    own_table, plots, pooled, read_models, selected, size_of,
+                                    titles_of)
 import metrics
 from data.files import fetch, read_rows
 from data.instruct import PATTERNS, first_turns
@@ -122,7 +122,7 @@ def alignment_runs(options):
         yield from epoch_reports(folder, report, params)
     if options.pairs:
         folder = f'{root}/aligned/dpo'
-        tokens = file_tokens(options.pairs, f'--pairs={options.pairs}', PREFERENCE_PATTERNS)
+        tokens = size_of(options.pairs, f'--pairs={options.pairs}', PREFERENCE_PATTERNS)
         yield Run(replace(DPO, model=tuned, data=options.pairs, eval=report, out_dir=folder),
                   params, train_tokens=EPOCHS * tokens, **sizes, waits_for=unfinished(tuned))
         yield from epoch_reports(folder, report, params)

@@ -86,9 +86,9 @@ class Run:
                  ('', '', name) for name in (report.tasks if report else ())]
         if not all(path and Path(path).expanduser().exists() for _, _, path in parts):
             return self.eval_tokens
-        return sum(file_tokens(path, f'--eval.tasks={task}{colon}{path}', TEXT_PATTERNS.get(task)
-                               or tuple(pattern.replace('{lang}', '*') for pattern in
-                                        BENCHMARKS.get(task, GENERIC).test))
+        return sum(size_of(path, f'--eval.tasks={task}{colon}{path}', TEXT_PATTERNS.get(task)
+                           or tuple(pattern.replace('{lang}', '*') for pattern in
+                                    BENCHMARKS.get(task, GENERIC).test))
                    for task, colon, path in parts)
 
     @property
@@ -219,7 +219,7 @@ def own_table(options, key, table):
     The size of a model is the number of its weights, from the headers of its files; that of data is
     an estimate of its tokens. It is nan for a hub name. Raises ConfigError.
     """
-    own, size = {}, {'model': count_weights, 'data': file_tokens}[key]
+    own = {}
     for text in filter(None, getattr(options, key).split(',')):
         *names, path = text.split('=', 1)
         path = os.path.expanduser(path)
@@ -228,41 +228,30 @@ def own_table(options, key, table):
             raise ConfigError(f'--{key}={text}: {name!r} cannot be its name in the results; name '
                               f'it as {OWN[key]["metavar"]}, with letters, digits and . _ + -, '
                               f'each name once, and not {", ".join(TAKEN)}')
-        own[name] = path, size(path, f'--{key}={text}')
+        own[name] = path, size_of(path, f'--{key}={text}', PATTERNS if key == 'data' else None)
     return own or table
 
 
-def on_hub(path):
-    """Return whether `path` is a hub name, owner/name, and no file or folder, even misspelled."""
-    return re.fullmatch(r'[\w.-]+/[\w.-]+', path) and not Path(path).parent.exists()
-
-
 @functools.cache
-def count_weights(model, option):
-    """Return the number of weights in the folder of a model; nan for a hub name."""
-    if on_hub(model):
+def size_of(path, option, patterns=None):
+    """Return the number of weights in the folder of a model, or with the `patterns` of data an
+    estimate of the tokens in a file or folder; nan for a hub name. Raises ConfigError.
+    """
+    # owner/name, and no file or folder, even misspelled
+    if re.fullmatch(r'[\w.-]+/[\w.-]+', path) and not Path(path).parent.exists():
         return math.nan
-    if not Path(model).is_dir():
-        raise ConfigError(f'{option}: there is no folder {model}; wanted the folder of a model, '
+    if not (patterns or Path(path).is_dir()):
+        raise ConfigError(f'{option}: there is no folder {path}; wanted the folder of a model, '
                           f'with config.json, weights and tokenizer, or a hub name')
     try:
-        files = checkpoint.weight_files(checkpoint.fetch(model))
+        if patterns:
+            return sum(file.stat().st_size
+                       / (PACKED_BYTES if file.suffix in ('.gz', '.parquet') else BYTES)
+                       for file in fetch(path, patterns))
+        files = checkpoint.weight_files(checkpoint.fetch(path))
         return sum(tensor.numel() for _, tensor in checkpoint.read_tensors(files))  # only mapped
-    except CheckpointError as error:
+    except (CheckpointError, DataError) as error:
         raise ConfigError(f'{option}: {error}') from error
-
-
-@functools.cache
-def file_tokens(source, option, patterns=PATTERNS):
-    """Return an estimate of the tokens in a file or folder from its size; nan for a hub name."""
-    if on_hub(source):
-        return math.nan
-    try:
-        files = fetch(source, patterns)
-    except DataError as error:
-        raise ConfigError(f'{option}: {error}') from error
-    return sum(path.stat().st_size / (PACKED_BYTES if path.suffix in ('.gz', '.parquet') else BYTES)
-               for path in files)
 
 
 # The command line
