@@ -134,7 +134,10 @@ def cell(values, p=None, digits=3):
 
 
 def specification(numbers, name):
-    """Return {key: texts} of a table in tables.toml, for 'known: nll = NLL' of another metric."""
+    """Return {key: texts} of a table in tables.toml, for 'known: nll = NLL' of another metric.
+
+    Its rows and columns are [(title, formula)]; a statement is a row, with one column.
+    """
     name, _, metric = name.partition(': ')
     metric, _, title = metric.partition(' = ')
     metric = metric or 'ece'
@@ -148,21 +151,8 @@ def specification(numbers, name):
         spec[key] = texts if isinstance(value, list) else texts[0]
     if metric != 'ece':
         spec.pop('tested', None)
-    return spec
-
-
-def values_of(numbers, spec):
-    """Return {(title of the row, of the column): float [seeds], or None} of a table of formulas."""
-    return {(row, column): numbers.value(formula_of(formula, run))
-            for row, run in pairs(rows_of(spec)) for column, formula in pairs(columns_of(spec))}
-
-
-def rows_of(spec):
-    return spec.get('tests') or spec.get('differences') or spec['rows']
-
-
-def columns_of(spec):
-    return spec.get('columns', ['mean = {}'])
+    rows = spec.get('tests') or spec.get('differences') or spec['rows']
+    return spec | {'rows': pairs(rows), 'columns': pairs(spec.get('columns', ['mean = {}']))}
 
 
 def pairs(lines):
@@ -170,10 +160,15 @@ def pairs(lines):
     return [tuple(line.split(' = ', 1)) if ' = ' in line else (line, line) for line in lines]
 
 
-def formula_of(metric, run):
-    """Return the formula of a cell, from those of its column and its row."""
-    metric = metric.rstrip('?')
-    return metric.replace('{}', run) if '{}' in metric else f'{run} {metric}'
+def values_of(numbers, spec):
+    """Return {(title of the row, of the column): float [seeds], or None} of a `specification`."""
+    values = {}
+    for row, run in spec['rows']:
+        for column, formula in spec['columns']:
+            formula = formula.rstrip('?')
+            values[row, column] = numbers.value(
+                formula.replace('{}', run) if '{}' in formula else f'{run} {formula}')
+    return values
 
 
 def table(numbers, name):
@@ -181,7 +176,7 @@ def table(numbers, name):
     if name.startswith('='):
         return numbers.functions[name[1:]](numbers)
     spec = specification(numbers, name)
-    values, columns = values_of(numbers, spec), pairs(columns_of(spec))
+    values, columns = values_of(numbers, spec), spec['columns']
     statements = 'tests' in spec or 'differences' in spec
     numbered = spec.get('tested', '0' if 'tests' in spec else '')
     tested = [columns[int(i)][0] for i in numbered.split()]
@@ -194,7 +189,7 @@ def table(numbers, name):
     if not statements:
         head += [TABLES['titles'].get(title.rstrip('?'), title.rstrip('?')) for title, _ in columns]
     lines = [head]
-    for row, _ in pairs(rows_of(spec)):
+    for row, _ in spec['rows']:
         cells = row.split(' / ')
         for column, formula in columns:
             value = values[row, column]
