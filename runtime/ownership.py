@@ -33,13 +33,16 @@ _inputs = set()     # the real paths of the files that this command reads: see `
 
 
 @contextlib.contextmanager
-def lock(folder):
-    """Create and lock `folder` for a `with` block; raise ConfigError if another process has it."""
+def lock(folder, wait=False):
+    """Create and lock `folder` for a `with` block.
+
+    If another process has it, `wait` for its end, or raise ConfigError.
+    """
     path = Path(folder) / LOCK
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, 'ab')
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         raise ConfigError(f'{folder}: another process is writing there; choose another folder '
                           f'or wait until it has ended') from None

@@ -123,8 +123,9 @@ def test_the_optimizer_does_the_same_on_a_gpu(dtype, kind):
                 p.grad = torch.randn(p.shape, generator=make).to(device, dtype)
             optimizer.step(ONE.to(device) / 3)
         ends.append(torch.cat([optimizer.master(p).cpu().flatten() for p in params]))
-    # rounding at random may fall on the other side where the last bit of an update differs
-    differ = (ends[0] - ends[1]).abs() > (1e-4 if kind == 'compact' else 1e-6)
+    # rounding at random may fall on the other side where the last bit of an update differs; the
+    # last bit of the largest weights is 5e-7
+    differ = (ends[0] - ends[1]).abs() > (1e-4 if kind == 'compact' else 3e-6)
     assert differ.double().mean() < (1e-9 if kind == 'exact' else 0.01)
 
 

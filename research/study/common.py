@@ -131,5 +131,5 @@ def train_all(runs, seeds=SEEDS, only=('',), root=ROOT, prepare=None, finish=Non
 def print_table(runs, root=ROOT):
     """Print and write the means over the seeds of all finished runs in the folder of `runs`."""
     folder = Path(next(iter(runs(SEEDS[0], root))).out_dir).parent.parent
-    with lock(folder):
+    with lock(folder, wait=True):       # of a process that does other seeds
         compare_seeds([read_run(run) for run in find_runs([folder])], ('ece', 'accuracy'), folder)

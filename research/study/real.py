@@ -18,6 +18,7 @@ from runtime import cli
 from research.study import common
 from train import TrainConfig
 
+
 def settings():
     """Yield (name, settings of a run, number of seeds) of the tables [[real]] in runs.toml."""
     for table in common.FILE['real']:
@@ -52,10 +53,10 @@ def main():
         seeds=common.seeds_option(common.SEEDS), only=common.ONLY, out_dir=common.OUT_DIR)
     make = functools.partial(runs, model=options.model, data=options.data)
     with cli.one_line_errors(resume='the same command continues'):
+        common.train_all(make, options.seeds, tuple(options.only.split(',')), options.out_dir)
         base = Path(options.out_dir, 'real', 'base')
         if 0 in options.seeds and not (base / 'results.json').exists():
             run(evaluation(options.data, model=options.model, out_dir=str(base)))
-        common.train_all(make, options.seeds, tuple(options.only.split(',')), options.out_dir)
         common.print_table(make, options.out_dir)
 
 

@@ -30,6 +30,25 @@ PLAIN = 'lr5e-05-smoothing0.0'
 SMOOTHED = 'lr5e-05-smoothing0.1'
 SETTINGS = list(dict.fromkeys(['base', *(name for name, _, _ in real.settings())]))
 FOLDER = {'type': Path, 'default': Path(common.ROOT, 'real')}
+GENTLE = 'lr5e-06-smoothing0.0', 'lora-lr0.0002', 'epoch1-lr5e-05'
+# (setting, minus, metric) of the tests of each plan
+PLANS = {
+    'a real model': [
+        (PLAIN, 'base', 'arc_easy_ece'), (PLAIN, 'base', 'arc_easy_accuracy'),
+        *((SMOOTHED, PLAIN, f'{task}_ece')
+          for task in ('arc_easy', 'hellaswag', 'clm', 'held_out')),
+        (SMOOTHED, PLAIN, 'arc_easy_accuracy'),
+        *((name, PLAIN, 'arc_easy_ece') for name in GENTLE),
+        (PLAIN, f'{PLAIN}, not scaled', 'arc_easy_scaled_ece'),
+        *((f'{loss}-lr5e-05', PLAIN, 'arc_easy_ece') for loss in ('dft', 'gce0.7'))],
+    'eight bits and calibration': [
+        (f'fp8-{name}', name, key) for name in (PLAIN, SMOOTHED) for key in (
+            'arc_easy_accuracy', 'arc_easy_ece', 'arc_easy_nll', 'held_out_ece', 'held_out_nll',
+            'clm_ece')],
+    'losses of 2025 on the real model': [
+        (f'{loss}-lr5e-05', SMOOTHED, key) for loss in ('maxsup0.1', 'adaptive0.1', 'adaptive1')
+        for key in ('arc_easy_accuracy', 'arc_easy_ece', 'held_out_ece')],
+}
 SHOWN = {'base': 'base', PLAIN: 'tuned', SMOOTHED: 'tuned, smoothing 0.1'}   # in the diagrams
 
 
@@ -61,16 +80,8 @@ def means(numbers):
             *setting_lines(numbers, SETTINGS, [(key, {}) for key in keys], counted=True)]
 
 
-def tests(numbers):
-    """Return the lines of the tests of the plan that the finished runs allow."""
-    planned = [(PLAIN, 'base', 'arc_easy_ece'), (PLAIN, 'base', 'arc_easy_accuracy')]
-    planned += [(SMOOTHED, PLAIN, f'{task}_ece')
-                for task in ('arc_easy', 'hellaswag', 'clm', 'held_out')]
-    planned += [(SMOOTHED, PLAIN, 'arc_easy_accuracy')]
-    planned += [(name, PLAIN, 'arc_easy_ece') for name in (
-        'lr5e-06-smoothing0.0', 'lora-lr0.0002', 'epoch1-lr5e-05')]
-    planned += [(PLAIN, f'{PLAIN}, not scaled', 'arc_easy_scaled_ece')]
-    planned += [(f'{loss}-lr5e-05', PLAIN, 'arc_easy_ece') for loss in ('dft', 'gce0.7')]
+def tests(numbers, planned):
+    """Return the lines of the tests of a plan that the finished runs allow."""
     rows = []
     for name, other, key in planned:
         theirs = numbers.of(other.removesuffix(', not scaled'),
@@ -108,8 +119,12 @@ def main():
         draw(options.out_dir / 'reliability.png', runs)
     numbers = Numbers([line | {'run': line['name']} for line in read_csv(file)], {})
     text = (f'# {real.__doc__.splitlines()[0]}\n\nMeans over seeds ± half of their 95 % interval.\n'
-            f'\n{markdown(means(numbers))}\nPaired t tests over seeds (PLAN.md).\n\n'
-            f'{markdown(tests(numbers))}')
+            f'\n{markdown(means(numbers))}')
+    for plan, planned in PLANS.items():
+        head, *rows = tests(numbers, planned)
+        if rows:
+            text += (f'\nPaired t tests over seeds (PLAN.md, {plan}).\n\n'
+                     f'{markdown([head, *rows])}')
     write_text(options.out_dir / 'tables.md', text)
     print(text)
 

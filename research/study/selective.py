@@ -4,7 +4,7 @@
 
 It reads the samples of the runs of research/study/real.py and needs no model. Each question has two
 confidences: the largest probability, and the largest score divided by the p-norm of the question's
-scores (scaling.normalized_max), with the p of least AURC on the validation questions of its run.
+scores (scaling.normalized_max), with the p of least AURC on the validation questions of ARC-Easy.
 selective.csv has a line per run and task; selective.md the means over seeds with half of their 95 %
 intervals, and the paired tests of the plan.
 """
@@ -26,7 +26,7 @@ from research.study import common
 from research.study.claims import Numbers, paired_tests, setting_lines
 from research.study.real_table import FOLDER, OUT, PLAIN, SETTINGS, SMOOTHED
 
-TASKS = ('arc_easy', 'arc_challenge')       # those with a validation split
+TASKS = ('arc_easy', 'arc_challenge')
 POWERS = (1, 2, 3, 4, 6, 8)
 KEYS = {'auroc': metrics.auroc, 'aurc': metrics.aurc,
         'risk': lambda *rows: 1 - metrics.accuracy_at_coverage(*rows)}     # at coverage 0.5
@@ -38,9 +38,10 @@ def read_lines(root):
     for path in sorted(root.rglob('samples.jsonl')):
         *_, seed, name = ('', *path.parent.relative_to(root).parts)
         test, held_out = read_splits(path)
+        fit = predictions(held_out['arc_easy'], 'token')
+        p = min(POWERS, key=lambda p: metrics.aurc(*with_norm(fit, p)))
         for task in TASKS:
-            rows, fit = (predictions(split[task], 'token') for split in (test, held_out))
-            p = min(POWERS, key=lambda p: metrics.aurc(*with_norm(fit, p)))
+            rows = predictions(test[task], 'token')
             for confidence, pair in (('largest', (rows.probs, rows.labels)),
                                      ('normalized', with_norm(rows, p))):
                 lines.append({'run': name, 'seed': seed.removeprefix('seed-') or '0', 'task': task,
