@@ -99,6 +99,16 @@ def test_metrics_are_computed_again_if_their_code_changed(capsys):
         'mmlu: its metrics are computed again from samples.jsonl') == 1
 
 
+def test_intervals_do_not_depend_on_the_number_of_cores(monkeypatch):
+    random = np.random.default_rng(0)
+    groups = {n: report.Predictions(random.random(n), random.random(n) < 0.5) for n in (50, 2100)}
+    ends = []
+    for n_cores in (1, 3, 64):
+        monkeypatch.setattr(report, 'cores', lambda n=n_cores: n)
+        ends.append(report.measure(groups, 20, 0)[0][2100]['intervals'])
+    assert ends[0] == ends[1] == ends[2]
+
+
 @pytest.mark.parametrize('n, has_interval', [(9999, False), (10_000, True)])
 def test_metrics_have_intervals_from_the_rows_at_which_they_hold(n, has_interval):
     random = np.random.default_rng(0)
