@@ -286,36 +286,24 @@ def _ends(values, observed, largest, least, biased, level):
 # Any metric
 
 
-def interval(metric, probs, labels, *more, n_resamples=1000, level=0.95, method='percentile',
+def interval(metric, probs, labels, *more, n_resamples=1000, level=0.95,
              seed=0) -> tuple[float, float]:
-    """Return (low, high) of metric(probs, labels, *more) by resampling rows.
+    """Return (low, high), the `percentile_interval` of metric(probs, labels, *more).
 
-    method is 'percentile' (`percentile_interval`) or 'bca', bias-corrected and accelerated (Efron
-    1987), with the acceleration from a jackknife that leaves out one of up to 200 groups of rows;
-    BCa is not for errors in bins, whose bias it does not know. metric is any function of rows; more
-    are arrays of N rows, or None. `bootstrap` is far faster for its metrics.
+    metric is any function of rows; more are arrays of N rows, or None. `bootstrap` is far faster
+    for its metrics.
     """
-    if method not in ('percentile', 'bca'):
-        raise ValueError(f"method must be 'percentile' or 'bca', not {method!r}")
     arrays = [None if x is None else metrics.as_array('an array', x)
               for x in (probs, labels, *more)]
     shapes = [x.shape for x in arrays if x is not None]
     if not all(shapes) or len({shape[0] for shape in shapes}) > 1 or not shapes[0][0]:
         raise ValueError(f'every array must have the same N >= 1 rows, not the shapes {shapes}')
-    n, random = shapes[0][0], np.random.default_rng(seed)
 
     def value(rows):
         return metric(*(None if x is None else x[rows] for x in arrays))
 
-    shares = _check_level(level)
-    values = _resampled(value, n, n_resamples, random)
-    if method == 'bca':
-        groups = np.array_split(random.permutation(n), min(n, 200)) if n > 1 else []
-        jackknife = [value(np.delete(np.arange(n), group)) for group in groups]
-        shares = _bca_shares(shares, values, value(slice(None)), _check_defined(jackknife or [0.0]))
-        low, high = np.quantile(values, shares)
-    else:
-        low, high = percentile_interval(values, value(slice(None)), level=level)
+    values = _resampled(value, shapes[0][0], n_resamples, seed)
+    low, high = percentile_interval(values, value(slice(None)), level=level)
     return float(low), float(high)
 
 
@@ -325,9 +313,10 @@ def _check_level(level):
     return (1 - level) / 2, (1 + level) / 2
 
 
-def _resampled(value, n, n_resamples, random):
+def _resampled(value, n, n_resamples, seed):
     """value(rows) of `n_resamples` samples of n rows, drawn with replacement, as an array."""
     metrics.check_count('n_resamples', n_resamples)
+    random = np.random.default_rng(seed)
     return _check_defined([value(random.integers(n, size=n)) for _ in range(n_resamples)])
 
 
@@ -337,19 +326,6 @@ def _check_defined(values):
         raise ValueError(f'the metric is nan in {missing} of {len(values)} samples of the rows, as '
                          f'auroc is where all are right; take one that is defined, or more rows')
     return np.array(values)
-
-
-def _bca_shares(shares, values, value, jackknife):
-    """The shares of the resampled values at which BCa reads its ends; Efron 1987, (2.3)."""
-    normal, n_resamples = NormalDist(), len(values)
-    below = ((values < value).mean() + (values <= value).mean()) / 2
-    bias = normal.inv_cdf(np.clip(below, 0.5 / n_resamples, 1 - 0.5 / n_resamples))
-    off = jackknife.mean() - jackknife
-    spread = (off**2).sum() ** 1.5
-    acceleration = (off**3).sum() / (6 * spread) if spread else 0.0
-    z = bias + np.array([normal.inv_cdf(share) for share in shares])
-    # beyond the pole of 1 - acceleration * z the formula would swap the ends
-    return [normal.cdf(bias + x / max(1 - acceleration * x, 1e-3)) for x in z]
 
 
 def paired_bootstrap(metric, probs_a, probs_b, labels, *, n_resamples=1000, level=0.95, seed=0):
@@ -367,7 +343,7 @@ def paired_bootstrap(metric, probs_a, probs_b, labels, *, n_resamples=1000, leve
         return metric(a[rows], labels[rows]), metric(b[rows], labels[rows])
 
     observed = _check_defined([both(slice(None))])[0]
-    values = _resampled(both, len(labels), n_resamples, np.random.default_rng(seed))
+    values = _resampled(both, len(labels), n_resamples, seed)
     return float(observed[1] - observed[0]), *difference_test(*values.T, observed, level=level)
 
 

@@ -118,17 +118,6 @@ def test_student_t_equals_reference_values():       # by scipy.stats.ttest_1samp
             (x.mean(), x.mean() - half, x.mean() + half))
 
 
-def test_bca_moves_the_interval_of_a_skewed_metric():
-    rng = np.random.default_rng(1)
-    x = rng.exponential(size=60)
-    # for a mean the acceleration is skewness / 6 / sqrt(n), which moves the interval by z^2 of it
-    percentile, bca = (stats.interval(lambda x, _: x.mean(), x, x, method=m, n_resamples=4000)
-                       for m in ('percentile', 'bca'))
-    skewness = ((x - x.mean()) ** 3).mean() / x.std() ** 3
-    shift = x.std() / len(x) ** 0.5 * skewness / 6 / len(x) ** 0.5 * 1.96 ** 2
-    assert bca[1] - percentile[1] > shift
-
-
 def draw_confidences(n, factor, random, mean=0.5):
     """Confidences whose log-odds are `factor` times the true ones, and which are right."""
     log_odds, uniform = mean + 1.5 * random.normal(size=n), random.random(n)
@@ -199,8 +188,6 @@ def test_a_metric_that_is_undefined_in_a_resample():
     *((lambda level=level: stats.mean_interval([1, 2], level), r'level must be a number in \(0, 1')
       for level in (1, 0, math.nan)),
     (lambda: stats.student_t([1]), 'N >= 2'),
-    (lambda: stats.interval(metrics.ece, [[1.0, 0.0]], [0], method='normal'),
-     "'percentile' or 'bca'"),
     (lambda: stats.paired_bootstrap(metrics.ece, [0.5, 0.6], [0.5], [1, 1]), 'the same rows'),
     (lambda: stats.bootstrap([0.5], [1], n_resamples=0), 'n_resamples must be a whole number')])
 def test_bad_rows_and_settings_are_refused(call, message):
