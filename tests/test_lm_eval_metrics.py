@@ -15,12 +15,13 @@ from results import report, runs
 from results.compare import FileConfig
 
 RUN = """
-import sys
+import functools, sys
 import numpy as np
 
 sys.path[:0] = [sys.argv[1]]
 from results import lm_eval_metrics     # first: its package `evaluate` has the name of our script
 sys.path.remove(sys.argv[1])
+import lm_eval.tasks
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
@@ -41,6 +42,8 @@ class Seeded(LM):
     generate_until = loglikelihood_rolling
 
 
+# without the index of lm-eval's own tasks, which takes 15 seconds
+lm_eval.tasks.TaskManager = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
 sys.argv[1:2] = ['run']
 cli_evaluate()
 """

@@ -15,6 +15,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+# without the index of lm-eval's own tasks, which takes 15 seconds
+RUN = """import functools, lm_eval.tasks
+from lm_eval.__main__ import cli_evaluate
+lm_eval.tasks.TaskManager = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
+cli_evaluate()
+"""
 KEPT = 'results', 'group_subtasks', 'lm_eval_version'
 ANIMALS = [
     {'question': 'How many legs has a spider?', 'choices': ['four', 'six', 'eight', 'ten'],
@@ -107,7 +113,7 @@ def main(out, work):
             continue
         write_model(work / name, seed)
         tasks = dict.fromkeys(task.split('_')[0] if 'trivia' in task else task for task in tasks)
-        subprocess.run([sys.executable, '-m', 'lm_eval', 'run', '--model', 'hf', '--model_args',
+        subprocess.run([sys.executable, '-c', RUN, 'run', '--model', 'hf', '--model_args',
                         f'pretrained={name}', '--include_path', 'tasks', '--tasks',
                         ','.join(tasks), '--device', 'cpu', '--output_path', str(out.absolute()),
                         '--log_samples'], check=True, cwd=work, env=os.environ | {
