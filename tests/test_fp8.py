@@ -48,8 +48,9 @@ def test_zeros_stay_zeros_and_nan_stays_nan():
     assert fp8.products(x, layer)[0].isnan().all()
 
 
-@pytest.mark.parametrize('lora', [False, True])
-@pytest.mark.parametrize('name', ['qwen2', 'gemma3', 'phi3', 'neox'])
+@pytest.mark.parametrize('name, lora', [
+    ('gemma3', False), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ('phi3', True), ('neox', False)))])
 def test_a_model_trains_in_eight_bits_compiled_or_not_and_evaluates_as_before(lora, name, tmp_path):
     reference_model(name, tmp_path, hidden_size=64, intermediate_size=96)
     tokens, direction = torch.randint(3, 200, (2, 16)), torch.randn(2, 16, 64)
