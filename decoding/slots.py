@@ -39,7 +39,8 @@ def room(model, prompts, s):
     if fit < 1:
         raise DataError(f'prompt {longest + 1} has {len(prompts[longest])} tokens: with max_tokens '
                         f'= {s.max_tokens} it needs {2 * each / 2 ** 30:.3g} GiB of cache, and '
-                        f'there are {memory / 2 ** 30:.3g}; shorten it, or lower max_tokens')
+                        f'there are {memory / 2 ** 30:.3g}; shorten it, lower max_tokens, or end other '
+                        f'programs that use the device')
     most = s.batch_size
     if s.deterministic:     # a CPU's products may depend on the row of a matrix as well
         most = min(most, FIXED_SIZE) if model.head.is_cuda else 1
@@ -50,7 +51,7 @@ def free_memory(device):
     """Return the bytes for a cache: of a GPU all but 1.5 GiB that is free, else a quarter."""
     if device.type == 'cuda':
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused - 1.5 * 2 ** 30
+        return max(0, torch.cuda.mem_get_info(device)[0] + unused - 1.5 * 2 ** 30)
     return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 4
 
 
