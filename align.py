@@ -183,7 +183,7 @@ class AlignConfig(train.TrainConfig):
 
 # keys of train.py that say how to load and score conversations
 UNUSED = ('from_scratch', 'shape', 'data_kind', 'answers', 'train_on_inputs', 'loss', 'smoothing',
-          'loss_reduction', 'fp8')
+          'loss_reduction', 'base_smoothing', 'fp8')
 
 
 class Reader:

@@ -23,6 +23,7 @@ gradients. A kernel that does not agree with its function, as after an edit, is 
 and `products` there are linear layers, which without gradients need fewer and faster products.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -530,3 +531,16 @@ def add_lora(model: CausalLM, rank: int, alpha: float, dropout: float, targets: 
             for name in (t for t in possible if t in targets and hasattr(parent, t)):
                 linear = getattr(parent, name)
                 setattr(parent, name, LoRALinear(linear, rank, alpha, dropout, device))
+
+
+@contextlib.contextmanager
+def without_adapters(model):
+    """A context in which LoRA adds nothing: the model as it was before training."""
+    scales = {layer: layer.scale for layer in model.modules() if isinstance(layer, LoRALinear)}
+    try:
+        for layer in scales:
+            layer.scale = 0.0
+        yield
+    finally:
+        for layer, scale in scales.items():
+            layer.scale = scale

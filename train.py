@@ -83,6 +83,7 @@ class TrainConfig:
     # loss
     loss: str = 'cross_entropy()'             # or 'focal(2) + z_loss(1e-4)', ...: docs/losses.md
     smoothing: float = 0.0                    # probability mass spread over the vocabulary
+    base_smoothing: float = 0.0               # probability mass on what the base model predicts
     logit_softcap: float | None = None        # softcap of the logits, for models that have none
     logit_temperature: float = 1.0            # divides the logits before the cap. Both are saved as
     #                                           `nanocal` in config.json, for this program only
@@ -163,6 +164,7 @@ from results.plots import draw_loss
 from results.report import print_report
 from results.samples import DIAGRAM, OUTPUTS
 from runtime import checkpoint, hub, ownership, resume, trained
+from runtime.base_smoothing import add_base_term
 from runtime.build import build_model, build_optimizer
 from runtime.device import micro_batches, pick_device
 from runtime.log import StepLog, peak_memory, print_sizes, show_example
@@ -189,7 +191,7 @@ def check_config(cfg):
                   'grad_clip', 'loss_memory', 'lora_alpha', 'warmup_steps')
     require_range(cfg, 0, 2 ** 63 - 1, 'seed')
     require_range(cfg, 0, 1e5, 'epochs')    # each can have a folder of weights
-    require_range(cfg, 0, 1, 'smoothing', 'warmup', 'final_lr', 'lora_dropout')
+    require_range(cfg, 0, 1, 'smoothing', 'base_smoothing', 'warmup', 'final_lr', 'lora_dropout')
     require_range(cfg, 1e-3, 1e6, 'logit_softcap')
     require_range(cfg, 1e-3, 1e3, 'logit_temperature')      # as config_json.py reads it
     if cfg.warmup_steps is not None and cfg.warmup != type(cfg).warmup:
@@ -203,6 +205,10 @@ def check_config(cfg):
         raise ConfigError(f'shape = {cfg.shape} needs from_scratch = True')
     if cfg.pack_len < cfg.max_length:
         raise ConfigError(f'max_length = {cfg.max_length} must fit into a row of {cfg.pack_len}')
+    if cfg.base_smoothing and (cfg.from_scratch or cfg.smoothing or cfg.loss != 'cross_entropy()'
+                               or world_size() > 1):
+        raise ConfigError(f'base_smoothing = {cfg.base_smoothing} needs a base model, one process, '
+                          f"smoothing = 0 and loss = 'cross_entropy()'")
     if cfg.fp8 and (cfg.pack_len % 16 or cfg.dtype == 'float32'):
         raise ConfigError(f"fp8 = True needs a pack_len that is a multiple of 16, not "
                           f"{cfg.pack_len}, and dtype = 'auto' or 'bfloat16', not {cfg.dtype!r}")
@@ -335,8 +341,12 @@ def saved_tokenizer(cfg, base, tokenizer):
 
 
 def build(run):
-    """Return the model to train."""
-    return build_model(run.cfg, run.config, run.base, run.device)
+    """Return the model to train; run.reference is what `base_smoothing` compares it with."""
+    cfg, model = run.cfg, build_model(run.cfg, run.config, run.base, run.device)
+    if cfg.base_smoothing:
+        run.reference = model if cfg.lora else build_model(
+            replace(cfg, fp8=False), run.config, run.base, run.device)
+    return model
 
 
 def pack_documents(run, chosen, multiple):
@@ -372,12 +382,12 @@ def training_loss(cfg):
     return parse_loss(cfg.loss) + smoothing(cfg.smoothing)
 
 
-def token_loss(packed, cfg):
+def token_loss(packed, cfg, base=None):
     """Return the function (model, rows, inputs, targets) -> (loss, {name: metric}) of a step.
 
     Another objective is another such function in the Stage. rows, inputs and targets come from
     `micro_batches`; loss and metrics are scalars on the device, which are summed over the
-    micro-batches of the step.
+    micro-batches of the step. base: the model before training, for `base_smoothing`.
     """
     n_targets = int((packed.targets >= 0).sum())
     weights = sequence_weights(packed) if cfg.loss_reduction == 'sequence' else None
@@ -386,9 +396,14 @@ def token_loss(packed, cfg):
     def compute(model, rows, inputs, targets):
         mean = ({'num_items': n_targets} if weights is None else
                 {'reduction': 'sum', 'token_weight': torch.from_numpy(weights[rows])})
-        loss, nll = fused_loss(model(*inputs), model.head, targets, loss_function,
+        hidden = model(*inputs)
+        loss, nll = fused_loss(hidden, model.head, targets, loss_function,
                                **mean, **loss_options(model, cfg))
-        return loss, {'nll': nll}
+        if base is None:
+            return loss, {'nll': nll}
+        weight = mean.get('token_weight', torch.full(targets.shape, 1 / n_targets))
+        return add_base_term(loss, {'nll': nll}, cfg.base_smoothing, model, base, hidden, inputs,
+                             targets, weight)
 
     return compute
 
@@ -518,6 +533,8 @@ def optimize(run):
     optimizer = build_optimizer(model, cfg)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     named |= dict(model.named_buffers())
+    objective = (functools.partial(stage.objective, base=run.reference) if cfg.base_smoothing
+                 else stage.objective)
     print_sizes(run)
     show_example(run.sequences[run.step_indices(0, 1)[0][0]], run.tokenizer)
     facts = {'steps': run.steps, 'sequences': len(run.training), 'data': run.sequences.digest,
@@ -535,7 +552,7 @@ def optimize(run):
                 group['lr'] = lr
             log.begin()
             log.end(done, lr, chosen, packed,
-                    stage.step(model, optimizer, packed, cfg, run.device, stage.objective))
+                    stage.step(model, optimizer, packed, cfg, run.device, objective))
             epoch, rest = divmod(done * cfg.batch_size, len(run.training))
             epoch_ends = cfg.checkpoint_epochs and rest < cfg.batch_size    # within this step
             signalled = max(gather(stop.number))

@@ -7,7 +7,6 @@ answers' tokens alone, so fused_ce.py computes it without storing logits. The se
 align.py, which names these functions in its stage; `run` is a `train.Run`.
 """
 
-import contextlib
 import math
 import os
 import time
@@ -26,7 +25,7 @@ from data.tokenizer import begins_with_bos
 from data.written_answers import WRITTEN_TASKS
 from decoding.answers import generate
 from decoding.sampling import Sampling
-from model import LoRALinear
+from model import without_adapters
 from runtime.build import build_model
 from runtime.config import require_range
 from runtime.device import pick_device, pick_dtype
@@ -237,19 +236,6 @@ def log_probs(model, packed, run):
                  torch.zeros_like(log_p))
         parts.append(torch.stack((log_p, value.detach())).double().cpu().numpy())
     return np.concatenate(parts, axis=1)
-
-
-@contextlib.contextmanager
-def without_adapters(model):
-    """A context in which LoRA adds nothing: the model as it was before training."""
-    scales = {layer: layer.scale for layer in model.modules() if isinstance(layer, LoRALinear)}
-    try:
-        for layer in scales:
-            layer.scale = 0.0
-        yield
-    finally:
-        for layer, scale in scales.items():
-            layer.scale = scale
 
 
 # ---- One step ------------------------------------------------------------------------------------

@@ -39,8 +39,8 @@ def room(model, prompts, s):
     if fit < 1:
         raise DataError(f'prompt {longest + 1} has {len(prompts[longest])} tokens: with max_tokens '
                         f'= {s.max_tokens} it needs {2 * each / 2 ** 30:.3g} GiB of cache, and '
-                        f'there are {memory / 2 ** 30:.3g}; shorten it, lower max_tokens, or end other '
-                        f'programs that use the device')
+                        f'there are {memory / 2 ** 30:.3g}; shorten it, lower max_tokens, or end '
+                        f'other programs that use the device')
     most = s.batch_size
     if s.deterministic:     # a CPU's products may depend on the row of a matrix as well
         most = min(most, FIXED_SIZE) if model.head.is_cuda else 1

@@ -81,6 +81,8 @@ def memory_for_activations(cfg, config, device):
     per_weight = 12 if size == 4 else {'exact': 14, 'stochastic': 6, 'compact': 5.2}[
         cfg.master_weights]
     trained = 0 if cfg.lora else weights
+    if cfg.base_smoothing and not cfg.lora:
+        per_weight += size      # of the base model
     logits = 1.1e9 if cfg.loss_memory is None else cfg.loss_memory * 1e6
     return free - size * (weights + head) - per_weight * trained - 1.5 * logits
 

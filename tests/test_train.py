@@ -1,9 +1,11 @@
 """train.py"""
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import shutil
+import signal
 import sys
 from types import SimpleNamespace
 from unittest import mock
@@ -24,7 +26,7 @@ from data import packing
 from runtime import checkpoint, log, parallel, resume, trained
 from runtime.config import load_config
 from runtime.device import pick_device
-from runtime.errors import ConfigError, DataError, TrainingError
+from runtime.errors import ConfigError, DataError, Stopped, TrainingError
 
 
 def tiny_config(**values):
@@ -66,6 +68,65 @@ def test_packed_step_equals_unpacked_sequences(tiny_model, reduction):
         assert (gradient - expected).norm() < 1e-5 * expected.norm()
 
 
+@pytest.mark.parametrize('reduction', ['token', 'sequence'])
+@pytest.mark.parametrize('lora', [False, True])
+def test_smoothing_towards_the_base_model(lora, reduction, tmp_path):
+    reference_model('gemma2', tmp_path)     # it has a softcap
+    base = checkpoint.load(tmp_path)
+    if lora:
+        model = lora_model(tmp_path, dropout=0.1)
+    else:
+        model = checkpoint.load(tmp_path)
+        for p in model.parameters():
+            p.data += 0.02 * torch.randn_like(p)
+    sequences = documents(1, [40, 7, 25, 30])
+    losses, kls = [], []
+    for tokens, loss_mask in sequences:
+        row = torch.from_numpy(tokens)[None]
+        kept = torch.from_numpy(loss_mask[1:]) > 0
+        log_p = logits_of(model.eval(), row)[0, :-1][kept].double().log_softmax(1)
+        z = logits_of(base, row)[0, :-1][kept].detach().double()
+        q = z.where(z >= z.topk(20).values[:, -1:], -torch.inf).softmax(1)
+        kl = (q * (q.log() - log_p).where(q > 0, 0)).sum(1)
+        kls.append(kl)
+        losses.append(0.7 * F.nll_loss(log_p, row[0, 1:][kept], reduction='none') + 0.3 * kl)
+
+    def mean(rows):
+        return torch.cat(rows).mean() if reduction == 'token' else torch.stack(
+            [r.mean() for r in rows]).mean()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(mean(losses), trained)])
+    for n in (1, 100):
+        values = train.forward_backward(
+            model, packing.pack(sequences, 48), tiny_config(
+                base_smoothing=0.3, loss_reduction=reduction, micro_rows=n), 'cpu',
+            functools.partial(train.token_loss, base=model if lora else base))
+        assert values['loss'].item() == pytest.approx(mean(losses).item(), rel=1e-5)
+        assert values['base_kl'].item() == pytest.approx(mean(kls).item(), rel=1e-4)
+        gradient = torch.cat([p.grad.flatten() for p in trained])
+        assert (gradient - expected).norm() < 1e-5 * expected.norm()
+        model.zero_grad()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('lora', [False, True])
+def test_a_run_towards_its_base_model_continues_bit_by_bit(lora, settings_file, tmp_path):
+    options = [settings_file, '--max_steps=4', '--eval=None', '--base_smoothing=0.5',
+               f'--lora={lora}', '--save_every=2', '--checkpoint_epochs=False']
+    train.main([*options, f'--out_dir={tmp_path}/whole'])
+
+    def stop_at_second(step, *rest, rate=train.learning_rate):
+        if step == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return rate(step, *rest)
+    with mock.patch.object(train, 'learning_rate', stop_at_second), pytest.raises(Stopped):
+        train.main([*options, f'--out_dir={tmp_path}/cut'])
+    train.main([*options, f'--out_dir={tmp_path}/cut', '--resume=True'])
+    rows = [[json.loads(line) for line in open(tmp_path / name / 'log.jsonl')]
+            for name in ('whole', 'cut')]
+    assert [row['base_kl'] for row in rows[0]] == [row['base_kl'] for row in rows[1]]
+
+
 def test_the_learning_rate_warms_up_and_decays():
     cfg = tiny_config(lr=1.0, warmup=0.1, final_lr=0.1)
     rates = [train.learning_rate(s, 100, cfg) for s in range(100)]
@@ -86,6 +147,7 @@ def test_the_learning_rate_warms_up_and_decays():
     ({'cache_dir': ''}, 'no cache_dir given; for example --cache_dir='),
     ({'eval': evaluate.EvalConfig(revision='main')}, 'eval: revision is decided by the run'),
     ({'loss': 'cross_entropy() + smoothing(0.1)', 'smoothing': 0.1}, 'both set the smoothing'),
+    ({'base_smoothing': 0.1, 'smoothing': 0.1}, 'needs a base model, one process, smoothing = 0'),
     ({'tracker': 'wandb'}, 'pip install wandb'),
     ({'lora': True, 'from_scratch': True}, 'from_scratch = True has none; set one'),
     ({'shape': {'num_hidden_layers': 2}}, 'needs from_scratch = True'),

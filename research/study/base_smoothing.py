@@ -1,0 +1,69 @@
+"""Smoothing towards the base model beside uniform smoothing, in the world of demo.py; see PLAN.md.
+
+    python research/study/base_smoothing.py --seeds=0,1,2,3,4      # half an hour on two cores
+
+base-smoothing.csv has a line per run, base-smoothing.md the means and the tests of the plan.
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from data.world import make_world
+from demo import DemoConfig, runs
+from results.tables import csv_text, markdown
+from runtime import cli
+from runtime.ownership import write_text
+from research.study import common
+from research.study.claims import Numbers, paired_tests, setting_lines
+from train import train
+
+SHARES = (0.1, 0.5, 0.9)
+KEYS = 'accuracy', 'confidence', 'ece', 'nll', 'auroc'
+OUT = Path(__file__).parent / 'results' / 'base-smoothing'
+
+
+def configs(seed, root):
+    """Return {name: TrainConfig} of a seed, in the order in which they need each other."""
+    base, tuned, smoothed = runs(DemoConfig(out_dir=f'{root}/base-smoothing/seed-{seed}',
+                                            seed=seed)).values()
+    return {'base': base, 'tuned': tuned, 'smoothing 0.1': smoothed} | {
+        f'base smoothing {share}': replace(tuned, base_smoothing=share,
+                                           out_dir=f'{tuned.out_dir}_base{share}')
+        for share in SHARES}
+
+
+def tests(numbers):
+    """Return the lines of the tests of the plan."""
+    planned = [(name, other, key) for name in (f'base smoothing {share}' for share in SHARES)
+               for other, key in (('tuned', 'ece'), ('tuned', 'accuracy'), ('smoothing 0.1', 'ece'))]
+    return paired_tests(('setting', 'minus', 'metric', 'seeds', 'difference'), [
+        (row, numbers.of(row[0], row[2]) - numbers.of(row[1], row[2])) for row in planned], '+.3f')
+
+
+def main():
+    options = common.options(__doc__, seeds=common.seeds_option(common.SEEDS),
+                             out_dir=common.OUT_DIR)
+    lines, names = [], [*configs(0, options.out_dir)]
+    for seed in options.seeds:
+        make_world(f'{options.out_dir}/base-smoothing/seed-{seed}/world', seed)
+        for name, cfg in configs(seed, options.out_dir).items():
+            (result,) = train(replace(cfg, resume=True))['after']['tasks'].values()
+            lines.append({'run': name, 'seed': str(seed)} | {
+                key: f'{result["pooled"][key]:.6g}' for key in KEYS})
+    OUT.mkdir(parents=True, exist_ok=True)
+    write_text(OUT / 'base-smoothing.csv', csv_text(lines))
+    numbers = Numbers(lines, {})
+    columns = [(key, {}) for key in KEYS]
+    text = (f'# {__doc__.splitlines()[0]}\n\nMeans over seeds ± half of their 95 % interval.\n\n'
+            f'{markdown([("setting", *KEYS), *setting_lines(numbers, names, columns)])}\n'
+            f'Paired t tests over seeds (PLAN.md).\n\n{markdown(tests(numbers))}')
+    write_text(OUT / 'base-smoothing.md', text)
+    print(text)
+
+
+if __name__ == '__main__':
+    with cli.one_line_errors(resume='finished runs are skipped'):
+        main()
