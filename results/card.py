@@ -20,7 +20,7 @@ COLUMNS = {'accuracy': 'accuracy', 'ece': 'ECE (10 bins)', 'nll': 'NLL (nats)'}
 LORA = 'lora_rank', 'lora_alpha', 'lora_dropout', 'lora_targets'
 SHOWN = ('revision', 'data_revision', 'method', 'reward', 'template', 'epochs', 'max_steps',
          'batch_size', 'lr', 'schedule', 'warmup', 'weight_decay', 'loss', 'smoothing',
-         'logit_temperature', 'master_weights', 'seed')
+         'base_smoothing', 'logit_temperature', 'master_weights', 'seed')
 
 
 def write(folder):
@@ -89,7 +89,7 @@ def card(folder, adapters=False):
     if (folder / DIAGRAM).exists() and not adapters:
         parts.append(f'![reliability diagrams]({DIAGRAM})\n')
 
-    unread = {'loss', 'smoothing'} if 'method' in settings else set()      # by align.py
+    unread = {'loss', 'smoothing', 'base_smoothing'} if 'method' in settings else set()      # by align.py
     if settings.get('data_kind', 'instruct') != 'instruct':
         unread.add('template')
     keys = SHOWN + LORA if settings.get('lora') else SHOWN
