@@ -89,7 +89,8 @@ def card(folder, adapters=False):
     if (folder / DIAGRAM).exists() and not adapters:
         parts.append(f'![reliability diagrams]({DIAGRAM})\n')
 
-    unread = {'loss', 'smoothing', 'base_smoothing'} if 'method' in settings else set()      # by align.py
+    by_train_alone = {'loss', 'smoothing', 'base_smoothing'}
+    unread = by_train_alone if 'method' in settings else set()
     if settings.get('data_kind', 'instruct') != 'instruct':
         unread.add('template')
     keys = SHOWN + LORA if settings.get('lora') else SHOWN

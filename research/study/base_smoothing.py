@@ -37,8 +37,8 @@ def configs(seed, root):
 
 def tests(numbers):
     """Return the lines of the tests of the plan."""
-    planned = [(name, other, key) for name in (f'base smoothing {share}' for share in SHARES)
-               for other, key in (('tuned', 'ece'), ('tuned', 'accuracy'), ('smoothing 0.1', 'ece'))]
+    others = ('tuned', 'ece'), ('tuned', 'accuracy'), ('smoothing 0.1', 'ece')
+    planned = [(f'base smoothing {share}', *other) for share in SHARES for other in others]
     return paired_tests(('setting', 'minus', 'metric', 'seeds', 'difference'), [
         (row, numbers.of(row[0], row[2]) - numbers.of(row[1], row[2])) for row in planned], '+.3f')
 
