@@ -356,7 +356,10 @@ def _parse(row, norm):
         raise ValueError(f'--norm={norm} needs options, the text of each, not {texts!r:.60}')
     texts = [str(text).removeprefix(' ') for text in texts]
     scores = values / option_lengths(texts, n_tokens.tolist(), norm)
-    metrics.nll(metrics.softmax([scores]), [label], scores=[scores])    # for its checks
+    metrics.check_labels([label], 1, len(scores))
+    metrics.softmax(scores)         # which refuses NaN, and -inf alone
+    if np.isinf(scores[label]):
+        raise ValueError(f'label {label} has the score -inf')
     return kind, scores, label
 
 
