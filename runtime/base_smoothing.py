@@ -35,22 +35,22 @@ def add_base_term(loss, values, share: float, model, base, hidden: Tensor, input
     """
     at = [i.to(hidden.device) for i in (targets >= 0).nonzero(as_tuple=True)]
     h, y, weight = hidden[*at], *(x[targets >= 0].to(hidden.device) for x in (targets, weight))
-    ids, q = top_probabilities(base, inputs, at)
+    ids, log_q = top_tokens(base, inputs, at)
     z = logits_at(model, h, torch.cat((y[:, None], ids), 1))
-    kl_minus_ce = z[:, 0] + (q * (q.log() - z[:, 1:])).sum(1)
+    kl_minus_ce = z[:, 0] + (log_q.exp() * (log_q - z[:, 1:])).sum(1)
     term = (weight * kl_minus_ce).sum()
     return loss + share * term, values | {'base_kl': values['nll'] + term.detach()}
 
 
 @torch.no_grad()
-def top_probabilities(model, inputs, at):
-    """Return the TOP most probable tokens [n, TOP] after those `at`, and their probabilities,
-    scaled to sum 1."""
+def top_tokens(model, inputs, at):
+    """Return the TOP most probable tokens [n, TOP] after those `at`, and the logarithms of their
+    probabilities, which are scaled to sum 1."""
     with without_adapters(model):
         h, head = model(*inputs)[*at], model.head
     ids = torch.cat([(part @ head.T).topk(TOP).indices
                      for part in h.split(max(1, LOGITS // len(head)))])
-    return ids, logits_at(model, h.float(), ids).softmax(1)
+    return ids, logits_at(model, h.float(), ids).log_softmax(1)
 
 
 def logits_at(model, h: Tensor, ids: Tensor) -> Tensor:
