@@ -48,6 +48,10 @@ PLANS = {
     'losses of 2025 on the real model': [
         (f'{loss}-lr5e-05', SMOOTHED, key) for loss in ('maxsup0.1', 'adaptive0.1', 'adaptive1')
         for key in ('arc_easy_accuracy', 'arc_easy_ece', 'held_out_ece')],
+    'smoothing towards the base model, on the real one': [
+        (f'base-smoothing{share}-lr5e-05', other, key) for share in (0.3, 0.5, 0.9)
+        for other in (PLAIN, SMOOTHED)
+        for key in ('arc_easy_accuracy', 'arc_easy_ece', 'arc_easy_auroc', 'held_out_nll')],
 }
 SHOWN = {'base': 'base', PLAIN: 'tuned', SMOOTHED: 'tuned, smoothing 0.1'}   # in the diagrams
 
