@@ -26,7 +26,7 @@ from results.p_ik_probe import cross_validated
 from runtime import parallel
 from runtime.errors import ConfigError, DataError
 from runtime.sandbox import require_sandbox
-from runtime.thinking import answer_now
+from runtime.thinking import ANSWER_NOW, answer_now
 
 # ---- The answers ---------------------------------------------------------------------------------
 
@@ -301,6 +301,12 @@ class EarlyConfidence(StatedConfidence):
     longest = 32
     ask = staticmethod(Confidence.ask)
 
+    @property
+    def rule(self):
+        """Return the parent's rule, which also reads the words that the prompt ends with."""
+        rule = self.parent.rule
+        return replace(rule, lenient=lambda text: rule.lenient(f'{ANSWER_NOW} {text}'))
+
     def encode(self, question, tokenizer, cfg):
         ids, ends, n_shots = self.parent.encode(question, tokenizer, cfg)
         greedy = self.answers[self.sample_key(question)[1:]]['greedy']
@@ -312,10 +318,10 @@ class EarlyConfidence(StatedConfidence):
         return ids, ends, n_shots
 
     def greedy_fields(self, answer, tokenizer):
-        return span(answer, self.parent.rule, tokenizer)
+        return span(answer, self.rule, tokenizer)
 
     def answer_sample(self, question, greedy, answers, cfg):
-        answer = greedy | self.parent.rule.grade(greedy['text'], question.references)
+        answer = greedy | self.rule.grade(greedy['text'], question.references)
         value, _ = confidence.answer_span({'greedy': answer})
         if value is None:
             return {'confidence': None, 'greedy': answer}

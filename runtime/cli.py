@@ -13,7 +13,11 @@ from runtime.errors import (CheckpointError, ConfigError, DataError, ProcessErro
 
 
 def begin():
-    """Prepare threads and signals; a script calls this before its other imports."""
+    """Prepare streams, threads and signals; a script calls this before its other imports."""
+    for number, name in enumerate(('stdin', 'stdout', 'stderr')):
+        if getattr(sys, name) is None:      # closed: the next file would get its number and output
+            os.open(os.devnull, os.O_RDWR)      # takes the lowest free number, which is this one
+            setattr(sys, name, open(number, 'w' if number else 'r', closefd=False))
     sys.setswitchinterval(5e-4)     # a thread that tokenizes must not delay kernels by 5 ms
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop_at_once)

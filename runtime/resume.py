@@ -207,9 +207,12 @@ def restore(out_dir, named, optimizer, facts):
                             load_full(unread.pop(key), tensors.get_tensor(key))
             if unread:
                 raise ValueError(f'{min(unread)} is missing')
-            torch.set_rng_state(random[f'random.{rank()}.cpu'])
-            if device.type == 'cuda':
-                torch.cuda.set_rng_state(random[f'random.{rank()}.cuda'], device)
+            # a run of fewer processes, or on another device, has no state for this one
+            if (state := random.get(f'random.{rank()}.cpu')) is not None:
+                torch.set_rng_state(state)
+            state = random.get(f'random.{rank()}.cuda')
+            if device.type == 'cuda' and state is not None:
+                torch.cuda.set_rng_state(state, device)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError,
                 SafetensorError) as error:
             damaged = f'{path} is damaged ({error if type(error) is ValueError else repr(error)})'

@@ -9,6 +9,8 @@ TAG = re.compile(rf'<(/?)(?:{NAMES})>|\[(/?)THINK\]|◁(/?)think▷'
                  r'|<\|(?:begin|(end))_of_thought\|>'
                  r'|<\|channel\|>(?:analysis|commentary|(final)) *<\|message\|>', re.IGNORECASE)
 
+ANSWER_NOW = 'The answer is'    # ends the thoughts of `answer_now`
+
 
 def final_answer(text):
     """Return what follows the last <think>...</think> of a text; None if that block is not closed.
@@ -36,4 +38,4 @@ def answer_now(text, answer, percent):
     steps = re.split(r'(?<=[.!?])(?=[ \t])|(?<=\n)', before[begin:])
     steps = steps if tags else steps[:-1]       # without that of the answer
     said = text[:begin] + ''.join(steps[:round(len(steps) * percent / 100)])
-    return said.rstrip() + (f'\n{tags[-1][0]}\n\n' if tags else ' ') + 'The answer is'
+    return said.rstrip() + (f'\n{tags[-1][0]}\n\n' if tags else ' ') + ANSWER_NOW

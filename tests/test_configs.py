@@ -233,6 +233,14 @@ def test_what_a_script_prints_at_its_end(body, options, code, printed, errors, t
     assert re.fullmatch(errors, done.stderr), done.stderr
 
 
+def test_output_without_standard_streams_is_lost_and_in_no_file(tmp_path):
+    body = """with open(sys.argv[1], 'w'):
+        os.system('echo lost; echo lost >&2')
+        print('lost', file=sys.stderr)"""
+    done = run_script(tmp_path, body, redirect=f'{tmp_path / "file"} <&- >&- 2>&-')
+    assert done.returncode == 0 and (tmp_path / 'file').read_text() == ''
+
+
 LARGE = 'x' * 300_000       # more than a pipe holds
 
 

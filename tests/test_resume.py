@@ -298,6 +298,12 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_used(tmp_path, capsys, 
         resume.restore(again.out, again.named, again.optimizer, {'steps': 9})
 
 
+def test_a_checkpoint_of_fewer_processes_is_resumed(tmp_path, monkeypatch):
+    run = TinyRun(tmp_path, 'resume-2').begin()
+    monkeypatch.setattr(resume, 'rank', lambda: 1)
+    assert resume.restore(run.out, run.named, run.optimizer, {'steps': 9}) == 1
+
+
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     run = TinyRun(tmp_path, 'resume-2').begin()
     run.save_checkpoint()

@@ -3,6 +3,8 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -233,6 +235,13 @@ def test_steps_are_the_sentences_and_lines_before_the_answer(text, answer, said)
     ending = '\n</think>\n\nThe answer is' if '</think>' in text else ' The answer is'
     assert [answer_now(text, answer, percent) for percent in (0, 50, 100)] == (
         [None] * 3 if said is None else [x + ending for x in said])
+
+
+def test_an_early_answer_is_what_follows_the_words_that_ask_for_it():
+    early = written_tasks.EarlyConfidence('gsm8k.early_0', 'gsm8k', [], {}, [], 0,
+                                          parent=SimpleNamespace(rule=WRITTEN_TASKS['gsm8k']))
+    graded = early.rule.grade(' **18**.\n\nThis is because 9 * 2 = 18, and 16 - 3', ['18'])
+    assert graded['answer'] == '18' and graded['correct'] and not graded['strict']
 
 
 def test_results_have_an_entry_for_each_confidence(asked):
