@@ -5,6 +5,7 @@ import importlib.util
 import re
 import shutil
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,10 +14,9 @@ import pytest
 import torch
 import fused_ce
 from research.bench import common as bench_common
-from common import HERE, sentencepiece_folder, write_rows
+from common import HERE, sentencepiece_folder, start_script, write_rows
 from model import CausalLM
 from runtime.config_json import config_from_hf
-from runtime.errors import ConfigError
 
 bench = SimpleNamespace(**{name: importlib.import_module(f'research.bench.{name}') for name in (
     'align', 'all', 'commands', 'eval', 'floors', 'generate', 'grpo', 'gsm8k_answers', 'loss',
@@ -60,12 +60,26 @@ def tokenizer(tmp_path):
     return str(sentencepiece_folder(tmp_path / 'tokenizer', 'llama2'))
 
 
+@pytest.fixture
+def forked(monkeypatch):
+    """Commands are forks of this process, which spares them seconds of imports."""
+    def run_command(command, caches=None):
+        if command[0] == '-m':
+            command = [torch.distributed.run.__file__, *command[2:]]
+        started = time.perf_counter()
+        process = start_script(*command, env=caches)
+        printed, errors = process.communicate()
+        if process.returncode:
+            raise RuntimeError(errors)
+        return [time.perf_counter() - started], printed
+    for module in (bench.gsm8k_answers, bench.several_gpus):
+        monkeypatch.setattr(module, 'run_command', run_command)
+
+
 @on_cpu
 @pytest.mark.parametrize('ours, options', [
-    (True, {}), (True, {'master_weights': 'stochastic', 'checkpoint_activations': True}),
-    (True, {'lora': True}), (False, {'attention': 'eager'}),
-    (False, {'attention': 'sdpa', 'padded': 2}), (False, {'attention': 'sdpa', 'packed': 96}),
-    (False, {'trl': True, 'attention': 'sdpa', 'length': 48, 'micro_rows': 4}),
+    (True, {'master_weights': 'stochastic', 'checkpoint_activations': True}),
+    (False, {'attention': 'sdpa', 'packed': 96}),
     (False, {'trl': True, 'attention': 'sdpa', 'length': 96})])
 def test_training_steps_are_timed_without_late_graphs(small, ours, options):
     if 'trl' in options:
@@ -115,43 +129,31 @@ def test_a_missing_peer_or_our_lack_of_memory_is_a_row_and_our_other_errors_stop
         measure(True, 'ValueError: x')
     table = {'shape': 'x', 'data': 'y', 'results': {'ours': {'failed': memory}}}
     assert bench.all.timings('train', {'tables': [table]}) == {}
-    for options, message in (
-            ({'data': 'x.jsonl'}, 'data and tokenizer go together'),
-            ({'only': 'x'}, "only = 'x': there is no 'x'; the parts of a name are")):
-        with pytest.raises(ConfigError, match=message):
-            list(bench.train.bench(bench.train.BenchConfig(**options)))
 
 
 @on_cpu
-def test_decoding_is_timed_beside_transformers(small, monkeypatch):
+def test_decoding_is_timed_beside_transformers_and_as_a_command(small, tokenizer, tmp_path,
+                                                               monkeypatch):
+    prompts = write_rows(tmp_path / 'q.jsonl', [{'question': f'the fox {i}?'} for i in range(3)])
     monkeypatch.setattr(bench.generate, 'SETTINGS', ((1, 6, 9), (4, 8, 8)))
-    config = bench.generate.BenchConfig(shape=('llama32_1b',), rows=(1, 4))
-    table, = bench.generate.bench(config)
+    table, = bench.generate.bench(bench.generate.BenchConfig(
+        shape=('llama32_1b',), rows=(1, 4), prompts=str(prompts), tokenizer=tokenizer))
     for setting in ('1 x 6 + 9', '4 x 8 + 8'):
         ours, peer = (table['results'][setting][name] for name in ('ours', 'transformers'))
         assert ours['tokens_per_s'] > 0 and peer['tokens_per_s'] > 0
         assert 0 < ours['of_limit'] < 1 and ours['steps_tokens_per_s'] > 0
+    whole = table['command']
+    assert whole['prompts'] == 3 and 0 < whole['first_s'] <= whole['seconds']
+    assert 24 <= whole['tokens'] <= 3 * 8 * 256
     # 2 bytes for each weight, the tied embedding once, and for keys and values of 17 tokens
     model = bench_common.our_model(TINY)
     weights = sum(p.numel() for p in CausalLM(config_from_hf(TINY)).parameters())
     assert bench.generate.step_cost(model, 4, 17) == ((weights + 2 * 16 * 17) * 2, 2 * weights * 4)
-    monkeypatch.setattr(bench.generate, 'peer_model', lambda *_: 1 / 0)
-    table, = bench.generate.bench(config)
-    assert [results['transformers'] for results in table['results'].values()] == [
-        {'failed': 'ZeroDivisionError: division by zero'}] * 2
 
 
 @on_cpu
-def test_the_command_generate_is_timed_whole(small, tokenizer, tmp_path):
-    prompts = write_rows(tmp_path / 'q.jsonl', [{'question': f'the fox {i}?'} for i in range(3)])
-    config = bench.generate.BenchConfig(prompts=str(prompts), tokenizer=tokenizer)
-    whole = bench.generate.measure_command(bench_common.our_model(TINY), config, tmp_path / 'model')
-    assert whole['prompts'] == 3 and 0 < whole['first_s'] <= whole['seconds']
-    assert 24 <= whole['tokens'] <= 3 * 8 * 256
-
-
-@on_cpu
-def test_written_answers_are_timed_with_equal_prompts(small, tokenizer, tmp_path, monkeypatch):
+def test_written_answers_are_timed_with_equal_prompts(small, forked, tokenizer, tmp_path,
+                                                      monkeypatch):
     """Ours from the command, the peer's from a class in its place: prompts, settings, tokens."""
     rows = [{'question': f'{i} foxes?', 'answer': f'They are {i}.\n#### {i}'} for i in range(9)]
     for split, part in (('train', rows[:5]), ('test', rows[5:])):
@@ -195,16 +197,15 @@ def test_written_answers_are_timed_with_equal_prompts(small, tokenizer, tmp_path
 
 
 @on_cpu
-def test_several_gpus(small, tokenizer, tmp_path, monkeypatch):
+def test_several_gpus(small, forked, tokenizer, tmp_path, monkeypatch):
     write_mmlu(tmp_path / 'mmlu')
     monkeypatch.setenv('OMP_NUM_THREADS', '1')      # torchrun sets this, on which products depend
-    names = ('1 GPU, deterministic', '2 GPUs, deterministic',
-             '2 GPUs, deterministic, shared weights')
+    names = '1 GPU, deterministic', '2 GPUs, deterministic, shared weights'
     table, = bench.several_gpus.bench(bench.several_gpus.BenchConfig(
-        data=str(tmp_path / 'mmlu'), tokenizer=tokenizer, languages=2, limit=9,
+        data=str(tmp_path / 'mmlu'), tokenizer=tokenizer, languages=2, limit=5,
         only='|'.join(names)))
     assert [(name, row['same']) for name, row in table['results'].items()] == [
-        *zip(names, (None, True, True))]
+        *zip(names, (None, True))]
     assert all(0 < row['before_s'] < row['seconds'] for row in table['results'].values())
 
 
@@ -219,10 +220,9 @@ def test_dpo_steps_are_timed(ours, tokenizer, tmp_path, monkeypatch):
         {'prompt': f'the fox {i}?', 'chosen': 'yes ' * (i + 1), 'rejected': 'no'}
         for i in range(5)])
     monkeypatch.setattr(bench.align, 'STEPS', 1)
-    for lora in (False, True):
-        row = bench.align.measure(TINY, ours, lora, str(pairs), tokenizer, 4,
-                                  {} if ours else {'size': 2})
-        assert row['tokens_per_s'] > 0 and row['reference_s'] >= 0
+    row = bench.align.measure(TINY, ours, ours, str(pairs), tokenizer, 4,
+                              {} if ours else {'size': 2})
+    assert row['tokens_per_s'] > 0 and row['reference_s'] >= 0
 
 
 @on_cpu
@@ -305,7 +305,7 @@ def test_each_kernel_belongs_to_one_item_of_a_step():
     assert {'_row_sums_kernel', '_gradient_kernel'} <= bench.floors.LOSS or fused_ce.triton is None
 
 
-@pytest.mark.parametrize('name', ['llama32_1b', 'gemma2_2b', 'llama31_8b'])
+@pytest.mark.parametrize('name', ['llama32_1b', 'gemma2_2b'])
 def test_floors_count_what_the_model_has(name):
     raw = bench_common.MODELS[name]
     with torch.device('meta'):
@@ -359,39 +359,25 @@ def test_the_speeds_in_readme_are_those_of_the_kept_results():
                    for y in measured), x
 
 
-def test_one_page_has_all_tables(tmp_path, monkeypatch):
+def test_one_page_has_all_tables(tmp_path):
     """Another run of one script is shown last and not drawn."""
     def saved(name, speed):
         ours = {'tokens_per_s': speed, 'mfu': 0.5, 'peak_gib': 1.0, 'new_graphs': 0,
                 'compile_s': 3.0, 'spread': 0.01}
         bench_common.save(tmp_path / f'{name}.json', [{'shape': 'llama32_1b', 'data': 'x',
             'results': {'HF': {'failed': 'ImportError: no liger'}, 'ours': ours}}])
-        return bench_common.load(tmp_path / f'{name}.json')
+        bench.all.draw_together('train', tmp_path)
+        return bench.all.page(tmp_path), (tmp_path / 'train.png').read_bytes()
 
-    measure = bench.metrics.measure
-    monkeypatch.setattr(bench.metrics, 'measure', lambda n, k, peers: measure(500, k, peers))
-    bench.metrics.script.main([f'--out={tmp_path / "metrics.json"}'])
-    content, what = saved('train', 1000), 'llama32_1b, x, ours, us per token'
+    text, picture = saved('train', 1000)
+    content, what = bench_common.load(tmp_path / 'train.json'), 'llama32_1b, x, ours, us per token'
     assert bench.all.timings('train', content) == {what: 1000}
-    bench.all.draw_together('train', tmp_path)
-    text, picture = bench.all.page(tmp_path), (tmp_path / 'train.png').read_bytes()
     assert 'ImportError: no liger' in text and 'more than once' not in text
-    assert '### 14042 x 4' in text and 'torch' in text
-    saved('train-again', 1250)
-    text, device = bench.all.page(tmp_path), content['versions']['device']
-    assert f'| {what} | {device} | 2 | 800 | 1000 | 25.0% |' in text
+    text, drawn = saved('train-again', 1250)
+    assert f'| {what} | {content["versions"]["device"]} | 2 | 800 | 1000 | 25.0% |' in text
     assert (text.index('| ours | 1,000 |') < text.index('Another run: ')
             < text.index('| ours | 1,250 |') < text.index('(train.png)'))
-    bench.all.draw_together('train', tmp_path)      # without the other run
-    assert (tmp_path / 'train.png').read_bytes() == picture
-    (tmp_path / 'train-again.json').rename(tmp_path / 'train_later.json')
-    drawn = []
-    monkeypatch.setattr(bench.train.script, 'draw', lambda content, picture: (
-        drawn.extend(content['tables'])))
-    bench.all.draw_together('train', tmp_path)
-    table, = drawn
-    assert table['results'].keys() == {'HF', 'ours'}
-    assert table['results']['ours']['tokens_per_s'] == 1250
+    assert drawn == picture
 
 
 @pytest.mark.parametrize('runs, code, lines', [
@@ -405,12 +391,10 @@ def test_two_commits_are_compared(tmp_path, monkeypatch, capsys, runs, code, lin
     monkeypatch.setattr(bench.all, 'measure_ours', lambda *_: next(left))
     assert bench.all.main(['--compare', *[str(tmp_path)] * 2, '--only=metrics']) == code
     assert lines in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        bench.all.main(['--only=x'])
 
 
 @on_cpu
-def test_one_command_writes_one_page(small, tokenizer, tmp_path, monkeypatch, capsys):
+def test_one_command_writes_one_page(small, tmp_path, monkeypatch, capsys):
     def run_script(arguments, end):
         try:
             getattr(bench, Path(arguments[0]).stem).script.main(arguments[1:])
@@ -419,42 +403,29 @@ def test_one_command_writes_one_page(small, tokenizer, tmp_path, monkeypatch, ca
             return 1
 
     monkeypatch.setattr(bench.all, 'run_script', run_script)
-    monkeypatch.setattr(bench_common, 'DEVICE', 'cpu:0')    # the scripts take it for a GPU
-    monkeypatch.setattr(bench.generate, 'SETTINGS', ((1, 6, 9),))
-    monkeypatch.setitem(bench_common.METHODS, 'align', {'ours': {'ours': {}}, 'peers': {}})
     measure = bench.metrics.measure
     monkeypatch.setattr(bench.metrics, 'measure', lambda n, k, peers: measure(500, k, peers))
-    pairs = write_rows(tmp_path / 'pairs.jsonl', [
-        {'prompt': f'the fox {i}?', 'chosen': 'yes', 'rejected': 'no'} for i in range(70)])
-    argv = [f'--out={tmp_path}', f'--pairs={pairs}', '--shape=llama32_1b',
-            f'--tokenizer={tokenizer}']
-    assert bench.all.main(['--only=commands,generate,align,metrics', *argv]) == 0
-    printed = capsys.readouterr().out
-    assert 'research/bench/commands.py needs --data and --tokenizer; left out' in printed
-    page = (tmp_path / 'README.md').read_text()
-    for text in ('### llama32_1b, bfloat16', '### llama32_1b, DPO', '### 14042 x 4'):
-        assert page.count(text) == 1
-    # a script that fails is named; after the given minutes no script is started
-    monkeypatch.setattr(bench_common, 'DEVICE', 'cpu')
-    assert bench.all.main(['--only=generate', *argv]) == 1
-    assert 'failed: generate' in capsys.readouterr().err
+    argv = [f'--out={tmp_path}', '--shape=llama32_1b']
+    # a script that fails is named, one without its files left out
+    assert bench.all.main(['--only=commands,generate,metrics', *argv]) == 1
+    printed = capsys.readouterr()
+    assert 'research/bench/commands.py needs --data and --tokenizer; left out' in printed.out
+    assert 'failed: generate' in printed.err
+    assert (tmp_path / 'README.md').read_text().count('### 14042 x 4') == 1
+    # after the given minutes no script is started
     assert bench.all.main(['--only=generate', '--minutes=1e-9', *argv]) == 0
     assert 'research/bench/generate.py was not started' in capsys.readouterr().out
 
 
 @on_cpu
-def test_fine_tuning_commands_are_timed_by_stage(small, tokenizer, tmp_path, monkeypatch):
+def test_fine_tuning_commands_are_timed_by_stage(small, tokenizer, tmp_path):
     """Also TRL's, if it is installed."""
     data = write_rows(tmp_path / 'talks.jsonl', [
         {'instruction': f'the fox {i}?', 'output': 'the lazy dog ' * (i % 5 + 1)}
         for i in range(300)])
-    options = {'data': str(data), 'tokenizer': tokenizer, 'conversations': 280}
-    for wrong, message in (({'tokenizer': None}, 'set --data'),
-                           ({'only': 'x'}, "no 'x'; the names are 'ours', 'TRL', ")):
-        with pytest.raises(ConfigError, match=message):
-            next(bench.sft.bench(bench.sft.BenchConfig(**options | wrong)))
     table, = bench.sft.bench(bench.sft.BenchConfig(
-        only='ours|TRL', caches=('cold',), tuning=('LoRA',), **options))
+        only='ours|TRL', caches=('cold',), tuning=('LoRA',), data=str(data), tokenizer=tokenizer,
+        conversations=280))
     assert table['conversations'] == 280 and table['rows'] == 1
     row, peer = table['results']['ours, LoRA'], table['results']['TRL, LoRA']
     assert row['steps'] == 2 and sum(row['cold'][stage] for stage in bench.sft.STAGES) > 0
@@ -464,16 +435,10 @@ def test_fine_tuning_commands_are_timed_by_stage(small, tokenizer, tmp_path, mon
         assert peer['cold'].keys() == row['cold'].keys() and peer['steps'] > 0
     else:
         assert "No module named 'trl'" in peer['failed'] or "'datasets'" in peer['failed']
-    monkeypatch.setattr(bench.sft, 'run', None)       # no command is run
-    table, = bench.sft.bench(bench.sft.BenchConfig(max_s=1e-9, **options))
-    assert {row['failed'] for row in table['results'].values()} == {'cold: no time left'}
 
 
 @on_cpu
 def test_whole_commands_are_timed_and_get_the_same_questions(tmp_path, small):
-    config = bench.commands.BenchConfig(data='mmlu', tokenizer=str(tmp_path))
-    with pytest.raises(ConfigError, match='has no tokenizer.json, which lm_eval reads'):
-        next(bench.commands.bench(config))
     write_mmlu(tmp_path)
     config = bench.commands.BenchConfig(data=str(tmp_path), ours=True, caches=('warm',))
     bench.commands.write_tasks(config, tmp_path)
@@ -484,5 +449,3 @@ def test_whole_commands_are_timed_and_get_the_same_questions(tmp_path, small):
     assert 0 < helped['warm'][0] < 30 and 'cold' not in helped
     peer = bench.commands.run(bench.commands.LM_EVAL, ['-c', 'import nothing'], config, tmp_path)
     assert peer == {'failed': "ModuleNotFoundError: No module named 'nothing'"}
-    with pytest.raises(RuntimeError, match='nothing'):
-        bench.commands.run(bench.commands.MMLU, ['-c', 'import nothing'], config, tmp_path)

@@ -1,5 +1,6 @@
 """The study: its runs, worlds, tables and figures, and small studies from end to end."""
 
+import functools
 import hashlib
 import json
 import math
@@ -19,9 +20,8 @@ import metrics
 import model as models
 import scaling
 from align import AlignConfig, check_align_config
-from alignment.rewards import exact, rlcr
 from data.world import write_world
-from data.written_answers import WRITTEN_TASKS, WrittenQuestion, proposed
+from data.written_answers import WRITTEN_TASKS
 from results import over_seeds
 from results.report import predictions
 from results.runs import read_run, read_run_samples
@@ -30,7 +30,6 @@ from research.study import (
     alignment, alignment_tables, claims, closed_form, common, effects, entropy_range, figures,
     loss_tables, runs, side_by_side)
 from research.study.world import StudySpec, make_world
-from runtime.errors import ConfigError
 from stats import student_t
 from train import check_config, training_loss
 
@@ -134,15 +133,6 @@ def test_the_tables_of_a_claim_follow_from_the_committed_numbers(script, titles)
         assert len(cells) > 10 and {cell for cell in cells if cell not in made} == set(), name
 
 
-def test_a_figure_without_lines_or_with_several_per_seed_is_refused():
-    lines = claims.read_csv(STUDY / 'results' / 'headline' / 'compare.csv')
-    for change, message in (
-            ({'x': 'kind', 'reference': ()}, 'they differ in run, .*smoothing'),
-            ({'where': {'task': ['none', 'some']}}, 'headline: no run has task=none.some')):
-        with pytest.raises(ConfigError, match=message):
-            figures.select('headline', replace(figures.FIGURES['headline'], **change), lines)
-
-
 def test_bins_of_two_runs_are_those_of_their_questions_together(tmp_path):
     both = [read_run(write_run(tmp_path / f'seed-{seed}', seed=seed)) for seed in (0, 1)]
     together = figures.pool_bins(list(figures.bins_of(both).values()))
@@ -180,51 +170,37 @@ SMALL_WORLD = StudySpec(**asdict(runs.WORLD) | dict(
     entities=500, unseen=20, first_names=40, family_names=40, documents=300,
     tokenizer_documents=300, vocab_sizes=(700,), instructions=80, questions=12,
     unseen_questions=6, validation=12, probes=10))
-SMALL = 'tuned-smoothing0.0-lr0.0008', 'tuned-smoothing0.1-lr0.0008'
-
-
-def small_runs(experiment, **settings):
-    """A function like those of EXPERIMENTS, with fewer steps and rows."""
-    def small(seed, root):
-        for cfg in experiment(seed, root):
-            yield replace(cfg, workers=1, pictures=False, **settings,
-                          eval=replace(cfg.eval, pack_len=512, n_bootstrap=50))
-    return small
 
 
 @pytest.mark.slow
-def test_a_small_study_runs_from_worlds_to_tables(tmp_path, capsys, monkeypatch):
-    """A base model and two models tuned from it, of two seeds."""
-    def prepare(seed, root):
-        make_world(f'{common.seed_folder("base", seed, root)}/world', seed, SMALL_WORLD)
-    tuned = small_runs(runs.EXPERIMENTS['smoothing'], epochs=1.0)
-    shape = runs.llama(32, 64, 1, 2)
-    common.train_all(small_runs(runs.base_runs, batch_size=64, micro_rows=4, shape=shape), [0, 1],
-                     ('base',), tmp_path, prepare,
-                     lambda cfg: entropy_range.measure(cfg.out_dir, cfg.seed))
-    common.train_all(tuned, [0, 1], SMALL, tmp_path)
-
-    # what is finished is skipped; at its end the command prints a table over the seeds
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob('*') if path.is_file()}
+def test_a_small_study_runs_from_worlds_to_tables(tmp_path, monkeypatch):
+    """A base model and two models tuned from it, with fewer steps and rows."""
+    def small(experiment, seed, root):
+        more = {'epochs': 1.0} if experiment is tuned else {
+            'batch_size': 64, 'micro_rows': 4, 'shape': runs.llama(32, 64, 1, 2)}
+        for cfg in experiment(seed, root):
+            tasks = tuple(task for task in cfg.eval.tasks if task.endswith('/text4'))
+            yield replace(cfg, workers=1, pictures=False, **more,
+                          eval=replace(cfg.eval, tasks=tasks, pack_len=512, n_bootstrap=10))
+    tuned = runs.EXPERIMENTS['smoothing']
+    for name in ('base', 'smoothing'):
+        monkeypatch.setitem(runs.EXPERIMENTS, name,
+                            functools.partial(small, runs.EXPERIMENTS[name]))
+    monkeypatch.setattr(runs, 'WORLD', SMALL_WORLD)
     monkeypatch.setattr(over_seeds, 'draw_means', lambda path, *rest: path.write_bytes(b'png'))
-    monkeypatch.setitem(runs.EXPERIMENTS, 'smoothing', tuned)
-    monkeypatch.setattr('sys.argv', ['runs.py', 'smoothing', '--seeds=1', f'--only={SMALL[0]}',
-                                     f'--out_dir={tmp_path}'])
-    capsys.readouterr()
-    runs.main()
-    assert 'step 1' not in capsys.readouterr().out
-    assert not [path for path, time in before.items()
-                if path.name != '.lock' and path.stat().st_mtime_ns != time]
+    for name, only in (('base', 'base'), ('smoothing', 'tuned-smoothing0.0-lr0.0008,'
+                                                       'tuned-smoothing0.1-lr0.0008')):
+        monkeypatch.setattr('sys.argv', ['runs.py', name, '--seeds=1', f'--only={only}',
+                                         f'--out_dir={tmp_path}'])
+        runs.main()
     table = (tmp_path / 'smoothing' / 'compare.md').read_text().splitlines()
     assert table[0].startswith('| task | smoothing | seeds | ECE |')
-    assert [row.split(' | ')[1:3] for row in table[2:4]] == [['0.0', '2'], ['0.1', '2']]
+    assert [row.split(' | ')[1:3] for row in table[2:4]] == [['0.0', '1'], ['0.1', '1']]
 
-    figures.draw('headline', tmp_path / 'headline', tmp_path)
-    assert {'compare.png', 'compare.csv', 'bins.csv', 'reliability.png'} <= {
-        path.name for path in (tmp_path / 'headline').iterdir()}
+    folder = tmp_path / 'base' / 'seed-1' / 'base'
+    entropy_range.measure(folder, 1)
     figures.draw('temperature', tmp_path / 'temperature', tmp_path)
     lines = claims.read_csv(tmp_path / 'temperature' / 'compare.csv')
-    folder = tmp_path / 'base' / 'seed-1' / 'base'
     line = next(r for r in lines if (r['kind'], r['seed'], r['language'], r['category'],
                                      r['scaling']) == ('base', '1', 'l2', 'seen', 'temperature'))
     samples = [s for s in read_samples(folder / 'samples.jsonl') if s['task'] == 'text4']
@@ -315,36 +291,31 @@ def test_a_failed_run_does_not_stop_those_side_by_side(tmp_path, capsys, forked)
     make_world(tmp_path / 'base' / 'seed-5' / 'world', 5, SMALL_WORLD)
     (tmp_path / 'base' / 'seed-5' / 'world-tokenized').touch()
     jobs = small_jobs('losses', 5, tmp_path, {
-        'world', 'base', 'medium', 'tuned-crossentropy-lr0.0008', 'tuned-gce0.7-lr0.0008',
-        'lora-dft-lr0.0032', 'medium-focal2-lr0.0004', 'base-known-dft', 'tuned-dft-lr0.0008'})
-    assert len(jobs) == 9 + 2       # two say what a base model knows
+        'world', 'base', 'tuned-crossentropy-lr0.0008', 'tuned-gce0.7-lr0.0008',
+        'lora-dft-lr0.0032', 'base-known-dft', 'tuned-dft-lr0.0008'})
+    assert len(jobs) == 7 + 1       # the job `base` of `knows` says what that model knows
     (bad,) = (i for i, job in enumerate(jobs) if job.name.endswith('tuned-dft-lr0.0008'))
     jobs[bad] = jobs[bad]._replace(arguments=(replace(jobs[bad].arguments[0], lr=-1.0),))
     failed = side_by_side.side_by_side(jobs, 2, 0, tmp_path)
     printed = capsys.readouterr().out
     assert [Path(name).name for name in failed] == ['tuned-dft-lr0.0008']
-    assert 'failed: ConfigError: lr = -1.0' in printed and '10/10' in printed
-    assert printed.endswith('1 failed, 0 not started\n')
-    finished = [job for job in jobs if job.makes.exists()]
-    assert len(finished) == len(jobs) - 1
-    assert side_by_side.side_by_side(finished, 2, 0, tmp_path) == []
-    assert capsys.readouterr().out == '0 failed, 0 not started\n'
+    assert 'failed: ConfigError: lr = -1.0' in printed and '7/7' in printed
+    assert sum(job.makes.exists() for job in jobs) == len(jobs) - 1
 
     knows = tmp_path / 'knows' / 'seed-5'
     samples = read_samples(knows / 'base' / 'samples.jsonl')
     p = predictions(samples, 'token')
     right = {s['id'] for s, yes in zip(samples, p.probs.argmax(1) == p.labels, strict=True) if yes}
-    rows = (tmp_path / 'base' / 'seed-5' / 'world' / 'instruct-homogeneous.jsonl').read_text()
-    chosen = {data: [str(rows.splitlines().index(line)) for line in
-                     (knows / f'base-{data}.jsonl').read_text().splitlines()]
-              for data in runs.KNOWN_DATA}
+    rows = common.read_lines(tmp_path / 'base' / 'seed-5' / 'world' / 'instruct-homogeneous.jsonl')
+    chosen = {data: {str(rows.index(row)) for row in common.read_lines(
+        knows / f'base-{data}.jsonl')} for data in runs.KNOWN_DATA}
     assert {len(numbers) for numbers in chosen.values()} == {2 * (len(right) // 2)}
-    assert set(chosen['known']) <= right and not right & set(chosen['unknown'])
-    assert len(right & set(chosen['half'])) == len(right) // 2
+    assert chosen['known'] <= right and not right & chosen['unknown']
+    assert len(right & chosen['half']) == len(right) // 2
 
     loss_tables.CLAIMS.main('', [f'--runs={tmp_path}', f'--folder={tmp_path}/numbers'])
     numbers = loss_tables.CLAIMS.numbers(tmp_path / 'numbers')
-    assert len({run for _, run, *_ in numbers.lines}) == 7
+    assert len({run for _, run, *_ in numbers.lines}) == 5
     with open(tmp_path / 'losses' / 'seed-5' / 'tuned-gce0.7-lr0.0008' / 'results.json') as file:
         pooled = json.load(file)['tasks']['text4']['pooled']
     assert numbers.of('tuned-gce0.7-lr0.0008', 'ece') == pytest.approx(pooled['ece'], rel=1e-4)
@@ -354,7 +325,6 @@ def test_a_failed_run_does_not_stop_those_side_by_side(tmp_path, capsys, forked)
     for task, nll in (('held out', steps[-1]['val_nll']),
                       ('trained', np.mean([step['nll'] for step in steps]))):
         assert numbers.of('lora-dft-lr0.0032', 'nll', task=task) == pytest.approx(nll, rel=1e-4)
-    assert np.isnan(numbers.of('base-known-dft', 'nll', task='held out'))
 
 
 # Alignment and written answers: claims 13 to 15
@@ -375,22 +345,6 @@ def test_an_alignment_world_asks_as_evaluate_does():
     assert plain['prompt'] not in instructed and len(plain['classes']) == 24
     assert plain['prompt'] == WRITTEN_TASKS['qa'].prompt.format(question['question'])
     assert plain['classes'][plain['answer_index']] == f' {question["answer"]}'
-    # the judged conversations have the form in which P(True) is asked; about half are right
-    world, rng = alignment.AlignmentWorld(SMALL_ALIGNMENT, 10), np.random.default_rng(0)
-    verdicts = []
-    for fact in [(entity, 'towns') for entity in range(100)]:
-        ask, verdict = world.judged(*fact, rng, 'Answer: ')
-        value = re.search(r'Proposed Answer: Answer: (.*)', ask)[1]
-        free = WrittenQuestion('0', world.ask(*fact), world.asked(*fact), [], '')
-        assert ask == proposed(free, f'Answer: {value}', True).context
-        assert verdict == ('(A)' if value == world.value(*fact) else '(B)')
-        verdicts.append(verdict)
-    assert 35 < verdicts.count('(A)') < 65
-    # the true answer has the reward
-    task, value = WRITTEN_TASKS['qa'], question['answer']
-    assert exact(task, '', f'Answer: {value}', question) == 1
-    assert exact(task, '', 'Answer: x', question) == 0
-    assert rlcr(task, '', alignment.STATED.format(value, 0.9), question) == pytest.approx(1.495)
 
 
 @pytest.mark.parametrize('method, weight', [('dpo', 0.3), ('dpo', 1.0), ('ppo', 0.2)])
@@ -425,11 +379,9 @@ def test_alignment_from_the_world_to_tables(tmp_path, forked):
     folder = Path(alignment.seed_folder(10, tmp_path))
     write_world(folder / 'world', 10, SMALL_ALIGNMENT, alignment.make_rows)
     jobs = small_jobs('alignment', 10, tmp_path, {
-        'base', 'sft', 'stated', 'pairs', 'ppo-both', 'dpo', 'grpo-known', 'rlcr', 'brier',
-        'dpo-none', 'dpo-temperature', 'base-none'})
-    more = small_jobs('closed-form', 10, tmp_path, {
-        'pairs', 'own', 'brier-base', 'rlcr-own', 'ppo-0.05-lora', 'cdpo-noisy'})
-    assert [*map(len, (jobs, more))] == [12, 6]
+        'base', 'sft', 'stated', 'pairs', 'ppo-both', 'dpo', 'rlcr', 'dpo-temperature'})
+    more = small_jobs('closed-form', 10, tmp_path, {'pairs', 'own', 'ppo-0.05-lora', 'cdpo-noisy'})
+    assert [*map(len, (jobs, more))] == [8, 4]
     for each, script in ((jobs, alignment_tables), (more, closed_form)):
         assert side_by_side.side_by_side(each, 2, 0, tmp_path) == []
         script.CLAIMS.main('', [f'--runs={tmp_path}', f'--folder={tmp_path}/{script.__name__}'])
@@ -445,22 +397,13 @@ def test_alignment_from_the_world_to_tables(tmp_path, forked):
     assert numbers.of('dpo', 'reward') == pytest.approx(
         np.mean([p[answer] for p, answer in policy.values()]), rel=1e-3)
     assert np.isfinite(numbers.curve('dpo', 'ece')).all()
-    assert np.isnan(numbers.of('ppo', 'ece')) and numbers.of('ppo-both', 'trained_reward') >= 0
     # one temperature divides all logits
     assert json.loads((folder / 'scaled' / 'dpo' / 'config.json').read_text())['nanocal'] == {
         'temperature': alignment.temperature_of(folder / 'dpo')}
-    for task in alignment_tables.CONFIDENCES:
-        assert np.isfinite(alignment_tables.written(numbers, 'dpo', 'ece', task, 'temperature'))
-    texts = [[s['greedy']['text'] for s in read_samples(
-        alignment.written_folder(10, tmp_path, 'dpo', scaling) / 'samples.jsonl')
-        if s['task'] == 'qa'] for scaling in alignment.SCALINGS]
-    assert texts[0] == texts[1] and len(texts[0]) == 8
-    pairs, known, unknown, own, noisy = (common.read_lines(folder / 'pairs' / f'{name}.jsonl')
-                                         for name in ('all', 'known', 'unknown', 'own', 'noisy'))
+    pairs, known, unknown, own = (common.read_lines(folder / 'pairs' / f'{name}.jsonl')
+                                  for name in ('all', 'known', 'unknown', 'own'))
     assert len(known) == len(unknown) > 0 and len(own) == len(pairs) == 48
     assert all(row in pairs and row not in unknown for row in known)
-    assert all(row in pairs for row in unknown)
-
     # each of the base model's own answers states the probability that it gives to it
     probs = {s['id']: dict(zip(map(str.strip, s['options']),
                                metrics.softmax(np.array(s['log_probs'])), strict=True))
@@ -471,8 +414,6 @@ def test_alignment_from_the_world_to_tables(tmp_path, forked):
         value, stated = re.fullmatch(alignment.STATED.format('(.*)', '(.*)'),
                                      answer['content']).groups()
         assert stated == f'{probs[ids[ask["content"]]][value]:.2f}'
-    swapped = [a['chosen'] == b['rejected'] for a, b in zip(pairs, noisy, strict=True)]
-    assert 0 < sum(swapped) < 20
     # as beta grows, the closed form comes back to the model before alignment
     kl = [closed.of(f'ppo-{weight}-expected', 'kl')[0] for weight in (0.0125, 0.05, 0.2)]
     assert kl == sorted(kl, reverse=True) and kl[-1] > 0
@@ -488,35 +429,15 @@ def test_alignment_from_the_world_to_tables(tmp_path, forked):
         preference += 1 / (1 + np.exp(-0.3 * (change[true] - change[wrong]))) / len(sft)
     assert preference != pytest.approx(0.5, rel=1e-3)
     assert closed.of('cdpo-noisy', 'preference') == pytest.approx(preference, rel=1e-5)
-    assert closed.of('cdpo-noisy', 'margin') > 0 and closed.of('cdpo-noisy', 'fitted') > 0.3
-    assert np.isfinite(closed.of('ppo-0.05-lora', 'kl')) and np.isnan(closed.of('dpo-1.0', 'ece'))
-    assert np.isfinite(closed.of('brier-base', 'ece', task='qa'))
 
 
 # Command lines
 
-@pytest.mark.parametrize('main, arguments, message', [
-    (runs.main, ['smoothing', '--seeds=x'], "'x' is no list of seeds such as 0,1"),
-    (runs.main, ['smoothing', '--only=lora'], '--only=lora: no run has such a name; there are'),
-    (side_by_side.main, ['--seeds=1,b'], "'1,b' is no list of seeds such as 0,1"),
-    (side_by_side.main, ['--study=foo'], 'there is no foo; choose from losses, alignment'),
-    (lambda: loss_tables.CLAIMS.main(''), ['--only=foo'],
-     '--only: there is no foo; choose from equal-accuracy'),
-    (figures.main, ['--only=foo'], '--only: there is no foo; choose from headline')])
-def test_a_wrong_option_is_refused(main, arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr('sys.argv', ['script.py', *arguments])
-    with pytest.raises(SystemExit) as error:
-        main()
-    assert message in f'{error.value} {capsys.readouterr().err}'
-
-
 @pytest.mark.parametrize('script', [
     path for path in sorted(STUDY.glob('*.py'))
     if "__name__ == '__main__'" in path.read_text()], ids=lambda path: path.name)
-def test_every_script_has_help_and_refuses_unknown_options(script, monkeypatch, capsys):
-    for option, printed in (('--help', 'usage: '), ('--no_such_option', 'no_such_option')):
-        monkeypatch.setattr(sys, 'argv', [str(script), 'base', option])
-        with pytest.raises(SystemExit):
-            runpy.run_path(str(script), run_name='__main__')
-        text = ''.join(capsys.readouterr())
-        assert printed in text or 'arguments are required' in text
+def test_every_script_has_help(script, monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'argv', [str(script), '--help'])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(script), run_name='__main__')
+    assert 'usage: ' in capsys.readouterr().out
