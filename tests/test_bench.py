@@ -4,7 +4,6 @@ import importlib
 import importlib.util
 import re
 import shutil
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,10 +43,6 @@ def small(monkeypatch):
     for module in (bench_common, bench.sft):
         monkeypatch.setattr(module, 'byte_code', dict)
     monkeypatch.setitem(bench_common.MODELS, 'llama32_1b', TINY)
-
-
-def section(module, table):
-    return bench_common.markdown(*module.script.view(table))
 
 
 def on_cpu(test):
@@ -91,12 +86,10 @@ def test_training_steps_are_timed_without_late_graphs(small, ours, options):
 
 @needs_no_gpu
 def test_optimizers_are_at_their_distances_from_float64():
-    *tables, cost = bench.optimizers.bench(bench.optimizers.BenchConfig(
+    table, _ = bench.optimizers.bench(bench.optimizers.BenchConfig(
         spreads=(0.0,), rows=2, steps=30, ours=True))
-    [table] = tables
     exact, compact, stochastic = (row['noise'] for row in table['results'].values())
     assert exact < 0.01 < compact < stochastic / 10
-    assert 'ours, compact' in section(bench.optimizers, table) + section(bench.optimizers, cost)
 
 
 @needs_no_gpu
@@ -152,48 +145,15 @@ def test_decoding_is_timed_beside_transformers_and_as_a_command(small, tokenizer
 
 
 @on_cpu
-def test_written_answers_are_timed_with_equal_prompts(small, forked, tokenizer, tmp_path,
-                                                      monkeypatch):
-    """Ours from the command, the peer's from a class in its place: prompts, settings, tokens."""
+def test_written_answers_are_timed(small, forked, tokenizer, tmp_path):
     rows = [{'question': f'{i} foxes?', 'answer': f'They are {i}.\n#### {i}'} for i in range(9)]
     for split, part in (('train', rows[:5]), ('test', rows[5:])):
         write_rows(tmp_path / 'gsm8k' / f'{split}.jsonl', part)
-    asked = []
-
-    class HFLM:
-        tokenizer = SimpleNamespace(pad_token_id=7)
-
-        def __init__(self, model, **options):
-            assert options['add_bos_token'] and Path(model, 'config.json').exists()
-
-        def _model_generate(self, context, max_length):
-            return torch.tensor([[1, 2, 3, 4, 5, 7]]).expand(len(context), -1)
-
-        def generate_until(self, requests, disable_tqdm):
-            if self.batch_size_per_gpu > 9:
-                raise RuntimeError('out of memory')
-            asked.append(requests)
-            self._model_generate(context=torch.zeros(len(requests), 2), max_length=8)
-            return ['text'] * len(requests)
-
-    add_modules(monkeypatch, 'lm_eval.models.huggingface', HFLM=HFLM)
-    add_modules(monkeypatch, 'lm_eval.api.instance',
-                Instance=lambda kind, doc, arguments, index: (kind, *arguments))
-    config = bench.gsm8k_answers.BenchConfig(data=str(tmp_path / 'gsm8k'), tokenizer=tokenizer, n=2,
-                                       max_tokens=5, questions=3, batch=(4, 10))
-    table, = bench.gsm8k_answers.bench(config)
-    whole, alone, peer, failed = table['results'].values()
+    table, = bench.gsm8k_answers.bench(bench.gsm8k_answers.BenchConfig(
+        data=str(tmp_path / 'gsm8k'), tokenizer=tokenizer, n=2, max_tokens=5, ours=True))
+    whole, alone = table['results'].values()
     assert whole['answers'] == alone['answers'] == 4 * 3 and 12 <= whole['tokens'] <= 60
     assert 0 < alone['seconds'] < whole['seconds']
-    assert peer['answers'] == 6 and peer['tokens'] == 6 * 3     # without context and padding
-    assert failed == {'failed': 'RuntimeError: out of memory'}
-    assert [len(requests) for requests in asked] == [1, 6]
-    kind, prompt, settings = asked[1][-1]
-    assert kind == 'generate_until' and settings | {
-        'until': ['Question:'], 'max_gen_toks': 5, 'do_sample': True, 'temperature': 1.0,
-        'top_k': 0} == settings
-    assert prompt.startswith('Question: 0 foxes?\nAnswer: They are 0.\n#### 0\n\nQuestion: 1')
-    assert prompt.endswith('#### 4\n\nQuestion: 7 foxes?\nAnswer:')
 
 
 @on_cpu
@@ -237,10 +197,6 @@ def test_the_parts_of_a_step_of_grpo_are_timed(small, ours, tokenizer, tmp_path,
     bench.grpo.prepare('llama32_1b', config, tmp_path)
     row = bench.grpo.measure(str(tmp_path), ours, {'micro_rows' if ours else 'size': 2})
     assert min(row['rollout_s'], row['update_s'], row['step_s'], row['first_s']) >= 0
-    text = section(bench.grpo, {'shape': 'llama32_1b', 'rates': [8e14, 4e12], 'results': {
-        'ours': row, 'x': {'failed': 'a | b\nc'}, 'y': {'failed': 'x' * 200}}})
-    for words in ('| limit | 0.0', f'failed: {"x" * 116} ... |', r'failed: a \| b c |'):
-        assert words in text
 
 
 @on_cpu
@@ -251,33 +207,6 @@ def test_evaluation_is_timed_beside_a_loop(small, tokenizer, tmp_path, monkeypat
         shape=('llama32_1b',), data=str(tmp_path / 'mmlu'), tokenizer=tokenizer, sample=8))
     ours, peer = table['results']['ours'], table['results']['Hugging Face']
     assert ours['questions_per_s'] > 0 and peer['questions_per_s'] > 0 and ours['tokens'] > 0
-
-
-def add_modules(monkeypatch, path, **names):
-    """Let `path` be importable, a module of these names."""
-    for i, c in enumerate(path):
-        if c == '.':
-            monkeypatch.setitem(sys.modules, path[:i], SimpleNamespace(__path__=[]))
-    monkeypatch.setitem(sys.modules, path, SimpleNamespace(**names))
-
-
-@pytest.mark.slow
-def test_peers_without_smoothing_get_it_from_outside(monkeypatch):
-    def plain(hidden, weight, target):
-        return torch.nn.functional.cross_entropy(hidden @ weight.T, target)
-
-    add_modules(monkeypatch, 'quack.linear_cross_entropy', chunked_linear_cross_entropy=plain)
-    add_modules(monkeypatch, 'liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90',
-                liger_fused_linear_cross_entropy_sm90=plain)
-    hidden, weight, target = torch.randn(9, 7), torch.randn(33, 7), torch.arange(9)
-    methods = bench.loss.methods(None, target)
-    for name in ('QuACK', 'QuACK, plain', 'Liger, Hopper', 'Liger, Hopper, plain'):
-        loss, smoothing = methods[name]
-        assert smoothing == (0.0 if 'plain' in name else bench.loss.SMOOTHING)
-        torch.testing.assert_close(loss(hidden, weight, target), torch.nn.functional.cross_entropy(
-            hidden @ weight.T, target, label_smoothing=smoothing))
-        with pytest.raises(NotImplementedError, match='has no softcap'):
-            bench.loss.methods(30.0, target)[name][0](hidden, weight, target)
 
 
 @pytest.mark.slow
@@ -326,15 +255,6 @@ def test_items_of_a_step_have_times_and_floors(small, monkeypatch):
     items = table['items']
     assert items['products'] == pytest.approx(2 / 3) and items['attention forward'] == 1
     assert items['idle'] == pytest.approx(table['ms'] - 4 / 3)
-    assert '| products | 0.67 |' in section(bench.floors, table)
-
-
-@needs_no_gpu
-@pytest.mark.parametrize('script', ['train', 'eval', 'commands', 'floors', 'align', 'grpo', 'sft',
-                                    'gsm8k_answers', 'several_gpus'])
-def test_scripts_without_a_gpu_say_that_they_need_one(script):
-    with pytest.raises(SystemExit, match=f'error: research/bench/{script}.py needs a CUDA device'):
-        getattr(bench, script).script.main([])
 
 
 def test_the_page_of_the_kept_results_is_of_their_files():

@@ -1,7 +1,6 @@
 """The scripts of research/papers/ on small models and files, and what the papers print."""
 
 import csv
-import hashlib
 import itertools
 import json
 import re
@@ -12,16 +11,12 @@ import metrics
 import numpy as np
 import pytest
 import torch
-import transformers
-from common import (HERE, SHARED, start_script, needs_files, reference_model,
-                    sentencepiece_folder, t5_folder, write_rows)
+from common import (HERE, SHARED, needs_files, reference_model, sentencepiece_folder, start_script,
+                    write_rows)
 from data.benchmarks import GLOBAL_MMLU, MMLU_PROX
 from research.papers import features, label_smoothing, multilingual, multilingual_printed
 from runtime import ownership
 from runtime.errors import DataError
-from safetensors.torch import save_file
-from test_tokenizer import train_bpe
-from tokenizers.pre_tokenizers import ByteLevel
 
 SMALL = ['--batch_size=4', '--max_length=256', '--pack_len=256', '--workers=1', '--device=cpu',
          '--dtype=float32', '--pictures=False', '--eval.n_bootstrap=0', '--eval.pictures=False',
@@ -29,13 +24,12 @@ SMALL = ['--batch_size=4', '--max_length=256', '--pack_len=256', '--workers=1', 
 SHORT = ['--val_size=2', '--max_steps=2']
 
 
-def add_to_hub(hub, name, content, kind='models', revision='main'):
+def add_to_hub(hub, name, content, kind='models'):
     """Copy the folder `content` to where huggingface_hub keeps a repository."""
-    place = hub / f'{kind}--{name.replace("/", "--")}'
-    commit = hashlib.sha1(f'{name} {revision}'.encode()).hexdigest()
+    place, commit = hub / f'{kind}--{name.replace("/", "--")}', 40 * '0'
     shutil.copytree(content, place / 'snapshots' / commit)
-    (place / 'refs').mkdir(exist_ok=True)
-    (place / 'refs' / revision).write_text(commit)
+    (place / 'refs').mkdir()
+    (place / 'refs' / 'main').write_text(commit)
 
 
 def run_paper(hub, script, *arguments, code=0):
@@ -68,51 +62,24 @@ def results_of(folder):
 
 # Models and files
 
-def small_model(folder, kind, tokenizer):
-    """Save a small random model with the tokenizer 'llama2', 'gemma', 'bpe' or 't5'."""
-    if tokenizer == 't5':
-        transformers.T5ForConditionalGeneration(transformers.T5Config(
-            vocab_size=512, d_model=32, d_kv=8, d_ff=40, num_layers=2, num_heads=2,
-            decoder_start_token_id=0)).save_pretrained(folder)
-        return t5_folder(folder)
-    if tokenizer == 'bpe':
-        train_bpe(folder, [ByteLevel(add_prefix_space=False)])
-    else:
-        sentencepiece_folder(folder, tokenizer)
-    reference_model(kind, folder, vocab_size=450, max_position_embeddings=2048)
+def small_model(folder):
+    sentencepiece_folder(folder, 'llama2')
+    reference_model('llama', folder, vocab_size=450, max_position_embeddings=2048)
     return folder
-
-
-def conversations(n):
-    return [[f'What is {i} and {i + 1}?', f'It is {2 * i + 1}, a number.'] for i in range(n)]
-
-
-ALPACA = [{'instruction': question, 'input': '', 'output': answer, 'text': ''}
-          for question, answer in conversations(16)]
-MMLU = [{'question': f'Which is {i}?', 'subject': 'anatomy', 'answer': i % 4,
-         'choices': [f'the {i + k}' for k in range(4)]} for i in range(8)]
-
-
-def oasst1():
-    """Return the messages of six questions with two answers each."""
-    common = {'lang': 'en', 'deleted': False, 'review_result': True, 'rank': None}
-    rows = []
-    for i, (question, answer) in enumerate(conversations(6)):
-        rows += [common | {'message_id': f'p{i}', 'parent_id': None, 'role': 'prompter',
-                           'text': question},
-                 *(common | {'message_id': f'a{i}-{k}', 'parent_id': f'p{i}', 'role': 'assistant',
-                             'text': f'{answer} {k}', 'rank': k} for k in range(2))]
-    return rows
 
 
 @pytest.fixture(scope='module')
 def own(tmp_path_factory):
     """A folder with a model, conversations, texts and benchmarks as they are published."""
     folder = tmp_path_factory.mktemp('own')
-    small_model(folder / 'model', 'gemma3', 'gemma')
-    write_rows(folder / 'alpaca.json', ALPACA)
-    for split, rows in (('test', MMLU), ('dev', MMLU[:5])):
-        write_rows(folder / 'mmlu' / f'{split}.jsonl', rows)
+    small_model(folder / 'model')
+    write_rows(folder / 'alpaca.json', [
+        {'instruction': f'What is {i} and {i + 1}?', 'input': '', 'text': '',
+         'output': f'It is {2 * i + 1}, a number.'} for i in range(16)])
+    for split, n in (('test', 8), ('dev', 5)):
+        write_rows(folder / 'mmlu' / f'{split}.jsonl', [
+            {'question': f'Which is {i}?', 'subject': 'anatomy', 'answer': i % 4,
+             'choices': [f'the {i + k}' for k in range(4)]} for i in range(n)])
     for name, split in itertools.product(('Easy', 'Challenge'), ('test', 'train')):
         write_rows(folder / 'arc' / f'ARC-{name}-{split}.jsonl', [
             {'id': f'{i}', 'question': f'Which is {i}?', 'answerKey': 'ABCD'[i % 4],
@@ -128,7 +95,9 @@ def own(tmp_path_factory):
             ',Question,A,B,C,D,Answer\n' + ''.join(
                 f'{i},Which is {i}?,the one,the two,the red,the fox,{"ABCD"[i % 4]}\n'
                 for i in range(4)))
-    write_rows(folder / 'wiki' / 'other.jsonl', [{'text': 'x'}])
+    (folder / 'wiki').mkdir()
+    (folder / 'wiki' / 'wiki.test.txt').write_text(''.join(
+        f' The quick fox is {i} and a number . \n' for i in range(8)))
     return folder
 
 
@@ -246,42 +215,8 @@ def test_multilingual_has_the_languages_and_classes_of_its_files(own, tmp_path):
     assert cfg['shots'] == 0 and cfg['scoring'] == 'letters'
 
 
-@pytest.fixture
-def hub(tmp_path):
-    """A hub cache with small stand-ins of some models and all data of the paper on alignment."""
-    hub, base = tmp_path / 'hub', tmp_path / 'base'
-    for name, kind, tokenizer, revision in (
-            ('EleutherAI/pythia-70m', 'neox', 'bpe', 'main'),
-            ('EleutherAI/pythia-1.4b', 'neox', 'bpe', 'step256'),
-            ('huggyllama/llama-7b', 'llama', 'llama2', 'main'),
-            ('google/flan-t5-small', 't5', 't5', 'main')):
-        add_to_hub(hub, name, small_model(base / name, kind, tokenizer), revision=revision)
-    # after PPO: the adapter of a model that is not merged
-    lora = base / 'ppo-2'
-    write_rows(lora / 'adapter_config.json', {
-        'peft_type': 'LORA', 'task_type': 'CAUSAL_LM', 'r': 2, 'lora_alpha': 32,
-        'base_model_name_or_path': 'huggyllama/llama-7b', 'target_modules': ['q_proj']})
-    layer = 'base_model.model.model.layers.0.self_attn.q_proj'
-    save_file({f'{layer}.lora_A.weight': torch.ones(2, 48),
-               f'{layer}.lora_B.weight': torch.ones(48, 2)}, lora / 'adapter_model.safetensors')
-    add_to_hub(hub, 'some/ppo-2', lora)
-    texts = [{'text': f'A text about {i} and about the {i + 1} other things.',
-              'meta': {'pile_set_name': 'Pile-CC'}} for i in range(4)]
-    for name, files in (
-            ('tatsu-lab/alpaca', {'data/train-00000-of-00001-a09b74b3ef9c3b56.parquet': ALPACA}),
-            ('OpenAssistant/oasst1', {'data/train-00000-of-00001.parquet': oasst1()}),
-            ('EleutherAI/pile_val_test', {'val.jsonl': texts, 'test.jsonl': texts}),
-            ('cais/mmlu', {'all/test-00000-of-00001.parquet': MMLU,
-                           'all/dev-00000-of-00001.parquet': MMLU[:5]})):
-        for path, rows in files.items():
-            write_rows(base / name / path, rows)
-        add_to_hub(hub, name, base / name, 'datasets')
-    return hub
-
-
-def test_alignment_evaluates_every_epoch_of_each_method_and_repeats_nothing(hub, tmp_path):
-    """Instruction tuning, a reward model, PPO, DPO, checkpoints of another PPO, facts generation.
-    """
+def test_alignment_evaluates_every_epoch_of_each_method_and_repeats_nothing(own, tmp_path):
+    """Instruction tuning, a reward model, PPO, DPO, a checkpoint of another PPO."""
     out, words = tmp_path / 'out', ('fox', 'dog', 'sky', 'blue')
     write_rows(tmp_path / 'trex' / 're-nlg_0-10000.json', [
         {'docid': str(i), 'text': f'The sky is blue and {i} is a number.', 'triples': [],
@@ -295,73 +230,64 @@ def test_alignment_evaluates_every_epoch_of_each_method_and_repeats_nothing(hub,
             {'response': '' if i % 3 else 'It.', 'source': 'icm-1.3b', 'score': 2.0}]}
         for i in range(26)])        # 4 of them are ties
     write_rows(tmp_path / 'pairs.json', [
-        {'conversations': [{'from': 'user', 'content': question}],
-         'chosen': {'from': 'assistant', 'content': answer},
-         'rejected': {'from': 'assistant', 'content': 'No.'}}
-        for question, answer in conversations(12)])
+        {'conversations': [{'from': 'user', 'content': f'What is {i}?'}],
+         'chosen': {'from': 'assistant', 'content': f'It is {i}.'},
+         'rejected': {'from': 'assistant', 'content': 'No.'}} for i in range(12)])
     # keys that align.py has no use for reach the other runs alone; Alpaca's prompt needs room
     arguments = [f'--cache_dir={tmp_path}', *SMALL, '--eval.limit=4', '--smoothing=0.1',
                  '--batch_size=5', '--val_size=2', '--max_length=512', '--pack_len=512',
                  f'--trex={tmp_path}/trex', f'--pairs={tmp_path}/pairs.json',
                  f'--comparisons={tmp_path}/comparison_data_v2.json',
-                 '--rlhf=huggyllama/llama-7b,some/ppo-2']
-    printed = run_paper(hub, 'alignment', '--only=aligned/ppo', f'--out_dir={out}', *arguments)
-    assert 'aligned/ppo waits for alpaca-full and reward' in printed
-    arguments.insert(0, '--only=pythia-70m,flan-t5-small,llama-2-7b,step256,aligned/base,'
-                        'alpaca-full,oasst1-lora,reward,ppo,dpo,rlhf')
+                 f'--rlhf=a/missing,{own}/model', f'--eval.tasks=mmlu:{own}/mmlu,'
+                 f'clm:{own}/wiki,facts:{tmp_path}/trex']
+    own_model = own_arguments(own, out)
+    printed = run_paper(tmp_path, 'alignment', '--only=aligned/ppo', *own_model, *arguments)
+    assert 'aligned/ppo waits for Chats-full and reward' in printed
     # a model that is not there does not stop the others
-    printed = run_paper(hub, 'alignment', f'--out_dir={out}', *arguments, code=1)
-    assert 'downloading the model meta-llama/Llama-2-7b-hf from the hub failed' in printed
-    assert printed.endswith('error: not done: llama-2-7b; the messages are above\n')
+    printed = run_paper(tmp_path, 'alignment', *own_model, *arguments, code=1)
+    assert 'downloading the model a/missing from the hub failed' in printed
+    assert printed.endswith('error: not done: aligned/rlhf/report-1; the messages are above\n')
     assert '4 rows left out: answers of equal score' in printed
-    assert len([*out.glob('figure*.png')]) == 8
+    assert {path.stem for path in out.glob('*.png')} == {
+        'figure3', 'figure3_curves', 'figure5', 'figure7', 'figure12'}
 
-    scales = {row['model']: row for row in read_table(out, 'scales')}
-    for model, generates in (('pythia-70m', True), ('flan-t5-small', False)):   # T5 scores answers
-        assert scales[model]['MMLU ECE']
-        assert bool(scales[model]['facts generation ECE']) == generates
-    assert [row['MMLU ECE'] > '' for row in read_table(out, 'steps')][:2] == [True, False]
-    rows = {row['model']: row for row in read_table(out, 'alignment')}
-    tuned = [name for name in rows if name.startswith(('alpaca-full', 'oasst1-lora', 'ppo', 'dpo'))]
-    assert len(tuned) == 4 * 3
-    assert {name for name, row in rows.items() if row['facts generation ECE']} == {
-        'base', 'rlhf, epoch 1', 'rlhf, epoch 2', *tuned}
-    # each epoch of PPO has other weights; the first checkpoint of another PPO is the model itself
+    (scales,), rows = (read_table(out, name) for name in ('scales', 'alignment'))
+    assert {row['model'] for row in rows if row['facts generation ECE']} == {
+        'base', 'rlhf, epoch 2', *(f'{name}, epoch {epoch}' for epoch in (1, 2, 3)
+                                   for name in ('Chats-full', 'Chats-lora', 'ppo', 'dpo'))}
+    # each epoch of PPO has other weights; the checkpoint of another PPO is the model itself
     losses = {name: results_of(out / 'aligned' / name)['tasks']['clm']['pooled']['nll']
-              for name in ('base', 'alpaca-full', 'ppo/report-1', 'ppo/report-2', 'ppo', 'dpo',
-                           'rlhf/report-1', 'rlhf/report-2')}
-    assert len({*losses.values()}) == 7 and losses['base'] == losses['rlhf/report-1']
+              for name in ('base', 'Chats-full', 'ppo/report-1', 'ppo/report-2', 'ppo', 'dpo',
+                           'rlhf/report-2')}
+    assert len({*losses.values()}) == 6 and losses['base'] == losses['rlhf/report-2']
     # the ECE of MMLU with the letter's probability among all tokens
-    samples = [json.loads(x) for x in (out / 'pythia-70m' / 'samples.jsonl').open()]
+    samples = [json.loads(x) for x in (out / 'Mine' / 'samples.jsonl').open()]
     log_probs, answers = zip(*((s['log_probs'], s['answer']) for s in samples
                                if s['task'] == 'mmlu'), strict=True)
     top, right = np.exp(np.max(log_probs, 1)), np.argmax(log_probs, 1) == answers
-    assert scales['pythia-70m']['MMLU ECE, unnormalized'] == f'{metrics.ece(top, right):.3f}'
-
+    assert scales['MMLU ECE, unnormalized'] == f'{metrics.ece(top, right):.3f}'
     for name, line in (
-            ('ppo', f"model = '{out}/aligned/alpaca-full'"),
+            ('ppo', f"model = '{out}/aligned/Chats-full'"),
             ('ppo', f"reward = '{out}/aligned/reward'"), ('ppo', 'smoothing = 0.0'),
-            ('dpo', f"model = '{out}/aligned/alpaca-full'"), ('alpaca-full', 'smoothing = 0.1'),
-            ('alpaca-full', 'data_limit = 12'),     # as many as OASST1 has
-            ('oasst1-lora', 'train_on_inputs = True')):
+            ('dpo', f"model = '{out}/aligned/Chats-full'"), ('Chats-full', 'smoothing = 0.1'),
+            ('Chats-lora', 'train_on_inputs = True')):
         assert f'{line}\n' in config_of(out / 'aligned' / name)
-    log = log_of(out / 'aligned/ppo')
-    assert len({record['reward'] for record in log}) == len(log) > 3
     # the KL is below its target
+    log = log_of(out / 'aligned/ppo')
     assert log[0]['kl_coef'] == pytest.approx(0.2) and log[-1]['kl_coef'] < 0.1999
 
     # nothing is done again after a move; another checkpoint does not pass for the first
-    moved = f'--out_dir={shutil.move(out, tmp_path / "moved")}'
-    printed = run_paper(hub, 'alignment', moved, *arguments, '--rlhf=EleutherAI/pythia-70m', code=1)
-    assert re.findall('=== (.*)', printed) == ['llama-2-7b', 'aligned/rlhf/report-1']
+    moved = own_arguments(own, shutil.move(out, tmp_path / 'moved'))
+    printed = run_paper(tmp_path, 'alignment', *moved, *arguments,
+                        f'--rlhf=a/missing,{tmp_path}/moved/aligned/Chats-full', code=1)
+    assert re.findall('=== (.*)', printed) == ['aligned/rlhf/report-1', 'aligned/rlhf/report-2']
     assert 'holds samples of another model' in printed
 
 
 @pytest.mark.slow
 def test_know_tunes_on_written_answers_and_tabulates_each_p_ik(tmp_path):
     """From hub names to tables, with a small random Llama and questions of its own."""
-    add_to_hub(tmp_path / 'hub', 'meta-llama/Llama-3.2-1B',
-               small_model(tmp_path / 'model', 'llama', 'llama2'))
+    add_to_hub(tmp_path / 'hub', 'meta-llama/Llama-3.2-1B', small_model(tmp_path / 'model'))
     answer = {'value': 'a', 'aliases': ['the', 'e']}
     for name, test, row in (
             ('mandarjoshi/trivia_qa', 'validation', lambda i: {'answer': answer}),
@@ -393,8 +319,8 @@ def test_know_tunes_on_written_answers_and_tabulates_each_p_ik(tmp_path):
 def test_features_are_the_hidden_states_of_transformers_and_their_covariance(tmp_path, capsys,
                                                                             pooling):
     """Pooled without BOS and padding; the singular values by numpy's SVD."""
-    reference = reference_model('llama', tmp_path / 'model', vocab_size=450)
     sentencepiece_folder(tmp_path / 'model', 'llama2')
+    reference = reference_model('llama', tmp_path / 'model', vocab_size=450)
     rows = [{'instruction': f'What is {i}?', 'output': f'It is {i * i}, ' + 'quick fox ' * (i % 7)}
             for i in range(90)]
     write_rows(tmp_path / 'a.json', rows)
