@@ -135,15 +135,6 @@ def test_the_plan_lists_every_run_and_writes_nothing(tmp_path, script, n_runs, m
         assert not (out / 'changes.json').exists()
 
 
-def test_a_plan_for_your_own_model_has_every_rate_and_nothing_to_download(own, tmp_path):
-    out = tmp_path / 'out'
-    printed = run_paper(tmp_path, 'label_smoothing', *own_arguments(own, out), '--plan',
-                        '--rates=all')
-    assert re.findall(r'Mine/Chats-lr5e-05/(\S+)', printed) == ['lr5e-05', 'smoothing0', *(
-        f'smoothing{s}' for s in (0.1, 0.2, 0.3, 0.4, 0.5)), 'cap30']
-    assert '0 of 33 finished' in printed and 'to download' not in printed and not out.exists()
-
-
 @pytest.mark.parametrize('arguments, message', [
     ('--rate=all', 'there is no option --rate; did you mean --rates?'),
     ('--only=zz', '--only=zz: no run has such a name; --plan lists them'),
@@ -162,6 +153,10 @@ def test_label_smoothing_smooths_at_the_chosen_rate_and_tabulates_its_reports(ow
     out, tasks = tmp_path / 'out', f'mmlu:{own}/mmlu,arc_easy:{own}/arc,arc_challenge:{own}/arc'
     arguments = [*own_arguments(own, out), *SMALL, *SHORT, f'--cache_dir={tmp_path}',
                  f'--eval.tasks={tasks}']
+    planned = run_paper(tmp_path, 'label_smoothing', *arguments, '--plan', '--rates=all')
+    assert re.findall(r'Mine/Chats-lr5e-05/(\S+)', planned) == ['lr5e-05', 'smoothing0', *(
+        f'smoothing{s}' for s in (0.1, 0.2, 0.3, 0.4, 0.5)), 'cap30']
+    assert '0 of 33 finished' in planned and 'to download' not in planned and not out.exists()
     assert 'smoothing0.1 waits for the 4 learning rates' in run_paper(
         tmp_path, 'label_smoothing', '--only=smoothing0.1', *arguments)
     arguments.append('--only=base,lr,smoothing0,smoothing0.3,cap')
