@@ -1,6 +1,7 @@
 """How every script begins and ends: standard streams, Ctrl-C, and errors as one line."""
 
 import contextlib
+import errno
 import io
 import os
 import re
@@ -62,7 +63,8 @@ def one_line_errors(resume='', memory=''):
         reason = str(error).removeprefix(f'[Errno {error.errno}] ')
         if not error.filename:      # such as standard output, which would fail again at the end
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            reason += ', perhaps for standard output'
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+                reason += ', perhaps for standard output'
         _fail(reason)
     except (ConfigError, DataError, CheckpointError, TrainingError) as error:
         _fail(error)

@@ -176,6 +176,8 @@ NO_THREAD = f'import threading\n{NO_THREAD}\nthreading._start_new_thread = refus
      b'error: out of memory: Unable to allocate.*; lower --pack_len'),
     ('threading.Thread(target=print).start()', NO_THREAD, 1,
      b'error: the system lets this process start no more threads; see ulimit -u.*'),
+    ("raise OSError(12, 'Cannot allocate memory')", '', 1,     # as a fork does
+     b'error: Cannot allocate memory'),
     ('import no_such_module', '', 1,
      b"error: No module named 'no_such_module'; pip install -r requirements.txt"),
     (r"raise CheckpointError('tensor \x1b[2J\x9b\x07.weight\r is missing')", '', 1,
