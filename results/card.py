@@ -32,17 +32,17 @@ def write(folder):
     run = run_folder(folder)
     if not run_settings(run) or not (folder / 'config.json').exists():
         return
-    disown_edited(run)
     for place in (folder, folder / 'adapter'):
         path = place / NAME
-        name = str(path.relative_to(run))
-        if path.exists() and name not in ownership.written_files(run):
+        name, listed = str(path.relative_to(run)), ownership.written_files(run)
+        if path.exists() and (name not in listed or _is_edited(path)):
             print(f'note: {path} is not from this program, or edited, and stays as it is')
         elif place == folder or (place / 'adapter_config.json').exists():
             text = card(folder, place != folder)
             text += END.format(_hash(text))
             if not path.exists() or path.read_text(encoding='utf-8') != text:
-                ownership.claim(run, name)
+                if name not in listed:      # evaluate.py may not have locked the run
+                    ownership.claim(run, name)
                 ownership.write_text(path, text)
 
 
@@ -50,11 +50,14 @@ def disown_edited(run):
     """Take the edited cards of a run off the list of files that may be replaced or deleted."""
     for name in ownership.written_files(run):
         path = Path(run, name)
-        if path.name == NAME and path.exists():
-            text = path.read_text(encoding='utf-8', errors='replace')
-            body = text[:text.rfind(END[:20])] if END[:20] in text else text
-            if text != body + END.format(_hash(body)):
-                ownership.disown(run, name)
+        if path.name == NAME and path.exists() and _is_edited(path):
+            ownership.disown(run, name)
+
+
+def _is_edited(path):
+    text = path.read_text(encoding='utf-8', errors='replace')
+    body = text[:text.rfind(END[:20])] if END[:20] in text else text
+    return text != body + END.format(_hash(body))
 
 
 def _hash(text):

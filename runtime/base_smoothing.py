@@ -48,7 +48,7 @@ def top_tokens(model, inputs, at):
     probabilities, which are scaled to sum 1."""
     with without_adapters(model):
         h, head = model(*inputs)[*at], model.head
-    ids = torch.cat([(part @ head.T).topk(TOP).indices
+    ids = torch.cat([(part @ head.T).topk(min(TOP, len(head))).indices
                      for part in h.split(max(1, LOGITS // len(head)))])
     return ids, logits_at(model, h.float(), ids).log_softmax(1)
 

@@ -9,6 +9,7 @@ from typing import get_args, get_type_hints
 
 import torch
 
+from model import CausalLM
 from runtime import adapter, checkpoint, parallel, resume
 from runtime.config import run_folder, run_settings
 from runtime.errors import ConfigError, TrainingError
@@ -95,8 +96,13 @@ def base_of_adapter(folder):
     if not settings['lora_dropout']:
         raise ConfigError(f'dropout_seed: {folder} was trained with lora_dropout = 0, so nothing '
                           f'would be dropped; leave out --dropout_seed')
-    return checkpoint.fetch(settings['base_model_name_or_path'],
+    base = checkpoint.fetch(settings['base_model_name_or_path'],
                             training_settings(folder).get('revision'))
+    config = checkpoint.read_config(base)
+    checkpoint.check_weights(base, config)
+    with torch.device('meta'):      # fail on adapters of another model before anything is scored
+        adapter.add_adapter(CausalLM(config), folder)
+    return base
 
 
 def load_model(folder, cfg):

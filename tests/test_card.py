@@ -79,6 +79,8 @@ def test_epochs_and_adapters_have_cards_that_the_hub_reads_and_that_the_run_owns
     (run / names[3]).write_text('mine')
     card.write(run / 'epoch-1')
     assert '| mmlu | after | 40 |' in (run / names[2]).read_text()
+    assert {*ownership.written_files(run)} == {*names}      # whose lock may be another process's
+    card.disown_edited(run)
     ownership.discard(run, '*')
     assert [(run / name).exists() for name in names] == [False, False, False, True]
 
