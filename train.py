@@ -571,10 +571,12 @@ def optimize(run):
                 raise Stopped(signalled, f'after step {done}')
         signalled = max(gather(stop.number))        # during the last step
     print(f'peak memory {peak_memory(run.device):.2f} GiB')
-    if not cfg.dry_run:
-        save_files()
-        if rank() == 0:
-            finish(cfg)
+    with resume.StopSignals() as stop:      # without the final weights, all steps would be lost
+        if not cfg.dry_run:
+            save_files()
+            if rank() == 0:
+                finish(cfg)
+        signalled = max(signalled, *gather(stop.number))
     if signalled:
         raise Stopped(signalled, f'after the last step{", before the report" * bool(cfg.eval)}')
 

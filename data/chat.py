@@ -116,7 +116,7 @@ def _check_messages(messages):
     for message in messages:
         if message.get('role') not in ROLES:
             raise DataError(f'role {message.get("role")!r}; wanted one of {", ".join(ROLES)}')
-        require_text(message.get('content'), f'the content of a {message["role"]} message')
+        require_text(message.get('content'), f'the content of the {message["role"]} message')
         if message['role'] == 'system' and message is not messages[0]:
             raise DataError('a system message must be the first message')
     if not any(m['role'] == 'assistant' and m['content'].strip() for m in messages):

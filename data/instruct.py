@@ -100,7 +100,7 @@ def load_conversations(source, tokenizer, *, template, max_length, add_bos, revi
         if not any(loss_mask):
             raise DataError('every assistant message is marked as not trained')
         if not any(loss_mask[:max_length]):
-            raise DataError(f'the answer begins beyond max_length = {max_length} tokens')
+            raise DataError(f'the answer begins beyond max_length = {max_length} tokens; raise it')
         if train_on_inputs:
             loss_mask = [0] * add_bos + [1] * (len(ids) - add_bos)
         return [(ids[:max_length], loss_mask[:max_length])]

@@ -43,7 +43,7 @@ def read_predictions(path, norm='token', confidence=(), correct='correct'):
         try:
             if not isinstance(row, dict):
                 raise ValueError(f'not a JSON object: {str(row)[:40]}')
-            if row.get('split', 'test') != 'test' or id(row) in replaced:
+            if (row.get('split') or 'test') != 'test' or id(row) in replaced:
                 continue
             if 'filtered_resps' in row:
                 sample = harness_sample(row, norm)
@@ -81,6 +81,8 @@ def _named(row, confidence, correct):
                    if key not in row]:
         raise ValueError(f'there is no column {missing[0]!r}, but {", ".join(map(str, row))}')
     row = row | ({'correct': row[correct]} if correct in row else {})
+    empty = {key for key, x in row.items() if x is None} - {*confidence, 'confidence', 'correct'}
+    row = {key: x for key, x in row.items() if key not in empty}
     for column in confidence:
         yield {key: x for key, x in row.items() if key not in OPTION_KEYS} | {
             'confidence': row[column], 'task': column}
@@ -121,17 +123,23 @@ def _csv_rows(path):
     csv.field_size_limit(2 ** 31 - 1)
     opened = gzip.open if str(path).endswith('.gz') else open
     with opened(path, 'rt', encoding='utf-8-sig', newline='') as file:
-        header = file.readline()
-        file.seek(0)
-        reader = csv.DictReader(file, delimiter=max(',;\t', key=header.count))
+        reader = None
         try:
+            header = file.readline()
+            file.seek(0)
+            reader = csv.DictReader(file, delimiter=max(',;\t', key=header.count))
             for row in reader:
                 if None in row:
-                    raise ValueError(f'{len(row[None])} cells more than the header has')
+                    n = len(reader.fieldnames)
+                    raise ValueError(f'{n + len(row[None])} cells; the header names {n}')
                 if reader.reader.dialect.delimiter == ';':
                     row = {key: re.sub(r'^(-?\d+),(\d+)$', r'\1.\2', text or '')
                            for key, text in row.items()}
-                yield reader.line_num, {key: _cell(text) for key, text in row.items() if text}
+                yield reader.line_num, {key: _cell(text) if text else None
+                                        for key, text in row.items()}
+        except UnicodeDecodeError as error:     # read in blocks, so the line is not known
+            raise ValueError(f' not UTF-8: {error.reason} at byte '
+                             f'0x{error.object[error.start]:02x}; save it as UTF-8') from None
         except (ValueError, csv.Error) as error:
             raise ValueError(f'{reader.line_num}: {error}') from None
 
@@ -327,7 +335,10 @@ def _parse(row, norm):
     None for a row whose confidence is missing or states no probability.
     """
     kinds = *OPTION_KEYS, 'confidence', *SAMPLED_KEYS
-    kind = next((x for x in kinds if x in row), 'probs')
+    kind = next((x for x in kinds if row.get(x) is not None), 'confidence')
+    if kind not in row:
+        raise ValueError(f'neither {", ".join(kinds[:-1])} nor another of these, but the keys '
+                         f'{", ".join(map(str, row))}; --confidence names another column')
     if kind in SAMPLED_KEYS:
         row, kind = _sampled(row, row[kind]), 'confidence'
     if kind == 'confidence':
@@ -336,8 +347,12 @@ def _parse(row, norm):
         if value is None:
             return None
         if isinstance(correct, list) or correct not in (0, 1):      # so are true and false
-            hint = '; --correct names another column' * ('correct' not in row)
-            raise ValueError(f'correct must be true or false, not {correct!r:.60}{hint}')
+            hint = ('write true, false, 1 or 0' if 'correct' in row else
+                    '--correct names another column')
+            raise ValueError(f'correct must be true or false, not {correct!r:.60}; {hint}')
+        if type(value) in (int, float) and 1 < value <= 100:
+            raise ValueError(f'confidence is {value}, not from 0 to 1; if these are percent, write '
+                             f'{value} % or divide by 100')
         return kind, metrics.check_confidence(_numbers(kind, [value]))[0], bool(correct)
     values, label = _numbers(kind, row.get(kind)), row.get('answer', row.get('label'))
     if type(label) is not int:

@@ -367,7 +367,7 @@ def notes(result):
     chance = result.get('chance', -1)       # results of earlier versions lack it
     if 'by letters' in result['distribution'] and result['pooled']['accuracy_low'] <= chance:
         shots = '--shots=5, ' * (result.get('shots') == 0)
-        lines.append(f'this is the accuracy of guessing ({chance:.3f}): many base and '
+        lines.append(f'this is no better than guessing ({chance:.3f}): many base and '
                      f'small models cannot answer by a letter; try {shots}--scoring=text, or '
                      f'--prompt_format=harness, where the task has it')
     lines.append(prediction_files.few_rows_note(result['pooled']['n'], unit(result)))

@@ -35,6 +35,9 @@ def print_sizes(run):
     name = torch.cuda.get_device_name(run.device) if run.device.startswith('cuda') else 'CPU'
     print(f'device: {run.device} ({name}), {str(model.head.dtype).split(".")[-1]}')
     print(f'model: {cfg.model}: {c.model_type}, {total:,} parameters{adapters}')
+    if unused := [key for key, value in vars(cfg).items() if key.startswith('lora_')
+                  and not cfg.lora and value != getattr(type(cfg), key)]:
+        print(f'note: without lora = True all weights are trained; no effect: {", ".join(unused)}')
     sample = f' (a sample of {len(run.sequences) - cfg.val_size:,})' if cfg.data_limit else ''
     print(f'data: {cfg.data}: {len(training):,} sequences{sample}, {lengths.sum():,} tokens '
           f'(mean {lengths.mean():.0f}, longest {lengths.max()})')

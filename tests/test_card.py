@@ -54,7 +54,7 @@ def test_epochs_and_adapters_have_cards_that_the_hub_reads_and_that_the_run_owns
     run = tmp_path / 'run'
     after = reported(run, 3.0)
     with open(run / 'train_config.py', 'a') as settings:
-        settings.write("lora = True\nlora_rank = 4\nreward = '/home/me/judge'\n")
+        settings.write("lora = True\nlora_rank = 4\ndata_limit = 60\nreward = '/home/me/judge'\n")
     for place in ('adapter', 'epoch-1/adapter'):
         (run / place).mkdir(parents=True)
         (run / place / 'adapter_config.json').write_text('{}')
@@ -71,6 +71,7 @@ def test_epochs_and_adapters_have_cards_that_the_hub_reads_and_that_the_run_owns
             'mmlu', 'ece', round(after['pooled']['ece'], 4))
     assert not epoch.data.eval_results and ', after epoch 1.' in epoch.text
     assert epoch_adapters.data.model_name == 'run-epoch-1' and '| lora_rank | `4` |' in epoch.text
+    assert '| data_limit | `60` |' in epoch.text
     assert '`judge`' in epoch.text and '/home' not in epoch.text
 
     # evaluated, and edited: as that of the run

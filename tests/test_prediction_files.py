@@ -129,6 +129,34 @@ def test_a_table_with_semicolons_has_decimal_commas(tmp_path):
         assert values(run_metrics(table))['confidence'] == '0.5750'
 
 
+@pytest.mark.parametrize('header, row, message', [
+    ('confidence,correct', '13.4,1', '2: confidence is 13.4, not from 0 to 1; if these are percent'),
+    ('confidence,correct', '0.5,ja', "2: correct must be true or false, not 'ja'; write true, false,"),
+    ('confidence,correct', '0.5,', '2: correct must be true or false, not None; write'),
+    ('confidence,correct', '0.5,1,2', '2: 3 cells; the header names 2'),
+    ('Confidence,correct', '0.5,1', '2: neither probs, log_probs, confidence, answers nor another '
+     'of these, but the keys Confidence, correct; --confidence names another column'),
+    ('confidence,correct', '0.5,K\xf6ln', ' not UTF-8: invalid start byte at byte 0xf6; save it')])
+def test_a_wrong_cell_is_named_with_what_would_be_right(tmp_path, header, row, message):
+    table = tmp_path / 'table.csv'
+    table.write_bytes(f'{header}\n{row}\n'.encode('latin-1'))
+    assert run_metrics(table).stderr.startswith(f'error: {table}:{message}')
+
+
+def test_an_empty_cell_of_a_confidence_is_left_out_and_counted(tmp_path):
+    table = tmp_path / 'table.csv'
+    table.write_text('split,confidence,correct,cosine\n,0.9,1,0.9\n,,0,\n,NA,1,NA\ntest,0.5,0,0.5\n')
+    parquet = write_rows(tmp_path / 'table.parquet', [
+        {'split': split, 'confidence': x, 'correct': correct, 'cosine': x, 'probs': None}
+        for split, x, correct in ((None, 0.9, 1), (None, None, 0), ('test', 0.5, 0))])
+    for path, n in ((table, 2), (parquet, 1)):
+        for arguments in ([], ['--confidence=cosine']):
+            done = run_metrics(path, *arguments)
+            assert done.stdout.startswith(f'{n} rows state no probability, the first: '), done
+            assert ': None; they are left out' in done.stdout
+            assert values(done)['confidence'] == '0.7000'
+
+
 def test_a_report_lists_its_scalings_and_replaces_none_of_others(tmp_path):
     path = write_rows(tmp_path / 'rows.jsonl', [
         {'probs': [0.6, 0.4], 'answer': i % 3 // 2} for i in range(12)])

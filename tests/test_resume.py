@@ -206,11 +206,15 @@ def test_a_save_killed_at_any_moment_is_resumed(tmp_path, monkeypatch, kind):
 # ---- Signals, and disks that fill up -------------------------------------------------------------
 
 @pytest.mark.slow
-def test_a_signal_during_the_last_step(train_again, tmp_path, monkeypatch):
-    steps = []
-    before_each_step(monkeypatch, lambda: steps.append(1) or (len(steps) == 2 and stop()) or None)
+@pytest.mark.parametrize('saving', [False, True])
+def test_a_signal_during_the_last_step_or_the_save(train_again, tmp_path, monkeypatch, saving):
+    steps, save = [], trained.save_weights
+    before_each_step(monkeypatch, lambda: steps.append(1) or (
+        len(steps) == 2 and not saving and stop()) or None)
+    if saving:
+        monkeypatch.setattr(trained, 'save_weights', lambda *rest: stop() or save(*rest))
     with pytest.raises(train.Stopped, match='SIGTERM after the last step, before the report'):
-        train_again('--max_steps=2')
+        train_again('--max_steps=2', '--checkpoint_epochs=False')
     files = tree(tmp_path / 'out').keys()
     assert 'config.json' in files and 'results.json' not in files
 

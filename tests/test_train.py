@@ -195,8 +195,11 @@ def test_a_subset_is_drawn_by_the_seed(settings_file, tmp_path, capsys):
     assert drawn(data_limit=len(whole))[0] == whole
     with pytest.raises(DataError, match=f'data_limit = 999, but it has {len(whole)} sequences '):
         drawn(data_limit=999)
-    train.main([settings_file, '--dry_run', f'--out_dir={tmp_path / "run"}', '--data_limit=20'])
-    assert f': 20 sequences (a sample of {len(whole)}), ' in capsys.readouterr().out
+    train.main([settings_file, '--dry_run', f'--out_dir={tmp_path / "run"}', '--data_limit=20',
+                '--lora_rank=4'])
+    printed = capsys.readouterr().out
+    assert f': 20 sequences (a sample of {len(whole)}), ' in printed
+    assert 'no effect: lora_rank' in printed
     assert not (tmp_path / 'run').exists()
 
 
