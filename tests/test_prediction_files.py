@@ -130,9 +130,9 @@ def test_a_table_with_semicolons_has_decimal_commas(tmp_path):
 
 
 @pytest.mark.parametrize('header, row, message', [
-    ('confidence,correct', '13.4,1', '2: confidence is 13.4, not from 0 to 1; if these are percent'),
-    ('confidence,correct', '0.5,ja', "2: correct must be true or false, not 'ja'; write true, false,"),
-    ('confidence,correct', '0.5,', '2: correct must be true or false, not None; write'),
+    ('confidence,correct', '13.4,1', '2: confidence is 13.4, not from 0 to 1; if these are'),
+    ('confidence,correct', '0.5,ja', "2: correct must be true or false, not 'ja'; write true"),
+    ('confidence,correct', '0.5,', '2: correct must be true or false, not None; w'),
     ('confidence,correct', '0.5,1,2', '2: 3 cells; the header names 2'),
     ('Confidence,correct', '0.5,1', '2: neither probs, log_probs, confidence, answers nor another '
      'of these, but the keys Confidence, correct; --confidence names another column'),
@@ -145,7 +145,8 @@ def test_a_wrong_cell_is_named_with_what_would_be_right(tmp_path, header, row, m
 
 def test_an_empty_cell_of_a_confidence_is_left_out_and_counted(tmp_path):
     table = tmp_path / 'table.csv'
-    table.write_text('split,confidence,correct,cosine\n,0.9,1,0.9\n,,0,\n,NA,1,NA\ntest,0.5,0,0.5\n')
+    table.write_text('split,confidence,correct,cosine\n,0.9,1,0.9\n,,0,\n,NA,1,NA\n'
+                     'test,0.5,0,0.5\n')
     parquet = write_rows(tmp_path / 'table.parquet', [
         {'split': split, 'confidence': x, 'correct': correct, 'cosine': x, 'probs': None}
         for split, x, correct in ((None, 0.9, 1), (None, None, 0), ('test', 0.5, 0))])
