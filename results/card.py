@@ -19,8 +19,8 @@ END = '<!-- nanoCal wrote this card, {}. An edited card is not replaced. -->\n'
 COLUMNS = {'accuracy': 'accuracy', 'ece': 'ECE (10 bins)', 'nll': 'NLL (nats)'}
 LORA = 'lora_rank', 'lora_alpha', 'lora_dropout', 'lora_targets'
 SHOWN = ('revision', 'data_revision', 'method', 'reward', 'template', 'data_limit', 'epochs',
-         'max_steps', 'batch_size', 'max_length', 'lr', 'schedule', 'warmup', 'weight_decay', 'loss',
-         'smoothing', 'base_smoothing', 'logit_temperature', 'master_weights', 'seed')
+         'max_steps', 'batch_size', 'max_length', 'lr', 'schedule', 'warmup', 'weight_decay',
+         'loss', 'smoothing', 'base_smoothing', 'logit_temperature', 'master_weights', 'seed')
 
 
 def write(folder):
