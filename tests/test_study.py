@@ -441,3 +441,12 @@ def test_every_script_has_help(script, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         runpy.run_path(str(script), run_name='__main__')
     assert 'usage: ' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('name', ['real', 'real-second'])
+def test_the_tables_of_the_real_model_are_those_of_its_runs(name, tmp_path, monkeypatch, capsys):
+    published = HERE / 'research' / 'study' / 'results' / name
+    (tmp_path / 'runs.csv').write_bytes((published / 'runs.csv').read_bytes())
+    monkeypatch.setattr(sys, 'argv', ['real_table.py', '--csv', f'--out_dir={tmp_path}'])
+    runpy.run_path(str(HERE / 'research' / 'study' / 'real_table.py'), run_name='__main__')
+    assert (tmp_path / 'tables.md').read_text() == (published / 'tables.md').read_text()
