@@ -61,6 +61,12 @@ def test_train_on_inputs_supervises_every_token_but_bos(tmp_path, tokenizers, ad
     assert plain[0][0].tolist() == every[0][0].tolist()
     assert every[1][1].tolist() == [int(not add_bos), *[1] * (len(every[1][0]) - 1)]
     assert 0 < plain[1][1].sum() < every[1][1].sum()
+    first = int(plain[0][1].argmax())       # of the answer
+    assert conversations(path, tokenizers['gemma'], template='alpaca', max_length=first + 1,
+                         add_bos=add_bos)[0][1].sum() == 1
+    with pytest.raises(DataError, match=f'alpaca.json: row 1: .* beyond max_length = {first} tok'):
+        conversations(path, tokenizers['gemma'], template='alpaca', max_length=first,
+                      add_bos=add_bos)
 
 
 def message(name, parent, text, lang='en', **more):
