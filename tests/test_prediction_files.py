@@ -19,7 +19,7 @@ import metrics
 import stats
 from results import command, runs
 from results.compare import FileConfig
-from results.prediction_files import harness_sample, harness_task
+from results.prediction_files import harness_sample, harness_task, read_rows
 from runtime import cli, ownership
 from runtime.errors import ConfigError
 
@@ -319,3 +319,14 @@ def test_a_repeated_question_of_lm_eval_counts_once_and_two_models_are_not_mixed
     assert sorted(re.sub(', .*: ', ' ', lines[i].split('/')[-1]) for i in titles) == [
         'first trivia', 'second trivia']
     assert all(lines[i + 1].split() == ['n', '6'] for i in titles)
+
+
+def test_a_last_line_that_a_crash_cut_off_is_left_out_where_that_can_be(tmp_path):
+    path = tmp_path / 'samples.jsonl'
+    path.write_text('{"id": 1}\n{"id": ')
+    assert [*read_rows(path, cut=True)] == [(1, {'id': 1})]
+    with pytest.raises(ValueError, match='^2: broken JSON'):
+        [*read_rows(path)]
+    path.write_text('{"id": 1}\n{"id": \n')      # a whole line, so no crash
+    with pytest.raises(ValueError, match='^2: broken JSON'):
+        [*read_rows(path, cut=True)]
