@@ -228,15 +228,18 @@ def measure(groups, n_bootstrap, seed, keys=None):
         parts = [(size, [seed, part]) for part, size in enumerate(sizes)]
         # a job sorts all rows of its group, so there are only about four per process
         per_job = max(1, len(parts) * n_rows // (4 * cores() * n))
-        jobs[key] = [group.report, *(functools.partial(group.bootstrap, parts[i:i + per_job], keys)
-                                     for i in range(0, len(parts), per_job))]
+        jobs[key] = [functools.partial(group.bootstrap, parts[i:i + per_job], keys)
+                     for i in range(0, len(parts), per_job)]
     # for one process; w processes take seconds / w, and 0.025 w to be forked one after the other
     seconds = 0.007 * len(groups) + 4e-8 * n_rows * n_bootstrap
-    outcomes = iter(parallel_map(operator.call, [*itertools.chain(*jobs.values())],
+    # workers take turns, so long jobs must not alternate with short ones
+    outcomes = iter(parallel_map(operator.call, [*(group.report for group in groups.values()),
+                                                 *itertools.chain(*jobs.values())],
                                  worth_it=seconds > 0.2, most=round(math.sqrt(seconds / 0.025))))
+    measured = dict(zip(groups, outcomes))
     for key, group_jobs in jobs.items():
-        report, *drawn = itertools.islice(outcomes, len(group_jobs))
-        parts = [*itertools.chain(*drawn)]
+        report = measured[key]
+        parts = [*itertools.chain(*itertools.islice(outcomes, len(group_jobs)))]
         resampled[key] = {name: np.concatenate([part[name] for part in parts])
                           for name in (parts[0] if parts else ())}
         reports[key] = report | intervals(resampled[key], report, report['n'])
