@@ -47,7 +47,7 @@ class AlignmentSpec(StudySpec):
     written: int = 500          # of the questions are also answered in writing
 
 
-WORLD = common.world_spec(AlignmentSpec, 'alignment')
+WORLD = AlignmentSpec(**common.FILE['worlds']['alignment'])
 
 
 class AlignmentWorld(StudyWorld):

@@ -18,6 +18,8 @@ from train import train
 
 ROOT = 'out/study'
 SEEDS = (0, 1, 2, 3, 4)
+# the worlds, models and runs
+FILE = tomllib.loads(Path(__file__).with_name('runs.toml').read_text(encoding='utf-8'))
 
 
 # Command lines
@@ -28,30 +30,29 @@ def options(doc, arguments=None, first=None, **more):
     more: {option: keyword arguments of argparse}; first: (name, the same) of the positional one.
     """
     parser = argparse.ArgumentParser(description=doc.split('\n')[0])
-    named = [first] if first else []
-    named += [(f'--{name}', settings) for name, settings in more.items()]
-    for name, settings in named:
+    for name, settings in [*[first] * bool(first), *((f'--{x}', y) for x, y in more.items())]:
         text = {} if 'action' in settings else {'type': os.path.expanduser}
         parser.add_argument(name, **text | settings)
     return parser.parse_args(arguments)
 
 
-def seed_list(text):
-    """Return the seeds of an option such as --seeds=0,1; an error of argparse for other text."""
-    try:
-        return [int(seed) for seed in text.split(',')]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f'{text!r} is no list of seeds such as 0,1') from None
+def seeds_option(seeds, text=None):
+    def seed_list(text):
+        try:
+            return [int(seed) for seed in text.split(',')]
+        except ValueError:
+            raise argparse.ArgumentTypeError(f'{text!r} is no list of seeds such as 0,1') from None
+    return {'type': seed_list, 'default': seeds,
+            'help': f'default: {text or ",".join(map(str, seeds))}'}
 
 
 def names_of(choices, default=None):
     """Return an option that takes several of `choices`, separated by commas; default: all."""
     def several(text):
         names = text.split(',')
-        for name in names:
-            if name not in choices:
-                raise argparse.ArgumentTypeError(
-                    f'there is no {name}; choose from {", ".join(choices)}')
+        if unknown := [name for name in names if name not in choices]:
+            raise argparse.ArgumentTypeError(
+                f'there is no {unknown[0]}; choose from {", ".join(choices)}')
         return names
     return {'type': several, 'default': default or ','.join(choices),
             'help': 'separated by commas; default: %(default)s'}
@@ -61,21 +62,7 @@ ONLY = {'default': '', 'help': 'beginnings of names of runs, such as base,tiny'}
 OUT_DIR = {'default': ROOT, 'help': 'folder of the study; default: %(default)s'}
 
 
-def seeds_option(seeds, text=None):
-    return {'type': seed_list, 'default': seeds,
-            'help': f'default: {text or ",".join(map(str, seeds))}'}
-
-
 # Files and runs
-
-FILE = tomllib.loads((Path(__file__).parent / 'runs.toml').read_text(encoding='utf-8'))
-
-
-def world_spec(kind, name):
-    """Return the spec of a world in runs.toml."""
-    return kind(**{key: tuple(value) if isinstance(value, list) else value
-                   for key, value in FILE['worlds'][name].items()})
-
 
 def combinations(table):
     """Yield ({key: value}, other settings) of each run of a table in runs.toml."""
@@ -99,8 +86,7 @@ def write_lines(path, rows):
 
 
 def ask(cfg):
-    """Evaluate a model on one task; return {id: (options, probabilities, answer)} of its questions.
-    """
+    """Return {id: (options, probabilities, answer)} of the questions of the one task of `cfg`."""
     run(cfg)
     (samples,) = read_run_samples(read_run(Path(cfg.out_dir)))[0].values()
     return {s['id']: (s['options'], p, s['answer'])

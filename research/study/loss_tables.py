@@ -12,6 +12,7 @@ cross-entropy at equal accuracy; only the first strength of a loss is tested. cl
 cell is.
 """
 
+import functools
 import sys
 from pathlib import Path
 
@@ -50,25 +51,22 @@ def sources(root):
             yield from (Source(Path(cfg.out_dir)) for cfg in EXPERIMENTS[experiment](seed, root))
 
 
-def is_used(line):
-    """Return whether a table uses a line: languages and temperatures only of questions."""
-    pooled, unscaled = line['language'] == 'all', line['scaling'] == 'none'
-    return line['category'] == 'all' and (
-        pooled or unscaled if line['task'] == 'text4' else
-        pooled and unscaled and line['task'] not in WORLD.forms)
-
-
 def lines_of(source):
-    """Return the lines of a run, {column of COLUMNS: value}."""
-    run = read_run(source.folder)
-    lines = [*filter(is_used, run_lines(run))]
+    """Return the lines of a run that a table uses, {column of COLUMNS: value}."""
+    run, lines, pooled = read_run(source.folder), [], {'language': 'all', 'scaling': 'none'}
+    for line in run_lines(run):
+        same = [line[key] == value for key, value in pooled.items()]
+        # languages and temperatures only of questions
+        used = any(same) if line['task'] == 'text4' else (
+            all(same) and line['task'] not in WORLD.forms)
+        if line['category'] == 'all' and used:
+            lines.append(line)
     if run.settings.get('val_size', '0') != '0':
         steps = read_lines(run.folder / 'log.jsonl')
-        more = {'language': 'all', 'scaling': 'none'}
-        lines += [more | {'task': 'held out', 'ece': f'{steps[-1]["val_ece"]:.5g}',
-                          'nll': f'{steps[-1]["val_nll"]:.5g}'},
-                  more | {'task': 'trained',
-                          'nll': f'{np.mean([step["nll"] for step in steps[-LAST:]]):.5g}'}]
+        trained = np.mean([step['nll'] for step in steps[-LAST:]])
+        lines += [pooled | {'task': 'held out', 'ece': f'{steps[-1]["val_ece"]:.5g}',
+                            'nll': f'{steps[-1]["val_nll"]:.5g}'},
+                  pooled | {'task': 'trained', 'nll': f'{trained:.5g}'}]
     about = {'run': run.folder.name, 'seed': str(run.seed)}
     return [{key: (about | line).get(key, '') for key in COLUMNS} for line in lines]
 
@@ -110,34 +108,31 @@ CHOICES = dict(pairs(TABLES['choices']['rows']))       # of claim 11, {choice: r
 
 
 def ranked_choices(numbers):
-    """Return [(text, choice, [4, seeds])], the best choice first.
-
-    The four are the reduction of ECE, points of accuracy lost, the reduction of NLL, and the
-    increase of NLL on held-out conversations, which a temperature does not change.
-    """
-    def values(choice):
-        ece, accuracy, nll = (numbers.value(f'{choice} {m}') for m in ('ece', 'accuracy', 'nll'))
-        held_out = numbers.of(choice.split()[0], 'nll', task='held out')
-        return np.array([-ece, -100 * accuracy, -nll, held_out])
-    choices = [(name, values(choice) - values(DEFAULT)) for name, choice in CHOICES.items()]
-    ranked = sorted((*per_point(*changes[:2]), name, i)
-                    for i, (name, changes) in enumerate(choices))
-    return [(text, name, choices[i][1]) for _, text, name, i in ranked]
-
-
-def per_point(ece, lost):
-    """Return (rank, text) of the reduction of ECE per point of accuracy lost.
+    """Return [(text, choice, [4, seeds])], the best choice first: the reduction of ECE per point of
+    accuracy lost, and the four numbers of a row of `recipe_table`.
 
     A choice that loses no accuracy beyond its interval is free and comes first.
     """
-    if not np.isfinite([ece, lost]).all():
-        return (2, 0), 'not run'
-    if (lost[0] if len(lost) < 2 else mean_interval(lost)[1]) <= 0:
-        return (0, -ece.mean()), 'free'
-    ratio, ends = ece.mean() / lost.mean(), len(lost) > 1 and ratio_interval(ece, lost)
-    text = '' if len(lost) < 2 else (
-        f' ({ends[0]:.3f} to {ends[1]:.3f})' if ends else ' (unbounded)')
-    return (1, -ratio), f'{ratio:.3f}{text}'
+    def values(choice):
+        ece, accuracy, nll = (numbers.value(f'{choice} {m}') for m in ('ece', 'accuracy', 'nll'))
+        held_out = numbers.of(choice.split()[0], 'nll', task='held out')    # has no temperature
+        return np.array([-ece, -100 * accuracy, -nll, held_out])
+
+    ranked = []
+    for name, choice in CHOICES.items():
+        ece, lost, *_ = changes = values(choice) - values(DEFAULT)
+        if not np.isfinite([ece, lost]).all():
+            rank, text = (2, 0), 'not run'
+        elif (lost[0] if len(lost) < 2 else mean_interval(lost)[1]) <= 0:
+            rank, text = (0, -ece.mean()), 'free'
+        else:
+            ratio = ece.mean() / lost.mean()
+            rank, text = (1, -ratio), f'{ratio:.3f}'
+            if len(lost) > 1:
+                ends = ratio_interval(ece, lost)
+                text += ' ({:.3f} to {:.3f})'.format(*ends) if ends else ' (unbounded)'
+        ranked.append((rank, text, name, changes))
+    return [choice[1:] for choice in sorted(ranked, key=lambda choice: choice[:3])]
 
 
 def recipe_table(numbers):
@@ -171,23 +166,20 @@ def draw_curves(numbers, ax, metric, title, **where):
     label(ax, title, xlabel='accuracy', ylabel=TITLES[metric])
 
 
-def equal_accuracy_figure(numbers, path):
-    curves_figure(numbers, path, [(metric, title, {'task': task})
-                                  for metric in ('ece', 'smooth_ece')
-                                  for task, title in TASKS.items()])
-
-
-def temperature_figure(numbers, path):
-    scaled = 'after temperature scaling', {'scaling': 'temperature'}
-    curves_figure(numbers, path, [('ece', 'questions', {}), ('ece', *scaled), ('nll', *scaled)])
-
-
 def curves_figure(numbers, path, shown):
     """Draw rows of three panels; shown: [(metric, title, {column: value})]."""
     figure, axes = panels(len(shown) // 3, 3)
     for ax, (metric, title, where) in zip(axes.flat, shown, strict=True):
         draw_curves(numbers, ax, metric, title, **where)
     finish(figure, path)
+
+
+SCALED = 'after temperature scaling', {'scaling': 'temperature'}
+equal_accuracy_figure = functools.partial(curves_figure, shown=[
+    (metric, title, {'task': task}) for metric in ('ece', 'smooth_ece')
+    for task, title in TASKS.items()])
+temperature_figure = functools.partial(curves_figure, shown=[
+    ('ece', 'questions', {}), ('ece', *SCALED), ('nll', *SCALED)])
 
 
 def transfer_figure(numbers, path):

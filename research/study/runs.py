@@ -11,6 +11,7 @@ printed and written beside them as compare.*.
 
 import functools
 import itertools
+import re
 import sys
 from pathlib import Path
 
@@ -24,12 +25,12 @@ from evaluate import EvalConfig
 from runtime import cli
 from runtime.errors import ConfigError
 from research.study import common, entropy_range
-from research.study.common import FILE, ROOT, seed_folder, world_spec, write_lines
+from research.study.common import FILE, ROOT, seed_folder, write_lines
 from research.study.world import StudySpec, make_world
 from train import TrainConfig
 
 LATER_SEEDS = (5, 6, 7, 8, 9)       # of claims 7 to 11: claims 1 to 6 have seen 0 to 4
-WORLD, VOCABULARY_WORLD = (world_spec(StudySpec, name) for name in ('base', 'vocabulary'))
+WORLD, VOCABULARY_WORLD = (StudySpec(**FILE['worlds'][name]) for name in ('base', 'vocabulary'))
 LOSSES = FILE['losses']             # {name: strengths}
 STRENGTHS = [loss for strengths in LOSSES.values() for loss in strengths]
 TUNED = {}                          # {experiment: tables of runs.toml}
@@ -45,16 +46,15 @@ KNOWN_BASES, KNOWN_DATA = ('base', 'medium'), ('known', 'half', 'unknown')
 
 def short(loss):
     """Return the part of a run's name for a loss, such as 'smoothing0.1' or 'focal2'."""
-    return (loss.removeprefix('cross_entropy() + ').replace('_', '').replace(' + ', '-')
-            .replace('(', '').replace(')', ''))
+    return re.sub('[_()]', '', loss.removeprefix('cross_entropy() + ').replace(' + ', '-'))
 
 
 def evaluation(world, forms=WORLD.forms, **settings):
     """Return the report on the questions, next tokens and facts of the world in folder `world`."""
-    tasks = (*(f'{world}/{form}' for form in forms), f'clm:{world}/clm.jsonl',
-             f'facts:{world}/facts.jsonl')
-    return EvalConfig(tasks=tasks, scoring='text', shots=0, fit_temperature=True, n_bootstrap=0,
-                      pictures=False, **settings)
+    return EvalConfig(
+        tasks=(*(f'{world}/{form}' for form in forms), f'clm:{world}/clm.jsonl',
+               f'facts:{world}/facts.jsonl'),
+        scoring='text', shots=0, fit_temperature=True, n_bootstrap=0, pictures=False, **settings)
 
 
 SHARED = {'pack_len': 1024, 'max_length': 512, 'add_bos': True, 'checkpoint_epochs': False,
@@ -122,9 +122,8 @@ def vocabulary_runs(seed, root=ROOT):
     report = evaluation(f'{folder}/world', VOCABULARY_WORLD.forms, norm='sum')
     shared = SHARED | {'cache_dir': f'{folder}/cache', 'log_every': 100, 'eval': report,
                        'seed': seed}
-    models = {f'D{D}-V{V}-cap{cap}': (D, V, cap, {})
-              for D, V, cap in itertools.product(SIZES, VOCABULARY_WORLD.vocab_sizes,
-                                                     (30.0, None))}
+    models = {f'D{D}-V{V}-cap{cap}': (D, V, cap, {}) for D, V, cap in itertools.product(
+        SIZES, VOCABULARY_WORLD.vocab_sizes, (30.0, None))}
     models |= {f'unused-D{D}': (D, 4_096, 30.0, {'vocab_size': 262_144}) for D in SIZES}
     for name, (D, V, cap, rows) in models.items():
         mlp, heads, lr, _ = SIZES[D]
@@ -191,31 +190,26 @@ def seeds_of(experiment):
     return LATER_SEEDS if experiment in LATER else common.SEEDS
 
 
-def prepare(experiment, seed, root):
-    """Make the world of an experiment, or the data of `known`."""
-    if experiment in ('base', 'vocabulary'):
-        make_world(f'{seed_folder(experiment, seed, root)}/world', seed,
-                   WORLD if experiment == 'base' else VOCABULARY_WORLD)
-    if experiment == 'known':
-        for base in KNOWN_BASES:
-            select_known(seed, root, base)
-
-
-def finish(experiment, cfg):
-    if experiment == 'vocabulary':
-        entropy_range.measure(cfg.out_dir, cfg.seed)
-
-
 def main():
     options = common.options(
         __doc__, first=('experiment', {'choices': EXPERIMENTS}), only=common.ONLY,
         seeds=common.seeds_option(None, '0,1,2,3,4; 5 to 9 for losses, transfer and known'),
         out_dir=common.OUT_DIR)
     name = options.experiment
+
+    def prepare(seed, root):
+        if world := {'base': WORLD, 'vocabulary': VOCABULARY_WORLD}.get(name):
+            make_world(f'{seed_folder(name, seed, root)}/world', seed, world)
+        for base in KNOWN_BASES if name == 'known' else ():
+            select_known(seed, root, base)
+
+    def finish(cfg):
+        if name == 'vocabulary':
+            entropy_range.measure(cfg.out_dir, cfg.seed)
+
     with cli.one_line_errors(resume='the same command continues'):
         common.train_all(EXPERIMENTS[name], options.seeds or seeds_of(name),
-                         tuple(options.only.split(',')), options.out_dir,
-                         functools.partial(prepare, name), functools.partial(finish, name))
+                         tuple(options.only.split(',')), options.out_dir, prepare, finish)
         common.print_table(EXPERIMENTS[name], options.out_dir)
 
 
