@@ -14,7 +14,9 @@ import torch
 from common import (HERE, SHARED, needs_files, reference_model, sentencepiece_folder, start_script,
                     write_rows)
 from data.benchmarks import GLOBAL_MMLU, MMLU_PROX
-from research.papers import features, label_smoothing, multilingual, multilingual_printed
+from research.papers import (features, label_smoothing, multilingual, multilingual_printed,
+                             shared_questions)
+from results import report
 from runtime import ownership
 from runtime.errors import DataError
 
@@ -480,3 +482,38 @@ def test_every_printed_row_has_a_setting_of_its_own_and_the_numbers_of_the_paper
     tables = text[text.index('Table 2:'):text.index('Appendix D')]
     assert [row[key] for row in rows for key in ('accuracy', 'entropy_bits', 'ece', 'rms')
             ] == re.findall(r'(?<![\d.])\d\.\d{3}(?!\d)', tables)
+
+
+# Questions that runs and languages share
+
+def random_predictions(random, n):
+    return report.Predictions(random.dirichlet(np.ones(4), n), random.integers(4, size=n))
+
+
+def test_resampled_metrics_are_those_of_the_drawn_questions_in_every_language():
+    random = np.random.default_rng(0)
+    names = [f'q{i:02}' for i in range(30)]
+    groups = {'en': (names, random_predictions(random, 30)),
+              'sw': (names[::-1][:20], random_predictions(random, 20))}    # another order, and fewer
+    ids, values = shared_questions.resample(groups, 5, seed=3)
+    assert ids == names
+    again = np.random.default_rng(3)
+    for r in range(6):      # the first are the questions as they are
+        drawn = [names[i] for i in again.integers(30, size=30)] if r else names
+        found = {'all': ([], [])}
+        for language, (own, p) in groups.items():
+            rows = [own.index(name) for name in drawn if name in own]
+            found[language] = p.probs[rows], p.labels[rows]
+            found['all'][0].append(p.probs[rows])
+            found['all'][1].append(p.labels[rows])
+        found['all'] = [np.concatenate(x) for x in found['all']]
+        for language, (probs, labels) in found.items():
+            expected = metrics.report(probs, labels)
+            for key, value in values[language].items():
+                assert value[r] == pytest.approx(expected[key], abs=1e-12)
+
+
+def test_runs_of_other_questions_have_no_p():
+    random = np.random.default_rng(3)
+    a, b = ({'en': (names, random_predictions(random, 3))} for names in ('abc', 'abd'))
+    assert shared_questions.p_values(*(shared_questions.resample(x, 4) for x in (a, b))) == {}

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import json
 import math
 import multiprocessing
@@ -20,7 +21,7 @@ import metrics
 import model as models
 import scaling
 from align import AlignConfig, check_align_config
-from data.world import write_world
+from data import world
 from data.written_answers import WRITTEN_TASKS
 from results import over_seeds
 from results.report import predictions
@@ -28,7 +29,7 @@ from results.runs import read_run, read_run_samples
 from results.samples import read_samples
 from research.study import (
     alignment, alignment_tables, claims, closed_form, common, effects, entropy_range, figures,
-    loss_tables, runs, side_by_side)
+    loss_tables, metrics_agree, readings, runs, side_by_side)
 from research.study.world import StudySpec, make_world
 from stats import student_t
 from train import check_config, training_loss
@@ -377,7 +378,7 @@ def test_the_closed_form_is_the_optimum_of_its_objective(method, weight):
 def test_alignment_from_the_world_to_tables(tmp_path, forked):
     """Two processes: tuned models, pairs, aligned models and their written answers."""
     folder = Path(alignment.seed_folder(10, tmp_path))
-    write_world(folder / 'world', 10, SMALL_ALIGNMENT, alignment.make_rows)
+    world.write_world(folder / 'world', 10, SMALL_ALIGNMENT, alignment.make_rows)
     jobs = small_jobs('alignment', 10, tmp_path, {
         'base', 'sft', 'stated', 'pairs', 'ppo-both', 'dpo', 'rlcr', 'dpo-temperature'})
     more = small_jobs('closed-form', 10, tmp_path, {'pairs', 'own', 'ppo-0.05-lora', 'cdpo-noisy'})
@@ -429,6 +430,161 @@ def test_alignment_from_the_world_to_tables(tmp_path, forked):
         preference += 1 / (1 + np.exp(-0.3 * (change[true] - change[wrong]))) / len(sft)
     assert preference != pytest.approx(0.5, rel=1e-3)
     assert closed.of('cdpo-noisy', 'preference') == pytest.approx(preference, rel=1e-5)
+
+
+# Another reading of the same models, and how metrics agree
+
+SMALL_READINGS = replace(readings.WORLD, entities=40, documents=90, vocab_sizes=(700,),
+                         instructions=30, tokenizer_documents=90, questions=8,
+                         first_names=10, family_names=10)
+
+
+def read_rows(path):
+    return [{key: value if key in ('reading', 'model') else float(value)
+             for key, value in row.items()} | {'shots': int(row['shots'])}
+            for row in claims.read_csv(path)]
+
+
+@pytest.mark.slow
+def test_a_small_study_of_readings_from_end_to_end(tmp_path, monkeypatch):
+    of_study = readings.runs
+    monkeypatch.setattr(readings, 'WORLD', SMALL_READINGS)
+    monkeypatch.setattr(readings, 'runs', lambda *args: (
+        replace(cfg, max_steps=2, workers=1) for cfg in of_study(*args)))
+    readings.main((1,), tmp_path, tmp_path)
+    rows = read_rows(tmp_path / 'readings.csv')
+    assert len({tuple(row[key] for key in ('reading', 'shots', 'model', 'seed'))
+                for row in rows}) == len(rows) == 5 * 2 * 2
+    assert (tmp_path / 'readings.md').read_text() == readings.table(rows)
+    folder = f'{common.seed_folder("readings", 1, tmp_path)}/tuned'
+    for row in rows:
+        if row['model'] == 'tuned' and row['seed'] == 1:
+            assert row['entropy_bits'] == pytest.approx(entropy_by_hand(folder, row), abs=2e-5)
+
+
+def entropy_by_hand(folder, row):
+    """Return the mean entropy in bits of a reading, from the log-probabilities of its samples."""
+    options, scoring, norm = readings.READINGS[row['reading']]
+    bits = []
+    for sample in read_samples(f'{folder}/{options}-{scoring}-{row["shots"]}/samples.jsonl'):
+        assert sample['shots'] == row['shots']
+        assert (sample['options'] == [' A', ' B', ' C', ' D']) == (row['reading'] == 'letters')
+        p = np.exp(np.divide(sample['log_probs'], sample['n_tokens'] if norm == 'token' else 1))
+        p /= p.sum()
+        bits.append(-(p * np.log2(p)).sum())
+    return np.mean(bits)
+
+
+def test_the_table_of_readings_follows_from_the_committed_numbers():
+    folder = STUDY / 'results' / 'readings'
+    rows = read_rows(folder / 'readings.csv')
+    assert readings.table(rows) == (folder / 'readings.md').read_text()
+    keys = [tuple(row[key] for key in ('reading', 'shots', 'model')) for row in rows]
+    assert {keys.count(key) for key in keys} == {3} and len(set(keys)) == 20
+
+
+def literal_tau(x, y):
+    """tau-b, pair by pair."""
+    pairs = [(np.sign(x[i] - x[j]), np.sign(y[i] - y[j]))
+             for i, j in itertools.combinations(range(len(x)), 2)]
+    untied = [sum(pair[k] != 0 for pair in pairs) for k in (0, 1)]
+    return sum(a * b for a, b in pairs) / np.sqrt(untied[0] * untied[1])
+
+
+def test_kendall_is_tau_b_of_the_runs_that_have_both():
+    rng = np.random.default_rng(0)
+    for ties in (False, True):
+        x, y = rng.normal(size=(2, 25))
+        y = x + y
+        if ties:
+            x, y = np.round(x), np.round(y)
+        tau, low, high, n = metrics_agree.kendall(x, y, 200)
+        assert tau == pytest.approx(literal_tau(x, y), abs=1e-12) and low < tau < high and n == 25
+        draw = np.random.default_rng(0).integers(25, size=(200, 25))
+        resampled = [literal_tau(x[rows], y[rows]) for rows in draw]
+        assert (low, high) == pytest.approx(np.quantile(resampled, (0.025, 0.975)), abs=1e-9)
+        x[:5], y[20:] = np.nan, np.nan
+        assert metrics_agree.kendall(x, y, 10)[0] == pytest.approx(
+            literal_tau(x[5:20], y[5:20]), abs=1e-12)
+    assert np.isnan(metrics_agree.kendall(np.ones(4), np.arange(4.0), 10)[:3]).all()
+
+
+def test_bins_of_equal_width_merge_exactly():
+    rng = np.random.default_rng(0)
+    confidence = rng.random(500)
+    correct = rng.random(500) < confidence**2
+    table = metrics.bins(confidence, correct)
+    gaps = np.nan_to_num(table['count'] * (table['accuracy'] - table['confidence']))
+    for n in (1, 2, 5, 10):
+        assert metrics_agree.merged_ece(table['count'], gaps, n) == pytest.approx(
+            metrics.ece(confidence, correct, n), abs=1e-12)
+
+
+def test_the_agreement_of_metrics_follows_from_the_committed_numbers():
+    """tau to all digits; the intervals are of resamples and are left out, for time."""
+    expected = {(x['task'], x['a'], x['b']): (x['runs'], x['tau'])
+                for x in claims.read_csv(metrics_agree.RESULTS / 'metrics_agree' / 'agree.csv')}
+    values, binned = metrics_agree.committed()
+    found = {(task, x['a'], x['b']): (str(x['runs']), f'{x["tau"]:.5f}')
+             for task, runs in values.items() for x in metrics_agree.agreements(runs, 1)}
+    assert found == expected
+    # bins.csv numbers its bins from 0
+    for name, bins in figures.read_bins(metrics_agree.RESULTS / 'headline' / 'bins.csv').items():
+        gaps = bins['count'] * (bins['accuracy'] - bins['confidence'])
+        pairs = np.abs(gaps[::2] + gaps[1::2]).sum() / bins['count'].sum()
+        assert binned[name[3]][name[0], name[2]][5] == pytest.approx(pairs, abs=1e-12)
+    # ten bins, from counts and means to five digits, give the ECE that the tables state
+    for task, runs in binned.items():
+        for run, ece in runs.items():
+            if run in values[task]:
+                assert ece[10] == pytest.approx(values[task][run]['ece'], abs=2e-5)
+
+
+# Generated worlds
+
+TINY = {'entities': 40, 'documents': 60, 'instructions': 12, 'questions': 10,
+        'vocab_sizes': (400,), 'tokenizer_documents': 60}
+WHOLE = {'entities': 60, 'unseen': 9, 'documents': 90, 'exam_share': 0.2, 'paraphrases': True,
+         'language_shares': (0.5, 0.3, 0.2), 'vocab_sizes': (420, 440), 'tokenizer_documents': 90,
+         'instructions': 15, 'questions': 10, 'unseen_questions': 4, 'validation': 5,
+         'forms': ('text4', 'letters10'), 'probes': 6}
+
+
+@pytest.mark.parametrize('make, spec, n_files, digest', [
+    (world.make_world, world.WorldSpec(**TINY), 6, '051c643fb74aa8ee9ed005a25c044f91'),
+    (make_world, StudySpec(**TINY), 6, '771de9d103de3065bc33b5a9792ce018'),
+    (make_world, StudySpec(**WHOLE), 15, 'e863f508a0ae94306ea36173ebff0520')])
+def test_worlds_stay_byte_for_byte(tmp_path, make, spec, n_files, digest):
+    """Committed results are of these bytes; sentencepiece's own, tokenizer.model, may change."""
+    make(tmp_path / 'world', 7, spec)
+    files = sorted(path for path in (tmp_path / 'world').rglob('*') if path.is_file())
+    content = hashlib.sha256()
+    for path in files:
+        if path.name != 'tokenizer.model':
+            content.update(f'{path.relative_to(tmp_path / "world")}\n'.encode())
+            content.update(path.read_bytes())
+    assert len(files) == n_files and content.hexdigest().startswith(digest)
+
+
+def test_a_world_is_made_once_and_anew_after_an_interruption(tmp_path):
+    """It replaces no temporary file and writes through no link."""
+    spec, folder, victim = world.WorldSpec(**TINY), tmp_path / 'world', tmp_path / 'victim'
+    world.make_world(folder, 7, spec)
+    made = {path: (path.stat().st_mtime_ns, path.read_bytes())
+            for path in folder.rglob('*') if path.is_file()}
+    world.make_world(folder, 7, spec)
+    assert all(path.stat().st_mtime_ns == time for path, (time, _) in made.items())
+    (folder / 'world.json').write_text('unfinished')
+    victim.write_text('mine')
+    (folder / 'questions.jsonl').unlink()
+    (folder / 'questions.jsonl.tmp').write_text('mine')
+    (folder / 'instruct.jsonl').unlink()
+    for name in ('text.jsonl.tmp', 'instruct.jsonl'):
+        (folder / name).symlink_to(victim)
+    world.make_world(folder, 7, spec)
+    assert all(path.read_bytes() == content for path, (_, content) in made.items())
+    assert (folder / 'questions.jsonl.tmp').read_text() == victim.read_text() == 'mine'
+    assert (folder / 'text.jsonl.tmp').is_symlink() and not (folder / 'instruct.jsonl').is_symlink()
 
 
 # Command lines
