@@ -25,13 +25,14 @@ CASES = {
     'head': ('llama', {'target_modules': ['q_proj', 'lm_head'], 'layers_to_transform': [1]}),
     'neox': ('neox', {'target_modules': ['query_key_value', 'dense_4h_to_h']}),
     **{f'all_linear_{name}': (name, {'target_modules': 'all-linear'})
-       for name in ('gemma3', 'phi3', 'opt')}}
+       for name in ('gemma3', 'phi3', 'opt', 'images')}}
 
 
-def save_adapted(folder, base, **settings):
-    """Save an adapter of the model in `folder`/base, which is `base`, in peft/; return the PEFT
-    model."""
+def adapted(folder, name, settings, dtype=torch.float32):
+    """Save a random model in base/ and an adapter of it in peft/; return what peft merges."""
     import peft     # takes seconds, so the tests that need it are slow ones
+    base = base_model(name, folder / 'base').to(dtype)
+    base.save_pretrained(folder / 'base')
     model = peft.get_peft_model(base, peft.LoraConfig(
         **{'r': 4, 'lora_alpha': 16, 'task_type': 'CAUSAL_LM'} | settings))
     model.peft_config['default'].base_model_name_or_path = str(folder / 'base')
@@ -40,14 +41,22 @@ def save_adapted(folder, base, **settings):
         if 'lora_' in key:
             p.data.normal_(0, 0.2)
     model.save_pretrained(folder / 'peft', save_embedding_layers=False)
-    return model
+    return model.merge_and_unload().eval()
 
 
-def adapted(folder, name, settings, dtype=torch.float32):
-    """Save a random model and an adapter of it below `folder`; return the merged reference."""
-    reference = reference_model(name, folder / 'base', vocab_size=450).to(dtype)
-    reference.save_pretrained(folder / 'base')
-    return save_adapted(folder, reference, **settings).merge_and_unload().eval()
+def base_model(name, folder):
+    """Return a random model of transformers, also one for text and images or T5."""
+    if name == 'images':
+        return image_model('Gemma3', 'Gemma3Text', {
+            'vocab_size': 450, 'hidden_size': 32, 'intermediate_size': 40, 'num_hidden_layers': 2,
+            'num_attention_heads': 2, 'num_key_value_heads': 1, 'head_dim': 16,
+            'max_position_embeddings': 64})
+    if name == 't5':
+        import transformers
+        return transformers.T5ForConditionalGeneration(transformers.T5Config(
+            vocab_size=101, d_model=24, d_kv=8, d_ff=40, num_layers=2, num_heads=2,
+            decoder_start_token_id=0))
+    return reference_model(name, folder, vocab_size=450)
 
 
 @pytest.fixture(scope='module')
@@ -84,44 +93,20 @@ def test_logits_are_those_of_the_model_that_peft_merges(tmp_path, case):
     shapes = {key: [*p.shape] for key, p in named(model).items()}
     changes = adapter.changes(folder / '.adapter', model.config, shapes)
     assert case != 'patterns' or len({change.A.shape[0] for change in changes.values()}) == 2
+    if case == 'images':
+        assert any('vision' in key for key in load_file(tmp_path / 'peft/adapter_model.safetensors'))
 
 
 @pytest.mark.slow
-def test_merged_weights_are_rounded_as_peft_rounds_them(tmp_path):
+@pytest.mark.parametrize('name, targets, dtype, task', [
+    ('llama', ALL, torch.bfloat16, 'CAUSAL_LM'),
+    ('t5', ['q', 'v', 'wo'], torch.float32, 'SEQ_2_SEQ_LM')])
+def test_merged_weights_are_rounded_as_peft_rounds_them(tmp_path, name, targets, dtype, task):
     """Float32 product, added to the rounded weight, rounded once more: bit for bit."""
-    reference = adapted(tmp_path, 'llama', {'target_modules': ALL}, torch.bfloat16)
-    model = checkpoint.load(checkpoint.fetch(str(tmp_path / 'peft')), dtype=torch.bfloat16)
+    reference = adapted(tmp_path, name, {'target_modules': targets, 'task_type': task}, dtype)
+    ours = named(checkpoint.load(checkpoint.fetch(str(tmp_path / 'peft')), dtype=dtype))
     theirs = dict(reference.named_parameters())
-    assert all(torch.equal(p, theirs[key]) for key, p in named(model).items())
-
-
-@pytest.mark.slow
-def test_a_t5_adapter_is_merged_as_peft_merges_it(tmp_path):
-    import transformers
-    base = transformers.T5ForConditionalGeneration(transformers.T5Config(
-        vocab_size=101, d_model=24, d_kv=8, d_ff=40, num_layers=2, num_heads=2,
-        decoder_start_token_id=0))
-    base.save_pretrained(tmp_path / 'base')
-    model = save_adapted(tmp_path, base, target_modules=['q', 'v', 'wo'], task_type='SEQ_2_SEQ_LM')
-    theirs = dict(model.merge_and_unload().named_parameters())
-    ours = named(checkpoint.load(checkpoint.fetch(str(tmp_path / 'peft'))))
     assert all(torch.equal(p, theirs[key]) for key, p in ours.items()) and len(ours) > 20
-
-
-@pytest.mark.slow
-def test_adapters_of_a_model_of_text_and_images(tmp_path):
-    base = image_model('Gemma3', 'Gemma3Text', {
-        'vocab_size': 101, 'hidden_size': 32, 'intermediate_size': 40, 'num_hidden_layers': 2,
-        'num_attention_heads': 2, 'num_key_value_heads': 1, 'head_dim': 16,
-        'max_position_embeddings': 64})
-    base.save_pretrained(tmp_path / 'base')
-    model = save_adapted(tmp_path, base, target_modules='all-linear')
-    assert any('vision' in key for key in load_file(tmp_path / 'peft/adapter_model.safetensors'))
-    tokens = torch.randint(1, 100, (2, 9))
-    with torch.no_grad():
-        expected = model.merge_and_unload()(tokens).logits
-        torch.testing.assert_close(logits_of(checkpoint.fetch(str(tmp_path / 'peft')), tokens),
-                                   expected, atol=1e-4, rtol=1e-4)
 
 
 def test_bin_files_and_base_models_from_another_folder(simple, monkeypatch):
@@ -175,28 +160,23 @@ LAYER = 'base_model.model.model.layers.0.self_attn.q_proj'
     (lambda t: t[f'{LAYER}.lora_B.weight'].fill_(float('nan')), r'lora_B.weight \[torch.float32\]'),
     (lambda t: t.update({f'{LAYER.replace("0", "9")}.lora_{x}.weight': torch.zeros(4, 4)
                          for x in 'AB'}), 'layer model.layers.9.self_attn.*base model is missing'),
-    (lambda t: t.clear(), 'holds no matrices')])
-def test_matrices_that_do_not_fit_the_base_model_are_refused_by_name(simple, change, message):
-    path = simple / 'peft' / 'adapter_model.safetensors'
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
-    folder = checkpoint.fetch(str(simple / 'peft'))
-    with pytest.raises(CheckpointError, match=f'adapter_model.safetensors.*{message}'):
-        checkpoint.check_weights(folder, checkpoint.read_config(folder))
-
-
-@pytest.mark.parametrize('change, message', [
+    (lambda t: t.clear(), 'holds no matrices'),
     ({'rank_pattern': {'v_proj': 4, '*q_proj': 4}},
-     "rank_pattern: '*q_proj' is not a regular expression"),
+     r"rank_pattern: '\*q_proj' is not a regular expression"),
     ({'rank_pattern': {'q_proj': 2}}, 'r or rank_pattern says rank 2 of layer model.layers.0.'
      'self_attn.q_proj, but its matrices in adapter_model.safetensors have rank 4')])
-def test_a_pattern_that_does_not_fit_is_named(simple, change, message):
-    change_settings(simple, **change)
+def test_matrices_that_do_not_fit_the_base_model_are_refused_by_name(simple, change, message):
+    name = 'adapter_config.json: ' if isinstance(change, dict) else 'adapter_model.safetensors.*'
+    if isinstance(change, dict):
+        change_settings(simple, **change)
+    else:
+        path = simple / 'peft' / 'adapter_model.safetensors'
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path)
     folder = checkpoint.fetch(str(simple / 'peft'))
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(CheckpointError, match=name + message):
         checkpoint.check_weights(folder, checkpoint.read_config(folder))
-    assert f'adapter_config.json: {message}' in str(error.value)
 
 
 def test_the_adapters_of_a_run_and_adapters_of_adapters_are_refused(simple, monkeypatch):

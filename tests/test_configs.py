@@ -173,24 +173,38 @@ NO_THREAD = 'def refuse(*_): raise RuntimeError("can\'t start new thread")'   # 
 NO_THREAD = f'import threading\n{NO_THREAD}\nthreading._start_new_thread = refuse'
 
 
-@pytest.mark.parametrize('body, early, code, message', [
-    ('import numpy; numpy.zeros(10 ** 15)', '', 1,
-     b'error: out of memory: Unable to allocate.*; lower --pack_len'),
-    ('threading.Thread(target=print).start()', NO_THREAD, 1,
-     b'error: the system lets this process start no more threads; see ulimit -u.*'),
-    ("raise OSError(12, 'Cannot allocate memory')", '', 1,     # as a fork does
-     b'error: Cannot allocate memory'),
-    ('import no_such_module', '', 1,
-     b"error: No module named 'no_such_module'; pip install -r requirements.txt"),
-    (r"raise CheckpointError('tensor \x1b[2J\x9b\x07.weight\r is missing')", '', 1,
-     rb'error: tensor \\x1b\[2J\\x9b\\x07.weight\\r is missing'),
-    (f'signal.signal(signal.SIGTERM, cli.stop); {SIGTERM}', '', 143,
-     b'stopped by SIGTERM; the same command continues'),
-    (NOTED, '', 130, b'stopped; --resume continues')])
-def test_an_error_or_a_signal_that_ends_a_script_is_one_line(body, early, code, message, tmp_path):
-    done = run_script(tmp_path, body, early)
-    assert (done.returncode, done.stdout.strip()) == (code, b'')
-    assert re.fullmatch(message + b'\n', done.stderr), done.stderr
+FULL = b'error: No space left on device, perhaps for standard output\n'
+MUCH = "for _ in range(10 ** 6): print('x' * 100)"
+
+
+@pytest.mark.parametrize('body, options, code, printed, errors', [
+    ('import numpy; numpy.zeros(10 ** 15)', {}, 1, b'',
+     b'error: out of memory: Unable to allocate.*; lower --pack_len\n'),
+    ('threading.Thread(target=print).start()', {'early': NO_THREAD}, 1, b'',
+     b'error: the system lets this process start no more threads; see ulimit -u.*\n'),
+    ("raise OSError(12, 'Cannot allocate memory')", {}, 1, b'',     # as a fork does
+     b'error: Cannot allocate memory\n'),
+    ('import no_such_module', {}, 1, b'',
+     b"error: No module named 'no_such_module'; pip install -r requirements.txt\n"),
+    (r"raise CheckpointError('tensor \x1b[2J\x9b\x07.weight\r is missing')", {}, 1, b'',
+     rb'error: tensor \\x1b\[2J\\x9b\\x07.weight\\r is missing' + b'\n'),
+    (f'signal.signal(signal.SIGTERM, cli.stop); {SIGTERM}', {}, 143, b'',
+     b'stopped by SIGTERM; the same command continues\n'),
+    (NOTED, {}, 130, b'', b'stopped; --resume continues\n'),
+    ("raise Stopped(15, 'after step 7')", {}, 143,
+     b'stopped by SIGTERM after step 7; the same command continues\n', b''),
+    ("raise RuntimeError('a bug')", {}, 1, b'', b'(?s)Traceback.*RuntimeError: a bug\n'),
+    # output that is cut off, full, or of ASCII characters alone
+    (MUCH, {'redirect': '| head -n 1; exit ${PIPESTATUS[0]}'}, 141, b'x' * 100 + b'\n', b''),
+    *((body, {'redirect': '> /dev/full', 'PYTHONUNBUFFERED': buffering}, 1, b'', FULL)
+      for body, buffering in ((MUCH, '1'), ("print('usage'); sys.exit()", ''))
+      if Path('/dev/full').exists()),
+    ("print('\u6c49\u5b57')", {'PYTHONIOENCODING': 'ascii'}, 0, b'\\u6c49\\u5b57\n', b'')])
+def test_the_end_of_a_script_is_one_line_and_an_exit_status(
+        body, options, code, printed, errors, tmp_path):
+    done = run_script(tmp_path, body, **options)
+    assert (done.returncode, done.stdout) == (code, printed)
+    assert re.fullmatch(errors, done.stderr), done.stderr
 
 
 def test_ctrl_c_during_the_import_of_torch_ends_the_process_at_once(tmp_path):
@@ -215,26 +229,6 @@ def test_a_survivor_of_torchrun_has_no_traceback(monkeypatch):
     with pytest.raises(SystemExit, match='in process 1 of 2: another process has ended'):
         with cli.one_line_errors():
             raise lost
-
-
-FULL = b'error: No space left on device, perhaps for standard output\n'
-MUCH = "for _ in range(10 ** 6): print('x' * 100)"
-
-
-@pytest.mark.parametrize('body, options, code, printed, errors', [
-    ("raise Stopped(15, 'after step 7')", {}, 143,
-     b'stopped by SIGTERM after step 7; the same command continues\n', b''),
-    ("raise RuntimeError('a bug')", {}, 1, b'', b'(?s)Traceback.*RuntimeError: a bug\n'),
-    # output that is cut off, full, or of ASCII characters alone
-    (MUCH, {'redirect': '| head -n 1; exit ${PIPESTATUS[0]}'}, 141, b'x' * 100 + b'\n', b''),
-    *((body, {'redirect': '> /dev/full', 'PYTHONUNBUFFERED': buffering}, 1, b'', FULL)
-      for body, buffering in ((MUCH, '1'), ("print('usage'); sys.exit()", ''))
-      if Path('/dev/full').exists()),
-    ("print('\u6c49\u5b57')", {'PYTHONIOENCODING': 'ascii'}, 0, b'\\u6c49\\u5b57\n', b'')])
-def test_what_a_script_prints_at_its_end(body, options, code, printed, errors, tmp_path):
-    done = run_script(tmp_path, body, **options)
-    assert (done.returncode, done.stdout) == (code, printed)
-    assert re.fullmatch(errors, done.stderr), done.stderr
 
 
 def test_output_without_standard_streams_is_lost_and_in_no_file(tmp_path):

@@ -75,6 +75,7 @@ def test_a_report_per_task_of_rows_of_any_form(tmp_path):
 
 
 def test_tables_of_any_form_give_the_report_of_the_json_lines(tmp_path):
+    """One with semicolons has decimal commas."""
     rows = [{'id': i, 'probs': p, 'answer': i % 2, 'question': 'a; "b",\nc'}
             for i, p in enumerate(([0.7, 0.3], [0.2, 0.5, 0.3], [0.25, 0.75]))]
     expected = run_metrics(write_rows(tmp_path / 'a.jsonl', rows)).stdout
@@ -84,8 +85,10 @@ def test_tables_of_any_form_give_the_report_of_the_json_lines(tmp_path):
         with open(paths[-1], 'w', newline='') as file:
             table = csv.writer(file, delimiter=separator)
             table.writerow(['id', 'probs_0', 'probs_1', 'probs_2', 'answer', 'question'])
-            table.writerows([row['id'], *[*row['probs'], ''][:3], row['answer'], row['question']]
-                            for row in rows)
+            for row in rows:
+                probs = [f'{x}' if separator != ';' else f'{x}'.replace('.', ',')
+                         for x in row['probs']]
+                table.writerow([row['id'], *[*probs, ''][:3], row['answer'], row['question']])
     assert expected.startswith('n   ')
     assert [run_metrics(path).stdout for path in paths] == [expected] * 4
     compared = runs.predicted_run(paths[0], {'': paths[0]}, FileConfig()).file_samples
@@ -120,27 +123,6 @@ Repeat 5,6,"['5', '6', '6', '6', '5']",0.6,False
     path.write_text('{"confidence": "high", "correct": true}')
     assert run_metrics(path).stderr == (
         f"error: {path}: 1 rows state no probability, the first: {path}:1: 'high'\n")
-
-
-def test_a_table_with_semicolons_has_decimal_commas(tmp_path):
-    table = tmp_path / 'table.csv'
-    for text in ('confidence;correct\n0,9;1\n0,25;0\n', 'confidence,correct\n0.9,1\n0.25,0\n'):
-        table.write_text(text)
-        assert values(run_metrics(table))['confidence'] == '0.5750'
-
-
-@pytest.mark.parametrize('header, row, message', [
-    ('confidence,correct', '13.4,1', '2: confidence is 13.4, not from 0 to 1; if these are'),
-    ('confidence,correct', '0.5,ja', "2: correct must be true or false, not 'ja'; write true"),
-    ('confidence,correct', '0.5,', '2: correct must be true or false, not None; w'),
-    ('confidence,correct', '0.5,1,2', '2: 3 cells; the header names 2'),
-    ('Confidence,correct', '0.5,1', '2: neither probs, log_probs, confidence, answers nor another '
-     'of these, but the keys Confidence, correct; --confidence names another column'),
-    ('confidence,correct', '0.5,K\xf6ln', ' not UTF-8: invalid start byte at byte 0xf6; save it')])
-def test_a_wrong_cell_is_named_with_what_would_be_right(tmp_path, header, row, message):
-    table = tmp_path / 'table.csv'
-    table.write_bytes(f'{header}\n{row}\n'.encode('latin-1'))
-    assert run_metrics(table).stderr.startswith(f'error: {table}:{message}')
 
 
 def test_an_empty_cell_of_a_confidence_is_left_out_and_counted(tmp_path):
@@ -183,21 +165,31 @@ def test_norm_divides_log_probabilities_as_in_evaluation(tmp_path):
     assert '1: --norm=char needs options' in run_metrics(path, '--norm=char').stderr
 
 
-@pytest.mark.parametrize('lines, message', [
-    ('{"probs": [0.7, 0.3], "answer": 0}\n{"probs": [1]}', '2: answer must be the index'),
-    ('\n{"confidence": 0.6, "correct": "false"}', "2: correct must be true or false, not 'false'"),
-    ('{"confidence": 0.6, "correct": true}\n{"probs": [0.5, 0.5], "answer": 0}',
-     '2: probs, but the task begins with confidence'),
-    ('{"probs": [1.0], "answer": 0, "split": "validation"}', ' no row to score'),
-    ('{"probs": [0.5, 0.5], "answer": 0}\n\n{"probs": [0.9, 0.5], "answer": 0}',
-     '3: probabilities sum to 1.4'),
-    ('{"log_probs": [-1, -2], "answer": 1, "n_tokens": [1, 0]}', '1: n_tokens must be'),
-    ('null', '1: not a JSON object: None'),
-    ('{"confidence": 0.5}', '1: correct must be true or false, not None; --correct names another'),
-    ('{"probs": [1.0', '1: broken JSON: Expecting'), ('\xff\xfe', "1: broken JSON: 'utf"),
-])
-def test_the_program_names_the_line(tmp_path, lines, message):
-    path = tmp_path / 'some.jsonl'
+@pytest.mark.parametrize('name, lines, message', [
+    *(('a.jsonl', lines, message) for lines, message in (
+        ('{"probs": [0.7, 0.3], "answer": 0}\n{"probs": [1]}', '2: answer must be the index'),
+        ('\n{"confidence": 0.6, "correct": "false"}',
+         "2: correct must be true or false, not 'false'"),
+        ('{"confidence": 0.6, "correct": true}\n{"probs": [0.5, 0.5], "answer": 0}',
+         '2: probs, but the task begins with confidence'),
+        ('{"probs": [1.0], "answer": 0, "split": "validation"}', ' no row to score'),
+        ('{"probs": [0.5, 0.5], "answer": 0}\n\n{"probs": [0.9, 0.5], "answer": 0}',
+         '3: probabilities sum to 1.4'),
+        ('{"log_probs": [-1, -2], "answer": 1, "n_tokens": [1, 0]}', '1: n_tokens must be'),
+        ('null', '1: not a JSON object: None'),
+        ('{"confidence": 0.5}',
+         '1: correct must be true or false, not None; --correct names another'),
+        ('{"probs": [1.0', '1: broken JSON: Expecting'), ('\xff\xfe', "1: broken JSON: 'utf"))),
+    *(('a.csv', f'confidence,correct\n{row}\n', message) for row, message in (
+        ('13.4,1', '2: confidence is 13.4, not from 0 to 1; if these are'),
+        ('0.5,ja', "2: correct must be true or false, not 'ja'; write true"),
+        ('0.5,', '2: correct must be true or false, not None; w'),
+        ('0.5,1,2', '2: 3 cells; the header names 2'),
+        ('0.5,K\xf6ln', ' not UTF-8: invalid start byte at byte 0xf6; save it'))),
+    ('b.csv', 'Confidence,correct\n0.5,1\n', '2: neither probs, log_probs, confidence, answers nor '
+     'another of these, but the keys Confidence, correct; --confidence names another column')])
+def test_a_wrong_line_or_cell_is_named_with_what_would_be_right(tmp_path, name, lines, message):
+    path = tmp_path / name
     path.write_bytes(lines.encode('latin-1'))
     done = run_metrics(path)
     assert done.returncode == 1 and done.stdout == ''
