@@ -53,36 +53,28 @@ def plain_log_probs(model, tree, device):
 @pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('name', ['llama3', 'gemma2', 'neox'])
 def test_tree_equals_one_sequence_per_option(name, device, tmp_path):
+    """Rows of 40 part questions, those of 16 are shorter than some prompts.
+
+    Without BOS and shots, a row may hold nothing but tokens at position 0 that only one token sees,
+    like padding: of a context and options of one token, or where each option has its own context.
+    """
     reference_model(name, tmp_path)
     model = checkpoint.load(tmp_path, device)
     model.decoder.attention = 'explicit'  # FlexAttention would compile every shape, for minutes
-    trees = random_trees(np.random.default_rng(len(name)))
-    right = [plain_log_probs(model, tree, device) for tree in trees]
-    # rows of 40 part questions, those of 16 are shorter than some prompts
-    for options in ({'pack_len': 16}, {'pack_len': 40}, {'deterministic': True},
-                    {'pack_len': 128, 'batch_rows': 3, 'trim': 16},
-                    {'pack_len': 1024, 'trim': 0}):
-        found = scoring.option_log_probs(model, trees, **options)
-        for ours, theirs in zip(found, right, strict=True):
-            assert ours == pytest.approx(theirs, abs=1e-4)
-
-
-def test_questions_of_one_token_are_scored(tmp_path):
-    """Their row may hold nothing but tokens at position 0 that only one token sees, like padding.
-
-    Without BOS and shots that is so for a context and options of one token, or where each option
-    has a context of its own.
-    """
-    reference_model('llama', tmp_path)
-    model = checkpoint.load(tmp_path)
     one = packing.Tree((), [4], [[1], [2]], [1, 1])
     own_context = packing.Tree((), [], [[5, 6], [7, 8]], [1, 1])
     empty_leaf = packing.Tree((), [9, 3], [[], [1]], [1, 1])    # one option begins the other
-    for trees in ([one], [own_context], [one, empty_leaf, own_context], [empty_leaf, one, one]):
-        found = scoring.option_log_probs(model, trees, pack_len=2, batch_rows=3)
-        found += scoring.option_log_probs(model, trees, pack_len=16)
-        for tree, ours in zip(trees * 2, found, strict=True):
-            assert ours == pytest.approx(plain_log_probs(model, tree, 'cpu'), abs=1e-4)
+    for trees, *settings in (
+            (random_trees(np.random.default_rng(len(name))), {'pack_len': 16}, {'pack_len': 40},
+             {'deterministic': True}, {'pack_len': 128, 'batch_rows': 3, 'trim': 16},
+             {'pack_len': 1024, 'trim': 0}),
+            *((trees, {'pack_len': 2, 'batch_rows': 3}, {'pack_len': 16}) for trees in (
+                [one], [own_context], [one, empty_leaf, own_context], [empty_leaf, one, one]))):
+        right = [plain_log_probs(model, tree, device) for tree in trees]
+        for options in settings:
+            found = scoring.option_log_probs(model, trees, **options)
+            for ours, theirs in zip(found, right, strict=True):
+                assert ours == pytest.approx(theirs, abs=1e-4)
 
 
 def test_the_hash_of_a_tree_stays_as_in_folders_that_are_there():
