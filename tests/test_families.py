@@ -286,7 +286,7 @@ def test_longrope_is_short_or_long_for_a_whole_run(long, tmp_path):
     assert checkpoint.read_config(tmp_path / 'again') == model.config
 
 
-# what files on the hub have beside or instead of the keys of transformers 5; some mean nothing to it
+# keys of files on the hub that transformers 5 writes otherwise, or that mean nothing to it
 OLD_KEYS = [
     ('gemma3', {'rope_theta': 500.0, 'rope_local_base_freq': 70.0,
                 'rope_scaling': {'rope_type': 'linear', 'factor': 8.0}}),

@@ -494,7 +494,8 @@ def test_resampled_metrics_are_those_of_the_drawn_questions_in_every_language():
     random = np.random.default_rng(0)
     names = [f'q{i:02}' for i in range(30)]
     groups = {'en': (names, random_predictions(random, 30)),
-              'sw': (names[::-1][:20], random_predictions(random, 20))}    # another order, and fewer
+              # another order, and fewer
+              'sw': (names[::-1][:20], random_predictions(random, 20))}
     ids, values = shared_questions.resample(groups, 5, seed=3)
     assert ids == names
     again = np.random.default_rng(3)

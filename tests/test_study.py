@@ -526,7 +526,7 @@ def test_the_agreement_of_metrics_follows_from_the_committed_numbers():
                 for x in claims.read_csv(metrics_agree.RESULTS / 'metrics_agree' / 'agree.csv')}
     values, binned = metrics_agree.committed()
     found = {(task, x['a'], x['b']): (str(x['runs']), f'{x["tau"]:.5f}')
-             for task, runs in values.items() for x in metrics_agree.agreements(runs, 1)}
+             for task, numbers in values.items() for x in metrics_agree.agreements(numbers, 1)}
     assert found == expected
     # bins.csv numbers its bins from 0
     for name, bins in figures.read_bins(metrics_agree.RESULTS / 'headline' / 'bins.csv').items():
@@ -534,8 +534,8 @@ def test_the_agreement_of_metrics_follows_from_the_committed_numbers():
         pairs = np.abs(gaps[::2] + gaps[1::2]).sum() / bins['count'].sum()
         assert binned[name[3]][name[0], name[2]][5] == pytest.approx(pairs, abs=1e-12)
     # ten bins, from counts and means to five digits, give the ECE that the tables state
-    for task, runs in binned.items():
-        for run, ece in runs.items():
+    for task, eces in binned.items():
+        for run, ece in eces.items():
             if run in values[task]:
                 assert ece[10] == pytest.approx(values[task][run]['ece'], abs=2e-5)
 
