@@ -84,7 +84,7 @@ if __name__ == '__main__':
 import torch
 
 import scoring
-from decoding.answer_samples import new_answers, write_answers
+from decoding.answer_samples import write_answers
 from decoding.answers import stream
 from decoding.written_tasks import ProbeConfidence, SampleConfidence, WrittenTask
 from results.evaluation import saved_fits, write_evaluation
@@ -107,8 +107,7 @@ KINDS = (dict.fromkeys(WRITTEN_TASKS, WrittenTask) | dict.fromkeys(INSTRUCTIONS,
 CODE = (scoring.forward_values, scoring.token_log_probs, scoring.token_statistics,
         scoring.Reader.states, OptionTask.samples, OptionTask.sample, PermutedTask.sample,
         PTrueTask.sample, ContextualTask.sample, JudgeTask.sample, TextTask.samples, sample_fields,
-        mean_over_orders, write_answers, new_answers, SampleConfidence.collect,
-        ProbeConfidence.collect, stream)
+        mean_over_orders, write_answers, SampleConfidence.collect, ProbeConfidence.collect, stream)
 
 
 def load_tasks(cfg):

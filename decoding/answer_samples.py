@@ -8,7 +8,6 @@ import math
 import os
 import re
 from dataclasses import replace
-from typing import NamedTuple
 
 from data.questions import sample_fields
 from decoding.answers import generate
@@ -20,14 +19,6 @@ from runtime.errors import DataError
 ANSWERS_AT_ONCE = 1024      # sequences decoded at once on a GPU, if their keys and values fit
 
 
-class Request(NamedTuple):
-    """The prompt of a question. digest: a hash of all that decides its answers."""
-    question: object
-    ids: list
-    n_shots: int
-    digest: str
-
-
 def write_answers(task, reader, writer, n, stop):
     """Generate what has no sample yet; return (prompts, bad rows) as `Task.collect` does.
 
@@ -35,16 +26,17 @@ def write_answers(task, reader, writer, n, stop):
     itself: answers in samples.jsonl are graded again by the present rules, and a sample that this
     changes is appended again.
     """
-    cfg, left, bad_rows, prompts, end = reader.cfg, [], [], set(), set()
+    cfg, bad_rows, prompts, end = reader.cfg, [], set(), set()
     stop, max_tokens = stop if cfg.chat == 'none' else (), task.max_tokens(cfg)
-    earlier = {(samples.sample_key(s), s['prompt'].partition('-')[0]): s
-               for s in writer.latest(task.label)}
+    earlier = {(samples.sample_key(s)[1:], s['prompt'].partition('-')[0]): s
+               for s in writer.latest(*task.same_answers)}
+    ids_of, requests = [], []       # of the questions to answer
 
-    def append(request, greedy, answers):
-        key = task.sample_key(request.question)
-        sample = (task.answer_sample(request.question, greedy, answers, cfg)
-                  | sample_fields(request.question, request.n_shots))
-        prompt = f'{request.digest}-{samples.digest(sample)}'
+    def append(question, n_shots, digest, greedy, answers):
+        key = task.sample_key(question)
+        sample = (task.answer_sample(question, greedy, answers, cfg)
+                  | sample_fields(question, n_shots))
+        prompt = f'{digest}-{samples.digest(sample)}'
         if not samples.is_unstated(sample):
             prompts.add((key, prompt))
         writer.append(key, prompt, sample)
@@ -56,45 +48,32 @@ def write_answers(task, reader, writer, n, stop):
             bad_rows.append(task.bad_row(error, cfg))
             continue
         digest = samples.digest([ids, n, max_tokens, stop, sorted(ends), cfg.seed])
-        request = Request(question, ids, n_shots, digest)
-        if sample := earlier.get((task.sample_key(question), digest)):
-            append(request, sample['greedy'], sample.get('answers'))
+        if sample := earlier.get((task.sample_key(question)[1:], digest)):
+            append(question, n_shots, digest, sample['greedy'], sample.get('answers'))
         else:
-            left.append(request)
+            ids_of.append(ids)
+            requests.append((question, n_shots, digest))
             end |= ends
-    settings = Sampling(n=1, max_tokens=max_tokens, temperature=0.0, stop=stop, seed=cfg.seed,
-                        deterministic=cfg.deterministic,
-                        batch_size=ANSWERS_AT_ONCE if cfg.device.startswith('cuda') else 64)
-    for answered in new_answers(task, reader, left, settings, n, end):
-        append(*answered)
-    return prompts, bad_rows
-
-
-def new_answers(task, reader, requests, settings, n, end):
-    """Yield (request, greedy answer, n drawn answers), as a sample holds them, as they are done.
-
-    end: the ids that end an answer
-    """
     if not requests:
-        return
-    model, prompts = reader.load(), [request.ids for request in requests]
-
-    def answers(settings):
-        return generate(model, prompts, settings, reader.tokenizer, end)
+        return prompts, bad_rows
+    greedy = Sampling(n=1, max_tokens=max_tokens, temperature=0.0, stop=stop, seed=cfg.seed,
+                      deterministic=cfg.deterministic,
+                      batch_size=ANSWERS_AT_ONCE if cfg.device.startswith('cuda') else 64)
+    drawn = [replace(greedy, n=n, temperature=1.0)] if n else []
+    model, answers = reader.load(), [[] for _ in requests]
     try:
         with log.progress_bar(task.label, len(requests), task.unit) as progress:
-            answered = ((i, written(answer) | task.greedy_fields(answer, reader.tokenizer), [])
-                        for i, (answer,) in answers(settings))
-            if n:
-                greedy = {i: answer for i, answer, _ in answered}
-                answered = ((i, greedy[i], [*map(written, drawn)]) for i, drawn in answers(
-                    replace(settings, n=n, temperature=1.0)))
-            for i, first, drawn in answered:
-                yield requests[i], first, drawn
-                progress.update()
+            for settings in (greedy, *drawn):
+                for i, new in generate(model, ids_of, settings, reader.tokenizer, end):
+                    more = {} if answers[i] else task.greedy_fields(new[0], reader.tokenizer)
+                    answers[i] += [written(answer) | more for answer in new]
+                    if len(answers[i]) == 1 + n:
+                        append(*requests[i], answers[i][0], answers[i][1:])
+                        progress.update()
     except FloatingPointError as error:
-        where = f'{task.label}: {requests[error.args[0]].question.place}'
+        where = f'{task.label}: {requests[error.args[0]][0].place}'
         raise reader.bad_logits(where) from error
+    return prompts, bad_rows
 
 
 def written(answer):
@@ -110,17 +89,25 @@ def per_token(answer):
             for key in ('log_probs', 'entropies')}
 
 
+def begin_of(text, whole, rule):
+    """Return where `text`, which the rule extracts, begins in the answer `whole`; None of None.
+
+    If it occurs several times: the occurrence that the rule needs, else the last one.
+    """
+    if text is None:
+        return None
+    begins = [match.start() for match in re.finditer(f'(?={re.escape(text)})', whole)]
+    # a model that repeats itself writes it thousands of times
+    return next((i for i in (*begins[:50], *begins[-50:]) if rule.extract(
+        whole[:i] + '\0' * len(text) + whole[i + len(text):]) != text), begins[-1])
+
+
 def span(answer, rule, tokenizer):
     """Return the extracted answer of an Answer, and the log-probability of its tokens."""
-    text = rule.extract(answer.text)
-    if text is None:
-        return {'span': None, 'span_log_prob': 0.0}
     whole, tokens = answer.text, range(len(answer.tokens))
-    # if the text occurs several times: the occurrence that the rule needs, else the last one; a
-    # model that repeats itself writes it thousands of times
-    begins = [match.start() for match in re.finditer(f'(?={re.escape(text)})', whole)]
-    begin = next((i for i in (*begins[:50], *begins[-50:]) if rule.extract(
-        whole[:i] + '\0' * len(text) + whole[i + len(text):]) != text), begins[-1])
+    text = rule.extract(whole)
+    if (begin := begin_of(text, whole, rule)) is None:
+        return {'span': None, 'span_log_prob': 0.0}
 
     def whole_characters(i):
         """Return how many characters the tokens up to i hold, and whether a part of one follows."""

@@ -20,7 +20,7 @@ from data.questions import ReaskedQuestion, sample_fields
 from data.task_names import task_label
 from data.tasks import PTrueTask, Task, chat_words
 from data.written_answers import WRITTEN_TASKS, load_written
-from decoding.answer_samples import per_token, span, write_answers
+from decoding.answer_samples import begin_of, per_token, span, write_answers
 from results import confidence, samples
 from results.p_ik_probe import cross_validated
 from runtime import parallel
@@ -32,6 +32,11 @@ from runtime.thinking import ANSWER_NOW, answer_now
 
 class AnswerTask(Task):
     """What written answers and each confidence in them share."""
+
+    @property
+    def same_answers(self):
+        """Return the labels of the tasks that have the same answers to equal prompts."""
+        return self.label,
 
     def encode(self, question, tokenizer, cfg):
         """Return (token ids, ids that end the answer, number of shots) of a question's prompt."""
@@ -302,16 +307,25 @@ class EarlyConfidence(StatedConfidence):
     ask = staticmethod(Confidence.ask)
 
     @property
+    def same_answers(self):     # after few steps, several shares of them are equal
+        return [f'{self.parent.label}.{name}' for name in confidence.EARLY]
+
+    @property
     def rule(self):
         """Return the parent's rule, which also reads the words that the prompt ends with."""
         rule = self.parent.rule
-        return replace(rule, lenient=lambda text: rule.lenient(f'{ANSWER_NOW} {text}'))
+
+        def lenient(text):
+            answer = rule.lenient(f'{ANSWER_NOW} {text}')
+            return answer if answer and answer in text else None    # not these words themselves
+        return replace(rule, lenient=lenient)
 
     def encode(self, question, tokenizer, cfg):
         ids, ends, n_shots = self.parent.encode(question, tokenizer, cfg)
         greedy = self.answers[self.sample_key(question)[1:]]['greedy']
         percent = int(self.label.rpartition('_')[2])
-        text = answer_now(greedy['text'], greedy['answer'], percent) or ''
+        begin = begin_of(greedy['answer'], greedy['text'], self.parent.rule)
+        text = answer_now(greedy['text'], begin, percent) or ''
         ids = ids + tokenizer.encode(text if cfg.chat == 'none' else text.lstrip(), start=False)
         if not text or len(ids) + self.longest > cfg.max_length:
             raise DataError(f'{question.place}: the thoughts do not end, or leave no room')

@@ -23,18 +23,18 @@ def final_answer(text):
     return text[tags[-1].end():] if any(tags[-1].groups()) else None
 
 
-def answer_now(text, answer, percent):
+def answer_now(text, end, percent):
     """Return the first steps of a text, and words that ask for its answer; None as `final_answer`.
 
-    A step is a sentence or a line. Without tags, the steps are those before the one with the last
-    `answer`, the extracted one or None.
+    A step is a sentence or a line. Without tags, the steps are those before the one that holds
+    text[end], where the extracted answer begins; None if there is none.
     """
     tags, begin = [*TAG.finditer(text)], 0
     if tags and not any(tags[-1].groups()):
         return None
     if tags and not any(tags[0].groups()):
         begin = tags[0].end()
-    before = text[:tags[-1].start()] if tags else text.rpartition(answer)[0] if answer else text
+    before = text[:tags[-1].start() if tags else end]
     steps = re.split(r'(?<=[.!?])(?=[ \t])|(?<=\n)', before[begin:])
     steps = steps if tags else steps[:-1]       # without that of the answer
     said = text[:begin] + ''.join(steps[:round(len(steps) * percent / 100)])

@@ -18,6 +18,7 @@ from data.chat import encode_prompt
 from data.tokenizer import load_tokenizer
 from data.trees import load_answers
 from data.written_answers import WRITTEN_TASKS, load_written
+from decoding.answer_samples import begin_of
 from decoding.sampling import Sampling
 from results import confidence
 from results.samples import latest_samples, read_samples
@@ -201,8 +202,9 @@ def test_early_answers_are_the_greedy_ones_of_transformers_after_the_steps(asked
     folder, reference, _ = asked
     tokenizer = load_tokenizer(folder / 'model')
     tasks = ask(folder, tmp_path, '--early', '--limit=3')
-    texts = {s['id']: (s['greedy']['text'], s['greedy']['answer'])
-             for s in samples_of(tmp_path, 'qa')}
+    texts = {s['id']: (s['greedy']['text'], begin_of(
+        s['greedy']['answer'], s['greedy']['text'], WRITTEN_TASKS['qa']))
+        for s in samples_of(tmp_path, 'qa')}
     for percent in (0, 50, 100):
         label = f'qa.early_{percent}'
         rows = [row for row in samples_of(tmp_path, label) if row['confidence'] is not None]
@@ -224,16 +226,34 @@ def test_early_answers_are_the_greedy_ones_of_transformers_after_the_steps(asked
             assert row['correct'] == greedy['correct'] and row['predicted'] == greedy['span']
 
 
+def test_equal_early_answers_are_written_once(asked, tmp_path, monkeypatch):
+    written, generated = answer_samples.generate, []
+
+    def counted(model, prompts, *rest):
+        generated.extend(map(tuple, prompts))
+        return written(model, prompts, *rest)
+    monkeypatch.setattr(answer_samples, 'generate', counted)
+    ask(asked[0], tmp_path, '--limit=3')
+    assert len(generated) == 6      # greedy and drawn
+    ask(asked[0], tmp_path, '--limit=3', '--early')
+    assert 3 <= len(generated[6:]) == len({*generated[6:]})
+    rows = {percent: samples_of(tmp_path, f'qa.early_{percent}') for percent in (0, 25, 100)}
+    assert [s['greedy'] for s in rows[0]] == [s['greedy'] for s in rows[25]]
+    assert len(rows[100]) == 3
+
+
 @pytest.mark.parametrize('text, answer, said', [
     (' He has 3.5 and 4. So 8.\nThen 9!\n#### 9', '9', ['', ' He has 3.5 and 4. So 8.',
                                                      ' He has 3.5 and 4. So 8.\nThen 9!']),
     ('<think>\nOne. Two.\nThree.\n</think>\n\n9', '9', [
         '<think>', '<think>\nOne.', '<think>\nOne. Two.\nThree.']),
     ('One. Two.</think> 9', '9', ['', 'One.', 'One. Two.']), (' A fox.', 'A fox', [''] * 3),
+    (' A fox. A fox is right.', 'A fox', [''] * 3),     # the first one is extracted
     ('No. Maybe', None, ['', '', 'No.']), ('<think> One.', None, None)])
 def test_steps_are_the_sentences_and_lines_before_the_answer(text, answer, said):
     ending = '\n</think>\n\nThe answer is' if '</think>' in text else ' The answer is'
-    assert [answer_now(text, answer, percent) for percent in (0, 50, 100)] == (
+    end = begin_of(answer, text, WRITTEN_TASKS['qa' if 'fox' in text else 'gsm8k'])
+    assert [answer_now(text, end, percent) for percent in (0, 50, 100)] == (
         [None] * 3 if said is None else [x + ending for x in said])
 
 
@@ -242,6 +262,9 @@ def test_an_early_answer_is_what_follows_the_words_that_ask_for_it():
                                           parent=SimpleNamespace(rule=WRITTEN_TASKS['gsm8k']))
     graded = early.rule.grade(' **18**.\n\nThis is because 9 * 2 = 18, and 16 - 3', ['18'])
     assert graded['answer'] == '18' and graded['correct'] and not graded['strict']
+    early.parent.rule = WRITTEN_TASKS['qa']
+    assert early.rule.extract(' a fox') == 'a fox'
+    assert [early.rule.extract(text) for text in ('', ' **', ' The answer is')] == [None] * 3
 
 
 def test_results_have_an_entry_for_each_confidence(asked):
