@@ -4,12 +4,7 @@ out_dir = 'out/llama2_7b_ls01'
 model = 'meta-llama/Llama-2-7b-hf'
 data = 'allenai/tulu-3-sft-mixture'
 smoothing = 0.1
-
-batch_size = 128
-epochs = 2.0
 lr = 5e-6
-max_length = 4096
-pack_len = 4096
 val_size = 256
 
 eval = {'tasks': ('mmlu', 'arc_easy', 'hellaswag')}

@@ -4,12 +4,7 @@ out_dir = 'out/llama32_1b_ls01'
 model = 'meta-llama/Llama-3.2-1B'
 data = 'allenai/tulu-3-sft-mixture'
 smoothing = 0.1
-
-batch_size = 128
-epochs = 2.0
 lr = 2e-5
-max_length = 4096
-pack_len = 4096
 val_size = 256
 
 eval = {'tasks': ('mmlu', 'arc_easy', 'hellaswag')}

@@ -10,12 +10,7 @@ data = 'allenai/tulu-3-sft-mixture'
 smoothing = 0.1
 master_weights = 'stochastic'
 checkpoint_activations = True
-
-batch_size = 128
-epochs = 2.0
 lr = 5e-6
-max_length = 4096
-pack_len = 4096
 val_size = 256
 
 eval = {'tasks': ('mmlu', 'arc_easy', 'hellaswag')}

@@ -7,12 +7,7 @@ smoothing = 0.1
 lora = True
 lora_targets = ('q_proj', 'v_proj')
 checkpoint_activations = True
-
-batch_size = 128
-epochs = 2.0
 lr = 1e-4
-max_length = 4096
-pack_len = 4096
 val_size = 256
 
 eval = {'tasks': ('mmlu', 'arc_easy', 'hellaswag')}

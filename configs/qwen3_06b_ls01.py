@@ -4,12 +4,7 @@ out_dir = 'out/qwen3_06b_ls01'
 model = 'Qwen/Qwen3-0.6B-Base'
 data = 'allenai/tulu-3-sft-mixture'
 smoothing = 0.1
-
-batch_size = 128
-epochs = 2.0
 lr = 2e-5
-max_length = 4096
-pack_len = 4096
 val_size = 256
 
 eval = {'tasks': ('mmlu', 'arc_easy', 'hellaswag')}
