@@ -20,7 +20,7 @@ from runtime.config_keys import SHARE, SIZE
 from runtime.digests import file_digest, json_digest
 from runtime.errors import CheckpointError
 from runtime.json_rules import check_values, read_json_object
-from runtime.weights import (BUFFERS, FLOAT_TYPES, names_on_disk, read_all, shapes_on_disk,
+from runtime.weights import (BUFFERS, FLOAT_TYPES, names_on_disk, read_tensors, shapes_on_disk,
                              text_key, their_key, write_files)
 
 CONFIG, WEIGHTS = 'adapter_config.json', ('adapter_model.safetensors', 'adapter_model.bin')
@@ -105,7 +105,7 @@ def changes(folder: Path, config: ModelConfig, shapes: dict) -> dict[str, LowRan
         return {}
     folder, matrices, low_rank = folder.resolve(), {}, {}       # the link of a model folder
     settings, file = read_settings(folder), weights_file(folder)
-    for key, tensor in read_all(file).items():
+    for key, tensor in read_tensors(file).items():
         if BUFFERS.fullmatch(key.removeprefix(PREFIX)):
             continue
         match = re.fullmatch(rf'{re.escape(PREFIX)}(.+)\.lora_([AB])\.weight', key)

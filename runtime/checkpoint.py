@@ -19,8 +19,8 @@ from runtime.hub import download
 from runtime.json_rules import read_json_object
 from runtime.ownership import note_inputs, put_back
 from runtime.parallel import load_full, rank
-from runtime.weights import (BUFFERS, FLOAT_TYPES, names_on_disk, read_all, read_tensors,
-                             shapes_on_disk, text_key, their_key, weight_files, write_files)
+from runtime.weights import (BUFFERS, FLOAT_TYPES, names_on_disk, read_tensors, shapes_on_disk,
+                             text_key, their_key, weight_files, write_files)
 from triton_ops import adjoin
 
 SHARD_BYTES = 5_000_000_000
@@ -121,7 +121,7 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
         raise CheckpointError(f'{folder} is {"no" if reward else "a"} reward model; '
                               f'{"a score head" if reward else "an output matrix"} is needed')
     dtype = dtype or getattr(torch, config.dtype)
-    files = check_weights(folder, config)
+    tensors = check_weights(folder, config)
     model = build(config)
     ours = names_on_disk(model)
     changes = adapter.changes(Path(folder, adapter.LINK), config, shapes_on_disk(model))
@@ -132,70 +132,63 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
     model._apply(lambda x: x if not x.is_meta else torch.empty_like(x, device=device) if share else
                  x.new_empty(x.shape, device=device))
     parameters = dict(model.named_parameters())
-    for key, tensor in tqdm(read_tensors(files), 'loading', len(files), unit=' tensors', delay=1,
-                            disable=None):
-        stored = text_key(key, config)
-        parameter = parameters.get(ours[stored])
-        if parameter is None:       # `share` has removed it
-            continue
-        tensor = tensor.to(device, dtype)
-        if stored in changes:
-            tensor = adapter.merged(tensor, changes[stored])
-        load_full(parameter, tensor)
+    for key, tensor in tqdm(tensors.items(), 'loading', unit=' tensors', delay=1, disable=None):
+        if ours[key] in parameters:     # `share` may have removed it
+            tensor = tensor.to(device, dtype)
+            if key in changes:
+                tensor = adapter.merged(tensor, changes[key])
+            load_full(parameters[ours[key]], tensor)
     return model
 
 
-def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
-    """Check the headers of the weight files and return {tensor: its file}.
+def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Tensor]:
+    """Return {name on disk in a model of text alone: tensor} of a folder, mapped.
 
     Raises CheckpointError naming the damaged file, or the tensor that is missing, unknown,
     misshaped or quantized. Only an adapter, and an output matrix beside tied embeddings, are read;
     the latter must equal them. T5's may differ, and config.tie_word_embeddings becomes False then.
     """
-    files = weight_files(Path(folder))
-    headers = {path: {key: (x.dtype, [*x.shape]) for key, x in read_all(path).items()}
-               for path in dict.fromkeys(files.values())}
-    stored = {text_key(key, config): key for key, path in files.items() if key in headers[path]}
+    stored = {text_key(key, config): (path, key, tensor) for path in weight_files(Path(folder))
+              for key, tensor in read_tensors(path).items()}
     head, embedding = (stored.get(their_key(key, config)) for key in (HEAD, EMBEDDING))
     if config.tie_word_embeddings and head and embedding:
         # some tied checkpoints carry a copy of the embedding
-        a, b = (x for _, x in read_tensors({k: files[k] for k in (head, embedding)}))
+        (path, name, a), (_, other, b) = head, embedding
         if a.dtype == b.dtype and torch.equal(a, b):
-            del stored[text_key(head, config)]
+            del stored[their_key(HEAD, config)]
         elif config.model_type in t5.ARCHITECTURES:
             config.tie_word_embeddings = False
         else:
-            raise CheckpointError(f'{files[head]}: tensor {head} differs from {embedding}, but '
+            raise CheckpointError(f'{path}: tensor {name} differs from {other}, but '
                                   f'tie_word_embeddings = true; set that to false in config.json, '
-                                  f'or remove {head}')
+                                  f'or remove {name}')
     shapes = shapes_on_disk(build(config))
     adapter.changes(Path(folder, adapter.LINK), config, shapes)
-    stored = {text: key for text, key in stored.items()
+    stored = {text: (path, key, tensor) for text, (path, key, tensor) in stored.items()
               if text in shapes or not BUFFERS.fullmatch(key)}
     for problem, keys in (('is missing', shapes.keys() - stored.keys()),
                           ('is unknown to this architecture', stored.keys() - shapes.keys())):
         if keys:
             more = f' (and {len(keys) - 1} more)' if len(keys) > 1 else ''
             raise CheckpointError(f'{folder}: tensor {min(keys)}{more} {problem}')
-    files = {key: files[key] for key in stored.values()}
-    for key, path in files.items():
-        (kind, shape), wanted = headers[path][key], shapes[text_key(key, config)]
-        if shape != wanted:
-            raise CheckpointError(f'{path}: tensor {key} has shape {shape}, config.json wants '
-                                  f'{wanted}')
-        if kind not in FLOAT_TYPES:
-            raise CheckpointError(f'{path}: tensor {key} is {kind}; quantized weights are not '
-                                  f'supported')
-    return files
+    for text, (path, key, tensor) in stored.items():
+        if [*tensor.shape] != shapes[text]:
+            raise CheckpointError(f'{path}: tensor {key} has shape {[*tensor.shape]}, config.json '
+                                  f'wants {shapes[text]}')
+        if tensor.dtype not in FLOAT_TYPES:
+            raise CheckpointError(f'{path}: tensor {key} is {tensor.dtype}; quantized weights are '
+                                  f'not supported')
+    return {text: tensor for text, (_, _, tensor) in stored.items()}
 
 
 def nonfinite_tensor(folder: str | Path) -> str | None:
     """Return the name of the first tensor of a model folder with NaN or infinity in it, or None."""
-    for key, tensor in read_tensors(weight_files(Path(folder))):
-        # the fill value of Pythia's masks, -1e9, is minus infinity in float16
-        if (tensor.is_floating_point() and not tensor.isfinite().all()
-                and not BUFFERS.fullmatch(key)):
-            return key
+    for path in weight_files(Path(folder)):
+        for key, tensor in read_tensors(path).items():
+            # the fill value of Pythia's masks, -1e9, is minus infinity in float16
+            if (tensor.is_floating_point() and not tensor.isfinite().all()
+                    and not BUFFERS.fullmatch(key)):
+                return key
     return None
 
 
@@ -217,7 +210,7 @@ def fingerprint(folder: str | Path) -> str:
     """Return a hash of config.json's values, of the files of weights and of an adapter."""
     folder = Path(folder)
     content = [read_json_object(folder / 'config.json'),
-               *sorted(map(file_digest, {*weight_files(folder).values()}))]
+               *sorted(map(file_digest, weight_files(folder)))]
     if (folder / adapter.LINK).exists():
         content.append(adapter.fingerprint(folder / adapter.LINK))
     return json_digest(content, size=8)

@@ -15,7 +15,6 @@ import sys
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from runtime import cli
 from runtime.config import run_settings
@@ -24,7 +23,7 @@ from runtime.errors import ConfigError, Stopped, TrainingError
 from runtime.ownership import (ASIDE, LIST, LOCK, TEMPORARY, check_free, claim, discard,
                                write_text, written_files)
 from runtime.parallel import gather, gather_full, joined, load_full, rank
-from runtime.weights import write_tensors
+from runtime.weights import read_tensors, write_tensors
 
 FILE_BYTES = 4_000_000_000
 # facts that a resumed run must share with the run that wrote the checkpoint, as messages name them
@@ -199,12 +198,11 @@ def restore(out_dir, named, optimizer, facts):
                 path = folder / name
                 if file_digest(path) != digest:
                     raise ValueError('its content does not match its checksum in state.json')
-                with safe_open(path, framework='pt') as tensors:
-                    for key in tensors.keys():
-                        if key.startswith('random.'):
-                            random[key] = tensors.get_tensor(key)
-                        else:
-                            load_full(unread.pop(key), tensors.get_tensor(key))
+                for key, tensor in read_tensors(path).items():
+                    if key.startswith('random.'):
+                        random[key] = tensor
+                    else:
+                        load_full(unread.pop(key), tensor)
             if unread:
                 raise ValueError(f'{min(unread)} is missing')
             # a run of fewer processes, or on another device, has no state for this one
@@ -213,8 +211,8 @@ def restore(out_dir, named, optimizer, facts):
             state = random.get(f'random.{rank()}.cuda')
             if device.type == 'cuda' and state is not None:
                 torch.cuda.set_rng_state(state, device)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError,
-                SafetensorError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError,
+                RecursionError) as error:
             damaged = f'{path} is damaged ({error if type(error) is ValueError else repr(error)})'
             print(f'warning: {damaged}')
             continue

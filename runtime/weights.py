@@ -1,16 +1,15 @@
 """Files of tensors: safetensors, torch's pickles, indices of shards, and the names in them."""
 
 import contextlib
-import functools
 import json
 import pickle
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from families import t5
@@ -76,8 +75,8 @@ def shapes_on_disk(model) -> dict[str, list[int]]:
     return {their_key(key, model.config): [*p.shape] for key, p in model.named_parameters()}
 
 
-def weight_files(folder: Path) -> dict[str, Path]:
-    """Return {tensor: its file} of a model: safetensors, or pickles from which no code is run."""
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of a model's weights: safetensors, or pickles from which no code is run."""
     for single in (folder / 'model.safetensors', folder / 'pytorch_model.bin'):
         index = single.with_name(f'{single.name}.index.json')
         if index.exists():
@@ -92,16 +91,26 @@ def weight_files(folder: Path) -> dict[str, Path]:
             if single.exists() and single.name not in names.values():
                 raise CheckpointError(f'{folder} holds two models: {single.name}, and the shards '
                                       f'of {index.name}; remove the one that is out of date')
-            return {key: folder / name for key, name in names.items()}
+            return [folder / name for name in dict.fromkeys(names.values())]
         if single.exists():
-            with open_weights(single) as tensors:
-                return dict.fromkeys(tensors.keys(), single)
+            return [single]
     raise CheckpointError(f'{folder} has no model.safetensors, no pytorch_model.bin and no index '
                           f'of shards; .pth files are not read: convert them to safetensors')
 
 
-@functools.lru_cache(4)
-def _read_pickle(path, _time):
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Return all tensors of a file, mapped: each is read when it is used. Raises CheckpointError.
+    """
+    if path.suffix == '.bin':
+        return _read_pickle(path)
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f'{path} cannot be read, is truncated, out of date or not a '
+                              f'safetensors file ({error}); download it again') from error
+
+
+def _read_pickle(path):
     try:
         tensors = torch.load(path, 'cpu', mmap=True, weights_only=True)
         for key, x in tensors.items():
@@ -115,32 +124,7 @@ def _read_pickle(path, _time):
             f"{path}: truncated, not a file of weights, or written by torch before 1.6 ({reason}); "
             f"download it again, or convert it in Python: "
             f"torch.save(torch.load('{path}', 'cpu', weights_only=True), '{path}')") from error
-    return SimpleNamespace(keys=tensors.keys, get_tensor=tensors.__getitem__)
-
-
-@contextlib.contextmanager
-def open_weights(path):
-    """Open a file of weights; raise a CheckpointError that names the file if that fails."""
-    try:
-        with (contextlib.nullcontext(_read_pickle(path, path.stat().st_mtime_ns))
-              if path.suffix == '.bin' else safe_open(path, framework='pt')) as tensors:
-            yield tensors
-    except (SafetensorError, OSError, RuntimeError, KeyError) as error:
-        raise CheckpointError(f'{path} cannot be read, is truncated, out of date or not a '
-                              f'{path.suffix[1:]} file ({error}); download it again') from error
-
-
-def read_tensors(files):
-    """Yield (key, tensor) of {key: path}; the tensor is mapped, and read when it is used."""
-    for key, path in files.items():
-        with open_weights(path) as file:    # per tensor: mapped pages count as our memory
-            yield key, file.get_tensor(key)
-
-
-def read_all(path: Path) -> dict[str, Tensor]:
-    """Return all tensors of a file, mapped."""
-    with open_weights(path) as file:
-        return {key: file.get_tensor(key) for key in file.keys()}
+    return tensors
 
 
 def write_files(folder, files, owner):

@@ -249,7 +249,8 @@ def size_of(path, option, patterns=None):
                        / (PACKED_BYTES if file.suffix in ('.gz', '.parquet') else BYTES)
                        for file in fetch(path, patterns))
         files = checkpoint.weight_files(checkpoint.fetch(path))
-        return sum(tensor.numel() for _, tensor in checkpoint.read_tensors(files))  # only mapped
+        return sum(tensor.numel() for file in files     # which are only mapped
+                   for tensor in checkpoint.read_tensors(file).values())
     except (CheckpointError, DataError) as error:
         raise ConfigError(f'{option}: {error}') from error
 
