@@ -7,6 +7,7 @@ It is written last, then the older checkpoint is removed: a complete one exists 
 """
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -20,10 +21,9 @@ from runtime import cli
 from runtime.config import run_settings
 from runtime.digests import file_digest, json_digest
 from runtime.errors import ConfigError, Stopped, TrainingError
-from runtime.ownership import (ASIDE, LIST, LOCK, TEMPORARY, check_free, claim, discard,
-                               write_text, written_files)
+from runtime.ownership import ASIDE, LIST, LOCK, TEMPORARY, check_free, discard, written_files
 from runtime.parallel import gather, gather_full, joined, load_full, rank
-from runtime.weights import read_tensors, write_tensors
+from runtime.weights import read_tensors, write_files
 
 FILE_BYTES = 4_000_000_000
 # facts that a resumed run must share with the run that wrote the checkpoint, as messages name them
@@ -135,43 +135,39 @@ def save_checkpoint(out_dir, step, named, optimizer, facts):
     named: {name: trained parameter}; facts: {name: JSON value} that a resumed run must share.
     Every process must call this; the first one writes. Raises TrainingError if that fails.
     """
-    folder, digests, tensors = Path(out_dir) / f'resume-{step}', {}, {}
+    folder, random = Path(out_dir) / f'resume-{step}', {'cpu': torch.get_rng_state()}
     device = next(iter(named.values())).device
-    random = {'cpu': torch.get_rng_state()}
     if device.type == 'cuda':
         random['cuda'] = torch.cuda.get_rng_state(device)
-    random_states = gather(random)
-
-    def write():
-        if rank() == 0:
-            name = f'state-{len(digests) + 1:05d}.safetensors'
-            claim(out_dir, folder.relative_to(out_dir) / name)
-            folder.mkdir(exist_ok=True)
-            write_tensors(folder / name, tensors)
-            digests[name] = file_digest(folder / name)
-        tensors.clear()
-
+    shares, size = [], FILE_BYTES       # {name: tensor} of each file
+    for key, tensor in state_tensors(named, optimizer):
+        if size >= FILE_BYTES:
+            shares.append({})
+            size = 0
+        shares[-1][key] = tensor
+        size += tensor.numel() * tensor.element_size()
+    for number, states in enumerate(gather(random)):
+        shares[-1] |= {f'random.{number}.{kind}': state for kind, state in states.items()}
+    files = {f'state-{number:05d}.safetensors': functools.partial(_whole, share)
+             for number, share in enumerate(shares, 1)}
     try:
         if rank() == 0:
             discard(out_dir, f'{folder.name}/*')
-        for key, tensor in state_tensors(named, optimizer):
-            tensors[key] = gather_full(tensor).cpu().contiguous()
-            if sum(t.nbytes for t in tensors.values()) > FILE_BYTES:
-                write()
-        for number, states in enumerate(random_states):
-            tensors |= {f'random.{number}.{kind}': state for kind, state in states.items()}
-        write()
+        write_files(folder, files, out_dir)
         if rank() == 0:
-            content = {'step': step, 'optimizer_steps': optimizer.steps, 'files': digests} | facts
-            claim(out_dir, folder.relative_to(out_dir) / 'state.json')
-            write_text(folder / 'state.json',
-                       json.dumps(content | {'digest': json_digest(content)}, indent=1))
+            content = {'step': step, 'optimizer_steps': optimizer.steps,
+                       'files': {name: file_digest(folder / name) for name in files}} | facts
+            write_files(folder, {'state.json': content | {'digest': json_digest(content)}}, out_dir)
     except (OSError, ConfigError) as error:
         discard(out_dir, f'{folder.name}/*')
         raise TrainingError(f'step {step}: saving {folder} failed: {error}; '
                             f'{advice(out_dir)}') from error
     if rank() == 0:     # not above: a failure here must not take the new checkpoint away
         discard(out_dir, 'resume-*', keep=f'{folder.name}/*')
+
+
+def _whole(share):
+    return {key: gather_full(tensor).cpu().contiguous() for key, tensor in share.items()}
 
 
 def restore(out_dir, named, optimizer, facts):
