@@ -202,32 +202,14 @@ def _coerce(value, annotation, where):
                              for k, v in value.items()})
         elif option in (object, type(value), value):
             return value
-    wanted = _describe(annotation)
+    wanted = inspect.formatannotation(annotation)
     if isinstance(value, float) and not math.isfinite(value):
         wanted = 'a finite number'
     elif isinstance(value, str) and tuple in map(typing.get_origin, _options(annotation)):
-        wanted += f', a tuple such as {tuple(value.split(","))}'
+        wanted += f', such as {tuple(value.split(","))}'
     elif isinstance(value, str) and any(map(dataclasses.is_dataclass, _options(annotation))):
         wanted += f'; {where.split()[-1]}.KEY=VALUE sets one key'
     raise ConfigError(f'{where} is {value!r}, of type {type(value).__name__}; wanted {wanted}')
-
-
-def _describe(annotation):
-    """Return an annotation in words."""
-    names = {types.NoneType: 'None', str: 'a string', int: 'an int', float: 'a float',
-             bool: 'True or False', dict: 'a dict'}
-
-    def name(option):
-        if isinstance(option, str):
-            return repr(option)
-        if dataclasses.is_dataclass(option):
-            return f'a dict of the keys of {option.__name__}'
-        if typing.get_origin(option) is tuple:
-            items = typing.get_args(option)
-            return ','.join('...' if item is Ellipsis else item.__name__ for item in items)
-        return names.get(option) or str(option)
-
-    return ' or '.join(name(option) for option in _options(annotation))
 
 
 # a field with the comment above it, the comment beside it and the lines that continue the latter
@@ -247,7 +229,7 @@ def _describe_keys(cls, prefix='', hidden=()):
         annotation = _annotation(cls, key, '')
         shown = ','.join(map(str, default)) if isinstance(default, tuple) else default
         yield from ('  ' + line.strip() for line in above.splitlines())
-        yield textwrap.fill(f'({_describe(annotation)}) {beside}', 100,
+        yield textwrap.fill(f'({inspect.formatannotation(annotation)}) {beside}', 100,
                             initial_indent=f'  --{prefix}{key}={shown}'.ljust(35) + ' ',
                             subsequent_indent=' ' * 36)
         for record in filter(dataclasses.is_dataclass, _options(annotation)):

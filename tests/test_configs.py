@@ -45,14 +45,14 @@ def test_the_command_line_overrides_the_config_file(tmp_path):
 @pytest.mark.parametrize('content, argument, message', [
     ('smothing = 0.1', '', "experiment.py:1: there is no key 'smothing'; did you mean 'smoothing'"),
     ('', '--shots=0', "--shots: there is no key 'shots'; did you mean 'eval.shots'?"),
-    ('lora_targets = "q_proj,k_proj"', '', "wanted str,..., a tuple such as ('q_proj', 'k_proj')"),
-    ('lr = 1\nepochs = "two"', '', "experiment.py:2: epochs is 'two', of type str; wanted a float"),
+    ('lora_targets = "q_proj,k_proj"', '', "wanted tuple[str, ...], such as ('q_proj', 'k_proj')"),
+    ('lr = 1\nepochs = "two"', '', "experiment.py:2: epochs is 'two', of type str; wanted float"),
     ('lr = 2 * 1e-5', '', 'experiment.py:1: the value of lr must be a plain literal'),
     ('', 'configs/other.py', 'a config file comes first'),
     ('lr = 1\nepochs = 2\nlr = 2', '', 'experiment.py:3: lr is already set at {}/experiment.py:1'),
     ('lr = 1e999', '', 'lr is inf, of type float; wanted a finite number'),
-    ('lr = 1', '--eval=mmlu', "wanted a dict of the keys of EvalConfig or None; --eval.KEY=VALUE "
-     'sets one key'),
+    ('lr = 1', '--eval=mmlu', "wanted runtime.eval_config.EvalConfig | None; "
+     '--eval.KEY=VALUE sets one key'),
     ('shape = {"a": 8}', '--shape.a.x=1', 'a has no keys of its own'),
     ('', '--data=a\udcff.jsonl', "'--data=a\\udcff.jsonl' is not valid Unicode; rename the file"),
 ])
@@ -106,9 +106,10 @@ def test_help_prints_every_key_with_its_comment(capsys):
     out = printed_help(capsys, load_config, Small, ['--name=y', '--help'], 'python small.py')
     assert [' '.join(line.split()) for line in out.split('\n')] == [
         'python small.py', '', 'keys, as --key=value or, before them, in a config file:',
-        '# first part', '--name=x (a string) what it is called',
-        '--sizes=1,2 (int,...) of its parts, a long comment that goes on in a second', 'line',
-        '# said before', "--kind=a ('a' or 'b')", '']
+        '# first part', '--name=x (str) what it is called',
+        '--sizes=1,2 (tuple[int, ...]) of its parts, a long comment that goes on in a',
+        'second line',
+        '# said before', "--kind=a (Literal['a', 'b'])", '']
     for cls in (train.TrainConfig, evaluate.EvalConfig):
         out = printed_help(capsys, load_config, cls, ['-h'])
         assert all(f'\n  --{f.name}=' in out for f in dataclasses.fields(cls))
