@@ -293,6 +293,10 @@ def gradients(model, packed, cfg):
     return *map(float, values.values()), of_all
 
 
+def exactly(value):
+    return pytest.approx(value, rel=0, abs=1e-12)
+
+
 def off(a, b):
     """Relative error of a in the Euclidean norm."""
     a, b = a.detach().double(), b.detach().double()

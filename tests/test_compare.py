@@ -23,18 +23,13 @@ def run_compare(*arguments):
     compare.main([*map(str, arguments)])
 
 
-@pytest.fixture
-def rendered():
-    """Makes pictures of the test that has this fixture real ones."""
-
-
 @pytest.fixture(autouse=True)
 def quick_pictures(request, monkeypatch):
-    """Empty pictures, except in tests with the fixture `rendered`: they take half of the time."""
+    """Empty pictures, except in slow tests: they take half of the time."""
     def touch(path, *_):
         path.touch()
         return True
-    if 'rendered' not in request.fixturenames:
+    if not request.node.get_closest_marker('slow'):
         for module, name in ((compare, 'draw_reliability'), (compare, 'draw_curves'),
                              (over_seeds, 'draw_means')):
             monkeypatch.setattr(module, name, touch)
@@ -52,7 +47,7 @@ def two_runs(folder, **more):
 
 
 @pytest.mark.slow
-def test_runs_of_one_seed_are_compared_over_questions(tmp_path, capsys, rendered):
+def test_runs_of_one_seed_are_compared_over_questions(tmp_path, capsys):
     languages = 'de', 'en', 'sw'
     a, b = (write_run(tmp_path / name, languages=languages, n=60, settings=settings)
             for name, settings in (('a', {}), ('sharp', {'smoothing': 0.1})))
@@ -230,7 +225,7 @@ def test_tasks_that_a_run_lacks_are_left_out(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_grid_has_a_line_for_each_combination_of_settings(tmp_path, capsys, rendered):
+def test_a_grid_has_a_line_for_each_combination_of_settings(tmp_path, capsys):
     """Two settings differ: the first is x, the second `by`; runs of one seed are paired."""
     grid, out = tmp_path / 'grid', tmp_path / 'out'
 

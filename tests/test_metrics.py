@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from common import exactly
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from predictions import (assert_equal_numbers, calibration_case, exactly, predictions, small,
-                         with_noise)
 
 import metrics
 import scaling
@@ -24,6 +23,17 @@ OF_PREDICTION = [x.function for x in metrics.MEASURES if x.needs == 'prediction'
 OF_OPTIONS = [x.function for x in metrics.MEASURES if x.needs != 'prediction']
 # tolerance -> case -> values of other libraries; 1e-6 for those in float32
 GOLDEN = json.loads((Path(__file__).parent / 'golden_metrics.json').read_text())
+
+
+small = settings(max_examples=30, deadline=None, derandomize=True)
+
+
+def calibration_case(seed, n, k, temperature, signal):
+    """Seeded probs [n, k] and labels [n]; the labels follow softmax(signal * z), not the probs."""
+    stream = np.random.RandomState(seed)
+    z, u = stream.standard_normal((n, k)), stream.random_sample(n)
+    labels = (metrics.softmax(z * signal).cumsum(1) < u[:, None]).sum(1)
+    return metrics.softmax(z * temperature), np.minimum(labels, k - 1)
 
 
 def golden_case(name):
@@ -72,17 +82,38 @@ def test_ace_with_equal_weights_is_equation_4():
     assert metrics.ace(probs, labels, equal_weights=True) == exactly(np.mean(gaps))
 
 
+@st.composite
+def predictions(draw, ragged):
+    """probs [N, K], labels [N], options per row [N]; ragged: 1 to K of them, zero-padded."""
+    n, k = draw(st.integers(1, 25)), draw(st.integers(1, 6))
+    n_options = draw(arrays(np.int64, n, elements=st.integers(1, k))) if ragged else np.full(n, k)
+    weights = draw(arrays(np.int64, (n, k), elements=st.integers(0, 8)))
+    weights *= np.arange(k) < n_options[:, None]
+    weights[:, 0] += weights.sum(1) == 0
+    labels = draw(arrays(np.int64, n, elements=st.integers(0, k - 1))) % n_options
+    return weights / weights.sum(1, keepdims=True), labels, n_options
+
+
+def assert_equal_numbers(numbers, expected):
+    assert numbers.keys() == expected.keys()
+    for key, value in expected.items():
+        assert np.shape(numbers[key]) == np.shape(value), key
+        assert numbers[key] == pytest.approx(value, rel=0, abs=1e-12, nan_ok=True), key
+
+
 @pytest.mark.slow
 @small
-@given(predictions(), st.integers(0, 99))
+@given(predictions(ragged=False), st.integers(0, 99))
 def test_neither_the_order_of_rows_nor_noise_of_rounding_changes_a_number(case, seed):
-    probs, labels = case
+    probs, labels, _ = case
+    random = np.random.default_rng(seed)
     confidence, correct = probs.max(1), probs.argmax(1) == labels
     for values, outcomes in ((probs, labels), (confidence, correct)):
-        expected, noisy = metrics.report(values, outcomes), with_noise(values, seed)
+        noise = 1e-16 * random.choice([-2, -1, 0, 1, 2], values.shape)
+        expected, noisy = metrics.report(values, outcomes), np.minimum(values * (1 + noise), 1)
         assert_equal_numbers(metrics.report(noisy, outcomes), expected)
         assert_equal_numbers(metrics.bins(noisy, outcomes), metrics.bins(values, outcomes))
-        order = np.random.default_rng(seed).permutation(len(labels))
+        order = random.permutation(len(labels))
         for key, value in metrics.report(values[order], outcomes[order]).items():
             if 'hendrycks' not in key:      # whose ties stay in the order given
                 assert value == pytest.approx(expected[key], rel=0, abs=1e-12, nan_ok=True), key
@@ -314,22 +345,8 @@ def test_bins_are_what_a_reliability_diagram_needs():
     assert metrics.mce(probs, [0, 1, 1, 1], 5) == exactly(0.5)
 
 
-@st.composite
-def ragged_predictions(draw):
-    """Predictions whose rows have 1 to K options, zero-padded, and the options per row."""
-    k = draw(st.integers(1, 5))
-    n = draw(st.integers(1, 25))
-    n_options = draw(arrays(np.int64, n, elements=st.integers(1, k)))
-    weights = draw(arrays(np.int64, (n, k), elements=st.integers(0, 8)))
-    weights[:, 0] += weights.sum(1) == 0
-    weights *= np.arange(k) < n_options[:, None]
-    weights[:, 0] += weights.sum(1) == 0
-    labels = draw(arrays(np.int64, n, elements=st.integers(0, k - 1))) % n_options
-    return weights / weights.sum(1, keepdims=True), labels, n_options
-
-
 @small
-@given(ragged_predictions(), st.integers(1, 20))
+@given(predictions(ragged=True), st.integers(1, 20))
 def test_class_wise_metrics_count_only_rows_that_have_the_option(case, n_bins):
     probs, labels, n_options = case
     static = []
@@ -365,7 +382,7 @@ def literal_sets(probs, labels, n_options, method, alpha):
 
 @pytest.mark.parametrize('method', ['lac', 'aps'])
 @small
-@given(ragged_predictions(), st.sampled_from([0.1, 0.25, 0.5]))
+@given(predictions(ragged=True), st.sampled_from([0.1, 0.25, 0.5]))
 def test_conformal_sets_leave_out_their_own_row(method, case, alpha):
     probs, labels, n_options = case
     sets = metrics.conformal_sets(probs, labels, n_options, method=method, alpha=alpha)

@@ -262,16 +262,10 @@ def test_a_picture_that_fails_costs_no_numbers_and_certain_answers_give_no_warni
         assert f'{name} was not written: IsADirectoryError' in said
 
 
-@pytest.fixture
-def figures(monkeypatch):
-    """The figures that a test draws, which are not written."""
-    drawn = []
-    monkeypatch.setattr(plots, 'save_figure', lambda figure, *rest: drawn.append(figure))
-    return drawn
-
-
 @pytest.mark.slow
-def test_a_reliability_diagram_has_bars_gaps_and_intervals(tmp_path, figures):
+def test_a_reliability_diagram_has_bars_gaps_and_intervals(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(plots, 'save_figure', lambda figure, *rest: figures.append(figure))
     plots.draw_reliability(tmp_path / 'a.png', panels_of(6))
     figure, = figures
     labels = {text.get_text() for legend in figure.legends for text in legend.get_texts()}

@@ -84,27 +84,20 @@ def test_one_answer_is_greedy_with_its_probabilities(chat_folder, capsys, monkey
     assert said('--raw', '--prompt=What') == raw
 
 
-@pytest.fixture
-def typed(monkeypatch):
-    """Return a function that types lines, then Ctrl-D; it returns the conversations asked."""
-    def type_lines(*lines):
-        asked, left, real = [], iter(lines), sample.encode_prompt
-
-        def line(prompt):
-            for text in left:
-                return text
-            raise EOFError
-        monkeypatch.setattr('builtins.input', line)
-        monkeypatch.setattr(sys.stdin, 'isatty', lambda: True, raising=False)
-        monkeypatch.setattr(sample, 'encode_prompt', lambda messages, *rest: (
-            asked.append(copy.deepcopy(messages)), real(messages, *rest))[1])
-        return asked
-    return type_lines
-
-
 def test_a_conversation_continues_after_an_answer_until_the_context_is_full(chat_folder, capsys,
-                                                                            typed):
-    asked = typed('What?', '', '  And then? ', 'a' * 900, 'Who?')
+                                                                            monkeypatch):
+    asked, encode_prompt = [], sample.encode_prompt
+    lines = iter(['What?', '', '  And then? ', 'a' * 900, 'Who?'])
+
+    def type_line(prompt):
+        for text in lines:
+            return text
+        raise EOFError      # Ctrl-D
+
+    monkeypatch.setattr('builtins.input', type_line)
+    monkeypatch.setattr(sys.stdin, 'isatty', lambda: True, raising=False)
+    monkeypatch.setattr(sample, 'encode_prompt', lambda messages, *rest: (
+        asked.append(copy.deepcopy(messages)), encode_prompt(messages, *rest))[1])
     sample.main([f'--model={chat_folder}', '--max_tokens=4'])
     printed = capsys.readouterr()
     assert [[m['role'] for m in messages] for messages in asked] == [

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from common import by_transformers, reference_model
-from predictions import exactly
+from common import by_transformers, exactly, reference_model
 from safetensors.torch import load_file
 
 import metrics

@@ -3,7 +3,7 @@
 import math
 import numpy as np
 import pytest
-from predictions import exactly
+from common import exactly
 
 import metrics
 import stats
