@@ -1,6 +1,7 @@
 """results/card.py and --push_to_hub: the model card of a run's folder, and what is sent."""
 
 import json
+from unittest import mock
 
 import pytest
 import yaml
@@ -87,21 +88,13 @@ def test_epochs_and_adapters_have_cards_that_the_hub_reads_and_that_the_run_owns
 
 
 def test_what_is_sent_to_the_hub(tmp_path, monkeypatch):
-    calls = []
-
-    class Api:
-        def __getattr__(self, name):
-            def call(*arguments, **options):
-                if 'fail' in options.get('repo_id', ''):
-                    raise OSError('401 Client Error')
-                calls.append((name, arguments, options))
-            return call
-
-    monkeypatch.setattr('huggingface_hub.HfApi', Api)
+    api = mock.MagicMock()
+    monkeypatch.setattr('huggingface_hub.HfApi', lambda: api)
     hub.upload(tmp_path, 'me/model', ['config.json', 'README.md'])
-    (create, name, options), (upload, _, sent) = calls
+    (create, name, options), (upload, _, sent) = api.method_calls
     assert (create, name, options['private']) == ('create_repo', ('me/model',), True)
     assert upload == 'upload_folder' and sent['allow_patterns'] == ['config.json', 'README.md']
     assert (sent['repo_id'], sent['folder_path']) == ('me/model', str(tmp_path))
-    with pytest.raises(CheckpointError, match='me/fail failed .*401.*; the run is complete'):
-        hub.upload(tmp_path, 'me/fail', ['config.json'])
+    api.upload_folder.side_effect = OSError('401 Client Error')
+    with pytest.raises(CheckpointError, match='me/model failed .*401.*; the run is complete'):
+        hub.upload(tmp_path, 'me/model', ['config.json'])

@@ -183,10 +183,18 @@ def random_reference(kind, rng, **more):
 
 
 def compare(reference, folder, shape):
-    """Check that logits and every gradient in `folder` are those of the reference."""
+    """Check that logits and every gradient in `folder` are those of the reference.
+
+    Two texts are one packed row of our model, in which they do not see each other. Hidden states at
+    some tokens are those of all: the last MLP skips the other tokens.
+    """
     model = checkpoint.load(folder)
     tokens = torch.randint(1, shape['vocab_size'], (2, T))      # without padding, 0
-    logits = logits_of(model, tokens)
+    row = tokens.flatten(), torch.arange(T).repeat(2), torch.tensor([T, 2 * T]).repeat_interleave(T)
+    row = [x[None] for x in row]
+    hidden, some = model(*row), torch.tensor([2 * T - 1, 0, 50, 50])
+    torch.testing.assert_close(model(*row, at=some), hidden[:, some], rtol=1e-4, atol=1e-5)
+    logits = model.logits(hidden).view(2, T, -1)
     expected = reference(tokens).logits
     error = (logits - expected).abs().max()
     assert error < 1e-4 + 1e-5 * expected.abs().max(), shape

@@ -19,11 +19,6 @@ from runtime import checkpoint
 from triton_ops import tree_kernel
 
 
-# each kind of block; test_families.py has all families
-NAMES = ('llama3', 'mistral_window', 'gemma2', 'neox', 'gemma3', 'cohere2', 'phi3', 'ministral3',
-         'opt_350m')
-
-
 def test_the_residual_stream_of_a_bfloat16_model_is_float32():
     config = models.ModelConfig('gemma2', 9, 3584, 8, 2, 2, head_dim=4)
     with torch.device('meta'):
@@ -37,23 +32,6 @@ def test_the_residual_stream_of_a_bfloat16_model_is_float32():
     hidden = decoder(torch.zeros(1, 1, dtype=torch.long), *whole_rows(torch.zeros(1, 1)))
     assert [x.dtype for x in seen] == [torch.float32] * 2 and hidden.dtype == torch.bfloat16
     assert seen[0].flatten()[0].item() == pytest.approx(3584 ** 0.5, rel=1e-6)  # not 59.75
-
-
-@pytest.mark.parametrize('name', NAMES)
-def test_packed_documents_do_not_see_each_other(name, tmp_path):
-    """And hidden states at some tokens are those of all: the last MLP skips the other tokens."""
-    reference_model(name, tmp_path)
-    model, texts = checkpoint.load(tmp_path), documents(0, (11, 40, 3, 29, 1, 17))
-    packed = packing.pack(texts, 48)
-    rows = [torch.from_numpy(getattr(packed, key)) for key in ('tokens', 'positions', 'ends')]
-    hidden = model(*rows)
-    for i, (tokens, _) in enumerate(texts):
-        alone = torch.from_numpy(tokens)[None]
-        row, at = np.nonzero(packed.owner == i)
-        assert torch.allclose(hidden[row, at], model(alone, *whole_rows(alone))[0], atol=2e-5)
-    at = torch.tensor([95, 0, 50, 50])
-    torch.testing.assert_close(model(*rows, at=at), hidden.flatten(0, 1)[None, at], rtol=1e-4,
-                               atol=1e-5)
 
 
 @pytest.mark.parametrize('name', ['phi3', 'qwen2'])

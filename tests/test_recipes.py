@@ -104,8 +104,10 @@ def apply(text, root):
 ROOMS = ('align', 'compare', 'configs', 'metrics', 'questions', 'report', 'study', 'train')
 
 PRELUDE = """
-import json, numpy as np, torch
+import json, sys, numpy as np, pytest, torch
 from pathlib import Path
+sys.path.insert(0, 'tests')
+from common import logits_of, write_run
 from data.show import show_tasks
 from evaluate import load_tasks
 from runtime.config import load_config
@@ -116,9 +118,6 @@ from train import TrainConfig, check_config, learning_rate
 
 RECIPES = {     # (page, heading): a program, after PRELUDE, that shows that the recipe works
     ('metrics.md', 'Add a metric'): """
-import sys
-sys.path.insert(0, 'tests')
-from common import write_run
 from results import compare, report, samples
 runs = [write_run(Path('recipe', name), sharpness=x) for name, x in (('a', 3.0), ('b', 9.0))]
 summary = report.summarize(samples.read_samples(runs[0] / 'samples.jsonl'), 'token', n_bootstrap=9)
@@ -148,16 +147,11 @@ arguments = ['--model=m', '--data=d', '--out_dir=o', '--cache_dir=c', '--lr=1.0'
 cfg = load_config(TrainConfig, [*arguments, '--min_lr=0.25', '--warmup_steps=1'])
 check_config(cfg)
 assert [learning_rate(step, 101, cfg) for step in (51, 96)] == [0.5, 0.25]
-try:
+with pytest.raises(ConfigError, match='min_lr = -1.0'):
     check_config(load_config(TrainConfig, [*arguments, '--min_lr=-1']))
-except ConfigError as error:
-    assert 'min_lr = -1.0' in str(error)
-else:
-    raise AssertionError('min_lr = -1 is accepted')
 """,
     ('models.md', 'A family of your own'): """
 import transformers
-from runtime import checkpoint
 config = transformers.SeedOssConfig(
     vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2, head_dim=8,
     num_attention_heads=2, num_key_value_heads=1, attn_implementation='eager')
@@ -167,11 +161,8 @@ with torch.no_grad():
         p.copy_(torch.randn_like(p) / 3)
 theirs.save_pretrained('seed_oss')
 tokens = torch.arange(12)[None]
-with torch.no_grad():
-    ours = checkpoint.load('seed_oss').eval()
-    positions, ends = tokens.clone(), torch.full_like(tokens, 12)
-    logits = ours(tokens, positions, ends) @ ours.lm_head.weight.T
-    torch.testing.assert_close(logits, theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+torch.testing.assert_close(logits_of(Path('seed_oss'), tokens), theirs(tokens).logits, rtol=1e-4,
+                           atol=1e-4)
 """,
     ('evaluation.md', 'A benchmark of your own'): """
 Path('dev.jsonl').write_text(json.dumps({
