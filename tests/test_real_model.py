@@ -180,7 +180,8 @@ def test_a_fine_tuned_model_gives_the_same_in_transformers_and_adapters_in_peft(
     run = fine_tune(tmp_path, **settings)
     reference = theirs(folder=FOLDER if 'lora' in settings else run)
     if 'lora' in settings:
-        reference = pytest.importorskip('peft').PeftModel.from_pretrained(reference, run / 'adapter')
+        peft = pytest.importorskip('peft')
+        reference = peft.PeftModel.from_pretrained(reference, run / 'adapter')
     logits, ids = our_logits(run)
     with torch.no_grad():
         assert off(logits, reference(ids).logits) < 1e-5
