@@ -65,6 +65,8 @@ CORPUS = ['The quick brown fox jumps over the lazy dog.', 'Question: one or two?
           'What is the colour of the sky? It is blue.', 'Antwort: zwölf Äpfel',
           'user model assistant system'] * 20
 
+WORDS = 'quick brown fox jumps over the lazy dog blue river old stone'.split()
+
 
 def sentencepiece_folder(folder, kind, pieces=400, **more):
     """A tokenizer with the settings of Gemma's file or of Llama 2's and Mistral's."""
@@ -286,11 +288,21 @@ def documents(seed, lengths):
     return [(rng.integers(0, 211, n), (np.arange(n) > n // 3).astype(int)) for n in lengths]
 
 
-def gradients(model, packed, cfg):
+def expect_step(model, loss):
+    """Return a function that takes a step of training and asserts that it has this loss, a tensor
+    of plain torch, with its gradients; it returns the values of the step."""
     model.zero_grad()
-    values = train.forward_backward(model, packed, cfg, 'cpu')
-    of_all = torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
-    return *map(float, values.values()), of_all
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+
+    def step(packed, cfg, *objective):
+        model.zero_grad()
+        values = train.forward_backward(model, packed, cfg, 'cpu', *objective)
+        assert values['loss'].item() == pytest.approx(loss.item(), rel=1e-5, abs=3e-6)
+        for name, p in model.named_parameters():
+            assert not p.requires_grad or off(p.grad, gradients[name]) < 2e-5, name
+        return values
+    return step
 
 
 def exactly(value):
@@ -420,6 +432,15 @@ def await_steps(process, folder, n):
 def same_weights(a, b):
     a, b = (load_file(folder / 'model.safetensors') for folder in (a, b))
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def apart(one, two, base):
+    """How far the weights in two folders are apart, relative to their distance from the base."""
+    one, two, base = (load_file(folder / 'model.safetensors') for folder in (one, two, base))
+    changed = [key for key, x in one.items() if key not in base or not torch.equal(x, base[key])]
+    assert one.keys() == two.keys() and len(changed) > 3
+    return max(((one[key] - two[key]).norm() / (one[key] - base.get(key, 0)).norm()).item()
+               for key in changed)
 
 
 def lora_model(folder, dropout=0.0, seed=0, targets=None):

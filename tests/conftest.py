@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import io
 import os
+import random
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -150,4 +151,21 @@ def base(request, tmp_path_factory):
     from common import reference_model, sentencepiece_folder
     folder = sentencepiece_folder(tmp_path_factory.mktemp('base'), 'llama2')
     reference_model(getattr(request, 'param', 'llama'), folder, vocab_size=400)
+    return folder
+
+
+@pytest.fixture(scope='session')
+def scored_folder(tmp_path_factory):
+    """A tiny Llama with a sentencepiece tokenizer, and a task of 3 languages with shots."""
+    from common import WORDS, reference_model, sentencepiece_folder, write_rows
+    from data.tokenizer import load_tokenizer
+    folder, rng = tmp_path_factory.mktemp('scored'), random.Random(0)
+    sentencepiece_folder(folder / 'model', 'mistral')
+    reference_model('llama', folder / 'model', vocab_size=load_tokenizer(folder / 'model').n_vocab)
+    for language in ('de', 'en', 'sw'):
+        for split, n in (('dev', 6), ('test', 40)):
+            rows = [{'sample_id': f'{split}/{i}', 'subject': ('anatomy', 'sociology')[i % 2],
+                     'question': ' '.join(rng.sample(WORDS, 4)) + '?', 'answer': 'ABCD'[i % 4],
+                     **{f'option_{c}': rng.choice(WORDS) for c in 'abcd'}} for i in range(n)]
+            write_rows(folder / 'data' / f'{language}_{split}.jsonl', rows)
     return folder

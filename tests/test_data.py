@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import resource
 from pathlib import Path
 from types import SimpleNamespace
 import numpy as np
@@ -27,12 +26,15 @@ SAME = [{'role': 'user', 'content': 'sky?'}, {'role': 'assistant', 'content': 'b
     ('chat.jsonl', {'messages': SAME})])
 def test_each_instruction_format_gives_the_same_tokens(tmp_path, tokenizers, name, row):
     write_rows(tmp_path / 'hub' / name, [row] * 3)
-    tokenizer = tokenizers['gemma']
-    sequences = conversations(tmp_path / 'hub', tokenizer)
-    assert len(sequences) == 3
-    tokens, loss_mask = sequences[2]
-    assert tokenizer.decode(tokens.tolist()) == '<s><|user|>\nsky?\n<|assistant|>\nblue</s>'
-    assert tokenizer.decode(tokens[loss_mask == 1].tolist()) == 'blue</s>'
+    sequences = conversations(tmp_path / 'hub', tokenizers['gemma'])
+    assert len(sequences) == 3 and shown(sequences, tokenizers['gemma'])[2] == (
+        '<s><|user|>\nsky?\n<|assistant|>\nblue</s>', 'blue</s>')
+
+
+def shown(sequences, tokenizer):
+    """Return (the text, its supervised part) of each sequence."""
+    return [(tokenizer.decode(tokens.tolist()), tokenizer.decode(tokens[loss_mask == 1].tolist()))
+            for tokens, loss_mask in sequences]
 
 
 def conversations(path, tokenizer, load=instruct.load_conversations, **options):
@@ -94,13 +96,13 @@ def test_the_first_turns_of_message_trees_are_read(tmp_path, tokenizers, name):
     write_rows(path.parent / 'validation-0.parquet', [message('q', None, 'held out?')])
     if path.suffix == '.gz':
         path.write_bytes(gzip.compress(path.read_bytes()))
-    tokenizer = tokenizers['gemma']
-    best, every = (conversations(tmp_path if 'train' in name else path, tokenizer, answers=answers,
-                                 cache_dir=tmp_path / 'cache') for answers in ('best', 'all'))
-    assert [tokenizer.decode(tokens.tolist()) for tokens, _ in best] == [
+    best, every = (shown(conversations(
+        tmp_path if 'train' in name else path, tokenizers['gemma'], answers=answers,
+        cache_dir=tmp_path / 'cache'), tokenizers['gemma']) for answers in ('best', 'all'))
+    assert [text for text, _ in best] == [
         f'<s><|user|>\n{prompt}\n<|assistant|>\n{answer}</s>'
         for prompt, answer in (('sky?', 'a first'), ('alone?', 'not ranked'))]
-    assert [tokenizer.decode(tokens[loss_mask == 1].tolist()) for tokens, loss_mask in every] == [
+    assert [answer for _, answer in every] == [
         f'{answer}</s>' for answer in ('a first', 'a second', 'not ranked', 'not ranked either')]
 
 
@@ -143,25 +145,16 @@ def test_context_that_no_template_shows_is_refused_by_name(field):
         instruct.to_messages({'messages': SAME} | field)
 
 
-@pytest.mark.parametrize('change', [
-    {'tool_calls': [{'id': 1}]}, {'weight': 0.5}, {'weight': 1, 'train': False}, {'from': 'human'}])
-def test_a_turn_with_more_than_can_be_obeyed_is_refused_by_name(change):
-    with pytest.raises(DataError, match=f'{[*change][-1]}'):
-        instruct.to_messages({'messages': [SAME[0], SAME[1] | change]})
-
-
 @pytest.mark.parametrize('template, key', [('tulu', 'weight'), ('mistral', 'train')])
 def test_an_answer_that_is_not_trained_has_the_same_tokens_without_loss(tmp_path, tokenizers, key,
                                                                         template):
-    tokenizer, first = tokenizers['llama2'], EARLIER[1] | {key: 0}
-    rows = [{'messages': [*EARLIER, *SAME]}, {'messages': [EARLIER[0], first, SAME[0],
-                                                           SAME[1] | {key: True}]}]
-    sequences = conversations(write_rows(tmp_path / 'chat.jsonl', rows), tokenizer,
-                              template=template, max_length=200)
-    (tokens, both), (same, last) = sequences[0], sequences[1]
-    assert tokens.tolist() == same.tolist() and 0 < last.sum() < both.sum()
-    assert 'blue' in tokenizer.decode(tokens[last == 1].tolist())
-    assert 'green' not in tokenizer.decode(tokens[last == 1].tolist())
+    first, last = EARLIER[1] | {key: 0}, SAME[1] | {key: True}
+    path = write_rows(tmp_path / 'chat.jsonl', [
+        {'messages': [*EARLIER, *SAME]}, {'messages': [EARLIER[0], first, SAME[0], last]}])
+    sequences = conversations(path, tokenizers['llama2'], template=template, max_length=200)
+    assert sequences[0][0].tolist() == sequences[1][0].tolist()
+    (_, both), (_, trained) = shown(sequences, tokenizers['llama2'])
+    assert 'green' in both and 'blue' in both and 'green' not in trained and 'blue' in trained
 
 
 @pytest.mark.parametrize('row, message', [
@@ -171,7 +164,11 @@ def test_an_answer_that_is_not_trained_has_the_same_tokens_without_loss(tmp_path
     ({'messages': [{'role': 'user', 'content': '\ud83d'}]}, 'not valid Unicode'),
     ({'messages': [SAME[0] | {'weight': 1}, SAME[1]]}, 'a user message is marked as trained'),
     ({'messages': [SAME[0], SAME[1] | {'weight': 0}]}, 'every assistant message is marked as not'),
-    ({'messages': [*EARLIER, BRIEF[0], *SAME]}, 'must be the first message')])
+    ({'messages': [*EARLIER, BRIEF[0], *SAME]}, 'must be the first message'),
+    # more than can be obeyed
+    *(({'messages': [SAME[0], SAME[1] | change]}, [*change][-1]) for change in (
+        {'tool_calls': [{'id': 1}]}, {'weight': 0.5}, {'weight': 1, 'train': False},
+        {'from': 'human'}))])
 def test_a_bad_conversation_is_named_with_its_line(tmp_path, tokenizers, row, message):
     path = write_rows(tmp_path / 'chat.jsonl', [row])
     with pytest.raises(DataError, match=f'chat.jsonl:1: .*{message}'):
@@ -280,12 +277,7 @@ def test_compressed_text_is_read_like_plain_text(tmp_path, tokenizers):
     assert texts[1].place.endswith('wiki.test.txt.gz:4')
 
 
-@pytest.mark.parametrize('name, change', [
-    ('tokens.bin', lambda _: None), ('info.json', lambda _: b'[]'),
-    ('loss_mask.bin', lambda raw: bytes([*raw[:3], raw[3] ^ 1, *raw[4:]])),
-    ('offsets.npy', lambda raw: raw.replace(b'<i8', b'<f8')),
-    ('margins.npy', lambda raw: raw.replace(b'(2,)', b'(1,)'))])
-def test_a_damaged_cache_is_rebuilt(tmp_path, tokenizers, capsys, name, change):
+def test_a_damaged_cache_is_rebuilt(tmp_path, tokenizers, capsys):
     path = write_rows(tmp_path / 'chat.jsonl', [{'messages': SAME}] * 2)
 
     def loaded():
@@ -293,31 +285,22 @@ def test_a_damaged_cache_is_rebuilt(tmp_path, tokenizers, capsys, name, change):
         return [x.tolist() for pair in sequences for x in pair], sequences.digest
     before = loaded()
     (folder,) = (path for path in (tmp_path / 'cache').iterdir() if path.is_dir())
-    damaged = change((folder / name).read_bytes())
-    (folder / name).unlink()
-    if damaged is not None:
-        (folder / name).write_bytes(damaged)
     (folder / 'mine.txt').write_text('not of the cache')
-    capsys.readouterr()
-    assert loaded() == before
-    out = capsys.readouterr().out
-    assert str(folder) in out and 'damaged' in out and out.count('\n') == 1
-    assert (folder / 'mine.txt').read_text() == 'not of the cache'
-    assert [p.name for p in (tmp_path / 'cache').iterdir()] == [folder.name]     # no leftovers
-    loaded()
-    assert capsys.readouterr().out == ''
-
-
-def test_a_full_disk_names_the_place(tmp_path, tokenizers):
-    path = write_rows(tmp_path / 'chat.jsonl', [{'messages': SAME}] * 200)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    try:
-        with pytest.raises(DataError, match=f'cannot write {tmp_path / "cache"}/.*: File too'):
-            conversations(path, tokenizers['gemma'])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert not list((tmp_path / 'cache').iterdir())
+    for name, change in (
+            ('tokens.bin', None), ('info.json', lambda _: b'[]'),
+            ('loss_mask.bin', lambda raw: bytes([*raw[:3], raw[3] ^ 1, *raw[4:]])),
+            ('offsets.npy', lambda raw: raw.replace(b'<i8', b'<f8')),
+            ('margins.npy', lambda raw: raw.replace(b'(2,)', b'(1,)'))):
+        damaged = change and change((folder / name).read_bytes())
+        (folder / name).unlink()
+        if damaged:
+            (folder / name).write_bytes(damaged)
+        assert loaded() == before
+        out = capsys.readouterr().out
+        assert str(folder) in out and 'damaged' in out and out.count('\n') == 1, name
+        assert loaded() == before and capsys.readouterr().out == ''
+        assert (folder / 'mine.txt').read_text() == 'not of the cache'
+        assert [p.name for p in (tmp_path / 'cache').iterdir()] == [folder.name]    # no leftovers
 
 
 BAD_UTF8 = b'{"text": "ok ok ok ok"}\n\n{"text": "caf\xe9"}\n{"text": "ok ok ok ok"}\n'

@@ -11,14 +11,13 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from common import (HERE, SHARED, lora_model, needs_files, reference_model, rewrite,
-                    sentencepiece_folder, whole_rows, write_rows)
+from common import (HERE, SHARED, WORDS, lora_model, needs_files, reference_model, rewrite,
+                    whole_rows, write_rows)
 
 import evaluate
 import scoring
@@ -47,23 +46,6 @@ def test_questions_can_be_scored_in_the_chat_template(foxes, tmp_path, capsys):
         'mmlu, 0 shots, options scored by letters, log-probabilities per token, '
         'chat template mistral')
     assert result['distribution'] in capsys.readouterr().out
-
-
-@pytest.fixture(scope='module')
-def scored_folder(tmp_path_factory):
-    """A tiny Llama with a sentencepiece tokenizer, and a task of 3 languages with shots."""
-    folder = tmp_path_factory.mktemp('scored')
-    sentencepiece_folder(folder / 'model', 'mistral')
-    reference_model('llama', folder / 'model', vocab_size=load_tokenizer(folder / 'model').n_vocab)
-    rng = random.Random(0)
-    words = 'quick brown fox jumps over the lazy dog blue river old stone'.split()
-    for language in ('de', 'en', 'sw'):
-        for split, n in (('dev', 6), ('test', 40)):
-            rows = [{'sample_id': f'{split}/{i}', 'subject': ('anatomy', 'sociology')[i % 2],
-                     'question': ' '.join(rng.sample(words, 4)) + '?', 'answer': 'ABCD'[i % 4],
-                     **{f'option_{c}': rng.choice(words) for c in 'abcd'}} for i in range(n)]
-            write_rows(folder / 'data' / f'{language}_{split}.jsonl', rows)
-    return folder
 
 
 SMALL = ['--n_bootstrap=20', '--dtype=float32', '--pack_len=512', '--pictures=False']
@@ -221,30 +203,6 @@ def test_results_have_languages_groups_macro_and_scalings(whole):
     assert scaled['accuracy'] == result['pooled']['accuracy']
     # the labels are unrelated to the questions, and the scaling learns how little is known
     assert scaled['ece'] < result['pooled']['ece'] + 0.05
-
-
-@pytest.mark.slow
-def test_scoring_resumes_where_it_stopped(foxes, tmp_path, monkeypatch, launched):
-    write_words(foxes.task, 30, 'fox')
-    whole, path = foxes.score()['foxes'], foxes.out / 'samples.jsonl'
-    lines = path.read_text()
-    path.write_text(lines[:len(lines) // 2])    # by a process killed while it writes a line
-    (foxes.out / 'results.json').unlink()
-    launched.clear()
-    again = foxes.score()['foxes']
-    assert sum(launched) == 30 - lines[:len(lines) // 2].count('\n')
-    # the time of the killed process is not known
-    assert whole['scoring_seconds'] is not None and again['scoring_seconds'] is None
-    for key in ('accuracy', 'confidence', 'ece', 'nll'):
-        assert again['pooled'][key] == pytest.approx(whole['pooled'][key], abs=1e-4)
-    assert len({sample['id'] for sample in read_samples(path)}) == 30 == len(read_samples(path))
-    # the same file in another place is the same task
-    (tmp_path / 'moved').mkdir()
-    moved = Path(shutil.copy(foxes.task, tmp_path / 'moved'))
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, 'load', None)     # another normalization needs no model
-        assert 'summed log-probabilities' in foxes.score('--norm=sum')['foxes']['distribution']
-        foxes.score(f'--tasks={moved}')
 
 
 @pytest.mark.slow
@@ -426,8 +384,7 @@ def test_bad_and_duplicate_options_are_counted(foxes, capsys):
 
 @pytest.mark.slow
 def test_next_tokens_and_facts_are_scored(foxes, tmp_path):
-    words = 'the quick brown fox jumps over a lazy dog by the old stone river'.split()
-    rows = [{'id': f't{i}', 'text': ' '.join(words[i:] + words[:i])} for i in range(12)]
+    rows = [{'id': f't{i}', 'text': ' '.join(WORDS[i:] + WORDS[:i])} for i in range(12)]
     clm = f'clm:{write_rows(tmp_path / "texts.jsonl", rows)}'
     facts = write_rows(tmp_path / 'facts.jsonl', [row | {'spans': [
         [row['text'].index(w), row['text'].index(w) + len(w)] for w in ('dog', 'fox', 'dog')]}
@@ -473,27 +430,28 @@ def test_next_tokens_and_facts_are_scored(foxes, tmp_path):
         run('bad', f'--tasks=facts:{bad}')
 
 
-def p_true_prompt(row, top, shots):
-    """The text before ' (A)' or ' (B)' of a P(True) question about option `top`."""
-    def ask(row, k):
-        choices = ''.join(f'\n{c}. {row[f"option_{c.lower()}"]}' for c in 'ABCD')
-        return (f'{row["question"]}{choices}\nProposed Answer: {"ABCD"[k]}\nIs the proposed answer:'
-                f'\n (A) True\n (B) False\nThe proposed answer is:')
+def ask(question, choices):
+    return question + ''.join(f'\n{c}. {x}' for c, x in zip('ABCD', choices, strict=True))
+
+
+def p_true_part(row, k):
+    """The text before ' (A)' or ' (B)' of a P(True) question about option k."""
+    asked = ask(row['question'], [row[f'option_{c}'] for c in 'abcd'])
+    return (f'{asked}\nProposed Answer: {"ABCD"[k]}\nIs the proposed answer:\n (A) True\n (B) False'
+            f'\nThe proposed answer is:')
+
+
+def prompts_of(row, top, shots):
+    """The prompts of a question: that of P(True) about option `top`, and three without content."""
+    header = ('The following are multiple choice questions (with answers) about '
+              f'{row["subject"]}.\n\n')
     right = ['ABCD'.index(shot['answer']) for shot in shots]    # of two, the second is wrong
-    solved = f'{ask(shots[0], right[0])} (A)\n\n{ask(shots[1], (right[1] + 1) % 4)} (B)\n\n'
-    return (f'The following are multiple choice questions (with answers) about {row["subject"]}.'
-            f'\n\n{solved}{ask(row, top)}')
-
-
-def content_free_prompt(row, text, shots):
-    """The text before the letter of a prompt that has `text` for the question and its choices."""
-    def ask(question, *choices):
-        listed = ''.join(f'\n{c}. {choice}' for c, choice in zip('ABCD', choices, strict=True))
-        return f'{question}{listed}\nAnswer:'
-    solved = ''.join(f'{ask(shot["question"], *(shot[f"option_{c}"] for c in "abcd"))} '
+    judged = (f'{p_true_part(shots[0], right[0])} (A)\n\n'
+              f'{p_true_part(shots[1], (right[1] + 1) % 4)} (B)\n\n')
+    solved = ''.join(f'{ask(shot["question"], [shot[f"option_{c}"] for c in "abcd"])}\nAnswer: '
                      f'{shot["answer"]}\n\n' for shot in shots)
-    return (f'The following are multiple choice questions (with answers) about {row["subject"]}.'
-            f'\n\n{solved}{ask(text, *[text] * 4)}')
+    return header + judged + p_true_part(row, top), [
+        f'{header}{solved}{ask(text, [text] * 4)}\nAnswer:' for text in ('N/A', '[MASK]', '')]
 
 
 def test_p_true_and_contextual_calibration_are_those_of_transformers(scored_folder, whole):
@@ -522,10 +480,10 @@ def test_p_true_and_contextual_calibration_are_those_of_transformers(scored_fold
         row = next(r for r in rows if r['sample_id'] == sample['id'])
         shots, first = [r for r in shots if r['subject'] == row['subject']][:2], options[key]
         top = np.argmax(np.divide(first['log_probs'], first['n_tokens']))
-        p_true = metrics.softmax([*sums(p_true_prompt(row, top, shots), ' (A)', ' (B)')])
+        judging, content_free = prompts_of(row, top, shots)
+        p_true = metrics.softmax([*sums(judging, ' (A)', ' (B)')])
         assert sample['confidence'] == pytest.approx(p_true[0], abs=1e-5)
-        free = [np.exp([*sums(content_free_prompt(row, text, shots), ' A', ' B', ' C', ' D')])
-                for text in ('N/A', '[MASK]', '')]
+        free = [np.exp([*sums(prompt, ' A', ' B', ' C', ' D')]) for prompt in content_free]
         assert ratios[key]['log_probs'] == pytest.approx(
             first['log_probs'] - np.log(np.mean(free, 0)), abs=1e-4)
         assert sample['correct'] == ('ABCD'[top] == row['answer']) and sample['shots'] == 2
@@ -536,16 +494,19 @@ def test_p_true_and_contextual_calibration_are_those_of_transformers(scored_fold
 
 
 @pytest.mark.slow
-def test_derived_tasks_are_added_and_resumed(foxes, tmp_path, launched):
-    words = 'the quick brown fox jumps over a lazy dog by the old stone river'.split()
+def test_scoring_resumes_where_it_stopped_also_that_of_derived_tasks(foxes, tmp_path, monkeypatch,
+                                                                     launched):
+    words = [*WORDS, 'and', 'the', 'old']
     write_rows(foxes.task, [
         {'question': f'the quick fox {i}?', 'answer': i % 3,
          'choices': [' '.join(words[i % 9:i % 9 + n]) for n in (1, 2, 4)]} for i in range(30)])
     path = foxes.out / 'samples.jsonl'
 
     def counted(*arguments, kept=None):
-        if kept:
-            path.write_text(''.join(path.read_text().splitlines(keepends=True)[:kept]))
+        if kept:        # a process was killed while it wrote the next line
+            lines = path.read_text().splitlines(keepends=True)
+            path.write_text(''.join(lines[:kept]) + lines[kept][:20])
+            (foxes.out / 'results.json').unlink()
         launched.clear()
         return foxes.score(*arguments), sum(launched)
     text = '--scoring=text', '--p_true', '--fit_temperature'
@@ -556,6 +517,23 @@ def test_derived_tasks_are_added_and_resumed(foxes, tmp_path, launched):
     again, n = counted(*text, kept=50)
     assert n == 10 and again['foxes.p_true']['pooled']['nll'] == pytest.approx(
         both['foxes.p_true']['pooled']['nll'], abs=1e-4)
+    assert len({(s['task'], s['id']) for s in read_samples(path)}) == 60 == len(read_samples(path))
+    again, n = counted('--scoring=text', kept=20)
+    assert n == 10
+    for key in ('accuracy', 'confidence', 'ece', 'nll'):
+        assert again['foxes']['pooled'][key] == pytest.approx(
+            plain['foxes']['pooled'][key], abs=1e-4)
+    # the time of the killed process is not known
+    assert plain['foxes']['scoring_seconds'] is not None
+    assert again['foxes']['scoring_seconds'] is None
+    # another normalization needs no model; the same file in another place is the same task
+    moved = write_rows(tmp_path / 'moved' / foxes.task.name, [])
+    shutil.copy(foxes.task, moved)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, 'load', None)
+        summed = foxes.score('--scoring=text', '--norm=sum', f'--tasks={moved}')['foxes']
+    assert 'summed log-probabilities' in summed['distribution']
+    counted(*text)
     # questions with another top option are asked about again, the others are not
     tops = [[np.argmax(report.option_scores(s['log_probs'], s['options'], s['n_tokens'], norm))
              for s in read_samples(path)[:30]] for norm in ('token', 'sum')]
@@ -579,10 +557,9 @@ def test_derived_tasks_are_added_and_resumed(foxes, tmp_path, launched):
 @pytest.mark.slow
 def test_orders_of_the_options_are_those_of_permuted_files(foxes, tmp_path, capsys):
     folder, out, rng = tmp_path / 'quiz', foxes.out, random.Random(1)
-    words = 'quick brown fox jumps over the lazy dog blue river old stone'.split()
-    rows = [{'question': ' '.join(rng.sample(words, 5)) + '?', 'answer': i % 3, 'id': f'q{i}',
+    rows = [{'question': ' '.join(rng.sample(WORDS, 5)) + '?', 'answer': i % 3, 'id': f'q{i}',
              'subject': ('anatomy', 'sociology')[i % 2],
-             'choices': rng.sample(words, 3 + i // 2 % 2)} for i in range(12)]
+             'choices': rng.sample(WORDS, 3 + i // 2 % 2)} for i in range(12)]
     write_rows(folder / 'dev.jsonl', rows[:6])
     write_rows(folder / 'test.jsonl', rows)
     arguments = [f'--tasks={folder}', '--shots=2', '--norm=sum']
@@ -626,9 +603,9 @@ def test_orders_of_the_options_are_those_of_permuted_files(foxes, tmp_path, caps
 
 def test_a_judge_is_asked_in_both_orders_and_measured_beside_ties_and_win_rates(foxes, tmp_path,
                                                                                   capsys):
-    words, rng = 'quick brown fox lazy dog blue river old stone'.split(), random.Random(0)
+    rng = random.Random(0)
     rows = [{'prompt': f'Say {i}', 'subset': 'xy'[i % 2], 'responses': [
-        ' '.join(rng.sample(words, 3)) for _ in range(2)], 'scores': [i % 3 > 0, i % 3 > 1]}
+        ' '.join(rng.sample(WORDS, 3)) for _ in range(2)], 'scores': [i % 3 > 0, i % 3 > 1]}
         for i in range(45)]
     rows[1]['responses'][1] = rows[1]['responses'][0] + ' '     # no two answers
     rows += [{key: row[key] for key in ('prompt', 'responses')} for row in rows[2:9]]

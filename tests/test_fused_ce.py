@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from common import off
+from common import DEVICES, off
 
 import fused_ce
 from fused_ce import (confidence_penalty, cross_entropy, entropy_weighted, focal,
@@ -55,26 +55,44 @@ def capped(z, softcap):
     return z if softcap is None else softcap * torch.tanh(z / softcap)
 
 
-def ce_reference(hidden, weight, target, smoothing=0.0, softcap=None, dtype=torch.float64,
-                 upstream=None, **kw):
-    """Loss, dh and dW by autograd through all logits at once, the products in `dtype`."""
+def nll_of(z, y):
+    return F.cross_entropy(z, y, reduction='none')
+
+
+def smoothed(rate):
+    """Return the definition of cross-entropy with label smoothing."""
+    return lambda z, y: F.cross_entropy(z, y, label_smoothing=rate, reduction='none')
+
+
+def by_autograd(definition, hidden, weight, target, softcap=None, upstream=None, total=None,
+                dtype=torch.float64):
+    """Return the loss, dh and dW by autograd through all logits at once, the products in `dtype`.
+
+    definition: function of logits [n, V] and labels [n] that gives the loss of each token, or
+    their sum; upstream: the factor of each token, or all; total: what the sum is divided by,
+    or the number of tokens that count
+    """
     h, w = (x.detach().to(dtype).requires_grad_() for x in (hidden, weight))
     z = h @ w.T
-    z = z if dtype == torch.float64 else z.float()
-    loss = F.cross_entropy(capped(z, softcap), target, label_smoothing=smoothing, **kw)
-    loss.backward(upstream)
+    z = capped(z if dtype == torch.float64 else z.float(), softcap)
+    keep = target != -100
+    each = definition(z[keep], target[keep])
+    loss = (each if upstream is None else each * upstream[keep]).sum() / (total or keep.sum())
+    loss.backward()
     return loss.detach(), h.grad, w.grad
 
 
-def ce_ours(hidden, weight, target, **kw):
+def ours(hidden, weight, target, loss=None, smoothing=0.0, **options):
+    """Return the summed loss, dh and dW; cross-entropy if no loss is given."""
     hidden.grad = weight.grad = None
-    loss = smoothed_cross_entropy(hidden, weight, target, **kw)[0].sum()
-    loss.backward()
-    return loss.detach(), hidden.grad, weight.grad
+    value, _ = (smoothed_cross_entropy(hidden, weight, target, smoothing=smoothing, **options)
+                if loss is None else fused_loss(hidden, weight, target, loss, **options))
+    value.sum().backward()
+    return value.detach().sum(), hidden.grad, weight.grad
 
 
-def assert_close(ours, reference, limit=1e-5):
-    for name, a, b in zip(('loss', 'dh', 'dW'), ours, reference, strict=True):
+def assert_close(values, reference, limit=1e-5):
+    for name, a, b in zip(('loss', 'dh', 'dW'), values, reference, strict=True):
         assert off(a, b) < limit, f'{name} is off by {off(a, b):.1e}'
 
 
@@ -85,26 +103,25 @@ def test_ce_equals_torch(ce_device, N, D, V, smoothing, softcap):
     hidden, weight, target = ce_inputs(N, D, V, ce_device, std=3.0)
     kw = dict(smoothing=smoothing, softcap=softcap)
     for memory, reduction in ((None, 'mean'), (1, 'sum'), (1, 'none')):
-        expected = ce_reference(hidden, weight, target, reduction=reduction.replace('none', 'sum'),
-                                **kw)
-        assert_close(ce_ours(hidden, weight, target, memory=memory, reduction=reduction, **kw),
+        expected = by_autograd(smoothed(smoothing), hidden, weight, target, softcap,
+                               total=None if reduction == 'mean' else 1)
+        assert_close(ours(hidden, weight, target, memory=memory, reduction=reduction, **kw),
                      expected)
     loss, nll = smoothed_cross_entropy(hidden, weight, target, **kw)
-    assert off(nll, ce_reference(hidden, weight, target, softcap=softcap)[0]) < 1e-5
+    assert off(nll, by_autograd(nll_of, hidden, weight, target, softcap)[0]) < 1e-5
     assert loss.dtype == nll.dtype == torch.float32 and not nll.requires_grad
 
 
-@pytest.mark.parametrize('n, memory, dtype, rows', [
-    (1000, 2 ** 40, torch.float32, [1000]),
-    (1100, 512 * 4 * 512, torch.float32, [384, 384, 332]),      # three alike, not 512, 512, 76
-    (1000, 400 * 4 * 512, torch.float32, [384, 384, 232]),      # whole tiles of 128
-    (300, 0, torch.float32, [128, 128, 44])])                   # never fewer than 128
-def test_ce_memory_bounds_the_chunk(n, memory, dtype, rows, monkeypatch):
+@pytest.mark.parametrize('n, memory, rows', [
+    (1000, 2 ** 40, [1000]), (1100, 512 * 4 * 512, [384, 384, 332]),    # three alike, not 512 twice
+    (1000, 400 * 4 * 512, [384, 384, 232]),     # whole tiles of 128
+    (300, 0, [128, 128, 44])])                  # never fewer than 128
+def test_ce_memory_bounds_the_chunk(n, memory, rows, monkeypatch):
     """Memory is a bound on the logits that are alive at once: the largest product of a call."""
     sizes, mm = [], torch.mm
     monkeypatch.setattr(torch, 'mm', lambda *a, **kw: sizes.append(kw['out'].shape) or mm(*a, **kw))
     monkeypatch.setattr(fused_ce, 'LEAST_MEMORY', 2 ** 18)
-    hidden, weight, target = ce_inputs(n, 8, 512, dtype=dtype, ignored=0)
+    hidden, weight, target = ce_inputs(n, 8, 512, ignored=0)
     with torch.no_grad():
         smoothed_cross_entropy(hidden, weight, target, memory=memory)
     assert [shape[0] for shape in sizes if shape[1] == 512] == rows
@@ -115,22 +132,16 @@ def test_ce_ignored_tokens_are_dropped(ce_device, ignore_index):
     hidden, weight, target = ce_inputs(9, 16, 40, ce_device, ignored=0.0)
     target = target.clamp(1, 38)
     drop = torch.arange(9, device=ce_device) % 3 == 1
-    expected = ce_reference(hidden[~drop], weight, target[~drop], smoothing=0.1)
+    expected = by_autograd(smoothed(0.1), hidden[~drop], weight, target[~drop])
     with torch.no_grad():
         hidden[drop] = float('nan')     # what is ignored cannot spread
-    loss, dh, dw = ce_ours(hidden, weight, target.masked_fill(drop, ignore_index), smoothing=0.1,
-                           ignore_index=ignore_index)
+    kw = dict(smoothing=0.1, ignore_index=ignore_index)
+    loss, dh, dw = ours(hidden, weight, target.masked_fill(drop, ignore_index), **kw)
     assert_close((loss, dh[~drop], dw), expected)
     assert dh[drop].eq(0).all()
-
-
-def test_ce_no_token_counts(ce_device):
-    hidden, weight, target = ce_inputs(3, 8, 20, ce_device)
-    target[:] = -100
-    loss, nll = smoothed_cross_entropy(hidden, weight, target, smoothing=0.1)
-    assert loss == nll == 0
-    loss.backward()
-    assert hidden.grad.eq(0).all() and weight.grad.eq(0).all()
+    # where no token counts, and where there is none
+    nothing = ours(hidden, weight, torch.full_like(target, ignore_index), **kw)
+    assert all(x.eq(0).all() for x in nothing)
     assert smoothed_cross_entropy(hidden[:0], weight, target[:0], num_items=0)[0] == 0
 
 
@@ -141,9 +152,9 @@ def test_ce_is_right_at_the_edges_of_blocks_and_rows(ce_device, V):
     hidden, weight, target = ce_inputs(4, 16, V, ce_device, ignored=0)
     for label, rate, softcap in ((0, 0.1, None), (255, 0.1, None), (256, 0.1, None),
                                  (V - 1, 0.1, 1.0), (7, 0.0, 1.0)):
-        target, kw = torch.full_like(target, label), {'smoothing': rate, 'softcap': softcap}
-        assert_close(ce_ours(hidden, weight, target, **kw),
-                     ce_reference(hidden, weight, target, **kw))
+        target = torch.full_like(target, label)
+        assert_close(ours(hidden, weight, target, smoothing=rate, softcap=softcap),
+                     by_autograd(smoothed(rate), hidden, weight, target, softcap))
 
 
 def test_ce_says_what_is_wrong():
@@ -173,7 +184,7 @@ def test_ce_keeps_infinite_and_nan_logits_in_their_row(ce_device):
     weight[:270] = float('-inf')        # a whole block, and some of the next
     target.fill_(280)
     hard, _ = smoothed_cross_entropy(hidden, weight, target)
-    assert off(hard, ce_reference(hidden, weight, target)[0]) < 1e-5
+    assert off(hard, by_autograd(nll_of, hidden, weight, target)[0]) < 1e-5
     assert smoothed_cross_entropy(hidden, weight, target, smoothing=0.1)[0] == float('inf')
     hidden[1, 2] = float('nan')
     loss, _ = smoothed_cross_entropy(hidden, weight[270:], target - 270, reduction='none')
@@ -199,7 +210,7 @@ def test_ce_label_entry_keeps_its_digits(ce_device):
 def test_ce_takes_any_layout(ce_device):
     B, T, D, V = 2, 4, 16, 40
     hidden, weight, target = ce_inputs(B * T, D, V, ce_device)
-    expected = ce_ours(hidden, weight, target, smoothing=0.1)
+    expected = ours(hidden, weight, target, smoothing=0.1)
     # [B, T, D] with columns that are rows of something else, int32 labels with a stride on a CPU
     rows = hidden.detach().view(B, T, D).transpose(0, 1).contiguous().requires_grad_()
     columns = weight.detach().T.contiguous().requires_grad_()
@@ -216,10 +227,11 @@ def test_ce_takes_any_upstream_gradient_and_has_no_second_derivative(ce_device):
     upstream = torch.linspace(-2, 3, 8, device=ce_device)
     loss, nll = smoothed_cross_entropy(hidden, weight, target, memory=1, reduction='none', **kw)
     loss.backward(upstream)
-    assert_close((loss, hidden.grad, weight.grad), ce_reference(
-        hidden, weight, target, upstream=upstream.double(), reduction='none', **kw))
+    # the sum of the tokens' losses times `upstream` has these gradients
+    _, dh, dw = by_autograd(smoothed(0.1), hidden, weight, target, 5.0, upstream, total=1)
+    assert off(hidden.grad, dh) < 1e-5 and off(weight.grad, dw) < 1e-5
     assert loss[target == -100].eq(0).all() and nll[target == -100].eq(0).all()
-    _, dh, dw = ce_reference(hidden, weight, target, **kw)
+    _, dh, dw = by_autograd(smoothed(0.1), hidden, weight, target, 5.0)
     loss, _ = smoothed_cross_entropy(hidden, weight, target, **kw)
     for factor in (-7.3, 0.0):      # two backward passes through one graph
         hidden.grad = weight.grad = None
@@ -234,7 +246,7 @@ def test_ce_takes_any_upstream_gradient_and_has_no_second_derivative(ce_device):
 @pytest.mark.parametrize('reduction', ['sum', 'none'])
 def test_ce_frozen_inputs_cost_no_product(ce_device, reduction, trained, monkeypatch):
     hidden, weight, target = ce_inputs(5, 16, 40, ce_device)
-    expected = ce_reference(hidden, weight, target, smoothing=0.1, reduction='sum')
+    expected = by_autograd(smoothed(0.1), hidden, weight, target, total=1)
     products = []
     for function in (torch.mm, torch.addmm):
         monkeypatch.setattr(torch, function.__name__, lambda *a, f=function, **kw: (
@@ -258,11 +270,11 @@ def test_autocast_is_followed(ce_device):
     hidden, weight, target = ce_inputs(10, 64, 300, ce_device)
     with torch.autocast(ce_device, dtype=torch.bfloat16):
         mixed = smoothed_cross_entropy(hidden.bfloat16(), weight, target, smoothing=0.1)[0]
-        ours = ce_ours(hidden, weight, target, smoothing=0.1, memory=1)
-    assert ours[1].dtype == ours[2].dtype == torch.float32
-    assert_close(ours, ce_reference(hidden, weight, target, smoothing=0.1), 2e-2)
-    assert off(mixed, ours[0]) < 1e-5
-    assert not torch.equal(ours[2], ours[2].bfloat16().float())     # dW kept its digits
+        loss, dh, dw = ours(hidden, weight, target, smoothing=0.1, memory=1)
+    assert dh.dtype == dw.dtype == torch.float32
+    assert_close((loss, dh, dw), by_autograd(smoothed(0.1), hidden, weight, target), 2e-2)
+    assert off(mixed, loss) < 1e-5
+    assert not torch.equal(dw, dw.bfloat16().float())     # it kept its digits
 
 
 @pytest.mark.parametrize('N, D, V, dtype, softcap', [
@@ -272,29 +284,19 @@ def test_token_statistics_equal_float64(ce_device, N, D, V, dtype, softcap):
     target[1:2] = -100
     hidden, target = hidden.view(N, 1, D), target.view(N, 1)
     z = capped(hidden.detach().double() @ weight.detach().double().T, softcap)
-    ours = token_statistics(hidden, weight, target, cross_entropy() + smoothing(0.1),
-                            softcap=softcap)
-    nll, loss = (F.cross_entropy(z[:, 0], target[:, 0], reduction='none', label_smoothing=rate)
-                 for rate in (0.0, 0.1))
+    found = token_statistics(hidden, weight, target, cross_entropy() + smoothing(0.1),
+                             softcap=softcap)
+    loss, nll = (smoothed(rate)(z[:, 0], target[:, 0])[:, None] for rate in (0.1, 0.0))
     top_logit, top_token = z.max(-1)
-    for name, expected in (('loss', loss[:, None]), ('nll', nll[:, None]),
-                           ('lse', z.logsumexp(-1)), ('top_logit', top_logit),
-                           ('entropy', entropy_of(z))):
-        got = getattr(ours, name)
+    for name, expected in (('loss', loss), ('nll', nll), ('lse', z.logsumexp(-1)),
+                           ('top_logit', top_logit), ('entropy', entropy_of(z))):
+        got = getattr(found, name)
         assert got.shape == (N, 1) and got.dtype == torch.float32 and not got.requires_grad
         assert (got - expected).abs().max() < 1e-4, name
-    assert torch.equal(ours.top_token, top_token)
+    assert torch.equal(found.top_token, top_token)
 
 
 # ---- Losses -------------------------------------------------------------------------------------
-
-def log_p(z):
-    return z.log_softmax(-1)
-
-
-def nll_of(z, y):
-    return -log_p(z).gather(-1, y[:, None])[:, 0]
-
 
 def entropy_of(z):
     return torch.special.entr(z.softmax(-1)).sum(-1)
@@ -319,8 +321,7 @@ REFERENCES = {      # the definition of each, of float64 logits [n, V] and label
     'dft()': lambda z, y: weighted_of(z, y, (-nll_of(z, y)).exp()),
     'entropy_weighted(1)': lambda z, y: weighted_of(z, y, entropy_of(z)),
     'entropy_weighted(0.5)': lambda z, y: weighted_of(z, y, entropy_of(z) ** 0.5),
-    'cross_entropy() + smoothing(0.1)':
-        lambda z, y: F.cross_entropy(z, y, label_smoothing=0.1, reduction='none'),
+    'cross_entropy() + smoothing(0.1)': smoothed(0.1),
     'cross_entropy() + adaptive_smoothing(0.4)': lambda z, y: nll_of(z, y) + 0.4 * (
         1 - entropy_of(z) / math.log(z.shape[-1])).detach() * (z.gather(-1, y[:, None])[:, 0]
                                                                - z.mean(-1)),
@@ -344,24 +345,6 @@ LOSS_CASES = [pytest.param(text, cap, marks=() if text in (
     for text, cap in zip(REFERENCES, itertools.cycle((None, 5.0, 60.0)))]
 
 
-def loss_reference(reference, hidden, weight, target, softcap=None, scale=None, total=None):
-    """The summed loss, dh and dW in float64, by autograd through the definition."""
-    h, w = (x.detach().double().requires_grad_() for x in (hidden, weight))
-    z = capped(h @ w.T, softcap)
-    keep = target != -100
-    each = reference(z[keep], target[keep])
-    loss = (each if scale is None else each * scale[keep]).sum() / (total or keep.sum())
-    loss.backward()
-    return loss.detach(), h.grad, w.grad
-
-
-def loss_ours(loss, hidden, weight, target, **options):
-    hidden.grad = weight.grad = None
-    value, _ = fused_loss(hidden, weight, target, loss, **options)
-    value.sum().backward()
-    return value.detach().sum(), hidden.grad, weight.grad
-
-
 GOLDEN = json.loads((Path(__file__).parent / 'golden_losses.json').read_text())
 
 
@@ -373,8 +356,8 @@ def test_losses_equal_golden_values(ce_device, case):
     value, _ = fused_loss(logits, torch.eye(11, device=ce_device), labels, parse_loss(case['loss']),
                           softcap=case['softcap'], reduction='none')
     value.sum().backward()
-    for ours, exact in (value, case['value']), (logits.grad, case['dlogits']):
-        assert off(ours.cpu(), torch.tensor(exact)) < 2e-6
+    for found, exact in (value, case['value']), (logits.grad, case['dlogits']):
+        assert off(found.cpu(), torch.tensor(exact)) < 2e-6
 
 
 @pytest.mark.parametrize('text, softcap', LOSS_CASES)
@@ -382,11 +365,11 @@ def test_loss_equals_autograd(ce_device, text, softcap):
     hidden, weight, target = ce_inputs(6, 31, 300, ce_device, std=3.0)
     token_weight = torch.linspace(0, 2, 6, device=ce_device)
     loss, options = parse_loss(text), {'softcap': softcap, 'token_weight': token_weight}
-    expected, nll = (loss_reference(reference, hidden, weight, target, softcap, token_weight, 11)
-                     for reference in (REFERENCES[text], nll_of))
-    ours = loss_ours(loss, hidden, weight, target, memory=1, num_items=11, **options)
-    assert_close(ours, expected, 2e-5)
-    each = loss_ours(loss, hidden, weight, target, reduction='none', **options)
+    expected, nll = (by_autograd(definition, hidden, weight, target, softcap, token_weight, 11)
+                     for definition in (REFERENCES[text], nll_of))
+    assert_close(ours(hidden, weight, target, loss, memory=1, num_items=11, **options), expected,
+                 2e-5)
+    each = ours(hidden, weight, target, loss, reduction='none', **options)
     assert_close([x / 11 for x in each], expected, 2e-5)
     assert off(fused_loss(hidden, weight, target, loss, num_items=11, **options)[1],
                nll[0]) < 1e-5
@@ -417,7 +400,6 @@ def test_loss_at_the_ends_of_probability(ce_device, text, softcap):
     assert ((logits.grad - z.grad).abs() < allowed)[right].all()
 
 
-
 def test_loss_refuses_what_is_no_loss():
     for wrong in (z_loss(1e-4), focal):
         with pytest.raises(ValueError, match='loss must be one whole Loss'):
@@ -432,8 +414,8 @@ def test_loss_refuses_what_is_no_loss():
 def test_parse_loss_reads_sums_and_names_errors():
     inputs = ce_inputs(5, 8, 20)
     loss = spherical() + confidence_penalty(-0.5)
-    assert all(map(torch.equal, loss_ours(loss, *inputs), loss_ours(
-        parse_loss(' spherical()+confidence_penalty(-.5)'), *inputs)))
+    assert all(map(torch.equal, ours(*inputs, loss), ours(
+        *inputs, parse_loss(' spherical()+confidence_penalty(-.5)'))))
     for text, message in (('focla(2)', "there is no 'focla'; did you mean 'focal'?"),
                           ('focal', 'write calls'), ('focal(2) - z_loss(1)', 'write a sum'),
                           ('focal(', 'not a sum of calls'), ('focal()', 'missing 1 required'),
@@ -472,11 +454,10 @@ def ppo(log_p, entropy, tokens):
     return clipped - 0.1 * entropy.sum()
 
 
-def by_autograd(function, hidden, weight, target, softcap):
-    """Return loss, dh and dW in float64, through all logits at once."""
+def jointly(function, target):
+    """Return the definition of a joint loss for `by_autograd`."""
     tokens = torch.nonzero(target >= 0).squeeze(1)
-    return loss_reference(lambda z, y: function(-nll_of(z, y), entropy_of(z), tokens), hidden,
-                          weight, target, softcap, total=1)
+    return lambda z, y: function(-nll_of(z, y), entropy_of(z), tokens)
 
 
 @pytest.mark.parametrize('memory', [None, 1, 12 * 4 * 77], ids=['one-chunk', 'divided', 'chunks'])
@@ -488,7 +469,7 @@ def test_a_joint_loss_equals_autograd_whether_its_groups_fit_a_chunk_or_not(
     loss, nll = fused_loss(hidden, weight, target, joint(function, entropy=function is ppo),
                            softcap=softcap, reduction='sum', group=GROUPS, memory=memory)
     loss.backward()
-    expected = by_autograd(function, hidden, weight, target, softcap)
+    expected = by_autograd(jointly(function, target), hidden, weight, target, softcap, total=1)
     assert_close((loss, hidden.grad, weight.grad), expected, 2e-6)
     assert off(nll, fused_loss(hidden, weight, target, cross_entropy(), softcap=softcap,
                                reduction='sum')[0].detach()) < 2e-6
@@ -498,7 +479,8 @@ def test_a_token_without_loss_belongs_to_no_group():
     hidden, weight, target = ce_inputs(30, 24, 77)
     target[GROUPS == 2] = -100
     joint_loss = fused_loss(hidden, weight, target, joint(dpo), reduction='sum', group=GROUPS)[0]
-    assert off(joint_loss.detach(), by_autograd(dpo, hidden, weight, target, None)[0]) < 1e-6
+    expected, _, _ = by_autograd(jointly(dpo, target), hidden, weight, target, total=1)
+    assert off(joint_loss.detach(), expected) < 1e-6
     target[:] = -100
     nothing = joint(lambda log_p, entropy, tokens: log_p.sum())
     loss, _ = fused_loss(hidden, weight, target, nothing, reduction='sum', group=GROUPS)
@@ -508,11 +490,17 @@ def test_a_token_without_loss_belongs_to_no_group():
 
 # ---- The compiler, and GPUs ---------------------------------------------------------------------
 
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+
+
+def needs_memory(gigabytes):
+    if torch.cuda.mem_get_info()[0] < gigabytes * 2 ** 30:
+        pytest.skip(f'needs {gigabytes} GB of GPU memory')
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize('device', ['cpu', 'cuda'])
+@pytest.mark.parametrize('device', DEVICES)
 def test_ce_breaks_the_graph_of_a_compiled_step_once(device):
-    if device == 'cuda' and not torch.cuda.is_available():
-        pytest.skip('needs a CUDA device')
     torch._dynamo.reset()
     torch.manual_seed(0)
     body, head = torch.nn.Linear(8, 8, device=device), torch.nn.Linear(8, 50, device=device)
@@ -535,18 +523,14 @@ def test_ce_breaks_the_graph_of_a_compiled_step_once(device):
             loss.backward()
 
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
-
-
 @needs_cuda
 @pytest.mark.parametrize('V, softcap', [(128256, None), (256000, 30.0)])
 def test_ce_is_as_exact_as_torch_for_real_vocabularies(V, softcap):
-    kw = dict(smoothing=0.1, softcap=softcap)
     hidden, weight, target = ce_inputs(40, 128, V, 'cuda', torch.bfloat16, std=3.0)
-    exact = ce_reference(hidden, weight, target, **kw)
-    torch_s = ce_reference(hidden, weight, target, dtype=torch.bfloat16, **kw)
-    ours = ce_ours(hidden, weight, target, **kw)
-    for a, b, c in zip(ours, torch_s, exact, strict=True):
+    exact, by_torch = (by_autograd(smoothed(0.1), hidden, weight, target, softcap, dtype=dtype)
+                       for dtype in (torch.float64, torch.bfloat16))
+    found = ours(hidden, weight, target, smoothing=0.1, softcap=softcap)
+    for a, b, c in zip(found, by_torch, exact, strict=True):
         assert off(a, c) < 1.2 * off(b, c) + 1e-4
 
 
@@ -554,8 +538,7 @@ def test_ce_is_as_exact_as_torch_for_real_vocabularies(V, softcap):
 @pytest.mark.parametrize('memory', [None, 2 ** 27, 0, 2 ** 40, 'none'])
 def test_ce_at_full_size_keeps_to_its_memory(memory):
     N, D, V = 8192, 2304, 256000        # Gemma 2 2B
-    if torch.cuda.mem_get_info()[0] < 60 * 2 ** 30:
-        pytest.skip('needs 60 GB of GPU memory')
+    needs_memory(60)
     hidden, weight, target = ce_inputs(N, D, V, 'cuda', torch.bfloat16, ignored=0, std=3.0)
     options = {'reduction': 'none'} if memory == 'none' else {'memory': memory}
 
@@ -580,11 +563,10 @@ def test_ce_at_full_size_keeps_to_its_memory(memory):
 @needs_cuda
 def test_ce_is_right_for_more_logits_than_int32():
     N, D, V = 8704, 64, 256000      # 2.2e9 logits in one chunk
-    if torch.cuda.mem_get_info()[0] < 20 * 2 ** 30:
-        pytest.skip('needs 20 GB of GPU memory')
+    needs_memory(20)
     hidden, weight, target = ce_inputs(N, D, V, 'cuda', torch.bfloat16)
-    whole = ce_ours(hidden, weight, target, smoothing=0.1, softcap=30.0, memory=2 ** 40)
-    parts = ce_ours(hidden, weight, target, smoothing=0.1, softcap=30.0)
+    whole, parts = (ours(hidden, weight, target, smoothing=0.1, softcap=30.0, **options)
+                    for options in ({'memory': 2 ** 40}, {}))
     assert_close(whole, parts, 5e-3)
     assert off(whole[1][-64:], parts[1][-64:]) < 5e-3       # the rows behind 2**31
 

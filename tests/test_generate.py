@@ -67,20 +67,6 @@ def test_greedy_tokens_are_those_of_transformers(name, device, tmp_path):
         sure(model, ids, answer)
 
 
-def test_the_cap_and_temperature_of_the_model_apply_and_tokens_are_yielded_one_by_one(tmp_path):
-    """`nanocal` in config.json: logits = cap * tanh(hidden @ head.T / (temperature * cap))."""
-    reference = reference_model('llama', tmp_path)
-    edit_config(tmp_path, nanocal={'softcap': 2.0, 'temperature': 3.0})
-    answers = [(len(answer.tokens), answer) for answer in stream(
-        checkpoint.load(tmp_path), [[5, 6, 7]], replace(GREEDY, max_tokens=5))]
-    assert [n for n, _ in answers] == [1, 2, 3, 4, 5]   # as soon as the next step has begun
-    answer = answers[-1][1]
-    logits = 2 * torch.tanh(reference(torch.tensor([[5, 6, 7, *answer.tokens]])).logits.double()
-                            / 6)
-    expected = logits.log_softmax(-1)[0, 2:-1].max(-1).values
-    assert answer.log_probs == pytest.approx(expected.tolist(), abs=1e-5)
-
-
 @pytest.mark.slow
 def test_an_answer_does_not_depend_on_the_others(tmp_path, tokenizers):
     reference_model('llama3', tmp_path)
@@ -273,9 +259,12 @@ def test_an_end_token_belongs_to_the_answer_but_not_to_its_text(speaker, tokeniz
 def test_a_full_context_ends_an_answer_and_is_named(tmp_path):
     reference_model('llama', tmp_path, max_position_embeddings=20)
     model = checkpoint.load(tmp_path)
-    answers = dict(generate(model, random_prompts(5, 19, 12, 4), replace(GREEDY, max_tokens=8)))
+    settings = replace(GREEDY, max_tokens=8)
+    answers = dict(generate(model, random_prompts(5, 19, 12, 4), settings))
     assert [(answers[i][0].reason, len(answers[i][0].tokens)) for i in range(3)] == [
         ('context', 1), ('max_tokens', 8), ('max_tokens', 8)]
+    # each token is yielded as soon as the next step has begun
+    assert [len(answer.tokens) for answer in stream(model, [[5, 6, 7]], settings)] == [*range(1, 9)]
     for prompt, settings, message in (
             ([5] * 20, GREEDY, 'prompt 2 has 20 tokens; it may have 1 to 19'),
             ([5] * 9, replace(GREEDY, cache_memory=1e-6),
@@ -384,20 +373,17 @@ def test_the_command_writes_one_line_per_prompt_and_resumes(chat_folder, tmp_pat
         run(chat_folder, tmp_path, *options)
 
 
-@pytest.mark.parametrize('row, message', [
-    ({'text': 'x'}, 'prompts.jsonl:2: fields text; wanted either "prompt" or "mess'),
-    ({'prompt': 'a', 'id': '0'}, r"the id '0' is already at .*prompts.jsonl:1"),
-    ({'prompt': 'a' * 900}, 'prompt 2 has .* tokens; it may have 1 to 199')])
-def test_unusable_prompts_are_refused(row, message, chat_folder, tmp_path):
-    with pytest.raises(DataError, match=message):
-        run(chat_folder, tmp_path, questions=[QUESTIONS[0], row])
-    assert not (tmp_path / 'out' / 'answers.jsonl').exists()
-
-
-def test_unusable_settings_are_refused(chat_folder, tmp_path):
-    for argument, message in (('--min_p=2', 'min_p'), ('--out=answers.txt', 'must end in .jsonl'),
-                              ('--temperature=0', 'n = 2 needs a temperature above 0')):
+def test_unusable_prompts_and_settings_are_refused(chat_folder, tmp_path):
+    for row, message in (
+            ({'text': 'x'}, 'prompts.jsonl:2: fields text; wanted either "prompt" or "mess'),
+            ({'prompt': 'a', 'id': '0'}, r"the id '0' is already at .*prompts.jsonl:1"),
+            ({'prompt': 'a' * 900}, 'prompt 2 has .* tokens; it may have 1 to 199')):
+        with pytest.raises(DataError, match=message):
+            run(chat_folder, tmp_path, questions=[QUESTIONS[0], row])
+    for arguments, message in ((['--n=2', '--min_p=2'], 'min_p'),
+                               (['--out=answers.txt'], 'must end in .jsonl'),
+                               (['--n=2', '--temperature=0'], 'n = 2 needs a temperature above 0'),
+                               (['--raw', '--chat=tulu'], '--raw is plain text, and --chat=')):
         with pytest.raises(ConfigError, match=message):
-            program.read_arguments(['--model=x', '--prompts=y', '--n=2', argument])
-    with pytest.raises(ConfigError, match='--raw is plain text, and --chat=tulu a chat template'):
-        run(chat_folder, tmp_path, '--raw', '--chat=tulu')
+            run(chat_folder, tmp_path, *arguments)
+    assert not (tmp_path / 'out' / 'answers.jsonl').exists()

@@ -152,23 +152,6 @@ def test_an_edit_moves_training_evaluation_and_sampling_alike(what, name, device
         assert error < tolerance and change > 0.01, (use, error, change)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('device', DEVICES)
-def test_one_constant_turns_off_the_kernels_of_attention(device, monkeypatch, calls_of_kernels,
-                                                         tmp_path):
-    reference_model('llama', tmp_path, num_hidden_layers=1, **head_of_32('llama'))
-    if device == 'cpu':
-        monkeypatch.setattr(triton_ops, 'gemv_kernel', F.linear)
-    for kind, expected in (('auto', {'tree_kernel', 'decode_kernel'}), ('explicit', set())):
-        monkeypatch.setattr(models, 'IMPLEMENTATION', kind)
-        calls_of_kernels.clear()
-        model = checkpoint.load(tmp_path, device, torch.bfloat16)
-        scoring.option_log_probs(model, TREES[:1], pack_len=16)
-        [*generate.generate(model, [PROMPT], Sampling(max_tokens=2))]
-        assert {*calls_of_kernels} & {'tree_kernel', 'decode_kernel'} == expected
-        assert 'norm_kernel' in calls_of_kernels
-
-
 def random(*shape, device, dtype=torch.float32):
     generator = torch.Generator().manual_seed(len(shape) + shape[-1])
     return torch.randn(*shape, generator=generator).to(device, dtype)
@@ -256,13 +239,6 @@ def test_changed_layers_compute_the_same_with_kernels(change, device, monkeypatc
         assert (expected - unchanged).norm() > 0.1
 
 
-def test_tensors_that_are_adjacent_by_chance_are_not_joined():
-    memory = bytearray(40 * 4)
-    apart = [torch.frombuffer(memory, dtype=torch.float32, count=20, offset=at) for at in (0, 80)]
-    assert apart[0].data_ptr() + apart[0].nbytes == apart[1].data_ptr()
-    assert triton_ops.side_by_side(apart) is None
-
-
 @pytest.mark.parametrize('device', DEVICES)
 def test_adjoined_weights_are_saved_as_others(device, tmp_path):
     reference_model('qwen2', tmp_path)
@@ -277,6 +253,11 @@ def test_adjoined_weights_are_saved_as_others(device, tmp_path):
     for saved in (other.state_dict(), torch.load(tmp_path / 'saved.pt')):
         assert saved.keys() == state.keys()
         assert all(torch.equal(saved[key], value) for key, value in state.items())
+    # tensors that are adjacent by chance are not joined
+    memory = bytearray(40 * 4)
+    apart = [torch.frombuffer(memory, dtype=torch.float32, count=20, offset=at) for at in (0, 80)]
+    assert apart[0].data_ptr() + apart[0].nbytes == apart[1].data_ptr()
+    assert triton_ops.side_by_side(apart) is None
 
 
 @pytest.mark.parametrize('device', DEVICES)
@@ -297,17 +278,22 @@ def test_a_kernel_that_an_edit_left_behind_is_not_used(name, what, device, monke
 
 @pytest.mark.slow
 @pytest.mark.parametrize('device', DEVICES)
-def test_kernels_score_a_question_alone_bitwise_the_same_in_any_batch(device, tmp_path, monkeypatch,
-                                                                      calls_of_kernels):
+def test_kernels_score_a_question_bitwise_the_same_in_any_batch_and_one_constant_turns_them_off(
+        device, tmp_path, monkeypatch, calls_of_kernels):
     reference_model('gemma2', tmp_path, num_hidden_layers=1, **head_of_32('gemma2'))
     if device == 'cpu':
         monkeypatch.setattr(triton_ops, 'gemv_kernel', F.linear)
-    model = checkpoint.load(tmp_path, device, torch.float32 if device == 'cpu' else torch.bfloat16)
-    together = scoring.option_log_probs(model, TREES[::-1], pack_len=16, batch_rows=3,
-                                        deterministic=True)
-    assert calls_of_kernels
-    alone, = scoring.option_log_probs(model, TREES[:1], pack_len=16, deterministic=True)
-    assert np.array_equal(alone, together[1])
+    for kind, expected in (('auto', {'tree_kernel', 'decode_kernel'}), ('explicit', set())):
+        monkeypatch.setattr(models, 'IMPLEMENTATION', kind)
+        calls_of_kernels.clear()
+        model = checkpoint.load(tmp_path, device, torch.bfloat16)
+        together = scoring.option_log_probs(model, TREES[::-1], pack_len=16, batch_rows=3,
+                                            deterministic=True)
+        alone, = scoring.option_log_probs(model, TREES[:1], pack_len=16, deterministic=True)
+        assert np.array_equal(alone, together[1])
+        [*generate.generate(model, [PROMPT], Sampling(max_tokens=2))]
+        assert {*calls_of_kernels} & {'tree_kernel', 'decode_kernel'} == expected
+        assert 'norm_kernel' in calls_of_kernels
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """resume.py: kills, signals, full disks, damaged files, and what a run may delete"""
 
+import contextlib
 import json
 import os
 import random
@@ -31,6 +32,21 @@ def tuned(small_world, tmp_path):
     return shutil.copytree(small_world[0] / 'tuned', tmp_path / 'out')
 
 
+def tree(folder):
+    """{relative path: content} of all files below `folder`, but the lock."""
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob('*'))
+            if p.is_file() and p.name != '.lock'}
+
+
+@contextlib.contextmanager
+def refused(folder, message, error=ConfigError):
+    """Assert that what is done here raises the error, and changes no file below `folder`."""
+    before = tree(folder)
+    with pytest.raises(error, match=message):
+        yield
+    assert tree(folder) == before
+
+
 @pytest.fixture
 def train_again(settings_file, tmp_path):
     """A function that trains in this process by the settings of that run, into tmp_path/out."""
@@ -50,10 +66,10 @@ def stop():
 
 @pytest.mark.slow
 def test_kills_and_a_signal_change_no_bit_of_the_final_files(settings_file, tmp_path):
-    """Of a run whose every random state matters."""
+    """Of a run whose every random state matters, and whose loss needs the base model."""
     arguments = [settings_file, '--eval=None', '--epochs=8', '--dtype=bfloat16', '--resume',
                  '--master_weights=compact', '--val_every=1000', '--checkpoint_epochs=False',
-                 '--device=cpu']
+                 '--base_smoothing=0.5', '--device=cpu']
     out, whole = tmp_path / 'run', tmp_path / 'whole'
     code, _, error = run_train(*arguments, f'--out_dir={whole}', '--pictures=False')
     assert code == 0, error
@@ -77,7 +93,7 @@ def test_kills_and_a_signal_change_no_bit_of_the_final_files(settings_file, tmp_
     assert same_weights(out, whole)
     records = [[{k: v for k, v in json.loads(line).items() if k != 'tokens_per_s'}
                 for line in (folder / 'log.jsonl').open()] for folder in (out, whole)]
-    assert records[0] == records[1]
+    assert records[0] == records[1] and records[0][-1]['base_kl'] > 0
     assert not resume.checkpoints(out) and (out / 'loss.png').read_bytes().startswith(b'\x89PNG')
     assert not list(out.rglob('*.nanocal-tmp'))
 
@@ -88,19 +104,16 @@ class TinyRun:
     """What train.py holds when it saves `kind`, for a model of 3,000 weights after some steps."""
 
     def __init__(self, folder, kind):
-        self.kind, self.base, self.lora = kind, folder / 'base', kind == 'adapter'
-        self.cfg = train.TrainConfig(out_dir=str(folder / 'run'), save_dtype='float32', resume=True,
-                                     model='base', lora=self.lora)
-        self.out = Path(self.cfg.out_dir)
+        self.kind, self.base, self.out = kind, folder / 'base', folder / 'run'
+        self.cfg = train.TrainConfig(out_dir=str(self.out), save_dtype='float32', resume=True,
+                                     model='base')
         torch.manual_seed(0)
         self.model = models.CausalLM(llama_config())
         self.model.init_weights()
         if not self.base.exists():
             checkpoint.save(self.model, self.base, torch.float32)
             (self.base / 'tokenizer_config.json').write_text('{}')
-        if self.lora:
-            models.add_lora(self.model, 2, 4.0, 0.0, ('q_proj',))
-        self.named = {k: p for k, p in self.model.named_parameters() if p.requires_grad}
+        self.named = dict(self.model.named_parameters())
         self.optimizer = optim.AdamW([{'params': [*self.named.values()]}], 1e-2)
         self.step = 0
 
@@ -118,7 +131,7 @@ class TinyRun:
     def begin(self):
         """Go to the moment before the save: a checkpoint of step 1 on disk, step 2 in memory."""
         ownership.claim(self.out, 'train_config.py', 'log.jsonl')
-        (self.out / 'train_config.py').write_text(f'lora = {self.lora}\n')
+        (self.out / 'train_config.py').write_text('lora = False\n')
         (self.out / 'log.jsonl').write_text('')
         self.take_steps(1)
         self.save_checkpoint()
@@ -129,9 +142,8 @@ class TinyRun:
         if self.kind == 'resume-2':
             self.save_checkpoint()
         else:
-            below = 'epoch-1' if self.kind == 'epoch-1' else '.'
             trained.save_weights(self.cfg, self.model, self.optimizer, self.base,
-                                 {'tokenizer.json': '{"made": "up"}'}, below)
+                                 {'tokenizer.json': '{"made": "up"}'}, '.')
 
     def resume_and_save(self):
         """As train.py does it with --resume."""
@@ -308,7 +320,7 @@ def test_a_checkpoint_of_fewer_processes_is_resumed(tmp_path, monkeypatch):
     assert resume.restore(run.out, run.named, run.optimizer, {'steps': 9}) == 1
 
 
-def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_the_last_checkpoint_and_the_error_names_the_file(tmp_path, monkeypatch):
     run = TinyRun(tmp_path, 'resume-2').begin()
     run.save_checkpoint()
 
@@ -321,6 +333,9 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
         patch.setattr(Path, 'write_text', full)
         run.save_checkpoint()
     assert tree(run.out).keys() == before
+    with refused(run.out, 'No space left on device: .*results.json', OSError):
+        with ownership.temporary(run.out / 'results.json'), open('/dev/full', 'w') as file:
+            file.write('x' * 100_000)
 
 
 @pytest.mark.parametrize('content', [None, b'junk\n\xff\n[]\n{}\n'])
@@ -342,26 +357,18 @@ def test_a_damaged_log_is_kept_aside(tmp_path, capsys, content):
 
 # ---- Whose files are whose -----------------------------------------------------------------------
 
-def tree(folder):
-    """{relative path: content} of all files below `folder`, but the lock."""
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob('*'))
-            if p.is_file() and p.name != '.lock'}
-
-
 def test_a_folder_that_no_run_made_is_refused(settings_file, train_again, tmp_path, monkeypatch):
     out = tmp_path / 'theirs'
     for name in ('results.csv', 'config.json', 'runs/mine', 'before/mine', 'resume-3/state.json'):
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text('mine')
-    before = tree(out)
     for folder in (out, *(path for path in out.iterdir() if path.is_dir())):
-        with pytest.raises(ConfigError, match='is not empty .* no written.json, the list'):
+        with refused(out, 'is not empty .* no written.json, the list'):
             resume.check_folder(train.TrainConfig(out_dir=str(folder), model='base'))
     monkeypatch.chdir(out)
     for name, message in (('.', 'is not empty'), ('', 'no out_dir given')):
-        with pytest.raises(ConfigError, match=message):
+        with refused(out, message):
             train.main([settings_file, f'--out_dir={name}', '--overwrite'])
-    assert tree(out) == before
     with ownership.lock(tmp_path / 'out'):      # as another process would
         for option in ('--resume', '--overwrite'):
             with pytest.raises(ConfigError, match='another process is writing there'):
@@ -375,12 +382,10 @@ def test_a_list_that_names_files_elsewhere_is_refused(tmp_path, content):
     out.mkdir(parents=True)
     victim.write_text('mine')
     (out / 'written.json').write_text(content.replace('VICTIM', str(victim)))
-    before = tree(tmp_path)
     for use in (lambda: ownership.discard(out, '*'), lambda: ownership.claim(out, 'x'),
                 lambda: ownership.lock(out).__enter__(), lambda: resume.checkpoints(out)):
-        with pytest.raises(ConfigError, match='written.json is not what this program wrote'):
+        with refused(tmp_path, 'written.json is not what this program wrote'):
             use()
-    assert tree(tmp_path) == before
 
 
 def test_temporary_files_replace_nothing_and_are_removed_after_a_crash(tmp_path):
@@ -405,20 +410,30 @@ def test_temporary_files_replace_nothing_and_are_removed_after_a_crash(tmp_path)
 def test_files_get_the_mode_that_the_umask_says(tmp_path):
     before = os.umask(0o002)
     try:
-        run = TinyRun(tmp_path, 'adapter').begin()
+        run = TinyRun(tmp_path, 'shards').begin()
         run.save()
     finally:
         os.umask(before)
     assert {p.stat().st_mode & 0o777 for p in run.out.rglob('*') if p.is_file()} == {0o664}
 
 
-def test_overwrite_removes_what_runs_wrote_and_nothing_else(tuned, train_again):
+def test_overwrite_removes_what_runs_wrote_and_nothing_else_and_only_if_the_run_succeeds(
+        tuned, train_again, monkeypatch):
     listed = set(ownership.written_files(tuned))
     assert listed | {'written.json'} == tree(tuned).keys(), 'a run lists all that it writes'
     theirs = 'notes.txt', 'results.py', 'epoch-1/mine', 'runs/mine'
     for name in theirs:
         (tuned / name).parent.mkdir(exist_ok=True)
         (tuned / name).write_text('mine')
+    ownership.claim(tuned / 'before', 'results.json')
+    (tuned / 'before' / 'results.json').write_text('old')
+
+    def fail(*_, **__):
+        assert not (tuned / 'config.json').exists()
+        raise KeyboardInterrupt
+    with monkeypatch.context() as patch, refused(tuned, None, KeyboardInterrupt):
+        patch.setattr(train, 'evaluate', fail)
+        train_again('--overwrite', '--max_steps=1', '--eval_before=True')
     train_again('--overwrite', '--max_steps=1', '--eval=None')
     now = tree(tuned)
     assert {now[name] for name in theirs} == {b'mine'}
@@ -426,23 +441,8 @@ def test_overwrite_removes_what_runs_wrote_and_nothing_else(tuned, train_again):
     assert len(now['log.jsonl'].splitlines()) == 1
     # somebody's file where a run would write
     (tuned / 'epoch-1' / 'model.safetensors').write_text('mine')
-    before = tree(tuned)
-    with pytest.raises(ConfigError, match='epoch-1/m.* was not written by this program'):
+    with refused(tuned, 'epoch-1/m.* was not written by this program'):
         train_again('--overwrite', '--max_steps=1', '--eval=None')
-    assert tree(tuned) == before
-
-
-@pytest.mark.parametrize('typo, message', [
-    ('--model={}/truncated', 'truncated'), ('--eval.tasks=nothing', 'no task, file or folder'),
-    ('--batch_size=100000', 'do not fill one step')])
-def test_overwrite_checks_everything_before_it_deletes(small_world, tuned, train_again, tmp_path,
-                                                       typo, message):
-    shutil.copytree(small_world[0] / 'base', tmp_path / 'truncated')
-    os.truncate(tmp_path / 'truncated' / 'model.safetensors', 1000)
-    before = tree(tuned)
-    with pytest.raises(ValueError, match=message):
-        train_again('--overwrite', typo.format(tmp_path))
-    assert tree(tuned) == before
 
 
 def test_a_folder_moved_under_a_run_ends_it_with_an_error(tmp_path):
@@ -465,22 +465,13 @@ def test_nothing_behind_a_link_is_written_or_deleted(tmp_path):
     (elsewhere / 'adapter').mkdir(parents=True)
     (elsewhere / 'adapter' / 'a').write_text('mine')
     (out / 'epoch-1').symlink_to(elsewhere)
-    before = tree(tmp_path)
     for use in (lambda: ownership.discard(out, '*'), lambda: ownership.claim(out, 'epoch-1/b'),
                 lambda: ownership.check_free(out, 'epoch-1/adapter/a')):
-        with pytest.raises(ConfigError, match='epoch-1 is a link to a folder elsewhere'):
+        with refused(tmp_path, 'epoch-1 is a link to a folder elsewhere'):
             use()
-    assert tree(tmp_path) == before
     ownership.discard(out, 'config.json')
     with ownership.lock(out):       # a link to which nothing is written does no harm
         ownership.claim(out, 'results.json')
-
-
-def test_the_error_of_a_full_disk_names_the_file(tmp_path):
-    with pytest.raises(OSError, match='No space left on device: .*results.json'):
-        with ownership.temporary(tmp_path / 'results.json'), open('/dev/full', 'w') as full:
-            full.write('x' * 100_000)
-    assert not list(tmp_path.iterdir())
 
 
 # ---- --overwrite: the old files are aside until the new ones are complete ------------------------
@@ -524,7 +515,6 @@ def test_what_is_aside_is_not_replaced_by_a_file_of_the_user(tmp_path):
     assert tree(out) == before | {'notes': b'mine'}
 
 
-
 def test_overwriting_that_is_killed_at_any_moment_loses_nothing(tmp_path):
     outcomes, was_killed = [], True
     while was_killed:
@@ -555,20 +545,6 @@ def test_a_model_is_read_where_overwriting_it_was_killed(tuned, capsys):
     assert 'they are back' in capsys.readouterr().out
 
 
-def test_a_run_that_fails_puts_back_what_it_would_have_replaced(tuned, train_again, monkeypatch):
-    ownership.claim(tuned / 'before', 'results.json')
-    (tuned / 'before' / 'results.json').write_text('old')
-    before = tree(tuned)
-
-    def fail(*_, **__):
-        assert not (tuned / 'config.json').exists()
-        raise KeyboardInterrupt
-    monkeypatch.setattr(train, 'evaluate', fail)
-    with pytest.raises(KeyboardInterrupt):
-        train_again('--overwrite', '--max_steps=1', '--eval_before=True')
-    assert tree(tuned) == before
-
-
 @pytest.mark.slow
 def test_an_interrupted_run_that_can_be_resumed_and_the_one_before_it_are_both_kept(
         tuned, train_again, monkeypatch, capsys):
@@ -590,7 +566,10 @@ def test_an_interrupted_run_that_can_be_resumed_and_the_one_before_it_are_both_k
     assert not [*tuned.glob(f'{ownership.ASIDE}*')] and (tuned / 'config.json').exists()
 
 
-def test_overwrite_refuses_to_remove_what_the_run_reads(small_world, tuned, tmp_path):
+def test_overwrite_checks_everything_before_it_deletes_and_keeps_what_the_run_reads(
+        small_world, tuned, tmp_path):
+    shutil.copytree(small_world[0] / 'base', tmp_path / 'truncated')
+    os.truncate(tmp_path / 'truncated' / 'model.safetensors', 1000)
     linked, peft = tmp_path / 'linked', tmp_path / 'peft'
     linked.mkdir()
     for path in (path for path in (small_world[0] / 'base').iterdir() if path.is_file()):
@@ -605,16 +584,19 @@ def test_overwrite_refuses_to_remove_what_the_run_reads(small_world, tuned, tmp_
     (tmp_path / 'link').symlink_to(tuned)
     (tmp_path / 'data').mkdir()
     (tmp_path / 'data' / 'instruct.jsonl').symlink_to(tuned / 'instruct.jsonl')
-    before = tree(tuned)
     # the settings themselves have been read before
     command = [str(tuned / 'train_config.py'), f'--out_dir={tuned}', '--overwrite', '--max_steps=1',
                '--device=cpu']
+    for option, message in ((f'--model={tmp_path}/truncated', 'truncated'),
+                            ('--eval.tasks=nothing', 'no task, file or folder'),
+                            ('--batch_size=100000', 'do not fill one step')):
+        with refused(tuned, message, ValueError):
+            train.main([*command, option])
     for option, name in ((f'--model={linked}', 'config.json'), (f'--model={peft}', 'config.json'),
                          (f'--data={tmp_path}/link/instruct.jsonl', 'instruct.jsonl'),
                          (f'--data={tmp_path}/data', 'instruct.jsonl'),
                          (f'--eval.tasks={tuned}/questions.jsonl', 'questions.jsonl')):
-        with pytest.raises(ConfigError, match=f'out/{name} is read by this command'):
+        with refused(tuned, f'out/{name} is read by this command'):
             train.main([*command, option])
-        assert tree(tuned) == before
     train.main([*command, '--eval=None'])
     assert 'instruct.jsonl' not in tree(tuned)

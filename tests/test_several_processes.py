@@ -5,47 +5,29 @@ from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import evaluate
-from common import (HERE, reference_model, run_scripts, sentencepiece_folder, torchrun, write_rows)
+from common import HERE, WORDS, run_scripts, torchrun, write_rows
 from data.questions import Question
 from data.tasks import OptionTask
-from data.tokenizer import load_tokenizer
 from results import samples
 from runtime import ownership
 from runtime.errors import ConfigError
 
-LETTERS = [' A', ' B', ' C', ' D']
-
-
-def question(i, language=''):
-    return Question(str(i), f'q{i} ' + 'fox ' * (i % 7), LETTERS, i % 4, 's', language=language)
-
-
 @pytest.fixture(scope='module')
-def folder(tmp_path_factory):
-    """A tiny Llama, questions in two languages with shots, and prompts."""
-    folder, rng = tmp_path_factory.mktemp('several'), np.random.default_rng(0)
-    sentencepiece_folder(folder / 'model', 'mistral')
-    reference_model('llama', folder / 'model', vocab_size=load_tokenizer(folder / 'model').n_vocab)
-    words = 'quick brown fox jumps over the lazy dog blue river old stone'.split()
-    for language in ('de', 'en'):
-        for split, n in (('dev', 4), ('test', 31)):
-            write_rows(folder / 'data' / f'{language}_{split}.jsonl', [
-                {'sample_id': f'{split}/{i}', 'subject': 'anatomy' if i < n // 2 else 'sociology',
-                 'question': ' '.join(rng.choice(words, rng.integers(2, 9))) + '?',
-                 'answer': 'ABCD'[i % 4], **{f'option_{c}': rng.choice(words) for c in 'abcd'}}
-                for i in range(n)])
-    write_rows(folder / 'texts.jsonl', [{'text': ' '.join(rng.choice(words, 30))}
-                                        for _ in range(7)])
-    write_rows(folder / 'answers.jsonl', [{'question': f'What is the {word}?', 'answers': ['blue']}
-                                          for word in words[:7]])
-    write_rows(folder / 'talks.jsonl', [{'messages': [
-        {'role': 'user', 'content': word}, {'role': 'assistant', 'content': 'fox'}]}
-        for word in words])
-    write_rows(folder / 'prompts.jsonl', [{'prompt': ' '.join(rng.choice(words, 1 + i % 5))}
-                                          for i in range(13)])
+def folder(scored_folder, tmp_path_factory):
+    """The model and questions of `scored_folder`, and other tasks and prompts."""
+    folder = tmp_path_factory.mktemp('several')
+    for name in ('model', 'data'):
+        (folder / name).symlink_to(scored_folder / name)
+    texts = [' '.join(WORDS[i:] + WORDS[:i]) for i in range(12)]
+    for name, rows in (
+            ('texts', [{'text': text} for text in texts[:7]]),
+            ('answers', [{'question': f'What is {x}?', 'answers': ['blue']} for x in WORDS[:7]]),
+            ('talks', [{'messages': [{'role': 'user', 'content': word},
+                                     {'role': 'assistant', 'content': 'fox'}]} for word in WORDS]),
+            ('prompts', [{'prompt': text[:4 + 5 * (i % 5)]} for i, text in enumerate(texts)])):
+        write_rows(folder / f'{name}.jsonl', rows)
     return folder
 
 
@@ -63,9 +45,9 @@ def killed_by_torchrun(*command):
     return done.stderr
 
 
-def evaluation(folder, out, *more):
+def evaluation(folder, out, *more, tasks='global_mmlu:{0}/data,clm:{0}/texts.jsonl'):
     return ['evaluate.py', f'--model={folder / "model"}', f'--out_dir={out}', '--device=cpu',
-            f'--tasks=global_mmlu:{folder / "data"},clm:{folder / "texts.jsonl"}', '--shots=2',
+            f'--tasks={tasks.format(folder)}', *(['--shots=2'] if 'mmlu' in tasks else []),
             '--n_bootstrap=20', '--deterministic', '--pictures=False', *more]
 
 
@@ -106,6 +88,9 @@ with cli.one_line_errors(), parallel.joined():
 
 @pytest.mark.parametrize('n', [3, 100])
 def test_the_shares_of_a_task_are_all_of_it_and_about_equal(n):
+    def question(i, language=''):
+        return Question(str(i), f'q{i} ' + 'fox ' * (i % 7), [' A', ' B'], i % 2, 's',
+                        language=language)
     items = [question(i, language) for language in ('de', 'en', 'sw') for i in range(50)]
     items += [replace(question(i), split='validation') for i in range(7)]
     task = OptionTask('x', 'x', items, {}, ['bad'], 400)
@@ -136,24 +121,20 @@ def test_parts_are_merged_in_order_whatever_was_interrupted(tmp_path):
         assert not any((tmp_path / name).exists() for name in names)
 
 
-@pytest.fixture(scope='module')
-def alone(folder, tmp_path_factory):
-    """The outcome of an evaluation by one process."""
-    out = tmp_path_factory.mktemp('alone')
-    run(evaluation(folder, out, *MORE))
-    return outcome(out)
-
-
-MORE = '--permute=2', '--p_true', '--fit_temperature', '--limit=5'
-
-
 @pytest.mark.slow
-def test_processes_that_share_the_weights_evaluate_as_one(folder, alone, tmp_path):
-    """Also where one of them has no question: of the 7 texts the third has none left."""
-    run(evaluation(folder, tmp_path, *MORE, '--shard'), 3)
-    lines, results = outcome(tmp_path)
-    assert results['config'].pop('shard')
-    assert (lines, results | {'config': results['config'] | {'shard': False}}) == alone
+@pytest.mark.parametrize('tasks, derived, more', [
+    # with shared weights; of the 7 texts the third process has none
+    ('global_mmlu:{0}/data,clm:{0}/texts.jsonl', {'global_mmlu.permuted', 'global_mmlu.p_true'},
+     ['--permute=2', '--p_true', '--fit_temperature', '--limit=5', '--shard']),
+    ('qa:{0}/answers.jsonl', {'qa.p_true', 'qa.p_ik', 'qa.agreement'},
+     ['--shots=0', '--n=3', '--max_tokens=5', '--p_true', '--p_ik', '--verbalized'])])
+def test_several_processes_evaluate_as_one(folder, tasks, derived, more, tmp_path):
+    for n in (1, 3):
+        options = [option for option in more if n > 1 or option != '--shard']
+        run(evaluation(folder, tmp_path / str(n), *options, tasks=tasks), n)
+    (lines, alone), (same, shared) = (outcome(tmp_path / n) for n in '13')
+    assert shared['config'].pop('shard') == ('--shard' in more) and not alone['config'].pop('shard')
+    assert lines == same and alone == shared and derived <= alone['tasks'].keys()
 
 
 @pytest.mark.slow
@@ -215,18 +196,6 @@ def test_what_cannot_share_the_weights_is_refused(folder, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_two_processes_evaluate_written_answers_as_one(folder, tmp_path):
-    for n in (1, 3):
-        run(['evaluate.py', f'--model={folder / "model"}', f'--out_dir={tmp_path / str(n)}',
-             f'--tasks=qa:{folder / "answers.jsonl"}', '--shots=0', '--n=3', '--max_tokens=5',
-             '--p_true', '--p_ik', '--verbalized', '--n_bootstrap=0', '--device=cpu',
-             '--deterministic', '--pictures=False'], n)
-    alone = outcome(tmp_path / '1')
-    assert alone == outcome(tmp_path / '3')
-    assert {'qa', 'qa.p_true', 'qa.p_ik', 'qa.agreement'} <= alone[1]['tasks'].keys()
-
-
-@pytest.mark.slow
 def test_all_processes_of_a_run_make_its_reports(folder, tmp_path):
     """The report before training equals that of one process; the other, that of the weights."""
     config = tmp_path / 'config.py'
@@ -284,7 +253,7 @@ def test_several_processes_generate_as_one(folder, tmp_path):
 
     def rows(name):
         lines = (tmp_path / name).read_text().splitlines()
-        assert len(set(lines)) == len(lines) == 13
+        assert len(set(lines)) == len(lines) == 12
         return sorted(lines)
 
     run(command('1.jsonl'))

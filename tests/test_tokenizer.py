@@ -45,18 +45,6 @@ def test_text_never_makes_a_control_token(tokenizers, kind):
         assert len(encode('\n\n')) == len(encode('<b>')) == 1 < len(encode('<start_of_turn>'))
 
 
-def test_a_missing_or_damaged_tokenizer_is_named(tmp_path):
-    for name, content, message in (
-            ('', '', 'has no tokenizer: none of tokenizer.model'),
-            ('tokenizer.json', '{"model":', 'tokenizer.json: the tokenizers library cannot read'),
-            ('tokenizer.model', '\0\1garbage', 'neither a tiktoken nor a sentencepiece'),
-            ('tokenizer.model', 'IQ== 0\nIg== 1\n', '2 ranks; only the Llama 3 file')):
-        if name:
-            (tmp_path / name).write_text(content)
-        with pytest.raises(DataError, match=message):
-            load_tokenizer(tmp_path)
-
-
 # what tokenizers cut differently if a step is wrong: contractions, runs, digits, other scripts,
 # composed and decomposed letters, added tokens, names of special tokens
 PARTS = ["'s", "'LL", ' ', '  ', '\t', '\n', '\r\n', '\xa0', '\u3000', 'é', 'e\u0301', 'Å', '中文',
@@ -299,18 +287,30 @@ def test_tekken_has_the_ids_of_its_pieces_here_and_in_transformers(tmp_path):
             load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize('change, message', [
-    (lambda f: f['model'].update(dropout=0.1), 'model.dropout is not supported'),
-    (lambda f: f['pre_tokenizer'].update(add_prefix_space=True), 'add_prefix_space is not support'),
-    (lambda f: f.pop('model'), 'cannot read this file, .*Model missing'),
-    (lambda f: f.update(pre_tokenizer={
-        'type': 'Split', 'pattern': {'Regex': '(a+)+b'}, 'behavior': 'Isolated', 'invert': False}),
-     'or encode a text with it')])      # a regular expression that does not end
-def test_a_tokenizer_json_that_is_refused(change, message, tmp_path):
-    train_bpe(tmp_path, bos='<|begin|>')
-    rewrite_json(tmp_path / 'tokenizer.json', change)
-    with pytest.raises(DataError, match=f'(?s)tokenizer.json: .*{message}'):
-        load_tokenizer(tmp_path).encode('a' * 60)
+def test_a_tokenizer_that_is_missing_damaged_or_not_supported_is_refused_by_name(tmp_path):
+    for name, content, message in (
+            ('', '', 'has no tokenizer: none of tokenizer.model'),
+            ('tokenizer.json', '{"model":', 'tokenizer.json: the tokenizers library cannot read'),
+            ('tokenizer.model', '\0\1garbage', 'neither a tiktoken nor a sentencepiece'),
+            ('tokenizer.model', 'IQ== 0\nIg== 1\n', '2 ranks; only the Llama 3 file')):
+        if name:
+            (tmp_path / name).write_text(content)
+        with pytest.raises(DataError, match=message):
+            load_tokenizer(tmp_path)
+    train_bpe(tmp_path / 'json', bos='<|begin|>')
+    path = tmp_path / 'json' / 'tokenizer.json'
+    written = path.read_text()
+    endless = {'type': 'Split', 'pattern': {'Regex': '(a+)+b'}, 'behavior': 'Isolated',
+               'invert': False}
+    for change, message in (
+            (lambda f: f['model'].update(dropout=0.1), 'model.dropout is not supported'),
+            (lambda f: f['pre_tokenizer'].update(add_prefix_space=True), 'add_prefix_space'),
+            (lambda f: f.pop('model'), 'cannot read this file, .*Model missing'),
+            (lambda f: f.update(pre_tokenizer=endless), 'or encode a text with it')):
+        rewrite_json(path, change)
+        with pytest.raises(DataError, match=f'(?s)tokenizer.json: .*{message}'):
+            load_tokenizer(tmp_path / 'json').encode('a' * 60)
+        path.write_text(written)
 
 
 def test_bos_and_eos_of_a_tokenizer_json(tmp_path):

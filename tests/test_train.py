@@ -5,7 +5,6 @@ import functools
 import importlib.util
 import json
 import shutil
-import signal
 import sys
 from types import SimpleNamespace
 from unittest import mock
@@ -14,10 +13,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import (DEVICES, by_transformers, documents, gradients, head_of_32, logits_of,
+from common import (DEVICES, apart, by_transformers, documents, expect_step, head_of_32, logits_of,
                     lora_model, reference_model, rewrite, run_scripts, run_train, torchrun,
                     write_rows)
-from safetensors.torch import load_file
 
 import evaluate
 import metrics
@@ -26,7 +24,7 @@ from data import packing
 from runtime import checkpoint, log, parallel, resume, trained
 from runtime.config import load_config
 from runtime.device import pick_device
-from runtime.errors import ConfigError, DataError, Stopped, TrainingError
+from runtime.errors import ConfigError, DataError, TrainingError
 
 
 def tiny_config(**values):
@@ -40,32 +38,32 @@ def tiny_model(tmp_path_factory):
     return checkpoint.load(folder)
 
 
+def supervised(model, sequences):
+    """Yield the logits and labels of each sequence's supervised tokens, alone in its row."""
+    for tokens, loss_mask in sequences:
+        row, kept = torch.from_numpy(tokens)[None], torch.from_numpy(loss_mask[1:]) > 0
+        yield logits_of(model, row)[0, :-1][kept], row[0, 1:][kept]
+
+
+def mean_of(rows, reduction):
+    """The mean over all tokens, or over the means of the sequences."""
+    return torch.cat(rows).mean() if reduction == 'token' else torch.stack(
+        [row.mean() for row in rows]).mean()
+
+
 @pytest.mark.parametrize('reduction', ['token', 'sequence'])
 def test_packed_step_equals_unpacked_sequences(tiny_model, reduction):
     sequences = documents(1, [40, 7, 25, 30, 44, 12, 9])
-    tiny_model.zero_grad()
-    cap = tiny_model.config.final_logit_softcapping
     losses, nlls = [], []
-    for tokens, loss_mask in sequences:
-        row = torch.from_numpy(tokens)[None]
-        z = logits_of(tiny_model, row)[0, :-1]
-        assert cap == 3.0 and z.abs().max() < cap
-        kept = torch.from_numpy(loss_mask[1:]) > 0
+    for z, labels in supervised(tiny_model, sequences):
+        assert z.abs().max() < tiny_model.config.final_logit_softcapping == 3.0
         for rows, rate in ((losses, 0.1), (nlls, 0.0)):
-            rows.append(F.cross_entropy(z[kept], row[0, 1:][kept], label_smoothing=rate,
-                                        reduction='none'))
-
-    def mean(rows):
-        return torch.cat(rows).mean() if reduction == 'token' else torch.stack(
-            [r.mean() for r in rows]).mean()
-    mean(losses).backward()
-    expected = torch.cat([p.grad.flatten() for p in tiny_model.parameters()])
+            rows.append(F.cross_entropy(z, labels, label_smoothing=rate, reduction='none'))
+    step = expect_step(tiny_model, mean_of(losses, reduction))
     for n in (1, 2, 100):
-        loss, nll, gradient = gradients(tiny_model, packing.pack(sequences, 48), tiny_config(
+        values = step(packing.pack(sequences, 48), tiny_config(
             smoothing=0.1, loss_reduction=reduction, micro_rows=n))
-        assert loss == pytest.approx(mean(losses).item(), rel=1e-5)
-        assert nll == pytest.approx(mean(nlls).item(), rel=1e-5)
-        assert (gradient - expected).norm() < 1e-5 * expected.norm()
+        assert values['nll'].item() == pytest.approx(mean_of(nlls, reduction).item(), rel=1e-5)
 
 
 @pytest.mark.parametrize('reduction', ['token', 'sequence'])
@@ -73,58 +71,24 @@ def test_packed_step_equals_unpacked_sequences(tiny_model, reduction):
 def test_smoothing_towards_the_base_model(lora, reduction, tmp_path):
     reference_model('gemma2', tmp_path)     # it has a softcap
     base = checkpoint.load(tmp_path)
-    if lora:
-        model = lora_model(tmp_path, dropout=0.1)
-    else:
-        model = checkpoint.load(tmp_path)
+    model = lora_model(tmp_path, dropout=0.1) if lora else checkpoint.load(tmp_path)
+    if not lora:
         for p in model.parameters():
             p.data += 0.02 * torch.randn_like(p)
     sequences = documents(1, [40, 7, 25, 30])
     losses, kls = [], []
-    for tokens, loss_mask in sequences:
-        row = torch.from_numpy(tokens)[None]
-        kept = torch.from_numpy(loss_mask[1:]) > 0
-        log_p = logits_of(model.eval(), row)[0, :-1][kept].double().log_softmax(1)
-        z = logits_of(base, row)[0, :-1][kept].detach().double()
-        q = z.where(z >= z.topk(20).values[:, -1:], -torch.inf).softmax(1)
-        kl = (q * (q.log() - log_p).where(q > 0, 0)).sum(1)
-        kls.append(kl)
-        losses.append(0.7 * F.nll_loss(log_p, row[0, 1:][kept], reduction='none') + 0.3 * kl)
-
-    def mean(rows):
-        return torch.cat(rows).mean() if reduction == 'token' else torch.stack(
-            [r.mean() for r in rows]).mean()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    expected = torch.cat([g.flatten() for g in torch.autograd.grad(mean(losses), trained)])
+    for (z, labels), (base_z, _) in zip(
+            supervised(model.eval(), sequences), supervised(base, sequences), strict=True):
+        log_p, base_z = z.double().log_softmax(1), base_z.detach().double()
+        q = base_z.where(base_z >= base_z.topk(20).values[:, -1:], -torch.inf).softmax(1)
+        kls.append((q * (q.log() - log_p).where(q > 0, 0)).sum(1))
+        losses.append(0.7 * F.nll_loss(log_p, labels, reduction='none') + 0.3 * kls[-1])
+    step = expect_step(model, mean_of(losses, reduction))
     for n in (1, 100):
-        values = train.forward_backward(
-            model, packing.pack(sequences, 48), tiny_config(
-                base_smoothing=0.3, loss_reduction=reduction, micro_rows=n), 'cpu',
+        values = step(packing.pack(sequences, 48), tiny_config(
+            base_smoothing=0.3, loss_reduction=reduction, micro_rows=n),
             functools.partial(train.token_loss, base=model if lora else base))
-        assert values['loss'].item() == pytest.approx(mean(losses).item(), rel=1e-5)
-        assert values['base_kl'].item() == pytest.approx(mean(kls).item(), rel=1e-4)
-        gradient = torch.cat([p.grad.flatten() for p in trained])
-        assert (gradient - expected).norm() < 1e-5 * expected.norm()
-        model.zero_grad()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('lora', [False, True])
-def test_a_run_towards_its_base_model_continues_bit_by_bit(lora, settings_file, tmp_path):
-    options = [settings_file, '--max_steps=4', '--eval=None', '--base_smoothing=0.5',
-               f'--lora={lora}', '--save_every=2', '--checkpoint_epochs=False']
-    train.main([*options, f'--out_dir={tmp_path}/whole'])
-
-    def stop_at_second(step, *rest, rate=train.learning_rate):
-        if step == 1:
-            signal.raise_signal(signal.SIGTERM)
-        return rate(step, *rest)
-    with mock.patch.object(train, 'learning_rate', stop_at_second), pytest.raises(Stopped):
-        train.main([*options, f'--out_dir={tmp_path}/cut'])
-    train.main([*options, f'--out_dir={tmp_path}/cut', '--resume=True'])
-    rows = [[json.loads(line) for line in open(tmp_path / name / 'log.jsonl')]
-            for name in ('whole', 'cut')]
-    assert [row['base_kl'] for row in rows[0]] == [row['base_kl'] for row in rows[1]]
+        assert values['base_kl'].item() == pytest.approx(mean_of(kls, reduction).item(), rel=1e-4)
 
 
 def test_the_learning_rate_warms_up_and_decays():
@@ -310,8 +274,9 @@ def test_checkpointed_activations_change_nothing(name, tmp_path):
         model = lora_model(tmp_path, dropout=0.2).train()
         model.decoder.checkpoint = again
         torch.manual_seed(5)
-        results.append(gradients(model, packed, tiny_config(smoothing=0.1)))
-    assert results[0][0] == results[1][0] and torch.equal(results[0][2], results[1][2])
+        values = train.forward_backward(model, packed, tiny_config(smoothing=0.1), 'cpu')
+        results.append([values['loss'], *(p.grad for p in model.parameters() if p.requires_grad)])
+    assert all(map(torch.equal, *results))
 
 
 def test_validation_reports_the_next_tokens_ece(tiny_model):
@@ -319,13 +284,11 @@ def test_validation_reports_the_next_tokens_ece(tiny_model):
     found = train.validation_loss(SimpleNamespace(
         cfg=tiny_config(smoothing=0.1, pack_len=48, max_length=48), stage=train.SFT, device='cpu',
         model=tiny_model, sequences=sequences, held_out=range(4), row_multiple=1))
-    for tokens, loss_mask in sequences:
-        row, kept = torch.from_numpy(tokens)[None], torch.from_numpy(loss_mask[1:]) > 0
-        z = logits_of(tiny_model, row)[0, :-1][kept].detach()
-        labels, (top, predicted) = row[0, 1:][kept], z.softmax(-1).max(-1)
+    for z, labels in supervised(tiny_model, sequences):
+        top, predicted = z.detach().softmax(-1).max(-1)
         confidence += top.tolist()
         right += (predicted == labels).tolist()
-        nll += F.cross_entropy(z, labels, reduction='none').tolist()
+        nll += F.cross_entropy(z.detach(), labels, reduction='none').tolist()
     assert found['val_nll'] == pytest.approx(np.mean(nll), rel=1e-5)
     assert found['val_ece'] == pytest.approx(metrics.ece(confidence, right), abs=1e-5)
     assert found['val_loss'] > found['val_nll'] * 0.5
@@ -355,14 +318,11 @@ def test_two_processes_train_the_same(small_world, settings_file, tmp_path):
         return [settings_file, '--eval=None', '--max_steps=4', '--smoothing=0.1', '--micro_rows=2',
                 '--device=cpu', '--pictures=False', f'--out_dir={tmp_path / name}', *more]
 
-    def apart(a, b):
-        a, b = (load_file(tmp_path / name / 'model.safetensors') for name in (a, b))
-        assert a.keys() == b.keys() == base.keys()
-        return max(((a[k] - b[k]).norm() / (a[k] - base[k]).norm()).item() for k in a)
-    base = load_file(small_world[0] / 'base' / 'model.safetensors')
+    def distance(one, two):
+        return apart(tmp_path / one, tmp_path / two, small_world[0] / 'base')
     train.main(command('one'))
     done = torchrun('train.py', *command('two'))
-    assert done.returncode == 0 and apart('one', 'two') < 1e-3, done.stderr
+    assert done.returncode == 0 and distance('one', 'two') < 1e-3, done.stderr
     logs = ([json.loads(line) for line in (tmp_path / n / 'log.jsonl').open()]
             for n in ('one', 'two'))
     for a, b in zip(*logs, strict=True):
@@ -382,7 +342,7 @@ def test_two_processes_train_the_same(small_world, settings_file, tmp_path):
         run_scripts(2, script, *command(name, '--save_every=2', *more))
         assert list(resume.checkpoints(tmp_path / name)) == [2]
         train.main(command(name, '--resume', *more))
-        assert apart(reference, name) < most
+        assert distance(reference, name) < most
 
 
 @pytest.mark.slow
