@@ -494,7 +494,6 @@ def log_of(cfg):
 
 def plain_log_probs(model, prompt, answer):
     """Return (log-probabilities, entropies) of an answer's tokens, alone in its row."""
-    tokens = torch.tensor([[*prompt, *answer]])
-    z = model.logits(model(tokens, torch.arange(tokens.shape[1])[None], None))[0, :-1]
-    log_p = z.double().log_softmax(-1)[len(prompt) - 1:]
+    tokens = torch.tensor([[*prompt, *answer]], device=model.head.device)
+    log_p = logits_of(model, tokens)[0, len(prompt) - 1:-1].double().log_softmax(-1)
     return log_p[torch.arange(len(answer)), answer], -(log_p.exp() * log_p).sum(-1)

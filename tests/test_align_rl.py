@@ -107,9 +107,10 @@ def made_up(rng, G):
 def plain_loss(model, run, cfg, answers, advantages, old, reference):
     """The loss of a step by loops over answers and tokens; cut answers are masked."""
     method, terms, bonus, tokens = cfg.method, [], 0, 0
-    used = [(i, k, answer) for i, group in enumerate(answers) for k, answer in enumerate(group)
-            if not answer.truncated]
-    for i, k, answer in used:
+    for answer in sum(answers, []):
+        if answer.truncated:
+            continue
+        i, k = answer.prompt, answer.number
         log_p, entropy = plain_log_probs(model, run.sequences[i][0].tolist(), answer.tokens)
         n, A = len(answer.tokens), advantages[i][k]
         ratios = (log_p - old[i, k]).exp()
@@ -194,7 +195,7 @@ def test_a_correction_multiplies_the_advantage_by_bounded_ratios(base, kind, tmp
     assert len({*weights}) > 5 and (np.array(weights) == (0 if 'mask' in kind else 1.5)).any()
 
 
-def test_the_tokenized_brier_score_is_that_of_a_plain_loop_and_proper(base, tmp_path):
+def test_the_tokenized_brier_score_is_that_of_a_plain_loop(base, tmp_path):
     run, model = run_of(config(base, tmp_path))
     levels = objectives.confidence_levels(run.tokenizer)
     ids, c = [*levels], [*levels.values()]
@@ -214,10 +215,6 @@ def test_the_tokenized_brier_score_is_that_of_a_plain_loop_and_proper(base, tmp_
     for micro_rows in (1, 3):
         step(pack(sequences, 16), replace(run.cfg, micro_rows=micro_rows),
              objectives.tokenized_brier(levels))
-    # the least expected loss is that of the level nearest to the accuracy
-    for p in (0.12, 0.5, 0.68):
-        loss = [p * (x - 1) ** 2 + (1 - p) * x ** 2 for x in c]
-        assert np.argmin(loss) == round(10 * p)
     sequences = [(tokens, mask * 0) for tokens, mask in sequences]
     with pytest.raises(DataError, match='no supervised token of a step states a confidence'):
         objectives.tokenized_brier(levels)(pack(sequences, 16), run.cfg)
@@ -598,8 +595,7 @@ def test_a_reward_gets_a_copy_of_its_row_and_returns_any_number(tmp_path):
     assert row == {'seen': []}
 
 
-@pytest.mark.parametrize('place', ['deep_of_digest.py', 'pack_of_digest/sister.py'])
-def test_a_reward_imports_modules_beside_it_which_are_part_of_it(place, tmp_path, monkeypatch):
+def test_a_reward_imports_modules_beside_it_which_are_part_of_it(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, 'path', [*sys.path])
     files = {'words_of_digest.py': 'import deep_of_digest as d\n', 'deep_of_digest.py': 'x = 1\n',
              'unused_of_digest.py': '', 'pack_of_digest/__init__.py': '',
@@ -608,18 +604,16 @@ def test_a_reward_imports_modules_beside_it_which_are_part_of_it(place, tmp_path
                            'def reward(prompt, answer, row):\n'
                            '    from pack_of_digest import sister\n'
                            '    return w.d.x + sister.x\n')}
+    (tmp_path / 'pack_of_digest').mkdir()
     for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-
-    def digest():
-        return load_reward(f'{tmp_path}/reward.py', 'cpu', None, 'tulu').digest
-    assert reward_of(f'{tmp_path}/reward.py', 'a', {}) == 3
-    first = digest()
-    (tmp_path / 'unused_of_digest.py').write_text('x = 2\n')
-    assert digest() == first
-    (tmp_path / place).write_text(files[place] + '# edited\n')
-    assert digest() != first
+    reward = f'{tmp_path}/reward.py'
+    assert reward_of(reward, 'a', {}) == 3
+    digests = [load_reward(reward, 'cpu', None, 'tulu').digest]
+    for name in ('unused_of_digest.py', 'deep_of_digest.py', 'pack_of_digest/sister.py'):
+        (tmp_path / name).write_text(files[name] + '# edited\n')
+        digests.append(load_reward(reward, 'cpu', None, 'tulu').digest)
+    assert digests[0] == digests[1] and len({*digests}) == 3
 
 
 @pytest.mark.parametrize('values, message', [

@@ -91,11 +91,12 @@ def test_a_damaged_checkpoint_is_named_in_one_line(folder, damage, message):
     assert '\n' not in str(error.value)
 
 
-def both_logits(folder, model=None):
-    """The logits of the model in `folder`, ours and those of transformers."""
+def same_logits(folder, model=None):
+    """Return whether the logits of the model in `folder` are those of transformers."""
     tokens = torch.randint(0, 211, (1, 45))
     with torch.no_grad():
-        return logits_of(model or folder, tokens), by_transformers(folder)(tokens).logits
+        return torch.allclose(logits_of(model or folder, tokens),
+                              by_transformers(folder)(tokens).logits, rtol=1e-5, atol=2e-4)
 
 
 ODD_VALUES = [None, 'yes', -1, 0, 1, 1.5, {}, True, False, float('nan'), 10**30,
@@ -113,8 +114,7 @@ def computed_or_refused(folder, raw, changes):
         named = any(key in str(error) for key in changes)
         assert named or f'{folder}: tensor' in str(error) or 'config.json wants' in str(error)
         return False
-    ours, theirs = both_logits(folder, model)
-    assert torch.allclose(ours, theirs, rtol=1e-5, atol=2e-4), changes
+    assert same_logits(folder, model), changes
     return True
 
 
@@ -220,8 +220,7 @@ def test_old_buffers_of_neox_are_ignored(tmp_path):
         f'{at}.rotary_emb.inv_freq': torch.ones(2)}))
     assert checkpoint.load(tmp_path).state_dict().keys() == plain.keys()
     assert checkpoint.nonfinite_tensor(tmp_path) is None and checkpoint.fingerprint(tmp_path)
-    ours, theirs = both_logits(tmp_path)
-    assert torch.allclose(ours, theirs, rtol=1e-5, atol=2e-4)
+    assert same_logits(tmp_path)
     rewrite(tmp_path, lambda t: t.update({f'{at}.old.bias': torch.ones(1)}))
     with pytest.raises(CheckpointError, match=f'tensor {at}.old.bias is unknown'):
         checkpoint.load(tmp_path)
@@ -298,8 +297,7 @@ def test_tied_embeddings_beside_an_output_matrix(tmp_path):
                                                      'tie_word_embeddings = true'):
         checkpoint.load(tmp_path)
     edit_config(tmp_path, tie_word_embeddings=False)
-    ours, theirs = both_logits(tmp_path)
-    assert torch.allclose(ours, theirs, rtol=1e-5, atol=2e-4)
+    assert same_logits(tmp_path)
 
 
 def test_a_device_is_named_as_it_was_chosen(monkeypatch):
@@ -322,19 +320,10 @@ def test_the_first_nonfinite_tensor_is_named(folder):
     assert f'{KEY} in {folder} holds NaN' in checkpoint.bad_logits('', folder, 'float32')
 
 
-def test_the_fingerprint_is_of_the_values_in_the_config(folder):
-    before = checkpoint.fingerprint(folder)
-    config = folder / 'config.json'
-    config.write_text(json.dumps(dict(reversed(json.loads(config.read_text()).items()))))
-    assert checkpoint.fingerprint(folder) == before
-    edit_config(folder, rms_norm_eps=2e-6)
-    assert checkpoint.fingerprint(folder) != before
-
-
 def test_every_byte_of_the_weights_decides_whether_a_model_is_the_same(tmp_path):
     """Also where size, inode and time of modification stay, as after an edit by another program."""
     path = tmp_path / 'model.safetensors'
-    (tmp_path / 'config.json').write_text('{}')
+    (tmp_path / 'config.json').write_text('{"a": 1.5, "b": [2]}')
     save_file({'a': torch.zeros(3, 1000, dtype=torch.bfloat16),
                'b': torch.arange(200_000).float()}, path)
     old = path.stat().st_mtime_ns - 10 ** 10        # so that the hash is kept
@@ -347,6 +336,10 @@ def test_every_byte_of_the_weights_decides_whether_a_model_is_the_same(tmp_path)
                 file.write(content)
             os.utime(path, ns=(old, old))
             assert (checkpoint.fingerprint(tmp_path) == first) == (content is whole), at
+    # of config.json the values count, not their order
+    for content, same in (('{"b": [2], "a": 1.5}', True), ('{"a": 1.5, "b": [3]}', False)):
+        (tmp_path / 'config.json').write_text(content)
+        assert (checkpoint.fingerprint(tmp_path) == first) == same
 
 
 def test_a_model_is_found_by_its_path_and_in_the_hub_cache(folder, tmp_path, monkeypatch):
@@ -404,14 +397,14 @@ def test_loading_holds_one_copy_of_the_weights_in_memory(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['llama', 'neox', 'phi3'])
+@pytest.mark.parametrize('name', ['neox', 'phi3'])      # test_train.py has a Llama
 def test_adapter_loads_in_peft(name, tmp_path):
     import peft
-    reference_model(name, tmp_path / 'base')
-    model = lora_model(tmp_path / 'base')
-    adapter.save_adapter(model, tmp_path / 'adapter', str(tmp_path / 'base'))
-    reference = peft.PeftModel.from_pretrained(by_transformers(tmp_path / 'base'),
-                                               tmp_path / 'adapter').eval()
+    base = tmp_path / 'base'
+    reference_model(name, base)
+    model = lora_model(base)
+    adapter.save_adapter(model, tmp_path / 'adapter', str(base))
+    reference = peft.PeftModel.from_pretrained(by_transformers(base), tmp_path / 'adapter').eval()
     tokens = torch.randint(0, 211, (2, 30))
     ours = logits_of(model, tokens)
     assert torch.allclose(ours, reference(tokens).logits, atol=2e-4)

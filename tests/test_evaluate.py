@@ -106,31 +106,20 @@ def test_an_evaluation_with_the_dropout_of_adapters(foxes, tmp_path):
     model.config.temperature = 1.5
     adapter.save_adapter(model, run / 'adapter', str(foxes.model))
     checkpoint.save(model, run, torch.float32, foxes.model)
-
-    def scored_samples(*arguments):
-        tasks = foxes.score('--deterministic', '--device=cpu', *arguments, model=run)
-        return tasks, {(s['task'], s['id']): s['log_probs']
-                       for s in read_samples(foxes.out / 'samples.jsonl') if 'log_probs' in s}
-    tasks, dropped = scored_samples('--dropout_seed=3', '--p_true')
+    tasks = foxes.score('--dropout_seed=3', '--p_true', model=run)
     assert list(tasks) == ['foxes', 'foxes.p_true'] and tasks['foxes']['dropout_seed'] == 3
     assert 'plain text, dropout with seed 3' in tasks['foxes']['distribution']
-    # a seed gives the same samples, also if the evaluation was interrupted
-    path = foxes.out / 'samples.jsonl'
-    path.write_text(''.join(path.read_text().splitlines(True)[:3]))
-    assert scored_samples('--dropout_seed=3')[1] == dropped
-    with pytest.raises(ConfigError, match='holds samples with dropout_seed = '):
-        scored_samples()
-    with pytest.raises(checkpoint.CheckpointError, match='has no adapter/, which train.py --lora'):
-        foxes.score('--dropout_seed=2')
-    settings = run / 'adapter' / 'adapter_config.json'
-    written = settings.read_text()
-    settings.write_text(json.dumps(json.loads(written) | {'lora_dropout': 0.0}))
-    with pytest.raises(ConfigError, match='trained with lora_dropout = 0, so nothing w'):
-        foxes.score('--dropout_seed=2', model=run)
-    settings.write_text(written)
     evaluate.main([f'--model={run}', f'--tasks={foxes.task}', '--dropout_seed=2', '--shots=0',
                    '--n_bootstrap=0'])
     assert (run / 'dropout-2' / 'results.json').exists() and not (run / 'results.json').exists()
+    with pytest.raises(ConfigError, match='holds samples with dropout_seed = '):
+        foxes.score(model=run)
+    with pytest.raises(checkpoint.CheckpointError, match='has no adapter/, which train.py --lora'):
+        foxes.score('--dropout_seed=2')
+    settings = run / 'adapter' / 'adapter_config.json'
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {'lora_dropout': 0.0}))
+    with pytest.raises(ConfigError, match='trained with lora_dropout = 0, so nothing w'):
+        foxes.score('--dropout_seed=2', model=run)
 
 
 @pytest.mark.slow
@@ -368,18 +357,18 @@ def test_bad_and_duplicate_options_are_counted(foxes, capsys):
     good = {'question': 'the quick brown fox?', 'choices': ['dog', 'old', 'dog'], 'answer': 1}
     rows = [good, good | {'choices': ['', 'dog']},
             good | {'question': 'lazy dog ' * 300}]     # left out, so its options are not counted
-    write_rows(foxes.task, rows)
-    with pytest.raises(DataError, match='foxes.jsonl:2: choice A is null or empty; --on_bad'):
-        foxes.score('--max_length=200')
+    for some, options, message in (
+            (rows[2:], [], 'foxes.jsonl:1: even without shots the prompt has .* tokens; .* '
+                           'max_length allows 200'),
+            (rows, ['--overwrite'], 'foxes.jsonl:2: choice A is null or empty; --on_bad')):
+        write_rows(foxes.task, some)
+        with pytest.raises(DataError, match=message):
+            foxes.score('--max_length=200', *options)
     result = foxes.score('--max_length=200', '--on_bad_row=skip')['foxes']
     assert (result['bad_rows'], result['pooled']['n'], result['duplicate_options']) == (2, 1, 1)
     printed = capsys.readouterr().out
     assert '2 bad rows left out, the first: ' in printed
     assert '1 questions list the same option twice' in printed
-    write_rows(foxes.task, rows[2:])
-    with pytest.raises(DataError, match='foxes.jsonl:1: even without shots the prompt has .* '
-                                        'tokens; .* max_length allows 200'):
-        foxes.score('--max_length=200', '--overwrite')
 
 
 @pytest.mark.slow
@@ -618,35 +607,28 @@ def test_a_judge_is_asked_in_both_orders_and_measured_beside_ties_and_win_rates(
     printed = capsys.readouterr().out
     assert result['bad_rows'] == 1 and 'pairs.jsonl:2: fewer than two dif' in result['first_bad']
     found = [s for s in read_samples(foxes.out / 'samples.jsonl') if s['task'] == 'judge']
-    splits = {name: [s for s in found if s['split'] == name]
-              for name in ('test', 'tied', 'unlabeled')}
-    assert [*map(len, splits.values())] == [18, 31, 7] and result['pooled']['n'] == 18
-    human, judge, firsts, right, wins, verdict = [], [], [], [], [], {}
-    for s in found:
-        one, two = s['orders']
-        assert (one['order'], two['order']) == ([0, 1], [1, 0])
-        tops = [x['order'][x['log_probs'][1] > x['log_probs'][0]] for x in (one, two)]
-        p = metrics.softmax(np.array(one['log_probs']))
-        p = (p + metrics.softmax(np.array(two['log_probs']))[::-1]) / 2
-        verdict[s['id']] = int(p[1] > p[0]) == s['first']       # for the first answer of the file
-        if s['split'] != 'unlabeled':
-            judge.append(tops[0] if tops[0] == tops[1] else 2)
-            human.append(s['answer'] if s['split'] == 'test' else 2)
-        if s['split'] == 'test':
-            firsts += [x['order'][0] == top for x, top in zip((one, two), tops)]
-            right.append(int(p[1] > p[0]) == s['answer'])
-            wins.append(s['answer'] == s['first'])
+    split, answer, first = (np.array([s[key] for s in found]) for key in (
+        'split', 'answer', 'first'))        # first: the option that is first in the file
+    test, tied, unlabeled = (split == name for name in ('test', 'tied', 'unlabeled'))
+    assert [sum(test), sum(tied), sum(unlabeled)] == [18, 31, 7] and result['pooled']['n'] == 18
+    assert all([order['order'] for order in s['orders']] == [[0, 1], [1, 0]] for s in found)
+    logs = np.array([[order['log_probs'] for order in s['orders']] for s in found])
+    shown_first = logs.argmax(-1) == 0      # whether the answer that was shown first is preferred
+    judge = np.where(shown_first[:, 0] != shown_first[:, 1], logs[:, 0].argmax(-1), 2)  # 2: a tie
+    human = np.where(test, answer, 2).astype(int)
+    probs = metrics.softmax(logs.reshape(-1, 2)).reshape(-1, 2, 2)
+    verdict = (probs[:, 0] + probs[:, 1, ::-1]).argmax(-1)
     facts = result['judge']
-    assert result['pooled']['accuracy'] == pytest.approx(np.mean(right))
-    assert facts['position_bias'] == pytest.approx(np.mean(firsts) - 0.5)
-    known = [choice for choice, label in zip(judge, human) if label < 2]
-    assert facts['ties'] == pytest.approx(known.count(2) / 18)
-    assert facts['ties_of_tied'] == pytest.approx((judge.count(2) - known.count(2)) / 31)
-    assert facts['kappa_with_ties'] == pytest.approx(metrics.cohen_kappa(human, judge), nan_ok=True)
-    labeled, judged = ([verdict[s['id']] for s in splits[name]] for name in ('test', 'unlabeled'))
-    win = facts['win_rate']
-    assert win['judged'] == np.mean(judged) and (win['corrected'], win['low'], win['high']) == (
-        pytest.approx(stats.corrected_rate(judged, labeled, wins), nan_ok=True))
+    assert result['pooled']['accuracy'] == pytest.approx(np.mean((verdict == answer)[test]))
+    assert facts['position_bias'] == pytest.approx(np.mean(shown_first[test]) - 0.5)
+    assert facts['ties'] == pytest.approx(np.mean(judge[test] == 2))
+    assert facts['ties_of_tied'] == pytest.approx(np.mean(judge[tied] == 2))
+    assert facts['kappa_with_ties'] == pytest.approx(
+        metrics.cohen_kappa(human[~unlabeled], judge[~unlabeled]), nan_ok=True)
+    win, for_first = facts['win_rate'], verdict == first
+    assert win['judged'] == np.mean(for_first[unlabeled])
+    assert (win['corrected'], win['low'], win['high']) == pytest.approx(stats.corrected_rate(
+        for_first[unlabeled], for_first[test], (answer == first)[test]), nan_ok=True)
     assert 'position bias' in printed and {*result['subjects']} == {'', 'x', 'y'}
     write_rows(tmp_path / 'tied.jsonl', rows[:1])
     with pytest.raises(DataError, match='has no pair of which one'):

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from common import (ARCHITECTURES, DEVICES, edit_config, logits_of, lora_model, reference_model,
-                    rewrite, write_rows)
+from common import (ARCHITECTURES, DEVICES, edit_config, lora_model, plain_log_probs,
+                    reference_model, rewrite, write_rows)
 
 import generate as program
 import triton_ops
@@ -36,13 +36,10 @@ def random_prompts(seed, *lengths):
 def sure(model, ids, answer):
     """Assert that the log-probabilities and entropies are those of one pass without a cache."""
     model.decoder.attention = 'explicit'    # FlexAttention is compiled again for each length
-    whole = torch.tensor([ids + answer.tokens], device=model.head.device)
     with torch.no_grad():
-        log_probs = logits_of(model, whole)[0, len(ids) - 1:-1].double().log_softmax(-1).cpu()
-    picked = log_probs[range(len(answer.tokens)), answer.tokens]
+        log_probs, entropies = plain_log_probs(model, ids, answer.tokens)
     # float32 rounds the logits of these random models, up to 30, by some 1e-6 in each layer
-    assert answer.log_probs == pytest.approx(picked.tolist(), abs=3e-5)
-    entropies = -(log_probs.exp() * log_probs).sum(-1)
+    assert answer.log_probs == pytest.approx(log_probs.tolist(), abs=3e-5)
     assert answer.entropies == pytest.approx(entropies.tolist(), abs=3e-5)
 
 

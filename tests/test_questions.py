@@ -13,9 +13,7 @@ from data.chat import encode_conversation
 from evaluate import load_tasks
 from data.tokenizer import load_tokenizer
 from data.trees import tokenize_questions
-from runtime.config import load_config
 from runtime.errors import ConfigError, DataError
-from runtime.eval_config import EvalConfig
 from test_tokenizer import KINDS, train_bpe
 
 
@@ -198,24 +196,6 @@ def test_csv_rows_fit_their_header(tmp_path):
     assert [q.place[-1] for q in kept] == ['1', '3', '4']    # only a first row can be a header
 
 
-def test_prompt_is_mmlus(tmp_path):
-    rows = [{'question': f'Q{i}?', 'choices': ['w', 'x', 'y', 'z'], 'answer': i,
-             'subject': 'abstract_algebra'} for i in range(3)]
-    write_rows(tmp_path / 'dev.jsonl', rows[:2])
-    write_rows(tmp_path / 'test.jsonl', rows[2:])
-    (question,), solved, *_ = questions.load_task(f'mmlu:{tmp_path}', asking(shots=2))
-    prompt = question.header + ''.join(s.solved for s in solved[question.group])
-    choices = 'A. w\nB. x\nC. y\nD. z\nAnswer:'
-    assert prompt + question.context == (
-        'The following are multiple choice questions (with answers) about abstract algebra.\n\n'
-        f'Q0?\n{choices} A\n\nQ1?\n{choices} B\n\nQ2?\n{choices}')
-    assert question.options == [' A', ' B', ' C', ' D'] and question.category == 'STEM'
-    (text,), *_ = questions.load_task(f'mmlu:{tmp_path}', asking(
-        shots=2, scoring='text', header='none'))
-    assert (text.header, text.context) == ('', 'Q2?\nAnswer:')
-    assert text.options == [' w', ' x', ' y', ' z']
-
-
 def test_a_task_that_cannot_be_loaded_so_is_named_with_what_would_help(tmp_path):
     folder = tmp_path / 'folder'
     about = Q | {'subject': 'abstract_algebra'}
@@ -237,6 +217,12 @@ def test_a_task_that_cannot_be_loaded_so_is_named_with_what_would_help(tmp_path)
             (f'mmlu_prox:{plain}', {'header': 'native'}, "language '' has no wording")):
         with pytest.raises(DataError, match=message):
             questions.load_task(str(name), asking(**options))
+    for name, options, message in (
+            (f'clm:{folder}', {'chat': 'tulu'}, 'chat.*: clm scores'),
+            (f'facts:{folder}', {'languages': ('de',)}, 'lang.*: facts s'),
+            ('gsm9k', {}, 'did you mean .gsm8k.. The tasks are .*, gsm8k, .* clm, facts, each')):
+        with pytest.raises((ConfigError, DataError), match=message):
+            load_tasks(asking(tasks=(name,), **options))
     assert [q.language for q in questions.load_task(
         str(mixed.parent), asking(languages=('sw', 'de', 'de'))).items] == ['de', 'sw']
     (question,), *_ = questions.load_task(f'mmlu_prox:{plain}',
@@ -264,15 +250,6 @@ def test_an_archive_on_the_hub_is_unpacked(tmp_path, monkeypatch):
         assert asked[1].context == '问题test1\nA. 甲\nB. 乙\nC. 丙\nD. 丁\n答案：'
     assert {path.name for path in (tmp_path / 'snapshot').iterdir()} == {
         'cmmlu_v1_0_1', 'cmmlu_v1_0_1.zip', 'cmmlu_v1_0_1.tmp'}
-
-
-@pytest.mark.parametrize('tasks, setting, message', [
-    ('clm:{}', 'chat=tulu', 'chat.*: clm scores'), ('facts:{}', 'languages=de', 'lang.*: facts s'),
-    ('gsm9k', 'shots=0', 'did you mean .gsm8k.. The tasks are .*, gsm8k, .* clm, facts, each')])
-def test_tasks_that_cannot_be_loaded(tmp_path, tasks, setting, message):
-    write_rows(tmp_path / 'a,b' / 'q.jsonl', [Q])
-    with pytest.raises((ConfigError, DataError), match=message):
-        load_tasks(load_config(EvalConfig, [f'--tasks={tasks.format(tmp_path)}', f'--{setting}']))
 
 
 @pytest.mark.slow
@@ -356,24 +333,27 @@ def test_questions_with_any_beginning_have_the_tokens_of_the_whole_text(kind, ch
                 assert ids == whole[:len(ids)] and len(ids) >= len(whole) - (chat != 'none')
 
 
-def virology(i):
-    return {'question': f'Q{i}?', 'choices': ['w', 'x'], 'answer': i % 2, 'subject': 'virology'}
+def algebra(i):
+    return {'question': f'Q{i}?', 'choices': ['w', 'x'], 'answer': i % 2,
+            'subject': 'abstract_algebra'}
 
 
-SHOT = ('The following are multiple choice questions (with answers) about virology.\n\n'
+SHOT = ('The following are multiple choice questions (with answers) about abstract algebra.\n\n'
         'Q0?\nA. w\nB. x\nAnswer: A\n\n')
 
 
 @pytest.mark.parametrize('chat', ['none', 'tulu'])
 def test_show_prints_what_is_scored_and_needs_no_weights(tmp_path, capsys, chat):
-    write_rows(tmp_path / 'mmlu' / 'dev.jsonl', [virology(0)])
-    write_rows(tmp_path / 'mmlu' / 'test.jsonl', [virology(i) for i in (1, 2, 3)])
+    write_rows(tmp_path / 'mmlu' / 'dev.jsonl', [algebra(0)])
+    write_rows(tmp_path / 'mmlu' / 'test.jsonl', [algebra(i) for i in (1, 2, 3)])
     mmlu = f'mmlu:{tmp_path}/mmlu'
     evaluate.main([f'--tasks={mmlu}', '--shots=1', '--show=2'])     # and no model
     printed = capsys.readouterr().out
     for i in (1, 2):
         assert f"{SHOT}Q{i}?\nA. w\nB. x\nAnswer:\n--- options\n' A'\n' B'\n" in printed
     assert 'mmlu: 2 of 3 questions' in printed and 'Q3?' not in printed
+    (text, *_), *_ = questions.load_task(mmlu, asking(scoring='text', header='none'))
+    assert (text.header, text.context, text.options) == ('', 'Q1?\nAnswer:', [' w', ' x'])
     with pytest.raises(ConfigError, match='chat = tulu: the template needs .*--model'):
         evaluate.main([f'--tasks={mmlu}', '--shots=1', '--show=2', '--chat=tulu'])
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import tokenizers
 import transformers
-from common import (CORPUS, SHARED, needs_files, sentencepiece_folder, t5_folder,
+from common import (CORPUS, HERE, SHARED, needs_files, sentencepiece_folder, t5_folder,
                     tiktoken_folder)
 from data import byte_pairs, chat, export
 from data.instruct import to_messages
@@ -330,33 +330,9 @@ def test_bos_and_eos_of_a_tokenizer_json(tmp_path):
     assert not {0, 1} & {*tokenizer.encode('<|begin|> and <|end|>')}
 
 
-OFFICIAL = {
-    'cohere': "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'system' %}"
-              "{{ '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>' + m['content'] + "
-              "'<|END_OF_TURN_TOKEN|>' }}{% elif m['role'] == 'user' %}"
-              "{{ '<|START_OF_TURN_TOKEN|><|USER_TOKEN|>' + "
-              "m['content'].strip() + '<|END_OF_TURN_TOKEN|>' }}{% else %}"
-              "{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' + m['content'].strip() + "
-              "'<|END_OF_TURN_TOKEN|>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}"
-              "{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{% endif %}",
-    'granite': "{% for m in messages %}{{ '<|start_of_role|>' + m['role'] + '<|end_of_role|>' + "
-               "m['content'] + '<|end_of_text|>\n' }}{% endfor %}{% if add_generation_prompt %}"
-               "{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}",
-    'phi3': "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}"
-            "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
-    'tekken': "{{ '<s>' }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST]' + "
-              "m['content'] + '[/INST]' }}{% elif m['role'] == 'system' %}{{ '[SYSTEM_PROMPT]' + "
-              "m['content'] + '[/SYSTEM_PROMPT]' }}{% else %}{{ m['content'] + '</s>' }}{% endif %}"
-              "{% endfor %}",
-    'olmo2': "{{ '<|endoftext|>' }}{% for m in messages %}{% if m['role'] != 'assistant' %}"
-             "{{ '<|' + m['role'] + '|>\n' + m['content'] + '\n' }}{% else %}"
-             "{{ '<|assistant|>\n' + m['content'] + '<|endoftext|>' }}"
-             "{{ '' if loop.last else '\n' }}{% endif %}{% endfor %}"
-             "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
-    'chatml': "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + "
-              "'<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}"
-              "{{ '<|im_start|>assistant\n' }}{% endif %}",
-}
+# what the models' own files say, in short
+OFFICIAL = {path.stem: path.read_text()
+            for path in sorted((HERE / 'tests' / 'chat_templates').glob('*.jinja'))}
 
 
 def official_folder(folder, template):
