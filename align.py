@@ -282,8 +282,13 @@ def cached_reference(run, model):
         code_digest(model.config, answer_log_probs), cfg.attention, model.softcap,
         model.temperature
     ]).encode()).hexdigest()[:20]
-    path = Path(cfg.cache_dir, f'reference-{key}.npz')
-    cached = read_reference(path)
+    path, cached = Path(cfg.cache_dir, f'reference-{key}.npz'), None
+    try:
+        cached = np.load(path)[path.stem]       # checked by the checksum of zip files
+    except FileNotFoundError:
+        pass
+    except Exception as error:      # a damaged file can raise anything
+        print(f'the reference in {path} is damaged ({error!r}); computing it again')
     if all(gather(cached is not None)):
         return cached
     sums = answer_sums(run, model)
@@ -292,17 +297,6 @@ def cached_reference(run, model):
         with temporary(path) as part, open(part, 'wb') as file:
             np.savez(file, **{path.stem: sums})
     return sums
-
-
-def read_reference(path):
-    """Return the array in a file of the cache; None if it is missing or damaged."""
-    try:
-        return np.load(path)[path.stem]     # checked by the checksum of zip files
-    except FileNotFoundError:
-        return None
-    except Exception as error:      # a damaged file can raise anything
-        print(f'the reference in {path} is damaged ({error!r}); computing it again')
-        return None
 
 
 def answer_sums(run, model, rows_at_once=64):

@@ -19,7 +19,6 @@ from runtime import cli
 if __name__ == '__main__':
     cli.begin()
 
-import contextlib
 import functools
 import importlib.util
 import json
@@ -170,8 +169,8 @@ from runtime.device import micro_batches, pick_device
 from runtime.log import StepLog, peak_memory, print_sizes, show_example
 from runtime.loss import loss_options, parse_loss
 from runtime.memory import fit_into_memory
-from runtime.parallel import (barrier, evaluating, first_process_first, gather, rank,
-                              sum_over_processes, world_size)
+from runtime.parallel import (barrier, evaluating, first_process_first, first_process_locks, gather,
+                              rank, sum_over_processes, world_size)
 from runtime.processes import cores
 
 # Keys that may differ when a run is resumed; all others decide its weights.
@@ -364,14 +363,13 @@ def packed_batches(run, first, until):
 
     A thread packs the next batch while the device is busy.
     """
-    order = run.step_indices(first, until)
+    batches = ((chosen, run.stage.pack(run, chosen, run.row_multiple))
+               for chosen in run.step_indices(first, until))
     with ThreadPoolExecutor(1) as pool:
-        packed = [pool.submit(run.stage.pack, run, order[0], run.row_multiple)] if order else []
-        for number, chosen in enumerate(order, 1):
-            current = packed.pop().result()
-            if number < len(order):
-                packed = [pool.submit(run.stage.pack, run, order[number], run.row_multiple)]
-            yield chosen, current
+        ahead = pool.submit(next, batches, None)
+        while batch := ahead.result():
+            ahead = pool.submit(next, batches, None)
+            yield batch
 
 
 def training_loss(cfg):
@@ -482,28 +480,31 @@ def train(cfg, stage=None):
                           for key in ('out_dir', 'cache_dir', 'model', 'data')})
     check_config(cfg)
     ownership.forget_inputs()
-    device, out_dir, results = pick_device(cfg.device), Path(cfg.out_dir), {}
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(resume.notes_how_to_continue(cfg))
-        if rank() == 0 and not cfg.dry_run:
-            resume.check_folder(cfg)
-            stack.enter_context(ownership.lock(out_dir))
+    stage, device, out_dir = stage or SFT, pick_device(cfg.device), Path(cfg.out_dir)
+    torch.manual_seed(cfg.seed)
+    if cfg.dry_run:
+        fit_into_memory(optimize, load_run(cfg, stage, device))
+        return {}
+    first, results = rank() == 0, {}
+    if first:
+        resume.check_folder(cfg)
+    with resume.notes_how_to_continue(cfg), first_process_locks(out_dir):
+        if first:
             resume.check_run(cfg, FREE_KEYS)
         barrier()
-        torch.manual_seed(cfg.seed)
-        run = load_run(cfg, stage or SFT, device)
-        if rank() == 0 and not cfg.dry_run:
+        run = load_run(cfg, stage, device)
+        if first:
             claim_folder(run)
-        if run.tasks and cfg.eval_before and not (cfg.from_scratch or cfg.dry_run):
+        if run.tasks and cfg.eval_before and not cfg.from_scratch:
             results['before'] = calibration_report(run, run.base, out_dir / 'before')
-        if cfg.dry_run or not (out_dir / 'config.json').exists():   # the last file to be written
+        if not (out_dir / 'config.json').exists():      # the last file to be written
             fit_into_memory(optimize, run)
-        elif rank() == 0:
+        elif first:
             finish(cfg)     # the run may have been killed right after it saved its weights
         barrier()       # until the first process has saved the weights
-        if run.tasks and not cfg.dry_run:
+        if run.tasks:
             results['after'] = calibration_report(run, out_dir, out_dir)
-        if rank() == 0 and cfg.push_to_hub and not cfg.dry_run:
+        if first and cfg.push_to_hub:
             files = trained.run_files(cfg, run.config, run.base, run.files)
             hub.upload(out_dir, cfg.push_to_hub, [card.NAME, f'adapter/{card.NAME}', DIAGRAM, *(
                 name for name in files[3:] if not name.startswith('epoch-'))])

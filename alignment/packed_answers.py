@@ -61,41 +61,41 @@ def pack_answers(prompts, answers, row_length, multiple=1, last=False):
     multiple: rows of padding make the number of rows a multiple of this
     last:     only the index of each answer's last token is scored, which a reward needs
     """
-    trees, members = [], []
+    trees = []      # ((prompt, number of the first answer here), Tree)
     for i, prompt in enumerate(prompts):
         room = -1
         for k, answer in enumerate(answers[i]):
             # the last token of an answer is computed only if something follows it
             ids = [*answer, 0] if last else [*answer]
             if room < len(ids) - 1:
-                trees.append(Tree((), [*prompt]))
-                members.append([])
+                tree = Tree((), [*prompt])
+                trees.append(((i, k), tree))
                 room = row_length - len(prompt)
-            trees[-1].continuations.append(ids)
-            trees[-1].starts.append(len(prompt) + last * len(answer))
-            members[-1].append((i, k))
+            tree.continuations.append(ids)
+            tree.starts.append(len(prompt) + last * len(answer))
             room -= len(ids) - 1
     lengths = [len(tree.prompt) + sum(len(tree.continuations[k]) - 1 for k, *_ in tree.branches)
-               for tree in trees]
+               for _, tree in trees]
     row_of = first_fit(lengths, row_length)
     rows = [Row() for _ in range(-(-(row_of.max() + 1) // multiple) * multiple)]
-    for index, (tree, row) in enumerate(zip(trees, row_of, strict=True)):
+    for (index, tree), row in zip(trees, row_of, strict=True):
         rows[row].add(index, tree, tree.branches)
     tokens, positions, ends = np.stack([row.padded(row_length)[0] for row in rows], 1)
-    sizes = [len(row.scored) for row in rows]
-    scored = np.concatenate([np.array(row.scored, dtype=np.int64).reshape(-1, 4) for row in rows])
+    scored = np.array([(i, first + k, at, token) for row in rows
+                       for (i, first), k, at, token in row.scored])
     where, at, token = scored[:, :2], scored[:, 2], scored[:, 3]
-    first = np.flatnonzero((np.diff(where, axis=0, prepend=-1) != 0).any(1))
-    counts = np.diff([*first, len(where)])
-    targets, owner = np.full_like(tokens, IGNORE), np.full_like(tokens, -1)
+    begins = np.flatnonzero((np.diff(where, axis=0, prepend=-1) != 0).any(1))
+    counts = np.diff([*begins, len(where)])
+    sizes, used = np.array([(len(row.scored), len(row.tokens)) for row in rows]).T
+    targets = np.full_like(tokens, IGNORE)
     targets[np.repeat(np.arange(len(rows)), sizes), at] = token
-    for i, row in enumerate(rows):
-        # stretches of consecutive positions are numbered
-        owner[i, :len(row.tokens)] = np.cumsum(np.diff(row.positions, prepend=0) != 1)
+    # stretches of consecutive positions are numbered
+    owner = np.cumsum(np.diff(positions, prepend=0) != 1, axis=1)
+    owner[np.arange(row_length) >= used[:, None]] = -1
     return PackedAnswers(tokens, positions, ends, targets, owner, token=token, at=at,
                          answer=np.repeat(np.arange(len(counts)), counts),
                          begin=np.cumsum([0, *sizes]), counts=counts,
-                         where=np.array([members[tree][k] for tree, k in where[first]]))
+                         where=where[begins])
 
 
 def pack_rankings(sequences, row_length, multiple=1, last=False, reference=None, margins=None):

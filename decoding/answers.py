@@ -77,7 +77,7 @@ def stream(model, prompts, s, tokenizer=None, stop_ids=()):
     prefill, context = PREFILL[batch.device.type], model.config.max_position_embeddings
     waiting = deque(Answer(i, k, n_prompt=len(ids), limit=min(s.max_tokens, context - len(ids)))
                     for i, ids in enumerate(prompts) for k in range(s.n))
-    free, running, launched = [*reversed(range(n_slots))], [], deque()
+    slots, launched = [None] * n_slots, deque()     # the running answer of each slot
 
     @functools.cache    # decoding several tokens at each step would take longer than the step
     def may_stop(token):
@@ -86,11 +86,10 @@ def stream(model, prompts, s, tokenizer=None, stop_ids=()):
         return '\ufffd' in text or any(string[-1] in text for string in s.stop)
 
     with evaluating(model):
-        while waiting or running or launched:
-            while begun := take(waiting, free, running, prompts, s, n_slots, prefill):
+        while waiting or launched:
+            while begun := take(waiting, slots, prompts, s, prefill):
                 launched.append((begun, batch.prefill(begun, prompts)))
-                running = sorted(running + begun, key=lambda answer: answer.slot)
-            active = [answer for answer in running if answer.n_launched < answer.limit]
+            active = [answer for answer in slots if answer and answer.n_launched < answer.limit]
             if active:      # the device is one step ahead: an answer that ends wastes one
                 launched.append((active, batch.step(active)))
             while len(launched) > bool(active):
@@ -101,36 +100,36 @@ def stream(model, prompts, s, tokenizer=None, stop_ids=()):
                     add(answer, *values)
                     answer.reason = why_ended(answer, s, tokenizer, stop_ids, may_stop)
                     if answer.reason:
-                        free.append(answer.slot)
+                        slots[answer.slot] = None
                         answer.text = text(answer, s.stop, tokenizer) if tokenizer else ''
                     yield answer
-            running = [answer for answer in running if not answer.reason]
-            free.sort(reverse=True)     # so that slots are used from the first one on
 
 
-def take(waiting, free, running, prompts, s, n_slots, prefill):
-    """Return the answers to begin now, with a slot each, removed from `waiting`; [] to wait.
+def take(waiting, slots, prompts, s, prefill):
+    """Return the answers to begin now, moved from `waiting` to the first free slots; [] to wait.
 
     The answers to a prompt begin together if all slots are enough for them. While others run, an
     eighth of the slots must be free: a prefill costs as much as several steps.
     """
-    wanted = max(s.n if s.n <= n_slots else 1, n_slots // 8) if running else 1
+    n_slots, free = len(slots), [i for i, answer in enumerate(slots) if not answer]
+    wanted = max(s.n if s.n <= n_slots else 1, n_slots // 8) if len(free) < n_slots else 1
     if not waiting or len(free) < min(wanted, len(waiting)):
         return []
     begun, first = [], prompts[waiting[0].prompt]
     shared, n_tokens, n_prompts = len(first), 0, 0
-    while waiting and free:
-        i = waiting[0].prompt
-        if not begun or i != begun[-1].prompt:
+    for slot in free[:len(waiting)]:
+        answer = waiting[0]
+        if not begun or answer.prompt != begun[-1].prompt:
             # the tokens of a row, which holds the common beginning of its prompts once
-            n_tokens += len(prompts[i])
-            shared = min(shared, len(os.path.commonprefix([first, prompts[i]])))
+            ids = prompts[answer.prompt]
+            n_tokens += len(ids)
+            shared = min(shared, len(os.path.commonprefix([first, ids])))
             if begun and (s.deterministic or n_tokens - n_prompts * shared > prefill
-                          or s.n - waiting[0].number > len(free)):
+                          or s.n - answer.number > len(free) - len(begun)):
                 break
             n_prompts += 1
+        answer.slot, slots[slot] = slot, answer
         begun.append(waiting.popleft())
-        begun[-1].slot = free.pop()
     return begun
 
 

@@ -55,21 +55,6 @@ def free_memory(device):
     return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 4
 
 
-def graph_size(n):
-    """Return n rounded up, so that a few graphs are enough: 1, 2, 4, 8, 16, 32, 48, 64, 96, ..."""
-    return 1 << (n - 1).bit_length() if n <= 16 else -(-n // 16) * 16 if n <= 64 else (
-        -(-n // 32) * 32)
-
-
-def keys_to_store(answer, at, size):
-    """Return int [3, M] for the keys of a prompt that a cache keeps: row index, slot, index in it.
-
-    at: row indices of the prompt; size: that of the cache, at most the window of its layer
-    """
-    p = np.arange(max(0, len(at) - size), len(at))
-    return np.stack((np.array(at)[p], np.full(len(p), answer.slot), p % size))
-
-
 class Batch:
     """Cache, state and CUDA graphs of the sequences in `n_slots` slots.
 
@@ -90,13 +75,19 @@ class Batch:
                                     device=self.device)
         self.slots = torch.full((max(FIXED_SIZE, self.padded(n_slots)),), n_slots,
                                 device=self.device)
-        self.current, self.graphs, self.pool = None, {}, None
+        self.graphs, self.pool = {}, None
 
     def padded(self, n):
-        """Return the number of sequences in a step of n, with padding."""
+        """Return the number of sequences in a step of n; on a GPU, with padding for its graph.
+
+        A few graphs are enough: of 1, 2, 4, 8, 16, 32, 48, 64, 96, ... sequences.
+        """
         if self.device.type != 'cuda':
             return n
-        return FIXED_SIZE if self.s.deterministic else graph_size(n)
+        if self.s.deterministic:
+            return FIXED_SIZE
+        multiple = 16 if n <= 64 else 32
+        return 1 << (n - 1).bit_length() if n <= 16 else -(-n // multiple) * multiple
 
     @torch.no_grad()
     def prefill(self, begun, prompts):
@@ -108,12 +99,17 @@ class Batch:
         elif self.device.type == 'cuda':    # Triton compiles again for other divisors
             T = -(-T // 128) * 128
         tokens, positions, ends = to_device(torch.from_numpy(row.padded(T)[0]), self.device)
-
-        stored = {size: to_device(torch.from_numpy(np.concatenate(
-            [keys_to_store(answer, at[answer.prompt], size) for answer in begun], 1)), self.device)
-            for size in set(self.sizes)}
-        config = self.model.config
-        kind = self.attention
+        # of each key of a prompt, once per answer: index in the row, slot, position, number from
+        # the end; a layer with a window keeps the last ones
+        keys = []
+        for answer in begun:
+            p = np.arange(len(at[answer.prompt]))
+            keys.append(np.broadcast_arrays(at[answer.prompt], answer.slot, p, p[::-1]))
+        source, slot, position, later = np.concatenate(keys, 1)
+        stored = {size: to_device(torch.from_numpy(np.stack(
+            (source, slot, position % size))[:, later < size]), self.device)
+            for size in {*self.sizes}}
+        config, kind = self.model.config, self.attention
         if kind == 'auto':      # FlexAttention would be compiled for each length
             kind = 'tree' if triton_ops.kernels_apply(self.model.head) else 'explicit'
         masks = make_masks(kind, positions[None], ends[None], config.windows, config.head_dim,
@@ -144,9 +140,7 @@ class Batch:
         longest = max(answer.n_prompt + answer.n_launched for answer in active)
         for answer in active:
             answer.n_launched += 1
-        if slots != self.current:
-            self.slots[:n] = to_device(torch.tensor(slots), self.device)
-            self.current = slots
+        self.slots[:n] = to_device(torch.tensor(slots), self.device)
         if self.device.type != 'cuda':
             return HostCopy(self.compute(n, longest))
         splits = 1 << (-(-longest // SPLIT) - 1).bit_length()
