@@ -47,9 +47,9 @@ from data.tokenizer import begins_with_bos
 from fused_ce import fused_loss, joint
 from runtime import checkpoint, resume
 from runtime.build import build_model
-from runtime.code import code_digest
 from runtime.config import load_config, require_range
 from runtime.device import micro_batches, to_device
+from runtime.digests import code_digest
 from runtime.errors import ConfigError
 from runtime.loss import loss_options
 from runtime.ownership import temporary

@@ -89,7 +89,7 @@ from decoding.answers import stream
 from decoding.written_tasks import ProbeConfidence, SampleConfidence, WrittenTask
 from results.evaluation import saved_fits, write_evaluation
 from runtime import adapter, checkpoint, device, ownership, parallel
-from runtime.code import code_digest
+from runtime.digests import code_digest
 from runtime.trained import (base_of_adapter, load_ahead, load_model, trained_template,
                              training_settings)
 

@@ -62,8 +62,8 @@ from decoding.answers import generate, stream
 from decoding.slots import room
 from results.samples import append, digest, merge_parts, open_answers, part, to_row
 from runtime import checkpoint, log, ownership, parallel
-from runtime.code import code_digest
 from runtime.device import pick_device, pick_dtype
+from runtime.digests import code_digest
 from runtime.trained import trained_template, training_settings
 from scoring import confidences
 

@@ -20,8 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data.files import parsed, read_rows, without_bad, writing
-from runtime.code import used_code
-from runtime.digests import file_digest, json_digest
+from runtime.digests import file_digest, json_digest, used_code
 from runtime.errors import DataError
 from runtime.ownership import temporary
 from runtime.processes import forked_pool

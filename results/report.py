@@ -21,7 +21,7 @@ from results.plots import draw_reliability, warn_on_failure
 from results.samples import by_order, of_split, read_splits, sample_order
 from results.tables import (MEASURES, TITLES, Heading, Section, aligned, csv_text, mark_best,
                             measure_cell)
-from runtime.code import used_code
+from runtime.digests import used_code
 from runtime.errors import DataError
 from runtime.ownership import claim, lock, write_text
 from runtime.processes import cores, parallel_map

@@ -1,4 +1,4 @@
-"""runtime/code.py: which edits count as other code."""
+"""runtime/digests.py: which edits count as other code."""
 
 import importlib.util
 import sys
@@ -8,7 +8,7 @@ from common import llama_config
 
 import evaluate
 from decoding import answers
-from runtime import code
+from runtime import digests
 
 
 @pytest.fixture
@@ -38,9 +38,9 @@ def edited(tmp_path):
     ('fused_ce.py', '    tl.store(lse + row', '    tl.store(1 + lse + row', True),
     ('cache.py', 'newest - index', 'newest + index', True)])
 def test_an_edit_of_what_samples_use_is_other_code(file, old, new, other, edited, monkeypatch):
-    before = code.code_digest(llama_config(), *evaluate.CODE)
-    copies = edited(code.FORWARD, file, old, new)
-    monkeypatch.setattr(code, 'FORWARD', copies)
+    before = digests.code_digest(llama_config(), *evaluate.CODE)
+    copies = edited(digests.FORWARD, file, old, new)
+    monkeypatch.setattr(digests, 'FORWARD', copies)
     config = llama_config()
     if "'llama'" in old or "'qwen2'" in old:    # whose row the configuration holds
         path, = (path for path in copies if path.name == file)
@@ -49,15 +49,15 @@ def test_an_edit_of_what_samples_use_is_other_code(file, old, new, other, edited
         monkeypatch.setitem(sys.modules, 'edited_model', module)
         spec.loader.exec_module(module)
         config.family = module.FAMILIES['llama']
-    assert (code.code_digest(config, *evaluate.CODE) != before) == other
+    assert (digests.code_digest(config, *evaluate.CODE) != before) == other
 
 
 def test_the_kind_of_model_and_each_root_count():
-    llama, qwen2, mistral = (code.code_digest(config, answers.stream) for config in (
+    llama, qwen2, mistral = (digests.code_digest(config, answers.stream) for config in (
         llama_config(model_type=kind, num_key_value_heads=2)
         for kind in ('llama', 'qwen2', 'mistral')))
     assert llama != qwen2 and llama == mistral
-    assert code.code_digest(llama_config(), answers.stream, answers.generate) != llama
+    assert digests.code_digest(llama_config(), answers.stream, answers.generate) != llama
 
 
 def test_of_a_method_only_the_method_counts_and_of_a_function_what_it_calls(tmp_path, monkeypatch):
@@ -68,7 +68,7 @@ def test_of_a_method_only_the_method_counts_and_of_a_function_what_it_calls(tmp_
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, path.stem, module)
         spec.loader.exec_module(module)
-        return [code.used_code((), module.C.f), code.used_code((path,), module.g)]
+        return [digests.used_code((), module.C.f), digests.used_code((path,), module.g)]
     source = ('A = B = 2\n\nclass C:\n    def f(self):\n        return 1\n'
               '    def h(self):\n        return 2\n'
               '\ndef g():\n    "Text."\n    return k(A)\n\ndef k(x):\n    return x\n')
