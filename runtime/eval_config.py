@@ -15,56 +15,41 @@ from runtime.errors import ConfigError
 class EvalConfig:
     model: str = ''                           # a folder in Hugging Face layout, or a hub name
     revision: str | None = None               # the hub revision of the model
-    # mmlu, global_mmlu, ..., gsm8k, ..., clm, facts, each also as task:folder-or-file; or a file of
-    # questions
-    tasks: tuple[str, ...] = ('mmlu',)
+    tasks: tuple[str, ...] = ('mmlu',)        # names, also as task:folder-or-file; or questions
     data_revision: str | None = None          # the hub revision of the tasks' datasets
     languages: tuple[str, ...] = ('all',)     # languages of multilingual tasks
-    prompt_format: str = 'mmlu'               # prompts of MMLU; harness: those of
-    #                                           lm-evaluation-harness; own: of the benchmark's entry
-    #                                           in data/benchmarks.py; others: data/prompts.py
-    # header before the shots; native: in the question's language, as MMLU-ProX and CMMLU have it
-    header: Literal['english', 'native', 'none'] = 'english'
+    prompt_format: str = 'mmlu'               # harness, own (the benchmark's) or of data/prompts.py
+    header: Literal['english', 'native', 'none'] = 'english'  # native: in the question's language
     shots: int = 5                            # solved questions before each question
     scoring: Literal['auto', 'letters', 'text'] = 'auto'     # auto: letters, or as the harness does
     norm: Literal['token', 'sum', 'char', 'byte'] = 'token'  # divisor of a log-probability
-    dropout_seed: int | None = None           # score once with the dropout of the adapters in
-    #                                           adapter/, drawn by this seed; None: no dropout
+    dropout_seed: int | None = None           # for the dropout of adapters; None: no dropout
     p_true: bool = False                      # also ask whether the top option is right: P(True)
     n: int = 10                               # answers drawn per question without options
     max_tokens: int | None = None             # longest written answer; None: as its task says
-    p_ik: bool = False                        # also predict, by a probe of the hidden state after
-    #                                           the question, whether a drawn answer is right: P(IK)
+    p_ik: bool = False                        # also predict if a drawn answer is right: P(IK)
     verbalized: bool = False                  # also ask how probable a written answer is
-    early: bool = False                       # also answer after 0, 25, 50, 75 and 100 % of the
-    #                                           steps of a written answer
+    early: bool = False                       # also answer after 0, 25, ..., 100 % of the steps
     run_code: bool = False                    # run programs that the model writes, for humaneval
     isolation: Literal['namespaces', 'limits'] = 'namespaces'  # see docs/running_code.md
-    permute: int | None = None                # also ask in this many cyclic orders of the options,
-    #                                           under the same letters; None: only as published
-    contextual: bool = False                  # also divide the probabilities of the options by
-    #                                           those after a prompt without content
+    permute: int | None = None                # also ask in this many orders of the options
+    contextual: bool = False                  # also divide by probabilities without a question
     # chat template of the prompt; trained: that of the model's train.py run; none: plain text
     chat: Literal['none', 'trained', 'tulu', 'olmo2', 'llama3', 'gemma', 'mistral', 'tekken',
                   'chatml', 'cohere', 'granite', 'phi3', 'phi4', 'phi4_mini', 'alpaca'] = 'none'
     instruct: bool = False                    # clm and facts: begin with the paper's instruction
-    show: int = 0                             # print this many prompts of each task, as the model
-    #                                           reads them, instead of scoring; needs no weights
-    limit: int | None = None                  # questions per language, drawn by the seed evenly
-    #                                           over subjects; None: all
-    add_bos: bool | None = None               # begin with one BOS; None: as in training here, or as
-    #                                           the tokenizer does
+    show: int = 0                             # print this many prompts per task instead of scoring
+    limit: int | None = None                  # questions per language, over all subjects; None: all
+    add_bos: bool | None = None               # begin with BOS; None: as in training or tokenizer
     max_length: int | None = None             # longest prompt in tokens; None: the model's context
     fit_temperature: bool = False             # also report temperature and Platt scaling
     group_by: str = ''                        # a field of the questions: also report by its values
     scaling: str | None = None                # a scaling.json to apply, such as another run's
     n_bootstrap: int = 1000                   # resamples for the intervals; 0: none
     pictures: bool = True                     # draw reliability diagrams
-    pack_len: int | None = None               # tokens in a packed row; None: 32768 on a GPU, 16384
-    #                                           there without the kernels, 4096 on a CPU
+    pack_len: int | None = None               # tokens in a packed row; None: 4096 to 32768
     batch_rows: int = 1                       # rows per forward pass
-    shard: bool = False                       # each process of torchrun holds a share of the
-    #                                           weights: for a model that does not fit one GPU
+    shard: bool = False                       # each process of torchrun holds a part of the weights
     deterministic: bool = False               # scores bitwise independent of batch composition
     on_bad_row: Literal['stop', 'skip'] = 'stop'  # skip: leave out bad rows and count them
     seed: int = 0                             # for clm's tokens, `limit` and the bootstrap
