@@ -24,7 +24,7 @@ ISOLATIONS = 'namespaces', 'limits'
 class Outcome(NamedTuple):
     passed: bool        # the source ran to its end and every test passed
     reason: str         # '' or, in one line, why not
-    output: str         # the first 64 KiB of what the program printed
+    output: str         # the first 64 KiB of what the program printed; '' after wall_seconds
 
 
 def require_sandbox(isolation):
@@ -60,8 +60,8 @@ def run_program(source, tests, *, seconds=3, wall_seconds=None, memory=1 << 29, 
         home = '/tmp' if isolation == 'namespaces' else folder
         prefixes = {sys.base_prefix, sys.base_exec_prefix}
         visible = {'/usr', '/lib', '/lib64', *prefixes, *map(os.path.realpath, prefixes)}
-        request = {'source': source, 'seconds': seconds, 'wall_seconds': wall_seconds,
-                   'memory': memory, 'disk': disk, 'isolation': isolation, 'folder': folder,
+        request = {'source': source, 'seconds': seconds, 'memory': memory, 'disk': disk,
+                   'isolation': isolation, 'folder': folder,
                    'visible': sorted(filter(os.path.exists, visible))}
         process = subprocess.Popen(
             [sys.executable, '-S', '-s', '-P', '-B', CHILD], cwd=folder, start_new_session=True,
@@ -70,7 +70,7 @@ def run_program(source, tests, *, seconds=3, wall_seconds=None, memory=1 << 29, 
         try:
             verdict, errors = process.communicate(
                 b'%s\n%s\n' % tuple(json.dumps(message).encode() for message in (
-                    request, {'tests': tests, 'token': token})), wall_seconds + 10)
+                    request, {'tests': tests, 'token': token})), wall_seconds)
         except subprocess.TimeoutExpired:
             return Outcome(False, f'more than {wall_seconds:g} s', '')
         finally:

@@ -84,6 +84,7 @@ NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
     0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
 RDONLY, NOSUID, NODEV, NOEXEC, BIND, REC, PRIVATE = 1, 2, 4, 8, 1 << 12, 1 << 14, 1 << 18
 AT_FDCWD, AT_RECURSIVE, DETACH = -100, 0x8000, 2
+MOUNT_SETATTR = 442     # not every C library has a function for this call
 PDEATHSIG, DUMPABLE, SECCOMP, NO_NEW_PRIVS = 1, 4, 22, 38       # of prctl
 
 # the calls that a program may not make, {name: (x86_64, aarch64)}; None: the machine has no such
@@ -156,21 +157,22 @@ def enter_namespaces(root, visible, disk):
     for path in visible:
         inside = root + path
         os.makedirs(os.path.dirname(inside), exist_ok=True)
-        if os.path.islink(path):        # /lib -> usr/lib
-            if not os.path.lexists(inside):
-                os.symlink(os.readlink(path), inside)
-            continue
-        os.makedirs(inside, exist_ok=True)
-        libc('mount', path, inside, None, BIND | REC, None)
-        make_read_only(inside, AT_RECURSIVE)
-    for path in ('/dev/null', '/dev/zero', '/dev/urandom'):
-        os.makedirs(f'{root}/dev', exist_ok=True)
-        open(root + path, 'w').close()
-        libc('mount', path, root + path, None, BIND, None)
+        if not os.path.islink(path):
+            os.makedirs(inside, exist_ok=True)
+            libc('mount', path, inside, None, BIND | REC, None)
+        elif not os.path.lexists(inside):       # /lib -> usr/lib
+            os.symlink(os.readlink(path), inside)
+    devices = '/dev/null', '/dev/zero', '/dev/urandom'
     os.mkdir(f'{root}/tmp')
+    os.mkdir(f'{root}/dev')
+    for path in devices:
+        open(root + path, 'w').close()
+    attributes = struct.pack('<QQQQ', RDONLY | NOSUID | NODEV, 0, 0, 0)
+    libc('syscall', MOUNT_SETATTR, AT_FDCWD, root, AT_RECURSIVE, attributes, len(attributes))
+    for path in devices:
+        libc('mount', path, root + path, None, BIND, None)
     libc('mount', 'tmpfs', f'{root}/tmp', 'tmpfs', NOSUID | NODEV | NOEXEC,
          f'size={disk},nr_inodes=1000,mode=1777')
-    make_read_only(root, 0)
     os.chdir(root)
     libc('pivot_root', '.', '.')        # the old root lies over the new one, until
     libc('umount2', '.', DETACH)
@@ -180,12 +182,6 @@ def enter_namespaces(root, visible, disk):
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-
-
-def make_read_only(path, recursive):
-    attributes = struct.pack('<QQQQ', RDONLY | NOSUID | NODEV, 0, 0, 0)
-    mount_setattr = 442                 # not every C library has a function for it
-    libc('syscall', mount_setattr, AT_FDCWD, path, recursive, attributes, len(attributes))
 
 
 def end_with_parent():
@@ -242,12 +238,13 @@ def serve(source, calls, answers):
     sys.modules['program'] = program
     sys.argv = ['program']
 
-    def function():
+    def run_source():
         exec(compile(source, 'program.py', 'exec'), program.__dict__)
 
-    arguments, keywords = (), {}
+    name, arguments, keywords = None, (), {}
     while True:
         try:
+            function = getattr(program, name) if name else run_source
             answer = {'value': to_json(function(*arguments, **keywords))}
             json.dumps(answer)              # a whole number may have too many digits
         except BaseException as error:      # also SystemExit: what it ends is not the tests
@@ -255,10 +252,7 @@ def serve(source, calls, answers):
         sys.stdout.flush()
         sys.stderr.flush()
         send(answers, answer)
-        name, arguments, keywords = (from_json(x) for x in receive(calls))
-
-        def function(*arguments, name=name, **keywords):
-            return getattr(program, name)(*arguments, **keywords)
+        name, arguments, keywords = from_json(receive(calls))
 
 
 # ---- The tester ----------------------------------------------------------------------------------
@@ -275,7 +269,7 @@ class Program:
 
     def __getattr__(self, name):
         def function(*arguments, **keywords):
-            send(self._calls, [to_json(name), to_json(arguments), to_json(keywords)])
+            send(self._calls, to_json([name, arguments, keywords]))
             return self._answer()
         return function
 
@@ -343,28 +337,18 @@ def main():
         sys.exit(f'cannot isolate: {problem}')
     secret = receive(stdin)
     os.dup2(null, 1)        # what tests print is no verdict
-
-    def finish(passed, reason):
-        if reason is not None:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            os.kill(pid, signal.SIGKILL)
+    passed, reason = test(Program(call_write, answer_read), secret['tests'])
+    if reason is None:
         _, status = os.waitpid(pid, 0)
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        if reason is None:
-            reason = (f'more than {request["seconds"]} s of CPU time'
-                      if used.ru_utime + used.ru_stime > 0.8 * request['seconds'] else
-                      f'killed by {signal.Signals(os.WTERMSIG(status)).name}'
-                      if os.WIFSIGNALED(status) else
-                      f'ended with status {os.WEXITSTATUS(status)} before the tests did')
-        text = os.pread(output, MOST_OUTPUT, 0).decode(errors='replace')
-        send(verdict, {'token': secret['token'], 'passed': passed, 'reason': reason,
-                       'output': text})
-        os._exit(0)
-
-    late = f'more than {request["wall_seconds"]:g} s'
-    signal.signal(signal.SIGALRM, lambda *_: finish(False, late))
-    signal.setitimer(signal.ITIMER_REAL, request['wall_seconds'])
-    finish(*test(Program(call_write, answer_read), secret['tests']))
+        reason = (f'more than {request["seconds"]} s of CPU time'
+                  if used.ru_utime + used.ru_stime > 0.8 * request['seconds'] else
+                  f'killed by {signal.Signals(os.WTERMSIG(status)).name}'
+                  if os.WIFSIGNALED(status) else
+                  f'ended with status {os.WEXITSTATUS(status)} before the tests did')
+    text = os.pread(output, MOST_OUTPUT, 0).decode(errors='replace')
+    send(verdict, {'token': secret['token'], 'passed': passed, 'reason': reason, 'output': text})
+    os._exit(0)     # the program ends with this process
 
 
 if __name__ == '__main__':
