@@ -370,16 +370,15 @@ def test_label_smoothing_shows_the_printed_numbers_that_its_file_holds(tmp_path,
         ('Gemma2-2B', 'base', '0.030'), ('Gemma2-2B, Tulu3', 'smoothing 0.1', '0.040')}
 
 
-def test_the_appendix_has_the_better_smoothing_bold_and_italic_if_significant(tmp_path,
-                                                                              monkeypatch):
-    numbers = {'base': 0.02, 'smoothing0': 0.3, 'smoothing0.1': 0.1, 'smoothing0.2': 0.05}
-    monkeypatch.setattr(multilingual, 'measured', lambda folder, task: (
-        {} if 'instruct' in folder or task == 'mmlu_prox' else {'languages': {
-            'yo': dict.fromkeys(multilingual.PRINTED, numbers[folder.split('/')[-1]])}}))
+def test_the_appendix_has_the_better_smoothing_bold_and_italic_if_significant(tmp_path):
+    numbers = {'base': 0.02, '0.0': 0.3, '0.1': 0.1, '0.2': 0.05}
+    reports = {(model, data, s): {} if data == 'instruct' else {
+        'yo': dict.fromkeys(multilingual.PRINTED, numbers[s or data])}
+        for (model, data, s), _ in multilingual.rows(settings())}
     with ownership.lock(tmp_path):
         multilingual.write_appendix(settings(out_dir=str(tmp_path), changes=['--lr=1']), {
-            'global_mmlu': {('Gemma2-2B', 'Tulu3', '0.1'): {'yo': {
-                'ece': 0.049, 'accuracy': 0.051}}}})
+            'global_mmlu': ('Global-MMLU', ['yo'], reports, {('Gemma2-2B', 'Tulu3', '0.1'): {
+                'yo': {'ece': 0.049, 'accuracy': 0.051}}})})
     title, _, head, _, *lines = (tmp_path / 'appendix.md').read_text().splitlines()
     assert title == ('## Global-MMLU in yo by SFT dataset, model and smoothing; '
                      'changed settings: --lr=1')

@@ -43,7 +43,7 @@ TASKS = {'clm': 'causal language modeling', 'facts': 'facts generation', 'mmlu':
 EVAL_TOKENS = 1.6e6 + SAMPLES * 550
 FULL = TrainConfig(model=BASE, template='alpaca', answers='all', epochs=EPOCHS, batch_size=128,
                    max_length=2048, pack_len=2048, lr=2e-5, warmup=0.03, schedule='cosine',
-                   on_bad_row='skip', eval_before=False)
+                   on_bad_row='skip')
 LORA = replace(FULL, lora=True, lr=3e-4, warmup=TrainConfig.warmup, warmup_steps=100,
                schedule='linear', train_on_inputs=True, lora_rank=8, lora_alpha=32.0,
                lora_dropout=0.1, lora_targets=('q_proj', 'v_proj'))
@@ -51,7 +51,7 @@ REWARD, PPO = (replace(load_config(AlignConfig, [str(
     Path(__file__).parents[2] / 'configs' / f'{name}.py')]), on_bad_row='skip')
     for name in ('reward_llama_7b', 'alignment_ppo'))
 DPO = AlignConfig(method='dpo', template='alpaca', epochs=EPOCHS, batch_size=32, lr=5e-6,
-                  schedule='cosine', on_bad_row='skip', eval_before=False)
+                  schedule='cosine', on_bad_row='skip')
 # Estimates: a prompt with all its answers has 400 tokens, with one answer of PPO 230. Generation,
 # rewards, old and reference log-probabilities and 4 updates cost as much as 7 updates.
 REWARD_TOKENS, PPO_TOKENS = 2 * 52_000 * 400, EPOCHS * 52_002 * 230 * 7
@@ -97,64 +97,48 @@ def runs(options):
 
 def alignment_runs(options):
     """Yield the Runs of section 6, all of one model."""
-    root, (_, (base, params)) = options.out_dir, aligned(options)
-    report, sizes = evaluation(options, instruct=True), {'eval_tokens': EVAL_TOKENS}
+    root, (_, (base, params)) = f'{options.out_dir}/aligned', aligned(options)
+    report = evaluation(options, instruct=True)
     data = own_table(options, 'data', DATA)
-    yield Run(replace(report, model=base, out_dir=f'{root}/aligned/base'), params, **sizes)
+
+    def evaluated(name, model, waits_for=''):
+        return Run(replace(report, model=model, out_dir=f'{root}/{name}'), params,
+                   eval_tokens=EVAL_TOKENS, waits_for=waits_for)
+
+    def trained(name, cfg, tokens, *needs):
+        """Yield a run and the evaluations of the weights that it keeps of its first epochs."""
+        missing = [Path(x).name for x in needs if not Path(x, 'config.json').exists()]
+        yield Run(replace(cfg, eval=report, eval_before=False, out_dir=f'{root}/{name}'), params,
+                  train_tokens=tokens, eval_tokens=EVAL_TOKENS, waits_for=' and '.join(missing))
+        for epoch in range(1, EPOCHS):
+            model = f'{root}/{name}/epoch-{epoch}'
+            there = Path(model, 'config.json').exists()
+            yield evaluated(f'{name}/report-{epoch}', model,
+                            '' if there else f'the end of epoch {epoch}')
+
+    yield evaluated('base', base)
     for method, cfg in (('full', FULL), ('lora', LORA)):
         for name, (source, tokens) in data.items():
-            folder = f'{root}/aligned/{name}-{method}'
             limit = PAIRS if name == 'alpaca' and not options.data else None
-            if limit and not options.plan and selected(folder, options):
-                limit = oasst1_pairs()
-            yield Run(replace(cfg, model=base, data=source, data_limit=limit, eval=report,
-                              out_dir=folder), params, train_tokens=EPOCHS * tokens, **sizes)
-            yield from epoch_reports(folder, report, params)
+            if limit and not options.plan and selected(f'{root}/{name}-{method}', options):
+                rows = (row for file in fetch(DATA['oasst1'][0], PATTERNS)
+                        for row in read_rows(file))
+                limit = sum(1 for _ in first_turns(rows, 'all'))    # as many as OASST1 has
+            yield from trained(f'{name}-{method}', replace(
+                cfg, model=base, data=source, data_limit=limit), EPOCHS * tokens)
     source, _ = next(iter(data.values()))
-    tuned, reward, folder = (f'{root}/aligned/{x}' for x in (
-        f'{next(iter(data))}-full', 'reward', 'ppo'))
+    tuned, reward = f'{root}/{next(iter(data))}-full', f'{root}/reward'
     if options.comparisons:
         yield Run(replace(REWARD, model=base, data=options.comparisons, out_dir=reward), params,
                   train_tokens=REWARD_TOKENS)
-        yield Run(replace(PPO, model=tuned, reward=reward, data=source, eval=report,
-                          eval_before=False, out_dir=folder), params, train_tokens=PPO_TOKENS,
-                  **sizes, waits_for=unfinished(tuned, reward))
-        yield from epoch_reports(folder, report, params)
+        yield from trained('ppo', replace(PPO, model=tuned, reward=reward, data=source),
+                           PPO_TOKENS, tuned, reward)
     if options.pairs:
-        folder = f'{root}/aligned/dpo'
         tokens = size_of(options.pairs, f'--pairs={options.pairs}', PREFERENCE_PATTERNS)
-        yield Run(replace(DPO, model=tuned, data=options.pairs, eval=report, out_dir=folder),
-                  params, train_tokens=EPOCHS * tokens, **sizes, waits_for=unfinished(tuned))
-        yield from epoch_reports(folder, report, params)
+        yield from trained('dpo', replace(DPO, model=tuned, data=options.pairs), EPOCHS * tokens,
+                           tuned)
     for epoch, model in enumerate(filter(None, options.rlhf.split(',')), 1):
-        yield Run(replace(report, model=model, out_dir=f'{root}/aligned/rlhf/report-{epoch}'),
-                  params, **sizes)
-
-
-def unfinished(*folders):
-    """Return the names of the runs that have no weights yet."""
-    return ' and '.join(Path(x).name for x in folders if not Path(x, 'config.json').exists())
-
-
-def epoch_reports(folder, cfg, params):
-    """Yield the evaluations of the weights that the run in `folder` keeps of its first epochs."""
-    for epoch in range(1, EPOCHS):
-        model = f'{folder}/epoch-{epoch}'
-        yield Run(replace(cfg, model=model, out_dir=f'{folder}/report-{epoch}'), params,
-                  eval_tokens=EVAL_TOKENS,
-                  waits_for='' if Path(model, 'config.json').exists() else
-                  f'the end of epoch {epoch}')
-
-
-def oasst1_pairs():
-    """Return the number of pairs in OASST1, to which Alpaca is cut."""
-    rows = (row for file in fetch(DATA['oasst1'][0], PATTERNS) for row in read_rows(file))
-    return sum(1 for _ in first_turns(rows, 'all'))
-
-
-def epoch_folder(folder, epoch):
-    trained = epoch == EPOCHS and not folder.endswith('rlhf')
-    return folder if trained else f'{folder}/report-{epoch}'
+        yield evaluated(f'rlhf/report-{epoch}', model)
 
 
 @functools.cache
@@ -241,7 +225,8 @@ def tables(options):
         draw_all_curves('figure4_curves', steps)
 
     data = own_table(options, 'data', DATA)
-    settings = {name: {epoch: epoch_folder(f'{root}/aligned/{name}', epoch)
+    settings = {name: {epoch: f'{root}/aligned/{name}' + (
+                    f'/report-{epoch}' if epoch < EPOCHS or name == 'rlhf' else '')
                        for epoch in range(1, EPOCHS + 1)}
                 for name in (*(f'{x}-{method}' for method in ('full', 'lora') for x in data),
                              *['ppo'] * bool(options.comparisons or not own),

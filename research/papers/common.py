@@ -16,6 +16,7 @@ import argparse
 import csv
 import difflib
 import functools
+import itertools
 import json
 import math
 import os
@@ -292,7 +293,11 @@ def main(runs, tables, **more):
                   and getattr(options, key) not in ('', arguments['default'])]
         options.changes = [*chosen, *(change for change in changes
                                       if change[2:].split('=')[0] not in FREE_KEYS)]
-        changed = selected_runs((run.changed(changes) for run in runs(options)), options)
+        changed = (run.changed(changes) for run in runs(options)
+                   if selected(run.cfg.out_dir, options))
+        if not (first := next(changed, None)):
+            raise ConfigError(f'--only={options.only}: no run has such a name; --plan lists them')
+        changed = itertools.chain([first], changed)     # later runs wait for earlier ones
         if options.plan:
             print_plan(changed, options)
             return
@@ -341,17 +346,6 @@ def selected(folder, options):
     return not parts or any(re.search(part, name_of(folder, options)) for part in parts)
 
 
-def selected_runs(runs, options):
-    """Yield the runs that --only selects; raise ConfigError at the end if there is none."""
-    n_selected = 0
-    for run in runs:
-        if selected(run.cfg.out_dir, options):
-            n_selected += 1
-            yield run
-    if not n_selected:
-        raise ConfigError(f'--only={options.only}: no run has such a name; --plan lists them')
-
-
 def do(runs, options):
     """Do the runs, unless they are finished; return the names of those that failed.
 
@@ -390,9 +384,8 @@ def do(runs, options):
 def print_plan(runs, options):
     runs, lines = [*runs], [('run', 'state', 'GPU hours', 'GB')]
     for run in runs:
-        begun = Path(run.cfg.out_dir).exists()
         state = ('finished' if run.finished else f'waits for {run.waits_for}' if run.waits_for else
-                 'started' if begun else '')
+                 'started' if Path(run.cfg.out_dir).exists() else '')
         lines.append((name_of(run.cfg.out_dir, options), state,
                       f'{run.hours:.2f}', f'{run.gigabytes:.1f}'))
     left = sum(run.hours for run in runs if not run.finished)

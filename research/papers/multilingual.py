@@ -97,81 +97,80 @@ def languages_of(task, options):
     return [x for x in every if 'all' in selected or x in selected]
 
 
-def reports_of(result, languages):
-    """Return {language: report} of a result; that of a single language is the pooled report."""
-    single = {languages[0]: result['pooled']} if result and len(languages) == 1 else {}
-    return result.get('languages', single)
+def reports_of(folder, task, languages):
+    """Return {language or 'all': report} of a run; {} without results."""
+    result = measured(folder, task)
+    if not result:
+        return {}
+    pooled = result.get('pooled', {})       # results.json has no report of a single language
+    single = {languages[0]: pooled} if len(languages) == 1 else {}
+    return {'all': pooled} | result.get('languages', single)
 
 
 def tables(options):
     printed = {} if options.model or options.data else printed_numbers()    # of other models
-    significance = {}
+    folders, results = dict(rows(options)), {}
     for task, title in titles_of(REPORT, TITLES, options).items():
         languages = languages_of(task, options)
-        results = {key: measured(folder, task) for key, folder in rows(options)}
-        significance[task] = tests = p_by_question(task, dict(rows(options)), results)
-        shown = any(key[0] == task for key in printed)
-        beside = functools.partial(cells, shown=shown)
-        head = ('model', 'data', 'smoothing', *(column for key in PRINTED for column in (
-            COLUMNS[key], *[paper_column(COLUMNS[key], options)] * shown)), COLUMNS['rmsce'])
-        pooled_lines = [(*head, 'p accuracy, languages', 'p ECE, languages',
-                         'p accuracy, questions', 'p ECE, questions')]
-        by_class, by_language = [('class', *head)], [('language', *head)]
-        classes = CLASSES | {'other': {*languages} - {*itertools.chain(*CLASSES.values())}}
-        for key, result in results.items():
-            reports = reports_of(result, languages)
-            plain = reports_of(results.get((*key[:2], '0.0'), {}), languages) or reports
-            pooled_lines.append((
-                *key, *beside(result.get('pooled', {}), printed.get((task, 'all', *key), {})
-                              if shown and languages == [*BENCHMARKS[task][1]] else {}),
-                *p_by_language(reports, plain),
-                *(f'{p:.2g}' if (p := tests.get(key, {}).get('all', {}).get(name)) else ''
-                  for name in ('accuracy', 'ece'))))
-            for name, members in classes.items():
-                members = [x for x in members if x in languages]
-                if members or name != 'other':
-                    by_class.append((name, *key, *beside(
-                        mean_of([reports[x] for x in members if x in reports]),
-                        mean_of([printed[task, x, *key] for x in members
-                                 if (task, x, *key) in printed]))))
-        for x in languages:
-            by_language += [(x, *key, *beside(reports_of(result, languages).get(x, {}),
-                                              printed.get((task, x, *key), {})))
-                            for key, result in results.items()]
-        if languages == ['']:
-            yield task, title, pooled_lines
-            continue
-        yield task, f'{title}, all languages together{" (tables 1 and 2)" * shown}', pooled_lines
-        yield f'{task}_classes', f'{title}, means over the languages of a class', by_class
-        yield (f'{task}_languages', f'{title} by language{" (tables 3 to 73)" * shown}',
-               by_language)
-    write_appendix(options, significance)
+        reports = {key: reports_of(folder, task, languages) for key, folder in folders.items()}
+        results[task] = title, languages, reports, p_by_question(task, folders, reports)
+        yield from task_tables(options, task, *results[task], {
+            key[1:]: row for key, row in printed.items() if key[0] == task})
+    write_appendix(options, results)
     draw_figures(options)
 
 
-def cells(result, printed, shown):
-    """Return the cells of a report; if `shown`, each measured number before the printed one."""
-    pairs = zip(numbers(result, PRINTED), numbers(printed, PRINTED), strict=True)
-    return [*(cell for pair in pairs for cell in pair[:1 + shown]), *numbers(result, ['rmsce'])]
+def task_tables(options, task, title, languages, reports, tests, printed):
+    """Yield the tables of a benchmark; printed: {(language or 'all', *row): numbers}."""
+    shown = bool(printed)
+    whole = shown and languages == [*BENCHMARKS[task][1]]   # the pooled rows are of all
+
+    def line(key, members):
+        """Return the row `key`, means over `members`; a printed number beside each of ours."""
+        members = [x for x in members if x in ('all', *languages)]
+        ours = mean_of([reports[key][x] for x in members if x in reports[key]])
+        theirs = mean_of([printed[x, *key] for x in members
+                          if (x, *key) in printed and (whole or x != 'all')])
+        pairs = zip(numbers(ours, PRINTED), numbers(theirs, PRINTED), strict=True)
+        return (*key, *(cell for pair in pairs for cell in pair[:1 + shown]),
+                *numbers(ours, ['rmsce']))
+
+    def tested(key):
+        """Return p of accuracy and ECE against smoothing 0, over languages and questions."""
+        names, own, plain = ('accuracy', 'ece'), reports[key], reports.get((*key[:2], '0.0'), {})
+        both = sorted((own.keys() & plain.keys()) - {'all'}) if own is not plain else []
+        p = tests.get(key, {}).get('all', {})
+        return (*(f'{student_t([own[x][name] - plain[x][name] for x in both])[2]:.2g}'
+                  if len(both) > 1 else '' for name in names),
+                *(f'{p[name]:.2g}' if p.get(name) else '' for name in names))
+
+    head = ('model', 'data', 'smoothing', *(column for key in PRINTED for column in (
+        COLUMNS[key], *[paper_column(COLUMNS[key], options)] * shown)), COLUMNS['rmsce'])
+    pooled = [(*head, *(f'p {name}, {over}' for over in ('languages', 'questions')
+                        for name in ('accuracy', 'ECE'))),
+              *((*line(key, ['all']), *tested(key)) for key in reports)]
+    if languages == ['']:
+        yield task, title, pooled
+        return
+    yield task, f'{title}, all languages together{" (tables 1 and 2)" * shown}', pooled
+    others = {*languages} - {*itertools.chain(*CLASSES.values())}
+    yield f'{task}_classes', f'{title}, means over the languages of a class', [
+        ('class', *head), *((name, *line(key, members)) for key in reports for name, members
+                            in (CLASSES | ({'other': others} if others else {})).items())]
+    yield (f'{task}_languages', f'{title} by language{" (tables 3 to 73)" * shown}', [
+        ('language', *head), *((x, *line(key, [x])) for x in languages for key in reports)])
 
 
 def mean_of(reports):
     """Return the mean of each metric over the reports of several languages."""
     return {key: sum(r[key] for r in reports) / len(reports) for key in (*PRINTED, 'rmsce')
-            if reports and all(key in r for r in reports)}
+            if reports and all(r.get(key) is not None for r in reports)}
 
 
-def p_by_language(reports, plain):
-    """Return the p of accuracy and ECE against smoothing 0, by the t-test over the languages."""
-    both = sorted(reports.keys() & plain.keys())
-    return [f'{student_t([reports[x][key] - plain[x][key] for x in both])[2]:.2g}'
-            if len(both) > 1 and reports is not plain else '' for key in ('accuracy', 'ece')]
-
-
-def p_by_question(task, folders, results):
+def p_by_question(task, folders, reports):
     """Return {row: {language or 'all': {metric: p}}} of each smoothed run against smoothing 0."""
     pairs = {key: (*key[:2], '0.0') for key in folders if key[2] in ('0.1', '0.2')}
-    pairs = {key: plain for key, plain in pairs.items() if results[key] and results[plain]}
+    pairs = {key: plain for key, plain in pairs.items() if reports[key] and reports[plain]}
     needed = sorted({*pairs, *pairs.values()})
     # a process needs about 2 GB for the samples of 42 languages
     values = parallel_map(functools.partial(resample_run, task), [folders[key] for key in needed],
@@ -184,38 +183,33 @@ def resample_run(task, folder):
     return resample(predictions(folder, task))
 
 
-def write_appendix(options, significance):
+def write_appendix(options, results):
     """Write appendix.tex and appendix.md, a table per language in the layout of tables 3 to 73.
 
     Bold is the better of smoothing 0 and 0.1, and italic if the difference is significant.
+    results: {task: (title, languages, {row: reports}, {row: tests})}
     """
-    datasets = own_table(options, 'data', DATA)
-    order = [(data, model, s) for data in ('base', 'instruct', *datasets)
-             for model in models(options)
-             for s in (('0.0', '0.1', '0.2') if data in datasets else ('',))]
+    data = ['base', 'instruct', *own_table(options, 'data', DATA)]
     head = ('SFT dataset', 'model', 'smoothing', *(COLUMNS[key] for key in PRINTED))
-    folders, tex, md = dict(rows(options)), [], []
-    for task, title in titles_of(REPORT, TITLES, options).items():
-        languages = languages_of(task, options)
-        reports = {key: reports_of(measured(folder, task), languages)
-                   for key, folder in folders.items()}
+    changed, tex, md = '; changed settings: ' + ' '.join(options.changes), [], []
+    for title, languages, reports, tests in results.values():
+        rows = sorted(reports, key=lambda row: data.index(row[1]))
         for language in languages:
-            keys = [(data, model, s) for data, model, s in order
-                    if language in reports.get((model, data, s), {})]
+            keys = [row for row in rows if language in reports[row]]
             if not keys:
                 continue
-            lines = [head, *((data, model, s, *numbers(reports[model, data, s][language], PRINTED))
-                             for data, model, s in keys)]
+            lines = [head, *((dataset, model, s, *numbers(reports[model, dataset, s][language],
+                                                          PRINTED)) for model, dataset, s in keys)]
             marked = mark_best(lines, [
                 key[:2] if key[2] in ('0.0', '0.1') else key for key in keys])
-            for line, (data, model, _) in zip(marked[1:], keys, strict=True):
-                p = significance[task].get((model, data, '0.1'), {}).get(language, {})
+            for line, key in zip(marked[1:], keys, strict=True):
+                p = tests.get((*key[:2], '0.1'), {}).get(language, {})
                 for i, name in enumerate(PRINTED, 3):
                     if line[i].endswith(' *') and p.get(name, 1) < 0.05:
                         line[i] = f'†{line[i]}'
             place = f' in {language}' * bool(language)
-            caption = f'{title}{place} by SFT dataset, model and smoothing'
-            caption += '; changed settings: ' * bool(options.changes) + ' '.join(options.changes)
+            caption = (f'{title}{place} by SFT dataset, model and smoothing'
+                       + changed * bool(options.changes))
             tex.append(re.sub('†([0-9.]+)', r'\\textit{\1}', latex(marked, caption)))
             md.append(f'## {caption}\n\n' + markdown(
                 [[*map(emphasized, line)] for line in marked]))
@@ -266,11 +260,11 @@ def overlay(options, name, task, languages, names):
         curves = {}
         for label, setting in curves_of(options)[data].items():
             folder = folders.get((model, *setting), '')
-            result = measured(folder, task)
-            if language in reports_of(result, languages_of(task, options)):
+            if language in reports_of(folder, task, languages_of(task, options)):
                 samples = predictions(folder, task)     # '': of the only language there
                 _, p = samples[language or next(iter(samples))]
-                curves[report.panel_title(label, result)] = bins(p.probs, p.labels)
+                title = report.panel_title(label, measured(folder, task))
+                curves[title] = bins(p.probs, p.labels)
         if curves:
             panels[f'{model}, {data}: {language}'] = curves
     if panels:

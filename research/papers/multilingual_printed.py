@@ -34,8 +34,6 @@ PRINTED = {'accuracy': 'accuracy', 'entropy_bits': 'entropy_bits', 'ece': 'ece',
 N_OPTIONS = {'global_mmlu': 4, 'mmlu_prox': 10}
 N_BINS = {'global_mmlu': 140, 'mmlu_prox': 117}     # of 100 of the 14,042 and 11,759 questions
 
-ROWS = ('base', '0.0', '0.1', '0.2')            # of a cell: the base model, smoothing
-
 
 def printed_numbers():
     """Return {(benchmark, language or 'all', model, data, smoothing): {our name: number}}."""
@@ -44,22 +42,19 @@ def printed_numbers():
             for row in read_csv('multilingual_printed.csv')}
 
 
-def cells(printed, groups):
-    """Return {metric: float [groups, models, datasets, 4]}, in thousandths.
+def cells(printed, groups, metric, row):
+    """Return float [groups, models, datasets], in thousandths; nan where nothing is printed.
 
-    groups: [(benchmark, language or 'all')]; nan where the paper prints no such row.
+    groups: [(benchmark, language or 'all')]; row: 'base', or a smoothing
     """
-    rows = [[printed.get((*group, model, *setting), {}) for setting in (
-        ('base', ''), (data, '0.0'), (data, '0.1'), (data, '0.2'))]
-        for group, model, data in itertools.product(groups, MODELS, DATA)]
-    shape = len(groups), len(MODELS), len(DATA), 4
-    return {key: np.round([[1000 * row.get(key, np.nan) for row in cell] for cell in rows]
-                          ).reshape(shape) for key in PRINTED}
+    return np.round([[[1000 * printed.get(
+        (*group, model, *(('base', '') if row == 'base' else (data, row))), {}).get(metric, np.nan)
+        for data in DATA] for model in MODELS] for group in groups])
 
 
-def change(values, rule):
+def change(printed, groups, rule):
     """Return float [groups, models, datasets], the change of a number that a rule is about."""
-    first, last = (values[rule['metric']][..., ROWS.index(rule[end])] for end in ('from', 'to'))
+    first, last = (cells(printed, groups, rule['metric'], rule[end]) for end in ('from', 'to'))
     return last - first
 
 
@@ -74,25 +69,25 @@ def tables(printed):
     groups = {f'{title}{", " * bool(name)}{name}': [
         (task, x) for x in languages if not name or x in CLASSES[name]]
         for task, (title, languages) in BENCHMARKS.items() for name in ('', 'high', 'mid', 'low')}
-    values = {name: cells(printed, members) for name, members in groups.items()}
     rules = {}      # {table: lines of multilingual_claims.csv}
     for rule in read_csv('multilingual_claims.csv'):
         rules.setdefault(rule['table'], []).append(rule)
     yield 'printed_classes', ('Printed: mean change by tuning and by smoothing 0.1 and 0.2 '
                               '[95 % interval over the languages]'), [
         ('languages', 'n', *(rule['title'] for rule in rules['classes'])),
-        *((name, str(len(groups[name])), *('{:+.3f} [{:+.3f}, {:+.3f}]'.format(*mean_interval(
-            change(each, rule).mean((1, 2)) / 1000)) for rule in rules['classes']))
-          for name, each in values.items())]
-    shown = {'table 2': cells(printed, [(task, 'all') for task in BENCHMARKS])} | {
-        name: each for name, each in values.items() if not name.endswith(('high', 'mid'))}
+        *((name, str(len(members)), *('{:+.3f} [{:+.3f}, {:+.3f}]'.format(*mean_interval(
+            change(printed, members, rule).mean((1, 2)) / 1000)) for rule in rules['classes']))
+          for name, members in groups.items())]
+    shown = {'table 2': [(task, 'all') for task in BENCHMARKS]} | {
+        name: members for name, members in groups.items() if not name.endswith(('high', 'mid'))}
     yield 'printed_claims', 'Printed: cells in which a claim holds', [
-        ('claim', *shown), *((rule['title'], *(count(change(each, rule), rule)
-                                               for each in shown.values()))
+        ('claim', *shown), *((rule['title'], *(count(change(printed, members, rule), rule)
+                                               for members in shown.values()))
                              for rule in rules['claims'])]
     lines = [('model', 'data', 'benchmark', *(rule['title'] for rule in rules['settings']))]
     for (title, _), m, d in itertools.product(BENCHMARKS.values(), range(3), range(3)):
-        changes = [(rule, change(values[title], rule)[:, m, d]) for rule in rules['settings']]
+        changes = [(rule, change(printed, groups[title], rule)[:, m, d])
+                   for rule in rules['settings']]
         lines.append((MODELS[m], DATA[d], title, *(
             count(x, rule) if rule['least'] else f'{max(0, -x.min()) / 1000:.3f}'
             for rule, x in changes)))
@@ -161,14 +156,15 @@ def draw(printed, path):
     figure = plots.new_figure(11, 6.4)
     for ax, (task, (title, languages)) in zip(figure.subplots(2, 1), BENCHMARKS.items(),
                                               strict=True):
-        values = cells(printed, [(task, x) for x in languages])
-        ece, accuracy = (dict(zip(languages, values[key].mean((1, 2)) / 1000, strict=True))
-                         for key in ('ece', 'accuracy'))
+        groups = [(task, x) for x in languages]
+        accuracy = dict(zip(languages, cells(printed, groups, 'accuracy', 'base').mean((1, 2)),
+                            strict=True))
         order = [x for members in CLASSES.values() for x in sorted(
-            (x for x in members if x in languages), key=lambda x, by=accuracy: -by[x][0])]
-        for i, (label, color) in enumerate((('base', '#777777'), ('tuned', '#c44e52'),
-                                            ('tuned, smoothing 0.1', '#4878a8'))):
-            ax.plot(order, [ece[x][i] for x in order], 'o', color=color, label=label)
+            (x for x in members if x in languages), key=lambda x, by=accuracy: -by[x])]
+        for row, label, color in (('base', 'base', '#777777'), ('0.0', 'tuned', '#c44e52'),
+                                  ('0.1', 'tuned, smoothing 0.1', '#4878a8')):
+            ece = cells(printed, [(task, x) for x in order], 'ece', row).mean((1, 2)) / 1000
+            ax.plot(order, ece, 'o', color=color, label=label)
         ends = itertools.accumulate(sum(x in languages for x in c) for c in CLASSES.values())
         for name, end in zip(CLASSES, ends, strict=True):
             ax.axvline(end - 0.5, color='black', linewidth=0.6)

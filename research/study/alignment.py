@@ -100,16 +100,16 @@ def make_rows(spec, seed):
                  'answer_index': int(world.values[attribute][entity])}
                 for entity, attribute in facts]
 
-    files['instruct.jsonl'] = [conversation(world.asked(*fact), f'Answer: {world.value(*fact)}')
-                               for fact in told]
-    files['instruct.jsonl'] += [conversation(*world.judged(*fact, rng, 'Answer: '))
-                                for fact in judged]
+    files['instruct.jsonl'] = [
+        *(conversation(world.asked(*fact), f'Answer: {world.value(*fact)}') for fact in told),
+        *(conversation(*world.judged(*fact, rng, 'Answer: ')) for fact in judged)]
     files['stated.jsonl'] = [conversation(world.asked(*fact), STATED.format(
         world.value(*fact), f'0.{rng.integers(1, 10)}')) for fact in told]
-    for folder, lead in (('plain', ' '), ('chat', 'Answer: ')):
-        files[f'{folder}/test.jsonl'] = options(test, lead)
-        files[f'{folder}/validation.jsonl'] = options(held_out, lead)
-    files['prompts/test.jsonl'] = options(prompts, 'Answer: ')
+    for name, asked, lead in (
+            ('plain/test', test, ' '), ('plain/validation', held_out, ' '),
+            ('chat/test', test, 'Answer: '), ('chat/validation', held_out, 'Answer: '),
+            ('prompts/test', prompts, 'Answer: ')):
+        files[f'{name}.jsonl'] = options(asked, lead)
     files['qa.jsonl'] = [{'question': world.ask(*fact), 'answer': world.value(*fact),
                           'id': f'{fact[0]}-{fact[1]}'} for fact in test[:spec.written]]
     return files
@@ -280,8 +280,7 @@ def with_temperature(source, target):
     """Copy a model to `target` with its logits divided by the temperature fitted on its options."""
     target.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
-        if path.is_file() and (path.suffix in ('.safetensors', '.model', '.py')
-                               or 'config' in path.name):
+        if path.suffix in ('.safetensors', '.model', '.py') or 'config' in path.name:
             shutil.copy(path, target)
     config = json.loads((target / 'config.json').read_text(encoding='utf-8'))
     config['nanocal'] = {'temperature': temperature_of(source)}
@@ -327,7 +326,11 @@ def lines_of(source):
 
     first_reward and trained_reward are of the answers in the first and the last eight steps.
     """
-    lines, more = [], rewards_of(source.folder / 'log.jsonl')
+    lines, more, log = [], {}, source.folder / 'log.jsonl'
+    steps = read_lines(log) if log.exists() else ()
+    if rewards := [step['reward'] for step in steps if 'reward' in step]:
+        more = {'first_reward': float(np.mean(rewards[:8])),
+                'trained_reward': float(np.mean(rewards[-8:]))}
     for names, fitted, p in predictions_by_group(read_run(source.folder)):
         # of written answers, which are scaled before they are written, nothing is scaled again
         if {names['language'], names['category']} != {'all'} or fitted and p.probs.ndim == 1:
@@ -349,27 +352,14 @@ def measures(p, reference=None):
     if p.probs.ndim == 2:
         line['reward'] = p.probs[np.arange(len(p.labels)), p.labels].mean()
         if reference is not None:
-            line['kl'] = kl(p.probs, reference)
+            line['kl'] = float((p.probs * (log(p.probs) - log(reference))).sum(1).mean())
     return line
-
-
-def rewards_of(log):
-    """Return {first_reward, trained_reward} of a log; {} of a run without rewards."""
-    steps = read_lines(log) if log.exists() else ()
-    rewards = [step['reward'] for step in steps if 'reward' in step]
-    return {'first_reward': float(np.mean(rewards[:8])),
-            'trained_reward': float(np.mean(rewards[-8:]))} if rewards else {}
 
 
 def options_of(folder):
     """Return the Predictions of a model's 24 options, in the order of the questions."""
     return next(p for _, fitted, p in predictions_by_group(read_run(folder))
                 if p.probs.ndim == 2 and not fitted)
-
-
-def kl(p, q):
-    """Return the mean of KL(p, q) over the rows of p and q [N, K]."""
-    return float((p * (log(p) - log(q))).sum(1).mean())
 
 
 def log(p):

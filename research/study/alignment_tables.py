@@ -102,9 +102,7 @@ def written_figure(numbers, file):
             for i, (task, name) in enumerate(CONFIDENCES.items())}, 0.14)
         ax.set_xticks(range(len(WRITERS)), [name.replace(', ', ',\n') for name in WRITERS.values()],
                       fontsize=8)
-        ax.set_title(title, fontsize=10)
-        ax.set(ylabel='ECE')
-        ax.grid(axis='y', alpha=0.3)
+        label(ax, title, 'y', ylabel='ECE')
     low, high = zip(*(ax.get_ylim() for ax in axes[0]), strict=True)
     for ax in axes[0]:
         ax.set_ylim(min(0, *low), max(high))

@@ -78,13 +78,14 @@ def prepare(seed, root=common.ROOT):
     (folder / 'in-plain').mkdir(exist_ok=True)
     write_lines(folder / 'in-plain' / 'test.jsonl', [row | {'classes': [
         option.removeprefix('Answer:') for option in row['classes']]} for row in questions])
-    answers = {}
-    for id, (options, p, _) in common.ask(alignment.evaluation(
-            folder, f'{folder}/in-plain', chat='none', model=f'{folder}/base', seed=seed,
-            out_dir=f'{folder}/base-knows')).items():
+    answers = common.ask(alignment.evaluation(
+        folder, f'{folder}/in-plain', chat='none', model=f'{folder}/base', seed=seed,
+        out_dir=f'{folder}/base-knows'))
+    stated = {}
+    for id, (options, p, _) in answers.items():
         k = rng.choice(len(p), p=p / p.sum())
-        answers[id] = alignment.STATED.format(options[k].strip(), f'{p[k]:.2f}')
-    write_lines(pairs / 'own.jsonl', [conversation(row['prompt'], answers[row['id']])
+        stated[id] = alignment.STATED.format(options[k].strip(), f'{p[k]:.2f}')
+    write_lines(pairs / 'own.jsonl', [conversation(row['prompt'], stated[row['id']])
                                       for row in questions])
 
 
@@ -100,19 +101,6 @@ def closed_form(method, weight, p, q):
     return metrics.softmax(log(p) + reward / weight)
 
 
-def expected_lines(sft):
-    """Return the lines of the closed form; sft: the Source of the model before alignment."""
-    (_, _, plain), (_, _, scaled) = predictions_by_group(read_run(sft.folder))
-    lines = []
-    for method, weight in WEIGHTED:
-        probs = closed_form(method, weight, plain.probs, scaled.probs)
-        ended = option_predictions(probs, plain.labels, plain.n_options, log(probs))
-        lines.append({'task': 'chat', 'scaling': 'none'} | sft.names
-                     | {'run': f'{method}-{weight}-expected'}
-                     | alignment.measures(ended, plain.probs))
-    return lines
-
-
 def pair_measures(source):
     """Return {column of PAIR_COLUMNS: value} of a model that learned from pairs.
 
@@ -124,10 +112,10 @@ def pair_measures(source):
     wrong = [draw_wrong(p, answer, rng) for p, answer in zip(sft.probs, sft.labels, strict=True)]
     ratio = log(policy.probs) - log(sft.probs)
     margin = PAIR_MODELS[source.names['run']] * (ratio[rows, sft.labels] - ratio[rows, wrong])
-    return dict(zip(PAIR_COLUMNS, (
-        np.mean([step['margin'] for step in last]), np.mean([step['accuracy'] for step in last]),
-        np.mean(1 / (1 + np.exp(-margin))),
-        metrics.ece(1 / (1 + np.exp(-np.abs(margin))), margin > 0)), strict=True))
+    return {'margin': np.mean([step['margin'] for step in last]),
+            'fitted': np.mean([step['accuracy'] for step in last]),
+            'preference': np.mean(1 / (1 + np.exp(-margin))),
+            'preference_ece': metrics.ece(1 / (1 + np.exp(-np.abs(margin))), margin > 0)}
 
 
 def sources(root):
@@ -137,14 +125,18 @@ def sources(root):
 
 def lines_of(source):
     """Return the lines of alignment.lines_of with more columns; after SFT's the closed form's."""
-    name, more = source.names['run'], dict.fromkeys(PAIR_COLUMNS, '')
-    if name in PAIR_MODELS:
-        more = pair_measures(source)
-    lines = [line | more for line in alignment.lines_of(source)]
+    name, lines = source.names['run'], alignment.lines_of(source)
+    more = pair_measures(source) if name in PAIR_MODELS else {}
     if name == 'sft':
-        lines += [{key: str(line.get(key, '')) for key in (*alignment.COLUMNS, *PAIR_COLUMNS)}
-                  for line in expected_lines(source)]
-    return lines
+        (_, _, plain), (_, _, scaled) = predictions_by_group(read_run(source.folder))
+        for method, weight in WEIGHTED:
+            probs = closed_form(method, weight, plain.probs, scaled.probs)
+            ended = option_predictions(probs, plain.labels, plain.n_options, log(probs))
+            lines.append({'task': 'chat', 'scaling': 'none'} | source.names
+                         | {'run': f'{method}-{weight}-expected'}
+                         | alignment.measures(ended, plain.probs))
+    columns = *alignment.COLUMNS, *PAIR_COLUMNS
+    return [{key: str((line | more).get(key, '')) for key in columns} for line in lines]
 
 
 # Tables and figure

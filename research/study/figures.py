@@ -74,7 +74,8 @@ def draw(name, out_dir, root=None):
         runs = [read_run(path) for path in find_runs([Path(root) / s for s in view.sources])]
         lines = [*itertools.chain(*parallel_map(run_lines, runs, worth_it=len(runs) > 4))]
     else:
-        lines = [line | {key: float(line[key]) for key in filter(is_number, line) if line[key]}
+        lines = [line | {key: float(value) for key, value in line.items() if value
+                         and (key in ('n', *MEASURES) or key.startswith('reach_'))}
                  for line in read_csv(RESULTS / name / 'compare.csv')]
     lines, groups, reference = select(name, view, lines)
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -96,10 +97,6 @@ def run_lines(run):
                 if key != 'unused_rows'}
         lines = [line | more for line in lines]
     return lines
-
-
-def is_number(column):
-    return column in ('n', *MEASURES) or column.startswith('reach_')
 
 
 def select(name, view, lines):
@@ -141,7 +138,9 @@ def draw_reliability(out_dir, groups, bins, view):
     for group, lines in groups.items():
         lines, is_base = list(lines.values()), group[-1] in view.reference
         for name in map(name_of, lines):
-            rows += bin_rows(name, bins[name])
+            rows += [dict(zip(NAMES, name, strict=True)) | {'bin': i, 'count': int(count)} | {
+                key: f'{bins[name][key][i]:.5g}' for key in ('confidence', 'accuracy')}
+                for i, count in enumerate(bins[name]['count']) if count]
         title = titled(view.panel, group[:n], WORDS) + f': {lines[0]["kind"]}'
         if not is_base:
             title += f', {titled(view.columns[n:], group[n:], WORDS)}'
@@ -151,13 +150,6 @@ def draw_reliability(out_dir, groups, bins, view):
     write_text(out_dir / 'bins.csv', csv_text(rows))
     n_panels = len({group[:n] for group in groups})
     draw_bins(out_dir / 'reliability.png', diagrams, columns=len(groups) // n_panels)
-
-
-def bin_rows(name, bins):
-    """Return the lines of bins.csv: the bins that hold a question."""
-    return [dict(zip(NAMES, name, strict=True)) | {
-        'bin': i, 'count': int(bins['count'][i]), 'confidence': f'{bins["confidence"][i]:.5g}',
-        'accuracy': f'{bins["accuracy"][i]:.5g}'} for i in np.flatnonzero(bins['count'])]
 
 
 def pool_bins(several):
