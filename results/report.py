@@ -60,11 +60,9 @@ class Predictions(NamedTuple):
         report = metrics.report(self.probs, self.labels, self.n_options, scores=self.scores)
         return report | {key: float(x.mean()) for key, x in self.columns.items()}
 
-    def bootstrap(self, parts, keys=None):
-        """Return {metric: [n_resamples]} for each (n_resamples, seed) in `parts`."""
-        draw = stats.resampler(self.probs, self.labels, self.n_options, self.scores, keys,
-                               self.columns)
-        return [draw(*part) for part in parts]
+    def bootstrap(self, n_resamples, seed, keys=None):
+        return stats.bootstrap(*self[:3], scores=self.scores, n_resamples=n_resamples, seed=seed,
+                               keys=keys, columns=self.columns)
 
 
 def option_predictions(probs, labels, n_options, scores):
@@ -77,23 +75,16 @@ def option_predictions(probs, labels, n_options, scores):
     return Predictions(probs, labels, n_options, scores, columns)
 
 
-def group_index(samples, key):
-    """Return (names of the groups, sorted; index of each sample's, [N]) for a key of samples."""
-    values = [s.get(key) or '' for s in samples]
-    number = {name: i for i, name in enumerate(sorted({*values}))}
-    return [*number], np.array([number[value] for value in values])
-
-
-def group_indices(samples):
-    """Return {plural: `group_index`} for the keys of GROUPS with several groups."""
-    indices = {plural: group_index(samples, key) for key, plural in GROUPS.items()}
-    return {plural: (names, index) for plural, (names, index) in indices.items() if len(names) > 1}
+def names_of(samples, key):
+    """Return the name in `key` of each sample, str [N]; '' where there is none."""
+    return np.array([s.get(key) or '' for s in samples])
 
 
 def split_groups(samples, key, predicted):
     """Return {value of `key`: its rows of the Predictions `predicted`}; {} for a single value."""
-    names, index = group_index(samples, key)
-    return {name: predicted.at(index == i) for i, name in enumerate(names) if len(names) > 1}
+    names = names_of(samples, key)
+    groups = {name: predicted.at(names == name) for name in np.unique(names).tolist()}
+    return groups if len(groups) > 1 else {}
 
 
 def predictions(samples, norm):
@@ -105,9 +96,8 @@ def predictions(samples, norm):
                                                          'nll': -log_prob})
     n_options = np.array([len(s['log_probs']) for s in samples])
     scores = np.full((len(samples), n_options.max()), -np.inf)
-    columns = ([*itertools.chain.from_iterable(s[key] for s in samples)]
-               for key in ('log_probs', 'options', 'n_tokens'))
-    scores[np.arange(scores.shape[1]) < n_options[:, None]] = option_scores(*columns, norm)
+    for row, s in zip(scores, samples, strict=True):
+        row[:len(s['options'])] = option_scores(s['log_probs'], s['options'], s['n_tokens'], norm)
     return option_predictions(metrics.softmax(scores), np.array([s['answer'] for s in samples]),
                               n_options, scores)
 
@@ -132,10 +122,9 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0, fits=None):
     everything, held_out = samples, of_split(samples, 'validation')
     samples = of_split(samples)
     pooled = predictions(samples, norm)
-    indices = group_indices(samples)
     groups = {('pooled', ''): pooled} | {
-        (plural, name): pooled.at(index == i) for plural, (names, index) in indices.items()
-        for i, name in enumerate(names)}
+        (plural, name): group for key, plural in GROUPS.items()
+        for name, group in split_groups(samples, key, pooled).items()}
     orders = by_order(samples) if 'orders' in samples[0] else {}
     groups |= {('orders', name): predictions(rows, norm) for name, rows in orders.items()}
     reports, resampled = measure(groups, n_bootstrap, seed)
@@ -153,21 +142,19 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0, fits=None):
     if 'first' in samples[0]:
         summary['judge'] = judging.facts(everything)
     if 'log_probs' in samples[0]:
-        log_probs = [*itertools.chain.from_iterable(s['log_probs'] for s in samples)]
         if 'content_free' not in samples[0]:
-            summary['option_mass'] = float(np.exp(log_probs).sum() / len(samples))
+            mass = np.exp(np.concatenate([s['log_probs'] for s in samples])).sum()
+            summary['option_mass'] = float(mass / len(samples))
         summary['chance'] = float(np.mean([1 / len(s['log_probs']) for s in samples]))
     scaled = {'unscaled': pooled}
     if fit:
-        summary['post_hoc'], more = post_hoc(
-            pooled, predictions(held_out, norm) if held_out else None, n_bootstrap, seed, samples,
-            held_out)
+        summary['post_hoc'], more = post_hoc(pooled, samples, held_out, norm, n_bootstrap, seed)
         scaled |= more
-    for plural, (names, index) in indices.items():
-        worst = {name: metrics.worst_group_ece(*p[:2], index) for name, p in scaled.items()}
-        if worst['unscaled'][1] is not None:
-            summary.setdefault('worst_group_ece', {})[plural] = {
-                name: [ece, names[i]] for name, (ece, i) in worst.items()}
+    for key, plural in GROUPS.items():
+        names = names_of(samples, key)
+        worst = {name: [*metrics.worst_group_ece(*p[:2], names)] for name, p in scaled.items()}
+        if plural in summary and worst['unscaled'][1] is not None:
+            summary.setdefault('worst_group_ece', {})[plural] = worst
     if fits:
         groups = {name: rescaled(pooled, name, x) for name, x in fits.items()}
         summary['scaled'] = {'fits': fits, 'reports': measure(groups, n_bootstrap, seed)[0]}
@@ -185,9 +172,8 @@ def rescaled(predicted, name, parameters):
         probs = scaling.apply(name, predicted.scores, parameters)
     except ValueError as error:
         raise DataError(f'scaling {name}: {error}') from None
-    scores = np.log(np.where(np.isneginf(predicted.scores), 0, np.maximum(probs, 1e-300)))
-    return option_predictions(probs, predicted.labels, predicted.n_options,
-                              np.where(np.isneginf(predicted.scores), -np.inf, scores))
+    scores = np.where(np.isneginf(predicted.scores), -np.inf, np.log(np.maximum(probs, 1e-300)))
+    return option_predictions(probs, predicted.labels, predicted.n_options, scores)
 
 
 def letters(samples, predicted):
@@ -198,7 +184,7 @@ def letters(samples, predicted):
     chosen = np.array([p.probs.argmax(1) for p in predicted])
     correct = np.array([p.labels for p in predicted])
     options = np.array([[s['order'][k] for s, k in zip(rows, tops, strict=True)]
-                        for rows, tops in zip(samples, chosen.tolist(), strict=True)])
+                        for rows, tops in zip(samples, chosen, strict=True)])
     shares = [{'chosen': float((chosen == k).mean()), 'correct': float((correct == k).mean())}
               for k in range(max(chosen.max(), correct.max()) + 1)]
     return {'letters': dict(zip(string.ascii_uppercase, shares, strict=False)),
@@ -218,32 +204,27 @@ def measure(groups, n_bootstrap, seed, keys=None):
     groups: {group: Predictions}; keys: those of stats.bootstrap. The resamples of a group are drawn
     in parts that depend on its size alone: the same rows give the same numbers on every machine.
     """
-    jobs, reports, resampled = {}, {}, {}
-    n_rows = sum(len(group.labels) for group in groups.values())
+    parts = []      # (group, number of resamples, seed)
     for key, group in groups.items():
         n = len(group.labels)
         # 8 parts of 2,000,000 rows with 4 options at once need 5 GB
         n_parts = int(np.clip(16_000_000 // n, 1, 8)) if n > 2000 else 1
-        sizes = filter(None, map(len, np.array_split(range(n_bootstrap), n_parts)))
-        parts = [(size, [seed, part]) for part, size in enumerate(sizes)]
-        # a job sorts all rows of its group, so there are only about four per process
-        per_job = max(1, len(parts) * n_rows // (4 * cores() * n))
-        jobs[key] = [functools.partial(group.bootstrap, parts[i:i + per_job], keys)
-                     for i in range(0, len(parts), per_job)]
+        parts += [(key, len(part), [seed, i])
+                  for i, part in enumerate(np.array_split(range(n_bootstrap), n_parts)) if len(part)]
     # for one process; w processes take seconds / w, and 0.025 w to be forked one after the other
+    n_rows = sum(len(group.labels) for group in groups.values())
     seconds = 0.007 * len(groups) + 4e-8 * n_rows * n_bootstrap
     # workers take turns, so long jobs must not alternate with short ones
-    outcomes = iter(parallel_map(operator.call, [*(group.report for group in groups.values()),
-                                                 *itertools.chain(*jobs.values())],
-                                 worth_it=seconds > 0.2, most=round(math.sqrt(seconds / 0.025))))
-    measured = dict(zip(groups, outcomes))
-    for key, group_jobs in jobs.items():
-        report = measured[key]
-        parts = [*itertools.chain(*itertools.islice(outcomes, len(group_jobs)))]
-        resampled[key] = {name: np.concatenate([part[name] for part in parts])
-                          for name in (parts[0] if parts else ())}
-        reports[key] = report | intervals(resampled[key], report, report['n'])
-    return reports, resampled
+    jobs = [group.report for group in groups.values()]
+    jobs += [functools.partial(groups[key].bootstrap, *part, keys) for key, *part in parts]
+    results = parallel_map(operator.call, jobs, worth_it=seconds > 0.2,
+                           most=round(math.sqrt(seconds / 0.025)))
+    resampled = {key: {} for key in groups}
+    for (key, *_), values in zip(parts, results[len(groups):], strict=True):
+        for name, x in values.items():
+            resampled[key][name] = np.append(resampled[key].get(name, ()), x)
+    return {key: report | intervals(resampled[key], report, report['n'])
+            for key, report in zip(groups, results, strict=False)}, resampled
 
 
 def intervals(resampled, report, n):
@@ -276,65 +257,66 @@ def mean_report(reports, resampled):
                              for key in ({} if fewest < 10 else resampled[0])}, mean, fewest)
 
 
-def post_hoc(test, held_out, n_bootstrap, seed, samples, held_out_samples):
+def post_hoc(test, samples, held_out, norm, n_bootstrap, seed):
     """Return (scalings of `test`, fitted on `held_out`: keys as in the docs; {name: Predictions}).
 
-    Without `held_out`, each half of `test` is scaled with the fit of the other half, so that there
-    are two values of each parameter. samples, held_out_samples: of the rows of each.
+    test: the Predictions of `samples`. Without `held_out`, which are samples too, each half of
+    `test` is scaled with the fit of the other half, so that there are two values of each parameter.
     """
-    n, everything = len(samples), [*samples, *held_out_samples]
-    whole = test if held_out is None else held_out
-    # [(Predictions to fit on, their places in `everything`, the rows of `test` to scale), ...]
-    if held_out is not None:
-        fitted_on = f'{len(held_out_samples)} validation questions'
-        fits = [(held_out, np.arange(n, len(everything)), np.arange(n))]
+    n, source = len(samples), predictions(held_out, norm) if held_out else test
+    if held_out:    # [(rows of `source` to fit on, rows of `test` to scale), ...]
+        fitted_on, fits = f'{len(held_out)} validation questions', [
+            (np.arange(len(held_out)), np.arange(n))]
     elif n < 2:
         raise DataError('fitting a temperature needs two questions or more')
     else:
-        fitted_on = 'the other half of the questions'
         halves = np.array_split(np.random.default_rng(seed).permutation(n), 2)
-        fits = [(test.at(rows), rows, others) for rows, others in (halves, halves[::-1])]
-    tops = [metrics.top_label(fit.probs, fit.labels) for fit, *_ in fits]
+        fitted_on, fits = 'the other half of the questions', [halves, halves[::-1]]
     confidence, correct = metrics.top_label(test.probs, test.labels)
+    source_top = metrics.top_label(source.probs, source.labels)
 
-    def scaled(apply, parameters, *more):
-        """Return the Predictions of apply(confidence, *more, *parameters of the row's fit)."""
+    def fit_all(fit, *columns):
+        return [fit(*(x[at] for x in columns)) for at, _ in fits]
+
+    def scaled(apply, parameters, *columns):
+        """Return the Predictions of apply(*columns, *parameters of the row's fit)."""
         values = np.empty(n)
-        for (*_, rows), fit in zip(fits, parameters, strict=True):
-            values[rows] = apply(*(x[rows] for x in (confidence, *more)), *fit)
+        for (_, rows), fit in zip(fits, parameters, strict=True):
+            values[rows] = apply(*(x[rows] for x in columns), *fit)
         return Predictions(values, correct)
 
-    platt = [[*scaling.fit_platt(*top)] for top in tops]
-    whole_top = metrics.top_label(whole.probs, whole.labels)
-    fitted, groups = {'fitted_on': fitted_on, 'platt': platt}, {}
-    final = {'platt': [*scaling.fit_platt(*whole_top)]}     # for other data
+    fitted = {'fitted_on': fitted_on, 'platt': fit_all(scaling.fit_platt, *source_top)}
+    final, groups = {'platt': scaling.fit_platt(*source_top)}, {}       # final: for other data
+    everything = samples + held_out     # its last rows are those of `source`
+    m = len(source.labels)
     if test.scores is not None:
-        fitted['temperature'] = [scaling.fit_temperature(x.scores, x.labels) for x, *_ in fits]
-        final['temperature'] = [scaling.fit_temperature(whole.scores, whole.labels)]
+        by_option = source.scores, source.labels
+        fitted['temperature'] = fit_all(scaling.fit_temperature, *by_option)
+        final['temperature'] = [scaling.fit_temperature(*by_option)]
         single = np.empty(n)
-        for (*_, rows), temperature in zip(fits, fitted['temperature'], strict=True):
+        for (_, rows), temperature in zip(fits, fitted['temperature'], strict=True):
             single[rows] = temperature
         groups['temperature'] = test.scaled(single[:, None])
-        languages = np.array([s.get('language') or '' for s in everything])
+        languages = names_of(everything, 'language')
         if len({*languages[:n].tolist()}) > 1:
             fitted['languages'], shrunk = temperatures.by_language(
-                test, languages[:n], [(fit, languages[at], rows) for fit, at, rows in fits], single)
+                test, languages[:n], source, languages[-m:], fits, single)
             groups['language temperature'] = test.scaled(shrunk)
         options = {(k, option) for s in samples for k, option in enumerate(s['options'])}
         if len(options) == test.scores.shape[1]:        # the same letters or words for all
             groups['batch'] = test.scaled(1, scaling.fit_prior(test.scores))
-    groups['platt'] = scaled(scaling.apply_platt, platt)
-    if indices := group_indices(everything):
-        index = np.stack([i for _, i in indices.values()], 1)
-        shifts = [[scaling.fit_multicalibration(*top, index[at])]
-                  for top, (_, at, _) in zip(tops, fits, strict=True)]
-        groups['multicalibration'] = scaled(scaling.apply_multicalibration, shifts, index[:n])
+    groups['platt'] = scaled(scaling.apply_platt, fitted['platt'], confidence)
+    by_key = [np.unique(names_of(everything, key), return_inverse=True) for key in GROUPS]
+    if indices := [index for names, index in by_key if len(names) > 1]:
+        index = np.stack(indices, 1)
+        shifts = fit_all(scaling.fit_multicalibration, *source_top, index[-m:])
+        groups['multicalibration'] = scaled(scaling.apply_multicalibration,
+                                            [[x] for x in shifts], confidence, index[:n])
     if test.scores is None:
         groups['isotonic'] = scaled(scaling.apply_isotonic,
-                                    [scaling.fit_isotonic(*top) for top in tops])
-        final['isotonic'] = [x.tolist() for x in scaling.fit_isotonic(*whole_top)]
-    reports = measure(groups, n_bootstrap, seed)[0]
-    return fitted | {'fits': final, 'reports': reports}, groups
+                                    fit_all(scaling.fit_isotonic, *source_top), confidence)
+        final['isotonic'] = [x.tolist() for x in scaling.fit_isotonic(*source_top)]
+    return fitted | {'fits': final, 'reports': measure(groups, n_bootstrap, seed)[0]}, groups
 
 
 # Tables

@@ -8,13 +8,12 @@ import scaling
 KINDS = ('unscaled', 'single', 'own', 'shrunk')
 
 
-def by_language(test, languages, fits, single):
+def by_language(test, languages, source, source_languages, fits, single):
     """Return ({language: entry}, the shrunk temperature of each row [N, 1]).
 
-    test:      the Predictions to scale, of several languages
-    languages: [N], the language of each
-    fits:      [(Predictions to fit on, their languages, the rows of `test` to scale), ...]
-    single:    [N], the temperature of each row that is fitted on all languages together
+    test, source: Predictions of several languages, to scale and to fit on; languages: [N] each
+    fits: [(rows of `source` to fit on, rows of `test` to scale), ...]
+    single: [N], the temperature of each row that is fitted on all languages together
 
     Entries are those of `post_hoc` in docs/evaluation.md. A language of which a fit has no rows is
     scaled with the single temperature.
@@ -23,8 +22,9 @@ def by_language(test, languages, fits, single):
     entries = {name: {'temperature': [], 'shrunk': []} for name in names}
     own = {name: single.copy() for name in names}       # of each language, for every row
     shrunk = single.copy()
-    for fit, fit_languages, rows in fits:
-        fitted, pulled = fit_temperatures(fit.scores, fit.labels, fit_languages)
+    for at, rows in fits:
+        fitted, pulled = fit_temperatures(source.scores[at], source.labels[at],
+                                          source_languages[at])
         for name in fitted.keys() & own.keys():
             own[name][rows] = fitted[name]
             at = rows[languages[rows] == name]
