@@ -152,15 +152,18 @@ class Answers(NamedTuple):
         """Return the Predictions of the questions with these keys."""
         return self.predicted.at(np.flatnonzero([key in keys for key in self.keys]))
 
+    def is_right(self, keys):
+        """Return whether the answers to the questions with these keys are right, bool [N]."""
+        return metrics.top_label(*self.select(keys)[:2])[1]
+
 
 def compare_task(task, runs, samples, keys, cfg):
-    """Return the Section of a task, that for LaTeX, the lines of its CSV, and {name: Answers}.
-
-    runs: {name: Run}; samples: {name: [sample]}
-    """
-    titles = {task_title(task, run.results[task]) for run in runs.values()}
-    title = titles.pop() if len(titles) == 1 else f'{task}: ' + ', '.join(
-        task_title(name, run.results[task]) for name, run in runs.items())
+    """Return the Section of a task, that for LaTeX, the lines of its CSV, and {name: Answers}."""
+    titles = {name: task_title(task, run.results[task]) for name, run in runs.items()}
+    title, *others = {*titles.values()}
+    if others:
+        title = f'{task}: ' + ', '.join(task_title(name, run.results[task])
+                                        for name, run in runs.items())
     remarks, question_keys = [], pairing_keys(task, runs, samples)
     if not question_keys:
         remarks.append(f'{task}: no questions are paired: eval_config.json says that the runs have '
@@ -176,16 +179,20 @@ def compare_task(task, runs, samples, keys, cfg):
         else:
             answers[f'ensemble of {len(runs)}'] = averaged
 
-    reports = reports_by_language(answers)
-    pairs = [*itertools.combinations(answers, 2)]
-    n_shared = {(a, b): len({*answers[a].keys} & {*answers[b].keys}) for a, b in pairs}
-    unpaired = [[f'{b} - {a}', 'questions', str(n), *[''] * 5] for (a, b), n in n_shared.items()
-                if n < 2]
-    paired = [pair for pair in pairs if n_shared[pair] > 1]
+    groups = [split_groups(x.samples, 'language', x.predicted) for x in answers.values()]
+    languages = sorted(set.intersection(*map(set, groups)))
+    reports = {name: {x: by_language[x].report() for x in languages if len(languages) > 1}
+               | {'pooled': answers[name].predicted.report()}
+               for name, by_language in zip(answers, groups, strict=True)}
+    shared = {(a, b): {*answers[a].keys} & {*answers[b].keys}
+              for a, b in itertools.combinations(answers, 2)}
+    unpaired = [[f'{b} - {a}', 'questions', str(len(both)), *[''] * 5]
+                for (a, b), both in shared.items() if len(both) < 2]
+    pairs = {pair: both for pair, both in shared.items() if len(both) > 1}
     differences = [['difference', 'over', 'questions', 'metric', 'mean', '95 % interval', 'p',
-                    'p (Holm)'], *over_questions(paired, answers, keys, cfg),
-                   *over_languages(pairs, reports, keys), *unpaired]
-    changes, q = changed_answers(paired, answers)
+                    'p (Holm)'], *over_questions(pairs, answers, keys, cfg),
+                   *over_languages(shared, reports, keys), *unpaired]
+    changes, q = changed_answers(pairs, answers)
     fewest = min(by_language['pooled']['n'] for by_language in reports.values())
     n_unit = unit(next(iter(answers.values())).result)
     if {'rmsce', 'mad'} & {*keys} and (note := few_rows_note(fewest, n_unit)):
@@ -264,15 +271,6 @@ def average_runs(answers):
                    keys, predictions(samples, 'sum'))
 
 
-def reports_by_language(answers):
-    """Return {run: {language: report}}: 'pooled', and each language if all runs share several."""
-    groups = {name: split_groups(x.samples, 'language', x.predicted)
-              for name, x in answers.items()}
-    shared = sorted(set.intersection(*map(set, groups.values())))
-    return {name: {x: groups[name][x].report() for x in shared if len(shared) > 1}
-            | {'pooled': answers[name].predicted.report()} for name in answers}
-
-
 def question_table(task, answers, reports, keys):
     """Return a task's cells, those with the intervals of results.json, and the lines of its CSV."""
     losses = {x.run.settings.get('loss') for x in answers.values()}
@@ -308,19 +306,19 @@ def written_intervals(result, language, report):
 def over_questions(pairs, answers, keys, cfg):
     """Return the rows of each pair's second run minus the first, over the questions of both."""
     rows = []
-    for first, second in pairs if cfg.n_bootstrap else ():
-        a, b = paired(answers[first], answers[second])
+    for (first, second), shared in pairs.items() if cfg.n_bootstrap else ():
         # both have the same draws, because seed and number of questions are the same
-        values, resampled = measure({first: a, second: b}, cfg.n_bootstrap, cfg.seed, keys)
+        values, resampled = measure({name: answers[name].select(shared) for name in (
+            first, second)}, cfg.n_bootstrap, cfg.seed, keys)
         for key in [key for key in keys if key in resampled[first]]:
             drawn, (x, y) = ([z[name][key] for name in (first, second)]
                              for z in (resampled, values))
             ends, p = '', None
             # a metric may be undefined in a resample, as AUROC is if every answer is correct
-            if len(a.labels) >= MEASURES[key].interval_from and not np.isnan(drawn).any():
+            if len(shared) >= MEASURES[key].interval_from and not np.isnan(drawn).any():
                 low, high, p = stats.difference_test(*drawn, (x, y), not MEASURES[key].is_mean)
                 ends = f'{low:+.4f} {high:+.4f}'
-            rows.append([f'{second} - {first}', 'questions', str(len(a.labels)), TITLES[key],
+            rows.append([f'{second} - {first}', 'questions', str(len(shared)), TITLES[key],
                          f'{y - x:+.4f}', ends, p])
     return with_holm(rows, '.3f')
 
@@ -343,30 +341,21 @@ def changed_answers(pairs, answers):
     A negative flip is a question that the first run has right and the second wrong. Q is a line
     with Cochran's test of the accuracies of three runs or more.
     """
-    def is_right(predicted):
-        return metrics.top_label(predicted.probs, predicted.labels)[1]
-
     rows = []
-    for first, second in pairs:
-        before, after = map(is_right, paired(answers[first], answers[second]))
+    for pair, shared in pairs.items():
+        before, after = (answers[name].is_right(shared) for name in pair)
         lost, won, p = stats.mcnemar(before, after)
         low, high = metrics.wilson_interval(np.ones(len(before)), before & ~after)
-        rows.append([f'{first} to {second}', str(len(before)), str(won), str(lost),
+        rows.append([' to '.join(pair), str(len(before)), str(won), str(lost),
                      f'{lost / len(before):.4f}', f'{low:.4f} {high:.4f}', p])
     cells = [['change', 'questions', 'wrong to right', 'right to wrong', 'negative flips',
               '95 % interval', "McNemar's p", 'p (Holm)'], *with_holm(rows, '.2g')]
     shared = set.intersection(*(set(x.keys) for x in answers.values()))
     if len(answers) < 3 or not shared:
         return cells, []
-    q, p = stats.cochran_q([is_right(x.select(shared)) for x in answers.values()])
+    q, p = stats.cochran_q([x.is_right(shared) for x in answers.values()])
     return cells, [f"Cochran's Q of equal accuracy, over the {len(shared)} questions that all runs "
                    f'have: {q:.2f}, p {p:.2g}']
-
-
-def paired(first, second):
-    """Return the Predictions of two Answers for the questions that both have, in the same order."""
-    shared = {*first.keys} & {*second.keys}
-    return first.select(shared), second.select(shared)
 
 
 def with_holm(rows, spec):

@@ -8,6 +8,7 @@ import contextlib
 import csv
 import gzip
 import hashlib
+import io
 import json
 import re
 from collections import Counter
@@ -33,8 +34,8 @@ def read_predictions(path, norm='token', confidence=(), correct='correct'):
     no probability, are left out and counted. Raises OSError, and ValueError that begins with the
     number of the line.
     """
-    group = harness_task(path)[0]
-    first_kinds, rows, logged, unstated = {}, [*read_rows(path)], {}, []
+    group, rows = harness_task(path)[0], [*read_rows(path)]
+    first_kinds, logged, unstated = {}, {}, []
     samples = [row for _, row in rows if isinstance(row, dict) and isinstance(
         row.get('text', ''), str) and all(isinstance(row.get(key), str) for key in (
             'task', 'split', 'language', 'id', 'prompt'))]      # those of evaluate.py
@@ -53,13 +54,13 @@ def read_predictions(path, norm='token', confidence=(), correct='correct'):
             else:
                 parts = [(str(part.get('task') or ''), part, _parse(part, norm))
                          for part in _named(row, confidence, correct)]
-            for task, part, parsed in parts:
-                if not parsed:
-                    unstated.append(f'{path}:{number}: {part.get("confidence")!r}')
-                    continue
-                first = first_kinds.setdefault(task, parsed[0])
-                if (first == 'confidence') != (parsed[0] == 'confidence'):
-                    raise ValueError(f'{parsed[0]}, but the task begins with {first}')
+            unstated += [f'{path}:{number}: {part.get("confidence")!r}'
+                         for _, part, parsed in parts if not parsed]
+            parts = [part for part in parts if part[2]]
+            for task, _, (kind, *_) in parts:
+                first = first_kinds.setdefault(task, kind)
+                if (first == 'confidence') != (kind == 'confidence'):
+                    raise ValueError(f'{kind}, but the task begins with {first}')
         except (ValueError, OverflowError, RecursionError) as error:
             reason = str(error).removeprefix('row 0: ')
             kind = UnusableTaskError if isinstance(error, UnusableTaskError) else ValueError
@@ -67,7 +68,7 @@ def read_predictions(path, norm='token', confidence=(), correct='correct'):
                 f'{number}: {reason}. Wanted: a JSON object with probs (or log_probs) and answer, '
                 f'or confidence and correct, or answers and answer, or a line of multiple choice '
                 f'by lm_eval --log_samples') from error
-        yield from ((task, position, part, parsed) for task, part, parsed in parts if parsed)
+        yield from ((task, position, part, parsed) for task, part, parsed in parts)
     left_out = unstated and f'{len(unstated)} rows state no probability, the first: {unstated[0]}'
     if not first_kinds:
         raise ValueError(f' {left_out or "no row to score"}')
@@ -76,18 +77,15 @@ def read_predictions(path, norm='token', confidence=(), correct='correct'):
 
 
 def _named(row, confidence, correct):
-    """Yield a row once for each column of `confidence`, under the keys that `_parse` reads."""
+    """Return a row once for each column of `confidence`, under the keys that `_parse` reads."""
     if missing := [key for key in (*confidence, *[correct] * (correct != 'correct'))
                    if key not in row]:
         raise ValueError(f'there is no column {missing[0]!r}, but {", ".join(map(str, row))}')
     row = row | ({'correct': row[correct]} if correct in row else {})
-    empty = {key for key, x in row.items() if x is None} - {*confidence, 'confidence', 'correct'}
-    row = {key: x for key, x in row.items() if key not in empty}
-    for column in confidence:
-        yield {key: x for key, x in row.items() if key not in OPTION_KEYS} | {
-            'confidence': row[column], 'task': column}
-    if not confidence:
-        yield row
+    row = {key: x for key, x in row.items()
+           if x is not None or key in (*confidence, 'confidence', 'correct')}
+    return [{key: x for key, x in row.items() if key not in OPTION_KEYS}
+            | {'confidence': row[column], 'task': column} for column in confidence] or [row]
 
 
 def read_rows(path, cut=False):
@@ -98,12 +96,12 @@ def read_rows(path, cut=False):
     """
     suffix = Path(str(path).removesuffix('.gz')).suffix
     if suffix in ('.csv', '.tsv', '.parquet'):
-        yield from ((number, _joined(row)) for number, row in (
-            _parquet_rows if suffix == '.parquet' else _csv_rows)(path))
+        table = _parquet_rows(path) if suffix == '.parquet' else _csv_rows(path)
+        yield from ((number, _joined(row)) for number, row in table)
         return
     number, line = ' the array', b'\n'
     try:
-        with (gzip.open if str(path).endswith('.gz') else open)(path, 'rb') as file:
+        with _open(path) as file:
             if re.match(rb'(?:\xef\xbb\xbf)?\s*\[\s*\{', file.peek(100)):
                 rows = json.loads(file.read().decode('utf-8-sig'))
                 yield from ((f' row {i}', row) for i, row in enumerate(rows, 1))
@@ -115,33 +113,35 @@ def read_rows(path, cut=False):
             raise ValueError(f'{number}: broken JSON: {error}') from None
 
 
+def _open(path):
+    return (gzip.open if str(path).endswith('.gz') else open)(path, 'rb')
+
+
 def _csv_rows(path):
     """Yield (line, row) of a table whose columns are separated by commas, semicolons or tabs.
 
     With semicolons, as spreadsheets write them where 0,9 is a number, such a cell is a number.
     """
     csv.field_size_limit(2 ** 31 - 1)
-    opened = gzip.open if str(path).endswith('.gz') else open
-    with opened(path, 'rt', encoding='utf-8-sig', newline='') as file:
-        reader = None
-        try:
-            header = file.readline()
-            file.seek(0)
-            reader = csv.DictReader(file, delimiter=max(',;\t', key=header.count))
-            for row in reader:
-                if None in row:
-                    n = len(reader.fieldnames)
-                    raise ValueError(f'{n + len(row[None])} cells; the header names {n}')
-                if reader.reader.dialect.delimiter == ';':
-                    row = {key: re.sub(r'^(-?\d+),(\d+)$', r'\1.\2', text or '')
-                           for key, text in row.items()}
-                yield reader.line_num, {key: _cell(text) if text else None
-                                        for key, text in row.items()}
-        except UnicodeDecodeError as error:     # read in blocks, so the line is not known
-            raise ValueError(f' not UTF-8: {error.reason} at byte '
-                             f'0x{error.object[error.start]:02x}; save it as UTF-8') from None
-        except (ValueError, csv.Error) as error:
-            raise ValueError(f'{reader.line_num}: {error}') from None
+    try:
+        with _open(path) as file:
+            text = file.read().decode('utf-8-sig')
+    except UnicodeDecodeError as error:
+        raise ValueError(f' not UTF-8: {error.reason} at byte 0x{error.object[error.start]:02x}; '
+                         f'save it as UTF-8') from None
+    separator = max(',;\t', key=text.partition('\n')[0].count)
+    reader = csv.DictReader(io.StringIO(text, newline=''), delimiter=separator)
+    try:
+        for row in reader:
+            if None in row:
+                n = len(reader.fieldnames)
+                raise ValueError(f'{n + len(row[None])} cells; the header names {n}')
+            if separator == ';':
+                row = {key: re.sub(r'^(-?\d+),(\d+)$', r'\1.\2', text or '')
+                       for key, text in row.items()}
+            yield reader.line_num, {key: _cell(text) if text else None for key, text in row.items()}
+    except (ValueError, csv.Error) as error:
+        raise ValueError(f'{reader.line_num}: {error}') from None
 
 
 def _cell(text):

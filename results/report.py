@@ -32,9 +32,6 @@ GROUPS = {'language': 'languages', 'category': 'categories', 'subject': 'subject
           'group': 'groups'}      # the last are those of --group_by
 
 
-# Samples
-
-
 class Predictions(NamedTuple):
     """Input of the metrics: distributions over options, or the confidence in single tokens."""
     probs: np.ndarray                   # [N, K]; for tokens the confidence [N]
@@ -51,8 +48,7 @@ class Predictions(NamedTuple):
                            {key: x[rows] for key, x in columns.items()})
 
     def scaled(self, temperature, log_prior=0):
-        """Return the predictions with (scores - log_prior) / temperature, each a number or [N, 1];
-        log_prior also [N, K]."""
+        """Return the Predictions of (scores - log_prior) / temperature; T a number or [N, 1]."""
         scores = (self.scores - log_prior) / temperature
         return option_predictions(metrics.softmax(scores), self.labels, self.n_options, scores)
 
@@ -388,12 +384,10 @@ def report_rows(result):
     groups = {kind: result.get(kind, {}) for kind in reversed(GROUPS.values())}
     groups['orders'] = {f'order {name}': x for name, x in result.get('orders', {}).items()}
     groups |= {kind: {kind: result[kind]} for kind in ('pooled', 'macro') if kind in result}
-    groups['post_hoc'] = {f'{name} scaling': x for name, x in result.get(
-        'post_hoc', {}).get('reports', {}).items()}
-    groups['scaled'] = {f'{name} of the file': x for name, x in result.get(
-        'scaled', {}).get('reports', {}).items()}
-    return [(kind, name, report) for kind, reports in groups.items()
-            for name, report in reports.items()]
+    for kind, name in (('post_hoc', '{} scaling'), ('scaled', '{} of the file')):
+        groups[kind] = {name.format(key): report for key, report in result.get(
+            kind, {}).get('reports', {}).items()}
+    return [(kind, *item) for kind, reports in groups.items() for item in reports.items()]
 
 
 def cells(rows, table='results', first='group', count='questions', intervals=False):
