@@ -24,10 +24,7 @@ SHOWN = ('revision', 'data_revision', 'method', 'reward', 'template', 'data_limi
 
 
 def write(folder):
-    """Write the cards of a model that a run saved and of its adapters; an edited one stays.
-
-    folder: that of the run, or its epoch-<n>/
-    """
+    """Write the cards of the model in a run's folder or its epoch-<n>/; an edited one stays."""
     folder = Path(folder).absolute()
     run = run_folder(folder)
     if not run_settings(run) or not (folder / 'config.json').exists():

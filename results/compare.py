@@ -101,11 +101,7 @@ def read_sources(cls, argv, usage):
 
 
 def compare_questions(runs, keys, cfg, out_dir):
-    """Print tables of several runs for each task that they share; write them to out_dir.
-
-    They have the metrics `keys` of each run and language, the differences of each pair of runs, and
-    the answers that change. Also writes pictures and compare.html.
-    """
+    """Print and write tables, pictures and compare.html of the tasks that all runs have."""
     runs = dict(zip(label_runs([run.folder for run in runs]), runs, strict=True))
     by_run = {name: read_run_samples(run)[0] for name, run in runs.items()}
     all_tasks = dict.fromkeys(task for by_task in by_run.values() for task in by_task)
@@ -223,8 +219,7 @@ def rows_to_read(answers):
 def pairing_keys(task, runs, samples):
     """Return {name: [key of each sample]}; samples with equal keys are of the same question.
 
-    Return {} if samples lack the hash of their question, and eval_config.json says that the runs
-    have different questions.
+    Return {} if samples lack the hash of their question and the runs have different questions.
     """
     hashed = all('question' in s for rows in samples.values() for s in rows)
     if not hashed and len({run.questions.get(task) for run in runs.values()} - {None}) > 1:
@@ -243,8 +238,7 @@ def label_runs(folders):
 def average_runs(answers):
     """Return the Answers whose probabilities are the means of several runs, else why there is none.
 
-    The mean is over the questions that all runs answered with the same options. The samples hold
-    its logarithms, so their norm is 'sum'.
+    The samples, of questions that all runs have, hold the logarithms: so their norm is 'sum'.
     """
     if any(x.predicted.scores is None for x in answers):
         return ('its samples hold the probability of one token or answer of each run, not a '
@@ -336,11 +330,7 @@ def over_languages(pairs, reports, keys):
 
 
 def changed_answers(pairs, answers):
-    """Return (cells: the answers that change from each pair's first run to its second, [Q]).
-
-    A negative flip is a question that the first run has right and the second wrong. Q is a line
-    with Cochran's test of the accuracies of three runs or more.
-    """
+    """Return (cells: the answers that change between the runs of a pair, [a note on all runs])."""
     rows = []
     for pair, shared in pairs.items():
         before, after = (answers[name].is_right(shared) for name in pair)

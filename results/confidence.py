@@ -143,10 +143,7 @@ def variants(cfg):
 
 
 def classes(answers):
-    """Return [(index of its first answer, number of answers)] of each class, the largest first.
-
-    Samples with one key are a class; one without an answer agrees with no other.
-    """
+    """Return [(index of its first answer, number of answers)] of each class, the largest first."""
     names = [answer['key'] if answer['key'] is not None else i for i, answer in enumerate(answers)]
     return [(names.index(name), count) for name, count in Counter(names).most_common()]
 
@@ -276,10 +273,7 @@ SCALED = {'platt': 'ECE, Platt', 'isotonic': 'ECE, isotonic'}
 
 
 def cells(task, tasks):
-    """Return the cells of the table of all confidences in the answers to `task`, header first.
-
-    tasks: {task: its entry in results.json}. [] for a task without written answers.
-    """
+    """Return the cells of the table of all confidences in answers to `task`; [] without answers."""
     if 'written' not in tasks[task]:
         return []
     lines = [['entry', 'questions', *COLUMNS.values(), 'floor of ECE', *SCALED.values()]]

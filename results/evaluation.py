@@ -11,11 +11,10 @@ from runtime.ownership import claim
 
 
 def write_evaluation(results, earlier, samples, tasks, cfg, identity, versions, out_dir):
-    """Measure `samples`, {task: its samples}; write all files of results; return results.json.
+    """Measure {task: samples}, write all files of results, and return the content of results.json.
 
-    results: {task: result without metrics} of this evaluation; the metrics are added in place
-    earlier: {task: result} of results.json; measured again if the code of the metrics has changed
-    tasks:   {task: its Task}; identity: hashes of the model, the tokenizer and the code
+    results: {task: result without metrics}, which are added in place; earlier: {task: result} of
+    results.json; tasks: {task: its Task}; identity: hashes of the model, the tokenizer and the code
     """
     earlier = measure_again({
         task: result for task, result in earlier.items()
@@ -78,10 +77,7 @@ def is_of_other_answers(task, result, results, samples):
 
 
 def measure_again(results, samples):
-    """Return {task: entry of results.json}; entries that other code computed are measured again.
-
-    samples: {task: its samples}. An entry whose samples have changed stays as it is.
-    """
+    """Return {task: result}, anew where other code computed it and the samples are the same."""
     updated = {}
     for task, result in results.items():
         rows = samples.get(task, [])
@@ -100,10 +96,7 @@ def measure_again(results, samples):
 
 
 def draw_diagrams(earlier, results, samples, tasks, out_dir):
-    """Draw reliability.png with all tasks, and for each of `tasks` a grid of its languages.
-
-    A task of an earlier evaluation whose samples changed since is left out. Return their names.
-    """
+    """Draw reliability.png of all tasks, and grids of languages for `tasks`; return names."""
     panels, pictures = [], {}
     for task, result in (earlier | results).items():
         test = of_split(samples.get(task, []))

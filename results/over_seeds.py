@@ -45,12 +45,11 @@ def compare_seeds(runs, keys, out_dir):
 
 def write_comparison(out_dir, lines, groups, columns, headings, sampled=(), n_panel=1,
                      reference='', words=None):
-    """Print a table of groups; write it to out_dir with the lines and a figure.
+    """Print a table of groups, {values of the columns: {seed: line}}; write it, a CSV and a figure.
 
-    groups: {values of the columns: {seed: line}}. The first n_panel columns name a panel of the
-    figure, the last one is its axis. A group with the value `reference` in all but the columns of
-    the panel is compared with the others of the panel. headings: {measure: title of its column};
-    sampled: tasks of which only a sample was evaluated; words: as in `titled`, for the figure.
+    The first n_panel columns name a panel of the figure, the last one is its axis. A group with the
+    value `reference` in the other columns is compared with the panel's groups. headings: {measure:
+    title}; sampled: tasks with a sample of their questions; words: those of `titled`
     """
     table = seed_table(groups, columns, headings, n_panel, reference)
     note = f'\nonly a sample of the questions (--limit): {", ".join(sampled)}\n' if sampled else ''
@@ -125,10 +124,7 @@ def drop_constant_settings(lines, named=('sample_of',)):
 
 
 def varying_columns(lines, given):
-    """Return the columns in which runs of one seed differ, besides the columns `given`.
-
-    Settings come first. Skip columns that are determined by the others or by those given.
-    """
+    """Return the columns, settings first, in which runs of one seed differ, besides those given."""
     def n_groups(columns):
         return len({tuple(line[column] for column in ('seed', *given, *columns))
                     for line in lines})
@@ -141,10 +137,7 @@ def varying_columns(lines, given):
 
 
 def group_lines(lines, columns, order=None):
-    """Return {values of the columns: lines} in display order.
-
-    order: {column: its values in order}; the values of other columns are sorted by `ordered`.
-    """
+    """Return {values of the columns: lines}, in the order of {column: its values}, or `ordered`."""
     ranks = {column: (order or {}).get(column) or ordered(dict.fromkeys(
         line[column] for line in lines)) for column in columns}
     groups = {}
@@ -190,8 +183,7 @@ def is_reference(group, n_panel, reference):
 def seed_table(groups, columns, headings, n_panel=1, reference=''):
     """Return cells: mean ± half-width of the 95 % interval, also of paired differences, with p.
 
-    The differences are to the reference of the panel, if there is one, and to the group that
-    differs in the last column alone and is the first such group.
+    These are to the reference of the panel, and to the first group that differs in the last column.
     """
     first_x = {}
     for group in groups:
@@ -251,10 +243,7 @@ def titled(columns, values, words=None):
 
 
 def draw_means(path, groups, columns, headings, sampled, n_panel, reference, words):
-    """Draw means over seeds with 95 % intervals: one row per measure, one column per panel.
-
-    The reference is a band.
-    """
+    """Draw means with 95 % intervals: a row per measure, a column per panel."""
     from matplotlib import colormaps
     shown = [group for group in groups if not is_reference(group, n_panel, reference)]
     panels, curves = (list(dict.fromkeys(group[part] for group in shown))

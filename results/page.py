@@ -28,11 +28,7 @@ WRITTEN = 'greedy', 'answers'       # keys of a sample of written answers
 
 
 def to_read(results, samples):
-    """Return {task: its `task_rows`}, the most confident mistakes first.
-
-    results: {task: its entry in results.json}; samples: {task: its samples}. A task whose samples
-    have changed since is left out.
-    """
+    """Return {task: its `task_rows`, mistakes first}, of tasks whose samples were all measured."""
     rows = {}
     for task, result in results.items():
         test = sorted(of_split(samples.get(task, [])), key=sample_order)
@@ -48,8 +44,8 @@ def to_read(results, samples):
 def task_rows(samples, norm):
     """Return the samples of one task as rows of the page.
 
-    With options, a row has them as [[text, probability]], and the indices 'answer' (the right one)
-    and 'chosen'; else the texts 'predicted' and 'expected', and perhaps 'written' and 'samples'.
+    With options, they are [[text, probability]], 'answer' the right index and 'chosen' the top one;
+    else there are the texts 'predicted' and 'expected', and perhaps 'written' and 'samples'.
     """
     predicted = predictions(samples, norm)
     confidence, correct = metrics.top_label(predicted.probs, predicted.labels)
@@ -79,10 +75,7 @@ def mistakes_first(row):
 
 
 def select(rows, most=MOST):
-    """Return (at most `most` of {task: rows}, how many there are).
-
-    If there are more, each run, task and language keeps equally many, its first ones.
-    """
+    """Return (`most` of {task: rows}, equally many per run, task and language; number of all)."""
     groups = {}
     for row in itertools.chain(*rows.values()):
         groups.setdefault((row.get('run'), row['task'], row['language']), []).append(row)
@@ -92,10 +85,7 @@ def select(rows, most=MOST):
 
 
 def mistakes(rows, most=10):
-    """Return the most confident mistakes of all tasks as Markdown, for the end of results.md.
-
-    rows: of `to_read`. A variant of a task, such as `mmlu.permuted`, is left out beside the task.
-    """
+    """Return the most confident mistakes of all tasks, without variants of these, as Markdown."""
     wrong = sorted((row for task, group in rows.items() for row in group[:most]
                     if task.partition('.')[0] not in rows.keys() - {task} and not row['correct']),
                    key=mistakes_first)[:most]
@@ -130,8 +120,7 @@ def _code(text):
 def write(path, title, version, about, tables, pictures, selected):
     """Write a page; return whether it succeeded. A failure is only a warning.
 
-    title, about: plain text; version: of this program; tables: HTML; pictures: names of PNG files
-    beside it; selected: what `select` returns; a row may have a 'run' and an 'outcome'
+    tables: HTML; pictures: names of PNG files beside it; selected: what `select` returns
     """
     with warn_on_failure(path) as written:
         chosen, total = selected
@@ -157,10 +146,9 @@ def write(path, title, version, about, tables, pictures, selected):
 
 
 def write_report(results, selected, pictures, out_dir):
-    """Write report.html of an evaluation; return whether it succeeded.
+    """Write report.html of the content of results.json; return whether it succeeded.
 
-    results: the content of results.json; selected: what `select` returns; pictures: the names of
-    those drawn now, shown with the diagrams of languages from earlier evaluations.
+    pictures: the names of those drawn now, shown with grids of languages from earlier evaluations
     """
     tasks, config, versions = results['tasks'], results['config'], results['versions']
     about = {key: config[key] for key in ('device', 'dtype', 'seed') if key in config} | versions

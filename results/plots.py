@@ -73,11 +73,10 @@ def draw_reliability(path, panels, columns=5):
 
 
 def draw_bins(path, panels, columns=5):
-    """Draw reliability diagrams side by side, at most `columns` in a row, as a PNG.
+    """Draw reliability diagrams of [(title, {name: number}, metrics.bins), ...] as a PNG.
 
-    panels: [(title, {name: number}, bins of metrics.bins), ...]. Bars: accuracy of the questions
-    whose confidence falls into the bin, with its 95 % Wilson interval; the gap to their mean
-    confidence is shaded. Below: the share of questions in each bin.
+    Bars: the accuracy in each bin of confidence, its 95 % Wilson interval, and the gap to the mean
+    confidence. Below: the share of questions in each bin.
     """
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
@@ -127,11 +126,10 @@ def _draw_panel(top, bottom, title, numbers, bins):
 
 
 def draw_curves(path, panels, columns=3):
-    """Draw reliability curves of several runs in one diagram per panel; return if it succeeded.
+    """Draw the reliability curves of {title: {run: metrics.bins}}, a panel per title, as a PNG.
 
-    panels: {title: {run: bins}}, of metrics.bins or `bins` of results.json. A curve joins the bins
-    of FEWEST questions or more at their mean confidence and accuracy; its band is the 95 % Wilson
-    interval. Below: the share of questions in each bin.
+    A curve joins the bins of FEWEST questions or more; its band is the 95 % Wilson interval of the
+    accuracy. Below: the share of questions in each bin. Return whether it succeeded.
     """
     with warn_on_failure(path) as written:
         from matplotlib import colormaps

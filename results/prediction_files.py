@@ -30,9 +30,8 @@ NORMS = ('token', 'sum', 'char', 'byte')    # see `option_lengths`
 def read_predictions(path, norm='token', confidence=(), correct='correct'):
     """Yield (task, position from 1, row, what _parse returns) of each row of a prediction file.
 
-    confidence, correct: names of columns, as in --help. Rows whose confidence is missing, or states
-    no probability, are left out and counted. Raises OSError, and ValueError that begins with the
-    number of the line.
+    confidence, correct: names of columns. Rows that state no probability are counted. Raises
+    OSError, and ValueError that begins with the number of the line.
     """
     group, rows = harness_task(path)[0], [*read_rows(path)]
     first_kinds, logged, unstated = {}, {}, []
@@ -91,8 +90,8 @@ def _named(row, confidence, correct):
 def read_rows(path, cut=False):
     """Yield (number, row) of JSON lines or a table, (' row 1', row) of a JSON array; may be .gz.
 
-    lm_eval wrote arrays before 0.4.3. cut: leave out a last line that a crash cut off. Raises
-    OSError, and ValueError that begins with the number.
+    cut: leave out a last line that a crash cut off. Raises OSError, and ValueError that begins with
+    the number.
     """
     suffix = Path(str(path).removesuffix('.gz')).suffix
     if suffix in ('.csv', '.tsv', '.parquet'):
@@ -118,10 +117,7 @@ def _open(path):
 
 
 def _csv_rows(path):
-    """Yield (line, row) of a table whose columns are separated by commas, semicolons or tabs.
-
-    With semicolons, as spreadsheets write them where 0,9 is a number, such a cell is a number.
-    """
+    """Yield (line, row) of a table with commas, tabs, or semicolons, where 0,9 is a number."""
     csv.field_size_limit(2 ** 31 - 1)
     try:
         with _open(path) as file:
@@ -208,11 +204,11 @@ def is_unstated(sample):
 
 
 def harness_task(path) -> tuple[str, str, str]:
-    """Return (task, subtask, call) of a file that lm-evaluation-harness wrote for a subtask.
+    """Return (task, subtask, call) of a file of lm-evaluation-harness, else ('samples', '', '').
 
     It is samples_<subtask>_<date>.jsonl beside results_<date>.json or, before version 0.4.3,
     <model>_<subtask>.jsonl beside results.json; the call is <date> or 'results.json'. The task of
-    mmlu_anatomy is mmlu if the results have that group. Other files are ('samples', '', '').
+    mmlu_anatomy is mmlu if the results have that group.
     """
     path = Path(path)
     if match := re.fullmatch(r'samples_(.+)_(\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl', path.name):
@@ -241,9 +237,8 @@ def old_harness_tasks(results):
 def harness_sample(row, norm='token') -> dict:
     """Convert a line that lm_eval --log_samples wrote (0.4.1 to 0.4.13) to the form of our samples.
 
-    Returns {'id', 'answer': index of the correct option, 'options': [K], 'log_probs': [K] in nats,
-    'n_tokens': [K], as `option_lengths` of one token each}. Raises UnusableTaskError, and
-    ValueError if `acc` of the line contradicts the answer.
+    n_tokens are the `option_lengths` of one token each. Raises UnusableTaskError, and ValueError if
+    `acc` of the line contradicts the answer.
     """
     try:
         pairs, calls = row['filtered_resps'], row['arguments']
@@ -280,10 +275,7 @@ def harness_sample(row, norm='token') -> dict:
 
 
 def _single(target):
-    """Return a target as text; of a list with one element, as in AGIEval, that element.
-
-    A list is its text since version 0.4.4, and a number is its digits.
-    """
+    """Return a target as text; of a list of one, which is text since version 0.4.4, its element."""
     if isinstance(target, str) and target.startswith('['):
         with contextlib.suppress(ValueError, SyntaxError):
             target = ast.literal_eval(target)
@@ -293,8 +285,7 @@ def _single(target):
 def repeats(sample, filter, logged) -> bool:
     """Return whether a sample of lm_eval is in `logged`, {id: (sample, filter)}; else add it.
 
-    lm_eval writes a line per filter, and files may have been concatenated. Raises ValueError if the
-    lines of one question differ, since only one of them can count.
+    lm_eval writes a line per filter. Raises ValueError if the lines of one question differ.
     """
     first, first_filter = logged.setdefault(sample['id'], (sample, filter))
     if first != sample:
@@ -315,10 +306,9 @@ def few_rows_note(n, unit='questions') -> str:
 
 
 def option_lengths(texts, n_tokens, norm):
-    """Return the divisor of the log-probability of each option, int [K], at least 1.
+    """Return the divisor of each option's log-probability, int [K], at least 1, for a norm.
 
-    norm: 'token' for n_tokens, 'sum' for 1, 'char' and 'byte' for the characters or UTF-8 bytes of
-    the texts, which have no leading space.
+    token: n_tokens; sum: 1; char, byte: those of the texts, which have no leading space
     """
     if norm in ('token', 'sum'):
         return [*n_tokens] if norm == 'token' else [1] * len(n_tokens)
@@ -330,10 +320,7 @@ SAMPLED_KEYS = 'answers', 'sampled_responses'       # the second in tables of uq
 
 
 def _parse(row, norm):
-    """(kind, values, label) of one row; kind is 'probs', 'log_probs' or 'confidence'.
-
-    None for a row whose confidence is missing or states no probability.
-    """
+    """Return ('probs', 'log_probs' or 'confidence', values, label); None if nothing is stated."""
     kinds = *OPTION_KEYS, 'confidence', *SAMPLED_KEYS
     kind = next((x for x in kinds if row.get(x) is not None), 'confidence')
     if kind not in row:
@@ -379,10 +366,7 @@ def _parse(row, norm):
 
 
 def _sampled(row, answers):
-    """Return the confidence and correctness of written answers: a share of equal texts.
-
-    Case, and space and full stops around a text, do not count.
-    """
+    """Return the confidence and correctness of written answers: a share of equal texts."""
     def plain(text):
         return str(text).strip(' \t\n.').casefold()
 

@@ -108,11 +108,10 @@ def option_scores(log_probs, options, n_tokens, norm):
 
 
 def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0, fits=None):
-    """Return the metrics of one task; the order of its samples does not matter.
+    """Return the metrics of one task, with the keys of docs/evaluation.md from 'unit' on.
 
-    The keys are those of docs/evaluation.md, from 'unit' on. A report is that of metrics.report
-    with 'intervals', {metric: [low, high]}: 95 % by bootstrap over questions. fits: {name: its
-    parameters} of scalings to apply, a task's part of what scaling.load returns.
+    The order of the samples does not matter. 'intervals', {metric: [low, high]}, are 95 % by
+    bootstrap over questions. fits: {name: its parameters} of scalings to apply.
     """
     samples = sorted(samples, key=sample_order)
     everything, held_out = samples, of_split(samples, 'validation')
@@ -195,10 +194,10 @@ def measured_by():
 
 
 def measure(groups, n_bootstrap, seed, keys=None):
-    """Return ({group: report with intervals}, {group: {metric: resampled values}}).
+    """Return {group: report with intervals} and {group: {metric: resampled values}} of Predictions.
 
-    groups: {group: Predictions}; keys: those of stats.bootstrap. The resamples of a group are drawn
-    in parts that depend on its size alone: the same rows give the same numbers on every machine.
+    The resamples of a group are drawn in parts that depend on its size alone: the same rows give
+    the same numbers on every machine. keys: those of stats.bootstrap
     """
     parts = []      # (group, number of resamples, seed)
     for key, group in groups.items():
@@ -226,8 +225,7 @@ def measure(groups, n_bootstrap, seed, keys=None):
 def intervals(resampled, report, n):
     """Return {'intervals': {metric: [low, high]}} of resampled {metric: values}; {} without any.
 
-    n: the number of rows, of the smallest group if the values are means over groups. A metric that
-    is undefined in a resample, or needs more rows, has no interval.
+    A metric that is undefined in a resample, or needs more rows than n, has no interval.
     """
     ends = {key: [*map(float, stats.percentile_interval(values, report[key],
                                                         not MEASURES[key].is_mean))]
@@ -256,8 +254,7 @@ def mean_report(reports, resampled):
 def post_hoc(test, samples, held_out, norm, n_bootstrap, seed):
     """Return (scalings of `test`, fitted on `held_out`: keys as in the docs; {name: Predictions}).
 
-    test: the Predictions of `samples`. Without `held_out`, which are samples too, each half of
-    `test` is scaled with the fit of the other half, so that there are two values of each parameter.
+    test: of `samples`. Without `held_out`, more samples, each half is scaled with the other's fit.
     """
     n, source = len(samples), predictions(held_out, norm) if held_out else test
     if held_out:    # [(rows of `source` to fit on, rows of `test` to scale), ...]
@@ -393,9 +390,8 @@ def report_rows(result):
 def cells(rows, table='results', first='group', count='questions', intervals=False):
     """Return the cells of rows = [(..., name, report)], header first, without empty columns.
 
-    The columns are the metrics with that `table` in metrics.MEASURES. count: title of the column
-    n. intervals: add the bootstrap interval to each cell, '0.102 [0.091, 0.113]', instead of a
-    column with the interval of the accuracy: Wilson's, or the bootstrap's for a mean over groups.
+    The columns are the metrics with that `table` in metrics.MEASURES; `count` is the title of n.
+    intervals: '0.102 [0.091, 0.113]' in each cell, instead of a column for the accuracy's.
     """
     *_, names, reports = zip(*rows, strict=True)
     columns = [[first, *names], [count, *(str(report.get('n', '')) for report in reports)]]
@@ -452,8 +448,8 @@ def agreement_note(before, after):
 def section(task, tasks, target='text'):
     """Return the Section of `task` in {task: result}.
 
-    target: 'text'; 'latex', with intervals in the cells and the best marked of the rows of the same
-    questions, pooled and scaled by what was fitted; or 'page', with a table per kind of groups
+    target: 'text'; 'latex', with intervals in the cells, and the best of the rows of the same
+    questions marked; or 'page', with a table per kind of groups
     """
     result = tasks[task]
     rows, more = report_rows(result), {}
@@ -472,10 +468,7 @@ def section(task, tasks, target='text'):
 
 
 def to_text(tasks, labels):
-    """Return title, tables and notes of the tasks `labels` in {task: result}, for printing.
-
-    A confidence in written answers has no text of its own: it is a line in the table of its task.
-    """
+    """Return the Sections of the tasks `labels` as text; a confidence is a line of its task's."""
     return '\n'.join(section(label, tasks).as_text() for label in labels
                      if '.' not in label or 'written' not in tasks.get(label.partition('.')[0], ()))
 
@@ -504,10 +497,7 @@ def to_csv(tasks):
 
 
 def write_results(results, out_dir, mistakes=''):
-    """Write results.csv, .md, .tex and .json, and return the names of those that were written.
-
-    A table that fails is a warning. mistakes: Markdown for the end of results.md
-    """
+    """Write results.csv, .md, with `mistakes` at its end, .tex and .json; return those written."""
     out_dir, names = Path(out_dir), ['results.json']
     for name, convert, end in (('results.csv', to_csv, ''), ('results.tex', to_latex, ''),
                                ('results.md', to_markdown, mistakes and f'\n{mistakes}')):

@@ -105,10 +105,7 @@ def sample_of(result):
 
 
 def find_prediction_files(sources):
-    """Return {run: {subtask: file}} for the files `sources` and those of lm_eval below folders.
-
-    A run is the folder of a model, with the newest file of each subtask, or a file of another name.
-    """
+    """Return {run: {subtask: newest file}}; a run is a folder of lm_eval or another file."""
     runs = {}
     for source in sources:
         paths = [source] if source.is_file() or source.suffix and not source.exists() else sorted((
@@ -139,10 +136,7 @@ def named_errors(path):
 
 
 def predicted_run(folder, files, cfg):
-    """Return the Run of {subtask, '' for a file of another origin: prediction file}.
-
-    cfg: a FileConfig. Files of lm_eval that are not multiple choice are left out, and named.
-    """
+    """Return the Run of {subtask: prediction file}; name files that are not multiple choice."""
     tasks, results = {}, {}
     for subtask, path in files.items():
         with named_errors(path):
@@ -166,8 +160,7 @@ def predicted_run(folder, files, cfg):
 def file_samples(path, subtask, cfg):
     """Yield (task, sample, name of the distribution) of each row of a prediction file.
 
-    Samples are paired with those of another file by `id`, or by their position where there is
-    none, and by the text of the question where there is one.
+    Samples of two files are paired by `id`, or their position, and by the text of the question.
     """
     for task, position, row, (kind, values, label) in read_predictions(
             path, cfg.norm, cfg.confidence, cfg.correct):

@@ -33,9 +33,8 @@ OTHER_FOLDER = 'choose another --out_dir, or --overwrite what was evaluated ther
 def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
     """Prepare `out_dir` for more samples of `tasks`; return (earlier, done).
 
-    earlier: {task: its entry in results.json}
-    done:    {(sample_key, prompt)} of the samples there; a text counts if all its tokens are scored
-    processes: how many will append to their `part`. Raises ConfigError as `open_lines` does.
+    earlier: {task: its entry in results.json}; done: {(sample_key, prompt)} of the samples there,
+    of a text if all its tokens are scored. Raises ConfigError as `open_lines` does.
     """
     samples, results = out_dir / 'samples.jsonl', out_dir / 'results.json'
     outputs = [*OUTPUTS]
@@ -84,13 +83,11 @@ def open_answers(cfg, settings, processes):
 def open_lines(folder, names, settings, what, advice, processes, replaced, more=()):
     """Prepare a file of lines to append to; return what all its lines share, or {} without lines.
 
-    names:    of the file, of the one beside it that has what its lines share, among them
-              `settings`, and of all others that will be written but for the parts of `processes`
-    what:     the name of the lines, as in 'samples'; advice: for messages
+    names:    of the file, of the JSON file beside it, and of all others that will be written
     replaced: (kind, patterns of the files) of what --overwrite sets aside, or None
     more:     other files that depend on the settings
-    The caller holds the folder's lock. Raises ConfigError, before it changes anything, for files
-    that this program did not write, for other settings, or if the file that has them is damaged.
+    Raises ConfigError, before it changes anything, for files that this program did not write, for
+    other settings, or if the file that has them is damaged. The caller holds the folder's lock.
     """
     path, parts = folder / names[0], part_names(folder / names[0], processes)
     ownership.check_free(folder, *names, *parts)
@@ -246,10 +243,10 @@ def merge_parts(path):
 # Reading: the samples of a file, and which of them count
 
 def read_samples(path):
-    """Return the samples in `path` in the order of the file, as a list of dicts.
+    """Return the samples in `path` in the order of the file, each once.
 
-    Skip lines that repeat an earlier one. Raise DataError with file and line for a damaged line,
-    and for a sample that differs from the latest one of the same question and prompt.
+    Raise DataError with file and line for a damaged line, and for a sample that differs from the
+    latest one of the same question and prompt.
     """
     samples, last = [], {}
     for line, row in read_jsonl(path):

@@ -21,10 +21,7 @@ class Heading(str):
 
 
 def measure_cell(report, key, interval=False):
-    """Return the value of a metric in its format, '' if the report lacks it.
-
-    interval: add the one of the report, if it has one: '0.102 [0.091, 0.113]'
-    """
+    """Return the value of a metric, '0.102' or '0.102 [0.091, 0.113]'; '' if it is missing."""
     if key not in report:
         return ''
     ends = report.get('intervals', {}).get(key) if interval else None
@@ -33,10 +30,7 @@ def measure_cell(report, key, interval=False):
 
 
 class Section(NamedTuple):
-    """What a report says about one task, in any format: tables below a title, and notes.
-
-    tables: [(title or '', cells)]; the notes, lines of text, follow the first table.
-    """
+    """What a report says of a task: [(title or '', cells)], and lines below the first table."""
     title: str
     tables: list
     notes: list
@@ -62,11 +56,7 @@ class Section(NamedTuple):
 
 
 def mark_best(lines, groups):
-    """Append ' *' to the best cells of each metric within each group; return the new lines.
-
-    groups: a key for each line below the header. Mark only columns that have a `Heading`; if all
-    cells are equal, none is the best.
-    """
+    """Append ' *' to the best cells of each column with a `Heading`, among lines of one group."""
     marked = [list(line) for line in lines]
     for column, heading in enumerate(lines[0]):
         better, values = getattr(heading, 'higher_is_better', None), {}
@@ -83,10 +73,7 @@ def mark_best(lines, groups):
 
 
 def aligned(lines):
-    """Return lines of cells as text, the first column aligned left, the others right.
-
-    The numbers beside a cell that `mark_best` marked are aligned with its number.
-    """
+    """Return cells as text, the first column aligned left, the numbers of the others right."""
     columns = [[*column] for column in zip(*lines, strict=True)]
     for column in columns:
         if any(cell.endswith(' *') for cell in column[1:]):

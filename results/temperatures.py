@@ -9,14 +9,11 @@ KINDS = ('unscaled', 'single', 'own', 'shrunk')
 
 
 def by_language(test, languages, source, source_languages, fits, single):
-    """Return ({language: entry}, the shrunk temperature of each row [N, 1]).
+    """Return ({language: its entry in results.json}, the shrunk temperature of each row [N, 1]).
 
-    test, source: Predictions of several languages, to scale and to fit on; languages: [N] each
+    test, source: Predictions to scale and to fit on, with the language of each row
     fits: [(rows of `source` to fit on, rows of `test` to scale), ...]
-    single: [N], the temperature of each row that is fitted on all languages together
-
-    Entries are those of `post_hoc` in docs/evaluation.md. A language of which a fit has no rows is
-    scaled with the single temperature.
+    single: [N], the temperature by all languages; also that of a language without a fit
     """
     names = sorted({*languages.tolist()})
     entries = {name: {'temperature': [], 'shrunk': []} for name in names}
