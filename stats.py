@@ -37,11 +37,6 @@ def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
     ece_equal_mass, rmsce and mad, and from probs [N, K] also entropy_bits, nll, brier, sce and ace.
     A metric that is new or edited in metrics.MEASURES is called once per resample instead.
     """
-    return resampler(probs, labels, n_options, scores, keys, columns)(n_resamples, seed)
-
-
-def resampler(probs, labels, n_options=None, scores=None, keys=None, columns=None):
-    """Return the function (n_resamples, seed) -> values of `bootstrap`; rows are sorted here."""
     columns = {key: x for key, x in (columns or {}).items() if keys is None or key in keys}
     has_options = metrics.as_array('probs', probs).ndim == 2
     if has_options:
@@ -57,13 +52,16 @@ def resampler(probs, labels, n_options=None, scores=None, keys=None, columns=Non
         scores = None if scores is None else metrics.as_array('scores', scores)
         arrays = *metrics.check_probs(probs, labels, n_options), scores
 
-    def draw(n_resamples, seed):
-        metrics.check_count('n_resamples', n_resamples)
-        parts = [sums(counts) | _call_measures(called, counts, *arrays)
-                 for counts in _resample(len(labels), n_resamples, seed)]
-        return {key: np.concatenate([part[key] for part in parts])
-                for key in (*(x.key for x in measures), *columns)}
-    return draw
+    parts = []
+    for counts in _resample(len(labels), n_resamples, seed):
+        parts.append(sums(counts))
+        reports = []
+        for count in counts if called else ():
+            *drawn, scores = (None if x is None else np.repeat(x, count, 0) for x in arrays)
+            reports.append(metrics.report(*drawn, scores=scores, measures=called))
+        parts[-1] |= {x.key: np.array([report[x.key] for report in reports]) for x in called}
+    return {key: np.concatenate([part[key] for part in parts])
+            for key in (*(x.key for x in measures), *columns)}
 
 
 @functools.cache
@@ -83,17 +81,9 @@ def _unedited(measures):
             if np.isclose(sums[key][0], report[key], 1e-9, 1e-9)}
 
 
-def _call_measures(measures, counts, *arrays):
-    """{key: [R]} of `measures`, called with the rows of each resample."""
-    reports = []
-    for count in counts if measures else ():
-        *drawn, scores = (None if x is None else np.repeat(x, count, 0) for x in arrays)
-        reports.append(metrics.report(*drawn, scores=scores, measures=measures))
-    return {x.key: np.array([report[x.key] for report in reports]) for x in measures}
-
-
 def _resample(n, n_resamples, seed):
     """Yield counts int [R, N] of how often each row was drawn, a few resamples at a time."""
+    metrics.check_count('n_resamples', n_resamples)
     # glibc gives the memory of freed arrays back to the system, and asks for it again at the price
     # of the sums, until an array as large as this one was freed: see M_MMAP_THRESHOLD in mallopt(3)
     np.empty(4_000_000)

@@ -128,7 +128,7 @@ def write_report(argv):
                     'numpy': np.__version__}
         write_results({'schema': report.SCHEMA, 'config': asdict(cfg) | {'model': model},
                        'seed': cfg.seed, 'versions': versions, 'tasks': results},
-                      {}, results, samples, samples, cfg.pictures, out_dir)
+                      samples, samples, cfg.pictures, out_dir)
     print(report.to_text(results, results))
 
 

@@ -16,10 +16,16 @@ def write_evaluation(results, earlier, samples, tasks, cfg, identity, versions, 
     results: {task: result without metrics}, which are added in place; earlier: {task: result} of
     results.json; tasks: {task: its Task}; identity: hashes of the model, the tokenizer and the code
     """
-    earlier = measure_again({
-        task: result for task, result in earlier.items()
-        if task not in results and not is_of_other_answers(task, result, results, samples)},
-        samples)
+    kept = {}
+    for task, result in earlier.items():
+        parent = task.partition('.')[0]
+        if task not in results and parent in results and 'answers' in result and (
+                result['answers'] != confidence.digest_of_answers(samples[parent])):
+            print(f'{task}: left out, since the answers to {parent} have changed; evaluate it '
+                  f'again')
+        elif task not in results:
+            kept[task] = result
+    earlier = measure_again(kept, samples)
     for task, result in results.items():
         rows, written = samples[task], tasks[task.partition('.')[0]].is_written
         result |= report.summarize(rows, cfg.norm, n_bootstrap=cfg.n_bootstrap, seed=cfg.seed,
@@ -32,7 +38,7 @@ def write_evaluation(results, earlier, samples, tasks, cfg, identity, versions, 
     content = {'schema': report.SCHEMA, 'config': asdict(cfg) | {'model': str(cfg.model)},
                'seed': cfg.seed, 'versions': versions, 'identity': identity,
                'tasks': earlier | results}
-    write_results(content, earlier, results, samples, tasks, cfg.pictures, out_dir)
+    write_results(content, samples, tasks, cfg.pictures, out_dir)
     return content
 
 
@@ -51,9 +57,9 @@ def saved_fits(cfg, task):
     return fits.get(name) or next(iter(fits.values()))
 
 
-def write_results(content, earlier, results, samples, tasks, pictures, out_dir):
+def write_results(content, samples, tasks, pictures, out_dir):
     """Write the content of results.json, the tables, the pictures and report.html."""
-    pictures = draw_diagrams(earlier, results, samples, tasks, out_dir) if pictures else []
+    pictures = draw_diagrams(content['tasks'], samples, tasks, out_dir) if pictures else []
     rows = page.to_read(content['tasks'], samples)
     has_page = page.write_report(content, page.select(rows), pictures, out_dir)
     names = ['report.html'] * has_page + [OUTPUTS[0]] * (out_dir / OUTPUTS[0]).exists()
@@ -64,16 +70,6 @@ def write_results(content, earlier, results, samples, tasks, pictures, out_dir):
         names.append(SCALING)
     names += [*report.write_results(content, out_dir, page.mistakes(rows)), *pictures]
     print(f'wrote {", ".join(names)} to {out_dir}')
-
-
-def is_of_other_answers(task, result, results, samples):
-    """Return whether `result` is that of a confidence in answers that have changed since."""
-    parent = task.partition('.')[0]
-    is_other = parent in results and 'answers' in result and (
-        result['answers'] != confidence.digest_of_answers(samples[parent]))
-    if is_other:
-        print(f'{task}: left out, since the answers to {parent} have changed; evaluate it again')
-    return is_other
 
 
 def measure_again(results, samples):
@@ -95,12 +91,12 @@ def measure_again(results, samples):
     return updated
 
 
-def draw_diagrams(earlier, results, samples, tasks, out_dir):
+def draw_diagrams(results, samples, tasks, out_dir):
     """Draw reliability.png of all tasks, and grids of languages for `tasks`; return names."""
     panels, pictures = [], {}
-    for task, result in (earlier | results).items():
+    for task, result in results.items():
         test = of_split(samples.get(task, []))
-        if task not in results and len(test) != result['pooled']['n']:
+        if len(test) != result['pooled']['n']:
             print(f'reliability.png leaves out {task}: of its {result["pooled"]["n"]} questions '
                   f'samples.jsonl now holds {len(test)}; evaluate {task} again to draw it')
             continue

@@ -92,21 +92,16 @@ def mistakes(rows, most=10):
     texts = [f'### The {len(wrong)} most confident mistakes\n'] if wrong else []
     for number, row in enumerate(wrong, 1):
         name = ', '.join(filter(None, (row['task'], row['language'], row['subject'], row['id'])))
-        texts.append(f'{number}. {_code(name)}: {verdict(row)}\n')
+        said, right = (row['options'][row[key]][0] if 'options' in row else row.get(text, '')
+                       for key, text in (('chosen', 'predicted'), ('answer', 'expected')))
+        verdict = ''.join(f', {word} {_code(text)}' for word, text in (
+            ('predicted', said), ('right is', right)) if text.strip())
+        texts.append(f'{number}. {_code(name)}: confidence {row["confidence"]:.3f}{verdict}\n')
         if text := row['text']:
             text = '…' * (len(text) > LONGEST) + text[-LONGEST:]
             # 8 spaces in a list are a block of code, which no text can end
             texts.append('\n'.join(f'        {line}' for line in text.split('\n')) + '\n')
     return '\n'.join(texts)
-
-
-def verdict(row):
-    """Return what a wrong answer was and what is right, in Markdown."""
-    said, right = (row['options'][row[key]][0] for key in ('chosen', 'answer')) if (
-        'options' in row) else (row.get('predicted', ''), row.get('expected', ''))
-    parts = [f'{word} {_code(text)}' for word, text in (('predicted', said), ('right is', right))
-             if text.strip()]
-    return ', '.join([f'confidence {row["confidence"]:.3f}', *parts])
 
 
 def _code(text):

@@ -145,8 +145,8 @@ def predicted_run(folder, files, cfg):
             except UnusableTaskError as error:
                 print(f'{path.name} is left out: {error.__cause__}')
                 continue
-            for task, sample, distribution in rows:
-                key = sample_order(sample)
+            for sample, distribution in rows:
+                task, key = sample['task'], sample_order(sample)
                 if key in tasks.setdefault(task, {}):
                     raise ValueError(f' the id {sample["id"]} is there twice')
                 tasks[task][key] = sample
@@ -158,24 +158,23 @@ def predicted_run(folder, files, cfg):
 
 
 def file_samples(path, subtask, cfg):
-    """Yield (task, sample, name of the distribution) of each row of a prediction file.
+    """Yield (sample, name of its distribution) of each row of a prediction file.
 
     Samples of two files are paired by `id`, or their position, and by the text of the question.
     """
     for task, position, row, (kind, values, label) in read_predictions(
             path, cfg.norm, cfg.confidence, cfg.correct):
-        task = task.replace('/', '-') or 'predictions'      # it names pictures
         name = f'{subtask}:' * bool(subtask) + str(row.get('id', position))
-        sample = {'task': task, 'split': 'test', 'id': name, 'language': row.get('language'),
-                  'subject': row.get('subject', subtask), 'category': row.get('category')}
-        sample |= {key: str(x or '') for key, x in sample.items()}
-        texts = [str(row[key]) for key in ('context', 'question', 'prompt') if row.get(key)]
-        if texts:
+        # the task names pictures
+        sample = {'task': task.replace('/', '-') or 'predictions', 'split': 'test', 'id': name,
+                  'language': row.get('language'), 'subject': row.get('subject', subtask),
+                  'category': row.get('category')}
+        sample = {key: str(x or '') for key, x in sample.items()}
+        if texts := [str(row[key]) for key in ('context', 'question', 'prompt') if row.get(key)]:
             sample |= {'context': texts[0], 'question': digest(texts[-1])}
         if kind == 'confidence':
-            sample |= outcome(values, label)
             sample |= {'predicted': str(row['response'])} if 'response' in row else {}
-            yield task, sample, 'confidences of a file'
+            yield sample | outcome(values, label), 'confidences of a file'
             continue
         distribution = f'log-probabilities, {cfg.norm} of a file'
         if 'filtered_resps' in row:     # of lm_eval, whose files do not count tokens
@@ -184,5 +183,5 @@ def file_samples(path, subtask, cfg):
             values = np.log(np.maximum(values, metrics.NLL_FLOOR))
             distribution = 'probabilities of a file'
         options = row.get('choices') or row.get('options') or range(1, len(values) + 1)
-        yield task, sample | {'log_probs': values.tolist(), 'n_tokens': [1] * len(values),
-                              'options': [*map(str, options)], 'answer': label}, distribution
+        yield sample | {'log_probs': values.tolist(), 'n_tokens': [1] * len(values),
+                        'options': [*map(str, options)], 'answer': label}, distribution
