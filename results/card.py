@@ -35,8 +35,7 @@ def write(folder):
         if path.exists() and (name not in listed or _is_edited(path)):
             print(f'note: {path} is not from this program, or edited, and stays as it is')
         elif place == folder or (place / 'adapter_config.json').exists():
-            text = card(folder, place != folder)
-            text += END.format(_hash(text))
+            text = _signed(card(folder, place != folder))
             if not path.exists() or path.read_text(encoding='utf-8') != text:
                 if name not in listed:      # evaluate.py may not have locked the run
                     ownership.claim(run, name)
@@ -53,19 +52,20 @@ def disown_edited(run):
 
 def _is_edited(path):
     text = path.read_text(encoding='utf-8', errors='replace')
-    body = text[:text.rfind(END[:20])] if END[:20] in text else text
-    return text != body + END.format(_hash(body))
+    return text != _signed(text.rpartition(END[:20])[0])
 
 
-def _hash(text):
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+def _signed(text):
+    """Return a card with its last line, which holds a hash of the text."""
+    return text + END.format(hashlib.blake2b(text.encode(), digest_size=8).hexdigest())
 
 
 def card(folder, adapters=False):
     """Return the card of a saved model, or of the adapters beside it, without its last line."""
     run = run_folder(folder)
     settings, name, epoch = run_settings(run), run.name, ''
-    before, after = (_tasks(x / 'results.json') for x in (run / 'before', folder))
+    before, after = (json.loads(path.read_text(encoding='utf-8'))['tasks'] if path.exists() else {}
+                     for path in (run / 'before/results.json', folder / 'results.json'))
     if folder != run:
         name, epoch = f'{name}-{folder.name}', f', after epoch {folder.name.removeprefix("epoch-")}'
     start = 'Random weights in the shape of ' if settings.get('from_scratch') else ''
@@ -111,10 +111,6 @@ def _metadata(settings, name, tasks, adapters):
                                  metric_type=key, metric_name=COLUMNS[key],
                                  metric_value=round(x['pooled'][key], 4))
                       for task, x in tasks.items() for key in ('accuracy', 'ece')] or None)
-
-
-def _tasks(path):
-    return json.loads(path.read_text(encoding='utf-8'))['tasks'] if path.exists() else {}
 
 
 def _is_hub_name(text):

@@ -49,34 +49,29 @@ def item(task, doc, results, length):
                     for (log_prob, _), text in zip(results, choices, strict=False)]
 
 
-def measured(items, measure):
-    """Return (metric of the items of a task, function () -> its values on 1,000 resamples)."""
+def measured(items, measure, end=None):
+    """Return a metric of the items of a task, or the lower (0) or upper (1) end of its interval.
+
+    An end is nan for fewer rows than the interval needs. There are 1,000 resamples.
+    """
+    if end is not None and len(items) < measure.interval_from:
+        return float('nan')
     labels, rows = np.array([answer for answer, _ in items]), [scores for _, scores in items]
     n_options = np.array([*map(len, rows)])
     scores = np.full((len(rows), n_options.max()), -np.inf)
     for i, row in enumerate(rows):
         scores[i, :len(row)] = row
     arrays, options = (metrics.softmax(scores), labels, n_options), {'scores': scores}
-    report = metrics.report(*arrays, **options, measures=[measure])
-    return report[measure.key], lambda: stats.bootstrap(
-        *arrays, **options, keys=[measure.key])[measure.key]
+    value = metrics.report(*arrays, **options, measures=[measure])[measure.key]
+    if end is None:
+        return value
+    resampled = stats.bootstrap(*arrays, **options, keys=[measure.key])[measure.key]
+    return float(stats.percentile_interval(resampled, value, not measure.is_mean)[end])
 
 
-def value(items, measure):
-    """Return a metric of all questions of a task."""
-    return measured(items, measure)[0]
-
-
-def interval_end(items, measure, end):
-    """Return the lower (0) or upper (1) end of the interval; nan for fewer rows than it needs."""
-    if len(items) < measure.interval_from:
-        return float('nan')
-    observed, resample = measured(items, measure)
-    return float(stats.percentile_interval(resample(), observed, not measure.is_mean)[end])
-
-
-def register(name, measure, length, function):
-    register_aggregation(name)(functools.partial(function, measure=measure))
+def register(name, measure, length, end=None):
+    """Register a metric, or an end of its interval, of choices of this length."""
+    register_aggregation(name)(functools.partial(measured, measure=measure, end=end))
     register_metric(metric=name, aggregation=name, output_type='multiple_choice',
                     higher_is_better=bool(measure.higher_is_better))(lambda item: item)
     lengths_of[name] = length
@@ -84,10 +79,9 @@ def register(name, measure, length, function):
 
 for row in metrics.MEASURES:
     for suffix, function in LENGTHS.items():
-        register(row.key + suffix, row, function, value)
+        register(row.key + suffix, row, function)
         for end, word in enumerate(('low', 'high') if row.tables else ()):
-            register(f'{row.key}{suffix}_boot_{word}', row, function,
-                     functools.partial(interval_end, end=end))
+            register(f'{row.key}{suffix}_boot_{word}', row, function, end)
 
 process_results = ConfigurableTask.process_results
 

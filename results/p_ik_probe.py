@@ -39,8 +39,10 @@ def cross_validated(states, shares, groups):
     for fold in range(n_folds):
         test, chosen = folds == fold, folds == (fold + 1) % n_folds
         rest = ~test & ~chosen
-        losses = [cross_entropy(fitted(x[rest], shares[rest], penalty, x[chosen]), shares[chosen])
-                  for penalty in PENALTIES]
+        losses = []
+        for penalty in PENALTIES:
+            p = np.clip(fitted(x[rest], shares[rest], penalty, x[chosen]), 1e-12, 1 - 1e-12)
+            losses.append(-np.mean(shares[chosen] * np.log(p) + (1 - shares[chosen]) * np.log1p(-p)))
         p_ik[test] = fitted(x[~test], shares[~test], PENALTIES[np.argmin(losses)], x[test])
     return p_ik
 
@@ -67,8 +69,3 @@ def fitted(x, shares, penalty, new):
     ridge = np.full(x.shape[1], penalty * len(x))
     ridge[-1] = 1e-6
     return np.exp(-np.logaddexp(0, -new @ fit_logistic(x, shares, ridge)))
-
-
-def cross_entropy(p, shares):
-    p = np.clip(p, 1e-12, 1 - 1e-12)
-    return -np.mean(shares * np.log(p) + (1 - shares) * np.log1p(-p))

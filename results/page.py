@@ -79,9 +79,8 @@ def select(rows, most=MOST):
     groups = {}
     for row in itertools.chain(*rows.values()):
         groups.setdefault((row.get('run'), row['task'], row['language']), []).append(row)
-    ranked = sorted(((rank, row) for group in groups.values() for rank, row in enumerate(group)),
-                    key=lambda pair: pair[0])
-    return sorted((row for _, row in ranked[:most]), key=mistakes_first), len(ranked)
+    ranked = [row for rank in itertools.zip_longest(*groups.values()) for row in rank if row]
+    return sorted(ranked[:most], key=mistakes_first), len(ranked)
 
 
 def mistakes(rows, most=10):
@@ -145,12 +144,13 @@ def write_report(results, selected, pictures, out_dir):
 
     pictures: the names of those drawn now, shown with grids of languages from earlier evaluations
     """
-    tasks, config, versions = results['tasks'], results['config'], results['versions']
-    about = {key: config[key] for key in ('device', 'dtype', 'seed') if key in config} | versions
+    tasks, config = results['tasks'], results['config']
+    about = {key: config[key] for key in ('device', 'dtype', 'seed') if key in config}
     grids = [name for name in map(GRID.format, tasks) if Path(out_dir, name).exists()]
     return write(
         Path(out_dir, 'report.html'), f'{config["model"]}: {", ".join(tasks)}',
-        versions['nanocal'], ', '.join(f'{key} {x}' for key, x in about.items() if x),
+        results['versions']['nanocal'],
+        ', '.join(f'{key} {x}' for key, x in (about | results['versions']).items() if x),
         ''.join(section_html(section(task, tasks, 'page')) for task in tasks),
         dict.fromkeys((*pictures, *grids) if pictures else ()), selected)
 
