@@ -66,10 +66,8 @@ def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
 
 @functools.cache
 def _unedited(measures):
-    """Return the keys of `measures` whose function equals the sums on 350 rows.
-
-    They have 2 to 5 options, ties, over- and underconfidence.
-    """
+    """Return the keys of `measures` whose function equals the sums on 350 rows."""
+    # with 2 to 5 options, ties, over- and underconfidence
     random = np.random.default_rng(0)
     n_options = np.append(5, random.integers(2, 6, 349))
     scores = np.where(np.arange(5) < n_options[:, None], random.integers(-4, 4, (350, 5)), -np.inf)
@@ -141,7 +139,9 @@ class _Sums:
         # bins of 100 rows, the last one with the remainder; tied rows may be in two bins
         starts = np.arange(max(1, n // 100)) * 100
         size = np.diff(starts, append=n)
-        gap = np.add.reduceat(self.by_confidence.drawn_gaps(counts), starts, axis=1)
+        order, gaps = self.by_confidence.order, self.by_confidence.gaps
+        drawn = np.repeat(np.tile(gaps, len(counts)), np.take(counts, order, axis=1).ravel())
+        gap = np.add.reduceat(drawn.reshape(-1, n), starts, axis=1)
         values['mad'] = np.abs(gap).sum(1) / n
         values['rmsce'] = np.sqrt((gap**2 / size).sum(1) / n)
         if self.by_option:      # means over the options that some drawn row has
@@ -181,11 +181,6 @@ class _SortedRows:
         self.tie_ends = np.concatenate([*tie_ends, [sum(lengths)]])
         self.width_starts = np.stack(width_starts)      # [G, n_bins]
         self.chunk_ends = functools.partial(chunk_ends, n_bins=n_bins)
-
-    def drawn_gaps(self, counts):
-        """Return the gaps of the drawn rows in ascending order, [R, number of draws]."""
-        counts = np.take(counts, self.order, axis=1)
-        return np.repeat(np.tile(self.gaps, len(counts)), counts.ravel()).reshape(len(counts), -1)
 
     def bins(self, counts):
         """Return (size, sum of gaps), both [R, G, n_bins], of two kinds of bins of each resample.

@@ -102,7 +102,10 @@ def read_sources(cls, argv, usage):
 
 def compare_questions(runs, keys, cfg, out_dir):
     """Print and write tables, pictures and compare.html of the tasks that all runs have."""
-    runs = dict(zip(label_runs([run.folder for run in runs]), runs, strict=True))
+    # the last parts of each path, as many as make them unique
+    names = (['/'.join(run.folder.parts[-n:]) for run in runs] for n in itertools.count(1))
+    labels = next(labels for labels in names if len(set(labels)) == len(labels))
+    runs = dict(zip(labels, runs, strict=True))
     by_run = {name: read_run_samples(run)[0] for name, run in runs.items()}
     all_tasks = dict.fromkeys(task for by_task in by_run.values() for task in by_task)
     tasks = [task for task in all_tasks if all(task in by_task for by_task in by_run.values())]
@@ -227,12 +230,6 @@ def pairing_keys(task, runs, samples):
     return {name: [(*sample_order(s)[2:], s['question'] if hashed else '',
                     s.get('answer', s.get('token')), len(s.get('options', ()))) for s in rows]
             for name, rows in samples.items()}
-
-
-def label_runs(folders):
-    """Return the last parts of each path, as many as make them unique."""
-    labels = (['/'.join(folder.parts[-n:]) for folder in folders] for n in itertools.count(1))
-    return next(names for names in labels if len(set(names)) == len(names))
 
 
 def average_runs(answers):

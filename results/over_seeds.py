@@ -176,10 +176,6 @@ def values_of(lines, key):
             if isinstance(line.get(key), float) and math.isfinite(line[key])}
 
 
-def is_reference(group, n_panel, reference):
-    return bool(reference) and {*group[n_panel:]} == {reference}
-
-
 def seed_table(groups, columns, headings, n_panel=1, reference=''):
     """Return cells: mean ± half-width of the 95 % interval, also of paired differences, with p.
 
@@ -187,7 +183,7 @@ def seed_table(groups, columns, headings, n_panel=1, reference=''):
     """
     first_x = {}
     for group in groups:
-        if not is_reference(group, n_panel, reference):
+        if not reference or {*group[n_panel:]} != {reference}:
             first_x.setdefault(group[:-1], group[-1])
     xs, x = {*first_x.values()}, columns[-1]
     others = [reference] * bool(reference)
@@ -245,7 +241,7 @@ def titled(columns, values, words=None):
 def draw_means(path, groups, columns, headings, sampled, n_panel, reference, words):
     """Draw means with 95 % intervals: a row per measure, a column per panel."""
     from matplotlib import colormaps
-    shown = [group for group in groups if not is_reference(group, n_panel, reference)]
+    shown = [group for group in groups if not reference or {*group[n_panel:]} != {reference}]
     panels, curves = (list(dict.fromkeys(group[part] for group in shown))
                       for part in (slice(n_panel), slice(n_panel, -1)))
     labels = [printable(titled(columns[n_panel:-1], curve, words)) for curve in curves]

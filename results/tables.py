@@ -98,18 +98,17 @@ def latex(lines, title=''):
     A cell that ends in ' *' becomes bold, the interval of '0.102 [0.091, 0.113]' becomes
     \confint{0.091}{0.113}, which prints nothing unless the document defines that command.
     """
-    head, *body = [' & '.join(map(_latex_cell, line)) + r' \\' for line in lines]
+    def cell(text):
+        text, low, high, star = re.fullmatch(r'(.*?)(?: \[(\S+), (\S+)\])?( \*)?\s*', text,
+                                             re.DOTALL).groups()
+        text = rf'\textbf{{{latex_text(text)}}}' if star else latex_text(text)
+        return text + (rf'\confint{{{latex_text(low)}}}{{{latex_text(high)}}}' if low else '')
+
+    head, *body = [' & '.join(map(cell, line)) + r' \\' for line in lines]
     top = [rf'\noindent {latex_text(title)}\par\smallskip'] if title else []
     top += [r'\providecommand{\confint}[2]{}'] if any(r'\confint' in line for line in body) else []
     return '\n'.join([*top, f'\\begin{{tabular}}{{l{"r" * (len(lines[0]) - 1)}}}', r'\toprule',
                       head, r'\midrule', *body, r'\bottomrule', r'\end{tabular}', ''])
-
-
-def _latex_cell(cell):
-    text, low, high, star = re.fullmatch(r'(.*?)(?: \[(\S+), (\S+)\])?( \*)?\s*', cell,
-                                         re.DOTALL).groups()
-    text = rf'\textbf{{{latex_text(text)}}}' if star else latex_text(text)
-    return text + (rf'\confint{{{latex_text(low)}}}{{{latex_text(high)}}}' if low else '')
 
 
 def latex_text(text):
