@@ -42,7 +42,8 @@ def cross_validated(states, shares, groups):
         losses = []
         for penalty in PENALTIES:
             p = np.clip(fitted(x[rest], shares[rest], penalty, x[chosen]), 1e-12, 1 - 1e-12)
-            losses.append(-np.mean(shares[chosen] * np.log(p) + (1 - shares[chosen]) * np.log1p(-p)))
+            share = shares[chosen]
+            losses.append(-np.mean(share * np.log(p) + (1 - share) * np.log1p(-p)))
         p_ik[test] = fitted(x[~test], shares[~test], PENALTIES[np.argmin(losses)], x[test])
     return p_ik
 

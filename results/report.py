@@ -1,7 +1,6 @@
 """From samples to a report: metrics with intervals, and their tables."""
 
 import functools
-import itertools
 import json
 import math
 import operator
@@ -24,7 +23,7 @@ from results.tables import (MEASURES, TITLES, Heading, Section, aligned, csv_tex
 from runtime.digests import used_code
 from runtime.errors import DataError
 from runtime.ownership import claim, lock, write_text
-from runtime.processes import cores, parallel_map
+from runtime.processes import parallel_map
 
 SCHEMA = 1      # of results.json, as docs/evaluation.md states it; adding a key does not change it
 # {key of a sample that names its group of questions: name of these groups in results.json}
@@ -204,8 +203,8 @@ def measure(groups, n_bootstrap, seed, keys=None):
         n = len(group.labels)
         # 8 parts of 2,000,000 rows with 4 options at once need 5 GB
         n_parts = int(np.clip(16_000_000 // n, 1, 8)) if n > 2000 else 1
-        parts += [(key, len(part), [seed, i])
-                  for i, part in enumerate(np.array_split(range(n_bootstrap), n_parts)) if len(part)]
+        sizes = map(len, np.array_split(range(n_bootstrap), n_parts))
+        parts += [(key, size, [seed, part]) for part, size in enumerate(sizes) if size]
     # for one process; w processes take seconds / w, and 0.025 w to be forked one after the other
     n_rows = sum(len(group.labels) for group in groups.values())
     seconds = 0.007 * len(groups) + 4e-8 * n_rows * n_bootstrap

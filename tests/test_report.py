@@ -9,6 +9,7 @@ import metrics
 import scaling
 from common import write_rows, write_run
 from results import evaluation, plots, report, samples, tables
+from runtime import processes
 from runtime.errors import DataError
 
 
@@ -104,7 +105,7 @@ def test_intervals_do_not_depend_on_the_number_of_cores(monkeypatch):
     groups = {n: report.Predictions(random.random(n), random.random(n) < 0.5) for n in (50, 2100)}
     ends = []
     for n_cores in (1, 3, 64):
-        monkeypatch.setattr(report, 'cores', lambda n=n_cores: n)
+        monkeypatch.setattr(processes, 'cores', lambda n=n_cores: n)
         ends.append(report.measure(groups, 20, 0)[0][2100]['intervals'])
     assert ends[0] == ends[1] == ends[2]
 
