@@ -289,18 +289,17 @@ def small_jobs(study, seed, root, names):
 @pytest.mark.slow
 def test_a_failed_run_does_not_stop_those_side_by_side(tmp_path, capsys, forked):
     """Two processes: a world's base models, what they know, tuned models; then the numbers."""
-    make_world(tmp_path / 'base' / 'seed-5' / 'world', 5, SMALL_WORLD)
-    (tmp_path / 'base' / 'seed-5' / 'world-tokenized').touch()
     jobs = small_jobs('losses', 5, tmp_path, {
         'world', 'base', 'tuned-crossentropy-lr0.0008', 'tuned-gce0.7-lr0.0008',
         'lora-dft-lr0.0032', 'base-known-dft', 'tuned-dft-lr0.0008'})
     assert len(jobs) == 7 + 1       # the job `base` of `knows` says what that model knows
+    jobs[0] = jobs[0]._replace(arguments=(5, str(tmp_path), SMALL_WORLD))
     (bad,) = (i for i, job in enumerate(jobs) if job.name.endswith('tuned-dft-lr0.0008'))
     jobs[bad] = jobs[bad]._replace(arguments=(replace(jobs[bad].arguments[0], lr=-1.0),))
     failed = side_by_side.side_by_side(jobs, 2, 0, tmp_path)
     printed = capsys.readouterr().out
     assert [Path(name).name for name in failed] == ['tuned-dft-lr0.0008']
-    assert 'failed: ConfigError: lr = -1.0' in printed and '7/7' in printed
+    assert 'failed: ConfigError: lr = -1.0' in printed and '8/8' in printed
     assert sum(job.makes.exists() for job in jobs) == len(jobs) - 1
 
     knows = tmp_path / 'knows' / 'seed-5'

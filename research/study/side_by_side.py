@@ -38,6 +38,7 @@ from runtime import checkpoint
 from research.study import alignment, closed_form, common, runs
 from research.study.common import seed_folder
 from research.study.loss_tables import BASES
+from research.study.world import make_world
 from train import load_sequences
 
 
@@ -55,7 +56,7 @@ def tuning_jobs(seed, root, bases, experiments, **changes):
     """Yield the jobs of experiments of runs.py: world, base models, known facts, tuned models."""
     folder, knows = (Path(seed_folder(name, seed, root)) for name in ('base', 'knows'))
     tokenized = folder / 'world-tokenized'
-    yield Job(f'{folder}/world', make_world, (seed, root), (), tokenized)
+    yield Job(f'{folder}/world', tokenize_world, (seed, root, runs.WORLD), (), tokenized)
     for cfg in runs.base_runs(seed, root):
         if Path(cfg.out_dir).name in bases:
             yield run_job(replace(cfg, **changes), tokenized)
@@ -125,9 +126,9 @@ def jobs_of(study, seeds, root):
 
 # What a process does
 
-def make_world(seed, root):
+def tokenize_world(seed, root, spec):
     """Make the world of a seed and tokenize its text, which all base models read."""
-    runs.prepare('base', seed, root)
+    make_world(f'{seed_folder("base", seed, root)}/world', seed, spec)
     cfg = next(runs.base_runs(seed, root))
     load_sequences(cfg, load_model_tokenizer(
         cfg.model, checkpoint.read_config(cfg.model, cfg.shape)))
