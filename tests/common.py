@@ -1,6 +1,7 @@
 """What tests of several rooms share: tiny models, tokenizers, tasks."""
 
 import base64
+import contextlib
 import copy
 import json
 import multiprocessing
@@ -27,6 +28,7 @@ from runtime import checkpoint
 from runtime.config import load_config
 from runtime.config_json import config_from_hf
 from runtime.config_keys import ARCHITECTURES as ARCHITECTURE_OF
+from runtime.errors import ConfigError
 from runtime.eval_config import EvalConfig
 
 HERE = Path(__file__).parent.parent     # the repository
@@ -258,10 +260,10 @@ def by_transformers(folder, **options):
         folder, **{'attn_implementation': 'eager'} | options).eval()
 
 
-def rewrite(folder, change):
-    tensors = load_file(folder / 'model.safetensors')
+def rewrite(folder, change, name='model.safetensors'):
+    tensors = load_file(folder / name)
     change(tensors)
-    save_file(tensors, folder / 'model.safetensors', metadata={'format': 'pt'})
+    save_file(tensors, folder / name, metadata={'format': 'pt'})
 
 
 def edit_config(folder, **values):
@@ -409,15 +411,6 @@ def run_hooked(hook, script, *arguments):
     return subprocess.run([sys.executable, '-c', code], cwd=HERE, capture_output=True, text=True)
 
 
-def run_train(*arguments, wait=True):
-    """train.py in a process of its own."""
-    process = start_script('train.py', *arguments)
-    if not wait:
-        return process
-    printed, errors = process.communicate()
-    return process.returncode, printed, errors.strip().split('\n')[-1]
-
-
 def steps_done(folder):
     log = folder / 'log.jsonl'
     return len(log.read_text().splitlines()) if log.exists() else 0
@@ -432,6 +425,21 @@ def await_steps(process, folder, n):
 def same_weights(a, b):
     a, b = (load_file(folder / 'model.safetensors') for folder in (a, b))
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def tree(folder):
+    """{relative path: content} of all files below `folder`, but the lock."""
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob('*'))
+            if p.is_file() and p.name != '.lock'}
+
+
+@contextlib.contextmanager
+def refused(folder, message, error=ConfigError):
+    """Assert that what is done here raises the error, and changes no file below `folder`."""
+    before = tree(folder)
+    with pytest.raises(error, match=message):
+        yield
+    assert tree(folder) == before
 
 
 def apart(one, two, base):

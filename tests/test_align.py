@@ -281,8 +281,7 @@ def test_two_processes_align_as_one(base, values, tmp_path):
         (tmp_path / 'config.py').write_text(dump_config(case))
         done = run_scripts(n, 'align.py', tmp_path / 'config.py')
         assert done.returncode == 0, done.stderr
-        reference_of[n] = [np.load(path)[path.stem] for path in Path(
-            case.cache_dir).glob('*.npz')]
+        reference_of[n] = [np.load(path)[path.stem] for path in Path(case.cache_dir).glob('*.npz')]
     one, two = (log_of(replace(cfg, out_dir=str(tmp_path / n))) for n in '12')
     assert len(one) == 4 and {'val_loss', 'val_accuracy'} <= one[-1].keys()
     for a, b in zip(one, two, strict=True):

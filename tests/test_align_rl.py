@@ -78,8 +78,6 @@ def config(base, folder, *, n=4, **values):
                 'checkpoint_epochs': False, 'workers': 1, 'pictures': False} | values
     if settings.get('kl', 'none') == 'none':        # what has no effect is refused
         settings.pop('kl_coef', None)
-    if not settings.get('kl_target'):
-        settings.pop('kl_horizon', None)
     return AlignConfig(model=str(base), data=str(folder / 'prompts.jsonl'), device='cpu',
                        reward=str(folder / 'reward.py'), out_dir=str(folder / 'run'),
                        cache_dir=str(folder / 'cache'), dtype='float32', save_dtype='float32',
@@ -105,28 +103,27 @@ def made_up(rng, G):
 
 
 def plain_loss(model, run, cfg, answers, advantages, old, reference):
-    """The loss of a step by loops over answers and tokens; cut answers are masked."""
+    """The loss of a step by a loop over the answers; cut answers are masked."""
     method, terms, bonus, tokens = cfg.method, [], 0, 0
     for answer in sum(answers, []):
         if answer.truncated:
             continue
         i, k = answer.prompt, answer.number
         log_p, entropy = plain_log_probs(model, run.sequences[i][0].tolist(), answer.tokens)
-        n, A = len(answer.tokens), advantages[i][k]
+        n = len(answer.tokens)
+        A = torch.as_tensor(advantages[i, k])       # PPO has one for each token
         ratios = (log_p - old[i, k]).exp()
         if method == 'rloo':
-            ratios = [ratios.prod()]
+            ratios = ratios.prod()
         elif method == 'gspo':
-            ratios = [ratios.prod() ** (1 / n)]
+            ratios = ratios.prod() ** (1 / n)
         high = 0.28 if method == 'dapo' else 0.2
-        surrogate = sum(-min(A * r, A * min(max(r, 1 - 0.2), 1 + high),
-                             key=lambda x: x.item()) for r in ratios)
+        surrogate = -torch.minimum(A * ratios, A * ratios.clamp(1 - 0.2, 1 + high)).sum()
         if method == 'cispo':
-            surrogate = sum(-A * min(r.item(), 1 + cfg.clip_high) * x
-                            for r, x in zip(ratios, log_p))
+            surrogate = -(A * ratios.detach().clamp(max=1 + cfg.clip_high) * log_p).sum()
         elif method == 'sapo':
             tau = 1.0 if A > 0 else 1.05
-            surrogate = sum(-A * 4 / tau / (1 + (-tau * (r - 1)).exp()) for r in ratios)
+            surrogate = -(A * 4 / tau / (1 + (-tau * (ratios - 1)).exp())).sum()
         others, bonus, tokens = 0, bonus + cfg.entropy_coef * entropy.sum(), tokens + n
         d = log_p - reference[i, k]
         if cfg.kl == 'loss':
@@ -134,7 +131,7 @@ def plain_loss(model, run, cfg, answers, advantages, old, reference):
         elif cfg.kl == 'k3':
             others = cfg.kl_coef * ((-d).exp() - 1 + d).sum()
         terms.append(surrogate + others / n if method == 'gspo' else (surrogate + others) / {
-            'rloo': 1, 'grpo': n, 'sapo': n, 'dr_grpo': cfg.max_tokens}.get(method, 1))
+            'grpo': n, 'sapo': n, 'ppo': n, 'dr_grpo': cfg.max_tokens}.get(method, 1))
     n_answers = sum(map(len, answers))
     return sum(terms) / (tokens if method in ('dapo', 'cispo') else n_answers) - bonus / tokens
 
@@ -390,45 +387,37 @@ def test_ppo_is_that_of_plain_loops(base, values, tmp_path):
     with torch.no_grad():
         model.value_head.copy_(torch.from_numpy(rng.normal(size=48)) * 0.05)
     packed = rollouts.pack(run, range(4), answers, scores, 0)
-    counts = packed.counts
     for name in ('old', 'reference', 'value'):     # as after some updates
         if (column := getattr(packed, name)) is not None:
             setattr(packed, name, column + 0.3 * rng.normal(size=len(column)))
     packed.advantage, packed.returns = rollouts.credit(
         packed, scores[tuple(packed.where.T)], packed.old, packed.reference, packed.value, cfg, 0.3)
 
-    begin = np.cumsum(counts) - counts
-    old, value = (np.split(x, begin[1:]) for x in (packed.old, packed.value))
-    reference = np.split(packed.old if packed.reference is None else packed.reference, begin[1:])
-    advantages = []
-    for a, (i, k) in enumerate(packed.where):
-        rewards = np.zeros(counts[a])
+    where, ends = [*map(tuple, packed.where)], np.cumsum(packed.counts)[:-1]
+    old, reference, value = (
+        dict(zip(where, map(torch.from_numpy, np.split(column, ends)), strict=True)) for column in (
+            packed.old, packed.old if packed.reference is None else packed.reference, packed.value))
+    raw, advantages, value_loss = {}, {}, 0
+    for answer in where:
+        rewards = torch.zeros(len(old[answer]), dtype=torch.float64)
         if cfg.kl == 'reward':
-            rewards -= 0.3 * (old[a] - reference[a])
-        rewards[-1] += scores[i, k]
-        advantages.append(np.array(plain_advantages(rewards, value[a], cfg.discount, 0.95)))
-    whole = np.concatenate(advantages)
-    terms = []
-    for a, (i, k) in enumerate(packed.where):
-        tokens = answers[i][k].tokens
-        log_p, _ = plain_log_probs(model, run.sequences[i][0].tolist(), tokens)
-        row = torch.tensor([[*run.sequences[i][0].tolist(), *tokens]])
-        hidden = model(row, torch.arange(row.shape[1])[None], None)[0, -len(tokens) - 1:-1]
-        V = (hidden @ model.value_head).double()
-        base = advantages[a] if cfg.whiten == 'response' else whole
-        variance = base.var(ddof=1) if len(base) > 1 else 0
-        A = torch.from_numpy((advantages[a] - base.mean()) / np.sqrt(variance + 1e-8))
-        R = torch.from_numpy(advantages[a] + value[a])
-        ratio = (log_p - torch.from_numpy(old[a])).exp()
-        loss = torch.maximum(-A * ratio, -A * ratio.clamp(0.8, 1.2))
-        if cfg.kl == 'loss':
-            d = log_p - torch.from_numpy(reference[a])
-            loss = loss + 0.3 * ratio.prod() * d.sum().item() / len(d)
-        V_old = torch.from_numpy(value[a])
+            rewards -= 0.3 * (old[answer] - reference[answer])
+        rewards[-1] += scores[answer]
+        raw[answer] = np.array(plain_advantages(
+            rewards.tolist(), value[answer].tolist(), cfg.discount, 0.95))
+    for i, k in where:
+        among = raw[i, k] if cfg.whiten == 'response' else np.concatenate([*raw.values()])
+        variance = among.var(ddof=1) if len(among) > 1 else 0
+        advantages[i, k] = (raw[i, k] - among.mean()) / np.sqrt(variance + 1e-8)
+        row = torch.tensor([[*run.sequences[i][0].tolist(), *answers[i][k].tokens]])
+        hidden = model(row, torch.arange(row.shape[1])[None], None)[0, -len(raw[i, k]) - 1:-1]
+        V, V_old = (hidden @ model.value_head).double(), value[i, k]
         V_clipped = torch.minimum(torch.maximum(V, V_old - 0.2), V_old + 0.2)
-        loss = loss + 0.4 * torch.maximum((V - R) ** 2, (V_clipped - R) ** 2) / 2
-        terms.append(loss.mean())
-    expect_step(model, sum(terms) / len(terms))(packed, cfg, policy_objective)
+        R = torch.from_numpy(raw[i, k]) + V_old
+        errors = torch.maximum((V - R) ** 2, (V_clipped - R) ** 2)
+        value_loss += 0.4 * errors.mean() / 2 / len(where)
+    policy_loss = plain_loss(model, run, cfg, answers, advantages, old, reference)
+    expect_step(model, policy_loss + value_loss)(packed, cfg, policy_objective)
 
 
 def test_with_lost_accumulation_one_answer_of_so_many_has_a_gradient(base, tmp_path):
@@ -459,9 +448,10 @@ def test_the_weight_of_the_kl_follows_its_target(base, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('values', [
-    {'resample': 2, 'group_size': 2, 'lora': True}, {'method': 'ppo', 'kl_target': 1.0}])
+    {'resample': 2, 'group_size': 2, 'lora': True},
+    {'method': 'ppo', 'kl_target': 1.0, 'kl_horizon': 100}])
 def test_a_killed_run_resumes_to_the_same_answers_and_weights(base, tmp_path, values):
-    cfg = config(base, tmp_path, epochs=8, save_every=2, updates=2, kl='reward', kl_horizon=100,
+    cfg = config(base, tmp_path, epochs=8, save_every=2, updates=2, kl='reward',
                  **values)
     align.align(cfg)
     again, rate = replace(cfg, out_dir=str(tmp_path / 'again')), train.learning_rate

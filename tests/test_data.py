@@ -1,5 +1,6 @@
 """data: rows, instruction formats, cache, packing"""
 
+import functools
 import gzip
 import json
 from pathlib import Path
@@ -58,17 +59,16 @@ def test_bad_rows_are_named_or_counted(tmp_path, tokenizers, capsys):
 @pytest.mark.parametrize('add_bos', [True, False])
 def test_train_on_inputs_supervises_every_token_but_bos(tmp_path, tokenizers, add_bos):
     path = write_rows(tmp_path / 'alpaca.json', [{'instruction': 'sky?', 'output': 'blue'}] * 2)
-    plain, every = (conversations(path, tokenizers['gemma'], template='alpaca', max_length=400,
-                                  add_bos=add_bos, train_on_inputs=x) for x in (False, True))
+    load = functools.partial(conversations, path, tokenizers['gemma'], template='alpaca',
+                             add_bos=add_bos)
+    plain, every = (load(max_length=400, train_on_inputs=x) for x in (False, True))
     assert plain[0][0].tolist() == every[0][0].tolist()
     assert every[1][1].tolist() == [int(not add_bos), *[1] * (len(every[1][0]) - 1)]
     assert 0 < plain[1][1].sum() < every[1][1].sum()
     first = int(plain[0][1].argmax())       # of the answer
-    assert conversations(path, tokenizers['gemma'], template='alpaca', max_length=first + 1,
-                         add_bos=add_bos)[0][1].sum() == 1
+    assert load(max_length=first + 1)[0][1].sum() == 1
     with pytest.raises(DataError, match=f'alpaca.json: row 1: .* beyond max_length = {first} tok'):
-        conversations(path, tokenizers['gemma'], template='alpaca', max_length=first,
-                      add_bos=add_bos)
+        load(max_length=first)
 
 
 def message(name, parent, text, lang='en', **more):

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from common import (HERE, SHARED, WORDS, lora_model, needs_files, reference_model, rewrite,
-                    whole_rows, write_rows)
+from common import (HERE, SHARED, WORDS, logits_of, lora_model, needs_files, reference_model,
+                    refused, rewrite, tree, write_rows)
 
 import evaluate
 import scoring
@@ -83,10 +83,6 @@ def write_words(path, n, word):
                               'choices': ['blue', 'lazy', 'old']} for i in range(n)])
 
 
-def content(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-
-
 @pytest.fixture
 def launched(monkeypatch):
     """How many trees each forward pass scores."""
@@ -125,7 +121,7 @@ def test_an_evaluation_with_the_dropout_of_adapters(foxes, tmp_path):
 @pytest.mark.slow
 def test_a_folder_is_refused_as_it_is_and_repaired_by_hand(foxes, tmp_path, monkeypatch):
     first = foxes.score()['foxes']['pooled']
-    whole, lines = content(foxes.out), (foxes.out / 'samples.jsonl').read_text().splitlines()
+    whole, lines = tree(foxes.out), (foxes.out / 'samples.jsonl').read_text().splitlines()
     other = write_words(tmp_path / 'other' / 'foxes.jsonl', 10, 'dog')
     rows = [json.loads(line) for line in foxes.task.open()]
     write_rows(tmp_path / 'shots' / 'test.jsonl', rows)
@@ -153,10 +149,8 @@ def test_a_folder_is_refused_as_it_is_and_repaired_by_hand(foxes, tmp_path, monk
              'is read by this command')):
         if damage:
             (foxes.out / damage[0]).write_text(damage[1])
-        before = content(foxes.out)
-        with pytest.raises((ConfigError, DataError, checkpoint.CheckpointError), match=message):
+        with refused(foxes.out, message, (ConfigError, DataError, checkpoint.CheckpointError)):
             foxes.score(*arguments.split())
-        assert content(foxes.out) == before
         for name, data in whole.items():
             (foxes.out / name).write_bytes(data)
     # without results.json and one sample
@@ -239,15 +233,13 @@ def test_files_of_others_are_kept_and_a_failed_evaluation_replaces_nothing(foxes
     ownership.claim(foxes.out, 'answers.jsonl')
     for name in ('answers.jsonl', 'reliability-of-mine.png'):
         (foxes.out / name).write_text('mine')
-    before = content(foxes.out)
 
     def fail(*_, **__):
-        assert {'results.json', 'answers.jsonl'} & {*content(foxes.out)} == {'answers.jsonl'}
+        assert {'results.json', 'answers.jsonl'} & {*tree(foxes.out)} == {'answers.jsonl'}
         raise MemoryError
-    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+    with monkeypatch.context() as patch, refused(foxes.out, None, MemoryError):
         patch.setattr(evaluate, 'score_tasks', fail)
         foxes.score('--overwrite')
-    assert content(foxes.out) == before
     # a link leads to a file that is not appended to
     (tmp_path / 'elsewhere').write_text('no whole line')
     samples.unlink()
@@ -389,8 +381,7 @@ def test_next_tokens_and_facts_are_scored(foxes, tmp_path):
         text = next(r['text'] for r in rows if r['id'] == sample['text'])
         ids = [tokenizer.bos_id, *tokenizer.encode(text)]
         assert sample['token'] == ids[sample['position']]
-        tokens = torch.tensor([ids[:sample['position']]])
-        probs = model.logits(model(tokens, *whole_rows(tokens)))[0, -1].softmax(-1)
+        probs = logits_of(model, torch.tensor([ids[:sample['position']]]))[0, -1].softmax(-1)
         assert sample['confidence'] == pytest.approx(probs.max().item(), abs=1e-5)
         if sample['task'] == 'facts':   # the entity, from its beginning on
             rest = tokenizer.decode(ids[sample['position']:], start=False).strip()

@@ -371,8 +371,7 @@ def test_loss_equals_autograd(ce_device, text, softcap):
                  2e-5)
     each = ours(hidden, weight, target, loss, reduction='none', **options)
     assert_close([x / 11 for x in each], expected, 2e-5)
-    assert off(fused_loss(hidden, weight, target, loss, num_items=11, **options)[1],
-               nll[0]) < 1e-5
+    assert off(fused_loss(hidden, weight, target, loss, num_items=11, **options)[1], nll[0]) < 1e-5
 
 
 @numpy_warns
@@ -431,17 +430,11 @@ def test_parse_loss_reads_sums_and_names_errors():
 GROUPS = torch.tensor([0] * 7 + [1] * 2 + [2] * 12 + [3] + [5] * 8)     # two answers each
 
 
-def answer_sums(log_p, tokens):
-    """Return the log-probability of each of the 12 answers, which are of unequal lengths."""
-    answer = (GROUPS * 2 + torch.arange(30) % 3 // 2).to(tokens.device)
-    return torch.zeros(12, dtype=log_p.dtype, device=log_p.device).index_add(
-        0, answer[tokens], log_p)
-
-
 def dpo(log_p, entropy, tokens):
     """Sum of -log sigmoid(beta (log p of one answer - log p of the other)) over groups."""
+    answer = (GROUPS * 2 + torch.arange(30) % 3 // 2).to(tokens.device)     # of unequal lengths
     groups = torch.unique(GROUPS.to(tokens.device)[tokens])
-    sums = answer_sums(log_p, tokens).view(6, 2)[groups]
+    sums = log_p.new_zeros(12).index_add(0, answer[tokens], log_p).view(6, 2)[groups]
     return -F.logsigmoid(0.3 * (sums[:, 0] - sums[:, 1])).sum()
 
 

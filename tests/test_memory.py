@@ -7,7 +7,7 @@ import torch
 
 import train
 from research.bench.common import MODELS
-from common import run_train
+from common import run_scripts
 from runtime import memory
 from runtime.config import read_assignments
 from runtime.config_json import config_from_hf
@@ -37,19 +37,19 @@ def test_less_memory_means_fewer_rows(monkeypatch):
 
 
 def test_the_run_writes_down_what_it_chose_and_resumes_with_it(settings_file, tmp_path):
-    arguments = [settings_file, '--eval=None', '--device=cpu', '--pictures=False', '--max_steps=2',
-                 '--micro_rows=None', f'--out_dir={tmp_path}']
-    code, printed, error = run_train(*arguments)
-    assert code == 0, error
-    chosen = int(re.search(r'rows of \d+ tokens per forward pass: (\d+)', printed)[1])
+    command = [1, 'train.py', settings_file, '--eval=None', '--device=cpu', '--pictures=False',
+               '--max_steps=2', '--micro_rows=None', f'--out_dir={tmp_path}']
+    done = run_scripts(*command)
+    assert done.returncode == 0, done.stderr
+    chosen = int(re.search(r'rows of \d+ tokens per forward pass: (\d+)', done.stdout)[1])
     path = tmp_path / 'train_config.py'
     assert read_assignments(path)['micro_rows'][0] == chosen > 1
     (tmp_path / 'config.json').unlink()         # as if it had been killed
     path.write_text(path.read_text().replace(f'micro_rows = {chosen}', 'micro_rows = 3'))
-    code, printed, error = run_train(*arguments, '--resume')
-    assert code == 0 and 'per forward pass: 3\n' in printed, error
-    code, _, error = run_train(*arguments, '--resume', '--micro_rows=2')
-    assert code and 'micro_rows = 3, not 2' in error
+    done = run_scripts(*command, '--resume')
+    assert done.returncode == 0 and 'per forward pass: 3\n' in done.stdout, done.stderr
+    done = run_scripts(*command, '--resume', '--micro_rows=2')
+    assert done.returncode and 'micro_rows = 3, not 2' in done.stderr
 
 
 def test_too_little_memory_in_the_first_step_halves_the_rows(tmp_path, capsys, monkeypatch):

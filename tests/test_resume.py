@@ -1,6 +1,5 @@
 """resume.py: kills, signals, full disks, damaged files, and what a run may delete"""
 
-import contextlib
 import json
 import os
 import random
@@ -16,12 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import model as models
 import train
-from common import (await_steps, edit_config, llama_config, rewrite, run_train,
-                    same_weights, steps_done)
+from common import (await_steps, edit_config, llama_config, refused, rewrite, run_scripts,
+                    same_weights, start_script, steps_done, tree)
 from runtime import adapter, checkpoint, log, optim, ownership, resume, trained
 from runtime.errors import ConfigError, TrainingError
 
@@ -30,21 +28,6 @@ from runtime.errors import ConfigError, TrainingError
 def tuned(small_world, tmp_path):
     """A copy of the demo's tuned run, in tmp_path/out."""
     return shutil.copytree(small_world[0] / 'tuned', tmp_path / 'out')
-
-
-def tree(folder):
-    """{relative path: content} of all files below `folder`, but the lock."""
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob('*'))
-            if p.is_file() and p.name != '.lock'}
-
-
-@contextlib.contextmanager
-def refused(folder, message, error=ConfigError):
-    """Assert that what is done here raises the error, and changes no file below `folder`."""
-    before = tree(folder)
-    with pytest.raises(error, match=message):
-        yield
-    assert tree(folder) == before
 
 
 @pytest.fixture
@@ -71,16 +54,16 @@ def test_kills_and_a_signal_change_no_bit_of_the_final_files(settings_file, tmp_
                  '--master_weights=compact', '--val_every=1000', '--checkpoint_epochs=False',
                  '--base_smoothing=0.5', '--device=cpu']
     out, whole = tmp_path / 'run', tmp_path / 'whole'
-    code, _, error = run_train(*arguments, f'--out_dir={whole}', '--pictures=False')
-    assert code == 0, error
+    done = run_scripts(1, 'train.py', *arguments, f'--out_dir={whole}', '--pictures=False')
+    assert done.returncode == 0, done.stderr
     arguments.append(f'--out_dir={out}')
     for steps, wait in ((0, 0.3), (8, random.uniform(0, 0.2))):     # early, and around a checkpoint
-        process = run_train(*arguments, '--save_every=7', wait=False)
+        process = start_script('train.py', *arguments, '--save_every=7')
         await_steps(process, out, steps)
         time.sleep(wait)
         process.kill()
         process.communicate()
-    process = run_train(*arguments, '--save_every=None', wait=False)
+    process = start_script('train.py', *arguments, '--save_every=None')
     await_steps(process, out, steps_done(out) + 3)
     process.send_signal(signal.SIGINT)
     printed, errors = process.communicate()
@@ -88,8 +71,8 @@ def test_kills_and_a_signal_change_no_bit_of_the_final_files(settings_file, tmp_
     [step] = resume.checkpoints(out)
     assert f'after step {step}; the same command continues' in printed
     assert step == steps_done(out)
-    code, printed, error = run_train(*arguments, '--save_every=7')
-    assert code == 0 and f'resuming after step {step}' in printed, error
+    done = run_scripts(1, 'train.py', *arguments, '--save_every=7')
+    assert done.returncode == 0 and f'resuming after step {step}' in done.stdout, done.stderr
     assert same_weights(out, whole)
     records = [[{k: v for k, v in json.loads(line).items() if k != 'tokens_per_s'}
                 for line in (folder / 'log.jsonl').open()] for folder in (out, whole)]
@@ -279,17 +262,14 @@ def test_resume_refuses_other_settings_other_data_and_another_model(
         path.write_bytes(before)
 
 
-def swap_tensors(folder):
-    path = folder / 'state-00001.safetensors'
-    tensors = load_file(path)
-    a, b = (f'model.layers.{i}.mlp.up_proj.weight.weight' for i in range(2))
-    tensors[a], tensors[b] = tensors[b], tensors[a]
-    save_file(tensors, path)
+STATE, UP = 'state-00001.safetensors', 'model.layers.{}.mlp.up_proj.weight.weight'
 
 
 @pytest.mark.parametrize('damage, message', [
-    (swap_tensors, 'safetensors is damaged .*checksum in state.json'),
-    (lambda f: (f / 'state-00001.safetensors').unlink(), 'safetensors is damaged .*No such file'),
+    (lambda f: rewrite(f, lambda t: t.update(       # two tensors that are swapped
+        {UP.format(i): t[UP.format(1 - i)] for i in range(2)}), STATE),
+     'safetensors is damaged .*checksum in state.json'),
+    (lambda f: (f / STATE).unlink(), 'safetensors is damaged .*No such file'),
     (lambda f: (f / 'state.json').write_text(
         (f / 'state.json').read_text().replace('"step": 2', '"step": 3')),
      'state.json is damaged .*checksum'),

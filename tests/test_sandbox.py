@@ -35,10 +35,12 @@ def namespaces():
         pytest.skip(str(error))
 
 
-@pytest.fixture
-def allowed(request):
-    """A function that skips the test if this machine does not allow an isolation."""
-    return lambda isolation: isolation == 'limits' or request.getfixturevalue('namespaces')
+@pytest.fixture(params=ISOLATIONS)
+def isolation(request):
+    """Each isolation, if this machine allows it."""
+    if request.param == 'namespaces':
+        request.getfixturevalue('namespaces')
+    return request.param
 
 
 # ---- Programs that harm, {name: (source, what the reason says)} ----------------------------------
@@ -118,9 +120,8 @@ LONG = {'hangs in C', 'closes its pipes and sleeps', 'ignores signals'}
     pytest.param(isolation, name, marks=[pytest.mark.slow] * (isolation == 'limits'
                                                               or name in LONG))
     for isolation in ISOLATIONS for name in HOSTILE
-    if isolation == 'namespaces' or name not in ONLY_IN_NAMESPACES])
-def test_a_hostile_program_does_not_pass(isolation, name, allowed):
-    allowed(isolation)
+    if isolation == 'namespaces' or name not in ONLY_IN_NAMESPACES], indirect=['isolation'])
+def test_a_hostile_program_does_not_pass(isolation, name):
     source, reason = HOSTILE[name]
     # beside other processes, a second may end before the memory
     outcome = run_program(source, TESTS, seconds=10 if 'memory' in name else 1, isolation=isolation,
@@ -186,9 +187,7 @@ DENIED = [
     ('sched_setaffinity', 0, 8, 'pointer')]
 
 
-@pytest.mark.parametrize('isolation', ISOLATIONS)
-def test_calls_that_reach_other_processes_are_denied_by_argument(isolation, allowed):
-    allowed(isolation)
+def test_calls_that_reach_other_processes_are_denied_by_argument(isolation):
     calls = ', '.join(f'({SYSCALLS[name][os.uname().machine == "aarch64"]}, '
                       f'{", ".join(map(str, arguments))})' for name, *arguments in DENIED)
     source = ('import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\nme = os.getppid()\n'
@@ -234,9 +233,7 @@ def running(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('isolation', ISOLATIONS)
-def test_nothing_outlives_a_killed_evaluation(isolation, allowed):
-    allowed(isolation)
+def test_nothing_outlives_a_killed_evaluation(isolation):
     code = (f'from runtime.sandbox import run_program\n'
             f'run_program("import time; time.sleep(1000)", "pass", isolation={isolation!r})')
     host = subprocess.Popen([sys.executable, '-c', code], cwd=HERE)
@@ -254,9 +251,7 @@ def test_nothing_outlives_a_killed_evaluation(isolation, allowed):
 
 # ---- Programs that are right ---------------------------------------------------------------------
 
-@pytest.mark.parametrize('isolation', ISOLATIONS)
-def test_a_right_program_passes(isolation, allowed):
-    allowed(isolation)
+def test_a_right_program_passes(isolation):
     source = '''
 import collections, fcntl, hashlib, itertools, math, os, random, re, sqlite3, struct, tempfile
 import termios

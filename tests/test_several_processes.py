@@ -217,18 +217,28 @@ def test_all_processes_of_a_run_make_its_reports(folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_named_and_loses_no_sample(folder, tmp_path):
-    run(evaluation(folder, tmp_path / 'whole'))
-    killed = tmp_path / 'killed'
-    killed_by_torchrun(dying(tmp_path, 'evaluate', 20), *evaluation(folder, killed)[1:])
-    scored = {line for part in (0, 1) for line in
-              (killed / f'samples.jsonl.{part}').read_text().split('\n')[:-1]}
-    assert len(scored) >= 20 and not (killed / 'results.json').exists()
-    printed = run(evaluation(folder, killed), 3)
-    assert f'{sum("clm" not in line for line in scored)} scored earlier' in printed
-    assert outcome(killed) == outcome(tmp_path / 'whole')
-    lines = (killed / 'samples.jsonl').read_text().splitlines()
+@pytest.mark.parametrize('script, name, n', [
+    ('evaluate', 'samples.jsonl', 20), ('generate', 'answers.jsonl', 2)])
+def test_a_killed_process_is_named_and_loses_no_line(folder, tmp_path, script, name, n):
+    def command(out):
+        return evaluation(folder, out) if script == 'evaluate' else [
+            'generate.py', f'--model={folder / "model"}', '--raw', '--device=cpu', '--n=2',
+            f'--prompts={folder / "prompts.jsonl"}', f'--out={out / name}',
+            '--max_tokens=8', '--deterministic', '--confidence']
+    whole, killed = tmp_path / 'whole', tmp_path / 'killed'
+    run(command(whole))
+    killed_by_torchrun(dying(tmp_path, script, n), *command(killed)[1:])
+    scored = {line for part in killed.glob(f'{name}.*')
+              for line in part.read_text().split('\n')[:-1]}
+    assert len(scored) >= n and not (killed / 'results.json').exists()
+    printed = run(command(killed), 3)
+    lines = (killed / name).read_text().splitlines()
     assert scored == {*lines[:len(scored)]}     # as they were, and first
+    assert sorted(lines) == sorted((whole / name).read_text().splitlines())
+    assert not [*killed.glob(f'{name}.*')]
+    if script == 'evaluate':
+        assert f'{sum("clm" not in line for line in scored)} scored earlier' in printed
+        assert outcome(killed) == outcome(whole)
 
 
 @pytest.mark.slow
@@ -242,24 +252,3 @@ def test_an_error_in_one_process_names_it_and_ends_all(folder, tmp_path):
     assert 'error in process 1 of 2: q: ' in errors
     assert 'q.jsonl:1: even without shots the prompt has' in errors
     assert 'Traceback (most recent call last):\n  File "' + str(HERE) not in errors
-
-
-@pytest.mark.slow
-def test_several_processes_generate_as_one(folder, tmp_path):
-    def command(name):
-        return ['generate.py', f'--model={folder / "model"}', '--raw', '--device=cpu', '--n=2',
-                f'--prompts={folder / "prompts.jsonl"}', f'--out={tmp_path / name}',
-                '--max_tokens=8', '--deterministic', '--confidence']
-
-    def rows(name):
-        lines = (tmp_path / name).read_text().splitlines()
-        assert len(set(lines)) == len(lines) == 12
-        return sorted(lines)
-
-    run(command('1.jsonl'))
-    (tmp_path / 'killed').mkdir()
-    killed_by_torchrun(dying(tmp_path, 'generate', 2), *command('killed/x.jsonl')[1:])
-    assert (tmp_path / 'killed/x.jsonl.1').read_text().count('\n') == 2
-    run(command('killed/x.jsonl'), 3)
-    assert rows('killed/x.jsonl') == rows('1.jsonl')
-    assert not [*(tmp_path / 'killed').glob('x.jsonl.*')]

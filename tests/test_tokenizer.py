@@ -6,7 +6,6 @@ import itertools
 import json
 import random
 import re
-import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -16,9 +15,7 @@ from common import (CORPUS, HERE, SHARED, needs_files, sentencepiece_folder, t5_
                     tiktoken_folder)
 from data import byte_pairs, chat, export
 from data.instruct import to_messages
-from data.questions import Question
 from data.tokenizer import load_model_tokenizer, load_tokenizer
-from data.trees import tokenize_questions
 from runtime.errors import CheckpointError, ConfigError, DataError
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -98,11 +95,6 @@ def rewrite_json(path, change):
     path.write_text(json.dumps(content))
 
 
-def wiki_lines():
-    with gzip.open(SHARED / 'datasets' / 'wikitext2' / 'wiki.test.txt.gz', 'rt') as file:
-        return file.readlines()[::16]
-
-
 def same_ids(folder, texts, theirs=None):
     """Assert that ours has the ids of AutoTokenizer, in which names of special tokens are text."""
     ours = load_tokenizer(folder)
@@ -167,21 +159,6 @@ def test_a_tokenizer_json_of_sentencepiece_pieces(spaces, tmp_path):
     assert (inst in ours.fresh_after) == (spaces == 'Prepend')
     assert [inst, *ours.encode('fox', start=inst in ours.fresh_after)] == theirs(
         '[INST]fox', add_special_tokens=False)['input_ids']
-
-
-REAL = {'llama3': '<|end_of_text|>', 'qwen3': '<|endoftext|>', 'neox': '<|endoftext|>',
-        'olmo2': '<|endoftext|>'}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('name', REAL)
-def test_a_real_tokenizer_json_has_the_ids_of_transformers(name, tmp_path):
-    needs_files(f'tokenizers/{name}_tokenizer.json.gz', 'datasets/wikitext2/wiki.test.txt.gz')
-    (tmp_path / 'tokenizer.json').write_bytes(gzip.decompress(
-        (SHARED / 'tokenizers' / f'{name}_tokenizer.json.gz').read_bytes()))
-    (tmp_path / 'tokenizer_config.json').write_text(json.dumps(
-        {'eos_token': REAL[name], 'tokenizer_class': 'PreTrainedTokenizerFast'}))
-    same_ids(tmp_path, strings(500) + wiki_lines())
 
 
 def test_vocab_and_merges_are_read_as_by_transformers(tmp_path):
@@ -277,8 +254,6 @@ def test_tekken_has_the_ids_of_its_pieces_here_and_in_transformers(tmp_path):
             assert ids == [ranks[i] for i in reference.encode(text).ids], text
     assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
     assert tokenizer.encode('zqxj') == [tokenizer.n_vocab - 1] == [999 + len(pieces)]
-    assert theirs.apply_chat_template(MESSAGES)['input_ids'] == chat.encode_conversation(
-        MESSAGES, tokenizer, 'tekken')[0]
     (tmp_path / 'tokenizer.json').unlink()
     for wrong, message in (({'special_tokens': names}, 'not a tekken.json: TypeError'),
                            ({'vocab': vocab[5:]}, 'are not [0-9]+ in a row from 0')):
@@ -330,9 +305,9 @@ def test_bos_and_eos_of_a_tokenizer_json(tmp_path):
     assert not {0, 1} & {*tokenizer.encode('<|begin|> and <|end|>')}
 
 
+TEMPLATES = HERE / 'tests' / 'chat_templates'
 # what the models' own files say, in short
-OFFICIAL = {path.stem: path.read_text()
-            for path in sorted((HERE / 'tests' / 'chat_templates').glob('*.jinja'))}
+OFFICIAL = {path.stem: path.read_text() for path in sorted(TEMPLATES.glob('*.jinja'))}
 
 
 def official_folder(folder, template):
@@ -375,19 +350,6 @@ def test_templates_are_those_of_the_models(template, tmp_path):
         MESSAGES[1:3], chat_template=of_reward)['input_ids']
     answer = tokenizer.decode([i for i, supervised in zip(ids, mask, strict=True) if supervised])
     assert re.fullmatch(r'It is blue\.(<\|?\w+\|>|</s>)', answer)
-    # questions in the template have the tokens of training
-    question = Question('1', 'The sky is?\nAnswer:', [' blue', ' a lazy dog', '\nb'], 1, 's',
-                        header='Questions.\n\n')
-    ((_, tree),) = tokenize_questions([question], {}, tokenizer, add_bos=add_bos, max_length=500,
-                                      chat=template)
-    for n, option in enumerate(question.options):
-        ids, mask = chat.encode_conversation(
-            [{'role': 'user', 'content': question.header + question.context},
-             {'role': 'assistant', 'content': option.strip()}], tokenizer, template, add_bos)
-        whole = tree.sequences[n]
-        assert whole == ids[:len(whole)] and mask[:len(whole)] == (
-            [0] * tree.starts[n] + [1] * tree.n_tokens[n])
-        assert ids[len(whole)] in tokenizer.control_ids.values()
 
 
 MESSAGES = [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 'The sky?'},
@@ -395,34 +357,16 @@ MESSAGES = [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'conten
             {'role': 'assistant', 'content': '\njumps'}]
 
 
-RENDERED = {
-    'tulu': ('llama3', '<|begin_of_text|><|system|>\nBe brief.\n<|user|>\nThe sky?\n<|assistant|>\n'
-             '{It is blue.<|end_of_text|>\n}<|user|>\nfox <|\n<|assistant|>\n'
-             '{\njumps<|end_of_text|>}'),
-    'llama3': ('llama3', '<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.'
-               '<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nThe sky?<|eot_id|>'
-               '<|start_header_id|>assistant<|end_header_id|>\n\n{It is blue.<|eot_id|>}'
-               '<|start_header_id|>user<|end_header_id|>\n\nfox <|<|eot_id|>'
-               '<|start_header_id|>assistant<|end_header_id|>\n\n{jumps<|eot_id|>}'),
-    'gemma': ('gemma', '<s><start_of_turn>user\nBe brief.\n\nThe sky?<end_of_turn>\n'
-              '<start_of_turn>model\n{It is blue.<end_of_turn>}\n<start_of_turn>user\nfox <|'
-              '<end_of_turn>\n<start_of_turn>model\n{jumps<end_of_turn>}\n'),
-    'mistral': ('mistral', '<s>[INST] Be brief.\n\nThe sky?[/INST]{ It is blue.</s>}[INST] fox <|'
-                '[/INST]{ \njumps</s>}'),
-    'mistral as text': ('llama2', '<s>[INST] Be brief.\n\nThe sky? [/INST]{ It is blue.</s>} '
-                        '[INST] fox <| [/INST]{ \njumps</s>}'),
-    'alpaca': (     # Stanford's prompt with an input
-        'llama2', '<s>Below is an instruction that describes a task, paired with an input that '
-        'provides further context. Write a response that appropriately completes the request.\n\n'
-        '### Instruction:\nAdd <|.\n\n### Input:\n1\n\n2\n\n### Response:{3 foxes\n</s>}'),
-}
+# the tokenizer of a template; its MESSAGES with the supervised tokens in {braces} are in a file
+RENDERED = {'tulu': 'llama3', 'llama3': 'llama3', 'gemma': 'gemma', 'mistral': 'mistral',
+            'mistral_as_text': 'llama2', 'alpaca': 'llama2'}
 ALPACA = {'instruction': 'Add <|.', 'input': '1\n\n2', 'output': '3 foxes\n'}
 
 
 @pytest.mark.parametrize('template', RENDERED)
 def test_templates_render_with_the_right_loss_mask(tokenizers, template):
-    kind, expected = RENDERED[template]
-    tokenizer, template = tokenizers[kind], template.split()[0]
+    expected = (TEMPLATES / f'{template}.txt').read_text().removesuffix('\n')
+    tokenizer, template = tokenizers[RENDERED[template]], template.split('_')[0]
     messages = to_messages(ALPACA) if template == 'alpaca' else MESSAGES
     ids, loss_mask = chat.encode_conversation(messages, tokenizer, template)
     shown = ''
@@ -503,19 +447,30 @@ def assert_rendered(messages, theirs, ours, template, add_bos):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('file', ['llama2_tokenizer.model', 'llama3_tokenizer.model',
-                                  'mistral_mistral_instruct_tokenizer_240323.model.v3'])
-def test_transformers_reads_real_tokenizers(file, tmp_path):
+@pytest.mark.parametrize('file, eos', [
+    ('llama2_tokenizer.model', ''), ('llama3_tokenizer.model', ''),
+    ('mistral_mistral_instruct_tokenizer_240323.model.v3', ''),
+    ('llama3_tokenizer.json.gz', '<|end_of_text|>'),
+    *((f'{name}_tokenizer.json.gz', '<|endoftext|>') for name in ('qwen3', 'neox', 'olmo2'))])
+def test_real_tokenizers_have_the_ids_of_transformers(file, eos, tmp_path):
     needs_files(f'tokenizers/{file}', 'datasets/wikitext2/wiki.test.txt.gz')
-    shutil.copyfile(SHARED / 'tokenizers' / file, tmp_path / 'tokenizer.model')
+    content = (SHARED / 'tokenizers' / file).read_bytes()
+    with gzip.open(SHARED / 'datasets' / 'wikitext2' / 'wiki.test.txt.gz', 'rt') as lines:
+        texts = strings(500) + lines.readlines()[::16]
+    if eos:
+        (tmp_path / 'tokenizer.json').write_bytes(gzip.decompress(content))
+        (tmp_path / 'tokenizer_config.json').write_text(json.dumps(
+            {'eos_token': eos, 'tokenizer_class': 'PreTrainedTokenizerFast'}))
+        same_ids(tmp_path, texts)
+        return
+    (tmp_path / 'tokenizer.model').write_bytes(content)
     (tmp_path / 'config.json').write_text('{"model_type": "llama"}')
     template = 'llama3' if 'llama3' in file else 'mistral'
     theirs, ours = in_transformers(tmp_path, template)
     for messages in CHATS:
         assert theirs.apply_chat_template(messages)['input_ids'] == chat.encode_conversation(
             messages, ours, template)[0], messages
-    texts = [text for text in [*strings(500), *wiki_lines()]
-             if not any(name in text for name in ours.control_ids)]
+    texts = [text for text in texts if not any(name in text for name in ours.control_ids)]
     for text, ids in zip(texts, theirs(texts)['input_ids'], strict=True):
         assert ids == [ours.bos_id, *ours.encode(text)], text
     (tmp_path / 'tokenizer.model').unlink()     # the saved tokenizer.json alone

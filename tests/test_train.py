@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import (DEVICES, apart, by_transformers, documents, expect_step, head_of_32, logits_of,
-                    lora_model, reference_model, rewrite, run_scripts, run_train, torchrun,
+                    lora_model, reference_model, rewrite, run_scripts, torchrun,
                     write_rows)
 
 import evaluate
@@ -393,8 +393,9 @@ def test_compiled_steps_follow_float32_and_compile_once(name, master, device, tm
 def test_bad_input_gives_one_line(small_world, settings_file, tmp_path):
     folder, out = small_world[0], tmp_path / 'out'
     settings, model = [settings_file, f'--out_dir={out}'], f'--model={folder / "base"}'
-    code, _, last = run_train(*settings, '--smothing=0.1')
-    assert code == 1 and last.startswith('error: ') and "did you mean 'smoothing'" in last
+    done = run_scripts(1, 'train.py', *settings, '--smothing=0.1')
+    assert done.returncode == 1 and done.stderr.startswith('error: ')
+    assert "did you mean 'smoothing'" in done.stderr and done.stderr.count('\n') == 1
     for main, options, message in (
             (train.main, [], 'no config file given: python train.py configs/'),
             *((train.main, [*settings, option], message) for option, message in (
