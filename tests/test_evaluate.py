@@ -536,7 +536,7 @@ def test_scoring_resumes_where_it_stopped_also_that_of_derived_tasks(foxes, tmp_
 
 @pytest.mark.slow
 def test_orders_of_the_options_are_those_of_permuted_files(foxes, tmp_path, capsys):
-    folder, out, rng = tmp_path / 'quiz', foxes.out, random.Random(1)
+    folder, rng = tmp_path / 'quiz', random.Random(1)
     rows = [{'question': ' '.join(rng.sample(WORDS, 5)) + '?', 'answer': i % 3, 'id': f'q{i}',
              'subject': ('anatomy', 'sociology')[i % 2],
              'choices': rng.sample(WORDS, 3 + i // 2 % 2)} for i in range(12)]
@@ -545,11 +545,11 @@ def test_orders_of_the_options_are_those_of_permuted_files(foxes, tmp_path, caps
     arguments = [f'--tasks={folder}', '--shots=2', '--norm=sum']
     result = foxes.score(*arguments, '--permute=4')['quiz.permuted']
     printed = capsys.readouterr().out
-    asked = [s for s in read_samples(out / 'samples.jsonl') if s['task'] == 'quiz.permuted']
-    single, chosen, options = [], [], []
+    asked = {s['id']: s for s in read_samples(foxes.out / 'samples.jsonl')
+             if s['task'] == 'quiz.permuted'}
+    letters, chosen = np.zeros((2, 4, 12), int)     # in each order, by each question
     for shift in range(4):
-        orders = [[(i + shift) % len(row['choices']) for i in range(len(row['choices']))]
-                  for row in rows]
+        orders = [np.roll(range(len(row['choices'])), -shift).tolist() for row in rows]
         write_rows(folder / 'test.jsonl', [
             row | {'choices': [row['choices'][i] for i in order],
                    'answer': order.index(row['answer'])} for row, order in zip(rows, orders)])
@@ -558,26 +558,24 @@ def test_orders_of_the_options_are_those_of_permuted_files(foxes, tmp_path, caps
             assert result['orders'][f'{shift + 1}'][key] == pytest.approx(
                 alone['pooled'][key], abs=1e-5)
         samples_alone = read_samples(tmp_path / f'{shift}' / 'samples.jsonl')
-        single.append({s['id']: (order, s['log_probs']) for s, order in zip(samples_alone, orders)})
-        top = [int(np.argmax(s['log_probs'])) for s in samples_alone]
-        chosen += top
-        options.append([order[k] for order, k in zip(orders, top)])
-    for sample in asked:
+        for i, (sample, order) in enumerate(zip(samples_alone, orders, strict=True)):
+            letters[shift, i] = top = np.argmax(sample['log_probs'])
+            chosen[shift, i] = order[top]
+            if shift < len(order):      # the fourth order of three options is the first one
+                one = asked[sample['id']]['orders'][shift]
+                assert one['order'] == order
+                assert one['log_probs'] == pytest.approx(sample['log_probs'], abs=1e-4)
+    for sample in asked.values():
         n = len(sample['options'])
         assert len(sample['orders']) == n and sample['shots'] == 2
-        probs = np.zeros((n, n))
-        for k, order in enumerate(sample['orders']):
-            expected, log_probs = single[k][sample['id']]
-            assert order['order'] == expected
-            assert order['log_probs'] == pytest.approx(log_probs, abs=1e-4)
-            probs[k, expected] = metrics.softmax(np.array(log_probs))
-        mass = np.exp(sample['log_probs']).sum()
-        assert np.exp(sample['log_probs']) / mass == pytest.approx(probs.mean(0), abs=1e-5)
-        assert mass == pytest.approx(np.mean(
-            [np.exp(order['log_probs']).sum() for order in sample['orders']]))
+        probs, mass = np.zeros(n), 0
+        for order in sample['orders']:
+            probs[order['order']] += metrics.softmax(np.array(order['log_probs'])) / n
+            mass += np.exp(order['log_probs']).sum() / n
+        assert np.exp(sample['log_probs']) == pytest.approx(probs * mass)
     assert {k: v['chosen'] for k, v in result['letters'].items()} == pytest.approx(
-        {letter: chosen.count(i) / 48 for i, letter in enumerate('ABCD')})
-    assert result['same_option'] == np.mean([len({*tops}) == 1 for tops in zip(*options)])
+        {letter: np.mean(letters == i) for i, letter in enumerate('ABCD')})
+    assert result['same_option'] == np.mean((chosen == chosen[0]).all(0))
     assert 'letters chosen (correct): A ' in printed
 
 

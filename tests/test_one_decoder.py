@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
-from common import DEVICES, HERE, documents, head_of_32, logits_of, reference_model
+from common import DEVICES, HERE, documents, head_of_32, plain_log_probs, reference_model
 from safetensors.torch import load_model, save_model
 
 import attention
@@ -99,24 +99,16 @@ def measured(model, device):
             'sampling': np.array(drawn.log_probs)}, drawn.tokens
 
 
-def plain(model, device, drawn):
+def plain(model, drawn):
     """Return the numbers of `measured` from the logits of one text at a time, by plain torch."""
     model.decoder.attention = 'explicit'
 
-    def log_probs(ids):
-        return logits_of(model, torch.tensor([ids], device=device))[0].log_softmax(
-            -1).detach().cpu()
-
-    losses = [F.nll_loss(log_probs(ids.tolist())[:-1], torch.from_numpy(ids[1:]), reduction='none')
-              [torch.from_numpy(loss_mask[1:] == 1)] for ids, loss_mask in TEXTS]
-    scores = []
-    for tree in TREES[:1]:
-        for ids in tree.sequences:
-            log_p = log_probs(ids)
-            scores.append(sum(log_p[i - 1, ids[i]].item() for i in range(START, len(ids))))
-    ids, n = PROMPT + drawn, len(PROMPT)
-    return {'training': [torch.cat(losses).mean().item()], 'evaluation': np.array(scores),
-            'sampling': log_probs(ids)[range(n - 1, len(ids) - 1), drawn].numpy()}
+    def log_probs(ids, start):
+        return plain_log_probs(model, ids[:start], ids[start:])[0].detach().cpu().numpy()
+    return {'training': -np.mean(np.concatenate([
+                log_probs(ids, 1)[loss_mask[1:] == 1] for ids, loss_mask in TEXTS])),
+            'evaluation': [log_probs(ids, START).sum() for ids in TREES[0].sequences],
+            'sampling': log_probs(PROMPT + drawn, len(PROMPT))}
 
 
 @pytest.mark.parametrize('device', DEVICES)
@@ -143,8 +135,8 @@ def test_an_edit_moves_training_evaluation_and_sampling_alike(what, name, device
         notes = capsys.readouterr().out.count('so the kernel is not used')
         assert (notes > 0) == (what in ('sees', 'mask'))
         calls_of_kernels.clear()
-        edited = plain(model, device, drawn)
-    unedited = plain(model, device, drawn)
+        edited = plain(model, drawn)
+    unedited = plain(model, drawn)
     assert not calls_of_kernels     # which have no gradients
     for use, values in ours.items():
         error, change = (np.abs(np.subtract(values, x[use])).max() for x in (edited, unedited))
