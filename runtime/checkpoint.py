@@ -121,10 +121,8 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
         raise CheckpointError(f'{folder} is {"no" if reward else "a"} reward model; '
                               f'{"a score head" if reward else "an output matrix"} is needed')
     dtype = dtype or getattr(torch, config.dtype)
-    tensors = check_weights(folder, config)
-    model = build(config)
+    model, tensors, changes = check_weights(folder, config)
     ours = names_on_disk(model)
-    changes = adapter.changes(Path(folder, adapter.LINK), config, shapes_on_disk(model))
     model.to(dtype)
     share(model) if share else adjoin(model, device=device)
     # as model.to_empty, but what `share` has added keeps its values; empty_like of a plain meta
@@ -141,8 +139,9 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
     return model
 
 
-def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Tensor]:
-    """Return {name on disk in a model of text alone: tensor} of a folder, mapped.
+def check_weights(folder: str | Path, config: ModelConfig):
+    """Return a model on the meta device and, by the names on disk of its parameters, their tensors,
+    mapped, and the LowRank changes of an adapter.
 
     Raises CheckpointError naming the damaged file, or the tensor that is missing, unknown,
     misshaped or quantized. Only an adapter, and an output matrix beside tied embeddings, are read;
@@ -162,8 +161,9 @@ def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Tensor]:
             raise CheckpointError(f'{path}: tensor {name} differs from {other}, but '
                                   f'tie_word_embeddings = true; set that to false in config.json, '
                                   f'or remove {name}')
-    shapes = shapes_on_disk(build(config))
-    adapter.changes(Path(folder, adapter.LINK), config, shapes)
+    model = build(config)
+    shapes = shapes_on_disk(model)
+    changes = adapter.changes(Path(folder, adapter.LINK), config, shapes)
     stored = {text: (path, key, tensor) for text, (path, key, tensor) in stored.items()
               if text in shapes or not BUFFERS.fullmatch(key)}
     for problem, keys in (('is missing', shapes.keys() - stored.keys()),
@@ -178,7 +178,7 @@ def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Tensor]:
         if tensor.dtype not in FLOAT_TYPES:
             raise CheckpointError(f'{path}: tensor {key} is {tensor.dtype}; quantized weights are '
                                   f'not supported')
-    return {text: tensor for text, (_, _, tensor) in stored.items()}
+    return model, {text: tensor for text, (_, _, tensor) in stored.items()}, changes
 
 
 def nonfinite_tensor(folder: str | Path) -> str | None:
@@ -211,8 +211,10 @@ def fingerprint(folder: str | Path) -> str:
     folder = Path(folder)
     content = [read_json_object(folder / 'config.json'),
                *sorted(map(file_digest, weight_files(folder)))]
-    if (folder / adapter.LINK).exists():
-        content.append(adapter.fingerprint(folder / adapter.LINK))
+    link = folder / adapter.LINK
+    if link.exists():
+        files = link / adapter.CONFIG, adapter.weights_file(link)
+        content.append(json_digest([*map(file_digest, files)], size=8))
     return json_digest(content, size=8)
 
 
