@@ -10,12 +10,14 @@ instead, and resume.py says when a checkpoint is complete.
 
 --overwrite calls `set_aside`, which moves the old files to .replaced-<kind>-<n>/ in their folder,
 and at the end `remove_aside`. If the command ends before, the end of its lock or the next lock puts
-them back, unless there is something to resume from.
+them back, unless there is something to resume from. The list in that folder names what is moved, so
+a file that was not moved yet, or is back, is told from a new one.
 """
 
 import contextlib
 import fcntl
 import glob
+import itertools
 import json
 import os
 import re
@@ -208,19 +210,16 @@ def set_aside(folder, kind, patterns, progress):
         if os.path.realpath(folder / name) in _inputs:
             raise ConfigError(f'{folder / name} is read by this command, and --overwrite would '
                               f'remove it; write to another folder, or read a copy from elsewhere')
-    if not existing:
-        return _forget(folder, names)
-    prefix = f'{ASIDE}{kind}-'
-    numbers = [int(path.name.removeprefix(prefix)[:3])
-               for path in folder.glob(glob.escape(prefix) + '[0-9]' * 3 + '*')]
-    aside = folder / f'{prefix}{max(numbers, default=0) + 1:03}'
-    moving = Path(f'{aside}.moving')
-    moving.mkdir()
-    write_text(moving / LIST, json.dumps({'files': written_files(folder), 'patterns': patterns,
-                                          'progress': progress}, indent=0) + '\n')
-    _move(existing, folder, moving)
+    if existing:
+        numbered = (f'{ASIDE}{kind}-{n:03}' for n in itertools.count(1))
+        aside = folder / next(name for name in numbered
+                              if not [*folder.glob(glob.escape(name) + '*')])
+        aside.mkdir()
+        write_text(aside / LIST, json.dumps({
+            'files': written_files(folder), 'moved': existing, 'patterns': patterns,
+            'progress': progress}, indent=0) + '\n')
+        _move(existing, folder, aside)
     _forget(folder, names)
-    os.rename(moving, aside)
 
 
 def _move(names, source, target):
@@ -251,32 +250,32 @@ def _settle(folder):
         remove_leftovers(aside)
         if aside.suffix == '.done':
             discard(aside, '*')
-            _remove_if_empty([aside, *aside.rglob('*')])
-            continue
-        if aside.suffix != '.moving':
+        elif (aside / LIST).exists():
             with read_json(aside / LIST, f'move its files to {folder}') as content:
-                patterns, progress = content['patterns'], content['progress']
+                moved, patterns, progress = (
+                    content[key] for key in ('moved', 'patterns', 'progress'))
+            new = [name for name in _matching(folder, patterns)
+                   if name not in moved or os.path.lexists(aside / name)]
             if any((folder / name).is_file() and (folder / name).stat().st_size
-                   for name in _matching(folder, progress)):
+                   for name in {*new} & {*_matching(folder, progress)}):
                 print(f'note: {aside} keeps what --overwrite replaces until that is complete')
                 continue
-            discard(folder, *patterns)
-            aside = aside.rename(f'{aside}.moving')
-        _put_back(folder, aside)
+            discard(folder, *map(glob.escape, new))
+            _put_back(folder, aside)
+        _remove_if_empty([aside, *aside.rglob('*')])
 
 
 def _put_back(folder, aside):
     names = sorted((str(path.relative_to(aside)) for path in aside.rglob('*')
                     if path.is_symlink() or not path.is_dir()), key=_order, reverse=True)
-    names = [name for name in names if name != LIST]
+    names.remove(LIST)
     for name in names:
         if os.path.lexists(folder / name):
             raise ConfigError(f'{folder / name} was not written by this program; move it away, and '
                               f'the one in {aside}, which --overwrite has moved, is put back')
     _write_list(folder, [*dict.fromkeys([*written_files(aside), *written_files(folder)])])
     _move(names, aside, folder)
-    (aside / LIST).unlink(missing_ok=True)
-    _remove_if_empty([aside, *aside.rglob('*')])
+    (aside / LIST).unlink()
     print(f'note: {folder}: nothing has replaced the files that --overwrite had moved aside; they '
           f'are back')
 

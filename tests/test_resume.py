@@ -489,7 +489,7 @@ def test_what_is_aside_is_not_replaced_by_a_file_of_the_user(tmp_path):
             (out / 'config.json').write_text('mine')
     assert tree(out)['config.json'] == b'mine'
     (out / 'config.json').unlink()
-    (out / '.replaced-run-001.moving' / 'notes').write_text('mine')
+    (out / '.replaced-run-001' / 'notes').write_text('mine')
     with ownership.lock(out):
         pass
     assert tree(out) == before | {'notes': b'mine'}
