@@ -7,7 +7,7 @@ from torch import nn
 
 from model import CausalLM, Norm, add_lora
 from runtime import checkpoint
-from runtime.device import compile_blocks, pick_dtype
+from runtime.device import pick_dtype
 from runtime.fp8 import use_fp8
 from runtime.optim import AdamW
 from runtime.parallel import rank, shard, world_size
@@ -50,7 +50,11 @@ def prepare(model, cfg, device, reward=False):
     model.decoder.checkpoint = cfg.checkpoint_activations
     # Triton 3.6 cannot compile some float32 blocks; FlexAttention is compiled either way
     if cfg.compile and device.startswith('cuda') and model.head.dtype == torch.bfloat16:
-        compile_blocks(model)
+        # one process may make models of several shapes; beyond the default limit of 8, further
+        # blocks would run uncompiled
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        for layer in model.decoder.layers:      # for static shapes; equal masks share one graph
+            layer.compile(dynamic=False)
     if world_size() > 1:
         shard(model, device)
         torch.manual_seed(cfg.seed + rank())    # the dropout of adapters differs between processes

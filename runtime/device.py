@@ -49,15 +49,6 @@ def to_device(x: torch.Tensor, device: str | torch.device) -> torch.Tensor:
     return x.pin_memory().to(device, non_blocking=True) if cuda else x
 
 
-def compile_blocks(model):
-    """Compile each decoder block in place, for static shapes; equal masks share one graph."""
-    # One process may make models of several shapes. Beyond the default limit of 8, further blocks
-    # would run uncompiled.
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    for layer in model.decoder.layers:
-        layer.compile(dynamic=False)
-
-
 def micro_batches(packed, n_rows, device):
     """Yield (row indices, model inputs on `device`, targets on the CPU) of `n_rows` rows each.
 

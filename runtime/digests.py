@@ -61,8 +61,15 @@ def used_code(files, *roots, without='', more=''):
     """
     known, texts, seen = definitions(files), [more], {without}
     modules = {Path(file).stem for file in files}
-    new = [statement for root in roots for statement in (
-        known.get(root, ()) if isinstance(root, str) else definition_around(root))]
+    new = []
+    for root in roots:
+        if isinstance(root, str):
+            new += known.get(root, ())
+        else:
+            names = root.__qualname__.partition('.<locals>')[0].split('.')
+            around = functools.reduce(getattr, names, sys.modules[root.__module__])
+            source = textwrap.dedent(inspect.getsource(around))
+            new += WithoutDocstrings().visit(ast.parse(source)).body
     while new:
         statement = new.pop()
         texts.append(ast.unparse(statement))
@@ -99,11 +106,3 @@ def definitions(files):
                 if isinstance(node, ast.Name):
                     known.setdefault(node.id, []).append(statement)
     return known
-
-
-def definition_around(root):
-    """Return the statement that defines a function, method or class, or what it is nested in."""
-    names = root.__qualname__.partition('.<locals>')[0].split('.')
-    outer = functools.reduce(getattr, names, sys.modules[root.__module__])
-    source = textwrap.dedent(inspect.getsource(outer))
-    return WithoutDocstrings().visit(ast.parse(source)).body

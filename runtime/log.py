@@ -1,6 +1,7 @@
 """What runs print and record: sizes, one example, the steps, progress."""
 
 import atexit
+import contextlib
 import datetime
 import importlib
 import json
@@ -67,7 +68,7 @@ def show_example(example, tokenizer):
     print('    ' + escape_controls(''.join(pieces)).replace('\n', '\n    '))
 
 
-class StepLog:
+class StepLog(contextlib.AbstractContextManager):
     """Check and record each step's numbers while the device computes the next step.
 
     Every log_every-th step of a `train.Run` is printed; log.jsonl and the tracker get every step.
@@ -83,9 +84,6 @@ class StepLog:
             self.track()
         self.bar = tqdm(total=until, initial=first, desc=Path(cfg.out_dir).name, unit=' steps',
                         mininterval=1, disable=rank() > 0 or None)  # None: only on a terminal
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         self.bar.close()

@@ -189,14 +189,6 @@ def end_with_parent():
     libc('prctl', PDEATHSIG, signal.SIGKILL)
 
 
-def give_up_rights():
-    """Drop every capability for good, and let no other process read this one's memory."""
-    libc('prctl', NO_NEW_PRIVS, 1, 0, 0, 0)
-    libc('capset', struct.pack('<Ii', 0x20080522, 0), bytes(24))
-    libc('prctl', DUMPABLE, 0, 0, 0, 0)
-    end_with_parent()
-
-
 def filter_calls():
     """Deny this process the system calls above, by a program of the kernel's packet filter."""
     column = MACHINES.index(os.uname().machine)
@@ -307,7 +299,11 @@ def main():
     try:
         if request['isolation'] == 'namespaces':
             enter_namespaces(request['folder'], request['visible'], request['disk'])
-        give_up_rights()
+        # drop every capability for good, and let no other process read this one's memory
+        libc('prctl', NO_NEW_PRIVS, 1, 0, 0, 0)
+        libc('capset', struct.pack('<Ii', 0x20080522, 0), bytes(24))
+        libc('prctl', DUMPABLE, 0, 0, 0, 0)
+        end_with_parent()
     except Exception as error:      # also of a C library that lacks a function
         sys.exit(f'cannot isolate: {one_line(error)}')
     limit_resources(AS=request['memory'], CORE=0, MEMLOCK=0, MSGQUEUE=0, SIGPENDING=100)
