@@ -146,6 +146,46 @@ CHANGES = {'use_parallel_residual': (False, 'norm_order', 'before'),
 # the block `nanocal`: logits = softcap * tanh(hidden @ head.T / (temperature * softcap))
 NANOCAL_FIELDS = {'softcap': [CAP, None], 'temperature': [(1e-3, 1e3)], 'long_context': [bool]}
 
+# Rotary positions: transformers 5 has a block `rope_parameters`, transformers 4 a block
+# `rope_scaling` beside rope_theta. docs/models.md explains the schemes; `frequencies` of model.py
+# computes them.
+ROPE_BLOCKS = ('rope_parameters', 'rope_scaling')
+LAYER_TYPES = ('full_attention', 'sliding_attention')
+# {key of a block: its name outside the block, where it may be instead}
+OUTSIDE = {'rope_theta': 'rope_theta', 'partial_rotary_factor': 'partial_rotary_factor'}
+OWN_OUTSIDE = {'gpt_neox': {'rope_theta': 'rotary_emb_base', 'partial_rotary_factor': 'rotary_pct'}}
+# families with a block per layer type, and the name of the base of windowed layers outside it
+BY_LAYER_TYPE = {'gemma3_text': 'rope_local_base_freq', 'olmo3': ''}
+LENGTH = 'original_max_position_embeddings'
+SCALED = {'factor': [FACTOR]}
+YARN = each({'attention_factor': [POSITIVE, None], LENGTH: [COUNT], 'truncate': [bool],
+             # 0 is as if the key were missing
+             'beta_fast beta_slow mscale mscale_all_dim': [(0.0, 1e6), None]})
+SCHEMES = {     # {rope_type: (the keys that it needs, those that it may have)}
+    'default': ({}, {}),
+    'linear': (SCALED, {}),
+    'dynamic': (SCALED, {}),
+    'llama3': (SCALED | each({'low_freq_factor high_freq_factor': [POSITIVE], LENGTH: [COUNT]}),
+               {}),
+    'yarn': (SCALED, YARN),
+    'longrope': (each({'short_factor long_factor': [[POSITIVE]]}),
+                 SCALED | {LENGTH: [COUNT], 'attention_factor': [POSITIVE, None]}),
+}
+# keys that transformers ignores where the scheme has no use for them; any other one is an error
+IGNORED = {'finetuned'}.union(*(part for parts in SCHEMES.values() for part in parts))
+OWN_SCHEMES = {
+    'phi3': {'default': SCHEMES['default'], 'longrope': SCHEMES['longrope'],
+             'su': SCHEMES['longrope']},
+    'ministral3': {'yarn': (SCALED | {'llama_4_scaling_beta': [(0.0, 1e3)]},
+                            YARN | {'max_position_embeddings': [COUNT]})},
+    # in a block per layer type, transformers does not read `truncate`
+    **dict.fromkeys(BY_LAYER_TYPE, SCHEMES | {'yarn': (SCALED, YARN | {'truncate': [True]})}),
+}
+# the block of a family, if it has none
+OWN_BLOCKS = {'ministral3': {
+    'rope_type': 'yarn', 'rope_theta': 1e6, 'factor': 16.0, LENGTH: 16384, 'beta_fast': 32.0,
+    'beta_slow': 1.0, 'mscale_all_dim': 1.0, 'mscale': 1.0, 'llama_4_scaling_beta': 0.1}}
+
 
 def rules_of(kind: str) -> dict:
     """Return {key: its allowed values} of the keys that mean something in a family."""
