@@ -83,14 +83,11 @@ def dump_config(config):
 def read_assignments(path):
     """Return {key: (value, 'file:line')} of a config file, whatever its keys."""
     try:
-        tree = ast.parse(Path(path).read_text(encoding='utf-8-sig'))
+        tree = ast.parse(Path(path).read_bytes())
     except OSError as error:
         raise ConfigError(f'cannot read the config file {path}: {error.strerror}; '
                           f'settings are given as --key=value') from error
-    except UnicodeDecodeError as error:
-        line = 1 + error.object.count(b'\n', 0, error.start)
-        raise ConfigError(f'{path}:{line}: not UTF-8: {error.reason}') from error
-    except (SyntaxError, RecursionError, MemoryError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line, message = getattr(error, 'lineno', None) or 1, getattr(error, 'msg', error)
         raise ConfigError(f'{path}:{line}: not valid Python: {message}') from error
     values = {}
