@@ -17,6 +17,7 @@ from torch import Tensor
 from model import CausalLM, LoRALinear, ModelConfig, add_lora
 from runtime.config_json import read_config
 from runtime.config_keys import SHARE, SIZE
+from runtime.digests import file_digest, json_digest
 from runtime.errors import CheckpointError
 from runtime.json_rules import check_values, read_json_object
 from runtime.weights import (BUFFERS, FLOAT_TYPES, names_on_disk, read_tensors, shapes_on_disk,
@@ -149,6 +150,11 @@ def merged(weight: Tensor, change: LowRank) -> Tensor:
     """Return weight + scale * B A, computed in float32 and rounded once to the type of `weight`."""
     A, B = (x.to(weight.device, torch.float32) for x in (change.A, change.B))
     return (weight.float() + B @ A * change.scale).to(weight.dtype)
+
+
+def fingerprint(folder: Path) -> str:
+    """Return a hash of the adapter in `folder`: its settings and its matrices."""
+    return json_digest([file_digest(folder / CONFIG), file_digest(weights_file(folder))], size=8)
 
 
 # ---- The adapters of a run, in the folder adapter/ beside the merged weights ---------------------

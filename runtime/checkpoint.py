@@ -211,10 +211,8 @@ def fingerprint(folder: str | Path) -> str:
     folder = Path(folder)
     content = [read_json_object(folder / 'config.json'),
                *sorted(map(file_digest, weight_files(folder)))]
-    link = folder / adapter.LINK
-    if link.exists():
-        files = link / adapter.CONFIG, adapter.weights_file(link)
-        content.append(json_digest([*map(file_digest, files)], size=8))
+    if (folder / adapter.LINK).exists():
+        content.append(adapter.fingerprint(folder / adapter.LINK))
     return json_digest(content, size=8)
 
 
