@@ -41,7 +41,7 @@ def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
     has_options = metrics.as_array('probs', probs).ndim == 2
     if has_options:
         *_, n_options = metrics.check_probs(probs, labels, n_options)
-    sums = _Sums(probs, labels, n_options, scores, columns)
+    sums = _sums(probs, labels, n_options, scores, columns)
     summed = sums(np.ones((1, len(labels)), int)).keys()
     measures = [x for x in metrics.MEASURES
                 if x.key not in columns and (has_options or x.needs == 'prediction')
@@ -73,7 +73,7 @@ def _unedited(measures):
     scores = np.where(np.arange(5) < n_options[:, None], random.integers(-4, 4, (350, 5)), -np.inf)
     labels = np.where(random.random(350) < 0.5, scores.argmax(1), random.integers(0, n_options))
     arrays = metrics.softmax(scores), labels, n_options
-    sums = _Sums(*arrays, scores)(np.ones((1, 350), int))
+    sums = _sums(*arrays, scores, {})(np.ones((1, 350), int))
     report = metrics.report(*arrays, scores=scores, measures=measures)
     return {key for key in sums.keys() & report.keys()
             if np.isclose(sums[key][0], report[key], 1e-9, 1e-9)}
@@ -93,61 +93,55 @@ def _resample(n, n_resamples, seed):
         yield np.bincount(drawn.ravel(), minlength=size * n).reshape(size, n)
 
 
-class _Sums:
-    """Metrics of resamples by sums: a call with counts int [R, N] returns {key: float64 [R]}.
+def _sums(probs, labels, n_options, scores, columns):
+    """Return the function from counts int [R, N] to {key: float64 [R]}, metrics of resamples."""
+    as_given, correct = metrics.predictions(probs, labels)
+    confidence, rows = metrics.round_for_ties(as_given), np.arange(len(correct))
+    c = confidence.astype(np.float64)
+    terms = {'accuracy': correct, 'confidence': c, 'bas': metrics.row_bas(as_given, correct),
+             'brier_top_label': (c - correct) ** 2}
+    by_confidence, order, gaps = _sorted_rows([(rows, confidence, correct)], 10,
+                                              metrics.equal_chunk_ends)
+    has_options = metrics.as_array('probs', probs).ndim == 2
+    if has_options:
+        probs, labels, _ = metrics.check_probs(probs, labels)
+        p = probs.astype(np.float64)
+        terms |= {'entropy_bits': metrics.row_entropy(probs) / np.log(2),
+                  'nll': metrics.label_nll(probs, labels, scores),
+                  'brier': (p**2).sum(1) - 2 * p[rows, labels] + 1}
+        having = [(k, np.flatnonzero(n_options > k)) for k in range(n_options.max())]
+        by_option, *_ = _sorted_rows(
+            [(at, metrics.round_for_ties(probs[at, k]), labels[at] == k) for k, at in having], 15,
+            metrics.rounded_chunk_ends)
+    terms |= columns
+    of_rows = np.stack([*terms.values()], dtype=float)      # [keys, N]
 
-    columns: {key: float [N]}, whose means are returned as well.
-    """
-
-    def __init__(self, probs, labels, n_options, scores, columns=()):
-        as_given, correct = metrics.predictions(probs, labels)
-        confidence = metrics.round_for_ties(as_given)
-        c = confidence.astype(np.float64)
-        terms = {'accuracy': correct, 'confidence': c, 'bas': metrics.row_bas(as_given, correct),
-                 'brier_top_label': (c - correct) ** 2}
-        rows = np.arange(len(correct))
-        self.by_confidence = _SortedRows([(rows, confidence, correct)], 10,
-                                         metrics.equal_chunk_ends)
-        self.by_option = None
-        if metrics.as_array('probs', probs).ndim == 2:
-            probs, labels, _ = metrics.check_probs(probs, labels)
-            p = probs.astype(np.float64)
-            terms |= {'entropy_bits': metrics.row_entropy(probs) / np.log(2),
-                      'nll': metrics.label_nll(probs, labels, scores),
-                      'brier': (p**2).sum(1) - 2 * p[rows, labels] + 1}
-            having = [(k, np.flatnonzero(n_options > k)) for k in range(n_options.max())]
-            self.by_option = _SortedRows(
-                [(rows, metrics.round_for_ties(probs[rows, k]), labels[rows] == k)
-                 for k, rows in having], 15, metrics.rounded_chunk_ends)
-        terms |= columns
-        self.keys, self.terms = [*terms], np.stack([*terms.values()], dtype=float)  # [keys, N]
-
-    def __call__(self, counts):
+    def sums(counts):
         n = counts.shape[1]
         # no product of matrices: a BLAS library would start threads in each of several processes
-        means = np.einsum('rn,cn->cr', counts.astype(float), self.terms) / n
-        values = dict(zip(self.keys, means, strict=True))
+        values = dict(zip(terms, np.einsum('rn,cn->cr', counts.astype(float), of_rows) / n,
+                          strict=True))
         values['gap'] = values['confidence'] - values['accuracy']
         spread = values['accuracy'] * (1 - values['accuracy'])
         values['brier_skill'] = 1 - values['brier_top_label'] / np.where(spread, spread, np.nan)
 
         counts = np.hstack([counts, np.zeros((len(counts), 1), int)])
-        (size, gap), equal_mass = self.by_confidence.bins(counts)
+        (size, gap), equal_mass = by_confidence(counts)
         values['ece'] = _expected_gap(size, gap)[:, 0]
         values['mce'] = np.abs(gap / np.maximum(size, 1)).max((1, 2))
         values['ece_equal_mass'] = _expected_gap(*equal_mass)[:, 0]
         # bins of 100 rows, the last one with the remainder; tied rows may be in two bins
         starts = np.arange(max(1, n // 100)) * 100
         size = np.diff(starts, append=n)
-        order, gaps = self.by_confidence.order, self.by_confidence.gaps
         drawn = np.repeat(np.tile(gaps, len(counts)), np.take(counts, order, axis=1).ravel())
         gap = np.add.reduceat(drawn.reshape(-1, n), starts, axis=1)
         values['mad'] = np.abs(gap).sum(1) / n
         values['rmsce'] = np.sqrt((gap**2 / size).sum(1) / n)
-        if self.by_option:      # means over the options that some drawn row has
+        if has_options:     # means over the options that some drawn row has
             values['sce'], values['ace'] = (np.nanmean(_expected_gap(*x), axis=1)
-                                            for x in self.by_option.bins(counts))
+                                            for x in by_option(counts))
         return values
+    return sums
 
 
 def _expected_gap(size, gap):
@@ -156,53 +150,47 @@ def _expected_gap(size, gap):
     return np.abs(gap).sum(-1) / np.where(n, n, np.nan)
 
 
-class _SortedRows:
-    """G groups of rows, each in ascending order of a probability, as one line of M rows.
+def _sorted_rows(groups, n_bins, chunk_ends):
+    """Return (bins, order [M + 1], gaps [M + 1]) of G groups of rows, M in one line.
 
-    groups: [(rows int [m], their probability [m], their outcome bool [m])]. Bins of equal mass end
-    at chunk_ends(number of draws, n_bins). All counts are [R, N + 1], 0 in the last column.
+    groups: [(rows int [m], their probability [m], their outcome bool [m])], which are sorted by
+    probability; a gap is probability - outcome. All counts are [R, N + 1], 0 in the last column.
+    bins(counts) returns (size, sum of gaps), both [R, G, n_bins], of bins of equal width and of
+    bins of equal mass, which end at chunk_ends(number of draws, n_bins) and keep ties together.
     """
+    lengths = [len(rows) for rows, *_ in groups]
+    first = np.cumsum([0, *lengths[:-1]])       # [G]: where each group begins
+    order, gaps, tie_ends, width_starts = [], [], [], []
+    for (rows, probability, outcome), start in zip(groups, first, strict=True):
+        ascending = np.argsort(probability, kind='stable')
+        probability = probability[ascending]
+        order.append(rows[ascending])
+        gaps.append(probability.astype(np.float64) - outcome[ascending])
+        tie_ends.append(start + np.searchsorted(probability, probability, side='right'))
+        index = metrics.equal_width_bins(probability, n_bins)
+        width_starts.append(start + np.searchsorted(index, np.arange(n_bins)))
+    # at the end of the line is the last column, a row that is never drawn
+    order, gaps, tie_ends = (np.concatenate([*x, [end]]) for x, end in (
+        (order, -1), (gaps, 0), (tie_ends, sum(lengths))))
 
-    def __init__(self, groups, n_bins, chunk_ends):
-        lengths = [len(rows) for rows, *_ in groups]
-        self.first = np.cumsum([0, *lengths[:-1]])      # [G]: where each group begins
-        order, gaps, tie_ends, width_starts = [], [], [], []
-        for (rows, probability, outcome), first in zip(groups, self.first, strict=True):
-            ascending = np.argsort(probability, kind='stable')
-            probability = probability[ascending]
-            order.append(rows[ascending])
-            gaps.append(probability.astype(np.float64) - outcome[ascending])
-            tie_ends.append(first + np.searchsorted(probability, probability, side='right'))
-            index = metrics.equal_width_bins(probability, n_bins)
-            width_starts.append(first + np.searchsorted(index, np.arange(n_bins)))
-        # at the end of the line is the last column, a row that is never drawn
-        self.order = np.concatenate([*order, [-1]])
-        self.gaps = np.concatenate([*gaps, [0]])        # probability - outcome
-        self.tie_ends = np.concatenate([*tie_ends, [sum(lengths)]])
-        self.width_starts = np.stack(width_starts)      # [G, n_bins]
-        self.chunk_ends = functools.partial(chunk_ends, n_bins=n_bins)
-
-    def bins(self, counts):
-        """Return (size, sum of gaps), both [R, G, n_bins], of two kinds of bins of each resample.
-
-        First of bins of equal width, then of bins of equal mass, in which ties stay together.
-        """
-        counts = np.take(counts, self.order, axis=1)
-        gaps, drawn = counts * self.gaps, np.cumsum(counts, axis=1)
+    def bins(counts):
+        counts = np.take(counts, order, axis=1)
+        drawn = np.cumsum(counts, axis=1)
         R, M = counts.shape
-        before = drawn[:, self.first - 1]       # [R, G]: draws of the groups before
+        before = drawn[:, first - 1]        # [R, G]: draws of the groups before
         before[:, 0] = 0
         n_drawn = np.diff(before, append=drawn[:, -1:])
         # [R, G, n_bins - 1]: the row with the last draw of each chunk. One search serves all
         # resamples, whose draws are numbered one after the other.
-        ends = before[..., None] + self.chunk_ends(n_drawn[..., None])[..., :-1]
+        ends = before[..., None] + chunk_ends(n_drawn[..., None], n_bins)[..., :-1]
         shift = (drawn[:, -1].max() + 1) * np.arange(R)[:, None]
         last = np.searchsorted((drawn + shift).ravel(), ends + shift[..., None]) % M
-        mass_starts = np.empty((R, *self.width_starts.shape), int)
-        mass_starts[..., 0] = self.first
-        mass_starts[..., 1:] = np.maximum(self.tie_ends[last], self.first[:, None])
-        return [(_range_sums(counts, starts), _range_sums(gaps, starts))
-                for starts in (np.broadcast_to(self.width_starts, mass_starts.shape), mass_starts)]
+        mass_starts = np.empty((R, len(first), n_bins), int)
+        mass_starts[..., 0] = first
+        mass_starts[..., 1:] = np.maximum(tie_ends[last], first[:, None])
+        return [(_range_sums(counts, starts), _range_sums(counts * gaps, starts))
+                for starts in (np.broadcast_to(width_starts, mass_starts.shape), mass_starts)]
+    return bins, order, gaps
 
 
 def _range_sums(x, starts):

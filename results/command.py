@@ -68,14 +68,13 @@ def print_metrics(argv):
     cfg, sources = read_sources(FileConfig, argv, METRICS_USAGE)
     if not sources:
         raise ConfigError('metrics: name a file of predictions; --help lists the forms of a file')
-    tasks = {}      # {(file or call of lm_eval, task): its parsed rows}
+    tasks = {}      # {(file or call of lm_eval, task): its samples}
     for path in dict.fromkeys(sources):
         with named_errors(path):
             date = prediction_files.harness_task(path)[2]
             source = f'{path.parent}, {date}' if date else str(path)
-            for task, *_, parsed in prediction_files.read_predictions(
-                    path, cfg.norm, cfg.confidence, cfg.correct):
-                tasks.setdefault((source, task), []).append(parsed)
+            for sample, _ in prediction_files.read_predictions(path, cfg):
+                tasks.setdefault((source, sample['task']), []).append(sample)
     several = len({source for source, _ in tasks}) > 1
     for (source, task), rows in tasks.items():
         title = ': '.join(filter(None, (several and source, task)))

@@ -1,4 +1,4 @@
-"""Read files of predictions from any source: the rows of other programs are converted here.
+"""Read files of predictions from any source: their rows become samples like those of evaluate.py.
 
 It needs numpy alone, and pyarrow for parquet.
 """
@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 
 import metrics
-from results.confidence import parse_probability
+from results.confidence import outcome, parse_probability
+from runtime.digests import json_digest
 
 
 class UnusableTaskError(ValueError):
@@ -27,39 +28,55 @@ class UnusableTaskError(ValueError):
 NORMS = ('token', 'sum', 'char', 'byte')    # see `option_lengths`
 
 
-def read_predictions(path, norm='token', confidence=(), correct='correct'):
-    """Yield (task, position from 1, row, what _parse returns) of each row of a prediction file.
+def read_predictions(path, cfg):
+    """Yield (sample, name of its distribution) of each row of a prediction file.
 
-    confidence, correct: names of columns. Rows that state no probability are counted. Raises
-    OSError, and ValueError that begins with the number of the line.
+    cfg: a FileConfig. Samples of two files are paired by `id`, or their position, and by the text
+    of the question. Rows that state no probability are counted. Raises OSError, and ValueError that
+    begins with the number of the line.
     """
-    group, rows = harness_task(path)[0], [*read_rows(path)]
+    (group, subtask, _), rows = harness_task(path), [*read_rows(path)]
     first_kinds, logged, unstated = {}, {}, []
-    samples = [row for _, row in rows if isinstance(row, dict) and isinstance(
+    ours = [row for _, row in rows if isinstance(row, dict) and isinstance(
         row.get('text', ''), str) and all(isinstance(row.get(key), str) for key in (
-            'task', 'split', 'language', 'id', 'prompt'))]      # those of evaluate.py
-    replaced = {id(row) for row in samples} - {id(row) for row in latest_samples(samples)}
+            'task', 'split', 'language', 'id', 'prompt'))]      # samples of evaluate.py
+    replaced = {id(row) for row in ours} - {id(row) for row in latest_samples(ours)}
     for position, (number, row) in enumerate(rows, 1):
+        samples = []
         try:
             if not isinstance(row, dict):
                 raise ValueError(f'not a JSON object: {str(row)[:40]}')
             if (row.get('split') or 'test') != 'test' or id(row) in replaced:
                 continue
-            if 'filtered_resps' in row:
-                sample = harness_sample(row, norm)
-                parts = [(group, row | sample, _parse(sample, 'token'))]
-                if repeats(sample, row.get('filter'), logged):
+            if 'filtered_resps' in row:     # of lm_eval, whose files do not count tokens
+                converted = harness_sample(row, cfg.norm)
+                if repeats(converted, row.get('filter'), logged):
                     continue
+                parts, norm = [row | converted | {'task': group}], 'token'
+                scored = f'lm-evaluation-harness, {cfg.norm.replace("token", "sum")}'
             else:
-                parts = [(str(part.get('task') or ''), part, _parse(part, norm))
-                         for part in _named(row, confidence, correct)]
-            unstated += [f'{path}:{number}: {part.get("confidence")!r}'
-                         for _, part, parsed in parts if not parsed]
-            parts = [part for part in parts if part[2]]
-            for task, _, (kind, *_) in parts:
+                parts, norm = _named(row, cfg.confidence, cfg.correct), cfg.norm
+                scored = f'log-probabilities, {norm} of a file'
+            distributions = {'confidence': 'confidences of a file', 'log_probs': scored,
+                             'probs': 'probabilities of a file'}
+            for part in parts:
+                kind, values = _values(part, norm)
+                if not values:
+                    unstated.append(f'{path}:{number}: {part.get("confidence")!r}')
+                    continue
+                task = str(part.get('task') or '')
                 first = first_kinds.setdefault(task, kind)
                 if (first == 'confidence') != (kind == 'confidence'):
                     raise ValueError(f'{kind}, but the task begins with {first}')
+                name = f'{subtask}:' * bool(subtask) + str(part.get('id', position))
+                sample = {'task': task, 'split': 'test', 'id': name,
+                          'language': part.get('language'),
+                          'subject': part.get('subject', subtask), 'category': part.get('category')}
+                sample = {key: str(x or '') for key, x in sample.items()} | values
+                if texts := [str(part[key]) for key in ('context', 'question', 'prompt')
+                             if part.get(key)]:
+                    sample |= {'context': texts[0], 'question': json_digest(texts[-1], size=6)}
+                samples.append((sample, distributions[kind]))
         except (ValueError, OverflowError, RecursionError) as error:
             reason = str(error).removeprefix('row 0: ')
             kind = UnusableTaskError if isinstance(error, UnusableTaskError) else ValueError
@@ -67,7 +84,7 @@ def read_predictions(path, norm='token', confidence=(), correct='correct'):
                 f'{number}: {reason}. Wanted: a JSON object with probs (or log_probs) and answer, '
                 f'or confidence and correct, or answers and answer, or a line of multiple choice '
                 f'by lm_eval --log_samples') from error
-        yield from ((task, position, part, parsed) for task, part, parsed in parts)
+        yield from samples
     left_out = unstated and f'{len(unstated)} rows state no probability, the first: {unstated[0]}'
     if not first_kinds:
         raise ValueError(f' {left_out or "no row to score"}')
@@ -319,20 +336,20 @@ OPTION_KEYS = 'probs', 'log_probs'
 SAMPLED_KEYS = 'answers', 'sampled_responses'       # the second in tables of uqlm
 
 
-def _parse(row, norm):
-    """Return ('probs', 'log_probs' or 'confidence', values, label); None if nothing is stated."""
+def _values(row, norm):
+    """Return ('probs', 'log_probs' or 'confidence', {key of a sample: value}, {} if not stated)."""
     kinds = *OPTION_KEYS, 'confidence', *SAMPLED_KEYS
     kind = next((x for x in kinds if row.get(x) is not None), 'confidence')
     if kind not in row:
         raise ValueError(f'neither {", ".join(kinds[:-1])} nor another of these, but the keys '
                          f'{", ".join(map(str, row))}; --confidence names another column')
     if kind in SAMPLED_KEYS:
-        row, kind = _sampled(row, row[kind]), 'confidence'
+        row, kind = row | _sampled(row, row[kind]), 'confidence'
     if kind == 'confidence':
         value, correct = row[kind], row.get('correct')
         value = parse_probability(value) if isinstance(value, str) else value
         if value is None:
-            return None
+            return kind, {}
         if isinstance(correct, list) or correct not in (0, 1):      # so are true and false
             hint = ('write true, false, 1 or 0' if 'correct' in row else
                     '--correct names another column')
@@ -340,13 +357,18 @@ def _parse(row, norm):
         if type(value) in (int, float) and 1 < value <= 100:
             raise ValueError(f'confidence is {value}, not from 0 to 1; if these are percent, write '
                              f'{value} % or divide by 100')
-        return kind, metrics.check_confidence(_numbers(kind, [value]))[0], bool(correct)
+        value = metrics.check_confidence(_numbers(kind, [value]))[0]
+        more = {'predicted': str(row['response'])} if 'response' in row else {}
+        return kind, outcome(value, correct) | more
     values, label = _numbers(kind, row.get(kind)), row.get('answer', row.get('label'))
+    options = row.get('choices') or row.get('options') or range(1, len(values) + 1)
+    sample = {'n_tokens': [1] * len(values), 'options': [*map(str, options)], 'answer': label}
     if type(label) is not int:
         raise ValueError(f'answer must be the index of the correct option, not {label!r}')
     if kind == 'probs':
         metrics.check_probs([values], [label])
-        return kind, values, label
+        scores = np.log(np.maximum(values, metrics.NLL_FLOOR))
+        return kind, sample | {'probs': values.tolist(), 'log_probs': scores.tolist()}
     n_tokens = _numbers('n_tokens', row.get('n_tokens', [1] * len(values)))
     if n_tokens.shape != values.shape or not ((n_tokens >= 1) & (n_tokens < np.inf)).all():
         raise ValueError(f'n_tokens must be 1 or more for each log-probability, not {n_tokens}')
@@ -362,7 +384,7 @@ def _parse(row, norm):
     metrics.softmax(scores)         # which refuses NaN, and -inf alone
     if np.isinf(scores[label]):
         raise ValueError(f'label {label} has the score -inf')
-    return kind, scores, label
+    return kind, sample | {'log_probs': scores.tolist()}
 
 
 def _sampled(row, answers):
@@ -387,15 +409,15 @@ def _numbers(key, values):
     return np.array(values, dtype=np.float64)
 
 
-def report_arrays(rows):
-    """Return probs, labels, n_options and scores, those of metrics.report, of parsed rows."""
-    kinds, values, labels = zip(*rows, strict=True)
-    if kinds[0] == 'confidence':
-        return values, labels, None, None
-    n_options = np.array([len(x) for x in values])
-    probs = np.zeros((len(rows), n_options.max()))
+def report_arrays(samples):
+    """Return probs, labels, n_options and scores, those of metrics.report, of a task's samples."""
+    if 'log_probs' not in samples[0]:
+        return [s['confidence'] for s in samples], [s['correct'] for s in samples], None, None
+    n_options = np.array([len(s['log_probs']) for s in samples])
+    probs = np.zeros((len(samples), n_options.max()))
     scores = np.full(probs.shape, -np.inf)
-    for i, (kind, x) in enumerate(zip(kinds, values, strict=True)):
-        probs[i, :len(x)] = x if kind == 'probs' else metrics.softmax(x)
-        scores[i, :len(x)] = np.log(np.maximum(x, metrics.NLL_FLOOR)) if kind == 'probs' else x
-    return probs, labels, n_options, scores if 'log_probs' in kinds else None
+    for i, s in enumerate(samples):
+        scores[i, :n_options[i]] = s['log_probs']
+        probs[i, :n_options[i]] = s['probs'] if 'probs' in s else metrics.softmax(s['log_probs'])
+    has_scores = any('probs' not in s for s in samples)
+    return probs, [s['answer'] for s in samples], n_options, scores if has_scores else None

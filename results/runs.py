@@ -5,13 +5,9 @@ import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
-import metrics
-from results.confidence import outcome
 from results.prediction_files import (UnusableTaskError, harness_task, old_harness_tasks,
                                       read_predictions, sample_order)
-from results.samples import digest, read_results, read_splits
+from results.samples import read_results, read_splits
 from runtime.config import run_settings
 from runtime.errors import DataError
 from runtime.ownership import ASIDE, put_back, read_json
@@ -138,15 +134,17 @@ def named_errors(path):
 def predicted_run(folder, files, cfg):
     """Return the Run of {subtask: prediction file}; name files that are not multiple choice."""
     tasks, results = {}, {}
-    for subtask, path in files.items():
+    for path in files.values():
         with named_errors(path):
             try:
-                rows = [*file_samples(path, subtask, cfg)]
+                rows = [*read_predictions(path, cfg)]
             except UnusableTaskError as error:
                 print(f'{path.name} is left out: {error.__cause__}')
                 continue
             for sample, distribution in rows:
-                task, key = sample['task'], sample_order(sample)
+                # the task names pictures
+                task = sample['task'] = sample['task'].replace('/', '-') or 'predictions'
+                key = sample_order(sample)
                 if key in tasks.setdefault(task, {}):
                     raise ValueError(f' the id {sample["id"]} is there twice')
                 tasks[task][key] = sample
@@ -155,33 +153,3 @@ def predicted_run(folder, files, cfg):
         raise DataError(f'{path}: no multiple-choice questions of lm_eval --log_samples')
     return Run(folder, folder.name, 0, {}, results, file_samples={
         task: [samples[key] for key in sorted(samples)] for task, samples in tasks.items()})
-
-
-def file_samples(path, subtask, cfg):
-    """Yield (sample, name of its distribution) of each row of a prediction file.
-
-    Samples of two files are paired by `id`, or their position, and by the text of the question.
-    """
-    for task, position, row, (kind, values, label) in read_predictions(
-            path, cfg.norm, cfg.confidence, cfg.correct):
-        name = f'{subtask}:' * bool(subtask) + str(row.get('id', position))
-        # the task names pictures
-        sample = {'task': task.replace('/', '-') or 'predictions', 'split': 'test', 'id': name,
-                  'language': row.get('language'), 'subject': row.get('subject', subtask),
-                  'category': row.get('category')}
-        sample = {key: str(x or '') for key, x in sample.items()}
-        if texts := [str(row[key]) for key in ('context', 'question', 'prompt') if row.get(key)]:
-            sample |= {'context': texts[0], 'question': digest(texts[-1])}
-        if kind == 'confidence':
-            sample |= {'predicted': str(row['response'])} if 'response' in row else {}
-            yield sample | outcome(values, label), 'confidences of a file'
-            continue
-        distribution = f'log-probabilities, {cfg.norm} of a file'
-        if 'filtered_resps' in row:     # of lm_eval, whose files do not count tokens
-            distribution = f'lm-evaluation-harness, {cfg.norm if cfg.norm != "token" else "sum"}'
-        if kind == 'probs':
-            values = np.log(np.maximum(values, metrics.NLL_FLOOR))
-            distribution = 'probabilities of a file'
-        options = row.get('choices') or row.get('options') or range(1, len(values) + 1)
-        yield sample | {'log_probs': values.tolist(), 'n_tokens': [1] * len(values),
-                        'options': [*map(str, options)], 'answer': label}, distribution

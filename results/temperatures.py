@@ -15,29 +15,26 @@ def by_language(test, languages, source, source_languages, fits, single):
     fits: [(rows of `source` to fit on, rows of `test` to scale), ...]
     single: [N], the temperature by all languages; also that of a language without a fit
     """
-    names = sorted({*languages.tolist()})
-    entries = {name: {'temperature': [], 'shrunk': []} for name in names}
-    own = {name: single.copy() for name in names}       # of each language, for every row
-    shrunk = single.copy()
-    for at, rows in fits:
-        fitted, pulled = fit_temperatures(source.scores[at], source.labels[at],
-                                          source_languages[at])
-        for name in fitted.keys() & own.keys():
-            own[name][rows] = fitted[name]
-            at = rows[languages[rows] == name]
-            shrunk[at] = pulled[name]
-            entries[name]['temperature'].append(fitted[name])
-            entries[name]['shrunk'].append(pulled[name])
-
     def ece(name, temperatures):
         rows = languages == name
         probs = metrics.softmax(test.scores[rows] / temperatures[rows, None])
         return metrics.ece(probs, test.labels[rows])
 
-    for name, entry in entries.items():
-        temperatures = np.ones(len(single)), single, own[name], shrunk
-        entry['ece'] = {kind: ece(name, t) for kind, t in zip(KINDS, temperatures, strict=True)}
-        entry['ece_on'] = {other: ece(other, own[name]) for other in names if other != name}
+    fitted = [fit_temperatures(source.scores[at], source.labels[at], source_languages[at])
+              for at, _ in fits]
+    names, entries, shrunk = sorted({*languages.tolist()}), {}, single.copy()
+    for name in names:
+        own = single.copy()     # the temperature of this language, for every row
+        for (by_name, pulled), (_, rows) in zip(fitted, fits, strict=True):
+            if name in by_name:
+                own[rows] = by_name[name]
+                shrunk[rows[languages[rows] == name]] = pulled[name]
+        eces = [ece(name, x) for x in (np.ones(len(single)), single, own, shrunk)]
+        entries[name] = {
+            'temperature': [by_name[name] for by_name, _ in fitted if name in by_name],
+            'shrunk': [pulled[name] for _, pulled in fitted if name in pulled],
+            'ece': dict(zip(KINDS, eces, strict=True)),
+            'ece_on': {other: ece(other, own) for other in names if other != name}}
     return entries, shrunk[:, None]
 
 
