@@ -269,9 +269,6 @@ def test_alignment_evaluates_every_epoch_of_each_method_and_repeats_nothing(own,
             ('dpo', f"model = '{out}/aligned/Chats-full'"), ('Chats-full', 'smoothing = 0.1'),
             ('Chats-lora', 'train_on_inputs = True')):
         assert f'{line}\n' in config_of(out / 'aligned' / name)
-    # the KL is below its target
-    log = log_of(out / 'aligned/ppo')
-    assert log[0]['kl_coef'] == pytest.approx(0.2) and log[-1]['kl_coef'] < 0.1999
 
     # nothing is done again after a move; another checkpoint does not pass for the first
     moved = own_arguments(own, shutil.move(out, tmp_path / 'moved'))

