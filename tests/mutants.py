@@ -11,71 +11,39 @@ row's last cell; a row whose last cell is empty needs a test.
 
 import argparse
 import csv
-import multiprocessing
 import os
+import re
 import shutil
+import subprocess
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 HERE = Path(__file__).resolve().parent.parent
 TABLE = HERE / 'tests' / 'mutants.csv'
-tree = None     # the copy of the repository that this worker changes
-
-
-def prepare(folder):
-    """Copy the repository below `folder`, and import what all tests need, once in each worker."""
-    global tree
-    tree = Path(tempfile.mkdtemp(dir=folder), 'repository')
-    shutil.copytree(HERE, tree, ignore=shutil.ignore_patterns(
-        '__pycache__', 'out', '.mypy_cache', '.hypothesis'))
-    if (HERE.parent / 'shared').exists():
-        (tree.parent / 'shared').symlink_to((HERE.parent / 'shared').resolve())
-    os.environ['TRITON_INTERPRET'] = '1'
-    import numpy, torch, transformers    # noqa: E401, F401
-    torch.set_num_threads(1)
+IGNORED = shutil.ignore_patterns('__pycache__', 'out', '.mypy_cache', '.hypothesis')
+SHARED = os.environ.get('NANOCAL_SHARED', str(HERE.parent / 'shared'))
+# a test, or a file that cannot be imported, in pytest's summary, where a message may follow
+FAILED = r'^(?:FAILED|ERROR) (\S+?::\w+(?:\[.*\])?|\S+)(?: - .*)?$'
+trees = SimpleQueue()       # copies of the repository that no mutant is in
 
 
 def notice(row):
     """Return the name of the first test that fails with the fault of `row`, or ''."""
-    path = tree / row['file']
+    tree = trees.get()
+    path, files = tree / row['file'], [f'tests/test_{name}.py' for name in row['tests'].split(',')]
     source = path.read_text()
     path.write_text(source.replace(row['text'], row['replacement']))
-    try:
-        return first_failure([f'tests/test_{name}.py' for name in row['tests'].split(',')])
-    finally:
-        path.write_text(source)
-
-
-def first_failure(files):
-    """Run test files in a fork until one fails; return the name of that test, or ''."""
-    read, write = os.pipe()
-    if pid := os.fork():
-        os.close(write)
-        with open(read) as file:
-            name = file.read()
-        os.waitpid(pid, 0)
-        return name
-    os.chdir(tree)
-    for stream in (1, 2):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-    sys.path[:] = [str(tree), str(tree / 'tests'),
-                   *(path for path in sys.path if path != str(HERE / 'tests'))]
-    import pytest
-
-    class Failures:
-        names = []
-
-        def note(self, report):
-            if report.failed:
-                self.names.append(report.nodeid)
-        pytest_runtest_logreport = pytest_collectreport = note
-
-    code = pytest.main(['-x', '-q', '-p', 'no:cacheprovider', '-p', 'no:xdist', *files],
-                       [Failures()])
-    os.write(write, [*Failures.names, f'exit {code}' if code else ''][0].encode())
-    os._exit(0)
+    done = subprocess.run(
+        [sys.executable, '-m', 'pytest', '-xq', '--tb=no', '-pno:cacheprovider', '-pno:xdist',
+         *files], cwd=tree, capture_output=True, text=True,
+        env=os.environ | {'TRITON_INTERPRET': '1', 'NANOCAL_SHARED': SHARED})
+    path.write_text(source)
+    trees.put(tree)
+    failed = re.search(FAILED, done.stdout, re.M)
+    return failed[1] if failed else f'exit {done.returncode}' if done.returncode else ''
 
 
 def main():
@@ -96,8 +64,9 @@ def main():
     if options.check or {*counts} > {1}:
         print(f'{len(chosen)} mutants, {len(counts) - counts.count(1)} without their text')
         sys.exit(counts.count(1) < len(counts))
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(
-            options.processes, multiprocessing.get_context('fork'), prepare, (folder,)) as pool:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.processes) as pool:
+        for number in range(options.processes):
+            trees.put(Path(shutil.copytree(HERE, f'{folder}/{number}', ignore=IGNORED)))
         for row, name in zip(chosen, pool.map(notice, chosen), strict=True):
             row['noticed by'] = name
             print(f'{row["mutant"]} ({row["file"]}): {name or "NOT NOTICED"}', flush=True)

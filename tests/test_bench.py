@@ -28,12 +28,32 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(),
                                   reason='compiles for minutes on a GPU')
 
 
-def write_mmlu(folder):
-    """Files of MMLU with 15 questions and 5 solved ones."""
-    rows = [{'question': f'the quick fox {i}?', 'choices': ['blue', 'lazy', 'old', 'dog'],
-             'answer': i % 4, 'subject': 'anatomy'} for i in range(20)]
-    for split, part in (('dev', rows[:5]), ('test', rows[5:])):
-        write_rows(folder / f'{split}.jsonl', part)
+@pytest.fixture(scope='module')
+def files(tmp_path_factory):
+    """A folder with a tokenizer and a small file of each kind that a benchmark reads."""
+    folder = tmp_path_factory.mktemp('files')
+    sentencepiece_folder(folder / 'tokenizer', 'llama2')
+    asked = [{'question': f'the quick fox {i}?', 'choices': ['blue', 'lazy', 'old', 'dog'],
+              'answer': i % 4, 'subject': 'anatomy'} for i in range(20)]
+    solved = [{'question': f'{i} foxes?', 'answer': f'They are {i}.\n#### {i}'} for i in range(9)]
+    for path, rows in (
+            ('mmlu/dev', asked[:5]), ('mmlu/test', asked[5:]), ('gsm8k/train', solved[:5]),
+            ('gsm8k/test', solved[5:]),
+            ('pairs', [{'prompt': f'the fox {i}?', 'chosen': 'yes ' * (i + 1), 'rejected': 'no'}
+                       for i in range(5)]),
+            ('talks', [{'instruction': f'the fox {i}?', 'output': 'the lazy dog ' * (i % 5 + 1)}
+                       for i in range(300)])):
+        write_rows(folder / f'{path}.jsonl', rows)
+    return folder
+
+
+def first_table(name, **settings):
+    """Run a benchmark with these settings, paths as text; return its first table."""
+    script = getattr(bench, name)
+    settings = {key: str(value) if isinstance(value, Path) else value
+                for key, value in settings.items()}
+    table, *_ = script.bench(script.BenchConfig(**settings))
+    return table
 
 
 @pytest.fixture
@@ -48,11 +68,6 @@ def small(monkeypatch):
 def on_cpu(test):
     """Mark a slow test of a benchmark at a tiny size."""
     return pytest.mark.slow(needs_no_gpu(test))
-
-
-@pytest.fixture
-def tokenizer(tmp_path):
-    return str(sentencepiece_folder(tmp_path / 'tokenizer', 'llama2'))
 
 
 @pytest.fixture
@@ -86,8 +101,7 @@ def test_training_steps_are_timed_without_late_graphs(small, ours, options):
 
 @needs_no_gpu
 def test_optimizers_are_at_their_distances_from_float64():
-    table, _ = bench.optimizers.bench(bench.optimizers.BenchConfig(
-        spreads=(0.0,), rows=2, steps=30, ours=True))
+    table = first_table('optimizers', spreads=(0.0,), rows=2, steps=30, ours=True)
     exact, compact, stochastic = (row['noise'] for row in table['results'].values())
     assert exact < 0.01 < compact < stochastic / 10
 
@@ -125,19 +139,17 @@ def test_a_missing_peer_or_our_lack_of_memory_is_a_row_and_our_other_errors_stop
 
 
 @on_cpu
-def test_decoding_is_timed_beside_transformers_and_as_a_command(small, tokenizer, tmp_path,
-                                                               monkeypatch):
-    prompts = write_rows(tmp_path / 'q.jsonl', [{'question': f'the fox {i}?'} for i in range(3)])
+def test_decoding_is_timed_beside_transformers_and_as_a_command(small, files, monkeypatch):
     monkeypatch.setattr(bench.generate, 'SETTINGS', ((1, 6, 9), (4, 8, 8)))
-    table, = bench.generate.bench(bench.generate.BenchConfig(
-        shape=('llama32_1b',), rows=(1, 4), prompts=str(prompts), tokenizer=tokenizer))
+    table = first_table('generate', shape=('llama32_1b',), rows=(1, 4),
+                        prompts=files / 'gsm8k' / 'test.jsonl', tokenizer=files / 'tokenizer')
     for setting in ('1 x 6 + 9', '4 x 8 + 8'):
         ours, peer = (table['results'][setting][name] for name in ('ours', 'transformers'))
         assert ours['tokens_per_s'] > 0 and peer['tokens_per_s'] > 0
         assert 0 < ours['of_limit'] < 1 and ours['steps_tokens_per_s'] > 0
     whole = table['command']
-    assert whole['prompts'] == 3 and 0 < whole['first_s'] <= whole['seconds']
-    assert 24 <= whole['tokens'] <= 3 * 8 * 256
+    assert whole['prompts'] == 4 and 0 < whole['first_s'] <= whole['seconds']
+    assert 4 * 8 <= whole['tokens'] <= 4 * 8 * 256
     # 2 bytes for each weight, the tied embedding once, and for keys and values of 17 tokens
     model = bench_common.our_model(TINY)
     weights = sum(p.numel() for p in CausalLM(config_from_hf(TINY)).parameters())
@@ -145,25 +157,20 @@ def test_decoding_is_timed_beside_transformers_and_as_a_command(small, tokenizer
 
 
 @on_cpu
-def test_written_answers_are_timed(small, forked, tokenizer, tmp_path):
-    rows = [{'question': f'{i} foxes?', 'answer': f'They are {i}.\n#### {i}'} for i in range(9)]
-    for split, part in (('train', rows[:5]), ('test', rows[5:])):
-        write_rows(tmp_path / 'gsm8k' / f'{split}.jsonl', part)
-    table, = bench.gsm8k_answers.bench(bench.gsm8k_answers.BenchConfig(
-        data=str(tmp_path / 'gsm8k'), tokenizer=tokenizer, n=2, max_tokens=5, ours=True))
+def test_written_answers_are_timed(small, forked, files):
+    table = first_table('gsm8k_answers', data=files / 'gsm8k', tokenizer=files / 'tokenizer', n=2,
+                        max_tokens=5, ours=True)
     whole, alone = table['results'].values()
     assert whole['answers'] == alone['answers'] == 4 * 3 and 12 <= whole['tokens'] <= 60
     assert 0 < alone['seconds'] < whole['seconds']
 
 
 @on_cpu
-def test_several_gpus(small, forked, tokenizer, tmp_path, monkeypatch):
-    write_mmlu(tmp_path / 'mmlu')
+def test_several_gpus(small, forked, files, monkeypatch):
     monkeypatch.setenv('OMP_NUM_THREADS', '1')      # torchrun sets this, on which products depend
     names = '1 GPU, deterministic', '2 GPUs, deterministic, shared weights'
-    table, = bench.several_gpus.bench(bench.several_gpus.BenchConfig(
-        data=str(tmp_path / 'mmlu'), tokenizer=tokenizer, languages=2, limit=5,
-        only='|'.join(names)))
+    table = first_table('several_gpus', data=files / 'mmlu', tokenizer=files / 'tokenizer',
+                        languages=2, limit=5, only='|'.join(names))
     assert [(name, row['same']) for name, row in table['results'].items()] == [
         *zip(names, (None, True))]
     assert all(0 < row['before_s'] < row['seconds'] for row in table['results'].values())
@@ -175,23 +182,18 @@ peers_too = pytest.mark.parametrize('ours', [True, pytest.param(False, marks=pyt
 
 @on_cpu
 @peers_too
-def test_dpo_steps_are_timed(ours, tokenizer, tmp_path, monkeypatch):
-    pairs = write_rows(tmp_path / 'pairs.jsonl', [
-        {'prompt': f'the fox {i}?', 'chosen': 'yes ' * (i + 1), 'rejected': 'no'}
-        for i in range(5)])
+def test_dpo_steps_are_timed(ours, files, monkeypatch):
     monkeypatch.setattr(bench.align, 'STEPS', 1)
-    row = bench.align.measure(TINY, ours, ours, str(pairs), tokenizer, 4,
-                              {} if ours else {'size': 2})
+    row = bench.align.measure(TINY, ours, ours, str(files / 'pairs.jsonl'),
+                              str(files / 'tokenizer'), 4, {} if ours else {'size': 2})
     assert row['tokens_per_s'] > 0 and row['reference_s'] >= 0
 
 
 @on_cpu
 @peers_too
-def test_the_parts_of_a_step_of_grpo_are_timed(small, ours, tokenizer, tmp_path, monkeypatch):
-    config = bench.grpo.BenchConfig(
-        tokenizer=tokenizer,
-        prompts=str(write_rows(tmp_path / 'prompts.jsonl', [
-            {'question': f'the fox {i}?'} for i in range(6)])))
+def test_the_parts_of_a_step_of_grpo_are_timed(small, ours, files, tmp_path, monkeypatch):
+    config = bench.grpo.BenchConfig(tokenizer=str(files / 'tokenizer'),
+                                    prompts=str(files / 'gsm8k' / 'train.jsonl'))
     for name, value in (('PROMPTS', 2), ('ANSWERS', 2), ('TOKENS', 6), ('STEPS', 1)):
         monkeypatch.setattr(bench.grpo, name, value)
     bench.grpo.prepare('llama32_1b', config, tmp_path)
@@ -200,11 +202,10 @@ def test_the_parts_of_a_step_of_grpo_are_timed(small, ours, tokenizer, tmp_path,
 
 
 @on_cpu
-def test_evaluation_is_timed_beside_a_loop(small, tokenizer, tmp_path, monkeypatch):
-    write_mmlu(tmp_path / 'mmlu')
+def test_evaluation_is_timed_beside_a_loop(small, files, monkeypatch):
     monkeypatch.setattr(bench.eval, 'busy_share', lambda call: len(call()) and 1.0)
-    table, = bench.eval.bench(bench.eval.BenchConfig(
-        shape=('llama32_1b',), data=str(tmp_path / 'mmlu'), tokenizer=tokenizer, sample=8))
+    table = first_table('eval', shape=('llama32_1b',), data=files / 'mmlu',
+                        tokenizer=files / 'tokenizer', sample=8)
     ours, peer = table['results']['ours'], table['results']['Hugging Face']
     assert ours['questions_per_s'] > 0 and peer['questions_per_s'] > 0 and ours['tokens'] > 0
 
@@ -251,7 +252,7 @@ def test_items_of_a_step_have_times_and_floors(small, monkeypatch):
     kernels = [('nvjet_1', 0, 2000), ('triton_tem_fused_flex_attention_0', 1000, 4000)]
     profiles = iter([[('triton_poi_fused_update', 0, 1)], kernels])
     monkeypatch.setattr(bench.floors, 'gpu_kernels', lambda call: (call(), next(profiles))[1])
-    table, = bench.floors.bench(bench.floors.BenchConfig(shape=('llama32_1b',), kernels=1))
+    table = first_table('floors', shape=('llama32_1b',), kernels=1)
     items = table['items']
     assert items['products'] == pytest.approx(2 / 3) and items['attention forward'] == 1
     assert items['idle'] == pytest.approx(table['ms'] - 4 / 3)
@@ -338,14 +339,11 @@ def test_one_command_writes_one_page(small, tmp_path, monkeypatch, capsys):
 
 
 @on_cpu
-def test_fine_tuning_commands_are_timed_by_stage(small, tokenizer, tmp_path):
+def test_fine_tuning_commands_are_timed_by_stage(small, files):
     """Also TRL's, if it is installed."""
-    data = write_rows(tmp_path / 'talks.jsonl', [
-        {'instruction': f'the fox {i}?', 'output': 'the lazy dog ' * (i % 5 + 1)}
-        for i in range(300)])
-    table, = bench.sft.bench(bench.sft.BenchConfig(
-        only='ours|TRL', caches=('cold',), tuning=('LoRA',), data=str(data), tokenizer=tokenizer,
-        conversations=280))
+    table = first_table('sft', only='ours|TRL', caches=('cold',), tuning=('LoRA',),
+                        data=files / 'talks.jsonl', tokenizer=files / 'tokenizer',
+                        conversations=280)
     assert table['conversations'] == 280 and table['rows'] == 1
     row, peer = table['results']['ours, LoRA'], table['results']['TRL, LoRA']
     assert row['steps'] == 2 and sum(row['cold'][stage] for stage in bench.sft.STAGES) > 0
@@ -358,9 +356,8 @@ def test_fine_tuning_commands_are_timed_by_stage(small, tokenizer, tmp_path):
 
 
 @on_cpu
-def test_whole_commands_are_timed_and_get_the_same_questions(tmp_path, small):
-    write_mmlu(tmp_path)
-    config = bench.commands.BenchConfig(data=str(tmp_path), ours=True, caches=('warm',))
+def test_whole_commands_are_timed_and_get_the_same_questions(tmp_path, small, files):
+    config = bench.commands.BenchConfig(data=str(files / 'mmlu'), ours=True, caches=('warm',))
     bench.commands.write_tasks(config, tmp_path)
     assert (tmp_path / 'few.jsonl').read_text().count('\n') == 15
     commands = bench.commands.commands(config, tmp_path)

@@ -64,9 +64,13 @@ def test_a_wrong_setting_is_named_with_its_place(tmp_path, content, argument, me
 
 @dataclasses.dataclass
 class Report:
-    tasks: tuple[str, ...] = ('mmlu',)
+    # what is asked
+    tasks: tuple[str, ...] = ('mmlu',)  # names of files, a long comment that
+    #                             goes on in a second line
     shots: int = 5              # solved questions
+    # said before
     rate: float | None = None
+    kind: Literal['a', 'b'] = 'a'
 
 
 @dataclasses.dataclass
@@ -84,17 +88,6 @@ def test_a_range_includes_its_ends():
             require_range(Report(shots=shots), 0, 5, 'shots')
 
 
-@dataclasses.dataclass
-class Small:
-    """A dataclass whose keys `--help` prints."""
-    # first part
-    name: str = 'x'             # what it is called
-    sizes: tuple[int, ...] = (1, 2)     # of its parts, a long comment that
-    #                             goes on in a second line
-    # said before
-    kind: Literal['a', 'b'] = 'a'
-
-
 def printed_help(capsys, load, *arguments):
     with pytest.raises(SystemExit) as stopped:
         load(*arguments)
@@ -103,13 +96,13 @@ def printed_help(capsys, load, *arguments):
 
 
 def test_help_prints_every_key_with_its_comment(capsys):
-    out = printed_help(capsys, load_config, Small, ['--name=y', '--help'], 'python small.py')
+    out = printed_help(capsys, load_config, Report, ['--rate=1', '--help'], 'python small.py')
     assert [' '.join(line.split()) for line in out.split('\n')] == [
         'python small.py', '', 'keys, as --key=value or, before them, in a config file:',
-        '# first part', '--name=x (str) what it is called',
-        '--sizes=1,2 (tuple[int, ...]) of its parts, a long comment that goes on in a',
-        'second line',
-        '# said before', "--kind=a (Literal['a', 'b'])", '']
+        '# what is asked',
+        '--tasks=mmlu (tuple[str, ...]) names of files, a long comment that goes on in',
+        'a second line', '--shots=5 (int) solved questions',
+        '# said before', '--rate=None (float | None)', "--kind=a (Literal['a', 'b'])", '']
     for cls in (train.TrainConfig, evaluate.EvalConfig):
         out = printed_help(capsys, load_config, cls, ['-h'])
         assert all(f'\n  --{f.name}=' in out for f in dataclasses.fields(cls))

@@ -212,15 +212,13 @@ def test_early_answers_are_the_greedy_ones_of_transformers_after_the_steps(asked
         for row in rows:
             ids = tokenizer.encode(PROMPT.format(row['id'])) + tokenizer.encode(
                 answer_now(*texts[row['id']], percent), start=False)
-            ids, new = [tokenizer.bos_id, *ids], []
-            while '\n' not in tokenizer.decode(new, start=False) and len(new) < 32:
-                with torch.no_grad():
-                    logits = reference(torch.tensor([ids + new])).logits[0, -1]
-                new.append(logits.argmax().item())
-                if new[-1] == tokenizer.eos_id:
-                    break
+            new = reference.generate(
+                torch.tensor([[tokenizer.bos_id, *ids]]), max_new_tokens=32, do_sample=False,
+                pad_token_id=0, eos_token_id=tokenizer.eos_id)[0, 1 + len(ids):].tolist()
             greedy = row['greedy']
-            assert greedy['n_tokens'] == len(new)
+            assert greedy['n_tokens'] == next(
+                (n for n in range(1, len(new)) if '\n' in tokenizer.decode(new[:n], start=False)),
+                len(new))
             assert greedy['text'] in tokenizer.decode(new, start=False)
             assert row['confidence'] == pytest.approx(math.exp(greedy['span_log_prob']))
             assert row['correct'] == greedy['correct'] and row['predicted'] == greedy['span']
