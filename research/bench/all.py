@@ -184,25 +184,21 @@ def repeated(folder):
 
 def timings(name, content):
     """Return {what: a number that grows with the time} of our rows in a script's results."""
-    script, numbers = SCRIPTS[name], {}
+    script, numbers = {'rows': 'results', 'times': {}, 'least': 0} | SCRIPTS[name], {}
     for table in content['tables']:
-        for method, row in table[script.get('rows', 'results')].items():
-            if method != 'idle' and ('all' in script or method.startswith('ours')):
-                for what, path in script.get('times', {}).items():
-                    number = time_in(row, path)
-                    if number is not None and number > script.get('least', 0):
-                        numbers[what.format(method=method, **table)] = number
+        ours = {method: row for method, row in table[script['rows']].items()
+                if method != 'idle' and ('all' in script or method.startswith('ours'))}
+        for (method, number), (what, path) in itertools.product(
+                ours.items(), script['times'].items()):
+            for key in filter(None, path.split('/')):
+                number = (number or {}).get(key)
+            if isinstance(number, list):
+                number = min(number)
+            if number and path.endswith('tokens_per_s'):
+                number = 1e6 / number
+            if number is not None and number > script['least']:
+                numbers[what.format(method=method, **table)] = number
     return numbers
-
-
-def time_in(row, path):
-    """Return the number at a path in a row, such as 'ours/tokens_per_s', as a time, or None."""
-    for key in filter(None, path.split('/')):
-        row = row.get(key)
-        if row is None:
-            return None
-    number = min(row) if isinstance(row, list) else row
-    return 1e6 / number if path.endswith('tokens_per_s') else number
 
 
 def compare(old, new, options):
