@@ -87,38 +87,35 @@ def features(model, tokenizer, texts, cfg, add_bos):
 
 
 def measures(x):
-    """Return (smallest singular value of the covariance, the same / the mean one, effective rank,
-    mean cosine of two rows) of features x [n, D]."""
-    x = x.astype(np.float64)
+    """Return (n, smallest singular value of the covariance, the same / the mean one, effective
+    rank, mean cosine of two rows) of features x [n, D], as cells; for n <= D two are empty."""
+    x, n = x.astype(np.float64), len(x)
     centered = x - x.mean(0)
-    values = np.linalg.eigvalsh(centered.T @ centered / (len(x) - 1)).clip(0)
+    values = np.linalg.eigvalsh(centered.T @ centered / (n - 1)).clip(0)
     share = values[values > 0] / values.sum()
     unit = x / np.linalg.norm(x, axis=1, keepdims=True)
-    n = len(x)
     cosine = ((unit.sum(0) ** 2).sum() - n) / (n * (n - 1))
-    return (values[0], values[0] / values.mean(), np.exp(-(share * np.log(share)).sum()), cosine)
-
-
-def projected(groups):
-    """Return ([coordinates [n, 2] of each group [n, D]], shares of variance [2]) by PCA of all."""
-    x = np.concatenate(groups).astype(np.float64)
-    x -= x.mean(0)
-    values, vectors = np.linalg.eigh(x.T @ x)
-    at = np.cumsum([len(group) for group in groups])[:-1]
-    return np.split(x @ vectors[:, :-3:-1], at), values[:-3:-1] / values.sum()
+    least = ['', ''] if n <= len(values) else [
+        f'{value:.3g}' for value in (values[0], values[0] / values.mean())]
+    return f'{n}', *least, f'{np.exp(-(share * np.log(share)).sum()):.1f}', f'{cosine:.3f}'
 
 
 def draw_scatter(path, panels):
-    """Draw panels = {model: {dataset: features [n, D]}}; a point is a text."""
+    """Draw panels = {model: {dataset: features [n, D]}} by their two principal components; a point
+    is a text."""
     with plots.warn_on_failure(path):
         figure = plots.new_figure(5 * len(panels), 5)
         for ax, (model, groups) in zip(figure.subplots(1, len(panels), squeeze=False).flat,
                                        panels.items(), strict=True):
-            coordinates, shares = projected([*groups.values()])
-            for name, points in zip(groups, coordinates, strict=True):
+            x = np.concatenate([*groups.values()]).astype(np.float64)
+            center = x.mean(0)
+            values, vectors = np.linalg.eigh((x - center).T @ (x - center))
+            for name, group in groups.items():
+                points = (group.astype(np.float64) - center) @ vectors[:, :-3:-1]
                 ax.scatter(*points.T, s=4, alpha=0.4, linewidth=0, label=plots.printable(name))
-            ax.set(xlabel=f'component 1, {shares[0]:.0%} of the variance', xticks=[], yticks=[],
-                   ylabel=f'component 2, {shares[1]:.0%}', title=plots.figure_title(model, 50))
+            first, second = values[:-3:-1] / values.sum()
+            ax.set(xlabel=f'component 1, {first:.0%} of the variance', xticks=[], yticks=[],
+                   ylabel=f'component 2, {second:.0%}', title=plots.figure_title(model, 50))
             for handle in ax.legend(fontsize=8, markerscale=3).legend_handles:
                 handle.set_alpha(1)
         plots.save_figure(figure, path, 150)
@@ -147,14 +144,10 @@ def run(cfg):
             if not np.isfinite(x).all():
                 raise ConfigError(f'{name}: the hidden states overflow; set --dtype=float32')
             panels[name][source] = x
-            smallest, relative, rank, cosine = measures(x)
             if len(x) <= x.shape[1]:
                 print(f'{source}: {len(x):,} texts are too few for the smallest singular value of '
                       f'{x.shape[1]:,} features; it is left out')
-                smallest = relative = None
-            lines.append((name, source, f'{len(x)}', *(
-                '' if value is None else f'{value:.3g}' for value in (smallest, relative)),
-                f'{rank:.1f}', f'{cosine:.3f}'))
+            lines.append((name, source, *measures(x)))
         del model
     table, about = markdown(lines), Path(__file__).with_suffix('.md').read_text()
     with lock(cfg.out_dir):

@@ -127,29 +127,25 @@ def kendall(x, y, n_resamples=1000, seed=0):
 
 
 def agreements(runs, n_resamples):
-    """Return [{'a', 'b': metrics, 'runs', 'tau', 'low', 'high'}] of all pairs of metrics."""
+    """Return (K metrics, float [4, K, K]: tau of each pair, low, high, number of runs)."""
     keys = keys_of(runs)
-    values, lines = dict(zip(keys, table_of(runs, keys), strict=True)), []
-    for a, b in itertools.combinations(keys, 2):
-        tau, low, high, n = kendall(values[a], values[b], n_resamples)
-        lines.append({'a': a, 'b': b, 'runs': n, 'tau': tau, 'low': low, 'high': high})
-    return lines
+    values, pairs = table_of(runs, keys), np.ones((4, len(keys), len(keys)))
+    for i, j in itertools.combinations(range(len(keys)), 2):
+        pairs[:, i, j] = pairs[:, j, i] = kendall(values[i], values[j], n_resamples)
+    return keys, pairs
 
 
-def metrics_of(lines):
-    return list(dict.fromkeys(line[end] for line in lines for end in 'ab'))
-
-
-def agreement_cells(lines):
+def agreement_cells(keys, pairs):
     """Return the cells of a table of tau with its interval, metrics by metrics, header first.
 
     A dash stands for a tau that is undefined, since a metric is the same for all runs.
     """
-    keys = metrics_of(lines)
-    cells = {(line['a'], line['b']): f'{line["tau"]:.2f} [{line["low"]:.2f}, {line["high"]:.2f}]'
-             if np.isfinite(line['tau']) else '-' for line in lines}
-    return [['', *(TITLES[key] for key in keys[1:])],
-            *([TITLES[a], *(cells.get((a, b), '') for b in keys[1:])] for a in keys[:-1])]
+    def cell(tau, low, high, _):
+        return f'{tau:.2f} [{low:.2f}, {high:.2f}]' if np.isfinite(tau) else '-'
+    names = [TITLES[key] for key in keys]
+    return [['', *names[1:]], *([names[i], *(cell(*pairs[:, i, j]) if i < j else ''
+                                             for j in range(1, len(keys)))]
+                                for i in range(len(keys) - 1))]
 
 
 def ranking_cells(runs):
@@ -190,7 +186,7 @@ def page(values, agreed, binned, n_resamples):
     for task, runs in values.items():
         parts += [f'### {TASKS.get(task, task)}, {len(runs)} runs\n',
                   'Kendall\'s tau-b [95 % interval over runs]\n',
-                  markdown(agreement_cells(agreed[task]))]
+                  markdown(agreement_cells(*agreed[task]))]
         if cells := ranking_cells(runs):
             parts.append(markdown(cells))
         if task in binned:
@@ -203,7 +199,7 @@ def page(values, agreed, binned, n_resamples):
 
 def draw(path, agreed, binned):
     """Draw tau of all pairs of metrics for each task, and below the ECE of runs by bins."""
-    size = max(len(metrics_of(lines)) for lines in agreed.values())
+    size = max(len(keys) for keys, _ in agreed.values())
     columns = min(3, len(agreed))
     rows = -(-len(agreed) // columns)
     figure = new_figure(columns * (1.6 + 0.36 * size), rows * (4.2 + 0.36 * size))
@@ -212,12 +208,8 @@ def draw(path, agreed, binned):
     tops, bottoms = grid[::2].flat, grid[1::2].flat
     for ax in (*tops[len(agreed):], *bottoms[len(agreed):]):
         ax.remove()
-    for (task, lines), top, bottom in zip(agreed.items(), tops, bottoms, strict=False):
-        keys = metrics_of(lines)
-        tau = np.eye(len(keys))
-        for line in lines:
-            i, j = keys.index(line['a']), keys.index(line['b'])
-            tau[i, j] = tau[j, i] = line['tau']
+    for (task, (keys, (tau, *_))), top, bottom in zip(
+            agreed.items(), tops, bottoms, strict=False):
         for (y, x), value in np.ndenumerate(tau):
             if x != y and np.isfinite(value):
                 top.text(x, y, f'{value:.2f}', fontsize=6.5, ha='center', va='center',
@@ -256,9 +248,10 @@ def main(arguments=None):
         if options.folders:
             claim(out_dir, *FILES)
         write_text(out_dir / 'agree.csv', csv_text([
-            {'task': task} | {key: f'{x:.5f}' if isinstance(x, float) else x
-                              for key, x in line.items()}
-            for task, lines in agreed.items() for line in lines]))
+            {'task': task, 'a': keys[i], 'b': keys[j], 'runs': int(pairs[3, i, j])}
+            | {name: f'{pairs[k, i, j]:.5f}' for k, name in enumerate(('tau', 'low', 'high'))}
+            for task, (keys, pairs) in agreed.items()
+            for i, j in itertools.combinations(range(len(keys)), 2)]))
         write_text(out_dir / 'agree.md', text)
         draw(out_dir / 'agree.png', agreed, binned)
     print(f'{text}\nwrote {", ".join(FILES)} to {out_dir}')
