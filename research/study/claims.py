@@ -7,6 +7,7 @@ tables.toml has the pages and the tables of formulas.
 
 import csv
 import itertools
+import json
 import re
 import tomllib
 from collections.abc import Callable
@@ -140,16 +141,11 @@ def specification(numbers, name):
     """
     name, _, metric = name.partition(': ')
     metric, _, title = metric.partition(' = ')
-    metric = metric or 'ece'
-    spec = {}
-    for key, value in TABLES[name].items():
-        if isinstance(value, str) and value.startswith('='):
-            value = numbers.functions[value[1:]](numbers)
-        texts = value if isinstance(value, list) else [value]
-        texts = [text.replace('{metric}', metric).replace('{title}', title or TITLES[metric])
-                 for text in texts]
-        spec[key] = texts if isinstance(value, list) else texts[0]
-    if metric != 'ece':
+    spec = {key: numbers.functions[value[1:]](numbers) if value[0] == '=' else value
+            for key, value in TABLES[name].items()}
+    text = json.dumps(spec).replace('{metric}', metric or 'ece')
+    spec = json.loads(text.replace('{title}', title or TITLES[metric or 'ece']))
+    if metric:
         spec.pop('tested', None)
     rows = spec.get('tests') or spec.get('differences') or spec['rows']
     return spec | {'rows': pairs(rows), 'columns': pairs(spec.get('columns', ['mean = {}']))}

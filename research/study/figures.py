@@ -12,8 +12,8 @@ diagrams as well, of the questions of all seeds together, and the numbers behind
 import itertools
 import sys
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -38,30 +38,18 @@ TABLE = tomllib.loads((Path(__file__).parent / 'figures.toml').read_text(encodin
 WORDS = TABLE['words']      # as in over_seeds.titled
 
 
-@dataclass
-class View:
-    """A figure of figures.toml, which says what the keys mean."""
-    where: dict                     # {column: its values, in this order}
-    x: str = 'smoothing'
-    by: tuple = ()
-    panel: tuple = ('task',)
-    metrics: tuple = ('ece', 'gap', 'accuracy')
-    reference: tuple = ('base',)
-    sources: tuple = ('base', 'smoothing')
-
-    @property
-    def columns(self):
-        return (*self.panel, *self.by, self.x)
+def read_view(keys):
+    """Return the lists of words of a figure in figures.toml; `where` is {column: its values}."""
+    view = SimpleNamespace(**{key: text.split()
+                              for key, text in (TABLE['defaults'] | keys).items()})
+    rules = ' '.join(TABLE['rules'].get(rule, rule) for rule in view.where).split()
+    view.where = {column: values.split('|')
+                  for column, values in (rule.split('=') for rule in rules)}
+    view.columns = [*view.panel, *view.by, *view.x]
+    return view
 
 
-def read_view(where, x='smoothing', **words):
-    """Return the View of a table of figures.toml."""
-    rules = ' '.join(TABLE['rules'].get(rule, rule) for rule in where.split()).split()
-    where = {column: values.split('|') for column, values in (rule.split('=') for rule in rules)}
-    return View(where, x, **{key: tuple(text.split()) for key, text in words.items()})
-
-
-FIGURES = {name: read_view(**keys) for name, keys in TABLE['figures'].items()}
+FIGURES = {name: read_view(keys) for name, keys in TABLE['figures'].items()}
 
 
 def draw(name, out_dir, root=None):
