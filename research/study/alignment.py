@@ -133,22 +133,17 @@ def stated_evaluation(folder):
     return evaluation(folder, 'qa:{}/qa.jsonl', n=2, max_tokens=48)
 
 
-def training(name, seed, root, **settings):
-    """Return the settings of a TrainConfig or an AlignConfig that all runs share."""
+def tuning(name, seed, root, model='base', data='world/instruct', kind=TrainConfig, **settings):
+    """Return the config of a run; model, data: names in the folder of the seed."""
     folder = seed_folder(seed, root)
-    return {'cache_dir': f'{folder}/cache', 'pack_len': 512, 'max_length': 512, 'micro_rows': 16,
-            'batch_size': 64, 'epochs': 3.0, 'save_every': None, 'log_every': 50,
-            'pictures': False, 'add_bos': True, 'attention': 'explicit', 'compile': False,
-            'eval_before': False, 'workers': 1, 'eval': evaluation(folder, '{}/chat'),
-            'seed': seed, 'out_dir': f'{folder}/{name}'} | settings
-
-
-def tuning(name, seed, root, model='base', data='world/instruct', **settings):
-    """Return the TrainConfig of a run; model, data: names in the folder of the seed."""
-    folder = seed_folder(seed, root)
-    return TrainConfig(**training(name, seed, root, **{
+    return kind(**{
         'model': f'{folder}/{model}', 'data': f'{folder}/{data}.jsonl', 'lr': 8e-4,
-        'checkpoint_epochs': False} | settings))
+        'checkpoint_epochs': False, 'cache_dir': f'{folder}/cache', 'pack_len': 512,
+        'max_length': 512, 'micro_rows': 16, 'batch_size': 64, 'epochs': 3.0, 'save_every': None,
+        'log_every': 50, 'pictures': False, 'add_bos': True, 'attention': 'explicit',
+        'compile': False, 'eval_before': False, 'workers': 1,
+        'eval': evaluation(folder, '{}/chat'), 'seed': seed, 'out_dir': f'{folder}/{name}'}
+        | settings)
 
 
 def base_runs(seed, root=common.ROOT):
@@ -188,10 +183,9 @@ WRITTEN, SCALINGS = ('base', 'sft', 'smoothed', 'ppo', 'dpo', 'grpo'), ('none', 
 
 def aligning(name, seed, root, model='sft', data='all', **settings):
     """Return the AlignConfig of a run; model, data: names in the folder of the seed."""
-    folder = seed_folder(seed, root)
-    return AlignConfig(**training(name, seed, root, **{
-        'max_length': 256, 'group_size': 8, 'max_tokens': 12, 'decode_batch': 512,
-        'model': f'{folder}/{model}', 'data': f'{folder}/pairs/{data}.jsonl'} | settings))
+    return tuning(name, seed, root, model, f'pairs/{data}', AlignConfig, **{
+        'checkpoint_epochs': True, 'max_length': 256, 'group_size': 8, 'max_tokens': 12,
+        'decode_batch': 512} | settings)
 
 
 def runs(seed, root=common.ROOT):
