@@ -160,7 +160,7 @@ def held_out(folder):
         return None
     lines = map(json.loads, Path(folder, 'log.jsonl').read_text(encoding='utf-8').splitlines())
     values = [{'nll': line['val_nll'], 'ece': line['val_ece']} for line in lines
-              if 'val_nll' in line]
+              if 'val_ece' in line]     # pairs have none
     return values[-1] if values else {}
 
 
