@@ -53,7 +53,9 @@ PLANS = {
         for other in (PLAIN, SMOOTHED)
         for key in ('arc_easy_accuracy', 'arc_easy_ece', 'arc_easy_auroc', 'held_out_nll')],
 }
-SHOWN = {'base': 'base', PLAIN: 'tuned', SMOOTHED: 'tuned, smoothing 0.1'}   # in the diagrams
+# in the diagrams, of those that were run
+SHOWN = {'base': 'base', PLAIN: 'tuned', SMOOTHED: 'smoothing 0.1',
+         'base-smoothing0.5-lr5e-05': 'base smoothing 0.5'}
 
 
 def read_runs(root):
@@ -97,16 +99,17 @@ def tests(numbers, planned):
 
 
 def draw(path, runs):
+    shown = {name: title for name, title in SHOWN.items() if (name, 0) in runs}
     panels = []
     for task in ('arc_easy', 'clm'):
-        for name, title in SHOWN.items():
+        for name, title in shown.items():
             lines, bins = zip(*(run for (other, _), run in runs.items() if other == name),
                               strict=True)
             numbers = {label: np.mean([line[f'{task}_{label.lower()}'] for line in lines])
                        for label in ('accuracy', 'confidence', 'ECE')}
             panels.append((f'{TASKS[task]}: {title}', numbers,
                            pool_bins([tasks[task] for tasks in bins])))
-    draw_bins(path, panels, columns=len(SHOWN))
+    draw_bins(path, panels, columns=len(shown))
 
 
 def main():
