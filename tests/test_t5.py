@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from common import DEVICES, asking, off, rewrite, t5_folder, write_rows
+from common import DEVICES, off, rewrite, t5_folder, write_rows
 from safetensors.torch import load_file
 
 import evaluate
@@ -15,9 +15,7 @@ import scoring
 import sample
 import train
 from data.packing import Tree
-from data.questions import load_task
 from data.tokenizer import load_tokenizer
-from data.trees import tokenize_questions
 from runtime import checkpoint
 from runtime.errors import CheckpointError, ConfigError
 
@@ -118,8 +116,9 @@ def t5_with_task(folder):
     draw, words = random.Random(0), 'quick brown fox jumps over the lazy dog sky blue'.split()
     rows = [{'question': ' '.join(draw.choices(words, k=draw.randrange(2, 30))) + '?\n\nWhich one?',
              'choices': [' '.join(draw.choices(words, k=draw.randrange(1, 5))) for _ in range(4)],
-             'answer': i % 4} for i in range(12)]
-    write_rows(folder / 'questions.jsonl', rows)
+             'answer': i % 4} for i in range(14)]
+    for split, part in (('dev', rows[:2]), ('test', rows[2:])):
+        write_rows(folder / 'questions' / f'{split}.jsonl', part)
     return model
 
 
@@ -133,42 +132,34 @@ def loop_log_probs(model, source, answer):
 @pytest.mark.slow
 @pytest.mark.parametrize('scoring', ['letters', 'text'])
 def test_scores_equal_a_plain_loop_over_transformers(scoring, tmp_path):
+    """The prompt with its shots is tokenized as a whole, and each answer alone."""
     model = t5_with_task(tmp_path)
     tokenizer, results = load_tokenizer(tmp_path / 'model'), []
     for name, more in (('a', ['--pack_len=40']), ('b', ['--deterministic=True'])):
-        evaluate.main([f'--model={tmp_path / "model"}', f'--tasks={tmp_path / "questions.jsonl"}',
-                       f'--out_dir={tmp_path / name}', '--shots=0', f'--scoring={scoring}',
+        evaluate.main([f'--model={tmp_path / "model"}', f'--tasks={tmp_path / "questions"}',
+                       f'--out_dir={tmp_path / name}', '--shots=2', f'--scoring={scoring}',
                        '--n_bootstrap=0', '--pictures=False', '--dtype=float32', *more])
         results.append([json.loads(line) for line in open(tmp_path / name / 'samples.jsonl')])
-    rows = [json.loads(line) for line in open(tmp_path / 'questions.jsonl')]
-    header = 'The following are multiple choice questions (with answers) about various things.'
+    solved, rows = ([json.loads(line) for line in open(tmp_path / 'questions' / f'{split}.jsonl')]
+                    for split in ('dev', 'test'))
+
+    def answers_of(row):
+        return [*'ABCD'] if scoring == 'letters' else row['choices']
+
+    def asked(row):
+        options = zip('ABCD', row['choices'], strict=True) if scoring == 'letters' else ()
+        listed = ''.join(f'\n{letter}. {option}' for letter, option in options)
+        return f'{row["question"]}{listed}\nAnswer:'
+
+    shots = 'The following are multiple choice questions (with answers) about various things.\n\n'
+    shots += ''.join(f'{asked(row)} {answers_of(row)[row["answer"]]}\n\n' for row in solved)
     for found in results:
         for sample_of, row in zip(sorted(found, key=lambda s: int(s['id'])), rows, strict=True):
-            listed = ''.join(f'\n{letter}. {option}'
-                             for letter, option in zip('ABCD', row['choices'], strict=True))
-            listed = listed if scoring == 'letters' else ''
-            prompt = f'{header}\n\n{row["question"]}{listed}\nAnswer:'
-            answers = [*'ABCD'] if scoring == 'letters' else row['choices']
+            prompt, answers = shots + asked(row), answers_of(row)
             right = [loop_log_probs(model, tokenizer.encode(prompt), tokenizer.encode(answer))
                      for answer in answers]
             assert sample_of['log_probs'] == pytest.approx(right, rel=1e-6, abs=2e-5)
             assert sample_of['n_tokens'] == [len(tokenizer.encode(answer)) for answer in answers]
-
-
-@pytest.mark.parametrize('scoring', ['letters', 'text'])
-def test_prompts_with_shots_have_the_tokens_of_the_whole_text(scoring, tmp_path):
-    tokenizer = load_tokenizer(t5_folder(tmp_path / 'model', ['A B C D']))
-    rows = [{'question': f'What is the fox, {i} or\n\none?', 'subject': 'foxes', 'answer': i % 3,
-             'choices': ['blue', 'a lazy dog', 'brown!']} for i in range(4)]
-    for split in ('dev', 'test'):
-        write_rows(tmp_path / f'{split}.jsonl', rows)
-    asked, solved, *_ = load_task(str(tmp_path), asking(shots=2, scoring=scoring))
-    for question, tree in tokenize_questions(asked, solved, tokenizer, add_bos=False,
-                                             max_length=2000):
-        prompt = question.header + ''.join(s.solved for s in solved['', 'foxes'])
-        prompt = tokenizer.encode(prompt + question.context)
-        for option, ids, start in zip(question.options, tree.sequences, tree.starts, strict=True):
-            assert (ids[:start], ids[start:]) == (prompt, tokenizer.encode(option))
 
 
 @pytest.mark.slow
@@ -196,7 +187,7 @@ def test_only_evaluate_uses_a_t5(tmp_path):
     t5_with_task(tmp_path)
     refused = 't5 is an encoder and a decoder; evaluate.py scores its answers, and nothing else'
     with pytest.raises(CheckpointError, match=refused):
-        train.main([f'--model={tmp_path / "model"}', f'--data={tmp_path / "questions.jsonl"}',
+        train.main([f'--model={tmp_path / "model"}', f'--data={tmp_path / "questions"}',
                     f'--out_dir={tmp_path / "run"}'])
     assert not [*tmp_path.glob('run/*.safetensors')]
     with pytest.raises(CheckpointError, match=refused):

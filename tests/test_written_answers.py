@@ -11,7 +11,6 @@ import torch
 from common import asking, reference_model, sentencepiece_folder, write_rows
 
 import evaluate
-import generate
 from decoding import answer_samples, written_tasks
 from data import code_tasks, written_answers
 from data.chat import encode_prompt
@@ -19,10 +18,8 @@ from data.tokenizer import load_tokenizer
 from data.trees import load_answers
 from data.written_answers import WRITTEN_TASKS, load_written
 from decoding.answer_samples import begin_of
-from decoding.sampling import Sampling
 from results import confidence
 from results.samples import latest_samples, read_samples
-from runtime import checkpoint
 from runtime.errors import ConfigError, DataError
 from runtime.sandbox import run_program
 from runtime.thinking import answer_now
@@ -124,15 +121,15 @@ PROMPT = HEADER + ('Question: What is fox 0?\nAnswer: blue 0\n\n'
                    'Question: What is the colour of {}?\nAnswer:')
 
 
-def log_probs_after(reference, tokenizer, text, tokens):
-    """Return the log-probabilities of `tokens` after a text, by transformers."""
-    ids = [tokenizer.bos_id, *tokenizer.encode(text)]
+def log_probs_after(reference, prompt, tokens):
+    """Return the log-probabilities of `tokens` after the ids of a prompt, by transformers."""
     with torch.no_grad():
-        logits = reference(torch.tensor([ids + tokens])).logits[0].double().log_softmax(-1)
-    return [logits[len(ids) - 1 + i, token].item() for i, token in enumerate(tokens)]
+        logits = reference(torch.tensor([prompt + tokens])).logits[0].double().log_softmax(-1)
+    return [logits[len(prompt) - 1 + i, token].item() for i, token in enumerate(tokens)]
 
 
-def test_probabilities_of_an_answer_are_those_of_transformers(asked, monkeypatch):
+@pytest.mark.parametrize('chat', ['none', 'tulu'])
+def test_probabilities_of_an_answer_are_those_of_transformers(asked, tmp_path, monkeypatch, chat):
     folder, reference, _ = asked
     tokenizer, written, tokens = load_tokenizer(folder / 'model'), answer_samples.written, {}
 
@@ -141,12 +138,18 @@ def test_probabilities_of_an_answer_are_those_of_transformers(asked, monkeypatch
         return written(answer)
 
     monkeypatch.setattr(answer_samples, 'written', with_tokens)
-    ask(folder, folder / 'tokens', '--limit=2')
-    for row in samples_of(folder / 'tokens', 'qa'):
+    shots, words = (2, 'plain text') if chat == 'none' else (0, 'chat template tulu')
+    tasks = ask(folder, tmp_path, '--limit=2', f'--chat={chat}', f'--shots={shots}')
+    assert tasks['qa']['distribution'].endswith(f'greedy answer, {shots} shots, {words}')
+    for row in samples_of(tmp_path, 'qa'):
+        prompt = [tokenizer.bos_id, *tokenizer.encode(PROMPT.format(row['id']))]
+        if chat == 'tulu':
+            text = f'{HEADER}Question: What is the colour of {row["id"]}?\nAnswer:'
+            prompt, _ = encode_prompt([{'role': 'user', 'content': text}], tokenizer, 'tulu')
         greedy = row['greedy']
         for answer in (greedy, *row['answers']):
-            ids = tokens[answer['text'], answer['log_prob']]
-            log_probs = log_probs_after(reference, tokenizer, PROMPT.format(row['id']), ids)
+            log_probs = log_probs_after(reference, prompt,
+                                        tokens[answer['text'], answer['log_prob']])
             assert answer['log_prob'] == pytest.approx(sum(log_probs), abs=2e-4)
             assert answer['mean_prob'] == pytest.approx(np.exp(log_probs).mean(), abs=1e-4)
             assert answer['n_tokens'] == len(log_probs)
@@ -162,9 +165,9 @@ def test_p_true_is_that_of_transformers(asked):
     answers = {s['id']: s for s in samples_of(folder / 'out', 'qa')}
 
     def p_true(text):
-        n = len(tokenizer.encode(text))
-        true, false = (sum(log_probs_after(reference, tokenizer, text,
-                                           tokenizer.encode(text + option)[n:]))
+        ids = tokenizer.encode(text)
+        true, false = (sum(log_probs_after(reference, [tokenizer.bos_id, *ids],
+                                           tokenizer.encode(text + option)[len(ids):]))
                        for option in (' (A)', ' (B)'))
         return pytest.approx(1 / (1 + math.exp(false - true)), abs=1e-4)
 
@@ -278,19 +281,6 @@ def test_results_have_an_entry_for_each_confidence(asked):
         assert tasks[name]['pooled']['n'] == 10 - tasks[name].get('unparsed', 0)
         assert [*tasks[name]['post_hoc']['reports']] == ['platt', 'isotonic']
     assert tasks['qa.agreement']['ece_floor'] > 0 == tasks['qa.agreement']['unparsed']
-
-
-def test_answers_in_a_chat_are_those_to_its_template(asked, tmp_path):
-    folder, *_ = asked
-    model, tokenizer = checkpoint.load(folder / 'model'), load_tokenizer(folder / 'model')
-    tasks = ask(folder, tmp_path, '--chat=tulu', '--shots=0', '--limit=2')
-    assert tasks['qa']['distribution'].endswith('greedy answer, 0 shots, chat template tulu')
-    for row in samples_of(tmp_path, 'qa'):
-        text = f'{HEADER}Question: What is the colour of {row["id"]}?\nAnswer:'
-        ids, stop = encode_prompt([{'role': 'user', 'content': text}], tokenizer, 'tulu')
-        settings = Sampling(n=4, max_tokens=6, deterministic=True)
-        (_, answers), = generate.generate(model, [ids], settings, tokenizer, stop)
-        assert [a.text for a in answers] == [a['text'] for a in row['answers']]
 
 
 def test_an_interrupted_evaluation_resumes(asked, tmp_path):
