@@ -42,9 +42,6 @@ DEVICES = ['cpu', pytest.param('cuda', marks=pytest.mark.skipif(
 SHARED = Path(os.environ.get('NANOCAL_SHARED', HERE.parent / 'shared'))
 
 
-needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason='needs tests/fetch_real_files.py')
-
-
 def needs_files(*names):
     """Skip the test that calls this if a file or folder is missing in SHARED."""
     for name in names:

@@ -15,20 +15,12 @@ import urllib.request
 from pathlib import Path
 from typing import NamedTuple
 
-XCOPA = 'et ht id it qu sw ta th tr vi zh'.split()
-MISTRAL = 'https://raw.githubusercontent.com/mistralai/mistral-common'
-
 
 class Source(NamedTuple):
     repo: str               # on the hub, or a URL up to the file
     file: str
     kind: str = 'dataset'   # 'dataset', 'model', or 'url'
-    n_rows: int | None = None           # the first rows of a dataset; None: all
-    names: dict[str, str] | None = None     # {our key: key on the hub}, if they differ
-
-
-def arc(name, split):
-    return Source('allenai/ai2_arc', f'{name}/{split}-00000-of-00001.parquet')
+    n_rows: int | None = None   # the first rows of a dataset; None: all
 
 
 FILES = {
@@ -42,33 +34,29 @@ FILES = {
     'tokenizers/mistral_tokenizer.model.v1': Source(
         'mistralai/Mistral-7B-v0.1', 'tokenizer.model', 'model'),
     'tokenizers/mistral_mistral_instruct_tokenizer_240323.model.v3': Source(
-        f'{MISTRAL}/87c65673473b2222de89388b9851662a068f1a45',
+        'https://raw.githubusercontent.com/mistralai/mistral-common/'
+        '87c65673473b2222de89388b9851662a068f1a45',
         'src/mistral_common/data/mistral_instruct_tokenizer_240323.model.v3', 'url'),
-    'tokenizers/mistral_mistral_instruct_tokenizer_241114.model.v7': Source(
-        f'{MISTRAL}/d9e120fa2e08c34d391593b4dc68808febff9759',
-        'src/mistral_common/data/mistral_instruct_tokenizer_241114.model.v7', 'url'),
     'tokenizers/qwen3_tokenizer.json.gz': Source('Qwen/Qwen3-0.6B', 'tokenizer.json', 'model'),
     'tokenizers/neox_tokenizer.json.gz': Source(
         'EleutherAI/gpt-neox-20b', 'tokenizer.json', 'model'),
     'tokenizers/olmo2_tokenizer.json.gz': Source(
         'https://raw.githubusercontent.com/allenai/OLMo/59a53e3f68e546330ca5a99ec626e58f9ab96494',
         'olmo_data/tokenizers/allenai_dolma2.json', 'url'),
-    # licenses: MIT for MMLU, MMLU-Pro and HellaSwag; CC BY-SA 4.0 for ARC; CC BY 4.0 for XCOPA;
-    # CC BY-SA for WikiText
+    # licenses: MIT for MMLU, HellaSwag, GSM8K and HumanEval; CC BY-SA 4.0 for ARC; CC BY 4.0 for
+    # XCOPA; CC BY-SA for WikiText
     **{f'datasets/mmlu/{split}.jsonl.gz': Source(
         'cais/mmlu', f'all/{split}-00000-of-00001.parquet') for split in ('dev', 'test')},
-    **{f'datasets/arc_easy/ARC-Easy-{split}.jsonl.gz': arc('ARC-Easy', split)
-       for split in ('train', 'validation', 'test')},
-    'datasets/arc_easy/ARC-Challenge-test.jsonl.gz': arc('ARC-Challenge', 'test'),
+    'datasets/arc_easy/ARC-Easy-test.jsonl.gz': Source(
+        'allenai/ai2_arc', 'ARC-Easy/test-00000-of-00001.parquet'),
     'datasets/hellaswag/hellaswag_val_1000.jsonl.gz': Source(
         'Rowan/hellaswag', 'data/validation-00000-of-00001.parquet', n_rows=1000),
-    **{f'datasets/xcopa/{ours}.{language}.jsonl': Source(
-        'cambridgeltl/xcopa', f'{language}/{theirs}-00000-of-00001.parquet')
-       for language in XCOPA for ours, theirs in (('val', 'validation'), ('test', 'test'))},
-    'datasets/mmlu_pro/mmlu_pro_sample.jsonl': Source(
-        'TIGER-AI-Lab/MMLU-Pro', 'data/test-00000-of-00001.parquet', n_rows=120,
-        names={'id': 'question_id', 'question': 'question', 'choices': 'options',
-               'answer': 'answer', 'category': 'category'}),
+    **{f'datasets/xcopa/test.{language}.jsonl': Source(
+        'cambridgeltl/xcopa', f'{language}/test-00000-of-00001.parquet')
+       for language in ('et', 'ht', 'id', 'it', 'qu', 'sw', 'ta')},
+    'datasets/gsm8k/test.jsonl.gz': Source('openai/gsm8k', 'main/test-00000-of-00001.parquet'),
+    'datasets/humaneval/HumanEval.jsonl.gz': Source(
+        'openai/openai_humaneval', 'openai_humaneval/test-00000-of-00001.parquet'),
     'datasets/wikitext2/wiki.test.txt.gz': Source(
         'Salesforce/wikitext', 'wikitext-2-v1/test-00000-of-00001.parquet'),
 }
@@ -90,8 +78,6 @@ def content(target, source, path):
     rows = pyarrow.parquet.read_table(path).to_pylist()[:source.n_rows]
     if '.txt' in target:
         return ''.join(row['text'] for row in rows).encode()
-    if source.names:
-        rows = [{ours: row[theirs] for ours, theirs in source.names.items()} for row in rows]
     return ''.join(json.dumps(row, ensure_ascii=False) + '\n' for row in rows).encode()
 
 
