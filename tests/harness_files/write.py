@@ -1,8 +1,8 @@
 """Let lm-evaluation-harness write the files of this folder: `python write.py FOLDER [MODEL]`.
 
-tests/test_prediction_files.py and tests/test_compare.py read them. Needs lm-eval 0.4.13, transformers and
-tokenizers. Two random Llamas over bytes answer questions that were made up for this test; of
-results_*.json only the keys in KEPT are kept.
+tests/test_prediction_files.py and tests/test_compare.py read them. Needs lm-eval 0.4.13,
+transformers and tokenizers. Two random Llamas over bytes answer questions that were made up for
+this test; of results_*.json only the keys in KEPT are kept.
 """
 
 import json
