@@ -7,8 +7,10 @@ import csv
 import functools
 import gzip
 import hashlib
+import itertools
 import json
 import os
+import re
 import shutil
 import zlib
 from pathlib import Path
@@ -63,8 +65,8 @@ def writing(path):
 
 # ---- Rows of files -------------------------------------------------------------------------------
 
-def read_rows(path):
-    """Yield (place, row) from a .json, .jsonl, .csv, .tsv, .parquet or .txt file, also with .gz.
+def read_rows(*paths):
+    """Yield (place, row) from .json, .jsonl, .csv, .tsv, .parquet or .txt files, also with .gz.
 
     `place` is 'file:line', or 'file: row n' for parquet and JSON lists; both count from 1. A row is
     a dict; a .txt file is one row, {'text': its content}. The first row of a .tsv file names its
@@ -72,49 +74,53 @@ def read_rows(path):
     other .csv files are lists of strings. A row that cannot be read or repeats a key is yielded as
     a DataError, to stop or skip; a file that cannot be read raises one.
     """
-    path = Path(path)
-    note_inputs(path)
-    if not path.is_file():
-        raise DataError(f'{path} is a folder; name a file in it' if path.is_dir() else
-                        f'there is no file {path}')
-    kind = (path.with_suffix('') if path.suffix == '.gz' else path).suffix
-    if kind not in READERS:
-        raise DataError(f'{path}: unknown kind of file; wanted {", ".join(READERS)}, or one of '
-                        f'these with .gz')
-    try:
-        with (gzip.open if path.suffix == '.gz' else open)(path, 'rb') as file:
-            if file.read(3) != codecs.BOM_UTF8:
-                file.seek(0)
-            yield from READERS[kind](path, file)
-    except DataError:
-        raise
-    # the last two are pyarrow's
-    except (OSError, EOFError, zlib.error, ValueError, NotImplementedError) as error:
-        reason = getattr(error, 'strerror', None) or error      # without the name again
-        raise DataError(f'cannot read {path}: {reason}') from error
+    for path in map(Path, paths):
+        note_inputs(path)
+        if not path.is_file():
+            raise DataError(f'{path} is a folder; name a file in it' if path.is_dir() else
+                            f'there is no file {path}')
+        kind = (path.with_suffix('') if path.suffix == '.gz' else path).suffix
+        if kind not in READERS:
+            raise DataError(f'{path}: unknown kind of file; wanted {", ".join(READERS)}, or one of '
+                            f'these with .gz')
+        try:
+            with (gzip.open if path.suffix == '.gz' else open)(path, 'rb') as file:
+                if file.read(3) != codecs.BOM_UTF8:
+                    file.seek(0)
+                yield from READERS[kind](path, file)
+        except DataError:
+            raise
+        # the last two are pyarrow's
+        except (OSError, EOFError, zlib.error, ValueError, NotImplementedError) as error:
+            reason = getattr(error, 'strerror', None) or error      # without the name again
+            raise DataError(f'cannot read {path}: {reason}') from error
 
 
 def _jsonl_rows(path, file):
-    for number, raw in enumerate(file, 1):
-        if raw := raw.strip():      # JSON's error at the line break would name the next line
-            yield f'{path}:{number}', parsed(f'{path}:{number}', raw, _parse_json, path, number)
+    # stripped, since JSON's error at a line break would name the next line
+    lines = ((number, raw.strip()) for number, raw in enumerate(file, 1) if raw.strip())
+    for i, (number, raw) in enumerate(lines):
+        place = f'{path}:{number}'
+        if i == 0 and re.match(rb'\[\s*({|$)', raw):
+            raise DataError(f'{place}: the file holds one JSON array, not one object per line; '
+                            f'name it {path.name.replace(".jsonl", ".json")}')
+        yield place, parsed(place, raw, _parse_json, path, number)
 
 
 def _json_rows(path, file):
-    begin, first = file.tell(), next((line for line in file if line.strip()), b'')
+    begin = file.tell()
+    lines = [*itertools.islice(filter(bytes.strip, file), 2)]
+    if not lines:
+        raise DataError(f'{path} is empty')
     try:
-        row = json.loads(first)
+        first = json.loads(lines[0])
     except (ValueError, RecursionError):
-        row = None
-    # a first line that is an object is a row, unless it has a list of rows and nothing follows
-    is_a_row = isinstance(row, dict) and (
-        not isinstance(row.get('examples'), list) or any(line.strip() for line in file))
+        first = None
     file.seek(begin)
-    if is_a_row:
+    # a first line that is an object is a row, unless it has a list of rows and nothing follows
+    if isinstance(first, dict) and (len(lines) > 1 or not isinstance(first.get('examples'), list)):
         yield from _jsonl_rows(path, file)
         return
-    if not first:
-        raise DataError(f'{path} is empty')
     rows = _parse_json(file.read(), path)
     if isinstance(rows, dict):      # BIG-bench's task.json
         rows = rows.get('examples')

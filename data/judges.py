@@ -5,25 +5,15 @@ first. A model is asked in both orders (`permute` of other tasks).
 """
 
 import itertools
-from dataclasses import dataclass
 
-from data.files import draw, fetch, has_fields, parse_rows, parsed, read_rows, text_digest
+from data.files import draw, fetch, has_fields, parsed, read_rows, text_digest, without_bad
 from data.preferences import PREFERENCE_PATTERNS, join_answers, scored_answers, to_ranking
 from data.prompts import LETTERS, Prompt
-from data.questions import Loaded, ReaskedQuestion
+from data.questions import Loaded, Question
 from runtime.errors import DataError
 
 QUESTION = 'Which answer to the last message is better?\nBetter answer:'
 UNLABELED = 'prompt', 'responses'       # fields of a row of answers that may lack `scores`
-
-
-@dataclass
-class Pair(ReaskedQuestion):
-    """Two answers to one prompt; `answer` is the index of the better one, 0 if none is known.
-
-    The split is 'test', 'tied' (equal scores) or 'unlabeled' (no scores).
-    """
-    first: int = 0          # index of the answer that the file lists first
 
 
 def judge_prompt(messages, answers):
@@ -35,23 +25,28 @@ def judge_prompt(messages, answers):
 
 
 def to_pairs(row, place):
-    """Return the Pairs of a row of a known format, see `to_ranking`: every two of its answers."""
+    """Return a Question for every two answers of a row in a known format, see `to_ranking`.
+
+    Its `answer` is the index of the better one, 0 if none is known. The split is 'test', 'tied'
+    (equal scores) or 'unlabeled' (no scores).
+    """
     split = 'test'
     if has_fields(row, *UNLABELED) and row.get('scores') is None:
         split, row = 'unlabeled', row | {'scores': [0] * len(row['responses'])}
     ranking, pairs = to_ranking(row), []
-    subject, language = (next((str(row[key]) for key in keys if row.get(key)), '') for keys in (
-        ('subject', 'subset', 'domain'), ('language',)))
+    subject = next((str(row[key]) for key in ('subject', 'subset', 'domain') if row.get(key)), '')
     for pair in itertools.combinations(scored_answers(ranking), 2):
         texts, scores = zip(*pair)
         order = sorted((0, 1), key=lambda i: text_digest(texts[i]))
-        prompts = {shown: judge_prompt(ranking.prompt, [texts[order[i]] for i in shown])
-                   for shown in ((0, 1), (1, 0))}
+        orders = {shown: judge_prompt(ranking.prompt, [texts[order[i]] for i in shown])
+                  for shown in ((0, 1), (1, 0))}
         tied = split == 'test' and scores[0] == scores[1]
-        pairs.append(Pair(
-            '', *prompts[0, 1][:2], order.index(scores[1] > scores[0]), subject, language=language,
-            place=place, digest=text_digest(ranking.prompt, sorted(texts)), orders=prompts,
-            prompts=[*prompts.values()], first=order.index(0), split='tied' if tied else split))
+        pairs.append(Question(
+            '', *orders[0, 1][:2], order.index(scores[1] > scores[0]), subject,
+            language=str(row.get('language') or ''), place=place,
+            digest=text_digest(ranking.prompt, sorted(texts)), orders=orders,
+            split='tied' if tied else split, prompts=[*orders.values()], published={},
+            first=order.index(0)))
     if not pairs:
         raise DataError('fewer than two different answers')
     return pairs
@@ -68,19 +63,12 @@ def load_pairs(name, cfg):
                         'or hub dataset in a format of docs/alignment.md')
     if cfg.shots:
         raise DataError(f'{cfg.shots} shots wanted, but a judge has none; use --shots=0')
-
-    def read():
-        files = fetch(source, PREFERENCE_PATTERNS, cfg.data_revision)
-        for place, row in join_answers(row for file in files for row in read_rows(file)):
-            pairs = parsed(place, row, to_pairs, place)
-            yield from ((place, pair) for pair in (
-                [pairs] if isinstance(pairs, DataError) else pairs))
-
-    def numbered(pair, place, number):
-        pair.id = str(number)
-        return pair
-
-    pairs, bad = parse_rows(read(), numbered, cfg.on_bad_row)
+    pairs, bad = [], []
+    rows = join_answers(read_rows(*fetch(source, PREFERENCE_PATTERNS, cfg.data_revision)))
+    for new in without_bad((parsed(*row, to_pairs, row[0]) for row in rows), cfg.on_bad_row, bad):
+        for pair in new:
+            pair.id = str(len(pairs) + len(bad))
+            pairs.append(pair)
     total = sum(pair.split == 'test' for pair in pairs)
     if not total:
         raise DataError(f'{source} has no pair of which one answer is better ({len(pairs)} tied or '

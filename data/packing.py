@@ -59,17 +59,14 @@ def pack(sequences, row_length, multiple=1, groups=None):
     packed = Packed(tokens=np.zeros(shape, np.int64), positions=np.zeros(shape, np.int64),
                     ends=np.tile(np.arange(1, row_length + 1), (n_rows, 1)),
                     targets=np.full(shape, IGNORE), owner=np.full(shape, -1))
-    used = np.zeros(n_rows, dtype=np.int64)
-    for i, (tokens, loss_mask) in enumerate(sequences):
-        row, begin = row_of[i], used[row_of[i]]
-        end = begin + len(tokens)
-        packed.tokens[row, begin:end] = tokens
-        packed.positions[row, begin:end] = np.arange(len(tokens))
-        packed.ends[row, begin:end] = end
-        packed.targets[row, begin:end - 1] = np.where(loss_mask[1:], tokens[1:].astype(np.int64),
-                                                      IGNORE)
-        packed.owner[row, begin:end] = i
-        used[row] = end
+    used = [0] * n_rows
+    for i, ((tokens, loss_mask), row) in enumerate(zip(sequences, row_of)):
+        begin, used[row] = used[row], used[row] + len(tokens)
+        at = row, slice(begin, used[row])
+        packed.tokens[at], packed.positions[at] = tokens, np.arange(len(tokens))
+        packed.ends[at], packed.owner[at] = used[row], i
+        packed.targets[row, begin:used[row] - 1] = np.where(
+            loss_mask[1:], tokens[1:].astype(np.int64), IGNORE)
     return packed
 
 
@@ -265,34 +262,30 @@ def stack_answers(trees, start, eos, pack_len, deterministic=False):
     batch has about `pack_len` tokens of the encoder, fewer for prompts of more than 1,024 tokens,
     whose attention takes memory by the square; if deterministic, one tree.
     """
-    rows = []
+    batch = []
     for index, tree in trees:
         ids = tree.sequences
+        prompts = [(*option[:at], eos) for option, at in zip(ids, tree.starts, strict=True)]
         answers = Tree((start,), [], [
             option[at:] for option, at in zip(ids, tree.starts, strict=True)], [1] * len(ids))
-        prompts = [(*option[:at], eos)
-                   for option, at in zip(ids, tree.starts, strict=True)]
-        new = []
-        for source in dict.fromkeys(prompts):       # several, if the options are in the prompt
-            new.append((source, Row()))
-            new[-1][1].add(index, answers, [[k] for k, p in enumerate(prompts) if p == source])
-        longest = max(len(source) for source, _ in rows + new)
-        n_tokens = (len(rows) + len(new)) * longest * max(1, longest / 1024)
-        if rows and (deterministic or n_tokens > pack_len):
-            yield _stack(rows)
-            rows = []
-        rows += new
-    if rows:
-        yield _stack(rows)
+        rows = {prompt: Row() for prompt in prompts}    # several, if the options are in the prompt
+        for prompt, row in rows.items():
+            row.add(index, answers, [[k] for k, p in enumerate(prompts) if p == prompt])
+        longest = max(len(prompt) for prompt, _ in [*batch, *rows.items()])
+        n_tokens = (len(batch) + len(rows)) * longest * max(1, longest / 1024)
+        if batch and (deterministic or n_tokens > pack_len):
+            yield _stack_answers(batch)
+            batch = []
+        batch += rows.items()
+    if batch:
+        yield _stack_answers(batch)
 
 
-def _stack(rows):
-    sources, width = [source for source, _ in rows], max(len(row.tokens) for _, row in rows)
-    # kernels want a multiple of 8
-    padded = np.zeros((len(rows), _round_up(max(map(len, sources)), 8)), dtype=np.int64)
-    for row, source in zip(padded, sources, strict=True):
-        row[:len(source)] = source
-    arrays = np.stack([row.padded(width)[0] for _, row in rows], 1)
-    return ([padded, np.array([[len(source)] for source in sources]), *arrays],
-            [(index, k, b * width + at, token) for b, (_, row) in enumerate(rows)
-             for index, k, at, token in row.scored])
+def _stack_answers(batch):
+    lengths = [len(prompt) for prompt, _ in batch]
+    padded = np.zeros((len(batch), _round_up(max(lengths), 8)), dtype=np.int64)     # for kernels
+    for row, (prompt, _) in zip(padded, batch, strict=True):
+        row[:len(prompt)] = prompt
+    width = max(len(row.tokens) for _, row in batch)
+    (arrays, scored), = stack_rows([row.padded(width) for _, row in batch], len(batch), 0)
+    return [padded, np.array(lengths)[:, None], *arrays], scored

@@ -35,6 +35,9 @@ class Question:
     orders: dict = field(default_factory=dict)  # {order: Prompt} of other orders of the options
     content_free: list = field(default_factory=list)    # its Prompts for contextual calibration
     split: str = 'test'         # 'validation': to fit a temperature on; others: data/judges.py
+    prompts: list = field(default_factory=list)     # Prompts that are asked instead of this one
+    published: dict | None = None       # and the sample of this one
+    first: int | None = None            # of a judge: index of the answer that the file lists first
 
     @property
     def solved(self):
@@ -43,7 +46,10 @@ class Question:
 
     @property
     def parts(self):
-        """Return [self], or with an ending a question for each option, which scores the ending."""
+        """Return the questions to score: of each other prompt, or one per option with an ending."""
+        if self.prompts:
+            return [replace(self, context=prompt.context, options=prompt.options, prompts=[],
+                            ending='') for prompt in self.prompts]
         if not self.ending:
             return [self]
         texts = [self.context + option for option in self.options]
@@ -61,20 +67,6 @@ class Question:
         context, options = proposing(self.context, self.options[k] + self.ending)
         return replace(self, context=context, options=options, answer=int(k != self.answer),
                        ending='')
-
-
-@dataclass
-class ReaskedQuestion(Question):
-    """A question that is asked with other prompts: other orders, or without its content."""
-    prompts: list = field(default_factory=list)     # of Prompt
-    published: dict = field(default_factory=dict)   # its sample as published
-
-    @property
-    def parts(self):
-        """Return a question for each of the other prompts."""
-        return [Question(self.id, prompt.context, prompt.options, self.answer, self.subject,
-                         self.header, language=self.language, place=self.place)
-                for prompt in self.prompts]
 
 
 def sample_fields(question, n_shots):
@@ -108,7 +100,8 @@ def load_task(name, cfg):
     if cfg.shots and is_file:
         raise DataError(f'{cfg.shots} shots wanted, but {source} is one file: give a folder that '
                         f'also holds {" or ".join(benchmark.shots)}, or --shots=0')
-    asked = {'n_orders': cfg.permute or 0, 'contextual': cfg.contextual, 'group_by': cfg.group_by}
+    variants = {'n_orders': cfg.permute or 0, 'contextual': cfg.contextual,
+                'group_by': cfg.group_by}
 
     def make_prompt(item):
         make = PROMPT_FORMATS[cfg.prompt_format]
@@ -118,25 +111,23 @@ def load_task(name, cfg):
     def read(job):
         split, files, language = job
         parse = functools.partial(_to_question, benchmark=benchmark, make_prompt=make_prompt,
-                                  language=language, **asked if split != 'shots' else {})
-        return parse_rows((row for file in files for row in read_rows(file)), parse, cfg.on_bad_row)
+                                  language=language, **variants if split != 'shots' else {})
+        return parse_rows(read_rows(*files), parse, cfg.on_bad_row)
 
     splits = ['test', *['shots'] * bool(cfg.shots), *['validation'] * cfg.fit_temperature]
     jobs = [(split, _files_of(benchmark, source, split, language, cfg.data_revision), language)
             for language in _languages(benchmark, source, task, cfg.languages) for split in splits]
     n_bytes = sum(os.path.getsize(file) for _, files, _ in jobs for file in files)
-    # all processes of torchrun read; two workers would not be faster than none
-    most = min(32, cores() // int(os.environ.get('LOCAL_WORLD_SIZE', 1)))
-    worth_it = n_bytes > 2e7 and min(most, len(jobs)) >= 4
-    questions, shots, validation, bad = [], {}, [], []
-    for (split, *_), (items, messages) in zip(jobs, parallel_map(read, jobs, worth_it, most)):
-        if split == 'validation':
-            validation += [replace(question, split='validation') for question in items]
-            continue
-        bad += messages
-        questions += items if split == 'test' else []
-        for question in items if split == 'shots' else ():
-            shots.setdefault(question.group, []).append(question)
+    most = min(32, cores() // int(os.environ.get('LOCAL_WORLD_SIZE', 1)))   # every process reads
+    read_items, bad, shots = {split: [] for split in (*splits, 'validation')}, [], {}
+    for (split, *_), (items, messages) in zip(jobs, parallel_map(read, jobs, n_bytes > 2e7, most)):
+        read_items[split] += items
+        bad += messages if split != 'validation' else []
+    questions, validation = read_items['test'], read_items['validation']
+    for question in validation:
+        question.split = 'validation'
+    for question in read_items.get('shots', ()):
+        shots.setdefault(question.group, []).append(question)
     if not questions:
         raise DataError(f'{source} has no questions ({len(bad)} bad rows)')
     if any(prompt.options != q.options for q in questions for prompt in q.orders.values()):
@@ -148,9 +139,8 @@ def load_task(name, cfg):
         questions, validation = ([q for q in items if q.language in cfg.languages]
                                  for items in (questions, validation))
     total, questions = len(questions), draw(questions, cfg.limit, cfg.seed)
-    for group in {q.group for q in questions} if cfg.shots else ():
-        n = len(shots.get(group, []))
-        if n < cfg.shots:
+    for group in {q.group for q in questions}:
+        if (n := len(shots.get(group, []))) < cfg.shots:
             raise DataError(f'{source}: {n} solved questions about {group[1]!r}, {cfg.shots} '
                             f'wanted; --shots={n} would fit')
     shots = {group: solved[:cfg.shots] for group, solved in shots.items()}

@@ -8,24 +8,62 @@ and `describe` of each task and does not ask for its kind.
 import hashlib
 import itertools
 import math
+import os
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
+from data.benchmarks import BENCHMARKS
 from data.judges import load_pairs
 from data.p_ik import load_p_ik
-from data.probes import load_texts, tokenize_texts
-from data.questions import ReaskedQuestion, load_task, sample_fields
-from data.task_names import task_label, task_source
+from data.probes import INSTRUCTIONS, load_texts, tokenize_texts
+from data.questions import load_task, require_task, sample_fields
 from data.trees import tokenize_questions
-from runtime.errors import DataError
+from data.written_answers import WRITTEN_TASKS
+from runtime.errors import ConfigError, DataError
 
+TASKS = *BENCHMARKS, *WRITTEN_TASKS, 'p_ik', 'judge', *INSTRUCTIONS
 # {setting: name of the variant}
 VARIANTS = {'permute': 'permuted', 'p_true': 'p_true', 'contextual': 'contextual'}
 BLOCKS = 8      # of questions per process; each block repeats the shots once
 SHOWN_TOKENS = 100      # before a scored token of a text, in its sample
+
+
+# ---- The names of --tasks ------------------------------------------------------------------------
+
+def split_name(name):
+    """Return ('mmlu', 'some/folder') for 'mmlu:some/folder', ('', 'some/file') for a path."""
+    kind, _, path = name.partition(':')
+    return (kind, path) if kind in TASKS else ('', name)
+
+
+def task_label(name):
+    """Return a task's name in results: 'mmlu' for 'mmlu:folder', 'q' for 'a/q.jsonl'."""
+    kind, path = split_name(name)
+    return kind or Path(path).name.split('.')[0]
+
+
+def task_source(name):
+    """Return a task's `source` in results: its name in --tasks, with the full path of a file."""
+    kind, path = split_name(name)
+    if path and os.path.exists(os.path.expanduser(path)):
+        path = os.path.realpath(os.path.expanduser(path))
+    return f'{kind}:{path}' if kind and path else kind or path
+
+
+def check_names(names):
+    """Raise ConfigError or DataError for names of --tasks that are no tasks, or clash."""
+    labels = [task_label(name) for name in names]
+    for name, label in zip(names, labels):
+        kind, path = split_name(name)
+        require_task(kind or path, TASKS)
+        if not label or labels.count(label) > 1:
+            raise ConfigError(f'tasks = {names}: {name!r} would be called {label!r} in the '
+                              f'results; rename a file so that each task has a name of its own, or '
+                              f'evaluate one of them with another --out_dir')
 
 
 # ---- What all kinds share ------------------------------------------------------------------------
@@ -68,7 +106,8 @@ class Task:
         prompt = ('place', 'split', 'orders', 'prompts', 'content_free', 'context', 'options',
                   'header', 'ending')
         for item in self.items:
-            content = {key: value for key, value in vars(item).items() if key not in prompt}
+            content = {key: value for key, value in vars(item).items() if key not in prompt
+                       and (value is not None or key not in ('published', 'first'))}
             digest.update(repr(content).encode())
         return digest.hexdigest()
 
@@ -86,9 +125,9 @@ class Task:
         prompts: of the scored items, as `collect` returns them
         """
         scored, tested = {key for key, _ in prompts}, self.tested
+        duplicate = [item for item in tested if getattr(item, 'duplicate_options', False)]
         return Counter(items=len(tested), total=self.total, duplicate_options=sum(
-            getattr(item, 'duplicate_options', False) and self.sample_key(item) in scored
-            for item in tested))
+            self.sample_key(item) in scored for item in duplicate))
 
     def share(self, rank, n):
         """Return the Task of process `rank` of n: every n-th block of each language's questions.
@@ -101,12 +140,11 @@ class Task:
         items, groups = [], itertools.groupby(self.items, lambda item: (item.split, item.language))
         for i, (_, group) in enumerate(groups):
             group = [*group]
-            sizes = [1 + len(getattr(item, 'text', '') or item.context) for item in group]
-            total = sum(sizes)
-            for item, size, end in zip(group, sizes, itertools.accumulate(sizes)):
-                block = int(n * BLOCKS * (end - size / 2) / total)
-                if (block + i) % n == rank:
-                    items.append(item)
+            sizes = np.array([1 + len(getattr(item, 'text', '') or item.context)
+                              for item in group])
+            ends = np.cumsum(sizes)
+            blocks = (n * BLOCKS * (ends - sizes / 2) / ends[-1]).astype(int)
+            items += [item for item, block in zip(group, blocks) if (block + i) % n == rank]
         share = replace(self, items=items, bad_rows=[])
         share.total = len(share.tested)
         if rank == 0:       # has what is counted once
@@ -229,20 +267,20 @@ class OptionTask(Task):
     def variant(self, name, scored, top_option):
         """Return the Task of the variant `name` of the questions in `scored`, {(split, language,
         id): sample}; top_option: sample -> index of the option that the model prefers."""
-        if name != 'p_true':
-            permuted = name == 'permuted'
+        if name == 'p_true':
+            # the correct option is proposed in the first and the last of each four shots, the
+            # option after it in the other two
+            shots = {group: [q.proposing((q.answer + (i % 4 in (1, 2))) % len(q.options))
+                             for i, q in enumerate(solved)] for group, solved in self.shots.items()}
+            return self.changed(PTrueTask, name, scored, lambda question, sample:
+                                question.proposing(top_option(sample)), shots)
 
-            def reasked(question, sample):
-                prompts = [*question.orders.values()] if permuted else question.content_free
-                return ReaskedQuestion(**vars(question), prompts=prompts, published=sample)
-            return self.changed(PermutedTask if permuted else ContextualTask, name, scored, reasked,
-                                self.shots)
-        # the correct option is proposed in the first and the last of each four shots, the option
-        # after it in the other two
-        shots = {group: [q.proposing((q.answer + (i % 4 in (1, 2))) % len(q.options))
-                         for i, q in enumerate(solved)] for group, solved in self.shots.items()}
-        return self.changed(PTrueTask, name, scored, lambda question, sample:
-                            question.proposing(top_option(sample)), shots)
+        def reasked(question, sample):
+            orders = question.orders.values()
+            return replace(question, published=sample,
+                           prompts=[*orders] if name == 'permuted' else question.content_free)
+        kind = PermutedTask if name == 'permuted' else ContextualTask
+        return self.changed(kind, name, scored, reasked, self.shots)
 
     def describe(self, cfg, counts):
         return super().describe(cfg, counts) | {'duplicate_options': counts['duplicate_options']}
@@ -260,14 +298,13 @@ class PermutedTask(OptionTask):
 
     @staticmethod
     def sample(question, log_probs, n_tokens):
-        n, orders = len(question.options), []
+        n = len(question.options)
+        orders = [{'order': order, 'log_probs': scores.tolist(), 'n_tokens': lengths.tolist()}
+                  for order, scores, lengths in zip(question.orders, log_probs.reshape(-1, n),
+                                                    np.reshape(n_tokens, (-1, n)))]
         if published := question.published:
-            orders.append({'order': [*range(n)], 'log_probs': published['log_probs'],
-                           'n_tokens': published['n_tokens']})
-        for order, scores, lengths in zip(question.orders, log_probs.reshape(-1, n),
-                                          np.reshape(n_tokens, (-1, n))):
-            orders.append({'order': order, 'log_probs': scores.tolist(),
-                           'n_tokens': lengths.tolist()})
+            orders.insert(0, {'order': [*range(n)], 'log_probs': published['log_probs'],
+                              'n_tokens': published['n_tokens']})
         return {'answer': question.answer, 'options': question.options,
                 'log_probs': mean_over_orders(orders), 'n_tokens': [1] * n, 'orders': orders}
 

@@ -16,9 +16,8 @@ import numpy as np
 from data import written_answers
 from data.grading import stated_guess
 from data.packing import Tree
-from data.questions import ReaskedQuestion, sample_fields
-from data.task_names import task_label
-from data.tasks import PTrueTask, Task, chat_words
+from data.questions import sample_fields
+from data.tasks import PTrueTask, Task, chat_words, task_label
 from data.written_answers import WRITTEN_TASKS, load_written
 from decoding.answer_samples import begin_of, per_token, span, write_answers
 from results import confidence, samples
@@ -222,7 +221,7 @@ class DistractorConfidence(PTrueConfidence):
     def ask(question, sample):
         proposed = [written_answers.proposed(question, answer['text'], answer['correct'])
                     for answer in (sample['greedy'], *confidence.distractors(sample))]
-        return ReaskedQuestion(**vars(proposed[0]), prompts=proposed, published=sample)
+        return replace(proposed[0], prompts=proposed, published=sample)
 
     def prompt_hash(self, item, tree):
         keys = [answer['key'] for answer in (item.published['greedy'], *item.published['answers'])]

@@ -310,6 +310,8 @@ BAD_UTF8 = b'{"text": "ok ok ok ok"}\n\n{"text": "caf\xe9"}\n{"text": "ok ok ok 
     ('a.jsonl', BAD_UTF8, 'a.jsonl:3: not UTF-8: .* 0xe9'),
     ('a.json', b'[\n{"text": }]', 'a.json:2: broken JSON'),
     ('a.jsonl', b'{"text": "x"}\n{"text": ' + b'9' * 5000 + b'}', 'a.jsonl:2: unusable JSON'),
+    ('a.jsonl', b'[{"text": "x"}]', 'a.jsonl:1: the file holds one JSON array.*name it a.json$'),
+    ('a.jsonl.gz', gzip.compress(b'\n[\n{"text": "x"}\n]'), 'a.jsonl.gz:2: .*name it a.json.gz$'),
     ('a.jsonl', b'{"text": 3}', 'a.jsonl:1: the field "text" is not text but int'),
     ('a.csv', b'text\nfox\n', 'a.csv:1: a row must be an object with named fields'),
     ('a.jsonl.gz', gzip.compress(b'{"text": "fox"}\n' * 50, mtime=0)[:-9],

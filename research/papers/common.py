@@ -34,7 +34,7 @@ from data.benchmarks import BENCHMARKS, GENERIC
 from data.files import fetch
 from data.instruct import PATTERNS
 from data.probes import PATTERNS as TEXT_PATTERNS
-from data.task_names import task_label, task_source
+from data.tasks import task_label, task_source
 from evaluate import EvalConfig
 from results import plots
 from results.tables import TITLES, Heading, aligned, csv_text, latex, mark_best, markdown
