@@ -65,14 +65,6 @@ def _arrays(folder):
     return np.load(folder / 'offsets.npy'), tokens, loss_mask, np.load(folder / 'margins.npy')
 
 
-def _digest(offsets, tokens, loss_mask, margins=()):
-    arrays = [offsets, tokens, loss_mask, *([margins] if np.any(margins) else [])]
-    digest = hashlib.sha256(repr([len(array) for array in arrays]).encode())
-    for array in arrays:
-        digest.update(array)
-    return digest.hexdigest()
-
-
 def _check(folder, name, info):
     """Return a checksum of a cache folder that is, or will be, called `name`."""
     return json_digest([name, info, *(file_digest(folder / file) for file in FILES)])
@@ -151,6 +143,11 @@ def _write(folder, results, on_bad_row, settings, source):
                                        *_gaps(info)]))
         np.save(part / 'offsets.npy', np.asarray(offsets, dtype=np.int64))
         np.save(part / 'margins.npy', np.asarray(margins, dtype=np.float32))
-        info['digest'] = _digest(*_arrays(part))
+        *arrays, margins = _arrays(part)
+        arrays += [margins] if margins.any() else []
+        digest = hashlib.sha256(repr([len(array) for array in arrays]).encode())
+        for array in arrays:
+            digest.update(array)
+        info['digest'] = digest.hexdigest()
         info['check'] = _check(part, folder.name, info)
         (part / 'info.json').write_text(json.dumps(info, indent=1), encoding='utf-8')

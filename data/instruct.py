@@ -7,7 +7,7 @@ import math
 from data.cache import tokenize_once
 from data.chat import encode_conversation, encode_prompt
 from data.files import fetch, has_fields, parsed, read_rows, require_fields, require_text
-from data.messages import read_turns, with_context, without_nulls
+from data.messages import dialogue, read_turns, with_context, without_nulls
 from runtime.errors import DataError
 
 # patterns of the files; the first one with a match is used
@@ -73,8 +73,7 @@ def first_turns(rows, answers='best'):
     for message_id, (place, prompt) in prompts.items():
         ranked = sorted(replies.get(message_id, ()), key=lambda reply: reply[0])
         for _, answer in ranked[:1] if answers == 'best' else ranked:
-            yield place, {'messages': [{'role': 'user', 'content': prompt},
-                                       {'role': 'assistant', 'content': answer}]}
+            yield place, {'messages': dialogue(prompt, answer)}
 
 
 def load_conversations(source, tokenizer, *, template, max_length, add_bos, revision=None,
@@ -153,9 +152,8 @@ def read_prompts(path, tokenizer, template, add_bos):
             raise DataError(f'the id {id!r} is neither text nor a whole number')
         if places.setdefault(id, place) != place:
             raise DataError(f'the id {id!r} is already at {places[id]}')
-        turns = read_turns(given['messages'], '"messages"') if 'messages' in given else [
-            {'role': 'user', 'content': require_text(given['prompt'], 'the prompt')}]
-        messages = with_context(given, turns)
+        messages = with_context(given, read_turns(given['messages'], '"messages"') if 'messages' in
+                                given else dialogue(require_text(given['prompt'], 'the prompt')))
         if (role := messages[-1]['role'] if messages else None) != 'user':
             raise DataError(f"the last message must have the role 'user', not {role!r}")
         if not template and ('messages' in given or len(messages) > 1):

@@ -8,20 +8,12 @@ import itertools
 
 from data.files import draw, fetch, has_fields, parsed, read_rows, text_digest, without_bad
 from data.preferences import PREFERENCE_PATTERNS, join_answers, scored_answers, to_ranking
-from data.prompts import LETTERS, Prompt
+from data.prompts import Prompt
 from data.questions import Loaded, Question
 from runtime.errors import DataError
 
 QUESTION = 'Which answer to the last message is better?\nBetter answer:'
 UNLABELED = 'prompt', 'responses'       # fields of a row of answers that may lack `scores`
-
-
-def judge_prompt(messages, answers):
-    """Return the Prompt that shows a conversation and two answers to its last message."""
-    turns = [f'{message["role"].capitalize()}: {message["content"].strip()}'
-             for message in messages]
-    turns += [f'Answer {letter}:\n{text.strip()}' for letter, text in zip(LETTERS, answers)]
-    return Prompt('\n\n'.join((*turns, QUESTION)), [f' {x}' for x in LETTERS[:len(answers)]])
 
 
 def to_pairs(row, place):
@@ -35,11 +27,15 @@ def to_pairs(row, place):
         split, row = 'unlabeled', row | {'scores': [0] * len(row['responses'])}
     ranking, pairs = to_ranking(row), []
     subject = next((str(row[key]) for key in ('subject', 'subset', 'domain') if row.get(key)), '')
+    conversation = ''.join(f'{message["role"].capitalize()}: {message["content"].strip()}\n\n'
+                           for message in ranking.prompt)
     for pair in itertools.combinations(scored_answers(ranking), 2):
         texts, scores = zip(*pair)
-        order = sorted((0, 1), key=lambda i: text_digest(texts[i]))
-        orders = {shown: judge_prompt(ranking.prompt, [texts[order[i]] for i in shown])
-                  for shown in ((0, 1), (1, 0))}
+        order, orders = sorted((0, 1), key=lambda i: text_digest(texts[i])), {}
+        for shown in ((0, 1), (1, 0)):
+            answers = ''.join(f'Answer {letter}:\n{texts[order[i]].strip()}\n\n'
+                              for letter, i in zip('AB', shown))
+            orders[shown] = Prompt(conversation + answers + QUESTION, [' A', ' B'])
         tied = split == 'test' and scores[0] == scores[1]
         pairs.append(Question(
             '', *orders[0, 1][:2], order.index(scores[1] > scores[0]), subject,

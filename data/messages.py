@@ -4,6 +4,7 @@ What a row says beside its list of turns belongs to the conversation as well: `w
 there, or refuses the row. A message that says whether it is trained has 'train': True or False.
 """
 
+import itertools
 import re
 
 from data.files import require_text
@@ -24,6 +25,11 @@ TRAIN = 'train', 'training', 'trainable', 'weight', 'loss', 'loss_mask', 'loss_w
 NOT_OBEYED = 'train_detail', 'training_detail', 'mask'
 # of a whole row; a 'loss' or a 'mask' there may be anything
 TRAIN_ROW = 'train', 'trainable', 'weight', 'sample_weight', 'loss_mask', 'loss_weight'
+
+
+def dialogue(*texts):
+    """Return texts as messages of the user and the assistant in turn, the user's first."""
+    return [{'role': ('user', 'assistant')[i % 2], 'content': text} for i, text in enumerate(texts)]
 
 
 def without_nulls(row):
@@ -94,8 +100,7 @@ def with_context(row, messages, used=()):
     for name, value in _given(row, HISTORY):
         if isinstance(value, list) and all(     # pairs of question and answer, of LLaMA-Factory
                 isinstance(pair, list) and len(pair) == 2 for pair in value):
-            value = [{'role': role, 'content': text} for pair in value
-                     for role, text in zip(('user', 'assistant'), pair)]
+            value = dialogue(*itertools.chain(*value))
         turns = read_turns(value, f'"{name}"')
         n_system = int(messages[:1] != [] and messages[0]['role'] == 'system')
         if turns != messages[n_system:-1][:len(turns)]:     # else they hold the history already

@@ -163,18 +163,17 @@ class Row:
         if self.prefix != tree.prefix:
             self.prefix, self.prefix_at = tree.prefix, self.append(tree.prefix, 0)
         prompt_at = self.append(tree.prompt, len(tree.prefix))
-        shared_at, ids = [*self.prefix_at, *prompt_at], [*tree.prefix, *tree.prompt]
-        branches_at = [self.append(tree.continuations[k][:-1], len(ids)) for k, *_ in branches]
+        shared, shared_at = [*tree.prefix, *tree.prompt], [*self.prefix_at, *prompt_at]
+        branches_at = [self.append(tree.continuations[k][:-1], len(shared)) for k, *_ in branches]
         for at in (self.prefix_at, prompt_at):  # all tokens since then see these
             self.ends[at.start:at.stop] = [len(self.tokens)] * len(at)
         for branch, branch_at in zip(branches, branches_at, strict=True):
+            row_at = [*shared_at, *branch_at]
             for k in branch:
-                start = tree.starts[k]      # in the shared tokens, or in the continuation
-                before = [*shared_at[start - 1:], *branch_at[max(0, start - 1 - len(ids)):]]
-                tokens = [*ids[start:], *tree.continuations[k][max(0, start - len(ids)):]]
-                # without a continuation, the last of `before` predicts nothing
-                self.scored += [(index, k, *pair) for pair in zip(before, tokens, strict=False)]
-        self.scored += [(index, n, shared_at[at - 1], ids[at]) for n, at in enumerate(tree.scored)]
+                tokens = [*shared, *tree.continuations[k]]
+                self.scored += [(index, k, row_at[i - 1], tokens[i])
+                                for i in range(tree.starts[k], len(tokens))]
+        self.scored += [(index, n, shared_at[i - 1], shared[i]) for n, i in enumerate(tree.scored)]
         return shared_at
 
     def padded(self, length):

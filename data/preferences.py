@@ -19,7 +19,7 @@ from data.cache import tokenize_once
 from data.chat import encode_answer
 from data.files import fetch, has_fields, parsed, require_fields, require_text
 from data.instruct import PATTERNS, to_question
-from data.messages import read_turns, with_context, without_nulls
+from data.messages import dialogue, read_turns, with_context, without_nulls
 from data.packing import Tree
 from runtime.errors import DataError
 
@@ -145,7 +145,7 @@ def join_answers(rows):
     def add(row, place):
         prompt, response = (require_text(row[key], key) for key in ('prompt', 'response'))
         _margin(row, [response])
-        messages = with_context(row, [{'role': 'user', 'content': prompt}])
+        messages = with_context(row, dialogue(prompt))
         joined = {'prompt': messages, 'responses': [], 'scores': []}
         _, joined = prompts.setdefault(json.dumps(messages), (place, joined))
         joined['responses'].append(response)

@@ -32,7 +32,7 @@ class Question:
     ending: str = ''            # follows each option; if given, only this is scored (WinoGrande)
     digest: str = ''            # hash of question and choices, independent of the prompt format
     by: str = ''                # 'level 3': the field of --group_by, and its value
-    orders: dict = field(default_factory=dict)  # {order: Prompt} of other orders of the options
+    orders: dict = field(default_factory=dict)  # {cyclic order of the options: Prompt}
     content_free: list = field(default_factory=list)    # its Prompts for contextual calibration
     split: str = 'test'         # 'validation': to fit a temperature on; others: data/judges.py
     prompts: list = field(default_factory=list)     # Prompts that are asked instead of this one
@@ -239,12 +239,6 @@ def _require_languages(wanted, known, source):
             if known else 'its rows have no field "language"; leave out --languages'))
 
 
-def shifts(n_options, n_orders):
-    """Return up to `n_orders` cyclic orders of the options, the published one first."""
-    return [tuple((i + shift) % n_options for i in range(n_options))
-            for shift in range(min(n_orders, n_options))]
-
-
 def _to_question(row, place, number, *, benchmark, make_prompt, language='', n_orders=0,
                  contextual=False, group_by=''):
     """Return the Question of a raw row; make_prompt: Item -> Prompt."""
@@ -262,15 +256,16 @@ def _to_question(row, place, number, *, benchmark, make_prompt, language='', n_o
     if group_by and not isinstance(fields.get(group_by), (str, int, float)):
         raise DataError(f'group_by = {group_by!r}: the row has no text or number of that name; its '
                         f'fields are {", ".join(map(str, fields))}')
-    item = Item(text, choices, subject, language, row)
-    prompt = make_prompt(item)
+    item, orders = Item(text, choices, subject, language, row), {}
+    prompt, n_options = make_prompt(item), len(choices)
+    for shift in range(1, min(n_orders, n_options)):
+        order = tuple((i + shift) % n_options for i in range(n_options))
+        orders[order] = make_prompt(replace(item, choices=[choices[i] for i in order]))
     return Question(
         id, prompt.context, prompt.options, answer, subject, prompt.header, category, language,
         duplicate_options=len({choice.strip() for choice in choices}) < len(choices),
         place=place, ending=prompt.ending, digest=text_digest(text, choices),
-        by=f'{group_by} {fields[group_by]}' if group_by else '',
-        orders={order: make_prompt(replace(item, choices=[choices[i] for i in order]))
-                for order in shifts(len(choices), n_orders)[1:]},
+        by=f'{group_by} {fields[group_by]}' if group_by else '', orders=orders,
         content_free=content_free(item, prompt, make_prompt) if contextual else [])
 
 

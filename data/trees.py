@@ -24,44 +24,34 @@ def tokenize_questions(questions, shots, tokenizer, *, add_bos, max_length, chat
     chat:  name of the chat template, or 'none' for plain text
     """
     encoder = OptionEncoder(tokenizer, add_bos, chat)
-
-    @functools.cache
-    def text_before(header, group, n):
-        return header + ''.join(shot.solved for shot in shots.get(group, [])[:n])
-
-    @functools.lru_cache(1000)
-    def encode_before(text, word):
-        """Return the tokens of a text in front of a word, None if a token spans both."""
-        whole = tokenizer.encode(encoder.before + text + word, start=encoder.start)
-        end = tokenizer.encode(word, start=False)
-        return whole[:-len(end)] if end and whole[-len(end):] == end else None
-
-    def tree(question):
-        for n in range(len(shots.get(question.group, [])), -1, -1):
-            text = text_before(question.header, question.group, n)
-            word = re.match(r'\s*\S*', question.context)[0]
-            ids = encode_before(text, word) if text else None
-            parts = question.parts
-            if ids is None and text:    # a token spans both texts, so they are encoded as one
-                parts = [replace(part, context=text + part.context) for part in parts]
-            before = (*encoder.opening, *(ids or ()))
-            starts, prompts = [], []
-            for part in parts:
-                context, whole = encoder.encode(part, start=ids is None)
-                starts += [len(before) + len(context)] * len(whole)
-                prompts += whole
-            longest = len(before) + max(map(len, prompts))
-            if longest <= max_length:
-                prompt = os.path.commonprefix(prompts)
-                return Tree(before, prompt, [ids[len(prompt):] for ids in prompts], starts, shots=n)
-        raise DataError(f'{question.place}: even without shots the prompt has {longest} tokens; '
-                        f'the model or max_length allows {max_length}')
-
     for question in questions:
         try:
-            yield question, tree(question)
+            yield question, question_tree(question, shots.get(question.group, []), encoder,
+                                          max_length)
         except DataError as error:
             yield question, error
+
+
+def question_tree(question, shots, encoder, max_length):
+    """Return the Tree of a question; DataError if it does not even fit without shots."""
+    word = re.match(r'\s*\S*', question.context)[0]
+    for n in range(len(shots), -1, -1):
+        text = question.header + ''.join(shot.solved for shot in shots[:n])
+        ids, parts = encoder.encode_before(text, word), question.parts
+        if ids is None:     # a token spans both texts, so they are encoded as one
+            ids, parts = [], [replace(part, context=text + part.context) for part in parts]
+        before = (*encoder.opening, *ids)
+        starts, prompts = [], []
+        for part in parts:
+            context, whole = encoder.encode(part, start=not ids)
+            starts += [len(before) + len(context)] * len(whole)
+            prompts += whole
+        longest = len(before) + max(map(len, prompts))
+        if longest <= max_length:
+            prompt = os.path.commonprefix(prompts)
+            return Tree(before, prompt, [ids[len(prompt):] for ids in prompts], starts, shots=n)
+    raise DataError(f'{question.place}: even without shots the prompt has {longest} tokens; '
+                    f'the model or max_length allows {max_length}')
 
 
 def load_answers(name, tokenizer, *, max_length, add_bos, revision=None, **options):
@@ -104,10 +94,19 @@ class OptionEncoder:
         self.encode_text = tokenizer.encode
         self.encode_line = functools.lru_cache(1000)(functools.partial(tokenizer.encode,
                                                                        start=False))
+        self.encode_before = functools.lru_cache(1000)(self._encode_before)
         bos, self.in_chat = [tokenizer.bos_id] * add_bos, template != 'none'
         self.opening, self.before, self.after, self.closing, self.lead = (
             question_frame(tokenizer, template, add_bos) if self.in_chat else (bos, '', '', [], ''))
         self.start = begins_text(self.opening, bos, tokenizer)
+
+    def _encode_before(self, text, word):
+        """Return the tokens of a text in front of a word, None if a token spans both."""
+        if not text:
+            return []
+        whole = self.encode_text(self.before + text + word, self.start)
+        end = self.encode_line(word)
+        return whole[:-len(end)] if end and whole[-len(end):] == end else None
 
     def encode(self, question, start):
         """Return (tokens of the context, [tokens of context + option]).

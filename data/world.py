@@ -19,6 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data.files import writing
+from data.messages import dialogue
 from data.prompts import HEADER
 from runtime.errors import DataError
 from runtime.ownership import temporary
@@ -132,8 +133,7 @@ def question(world, fact, options, language=ENGLISH):
 
 
 def conversation(*turns):
-    return {'messages': [{'role': role, 'content': turn}
-                         for role, turn in zip(itertools.cycle(('user', 'assistant')), turns)]}
+    return {'messages': dialogue(*turns)}
 
 
 def solved_list(attribute, solved):

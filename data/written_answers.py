@@ -19,7 +19,8 @@ from data.files import (draw, fetch, parse_rows, read_rows, require_fields, requ
 from data.grading import (any_formula, any_number, contains, first_line, formula, gsm8k_number,
                           last_boxed, number, passes, same, short_answer, squad_text,
                           triviaqa_text, whole)
-from data.prompts import P_TRUE, proposing
+from data.messages import dialogue
+from data.prompts import P_TRUE, WORDING, proposing
 from data.questions import Loaded, Question
 from runtime.errors import DataError
 from runtime.thinking import final_answer
@@ -213,10 +214,9 @@ def load_written(name, cfg):
     header = '' if cfg.header == 'none' else task.header
 
     def read(patterns, limit=None):
-        rows = (row for file in fetch(source, patterns, cfg.data_revision)
-                for row in read_rows(file))
-        return parse_rows(itertools.islice(_distinct(rows), limit),
-                          functools.partial(_to_question, task, header), cfg.on_bad_row)
+        rows = _distinct(read_rows(*fetch(source, patterns, cfg.data_revision)))
+        parse = functools.partial(_to_question, task, header)
+        return parse_rows(itertools.islice(rows, limit), parse, cfg.on_bad_row)
 
     questions, bad = read(task.test)
     solved, bad_shots = read(task.shots, shots) if shots else ([], [])
@@ -264,11 +264,10 @@ def encode(question, shots, tokenizer, cfg, max_tokens):
     """
     template = '' if cfg.chat == 'none' else cfg.chat
     for n in range(len(shots), -1, -1):
-        before = question.header + ''.join(shot.solved for shot in shots[:n])
-        text = before + question.context
-        messages = question.messages or [{'role': 'user', 'content': text}]
+        text = question.header + ''.join(shot.solved for shot in shots[:n]) + question.context
+        messages = question.messages or dialogue(text)
         if question.messages and not template:
-            messages = [{'role': 'user', 'content': as_text(messages, question.lead)}]
+            messages = dialogue(as_text(messages, question.lead))
         ids, stop = encode_prompt(messages, tokenizer, template, cfg.add_bos)
         if len(ids) + max_tokens <= cfg.max_length:
             return ids, stop, n
@@ -311,38 +310,25 @@ def proposed_among(question, sample):
 
 
 def _with_options(question, context, options, header, correct):
-    """Return the Question, whose first option is right if `correct`, about a WrittenQuestion."""
-    return Question(question.id, context, options, int(not correct), question.subject, header,
-                    question.category, question.language, place=question.place,
-                    digest=question.digest)
-
-
-# Tian et al. 2023 (arXiv 2305.14975), one stage and the second of two
-VERBALIZED_1S = (
-    'Provide your best guess and the probability that it is correct (0.0 to 1.0) for the following '
-    'question. Give ONLY the guess and probability, no other words or explanation. For example:\n\n'
-    'Guess: <most likely guess, as short as possible; not a complete sentence, just the guess!>\n'
-    'Probability: <the probability between 0.0 and 1.0 that your guess is correct, without any '
-    'extra commentary whatsoever; just the probability!>\n\nThe question is: {}')
-VERBALIZED_2S = (
-    'Provide the probability that your guess is correct. Give ONLY the probability, no other words '
-    'or explanation.\n\nFor example:\n\nProbability: <the probability between 0.0 and 1.0 that '
-    'your guess is correct, without any extra commentary whatsoever; just the probability!>')
+    """Return the Question about a WrittenQuestion; its first option is right if `correct`."""
+    fields = {key: getattr(question, key)
+              for key in ('id', 'subject', 'category', 'language', 'place', 'digest')}
+    return Question(context=context, options=options, answer=int(not correct), header=header,
+                    **fields)
 
 
 def verbalized_1s(question):
-    """Return the question that asks for a guess and its probability."""
-    messages = [{'role': 'user', 'content': VERBALIZED_1S.format(question.text)}]
-    return replace(question, messages=messages, lead='Guess:')
+    """Return the question that asks for a guess and its probability (Tian et al. 2023, 2305.14975).
+    """
+    return replace(question, lead='Guess:',
+                   messages=dialogue(WORDING['verbalized_1s'].format(question.text)))
 
 
 def verbalized_2s(question, text, correct):
     """Return the question that asks for the probability of an answer that was given before."""
-    turns = question.context, shown(question, text), VERBALIZED_2S
-    messages = [{'role': role, 'content': turn}
-                for role, turn in zip(('user', 'assistant', 'user'), turns)]
-    return replace(question, messages=messages, lead='Probability:',
-                   judged={'answer': turns[1], 'correct': correct})
+    answer = shown(question, text)
+    return replace(question, lead='Probability:', judged={'answer': answer, 'correct': correct},
+                   messages=dialogue(question.context, answer, WORDING['verbalized_2s']))
 
 
 def as_text(messages, lead):
