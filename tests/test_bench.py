@@ -4,7 +4,6 @@ import importlib
 import importlib.util
 import re
 import shutil
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 import fused_ce
 from research.bench import common as bench_common
-from common import HERE, sentencepiece_folder, start_script, write_rows
+from common import HERE, sentencepiece_folder, write_rows
 from model import CausalLM
 from runtime.config_json import config_from_hf
 
@@ -68,22 +67,6 @@ def small(monkeypatch):
 def on_cpu(test):
     """Mark a slow test of a benchmark at a tiny size."""
     return pytest.mark.slow(needs_no_gpu(test))
-
-
-@pytest.fixture
-def forked(monkeypatch):
-    """Commands are forks of this process, which spares them seconds of imports."""
-    def run_command(command, caches=None):
-        if command[0] == '-m':
-            command = [torch.distributed.run.__file__, *command[2:]]
-        started = time.perf_counter()
-        process = start_script(*command, env=caches)
-        printed, errors = process.communicate()
-        if process.returncode:
-            raise RuntimeError(errors)
-        return [time.perf_counter() - started], printed
-    for module in (bench.gsm8k_answers, bench.several_gpus):
-        monkeypatch.setattr(module, 'run_command', run_command)
 
 
 @on_cpu
@@ -157,7 +140,7 @@ def test_decoding_is_timed_beside_transformers_and_as_a_command(small, files, mo
 
 
 @on_cpu
-def test_written_answers_are_timed(small, forked, files):
+def test_written_answers_are_timed(small, files):
     table = first_table('gsm8k_answers', data=files / 'gsm8k', tokenizer=files / 'tokenizer', n=2,
                         max_tokens=5, ours=True)
     whole, alone = table['results'].values()
@@ -166,7 +149,7 @@ def test_written_answers_are_timed(small, forked, files):
 
 
 @on_cpu
-def test_several_gpus(small, forked, files, monkeypatch):
+def test_several_gpus(small, files, monkeypatch):
     monkeypatch.setenv('OMP_NUM_THREADS', '1')      # torchrun sets this, on which products depend
     names = '1 GPU, deterministic', '2 GPUs, deterministic, shared weights'
     table = first_table('several_gpus', data=files / 'mmlu', tokenizer=files / 'tokenizer',

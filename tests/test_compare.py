@@ -23,18 +23,6 @@ def run_compare(*arguments):
     compare.main([*map(str, arguments)])
 
 
-@pytest.fixture(autouse=True)
-def quick_pictures(request, monkeypatch):
-    """Empty pictures, except in slow tests: they take half of the time."""
-    def touch(path, *_):
-        path.touch()
-        return True
-    if not request.node.get_closest_marker('slow'):
-        for module, name in ((compare, 'draw_reliability'), (compare, 'draw_curves'),
-                             (over_seeds, 'draw_means')):
-            monkeypatch.setattr(module, name, touch)
-
-
 def compare_csv_of(folders, out, *arguments):
     run_compare(*folders, *arguments, f'--out_dir={out}')
     with open(out / 'compare.csv', encoding='utf-8') as file:
