@@ -32,12 +32,6 @@ from runtime.errors import ConfigError
 from runtime.eval_config import EvalConfig
 
 HERE = Path(__file__).parent.parent     # the repository
-
-
-DEVICES = ['cpu', pytest.param('cuda', marks=pytest.mark.skipif(
-    not torch.cuda.is_available(), reason='needs a CUDA device'))]
-
-
 # real tokenizers and benchmarks, from tests/fetch_real_files.py
 SHARED = Path(os.environ.get('NANOCAL_SHARED', HERE.parent / 'shared'))
 

@@ -84,6 +84,14 @@ def speed_up_interpreter():
         numpy_type(kind) if kind.scalar.is_ptr() else of_scalar(kind.scalar))
 
 
+@pytest.fixture(params=['cpu', 'cuda'])
+def device(request):
+    import torch
+    if request.param == 'cuda' and not torch.cuda.is_available():
+        pytest.skip('needs a CUDA device')
+    return request.param
+
+
 @pytest.fixture(scope='session')
 def tokenizers(tmp_path_factory):
     from common import sentencepiece_folder, tiktoken_folder

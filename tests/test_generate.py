@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from common import (ARCHITECTURES, DEVICES, edit_config, lora_model, plain_log_probs,
-                    reference_model, rewrite, write_rows)
+from common import (ARCHITECTURES, edit_config, lora_model, plain_log_probs, reference_model,
+                    rewrite, write_rows)
 
 import generate as program
 import triton_ops
@@ -45,7 +45,6 @@ def sure(model, ids, answer):
 
 # ---- Cached decoding -----------------------------------------------------------------------------
 
-@pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('name', [
     name if name == 'mistral_window' else
     pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES])
@@ -159,7 +158,6 @@ def fits(counts, probs):
 
 
 @pytest.mark.parametrize('rules', RULES[1:])
-@pytest.mark.parametrize('device', DEVICES)
 def test_tokens_follow_the_distribution_of_transformers(rules, device):
     s = replace(Sampling(), **rules)
     logits = torch.randn(1, 211, generator=torch.Generator().manual_seed(5)) * 2

@@ -5,8 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from common import (DEVICES, documents, lora_model, reference_model,
-                    whole_rows)
+from common import documents, lora_model, reference_model, whole_rows
 
 import attention
 import model as models
@@ -65,7 +64,6 @@ def test_lora_begins_at_the_base_model_and_merges_exactly(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('head_dim, softcap', [(64, None), (128, None), (256, 50.0)])
 def test_flex_attention_with_tuned_blocks_equals_the_explicit_mask(head_dim, softcap, device):
     """The block sizes of HOPPER_OPTIONS in bfloat16 against the explicit mask in float32."""
@@ -153,7 +151,6 @@ def test_an_edited_rule_reaches_rows_of_one_document_and_the_cache(tmp_path, mon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('T, heads, kv_heads, head_dim, softcap, window', [
     (130, 3, 3, 20, 5.0, None), (257, 4, 1, 64, None, 40), (257, 2, 1, 256, 50.0, 90)])
 def test_the_tree_kernel_equals_the_explicit_mask(heads, kv_heads, head_dim, softcap, window, T,

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
-from common import DEVICES, HERE, documents, head_of_32, plain_log_probs, reference_model
+from common import HERE, documents, head_of_32, plain_log_probs, reference_model
 from safetensors.torch import load_model, save_model
 
 import attention
@@ -111,7 +111,6 @@ def plain(model, drawn):
             'sampling': log_probs(PROMPT + drawn, len(PROMPT))}
 
 
-@pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('what, name', [('block', 'llama'), *(
     pytest.param(what, name, marks=pytest.mark.slow) for what, name in (
         ('sees', 'llama'), ('attention', 'llama'), ('mlp', 'cohere'), ('mask', 'gemma3'),
@@ -184,7 +183,6 @@ WITH_KERNELS = {    # function of (device, dtype) that computes something that h
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 2e-6), (torch.bfloat16, 0.01)])
 @pytest.mark.parametrize('what', WITH_KERNELS)
 def test_each_kernel_computes_what_its_plain_version_does(what, dtype, tolerance, device,
@@ -212,7 +210,6 @@ CHANGES = {     # function of (MLP, monkeypatch) that changes what its layers co
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('change', CHANGES)
 def test_changed_layers_compute_the_same_with_kernels(change, device, monkeypatch,
                                                       calls_of_kernels, tmp_path):
@@ -231,7 +228,6 @@ def test_changed_layers_compute_the_same_with_kernels(change, device, monkeypatc
         assert (expected - unchanged).norm() > 0.1
 
 
-@pytest.mark.parametrize('device', DEVICES)
 def test_adjoined_weights_are_saved_as_others(device, tmp_path):
     reference_model('qwen2', tmp_path)
     model, other = (checkpoint.load(tmp_path, device, torch.float32) for _ in range(2))
@@ -252,7 +248,6 @@ def test_adjoined_weights_are_saved_as_others(device, tmp_path):
     assert triton_ops.side_by_side(apart) is None
 
 
-@pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('name, what', [('norm', 'norm of Llama'), ('rotate', 'rotate'),
                                         ('gate', 'gated by SiLU')])
 def test_a_kernel_that_an_edit_left_behind_is_not_used(name, what, device, monkeypatch, capsys,
@@ -269,7 +264,6 @@ def test_a_kernel_that_an_edit_left_behind_is_not_used(name, what, device, monke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('device', DEVICES)
 def test_kernels_score_a_question_bitwise_the_same_in_any_batch_and_one_constant_turns_them_off(
         device, tmp_path, monkeypatch, calls_of_kernels):
     reference_model('gemma2', tmp_path, num_hidden_layers=1, **head_of_32('gemma2'))

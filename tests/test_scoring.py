@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from common import (DEVICES, asking, head_of_32, logits_of, lora_model, reference_model,
-                    write_rows)
+from common import asking, head_of_32, logits_of, lora_model, reference_model, write_rows
 
 import metrics
 import scoring
@@ -50,7 +49,6 @@ def plain_log_probs(model, tree, device):
             for row, start, sequence in zip(log_probs, tree.starts, sequences, strict=True)]
 
 
-@pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('name', ['llama3', 'gemma2', 'neox'])
 def test_tree_equals_one_sequence_per_option(name, device, tmp_path):
     """Rows of 40 part questions, those of 16 are shorter than some prompts.
@@ -115,7 +113,6 @@ def test_scored_tokens_of_a_text_equal_the_plain_model(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('name', ['gemma2', 'smollm3'])
 def test_bfloat16_trees_score_as_single_sequences(name, device, tmp_path):
     """Packed trees, by the kernels on a GPU, have no larger errors than one sequence per option."""

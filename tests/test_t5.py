@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from common import DEVICES, off, rewrite, t5_folder, write_rows
+from common import off, rewrite, t5_folder, write_rows
 from safetensors.torch import load_file
 
 import evaluate
@@ -163,7 +163,6 @@ def test_scores_equal_a_plain_loop_over_transformers(scoring, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('device', DEVICES)
 def test_answers_to_several_prompts_of_one_question(device, tmp_path):
     """WinoGrande's options are in the prompt, and the same ending is scored."""
     model = reference(tmp_path, 2)

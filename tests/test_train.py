@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import (DEVICES, apart, by_transformers, documents, expect_step, head_of_32, logits_of,
+from common import (apart, by_transformers, documents, expect_step, head_of_32, logits_of,
                     lora_model, reference_model, rewrite, run_scripts, torchrun,
                     write_rows)
 
@@ -360,7 +360,6 @@ def test_a_lora_run_saves_merged_weights_and_adapters(small_world, settings_file
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('name, master', [('llama', 'stochastic'), ('gemma2', 'exact')])
 def test_compiled_steps_follow_float32_and_compile_once(name, master, device, tmp_path):
     """Steps in bfloat16, compiled on a GPU, follow float32 ones; later batches compile nothing."""
