@@ -64,19 +64,10 @@ def read_predictions(path, cfg):
                 if not values:
                     unstated.append(f'{path}:{number}: {part.get("confidence")!r}')
                     continue
-                task = str(part.get('task') or '')
-                first = first_kinds.setdefault(task, kind)
+                first = first_kinds.setdefault(str(part.get('task') or ''), kind)
                 if (first == 'confidence') != (kind == 'confidence'):
                     raise ValueError(f'{kind}, but the task begins with {first}')
-                name = f'{subtask}:' * bool(subtask) + str(part.get('id', position))
-                sample = {'task': task, 'split': 'test', 'id': name,
-                          'language': part.get('language'),
-                          'subject': part.get('subject', subtask), 'category': part.get('category')}
-                sample = {key: str(x or '') for key, x in sample.items()} | values
-                if texts := [str(part[key]) for key in ('context', 'question', 'prompt')
-                             if part.get(key)]:
-                    sample |= {'context': texts[0], 'question': json_digest(texts[-1], size=6)}
-                samples.append((sample, distributions[kind]))
+                samples.append((_sample(part, position, subtask) | values, distributions[kind]))
         except (ValueError, OverflowError, RecursionError) as error:
             reason = str(error).removeprefix('row 0: ')
             kind = UnusableTaskError if isinstance(error, UnusableTaskError) else ValueError
@@ -92,8 +83,19 @@ def read_predictions(path, cfg):
         print(f'{left_out}; they are left out')
 
 
+def _sample(row, position, subtask):
+    """Return what a sample has besides the values that are measured."""
+    name = f'{subtask}:' * bool(subtask) + str(row.get('id', position))
+    sample = {'task': row.get('task'), 'split': 'test', 'id': name, 'language': row.get('language'),
+              'subject': row.get('subject', subtask), 'category': row.get('category')}
+    sample = {key: str(x or '') for key, x in sample.items()}
+    if texts := [str(row[key]) for key in ('context', 'question', 'prompt') if row.get(key)]:
+        sample |= {'context': texts[0], 'question': json_digest(texts[-1], size=6)}
+    return sample
+
+
 def _named(row, confidence, correct):
-    """Return a row once for each column of `confidence`, under the keys that `_parse` reads."""
+    """Return a row once for each column of `confidence`, under the keys that `_values` reads."""
     if missing := [key for key in (*confidence, *[correct] * (correct != 'correct'))
                    if key not in row]:
         raise ValueError(f'there is no column {missing[0]!r}, but {", ".join(map(str, row))}')
