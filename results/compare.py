@@ -233,10 +233,7 @@ def pairing_keys(task, runs, samples):
 
 
 def average_runs(answers):
-    """Return the Answers whose probabilities are the means of several runs, else why there is none.
-
-    The samples, of questions that all runs have, hold the logarithms: so their norm is 'sum'.
-    """
+    """Return Answers, whose norm is 'sum', with the mean probabilities; or why there are none."""
     if any(x.predicted.scores is None for x in answers):
         return ('its samples hold the probability of one token or answer of each run, not a '
                 'distribution to average')

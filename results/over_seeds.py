@@ -27,10 +27,7 @@ SELF_EVIDENT = ('task', 'category', 'kind', 'run')
 
 
 def compare_seeds(runs, keys, out_dir):
-    """Print a table of the measures `keys` over seeds; write compare.csv, .md, .tex and .png.
-
-    A group of runs, one per seed, is equal in every setting; those that differ name the groups.
-    """
+    """Print a table of the measures `keys`, by the settings that differ; write compare.*."""
     claim(out_dir, *FILES)
     lines = [*itertools.chain(*parallel_map(run_lines, runs, worth_it=len(runs) > 4))]
     lines = drop_constant_settings(lines)
@@ -177,10 +174,7 @@ def values_of(lines, key):
 
 
 def seed_table(groups, columns, headings, n_panel=1, reference=''):
-    """Return cells: mean ± half-width of the 95 % interval, also of paired differences, with p.
-
-    These are to the reference of the panel, and to the first group that differs in the last column.
-    """
+    """Return cells: mean ± half-width of the 95 % interval, and paired differences, with p."""
     first_x = {}
     for group in groups:
         if not reference or {*group[n_panel:]} != {reference}:
@@ -228,10 +222,7 @@ def mean_and_ends(values):
 
 
 def titled(columns, values, words=None):
-    """Return 'lr 0.001, smoothing 0.1'; columns of SELF_EVIDENT go without their name.
-
-    words: {column: its name, or 'column=value': words for both}.
-    """
+    """Return 'lr 0.001, smoothing 0.1'; words: {column or 'column=value': what to write}."""
     words = words or {}
     return ', '.join(words.get(f'{column}={value}') or (
         value if column in SELF_EVIDENT else f'{words.get(column, column)} {value}')

@@ -140,10 +140,7 @@ def write(path, title, version, about, tables, pictures, selected):
 
 
 def write_report(results, selected, pictures, out_dir):
-    """Write report.html of the content of results.json; return whether it succeeded.
-
-    pictures: the names of those drawn now, shown with grids of languages from earlier evaluations
-    """
+    """Write report.html with `pictures` and earlier grids; return whether it succeeded."""
     tasks, config = results['tasks'], results['config']
     about = {key: config[key] for key in ('device', 'dtype', 'seed') if key in config}
     grids = [name for name in map(GRID.format, tasks) if Path(out_dir, name).exists()]

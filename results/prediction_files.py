@@ -302,10 +302,7 @@ def _single(target):
 
 
 def repeats(sample, filter, logged) -> bool:
-    """Return whether a sample of lm_eval is in `logged`, {id: (sample, filter)}; else add it.
-
-    lm_eval writes a line per filter. Raises ValueError if the lines of one question differ.
-    """
+    """Return whether a sample of lm_eval is in `logged`, {id: (sample, filter)}; else add it."""
     first, first_filter = logged.setdefault(sample['id'], (sample, filter))
     if first != sample:
         why = (f'of the filters {first_filter} and {filter}; keep the lines of one filter'
@@ -363,10 +360,13 @@ def _values(row, norm):
         more = {'predicted': str(row['response'])} if 'response' in row else {}
         return kind, outcome(value, correct) | more
     values, label = _numbers(kind, row.get(kind)), row.get('answer', row.get('label'))
-    options = row.get('choices') or row.get('options') or range(1, len(values) + 1)
-    sample = {'n_tokens': [1] * len(values), 'options': [*map(str, options)], 'answer': label}
     if type(label) is not int:
         raise ValueError(f'answer must be the index of the correct option, not {label!r}')
+    texts = row.get('options', [])
+    options = row.get('choices') or texts
+    if not isinstance(options, list) or not options:
+        options = range(1, len(values) + 1)
+    sample = {'n_tokens': [1] * len(values), 'options': [*map(str, options)], 'answer': label}
     if kind == 'probs':
         metrics.check_probs([values], [label])
         scores = np.log(np.maximum(values, metrics.NLL_FLOOR))
@@ -376,11 +376,10 @@ def _values(row, norm):
         raise ValueError(f'n_tokens must be 1 or more for each log-probability, not {n_tokens}')
     if (np.abs(values[np.isfinite(values)]) >= 1e300).any():    # sums of them would be infinite
         raise ValueError(f'log_probs must be below 1e300 in magnitude, not {row[kind]!r:.60}')
-    texts = row.get('options', [])
     if norm in ('char', 'byte') and not (isinstance(texts, list) and len(texts) == len(values)
                                          and all(isinstance(text, str) for text in texts)):
         raise ValueError(f'--norm={norm} needs options, the text of each, not {texts!r:.60}')
-    texts = [str(text).removeprefix(' ') for text in texts]
+    texts = [str(text).removeprefix(' ') for text in (texts if isinstance(texts, list) else ())]
     scores = values / option_lengths(texts, n_tokens.tolist(), norm)
     metrics.check_labels([label], 1, len(scores))
     metrics.softmax(scores)         # which refuses NaN, and -inf alone

@@ -171,10 +171,7 @@ def rescaled(predicted, name, parameters):
 
 
 def letters(samples, predicted):
-    """Return how the choice depends on the order of the options, as docs/evaluation.md says.
-
-    samples, predicted: for each order, its samples (see `by_order`) and their Predictions
-    """
+    """Return how choices depend on the order: of each, its samples and their Predictions."""
     chosen = np.array([p.probs.argmax(1) for p in predicted])
     correct = np.array([p.labels for p in predicted])
     options = np.array([[s['order'][k] for s, k in zip(rows, tops, strict=True)]

@@ -265,10 +265,7 @@ def read_samples(path):
 
 
 def read_jsonl(path):
-    """Yield ('file:line', row) of a JSON Lines file, without a last line that a crash cut off.
-
-    Raises DataError for broken JSON, and for a row that differs from its checksum.
-    """
+    """Yield ('file:line', row) of a JSON Lines file; DataError for a damaged line or checksum."""
     try:
         for number, row in read_rows(path, cut=True):
             checksum = row.pop(CHECKSUM, None) if isinstance(row, dict) else None

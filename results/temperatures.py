@@ -74,9 +74,8 @@ def fit_temperatures(scores, labels, groups):
 def _log_temperature_variance(scores, labels, t):
     """Return the sampling variance of log T at its fit t; inf if it is not identified.
 
-    That is max(mean(g^2), h) / (N h^2), with g the derivative of a row's NLL by log T and h the
-    mean of the second derivatives: the sandwich estimate, or the inverse information 1 / (N h) if
-    that is larger, since the sandwich is far too small for a few rows.
+    max(mean(g^2), h) / (N h^2), with g the derivative of a row's NLL by log T and h the mean of
+    the second derivatives: the sandwich estimate, far too small for a few rows, or 1 / (N h).
     """
     p = metrics.softmax(scores, np.exp(t))
     z = np.where(np.isfinite(scores), scores, 0) / np.exp(t)
