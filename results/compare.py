@@ -199,9 +199,9 @@ def compare_task(task, runs, samples, keys, cfg):
     remarks += [f'{TITLES[key]} has no interval below {MEASURES[key].interval_from:,} {n_unit}'
                 for key in keys if fewest < MEASURES[key].interval_from < math.inf]
     table, with_intervals, lines = question_table(task, answers, reports, keys)
-    tables, remarks = [('', differences), ('', changes)], [*remarks, *q]
-    return (Section(title, [('', table), *tables], ['(* the best)', *remarks]),
-            Section(title, [('', with_intervals), *tables], remarks), lines, answers)
+    more, remarks = [('', differences), ('', changes)], [*remarks, *q]
+    return (Section(title, table, ['(* the best)', *remarks], more),
+            Section(title, with_intervals, remarks, more), lines, answers)
 
 
 def rows_to_read(answers):

@@ -154,10 +154,9 @@ def write_report(results, selected, pictures, out_dir):
 
 def section_html(part):
     """Return a Section of tables.py as HTML; a table with a title can be folded, a long one is."""
-    (_, first), *others = part.tables
-    parts = [f'<h2>{html.escape(part.title)}</h2>', table_html(first),
+    parts = [f'<h2>{html.escape(part.title)}</h2>', table_html(part.table),
              *(f'<p class="about">{html.escape(line)}</p>' for line in part.notes)]
-    for title, table in others:
+    for title, table in part.more:
         state = 'open' if len(table) < 20 else ''
         parts.append(f'<details {state}><summary>{html.escape(title)}</summary>{table_html(table)}'
                      '</details>' if title else table_html(table))

@@ -459,8 +459,8 @@ def section(task, tasks, target='text'):
                                   for kind, name, _ in rows])
     more = {'Confidences in the written answers': confidence_cells(task, tasks), **more,
             'Temperatures by language': temperatures.cells(result)}
-    return Section(task_title(task, result),
-                   [('', table), *(pair for pair in more.items() if pair[1])], notes(result))
+    return Section(task_title(task, result), table, notes(result),
+                   [pair for pair in more.items() if pair[1]])
 
 
 def to_text(tasks, labels):

@@ -30,29 +30,26 @@ def measure_cell(report, key, interval=False):
 
 
 class Section(NamedTuple):
-    """What a report says of a task: [(title or '', cells)], and lines below the first table."""
+    """What a report says of a task: a table, the notes below it, lines of text, and more tables."""
     title: str
-    tables: list
+    table: list     # of cells
     notes: list
+    more: list      # [(title or '', cells)]
 
     def as_text(self):
-        (_, first), *others = self.tables
-        texts = ['', self.title, aligned(first), *self.notes]
-        for title, table in others:
-            texts += [f'\n{title}' if title else '', aligned(table)]
-        return '\n'.join(texts)
+        more = (f'\n{title}\n{aligned(table)}' if title else f'\n{aligned(table)}'
+                for title, table in self.more)
+        return '\n'.join(['', self.title, aligned(self.table), *self.notes, *more])
 
     def as_markdown(self):
-        (_, first), *others = self.tables
-        texts = [f'### {self.title}\n', markdown(first), *(f'{line}\n' for line in self.notes)]
-        for title, table in others:
-            texts += [f'{title}:\n'] * bool(title) + [markdown(table)]
-        return '\n'.join(texts)
+        more = (f'{title}:\n\n' * bool(title) + markdown(table) for title, table in self.more)
+        return '\n'.join([f'### {self.title}\n', markdown(self.table),
+                          *(f'{line}\n' for line in self.notes), *more])
 
     def as_latex(self):
-        (_, first), *others = self.tables
-        return '\n'.join([latex(first, self.title), *(f'{latex_text(x)}\n' for x in self.notes),
-                          *(latex(table, title) for title, table in others)])
+        return '\n'.join([latex(self.table, self.title),
+                          *(f'{latex_text(line)}\n' for line in self.notes),
+                          *(latex(table, title) for title, table in self.more)])
 
 
 def mark_best(lines, groups):
@@ -65,9 +62,9 @@ def mark_best(lines, groups):
                 value = float(line[column].split()[0])
                 values.setdefault(group, []).append((value if better else -value, line))
         for pairs in values.values():
-            best = max(value for value, _ in pairs)
-            if any(value < best for value, _ in pairs):
-                for _, line in (pair for pair in pairs if pair[0] == best):
+            worst, best = (f(value for value, _ in pairs) for f in (min, max))
+            for value, line in pairs:
+                if worst < value == best:
                     line[column] += ' *'
     return marked
 
