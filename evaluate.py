@@ -105,7 +105,7 @@ KINDS = (dict.fromkeys(WRITTEN_TASKS, WrittenTask) | dict.fromkeys(INSTRUCTIONS,
 # what decides a sample besides the forward pass, the settings and the prompt
 CODE = (scoring.forward_values, scoring.token_log_probs, scoring.token_statistics,
         scoring.Reader.states, OptionTask.samples, OptionTask.sample, PermutedTask.sample,
-        PTrueTask.sample, ContextualTask.sample, JudgeTask.sample, TextTask.samples, sample_fields,
+        PTrueTask.sample, ContextualTask.sample, TextTask.samples, sample_fields,
         mean_over_orders, write_answers, SampleConfidence.collect, ProbeConfidence.collect, stream)
 
 

@@ -50,7 +50,7 @@ def humaneval_row(row):
     fields = {key: require_text(row.get(key), key)
               for key in ('task_id', 'prompt', 'entry_point', 'test')}
     try:
-        defined = functions(python(fields['prompt']))
+        defined = functions(fields['prompt'])
     except SyntaxError as error:
         raise DataError(f'the prompt is no Python with a docstring at its end: {error}') from error
     if fields['entry_point'] not in defined:
@@ -60,7 +60,7 @@ def humaneval_row(row):
                       require_text('' if solution is None else solution, 'canonical_solution'))
     try:
         python(problem.test_source, 0)      # compiled, since 'return' outside of check parses
-        check = functions(python(problem.test_source)).get('check')
+        check = functions(problem.test_source).get('check')
     except SyntaxError as error:
         raise DataError(f'test is no Python after the prompt: {error}') from error
     names = [] if check is None else [x.arg for x in (*check.args.posonlyargs, *check.args.args)]
@@ -95,9 +95,9 @@ def undefined_names(source):
     return [] if 'import *' in source else sorted(used - defined - {*dir(builtins), 'program'})
 
 
-def functions(tree):
-    """Return {name: its node} of the functions that a program defines."""
-    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+def functions(source):
+    """Return {name: its node} of the functions that a program defines; raises SyntaxError."""
+    return {node.name: node for node in python(source).body if isinstance(node, ast.FunctionDef)}
 
 
 def load_problems(source=HUMANEVAL, revision=None):

@@ -158,13 +158,12 @@ def _txt_rows(path, file):
 
 def _parquet_rows(path, file):
     import pyarrow.parquet
-    number = 0
-    for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
-        for cells in zip(*batch.columns, strict=True):
-            number += 1
-            place = f'{path}: row {number}'
-            yield place, parsed(place, zip(batch.schema.names, cells), lambda cells: {
-                name: _value(cell) for name, cell in cells})
+    table = pyarrow.parquet.ParquetFile(file)
+    rows = (cells for batch in table.iter_batches() for cells in zip(*batch.columns, strict=True))
+    for number, cells in enumerate(rows, 1):
+        place = f'{path}: row {number}'
+        yield place, parsed(place, zip(table.schema_arrow.names, cells), lambda cells: {
+            name: _value(cell) for name, cell in cells})
 
 
 def _value(cell):

@@ -13,7 +13,6 @@ from data.questions import Loaded, Question
 from runtime.errors import DataError
 
 QUESTION = 'Which answer to the last message is better?\nBetter answer:'
-UNLABELED = 'prompt', 'responses'       # fields of a row of answers that may lack `scores`
 
 
 def to_pairs(row, place):
@@ -23,7 +22,7 @@ def to_pairs(row, place):
     (equal scores) or 'unlabeled' (no scores).
     """
     split = 'test'
-    if has_fields(row, *UNLABELED) and row.get('scores') is None:
+    if has_fields(row, 'prompt', 'responses') and row.get('scores') is None:
         split, row = 'unlabeled', row | {'scores': [0] * len(row['responses'])}
     ranking, pairs = to_ranking(row), []
     subject = next((str(row[key]) for key in ('subject', 'subset', 'domain') if row.get(key)), '')

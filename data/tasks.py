@@ -305,8 +305,10 @@ class PermutedTask(OptionTask):
         if published := question.published:
             orders.insert(0, {'order': [*range(n)], 'log_probs': published['log_probs'],
                               'n_tokens': published['n_tokens']})
+        first = {} if question.first is None else {'first': question.first}
         return {'answer': question.answer, 'options': question.options,
-                'log_probs': mean_over_orders(orders), 'n_tokens': [1] * n, 'orders': orders}
+                'log_probs': mean_over_orders(orders), 'n_tokens': [1] * n,
+                'orders': orders} | first
 
     def distribution(self, cfg):
         return super().distribution(cfg, f', mean over {cfg.permute} orders of the options')
@@ -320,10 +322,6 @@ class JudgeTask(PermutedTask):
     settings, described, others = (), ('chat', 'shots'), 'tied or without scores'
 
     read = staticmethod(load_pairs)
-
-    @staticmethod
-    def sample(pair, log_probs, n_tokens):
-        return PermutedTask.sample(pair, log_probs, n_tokens) | {'first': pair.first}
 
     def distribution(self, cfg):
         return f'pairwise judge, mean over both orders of the answers, 0 shots, {chat_words(cfg)}'

@@ -252,9 +252,9 @@ def added_beside(folder):
     control = dict.fromkeys(('lstrip', 'rstrip', 'single_word', 'normalized'), False) | {
         'special': True}
     try:
-        return {int(i): control | {'content': name} for name, i in names.items()} | {
-            int(i): {key: token.get(key, value) for key, value in control.items()}
-            | {'content': token['content']} for i, token in tokens.items()}
+        named = [(i, {'content': name}) for name, i in names.items()]
+        return {int(i): {key: token.get(key, value) for key, value in control.items()}
+                | {'content': token['content']} for i, token in [*named, *tokens.items()]}
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise DataError(f'{folder}: added_tokens.json or added_tokens_decoder in '
                         f'tokenizer_config.json is damaged: {error!r}') from error

@@ -62,6 +62,7 @@ def load_answers(name, tokenizer, *, max_length, add_bos, revision=None, **optio
     `tokenize_once`
     """
     task, regroup = name.partition(':')[0], iter
+    encoder = OptionEncoder(tokenizer, add_bos, 'none')
     if task == 'p_ik':
         files, to_questions, regroup = [sample_file(name)], drawn_questions, latest_answers
     else:
@@ -69,11 +70,8 @@ def load_answers(name, tokenizer, *, max_length, add_bos, revision=None, **optio
 
     def encode(row, place):
         sequences = []
-        for question, tree in tokenize_questions(to_questions(row, place), {}, tokenizer,
-                                                 add_bos=add_bos, max_length=max_length):
-            if isinstance(tree, DataError):
-                raise tree
-            k = question.answer
+        for question in to_questions(row, place):
+            tree, k = question_tree(question, [], encoder, max_length), question.answer
             ids = tree.sequences[k]
             sequences.append((ids, [int(i >= tree.starts[k]) for i in range(len(ids))]))
         return sequences
