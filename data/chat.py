@@ -5,8 +5,8 @@ True, False, or None in an answer that is not trained. Adjacent text of one kind
 together, never across the border between prompt and answer, which is therefore the same token
 boundary in training, whether the answer is trained or not, and in generation.
 
-A template whose turns differ only by their role is a row of TURNS. chat_templates/ has the others,
-and the loop over such rows, a second time in Jinja, for transformers and vLLM.
+A template is a row of TURNS; only `alpaca`, whose prompt depends on a second field, is a function.
+chat_templates/ has both a second time in Jinja, for transformers and vLLM.
 """
 
 import functools
@@ -16,6 +16,7 @@ import re
 from pathlib import Path
 
 from data.files import require_text
+from data.messages import dialogue
 from runtime.errors import ConfigError, DataError
 
 ROLES = ('system', 'user', 'assistant')
@@ -73,7 +74,7 @@ def question_frame(tokenizer, template, add_bos=True):
     + after, the ids `closing`, the text lead + answer. Raises as `encode_conversation`.
     """
     question, answer = '\0', '\1'
-    messages = [{'role': 'user', 'content': question}, {'role': 'assistant', 'content': answer}]
+    messages = dialogue(question, answer)
     around, opening, closing = None, [tokenizer.bos_id] if add_bos else [], []
     for piece, supervised in _joined_segments(messages, tokenizer, template):
         if supervised:
@@ -128,59 +129,45 @@ def supervision(message):
     return message['role'] == 'assistant' and (message.get('train', True) or None)
 
 
-def tulu(messages, tokenizer):
-    """open-instruct's template: plain text tags, EOS after each answer, no default system turn."""
-    for i, message in enumerate(messages):
-        answer = message['role'] == 'assistant'
-        yield f'<|{message["role"]}|>\n', False
-        yield message['content'] + ('' if answer else '\n'), supervision(message)
-        if answer:
-            yield tokenizer.eos_id, supervision(message)
-            if i < len(messages) - 1:
-                yield '\n', supervision(message)  # supervised in open-instruct too
-
-
-def olmo2(messages, tokenizer):
-    """OLMo 2's template: open-instruct's after a BOS that the tokenizer does not add."""
-    yield _controls(tokenizer, '<|endoftext|>')['<|endoftext|>'], False
-    yield from tulu(messages, tokenizer)
-
-
-def turns(messages, tokenizer, rows):
+def turns(messages, tokenizer, name):
     """A template of TURNS; a system message without a row of its own opens the first user turn."""
-    control = _controls(tokenizer, *CONTROL_TOKEN.findall(''.join(rows.values())))
-    for message in messages if 'system' in rows else _system_into_user(messages):
-        opening, stripped, closing = split_turn(rows[message['role']])
-        answer, text = supervision(message), message['content']
-        for piece in opening:
-            yield control.get(piece, piece), False
-        yield text.strip() if stripped else text, answer
-        for i, piece in enumerate(closing):     # the first one ends the turn
-            yield control.get(piece, piece), answer if i == 0 else False
+    rows, control_ids = template_rows(name, tokenizer)
+    if 'begin' in rows:
+        yield control_ids[rows['begin']], False
+    messages = messages if 'system' in rows else _system_into_user(messages)
+    for i, message in enumerate(messages):
+        text, answer = message['content'], supervision(message)
+        marks = control_ids | {
+            '{text}': text, '{stripped}': text.strip(), '{eos}': tokenizer.eos_id,
+            '{space}': ' ' if i > 0 else '', '{line}': '\n' if i < len(messages) - 1 else ''}
+        for piece, in_answer in split_turn(rows[message['role']]):
+            yield marks.get(piece, piece), answer if in_answer else False
+
+
+def template_rows(name, tokenizer):
+    """Return (the row of a template in TURNS, {control token in it: id}); raises ConfigError."""
+    if name == 'mistral' and '[INST]' not in tokenizer.control_ids:
+        name = 'mistral as text'
+    rows = TURNS[name]
+    text = rows.get('begin', '') if name in TEXT_TAGS else ''.join(rows.values())
+    names = dict.fromkeys(CONTROL_TOKEN.findall(text))
+    if missing := [name for name in names if name not in tokenizer.control_ids]:
+        raise ConfigError(f'the template needs {", ".join(missing)}, which the tokenizer of the '
+                          f"model lacks, or has with \"special\": false in tokenizer.json; 'tulu' "
+                          f"works with every tokenizer")
+    return rows, {name: tokenizer.control_ids[name] for name in names}
 
 
 @functools.cache
 def split_turn(turn):
-    """Return (pieces before the text, whether it is stripped, pieces after it) of a row."""
-    before, mark, after = re.split(r'({text}|{stripped})', turn)
-    opening, closing = ([piece for piece in re.split(f'({CONTROL_TOKEN.pattern})', part) if piece]
-                        for part in (before, after))
-    return opening, mark == '{stripped}', closing
-
-
-def mistral(messages, tokenizer):
-    """Mistral's instruct template: control tokens if the tokenizer has them (v0.3), else text."""
-    opening = tokenizer.control_ids.get('[INST]', '[INST]')
-    closing = tokenizer.control_ids.get('[/INST]', ' [/INST]')
-    for i, message in enumerate(_system_into_user(messages)):
-        if message['role'] == 'assistant':
-            yield ' ' + message['content'], supervision(message)
-            yield tokenizer.eos_id, supervision(message)
-        else:
-            # as text, a later turn begins with the space that the tokenizer puts before a text
-            yield ' [INST]' if i > 0 and opening == '[INST]' else opening, False
-            yield ' ' + message['content'], False
-            yield closing, False
+    """Return [(piece, whether it belongs to an answer)] of a turn in TURNS."""
+    pieces, inside = [], False
+    for piece in re.split(rf'({CONTROL_TOKEN.pattern}|{{\w+}}|[«»])', turn):
+        if piece in ('«', '»'):
+            inside = piece == '«'
+        elif piece:
+            pieces.append((piece, inside))
+    return pieces
 
 
 def alpaca(messages, tokenizer):
@@ -203,36 +190,46 @@ def alpaca(messages, tokenizer):
 
 
 # {template: its turn of every role, or {role: its turn}}. {text} stands for the message, {stripped}
-# for the message without white space around it. What looks like a control token is one; in the
-# assistant's turn the first one after the message is supervised.
+# for the message without white space around it, {eos} for EOS, {space} for a space but in the first
+# turn, {line} for a line break but in the last turn. An answer is supervised between « and ». What
+# looks like a control token is one, except in TEXT_TAGS; `begin` is one in front of everything.
 CONTROL_TOKEN = re.compile(r'<[^<>\s]+>|\[[^\[\]\s]+\]')
+TEXT_TAGS = 'tulu', 'olmo2', 'mistral as text'
+TULU = {'system': '<|system|>\n{text}\n', 'user': '<|user|>\n{text}\n',
+        'assistant': '<|assistant|>\n«{text}{eos}{line}»'}
 TURNS = {
+    # open-instruct, without its default system message; OLMo 2, whose tokenizer adds no BOS
+    'tulu': TULU,
+    'olmo2': TULU | {'begin': '<|endoftext|>'},
+    # Mistral until 2024: tokenizers with these control tokens (v0.3), and without
+    'mistral': {'user': '[INST] {text}[/INST]', 'assistant': '« {text}{eos}»'},
+    'mistral as text': {'user': '{space}[INST] {text} [/INST]', 'assistant': '« {text}{eos}»'},
     # Llama 3, without the dated system message of 3.1
-    'llama3': '<|start_header_id|>{role}<|end_header_id|>\n\n{stripped}<|eot_id|>',
+    'llama3': '<|start_header_id|>{role}<|end_header_id|>\n\n«{stripped}<|eot_id|>»',
     # Qwen, without its default system message; SmolLM3, without its dated one; OLMo 3
-    'chatml': '<|im_start|>{role}\n{text}<|im_end|>\n',
+    'chatml': '<|im_start|>{role}\n«{text}<|im_end|>»\n',
     # Gemma 1 to 3, which have no system message
     'gemma': {'user': '<start_of_turn>user\n{stripped}<end_of_turn>\n',
-              'assistant': '<start_of_turn>model\n{stripped}<end_of_turn>\n'},
+              'assistant': '<start_of_turn>model\n«{stripped}<end_of_turn>»\n'},
     # Command R, Aya 23, Aya Expanse
     'cohere': {'system': '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>{text}<|END_OF_TURN_TOKEN|>',
                'user': '<|START_OF_TURN_TOKEN|><|USER_TOKEN|>{stripped}<|END_OF_TURN_TOKEN|>',
-               'assistant': '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{stripped}'
-                            '<|END_OF_TURN_TOKEN|>'},
+               'assistant': '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>«{stripped}'
+                            '<|END_OF_TURN_TOKEN|>»'},
     # Granite 3, without its default system message
-    'granite': '<|start_of_role|>{role}<|end_of_role|>{text}<|end_of_text|>\n',
+    'granite': '<|start_of_role|>{role}<|end_of_role|>«{text}<|end_of_text|>»\n',
     # Phi-3 and 3.5, without the EOS after the last turn; Phi-4; Phi-4-mini
-    'phi3': '<|{role}|>\n{text}<|end|>\n',
-    'phi4': '<|im_start|>{role}<|im_sep|>{text}<|im_end|>',
-    'phi4_mini': '<|{role}|>{text}<|end|>',
-    # Mistral Small 3 and Ministral 3; `mistral` is that of the models before
+    'phi3': '<|{role}|>\n«{text}<|end|>»\n',
+    'phi4': '<|im_start|>{role}<|im_sep|>«{text}<|im_end|>»',
+    'phi4_mini': '<|{role}|>«{text}<|end|>»',
+    # Mistral Small 3 and Ministral 3
     'tekken': {'system': '[SYSTEM_PROMPT]{text}[/SYSTEM_PROMPT]', 'user': '[INST]{text}[/INST]',
-               'assistant': '{text}</s>'},
+               'assistant': '«{text}</s>»'},
 }
 TURNS = {name: turn if isinstance(turn, dict) else {
     role: turn.replace('{role}', role) for role in ROLES} for name, turn in TURNS.items()}
-TEMPLATES = {'tulu': tulu, 'olmo2': olmo2, 'mistral': mistral, 'alpaca': alpaca} | {
-    name: functools.partial(turns, rows=rows) for name, rows in TURNS.items()}
+TEMPLATES = {name: functools.partial(turns, name=name) for name in TURNS
+             if name != 'mistral as text'} | {'alpaca': alpaca}
 
 
 def jinja(template, tokenizer, add_bos=True, reward=False):
@@ -242,30 +239,26 @@ def jinja(template, tokenizer, add_bos=True, reward=False):
     break follows it
     """
     bos = tokenizer.decode([tokenizer.bos_id]) if add_bos else ''
-    eos, text_tags = tokenizer.decode([tokenizer.eos_id]), '[INST]' not in tokenizer.control_ids
-    name = 'turns' if template in TURNS else template
-    if template == 'olmo2':     # Tulu's after a BOS of its own
-        name, bos = 'tulu', bos + '<|endoftext|>'
+    eos = tokenizer.decode([tokenizer.eos_id])
+    variables = {'eos': eos}
+    if template != 'alpaca':
+        turns, _ = template_rows(template, tokenizer)
+        bos += turns.get('begin', '')
+        answer = turns['assistant'].replace('{line}', '')
+
+        def parts(turn, space=' '):
+            turn = turn.replace('{eos}', eos).replace('{space}', space).replace('{line}', '\n')
+            before, mark, after = re.split('({text}|{stripped})', re.sub('[«»]', '', turn))
+            return before, mark == '{stripped}', after
+        variables = {
+            'rows': {role: parts(turns[role]) for role in ROLES if role in turns},
+            'first': parts(turns['user'], space='')[0], 'opening': answer.partition('«')[0],
+            'end': parts(answer.partition('»')[0] if reward else answer)[2]}
     folder = Path(__file__).parent / 'chat_templates'
     body = ''.join((folder / f'{part}.jinja').read_text(encoding='utf-8')
-                   for part in (['alpaca'] if name == 'alpaca' else ['roles', name]))
-    parts = {role: split_turn(turn) for role, turn in TURNS.get(template, {}).items()}
-    rows = {role: (''.join(opening), stripped, ''.join(closing))
-            for role, (opening, stripped, closing) in parts.items()}
-    end = ''.join(parts['assistant'][2][:1 if reward else None]) if parts else ''
-    return (f'{{%- set eos, text_tags = {json.dumps(eos)}, {json.dumps(text_tags)} -%}}\n'
-            f'{{%- set end = {json.dumps(end)} -%}}\n'
-            f'{{%- set rows = {json.dumps(rows)} -%}}\n'
-            f'{{{{- {json.dumps(bos)} -}}}}\n{body}')
-
-
-def _controls(tokenizer, *names):
-    missing = [name for name in dict.fromkeys(names) if name not in tokenizer.control_ids]
-    if missing:
-        raise ConfigError(f'the template needs {", ".join(missing)}, which the tokenizer of the '
-                          f"model lacks, or has with \"special\": false in tokenizer.json; 'tulu' "
-                          f"works with every tokenizer")
-    return tokenizer.control_ids
+                   for part in (['alpaca'] if template == 'alpaca' else ['roles', 'turns']))
+    lines = [f'{{%- set {name} = {json.dumps(value)} -%}}\n' for name, value in variables.items()]
+    return ''.join([*lines, f'{{{{- {json.dumps(bos)} -}}}}\n', body])
 
 
 def _system_into_user(messages):
