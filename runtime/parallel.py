@@ -101,12 +101,10 @@ def gather(value) -> list:
 
 def collect(value) -> list:
     """Return as `gather` in the first process; [] in the others."""
-    first = rank() == 0
-    values = [None] * world_size() if first else None
+    values = [value] * world_size() if rank() == 0 else []
     if world_size() > 1:
-        # the first one's own value, which may be large, need not be pickled
-        dist.gather_object(None if first else value, values)
-    return [value, *values[1:]] if first else []
+        dist.gather_object(value, values or None)
+    return values
 
 
 def sum_over_processes(x: Tensor) -> Tensor:

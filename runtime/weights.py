@@ -99,8 +99,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return all tensors of a file, mapped: each is read when it is used. Raises CheckpointError.
-    """
+    """Return the tensors of a file, mapped: read when they are used. Raises CheckpointError."""
     if path.suffix == '.bin':
         return _read_pickle(path)
     try:
