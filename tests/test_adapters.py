@@ -1,7 +1,6 @@
 """runtime/adapter.py: PEFT adapters without merged weights, as peft merges them"""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -59,19 +58,12 @@ def base_model(name, folder):
     return reference_model(name, folder, vocab_size=450)
 
 
-@pytest.fixture(scope='module')
-def of_q_proj(tmp_path_factory):
-    folder = tmp_path_factory.mktemp('adapter')
-    reference_model('llama', folder / 'base', vocab_size=450)
-    adapter.save_adapter(lora_model(folder / 'base', targets=['q_proj']), folder / 'peft', 'base')
-    return folder
-
-
 @pytest.fixture
-def simple(of_q_proj, tmp_path):
+def simple(tmp_path):
     """A folder with a model in base/ and an adapter of its queries in peft/, to be changed."""
-    shutil.copytree(of_q_proj, tmp_path, dirs_exist_ok=True)
-    change_settings(tmp_path, base_model_name_or_path=str(tmp_path / 'base'))
+    reference_model('llama', tmp_path / 'base', vocab_size=450)
+    model = lora_model(tmp_path / 'base', targets=['q_proj'])
+    adapter.save_adapter(model, tmp_path / 'peft', str(tmp_path / 'base'))
     return tmp_path
 
 

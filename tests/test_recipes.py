@@ -7,7 +7,6 @@ and where the block goes, and that ends with a colon:
     In `train.py`, add to `TrainConfig`:        fields, at the end of that class
     At the end of `check_config`:               lines, at the end of that function
     As the last line of `learning_rate`:        lines, instead of its last statement
-    In `model.py`, after `class Attention`:     lines, after the statement that begins so
     In `fused_ce.py`, add the function:         before the table that the next step extends
 
 `the table` may follow without naming the file again. Other blocks are examples.
@@ -25,9 +24,8 @@ from common import HERE, start_script
 
 STEP = re.compile(r'([^\n](?:[^\n]|\n(?!\n|```))*):\n+```python\n(.*?)```', re.S)
 PLACES = {      # how a step's sentence ends, with the name of the place
-    'to': r'\b(?:to|in) `([A-Z_]+)`$', 'after': r'\bafter `([^`]+)`$',
-    'end': r'\b(?:[Aa]t the end of|add to) `(\w+)`$', 'last': r'\b[Aa]s the last line of `(\w+)`$',
-    'add': r'\badd the functions?\b()'}
+    'to': r'\b(?:to|in) `([A-Z_]+)`$', 'end': r'\b(?:[Aa]t the end of|add to) `(\w+)`$',
+    'last': r'\b[Aa]s the last line of `(\w+)`$', 'add': r'\badd the functions?\b()'}
 
 
 def section(page, heading):
@@ -53,9 +51,8 @@ def steps(text):
 def statement(lines, beginning):
     """Return (first, last) line number, from 0, of the top-level statement that begins so."""
     for node in ast.parse(''.join(lines)).body:
-        first = min([node.lineno, *(x.lineno for x in getattr(node, 'decorator_list', []))])
         if lines[node.lineno - 1].startswith(beginning):
-            return first - 1, node.end_lineno
+            return node.lineno - 1, node.end_lineno
     raise AssertionError(f'no statement begins with {beginning!r}')
 
 
@@ -83,9 +80,6 @@ def apply(text, root):
         if kind == 'to':
             _, last = statement(lines, f'{name} =')
             lines[last - 1] = with_row(lines, last, textwrap.indent(block, '    '))
-        elif kind == 'after':
-            _, last = statement(lines, name)
-            lines.insert(last, f'\n\n{block}')
         elif kind in ('end', 'last'):
             body = next(node.body for node in ast.parse(''.join(lines)).body
                         if getattr(node, 'name', None) == name)
@@ -123,8 +117,7 @@ runs = [write_run(Path('recipe', name), sharpness=x) for name, x in (('a', 3.0),
 summary = report.summarize(samples.read_samples(runs[0] / 'samples.jsonl'), 'token', n_bootstrap=9)
 assert summary['pooled']['sure_errors'] <= summary['pooled']['intervals']['sure_errors'][1]
 tasks = {'mmlu': summary | {'norm': 'token', 'distribution': 'd'}}
-tables = report.to_markdown(tasks), report.to_latex(tasks), report.to_csv(tasks)
-assert all('sure' in text for text in tables)
+assert all('sure' in table(tasks) for table in (report.to_markdown, report.to_latex, report.to_csv))
 compare.main([*map(str, runs), '--n_bootstrap=9', '--out_dir=recipe/out'])
 text = Path('recipe/out/compare.md').read_text()
 assert '| sure errors |' in text and 'questions | 40 | sure errors | +' in text
