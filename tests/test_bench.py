@@ -159,27 +159,21 @@ def test_several_gpus(small, files, monkeypatch):
     assert all(0 < row['before_s'] < row['seconds'] for row in table['results'].values())
 
 
-peers_too = pytest.mark.parametrize('ours', [True, pytest.param(False, marks=pytest.mark.skipif(
-    importlib.util.find_spec('trl') is None, reason='needs trl'))])
-
-
 @on_cpu
-@peers_too
-def test_dpo_steps_are_timed(ours, files, monkeypatch):
-    monkeypatch.setattr(bench.align, 'STEPS', 1)
-    row = bench.align.measure(TINY, ours, ours, str(files / 'pairs.jsonl'),
-                              str(files / 'tokenizer'), 4, {} if ours else {'size': 2})
+@pytest.mark.parametrize('ours', [True, False])
+def test_steps_of_dpo_and_of_grpo_are_timed(small, ours, files, tmp_path, monkeypatch):
+    if not ours:
+        pytest.importorskip('trl')
+    tokenizer = str(files / 'tokenizer')
+    for module, name, value in (
+            (bench.align, 'STEPS', 1), (bench.grpo, 'PROMPTS', 2), (bench.grpo, 'ANSWERS', 2),
+            (bench.grpo, 'TOKENS', 6), (bench.grpo, 'STEPS', 1)):
+        monkeypatch.setattr(module, name, value)
+    row = bench.align.measure(TINY, ours, ours, str(files / 'pairs.jsonl'), tokenizer, 4,
+                              {} if ours else {'size': 2})
     assert row['tokens_per_s'] > 0 and row['reference_s'] >= 0
-
-
-@on_cpu
-@peers_too
-def test_the_parts_of_a_step_of_grpo_are_timed(small, ours, files, tmp_path, monkeypatch):
-    config = bench.grpo.BenchConfig(tokenizer=str(files / 'tokenizer'),
-                                    prompts=str(files / 'gsm8k' / 'train.jsonl'))
-    for name, value in (('PROMPTS', 2), ('ANSWERS', 2), ('TOKENS', 6), ('STEPS', 1)):
-        monkeypatch.setattr(bench.grpo, name, value)
-    bench.grpo.prepare('llama32_1b', config, tmp_path)
+    bench.grpo.prepare('llama32_1b', bench.grpo.BenchConfig(
+        tokenizer=tokenizer, prompts=str(files / 'gsm8k' / 'train.jsonl')), tmp_path)
     row = bench.grpo.measure(str(tmp_path), ours, {'micro_rows' if ours else 'size': 2})
     assert min(row['rollout_s'], row['update_s'], row['step_s'], row['first_s']) >= 0
 
