@@ -11,22 +11,13 @@ from decoding import answers
 from runtime import digests
 
 
-@pytest.fixture
-def edited(tmp_path):
-    """Return a function that copies files, with one edit in that of a name, and returns them."""
-    def copy(files, name, old, new):
-        copies, found = [], 0
-        for number, file in enumerate(files):
-            text = file.read_text()
-            if file.name == name:
-                found = text.count(old)
-                text = text.replace(old, new, 1)
-            copies.append(tmp_path / str(number) / file.name)
-            copies[-1].parent.mkdir(exist_ok=True)
-            copies[-1].write_text(text)
-        assert found
-        return tuple(copies)
-    return copy
+def load(path, monkeypatch):
+    """Return the module of a file."""
+    spec = importlib.util.spec_from_file_location(f'edited_{path.stem}', path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.parametrize('file, old, new, other', [
@@ -37,18 +28,19 @@ def edited(tmp_path):
     ('attention.py', 'visible = (j <= i)', 'visible = (j < i)', True),
     ('fused_ce.py', '    tl.store(lse + row', '    tl.store(1 + lse + row', True),
     ('cache.py', 'newest - index', 'newest + index', True)])
-def test_an_edit_of_what_samples_use_is_other_code(file, old, new, other, edited, monkeypatch):
-    before = digests.code_digest(llama_config(), *evaluate.CODE)
-    copies = edited(digests.FORWARD, file, old, new)
-    monkeypatch.setattr(digests, 'FORWARD', copies)
-    config = llama_config()
-    if "'llama'" in old or "'qwen2'" in old:    # whose row the configuration holds
-        path, = (path for path in copies if path.name == file)
-        spec = importlib.util.spec_from_file_location('edited_model', path)
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, 'edited_model', module)
-        spec.loader.exec_module(module)
-        config.family = module.FAMILIES['llama']
+def test_an_edit_of_what_samples_use_is_other_code(file, old, new, other, tmp_path, monkeypatch):
+    config, copies = llama_config(), []
+    before = digests.code_digest(config, *evaluate.CODE)
+    for number, path in enumerate(digests.FORWARD):
+        copies.append(tmp_path / str(number) / path.name)
+        copies[-1].parent.mkdir()
+        copies[-1].write_text(path.read_text())
+        if path.name == file:
+            assert old in path.read_text()
+            copies[-1].write_text(path.read_text().replace(old, new, 1))
+        if path.name == file == 'model.py':     # whose row of the table the configuration holds
+            config.family = load(copies[-1], monkeypatch).FAMILIES['llama']
+    monkeypatch.setattr(digests, 'FORWARD', tuple(copies))
     assert (digests.code_digest(config, *evaluate.CODE) != before) == other
 
 
@@ -64,10 +56,7 @@ def test_of_a_method_only_the_method_counts_and_of_a_function_what_it_calls(tmp_
     def used(source):
         path = tmp_path / f'm{len([*tmp_path.iterdir()])}.py'
         path.write_text(source)
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, path.stem, module)
-        spec.loader.exec_module(module)
+        module = load(path, monkeypatch)
         return [digests.used_code((), module.C.f), digests.used_code((path,), module.g)]
     source = ('A = B = 2\n\nclass C:\n    def f(self):\n        return 1\n'
               '    def h(self):\n        return 2\n'
