@@ -185,10 +185,7 @@ def read_adapter(folder: str | Path) -> dict:
 
 
 def add_adapter(model: CausalLM, folder: str | Path):
-    """Add the adapters in `folder`/adapter, and its softcap and temperature, to their base model.
-
-    Raises CheckpointError if they do not fit.
-    """
+    """Add the adapters of a run, its softcap and temperature to their base; or CheckpointError."""
     settings, path = read_adapter(folder), Path(folder, 'adapter')
     config, ours = read_config(folder), names_on_disk(model)
     model.config.final_logit_softcapping = config.final_logit_softcapping

@@ -29,8 +29,7 @@ def build_model(cfg, config, base, device, reward=False):
 
 
 def prepare(model, cfg, device, reward=False):
-    """Return a model with adapters, compiled and sharded as the settings say; `reward` with a
-    score head of zeros instead of the output matrix."""
+    """Return the model with adapters, a score head of zeros (`reward`), compiled and sharded."""
     if reward:
         model.score = nn.Linear(model.config.embed_size, 1, bias=False).to(device, model.head.dtype)
         nn.init.zeros_(model.score.weight)

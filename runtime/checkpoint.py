@@ -36,10 +36,7 @@ HEAD, EMBEDDING = 'lm_head.weight', 'model.embed_tokens.weight'
 
 
 def build(config):
-    """Return a model on the meta device: a CausalLM, or a Seq2Seq of families/t5.py.
-
-    Its state_dict has the names on disk, as `load_state_dict` wants them.
-    """
+    """Return a CausalLM or Seq2Seq on the meta device, whose state_dict has the names on disk."""
     with torch.device('meta'):
         model = (t5.Seq2Seq if config.model_type in t5.ARCHITECTURES else CausalLM)(config)
     model.register_state_dict_post_hook(_rename_for_disk)

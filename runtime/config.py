@@ -124,10 +124,7 @@ def run_settings(folder):
 
 
 def _replace(config, name, text, where):
-    """Return `config`, a dataclass or a dict, with the key `name` set to the argument `text`.
-
-    name: 'key', or 'key.inner' of the dataclass or dict in `key`; text: None stands for True
-    """
+    """Return `config`, a dataclass or dict, with `name`, 'key' or 'key.inner', set to `text`."""
     key, _, inner = name.partition('.')
     free = isinstance(config, dict)
     annotation = object if free else _annotation(type(config), key, where)

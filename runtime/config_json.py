@@ -54,10 +54,7 @@ def read_config(folder: str | Path, changes: dict | None = None, seq2seq=False) 
 
 
 def config_from_hf(raw: dict, where: str = 'config.json') -> ModelConfig:
-    """Return the ModelConfig of the content of a config.json of transformers 4 or 5.
-
-    Raises CheckpointError, which begins with `where` and names the key.
-    """
+    """Return the ModelConfig of a config.json; a CheckpointError names `where` and the key."""
     check_values(raw, {'model_type': [*ARCHITECTURES, *NESTED], 'text_config': [dict]}, where,
                  required=['model_type'])
     if raw['model_type'] in NESTED:

@@ -36,10 +36,7 @@ _inputs = set()     # the real paths of the files that this command reads: see `
 
 @contextlib.contextmanager
 def lock(folder, wait=False):
-    """Create and lock `folder` for a `with` block.
-
-    If another process has it, `wait` for its end, or raise ConfigError.
-    """
+    """Lock `folder`, which is created; `wait` for another process, or raise ConfigError."""
     path = Path(folder) / LOCK
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -92,10 +89,7 @@ def written_files(folder):
 
 @contextlib.contextmanager
 def read_json(path, advice):
-    """Yield the content of a JSON file that this program wrote, for a block that uses it.
-
-    Raises ConfigError with `advice` if the file or one of its keys cannot be read.
-    """
+    """Yield the content of our JSON file; ConfigError with `advice` if a key cannot be read."""
     try:
         yield json.loads(Path(path).read_text(encoding='utf-8'))
     except ConfigError:     # of the block
@@ -107,10 +101,7 @@ def read_json(path, advice):
 
 
 def check_free(folder, *names):
-    """Return those of `names` that are not on the list of `folder`.
-
-    Raises ConfigError if a file of such a name exists, or if one is behind a link.
-    """
+    """Return the `names` not on the list; ConfigError if one exists or is behind a link."""
     _refuse_links(folder, names)
     listed = written_files(folder)
     new = [str(name) for name in names if str(name) not in listed]
@@ -290,10 +281,7 @@ def _write_list(folder, names):
 
 @contextlib.contextmanager
 def temporary(path, folder=False):
-    """Yield a file or folder for a `with` block to write; it is renamed to `path` at its end.
-
-    In a folder that exists, only the files of the new one are replaced.
-    """
+    """Yield a file or folder to write, then rename it to `path`; a folder there is merged into."""
     part = Path(f'{path}.{secrets.token_hex(4)}.nanocal-tmp')
     part.mkdir(parents=True) if folder else open(part, 'xb').close()
     try:

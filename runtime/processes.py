@@ -14,10 +14,7 @@ from runtime.errors import ProcessError
 
 
 def parallel_map(function, items, worth_it, most=32):
-    """Return [function(x) for x in items], computed by up to `most` forked processes on Linux.
-
-    worth_it: whether the work takes longer than a fork, about 25 ms on a machine with a GPU
-    """
+    """Return [function(x) for x in items]; `worth_it`: by up to `most` forked processes."""
     processes = min(cores(), most, len(items)) if worth_it else 1
     with forked_pool(processes, lambda i: function(items[i])) as imap:
         return list(imap(range(len(items))))    # the items are inherited, so indices are enough
@@ -114,10 +111,7 @@ def cores():
 
 
 def pick_threads(seconds=1.0):
-    """Set torch's number of threads to the fastest of 1, 2, 4, ..., its default; return it.
-
-    While other processes are busy, one thread can be several times as fast as one per core.
-    """
+    """Set torch's threads to the fastest of 1, 2, 4, ...: while other processes run, often 1."""
     import torch
     default = torch.get_num_threads()
     counts = sorted({default, *(2 ** i for i in range(default.bit_length()))})

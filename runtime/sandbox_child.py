@@ -273,10 +273,7 @@ class Program:
 
 
 def test(program, tests):
-    """Return (whether the source ran to its end and every test passed, else why not).
-
-    The reason is None if the program has ended or closed its pipe.
-    """
+    """Return (whether all passed, why not); None for why not: the program closed its pipe."""
     try:
         program._answer()
         exec(compile(tests, 'tests', 'exec'), {'__name__': 'tests', 'program': program})

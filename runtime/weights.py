@@ -127,10 +127,9 @@ def _read_pickle(path):
 
 
 def write_files(folder, files, owner):
-    """Write all files under temporary names, then rename them, the last one of `files` last.
+    """Write {name: a path to copy, function of tensors, text or JSON}; rename the last one last.
 
-    files: {name: a path to copy, a function that returns tensors, text, or the content of a JSON
-    file}. Every process calls the functions, which gather tensors; the first one writes.
+    Every process calls the functions, which gather tensors; the first one writes.
     """
     folder = Path(folder)
     if rank() == 0 and owner is not None:
