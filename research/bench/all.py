@@ -61,7 +61,7 @@ def command(name, options, out, ours=False):
         arguments += [f'--{key}={data}', f'--tokenizer={options.tokenizer}']
     elif needs and 'less' not in SCRIPTS[name]:
         return None
-    if options.shape and name not in ('metrics', 'optimizers'):
+    if options.shape and name not in ('llmq', 'metrics', 'optimizers'):
         arguments.append(f'--shape{"s" * (name == "loss")}={options.shape}')
     return arguments
 

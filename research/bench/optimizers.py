@@ -93,6 +93,7 @@ def distance(make, spread, steps, right):
 def cost(make, rows):
     """Return {'ms' per step and 10^9 weights, 'bytes' per weight}."""
     free_memory()
+    torch._dynamo.reset()   # a compiled step keeps the blocks that suit the first length it met
     params = [torch.nn.Parameter(torch.randn(rows, 14336, device=DEVICE).bfloat16())
               for _ in range(8)]
     n = sum(p.numel() for p in params)
