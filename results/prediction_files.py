@@ -321,6 +321,13 @@ def few_rows_note(n, unit='questions') -> str:
         f'few bins they can be far below ECE, which has 10')
 
 
+def option_scores(log_probs, options, n_tokens, norm):
+    """Return log-probabilities / length [K]; their softmax is the distribution over the options."""
+    by_text = norm in ('char', 'byte')
+    texts = [option.removeprefix(' ') for option in options] if by_text else []
+    return np.asarray(log_probs) / option_lengths(texts, n_tokens, norm)
+
+
 def option_lengths(texts, n_tokens, norm):
     """Return the divisor of each option's log-probability, int [K], at least 1, for a norm.
 
@@ -379,8 +386,7 @@ def _values(row, norm):
     if norm in ('char', 'byte') and not (isinstance(texts, list) and len(texts) == len(values)
                                          and all(isinstance(text, str) for text in texts)):
         raise ValueError(f'--norm={norm} needs options, the text of each, not {texts!r:.60}')
-    texts = [str(text).removeprefix(' ') for text in (texts if isinstance(texts, list) else ())]
-    scores = values / option_lengths(texts, n_tokens.tolist(), norm)
+    scores = option_scores(values, texts, n_tokens.tolist(), norm)
     metrics.check_labels([label], 1, len(scores))
     metrics.softmax(scores)         # which refuses NaN, and -inf alone
     if np.isinf(scores[label]):

@@ -17,6 +17,7 @@ from results import judging, prediction_files, temperatures
 from results.confidence import cells as confidence_cells
 from results.confidence import notes as written_notes
 from results.plots import draw_reliability, warn_on_failure
+from results.prediction_files import option_scores
 from results.samples import by_order, of_split, read_splits, sample_order
 from results.tables import (MEASURES, TITLES, Heading, Section, aligned, csv_text, mark_best,
                             measure_cell)
@@ -97,12 +98,6 @@ def predictions(samples, norm):
                               n_options, scores)
 
 
-def option_scores(log_probs, options, n_tokens, norm):
-    """Return log-probabilities / length [K]; their softmax is the distribution over the options."""
-    texts = [option.removeprefix(' ') for option in options]
-    return np.asarray(log_probs) / prediction_files.option_lengths(texts, n_tokens, norm)
-
-
 # Metrics and their intervals
 
 
@@ -144,10 +139,10 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0, fits=None):
     if fit:
         summary['post_hoc'], more = post_hoc(pooled, samples, held_out, norm, n_bootstrap, seed)
         scaled |= more
-    for key, plural in GROUPS.items():
+    for key, plural in [item for item in GROUPS.items() if item[1] in summary]:
         names = names_of(samples, key)
         worst = {name: [*metrics.worst_group_ece(*p[:2], names)] for name, p in scaled.items()}
-        if plural in summary and worst['unscaled'][1] is not None:
+        if worst['unscaled'][1] is not None:
             summary.setdefault('worst_group_ece', {})[plural] = worst
     if fits:
         groups = {name: rescaled(pooled, name, x) for name, x in fits.items()}

@@ -11,6 +11,7 @@ import glob
 import json
 import math
 import re
+from collections import Counter
 from pathlib import Path
 
 from results.prediction_files import (NORMS, is_unstated, latest_samples, read_rows, sample_key,
@@ -141,14 +142,10 @@ def _null_to_nan(value):
 
 def _scored(path):
     """Return {(sample_key, prompt)} of the complete questions and texts, and of each sample."""
-    done, groups = set(), {}
-    for sample in latest_samples(read_samples(path), unstated=True):
-        key = sample_key(sample), sample['prompt']
-        groups.setdefault(key, set()).add(sample['id'])
-        done.add(((*key[0][:3], sample['id']), sample['prompt']))
-        if len(groups[key]) == sample.get('of', 1):
-            done.add(key)
-    return done
+    latest = latest_samples(read_samples(path), unstated=True)
+    n_scored = Counter((sample_key(s), s['prompt']) for s in latest)
+    return {(sample_order(s), s['prompt']) for s in latest} | {
+        key for s in latest if n_scored[key := (sample_key(s), s['prompt'])] == s.get('of', 1)}
 
 
 class SampleWriter:
