@@ -27,19 +27,18 @@ CONFIG, WEIGHTS = 'adapter_config.json', ('adapter_model.safetensors', 'adapter_
 FILES = (WEIGHTS[0], CONFIG)    # written for the adapters of a run
 LINK = '.adapter'
 PREFIX = 'base_model.model.'    # all names of matrices begin with it
-# the allowed values of the keys of adapter_config.json that are read
+# the allowed values of the keys of adapter_config.json that are read; null: a key may be missing
 RULES = {'peft_type': ['LORA'], 'task_type': ['CAUSAL_LM', 'SEQ_2_SEQ_LM', None],
          'bias': ['none', None],
          # the other initializations of peft also change the base weights
          'init_lora_weights': [None, True, False, 'gaussian', 'orthogonal', 'eva'],
          'base_model_name_or_path': [str], 'r': [SIZE], 'lora_alpha': [(-1e9, 1e9)],
          'use_rslora': [bool, None], 'alpha_pattern': [dict, None], 'rank_pattern': [dict, None],
-         'revision': [str, None]}
-REQUIRED = 'peft_type', 'base_model_name_or_path', 'r', 'lora_alpha'
+         'lora_dropout': [SHARE, None], 'revision': [str, None]}
 # The keys that do not change the merged weights, because the file of weights says which layers
 # have matrices. Any other key must be empty or false.
 UNUSED = {'auto_mapping', 'exclude_modules', 'inference_mode', 'layers_pattern',
-          'layers_to_transform', 'lora_dropout', 'peft_version', 'target_modules', 'megatron_core',
+          'layers_to_transform', 'peft_version', 'target_modules', 'megatron_core',
           'qalora_group_size', 'eva_config', 'ensure_weight_tying'}
 _linked = []    # the temporary folders of this process; removed at its end
 
@@ -57,15 +56,15 @@ def is_adapter(folder: Path) -> bool:
     return (folder / CONFIG).exists() and not (weights and (folder / 'config.json').exists())
 
 
-def read_settings(folder: Path, rules: dict | None = None) -> dict:
-    """Return the adapter_config.json of `folder`; raises CheckpointError. rules: of more keys."""
+def read_settings(folder: Path) -> dict:
+    """Return the adapter_config.json of `folder`; raises CheckpointError."""
     path = folder / CONFIG
     settings = read_json_object(path)
     for key, value in settings.items():
         if key not in RULES.keys() | UNUSED and value not in (None, False, 0, '', [], {}):
             raise CheckpointError(f'{path}: {key} = {value!r} is not supported; merge the adapter '
                                   f'with peft (merge_and_unload) and save the whole model')
-    check_values(settings, RULES | (rules or {}), path, required=[*REQUIRED, *(rules or ())])
+    check_values(settings, RULES, path, required=None)
     for key, default in (('alpha_pattern', 'lora_alpha'), ('rank_pattern', 'r')):
         patterns = settings.get(key) or {}
         check_values(patterns, dict.fromkeys(patterns, RULES[default]), path, f'{key}.')
@@ -181,7 +180,7 @@ def read_adapter(folder: str | Path) -> dict:
     if not path.exists():
         raise CheckpointError(f'{folder} has no adapter/, which train.py --lora saves beside the '
                               f'merged weights')
-    return read_settings(path.parent, {'lora_dropout': [SHARE]})
+    return read_settings(path.parent)
 
 
 def add_adapter(model: CausalLM, folder: str | Path):
@@ -193,7 +192,7 @@ def add_adapter(model: CausalLM, folder: str | Path):
     low_rank = {ours[key].removesuffix('.weight'): change
                 for key, change in changes(path, model.config, shapes_on_disk(model)).items()}
     try:
-        add_lora(model, settings['r'], settings['lora_alpha'], settings['lora_dropout'],
+        add_lora(model, settings['r'], settings['lora_alpha'], settings.get('lora_dropout') or 0,
                  {name.rpartition('.')[2] for name in low_rank})
     except ValueError as error:
         raise CheckpointError(f'{path}: {error}') from error

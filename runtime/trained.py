@@ -93,7 +93,7 @@ def trained_template(folder):
 def base_of_adapter(folder):
     """Return the base model's folder of the adapters in `folder`/adapter, which need dropout."""
     settings = adapter.read_adapter(folder)
-    if not settings['lora_dropout']:
+    if not settings.get('lora_dropout'):
         raise ConfigError(f'dropout_seed: {folder} was trained with lora_dropout = 0, so nothing '
                           f'would be dropped; leave out --dropout_seed')
     base = checkpoint.fetch(settings['base_model_name_or_path'],
