@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model import CausalLM, LoRALinear, ModelConfig, add_lora
+from model import CausalLM, LoRALinear, add_lora
 from runtime.config_json import read_config
 from runtime.config_keys import SHARE, SIZE
 from runtime.digests import file_digest, json_digest
@@ -94,16 +94,16 @@ def beside_base(folder: Path, base: Path) -> Path:
     return both
 
 
-def changes(folder: Path, config: ModelConfig, shapes: dict) -> dict[str, LowRank]:
+def changes(folder: Path, model) -> dict[str, LowRank]:
     """Return what the adapter in `folder` changes, {tensor: LowRank}; {} if that is missing.
 
-    shapes: {tensor of the base model: its shape}. As in peft, the scale is alpha / r or, with
-    use_rslora, alpha / sqrt(r). Raises CheckpointError that names the tensor.
+    model: the base model. As in peft, the scale is alpha / r or, with use_rslora, alpha / sqrt(r).
+    Raises CheckpointError that names the tensor.
     """
     if not folder.exists():
         return {}
     folder, matrices, low_rank = folder.resolve(), {}, {}       # the link of a model folder
-    settings, file = read_settings(folder), weights_file(folder)
+    settings, file, shapes = read_settings(folder), weights_file(folder), shapes_on_disk(model)
     for key, tensor in read_tensors(file).items():
         if BUFFERS.fullmatch(key.removeprefix(PREFIX)):
             continue
@@ -114,7 +114,7 @@ def changes(folder: Path, config: ModelConfig, shapes: dict) -> dict[str, LowRan
                                   f'linear layer, is quantized, or holds NaN or infinity')
         matrices.setdefault(match[1], {})[match[2]] = tensor
     for name, pair in matrices.items():
-        layer = text_key(name, config)
+        layer = text_key(name, model.config)
         A, B = (pair.get(part, torch.empty(0, 0)) for part in 'AB')
         weight, r = shapes.get(f'{layer}.weight'), A.shape[0]
         if [B.shape[0], A.shape[1]] != weight or B.shape[1] != r or not r:
@@ -190,7 +190,7 @@ def add_adapter(model: CausalLM, folder: str | Path):
     model.config.final_logit_softcapping = config.final_logit_softcapping
     model.config.temperature = config.temperature
     low_rank = {ours[key].removesuffix('.weight'): change
-                for key, change in changes(path, model.config, shapes_on_disk(model)).items()}
+                for key, change in changes(path, model).items()}
     try:
         add_lora(model, settings['r'], settings['lora_alpha'], settings.get('lora_dropout') or 0,
                  {name.rpartition('.')[2] for name in low_rank})

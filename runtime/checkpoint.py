@@ -160,7 +160,7 @@ def check_weights(folder: str | Path, config: ModelConfig):
                                   f'or remove {name}')
     model = build(config)
     shapes = shapes_on_disk(model)
-    changes = adapter.changes(Path(folder, adapter.LINK), config, shapes)
+    changes = adapter.changes(Path(folder, adapter.LINK), model)
     stored = {text: (path, key, tensor) for text, (path, key, tensor) in stored.items()
               if text in shapes or not BUFFERS.fullmatch(key)}
     for problem, keys in (('is missing', shapes.keys() - stored.keys()),
