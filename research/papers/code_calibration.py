@@ -40,8 +40,7 @@ def tables(options):
     lines = [['model', 'measure', 'scaling', 'problems', *map(Heading, METRICS)]]
     for model in MODELS:
         for entry, title in CONFIDENCES.items():
-            for scaling in ('none', 'Platt'):
-                key = '' if scaling == 'none' else 'platt'
+            for scaling, key in (('none', ''), ('Platt', 'platt')):
                 if report := pooled(f'{options.out_dir}/{model}', entry, key):
                     lines.append([model, title, scaling, *counted(report, METRICS)])
     yield 'calibration', 'Confidence in written programs', lines

@@ -6,6 +6,7 @@
 know.md says what the paper states, what it does not, and what was chosen here.
 """
 
+import itertools
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ CONFIDENCES = {'': 'probability of the answer', '.agreement': 'share of the larg
 # AUROC and Brier score of the paper's largest model, tuned on TriviaQA
 PRINTED = {('triviaqa', 'tuned on TriviaQA'): ('0.864', '0.151'),
            ('gsm8k', 'tuned on TriviaQA'): ('0.624', '0.200')}
+ASKED = {'asked, not tuned': 'tuned/before', 'tuned on TriviaQA': 'tuned'}     # P(IK): its folder
 QUESTIONS, TRAINING_QUESTIONS, SAMPLES, SHOTS = 2000, 10_000, 30, 10
 # decoding takes about twice the time of scoring; answers have 8 tokens, or 150 in GSM8K
 EVAL_TOKENS = 2 * (SAMPLES + 1) * (QUESTIONS * 8 + 1319 * 150) + 3 * (QUESTIONS + 1319) * 300
@@ -53,40 +55,34 @@ def runs(options):
 
 def p_ik(folder, task):
     """Return {method: report} of P(IK) of the answers to a task; {} for one that is not there."""
-    tuned = {method: measured(f'{folder}/{report}', 'p_ik').get('categories', {}).get(task, {})
-             for method, report in (('asked, not tuned', 'tuned/before'),
-                                    ('tuned on TriviaQA', 'tuned'))}
-    return {'probe': measured(f'{folder}/test', f'{task}.p_ik').get('pooled', {})} | tuned
+    asked = {method: measured(f'{folder}/{report}', 'p_ik').get('categories', {}).get(task, {})
+             for method, report in ASKED.items()}
+    return {'probe': measured(f'{folder}/test', f'{task}.p_ik').get('pooled', {})} | asked
 
 
 def tables(options):
     keys = 'accuracy', 'confidence', 'ece', 'auroc', 'brier_top_label'
-    lines = [['model', 'task', 'confidence', 'questions', *map(Heading, keys)]]
-    panels = {}
-    for name in MODELS:
-        for task, title in TASKS.items():
-            entries = {label: measured(f'{options.out_dir}/{name}/test', f'{task}{entry}')
-                       for entry, label in CONFIDENCES.items()}
-            panels[f'{name}, {title}'] = entries | {'P(IK), probe': measured(
-                f'{options.out_dir}/{name}/test', f'{task}.p_ik')}
-            lines += [[name, title, label, *counted(entry['pooled'], keys)]
-                      for label, entry in entries.items() if entry]
-    yield 'p_true', 'P(True) and other confidences in the answer', lines
+    head = ('questions', *map(Heading, keys))
+    p_true, panels = [['model', 'task', 'confidence', *head]], {}
+    lines = [['model', 'task', 'P(IK)', *head, *(
+        paper_column(f'{heading}, 52B', options) for heading in ('AUROC', 'Brier'))]]
+    for name, (task, title) in itertools.product(MODELS, TASKS.items()):
+        folder = f'{options.out_dir}/{name}'
+        entries = {label: measured(f'{folder}/test', f'{task}{entry}')
+                   for entry, label in CONFIDENCES.items()}
+        panels[f'{name}, {title}'] = entries | {
+            'P(IK), probe': measured(f'{folder}/test', f'{task}.p_ik')}
+        p_true += [[name, title, label, *counted(entry['pooled'], keys)]
+                   for label, entry in entries.items() if entry]
+        lines += [[name, title, method, *counted(report, keys),
+                   *PRINTED.get((task, method), ('', ''))]
+                  for method, report in p_ik(folder, task).items() if report]
+    yield 'p_true', 'P(True) and other confidences in the answer', p_true
     draw_curves(f'{options.out_dir}/reliability.png', panels, columns=4)
-
-    lines = [['model', 'task', 'P(IK)', 'questions', *map(Heading, keys),
-              *(paper_column(f'{heading}, 52B', options) for heading in ('AUROC', 'Brier'))]]
-    for name in MODELS:
-        for task, title in TASKS.items():
-            lines += [[name, title, method, *counted(report, keys),
-                       *PRINTED.get((task, method), ('', ''))]
-                      for method, report in p_ik(f'{options.out_dir}/{name}', task).items()
-                      if report]
     yield 'p_ik', 'P(IK): will a drawn answer be right?', lines
     draw_curves(f'{options.out_dir}/p_ik.png', {name: {
         method: measured(f'{options.out_dir}/{name}/{report}', 'p_ik')
-        for method, report in (('asked, not tuned', 'tuned/before'), ('tuned', 'tuned'))}
-        for name in MODELS}, columns=2)
+        for method, report in ASKED.items()} for name in MODELS}, columns=2)
 
 
 if __name__ == '__main__':

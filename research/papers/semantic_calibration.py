@@ -35,21 +35,19 @@ def runs(options):
 
 
 def tables(options):
-    lines = [['task', 'model', 'stage', 'questions', *map(Heading, METRICS), 'floor of ECE']]
-    for task, title in TASKS.items():
-        for model, stages in MODELS.items():
-            for stage in stages:
-                result = measured(f'{options.out_dir}/{model}/{stage}', f'{task}.agreement')
-                if result:
-                    lines.append([title, model, stage, *counted(result['pooled'], METRICS),
-                                  f'{result["ece_floor"]:.3f}'])
-    yield 'calibration', f'The share of the largest class among {SAMPLES} samples', lines
+    results = {(task, model, stage): measured(f'{options.out_dir}/{model}/{stage}',
+                                              f'{task}.agreement')
+               for task in TASKS for model, stages in MODELS.items() for stage in stages}
+    yield 'calibration', f'The share of the largest class among {SAMPLES} samples', [
+        ['task', 'model', 'stage', 'questions', *map(Heading, METRICS), 'floor of ECE'],
+        *([TASKS[task], model, stage, *counted(result['pooled'], METRICS),
+           f'{result["ece_floor"]:.3f}']
+          for (task, model, stage), result in results.items() if result)]
     # the base models of each task above the tuned ones
-    draw_curves(f'{options.out_dir}/reliability.png', {f'{title}: {kind}': {
-        f'{model}, {stage}': measured(f'{options.out_dir}/{model}/{stage}', f'{task}.agreement')
-        for model, stages in MODELS.items() for stage in stages
-        if (stage == 'base') == (kind == 'base models')}
-        for kind in ('base models', 'tuned models') for task, title in TASKS.items()})
+    draw_curves(f'{options.out_dir}/reliability.png', {f'{title}: {kind} models': {
+        f'{model}, {stage}': result for (of, model, stage), result in results.items()
+        if of == task and (stage == 'base') == (kind == 'base')}
+        for kind in ('base', 'tuned') for task, title in TASKS.items()})
 
 
 if __name__ == '__main__':
