@@ -57,23 +57,6 @@ def test_metrics_equal_golden_values(tolerance):
             assert value == pytest.approx(case['value'], rel=0, abs=float(tolerance)), (name, case)
 
 
-def literal_gap(values, outcomes, bin_of):
-    """sum_B |B|/N |acc(B) - conf(B)| by the book: one list per bin."""
-    members = {}
-    for value, outcome in zip(values, outcomes):
-        members.setdefault(bin_of(value), []).append((value, outcome))
-    total = 0
-    for rows in members.values():
-        total += len(rows) * abs(np.mean([v for v, _ in rows]) - np.mean([o for _, o in rows]))
-    return total / len(values)
-
-
-def equal_mass_bin(values, sizes):
-    """Return the function value -> the lowest chunk of the sorted values that holds it."""
-    chunks = np.split(np.sort(values), np.cumsum(sizes)[:-1])
-    return lambda c: next(i for i, chunk in enumerate(chunks) if c in chunk)
-
-
 def test_ace_with_equal_weights_is_equation_4():
     probs, labels = calibration_case(3, 61, 5, 1.5, 1.0)    # the ranges have 4 or 5 rows
     sizes = np.diff([round(r * 61 / 15) for r in range(16)])
@@ -345,20 +328,26 @@ def test_bins_are_what_a_reliability_diagram_needs():
     assert metrics.mce(probs, [0, 1, 1, 1], 5) == exactly(0.5)
 
 
+def literal_ece(gaps, bins):
+    """sum_B |B|/N |conf(B) - acc(B)| by the book; gaps: confidence - outcome of each row."""
+    return sum(abs(gaps[np.equal(bins, b)].sum()) for b in {*bins}) / len(gaps)
+
+
 @small
 @given(predictions(ragged=True), st.integers(1, 20))
 def test_class_wise_metrics_count_only_rows_that_have_the_option(case, n_bins):
     probs, labels, n_options = case
-    static = []
-    adaptive = []
+    static, adaptive = [], []
     for k in range(n_options.max()):
         rows = n_options > k
-        p, is_label = probs[rows, k], labels[rows] == k
-        static.append(literal_gap(p, is_label, lambda c: next(
-            m for m in range(1, n_bins + 1) if c <= m / n_bins or m == n_bins)))
-        chunks = min(n_bins, len(p))
-        sizes = np.diff([round(r * len(p) / chunks) for r in range(chunks + 1)])
-        adaptive.append(literal_gap(p, is_label, equal_mass_bin(p, sizes)))
+        p, gaps = probs[rows, k], probs[rows, k] - (labels[rows] == k)
+        bins = [next(m for m in range(1, n_bins + 1) if c <= m / n_bins or m == n_bins) for c in p]
+        static.append(literal_ece(gaps, bins))
+        # of equal mass: a value is in the lowest range that holds it
+        n = min(n_bins, len(p))
+        ranges = np.split(np.sort(p), [round(r * len(p) / n) for r in range(1, n)])
+        bins = [next(r for r, values in enumerate(ranges) if c in values) for c in p]
+        adaptive.append(literal_ece(gaps, bins))
     assert metrics.sce(probs, labels, n_bins, n_options) == exactly(np.mean(static))
     assert metrics.ace(probs, labels, n_bins, n_options) == exactly(np.mean(adaptive))
 
