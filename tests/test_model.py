@@ -161,18 +161,10 @@ def test_the_tree_kernel_equals_the_explicit_mask(heads, kv_heads, head_dim, sof
     if device == 'cpu' and torch.cuda.is_available():
         pytest.skip("Triton's interpreter runs where there is no GPU")
     rng = np.random.default_rng([T, head_dim])
-    positions, ends = np.zeros((2, 2, T), int)
-    for row in range(2):
-        at = 0
-        while at < T:       # a prefix and two branches
-            n = min(int(rng.integers(1, 90)), T - at)
-            branch = n // 3
-            positions[row, at:at + n] = np.arange(n)
-            positions[row, at + 2 * branch:at + n] -= branch
-            ends[row, at:at + n] = at + n
-            ends[row, at + branch:at + 2 * branch] = at + 2 * branch
-            at += n
-    positions, ends = torch.from_numpy(positions).to(device), torch.from_numpy(ends).to(device)
+    trees = [packing.Tree((), [0] * n, [[0] * (n + 1), [1] * (n + 1)], [n, n])
+             for n in rng.integers(1, 30, 30).tolist()]
+    arrays, _ = next(packing.stack_rows(packing.pack_trees(enumerate(trees), T), 2, 0))
+    positions, ends = torch.from_numpy(arrays[1:]).to(device)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, n, T, head_dim, generator=generator).to(device)
                for n in (heads, kv_heads, kv_heads))
