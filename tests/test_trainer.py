@@ -3,9 +3,8 @@
 import re
 
 import pytest
-import tokenizers
 import torch
-from common import HERE, off, reference_model
+from common import HERE, by_transformers, off, reference_model
 from fused_ce import cross_entropy, z_loss
 
 transformers = pytest.importorskip('transformers')
@@ -37,15 +36,11 @@ def batch():
     return {key: torch.stack([row[key] for row in sequences(3)]) for key in sequences(1)[0]}
 
 
-def model_and_tokenizer(folder):
-    """A small random model of transformers, and a tokenizer with words and a padding token."""
-    words = ['<unk>', '</s>', 'the', 'quick', 'fox', 'jumps', *map(str, range(8))]
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(
-        dict(zip(words, range(len(words)))), '<unk>'))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    return reference_model('llama', folder, vocab_size=len(words)), (
-        transformers.PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, unk_token='<unk>', eos_token='</s>', pad_token='</s>'))
+@pytest.fixture
+def pretrained(base):
+    """A small random model of transformers, and its tokenizer with a padding token."""
+    return by_transformers(base), transformers.LlamaTokenizer.from_pretrained(
+        base, pad_token='</s>')
 
 
 def trainer_of(trainer_class, model, tmp_path, **options):
@@ -94,9 +89,9 @@ def test_trainer_steps_are_the_trainers_own(trainer_class, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_sft_trainer_of_trl_has_our_loss(tmp_path):
+def test_the_sft_trainer_of_trl_has_our_loss(pretrained, tmp_path):
     trl, datasets = pytest.importorskip('trl'), pytest.importorskip('datasets')
-    model, tokenizer = model_and_tokenizer(tmp_path / 'model')
+    model, tokenizer = pretrained
     data = datasets.Dataset.from_list([{'text': f'the quick fox {i} jumps'} for i in range(8)])
     arguments = trl.SFTConfig(
         str(tmp_path / 'out'), use_cpu=True, bf16=False, report_to=[], max_steps=2,
@@ -111,7 +106,7 @@ def test_the_sft_trainer_of_trl_has_our_loss(tmp_path):
 
 
 @pytest.mark.slow
-def test_rewards_train_a_model_in_trl(tmp_path):
+def test_rewards_train_a_model_in_trl(pretrained, tmp_path):
     reward = names_of_page(3)['reward']
     right = '<answer>\\boxed{4}</answer><confidence>0.9</confidence>'
     columns = {'question': ['2 + 2?'] * 3, 'answer': ['so 4\n#### 4'] * 3}
@@ -122,7 +117,7 @@ def test_rewards_train_a_model_in_trl(tmp_path):
     assert reward([[]] * 3, messages, **columns, trainer_state=None) == expected
 
     trl, datasets = pytest.importorskip('trl'), pytest.importorskip('datasets')
-    model, tokenizer = model_and_tokenizer(tmp_path / 'model')
+    model, tokenizer = pretrained
     arguments = trl.GRPOConfig(
         str(tmp_path / 'out'), use_cpu=True, bf16=False, report_to=[], max_steps=1,
         save_strategy='no', logging_steps=1, disable_tqdm=True, per_device_train_batch_size=4,
