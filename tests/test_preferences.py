@@ -4,12 +4,11 @@ import math
 
 import numpy as np
 import pytest
-from common import sentencepiece_folder, write_rows
+from common import write_rows
 
 from data.chat import encode_conversation, encode_prompt
 from data.preferences import (TIED, Ranking, encode_ranking, join_answers, load_preferences,
                               to_ranking, to_tree)
-from data.tokenizer import load_tokenizer
 from runtime.errors import DataError
 
 PROMPT = [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 'Name a color.'}]
@@ -51,9 +50,9 @@ ROWS = {
 }
 
 
-@pytest.fixture(scope='module')
-def tokenizer(tmp_path_factory):
-    return load_tokenizer(sentencepiece_folder(tmp_path_factory.mktemp('tokenizer'), 'llama2'))
+@pytest.fixture
+def tokenizer(tokenizers):
+    return tokenizers['llama2']
 
 
 def encoded(row, tokenizer):
