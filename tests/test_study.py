@@ -5,7 +5,6 @@ import hashlib
 import itertools
 import json
 import math
-import multiprocessing
 import re
 import runpy
 import sys
@@ -248,14 +247,6 @@ def test_the_entropy_range_equals_the_closed_form():
 
 # Jobs side by side
 
-@pytest.fixture
-def forked(monkeypatch):
-    """Processes of side_by_side are forks of this one, which spares them seconds of imports."""
-    if not torch.cuda.is_available():       # which cannot be used in a fork
-        fork = multiprocessing.get_context('fork')
-        monkeypatch.setattr(multiprocessing, 'get_context', lambda method: fork)
-
-
 @pytest.mark.parametrize('study, n', [('alignment', 33), ('closed-form', 24), ('smoothing', 26)])
 def test_a_job_needs_what_an_earlier_one_makes(study, n):
     jobs, made = side_by_side.jobs_of(study, None, 'out/study'), set()
@@ -287,7 +278,7 @@ def small_jobs(study, seed, root, names):
 
 
 @pytest.mark.slow
-def test_a_failed_run_does_not_stop_those_side_by_side(tmp_path, capsys, forked):
+def test_a_failed_run_does_not_stop_those_side_by_side(tmp_path, capsys):
     """Two processes: a world's base models, what they know, tuned models; then the numbers."""
     jobs = small_jobs('losses', 5, tmp_path, {
         'world', 'base', 'tuned-crossentropy-lr0.0008', 'tuned-gce0.7-lr0.0008',
@@ -374,7 +365,7 @@ def test_the_closed_form_is_the_optimum_of_its_objective(method, weight):
 
 
 @pytest.mark.slow
-def test_alignment_from_the_world_to_tables(tmp_path, forked):
+def test_alignment_from_the_world_to_tables(tmp_path):
     """Two processes: tuned models, pairs, aligned models and their written answers."""
     folder = Path(alignment.seed_folder(10, tmp_path))
     world.write_world(folder / 'world', 10, SMALL_ALIGNMENT, alignment.make_rows)
