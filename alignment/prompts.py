@@ -80,8 +80,7 @@ def load_prompts(source, tokenizer, reward, *, template, max_length, add_bos, in
             reward.check(row)
         return row, messages, *encode_prompt(messages, tokenizer, template, add_bos)
 
-    rows = (row for file in fetch(source, PROMPT_PATTERNS, revision) for row in read_rows(file))
-    bad = []
+    rows, bad = read_rows(*fetch(source, PROMPT_PATTERNS, revision)), []
     encoded = list(without_bad((parsed(place, row, encode) for place, row in rows), on_bad_row,
                                bad))
     if bad:

@@ -102,7 +102,7 @@ def tokenize_once(files, encode, tokenizer, settings, cache_dir, on_bad_row='sto
     except DataError as error:
         if folder.exists():
             print(f'{error}; tokenizing the data again')
-        rows = regroup(row for file in files for row in read_rows(file))
+        rows = regroup(read_rows(*files))
         with writing(folder), forked_pool(workers, lambda pair: parsed(
                 *pair, encode, pair[0])) as imap:
             results = tqdm(imap(rows, chunksize=64), 'tokenizing', unit=' rows', mininterval=1,

@@ -102,7 +102,7 @@ def functions(source):
 
 def load_problems(source=HUMANEVAL, revision=None):
     """Return the Problems of a file, a folder or a dataset on the hub. Raises DataError."""
-    rows = (row for path in fetch(source, PATTERNS, revision) for row in read_rows(path))
+    rows = read_rows(*fetch(source, PATTERNS, revision))
     return list(without_bad((parsed(*row, humaneval_row) for row in rows), 'stop', []))
 
 
