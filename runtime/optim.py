@@ -238,27 +238,28 @@ def _update(w, low, g, m, v, scales, numbers, scale, seed):
 def _decode(m, v, scales):
     """Return the float32 moments [rows, GROUP] of their codes, as at the top."""
     largest_m, largest_v, width = scales.float()[:, :, None].unbind(1)
-    k = m.float() / 127
-    old_v = largest_v * torch.exp2(width * (v.float() - 255) / 254)
-    return largest_m * k * k.abs(), torch.where(v == 0, 0, old_v)
+    k = m.float()
+    old_v = largest_v * torch.exp2((v.float() - 255) * (width / 254))
+    return k * k.abs() * (largest_m / 127 ** 2), torch.where(v == 0, 0, old_v)
 
 
 def _encode(m, v, noise):
     """Return the codes of moments [rows, GROUP], rounded at random to a neighbor, and the scales.
 
     The neighbor above is the more probable the nearer, so that the mean is the moment itself.
+    Divisions are made once for the 32: the arithmetic takes longer than reading and writing.
     """
     largest_m, largest_v = (_ceil(x.amax(1, keepdim=True)) for x in (m.abs(), v))
-    ratio = (v / (largest_v + TINY)).clamp(min=2.0 ** -WIDEST)
+    ratio = (v * (largest_v + TINY).reciprocal()).clamp(2.0 ** -WIDEST, 1)
     width = _ceil(-torch.where(v < TINY, 1, ratio).amin(1, keepdim=True).log2())
     # 12 bits each, other ones than those for the weight
     chance_m, chance_v = (((noise >> shift) & 0xfff).float() / 4096 + 1 / 8192
                           for shift in (8, 20))
-    x = m.abs() / (largest_m + TINY) * 127 ** 2
+    x = m.abs() * (largest_m + TINY).reciprocal() * 127 ** 2
     k = x.sqrt().floor()
     k = (k + (x - k * k > chance_m * (2 * k + 1))).clamp(max=127) * m.sign()
     step = width / 254 + TINY
-    y = 254 + ratio.log2() / step
+    y = 254 + ratio.log2() * step.reciprocal()
     j = y.floor()
     j = j + ((torch.exp2((y - j) * step) - 1) > chance_v * (torch.exp2(step) - 1))
     j = torch.where(v < TINY, 0, j.clamp(0, 254) + 1)
