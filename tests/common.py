@@ -32,6 +32,7 @@ from runtime.errors import ConfigError
 from runtime.eval_config import EvalConfig
 
 HERE = Path(__file__).parent.parent     # the repository
+
 # real tokenizers and benchmarks, from tests/fetch_real_files.py
 SHARED = Path(os.environ.get('NANOCAL_SHARED', HERE.parent / 'shared'))
 
@@ -308,18 +309,17 @@ def off(a, b):
     return ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
 
 
-def start_script(script, *arguments, env=None, root=HERE):
-    """Start `python script *arguments`; env: more variables of its environment; root: the
-    repository, or a copy with other code.
+def start_script(script, *arguments, env=None):
+    """Start `python script *arguments` in the repository; env: more variables of its environment.
 
     In a fork only where there is no GPU: after a test has used one, neither CUDA nor gradients on
     the CPU work in a fork.
     """
     if not torch.cuda.is_available():
-        return Fork(script, *arguments, env=env, root=root)
-    return subprocess.Popen([sys.executable, script, *map(str, arguments)], cwd=root, text=True,
+        return Fork(script, *arguments, env=env)
+    return subprocess.Popen([sys.executable, script, *map(str, arguments)], cwd=HERE, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            env=os.environ | {'PYTHONPATH': str(root)} | (env or {}))
+                            env=os.environ | {'PYTHONPATH': str(HERE)} | (env or {}))
 
 
 class Fork(multiprocessing.get_context('fork').Process):
@@ -328,10 +328,9 @@ class Fork(multiprocessing.get_context('fork').Process):
     It has the methods of subprocess.Popen that the tests call.
     """
 
-    def __init__(self, script, *arguments, env=None, root=HERE):
+    def __init__(self, script, *arguments, env=None):
         super().__init__()
-        self.arguments = [str(root / script), *map(str, arguments)]
-        self.env, self.root = env or {}, root
+        self.arguments, self.env = [str(HERE / script), *map(str, arguments)], env or {}
         self.printed = [tempfile.TemporaryFile('w+') for _ in range(2)]
         self.start()
 
@@ -340,14 +339,10 @@ class Fork(multiprocessing.get_context('fork').Process):
             os.dup2(file.fileno(), number)
         sys.stdout, sys.stderr = (open(number, 'w', closefd=False) for number in (1, 2))
         os.environ.update(self.env)
-        os.chdir(self.root)
-        for name, module in list(sys.modules.items()):
-            if self.root != HERE and str(HERE) in str(module):
-                del sys.modules[name]
+        os.chdir(HERE)
         sys.argv = self.arguments
         sys.path[:] = [str(Path(sys.argv[0]).parent), *(
-            str(self.root) if path == str(HERE) else path
-            for path in sys.path if path != str(HERE / 'tests'))]
+            path for path in sys.path if path != str(HERE / 'tests'))]
         runpy.run_path(sys.argv[0], run_name='__main__')
 
     returncode = property(lambda self: self.exitcode)
@@ -484,9 +479,9 @@ def write_run(folder, *, seed=0, n=40, task='mmlu', sharpness=1.0, languages=(''
     return folder
 
 
-def log_of(cfg):
+def log_of(folder):
     """The records of a run's log.jsonl, without the times."""
-    with open(f'{cfg.out_dir}/log.jsonl') as lines:
+    with open(folder / 'log.jsonl') as lines:
         return [{k: v for k, v in json.loads(line).items() if not k.endswith('_s')}
                 for line in lines]
 

@@ -164,7 +164,7 @@ def test_a_run_begins_at_its_reference_and_learns_its_pairs(base, tmp_path, meth
     cfg = replace(config(base, tmp_path, rows, method=method, epochs=25, lr=1e-2, lora=True,
                          val_size=4, val_every=10, pictures=True), batch_size=6)
     align.align(cfg)
-    first, *_, last = log_of(cfg)
+    first, *_, last = log_of(tmp_path / 'run')
     assert first['loss'] == pytest.approx(math.log(2), abs=1e-4)
     assert last['loss'] < 0.1 and last['accuracy'] == last['val_accuracy'] == 1
     assert last['val_loss'] < 0.4
@@ -282,7 +282,7 @@ def test_two_processes_align_as_one(base, values, tmp_path):
         done = run_scripts(n, 'align.py', tmp_path / 'config.py')
         assert done.returncode == 0, done.stderr
         reference_of[n] = [np.load(path)[path.stem] for path in Path(case.cache_dir).glob('*.npz')]
-    one, two = (log_of(replace(cfg, out_dir=str(tmp_path / n))) for n in '12')
+    one, two = (log_of(tmp_path / n) for n in '12')
     assert len(one) == 4 and {'val_loss', 'val_accuracy'} <= one[-1].keys()
     for a, b in zip(one, two, strict=True):
         assert a.keys() == b.keys()

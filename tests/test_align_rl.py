@@ -299,7 +299,7 @@ def test_on_a_gpu_ratio_kl_and_the_probabilities_of_decoding_agree(tmp_path, val
     reference_model('llama', base, vocab_size=400, **head_of_32('llama'))
     cfg = config(base, tmp_path, kl='reward', updates=2, epochs=3, lr=1e-4, group_size=4, **values)
     align.align(replace(cfg, device='cuda', dtype='bfloat16', pack_len=256))
-    first, *_, last = log_of(cfg)
+    first, *_, last = log_of(tmp_path / 'run')
     assert abs(first['kl']) < 0.1 and first['mismatch'] < 0.05      # bfloat16, compiled blocks
     assert abs(first['ratio'] - 1) < 0.05 and abs(last['ratio'] - 1) < 0.3
 
@@ -439,7 +439,7 @@ def test_the_weight_of_the_kl_follows_its_target(base, tmp_path):
     cfg = config(base, tmp_path, method='ppo', kl='reward', kl_coef=0.2, kl_target=6.0,
                  kl_horizon=1000, epochs=2)
     align.align(cfg)
-    log = log_of(cfg)
+    log = log_of(tmp_path / 'run')
     # no KL in the first step: the coefficient falls by the most that is possible
     assert [r['kl_coef'] for r in log] == pytest.approx([0.2, 0.2 * (1 - 0.2 * 20 / 1000)])
 
@@ -465,7 +465,7 @@ def test_a_killed_run_resumes_to_the_same_answers_and_weights(base, tmp_path, va
         align.align(again)
     align.align(replace(again, resume=True))
     assert same_weights(tmp_path / 'run', tmp_path / 'again')
-    assert log_of(cfg) == log_of(again)
+    assert log_of(tmp_path / 'run') == log_of(tmp_path / 'again')
 
 
 @pytest.mark.slow
@@ -475,7 +475,7 @@ def test_a_run_raises_its_reward_and_scores_held_out_prompts(base, tmp_path, cap
     (tmp_path / 'reward.py').write_text('def reward(prompt, answer, row):\n'
                                         '    return float(len(answer) < 20)\n')
     align.align(cfg)
-    log = log_of(cfg)
+    log = log_of(tmp_path / 'run')
     assert log[-1]['reward'] > log[0]['reward'] + 0.2
     assert {'val_reward', 'val_length'} <= log[-1].keys() and log[0]['ratio'] == 1
     assert 'first answer, with reward' in capsys.readouterr().out

@@ -180,20 +180,19 @@ def test_empty_and_missing_data_are_named(tmp_path, tokenizers, monkeypatch):
     marked = write_rows(tmp_path / 'marked.jsonl', [
         {'messages': [SAME[0], SAME[1] | {'weight': 0}]}])
     monkeypatch.setenv('HOME', str(tmp_path))
-    for place, message in ((path, 'an empty dataset'),
-                           (Path('/nowhere'), 'no file or folder at /nowhere'),
-                           (Path('some/where'), 'downloading the dataset some/where from the hub')):
-        with pytest.raises(DataError, match=message):
-            conversations(place, gemma, cache_dir=tmp_path / 'cache')
-    write_rows(path, [{'messages': SAME}])
-    assert len(conversations(Path('~/chat.jsonl'), gemma, cache_dir='~/cache')) == 1
+    cache = {'cache_dir': tmp_path / 'cache'}
     for place, options, error, message in (
+            (path, cache, DataError, 'an empty dataset'),
+            (Path('/nowhere'), cache, DataError, 'no file or folder at /nowhere'),
+            (Path('some/where'), cache, DataError, 'downloading the dataset some/where from the h'),
             (marked, {'train_on_inputs': True}, DataError, 'train_on_inputs = True trains all'),
-            (path, {'template': 'llama3', 'on_bad_row': 'skip'}, ConfigError,   # this is no bad row
+            (marked, {'template': 'llama3', 'on_bad_row': 'skip'}, ConfigError,     # no bad row
              '^the template needs .*eot_id.* the tokenizer of'),
-            (path, {'cache_dir': path}, DataError, 'cannot write .*chat.jsonl.*: Not a directory')):
+            (marked, {'cache_dir': marked}, DataError, 'cannot write .*marked.*: Not a directory')):
         with pytest.raises(error, match=message):
             conversations(place, gemma, **options)
+    write_rows(path, [{'messages': SAME}])
+    assert len(conversations(Path('~/chat.jsonl'), gemma, cache_dir='~/cache')) == 1
 
 
 def test_cache_is_keyed_by_what_went_in(tmp_path, tokenizers):

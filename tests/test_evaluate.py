@@ -35,8 +35,7 @@ def test_questions_can_be_scored_in_the_chat_template(foxes, tmp_path, capsys):
     shutil.copytree(foxes.model, model := tmp_path / 'model')
     for chat, message in (('trained', 'not trained here on conversations; name the'),
                           ('chatml', 'needs <.im_start.>, <.im_end.>, which the')):
-        with pytest.raises(ConfigError, match=message):
-            foxes.score(f'--chat={chat}', model=model)
+        foxes.refuses(message, f'--chat={chat}', model=model)
     (model / 'train_config.py').write_text(
         "data_kind = 'instruct'\ntemplate = 'mistral'\nadd_bos = False\n")
     result = foxes.score('--chat=trained', model=model)['foxes']
@@ -51,30 +50,35 @@ def test_questions_can_be_scored_in_the_chat_template(foxes, tmp_path, capsys):
 SMALL = ['--n_bootstrap=20', '--dtype=float32', '--pack_len=512', '--pictures=False']
 
 
-def scored(folder, out, *arguments, tasks='global_mmlu'):
-    evaluate.main([f'--model={folder / "model"}', f'--tasks={tasks}:{folder / "data"}',
-                   f'--out_dir={out}', '--shots=2', *SMALL, *arguments])
+def scored(model, tasks, out, *arguments):
+    evaluate.main([f'--model={model}', f'--tasks={tasks}', f'--out_dir={out}', *SMALL, *arguments])
     return json.loads((out / 'results.json').read_text())
 
 
 @pytest.fixture(scope='module')
 def whole(scored_folder, tmp_path_factory):
     """The results of an evaluation with all that can be derived from it, and their folder."""
-    out = tmp_path_factory.mktemp('whole')
-    return scored(scored_folder, out, '--pictures', '--fit_temperature', '--p_true',
-                  '--permute=2', '--contextual'), out
+    out, task = tmp_path_factory.mktemp('whole'), f'global_mmlu:{scored_folder / "data"}'
+    return scored(scored_folder / 'model', task, out, '--shots=2', '--pictures',
+                  '--fit_temperature', '--p_true', '--permute=2', '--contextual'), out
 
 
 @pytest.fixture
 def foxes(scored_folder, tmp_path):
-    """A task of five questions, and score(*arguments) that evaluates them: the tasks' results."""
+    """A task of five questions, score(*arguments) that evaluates them and returns the results, and
+    refuses(message, *arguments), which asserts that it fails and changes no file that is there."""
     task, out = write_words(tmp_path / 'foxes.jsonl', 5, 'fox'), tmp_path / 'out'
 
     def score(*arguments, model=scored_folder / 'model', out=out):
-        evaluate.main([f'--model={model}', f'--tasks={task}', f'--out_dir={out}', '--shots=0',
-                       *SMALL, *arguments])
-        return json.loads((out / 'results.json').read_text())['tasks']
-    return SimpleNamespace(task=task, out=out, score=score, model=scored_folder / 'model')
+        return scored(model, task, out, '--shots=0', *arguments)['tasks']
+
+    def refuses(message, *arguments, out=out, **model):
+        before = tree(out)
+        with pytest.raises((ConfigError, DataError, checkpoint.CheckpointError), match=message):
+            score(*arguments, out=out, **model)
+        assert before.items() <= tree(out).items()
+    return SimpleNamespace(task=task, out=out, score=score, refuses=refuses,
+                           model=scored_folder / 'model')
 
 
 def write_words(path, n, word):
@@ -108,14 +112,11 @@ def test_an_evaluation_with_the_dropout_of_adapters(foxes, tmp_path):
     evaluate.main([f'--model={run}', f'--tasks={foxes.task}', '--dropout_seed=2', '--shots=0',
                    '--n_bootstrap=0'])
     assert (run / 'dropout-2' / 'results.json').exists() and not (run / 'results.json').exists()
-    with pytest.raises(ConfigError, match='holds samples with dropout_seed = '):
-        foxes.score(model=run)
-    with pytest.raises(checkpoint.CheckpointError, match='has no adapter/, which train.py --lora'):
-        foxes.score('--dropout_seed=2')
+    foxes.refuses('holds samples with dropout_seed = ', model=run)
+    foxes.refuses('has no adapter/, which train.py --lora', '--dropout_seed=2')
     settings = run / 'adapter' / 'adapter_config.json'
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {'lora_dropout': 0.0}))
-    with pytest.raises(ConfigError, match='trained with lora_dropout = 0, so nothing w'):
-        foxes.score('--dropout_seed=2', model=run)
+    foxes.refuses('trained with lora_dropout = 0, so nothing w', '--dropout_seed=2', model=run)
 
 
 @pytest.mark.slow
@@ -149,8 +150,7 @@ def test_a_folder_is_refused_as_it_is_and_repaired_by_hand(foxes, tmp_path, monk
              'is read by this command')):
         if damage:
             (foxes.out / damage[0]).write_text(damage[1])
-        with refused(foxes.out, message, (ConfigError, DataError, checkpoint.CheckpointError)):
-            foxes.score(*arguments.split())
+        foxes.refuses(message, *arguments.split())
         for name, data in whole.items():
             (foxes.out / name).write_bytes(data)
     # without results.json and one sample
@@ -159,8 +159,7 @@ def test_a_folder_is_refused_as_it_is_and_repaired_by_hand(foxes, tmp_path, monk
     assert foxes.score()['foxes']['pooled']['accuracy'] == first['accuracy']
     # test_code.py has what counts as other code
     monkeypatch.setattr(evaluate, 'code_digest', lambda *_: 'other')
-    with pytest.raises(ConfigError, match='holds samples of other code: model.py or a file that'):
-        foxes.score()
+    foxes.refuses('holds samples of other code: model.py or a file that')
     replaced = foxes.score('--overwrite', f'--tasks={other}', f'--model={tmp_path}/changed')
     assert list(replaced) == ['foxes'] and replaced['foxes']['pooled']['n'] == 10
 
@@ -207,10 +206,17 @@ def test_a_corrected_answer_counts_in_the_same_folder(foxes, tmp_path):
     assert results('same') == before
 
 
-def test_a_folder_holds_every_task_scored_there(foxes, tmp_path):
+def test_a_folder_holds_every_task_scored_there(foxes, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv('HOME', str(tmp_path))
+    model = tmp_path / 'model'
+    model.symlink_to(foxes.model)
+    evaluate.main(['--model=~/model', '--tasks=~/foxes.jsonl', '--out_dir=~/out', '--shots=0',
+                   '--device=cpu', *SMALL])
+    printed = capsys.readouterr()
+    assert printed.out.split('\n')[0] == f'{model} (llama) in float32 on cpu' and not printed.err
+    first = json.loads((foxes.out / 'results.json').read_text())['tasks']
     stones = write_words(tmp_path / 'stones.jsonl', 20, 'stone')
-    first = foxes.score()
-    both = foxes.score(f'--tasks={stones}', '--norm=sum', '--limit=12')
+    both = foxes.score(f'--tasks={stones}', '--norm=sum', '--limit=12', model=model)
     assert list(both) == ['foxes', 'stones'] and both['foxes'] == first['foxes']
     assert [both['stones'][key] for key in ('norm', 'shots', 'limit')] == ['sum', 0, 12]
     for name in ('results.md', 'results.csv', 'results.tex', 'report.html'):
@@ -226,8 +232,7 @@ def test_files_of_others_are_kept_and_a_failed_evaluation_replaces_nothing(foxes
     foxes.out.mkdir()
     samples.write_text('mine')
     for option in ((), ('--overwrite',)):
-        with pytest.raises(ConfigError, match='samples.jsonl was not written by'):
-            foxes.score(*option)
+        foxes.refuses('samples.jsonl was not written by', *option)
     samples.unlink()
     foxes.score('--pictures')
     ownership.claim(foxes.out, 'answers.jsonl')
@@ -244,8 +249,7 @@ def test_files_of_others_are_kept_and_a_failed_evaluation_replaces_nothing(foxes
     (tmp_path / 'elsewhere').write_text('no whole line')
     samples.unlink()
     samples.symlink_to(tmp_path / 'elsewhere')
-    with pytest.raises(ConfigError, match='samples.jsonl is a link to a file elsewhere'):
-        foxes.score()
+    foxes.refuses('samples.jsonl is a link to a file elsewhere')
     foxes.score('--overwrite')
     assert (tmp_path / 'elsewhere').read_text() == 'no whole line'
     assert (foxes.out / 'reliability-of-mine.png').read_text() == 'mine'
@@ -259,44 +263,31 @@ def test_logits_that_are_not_finite_stop_with_the_question_named(value, message,
     shutil.copytree(foxes.model, tmp_path / 'model')
     rewrite(tmp_path / 'model', lambda tensors: [
         tensors[f'model.layers.1.mlp.{name}_proj.weight'].fill_(value) for name in ('gate', 'up')])
-    with pytest.raises(checkpoint.CheckpointError, match=message):
-        foxes.score(model=tmp_path / 'model')
+    foxes.refuses(message, model=tmp_path / 'model')
 
 
 def test_a_run_that_scored_nothing_leaves_the_folder_free(foxes):
     for arguments, message in (
             (['--max_length=3'], 'foxes: .*foxes.jsonl:1: .* max_length allows 3'),
             (['--limit=1', '--fit_temperature'], 'foxes: fit_temperature needs two questions or')):
-        with pytest.raises(DataError, match=message):
-            foxes.score(*arguments)
-    with ownership.lock(foxes.out), pytest.raises(ConfigError, match='process is writing there'):
-        foxes.score()
+        foxes.refuses(message, *arguments)
+    with ownership.lock(foxes.out):
+        foxes.refuses('process is writing there')
     assert foxes.score()['foxes']['pooled']['n'] == 5
-    with pytest.raises(ConfigError, match='cannot be written .* choose another'):
-        foxes.score(out=foxes.task / 'deeper')
-
-
-def test_the_output_names_device_and_settings_in_plain_lines(foxes, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv('HOME', str(tmp_path))
-    (tmp_path / 'model').symlink_to(foxes.model)
-    evaluate.main(['--model=~/model', '--shots=0', '--tasks=~/foxes.jsonl', '--device=cpu',
-                   '--n_bootstrap=0', '--out_dir=~/out'])
-    printed = capsys.readouterr()
-    assert printed.out.split('\n')[0] == f'{tmp_path / "model"} (llama) in float32 on cpu'
-    assert printed.err == '' and (foxes.out / 'results.json').exists()
+    foxes.refuses('cannot be written .* choose another', out=foxes.task / 'deeper')
 
 
 @pytest.mark.slow
 def test_the_validation_split_is_fitted_on_and_neither_scored_nor_shown(scored_folder, tmp_path):
-    (tmp_path / 'model').symlink_to(scored_folder / 'model')
     for split, n in (('dev', 2), ('test', 28), ('validation', 30)):
         write_words(tmp_path / 'data' / f'{split}.jsonl', n, split)
-    result = scored(tmp_path, tmp_path / 'out', '--fit_temperature', tasks='mmlu')['tasks']['mmlu']
+    # the fits travel to other results
+    result, applied = (scored(
+        scored_folder / 'model', f'mmlu:{tmp_path}/data', tmp_path / out, '--shots=2', option,
+    )['tasks']['mmlu'] for out, option in (
+        ('out', '--fit_temperature'), ('other', f'--scaling={tmp_path}/out/scaling.json')))
     assert result['post_hoc']['fitted_on'] == '30 validation questions'
     assert result['pooled']['n'] == 28 and len(result['post_hoc']['temperature']) == 1
-    # the fits travel to other results
-    applied = scored(tmp_path, tmp_path / 'other', f'--scaling={tmp_path}/out/scaling.json',
-                     tasks='mmlu')['tasks']['mmlu']
     scaled, fitted = (x['reports'] for x in (applied['scaled'], result['post_hoc']))
     assert scaled['temperature']['nll'] == pytest.approx(fitted['temperature']['nll'])
     assert scaled['platt']['ece'] == pytest.approx(fitted['platt']['ece'])
@@ -318,10 +309,10 @@ def test_the_schema_of_results_is_documented(whole, foxes, tmp_path):
     assert [*grouped['groups']] == ['level 0', 'level 1']
     assert pytest.approx(worst) == grouped['groups'][name]['ece'] == max(
         x['ece'] for x in grouped['groups'].values())
-    with pytest.raises(DataError, match="levels.jsonl:1: group_by = 'leval': the row has no"):
-        foxes.score(f'--tasks={levels}', '--group_by=leval', out=tmp_path / 'none')
-    with pytest.raises(ConfigError, match="group_by = 'level' needs tasks with options"):
-        foxes.score(f'--tasks=clm:{text}', '--group_by=level', out=tmp_path / 'none')
+    foxes.refuses("levels.jsonl:1: group_by = 'leval': the row has no", f'--tasks={levels}',
+                  '--group_by=leval')
+    foxes.refuses("group_by = 'level' needs tasks with options", f'--tasks=clm:{text}',
+                  '--group_by=level')
     asked = write_rows(tmp_path / 'qa.jsonl', [{'question': 'Who?', 'answers': ['A', 'B']}] * 4)
     pairs = write_rows(tmp_path / 'pairs.jsonl', [{'chosen': '\n\nHuman: q\n\nAssistant: fox',
                                                    'rejected': '\n\nHuman: q\n\nAssistant: dog'}])
@@ -354,8 +345,7 @@ def test_bad_and_duplicate_options_are_counted(foxes, capsys):
                            'max_length allows 200'),
             (rows, ['--overwrite'], 'foxes.jsonl:2: choice A is null or empty; --on_bad')):
         write_rows(foxes.task, some)
-        with pytest.raises(DataError, match=message):
-            foxes.score('--max_length=200', *options)
+        foxes.refuses(message, '--max_length=200', *options)
     result = foxes.score('--max_length=200', '--on_bad_row=skip')['foxes']
     assert (result['bad_rows'], result['pooled']['n'], result['duplicate_options']) == (2, 1, 1)
     printed = capsys.readouterr().out
@@ -406,8 +396,7 @@ def test_next_tokens_and_facts_are_scored(foxes, tmp_path):
                       '--instruct')
     assert len(entities) == 2 and all(s['id'] == f'x:{s["position"]}' for s in entities)
     bad = write_rows(tmp_path / 'bad.jsonl', [{'text': 'a dog', 'spans': [[2, 9]]}])
-    with pytest.raises(DataError, match=r'bad.jsonl:1: span .2, 9. is no'):
-        run('bad', f'--tasks=facts:{bad}')
+    foxes.refuses(r'bad.jsonl:1: span .2, 9. is no', f'--tasks=facts:{bad}')
 
 
 def ask(question, choices):
@@ -519,13 +508,11 @@ def test_scoring_resumes_where_it_stopped_also_that_of_derived_tasks(foxes, tmp_
              for s in read_samples(path)[:30]] for norm in ('token', 'sum')]
     _, n = counted(*text, '--norm=sum')
     assert n == sum(a != b for a, b in zip(*tops)) > 0
-    with pytest.raises((ConfigError, DataError), match='settings scores the text of its options'):
-        counted('--permute=3', '--scoring=text')
+    foxes.refuses('settings scores the text of its options', '--permute=3', '--scoring=text')
     blank = write_rows(tmp_path / 'blank.jsonl', [
         {'sentence': 'A _ is old.', 'option1': 'fox', 'option2': 'dog', 'answer': '1'}])
-    with pytest.raises(DataError, match='blank.jsonl:1: contextual needs a prompt in which N/A'):
-        foxes.score(f'--tasks=winogrande_s:{blank}', '--prompt_format=harness', '--contextual',
-                    out=tmp_path / 'none')
+    foxes.refuses('blank.jsonl:1: contextual needs a prompt in which N/A', '--contextual',
+                  f'--tasks=winogrande_s:{blank}', '--prompt_format=harness', out=tmp_path / 'none')
 
     counted('--overwrite')
     permuted, n = counted('--permute=2')
@@ -620,8 +607,7 @@ def test_a_judge_is_asked_in_both_orders_and_measured_beside_ties_and_win_rates(
         for_first[unlabeled], for_first[test], (answer == first)[test]), nan_ok=True)
     assert 'position bias' in printed and {*result['subjects']} == {'', 'x', 'y'}
     write_rows(tmp_path / 'tied.jsonl', rows[:1])
-    with pytest.raises(DataError, match='has no pair of which one'):
-        foxes.score(f'--tasks=judge:{tmp_path}/tied.jsonl', out=tmp_path / 'bad')
+    foxes.refuses('has no pair of which one', f'--tasks=judge:{tmp_path}/tied.jsonl')
 
 
 def test_the_list_of_tasks_names_their_files(capsys):

@@ -20,7 +20,7 @@ import sys
 import textwrap
 
 import pytest
-from common import HERE, start_script
+from common import HERE
 
 STEP = re.compile(r'([^\n](?:[^\n]|\n(?!\n|```))*):\n+```python\n(.*?)```', re.S)
 PLACES = {      # how a step's sentence ends, with the name of the place
@@ -213,9 +213,8 @@ def root(tmp_path_factory):
 @pytest.mark.parametrize('page, heading', list(RECIPES))
 def test_a_recipe_of_the_docs_works_in_a_copy_of_the_repository(page, heading, root):
     (root / 'recipe.py').write_text(PRELUDE + RECIPES[page, heading])
-    process = start_script('recipe.py', root=root)
-    _, errors = process.communicate()
-    assert process.returncode == 0, errors
+    done = subprocess.run([sys.executable, 'recipe.py'], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

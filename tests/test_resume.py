@@ -18,8 +18,8 @@ import torch
 
 import model as models
 import train
-from common import (await_steps, edit_config, llama_config, refused, rewrite, run_scripts,
-                    same_weights, start_script, steps_done, tree)
+from common import (await_steps, edit_config, llama_config, log_of, refused, rewrite,
+                    run_scripts, same_weights, start_script, steps_done, tree)
 from runtime import adapter, checkpoint, log, optim, ownership, resume, trained
 from runtime.errors import ConfigError, TrainingError
 
@@ -74,9 +74,7 @@ def test_kills_and_a_signal_change_no_bit_of_the_final_files(settings_file, tmp_
     done = run_scripts(1, 'train.py', *arguments, '--save_every=7')
     assert done.returncode == 0 and f'resuming after step {step}' in done.stdout, done.stderr
     assert same_weights(out, whole)
-    records = [[{k: v for k, v in json.loads(line).items() if k != 'tokens_per_s'}
-                for line in (folder / 'log.jsonl').open()] for folder in (out, whole)]
-    assert records[0] == records[1] and records[0][-1]['base_kl'] > 0
+    assert log_of(out) == log_of(whole) and log_of(out)[-1]['base_kl'] > 0
     assert not resume.checkpoints(out) and (out / 'loss.png').read_bytes().startswith(b'\x89PNG')
     assert not list(out.rglob('*.nanocal-tmp'))
 
@@ -84,10 +82,10 @@ def test_kills_and_a_signal_change_no_bit_of_the_final_files(settings_file, tmp_
 # ---- A save that is killed at each of its file operations, and in the middle of its writes -------
 
 class TinyRun:
-    """What train.py holds when it saves `kind`, for a model of 3,000 weights after some steps."""
+    """What train.py holds when it saves, for a model of 3,000 weights after some steps."""
 
-    def __init__(self, folder, kind):
-        self.kind, self.base, self.out = kind, folder / 'base', folder / 'run'
+    def __init__(self, folder):
+        self.base, self.out = folder / 'base', folder / 'run'
         self.cfg = train.TrainConfig(out_dir=str(self.out), save_dtype='float32', resume=True,
                                      model='base')
         torch.manual_seed(0)
@@ -121,22 +119,22 @@ class TinyRun:
         self.take_steps(2)
         return self
 
-    def save(self):
-        if self.kind == 'resume-2':
-            self.save_checkpoint()
-        else:
-            trained.save_weights(self.cfg, self.model, self.optimizer, self.base,
-                                 {'tokenizer.json': '{"made": "up"}'}, '.')
+    def save_weights(self):
+        trained.save_weights(self.cfg, self.model, self.optimizer, self.base,
+                             {'tokenizer.json': '{"made": "up"}'}, '.')
 
-    def resume_and_save(self):
-        """As train.py does it with --resume."""
+    def restore(self):
+        return resume.restore(self.out, self.named, self.optimizer, {'steps': 9})
+
+    def resume_and(self, save):
+        """As train.py does it with --resume; save: the name of a method."""
         resume.check_folder(self.cfg)
         with ownership.lock(self.out):
             resume.check_run(self.cfg, train.FREE_KEYS)
-            self.step = resume.restore(self.out, self.named, self.optimizer, {'steps': 9})
+            self.step = self.restore()
             assert self.step in (1, 2)
             self.take_steps(2)
-            self.save()
+            getattr(self, save)()
 
 
 OPERATIONS = {'open', 'os.rename', 'os.remove', 'os.mkdir', 'os.rmdir'}
@@ -172,21 +170,20 @@ def killed(save, folder, operation=None, n_bytes=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('kind', ['resume-2', 'shards'])
-def test_a_save_killed_at_any_moment_is_resumed(tmp_path, monkeypatch, kind):
-    if kind == 'shards':
-        monkeypatch.setattr(checkpoint, 'SHARD_BYTES', 4000)
-    whole = TinyRun(tmp_path / 'whole', kind).begin()
-    whole.save()
+@pytest.mark.parametrize('save, least', [('save_checkpoint', 20), ('save_weights', 60)])
+def test_a_save_killed_at_any_moment_is_resumed(tmp_path, monkeypatch, save, least):
+    monkeypatch.setattr(checkpoint, 'SHARD_BYTES', 4000)
+    whole = TinyRun(tmp_path / 'whole').begin()
+    getattr(whole, save)()
     expected = tree(whole.out)
-    run = TinyRun(tmp_path / 'killed', kind).begin()
+    run = TinyRun(tmp_path / 'killed').begin()
     begun = shutil.copytree(run.out, tmp_path / 'begun')
     n_kills, finished = 0, False
     for at in (*({'n_bytes': n} for n in (90, 1000, 6000)),
                *({'operation': n} for n in range(200))):
-        finished = not killed(run.save, run.out, **at)
-        again = TinyRun(tmp_path / 'killed', kind)
-        again.resume_and_save()
+        finished = not killed(getattr(run, save), run.out, **at)
+        again = TinyRun(tmp_path / 'killed')
+        again.resume_and(save)
         files = tree(again.out)
         assert set(json.loads(files.pop('written.json'))['files']) >= files.keys()
         assert files == {k: v for k, v in expected.items() if k != 'written.json'}, at
@@ -195,7 +192,7 @@ def test_a_save_killed_at_any_moment_is_resumed(tmp_path, monkeypatch, kind):
         n_kills += not finished
         if finished and 'operation' in at:
             break
-    assert finished and n_kills >= (60 if kind == 'shards' else 20), n_kills
+    assert finished and n_kills >= least, n_kills
 
 
 # ---- Signals, and disks that fill up -------------------------------------------------------------
@@ -276,32 +273,32 @@ STATE, UP = 'state-00001.safetensors', 'model.layers.{}.mlp.up_proj.weight.weigh
     (lambda f: f.rename(f.with_name('resume-9999')),
      'resume-9999/state.json is damaged .*it holds step 2, not 9999')])
 def test_a_damaged_checkpoint_is_named_and_the_older_one_used(tmp_path, capsys, damage, message):
-    run = TinyRun(tmp_path, 'resume-2').begin()
+    run = TinyRun(tmp_path).begin()
     older = run.out / 'resume-1'
     shutil.copytree(older, tmp_path / 'older')
-    run.save()
+    run.save_checkpoint()
     ownership.claim(run.out, *(f'resume-{step}/{path.name}' for step in (1, 9999)
                                for path in (run.out / 'resume-2').iterdir()))
     shutil.copytree(tmp_path / 'older', older)
     damage(run.out / 'resume-2')
-    again, wanted = (TinyRun(tmp_path, 'resume-2') for _ in range(2))
+    again, wanted = (TinyRun(tmp_path) for _ in range(2))
     wanted.take_steps(1)
-    assert resume.restore(again.out, again.named, again.optimizer, {'steps': 9}) == 1
+    assert again.restore() == 1
     assert re.search(message, capsys.readouterr().out)
     assert all(torch.equal(p, wanted.named[name]) for name, p in again.named.items())
     shutil.rmtree(older)
     with pytest.raises(TrainingError, match='is damaged .*no older checkpoint; --overwrite'):
-        resume.restore(again.out, again.named, again.optimizer, {'steps': 9})
+        again.restore()
 
 
 def test_a_checkpoint_of_fewer_processes_is_resumed(tmp_path, monkeypatch):
-    run = TinyRun(tmp_path, 'resume-2').begin()
+    run = TinyRun(tmp_path).begin()
     monkeypatch.setattr(resume, 'rank', lambda: 1)
-    assert resume.restore(run.out, run.named, run.optimizer, {'steps': 9}) == 1
+    assert run.restore() == 1
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_and_the_error_names_the_file(tmp_path, monkeypatch):
-    run = TinyRun(tmp_path, 'resume-2').begin()
+    run = TinyRun(tmp_path).begin()
     run.save_checkpoint()
 
     def full(path, *rest, **options):
@@ -390,8 +387,8 @@ def test_temporary_files_replace_nothing_and_are_removed_after_a_crash(tmp_path)
 def test_files_get_the_mode_that_the_umask_says(tmp_path):
     before = os.umask(0o002)
     try:
-        run = TinyRun(tmp_path, 'shards').begin()
-        run.save()
+        run = TinyRun(tmp_path).begin()
+        run.save_weights()
     finally:
         os.umask(before)
     assert {p.stat().st_mode & 0o777 for p in run.out.rglob('*') if p.is_file()} == {0o664}
@@ -426,14 +423,14 @@ def test_overwrite_removes_what_runs_wrote_and_nothing_else_and_only_if_the_run_
 
 
 def test_a_folder_moved_under_a_run_ends_it_with_an_error(tmp_path):
-    run = TinyRun(tmp_path, 'resume-2').begin()
+    run = TinyRun(tmp_path).begin()
     moved, message = tmp_path / 'moved', 'run was removed or moved, or its .lock was deleted'
     with pytest.raises(ConfigError, match=message), ownership.lock(run.out):
         run.out.rename(moved)
     with pytest.raises(ConfigError, match=message), ownership.lock(run.out):
         shutil.rmtree(run.out)
         with pytest.raises(ConfigError, match=message):     # and nothing is written elsewhere
-            run.save()
+            run.save_checkpoint()
         assert not run.out.exists()
     with ownership.lock(moved):
         assert resume.checkpoints(moved)
@@ -534,12 +531,7 @@ def test_an_interrupted_run_that_can_be_resumed_and_the_one_before_it_are_both_k
         before_each_step(patch, stop)
         train_again(*options, '--overwrite')
     assert '.replaced-run-001 keeps what --overwrite replaces' in capsys.readouterr().out
-
-    def aside():
-        return {name.removeprefix('.replaced-run-001/'): content
-                for name, content in tree(tuned).items() if name.startswith('.replaced-run-001/')}
-
-    assert before.items() <= aside().items()
+    assert before.items() <= tree(tuned / '.replaced-run-001').items()
     with pytest.raises(ConfigError, match='interrupted after step 1: --resume continues it'):
         train_again(*options)
     train_again(*options, '--resume')

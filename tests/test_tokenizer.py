@@ -127,11 +127,10 @@ def test_a_tokenizer_json_has_the_ids_of_transformers(kind, tmp_path):
     assert tokenizer.n_vocab == reference.get_vocab_size()
 
 
-def sentencepiece_json(folder, spaces):
-    """A tokenizer.json of sentencepiece pieces as Llama 2's files have it, without a .model."""
-    ours = load_tokenizer(sentencepiece_folder(folder, 'mistral'))
+def sentencepiece_json(folder, kind, spaces):
+    """Write a tokenizer.json of sentencepiece pieces as in Llama 2's files, beside a .model."""
+    ours = load_tokenizer(sentencepiece_folder(folder, kind))
     content = export.sentencepiece_json(ours)
-    (folder / 'tokenizer.model').unlink()
     (folder / 'tokenizer_config.json').write_text('{"eos_token": "</s>"}')
     library = tokenizers.Tokenizer.from_str(json.dumps(content))
     if spaces == 'Prepend':
@@ -149,7 +148,8 @@ def sentencepiece_json(folder, spaces):
 
 @pytest.mark.parametrize('spaces', ['Prepend', 'Metaspace', 'ours'])
 def test_a_tokenizer_json_of_sentencepiece_pieces(spaces, tmp_path):
-    model = sentencepiece_json(tmp_path, spaces)
+    model = sentencepiece_json(tmp_path, 'mistral', spaces)
+    (tmp_path / 'tokenizer.model').unlink()
     texts = [text for text in [*CORPUS[:6], *strings(500)] if text.strip() == text and text]
     ours, theirs = same_ids(tmp_path, texts)
     assert ours.control_ids == model.control_ids
@@ -188,18 +188,13 @@ def test_the_unigram_model_of_t5(tmp_path):
 
 def phi3_folder(folder):
     """Llama 2's tokenizer with added tokens outside tokenizer.model, as Phi-3's files have them."""
-    tokenizer = load_tokenizer(sentencepiece_folder(folder, 'llama2'))
-    content = export.sentencepiece_json(tokenizer)
-    content['normalizer'] = {'type': 'Sequence', 'normalizers': [
-        {'type': 'Prepend', 'prepend': '\u2581'},
-        {'type': 'Replace', 'pattern': {'String': ' '}, 'content': '\u2581'}]}
-    for token in content['added_tokens']:
-        token['normalized'] = False
-    names = ('<|endoftext|>', '<|assistant|>', '<|end|>', '<|system|>', '<|user|>')
+    n, path = sentencepiece_json(folder, 'llama2', 'Prepend').n_vocab, folder / 'tokenizer.json'
+    content = json.loads(path.read_text())
+    first = content['added_tokens'][0]
     content['added_tokens'] += [
-        {'id': tokenizer.n_vocab + i, 'content': name, 'single_word': False, 'lstrip': False,
-         'rstrip': i > 0, 'normalized': False, 'special': True} for i, name in enumerate(names)]
-    (folder / 'tokenizer.json').write_text(json.dumps(content))
+        first | {'id': n + i, 'content': name, 'rstrip': i > 0} for i, name in enumerate((
+            '<|endoftext|>', '<|assistant|>', '<|end|>', '<|system|>', '<|user|>'))]
+    path.write_text(json.dumps(content))
     (folder / 'tokenizer_config.json').write_text(json.dumps({
         'add_bos_token': False, 'eos_token': '<|endoftext|>', 'added_tokens_decoder': {
             token.pop('id'): token for token in content['added_tokens']}}))

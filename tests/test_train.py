@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import (apart, by_transformers, documents, expect_step, head_of_32, logits_of,
+from common import (apart, by_transformers, documents, expect_step, head_of_32, log_of, logits_of,
                     lora_model, reference_model, rewrite, run_scripts, torchrun,
                     write_rows)
 
@@ -205,8 +205,7 @@ def test_training_by_letter_learns_the_letter(small_world, tmp_path, monkeypatch
     before, after = (results[when]['tasks']['mine'] for when in ('before', 'after'))
     assert after['pooled']['accuracy'] == 1 and before['pooled']['nll'] > 0.3
     assert before['option_mass'] < 0.1 and after['option_mass'] > 0.5
-    log = [json.loads(line) for line in (tmp_path / 'out' / 'log.jsonl').read_text().splitlines()]
-    assert log[-1]['nll'] < 1 and after['pooled']['nll'] < 0.1
+    assert log_of(tmp_path / 'out')[-1]['nll'] < 1 and after['pooled']['nll'] < 0.1
     assert not (tmp_path / 'out' / 'chat_template.jinja').exists()
 
 
@@ -226,7 +225,7 @@ def test_any_loss_with_a_cap_and_a_temperature(settings_file, tmp_path):
                 '--logit_temperature=1.5'])
     model = checkpoint.load(tmp_path)
     assert (model.softcap, model.temperature) == (20.0, 1.5)
-    first = json.loads((tmp_path / 'log.jsonl').read_text())
+    [first] = log_of(tmp_path)
     # the loss of the first step, from the base model's logits
     cfg = load_config(train.TrainConfig, [str(tmp_path / 'train_config.py')])
     base = checkpoint.load(cfg.model)
@@ -323,9 +322,7 @@ def test_two_processes_train_the_same(small_world, settings_file, tmp_path):
     train.main(command('one'))
     done = torchrun('train.py', *command('two'))
     assert done.returncode == 0 and distance('one', 'two') < 1e-3, done.stderr
-    logs = ([json.loads(line) for line in (tmp_path / n / 'log.jsonl').open()]
-            for n in ('one', 'two'))
-    for a, b in zip(*logs, strict=True):
+    for a, b in zip(*(log_of(tmp_path / name) for name in ('one', 'two')), strict=True):
         for key in ('loss', 'nll', 'grad_norm', 'tokens', 'supervised_tokens'):
             assert a[key] == pytest.approx(b[key], rel=1e-4), key
     # a checkpoint of two processes from which one resumes
