@@ -2,16 +2,11 @@
 
 import base64
 import contextlib
-import copy
 import json
-import multiprocessing
 import os
-import runpy
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -165,24 +160,8 @@ def class_of(config):
     return getattr(transformers, ARCHITECTURE_OF[config.model_type])
 
 
-_references = {}    # {name and keys: (model, its folder)}
-
-
 def reference_model(name, folder, **more):
-    """A small random model by transformers, saved into `folder`; `more`: other config keys.
-
-    It is built once in a process; each call returns a copy and copies its files.
-    """
-    key = repr((name, more))
-    if key not in _references:
-        _references[key] = build_reference(name, more), tempfile.TemporaryDirectory()
-        _references[key][0].save_pretrained(_references[key][1].name)
-    reference, files = _references[key]
-    shutil.copytree(files.name, folder, dirs_exist_ok=True)
-    return copy.deepcopy(reference)
-
-
-def build_reference(name, more):
+    """A small random model by transformers, saved into `folder`; `more`: other config keys."""
     import transformers
     kind, options = ARCHITECTURES[name]
     shape = {'vocab_size': 211, 'hidden_size': 48, 'intermediate_size': 80, 'num_hidden_layers': 3,
@@ -196,6 +175,7 @@ def build_reference(name, more):
         for key, p in reference.named_parameters():
             norm = 'norm' in key and not kind.startswith('Gemma') and not key.endswith('bias')
             p.copy_(torch.randn_like(p) * 0.25 + norm)
+    reference.save_pretrained(folder)
     return reference
 
 
@@ -310,57 +290,10 @@ def off(a, b):
 
 
 def start_script(script, *arguments, env=None):
-    """Start `python script *arguments` in the repository; env: more variables of its environment.
-
-    In a fork only where there is no GPU: after a test has used one, neither CUDA nor gradients on
-    the CPU work in a fork.
-    """
-    if not torch.cuda.is_available():
-        return Fork(script, *arguments, env=env)
+    """Start `python script *arguments` in the repository; env: more environment variables."""
     return subprocess.Popen([sys.executable, script, *map(str, arguments)], cwd=HERE, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                             env=os.environ | {'PYTHONPATH': str(HERE)} | (env or {}))
-
-
-class Fork(multiprocessing.get_context('fork').Process):
-    """`start_script` in a fork of this process, which spares it seconds of imports.
-
-    It has the methods of subprocess.Popen that the tests call.
-    """
-
-    def __init__(self, script, *arguments, env=None):
-        super().__init__()
-        self.arguments, self.env = [str(HERE / script), *map(str, arguments)], env or {}
-        self.printed = [tempfile.TemporaryFile('w+') for _ in range(2)]
-        self.start()
-
-    def run(self):
-        for number, file in enumerate(self.printed, 1):
-            os.dup2(file.fileno(), number)
-        sys.stdout, sys.stderr = (open(number, 'w', closefd=False) for number in (1, 2))
-        os.environ.update(self.env)
-        os.chdir(HERE)
-        sys.argv = self.arguments
-        sys.path[:] = [str(Path(sys.argv[0]).parent), *(
-            path for path in sys.path if path != str(HERE / 'tests'))]
-        runpy.run_path(sys.argv[0], run_name='__main__')
-
-    returncode = property(lambda self: self.exitcode)
-
-    def poll(self):
-        return self.exitcode
-
-    def send_signal(self, number):
-        os.kill(self.pid, number)
-
-    def communicate(self, timeout=300):
-        self.join(timeout)
-        assert self.exitcode is not None, 'the script did not end'
-        texts = []
-        for file in self.printed:
-            file.seek(0)
-            texts.append(file.read())
-        return texts
 
 
 def run_scripts(n, script, *arguments):
@@ -398,8 +331,9 @@ def run_hooked(hook, script, *arguments):
 
 
 def steps_done(folder):
+    """The number of logged steps, or -1 before there is a log."""
     log = folder / 'log.jsonl'
-    return len(log.read_text().splitlines()) if log.exists() else 0
+    return len(log.read_text().splitlines()) if log.exists() else -1
 
 
 def await_steps(process, folder, n):

@@ -6,9 +6,7 @@ not depend on their order, and several processes can share them.
 """
 
 import contextlib
-import fcntl
 import functools
-import gc
 import importlib.util
 import inspect
 import io
@@ -51,19 +49,10 @@ def pytest_collection_modifyitems(items):
             item.add_marker('slow')
 
 
-def pytest_collection_finish(session):
-    """Leave what is imported by now out of garbage collections, also of the forks."""
-    gc.freeze()
-
-
-def pytest_sessionfinish(session):
-    gc.unfreeze()       # else libraries report their objects as leaks
-
-
 def speed_up_interpreter():
     """Let Triton's interpreter look for the functions that it replaces once, not in every call.
 
-    It would spend half of its time on that, and a seventh of the rest on numpy's types.
+    It would spend half of its time on that.
     """
     from triton.runtime import interpreter
     is_builtin = interpreter.tl.core.is_builtin
@@ -77,11 +66,6 @@ def speed_up_interpreter():
             if is_builtin(member := getattr(module, name)):
                 interpreter._patch_attr(module, name, member, *rest)
     interpreter._patch_builtin = patch_builtin
-
-    numpy_type = interpreter._get_np_dtype
-    of_scalar = functools.cache(numpy_type)
-    interpreter._get_np_dtype = lambda kind: (      # a pointer has no hash
-        numpy_type(kind) if kind.scalar.is_ptr() else of_scalar(kind.scalar))
 
 
 @pytest.fixture(params=['cpu', 'cuda'])
@@ -115,13 +99,15 @@ def chat_folder(tmp_path):
     return folder
 
 
-def train_small_world(folder):
-    """Run the demo in a smaller world with fewer steps; return what it prints."""
+@pytest.fixture(scope='session')
+def small_world(tmp_path_factory):
+    """(folder, printed text) of the demo in a smaller world with fewer steps; tests must not write
+    into the folder."""
     import demo
     from data.world import WorldSpec, make_world
     from runtime.processes import pick_threads
     from train import train
-    printed = io.StringIO()
+    folder, printed = tmp_path_factory.mktemp('small_world'), io.StringIO()
     spec = WorldSpec(entities=300, documents=280, instructions=60, questions=40)
     few_steps = {'batch_size': 16, 'epochs': 1.5, 'checkpoint_epochs': True, 'val_size': 4,
                  'workers': 1}
@@ -130,21 +116,7 @@ def train_small_world(folder):
         patch.setattr(demo, 'pick_threads', lambda: pick_threads(seconds=0.01))
         patch.setattr(demo, 'train', lambda cfg: train(replace(cfg, **few_steps)))
         demo.main([f'--out_dir={folder}', '--seed=7'])
-    return printed.getvalue()
-
-
-@pytest.fixture(scope='session')
-def small_world(tmp_path_factory):
-    """(folder, printed text) of the demo in a small world; tests must not write into the folder."""
-    base = tmp_path_factory.getbasetemp()
-    if 'PYTEST_XDIST_WORKER' in os.environ:
-        base = base.parent      # common to all test processes: the first one trains
-    folder, printed = base / 'small_world', base / 'small_world.txt'
-    with open(base / 'small_world.lock', 'w') as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not printed.exists():
-            printed.write_text(train_small_world(folder))
-    return folder, printed.read_text()
+    return folder, printed.getvalue()
 
 
 @pytest.fixture

@@ -36,10 +36,8 @@ def add_to_hub(hub, name, content, kind='models'):
 
 def run_paper(hub, script, *arguments, code=0):
     """Run a script with the hub's cache in the folder `hub`; return what it prints."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr('huggingface_hub.constants.HF_HUB_CACHE', str(hub))
-        process = start_script(f'research/papers/{script}.py', *arguments,
-                               env={'HF_HUB_CACHE': str(hub)})
+    process = start_script(f'research/papers/{script}.py', *arguments,
+                           env={'HF_HUB_CACHE': str(hub)})
     printed = ''.join(process.communicate())
     assert process.returncode == code, printed
     return printed
