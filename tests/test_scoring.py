@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from common import asking, head_of_32, logits_of, lora_model, reference_model, write_rows
+from common import (asking, head_of_32, logits_of, lora_model, plain_log_probs, reference_model,
+                    write_rows)
 
 import metrics
 import scoring
@@ -39,14 +40,10 @@ def in_several_orders(tree):
                         [len(ids) for ids in tree.sequences for _ in range(3)])
 
 
-def plain_log_probs(model, tree, device):
-    """Of each option, by a row for each that holds its sequence, then padding."""
-    sequences = [torch.tensor(ids) for ids in tree.sequences]
-    ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
-    logits = logits_of(model, ids.to(device))
-    log_probs = logits.log_softmax(-1).cpu()[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
-    return [row[start - 1:len(sequence) - 1].sum().item()
-            for row, start, sequence in zip(log_probs, tree.starts, sequences, strict=True)]
+def plain_sums(model, tree):
+    """The log-probability of each option, alone in its row."""
+    return [plain_log_probs(model, ids[:start], ids[start:])[0].sum().item()
+            for ids, start in zip(tree.sequences, tree.starts, strict=True)]
 
 
 @pytest.mark.parametrize('name', ['llama3', 'gemma2', 'neox'])
@@ -68,7 +65,7 @@ def test_tree_equals_one_sequence_per_option(name, device, tmp_path):
              {'pack_len': 1024, 'trim': 0}),
             *((trees, {'pack_len': 2, 'batch_rows': 3}, {'pack_len': 16}) for trees in (
                 [one], [own_context], [one, empty_leaf, own_context], [empty_leaf, one, one]))):
-        right = [plain_log_probs(model, tree, device) for tree in trees]
+        right = [plain_sums(model, tree) for tree in trees]
         for options in settings:
             found = scoring.option_log_probs(model, trees, **options)
             for ours, theirs in zip(found, right, strict=True):
@@ -125,8 +122,8 @@ def test_bfloat16_trees_score_as_single_sequences(name, device, tmp_path):
         trees = random_trees(np.random.default_rng(3), own_starts, n)
         trees[::4] = map(in_several_orders, trees[::4])
         with torch.no_grad():
-            right = [np.array(plain_log_probs(exact, tree, 'cpu')) for tree in trees]
-            plain = [np.array(plain_log_probs(half, tree, device)) for tree in trees]
+            right = [np.array(plain_sums(exact, tree)) for tree in trees]
+            plain = [np.array(plain_sums(half, tree)) for tree in trees]
         packed = scoring.option_log_probs(by_kernels, trees, pack_len=512, trim=128)
         plain, packed = (np.concatenate([metrics.softmax(found[i]) - metrics.softmax(right[i])
                                          for i in range(n)]) for found in (plain, packed))

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from common import HERE, write_run
+from common import HERE, llama_config, write_run
 
 import metrics
 import model as models
@@ -220,10 +220,7 @@ def test_a_small_study_runs_from_worlds_to_tables(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_entropy_range_equals_the_closed_form():
-    config = models.ModelConfig(model_type='llama', vocab_size=8, hidden_size=8,
-                                intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-                                num_key_value_heads=2, head_dim=4, tie_word_embeddings=False)
-    model = models.CausalLM(config)
+    model = models.CausalLM(llama_config(vocab_size=8, hidden_size=8, num_hidden_layers=1))
     with torch.no_grad():
         model.lm_head.weight.copy_(2 * torch.eye(8))
 
