@@ -20,14 +20,6 @@ from runtime.errors import CheckpointError, ConfigError, DataError, escape_contr
 from decoding.sampling import Sampling
 
 
-def text_and_pairs(model, tokenizer, ids, stop=(), **settings):
-    """(text, [(token, the model's probability of it)]) of one answer, as sample.py prints it."""
-    settings = Sampling(max_tokens=12, temperature=0.0)
-    *_, answer = stream(model, [ids], settings, None, stop)
-    text = tokenizer.decode([i for i in answer.tokens if i not in stop], start=False)
-    return escape_controls(text) + '\n', [*zip(answer.tokens, np.exp(answer.log_probs))]
-
-
 def growing(ids, reason, probability=0.5):
     """An Answer after each token, as `stream` yields it."""
     answer = Answer(0, 0)
@@ -75,13 +67,15 @@ def test_one_answer_is_greedy_with_its_probabilities(chat_folder, capsys, monkey
     model, tokenizer = checkpoint.load(chat_folder).eval(), load_tokenizer(chat_folder)
     ids, stop = sample.encode_prompt([{'role': 'user', 'content': 'What?'}], tokenizer, 'tulu',
                                      True)
-    text, pairs = text_and_pairs(model, tokenizer, ids, stop | {2})
-    assert said('--prompt=What?') == text
+    settings, raw = Sampling(max_tokens=12, temperature=0.0), [1, *tokenizer.encode('What')]
+    answer, raw = (next(generate(model, [prompt], settings, tokenizer, end))[1][0]
+                   for prompt, end in ((ids, stop | {2}), (raw, {2})))
+    assert said('--prompt=What?') == escape_controls(answer.text) + '\n'
     monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(b'What?\n')))
-    assert said('--probs') == text + ''.join(
-        f'{p:.6f}  {tokenizer.decode([i], start=False)!r}\n' for i, p in pairs)
-    raw, _ = text_and_pairs(model, tokenizer, [1, *tokenizer.encode('What')], {2})
-    assert said('--raw', '--prompt=What') == raw
+    assert said('--probs') == escape_controls(answer.text) + '\n' + ''.join(
+        f'{np.exp(p):.6f}  {tokenizer.decode([i], start=False)!r}\n'
+        for i, p in zip(answer.tokens, answer.log_probs, strict=True))
+    assert said('--raw', '--prompt=What') == escape_controls(raw.text) + '\n'
 
 
 def test_a_conversation_continues_after_an_answer_until_the_context_is_full(chat_folder, capsys,
