@@ -144,7 +144,7 @@ def _csv_rows(path):
     except UnicodeDecodeError as error:
         raise ValueError(f' not UTF-8: {error.reason} at byte 0x{error.object[error.start]:02x}; '
                          f'save it as UTF-8') from None
-    separator = max(',;\t', key=text.partition('\n')[0].count)
+    separator = max(',;\t', key=re.match(r'[^\r\n]*', text)[0].count)
     reader = csv.DictReader(io.StringIO(text, newline=''), delimiter=separator)
     try:
         for row in reader:
@@ -371,7 +371,7 @@ def _values(row, norm):
         raise ValueError(f'answer must be the index of the correct option, not {label!r}')
     texts = row.get('options', [])
     options = row.get('choices') or texts
-    if not isinstance(options, list) or not options:
+    if not isinstance(options, list) or len(options) != len(values):
         options = range(1, len(values) + 1)
     sample = {'n_tokens': [1] * len(values), 'options': [*map(str, options)], 'answer': label}
     if kind == 'probs':

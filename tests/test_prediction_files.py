@@ -67,22 +67,23 @@ def test_a_report_per_task_of_rows_of_any_form(tmp_path):
 
 
 def test_tables_of_any_form_give_the_report_of_the_json_lines(tmp_path):
-    """One with semicolons has decimal commas."""
-    rows = [{'id': i, 'probs': p, 'answer': i % 2, 'question': 'a; "b",\nc'}
+    """One with semicolons has decimal commas; one has the line breaks of an old Mac."""
+    rows = [{'id': i, 'probs': p, 'answer': i % 2, 'question': 'a; ' * 12 + '"b",\nc'}
             for i, p in enumerate(([0.7, 0.3], [0.2, 0.5, 0.3], [0.25, 0.75]))]
     expected = run_metrics(write_rows(tmp_path / 'a.jsonl', rows)).stdout
     paths = [write_rows(tmp_path / 'a.parquet', rows)]
-    for name, separator in (('a.csv', ','), ('b.csv', ';'), ('a.tsv', '\t')):
+    for name, separator, end in (('a.csv', ',', '\r\n'), ('b.csv', ';', '\n'),
+                                 ('c.csv', ',', '\r'), ('a.tsv', '\t', '\n')):
         paths.append(tmp_path / name)
         with open(paths[-1], 'w', newline='') as file:
-            table = csv.writer(file, delimiter=separator)
+            table = csv.writer(file, delimiter=separator, lineterminator=end)
             table.writerow(['id', 'probs_0', 'probs_1', 'probs_2', 'answer', 'question'])
             for row in rows:
                 probs = [f'{x}' if separator != ';' else f'{x}'.replace('.', ',')
                          for x in row['probs']]
                 table.writerow([row['id'], *[*probs, ''][:3], row['answer'], row['question']])
     assert expected.startswith('n   ')
-    assert [run_metrics(path).stdout for path in paths] == [expected] * 4
+    assert [run_metrics(path).stdout for path in paths] == [expected] * 5
     compared = runs.predicted_run(paths[0], {'': paths[0]}, FileConfig()).file_samples
     assert [x['log_probs'] for x in compared['predictions']] == [
         pytest.approx(np.log(row['probs'])) for row in rows]
@@ -134,10 +135,13 @@ def test_an_empty_cell_of_a_confidence_is_left_out_and_counted(tmp_path):
 
 def test_a_report_lists_its_scalings_and_replaces_none_of_others(tmp_path):
     path = write_rows(tmp_path / 'rows.jsonl', [
-        {'probs': [0.6, 0.4], 'answer': i % 3 // 2} for i in range(12)])
+        {'probs': [0.6, 0.4], 'answer': i % 3 // 2, 'options': (['no', 'yes'], ['one'], 'ab')[i % 3]}
+        for i in range(12)])
     arguments = [str(path), '--fit_temperature', '--pictures=False', '--n_bootstrap=0']
     command.write_report([*arguments, f'--out_dir={tmp_path}/report'])
     assert 'scaling.json' in ownership.written_files(tmp_path / 'report')
+    # options that are not one text per probability are numbered
+    assert 'predicted `1`, right is `2`' in (tmp_path / 'report/results.md').read_text()
     theirs = tmp_path / 'theirs' / 'scaling.json'
     theirs.parent.mkdir()
     theirs.write_text('mine')
