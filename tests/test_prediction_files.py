@@ -135,7 +135,7 @@ def test_an_empty_cell_of_a_confidence_is_left_out_and_counted(tmp_path):
 
 def test_a_report_lists_its_scalings_and_replaces_none_of_others(tmp_path):
     path = write_rows(tmp_path / 'rows.jsonl', [
-        {'probs': [0.6, 0.4], 'answer': i % 3 // 2, 'options': (['no', 'yes'], ['one'], 'ab')[i % 3]}
+        {'probs': [0.6, 0.4], 'answer': i % 3 // 2, 'options': (['a', 'b'], ['one'], 'ab')[i % 3]}
         for i in range(12)])
     arguments = [str(path), '--fit_temperature', '--pictures=False', '--n_bootstrap=0']
     command.write_report([*arguments, f'--out_dir={tmp_path}/report'])
