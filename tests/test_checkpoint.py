@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from common import (HERE, LLAMA3_ROPE, by_transformers, edit_config, few_layers, llama_config,
-                    logits_of, lora_model, named, reference_model, rewrite, whole_rows)
+from common import (HERE, LLAMA3_ROPE, add_to_hub, by_transformers, edit_config, few_layers,
+                    llama_config, logits_of, lora_model, named, reference_model, rewrite,
+                    whole_rows)
 from safetensors.torch import load_file, save_file
 
 import model as models
@@ -343,12 +344,9 @@ def test_a_model_is_found_by_its_path_and_in_the_hub_cache(folder, tmp_path, mon
                            ('google/gemma-2-2b', 'downloading the model google/gemma-2-2b')):
         with pytest.raises(CheckpointError, match=message):
             checkpoint.fetch(*name)
-    cached = tmp_path / 'hub' / 'models--some--model'
-    shutil.copytree(folder, cached / 'snapshots' / ('a' * 40))
-    (cached / 'refs').mkdir()
-    (cached / 'refs' / 'main').write_text('a' * 40)
+    add_to_hub(tmp_path / 'hub', 'some/model', folder)
     monkeypatch.setattr('huggingface_hub.constants.HF_HUB_CACHE', str(tmp_path / 'hub'))
-    assert checkpoint.fetch('some/model') == cached / 'snapshots' / ('a' * 40)
+    assert checkpoint.fetch('some/model').parent == tmp_path / 'hub/models--some--model/snapshots'
 
 
 # Prints by how many kB loading a model raises the process's own memory. The mapped file does not

@@ -11,8 +11,8 @@ import metrics
 import numpy as np
 import pytest
 import torch
-from common import (HERE, SHARED, needs_files, reference_model, sentencepiece_folder, start_script,
-                    write_rows)
+from common import (HERE, SHARED, add_to_hub, log_of, needs_files, reference_model,
+                    sentencepiece_folder, start_script, write_rows)
 from data.benchmarks import GLOBAL_MMLU, MMLU_PROX
 from research.papers import (features, label_smoothing, multilingual, multilingual_printed,
                              shared_questions)
@@ -24,14 +24,6 @@ SMALL = ['--batch_size=4', '--max_length=256', '--pack_len=256', '--workers=1', 
          '--dtype=float32', '--pictures=False', '--eval.n_bootstrap=0', '--eval.pictures=False',
          '--eval.pack_len=512']
 SHORT = ['--val_size=2', '--max_steps=2']
-
-
-def add_to_hub(hub, name, content, kind='models'):
-    """Copy the folder `content` to where huggingface_hub keeps a repository."""
-    place, commit = hub / f'{kind}--{name.replace("/", "--")}', 40 * '0'
-    shutil.copytree(content, place / 'snapshots' / commit)
-    (place / 'refs').mkdir()
-    (place / 'refs' / 'main').write_text(commit)
 
 
 def run_paper(hub, script, *arguments, code=0):
@@ -46,10 +38,6 @@ def run_paper(hub, script, *arguments, code=0):
 def read_table(folder, name):
     with open(folder / f'{name}.csv', newline='') as file:
         return list(csv.DictReader(file))
-
-
-def log_of(folder):
-    return [json.loads(line) for line in (folder / 'log.jsonl').open()]
 
 
 def config_of(folder):
