@@ -6,9 +6,6 @@ not depend on their order, and several processes can share them.
 """
 
 import contextlib
-import functools
-import importlib.util
-import inspect
 import io
 import os
 import random
@@ -28,7 +25,7 @@ import pytest
 
 
 def pytest_sessionstart(session):
-    """Prepare Triton's interpreter before the tests are imported.
+    """Choose Triton's interpreter before the tests import triton.
 
     The process that only starts others need not wait for torch; they begin when it is ready.
     """
@@ -36,9 +33,7 @@ def pytest_sessionstart(session):
         return
     import torch
     if not torch.cuda.is_available():
-        os.environ.setdefault('TRITON_INTERPRET', '1')  # before anything imports triton
-    if os.environ.get('TRITON_INTERPRET') == '1' and importlib.util.find_spec('triton'):
-        speed_up_interpreter()
+        os.environ.setdefault('TRITON_INTERPRET', '1')
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -47,25 +42,6 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if {'small_world', 'asked', 'whole', 'own'} & {*getattr(item, 'fixturenames', ())}:
             item.add_marker('slow')
-
-
-def speed_up_interpreter():
-    """Let Triton's interpreter look for the functions that it replaces once, not in every call.
-
-    It would spend half of its time on that.
-    """
-    from triton.runtime import interpreter
-    is_builtin = interpreter.tl.core.is_builtin
-
-    @functools.cache
-    def builtins(module):
-        return [name for name, member in inspect.getmembers(module) if is_builtin(member)]
-
-    def patch_builtin(module, *rest):
-        for name in builtins(module):
-            if is_builtin(member := getattr(module, name)):
-                interpreter._patch_attr(module, name, member, *rest)
-    interpreter._patch_builtin = patch_builtin
 
 
 @pytest.fixture(params=['cpu', 'cuda'])
