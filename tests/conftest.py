@@ -40,7 +40,7 @@ def pytest_sessionstart(session):
 def pytest_collection_modifyitems(items):
     """Mark the tests of fixtures slow that take seconds, such as the demo's run."""
     for item in items:
-        if {'small_world', 'asked', 'whole', 'own'} & {*getattr(item, 'fixturenames', ())}:
+        if {'small_world', 'asked', 'whole', 'own', 'small'} & {*getattr(item, 'fixturenames', ())}:
             item.add_marker('slow')
 
 

@@ -23,8 +23,6 @@ TINY = {'model_type': 'llama', 'vocab_size': 512, 'hidden_size': 32, 'intermedia
         'num_hidden_layers': 1, 'num_attention_heads': 2, 'num_key_value_heads': 1, 'head_dim': 16,
         'rms_norm_eps': 1e-5, 'rope_theta': 1e4, 'max_position_embeddings': 4096,
         'tie_word_embeddings': True}
-needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(),
-                                  reason='compiles for minutes on a GPU')
 
 
 @pytest.fixture(scope='module')
@@ -47,16 +45,17 @@ def files(tmp_path_factory):
 
 
 def first_table(name, **settings):
-    """Run a benchmark with these settings, paths as text; return its first table."""
+    """Run a benchmark with these settings; return its first table."""
     script = getattr(bench, name)
-    settings = {key: str(value) if isinstance(value, Path) else value
-                for key, value in settings.items()}
     table, *_ = script.bench(script.BenchConfig(**settings))
     return table
 
 
 @pytest.fixture
 def small(monkeypatch):
+    """Makes a benchmark a slow test at a tiny size, without a GPU; see conftest.py."""
+    if torch.cuda.is_available():
+        pytest.skip('compiles for minutes on a GPU')
     monkeypatch.setattr(bench.train, 'LENGTH', 48)
     # compiling all modules takes 40 seconds
     for module in (bench_common, bench.sft):
@@ -64,12 +63,6 @@ def small(monkeypatch):
     monkeypatch.setitem(bench_common.MODELS, 'llama32_1b', TINY)
 
 
-def on_cpu(test):
-    """Mark a slow test of a benchmark at a tiny size."""
-    return pytest.mark.slow(needs_no_gpu(test))
-
-
-@on_cpu
 @pytest.mark.parametrize('ours, options', [
     (True, {'master_weights': 'stochastic', 'checkpoint_activations': True}),
     (False, {'attention': 'sdpa', 'packed': 96}),
@@ -82,15 +75,13 @@ def test_training_steps_are_timed_without_late_graphs(small, ours, options):
     assert found['tokens_per_s'] > 0 and found['new_graphs'] == 0 and found['compile_s'] >= 0
 
 
-@needs_no_gpu
-def test_optimizers_are_at_their_distances_from_float64():
+def test_optimizers_are_at_their_distances_from_float64(small):
     table = first_table('optimizers', spreads=(0.0,), rows=2, steps=30, ours=True)
     exact, compact, stochastic = (row['noise'] for row in table['results'].values())
     assert exact < 0.01 < compact < stochastic / 10
 
 
-@needs_no_gpu
-def test_a_packed_peer_has_the_gradients_of_a_padded_one(monkeypatch):
+def test_a_packed_peer_has_the_gradients_of_a_padded_one(small):
     rng = np.random.default_rng(0)
     batch = [(rng.integers(3, 500, n), np.arange(n) > 3) for n in (40, 17, 9, 30)]
     found = {}
@@ -121,11 +112,10 @@ def test_a_missing_peer_or_our_lack_of_memory_is_a_row_and_our_other_errors_stop
     assert bench.all.timings('train', {'tables': [table]}) == {}
 
 
-@on_cpu
 def test_decoding_is_timed_beside_transformers_and_as_a_command(small, files, monkeypatch):
     monkeypatch.setattr(bench.generate, 'SETTINGS', ((1, 6, 9), (4, 8, 8)))
     table = first_table('generate', shape=('llama32_1b',), rows=(1, 4),
-                        prompts=files / 'gsm8k' / 'test.jsonl', tokenizer=files / 'tokenizer')
+                        prompts=f'{files}/gsm8k/test.jsonl', tokenizer=f'{files}/tokenizer')
     for setting in ('1 x 6 + 9', '4 x 8 + 8'):
         ours, peer = (table['results'][setting][name] for name in ('ours', 'transformers'))
         assert ours['tokens_per_s'] > 0 and peer['tokens_per_s'] > 0
@@ -139,50 +129,46 @@ def test_decoding_is_timed_beside_transformers_and_as_a_command(small, files, mo
     assert bench.generate.step_cost(model, 4, 17) == ((weights + 2 * 16 * 17) * 2, 2 * weights * 4)
 
 
-@on_cpu
 def test_written_answers_are_timed(small, files):
-    table = first_table('gsm8k_answers', data=files / 'gsm8k', tokenizer=files / 'tokenizer', n=2,
+    table = first_table('gsm8k_answers', data=f'{files}/gsm8k', tokenizer=f'{files}/tokenizer', n=2,
                         max_tokens=5, ours=True)
     whole, alone = table['results'].values()
     assert whole['answers'] == alone['answers'] == 4 * 3 and 12 <= whole['tokens'] <= 60
     assert 0 < alone['seconds'] < whole['seconds']
 
 
-@on_cpu
 def test_several_gpus(small, files, monkeypatch):
     monkeypatch.setenv('OMP_NUM_THREADS', '1')      # torchrun sets this, on which products depend
     names = '1 GPU, deterministic', '2 GPUs, deterministic, shared weights'
-    table = first_table('several_gpus', data=files / 'mmlu', tokenizer=files / 'tokenizer',
+    table = first_table('several_gpus', data=f'{files}/mmlu', tokenizer=f'{files}/tokenizer',
                         languages=2, limit=5, only='|'.join(names))
     assert [(name, row['same']) for name, row in table['results'].items()] == [
         *zip(names, (None, True))]
     assert all(0 < row['before_s'] < row['seconds'] for row in table['results'].values())
 
 
-@on_cpu
 @pytest.mark.parametrize('ours', [True, False])
 def test_steps_of_dpo_and_of_grpo_are_timed(small, ours, files, tmp_path, monkeypatch):
     if not ours:
         pytest.importorskip('trl')
-    tokenizer = str(files / 'tokenizer')
+    tokenizer = f'{files}/tokenizer'
     for module, name, value in (
             (bench.align, 'STEPS', 1), (bench.grpo, 'PROMPTS', 2), (bench.grpo, 'ANSWERS', 2),
             (bench.grpo, 'TOKENS', 6), (bench.grpo, 'STEPS', 1)):
         monkeypatch.setattr(module, name, value)
-    row = bench.align.measure(TINY, ours, ours, str(files / 'pairs.jsonl'), tokenizer, 4,
+    row = bench.align.measure(TINY, ours, ours, f'{files}/pairs.jsonl', tokenizer, 4,
                               {} if ours else {'size': 2})
     assert row['tokens_per_s'] > 0 and row['reference_s'] >= 0
     bench.grpo.prepare('llama32_1b', bench.grpo.BenchConfig(
-        tokenizer=tokenizer, prompts=str(files / 'gsm8k' / 'train.jsonl')), tmp_path)
+        tokenizer=tokenizer, prompts=f'{files}/gsm8k/train.jsonl'), tmp_path)
     row = bench.grpo.measure(str(tmp_path), ours, {'micro_rows' if ours else 'size': 2})
     assert min(row['rollout_s'], row['update_s'], row['step_s'], row['first_s']) >= 0
 
 
-@on_cpu
 def test_evaluation_is_timed_beside_a_loop(small, files, monkeypatch):
     monkeypatch.setattr(bench.eval, 'busy_share', lambda call: len(call()) and 1.0)
-    table = first_table('eval', shape=('llama32_1b',), data=files / 'mmlu',
-                        tokenizer=files / 'tokenizer', sample=8)
+    table = first_table('eval', shape=('llama32_1b',), data=f'{files}/mmlu',
+                        tokenizer=f'{files}/tokenizer', sample=8)
     ours, peer = table['results']['ours'], table['results']['Hugging Face']
     assert ours['questions_per_s'] > 0 and peer['questions_per_s'] > 0 and ours['tokens'] > 0
 
@@ -224,7 +210,6 @@ def test_floors_count_what_the_model_has(name):
     assert flops == pytest.approx(8192 * bench.train.flops_per_token(raw, [batch]))
 
 
-@on_cpu
 def test_items_of_a_step_have_times_and_floors(small, monkeypatch):
     kernels = [('nvjet_1', 0, 2000), ('triton_tem_fused_flex_attention_0', 1000, 4000)]
     profiles = iter([[('triton_poi_fused_update', 0, 1)], kernels])
@@ -291,7 +276,6 @@ def test_two_commits_are_compared(tmp_path, monkeypatch, capsys, runs, code, lin
     assert lines in capsys.readouterr().out
 
 
-@on_cpu
 def test_one_command_writes_one_page(small, tmp_path, monkeypatch, capsys):
     def run_script(arguments, end):
         try:
@@ -315,11 +299,10 @@ def test_one_command_writes_one_page(small, tmp_path, monkeypatch, capsys):
     assert 'research/bench/generate.py was not started' in capsys.readouterr().out
 
 
-@on_cpu
 def test_fine_tuning_commands_are_timed_by_stage(small, files):
     """Also TRL's, if it is installed."""
     table = first_table('sft', only='ours|TRL', caches=('cold',), tuning=('LoRA',),
-                        data=files / 'talks.jsonl', tokenizer=files / 'tokenizer',
+                        data=f'{files}/talks.jsonl', tokenizer=f'{files}/tokenizer',
                         conversations=280)
     assert table['conversations'] == 280 and table['rows'] == 1
     row, peer = table['results']['ours, LoRA'], table['results']['TRL, LoRA']
@@ -332,9 +315,8 @@ def test_fine_tuning_commands_are_timed_by_stage(small, files):
         assert "No module named 'trl'" in peer['failed'] or "'datasets'" in peer['failed']
 
 
-@on_cpu
 def test_whole_commands_are_timed_and_get_the_same_questions(tmp_path, small, files):
-    config = bench.commands.BenchConfig(data=str(files / 'mmlu'), ours=True, caches=('warm',))
+    config = bench.commands.BenchConfig(data=f'{files}/mmlu', ours=True, caches=('warm',))
     bench.commands.write_tasks(config, tmp_path)
     assert (tmp_path / 'few.jsonl').read_text().count('\n') == 15
     commands = bench.commands.commands(config, tmp_path)
