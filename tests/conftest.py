@@ -22,18 +22,10 @@ os.environ.setdefault('OMP_NUM_THREADS', '1')
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import pytest
+import torch
 
-
-def pytest_sessionstart(session):
-    """Choose Triton's interpreter before the tests import triton.
-
-    The process that only starts others need not wait for torch; they begin when it is ready.
-    """
-    if session.config.getoption('numprocesses', None):
-        return
-    import torch
-    if not torch.cuda.is_available():
-        os.environ.setdefault('TRITON_INTERPRET', '1')
+if not torch.cuda.is_available():
+    os.environ.setdefault('TRITON_INTERPRET', '1')      # before anything imports triton
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -46,7 +38,6 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(params=['cpu', 'cuda'])
 def device(request):
-    import torch
     if request.param == 'cuda' and not torch.cuda.is_available():
         pytest.skip('needs a CUDA device')
     return request.param
