@@ -19,9 +19,7 @@ def names_of_page(*blocks):
     return names
 
 
-@pytest.fixture(scope='module')
-def trainer_class():
-    return names_of_page(0)['FusedLossTrainer']
+FusedLossTrainer = names_of_page(0)['FusedLossTrainer']
 
 
 def sequences(n=6, length=17):
@@ -52,9 +50,9 @@ def trainer_of(trainer_class, model, tmp_path, **options):
 
 
 @pytest.mark.parametrize('name', ['gemma2', 'cohere2', 'granite'])
-def test_trainer_loss_is_the_models_own(trainer_class, tmp_path, name):
+def test_trainer_loss_is_the_models_own(tmp_path, name):
     model = reference_model(name, tmp_path / 'model').train()
-    trainer = trainer_of(trainer_class, model, tmp_path, loss=cross_entropy())
+    trainer = trainer_of(FusedLossTrainer, model, tmp_path, loss=cross_entropy())
     expected = model(**batch()).loss
     expected.backward()
     gradients = {key: p.grad.clone() for key, p in model.named_parameters()}
@@ -66,23 +64,23 @@ def test_trainer_loss_is_the_models_own(trainer_class, tmp_path, name):
         assert off(p.grad, gradients[key]) < 1e-4, key
 
 
-def test_a_model_with_other_logits_is_refused(trainer_class, tmp_path):
+def test_a_model_with_other_logits_is_refused(tmp_path):
     """The head of Phi has a bias."""
     model = transformers.PhiForCausalLM(transformers.PhiConfig(
         vocab_size=211, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
         intermediate_size=48))
-    trainer = trainer_of(trainer_class, model, tmp_path, loss=cross_entropy())
+    trainer = trainer_of(FusedLossTrainer, model, tmp_path, loss=cross_entropy())
     with pytest.raises(ValueError, match='have a bias or something else'):
         trainer.compute_loss(model, batch())
 
 
 @pytest.mark.slow
-def test_trainer_steps_are_the_trainers_own(trainer_class, tmp_path):
+def test_trainer_steps_are_the_trainers_own(tmp_path):
     after = []
-    for make, options in ((trainer_class, {'loss': cross_entropy()}), (transformers.Trainer, {})):
+    for make, loss in ((FusedLossTrainer, {'loss': cross_entropy()}), (transformers.Trainer, {})):
         model = reference_model('gemma2', tmp_path / 'model')
         before = torch.cat([p.detach().flatten() for p in model.parameters()])
-        trainer_of(make, model, tmp_path, **options, arguments={
+        trainer_of(make, model, tmp_path, **loss, arguments={
             'max_steps': 2, 'gradient_accumulation_steps': 3, 'seed': 1}).train()
         after.append(torch.cat([p.detach().flatten() for p in model.parameters()]) - before)
     assert after[0].norm() > 0 and off(after[0], after[1]) < 1e-3
