@@ -39,15 +39,12 @@ def options():
 @functools.cache
 def names(path):
     """Return every name that a file defines: functions, classes, fields, variables, imports."""
-    tree, defined = ast.parse(path.read_text()), set()
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            defined.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            defined.add(node.id)
-        elif isinstance(node, ast.alias):
-            defined.add((node.asname or node.name).split('.')[0])
-    return defined
+    nodes = [*ast.walk(ast.parse(path.read_text()))]
+    defined = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    defined |= {node.id for node in nodes
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return defined | {(node.asname or node.name).split('.')[0] for node in nodes
+                      if isinstance(node, ast.alias)}
 
 
 def text_and_code(page):

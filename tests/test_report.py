@@ -242,13 +242,6 @@ def test_the_best_of_each_group_is_marked():
         [['run', 'ECE'], ['a', r'\textbf{0.102}\confint{0.091}{0.113}']]]
 
 
-def panels_of(n):
-    random = np.random.default_rng(n)
-    return [('a' * 60 + f' $\\x$ {i}', report.Predictions(
-        metrics.softmax(random.normal(size=(i + 1, 4))), random.integers(4, size=i + 1)))
-        for i in range(n)]
-
-
 def test_a_picture_that_fails_costs_no_numbers_and_certain_answers_give_no_warning(tmp_path,
                                                                                    capsys):
     right = report.Predictions(np.full(12, 0.95), np.ones(12, bool))    # interval ends at 1 - 2e-16
@@ -257,7 +250,7 @@ def test_a_picture_that_fails_costs_no_numbers_and_certain_answers_give_no_warni
     for name in ('reliability.png', 'results.md'):
         (tmp_path / name).mkdir()
     report.write_results({'tasks': {'mmlu': result()}}, tmp_path)
-    plots.draw_reliability(tmp_path / 'reliability.png', panels_of(1))
+    plots.draw_reliability(tmp_path / 'reliability.png', [('right', right)])
     said = capsys.readouterr().err
     for name in ('reliability.png', 'results.md'):
         assert f'{name} was not written: IsADirectoryError' in said
@@ -267,7 +260,11 @@ def test_a_picture_that_fails_costs_no_numbers_and_certain_answers_give_no_warni
 def test_a_reliability_diagram_has_bars_gaps_and_intervals(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(plots, 'save_figure', lambda figure, *rest: figures.append(figure))
-    plots.draw_reliability(tmp_path / 'a.png', panels_of(6))
+    random = np.random.default_rng(6)
+    plots.draw_reliability(tmp_path / 'a.png', [
+        (f'{"a" * 60} $\\x$ {i}', report.Predictions(
+            metrics.softmax(random.normal(size=(i + 1, 4))), random.integers(4, size=i + 1)))
+        for i in range(6)])
     figure, = figures
     labels = {text.get_text() for legend in figure.legends for text in legend.get_texts()}
     assert labels >= {'overconfident: confidence above accuracy', 'accuracy of the bin',

@@ -175,14 +175,11 @@ def scores_of_groups(log_temperatures, n, seed=0):
     return scores, (at + rng.gumbel(size=at.shape)).argmax(1), groups
 
 
-def log_values(temperatures):
-    return np.log([temperatures[i] for i in range(len(temperatures))])
-
-
 def test_shrinkage_follows_the_random_effects_model():
     """DerSimonian & Laird 1986, with loops and with derivatives by differences."""
     scores, labels, groups = scores_of_groups(np.log([1.0, 1.5, 2.5]), 150)
-    own, shrunk = map(log_values, temperatures.fit_temperatures(scores, labels, groups))
+    own, shrunk = (np.log([fitted[group] for group in range(3)])
+                   for fitted in temperatures.fit_temperatures(scores, labels, groups))
     assert own[1] == np.log(scaling.fit_temperature(scores[groups == 1], labels[groups == 1]))
     variances = []
     for g, t in enumerate(own):
