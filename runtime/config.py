@@ -201,8 +201,9 @@ def _coerce(value, annotation, where):
         wanted = 'a finite number'
     elif isinstance(value, str) and tuple in map(typing.get_origin, _options(annotation)):
         wanted += f', such as {tuple(value.split(","))}'
-    elif isinstance(value, str) and any(map(dataclasses.is_dataclass, _options(annotation))):
-        wanted += f'; {where.split()[-1]}.KEY=VALUE sets one key'
+    elif any(map(dataclasses.is_dataclass, _options(annotation))):
+        key = where.split()[-1].removeprefix('--')
+        wanted += f', as a dict of its keys; --{key}.KEY=VALUE sets one key'
     raise ConfigError(f'{where} is {value!r}, of type {type(value).__name__}; wanted {wanted}')
 
 
