@@ -19,7 +19,7 @@ from results.plots import draw_bins
 from results.tables import csv_text, markdown
 from runtime.ownership import write_text
 from research.study import common, real
-from research.study.claims import Numbers, paired_tests, read_csv, setting_lines
+from research.study.claims import TABLES, Numbers, paired_tests, read_csv, setting_lines
 from research.study.figures import pool_bins
 
 OUT = Path(__file__).parent / 'results' / 'real'
@@ -30,29 +30,6 @@ PLAIN = 'lr5e-05-smoothing0.0'
 SMOOTHED = 'lr5e-05-smoothing0.1'
 SETTINGS = list(dict.fromkeys(['base', *(name for name, _, _ in real.settings())]))
 FOLDER = {'type': Path, 'default': Path(common.ROOT, 'real')}
-GENTLE = 'lr5e-06-smoothing0.0', 'lora-lr0.0002', 'epoch1-lr5e-05'
-# (setting, minus, metric) of the tests of each plan
-PLANS = {
-    'a real model': [
-        (PLAIN, 'base', 'arc_easy_ece'), (PLAIN, 'base', 'arc_easy_accuracy'),
-        *((SMOOTHED, PLAIN, f'{task}_ece')
-          for task in ('arc_easy', 'hellaswag', 'clm', 'held_out')),
-        (SMOOTHED, PLAIN, 'arc_easy_accuracy'),
-        *((name, PLAIN, 'arc_easy_ece') for name in GENTLE),
-        (PLAIN, f'{PLAIN}, not scaled', 'arc_easy_scaled_ece'),
-        *((f'{loss}-lr5e-05', PLAIN, 'arc_easy_ece') for loss in ('dft', 'gce0.7'))],
-    'eight bits and calibration': [
-        (f'fp8-{name}', name, key) for name in (PLAIN, SMOOTHED) for key in (
-            'arc_easy_accuracy', 'arc_easy_ece', 'arc_easy_nll', 'held_out_ece', 'held_out_nll',
-            'clm_ece')],
-    'losses of 2025 on the real model': [
-        (f'{loss}-lr5e-05', SMOOTHED, key) for loss in ('maxsup0.1', 'adaptive0.1', 'adaptive1')
-        for key in ('arc_easy_accuracy', 'arc_easy_ece', 'held_out_ece')],
-    'smoothing towards the base model, on the real one': [
-        (f'base-smoothing{share}-lr5e-05', other, key) for share in (0.3, 0.5, 0.9)
-        for other in (PLAIN, SMOOTHED)
-        for key in ('arc_easy_accuracy', 'arc_easy_ece', 'arc_easy_auroc', 'held_out_nll')],
-}
 # in the diagrams, of those that were run
 SHOWN = {'base': 'base', PLAIN: 'tuned', SMOOTHED: 'smoothing 0.1',
          'base-smoothing0.5-lr5e-05': 'base smoothing 0.5'}
@@ -87,14 +64,17 @@ def means(numbers):
 
 
 def tests(numbers, planned):
-    """Return the lines of the tests of a plan that the finished runs allow."""
+    """Return the lines of the tests of a plan in tables.toml that the finished runs allow."""
     rows = []
-    for name, other, key in planned:
-        theirs = numbers.of(other.removesuffix(', not scaled'),
-                            'arc_easy_ece' if 'not scaled' in other else key)
-        if other == 'base':
-            theirs = theirs[0]      # it has one seed
-        rows.append(((name, other, key.replace('_', ' ')), numbers.of(name, key) - theirs))
+    for line in planned:
+        settings, keys = line.split(': ')
+        name, other = settings.split(' - ')
+        for key in keys.split():
+            theirs = numbers.of(other.removesuffix(', not scaled'),
+                                'arc_easy_ece' if 'not scaled' in other else key)
+            if other == 'base':
+                theirs = theirs[0]      # it has one seed
+            rows.append(((name, other, key.replace('_', ' ')), numbers.of(name, key) - theirs))
     return paired_tests(('setting', 'minus', 'metric', 'seeds', 'difference'), rows, '.3f')
 
 
@@ -127,7 +107,7 @@ def main():
     numbers = Numbers([line | {'run': line['name']} for line in read_csv(file)], {})
     text = (f'# {real.__doc__.splitlines()[0]}\n\nMeans over seeds ± half of their 95 % interval.\n'
             f'\n{markdown(means(numbers))}')
-    for plan, planned in PLANS.items():
+    for plan, planned in TABLES['plans'].items():
         head, *rows = tests(numbers, planned)
         if rows:
             text += (f'\nPaired t tests over seeds (PLAN.md, {plan}).\n\n'
