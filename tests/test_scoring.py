@@ -33,13 +33,6 @@ def random_trees(rng, own_starts=True, n=12):
     return trees
 
 
-def in_several_orders(tree):
-    """The tree of three letters after each continuation, as after each order of the options."""
-    return packing.Tree(tree.prefix, tree.prompt,
-                        [[*ids, k] for ids in tree.continuations for k in (7, 8, 9)],
-                        [len(ids) for ids in tree.sequences for _ in range(3)])
-
-
 def plain_sums(model, tree):
     """The log-probability of each option, alone in its row."""
     return [plain_log_probs(model, ids[:start], ids[start:])[0].sum().item()
@@ -120,7 +113,11 @@ def test_bfloat16_trees_score_as_single_sequences(name, device, tmp_path):
     n = 48 if device == 'cpu' else 120      # with 12 trees, chance decides which are larger
     for own_starts in (False, True):
         trees = random_trees(np.random.default_rng(3), own_starts, n)
-        trees[::4] = map(in_several_orders, trees[::4])
+        # three letters after each continuation, as after each order of the options
+        trees[::4] = [packing.Tree(tree.prefix, tree.prompt,
+                                   [[*ids, k] for ids in tree.continuations for k in (7, 8, 9)],
+                                   [len(ids) for ids in tree.sequences for _ in range(3)])
+                      for tree in trees[::4]]
         with torch.no_grad():
             right = [np.array(plain_sums(exact, tree)) for tree in trees]
             plain = [np.array(plain_sums(half, tree)) for tree in trees]
