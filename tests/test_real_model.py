@@ -152,22 +152,17 @@ def test_greedy_answers_in_float32_are_those_of_transformers():
         assert [k for k in answers[i][0].tokens if k != tokenizer.eos_id] == until_eos, prompts[i]
 
 
-def fine_tune(tmp_path, **settings):
-    """Two steps at a rate that moves the logits; return the run's folder."""
-    rows = tmp_path / 'rows.json'
-    rows.write_text(json.dumps(alpaca_rows()[:8]))
-    train.train(train.TrainConfig(
-        model=str(FOLDER), data=str(rows), out_dir=str(tmp_path / 'run'), dtype='float32',
-        cache_dir=str(tmp_path / 'cache'), max_length=128, pack_len=128, batch_size=4, max_steps=2,
-        warmup_steps=1, checkpoint_epochs=False, save_every=None, pictures=False, **settings))
-    return tmp_path / 'run'
-
-
 @pytest.mark.parametrize('settings', [
     {'lr': 1e-4}, {'lora': True, 'lr': 1e-2, 'save_dtype': 'float32'}])     # bfloat16 rounds
 def test_a_fine_tuned_model_gives_the_same_in_transformers_and_adapters_in_peft(tmp_path, settings):
+    """After two steps at a rate that moves the logits."""
     import transformers
-    run = fine_tune(tmp_path, **settings)
+    rows, run = tmp_path / 'rows.json', tmp_path / 'run'
+    rows.write_text(json.dumps(alpaca_rows()[:8]))
+    train.train(train.TrainConfig(
+        model=str(FOLDER), data=str(rows), out_dir=str(run), dtype='float32',
+        cache_dir=str(tmp_path / 'cache'), max_length=128, pack_len=128, batch_size=4, max_steps=2,
+        warmup_steps=1, checkpoint_epochs=False, save_every=None, pictures=False, **settings))
     reference = theirs(folder=FOLDER if 'lora' in settings else run)
     if 'lora' in settings:
         peft = pytest.importorskip('peft')
