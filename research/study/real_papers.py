@@ -17,7 +17,7 @@ import numpy as np
 
 from research.papers.common import held_out, read_report
 from research.study import common
-from research.study.claims import Numbers, paired_tests, read_csv, setting_lines
+from research.study.claims import TABLES, Numbers, paired_tests, read_csv, setting_lines
 from research.study.real_table import OUT
 from results.tables import csv_text, markdown
 from runtime.ownership import write_text
@@ -25,17 +25,6 @@ from runtime.ownership import write_text
 KEYS = 'accuracy', 'confidence', 'ece', 'nll'
 FAST, SLOW = 'Alpaca-lr5e-05/smoothing', 'Alpaca-lr2e-05/smoothing'
 ALIGNED = 'aligned/Alpaca-full', 'aligned/Alpaca-lora', 'aligned/dpo'
-# (script, run, minus, task, metric), in the order of the plan
-TESTS = (
-    *(('label_smoothing', f'{FAST}0.1', f'{FAST}0', task, 'ece')
-      for task in ('mmlu', 'arc_easy', 'hellaswag', 'held_out')),
-    ('label_smoothing', f'{FAST}0.1', f'{FAST}0', 'mmlu', 'accuracy'),
-    ('label_smoothing', f'{SLOW}0.1', f'{SLOW}0', 'mmlu', 'ece'),
-    ('label_smoothing', f'{FAST}0', 'base', 'mmlu', 'ece'),
-    ('multilingual', 'Alpaca/smoothing0', 'base', 'xcopa languages', 'ece'),
-    ('multilingual', 'Alpaca/smoothing0.1', 'Alpaca/smoothing0', 'xcopa languages', 'ece'),
-    ('alignment', 'aligned/dpo', 'aligned/Alpaca-full', 'mmlu', 'ece'),
-    ('alignment', 'aligned/Alpaca-lora', 'aligned/Alpaca-full', 'mmlu', 'ece'))
 # the runs and tasks of the table of means
 SHOWN = (('label_smoothing', ('mmlu', 'arc_easy', 'hellaswag', 'held_out'),
           ('base', *(f'{rate}{s}' for rate in (SLOW, FAST) for s in ('0', '0.1')))),
@@ -73,12 +62,16 @@ def numbers_of(lines, script):
 def tests(lines):
     """Return the lines of all tests of the plan that the runs allow, one family for Holm."""
     rows = []
-    for script, run, other, task, key in TESTS:
+    for line in TABLES['papers']['tests']:
+        script, runs, columns = line.split(': ')
+        run, other = runs.split(' - ')
         numbers = numbers_of(lines, script)
-        theirs = numbers.of(other, key, task=task)
-        if other == 'base' and script == 'label_smoothing':
-            theirs = theirs[np.isfinite(theirs)][0]     # it has one seed
-        rows.append(((run, other, task, key), numbers.of(run, key, task=task) - theirs))
+        for column in columns.split(', '):
+            task, key = column.rsplit(' ', 1)
+            theirs = numbers.of(other, key, task=task)
+            if other == 'base' and script == 'label_smoothing':
+                theirs = theirs[np.isfinite(theirs)][0]     # it has one seed
+            rows.append(((run, other, task, key), numbers.of(run, key, task=task) - theirs))
     return paired_tests(('run', 'minus', 'task', 'metric', 'seeds', 'difference'), rows, '.3f')
 
 
