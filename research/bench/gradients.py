@@ -1,12 +1,15 @@
 """Errors of bfloat16 gradients, ours and transformers', against float32, for Gemma 3 on a GPU.
 
     python research/bench/gradients.py --model=DATA/model --data=DATA/alpaca.json --steps=300
+    python research/bench/gradients.py --model=DATA/model --data=DATA/alpaca.json --random
 
 Trains as train.py does. Before each step it computes the gradient of the same weights and rows in
 float32 (ours; transformers' differs by 4e-6), in bfloat16 as train.py does, and in bfloat16 by
 transformers with the same rows and masks. An error is |g - g32| / |g32| over all weights. At the
 step with the largest error it then rounds the float32 model at one kind of place at a time, forward
 or backward, for the document that has most of the error and for a typical one.
+
+--random keeps the norms and replaces each matrix by random numbers of its own standard deviation.
 """
 
 import sys
@@ -33,6 +36,7 @@ class BenchConfig(Options):
     data: str | None = None         # conversations, as in train.py
     steps: int = 300
     lr: float = 5e-5
+    random: bool = False            # random matrices of the same size
 
 
 def bench(config):
@@ -42,7 +46,13 @@ def bench(config):
         model=config.model, data=config.data, epochs=1000.0, batch_size=32, max_length=1024,
         pack_len=2048, micro_rows=4, lr=config.lr, dtype='bfloat16', max_steps=config.steps)
     run = train.load_run(cfg, train.SFT, DEVICE)
-    model = prepare(checkpoint.load(config.model, DEVICE, torch.bfloat16), cfg, DEVICE)
+    model = checkpoint.load(config.model, DEVICE, torch.bfloat16)
+    if config.random:
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for p in (p for p in model.parameters() if p.ndim > 1):
+                p.normal_(0, p.float().std().item())
+    model = prepare(model, cfg, DEVICE)
     exact = checkpoint.load(config.model, DEVICE, torch.float32)
     exact.decoder.attention = 'explicit'
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
@@ -113,17 +123,15 @@ def gradient(model, names, packed, logits_of=None):
     return total
 
 
-def rounded_gradient(model, names, packed, modules, forward):
-    """Return `gradient` where the outputs of modules are rounded to bfloat16, or their gradients.
-
-    forward: True, False, or None for both
+def rounded_gradient(model, names, packed, modules, forward, backward):
+    """Return `gradient` where the outputs of modules, or their gradients, are rounded to bfloat16.
     """
     def rounded(x):
         return x.bfloat16().float()
 
     def hook(module, inputs, y):
-        y = y.clone() if forward is False else y + (rounded(y) - y).detach()
-        if not forward:
+        y = y + (rounded(y) - y).detach() if forward else y.clone()
+        if backward:
             y.register_hook(rounded)
         return y
 
@@ -158,15 +166,17 @@ def attribution(model, names, sequences):
     kinds, distances = places(model), []
     documents = [pack([sequence], len(sequence[0])) for sequence in sequences]
     for packed in documents:
-        both = rounded_gradient(model, names, packed, kinds['all'], None)
-        distances.append((both - gradient(model, names, packed)).norm().item())
+        right = gradient(model, names, packed)
+        both = rounded_gradient(model, names, packed, kinds['all'], True, True)
+        distances.append((both - right).norm().item())
     order, errors = np.argsort(distances), {kind: {} for kind in kinds}
-    for name, i in (('worst', order[-1]), ('typical', order[len(order) // 2])):
-        right = gradient(model, names, documents[i])
+    for name, index in (('worst', order[-1]), ('typical', order[len(order) // 2])):
+        right = gradient(model, names, documents[index])
         for kind, modules in kinds.items():
             for where in ('forward', 'backward'):
-                found = rounded_gradient(model, names, documents[i], modules, where == 'forward')
-                errors[kind][f'{name} {where}'] = error(found, right)
+                errors[kind][f'{name} {where}'] = error(rounded_gradient(
+                    model, names, documents[index], modules, where == 'forward',
+                    where == 'backward'), right)
     return errors
 
 
