@@ -23,43 +23,11 @@ class Source(NamedTuple):
     n_rows: int | None = None   # the first rows of a dataset; None: all
 
 
-FILES = {
-    # licenses: Llama 2 and 3 community; Apache-2.0 for Mistral, Qwen, EleutherAI, OLMo
-    'tokenizers/llama2_tokenizer.model': Source(
-        'meta-llama/Llama-2-7b-hf', 'tokenizer.model', 'model'),
-    'tokenizers/llama3_tokenizer.model': Source(
-        'meta-llama/Meta-Llama-3-8B', 'original/tokenizer.model', 'model'),
-    'tokenizers/llama3_tokenizer.json.gz': Source(
-        'meta-llama/Meta-Llama-3-8B', 'tokenizer.json', 'model'),
-    'tokenizers/mistral_tokenizer.model.v1': Source(
-        'mistralai/Mistral-7B-v0.1', 'tokenizer.model', 'model'),
-    'tokenizers/mistral_mistral_instruct_tokenizer_240323.model.v3': Source(
-        'https://raw.githubusercontent.com/mistralai/mistral-common/'
-        '87c65673473b2222de89388b9851662a068f1a45',
-        'src/mistral_common/data/mistral_instruct_tokenizer_240323.model.v3', 'url'),
-    'tokenizers/qwen3_tokenizer.json.gz': Source('Qwen/Qwen3-0.6B', 'tokenizer.json', 'model'),
-    'tokenizers/neox_tokenizer.json.gz': Source(
-        'EleutherAI/gpt-neox-20b', 'tokenizer.json', 'model'),
-    'tokenizers/olmo2_tokenizer.json.gz': Source(
-        'https://raw.githubusercontent.com/allenai/OLMo/59a53e3f68e546330ca5a99ec626e58f9ab96494',
-        'olmo_data/tokenizers/allenai_dolma2.json', 'url'),
-    # licenses: MIT for MMLU, HellaSwag, GSM8K and HumanEval; CC BY-SA 4.0 for ARC; CC BY 4.0 for
-    # XCOPA; CC BY-SA for WikiText
-    **{f'datasets/mmlu/{split}.jsonl.gz': Source(
-        'cais/mmlu', f'all/{split}-00000-of-00001.parquet') for split in ('dev', 'test')},
-    'datasets/arc_easy/ARC-Easy-test.jsonl.gz': Source(
-        'allenai/ai2_arc', 'ARC-Easy/test-00000-of-00001.parquet'),
-    'datasets/hellaswag/hellaswag_val_1000.jsonl.gz': Source(
-        'Rowan/hellaswag', 'data/validation-00000-of-00001.parquet', n_rows=1000),
-    **{f'datasets/xcopa/test.{language}.jsonl': Source(
-        'cambridgeltl/xcopa', f'{language}/test-00000-of-00001.parquet')
-       for language in ('et', 'ht', 'id', 'it', 'qu', 'sw', 'ta')},
-    'datasets/gsm8k/test.jsonl.gz': Source('openai/gsm8k', 'main/test-00000-of-00001.parquet'),
-    'datasets/humaneval/HumanEval.jsonl.gz': Source(
-        'openai/openai_humaneval', 'openai_humaneval/test-00000-of-00001.parquet'),
-    'datasets/wikitext2/wiki.test.txt.gz': Source(
-        'Salesforce/wikitext', 'wikitext-2-v1/test-00000-of-00001.parquet'),
-}
+# licenses: Llama 2 and 3 community; Apache-2.0 for the tokenizers of Mistral, Qwen, EleutherAI and
+# OLMo; MIT for MMLU, HellaSwag, GSM8K and HumanEval; CC BY-SA 4.0 for ARC; CC BY 4.0 for XCOPA;
+# CC BY-SA for WikiText
+FILES = {name: Source(**source) for name, source in json.loads(
+    Path(__file__).with_name('real_files.json').read_text()).items()}
 
 
 def download(source):

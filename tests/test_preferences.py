@@ -1,6 +1,8 @@
 """data/preferences.py: each published format, what is left out, and the trees."""
 
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,42 +14,13 @@ from data.preferences import (TIED, Ranking, encode_ranking, join_answers, load_
 from runtime.errors import DataError
 
 PROMPT = [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 'Name a color.'}]
-ALPACA = ('Below is an instruction that describes a task{}. Write a response that appropriately '
-          'completes the request.\n\n### Instruction:\n{}')
 
 
 def said(role, text):
     return {'role': role, 'content': text}
 
 
-ROWS = {
-    'prompt as text': {'prompt': 'Name a color.', 'chosen': 'Red.', 'rejected': 'Seven.'},
-    'prompt as messages': {'prompt': PROMPT, 'chosen': [said('assistant', 'Red.')],
-                           'rejected': [said('assistant', 'Seven.')]},
-    'UltraFeedback': {'prompt': 'Name a color.', 'prompt_id': 'x', 'messages': [],
-                      'chosen': [said('user', 'Name a color.'), said('assistant', 'Red.')],
-                      'rejected': [said('user', 'Name a color.'), said('assistant', 'Seven.')],
-                      'score_chosen': 8.5, 'score_rejected': 3.0},
-    'Tulu 3': {'id': 1, 'source': 'x', 'prompt': 'the first turn alone',
-               'chosen': [*PROMPT, said('assistant', 'Red.')],
-               'rejected': [*PROMPT, said('assistant', 'Seven.')]},
-    'ShareGPT': {'conversations': [{'from': 'human', 'value': 'Name a color.'}],
-                 'chosen': {'from': 'gpt', 'value': 'Red.'},
-                 'rejected': {'from': 'gpt', 'value': 'Seven.'}},
-    'messages without a prompt': {'chosen': [*PROMPT, said('assistant', 'Red.')],
-                                  'rejected': [*PROMPT, said('assistant', 'Seven.')]},
-    'HH-RLHF': {'chosen': '\n\nHuman: Name a color.\n\nAssistant: Red.',
-                'rejected': '\n\nHuman: Name a color.\n\nAssistant: Seven.'},
-    'GPT-4-LLM': {'user_input': ALPACA.format('', 'Name a color.'), 'responses_and_scores': [
-        {'response': 'Seven.', 'source': 'icm-1.3b', 'score': 2.0},
-        {'response': 'Red.', 'source': 'gpt4', 'score': 9.0},
-        {'response': 'Blue.', 'source': 'text-davinci-003', 'score': 9.0}]},
-    'GPT-4-LLM of before': {'user_input': 'Name a color.', 'completion_a': 'Red.',
-                            'completion_b': 'Seven.'},
-    'HelpSteer3': {'context': [said('user', 'Name a color.')], 'response1': 'Seven.',
-                   'response2': 'Red.', 'overall_preference': 2},
-    'scores': {'prompt': 'Name a color.', 'responses': ['Seven.', 'Red.'], 'scores': [0, 1]},
-}
+ROWS = json.loads(Path(__file__).with_name('preference_rows.json').read_text())     # by layout
 
 
 @pytest.fixture

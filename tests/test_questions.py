@@ -1,6 +1,8 @@
 """data: questions"""
 
+import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -252,29 +254,10 @@ def test_an_archive_on_the_hub_is_unpacked(tmp_path, monkeypatch):
         'cmmlu_v1_0_1', 'cmmlu_v1_0_1.zip', 'cmmlu_v1_0_1.tmp'}
 
 
-GOLDEN = [
-    ('openbookqa', 'main/test-00000-of-00001.parquet',     # whose white space is scored, as lm-eval
-     {'id': '8-343', 'question_stem': 'A plant grows toward ', 'answerKey': 'B',
-      'choices': {'text': ['the soil', 'The light'], 'label': ['A', 'B']}},
-     ['A plant grows toward|  the soil', 'A plant grows toward|  The light'], 1,
-     'A plant grows toward\nA. the soil\nB. The light\nAnswer:'),
-    ('winogrande_s', 'winogrande_s/validation-00000-of-00001.parquet',
-     {'sentence': 'Kim called Ann since _ was lost.', 'option1': 'Kim ', 'option2': 'Ann',
-      'answer': '2'},
-     ['Kim called Ann since Kim|  was lost.', 'Kim called Ann since Ann| was lost.'], 1,
-     'Kim called Ann since _ was lost.\nA. Kim\nB. Ann\nAnswer:'),
-    ('boolq', 'data/validation-00000-of-00001.parquet',     # google/boolq
-     {'question': 'is ice hot', 'answer': False, 'passage': 'Ice is frozen.'},
-     ['Ice is frozen.\nQuestion: is ice hot?\nAnswer:| no',
-      'Ice is frozen.\nQuestion: is ice hot?\nAnswer:| yes'], 0,
-     'Ice is frozen.\nQuestion: is ice hot?\nA. no\nB. yes\nAnswer:'),
-    ('piqa', 'piqa_validation.parquet',
-     {'goal': 'dry a shirt', 'sol1': 'Hang it up.', 'sol2': 'Fold it.', 'label': 0},
-     ['Question: dry a shirt\nAnswer:| Hang it up.', 'Question: dry a shirt\nAnswer:| Fold it.'], 0,
-     'dry a shirt\nA. Hang it up.\nB. Fold it.\nAnswer:')]
+GOLDEN = json.loads(Path(__file__).with_name('golden_prompts.json').read_text())
 
 
-@pytest.mark.parametrize('task, file, row, prompts, answer, letters', GOLDEN)
+@pytest.mark.parametrize('task, file, row, prompts, answer, letters', map(dict.values, GOLDEN))
 def test_prompts_of_bayesian_lora_are_known(tmp_path, task, file, row, prompts, answer, letters):
     write_rows(tmp_path / file, [row])
     (question,), *_ = questions.load_task(f'{task}:{tmp_path}', asking(prompt_format='harness'))

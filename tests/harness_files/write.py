@@ -22,66 +22,18 @@ lm_eval.tasks.TaskManager = functools.partial(lm_eval.tasks.TaskManager, include
 cli_evaluate()
 """
 KEPT = 'results', 'group_subtasks', 'lm_eval_version'
-ANIMALS = [
-    {'question': 'How many legs has a spider?', 'choices': ['four', 'six', 'eight', 'ten'],
-     'answer': 2},
-    {'question': 'Which of these lays eggs?', 'choices': ['a cat', 'a duck', 'a cow', 'a dog'],
-     'answer': 1},
-    {'question': 'What does a caterpillar become?',
-     'choices': ['a bee', 'a spider', 'a worm', 'a butterfly'], 'answer': 3},
-    {'question': 'Where does a whale live?',
-     'choices': ['in the sea', 'in a tree', 'in the desert', 'under a stone'], 'answer': 0}]
-RIVERS = [
-    {'question': 'Which river flows through Cairo?',
-     'choices': ['the Rhine', 'the Nile', 'the Volga', 'the Amazon'], 'answer': 1},
-    {'question': 'Which river flows through London?',
-     'choices': ['the Seine', 'the Tiber', 'the Elbe', 'the Thames'], 'answer': 3}]
-ENDINGS = [
-    {'start': 'He opened the umbrella because', 'label': 0,
-     'endings': ['it rained.', 'the sun was shining all day long.', 'soup.']},
-    {'start': 'She put the kettle on the stove and', 'label': 1,
-     'endings': ['flew to the moon.', 'waited until the water boiled.']},
-    {'start': 'Im Café trank er', 'label': 0, 'endings': ['einen süßen Tee.', 'Öl.', 'über.']},
-    {'start': 'The train was late, so they', 'label': 2,
-     'endings': ['ate the station.', 'slept in the sea.', 'missed the film.', 'were early.']}]
-GAPS = [
-    {'before': 'The box does not fit into the bag because the', 'after': 'is too large.',
-     'options': ['box', 'bag'], 'answer': 0},
-    {'before': 'The box does not fit into the bag because the', 'after': 'is too small.',
-     'options': ['box', 'bag'], 'answer': 1}]
-WORDS = [{'text': '1 + 1 =', 'word': 'two', 'options': ['one', 'two', '1 + 1'], 'right': [1, 2]}]
-
-LETTERS = ('{{question}}\nA. {{choices[0]}}\nB. {{choices[1]}}\nC. {{choices[2]}}\n'
-           'D. {{choices[3]}}\nAnswer:')
-OF_TRIVIA = {'doc_to_text': LETTERS, 'doc_to_choice': ['A', 'B', 'C', 'D'],
-             'doc_to_target': 'answer', 'metrics': ['acc']}
-OF_ENDINGS = {'doc_to_text': '{{start}}', 'doc_to_choice': 'endings', 'doc_to_target': '{{label}}'}
-OF_WORDS = {'doc_to_text': '{{text}}', 'doc_to_choice': '{{options}}'}
-TASKS = {       # name: (questions, settings)
-    'trivia_animals': (ANIMALS, OF_TRIVIA), 'trivia_rivers': (RIVERS, OF_TRIVIA),
-    'endings': (ENDINGS, OF_ENDINGS | {'metrics': ['acc', 'acc_norm', 'acc_bytes']}),
-    # as in WinoGrande: two contexts, one continuation
-    'gaps': (GAPS, {'doc_to_text': 'answer', 'doc_to_target': '{{after}}', 'metrics': ['acc'],
-                    'doc_to_choice': "{{[before + ' ' + options[0], before + ' ' + options[1]]}}"}),
-    'named': (WORDS, OF_WORDS | {'doc_to_target': '{{word}}', 'metrics': ['acc']}),
-    'against_nothing': (ENDINGS, OF_ENDINGS | {'metrics': ['acc', 'acc_mutual_info']}),
-    'several': (WORDS, OF_WORDS | {'doc_to_target': '{{right}}', 'metrics': ['acc']}),
-    'written': (WORDS, {'output_type': 'generate_until', 'doc_to_text': '{{text}}',
-                        'doc_to_target': '{{word}}', 'metrics': ['exact_match'],
-                        'generation_kwargs': {'until': ['\n'], 'max_gen_toks': 4}}),
-    'last_word': (WORDS, {'output_type': 'loglikelihood', 'doc_to_text': '{{text}}',
-                          'doc_to_target': ' {{word}}', 'metrics': ['acc']}),
-    'whole_text': (WORDS, {'output_type': 'loglikelihood_rolling', 'doc_to_text': '',
-                           'doc_to_target': '{{text}}', 'metrics': ['word_perplexity']})}
+FILE = json.loads(Path(__file__).with_name('tasks.json').read_text(encoding='utf-8'))
+TASKS = FILE['tasks']       # {name: {'questions': their name, 'settings'}}
 
 
 def write_tasks(folder):
     folder.mkdir(parents=True)
-    for name, (rows, settings) in TASKS.items():
+    for name, task in TASKS.items():
         data = folder / f'{name}.jsonl'
-        data.write_text(''.join(json.dumps(row) + '\n' for row in rows))
+        data.write_text(''.join(json.dumps(row) + '\n'
+                                for row in FILE['questions'][task['questions']]))
         settings = {'task': name, 'dataset_path': 'json', 'test_split': 'test', 'num_fewshot': 0,
-                    'output_type': 'multiple_choice'} | settings
+                    'output_type': 'multiple_choice'} | task['settings']
         settings |= {'dataset_kwargs': {'data_files': {'test': str(data)}},
                      'metric_list': [{'metric': x} for x in settings.pop('metrics')]}
         (folder / f'{name}.yaml').write_text(json.dumps(settings))      # JSON is YAML
