@@ -2,11 +2,10 @@
 
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
-from common import write_rows
+from common import HERE, write_rows
 
 from data.chat import encode_conversation, encode_prompt
 from data.preferences import (TIED, Ranking, encode_ranking, join_answers, load_preferences,
@@ -20,7 +19,7 @@ def said(role, text):
     return {'role': role, 'content': text}
 
 
-ROWS = json.loads(Path(__file__).with_name('preference_rows.json').read_text())     # by layout
+ROWS = json.loads((HERE / 'tests/preference_rows.json').read_text())     # by layout
 
 
 @pytest.fixture

@@ -2,12 +2,11 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 import transformers
-from common import asking, sentencepiece_folder, write_rows
+from common import HERE, asking, sentencepiece_folder, write_rows
 
 import evaluate
 from data import benchmarks, questions
@@ -254,7 +253,7 @@ def test_an_archive_on_the_hub_is_unpacked(tmp_path, monkeypatch):
         'cmmlu_v1_0_1', 'cmmlu_v1_0_1.zip', 'cmmlu_v1_0_1.tmp'}
 
 
-GOLDEN = json.loads(Path(__file__).with_name('golden_prompts.json').read_text())
+GOLDEN = json.loads((HERE / 'tests/golden_prompts.json').read_text())
 
 
 @pytest.mark.parametrize('task, file, row, prompts, answer, letters', map(dict.values, GOLDEN))
