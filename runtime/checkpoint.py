@@ -19,7 +19,7 @@ from runtime.hub import download
 from runtime.json_rules import read_json_object
 from runtime.ownership import note_inputs, put_back
 from runtime.parallel import load_full, rank
-from runtime.weights import (BUFFERS, FLOAT_TYPES, names_on_disk, read_tensors, shapes_on_disk,
+from runtime.weights import (BUFFERS, FLOAT_TYPES, names_on_disk, read_weights, shapes_on_disk,
                              text_key, their_key, weight_files, write_files)
 from triton_ops import adjoin
 
@@ -144,8 +144,8 @@ def check_weights(folder: str | Path, config: ModelConfig):
     misshaped or quantized. Only an adapter, and an output matrix beside tied embeddings, are read;
     the latter must equal them. T5's may differ, and config.tie_word_embeddings becomes False then.
     """
-    stored = {text_key(key, config): (path, key, tensor) for path in weight_files(Path(folder))
-              for key, tensor in read_tensors(path).items()}
+    stored = {text_key(key, config): (path, key, tensor)
+              for path, key, tensor in read_weights(Path(folder))}
     head, embedding = (stored.get(their_key(key, config)) for key in (HEAD, EMBEDDING))
     if config.tie_word_embeddings and head and embedding:
         # some tied checkpoints carry a copy of the embedding
@@ -180,12 +180,11 @@ def check_weights(folder: str | Path, config: ModelConfig):
 
 def nonfinite_tensor(folder: str | Path) -> str | None:
     """Return the name of the first tensor of a model folder with NaN or infinity in it, or None."""
-    for path in weight_files(Path(folder)):
-        for key, tensor in read_tensors(path).items():
-            # the fill value of Pythia's masks, -1e9, is minus infinity in float16
-            if (tensor.is_floating_point() and not tensor.isfinite().all()
-                    and not BUFFERS.fullmatch(key)):
-                return key
+    for _, key, tensor in read_weights(Path(folder)):
+        # the fill value of Pythia's masks, -1e9, is minus infinity in float16
+        if (tensor.is_floating_point() and not tensor.isfinite().all()
+                and not BUFFERS.fullmatch(key)):
+            return key
     return None
 
 

@@ -75,8 +75,11 @@ def shapes_on_disk(model) -> dict[str, list[int]]:
     return {their_key(key, model.config): [*p.shape] for key, p in model.named_parameters()}
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """Return the files of a model's weights: safetensors, or pickles from which no code is run."""
+def weight_files(folder: Path) -> dict[Path, set | None]:
+    """Return {file of a model's weights: names of its tensors, of shards by their index, or None}.
+
+    They are safetensors, or pickles from which no code is run. Raises CheckpointError.
+    """
     for single in (folder / 'model.safetensors', folder / 'pytorch_model.bin'):
         index = single.with_name(f'{single.name}.index.json')
         if index.exists():
@@ -91,11 +94,22 @@ def weight_files(folder: Path) -> list[Path]:
             if single.exists() and single.name not in names.values():
                 raise CheckpointError(f'{folder} holds two models: {single.name}, and the shards '
                                       f'of {index.name}; remove the one that is out of date')
-            return [folder / name for name in dict.fromkeys(names.values())]
+            files = {}
+            for key, name in names.items():
+                files.setdefault(folder / name, set()).add(key)
+            return files
         if single.exists():
-            return [single]
+            return {single: None}
     raise CheckpointError(f'{folder} has no model.safetensors, no pytorch_model.bin and no index '
                           f'of shards; .pth files are not read: convert them to safetensors')
+
+
+def read_weights(folder: Path):
+    """Yield (file, name, tensor) of a model's weights, mapped; of shards what the index lists."""
+    for path, names in weight_files(folder).items():
+        for key, tensor in read_tensors(path).items():
+            if names is None or key in names:
+                yield path, key, tensor
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

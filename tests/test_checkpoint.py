@@ -32,9 +32,8 @@ def test_saved_folder_loads_in_transformers(name, shard_bytes, tmp_path, monkeyp
     assert torch.equal(again(tokens).logits, reference(tokens).logits)
     weights = checkpoint.load(tmp_path / 'ours').state_dict()
     assert all(torch.equal(weights[k], v) for k, v in model.state_dict().items())
-    written = [checkpoint.read_tensors(path)
-               for path in checkpoint.weight_files(tmp_path / 'ours')]
-    assert sorted(weights) == sorted(key for tensors in written for key in tensors)
+    assert sorted(weights) == sorted(
+        key for _, key, _ in checkpoint.read_weights(tmp_path / 'ours'))
     files = {path.name for path in (tmp_path / 'ours').iterdir()}
     assert {*names} == files and 'generation_config.json' in files
     assert ('model.safetensors' in files) == (shard_bytes == 10**9)
@@ -55,6 +54,18 @@ def test_saving_removes_no_file(folder, monkeypatch):
         checkpoint.load(folder)
     (folder / 'model.safetensors').unlink()
     assert all(map(torch.equal, model.parameters(), checkpoint.load(folder).parameters()))
+
+
+def test_of_a_shard_only_what_the_index_lists_is_read(folder, monkeypatch):
+    model = checkpoint.load(folder)
+    (folder / 'model.safetensors').unlink()
+    monkeypatch.setattr(checkpoint, 'SHARD_BYTES', 40_000)
+    checkpoint.save(model, folder, torch.float32)
+    shards = sorted(folder.glob('model-*.safetensors'))
+    old = {key: torch.full_like(x, torch.nan) for key, x in load_file(shards[0]).items()}
+    save_file(load_file(shards[-1]) | old | {'unlisted': DENSE}, shards[-1])
+    assert all(map(torch.equal, model.parameters(), checkpoint.load(folder).parameters()))
+    assert checkpoint.nonfinite_tensor(folder) is None
 
 
 @pytest.fixture

@@ -249,9 +249,8 @@ def size_of(path, option, patterns=None):
             return sum(file.stat().st_size
                        / (PACKED_BYTES if file.suffix in ('.gz', '.parquet') else BYTES)
                        for file in fetch(path, patterns))
-        files = checkpoint.weight_files(checkpoint.fetch(path))
-        return sum(tensor.numel() for file in files     # which are only mapped
-                   for tensor in checkpoint.read_tensors(file).values())
+        # the tensors are only mapped
+        return sum(x.numel() for *_, x in checkpoint.read_weights(checkpoint.fetch(path)))
     except (CheckpointError, DataError) as error:
         raise ConfigError(f'{option}: {error}') from error
 
