@@ -291,7 +291,11 @@ def temporary(path, folder=False):
         except OSError:
             if not folder or not os.path.isdir(path):
                 raise
-            shutil.copytree(part, path, copy_function=os.replace, dirs_exist_ok=True)
+            # unlike shutil.copytree, this leaves the mode of a folder that others may own
+            for file in filter(Path.is_file, [*part.rglob('*')]):
+                place = Path(path, file.relative_to(part))
+                place.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(file, place)
     except OSError as error:
         error.filename = error.filename or str(path)    # which the error of a full disk lacks
         raise

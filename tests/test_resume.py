@@ -384,6 +384,20 @@ def test_temporary_files_replace_nothing_and_are_removed_after_a_crash(tmp_path)
         ownership.claim(tmp_path, 'x')
 
 
+def test_a_temporary_folder_is_merged_into_one_that_exists_whose_mode_stays(tmp_path):
+    folder = tmp_path / 'cache'
+    (folder / 'a').mkdir(parents=True)
+    folder.chmod(0o770)
+    for name in ('theirs', 'a/old'):
+        (folder / name).write_text('1')
+    with ownership.temporary(folder, folder=True) as part:
+        (part / 'a').mkdir()
+        for name in ('new', 'a/old'):
+            (part / name).write_text('2')
+    assert tree(tmp_path) == {'cache/theirs': b'1', 'cache/a/old': b'2', 'cache/new': b'2'}
+    assert folder.stat().st_mode & 0o777 == 0o770
+
+
 def test_files_get_the_mode_that_the_umask_says(tmp_path):
     before = os.umask(0o002)
     try:
