@@ -34,7 +34,6 @@ def batch():
     return {key: torch.stack([row[key] for row in sequences(3)]) for key in sequences(1)[0]}
 
 
-@pytest.fixture
 def pretrained(base):
     """A small random model of transformers, and its tokenizer with a padding token."""
     return by_transformers(base), transformers.LlamaTokenizer.from_pretrained(
@@ -87,9 +86,9 @@ def test_trainer_steps_are_the_trainers_own(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_sft_trainer_of_trl_has_our_loss(pretrained, tmp_path):
+def test_the_sft_trainer_of_trl_has_our_loss(base, tmp_path):
     trl, datasets = pytest.importorskip('trl'), pytest.importorskip('datasets')
-    model, tokenizer = pretrained
+    model, tokenizer = pretrained(base)
     data = datasets.Dataset.from_list([{'text': f'the quick fox {i} jumps'} for i in range(8)])
     arguments = trl.SFTConfig(
         str(tmp_path / 'out'), use_cpu=True, bf16=False, report_to=[], max_steps=2,
@@ -104,7 +103,7 @@ def test_the_sft_trainer_of_trl_has_our_loss(pretrained, tmp_path):
 
 
 @pytest.mark.slow
-def test_rewards_train_a_model_in_trl(pretrained, tmp_path):
+def test_rewards_train_a_model_in_trl(base, tmp_path):
     reward = names_of_page(3)['reward']
     right = '<answer>\\boxed{4}</answer><confidence>0.9</confidence>'
     columns = {'question': ['2 + 2?'] * 3, 'answer': ['so 4\n#### 4'] * 3}
@@ -115,7 +114,7 @@ def test_rewards_train_a_model_in_trl(pretrained, tmp_path):
     assert reward([[]] * 3, messages, **columns, trainer_state=None) == expected
 
     trl, datasets = pytest.importorskip('trl'), pytest.importorskip('datasets')
-    model, tokenizer = pretrained
+    model, tokenizer = pretrained(base)
     arguments = trl.GRPOConfig(
         str(tmp_path / 'out'), use_cpu=True, bf16=False, report_to=[], max_steps=1,
         save_strategy='no', logging_steps=1, disable_tqdm=True, per_device_train_batch_size=4,
