@@ -115,45 +115,8 @@ LLAMA3_ROPE = {'rope_type': 'llama3', 'rope_theta': 10000.0, 'factor': 8.0, 'low
                'high_freq_factor': 4.0, 'original_max_position_embeddings': 32}
 
 
-ARCHITECTURES = {
-    'llama3': ('Llama', {'rope_parameters': LLAMA3_ROPE, 'head_dim': 18,
-                         'tie_word_embeddings': True, 'max_position_embeddings': 4096}),
-    'llama': ('Llama', {'num_key_value_heads': 4}),
-    'mistral_window': ('Mistral', {'sliding_window': 7}),
-    'mistral': ('Mistral', {'sliding_window': None, 'num_key_value_heads': 1}),
-    'gemma2': ('Gemma2', {'sliding_window': 7, 'head_dim': 20, 'query_pre_attn_scalar': 13,
-                          'attn_logit_softcapping': 2.0, 'final_logit_softcapping': 3.0,
-                          'num_hidden_layers': 4}),
-    'gemma': ('Gemma', {'head_dim': 20, 'num_key_value_heads': 1}),
-    'qwen2': ('Qwen2', {'tie_word_embeddings': True}),
-    'qwen3': ('Qwen3', {'head_dim': 16}),
-    'gemma2_untied': ('Gemma2', {'sliding_window': 33, 'tie_word_embeddings': False,
-                                 'attn_logit_softcapping': None, 'final_logit_softcapping': None}),
-    'neox': ('GPTNeoX', {'hidden_size': 64, 'rope_parameters': {
-        'rope_type': 'default', 'rope_theta': 10000.0, 'partial_rotary_factor': 0.25}}),
-    'neox_sequential': ('GPTNeoX', {'hidden_size': 96, 'use_parallel_residual': False}),
-    'gemma3': ('Gemma3Text', {'head_dim': 16, 'sliding_window': 7, 'num_hidden_layers': 7,
-                              'query_pre_attn_scalar': 24}),
-    'olmo2': ('Olmo2', {}),
-    'olmo3': ('Olmo3', {'sliding_window': 7, 'num_hidden_layers': 4}),
-    'smollm3': ('SmolLM3', {'num_hidden_layers': 4}),
-    'cohere': ('Cohere', {'use_qk_norm': True}),
-    'cohere2': ('Cohere2', {'sliding_window': 7, 'num_hidden_layers': 4}),
-    'phi3': ('Phi3', {'rope_parameters': {
-        'rope_type': 'default', 'rope_theta': 10000.0, 'partial_rotary_factor': 0.5}}),
-    'ministral': ('Ministral', {'head_dim': 16,
-        'sliding_window': 7, 'layer_types': ['full_attention', 'sliding_attention'] * 2,
-        'num_hidden_layers': 4, 'rope_parameters': {'rope_type': 'default', 'rope_theta': 1e4}}),
-    'ministral3': ('Ministral3', {'head_dim': 16, 'rope_parameters': {
-        'rope_type': 'yarn', 'rope_theta': 10000.0, 'factor': 4.0, 'llama_4_scaling_beta': 0.1,
-        'original_max_position_embeddings': 16}}),
-    'granite': ('Granite', {'embedding_multiplier': 3.0, 'residual_multiplier': 0.22,
-                            'attention_multiplier': 0.1, 'logits_scaling': 8.0}),
-    'qwen2_window': ('Qwen2', {'use_sliding_window': True, 'sliding_window': 7,
-                               'max_window_layers': 1}),
-    'opt': ('OPT', {'ffn_dim': 80, 'word_embed_proj_dim': 48}),
-    'opt_350m': ('OPT', {'ffn_dim': 80, 'word_embed_proj_dim': 16, 'do_layer_norm_before': False}),
-}
+# name: (class in transformers, its settings)
+ARCHITECTURES = json.loads((HERE / 'tests/architectures.json').read_text())
 
 
 def class_of(config):
