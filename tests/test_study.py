@@ -74,10 +74,10 @@ def aligned(*makes):
 
 def test_every_run_has_the_settings_it_was_made_with():
     """research/study/runs.csv is of the 685 runs behind the numbers of claims 1 to 6."""
-    cfgs = configs(name for name in runs.EXPERIMENTS if name not in runs.LATER)
-    assert len(cfgs) == 685
-    assert {cfg.out_dir: digest([cfg]) for cfg in cfgs} == {
-        row['out_dir']: row['digest'] for row in claims.read_csv(STUDY / 'runs.csv')}
+    recorded = {row['out_dir']: row['digest'] for row in claims.read_csv(STUDY / 'runs.csv')}
+    assert len(recorded) == 685
+    assert recorded == {cfg.out_dir: digest([cfg]) for cfg in configs(runs.EXPERIMENTS)
+                        if cfg.out_dir in recorded}
     assert digest([runs.WORLD, runs.VOCABULARY_WORLD]) == '975063d37d7c'
 
 
