@@ -43,12 +43,13 @@ IMPLEMENTATION = 'auto'
 
 
 def make_masks(kind: str, positions: Tensor, ends: Tensor | None, windows: list[int | None],
-               head_dim: int, softcap: float | None, x: Tensor) -> list:
+               head_dim: int, softcap: float | None, x: Tensor, compiled: bool = False) -> list:
     """Return the masks for the `windows` of all layers, equal windows sharing one.
 
     kind: 'explicit', 'flex', 'tree' (without gradients), or 'auto' for the fastest
     ends: None if each row is one document, perhaps followed by padding
     x: hidden states, whose device and type decide which mask is the fastest
+    compiled: the blocks are compiled, and have one graph with and without gradients
     """
     T = positions.shape[1]
     # in a row no longer than the window, every token sees all before it
@@ -58,7 +59,7 @@ def make_masks(kind: str, positions: Tensor, ends: Tensor | None, windows: list[
         if not any(windows) and not softcap and is_causal(sees):
             return [ExplicitMask()] * len(windows)
         ends = torch.full_like(positions, T)
-    kind = fastest(x, head_dim, windows, softcap) if kind == 'auto' else kind
+    kind = fastest(x, head_dim, windows, softcap, compiled) if kind == 'auto' else kind
 
     def make(window):
         if kind == 'tree':
@@ -70,8 +71,9 @@ def make_masks(kind: str, positions: Tensor, ends: Tensor | None, windows: list[
     return [masks[window] for window in windows]
 
 
-def fastest(x: Tensor, head_dim: int, windows: list[int | None], softcap: float | None) -> str:
-    if triton_ops.kernels_apply(x):
+def fastest(x: Tensor, head_dim: int, windows: list[int | None], softcap: float | None,
+            compiled: bool = False) -> str:
+    if triton_ops.kernels_apply(x) and not compiled:
         return 'tree'
     # FlexAttention's kernels need heads of at least 16 numbers
     if triton_ops.available(x) and head_dim >= 16 and all(

@@ -411,10 +411,9 @@ class Decoder(nn.Module):
         if config.family.learned_positions:
             x = x + self.embed_positions(positions + 2)
         if masks is None:
-            # compiled blocks have one graph with and without gradients
-            kind = 'flex' if self.attention == 'auto' and self.compiled else self.attention
-            masks = make_masks(kind, positions, ends, config.windows, config.head_dim,
-                               config.attn_logit_softcapping, self.embed_tokens.weight)
+            masks = make_masks(self.attention, positions, ends, config.windows, config.head_dim,
+                               config.attn_logit_softcapping, self.embed_tokens.weight,
+                               self.compiled)
         rotary = {rope: rope and rotary_angles(positions, rope)
                   for rope in {layer.rope for layer in config.layers}}
         recompute = self.checkpoint and self.training and torch.is_grad_enabled()

@@ -131,11 +131,27 @@ def test_flex_attention_that_an_edit_left_behind_is_not_used(name, edited, windo
     monkeypatch.setattr(triton_ops, 'available', lambda x: True)
     if name:
         monkeypatch.setattr(attention, name, edited)
-    kind = attention.fastest(torch.zeros(1), 16, [window], softcap)
+    kind = attention.fastest(torch.zeros(1), 16, [window], softcap, compiled=True)
     # the blocks follow from another rule; it reaches the rest of FlexMask
     agrees = not name or name == 'cap_scores' and not softcap
     assert kind == ('flex' if agrees else 'explicit')
     assert capsys.readouterr().out.count('so the kernel is not used') == (not agrees)
+    triton_ops.agree.cache_clear()
+
+
+def test_an_edit_of_attention_reaches_compiled_blocks(tmp_path, monkeypatch, capsys):
+    triton_ops.agree.cache_clear()
+    reference_model('llama', tmp_path, head_dim=16)
+    model, tokens = checkpoint.load(tmp_path), torch.randint(0, 211, (1, 20))
+    positions, ends = whole_rows(tokens)
+    attend = ExplicitMask.attend
+    monkeypatch.setattr(ExplicitMask, 'attend', lambda *inputs: 1.5 * attend(*inputs))
+    expected = model(tokens, positions, ends)
+    for layer in model.decoder.layers:
+        layer.compile(backend='eager')
+    monkeypatch.setattr(triton_ops, 'available', lambda x: True)    # as on a GPU
+    assert torch.allclose(model(tokens, positions, ends), expected, atol=1e-5)
+    assert 'so the kernel is not used' in capsys.readouterr().out
     triton_ops.agree.cache_clear()
 
 
