@@ -279,7 +279,7 @@ def cached_reference(run, model):
     cfg = run.cfg
     key = hashlib.sha256(json.dumps([
         run.sequences.digest, checkpoint.fingerprint(run.base), str(model.head.dtype),
-        code_digest(model.config, answer_log_probs), cfg.attention, model.softcap,
+        code_digest(model.config, answer_sums), cfg.attention, model.softcap,
         model.temperature
     ]).encode()).hexdigest()[:20]
     path, cached = Path(cfg.cache_dir, f'reference-{key}.npz'), None

@@ -85,7 +85,9 @@ import torch
 import scoring
 from decoding.answer_samples import write_answers
 from decoding.answers import stream
-from decoding.written_tasks import ProbeConfidence, SampleConfidence, WrittenTask
+from decoding.written_tasks import (DistractorConfidence, ProbeConfidence, SampleConfidence,
+                                    WrittenTask)
+from results.confidence import distractor_normalized, greedy_agreement, judged, outcome
 from results.evaluation import saved_fits, write_evaluation
 from runtime import adapter, checkpoint, device, ownership, parallel
 from runtime.digests import code_digest
@@ -106,7 +108,9 @@ KINDS = (dict.fromkeys(WRITTEN_TASKS, WrittenTask) | dict.fromkeys(INSTRUCTIONS,
 CODE = (scoring.forward_values, scoring.token_log_probs, scoring.token_statistics,
         scoring.Reader.states, OptionTask.samples, OptionTask.sample, PermutedTask.sample,
         PTrueTask.sample, ContextualTask.sample, TextTask.samples, sample_fields,
-        mean_over_orders, write_answers, SampleConfidence.collect, ProbeConfidence.collect, stream)
+        mean_over_orders, write_answers, WrittenTask.greedy_fields, SampleConfidence.collect,
+        ProbeConfidence.collect, DistractorConfidence.samples, distractor_normalized,
+        greedy_agreement, judged, outcome, stream)
 
 
 def load_tasks(cfg):

@@ -65,7 +65,7 @@ from runtime import checkpoint, log, ownership, parallel
 from runtime.device import pick_device, pick_dtype
 from runtime.digests import code_digest
 from runtime.trained import trained_template, training_settings
-from scoring import confidences
+from scoring import confidences, forward_values, token_log_probs
 
 
 def open_model(cfg):
@@ -110,7 +110,8 @@ def main(argv):
     prompts = [(row | {'prompt_hash': digest(ids)}, ids) for row, ids in prompts]
     settings = {key: getattr(cfg, key) for key in SETTINGS} | {
         'stop': [*cfg.stop], 'model': checkpoint.fingerprint(folder),
-        'code': code_digest(model.config, stream),
+        'code': code_digest(model.config, stream, to_row, *(
+            (forward_values, token_log_probs) if cfg.confidence else ())),
         'tokenizer': tokenizer.fingerprint, 'end_ids': sorted(stop), 'template': template,
         'add_bos': add_bos, 'dtype': str(model.head.dtype).removeprefix('torch.')}
     out, rank, n_processes = Path(cfg.out), parallel.rank(), parallel.world_size()

@@ -17,9 +17,11 @@ from pathlib import Path
 
 PIECE = 2 ** 26     # bytes that one thread hashes at once
 HERE = Path(__file__).parent.parent
-FORWARD = tuple(HERE / file for file in (
-    'model.py', 'attention.py', 'triton_ops.py', 'fused_ce.py', 'data/packing.py',
-    'decoding/answers.py', 'decoding/cache.py', 'decoding/draw.py', 'decoding/slots.py'))
+# whose definitions count in `code_digest`, if they are used
+FILES = tuple(HERE / file for file in (
+    'model.py', 'attention.py', 'triton_ops.py', 'fused_ce.py', 'scaling.py', 'data/packing.py',
+    'alignment/packed_answers.py', 'decoding/answers.py', 'decoding/answer_samples.py',
+    'decoding/cache.py', 'decoding/draw.py', 'decoding/slots.py', 'results/p_ik_probe.py'))
 
 
 def json_digest(content, size=16):
@@ -43,13 +45,13 @@ def file_digest(path):
 def code_digest(config, *roots):
     """Return a hash of the code that computes `roots` with a model of this configuration.
 
-    roots: functions and classes. What they use of the forward pass counts as well, and the model's
-    own row of FAMILIES, but no other family's.
+    roots: functions and classes. What they and the model use of FILES counts as well, and the
+    model's own row of FAMILIES, but no other family's.
     """
     if config.model_type in ('t5', 'mt5'):
-        return used_code((*FORWARD, HERE / 'families/t5.py'), 'Seq2Seq', *roots)
+        return used_code((*FILES, HERE / 'families/t5.py'), 'Seq2Seq', *roots)
     family = vars(config.family) | {'activation': config.family.activation.__name__}
-    return used_code(FORWARD, 'CausalLM', 'LoRALinear', family['activation'], *roots,
+    return used_code(FILES, 'CausalLM', 'LoRALinear', family['activation'], *roots,
                      without='FAMILIES', more=repr(family))
 
 

@@ -141,7 +141,7 @@ def test_the_reference_is_computed_once_and_belongs_to_model_and_data(base, tmp_
     assert loss.item() == pytest.approx(math.log(2), abs=1e-5)
     counts = [len(to_tree(*run.sequences[i])[1]) for i in range(4)]
     assert [np.count_nonzero(row) for row in run.reference] == counts and max(counts) == 4
-    monkeypatch.setattr(align, 'answer_sums', lambda *_: pytest.fail('computed again'))
+    monkeypatch.setattr(align, 'answer_log_probs', lambda *_: pytest.fail('computed again'))
     again, _ = run_of(cfg)
     assert np.array_equal(run.reference, again.reference)
     with pytest.raises(pytest.fail.Exception, match='computed again'):

@@ -8,6 +8,8 @@ from common import llama_config
 
 import evaluate
 from decoding import answers
+from decoding.written_tasks import DistractorConfidence
+from results import confidence
 from runtime import digests
 
 
@@ -27,11 +29,14 @@ def load(path, monkeypatch):
     ('model.py', "'llama': Family()", "'llama': Family(o_bias=True)", True),
     ('attention.py', 'visible = (j <= i)', 'visible = (j < i)', True),
     ('fused_ce.py', '    tl.store(lse + row', '    tl.store(1 + lse + row', True),
-    ('cache.py', 'newest - index', 'newest + index', True)])
+    ('cache.py', 'newest - index', 'newest + index', True),
+    ('answer_samples.py', '[first:last + 1]', '[first:last]', True),
+    ('p_ik_probe.py', 'x = x - x.mean(0)', 'x = x - 1', True),
+    ('packed_answers.py', 'room -= len(ids) - 1', 'room -= len(ids)', False)])
 def test_an_edit_of_what_samples_use_is_other_code(file, old, new, other, tmp_path, monkeypatch):
     config, copies = llama_config(), []
     before = digests.code_digest(config, *evaluate.CODE)
-    for number, path in enumerate(digests.FORWARD):
+    for number, path in enumerate(digests.FILES):
         copies.append(tmp_path / str(number) / path.name)
         copies[-1].parent.mkdir()
         copies[-1].write_text(path.read_text())
@@ -40,7 +45,7 @@ def test_an_edit_of_what_samples_use_is_other_code(file, old, new, other, tmp_pa
             copies[-1].write_text(path.read_text().replace(old, new, 1))
         if path.name == file == 'model.py':     # whose row of the table the configuration holds
             config.family = load(copies[-1], monkeypatch).FAMILIES['llama']
-    monkeypatch.setattr(digests, 'FORWARD', tuple(copies))
+    monkeypatch.setattr(digests, 'FILES', tuple(copies))
     assert (digests.code_digest(config, *evaluate.CODE) != before) == other
 
 
@@ -50,6 +55,7 @@ def test_the_kind_of_model_and_each_root_count():
         for kind in ('llama', 'qwen2', 'mistral')))
     assert llama != qwen2 and llama == mistral
     assert digests.code_digest(llama_config(), answers.stream, answers.generate) != llama
+    assert {DistractorConfidence.samples, confidence.distractor_normalized} < {*evaluate.CODE}
 
 
 def test_of_a_method_only_the_method_counts_and_of_a_function_what_it_calls(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ and where the block goes, and that ends with a colon:
     In `train.py`, add to `SCHEDULES`:          rows, at the end of that table
     In `train.py`, add to `TrainConfig`:        fields, at the end of that class
     At the end of `check_config`:               lines, at the end of that function
-    As the last line of `learning_rate`:        lines, instead of its last statement
+    instead of the last line of `learning_rate`:  lines, in place of its last statement
     In `fused_ce.py`, add the function:         before the table that the next step extends
 
 `the table` may follow without naming the file again. Other blocks are examples.
@@ -25,7 +25,7 @@ from common import HERE
 STEP = re.compile(r'([^\n](?:[^\n]|\n(?!\n|```))*):\n+```python\n(.*?)```', re.S)
 PLACES = {      # how a step's sentence ends, with the name of the place
     'to': r'\b(?:to|in) `([A-Z_]+)`$', 'end': r'\b(?:[Aa]t the end of|add to) `(\w+)`$',
-    'last': r'\b[Aa]s the last line of `(\w+)`$', 'add': r'\badd the functions?\b()'}
+    'last': r'\binstead of the last line of `(\w+)`$', 'add': r'\badd the functions?\b()'}
 
 
 def section(page, heading):
@@ -94,8 +94,9 @@ def apply(text, root):
         (root / file).write_text(''.join(lines))
 
 
-# the tests of the tables that the recipes extend
-ROOMS = ('align', 'compare', 'configs', 'metrics', 'questions', 'report', 'study', 'train')
+# the tests of the tables that the recipes extend, and ruff
+ROOMS = ('align', 'compare', 'configs', 'layout', 'metrics', 'questions', 'report', 'study',
+         'train')
 
 PRELUDE = """
 import json, sys, numpy as np, pytest, torch
@@ -212,8 +213,8 @@ def root(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize('page, heading', list(RECIPES))
 def test_a_recipe_of_the_docs_works_in_a_copy_of_the_repository(page, heading, root):
-    (root / 'recipe.py').write_text(PRELUDE + RECIPES[page, heading])
-    done = subprocess.run([sys.executable, 'recipe.py'], cwd=root, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, '-c', PRELUDE + RECIPES[page, heading]], cwd=root,
+                          capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
