@@ -18,12 +18,14 @@ import sentencepiece
 import torch
 from common import (SHARED, by_transformers, logits_of, named, needs_files, off, parameters_of)
 
+import evaluate
 import train
 from data.packing import pack
 from data.tokenizer import load_tokenizer
+from decoding.sampling import Sampling
 from generate import generate
 from runtime import checkpoint
-from decoding.sampling import Sampling
+from runtime.eval_config import EvalConfig
 
 FOLDER = Path(os.environ.get('NANOCAL_REAL_MODEL', ''))
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(
@@ -34,7 +36,8 @@ SHORT_TEXTS = [     # scripts that the files of `real_texts` do not have
     'Все счастливые семьи похожи друг на друга.', 'Η θάλασσα ήταν ήρεμη, και ο ουρανός γαλάζιος.',
     'ذهب الولدُ إلى المدرسةِ في الصباح.', 'बच्चा सुबह स्कूल गया और शाम को लौटा।',
     '아이는 아침에 학교에 갔다.', '子どもは朝、学校へ行きました。カタカナも。',
-    'ልጁ ጠዋት ወደ ትምህርት ቤት ሄደ።']
+    'ልጁ ጠዋት ወደ ትምህርት ቤት ሄደ።', 'הילד הלך בבוקר לבית הספר.', 'ছেলেটি সকালে স্কুলে গিয়েছিল।',
+    'ბიჭი დილით სკოლაში წავიდა.']
 
 
 def read(path):
@@ -54,9 +57,10 @@ def alpaca_rows():
 
 
 def real_texts():
-    """More than 1,000 texts: languages of XCOPA, instructions, articles, code."""
-    texts = [json.loads(line)['premise'] for language in ('et', 'ht', 'id', 'it', 'qu', 'sw', 'ta')
-             for line in read(f'xcopa/test.{language}.jsonl').splitlines()[:120]]
+    """More than 2,000 texts in 14 scripts: languages of XCOPA, instructions, articles, code."""
+    texts = [json.loads(line)['premise']
+             for language in 'et ht id it qu sw ta th tr vi zh'.split()
+             for line in read(f'xcopa/test.{language}.jsonl').splitlines()[:130]]
     texts += [row['output'] for row in alpaca_rows()[:250]] + wiki_lines()[:200]
     return texts + SHORT_TEXTS + [json.loads(line)['prompt'] for line in read(
         'humaneval/HumanEval.jsonl.gz').splitlines()]
@@ -97,7 +101,7 @@ def test_tokens_of_real_texts_are_those_of_transformers():
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(FOLDER / 'tokenizer.model'))
     if any(' ' in pieces.id_to_piece(i) for i in range(pieces.vocab_size())):
         texts = [re.sub(' +', ' ', text) for text in texts]
-    assert len(texts) >= 1000
+    assert len(texts) >= 2000
     for text in texts:
         assert tokenizer.encode(text) == reference(text, add_special_tokens=False).input_ids, text
         assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -150,6 +154,17 @@ def test_greedy_answers_in_float32_are_those_of_transformers():
     for i, ids in enumerate(expected):
         until_eos = [*itertools.takewhile(lambda k: k != tokenizer.eos_id, ids)]
         assert [k for k in answers[i][0].tokens if k != tokenizer.eos_id] == until_eos, prompts[i]
+
+
+def test_the_accuracy_on_arc_easy_is_the_known_one(tmp_path):
+    """0.586 of all questions on a GPU, 0.590 of a sample of 100 on a CPU."""
+    needs_files('datasets/arc_easy/ARC-Easy-test.jsonl.gz')
+    limit, known = (None, 0.586) if DEVICE == 'cuda' else (100, 0.590)
+    results, _, _ = evaluate.run(EvalConfig(
+        model=str(FOLDER), tasks=(f'arc_easy:{SHARED}/datasets/arc_easy',), shots=0, limit=limit,
+        prompt_format='harness', n_bootstrap=0, pictures=False, out_dir=str(tmp_path / 'arc')))
+    pooled = results['tasks']['arc_easy']['pooled']
+    assert pooled['n'] == (limit or 2376) and pooled['accuracy'] == pytest.approx(known, abs=0.01)
 
 
 @pytest.mark.parametrize('settings', [
