@@ -341,7 +341,7 @@ def pair_objective(packed, cfg):
             # called for the prompts of each chunk, and at the end for all of them
             present = answers.present(tokens)
             weight = pair_weight * present[w]
-            # pairs of other chunks have weight 0, and any finite value: infinity times 0 is NaN
+            # weight 0 for pairs of other chunks; finite values too, since 0 times infinity is NaN
             s = torch.where(present > 0, answers.sums(log_p, tokens), -n)
             pairs = Pairs(s[w], s[l], n[w], n[l], r[w], r[l])
             margin = pairs.margin(cfg)
