@@ -186,7 +186,7 @@ UNUSED = ('from_scratch', 'shape', 'data_kind', 'answers', 'train_on_inputs', 'l
           'loss_reduction', 'base_smoothing', 'fp8')
 
 
-class Reader:
+class ReadKeys:
     """The settings `cfg`; `keys` are those that were read."""
 
     def __init__(self, cfg):
@@ -199,11 +199,11 @@ class Reader:
 
 def check_settings_are_read(cfg):
     """Raise ConfigError for a setting that differs from its default but has no effect."""
-    defaults, reader = AlignConfig(), Reader(cfg)
+    defaults, settings = AlignConfig(), ReadKeys(cfg)
     if cfg.method in PAIR_LOSSES:
-        PAIR_LOSSES[cfg.method](Pairs(*torch.ones(6, 1)), reader)
-        reader.keys.add('beta')         # of the margin in the log
-    loss_keys = {'beta', 'per_token', 'label_noise', 'gamma'} - reader.keys
+        PAIR_LOSSES[cfg.method](Pairs(*torch.ones(6, 1)), settings)
+        settings.keys.add('beta')       # of the margin in the log
+    loss_keys = {'beta', 'per_token', 'label_noise', 'gamma'} - settings.keys
     # without the sizes of rollouts, which runs of several methods may share
     names = [*vars(defaults)]
     reward_keys = 'run_code', 'instruction', *names[names.index('truncated'):]

@@ -106,7 +106,7 @@ KINDS = (dict.fromkeys(WRITTEN_TASKS, WrittenTask) | dict.fromkeys(INSTRUCTIONS,
 
 # what decides a sample besides the forward pass, the settings and the prompt
 CODE = (scoring.forward_values, scoring.token_log_probs, scoring.token_statistics,
-        scoring.Reader.states, OptionTask.samples, OptionTask.sample, PermutedTask.sample,
+        scoring.Scorer.states, OptionTask.samples, OptionTask.sample, PermutedTask.sample,
         PTrueTask.sample, ContextualTask.sample, TextTask.samples, sample_fields,
         mean_over_orders, write_answers, WrittenTask.greedy_fields, SampleConfidence.collect,
         ProbeConfidence.collect, DistractorConfidence.samples, distractor_normalized,
@@ -172,8 +172,8 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
         out_dir, tasks, settings, pictures=cfg.pictures, overwrite=cfg.overwrite, processes=n)
         if first else None)[0]
     announce(config, tasks, cfg, done)
-    reader = scoring.Reader(folder, tokenizer, cfg, load)
-    results, prompts, new = score_tasks(tasks, reader, out_dir, done)
+    scorer = scoring.Scorer(folder, tokenizer, cfg, load)
+    results, prompts, new = score_tasks(tasks, scorer, out_dir, done)
     if not first:
         return None
     samples.merge_parts(out_dir / 'samples.jsonl')
@@ -202,7 +202,7 @@ def check_shard(folder, tasks, cfg):
     raise ConfigError(f'shard = True: {why}')
 
 
-def score_tasks(tasks, reader, out_dir, done):
+def score_tasks(tasks, scorer, out_dir, done):
     """Append the samples of this process's share of `tasks` to its part of samples.jsonl.
 
     Return {label: result without metrics}, {label: its prompts} and the new samples, in the first
@@ -212,12 +212,12 @@ def score_tasks(tasks, reader, out_dir, done):
     tasks = {label: task.share(*process) for label, task in tasks.items()}
     writer = samples.SampleWriter(out_dir, done, *process)
     with contextlib.closing(writer.file):
-        for task in with_variants(tasks, writer, prompts, reader.cfg):
+        for task in with_variants(tasks, writer, prompts, scorer.cfg):
             started = time.perf_counter()
-            prompts[task.label], bad_rows = task.collect(reader, writer)
+            prompts[task.label], bad_rows = task.collect(scorer, writer)
             scored[task.label] = (task, prompts[task.label], bad_rows,
                                   time.perf_counter() - started)
-    results = collect_results(scored, reader.cfg, done)
+    results = collect_results(scored, scorer.cfg, done)
     return *results, [*itertools.chain(*parallel.collect(writer.new))]
 
 

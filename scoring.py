@@ -188,7 +188,7 @@ def t5_config(folder):
 
 
 @dataclass
-class Reader:
+class Scorer:
     """The model of an evaluation, with its tokenizer and settings, for the kinds of tasks."""
     folder: Path | str
     tokenizer: object

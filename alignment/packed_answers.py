@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from data.packing import IGNORE, Packed, Row, Tree, first_fit
+from data.packing import IGNORE, Packed, PackedRow, Tree, first_fit
 from data.preferences import to_tree
 from fused_ce import cross_entropy, fused_loss
 from runtime.device import micro_batches, to_device
@@ -77,7 +77,7 @@ def pack_answers(prompts, answers, row_length, multiple=1, last=False):
     lengths = [len(tree.prompt) + sum(len(tree.continuations[k]) - 1 for k, *_ in tree.branches)
                for _, tree in trees]
     row_of = first_fit(lengths, row_length)
-    rows = [Row() for _ in range(-(-(row_of.max() + 1) // multiple) * multiple)]
+    rows = [PackedRow() for _ in range(-(-(row_of.max() + 1) // multiple) * multiple)]
     for (index, tree), row in zip(trees, row_of, strict=True):
         rows[row].add(index, tree, tree.branches)
     tokens, positions, ends = np.stack([row.padded(row_length)[0] for row in rows], 1)

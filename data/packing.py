@@ -138,7 +138,7 @@ class Tree:
         return digest.hexdigest()
 
 
-class Row:
+class PackedRow:
     """A packed row of trees that is being filled.
 
     scored: per scored token (tree, option or index in Tree.scored, index in the row of the token
@@ -192,18 +192,19 @@ def prompt_trees(prompts):
 
 
 def pack_prompts(prompts, numbers):
-    """Return a Row with the prompts at the indices `numbers`; {number: indices of its tokens}."""
-    row, trees = Row(), prompt_trees([prompts[i] for i in numbers])
+    """Return a PackedRow of the prompts at the indices `numbers`; {number: indices of its tokens}.
+    """
+    row, trees = PackedRow(), prompt_trees([prompts[i] for i in numbers])
     return row, {i: row.add(i, tree, ()) for i, tree in zip(numbers, trees)}
 
 
 def pack_trees(trees, row_length):
-    """Yield (arrays, scored) of packed rows, see `Row.padded`, from (index, Tree) pairs.
+    """Yield (arrays, scored) of packed rows, see `PackedRow.padded`, from (index, Tree) pairs.
 
     A question that does not fit into one row is split, and its prompt repeated. The row of a longer
     prompt is a multiple of row_length.
     """
-    row = Row()
+    row = PackedRow()
     for index, tree in trees:
         branches = tree.branches
         while True:
@@ -220,7 +221,7 @@ def pack_trees(trees, row_length):
             if fits:
                 break
             yield row.padded(_round_up(len(row.tokens), row_length))
-            row = Row()
+            row = PackedRow()
     if row.tokens:
         yield row.padded(_round_up(len(row.tokens), row_length))
 
@@ -228,7 +229,7 @@ def pack_trees(trees, row_length):
 def pack_alone(trees):
     """Yield (arrays, scored) like `pack_trees`, each tree alone in a row of its own length."""
     for index, tree in trees:
-        row = Row()
+        row = PackedRow()
         row.add(index, tree, tree.branches)
         yield row.padded(max(128, 1 << (len(row.tokens) - 1).bit_length()))
 
@@ -267,7 +268,8 @@ def stack_answers(trees, start, eos, pack_len, deterministic=False):
         prompts = [(*option[:at], eos) for option, at in zip(ids, tree.starts, strict=True)]
         answers = Tree((start,), [], [
             option[at:] for option, at in zip(ids, tree.starts, strict=True)], [1] * len(ids))
-        rows = {prompt: Row() for prompt in prompts}    # several, if the options are in the prompt
+        # several, if the options are in the prompt
+        rows = {prompt: PackedRow() for prompt in prompts}
         for prompt, row in rows.items():
             row.add(index, answers, [[k] for k, p in enumerate(prompts) if p == prompt])
         longest = max(len(prompt) for prompt, _ in [*batch, *rows.items()])

@@ -155,18 +155,18 @@ class Task:
     def check(self, tokenizer, cfg):
         """Raise DataError for a prompt that the chat template refuses."""
 
-    def collect(self, reader, writer):
+    def collect(self, scorer, writer):
         """Score the items without a sample, append their samples; return (prompts, bad rows).
 
-        reader:  a Reader (scoring.py), which runs the model; writer: a SampleWriter
+        scorer:  a Scorer (scoring.py), which runs the model; writer: a SampleWriter
         prompts: {(sample_key, prompt)} of every item of the task, scored now or earlier
         """
         unscored, prompts, bad_rows = {}, set(), [*self.bad_rows]
 
         def trees():
-            for index, (item, tree) in enumerate(self.tokenize(reader.tokenizer, reader.cfg)):
+            for index, (item, tree) in enumerate(self.tokenize(scorer.tokenizer, scorer.cfg)):
                 if isinstance(tree, DataError):
-                    bad_rows.append(self.bad_row(tree, reader.cfg))
+                    bad_rows.append(self.bad_row(tree, scorer.cfg))
                     continue
                 key, prompt = self.sample_key(item), self.prompt_hash(item, tree)
                 prompts.add((key, prompt))
@@ -175,10 +175,10 @@ class Task:
                     yield index, tree
 
         n_left = len(self.items) - self.count_scored(writer.done)
-        for index, numbers, values in reader.score(self, trees(), n_left):
+        for index, numbers, values in scorer.score(self, trees(), n_left):
             key, prompt, item, tree = unscored.pop(index)
-            reader.require_finite(values, f'{self.label}: {item.place}')
-            for sample in self.samples(reader.tokenizer, item, tree, numbers, values):
+            scorer.require_finite(values, f'{self.label}: {item.place}')
+            for sample in self.samples(scorer.tokenizer, item, tree, numbers, values):
                 writer.append(key, prompt, sample)
         return prompts, bad_rows
 

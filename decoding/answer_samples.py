@@ -19,14 +19,14 @@ from runtime.errors import DataError
 ANSWERS_AT_ONCE = 1024      # sequences decoded at once on a GPU, if their keys and values fit
 
 
-def write_answers(task, reader, writer, n, stop):
+def write_answers(task, scorer, writer, n, stop):
     """Generate what has no sample yet; return (prompts, bad rows) as `Task.collect` does.
 
     `prompt` of a sample has two hashes, one of what decides the answers and one of the sample
     itself: answers in samples.jsonl are graded again by the present rules, and a sample that this
     changes is appended again.
     """
-    cfg, bad_rows, prompts, end = reader.cfg, [], set(), set()
+    cfg, bad_rows, prompts, end = scorer.cfg, [], set(), set()
     stop, max_tokens = stop if cfg.chat == 'none' else (), task.max_tokens(cfg)
     earlier = {(samples.sample_key(s)[1:], s['prompt'].partition('-')[0]): s
                for s in writer.latest(*task.same_answers)}
@@ -43,7 +43,7 @@ def write_answers(task, reader, writer, n, stop):
 
     for question in task.items:
         try:
-            ids, ends, n_shots = task.encode(question, reader.tokenizer, cfg)
+            ids, ends, n_shots = task.encode(question, scorer.tokenizer, cfg)
         except DataError as error:
             bad_rows.append(task.bad_row(error, cfg))
             continue
@@ -60,19 +60,19 @@ def write_answers(task, reader, writer, n, stop):
                       deterministic=cfg.deterministic,
                       batch_size=ANSWERS_AT_ONCE if cfg.device.startswith('cuda') else 64)
     drawn = [replace(greedy, n=n, temperature=1.0)] if n else []
-    model, answers = reader.load(), [[] for _ in requests]
+    model, answers = scorer.load(), [[] for _ in requests]
     try:
         with log.progress_bar(task.label, len(requests), task.unit) as progress:
             for settings in (greedy, *drawn):
-                for i, new in generate(model, ids_of, settings, reader.tokenizer, end):
-                    more = {} if answers[i] else task.greedy_fields(new[0], reader.tokenizer)
+                for i, new in generate(model, ids_of, settings, scorer.tokenizer, end):
+                    more = {} if answers[i] else task.greedy_fields(new[0], scorer.tokenizer)
                     answers[i] += [written(answer) | more for answer in new]
                     if len(answers[i]) == 1 + n:
                         append(*requests[i], answers[i][0], answers[i][1:])
                         progress.update()
     except FloatingPointError as error:
         where = f'{task.label}: {requests[error.args[0]][0].place}'
-        raise reader.bad_logits(where) from error
+        raise scorer.bad_logits(where) from error
     return prompts, bad_rows
 
 

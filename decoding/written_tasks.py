@@ -111,8 +111,8 @@ class WrittenTask(AnswerTask):
         before = question.header + ''.join(shot.solved for shot in self.shots[''])
         return [(before + question.context, [f' {question.solution}'])]
 
-    def collect(self, reader, writer):
-        return write_answers(self, reader, writer, reader.cfg.n, self.rule.stop)
+    def collect(self, scorer, writer):
+        return write_answers(self, scorer, writer, scorer.cfg.n, self.rule.stop)
 
     def greedy_fields(self, answer, tokenizer):
         return per_token(answer) | span(answer, self.rule, tokenizer)
@@ -184,7 +184,7 @@ class Confidence(AnswerTask):
 class SampleConfidence(Confidence):
     """A confidence that is computed from the samples of the answers."""
 
-    def collect(self, reader, writer):
+    def collect(self, scorer, writer):
         prompts = set()
         for question in self.items:
             key = self.sample_key(question)
@@ -243,10 +243,10 @@ class ProbeConfidence(Confidence):
     """
     left_out = 'a probe needs three different questions'
 
-    def collect(self, reader, writer):
+    def collect(self, scorer, writer):
         keys = [self.sample_key(question) for question in self.items]
         answers = [self.answers[key[1:]] for key in keys]
-        prompts = [self.parent.encode(question, reader.tokenizer, reader.cfg)[0]
+        prompts = [self.parent.encode(question, scorer.tokenizer, scorer.cfg)[0]
                    for question in self.items]
         shares = [float(np.mean([answer['correct'] for answer in sample['answers']]))
                   for sample in answers]
@@ -259,8 +259,8 @@ class ProbeConfidence(Confidence):
         if len({digest for *_, digest in rows}) < 3:
             return set(), []
         if not all((key, prompt) in writer.done for key, *_ in rows):
-            states = reader.states(prompts)
-            reader.require_finite(states, self.label)
+            states = scorer.states(prompts)
+            scorer.require_finite(states, self.label)
             states = dict(itertools.chain(*parallel.gather([*zip(keys, states)])))
             every, _, shares, digests = zip(*rows)
             p_ik = dict(zip(every, cross_validated(np.array([states[key] for key in every]),
@@ -285,8 +285,8 @@ class StatedConfidence(Confidence):
     def max_tokens(self, cfg):
         return self.longest
 
-    def collect(self, reader, writer):
-        return write_answers(self, reader, writer, 0, self.stop)
+    def collect(self, scorer, writer):
+        return write_answers(self, scorer, writer, 0, self.stop)
 
     def answer_sample(self, question, greedy, answers, cfg):
         lead = question.lead if cfg.chat == 'none' else ''
