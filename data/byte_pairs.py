@@ -31,7 +31,8 @@ def library_errors(path):
     """
     try:
         yield
-    except BaseException as error:  # for a regular expression that does not end, PanicException
+    except BaseException as error:
+        # PanicException, of a regular expression that does not end, is no Exception
         if not isinstance(error, Exception) and type(error).__name__ != 'PanicException':
             raise
         raise DataError(f'{path}: the tokenizers library cannot read this file, or encode a text '

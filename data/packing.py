@@ -165,7 +165,7 @@ class PackedRow:
         prompt_at = self.append(tree.prompt, len(tree.prefix))
         shared, shared_at = [*tree.prefix, *tree.prompt], [*self.prefix_at, *prompt_at]
         branches_at = [self.append(tree.continuations[k][:-1], len(shared)) for k, *_ in branches]
-        for at in (self.prefix_at, prompt_at):  # all tokens since then see these
+        for at in (self.prefix_at, prompt_at):  # all tokens after them see these
             self.ends[at.start:at.stop] = [len(self.tokens)] * len(at)
         for branch, branch_at in zip(branches, branches_at, strict=True):
             row_at = [*shared_at, *branch_at]

@@ -36,7 +36,7 @@ class Question:
     content_free: list = field(default_factory=list)    # its Prompts for contextual calibration
     split: str = 'test'         # 'validation': to fit a temperature on; others: data/judges.py
     prompts: list = field(default_factory=list)     # Prompts that are asked instead of this one
-    published: dict | None = None       # and the sample of this one
+    published: dict | None = None       # the sample of this question without `prompts`
     first: int | None = None            # of a judge: index of the answer that the file lists first
 
     @property

@@ -73,7 +73,7 @@ class Task:
     """A loaded task. The class variables say how its kind differs; see the methods for the rest."""
     label: str              # its name in results, see `task_label`
     source: str             # see `task_source`
-    items: list             # and the others: the fields of questions.Loaded
+    items: list             # this and the next fields are those of questions.Loaded
     shots: dict
     bad_rows: list[str]
     total: int

@@ -11,7 +11,7 @@ import metrics
 import stats
 from results.samples import of_split
 
-TIE = 2     # of a pair: neither answer is better; a judge that changes its mind says so
+TIE = 2     # neither answer is better, or the judge's choice changes with the order
 
 
 def verdicts(samples):

@@ -44,7 +44,7 @@ def item(task, doc, results, length):
     if type(answer) is not int or not 0 <= answer < len(choices):
         raise ValueError(f'{task.config.task}: calibration needs one right choice, from 0 to '
                          f'{len(choices) - 1}, not {answer!r}, in {doc!r:.200}')
-    # with acc_mutual_info, the results without the question follow behind
+    # with acc_mutual_info, results without the question come after those with it
     return answer, [log_prob / max(1, length(text))
                     for (log_prob, _), text in zip(results, choices, strict=False)]
 

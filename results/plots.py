@@ -180,7 +180,7 @@ def draw_loss(out_dir):
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
         style = {'linewidth': 1, 'markersize': 4}
         marker = '.' if len(log) < 50 else None     # a line of one step would not be seen
-        with_rewards = any('reward' in r for r in log)      # then the loss says nothing
+        with_rewards = any('reward' in r for r in log)      # whose loss says little
         lines = ([('reward', 'reward', marker), ('val_reward', 'reward, held out', 'o')]
                  if with_rewards else
                  [('loss', 'loss', marker), ('nll', 'NLL', marker),

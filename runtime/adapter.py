@@ -102,7 +102,7 @@ def changes(folder: Path, model) -> dict[str, LowRank]:
     """
     if not folder.exists():
         return {}
-    folder, matrices, low_rank = folder.resolve(), {}, {}       # the link of a model folder
+    folder, matrices, low_rank = folder.resolve(), {}, {}       # of a model folder it is a link
     settings, file, shapes = read_settings(folder), weights_file(folder), shapes_on_disk(model)
     for key, tensor in read_tensors(file).items():
         if BUFFERS.fullmatch(key.removeprefix(PREFIX)):
