@@ -299,15 +299,37 @@ class GuessConfidence(StatedConfidence):
     ask = staticmethod(lambda question, sample: written_answers.verbalized_1s(question))
 
 
-class EarlyConfidence(StatedConfidence):
+class AfterSteps(StatedConfidence):
+    """What the model says if it must answer after a share of the steps of its greedy answer."""
+
+    @property
+    def same_answers(self):     # after few steps, several shares of them are equal
+        label = self.label.rpartition('_')[0]
+        return [f'{label}_{percent}' for percent in confidence.PERCENTAGES]
+
+    def steps(self, question):
+        """Return these steps and ANSWER_NOW; raises DataError where the thoughts do not end."""
+        greedy = self.answers[self.sample_key(question)[1:]]['greedy']
+        begin = begin_of(greedy['answer'], greedy['text'], self.parent.rule)
+        text = answer_now(greedy['text'], begin, int(self.label.rpartition('_')[2]))
+        if not text:
+            raise DataError(f'{question.place}: the thoughts do not end')
+        return text
+
+    def continued(self, question, prompt, text, tokenizer, cfg):
+        """Return `prompt`, as of `encode`, with `text`, which begins the answer, at its end."""
+        ids, ends, n_shots = prompt
+        ids = ids + tokenizer.encode(text, start=False)
+        if len(ids) + self.longest > cfg.max_length:
+            raise DataError(f'{question.place}: the thoughts leave no room for an answer')
+        return ids, ends, n_shots
+
+
+class EarlyConfidence(AfterSteps):
     """The probability of the answer that the model gives if it must after a share of its steps."""
     left_out = 'no thoughts end in an answer'
     longest = 32
     ask = staticmethod(Confidence.ask)
-
-    @property
-    def same_answers(self):     # after few steps, several shares of them are equal
-        return [f'{self.parent.label}.{name}' for name in confidence.EARLY]
 
     @property
     def rule(self):
@@ -320,15 +342,9 @@ class EarlyConfidence(StatedConfidence):
         return replace(rule, lenient=lenient)
 
     def encode(self, question, tokenizer, cfg):
-        ids, ends, n_shots = self.parent.encode(question, tokenizer, cfg)
-        greedy = self.answers[self.sample_key(question)[1:]]['greedy']
-        percent = int(self.label.rpartition('_')[2])
-        begin = begin_of(greedy['answer'], greedy['text'], self.parent.rule)
-        text = answer_now(greedy['text'], begin, percent) or ''
-        ids = ids + tokenizer.encode(text if cfg.chat == 'none' else text.lstrip(), start=False)
-        if not text or len(ids) + self.longest > cfg.max_length:
-            raise DataError(f'{question.place}: the thoughts do not end, or leave no room')
-        return ids, ends, n_shots
+        text = self.steps(question)
+        return self.continued(question, self.parent.encode(question, tokenizer, cfg),
+                              text if cfg.chat == 'none' else text.lstrip(), tokenizer, cfg)
 
     def greedy_fields(self, answer, tokenizer):
         return span(answer, self.rule, tokenizer)
@@ -339,6 +355,24 @@ class EarlyConfidence(StatedConfidence):
         if value is None:
             return {'confidence': None, 'greedy': answer}
         return confidence.judged(question, value, answer) | {'greedy': answer}
+
+
+class EarlyStated(AfterSteps):
+    """A guess with its probability, stated in words after a share of the steps."""
+    left_out = 'no answer after a part of the thoughts states a probability from 0 to 1'
+    longest, stop = GuessConfidence.longest, GuessConfidence.stop
+    ask = staticmethod(GuessConfidence.ask)
+
+    def encode(self, question, tokenizer, cfg):
+        thoughts = self.steps(question).removesuffix(ANSWER_NOW).strip()
+        lead = f'{thoughts}\n\n{question.lead}'.lstrip()
+        if cfg.chat == 'none':
+            return super().encode(replace(question, lead=lead), tokenizer, cfg)
+        prompt = super().encode(question, tokenizer, cfg)
+        return self.continued(question, prompt, lead, tokenizer, cfg)
+
+    def answer_sample(self, question, greedy, answers, cfg):
+        return stated_sample(question, self.parent.rule, greedy, question.lead)
 
 
 def stated_sample(question, rule, greedy, lead):
@@ -360,4 +394,5 @@ def stated_sample(question, rule, greedy, lead):
 KINDS = {'p_true': PTrueConfidence, 'p_true_samples': PTrueAmongSamples,
          'dinco': DistractorConfidence, 'p_ik': ProbeConfidence,
          'verbalized_1s': GuessConfidence, 'verbalized_2s': StatedConfidence,
-         **dict.fromkeys(confidence.EARLY, EarlyConfidence)}
+         **dict.fromkeys(confidence.EARLY, EarlyConfidence),
+         **dict.fromkeys(confidence.EARLY_STATED, EarlyStated)}

@@ -106,7 +106,7 @@ class Confidence(NamedTuple):
     """A row of the table."""
     title: str
     function: Callable | None = None    # as above; None: the model reads further prompts
-    option: str = ''            # the setting of evaluate.py that asks for it; '': always reported
+    option: str = ''            # the settings of evaluate.py that ask for it; '': always reported
 
 
 GREEDY = Confidence('probability of the greedy answer', greedy_probability)     # the task's own
@@ -130,16 +130,19 @@ CONFIDENCES = {
     'verbalized_1s': Confidence('stated probability of a guess, one stage', option='verbalized'),
     'verbalized_2s': Confidence('stated probability of the greedy answer, two stages',
                                 option='verbalized')}
-# by the percentage of the steps of the greedy answer
+PERCENTAGES = 0, 25, 50, 75, 100        # of the steps of the greedy answer
 EARLY = {f'early_{percent}': Confidence(f'answer after {percent} % of the steps, its probability',
-                                        option='early') for percent in (0, 25, 50, 75, 100)}
-CONFIDENCES |= EARLY
+                                        option='early') for percent in PERCENTAGES}
+EARLY_STATED = {f'early_stated_{percent}': Confidence(
+    f'stated probability of a guess after {percent} % of the steps', option='early verbalized')
+    for percent in PERCENTAGES}
+CONFIDENCES |= EARLY | EARLY_STATED
 
 
 def variants(cfg):
     """Return the names of CONFIDENCES that an evaluation with these settings reports."""
     return [name for name, row in CONFIDENCES.items()
-            if not row.option or getattr(cfg, row.option)]
+            if all(getattr(cfg, key) for key in row.option.split())]
 
 
 def classes(answers):

@@ -227,6 +227,27 @@ def test_early_answers_are_the_greedy_ones_of_transformers_after_the_steps(asked
             assert row['correct'] == greedy['correct'] and row['predicted'] == greedy['span']
 
 
+@pytest.mark.parametrize('chat', ['none', 'tulu'])
+def test_a_guess_and_its_probability_are_stated_after_the_steps(tmp_path, chat):
+    sentencepiece_folder(tmp_path / 'model', 'mistral')
+    tokenizer = load_tokenizer(tmp_path / 'model')
+    rows = write_rows(tmp_path / 'q.jsonl', [{'question': 'Who?', 'answers': ['Ann']}])
+    loaded = load_written(f'qa:{rows}', asking(shots=0))
+    cfg = asking(chat=chat, add_bos=False, max_length=4096)
+    said = {'text': ' One. Two. So Ann.', 'answer': 'Ann', 'correct': True}
+    written = written_tasks.WrittenTask('qa', 'qa', *loaded)
+    scored = {('test', '', loaded.items[0].id): {'greedy': said, 'answers': [], 'shots': 0}}
+    task = written.variant('early_stated_50', scored, None)
+    text = tokenizer.decode(task.encode(task.items[0], tokenizer, cfg)[0])
+    assert text.endswith('question is: Who?\n\nOne.\n\nGuess:' if chat == 'none' else
+                         'question is: Who?\n<|assistant|>\nOne.\n\nGuess:')
+    sample = task.answer_sample(task.items[0], {'text': ' Ann\nProbability: 80%'}, None, cfg)
+    assert sample['correct'] and sample['confidence'] == 0.8 and sample['predicted'] == 'Ann'
+    assert {f'early_stated_{percent}' for percent in (0, 25, 50, 75, 100)} == {
+        *confidence.variants(asking(early=True, verbalized=True))} - {
+        *confidence.variants(asking(early=True)), *confidence.variants(asking(verbalized=True))}
+
+
 def test_equal_early_answers_are_written_once(asked, tmp_path, monkeypatch):
     written, generated = answer_samples.generate, []
 
