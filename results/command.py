@@ -10,6 +10,7 @@ In a clone it is `python -m results.command`.
 import math
 import platform
 import sys
+from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ import stats
 from results import compare, prediction_files, report
 from results.compare import FileConfig, read_sources
 from results.evaluation import write_results
+from results.prediction_files import ReportInput
 from results.runs import find_prediction_files, named_errors, predicted_run
 from results.samples import DIAGRAM, GRID, OUTPUTS
 from runtime import cli
@@ -68,17 +70,17 @@ def print_metrics(argv):
     cfg, sources = read_sources(FileConfig, argv, METRICS_USAGE)
     if not sources:
         raise ConfigError('metrics: name a file of predictions; --help lists the forms of a file')
-    tasks = {}      # {(file or call of lm_eval, task): its samples}
+    tasks = defaultdict(ReportInput)        # by (file or call of lm_eval, task)
     for path in dict.fromkeys(sources):
         with named_errors(path):
             date = prediction_files.harness_task(path)[2]
             source = f'{path.parent}, {date}' if date else str(path)
             for sample, _ in prediction_files.read_predictions(path, cfg):
-                tasks.setdefault((source, sample['task']), []).append(sample)
+                tasks[source, sample['task']].append(sample)
     several = len({source for source, _ in tasks}) > 1
-    for (source, task), rows in tasks.items():
+    for (source, task), numbers in tasks.items():
         title = ': '.join(filter(None, (several and source, task)))
-        probs, labels, n_options, scores = prediction_files.report_arrays(rows)
+        probs, labels, n_options, scores = numbers.arrays()
         measured = metrics.report(probs, labels, n_options, scores=scores)
         calibrated = stats.consistency_test(*metrics.top_label(probs, labels), n_resamples=100)
         note = ('a calibrated model with these confidences has an ECE of {expected:.4f} on '

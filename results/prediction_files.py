@@ -9,8 +9,11 @@ import csv
 import gzip
 import hashlib
 import io
+import itertools
 import json
+import math
 import re
+from array import array
 from collections import Counter
 from pathlib import Path
 
@@ -35,18 +38,13 @@ def read_predictions(path, cfg):
     of the question. Rows that state no probability are counted. Raises OSError, and ValueError that
     begins with the number of the line.
     """
-    (group, subtask, _), rows = harness_task(path), [*read_rows(path)]
-    first_kinds, logged, unstated = {}, {}, []
-    ours = [row for _, row in rows if isinstance(row, dict) and isinstance(
-        row.get('text', ''), str) and all(isinstance(row.get(key), str) for key in (
-            'task', 'split', 'language', 'id', 'prompt'))]      # samples of evaluate.py
-    replaced = {id(row) for row in ours} - {id(row) for row in latest_samples(ours)}
-    for position, (number, row) in enumerate(rows, 1):
+    (group, subtask, _), first_kinds, logged, unstated = harness_task(path), {}, {}, []
+    for position, number, row in _counting_rows(path):
         samples = []
         try:
             if not isinstance(row, dict):
                 raise ValueError(f'not a JSON object: {str(row)[:40]}')
-            if (row.get('split') or 'test') != 'test' or id(row) in replaced:
+            if (row.get('split') or 'test') != 'test':
                 continue
             if 'filtered_resps' in row:     # of lm_eval, whose files do not count tokens
                 converted = harness_sample(row, cfg.norm)
@@ -81,6 +79,28 @@ def read_predictions(path, cfg):
         raise ValueError(f' {left_out or "no row to score"}')
     if unstated:
         print(f'{left_out}; they are left out')
+
+
+def _counting_rows(path):
+    """Yield (position from 1, number, row) of a file without samples that a later one replaces.
+
+    Only rows from the first sample of evaluate.py on are held in memory.
+    """
+    rows = ((i, number, row) for i, (number, row) in enumerate(read_rows(path), 1))
+    for item in rows:
+        if not _is_ours(item[-1]):
+            yield item
+            continue
+        held = [item, *rows]
+        ours = [row for *_, row in held if _is_ours(row)]
+        replaced = {*map(id, ours)} - {*map(id, latest_samples(ours))}
+        yield from (item for item in held if id(item[-1]) not in replaced)
+
+
+def _is_ours(row):
+    """Return whether a row is a sample of evaluate.py."""
+    return isinstance(row, dict) and isinstance(row.get('text', ''), str) and all(
+        isinstance(row.get(key), str) for key in ('task', 'split', 'language', 'id', 'prompt'))
 
 
 def _sample(row, position, subtask):
@@ -139,22 +159,22 @@ def _csv_rows(path):
     """Yield (line, row) of a table with commas, tabs, or semicolons, where 0,9 is a number."""
     csv.field_size_limit(2 ** 31 - 1)
     try:
-        with _open(path) as file:
-            text = file.read().decode('utf-8-sig')
+        with _open(path) as binary, io.TextIOWrapper(binary, 'utf-8-sig', newline='') as file:
+            header = file.readline()
+            separator = max(',;\t', key=header.count)
+            reader = csv.DictReader(itertools.chain([header], file), delimiter=separator)
+            for row in reader:
+                if None in row:
+                    n = len(reader.fieldnames)
+                    raise ValueError(f'{n + len(row[None])} cells; the header names {n}')
+                if separator == ';':
+                    row = {key: re.sub(r'^(-?\d+),(\d+)$', r'\1.\2', text or '')
+                           for key, text in row.items()}
+                yield reader.line_num, {key: _cell(text) if text else None
+                                        for key, text in row.items()}
     except UnicodeDecodeError as error:
         raise ValueError(f' not UTF-8: {error.reason} at byte 0x{error.object[error.start]:02x}; '
                          f'save it as UTF-8') from None
-    separator = max(',;\t', key=re.match(r'[^\r\n]*', text)[0].count)
-    reader = csv.DictReader(io.StringIO(text, newline=''), delimiter=separator)
-    try:
-        for row in reader:
-            if None in row:
-                n = len(reader.fieldnames)
-                raise ValueError(f'{n + len(row[None])} cells; the header names {n}')
-            if separator == ';':
-                row = {key: re.sub(r'^(-?\d+),(\d+)$', r'\1.\2', text or '')
-                       for key, text in row.items()}
-            yield reader.line_num, {key: _cell(text) if text else None for key, text in row.items()}
     except (ValueError, csv.Error) as error:
         raise ValueError(f'{reader.line_num}: {error}') from None
 
@@ -172,14 +192,15 @@ def _cell(text):
 def _parquet_rows(path):
     """Yield (' row 1', row) and so on of a parquet file."""
     try:
-        from pyarrow import ArrowException, parquet
+        from pyarrow import ArrowException, dataset
     except ImportError:
         raise ValueError(' parquet needs pyarrow: pip install pyarrow') from None
     try:
-        rows = parquet.read_table(path).to_pylist()
+        batches = dataset.dataset(path, format='parquet').to_batches(batch_size=10_000)
+        rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+        yield from ((f' row {i}', row) for i, row in enumerate(rows, 1))
     except ArrowException as error:
         raise ValueError(f' {error}') from None
-    yield from ((f' row {i}', row) for i, row in enumerate(rows, 1))
 
 
 def _joined(row):
@@ -416,15 +437,35 @@ def _numbers(key, values):
     return np.array(values, dtype=np.float64)
 
 
-def report_arrays(samples):
-    """Return probs, labels, n_options and scores, those of metrics.report, of a task's samples."""
-    if 'log_probs' not in samples[0]:
-        return [s['confidence'] for s in samples], [s['correct'] for s in samples], None, None
-    n_options = np.array([len(s['log_probs']) for s in samples])
-    probs = np.zeros((len(samples), n_options.max()))
-    scores = np.full(probs.shape, -np.inf)
-    for i, s in enumerate(samples):
-        scores[i, :n_options[i]] = s['log_probs']
-        probs[i, :n_options[i]] = s['probs'] if 'probs' in s else metrics.softmax(s['log_probs'])
-    has_scores = any('probs' not in s for s in samples)
-    return probs, [s['answer'] for s in samples], n_options, scores if has_scores else None
+class ReportInput:
+    """The numbers of a task's samples that metrics.report reads, in 8 bytes each."""
+
+    def __init__(self):
+        self.probs, self.scores = array('d'), array('d')
+        self.labels, self.n_options = array('q'), array('q')
+
+    def append(self, sample):
+        """Add a sample of `read_predictions`."""
+        if 'log_probs' not in sample:
+            self.probs.append(sample['confidence'])
+            self.labels.append(sample['correct'])
+            return
+        scores = sample['log_probs']
+        self.scores.extend(scores)
+        self.probs.extend(sample.get('probs', [math.nan] * len(scores)))
+        self.labels.append(sample['answer'])
+        self.n_options.append(len(scores))
+
+    def arrays(self):
+        """Return probs, labels, n_options and scores, the arguments of metrics.report."""
+        labels, n_options = np.array(self.labels), np.array(self.n_options)
+        if not len(n_options):
+            return np.array(self.probs), labels, None, None
+        is_option = np.arange(n_options.max()) < n_options[:, None]
+        probs, scores = np.zeros(is_option.shape), np.full(is_option.shape, -np.inf)
+        probs[is_option], scores[is_option] = self.probs, self.scores
+        unstated = np.isnan(probs[:, 0])
+        if not unstated.any():
+            return probs, labels, n_options, None
+        probs[unstated] = metrics.softmax(scores[unstated])
+        return probs, labels, n_options, scores
