@@ -28,7 +28,8 @@ from runtime.errors import ConfigError, DataError
 TASKS = *BENCHMARKS, *WRITTEN_TASKS, 'p_ik', 'judge', *INSTRUCTIONS
 # {setting: name of the variant}
 VARIANTS = {'permute': 'permuted', 'p_true': 'p_true', 'contextual': 'contextual'}
-BLOCKS = 8      # of questions per process; each block repeats the shots once
+BLOCKS = 8          # at most, of questions of a language per process; each repeats the shots once
+BLOCK_LENGTH = 8    # questions, at least, where a process has several blocks
 SHOWN_TOKENS = 100      # before a scored token of a text, in its sample
 
 
@@ -130,21 +131,24 @@ class Task:
             self.sample_key(item) in scored for item in duplicate))
 
     def share(self, rank, n):
-        """Return the Task of process `rank` of n: every n-th block of each language's questions.
+        """Return the Task of process `rank` of n: blocks of questions are dealt out in turn.
 
-        A block has consecutive questions, which share their shots, and about as many characters as
-        any other.
+        A block has consecutive questions of a language, which share their shots, and about as many
+        characters as any other.
         """
         if n == 1:
             return self
-        items, groups = [], itertools.groupby(self.items, lambda item: (item.split, item.language))
-        for i, (_, group) in enumerate(groups):
+        blocks = []
+        for _, group in itertools.groupby(self.items, lambda item: (item.split, item.language)):
             group = [*group]
+            n_blocks = n * min(BLOCKS, max(1, len(group) // (n * BLOCK_LENGTH)))
             sizes = np.array([1 + len(getattr(item, 'text', '') or item.context)
                               for item in group])
             ends = np.cumsum(sizes)
-            blocks = (n * BLOCKS * (ends - sizes / 2) / ends[-1]).astype(int)
-            items += [item for item, block in zip(group, blocks) if (block + i) % n == rank]
+            numbers = (n_blocks * (ends - sizes / 2) / ends[-1]).astype(int)
+            starts = [0, *np.flatnonzero(np.diff(numbers)) + 1, len(group)]
+            blocks += [group[a:b] for a, b in itertools.pairwise(starts)]
+        items = [item for block in blocks[rank::n] for item in block]
         share = replace(self, items=items, bad_rows=[])
         share.total = len(share.tested)
         if rank == 0:       # has what is counted once
