@@ -16,7 +16,7 @@ import zlib
 from pathlib import Path
 
 from runtime.errors import CheckpointError, ConfigError, DataError, escape_controls
-from runtime.hub import download
+from runtime.hub import download, is_hub_name
 from runtime.ownership import note_inputs, temporary
 
 
@@ -36,7 +36,7 @@ def fetch(source, patterns, revision=None):
         note_inputs(path)
         return [path]
     if not path.is_dir():
-        if source.startswith(('/', '.', '~')) or source.count('/') != 1:
+        if not is_hub_name(source):
             raise DataError(f'no file or folder at {source}, and it is not a hub dataset name')
         path = download(source, patterns, revision, repo_type='dataset')
         for archive in path.glob('*.zip'):

@@ -13,6 +13,7 @@ from results.tables import markdown, measure_cell
 from runtime import ownership
 from runtime.config import run_folder, run_settings
 from runtime.errors import escape_controls
+from runtime.hub import is_hub_name
 
 NAME = 'README.md'
 END = '<!-- nanoCal wrote this card, {}. An edited card is not replaced. -->\n'
@@ -69,9 +70,11 @@ def card(folder, adapters=False):
     if folder != run:
         name, epoch = f'{name}-{folder.name}', f', after epoch {folder.name.removeprefix("epoch-")}'
     start = 'Random weights in the shape of ' if settings.get('from_scratch') else ''
+    model, data = (_code(settings.get(key), whole=_hub_name(settings, key) is not None)
+                   for key in ('model', 'data'))
     parts = [f'---\n{_metadata(settings, name, after, adapters).to_yaml()}\n---\n', f'# {name}\n',
-             f'{"LoRA adapters of " * adapters}{start}{_code(settings.get("model"))}, trained with '
-             f'nanoCal on {_code(settings.get("data"))}{epoch}.\n']
+             f'{"LoRA adapters of " * adapters}{start}{model}, trained with nanoCal on '
+             f'{data}{epoch}.\n']
 
     rows = [[task, when, str(x[task]['pooled']['n']),
              *(measure_cell(x[task]['pooled'], key, True) for key in COLUMNS)]
@@ -101,11 +104,11 @@ def card(folder, adapters=False):
 
 def _metadata(settings, name, tasks, adapters):
     from huggingface_hub import EvalResult, ModelCardData
-    model, data = (str(settings.get(key)) for key in ('model', 'data'))
+    model, data = (_hub_name(settings, key) for key in ('model', 'data'))
     kind = 'text-classification' if settings.get('method') == 'reward' else 'text-generation'
     return ModelCardData(
-        base_model=model if _is_hub_name(model) and not settings.get('from_scratch') else None,
-        datasets=[data] if _is_hub_name(data) else None, tags=['nanocal'], model_name=name,
+        base_model=None if settings.get('from_scratch') else model,
+        datasets=[data] if data else None, tags=['nanocal'], model_name=name,
         library_name='peft' if adapters else 'transformers', pipeline_tag=kind,
         eval_results=[EvalResult(task_type=kind, dataset_type=task, dataset_name=task,
                                  metric_type=key, metric_name=COLUMNS[key],
@@ -113,12 +116,13 @@ def _metadata(settings, name, tasks, adapters):
                       for task, x in tasks.items() for key in ('accuracy', 'ece')] or None)
 
 
-def _is_hub_name(text):
-    return text.count('/') == 1 and not text.startswith(('/', '.', '~')) and not Path(text).exists()
+def _hub_name(settings, key):
+    """Return the hub name in a setting of a run, None for a path; open_log makes these absolute."""
+    name = str(settings.get(key))
+    return name if is_hub_name(name) and not Path(name).exists() else None
 
 
-def _code(value):
-    """Return a setting as code; of a local path the last name, since the rest is private."""
-    text = str(value)
-    text = text if _is_hub_name(text) else text.rstrip('/').rpartition('/')[2]
+def _code(value, whole=False):
+    """Return a setting as code; unless `whole`, the last name of a path, whose rest is private."""
+    text = str(value) if whole else str(value).rstrip('/').rpartition('/')[2]
     return f'`{escape_controls(text)}`'.replace('|', r'\|')

@@ -15,7 +15,7 @@ from runtime import adapter
 from runtime.config_json import config_to_hf, read_config
 from runtime.digests import file_digest, json_digest
 from runtime.errors import CheckpointError
-from runtime.hub import download
+from runtime.hub import download, is_hub_name
 from runtime.json_rules import read_json_object
 from runtime.ownership import note_inputs, put_back
 from runtime.parallel import load_full, rank
@@ -89,7 +89,7 @@ def _own_folder(name, revision, weights):
                                   f'{name} is a folder; set one of them')
     elif os.path.isfile(folder):
         raise CheckpointError(f'{name} is a file; a model is the folder that holds its config.json')
-    elif name.startswith(('/', '.', '~')) or name.count('/') != 1:
+    elif not is_hub_name(name):
         raise CheckpointError(f'no model folder at {name!r}, and it is not a hub name '
                               f'like google/gemma-2-2b')
     else:

@@ -1,8 +1,14 @@
 """Download models and datasets from the Hugging Face hub; upload a model."""
 
+import re
 from pathlib import Path
 
 from runtime.errors import CheckpointError, DataError
+
+
+def is_hub_name(name: str) -> bool:
+    """Return whether `name` has the form of a hub repository's, such as google/gemma-2-2b."""
+    return re.fullmatch(r'[^/:.~][^/:]*/[^/:]+', name) is not None
 
 
 def download(name: str, patterns, revision: str | None = None, repo_type: str = 'model',

@@ -161,11 +161,17 @@ class StepLog(contextlib.AbstractContextManager):
 
 
 def open_log(cfg, first):
-    """Open log.jsonl, cut to the first `first` steps; write train_config.py beside it."""
+    """Open log.jsonl, cut to the first `first` steps; write train_config.py beside it.
+
+    There a model or data on disk has its full path, which no later reader takes for a hub name.
+    """
     out_dir = Path(cfg.out_dir)
     path, records, damaged = out_dir / 'log.jsonl', [], False
     ownership.claim(out_dir, 'train_config.py', path.name)
-    ownership.write_text(out_dir / 'train_config.py', dump_config(replace(cfg, resume=False)))
+    sources = {key: os.path.expanduser(getattr(cfg, key)) for key in ('model', 'data')}
+    on_disk = {key: os.path.abspath(x) for key, x in sources.items() if os.path.exists(x)}
+    ownership.write_text(out_dir / 'train_config.py',
+                         dump_config(replace(cfg, resume=False, **on_disk)))
     lines = (path.read_text(encoding='utf-8', errors='replace').splitlines(keepends=True)
              if first and path.exists() else [])
     for number, line in enumerate(lines, 1):

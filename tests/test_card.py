@@ -8,8 +8,9 @@ import yaml
 from common import write_run
 
 from results import card, report, samples
-from runtime import hub, ownership
+from runtime import hub, log, ownership
 from runtime.errors import CheckpointError
+from train import TrainConfig
 
 
 def reported(folder, sharpness):
@@ -85,6 +86,22 @@ def test_epochs_and_adapters_have_cards_that_the_hub_reads_and_that_the_run_owns
     card.disown_edited(run)
     ownership.discard(run, '*')
     assert [(run / name).exists() for name in names] == [False, False, False, True]
+
+
+def test_a_path_is_no_hub_name_also_if_nothing_is_there_any_more(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    reported(tmp_path / 'run', 3.0)
+    (tmp_path / 'run' / 'train_config.py').unlink()
+    (tmp_path / 'out' / 'base').mkdir(parents=True)
+    cfg = TrainConfig(model='out/base', data='allenai/tulu', out_dir='run')
+    log.open_log(cfg, 0).close()
+    (tmp_path / 'out' / 'base').rmdir()
+    card.write(tmp_path / 'run')
+    text = (tmp_path / 'run' / card.NAME).read_text()
+    assert 'base_model' not in text and '`base`, trained with nanoCal on `allenai/tulu`' in text
+    assert hub.is_hub_name('google/gemma-3-270m')
+    for path in ('/a/b', './a', '../a', '~/a', 'a/b/c', 'mmlu:a/b', 'a', 'a/'):
+        assert not hub.is_hub_name(path)
 
 
 def test_what_is_sent_to_the_hub(tmp_path, monkeypatch):
