@@ -185,12 +185,14 @@ def compare_task(task, runs, samples, keys, cfg):
                for name, by_language in zip(answers, groups, strict=True)}
     shared = {(a, b): {*answers[a].keys} & {*answers[b].keys}
               for a, b in itertools.combinations(answers, 2)}
-    unpaired = [[f'{b} - {a}', 'questions', str(len(both)), *[''] * 5]
-                for (a, b), both in shared.items() if len(both) < 2]
     pairs = {pair: both for pair, both in shared.items() if len(both) > 1}
+    remarks += [f'{task}: {a} and {b} have {len(both) or "no"} question in common, and a difference '
+                f'needs two; evaluate both on the same questions, with the same --limit and '
+                f'--seed, or give rows of files the same id and question'
+                for (a, b), both in shared.items() if question_keys and len(both) < 2]
     differences = [['difference', 'over', 'questions', 'metric', 'mean', '95 % interval', 'p',
                     'p (Holm)'], *over_questions(pairs, answers, keys, cfg),
-                   *over_languages(shared, reports, keys), *unpaired]
+                   *over_languages(shared, reports, keys)]
     changes, q = changed_answers(pairs, answers)
     fewest = min(by_language['pooled']['n'] for by_language in reports.values())
     n_unit = unit(next(iter(answers.values())).result)
@@ -199,7 +201,8 @@ def compare_task(task, runs, samples, keys, cfg):
     remarks += [f'{TITLES[key]} has no interval below {MEASURES[key].interval_from:,} {n_unit}'
                 for key in keys if fewest < MEASURES[key].interval_from < math.inf]
     table, with_intervals, lines = question_table(task, answers, reports, keys)
-    more, remarks = [('', differences), ('', changes)], [*remarks, *q]
+    more = [('', cells) for cells in (differences, changes) if len(cells) > 1]
+    remarks += q
     return (Section(title, table, ['(* the best)', *remarks], more),
             Section(title, with_intervals, remarks, more), lines, answers)
 
