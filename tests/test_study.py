@@ -19,6 +19,7 @@ from common import HERE, llama_config, write_run
 import metrics
 import model as models
 import scaling
+import stats
 from align import AlignConfig, check_align_config
 from data import world
 from data.written_answers import WRITTEN_TASKS
@@ -27,10 +28,9 @@ from results.report import predictions
 from results.runs import read_run, read_run_samples
 from results.samples import read_samples
 from research.study import (
-    alignment, alignment_tables, claims, closed_form, common, effects, entropy_range, figures,
-    loss_tables, metrics_agree, readings, runs, side_by_side)
+    adaptive_temperature, alignment, alignment_tables, claims, closed_form, common, coverage, effects, entropy_range, figures,
+    loss_tables, metrics_agree, readings, runs, selective, side_by_side)
 from research.study.world import StudySpec, make_world
-from stats import student_t
 from train import check_config, training_loss
 
 STUDY = HERE / 'research' / 'study'
@@ -160,7 +160,7 @@ def test_the_interval_of_a_ratio_ends_where_a_t_test_does():
     low, high = loss_tables.ratio_interval(x, y)
     assert low < x.mean() / y.mean() < high
     for end in (low, high):
-        assert student_t(x - end * y)[2] == pytest.approx(0.05, abs=1e-6)
+        assert stats.student_t(x - end * y)[2] == pytest.approx(0.05, abs=1e-6)
     assert loss_tables.ratio_interval(x, y - y.mean()) is None
 
 
@@ -528,6 +528,71 @@ def test_the_agreement_of_metrics_follows_from_the_committed_numbers():
         for run, ece in eces.items():
             if run in values[task]:
                 assert ece[10] == pytest.approx(values[task][run]['ece'], abs=2e-5)
+
+
+# Abstention, intervals, a temperature per token
+
+def test_a_normalized_score_has_the_p_of_least_aurc_on_validation_questions(tmp_path):
+    folder, lines = tmp_path / 'seed-1' / 'x', []
+    for task, held_out in (('arc_easy', 30), ('arc_challenge', 0)):
+        write_run(folder, task=task, n=50, held_out=held_out, sharpness=2.0)
+        lines.append((folder / 'samples.jsonl').read_text())
+    (folder / 'samples.jsonl').write_text(''.join(lines))
+    samples = read_samples(folder / 'samples.jsonl')
+
+    def literal(task, split, p):
+        """Return the mean risk over coverages, and that of the surer half."""
+        rows = [s for s in samples if (s['task'], s['split']) == (task, split)]
+        z = np.array([s['log_probs'] for s in rows])
+        wrong = z.argmax(1) != [s['answer'] for s in rows]
+        z -= z.mean(1, keepdims=True)
+        order = np.argsort(-z.max(1) / (np.abs(z) ** p).sum(1) ** (1 / p))
+        risks = wrong[order].cumsum() / np.arange(1, len(rows) + 1)
+        return risks.mean(), risks[len(rows) // 2 - 1]
+
+    p = min(selective.POWERS, key=lambda p: literal('arc_easy', 'validation', p)[0])
+    found = [line for line in selective.read_lines(tmp_path) if line['confidence'] == 'normalized']
+    assert [line['task'] for line in found] == ['arc_easy', 'arc_challenge']
+    for line in found:
+        assert (line['run'], line['seed'], line['p']) == ('x', '1', p)
+        assert [float(line[key]) for key in ('aurc', 'risk')] == pytest.approx(
+            literal(line['task'], 'test', p), rel=1e-5)
+
+
+@pytest.mark.parametrize('kind, error, x', coverage.MODELS[:5])
+def test_the_models_behind_the_coverage_have_the_error_that_they_state(kind, error, x):
+    """Too confident everywhere, so the ECE is the mean confidence minus that of the truth."""
+    (probs, labels), = coverage.draw(50_000, 1, (kind, x))
+    truth = metrics.softmax(np.log(probs) / x)
+    assert probs.max(1).mean() - truth.max(1).mean() == pytest.approx(error, abs=2e-3)
+    right = truth[np.arange(50_000), labels]
+    assert right.mean() == pytest.approx((truth ** 2).sum(1).mean(), abs=4e-3)
+
+
+def test_coverage_counts_the_intervals_that_hold_the_truth(monkeypatch):
+    for name, value in (('SIZES', [200]), ('N_SETS', 6), ('N_RESAMPLES', 20), ('MANY', 4000)):
+        monkeypatch.setattr(coverage, name, value)
+    model = 'too confident', 0.06, 1.274
+    true = metrics.ece(*coverage.draw(4000, 2, model[::2])[0])
+    ends = [stats.interval(metrics.ece, *coverage.draw(200, [200, seed], model[::2])[0],
+                           n_resamples=20, seed=seed) for seed in range(6)]
+    (line,) = coverage.coverage(*model)
+    assert line[6] == f'{np.mean([low <= true <= high for low, high in ends]):.2f}'
+
+
+@pytest.mark.slow
+def test_one_temperature_by_gradients_is_that_of_the_scaling_and_each_token_can_have_its_own():
+    torch.manual_seed(0)
+    h, head = torch.randn(400, 8), torch.randn(12, 8)
+    h[:, 0] = (torch.arange(400) % 2) * 2 - 1.0      # says which half is three times too sure
+    z = h @ head.T / (2 + h[:, :1])
+    y = torch.distributions.Categorical(logits=z).sample()
+    v, b = adaptive_temperature.fit(h, head, y, None, (1,))
+    assert not v.any() and b.exp().item() == pytest.approx(
+        scaling.fit_temperature((h @ head.T).numpy(), y.numpy()), rel=1e-3)
+    w = adaptive_temperature.fit(h, head, y, None, (0, 1))
+    t = (h / adaptive_temperature.divided(h, w)).detach()[:, 0]
+    assert t[1::2].median() > 2 * t[::2].median()
 
 
 # Generated worlds

@@ -27,6 +27,24 @@ from runtime.trained import load_model
 from scoring import score, token_states
 
 
+def divided(h, w):
+    """Return h / T for T = exp(h v / sqrt(D) + b); h: [N, D], w: (v [D], b [1]), float32."""
+    v, b = w
+    return h * torch.exp(-(h.float() @ v / h.shape[1] ** 0.5 + b)).to(h)[:, None]
+
+
+def fit(h, head, y, softcap, trained):
+    """Return (v, b) after 200 steps of Adam on the NLL of y; trained: the indices of those that
+    are trained, the others are 0."""
+    w = [torch.zeros(n, device=head.device) for n in (h.shape[1], 1)]
+    optimizer = torch.optim.Adam([w[i].requires_grad_() for i in trained] or w, lr=0.02)
+    for _ in range(200 * bool(trained)):
+        optimizer.zero_grad()
+        fused_loss(divided(h, w), head, y, cross_entropy(), softcap=softcap)[0].backward()
+        optimizer.step()
+    return w
+
+
 def main():
     options = common.options(
         __doc__, model={'required': True, 'help': 'folder of a model'},
@@ -48,16 +66,8 @@ def main():
         halves.append((h, torch.tensor([t for i in part for t in ids[i][1:]])))
     (h, y), (h_test, y_test) = halves
     for name, trained in (('unscaled', ()), ('one temperature', (1,)), ('per token', (0, 1))):
-        w = [torch.zeros(n, device=head.device) for n in (h.shape[1], 1)]
-
-        def scaled(h, w=w):
-            return h * torch.exp(-(h.float() @ w[0] / h.shape[1] ** 0.5 + w[1])).to(h)[:, None]
-        optimizer = torch.optim.Adam([w[i].requires_grad_() for i in trained] or w, lr=0.02)
-        for _ in range(200 * bool(trained)):
-            optimizer.zero_grad()
-            fused_loss(scaled(h), head, y, cross_entropy(), softcap=model.softcap)[0].backward()
-            optimizer.step()
-        s = token_statistics(scaled(h_test).detach(), head, y_test, softcap=model.softcap)
+        w = fit(h, head, y, model.softcap, trained)
+        s = token_statistics(divided(h_test, w).detach(), head, y_test, softcap=model.softcap)
         top = (s.top_logit - s.lse).exp().clamp(max=1).cpu().numpy(), s.top_token.cpu() == y_test
         print(f'{name}: NLL {s.nll.mean():.4f}  ECE {metrics.ece(*top):.4f}  AUROC '
               f'{metrics.auroc(*top):.4f}  accuracy {metrics.accuracy(*top):.4f}')
