@@ -113,8 +113,11 @@ def test_a_figure_follows_from_its_committed_numbers(figure, tmp_path, monkeypat
     assert {path.name for path in drawn} == {path.name for path in committed.glob('*.png')}
 
 
-def test_the_tables_of_claims_3_and_4_follow_from_the_committed_numbers():
-    assert effects.page() == (STUDY / 'results' / 'effects.md').read_text()
+@pytest.mark.parametrize('page, made', [
+    ('effects.md', effects.page), ('readings/readings.md', lambda: readings.table(read_rows(
+        STUDY / 'results' / 'readings' / 'readings.csv')))])
+def test_a_page_follows_from_the_committed_numbers(page, made):
+    assert made() == (STUDY / 'results' / page).read_text()
 
 
 @pytest.mark.slow
@@ -462,14 +465,6 @@ def entropy_by_hand(folder, row):
     return np.mean(bits)
 
 
-def test_the_table_of_readings_follows_from_the_committed_numbers():
-    folder = STUDY / 'results' / 'readings'
-    rows = read_rows(folder / 'readings.csv')
-    assert readings.table(rows) == (folder / 'readings.md').read_text()
-    keys = [tuple(row[key] for key in ('reading', 'shots', 'model')) for row in rows]
-    assert {keys.count(key) for key in keys} == {3} and len(set(keys)) == 20
-
-
 def literal_tau(x, y):
     """tau-b, pair by pair."""
     pairs = [(np.sign(x[i] - x[j]), np.sign(y[i] - y[j]))
@@ -494,17 +489,6 @@ def test_kendall_is_tau_b_of_the_runs_that_have_both():
         assert metrics_agree.kendall(x, y, 10)[0] == pytest.approx(
             literal_tau(x[5:20], y[5:20]), abs=1e-12)
     assert np.isnan(metrics_agree.kendall(np.ones(4), np.arange(4.0), 10)[:3]).all()
-
-
-def test_bins_of_equal_width_merge_exactly():
-    rng = np.random.default_rng(0)
-    confidence = rng.random(500)
-    correct = rng.random(500) < confidence**2
-    table = metrics.bins(confidence, correct)
-    gaps = np.nan_to_num(table['count'] * (table['accuracy'] - table['confidence']))
-    for n in (1, 2, 5, 10):
-        assert metrics_agree.merged_ece(table['count'], gaps, n) == pytest.approx(
-            metrics.ece(confidence, correct, n), abs=1e-12)
 
 
 def test_the_agreement_of_metrics_follows_from_the_committed_numbers():
