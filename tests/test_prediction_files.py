@@ -3,9 +3,11 @@
 results/lm_eval_metrics.py: our metrics in a task of the installed lm-evaluation-harness.
 """
 
+import contextlib
 import csv
 import gzip
 import importlib.util
+import io
 import itertools
 import json
 import os
@@ -22,7 +24,7 @@ import stats
 from results import command, report, runs
 from results.compare import FileConfig
 from results.prediction_files import harness_sample, harness_task, read_rows
-from runtime import ownership
+from runtime import cli, ownership
 from runtime.errors import ConfigError
 
 HARNESS_FILES = HERE / 'tests' / 'harness_files'
@@ -31,7 +33,14 @@ needs_lm_eval = pytest.mark.skipif(importlib.util.find_spec('lm_eval') is None,
 
 
 def run_metrics(*arguments):
-    return run_scripts(1, 'metrics.py', *arguments)
+    """Do what `python metrics.py` does; return its exit status and what it prints."""
+    printed, code, message = io.StringIO(), 0, ''
+    try:
+        with contextlib.redirect_stdout(printed), cli.one_line_errors():
+            command.print_metrics([*map(str, arguments)])
+    except SystemExit as stop:
+        code, message = 1, f'{stop.code}\n'
+    return subprocess.CompletedProcess(arguments, code, printed.getvalue(), message)
 
 
 def values(done):
@@ -61,9 +70,12 @@ def test_a_report_per_task_of_rows_of_any_form(tmp_path):
     assert values(done)['nll'] == '78.0000'
     packed = tmp_path / 'samples.jsonl.gz'
     packed.write_bytes(gzip.compress(path.read_bytes()))
-    assert run_metrics(packed).stdout == done.stdout
+    script = run_scripts(1, 'metrics.py', packed)
+    assert (script.returncode, script.stdout) == (0, done.stdout)
     packed.write_bytes(packed.read_bytes()[:-9])
-    assert f'error: cannot read {packed}: Compressed file ended' in run_metrics(packed).stderr
+    script = run_scripts(1, 'metrics.py', packed)
+    assert script.returncode == 1 and script.stderr == run_metrics(packed).stderr
+    assert f'error: cannot read {packed}: Compressed file ended' in script.stderr
 
 
 def test_tables_of_any_form_give_the_report_of_the_json_lines(tmp_path):

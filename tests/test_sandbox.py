@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import pytest
@@ -24,7 +25,6 @@ if sys.platform != 'linux':
     pytest.skip('running code needs Linux', allow_module_level=True)
 
 TESTS = 'assert program.add(2, 3) == 5\nassert program.add(-1, 1) == 0'
-WRONG = 'def add(a, b):\n    return 7\n'
 
 
 @pytest.fixture(scope='module')
@@ -43,74 +43,9 @@ def isolation(request):
     return request.param
 
 
-# ---- Programs that harm, {name: (source, what the reason says)} ----------------------------------
+# ---- Programs that harm --------------------------------------------------------------------------
 
-EVERYTHING = '''
-class Everything(kind):
-    def __eq__(self, other): return True
-    def __ne__(self, other): return False
-    def __hash__(self): return 5
-    def __repr__(self): return '5'
-def add(a, b): return Everything(*arguments)
-'''
-
-def to_pipes(data, loop=''):
-    return (f'import os\nfor fd in range(3, 64):\n    try:\n        {loop}os.write(fd, {data})\n'
-            f'    except OSError: pass')
-
-
-HOSTILE = {
-    'fork by another name': (
-        'import ctypes\nlibc = ctypes.CDLL(None)\n'
-        'made = [libc.syscall(n, 17, 0, 0, 0, 0) for n in (56, 57, 58, 220, 435)]\n'
-        'def add(a, b): return a + b if set(made) != {-1} else 7', 'AssertionError'),
-    'threads': ('import threading, time\nwhile True:\n'
-                '    threading.Thread(target=time.sleep, args=(100,)).start()', 'RuntimeError'),
-    'allocates memory': ('x = bytearray(1 << 34)', 'MemoryError'),
-    'hangs in C': ('x = pow(10 ** 8, 10 ** 8)', 'CPU time'),
-    'ignores signals': (
-        'import signal\nfor n in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:\n'
-        '    signal.signal(n, signal.SIG_IGN)\nwhile True: pass', 'CPU time'),
-    'os._exit(0)': ('import os\nos._exit(0)', 'ended with status 0'),
-    'a list equal to everything': (f'kind, arguments = list, ([7],)\n{EVERYTHING}', 'Assertion'),
-    'patches the tester': (
-        'import sys\nmain = sys.modules["__main__"]\nmain.test = lambda *a: (True, "")\n'
-        'main.Program._answer = lambda self: 5\nmain.to_json = lambda x: 5 if x == 7 else x\n'
-        'main.one_line = lambda error: ""\n'
-        'def add(a, b): return 8', 'AssertionError'),
-    'writes a verdict everywhere': (
-        'import json, os\nfor fd in range(64):\n'
-        '    for m in ({"passed": True, "reason": "", "output": "", "token": ""},\n'
-        '              {"error": ""}, {"value": True}, {"value": 5}, "", None, 5):\n'
-        '        try: os.write(fd, json.dumps(m).encode() + b"\\n")\n'
-        '        except OSError: pass\n' + WRONG, ''),
-    'a message without end': (to_pipes('b"x" * (1 << 16)', 'while True: '),
-                              'ValueError: a message of more'),
-    'a message that breaks parsers': (to_pipes('b"[" * (1 << 20) + b"\\n"'),
-                                      'RecursionError|MemoryError|JSONDecodeError|SIG'),
-    'closes its pipes and sleeps': (
-        'import os, time\nos.closerange(3, 64)\ntime.sleep(1000)', 'more than 1 s'),
-    'looks for tests and token': (
-        'import gc, os, re, sys\ntext = repr([sys.argv, dict(os.environ)])\n'
-        'frame = sys._getframe()\nwhile frame:\n'
-        '    text += repr([frame.f_locals, frame.f_globals])\n'
-        '    if hasattr(frame.f_locals.get("stdin"), "peek"):\n'
-        '        text += repr(frame.f_locals["stdin"].peek())\n    frame = frame.f_back\n'
-        'text += repr([x for x in gc.get_objects() if type(x) in (dict, list, tuple)])\n'
-        'text += open(0).read()\n'
-        'found = re.findall("(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])|assert[ ]program", text)\n'
-        'def add(a, b): return a + b if found else 7',
-        'AssertionError'),
-    'reads the memory of its parent': (
-        'import ctypes, os\nlibc = ctypes.CDLL(None)\nparent = os.getppid()\n'
-        'done = [libc.ptrace(16, parent, 0, 0), libc.process_vm_readv(parent, 0, 0, 0, 0, 0)]\n'
-        'def add(a, b): return a + b if done != [-1, -1] else 7', 'AssertionError'),
-    'asks for new rights': (
-        'import ctypes\nlibc = ctypes.CDLL(None)\ndone = [libc.unshare(0x10000000), '
-        'libc.mount(b"x", b"/tmp", b"tmpfs", 0, None), libc.setuid(0) and -1, '
-        'libc.chroot(b"/tmp"), libc.syscall(425, 1, 0)]\n'
-        'def add(a, b): return a + b if set(done) != {-1} else 7', 'AssertionError'),
-}
+HOSTILE = tomllib.loads((HERE / 'tests' / 'hostile_programs.toml').read_text())
 # not where a mistake in the locks would hurt the machine
 ONLY_IN_NAMESPACES = {'threads', 'asks for new rights'}
 LONG = {'hangs in C', 'closes its pipes and sleeps', 'ignores signals'}
@@ -122,11 +57,10 @@ LONG = {'hangs in C', 'closes its pipes and sleeps', 'ignores signals'}
     for isolation in ISOLATIONS for name in HOSTILE
     if isolation == 'namespaces' or name not in ONLY_IN_NAMESPACES], indirect=['isolation'])
 def test_a_hostile_program_does_not_pass(isolation, name):
-    source, reason = HOSTILE[name]
     # beside other processes, a second may end before the memory
-    outcome = run_program(source, TESTS, seconds=10 if 'memory' in name else 1, isolation=isolation,
-                          wall_seconds=1 if 'sleeps' in name else 20)
-    assert not outcome.passed and re.search(reason, outcome.reason), outcome
+    outcome = run_program(HOSTILE[name]['source'], TESTS, seconds=10 if 'memory' in name else 1,
+                          wall_seconds=1 if 'sleeps' in name else 20, isolation=isolation)
+    assert not outcome.passed and re.search(HOSTILE[name]['reason'], outcome.reason), outcome
     assert len(outcome.output) <= 1 << 16
 
 
