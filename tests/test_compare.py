@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import metrics
 import stats
-from common import HERE, write_rows, write_run
+from common import write_rows, write_run
 from results import compare, over_seeds, report, samples
 from runtime.errors import ConfigError, DataError
-from test_prediction_files import harness_rows
+from test_prediction_files import HARNESS_FILES, harness_rows
 from test_report import TOKEN, tabulars
 
 
@@ -253,9 +253,6 @@ def test_a_difference_over_fewer_seeds_says_so_and_two_seeds_have_no_whiskers():
     assert over_seeds.paired(values, {'5': 0.1}) == ''
     assert over_seeds.mean_and_ends([1.0, 3.0]) == [2.0, 2.0, 2.0]
     assert over_seeds.mean_and_ends([1.0, 2.0, 3.0]) == pytest.approx((2.0, -0.484138, 4.484138))
-
-
-HARNESS_FILES = HERE / 'tests' / 'harness_files'
 
 
 @pytest.mark.slow

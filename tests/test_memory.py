@@ -26,9 +26,7 @@ def test_a_step_takes_one_pass_where_it_fits(monkeypatch):
     assert picked(monkeypatch, [4] * 15 + [5]) == 4        # mostly one pass, once 3 empty rows
     assert picked(monkeypatch, [5] * 16) == 5              # passes of 4 would have 3 empty rows
     assert picked(monkeypatch, [400] * 16) in range(10, 60)     # longer passes are hardly faster
-
-
-def test_less_memory_means_fewer_rows(monkeypatch):
+    # less memory means fewer rows
     rows = [picked(monkeypatch, [8] * 16, gib) for gib in (80, 40, 28, 10, 0)]
     assert rows == sorted(rows, reverse=True) and rows[0] == 8 and rows[-1] == rows[-2] == 1
     assert picked(monkeypatch, [8] * 16, shape='llama31_8b', master_weights='stochastic') < 8

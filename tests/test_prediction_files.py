@@ -23,7 +23,7 @@ import metrics
 import stats
 from results import command, report, runs
 from results.compare import FileConfig
-from results.prediction_files import harness_sample, harness_task, read_rows
+from results.prediction_files import harness_sample, harness_task, read_predictions, read_rows
 from runtime import cli, ownership
 from runtime.errors import ConfigError
 
@@ -210,8 +210,14 @@ def harness_rows(task, model='first'):
     return path, [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def check_accuracies(folder, n_tasks):
-    """Each accuracy that `python metrics.py` prints is the one that lm-eval computed itself."""
+@pytest.mark.parametrize('model, n_tasks', [
+    ('first', 5), ('second', 3), pytest.param('installed', 5, marks=needs_lm_eval)])
+def test_accuracy_of_lm_eval_files_is_their_own(tmp_path, model, n_tasks):
+    """Also of those that the installed version writes now."""
+    folder = HARNESS_FILES / model
+    if model == 'installed':
+        folder = tmp_path / 'first'
+        subprocess.run([sys.executable, HARNESS_FILES / 'write.py', tmp_path, 'first'], check=True)
     files = [path for path in folder.glob('samples_*.jsonl') if not re.search(
         'several|written|last_word|whole_text', path.name)]
     results = json.loads(next(folder.glob('results_*.json')).read_text())['results']
@@ -224,18 +230,6 @@ def check_accuracies(folder, n_tasks):
                   if f'{metric},none' in results[task]}
         assert {task: ours[task] for task in theirs} == pytest.approx(theirs, abs=1e-4)
         assert 'endings' in theirs
-
-
-@pytest.mark.parametrize('model, n_tasks', [('first', 5), ('second', 3)])
-def test_accuracy_of_lm_eval_files_is_their_own(model, n_tasks):
-    check_accuracies(HARNESS_FILES / model, n_tasks)
-
-
-@needs_lm_eval
-def test_files_of_the_installed_lm_eval_are_read(tmp_path):
-    subprocess.run([sys.executable, HARNESS_FILES / 'write.py', tmp_path / 'out', 'first'],
-                   check=True)
-    check_accuracies(tmp_path / 'out' / 'first', 5)
 
 
 def test_a_sample_of_lm_eval_has_its_log_probs_lengths_and_answer():
@@ -316,6 +310,24 @@ def test_a_repeated_question_of_lm_eval_counts_once_and_two_models_are_not_mixed
     assert sorted(re.sub(', .*: ', ' ', lines[i].split('/')[-1]) for i in titles) == [
         'first trivia', 'second trivia']
     assert all(lines[i + 1].split() == ['n', '6'] for i in titles)
+
+
+def test_rows_are_read_one_by_one_and_samples_of_an_earlier_prompt_left_out(tmp_path):
+    row = {'probs': [0.7, 0.3], 'answer': 0}
+    ours = {'task': 'mmlu', 'split': 'test', 'language': '', 'id': 'q', 'log_probs': [-1.0, -2.0],
+            'answer': 1}
+    path = write_rows(tmp_path / 'a.jsonl', [row | {'id': 'p'}, ours | {'prompt': 'old'},
+                                             ours | {'prompt': 'new', 'id': 'r'},
+                                             ours | {'prompt': 'new'}])
+    found = [sample['id'] for sample, _ in read_predictions(path, FileConfig())]
+    assert found == ['p', 'r', 'q']
+    for name, lines in (('a.jsonl', f'{json.dumps(row)}\n' + 'x\n' * 99_999),
+                        ('a.csv', 'probs_0,probs_1,answer\n0.7,0.3,0\n' + 'x\n' * 99_999)):
+        (tmp_path / name).write_text(lines)
+        samples = read_predictions(tmp_path / name, FileConfig())
+        assert next(samples)[0]['probs'] == [0.7, 0.3]      # before the broken rows are read
+        with pytest.raises(ValueError, match='^[23]: '):
+            next(samples)
 
 
 def test_a_last_line_that_a_crash_cut_off_is_left_out_where_that_can_be(tmp_path):

@@ -45,7 +45,8 @@ def isolation(request):
 
 # ---- Programs that harm --------------------------------------------------------------------------
 
-HOSTILE = tomllib.loads((HERE / 'tests' / 'hostile_programs.toml').read_text())
+PROGRAMS = tomllib.loads((HERE / 'tests' / 'sandbox_programs.toml').read_text())
+HOSTILE = PROGRAMS['hostile']
 # not where a mistake in the locks would hurt the machine
 ONLY_IN_NAMESPACES = {'threads', 'asks for new rights'}
 LONG = {'hangs in C', 'closes its pipes and sleeps', 'ignores signals'}
@@ -186,26 +187,8 @@ def test_nothing_outlives_a_killed_evaluation(isolation):
 # ---- Programs that are right ---------------------------------------------------------------------
 
 def test_a_right_program_passes(isolation):
-    source = '''
-import collections, fcntl, hashlib, itertools, math, os, random, re, sqlite3, struct, tempfile
-import termios
-with tempfile.NamedTemporaryFile('w+') as file:     # ordinary calls on files are allowed
-    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    fd = os.dup(file.fileno())
-    os.set_inheritable(fd, True)
-    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND | os.O_NONBLOCK)
-    fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10)
-    print('abc', end='', file=file, flush=True)
-    file.seek(0)
-    assert struct.unpack('i', fcntl.ioctl(fd, termios.FIONREAD, bytes(4))) == (3,)
-    with sqlite3.connect(file.name + '.db') as base:
-        base.execute('create table t (x)')
-print('debug')
-def add(a, b):
-    print(a, b)
-    return a + b
-'''
-    assert run_program(source, TESTS, isolation=isolation) == (True, '', 'debug\n2 3\n-1 1\n')
+    outcome = run_program(PROGRAMS['right'], TESTS, isolation=isolation)
+    assert outcome == (True, '', 'debug\n2 3\n-1 1\n')
     for body, reason in (('a * b', 'AssertionError: assert program.add(2, 3) == 5'),
                          ('a +', 'SyntaxError: invalid syntax (program.py, line 1)')):
         outcome = run_program(f'def add(a, b): return {body}', TESTS, isolation=isolation)
