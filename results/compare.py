@@ -186,9 +186,9 @@ def compare_task(task, runs, samples, keys, cfg):
     shared = {(a, b): {*answers[a].keys} & {*answers[b].keys}
               for a, b in itertools.combinations(answers, 2)}
     pairs = {pair: both for pair, both in shared.items() if len(both) > 1}
-    remarks += [f'{task}: {a} and {b} have {len(both) or "no"} question in common, and a difference '
-                f'needs two; evaluate both on the same questions, with the same --limit and '
-                f'--seed, or give rows of files the same id and question'
+    remarks += [f'{task}: {a} and {b} have {len(both) or "no"} question in common, and a '
+                f'difference needs two; evaluate both on the same questions, with the same --limit '
+                f'and --seed, or give rows of files the same id and question'
                 for (a, b), both in shared.items() if question_keys and len(both) < 2]
     differences = [['difference', 'over', 'questions', 'metric', 'mean', '95 % interval', 'p',
                     'p (Holm)'], *over_questions(pairs, answers, keys, cfg),

@@ -28,8 +28,9 @@ from results.report import predictions
 from results.runs import read_run, read_run_samples
 from results.samples import read_samples
 from research.study import (
-    adaptive_temperature, alignment, alignment_tables, claims, closed_form, common, coverage, effects, entropy_range, figures,
-    loss_tables, metrics_agree, readings, runs, selective, side_by_side)
+    adaptive_temperature, alignment, alignment_tables, claims, closed_form, common, coverage,
+    effects, entropy_range, figures, loss_tables, metrics_agree, readings, runs, selective,
+    side_by_side)
 from research.study.world import StudySpec, make_world
 from train import check_config, training_loss
 

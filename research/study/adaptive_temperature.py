@@ -34,8 +34,7 @@ def divided(h, w):
 
 
 def fit(h, head, y, softcap, trained):
-    """Return (v, b) after 200 steps of Adam on the NLL of y; trained: the indices of those that
-    are trained, the others are 0."""
+    """Return (v, b) after 200 steps of Adam on the NLL of y; what `trained` does not name is 0."""
     w = [torch.zeros(n, device=head.device) for n in (h.shape[1], 1)]
     optimizer = torch.optim.Adam([w[i].requires_grad_() for i in trained] or w, lr=0.02)
     for _ in range(200 * bool(trained)):
