@@ -46,13 +46,18 @@ def test_the_better_answer_of_each_published_format_comes_first(name, tokenizer)
     assert encoded(ROWS[name], tokenizer) == (answers, [0, 0, 1] if three else [0, 1])
 
 
-@pytest.mark.parametrize('scores, outcome', [
-    ((1, 2), (['Red.', 'Seven.'], [0, 1])), ((2, 2), 'answers of equal score'),
-    ((None, None), (['Red.', 'Seven.'], [0, 1])), ((math.nan,) * 2, (['Red.', 'Seven.'], [0, 1]))])
-def test_the_chosen_answer_is_the_better_one_unless_the_scores_are_equal(scores, outcome,
-                                                                         tokenizer):
-    row = ROWS['UltraFeedback'] | dict(zip(('score_chosen', 'score_rejected'), scores))
-    assert encoded(row, tokenizer) == outcome
+BETTER_FIRST = ['Red.', 'Seven.'], [0, 1]
+
+
+@pytest.mark.parametrize('change, outcome', [
+    ({'score_chosen': 1, 'score_rejected': 2}, BETTER_FIRST),
+    ({'score_chosen': 2, 'score_rejected': 2}, 'answers of equal score'),
+    ({'score_chosen': None, 'score_rejected': None}, BETTER_FIRST),
+    ({'score_chosen': math.nan, 'score_rejected': math.nan}, BETTER_FIRST),
+    ({'rejected': [PROMPT[1], said('assistant', ' Red.\n')]}, 'fewer than two different answers'),
+    ({'rejected': [PROMPT[1], said('assistant', 'Blue, ' * 300)]}, 'longer than 512 tokens')])
+def test_the_chosen_answer_is_the_better_one_or_the_row_is_left_out(change, outcome, tokenizer):
+    assert encoded(ROWS['UltraFeedback'] | change, tokenizer) == outcome
 
 
 @pytest.mark.parametrize('template', ['tulu', 'mistral', 'alpaca'])
@@ -69,13 +74,6 @@ def test_prompt_and_answers_have_the_tokens_of_generation_and_of_training(templa
                                               template)
         assert tree.prompt + leaf == ids
         assert sum(supervised) >= len(leaf) == len(ids) - len(tree.prompt)
-
-
-@pytest.mark.parametrize('answers, scores, reason', [
-    (['Red.', ' Red.\n'], [2, 1], 'fewer than two different answers'),
-    (['Red.', 'Blue, ' * 100], [2, 1], 'longer than 100 tokens')])
-def test_a_row_without_a_preference_is_left_out_for_a_reason(answers, scores, reason, tokenizer):
-    assert encode_ranking(Ranking(PROMPT, answers, scores), tokenizer, 'tulu', True, 100) == reason
 
 
 @pytest.mark.parametrize('row, message', [

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
@@ -223,35 +222,11 @@ PROBLEM = Problem('mine/0', 'import math\n\n\ndef half(x):\n    return x / 2\n\n
                   'def area(r: float) -> float:\n    """Return the area of a circle."""\n', 'area',
                   'def check(candidate):\n    print("two")\n'
                   '    assert abs(candidate(2) - 8 * half(math.pi)) < 1e-9\n')
-
-
-AREA = 'def area(r):\n    return math.pi * r * r\n'
-RADIUS = 'def area(r):\n    return r\n'
-BLOCK = f'```python\n{AREA}```\n'
-# a string with lines of backquotes, at the margin and indented
-TICKS = ('def area(r):\n    """Area.\n\n```python\n1\n```\n    ```\n    """\n'
-         '    return math.pi * r * r\n')
+ANSWERS = tomllib.loads((HERE / 'tests' / 'code_answers.toml').read_text())
 
 
 @pytest.mark.parametrize('text, right', [
-    (f'First:\n```python\n{RADIUS}```\nBetter:\n{BLOCK}```\narea(2)\n```', True),
-    (f'{BLOCK}Or, which is worse:\n```python\n{RADIUS}```', False),
-    (f'```python\n{TICKS}```\nDone.\n```\narea(2)\n```', True),
-    (TICKS.partition('\n')[2], True), (f'Here it is:\n\n{TICKS}\nDone.', True),
-    (f'1. So:\n\n{textwrap.indent(BLOCK, "   ")}\n2. Done.', True),
-    (f'Here:\n\n{textwrap.indent(AREA, "    ")}\nDone.', True),
-    (f'Sure! ```python\n{AREA}```', True), (f'~~~python\n{AREA}~~~\nDone.', True),
-    (f'```bash\npip install "x\n```\n{BLOCK}', True),
-    (f'```python\ndef area(r:\n```\nNo:\n{BLOCK}', True),
-    ('```python\narea = lambda r: math.pi * r * r\n```', True),
-    (AREA, True), (f'[PYTHON]\n{AREA}[/PYTHON]', True),
-    (f'Solution\n\nTwo = 2\n{AREA.replace("r * r", "r ** Two")}\nThis is right.', True),
-    ('    return math.pi * r * r\n```\nUse:\n```python\nprint(area(2))\n```\n', True),
-    ('    return math.pi * r * r\n\ndef broken(', True),         # ends at the stop
-    ('    return math.pi * r\n', False),
-    ('```python\ndef area(r):\n    return math.pi * r ** 2', True),        # cut off
-    ('    return 4\n\nhalf = lambda x: 0.5\n', False),           # the tests have their own `half`
-    ('I do not know.', False), ('', False)])
+    (text, name == 'right') for name, texts in ANSWERS.items() for text in texts])
 def test_a_text_becomes_a_program(text, right, namespaces):
     assert check(PROBLEM, text)[0] is right, solution_source(PROBLEM, text)
 
