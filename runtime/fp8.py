@@ -67,8 +67,8 @@ def supported(device: str) -> bool:
 
 def products(x: Tensor, *layers) -> list[Tensor]:
     """Return [layer(x), ...] for x [..., K] whose number of tokens is a multiple of 16."""
-    y = Product.apply(x.flatten(0, -2), *(layer.weight for layer in layers))
-    parts = y.unflatten(0, x.shape[:-1]).split([len(layer.weight) for layer in layers], -1)
+    parts = Product.apply(x.flatten(0, -2), *(layer.weight for layer in layers))
+    parts = [part.unflatten(0, x.shape[:-1]) for part in parts]
     parts = [part if layer.bias is None else part + layer.bias
              for layer, part in zip(layers, parts)]
     return [part + layer.adapter(x) if isinstance(layer, LoRALinear) else part
@@ -76,25 +76,27 @@ def products(x: Tensor, *layers) -> list[Tensor]:
 
 
 class Product(torch.autograd.Function):
-    """x [T, K] times the transposed weights [N, K], side by side, as at the top."""
+    """x [T, K] times each of the transposed weights [N, K], as at the top."""
 
     @staticmethod
     def forward(ctx, x, *weights):
         s_x, s_w = scale(E4M3, x), scale(E4M3, *weights)
         x8, w8 = cast(x, s_x, E4M3), torch.cat([cast(w, s_w, E4M3) for w in weights])
         ctx.save_for_backward(x8, s_x, s_w, *weights)
-        return multiply(x8, w8, s_x, s_w)
+        return multiply(x8, w8, s_x, s_w).split([len(w) for w in weights], 1)
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx, *dys):
         x8, s_x, s_w, *weights = ctx.saved_tensors
-        s_dy = scale(E5M2, dy)
-        dy8, dx, dw = cast(dy, s_dy, E5M2), None, [None] * len(weights)
+        # side by side only when they are cast: gate and up have a common backward pass
+        s_dy, dx, dw = scale(E5M2, *dys), None, [None] * len(weights)
         if ctx.needs_input_grad[0]:
+            dy8 = torch.cat([cast(dy, s_dy, E5M2) for dy in dys], 1)
             w8 = torch.cat([cast(w.t(), s_w, E4M3) for w in weights], 1)
             dx = multiply(dy8, w8, s_dy, s_w)
         if any(ctx.needs_input_grad[1:]):
-            dw = multiply(dy8.t().contiguous(), x8.t().contiguous(), s_dy, s_x, exact=True)
+            dy8 = torch.cat([cast(dy.t(), s_dy, E5M2) for dy in dys])
+            dw = multiply(dy8, x8.t().contiguous(), s_dy, s_x, exact=True)
             dw = dw.split([len(w) for w in weights])
         return dx, *dw
 

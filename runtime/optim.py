@@ -15,10 +15,12 @@ remedies:
                  for vectors, as 'exact'.
 
 The 8 bits of a moment are its place k on a scale that is quadratic for m and logarithmic for v. M
-and V are the largest |m| and v of the 32, and V 2^-width is the smallest v, except zeros:
+and V are the largest |m| and v of the 32. The bits of a positive float, read as an integer, are a
+logarithm of it that is linear between powers of two, and `step` is the smallest that brings the
+smallest v, except zeros, onto the scale:
 
-    m = M sign(k) (k / 127)^2                   k = -127 .. 127
-    v = V 2^(-width (255 - k) / 254)            k = 1 .. 255; k = 0 is 0
+    m = M sign(k) (k / 127)^2                           k = -127 .. 127
+    v = float of the bits (bits(V) - (255 - k) step)    k = 1 .. 255; k = 0 is 0
 
 So a moment far below others is off by a small part of itself, and v, in the denominator, never
 becomes 0. A step changes v by a thousandth, less than half of the distance to the next k, so that
@@ -45,7 +47,7 @@ from torch import Tensor
 # launch of their own. Gemma 3 270M has 181 such tensors of 236.
 SMALL = 2 ** 20
 GROUP = 32              # neighbors in a row whose 8-bit moments have common scales
-WIDEST = 24             # powers of two that the code of v spans at most; below, v counts as more
+WIDEST = 24 << 23       # bits that the code of v spans at most, 24 powers of two; below, v is more
 TINY = 1e-37            # a smaller v is 0; beside eps it makes no difference
 
 # of the moments and of the bits that complete a weight
@@ -81,7 +83,7 @@ class AdamW(torch.optim.Optimizer):
             self.state[p] = {name: torch.zeros_like(p, dtype=dtype, requires_grad=False)
                              for name, dtype in zip(STATE, DTYPES[own])}
             if own == 'compact':
-                self.state[p]['scales'] = _scales(p.detach())
+                self.state[p]['ranges'] = _scales(p.detach())
             if own == 'exact':
                 # the garbage collector does not see the hooks of a tensor: with a bound method
                 # here, optimizer and weights would never be freed
@@ -132,7 +134,7 @@ class AdamW(torch.optim.Optimizer):
             for p in group['params']:
                 w, (low, *rest) = _local(p).view(-1), (
                     _local(self.state[p][name]).view(-1) if name in self.state[p] else None
-                    for name in ('low_bits', *STATE[:2], 'scales'))
+                    for name in ('low_bits', *STATE[:2], 'ranges'))
                 if low is not None:
                     w = w.view(torch.int16)
                 parts.setdefault((w.dtype, low is None or low.dtype) if w.numel() < SMALL else p,
@@ -209,7 +211,7 @@ def _update(w, low, g, m, v, scales, numbers, scale, seed):
     new_m = old_m + gain1 * (g - old_m)
     new_v = beta2 * old_v + gain2 * g * g
     x = w.float() if low is None else _join(w, low)
-    x = x * decay - step_size * new_m / (new_v.sqrt() * root2 + eps)
+    x = x * decay - step_size * new_m / (_root(new_v) * root2 + eps)
     noise = None
     if seed is not None:
         index = torch.arange(w.numel(), dtype=torch.int32, device=w.device).view(w.shape)
@@ -237,38 +239,52 @@ def _update(w, low, g, m, v, scales, numbers, scale, seed):
 
 def _decode(m, v, scales):
     """Return the float32 moments [rows, GROUP] of their codes, as at the top."""
-    largest_m, largest_v, width = scales.float()[:, :, None].unbind(1)
+    largest_m, largest_v, step = scales.float()[:, :, None].unbind(1)
     k = m.float()
-    old_v = largest_v * torch.exp2((v.float() - 255) * (width / 254))
+    old_v = _float(_bits(largest_v) - (255 - v.int()) * step.int())
     return k * k.abs() * (largest_m / 127 ** 2), torch.where(v == 0, 0, old_v)
 
 
 def _encode(m, v, noise):
     """Return the codes of moments [rows, GROUP], rounded at random to a neighbor, and the scales.
 
-    The neighbor above is the more probable the nearer, so that the mean is the moment itself.
-    Divisions are made once for the 32: the arithmetic takes longer than reading and writing.
+    The neighbor above is the more probable the nearer, so that the mean is the moment itself. The
+    arithmetic takes longer than reading and writing: integers have no NaN to care for, and rsqrt
+    is an instruction where a root is twenty.
     """
-    largest_m, largest_v = (_ceil(x.amax(1, keepdim=True)) for x in (m.abs(), v))
-    ratio = (v * (largest_v + TINY).reciprocal()).clamp(2.0 ** -WIDEST, 1)
-    width = _ceil(-torch.where(v < TINY, 1, ratio).amin(1, keepdim=True).log2())
+    top_m, top_v = (_ceil(_bits(x).amax(1, keepdim=True)) for x in (m.abs(), v))
+    below = torch.where(v < TINY, 0, (top_v - _bits(v)).clamp(max=WIDEST))
+    step = _float(_ceil(_bits((below.amax(1, keepdim=True) // 254 + 1).float())))
     # 12 bits each, other ones than those for the weight
     chance_m, chance_v = (((noise >> shift) & 0xfff).float() / 4096 + 1 / 8192
                           for shift in (8, 20))
-    x = m.abs() * (largest_m + TINY).reciprocal() * 127 ** 2
-    k = x.sqrt().floor()
-    k = (k + (x - k * k > chance_m * (2 * k + 1))).clamp(max=127) * m.sign()
-    step = width / 254 + TINY
-    y = 254 + ratio.log2() * step.reciprocal()
-    j = y.floor()
-    j = j + ((torch.exp2((y - j) * step) - 1) > chance_v * (torch.exp2(step) - 1))
-    j = torch.where(v < TINY, 0, j.clamp(0, 254) + 1)
-    return k, j, torch.cat((largest_m, largest_v, width), 1)
+    x = m.abs() * ((_float(top_m) + TINY).reciprocal() * 127 ** 2)
+    k = _root(x).int()
+    k = (k + (x - k * k > chance_m * (2 * k + 1))).clamp(max=127)
+    steps = (below.float() * step.reciprocal()).int()
+    above, lower = (_float(top_v - n * step.int()) for n in (steps, steps + 1))
+    j = (255 - steps - (above - v > chance_v * (above - lower)).int()).clamp(min=1)
+    return (torch.where(m < 0, -k, k), torch.where(v < TINY, 0, j),
+            torch.cat((_float(top_m), _float(top_v), step), 1))
 
 
-def _ceil(x):
-    """Round positive float32 x up to a bfloat16."""
-    return ((x.view(torch.int32) + 0xffff) & -0x10000).view(torch.float32)
+def _bits(x):
+    """Return float32 x read as int32, which grows with x if x is not negative."""
+    return x.view(torch.int32)
+
+
+def _float(bits):
+    return bits.view(torch.float32)
+
+
+def _ceil(bits):
+    """Round the bits of a positive float32 up to those of a bfloat16."""
+    return (bits + 0xffff) & -0x10000
+
+
+def _root(x):
+    """Return the square root of x >= 0, within 3 units in the last place."""
+    return x * (x + TINY).rsqrt()
 
 
 @functools.cache
