@@ -1,5 +1,6 @@
 """Download models and datasets from the Hugging Face hub; upload a model."""
 
+import os
 import re
 from pathlib import Path
 
@@ -9,6 +10,12 @@ from runtime.errors import CheckpointError, DataError
 def is_hub_name(name: str) -> bool:
     """Return whether `name` has the form of a hub repository's, such as google/gemma-2-2b."""
     return re.fullmatch(r'[^/:.~][^/:]*/[^/:]+', name) is not None
+
+
+def full_path(name: str) -> str:
+    """Return the full path of a file or folder whose name could be a hub name, others as they are.
+    """
+    return os.path.abspath(name) if is_hub_name(name) and os.path.exists(name) else name
 
 
 def download(name: str, patterns, revision: str | None = None, repo_type: str = 'model',

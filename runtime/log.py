@@ -22,6 +22,7 @@ from runtime.checkpoint import nonfinite_tensor
 from runtime.config import dump_config
 from runtime.device import HostCopy
 from runtime.errors import ConfigError, TrainingError, escape_controls
+from runtime.hub import full_path
 from runtime.parallel import rank
 from runtime.resume import advice
 
@@ -163,15 +164,13 @@ class StepLog(contextlib.AbstractContextManager):
 def open_log(cfg, first):
     """Open log.jsonl, cut to the first `first` steps; write train_config.py beside it.
 
-    There a model or data on disk has its full path, which no later reader takes for a hub name.
+    There a folder such as out/base has its full path, which no later reader takes for a hub name.
     """
     out_dir = Path(cfg.out_dir)
     path, records, damaged = out_dir / 'log.jsonl', [], False
     ownership.claim(out_dir, 'train_config.py', path.name)
-    sources = {key: os.path.expanduser(getattr(cfg, key)) for key in ('model', 'data')}
-    on_disk = {key: os.path.abspath(x) for key, x in sources.items() if os.path.exists(x)}
-    ownership.write_text(out_dir / 'train_config.py',
-                         dump_config(replace(cfg, resume=False, **on_disk)))
+    recorded = replace(cfg, resume=False, model=full_path(cfg.model), data=full_path(cfg.data))
+    ownership.write_text(out_dir / 'train_config.py', dump_config(recorded))
     lines = (path.read_text(encoding='utf-8', errors='replace').splitlines(keepends=True)
              if first and path.exists() else [])
     for number, line in enumerate(lines, 1):

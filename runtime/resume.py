@@ -21,6 +21,7 @@ from runtime import cli
 from runtime.config import run_settings
 from runtime.digests import file_digest, json_digest
 from runtime.errors import ConfigError, Stopped, TrainingError
+from runtime.hub import full_path
 from runtime.ownership import ASIDE, LIST, LOCK, TEMPORARY, check_free, discard, written_files
 from runtime.parallel import gather, gather_full, joined, load_full, rank
 from runtime.weights import read_tensors, write_files
@@ -98,10 +99,13 @@ def check_run(cfg, free_keys):
     check_free(out_dir, *(path.relative_to(out_dir) for path in out_dir.glob('resume-*/state*')))
     if cfg.resume and (earlier := run_settings(out_dir)):
         for key, value in earlier.items():
-            chosen = key == 'micro_rows' and cfg.micro_rows is None     # by the run itself
-            if key not in free_keys and getattr(cfg, key, value) != value and not chosen:
+            now = getattr(cfg, key, value)
+            if key in ('model', 'data'):
+                value, now = full_path(str(value)), full_path(now)
+            chosen = key == 'micro_rows' and now is None    # by the run itself
+            if key not in free_keys and now != value and not chosen:
                 raise ConfigError(f'resume: the run in {out_dir} has {key} = {value!r}, not '
-                                  f'{getattr(cfg, key)!r}; keep it, or --overwrite the run')
+                                  f'{now!r}; keep it, or --overwrite the run')
     elif not (cfg.resume or cfg.overwrite) and any(
             Path(out_dir, name).exists() for name in written_files(out_dir)):
         what = 'an earlier run or evaluation'

@@ -8,9 +8,9 @@ import yaml
 from common import write_run
 
 from results import card, report, samples
-from runtime import hub, log, ownership
+from runtime import hub, log, ownership, resume
 from runtime.errors import CheckpointError
-from train import TrainConfig
+from train import FREE_KEYS, TrainConfig
 
 
 def reported(folder, sharpness):
@@ -93,8 +93,9 @@ def test_a_path_is_no_hub_name_also_if_nothing_is_there_any_more(tmp_path, monke
     reported(tmp_path / 'run', 3.0)
     (tmp_path / 'run' / 'train_config.py').unlink()
     (tmp_path / 'out' / 'base').mkdir(parents=True)
-    cfg = TrainConfig(model='out/base', data='allenai/tulu', out_dir='run')
+    cfg = TrainConfig(model='out/base', data='allenai/tulu', out_dir='run', resume=True)
     log.open_log(cfg, 0).close()
+    resume.check_run(cfg, FREE_KEYS)        # resumed under the same name
     (tmp_path / 'out' / 'base').rmdir()
     card.write(tmp_path / 'run')
     text = (tmp_path / 'run' / card.NAME).read_text()
