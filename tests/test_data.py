@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 import numpy as np
 import pytest
-from common import asking, documents, write_rows
+from common import HERE, asking, documents, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,29 +71,15 @@ def test_train_on_inputs_supervises_every_token_but_bos(tmp_path, tokenizers, ad
         load(max_length=first)
 
 
-def message(name, parent, text, lang='en', **more):
-    return {'message_id': name, 'parent_id': parent, 'text': text, 'lang': lang, 'deleted': False,
-            'role': 'assistant' if name.isupper() else 'prompter', 'rank': None,
-            'review_result': True, **more}
-
-
-TREES = [       # answers in capitals; each as in the hub's files, in no order of the tree
-    message('B', 'a', 'a second', rank=1), message('a', None, 'sky?'),
-    message('C', 'a', 'a first', rank=0), message('D', 'a', 'a deleted', rank=-1, deleted=True),
-    message('E', 'a', 'a rejected', rank=-1, review_result=False),
-    message('F', 'a', 'un chien', 'fr', rank=-1), message('g', 'C', 'and the sea?'),
-    message('H', 'g', 'the second turn', rank=0), message('i', None, 'ein Hund?', 'de'),
-    message('J', 'i', 'English to German'), message('k', None, 'no answer?'),
-    message('l', None, 'alone?'), message('M', 'l', 'not ranked', review_result=None),
-    message('N', 'l', 'not ranked either'), message('o', None, 'gone?', deleted=True),
-    message('P', 'o', 'to what is gone')]
+# as in the hub's files, in no order of the tree; the ids of answers are in capitals
+TREES = json.loads((HERE / 'tests' / 'message_trees.json').read_text())
 
 
 @pytest.mark.parametrize('name', ['data/train-00000-of-00001-b42a775f407cee45.parquet',
                                   'messages.jsonl.gz'])
 def test_the_first_turns_of_message_trees_are_read(tmp_path, tokenizers, name):
     path = write_rows(tmp_path / name, TREES)
-    write_rows(path.parent / 'validation-0.parquet', [message('q', None, 'held out?')])
+    write_rows(path.parent / 'validation-0.parquet', [TREES[1] | {'text': 'held out?'}])
     if path.suffix == '.gz':
         path.write_bytes(gzip.compress(path.read_bytes()))
     best, every = (shown(conversations(
