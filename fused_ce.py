@@ -588,16 +588,16 @@ if triton is not None:
             tl.store(top_logit + row, row_max)
             tl.store(top_token + row, tl.min(tl.where(maximum == row_max, top, 2147483647)))
         if below is not None:   # row_max is known only now, so the logits are read once more
-            n_below, sum_below = zeros, zeros
+            n_below, short_sum = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
             for i in tl.range(0, V, BLOCK, num_stages=3):
-                j = i + lane_start[:, None] + tl.arange(0, 8)[None, :]
+                j = i + tl.arange(0, BLOCK)
                 z = _cap(tl.load(logits + j, mask=j < V, other=0.0).to(tl.float32), softcap, FAST)
-                z = tl.where(j == y, label_z, z)
-                short = tl.where(j < V, tl.maximum(row_max - margin - z, 0.0), 0.0)
-                n_below += tl.sum((short > 0).to(tl.float32), 1)
-                sum_below += tl.sum(short, 1)
+                short = tl.maximum(row_max - margin - tl.where(j == y, label_z, z), 0.0)
+                short = tl.where(j < V, short, 0.0)
+                n_below += (short > 0).to(tl.float32)
+                short_sum += short
             tl.store(below + row, tl.sum(n_below))
-            tl.store(excess + row, tl.sum(sum_below))
+            tl.store(excess + row, tl.sum(short_sum))
 
     @triton.jit
     def _load_of_row(x, row):
