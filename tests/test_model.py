@@ -241,12 +241,12 @@ def forward():
                 scale='fp32', softcap='fp32', **bf16, **integers)
 
 def loss():
-    rows = dict.fromkeys(('z_y', 'lse', 'scale', 'a', 'b', 'c', 'e', 'f', 't', 'u', 'sum_z', 'sum_p2',
-                          'entropy', 'top_logit', 'below', 'excess', 'factor'), '*fp32')
+    rows = dict.fromkeys(('z_y', 'lse', 'scale', 'a', 'b', 'c', 'e', 'f', 't', 'u', 'sum_z',
+                          'sum_p2', 'entropy', 'top_logit', 'below', 'excess', 'factor'), '*fp32')
     x = dict.fromkeys(('logits', 'hidden', 'weight', 'x'), '*bf16')
     integers = {'target': '*i64', 'top_token': '*i32'}
-    some = dict.fromkeys(('sum_p2', 'entropy', 'top_logit', 'top_token', 'below', 'excess', 'margin',
-                          't', 'u'))
+    some = dict.fromkeys(('sum_p2', 'entropy', 'top_logit', 'top_token', 'below', 'excess',
+                          'margin', 't', 'u'))
     numbers = {'softcap': 'fp32', 'margin': 'fp32'}
     for softcap in ({'softcap': None}, {}):
         for unused in ({}, some):
