@@ -6,7 +6,7 @@ import torch
 from alignment.advantages import RL_METHODS
 from alignment.packed_answers import COLUMNS, Answers
 from data.packing import IGNORE
-from fused_ce import fused_loss, joint
+from fused_ce import cross_entropy, fused_loss, joint
 from runtime.errors import ConfigError, DataError
 from runtime.loss import loss_options
 
@@ -98,15 +98,16 @@ def policy_loss(log_p, column, answers, tokens, cfg):
     return loss, ratio.detach(), clipped
 
 
-def tokenized_brier(levels):
-    """Return an objective of `train.Stage` that trains a stated confidence alone: ConfTuner's loss.
+def tokenized_brier(levels, text=0.0):
+    """Return an objective of `train.Stage` that trains a stated confidence: ConfTuner's loss.
 
     sum_i q_i (c_i - correct)^2, Li 2025 (2508.18847), where q is the softmax over the tokens that
     state a confidence and c_i the one that token i states: a proper score, least if all of q is on
     the level nearest to the accuracy. levels: {token id: c}, as by `confidence_levels`. A
     supervised token of the largest c says that the answer before it is right, one of the smallest
-    that it is wrong. Only the last such token of consecutive supervised ones has a loss: the first
-    0 of 0.9 may be a level, too.
+    that it is wrong. Only the last such token of consecutive supervised ones is one: the first 0
+    of 0.9 may be a level, too. text: weight of the mean cross-entropy of the other supervised
+    tokens, 1 in the paper's code; if they are an answer of the model itself, it keeps the format.
     """
     ids, c = torch.tensor([*levels]), torch.tensor([*levels.values()])
     labels = (c - c.min()) / (c.max() - c.min())
@@ -120,18 +121,24 @@ def tokenized_brier(levels):
         if not n:
             raise DataError('no supervised token of a step states a confidence; the trained answer '
                             'must be one, such as 0.9 if the answer before it is right, else 0.0')
+        n_text = max(int((packed.targets != IGNORE).sum()) - n, 1)
 
         def compute(model, rows, inputs, targets):
             at = torch.from_numpy(has_loss[rows]).nonzero(as_tuple=True)
             level = (targets[at][:, None] == ids).int().argmax(1)
             device = model.head.device
-            z = (model(*inputs)[at[0].to(device), at[1].to(device)].float()
+            hidden = model(*inputs)
+            z = (hidden[at[0].to(device), at[1].to(device)].float()
                  @ model.head[ids.to(device)].float().T)
             if model.softcap:
                 z = model.softcap * torch.tanh(z / model.softcap)
             q, correct = z.softmax(-1), labels[level].to(device)
             loss = (q * (c.to(device) - correct[:, None]).square()).sum() / n
             nll = -z.log_softmax(-1).gather(1, level.to(device)[:, None]).sum() / n
+            if text:
+                others = targets.masked_fill(torch.from_numpy(has_loss[rows]), IGNORE)
+                loss = loss + text * fused_loss(hidden, model.head, others, cross_entropy(),
+                                                num_items=n_text, **loss_options(model, cfg))[0]
             return loss, {'nll': nll.detach(), 'confidence': (q.detach() * c.to(device)).sum() / n}
 
         return compute

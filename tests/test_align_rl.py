@@ -201,17 +201,20 @@ def test_the_tokenized_brier_score_is_that_of_a_plain_loop(base, tmp_path):
     # as 0.9 or 0.0, whose first token can be a level, too
     sequences = [(np.array([1, *rng.integers(3, 90, n), ids[0], 5, ids[9 * right], 2]),
                   np.array([*[0] * (n + 1), 1, 1, 1, 1])) for n, right in ((5, 1), (9, 0), (2, 1))]
-    expected = 0
-    for tokens, _ in sequences:
-        ahead = torch.from_numpy(tokens[None, :-2])
-        hidden = model(ahead, torch.arange(ahead.shape[1])[None], None)[0, -1].double()
-        z = hidden @ model.head[ids].double().T
-        q = z.softmax(0)
-        expected += sum(q[i] * (c[i] - (tokens[-2] == ids[9])) ** 2 for i in range(10)) / 3
-    step = expect_step(model, expected)
-    for micro_rows in (1, 3):
-        step(pack(sequences, 16), replace(run.cfg, micro_rows=micro_rows),
-             objectives.tokenized_brier(levels))
+    for weight in (0.0, 0.5):       # of the cross-entropy of the other nine tokens
+        expected = 0
+        for tokens, _ in sequences:
+            ahead = torch.from_numpy(tokens[None, :-1])
+            hidden = model(ahead, torch.arange(ahead.shape[1])[None], None)[0].double()
+            logits = hidden @ model.head.double().T
+            q = logits[-2, ids].softmax(0)
+            expected += sum(q[i] * (c[i] - (tokens[-2] == ids[9])) ** 2 for i in range(10)) / 3
+            expected -= weight / 9 * sum(logits[i].log_softmax(0)[tokens[i]]
+                                         for i in (-4, -3, -1))
+        step = expect_step(model, expected)
+        for micro_rows in (1, 3):
+            step(pack(sequences, 16), replace(run.cfg, micro_rows=micro_rows),
+                 objectives.tokenized_brier(levels, weight))
     sequences = [(tokens, mask * 0) for tokens, mask in sequences]
     with pytest.raises(DataError, match='no supervised token of a step states a confidence'):
         objectives.tokenized_brier(levels)(pack(sequences, 16), run.cfg)
