@@ -106,8 +106,9 @@ def tokenized_brier(levels, text=0.0):
     the level nearest to the accuracy. levels: {token id: c}, as by `confidence_levels`. A
     supervised token of the largest c says that the answer before it is right, one of the smallest
     that it is wrong. Only the last such token of consecutive supervised ones is one: the first 0
-    of 0.9 may be a level, too. text: weight of the mean cross-entropy of the other supervised
-    tokens, 1 in the paper's code; if they are an answer of the model itself, it keeps the format.
+    of 0.9 may be a level, too. text: weight of what keeps the format of the answer, the mean over
+    all supervised tokens of their cross-entropy, which is -log P(any level) where a confidence is
+    stated. The paper's code has the cross-entropy of the answer, too, its formula none.
     """
     ids, c = torch.tensor([*levels]), torch.tensor([*levels.values()])
     labels = (c - c.min()) / (c.max() - c.min())
@@ -121,24 +122,26 @@ def tokenized_brier(levels, text=0.0):
         if not n:
             raise DataError('no supervised token of a step states a confidence; the trained answer '
                             'must be one, such as 0.9 if the answer before it is right, else 0.0')
-        n_text = max(int((packed.targets != IGNORE).sum()) - n, 1)
+        n_supervised = int((packed.targets != IGNORE).sum())
 
         def compute(model, rows, inputs, targets):
             at = torch.from_numpy(has_loss[rows]).nonzero(as_tuple=True)
             level = (targets[at][:, None] == ids).int().argmax(1)
             device = model.head.device
             hidden = model(*inputs)
-            z = (hidden[at[0].to(device), at[1].to(device)].float()
-                 @ model.head[ids.to(device)].float().T)
+            logits = (hidden[at[0].to(device), at[1].to(device)] @ model.head.T).float()
             if model.softcap:
-                z = model.softcap * torch.tanh(z / model.softcap)
+                logits = model.softcap * torch.tanh(logits / model.softcap)
+            z = logits[:, ids.to(device)]
             q, correct = z.softmax(-1), labels[level].to(device)
             loss = (q * (c.to(device) - correct[:, None]).square()).sum() / n
             nll = -z.log_softmax(-1).gather(1, level.to(device)[:, None]).sum() / n
             if text:
                 others = targets.masked_fill(torch.from_numpy(has_loss[rows]), IGNORE)
-                loss = loss + text * fused_loss(hidden, model.head, others, cross_entropy(),
-                                                num_items=n_text, **loss_options(model, cfg))[0]
+                format_loss = (logits.logsumexp(-1) - z.logsumexp(-1)).sum() / n_supervised
+                format_loss += fused_loss(hidden, model.head, others, cross_entropy(),
+                                          num_items=n_supervised, **loss_options(model, cfg))[0]
+                loss = loss + text * format_loss
             return loss, {'nll': nll.detach(), 'confidence': (q.detach() * c.to(device)).sum() / n}
 
         return compute

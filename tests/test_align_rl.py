@@ -201,7 +201,7 @@ def test_the_tokenized_brier_score_is_that_of_a_plain_loop(base, tmp_path):
     # as 0.9 or 0.0, whose first token can be a level, too
     sequences = [(np.array([1, *rng.integers(3, 90, n), ids[0], 5, ids[9 * right], 2]),
                   np.array([*[0] * (n + 1), 1, 1, 1, 1])) for n, right in ((5, 1), (9, 0), (2, 1))]
-    for weight in (0.0, 0.5):       # of the cross-entropy of the other nine tokens
+    for weight in (0.0, 0.5):       # of the cross-entropy of the twelve tokens
         expected = 0
         for tokens, _ in sequences:
             ahead = torch.from_numpy(tokens[None, :-1])
@@ -209,8 +209,9 @@ def test_the_tokenized_brier_score_is_that_of_a_plain_loop(base, tmp_path):
             logits = hidden @ model.head.double().T
             q = logits[-2, ids].softmax(0)
             expected += sum(q[i] * (c[i] - (tokens[-2] == ids[9])) ** 2 for i in range(10)) / 3
-            expected -= weight / 9 * sum(logits[i].log_softmax(0)[tokens[i]]
-                                         for i in (-4, -3, -1))
+            log_p = logits.log_softmax(1)
+            expected -= weight / 12 * (log_p[-2, ids].logsumexp(0) + sum(
+                log_p[i, tokens[i]] for i in (-4, -3, -1)))
         step = expect_step(model, expected)
         for micro_rows in (1, 3):
             step(pack(sequences, 16), replace(run.cfg, micro_rows=micro_rows),

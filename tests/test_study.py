@@ -30,7 +30,7 @@ from results.samples import read_samples
 from research.study import (
     adaptive_temperature, alignment, alignment_tables, claims, closed_form, common, coverage,
     effects, entropy_range, figures, loss_tables, metrics_agree, readings, runs, selective,
-    side_by_side)
+    side_by_side, stated_confidence)
 from research.study.world import StudySpec, make_world
 from train import check_config, training_loss
 
@@ -421,6 +421,27 @@ def test_alignment_from_the_world_to_tables(tmp_path):
         preference += 1 / (1 + np.exp(-0.3 * (change[true] - change[wrong]))) / len(sft)
     assert preference != pytest.approx(0.5, rel=1e-3)
     assert closed.of('cdpo-noisy', 'preference') == pytest.approx(preference, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_stated_confidences_from_the_world_to_the_table(tmp_path, monkeypatch):
+    monkeypatch.setattr(stated_confidence, 'WORLD', SMALL_ALIGNMENT)
+    monkeypatch.setattr(stated_confidence, 'NAMES', ('stated', 'own', 'conf', 'conf-rlcr'))
+    monkeypatch.setitem(common.FILE['models'], 'base', {'lr': 1e-3, 'size': [32, 64, 1, 2]})
+    stated_confidence.do(10, tmp_path)
+    folder = Path(alignment.seed_folder(10, tmp_path))
+    own, graded = ([row['messages'][1]['content'] for row in common.read_lines(
+        folder / 'pairs' / f'{name}.jsonl')] for name in ('own', 'graded'))
+    answers = {row['prompt']: row['answer'] for row in common.read_lines(
+        folder / 'pairs' / 'prompts.jsonl')}
+    form = alignment.STATED.format('(.*)', r'0\.([1-9])')
+    for one, other, answer in zip(own, graded, answers.values(), strict=True):
+        value, level = re.fullmatch(form, other).groups()
+        assert re.fullmatch(form, one)[1] == value and level == '19'[value == answer]
+    text = (folder / 'world' / 'text.jsonl').read_text(encoding='utf-8')
+    assert re.search(form.replace('(.*)', r'\w+'), text) and 'Proposed' not in text
+    table = stated_confidence.table([10], tmp_path)
+    assert [line[0] for line in table] == ['model', *stated_confidence.NAMES]
 
 
 # Another reading of the same models, and how metrics agree

@@ -81,13 +81,13 @@ class AlignmentWorld(StudyWorld):
         return f'{asked} {lead}{value}{P_TRUE}', '(A)' if right else '(B)'
 
 
-def make_rows(spec, seed):
-    """Return {path: rows} of all JSONL files of a world.
+def make_rows(spec, seed, kind=AlignmentWorld):
+    """Return {path: rows} of all JSONL files of a world of this kind.
 
     `plain` and `chat` are tasks with all values as options, `prompts` is that of the facts to align
     on, `qa` has questions to answer in writing.
     """
-    world, rng = AlignmentWorld(spec, seed), np.random.default_rng([seed, 1])
+    world, rng = kind(spec, seed), np.random.default_rng([seed, 1])
     files = {'text.jsonl': [{'text': text} for text in world.documents(spec.documents, rng)]}
     sizes = [spec.instructions, spec.judged, spec.prompts, spec.questions, spec.validation]
     facts = log_uniform_facts(spec, sum(sizes), rng)

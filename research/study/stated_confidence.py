@@ -1,13 +1,15 @@
-"""Claim 15.4 again: which reward makes a stated confidence right, and does ConfTuner help to start?
+"""Claim 15.4 again: do models learn to state different confidences, and does ConfTuner help?
 
     python research/study/stated_confidence.py --seeds=10,11,12,13,14
 
-In the worlds of alignment.py, with a model that states random confidences (`stated`) or the same
-after ConfTuner (`conf`): GRPO with each of REWARDS. Finished runs are skipped. At the end, a table
-with the means over the seeds and Student's intervals is printed and written to
+In a world whose text has answers with random confidences: `stated` is tuned on such conversations,
+`own` also on its own answers with the probabilities that it gives to them, and `conf` is `own` after
+ConfTuner. GRPO follows from each with each of REWARDS. Finished runs are skipped. At the end, a
+table with the means over the seeds and Student's intervals is printed and written to
 ROOT/stated-confidence.csv.
 """
 
+import functools
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,28 +20,49 @@ import numpy as np
 
 from alignment.objectives import confidence_levels, tokenized_brier
 from data.tokenizer import load_model_tokenizer
-from data.world import conversation
+from data.world import conversation, write_world
 from results.over_seeds import plus_minus
 from results.samples import read_results
 from results.tables import csv_text, markdown
 from runtime import checkpoint, cli
 from runtime.ownership import write_text
 from research.study import alignment, common
+from research.study.alignment import STATED, AlignmentSpec, AlignmentWorld
 from research.study.common import ROOT, read_lines, write_lines
+from research.study.runs import PRETRAINING, base_model
 from train import SFT, train
 
-STARTS = 'stated', 'conf'
+STARTS = 'stated', 'own', 'conf'
 REWARDS = 'rlcr', 'log_score', 'abstain_stated'
 NAMES = *STARTS, *(f'{start}-{reward}' for start in STARTS for reward in REWARDS)
 MEASURES = 'accuracy', 'confidence', 'ece', 'brier_top_label', 'auroc'
 LEVELS = tuple(f'0.{digit}' for digit in range(1, 10))      # that `stated` knows
 
+# few entities, with first names of their own, so that a small model knows some facts well and
+# others not at all: if all are equally hard, one confidence is right
+WORLD = AlignmentSpec(
+    entities=2_000, zipf=1.0, first_names=1_000, family_names=2, documents=20_000, list_share=0.3,
+    exam_share=0.2, vocab_sizes=(2_560,), tokenizer_documents=3_000, instructions=700, judged=10,
+    prompts=2_048, questions=500, validation=100)
+
+
+class StatedWorld(AlignmentWorld):
+    """An AlignmentWorld with random confidences after answers, where that has verdicts.
+
+    A format that no text has costs the model what it knows: in that of the first runs of this
+    script it answered with the most frequent value.
+    """
+
+    def judged(self, entity, attribute, rng, lead=''):
+        return self.asked(entity, attribute), STATED.format(
+            self.value(entity, attribute), f'0.{rng.integers(1, 10)}')
+
 
 def prepare(seed, root=ROOT):
-    """Write pairs/prompts.jsonl, for GRPO, and graded.jsonl: drawn answers with 0.9 or 0.1.
+    """Write pairs/prompts.jsonl, for GRPO, own.jsonl and graded.jsonl: the answers of `stated`.
 
-    An answer is drawn from the probabilities that `stated` gives to the options of a question; the
-    confidence says whether it is right, which is what `tokenized_brier` reads.
+    An answer is the option that `stated` finds most probable. In `own` the confidence is this
+    probability, in `graded` 0.9 or 0.1: whether it is right, which is what `tokenized_brier` reads.
     """
     folder = Path(alignment.seed_folder(seed, root))
     questions = read_lines(folder / 'world' / 'prompts' / 'test.jsonl')
@@ -51,47 +74,57 @@ def prepare(seed, root=ROOT):
     answers = common.ask(alignment.evaluation(
         folder, f'{folder}/in-stated', model=f'{folder}/stated', seed=seed,
         out_dir=f'{folder}/stated-knows'))
-    rng, graded, prompts = np.random.default_rng([seed, 6]), [], []
+    own, graded, prompts = [], [], []
     for row in asked:
         options, p, answer = answers[row['id']]
-        k = rng.choice(len(p), p=p / p.sum())
-        text = options[k].strip().removeprefix('<answer>').strip()
-        graded.append(conversation(row['prompt'], alignment.STATED.format(
-            text, LEVELS[-1 if k == answer else 0])))
+        values = [option.strip().removeprefix('<answer>').strip() for option in options]
+        best = p.argmax()
+        level = min(max(round(10 * p[best]), 1), 9)
+        own.append(conversation(row['prompt'], STATED.format(values[best], f'0.{level}')))
+        graded.append(conversation(row['prompt'], STATED.format(
+            values[best], LEVELS[-1 if best == answer else 0])))
         prompts.append({'prompt': row['prompt'], 'question': row['prompt'],
-                        'answer': options[answer].strip().removeprefix('<answer>').strip()})
+                        'answer': values[answer]})
     write_lines(folder / 'pairs' / 'prompts.jsonl', prompts)
+    write_lines(folder / 'pairs' / 'own.jsonl', own)
     write_lines(folder / 'pairs' / 'graded.jsonl', graded)      # the last one
 
 
 def runs(seed, root=ROOT):
-    """Yield the configs of ConfTuner, then of GRPO from each start with each reward."""
-    stated = {'eval': alignment.stated_evaluation(alignment.seed_folder(seed, root))}
-    yield alignment.tuning('conf', seed, root, model='stated', data='pairs/graded', lr=2e-4,
-                           **stated)
+    """Yield the configs of the base model, of the starts, and of GRPO with each reward."""
+    folder = alignment.seed_folder(seed, root)
+    stated = {'eval': alignment.stated_evaluation(folder)}
+    yield alignment.tuning('base', seed, root, model='world/model', data='world/text', epochs=1.0,
+                           batch_size=16, **PRETRAINING,
+                           **base_model(**common.FILE['models']['base']),
+                           eval=alignment.evaluation(folder, '{}/plain', chat='none'))
+    yield alignment.tuning('stated', seed, root, data='world/stated', **stated)
+    yield alignment.tuning('own', seed, root, model='stated', data='pairs/own', lr=4e-4, **stated)
+    yield alignment.tuning('conf', seed, root, model='own', data='pairs/graded', lr=1e-4, **stated)
     for name in NAMES[len(STARTS):]:
         start, _, reward = name.partition('-')
         yield alignment.aligning(name, seed, root, data='prompts', **alignment.WHOLE | stated | {
-            'method': 'grpo', 'reward': f'{reward}:qa', 'model': start,
-            'kl': 'loss', 'kl_coef': 0.01, 'group_size': 16, 'max_tokens': 48,
+            'method': 'dr_grpo', 'reward': f'{reward}:qa', 'model': start,
+            'kl': 'loss', 'kl_coef': 0.01, 'group_size': 16, 'max_tokens': 24,
             'lr': 2e-4, 'decode_batch': 1024})
 
 
 def do(seed, root=ROOT):
     """Do all runs of a seed that are not finished."""
     folder = Path(alignment.seed_folder(seed, root))
-    alignment.world(seed, root)
-    for cfg in (*alignment.base_runs(seed, root), *runs(seed, root)):
+    write_world(folder / 'world', seed, WORLD,
+                functools.partial(alignment.make_rows, kind=StatedWorld))
+    for cfg in runs(seed, root):
         name = Path(cfg.out_dir).name
-        if name not in ('base', *NAMES) or Path(cfg.out_dir, 'results.json').exists():
+        if Path(cfg.out_dir, 'results.json').exists():
             continue
+        if name == 'own' and not (folder / 'pairs' / 'graded.jsonl').exists():
+            prepare(seed, root)
         if name != 'conf':
             alignment.fit(cfg)
             continue
-        if not (folder / 'pairs' / 'graded.jsonl').exists():
-            prepare(seed, root)
         tokenizer = load_model_tokenizer(cfg.model, checkpoint.read_config(cfg.model))
-        objective = tokenized_brier(confidence_levels(tokenizer, LEVELS))
+        objective = tokenized_brier(confidence_levels(tokenizer, LEVELS), text=1.0)
         train(replace(cfg, resume=True), replace(SFT, objective=objective))
 
 
