@@ -3,9 +3,9 @@
     python research/study/stated_confidence.py --seeds=10,11,12,13,14
 
 In a world whose text has answers with random confidences: `stated` is tuned on such conversations,
-`own` also on its own answers with the probabilities that it gives to them, and `conf` is `own` after
-ConfTuner. GRPO follows from each with each of REWARDS. Finished runs are skipped. At the end, a
-table with the means over the seeds and Student's intervals is printed and written to
+`own` also on its own answers with the probabilities that it gives to them, and `conf` is `own`
+after ConfTuner. GRPO follows from each with each of REWARDS. Finished runs are skipped. At the end,
+a table with the means over the seeds and Student's intervals is printed and written to
 ROOT/stated-confidence.csv.
 """
 
@@ -152,9 +152,10 @@ def measured(folder):
 def main():
     options = common.options(__doc__, seeds=common.seeds_option(alignment.SEEDS),
                              root=common.OUT_DIR)
+    root = f'{options.root}/stated-confidence'      # not among the worlds of alignment.py
     for seed in options.seeds:
-        do(seed, options.root)
-    lines = table(options.seeds, options.root)
+        do(seed, root)
+    lines = table(options.seeds, root)
     print(markdown(lines))
     write_text(Path(options.root, 'stated-confidence.csv'), csv_text(
         [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]))
