@@ -426,18 +426,16 @@ def test_alignment_from_the_world_to_tables(tmp_path):
 @pytest.mark.slow
 def test_stated_confidences_from_the_world_to_the_table(tmp_path, monkeypatch):
     monkeypatch.setattr(stated_confidence, 'WORLD', SMALL_ALIGNMENT)
-    monkeypatch.setattr(stated_confidence, 'NAMES', ('stated', 'own', 'conf', 'conf-rlcr'))
-    monkeypatch.setitem(common.FILE['models'], 'base', {'lr': 1e-3, 'size': [32, 64, 1, 2]})
+    monkeypatch.setattr(stated_confidence, 'NAMES', ('stated', 'conf', 'conf-rlcr'))
     stated_confidence.do(10, tmp_path)
     folder = Path(alignment.seed_folder(10, tmp_path))
-    own, graded = ([row['messages'][1]['content'] for row in common.read_lines(
-        folder / 'pairs' / f'{name}.jsonl')] for name in ('own', 'graded'))
-    answers = {row['prompt']: row['answer'] for row in common.read_lines(
-        folder / 'pairs' / 'prompts.jsonl')}
+    graded = common.read_lines(folder / 'pairs' / 'graded.jsonl')
+    prompts = common.read_lines(folder / 'pairs' / 'prompts.jsonl')
     form = alignment.STATED.format('(.*)', r'0\.([1-9])')
-    for one, other, answer in zip(own, graded, answers.values(), strict=True):
-        value, level = re.fullmatch(form, other).groups()
-        assert re.fullmatch(form, one)[1] == value and level == '19'[value == answer]
+    for conversation, prompt in zip(graded, prompts, strict=True):
+        ask, answer = (message['content'] for message in conversation['messages'])
+        value, level = re.fullmatch(form, answer).groups()
+        assert ask == prompt['prompt'] and level == '19'[value == prompt['answer']]
     text = (folder / 'world' / 'text.jsonl').read_text(encoding='utf-8')
     assert re.search(form.replace('(.*)', r'\w+'), text) and 'Proposed' not in text
     table = stated_confidence.table([10], tmp_path)

@@ -68,6 +68,11 @@ class AlignmentWorld(StudyWorld):
     def asked(self, entity, attribute):
         return f'Question: {self.ask(entity, attribute)}\nAnswer:'
 
+    def confidence(self, entity, rng):
+        """Return the confidence, a text, that answers about an entity state in the training data.
+        """
+        return f'0.{rng.integers(1, 10)}'
+
     def judged(self, entity, attribute, rng, lead=''):
         """Return (question whether a proposed answer is right, '(A)' or '(B)').
 
@@ -104,7 +109,7 @@ def make_rows(spec, seed, kind=AlignmentWorld):
         *(conversation(world.asked(*fact), f'Answer: {world.value(*fact)}') for fact in told),
         *(conversation(*world.judged(*fact, rng, 'Answer: ')) for fact in judged)]
     files['stated.jsonl'] = [conversation(world.asked(*fact), STATED.format(
-        world.value(*fact), f'0.{rng.integers(1, 10)}')) for fact in told]
+        world.value(*fact), world.confidence(fact[0], rng))) for fact in told]
     for name, asked, lead in (
             ('plain/test', test, ' '), ('plain/validation', held_out, ' '),
             ('chat/test', test, 'Answer: '), ('chat/validation', held_out, 'Answer: '),

@@ -2,11 +2,10 @@
 
     python research/study/stated_confidence.py --seeds=10,11,12,13,14
 
-In a world whose text has answers with random confidences: `stated` is tuned on such conversations,
-`own` also on its own answers with the probabilities that it gives to them, and `conf` is `own`
-after ConfTuner. GRPO follows from each with each of REWARDS. Finished runs are skipped. At the end,
-a table with the means over the seeds and Student's intervals is printed and written to
-ROOT/stated-confidence.csv.
+In a world whose text states a confidence after answers, higher for well-known entities: `stated`
+is tuned on such conversations, `conf` is `stated` after ConfTuner, and GRPO follows from both with
+each of REWARDS. Finished runs are skipped. At the end, a table with the means over the seeds and
+Student's intervals is printed and written to ROOT/stated-confidence.csv.
 """
 
 import functools
@@ -29,10 +28,10 @@ from runtime.ownership import write_text
 from research.study import alignment, common
 from research.study.alignment import STATED, AlignmentSpec, AlignmentWorld
 from research.study.common import ROOT, read_lines, write_lines
-from research.study.runs import PRETRAINING, base_model
+from research.study.runs import PRETRAINING
 from train import SFT, train
 
-STARTS = 'stated', 'own', 'conf'
+STARTS = 'stated', 'conf'
 REWARDS = 'rlcr', 'log_score', 'abstain_stated'
 NAMES = *STARTS, *(f'{start}-{reward}' for start in STARTS for reward in REWARDS)
 MEASURES = 'accuracy', 'confidence', 'ece', 'brier_top_label', 'auroc'
@@ -47,22 +46,27 @@ WORLD = AlignmentSpec(
 
 
 class StatedWorld(AlignmentWorld):
-    """An AlignmentWorld with random confidences after answers, where that has verdicts.
+    """An AlignmentWorld whose text has answers with confidences, where that has verdicts.
 
     A format that no text has costs the model what it knows: in that of the first runs of this
     script it answered with the most frequent value.
     """
 
+    def confidence(self, entity, rng):
+        """It falls with the logarithm of the rank, from 0.9 to 0.1, with noise of up to 0.1."""
+        known = 1 - np.log(entity + 1) / np.log(len(self.names))
+        return f'0.{np.clip(round(1 + 8 * known) + rng.integers(-1, 2), 1, 9)}'
+
     def judged(self, entity, attribute, rng, lead=''):
         return self.asked(entity, attribute), STATED.format(
-            self.value(entity, attribute), f'0.{rng.integers(1, 10)}')
+            self.value(entity, attribute), self.confidence(entity, rng))
 
 
 def prepare(seed, root=ROOT):
-    """Write pairs/prompts.jsonl, for GRPO, own.jsonl and graded.jsonl: the answers of `stated`.
+    """Write pairs/prompts.jsonl, for GRPO, and graded.jsonl: the answers of `stated`, graded.
 
-    An answer is the option that `stated` finds most probable. In `own` the confidence is this
-    probability, in `graded` 0.9 or 0.1: whether it is right, which is what `tokenized_brier` reads.
+    An answer is the option that `stated` finds most probable; the confidence, 0.9 or 0.1, says
+    whether it is right, which is what `tokenized_brier` reads.
     """
     folder = Path(alignment.seed_folder(seed, root))
     questions = read_lines(folder / 'world' / 'prompts' / 'test.jsonl')
@@ -74,19 +78,16 @@ def prepare(seed, root=ROOT):
     answers = common.ask(alignment.evaluation(
         folder, f'{folder}/in-stated', model=f'{folder}/stated', seed=seed,
         out_dir=f'{folder}/stated-knows'))
-    own, graded, prompts = [], [], []
+    graded, prompts = [], []
     for row in asked:
         options, p, answer = answers[row['id']]
         values = [option.strip().removeprefix('<answer>').strip() for option in options]
         best = p.argmax()
-        level = min(max(round(10 * p[best]), 1), 9)
-        own.append(conversation(row['prompt'], STATED.format(values[best], f'0.{level}')))
         graded.append(conversation(row['prompt'], STATED.format(
             values[best], LEVELS[-1 if best == answer else 0])))
         prompts.append({'prompt': row['prompt'], 'question': row['prompt'],
                         'answer': values[answer]})
     write_lines(folder / 'pairs' / 'prompts.jsonl', prompts)
-    write_lines(folder / 'pairs' / 'own.jsonl', own)
     write_lines(folder / 'pairs' / 'graded.jsonl', graded)      # the last one
 
 
@@ -95,12 +96,11 @@ def runs(seed, root=ROOT):
     folder = alignment.seed_folder(seed, root)
     stated = {'eval': alignment.stated_evaluation(folder)}
     yield alignment.tuning('base', seed, root, model='world/model', data='world/text', epochs=1.0,
-                           batch_size=16, **PRETRAINING,
-                           **base_model(**common.FILE['models']['base']),
+                           batch_size=16, lr=4e-3, pack_len=224, max_length=224, **PRETRAINING,
                            eval=alignment.evaluation(folder, '{}/plain', chat='none'))
-    yield alignment.tuning('stated', seed, root, data='world/stated', **stated)
-    yield alignment.tuning('own', seed, root, model='stated', data='pairs/own', lr=4e-4, **stated)
-    yield alignment.tuning('conf', seed, root, model='own', data='pairs/graded', lr=1e-4, **stated)
+    yield alignment.tuning('stated', seed, root, data='world/stated', lr=1e-3, **stated)
+    yield alignment.tuning('conf', seed, root, model='stated', data='pairs/graded', lr=3e-4,
+                           **stated)
     for name in NAMES[len(STARTS):]:
         start, _, reward = name.partition('-')
         yield alignment.aligning(name, seed, root, data='prompts', **alignment.WHOLE | stated | {
@@ -118,11 +118,11 @@ def do(seed, root=ROOT):
         name = Path(cfg.out_dir).name
         if Path(cfg.out_dir, 'results.json').exists():
             continue
-        if name == 'own' and not (folder / 'pairs' / 'graded.jsonl').exists():
-            prepare(seed, root)
         if name != 'conf':
             alignment.fit(cfg)
             continue
+        if not (folder / 'pairs' / 'graded.jsonl').exists():
+            prepare(seed, root)
         tokenizer = load_model_tokenizer(cfg.model, checkpoint.read_config(cfg.model))
         objective = tokenized_brier(confidence_levels(tokenizer, LEVELS), text=1.0)
         train(replace(cfg, resume=True), replace(SFT, objective=objective))
