@@ -62,7 +62,7 @@ def generic_row(row, pads=False):
     names = next((names for names in COLUMNS if row.get(names[0]) is not None), None)
     options = [row.get(name) for name in names] if names else row.get('options')
     if not isinstance(options, list):
-        return Row(question, None, answer)
+        return Row(question, options, answer)
     pads = pads or 'cot_content' in row or options.count('N/A') > 1
     present = {letter: option for letter, option in zip(LETTERS, options)
                if option is not None and not (pads and option == 'N/A')}
@@ -242,7 +242,8 @@ BENCHMARKS = {
                        languages=tuple(sorted(WORDING['xcopa'])), subject='causes and effects'),
 }
 # any file or folder of {question, choices, answer[, subject, language, id]}
-GENERIC = Benchmark('', ('test.jsonl*', '*.jsonl', '*.jsonl.gz', '*.parquet', '*.csv', 'task.json'),
+GENERIC = Benchmark('', ('test.jsonl*', '*.jsonl', '*.jsonl.gz', '*.parquet', '*.csv', 'task.json',
+                         '*.json'),
                     ('dev.jsonl*', 'dev*.parquet', '*_dev.csv'), generic_row,
                     prompts.harness_generic, ('validation.jsonl*',))
 

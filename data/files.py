@@ -24,8 +24,9 @@ def fetch(source, patterns, revision=None):
     """Return the files of a dataset, a sorted list of paths; raises DataError.
 
     source:   a file, a folder, or the name of a hub dataset
-    patterns: globs; the first one with a match in the folder is used. With '*.zip' among them,
-              archives on the hub are downloaded and unpacked first
+    patterns: globs; the first one with a match in the folder is used, and files of another format
+              that later ones match are named in a note. With '*.zip' among them, archives on the
+              hub are downloaded and unpacked first
     revision: the hub commit, tag or branch to read; pin it, because datasets change
     """
     path = Path(os.path.expanduser(source))
@@ -46,10 +47,14 @@ def fetch(source, patterns, revision=None):
                     shutil.unpack_archive(archive, part)
     if not os.access(path, os.R_OK | os.X_OK):      # `glob` would find nothing
         raise DataError(f'cannot read the folder {source}: Permission denied')
-    for pattern in patterns:
+    for i, pattern in enumerate(patterns):
         files = sorted(p for p in path.glob(pattern) if p.is_file())
         if files:
             note_inputs(*files)
+            beside = {p for later in patterns[i + 1:] if '/' not in later for p in path.glob(later)}
+            if unread := sorted(p.name for p in beside if p.suffix != files[0].suffix):
+                print(f'{source}: {pattern} is read, and not {", ".join(unread[:3])}'
+                      + ', ...' * (len(unread) > 3) + '; to read all, write them in one format')
             return files
     raise DataError(f'{source} holds nothing that matches {" or ".join(patterns)}')
 
@@ -69,10 +74,10 @@ def read_rows(*paths):
     """Yield (place, row) from .json, .jsonl, .csv, .tsv, .parquet or .txt files, also with .gz.
 
     `place` is 'file:line', or 'file: row n' for parquet and JSON lists; both count from 1. A row is
-    a dict; a .txt file is one row, {'text': its content}. The first row of a .tsv file names its
-    columns, and so does that of a .csv file if it has the columns question and answer; the rows of
-    other .csv files are lists of strings. A row that cannot be read or repeats a key is yielded as
-    a DataError, to stop or skip; a file that cannot be read raises one.
+    a dict; a .txt file is one row, {'text': its content}. The first row of a .csv or .tsv file
+    names its columns. Only a .csv file whose first row ends in a letter or a number, the answer of
+    MMLU's own files, has no names: its rows are lists of strings. A row that cannot be read or
+    repeats a key is yielded as a DataError, to stop or skip; a file that cannot be read raises one.
     """
     for path in map(Path, paths):
         note_inputs(path)
@@ -85,8 +90,10 @@ def read_rows(*paths):
                             f'these with .gz')
         try:
             with (gzip.open if path.suffix == '.gz' else open)(path, 'rb') as file:
-                if file.read(3) != codecs.BOM_UTF8:
+                if (start := file.read(3)) != codecs.BOM_UTF8:
                     file.seek(0)
+                if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                    raise DataError(f'{path} is UTF-16; save it as UTF-8')
                 yield from READERS[kind](path, file)
         except DataError:
             raise
@@ -139,7 +146,8 @@ def _csv_rows(path, file, delimiter=','):
             place = f'{path}:{reader.line_num}'
             if header is None:
                 header = [name.strip().lower() for name in row]
-                if delimiter == '\t' or {'question', 'answer'} <= set(header):
+                if (delimiter == '\t' or {'question', 'answer'} <= set(header)
+                        or not re.fullmatch('[A-Z]|[0-9]+', row[-1].strip())):
                     if twice := [name for name in header if header.count(name) > 1]:
                         raise DataError(f'{place}: the header names {twice[0]!r} twice')
                     continue

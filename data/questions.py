@@ -284,11 +284,17 @@ def parse_row(row, to_row=generic_row):
     question, choices, answer, labels = to_row(row)
     hint = ('a file in the schema of a benchmark is read as benchmark:file, for example '
             '--tasks=arc_easy:FILE')
+    fields = f' among the fields {", ".join(map(str, row))}' if isinstance(row, dict) else ''
     if not question or not require_text(question, 'the question').strip():
-        fields = f' among the fields {", ".join(map(str, row))}' if isinstance(row, dict) else ''
         raise DataError(f'no question{fields}; {hint}')
+    if choices is None:
+        raise DataError(f'no choices{fields}; wanted a list "choices" or "options", or columns '
+                        f'A, B, ..., or option_a, option_b, ...; {hint}')
     if not isinstance(choices, (list, tuple)) or not 2 <= len(choices) <= len(LETTERS):
-        raise DataError(f'a question needs 2 to {len(LETTERS)} choices in a list; {hint}')
+        raise DataError(f'a question needs 2 to {len(LETTERS)} choices in a list, not '
+                        f'{choices!r:.60}; {hint}')
+    if answer is None:
+        raise DataError(f'no answer{fields}; {hint}')
     # NaN is how pandas writes null
     choices = [str(x) if isinstance(x, (int, float)) and x == x else x for x in choices]
     for choice, letter in zip(choices, LETTERS):

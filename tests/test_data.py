@@ -299,7 +299,8 @@ BAD_UTF8 = b'{"text": "ok ok ok ok"}\n\n{"text": "caf\xe9"}\n{"text": "ok ok ok 
     ('a.jsonl.gz', gzip.compress(b'\n[\n{"text": "x"}\n]', mtime=0),
      'a.jsonl.gz:2: .*name it a.json.gz$'),
     ('a.jsonl', b'{"text": 3}', 'a.jsonl:1: the field "text" is not text but int'),
-    ('a.csv', b'text\nfox\n', 'a.csv:1: a row must be an object with named fields'),
+    ('a.jsonl', '{"text": "fox"}'.encode('utf-16'), 'a.jsonl is UTF-16; save it as UTF-8'),
+    ('a.csv', b'fox,1\n', 'a.csv:1: a row must be an object with named fields'),
     ('a.jsonl.gz', gzip.compress(b'{"text": "fox"}\n' * 50, mtime=0)[:-9],
      'cannot read .*a.jsonl.gz'),
     ('a.parquet', b'PAR1 cut', 'cannot read .*a.parquet')])

@@ -114,12 +114,12 @@ def test_truthfulqa_is_asked_without_shots(tmp_path):
 
 
 @pytest.mark.parametrize('task, row, message', [
-    ('', {'answer': None}, 'no valid answer: None; wanted one of A, B'),
-    ('', {'choices': ['a']}, '2 to 26 choices'),
+    ('', {'answer': None}, 'no answer among the fields question, choices, answer; a file'),
+    ('', {'choices': None, 'option_1': 'a'}, 'no choices among the .*, option_1; wanted a list'),
+    ('', {'choices': ['a']}, "2 to 26 choices in a list, not .'a'."),
     ('', {'choices': None, 'option_0': 'a', 'option_1': None, 'option_2': 'b', 'answer': 'B'},
      "no valid answer: 'B'; wanted one of A, C"),
-    ('', {'question': ''}, 'no question'),
-    ('', {'choices': {'text': ['a', 'b']}}, 'choices in a list; .* --tasks=arc_easy:FILE'),
+    ('', {'choices': {'text': ['a', 'b']}}, 'choices in a list, not .* --tasks=arc_easy:F'),
     ('', {'input': 'Q?', 'target_scores': {'a': 1, 'b': 1}}, '2 choices have the highest score'),
     ('', [1, 2, 3, 4], 'the question is not text'),
     ('winogrande_m', {'sentence': 'Kim won.', 'option1': 'Kim', 'option2': 'Ann', 'answer': '1'},
@@ -131,11 +131,9 @@ def test_bad_rows_name_their_line(tmp_path, task, row, message):
 
 
 def test_bad_rows_stop_or_are_skipped(tmp_path):
-    path = tmp_path / 'some.jsonl'
-    row = {'input': 'Q?', 'target': 'a'}
     with pytest.raises(DataError, match='some.jsonl:2: .*no question among the fields input, '):
-        load(path, [Q, row])
-    path.unlink()
+        load(tmp_path / 'some.jsonl', [Q, {'input': 'Q?', 'target': 'a'}])
+    (tmp_path / 'some.jsonl').unlink()
     write_rows(tmp_path / 'dev.jsonl', [Q | {'answer': 7}, Q | {'question': 'Shot?'}])
     write_rows(tmp_path / 'test.jsonl', [Q])
     with pytest.raises(DataError, match='dev.jsonl:1: no valid answer.*--on_bad_row=skip'):
@@ -145,11 +143,13 @@ def test_bad_rows_stop_or_are_skipped(tmp_path):
     assert [q.context[:5] for q in loaded.shots['', 'various things']] == ['Shot?']
 
 
-def test_the_shots_of_a_folder_of_own_files_are_not_asked(tmp_path):
+def test_the_shots_of_a_folder_of_own_files_are_not_asked(tmp_path, capsys):
     for name in ('dev', 'validation', 'mine'):
         write_rows(tmp_path / f'{name}.jsonl', [Q | {'question': f'{name}?'}])
+    (tmp_path / 'more.jsonl.gz').touch()
     loaded = questions.load_task(str(tmp_path), asking(shots=1))
     assert [q.context[:5] for q in loaded.items] == ['mine?']
+    assert capsys.readouterr().out.count('*.jsonl is read, and not more.jsonl.gz; to read all') == 1
 
 
 def test_ids_and_digests_differ_and_duplicate_options_are_marked(tmp_path):
@@ -188,13 +188,16 @@ def test_csv_rows_fit_their_header(tmp_path):
     for text, message in (
             ('question,A,B,C,D,answer\nQ?,a,b,c,d,B\nQ, and more?,a,b,c,d,B\n',
              '3: 7 columns; the header names 6'),
-            ('question,A,A,C,D,answer\nQ?,a,b,c,d,B\n', "1: the header names 'a' twice")):
+            ('question,A,A,C,D,answer\nQ?,a,b,c,d,B\n', "1: the header names 'a' twice"),
+            ('id,question,A,B,target\n0,Q?,a,b,B\n', '2: no answer among .* a, b, target; a f')):
         path.write_text(text)
         with pytest.raises(DataError, match=f'some.csv:{message}'):
             questions.load_task(str(path), asking())
     path.write_text('Q?,a,b,c,d,B\n\nWhich?,question,answer,c,d,A\nQ?,a,b,c,d,B\n')
     kept = questions.load_task(str(path), asking()).items
     assert [q.place[-1] for q in kept] == ['1', '3', '4']    # only a first row can be a header
+    path.write_text('Prompt,response\n"Q, ?",A\n')
+    assert [*questions.read_rows(path)] == [(f'{path}:2', {'prompt': 'Q, ?', 'response': 'A'})]
 
 
 def test_a_task_that_cannot_be_loaded_so_is_named_with_what_would_help(tmp_path):
