@@ -33,7 +33,7 @@ from runtime.ownership import claim, lock, write_text
 from runtime.processes import parallel_map
 from research.study import common
 from research.study.claims import read_csv
-from research.study.figures import read_bins
+from research.study.figures import FIGURES, read_bins
 
 RESULTS = Path(__file__).parent / 'results'
 SIGNS = {key: 1 if x.higher_is_better else -1 for key, x in MEASURES.items()
@@ -47,10 +47,11 @@ FILES = 'agree.csv', 'agree.md', 'agree.png'
 # What was measured: {task: {(name, seed or folder): {metric: value}}}, and so {bins: ECE}
 
 def committed():
-    """Return the values of the tuned models in research/study/results, and the ECE by bins."""
+    """Return the values of tuned models in the tables of figures and losses, and the ECE by bins."""
     values, binned = {}, {}
     pooled = {'language': 'all', 'category': 'all', 'scaling': 'none'}
-    for path in sorted(RESULTS.glob('*/compare.csv')) + sorted(RESULTS.glob('losses/seed-*.csv')):
+    tables = [RESULTS / figure / 'compare.csv' for figure in sorted(FIGURES)]
+    for path in [*tables, *sorted(RESULTS.glob('losses/seed-*.csv'))]:
         for line in read_csv(path):
             other_tokens = 'vocabulary' in path.parent.name and line['task'] != 'text4'
             if (line['task'] in TASKS and pooled.items() <= (pooled | line).items()
