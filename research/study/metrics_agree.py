@@ -47,7 +47,7 @@ FILES = 'agree.csv', 'agree.md', 'agree.png'
 # What was measured: {task: {(name, seed or folder): {metric: value}}}, and so {bins: ECE}
 
 def committed():
-    """Return the values of tuned models in the tables of figures and losses, and the ECE by bins."""
+    """Return the values of tuned models in the tables of figures and losses, the ECE by bins."""
     values, binned = {}, {}
     pooled = {'language': 'all', 'category': 'all', 'scaling': 'none'}
     tables = [RESULTS / figure / 'compare.csv' for figure in sorted(FIGURES)]
