@@ -978,7 +978,8 @@ def check_probs(probs, labels, n_options=None):
     refuse(~(probs >= 0), lambda i, k: f'probability of option {k} is {probs[i, k]}, not 0 or more')
     total = probs.sum(1, dtype=np.float64)
     refuse(np.abs(total - 1) > tolerance,
-           lambda i: f'probabilities sum to {total[i]:.6g}, not to 1')
+           lambda i: f'probabilities sum to {total[i]:.6g}, not to 1; divide rounded ones by '
+                     f'their sum')
     if n_options is None:
         return probs, labels, np.full(n, K)
     n_options = _row_integers('n_options', n_options, n)
@@ -1030,7 +1031,10 @@ def check_range(name, value, interval):
 
 
 if __name__ == '__main__':      # so that whoever copies this file needs no command line
+    import pathlib
     import runpy
     import sys
+    if not pathlib.Path(__file__).with_name('results').joinpath('command.py').exists():
+        sys.exit('error: the command needs all of nanoCal; in your own code, import metrics')
     sys.argv.insert(1, 'metrics')
     runpy.run_module('results.command', run_name='__main__')

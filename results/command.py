@@ -112,6 +112,9 @@ def write_report(argv):
     if sum(len(run.file_samples) for run in runs) > len(samples):
         raise ConfigError('report: two files have the same task, as those of two models; use '
                           'compare, or give each row the name of its task')
+    if not runs:
+        raise ConfigError(f'report: {", ".join(map(str, sources))} holds no samples of lm_eval; '
+                          f'name a file of predictions')
     results = {task: result for run in runs for task, result in run.results.items()}
     for task, result in results.items():
         if cfg.fit_temperature and len(samples[task]) < 2:

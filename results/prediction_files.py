@@ -135,7 +135,7 @@ def read_rows(path, cut=False):
     suffix = Path(str(path).removesuffix('.gz')).suffix
     if suffix in ('.csv', '.tsv', '.parquet'):
         table = _parquet_rows(path) if suffix == '.parquet' else _csv_rows(path)
-        yield from ((number, _joined(row)) for number, row in table)
+        yield from ((number, _joined(row, number)) for number, row in table)
         return
     number, line = ' the array', b'\n'
     try:
@@ -148,7 +148,9 @@ def read_rows(path, cut=False):
                     yield number, json.loads(line.decode('utf-8-sig'))
     except (ValueError, RecursionError) as error:
         if not cut or line.endswith(b'\n'):
-            raise ValueError(f'{number}: broken JSON: {error}') from None
+            hint = isinstance(error, UnicodeDecodeError) and (
+                '; files are .csv, .tsv, .parquet or JSON lines in UTF-8')
+            raise ValueError(f'{number}: broken JSON: {error}{hint or ""}') from None
 
 
 def _open(path):
@@ -203,12 +205,16 @@ def _parquet_rows(path):
         raise ValueError(f' {error}') from None
 
 
-def _joined(row):
+def _joined(row, number):
     """Return a row with a list `probs` for its columns probs_0, probs_1, ..., or `log_probs`."""
     lists = {}
     for key, value in row.items():
         if (match := re.fullmatch(r'(probs|log_probs)_(\d+)', key)) and value is not None:
             lists.setdefault(match[1], {})[int(match[2])] = value
+    for name, x in lists.items():
+        if sorted(x) != [*range(len(x))]:       # `answer` would be the index of another option
+            raise ValueError(f'{number}: the columns {name}_k hold numbers for k = '
+                             f'{", ".join(map(str, sorted(x)))}; wanted 0, 1, ... without a gap')
     return row | {name: [x[k] for k in sorted(x)] for name, x in lists.items()}
 
 
@@ -369,7 +375,8 @@ def _values(row, norm):
     kind = next((x for x in kinds if row.get(x) is not None), 'confidence')
     if kind not in row:
         raise ValueError(f'neither {", ".join(kinds[:-1])} nor another of these, but the keys '
-                         f'{", ".join(map(str, row))}; --confidence names another column')
+                         f'{", ".join(map(str, row))}; --confidence names another column, and '
+                         f'logits may stand in log_probs')
     if kind in SAMPLED_KEYS:
         row, kind = row | _sampled(row, row[kind]), 'confidence'
     if kind == 'confidence':

@@ -328,13 +328,13 @@ def panel_title(name, result):
 
 def notes(result):
     """Return the notes below a task's table, as lines."""
-    lines = []
+    lines, by_letters = [], 'by letters' in result['distribution']
     if (mass := result.get('option_mass')) is not None:
         lines.append(f'the options together have a mean probability of {mass:.3f}'
                      + '; with so little, another scoring or prompt may suit the model better'
-                     * (mass < 0.01))
+                     * (mass < 0.01 and by_letters))    # that of whole texts is always small
     chance = result.get('chance', -1)       # results of earlier versions lack it
-    if 'by letters' in result['distribution'] and result['pooled']['accuracy_low'] <= chance:
+    if by_letters and result['pooled']['accuracy_low'] <= chance:
         shots = '--shots=5, ' * (result.get('shots') == 0)
         lines.append(f'this is no better than guessing ({chance:.3f}): many base and '
                      f'small models cannot answer by a letter; try {shots}--scoring=text, or '

@@ -73,6 +73,9 @@ def test_a_report_per_task_of_rows_of_any_form(tmp_path):
     packed.write_bytes(gzip.compress(path.read_bytes()))
     script = run_scripts(1, 'metrics.py', packed)
     assert (script.returncode, script.stdout) == (0, done.stdout)
+    (tmp_path / 'alone.py').write_text((HERE / 'metrics.py').read_text())
+    script = run_scripts(1, tmp_path / 'alone.py', packed)
+    assert script.stderr.startswith('error: the command needs all of nanoCal')
     packed.write_bytes(packed.read_bytes()[:-9])
     script = run_scripts(1, 'metrics.py', packed)
     assert script.returncode == 1 and script.stderr == run_metrics(packed).stderr
@@ -161,6 +164,8 @@ def test_a_report_lists_its_scalings_and_replaces_none_of_others(tmp_path):
     with pytest.raises(ConfigError, match='scaling.json was not written by this program'):
         command.write_report([*arguments, f'--out_dir={theirs.parent}'])
     assert theirs.read_text() == 'mine'
+    with pytest.raises(ConfigError, match='report: .* holds no samples of lm_eval; name a file'):
+        command.write_report([str(tmp_path)])
 
 
 def test_norm_divides_log_probabilities_as_in_evaluation(tmp_path):
@@ -183,7 +188,7 @@ def test_norm_divides_log_probabilities_as_in_evaluation(tmp_path):
          '2: probs, but the task begins with confidence'),
         ('{"probs": [1.0], "answer": 0, "split": "validation"}', ' no row to score'),
         ('{"probs": [0.5, 0.5], "answer": 0}\n\n{"probs": [0.9, 0.5], "answer": 0}',
-         '3: probabilities sum to 1.4'),
+         '3: probabilities sum to 1.4, not to 1; divide rounded ones by their sum. W'),
         ('{"log_probs": [-1, -2], "answer": 1, "n_tokens": [1, 0]}', '1: n_tokens must be'),
         ('null', '1: not a JSON object: None'),
         ('{"confidence": 0.5}',
@@ -195,8 +200,10 @@ def test_norm_divides_log_probabilities_as_in_evaluation(tmp_path):
         ('0.5,', '2: correct must be true or false, not None; w'),
         ('0.5,1,2', '2: 3 cells; the header names 2'),
         ('0.5,K\xf6ln', ' not UTF-8: invalid start byte at byte 0xf6; save it'))),
+    ('b.csv', 'probs_1,probs_2,answer\n0.4,0.6,1\n', '2: the columns probs_k hold numbers for k = '
+     '1, 2; wanted 0, 1, ... without a gap'),
     ('b.csv', 'Confidence,correct\n0.5,1\n', '2: neither probs, log_probs, confidence, answers nor '
-     'another of these, but the keys Confidence, correct; --confidence names another column')])
+     'another of these, but the keys Confidence, correct; --confidence names another column, a')])
 def test_a_wrong_line_or_cell_is_named_with_what_would_be_right(tmp_path, name, lines, message):
     path = tmp_path / name
     path.write_bytes(lines.encode('latin-1'))

@@ -185,10 +185,11 @@ def test_conformal_sets_of_a_group_have_the_thresholds_of_all_rows():
 
 
 def test_notes_below_a_table_name_what_was_left_out():
-    many = result(option_mass=0.4)
+    many = result(option_mass=0.004)        # of whole texts, which says nothing of the prompt
     many['pooled']['n'] = 1000
-    expected = ['the options together have a mean probability of 0.400']
+    expected = ['the options together have a mean probability of 0.004']
     assert report.notes(many) == expected
+    expected[0] += '; with so little, another scoring or prompt may suit the model better'
     many |= {'distribution': 'mmlu, 0 shots, options scored by letters', 'shots': 0, 'chance': 0.25}
     assert report.notes(many | {'pooled': many['pooled'] | {'accuracy_low': 0.26}}) == expected
     _, advice = report.notes(many | {'pooled': many['pooled'] | {'accuracy_low': 0.24}})
