@@ -106,8 +106,12 @@ def load_conversations(source, tokenizer, *, template, max_length, add_bos, revi
 
     settings = {'template': template, 'max_length': max_length, 'add_bos': add_bos,
                 'answers': answers, 'train_on_inputs': train_on_inputs}
-    return tokenize_once(files, encode, tokenizer, settings, **options,
-                         regroup=functools.partial(first_turns, answers=answers))
+    sequences = tokenize_once(files, encode, tokenizer, settings, **options,
+                              regroup=functools.partial(first_turns, answers=answers))
+    if full := int((sequences.lengths == max_length).sum()):
+        print(f'{full:,} of {len(sequences):,} conversations have max_length = {max_length} '
+              f'tokens; longer ones are cut off and lack the end of the answer')
+    return sequences
 
 
 def load_text(source, tokenizer, *, max_length, add_bos, revision=None, **options):

@@ -57,7 +57,7 @@ def test_bad_rows_are_named_or_counted(tmp_path, tokenizers, capsys):
 
 
 @pytest.mark.parametrize('add_bos', [True, False])
-def test_train_on_inputs_supervises_every_token_but_bos(tmp_path, tokenizers, add_bos):
+def test_train_on_inputs_supervises_every_token_but_bos(tmp_path, tokenizers, capsys, add_bos):
     path = write_rows(tmp_path / 'alpaca.json', [{'instruction': 'sky?', 'output': 'blue'}] * 2)
     load = functools.partial(conversations, path, tokenizers['gemma'], template='alpaca',
                              add_bos=add_bos)
@@ -67,6 +67,7 @@ def test_train_on_inputs_supervises_every_token_but_bos(tmp_path, tokenizers, ad
     assert 0 < plain[1][1].sum() < every[1][1].sum()
     first = int(plain[0][1].argmax())       # of the answer
     assert load(max_length=first + 1)[0][1].sum() == 1
+    assert f'2 of 2 conversations have max_length = {first + 1} tok' in capsys.readouterr().out
     with pytest.raises(DataError, match=f'alpaca.json: row 1: .* beyond max_length = {first} tok'):
         load(max_length=first)
 
