@@ -311,7 +311,8 @@ def split_sequences(cfg, n):
     if len(training) * cfg.epochs < cfg.batch_size:
         raise DataError(f'{cfg.data}: {len(training)} sequences for training besides val_size = '
                         f'{cfg.val_size}, with epochs = {cfg.epochs:g}, do not fill one step of '
-                        f'batch_size = {cfg.batch_size}; lower batch_size or val_size')
+                        f'batch_size = {cfg.batch_size}; lower batch_size or val_size, or '
+                        f'raise epochs')
     return training, held_out
 
 
