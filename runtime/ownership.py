@@ -46,8 +46,8 @@ def lock(folder, wait=False):
         raise ConfigError(f'{folder}: another process is writing there; choose another folder '
                           f'or wait until it has ended') from None
     except (OSError, ValueError) as error:      # ValueError: a NUL in the name
-        raise ConfigError(f'{folder} cannot be written ({error}); choose another folder'
-                          ) from error
+        raise ConfigError(f'{folder} cannot be written ({error}); choose another folder with '
+                          f'--out_dir, or --out of generate.py') from error
     with file, contextlib.ExitStack() as stack:
         _locks.append(file)
         stack.callback(_locks.remove, file)

@@ -274,7 +274,7 @@ def test_a_run_that_scored_nothing_leaves_the_folder_free(foxes):
     with ownership.lock(foxes.out):
         foxes.refuses('process is writing there')
     assert foxes.score()['foxes']['pooled']['n'] == 5
-    foxes.refuses('cannot be written .* choose another', out=foxes.task / 'deeper')
+    foxes.refuses('cannot be written .* with --out_dir', out=foxes.task / 'deeper')
 
 
 @pytest.mark.slow
