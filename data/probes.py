@@ -58,7 +58,8 @@ def load_texts(name, cfg):
     rows = (row for file in fetch(path, patterns, cfg.data_revision) for row in _rows(file))
     texts, bad = parse_rows(rows, functools.partial(_to_text, kind), cfg.on_bad_row)
     if not texts:
-        raise DataError(f'{path} has no texts ({len(bad)} bad rows)')
+        raise DataError(f'{path} has no texts' + ' of four words or more' * (kind == 'clm')
+                        + f' ({len(bad)} bad rows)')
     return Loaded(draw(texts, cfg.limit, cfg.seed), {}, bad, len(texts))
 
 

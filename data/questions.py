@@ -144,6 +144,10 @@ def load_task(name, cfg):
             raise DataError(f'{source}: {n} solved questions about {group[1]!r}, {cfg.shots} '
                             f'wanted; --shots={n} would fit')
     shots = {group: solved[:cfg.shots] for group, solved in shots.items()}
+    shown = sum(q.digest in [shot.digest for shot in shots.get(q.group, ())] for q in questions)
+    if shown:
+        print(f'{name}: {shown} questions are also among their shots, which give the answer away; '
+              f'keep the files of the two apart')
     return Loaded([*questions, *validation], shots, bad, total)
 
 

@@ -261,6 +261,9 @@ def test_compressed_text_is_read_like_plain_text(tmp_path, tokenizers):
         assert total == (3 if name.startswith('wiki') else 1)
     assert len({len(s) for s in sequences}) == len({s.digest for s in sequences}) == 1
     assert texts[1].place.endswith('wiki.test.txt.gz:4')
+    (tmp_path / 'b.txt').write_text('too few words')
+    with pytest.raises(DataError, match='b.txt has no texts of four words or more'):
+        probes.load_texts(f'clm:{tmp_path}/b.txt', asking())
 
 
 def test_a_damaged_cache_is_rebuilt(tmp_path, tokenizers, capsys):

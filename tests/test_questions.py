@@ -149,7 +149,12 @@ def test_the_shots_of_a_folder_of_own_files_are_not_asked(tmp_path, capsys):
     (tmp_path / 'more.jsonl.gz').touch()
     loaded = questions.load_task(str(tmp_path), asking(shots=1))
     assert [q.context[:5] for q in loaded.items] == ['mine?']
-    assert capsys.readouterr().out.count('*.jsonl is read, and not more.jsonl.gz; to read all') == 1
+    printed = capsys.readouterr().out
+    assert printed.count('*.jsonl is read, and not more.jsonl.gz; to read all') == 1
+    assert 'among their shots' not in printed
+    write_rows(tmp_path / 'mine.jsonl', [Q | {'question': f'{name}?'} for name in ('mine', 'dev')])
+    questions.load_task(str(tmp_path), asking(shots=1))
+    assert f'{tmp_path}: 1 questions are also among their shots' in capsys.readouterr().out
 
 
 def test_ids_and_digests_differ_and_duplicate_options_are_marked(tmp_path):
