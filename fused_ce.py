@@ -5,15 +5,14 @@ z = cap tanh(W h / cap), or W h without a softcap, and p = softmax(z). Every los
 them through z_y, the largest logit z_top and a few sums: lse = log sum exp z, Z = sum z,
 S = sum p^2 and the entropy H. Its gradient has the form
 
-    dloss/dz_j = p_j (a + b log p_j + c p_j) + e - f [j = y] + t [j = top] + u [z_j < z_top - m]
+    dloss/dz_j = p_j (a + b log p_j + c p_j) + e - f [j = y] + t [j = top]
 
-where the coefficients a, b, c, e, f, t and u of the token are computed from the same values (only
-margin_smoothing has u, and a margin m). So all losses share this code, which processes a chunk of
-tokens at a time: a product writes the logits, one kernel reads them for the sums, torch turns those
-into coefficients [n], one kernel replaces the logits by the gradient, and two products read it for
-dh and dW. Three products take 6NDV operations, the least for an exact gradient. On a CUDA device
-the kernels are Triton; elsewhere the same chunks go through plain torch. The file imports nothing
-of ours and can be copied into another project.
+where the coefficients a, b, c, e, f and t of the token are computed from the same values. So all
+losses share this code, which processes a chunk of tokens at a time: a product writes the logits,
+one kernel reads them for the sums, torch turns those into coefficients [n], one kernel replaces the
+logits by the gradient, and two products read it for dh and dW. Three products take 6NDV operations,
+the least for an exact gradient. On a CUDA device the kernels are Triton; elsewhere the same chunks
+go through plain torch. The file imports nothing of ours and can be copied into another project.
 """
 
 import bisect
@@ -50,10 +49,7 @@ class RowSums(NamedTuple):
     entropy: Tensor | None = None       # nats
     top_logit: Tensor | None = None
     top_token: Tensor | None = None     # int64; the first if several logits are equal
-    below: Tensor | None = None         # number of logits below z_top - margin
-    excess: Tensor | None = None        # their sum of z_top - margin - z
     tokens: Tensor | None = None        # int64: indices of these n tokens in the flat target
-    margin: float | None = None         # of `below` and `excess`
 
     @property
     def nll(self):
@@ -71,19 +67,16 @@ class Loss:
     coefficients: Callable      # RowSums -> {'a': number or [n], ...} of the gradient; absent: 0
     sums: tuple = ()            # names of the RowSums that both read, besides z_y and lse
     whole: bool = True          # False: a term, to be added to a whole loss
-    margin: float | None = None     # of the sums `below` and `excess`
 
     def __add__(self, other):
         _require(not (self.whole and other.whole), 'cannot add two losses: a sum is one whole loss '
                  'and any terms, such as smoothing and z_loss')
-        _require(self.margin is None or other.margin is None, 'cannot add two losses with a margin')
 
         def coefficients(s):
             x, y = self.coefficients(s), other.coefficients(s)
             return x | y | {name: x[name] + y[name] for name in x.keys() & y.keys()}
         return Loss(lambda s: self.value(s) + other.value(s), coefficients, self.sums + other.sums,
-                    self.whole or other.whole,
-                    other.margin if self.margin is None else self.margin)
+                    self.whole or other.whole)
 
 
 def _weighted(value, weight, *sums):
@@ -166,18 +159,6 @@ def max_sup(alpha):
                 whole=False)
 
 
-def margin_smoothing(w, margin):
-    """Term w sum_j max(0, z_top - z_j - margin), both at least 0. Liu 2022 (arXiv 2111.15430).
-
-    The sum is over the vocabulary, so w is small: margin_smoothing(alpha / V, 0) is max_sup(alpha).
-    It reads the logits once more.
-    """
-    _require(0 <= w < math.inf and 0 <= margin < math.inf,
-             f'margin_smoothing: w and margin must be at least 0, got {w} and {margin}')
-    return Loss(lambda s: w * s.excess, lambda s: {'t': w * s.below, 'u': -w},
-                ('top_logit', 'top_token', 'below', 'excess'), False, margin)
-
-
 def z_loss(w):
     """Term w lse^2, w >= 0, which keeps the normalizer near 1. PaLM 2022, with w = 1e-4."""
     _require(0 <= w < math.inf, f'z_loss: w must be at least 0, got {w}')
@@ -213,7 +194,7 @@ def joint(function, entropy=False):
 # What a config may name: a loss of your own is a function above and a name here.
 LOSSES = {make.__name__: make for make in (
     cross_entropy, brier, spherical, focal, gce, dft, entropy_weighted, smoothing,
-    adaptive_smoothing, max_sup, margin_smoothing, z_loss, confidence_penalty)}
+    adaptive_smoothing, max_sup, z_loss, confidence_penalty)}
 
 
 # ---- Public functions ----------------------------------------------------------------------------
@@ -381,8 +362,7 @@ def _sums_and_gradients(hidden, weight, target, loss, softcap, dtype, memory=Non
     # Separate tensors, all aligned: Triton compiles a kernel again for another alignment.
     s = RowSums(V, **{name: torch.zeros(n, device=device, dtype=torch.int64 if name == 'top_token'
                                         else torch.float32)
-                      for name in {'z_y', 'lse', *loss.sums, *sums} - {'tokens'}}, tokens=tokens,
-                margin=None if loss.margin is None else float(loss.margin))
+                      for name in {'z_y', 'lse', *loss.sums, *sums} - {'tokens'}}, tokens=tokens)
     dh = torch.empty_like(h) if need[0] else None
     dw = (torch.empty_like if n else torch.zeros_like)(w, dtype=weight.dtype) if need[1] else None
     process = _kernels if _use_triton(h) else _plain
@@ -440,7 +420,7 @@ def _scale(x, factor):
 
 
 # Both functions fill `s`, the RowSums of a chunk's logits [n, V] = h @ w.T, and, if scale is given,
-# overwrite the logits with scale * dloss/dlogits; coefficients() returns [a, b, c, e, f, t, u]. The
+# overwrite the logits with scale * dloss/dlogits; coefficients() returns [a, b, c, e, f, t]. The
 # label's logit is computed again, in float32: loss and gradient depend on it most, and rounding it
 # is plain torch's largest error.
 
@@ -449,12 +429,12 @@ def _kernels(logits, h, w, target, s, softcap, coefficients, scale):
     # The error of the hardware's tanh is 2**-11, that of rounding to bfloat16 2**-8.
     fast = logits.is_cuda and logits.dtype == torch.bfloat16
     wide = 4 if n < 512 else 1      # few rows: more threads for each
-    _row_sums_kernel[(n,)](logits, h, w, target, *s[1:10], *w.shape, softcap, s.margin, FAST=fast,
+    _row_sums_kernel[(n,)](logits, h, w, target, *s[1:8], *w.shape, softcap, FAST=fast,
                            BLOCK=wide * BLOCK, num_warps=4 * wide)
     if scale is not None:
         _gradient_kernel[(n, triton.cdiv(V, BLOCK))](
-            logits, target, s.top_token, s.top_logit, s.z_y, s.lse, scale, *coefficients(), V,
-            softcap, s.margin, fast, BLOCK)
+            logits, target, s.top_token, s.z_y, s.lse, scale, *coefficients(), V, softcap, fast,
+            BLOCK)
 
 
 def _plain(logits, h, w, target, s, softcap, coefficients, scale):
@@ -466,18 +446,14 @@ def _plain(logits, h, w, target, s, softcap, coefficients, scale):
     z.scatter_(1, label, z_y[:, None])
     log_p = z - torch.logsumexp(z, 1, out=s.lse)[:, None]
     p = log_p.exp()
-
-    def shortfall():
-        return (z.amax(1, keepdim=True) - s.margin - z).clamp_min(0)
     sums = {'sum_z': lambda: z.sum(1), 'sum_p2': lambda: p.square().sum(1),
             'entropy': lambda: torch.special.entr(p).sum(1),
-            'top_logit': lambda: z.amax(1), 'top_token': lambda: z.argmax(1),
-            'below': lambda: (shortfall() > 0).sum(1), 'excess': lambda: shortfall().sum(1)}
+            'top_logit': lambda: z.amax(1), 'top_token': lambda: z.argmax(1)}
     for name, compute in sums.items():
         if getattr(s, name) is not None:
             getattr(s, name).copy_(compute())
     if scale is not None:
-        a, b, c, e, f, t, u = (x[:, None] if isinstance(x, Tensor) else x for x in coefficients())
+        a, b, c, e, f, t = (x[:, None] if isinstance(x, Tensor) else x for x in coefficients())
         factor = a if b is None else a + b * log_p.clamp_min(-1e4)      # 0 * -inf is NaN
         factor = factor if c is None else factor + c * p
         g = p.mul_(factor).add_(e)
@@ -485,19 +461,17 @@ def _plain(logits, h, w, target, s, softcap, coefficients, scale):
         if t is not None:
             top = s.top_token[:, None]
             g.scatter_(1, top, g.gather(1, top) + t)
-        if u is not None:
-            g += u * (shortfall() > 0)
         if softcap is not None:
             g *= z.div_(softcap).square_().neg_().add_(1)
         logits.copy_(g.mul_(scale[:, None]))
 
 
 def _coefficients(loss, s, rows):
-    """Return [a, b, c, e, f, t, u] for rows of s, floats or float32 [n]; b, c, t, u may be None."""
-    known = {'a': 0, 'b': None, 'c': None, 'e': 0, 'f': 0, 't': None, 'u': None}
+    """Return [a, b, c, e, f, t] for rows of s, each a float or float32 [n]; b, c, t may be None."""
+    known = {'a': 0, 'b': None, 'c': None, 'e': 0, 'f': 0, 't': None}
     coefficients = known | loss.coefficients(s)
     unknown = ', '.join(map(repr, [*coefficients][len(known):]))
-    _require(not unknown, f'the coefficients are a, b, c, e, f, t and u, got {unknown}')
+    _require(not unknown, f'the coefficients are a, b, c, e, f and t, got {unknown}')
     return [x.float().expand_as(s.lse)[rows].contiguous() if isinstance(x, Tensor) else
             x if x is None else float(x) for x in coefficients.values()]
 
@@ -525,8 +499,8 @@ if triton is not None:
 
     @triton.jit
     def _row_sums_kernel(logits, hidden, weight, target, z_y, lse, sum_z, sum_p2, entropy,
-                         top_logit, top_token, below, excess, V, D, softcap, margin,
-                         FAST: tl.constexpr, BLOCK: tl.constexpr):
+                         top_logit, top_token, V, D, softcap, FAST: tl.constexpr,
+                         BLOCK: tl.constexpr):
         """Compute the RowSums of one row of logits, except those whose pointer is None.
 
         A program reads blocks of BLOCK logits, each divided into lanes of eight. A lane keeps its
@@ -587,17 +561,6 @@ if triton is not None:
         if top_token is not None:
             tl.store(top_logit + row, row_max)
             tl.store(top_token + row, tl.min(tl.where(maximum == row_max, top, 2147483647)))
-        if below is not None:   # row_max is known only now, so the logits are read once more
-            n_below, short_sum = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-            for i in tl.range(0, V, BLOCK, num_stages=3):
-                j = i + tl.arange(0, BLOCK)
-                z = _cap(tl.load(logits + j, mask=j < V, other=0.0).to(tl.float32), softcap, FAST)
-                short = tl.maximum(row_max - margin - tl.where(j == y, label_z, z), 0.0)
-                short = tl.where(j < V, short, 0.0)
-                n_below += (short > 0).to(tl.float32)
-                short_sum += short
-            tl.store(below + row, tl.sum(n_below))
-            tl.store(excess + row, tl.sum(short_sum))
 
     @triton.jit
     def _load_of_row(x, row):
@@ -605,10 +568,10 @@ if triton is not None:
         return x if isinstance(x, float) or not x.dtype.is_ptr() else tl.load(x + row)
 
     @triton.jit
-    def _gradient_kernel(logits, target, top_token, top_logit, z_y, lse, scale, a, b, c, e, f, t, u,
-                         V, softcap, margin, FAST: tl.constexpr, BLOCK: tl.constexpr):
-        """Write scale (p (a + b log p + c p) + e - f [j = y] + t [j = top] + u [z < z_top - m])
-        dz/dlogit over a block of one row."""
+    def _gradient_kernel(logits, target, top_token, z_y, lse, scale, a, b, c, e, f, t, V, softcap,
+                         FAST: tl.constexpr, BLOCK: tl.constexpr):
+        """Write scale (p (a + b log p + c p) + e - f [j = y] + t [j = top]) dz/dlogit over a block
+        of one row."""
         row = tl.program_id(0).to(tl.int64)
         logits += row * V
         j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -628,8 +591,6 @@ if triton is not None:
         g = tl.where(j == y, g - _load_of_row(f, row), g)
         if t is not None:
             g = tl.where(j == tl.load(top_token + row), g + _load_of_row(t, row), g)
-        if u is not None:
-            g = tl.where(tl.load(top_logit + row) - margin - z > 0, g + _load_of_row(u, row), g)
         if softcap is not None:
             tanh = z * (1 / softcap)
             g *= 1 - tanh * tanh

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from common import off
 
 import fused_ce
-from fused_ce import (confidence_penalty, cross_entropy, entropy_weighted, focal, fused_loss, gce,
-                      joint, margin_smoothing, max_sup, smoothed_cross_entropy, smoothing,
+from fused_ce import (confidence_penalty, cross_entropy, entropy_weighted, focal,
+                      fused_loss, gce, joint, max_sup, smoothed_cross_entropy, smoothing,
                       spherical, token_statistics, z_loss)
 from runtime.loss import parse_loss
 
@@ -323,9 +323,6 @@ REFERENCES = {      # the definition of each, of float64 logits [n, V] and label
                                                                - z.mean(-1)),
     'cross_entropy() + max_sup(0.2)':
         lambda z, y: nll_of(z, y) + 0.2 * (z.max(-1).values - z.mean(-1)),
-    'cross_entropy() + margin_smoothing(0.05, 1.5)':
-        lambda z, y: nll_of(z, y) + 0.05 * (
-            z.max(-1, keepdim=True).values - z - 1.5).clamp_min(0).sum(-1),
     'cross_entropy() + z_loss(0.01)': lambda z, y: nll_of(z, y) + 0.01 * z.logsumexp(-1) ** 2,
     'cross_entropy() + confidence_penalty(0.3)': lambda z, y: nll_of(z, y) - 0.3 * entropy_of(z),
     'smoothing(0.2) + focal(2) + confidence_penalty(0.1) + z_loss(0.001) + max_sup(0.3)':
@@ -400,11 +397,6 @@ def test_loss_refuses_what_is_no_loss():
         for x in (wrong, math.nan):
             with pytest.raises(ValueError, match=f'{make.__name__}.*got'):
                 make(x)
-    for w, margin in ((-0.1, 0), (0.1, -1), (0.1, math.nan)):
-        with pytest.raises(ValueError, match='margin_smoothing: w and margin must be'):
-            margin_smoothing(w, margin)
-    with pytest.raises(ValueError, match='two losses with a margin'):
-        margin_smoothing(0.1, 1) + margin_smoothing(0.1, 2)
 
 
 def test_parse_loss_reads_sums_and_names_errors():

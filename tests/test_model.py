@@ -241,18 +241,16 @@ def forward():
                 scale='fp32', softcap='fp32', **bf16, **integers)
 
 def loss():
-    rows = dict.fromkeys(('z_y', 'lse', 'scale', 'a', 'b', 'c', 'e', 'f', 't', 'u', 'sum_z',
-                          'sum_p2', 'entropy', 'top_logit', 'below', 'excess', 'factor'), '*fp32')
+    rows = dict.fromkeys(('z_y', 'lse', 'scale', 'a', 'b', 'c', 'e', 'f', 't', 'sum_z',
+                          'sum_p2', 'entropy', 'top_logit', 'factor'), '*fp32')
     x = dict.fromkeys(('logits', 'hidden', 'weight', 'x'), '*bf16')
     integers = {'target': '*i64', 'top_token': '*i32'}
-    some = dict.fromkeys(('sum_p2', 'entropy', 'top_logit', 'top_token', 'below', 'excess',
-                          'margin', 't', 'u'))
-    numbers = {'softcap': 'fp32', 'margin': 'fp32'}
+    some = dict.fromkeys(('sum_p2', 'entropy', 'top_logit', 'top_token', 't'))
     for softcap in ({'softcap': None}, {}):
         for unused in ({}, some):
             for kernel in (fused_ce._row_sums_kernel, fused_ce._gradient_kernel):
-                compile(kernel, {'FAST': True, 'BLOCK': 2048} | softcap | unused, **numbers, **rows,
-                        **x, **integers)
+                compile(kernel, {'FAST': True, 'BLOCK': 2048} | softcap | unused, softcap='fp32',
+                        **rows, **x, **integers)
     compile(fused_ce._scale_kernel, {'BLOCK': 16384}, **rows, **x)
 
 globals()[sys.argv[1]]()

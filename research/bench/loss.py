@@ -42,7 +42,6 @@ LIGER = 1, 2, 4, 8, 16, 64, 128         # its chunk_mem_const
 LOSSES = ('cross_entropy()', 'cross_entropy() + smoothing(0.1)', 'brier()', 'spherical()',
           'focal(2)', 'gce(0.7)', 'dft()', 'entropy_weighted(1)', 'cross_entropy() + z_loss(1e-4)',
           'cross_entropy() + adaptive_smoothing(0.1)', 'cross_entropy() + max_sup(0.1)',
-          'cross_entropy() + margin_smoothing(1e-6, 10)',
           'cross_entropy() + confidence_penalty(0.1)', 'focal(2) + smoothing(0.1) + z_loss(1e-4)')
 
 
