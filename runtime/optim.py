@@ -16,8 +16,8 @@ remedies:
 
 The 8 bits of a moment are its place k on a scale that is quadratic for m and logarithmic for v. M
 and V are the largest |m| and v of the 32. The bits of a positive float, read as an integer, are a
-logarithm of it that is linear between powers of two, and `step` is the smallest that brings the
-smallest v, except zeros, onto the scale:
+logarithm of it that is linear between powers of two. `step` is just large enough that the smallest
+v, except zeros, is on the scale, and M, V and step are the `ranges` of the 32:
 
     m = M sign(k) (k / 127)^2                           k = -127 .. 127
     v = float of the bits (bits(V) - (255 - k) step)    k = 1 .. 255; k = 0 is 0
@@ -46,8 +46,8 @@ from torch import Tensor
 # Weights of a tensor that is updated together with others: copying so few takes less time than a
 # launch of their own. Gemma 3 270M has 181 such tensors of 236.
 SMALL = 2 ** 20
-GROUP = 32              # neighbors in a row whose 8-bit moments have common scales
-WIDEST = 24 << 23       # bits that the code of v spans at most, 24 powers of two; below, v is more
+GROUP = 32              # neighbors in a row whose 8-bit moments have common ranges
+WIDEST = 24 << 23       # of bits(V) - bits(v): 24 powers of two; a smaller v counts as more
 TINY = 1e-37            # a smaller v is 0; beside eps it makes no difference
 
 # of the moments and of the bits that complete a weight
@@ -83,7 +83,7 @@ class AdamW(torch.optim.Optimizer):
             self.state[p] = {name: torch.zeros_like(p, dtype=dtype, requires_grad=False)
                              for name, dtype in zip(STATE, DTYPES[own])}
             if own == 'compact':
-                self.state[p]['ranges'] = _scales(p.detach())
+                self.state[p]['ranges'] = _ranges(p.detach())
             if own == 'exact':
                 # the garbage collector does not see the hooks of a tensor: with a bound method
                 # here, optimizer and weights would never be freed
@@ -129,7 +129,7 @@ class AdamW(torch.optim.Optimizer):
                 1 / math.sqrt(1 - beta2 ** self.steps), self.eps, 1 - lr * group['weight_decay']])
             if scale.is_cuda:
                 numbers = numbers.pin_memory().to(scale.device, non_blocking=True)
-            # lists of [w, low, m, v, scales, g], flat, that are updated together
+            # lists of [w, low, m, v, ranges, g], flat, that are updated together
             parts: dict = {}
             for p in group['params']:
                 w, (low, *rest) = _local(p).view(-1), (
@@ -143,17 +143,17 @@ class AdamW(torch.optim.Optimizer):
                 columns = [*zip(*part)]
                 whole: Any = columns if len(part) == 1 else [      # each with one tensor, or None
                     [None] if x[0] is None else [torch.cat(x)] for x in columns]
-                w, low, m, v, scales, g = (x for (x,) in whole)
+                w, low, m, v, ranges, g = (x for (x,) in whole)
                 # a constant width lets the kernel read 16 bytes at a time, whatever the length
                 width = 1024 if w.numel() % 1024 == 0 else 1
                 seed = None
-                if w.dtype == torch.bfloat16 or scales is not None:
+                if w.dtype == torch.bfloat16 or ranges is not None:
                     key = self.seed, self.steps, next(index), self.rank
                     seed = torch.tensor(hash(key) % 2 ** 31, dtype=torch.int32)
-                if scales is not None:
-                    width, scales = GROUP, scales.view(-1, 3)
+                if ranges is not None:
+                    width, ranges = GROUP, ranges.view(-1, 3)
                 matrices = (x if x is None else x.view(-1, width) for x in (w, low, g, m, v))
-                update(*matrices, scales, numbers, scale, seed)
+                update(*matrices, ranges, numbers, scale, seed)
                 if len(part) > 1:
                     for targets, (x,) in list(zip(columns, whole))[:-1]:    # all but the gradient
                         if x is not None:
@@ -182,7 +182,7 @@ def _local(x: Tensor | None) -> Tensor:
     return x.to_local() if hasattr(x, 'to_local') else x
 
 
-def _scales(p: Any) -> Tensor:
+def _ranges(p: Any) -> Tensor:
     """Return zeros [rows, 3 * columns / GROUP], bfloat16, sharded over the rows as the matrix p."""
     rows, columns = p.shape[0], 3 * p.shape[1] // GROUP
     local = _local(p).new_zeros(len(_local(p)), columns)
@@ -197,17 +197,17 @@ def _join(high: Tensor, low: Tensor) -> Tensor:
     return ((high.int() << 16) + (low.int() << 16 - 8 * low.itemsize)).view(torch.float32)
 
 
-def _update(w, low, g, m, v, scales, numbers, scale, seed):
-    """Update w, low, m, v and scales in place; all but scales are matrices of the shape of g.
+def _update(w, low, g, m, v, ranges, numbers, scale, seed):
+    """Update w, low, m, v and ranges in place; all but ranges are matrices of the shape of g.
 
     Exact: w and low are int16, the two halves of the master. The upper half is the master rounded
     to the nearest bfloat16, because truncation would shrink all weights; so the lower half has a
-    sign. Compact: of that lower half, low has the upper 8 bits; scales [rows, 3]. Stochastic and
+    sign. Compact: of that lower half, low has the upper 8 bits; ranges [rows, 3]. Stochastic and
     compact: `seed` is a 0-dim int32 tensor.
     """
     gain1, beta2, gain2, step_size, root2, eps, decay = numbers.unbind()
     g = g.float() * scale
-    old_m, old_v = (m.float(), v.float()) if scales is None else _decode(m, v, scales)
+    old_m, old_v = (m.float(), v.float()) if ranges is None else _decode(m, v, ranges)
     new_m = old_m + gain1 * (g - old_m)
     new_v = beta2 * old_v + gain2 * g * g
     x = w.float() if low is None else _join(w, low)
@@ -218,14 +218,14 @@ def _update(w, low, g, m, v, scales, numbers, scale, seed):
         noise = _noise(index, seed)
     if low is not None:
         bits = x.view(torch.int32)
-        if scales is not None:
+        if ranges is not None:
             bits = (bits + (noise & 0xff)) & -0x100
-            for code, new in zip((m, v, scales), _encode(new_m, new_v, noise)):
+            for code, new in zip((m, v, ranges), _encode(new_m, new_v, noise)):
                 code.copy_(new)
         high = (bits + 0x8000) >> 16
         low.copy_((bits - (high << 16)) >> 16 - 8 * low.itemsize)
         w.copy_(high)
-        if scales is not None:
+        if ranges is not None:
             return
     elif noise is not None:
         # 16 bits each, overlapping: bits that two values share are low bits of one of them
@@ -237,16 +237,16 @@ def _update(w, low, g, m, v, scales, numbers, scale, seed):
         w.copy_(x)
 
 
-def _decode(m, v, scales):
+def _decode(m, v, ranges):
     """Return the float32 moments [rows, GROUP] of their codes, as at the top."""
-    largest_m, largest_v, step = scales.float()[:, :, None].unbind(1)
+    largest_m, largest_v, step = ranges.float()[:, :, None].unbind(1)
     k = m.float()
     old_v = _float(_bits(largest_v) - (255 - v.int()) * step.int())
     return k * k.abs() * (largest_m / 127 ** 2), torch.where(v == 0, 0, old_v)
 
 
 def _encode(m, v, noise):
-    """Return the codes of moments [rows, GROUP], rounded at random to a neighbor, and the scales.
+    """Return the codes of moments [rows, GROUP], rounded at random to a neighbor, and the ranges.
 
     The neighbor above is the more probable the nearer, so that the mean is the moment itself. The
     arithmetic takes longer than reading and writing: integers have no NaN to care for, and rsqrt

@@ -74,9 +74,9 @@ def with_row(lines, last, block):
 
 def apply(text, root):
     """Edit the copy of the repository in `root` as the steps of a recipe say."""
-    todo = list(steps(text))
-    assert todo, 'no step in this section'
-    for i, (file, kind, name, block) in enumerate(todo):
+    edits = list(steps(text))
+    assert edits, 'no step in this section'
+    for i, (file, kind, name, block) in enumerate(edits):
         block, lines = textwrap.dedent(block), (root / file).read_text().splitlines(keepends=True)
         if kind == 'to':
             _, last = statement(lines, f'{name} =')
@@ -87,7 +87,7 @@ def apply(text, root):
             first = body[-1].lineno - 1 if kind == 'last' else body[-1].end_lineno
             lines[first:body[-1].end_lineno] = [textwrap.indent(block, '    ')]
         else:
-            table = next(step[2] for step in todo[i:] if step[0] == file and step[1] == 'to')
+            table = next(step[2] for step in edits[i:] if step[0] == file and step[1] == 'to')
             first, _ = statement(lines, f'{table} =')
             while lines[first - 1].startswith('#'):
                 first -= 1
