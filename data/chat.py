@@ -28,7 +28,7 @@ def encode_conversation(messages, tokenizer, template='tulu', add_bos=True):
     messages: [{'role': 'system' | 'user' | 'assistant', 'content': str}, ...]
     The assistant's text and the token that ends its turn are supervised, unless the message has
     'train': False. Raises DataError for a conversation that does not fit the template or has no
-    assistant text, ConfigError for a template with control tokens that the tokenizer lacks.
+    assistant message, ConfigError for a template with control tokens that the tokenizer lacks.
     """
     _check_messages(messages)
     bos = [tokenizer.bos_id] if add_bos else []
@@ -120,8 +120,8 @@ def _check_messages(messages):
         require_text(message.get('content'), f'the content of the {message["role"]} message')
         if message['role'] == 'system' and message is not messages[0]:
             raise DataError('a system message must be the first message')
-    if not any(m['role'] == 'assistant' and m['content'].strip() for m in messages):
-        raise DataError('no answer: there is no assistant message with text')
+    if not any(message['role'] == 'assistant' for message in messages):
+        raise DataError('no answer: there is no assistant message')
 
 
 def supervision(message):

@@ -5,7 +5,7 @@ import functools
 import math
 
 from data.cache import tokenize_once
-from data.chat import encode_conversation, encode_prompt
+from data.chat import encode_conversation, encode_prompt, supervision
 from data.files import fetch, has_fields, parsed, read_rows, require_fields, require_text
 from data.messages import dialogue, read_turns, with_context, without_nulls
 from runtime.errors import DataError
@@ -96,6 +96,11 @@ def load_conversations(source, tokenizer, *, template, max_length, add_bos, revi
                     f'but train_on_inputs = {train_on_inputs} trains '
                     f'{"all of them" if train_on_inputs else "only the answers"}')
         ids, loss_mask = encode_conversation(messages, tokenizer, template, add_bos)
+        for number, message in enumerate(messages, 1):
+            if supervision(message) and not message['content'].strip():
+                raise DataError(
+                    f'message {number} of {len(messages)} is an empty answer, which would train '
+                    f'the model to end at once; write its text, or mark it with "train": false')
         if not any(loss_mask):
             raise DataError('every assistant message is marked as not trained')
         if not any(loss_mask[:max_length]):

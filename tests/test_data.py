@@ -137,11 +137,13 @@ def test_an_answer_that_is_not_trained_has_the_same_tokens_without_loss(tmp_path
                                                                         template):
     first, last = EARLIER[1] | {key: 0}, SAME[1] | {key: True}
     path = write_rows(tmp_path / 'chat.jsonl', [
-        {'messages': [*EARLIER, *SAME]}, {'messages': [EARLIER[0], first, SAME[0], last]}])
+        {'messages': [*EARLIER, *SAME]}, {'messages': [EARLIER[0], first, SAME[0], last]},
+        {'messages': [EARLIER[0], first | {'content': ''}, SAME[0], last]}])
     sequences = conversations(path, tokenizers['llama2'], template=template, max_length=200)
     assert sequences[0][0].tolist() == sequences[1][0].tolist()
-    (_, both), (_, trained) = shown(sequences, tokenizers['llama2'])
+    (_, both), (_, trained), (_, after_empty) = shown(sequences, tokenizers['llama2'])
     assert 'green' in both and 'blue' in both and 'green' not in trained and 'blue' in trained
+    assert after_empty == trained
 
 
 @pytest.mark.parametrize('row, message', [
@@ -155,7 +157,11 @@ def test_an_answer_that_is_not_trained_has_the_same_tokens_without_loss(tmp_path
     # more than can be obeyed
     *(({'messages': [SAME[0], SAME[1] | change]}, [*change][-1]) for change in (
         {'tool_calls': [{'id': 1}]}, {'weight': 0.5}, {'weight': 1, 'train': False},
-        {'from': 'human'}))])
+        {'from': 'human'})),
+    # an empty answer, single or earlier, would train nothing but its end
+    ({'instruction': 'sky?', 'output': ' '}, 'message 2 of 2 is an empty answer'),
+    ({'messages': [EARLIER[0], {'role': 'assistant', 'content': ''}, *SAME]},
+     'message 2 of 4 is an empty answer, .* mark it with "train": false')])
 def test_a_bad_conversation_is_named_with_its_line(tmp_path, tokenizers, row, message):
     path = write_rows(tmp_path / 'chat.jsonl', [row])
     with pytest.raises(DataError, match=f'chat.jsonl:1: .*{message}'):
