@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from data import prompts
-from data.files import has_fields, require_fields, require_text, text_digest
+from data.files import has_fields, one_of, require_fields, require_text, text_digest
 from data.prompts import LETTERS, WORDING
 from runtime.errors import DataError
 
@@ -56,17 +56,40 @@ def generic_row(row, pads=False):
         return scored_row(row['input'], *zip(*row['target_scores'].items()))
     if has_fields(row, 'prompt', 'classes'):
         return Row(row['prompt'], row['classes'], row['answer_index'])
-    question, answer = (row.get(name, row.get(name.title())) for name in ('question', 'answer'))
-    if row.get('choices') is not None:
-        return Row(question, row['choices'], answer)
-    names = next((names for names in COLUMNS if row.get(names[0]) is not None), None)
-    options = [row.get(name) for name in names] if names else row.get('options')
-    if not isinstance(options, list):
+    question, answer = (one_of(row, name, name.title()) for name in ('question', 'answer'))
+    index = row.get('answer_index')
+    if answer is not None and type(index) is int and str(answer).strip() not in (
+            str(index), LETTERS[index:index + 1]):
+        raise DataError(f'"answer" and "answer_index" of the row differ: {answer!r:.60} and '
+                        f'{index}; keep one of them')
+    name, options = _choices(row)
+    if name == 'choices' or not isinstance(options, list):
         return Row(question, options, answer)
     pads = pads or 'cot_content' in row or options.count('N/A') > 1
     present = {letter: option for letter, option in zip(LETTERS, options)
                if option is not None and not (pads and option == 'N/A')}
     return Row(question, list(present.values()), answer, list(present))
+
+
+def _choices(row):
+    """Return (name of the field, choices) of a row, (None, None) if it has none.
+
+    Raises DataError if it has two lists of choices that differ by more than absent ones.
+    """
+    lists = {'choices': row.get('choices')}
+    for names in COLUMNS:
+        if row.get(names[0]) is not None:
+            lists[names[0]] = [row.get(name) for name in names]
+    lists['options'] = row.get('options')
+
+    given = [name for name, choices in lists.items() if choices is not None]
+    for name in given[1:]:
+        one, other = ([choice for choice in lists[field] if choice not in (None, 'N/A')]
+                      for field in (given[0], name))
+        if one != other:
+            raise DataError(f'"{given[0]}" and "{name}" of the row differ: {one!r:.60} and '
+                            f'{other!r:.60}; keep one of them')
+    return (given[0], lists[given[0]]) if given else (None, None)
 
 
 padded_row = functools.partial(generic_row, pads=True)      # MMLU-Pro and MMLU-ProX
@@ -96,7 +119,7 @@ def truthfulqa_row(row):
 
 def arc_row(row):
     """ARC and OpenBookQA, on the hub and as first published: 3 to 5 labeled choices."""
-    question, choices = row.get('question', row.get('question_stem')), row.get('choices')
+    question, choices = one_of(row, 'question', 'question_stem'), row.get('choices')
     if isinstance(question, dict):
         choices = {key: [choice[key] for choice in question['choices']]
                    for key in ('text', 'label')}
@@ -127,7 +150,7 @@ def piqa_row(row):
 
 def boolq_row(row):
     """BoolQ of SuperGLUE (label: 0 is no, 1 is yes) and as first published (answer: Boolean)."""
-    answer = row['label'] if 'label' in row else row['answer']
+    answer = one_of(row, 'label', 'answer')     # 1 and True are equal
     answer = int(answer) if isinstance(answer, bool) else answer
     return Row(f'{row["passage"]}\nQuestion: {row["question"]}?', ['no', 'yes'], answer)
 

@@ -237,6 +237,19 @@ def has_fields(row, *names):
     return isinstance(row, dict) and row.keys() >= {*names}
 
 
+def one_of(row, *names):
+    """Return the value of the fields `names` of a row, which mean one thing; None if it has none.
+
+    Raises DataError if two of them differ.
+    """
+    given = [name for name in names if row.get(name) is not None]
+    for name in given[1:]:
+        if row[name] != row[given[0]]:
+            raise DataError(f'"{given[0]}" and "{name}" of the row differ: {row[given[0]]!r:.60} '
+                            f'and {row[name]!r:.60}; keep one of them')
+    return row[given[0]] if given else None
+
+
 def require_text(value, what):
     """Return `value` if it is a string of valid Unicode; raise a DataError that names `what`."""
     if not isinstance(value, str):

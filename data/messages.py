@@ -14,6 +14,9 @@ ROLE_NAMES = {'human': 'user', 'gpt': 'assistant'}      # ShareGPT's
 SYSTEM = ('system', 'system_prompt', 'system_message', 'system_instruction', 'instructions',
           'developer', 'developer_message')
 HISTORY = 'history', 'chat_history'
+# the question of a row that has no list of turns, and its answer, under further names
+QUESTIONS = 'prompt', 'question', 'query', 'problem'
+ANSWERS = 'output', 'completion', 'response', 'answer'
 # what a model would have to read, and no template of ours shows
 CONTEXT = ('tools', 'functions', 'documents', 'document', 'context', 'knowledge', 'instruction',
            'input', 'images', 'image', 'videos', 'video', 'audios', 'audio',
@@ -82,9 +85,10 @@ def _message(turn):
 def with_context(row, messages, used=()):
     """Return `messages` after the system message and the history that stand beside them in a row.
 
-    used: names of the fields that `messages` were read from. Raises DataError for context that is
-    not in the messages and that no template shows, such as tools, for two system messages, and for
-    a weight of the row other than 1.
+    used: names of the fields that `messages` were read from, unless they are a list of turns.
+    Raises DataError for context that is not in the messages and that no template shows, such as
+    tools, for two questions, histories or system messages, and for a weight of the row other than
+    1.
     """
     for name, value in row.items():
         if name in TRAIN_ROW and value not in (1, None):
@@ -92,12 +96,17 @@ def with_context(row, messages, used=()):
                             f'weights; leave the row out, or remove the field')
     texts = [message['content'] for message in messages
              if message['role'] != 'assistant' and isinstance(message['content'], str)]
-    for name, value in _given(row, CONTEXT):
+    source = f' (read from {", ".join(used)})' if used else ''
+    for name, value in _given(row, CONTEXT + QUESTIONS if used else CONTEXT):
         if name not in used and not (
                 isinstance(value, str) and any(value.strip() in text for text in texts)):
-            raise DataError(f'the field "{name}" is in no message, so the model would not see it; '
-                            f'write it into a message, or remove it')
-    for name, value in _given(row, HISTORY):
+            raise DataError(f'the field "{name}" is in no message{source}, so the model would not '
+                            f'see it; write it into a message, or remove it')
+    histories = _given(row, HISTORY)
+    if len(histories) > 1 and histories[0][1] != histories[1][1]:
+        raise DataError(f'"{histories[0][0]}" and "{histories[1][0]}" of the row differ; keep one '
+                        f'of them')
+    for name, value in histories:
         if isinstance(value, list) and all(     # pairs of question and answer, of LLaMA-Factory
                 isinstance(pair, list) and len(pair) == 2 for pair in value):
             value = dialogue(*itertools.chain(*value))

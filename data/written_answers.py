@@ -75,6 +75,11 @@ def answers_row(row):
     """NQ-open and files of your own: `question`, and `answers` (or `answer`), a list or a text."""
     answers = row['answers'] if 'answers' in row else row['answer']
     answers = answers if isinstance(answers, list) else [answers]
+    other = row.get('answer', answers)
+    if other is not None and not all(
+            text in answers for text in (other if isinstance(other, list) else [other])):
+        raise DataError(f'"answer" is not among "answers": {other!r:.60} and {answers!r:.60}; keep '
+                        f'one of them')
     return WrittenRow(row['question'], answers, answers[0] if answers else '',
                    str(row.get('subject') or ''))
 

@@ -95,6 +95,7 @@ def test_the_first_turns_of_message_trees_are_read(tmp_path, tokenizers, name):
 
 HUMAN, GPT = {'from': 'human', 'value': 'sky?'}, {'from': 'gpt', 'value': 'blue'}
 BRIEF = [{'role': 'system', 'content': 'Be brief.'}, *SAME]
+PAIR = {'prompt': 'sky?', 'completion': 'blue'}
 EARLIER = [{'role': 'user', 'content': 'sea?'}, {'role': 'assistant', 'content': 'green'}]
 
 
@@ -115,6 +116,10 @@ EARLIER = [{'role': 'user', 'content': 'sea?'}, {'role': 'assistant', 'content':
     ({'messages': [{'role': 'user', 'content': 'Read: grass. sky?'}, SAME[1]], 'context': 'grass.'},
      [{'role': 'user', 'content': 'Read: grass. sky?'}, SAME[1]]),
     ({'messages': [turn | {'tool_calls': [], 'reasoning_content': ''} for turn in SAME]}, SAME),
+    # the row once more as one text; the question inside the prompt, and a result in the answer
+    ({'instruction': 'sky?', 'input': '', 'output': 'blue', 'prompt': 'Q: sky?\nA: blue'}, SAME),
+    ({'prompt': 'sky?', 'completion': 'blue', 'response': [SAME[1]], 'question': 'sky', 'answer':
+      'lu'}, SAME),
     ({'instruction': 'Add.', 'input': '1 2', 'output': '3'},
      [{'role': 'user', 'content': 'Add.\n\n1 2', 'input': '1 2'},
       {'role': 'assistant', 'content': '3'}])])
@@ -161,7 +166,14 @@ def test_an_answer_that_is_not_trained_has_the_same_tokens_without_loss(tmp_path
     # an empty answer, single or earlier, would train nothing but its end
     ({'instruction': 'sky?', 'output': ' '}, 'message 2 of 2 is an empty answer'),
     ({'messages': [EARLIER[0], {'role': 'assistant', 'content': ''}, *SAME]},
-     'message 2 of 4 is an empty answer, .* mark it with "train": false')])
+     'message 2 of 4 is an empty answer, .* mark it with "train": false'),
+    # two names of one thing
+    *((PAIR | {name: 'green'}, f'"completion" and "{name}" of the row .* differ: \'blue\'')
+      for name in ('response', 'output', 'answer')),
+    *((PAIR | {name: 'grass?'}, f'"{name}" is in no message .read from prompt, completion')
+      for name in ('question', 'problem', 'instruction')),
+    ({'instruction': 'sky?', 'output': 'blue', 'prompt': 'grass?'}, '"prompt" .*from instruction,'),
+    (PAIR | {'history': EARLIER, 'chat_history': SAME}, '"history" and "chat_history" .* differ')])
 def test_a_bad_conversation_is_named_with_its_line(tmp_path, tokenizers, row, message):
     path = write_rows(tmp_path / 'chat.jsonl', [row])
     with pytest.raises(DataError, match=f'chat.jsonl:1: .*{message}'):

@@ -79,6 +79,7 @@ def test_prompt_and_answers_have_the_tokens_of_generation_and_of_training(templa
 @pytest.mark.parametrize('row, message', [
     ({'prompt': 'a'}, 'fields prompt; wanted prompt + responses + scores, or'),
     (ROWS['scores'] | {'tools': 'f(x)'}, 'the field "tools" is in no message'),
+    (ROWS['prompt as text'] | {'question': 'Name a bird.'}, '"question" is in no message (read f'),
     ({'chosen': '\n\nHuman: x\n\nAssistant: y', 'rejected': '\n\nHuman: z\n\nAssistant: y'},
      'the turns before the two answers differ'),
     ({'prompt': [said('assistant', 'a')], 'chosen': 'b', 'rejected': 'c'},

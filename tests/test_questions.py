@@ -45,6 +45,8 @@ def load(path, rows, task='', **options):
       'answerKey': '3'}, 'arc_easy'),
     ({'question': {'stem': 'Q?', 'choices': [{'text': t, 'label': k} for t, k in
                                              zip('abcd', 'ABCD')]}, 'answerKey': 'C'}, 'arc_easy'),
+    ({'question': 'Q?', 'choices': ['a', 'b', 'c'], 'options': ['a', 'b', 'c', 'N/A'], 'A': 'a',
+      'B': 'b', 'C': 'c', 'answer': 'C', 'answer_index': 2}, None),
     ({'question_stem': 'Q?', 'choices': {'text': list('abcd'), 'label': list('ABCD')},
       'answerKey': 'C'}, 'openbookqa')])
 def test_rows_in_every_naming_scheme(row, task):
@@ -122,6 +124,13 @@ def test_truthfulqa_is_asked_without_shots(tmp_path):
     ('', {'choices': {'text': ['a', 'b']}}, 'choices in a list, not .* --tasks=arc_easy:F'),
     ('', {'input': 'Q?', 'target_scores': {'a': 1, 'b': 1}}, '2 choices have the highest score'),
     ('', [1, 2, 3, 4], 'the question is not text'),
+    # two names of one thing
+    ('', {'Question': 'R?'}, '"question" and "Question" of the row differ'),
+    ('', {'options': ['a', 'c']}, '"choices" and "options" of the row differ'),
+    ('', {'A': 'a', 'B': 'c'}, '"choices" and "A" of the row differ'),
+    ('', {'answer': 'A', 'answer_index': 1}, '"answer" and "answer_index" of the row differ'),
+    ('arc_easy', {'question_stem': 'R?'}, '"question" and "question_stem" of the row differ'),
+    ('boolq', {'passage': 'x', 'label': 0, 'answer': True}, '"label" and "answer" of the row diff'),
     ('winogrande_m', {'sentence': 'Kim won.', 'option1': 'Kim', 'option2': 'Ann', 'answer': '1'},
      'the sentence has no blank, an underscore')])
 def test_bad_rows_name_their_line(tmp_path, task, row, message):

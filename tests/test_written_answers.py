@@ -57,6 +57,9 @@ def test_popqa_is_read_from_its_tsv_and_a_malformed_row_is_a_bad_row(tmp_path):
             load_written(f'popqa:{path}', asking(shots=0))
         loaded = load_written(f'popqa:{path}', asking(shots=0, on_bad_row='skip'))
         assert (len(loaded.items), len(loaded.bad_rows)) == (1, 1)
+    write_rows(path, [{'question': 'Who?', 'answers': ['Ann', 'Eve'], 'answer': 'Bob'}])
+    with pytest.raises(DataError, match='test.jsonl:1: "answer" is not among "answers"'):
+        load_written(f'qa:{path}', asking(shots=0))
 
 
 def test_a_proposed_or_verbalized_answer_continues_the_prompt_of_its_paper(tmp_path):
