@@ -138,6 +138,11 @@ def test_a_missing_peer_or_our_lack_of_memory_is_a_row_and_our_other_errors_stop
         assert measure(ours, error) == {'failed': error}
     with pytest.raises(RuntimeError, match='ValueError: x'):
         measure(True, 'ValueError: x')
+    def fail(text):
+        raise ImportError(text)
+
+    for text, first_line in (('', ''), ('no liger\nin line 3', 'no liger')):
+        assert bench_common.attempt(fail, text) == {'failed': f'ImportError: {first_line}'}
     table = {'shape': 'x', 'data': 'y', 'results': {'ours': {'failed': memory}}}
     assert bench.all.timings('train', {'tables': [table]}) == {}
 

@@ -155,7 +155,7 @@ def attempt(call, *arguments):
     try:
         return call(*arguments)
     except Exception as error:
-        return {'failed': f'{type(error).__name__}: {str(error).splitlines()[0]}'[:300]}
+        return {'failed': f'{type(error).__name__}: {error}'.splitlines()[0][:300]}
 
 
 def last_error(stderr):
