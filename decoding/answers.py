@@ -9,17 +9,12 @@ answer does not depend on the others.
 
 import functools
 import math
-import os
 from collections import deque
 from dataclasses import dataclass, field
 
-from decoding.slots import Batch, room
+from decoding.slots import Batch, room, take
 from runtime.errors import ConfigError
 from runtime.parallel import evaluating
-
-# tokens of the prompts in one forward pass, or those of one longer prompt; a CPU computes the
-# whole mask
-PREFILL = {'cuda': 8192, 'cpu': 1024}
 
 
 @dataclass
@@ -74,7 +69,7 @@ def stream(model, prompts, s, tokenizer=None, stop_ids=()):
     n_slots, length = room(model, prompts, s)
     n_vocab = tokenizer.n_vocab if tokenizer else model.head.shape[0]
     batch = Batch(model, s, n_slots, length, n_vocab)
-    prefill, context = PREFILL[batch.device.type], model.config.max_position_embeddings
+    context = model.config.max_position_embeddings
     waiting = deque(Answer(i, k, n_prompt=len(ids), limit=min(s.max_tokens, context - len(ids)))
                     for i, ids in enumerate(prompts) for k in range(s.n))
     slots, launched = [None] * n_slots, deque()     # the running answer of each slot
@@ -87,7 +82,7 @@ def stream(model, prompts, s, tokenizer=None, stop_ids=()):
 
     with evaluating(model):
         while waiting or launched:
-            while begun := take(waiting, slots, prompts, s, prefill):
+            while begun := take(waiting, slots, prompts, s, batch.device):
                 launched.append((begun, batch.prefill(begun, prompts)))
             active = [answer for answer in slots if answer and answer.n_launched < answer.limit]
             if active:      # the device is one step ahead: an answer that ends wastes one
@@ -103,34 +98,6 @@ def stream(model, prompts, s, tokenizer=None, stop_ids=()):
                         slots[answer.slot] = None
                         answer.text = text(answer, s.stop, tokenizer) if tokenizer else ''
                     yield answer
-
-
-def take(waiting, slots, prompts, s, prefill):
-    """Return the answers to begin now, moved from `waiting` to the first free slots; [] to wait.
-
-    The answers to a prompt begin together if all slots are enough for them. While others run, an
-    eighth of the slots must be free: a prefill costs as much as several steps.
-    """
-    n_slots, free = len(slots), [i for i, answer in enumerate(slots) if not answer]
-    wanted = max(s.n if s.n <= n_slots else 1, n_slots // 8) if len(free) < n_slots else 1
-    if not waiting or len(free) < min(wanted, len(waiting)):
-        return []
-    begun, first = [], prompts[waiting[0].prompt]
-    shared, n_tokens, n_prompts = len(first), 0, 0
-    for slot in free[:len(waiting)]:
-        answer = waiting[0]
-        if not begun or answer.prompt != begun[-1].prompt:
-            # the tokens of a row, which holds the common beginning of its prompts once
-            ids = prompts[answer.prompt]
-            n_tokens += len(ids)
-            shared = min(shared, len(os.path.commonprefix([first, ids])))
-            if begun and (s.deterministic or n_tokens - n_prompts * shared > prefill
-                          or s.n - answer.number > len(free) - len(begun)):
-                break
-            n_prompts += 1
-        answer.slot, slots[slot] = slot, answer
-        begun.append(waiting.popleft())
-    return begun
 
 
 def add(answer, token, log_p, log_q, entropy):

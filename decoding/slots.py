@@ -16,6 +16,9 @@ from runtime.errors import DataError
 from triton_ops import SPLIT
 
 FIXED_SIZE = 64     # of each step with `deterministic`, so that every product has one shape
+# tokens of the prompts in one forward pass, or those of one longer prompt; a CPU computes the
+# whole mask
+PREFILL = {'cuda': 8192, 'cpu': 1024}
 
 
 def cache_sizes(config, length):
@@ -53,6 +56,34 @@ def free_memory(device):
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return max(0, torch.cuda.mem_get_info(device)[0] + unused - 1.5 * 2 ** 30)
     return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 4
+
+
+def take(waiting, slots, prompts, s, device):
+    """Return the answers to begin now, moved from `waiting` to the first free slots; [] to wait.
+
+    The answers to a prompt begin together if all slots are enough for them. While others run, an
+    eighth of the slots must be free: a prefill costs as much as several steps.
+    """
+    n_slots, free = len(slots), [i for i, answer in enumerate(slots) if not answer]
+    wanted = max(s.n if s.n <= n_slots else 1, n_slots // 8) if len(free) < n_slots else 1
+    if not waiting or len(free) < min(wanted, len(waiting)):
+        return []
+    begun, first = [], prompts[waiting[0].prompt]
+    shared, n_tokens, n_prompts = len(first), 0, 0
+    for slot in free[:len(waiting)]:
+        answer = waiting[0]
+        if not begun or answer.prompt != begun[-1].prompt:
+            # the tokens of a row, which holds the common beginning of its prompts once
+            ids = prompts[answer.prompt]
+            n_tokens += len(ids)
+            shared = min(shared, len(os.path.commonprefix([first, ids])))
+            if begun and (s.deterministic or n_tokens - n_prompts * shared > PREFILL[device.type]
+                          or s.n - answer.number > len(free) - len(begun)):
+                break
+            n_prompts += 1
+        answer.slot, slots[slot] = slot, answer
+        begun.append(waiting.popleft())
+    return begun
 
 
 class Batch:
