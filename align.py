@@ -38,9 +38,9 @@ from torch import Tensor
 import metrics
 import train
 from alignment import rollouts
-from alignment.advantages import RL_METHODS
-from alignment.objectives import CORRECTIONS, policy_objective
-from alignment.packed_answers import Answers, answer_log_probs, pack_rankings
+from alignment.advantages import CORRECTIONS, RL_METHODS
+from alignment.objectives import answer_log_probs, policy_objective
+from alignment.packed_answers import Answers, pack_rankings
 from data.export import pad_token, tokenizer_files
 from data.preferences import TIED, load_preferences
 from data.tokenizer import begins_with_bos

@@ -1,5 +1,6 @@
 """Advantages and divisors of the methods with rewards: the table RL_METHODS.
 
+`credit` gives the answer tokens of a step their advantages, and `correction` weighs these.
 `rewards` and `costs` are float64 [prompts, answers]. A cost is the weighted KL of an answer if
 kl = 'reward', in nats; else 0.
 """
@@ -113,3 +114,42 @@ def whitened(x, counts):
     parts = np.split(x, np.cumsum(counts)[:-1])
     return np.concatenate([part / np.sqrt(part.var(ddof=len(part) > 1) + 1e-8)
                            for part in map(deviation, parts)])
+
+
+def credit(packed, rewards, old, reference, value, cfg, kl_coef):
+    """Return (advantages, returns) of the answer tokens, float64 [n]; returns of PPO, else None.
+
+    packed: a PackedAnswers; rewards: float64 [N], one per answer; the others as in PackedRollouts.
+    The KL in the reward is log p - log ref of the token that was drawn.
+    """
+    counts, where = packed.counts, packed.where
+    begin = np.cumsum(counts) - counts
+    costs = kl_coef * (old - reference) if cfg.kl == 'reward' else np.zeros(counts.sum())
+    if cfg.method == 'ppo':
+        gains = -costs
+        gains[begin + counts - 1] += rewards
+        advantage = generalized_advantages(gains, value, counts, cfg)
+        parts = counts if cfg.whiten == 'response' else [len(advantage)]
+        return whitened(advantage, parts), advantage + value
+    tables = np.zeros((2, *where.max(0) + 1))
+    tables[:, *where.T] = rewards, np.add.reduceat(costs, begin)
+    advantage = RL_METHODS[cfg.method].advantage(*tables)[tuple(where.T)]
+    return np.repeat(advantage, counts), None
+
+
+CORRECTIONS = 'token_truncate', 'token_mask', 'answer_truncate', 'answer_mask'
+
+
+def correction(log_ratio, counts, kind, most):
+    """Return the importance weight of each token for a rollout that another program sampled, [n].
+
+    log_ratio: float64 [n], log-probability in training minus that in the rollout, before the
+    update, of the tokens of answers with `counts` [N] tokens. kind: of CORRECTIONS. The ratio is
+    that of the token, or of the whole answer; above `most` it is cut to it (truncated importance
+    sampling) or becomes 0 (masked). The advantage is multiplied by it, as TRL multiplies the loss.
+    """
+    level, bound = kind.split('_')
+    if level == 'answer':
+        log_ratio = np.repeat(np.add.reduceat(log_ratio, np.cumsum(counts) - counts), counts)
+    ratio = np.exp(np.minimum(log_ratio, 700))
+    return np.minimum(ratio, most) if bound == 'truncate' else np.where(ratio > most, 0, ratio)

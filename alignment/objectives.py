@@ -1,4 +1,7 @@
-"""The loss of a step's answers by their rewards: clipped policy losses, KL, values."""
+"""The loss of a step's answers by their rewards: clipped policy losses, KL, values.
+
+Also the log-probabilities of answers without gradients, from which the losses begin.
+"""
 
 import numpy as np
 import torch
@@ -7,6 +10,7 @@ from alignment.advantages import RL_METHODS
 from alignment.packed_answers import COLUMNS, Answers
 from data.packing import IGNORE
 from fused_ce import cross_entropy, fused_loss, joint
+from runtime.device import micro_batches
 from runtime.errors import ConfigError, DataError
 from runtime.loss import loss_options
 
@@ -39,22 +43,6 @@ def sapo_loss(log_p, ratio, advantage, low, high):
 
 
 SURROGATES = {'clip': clipped_loss, 'cispo': cispo_loss, 'sapo': sapo_loss}
-CORRECTIONS = 'token_truncate', 'token_mask', 'answer_truncate', 'answer_mask'
-
-
-def correction(log_ratio, counts, kind, most):
-    """Return the importance weight of each token for a rollout that another program sampled, [n].
-
-    log_ratio: float64 [n], log-probability in training minus that in the rollout, before the
-    update, of the tokens of answers with `counts` [N] tokens. kind: of CORRECTIONS. The ratio is
-    that of the token, or of the whole answer; above `most` it is cut to it (truncated importance
-    sampling) or becomes 0 (masked). The advantage is multiplied by it, as TRL multiplies the loss.
-    """
-    level, bound = kind.split('_')
-    if level == 'answer':
-        log_ratio = np.repeat(np.add.reduceat(log_ratio, np.cumsum(counts) - counts), counts)
-    ratio = np.exp(np.minimum(log_ratio, 700))
-    return np.minimum(ratio, most) if bound == 'truncate' else np.where(ratio > most, 0, ratio)
 
 
 def k3(log_p, reference):
@@ -206,3 +194,29 @@ def policy_objective(packed, cfg):
 def values_of(model, hidden):
     """Return the values float32 [n] of states, from the hidden states [n, D]."""
     return hidden.float() @ model.value_head
+
+
+def answer_log_probs(model, packed, micro_rows, device):
+    """Yield (Answers, float32 [n] log-probability of each token, hidden states) per micro-batch.
+
+    Without gradients, but with the kernels of training: ratios begin at 1 and margins at 0.
+    """
+    for rows, inputs, _ in micro_batches(packed, micro_rows, device):
+        answers = Answers(packed, rows, device)
+        hidden = answers.gather(model(*inputs)).detach()
+        nll = fused_loss(hidden, model.head.detach(), answers.token, cross_entropy(),
+                         softcap=model.softcap, reduction='none')[1]
+        yield answers, -nll, hidden
+
+
+def log_probs(model, packed, run):
+    """Return float64 [2, n] of the answer tokens: log-probabilities, and values before them.
+
+    The values are 0 for a model without a value head.
+    """
+    parts = []
+    for _, log_p, hidden in answer_log_probs(model, packed, run.cfg.micro_rows, run.device):
+        value = (values_of(model, hidden) if hasattr(model, 'value_head') else
+                 torch.zeros_like(log_p))
+        parts.append(torch.stack((log_p, value.detach())).double().cpu().numpy())
+    return np.concatenate(parts, axis=1)

@@ -11,8 +11,7 @@ import torch
 
 from data.packing import IGNORE, Packed, PackedRow, Tree, first_fit
 from data.preferences import to_tree
-from fused_ce import cross_entropy, fused_loss
-from runtime.device import micro_batches, to_device
+from runtime.device import to_device
 
 COLUMNS = ('advantage', 'weight', 'old', 'reference', 'value', 'returns')     # of PackedRollouts
 
@@ -149,16 +148,3 @@ class Answers:
     def present(self, tokens=slice(None)):
         """Return 1 for each answer that has one of `tokens`, else 0: float32 [N]."""
         return torch.zeros_like(self.counts).index_fill(0, self.answer[tokens], 1)
-
-
-def answer_log_probs(model, packed, micro_rows, device):
-    """Yield (Answers, float32 [n] log-probability of each token, hidden states) per micro-batch.
-
-    Without gradients, but with the kernels of training: ratios begin at 1 and margins at 0.
-    """
-    for rows, inputs, _ in micro_batches(packed, micro_rows, device):
-        answers = Answers(packed, rows, device)
-        hidden = answers.gather(model(*inputs)).detach()
-        nll = fused_loss(hidden, model.head.detach(), answers.token, cross_entropy(),
-                         softcap=model.softcap, reduction='none')[1]
-        yield answers, -nll, hidden

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 import train
-from alignment.advantages import RL_METHODS, generalized_advantages, soft_overlong, whitened
-from alignment.objectives import correction, values_of
-from alignment.packed_answers import PackedRollouts, answer_log_probs, pack_answers
+from alignment.advantages import RL_METHODS, correction, credit, soft_overlong
+from alignment.objectives import log_probs
+from alignment.packed_answers import PackedRollouts, pack_answers
 from alignment.prompts import load_prompts
 from alignment.rewards import STATED, load_reward
 from data.tokenizer import begins_with_bos
@@ -202,40 +202,6 @@ def pack(run, chosen, answers, rewards, step):
         **vars(packed), advantage=advantage, weight=weight, old=old, reference=reference,
         value=value, returns=returns, measured=measured, step=step,
         n_supervised=max(1, packed.counts[used].sum()))
-
-
-def credit(packed, rewards, old, reference, value, cfg, kl_coef):
-    """Return (advantages, returns) of the answer tokens, float64 [n]; returns of PPO, else None.
-
-    packed: a PackedAnswers; rewards: float64 [N], one per answer; the others as in PackedRollouts.
-    The KL in the reward is log p - log ref of the token that was drawn.
-    """
-    counts, where = packed.counts, packed.where
-    begin = np.cumsum(counts) - counts
-    costs = kl_coef * (old - reference) if cfg.kl == 'reward' else np.zeros(counts.sum())
-    if cfg.method == 'ppo':
-        gains = -costs
-        gains[begin + counts - 1] += rewards
-        advantage = generalized_advantages(gains, value, counts, cfg)
-        parts = counts if cfg.whiten == 'response' else [len(advantage)]
-        return whitened(advantage, parts), advantage + value
-    tables = np.zeros((2, *where.max(0) + 1))
-    tables[:, *where.T] = rewards, np.add.reduceat(costs, begin)
-    advantage = RL_METHODS[cfg.method].advantage(*tables)[tuple(where.T)]
-    return np.repeat(advantage, counts), None
-
-
-def log_probs(model, packed, run):
-    """Return float64 [2, n] of the answer tokens: log-probabilities, and values before them.
-
-    The values are 0 for a model without a value head.
-    """
-    parts = []
-    for _, log_p, hidden in answer_log_probs(model, packed, run.cfg.micro_rows, run.device):
-        value = (values_of(model, hidden) if hasattr(model, 'value_head') else
-                 torch.zeros_like(log_p))
-        parts.append(torch.stack((log_p, value.detach())).double().cpu().numpy())
-    return np.concatenate(parts, axis=1)
 
 
 # ---- One step ------------------------------------------------------------------------------------

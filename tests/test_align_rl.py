@@ -18,7 +18,8 @@ import align
 import train
 from align import AlignConfig
 from alignment import objectives, rollouts
-from alignment.advantages import RL_METHODS, soft_overlong, standardized, whitened
+from alignment.advantages import (CORRECTIONS, RL_METHODS, credit, soft_overlong, standardized,
+                                  whitened)
 from alignment.objectives import policy_objective
 from alignment.packed_answers import Answers
 from alignment.prompts import load_prompts, to_prompt
@@ -171,7 +172,7 @@ def test_loss_and_gradients_are_those_of_plain_loops(base, method, kl, entropy_c
         assert values['ratio'] != 1
 
 
-@pytest.mark.parametrize('kind', objectives.CORRECTIONS)
+@pytest.mark.parametrize('kind', CORRECTIONS)
 def test_a_correction_multiplies_the_advantage_by_bounded_ratios(base, kind, tmp_path):
     cfg = config(base, tmp_path, correction=kind, correction_max=1.5)
     run, model = run_of(cfg)
@@ -252,8 +253,8 @@ def expected_gradient(cfg, policy, reference, rewards):
         answer = torch.from_numpy(np.repeat(np.arange(2), counts))
         log_p, reference_p = (torch.cat([x[i] for i in group]) for x in (now, then))
         packed = SimpleNamespace(counts=counts, where=np.array([[0, 0], [0, 1]]))
-        advantage, _ = rollouts.credit(packed, rewards[[*group]], log_p.detach().numpy(),
-                                       reference_p.numpy(), None, cfg, cfg.kl_coef)
+        advantage, _ = credit(packed, rewards[[*group]], log_p.detach().numpy(),
+                              reference_p.numpy(), None, cfg, cfg.kl_coef)
         loss, _, _ = objectives.policy_loss(
             log_p, {'old': log_p.detach(), 'reference': reference_p,
                     'advantage': torch.from_numpy(advantage)},
@@ -317,7 +318,7 @@ def test_without_adapters_the_model_is_the_base_whatever_they_hold(base, tmp_pat
             torch.nn.init.normal_(p)
     packed = rollouts.pack(run, range(4), answers, rewards, 0)
     assert (packed.reference == before).all()
-    assert np.abs(rollouts.log_probs(model, packed, run)[0] - before).max() > 0.1
+    assert np.abs(objectives.log_probs(model, packed, run)[0] - before).max() > 0.1
     model.decoder.norm.weight.data.fill_(torch.nan)
     with pytest.raises(TrainingError, match='prompt 1 of a step: the model in training gives NaN'):
         rollouts.sample(run, np.array([2, 0]), 0, 3)
@@ -394,7 +395,7 @@ def test_ppo_is_that_of_plain_loops(base, values, tmp_path):
     for name in ('old', 'reference', 'value'):     # as after some updates
         if (column := getattr(packed, name)) is not None:
             setattr(packed, name, column + 0.3 * rng.normal(size=len(column)))
-    packed.advantage, packed.returns = rollouts.credit(
+    packed.advantage, packed.returns = credit(
         packed, scores[tuple(packed.where.T)], packed.old, packed.reference, packed.value, cfg, 0.3)
 
     where, ends = [*map(tuple, packed.where)], np.cumsum(packed.counts)[:-1]
