@@ -7,11 +7,11 @@ A config file makes one run; several runs are a loop in a script (see demo.py). 
 holds the config, log.jsonl, the weights in Hugging Face layout with the tokenizer beside them, and
 the calibration report.
 
-From file to gradient: data/instruct.py reads rows (data/files.py) and encodes them (data/chat.py,
-data/tokenizer.py), data/cache.py stores the tokens, data/packing.py packs those of a step into
-rows; runtime/build.py makes the model and its optimizer; `train_step` calls model.py with
-attention.py, fused_ce.py and runtime/optim.py. Another kind of training is another `Stage`: see
-align.py.
+From file to gradient: data/instruct.py reads rows (data/files.py), makes messages of them
+(data/messages.py) and encodes these (data/chat.py, data/tokenizer.py), data/cache.py stores the
+tokens, data/packing.py packs those of a step into rows; runtime/build.py makes the model and its
+optimizer; `train_step` calls model.py with attention.py, fused_ce.py and runtime/optim.py. Another
+kind of training is another `Stage`: see align.py.
 """
 
 from runtime import cli

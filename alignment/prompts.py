@@ -6,8 +6,7 @@ import numpy as np
 
 from data.chat import encode_prompt
 from data.files import fetch, parsed, read_rows, require_fields, require_text, without_bad
-from data.instruct import to_messages
-from data.messages import read_turns, with_context, without_nulls
+from data.messages import read_turns, to_messages, with_context, without_nulls
 from data.preferences import PREFERENCE_PATTERNS
 from data.written_answers import WRITTEN_TASKS
 from runtime.errors import DataError
@@ -46,7 +45,7 @@ def to_prompt(row, instruction=''):
 
     prompt                              text, or messages
     question, problem                   the tasks of data/written_answers.py
-    messages, conversations, Alpaca     as in data/instruct.py; an answer at the end is left out
+    messages, conversations, Alpaca     as in `to_messages`; an answer at the end is left out
 
     instruction: text that follows the last message after a blank line. Raises DataError.
     """

@@ -7,66 +7,13 @@ import math
 from data.cache import tokenize_once
 from data.chat import encode_conversation, encode_prompt, supervision
 from data.files import fetch, has_fields, parsed, read_rows, require_fields, require_text
-from data.messages import ANSWERS, dialogue, read_turns, with_context, without_nulls
+from data.messages import dialogue, read_turns, to_messages, with_context, without_nulls
 from runtime.errors import DataError
 
 # patterns of the files; the first one with a match is used
 PATTERNS = ('data/train-*.parquet', '*train*.parquet', '*.parquet', '*train*.jsonl*', '*.jsonl',
             '*.jsonl.gz', '*.json', '*.json.gz')
 TEXT_PATTERNS = ('data/train-*.parquet', '*.parquet', '*.jsonl', '*.jsonl.gz', '*.txt', '*.txt.gz')
-
-
-def to_messages(row):
-    """Return a row in a format of docs/training.md as [{'role', 'content'}, ...]; raises DataError.
-    """
-    row = without_nulls(require_fields(row))
-    if turns := [read_turns(row[name], f'"{name}"') for name in ('messages', 'conversations')
-                 if name in row]:
-        if turns[0] and turns[-1] and turns[0] != turns[-1]:
-            raise DataError('"messages" and "conversations" differ; keep one of them')
-        return with_context(row, turns[0] or turns[-1])
-    pairs = ('instruction', 'output'), ('prompt', 'completion'), ('prompt', 'response')
-    used = next((pair for pair in pairs if has_fields(row, *pair)), None)
-    if used is None:
-        raise DataError(f'fields {", ".join(map(str, row)) or "(none)"}; wanted messages, '
-                        f'conversations, instruction and output, or prompt and completion')
-    question, answer = used
-    messages = [to_question(row)] if question == 'instruction' else read_turns(
-        row[question], f'the {question}', 'user')
-    messages += read_turns(row[answer], f'the {answer}', 'assistant')
-    _require_one_answer(row, answer)
-    used += ('input',) * (question == 'instruction')
-    # many files in Alpaca's format have the whole row a second time, as one text
-    copies = (name for name, value in row.items() if isinstance(value, str) and all(
-        str(row.get(field, '')) in value for field in used))
-    return with_context(row, messages, (*used, *copies))
-
-
-def _require_one_answer(row, used):
-    """Raise a DataError if a row has another answer than that of its field `used`.
-
-    An `answer` may also be a part of it: the result at which a solution arrives.
-    """
-    def last_text(name):
-        value = row.get(name, '')
-        turn = value[-1] if isinstance(value, list) and value else value
-        text = turn.get('content', turn.get('value')) if isinstance(turn, dict) else turn
-        return str(text).strip()
-
-    for name in ANSWERS:
-        text, answer = last_text(name), last_text(used)
-        if text and text != answer and not (name == 'answer' and text in answer):
-            raise DataError(f'"{used}" and "{name}" of the row are two answers that differ: '
-                            f'{answer!r:.60} and {text!r:.60}; keep one of them')
-
-
-def to_question(row):
-    """Return the user's message of Alpaca's fields; the template `alpaca` uses its key 'input'."""
-    question = {'role': 'user', 'content': require_text(row['instruction'], 'the instruction')}
-    if row.get('input'):
-        question['input'] = require_text(row['input'], 'the input')
-        question['content'] += f'\n\n{row["input"]}'
-    return question
 
 
 def first_turns(rows, answers='best'):

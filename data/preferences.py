@@ -18,8 +18,8 @@ import numpy as np
 from data.cache import tokenize_once
 from data.chat import encode_answer
 from data.files import fetch, has_fields, parsed, require_fields, require_text
-from data.instruct import PATTERNS, to_question
-from data.messages import dialogue, read_turns, with_context, without_nulls
+from data.instruct import PATTERNS
+from data.messages import dialogue, read_turns, to_question, with_context, without_nulls
 from data.packing import Tree
 from runtime.errors import DataError
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from data import instruct, packing, probes, questions
 from data.files import draw, read_rows
+from data.messages import to_messages
 from data.trees import load_answers, tokenize_questions
 from runtime.errors import ConfigError, DataError
 
@@ -124,7 +125,7 @@ EARLIER = [{'role': 'user', 'content': 'sea?'}, {'role': 'assistant', 'content':
      [{'role': 'user', 'content': 'Add.\n\n1 2', 'input': '1 2'},
       {'role': 'assistant', 'content': '3'}])])
 def test_a_row_says_all_of_its_conversation(row, messages):
-    assert instruct.to_messages(row) == messages
+    assert to_messages(row) == messages
 
 
 @pytest.mark.parametrize('field', [
@@ -134,7 +135,7 @@ def test_a_row_says_all_of_its_conversation(row, messages):
     {'system': 'Be brief.', 'system_prompt': 'Be long.'}])
 def test_context_that_no_template_shows_is_refused_by_name(field):
     with pytest.raises(DataError, match=f'"{[*field][-1]}"'):
-        instruct.to_messages({'messages': SAME} | field)
+        to_messages({'messages': SAME} | field)
 
 
 @pytest.mark.parametrize('template, key', [('tulu', 'weight'), ('mistral', 'train')])

@@ -14,7 +14,7 @@ import transformers
 from common import (CORPUS, HERE, SHARED, needs_files, sentencepiece_folder, t5_folder,
                     tiktoken_folder)
 from data import byte_pairs, chat, export
-from data.instruct import to_messages
+from data.messages import to_messages
 from data.tokenizer import load_model_tokenizer, load_tokenizer
 from runtime.errors import CheckpointError, ConfigError, DataError
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers

@@ -26,7 +26,8 @@ from research.bench.common import (DEVICE, METHODS, PeerOptions, Script, Shape, 
                                    run_command, save_model, write_lines)
 from data.export import tokenizer_files
 from data.files import fetch, read_rows
-from data.instruct import PATTERNS, first_turns, load_conversations, to_messages
+from data.instruct import PATTERNS, first_turns, load_conversations
+from data.messages import to_messages
 from data.tokenizer import begins_with_bos, load_tokenizer
 from train import TrainConfig
 

@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 
 from data.files import fetch, parsed, read_rows, require_fields, require_text
-from data.instruct import PATTERNS, first_turns, to_messages
+from data.instruct import PATTERNS, first_turns
+from data.messages import to_messages
 from data.packing import Tree
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results import plots
