@@ -108,7 +108,7 @@ KINDS = (dict.fromkeys(WRITTEN_TASKS, WrittenTask) | dict.fromkeys(INSTRUCTIONS,
 CODE = (scoring.forward_values, scoring.token_log_probs, scoring.token_statistics,
         scoring.Scorer.states, OptionTask.samples, OptionTask.sample, PermutedTask.sample,
         PTrueTask.sample, ContextualTask.sample, TextTask.samples, sample_fields,
-        mean_over_orders, write_answers, WrittenTask.greedy_fields, SampleConfidence.collect,
+        mean_over_orders, write_answers, SampleConfidence.collect,
         ProbeConfidence.collect, DistractorConfidence.samples, distractor_normalized,
         greedy_agreement, judged, outcome, stream)
 

@@ -7,6 +7,7 @@ import bisect
 import math
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from data.questions import sample_fields
@@ -32,11 +33,10 @@ def write_answers(task, scorer, writer, n, stop):
                for s in writer.latest(*task.same_answers)}
     ids_of, requests = [], []       # of the questions to answer
 
-    def append(question, n_shots, digest, greedy, answers):
-        key = task.sample_key(question)
-        sample = (task.answer_sample(question, greedy, answers, cfg)
-                  | sample_fields(question, n_shots))
-        prompt = f'{digest}-{samples.digest(sample)}'
+    def append(question, n_shots, digest, answers):
+        answers = graded(answers, question, task.rule, cfg)
+        sample = task.answer_sample(question, answers, cfg) | sample_fields(question, n_shots)
+        key, prompt = task.sample_key(question), f'{digest}-{samples.digest(sample)}'
         if not samples.is_unstated(sample):
             prompts.add((key, prompt))
         writer.append(key, prompt, sample)
@@ -49,7 +49,7 @@ def write_answers(task, scorer, writer, n, stop):
             continue
         digest = samples.digest([ids, n, max_tokens, stop, sorted(ends), cfg.seed])
         if sample := earlier.get((task.sample_key(question)[1:], digest)):
-            append(question, n_shots, digest, sample['greedy'], sample.get('answers'))
+            append(question, n_shots, digest, [sample['greedy'], *(sample.get('answers') or ())])
         else:
             ids_of.append(ids)
             requests.append((question, n_shots, digest))
@@ -65,10 +65,11 @@ def write_answers(task, scorer, writer, n, stop):
         with log.progress_bar(task.label, len(requests), task.unit) as progress:
             for settings in (greedy, *drawn):
                 for i, new in generate(model, ids_of, settings, scorer.tokenizer, end):
-                    more = {} if answers[i] else task.greedy_fields(new[0], scorer.tokenizer)
-                    answers[i] += [written(answer) | more for answer in new]
+                    answers[i] += map(written, new)
+                    if settings is greedy:
+                        answers[i][0] |= greedy_fields(new[0], task, scorer.tokenizer)
                     if len(answers[i]) == 1 + n:
-                        append(*requests[i], answers[i][0], answers[i][1:])
+                        append(*requests[i], answers[i])
                         progress.update()
     except FloatingPointError as error:
         where = f'{task.label}: {requests[error.args[0]][0].place}'
@@ -83,10 +84,28 @@ def written(answer):
             'mean_prob': math.fsum(map(math.exp, answer.log_probs)) / len(answer.tokens)}
 
 
-def per_token(answer):
-    """Return the log-probabilities of an Answer's tokens, and the entropies, to five digits."""
-    return {key: [float(f'{x:.5g}') for x in getattr(answer, key)]
-            for key in ('log_probs', 'entropies')}
+def greedy_fields(answer, task, tokenizer):
+    """Return what a sample holds of the greedy Answer and of no other."""
+    fields = {}
+    if task.is_written:     # log-probabilities and entropies of the tokens, to five digits
+        fields = {key: [float(f'{x:.5g}') for x in getattr(answer, key)]
+                  for key in ('log_probs', 'entropies')}
+    return fields | span(answer, task.rule, tokenizer) if task.rule else fields
+
+
+def graded(answers, question, rule, cfg):
+    """Return answers, as a sample holds them, with their grades by `rule`, if there is one."""
+    if rule is None:
+        return answers
+    options = {'isolation': cfg.isolation} if rule.runs_code else {}
+
+    def grade(answer):
+        if rule.runs_code and 'correct' in answer:      # it ran before an interruption
+            return answer
+        return answer | rule.grade(answer['text'], question.references, **options)
+
+    with ThreadPoolExecutor(os.cpu_count() if rule.runs_code else 1) as pool:
+        return [*pool.map(grade, answers)]
 
 
 def begin_of(text, whole, rule):

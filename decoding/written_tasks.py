@@ -7,8 +7,6 @@ them. Prompts are in data/written_answers.py, extraction and match rules in data
 
 import itertools
 import math
-import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -19,7 +17,7 @@ from data.packing import Tree
 from data.questions import sample_fields
 from data.tasks import PTrueTask, Task, chat_words, task_label
 from data.written_answers import WRITTEN_TASKS, load_written
-from decoding.answer_samples import begin_of, per_token, span, write_answers
+from decoding.answer_samples import begin_of, write_answers
 from results import confidence, samples
 from results.p_ik_probe import cross_validated
 from runtime import parallel
@@ -42,9 +40,10 @@ class AnswerTask(Task):
         return written_answers.encode(question, self.shots[''], tokenizer, cfg,
                                       self.max_tokens(cfg))
 
-    def greedy_fields(self, answer, tokenizer):
-        """Return what a sample holds of the greedy Answer and of no other."""
-        return {}
+    @property
+    def rule(self):
+        """Return the WrittenBenchmark that extracts and grades answers; None: nothing is graded."""
+        return None
 
     def describe(self, cfg, counts):
         return Task.describe(self, cfg, counts) | {
@@ -82,7 +81,6 @@ class WrittenTask(AnswerTask):
 
     @property
     def rule(self):
-        """Return the WrittenBenchmark: how answers are extracted and graded."""
         return WRITTEN_TASKS[self.label]
 
     def max_tokens(self, cfg):
@@ -114,23 +112,9 @@ class WrittenTask(AnswerTask):
     def collect(self, scorer, writer):
         return write_answers(self, scorer, writer, scorer.cfg.n, self.rule.stop)
 
-    def greedy_fields(self, answer, tokenizer):
-        return per_token(answer) | span(answer, self.rule, tokenizer)
-
-    def answer_sample(self, question, greedy, answers, cfg):
-        """Return the sample of a question: its answers, graded, and the greedy one's probability.
-        """
-        rule = self.rule
-        options = {'isolation': cfg.isolation} if rule.runs_code else {}
-
-        def grade(answer):
-            if rule.runs_code and 'correct' in answer:      # it ran before an interruption
-                return answer
-            return answer | rule.grade(answer['text'], question.references, **options)
-
-        with ThreadPoolExecutor(os.cpu_count() if rule.runs_code else 1) as pool:
-            greedy, *answers = pool.map(grade, (greedy, *answers))
-        sample = {'greedy': greedy, 'answers': answers}
+    def answer_sample(self, question, answers, cfg):
+        """Return the sample of a question: its graded answers, and the greedy one's probability."""
+        sample = {'greedy': answers[0], 'answers': answers[1:]}
         return confidence.judged(question, *confidence.greedy_probability(sample)) | sample
 
     def variants(self, cfg):
@@ -288,9 +272,9 @@ class StatedConfidence(Confidence):
     def collect(self, scorer, writer):
         return write_answers(self, scorer, writer, 0, self.stop)
 
-    def answer_sample(self, question, greedy, answers, cfg):
+    def answer_sample(self, question, answers, cfg):
         lead = question.lead if cfg.chat == 'none' else ''
-        return stated_sample(question, self.parent.rule, greedy, lead)
+        return stated_sample(question, self.parent.rule, answers[0], lead)
 
 
 class GuessConfidence(StatedConfidence):
@@ -346,15 +330,12 @@ class EarlyConfidence(AfterSteps):
         return self.continued(question, self.parent.encode(question, tokenizer, cfg),
                               text if cfg.chat == 'none' else text.lstrip(), tokenizer, cfg)
 
-    def greedy_fields(self, answer, tokenizer):
-        return span(answer, self.rule, tokenizer)
-
-    def answer_sample(self, question, greedy, answers, cfg):
-        answer = greedy | self.rule.grade(greedy['text'], question.references)
-        value, _ = confidence.answer_span({'greedy': answer})
+    def answer_sample(self, question, answers, cfg):
+        sample = {'greedy': answers[0]}
+        value, answer = confidence.answer_span(sample)
         if value is None:
-            return {'confidence': None, 'greedy': answer}
-        return confidence.judged(question, value, answer) | {'greedy': answer}
+            return {'confidence': None} | sample
+        return confidence.judged(question, value, answer) | sample
 
 
 class EarlyStated(AfterSteps):
@@ -371,8 +352,8 @@ class EarlyStated(AfterSteps):
         prompt = super().encode(question, tokenizer, cfg)
         return self.continued(question, prompt, lead, tokenizer, cfg)
 
-    def answer_sample(self, question, greedy, answers, cfg):
-        return stated_sample(question, self.parent.rule, greedy, question.lead)
+    def answer_sample(self, question, answers, cfg):
+        return stated_sample(question, self.parent.rule, answers[0], question.lead)
 
 
 def stated_sample(question, rule, greedy, lead):

@@ -244,7 +244,7 @@ def test_a_guess_and_its_probability_are_stated_after_the_steps(tmp_path, chat):
     text = tokenizer.decode(task.encode(task.items[0], tokenizer, cfg)[0])
     assert text.endswith('question is: Who?\n\nOne.\n\nGuess:' if chat == 'none' else
                          'question is: Who?\n<|assistant|>\nOne.\n\nGuess:')
-    sample = task.answer_sample(task.items[0], {'text': ' Ann\nProbability: 80%'}, None, cfg)
+    sample = task.answer_sample(task.items[0], [{'text': ' Ann\nProbability: 80%'}], cfg)
     assert sample['correct'] and sample['confidence'] == 0.8 and sample['predicted'] == 'Ann'
     assert {f'early_stated_{percent}' for percent in (0, 25, 50, 75, 100)} == {
         *confidence.variants(asking(early=True, verbalized=True))} - {
