@@ -60,7 +60,7 @@ from data.instruct import read_prompts
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from decoding.answers import generate, stream
 from decoding.slots import room
-from results.samples import append, digest, merge_parts, open_answers, part, to_row
+from results.samples import append_line, digest, merge_parts, open_answers, part, to_row
 from runtime import checkpoint, log, ownership, parallel
 from runtime.device import pick_device, pick_dtype
 from runtime.digests import code_digest
@@ -128,7 +128,7 @@ def main(argv):
             with (log.progress_bar('answers', len(left), 'prompts') as progress,
                   open(part(out, rank, n_processes), 'ab', buffering=0) as file):
                 for i, rows in answer_rows(model, ids, cfg, tokenizer, stop):
-                    append(file, left[i][0] | {'answers': rows})
+                    append_line(file, left[i][0] | {'answers': rows})
                     n_tokens += sum(row['n_tokens'] for row in rows)
                     progress.update()
         except FloatingPointError as error:

@@ -164,7 +164,7 @@ class SampleWriter:
         if not {(key, prompt), ((*key[:3], sample.get('id', key[3])), prompt)} & self.done:
             self.new.append(dict(zip(('task', 'split', 'language', 'id'), key), prompt=prompt)
                             | sample)
-            append(self.file, self.new[-1])
+            append_line(self.file, self.new[-1])
 
     def latest(self, *tasks):
         """Return the latest samples of all tasks, or of some with their `is_unstated`."""
@@ -185,7 +185,7 @@ def to_row(answer, log_prob, per_token):
     return row | {key: getattr(answer, key) for key in keys}
 
 
-def append(file, sample):
+def append_line(file, sample):
     """Append a line with its checksum to a file that is opened unbuffered.
 
     Raises ConfigError if the disk is full, or if the file or its folder was removed or moved.

@@ -75,7 +75,7 @@ def test_a_line_has_a_checksum_of_its_content(tmp_path):
     row = question(0) | {'context': 'a lone \udc80, ä and 1e-7', 'line_checksum': 'of another file'}
     path = tmp_path / 'samples.jsonl'
     with open(path, 'wb', buffering=0) as file:
-        samples.append(file, row)
+        samples.append_line(file, row)
     whole = path.read_bytes()
     # in another order or layout it is the same content; without its checksum any content is read
     for text in (whole, json.dumps(json.loads(whole), sort_keys=True).encode() + b'\n',

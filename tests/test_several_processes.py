@@ -70,7 +70,7 @@ def dying(tmp_path, script, n):
 import os, signal, sys, {script}
 from results import samples
 from runtime import cli, parallel
-append, lines = samples.append, []
+append, lines = samples.append_line, []
 
 def append_and_die(file, sample):
     append(file, sample)
@@ -79,7 +79,7 @@ def append_and_die(file, sample):
         file.write(b'{{"task": "gl')      # of a line that is cut off
         os.kill(os.getpid(), signal.SIGKILL)
 
-samples.append = {script}.append = append_and_die
+samples.append_line = {script}.append_line = append_and_die
 with cli.one_line_errors(), parallel.joined():
     {script}.main(sys.argv[1:])
 ''')
