@@ -91,6 +91,11 @@ def prepare(seed, root=ROOT):
     write_lines(folder / 'pairs' / 'graded.jsonl', graded)      # the last one
 
 
+def write_files(seed, root=ROOT):
+    write_world(f'{alignment.seed_folder(seed, root)}/world', seed, WORLD,
+                functools.partial(alignment.make_rows, kind=StatedWorld))
+
+
 def runs(seed, root=ROOT):
     """Yield the configs of the base model, of the starts, and of GRPO with each reward."""
     folder = alignment.seed_folder(seed, root)
@@ -109,11 +114,10 @@ def runs(seed, root=ROOT):
             'lr': 2e-4, 'decode_batch': 1024})
 
 
-def do(seed, root=ROOT):
+def do(seed, root=ROOT, write=write_files, runs=runs):
     """Do all runs of a seed that are not finished."""
     folder = Path(alignment.seed_folder(seed, root))
-    write_world(folder / 'world', seed, WORLD,
-                functools.partial(alignment.make_rows, kind=StatedWorld))
+    write(seed, root)
     for cfg in runs(seed, root):
         name = Path(cfg.out_dir).name
         if Path(cfg.out_dir, 'results.json').exists():
@@ -128,11 +132,11 @@ def do(seed, root=ROOT):
         train(replace(cfg, resume=True), replace(SFT, objective=objective))
 
 
-def table(seeds, root=ROOT):
+def table(seeds, root=ROOT, names=NAMES):
     """Return the cells of the table: means over the seeds of the stated confidence, and intervals.
     """
     lines = [['model', *MEASURES, 'different confidences', 'unparsed']]
-    for name in NAMES:
+    for name in names:
         rows = [measured(Path(alignment.seed_folder(seed, root), name)) for seed in seeds]
         lines.append([name, *(plus_minus(values, '.3f') if np.isfinite(values).all() else 'nan'
                               for values in zip(*rows, strict=True))])
@@ -155,10 +159,12 @@ def main():
     root = f'{options.root}/stated-confidence'      # not among the worlds of alignment.py
     for seed in options.seeds:
         do(seed, root)
-    lines = table(options.seeds, root)
+    write_table(table(options.seeds, root), f'{root}.csv')
+
+
+def write_table(lines, file):
     print(markdown(lines))
-    write_text(Path(options.root, 'stated-confidence.csv'), csv_text(
-        [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]))
+    write_text(Path(file), csv_text([dict(zip(lines[0], line, strict=True)) for line in lines[1:]]))
 
 
 if __name__ == '__main__':
