@@ -132,11 +132,11 @@ def do(seed, root=ROOT, write=write_files, runs=runs):
         train(replace(cfg, resume=True), replace(SFT, objective=objective))
 
 
-def table(seeds, root=ROOT, names=NAMES):
+def table(seeds, root=ROOT, names=None):
     """Return the cells of the table: means over the seeds of the stated confidence, and intervals.
     """
     lines = [['model', *MEASURES, 'different confidences', 'unparsed']]
-    for name in names:
+    for name in names or NAMES:
         rows = [measured(Path(alignment.seed_folder(seed, root), name)) for seed in seeds]
         lines.append([name, *(plus_minus(values, '.3f') if np.isfinite(values).all() else 'nan'
                               for values in zip(*rows, strict=True))])
