@@ -332,10 +332,11 @@ def pair_objective(packed, cfg):
     pair_loss = PAIR_LOSSES[cfg.method]
 
     def compute(model, rows, inputs, _):
-        answers, measured = Answers(packed, rows, model.head.device), {}
-        w, l = answers.on_device(packed.pairs).T         # noqa: E741
+        device, measured = model.head.device, {}
+        answers = Answers(packed, rows, device)
+        w, l = to_device(packed.pairs, device).T         # noqa: E741
         n, r, pair_weight = answers.counts, *(
-            answers.on_device(x) for x in (packed.reference, packed.pair_weight))
+            to_device(x, device) for x in (packed.reference, packed.pair_weight))
 
         def function(log_p, entropy, tokens):
             # called for the prompts of each chunk, and at the end for all of them
@@ -399,8 +400,9 @@ def build_reward_model(run):
 
 def reward_margins(model, packed, rows, inputs):
     """Return (r_w - r_l, r_w + r_l, weight) of the pairs in some rows."""
-    answers = Answers(packed, rows, model.head.device)
-    pairs, weight = (answers.on_device(x) for x in (packed.pairs, packed.pair_weight))
+    device = model.head.device
+    answers = Answers(packed, rows, device)
+    pairs, weight = (to_device(x, device) for x in (packed.pairs, packed.pair_weight))
     r_w, r_l = answers.sums(model.rewards(answers.gather(model(*inputs))))[pairs.T]
     return r_w - r_l, r_w + r_l, weight * answers.present()[pairs[:, 0]]
 
@@ -411,7 +413,7 @@ def reward_objective(packed, cfg):
         margin, both, weight = reward_margins(model, packed, rows, inputs)
         values = {'nll': F.softplus(-margin), 'margin': margin,
                   'accuracy': (margin.sign() + 1) / 2}
-        wanted = to_device(torch.from_numpy(packed.margin), margin.device)
+        wanted = to_device(packed.margin, margin.device)
         loss = F.softplus(wanted - margin) + cfg.centering * both.square()
         return (loss * weight).sum(), {
             name: (value.detach() * weight).sum() for name, value in values.items()}

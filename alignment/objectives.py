@@ -10,7 +10,7 @@ from alignment.advantages import RL_METHODS
 from alignment.packed_answers import COLUMNS, Answers
 from data.packing import IGNORE
 from fused_ce import cross_entropy, fused_loss, joint
-from runtime.device import micro_batches
+from runtime.device import micro_batches, to_device
 from runtime.errors import ConfigError, DataError
 from runtime.loss import loss_options
 
@@ -159,8 +159,9 @@ def policy_objective(packed, cfg):
     n_tokens, n_answers = packed.begin[-1], len(packed.counts)
 
     def compute(model, rows, inputs, _):
-        answers, measured = Answers(packed, rows, model.head.device), {}
-        columns = {name: answers.on_device(column[answers.part].astype(np.float32))
+        device, measured = model.head.device, {}
+        answers = Answers(packed, rows, device)
+        columns = {name: to_device(column[answers.part].astype(np.float32), device)
                    for name in COLUMNS if (column := getattr(packed, name)) is not None}
 
         def function(log_p, entropy, tokens):

@@ -125,17 +125,14 @@ class Answers:
     """The answers in some rows of a PackedAnswers, on a device; the names are those there."""
 
     def __init__(self, packed, rows, device):
-        length, begin, self.device = packed.tokens.shape[1], packed.begin, device
+        length, begin = packed.tokens.shape[1], packed.begin
         parts = [np.arange(begin[row], begin[row + 1]) for row in rows]
         offsets = np.repeat(np.arange(len(rows)) * length, [len(part) for part in parts])
         self.part = np.concatenate(parts)       # int64 [n], numbers of the tokens in these rows
-        self.at = self.on_device(packed.at[self.part] + offsets)    # in the flattened rows
+        self.at = to_device(packed.at[self.part] + offsets, device)     # in the flattened rows
         self.token = torch.from_numpy(packed.token[self.part])      # on the CPU
-        self.answer = self.on_device(packed.answer[self.part])
-        self.counts = self.on_device(packed.counts).float()     # of all answers of the batch
-
-    def on_device(self, x):
-        return to_device(torch.from_numpy(x), self.device)
+        self.answer = to_device(packed.answer[self.part], device)
+        self.counts = to_device(packed.counts, device).float()      # of all answers of the batch
 
     def gather(self, hidden):
         """Return the hidden states [n, D] that predict the answers' tokens, of hidden [B, T, D]."""

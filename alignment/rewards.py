@@ -235,7 +235,7 @@ class ModelReward:
         rewards = np.zeros((len(texts), len(texts[0])))
         for row in range(len(packed.tokens)):
             used = -(-np.count_nonzero(packed.owner[row] >= 0) // 128) * 128
-            inputs = [to_device(torch.from_numpy(x[row:row + 1, :used]), self.device)
+            inputs = [to_device(x[row:row + 1, :used], self.device)
                       for x in (packed.tokens, packed.positions, packed.ends)]
             answers = Answers(packed, [row], self.device)
             values = self.model.rewards(answers.gather(self.model(*inputs)))

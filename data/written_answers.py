@@ -270,9 +270,9 @@ def encode(question, shots, tokenizer, cfg, max_tokens):
     template = '' if cfg.chat == 'none' else cfg.chat
     for n in range(len(shots), -1, -1):
         text = question.header + ''.join(shot.solved for shot in shots[:n]) + question.context
-        messages = question.messages or dialogue(text)
         if question.messages and not template:
-            messages = dialogue(as_text(messages, question.lead))
+            text = as_text(question.messages, question.lead)
+        messages = question.messages if question.messages and template else dialogue(text)
         ids, stop = encode_prompt(messages, tokenizer, template, cfg.add_bos)
         if len(ids) + max_tokens <= cfg.max_length:
             return ids, stop, n

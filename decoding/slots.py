@@ -129,7 +129,7 @@ class Batch:
             T = max(128, 1 << (T - 1).bit_length())
         elif self.device.type == 'cuda':    # Triton compiles again for other divisors
             T = -(-T // 128) * 128
-        tokens, positions, ends = to_device(torch.from_numpy(row.padded(T)[0]), self.device)
+        tokens, positions, ends = to_device(row.padded(T)[0], self.device)
         # of each key of a prompt, once per answer: index in the row, slot, position, number from
         # the end; a layer with a window keeps the last ones
         keys = []
@@ -137,8 +137,8 @@ class Batch:
             p = np.arange(len(at[answer.prompt]))
             keys.append(np.broadcast_arrays(at[answer.prompt], answer.slot, p, p[::-1]))
         source, slot, position, later = np.concatenate(keys, 1)
-        stored = {size: to_device(torch.from_numpy(np.stack(
-            (source, slot, position % size))[:, later < size]), self.device)
+        stored = {size: to_device(np.stack(
+            (source, slot, position % size))[:, later < size], self.device)
             for size in {*self.sizes}}
         config, kind = self.model.config, self.attention
         if kind == 'auto':      # FlexAttention would be compiled for each length
@@ -147,7 +147,7 @@ class Batch:
                            config.attn_logit_softcapping, self.model.head)
         masks = [PrefillMask(mask, cache, *stored[cache.size])
                  for mask, cache in zip(masks, self.caches)]
-        last = to_device(torch.tensor([at[i][-1] for i in numbers]), self.device)
+        last = to_device([at[i][-1] for i in numbers], self.device)
         hidden = self.forward(tokens[None], positions[None], ends[None], masks, last)[0]
         return HostCopy(self.begin(begun, self.model.logits(hidden), numbers, prompts))
 
@@ -158,7 +158,7 @@ class Batch:
         slots, lengths, ones, rows = to_device(torch.tensor(entries).T.contiguous(), self.device)
         uniforms = np.stack([random_numbers(self.s.seed, prompts[answer.prompt], answer.number,
                                             self.uniforms.shape[1]) for answer in begun])
-        self.uniforms[slots] = to_device(torch.from_numpy(uniforms), self.device)
+        self.uniforms[slots] = to_device(uniforms, self.device)
         values = draw(logits[rows], self.uniforms[slots, 0], self.s, self.n_vocab)
         self.state[:, slots] = torch.stack((values[:, 0].long(), lengths, ones))
         return values
@@ -171,7 +171,7 @@ class Batch:
         longest = max(answer.n_prompt + answer.n_launched for answer in active)
         for answer in active:
             answer.n_launched += 1
-        self.slots[:n] = to_device(torch.tensor(slots), self.device)
+        self.slots[:n] = to_device(slots, self.device)
         if self.device.type != 'cuda':
             return HostCopy(self.compute(n, longest))
         splits = 1 << (-(-longest // SPLIT) - 1).bit_length()

@@ -43,9 +43,9 @@ def pick_dtype(dtype: str, device: str) -> torch.dtype:
     return getattr(torch, dtype)
 
 
-def to_device(x: torch.Tensor, device: str | torch.device) -> torch.Tensor:
-    """Return a CPU tensor on `device`; the host does not wait for the copy."""
-    cuda = torch.device(device).type == 'cuda'
+def to_device(x, device: str | torch.device) -> torch.Tensor:
+    """Return a CPU tensor, an array or a list on `device`; the host does not wait for the copy."""
+    x, cuda = torch.as_tensor(x), torch.device(device).type == 'cuda'
     return x.pin_memory().to(device, non_blocking=True) if cuda else x
 
 
@@ -61,7 +61,7 @@ def micro_batches(packed, n_rows, device):
     n_rows = n_rows or len(rows)
     for i in range(0, len(rows), n_rows):
         chosen = rows[i:i + n_rows]
-        inputs = [to_device(torch.from_numpy(x[chosen]), device)
+        inputs = [to_device(x[chosen], device)
                   for x in (packed.tokens, packed.positions, packed.ends)]
         if one_document:
             inputs[2] = None
