@@ -38,10 +38,10 @@ import numpy as np
 from data.chat import question_frame
 from data.written_answers import WRITTEN_TASKS
 from data.probes import INSTRUCTIONS
-from data.questions import sample_fields
 from data.show import describe_tasks, show_tasks
 from data.tasks import (TASKS, ContextualTask, JudgeTask, OptionTask, PermutedTask, PIKTask,
-                        PTrueTask, TextTask, check_names, mean_over_orders, split_name)
+                        PTrueTask, TextTask, check_names, mean_over_orders, sample_fields,
+                        split_name)
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results import card, report, samples
 from runtime.config import load_config, require_given

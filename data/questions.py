@@ -69,14 +69,6 @@ class Question:
                        ending='')
 
 
-def sample_fields(question, n_shots):
-    """Return the part of a sample that says which question it is of."""
-    return ({'group': question.by} if question.by else {}) | {
-            'question': question.digest, 'subject': question.subject,
-            'category': question.category, 'shots': n_shots,
-            'context': question.context + (question.ending and f'_{question.ending}')}
-
-
 class Loaded(NamedTuple):
     """What a task reads from its files, the same for every kind of task."""
     items: list             # of Question, WrittenQuestion or Text, those of the split 'test' first

@@ -20,7 +20,7 @@ from data.benchmarks import BENCHMARKS
 from data.judges import load_pairs
 from data.p_ik import load_p_ik
 from data.probes import INSTRUCTIONS, load_texts, tokenize_texts
-from data.questions import load_task, require_task, sample_fields
+from data.questions import load_task, require_task
 from data.trees import tokenize_questions
 from data.written_answers import WRITTEN_TASKS
 from runtime.errors import ConfigError, DataError
@@ -222,6 +222,14 @@ class Task:
         if counts['items'] < counts['total']:
             facts['sample'] = {'questions': counts['items'], 'of': counts['total']}
         return facts | {key: getattr(cfg, key) for key in self.described}
+
+
+def sample_fields(question, n_shots):
+    """Return the part of a sample that says which question it is of."""
+    return ({'group': question.by} if question.by else {}) | {
+            'question': question.digest, 'subject': question.subject,
+            'category': question.category, 'shots': n_shots,
+            'context': question.context + (question.ending and f'_{question.ending}')}
 
 
 def dropout_words(cfg):

@@ -10,7 +10,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from data.questions import sample_fields
+from data.tasks import sample_fields
 from decoding.answers import generate
 from decoding.sampling import Sampling
 from results import samples

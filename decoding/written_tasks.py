@@ -14,8 +14,7 @@ import numpy as np
 from data import written_answers
 from data.grading import stated_guess
 from data.packing import Tree
-from data.questions import sample_fields
-from data.tasks import PTrueTask, Task, chat_words, task_label
+from data.tasks import PTrueTask, Task, chat_words, sample_fields, task_label
 from data.written_answers import WRITTEN_TASKS, load_written
 from decoding.answer_samples import begin_of, write_answers
 from results import confidence, samples
