@@ -1,4 +1,4 @@
-"""Write the answers to the questions of a task, and append them as samples.
+"""Write the answers to the questions of a task, grade them, and append them as samples.
 
 A question's answers are a greedy one and, for most tasks, n that are drawn at temperature 1.
 """
