@@ -11,7 +11,6 @@ import string
 from fractions import Fraction
 
 from data import code_tasks
-from runtime.thinking import final_answer
 
 
 # ---- Extraction: text -> the final answer, or None -----------------------------------------------
@@ -88,31 +87,6 @@ def any_formula(text):
         return next(filter(None, formula.groups())) if formula else re.split(r'\.\s|\.$', tail)[0]
     formulas = re.findall(r'\$([^$]+)\$', text)
     return formulas[-1] if formulas else any_number(text)
-
-
-# what follows a label in any emphasis, on its line or the next one, up to the other label
-LABEL = r'(?:guess|probability)(?: *\([^()\n]{0,80}\))?[*_"` ]*[:=]'
-LABELED = {label: re.compile(
-    rf'\b{label}\b(?: (?:that|of)\b[^:\n]{{0,80}})?(?: *\([^()\n]{{0,80}}\))?[*_"` ]*[:=]'
-    rf'[\s*_"`]*+((?:(?!\b{LABEL}).)*)', re.IGNORECASE) for label in ('guess', 'probability')}
-
-
-def stated_guess(text, lead):
-    """Return (guess, text of its probability) of an answer to `verbalized_1s` or `_2s`.
-
-    lead: what the prompt ended with, '' in a chat. A part that has no label is None, but a text
-    without any label may be the probability alone. A part may be on the line after its label.
-    """
-    final = final_answer(text)
-    if final is None:
-        return None, None
-    text = lead + final
-    matches = [labeled.search(text) for labeled in LABELED.values()]
-    guess, probability = (match and match[1].strip(' *_"`').rstrip(' *_"`,;|({')
-                          for match in matches)
-    if guess is None and probability is None:
-        return None, text
-    return guess, probability
 
 
 # ---- Keys: answers that mean the same -> the same text -------------------------------------------

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from data import written_answers
-from data.grading import stated_guess
 from data.packing import Tree
 from data.tasks import PTrueTask, Task, chat_words, sample_fields, task_label
 from data.written_answers import WRITTEN_TASKS, load_written
@@ -358,11 +357,10 @@ class EarlyStated(AfterSteps):
 def stated_sample(question, rule, greedy, lead):
     """Return the sample of a stated probability; `confidence` is None if it has none from 0 to 1.
 
-    lead: what the prompt ended with, see `stated_guess`. After two stages, the answer that the
-    question shows is judged.
+    lead: what the prompt ended with, see `confidence.stated_guess`. After two stages, the answer
+    that the question shows is judged.
     """
-    guess, probability = stated_guess(greedy['text'], lead)
-    value, answer = confidence.parse_probability(probability or ''), question.judged
+    (guess, value), answer = confidence.stated_guess(greedy['text'], lead), question.judged
     if answer is None and guess is not None:
         answer = rule.grade(guess, question.references)
     if answer is None or value is None:

@@ -176,6 +176,31 @@ def parse_probability(text):
     return value if 0 <= value <= 1 else None
 
 
+# what follows a label in any emphasis, on its line or the next one, up to the other label
+LABEL = r'(?:guess|probability)(?: *\([^()\n]{0,80}\))?[*_"` ]*[:=]'
+LABELED = {label: re.compile(
+    rf'\b{label}\b(?: (?:that|of)\b[^:\n]{{0,80}})?(?: *\([^()\n]{{0,80}}\))?[*_"` ]*[:=]'
+    rf'[\s*_"`]*+((?:(?!\b{LABEL}).)*)', re.IGNORECASE) for label in ('guess', 'probability')}
+
+
+def stated_guess(text, lead):
+    """Return (guess, probability) of an answer to `verbalized_1s` or `_2s`; None for what it lacks.
+
+    lead: what the prompt ended with, '' in a chat. A part that has no label is None, but a text
+    without any label may be the probability alone. A part may be on the line after its label.
+    """
+    final = final_answer(text)
+    if final is None:
+        return None, None
+    text = lead + final
+    matches = [labeled.search(text) for labeled in LABELED.values()]
+    guess, probability = (match and match[1].strip(' *_"`').rstrip(' *_"`,;|({')
+                          for match in matches)
+    if guess is None and probability is None:
+        probability = text
+    return guess, parse_probability(probability or '')
+
+
 def outcome(confidence, correct):
     """Return the fields of a sample with a single confidence; log_prob is at least log 1e-12."""
     c = np.array([confidence, 1 - confidence])
