@@ -249,7 +249,7 @@ def test_items_of_a_step_have_times_and_floors(small, monkeypatch):
     kernels = [('nvjet_1', 0, 2000), ('triton_tem_fused_flex_attention_0', 1000, 4000)]
     profiles = iter([[('triton_poi_fused_update', 0, 1)], kernels])
     monkeypatch.setattr(bench.floors, 'gpu_kernels', lambda call: (call(), next(profiles))[1])
-    table = first_table('floors', shape=('llama32_1b',), kernels=1)
+    table = first_table('floors', shape=('llama32_1b',))
     items = table['items']
     assert items['products'] == pytest.approx(2 / 3) and items['attention forward'] == 1
     assert items['idle'] == pytest.approx(table['ms'] - 4 / 3)

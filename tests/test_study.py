@@ -27,8 +27,9 @@ from results import over_seeds
 from results.report import predictions
 from results.runs import read_run, read_run_samples
 from results.samples import read_samples
+from research import common
 from research.study import (
-    adaptive_temperature, alignment, alignment_tables, claims, closed_form, common, coverage,
+    adaptive_temperature, alignment, alignment_tables, claims, closed_form, coverage,
     effects, entropy_range, figures, loss_tables, metrics_agree, readings, runs, selective,
     side_by_side, stated_confidence)
 from research.study.world import StudySpec, make_world

@@ -9,7 +9,6 @@ folder; `--only=` runs nothing. A comparison exits with 1 if the new commit lack
 became slower by more than the spread between runs of one commit plus 3 %.
 """
 
-import argparse
 import contextlib
 import importlib
 import itertools
@@ -26,6 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from research import common
 from research.bench.common import load, markdown
 from results import tables
 
@@ -270,15 +270,14 @@ def git(*arguments):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for key, what in FILES.items():
-        parser.add_argument(f'--{key}', help=what)
-    parser.add_argument('--only', default=','.join(SCRIPTS), help='scripts; default: %(default)s')
-    parser.add_argument('--shape', help='models, separated by commas; default: the script decides')
-    parser.add_argument('--minutes', type=float, help='stop after this many minutes')
-    parser.add_argument('--out', default='out/bench', help='a folder; default %(default)s')
-    parser.add_argument('--compare', nargs='+', metavar='COMMIT',
-                        help='one commit or two, or folders that hold them')
+    parser = common.command_parser(
+        __doc__, **{key: {'help': what} for key, what in FILES.items()},
+        only={'default': ','.join(SCRIPTS), 'help': 'scripts; default: %(default)s'},
+        shape={'help': 'models, separated by commas; default: the script decides'},
+        minutes={'type': float, 'help': 'stop after this many minutes'},
+        out={'default': 'out/bench', 'help': 'a folder; default: %(default)s'},
+        compare={'nargs': '+', 'metavar': 'COMMIT',
+                 'help': 'one commit or two, or folders that hold them'})
     options = parser.parse_args(argv)
     options.only = [name for name in options.only.split(',') if name]
     unknown = set(options.only) - SCRIPTS.keys()
@@ -290,7 +289,7 @@ def main(argv=None):
         parser.error('--conversations, --pairs, --prompts and --gsm8k need --tokenizer')
     for key in (*FILES, 'out'):     # the scripts run elsewhere
         value = getattr(options, key)
-        setattr(options, key, value and str(Path(value).expanduser().resolve()))
+        setattr(options, key, value and str(Path(value).resolve()))
     if options.compare:
         return compare(options.compare[0], (options.compare + ['HEAD'])[1], options)
     return run_all(options)

@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from research.bench.common import (DEVICE, PeerOptions, Script, Shape, chosen, empty_caches,
                                    last_error, load, method_table, read_mmlu, require_files,
-                                   run_command, save_model, write_lines)
+                                   run_command, save_model)
+from research.common import write_lines
 from runtime.errors import ConfigError
 
 

@@ -34,8 +34,9 @@ from data.benchmarks import BENCHMARKS
 from data.files import fetch, read_rows
 from data.questions import parse_row
 from decoding.slots import step_cost
+from research.common import panels
 from results import tables
-from results.plots import new_figure, save_figure
+from results.plots import save_figure
 from runtime import checkpoint
 from runtime.config import load_config
 from runtime.config_json import config_from_hf
@@ -88,11 +89,6 @@ def read_mmlu(folder):
             rows[split].append({'question': question, 'choices': choices, 'answer': answer,
                                 'subject': row['subject']})
     return rows
-
-
-def write_lines(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
 
 
 def now():
@@ -431,17 +427,6 @@ class Script:
                         fontsize=10)
         save_figure(figure, picture, 130)
         print(f'wrote {picture}')
-
-
-def panels(n, n_columns, width, height):
-    """Return a figure and its `n` axes, each so many inches wide and high."""
-    n_columns = max(1, min(n_columns, n))
-    n_rows = max(1, -(-n // n_columns))
-    figure = new_figure(width * n_columns, height * n_rows)
-    axes = figure.subplots(n_rows, n_columns, squeeze=False).flat
-    for axis in axes[n:]:
-        axis.axis('off')
-    return figure, axes[:n]
 
 
 def number(cell):

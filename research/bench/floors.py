@@ -50,7 +50,6 @@ class BenchConfig(Options):
     shape: tuple[Shape, ...] = ('gemma2_2b', 'llama32_1b')      # these fit 80 GB with exact weights
     master_weights: Literal['exact', 'stochastic', 'compact'] = 'exact'
     fp8: bool = False               # products in eight bits, beside the floors of bfloat16
-    kernels: int = 0                # also print this many of the longest kernels
 
 
 STEPS = 3       # that are profiled
@@ -61,8 +60,6 @@ def bench(config):
     for name in config.shape:
         row = measure(MODELS[name], config.master_weights, config.fp8)
         free_memory()
-        for kernel, ms in [*row['kernels'].items()][:config.kernels]:
-            print(f'    {ms:8.2f} ms  {kernel}')
         yield {'shape': name, 'master_weights': config.master_weights, 'rates': rates, **row,
                'floors': floors(MODELS[name], config.master_weights, train.ROWS, train.LENGTH,
                                 rates)}

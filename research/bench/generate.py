@@ -24,8 +24,8 @@ import torch
 
 from research.bench.common import (DEVICE, MODELS, Options, Script, Shape, attempt, cell,
                                    decoding_limit, device_rates, free_memory, method_table, now,
-                                   our_model, peak_gib, peer_model, reset_peak_memory, run_command,
-                                   write_lines)
+                                   our_model, peak_gib, peer_model, reset_peak_memory, run_command)
+from research.common import write_lines
 from data.files import read_rows
 from decoding.answers import stream
 from decoding.sampling import Sampling

@@ -18,7 +18,8 @@ import train
 from align import ROLLOUTS, AlignConfig
 from research.bench.common import (DEVICE, MODELS, PeerOptions, Script, chosen_methods,
                                    decoding_limit, device_rates, measure_methods, method_table, now,
-                                   peak_gib, require_files, save_model, write_lines)
+                                   peak_gib, require_files, save_model)
+from research.common import write_lines
 from research.bench.peers import TRL_SETTINGS
 from data.export import tokenizer_files
 from data.files import read_rows

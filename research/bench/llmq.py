@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from data.packing import pack
-from research.bench.common import (DEVICE, PeerOptions, Script, chosen, measure_methods,
-                                   method_table, now, peak_gib, speed)
+from research.bench.common import (DEVICE, PeerOptions, Script, chosen_methods,
+                                   measure_methods, method_table, now, peak_gib, speed)
 from research.bench.train import our_training
 from train import train_step
 
@@ -33,8 +33,6 @@ QWEN = {'model_type': 'qwen2', 'architectures': ['Qwen2ForCausalLM'], 'vocab_siz
         'rope_theta': 1e6, 'use_sliding_window': False, 'torch_dtype': 'bfloat16',
         'bos_token_id': 151643, 'eos_token_id': 151643}
 LENGTH, ROWS, PASSES = 1024, 16, 32     # tokens of a row; rows of a pass of LLMQ; its passes
-METHODS = {'ours': {}, 'ours, stochastic': {'master_weights': 'stochastic'},
-           'ours, FP8': {'fp8': True}, 'LLMQ': {}, 'LLMQ, FP8': {'matmul_type': 'e4m3'}}
 
 
 @dataclass
@@ -43,9 +41,8 @@ class BenchConfig(PeerOptions):
 
 
 def bench(config):
-    methods = {name: options for name, options in chosen(config.only, METHODS).items()
-               if name.startswith('ours') or not config.ours}
-    yield {'results': measure_methods(__file__, 'Qwen 2.5 1.5B', methods, steps=config.steps)}
+    yield {'results': measure_methods(__file__, 'Qwen 2.5 1.5B', chosen_methods('llmq', config),
+                                      steps=config.steps)}
 
 
 def measure(ours, options, steps):

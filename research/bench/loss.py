@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 
 from research.bench.common import (MODELS, Options, Script, attempt, cell, free_memory,
-                                   method_table, panels)
+                                   method_table)
+from research.common import panels
 from fused_ce import fused_loss, smoothed_cross_entropy, token_statistics
 from results.plots import save_figure
 from results.tables import csv_text

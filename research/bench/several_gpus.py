@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from data.benchmarks import BENCHMARKS
 from research.bench.common import (DEVICE, Options, Script, Shape, chosen, load, method_table,
-                                   read_mmlu, require_files, run_command, save_model, write_lines)
+                                   read_mmlu, require_files, run_command, save_model)
+from research.common import write_lines
 
 
 @dataclass

@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from research.bench.common import (DEVICE, METHODS, PeerOptions, Script, Shape, byte_code, cell,
                                    chosen_methods, empty_caches, last_error, require_files,
-                                   run_command, save_model, write_lines)
+                                   run_command, save_model)
+from research.common import write_lines
 from data.export import tokenizer_files
 from data.files import fetch, read_rows
 from data.instruct import PATTERNS, first_turns, load_conversations

@@ -12,8 +12,6 @@ changes that key of train.py in all runs, --eval.key=value that key of evaluate.
 and --data=FILE replace the tables of models and datasets of a script that has both.
 """
 
-import argparse
-import csv
 import difflib
 import functools
 import itertools
@@ -36,8 +34,9 @@ from data.instruct import PATTERNS
 from data.probes import PATTERNS as TEXT_PATTERNS
 from data.tasks import task_label, task_source
 from evaluate import EvalConfig
+from research import common
 from results import plots
-from results.tables import TITLES, Heading, aligned, csv_text, latex, mark_best, markdown
+from results.tables import TITLES, Heading, aligned, latex, mark_best, markdown
 from runtime import checkpoint, cli
 from runtime.config import load_config
 from runtime.errors import CheckpointError, ConfigError, DataError, TrainingError
@@ -49,6 +48,7 @@ from train import FREE_KEYS, TrainConfig, train
 # sheet with documents of 2,048 tokens, evaluation 0.43 to 0.67 of the 780e12 of a large matrix
 # product (research/bench/results/README.md).
 TRAIN_RATE, EVAL_RATE = 0.5 * 989e12, 0.6 * 780e12
+FOLDER = Path(__file__).parent
 EVAL_STARTS = 40        # seconds to load and compile
 PRINTED_LINES = 200     # longer tables are written only
 
@@ -199,16 +199,10 @@ FILE_ENDING = re.compile(r'(\.(jsonl?|csv|tsv|parquet|txt|gz))+$')
 BYTES, PACKED_BYTES = 5, 1.6    # per token: of rows with the names of their fields, and compressed
 
 
-def read_csv(name):
-    """Return the rows of a file in this folder as dicts."""
-    with open(Path(__file__).with_name(name), newline='', encoding='utf-8') as file:
-        return [*csv.DictReader(file)]
-
-
 def read_models(paper):
     """Return {group: {name: (hub name, weights)}} of a paper in models.csv."""
     groups = {}
-    for row in read_csv('models.csv'):
+    for row in common.read_csv(FOLDER / 'models.csv'):
         if row['paper'] == paper:
             groups.setdefault(row['group'], {})[row['name']] = row['hub'], float(row['weights'])
     return groups
@@ -266,15 +260,12 @@ def main(runs, tables, **more):
     """
     script = sys.modules['__main__']
     name, paper = Path(script.__file__).stem, Path(script.__file__).with_suffix('.md')
-    parser = argparse.ArgumentParser(description=script.__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--plan', action='store_true', help='print the runs and their cost')
-    parser.add_argument('--only', default='', help='parts of names of runs, such as Alpaca/lr,base')
-    parser.add_argument('--out_dir', default=f'out/papers/{name}', help='default: %(default)s')
-    for key, arguments in more.items():
-        parser.add_argument(f'--{key}', **{'default': ''} | arguments)
+    more = {key: {'default': ''} | arguments for key, arguments in more.items()}
+    parser = common.command_parser(
+        script.__doc__, plan={'action': 'store_true', 'help': 'print the runs and their cost'},
+        only={'default': '', 'help': 'parts of names of runs, such as Alpaca/lr,base'},
+        out_dir={'default': f'out/papers/{name}', 'help': 'default: %(default)s'}, **more)
     options, changes = parser.parse_known_args()
-    options.out_dir = os.path.expanduser(options.out_dir)
     for key in OWN.keys() & more.keys():        # an option may be given several times
         if '' in getattr(options, key):
             parser.error(f'--{key} is empty; wanted --{key}={OWN[key]["metavar"]}')
@@ -442,8 +433,7 @@ def write_tables(tables, folder, doc, changes=()):
               f'{len(lines) - 1:,} lines, in {name}.csv', sep='\n')
         texts += [f'## {title}\n', *[f'`{changed}`\n'] * bool(changes), markdown(lines)]
         claim(folder, f'{name}.csv', f'{name}.tex')
-        write_text(Path(folder, f'{name}.csv'), csv_text(
-            [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]))
+        common.write_csv(Path(folder, f'{name}.csv'), lines)
         marked = mark_best(lines, [first for first, *_ in lines[1:]])
         write_text(Path(folder, f'{name}.tex'), latex(
             marked, f'{title}; {changed}' * bool(changes)))
@@ -472,9 +462,8 @@ def draw_lines(path, panels, x_label, metric='ece', log=False):
     if not any(result.get(metric) is not None for series in panels.values()
                for points in series.values() for _, result in points):
         return
-    figure = plots.new_figure(4 * len(panels), 3.4)
-    grid = figure.subplots(1, len(panels), squeeze=False)
-    for ax, (title, series) in zip(grid.flat, panels.items(), strict=True):
+    figure, axes = common.panels(len(panels), len(panels), 4, 3.4)
+    for ax, (title, series) in zip(axes, panels.items(), strict=True):
         for label, points in series.items():
             rows = [(x, y, *result.get('intervals', {}).get(metric, (y, y)))
                     for x, result in points if (y := result.get(metric)) is not None]

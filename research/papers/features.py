@@ -22,8 +22,9 @@ from data.instruct import PATTERNS, first_turns
 from data.messages import to_messages
 from data.packing import Tree
 from data.tokenizer import begins_with_bos, load_model_tokenizer
+from research.common import write_csv
 from results import plots
-from results.tables import aligned, csv_text, markdown
+from results.tables import aligned, markdown
 from runtime import checkpoint, cli
 from runtime.config import load_config, require_range
 from runtime.device import pick_device, pick_dtype
@@ -154,8 +155,7 @@ def run(cfg):
     with lock(cfg.out_dir):
         claim(cfg.out_dir, 'features.md', 'features.csv', 'figure6.png')
         write_text(Path(cfg.out_dir, 'features.md'), f'{table}\n{about}')
-        write_text(Path(cfg.out_dir, 'features.csv'), csv_text(
-            [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]))
+        write_csv(Path(cfg.out_dir, 'features.csv'), lines)
         draw_scatter(Path(cfg.out_dir, 'figure6.png'), panels)
     print(aligned(lines), f'\nwrote features.md, features.csv and figure6.png to '
           f'{cfg.out_dir}', sep='\n')

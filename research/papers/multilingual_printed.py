@@ -11,7 +11,6 @@ the languages of a class. It describes how much languages differ; all have the s
 models and datasets.
 """
 
-import argparse
 import itertools
 from pathlib import Path
 
@@ -22,7 +21,8 @@ from results import plots
 from runtime import cli
 from runtime.ownership import claim, lock
 from stats import mean_interval
-from research.papers.common import read_csv, write_tables
+from research.common import command_line, panels, read_csv
+from research.papers.common import FOLDER, write_tables
 
 BENCHMARKS = {'global_mmlu': ('Global-MMLU', GLOBAL_MMLU), 'mmlu_prox': ('MMLU-ProX', MMLU_PROX)}
 CLASSES = {'high': 'ar cs de en es fa fr hi hu it ja ko nl pl pt ru sr sv tr vi zh'.split(),
@@ -39,7 +39,7 @@ def printed_numbers():
     """Return {(benchmark, language or 'all', model, data, smoothing): {our name: number}}."""
     return {tuple(row[key] for key in ('benchmark', 'language', 'model', 'data', 'smoothing')):
             {ours: float(row[theirs]) for ours, theirs in PRINTED.items()}
-            for row in read_csv('multilingual_printed.csv')}
+            for row in read_csv(FOLDER / 'multilingual_printed.csv')}
 
 
 def cells(printed, groups, metric, row):
@@ -70,7 +70,7 @@ def tables(printed):
         (task, x) for x in languages if not name or x in CLASSES[name]]
         for task, (title, languages) in BENCHMARKS.items() for name in ('', 'high', 'mid', 'low')}
     rules = {}      # {table: lines of multilingual_claims.csv}
-    for rule in read_csv('multilingual_claims.csv'):
+    for rule in read_csv(FOLDER / 'multilingual_claims.csv'):
         rules.setdefault(rule['table'], []).append(rule)
     yield 'printed_classes', ('Printed: mean change by tuning and by smoothing 0.1 and 0.2 '
                               '[95 % interval over the languages]'), [
@@ -153,9 +153,8 @@ def _checks(printed, task):
 
 def draw(printed, path):
     """Draw the ECE of each language: base, tuned and smoothed, means over models and datasets."""
-    figure = plots.new_figure(11, 6.4)
-    for ax, (task, (title, languages)) in zip(figure.subplots(2, 1), BENCHMARKS.items(),
-                                              strict=True):
+    figure, axes = panels(2, 1, 11, 3.2)
+    for ax, (task, (title, languages)) in zip(axes, BENCHMARKS.items(), strict=True):
         groups = [(task, x) for x in languages]
         accuracy = dict(zip(languages, cells(printed, groups, 'accuracy', 'base').mean((1, 2)),
                             strict=True))
@@ -182,12 +181,10 @@ def draw(printed, path):
 
 def print_tables():
     """Print and write the tables and the figure."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--printed', action='store_true', help=argparse.SUPPRESS)
-    parser.add_argument('--out_dir', default='out/papers/multilingual_printed',
-                        help='default: %(default)s')
-    folder, printed = parser.parse_args().out_dir, printed_numbers()
+    options = command_line(
+        __doc__, printed={'action': 'store_true', 'help': 'of these tables, not of runs'},
+        out_dir={'default': 'out/papers/multilingual_printed', 'help': 'default: %(default)s'})
+    folder, printed = options.out_dir, printed_numbers()
     with cli.one_line_errors(), lock(folder):
         write_tables(tables(printed), folder, __doc__)
         draw(printed, Path(folder, 'printed.png'))

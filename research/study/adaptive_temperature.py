@@ -22,7 +22,7 @@ from data.tokenizer import begins_with_bos, load_model_tokenizer
 from evaluate import EvalConfig, on_this_machine
 from fused_ce import cross_entropy, fused_loss, token_statistics
 from runtime import checkpoint
-from research.study import common
+from research.common import command_line
 from runtime.trained import load_model
 from scoring import score, token_states
 
@@ -45,7 +45,7 @@ def fit(h, head, y, softcap, trained):
 
 
 def main():
-    options = common.options(
+    options = command_line(
         __doc__, model={'required': True, 'help': 'folder of a model'},
         data={'required': True, 'help': 'texts, as the task clm reads them'},
         limit={'type': int, 'default': 400, 'help': 'number of texts; %(default)s'})

@@ -27,10 +27,10 @@ from results.over_seeds import predictions_by_group
 from results.runs import read_run
 from runtime.errors import ConfigError
 from runtime.ownership import write_text
-from research.study import common
-from research.study.common import read_lines, write_lines
+from research import common
+from research.common import read_lines, write_lines
 from research.study.claims import Source
-from research.study.runs import PRETRAINING, base_model
+from research.study.runs import FILE, PRETRAINING, base_model
 from research.study.world import StudySpec, StudyWorld
 from train import TrainConfig, train
 
@@ -47,7 +47,7 @@ class AlignmentSpec(StudySpec):
     written: int = 500          # of the questions are also answered in writing
 
 
-WORLD = AlignmentSpec(**common.FILE['worlds']['alignment'])
+WORLD = AlignmentSpec(**FILE['worlds']['alignment'])
 
 
 class AlignmentWorld(StudyWorld):
@@ -156,7 +156,7 @@ def base_runs(seed, root=common.ROOT):
     folder = seed_folder(seed, root)
     yield tuning('base', seed, root, model='world/model', data='world/text', epochs=1.0,
                  batch_size=384, micro_rows=36, workers=4, **PRETRAINING,
-                 **base_model(**common.FILE['models']['base']),
+                 **base_model(**FILE['models']['base']),
                  eval=evaluation(folder, '{}/plain', chat='none'))
     yield tuning('sft', seed, root)
     yield tuning('smoothed', seed, root, smoothing=0.1)
@@ -229,11 +229,9 @@ def select(seed, root=common.ROOT):
     probabilities that the tuned model gives them. A fact is known if the true one is the most
     probable. Raises ConfigError if all facts are known, or none.
     """
-    folder = Path(seed_folder(seed, root))
-    answers = common.ask(evaluation(folder, '{}/prompts', model=f'{folder}/sft', seed=seed,
-                                    out_dir=f'{folder}/knows'))
+    questions, answers = answers_of('sft', seed, root)
     rng, rows, known = np.random.default_rng([seed, 4]), [], {True: [], False: []}
-    for question in read_lines(folder / 'world' / 'prompts' / 'test.jsonl'):
+    for question in questions:
         _, p, answer = answers[question['id']]
         chosen, rejected = (question['classes'][i] for i in (answer, draw_wrong(p, answer, rng)))
         rows.append({'prompt': question['prompt'], 'chosen': chosen, 'rejected': rejected,
@@ -241,14 +239,27 @@ def select(seed, root=common.ROOT):
         known[bool(p.argmax() == answer)].append(rows[-1])
     n = min(map(len, known.values()))
     if not n:
-        raise ConfigError(f'{folder}: the tuned model knows {len(known[True])} of {len(rows)} '
-                          f'facts; both kinds are needed')
-    pairs = folder / 'pairs'
-    pairs.mkdir(exist_ok=True)
+        raise ConfigError(f'{seed_folder(seed, root)}: the tuned model knows {len(known[True])} of '
+                          f'{len(rows)} facts; both kinds are needed')
+    pairs = Path(seed_folder(seed, root), 'pairs')
     write_lines(pairs / 'known.jsonl', known[True][:n])
     write_lines(pairs / 'unknown.jsonl', known[False][:n])
     write_lines(pairs / 'told.jsonl', [conversation(row['prompt'], row['chosen']) for row in rows])
     write_lines(pairs / 'all.jsonl', rows)      # the last one: then all are there
+
+
+def answers_of(name, seed, root, lead='Answer:', **settings):
+    """Return (the questions to align on, {id: what common.ask returns}) of a model.
+
+    lead: of their options, in the place of 'Answer:'
+    """
+    folder = Path(seed_folder(seed, root))
+    rows = [row | {'classes': [text.replace('Answer:', lead, 1) for text in row['classes']]}
+            for row in read_lines(folder / 'world' / 'prompts' / 'test.jsonl')]
+    write_lines(folder / f'{name}-asked' / 'test.jsonl', rows)
+    return rows, common.ask(evaluation(
+        folder, f'{folder}/{name}-asked', model=f'{folder}/{name}', seed=seed,
+        out_dir=f'{folder}/{name}-knows', **settings))
 
 
 def draw_wrong(p, answer, rng):

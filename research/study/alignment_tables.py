@@ -14,7 +14,8 @@ import numpy as np
 from runtime import cli
 from stats import mean_interval
 from research.study import alignment
-from research.study.claims import (Claims, cell, draw_groups, draw_mean, finish, label, panels)
+from research.common import panels
+from research.study.claims import Claims, cell, draw_groups, draw_mean, finish, label
 
 METHODS = {'dpo': 'DPO', 'ppo': 'PPO', 'grpo': 'GRPO'}
 ARMS = {'ppo': 'PPO', 'ppo-response': 'PPO, whitened per response',
@@ -49,8 +50,8 @@ def restored_table(numbers):
 
 def alignment_figure(numbers, file):
     """Draw PPO's four arms by epoch, ECE against KL and reward, and three groups of bars."""
-    figure, axes = panels(2, 3)
-    by_epoch, by_kl, by_reward, one_temperature, known, smoothed = axes.flat
+    figure, axes = panels(6, 3)
+    by_epoch, by_kl, by_reward, one_temperature, known, smoothed = axes
     color = {run: f'C{i}' for i, run in enumerate(ARMS | METHODS)}
     for i, (run, title) in enumerate(ARMS.items()):
         x, ece = np.arange(4) + 0.05 * (i - 1.5), numbers.curve(run, 'ece')[1]
@@ -94,17 +95,16 @@ def alignment_figure(numbers, file):
 
 def written_figure(numbers, file):
     """Draw the ECE of the three confidences of all models, before and after one temperature."""
-    figure, axes = panels(1, 2)
-    figure.set_figwidth(9)
-    for ax, (scaling, title) in zip(axes[0], SCALINGS.items(), strict=True):
+    figure, axes = panels(2, 2, width=4.5)
+    for ax, (scaling, title) in zip(axes, SCALINGS.items(), strict=True):
         draw_groups(ax, WRITERS, {name: (f'C{i}', [
             written(numbers, run, 'ece', task, scaling) for run in WRITERS])
             for i, (task, name) in enumerate(CONFIDENCES.items())}, 0.14)
         ax.set_xticks(range(len(WRITERS)), [name.replace(', ', ',\n') for name in WRITERS.values()],
                       fontsize=8)
         label(ax, title, 'y', ylabel='ECE')
-    low, high = zip(*(ax.get_ylim() for ax in axes[0]), strict=True)
-    for ax in axes[0]:
+    low, high = zip(*(ax.get_ylim() for ax in axes), strict=True)
+    for ax in axes:
         ax.set_ylim(min(0, *low), max(high))
     finish(figure, file)
 

@@ -13,11 +13,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from data.world import make_world
 from demo import DemoConfig, runs
-from results.tables import csv_text, markdown
+from results.tables import csv_text
 from runtime import cli
 from runtime.ownership import write_text
-from research.study import common
-from research.study.claims import Numbers, paired_tests, setting_lines
+from research import common
+from research.study.claims import MEANS, TESTS, Numbers, paired_tests, setting_lines, write_page
 from train import train
 
 SHARES = (0.1, 0.5, 0.9)
@@ -44,8 +44,8 @@ def tests(numbers):
 
 
 def main():
-    options = common.options(__doc__, seeds=common.seeds_option(common.SEEDS),
-                             out_dir=common.OUT_DIR)
+    options = common.command_line(
+        __doc__, seeds=common.seeds_option(common.SEEDS), out_dir=common.OUT_DIR)
     lines, names = [], [*configs(0, options.out_dir)]
     for seed in options.seeds:
         make_world(f'{options.out_dir}/base-smoothing/seed-{seed}/world', seed)
@@ -57,11 +57,9 @@ def main():
     write_text(OUT / 'base-smoothing.csv', csv_text(lines))
     numbers = Numbers(lines, {})
     columns = [(key, {}) for key in KEYS]
-    text = (f'# {__doc__.splitlines()[0]}\n\nMeans over seeds ± half of their 95 % interval.\n\n'
-            f'{markdown([("setting", *KEYS), *setting_lines(numbers, names, columns)])}\n'
-            f'Paired t tests over seeds (PLAN.md).\n\n{markdown(tests(numbers))}')
-    write_text(OUT / 'base-smoothing.md', text)
-    print(text)
+    means = [('setting', *KEYS), *setting_lines(numbers, names, columns)]
+    write_page(OUT / 'base-smoothing.md', __doc__.splitlines()[0], (f'{MEANS}.', means),
+               (f'{TESTS} (PLAN.md).', tests(numbers)))
 
 
 if __name__ == '__main__':

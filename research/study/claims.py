@@ -5,7 +5,6 @@ over paired seeds, after Holm's correction for all tests of a table. One seed ha
 tables.toml has the pages and the tables of formulas.
 """
 
-import csv
 import itertools
 import json
 import re
@@ -17,13 +16,13 @@ from pathlib import Path
 import numpy as np
 
 from results.over_seeds import mean_and_ends, plus_minus
-from results.plots import new_figure, save_figure
+from results.plots import save_figure
 from results.tables import TITLES, csv_text, markdown
 from runtime.errors import ConfigError
 from runtime.ownership import write_text
 from runtime.processes import parallel_map
 from stats import holm, mean_interval, student_t
-from research.study import common
+from research.common import command_line, names_of, read_csv
 
 TABLES = tomllib.loads((Path(__file__).parent / 'tables.toml').read_text(encoding='utf-8'))
 LEAST_RANGE = 0.005     # of accuracies that two curves share; below, nothing is compared
@@ -90,11 +89,6 @@ class Numbers:
                            for key in (x, metric)])
         points[[key == 'kl' for key in (x, metric)], 0] = 0
         return points
-
-
-def read_csv(path):
-    with open(path, encoding='utf-8', newline='') as file:
-        return [*csv.DictReader(file)]
 
 
 def at_equal(curve, reference):
@@ -201,7 +195,10 @@ def table(numbers, name):
     return lines
 
 
-# Tables of settings: means over the seeds that a setting has
+# Pages of settings: means over the seeds that a setting has
+
+MEANS, TESTS = 'Means over seeds ± half of their 95 % interval', 'Paired t tests over seeds'
+
 
 def setting_lines(numbers, names, columns, counted=False):
     """Return a line per setting that was run: its name, the number of seeds, and its means.
@@ -234,12 +231,14 @@ def defined(values):
     return [x for x in values if np.isfinite(x)]
 
 
+def write_page(path, title, *parts):
+    """Write and print a page: its title, and of each part a paragraph and the lines of a table."""
+    text = f'# {title}\n' + ''.join(f'\n{above}\n\n{markdown(lines)}' for above, lines in parts)
+    write_text(path, text)
+    print(text)
+
+
 # Figures
-
-def panels(rows, columns):
-    figure = new_figure(3.4 * columns, 2.9 * rows + 0.8)
-    return figure, figure.subplots(rows, columns, squeeze=False)
-
 
 def label(ax, title, axis='both', **names):
     """Write the title and the names of the axes, and draw a grid."""
@@ -249,7 +248,8 @@ def label(ax, title, axis='both', **names):
 
 
 def finish(figure, path):
-    """Write the figure with one legend of all its lines."""
+    """Write the figure with one legend of all its lines below it."""
+    figure.set_figheight(figure.get_figheight() + 0.8)
     entries = {label: handle for ax in figure.axes
                for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     figure.legend(entries.values(), entries, loc='outside lower center', frameon=False, fontsize=8,
@@ -320,8 +320,8 @@ class Claims:
 
     def main(self, doc, arguments=None):
         """Write the numbers, tables and figures that the command line asks for."""
-        options = common.options(
-            doc, arguments, only=common.names_of(self.pages), folder={
+        options = command_line(
+            doc, arguments, only=names_of(self.pages), folder={
                 'type': Path, 'default': self.folder, 'help': 'of seed-*.csv, tables and figures'},
             runs={'help': 'folder of the study; writes the numbers of its seeds first'})
         options.folder.mkdir(parents=True, exist_ok=True)

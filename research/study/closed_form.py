@@ -21,11 +21,11 @@ from results.over_seeds import predictions_by_group
 from results.report import option_predictions
 from results.runs import read_run
 from runtime import cli
-from research.study import alignment, alignment_tables, common
+from research.common import ROOT, panels, read_lines, write_lines
+from research.study import alignment, alignment_tables
 from research.study.alignment import DPO, GRPO, PPO, RUNS, WHOLE, draw_wrong, log
-from research.study.claims import Claims, draw_mean, finish, label, panels
+from research.study.claims import Claims, draw_mean, finish, label
 from research.study.metrics_agree import kendall
-from research.study.common import read_lines, write_lines
 
 METHODS = {'ppo': PPO, 'grpo': GRPO | {'method': 'dr_grpo'}, 'dpo': DPO}     # the longest first
 TITLES = {'dpo': 'DPO', 'ppo': 'PPO', 'grpo': 'Dr. GRPO'}
@@ -40,7 +40,7 @@ PAIR_MODELS = dict.fromkeys(NOISY, NOISY_BETA) | {
 PAIR_COLUMNS = ('margin', 'fitted', 'preference', 'preference_ece')
 
 
-def runs(seed, root=common.ROOT):
+def runs(seed, root=ROOT):
     """Yield the config of every model, the longest runs first; `prepare` makes their data."""
     stated = {'eval': alignment.stated_evaluation(alignment.seed_folder(seed, root))}
     yield alignment.tuning('own', seed, root, data='pairs/own', **stated)
@@ -60,27 +60,20 @@ def runs(seed, root=common.ROOT):
         yield alignment.aligning(name, seed, root, **WHOLE | settings)
 
 
-def prepare(seed, root=common.ROOT):
+def prepare(seed, root=ROOT):
     """Write pairs/noisy.jsonl and own.jsonl, after the files of alignment.select.
 
     noisy: pairs of which about a share NOISE is swapped; own: conversations whose answers are drawn
     from the base model, and state the probability that it gives to them.
     """
-    folder, rng = Path(alignment.seed_folder(seed, root)), np.random.default_rng([seed, 5])
-    pairs = folder / 'pairs'
+    rng, pairs = np.random.default_rng([seed, 5]), Path(alignment.seed_folder(seed, root), 'pairs')
     if not (pairs / 'all.jsonl').exists():
         alignment.select(seed, root)
     rows = read_lines(pairs / 'all.jsonl')[:NOISY_PAIRS]
     write_lines(pairs / 'noisy.jsonl', [
         row | {'chosen': row['rejected'], 'rejected': row['chosen']} if swapped else row
         for row, swapped in zip(rows, rng.random(len(rows)) < NOISE, strict=True)])
-    questions = read_lines(folder / 'world' / 'prompts' / 'test.jsonl')
-    (folder / 'in-plain').mkdir(exist_ok=True)
-    write_lines(folder / 'in-plain' / 'test.jsonl', [row | {'classes': [
-        option.removeprefix('Answer:') for option in row['classes']]} for row in questions])
-    answers = common.ask(alignment.evaluation(
-        folder, f'{folder}/in-plain', chat='none', model=f'{folder}/base', seed=seed,
-        out_dir=f'{folder}/base-knows'))
+    questions, answers = alignment.answers_of('base', seed, root, lead='', chat='none')
     stated = {}
     for id, (options, p, _) in answers.items():
         k = rng.choice(len(p), p=p / p.sum())
@@ -151,8 +144,8 @@ def tau(numbers, names):
 
 def figure(numbers, path):
     """Draw the ECE of each method by the weight of the KL, and that of the closed form."""
-    drawn, axes = panels(1, 3)
-    for ax, (method, weights) in zip(axes[0], WEIGHTS.items(), strict=True):
+    drawn, axes = panels(3, 3)
+    for ax, (method, weights) in zip(axes, WEIGHTS.items(), strict=True):
         # the points of a weight are drawn side by side, so that no interval hides another
         for title, kind, color, aside in (('full weights', '', 'C0', 1),
                                           ('closed form', '-expected', 'black', 0.9),

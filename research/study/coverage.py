@@ -20,7 +20,7 @@ import metrics
 import stats
 from results.tables import MEASURES, TITLES, markdown
 from runtime.processes import parallel_map
-from research.study import common
+from research.common import command_line
 
 KEYS, PAIR_KEYS = 'ece ece_equal_mass sce ace rmsce mad mce'.split(), ['ece', 'ece_equal_mass']
 SIZES, N_SETS, N_RESAMPLES, MANY = (100, 1000, 10_000), 300, 100, 500_000
@@ -89,7 +89,7 @@ def difference(first, second):
 
 
 def main():
-    common.options(__doc__)
+    command_line(__doc__)
     for function, cases, header in (
             (coverage, MODELS, ['error', 'true ECE', 'N', 'mean ECE', 'mean interval',
                                 'without correction', *(TITLES[key] for key in KEYS)]),

@@ -21,8 +21,8 @@ from results.over_seeds import plus_minus
 from results.tables import markdown
 from runtime.ownership import write_text
 from stats import student_t
-from research.study import common
-from research.study.claims import Numbers, read_csv
+from research.common import command_line, read_csv
+from research.study.claims import Numbers
 
 RESULTS = Path(__file__).parent / 'results'
 SIZES, ROWS = (64, 256, 1024), (512, 4_096, 32_768, 262_144)
@@ -103,6 +103,6 @@ def page():
 
 
 if __name__ == '__main__':
-    common.options(__doc__)
+    command_line(__doc__)
     write_text(RESULTS / 'effects.md', page())
     print(page())

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from data.tokenizer import load_model_tokenizer
 from runtime import checkpoint, cli, ownership
 from runtime.device import pick_device, pick_dtype
-from research.study import common
+from research.common import command_line
 
 FILE = 'entropy_range.json'
 
@@ -87,7 +87,7 @@ def entropy_range(model, n_pieces, *, n_tokens=64, steps=300, lr=0.1, seed=0):
 
 
 if __name__ == '__main__':
-    options = common.options(__doc__, first=('folders', {'nargs': '+', 'help': 'of models'}))
+    options = command_line(__doc__, first=('folders', {'nargs': '+', 'help': 'of models'}))
     with cli.one_line_errors():
         for name in options.folders:
             measure(name)

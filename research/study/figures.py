@@ -30,8 +30,8 @@ from runtime import cli
 from runtime.errors import ConfigError
 from runtime.ownership import read_json, write_text
 from runtime.processes import parallel_map
-from research.study import common, entropy_range
-from research.study.claims import read_csv
+from research.common import ROOT, command_line, names_of, read_csv
+from research.study import entropy_range
 
 RESULTS = Path(__file__).parent / 'results'
 TABLE = tomllib.loads((Path(__file__).parent / 'figures.toml').read_text(encoding='utf-8'))
@@ -132,12 +132,16 @@ def draw_reliability(out_dir, groups, bins, view):
         title = titled(view.panel, group[:n], WORDS) + f': {lines[0]["kind"]}'
         if not is_base:
             title += f', {titled(view.columns[n:], group[n:], WORDS)}'
-        diagrams.append((title, {name: np.mean([line[name.lower()] for line in lines])
-                                 for name in ('accuracy', 'confidence', 'ECE')},
-                         pool_bins([bins[name_of(line)] for line in lines])))
+        diagrams.append(diagram(title, lines, [bins[name_of(line)] for line in lines]))
     write_text(out_dir / 'bins.csv', csv_text(rows))
     n_panels = len({group[:n] for group in groups})
     draw_bins(out_dir / 'reliability.png', diagrams, columns=len(groups) // n_panels)
+
+
+def diagram(title, lines, bins, prefix=''):
+    """Return a panel of plots.draw_bins: the lines of several seeds, and the bins of each."""
+    return title, {name: np.mean([line[prefix + name.lower()] for line in lines])
+                   for name in ('accuracy', 'confidence', 'ECE')}, pool_bins(bins)
 
 
 def pool_bins(several):
@@ -163,9 +167,9 @@ def read_bins(path):
 
 
 def main():
-    options = common.options(
-        __doc__, only=common.names_of(FIGURES),
-        runs={'nargs': '?', 'const': common.ROOT, 'help': 'a folder; default: %(const)s'},
+    options = command_line(
+        __doc__, only=names_of(FIGURES),
+        runs={'nargs': '?', 'const': ROOT, 'help': 'a folder; default: %(const)s'},
         out_dir={'default': RESULTS, 'help': 'default: research/study/results'})
     for name in options.only:
         print(f'\n=== {name}')

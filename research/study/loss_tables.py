@@ -26,9 +26,9 @@ from results.runs import read_run
 from results.tables import TITLES
 from runtime import cli
 from stats import mean_interval
+from research.common import panels, read_lines, seed_folder
 from research.study.claims import (TABLES, Claims, Source, cell, draw_groups, finish, label, pairs,
-                                   panels, specification, values_of)
-from research.study.common import read_lines, seed_folder
+                                   specification, values_of)
 from research.study.runs import (EXPERIMENTS, KNOWN_BASES, KNOWN_DATA, LATER, LATER_SEEDS, LOSSES,
                                  STRENGTHS, TUNED, WORLD, short)
 
@@ -168,8 +168,8 @@ def draw_curves(numbers, ax, metric, title, **where):
 
 def curves_figure(numbers, path, shown):
     """Draw rows of three panels; shown: [(metric, title, {column: value})]."""
-    figure, axes = panels(len(shown) // 3, 3)
-    for ax, (metric, title, where) in zip(axes.flat, shown, strict=True):
+    figure, axes = panels(len(shown), 3)
+    for ax, (metric, title, where) in zip(axes, shown, strict=True):
         draw_curves(numbers, ax, metric, title, **where)
     finish(figure, path)
 
@@ -186,20 +186,19 @@ def transfer_figure(numbers, path):
     """Draw the table of ECE: a group per column, a color per loss."""
     values, color = values_of(numbers, specification(numbers, 'transfer')), loss_colors()
     settings = list(dict.fromkeys(setting for _, setting in values))
-    figure, axes = panels(1, 1)
-    figure.set_figwidth(8)
-    draw_groups(axes[0, 0], settings, {name: (color[name], [values[name, x] for x in settings])
+    figure, (ax,) = panels(1, 1, width=8)
+    draw_groups(ax, settings, {name: (color[name], [values[name, x] for x in settings])
                                        for name, _ in values}, 0.07)
-    axes[0, 0].axhline(0, color='black', linewidth=1)
-    label(axes[0, 0], '', 'y', ylabel='ECE minus that of cross-entropy')
+    ax.axhline(0, color='black', linewidth=1)
+    label(ax, '', 'y', ylabel='ECE minus that of cross-entropy')
     finish(figure, path)
 
 
 def known_figure(numbers, path):
     """Draw the table of ECE: a panel per base model, a group per kind of fact."""
     values, color = values_of(numbers, specification(numbers, 'known')), loss_colors()
-    figure, axes = panels(1, len(KNOWN_BASES))
-    for ax, base, size in zip(axes[0], KNOWN_BASES, ('6 million', '34 million'), strict=True):
+    figure, axes = panels(len(KNOWN_BASES), len(KNOWN_BASES))
+    for ax, base, size in zip(axes, KNOWN_BASES, ('6 million', '34 million'), strict=True):
         draw_groups(ax, KNOWN_DATA, {name: (color[name], [
             values[f'{size} / {data}', f'ECE, {name}'] for data in KNOWN_DATA])
             for name in ('cross-entropy', 'smoothing', 'DFT')}, 0.08)
@@ -213,9 +212,8 @@ def recipe_figure(numbers, path):
     """Draw a row per choice, in the order of the table; a choice without runs is left out."""
     rows = [(name, changes[[0, 1, 3]]) for _, name, changes in ranked_choices(numbers)
             if np.isfinite(changes[[0, 1, 3]]).all()]
-    figure, axes = panels(1, 3)
-    figure.set_size_inches(10, 1 + 0.24 * len(rows))
-    for i, (ax, title) in enumerate(zip(axes[0], (
+    figure, axes = panels(3, 3, 10 / 3, 1 + 0.24 * len(rows))
+    for i, (ax, title) in enumerate(zip(axes, (
             'reduction of ECE', 'points of accuracy lost', 'increase of NLL on conversations'),
             strict=True)):
         for y, (_, changes) in enumerate(rows):

@@ -31,8 +31,7 @@ from runtime import cli
 from runtime.errors import ConfigError
 from runtime.ownership import claim, lock, write_text
 from runtime.processes import parallel_map
-from research.study import common
-from research.study.claims import read_csv
+from research.common import command_line, read_csv
 from research.study.figures import FIGURES, read_bins
 
 RESULTS = Path(__file__).parent / 'results'
@@ -229,7 +228,7 @@ def draw(path, agreed, binned):
 
 
 def main(arguments=None):
-    options = common.options(
+    options = command_line(
         __doc__, arguments, first=('folders', {
             'nargs': '*', 'help': 'of runs; none: the committed tables'}),
         out_dir={'help': 'default: out/metrics_agree with folders, else '

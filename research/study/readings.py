@@ -22,7 +22,7 @@ from results.samples import read_samples
 from results.tables import csv_text, markdown
 from runtime import cli
 from runtime.ownership import write_text
-from research.study import common
+from research import common
 from research.study.world import StudySpec, StudyWorld
 
 ANSWERS = ('letter', 'value', 'sentence')
@@ -117,6 +117,6 @@ def main(seeds=(0, 1, 2), root=common.ROOT, results='research/study/results/read
 
 
 if __name__ == '__main__':
-    common.options(__doc__)
+    common.command_line(__doc__)
     with cli.one_line_errors(resume='the same command continues'):
         main()

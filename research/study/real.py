@@ -15,14 +15,15 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from evaluate import EvalConfig, run
 from runtime import cli
-from research.study import common
+from research import common
+from research.study.runs import FILE, combinations
 from train import TrainConfig
 
 
 def settings():
     """Yield (name, settings of a run, number of seeds) of the tables [[real]] in runs.toml."""
-    for table in common.FILE['real']:
-        for chosen, more in common.combinations(table):
+    for table in FILE['real']:
+        for chosen, more in combinations(table):
             yield table['name'].format(**chosen), more | chosen, table['seeds']
 
 
@@ -47,7 +48,7 @@ def runs(seed, root, model, data):
 
 
 def main():
-    options = common.options(
+    options = common.command_line(
         __doc__, model={'required': True, 'help': 'folder of the base model'},
         data={'required': True, 'help': 'folder of the data'},
         seeds=common.seeds_option(common.SEEDS), only=common.ONLY, out_dir=common.OUT_DIR)

@@ -16,10 +16,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 
 from research.papers.common import held_out, read_report
-from research.study import common
-from research.study.claims import TABLES, Numbers, paired_tests, read_csv, setting_lines
+from research.common import command_line, read_csv
+from research.study.claims import (MEANS, TABLES, TESTS, Numbers, paired_tests,
+                                   setting_lines, write_page)
 from research.study.real_table import OUT
-from results.tables import csv_text, markdown
+from results.tables import csv_text
 from runtime.ownership import write_text
 
 KEYS = 'accuracy', 'confidence', 'ece', 'nll'
@@ -83,7 +84,7 @@ def means(lines, script, tasks, runs):
 
 
 def main():
-    options = common.options(
+    options = command_line(
         __doc__, runs={'type': Path, 'help': 'folder of the runs that are added'},
         out_dir={'type': Path, 'default': OUT})
     file = options.out_dir / 'papers.csv'
@@ -94,14 +95,12 @@ def main():
         for line in lines_of(script, seed, folder):
             lines[script, seed, line['run'], line['task']] = line
     lines = [lines[key] for key in sorted(lines)]
-    text = ('# Claim 16: the papers\' scripts on a real model, Gemma 3 270M; see PLAN.md.\n\n'
-            'Means over seeds ± half of their 95 % interval. All runs are in papers.csv.\n')
-    for script, tasks, runs in SHOWN:
-        text += f'\n{script}.py\n\n{markdown(means(lines, script, tasks, runs))}'
-    text += f'\nPaired t tests over seeds.\n\n{markdown(tests(lines))}'
     write_text(file, csv_text(lines))
-    write_text(options.out_dir / 'papers.md', text)
-    print(text)
+    write_page(options.out_dir / 'papers.md',
+               "Claim 16: the papers' scripts on a real model, Gemma 3 270M; see PLAN.md.\n\n"
+               f'{MEANS}. All runs are in papers.csv.',
+               *((f'{shown[0]}.py', means(lines, *shown)) for shown in SHOWN),
+               (f'{TESTS}.', tests(lines)))
 
 
 if __name__ == '__main__':

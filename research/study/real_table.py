@@ -16,11 +16,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 
 from results.plots import draw_bins
-from results.tables import csv_text, markdown
+from results.tables import csv_text
 from runtime.ownership import write_text
-from research.study import common, real
-from research.study.claims import TABLES, Numbers, paired_tests, read_csv, setting_lines
-from research.study.figures import pool_bins
+from research.common import ROOT, command_line, read_csv
+from research.study import real
+from research.study.claims import (MEANS, TABLES, TESTS, Numbers, paired_tests,
+                                   setting_lines, write_page)
+from research.study.figures import diagram
 
 OUT = Path(__file__).parent / 'results' / 'real'
 TASKS = {'arc_easy': 'ARC-Easy', 'arc_challenge': 'ARC-Challenge', 'hellaswag': 'HellaSwag',
@@ -29,7 +31,7 @@ KEYS = ('accuracy', 'confidence', 'ece', 'nll', 'auroc')
 PLAIN = 'lr5e-05-smoothing0.0'
 SMOOTHED = 'lr5e-05-smoothing0.1'
 SETTINGS = list(dict.fromkeys(['base', *(name for name, _, _ in real.settings())]))
-FOLDER = {'type': Path, 'default': Path(common.ROOT, 'real')}
+FOLDER = {'type': Path, 'default': Path(ROOT, 'real')}
 # in the diagrams, of those that were run
 SHOWN = {'base': 'base', PLAIN: 'tuned', SMOOTHED: 'smoothing 0.1',
          'base-smoothing0.5-lr5e-05': 'base smoothing 0.5'}
@@ -83,17 +85,14 @@ def draw(path, runs):
     panels = []
     for task in ('arc_easy', 'clm'):
         for name, title in shown.items():
-            lines, bins = zip(*(run for (other, _), run in runs.items() if other == name),
-                              strict=True)
-            numbers = {label: np.mean([line[f'{task}_{label.lower()}'] for line in lines])
-                       for label in ('accuracy', 'confidence', 'ECE')}
-            panels.append((f'{TASKS[task]}: {title}', numbers,
-                           pool_bins([tasks[task] for tasks in bins])))
+            lines, bins = zip(*(run for (other, _), run in runs.items() if other == name))
+            panels.append(diagram(f'{TASKS[task]}: {title}', lines, [x[task] for x in bins],
+                                  f'{task}_'))
     draw_bins(path, panels, columns=len(shown))
 
 
 def main():
-    options = common.options(
+    options = command_line(
         __doc__, csv={'action': 'store_true', 'help': 'read runs.csv instead of run folders'},
         root=FOLDER, out_dir={'type': Path, 'default': OUT})
     options.out_dir.mkdir(parents=True, exist_ok=True)
@@ -105,15 +104,11 @@ def main():
             for (name, seed), (line, _) in runs.items()]))
         draw(options.out_dir / 'reliability.png', runs)
     numbers = Numbers([line | {'run': line['name']} for line in read_csv(file)], {})
-    text = (f'# {real.__doc__.splitlines()[0]}\n\nMeans over seeds ± half of their 95 % interval.\n'
-            f'\n{markdown(means(numbers))}')
-    for plan, planned in TABLES['plans'].items():
-        head, *rows = tests(numbers, planned)
-        if rows:
-            text += (f'\nPaired t tests over seeds (PLAN.md, {plan}).\n\n'
-                     f'{markdown([head, *rows])}')
-    write_text(options.out_dir / 'tables.md', text)
-    print(text)
+    plans = {plan: tests(numbers, planned) for plan, planned in TABLES['plans'].items()}
+    write_page(options.out_dir / 'tables.md', real.__doc__.splitlines()[0],
+               (f'{MEANS}.', means(numbers)),
+               *((f'{TESTS} (PLAN.md, {plan}).', lines) for plan, lines in plans.items()
+                 if len(lines) > 1))
 
 
 if __name__ == '__main__':

@@ -13,6 +13,7 @@ import functools
 import itertools
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -24,11 +25,14 @@ from data.world import ENGLISH
 from evaluate import EvalConfig
 from runtime import cli
 from runtime.errors import ConfigError
-from research.study import common, entropy_range
-from research.study.common import FILE, ROOT, seed_folder, write_lines
+from research import common
+from research.common import ROOT, seed_folder, write_lines
+from research.study import entropy_range
 from research.study.world import StudySpec, make_world
 from train import TrainConfig
 
+# the worlds, models and runs
+FILE = tomllib.loads(Path(__file__).with_name('runs.toml').read_text(encoding='utf-8'))
 LATER_SEEDS = (5, 6, 7, 8, 9)       # of claims 7 to 11: claims 1 to 6 have seen 0 to 4
 WORLD, VOCABULARY_WORLD = (StudySpec(**FILE['worlds'][name]) for name in ('base', 'vocabulary'))
 LOSSES = FILE['losses']             # {name: strengths}
@@ -42,6 +46,15 @@ for table in FILE['tuned']:
 LATER = ('losses', 'transfer', 'known')
 LATER_SETTINGS = {'val_size': 256, 'workers': 1, 'forms': ('text4',)}
 KNOWN_BASES, KNOWN_DATA = ('base', 'medium'), ('known', 'half', 'unknown')
+
+
+def combinations(table):
+    """Yield ({key: value}, other settings) of each run of a table in runs.toml."""
+    lists = table.get('each', {})
+    settings = {key: value for key, value in table.items()
+                if key not in ('experiment', 'name', 'each', 'seeds')}
+    for values in itertools.product(*lists.values()):
+        yield dict(zip(lists, values, strict=True)), settings
 
 
 def short(loss):
@@ -77,7 +90,7 @@ def tuning(experiment, name, seed, root=ROOT, base='base', forms=WORLD.forms,
 def tuned_runs(experiment, seed, root=ROOT):
     """Yield the config of each combination of the tables of an experiment in runs.toml."""
     for table in TUNED[experiment]:
-        for chosen, settings in common.combinations(table):
+        for chosen, settings in combinations(table):
             texts = chosen | {'seed': seed, 'loss': short(chosen.get('loss', ''))}
             settings = (LATER_SETTINGS if experiment in LATER else {}) | settings | chosen
             settings.pop('facts', None)     # only a part of names
@@ -154,7 +167,6 @@ def select_known(seed, root=ROOT, base='base'):
     if all(file.exists() for file in files):
         return
     rows = [row for _, row in read_rows(source / 'world' / 'instruct-homogeneous.jsonl')]
-    folder.mkdir(parents=True, exist_ok=True)
     questions = folder / f'{base}.jsonl'
     write_lines(questions, [fact_question(i, row) for i, row in enumerate(rows)])
     answers = common.ask(EvalConfig(
@@ -191,7 +203,7 @@ def seeds_of(experiment):
 
 
 def main():
-    options = common.options(
+    options = common.command_line(
         __doc__, first=('experiment', {'choices': EXPERIMENTS}), only=common.ONLY,
         seeds=common.seeds_option(None, '0,1,2,3,4; 5 to 9 for losses, transfer and known'),
         out_dir=common.OUT_DIR)

@@ -18,12 +18,12 @@ import metrics
 import scaling
 from results.report import predictions
 from results.samples import read_splits
-from results.tables import csv_text, markdown
+from results.tables import csv_text
 from runtime import cli
 from runtime.errors import ConfigError
 from runtime.ownership import write_text
-from research.study import common
-from research.study.claims import Numbers, paired_tests, setting_lines
+from research.common import command_line
+from research.study.claims import MEANS, TESTS, Numbers, paired_tests, setting_lines, write_page
 from research.study.real_table import FOLDER, OUT, PLAIN, SETTINGS, SMOOTHED
 
 TASKS = ('arc_easy', 'arc_challenge')
@@ -79,17 +79,15 @@ def tests(numbers):
 
 
 def main():
-    options = common.options(__doc__, root=FOLDER, out_dir={'type': Path, 'default': OUT})
+    options = command_line(__doc__, root=FOLDER, out_dir={'type': Path, 'default': OUT})
     if not (lines := read_lines(options.root)):
         raise ConfigError(f'{options.root} has no samples.jsonl; research/study/real.py makes them')
     options.out_dir.mkdir(parents=True, exist_ok=True)
     write_text(options.out_dir / 'selective.csv', csv_text(lines))
     numbers = Numbers(lines, {'task': '', 'confidence': ''})
-    text = (f'# {__doc__.splitlines()[0]}\n\nMeans over seeds ± half of their 95 % interval; risk '
-            f'is the error of the surer half.\n\n{markdown(means(numbers))}\nPaired t tests over '
-            f'seeds (PLAN.md).\n\n{markdown(tests(numbers))}')
-    write_text(options.out_dir / 'selective.md', text)
-    print(text)
+    write_page(options.out_dir / 'selective.md', __doc__.splitlines()[0],
+               (f'{MEANS}; risk is the error of the surer half.', means(numbers)),
+               (f'{TESTS} (PLAN.md).', tests(numbers)))
 
 
 if __name__ == '__main__':

@@ -35,8 +35,8 @@ import torch
 
 from data.tokenizer import load_model_tokenizer
 from runtime import checkpoint
-from research.study import alignment, closed_form, common, runs
-from research.study.common import seed_folder
+from research.common import OUT_DIR, command_line, names_of, seed_folder, seeds_option
+from research.study import alignment, closed_form, runs
 from research.study.loss_tables import BASES
 from research.study.world import make_world
 from train import load_sequences
@@ -211,13 +211,13 @@ def side_by_side(jobs, n_processes, gpus, folder, deadline=math.inf, starts=3):
 
 
 def main():
-    options = common.options(
-        __doc__, study=common.names_of(STUDIES, 'losses'),
-        seeds=common.seeds_option(None, 'all seeds of the study'),
+    options = command_line(
+        __doc__, study=names_of(STUDIES, 'losses'),
+        seeds=seeds_option(None, 'all seeds of the study'),
         gpus={'type': int, 'default': 1, 'help': '0: none; default: %(default)s'},
         processes={'type': int, 'default': 10, 'help': 'per GPU; default: %(default)s'},
         minutes={'type': float, 'default': math.inf, 'help': 'start no run after them'},
-        out_dir=common.OUT_DIR)
+        out_dir=OUT_DIR)
     deadline = time.monotonic() + 60 * options.minutes
     folder, n = Path(options.out_dir) / 'side-by-side', max(1, options.gpus) * options.processes
     folder.mkdir(parents=True, exist_ok=True)

@@ -22,12 +22,12 @@ from data.tokenizer import load_model_tokenizer
 from data.world import conversation, write_world
 from results.over_seeds import plus_minus
 from results.samples import read_results
-from results.tables import csv_text, markdown
+from results.tables import markdown
 from runtime import checkpoint, cli
-from runtime.ownership import write_text
-from research.study import alignment, common
+from research.common import (OUT_DIR, ROOT, command_line, read_lines, seeds_option, write_csv,
+                             write_lines)
+from research.study import alignment
 from research.study.alignment import STATED, AlignmentSpec, AlignmentWorld
-from research.study.common import ROOT, read_lines, write_lines
 from research.study.runs import PRETRAINING
 from train import SFT, train
 
@@ -69,17 +69,9 @@ def prepare(seed, root=ROOT):
     whether it is right, which is what `tokenized_brier` reads.
     """
     folder = Path(alignment.seed_folder(seed, root))
-    questions = read_lines(folder / 'world' / 'prompts' / 'test.jsonl')
-    asked = [row | {'classes': [option.replace('Answer:', '<answer>', 1)
-                                for option in row['classes']]} for row in questions]
-    for name in ('in-stated', 'pairs'):
-        (folder / name).mkdir(exist_ok=True)
-    write_lines(folder / 'in-stated' / 'test.jsonl', asked)
-    answers = common.ask(alignment.evaluation(
-        folder, f'{folder}/in-stated', model=f'{folder}/stated', seed=seed,
-        out_dir=f'{folder}/stated-knows'))
+    questions, answers = alignment.answers_of('stated', seed, root, lead='<answer>')
     graded, prompts = [], []
-    for row in asked:
+    for row in questions:
         options, p, answer = answers[row['id']]
         values = [option.strip().removeprefix('<answer>').strip() for option in options]
         best = p.argmax()
@@ -154,8 +146,7 @@ def measured(folder):
 
 
 def main():
-    options = common.options(__doc__, seeds=common.seeds_option(alignment.SEEDS),
-                             root=common.OUT_DIR)
+    options = command_line(__doc__, seeds=seeds_option(alignment.SEEDS), root=OUT_DIR)
     root = f'{options.root}/stated-confidence'      # not among the worlds of alignment.py
     for seed in options.seeds:
         do(seed, root)
@@ -164,7 +155,7 @@ def main():
 
 def write_table(lines, file):
     print(markdown(lines))
-    write_text(Path(file), csv_text([dict(zip(lines[0], line, strict=True)) for line in lines[1:]]))
+    write_csv(Path(file), lines)
 
 
 if __name__ == '__main__':

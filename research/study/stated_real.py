@@ -17,9 +17,10 @@ import numpy as np
 
 from data.world import conversation
 from runtime import cli
-from research.study import alignment, common
+from research import common
+from research.common import read_lines, write_lines
+from research.study import alignment
 from research.study.alignment import STATED
-from research.study.common import read_lines, write_lines
 from research.study.stated_confidence import STARTS, do, table, write_table
 
 LONGEST = 60    # characters of an option; questions with a longer one are left out
@@ -54,9 +55,7 @@ def make_files(seed, root, data, model):
     train, test = (questions(f'{data}/arc/ARC-Easy-{split}.jsonl') for split in ('train', 'test'))
 
     def file(name, rows):
-        path = folder / 'world' / f'{name}.jsonl'
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_lines(path, rows)
+        write_lines(folder / 'world' / f'{name}.jsonl', rows)
 
     def classes(lead, ask):
         return [{'prompt': f'Question: {ask(question, options)}\nAnswer:', 'id': f'{i}',
@@ -90,7 +89,7 @@ def runs(seed, root):
 
 
 def main():
-    options = common.options(
+    options = common.command_line(
         __doc__, model={'required': True, 'help': 'folder of the base model'},
         data={'required': True, 'help': 'folder of the data'},
         seeds=common.seeds_option((0, 1, 2)), out_dir=common.OUT_DIR)

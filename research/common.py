@@ -1,39 +1,44 @@
-"""What the scripts of the study share: command lines, folders, seeds and the loop over runs."""
+"""What the folders of research/ share: command lines, files, figures, and the loop over runs."""
 
 import argparse
-import itertools
+import csv
 import json
 import os
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 from evaluate import run
 from results.over_seeds import compare_seeds
+from results.plots import new_figure
 from results.report import predictions
 from results.runs import find_runs, read_run, read_run_samples
+from results.tables import csv_text
 from runtime.errors import ConfigError
 from runtime.ownership import lock, write_text
 from train import train
 
 ROOT = 'out/study'
 SEEDS = (0, 1, 2, 3, 4)
-# the worlds, models and runs
-FILE = tomllib.loads(Path(__file__).with_name('runs.toml').read_text(encoding='utf-8'))
 
 
 # Command lines
 
-def options(doc, arguments=None, first=None, **more):
-    """Return the command line of a script with the docstring `doc`; ~ is expanded in texts.
+def command_parser(doc, first=None, **more):
+    """Return the ArgumentParser of a script with the docstring `doc`; ~ is expanded in texts.
 
     more: {option: keyword arguments of argparse}; first: (name, the same) of the positional one.
     """
-    parser = argparse.ArgumentParser(description=doc.split('\n')[0])
+    parser = argparse.ArgumentParser(description=doc, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, settings in [*[first] * bool(first), *((f'--{x}', y) for x, y in more.items())]:
         text = {} if 'action' in settings else {'type': os.path.expanduser}
         parser.add_argument(name, **text | settings)
-    return parser.parse_args(arguments)
+    return parser
+
+
+def command_line(doc, arguments=None, first=None, **more):
+    """Return the options of a script, by its `command_parser`."""
+    return command_parser(doc, first, **more).parse_args(arguments)
 
 
 def seeds_option(seeds, text=None):
@@ -62,19 +67,17 @@ ONLY = {'default': '', 'help': 'beginnings of names of runs, such as base,tiny'}
 OUT_DIR = {'default': ROOT, 'help': 'folder of the study; default: %(default)s'}
 
 
-# Files and runs
+# Files and figures
 
-def combinations(table):
-    """Yield ({key: value}, other settings) of each run of a table in runs.toml."""
-    lists = table.get('each', {})
-    settings = {key: value for key, value in table.items()
-                if key not in ('experiment', 'name', 'each', 'seeds')}
-    for values in itertools.product(*lists.values()):
-        yield dict(zip(lists, values, strict=True)), settings
+def read_csv(path):
+    """Return the rows of a file as dicts of texts."""
+    with open(path, encoding='utf-8', newline='') as file:
+        return [*csv.DictReader(file)]
 
 
-def seed_folder(experiment, seed, root=ROOT):
-    return f'{root}/{experiment}/seed-{seed}'
+def write_csv(path, lines):
+    """Write the lines of a table, header first."""
+    write_text(path, csv_text([dict(zip(lines[0], line, strict=True)) for line in lines[1:]]))
 
 
 def read_lines(path):
@@ -82,7 +85,25 @@ def read_lines(path):
 
 
 def write_lines(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, ''.join(json.dumps(row) + '\n' for row in rows))
+
+
+def panels(n, n_columns, width=3.4, height=2.9):
+    """Return a figure and its `n` axes, each so many inches wide and high."""
+    n_columns = max(1, min(n_columns, n))
+    n_rows = max(1, -(-n // n_columns))
+    figure = new_figure(width * n_columns, height * n_rows)
+    axes = figure.subplots(n_rows, n_columns, squeeze=False).flat
+    for axis in axes[n:]:
+        axis.axis('off')
+    return figure, axes[:n]
+
+
+# Runs of the study
+
+def seed_folder(experiment, seed, root=ROOT):
+    return f'{root}/{experiment}/seed-{seed}'
 
 
 def ask(cfg):
