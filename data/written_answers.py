@@ -151,10 +151,11 @@ class WrittenBenchmark:
 
         options: of `match`, such as the isolation of a program that it runs
         """
-        final, answer = final_answer(text), self.extract(text)
+        answer = self.extract(text)
         correct = strict = answer is not None and self.match(self.key, answer, references,
                                                              **options)
         if self.strict:
+            final = final_answer(text)
             stated = final and self.strict(final)
             strict = stated is not None and same(self.key, stated, references)
         return {'answer': answer, 'key': None if answer is None else self.key(answer),
