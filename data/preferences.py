@@ -9,6 +9,7 @@ So a prompt is stored, and computed, once (`to_tree`). Only the last turn is an 
 turns of the assistant belong to the prompt. Rows without a preference are left out and counted.
 """
 
+import itertools
 import json
 import re
 from dataclasses import dataclass
@@ -41,17 +42,30 @@ class Ranking:
 def to_ranking(row):
     """Return the Ranking of a row in one of FORMATS, see docs/alignment.md; raises DataError."""
     row = without_nulls(require_fields(row))
-    needed = next((needed for needed in FORMATS if row.keys() >= {*needed}), None)
+    formats = [fields for fields in FORMATS if row.keys() >= {*fields}]
+    needed = formats[0] if formats else None
     if needed is None:
         raise DataError(f'fields {", ".join(map(str, row)) or "(none)"}; wanted '
                         + ', or '.join(' + '.join(needed) for needed in FORMATS)
                         + ', or prompt + response + helpfulness in a row per answer')
     prompt, answers, scores = FORMATS[needed](row)
+    others = (fields for fields in formats if fields[-1] != needed[-1])
+    if other := next(others, None):
+        worse = {(b, a) for a, b in _better(*FORMATS[other](row)[1:])}
+        if worse & _better(answers, scores):
+            raise DataError(f'"{needed[-1]}" and "{other[-1]}" of the row rank the answers '
+                            f'differently; keep one of them')
     prompt = with_context(row, prompt, (*needed, 'input') if 'instruction' in needed else needed)
     if any(message.get('train') for message in prompt):
         raise DataError('a message before the answers is marked as trained, but only the answers '
                         'are trained')
     return Ranking(prompt, answers, scores, _margin(row, answers))
+
+
+def _better(answers, scores):
+    """Return {(better answer, worse one)}."""
+    pairs = itertools.permutations(zip(answers, scores), 2)
+    return {(a, b) for (a, high), (b, low) in pairs if high > low}
 
 
 def _margin(row, answers):

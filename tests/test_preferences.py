@@ -79,7 +79,6 @@ def test_prompt_and_answers_have_the_tokens_of_generation_and_of_training(templa
 @pytest.mark.parametrize('row, message', [
     ({'prompt': 'a'}, 'fields prompt; wanted prompt + responses + scores, or'),
     (ROWS['scores'] | {'tools': 'f(x)'}, 'the field "tools" is in no message'),
-    (ROWS['prompt as text'] | {'question': 'Name a bird.'}, '"question" is in no message (read f'),
     ({'chosen': '\n\nHuman: x\n\nAssistant: y', 'rejected': '\n\nHuman: z\n\nAssistant: y'},
      'the turns before the two answers differ'),
     ({'prompt': [said('assistant', 'a')], 'chosen': 'b', 'rejected': 'c'},
@@ -89,7 +88,11 @@ def test_prompt_and_answers_have_the_tokens_of_generation_and_of_training(templa
     ({'prompt': 'a', 'chosen': [said('assistant', 'Red.') | {'weight': 0}], 'rejected': 'c'},
      'the last turn of "chosen" is not an answer of the assistant that is trained'),
     (ROWS['GPT-4-LLM'] | {'margin': 1}, '"margin" needs a pair of answers'),
-    (ROWS['HH-RLHF'] | {'margin': math.nan}, '"margin" must be a number of at most 1e18, got nan')])
+    (ROWS['HH-RLHF'] | {'margin': math.nan}, '"margin" must be a number of at most 1e18, got nan'),
+    # two names of one thing
+    (ROWS['prompt as text'] | {'question': 'Name a bird.'}, '"question" is in no message (read f'),
+    (ROWS['scores'] | {'chosen': 'Seven.', 'rejected': 'Red.'},
+     '"scores" and "rejected" of the row rank the answers differently')])
 def test_a_malformed_row_says_what_is_wrong(row, message, tokenizer):
     with pytest.raises(DataError) as error:
         encode_ranking(to_ranking(row), tokenizer, 'tulu', True, 512)
@@ -104,6 +107,7 @@ PAIR = {'chosen': 'Red.', 'rejected': 'Seven.'}
     ({'system': 'Be brief.', 'question': 'Name a color.', 'chosen_rating': None} | PAIR, [BRIEF]),
     ({'instruction': 'Name a color.', 'input': '', 'system': None, 'history': [['Hi.', 'Hello.']]}
      | PAIR, EARLIER),
+    (ROWS['scores'] | PAIR | {'system': 'Be brief.'}, [BRIEF]),     # ranked twice, but alike
     *[(row | {'system_prompt': 'Be brief.', 'tools': [], 'images': None}, [BRIEF])
       for row in ROWS.values()]])
 def test_context_beside_a_pair_precedes_it(row, before):
