@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 
 from data.chat import encode_prompt
-from data.files import fetch, parsed, read_rows, require_fields, require_text, without_bad
+from data.files import fetch, parsed, read_rows, require_text, without_bad
 from data.messages import read_turns, to_messages, with_context, without_nulls
 from data.preferences import PREFERENCE_PATTERNS
 from data.written_answers import WRITTEN_TASKS
@@ -49,7 +49,7 @@ def to_prompt(row, instruction=''):
 
     instruction: text that follows the last message after a blank line. Raises DataError.
     """
-    row = without_nulls(require_fields(row))
+    row = without_nulls(row)
     if name := next(filter(row.__contains__, ('prompt', 'question', 'problem')), None):
         messages = with_context(row, read_turns(row[name], f'the {name}', 'user'), (name,))
     elif not row.keys() & {'messages', 'conversations', 'instruction'}:

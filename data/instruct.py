@@ -124,7 +124,7 @@ def read_prompts(path, tokenizer, template, add_bos):
     prompts, stop, places = [], {*tokenizer.end_ids}, {}
 
     def parse(row, place):
-        given = without_nulls(require_fields(row))
+        given = without_nulls(row)
         if ('prompt' in given) == ('messages' in given) or 'answers' in given:
             raise DataError(f'fields {", ".join(row) or "(none)"}; wanted either "prompt" or '
                             f'"messages", and no "answers"')

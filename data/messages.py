@@ -39,7 +39,7 @@ def dialogue(*texts):
 def to_messages(row):
     """Return a row in a format of docs/training.md as [{'role', 'content'}, ...]; raises DataError.
     """
-    row = without_nulls(require_fields(row))
+    row = without_nulls(row)
     if turns := [read_turns(row[name], f'"{name}"') for name in ('messages', 'conversations')
                  if name in row]:
         if turns[0] and turns[-1] and turns[0] != turns[-1]:
@@ -90,8 +90,11 @@ def to_question(row):
 
 
 def without_nulls(row):
-    """Return the fields of a row or turn that are not null: parquet gives every row all columns."""
-    return {name: value for name, value in row.items() if value is not None}
+    """Return the fields of a row or turn that are not null: parquet gives every row all columns.
+
+    Raises DataError for a row without fields.
+    """
+    return {name: value for name, value in require_fields(row).items() if value is not None}
 
 
 def is_empty(value):

@@ -18,7 +18,7 @@ import numpy as np
 
 from data.cache import tokenize_once
 from data.chat import encode_answer
-from data.files import fetch, has_fields, parsed, require_fields, require_text
+from data.files import fetch, has_fields, parsed, require_text
 from data.instruct import PATTERNS
 from data.messages import dialogue, read_turns, to_question, with_context, without_nulls
 from data.packing import Tree
@@ -41,7 +41,7 @@ class Ranking:
 
 def to_ranking(row):
     """Return the Ranking of a row in one of FORMATS, see docs/alignment.md; raises DataError."""
-    row = without_nulls(require_fields(row))
+    row = without_nulls(row)
     formats = [fields for fields in FORMATS if row.keys() >= {*fields}]
     needed = formats[0] if formats else None
     if needed is None:
