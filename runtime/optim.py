@@ -17,10 +17,10 @@ remedies:
 The 8 bits of a moment are its place k on a scale that is quadratic for m and logarithmic for v. M
 and V are the largest |m| and v of the 32. The bits of a positive float, read as an integer, are a
 logarithm of it that is linear between powers of two. `step` is just large enough that the smallest
-v, except zeros, is on the scale, and M, V and step are the `ranges` of the 32:
+v is on the scale, and M, V and step are the `ranges` of the 32:
 
     m = M sign(k) (k / 127)^2                           k = -127 .. 127
-    v = float of the bits (bits(V) - (255 - k) step)    k = 1 .. 255; k = 0 is 0
+    v = float of the bits (bits(V) - (255 - k) step)    k = 0 .. 255
 
 So a moment far below others is off by a small part of itself, and v, in the denominator, never
 becomes 0. A step changes v by a thousandth, less than half of the distance to the next k, so that
@@ -48,7 +48,8 @@ from torch import Tensor
 SMALL = 2 ** 20
 GROUP = 32              # neighbors in a row whose 8-bit moments have common ranges
 WIDEST = 24 << 23       # of bits(V) - bits(v): 24 powers of two; a smaller v counts as more
-TINY = 1e-37            # a smaller v is 0; beside eps it makes no difference
+LEAST = 32 << 23        # of bits(V), 3e-29: no code stands for less than 2e-36, nor for NaN
+TINY = 1e-37            # beside eps it makes no difference
 
 # of the moments and of the bits that complete a weight
 STATE = 'exp_avg', 'exp_avg_sq', 'low_bits'
@@ -211,7 +212,7 @@ def _update(w, low, g, m, v, ranges, numbers, scale, seed):
     new_m = old_m + gain1 * (g - old_m)
     new_v = beta2 * old_v + gain2 * g * g
     x = w.float() if low is None else _join(w, low)
-    x = x * decay - step_size * new_m / (_root(new_v) * root2 + eps)
+    x = x * decay - step_size * new_m * _inverse(_root(new_v) * root2 + eps)
     noise = None
     if seed is not None:
         index = torch.arange(w.numel(), dtype=torch.int32, device=w.device).view(w.shape)
@@ -241,8 +242,8 @@ def _decode(m, v, ranges):
     """Return the float32 moments [rows, GROUP] of their codes, as at the top."""
     largest_m, largest_v, step = ranges.float()[:, :, None].unbind(1)
     k = m.float()
-    old_v = _float(_bits(largest_v) - (255 - v.int()) * step.int())
-    return k * k.abs() * (largest_m / 127 ** 2), torch.where(v == 0, 0, old_v)
+    return (k * k.abs() * (largest_m / 127 ** 2),
+            _float(_bits(largest_v) - (255 - v.int()) * step.int()))
 
 
 def _encode(m, v, noise):
@@ -253,18 +254,17 @@ def _encode(m, v, noise):
     is an instruction where a root is twenty.
     """
     top_m, top_v = (_ceil(_bits(x).amax(1, keepdim=True)) for x in (m.abs(), v))
-    below = torch.where(v < TINY, 0, (top_v - _bits(v)).clamp(max=WIDEST))
-    step = _float(_ceil(_bits((below.amax(1, keepdim=True) // 254 + 1).float())))
-    # 12 bits each, other ones than those for the weight
-    chance_m, chance_v = (((noise >> shift) & 0xfff).float() / 4096 + 1 / 8192
-                          for shift in (8, 20))
-    x = m.abs() * ((_float(top_m) + TINY).reciprocal() * 127 ** 2)
-    k = _root(x).int()
-    k = (k + (x - k * k > chance_m * (2 * k + 1))).clamp(max=127)
-    steps = (below.float() * step.reciprocal()).int()
-    above, lower = (_float(top_v - n * step.int()) for n in (steps, steps + 1))
-    j = (255 - steps - (above - v > chance_v * (above - lower)).int()).clamp(min=1)
-    return (torch.where(m < 0, -k, k), torch.where(v < TINY, 0, j),
+    top_v = top_v.clamp(min=LEAST)
+    below = (top_v - _bits(v)).clamp(max=WIDEST).float()
+    step = _float(_ceil(_bits(below.amax(1, keepdim=True) / 255 + 1)))
+    # 12 bits and a half each, other ones than those for the weight, as a float from 1 to 2
+    chance_m, chance_v = (_float(bits & 0x7ff800 | 0x3f800400) - 1
+                          for bits in (noise << 3, noise >> 9))
+    x = m.abs() * (_inverse(_float(top_m) + TINY) * 127 ** 2)
+    k = _root(x).floor()
+    k = (k + (x - k * k > chance_m * (2 * k + 1)).float()).clamp(max=127)
+    j = (256 - below * _inverse(step) - chance_v).int()
+    return (k.copysign(m).int(), j,
             torch.cat((_float(top_m), _float(top_v), step), 1))
 
 
@@ -280,6 +280,11 @@ def _float(bits):
 def _ceil(bits):
     """Round the bits of a positive float32 up to those of a bfloat16."""
     return (bits + 0xffff) & -0x10000
+
+
+def _inverse(x):
+    """Return 1 / x for x > 0, within 4 units in the last place."""
+    return x.rsqrt().square()
 
 
 def _root(x):

@@ -8,7 +8,7 @@ import torch
 from common import reference_model
 
 from runtime import build, checkpoint, optim
-from runtime.optim import AdamW
+from runtime.optim import AdamW, _decode, _encode
 from train import TrainConfig
 
 ONE = torch.tensor(1.0)
@@ -62,6 +62,26 @@ def test_compact_moments_of_very_different_sizes_share_a_scale():
     zeros in the denominator and errors of 300 %."""
     right = moves('float64', spread=1.0)
     assert (moves('compact', spread=1.0) - right).norm() < 0.06 * right.norm()
+
+
+def test_compact_second_moments_stay_on_their_scale():
+    """Zeros, v over 60 powers of two, and the largest of a group, whose code must not wrap."""
+    torch.manual_seed(0)
+    v = torch.exp2(-60 * torch.rand(2 ** 14, 32)) * torch.exp2(-100 * torch.rand(2 ** 14, 1))
+    v[torch.rand_like(v) < 0.1] = 0
+    noise = torch.randint(-2 ** 31, 2 ** 31, v.shape).int()
+    noise[:, 0] = 0
+    v[:, 0] = v.amax(1)
+    m, code, ranges = _encode(torch.zeros_like(v), v, noise)
+    largest = v.amax(1, keepdim=True).clamp(min=2.0 ** -95)
+    expected = torch.maximum(v, largest / 2 ** 24)
+    found = _decode(m.to(torch.int8), code.to(torch.uint8), ranges.bfloat16())[1]
+    # a step is 24 / 255 of a power of two, rounded up; above a power of two that is 0.0945 of v
+    assert (found / expected - 1).abs().max() < 0.0945
+    many = torch.stack([_decode(m.to(torch.int8), c.to(torch.uint8), r.bfloat16())[1] for _, c, r in (
+        _encode(m.float(), v, torch.randint(-2 ** 31, 2 ** 31, v.shape).int())
+        for _ in range(100))])
+    assert (many / expected).mean() == pytest.approx(1, abs=3e-3)
 
 
 def test_compact_takes_5_2_bytes_beside_the_gradient_and_vectors_are_exact():
