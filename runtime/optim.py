@@ -207,6 +207,8 @@ def _update(w, low, g, m, v, ranges, numbers, scale, seed):
     compact: `seed` is a 0-dim int32 tensor.
     """
     gain1, beta2, gain2, step_size, root2, eps, decay = numbers.unbind()
+    if ranges is not None:      # so that the compiler knows the width, whatever came before
+        w, low, g, m, v = (x.view(-1, GROUP) for x in (w, low, g, m, v))
     g = g.float() * scale
     old_m, old_v = (m.float(), v.float()) if ranges is None else _decode(m, v, ranges)
     new_m = old_m + gain1 * (g - old_m)
