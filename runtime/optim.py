@@ -48,7 +48,6 @@ from torch import Tensor
 SMALL = 2 ** 20
 GROUP = 32              # neighbors in a row whose 8-bit moments have common ranges
 WIDEST = 24 << 23       # of bits(V) - bits(v): 24 powers of two; a smaller v counts as more
-LEAST = 32 << 23        # of bits(V), 3e-29: no code stands for less than 2e-36, nor for NaN
 TINY = 1e-37            # beside eps it makes no difference
 
 # of the moments and of the bits that complete a weight
@@ -245,7 +244,7 @@ def _decode(m, v, ranges):
     largest_m, largest_v, step = ranges.float()[:, :, None].unbind(1)
     k = m.float()
     return (k * k.abs() * (largest_m / 127 ** 2),
-            _float(_bits(largest_v) - (255 - v.int()) * step.int()))
+            _float((_bits(largest_v) - (255 - v.int()) * step.int()).clamp(min=0)))
 
 
 def _encode(m, v, noise):
@@ -256,7 +255,6 @@ def _encode(m, v, noise):
     is an instruction where a root is twenty.
     """
     top_m, top_v = (_ceil(_bits(x).amax(1, keepdim=True)) for x in (m.abs(), v))
-    top_v = top_v.clamp(min=LEAST)
     below = (top_v - _bits(v)).clamp(max=WIDEST).float()
     step = _float(_ceil(_bits(below.amax(1, keepdim=True) / 255 + 1)))
     # 12 bits and a half each, other ones than those for the weight, as a float from 1 to 2

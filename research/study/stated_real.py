@@ -3,9 +3,10 @@
     python research/study/stated_real.py --model=DATA/model --data=DATA --seeds=0,1,2
 
 The questions are those of ARC-Easy (DATA/arc) with their options, which the model answers in
-writing, with a confidence. `stated` is tuned on the right answers; the confidence beside one is the
-probability that the base model gives it among the options. `conf` is `stated` after ConfTuner, and
-GRPO follows from both. Finished runs are skipped.
+writing, with a confidence. `stated` is tuned on the right answers to every other question; the
+confidence beside one is the probability that the base model gives it among the options. `conf` is
+`stated` after ConfTuner, and GRPO follows from both, on the rest of the questions: a model is sure of
+those whose answers it has learned. Finished runs are skipped.
 """
 
 import sys
@@ -53,23 +54,24 @@ def make_files(seed, root, data, model):
     if (folder / 'base').exists():
         return
     train, test = (questions(f'{data}/arc/ARC-Easy-{split}.jsonl') for split in ('train', 'test'))
+    told, others = train[::2], train[1::2]
 
     def file(name, rows):
         write_lines(folder / 'world' / f'{name}.jsonl', rows)
 
-    def classes(lead, ask):
+    def classes(lead, ask, questions):
         return [{'prompt': f'Question: {ask(question, options)}\nAnswer:', 'id': f'{i}',
                  'classes': [lead + option for option in options], 'answer_index': answer}
-                for i, (question, options, answer) in enumerate(train)]
+                for i, (question, options, answer) in enumerate(questions)]
 
-    file('plain/test', classes(' ', lambda question, _: question))
-    file('prompts/test', classes('Answer: ', asked))
+    file('plain/test', classes(' ', lambda question, _: question, told))
+    file('prompts/test', classes('Answer: ', asked, others))
     base = common.ask(alignment.evaluation(folder, f'{folder}/world/plain', model=model, seed=seed,
                                            chat='none', out_dir=f'{folder}/base-knows'))
     file('stated', [conversation(
         f'Question: {asked(question, options)}\nAnswer:',
         STATED.format(options[answer], f'0.{np.clip(round(10 * base[f"{i}"][1][answer]), 1, 9)}'))
-        for i, (question, options, answer) in enumerate(train)])
+        for i, (question, options, answer) in enumerate(told)])
     file('qa', [{'question': asked(question, options), 'answer': options[answer], 'id': f'{i}'}
                 for i, (question, options, answer) in enumerate(test[:WRITTEN])])
     (folder / 'base').symlink_to(Path(model).resolve())
