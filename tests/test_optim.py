@@ -84,7 +84,8 @@ def test_compact_second_moments_stay_on_their_scale():
         assert (coded(torch.full(v.shape, noise).int()) - 1).abs().max() < 0.0945
     mean = sum(coded(torch.randint(-2 ** 31, 2 ** 31, v.shape).int()) for _ in range(100)) / 100
     assert mean.mean() == pytest.approx(1, abs=3e-3)
-    tiny = decoded(v * 2.0 ** -60, torch.zeros(v.shape).int())      # bits that would be negative
+    # codes whose bits would be negative are 0
+    tiny = decoded(v * 2.0 ** -60, torch.zeros(v.shape).int())
     assert (tiny >= 0).all() and (tiny <= expected * 2.0 ** -59 + 1e-38).all()
     assert (decoded(torch.zeros(4, 32), torch.zeros(4, 32).int()) == 0).all()
 

@@ -5,8 +5,8 @@
 The questions are those of ARC-Easy (DATA/arc) with their options, which the model answers in
 writing, with a confidence. `stated` is tuned on the right answers to every other question; the
 confidence beside one is the probability that the base model gives it among the options. `conf` is
-`stated` after ConfTuner, and GRPO follows from both, on the rest of the questions: a model is sure of
-those whose answers it has learned. Finished runs are skipped.
+`stated` after ConfTuner, and GRPO follows from both, on the rest of the questions, since a model is
+sure of those whose answers it has learned. Finished runs are skipped.
 """
 
 import sys
