@@ -136,7 +136,7 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0, fits=None):
             summary['option_mass'] = float(mass / len(samples))
         summary['chance'] = float(np.mean([1 / len(s['log_probs']) for s in samples]))
     scaled = {'unscaled': pooled}
-    if fit:
+    if fit and (held_out or len(samples) > 1):     # only one stated confidence can be left
         summary['post_hoc'], more = post_hoc(pooled, samples, held_out, norm, n_bootstrap, seed)
         scaled |= more
     for key, plural in [item for item in GROUPS.items() if item[1] in summary]:
@@ -251,8 +251,6 @@ def post_hoc(test, samples, held_out, norm, n_bootstrap, seed):
     if held_out:    # [(rows of `source` to fit on, rows of `test` to scale), ...]
         fitted_on, fits = f'{len(held_out)} validation questions', [
             (np.arange(len(held_out)), np.arange(n))]
-    elif n < 2:
-        raise DataError('fitting a temperature needs two questions or more')
     else:
         halves = np.array_split(np.random.default_rng(seed).permutation(n), 2)
         fitted_on, fits = 'the other half of the questions', [halves, halves[::-1]]

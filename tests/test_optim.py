@@ -15,7 +15,7 @@ ONE = torch.tensor(1.0)
 KINDS = 'exact', 'stochastic', 'compact'
 
 
-def moves(kind, steps=1000, n=4096, gradient=None, lr=5e-6, spread=0.0):
+def moves(kind, steps=1000, n=4096, gradient=None, lr=5e-6):
     """How far each of n weights moved in `steps` of AdamW; kind says in what precision."""
     start = (torch.randn(n // 32, 32, generator=torch.Generator().manual_seed(3)) * 0.02).bfloat16()
     half = kind in (*KINDS, 'plain bfloat16')
@@ -27,10 +27,8 @@ def moves(kind, steps=1000, n=4096, gradient=None, lr=5e-6, spread=0.0):
                  torch.optim.AdamW([p], **options))
     noise = torch.Generator().manual_seed(1)
     slope = torch.randn(start.shape, generator=noise) * 0.3
-    # of very different sizes within a row, as in embeddings and after norms
-    size = torch.exp(spread * torch.randn(start.shape, generator=noise))
     for _ in range(steps):
-        g = (slope + torch.randn(start.shape, generator=noise)) * size
+        g = slope + torch.randn(start.shape, generator=noise)
         if gradient:
             g = g + gradient(p.detach().double(), start.double()).float()
         p.grad = g.bfloat16().to(p.dtype)
@@ -56,14 +54,6 @@ def test_bfloat16_weights_follow_the_float32_run(gradient):
         assert (moved * right).sum() / right.square().sum() == pytest.approx(1, abs=off)
 
 
-@pytest.mark.slow
-def test_compact_moments_of_very_different_sizes_share_a_scale():
-    """Gradients that differ by a factor of 50 within a group, where a uniform scale of sqrt(v) has
-    zeros in the denominator and errors of 300 %."""
-    right = moves('float64', spread=1.0)
-    assert (moves('compact', spread=1.0) - right).norm() < 0.06 * right.norm()
-
-
 def test_compact_second_moments_stay_on_their_scale():
     """Zeros, v over 60 powers of two, and the largest of a group, whose code must not wrap."""
     torch.manual_seed(0)
@@ -72,22 +62,18 @@ def test_compact_second_moments_stay_on_their_scale():
     v[:, 0] = largest = v.amax(1)
     expected = torch.maximum(v, largest[:, None] / 2 ** 24)
 
-    def decoded(v, noise):
-        m, code, ranges = _encode(torch.zeros_like(v), v, noise)
+    def coded(v, noise):
+        m, code, ranges = _encode(torch.zeros_like(v), v, noise.int())
         return _decode(m.to(torch.int8), code.to(torch.uint8), ranges.bfloat16())[1]
-
-    def coded(noise):
-        return decoded(v, noise) / expected
 
     # a step is 24 / 255 of a power of two, rounded up; above a power of two that is 0.0945 of v
     for noise in (0, -1):
-        assert (coded(torch.full(v.shape, noise).int()) - 1).abs().max() < 0.0945
-    mean = sum(coded(torch.randint(-2 ** 31, 2 ** 31, v.shape).int()) for _ in range(100)) / 100
-    assert mean.mean() == pytest.approx(1, abs=3e-3)
-    # codes whose bits would be negative are 0
-    tiny = decoded(v * 2.0 ** -60, torch.zeros(v.shape).int())
+        assert (coded(v, torch.full(v.shape, noise)) / expected - 1).abs().max() < 0.0945
+    mean = sum(coded(v, torch.randint(-2 ** 31, 2 ** 31, v.shape)) for _ in range(100)) / 100
+    assert (mean / expected).mean() == pytest.approx(1, abs=3e-3)
+    tiny = coded(v * 2.0 ** -60, torch.zeros(v.shape))      # bits that would be negative are 0
     assert (tiny >= 0).all() and (tiny <= expected * 2.0 ** -59 + 1e-38).all()
-    assert (decoded(torch.zeros(4, 32), torch.zeros(4, 32).int()) == 0).all()
+    assert (coded(torch.zeros(4, 32), torch.zeros(4, 32)) == 0).all()
 
 
 def test_compact_takes_5_2_bytes_beside_the_gradient_and_vectors_are_exact():

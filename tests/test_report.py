@@ -130,6 +130,10 @@ def test_metrics_have_intervals_from_the_rows_at_which_they_hold(n, has_interval
     assert [*report.cells([('macro', macro)])[0]].count('95 % interval') == has_interval
 
 
+def test_a_single_answer_is_reported_without_a_scaling():
+    assert 'post_hoc' not in report.summarize([question()], 'sum', n_bootstrap=0, fit=True)
+
+
 @pytest.mark.parametrize('held_out', [0, 50])
 def test_each_language_gets_its_own_and_a_shrunk_temperature(tmp_path, held_out):
     names = ['de', 'en', 'sw']
