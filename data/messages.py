@@ -17,7 +17,7 @@ SYSTEM = ('system', 'system_prompt', 'system_message', 'system_instruction', 'in
 HISTORY = 'history', 'chat_history'
 # the question of a row that has no list of turns, and its answer, under further names
 QUESTIONS = 'prompt', 'question', 'query', 'problem'
-ANSWERS = 'output', 'completion', 'response', 'answer'
+ANSWERS = 'output', 'completion', 'response'
 # what a model would have to read, and no template of ours shows
 CONTEXT = ('tools', 'functions', 'documents', 'document', 'context', 'knowledge', 'instruction',
            'input', 'images', 'image', 'videos', 'video', 'audios', 'audio',
@@ -65,7 +65,7 @@ def to_messages(row):
 def _require_one_answer(row, used):
     """Raise a DataError if a row has another answer than that of its field `used`.
 
-    An `answer` may also be a part of it: the result at which a solution arrives.
+    `answer` is none: beside a solution it is the result, in a form of its own.
     """
     def last_text(name):
         value = row.get(name, '')
@@ -75,7 +75,7 @@ def _require_one_answer(row, used):
 
     for name in ANSWERS:
         text, answer = last_text(name), last_text(used)
-        if text and text != answer and not (name == 'answer' and text in answer):
+        if text and text != answer:
             raise DataError(f'"{used}" and "{name}" of the row are two answers that differ: '
                             f'{answer!r:.60} and {text!r:.60}; keep one of them')
 

@@ -120,7 +120,7 @@ EARLIER = [{'role': 'user', 'content': 'sea?'}, {'role': 'assistant', 'content':
     # the row once more as one text; the question inside the prompt, and a result in the answer
     ({'instruction': 'sky?', 'input': '', 'output': 'blue', 'prompt': 'Q: sky?\nA: blue'}, SAME),
     ({'prompt': 'sky?', 'completion': 'blue', 'response': [SAME[1]], 'question': 'sky', 'answer':
-      'lu'}, SAME),
+      '1'}, SAME),
     ({'instruction': 'Add.', 'input': '1 2', 'output': '3'},
      [{'role': 'user', 'content': 'Add.\n\n1 2', 'input': '1 2'},
       {'role': 'assistant', 'content': '3'}])])
@@ -170,7 +170,7 @@ def test_an_answer_that_is_not_trained_has_the_same_tokens_without_loss(tmp_path
      'message 2 of 4 is an empty answer, .* mark it with "train": false'),
     # two names of one thing
     *((PAIR | {name: 'green'}, f'"completion" and "{name}" of the row .* differ: \'blue\'')
-      for name in ('response', 'output', 'answer')),
+      for name in ('response', 'output')),
     *((PAIR | {name: 'grass?'}, f'"{name}" is in no message .read from prompt, completion')
       for name in ('question', 'problem', 'instruction')),
     ({'instruction': 'sky?', 'output': 'blue', 'prompt': 'grass?'}, '"prompt" .*from instruction,'),
