@@ -136,7 +136,8 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0, fits=None):
             summary['option_mass'] = float(mass / len(samples))
         summary['chance'] = float(np.mean([1 / len(s['log_probs']) for s in samples]))
     scaled = {'unscaled': pooled}
-    if fit and (held_out or len(samples) > 1):     # only one stated confidence can be left
+    # of written answers, only one may have a confidence that can be read
+    if fit and (held_out or len(samples) > 1):
         summary['post_hoc'], more = post_hoc(pooled, samples, held_out, norm, n_bootstrap, seed)
         scaled |= more
     for key, plural in [item for item in GROUPS.items() if item[1] in summary]:

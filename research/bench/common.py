@@ -191,8 +191,8 @@ def run_command(command, caches=None, stages=()):
     """Run `python <command>`; return the seconds until each of `stages` and the end, its output.
 
     caches: what `empty_caches` returned; None: the caches of earlier commands
-    stages: the patterns of the lines that end them; one that has not ended at the end is an error
-    Raises RuntimeError with its stderr if it fails.
+    stages: patterns; a stage ends with the first line that its pattern matches
+    Raises RuntimeError with its stderr if it fails, or if a stage has not ended when it ends.
     """
     environment = os.environ | byte_code() | (caches or {}) | {'HF_HUB_OFFLINE': '1',
                                                                'PYTHONUNBUFFERED': '1'}
