@@ -257,8 +257,8 @@ def _encode(m, v, noise):
     top_m, top_v = (_ceil(_bits(x).amax(1, keepdim=True)) for x in (m.abs(), v))
     below = (top_v - _bits(v)).clamp(max=WIDEST).float()
     step = _float(_ceil(_bits(below.amax(1, keepdim=True) / 255 + 1)))
-    # 12 bits each, other ones than those for the weight, after the point of a float from 1 to 2; the
-    # half of the last one keeps chance_v above 0, where j could be 256
+    # 12 bits each, other ones than those for the weight, as a float from 1 to 2; half of the last
+    # bit is added, since j would be 256 for a chance_v of 0
     chance_m, chance_v = (_float(bits & 0x7ff800 | 0x3f800400) - 1
                           for bits in (noise << 3, noise >> 9))
     x = m.abs() * (_inverse(_float(top_m) + TINY) * 127 ** 2)
