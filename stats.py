@@ -131,10 +131,12 @@ def _sums(probs, labels, n_options, scores, columns):
         values['mce'] = np.abs(gap / np.maximum(size, 1)).max((1, 2))
         values['ece_equal_mass'] = _expected_gap(*equal_mass)[:, 0]
         # bins of 100 rows, the last one with the remainder; tied rows may be in two bins
-        starts = np.arange(max(1, n // 100)) * 100
-        size = np.diff(starts, append=n)
-        drawn = np.repeat(np.tile(gaps, len(counts)), np.take(counts, order, axis=1).ravel())
-        gap = np.add.reduceat(drawn.reshape(-1, n), starts, axis=1)
+        ends = np.append(np.arange(1, n // 100) * 100, n)
+        size = np.diff(ends, prepend=0)
+        counts_in_order = np.take(counts, order, axis=1)
+        drawn, sums_to = (np.cumsum(x, axis=1) for x in (counts_in_order, counts_in_order * gaps))
+        at = np.arange(len(counts))[:, None], _row_of_draw(drawn, np.tile(ends, (len(counts), 1)))
+        gap = np.diff(sums_to[at] - (drawn[at] - ends) * gaps[at[1]], axis=1, prepend=0)
         values['mad'] = np.abs(gap).sum(1) / n
         values['rmsce'] = np.sqrt((gap**2 / size).sum(1) / n)
         if has_options:     # means over the options that some drawn row has
@@ -176,21 +178,30 @@ def _sorted_rows(groups, n_bins, chunk_ends):
     def bins(counts):
         counts = np.take(counts, order, axis=1)
         drawn = np.cumsum(counts, axis=1)
-        R, M = counts.shape
+        R = len(counts)
         before = drawn[:, first - 1]        # [R, G]: draws of the groups before
         before[:, 0] = 0
         n_drawn = np.diff(before, append=drawn[:, -1:])
-        # [R, G, n_bins - 1]: the row with the last draw of each chunk. One search serves all
-        # resamples, whose draws are numbered one after the other.
         ends = before[..., None] + chunk_ends(n_drawn[..., None], n_bins)[..., :-1]
-        shift = (drawn[:, -1].max() + 1) * np.arange(R)[:, None]
-        last = np.searchsorted((drawn + shift).ravel(), ends + shift[..., None]) % M
         mass_starts = np.empty((R, len(first), n_bins), int)
         mass_starts[..., 0] = first
-        mass_starts[..., 1:] = np.maximum(tie_ends[last], first[:, None])
-        return [(_range_sums(counts, starts), _range_sums(counts * gaps, starts))
+        mass_starts[..., 1:] = np.maximum(tie_ends[_row_of_draw(drawn, ends)], first[:, None])
+        gap = counts * gaps
+        return [(_range_sums(counts, starts), _range_sums(gap, starts))
                 for starts in (np.broadcast_to(width_starts, mass_starts.shape), mass_starts)]
     return bins, order, gaps
+
+
+def _row_of_draw(drawn, numbers):
+    """Return the row of the draw with each of numbers [R, ...], which count the draws from 1.
+
+    drawn [R, M]: the number of draws up to and with each row
+    """
+    # one search serves all resamples, whose draws are numbered one after the other
+    shift = (drawn[:, -1].max() + 1) * np.arange(len(drawn))
+    found = np.searchsorted((drawn + shift[:, None]).ravel(),
+                            numbers + shift.reshape(-1, *[1] * (numbers.ndim - 1)))
+    return found % drawn.shape[1]
 
 
 def _range_sums(x, starts):
