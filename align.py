@@ -181,13 +181,13 @@ class AlignConfig(train.TrainConfig):
     #                                           0.4.5 did: it lost the gradients of the others
 
 
-# keys of train.py that say how to load and score conversations
+# keys of train.py that no method here reads; setting one is an error
 UNUSED = ('from_scratch', 'shape', 'data_kind', 'answers', 'train_on_inputs', 'loss', 'smoothing',
           'loss_reduction', 'base_smoothing', 'fp8')
 
 
 class ReadKeys:
-    """The settings `cfg`; `keys` are those that were read."""
+    """A view of the settings `cfg`, which notes in `keys` those that are read."""
 
     def __init__(self, cfg):
         self.cfg, self.keys = cfg, set()

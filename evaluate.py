@@ -228,8 +228,9 @@ def collect_results(scored, cfg, done):
     Raises DataError for a task without a scored question. Both are {} but in the first process.
     """
     results, prompts = {}, {}
-    shares = parallel.collect({label: (task.counts(rest[0]), *rest) for label, (task, *rest)
-                               in scored.items()})
+    shares = parallel.collect({
+        label: (task.counts(share_prompts), share_prompts, bad_rows, seconds)
+        for label, (task, share_prompts, bad_rows, seconds) in scored.items()})
     for label, (task, *_) in scored.items() if shares else ():
         counts, share_prompts, bad_rows, seconds = zip(*(share[label] for share in shares))
         prompts[label], bad_rows = set().union(*share_prompts), [*itertools.chain(*bad_rows)]

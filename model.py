@@ -494,7 +494,7 @@ class CausalLM(nn.Module):
 
 class LoRALinear(nn.Module):
     """W x + alpha / rank * B A dropout(x), W frozen, A and B float32 (Hu et al. 2021, eq. 3)."""
-    products: Callable | None = None    # as in Linear
+    eight_bit: Callable | None = None   # as in Linear
 
     def __init__(self, linear: nn.Linear, rank: int, alpha: float, dropout: float, device=None):
         super().__init__()

@@ -115,7 +115,9 @@ def launch(load, batches, forward, dropout_seed, sharded):
         def upcoming():
             batch = ahead.popleft().result()
             ahead.append(pool.submit(next, batches, None))
-            return parallel.in_step(batch, IDLE) if sharded else batch
+            if sharded and any(parallel.gather(batch is not None)):
+                return batch or IDLE    # others still have a batch
+            return batch
 
         try:
             if not (batch := upcoming()):

@@ -52,9 +52,9 @@ def compute(plain: Callable, kernel: Callable, axis: int, *arguments) -> Tensor:
     tensors = [arg for arg in arguments if isinstance(arg, Tensor)]
     if not (KERNELS and any(map(kernels_apply, tensors))):
         return plain(*arguments)
-    few = [arg if not isinstance(arg, Tensor) else (arg.dtype, *arg.shape) if arg.ndim < 3 else
-           (arg.dtype, 1, *arg.shape[1:axis], 64, *arg.shape[axis + 1:]) for arg in arguments]
-    return (kernel if agree(plain, kernel, tensors[0].device, *few) else plain)(*arguments)
+    shapes = [arg if not isinstance(arg, Tensor) else (arg.dtype, *arg.shape) if arg.ndim < 3 else
+              (arg.dtype, 1, *arg.shape[1:axis], 64, *arg.shape[axis + 1:]) for arg in arguments]
+    return (kernel if agree(plain, kernel, tensors[0].device, *shapes) else plain)(*arguments)
 
 
 @functools.cache
@@ -88,7 +88,7 @@ def float32_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 class Linear(nn.Linear):
     """nn.Linear, with a kernel for one token, which reads the weight at the speed of memory."""
-    products: Callable | None = None    # computes those of training instead: runtime/fp8.py
+    eight_bit: Callable | None = None   # computes the products of training: see runtime/fp8.py
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
@@ -114,7 +114,7 @@ def products(x: Tensor, *layers: nn.Module) -> list[Tensor]:
 
     Layers with hooks, or with a `forward` other than that of Linear, are called one by one.
     """
-    eight_bit: list[Any] = [getattr(layer, 'products', None) for layer in layers]
+    eight_bit: list[Any] = [getattr(layer, 'eight_bit', None) for layer in layers]
     if torch.is_grad_enabled() and all(eight_bit):
         return eight_bit[0](x, *layers)
     if kernels_apply(x) and not _has_any_global_hook() and all(

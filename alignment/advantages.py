@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+
 def deviation(x):
     """Return x minus its mean along the last axis; equal numbers of any size give exactly 0."""
     x = x - x[..., :1]      # the mean of equal numbers is rounded, except that of zeros

@@ -14,7 +14,6 @@ from runtime.device import micro_batches, to_device
 from runtime.errors import ConfigError, DataError
 from runtime.loss import loss_options
 
-
 # Functions (log_p, ratio, advantage, low, high) -> (loss, whether the clip changes the gradient),
 # of tensors [n]
 
@@ -91,12 +90,15 @@ def tokenized_brier(levels, text=0.0):
 
     sum_i q_i (c_i - correct)^2, Li 2025 (2508.18847), where q is the softmax over the tokens that
     state a confidence and c_i the one that token i states: a proper score, least if all of q is on
-    the level nearest to the accuracy. levels: {token id: c}, as by `confidence_levels`. A
-    supervised token of the largest c says that the answer before it is right, one of the smallest
-    that it is wrong. Only the last such token of consecutive supervised ones is one: the first 0
-    of 0.9 may be a level, too. text: weight of what keeps the format of the answer, the mean over
-    all supervised tokens of their cross-entropy, which is -log P(any level) where a confidence is
-    stated. The paper's code has the cross-entropy of the answer, too, its formula none.
+    the level nearest to the accuracy.
+
+    levels: {token id: c}, such as those of `confidence_levels`. In the data, a supervised token
+            with the largest c says that the answer before it is right, one with the smallest c
+            that it is wrong. Of consecutive supervised tokens only the last level counts, since
+            the first 0 of 0.9 may be a level as well
+    text:   weight of a term that keeps the format of the answer: the mean over all supervised
+            tokens of their cross-entropy, where a confidence is stated of -log P(any level). The
+            paper's code has such a term, its formula has none
     """
     ids, c = torch.tensor([*levels]), torch.tensor([*levels.values()])
     labels = (c - c.min()) / (c.max() - c.min())
@@ -138,8 +140,7 @@ def tokenized_brier(levels, text=0.0):
 
 
 def confidence_levels(tokenizer, texts=tuple(f'0.{digit}' for digit in range(10))):
-    """Return {token id: confidence} of texts that differ in their last token; raises ConfigError.
-    """
+    """Return {token id: confidence} of texts that differ in the last token; raises ConfigError."""
     encoded = {float(text): tokenizer.encode(text, start=False) for text in texts}
     if len({tuple(ids[:-1]) for ids in encoded.values()}) > 1 or (
             len({ids[-1] for ids in encoded.values()}) < len(encoded)):

@@ -15,6 +15,7 @@ from runtime.device import to_device
 
 COLUMNS = ('advantage', 'weight', 'old', 'reference', 'value', 'returns')     # of PackedRollouts
 
+
 @dataclass
 class PackedAnswers(Packed):
     """Rows of trees: n answer tokens of N answers, both numbered in the order of the rows R.

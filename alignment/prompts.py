@@ -11,7 +11,7 @@ from data.preferences import PREFERENCE_PATTERNS
 from data.written_answers import WRITTEN_TASKS
 from runtime.errors import DataError
 
-# those of the tasks first
+# patterns of the files; those of the tasks are tried first
 PROMPT_PATTERNS = (*dict.fromkeys(pattern for name, task in WRITTEN_TASKS.items() if name != 'qa'
                                   for pattern in task.shots), *PREFERENCE_PATTERNS)
 

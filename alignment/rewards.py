@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from alignment.packed_answers import Answers, pack_answers
-from data.files import require_text
 from data.chat import encode_answer
+from data.files import require_text
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from data.written_answers import WRITTEN_TASKS
 from runtime import checkpoint

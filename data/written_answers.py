@@ -81,7 +81,7 @@ def answers_row(row):
         raise DataError(f'"answer" is not among "answers": {other!r:.60} and {answers!r:.60}; keep '
                         f'one of them')
     return WrittenRow(row['question'], answers, answers[0] if answers else '',
-                   str(row.get('subject') or ''))
+                      str(row.get('subject') or ''))
 
 
 def popqa_row(row):
@@ -113,7 +113,7 @@ def math_row(row):
     """MATH-500, and MATH itself, whose answer stands in the last \\boxed{} of the solution."""
     answer = row['answer'] if 'answer' in row else last_boxed(row['solution'])
     return WrittenRow(row['problem'], [answer], row['solution'], row.get('subject') or row['type'],
-                   str(row['level']))
+                      str(row['level']))
 
 
 def humaneval_row(row):

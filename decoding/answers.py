@@ -42,47 +42,48 @@ class Answer:
         return self.reason in ('max_tokens', 'context')
 
 
-def generate(model, prompts, s, tokenizer=None, stop_ids=()):
+def generate(model, prompts, sampling, tokenizer=None, stop_ids=()):
     """Yield (index of the prompt, its n Answers) as they are done; arguments as in `stream`."""
-    unfinished = {i: [None] * s.n for i in range(len(prompts))}
-    for answer in stream(model, prompts, s, tokenizer, stop_ids):
+    unfinished = {i: [None] * sampling.n for i in range(len(prompts))}
+    for answer in stream(model, prompts, sampling, tokenizer, stop_ids):
         if answer.reason:
             unfinished[answer.prompt][answer.number] = answer
             if all(unfinished[answer.prompt]):
                 yield answer.prompt, unfinished.pop(answer.prompt)
 
 
-def stream(model, prompts, s, tokenizer=None, stop_ids=()):
+def stream(model, prompts, sampling, tokenizer=None, stop_ids=()):
     """Yield the Answer to which a token was added, after each token; its `reason` ends it.
 
     prompts:   lists of token ids; answers to equal prompts are equal
-    s:         Sampling
+    sampling:  a Sampling
     tokenizer: for the text of answers and for stop strings; None: only tokens
     stop_ids:  tokens that end an answer
     Raises DataError for a prompt that does not fit, ConfigError for stop strings without a
     tokenizer, FloatingPointError(index of the prompt) for logits that are not finite.
     """
-    if s.stop and tokenizer is None:
-        raise ConfigError(f'stop = {s.stop}: stop strings need a tokenizer')
+    if sampling.stop and tokenizer is None:
+        raise ConfigError(f'stop = {sampling.stop}: stop strings need a tokenizer')
     if not prompts:
         return
-    n_slots, length = room(model, prompts, s)
+    n_slots, length = room(model, prompts, sampling)
     n_vocab = tokenizer.n_vocab if tokenizer else model.head.shape[0]
-    batch = Batch(model, s, n_slots, length, n_vocab)
+    batch = Batch(model, sampling, n_slots, length, n_vocab)
     context = model.config.max_position_embeddings
-    waiting = deque(Answer(i, k, n_prompt=len(ids), limit=min(s.max_tokens, context - len(ids)))
-                    for i, ids in enumerate(prompts) for k in range(s.n))
+    waiting = deque(Answer(i, k, n_prompt=len(ids),
+                           limit=min(sampling.max_tokens, context - len(ids)))
+                    for i, ids in enumerate(prompts) for k in range(sampling.n))
     slots, launched = [None] * n_slots, deque()     # the running answer of each slot
 
     @functools.cache    # decoding several tokens at each step would take longer than the step
     def may_stop(token):
         """Return whether a stop string may end inside this token."""
         text = tokenizer.decode([token], start=False)
-        return '\ufffd' in text or any(string[-1] in text for string in s.stop)
+        return '\ufffd' in text or any(string[-1] in text for string in sampling.stop)
 
     with evaluating(model):
         while waiting or launched:
-            while begun := take(waiting, slots, prompts, s, batch.device):
+            while begun := take(waiting, slots, prompts, sampling, batch.device):
                 launched.append((begun, batch.prefill(begun, prompts)))
             active = [answer for answer in slots if answer and answer.n_launched < answer.limit]
             if active:      # the device is one step ahead: an answer that ends wastes one
@@ -93,10 +94,10 @@ def stream(model, prompts, s, tokenizer=None, stop_ids=()):
                     if answer.reason:       # it ended when this step had been launched
                         continue
                     add(answer, *values)
-                    answer.reason = why_ended(answer, s, tokenizer, stop_ids, may_stop)
+                    answer.reason = why_ended(answer, sampling, tokenizer, stop_ids, may_stop)
                     if answer.reason:
                         slots[answer.slot] = None
-                        answer.text = text(answer, s.stop, tokenizer) if tokenizer else ''
+                        answer.text = text(answer, sampling.stop, tokenizer) if tokenizer else ''
                     yield answer
 
 
@@ -110,17 +111,17 @@ def add(answer, token, log_p, log_q, entropy):
     answer.entropies.append(entropy)
 
 
-def why_ended(answer, s, tokenizer, stop_ids, may_stop):
+def why_ended(answer, sampling, tokenizer, stop_ids, may_stop):
     """Return the reason for which the last token ends an answer; '' if it does not."""
     if answer.tokens[-1] in stop_ids:
         return 'end'
-    if s.stop and may_stop(answer.tokens[-1]):
+    if sampling.stop and may_stop(answer.tokens[-1]):
         # as many of the last tokens as a stop string can have, with at least one byte each
-        n = max(len(string.encode()) for string in s.stop) + 4
-        if first_stop(tokenizer.decode(answer.tokens[-n:], start=False), s.stop) >= 0:
+        n = max(len(string.encode()) for string in sampling.stop) + 4
+        if first_stop(tokenizer.decode(answer.tokens[-n:], start=False), sampling.stop) >= 0:
             return 'stop'
     if len(answer.tokens) == answer.limit:
-        return 'max_tokens' if answer.limit == s.max_tokens else 'context'
+        return 'max_tokens' if answer.limit == sampling.max_tokens else 'context'
     return ''
 
 

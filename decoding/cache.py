@@ -61,9 +61,9 @@ class DecodeMask:
         self.longest = min(longest, cache.size)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None):
-        few = ((x.dtype, 1, x.shape[1], 2 * EXAMPLE_WINDOW, x.shape[3]) for x in (q, k, v))
+        shapes = ((x.dtype, 1, x.shape[1], 2 * EXAMPLE_WINDOW, x.shape[3]) for x in (q, k, v))
         if self.kernel and triton_ops.available(q) and triton_ops.agree(
-                explicit_decoding, cached_decoding, q.device, *few,
+                explicit_decoding, cached_decoding, q.device, *shapes,
                 self.cache.window and EXAMPLE_WINDOW, scale, softcap):
             return triton_ops.decode_kernel(self, q, k, v, scale, softcap)
         (B, H, _, hd), cache, slots = q.shape, self.cache, self.slots

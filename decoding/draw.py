@@ -18,30 +18,30 @@ except ImportError:     # for example on macOS
     triton = None
 
 
-def lowest_logits(logits, s):
+def lowest_logits(logits, sampling):
     """Return the lowest logit [B] that may be drawn; tokens with an equal logit may be, too.
 
     The rules apply one after the other, as in transformers: temperature, top_k, top_p (Holtzman et
     al. 2020), min_p (arXiv 2407.01082).
     """
     lowest = logits.new_full(logits.shape[:1], -torch.inf)
-    if s.top_k:
-        lowest = logits.topk(min(s.top_k, logits.shape[1])).values[:, -1]
-    if s.top_p < 1:
+    if sampling.top_k:
+        lowest = logits.topk(min(sampling.top_k, logits.shape[1])).values[:, -1]
+    if sampling.top_p < 1:
         # on a CPU numpy sorts in a thirtieth of torch's time
         ordered = (logits.sort(descending=True).values if logits.is_cuda else
                    torch.from_numpy(np.sort(logits.numpy())).flip(-1))
         allowed = ordered.masked_fill(ordered < lowest[:, None], -torch.inf)
-        probs = ((allowed - allowed[:, :1]) / s.temperature).softmax(-1, dtype=torch.float64)
-        # the mass before a token decides; 0 of NaN
-        n = (probs.cumsum(-1) - probs < s.top_p).sum(-1).clamp(min=1)
+        probs = ((allowed - allowed[:, :1]) / sampling.temperature).softmax(-1, dtype=torch.float64)
+        # a token may be drawn if those before it have less than top_p; NaN would leave none
+        n = (probs.cumsum(-1) - probs < sampling.top_p).sum(-1).clamp(min=1)
         lowest = ordered.gather(1, n[:, None] - 1)[:, 0].maximum(lowest)
-    if s.min_p:
-        lowest = lowest.maximum(logits.amax(-1) + s.temperature * math.log(s.min_p))
+    if sampling.min_p:
+        lowest = lowest.maximum(logits.amax(-1) + sampling.temperature * math.log(sampling.min_p))
     return lowest
 
 
-def draw(logits, uniforms, s, n_vocab):
+def draw(logits, uniforms, sampling, n_vocab):
     """Draw a token per row; return float32 [B, 4]: token, its log p and log q, the entropy of p.
 
     logits [B, V] float32 give p; q is p at the temperature, restricted by the rules and to the
@@ -49,25 +49,25 @@ def draw(logits, uniforms, s, n_vocab):
     is the first one whose cumulated probability exceeds it.
     """
     if triton_ops.available(logits):
-        lowest = lowest_logits(logits[:, :n_vocab], s)
-        return draw_kernel(logits, uniforms, s.temperature, lowest, n_vocab)
+        lowest = lowest_logits(logits[:, :n_vocab], sampling)
+        return draw_kernel(logits, uniforms, sampling.temperature, lowest, n_vocab)
     # a few rows at a time, which stay in the cache of a CPU: a quarter of the time
     B, V = logits.shape
     n = -(-B // max(torch.get_num_threads(), 2 ** 19 // V))
-    return torch.cat([draw_plainly(*rows, s, n_vocab) for rows in zip(
+    return torch.cat([draw_plainly(*rows, sampling, n_vocab) for rows in zip(
         logits.tensor_split(n), uniforms.tensor_split(n))])
 
 
-def draw_plainly(logits, uniforms, s, n_vocab):
+def draw_plainly(logits, uniforms, sampling, n_vocab):
     """`draw` in plain torch."""
-    lowest = lowest_logits(logits[:, :n_vocab], s)
+    lowest = lowest_logits(logits[:, :n_vocab], sampling)
     log_p = logits.log_softmax(-1)
     entropy = -(log_p.exp() * log_p).sum(-1)
     z = logits[:, :n_vocab]
-    if s.temperature == 0:
+    if sampling.temperature == 0:
         token, log_q = z.argmax(-1), torch.zeros_like(entropy)      # the first of equal ones
     else:
-        scaled = (z - z.amax(-1, keepdim=True)) / s.temperature
+        scaled = (z - z.amax(-1, keepdim=True)) / sampling.temperature
         log_qs = scaled.masked_fill(z < lowest[:, None], -torch.inf).log_softmax(-1)
         cumulated = log_qs.double().exp().cumsum(-1)
         total = cumulated[:, -1]

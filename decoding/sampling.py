@@ -37,24 +37,24 @@ class DecodingConfig(Sampling):
     dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # auto: bfloat16 on a GPU, else float32
 
 
-def check_decoding(s):
+def check_decoding(cfg):
     """Raise ConfigError for a value of a DecodingConfig that cannot be used."""
-    require_given(s, model='out/run')
-    require_range(s, 1, math.inf, 'n', 'max_tokens', 'batch_size')
-    require_range(s, 0, math.inf, 'temperature', 'top_k', 'cache_memory')
-    require_range(s, 1e-3, 1, 'top_p')
-    require_range(s, 0, 1, 'min_p')
-    require_range(s, 0, 2 ** 63 - 1, 'seed')
-    if 0 < s.temperature < 1e-4:        # float32 cannot hold the logits divided by it
-        raise ConfigError(f'temperature = {s.temperature}; it must be 0 or at least 0.0001; '
+    require_given(cfg, model='out/run')
+    require_range(cfg, 1, math.inf, 'n', 'max_tokens', 'batch_size')
+    require_range(cfg, 0, math.inf, 'temperature', 'top_k', 'cache_memory')
+    require_range(cfg, 1e-3, 1, 'top_p')
+    require_range(cfg, 0, 1, 'min_p')
+    require_range(cfg, 0, 2 ** 63 - 1, 'seed')
+    if 0 < cfg.temperature < 1e-4:      # float32 cannot hold the logits divided by it
+        raise ConfigError(f'temperature = {cfg.temperature}; it must be 0 or at least 0.0001; '
                           f'use 0 for the most probable token')
-    if '' in s.stop:
+    if '' in cfg.stop:
         raise ConfigError('stop has an empty string, which would end every answer at once')
-    if s.n > 1 and s.temperature == 0:
-        raise ConfigError(f'n = {s.n} needs a temperature above 0: all answers would be equal')
+    if cfg.n > 1 and cfg.temperature == 0:
+        raise ConfigError(f'n = {cfg.n} needs a temperature above 0: all answers would be equal')
     for key, off in (('top_p', 1), ('top_k', 0), ('min_p', 0)):
-        if s.temperature == 0 and getattr(s, key) != off:
-            raise ConfigError(f'{key} = {getattr(s, key)} needs a temperature above 0, such as 1')
-    if s.raw and s.chat != 'trained':
-        raise ConfigError(f'--raw is plain text, and --chat={s.chat} a chat template; leave one of '
-                          f'them out')
+        if cfg.temperature == 0 and getattr(cfg, key) != off:
+            raise ConfigError(f'{key} = {getattr(cfg, key)} needs a temperature above 0, such as 1')
+    if cfg.raw and cfg.chat != 'trained':
+        raise ConfigError(f'--raw is plain text, and --chat={cfg.chat} a chat template; leave one '
+                          f'of them out')

@@ -27,27 +27,28 @@ def cache_sizes(config, length):
     return [sizes[window] for window in config.windows]
 
 
-def room(model, prompts, s):
+def room(model, prompts, sampling):
     """Return (sequences decoded at once, tokens of the longest); DataError if one does not fit."""
     config, context = model.config, model.config.max_position_embeddings
     for i, ids in enumerate(prompts):
         if not 0 < len(ids) < context:
             raise DataError(f'prompt {i + 1} has {len(ids)} tokens; it may have 1 to {context - 1}')
     longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
-    length = min(len(prompts[longest]) + s.max_tokens, context)
+    length = min(len(prompts[longest]) + sampling.max_tokens, context)
     each = (2 * config.num_key_value_heads * config.head_dim * model.head.element_size()
             * sum(cache_sizes(config, length)))
-    memory = free_memory(model.head.device) if s.cache_memory is None else s.cache_memory * 2 ** 30
+    memory = (free_memory(model.head.device) if sampling.cache_memory is None else
+              sampling.cache_memory * 2 ** 30)
     fit = int(memory // each) - 1       # the last slot is for padding
     if fit < 1:
         raise DataError(f'prompt {longest + 1} has {len(prompts[longest])} tokens: with max_tokens '
-                        f'= {s.max_tokens} it needs {2 * each / 2 ** 30:.3g} GiB of cache, and '
-                        f'there are {memory / 2 ** 30:.3g}; shorten it, lower max_tokens, or end '
-                        f'other programs that use the device')
-    most = s.batch_size
-    if s.deterministic:     # a CPU's products may depend on the row of a matrix as well
+                        f'= {sampling.max_tokens} it needs {2 * each / 2 ** 30:.3g} GiB of cache, '
+                        f'and there are {memory / 2 ** 30:.3g}; shorten it, lower max_tokens, or '
+                        f'end other programs that use the device')
+    most = sampling.batch_size
+    if sampling.deterministic:     # a CPU's products may depend on the row of a matrix as well
         most = min(most, FIXED_SIZE) if model.head.is_cuda else 1
-    return min(most, fit, len(prompts) * s.n), length
+    return min(most, fit, len(prompts) * sampling.n), length
 
 
 def free_memory(device):
@@ -58,14 +59,16 @@ def free_memory(device):
     return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 4
 
 
-def take(waiting, slots, prompts, s, device):
+def take(waiting, slots, prompts, sampling, device):
     """Return the answers to begin now, moved from `waiting` to the first free slots; [] to wait.
 
     The answers to a prompt begin together if all slots are enough for them. While others run, an
     eighth of the slots must be free: a prefill costs as much as several steps.
     """
-    n_slots, free = len(slots), [i for i, answer in enumerate(slots) if not answer]
-    wanted = max(s.n if s.n <= n_slots else 1, n_slots // 8) if len(free) < n_slots else 1
+    n, n_slots = sampling.n, len(slots)
+    free, wanted = [i for i, answer in enumerate(slots) if not answer], 1
+    if len(free) < n_slots:
+        wanted = max(n if n <= n_slots else 1, n_slots // 8)
     if not waiting or len(free) < min(wanted, len(waiting)):
         return []
     begun, first = [], prompts[waiting[0].prompt]
@@ -77,8 +80,9 @@ def take(waiting, slots, prompts, s, device):
             ids = prompts[answer.prompt]
             n_tokens += len(ids)
             shared = min(shared, len(os.path.commonprefix([first, ids])))
-            if begun and (s.deterministic or n_tokens - n_prompts * shared > PREFILL[device.type]
-                          or s.n - answer.number > len(free) - len(begun)):
+            if begun and (sampling.deterministic
+                          or n_tokens - n_prompts * shared > PREFILL[device.type]
+                          or n - answer.number > len(free) - len(begun)):
                 break
             n_prompts += 1
         answer.slot, slots[slot] = slot, answer
@@ -93,17 +97,17 @@ class Batch:
     of a graph: it has length 1, since a softmax over nothing would be NaN.
     """
 
-    def __init__(self, model, s, n_slots, length, n_vocab):
+    def __init__(self, model, sampling, n_slots, length, n_vocab):
         config, self.device = model.config, model.head.device
-        self.model, self.s, self.n_slots, self.n_vocab = model, s, n_slots, n_vocab
+        self.model, self.sampling, self.n_slots, self.n_vocab = model, sampling, n_slots, n_vocab
         self.sizes = cache_sizes(config, length)
         self.caches = [Cache(n_slots + 1, config.num_key_value_heads, size, config.head_dim,
                              model.head.detach(), window)
                        for size, window in zip(self.sizes, config.windows)]
         self.attention = model.decoder.attention
         self.state = torch.zeros(3, n_slots + 1, dtype=torch.int64, device=self.device)
-        self.uniforms = torch.zeros(n_slots + 1, min(s.max_tokens, length), dtype=torch.float64,
-                                    device=self.device)
+        self.uniforms = torch.zeros(n_slots + 1, min(sampling.max_tokens, length),
+                                    dtype=torch.float64, device=self.device)
         self.slots = torch.full((max(FIXED_SIZE, self.padded(n_slots)),), n_slots,
                                 device=self.device)
         self.graphs, self.pool = {}, None
@@ -115,7 +119,7 @@ class Batch:
         """
         if self.device.type != 'cuda':
             return n
-        if self.s.deterministic:
+        if self.sampling.deterministic:
             return FIXED_SIZE
         multiple = 16 if n <= 64 else 32
         return 1 << (n - 1).bit_length() if n <= 16 else -(-n // multiple) * multiple
@@ -125,13 +129,13 @@ class Batch:
         """Compute the prompts of new answers; return a HostCopy of the values of `draw`."""
         row, at = pack_prompts(prompts, dict.fromkeys(answer.prompt for answer in begun))
         T, numbers = len(row.tokens), [*at]
-        if self.s.deterministic:
+        if self.sampling.deterministic:
             T = max(128, 1 << (T - 1).bit_length())
         elif self.device.type == 'cuda':    # Triton compiles again for other divisors
             T = -(-T // 128) * 128
         tokens, positions, ends = to_device(row.padded(T)[0], self.device)
-        # of each key of a prompt, once per answer: index in the row, slot, position, number from
-        # the end; a layer with a window keeps the last ones
+        # what each answer needs of its prompt: for each key its index in the row, the answer's
+        # slot, the position and the number of keys after it; a layer with a window keeps the last
         keys = []
         for answer in begun:
             p = np.arange(len(at[answer.prompt]))
@@ -156,10 +160,11 @@ class Batch:
         entries = [(answer.slot, len(prompts[answer.prompt]), 1, numbers.index(answer.prompt))
                    for answer in begun]
         slots, lengths, ones, rows = to_device(torch.tensor(entries).T.contiguous(), self.device)
-        uniforms = np.stack([random_numbers(self.s.seed, prompts[answer.prompt], answer.number,
-                                            self.uniforms.shape[1]) for answer in begun])
+        seed, length = self.sampling.seed, self.uniforms.shape[1]
+        uniforms = np.stack([random_numbers(seed, prompts[answer.prompt], answer.number, length)
+                             for answer in begun])
         self.uniforms[slots] = to_device(uniforms, self.device)
-        values = draw(logits[rows], self.uniforms[slots, 0], self.s, self.n_vocab)
+        values = draw(logits[rows], self.uniforms[slots, 0], self.sampling, self.n_vocab)
         self.state[:, slots] = torch.stack((values[:, 0].long(), lengths, ones))
         return values
 
@@ -188,7 +193,8 @@ class Batch:
         masks = [DecodeMask(cache, slots, positions, longest, self.attention == 'auto')
                  for cache in self.caches]
         hidden = self.forward(tokens[:, None], positions[:, None], None, masks)[:, 0]
-        values = draw(self.model.logits(hidden), self.uniforms[slots, drawn], self.s, self.n_vocab)
+        values = draw(self.model.logits(hidden), self.uniforms[slots, drawn], self.sampling,
+                      self.n_vocab)
         self.state[:, slots] = torch.stack((values[:, 0].long(), positions + 1, drawn + 1))
         self.state[:, -1] = 0
         return values

@@ -48,7 +48,7 @@ def disown_edited(run):
     for name in ownership.written_files(run):
         path = Path(run, name)
         if path.name == NAME and path.exists() and _is_edited(path):
-            ownership.disown(run, name)
+            ownership.disown(run, [name])      # it is the user's now
 
 
 def _is_edited(path):

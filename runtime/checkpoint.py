@@ -266,5 +266,3 @@ def _merged(model, keys, dtype, full):
             tensor = adapter.merged(tensor.float(), adapter.LowRank(A, B, layer.scale))
         tensors[theirs] = tensor.to(dtype).cpu().contiguous()
     return tensors
-
-

@@ -56,7 +56,7 @@ def micro_batches(packed, n_rows, device):
     The inputs are tokens, positions and ends [n_rows, T]; ends is None if no row needs a mask.
     """
     rows = np.arange(rank(), len(packed.tokens), world_size())
-    # for the whole step: with and without `ends` are two graphs to compile
+    # decided for the whole step: rows with and without `ends` would need two compiled graphs
     one_document = ((packed.owner == packed.owner[:, :1]) | (packed.owner < 0)).all()
     n_rows = n_rows or len(rows)
     for i in range(0, len(rows), n_rows):

@@ -54,7 +54,7 @@ def use_fp8(model, device: str):
               if isinstance(layer, (Linear, LoRALinear))]
     fitting = [layer for layer in layers if all(n % 16 == 0 for n in layer.weight.shape)]
     for layer in fitting:
-        layer.products = products
+        layer.eight_bit = products
     if len(fitting) < len(layers):
         print(f'note: {len(layers) - len(fitting)} of {len(layers)} linear layers stay in {dtype}: '
               f'fp8 needs sizes that are multiples of 16')

@@ -20,8 +20,11 @@ CPU_BYTES = 2 ** 30     # for activations; more rows at once are hardly faster t
 
 
 def fit_into_memory(train, run):
-    """Call train(run) with cfg.micro_rows set: the setting, the number of the run to resume, or the
-    fastest one; half as many while the first step lacks memory."""
+    """Return train(run) with a number for cfg.micro_rows if the setting is None.
+
+    It is that of the run to resume, else the fastest one. As long as the first step lacks memory,
+    it is halved.
+    """
     if run.cfg.micro_rows:
         return train(run)
     rows = (run.cfg.resume and run_settings(run.cfg.out_dir).get('micro_rows') or

@@ -136,12 +136,7 @@ def discard(folder, *patterns, keep=''):
     for name in gone:
         (folder / name).unlink(missing_ok=True)
     if gone:
-        _forget(folder, gone)
-
-
-def disown(folder, name):
-    """Take a file off the list of `folder`, and leave it there: it is the user's now."""
-    _forget(Path(folder), [name])
+        disown(folder, gone)
 
 
 def _matching(folder, patterns):
@@ -163,8 +158,8 @@ def _order(name):
     return {'config.json': 0, 'state.json': 0, LIST: 2}.get(Path(name).name, 1)
 
 
-def _forget(folder, names):
-    """Remove `names` from the list of `folder`, and the subfolders that are empty without them."""
+def disown(folder, names):
+    """Take `names` off the list of `folder`; remove those of their subfolders that are empty."""
     _remove_if_empty(folder / parent for name in names for parent in Path(name).parents[:-1])
     _write_list(folder, [name for name in written_files(folder) if name not in {*names}])
 
@@ -210,7 +205,7 @@ def set_aside(folder, kind, patterns, progress):
             'files': written_files(folder), 'moved': existing, 'patterns': patterns,
             'progress': progress}, indent=0) + '\n')
         _move(existing, folder, aside)
-    _forget(folder, names)
+    disown(folder, names)
 
 
 def _move(names, source, target):

@@ -114,12 +114,6 @@ def sum_over_processes(x: Tensor) -> Tensor:
     return x
 
 
-def in_step(value, idle):
-    """Return `value`, or `idle` if it is None in this process, but not in all of them."""
-    busy = any(gather(value is not None))
-    return idle if busy and value is None else value
-
-
 def shard(model, device):
     """Shard weights, gradients and optimizer states over the processes, in place; return the model.
 
