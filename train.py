@@ -88,7 +88,7 @@ class TrainConfig:
     #                                           `nanocal` in config.json, for this program only
     loss_reduction: Literal['token', 'sequence'] = 'token'  # mean over the supervised tokens of a
     #                                           step, or mean of sequence means as in older recipes
-    loss_memory: int | None = None            # MB for a chunk of logits; None: GPU 1100, else 8
+    loss_memory: int | None = None            # MB per chunk of logits; None: 1100 on a GPU, else 8
     # optimizer
     epochs: float = 2.0                       # passes over the data; may be a fraction
     max_steps: int | None = None              # stop earlier; the schedule then ends there
@@ -128,7 +128,7 @@ class TrainConfig:
     device: str = 'auto'                      # 'cpu', 'cuda', 'cuda:1'; auto: a GPU if there is one
     seed: int = 0                             # of all random numbers
     log_every: int = 1                        # steps between printed lines; log.jsonl has them all
-    # also log there, if installed
+    # a service that gets the record of each step as well, if its package is installed
     tracker: Literal['none', 'wandb', 'trackio', 'tensorboard'] = 'none'
     push_to_hub: str | None = None            # hub name to send the finished model to, such as
     #                                           me/model; new ones are private

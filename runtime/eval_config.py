@@ -15,10 +15,12 @@ from runtime.errors import ConfigError
 class EvalConfig:
     model: str = ''                           # a folder in Hugging Face layout, or a hub name
     revision: str | None = None               # the hub revision of the model
-    tasks: tuple[str, ...] = ('mmlu',)        # names, also as task:folder-or-file; or questions
+    tasks: tuple[str, ...] = ('mmlu',)        # names, also as task:folder-or-file; or files of
+    #                                           questions
     data_revision: str | None = None          # the hub revision of the tasks' datasets
     languages: tuple[str, ...] = ('all',)     # languages of multilingual tasks
-    prompt_format: str = 'mmlu'               # harness, own (the benchmark's) or of data/prompts.py
+    # mmlu; harness: as lm-evaluation-harness; own: the benchmark's; or another of data/prompts.py
+    prompt_format: str = 'mmlu'
     header: Literal['english', 'native', 'none'] = 'english'  # native: in the question's language
     shots: int = 5                            # solved questions before each question
     scoring: Literal['auto', 'letters', 'text'] = 'auto'     # auto: letters, or as the harness does
@@ -29,7 +31,7 @@ class EvalConfig:
     max_tokens: int | None = None             # longest written answer; None: as its task says
     p_ik: bool = False                        # also predict if a drawn answer is right: P(IK)
     verbalized: bool = False                  # also ask how probable a written answer is
-    early: bool = False                       # also answer after 0, 25, ..., 100 % of the steps
+    early: bool = False                       # also answer after 0, 25, ..., 100 % of the thoughts
     run_code: bool = False                    # run programs that the model writes, for humaneval
     isolation: Literal['namespaces', 'limits'] = 'namespaces'  # see docs/running_code.md
     permute: int | None = None                # also ask in this many orders of the options
