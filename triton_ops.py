@@ -52,9 +52,15 @@ def compute(plain: Callable, kernel: Callable, axis: int, *arguments) -> Tensor:
     tensors = [arg for arg in arguments if isinstance(arg, Tensor)]
     if not (KERNELS and any(map(kernels_apply, tensors))):
         return plain(*arguments)
-    shapes = [arg if not isinstance(arg, Tensor) else (arg.dtype, *arg.shape) if arg.ndim < 3 else
-              (arg.dtype, 1, *arg.shape[1:axis], 64, *arg.shape[axis + 1:]) for arg in arguments]
-    return (kernel if agree(plain, kernel, tensors[0].device, *shapes) else plain)(*arguments)
+
+    def example(x):     # one row of 64 tokens, as `agree` draws it
+        if not isinstance(x, Tensor):
+            return x
+        shape = x.shape if x.ndim < 3 else (1, *x.shape[1:axis], 64, *x.shape[axis + 1:])
+        return x.dtype, *shape
+
+    agreed = agree(plain, kernel, tensors[0].device, *map(example, arguments))
+    return (kernel if agreed else plain)(*arguments)
 
 
 @functools.cache

@@ -27,7 +27,7 @@ def write_answers(task, scorer, writer, n, stop):
     itself: answers in samples.jsonl are graded again by the present rules, and a sample that this
     changes is appended again.
     """
-    cfg, bad_rows, prompts, end = scorer.cfg, [], set(), set()
+    cfg, bad_rows, prompts, end_ids = scorer.cfg, [], set(), set()
     stop, max_tokens = stop if cfg.chat == 'none' else (), task.max_tokens(cfg)
     earlier = {(samples.sample_key(s)[1:], s['prompt'].partition('-')[0]): s
                for s in writer.latest(*task.same_answers)}
@@ -53,28 +53,37 @@ def write_answers(task, scorer, writer, n, stop):
         else:
             ids_of.append(ids)
             requests.append((question, n_shots, digest))
-            end |= ends
+            end_ids |= ends
     if not requests:
         return prompts, bad_rows
     greedy = Sampling(n=1, max_tokens=max_tokens, temperature=0.0, stop=stop, seed=cfg.seed,
                       deterministic=cfg.deterministic,
                       batch_size=ANSWERS_AT_ONCE if cfg.device.startswith('cuda') else 64)
-    drawn = [replace(greedy, n=n, temperature=1.0)] if n else []
-    model, answers = scorer.load(), [[] for _ in requests]
     try:
         with log.progress_bar(task.label, len(requests), task.unit) as progress:
-            for settings in (greedy, *drawn):
-                for i, new in generate(model, ids_of, settings, scorer.tokenizer, end):
-                    answers[i] += map(written, new)
-                    if settings is greedy:
-                        answers[i][0] |= greedy_fields(new[0], task, scorer.tokenizer)
-                    if len(answers[i]) == 1 + n:
-                        append(*requests[i], answers[i])
-                        progress.update()
+            for i, answers in greedy_and_drawn(task, scorer, ids_of, greedy, n, end_ids):
+                append(*requests[i], answers)
+                progress.update()
     except FloatingPointError as error:
         where = f'{task.label}: {requests[error.args[0]][0].place}'
         raise scorer.bad_logits(where) from error
     return prompts, bad_rows
+
+
+def greedy_and_drawn(task, scorer, prompts, greedy, n, end_ids):
+    """Yield (index of a prompt, its greedy answer and its n drawn ones, as a sample holds them).
+
+    greedy: the Sampling of the greedy answer; arguments as in `generate`
+    """
+    model, tokenizer, answers = scorer.load(), scorer.tokenizer, {}
+    for i, (answer,) in generate(model, prompts, greedy, tokenizer, end_ids):
+        answers[i] = [written(answer) | greedy_fields(answer, task, tokenizer)]
+        if n == 0:
+            yield i, answers[i]
+    if n:
+        drawn = replace(greedy, n=n, temperature=1.0)
+        for i, group in generate(model, prompts, drawn, tokenizer, end_ids):
+            yield i, answers.pop(i) + [*map(written, group)]
 
 
 def written(answer):
