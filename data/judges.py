@@ -7,9 +7,11 @@ first. A model is asked in both orders (`permute` of other tasks).
 import itertools
 
 from data.files import draw, fetch, has_fields, parsed, read_rows, text_digest, without_bad
-from data.preferences import PREFERENCE_PATTERNS, join_answers, scored_answers, to_ranking
+from data.messages import without_nulls
+from data.preferences import (PREFERENCE_PATTERNS, SUBJECT, join_answers, scored_answers,
+                              to_ranking)
 from data.prompts import Prompt
-from data.questions import Loaded, Question
+from data.questions import Loaded, Question, of_languages
 from runtime.errors import DataError
 
 QUESTION = 'Which answer to the last message is better?\nBetter answer:'
@@ -21,11 +23,11 @@ def to_pairs(row, place):
     Its `answer` is the index of the better one, 0 if none is known. The split is 'test', 'tied'
     (equal scores) or 'unlabeled' (no scores).
     """
-    split = 'test'
-    if has_fields(row, 'prompt', 'responses') and row.get('scores') is None:
+    split, row = 'test', without_nulls(row)
+    if has_fields(row, 'prompt', 'responses') and 'scores' not in row:
         split, row = 'unlabeled', row | {'scores': [0] * len(row['responses'])}
     ranking, pairs = to_ranking(row), []
-    subject = next((str(row[key]) for key in ('subject', 'subset', 'domain') if row.get(key)), '')
+    subject = next((str(row[key]) for key in SUBJECT if row.get(key)), '')
     conversation = ''.join(f'{message["role"].capitalize()}: {message["content"].strip()}\n\n'
                            for message in ranking.prompt)
     for pair in itertools.combinations(scored_answers(ranking), 2):
@@ -64,9 +66,13 @@ def load_pairs(name, cfg):
         for pair in new:
             pair.id = str(len(pairs) + len(bad))
             pairs.append(pair)
-    total = sum(pair.split == 'test' for pair in pairs)
-    if not total:
+    if cfg.languages != ('all',):
+        pairs = of_languages(pairs, cfg.languages, source)
+    known, *others = ([pair for pair in pairs if pair.split == split]
+                      for split in ('test', 'tied', 'unlabeled'))
+    if not known:
         raise DataError(f'{source} has no pair of which one answer is better ({len(pairs)} tied or '
                         f'without scores, {len(bad)} bad rows); a judge is measured on such pairs')
-    pairs = sorted(draw(pairs, cfg.limit, cfg.seed), key=lambda pair: pair.split != 'test')
-    return Loaded(pairs, {}, bad, total)
+    # of each kind as many: a sample of all pairs together might have none with a better answer
+    drawn = [draw(of_kind, cfg.limit, cfg.seed) for of_kind in (known, *others)]
+    return Loaded([*itertools.chain(*drawn)], {}, bad, len(known))

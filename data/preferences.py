@@ -25,6 +25,8 @@ from data.packing import Tree
 from runtime.errors import DataError
 
 TIED = 128      # so a prompt has at most 126 answers
+HELPSTEER2 = 'prompt', 'response', 'helpfulness'    # a row per answer
+SUBJECT = 'subject', 'subset', 'domain'     # fields of a row, for judges
 PREFERENCE_PATTERNS = ('data/train_prefs-*.parquet', 'comparison_data_v2.json', *PATTERNS)
 
 
@@ -160,13 +162,15 @@ def join_answers(rows):
         prompt, response = (require_text(row[key], key) for key in ('prompt', 'response'))
         _margin(row, [response])
         messages = with_context(row, dialogue(prompt))
-        joined = {'prompt': messages, 'responses': [], 'scores': []}
+        joined = {name: row[name] for name in (*SUBJECT, 'language') if name in row} | {
+            'prompt': messages, 'responses': [], 'scores': []}
         _, joined = prompts.setdefault(json.dumps(messages), (place, joined))
         joined['responses'].append(response)
         joined['scores'].append(row['helpfulness'])
 
     for place, row in rows:
-        if not has_fields(row, 'prompt', 'response', 'helpfulness'):
+        # parquet gives every row all columns
+        if not has_fields(row, *HELPSTEER2) or None in map(row.get, HELPSTEER2):
             yield place, row
         elif error := parsed(place, without_nulls(row), add, place):
             yield place, error

@@ -127,9 +127,8 @@ def load_task(name, cfg):
                         f'{name} with these settings scores the text of its options; use '
                         f'--prompt_format=mmlu and --scoring=letters')
     if 'all' not in cfg.languages and (benchmark is GENERIC or benchmark.languages and is_file):
-        _require_languages(cfg.languages, {q.language for q in questions} - {''}, source)
-        questions, validation = ([q for q in items if q.language in cfg.languages]
-                                 for items in (questions, validation))
+        questions = of_languages(questions, cfg.languages, source)
+        validation = [q for q in validation if q.language in cfg.languages]
     total, questions = len(questions), draw(questions, cfg.limit, cfg.seed)
     for group in {q.group for q in questions}:
         if (n := len(shots.get(group, []))) < cfg.shots:
@@ -225,6 +224,13 @@ def _languages(benchmark, source, task, wanted):
         raise DataError(f'{source} holds no file of {task} in any language, such as {example}; '
                         f'{HINTS["test"]}: {task}:{os.path.join(source, "FILE")}')
     return there
+
+
+def of_languages(questions, wanted, source):
+    """Return the Questions in the languages `wanted`; raise DataError for one that none is in."""
+    _require_languages(wanted, {question.language for question in questions} - {''}, source)
+    return [question for question in questions
+            if 'all' in wanted or question.language in wanted]
 
 
 def _require_languages(wanted, known, source):

@@ -28,9 +28,12 @@ def write_evaluation(results, earlier, samples, tasks, cfg, identity, versions, 
     earlier = measure_again(kept, samples)
     for task, result in results.items():
         rows, written = samples[task], tasks[task.partition('.')[0]].is_written
+        fits = saved_fits(cfg, task)
+        if fits == {}:
+            print(f'{task}: not scaled, since {cfg.scaling} has no fits of it')
         result |= report.summarize(rows, cfg.norm, n_bootstrap=cfg.n_bootstrap, seed=cfg.seed,
                                    fit=cfg.fit_temperature or written and len(rows) > 1,
-                                   fits=saved_fits(cfg, task))
+                                   fits=fits)
         shots = result.get('shots', 0)
         result['fewer_shots'] = sum(s.get('shots', shots) < shots for s in rows)
         if written:
@@ -43,18 +46,23 @@ def write_evaluation(results, earlier, samples, tasks, cfg, identity, versions, 
 
 
 def saved_fits(cfg, task):
-    """Return {scaling: its parameters} of a task in the file cfg.scaling; None without a file."""
+    """Return {scaling: its parameters} of a result, such as 'mmlu' or 'mmlu.p_true', in the file
+    cfg.scaling; {} if the file has other results of the task alone, None without a file.
+
+    If the file has one task, its fits are for any task.
+    """
     if not cfg.scaling:
         return None
     try:
         fits = scaling.load(cfg.scaling)
     except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
         raise ConfigError(f'scaling = {cfg.scaling!r} cannot be read: {error}') from None
-    name = task.partition('.')[0]
-    if name not in fits and len(fits) != 1:
-        raise ConfigError(f'scaling = {cfg.scaling!r} has {", ".join(fits) or "no task"}, and not '
+    name, dot, variant = task.partition('.')
+    there = [*dict.fromkeys(key.partition('.')[0] for key in fits)]
+    if name not in there and len(there) != 1:
+        raise ConfigError(f'scaling = {cfg.scaling!r} has {", ".join(there) or "no task"}, and not '
                           f'{name}; fit it with --fit_temperature, or keep one task in the file')
-    return fits.get(name) or next(iter(fits.values()))
+    return fits.get(f'{name if name in there else there[0]}{dot}{variant}', {})
 
 
 def write_results(content, samples, tasks, pictures, out_dir):

@@ -282,10 +282,11 @@ def test_the_validation_split_is_fitted_on_and_neither_scored_nor_shown(scored_f
     for split, n in (('dev', 2), ('test', 28), ('validation', 30)):
         write_words(tmp_path / 'data' / f'{split}.jsonl', n, split)
     # the fits travel to other results
-    result, applied = (scored(
-        scored_folder / 'model', f'mmlu:{tmp_path}/data', tmp_path / out, '--shots=2', option,
-    )['tasks']['mmlu'] for out, option in (
-        ('out', '--fit_temperature'), ('other', f'--scaling={tmp_path}/out/scaling.json')))
+    (result, p_true), (applied, again) = (scored(
+        scored_folder / 'model', f'mmlu:{tmp_path}/data', tmp_path / out, '--shots=2', '--p_true',
+        option)['tasks'].values() for out, option in (
+            ('out', '--fit_temperature'), ('other', f'--scaling={tmp_path}/out/scaling.json')))
+    assert again['scaled']['fits'] == p_true['post_hoc']['fits'] != result['post_hoc']['fits']
     assert result['post_hoc']['fitted_on'] == '30 validation questions'
     assert result['pooled']['n'] == 28 and len(result['post_hoc']['temperature']) == 1
     scaled, fitted = (x['reports'] for x in (applied['scaled'], result['post_hoc']))
@@ -575,11 +576,12 @@ def test_a_judge_is_asked_in_both_orders_and_measured_beside_ties_and_win_rates(
     rows[1]['responses'][1] = rows[1]['responses'][0] + ' '     # no two answers
     rows += [{key: row[key] for key in ('prompt', 'responses')} for row in rows[2:9]]
     rows += [{'prompt': 'q', 'responses': ['a fox', 'a dog', 'a river'], 'scores': [1, 3, 3]},
-             {'prompt': 'q', 'chosen': 'the fox', 'rejected': 'the dog'},
-             {'prompt': 'q', 'response': 'a stone', 'helpfulness': 2},
+             {'prompt': 'q', 'chosen': 'the fox', 'rejected': 'the dog', 'responses': None},
+             {'prompt': 'q', 'response': 'a stone', 'helpfulness': 2, 'language': 'en'},
              {'prompt': 'q', 'response': 'an old stone', 'helpfulness': 1}]
-    write_rows(tmp_path / 'pairs.jsonl', rows)
-    result = foxes.score(f'--tasks=judge:{tmp_path}/pairs.jsonl', '--on_bad_row=skip')['judge']
+    pairs = write_rows(tmp_path / 'pairs.jsonl', rows)
+    arguments = f'--tasks=judge:{pairs}', '--on_bad_row=skip'
+    result = foxes.score(*arguments)['judge']
     printed = capsys.readouterr().out
     assert result['bad_rows'] == 1 and 'pairs.jsonl:2: fewer than two dif' in result['first_bad']
     found = [s for s in read_samples(foxes.out / 'samples.jsonl') if s['task'] == 'judge']
@@ -606,6 +608,9 @@ def test_a_judge_is_asked_in_both_orders_and_measured_beside_ties_and_win_rates(
     assert (win['corrected'], win['low'], win['high']) == pytest.approx(stats.corrected_rate(
         for_first[unlabeled], for_first[test], (answer == first)[test]), nan_ok=True)
     assert 'position bias' in printed and {*result['subjects']} == {'', 'x', 'y'}
+    few = foxes.score(*arguments, '--limit=2', out=tmp_path / 'few')['judge']
+    assert [few['pooled']['n'], few['judge']['tied'], few['judge']['unlabeled']] == [3, 2, 2]
+    foxes.refuses('it has en', *arguments, '--languages=zz')
     write_rows(tmp_path / 'tied.jsonl', rows[:1])
     foxes.refuses('has no pair of which one', f'--tasks=judge:{tmp_path}/tied.jsonl')
 
