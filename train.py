@@ -231,8 +231,8 @@ class Stage:
     load: Callable
     files: Callable         # (cfg, base, tokenizer) -> {name: content} of tokenizer files to save
     build: Callable         # (run) -> the model to train
-    pack: Callable | None   # (run, chosen, multiple) -> Packed of the sequences `chosen`; for the
-    #                         next two alone
+    pack: Callable | None   # (run, chosen, multiple) -> Packed of the sequences `chosen`; None if
+    #                         count_rows, batches and validate do without it
     count_rows: Callable    # (run, chosen) -> number of packed rows of a step
     batches: Callable       # (run, first, until) -> yields (chosen, Packed) of each step from first
     objective: Callable     # (packed, cfg) -> function of a micro-batch: see `token_loss`
@@ -255,7 +255,7 @@ class Run:
     held_out: np.ndarray    # indices of the others
     files: dict             # of `Stage.files`
     model: Any = None       # of `Stage.build`
-    reference: Any = None   # what align.py compares the model with, see there
+    reference: Any = None   # the model before training, or what align.py has computed with it
 
     @property
     def out_dir(self):

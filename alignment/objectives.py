@@ -1,6 +1,7 @@
 """The loss of a step's answers by their rewards: clipped policy losses, KL, values.
 
-Also the log-probabilities of answers without gradients, from which the losses begin.
+Also the log-probabilities of answers without gradients, from which the losses begin, and
+ConfTuner's loss of stated confidences, an objective for train.py.
 """
 
 import numpy as np

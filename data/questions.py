@@ -92,33 +92,11 @@ def load_task(name, cfg):
     if cfg.shots and is_file:
         raise DataError(f'{cfg.shots} shots wanted, but {source} is one file: give a folder that '
                         f'also holds {" or ".join(benchmark.shots)}, or --shots=0')
-    variants = {'n_orders': cfg.permute or 0, 'contextual': cfg.contextual,
-                'group_by': cfg.group_by}
-
-    def make_prompt(item):
-        make = PROMPT_FORMATS[cfg.prompt_format]
-        prompt = make(item, benchmark, cfg.scoring, cfg.header == 'native')
-        return prompt._replace(header='') if cfg.header == 'none' else prompt
-
-    def read(job):
-        split, files, language = job
-        parse = functools.partial(_to_question, benchmark=benchmark, make_prompt=make_prompt,
-                                  language=language, **variants if split != 'shots' else {})
-        return parse_rows(read_rows(*files), parse, cfg.on_bad_row)
-
-    splits = ['test', *['shots'] * bool(cfg.shots), *['validation'] * cfg.fit_temperature]
-    jobs = [(split, _files_of(benchmark, source, split, language, cfg.data_revision), language)
-            for language in _languages(benchmark, source, task, cfg.languages) for split in splits]
-    n_bytes = sum(os.path.getsize(file) for _, files, _ in jobs for file in files)
-    most = min(32, cores() // int(os.environ.get('LOCAL_WORLD_SIZE', 1)))   # every process reads
-    read_items, bad, shots = {split: [] for split in (*splits, 'validation')}, [], {}
-    for (split, *_), (items, messages) in zip(jobs, parallel_map(read, jobs, n_bytes > 2e7, most)):
-        read_items[split] += items
-        bad += messages if split != 'validation' else []
-    questions, validation = read_items['test'], read_items['validation']
+    by_split, bad = _read_splits(task, benchmark, source, cfg)
+    questions, validation, shots = by_split['test'], by_split['validation'], {}
     for question in validation:
         question.split = 'validation'
-    for question in read_items.get('shots', ()):
+    for question in by_split['shots']:
         shots.setdefault(question.group, []).append(question)
     if not questions:
         raise DataError(f'{source} has no questions ({len(bad)} bad rows)')
@@ -140,6 +118,38 @@ def load_task(name, cfg):
         print(f'{name}: {shown} questions are also among their shots, which give the answer away; '
               f'keep the files of the two apart')
     return Loaded([*questions, *validation], shots, bad, total)
+
+
+def _read_splits(task, benchmark, source, cfg):
+    """Return {'test', 'shots', 'validation': Questions} and the messages of bad rows.
+
+    A split that `cfg` does not ask for is empty. Bad rows of the validation split are not counted.
+    """
+    variants = {'n_orders': cfg.permute or 0, 'contextual': cfg.contextual,
+                'group_by': cfg.group_by}
+
+    def make_prompt(item):
+        make = PROMPT_FORMATS[cfg.prompt_format]
+        prompt = make(item, benchmark, cfg.scoring, cfg.header == 'native')
+        return prompt._replace(header='') if cfg.header == 'none' else prompt
+
+    def read(job):
+        split, files, language = job
+        parse = functools.partial(_to_question, benchmark=benchmark, make_prompt=make_prompt,
+                                  language=language, **variants if split != 'shots' else {})
+        return parse_rows(read_rows(*files), parse, cfg.on_bad_row)
+
+    wanted = {'test': True, 'shots': cfg.shots > 0, 'validation': cfg.fit_temperature}
+    jobs = [(split, _files_of(benchmark, source, split, language, cfg.data_revision), language)
+            for language in _languages(benchmark, source, task, cfg.languages)
+            for split in wanted if wanted[split]]
+    n_bytes = sum(os.path.getsize(file) for _, files, _ in jobs for file in files)
+    most = min(32, cores() // int(os.environ.get('LOCAL_WORLD_SIZE', 1)))   # every process reads
+    by_split, bad = {split: [] for split in wanted}, []
+    for (split, *_), (items, messages) in zip(jobs, parallel_map(read, jobs, n_bytes > 2e7, most)):
+        by_split[split] += items
+        bad += messages if split != 'validation' else []
+    return by_split, bad
 
 
 def _find(name):

@@ -1,4 +1,4 @@
-"""Select device and dtype, compile, copy results to the host, report versions."""
+"""Select device and dtype, move batches to the device and results back, report versions."""
 
 import contextlib
 import platform
