@@ -45,6 +45,14 @@ def sapo_loss(log_p, ratio, advantage, low, high):
 SURROGATES = {'clip': clipped_loss, 'cispo': cispo_loss, 'sapo': sapo_loss}
 
 
+def bounded_exp(x):
+    """exp(x) and its gradient, at most e^80: the gradient 0 of a clip times infinity would be NaN.
+
+    The ratio of an answer of 100 tokens can pass float32's e^88 after a few updates.
+    """
+    return (x - (x.detach() - 80).clamp(min=0)).exp()
+
+
 def k3(log_p, reference):
     """e^-d - 1 + d with d = log p - log ref: an estimate of KL(policy, reference), never negative.
 
@@ -72,7 +80,7 @@ def policy_loss(log_p, column, answers, tokens, cfg):
         log_ratio = shared(of_answer)
     elif method.ratio == 'answer':
         log_ratio = of_answer[answers.answer[tokens]]
-    ratio = log_ratio.exp()
+    ratio = bounded_exp(log_ratio)
     loss, clipped = SURROGATES[method.surrogate](log_p, ratio, column['advantage'], cfg.clip, high)
     if method.ratio == 'answer':
         loss = loss / answers.counts[answers.answer[tokens]]
@@ -82,7 +90,7 @@ def policy_loss(log_p, column, answers, tokens, cfg):
         # the gradient of KL(policy, reference) of whole answers is E[log(p / ref) dlog p]: a token
         # also decides what the KL of later ones will be
         kl = answers.sums((log_p - column['reference']).detach(), tokens)
-        loss = loss + cfg.kl_coef * shared(of_answer.exp() * kl)
+        loss = loss + cfg.kl_coef * shared(bounded_exp(of_answer) * kl)
     return loss, ratio.detach(), clipped
 
 

@@ -88,14 +88,20 @@ def log_score(task, prompt, answer, row):
     return (math.log(q) - worst) / (best - worst) + 0.25 * correct
 
 
+def threshold(row):
+    """Return the number `threshold` of a row, from 0 to below 1; 0.5 if it has none or null."""
+    t = 0.5 if row.get('threshold') is None else row['threshold']
+    if type(t) not in (int, float) or not 0 <= t < 1:
+        raise DataError(f'"threshold" must be a number from 0 to below 1, got {t!r:.60}')
+    return t
+
+
 def abstain(task, prompt, answer, row):
     """1 if correct, 0 for "I don't know", else -t / (1 - t): answer if you are right more than t.
 
     t is the number `threshold` of the row, by default 0.5. Wu 2025 (2512.19920).
     """
-    t = row.get('threshold', 0.5)
-    if type(t) not in (int, float) or not 0 <= t < 1:
-        raise DataError(f'"threshold" must be a number from 0 to below 1, got {t!r:.60}')
+    t = threshold(row)
     if re.search(r"\bI (?:do not|don['’]t) know\b", final_answer(answer) or '', re.IGNORECASE):
         return 0.0
     return 1.0 if exact(task, prompt, answer, row) else -t / (1 - t)
@@ -116,6 +122,13 @@ REWARDS = {f.__name__: f for f in (exact, rlcr, log_score, abstain, abstain_stat
 STATED = 'rlcr', 'log_score', 'abstain_stated'      # they grade a text between <answer> tags
 
 
+def check_row(kind, task, row):
+    """Raise DataError for a row that the reward `kind` of a task cannot use."""
+    references(task, row)
+    if kind == 'abstain':
+        threshold(row)
+
+
 def load_reward(name, device, dtype, template):
     """Return the FunctionReward or the ModelReward of `name`; raises ConfigError.
 
@@ -132,7 +145,8 @@ def load_reward(name, device, dtype, template):
             raise ConfigError(f'reward = {name!r}: {kind} grades a text between <answer> tags, '
                               f'not a program; take exact:{name.partition(":")[2]}, with '
                               f'--run_code')
-        return FunctionReward(name, partial(REWARDS[kind], task), name, partial(references, task))
+        return FunctionReward(name, partial(REWARDS[kind], task), name,
+                              partial(check_row, kind, task))
     if path.suffix != '.py' or not path.is_file():
         raise ConfigError(f'reward = {name!r}, where there is no file or reward model; wanted '
                           f'{" or ".join(REWARDS)} of a task ({", ".join(WRITTEN_TASKS)}) as in '

@@ -267,7 +267,7 @@ def _to_question(row, place, number, *, benchmark, make_prompt, language='', n_o
         require_text(value, f'the {name}')
     if group_by and not isinstance(fields.get(group_by), (str, int, float)):
         raise DataError(f'group_by = {group_by!r}: the row has no text or number of that name; its '
-                        f'fields are {", ".join(map(str, fields))}')
+                        f'fields are {", ".join(map(str, fields)) or "columns without names"}')
     item, orders = Item(text, choices, subject, language, row), {}
     prompt, n_options = make_prompt(item), len(choices)
     for shift in range(1, min(n_orders, n_options)):

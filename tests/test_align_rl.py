@@ -159,17 +159,17 @@ def test_loss_and_gradients_are_those_of_plain_loops(base, method, kl, entropy_c
                 now, _ = plain_log_probs(model, run.sequences[i][0].tolist(), answer.tokens)
             noise = torch.from_numpy(rng.normal(size=(2, len(now)))) + 0.3 * rng.normal()
             old[i, k], reference[i, k] = now + 0.4 * noise
+            if kl == 'none' and advantages[i, k] > 0:
+                old[i, k][0] -= 100     # float32 cannot hold the ratio
     step = expect_step(model, plain_loss(model, run, cfg, answers, advantages, old, reference))
     for micro_rows, memory, pack_len in ((1, None, 80), (9, 0, 160)):
         case = replace(cfg, micro_rows=micro_rows, loss_memory=memory, pack_len=pack_len)
         monkeypatch.setattr(train.Run, 'row_multiple', 7)       # some rows are padding
         packed = rollouts.pack(replace(run, cfg=case), range(4), answers, rewards, 0)
-        where = [*map(tuple, packed.where)]
-        packed.old, packed.reference = (np.concatenate([x[w] for w in where])
+        packed.old, packed.reference = (np.concatenate([x[*w] for w in packed.where])
                                         for x in (old, reference))
         values = step(packed, case, policy_objective)
-        assert method == 'sapo' or 0.1 < values['clip_fraction'] < 0.9
-        assert values['ratio'] != 1
+        assert (method == 'sapo' or 0.1 < values['clip_fraction'] < 0.9) and values['ratio'] != 1
 
 
 @pytest.mark.parametrize('kind', CORRECTIONS)
@@ -536,8 +536,6 @@ def test_rewards_of_a_confidence_are_highest_at_the_accuracy_and_those_of_abstai
                       row | {'threshold': t}) for t in ((np.arange(10000) + 0.5) / 10000).tolist()]
     assert np.mean(paid) == pytest.approx(
         reward_of('abstain_stated:gsm8k', RATED.format(4, 0.8), row), abs=1e-3)
-    with pytest.raises(DataError, match='"threshold" must be a number from 0 to below 1, got 1'):
-        reward_of('abstain:gsm8k', '#### 4', row | {'threshold': 1})
 
 
 @pytest.mark.parametrize('row', [
@@ -638,9 +636,11 @@ def test_a_row_without_the_answer_of_the_reward_is_found_before_training(base, t
         run_of(cfg)
     run, _ = run_of(replace(cfg, on_bad_row='skip', batch_size=1))
     assert len(run.sequences) == 1
-    write_rows(Path(cfg.data), [{'question': 'Why?', 'answer': 3}])
-    with pytest.raises(DataError, match='prompts.jsonl:1: a reference answer is not text but int'):
-        run_of(replace(cfg, reward='exact:qa'))
+    for row, message in (({'answer': 3}, 'a reference answer is not text but int'),
+                         ({'answer': 'x', 'threshold': 1}, '"threshold" must be a .* got 1')):
+        write_rows(Path(cfg.data), [{'question': 'Why?'} | row])
+        with pytest.raises(DataError, match=f'prompts.jsonl:1: {message}'):
+            run_of(replace(cfg, reward='abstain'))
 
 
 def test_an_unknown_reward_is_refused_and_an_edited_one_is_another_run(base, tmp_path):
