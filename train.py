@@ -548,29 +548,29 @@ def optimize(run):
     save_files = functools.partial(trained.save_weights, cfg, model, optimizer, run.base, run.files)
     until = min(run.steps, 2) if cfg.dry_run else run.steps
     with StepLog(run, first, until) as log, resume.StopSignals() as stop:
-        for done, (chosen, packed) in enumerate(stage.batches(run, first, until), first + 1):
-            lr = learning_rate(done - 1, run.steps, cfg)
+        for step, (chosen, packed) in enumerate(stage.batches(run, first, until), first + 1):
+            lr = learning_rate(step - 1, run.steps, cfg)
             for group in optimizer.param_groups:
                 group['lr'] = lr
             log.begin()
-            log.end(done, lr, chosen, packed,
+            log.end(step, lr, chosen, packed,
                     stage.step(model, optimizer, packed, cfg, run.device, objective))
-            epoch, rest = divmod(done * cfg.batch_size, len(run.training))
+            epoch, rest = divmod(step * cfg.batch_size, len(run.training))
             epoch_ends = cfg.checkpoint_epochs and rest < cfg.batch_size    # within this step
             signalled = max(gather(stop.number))
-            save = cfg.save_every and done % cfg.save_every == 0
-            if done == until or done % cfg.val_every == 0 or epoch_ends or save or signalled:
+            save = cfg.save_every and step % cfg.save_every == 0
+            if step == until or step % cfg.val_every == 0 or epoch_ends or save or signalled:
                 log.read()      # a loss that is not finite must not be saved
-            if cfg.dry_run or done == until:
+            if cfg.dry_run or step == until:
                 continue
             if epoch_ends:
                 save_files(f'epoch-{epoch}')
                 if rank() == 0:
                     card.write(out_dir / f'epoch-{epoch}')
             if save or signalled:
-                resume.save_checkpoint(out_dir, done, named, optimizer, facts)
+                resume.save_checkpoint(out_dir, step, named, optimizer, facts)
             if signalled:
-                raise Stopped(signalled, f'after step {done}')
+                raise Stopped(signalled, f'after step {step}')
         signalled = max(gather(stop.number))        # during the last step
     print(f'peak memory {peak_memory(run.device):.2f} GiB')
     with resume.StopSignals() as stop:      # without the final weights, all steps would be lost

@@ -16,7 +16,7 @@ def write_evaluation(results, earlier, samples, tasks, cfg, identity, versions, 
     results: {task: result without metrics}, which are added in place; earlier: {task: result} of
     results.json; tasks: {task: its Task}; identity: hashes of the model, the tokenizer and the code
     """
-    kept = {}
+    remaining = {}
     for task, result in earlier.items():
         parent = task.partition('.')[0]
         if task not in results and parent in results and 'answers' in result and (
@@ -24,8 +24,8 @@ def write_evaluation(results, earlier, samples, tasks, cfg, identity, versions, 
             print(f'{task}: left out, since the answers to {parent} have changed; evaluate it '
                   f'again')
         elif task not in results:
-            kept[task] = result
-    earlier = measure_again(kept, samples)
+            remaining[task] = result
+    earlier = measure_again(remaining, samples)
     for task, result in results.items():
         rows, written = samples[task], tasks[task.partition('.')[0]].is_written
         fits = saved_fits(cfg, task)
