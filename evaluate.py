@@ -36,17 +36,18 @@ from pathlib import Path
 import numpy as np
 
 from data.chat import question_frame
-from data.written_answers import WRITTEN_TASKS
+from data.eval_config import EvalConfig, check_eval_config
 from data.probes import INSTRUCTIONS
 from data.show import describe_tasks, show_tasks
 from data.tasks import (TASKS, ContextualTask, JudgeTask, OptionTask, PermutedTask, PIKTask,
                         PTrueTask, TextTask, check_names, mean_over_orders, sample_fields,
                         split_name)
 from data.tokenizer import begins_with_bos, load_model_tokenizer
+from data.trained import trained_template, training_settings
+from data.written_answers import WRITTEN_TASKS
 from results import card, report, samples
 from runtime.config import load_config, require_given
 from runtime.errors import ConfigError, DataError, escape_controls
-from runtime.eval_config import EvalConfig, check_eval_config
 
 USAGE = f"""\
 usage: python evaluate.py --model=FOLDER_OR_HUB_NAME --tasks=TASK[,TASK] [--key=value ...]
@@ -91,8 +92,7 @@ from results.confidence import distractor_normalized, greedy_agreement, judged, 
 from results.evaluation import saved_fits, write_evaluation
 from runtime import adapter, checkpoint, device, ownership, parallel
 from runtime.digests import code_digest
-from runtime.trained import (base_of_adapter, load_ahead, load_model, trained_template,
-                             training_settings)
+from runtime.trained import base_of_adapter, load_ahead, load_model
 
 # Samples depend on these keys, so they must not change within a folder. The tokens of clm depend on
 # the seed too, but each sample has a hash of its prompt.

@@ -58,13 +58,13 @@ if __name__ == '__main__':
 
 from data.instruct import read_prompts
 from data.tokenizer import begins_with_bos, load_model_tokenizer
+from data.trained import trained_template, training_settings
 from decoding.answers import generate, stream
 from decoding.slots import room
 from results.samples import append_line, digest, merge_parts, open_answers, part, to_row
 from runtime import checkpoint, log, ownership, parallel
 from runtime.device import pick_device, pick_dtype
 from runtime.digests import code_digest
-from runtime.trained import trained_template, training_settings
 from scoring import confidences, forward_values, token_log_probs
 
 

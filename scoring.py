@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 import fused_ce
+from data.eval_config import EvalConfig
 from data.packing import Tree, pack_alone, pack_trees, prompt_trees, stack_answers, stack_rows
 from families import t5
 from runtime import adapter, checkpoint, device, log, parallel
 from runtime.errors import CheckpointError
-from runtime.eval_config import EvalConfig
 
 # A batch for a process that shares the weights and has scored all of its trees: it must still take
 # part in the forward passes of the others. One row of padding, of which one token is scored.

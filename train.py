@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from data.chat import TEMPLATES
+from data.eval_config import EvalConfig, check_report_config
 from runtime.config import load_config, require_given, require_range
 from runtime.errors import ConfigError, DataError, Stopped
-from runtime.eval_config import EvalConfig, check_report_config
 
 # A schedule takes the share of the steps after warm-up that are done, 0 to 1, and returns a factor
 # that falls from 1, for `lr`, to 0, for `final_lr * lr`.

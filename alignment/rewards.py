@@ -23,6 +23,7 @@ from alignment.packed_answers import Answers, pack_answers
 from data.chat import encode_answer
 from data.files import require_text
 from data.tokenizer import begins_with_bos, load_model_tokenizer
+from data.trained import training_settings
 from data.written_answers import WRITTEN_TASKS
 from runtime import checkpoint
 from runtime.device import to_device
@@ -30,7 +31,6 @@ from runtime.digests import file_digest, json_digest
 from runtime.errors import CheckpointError, ConfigError, DataError
 from runtime.ownership import note_inputs
 from runtime.thinking import final_answer
-from runtime.trained import training_settings
 
 # ---- Rewards -------------------------------------------------------------------------------------
 

@@ -1,11 +1,10 @@
-"""The folder of a trained model: the files that a run writes there, and what they say of it."""
+"""The folder of a trained model: the files that a run writes there, and how they are loaded."""
 
 import functools
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 import torch
 
@@ -13,8 +12,6 @@ from model import CausalLM
 from runtime import adapter, checkpoint, parallel, resume
 from runtime.config import run_folder, run_settings
 from runtime.errors import ConfigError, TrainingError
-from runtime.eval_config import EvalConfig
-from runtime.json_rules import check_values
 
 
 # Writing: `cfg` is a TrainConfig, `base` the folder of its model
@@ -66,38 +63,14 @@ def save_weights(cfg, model, optimizer, base, more, below='.'):
 
 # Reading
 
-# the settings of a run that decide how its model is used, with their values as in check_values
-SETTINGS = {'template': [name for name in get_args(get_type_hints(EvalConfig)['chat'])
-                         if name not in ('none', 'trained')],
-            'data_kind': [str], 'add_bos': [bool, None], 'revision': [str, None]}
-
-
-def training_settings(folder):
-    """Return the settings of the run that trained the model in `folder`; {} without a run."""
-    folder = run_folder(Path(folder).resolve())
-    settings = run_settings(folder)
-    check_values(settings, SETTINGS, folder / 'train_config.py')
-    return settings
-
-
-def trained_template(folder):
-    """Return the chat template of the run that trained the model in `folder`, or ConfigError."""
-    settings = training_settings(folder)
-    if settings.get('data_kind') != 'instruct' or 'template' not in settings:
-        raise ConfigError(f'chat = trained, but {folder} was not trained here on conversations; '
-                          f'name the template, for example --chat=tulu, or use plain text: '
-                          f'--chat=none in evaluate.py, --raw in sample.py and generate.py')
-    return settings['template']
-
-
 def base_of_adapter(folder):
     """Return the base model's folder of the adapters in `folder`/adapter, which need dropout."""
     settings = adapter.read_adapter(folder)
     if not settings.get('lora_dropout'):
         raise ConfigError(f'dropout_seed: {folder} was trained with lora_dropout = 0, so nothing '
                           f'would be dropped; leave out --dropout_seed')
-    base = checkpoint.fetch(settings['base_model_name_or_path'],
-                            training_settings(folder).get('revision'))
+    run = run_settings(run_folder(Path(folder).resolve()))
+    base = checkpoint.fetch(settings['base_model_name_or_path'], run.get('revision'))
     config = checkpoint.read_config(base)
     checkpoint.check_weights(base, config)
     with torch.device('meta'):      # fail on adapters of another model before anything is scored

@@ -20,12 +20,12 @@ from safetensors.torch import load_file, save_file
 
 import model as models
 import train
+from data.eval_config import EvalConfig
 from runtime import checkpoint
 from runtime.config import load_config
 from runtime.config_json import config_from_hf
 from runtime.config_keys import ARCHITECTURES as ARCHITECTURE_OF
 from runtime.errors import ConfigError
-from runtime.eval_config import EvalConfig
 
 HERE = Path(__file__).parent.parent     # the repository
 

@@ -20,12 +20,12 @@ import demo
 import evaluate
 import sample
 import train
+from data.trained import trained_template, training_settings
 from results import compare
 from runtime import cli
 from runtime.config import dump_config, load_config, read_assignments, require_range
 from runtime.errors import CheckpointError, ConfigError, DataError, ProcessError
 from runtime.processes import forked_pool
-from runtime.trained import trained_template, training_settings
 
 
 def test_the_command_line_overrides_the_config_file(tmp_path):
@@ -52,7 +52,7 @@ def test_the_command_line_overrides_the_config_file(tmp_path):
     ('lr = 1\nepochs = 2\nlr = 2', '', 'experiment.py:3: lr is already set at {}/experiment.py:1'),
     ('lr = 1e999', '', 'lr is inf, of type float; wanted a finite number'),
     ('lr = 1', '--eval=mmlu', '--eval.KEY=VALUE sets one key'),
-    ('eval = 5', '', 'experiment.py:1: eval is 5, of type int; wanted runtime.eval_config.'
+    ('eval = 5', '', 'experiment.py:1: eval is 5, of type int; wanted data.eval_config.'
      'EvalConfig | None, as a dict of its keys; --eval.KEY=VALUE sets one key'),
     ('shape = {"a": 8}', '--shape.a.x=1', 'a has no keys of its own'),
     ('', '--data=a\udcff.jsonl', "'--data=a\\udcff.jsonl' is not valid Unicode; rename the file"),

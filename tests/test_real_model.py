@@ -20,12 +20,12 @@ from common import (SHARED, by_transformers, logits_of, named, needs_files, off,
 
 import evaluate
 import train
+from data.eval_config import EvalConfig
 from data.packing import pack
 from data.tokenizer import load_tokenizer
 from decoding.sampling import Sampling
 from generate import generate
 from runtime import checkpoint
-from runtime.eval_config import EvalConfig
 
 FOLDER = Path(os.environ.get('NANOCAL_REAL_MODEL', ''))
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(

@@ -21,6 +21,7 @@ import evaluate
 import metrics
 import train
 from data import packing
+from data.trained import trained_template
 from runtime import checkpoint, log, parallel, resume, trained
 from runtime.config import load_config
 from runtime.device import pick_device
@@ -175,7 +176,7 @@ def test_a_report_in_the_chat_template(settings_file, tmp_path):
     for place in ('.', 'before'):       # the base model is asked in the same way
         result = json.loads((tmp_path / place / 'results.json').read_text())['tasks']['questions']
         assert result['chat'] == 'tulu' and result['pooled']['n'] == 8
-    assert trained.trained_template(tmp_path) == 'tulu'
+    assert trained_template(tmp_path) == 'tulu'
     for option, message in (('--data_kind=text', 'needs data_kind = .instruct'), (
             '--eval.dropout_seed=2', 'eval: dropout_seed needs the adapters that a run')):
         with pytest.raises(ConfigError, match=message):

@@ -18,13 +18,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from research.bench.common import (DEVICE, Options, Script, Shape, attempt, free_memory, load,
                                    method_table, now, peak_gib, reset_peak_memory, run_command,
                                    save_model)
+from data.eval_config import EvalConfig
 from data.files import read_rows
+from data.tokenizer import begins_with_bos, load_model_tokenizer
 from data.written_answers import WRITTEN_TASKS
 from evaluate import load_tasks
-from data.tokenizer import begins_with_bos, load_model_tokenizer
 from runtime import checkpoint
 from runtime.errors import ConfigError
-from runtime.eval_config import EvalConfig
 
 
 @dataclass

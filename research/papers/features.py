@@ -22,6 +22,7 @@ from data.instruct import PATTERNS, first_turns
 from data.messages import to_messages
 from data.packing import Tree
 from data.tokenizer import begins_with_bos, load_model_tokenizer
+from data.trained import training_settings
 from research.common import write_csv
 from results import plots
 from results.tables import aligned, markdown
@@ -30,7 +31,6 @@ from runtime.config import load_config, require_range
 from runtime.device import pick_device, pick_dtype
 from runtime.errors import ConfigError, DataError
 from runtime.ownership import claim, lock, write_text
-from runtime.trained import training_settings
 from scoring import score, token_states
 
 

@@ -1,12 +1,10 @@
-"""The settings of evaluate.py, which train.py takes as `eval`. This file does not import torch.
-
-`chat` repeats the names of TEMPLATES in data/chat.py, because runtime/ imports nothing of data/.
-"""
+"""The settings of evaluate.py, which train.py takes as `eval`. This file does not import torch."""
 
 import math
 from dataclasses import dataclass
 from typing import Literal
 
+from data.chat import TEMPLATES
 from runtime.config import require_given, require_range
 from runtime.errors import ConfigError
 
@@ -37,8 +35,7 @@ class EvalConfig:
     permute: int | None = None                # also ask in this many orders of the options
     contextual: bool = False                  # also divide by probabilities without a question
     # chat template of the prompt; trained: that of the model's train.py run; none: plain text
-    chat: Literal['none', 'trained', 'tulu', 'olmo2', 'llama3', 'gemma', 'mistral', 'tekken',
-                  'chatml', 'cohere', 'granite', 'phi3', 'phi4', 'phi4_mini', 'alpaca'] = 'none'
+    chat: Literal['none', 'trained', *TEMPLATES] = 'none'
     instruct: bool = False                    # clm and facts: begin with the paper's instruction
     show: int = 0                             # print this many prompts per task instead of scoring
     limit: int | None = None                  # questions per language, over all subjects; None: all
