@@ -471,7 +471,10 @@ class CausalLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return capped logits [..., V] in float32: large, so for tests and single positions."""
-        z = float32_linear(hidden, self.head)
+        return self.cap(float32_linear(hidden, self.head))
+
+    def cap(self, z: Tensor) -> Tensor:
+        """Return logits, float32 of any shape, with the softcap of the model if it has one."""
         return self.softcap * torch.tanh(z / self.softcap) if self.softcap else z
 
     def rewards(self, hidden: Tensor) -> Tensor:

@@ -128,9 +128,8 @@ def tokenized_brier(levels, text=0.0):
             level = (targets[at][:, None] == ids).int().argmax(1)
             device = model.head.device
             hidden = model(*inputs)
-            logits = (hidden[at[0].to(device), at[1].to(device)] @ model.head.T).float()
-            if model.softcap:
-                logits = model.softcap * torch.tanh(logits / model.softcap)
+            states = hidden[at[0].to(device), at[1].to(device)]
+            logits = model.cap((states @ model.head.T).float())
             z = logits[:, ids.to(device)]
             q, correct = z.softmax(-1), labels[level].to(device)
             loss = (q * (c.to(device) - correct[:, None]).square()).sum() / n

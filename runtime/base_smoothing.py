@@ -55,5 +55,4 @@ def top_tokens(model, inputs, at):
 
 def logits_at(model, h: Tensor, ids: Tensor) -> Tensor:
     """Return the logits [n, k], float32, of the tokens `ids` [n, k] after the states `h` [n, D]."""
-    z = torch.bmm(model.head[ids].to(h.dtype), h[:, :, None])[:, :, 0].float()
-    return model.softcap * torch.tanh(z / model.softcap) if model.softcap else z
+    return model.cap(torch.bmm(model.head[ids].to(h.dtype), h[:, :, None])[:, :, 0].float())
