@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 
 from data.chat import encode_prompt
-from data.files import fetch, parsed, read_rows, require_text, without_bad
+from data.files import fetch_training, parsed, read_rows, require_text, without_bad
 from data.messages import read_turns, to_messages, with_context, without_nulls
 from data.preferences import PREFERENCE_PATTERNS
 from data.written_answers import WRITTEN_TASKS
@@ -79,7 +79,7 @@ def load_prompts(source, tokenizer, reward, *, template, max_length, add_bos, in
             reward.check(row)
         return row, messages, *encode_prompt(messages, tokenizer, template, add_bos)
 
-    rows, bad = read_rows(*fetch(source, PROMPT_PATTERNS, revision)), []
+    rows, bad = read_rows(*fetch_training(source, PROMPT_PATTERNS, revision)), []
     encoded = list(without_bad((parsed(place, row, encode) for place, row in rows), on_bad_row,
                                bad))
     if bad:

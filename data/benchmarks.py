@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from data import prompts
-from data.files import has_fields, one_of, require_fields, require_text, text_digest
+from data.files import has_fields, one_of, require_fields, require_text, text_digest, with_passage
 from data.prompts import LETTERS, WORDING
 from runtime.errors import DataError
 
@@ -33,6 +33,7 @@ class Row(NamedTuple):
 
 # the names of the columns of choices, in files with one column per choice
 COLUMNS = ([f'option_{c}' for c in LETTERS.lower()],    # Global-MMLU
+           [f'option {c}' for c in LETTERS.lower()],    # tables
            [f'option_{i}' for i in range(26)],          # MMLU-ProX
            [f'choice{i}' for i in range(26)],           # copies of MMLU
            list(LETTERS), list(LETTERS.lower()))        # CMMLU, with a header
@@ -64,11 +65,11 @@ def generic_row(row, pads=False):
                         f'{index}; keep one of them')
     name, options = _choices(row)
     if name == 'choices' or not isinstance(options, list):
-        return Row(question, options, answer)
+        return Row(with_passage(row, question), options, answer)
     pads = pads or 'cot_content' in row or options.count('N/A') > 1
     present = {letter: option for letter, option in zip(LETTERS, options)
                if option is not None and not (pads and option == 'N/A')}
-    return Row(question, list(present.values()), answer, list(present))
+    return Row(with_passage(row, question), list(present.values()), answer, list(present))
 
 
 def _choices(row):
@@ -79,17 +80,13 @@ def _choices(row):
     lists = {'choices': row.get('choices')}
     for names in COLUMNS:
         if row.get(names[0]) is not None:
-            lists[names[0]] = [row.get(name) for name in names]
+            cells = [row.get(name) for name in names]       # an absent one is '' in a table, or NaN
+            lists[names[0]] = [cell if cell == cell and cell != '' else None for cell in cells]
     lists['options'] = row.get('options')
-
-    given = [name for name, choices in lists.items() if choices is not None]
-    for name in given[1:]:
-        one, other = ([choice for choice in lists[field] if choice not in (None, 'N/A')]
-                      for field in (given[0], name))
-        if one != other:
-            raise DataError(f'"{given[0]}" and "{name}" of the row differ: {one!r:.60} and '
-                            f'{other!r:.60}; keep one of them')
-    return (given[0], lists[given[0]]) if given else (None, None)
+    present = {name: [choice for choice in choices if choice not in (None, 'N/A')]
+               if isinstance(choices, list) else choices for name, choices in lists.items()}
+    one_of(present, *present)
+    return next(((name, x) for name, x in lists.items() if x is not None), (None, None))
 
 
 padded_row = functools.partial(generic_row, pads=True)      # MMLU-Pro and MMLU-ProX
@@ -265,10 +262,10 @@ BENCHMARKS = {
                        languages=tuple(sorted(WORDING['xcopa'])), subject='causes and effects'),
 }
 # any file or folder of {question, choices, answer[, subject, language, id]}
-GENERIC = Benchmark('', ('test.jsonl*', '*.jsonl', '*.jsonl.gz', '*.parquet', '*.csv', 'task.json',
-                         '*.json'),
-                    ('dev.jsonl*', 'dev*.parquet', '*_dev.csv'), generic_row,
-                    prompts.harness_generic, ('validation.jsonl*',))
+GENERIC = Benchmark('', ('test.jsonl*', 'test-*.parquet', 'test.csv', 'data/test-*.parquet',
+                         '*.jsonl', '*.jsonl.gz', '*.parquet', '*.csv', 'task.json', '*.json'),
+                    ('dev.jsonl*', 'dev*.parquet', '*_dev.csv', 'dev.csv'), generic_row,
+                    prompts.harness_generic, ('validation.jsonl*', '*validation-*.parquet'))
 
 # MMLU's four groups of subjects
 CATEGORY = {subject: category for category, subjects in WORDING['mmlu_categories'].items()

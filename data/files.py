@@ -20,6 +20,10 @@ from runtime.hub import download, is_hub_name
 from runtime.ownership import note_inputs, temporary
 
 
+# names of hidden files, and of what the library datasets writes beside rows
+NO_DATA = re.compile(r'\.|(dataset_(infos?|dict)|state)\.json$')
+
+
 def fetch(source, patterns, revision=None):
     """Return the files of a dataset, a sorted list of paths; raises DataError.
 
@@ -48,15 +52,31 @@ def fetch(source, patterns, revision=None):
     if not os.access(path, os.R_OK | os.X_OK):      # `glob` would find nothing
         raise DataError(f'cannot read the folder {source}: Permission denied')
     for i, pattern in enumerate(patterns):
-        files = sorted(p for p in path.glob(pattern) if p.is_file())
+        files = sorted(p for p in path.glob(pattern) if p.is_file() and not NO_DATA.match(p.name))
         if files:
             note_inputs(*files)
+            n_parts = re.search(r'-of-(\d+)\b', files[-1].name)
+            if n_parts and len(files) < int(n_parts[1]):
+                print(f'{source}: only {len(files)} of {int(n_parts[1])} files {pattern} are there')
             beside = {p for later in patterns[i + 1:] if '/' not in later for p in path.glob(later)}
-            if unread := sorted(p.name for p in beside if p.suffix != files[0].suffix):
+            if unread := sorted(p.name for p in beside if p.suffix != files[0].suffix
+                                and not NO_DATA.match(p.name)):
                 print(f'{source}: {pattern} is read, and not {", ".join(unread[:3])}'
                       + ', ...' * (len(unread) > 3) + '; to read all, write them in one format')
             return files
-    raise DataError(f'{source} holds nothing that matches {" or ".join(patterns)}')
+    folders = sorted(p.name for p in path.iterdir() if p.is_dir() and not p.name.startswith('.'))
+    raise DataError(f'{source} holds nothing that matches {" or ".join(patterns)}'
+                    + (f'; name one of its folders {", ".join(folders)}' if folders else ''))
+
+
+def fetch_training(source, patterns, revision=None):
+    """Return the files of `fetch` but those that are named as a test or validation split."""
+    files = fetch(source, patterns, revision)
+    held_out = re.compile(r'(.*[-_.])?(test|dev|eval|val|valid|validation)([-_]\d[^.]*)?\.')
+    chosen = [file for file in files if not held_out.match(file.name)] or files
+    if others := [file.name for file in files if file not in chosen]:
+        print(f'{source}: {", ".join(others)} not read, as held out; name a file to train on it')
+    return chosen
 
 
 @contextlib.contextmanager
@@ -71,7 +91,7 @@ def writing(path):
 # ---- Rows of files -------------------------------------------------------------------------------
 
 def read_rows(*paths):
-    """Yield (place, row) from .json, .jsonl, .csv, .tsv, .parquet or .txt files, also with .gz.
+    """Yield (place, row) of files of READERS, such as a.jsonl or a.csv, also with .gz.
 
     `place` is 'file:line', or 'file: row n' for parquet and JSON lists; both count from 1. A row is
     a dict; a .txt file is one row, {'text': its content}. The first row of a .csv or .tsv file
@@ -90,10 +110,12 @@ def read_rows(*paths):
                             f'these with .gz')
         try:
             with (gzip.open if path.suffix == '.gz' else open)(path, 'rb') as file:
-                if (start := file.read(3)) != codecs.BOM_UTF8:
-                    file.seek(0)
+                start = file.read(24)
+                file.seek(3 if start.startswith(codecs.BOM_UTF8) else 0)
                 if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                     raise DataError(f'{path} is UTF-16; save it as UTF-8')
+                if start.startswith(b'version https://git-lfs'):
+                    raise DataError(f'{path} is a pointer of Git LFS; get the file by git lfs pull')
                 yield from READERS[kind](path, file)
         except DataError:
             raise
@@ -139,14 +161,18 @@ def _json_rows(path, file):
 
 
 def _csv_rows(path, file, delimiter=','):
+    csv.field_size_limit(2 ** 31 - 1)
     lines = (_decode(raw, path, number) for number, raw in enumerate(file, 1))
-    reader, header = csv.reader(lines, delimiter=delimiter), None
+    first = next(lines, '')
+    # where numbers have decimal commas
+    delimiter = ';' if ';' in first and not {',', '\t'} & {*first} else delimiter
+    reader, header = csv.reader(itertools.chain([first], lines), delimiter=delimiter), None
     try:
         for row in filter(None, reader):  # no blank lines
             place = f'{path}:{reader.line_num}'
             if header is None:
                 header = [name.strip().lower() for name in row]
-                if (delimiter == '\t' or {'question', 'answer'} <= set(header)
+                if (delimiter != ',' or {'question', 'answer'} <= set(header)
                         or not re.fullmatch('[A-Z]|[0-9]+', row[-1].strip())):
                     if twice := [name for name in header if header.count(name) > 1]:
                         raise DataError(f'{place}: the header names {twice[0]!r} twice')
@@ -166,11 +192,13 @@ def _txt_rows(path, file):
 
 def _parquet_rows(path, file):
     import pyarrow.parquet
-    table = pyarrow.parquet.ParquetFile(file)
-    rows = (cells for batch in table.iter_batches() for cells in zip(*batch.columns, strict=True))
+    batches = (pyarrow.ipc.open_stream(file) if path.suffix == '.arrow' else    # of save_to_disk
+               pyarrow.parquet.ParquetFile(file).iter_batches())
+    rows = (zip(batch.schema.names, cells) for batch in batches
+            for cells in zip(*batch.columns, strict=True))
     for number, cells in enumerate(rows, 1):
         place = f'{path}: row {number}'
-        yield place, parsed(place, zip(table.schema_arrow.names, cells), lambda cells: {
+        yield place, parsed(place, cells, lambda cells: {
             name: _value(cell) for name, cell in cells})
 
 
@@ -186,7 +214,7 @@ def _value(cell):
 
 READERS = {'.jsonl': _jsonl_rows, '.json': _json_rows, '.csv': _csv_rows,
            '.tsv': functools.partial(_csv_rows, delimiter='\t'), '.txt': _txt_rows,
-           '.parquet': _parquet_rows}
+           '.parquet': _parquet_rows, '.arrow': _parquet_rows, '.ndjson': _jsonl_rows}
 
 
 def _decode(raw, path, line=1):
@@ -228,7 +256,8 @@ def _object(pairs):
 def require_fields(row):
     """Return `row` if it is a dict; raise a DataError for another."""
     if not isinstance(row, dict):
-        raise DataError(f'a row must be an object with named fields, not {type(row).__name__}')
+        raise DataError(f'a row must be an object with named fields, which the first line of a '
+                        f'table names, not {type(row).__name__}')
     return row
 
 
@@ -248,6 +277,14 @@ def one_of(row, *names):
             raise DataError(f'"{given[0]}" and "{name}" of the row differ: {row[given[0]]!r:.60} '
                             f'and {row[name]!r:.60}; keep one of them')
     return row[given[0]] if given else None
+
+
+def with_passage(row, question):
+    """Return a question after the passage that a row has beside it, as in RACE and SQuAD."""
+    for name in ('passage', 'article', 'context'):
+        if question and row.get(name) and row[name] == row[name] and row[name] not in question:
+            question = f'{require_text(row[name], f"the {name}")}\n{question}'
+    return question
 
 
 def require_text(value, what):

@@ -6,14 +6,16 @@ import math
 
 from data.cache import tokenize_once
 from data.chat import encode_conversation, encode_prompt, supervision
-from data.files import fetch, has_fields, parsed, read_rows, require_fields, require_text
+from data.files import fetch_training, has_fields, parsed, read_rows, require_fields, require_text
 from data.messages import dialogue, read_turns, to_messages, with_context, without_nulls
 from runtime.errors import DataError
 
 # patterns of the files; the first one with a match is used
 PATTERNS = ('data/train-*.parquet', '*train*.parquet', '*.parquet', '*train*.jsonl*', '*.jsonl',
-            '*.jsonl.gz', '*.json', '*.json.gz')
-TEXT_PATTERNS = ('data/train-*.parquet', '*.parquet', '*.jsonl', '*.jsonl.gz', '*.txt', '*.txt.gz')
+            '*.jsonl.gz', '*.json', '*.json.gz', 'data-*.arrow', 'train/data-*.arrow',
+            '*train*.csv', '*.csv', '*.tsv')
+TEXT_PATTERNS = ('data/train-*.parquet', '*.parquet', '*.jsonl', '*.jsonl.gz', '*.txt', '*.txt.gz',
+                 'data-*.arrow', 'train/data-*.arrow')
 
 
 def first_turns(rows, answers='best'):
@@ -56,7 +58,7 @@ def load_conversations(source, tokenizer, *, template, max_length, add_bos, revi
     answers: see `first_turns`; train_on_inputs: supervise every token but BOS; options: of
     `tokenize_once`
     """
-    files = fetch(source, PATTERNS, revision)
+    files = fetch_training(source, PATTERNS, revision)
 
     def encode(row, place):
         messages = to_messages(row)
@@ -97,7 +99,7 @@ def load_text(source, tokenizer, *, max_length, add_bos, revision=None, **option
     EOS ends each document. A document longer than max_length tokens becomes several sequences that
     each begin with BOS. A last sequence of EOS alone is dropped. options: of `tokenize_once`
     """
-    files = fetch(source, TEXT_PATTERNS, revision)
+    files = fetch_training(source, TEXT_PATTERNS, revision)
     bos = [tokenizer.bos_id] if add_bos else []
     step = max_length - len(bos)
 
@@ -133,8 +135,8 @@ def read_prompts(path, tokenizer, template, add_bos):
             raise DataError(f'the id {id!r} is neither text nor a whole number')
         if places.setdefault(id, place) != place:
             raise DataError(f'the id {id!r} is already at {places[id]}')
-        messages = with_context(given, read_turns(given['messages'], '"messages"') if 'messages' in
-                                given else dialogue(require_text(given['prompt'], 'the prompt')))
+        name = 'messages' if 'messages' in given else 'prompt'
+        messages = with_context(given, read_turns(given[name], f'"{name}"', 'user'))
         if (role := messages[-1]['role'] if messages else None) != 'user':
             raise DataError(f"the last message must have the role 'user', not {role!r}")
         if not template and ('messages' in given or len(messages) > 1):

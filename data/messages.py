@@ -8,23 +8,25 @@ that says whether it is trained has 'train': True or False.
 import itertools
 import re
 
-from data.files import has_fields, require_fields, require_text
+from data.files import has_fields, one_of, require_fields, require_text
 from runtime.errors import DataError
 
-ROLE_NAMES = {'human': 'user', 'gpt': 'assistant'}      # ShareGPT's
+ROLE_NAMES = {'human': 'user', 'gpt': 'assistant', 'developer': 'system', 'model': 'assistant'}
+TEXT_PARTS = 'text', 'input_text', 'output_text'    # types of the parts of a content
 SYSTEM = ('system', 'system_prompt', 'system_message', 'system_instruction', 'instructions',
           'developer', 'developer_message')
 HISTORY = 'history', 'chat_history'
 # the question of a row that has no list of turns, and its answer, under further names
-QUESTIONS = 'prompt', 'question', 'query', 'problem'
+QUESTIONS = 'prompt', 'question', 'query', 'problem', 'inputs'
 ANSWERS = 'output', 'completion', 'response'
+SOLUTIONS = 'solution', 'targets', 'answer'     # beside an answer they are its result
 # what a model would have to read, and no template of ours shows
 CONTEXT = ('tools', 'functions', 'documents', 'document', 'context', 'knowledge', 'instruction',
            'input', 'images', 'image', 'videos', 'video', 'audios', 'audio',
            'chat_template_kwargs')
-CONTEXT_OF_TURN = ('tool_calls', 'function_call', 'tools', 'functions', 'reasoning_content',
-                   'reasoning', 'thinking', 'documents', 'context', 'input', 'images', 'image',
-                   'videos', 'video', 'audios', 'audio')
+BESIDE_QUESTION = 'passage', 'article', 'choices', 'options', 'option_a', 'option_0', 'choice0', 'a'
+CONTEXT_OF_TURN = ('tool_calls', 'function_call', 'reasoning_content', 'reasoning', 'thinking',
+                   *CONTEXT)
 TRAIN = 'train', 'training', 'trainable', 'weight', 'loss', 'loss_mask', 'loss_weight'
 NOT_OBEYED = 'train_detail', 'training_detail', 'mask'
 # of a whole row; a 'loss' or a 'mask' there may be anything
@@ -37,64 +39,50 @@ def dialogue(*texts):
 
 
 def to_messages(row):
-    """Return a row in a format of docs/training.md as [{'role', 'content'}, ...]; raises DataError.
-    """
+    """Return a row, see docs/training.md, as [{'role', 'content'}, ...]; raises DataError."""
     row = without_nulls(row)
-    if turns := [read_turns(row[name], f'"{name}"') for name in ('messages', 'conversations')
-                 if name in row]:
-        if turns[0] and turns[-1] and turns[0] != turns[-1]:
-            raise DataError('"messages" and "conversations" differ; keep one of them')
-        return with_context(row, turns[0] or turns[-1])
-    pairs = ('instruction', 'output'), ('prompt', 'completion'), ('prompt', 'response')
-    used = next((pair for pair in pairs if has_fields(row, *pair)), None)
-    if used is None:
+    lists = {name: read_turns(row[name], f'"{name}"') or None
+             for name in ('messages', 'conversations', 'conversation') if name in row}
+    if lists:
+        return with_context(row, one_of(lists, *lists) or [])
+    questions = ('instruction', *QUESTIONS) if 'output' in row else (*QUESTIONS, 'instruction')
+    used = question, answer = [next(filter(row.__contains__, names), None)
+                               for names in (questions, ANSWERS + SOLUTIONS)]
+    if None in used:
         raise DataError(f'fields {", ".join(map(str, row)) or "(none)"}; wanted messages, '
-                        f'conversations, instruction and output, or prompt and completion')
-    question, answer = used
+                        f'conversations, or one of {", ".join(questions)} with one of '
+                        f'{", ".join(ANSWERS + SOLUTIONS)}')
     messages = [to_question(row)] if question == 'instruction' else read_turns(
         row[question], f'the {question}', 'user')
     messages += read_turns(row[answer], f'the {answer}', 'assistant')
-    _require_one_answer(row, answer)
-    used += ('input',) * (question == 'instruction')
+    texts = {}      # of all answers of the row, which must agree
+    for name in (answer, *ANSWERS):
+        for turn in read_turns(row.get(name, ''), f'the {name}', 'assistant')[-1:]:
+            texts[name] = str(turn['content']).strip() or None
+    one_of(texts, *texts)
+    used += ['input'] * (question == 'instruction')
     # many files in Alpaca's format have the whole row a second time, as one text
     copies = (name for name, value in row.items() if isinstance(value, str) and all(
         str(row.get(field, '')) in value for field in used))
     return with_context(row, messages, (*used, *copies))
 
 
-def _require_one_answer(row, used):
-    """Raise a DataError if a row has another answer than that of its field `used`.
-
-    `answer` is none: beside a solution it is the result, in a form of its own.
-    """
-    def last_text(name):
-        value = row.get(name, '')
-        turn = value[-1] if isinstance(value, list) and value else value
-        text = turn.get('content', turn.get('value')) if isinstance(turn, dict) else turn
-        return str(text).strip()
-
-    for name in ANSWERS:
-        text, answer = last_text(name), last_text(used)
-        if text and text != answer:
-            raise DataError(f'"{used}" and "{name}" of the row are two answers that differ: '
-                            f'{answer!r:.60} and {text!r:.60}; keep one of them')
-
-
 def to_question(row):
     """Return the user's message of Alpaca's fields; the template `alpaca` uses its key 'input'."""
     question = {'role': 'user', 'content': require_text(row['instruction'], 'the instruction')}
-    if row.get('input'):
-        question['input'] = require_text(row['input'], 'the input')
-        question['content'] += f'\n\n{row["input"]}'
+    if context := row.get('input') or row.get('context'):   # the second in Dolly
+        question['input'] = require_text(context, 'the input')
+        question['content'] += f'\n\n{context}'
     return question
 
 
 def without_nulls(row):
-    """Return the fields of a row or turn that are not null: parquet gives every row all columns.
+    """Return the fields of a row or turn that are not null, which pandas writes as NaN.
 
-    Raises DataError for a row without fields.
+    Parquet gives every row all columns. Raises DataError for a row without fields.
     """
-    return {name: value for name, value in require_fields(row).items() if value is not None}
+    return {name: value for name, value in require_fields(row).items()
+            if value is not None and value == value}
 
 
 def is_empty(value):
@@ -120,23 +108,29 @@ def read_turns(value, what, speaker=None):
 
 
 def _message(turn):
-    roles = [ROLE_NAMES.get(turn[name], turn[name]) for name in ('role', 'from') if name in turn]
-    texts = [turn[name] for name in ('content', 'value') if name in turn]
-    for names, values in (('role" and "from', roles), ('content" and "value', texts)):
-        if values[1:] and values[0] != values[1]:
-            raise DataError(f'"{names}" of a message differ: {values!r:.120}')
-    message = {'role': roles[0] if roles else None, 'content': texts[0] if texts else None}
+    roles = {name: ROLE_NAMES.get(str(turn[name]), turn[name])
+             for name in ('role', 'from') if name in turn}
+    message = {'role': one_of(roles, 'role', 'from'),
+               'content': _text(one_of(turn, 'content', 'value'))}
     for name in (*CONTEXT_OF_TURN, *NOT_OBEYED):
         if not is_empty(turn.get(name)):
             raise DataError(f'the field "{name}" of a message (role {message["role"]!r}) is not '
                             f'supported; write it into the content, or remove it')
-    train = {name: turn[name] for name in TRAIN if name in turn}
-    for name, value in train.items():
-        if isinstance(value, (str, list, dict)) or value not in (0, 1):
-            raise DataError(f'"{name}" of a message is {value!r:.60}; wanted true, false, 1 or 0')
-    if len({*train.values()}) > 1:
-        raise DataError(f'{" and ".join(train)} of a message contradict each other')
-    return message | ({'train': bool(value)} if train else {})
+    train = one_of(turn, *TRAIN)
+    if isinstance(train, (str, list, dict)) or train not in (0, 1, None):
+        names = ' and '.join(name for name in TRAIN if name in turn)
+        raise DataError(f'"{names}" of a message is {train!r:.60}; wanted true, false, 1 or 0')
+    return message if train is None else message | {'train': bool(train)}
+
+
+def _text(content):
+    """Return a content as text; parts, which must be texts, are joined as chat templates do."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        if not has_fields(part, 'type', 'text') or part['type'] not in TEXT_PARTS:
+            raise DataError(f'only parts of text are supported in a content, not {part!r:.80}')
+    return ''.join(require_text(part['text'], 'a part of a content') for part in content)
 
 
 def with_context(row, messages, used=()):
@@ -154,16 +148,15 @@ def with_context(row, messages, used=()):
     texts = [message['content'] for message in messages
              if message['role'] != 'assistant' and isinstance(message['content'], str)]
     source = f' (read from {", ".join(used)})' if used else ''
-    for name, value in _given(row, CONTEXT + QUESTIONS if used else CONTEXT):
-        if name not in used and not (
-                isinstance(value, str) and any(value.strip() in text for text in texts)):
+    for name, value in _given(row, CONTEXT + QUESTIONS + BESIDE_QUESTION if used else CONTEXT):
+        if name not in used and not all(
+                isinstance(part, str) and any(part.strip() in text for text in texts)
+                for part in (value if isinstance(value, list) else [value])):
             raise DataError(f'the field "{name}" is in no message{source}, so the model would not '
                             f'see it; write it into a message, or remove it')
-    histories = _given(row, HISTORY)
-    if len(histories) > 1 and histories[0][1] != histories[1][1]:
-        raise DataError(f'"{histories[0][0]}" and "{histories[1][0]}" of the row differ; keep one '
-                        f'of them')
-    for name, value in histories:
+    histories = dict(_given(row, HISTORY))
+    one_of(histories, *histories)
+    for name, value in histories.items():
         if isinstance(value, list) and all(     # pairs of question and answer, of LLaMA-Factory
                 isinstance(pair, list) and len(pair) == 2 for pair in value):
             value = dialogue(*itertools.chain(*value))

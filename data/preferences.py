@@ -18,7 +18,7 @@ import numpy as np
 
 from data.cache import tokenize_once
 from data.chat import encode_answer
-from data.files import fetch, has_fields, parsed, require_text
+from data.files import fetch_training, has_fields, parsed, require_text
 from data.instruct import PATTERNS
 from data.messages import dialogue, read_turns, to_question, with_context, without_nulls
 from data.packing import Tree
@@ -98,7 +98,8 @@ def _pair(row):
             raise DataError(f'the last turn of "{side}" is not an answer of the assistant that is '
                             f'trained')
     # scores only tell a tie: they can be those of a judge that did not choose
-    tied = row.get('score_chosen') is not None and row['score_chosen'] == row.get('score_rejected')
+    tied = any(name in row and row[name] == row.get(name.replace('chosen', 'rejected'))
+               for name in ('score_chosen', 'chosen-rating', 'chosen_rating', 'rating_chosen'))
     return before, [chosen[-1]['content'], rejected[-1]['content']], [1, int(tied)]
 
 
@@ -188,7 +189,7 @@ def load_preferences(source, tokenizer, *, template, max_length, pack_len, add_b
     pack_len:   tokens of the prompt with all its answers, which share a row
     options:    those of `tokenize_once`; the other arguments are those of `encode_conversation`
     """
-    files = fetch(source, PREFERENCE_PATTERNS, revision)
+    files = fetch_training(source, PREFERENCE_PATTERNS, revision)
 
     def encode(row, place):
         ranking = to_ranking(row)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from data import code_tasks
 from data.chat import encode_prompt
 from data.files import (draw, fetch, parse_rows, read_rows, require_fields, require_text,
-                        text_digest)
+                        text_digest, with_passage)
 from data.grading import (any_formula, any_number, contains, first_line, formula, gsm8k_number,
                           last_boxed, number, passes, same, short_answer, squad_text,
                           triviaqa_text, whole)
@@ -74,13 +74,15 @@ def triviaqa_row(row):
 def answers_row(row):
     """NQ-open and files of your own: `question`, and `answers` (or `answer`), a list or a text."""
     answers = row['answers'] if 'answers' in row else row['answer']
+    if isinstance(answers, str) and answers.startswith('["'):       # in a cell of a table
+        answers = json.loads(answers)
     answers = answers if isinstance(answers, list) else [answers]
     other = row.get('answer', answers)
     if other is not None and not all(
             text in answers for text in (other if isinstance(other, list) else [other])):
         raise DataError(f'"answer" is not among "answers": {other!r:.60} and {answers!r:.60}; keep '
                         f'one of them')
-    return WrittenRow(row['question'], answers, answers[0] if answers else '',
+    return WrittenRow(with_passage(row, row['question']), answers, answers[0] if answers else '',
                       str(row.get('subject') or ''))
 
 

@@ -76,7 +76,7 @@ def read_predictions(path, cfg):
         yield from samples
     left_out = unstated and f'{len(unstated)} rows state no probability, the first: {unstated[0]}'
     if not first_kinds:
-        raise ValueError(f' {left_out or "no row to score"}')
+        raise ValueError(f' {left_out or "no row to score of the split test"}')
     if unstated:
         print(f'{left_out}; they are left out')
 
@@ -148,9 +148,8 @@ def read_rows(path, cut=False):
                     yield number, json.loads(line.decode('utf-8-sig'))
     except (ValueError, RecursionError) as error:
         if not cut or line.endswith(b'\n'):
-            hint = isinstance(error, UnicodeDecodeError) and (
-                '; files are .csv, .tsv, .parquet or JSON lines in UTF-8')
-            raise ValueError(f'{number}: broken JSON: {error}{hint or ""}') from None
+            raise ValueError(f'{number}: broken JSON: {error}; files are .csv, .tsv, .parquet, '
+                             f'JSON lines or a JSON array, in UTF-8') from None
 
 
 def _open(path):
@@ -164,7 +163,11 @@ def _csv_rows(path):
         with _open(path) as binary, io.TextIOWrapper(binary, 'utf-8-sig', newline='') as file:
             header = file.readline()
             separator = max(',;\t', key=header.count)
-            reader = csv.DictReader(itertools.chain([header], file), delimiter=separator)
+            reader = csv.DictReader(itertools.chain([header], file), delimiter=separator,
+                                    skipinitialspace=True)
+            names = [*filter(None, reader.fieldnames or ())]
+            if len({*names}) < len(names):
+                raise ValueError(f'the header names a column twice: {", ".join(names)}')
             for row in reader:
                 if None in row:
                     n = len(reader.fieldnames)
@@ -188,7 +191,7 @@ def _cell(text):
     for read in (json.loads, *[ast.literal_eval] * text.startswith('[')):
         with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             return read(text)
-    return text
+    return float(text) if re.fullmatch(r'-?\.\d+', text) else text     # as SAS and Stata print 0.5
 
 
 def _parquet_rows(path):
@@ -209,8 +212,8 @@ def _joined(row, number):
     """Return a row with a list `probs` for its columns probs_0, probs_1, ..., or `log_probs`."""
     lists = {}
     for key, value in row.items():
-        if (match := re.fullmatch(r'(probs|log_probs)_(\d+)', key)) and value is not None:
-            lists.setdefault(match[1], {})[int(match[2])] = value
+        if (match := re.fullmatch(r'(prob|log_prob)s?_(\d+)', key)) and value is not None:
+            lists.setdefault(f'{match[1]}s', {})[int(match[2])] = value
     for name, x in lists.items():
         if sorted(x) != [*range(len(x))]:       # `answer` would be the index of another option
             raise ValueError(f'{number}: the columns {name}_k hold numbers for k = '
@@ -374,9 +377,9 @@ def _values(row, norm):
     kinds = *OPTION_KEYS, 'confidence', *SAMPLED_KEYS
     kind = next((x for x in kinds if row.get(x) is not None), 'confidence')
     if kind not in row:
-        raise ValueError(f'neither {", ".join(kinds[:-1])} nor another of these, but the keys '
-                         f'{", ".join(map(str, row))}; --confidence names another column, and '
-                         f'logits may stand in log_probs')
+        raise ValueError(f'neither {", ".join(kinds[:-1])} nor columns probs_0, probs_1, ..., but '
+                         f'the keys {", ".join(map(str, row))}; --confidence names another '
+                         f'column, and logits may stand in log_probs')
     if kind in SAMPLED_KEYS:
         row, kind = row | _sampled(row, row[kind]), 'confidence'
     if kind == 'confidence':
@@ -395,6 +398,8 @@ def _values(row, norm):
         more = {'predicted': str(row['response'])} if 'response' in row else {}
         return kind, outcome(value, correct) | more
     values, label = _numbers(kind, row.get(kind)), row.get('answer', row.get('label'))
+    # beside a null, pandas writes 1.0
+    label = int(label) if isinstance(label, float) and label.is_integer() else label
     if type(label) is not int:
         raise ValueError(f'answer must be the index of the correct option, not {label!r}')
     texts = row.get('options', [])

@@ -104,6 +104,11 @@ def write_rows(path, rows):
         import pyarrow
         import pyarrow.parquet
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == '.arrow':       # what save_to_disk of datasets writes
+        import pyarrow
+        batch = pyarrow.RecordBatch.from_pylist(rows)
+        with pyarrow.ipc.new_stream(path, batch.schema) as stream:
+            stream.write(batch)
     elif path.suffix == '.json':
         path.write_text(json.dumps(rows))
     else:

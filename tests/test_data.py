@@ -3,6 +3,7 @@
 import functools
 import gzip
 import json
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 import numpy as np
@@ -15,6 +16,8 @@ from data import instruct, packing, probes, questions
 from data.files import draw, read_rows
 from data.messages import to_messages
 from data.trees import load_answers, tokenize_questions
+from results.compare import FileConfig
+from results.prediction_files import read_predictions
 from runtime.errors import ConfigError, DataError
 
 SAME = [{'role': 'user', 'content': 'sky?'}, {'role': 'assistant', 'content': 'blue'}]
@@ -25,6 +28,7 @@ SAME = [{'role': 'user', 'content': 'sky?'}, {'role': 'assistant', 'content': 'b
     ('openhermes2_5.json', {'conversations': [{'from': 'human', 'value': 'sky?'},
                                               {'from': 'gpt', 'value': 'blue'}], 'idx': 1}),
     ('data/train-00000-of-00001.parquet', {'id': 'x', 'messages': SAME, 'source': 'y'}),
+    ('train/data-00000-of-00001.arrow', {'messages': SAME}),
     ('chat.jsonl', {'messages': SAME})])
 def test_each_instruction_format_gives_the_same_tokens(tmp_path, tokenizers, name, row):
     write_rows(tmp_path / 'hub' / name, [row] * 3)
@@ -96,7 +100,6 @@ def test_the_first_turns_of_message_trees_are_read(tmp_path, tokenizers, name):
 
 HUMAN, GPT = {'from': 'human', 'value': 'sky?'}, {'from': 'gpt', 'value': 'blue'}
 BRIEF = [{'role': 'system', 'content': 'Be brief.'}, *SAME]
-PAIR = {'prompt': 'sky?', 'completion': 'blue'}
 EARLIER = [{'role': 'user', 'content': 'sea?'}, {'role': 'assistant', 'content': 'green'}]
 
 
@@ -128,16 +131,6 @@ def test_a_row_says_all_of_its_conversation(row, messages):
     assert to_messages(row) == messages
 
 
-@pytest.mark.parametrize('field', [
-    {'tools': '[{"name": "f"}]'}, {'context': 'grass'}, {'instruction': 'Be brief.'},
-    {'history': [['sea?']]}, {'system': ['x']}, {'weight': 0.5}, {'train': False},
-    {'chat_template_kwargs': {'enable_thinking': True}},
-    {'system': 'Be brief.', 'system_prompt': 'Be long.'}])
-def test_context_that_no_template_shows_is_refused_by_name(field):
-    with pytest.raises(DataError, match=f'"{[*field][-1]}"'):
-        to_messages({'messages': SAME} | field)
-
-
 @pytest.mark.parametrize('template, key', [('tulu', 'weight'), ('mistral', 'train')])
 def test_an_answer_that_is_not_trained_has_the_same_tokens_without_loss(tmp_path, tokenizers, key,
                                                                         template):
@@ -152,33 +145,29 @@ def test_an_answer_that_is_not_trained_has_the_same_tokens_without_loss(tmp_path
     assert after_empty == trained
 
 
-@pytest.mark.parametrize('row, message', [
-    ({'messages': SAME[:1]}, 'no answer'),
-    ({'messages': [{'role': 'bot', 'content': 'x'}]}, "role 'bot'"),
-    ({'messages': 'x'}, 'must be a list'), (None, 'a row must be an object .* not NoneType'),
-    ({'messages': [{'role': 'user', 'content': '\ud83d'}]}, 'not valid Unicode'),
-    ({'messages': [SAME[0] | {'weight': 1}, SAME[1]]}, 'a user message is marked as trained'),
-    ({'messages': [SAME[0], SAME[1] | {'weight': 0}]}, 'every assistant message is marked as not'),
-    ({'messages': [*EARLIER, BRIEF[0], *SAME]}, 'must be the first message'),
-    # more than can be obeyed
-    *(({'messages': [SAME[0], SAME[1] | change]}, [*change][-1]) for change in (
-        {'tool_calls': [{'id': 1}]}, {'weight': 0.5}, {'weight': 1, 'train': False},
-        {'from': 'human'})),
-    # an empty answer, single or earlier, would train nothing but its end
-    ({'instruction': 'sky?', 'output': ' '}, 'message 2 of 2 is an empty answer'),
-    ({'messages': [EARLIER[0], {'role': 'assistant', 'content': ''}, *SAME]},
-     'message 2 of 4 is an empty answer, .* mark it with "train": false'),
-    # two names of one thing
-    *((PAIR | {name: 'green'}, f'"completion" and "{name}" of the row .* differ: \'blue\'')
-      for name in ('response', 'output')),
-    *((PAIR | {name: 'grass?'}, f'"{name}" is in no message .read from prompt, completion')
-      for name in ('question', 'problem', 'instruction')),
-    ({'instruction': 'sky?', 'output': 'blue', 'prompt': 'grass?'}, '"prompt" .*from instruction,'),
-    (PAIR | {'history': EARLIER, 'chat_history': SAME}, '"history" and "chat_history" .* differ')])
-def test_a_bad_conversation_is_named_with_its_line(tmp_path, tokenizers, row, message):
-    path = write_rows(tmp_path / 'chat.jsonl', [row])
-    with pytest.raises(DataError, match=f'chat.jsonl:1: .*{message}'):
-        conversations(path, tokenizers['gemma'])
+USER_FILES = tomllib.loads((HERE / 'tests' / 'user_files.toml').read_text(encoding='utf-8'))
+
+
+@pytest.mark.parametrize('name', USER_FILES)
+def test_files_of_users_are_read_or_refused_by_name(tmp_path, tokenizers, capsys, name):
+    """A refusal, a DataError or ValueError, names file and line; nothing is dropped in silence."""
+    case, gemma = USER_FILES[name], tokenizers['gemma']
+    source = tmp_path / 'mine'
+    for file, text in case['files'].items():
+        (source / file).parent.mkdir(parents=True, exist_ok=True)
+        (source / file).write_bytes(text.encode())
+    source = source / file if len(case['files']) == 1 else source
+    load = {
+        'train': lambda: [text for text, _ in shown(conversations(source, gemma), gemma)],
+        'evaluate': lambda: [f'{q.context} {q.answer}' for q in questions.load_task(
+            str(source), asking()).items],
+        'metrics': lambda: [list(sample.values())[-3:] for sample, _ in read_predictions(
+            source, FileConfig())]}[case.get('by', 'train')]
+    if 'refused' in case:
+        with pytest.raises(ValueError, match=case['refused']):
+            load()
+    else:
+        assert load() == case['gives'] and case.get('note', '') in capsys.readouterr().out
 
 
 def test_empty_and_missing_data_are_named(tmp_path, tokenizers, monkeypatch):

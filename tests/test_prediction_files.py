@@ -203,7 +203,7 @@ def test_norm_divides_log_probabilities_as_in_evaluation(tmp_path):
     ('b.csv', 'probs_1,probs_2,answer\n0.4,0.6,1\n', '2: the columns probs_k hold numbers for k = '
      '1, 2; wanted 0, 1, ... without a gap'),
     ('b.csv', 'Confidence,correct\n0.5,1\n', '2: neither probs, log_probs, confidence, answers nor '
-     'another of these, but the keys Confidence, correct; --confidence names another column, a')])
+     'columns probs_0, probs_1, ..., but the keys Confidence, correct; --confidence names')])
 def test_a_wrong_line_or_cell_is_named_with_what_would_be_right(tmp_path, name, lines, message):
     path = tmp_path / name
     path.write_bytes(lines.encode('latin-1'))

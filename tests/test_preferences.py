@@ -52,6 +52,7 @@ BETTER_FIRST = ['Red.', 'Seven.'], [0, 1]
 @pytest.mark.parametrize('change, outcome', [
     ({'score_chosen': 1, 'score_rejected': 2}, BETTER_FIRST),
     ({'score_chosen': 2, 'score_rejected': 2}, 'answers of equal score'),
+    ({'chosen-rating': 2, 'rejected-rating': 2}, 'answers of equal score'),     # Argilla's
     ({'score_chosen': None, 'score_rejected': None}, BETTER_FIRST),
     ({'score_chosen': math.nan, 'score_rejected': math.nan}, BETTER_FIRST),
     ({'rejected': [PROMPT[1], said('assistant', ' Red.\n')]}, 'fewer than two different answers'),
@@ -88,7 +89,7 @@ def test_prompt_and_answers_have_the_tokens_of_generation_and_of_training(templa
     ({'prompt': 'a', 'chosen': [said('assistant', 'Red.') | {'weight': 0}], 'rejected': 'c'},
      'the last turn of "chosen" is not an answer of the assistant that is trained'),
     (ROWS['GPT-4-LLM'] | {'margin': 1}, '"margin" needs a pair of answers'),
-    (ROWS['HH-RLHF'] | {'margin': math.nan}, '"margin" must be a number of at most 1e18, got nan'),
+    (ROWS['HH-RLHF'] | {'margin': math.inf}, '"margin" must be a number of at most 1e18, got inf'),
     # two names of one thing
     (ROWS['prompt as text'] | {'question': 'Name a bird.'}, '"question" is in no message (read f'),
     (ROWS['scores'] | {'chosen': 'Seven.', 'rejected': 'Red.'},
