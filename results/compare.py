@@ -20,7 +20,7 @@ import stats
 from results import page
 from results.over_seeds import compare_seeds
 from results.plots import draw_curves, draw_reliability
-from results.prediction_files import few_rows_note
+from results.prediction_files import NORMS, few_rows_note
 from results.report import (Predictions, measure, measured_by, panel_title, predictions,
                             split_groups, task_title, unit)
 from results.runs import (Run, find_prediction_files, find_runs, predicted_run, read_run,
@@ -50,7 +50,7 @@ class FileConfig:
     # of prediction files: the divisor of a log-probability. In those of lm-evaluation-harness token
     # and sum are 1, as for acc, since they do not count tokens; char: characters, as for acc_norm;
     # byte: bytes
-    norm: Literal['token', 'sum', 'char', 'byte'] = 'token'
+    norm: Literal[*NORMS] = 'token'
     confidence: tuple[str, ...] = ()          # the columns that are confidences, each a task of its
     #                                           own; none: the column confidence
     correct: str = 'correct'                  # the column that says if the prediction is right
