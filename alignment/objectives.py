@@ -112,7 +112,11 @@ def tokenized_brier(levels, text=0.0):
     ids, c = torch.tensor([*levels]), torch.tensor([*levels.values()])
     labels = (c - c.min()) / (c.max() - c.min())
 
-    def objective(packed, cfg):
+    def objective(packed, cfg, base=None):
+        if base is not None or cfg.smoothing or (cfg.loss, cfg.loss_reduction) != (
+                'cross_entropy()', 'token'):
+            raise ConfigError('loss, smoothing, base_smoothing and loss_reduction have no effect '
+                              'with the objective tokenized_brier; leave them out')
         stretch = np.cumsum(packed.targets == IGNORE)   # equal for consecutive supervised tokens
         stated = np.flatnonzero(np.isin(packed.targets, ids.numpy()))
         stated = stated[np.diff(stretch[stated], append=-1) != 0]       # the last of each
