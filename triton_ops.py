@@ -26,7 +26,7 @@ try:
     import triton
     import triton.language as tl
 except ImportError:     # for example on macOS: everything is plain torch
-    triton = None
+    triton = tl = None
 
 KERNELS = True      # False: norm, rotate and gate are plain torch everywhere; for attention, see
 #                     IMPLEMENTATION in attention.py

@@ -9,13 +9,7 @@ import math
 import numpy as np
 import torch
 
-import triton_ops
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:     # for example on macOS
-    triton = None
+from triton_ops import available, tl, triton
 
 
 def lowest_logits(logits, sampling):
@@ -48,7 +42,7 @@ def draw(logits, uniforms, sampling, n_vocab):
     tokens below n_vocab, since the others have no text. uniforms [B] float64 in [0, 1): the token
     is the first one whose cumulated probability exceeds it.
     """
-    if triton_ops.available(logits):
+    if available(logits):
         lowest = lowest_logits(logits[:, :n_vocab], sampling)
         return draw_kernel(logits, uniforms, sampling.temperature, lowest, n_vocab)
     # a few rows at a time, which stay in the cache of a CPU: a quarter of the time
