@@ -287,6 +287,14 @@ def with_passage(row, question):
     return question
 
 
+def json_list(text, what):
+    """Return the list, not an empty one, in a cell of a table; raise a DataError naming `what`."""
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+        if isinstance(value := json.loads(text), list) and value:
+            return value
+    raise DataError(f'{what} must be a JSON list: {text!r:.60}')
+
+
 def require_text(value, what):
     """Return `value` if it is a string of valid Unicode; raise a DataError that names `what`."""
     if not isinstance(value, str):

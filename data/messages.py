@@ -8,7 +8,7 @@ that says whether it is trained has 'train': True or False.
 import itertools
 import re
 
-from data.files import has_fields, one_of, require_fields, require_text
+from data.files import has_fields, json_list, one_of, require_fields, require_text
 from runtime.errors import DataError
 
 ROLE_NAMES = {'human': 'user', 'gpt': 'assistant', 'developer': 'system', 'model': 'assistant'}
@@ -77,10 +77,8 @@ def to_question(row):
 
 
 def without_nulls(row):
-    """Return the fields of a row or turn that are not null, which pandas writes as NaN.
-
-    Parquet gives every row all columns. Raises DataError for a row without fields.
-    """
+    """Return a row or turn without nulls and NaN; raises DataError if it has no fields."""
+    # parquet gives every row all columns, and pandas writes NaN for null
     return {name: value for name, value in require_fields(row).items()
             if value is not None and value == value}
 
@@ -98,6 +96,8 @@ def read_turns(value, what, speaker=None):
 
     A turn has role and content, or from and value.
     """
+    if isinstance(value, str) and re.match(r'\[\s*{\s*["\'](role|content|from|value)["\']', value):
+        value = json_list(value, what)      # in a cell of a table
     if isinstance(value, str) and speaker:
         return [{'role': speaker, 'content': value}]
     turns = [value] if isinstance(value, dict) else value

@@ -6,7 +6,6 @@ is decided by data/grading.py. What a reasoning model thinks before its answer i
 
 import functools
 import itertools
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ from typing import NamedTuple
 
 from data import code_tasks
 from data.chat import encode_prompt
-from data.files import (draw, fetch, parse_rows, read_rows, require_fields, require_text,
+from data.files import (draw, fetch, json_list, parse_rows, read_rows, require_fields, require_text,
                         text_digest, with_passage)
 from data.grading import (any_formula, any_number, contains, first_line, formula, gsm8k_number,
                           last_boxed, number, passes, same, short_answer, squad_text,
@@ -74,8 +73,8 @@ def triviaqa_row(row):
 def answers_row(row):
     """NQ-open and files of your own: `question`, and `answers` (or `answer`), a list or a text."""
     answers = row['answers'] if 'answers' in row else row['answer']
-    if isinstance(answers, str) and answers.startswith('["'):       # in a cell of a table
-        answers = json.loads(answers)
+    if isinstance(answers, str) and answers.startswith(('["', "['")):
+        answers = json_list(answers, '"answers"')
     answers = answers if isinstance(answers, list) else [answers]
     other = row.get('answer', answers)
     if other is not None and not all(
@@ -88,12 +87,7 @@ def answers_row(row):
 
 def popqa_row(row):
     """PopQA: the answers are a JSON list in a text; the subject is the relation that is asked."""
-    try:
-        answers = json.loads(row['possible_answers'])
-    except (ValueError, TypeError, RecursionError):
-        answers = None
-    if not isinstance(answers, list) or not answers:
-        raise DataError(f'possible_answers must be a JSON list: {row["possible_answers"]!r:.60}')
+    answers = json_list(row['possible_answers'], 'possible_answers')
     return WrittenRow(row['question'], answers, answers[0], row['prop'])
 
 

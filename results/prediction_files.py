@@ -165,13 +165,13 @@ def _csv_rows(path):
             separator = max(',;\t', key=header.count)
             reader = csv.DictReader(itertools.chain([header], file), delimiter=separator,
                                     skipinitialspace=True)
-            names = [*filter(None, reader.fieldnames or ())]
-            if len({*names}) < len(names):
-                raise ValueError(f'the header names a column twice: {", ".join(names)}')
+            names = reader.fieldnames or []
+            if twice := [name for name in names if name and names.count(name) > 1]:
+                raise ValueError(f'the header names {twice[0]!r} twice')
             for row in reader:
                 if None in row:
-                    n = len(reader.fieldnames)
-                    raise ValueError(f'{n + len(row[None])} cells; the header names {n}')
+                    raise ValueError(f'{len(names) + len(row[None])} cells; the header names '
+                                     f'{len(names)}')
                 if separator == ';':
                     row = {key: re.sub(r'^(-?\d+),(\d+)$', r'\1.\2', text or '')
                            for key, text in row.items()}
