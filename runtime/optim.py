@@ -115,35 +115,44 @@ class AdamW(torch.optim.Optimizer):
         sums = self.sums if self.summing else {}
         return [sums[p] if p in sums else _local(p.grad) for p in self.parameters()]
 
+    @functools.cached_property
+    def parts(self) -> list:
+        """For each group, lists [parameters, w, low, m, v, ranges]: what is updated together.
+
+        All but the parameters are flat, this process's part of them; None where there is none.
+        """
+        groups = []
+        for group in self.param_groups:
+            parts: dict = {}
+            for p in group['params']:
+                w, (low, *rest) = _local(p.detach()).view(-1), (
+                    _local(self.state[p][name]).view(-1) if name in self.state[p] else None
+                    for name in ('low_bits', *STATE[:2], 'ranges'))
+                if low is not None:
+                    w = w.view(torch.int16)
+                parts.setdefault((w.dtype, low is None or low.dtype) if w.numel() < SMALL else p,
+                                 []).append([p, w, low, *rest])
+            groups.append([[*zip(*part)] for part in parts.values()])
+        return groups
+
     @torch.no_grad()
     def step(self, scale: Tensor):      # type: ignore[override]    # there is no closure
         """Update with the gradients times `scale`, a 0-dim tensor, and clear them."""
         self.steps += 1
         beta1, beta2 = self.betas
-        gradients, index = iter(self.gradients()), itertools.count()
+        gradients, index = dict(zip(self.parameters(), self.gradients())), itertools.count()
         update: Callable = _compiled_update() if scale.is_cuda else _update
-        for group in self.param_groups:
+        for group, parts in zip(self.param_groups, self.parts):
             lr = group['lr']
             numbers = torch.tensor([
                 1 - beta1, beta2, 1 - beta2, lr / (1 - beta1 ** self.steps),
                 1 / math.sqrt(1 - beta2 ** self.steps), self.eps, 1 - lr * group['weight_decay']])
             if scale.is_cuda:
                 numbers = numbers.pin_memory().to(scale.device, non_blocking=True)
-            # lists of [w, low, m, v, ranges, g], flat, that are updated together
-            parts: dict = {}
-            for p in group['params']:
-                w, (low, *rest) = _local(p).view(-1), (
-                    _local(self.state[p][name]).view(-1) if name in self.state[p] else None
-                    for name in ('low_bits', *STATE[:2], 'ranges'))
-                if low is not None:
-                    w = w.view(torch.int16)
-                parts.setdefault((w.dtype, low is None or low.dtype) if w.numel() < SMALL else p,
-                                 []).append([w, low, *rest, next(gradients).reshape(-1)])
-            for part in parts.values():
-                columns = [*zip(*part)]
-                whole: Any = columns if len(part) == 1 else [      # each with one tensor, or None
-                    [None] if x[0] is None else [torch.cat(x)] for x in columns]
-                w, low, m, v, ranges, g = (x for (x,) in whole)
+            for parameters, *columns in parts:
+                columns.append([gradients[p].reshape(-1) for p in parameters])
+                w, low, m, v, ranges, g = (x[0] if len(x) == 1 or x[0] is None else torch.cat(x)
+                                           for x in columns)
                 # a constant width lets the kernel read 16 bytes at a time, whatever the length
                 width = 1024 if w.numel() % 1024 == 0 else 1
                 seed = None
@@ -154,10 +163,11 @@ class AdamW(torch.optim.Optimizer):
                     width, ranges = GROUP, ranges.view(-1, 3)
                 matrices = (x if x is None else x.view(-1, width) for x in (w, low, g, m, v))
                 update(*matrices, ranges, numbers, scale, seed)
-                if len(part) > 1:
-                    for targets, (x,) in list(zip(columns, whole))[:-1]:    # all but the gradient
+                if len(parameters) > 1:
+                    for targets, x in zip(columns, (w, low, m, v, ranges)):
                         if x is not None:
-                            torch._foreach_copy_(targets, x.split([t.numel() for t in targets]))
+                            torch._foreach_copy_(
+                                targets, x.view(-1).split([t.numel() for t in targets]))
         self.zero_grad()
 
     def zero_grad(self, set_to_none: bool = True):
