@@ -30,7 +30,7 @@ def encode_conversation(messages, tokenizer, template='tulu', add_bos=True):
     'train': False. Raises DataError for a conversation that does not fit the template or has no
     assistant message, ConfigError for a template with control tokens that the tokenizer lacks.
     """
-    _check_messages(messages)
+    check_messages(messages)
     bos = [tokenizer.bos_id] if add_bos else []
     ids, loss_mask = [*bos], [0] * len(bos)
     for piece, supervised in _joined_segments(messages, tokenizer, template):
@@ -111,7 +111,8 @@ def _joined_segments(messages, tokenizer, template):
         yield ''.join(piece) if is_text else piece, supervised
 
 
-def _check_messages(messages):
+def check_messages(messages):
+    """Raise DataError for messages that no template takes, and if none is the assistant's."""
     if not messages:
         raise DataError('a conversation without messages')
     for message in messages:

@@ -6,6 +6,7 @@ first. A model is asked in both orders (`permute` of other tasks).
 
 import itertools
 
+from data.chat import check_messages
 from data.files import draw, fetch, has_fields, parsed, read_rows, text_digest, without_bad
 from data.messages import without_nulls
 from data.preferences import (PREFERENCE_PATTERNS, SUBJECT, join_answers, scored_answers,
@@ -27,6 +28,7 @@ def to_pairs(row, place):
     if has_fields(row, 'prompt', 'responses') and 'scores' not in row:
         split, row = 'unlabeled', row | {'scores': [0] * len(row['responses'])}
     ranking, pairs = to_ranking(row), []
+    check_messages([*ranking.prompt, {'role': 'assistant', 'content': ''}])
     subject = next((str(row[key]) for key in SUBJECT if row.get(key)), '')
     conversation = ''.join(f'{message["role"].capitalize()}: {message["content"].strip()}\n\n'
                            for message in ranking.prompt)
@@ -72,7 +74,8 @@ def load_pairs(name, cfg):
                       for split in ('test', 'tied', 'unlabeled'))
     if not known:
         raise DataError(f'{source} has no pair of which one answer is better ({len(pairs)} tied or '
-                        f'without scores, {len(bad)} bad rows); a judge is measured on such pairs')
+                        f'without scores, {len(bad)} bad rows{f": {bad[0]}" if bad else ""}); a '
+                        f'judge is measured on such pairs')
     # of each kind as many: a sample of all pairs together might have none with a better answer
     drawn = [draw(of_kind, cfg.limit, cfg.seed) for of_kind in (known, *others)]
     return Loaded([*itertools.chain(*drawn)], {}, bad, len(known))

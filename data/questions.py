@@ -99,7 +99,8 @@ def load_task(name, cfg):
     for question in by_split['shots']:
         shots.setdefault(question.group, []).append(question)
     if not questions:
-        raise DataError(f'{source} has no questions ({len(bad)} bad rows)')
+        raise DataError(f'{source} has no questions ({len(bad)} bad rows'
+                        f'{f", the first: {bad[0]}" if bad else ""})')
     if any(prompt.options != q.options for q in questions for prompt in q.orders.values()):
         raise DataError(f'permute = {cfg.permute} changes which options the letters stand for, but '
                         f'{name} with these settings scores the text of its options; use '
