@@ -282,8 +282,8 @@ def one_of(row, *names):
 def with_passage(row, question):
     """Return a question after the passage that a row has beside it, as in RACE and SQuAD."""
     for name in ('passage', 'article', 'context'):
-        if question and row.get(name) and row[name] == row[name] and row[name] not in question:
-            question = f'{require_text(row[name], f"the {name}")}\n{question}'
+        if question and (text := row.get(name)) and text == text and str(text) not in str(question):
+            question = f'{require_text(text, f"the {name}")}\n{question}'
     return question
 
 
