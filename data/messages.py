@@ -142,7 +142,8 @@ def with_context(row, messages, used=()):
     1.
     """
     for name, value in row.items():
-        if name in TRAIN_ROW and value not in (1, None) or name == 'label' and value is False:
+        against = used and name == 'label' and value is False      # an unpaired preference of TRL
+        if against or name in TRAIN_ROW and value not in (1, None):
             raise DataError(f'the field "{name}" of the row is {value!r:.60}, and rows have no '
                             f'weights; leave the row out, or remove the field')
     texts = [message['content'] for message in messages
