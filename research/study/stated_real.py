@@ -29,7 +29,9 @@ WRITTEN = 500   # questions of the test
 # run -> settings of GRPO; the model to start from is its first part
 GRPO = {f'{start}-{reward}': {'reward': f'{reward}:qa'}
         for start in STARTS for reward in ('rlcr', 'log_score', 'abstain_stated')} | {
-    f'stated-{method}': {'reward': 'rlcr:qa', 'method': method} for method in ('cispo', 'sapo')}
+    f'stated-{method}': {'reward': 'rlcr:qa', 'method': method} for method in ('cispo', 'sapo')} | {
+    f'stated-{name}': {'reward': 'rlcr:qa', 'correction': name}
+    for name in ('answer_mask', 'token_truncate')}
 NAMES = *STARTS, *GRPO
 
 
