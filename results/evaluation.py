@@ -1,5 +1,6 @@
 """From the samples of an evaluation to the files in its folder: metrics, tables, pictures, page."""
 
+import os
 from dataclasses import asdict
 
 import scaling
@@ -7,7 +8,7 @@ from results import confidence, page, report
 from results.plots import draw_reliability
 from results.samples import DIAGRAM, GRID, OUTPUTS, SCALING, of_split
 from runtime.errors import ConfigError
-from runtime.ownership import claim
+from runtime.ownership import claim, note_inputs
 
 
 def write_evaluation(results, earlier, samples, tasks, cfg, identity, versions, out_dir):
@@ -53,8 +54,10 @@ def saved_fits(cfg, task):
     """
     if not cfg.scaling:
         return None
+    path = os.path.expanduser(cfg.scaling)
+    note_inputs(path)       # --overwrite must not remove it
     try:
-        fits = scaling.load(cfg.scaling)
+        fits = scaling.load(path)
     except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
         raise ConfigError(f'scaling = {cfg.scaling!r} cannot be read: {error}') from None
     name, dot, variant = task.partition('.')
