@@ -293,8 +293,8 @@ def test_the_validation_split_is_fitted_on_and_neither_scored_nor_shown(scored_f
     assert scaled['temperature']['nll'] == pytest.approx(fitted['temperature']['nll'])
     assert scaled['platt']['ece'] == pytest.approx(fitted['platt']['ece'])
     with refused(tmp_path / 'out', 'scaling.json is read by this command, and --overwrite would'):
-        scored(scored_folder / 'model', f'mmlu:{tmp_path}/data', tmp_path / 'out', '--overwrite',
-               f'--scaling={tmp_path}/out/scaling.json')
+        scored(scored_folder / 'model', f'mmlu:{tmp_path}/data', tmp_path / 'out', '--shots=2',
+               '--overwrite', f'--scaling={tmp_path}/out/scaling.json')
 
 
 def test_the_schema_of_results_is_documented(whole, foxes, tmp_path):
