@@ -318,9 +318,10 @@ def parsed(place, row, parse, *arguments):
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
             RecursionError) as error:
         # a parser does not check the fields that it uses
+        fields = f' among {", ".join(map(str, row)):.200}' if isinstance(row, dict) else ''
         message = str(error) if isinstance(error, DataError) else (
             'not the fields of its format: '
-            + (f'there is no {error}' if isinstance(error, KeyError) else repr(error)))
+            + (f'there is no {error}' if isinstance(error, KeyError) else repr(error)) + fields)
         message = escape_controls(message.encode('utf-8', 'backslashreplace').decode())
         return DataError(message if message.startswith(place) else f'{place}: {message}')
 

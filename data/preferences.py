@@ -45,14 +45,13 @@ def to_ranking(row):
     """Return the Ranking of a row in one of FORMATS, see docs/alignment.md; raises DataError."""
     row = without_nulls(row)
     formats = [fields for fields in FORMATS if row.keys() >= {*fields}]
-    needed = formats[0] if formats else None
-    if needed is None:
+    if not formats:
         raise DataError(f'fields {", ".join(map(str, row)) or "(none)"}; wanted '
                         + ', or '.join(' + '.join(needed) for needed in FORMATS)
                         + ', or prompt + response + helpfulness in a row per answer')
+    needed, *others = formats
     prompt, answers, scores = FORMATS[needed](row)
-    others = (fields for fields in formats if fields[-1] != needed[-1])
-    if other := next(others, None):
+    if other := next((fields for fields in others if fields[-1] != needed[-1]), None):
         worse = {(b, a) for a, b in _better(*FORMATS[other](row)[1:])}
         if worse & _better(answers, scores):
             raise DataError(f'"{needed[-1]}" and "{other[-1]}" of the row rank the answers '

@@ -160,7 +160,7 @@ def test_files_of_users_are_read_or_refused_by_name(tmp_path, tokenizers, capsys
     load = {
         'train': lambda: [text for text, _ in shown(conversations(source, gemma), gemma)],
         'evaluate': lambda: [f'{q.context} {q.answer}' for q in questions.load_task(
-            str(source), asking()).items],
+            case.get('task', '') + str(source), asking()).items],
         'metrics': lambda: [list(sample.values())[-3:] for sample, _ in read_predictions(
             source, FileConfig())]}[case.get('by', 'train')]
     if 'refused' in case:
