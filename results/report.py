@@ -286,7 +286,8 @@ def post_hoc(test, samples, held_out, norm, n_bootstrap, seed):
                 test, languages[:n], source, languages[-m:], fits, single)
             groups['language temperature'] = test.scaled(shrunk)
         options = {(k, option) for s in samples for k, option in enumerate(s['options'])}
-        if len(options) == test.scores.shape[1]:        # the same letters or words for all
+        # the same letters or words for all, and not the two answers to a judge, in any order
+        if len(options) == test.scores.shape[1] and 'first' not in samples[0]:
             groups['batch'] = test.scaled(1, scaling.fit_prior(test.scores))
     groups['platt'] = scaled(scaling.apply_platt, fitted['platt'], confidence)
     by_key = [np.unique(names_of(everything, key), return_inverse=True) for key in GROUPS]
