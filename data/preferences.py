@@ -79,8 +79,7 @@ def _margin(row, answers):
 
 
 def _pair(row):
-    chosen, rejected = (read_turns(row[side], side, 'assistant')
-                        for side in ('chosen', 'rejected'))
+    chosen, rejected = (read_turns(row[side], side, 'assistant') for side in ('chosen', 'rejected'))
     before = row.get('conversations') or row.get('prompt') or row.get('question') or []
     before = read_turns(before, 'the prompt', 'user')
     if not before and 'instruction' in row:

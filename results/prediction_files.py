@@ -213,12 +213,13 @@ def _joined(row, number):
     lists = {}
     for key, value in row.items():
         if (match := re.fullmatch(r'(prob|log_prob)s?_(\d+)', key)) and value is not None:
-            lists.setdefault(f'{match[1]}s', {})[int(match[2])] = value
+            lists.setdefault(f'{match[1]}s', []).append((int(match[2]), value))
     for name, x in lists.items():
-        if sorted(x) != [*range(len(x))]:       # `answer` would be the index of another option
+        ks = sorted(k for k, _ in x)
+        if ks != [*range(len(x))]:      # `answer` would be the index of another option
             raise ValueError(f'{number}: the columns {name}_k hold numbers for k = '
-                             f'{", ".join(map(str, sorted(x)))}; wanted 0, 1, ... without a gap')
-    return row | {name: [x[k] for k in sorted(x)] for name, x in lists.items()}
+                             f'{", ".join(map(str, ks))}; wanted 0, 1, ... without a gap')
+    return row | {name: [value for _, value in sorted(x)] for name, x in lists.items()}
 
 
 # Samples of evaluate.py: which of them count
@@ -398,10 +399,10 @@ def _values(row, norm):
         more = {'predicted': str(row['response'])} if 'response' in row else {}
         return kind, outcome(value, correct) | more
     values, label = _numbers(kind, row.get(kind)), row.get('answer', row.get('label'))
-    # beside a null, pandas writes 1.0
-    label = int(label) if isinstance(label, float) and label.is_integer() else label
-    if type(label) is not int:
-        raise ValueError(f'answer must be the index of the correct option, not {label!r}')
+    if type(label) not in (int, float) or label % 1 or row.get('label', label) != label:
+        beside = f' beside the label {row["label"]!r:.60}' if {'answer', 'label'} <= {*row} else ''
+        raise ValueError(f'answer must be the index of the correct option, not {label!r}{beside}')
+    label = int(label)      # pandas writes 1.0 beside a null
     texts = row.get('options', [])
     options = row.get('choices') or texts
     if not isinstance(options, list) or len(options) != len(values):
