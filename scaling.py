@@ -239,6 +239,7 @@ def fit_multicalibration(confidence, correct, groups, n_bins=10, z=3.0) -> list[
     0; all rows together are a further one. There are at most 1000 shifts.
     """
     confidence, correct = metrics.check_predictions(confidence, correct)
+    metrics.check_range('z', z, '(0, inf)')
     c, groups = confidence.astype(np.float64), _check_groups(groups, len(confidence))
     shifts: list[tuple] = []
     while len(shifts) < 1000:

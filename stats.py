@@ -391,6 +391,9 @@ def corrected_rate(judged, labeled_judged, labels, level=0.95) -> tuple[float, f
     z = NormalDist().inv_cdf(_check_level(level)[1])
     judged, verdicts, labels = (metrics.as_array(name, x).astype(bool) for name, x in (
         ('judged', judged), ('labeled_judged', labeled_judged), ('labels', labels)))
+    if verdicts.shape != labels.shape:
+        raise ValueError(f'labeled_judged and labels must be of the same rows, not of shape '
+                         f'{verdicts.shape} and {labels.shape}')
     hits = [(judged, z**2 / 2), (~verdicts[~labels], 1), (verdicts[labels], 1)]
     if not all(len(x) for x, _ in hits):
         return math.nan, math.nan, math.nan

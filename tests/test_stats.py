@@ -189,6 +189,7 @@ def test_a_metric_that_is_undefined_in_a_resample():
       for level in (1, 0, math.nan)),
     (lambda: stats.student_t([1]), 'N >= 2'),
     (lambda: stats.paired_bootstrap(metrics.ece, [0.5, 0.6], [0.5], [1, 1]), 'the same rows'),
+    (lambda: stats.corrected_rate([1], [1, 0], [1]), 'must be of the same rows'),
     (lambda: stats.bootstrap([0.5], [1], n_resamples=0), 'n_resamples must be a whole number')])
 def test_bad_rows_and_settings_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
