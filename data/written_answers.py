@@ -106,10 +106,13 @@ def gsm8k_short_row(row):
 
 
 def math_row(row):
-    """MATH-500, and MATH itself, whose answer stands in the last \\boxed{} of the solution."""
+    """MATH-500, and MATH itself, whose answer stands in the last \\boxed{} of the solution.
+
+    Files for training often have the problem and the answer alone.
+    """
     answer = row['answer'] if 'answer' in row else last_boxed(row['solution'])
-    return WrittenRow(row['problem'], [answer], row['solution'], row.get('subject') or row['type'],
-                      str(row['level']))
+    return WrittenRow(row['problem'], [answer], row.get('solution') or f'\\boxed{{{answer}}}',
+                      row.get('subject') or row.get('type') or '', str(row.get('level') or ''))
 
 
 def humaneval_row(row):
