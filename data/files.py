@@ -132,7 +132,7 @@ def _jsonl_rows(path, file):
         place = f'{path}:{number}'
         if i == 0 and re.match(rb'\[\s*({|$)', raw):
             raise DataError(f'{place}: the file holds one JSON array, not one object per line; '
-                            f'name it {path.name.replace(".jsonl", ".json")}')
+                            f'name it {re.sub("[.](nd)?jsonl?", ".json", path.name)}')
         yield place, parsed(place, raw, _parse_json, path, number)
 
 
@@ -224,7 +224,7 @@ def _decode(raw, path, line=1):
     except UnicodeDecodeError as error:
         line += raw.count(b'\n', 0, error.start)
         raise DataError(f'{path}:{line}: not UTF-8: {error.reason} at byte '
-                        f'0x{raw[error.start]:02x}') from error
+                        f'0x{raw[error.start]:02x}; save it as UTF-8') from error
 
 
 def _parse_json(raw, path, line=1):
