@@ -77,8 +77,7 @@ def to_question(row):
 
 
 def without_nulls(row):
-    """Return a row or turn without nulls and NaN; raises DataError if it has no fields."""
-    # parquet gives every row all columns, and pandas writes NaN for null
+    """Return a row or turn without nulls, NaN for pandas; raises DataError if it has no fields."""
     return {name: value for name, value in require_fields(row).items()
             if value is not None and value == value}
 
@@ -94,12 +93,18 @@ def is_empty(value):
 def read_turns(value, what, speaker=None):
     """Return the messages of a list of turns, of one turn, or of a text if `speaker` is its role.
 
-    A turn has role and content, or from and value.
+    A turn has role and content, or from and value; a text may be a dialogue as in HH-RLHF.
     """
     if isinstance(value, str) and re.match(r'\[\s*{\s*["\'](role|content|from|value)["\']', value):
         value = json_list(value, what)      # in a cell of a table
     if isinstance(value, str) and speaker:
-        return [{'role': speaker, 'content': value}]
+        before, *parts = re.split(r'\n\n(Human|Assistant): ?', value)
+        if before.strip() or not parts:
+            return [{'role': speaker, 'content': value}]
+        value = [{'role': name.lower(), 'content': text}
+                 for name, text in zip(parts[::2], parts[1::2], strict=True)]
+        if speaker == 'user' and not value[-1]['content'].strip():      # where the answer begins
+            value.pop()
     turns = [value] if isinstance(value, dict) else value
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         text = 'text or ' if speaker else ''

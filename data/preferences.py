@@ -102,18 +102,12 @@ def _pair(row):
 
 
 def _dialogues(row):
-    """HH-RLHF: '\\n\\nHuman: ...\\n\\nAssistant: ...' on both sides; or both as messages."""
-    if isinstance(row['chosen'], list):
-        return _pair(row)
-    sides = {}
-    for side in ('chosen', 'rejected'):
-        before, *parts = re.split(r'\n\n(Human|Assistant): ?', require_text(row[side], side))
-        if before.strip() or not parts:
-            raise DataError(f'"{side}" without "prompt" must be a dialogue of "\\n\\nHuman: " and '
-                            f'"\\n\\nAssistant: "')
-        sides[side] = [{'role': 'user' if name == 'Human' else 'assistant', 'content': text}
-                       for name, text in zip(parts[::2], parts[1::2], strict=True)]
-    return _pair(sides)
+    """HH-RLHF: a dialogue as text on both sides; or both as messages."""
+    prompt, answers, scores = _pair(row)
+    if not prompt:
+        raise DataError('"chosen" and "rejected" without "prompt" must be dialogues of '
+                        '"\\n\\nHuman: " and "\\n\\nAssistant: "')
+    return prompt, answers, scores
 
 
 def _gpt4llm(row):
@@ -129,22 +123,23 @@ def _gpt4llm(row):
                      for key in ('response', 'score'))
 
 
-def _helpsteer3(row):
-    # -3 to 3; negative: response1 is better
-    return (read_turns(row['context'], 'context', 'user'), [row['response1'], row['response2']],
-            [0, row['overall_preference']])
-
-
-def _scored(row):
-    return read_turns(row['prompt'], 'the prompt', 'user'), row['responses'], row['scores']
-
-
 # {fields: row -> (prompt, answers, scores)}; the first whose fields a row has
 FORMATS = {
-    ('prompt', 'responses', 'scores'): _scored,     # and HelpSteer2, by `join_answers`
+    ('prompt', 'responses', 'scores'): lambda row: (        # and HelpSteer2, by `join_answers`
+        read_turns(row['prompt'], 'the prompt', 'user'), row['responses'], row['scores']),
+    ('instruction', 'generations', 'ratings'): lambda row: (        # distilabel
+        [to_question(row)], row['generations'], row['ratings']),
+    ('instruction', 'completions'): lambda row: (       # UltraFeedback before it was binarized
+        [to_question(row)], [x['response'] for x in row['completions']],
+        [x['overall_score'] for x in row['completions']]),
+    ('prompt', 'answers'): lambda row: (        # Nectar; rank 1 is the best
+        read_turns(row['prompt'], 'the prompt', 'user'), [x['answer'] for x in row['answers']],
+        [-x['rank'] for x in row['answers']]),
     ('user_input', 'responses_and_scores'): _gpt4llm,
     ('user_input', 'completion_a', 'completion_b'): _gpt4llm,       # as it was published before
-    ('context', 'response1', 'response2', 'overall_preference'): _helpsteer3,
+    ('context', 'response1', 'response2', 'overall_preference'): lambda row: (      # HelpSteer3
+        read_turns(row['context'], 'context', 'user'), [row['response1'], row['response2']],
+        [0, row['overall_preference']]),        # -3 to 3; negative: response1 is better
     ('conversations', 'chosen', 'rejected'): _pair,     # ShareGPT
     ('prompt', 'chosen', 'rejected'): _pair,            # UltraFeedback and Tulu 3
     ('question', 'chosen', 'rejected'): _pair,
