@@ -61,7 +61,8 @@ def main(argv):
         fits = scaling.load(cfg.scaling)
     except (OSError, ValueError) as error:
         raise ConfigError(f'scaling = {cfg.scaling!r} cannot be read: {error}') from None
-    tasks = [task for task, by_name in fits.items() if 'temperature' in by_name]
+    # mmlu.contextual and mmlu.permuted have temperatures, too, but of other scores than the logits
+    tasks = [task for task, by_name in fits.items() if 'temperature' in by_name and '.' not in task]
     if cfg.task not in tasks if cfg.task else len(tasks) != 1:
         raise ConfigError(f'task = {cfg.task!r}: name one of those with a temperature in '
                           f'{cfg.scaling}: {", ".join(tasks) or "there is none"}')
