@@ -53,11 +53,11 @@ def fetch(source, patterns, revision=None):
         raise DataError(f'cannot read the folder {source}: Permission denied')
     for i, pattern in enumerate(patterns):
         files = sorted(p for p in path.glob(pattern) if p.is_file() and not NO_DATA.match(p.name))
+        files = [p for p in files if p.suffix != '.gz' or p.with_suffix('') not in files]   # copies
         if files:
             note_inputs(*files)
-            n_parts = re.search(r'-of-(\d+)\b', files[-1].name)
-            if n_parts and len(files) < int(n_parts[1]):
-                print(f'{source}: only {len(files)} of {int(n_parts[1])} files {pattern} are there')
+            if (n := re.search(r'-of-(\d+)\b', files[-1].name)) and len(files) < int(n[1]):
+                print(f'{source}: only {len(files)} of {int(n[1])} files {pattern} are there')
             beside = {p for later in patterns[i + 1:] if '/' not in later for p in path.glob(later)}
             if unread := sorted(p.name for p in beside if p.suffix != files[0].suffix
                                 and not NO_DATA.match(p.name)):
