@@ -26,7 +26,7 @@ CONTEXT = ('tools', 'functions', 'documents', 'document', 'context', 'knowledge'
            'chat_template_kwargs')
 BESIDE_QUESTION = 'passage', 'article', 'choices', 'options', 'option_a', 'option_0', 'choice0', 'a'
 CONTEXT_OF_TURN = ('tool_calls', 'function_call', 'reasoning_content', 'reasoning', 'thinking',
-                   *CONTEXT)
+                   'name', *CONTEXT)
 TRAIN = 'train', 'training', 'trainable', 'weight', 'loss', 'loss_mask', 'loss_weight'
 NOT_OBEYED = 'train_detail', 'training_detail', 'mask'
 # of a whole row; a 'loss' or a 'mask' there may be anything
