@@ -141,7 +141,8 @@ def smoothing(s):
 def adaptive_smoothing(s):
     """Term r (z_y - Z / V), no gradient through the rate r = s (1 - H / log V), s in [0, 1].
 
-    It smooths where the model is certain. Lee et al. 2022 (arXiv 2210.13459), with s = 1.
+    It smooths where the model is certain. The rate is that of Lee et al. 2022 (arXiv 2210.13459),
+    with s = 1; their smoothing is towards the model's own knowledge, not all tokens alike.
     """
     _require(0 <= s <= 1, f'adaptive_smoothing must be in [0, 1], got {s}')
 
