@@ -120,11 +120,13 @@ def load_tasks(cfg):
     tasks = {task.label: task for task in loaded}
     for key in ('permute', 'p_true', 'contextual', 'p_ik', 'verbalized', 'early'):
         if getattr(cfg, key) and not any(key in task.settings for task in loaded):
-            missing = 'options' if key in OptionTask.settings else 'written answers'
+            missing = ("options other than a judge's" if key in OptionTask.settings
+                       else 'written answers')
             raise ConfigError(f'{key} = {getattr(cfg, key)}: tasks = {cfg.tasks} have no '
                               f'{missing}; leave it out')
     if cfg.group_by and not all('permute' in task.settings for task in loaded):
-        raise ConfigError(f'group_by = {cfg.group_by!r} needs tasks with options; leave it out')
+        raise ConfigError(f"group_by = {cfg.group_by!r} needs tasks with options other than a "
+                          f"judge's; leave it out")
     for label, task in tasks.items():
         saved_fits(cfg, label)
         if cfg.fit_temperature and len(task.items) < 2:
