@@ -319,9 +319,9 @@ def parse_row(row, to_row=generic_row):
 
 def _index(answer, labels):
     """Return the index of an answer: a label, or with letters as labels an index."""
-    index = answer.strip() if isinstance(answer, str) else answer
-    if isinstance(index, str) and index in labels:
-        return labels.index(index)
+    index = answer.strip().upper() if isinstance(answer, str) else answer
+    if isinstance(index, str) and index in (names := [str(label).upper() for label in labels]):
+        return names.index(index)
     if labels == list(LETTERS[:len(labels)]):
         if isinstance(index, str) and re.fullmatch('[0-9]{1,2}', index):
             index = int(index)
