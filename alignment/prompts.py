@@ -52,7 +52,7 @@ def to_prompt(row, instruction=''):
     row = without_nulls(row)
     if name := next(filter(row.__contains__, ('prompt', 'question', 'problem')), None):
         messages = with_context(row, read_turns(row[name], f'the {name}', 'user'), (name,))
-    elif not row.keys() & {'messages', 'conversations', 'instruction'}:
+    elif not row.keys() & {'messages', 'conversations', 'conversation', 'instruction'}:
         raise DataError(f'fields {", ".join(map(str, row)) or "(none)"}; wanted prompt, question, '
                         f'problem, messages, conversations, or instruction and output')
     else:
