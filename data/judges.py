@@ -26,7 +26,9 @@ def to_pairs(row, place):
     """
     split, row = 'test', without_nulls(row)
     if has_fields(row, 'prompt', 'responses') and 'scores' not in row:
-        split, row = 'unlabeled', row | {'scores': [0] * len(row['responses'])}
+        answers = row['responses']      # `scored_answers` refuses what is no list
+        n = len(answers) if isinstance(answers, list) else 0
+        split, row = 'unlabeled', row | {'scores': [0] * n}
     ranking, pairs = to_ranking(row), []
     check_messages([*ranking.prompt, {'role': 'assistant', 'content': ''}])
     subject = next((str(row[key]) for key in SUBJECT if row.get(key)), '')

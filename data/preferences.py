@@ -119,8 +119,11 @@ def _gpt4llm(row):
     prompt = [to_question({'instruction': instruction, 'input': context})]
     if 'responses_and_scores' not in row:
         return prompt, [row['completion_a'], row['completion_b']], [1, 0]
-    return prompt, *([answer[key] for answer in row['responses_and_scores']]
-                     for key in ('response', 'score'))
+    answers = row['responses_and_scores']
+    if not isinstance(answers, list) or not all(has_fields(x, 'response', 'score')
+                                                for x in answers):
+        raise DataError('"responses_and_scores" must be a list of {"response", "score"}')
+    return prompt, *([answer[key] for answer in answers] for key in ('response', 'score'))
 
 
 # {fields: row -> (prompt, answers, scores)}; the first whose fields a row has
