@@ -67,6 +67,9 @@ class WrittenQuestion:
 def triviaqa_row(row):
     """TriviaQA on the hub. The first alias of an answer is its usual name."""
     answer = row['answer']
+    if not isinstance(answer, dict) or not isinstance(answer.get('aliases'), list):
+        raise DataError(f'"answer" must be an object with a "value" and a list of "aliases", not '
+                        f'{answer!r:.60}; a file with texts as answers is of the task qa')
     return WrittenRow(row['question'], [answer['value'], *answer['aliases']], answer['value'])
 
 
