@@ -49,14 +49,14 @@ def fetch(source, patterns, revision=None):
             if not unpacked.exists():
                 with writing(unpacked), temporary(unpacked, folder=True) as part:
                     shutil.unpack_archive(archive, part)
-    if not os.access(path, os.R_OK | os.X_OK):      # `glob` would find nothing
+    if path.exists() and not os.access(path, os.R_OK | os.X_OK):    # `glob` would find nothing
         raise DataError(f'cannot read the folder {source}: Permission denied')
     for i, pattern in enumerate(patterns):
         files = sorted(p for p in path.glob(pattern) if p.is_file() and not NO_DATA.match(p.name))
         files = [p for p in files if p.suffix != '.gz' or p.with_suffix('') not in files]   # copies
         if files:
             note_inputs(*files)
-            if (n := re.search(r'-of-(\d+)\b', files[-1].name)) and len(files) < int(n[1]):
+            if (n := re.search(r'-\d+-of-(\d+)\b', files[-1].name)) and len(files) < int(n[1]):
                 print(f'{source}: only {len(files)} of {int(n[1])} files {pattern} are there')
             beside = {p for later in patterns[i + 1:] if '/' not in later for p in path.glob(later)}
             if unread := sorted(p.name for p in beside if p.suffix != files[0].suffix
@@ -64,9 +64,9 @@ def fetch(source, patterns, revision=None):
                 print(f'{source}: {pattern} is read, and not {", ".join(unread[:3])}'
                       + ', ...' * (len(unread) > 3) + '; to read all, write them in one format')
             return files
-    folders = sorted(p.name for p in path.iterdir() if p.is_dir() and not p.name.startswith('.'))
+    folders = sorted(str(p) for p in path.glob('[!.]*') if p.is_dir())
     raise DataError(f'{source} holds nothing that matches {" or ".join(patterns)}'
-                    + (f'; name one of its folders {", ".join(folders)}' if folders else ''))
+                    + (f'; name one of its folders {", ".join(folders[:9])}' if folders else ''))
 
 
 def fetch_training(source, patterns, revision=None):
@@ -282,7 +282,8 @@ def one_of(row, *names):
 def with_passage(row, question):
     """Return a question after the passage that a row has beside it, as in RACE and SQuAD."""
     for name in ('passage', 'article', 'context'):
-        if question and (text := row.get(name)) and text == text and str(text) not in str(question):
+        text = row.get(name)
+        if isinstance(question, str) and text and text == text and str(text) not in question:
             question = f'{require_text(text, f"the {name}")}\n{question}'
     return question
 

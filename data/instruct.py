@@ -136,7 +136,9 @@ def read_prompts(path, tokenizer, template, add_bos):
         if places.setdefault(id, place) != place:
             raise DataError(f'the id {id!r} is already at {places[id]}')
         name = 'messages' if 'messages' in given else 'prompt'
-        messages = with_context(given, read_turns(given[name], f'"{name}"', 'user'))
+        turns = (read_turns(given[name], f'"{name}"', 'user') if template or name == 'messages'
+                 else dialogue(given[name]))    # a plain text is encoded as it is
+        messages = with_context(given, turns)
         if (role := messages[-1]['role'] if messages else None) != 'user':
             raise DataError(f"the last message must have the role 'user', not {role!r}")
         if not template and ('messages' in given or len(messages) > 1):

@@ -12,6 +12,10 @@ from data.files import has_fields, json_list, one_of, require_fields, require_te
 from runtime.errors import DataError
 
 ROLE_NAMES = {'human': 'user', 'gpt': 'assistant', 'developer': 'system', 'model': 'assistant'}
+# a list of turns as JSON or Python print it; an answer may be a list of other objects
+TURNS_AS_TEXT = re.compile(
+    r"""\[\s*{\s*(?=['"](role|content|from|value)['"]).*?['"](role|from)['"]\s*:\s*['"]"""
+    f"""({'|'.join(('system', 'user', 'assistant', *ROLE_NAMES))})['"]""", re.DOTALL)
 TEXT_PARTS = 'text', 'input_text', 'output_text'    # types of the parts of a content
 SYSTEM = ('system', 'system_prompt', 'system_message', 'system_instruction', 'instructions',
           'developer', 'developer_message')
@@ -46,6 +50,9 @@ def to_messages(row):
     if lists:
         return with_context(row, one_of(lists, *lists) or [])
     questions = ('instruction', *QUESTIONS) if 'output' in row else (*QUESTIONS, 'instruction')
+    if row.get('label') is False:       # an unpaired preference of TRL
+        raise DataError('the field "label" of the row is False: an answer to train against; leave '
+                        'the row out, or remove the field')
     used = question, answer = [next(filter(row.__contains__, names), None)
                                for names in (questions, ANSWERS + SOLUTIONS)]
     if None in used:
@@ -95,8 +102,8 @@ def read_turns(value, what, speaker=None):
 
     A turn has role and content, or from and value; a text may be a dialogue as in HH-RLHF.
     """
-    if isinstance(value, str) and re.match(r'\[\s*{\s*["\'](role|content|from|value)["\']', value):
-        value = json_list(value, what)      # in a cell of a table
+    if isinstance(value, str) and TURNS_AS_TEXT.match(value):       # in a cell of a table
+        value = json_list(value, what)
     if isinstance(value, str) and speaker:
         before, *parts = re.split(r'\n\n(Human|Assistant): ?', value)
         if before.strip() or not parts:
@@ -147,8 +154,7 @@ def with_context(row, messages, used=()):
     1.
     """
     for name, value in row.items():
-        against = used and name == 'label' and value is False      # an unpaired preference of TRL
-        if against or name in TRAIN_ROW and value not in (1, None):
+        if name in TRAIN_ROW and value not in (1, None):
             raise DataError(f'the field "{name}" of the row is {value!r:.60}, and rows have no '
                             f'weights; leave the row out, or remove the field')
     texts = [message['content'] for message in messages

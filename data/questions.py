@@ -207,6 +207,9 @@ def _files_of(benchmark, source, split, language, revision):
     if benchmark is GENERIC and split == 'test':    # its patterns match the other splits too
         others = _matches(folder, benchmark.shots + benchmark.validation)
         files = [file for file in files if file not in others]
+        if not files:
+            raise DataError(f'{source} has only files for shots or validation: '
+                            f'{", ".join(sorted(file.name for file in others))}; {HINTS["test"]}')
     return files
 
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from data import code_tasks
 from data.chat import encode_prompt
-from data.files import (draw, fetch, json_list, parse_rows, read_rows, require_fields, require_text,
-                        text_digest, with_passage)
+from data.files import (draw, fetch, has_fields, json_list, parse_rows, read_rows, require_fields,
+                        require_text, text_digest, with_passage)
 from data.grading import (any_formula, any_number, contains, first_line, formula, gsm8k_number,
                           last_boxed, number, passes, same, short_answer, squad_text,
                           triviaqa_text, whole)
@@ -74,8 +74,10 @@ def triviaqa_row(row):
 
 
 def answers_row(row):
-    """NQ-open and files of your own: `question`, and `answers` (or `answer`), a list or a text."""
+    """NQ-open, SQuAD, your files: `question`, and `answers` (or `answer`), a list or a text."""
     answers = row['answers'] if 'answers' in row else row['answer']
+    if has_fields(answers, 'text', 'answer_start'):     # SQuAD's
+        answers = answers['text']
     if isinstance(answers, str) and answers.startswith(('["', "['")):
         answers = json_list(answers, '"answers"')
     answers = answers if isinstance(answers, list) else [answers]

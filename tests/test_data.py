@@ -12,10 +12,12 @@ from common import HERE, asking, documents, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from alignment.prompts import to_prompt
 from data import instruct, packing, probes, questions
 from data.files import draw, read_rows
 from data.messages import to_messages
 from data.trees import load_answers, tokenize_questions
+from data.written_answers import load_written
 from results.compare import FileConfig
 from results.prediction_files import read_predictions
 from runtime.errors import ConfigError, DataError
@@ -161,6 +163,11 @@ def test_files_of_users_are_read_or_refused_by_name(tmp_path, tokenizers, capsys
         'train': lambda: [text for text, _ in shown(conversations(source, gemma), gemma)],
         'evaluate': lambda: [f'{q.context} {q.answer}' for q in questions.load_task(
             case.get('task', '') + str(source), asking()).items],
+        'qa': lambda: [[q.text, *q.references]
+                       for q in load_written(f'qa:{source}', asking()).items],
+        'generate --raw': lambda: [gemma.decode(ids) for _, ids in instruct.read_prompts(
+            source, gemma, '', False)[0]],
+        'prompts': lambda: to_prompt(json.loads(source.read_text())),
         'metrics': lambda: [list(sample.values())[-3:] for sample, _ in read_predictions(
             source, FileConfig())]}[case.get('by', 'train')]
     if 'refused' in case:
