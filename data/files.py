@@ -52,21 +52,25 @@ def fetch(source, patterns, revision=None):
     if path.exists() and not os.access(path, os.R_OK | os.X_OK):    # `glob` would find nothing
         raise DataError(f'cannot read the folder {source}: Permission denied')
     for i, pattern in enumerate(patterns):
-        files = sorted(p for p in path.glob(pattern) if p.is_file() and not NO_DATA.match(p.name))
-        files = [p for p in files if p.suffix != '.gz' or p.with_suffix('') not in files]   # copies
-        if files:
+        if files := matches(path, pattern):
             note_inputs(*files)
             if (n := re.search(r'-\d+-of-(\d+)\b', files[-1].name)) and len(files) < int(n[1]):
                 print(f'{source}: only {len(files)} of {int(n[1])} files {pattern} are there')
-            beside = {p for later in patterns[i + 1:] if '/' not in later for p in path.glob(later)}
-            if unread := sorted(p.name for p in beside if p.suffix != files[0].suffix
-                                and not NO_DATA.match(p.name)):
+            beside = matches(path, *(later for later in patterns[i + 1:] if '/' not in later))
+            if unread := [p.name for p in beside if p.suffix != files[0].suffix]:
                 print(f'{source}: {pattern} is read, and not {", ".join(unread[:3])}'
                       + ', ...' * (len(unread) > 3) + '; to read all, write them in one format')
             return files
     folders = sorted(str(p) for p in path.glob('[!.]*') if p.is_dir())
     raise DataError(f'{source} holds nothing that matches {" or ".join(patterns)}'
                     + (f'; name one of its folders {", ".join(folders[:9])}' if folders else ''))
+
+
+def matches(folder, *patterns):
+    """Return the data files of a folder that match a glob, sorted, without compressed copies."""
+    files = {p for pattern in patterns for p in folder.glob(pattern)
+             if p.is_file() and not NO_DATA.match(p.name)}
+    return sorted(p for p in files if p.suffix != '.gz' or p.with_suffix('') not in files)
 
 
 def fetch_training(source, patterns, revision=None):

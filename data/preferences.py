@@ -95,19 +95,13 @@ def _pair(row):
         if last['role'] != 'assistant' or last.get('train') is False:
             raise DataError(f'the last turn of "{side}" is not an answer of the assistant that is '
                             f'trained')
+    if not before:
+        raise DataError('"chosen" and "rejected" without "prompt" must be dialogues of '
+                        '"\\n\\nHuman: " and "\\n\\nAssistant: "')
     # scores only tell a tie: they can be those of a judge that did not choose
     tied = any(name in row and row[name] == row.get(name.replace('chosen', 'rejected'))
                for name in ('score_chosen', 'chosen-rating', 'chosen_rating', 'rating_chosen'))
     return before, [chosen[-1]['content'], rejected[-1]['content']], [1, int(tied)]
-
-
-def _dialogues(row):
-    """HH-RLHF: a dialogue as text on both sides; or both as messages."""
-    prompt, answers, scores = _pair(row)
-    if not prompt:
-        raise DataError('"chosen" and "rejected" without "prompt" must be dialogues of '
-                        '"\\n\\nHuman: " and "\\n\\nAssistant: "')
-    return prompt, answers, scores
 
 
 def _gpt4llm(row):
@@ -147,7 +141,7 @@ FORMATS = {
     ('prompt', 'chosen', 'rejected'): _pair,            # UltraFeedback and Tulu 3
     ('question', 'chosen', 'rejected'): _pair,
     ('instruction', 'chosen', 'rejected'): _pair,       # Alpaca's fields, with `input`
-    ('chosen', 'rejected'): _dialogues,                 # HH-RLHF
+    ('chosen', 'rejected'): _pair,      # HH-RLHF: dialogues, as text or as messages
 }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.benchmarks import BENCHMARKS, CATEGORY, GENERIC, generic_row
-from data.files import draw, fetch, parse_rows, read_rows, require_text, text_digest
+from data.files import draw, fetch, matches, parse_rows, read_rows, require_text, text_digest
 from data.prompts import (LETTERS, PROMPT_FORMATS, Item, check_prompt_format, content_free,
                           proposing)
 from runtime.errors import DataError
@@ -198,14 +198,14 @@ def _files_of(benchmark, source, split, language, revision):
     """Return the files of a split in a language; [] for a validation split that does not exist."""
     patterns, folder = _patterns(benchmark, split, language), Path(source)
     if split == 'validation' and (
-            not patterns or folder.exists() and not _matches(folder, patterns)):
+            not patterns or folder.exists() and not matches(folder, *patterns)):
         return []
     try:
         files = fetch(source, patterns, revision)
     except DataError as error:
         raise DataError(f'{error}; {HINTS[split]}' if folder.is_dir() else str(error)) from error
     if benchmark is GENERIC and split == 'test':    # its patterns match the other splits too
-        others = _matches(folder, benchmark.shots + benchmark.validation)
+        others = matches(folder, *benchmark.shots, *benchmark.validation)
         files = [file for file in files if file not in others]
         if not files:
             raise DataError(f'{source} has only files for shots or validation: '
@@ -215,10 +215,6 @@ def _files_of(benchmark, source, split, language, revision):
 
 def _patterns(benchmark, split, language):
     return tuple(p.replace('{lang}', language) for p in getattr(benchmark, split))
-
-
-def _matches(folder, patterns):
-    return {file for pattern in patterns for file in folder.glob(pattern)}
 
 
 def _languages(benchmark, source, task, wanted):
@@ -232,7 +228,7 @@ def _languages(benchmark, source, task, wanted):
     if 'all' not in wanted or not os.path.isdir(source):
         return benchmark.languages if 'all' in wanted else wanted
     there = [language for language in benchmark.languages
-             if _matches(Path(source), _patterns(benchmark, 'test', language))]
+             if matches(Path(source), *_patterns(benchmark, 'test', language))]
     if not there:
         example = ' or '.join(_patterns(benchmark, 'test', benchmark.languages[0])[:2])
         raise DataError(f'{source} holds no file of {task} in any language, such as {example}; '
