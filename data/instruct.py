@@ -11,9 +11,9 @@ from data.messages import dialogue, read_turns, to_messages, with_context, witho
 from runtime.errors import DataError
 
 # patterns of the files; the first one with a match is used
-PATTERNS = ('data/train-*.parquet', '*train*.parquet', '*.parquet', '*train*.jsonl*', '*.jsonl',
-            '*.jsonl.gz', '*.json', '*.json.gz', 'data-*.arrow', 'train/data-*.arrow',
-            '*train*.csv', '*.csv', '*.tsv')
+PATTERNS = ('data/train-*.parquet', 'data/train_sft-*.parquet', 'train_sft-*.parquet',  # UltraChat
+            '*train*.parquet', '*.parquet', '*train*.jsonl*', '*.jsonl', '*.jsonl.gz', '*.json',
+            '*.json.gz', 'data-*.arrow', 'train/data-*.arrow', '*train*.csv', '*.csv', '*.tsv')
 TEXT_PATTERNS = ('data/train-*.parquet', '*.parquet', '*.jsonl', '*.jsonl.gz', '*.txt', '*.txt.gz',
                  'data-*.arrow', 'train/data-*.arrow')
 

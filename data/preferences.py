@@ -27,7 +27,8 @@ from runtime.errors import DataError
 TIED = 128      # so a prompt has at most 126 answers
 HELPSTEER2 = 'prompt', 'response', 'helpfulness'    # a row per answer
 SUBJECT = 'subject', 'subset', 'domain'     # fields of a row, for judges
-PREFERENCE_PATTERNS = ('data/train_prefs-*.parquet', 'comparison_data_v2.json', *PATTERNS)
+PREFERENCE_PATTERNS = ('data/train_prefs-*.parquet', 'train_prefs-*.parquet',
+                       'comparison_data_v2.json', *PATTERNS)
 
 
 @dataclass

@@ -208,8 +208,9 @@ def _files_of(benchmark, source, split, language, revision):
         others = matches(folder, *benchmark.shots, *benchmark.validation)
         files = [file for file in files if file not in others]
         if not files:
-            raise DataError(f'{source} has only files for shots or validation: '
-                            f'{", ".join(sorted(file.name for file in others))}; {HINTS["test"]}')
+            names = sorted(file.name for file in others)
+            raise DataError(f'{source} has only files for shots or validation, such as '
+                            f'{", ".join(names[:3])}; {HINTS["test"]}')
     return files
 
 

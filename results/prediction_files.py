@@ -399,8 +399,10 @@ def _values(row, norm):
         more = {'predicted': str(row['response'])} if 'response' in row else {}
         return kind, outcome(value, correct) | more
     values, label = _numbers(kind, row.get(kind)), row.get('answer', row.get('label'))
-    if type(label) not in (int, float) or label % 1 or row.get('label', label) != label:
-        beside = f' beside the label {row["label"]!r:.60}' if {'answer', 'label'} <= {*row} else ''
+    other = row.get('label')        # as text it is the name of a class
+    differs = isinstance(other, (int, float)) and other != label
+    if type(label) not in (int, float) or label % 1 or differs:
+        beside = f' beside the label {other!r:.60}' if differs else ''
         raise ValueError(f'answer must be the index of the correct option, not {label!r}{beside}')
     label = int(label)      # pandas writes 1.0 beside a null
     texts = row.get('options', [])

@@ -31,6 +31,7 @@ SAME = [{'role': 'user', 'content': 'sky?'}, {'role': 'assistant', 'content': 'b
                                               {'from': 'gpt', 'value': 'blue'}], 'idx': 1}),
     ('data/train-00000-of-00001.parquet', {'id': 'x', 'messages': SAME, 'source': 'y'}),
     ('train/data-00000-of-00001.arrow', {'messages': SAME}),
+    ('data/train_sft-00000-of-00001.parquet', {'prompt': 'sky?', 'messages': SAME}),
     ('chat.jsonl', {'messages': SAME})])
 def test_each_instruction_format_gives_the_same_tokens(tmp_path, tokenizers, name, row):
     write_rows(tmp_path / 'hub' / name, [row] * 3)
