@@ -57,7 +57,8 @@ def fetch(source, patterns, revision=None):
             if (n := re.search(r'-\d+-of-(\d+)\b', files[-1].name)) and len(files) < int(n[1]):
                 print(f'{source}: only {len(files)} of {int(n[1])} files {pattern} are there')
             beside = matches(path, *(later for later in patterns[i + 1:] if '/' not in later))
-            if unread := [p.name for p in beside if p.suffix != files[0].suffix]:
+            if unread := [p.name for p in beside if p.suffix != files[0].suffix
+                          and p.with_suffix('') not in files]:
                 print(f'{source}: {pattern} is read, and not {", ".join(unread[:3])}'
                       + ', ...' * (len(unread) > 3) + '; to read all, write them in one format')
             return files
