@@ -130,7 +130,7 @@ FORMATS = {
     ('instruction', 'completions'): lambda row: (       # UltraFeedback before it was binarized
         [to_question(row)], [x['response'] for x in row['completions']],
         [x['overall_score'] for x in row['completions']]),
-    ('prompt', 'answers'): lambda row: (        # Nectar; rank 1 is the best
+    ('prompt', 'turns', 'answers'): lambda row: (       # Nectar; rank 1 is the best
         read_turns(row['prompt'], 'the prompt', 'user'), [x['answer'] for x in row['answers']],
         [-x['rank'] for x in row['answers']]),
     ('user_input', 'responses_and_scores'): _gpt4llm,
