@@ -109,8 +109,6 @@ EARLIER = [{'role': 'user', 'content': 'sea?'}, {'role': 'assistant', 'content':
 @pytest.mark.parametrize('row, messages', [
     ({'conversations': [HUMAN, GPT], 'system': 'Be brief.', 'tools': '[]'}, BRIEF),
     ({'messages': BRIEF, 'system_message': 'Be brief.'}, BRIEF),
-    ({'messages': SAME, 'System': 'Be brief.', 'Chat-History': EARLIER},
-     [BRIEF[0], *EARLIER, *SAME]),
     ({'messages': [HUMAN, GPT]}, SAME),
     ({'prompt': 'sky?', 'completion': 'blue', 'developer': 'Be brief.', 'weight': 1}, BRIEF),
     ({'prompt': BRIEF[:2], 'completion': [SAME[1]]}, BRIEF),
@@ -120,13 +118,7 @@ EARLIER = [{'role': 'user', 'content': 'sea?'}, {'role': 'assistant', 'content':
     ({'instruction': 'sky?', 'output': 'blue', 'input': None, 'system': 'Be brief.',
       'history': [['sea?', 'green']]}, [BRIEF[0], *EARLIER, *SAME]),
     ({'messages': [*EARLIER, *SAME], 'history': EARLIER}, [*EARLIER, *SAME]),
-    ({'messages': [{'role': 'user', 'content': 'Read: grass. sky?'}, SAME[1]], 'context': 'grass.'},
-     [{'role': 'user', 'content': 'Read: grass. sky?'}, SAME[1]]),
     ({'messages': [turn | {'tool_calls': [], 'reasoning_content': ''} for turn in SAME]}, SAME),
-    # the row once more as one text; the question inside the prompt, and a result in the answer
-    ({'instruction': 'sky?', 'input': '', 'output': 'blue', 'prompt': 'Q: sky?\nA: blue'}, SAME),
-    ({'prompt': 'sky?', 'completion': 'blue', 'response': [SAME[1]], 'question': 'sky', 'answer':
-      '1'}, SAME),
     ({'instruction': 'Add.', 'input': '1 2', 'output': '3'},
      [{'role': 'user', 'content': 'Add.\n\n1 2', 'input': '1 2'},
       {'role': 'assistant', 'content': '3'}])])
