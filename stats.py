@@ -100,8 +100,8 @@ def _sums(probs, labels, n_options, scores, columns):
     c = confidence.astype(np.float64)
     terms = {'accuracy': correct, 'confidence': c, 'bas': metrics.row_bas(as_given, correct),
              'brier_top_label': (c - correct) ** 2}
-    by_confidence, order, gaps = _sorted_rows([(rows, confidence, correct)], 10,
-                                              metrics.equal_chunk_ends)
+    by_confidence, gaps = _sorted_rows([(rows, confidence, correct)], 10,
+                                       metrics.equal_chunk_ends)
     has_options = metrics.as_array('probs', probs).ndim == 2
     if has_options:
         probs, labels, _ = metrics.check_probs(probs, labels)
@@ -110,7 +110,7 @@ def _sums(probs, labels, n_options, scores, columns):
                   'nll': metrics.label_nll(probs, labels, scores),
                   'brier': (p**2).sum(1) - 2 * p[rows, labels] + 1}
         having = [(k, np.flatnonzero(n_options > k)) for k in range(n_options.max())]
-        by_option, *_ = _sorted_rows(
+        by_option, _ = _sorted_rows(
             [(at, metrics.round_for_ties(probs[at, k]), labels[at] == k) for k, at in having], 15,
             metrics.rounded_chunk_ends)
     terms |= columns
@@ -126,22 +126,21 @@ def _sums(probs, labels, n_options, scores, columns):
         values['brier_skill'] = 1 - values['brier_top_label'] / np.where(spread, spread, np.nan)
 
         counts = np.hstack([counts, np.zeros((len(counts), 1), int)])
-        (size, gap), equal_mass = by_confidence(counts)
+        ((size, gap), equal_mass), in_order, drawn = by_confidence(counts)
         values['ece'] = _expected_gap(size, gap)[:, 0]
         values['mce'] = np.abs(gap / np.maximum(size, 1)).max((1, 2))
         values['ece_equal_mass'] = _expected_gap(*equal_mass)[:, 0]
         # bins of 100 rows, the last one with the remainder; tied rows may be in two bins
         ends = np.append(np.arange(1, n // 100) * 100, n)
         size = np.diff(ends, prepend=0)
-        counts_in_order = np.take(counts, order, axis=1)
-        drawn, sums_to = (np.cumsum(x, axis=1) for x in (counts_in_order, counts_in_order * gaps))
+        sums_to = np.cumsum(in_order * gaps, axis=1)
         at = np.arange(len(counts))[:, None], _row_of_draw(drawn, np.tile(ends, (len(counts), 1)))
         gap = np.diff(sums_to[at] - (drawn[at] - ends) * gaps[at[1]], axis=1, prepend=0)
         values['mad'] = np.abs(gap).sum(1) / n
         values['rmsce'] = np.sqrt((gap**2 / size).sum(1) / n)
         if has_options:     # means over the options that some drawn row has
             values['sce'], values['ace'] = (np.nanmean(_expected_gap(*x), axis=1)
-                                            for x in by_option(counts))
+                                            for x in by_option(counts)[0])
         return values
     return sums
 
@@ -153,12 +152,13 @@ def _expected_gap(size, gap):
 
 
 def _sorted_rows(groups, n_bins, chunk_ends):
-    """Return (bins, order [M + 1], gaps [M + 1]) of G groups of rows, M in one line.
+    """Return (bins, gaps [M + 1]) of G groups of rows, M in one line.
 
     groups: [(rows int [m], their probability [m], their outcome bool [m])], which are sorted by
     probability; a gap is probability - outcome. All counts are [R, N + 1], 0 in the last column.
     bins(counts) returns (size, sum of gaps), both [R, G, n_bins], of bins of equal width and of
-    bins of equal mass, which end at chunk_ends(number of draws, n_bins) and keep ties together.
+    bins of equal mass, which end at chunk_ends(number of draws, n_bins) and keep ties together;
+    also the counts in the order of the line, and their sums up to each row, [R, M + 1].
     """
     lengths = [len(rows) for rows, *_ in groups]
     first = np.cumsum([0, *lengths[:-1]])       # [G]: where each group begins
@@ -187,9 +187,9 @@ def _sorted_rows(groups, n_bins, chunk_ends):
         mass_starts[..., 0] = first
         mass_starts[..., 1:] = np.maximum(tie_ends[_row_of_draw(drawn, ends)], first[:, None])
         gap = counts * gaps
-        return [(_range_sums(counts, starts), _range_sums(gap, starts))
-                for starts in (np.broadcast_to(width_starts, mass_starts.shape), mass_starts)]
-    return bins, order, gaps
+        return [(_range_sums(counts, starts), _range_sums(gap, starts)) for starts in (
+            np.broadcast_to(width_starts, mass_starts.shape), mass_starts)], counts, drawn
+    return bins, gaps
 
 
 def _row_of_draw(drawn, numbers):
