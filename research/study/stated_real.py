@@ -1,6 +1,6 @@
 """Claim 16: stated confidences of a real model, Gemma 3 270M; see PLAN.md.
 
-    python research/study/stated_real.py --model=DATA/model --data=DATA --seeds=0,1,2
+    python research/study/stated_real.py --model=DATA/model --data=DATA --seeds=0,1,2,3,4
 
 The questions are those of ARC-Easy (DATA/arc) with their options, which the model answers in
 writing, with a confidence. `stated` is tuned on the right answers to every other question; the
@@ -96,7 +96,7 @@ def main():
     options = common.command_line(
         __doc__, model={'required': True, 'help': 'folder of the base model'},
         data={'required': True, 'help': 'folder of the data'},
-        seeds=common.seeds_option((0, 1, 2)), out_dir=common.OUT_DIR)
+        seeds=common.seeds_option((0, 1, 2, 3, 4)), out_dir=common.OUT_DIR)
     root = f'{options.out_dir}/stated-real'
     for seed in options.seeds:
         do(seed, root, lambda seed, root: make_files(seed, root, options.data, options.model), runs)
