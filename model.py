@@ -397,6 +397,7 @@ class Decoder(nn.Module):
         self.norm = nn.Identity() if family.norm_order == 'after the sum' else Norm(config, D)
         self.attention = IMPLEMENTATION     # of the masks, also those of decoding
         self.checkpoint = False     # store only the input of a block; recompute it in backward
+        self.graphs = None          # of training, see runtime/graphs.py
 
     @property
     def compiled(self) -> bool:
@@ -410,6 +411,13 @@ class Decoder(nn.Module):
         x = self.project_in(self.embed_tokens(tokens)).float() * scale
         if config.family.learned_positions:
             x = x + self.embed_positions(positions + 2)
+        if self.graphs and masks is None and at is None:
+            return self.graphs(self, x, positions, ends)
+        return self.run_blocks(x, positions, ends, masks, at)
+
+    def run_blocks(self, x: Tensor, positions: Tensor, ends: Tensor | None,
+                   masks: list | None = None, at: Tensor | None = None) -> Tensor:
+        config = self.config
         if masks is None:
             masks = make_masks(self.attention, positions, ends, config.windows, config.head_dim,
                                config.attn_logit_softcapping, self.embed_tokens.weight,

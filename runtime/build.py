@@ -9,6 +9,7 @@ from model import CausalLM, Norm, add_lora
 from runtime import checkpoint
 from runtime.device import pick_dtype
 from runtime.fp8 import use_fp8
+from runtime.graphs import record_blocks
 from runtime.optim import AdamW
 from runtime.parallel import rank, shard, world_size
 
@@ -54,6 +55,8 @@ def prepare(model, cfg, device, reward=False):
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         for layer in model.decoder.layers:      # for static shapes; equal masks share one graph
             layer.compile(dynamic=False)
+        if world_size() == 1 and not cfg.checkpoint_activations:
+            record_blocks(model.decoder)
     if world_size() > 1:
         shard(model, device)
         torch.manual_seed(cfg.seed + rank())    # the dropout of adapters differs between processes

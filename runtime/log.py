@@ -210,7 +210,10 @@ def start_tracker(cfg):
 def peak_memory(device):
     """Return the peak memory in GiB: of the GPU, or of this process if there is none."""
     if device.startswith('cuda'):
-        return torch.cuda.max_memory_allocated() / 2 ** 30
+        # the memory of recordings (runtime/graphs.py) is not allocated between two passes
+        recorded = sum(part['total_size'] - part['allocated_size']
+                       for part in torch.cuda.memory_snapshot() if any(part['segment_pool_id']))
+        return (torch.cuda.max_memory_allocated() + recorded) / 2 ** 30
     unit = 1 if sys.platform == 'darwin' else 1024      # macOS counts bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2 ** 30
 

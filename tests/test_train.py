@@ -22,9 +22,9 @@ import metrics
 import train
 from data import packing
 from data.trained import trained_template
-from runtime import checkpoint, log, parallel, resume, trained
+from runtime import checkpoint, graphs, log, parallel, resume, trained
 from runtime.config import load_config
-from runtime.device import pick_device
+from runtime.device import micro_batches, pick_device
 from runtime.errors import ConfigError, DataError, TrainingError
 
 
@@ -384,6 +384,43 @@ def test_compiled_steps_follow_float32_and_compile_once(name, master, device, tm
     assert np.allclose(runs[0], runs[1], rtol=0.05 if master == 'exact' else 0.1)
     # rounding grows with the width of these random weights: in a Llama of width 128 to 0.007
     assert np.allclose(runs[0][:, :2], runs[1][:, :2], rtol=0.003)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('more', [{}, {'master_weights': 'stochastic'},
+                                  {'lora': True, 'lora_rank': 4, 'lora_dropout': 0.5}])
+def test_recorded_passes_compute_what_the_blocks_do(more, tmp_path, monkeypatch):
+    """Bitwise, of one and two passes per step, with one document per row and several."""
+    if not torch.cuda.is_available():
+        pytest.skip('needs a CUDA device')
+    reference_model('gemma3', tmp_path, **head_of_32('gemma3'))
+    ends = []
+    for most in (0, 1e9):
+        monkeypatch.setattr(graphs, 'MOST_WEIGHTS', most)
+        torch.manual_seed(0)
+        cfg = tiny_config(dtype='bfloat16', pack_len=128, micro_rows=2, lr=1e-3, **more)
+        model = train.build_model(cfg, checkpoint.read_config(tmp_path), tmp_path, 'cuda')
+        optimizer = train.build_optimizer(model, cfg)
+        steps = [packing.pack(documents(i, lengths), 128, 2) for i, lengths in enumerate(
+            ([100, 90], [60, 50, 40], [99, 98, 97, 96], [30, 20, 70, 80, 100], [9, 9, 9, 99]))]
+        for packed in steps:
+            train.train_step(model, optimizer, packed, cfg, 'cuda')
+        ends.append([*model.parameters(), torch.randn(3, device='cuda')])
+    assert all(map(torch.equal, *ends))
+    assert len(model.decoder.graphs.recorded) == 2
+    if not cfg.lora:        # there is one place for activations, and one for gradients
+        _, inputs, _ = next(micro_batches(steps[0], 2, 'cuda'))
+        sums = []
+        for n in (2, 1):
+            with graphs.replaying(model.decoder):
+                sum(model(*inputs) for _ in range(n)).sum().backward()
+            sums.append([p.grad.float() for p in model.decoder.layers.parameters()])
+            optimizer.zero_grad()
+        assert all(torch.allclose(both, 2 * one, rtol=0.02) for both, one in zip(*sums))
+    memory = torch.cuda.memory_reserved()
+    del model, optimizer    # at once, not when cycles are collected
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() < memory
 
 
 @pytest.mark.slow

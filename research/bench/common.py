@@ -41,6 +41,7 @@ from runtime import checkpoint
 from runtime.config import load_config
 from runtime.config_json import config_from_hf
 from runtime.errors import ConfigError
+from runtime.log import peak_memory
 from runtime.ownership import write_text
 from triton_ops import adjoin
 
@@ -104,7 +105,7 @@ def reset_peak_memory():
 
 
 def peak_gib():
-    return torch.cuda.max_memory_allocated() / 2 ** 30 if DEVICE == 'cuda' else 0.0
+    return peak_memory(DEVICE) if DEVICE == 'cuda' else 0.0
 
 
 def free_memory():
