@@ -42,11 +42,12 @@ COLUMNS = ([f'option_{c}' for c in LETTERS.lower()],    # Global-MMLU
 def generic_row(row, pads=False):
     """MMLU and its relatives: question, answer, and the choices under one of several names.
 
-    The choices are a list named `choices` or (MMLU-Pro) `options`, or COLUMNS; the columns of
-    MMLU's csv files, without a header, are the question, the choices and the letter. A choice that
-    is null is absent, and the choices after it keep their letters. So is 'N/A' where it is padding:
-    in a benchmark that `pads` with it, in rows with the field cot_content, and if it stands there
-    twice. Rows of BIG-bench and of inverse-scaling are known by their fields.
+    The choices are a list or {label: text} named `choices` or (MMLU-Pro, MedQA) `options`, or
+    COLUMNS; the columns of MMLU's csv files, without a header, are the question, the choices and
+    the letter. A choice that is null is absent, and the choices after it keep their letters. So is
+    'N/A' where it is padding: in a benchmark that `pads` with it, in rows with the field
+    cot_content, and if it stands there twice. Rows of BIG-bench and of inverse-scaling are known by
+    their fields.
     """
     if isinstance(row, list):
         if len(row) < 4:
@@ -64,12 +65,25 @@ def generic_row(row, pads=False):
         raise DataError(f'"answer" and "answer_index" of the row differ: {answer!r:.60} and '
                         f'{index}; keep one of them')
     name, options = _choices(row)
+    if isinstance(options, dict) and not any(isinstance(x, (list, dict)) for x in options.values()):
+        return labeled_row(row, question, {
+            label: text for label, text in options.items() if text is not None})
     if name == 'choices' or not isinstance(options, list):
         return Row(with_passage(row, question), options, answer)
     pads = pads or 'cot_content' in row or options.count('N/A') > 1
     present = {letter: option for letter, option in zip(LETTERS, options)
                if option is not None and not (pads and option == 'N/A')}
     return Row(with_passage(row, question), list(present.values()), answer, list(present))
+
+
+def labeled_row(row, question, options):
+    """MedQA: options {label: text}; the answer is a label, or a text beside its label."""
+    answers = {name: row[name] for name in ('answer', 'answer_idx') if row.get(name) is not None}
+    texts = {name: options.get(str(answer), answer) for name, answer in answers.items()}
+    text = one_of(texts, *texts)
+    labels = [str(answer) for answer in answers.values() if str(answer) in options] + [
+        label for label, option in options.items() if option == text]
+    return Row(with_passage(row, question), [*options.values()], (labels or [text])[0], [*options])
 
 
 def _choices(row):

@@ -100,7 +100,8 @@ def is_empty(value):
 def read_turns(value, what, speaker=None):
     """Return the messages of a list of turns, of one turn, or of a text if `speaker` is its role.
 
-    A turn has role and content, or from and value; a text may be a dialogue as in HH-RLHF.
+    A turn has role and content, or from and value, or it is a text, or input and output for two
+    turns. A single text may be a dialogue as in HH-RLHF.
     """
     if isinstance(value, str) and TURNS_AS_TEXT.match(value):       # in a cell of a table
         value = json_list(value, what)
@@ -113,6 +114,11 @@ def read_turns(value, what, speaker=None):
         if speaker == 'user' and not value[-1]['content'].strip():      # where the answer begins
             value.pop()
     turns = [value] if isinstance(value, dict) else value
+    if not speaker and isinstance(turns, list):
+        if all(isinstance(turn, str) for turn in turns):                    # LIMA
+            turns = dialogue(*turns)
+        elif all(has_fields(turn, 'input', 'output') for turn in turns):    # Capybara
+            turns = dialogue(*(turn[name] for turn in turns for name in ('input', 'output')))
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         text = 'text or ' if speaker else ''
         raise DataError(f'{what} must be {text}a list of {{"role", "content"}}')
