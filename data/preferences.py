@@ -138,6 +138,12 @@ FORMATS = {
     ('context', 'response1', 'response2', 'overall_preference'): lambda row: (      # HelpSteer3
         read_turns(row['context'], 'context', 'user'), [row['response1'], row['response2']],
         [0, row['overall_preference']]),        # -3 to 3; negative: response1 is better
+    ('prompt', 'response_1', 'response_2', 'preference_strength'): lambda row: (    # HelpSteer2
+        read_turns(row['prompt'], 'the prompt', 'user'), [row['response_1'], row['response_2']],
+        [0, row['preference_strength']]),       # as above
+    ('prompt', 'response_0', 'response_1', 'better_response_id'): lambda row: (     # PKU-SafeRLHF
+        read_turns(row['prompt'], 'the prompt', 'user'), [row['response_0'], row['response_1']],
+        [0.5, row['better_response_id']]),      # 0 or 1
     ('conversations', 'chosen', 'rejected'): _pair,     # ShareGPT
     ('prompt', 'chosen', 'rejected'): _pair,            # UltraFeedback and Tulu 3
     ('question', 'chosen', 'rejected'): _pair,
