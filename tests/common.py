@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import sentencepiece
 import torch
@@ -58,32 +59,24 @@ CORPUS = ['The quick brown fox jumps over the lazy dog.', 'Question: one or two?
 WORDS = 'quick brown fox jumps over the lazy dog blue river old stone'.split()
 
 
-def sentencepiece_folder(folder, kind, pieces=400, **more):
-    """A tokenizer with the settings of Gemma's file or of Llama 2's and Mistral's."""
-    special = {
-        'gemma': {'pad_id': 0, 'eos_id': 1, 'bos_id': 2, 'unk_id': 3, 'add_dummy_prefix': False,
-                  'user_defined_symbols': ['<start_of_turn>', '<end_of_turn>', '\n', '\n\n',
-                                           '<b>']},
-        'mistral': {'control_symbols': ['[INST]', '[/INST]']},
-        'llama2': {},
-    }[kind] | more
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / 'tokenizer.model', 'wb') as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(CORPUS), model_writer=file, vocab_size=pieces, model_type='bpe',
-            minloglevel=2, remove_extra_whitespaces=False,
-            **{'byte_fallback': True, 'normalization_rule_name': 'identity'} | special)
-    return folder
+BYTE_PAIRS = {'model_type': 'bpe', 'vocab_size': 400, 'remove_extra_whitespaces': False,
+              'byte_fallback': True, 'normalization_rule_name': 'identity'}
+PIECES = {      # the settings of the files of these models
+    'gemma': BYTE_PAIRS | {
+        'pad_id': 0, 'eos_id': 1, 'bos_id': 2, 'unk_id': 3, 'add_dummy_prefix': False,
+        'user_defined_symbols': ['<start_of_turn>', '<end_of_turn>', '\n', '\n\n', '<b>']},
+    'mistral': BYTE_PAIRS | {'control_symbols': ['[INST]', '[/INST]']},
+    'llama2': BYTE_PAIRS,
+    't5': {'model_type': 'unigram', 'vocab_size': 500, 'hard_vocab_limit': False,
+           'pad_id': 0, 'eos_id': 1, 'unk_id': 2, 'bos_id': -1}}
 
 
-def t5_folder(folder, texts=()):
-    """A unigram model with the settings of T5's spiece.model."""
+def sentencepiece_folder(folder, kind, texts=()):
+    """A tokenizer with the settings of PIECES[kind], trained on CORPUS and more texts."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / 'spiece.model', 'wb') as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter([*CORPUS, *texts]), model_writer=file, vocab_size=500,
-            model_type='unigram', pad_id=0, eos_id=1, unk_id=2, bos_id=-1, minloglevel=2,
-            hard_vocab_limit=False)
+    with open(folder / ('spiece.model' if kind == 't5' else 'tokenizer.model'), 'wb') as file:
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter([*CORPUS, *texts]),
+                                                 model_writer=file, minloglevel=2, **PIECES[kind])
     return folder
 
 
@@ -101,11 +94,8 @@ def tiktoken_folder(folder):
 def write_rows(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == '.parquet':
-        import pyarrow
-        import pyarrow.parquet
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     elif path.suffix == '.arrow':       # what save_to_disk of datasets writes
-        import pyarrow
         batch = pyarrow.RecordBatch.from_pylist(rows)
         with pyarrow.ipc.new_stream(path, batch.schema) as stream:
             stream.write(batch)
@@ -215,9 +205,9 @@ def rewrite(folder, change, name='model.safetensors'):
     save_file(tensors, folder / name, metadata={'format': 'pt'})
 
 
-def edit_config(folder, **values):
-    """Set keys of config.json; `...` removes one."""
-    path = folder / 'config.json'
+def edit_config(folder, name='config.json', **values):
+    """Set keys of a file of settings; `...` removes one."""
+    path = folder / name
     values = json.loads(path.read_text()) | values
     path.write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
 
@@ -390,11 +380,23 @@ def write_run(folder, *, seed=0, n=40, task='mmlu', sharpness=1.0, languages=(''
     return folder
 
 
+def results_of(folder):
+    """The content of the results.json of a run."""
+    return json.loads((folder / 'results.json').read_text())
+
+
 def log_of(folder):
     """The records of a run's log.jsonl, without the times."""
     with open(folder / 'log.jsonl') as lines:
         return [{k: v for k, v in json.loads(line).items() if not k.endswith('_s')}
                 for line in lines]
+
+
+def log_probs_after(reference, prompt, tokens):
+    """Return the log-probabilities of `tokens` after the ids of a prompt, by transformers."""
+    with torch.no_grad():
+        logits = reference(torch.tensor([prompt + tokens])).logits[0].double().log_softmax(-1)
+    return [logits[len(prompt) - 1 + i, token].item() for i, token in enumerate(tokens)]
 
 
 def plain_log_probs(model, prompt, answer):

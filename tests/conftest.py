@@ -27,6 +27,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault('TRITON_INTERPRET', '1')      # before anything imports triton
 
+from common import WORDS, reference_model, sentencepiece_folder, tiktoken_folder, write_rows
+from data.tokenizer import load_tokenizer
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
@@ -45,8 +48,6 @@ def device(request):
 
 @pytest.fixture(scope='session')
 def tokenizers(tmp_path_factory):
-    from common import sentencepiece_folder, tiktoken_folder
-    from data.tokenizer import load_tokenizer
     base = tmp_path_factory.mktemp('tokenizers')
     folders = {kind: sentencepiece_folder(base / kind, kind)
                for kind in ('gemma', 'mistral', 'llama2')}
@@ -57,8 +58,6 @@ def tokenizers(tmp_path_factory):
 @pytest.fixture
 def chat_folder(tmp_path):
     """A tiny random model that was trained in the template of tulu."""
-    from common import reference_model, sentencepiece_folder
-    from data.tokenizer import load_tokenizer
     folder = sentencepiece_folder(tmp_path / 'model', 'llama2')
     reference_model('llama', folder, vocab_size=load_tokenizer(folder).n_vocab,
                     max_position_embeddings=200)
@@ -95,7 +94,6 @@ def settings_file(small_world):
 @pytest.fixture(scope='module')
 def base(request, tmp_path_factory):
     """A tiny random model with Llama 2's tokenizer: a Llama, or that of an indirect parameter."""
-    from common import reference_model, sentencepiece_folder
     folder = sentencepiece_folder(tmp_path_factory.mktemp('base'), 'llama2')
     reference_model(getattr(request, 'param', 'llama'), folder, vocab_size=400)
     return folder
@@ -104,8 +102,6 @@ def base(request, tmp_path_factory):
 @pytest.fixture(scope='session')
 def scored_folder(tmp_path_factory):
     """A tiny Llama with a sentencepiece tokenizer, and a task of 3 languages with shots."""
-    from common import WORDS, reference_model, sentencepiece_folder, write_rows
-    from data.tokenizer import load_tokenizer
     folder, rng = tmp_path_factory.mktemp('scored'), random.Random(0)
     sentencepiece_folder(folder / 'model', 'mistral')
     reference_model('llama', folder / 'model', vocab_size=load_tokenizer(folder / 'model').n_vocab)

@@ -1,11 +1,9 @@
 """runtime/adapter.py: PEFT adapters without merged weights, as peft merges them"""
 
-import json
-
 import pytest
 import torch
-from common import (image_model, logits_of, lora_model, named, reference_model,
-                    sentencepiece_folder, write_rows)
+from common import (edit_config, image_model, logits_of, lora_model, named, reference_model,
+                    rewrite, sentencepiece_folder, write_rows)
 from safetensors.torch import load_file, save_file
 
 import evaluate
@@ -14,6 +12,7 @@ import test_t5
 from runtime import adapter, checkpoint
 from runtime.errors import CheckpointError
 
+SETTINGS = 'adapter_config.json'
 ALL = 'q_proj k_proj v_proj o_proj gate_proj up_proj down_proj'.split()
 CASES = {
     'lora': ('llama', {'target_modules': ['q_proj', 'v_proj']}),
@@ -65,11 +64,6 @@ def simple(tmp_path):
     return tmp_path
 
 
-def change_settings(folder, **values):
-    path = folder / 'peft' / 'adapter_config.json'
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize('case', CASES)
 def test_logits_are_those_of_the_model_that_peft_merges(tmp_path, case):
@@ -105,7 +99,7 @@ def test_bin_files_and_base_models_from_another_folder(simple, monkeypatch):
     torch.save(load_file(weights), weights.with_name('adapter_model.bin'))
     weights.unlink()
     monkeypatch.chdir(simple)
-    change_settings(simple, base_model_name_or_path='./base', revision='of the hub')
+    edit_config(simple / 'peft', SETTINGS, base_model_name_or_path='./base', revision='of the hub')
     folder = checkpoint.fetch('peft')
     assert all(torch.equal(x, expected[key])
                for key, x in checkpoint.load(folder).state_dict().items())
@@ -119,8 +113,8 @@ def test_bin_files_and_base_models_from_another_folder(simple, monkeypatch):
     ({'base_model_name_or_path': '/'}, 'the base model: / has no config.json'),
     ({'base_model_name_or_path': ''}, 'the base model: the name of the model is empty')])
 def test_settings_that_merged_weights_do_not_have_are_refused_by_name(simple, change, message):
-    change_settings(simple, **change)
-    with pytest.raises(CheckpointError, match=f'adapter_config.json: .*{message}'):
+    edit_config(simple / 'peft', SETTINGS, **change)
+    with pytest.raises(CheckpointError, match=f'{SETTINGS}: .*{message}'):
         checkpoint.fetch(str(simple / 'peft'))
 
 
@@ -128,7 +122,7 @@ def test_settings_that_merged_weights_do_not_have_are_refused_by_name(simple, ch
     {'use_rslora': True}, {'alpha_pattern': {r'layers\.1\..*': 40}},
     {'r': 8, 'rank_pattern': {'q_proj': 4}}])
 def test_the_adapters_of_a_run_compute_what_is_merged(simple, change):
-    change_settings(simple, **change)
+    edit_config(simple / 'peft', SETTINGS, **change)
     merged = checkpoint.load(checkpoint.fetch(str(simple / 'peft')))
     (simple / 'peft').rename(simple / 'base' / 'adapter')
     model = checkpoint.load(simple / 'base')
@@ -156,14 +150,11 @@ LAYER = 'base_model.model.model.layers.0.self_attn.q_proj'
     ({'rank_pattern': {'q_proj': 2}}, 'r or rank_pattern says rank 2 of layer model.layers.0.'
      'self_attn.q_proj, but its matrices in adapter_model.safetensors have rank 4')])
 def test_matrices_that_do_not_fit_the_base_model_are_refused_by_name(simple, change, message):
-    name = 'adapter_config.json: ' if isinstance(change, dict) else 'adapter_model.safetensors.*'
+    name = f'{SETTINGS}: ' if isinstance(change, dict) else 'adapter_model.safetensors.*'
     if isinstance(change, dict):
-        change_settings(simple, **change)
+        edit_config(simple / 'peft', SETTINGS, **change)
     else:
-        path = simple / 'peft' / 'adapter_model.safetensors'
-        tensors = load_file(path)
-        change(tensors)
-        save_file(tensors, path)
+        rewrite(simple / 'peft', change, 'adapter_model.safetensors')
     folder = checkpoint.fetch(str(simple / 'peft'))
     with pytest.raises(CheckpointError, match=name + message):
         checkpoint.check_weights(folder, checkpoint.read_config(folder))
@@ -171,7 +162,7 @@ def test_matrices_that_do_not_fit_the_base_model_are_refused_by_name(simple, cha
 
 def test_the_adapters_of_a_run_and_adapters_of_adapters_are_refused(simple, monkeypatch):
     monkeypatch.chdir(simple / 'peft')
-    change_settings(simple, base_model_name_or_path='.')
+    edit_config(simple / 'peft', SETTINGS, base_model_name_or_path='.')
     with pytest.raises(CheckpointError, match='the base model .* is itself an adapter; name a'):
         checkpoint.fetch(str(simple / 'peft'))
     (simple / 'peft').rename(simple / 'adapter')

@@ -1,6 +1,5 @@
 """align.py: pairwise losses, trees against separate rows, whole runs."""
 
-import json
 import math
 import shutil
 from dataclasses import replace
@@ -9,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from common import (apart, expect_step, log_of, off, plain_log_probs, rewrite, run_scripts,
-                    write_rows)
+from common import (apart, edit_config, expect_step, log_of, off, plain_log_probs, rewrite,
+                    run_scripts, write_rows)
 
 import align
 import train
@@ -94,8 +93,10 @@ def config(base, folder, rows, **values):
 
 
 def run_of(cfg):
-    """Return (the run with its data, its model)."""
+    """Return (the run with its data and model, the model)."""
+    align.check_align_config(cfg)
     run = train.load_run(cfg, STAGES[cfg.method], 'cpu')
+    torch.manual_seed(cfg.seed)
     run.model = run.stage.build(run)
     return run, run.model
 
@@ -199,8 +200,7 @@ def test_transformers_reads_each_reward_at_the_token_that_ends_the_answer(base, 
     pad, name, content = PADS[case]
     folder = tmp_path / 'base'
     shutil.copytree(base, folder)
-    raw = json.loads((folder / 'config.json').read_text())
-    (folder / 'config.json').write_text(json.dumps(raw | {'pad_token_id': pad}))
+    edit_config(folder, pad_token_id=pad)
     if name:
         (folder / name).write_text(content)
     cfg = config(folder, tmp_path, ROWS, method='reward', epochs=2, lr=3e-2)

@@ -28,6 +28,7 @@ from data.packing import pack
 from decoding.answers import Answer
 from runtime import checkpoint
 from runtime.errors import CheckpointError, ConfigError, DataError, TrainingError
+from test_align import run_of
 
 # ---- Advantages and divisors ---------------------------------------------------------------------
 
@@ -83,15 +84,6 @@ def config(base, folder, *, n=4, **values):
                        reward=str(folder / 'reward.py'), out_dir=str(folder / 'run'),
                        cache_dir=str(folder / 'cache'), dtype='float32', save_dtype='float32',
                        **settings)
-
-
-def run_of(cfg):
-    """Return (the run with its data and model, the model)."""
-    align.check_align_config(cfg)
-    run = train.load_run(cfg, align.ROLLOUTS, 'cpu')
-    torch.manual_seed(cfg.seed)
-    run.model = rollouts.build(run)
-    return run, run.model
 
 
 def made_up(rng, G):
@@ -456,8 +448,7 @@ def test_the_weight_of_the_kl_follows_its_target(base, tmp_path):
     {'resample': 2, 'group_size': 2, 'lora': True},
     {'method': 'ppo', 'kl_target': 1.0, 'kl_horizon': 100}])
 def test_a_killed_run_resumes_to_the_same_answers_and_weights(base, tmp_path, values):
-    cfg = config(base, tmp_path, epochs=8, save_every=2, updates=2, kl='reward',
-                 **values)
+    cfg = config(base, tmp_path, epochs=8, save_every=2, updates=2, kl='reward', **values)
     align.align(cfg)
     again, rate = replace(cfg, out_dir=str(tmp_path / 'again')), train.learning_rate
 

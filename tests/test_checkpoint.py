@@ -21,8 +21,7 @@ from runtime import (adapter, checkpoint, config_json, config_keys, device)
 from runtime.errors import CheckpointError, ConfigError
 
 
-@pytest.mark.parametrize('name, shard_bytes', [
-    ('llama3', 40_000), ('neox', 10**9), ('opt_350m', 10**9), ('phi3', 10**9)])
+@pytest.mark.parametrize('name, shard_bytes', [('llama3', 40_000), ('neox', 10**9)])
 def test_saved_folder_loads_in_transformers(name, shard_bytes, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, 'SHARD_BYTES', shard_bytes)
     reference = reference_model(name, tmp_path / 'theirs')
@@ -37,8 +36,6 @@ def test_saved_folder_loads_in_transformers(name, shard_bytes, tmp_path, monkeyp
     files = {path.name for path in (tmp_path / 'ours').iterdir()}
     assert {*names} == files and 'generation_config.json' in files
     assert ('model.safetensors' in files) == (shard_bytes == 10**9)
-    checkpoint.save(model, tmp_path / 'half', torch.bfloat16)
-    assert checkpoint.load(tmp_path / 'half').head.dtype == torch.bfloat16
 
 
 def test_saving_removes_no_file(folder, monkeypatch):

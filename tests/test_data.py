@@ -31,8 +31,7 @@ SAME = [{'role': 'user', 'content': 'sky?'}, {'role': 'assistant', 'content': 'b
                                               {'from': 'gpt', 'value': 'blue'}], 'idx': 1}),
     ('data/train-00000-of-00001.parquet', {'id': 'x', 'messages': SAME, 'source': 'y'}),
     ('train/data-00000-of-00001.arrow', {'messages': SAME}),
-    ('data/train_sft-00000-of-00001.parquet', {'prompt': 'sky?', 'messages': SAME}),
-    ('chat.jsonl', {'messages': SAME})])
+    ('data/train_sft-00000-of-00001.parquet', {'prompt': 'sky?', 'messages': SAME})])
 def test_each_instruction_format_gives_the_same_tokens(tmp_path, tokenizers, name, row):
     write_rows(tmp_path / 'hub' / name, [row] * 3)
     sequences = conversations(tmp_path / 'hub', tokenizers['gemma'])
@@ -300,11 +299,9 @@ def test_a_damaged_cache_is_rebuilt(tmp_path, tokenizers, capsys):
         assert [p.name for p in (tmp_path / 'cache').iterdir()] == [folder.name]    # no leftovers
 
 
-BAD_UTF8 = b'{"text": "ok ok ok ok"}\n\n{"text": "caf\xe9"}\n{"text": "ok ok ok ok"}\n'
-
-
 @pytest.mark.parametrize('name, raw, message', [
-    ('a.jsonl', BAD_UTF8, 'a.jsonl:3: not UTF-8: .* 0xe9'),
+    ('a.jsonl', b'{"text": "fox"}\n\n{"text": "caf\xe9"}\n{"text": "fox"}\n',
+     'a.jsonl:3: not UTF-8: .* 0xe9'),
     ('a.json', b'[\n{"text": }]', 'a.json:2: broken JSON'),
     ('a.jsonl', b'{"text": "x"}\n{"text": ' + b'9' * 5000 + b'}', 'a.jsonl:2: unusable JSON'),
     ('a.jsonl', b'[{"text": "x"}]', 'a.jsonl:1: the file holds one JSON array.*name it a.json$'),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import demo
-from common import HERE
+from common import HERE, log_of, results_of
 from runtime.errors import ConfigError
 
 
@@ -35,14 +35,13 @@ def test_the_demo_leaves_a_report_and_the_files_of_three_runs(small_world):
     header, _, *rows = printed.split('\nquestions (')[-1].split('\n')[1:6]
     assert header.split()[:3] == ['run', 'questions', 'accuracy']
     for row, run in zip(rows, ('base', 'tuned', 'tuned_ls01'), strict=True):
-        pooled = json.loads((folder / run / 'results.json').read_text())[
-            'tasks']['questions']['pooled']
+        pooled = results_of(folder / run)['tasks']['questions']['pooled']
         assert row.split()[:3] == [run, '40', f'{pooled["accuracy"]:.3f}']
         files = {str(p.relative_to(folder / run)) for p in (folder / run).rglob('*') if p.is_file()}
         assert {'config.json', 'model.safetensors', 'tokenizer.model', 'results.md', 'results.csv',
                 'results.tex', 'train_config.py', 'samples.jsonl', 'reliability.png',
                 'epoch-1/model.safetensors', 'epoch-1/README.md'} <= files
-        log = [json.loads(line) for line in (folder / run / 'log.jsonl').open()]
+        log = log_of(folder / run)
         assert [r['step'] for r in log] == list(range(1, len(log) + 1))
         assert all(r['nll'] <= r['loss'] + 1e-6 or run == 'tuned_ls01' for r in log)
         assert 'val_nll' in log[-1] and not list((folder / run).rglob('*.nanocal-tmp'))
@@ -59,8 +58,7 @@ def test_the_notebook_runs_from_top_to_bottom(small_world, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(HERE)
     monkeypatch.setattr(demo, 'make_world', lambda place, seed: None)
-    monkeypatch.setattr(demo, 'train', lambda cfg: {'after': json.loads(
-        Path(cfg.out_dir, 'results.json').read_text())})
+    monkeypatch.setattr(demo, 'train', lambda cfg: {'after': results_of(Path(cfg.out_dir))})
     notebook = (HERE / 'docs' / 'demo.ipynb').read_text()
     cells = json.loads(notebook.replace("'out/demo'", f"'{folder}'").replace(
         'Path.cwd(), *Path.cwd().parents', f"Path('{HERE}'),"))['cells']

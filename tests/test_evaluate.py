@@ -16,8 +16,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from common import (HERE, SHARED, WORDS, logits_of, lora_model, needs_files, reference_model,
-                    refused, rewrite, tree, write_rows)
+from common import (HERE, SHARED, WORDS, by_transformers, edit_config, log_probs_after, logits_of,
+                    lora_model, needs_files, reference_model, refused, results_of, rewrite, tree,
+                    write_rows)
 
 import evaluate
 import scoring
@@ -39,7 +40,7 @@ def test_questions_can_be_scored_in_the_chat_template(foxes, tmp_path, capsys):
     (model / 'train_config.py').write_text(
         "data_kind = 'instruct'\ntemplate = 'mistral'\nadd_bos = False\n")
     result = foxes.score('--chat=trained', model=model)['foxes']
-    config = json.loads((foxes.out / 'results.json').read_text())['config']
+    config = results_of(foxes.out)['config']
     assert result['chat'] == config['chat'] == 'mistral' and config['add_bos'] is False
     assert result['distribution'] == (
         'mmlu, 0 shots, options scored by letters, log-probabilities per token, '
@@ -52,7 +53,7 @@ SMALL = ['--n_bootstrap=20', '--dtype=float32', '--pack_len=512', '--pictures=Fa
 
 def scored(model, tasks, out, *arguments):
     evaluate.main([f'--model={model}', f'--tasks={tasks}', f'--out_dir={out}', *SMALL, *arguments])
-    return json.loads((out / 'results.json').read_text())
+    return results_of(out)
 
 
 @pytest.fixture(scope='module')
@@ -114,8 +115,7 @@ def test_an_evaluation_with_the_dropout_of_adapters(foxes, tmp_path):
     assert (run / 'dropout-2' / 'results.json').exists() and not (run / 'results.json').exists()
     foxes.refuses('holds samples with dropout_seed = ', model=run)
     foxes.refuses('has no adapter/, which train.py --lora', '--dropout_seed=2')
-    settings = run / 'adapter' / 'adapter_config.json'
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {'lora_dropout': 0.0}))
+    edit_config(run / 'adapter', 'adapter_config.json', lora_dropout=0.0)
     foxes.refuses('trained with lora_dropout = 0, so nothing w', '--dropout_seed=2', model=run)
 
 
@@ -214,7 +214,7 @@ def test_a_folder_holds_every_task_scored_there(foxes, tmp_path, monkeypatch, ca
                    '--device=cpu', *SMALL])
     printed = capsys.readouterr()
     assert printed.out.split('\n')[0] == f'{model} (llama) in float32 on cpu' and not printed.err
-    first = json.loads((foxes.out / 'results.json').read_text())['tasks']
+    first = results_of(foxes.out)['tasks']
     stones = write_words(tmp_path / 'stones.jsonl', 20, 'stone')
     both = foxes.score(f'--tasks={stones}', '--norm=sum', '--limit=12', model=model)
     assert list(both) == ['foxes', 'stones'] and both['foxes'] == first['foxes']
@@ -428,23 +428,19 @@ def prompts_of(row, top, shots):
 
 
 def test_p_true_and_contextual_calibration_are_those_of_transformers(scored_folder, whole):
-    import transformers
     tasks, samples = whole[0]['tasks'], read_samples(whole[1] / 'samples.jsonl')
     options, asked, ratios = ({(s['language'], s['id']): s for s in samples if s['task'] == name}
                               for name in ('global_mmlu', 'global_mmlu.p_true',
                                            'global_mmlu.contextual'))
     assert len(options) == len(asked) == len(ratios) == 120
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        scored_folder / 'model', dtype=torch.float32, attn_implementation='eager')
+    reference = by_transformers(scored_folder / 'model', dtype=torch.float32)
     tokenizer = load_tokenizer(scored_folder / 'model')
 
     def sums(text, *continuations):
-        start = len(tokenizer.encode(text)) + 1
+        prompt = [tokenizer.bos_id, *tokenizer.encode(text)]
         for option in continuations:
-            ids = torch.tensor([[tokenizer.bos_id, *tokenizer.encode(text + option)]])
-            with torch.no_grad():
-                logs = reference(ids).logits[0].log_softmax(-1)
-            yield sum(logs[i - 1, ids[0, i]].item() for i in range(start, ids.numel()))
+            tokens = tokenizer.encode(text + option)[len(prompt) - 1:]
+            yield sum(log_probs_after(reference, prompt, tokens))
 
     for key, sample in [*asked.items()][::25]:
         shots, rows = ([json.loads(line) for line in open(

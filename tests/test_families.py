@@ -63,14 +63,10 @@ def without(shape, *keys):
     return {key: value for key, value in shape.items() if key not in keys}
 
 
-def layer_types(rng, shape):
-    kinds = ['sliding_attention', 'full_attention']
-    return [rng.choice(kinds) for _ in range(shape['num_hidden_layers'])]
-
-
 def windows(rng, shape):
-    return {'sliding_window': rng.randrange(3, 60),
-            'layer_types': rng.choice([None, layer_types(rng, shape)])}
+    window, n = rng.randrange(3, 60), shape['num_hidden_layers']
+    kinds = [rng.choice(['sliding_attention', 'full_attention']) for _ in range(n)]
+    return {'sliding_window': window, 'layer_types': rng.choice([None, kinds])}
 
 
 def blocks(rng, shape):

@@ -298,17 +298,13 @@ def entropy_of(z):
     return torch.special.entr(z.softmax(-1)).sum(-1)
 
 
-def brier_of(z, y):
-    return (z.softmax(-1) - F.one_hot(y, z.shape[-1])).square().sum(-1)
-
-
 def weighted_of(z, y, weight):
     return weight.detach() * nll_of(z, y)
 
 
 REFERENCES = {      # the definition of each, of float64 logits [n, V] and labels [n]
     'cross_entropy()': nll_of,
-    'brier()': brier_of,
+    'brier()': lambda z, y: (z.softmax(-1) - F.one_hot(y, z.shape[-1])).square().sum(-1),
     'spherical()': lambda z, y: -(-nll_of(z, y)).exp() / z.softmax(-1).square().sum(-1).sqrt(),
     'focal(2)': lambda z, y: (1 - (-nll_of(z, y)).exp()) ** 2 * nll_of(z, y),
     'focal(0.5)': lambda z, y: (1 - (-nll_of(z, y)).exp()) ** 0.5 * nll_of(z, y),
@@ -436,12 +432,6 @@ def ppo(log_p, entropy, tokens):
     return clipped - 0.1 * entropy.sum()
 
 
-def jointly(function, target):
-    """Return the definition of a joint loss for `by_autograd`."""
-    tokens = torch.nonzero(target >= 0).squeeze(1)
-    return lambda z, y: function(-nll_of(z, y), entropy_of(z), tokens)
-
-
 @pytest.mark.parametrize('memory', [None, 1, 12 * 4 * 77], ids=['one-chunk', 'divided', 'chunks'])
 @pytest.mark.parametrize('softcap, function', [
     (3.0, ppo), pytest.param(None, dpo, marks=pytest.mark.slow)])
@@ -452,7 +442,9 @@ def test_a_joint_loss_equals_autograd_whether_its_groups_fit_a_chunk_or_not(
     loss, nll = fused_loss(hidden, weight, target, joint(function, entropy=function is ppo),
                            softcap=softcap, reduction='sum', group=GROUPS, memory=memory)
     loss.backward()
-    expected = by_autograd(jointly(function, target), hidden, weight, target, softcap, total=1)
+    tokens = torch.nonzero(target >= 0).squeeze(1)
+    expected = by_autograd(lambda z, y: function(-nll_of(z, y), entropy_of(z), tokens),
+                           hidden, weight, target, softcap, total=1)
     assert_close((loss, hidden.grad, weight.grad), expected, 2e-6)
     assert off(nll, fused_loss(hidden, weight, target, cross_entropy(), softcap=softcap,
                                reduction='sum')[0].detach()) < 2e-6

@@ -74,8 +74,7 @@ def test_flex_attention_with_tuned_blocks_equals_the_explicit_mask(head_dim, sof
     T, heads, kv_heads = (600, 8, 4) if cuda else (150, 2, 1)
     lengths = [300, 200, 250, 90, 40, 600] if cuda else [80, 60, 20, 150]
     packed = packing.pack(documents(0, lengths), T)
-    positions, ends = (torch.from_numpy(x).to(device)
-                       for x in (packed.positions, packed.ends))
+    positions, ends = (torch.from_numpy(x).to(device) for x in (packed.positions, packed.ends))
     generator = torch.Generator(device).manual_seed(0)
     q, k, v, g = (torch.randn(len(ends), n, T, head_dim, generator=generator, device=device)
                   for n in (heads, kv_heads, kv_heads, heads))

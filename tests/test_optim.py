@@ -23,8 +23,7 @@ def moves(kind, steps=1000, n=4096, gradient=None, lr=5e-6):
         torch.float64 if kind == 'float64' else torch.float32))
     options = {'lr': lr, 'weight_decay': 0.01}
     ours = kind in (*KINDS, 'float32')
-    optimizer = (AdamW([p], kind=kind, **options) if ours else
-                 torch.optim.AdamW([p], **options))
+    optimizer = AdamW([p], kind=kind, **options) if ours else torch.optim.AdamW([p], **options)
     noise = torch.Generator().manual_seed(1)
     slope = torch.randn(start.shape, generator=noise) * 0.3
     for _ in range(steps):

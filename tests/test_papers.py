@@ -11,7 +11,7 @@ import metrics
 import numpy as np
 import pytest
 import torch
-from common import (HERE, SHARED, add_to_hub, log_of, needs_files, reference_model,
+from common import (HERE, SHARED, add_to_hub, log_of, needs_files, reference_model, results_of,
                     sentencepiece_folder, start_script, write_rows)
 from data.benchmarks import GLOBAL_MMLU, MMLU_PROX
 from research.papers import (features, label_smoothing, multilingual, multilingual_printed,
@@ -42,10 +42,6 @@ def read_table(folder, name):
 
 def config_of(folder):
     return (folder / 'train_config.py').read_text()
-
-
-def results_of(folder):
-    return json.loads((folder / 'results.json').read_text())
 
 
 # Models and files

@@ -306,8 +306,7 @@ def test_a_repeated_question_of_lm_eval_counts_once_and_two_models_are_not_mixed
     by_filter = [row | {'filter': name} for row in rows for name in ('none', 'custom')]
     for repeated in (by_filter, rows + [of_version(row, 2) for row in rows]):
         assert report_of(repeated).stdout.splitlines()[1:] == once
-    other = rows[1] | {'filtered_resps': rows[1]['filtered_resps'][::-1],
-                       'acc': 1 - rows[1]['acc']}
+    other = rows[1] | {'filtered_resps': rows[1]['filtered_resps'][::-1], 'acc': 1 - rows[1]['acc']}
     for change, why in (({'filter': 'custom'}, 'of the filters none and custom; keep the lines'),
                         ({}, 'of several models or calls; give each of them')):
         message = report_of([*rows, other | change]).stderr
@@ -350,19 +349,11 @@ def test_a_last_line_that_a_crash_cut_off_is_left_out_where_that_can_be(tmp_path
         [*read_rows(path, cut=True)]
 
 
-RUN = """
-import functools, sys
-
+OUR_METRICS = """import sys
 sys.path[:0] = [sys.argv[1]]
 from results import lm_eval_metrics     # first: its package `evaluate` has the name of our script
 sys.path.remove(sys.argv[1])
-import lm_eval.tasks
-from lm_eval.__main__ import cli_evaluate
-
-# without the index of lm-eval's own tasks, which takes 15 seconds
-lm_eval.tasks.TaskManager = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
 sys.argv[1:2] = ['run']
-cli_evaluate()
 """
 TASK = """
 task: world
@@ -396,7 +387,8 @@ def test_metrics_of_a_task_are_those_of_our_report_on_its_samples(tmp_path):
              for name in names if f'{{metric: {name},' not in listed]
     (tmp_path / 'world.yaml').write_text(
         TASK.replace('FILE', str(data)) + listed + ''.join(lines))
-    (tmp_path / 'run.py').write_text(RUN)
+    run = runpy.run_path(str(HARNESS_FILES / 'write.py'))['RUN']
+    (tmp_path / 'run.py').write_text(OUR_METRICS + run)
     done = subprocess.run(
         [sys.executable, 'run.py', HERE, '--model', 'dummy', '--tasks', 'world', '--include_path',
          tmp_path, '--output_path', 'out', '--log_samples'], cwd=tmp_path, text=True,

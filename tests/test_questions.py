@@ -38,8 +38,6 @@ def load(path, rows, task='', **options):
       'answer': 'C', 'sample_id': 'x/test/1'}, None),
     ({'question': 'Q?', 'option_0': 'a', 'option_1': None, 'option_2': 'b', 'option_3': 'c',
       'option_4': None, 'answer': 'D', 'answer_index': 3}, None),
-    ({'question': 'Q?', 'options': ['a', 'b', 'c', 'N/A', 'N/A'], 'answer': 'C',
-      'answer_index': 2}, None),
     ({'question': 'Q?', 'choice0': 'a', 'choice1': 'b', 'choice2': 'c', 'answer': '2'}, None),
     ({'question': 'Q?', 'choices': {'text': ['a', 'b', 'c'], 'label': ['1', '2', '3']},
       'answerKey': '3'}, 'arc_easy'),

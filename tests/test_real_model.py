@@ -141,7 +141,6 @@ def test_packed_logits_and_gradients_are_those_of_transformers():
 
 def test_greedy_answers_in_float32_are_those_of_transformers():
     """32 prompts; 64 tokens each on a GPU, 8 on a CPU, which decodes a few tokens per second."""
-
     n_tokens, tokenizer, reference = 64 if DEVICE == 'cuda' else 8, load_tokenizer(FOLDER), theirs()
     prompts = [[tokenizer.bos_id, *tokenizer.encode(line)][:8 + i]
                for i, line in enumerate(wiki_lines()[:32])]

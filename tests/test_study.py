@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from common import HERE, llama_config, write_run
+from common import HERE, llama_config, results_of, write_run
 
 import metrics
 import model as models
@@ -309,8 +309,8 @@ def test_a_failed_run_does_not_stop_those_side_by_side(tmp_path, capsys):
     loss_tables.CLAIMS.main('', [f'--runs={tmp_path}', f'--folder={tmp_path}/numbers'])
     numbers = loss_tables.CLAIMS.numbers(tmp_path / 'numbers')
     assert len({run for _, run, *_ in numbers.lines}) == 5
-    with open(tmp_path / 'losses' / 'seed-5' / 'tuned-gce0.7-lr0.0008' / 'results.json') as file:
-        pooled = json.load(file)['tasks']['text4']['pooled']
+    results = results_of(tmp_path / 'losses' / 'seed-5' / 'tuned-gce0.7-lr0.0008')
+    pooled = results['tasks']['text4']['pooled']
     assert numbers.of('tuned-gce0.7-lr0.0008', 'ece') == pytest.approx(pooled['ece'], rel=1e-4)
     assert numbers.of('base', 'accuracy', task='base') == len(right) / len(p.labels)
     steps = common.read_lines(
@@ -445,11 +445,6 @@ def test_stated_confidences_from_the_world_to_the_table(tmp_path, monkeypatch):
 
 # Another reading of the same models, and how metrics agree
 
-SMALL_READINGS = replace(readings.WORLD, entities=40, documents=90, vocab_sizes=(700,),
-                         instructions=30, tokenizer_documents=90, questions=8,
-                         first_names=10, family_names=10)
-
-
 def read_rows(path):
     return [{key: value if key in ('reading', 'model') else float(value)
              for key, value in row.items()} | {'shots': int(row['shots'])}
@@ -459,7 +454,9 @@ def read_rows(path):
 @pytest.mark.slow
 def test_a_small_study_of_readings_from_end_to_end(tmp_path, monkeypatch):
     of_study = readings.runs
-    monkeypatch.setattr(readings, 'WORLD', SMALL_READINGS)
+    monkeypatch.setattr(readings, 'WORLD', replace(
+        readings.WORLD, entities=40, documents=90, vocab_sizes=(700,), instructions=30,
+        tokenizer_documents=90, questions=8, first_names=10, family_names=10))
     monkeypatch.setattr(readings, 'runs', lambda *args: (
         replace(cfg, max_steps=2, workers=1) for cfg in of_study(*args)))
     readings.main((1,), tmp_path, tmp_path)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from common import off, rewrite, t5_folder, write_rows
+from common import off, rewrite, sentencepiece_folder, write_rows
 from safetensors.torch import load_file
 
 import evaluate
@@ -79,7 +79,7 @@ def test_logits_and_gradients_equal_transformers(seed, tmp_path):
 def test_saved_models_are_read_by_transformers(kind, untied, tmp_path):
     theirs = reference(tmp_path / 'base', 5, kind=kind, untied=untied, tie_word_embeddings=False)
     model = checkpoint.load(tmp_path / 'base')
-    t5_folder(tmp_path / 'base')
+    sentencepiece_folder(tmp_path / 'base', 't5')
     checkpoint.save(model, tmp_path / 'saved', torch.float32, tmp_path / 'base')
     assert (tmp_path / 'saved' / 'spiece.model').exists()
     again = type(theirs).from_pretrained(tmp_path / 'saved', attn_implementation='eager').eval()
@@ -110,7 +110,7 @@ def test_copies_in_older_checkpoints_are_ignored(tmp_path):
 
 def t5_with_task(folder):
     """A tiny T5 with a tokenizer, and a task of questions with options of several tokens."""
-    t5_folder(folder / 'model', ['A B C D', '(with answers)', 'various things'])
+    sentencepiece_folder(folder / 'model', 't5', ['A B C D', '(with answers)', 'various things'])
     model = reference(folder / 'model', 3, kind='T5', untied=True, tie_word_embeddings=False,
                       vocab_size=load_tokenizer(folder / 'model').n_vocab + 28)
     draw, words = random.Random(0), 'quick brown fox jumps over the lazy dog sky blue'.split()

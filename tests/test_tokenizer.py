@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import pytest
 import tokenizers
 import transformers
-from common import (CORPUS, HERE, SHARED, needs_files, sentencepiece_folder, t5_folder,
-                    tiktoken_folder)
+from common import CORPUS, HERE, SHARED, needs_files, sentencepiece_folder, tiktoken_folder
 from data import byte_pairs, chat, export
 from data.messages import to_messages
 from data.tokenizer import load_model_tokenizer, load_tokenizer
@@ -95,10 +94,10 @@ def rewrite_json(path, change):
     path.write_text(json.dumps(content))
 
 
-def same_ids(folder, texts, theirs=None):
+def same_ids(folder, texts):
     """Assert that ours has the ids of AutoTokenizer, in which names of special tokens are text."""
     ours = load_tokenizer(folder)
-    theirs = theirs or transformers.AutoTokenizer.from_pretrained(folder)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
     first = [] if ours.bos_id is None else [ours.bos_id]
     right = theirs(texts, split_special_tokens=True)['input_ids']
     for text, ids in zip(texts, right, strict=True):
@@ -179,7 +178,7 @@ def test_vocab_and_merges_are_read_as_by_transformers(tmp_path):
 
 
 def test_the_unigram_model_of_t5(tmp_path):
-    tokenizer = load_tokenizer(t5_folder(tmp_path, strings(300, seed=1)))
+    tokenizer = load_tokenizer(sentencepiece_folder(tmp_path, 't5', strings(300, seed=1)))
     assert (tokenizer.bos_id, tokenizer.eos_id) == (None, 1)
     assert tokenizer.control_ids == {'<pad>': 0, '</s>': 1}
     assert not {0, 1} & {*tokenizer.encode('</s><pad>')}

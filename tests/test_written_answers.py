@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from common import asking, reference_model, sentencepiece_folder, write_rows
+from common import (asking, log_probs_after, reference_model, results_of, sentencepiece_folder,
+                    write_rows)
 
 import evaluate
 from decoding import answer_samples, written_tasks
@@ -24,9 +25,7 @@ from runtime.errors import ConfigError, DataError
 from runtime.sandbox import run_program
 from runtime.thinking import answer_now
 
-# ------------------------------------------------------------------------------------------------
-# Files
-# ------------------------------------------------------------------------------------------------
+# ---- Files ---------------------------------------------------------------------------------------
 
 def test_triviaqa_asks_a_repeated_question_once(tmp_path):
     rows = [{'question_id': f'tc_{i // 2}', 'question': f'Who is {i // 2}?', 'answer': {
@@ -80,9 +79,7 @@ def test_a_proposed_or_verbalized_answer_continues_the_prompt_of_its_paper(tmp_p
         question, '\n    return 1\n', True).context
 
 
-# ------------------------------------------------------------------------------------------------
-# With a model
-# ------------------------------------------------------------------------------------------------
+# ---- With a model --------------------------------------------------------------------------------
 
 @pytest.fixture(scope='module')
 def asked(tmp_path_factory):
@@ -111,7 +108,7 @@ def ask(folder, out, *arguments):
     evaluate.main([f'--model={folder / "model"}', f'--tasks=qa:{folder / "qa"}', '--shots=2',
                    f'--out_dir={out}', '--n=4', '--max_tokens=6', '--n_bootstrap=20',
                    '--dtype=float32', '--deterministic', '--pictures=False', *arguments])
-    return json.loads((out / 'results.json').read_text())['tasks']
+    return results_of(out)['tasks']
 
 
 def samples_of(out, task):
@@ -122,13 +119,6 @@ HEADER = 'Answer these questions as briefly as possible.\n\n'
 PROMPT = HEADER + ('Question: What is fox 0?\nAnswer: blue 0\n\n'
                    'Question: What is fox 1?\nAnswer: blue 1\n\n'
                    'Question: What is the colour of {}?\nAnswer:')
-
-
-def log_probs_after(reference, prompt, tokens):
-    """Return the log-probabilities of `tokens` after the ids of a prompt, by transformers."""
-    with torch.no_grad():
-        logits = reference(torch.tensor([prompt + tokens])).logits[0].double().log_softmax(-1)
-    return [logits[len(prompt) - 1 + i, token].item() for i, token in enumerate(tokens)]
 
 
 @pytest.mark.parametrize('chat', ['none', 'tulu'])
@@ -294,7 +284,7 @@ def test_an_early_answer_is_what_follows_the_words_that_ask_for_it():
 
 def test_results_have_an_entry_for_each_confidence(asked):
     folder, _, share = asked
-    tasks = json.loads((folder / 'out' / 'results.json').read_text())['tasks']
+    tasks = results_of(folder / 'out')['tasks']
     entries = {'qa', *(f'qa.{name}' for name in (
         'length_normalized', 'mean_token', 'answer_span', 'agreement', 'greedy_agreement',
         'entropy', 'p_true', 'p_true_samples', 'dinco', 'p_ik'))}
@@ -371,9 +361,7 @@ def test_settings_that_do_not_apply_are_refused(asked, tmp_path):
             ask(asked[0], tmp_path, *arguments)
 
 
-# ------------------------------------------------------------------------------------------------
-# Stated probabilities
-# ------------------------------------------------------------------------------------------------
+# ---- Stated probabilities ------------------------------------------------------------------------
 
 @pytest.mark.parametrize('text, lead, outcome', [
     (' Ann\nProbability: 0.7', 'Guess:', (0.7, True)),
@@ -444,6 +432,6 @@ def test_a_model_can_be_tuned_and_asked_to_say_what_it_knows(asked, tmp_path):
     known = {s['id']: s for s in samples_of(tmp_path / 'out', 'p_ik')}
     assert {f'qa/{row["id"]}': i % 5 > 0 for i, row in enumerate(rows)} == {
         id: sample['correct'] for id, sample in known.items()}      # of its first drawn answer
-    result = json.loads((tmp_path / 'out' / 'results.json').read_text())['tasks']['p_ik']
+    result = results_of(tmp_path / 'out')['tasks']['p_ik']
     assert result['distribution'] == 'P(IK) of a drawn answer, asked in words, 0 shots, plain text'
     assert 'n' not in result and {'auroc', 'brier_skill', 'prr'} <= result['pooled'].keys()
