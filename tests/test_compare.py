@@ -1,6 +1,5 @@
 """results/compare.py and over_seeds.py: differences over questions and over seeds"""
 
-import csv
 import itertools
 import json
 import re
@@ -10,6 +9,7 @@ import pytest
 import metrics
 import stats
 from common import write_rows, write_run
+from research.common import read_csv
 from results import compare, over_seeds, report, samples
 from runtime.errors import ConfigError, DataError
 from test_prediction_files import HARNESS_FILES, harness_rows
@@ -25,8 +25,7 @@ def run_compare(*arguments):
 
 def compare_csv_of(folders, out, *arguments):
     run_compare(*folders, *arguments, f'--out_dir={out}')
-    with open(out / 'compare.csv', encoding='utf-8') as file:
-        return list(csv.DictReader(file))
+    return read_csv(out / 'compare.csv')
 
 
 def two_runs(folder, **more):

@@ -1,8 +1,6 @@
 """The scripts of research/papers/ on small models and files, and what the papers print."""
 
-import csv
 import itertools
-import json
 import re
 import shutil
 from types import SimpleNamespace
@@ -14,6 +12,7 @@ import torch
 from common import (HERE, SHARED, add_to_hub, log_of, needs_files, reference_model, results_of,
                     sentencepiece_folder, start_script, write_rows)
 from data.benchmarks import GLOBAL_MMLU, MMLU_PROX
+from research.common import read_csv, read_lines
 from research.papers import (features, label_smoothing, multilingual, multilingual_printed,
                              shared_questions)
 from results import report
@@ -36,8 +35,7 @@ def run_paper(hub, script, *arguments, code=0):
 
 
 def read_table(folder, name):
-    with open(folder / f'{name}.csv', newline='') as file:
-        return list(csv.DictReader(file))
+    return read_csv(folder / f'{name}.csv')
 
 
 def config_of(folder):
@@ -240,7 +238,7 @@ def test_alignment_evaluates_every_epoch_of_each_method_and_repeats_nothing(own,
                            'rlhf/report-2')}
     assert len({*losses.values()}) == 6 and losses['base'] == losses['rlhf/report-2']
     # the ECE of MMLU with the letter's probability among all tokens
-    samples = [json.loads(x) for x in (out / 'Mine' / 'samples.jsonl').open()]
+    samples = read_lines(out / 'Mine' / 'samples.jsonl')
     log_probs, answers = zip(*((s['log_probs'], s['answer']) for s in samples
                                if s['task'] == 'mmlu'), strict=True)
     top, right = np.exp(np.max(log_probs, 1)), np.argmax(log_probs, 1) == answers
@@ -444,8 +442,7 @@ def test_every_set_of_predictions_is_within_its_confidence_range(n_options):
 
 def test_every_printed_row_has_a_setting_of_its_own_and_the_numbers_of_the_paper():
     """Tables 27 and 31 print the last smoothing of Tulu3 as 0.1 a second time."""
-    with open(HERE / 'research' / 'papers' / 'multilingual_printed.csv', newline='') as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(HERE / 'research' / 'papers' / 'multilingual_printed.csv')
     assert len(rows) == 42 + 71 * 30
     data = [('base', ''), *itertools.product(('Alpaca', 'OpenHermes', 'Tulu3'),
                                              ('0.0', '0.1', '0.2'))]
