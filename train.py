@@ -20,6 +20,7 @@ if __name__ == '__main__':
     cli.begin()
 
 import functools
+import gc
 import importlib.util
 import json
 import math
@@ -502,6 +503,7 @@ def train(cfg, stage=None):
             results['before'] = calibration_report(run, run.base, out_dir / 'before')
         if not (out_dir / 'config.json').exists():      # the last file to be written
             fit_into_memory(optimize, run)
+            gc.collect()    # a recording of the blocks, whose memory the report may need
         elif first:
             finish(cfg)     # the run may have been killed right after it saved its weights
         barrier()       # until the first process has saved the weights

@@ -13,6 +13,7 @@ from decoding.cache import Cache, DecodeMask, PrefillMask, keys_to_keep
 from decoding.draw import draw, random_numbers
 from runtime.device import HostCopy, to_device
 from runtime.errors import DataError
+from runtime.graphs import recorded_memory
 from triton_ops import SPLIT
 
 FIXED_SIZE = 64     # of each step with `deterministic`, so that every product has one shape
@@ -54,7 +55,8 @@ def room(model, prompts, sampling):
 def free_memory(device):
     """Return the bytes for a cache: of a GPU all but 1.5 GiB that is free, else a quarter."""
     if device.type == 'cuda':
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        unused = (torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+                  - recorded_memory())
         return max(0, torch.cuda.mem_get_info(device)[0] + unused - 1.5 * 2 ** 30)
     return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 4
 

@@ -10,6 +10,7 @@ from runtime import checkpoint
 from runtime.device import pick_dtype
 from runtime.fp8 import use_fp8
 from runtime.graphs import record_blocks
+from runtime.memory import memory_for_activations, row_bytes
 from runtime.optim import AdamW
 from runtime.parallel import rank, shard, world_size
 
@@ -56,7 +57,10 @@ def prepare(model, cfg, device, reward=False):
         for layer in model.decoder.layers:      # for static shapes; equal masks share one graph
             layer.compile(dynamic=False)
         if world_size() == 1 and not cfg.checkpoint_activations:
-            record_blocks(model.decoder)
+            # the recordings of two shapes keep their memory, and other passes need as much again
+            needed = 3 * (cfg.micro_rows or 1) * row_bytes(cfg, model.config, device)
+            if needed <= memory_for_activations(cfg, model.config, device):
+                record_blocks(model.decoder)
     if world_size() > 1:
         shard(model, device)
         torch.manual_seed(cfg.seed + rank())    # the dropout of adapters differs between processes

@@ -5,11 +5,11 @@ CPU longer than computing them takes the GPU. A CUDA graph is a recording of the
 the addresses of all memory, made once for each shape of the inputs. What Python computes in a block
 is fixed with it: a number that changes during training must be a tensor.
 
-Larger models are not recorded. Their kernels take longer than the launches.
+Larger models are not recorded, since their kernels take longer than the launches. Nor are long
+passes, which need more than a third of the memory for activations: see runtime/build.py.
 """
 
 import contextlib
-import weakref
 
 import torch
 from torch import Tensor
@@ -34,6 +34,12 @@ def replaying(decoder):
     finally:
         if decoder.graphs:
             decoder.graphs.active = False
+
+
+def recorded_memory() -> int:
+    """Return the bytes of recordings that are not allocated between two passes, but not free."""
+    return sum(part['total_size'] - part['allocated_size']
+               for part in torch.cuda.memory_snapshot() if any(part['segment_pool_id']))
 
 
 class Graphs:
@@ -65,14 +71,19 @@ class Graphs:
         return y
 
     def record(self, decoder, inputs: list[Tensor]):
-        """Return a function of `inputs` and the weights that replays."""
-        owner = weakref.ref(decoder)    # which owns the recording
+        """Return a function of `inputs` and the weights that replays.
 
+        It keeps its memory, and the weights, until the garbage collector finds it.
+        """
         def run(x, positions, *others):
-            return owner().run_blocks(x, positions, others[0] if len(inputs) == 3 else None)
+            return decoder.run_blocks(x, positions, others[0] if len(inputs) == 3 else None)
         examples = (x.detach().clone().requires_grad_(x.requires_grad) for x in inputs)
         with torch.random.fork_rng([inputs[0].device]):     # dropout
-            return torch.cuda.make_graphed_callables(run, (*examples, *self.weights))
+            replay = torch.cuda.make_graphed_callables(run, (*examples, *self.weights))
+        torch.cuda.reset_peak_memory_stats()    # `peak_memory` adds what the recording needs
+        # gradients are accumulated on the stream of the recording, which autograd synchronizes
+        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+        return replay
 
     def end(self, gradient: Tensor):
         self.waiting = False

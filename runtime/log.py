@@ -22,6 +22,7 @@ from runtime.checkpoint import nonfinite_tensor
 from runtime.config import dump_config
 from runtime.device import HostCopy
 from runtime.errors import ConfigError, TrainingError, escape_controls
+from runtime.graphs import recorded_memory
 from runtime.hub import full_path
 from runtime.parallel import rank
 from runtime.resume import advice
@@ -210,10 +211,7 @@ def start_tracker(cfg):
 def peak_memory(device):
     """Return the peak memory in GiB: of the GPU, or of this process if there is none."""
     if device.startswith('cuda'):
-        # the memory of recordings (runtime/graphs.py) is not allocated between two passes
-        recorded = sum(part['total_size'] - part['allocated_size']
-                       for part in torch.cuda.memory_snapshot() if any(part['segment_pool_id']))
-        return (torch.cuda.max_memory_allocated() + recorded) / 2 ** 30
+        return (torch.cuda.max_memory_allocated() + recorded_memory()) / 2 ** 30
     unit = 1 if sys.platform == 'darwin' else 1024      # macOS counts bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2 ** 30
 

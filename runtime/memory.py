@@ -3,6 +3,7 @@
 `run` is a `train.Run`.
 """
 
+import gc
 from dataclasses import replace
 
 import numpy as np
@@ -39,7 +40,8 @@ def fit_into_memory(train, run):
         except torch.OutOfMemoryError:
             if rows == 1 or world_size() > 1 or log.exists() and log.stat().st_size:
                 raise
-        # not above: the error holds the model
+        # not above: the error holds the model; recordings are freed as cycles
+        gc.collect()
         torch.cuda.empty_cache()
         rows //= 2
         print(f'out of memory; again with {rows} rows per forward pass')
@@ -76,6 +78,7 @@ def memory_for_activations(cfg, config, device):
     """
     if not device.startswith('cuda'):
         return CPU_BYTES
+    torch.cuda.empty_cache()    # what an earlier report left
     free, _ = torch.cuda.mem_get_info(torch.device(device))
     with torch.device('meta'):
         weights = sum(p.numel() for p in CausalLM(config).parameters()) / world_size()

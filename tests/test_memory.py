@@ -7,8 +7,9 @@ import torch
 
 import train
 from research.bench.common import MODELS
-from common import run_scripts
-from runtime import memory
+from common import llama_config, run_scripts
+from model import CausalLM
+from runtime import build, memory
 from runtime.config import read_assignments
 from runtime.config_json import config_from_hf
 
@@ -32,6 +33,14 @@ def test_a_step_takes_one_pass_where_it_fits(monkeypatch):
     assert picked(monkeypatch, [8] * 16, shape='llama31_8b', master_weights='stochastic') < 8
     assert (picked(monkeypatch, [8] * 16, 30, checkpoint_activations=True)
             > picked(monkeypatch, [8] * 16, 30))
+
+
+def test_a_pass_is_recorded_if_three_of_them_fit_into_memory(monkeypatch):
+    for gib, recorded in ((1.9, True), (1.7, False)):   # 1.65 are for the logits
+        monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda device, gib=gib: (gib * 1e9, 80e9))
+        cfg = train.TrainConfig(micro_rows=10)
+        model = build.prepare(CausalLM(llama_config()).bfloat16(), cfg, 'cuda')
+        assert bool(model.decoder.graphs) == recorded
 
 
 def test_the_run_writes_down_what_it_chose_and_resumes_with_it(settings_file, tmp_path):
