@@ -56,6 +56,10 @@ class Graphs:
         self.active = False     # within `replaying`
         self.waiting = False    # for the backward pass of a replay
 
+    def __reduce__(self):
+        """Be None in a copy of the decoder, or in a file: a recording has these weights."""
+        return type(None), ()
+
     def __call__(self, decoder, x: Tensor, positions: Tensor, ends: Tensor | None) -> Tensor:
         inputs = [tensor for tensor in (x, positions, ends) if tensor is not None]
         shape = x.shape, len(inputs)
@@ -79,7 +83,12 @@ class Graphs:
             return decoder.run_blocks(x, positions, others[0] if len(inputs) == 3 else None)
         examples = (x.detach().clone().requires_grad_(x.requires_grad) for x in inputs)
         with torch.random.fork_rng([inputs[0].device]):     # dropout
-            replay = torch.cuda.make_graphed_callables(run, (*examples, *self.weights))
+            try:
+                replay = torch.cuda.make_graphed_callables(run, (*examples, *self.weights))
+            except RuntimeError as error:
+                error.add_note('The blocks could not be recorded as CUDA graphs; to train without, '
+                               'set MOST_WEIGHTS = 0 in runtime/graphs.py')
+                raise
         torch.cuda.reset_peak_memory_stats()    # `peak_memory` adds what the recording needs
         # gradients are accumulated on the stream of the recording, which autograd synchronizes
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)

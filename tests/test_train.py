@@ -1,9 +1,9 @@
 """train.py"""
 
 import contextlib
+import copy
 import dataclasses
 import functools
-import gc
 import importlib.util
 import json
 import shutil
@@ -420,6 +420,7 @@ def test_a_recording_is_replayed_only_when_nobody_needs_its_memory(tmp_path, mon
         forward(T, n).sum().backward()
         model.zero_grad()
     assert replayed == [4, 4, 6]
+    assert copy.deepcopy(model).decoder.graphs is None      # which would replay with these weights
 
 
 @pytest.mark.slow
@@ -444,11 +445,6 @@ def test_recorded_passes_compute_what_the_blocks_do(more, tmp_path, monkeypatch)
         ends.append([*model.parameters(), torch.randn(3, device='cuda')])
     assert all(map(torch.equal, *ends))
     assert len(model.decoder.graphs.recorded) == 2
-    memory = torch.cuda.memory_reserved()
-    del model, optimizer
-    gc.collect()
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() < memory
 
 
 @pytest.mark.slow
