@@ -38,6 +38,8 @@ def replaying(decoder):
 
 def recorded_memory() -> int:
     """Return the bytes of recordings that are not allocated between two passes, but not free."""
+    if torch.cuda.get_allocator_backend() != 'native':      # cudaMallocAsync tells nothing of them
+        return 0
     return sum(part['total_size'] - part['allocated_size']
                for part in torch.cuda.memory_snapshot() if any(part['segment_pool_id']))
 
