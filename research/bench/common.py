@@ -193,7 +193,7 @@ def run_command(command, caches=None, stages=()):
 
     caches: what `empty_caches` returned; None: the caches of earlier commands
     stages: patterns; a stage ends with the first line that its pattern matches
-    Raises RuntimeError with its stderr if it fails, or if a stage has not ended when it ends.
+    Raises RuntimeError with the command's stderr if it fails or ends before one of the stages.
     """
     environment = os.environ | byte_code() | (caches or {}) | {'HF_HUB_OFFLINE': '1',
                                                                'PYTHONUNBUFFERED': '1'}
