@@ -27,7 +27,6 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -362,17 +361,9 @@ def count_rows(run, chosen):
 
 
 def packed_batches(run, first, until):
-    """Yield (indices of the sequences, Packed) of each step from `first` to `until` - 1.
-
-    A thread packs the next batch while the device is busy.
-    """
-    batches = ((chosen, run.stage.pack(run, chosen, run.row_multiple))
-               for chosen in run.step_indices(first, until))
-    with ThreadPoolExecutor(1) as pool:
-        ahead = pool.submit(next, batches, None)
-        while batch := ahead.result():
-            ahead = pool.submit(next, batches, None)
-            yield batch
+    """Yield (indices of the sequences, Packed) of each step from `first` to `until` - 1."""
+    for chosen in run.step_indices(first, until):
+        yield chosen, run.stage.pack(run, chosen, run.row_multiple)
 
 
 def training_loss(cfg):
@@ -510,16 +501,14 @@ def train(cfg, stage=None):
         if run.tasks:
             results['after'] = calibration_report(run, out_dir, out_dir)
         if first and cfg.push_to_hub:
-            files = trained.run_files(cfg, run.config, run.base, run.files)
-            hub.upload(out_dir, cfg.push_to_hub, [card.NAME, f'adapter/{card.NAME}', DIAGRAM, *(
-                name for name in files[3:] if not name.startswith('epoch-'))])
+            hub.upload(out_dir, cfg.push_to_hub, [card.NAME, f'adapter/{card.NAME}', DIAGRAM,
+                                                  *trained.model_files(run)])
     return results
 
 
 def claim_folder(run):
     """Make out_dir the folder of this run; raise ConfigError if others' files are in the way."""
-    ownership.check_free(run.out_dir, *trained.run_files(run.cfg, run.config, run.base, run.files),
-                         *(OUTPUTS if run.cfg.eval else ()))
+    ownership.check_free(run.out_dir, *trained.run_files(run), *(OUTPUTS if run.cfg.eval else ()))
     if run.cfg.overwrite:
         card.disown_edited(run.out_dir)
         ownership.set_aside(run.out_dir, 'run', ['*'], [
@@ -549,42 +538,39 @@ def optimize(run):
                        else checkpoint.fingerprint(run.base))}
     if cfg.resume and not cfg.dry_run:
         first = resume.restore(out_dir, named, optimizer, facts)
-    save_files = functools.partial(trained.save_weights, cfg, model, optimizer, run.base, run.files)
     until = min(run.steps, 2) if cfg.dry_run else run.steps
-    with StepLog(run, first, until) as log, resume.StopSignals() as stop:
-        for step, (chosen, packed) in enumerate(stage.batches(run, first, until), first + 1):
-            lr = learning_rate(step - 1, run.steps, cfg)
-            for group in optimizer.param_groups:
-                group['lr'] = lr
-            log.begin()
-            log.end(step, lr, chosen, packed,
-                    stage.step(model, optimizer, packed, cfg, run.device, objective))
-            epoch, rest = divmod(step * cfg.batch_size, len(run.training))
-            epoch_ends = cfg.checkpoint_epochs and rest < cfg.batch_size    # within this step
-            signalled = max(gather(stop.number))
-            save = cfg.save_every and step % cfg.save_every == 0
-            if step == until or step % cfg.val_every == 0 or epoch_ends or save or signalled:
-                log.read()      # a loss that is not finite must not be saved
-            if cfg.dry_run or step == until:
-                continue
-            if epoch_ends:
-                save_files(f'epoch-{epoch}')
-                if rank() == 0:
-                    card.write(out_dir / f'epoch-{epoch}')
-            if save or signalled:
-                resume.save_checkpoint(out_dir, step, named, optimizer, facts)
-            if signalled:
-                raise Stopped(signalled, f'after step {step}')
-        signalled = max(gather(stop.number))        # during the last step
-    print(f'peak memory {peak_memory(run.device):.2f} GiB')
-    with resume.StopSignals() as stop:      # without the final weights, all steps would be lost
-        if not cfg.dry_run:
-            save_files()
+    with resume.StopSignals() as stop:
+        with StepLog(run, first, until) as log:
+            for step, (chosen, packed) in enumerate(stage.batches(run, first, until), first + 1):
+                lr = learning_rate(step - 1, run.steps, cfg)
+                for group in optimizer.param_groups:
+                    group['lr'] = lr
+                log.begin()
+                log.end(step, lr, chosen, packed,
+                        stage.step(model, optimizer, packed, cfg, run.device, objective))
+                epoch, rest = divmod(step * cfg.batch_size, len(run.training))
+                epoch_ends = cfg.checkpoint_epochs and rest < cfg.batch_size    # within this step
+                signalled = max(gather(stop.number))
+                save = signalled or cfg.save_every and step % cfg.save_every == 0
+                if save or epoch_ends or step % cfg.val_every == 0 or step == until:
+                    log.read()      # a loss that is not finite must not be saved
+                if cfg.dry_run or step == until:
+                    continue
+                if epoch_ends:
+                    trained.save_weights(run, optimizer, f'epoch-{epoch}')
+                    if rank() == 0:
+                        card.write(out_dir / f'epoch-{epoch}')
+                if save:
+                    resume.save_checkpoint(out_dir, step, named, optimizer, facts)
+                if signalled:
+                    raise Stopped(signalled, f'after step {step}')
+        print(f'peak memory {peak_memory(run.device):.2f} GiB')
+        if not cfg.dry_run:     # despite a signal: without the weights, all steps would be lost
+            trained.save_weights(run, optimizer)
             if rank() == 0:
                 finish(cfg)
-        signalled = max(signalled, *gather(stop.number))
-    if signalled:
-        raise Stopped(signalled, f'after the last step{", before the report" * bool(cfg.eval)}')
+        if signalled := max(gather(stop.number)):
+            raise Stopped(signalled, f'after the last step{", before the report" * bool(cfg.eval)}')
 
 
 def finish(cfg):
@@ -598,11 +584,11 @@ def finish(cfg):
 
 def calibration_report(run, model_folder, out_dir):
     """Evaluate a saved model on the tasks of cfg.eval into `out_dir`; return the results."""
-    cfg, path, reported = run.cfg, out_dir / 'results.json', set()
+    cfg, path, reported = run.cfg, out_dir / 'results.json', {}
     if cfg.resume and path.exists():
         with ownership.read_json(path, 'remove it to make the report again') as earlier:
-            reported = set(earlier['tasks'])
-    if not reported.issuperset(result_labels(run.tasks, cfg.eval)):
+            reported = earlier['tasks']
+    if not all(label in reported for label in result_labels(run.tasks, cfg.eval)):
         evaluate(model_folder, run.tokenizer, run.tasks, report_config(cfg, model_folder, out_dir),
                  out_dir)
     barrier()

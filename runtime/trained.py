@@ -14,7 +14,7 @@ from runtime.config import run_folder, run_settings
 from runtime.errors import ConfigError, TrainingError
 
 
-# Writing: `cfg` is a TrainConfig, `base` the folder of its model
+# Writing: `cfg` is a TrainConfig, `base` the folder of its model, `run` a train.Run
 
 def model_config(cfg, base):
     """Return the config of the model to train; raise ConfigError if a setting does not fit it."""
@@ -38,24 +38,31 @@ def model_config(cfg, base):
     return replace(config, temperature=temperature)
 
 
-def run_files(cfg, config, base, more):
+def model_files(run):
+    """Return the names in out_dir of the trained model's files."""
+    cfg, model = run.cfg, checkpoint.build(run.config)
+    names = [*checkpoint.model_files(model, cfg.out_dir, getattr(torch, cfg.save_dtype), run.base,
+                                     None, run.files)]
+    return names + [f'adapter/{name}' for name in adapter.FILES if cfg.lora]
+
+
+def run_files(run):
     """Return the names in out_dir of what a run writes besides checkpoints and reports."""
-    names = [*checkpoint.model_files(checkpoint.build(config), cfg.out_dir,
-                                     getattr(torch, cfg.save_dtype), base, None, more)]
-    if cfg.lora:
-        names += [f'adapter/{name}' for name in adapter.FILES]
-    epochs = range(1, math.ceil(cfg.epochs)) if cfg.checkpoint_epochs else ()
+    names = model_files(run)
+    epochs = range(1, math.ceil(run.cfg.epochs)) if run.cfg.checkpoint_epochs else ()
     return ['train_config.py', 'log.jsonl', 'loss.png', *names,
             *(f'epoch-{epoch}/{name}' for epoch in epochs for name in names)]
 
 
-def save_weights(cfg, model, optimizer, base, more, below='.'):
+def save_weights(run, optimizer, below='.'):
     """Write the weights into out_dir/`below`, with LoRA merged, and the adapters in adapter/."""
+    cfg, model = run.cfg, run.model
     folder, common = Path(cfg.out_dir, below), {'full': optimizer.master, 'owner': cfg.out_dir}
     try:
         if cfg.lora and not model.config.reward:    # a score head is no adapter
             adapter.save_adapter(model, folder / 'adapter', cfg.model, **common)
-        checkpoint.save(model, folder, getattr(torch, cfg.save_dtype), base, more=more, **common)
+        checkpoint.save(model, folder, getattr(torch, cfg.save_dtype), run.base, more=run.files,
+                        **common)
     except (OSError, ConfigError) as error:
         raise TrainingError(f'saving the weights to {folder} failed: {error}; '
                             f'{resume.advice(cfg.out_dir)}') from error

@@ -86,6 +86,7 @@ class TinyRun:
 
     def __init__(self, folder):
         self.base, self.out = folder / 'base', folder / 'run'
+        self.files = {'tokenizer.json': '{"made": "up"}'}
         self.cfg = train.TrainConfig(out_dir=str(self.out), save_dtype='float32', resume=True,
                                      model='base')
         torch.manual_seed(0)
@@ -120,8 +121,7 @@ class TinyRun:
         return self
 
     def save_weights(self):
-        trained.save_weights(self.cfg, self.model, self.optimizer, self.base,
-                             {'tokenizer.json': '{"made": "up"}'}, '.')
+        trained.save_weights(self, self.optimizer)
 
     def restore(self):
         return resume.restore(self.out, self.named, self.optimizer, {'steps': 9})
