@@ -112,10 +112,8 @@ def test_student_t_equals_reference_values():       # by scipy.stats.ttest_1samp
         assert stats.student_t(x) == pytest.approx((np.mean(x), t, p), abs=1e-6)
     assert stats.student_t([2, 2, 2])[1:] == (math.inf, 0.0) and stats.student_t([0, 0])[2] == 1
     x = np.random.default_rng(0).normal(size=5)
-    for level, quantile in ((0.95, 2.7764451052), (0.99, 4.6040948714)):    # of t, 4 degrees
-        half = quantile * x.std(ddof=1) / math.sqrt(5)
-        assert stats.mean_interval(x, level) == pytest.approx(
-            (x.mean(), x.mean() - half, x.mean() + half))
+    half = 2.7764451052 * x.std(ddof=1) / math.sqrt(5)      # the quantile of t, 4 degrees
+    assert stats.mean_interval(x) == pytest.approx((x.mean(), x.mean() - half, x.mean() + half))
 
 
 def draw_confidences(n, factor, random, mean=0.5):
@@ -143,8 +141,8 @@ def test_intervals_of_errors_in_bins_hold_the_error_of_the_population(factor):
 
 def test_intervals_of_means_are_percentiles():
     values = np.random.default_rng(0).normal(size=(3, 500))
-    low, high = stats.percentile_interval(values, [5.0, 0.0, -5.0], biased=False, level=0.9)
-    assert np.stack([low, high]) == exactly(np.quantile(values, (0.05, 0.95), axis=1))
+    low, high = stats.percentile_interval(values, [5.0, 0.0, -5.0], biased=False)
+    assert np.stack([low, high]) == exactly(np.quantile(values, (0.025, 0.975), axis=1))
     # with a bias: around the observed value, and up to 3.5 times the bias on the other side of it
     low, high = stats.percentile_interval(values - values.mean(1)[:, None], [-1.0, 0.0, 1.0])
     centered = np.quantile(values - values.mean(1)[:, None], (0.025, 0.975), axis=1)
@@ -185,8 +183,6 @@ def test_a_metric_that_is_undefined_in_a_resample():
 
 
 @pytest.mark.parametrize('call, message', [
-    *((lambda level=level: stats.mean_interval([1, 2], level), r'level must be a number in \(0, 1')
-      for level in (1, 0, math.nan)),
     (lambda: stats.student_t([1]), 'N >= 2'),
     (lambda: stats.paired_bootstrap(metrics.ece, [0.5, 0.6], [0.5], [1, 1]), 'the same rows'),
     (lambda: stats.corrected_rate([1], [1, 0], [1]), 'must be of the same rows'),
