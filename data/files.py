@@ -1,20 +1,16 @@
 """Find data files, in a folder or on the hub, and read rows from them."""
 
-import codecs
 import collections
 import contextlib
-import csv
 import functools
-import gzip
 import hashlib
-import itertools
 import json
 import os
 import re
 import shutil
-import zlib
 from pathlib import Path
 
+from runtime import readers
 from runtime.errors import CheckpointError, ConfigError, DataError, escape_controls
 from runtime.hub import download, is_hub_name
 from runtime.ownership import note_inputs, temporary
@@ -96,164 +92,27 @@ def writing(path):
 # ---- Rows of files -------------------------------------------------------------------------------
 
 def read_rows(*paths):
-    """Yield (place, row) of files of READERS, such as a.jsonl or a.csv, also with .gz.
+    """Yield (place, row) of files as `runtime.readers.read_rows` does; a row of a table is a dict.
 
-    `place` is 'file:line', or 'file: row n' for parquet and JSON lists; both count from 1. A row is
-    a dict; a .txt file is one row, {'text': its content}. The first row of a .csv or .tsv file
-    names its columns. Only a .csv file whose first row ends in a letter or a number, the answer of
-    MMLU's own files, has no names: its rows are lists of strings. A row that cannot be read or
-    repeats a key is yielded as a DataError, to stop or skip; a file that cannot be read raises one.
+    The first row of a .csv or .tsv file names its columns. Only a .csv file whose first row ends in
+    a letter or a number, the answer of MMLU's own files, has no names: its rows are lists.
     """
     for path in map(Path, paths):
         note_inputs(path)
-        if not path.is_file():
-            raise DataError(f'{path} is a folder; name a file in it' if path.is_dir() else
-                            f'there is no file {path}')
-        kind = (path.with_suffix('') if path.suffix == '.gz' else path).suffix
-        if kind not in READERS:
-            raise DataError(f'{path}: unknown kind of file; wanted {", ".join(READERS)}, or one of '
-                            f'these with .gz')
-        try:
-            with (gzip.open if path.suffix == '.gz' else open)(path, 'rb') as file:
-                start = file.read(24)
-                file.seek(3 if start.startswith(codecs.BOM_UTF8) else 0)
-                if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                    raise DataError(f'{path} is UTF-16; save it as UTF-8')
-                if start.startswith(b'version https://git-lfs'):
-                    raise DataError(f'{path} is a pointer of Git LFS; get the file by git lfs pull')
-                yield from READERS[kind](path, file)
-        except DataError:
-            raise
-        # the last two are pyarrow's
-        except (OSError, EOFError, zlib.error, ValueError, NotImplementedError) as error:
-            reason = getattr(error, 'strerror', None) or error      # without the name again
-            raise DataError(f'cannot read {path}: {reason}') from error
+        yield from readers.read_rows(path, _named_cells)
 
 
-def _jsonl_rows(path, file):
-    # stripped, since JSON's error at a line break would name the next line
-    lines = ((number, raw.strip()) for number, raw in enumerate(file, 1) if raw.strip())
-    for i, (number, raw) in enumerate(lines):
-        place = f'{path}:{number}'
-        if i == 0 and re.match(rb'\[\s*({|$)', raw):
-            raise DataError(f'{place}: the file holds one JSON array, not one object per line; '
-                            f'name it {re.sub("[.](nd)?jsonl?", ".json", path.name)}')
-        yield place, parsed(place, raw, _parse_json, path, number)
-
-
-def _json_rows(path, file):
-    begin = file.tell()
-    lines = [*itertools.islice(filter(bytes.strip, file), 2)]
-    if not lines:
-        raise DataError(f'{path} is empty')
-    try:
-        first = json.loads(lines[0])
-    except (ValueError, RecursionError):
-        first = None
-    file.seek(begin)
-    # a first line that is an object is a row, unless it has a list of rows and nothing follows
-    if isinstance(first, dict) and (len(lines) > 1 or not isinstance(first.get('examples'), list)):
-        yield from _jsonl_rows(path, file)
-        return
-    rows = _parse_json(file.read(), path)
-    if isinstance(rows, dict):      # BIG-bench's task.json
-        rows = rows.get('examples')
-    if not isinstance(rows, list):
-        raise DataError(f'{path}: a .json file must hold a list of rows, one row per line, or an '
-                        f'object with a list of rows as "examples"')
-    for number, row in enumerate(rows, 1):
-        yield f'{path}: row {number}', row
-
-
-def _csv_rows(path, file, delimiter=','):
-    csv.field_size_limit(2 ** 31 - 1)
-    lines = (_decode(raw, path, number) for number, raw in enumerate(file, 1))
-    first = next(lines, '')
-    # where numbers have decimal commas
-    delimiter = ';' if ';' in first and not {',', '\t'} & {*first} else delimiter
-    reader, header = csv.reader(itertools.chain([first], lines), delimiter=delimiter), None
-    try:
-        for row in filter(None, reader):  # no blank lines
-            place = f'{path}:{reader.line_num}'
-            if header is None:
-                header = [name.strip().lower() for name in row]
-                if (delimiter != ',' or {'question', 'answer'} <= set(header)
-                        or not re.fullmatch('[A-Z]|[0-9]+', row[-1].strip())):
-                    if twice := [name for name in header if header.count(name) > 1]:
-                        raise DataError(f'{place}: the header names {twice[0]!r} twice')
-                    continue
-                header = []
-            if header and len(row) != len(header):
-                row = DataError(f'{place}: {len(row)} columns; the header names {len(header)}')
-            yield place, dict(zip(header, row)) if header and isinstance(row, list) else row
-    except csv.Error as error:
-        raise DataError(f'{path}:{reader.line_num}: broken csv: {error}') from error
-
-
-def _txt_rows(path, file):
-    yield str(path), parsed(str(path), file.read(), lambda raw: {
-        'text': _decode(raw, path).replace('\r\n', '\n').replace('\r', '\n')})
-
-
-def _parquet_rows(path, file):
-    import pyarrow.parquet
-    batches = (pyarrow.ipc.open_stream(file) if path.suffix == '.arrow' else    # of save_to_disk
-               pyarrow.parquet.ParquetFile(file).iter_batches())
-    rows = (zip(batch.schema.names, cells) for batch in batches
-            for cells in zip(*batch.columns, strict=True))
-    for number, cells in enumerate(rows, 1):
-        place = f'{path}: row {number}'
-        yield place, parsed(place, cells, lambda cells: {
-            name: _value(cell) for name, cell in cells})
-
-
-def _value(cell):
-    """Return the Python value of a cell; the cell, an error if it is used, if there is none."""
-    try:
-        return cell.as_py()
-    except UnicodeDecodeError as error:
-        raise DataError(f'not UTF-8: {error.reason}') from error
-    except (ValueError, OverflowError):     # the year 10000
-        return cell
-
-
-READERS = {'.jsonl': _jsonl_rows, '.json': _json_rows, '.csv': _csv_rows,
-           '.tsv': functools.partial(_csv_rows, delimiter='\t'), '.txt': _txt_rows,
-           '.parquet': _parquet_rows, '.arrow': _parquet_rows, '.ndjson': _jsonl_rows}
-
-
-def _decode(raw, path, line=1):
-    """Return the text of UTF-8 bytes that begin at `line` of a file; errors name the line."""
-    try:
-        return raw.decode('utf-8')
-    except UnicodeDecodeError as error:
-        line += raw.count(b'\n', 0, error.start)
-        raise DataError(f'{path}:{line}: not UTF-8: {error.reason} at byte '
-                        f'0x{raw[error.start]:02x}; save it as UTF-8') from error
-
-
-def _parse_json(raw, path, line=1):
-    text = _decode(raw, path, line)
-    try:
-        return json.loads(text, object_pairs_hook=_object)
-    except json.JSONDecodeError as error:
-        raise DataError(f'{path}:{line + error.lineno - 1}: broken JSON: {error.msg} (column '
-                        f'{error.colno})') from error
-    except (ValueError, RecursionError) as error:   # thousands of digits, or nested brackets
-        raise DataError(f'{path}:{line}: unusable JSON: {error}') from error
-
-
-def _object(pairs):
-    """Return the dict of a JSON object, or a DataError if it, or an object in it, repeats a key."""
-    row, keys = dict(pairs), [key for key, _ in pairs]
-    if len(row) < len(pairs):
-        repeated = next(key for key in keys if keys.count(key) > 1)
-        return DataError(f'the key {repeated!r} is given twice')
-    for value in row.values():
-        for part in value if isinstance(value, list) else [value]:
-            if isinstance(part, DataError):
-                return part
-    return row
+def _named_cells(lines, delimiter):
+    names = None
+    for place, cells in lines:
+        if names is None:
+            first = [name.strip().lower() for name in cells]
+            if (delimiter != ',' or {'question', 'answer'} <= {*first}
+                    or not re.fullmatch('[A-Z]|[0-9]+', cells[-1].strip())):
+                names = readers.column_names(place, first)
+                continue
+            names = []
+        yield place, readers.to_dict(place, names, cells) if names else cells
 
 
 # ---- Rows to items -------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from results import compare, prediction_files, report
 from results.compare import FileConfig, read_sources
 from results.evaluation import write_results
 from results.prediction_files import ReportInput
-from results.runs import find_prediction_files, named_errors, predicted_run
+from results.runs import find_prediction_files, predicted_run
 from results.samples import DIAGRAM, GRID, OUTPUTS
 from runtime import cli
 from runtime.config import require_range
@@ -45,8 +45,8 @@ of these forms:
   {"answers": ["B", "b", "C"], "answer": "B"} several written answers: the share of the most
                                               frequent; with "response" and "correct" instead of
                                               "answer", the share that equals the response
-  or of samples_<task>_<date>.jsonl, which lm_eval --log_samples writes (before version 0.4.3
-  <model>_<task>.jsonl, a JSON array); a question that is repeated there counts once
+  or of samples_<task>_<date>.jsonl, which lm_eval --log_samples writes; a question that is repeated
+  there counts once. A .json file may hold a list of such objects
 
 .csv, .tsv and .parquet files have these keys as columns, probs_0, probs_1, ... for the numbers of a
 list. Rows with another "split" than "test" are left out. Each "task" of a file has a report of its
@@ -72,11 +72,10 @@ def print_metrics(argv):
         raise ConfigError('metrics: name a file of predictions; --help lists the forms of a file')
     tasks = defaultdict(ReportInput)        # by (file or call of lm_eval, task)
     for path in dict.fromkeys(sources):
-        with named_errors(path):
-            date = prediction_files.harness_task(path)[2]
-            source = f'{path.parent}, {date}' if date else str(path)
-            for sample, _ in prediction_files.read_predictions(path, cfg):
-                tasks[source, sample['task']].append(sample)
+        date = prediction_files.harness_task(path)[2]
+        source = f'{path.parent}, {date}' if date else str(path)
+        for sample, _ in prediction_files.read_predictions(path, cfg):
+            tasks[source, sample['task']].append(sample)
     several = len({source for source, _ in tasks}) > 1
     for (source, task), numbers in tasks.items():
         title = ': '.join(filter(None, (several and source, task)))

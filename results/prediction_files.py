@@ -5,11 +5,6 @@ It needs numpy alone, and pyarrow for parquet.
 
 import ast
 import contextlib
-import csv
-import gzip
-import hashlib
-import io
-import itertools
 import json
 import math
 import re
@@ -22,9 +17,11 @@ import numpy as np
 import metrics
 from results.confidence import outcome, parse_probability
 from runtime.digests import json_digest
+from runtime.errors import DataError
+from runtime.readers import column_names, read_rows, to_dict
 
 
-class UnusableTaskError(ValueError):
+class UnusableTaskError(DataError):
     """A task of lm_eval is not multiple choice, or a question has several right options."""
 
 
@@ -35,13 +32,14 @@ def read_predictions(path, cfg):
     """Yield (sample, name of its distribution) of each row of a prediction file.
 
     cfg: a FileConfig. Samples of two files are paired by `id`, or their position, and by the text
-    of the question. Rows that state no probability are counted. Raises OSError, and ValueError that
-    begins with the number of the line.
+    of the question. Rows that state no probability are counted. Raises DataError with the place.
     """
     (group, subtask, _), first_kinds, logged, unstated = harness_task(path), {}, {}, []
-    for position, number, row in _counting_rows(path):
+    for position, place, row in _counting_rows(path):
         samples = []
         try:
+            if isinstance(row, DataError):
+                raise row
             if not isinstance(row, dict):
                 raise ValueError(f'not a JSON object: {str(row)[:40]}')
             if (row.get('split') or 'test') != 'test':
@@ -53,40 +51,40 @@ def read_predictions(path, cfg):
                 parts, norm = [row | converted | {'task': group}], 'token'
                 scored = f'lm-evaluation-harness, {cfg.norm.replace("token", "sum")}'
             else:
-                parts, norm = _named(row, cfg.confidence, cfg.correct), cfg.norm
+                parts, norm = _named(_joined(row), cfg.confidence, cfg.correct), cfg.norm
                 scored = f'log-probabilities, {norm} of a file'
             distributions = {'confidence': 'confidences of a file', 'log_probs': scored,
                              'probs': 'probabilities of a file'}
             for part in parts:
                 kind, values = _values(part, norm)
                 if not values:
-                    unstated.append(f'{path}:{number}: {part.get("confidence")!r}')
+                    unstated.append(f'{place}: {part.get("confidence")!r}')
                     continue
                 first = first_kinds.setdefault(str(part.get('task') or ''), kind)
                 if (first == 'confidence') != (kind == 'confidence'):
                     raise ValueError(f'{kind}, but the task begins with {first}')
                 samples.append((_sample(part, position, subtask) | values, distributions[kind]))
         except (ValueError, OverflowError, RecursionError) as error:
-            reason = str(error).removeprefix('row 0: ')
-            kind = UnusableTaskError if isinstance(error, UnusableTaskError) else ValueError
+            reason = str(error).removeprefix('row 0: ').removeprefix(f'{place}: ')
+            kind = UnusableTaskError if isinstance(error, UnusableTaskError) else DataError
             raise kind(
-                f'{number}: {reason}. Wanted: a JSON object with probs (or log_probs) and answer, '
+                f'{place}: {reason}. Wanted: an object with probs (or log_probs) and answer, '
                 f'or confidence and correct, or answers and answer, or a line of multiple choice '
                 f'by lm_eval --log_samples') from error
         yield from samples
     left_out = unstated and f'{len(unstated)} rows state no probability, the first: {unstated[0]}'
     if not first_kinds:
-        raise ValueError(f' {left_out or "no row to score of the split test"}')
+        raise DataError(f'{path}: {left_out or "no row to score of the split test"}')
     if unstated:
         print(f'{left_out}; they are left out')
 
 
 def _counting_rows(path):
-    """Yield (position from 1, number, row) of a file without samples that a later one replaces.
+    """Yield (position from 1, place, row) of a file without samples that a later one replaces.
 
     Only rows from the first sample of evaluate.py on are held in memory.
     """
-    rows = ((i, number, row) for i, (number, row) in enumerate(read_rows(path), 1))
+    rows = ((i, place, row) for i, (place, row) in enumerate(read_rows(path, _read_cells), 1))
     for item in rows:
         if not _is_ours(item[-1]):
             yield item
@@ -126,89 +124,31 @@ def _named(row, confidence, correct):
             | {'confidence': row[column], 'task': column} for column in confidence] or [row]
 
 
-def read_rows(path, cut=False):
-    """Yield (number, row) of JSON lines or a table, (' row 1', row) of a JSON array; may be .gz.
-
-    cut: leave out a last line that a crash cut off. Raises OSError, and ValueError that begins with
-    the number.
-    """
-    suffix = Path(str(path).removesuffix('.gz')).suffix
-    if suffix in ('.csv', '.tsv', '.parquet'):
-        table = _parquet_rows(path) if suffix == '.parquet' else _csv_rows(path)
-        yield from ((number, _joined(row, number)) for number, row in table)
-        return
-    number, line = ' the array', b'\n'
-    try:
-        with _open(path) as file:
-            if re.match(rb'(?:\xef\xbb\xbf)?\s*\[\s*\{', file.peek(100)):
-                rows = json.loads(file.read().decode('utf-8-sig'))
-                yield from ((f' row {i}', row) for i, row in enumerate(rows, 1))
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield number, json.loads(line.decode('utf-8-sig'))
-    except (ValueError, RecursionError) as error:
-        if not cut or line.endswith(b'\n'):
-            raise ValueError(f'{number}: broken JSON: {error}; files are .csv, .tsv, .parquet, '
-                             f'JSON lines or a JSON array, in UTF-8') from None
+def _read_cells(lines, delimiter):
+    """Yield (place, row) of the lines of a table, with numbers, truth values and lists."""
+    names = None
+    for place, cells in lines:
+        if names is None:
+            names = column_names(place, cells)
+        else:
+            yield place, to_dict(place, names, [_cell(text, delimiter) for text in cells])
 
 
-def _open(path):
-    return (gzip.open if str(path).endswith('.gz') else open)(path, 'rb')
-
-
-def _csv_rows(path):
-    """Yield (line, row) of a table with commas, tabs, or semicolons, where 0,9 is a number."""
-    csv.field_size_limit(2 ** 31 - 1)
-    try:
-        with _open(path) as binary, io.TextIOWrapper(binary, 'utf-8-sig', newline='') as file:
-            header = file.readline()
-            separator = max(',;\t', key=header.count)
-            reader = csv.DictReader(itertools.chain([header], file), delimiter=separator,
-                                    skipinitialspace=True)
-            names = reader.fieldnames or []
-            if twice := [name for name in names if name and names.count(name) > 1]:
-                raise ValueError(f'the header names {twice[0]!r} twice')
-            for row in reader:
-                if None in row:
-                    raise ValueError(f'{len(names) + len(row[None])} cells; the header names '
-                                     f'{len(names)}')
-                if separator == ';':
-                    row = {key: re.sub(r'^(-?\d+),(\d+)$', r'\1.\2', text or '')
-                           for key, text in row.items()}
-                yield reader.line_num, {key: _cell(text) if text else None
-                                        for key, text in row.items()}
-    except UnicodeDecodeError as error:
-        raise ValueError(f' not UTF-8: {error.reason} at byte 0x{error.object[error.start]:02x}; '
-                         f'save it as UTF-8') from None
-    except (ValueError, csv.Error) as error:
-        raise ValueError(f'{reader.line_num}: {error}') from None
-
-
-def _cell(text):
-    """Return the number, truth value or list in a cell, in JSON or as Python prints it; or text."""
+def _cell(text, delimiter):
+    """Return what a cell states in JSON or as Python prints it; its text; None for an empty one."""
+    if not text:
+        return None
     if text.casefold() in ('true', 'false'):
         return text.casefold() == 'true'
+    if delimiter == ';':        # where 0,9 is a number
+        text = re.sub(r'^(-?\d+),(\d+)$', r'\1.\2', text)
     for read in (json.loads, *[ast.literal_eval] * text.startswith('[')):
         with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             return read(text)
     return float(text) if re.fullmatch(r'-?\.\d+', text) else text     # as SAS and Stata print 0.5
 
 
-def _parquet_rows(path):
-    """Yield (' row 1', row) and so on of a parquet file."""
-    try:
-        from pyarrow import ArrowException, dataset
-    except ImportError:
-        raise ValueError(' parquet needs pyarrow: pip install pyarrow') from None
-    try:
-        batches = dataset.dataset(path, format='parquet').to_batches(batch_size=10_000)
-        rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
-        yield from ((f' row {i}', row) for i, row in enumerate(rows, 1))
-    except ArrowException as error:
-        raise ValueError(f' {error}') from None
-
-
-def _joined(row, number):
+def _joined(row):
     """Return a row with a list `probs` for its columns probs_0, probs_1, ..., or `log_probs`."""
     lists = {}
     for key, value in row.items():
@@ -217,7 +157,7 @@ def _joined(row, number):
     for name, x in lists.items():
         ks = sorted(k for k, _ in x)
         if ks != [*range(len(x))]:      # `answer` would be the index of another option
-            raise ValueError(f'{number}: the columns {name}_k hold numbers for k = '
+            raise ValueError(f'the columns {name}_k hold numbers for k = '
                              f'{", ".join(map(str, ks))}; wanted 0, 1, ... without a gap')
     return row | {name: [value for _, value in sorted(x)] for name, x in lists.items()}
 
@@ -254,47 +194,31 @@ def is_unstated(sample):
 
 
 def harness_task(path) -> tuple[str, str, str]:
-    """Return (task, subtask, call) of a file of lm-evaluation-harness, else ('samples', '', '').
+    """Return (task, subtask, date) of a file of lm-evaluation-harness, else ('samples', '', '').
 
-    It is samples_<subtask>_<date>.jsonl beside results_<date>.json or, before version 0.4.3,
-    <model>_<subtask>.jsonl beside results.json; the call is <date> or 'results.json'. The task of
-    mmlu_anatomy is mmlu if the results have that group.
+    It is samples_<subtask>_<date>.jsonl. The task of mmlu_anatomy is mmlu if results_<date>.json
+    beside it has that group.
     """
     path = Path(path)
-    if match := re.fullmatch(r'samples_(.+)_(\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl', path.name):
-        subtask, call = match.groups()
-        files = [*path.parent.glob(f'*_{call}.json')]
-    else:
-        call, files = 'results.json', [path.with_name('results.json')]
-        ends = [x for x in old_harness_tasks(files[0]) if path.stem.endswith(f'_{x}')]
-        if not ends:
-            return 'samples', '', ''
-        subtask = max(ends, key=len)
-    groups = [group for file in files for group in json.loads(file.read_text(encoding='utf-8')).get(
-        'group_subtasks', ()) if subtask.startswith(f'{group}_')]
-    return max(groups, key=len, default=subtask), subtask, call
-
-
-def old_harness_tasks(results):
-    """Return the tasks in a results.json of lm_eval before 0.4.3; () for other files, or none."""
-    try:
-        content = json.loads(results.read_text(encoding='utf-8'))
-    except (OSError, ValueError):
-        return ()
-    return content.get('configs', ()) if isinstance(content, dict) else ()
+    match = re.fullmatch(r'samples_(.+)_(\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl', path.name)
+    if not match:
+        return 'samples', '', ''
+    subtask, date = match.groups()
+    groups = [group for file in path.parent.glob(f'*_{date}.json')
+              for group in json.loads(file.read_text(encoding='utf-8')).get('group_subtasks', ())
+              if subtask.startswith(f'{group}_')]
+    return max(groups, key=len, default=subtask), subtask, date
 
 
 def harness_sample(row, norm='token') -> dict:
-    """Convert a line that lm_eval --log_samples wrote (0.4.1 to 0.4.13) to the form of our samples.
+    """Convert a line that lm_eval --log_samples wrote (0.4.3 to 0.4.13) to the form of our samples.
 
     n_tokens are the `option_lengths` of one token each. Raises UnusableTaskError, and ValueError if
     `acc` of the line contradicts the answer.
     """
     try:
-        pairs, calls = row['filtered_resps'], row['arguments']
-        # before 0.4.3 the calls were lists in a list
-        options = ([call.get('arg_1') for call in calls.values()] if isinstance(calls, dict) else
-                   [call[1] if len(call) > 1 else None for call in calls])
+        pairs = row['filtered_resps']
+        options = [call.get('arg_1') for call in row['arguments'].values()]
         if 'acc_mutual_info' in row:    # the second half is without the question
             pairs, options = pairs[:len(pairs) // 2], options[:len(options) // 2]
         if len(pairs) < 2 or type(pairs[0]) is not list:
@@ -304,11 +228,7 @@ def harness_sample(row, norm='token') -> dict:
         if len(options) != len(pairs):
             raise ValueError(f'{len(pairs)} results of {len(options)} calls')
         texts = [option[option[:1].isspace():] for option in options]
-        doc_hash = row.get('doc_hash')
-        if not doc_hash:        # which lm_eval itself writes since 0.4.3
-            text = json.dumps(row['doc'], indent=2, ensure_ascii=False)
-            doc_hash = hashlib.sha256(text.encode('utf-8', 'backslashreplace')).hexdigest()
-        sample = {'id': f'{row["doc_id"]}:{doc_hash[:16]}', 'options': options,
+        sample = {'id': f'{row["doc_id"]}:{row["doc_hash"][:16]}', 'options': options,
                   'log_probs': [float(log_prob) for log_prob, _ in pairs],
                   'n_tokens': option_lengths(texts, [1] * len(texts), norm)}
         target, top = _single(row['target']), int(np.argmax(sample['log_probs']))
@@ -317,7 +237,8 @@ def harness_sample(row, norm='token') -> dict:
         else:
             answer = int(target) if target.isdecimal() else (texts + [target]).index(target)
     except (LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f'not a line that lm_eval --log_samples wrote ({error!r})') from None
+        raise ValueError(f'not a line that lm_eval --log_samples wrote since version 0.4.3 '
+                         f'({error!r})') from None
     if answer >= len(texts) or row.get('acc', top == answer) != (top == answer):
         kind = UnusableTaskError if target.startswith('[') else ValueError
         raise kind(f'its target, {row["target"]!r}, is not the only right option')
@@ -325,7 +246,7 @@ def harness_sample(row, norm='token') -> dict:
 
 
 def _single(target):
-    """Return a target as text; of a list of one, which is text since version 0.4.4, its element."""
+    """Return a target as text; of a list of one, also if it is printed, its element."""
     if isinstance(target, str) and target.startswith('['):
         with contextlib.suppress(ValueError, SyntaxError):
             target = ast.literal_eval(target)

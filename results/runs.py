@@ -1,12 +1,10 @@
 """Read what is compared: folders of runs, and prediction files, such as those of lm_eval."""
 
-import contextlib
-import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from results.prediction_files import (UnusableTaskError, harness_task, old_harness_tasks,
-                                      read_predictions, sample_order)
+from results.prediction_files import (UnusableTaskError, harness_task, read_predictions,
+                                      sample_order)
 from results.samples import read_results, read_splits
 from runtime.config import run_settings
 from runtime.errors import DataError
@@ -104,13 +102,11 @@ def find_prediction_files(sources):
     """Return {run: {subtask: newest file}}; a run is a folder of lm_eval or another file."""
     runs = {}
     for source in sources:
-        paths = [source] if source.is_file() or source.suffix and not source.exists() else sorted((
-            *source.rglob('samples_*_????-??-??T*.jsonl'),
-            *(path for results in source.rglob('results.json') if old_harness_tasks(results)
-              for path in results.parent.glob('*.jsonl') if harness_task(path)[1])))
-        for path in [path.absolute() for path in dict.fromkeys(paths)]:
-            _, subtask, call = harness_task(path)
-            files = runs.setdefault(path.parent if call else path, {})
+        paths = [source] if source.is_file() or source.suffix and not source.exists() else sorted(
+            source.rglob('samples_*_????-??-??T*.jsonl'))
+        for path in map(Path.absolute, paths):
+            _, subtask, date = harness_task(path)
+            files = runs.setdefault(path.parent if date else path, {})
             if subtask in files and path != files[subtask]:
                 older, path = sorted((path, files[subtask]))    # by date, since the rest is equal
                 print(f'{older} is left out: {path.name} is newer')
@@ -118,37 +114,23 @@ def find_prediction_files(sources):
     return runs
 
 
-@contextlib.contextmanager
-def named_errors(path):
-    """Raise DataError, with the path, in place of the errors of `read_predictions`."""
-    try:
-        yield
-    except (OSError, EOFError, zlib.error) as error:    # the last two of a damaged .gz file
-        hint = '; name a file in it, such as samples.jsonl' * path.is_dir()
-        reason = getattr(error, 'strerror', None) or error
-        raise DataError(f'cannot read {path}: {reason}{hint}') from None
-    except ValueError as error:
-        raise DataError(f'{path}:{error}') from None
-
-
 def predicted_run(folder, files, cfg):
     """Return the Run of {subtask: prediction file}; name files that are not multiple choice."""
     tasks, results = {}, {}
     for path in files.values():
-        with named_errors(path):
-            try:
-                rows = [*read_predictions(path, cfg)]
-            except UnusableTaskError as error:
-                print(f'{path.name} is left out: {error.__cause__}')
-                continue
-            for sample, distribution in rows:
-                # the task names pictures
-                task = sample['task'] = sample['task'].replace('/', '-') or 'predictions'
-                key = sample_order(sample)
-                if key in tasks.setdefault(task, {}):
-                    raise ValueError(f' the id {sample["id"]} is there twice')
-                tasks[task][key] = sample
-                results[task] = {'distribution': distribution, 'norm': 'token'}
+        try:
+            rows = [*read_predictions(path, cfg)]
+        except UnusableTaskError as error:
+            print(f'{path.name} is left out: {error.__cause__}')
+            continue
+        for sample, distribution in rows:
+            # the task names pictures
+            task = sample['task'] = sample['task'].replace('/', '-') or 'predictions'
+            key = sample_order(sample)
+            if key in tasks.setdefault(task, {}):
+                raise DataError(f'{path}: the id {sample["id"]} is there twice')
+            tasks[task][key] = sample
+            results[task] = {'distribution': distribution, 'norm': 'token'}
     if not tasks:
         raise DataError(f'{path}: no multiple-choice questions of lm_eval --log_samples')
     return Run(folder, folder.name, 0, {}, results, file_samples={

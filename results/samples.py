@@ -14,12 +14,13 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from results.prediction_files import (NORMS, is_unstated, latest_samples, read_rows, sample_key,
+from results.prediction_files import (NORMS, is_unstated, latest_samples, sample_key,
                                       sample_order)
 from runtime import ownership
 from runtime.digests import json_digest
 from runtime.errors import ConfigError, DataError
 from runtime.json_rules import broken_rule, each
+from runtime.readers import parse_json
 
 SCALING = 'scaling.json'       # the fits of --fit_temperature, for --scaling
 OUTPUTS = ('samples.jsonl', 'eval_config.json', 'results.json', 'results.md', 'results.csv',
@@ -262,18 +263,27 @@ def read_samples(path):
 
 
 def read_jsonl(path):
-    """Yield ('file:line', row) of a JSON Lines file; DataError for a damaged line or checksum."""
-    try:
-        for number, row in read_rows(path, cut=True):
+    """Yield ('file:line', row) of a JSON Lines file; DataError for a damaged line or checksum.
+
+    A last line that a crash cut off is left out.
+    """
+    advice = 'delete this line, and repeat the command'
+    with open(path, 'rb') as file:
+        for number, line in enumerate(file, 1):
+            text = line.strip()     # at a line break, JSON's error would name the next line
+            if not text:
+                continue
+            try:
+                row = parse_json(text, path, number)
+            except DataError as error:
+                if line.endswith(b'\n'):
+                    raise DataError(f'{error}; {advice}') from error
+                continue
             checksum = row.pop(CHECKSUM, None) if isinstance(row, dict) else None
             if checksum not in (None, json_digest(row, 4)):
-                raise ValueError(f'{number}: damaged or edited: it does not match its {CHECKSUM} '
-                                 f'(without that key, it is read as it is)')
+                raise DataError(f'{path}:{number}: damaged or edited: it does not match its '
+                                f'{CHECKSUM} (without that key, it is read as it is); {advice}')
             yield f'{path}:{number}', row
-    except OSError as error:
-        raise DataError(f'cannot read {path}: {error.strerror}') from error
-    except ValueError as error:
-        raise DataError(f'{path}:{error}; delete this line, and repeat the command') from error
 
 
 # Rules for the values of a sample, as in runtime/json_rules.py: a probability of 1 may be scored as

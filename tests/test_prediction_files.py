@@ -8,7 +8,6 @@ import csv
 import gzip
 import importlib.util
 import io
-import itertools
 import json
 import os
 import re
@@ -24,9 +23,10 @@ import metrics
 import stats
 from results import command, report, runs
 from results.compare import FileConfig
-from results.prediction_files import harness_sample, harness_task, read_predictions, read_rows
+from results.prediction_files import harness_sample, harness_task, read_predictions
+from results.samples import read_jsonl
 from runtime import cli, ownership
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, DataError
 
 HARNESS_FILES = HERE / 'tests' / 'harness_files'
 needs_lm_eval = pytest.mark.skipif(importlib.util.find_spec('lm_eval') is None,
@@ -193,13 +193,14 @@ def test_norm_divides_log_probabilities_as_in_evaluation(tmp_path):
         ('null', '1: not a JSON object: None'),
         ('{"confidence": 0.5}',
          '1: correct must be true or false, not None; --correct names another'),
-        ('{"probs": [1.0', '1: broken JSON: Expecting'), ('\xff\xfe', "1: broken JSON: 'utf"))),
+        ('{"probs": [1.0', '1: broken JSON: Expecting'), ('\xff', '1: not UTF-8: '),
+        ('[{"probs": [1.0], "answer": 0}]', '1: the file holds one JSON array, not one object'))),
     *(('a.csv', f'confidence,correct\n{row}\n', message) for row, message in (
         ('13.4,1', '2: confidence is 13.4, not from 0 to 1; if these are'),
         ('0.5,ja', "2: correct must be true or false, not 'ja'; write true"),
         ('0.5,', '2: correct must be true or false, not None; w'),
-        ('0.5,1,2', '2: 3 cells; the header names 2'),
-        ('0.5,K\xf6ln', ' not UTF-8: invalid start byte at byte 0xf6; save it'))),
+        ('0.5,1,2', '2: 3 columns; the header names 2'),
+        ('0.5,K\xf6ln', '2: not UTF-8: invalid start byte at byte 0xf6; save it'))),
     ('b.csv', 'probs_1,probs_2,answer\n0.4,0.6,1\n', '2: the columns probs_k hold numbers for k = '
      '1, 2; wanted 0, 1, ... without a gap'),
     ('b.csv', 'Confidence,correct\n0.5,1\n', '2: neither probs, log_probs, confidence, answers nor '
@@ -260,42 +261,6 @@ def test_a_sample_of_lm_eval_has_its_log_probs_lengths_and_answer():
     assert harness_task(path.with_name('mine.jsonl')) == ('samples', '', '')
 
 
-def of_version(row, version):
-    """A line as lm_eval 0.4.2 (`old`), 0.4.3 or 0.4.5 (without filters) wrote it."""
-    row = {key: value for key, value in row.items() if key not in ('filter', 'metrics')}
-    if version < 4:
-        row['target'] = int(row['target']) if row['target'].isdigit() else row['target']
-    if version < 3:
-        row = {key: value for key, value in row.items() if not key.endswith('_hash')}
-        row['arguments'] = [[*call.values()] for call in row['arguments'].values()]
-        row['filtered_resps'] = [[float(x), y == 'True'] for x, y in row['filtered_resps']]
-        row['resps'] = [[[float(x), y == 'True']] for ((x, y),) in row['resps']]
-    return row
-
-
-def write_old(folder, task, rows):
-    """The files of lm_eval 0.4.2: results.json, and an array of many lines."""
-    folder.mkdir(exist_ok=True)
-    results = folder / 'results.json'
-    tasks = json.loads(results.read_text())['configs'] if results.exists() else {}
-    results.write_text(json.dumps({'results': {}, 'configs': tasks | {task: {}},
-                                   'group_subtasks': {'trivia': ['trivia_animals']}}))
-    path = folder / f'pretrained__first_{task}.jsonl'
-    path.write_text(json.dumps([of_version(row, 2) for row in rows], indent=2))
-    return path
-
-
-def test_files_of_older_versions_of_lm_eval_are_read_as_those_of_this_one(tmp_path):
-    for task in ('trivia_animals', 'endings', 'gaps', 'named', 'against_nothing'):
-        path, rows = harness_rows(task)
-        for row, version in itertools.product(rows, (2, 3, 5)):
-            assert harness_sample(of_version(row, version), 'char') == harness_sample(row, 'char')
-        old, new = write_old(tmp_path, task, rows), run_metrics(path).stdout.splitlines()
-        assert new and run_metrics(old).stdout.splitlines() == new
-        named = harness_task(path)[:2]
-        assert harness_task(old) == (*named, 'results.json')
-
-
 def test_a_repeated_question_of_lm_eval_counts_once_and_two_models_are_not_mixed(tmp_path):
     path, rows = harness_rows('endings')
     once = run_metrics(path).stdout.splitlines()[1:]
@@ -304,8 +269,7 @@ def test_a_repeated_question_of_lm_eval_counts_once_and_two_models_are_not_mixed
         return run_metrics(write_rows(tmp_path / 'mine.jsonl', rows))
 
     by_filter = [row | {'filter': name} for row in rows for name in ('none', 'custom')]
-    for repeated in (by_filter, rows + [of_version(row, 2) for row in rows]):
-        assert report_of(repeated).stdout.splitlines()[1:] == once
+    assert report_of(by_filter).stdout.splitlines()[1:] == once
     other = rows[1] | {'filtered_resps': rows[1]['filtered_resps'][::-1], 'acc': 1 - rows[1]['acc']}
     for change, why in (({'filter': 'custom'}, 'of the filters none and custom; keep the lines'),
                         ({}, 'of several models or calls; give each of them')):
@@ -334,19 +298,17 @@ def test_rows_are_read_one_by_one_and_samples_of_an_earlier_prompt_left_out(tmp_
         (tmp_path / name).write_text(lines)
         samples = read_predictions(tmp_path / name, FileConfig())
         assert next(samples)[0]['probs'] == [0.7, 0.3]      # before the broken rows are read
-        with pytest.raises(ValueError, match='^[23]: '):
+        with pytest.raises(ValueError, match=f'{name}:[23]: '):
             next(samples)
 
 
 def test_a_last_line_that_a_crash_cut_off_is_left_out_where_that_can_be(tmp_path):
     path = tmp_path / 'samples.jsonl'
     path.write_text('{"id": 1}\n{"id": ')
-    assert [*read_rows(path, cut=True)] == [(1, {'id': 1})]
-    with pytest.raises(ValueError, match='^2: broken JSON'):
-        [*read_rows(path)]
+    assert [*read_jsonl(path)] == [(f'{path}:1', {'id': 1})]
     path.write_text('{"id": 1}\n{"id": \n')      # a whole line, so no crash
-    with pytest.raises(ValueError, match='^2: broken JSON'):
-        [*read_rows(path, cut=True)]
+    with pytest.raises(DataError, match='jsonl:2: broken JSON'):
+        [*read_jsonl(path)]
 
 
 OUR_METRICS = """import sys

@@ -1,0 +1,201 @@
+"""Read the rows of a file: JSON lines, a JSON list, a table or a text."""
+
+import codecs
+import csv
+import gzip
+import io
+import itertools
+import json
+import re
+import zlib
+
+from runtime.errors import DataError
+
+
+def read_rows(path, to_rows):
+    """Yield (place, row) of a file of READERS, such as a.jsonl or a.csv, also with .gz.
+
+    `place` is 'file:line', or 'file: row n' for parquet and JSON lists; both count from 1. A row
+    that cannot be read or repeats a key is yielded as a DataError, to stop or skip; a file that
+    cannot be read raises one. A .txt file is one row, {'text': its content}.
+
+    to_rows: function of the (place, list of cells) of each line of a table, the first of which
+    names the columns, and of its delimiter; it yields (place, row)
+    """
+    if not path.is_file():
+        raise DataError(f'{path} is a folder; name a file in it' if path.is_dir() else
+                        f'there is no file {path}')
+    kind = (path.with_suffix('') if path.suffix == '.gz' else path).suffix
+    if kind not in READERS:
+        raise DataError(f'{path}: unknown kind of file; wanted {", ".join(READERS)}, or one of '
+                        f'these with .gz')
+    try:
+        with (gzip.open if path.suffix == '.gz' else open)(path, 'rb') as file:
+            start = file.read(24)
+            file.seek(3 if start.startswith(codecs.BOM_UTF8) else 0)
+            if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                raise DataError(f'{path} is UTF-16; save it as UTF-8')
+            if start.startswith(b'version https://git-lfs'):
+                raise DataError(f'{path} is a pointer of Git LFS; get the file by git lfs pull')
+            if kind in ('.csv', '.tsv'):
+                yield from _table_rows(path, file, kind, to_rows)
+            else:
+                yield from READERS[kind](path, file)
+    except DataError:
+        raise
+    # the last two are pyarrow's
+    except (OSError, EOFError, zlib.error, ValueError, NotImplementedError) as error:
+        reason = getattr(error, 'strerror', None) or error      # without the name again
+        raise DataError(f'cannot read {path}: {reason}') from error
+
+
+def column_names(place, cells):
+    """Return the names in the first line of a table; raise a DataError if one is there twice."""
+    names = [name.strip() for name in cells]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise DataError(f'{place}: the header names {twice[0]!r} twice')
+    return names
+
+
+def to_dict(place, names, cells):
+    """Return {name: cell} of a line of a table, or a DataError if it has more or fewer cells."""
+    if len(cells) != len(names):
+        return DataError(f'{place}: {len(cells)} columns; the header names {len(names)}')
+    return dict(zip(names, cells, strict=True))
+
+
+def parse_json(raw, path, line=1):
+    """Return the JSON value in UTF-8 bytes that begin at `line` of a file; errors name the line."""
+    text = _decode(raw, path, line)
+    try:
+        value = json.loads(text, object_pairs_hook=_object)
+    except json.JSONDecodeError as error:
+        raise DataError(f'{path}:{line + error.lineno - 1}: broken JSON: {error.msg} (column '
+                        f'{error.colno})') from error
+    except (ValueError, RecursionError) as error:   # thousands of digits, or nested brackets
+        raise DataError(f'{path}:{line}: unusable JSON: {error}') from error
+    if isinstance(value, DataError):
+        raise DataError(f'{path}:{line}: {value}')
+    return value
+
+
+def _object(pairs):
+    """Return the dict of a JSON object, or a DataError if it, or an object in it, repeats a key."""
+    row, keys = dict(pairs), [key for key, _ in pairs]
+    if len(row) < len(pairs):
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        return DataError(f'the key {repeated!r} is given twice')
+    for value in row.values():
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, DataError):
+                return part
+    return row
+
+
+def _decode(raw, path, line=1):
+    """Return the text of UTF-8 bytes that begin at `line` of a file; errors name the line."""
+    try:
+        return raw.decode('utf-8')
+    except UnicodeDecodeError as error:
+        line += raw.count(b'\n', 0, error.start)
+        raise DataError(f'{path}:{line}: not UTF-8: {error.reason} at byte '
+                        f'0x{raw[error.start]:02x}; save it as UTF-8') from error
+
+
+def _row_or_error(read, *arguments):
+    try:
+        return read(*arguments)
+    except DataError as error:
+        return error
+
+
+def _jsonl_rows(path, file):
+    # stripped, since JSON's error at a line break would name the next line
+    lines = ((number, raw.strip()) for number, raw in enumerate(file, 1) if raw.strip())
+    for i, (number, raw) in enumerate(lines):
+        place = f'{path}:{number}'
+        if i == 0 and re.match(rb'\[\s*({|$)', raw):
+            raise DataError(f'{place}: the file holds one JSON array, not one object per line; '
+                            f'name it {re.sub("[.](nd)?jsonl?", ".json", path.name)}')
+        yield place, _row_or_error(parse_json, raw, path, number)
+
+
+def _json_rows(path, file):
+    begin = file.tell()
+    lines = [*itertools.islice(filter(bytes.strip, file), 2)]
+    if not lines:
+        raise DataError(f'{path} is empty')
+    try:
+        first = json.loads(lines[0])
+    except (ValueError, RecursionError):
+        first = None
+    file.seek(begin)
+    # a first line that is an object is a row, unless it has a list of rows and nothing follows
+    if isinstance(first, dict) and (len(lines) > 1 or not isinstance(first.get('examples'), list)):
+        yield from _jsonl_rows(path, file)
+        return
+    rows = parse_json(file.read(), path)
+    if isinstance(rows, dict):      # BIG-bench's task.json
+        rows = rows.get('examples')
+    if not isinstance(rows, list):
+        raise DataError(f'{path}: a .json file must hold a list of rows, one row per line, or an '
+                        f'object with a list of rows as "examples"')
+    for number, row in enumerate(rows, 1):
+        place = f'{path}: row {number}'
+        yield place, DataError(f'{place}: {row}') if isinstance(row, DataError) else row
+
+
+def _table_rows(path, file, kind, to_rows):
+    csv.field_size_limit(2 ** 31 - 1)
+    # a line of the file is several if it has the line breaks of an old Mac
+    lines = itertools.chain.from_iterable(io.StringIO(_decode(raw, path, number), newline='')
+                                          for number, raw in enumerate(file, 1))
+    header = next(lines, '')
+    # semicolons where numbers have decimal commas
+    in_header = [delimiter for delimiter in ',;\t' if delimiter in header]
+    delimiter = '\t' if kind == '.tsv' else (in_header or ',')[0]
+    reader = csv.reader(itertools.chain([header], lines), delimiter=delimiter,
+                        skipinitialspace=f'{delimiter} ' in header)     # as SAS writes tables
+    try:
+        yield from to_rows(((f'{path}:{reader.line_num}', cells) for cells in reader if cells),
+                           delimiter)
+    except csv.Error as error:
+        raise DataError(f'{path}:{reader.line_num}: broken csv: {error}') from error
+
+
+def _txt_rows(path, file):
+    text = _row_or_error(_decode, file.read(), path)
+    yield str(path), text if isinstance(text, DataError) else {
+        'text': text.replace('\r\n', '\n').replace('\r', '\n')}
+
+
+def _parquet_rows(path, file):
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError(f'{path}: {path.suffix} needs pyarrow: pip install pyarrow') from None
+    batches = (pyarrow.ipc.open_stream(file) if path.suffix == '.arrow' else    # of save_to_disk
+               pyarrow.parquet.ParquetFile(file).iter_batches())
+    rows = (zip(batch.schema.names, cells, strict=True) for batch in batches
+            for cells in zip(*batch.columns, strict=True))
+    for number, cells in enumerate(rows, 1):
+        place = f'{path}: row {number}'
+        yield place, _row_or_error(_values, cells, place)
+
+
+def _values(cells, place):
+    """Return {name: Python value} of cells; a cell, an error if it is used, if there is none."""
+    values = {}
+    for name, cell in cells:
+        try:
+            values[name] = cell.as_py()
+        except UnicodeDecodeError as error:
+            raise DataError(f'{place}: not UTF-8: {error.reason}') from error
+        except (ValueError, OverflowError):     # the year 10000
+            values[name] = cell
+    return values
+
+
+READERS = {'.jsonl': _jsonl_rows, '.ndjson': _jsonl_rows, '.json': _json_rows, '.txt': _txt_rows,
+           '.csv': _table_rows, '.tsv': _table_rows, '.parquet': _parquet_rows,
+           '.arrow': _parquet_rows}
