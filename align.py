@@ -50,7 +50,7 @@ from runtime.build import build_model
 from runtime.config import load_config, require_range
 from runtime.device import micro_batches, to_device
 from runtime.digests import code_digest
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, DataError
 from runtime.loss import loss_options
 from runtime.ownership import temporary
 from runtime.parallel import evaluating, gather, rank, reshard, sum_over_processes, world_size
@@ -188,24 +188,18 @@ UNUSED = ('from_scratch', 'shape', 'data_kind', 'answers', 'train_on_inputs', 'l
           'loss_reduction', 'base_smoothing', 'fp8')
 
 
-class ReadKeys:
-    """A view of the settings `cfg`, which notes in `keys` those that are read."""
-
-    def __init__(self, cfg):
-        self.cfg, self.keys = cfg, set()
-
-    def __getattr__(self, key):
-        self.keys.add(key)
-        return getattr(self.cfg, key)
+def loss_reads(cfg, key):
+    """Return whether the loss of a pair would be another one with the default of a setting."""
+    if cfg.method not in PAIR_LOSSES:
+        return False
+    pair = Pairs(*torch.tensor([[-4], [-2], [3], [2], [-1], [-1.5]], dtype=torch.float64))
+    loss, default = PAIR_LOSSES[cfg.method], getattr(AlignConfig, key)
+    return loss(pair, cfg) != loss(pair, replace(cfg, **{key: default}))
 
 
 def check_settings_are_read(cfg):
     """Raise ConfigError for a setting that differs from its default but has no effect."""
-    defaults, settings = AlignConfig(), ReadKeys(cfg)
-    if cfg.method in PAIR_LOSSES:
-        PAIR_LOSSES[cfg.method](Pairs(*torch.ones(6, 1)), settings)
-        settings.keys.add('beta')       # of the margin in the log
-    loss_keys = {'beta', 'per_token', 'label_noise', 'gamma'} - settings.keys
+    defaults = AlignConfig()
     # without the sizes of rollouts, which runs of several methods may share
     names = [*vars(defaults)]
     reward_keys = 'run_code', 'instruction', *names[names.index('truncated'):]
@@ -213,7 +207,9 @@ def check_settings_are_read(cfg):
     # (deciding setting, '' for this script; whether this run reads the keys; the keys)
     for decider, is_read, keys in (
             ('', False, UNUSED),
-            ('method', False, loss_keys),
+            ('method', cfg.method in PAIR_LOSSES, ['beta']),    # also of the margin in the log
+            *(('method', loss_reads(cfg, key), [key])
+              for key in ('per_token', 'label_noise', 'gamma')),
             ('method', cfg.method in RL_METHODS, reward_keys),
             ('method', cfg.method == 'ppo', ppo_keys),
             ('method', cfg.method == 'reward', ['centering']),
@@ -284,15 +280,13 @@ def cached_reference(run, model):
         code_digest(model.config, answer_sums), cfg.attention, model.softcap,
         model.temperature
     ]).encode()).hexdigest()[:20]
-    path, cached = Path(cfg.cache_dir, f'reference-{key}.npz'), None
-    try:
-        cached = np.load(path)[path.stem]       # checked by the checksum of zip files
-    except FileNotFoundError:
-        pass
-    except Exception as error:      # a damaged file can raise anything
-        print(f'the reference in {path} is damaged ({error!r}); computing it again')
-    if all(gather(cached is not None)):
-        return cached
+    path = Path(cfg.cache_dir, f'reference-{key}.npz')
+    if all(gather(path.exists())):
+        try:
+            return np.load(path)[path.stem]     # checked by the checksum of zip files
+        except Exception as error:      # a damaged file can raise anything
+            raise DataError(f'the reference in {path} is damaged ({error!r}); remove the file, and '
+                            f'it is computed again') from error
     sums = answer_sums(run, model)
     if rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -384,9 +378,6 @@ def pair_validation(run):
 
 def reward_tokenizer(cfg, base, tokenizer):
     """Return the tokenizer files to save, with a pad token that never ends an answer."""
-    if pad_token(base, tokenizer, cfg.template)[0] is None:
-        print(f'note: the only control token of {base} ends the answers, so none can pad them: '
-              f'transformers will compute the rewards of one text at a time alone')
     return tokenizer_files(base, tokenizer, cfg.template, begins_with_bos(tokenizer, cfg.add_bos),
                            reward=True)
 

@@ -44,10 +44,13 @@ class PackedRollouts(PackedAnswers):
     """The answers of a rollout, with a number per answer token for each of COLUMNS, float64 [n]."""
     advantage: np.ndarray   # of the token
     weight: np.ndarray      # of the token's loss; 0 for an answer without a loss
-    old: np.ndarray | None  # log-probability by the policy that generated it; None: first update
+    sampled: np.ndarray     # log-probability when it was generated
+    old: np.ndarray | None  # the same by the kernels of training; None in the first update if only
+    #                         later ones need it: it is `latest` then
     reference: np.ndarray | None    # the same before training; None if kl = 'none'
     value: np.ndarray | None    # by the value head, before the token; None or zeros without one
     returns: np.ndarray | None      # that the value is to predict, of PPO; else None
+    latest: torch.Tensor    # float32 [n] on the device: log-probability in the latest update
     measured: dict          # {name: number}: means over the answers, for the log
     n_supervised: int       # number of tokens that have a loss, at least 1
     step: int               # of the run, which seeds what an update draws

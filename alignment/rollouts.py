@@ -181,11 +181,10 @@ def pack(run, chosen, answers, rewards, step):
                 'truncated': np.mean([answer.truncated for answer in group])}
     if cfg.group_size > 1:
         measured['equal'] = np.mean(rewards.max(1) == rewards.min(1))
+    sampled = np.concatenate([answer.log_probs for answer in group])
     old = value = reference = None
-    if cfg.updates > 1 or cfg.kl == 'reward' or cfg.method == 'ppo' or cfg.correction != 'none':
+    if cfg.kl == 'reward' or cfg.method == 'ppo' or cfg.correction != 'none':
         old, value = log_probs(run.model, packed, run)
-        sampled = np.concatenate([answer.log_probs for answer in group])
-        measured['mismatch'] = np.abs(old - sampled).mean()
     if cfg.kl != 'none':
         with without_adapters(run.model):
             reference, _ = log_probs(run.reference, packed, run)
@@ -199,8 +198,9 @@ def pack(run, chosen, answers, rewards, step):
     used = np.array([cfg.truncated != 'mask' or not answer.truncated for answer in group])
     weight = np.repeat(RL_METHODS[cfg.method].weight(packed.counts, used, cfg), packed.counts)
     return PackedRollouts(
-        **vars(packed), advantage=advantage, weight=weight, old=old, reference=reference,
-        value=value, returns=returns, measured=measured, step=step,
+        **vars(packed), advantage=advantage, weight=weight, sampled=sampled, old=old,
+        reference=reference, value=value, returns=returns, measured=measured, step=step,
+        latest=torch.zeros(len(packed.token), device=run.device),
         n_supervised=max(1, packed.counts[used].sum()))
 
 
@@ -210,6 +210,8 @@ def update(model, optimizer, packed, cfg, device, objective):
     """Take cfg.updates optimizer steps; return the means of their metrics."""
     total = []
     for number in range(cfg.updates):
+        if number and packed.old is None:
+            packed.old = packed.latest.double().cpu().numpy()      # a copy
         part = packed
         if cfg.lost_accumulation > 1:
             order = np.random.default_rng([cfg.seed, packed.step, number]).permutation(
@@ -218,6 +220,8 @@ def update(model, optimizer, packed, cfg, device, objective):
             part = replace(packed, weight=packed.weight * last[packed.answer])
         total.append(train.train_step(model, optimizer, part, cfg, device, objective))
     values = {name: torch.stack([step[name] for step in total]).mean() for name in total[0]}
+    if packed.old is not None:
+        packed.measured['mismatch'] = np.abs(packed.old - packed.sampled).mean()
     if cfg.kl_target:       # of the answers, before these updates
         n = len(packed.counts)
         kl = (packed.old - packed.reference).sum() / n

@@ -27,6 +27,7 @@ from alignment.rewards import FunctionReward, load_reward
 from data.packing import pack
 from decoding.answers import Answer
 from runtime import checkpoint
+from runtime.build import build_optimizer
 from runtime.errors import CheckpointError, ConfigError, DataError, TrainingError
 from test_align import run_of
 
@@ -169,13 +170,14 @@ def test_a_correction_multiplies_the_advantage_by_bounded_ratios(base, kind, tmp
     cfg = config(base, tmp_path, correction=kind, correction_max=1.5)
     run, model = run_of(cfg)
     answers, rewards = made_up(np.random.default_rng(1), 5)
-    plain = rollouts.pack(replace(run, cfg=replace(cfg, correction='none', updates=2)), range(4),
-                          answers, rewards, 0)
-    noise = np.random.default_rng(2).normal(size=len(plain.old)) / 2
+    plain = rollouts.pack(replace(run, cfg=replace(cfg, correction='none')), range(4), answers,
+                          rewards, 0)
+    old, _ = objectives.log_probs(model, plain, run)
+    noise = np.random.default_rng(2).normal(size=len(old)) / 2
     begin = np.cumsum(plain.counts) - plain.counts
     weights = []
     for (i, k), start, n in zip(plain.where, begin, plain.counts):
-        answers[i][k].log_probs = (plain.old - noise)[start:start + n].tolist()
+        answers[i][k].log_probs = (old - noise)[start:start + n].tolist()
         ratios = np.exp(noise[start:start + n])
         ratios = np.full(n, ratios.prod()) if 'answer' in kind else ratios
         weights += [(0 if 'mask' in kind else 1.5) if r > 1.5 else r for r in ratios]
@@ -286,7 +288,18 @@ def test_the_first_step_has_ratio_1_and_no_kl(base, tmp_path, lora):
     # the mean of each answer's mean: 0, but not the gradient
     assert values['loss'].item() == pytest.approx(0, abs=1e-5)
     assert sum(p.grad.norm() for p in model.parameters() if p.grad is not None) > 1e-3
-    assert packed.measured['mismatch'] < 1e-4     # decoding has the probabilities of training
+    assert np.abs(packed.old - packed.sampled).mean() < 1e-4    # decoding has those of training
+
+
+def test_later_updates_begin_with_the_log_probabilities_of_the_first(base, tmp_path):
+    cfg = config(base, tmp_path, updates=2, micro_rows=1)
+    run, model = run_of(cfg)
+    _, packed = next(rollouts.batches(run, 0, 1))
+    old, _ = objectives.log_probs(model, packed, run)
+    optimizer = build_optimizer(model, cfg)
+    assert packed.old is None and rollouts.update(
+        model, optimizer, packed, cfg, 'cpu', policy_objective)['mismatch'] < 1e-4
+    assert np.allclose(packed.old, old, rtol=0, atol=1e-5)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
