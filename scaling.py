@@ -5,7 +5,6 @@
     prior        fit_prior(scores) without labels, apply_prior(scores, log_prior)
                  normalized_max(scores, p), a confidence for abstention alone
     Platt        fit_platt(confidence, correct), apply_platt(confidence, a, b)
-    histogram    fit_histogram(confidence, correct), apply_histogram(confidence, values)
     isotonic     fit_isotonic(confidence, correct), apply_isotonic(confidence, x, y)
     groups       fit_multicalibration(confidence, correct, groups),
                  apply_multicalibration(confidence, groups, shifts)
@@ -155,23 +154,6 @@ def fit_logistic(design, target, ridge) -> np.ndarray:
     return w
 
 
-def fit_histogram(confidence, correct, n_bins=15) -> np.ndarray:
-    """Return the accuracy in each of `n_bins` bins of equal width, float [n_bins].
-
-    Histogram binning, Zadrozny & Elkan 2001, over metrics.bins; an empty bin's value is its center.
-    """
-    metrics.check_confidence(confidence)    # metrics.bins would also take probs [N, K]
-    accuracy = metrics.bins(confidence, correct, n_bins)['accuracy']
-    return np.where(np.isnan(accuracy), (np.arange(n_bins) + 0.5) / n_bins, accuracy)
-
-
-def apply_histogram(confidence, values) -> np.ndarray:
-    """Return the value of each confidence's bin, float [N], for values [n_bins]."""
-    values = metrics.real_array('values', values)
-    confidence = metrics.round_for_ties(metrics.check_confidence(confidence))
-    return values[metrics.equal_width_bins(confidence, len(values))]
-
-
 def fit_isotonic(confidence, correct) -> tuple[np.ndarray, np.ndarray]:
     """Return (x [M], y [M]), both ascending: the non-decreasing fit of `correct` to `confidence`.
 
@@ -262,8 +244,7 @@ def _check_groups(groups, n):
 # {name in a file: (the function that applies it, number of its parameters, whether to scores)}
 SCALINGS: dict[str, tuple[Callable[..., np.ndarray], int, bool]] = {
     'temperature': (metrics.softmax, 1, True), 'prior': (apply_prior, 1, True),
-    'platt': (apply_platt, 2, False), 'histogram': (apply_histogram, 1, False),
-    'isotonic': (apply_isotonic, 2, False)}
+    'platt': (apply_platt, 2, False), 'isotonic': (apply_isotonic, 2, False)}
 
 
 def save(path, fits):

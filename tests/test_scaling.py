@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from common import by_transformers, exactly, reference_model
+from common import by_transformers, reference_model
 from safetensors.torch import load_file
 
 import metrics
@@ -37,15 +37,12 @@ def test_temperature_and_platt_scaling_recover_what_was_applied():
     assert scaling.apply_platt([0.5], *few) == pytest.approx((3 * 4 / 5 + 1 / 3) / 4)
 
 
-def test_histogram_and_isotonic_scaling_fit_what_was_applied():
+def test_isotonic_scaling_fits_what_was_applied():
     rng = np.random.default_rng(0)
     scores = rng.normal(size=(6000, 3)) * 2
     scores[::4, 2] = -np.inf
     c = metrics.softmax(scores).max(1)
     right = rng.random(len(c)) < c ** 2
-    values = scaling.fit_histogram(c, right, 10)
-    assert metrics.ece(scaling.apply_histogram(c, values), right, 1000) < 0.01
-    assert values[0] == exactly(0.05)       # an empty bin
     x, y = scaling.fit_isotonic(c, right)
     fitted = scaling.apply_isotonic(c, x, y)
     assert (np.diff(y) >= 0).all() and (np.diff(x) > 0).all()
@@ -113,16 +110,13 @@ def test_multicalibration_leaves_no_cell_off_and_mends_groups_that_others_hide()
 
 
 def test_ties_and_edges_are_those_of_the_metrics():
-    c = np.float32([0.1, 0.1, 0.15])        # float32's 0.1 is above the float64 one
-    values = scaling.fit_histogram(c, [True, True, False], 10)
-    assert scaling.apply_histogram(c, values).tolist() == [1, 1, 0]
     assert scaling.fit_isotonic([0.6 - 5e-17, 0.6 + 1.2e-16], [True, False]) == ([0.6], [0.5])
     assert len(scaling.fit_isotonic([0.6, 0.6 + 2e-12], [False, True])[0]) == 2
 
 
 @pytest.mark.parametrize('call, message', [
     *((lambda fit=fit: fit([0.5, 2.0], [1, 1]), 'row 1: confidence is 2.0, not from 0 to 1')
-      for fit in (scaling.fit_platt, scaling.fit_histogram, scaling.fit_isotonic)),
+      for fit in (scaling.fit_platt, scaling.fit_isotonic)),
     (lambda: scaling.apply_isotonic([0.5], [0.6, 0.4], [0.1, 0.2]), 'x ascending'),
     (lambda: scaling.fit_temperature([[0.0, math.nan]], [1]), 'row 0: the score of option 1 is'),
     (lambda: scaling.fit_temperature([[0.0, -math.inf]], [1]), 'row 0: label 1 is not'),
@@ -205,8 +199,7 @@ def test_fits_travel_in_a_file(tmp_path):
     fits = {'prior': [scaling.fit_prior(scores)],
             'temperature': [scaling.fit_temperature(scores, labels)],
             **{name: fit(confidence, correct) for name, fit in (
-                ('platt', scaling.fit_platt), ('isotonic', scaling.fit_isotonic))},
-            'histogram': [scaling.fit_histogram(confidence, correct)]}
+                ('platt', scaling.fit_platt), ('isotonic', scaling.fit_isotonic))}}
     assert fits.keys() == scaling.SCALINGS.keys()
     path = tmp_path / 'scaling.json'
     scaling.save(path, {'mmlu': fits})
