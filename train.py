@@ -194,9 +194,6 @@ def check_config(cfg):
     require_range(cfg, 0, 1, 'smoothing', 'base_smoothing', 'warmup', 'final_lr', 'lora_dropout')
     require_range(cfg, 1e-3, 1e6, 'logit_softcap')
     require_range(cfg, 1e-3, 1e3, 'logit_temperature')      # as config_json.py reads it
-    if cfg.warmup_steps is not None and cfg.warmup != type(cfg).warmup:
-        raise ConfigError(f'warmup = {cfg.warmup} is a share of the steps and warmup_steps = '
-                          f'{cfg.warmup_steps} a number of steps; set one of them')
     if not all(0 <= beta < 1 for beta in cfg.betas):
         raise ConfigError(f'betas = {cfg.betas}; each must be at least 0 and less than 1')
     if cfg.lora and cfg.from_scratch:
