@@ -183,7 +183,8 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
         samples.read_samples(out_dir / 'samples.jsonl')) if done else new, prompts)
     results = write_evaluation(results, earlier, rows, tasks, cfg, identity,
                                device.versions(cfg.device), out_dir)
-    ownership.remove_aside(out_dir, samples.KIND)
+    if cfg.overwrite:
+        ownership.remove_aside(out_dir, samples.KIND)
     card.write(out_dir)     # of a run's folder
     return results
 

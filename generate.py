@@ -138,7 +138,8 @@ def main(argv):
         n_tokens = sum(parallel.gather(n_tokens))
         if rank == 0:
             merge_parts(out)
-            ownership.remove_aside(out.parent, out.name)
+            if cfg.overwrite:
+                ownership.remove_aside(out.parent, out.name)
     seconds = time.perf_counter() - started
     print(f'wrote {cfg.out}: {n_tokens:,} tokens in {seconds:.1f} s, {n_tokens / seconds:,.0f} '
           f'tokens/s')

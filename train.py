@@ -508,8 +508,7 @@ def claim_folder(run):
     ownership.check_free(run.out_dir, *trained.run_files(run), *(OUTPUTS if run.cfg.eval else ()))
     if run.cfg.overwrite:
         card.disown_edited(run.out_dir)
-        ownership.set_aside(run.out_dir, 'run', ['*'], [
-            'resume-*/state.json', 'epoch-*/config.json', 'config.json'])
+        ownership.set_aside(run.out_dir, 'run', '*')
     ownership.claim(run.out_dir, 'train_config.py', 'log.jsonl')
 
 
@@ -574,7 +573,8 @@ def finish(cfg):
     """Write the card of a run whose weights are saved, draw its loss, remove what it replaced."""
     card.write(cfg.out_dir)
     ownership.discard(cfg.out_dir, 'resume-*')
-    ownership.remove_aside(cfg.out_dir, 'run')
+    if cfg.overwrite:
+        ownership.remove_aside(cfg.out_dir, 'run')
     if cfg.pictures and not Path(cfg.out_dir, 'loss.png').exists():
         draw_loss(cfg.out_dir)
 

@@ -8,7 +8,7 @@ from results.prediction_files import (UnusableTaskError, harness_task, read_pred
 from results.samples import read_results, read_splits
 from runtime.config import run_settings
 from runtime.errors import DataError
-from runtime.ownership import ASIDE, put_back, read_json
+from runtime.ownership import ASIDE, read_json
 
 # keys of train_config.py that do not distinguish runs: paths, files, devices and rounding
 PATHS = {'model', 'out_dir', 'overwrite', 'resume', 'seed', 'cache_dir', 'eval', 'eval_before',
@@ -37,7 +37,6 @@ def find_runs(sources, prediction_files=()):
 
     folders = []
     for source in sources:
-        put_back(source)
         below = [source] if is_run(source) else [
             path.parent for path in sorted(source.rglob('samples.jsonl'))
             if is_run(path.parent) and path.parent.name != 'before'

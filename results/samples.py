@@ -95,9 +95,7 @@ def open_lines(folder, names, settings, what, advice, processes, replaced, more=
     ownership.check_free(folder, *names, *parts)
     if replaced:
         kind, patterns = replaced
-        lines = [*map(glob.escape, (path.name, *parts))]
-        ownership.set_aside(folder, kind, [
-            *patterns, *lines, *map(glob.escape, merged_names(path))], lines)
+        ownership.set_aside(folder, kind, *patterns, *map(glob.escape, merged_names(path)))
     if path.is_symlink():
         raise ConfigError(f'{path} is a link to a file elsewhere, where nothing is appended; '
                           f'replace the link by that file, or {advice}')

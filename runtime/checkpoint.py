@@ -17,7 +17,7 @@ from runtime.digests import file_digest, json_digest
 from runtime.errors import CheckpointError
 from runtime.hub import download, is_hub_name
 from runtime.json_rules import read_json_object
-from runtime.ownership import note_inputs, put_back
+from runtime.ownership import note_inputs
 from runtime.parallel import load_full, rank
 from runtime.weights import (BUFFERS, FLOAT_TYPES, names_on_disk, read_weights, shapes_on_disk,
                              text_key, their_key, weight_files, write_files)
@@ -99,7 +99,6 @@ def _own_folder(name, revision, weights):
         if weights and not any(folder.glob('*.safetensors')):
             # older checkpoints, such as Pythia's at a training step, have only these
             folder = download(name, BIN_FILES, revision)
-    put_back(folder)
     note_inputs(*(file for pattern in MODEL_FILES + BIN_FILES for file in folder.glob(pattern)))
     return folder
 

@@ -8,10 +8,9 @@ Files are written under a temporary name and renamed, so a crash leaves the old 
 `lock` removes temporary files that a crash left behind. Files of lines, such as log.jsonl, grow
 instead, and resume.py says when a checkpoint is complete.
 
---overwrite calls `set_aside`, which moves the old files to .replaced-<kind>-<n>/ in their folder,
-and at the end `remove_aside`. If the command ends before, the end of its lock or the next lock puts
-them back, unless there is something to resume from. The list in that folder names what is moved, so
-a file that was not moved yet, or is back, is told from a new one.
+--overwrite moves the old files to .replaced-<kind>-<n>/ in their folder (`set_aside`), and deletes
+them when the new ones are complete (`remove_aside`). If the command ends before, they stay there,
+and `lock` says so: moving them back or deleting them is up to the user.
 """
 
 import contextlib
@@ -51,25 +50,19 @@ def lock(folder, wait=False):
     with file, contextlib.ExitStack() as stack:
         _locks.append(file)
         stack.callback(_locks.remove, file)
-        stack.callback(lambda: is_in_place(file) and _settle(folder))
-        _settle(folder)
+        _remove_leftovers(path.parent)
+        for aside in sorted(path.parent.glob(f'{ASIDE}*')):
+            print(f'note: {aside} keeps what an interrupted --overwrite replaced; move it back or '
+                  f'delete it, as the next --overwrite does that is completed')
         yield
         check_in_place(*_locks)
-
-
-def is_in_place(file):
-    """Return whether an open file is still the one that its name leads to."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
-    except OSError:
-        return False
 
 
 def check_in_place(*files):
     """Raise ConfigError if one of the open `files`, or its folder, was removed or moved."""
     for file in files:
-        if not is_in_place(file):
-            path = Path(file.name)
+        path = Path(file.name)
+        if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
             raise ConfigError(f'{path.parent} was removed or moved, or its {path.name} was '
                               f'deleted, while this program was writing there')
 
@@ -131,43 +124,38 @@ def claim(folder, *names):
 def discard(folder, *patterns, keep=''):
     """Delete the listed files of `folder` and its before/ that match a pattern but not `keep`."""
     check_in_place(*_locks)
-    folder = Path(folder)
-    gone = [name for name in _matching(folder, patterns) if not fnmatch(name, keep)]
-    for name in gone:
-        (folder / name).unlink(missing_ok=True)
-    if gone:
-        disown(folder, gone)
+    names = [name for name in _matching(folder, patterns) if not fnmatch(name, keep)]
+    for name in names:
+        Path(folder, name).unlink(missing_ok=True)
+    if names:
+        disown(folder, names)
 
 
 def _matching(folder, patterns):
-    """Return the listed names of `folder` and of its before/ that match a pattern, in `_order`."""
+    """Return the listed names of `folder` and its before/ that match a pattern, to be removed.
+
+    Those whose presence says that other files are complete come first, the list of before/ last.
+    """
     names = [name for name in _all_names(folder)
              if any(fnmatch(name, pattern) for pattern in patterns)]
     _refuse_links(folder, names)
-    return sorted(names, key=_order)
+    return sorted(names, key=lambda name: Path(name).name not in ('config.json', 'state.json'))
 
 
 def _all_names(folder):
-    report = written_files(folder / 'before')
-    return written_files(folder) + [f'before/{name}' for name in [*report, LIST] if report]
-
-
-def _order(name):
-    # files are removed, and in reverse put back: first those whose presence says that others are
-    # complete, the list of before/ last
-    return {'config.json': 0, 'state.json': 0, LIST: 2}.get(Path(name).name, 1)
+    report = written_files(Path(folder, 'before'))
+    before = [f'before/{name}' for name in [*report, LIST] if report]
+    # without repetitions: what was moved back from a folder of `set_aside` is on both lists
+    return [*dict.fromkeys([*written_files(folder), *before])]
 
 
 def disown(folder, names):
     """Take `names` off the list of `folder`; remove those of their subfolders that are empty."""
-    _remove_if_empty(folder / parent for name in names for parent in Path(name).parents[:-1])
+    for name in names:
+        for parent in Path(name).parents[:-1]:      # the innermost first
+            with contextlib.suppress(OSError):
+                Path(folder, parent).rmdir()
     _write_list(folder, [name for name in written_files(folder) if name not in {*names}])
-
-
-def _remove_if_empty(folders):
-    for folder in sorted({*folders}, reverse=True):
-        with contextlib.suppress(OSError):
-            folder.rmdir()
 
 
 # ---- What --overwrite replaces -------------------------------------------------------------------
@@ -182,11 +170,11 @@ def note_inputs(*paths):
     _inputs.update(map(os.path.realpath, paths))
 
 
-def set_aside(folder, kind, patterns, progress):
-    """Move the listed files of `folder` that match one of `patterns` aside: see this file's head.
+def set_aside(folder, kind, *patterns):
+    """Move the listed files of `folder` that match a pattern to a new folder in there.
 
-    kind: what is replaced, for the name of the folder; progress: patterns of the new files from
-    which a later command resumes. Raises ConfigError for a file that this command reads.
+    kind: what is replaced, for the name of the new folder, which has a list of its own. Raises
+    ConfigError for a file that this command reads.
     """
     check_in_place(*_locks)
     folder = Path(folder)
@@ -197,81 +185,27 @@ def set_aside(folder, kind, patterns, progress):
             raise ConfigError(f'{folder / name} is read by this command, and --overwrite would '
                               f'remove it; write to another folder, or read a copy from elsewhere')
     if existing:
-        numbered = (f'{ASIDE}{kind}-{n:03}' for n in itertools.count(1))
-        aside = folder / next(name for name in numbered
-                              if not [*folder.glob(glob.escape(name) + '*')])
-        aside.mkdir()
-        write_text(aside / LIST, json.dumps({
-            'files': written_files(folder), 'moved': existing, 'patterns': patterns,
-            'progress': progress}, indent=0) + '\n')
-        _move(existing, folder, aside)
+        numbered = (folder / f'{ASIDE}{kind}-{n:03}' for n in itertools.count(1))
+        aside = next(path for path in numbered if not path.exists())
+        claim(aside, *existing)
+        for name in existing:
+            (aside / name).parent.mkdir(parents=True, exist_ok=True)
+            os.rename(folder / name, aside / name)
     disown(folder, names)
 
 
-def _move(names, source, target):
-    for name in names:
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        os.rename(source / name, target / name)
-
-
 def remove_aside(folder, kind):
-    """Remove what `set_aside` has moved aside: the new files are complete."""
-    for aside in Path(folder).glob(glob.escape(f'{ASIDE}{kind}-') + '[0-9]' * 3):
-        os.rename(aside, f'{aside}.done')
-    _settle(folder)
-
-
-def put_back(folder):
-    """Put back what a killed --overwrite has moved aside in `folder`, before it is read."""
-    if [*Path(folder).glob(f'{ASIDE}*')]:
-        with contextlib.suppress(ConfigError), lock(folder):    # unless a run is writing there
-            pass
-
-
-def _settle(folder):
-    """Put back what `set_aside` has moved, the newest first, unless new files replace it."""
-    folder = Path(folder)
-    remove_leftovers(folder)
-    for aside in sorted(folder.glob(f'{ASIDE}*'), reverse=True):
-        remove_leftovers(aside)
-        if aside.suffix == '.done':
-            discard(aside, '*')
-        elif (aside / LIST).exists():
-            with read_json(aside / LIST, f'move its files to {folder}') as content:
-                moved, patterns, progress = (
-                    content[key] for key in ('moved', 'patterns', 'progress'))
-            new = [name for name in _matching(folder, patterns)
-                   if name not in moved or os.path.lexists(aside / name)]
-            if any((folder / name).is_file() and (folder / name).stat().st_size
-                   for name in {*new} & {*_matching(folder, progress)}):
-                print(f'note: {aside} keeps what --overwrite replaces until that is complete')
-                continue
-            discard(folder, *map(glob.escape, new))
-            _put_back(folder, aside)
-        _remove_if_empty([aside, *aside.rglob('*')])
-
-
-def _put_back(folder, aside):
-    names = sorted((str(path.relative_to(aside)) for path in aside.rglob('*')
-                    if path.is_symlink() or not path.is_dir()), key=_order, reverse=True)
-    names.remove(LIST)
-    for name in names:
-        if os.path.lexists(folder / name):
-            raise ConfigError(f'{folder / name} was not written by this program; move it away, and '
-                              f'the one in {aside}, which --overwrite has moved, is put back')
-    _write_list(folder, [*dict.fromkeys([*written_files(aside), *written_files(folder)])])
-    _move(names, aside, folder)
-    (aside / LIST).unlink()
-    print(f'note: {folder}: nothing has replaced the files that --overwrite had moved aside; they '
-          f'are back')
+    """Delete what `set_aside` has moved, also for commands that ended too early."""
+    for aside in Path(folder).glob(f'{ASIDE}{glob.escape(kind)}-[0-9][0-9][0-9]'):
+        _remove_leftovers(aside)
+        discard(aside, '*')
+        (aside / LIST).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):      # not empty: a file that somebody put there
+            aside.rmdir()
 
 
 def _write_list(folder, names):
-    path = Path(folder) / LIST
-    if names:
-        write_text(path, json.dumps({'files': names}, indent=0) + '\n')
-    else:
-        path.unlink(missing_ok=True)
+    write_text(Path(folder, LIST), json.dumps({'files': names}, indent=0) + '\n')
 
 
 @contextlib.contextmanager
@@ -304,7 +238,7 @@ def write_text(path, text):
         part.write_text(text, encoding='utf-8')
 
 
-def remove_leftovers(folder):
+def _remove_leftovers(folder):
     """Remove the temporary files of listed names; the caller has locked `folder`."""
     folder = Path(folder)
     names = {LIST, f'before/{LIST}', *_all_names(folder)}

@@ -27,7 +27,7 @@ import stats
 from data import benchmarks
 from data.tokenizer import load_tokenizer
 from results import report
-from results.samples import read_samples
+from results.samples import DIAGRAM, OUTPUTS, read_samples
 from runtime import adapter, checkpoint, ownership
 from runtime.errors import ConfigError, DataError
 
@@ -238,13 +238,18 @@ def test_files_of_others_are_kept_and_a_failed_evaluation_replaces_nothing(foxes
     ownership.claim(foxes.out, 'answers.jsonl')
     for name in ('answers.jsonl', 'reliability-of-mine.png'):
         (foxes.out / name).write_text('mine')
+    before = tree(foxes.out)
 
     def fail(*_, **__):
         assert {'results.json', 'answers.jsonl'} & {*tree(foxes.out)} == {'answers.jsonl'}
         raise MemoryError
-    with monkeypatch.context() as patch, refused(foxes.out, None, MemoryError):
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr(evaluate, 'score_tasks', fail)
         foxes.score('--overwrite')
+    aside = tree(foxes.out / '.replaced-evaluation-001')
+    assert all(aside[name] == before[name] for name in (OUTPUTS[0], DIAGRAM))
+    foxes.score('--overwrite', '--pictures')
+    assert not [*foxes.out.glob('.replaced-*')]
     # a link leads to a file that is not appended to
     (tmp_path / 'elsewhere').write_text('no whole line')
     samples.unlink()
