@@ -243,11 +243,12 @@ def percentile_interval(values, observed, biased=True):
 def difference_test(first, second, observed, biased=True) -> tuple[float, float, float]:
     """Return (low, high, p) of second - first, a metric of two models on the same resamples, [R].
 
-    observed: (first, second), the metric of the rows themselves. biased=False, for the mean of a
-    number per row, gives the percentile interval; True adds the range of the bias, which for each
-    model is from b to BIAS_RANGE * b, since one may be calibrated and the other not. The two-sided
-    p is twice the share of resamples on the rarer side of 0, counted as (1 + count) / (1 + R), at
-    most 1; with a bias, each side is counted where the interval has its end.
+    `bootstrap` of the same questions with the same seed gives them. observed: (first, second), the
+    metric of the rows themselves. biased=False, for the mean of a number per row, gives the
+    percentile interval; True adds the range of the bias, which for each model is from b to
+    BIAS_RANGE * b, since one may be calibrated and the other not. The two-sided p is twice the
+    share of resamples on the rarer side of 0, counted as (1 + count) / (1 + R), at most 1; with a
+    bias, each side is counted where the interval has its end.
     """
     values = _check_defined(second - first)
     (least, largest), (least_other, largest_other) = (
@@ -278,50 +279,25 @@ def interval(metric, probs, labels, *, n_resamples=1000, seed=0) -> tuple[float,
     metric is any function of rows. `bootstrap` is far faster for its metrics.
     """
     probs, labels = metrics.as_array('probs', probs), metrics.as_array('labels', labels)
-    if len(probs) != len(labels):
-        raise ValueError(f'probs and labels must have the same rows, not {len(probs)} and '
-                         f'{len(labels)}')
-
-    def value(rows):
-        return metric(probs[rows], labels[rows])
-
-    values = _resampled(value, len(labels), n_resamples, seed)
-    low, high = percentile_interval(values, value(slice(None)))
+    n, random = len(labels), np.random.default_rng(seed)
+    if len(probs) != n:
+        raise ValueError(f'probs and labels must have the same rows, not {len(probs)} and {n}')
+    metrics.check_count('n_resamples', n_resamples)
+    drawn = (random.integers(n, size=n) for _ in range(n_resamples))
+    values = _check_defined([metric(probs[rows], labels[rows]) for rows in drawn])
+    low, high = percentile_interval(values, metric(probs, labels))
     return float(low), float(high)
 
 
-def _resampled(value, n, n_resamples, seed):
-    """value(rows) of `n_resamples` samples of n rows, drawn with replacement, as an array."""
-    metrics.check_count('n_resamples', n_resamples)
-    random = np.random.default_rng(seed)
-    return _check_defined([value(random.integers(n, size=n)) for _ in range(n_resamples)])
-
-
 def _check_defined(values):
-    missing = np.isnan(values).reshape(len(values), -1).any(1).sum()
-    if missing:
+    """Return the values of a metric as an array; ValueError if one is nan."""
+    if missing := np.isnan(values).sum():
         raise ValueError(f'the metric is nan in {missing} of {len(values)} samples of the rows, as '
                          f'auroc is where all are right; take one that is defined, or more rows')
     return np.array(values)
 
 
-def paired_bootstrap(metric, probs_a, probs_b, labels, *, n_resamples=1000, seed=0):
-    """Return (b - a, low, high, p) of a metric of two models' predictions for the same questions.
-
-    probs_a and probs_b are [N, K], or confidences [N] if both models are right in the same rows, as
-    before and after scaling. Rows are drawn for both at once. low, high and p: `difference_test`.
-    """
-    a, b, labels = map(metrics.as_array, ('a', 'b', 'labels'), (probs_a, probs_b, labels))
-    if a.shape != b.shape or len(a) != len(labels):
-        raise ValueError(f'both must predict the same rows, not be of shape {a.shape} and '
-                         f'{b.shape} for {len(labels)} labels')
-
-    def both(rows):
-        return metric(a[rows], labels[rows]), metric(b[rows], labels[rows])
-
-    observed = _check_defined([both(slice(None))])[0]
-    values = _resampled(both, len(labels), n_resamples, seed)
-    return float(observed[1] - observed[0]), *difference_test(*values.T, observed)
+# Tests
 
 
 def mcnemar(correct_a, correct_b) -> tuple[int, int, float]:

@@ -461,7 +461,7 @@ SFT = Stage(load=load_sequences, files=saved_tokenizer, build=build, pack=pack_d
 
 # ---- One run -------------------------------------------------------------------------------------
 
-def train(cfg, stage=None):
+def train(cfg, stage=SFT):
     """Run the training `cfg`; with cfg.eval return {'before', 'after': results of evaluate()}.
 
     resume=True uses the weights, the reports and the last checkpoint in out_dir. Model, data, tasks
@@ -472,7 +472,7 @@ def train(cfg, stage=None):
                           for key in ('out_dir', 'cache_dir', 'model', 'data')})
     check_config(cfg)
     ownership.forget_inputs()
-    stage, device, out_dir = stage or SFT, pick_device(cfg.device), Path(cfg.out_dir)
+    device, out_dir = pick_device(cfg.device), Path(cfg.out_dir)
     torch.manual_seed(cfg.seed)
     if cfg.dry_run:
         fit_into_memory(optimize, load_run(cfg, stage, device))

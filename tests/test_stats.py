@@ -159,11 +159,12 @@ def test_paired_tests_tell_models_apart():
     scores = rng.normal(size=(800, 4)) * 1.5
     labels = (scores + rng.gumbel(size=scores.shape)).argmax(1)
     right, sharp = metrics.softmax(scores), metrics.softmax(3 * scores)
-    difference, low, high, p = stats.paired_bootstrap(metrics.ece, right, sharp, labels,
-                                                        n_resamples=200)
-    assert 0 < low < difference < high and p == exactly(2 / 201)
-    same = stats.paired_bootstrap(metrics.ece, right, right, labels, n_resamples=50)
-    assert same == (0, 0, 0, 1)
+    observed = metrics.ece(right, labels), metrics.ece(sharp, labels)
+    first, second = (stats.bootstrap(probs, labels, n_resamples=200)['ece']
+                     for probs in (right, sharp))
+    low, high, p = stats.difference_test(first, second, observed)
+    assert 0 < low < observed[1] - observed[0] < high and p == exactly(2 / 201)
+    assert stats.difference_test(first, first, observed[:1] * 2) == (0, 0, 1)
     # a calibrated model shows an error by chance
     found = stats.consistency_test(right[:100], labels[:100], n_resamples=500)
     assert 0.06 < found['expected'] < 0.12 and found['p95'] > found['expected']
@@ -176,7 +177,6 @@ def test_a_metric_that_is_undefined_in_a_resample():
     """auroc is nan where all rows are right; an interval or p from the rest would be wrong."""
     rows = np.array([[0.9, 0.1], [0.6, 0.4], [0.7, 0.3]]), np.array([0, 0, 1])
     for call in (lambda: stats.interval(metrics.auroc, *rows, n_resamples=50),
-                 lambda: stats.paired_bootstrap(metrics.auroc, rows[0], *rows, n_resamples=50),
                  lambda: stats.difference_test(np.zeros(3), np.array([0.1, np.nan, 0.2]), (0, 1))):
         with pytest.raises(ValueError, match='the metric is nan in .* samples of the rows'):
             call()
@@ -184,7 +184,7 @@ def test_a_metric_that_is_undefined_in_a_resample():
 
 @pytest.mark.parametrize('call, message', [
     (lambda: stats.student_t([1]), 'N >= 2'),
-    (lambda: stats.paired_bootstrap(metrics.ece, [0.5, 0.6], [0.5], [1, 1]), 'the same rows'),
+    (lambda: stats.interval(metrics.ece, [0.5], [1, 1]), 'the same rows'),
     (lambda: stats.corrected_rate([1], [1, 0], [1]), 'must be of the same rows'),
     (lambda: stats.bootstrap([0.5], [1], n_resamples=0), 'n_resamples must be a whole number')])
 def test_bad_rows_and_settings_are_refused(call, message):
