@@ -26,7 +26,7 @@ side: x is cast once, and dx needs no sum of several products.
 Norms, attention, the residual stream, the embedding, the output layer, LoRA's adapters and whatever
 needs no gradients stay as they are: a report is of the bfloat16 weights. The casts are plain torch,
 so that torch.compile fuses them with what is before them; uncompiled they take longer than the
-products save.
+products save. So they do in narrow models, which therefore stay in bfloat16.
 
 Source of formats and scales: Micikevicius et al. 2022, FP8 formats for deep learning.
 """
@@ -38,6 +38,9 @@ from model import LoRALinear
 from triton_ops import Linear
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# Width from which products in eight bits pay. On an H100 steps of Gemma 3 270M (width 640) become
+# 6 % slower, and it learns its data less closely; Qwen 2.5 1.5B (1,536) becomes 17 % faster.
+NARROWEST = 1024
 # Keeps the scale of zeros above 0 and is lost in any other. A maximum would not do: Triton
 # miscompiles that of torch 2.13 beside a transposed store of bytes (its issue 11111).
 TINY = 1e-30
@@ -49,6 +52,10 @@ def use_fp8(model, device: str):
     if not supported(device) or dtype != 'bfloat16':
         print(f'note: fp8 = True has no effect, products are in {dtype}: it needs a GPU of compute '
               f'capability 8.9 or higher and weights in bfloat16')
+        return
+    if model.config.hidden_size < NARROWEST:
+        print(f'note: fp8 = True has no effect: a model of width {model.config.hidden_size} is no '
+              f'faster in eight bits; NARROWEST = {NARROWEST} in runtime/fp8.py decides it')
         return
     layers = [layer for layer in model.decoder.layers.modules()
               if isinstance(layer, (Linear, LoRALinear))]

@@ -16,6 +16,7 @@ from triton_ops import Linear
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(fp8, 'supported', lambda device: True)
+    monkeypatch.setattr(fp8, 'NARROWEST', 0)
 
 
 @pytest.mark.parametrize('size', [1.0, 1e-8, 1e8])
@@ -87,6 +88,9 @@ def test_what_cannot_be_in_eight_bits_is_said(tmp_path, capsys, monkeypatch):
     model = checkpoint.load(tmp_path, dtype=torch.bfloat16)
     fp8.use_fp8(model, 'cuda')
     assert '9 of 21 linear layers stay in bfloat16' in capsys.readouterr().out
+    monkeypatch.setattr(fp8, 'NARROWEST', model.config.hidden_size + 1)
+    fp8.use_fp8(model, 'cuda')
+    assert 'is no faster in eight bits' in capsys.readouterr().out
     fp8.use_fp8(model.float(), 'cuda')
     assert 'fp8 = True has no effect, products are in float32' in capsys.readouterr().out
     monkeypatch.undo()
