@@ -7,13 +7,9 @@ content: the raw files, the settings and the code of data/ that is used. A damag
 """
 
 import collections
-import contextlib
 import hashlib
 import json
 import os
-import re
-import shutil
-import time
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +22,6 @@ from runtime.ownership import temporary
 from runtime.processes import forked_pool
 
 FILES = 'tokens.bin', 'loss_mask.bin', 'offsets.npy', 'margins.npy'
-TEMPORARY = re.compile(r'([0-9a-f]{20}|reference-[0-9a-f]{20}\.np[yz])\.[0-9a-f]{8}\.nanocal-tmp')
 
 
 class Sequences:
@@ -70,15 +65,6 @@ def _check(folder, name, info):
     return json_digest([name, info, *(file_digest(folder / file) for file in FILES)])
 
 
-def _remove_leftovers(folder):
-    """Remove the temporary files of killed runs: those to which nothing was written for a day."""
-    for path in folder.glob('*.nanocal-tmp'):
-        with contextlib.suppress(OSError):      # removed by another run, or a cache without write
-            if TEMPORARY.fullmatch(path.name) and time.time() - 86_400 > max(
-                    file.stat().st_mtime for file in (path, *path.glob('*'))):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
 def tokenize_once(files, encode, tokenizer, settings, cache_dir, on_bad_row='stop', workers=1,
                   regroup=iter):
     """Return the Sequences of all rows, from the cache if this was tokenized before.
@@ -96,18 +82,27 @@ def tokenize_once(files, encode, tokenizer, settings, cache_dir, on_bad_row='sto
     key = json_digest([code, settings, on_bad_row, *(
         [Path(file).suffixes[-2:], file_digest(file)] for file in files)])
     folder = Path(os.path.expanduser(cache_dir)) / key[:20]
-    _remove_leftovers(folder.parent)
     try:
         sequences = Sequences(folder)
     except DataError as error:
+        sequences = None
         if folder.exists():
             print(f'{error}; tokenizing the data again')
-        rows = regroup(read_rows(*files))
-        with writing(folder), forked_pool(workers, lambda pair: parsed(
-                *pair, encode, pair[0])) as imap:
+    if sequences is None:
+        rows, bad = regroup(read_rows(*files)), []
+        with writing(folder), temporary(folder, folder=True) as part, forked_pool(
+                workers, lambda pair: parsed(*pair, encode, pair[0])) as imap:
             results = tqdm(imap(rows, chunksize=64), 'tokenizing', unit=' rows', mininterval=1,
                            disable=None)
-            _write(folder, results, on_bad_row, settings, ', '.join(map(str, files)))
+            n, left_out = _write(part, without_bad(results, on_bad_row, bad))
+            info = {'bad_rows': len(bad), 'first_bad': bad[0] if bad else None,
+                    'left_out': left_out, 'settings': settings}
+            if n == 0:
+                raise DataError('; '.join([f'{", ".join(map(str, files))}: an empty dataset, '
+                                           f'nothing to train on', *_gaps(info)]))
+            info['digest'] = _digest(part)
+            info['check'] = _check(part, folder.name, info)
+            (part / 'info.json').write_text(json.dumps(info, indent=1), encoding='utf-8')
         sequences = Sequences(folder)
     for gap in _gaps(sequences.info):
         print(gap)
@@ -122,32 +117,30 @@ def _gaps(info):
     return gaps
 
 
-def _write(folder, results, on_bad_row, settings, source):
-    """Write the cache of the `results` of `encode`; raise a DataError if it would be empty."""
-    bad, left_out, offsets, margins = [], collections.Counter(), [0], []
-    with temporary(folder, folder=True) as part:
-        with open(part / 'tokens.bin', 'wb') as tokens, open(part / 'loss_mask.bin', 'wb') as masks:
-            for sequences in without_bad(results, on_bad_row, bad):
-                if isinstance(sequences, str):
-                    left_out[sequences] += 1
-                    continue
-                for ids, loss_mask, *margin in sequences:
-                    tokens.write(np.asarray(ids, dtype=np.uint32))
-                    masks.write(np.asarray(loss_mask, dtype=np.uint8))
-                    offsets.append(offsets[-1] + len(ids))
-                    margins += margin or [0.0]
-        info = {'bad_rows': len(bad), 'first_bad': bad[0] if bad else None, 'left_out': left_out,
-                'settings': settings}
-        if len(offsets) == 1:
-            raise DataError('; '.join([f'{source}: an empty dataset, nothing to train on',
-                                       *_gaps(info)]))
-        np.save(part / 'offsets.npy', np.asarray(offsets, dtype=np.int64))
-        np.save(part / 'margins.npy', np.asarray(margins, dtype=np.float32))
-        *arrays, margins = _arrays(part)
-        arrays += [margins] if margins.any() else []
-        digest = hashlib.sha256(repr([len(array) for array in arrays]).encode())
-        for array in arrays:
-            digest.update(array)
-        info['digest'] = digest.hexdigest()
-        info['check'] = _check(part, folder.name, info)
-        (part / 'info.json').write_text(json.dumps(info, indent=1), encoding='utf-8')
+def _write(folder, results):
+    """Write what `encode` returned for each row; return (number of sequences, {reason: rows left
+    out})."""
+    left_out, offsets, margins = collections.Counter(), [0], []
+    with open(folder / 'tokens.bin', 'wb') as tokens, open(folder / 'loss_mask.bin', 'wb') as masks:
+        for sequences in results:
+            if isinstance(sequences, str):
+                left_out[sequences] += 1
+                continue
+            for ids, loss_mask, *margin in sequences:
+                tokens.write(np.asarray(ids, dtype=np.uint32))
+                masks.write(np.asarray(loss_mask, dtype=np.uint8))
+                offsets.append(offsets[-1] + len(ids))
+                margins += margin or [0.0]
+    np.save(folder / 'offsets.npy', np.asarray(offsets, dtype=np.int64))
+    np.save(folder / 'margins.npy', np.asarray(margins, dtype=np.float32))
+    return len(margins), left_out
+
+
+def _digest(folder):
+    """Return the digest of Sequences."""
+    *arrays, margins = _arrays(folder)
+    arrays += [margins] if margins.any() else []
+    digest = hashlib.sha256(repr([len(array) for array in arrays]).encode())
+    for array in arrays:
+        digest.update(array)
+    return digest.hexdigest()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.benchmarks import BENCHMARKS, CATEGORY, GENERIC, generic_row
+from data.eval_config import EvalConfig
 from data.files import draw, fetch, matches, parse_rows, read_rows, require_text, text_digest
 from data.prompts import (LETTERS, PROMPT_FORMATS, Item, check_prompt_format, content_free,
                           proposing)
@@ -126,18 +127,12 @@ def _read_splits(task, benchmark, source, cfg):
 
     A split that `cfg` does not ask for is empty. Bad rows of the validation split are not counted.
     """
-    variants = {'n_orders': cfg.permute or 0, 'contextual': cfg.contextual,
-                'group_by': cfg.group_by}
-
-    def make_prompt(item):
-        make = PROMPT_FORMATS[cfg.prompt_format]
-        prompt = make(item, benchmark, cfg.scoring, cfg.header == 'native')
-        return prompt._replace(header='') if cfg.header == 'none' else prompt
+    plain = replace(cfg, permute=None, contextual=False, group_by='')
 
     def read(job):
         split, files, language = job
-        parse = functools.partial(_to_question, benchmark=benchmark, make_prompt=make_prompt,
-                                  language=language, **variants if split != 'shots' else {})
+        parse = functools.partial(_to_question, benchmark=benchmark, language=language,
+                                  cfg=plain if split == 'shots' else cfg)
         return parse_rows(read_rows(*files), parse, cfg.on_bad_row)
 
     wanted = {'test': True, 'shots': cfg.shots > 0, 'validation': cfg.fit_temperature}
@@ -182,10 +177,7 @@ def solved_files(name, revision=None):
         raise DataError(f'{task} has no solved questions for training')
     files = [file for language in _languages(benchmark, source, task, ['all'])
              for file in _files_of(benchmark, source, 'shots', language, revision)]
-    make_prompt = functools.partial(PROMPT_FORMATS['mmlu'], benchmark=benchmark,
-                                    scoring='letters', native=False)
-    parse = functools.partial(_to_question, benchmark=benchmark, make_prompt=make_prompt)
-    return files, lambda row, place: [parse(row, place, 0)]
+    return files, lambda row, place: [_to_question(row, place, 0, benchmark, EvalConfig())]
 
 
 # what to do about a folder without the file of a split
@@ -252,9 +244,8 @@ def _require_languages(wanted, known, source):
             if known else 'its rows have no field "language"; leave out --languages'))
 
 
-def _to_question(row, place, number, *, benchmark, make_prompt, language='', n_orders=0,
-                 contextual=False, group_by=''):
-    """Return the Question of a raw row; make_prompt: Item -> Prompt."""
+def _to_question(row, place, number, benchmark, cfg, language=''):
+    """Return the Question of a raw row, in the format and with the variants of an EvalConfig."""
     text, choices, answer = parse_row(row, benchmark.row)
     fields = row if isinstance(row, dict) else {}
     id = str(next((fields[key] for key in ('id', 'ind', 'sample_id', 'question_id', 'idx', 'qID')
@@ -266,20 +257,27 @@ def _to_question(row, place, number, *, benchmark, make_prompt, language='', n_o
     for name, value in zip(('id', 'subject', 'category', 'language'),
                            (id, subject, category, language)):
         require_text(value, f'the {name}')
-    if group_by and not isinstance(fields.get(group_by), (str, int, float)):
-        raise DataError(f'group_by = {group_by!r}: the row has no text or number of that name; its '
+    by = cfg.group_by
+    if by and not isinstance(fields.get(by), (str, int, float)):
+        raise DataError(f'group_by = {by!r}: the row has no text or number of that name; its '
                         f'fields are {", ".join(map(str, fields)) or "columns without names"}')
+
+    def make_prompt(item):
+        make = PROMPT_FORMATS[cfg.prompt_format]
+        prompt = make(item, benchmark, cfg.scoring, cfg.header == 'native')
+        return prompt._replace(header='') if cfg.header == 'none' else prompt
+
     item, orders = Item(text, choices, subject, language, row), {}
     prompt, n_options = make_prompt(item), len(choices)
-    for shift in range(1, min(n_orders, n_options)):
+    for shift in range(1, min(cfg.permute or 0, n_options)):
         order = tuple((i + shift) % n_options for i in range(n_options))
         orders[order] = make_prompt(replace(item, choices=[choices[i] for i in order]))
     return Question(
         id, prompt.context, prompt.options, answer, subject, prompt.header, category, language,
         duplicate_options=len({choice.strip() for choice in choices}) < len(choices),
         place=place, ending=prompt.ending, digest=text_digest(text, choices),
-        by=f'{group_by} {fields[group_by]}' if group_by else '', orders=orders,
-        content_free=content_free(item, prompt, make_prompt) if contextual else [])
+        by=f'{by} {fields[by]}' if by else '', orders=orders,
+        content_free=content_free(item, prompt, make_prompt) if cfg.contextual else [])
 
 
 def _file_subject(place, benchmark):

@@ -85,6 +85,7 @@ class Task:
     is_written: ClassVar = False    # the model writes the answers
     continues: ClassVar = False     # needs a model that continues a text, so no T5
     statistics: ClassVar = False    # samples need the top token and the entropy of each token
+    identity: ClassVar = ()         # fields of an item that its `fingerprint` covers
     optional: ClassVar = False      # its questions are left out where they cannot be asked
     left_out: ClassVar = ''         # of an optional task: why there may be no questions at all
     others: ClassVar = 'for validation'     # what items of other splits are, when announced
@@ -104,12 +105,8 @@ class Task:
     def fingerprint(self):
         """Return a hash of all questions or texts, whatever their prompts and their files."""
         digest = hashlib.blake2b(digest_size=8)
-        prompt = ('place', 'split', 'orders', 'prompts', 'content_free', 'context', 'options',
-                  'header', 'ending')
         for item in self.items:
-            content = {key: value for key, value in vars(item).items() if key not in prompt
-                       and (value is not None or key not in ('published', 'first'))}
-            digest.update(repr(content).encode())
+            digest.update(repr({key: getattr(item, key) for key in self.identity}).encode())
         return digest.hexdigest()
 
     def sample_key(self, item):
@@ -155,6 +152,12 @@ class Task:
             share.total += self.total - len(self.tested)
             share.bad_rows = self.bad_rows
         return share
+
+    def as_text(self, question):
+        """Return (context, options) pairs of a question as plain text, with all shots."""
+        before = question.header + ''.join(
+            shot.solved for shot in self.shots.get(question.group, []))
+        return [(before + part.context, part.options) for part in question.parts]
 
     def check(self, tokenizer, cfg):
         """Raise DataError for a prompt that the chat template refuses."""
@@ -250,6 +253,8 @@ class OptionTask(Task):
     """Questions whose options are scored; a sample has the log-probability of each option."""
     settings = 'permute', 'p_true', 'contextual'
     described = 'prompt_format', 'shots', 'scoring', 'chat'
+    identity = ('id', 'answer', 'subject', 'category', 'language', 'duplicate_options', 'digest',
+                'by')
 
     read = staticmethod(load_task)
 
@@ -257,12 +262,6 @@ class OptionTask(Task):
         """Yield (question, Tree or DataError) of each of `items`."""
         return tokenize_questions(self.items, self.shots, tokenizer, add_bos=cfg.add_bos,
                                   max_length=cfg.max_length, chat=cfg.chat)
-
-    def as_text(self, question):
-        """Return (context, options) pairs of a question as plain text, with all shots."""
-        before = question.header + ''.join(
-            shot.solved for shot in self.shots.get(question.group, []))
-        return [(before + part.context, part.options) for part in question.parts]
 
     def samples(self, tokenizer, question, tree, numbers, values):
         return [sample_fields(question, tree.shots)
@@ -332,6 +331,7 @@ class JudgeTask(PermutedTask):
     The pairs without a better answer are of the splits 'tied' and 'unlabeled'.
     """
     settings, described, others = (), ('chat', 'shots'), 'tied or without scores'
+    identity = *OptionTask.identity, 'published', 'first'
 
     read = staticmethod(load_pairs)
 
@@ -403,6 +403,7 @@ class TextTask(Task):
     """Texts whose tokens are scored; a sample says whether the top token is the next one."""
     unit = 'texts'
     continues = statistics = True
+    identity = 'id', 'text', 'spans', 'language'
 
     read = staticmethod(load_texts)
 

@@ -24,7 +24,6 @@ from data.prompts import HEADER
 from runtime.errors import DataError
 from runtime.ownership import temporary
 
-UNFINISHED = 'unfinished'       # the content of world.json while the other files are written
 VALUE_EXPONENT = 0.7            # the entities' values have Zipf frequencies: some trades are common
 
 
@@ -149,24 +148,26 @@ def write_world(folder, seed, spec, make_rows):
     anything but a world, ValueError for more entities than names.
     """
     folder = Path(os.path.expanduser(folder))
-    mark, complete = folder / 'world.json', json.dumps({'seed': seed} | asdict(spec), indent=1)
+    mark, content = folder / 'world.json', json.dumps({'seed': seed} | asdict(spec), indent=1)
     before = mark.read_text(encoding='utf-8', errors='replace') if mark.is_file() else ''
-    if before == complete:
+    if before == content:
         return
-    # such a file is ours if it begins as we write it, or was being written
+    # a world of another seed or size is replaced; its mark begins like ours
     if folder.exists() and any(folder.iterdir()) and not before.startswith(
-            (UNFINISHED, complete[:complete.index(':')])):
+            content[:content.index(':')]):
         raise DataError(f'{folder} is not empty and holds no world; choose another folder')
     files = make_rows(spec, seed)
-    _write(mark, UNFINISHED)
-    for path, rows in files.items():
-        _write(folder / path, ''.join(json.dumps(row) + '\n' for row in rows))
     texts = [row['text'] for row in files['text.jsonl'][:spec.tokenizer_documents]]
-    for size in spec.vocab_sizes:
-        model = folder / (f'model-{size}' if len(spec.vocab_sizes) > 1 else 'model')
-        _write(model / 'tokenizer.model', train_tokenizer(size, texts))
-        _write(model / 'config.json', json.dumps(MODEL | {'vocab_size': size}, indent=1))
-    _write(mark, complete)
+    with writing(folder), temporary(folder, folder=True) as part:
+        for name, rows in files.items():
+            (part / name).parent.mkdir(parents=True, exist_ok=True)
+            (part / name).write_text(''.join(json.dumps(row) + '\n' for row in rows))
+        for size in spec.vocab_sizes:
+            model = part / (f'model-{size}' if len(spec.vocab_sizes) > 1 else 'model')
+            model.mkdir()
+            (model / 'tokenizer.model').write_bytes(train_tokenizer(size, texts))
+            (model / 'config.json').write_text(json.dumps(MODEL | {'vocab_size': size}, indent=1))
+        (part / mark.name).write_text(content)
 
 
 MODEL = {
@@ -220,10 +221,3 @@ def train_tokenizer(vocab_size, texts):
         normalization_rule_name='identity', remove_extra_whitespaces=False,
         add_dummy_prefix=False, split_digits=True, minloglevel=2)
     return model.getvalue()
-
-
-def _write(path, content):
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary(path) as part:
-            part.write_bytes(content if isinstance(content, bytes) else content.encode())

@@ -623,7 +623,7 @@ def test_worlds_stay_byte_for_byte(tmp_path, make, spec, n_files, digest):
     assert len(files) == n_files and content.hexdigest().startswith(digest)
 
 
-def test_a_world_is_made_once_and_anew_after_an_interruption(tmp_path):
+def test_a_world_is_made_once_and_replaces_another(tmp_path):
     """It replaces no temporary file and writes through no link."""
     spec, folder, victim = world.WorldSpec(**TINY), tmp_path / 'world', tmp_path / 'victim'
     world.make_world(folder, 7, spec)
@@ -631,7 +631,7 @@ def test_a_world_is_made_once_and_anew_after_an_interruption(tmp_path):
             for path in folder.rglob('*') if path.is_file()}
     world.make_world(folder, 7, spec)
     assert all(path.stat().st_mtime_ns == time for path, (time, _) in made.items())
-    (folder / 'world.json').write_text('unfinished')
+    (folder / 'world.json').write_text('{\n "seed": 8')      # of another world
     victim.write_text('mine')
     (folder / 'questions.jsonl').unlink()
     (folder / 'questions.jsonl.tmp').write_text('mine')
