@@ -29,8 +29,8 @@ def write_answers(task, scorer, writer, n, stop):
     """
     cfg, bad_rows, prompts, end_ids = scorer.cfg, [], set(), set()
     stop, max_tokens = stop if cfg.chat == 'none' else (), task.max_tokens(cfg)
-    earlier = {(samples.sample_key(s)[1:], s['prompt'].partition('-')[0]): s
-               for s in writer.latest(*task.same_answers)}
+    earlier = {(samples.sample_key(s), s['prompt'].partition('-')[0]): s
+               for s in writer.latest(task.label)}
     ids_of, requests = [], []       # of the questions to answer
 
     def append(question, n_shots, digest, answers):
@@ -48,7 +48,7 @@ def write_answers(task, scorer, writer, n, stop):
             bad_rows.append(task.bad_row(error, cfg))
             continue
         digest = samples.digest([ids, n, max_tokens, stop, sorted(ends), cfg.seed])
-        if sample := earlier.get((task.sample_key(question)[1:], digest)):
+        if sample := earlier.get((task.sample_key(question), digest)):
             append(question, n_shots, digest, [sample['greedy'], *(sample.get('answers') or ())])
         else:
             ids_of.append(ids)

@@ -26,22 +26,28 @@ from runtime.thinking import ANSWER_NOW, answer_now
 # ---- The answers ---------------------------------------------------------------------------------
 
 class AnswerTask(Task):
-    """What written answers and each confidence in them share."""
+    """What written answers and each confidence in them share: `row`, of the table of confidences.
 
-    @property
-    def same_answers(self):
-        """Return the labels of the tasks that have the same answers to equal prompts."""
-        return self.label,
+    rule: the WrittenBenchmark that extracts and grades answers; None: nothing is graded
+    """
+    rule = None
 
     def encode(self, question, tokenizer, cfg):
         """Return (token ids, ids that end the answer, number of shots) of a question's prompt."""
         return written_answers.encode(question, self.shots[''], tokenizer, cfg,
                                       self.max_tokens(cfg))
 
-    @property
-    def rule(self):
-        """Return the WrittenBenchmark that extracts and grades answers; None: nothing is graded."""
-        return None
+    def answer_sample(self, question, answers, cfg):
+        """Return the sample of a question with its answers; `confidence` is None if it has none."""
+        sample = {'greedy': answers[0]} | ({'answers': answers[1:]} if self.is_written else {})
+        value, answer = self.judge(question, sample, cfg)
+        if value is None:
+            return {'confidence': None} | sample
+        return confidence.judged(question, value, answer) | sample
+
+    def judge(self, question, sample, cfg):
+        """Return (confidence or None, the graded answer that it is in) of a sample."""
+        return self.row.function(sample)
 
     def describe(self, cfg, counts):
         return Task.describe(self, cfg, counts) | {
@@ -50,7 +56,7 @@ class AnswerTask(Task):
 
     def distribution(self, cfg):
         """Return in words which probabilities are measured, for the header of a table."""
-        return f'{self.title}, {len(self.shots[""])} shots, {chat_words(cfg)}'
+        return f'{self.row.title}, {len(self.shots[""])} shots, {chat_words(cfg)}'
 
 
 class WrittenTask(AnswerTask):
@@ -59,7 +65,7 @@ class WrittenTask(AnswerTask):
     is_written = continues = True
     identity = ('id', 'text', 'references', 'solution', 'subject', 'category', 'language', 'digest',
                 'messages', 'lead', 'judged')
-    title = confidence.GREEDY.title
+    row = confidence.GREEDY
 
     @staticmethod
     def read(name, cfg):
@@ -107,11 +113,6 @@ class WrittenTask(AnswerTask):
     def collect(self, scorer, writer):
         return write_answers(self, scorer, writer, scorer.cfg.n, self.rule.stop)
 
-    def answer_sample(self, question, answers, cfg):
-        """Return the sample of a question: its graded answers, and the greedy one's probability."""
-        sample = {'greedy': answers[0], 'answers': answers[1:]}
-        return confidence.judged(question, *confidence.greedy_probability(sample)) | sample
-
     def variants(self, cfg):
         return confidence.variants(cfg)
 
@@ -152,10 +153,6 @@ class Confidence(AnswerTask):
     def row(self):
         """Return the row of this confidence in the table."""
         return confidence.CONFIDENCES[self.label.partition('.')[2]]
-
-    @property
-    def title(self):
-        return self.row.title
 
 
 class SampleConfidence(Confidence):
@@ -252,6 +249,7 @@ class StatedConfidence(Confidence):
     """A probability that the model states in words after its greedy answer."""
     left_out = 'no answer states a probability from 0 to 1'
     longest, stop = 16, ('\n',)
+    has_lead = False    # in a chat: whether the prompt ends with question.lead, as in plain text
     make_shots = staticmethod(no_shots)
 
     @staticmethod
@@ -265,9 +263,14 @@ class StatedConfidence(Confidence):
     def collect(self, scorer, writer):
         return write_answers(self, scorer, writer, 0, self.stop)
 
-    def answer_sample(self, question, answers, cfg):
-        lead = question.lead if cfg.chat == 'none' else ''
-        return stated_sample(question, self.parent.rule, answers[0], lead)
+    def judge(self, question, sample, cfg):
+        """Return as AnswerTask. After two stages, the answer that the question shows is judged."""
+        lead = question.lead if cfg.chat == 'none' or self.has_lead else ''
+        guess, value = confidence.stated_guess(sample['greedy']['text'], lead)
+        answer = question.judged
+        if answer is None and guess is not None:
+            answer = self.parent.rule.grade(guess, question.references)
+        return (None if answer is None else value), answer
 
 
 class GuessConfidence(StatedConfidence):
@@ -278,11 +281,6 @@ class GuessConfidence(StatedConfidence):
 
 class AfterSteps(StatedConfidence):
     """What the model says if it must answer after a share of the steps of its greedy answer."""
-
-    @property
-    def same_answers(self):     # after few steps, several shares of them are equal
-        label = self.label.rpartition('_')[0]
-        return [f'{label}_{percent}' for percent in confidence.PERCENTAGES]
 
     def steps(self, question):
         """Return these steps and ANSWER_NOW; raises DataError where the thoughts do not end."""
@@ -323,18 +321,14 @@ class EarlyConfidence(AfterSteps):
         return self.continued(question, self.parent.encode(question, tokenizer, cfg),
                               text if cfg.chat == 'none' else text.lstrip(), tokenizer, cfg)
 
-    def answer_sample(self, question, answers, cfg):
-        sample = {'greedy': answers[0]}
-        value, answer = confidence.answer_span(sample)
-        if value is None:
-            return {'confidence': None} | sample
-        return confidence.judged(question, value, answer) | sample
+    def judge(self, question, sample, cfg):
+        return confidence.answer_span(sample)
 
 
 class EarlyStated(AfterSteps):
     """A guess with its probability, stated in words after a share of the steps."""
     left_out = 'no answer after a part of the thoughts states a probability from 0 to 1'
-    longest, stop = GuessConfidence.longest, GuessConfidence.stop
+    longest, stop, has_lead = GuessConfidence.longest, GuessConfidence.stop, True
     ask = staticmethod(GuessConfidence.ask)
 
     def encode(self, question, tokenizer, cfg):
@@ -344,23 +338,6 @@ class EarlyStated(AfterSteps):
             return super().encode(replace(question, lead=lead), tokenizer, cfg)
         prompt = super().encode(question, tokenizer, cfg)
         return self.continued(question, prompt, lead, tokenizer, cfg)
-
-    def answer_sample(self, question, answers, cfg):
-        return stated_sample(question, self.parent.rule, answers[0], question.lead)
-
-
-def stated_sample(question, rule, greedy, lead):
-    """Return the sample of a stated probability; `confidence` is None if it has none from 0 to 1.
-
-    lead: what the prompt ended with, see `confidence.stated_guess`. After two stages, the answer
-    that the question shows is judged.
-    """
-    (guess, value), answer = confidence.stated_guess(greedy['text'], lead), question.judged
-    if answer is None and guess is not None:
-        answer = rule.grade(guess, question.references)
-    if answer is None or value is None:
-        return {'confidence': None, 'greedy': greedy}
-    return confidence.judged(question, value, answer) | {'greedy': greedy}
 
 
 # {name in CONFIDENCES: kind of its Task}; the others are computed from samples

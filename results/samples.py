@@ -165,12 +165,12 @@ class SampleWriter:
                             | sample)
             append_line(self.file, self.new[-1])
 
-    def latest(self, *tasks):
-        """Return the latest samples of all tasks, or of some with their `is_unstated`."""
+    def latest(self, task=None):
+        """Return the latest samples of all tasks, or of one with its `is_unstated`."""
         rows = [sample for path in dict.fromkeys(self.paths) if path.exists()
                 for sample in read_samples(path)]
-        return latest_samples([row for row in rows if not tasks or row['task'] in tasks],
-                              unstated=bool(tasks))
+        return latest_samples([row for row in rows if task in (None, row['task'])],
+                              unstated=task is not None)
 
 
 def to_row(answer, log_prob, per_token):

@@ -241,22 +241,6 @@ def test_a_guess_and_its_probability_are_stated_after_the_steps(tmp_path, chat):
         *confidence.variants(asking(early=True)), *confidence.variants(asking(verbalized=True))}
 
 
-def test_equal_early_answers_are_written_once(asked, tmp_path, monkeypatch):
-    written, generated = answer_samples.generate, []
-
-    def counted(model, prompts, *rest):
-        generated.extend(map(tuple, prompts))
-        return written(model, prompts, *rest)
-    monkeypatch.setattr(answer_samples, 'generate', counted)
-    ask(asked[0], tmp_path, '--limit=3')
-    assert len(generated) == 6      # greedy and drawn
-    ask(asked[0], tmp_path, '--limit=3', '--early')
-    assert 3 <= len(generated[6:]) == len({*generated[6:]})
-    rows = {percent: samples_of(tmp_path, f'qa.early_{percent}') for percent in (0, 25, 100)}
-    assert [s['greedy'] for s in rows[0]] == [s['greedy'] for s in rows[25]]
-    assert len(rows[100]) == 3
-
-
 @pytest.mark.parametrize('text, answer, said', [
     (' He has 3.5 and 4. So 8.\nThen 9!\n#### 9', '9', ['', ' He has 3.5 and 4. So 8.',
                                                      ' He has 3.5 and 4. So 8.\nThen 9!']),
@@ -380,7 +364,9 @@ def test_a_stated_probability_is_of_the_guess_or_of_the_greedy_answer(text, lead
     stage = (written_answers.verbalized_2s(question, 'Bob', True)
              if 'uess' not in text + lead and 'Ann' not in text
              else written_answers.verbalized_1s(question))
-    sample = written_tasks.stated_sample(stage, WRITTEN_TASKS['qa'], {'text': text}, lead)
+    task = written_tasks.StatedConfidence('qa.x', 'qa', [], {}, [], 0, parent=SimpleNamespace(
+        rule=WRITTEN_TASKS['qa']))
+    sample = task.answer_sample(stage, [{'text': text}], asking(chat='none' if lead else 'tulu'))
     assert (sample['confidence'] and (sample['confidence'], sample['correct'])) == outcome
     assert not stage.judged or not outcome or sample['predicted'] == 'Bob'
 
