@@ -2,14 +2,16 @@
 
     temperature  fit_temperature(scores, labels), then metrics.softmax(scores, temperature)
                  fit_temperature_to_base(scores, base_scores) without labels
+    vector       fit_vector(scores, labels), apply_vector(scores, w, b)
     prior        fit_prior(scores) without labels, apply_prior(scores, log_prior)
                  normalized_max(scores, p), a confidence for abstention alone
     Platt        fit_platt(confidence, correct), apply_platt(confidence, a, b)
+    histogram    fit_histogram(confidence, correct), apply_histogram(confidence, values)
     isotonic     fit_isotonic(confidence, correct), apply_isotonic(confidence, x, y)
     groups       fit_multicalibration(confidence, correct, groups),
                  apply_multicalibration(confidence, groups, shifts)
 
-The first two take scores float [N, K], logits or log-probabilities with -inf where a question
+The first three take scores float [N, K], logits or log-probabilities with -inf where a question
 lacks an option, and labels int [N]; they return a distribution over the options. The others
 take the confidence of the predicted option, float [N] in [0, 1], and whether it is right, bool or
 0/1 [N]; they return a new confidence for the same predictions. Invalid input raises ValueError that
@@ -35,12 +37,7 @@ def fit_temperature(scores, labels) -> float:
     Guo et al. 2017. T is from 0.001 to 1000. If the NLL is still falling at one of these ends, the
     end is returned: 0.001 if every label has the highest score of its row.
     """
-    scores = _check_scores(scores)
-    labels = metrics.check_labels(labels, *scores.shape)
-    is_label = np.arange(scores.shape[1]) == labels[:, None]
-    metrics.refuse(np.isinf(scores[is_label]), lambda i:
-                   f'label {labels[i]} is not one of its options, the scores are {scores[i]}')
-    return metrics.best_temperature(scores, is_label)
+    return metrics.best_temperature(*_check_labeled(scores, labels))
 
 
 def fit_temperature_to_base(scores, base_scores) -> float:
@@ -64,6 +61,45 @@ def fit_temperature_to_base(scores, base_scores) -> float:
     return metrics.best_temperature(scores[same], base[same])
 
 
+def fit_vector(scores, labels, ridge=1e-6) -> tuple[np.ndarray, np.ndarray]:
+    """Return (w [K], b [K]) of vector scaling, softmax(w * scores + b), with the least NLL.
+
+    Guo et al. 2017. Damped Newton on the convex NLL plus ridge * (|w - 1|^2 + |b|^2); the ridge, a
+    positive number, chooses among the b that differ by a constant. Each option index has weights of
+    its own, so use it for letters or classes, not for answers in random order.
+    """
+    scores, is_label = _check_labeled(scores, labels)
+    metrics.check_range('ridge', ridge, '(0, inf)')
+    n, K = scores.shape
+    has = np.isfinite(scores)
+    x = np.where(has, scores, 0)
+
+    def nll(wb):
+        z = np.where(has, wb[:K] * x + wb[K:], -np.inf)
+        z = z - z.max(1, keepdims=True)
+        log_p = z - np.log(np.exp(z).sum(1, keepdims=True))
+        p = np.exp(log_p)
+        error = p - is_label
+        # mean of diag(p) - p p^T, in w and b: [x p x, x p; p x, p] on the diagonals of the blocks
+        ww, wb_block, bb = (np.diag(row.mean(0)) for row in (p * x * x, p * x, p))
+        design = np.concatenate([p * x, p], 1)
+        hessian = np.block([[ww, wb_block], [wb_block, bb]]) - design.T @ design / n
+        return -log_p[is_label].mean(), np.append((error * x).mean(0), error.mean(0)), hessian
+
+    wb = _minimize_convex(nll, np.repeat((1.0, 0.0), K), ridge)
+    return wb[:K], wb[K:]
+
+
+def apply_vector(scores, w, b) -> np.ndarray:
+    """Return softmax(w * scores + b), float64 [N, K]; an option of score -inf has probability 0."""
+    scores, w, b = _check_scores(scores), metrics.real_array('w', w), metrics.real_array('b', b)
+    if not w.shape == b.shape == scores.shape[1:]:
+        raise ValueError(f'w and b must be [K], K = {scores.shape[1]}, not of shape {w.shape} and '
+                         f'{b.shape}')
+    has = np.isfinite(scores)
+    return metrics.softmax(np.where(has, w * np.where(has, scores, 0) + b, -np.inf))
+
+
 def fit_prior(scores) -> np.ndarray:
     """Return the log of each option's mean probability over the rows that have it, float64 [K].
 
@@ -83,6 +119,9 @@ def apply_prior(scores, log_prior) -> np.ndarray:
     2021) the log-probabilities of each row's options after a prompt without content.
     """
     scores, log_prior = _check_scores(scores), metrics.real_array('log_prior', log_prior)
+    if log_prior.shape not in (scores.shape, scores.shape[1:]):
+        raise ValueError(f'log_prior must be [K] or [N, K] like scores, {scores.shape}, not of '
+                         f'shape {log_prior.shape}')
     has = np.isfinite(scores)
     return metrics.softmax(np.where(has, scores - np.where(has, log_prior, 0), -np.inf))
 
@@ -130,28 +169,34 @@ def fit_logistic(design, target, ridge) -> np.ndarray:
     """Return w, float64 [D], of the logistic regression P(right) = sigmoid(design @ w).
 
     w minimizes the summed cross-entropy to the probabilities `target` [N] plus sum(ridge * w^2).
-    design: [N, D]; ridge: positive, one number or [D]. By Newton's method: steps that would raise
-    the loss are halved; there are at most 100, until one is 1e-10 or less.
+    design: [N, D]; ridge: positive, one number or [D]. By Newton's method.
     """
-    def derivatives(w):
+    def cross_entropy(w):
         z = design @ w
         p = _sigmoid(z)
-        loss = (np.logaddexp(0, z) - target * z).sum() + (ridge * w ** 2).sum()
-        gradient = design.T @ (p - target) + 2 * ridge * w
         hessian = (design * (p * (1 - p))[:, None]).T @ design
-        return loss, gradient, hessian + 2 * ridge * np.eye(len(w))
+        return (np.logaddexp(0, z) - target * z).sum(), design.T @ (p - target), hessian
 
-    w = np.zeros(design.shape[1])
-    loss, gradient, hessian = derivatives(w)
-    for _ in range(100):
-        step = np.linalg.solve(hessian, gradient)
-        while np.abs(step).max() > 1e-10 and (after := derivatives(w - step))[0] > loss:
-            step = step / 2
-        w = w - step
-        if np.abs(step).max() <= 1e-10:
-            break
-        loss, gradient, hessian = after
-    return w
+    return _minimize_convex(cross_entropy, np.zeros(design.shape[1]), ridge)
+
+
+def fit_histogram(confidence, correct, n_bins=15) -> np.ndarray:
+    """Return the accuracy in each of `n_bins` bins of equal width, float [n_bins].
+
+    Histogram binning, Zadrozny & Elkan 2001, over metrics.bins; an empty bin's value is its center.
+    """
+    metrics.check_confidence(confidence)    # metrics.bins would also take probs [N, K]
+    accuracy = metrics.bins(confidence, correct, n_bins)['accuracy']
+    return np.where(np.isnan(accuracy), (np.arange(n_bins) + 0.5) / n_bins, accuracy)
+
+
+def apply_histogram(confidence, values) -> np.ndarray:
+    """Return the value of each confidence's bin, float [N], for values [n_bins]."""
+    values = metrics.real_array('values', values)
+    if values.ndim != 1 or not len(values):
+        raise ValueError(f'values must be [n_bins], not of shape {values.shape}')
+    confidence = metrics.round_for_ties(metrics.check_confidence(confidence))
+    return values[metrics.equal_width_bins(confidence, len(values))]
 
 
 def fit_isotonic(confidence, correct) -> tuple[np.ndarray, np.ndarray]:
@@ -183,52 +228,49 @@ def apply_isotonic(confidence, x, y) -> np.ndarray:
     return np.interp(confidence.astype(np.float64), x, y)
 
 
-N_BINS, STANDARD_ERRORS = 10, 3.0   # of multicalibration
-
-
-def fit_multicalibration(confidence, correct, groups) -> list[tuple]:
+def fit_multicalibration(confidence, correct, groups, n_bins=10, z=3.0) -> list[tuple]:
     """Return shifts [(grouping, group, bin, shift)], for `apply_multicalibration` in this order.
 
     Multicalibration, Hebert-Johnson et al. 2018, for language models Detommaso et al. 2024 (arXiv
     2404.04689): calibrated in each of several groups that may overlap. A cell is the rows of a
-    group in one of N_BINS bins of confidence. As long as the mean confidence of a cell is
-    STANDARD_ERRORS or more away from its accuracy, the cell that is furthest away is shifted to it.
-    groups: int [N, J], for each of J groupings, such as language and subject, the index of the
-    row's group from 0; all rows together are a further one. There are at most 1000 shifts.
+    group in one bin of confidence. As long as the mean confidence of a cell is more than z standard
+    errors away from its accuracy, the cell that is furthest away is shifted to it. groups: int
+    [N, J], for each of J groupings, such as language and subject, the index of the row's group from
+    0; all rows together are a further one. There are at most 1000 shifts.
     """
     confidence, correct = metrics.check_predictions(confidence, correct)
+    metrics.check_range('z', z, '(0, inf)')
     c, groups = confidence.astype(np.float64), _check_groups(groups, len(confidence))
     shifts: list[tuple] = []
     while len(shifts) < 1000:
-        cells = groups * N_BINS + metrics.equal_width_bins(c, N_BINS)[:, None]
-        furthest, shift = STANDARD_ERRORS, None
+        cells = groups * n_bins + metrics.equal_width_bins(c, n_bins)[:, None]
+        best = (z, ())
         for j, cell in enumerate(cells.T):
             n, right, total = (np.bincount(cell, w) for w in (None, correct, c))
             error = right - total
             p = (right + 1) / (n + 2)       # also for a cell of few rows neither 0 nor 1
             distance = np.abs(error) / np.sqrt(np.maximum(n, 1) * p * (1 - p))
-            k = distance.argmax().item()
-            if distance[k] >= furthest:
-                furthest, shift = distance[k], (j, *divmod(k, N_BINS), error[k] / max(n[k], 1))
-        if shift is None:
+            k = distance.argmax()
+            best = max(best, (distance[k], (j, *divmod(k.item(), n_bins), error[k] / max(n[k], 1))))
+        if not best[1]:
             break
-        shifts.append(shift)
-        c = _shift(c, groups, shift)
+        shifts.append(best[1])
+        c = _shift(c, groups, best[1], n_bins)
     return shifts
 
 
-def apply_multicalibration(confidence, groups, shifts) -> np.ndarray:
-    """Return the shifted confidence, float64 [N]; groups as in the fit."""
+def apply_multicalibration(confidence, groups, shifts, n_bins=10) -> np.ndarray:
+    """Return the shifted confidence, float64 [N]; groups and n_bins as in the fit."""
     c = metrics.check_confidence(confidence).astype(np.float64)
     groups = _check_groups(groups, len(c))
     for shift in shifts:
-        c = _shift(c, groups, shift)
+        c = _shift(c, groups, shift, n_bins)
     return c
 
 
-def _shift(c, groups, shift):
+def _shift(c, groups, shift, n_bins):
     j, group, k, by = shift
-    rows = (groups[:, j] == group) & (metrics.equal_width_bins(c, N_BINS) == k)
+    rows = (groups[:, j] == group) & (metrics.equal_width_bins(c, n_bins) == k)
     return np.where(rows, np.clip(c + by, 0, 1), c)
 
 
@@ -243,8 +285,9 @@ def _check_groups(groups, n):
 
 # {name in a file: (the function that applies it, number of its parameters, whether to scores)}
 SCALINGS: dict[str, tuple[Callable[..., np.ndarray], int, bool]] = {
-    'temperature': (metrics.softmax, 1, True), 'prior': (apply_prior, 1, True),
-    'platt': (apply_platt, 2, False), 'isotonic': (apply_isotonic, 2, False)}
+    'temperature': (metrics.softmax, 1, True), 'vector': (apply_vector, 2, True),
+    'prior': (apply_prior, 1, True), 'platt': (apply_platt, 2, False),
+    'histogram': (apply_histogram, 1, False), 'isotonic': (apply_isotonic, 2, False)}
 
 
 def save(path, fits):
@@ -284,6 +327,39 @@ def _check_scores(scores, name='scores'):
     metrics.refuse(np.isnan(scores) | (scores == np.inf),
                    lambda i, k: f'the score of option {k} is {scores[i, k]}')
     return scores
+
+
+def _check_labeled(scores, labels):
+    """Return scores as `_check_scores` does, and [k = label_i], bool [N, K]."""
+    scores = _check_scores(scores)
+    labels = metrics.check_labels(labels, *scores.shape)
+    is_label = np.arange(scores.shape[1]) == labels[:, None]
+    metrics.refuse(np.isinf(scores[is_label]), lambda i:
+                   f'label {labels[i]} is not one of its options, the scores are {scores[i]}')
+    return scores, is_label
+
+
+def _minimize_convex(function, start, ridge):
+    """Return the x [D] of least function(x) + sum(ridge * (x - start)^2), by Newton's method.
+
+    function(x) returns (value, gradient [D], Hessian [D, D]). Steps that would raise the value are
+    halved; there are at most 100, until one is 1e-10 or less.
+    """
+    def derivatives(x):
+        value, gradient, hessian = function(x)
+        return (value + (ridge * (x - start) ** 2).sum(), gradient + 2 * ridge * (x - start),
+                hessian + 2 * ridge * np.eye(len(x)))   # a ridge [D] scales the columns of I
+
+    x, (value, gradient, hessian) = start, derivatives(start)
+    for _ in range(100):
+        step = np.linalg.solve(hessian, gradient)
+        while np.abs(step).max() > 1e-10 and (after := derivatives(x - step))[0] > value:
+            step = step / 2
+        x = x - step
+        if np.abs(step).max() <= 1e-10:
+            break
+        value, gradient, hessian = after
+    return x
 
 
 def _logit(confidence):

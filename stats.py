@@ -1,8 +1,8 @@
 """Uncertainty of a number: bootstrap, intervals, tests.
 
 probs, labels and n_options are those of metrics.py, and a metric is a function metric(probs,
-labels). All functions raise ValueError for input that metrics.py refuses and for counts below 1.
-Intervals have the level LEVEL. The same seed gives the same numbers.
+labels). All functions raise ValueError for input that metrics.py refuses, for counts below 1 and
+for levels outside (0, 1). The same seed gives the same numbers.
 """
 
 import functools
@@ -16,9 +16,6 @@ if TYPE_CHECKING or not __package__:
     import metrics              # in the clone, at the top level
 else:
     from . import metrics       # installed, as nanocal.stats
-
-LEVEL = 0.95
-SHARES = (1 - LEVEL) / 2, (1 + LEVEL) / 2   # of values below the two ends of an interval
 
 # The bootstrap of metrics
 #
@@ -228,7 +225,7 @@ def _range_sums(x, starts):
 BIAS_RANGE = 3.5
 
 
-def percentile_interval(values, observed, biased=True):
+def percentile_interval(values, observed, biased=True, level=0.95):
     """Return (low, high) of metrics, from their values [..., n_resamples] on resamples.
 
     observed: float [...], their values for the rows themselves. biased: bool [...]; False, for the
@@ -236,19 +233,18 @@ def percentile_interval(values, observed, biased=True):
     the bias, as above. A metric that is never negative has no negative end.
     """
     bias = BIAS_RANGE * (np.mean(values, -1) - observed)
-    low, high = _ends(values, observed, bias, bias, biased)[:2]
+    low, high = _ends(values, observed, bias, bias, biased, level)[:2]
     return np.where(np.min(values, -1) >= 0, np.maximum(low, 0), low), high
 
 
-def difference_test(first, second, observed, biased=True) -> tuple[float, float, float]:
+def difference_test(first, second, observed, biased=True, level=0.95) -> tuple[float, float, float]:
     """Return (low, high, p) of second - first, a metric of two models on the same resamples, [R].
 
-    `bootstrap` of the same questions with the same seed gives them. observed: (first, second), the
-    metric of the rows themselves. biased=False, for the mean of a number per row, gives the
-    percentile interval; True adds the range of the bias, which for each model is from b to
-    BIAS_RANGE * b, since one may be calibrated and the other not. The two-sided p is twice the
-    share of resamples on the rarer side of 0, counted as (1 + count) / (1 + R), at most 1; with a
-    bias, each side is counted where the interval has its end.
+    observed: (first, second), the metric of the rows themselves. biased=False, for the mean of a
+    number per row, gives the percentile interval; True adds the range of the bias, which for each
+    model is from b to BIAS_RANGE * b, since one may be calibrated and the other not. The two-sided
+    p is twice the share of resamples on the rarer side of 0, counted as (1 + count) / (1 + R), at
+    most 1; with a bias, each side is counted where the interval has its end.
     """
     values = _check_defined(second - first)
     (least, largest), (least_other, largest_other) = (
@@ -256,48 +252,83 @@ def difference_test(first, second, observed, biased=True) -> tuple[float, float,
         for x, value in zip((second, first), observed[::-1], strict=True))
     low, high, lowest, highest = _ends(values, observed[1] - observed[0], largest - least_other,
                                        least - largest_other,
-                                       biased and values.any())     # all 0: equal predictions
+                                       biased and values.any(), level)  # all 0: equal predictions
     rarer = min((lowest <= 0).sum(), (highest >= 0).sum())
     return float(low), float(high), float(min(1, 2 * (1 + rarer) / (1 + len(values))))
 
 
-def _ends(values, observed, largest, least, biased):
+def _ends(values, observed, largest, least, biased, level):
     """Return low, high, and values [..., R] around observed without its largest and least bias."""
+    shares = _check_level(level)
     shift = np.mean(values, -1) - observed
     lowest, highest = (values - np.where(biased, shift + bias, 0)[..., None]
                        for bias in (np.maximum(largest, 0), np.minimum(least, 0)))
     return (*(np.quantile(x, share, axis=-1) for x, share in zip(
-        (lowest, highest), SHARES, strict=True)), lowest, highest)
+        (lowest, highest), shares, strict=True)), lowest, highest)
 
 
 # Any metric
 
 
-def interval(metric, probs, labels, *, n_resamples=1000, seed=0) -> tuple[float, float]:
-    """Return (low, high), the `percentile_interval` of metric(probs, labels).
+def interval(metric, probs, labels, *more, n_resamples=1000, level=0.95,
+             seed=0) -> tuple[float, float]:
+    """Return (low, high), the `percentile_interval` of metric(probs, labels, *more).
 
-    metric is any function of rows. `bootstrap` is far faster for its metrics.
+    metric is any function of rows; more are arrays of N rows, or None. `bootstrap` is far faster
+    for its metrics.
     """
-    probs, labels = metrics.as_array('probs', probs), metrics.as_array('labels', labels)
-    n, random = len(labels), np.random.default_rng(seed)
-    if len(probs) != n:
-        raise ValueError(f'probs and labels must have the same rows, not {len(probs)} and {n}')
-    metrics.check_count('n_resamples', n_resamples)
-    drawn = (random.integers(n, size=n) for _ in range(n_resamples))
-    values = _check_defined([metric(probs[rows], labels[rows]) for rows in drawn])
-    low, high = percentile_interval(values, metric(probs, labels))
+    arrays = [None if x is None else metrics.as_array('an array', x)
+              for x in (probs, labels, *more)]
+    shapes = [x.shape for x in arrays if x is not None]
+    if not all(shapes) or len({shape[0] for shape in shapes}) > 1 or not shapes[0][0]:
+        raise ValueError(f'every array must have the same N >= 1 rows, not the shapes {shapes}')
+
+    def value(rows):
+        return metric(*(None if x is None else x[rows] for x in arrays))
+
+    values = _resampled(value, shapes[0][0], n_resamples, seed)
+    low, high = percentile_interval(values, value(slice(None)), level=level)
     return float(low), float(high)
 
 
+def _check_level(level):
+    """Return the shares of values below the two ends of an interval of this level."""
+    metrics.check_range('level', level, '(0, 1)')
+    return (1 - level) / 2, (1 + level) / 2
+
+
+def _resampled(value, n, n_resamples, seed):
+    """value(rows) of `n_resamples` samples of n rows, drawn with replacement, as an array."""
+    metrics.check_count('n_resamples', n_resamples)
+    random = np.random.default_rng(seed)
+    return _check_defined([value(random.integers(n, size=n)) for _ in range(n_resamples)])
+
+
 def _check_defined(values):
-    """Return the values of a metric as an array; ValueError if one is nan."""
-    if missing := np.isnan(values).sum():
+    missing = np.isnan(values).reshape(len(values), -1).any(1).sum()
+    if missing:
         raise ValueError(f'the metric is nan in {missing} of {len(values)} samples of the rows, as '
                          f'auroc is where all are right; take one that is defined, or more rows')
     return np.array(values)
 
 
-# Tests
+def paired_bootstrap(metric, probs_a, probs_b, labels, *, n_resamples=1000, level=0.95, seed=0):
+    """Return (b - a, low, high, p) of a metric of two models' predictions for the same questions.
+
+    probs_a and probs_b are [N, K], or confidences [N] if both models are right in the same rows, as
+    before and after scaling. Rows are drawn for both at once. low, high and p: `difference_test`.
+    """
+    a, b, labels = map(metrics.as_array, ('a', 'b', 'labels'), (probs_a, probs_b, labels))
+    if a.shape != b.shape or len(a) != len(labels):
+        raise ValueError(f'both must predict the same rows, not be of shape {a.shape} and '
+                         f'{b.shape} for {len(labels)} labels')
+
+    def both(rows):
+        return metric(a[rows], labels[rows]), metric(b[rows], labels[rows])
+
+    observed = _check_defined([both(slice(None))])[0]
+    values = _resampled(both, len(labels), n_resamples, seed)
+    return float(observed[1] - observed[0]), *difference_test(*values.T, observed, level=level)
 
 
 def mcnemar(correct_a, correct_b) -> tuple[int, int, float]:
@@ -342,7 +373,7 @@ def _check_correct(correct):
     return correct
 
 
-def corrected_rate(judged, labeled_judged, labels) -> tuple[float, float, float]:
+def corrected_rate(judged, labeled_judged, labels, level=0.95) -> tuple[float, float, float]:
     """Return (rate, low, high): the share of positive rows, of which only a judge's verdicts exist.
 
     judged: bool [n], its verdicts; labeled_judged, labels: bool [m], its verdicts on rows whose
@@ -357,7 +388,7 @@ def corrected_rate(judged, labeled_judged, labels) -> tuple[float, float, float]
     (1 - rate) v(q0)). All are nan if q0 + q1 <= 1, or without labeled rows of both kinds: such a
     judge says nothing.
     """
-    z = NormalDist().inv_cdf(SHARES[1])
+    z = NormalDist().inv_cdf(_check_level(level)[1])
     judged, verdicts, labels = (metrics.as_array(name, x).astype(bool) for name, x in (
         ('judged', judged), ('labeled_judged', labeled_judged), ('labels', labels)))
     if verdicts.shape != labels.shape:
@@ -436,16 +467,17 @@ def student_t(differences) -> tuple[float, float, float]:
     return float(mean), float(t), 1.0 if np.isnan(t) else _t_tails(t, freedom)
 
 
-def mean_interval(values) -> tuple[float, float, float]:
+def mean_interval(values, level=0.95) -> tuple[float, float, float]:
     """Return (mean, low, high): Student's interval for the mean of values float [N], N >= 2.
 
     mean -+ q s / sqrt(N), q the quantile of t with N - 1 degrees of freedom. One value per seed.
     """
+    _check_level(level)
     mean, error, freedom = _mean_and_error('values', values)
     low, high = 1e-15, 1e15
     for _ in range(80):
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if _t_tails(middle, freedom) > 1 - LEVEL else (low, middle)
+        low, high = (middle, high) if _t_tails(middle, freedom) > 1 - level else (low, middle)
     return float(mean), float(mean - high * error), float(mean + high * error)
 
 

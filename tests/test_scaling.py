@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from common import by_transformers, reference_model
+from common import by_transformers, exactly, reference_model
 from safetensors.torch import load_file
 
 import metrics
@@ -37,12 +37,23 @@ def test_temperature_and_platt_scaling_recover_what_was_applied():
     assert scaling.apply_platt([0.5], *few) == pytest.approx((3 * 4 / 5 + 1 / 3) / 4)
 
 
-def test_isotonic_scaling_fits_what_was_applied():
+def test_vector_histogram_and_isotonic_scaling_fit_what_was_applied():
     rng = np.random.default_rng(0)
     scores = rng.normal(size=(6000, 3)) * 2
     scores[::4, 2] = -np.inf
+    bias = np.array([0.8, -0.3, 0.0])
+    labels = (scores * [0.5, 1.0, 2.0] + bias + rng.gumbel(size=scores.shape)).argmax(1)
+    w, b = scaling.fit_vector(scores, labels)
+    assert w == pytest.approx([0.5, 1.0, 2.0], rel=0.15)
+    assert b - b[2] == pytest.approx(bias, abs=0.2)
+    probs = scaling.apply_vector(scores, w, b)
+    assert probs.sum(1) == pytest.approx(1) and (probs[::4, 2] == 0).all()
+    assert metrics.nll(probs, labels) < metrics.nll(metrics.softmax(scores), labels)
     c = metrics.softmax(scores).max(1)
     right = rng.random(len(c)) < c ** 2
+    values = scaling.fit_histogram(c, right, 10)
+    assert metrics.ece(scaling.apply_histogram(c, values), right, 1000) < 0.01
+    assert values[0] == exactly(0.05)       # an empty bin
     x, y = scaling.fit_isotonic(c, right)
     fitted = scaling.apply_isotonic(c, x, y)
     assert (np.diff(y) >= 0).all() and (np.diff(x) > 0).all()
@@ -65,6 +76,8 @@ def test_a_prior_is_the_mean_prediction_and_divides_the_probabilities():
         assert scaling.apply_prior(scores, np.log(each)) == pytest.approx(
             ratios / ratios.sum(1, keepdims=True))
     assert scaling.fit_prior([[0.0, -np.inf]]).tolist() == [0, np.log(0.5)]     # no row has it
+    with pytest.raises(ValueError, match='log_prior must be .K. or .N, K. like scores'):
+        scaling.apply_prior(scores, [0.0, 0.0])
 
 
 def test_the_normalized_maximum_is_its_definition_for_any_shift_and_scale():
@@ -110,13 +123,17 @@ def test_multicalibration_leaves_no_cell_off_and_mends_groups_that_others_hide()
 
 
 def test_ties_and_edges_are_those_of_the_metrics():
+    c = np.float32([0.1, 0.1, 0.15])        # float32's 0.1 is above the float64 one
+    values = scaling.fit_histogram(c, [True, True, False], 10)
+    assert scaling.apply_histogram(c, values).tolist() == [1, 1, 0]
     assert scaling.fit_isotonic([0.6 - 5e-17, 0.6 + 1.2e-16], [True, False]) == ([0.6], [0.5])
     assert len(scaling.fit_isotonic([0.6, 0.6 + 2e-12], [False, True])[0]) == 2
 
 
 @pytest.mark.parametrize('call, message', [
     *((lambda fit=fit: fit([0.5, 2.0], [1, 1]), 'row 1: confidence is 2.0, not from 0 to 1')
-      for fit in (scaling.fit_platt, scaling.fit_isotonic)),
+      for fit in (scaling.fit_platt, scaling.fit_histogram, scaling.fit_isotonic)),
+    (lambda: scaling.fit_vector([[1.0, 2.0]], [0], 0), r'ridge must be a number in \(0, inf'),
     (lambda: scaling.apply_isotonic([0.5], [0.6, 0.4], [0.1, 0.2]), 'x ascending'),
     (lambda: scaling.fit_temperature([[0.0, math.nan]], [1]), 'row 0: the score of option 1 is'),
     (lambda: scaling.fit_temperature([[0.0, -math.inf]], [1]), 'row 0: label 1 is not'),
@@ -196,10 +213,11 @@ def test_fits_travel_in_a_file(tmp_path):
     rng = np.random.default_rng(1)
     scores, labels = rng.normal(size=(300, 3)) * 3, rng.integers(3, size=300)
     confidence, correct = metrics.top_label(metrics.softmax(scores), labels)
-    fits = {'prior': [scaling.fit_prior(scores)],
+    fits = {'vector': scaling.fit_vector(scores, labels), 'prior': [scaling.fit_prior(scores)],
             'temperature': [scaling.fit_temperature(scores, labels)],
             **{name: fit(confidence, correct) for name, fit in (
-                ('platt', scaling.fit_platt), ('isotonic', scaling.fit_isotonic))}}
+                ('platt', scaling.fit_platt), ('isotonic', scaling.fit_isotonic))},
+            'histogram': [scaling.fit_histogram(confidence, correct)]}
     assert fits.keys() == scaling.SCALINGS.keys()
     path = tmp_path / 'scaling.json'
     scaling.save(path, {'mmlu': fits})

@@ -112,8 +112,10 @@ def test_student_t_equals_reference_values():       # by scipy.stats.ttest_1samp
         assert stats.student_t(x) == pytest.approx((np.mean(x), t, p), abs=1e-6)
     assert stats.student_t([2, 2, 2])[1:] == (math.inf, 0.0) and stats.student_t([0, 0])[2] == 1
     x = np.random.default_rng(0).normal(size=5)
-    half = 2.7764451052 * x.std(ddof=1) / math.sqrt(5)      # the quantile of t, 4 degrees
-    assert stats.mean_interval(x) == pytest.approx((x.mean(), x.mean() - half, x.mean() + half))
+    for level, quantile in ((0.95, 2.7764451052), (0.99, 4.6040948714)):    # of t, 4 degrees
+        half = quantile * x.std(ddof=1) / math.sqrt(5)
+        assert stats.mean_interval(x, level) == pytest.approx(
+            (x.mean(), x.mean() - half, x.mean() + half))
 
 
 def draw_confidences(n, factor, random, mean=0.5):
@@ -141,8 +143,8 @@ def test_intervals_of_errors_in_bins_hold_the_error_of_the_population(factor):
 
 def test_intervals_of_means_are_percentiles():
     values = np.random.default_rng(0).normal(size=(3, 500))
-    low, high = stats.percentile_interval(values, [5.0, 0.0, -5.0], biased=False)
-    assert np.stack([low, high]) == exactly(np.quantile(values, (0.025, 0.975), axis=1))
+    low, high = stats.percentile_interval(values, [5.0, 0.0, -5.0], biased=False, level=0.9)
+    assert np.stack([low, high]) == exactly(np.quantile(values, (0.05, 0.95), axis=1))
     # with a bias: around the observed value, and up to 3.5 times the bias on the other side of it
     low, high = stats.percentile_interval(values - values.mean(1)[:, None], [-1.0, 0.0, 1.0])
     centered = np.quantile(values - values.mean(1)[:, None], (0.025, 0.975), axis=1)
@@ -159,12 +161,11 @@ def test_paired_tests_tell_models_apart():
     scores = rng.normal(size=(800, 4)) * 1.5
     labels = (scores + rng.gumbel(size=scores.shape)).argmax(1)
     right, sharp = metrics.softmax(scores), metrics.softmax(3 * scores)
-    observed = metrics.ece(right, labels), metrics.ece(sharp, labels)
-    first, second = (stats.bootstrap(probs, labels, n_resamples=200)['ece']
-                     for probs in (right, sharp))
-    low, high, p = stats.difference_test(first, second, observed)
-    assert 0 < low < observed[1] - observed[0] < high and p == exactly(2 / 201)
-    assert stats.difference_test(first, first, observed[:1] * 2) == (0, 0, 1)
+    difference, low, high, p = stats.paired_bootstrap(metrics.ece, right, sharp, labels,
+                                                        n_resamples=200)
+    assert 0 < low < difference < high and p == exactly(2 / 201)
+    same = stats.paired_bootstrap(metrics.ece, right, right, labels, n_resamples=50)
+    assert same == (0, 0, 0, 1)
     # a calibrated model shows an error by chance
     found = stats.consistency_test(right[:100], labels[:100], n_resamples=500)
     assert 0.06 < found['expected'] < 0.12 and found['p95'] > found['expected']
@@ -177,14 +178,17 @@ def test_a_metric_that_is_undefined_in_a_resample():
     """auroc is nan where all rows are right; an interval or p from the rest would be wrong."""
     rows = np.array([[0.9, 0.1], [0.6, 0.4], [0.7, 0.3]]), np.array([0, 0, 1])
     for call in (lambda: stats.interval(metrics.auroc, *rows, n_resamples=50),
+                 lambda: stats.paired_bootstrap(metrics.auroc, rows[0], *rows, n_resamples=50),
                  lambda: stats.difference_test(np.zeros(3), np.array([0.1, np.nan, 0.2]), (0, 1))):
         with pytest.raises(ValueError, match='the metric is nan in .* samples of the rows'):
             call()
 
 
 @pytest.mark.parametrize('call, message', [
+    *((lambda level=level: stats.mean_interval([1, 2], level), r'level must be a number in \(0, 1')
+      for level in (1, 0, math.nan)),
     (lambda: stats.student_t([1]), 'N >= 2'),
-    (lambda: stats.interval(metrics.ece, [0.5], [1, 1]), 'the same rows'),
+    (lambda: stats.paired_bootstrap(metrics.ece, [0.5, 0.6], [0.5], [1, 1]), 'the same rows'),
     (lambda: stats.corrected_rate([1], [1, 0], [1]), 'must be of the same rows'),
     (lambda: stats.bootstrap([0.5], [1], n_resamples=0), 'n_resamples must be a whole number')])
 def test_bad_rows_and_settings_are_refused(call, message):
