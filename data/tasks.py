@@ -153,12 +153,6 @@ class Task:
             share.bad_rows = self.bad_rows
         return share
 
-    def as_text(self, question):
-        """Return (context, options) pairs of a question as plain text, with all shots."""
-        before = question.header + ''.join(
-            shot.solved for shot in self.shots.get(question.group, []))
-        return [(before + part.context, part.options) for part in question.parts]
-
     def check(self, tokenizer, cfg):
         """Raise DataError for a prompt that the chat template refuses."""
 
@@ -262,6 +256,12 @@ class OptionTask(Task):
         """Yield (question, Tree or DataError) of each of `items`."""
         return tokenize_questions(self.items, self.shots, tokenizer, add_bos=cfg.add_bos,
                                   max_length=cfg.max_length, chat=cfg.chat)
+
+    def as_text(self, question):
+        """Return (context, options) pairs of a question as plain text, with all shots."""
+        before = question.header + ''.join(
+            shot.solved for shot in self.shots.get(question.group, []))
+        return [(before + part.context, part.options) for part in question.parts]
 
     def samples(self, tokenizer, question, tree, numbers, values):
         return [sample_fields(question, tree.shots)

@@ -37,20 +37,29 @@ class WrittenRow(NamedTuple):
 
 
 @dataclass
-class WrittenQuestion(Question):
-    """A question whose answer the model writes. Its only option is the answer as a shot gives it.
-    """
-    text: str = ''              # the question alone; `context` is as its task asks it
-    references: list = field(default_factory=list)  # each of them is a right answer
+class WrittenQuestion:
+    """A question whose answer the model writes. The prompt is header + shots + context."""
+    id: str
+    text: str                   # the question alone
+    context: str                # the question as its task asks it; ends where an answer begins
+    references: list            # each of them is a right answer
+    solution: str               # the answer as a shot gives it
+    subject: str = ''
+    header: str = ''            # empty, or ends in a blank line
+    category: str = ''
+    language: str = ''
+    place: str = ''             # file and line or row, for messages
+    digest: str = ''            # hash of question and references
     messages: list = field(default_factory=list)    # asked instead of header and context
     lead: str = ''              # begins the answer to `messages` in plain text
     judged: dict | None = None  # the earlier answer that `messages` ask about, graded
-    group = ''                  # one set of shots for all subjects
+    group = ending = by = ''    # one set of shots for all subjects, no --group_by
+    split = 'test'
 
     @property
-    def solution(self):
-        """Return the answer as a shot gives it, without the space before it."""
-        return self.options[0][1:]
+    def solved(self):
+        """Return the question with its answer, as a shot."""
+        return f'{self.context} {self.solution}\n\n'
 
 
 # ---- Row functions -------------------------------------------------------------------------------
@@ -251,9 +260,8 @@ def _to_question(task, header, row, place, number):
                        ('the subject', subject), ('the category', category), ('the id', id)):
         require_text(text, what)
     return WrittenQuestion(
-        id, task.prompt.format(question), [f' {solution.strip()}'], 0, subject, header, category,
-        str(row.get('language') or ''), place=place, digest=text_digest(question, references),
-        text=question, references=references)
+        id, question, task.prompt.format(question), references, solution.strip(), subject, header,
+        category, str(row.get('language') or ''), place, text_digest(question, references))
 
 
 # ---- Prompts -------------------------------------------------------------------------------------
@@ -284,10 +292,10 @@ def shown(question, text):
 
 
 def proposed(question, text, correct):
-    """Return the P(True) question: is `text`, the model's own answer, right?"""
+    """Return the P(True) Question: is `text`, the model's own answer, right?"""
     space = ' ' * question.context.endswith(':')
-    context, options = proposing(question.context, space + shown(question, text))
-    return replace(question, context=context, options=options, answer=int(not correct))
+    return _with_options(question, *proposing(question.context, space + shown(question, text)),
+                         question.header, correct)
 
 
 def proposed_shots(shots, task):
@@ -302,14 +310,21 @@ def proposed_shots(shots, task):
 
 
 def proposed_among(question, sample):
-    """Return the P(True) question that shows drawn answers before the greedy one."""
+    """Return the P(True) Question that shows drawn answers before the greedy one."""
     ideas = [answer['answer'] or answer['text'].strip() or '(none)'
              for answer in (sample['greedy'], *sample['answers'][:N_IDEAS - 1])]
     lines = '\n'.join(ideas)
     context = (f'Question: {question.text}\nHere are some brainstormed ideas: {lines}\n'
                f'Possible Answer: {ideas[0]}{P_TRUE.replace("proposed", "possible")}')
-    return replace(question, header='', context=context, options=[' (A)', ' (B)'],
-                   answer=int(not sample['greedy']['correct']))
+    return _with_options(question, context, [' (A)', ' (B)'], '', sample['greedy']['correct'])
+
+
+def _with_options(question, context, options, header, correct):
+    """Return the Question about a WrittenQuestion; its first option is right if `correct`."""
+    fields = {key: getattr(question, key)
+              for key in ('id', 'subject', 'category', 'language', 'place', 'digest')}
+    return Question(context=context, options=options, answer=int(not correct), header=header,
+                    **fields)
 
 
 def verbalized_1s(question):

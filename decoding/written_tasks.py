@@ -110,6 +110,11 @@ class WrittenTask(AnswerTask):
             yield question, Tree((), ids, [tokenizer.encode(solution, start=False)], [len(ids)],
                                  shots=n_shots)
 
+    def as_text(self, question):
+        """Return a question as OptionTask.as_text does, with its answer as a shot gives it."""
+        before = question.header + ''.join(shot.solved for shot in self.shots[''])
+        return [(before + question.context, [f' {question.solution}'])]
+
     def collect(self, scorer, writer):
         return write_answers(self, scorer, writer, scorer.cfg.n, self.rule.stop)
 
@@ -122,7 +127,9 @@ class WrittenTask(AnswerTask):
         scored: {(split, language, id): sample of the answers}; top_option is not used
         """
         kind = KINDS.get(name, SampleConfidence)
-        shots = {'': kind.make_shots(self.shots[''], self.rule)}
+        # all questions share the shots, also those that P(True) makes of them
+        groups = '', *((q.language, q.subject) for q in self.items)
+        shots = dict.fromkeys(groups, kind.make_shots(self.shots[''], self.rule))
         return self.changed(kind, name, scored, kind.ask, shots, parent=self, answers=scored)
 
 

@@ -359,8 +359,7 @@ def test_settings_that_do_not_apply_are_refused(asked, tmp_path):
     (' 0.7', 'Probability:', (0.7, True)), ('**Probability**\n: 0.7', '', (0.7, True)),
     ('sure', 'Probability:', None)])
 def test_a_stated_probability_is_of_the_guess_or_of_the_greedy_answer(text, lead, outcome):
-    question = written_answers.WrittenQuestion(
-        '0', 'Question: Who?\nAnswer:', [' Ann'], 0, '', text='Who?', references=['Ann'])
+    question = written_answers.WrittenQuestion('0', 'Who?', 'Question: Who?\nAnswer:', ['Ann'], '')
     stage = (written_answers.verbalized_2s(question, 'Bob', True)
              if 'uess' not in text + lead and 'Ann' not in text
              else written_answers.verbalized_1s(question))
