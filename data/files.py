@@ -24,9 +24,9 @@ def fetch(source, patterns, revision=None):
     """Return the files of a dataset, a sorted list of paths; raises DataError.
 
     source:   a file, a folder, or the name of a hub dataset
-    patterns: globs; the first one with a match in the folder is used, and files of another format
-              that later ones match are named in a note. With '*.zip' among them, archives on the
-              hub are downloaded and unpacked first
+    patterns: globs; the first one with a match is used. In a folder, files of another format that
+              later ones match are named in a note; from the hub they are not downloaded. With
+              '*.zip' among them, archives on the hub are downloaded and unpacked first
     revision: the hub commit, tag or branch to read; pin it, because datasets change
     """
     path = Path(os.path.expanduser(source))
@@ -39,12 +39,10 @@ def fetch(source, patterns, revision=None):
     if not path.is_dir():
         if not is_hub_name(source):
             raise DataError(f'no file or folder at {source}, and it is not a hub dataset name')
-        path = download(source, patterns, revision, repo_type='dataset')
-        for archive in path.glob('*.zip'):
-            unpacked = archive.with_suffix('')
-            if not unpacked.exists():
-                with writing(unpacked), temporary(unpacked, folder=True) as part:
-                    shutil.unpack_archive(archive, part)
+        for pattern in patterns:
+            path = download_files(source, pattern, '*.zip' in patterns, revision)
+            if matches(path, pattern):
+                break
     if path.exists() and not os.access(path, os.R_OK | os.X_OK):    # `glob` would find nothing
         raise DataError(f'cannot read the folder {source}: Permission denied')
     for i, pattern in enumerate(patterns):
@@ -61,6 +59,17 @@ def fetch(source, patterns, revision=None):
     folders = sorted(str(p) for p in path.glob('[!.]*') if p.is_dir())
     raise DataError(f'{source} holds nothing that matches {" or ".join(patterns)}'
                     + (f'; name one of its folders {", ".join(folders[:9])}' if folders else ''))
+
+
+def download_files(source, pattern, archives, revision):
+    """Return the folder of a hub dataset with the files of a pattern, and unpacked `archives`."""
+    path = download(source, [pattern, *['*.zip'] * archives], revision, repo_type='dataset')
+    for archive in path.glob('*.zip'):
+        unpacked = archive.with_suffix('')
+        if not unpacked.exists():
+            with writing(unpacked), temporary(unpacked, folder=True) as part:
+                shutil.unpack_archive(archive, part)
+    return path
 
 
 def matches(folder, *patterns):

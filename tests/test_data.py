@@ -1,5 +1,6 @@
 """data: rows, instruction formats, cache, packing"""
 
+import fnmatch
 import functools
 import gzip
 import json
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from alignment.prompts import to_prompt
 from data import instruct, packing, probes, questions
-from data.files import draw, read_rows
+from data.files import draw, fetch, read_rows
 from data.messages import to_messages
 from data.trees import load_answers, tokenize_questions
 from data.written_answers import load_written
@@ -23,6 +24,20 @@ from results.prediction_files import read_predictions
 from runtime.errors import ConfigError, DataError
 
 SAME = [{'role': 'user', 'content': 'sky?'}, {'role': 'assistant', 'content': 'blue'}]
+
+
+def test_of_a_hub_dataset_one_format_is_downloaded(tmp_path, monkeypatch):
+    names, asked = ('a.json', 'data/train-00000-of-00001.parquet', 'README.md'), []
+
+    def download(name, allow_patterns, **_):
+        asked.append((name, *allow_patterns))
+        for found in filter(functools.partial(fnmatch.fnmatch, pat=allow_patterns[0]), names):
+            write_rows(tmp_path / 'snapshot' / found, [{'messages': SAME}])
+        return str(tmp_path / 'snapshot')
+    monkeypatch.setattr('huggingface_hub.snapshot_download', download)
+    (file,) = fetch('me/rows', ['*.jsonl', 'data/*.parquet', '*.json'])
+    assert file == tmp_path / 'snapshot/data/train-00000-of-00001.parquet'
+    assert asked == [('me/rows', '*.jsonl'), ('me/rows', 'data/*.parquet')]
 
 
 @pytest.mark.parametrize('name, row', [
