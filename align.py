@@ -24,8 +24,6 @@ from runtime import cli
 if __name__ == '__main__':
     cli.begin()
 
-import hashlib
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -49,7 +47,7 @@ from runtime import checkpoint, resume
 from runtime.build import build_model
 from runtime.config import load_config, require_range
 from runtime.device import micro_batches, to_device
-from runtime.digests import code_digest
+from runtime.digests import code_digest, json_digest
 from runtime.errors import ConfigError, DataError
 from runtime.loss import loss_options
 from runtime.ownership import temporary
@@ -275,11 +273,9 @@ def cached_reference(run, model):
     name is a hash of everything that they depend on.
     """
     cfg = run.cfg
-    key = hashlib.sha256(json.dumps([
-        run.sequences.digest, checkpoint.fingerprint(run.base), str(model.head.dtype),
-        code_digest(model.config, answer_sums), cfg.attention, model.softcap,
-        model.temperature
-    ]).encode()).hexdigest()[:20]
+    key = json_digest([run.sequences.digest, checkpoint.fingerprint(run.base),
+                       str(model.head.dtype), code_digest(model.config, answer_sums),
+                       cfg.attention, model.softcap, model.temperature])
     path = Path(cfg.cache_dir, f'reference-{key}.npz')
     if all(gather(path.exists())):
         try:
@@ -295,7 +291,7 @@ def cached_reference(run, model):
     return sums
 
 
-def answer_sums(run, model, rows_at_once=64):
+def answer_sums(run, model):
     """Return the log-probabilities of the answers by the model as it is, float32 [n, K].
 
     n: sequences; K: largest number of answers to a prompt; rows with fewer end in zeros
@@ -303,7 +299,7 @@ def answer_sums(run, model, rows_at_once=64):
     cfg, sequences = run.cfg, run.sequences
     order = np.argsort(-sequences.lengths)
     sums = np.zeros((len(order), (sequences.loss_mask % TIED).max()), np.float32)
-    for chosen in np.split(order, range(rows_at_once, len(order), rows_at_once)):
+    for chosen in np.split(order, range(64, len(order), 64)):
         packed = pack_rankings([sequences[i] for i in chosen], cfg.pack_len,
                                world_size() * (cfg.micro_rows or 1))
         total = torch.zeros(len(packed.counts), device=run.device)

@@ -50,7 +50,6 @@ from decoding.slots import step_cost
 from generate import open_model
 from runtime import checkpoint
 from runtime.terminal import shaded, shows_grays, typed_lines
-from scoring import confidences
 
 
 def pieces(answers, tokenizer, stop=()):
@@ -102,9 +101,9 @@ def print_probs(answer, tokenizer):
 def print_answers(model, tokenizer, ids, stop, cfg):
     """Print n answers with the probability of each whole answer; return as `print_answer`."""
     ((_, answers),) = generate(model, [ids], cfg, tokenizer, stop)
-    (log_probs,) = confidences(model, [ids], [answers])
-    for answer, log_p in zip(answers, log_probs):
-        print(f'--- {answer.number + 1} of {cfg.n}: probability {math.exp(log_p):.3g}, '
+    for answer in answers:
+        p = math.exp(sum(answer.log_probs))
+        print(f'--- {answer.number + 1} of {cfg.n}: probability {p:.3g}, '
               f'{len(answer.tokens)} tokens{", cut" * answer.truncated}\n'
               f'{escape_controls(answer.text)}')
         if cfg.probs:
