@@ -87,10 +87,8 @@ def load_prompts(source, tokenizer, reward, *, template, max_length, add_bos, in
     short = [prompt for prompt in encoded if len(prompt[2]) <= max_length]
     if len(short) < len(encoded):
         print(f'{len(encoded) - len(short)} prompts left out: longer than {max_length} tokens')
-    if not encoded:
-        raise DataError(f'{source} has no rows' if not bad else
-                        f'{source}: all {len(bad)} rows are bad, the first: {bad[0]}')
     if not short:
-        raise DataError(f'{source}: no prompt of at most {max_length} tokens, which is max_length '
-                        f'minus max_tokens')
+        raise DataError(f'{source} has no prompt of at most {max_length} tokens, which is '
+                        f'max_length minus max_tokens{"; a bad row is " * bool(bad)}'
+                        f'{"".join(bad[:1])}')
     return Prompts(short, reward)

@@ -53,14 +53,13 @@ def check_rollouts(cfg):
     if cfg.resample and cfg.group_size == 1:
         raise ConfigError(f'resample = {cfg.resample} replaces prompts whose answers all have '
                           f'equal rewards, which is every prompt with group_size = 1')
-    if cfg.kl_target and cfg.kl != 'reward':
-        raise ConfigError("kl_target adapts the weight of the KL in the reward; set kl = 'reward'")
+    if cfg.kl_target and not (cfg.kl == 'reward' and cfg.kl_coef):
+        raise ConfigError("kl_target multiplies the weight of the KL in the reward; set kl = "
+                          "'reward' and kl_coef above 0")
     if cfg.kl_target and n_answers >= 5 * cfg.kl_horizon:
         raise ConfigError(f'kl_horizon = {cfg.kl_horizon}: one step of batch_size times group_size '
                           f'= {n_answers} answers could make kl_coef 0 or negative; it must be '
                           f'above a fifth of them')
-    if cfg.kl_target and not cfg.kl_coef:
-        raise ConfigError('kl_target multiplies kl_coef, and kl_coef = 0 stays 0; set it above 0')
     if n_answers % cfg.lost_accumulation:
         raise ConfigError(f'lost_accumulation = {cfg.lost_accumulation} does not divide batch_size '
                           f'times group_size, {n_answers}')
