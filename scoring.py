@@ -163,7 +163,7 @@ def option_log_probs(model, trees, **options):
     return [sums[index] for index in range(len(trees))]
 
 
-def confidences(model, prompts, answers, deterministic):
+def confidences(model, prompts, answers, deterministic=False):
     """Return the log-probability of each Answer, a float64 array [n] per prompt, in nats.
 
     prompts: lists of token ids; answers: a list of Answers per prompt, however generated

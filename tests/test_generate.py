@@ -338,7 +338,7 @@ def test_the_command_writes_one_line_per_prompt_and_resumes(chat_folder, tmp_pat
         ids, stop = encode_prompt(messages, tokenizer, 'tulu')
         assert ids.count(tokenizer.bos_id) == 1     # text never becomes a control token
         ((_, answers),) = generate(model, [ids], Sampling(n=2, max_tokens=6), tokenizer, stop)
-        scored = confidences(model, [ids], [answers], False)[0]
+        scored = confidences(model, [ids], [answers])[0]
         for entry, answer, log_p in zip(row['answers'], answers, scored, strict=True):
             assert entry['tokens'] == answer.tokens and entry['text'] == answer.text
             assert entry['confidence'] == pytest.approx(np.exp(log_p), rel=1e-4)
