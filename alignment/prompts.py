@@ -5,11 +5,12 @@ import hashlib
 import numpy as np
 
 from data.chat import encode_prompt
-from data.files import fetch_training, parsed, read_rows, require_text, without_bad
+from data.files import parsed, read_rows, require_text, without_bad
 from data.messages import read_turns, to_messages, with_context, without_nulls
 from data.preferences import PREFERENCE_PATTERNS
 from data.written_answers import WRITTEN_TASKS
 from runtime.errors import DataError
+from runtime.hub import fetch_training
 
 # patterns of the files; those of the tasks are tried first
 PROMPT_PATTERNS = (*dict.fromkeys(pattern for name, task in WRITTEN_TASKS.items() if name != 'qa'

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data.files import parsed, read_rows, without_bad, writing
+from data.files import parsed, read_rows, without_bad
 from runtime.digests import file_digest, json_digest, used_code
 from runtime.errors import DataError
 from runtime.ownership import temporary
@@ -90,7 +90,7 @@ def tokenize_once(files, encode, tokenizer, settings, cache_dir, on_bad_row='sto
             print(f'{error}; tokenizing the data again')
     if sequences is None:
         rows, bad = regroup(read_rows(*files)), []
-        with writing(folder), temporary(folder, folder=True) as part, forked_pool(
+        with temporary(folder, folder=True) as part, forked_pool(
                 workers, lambda pair: parsed(*pair, encode, pair[0])) as imap:
             results = tqdm(imap(rows, chunksize=64), 'tokenizing', unit=' rows', mininterval=1,
                            disable=None)

@@ -1,101 +1,16 @@
-"""Find data files, in a folder or on the hub, and read rows from them."""
+"""Read the rows of data files, and what the parsers of rows share."""
 
 import collections
 import contextlib
 import functools
 import hashlib
 import json
-import os
 import re
-import shutil
 from pathlib import Path
 
 from runtime import readers
 from runtime.errors import CheckpointError, ConfigError, DataError, escape_controls
-from runtime.hub import download, is_hub_name
-from runtime.ownership import note_inputs, temporary
-
-
-# names of hidden files, and of what the library datasets writes beside rows
-NO_DATA = re.compile(r'\.|(dataset_(infos?|dict)|state)\.json$')
-
-
-def fetch(source, patterns, revision=None):
-    """Return the files of a dataset, a sorted list of paths; raises DataError.
-
-    source:   a file, a folder, or the name of a hub dataset
-    patterns: globs; the first one with a match is used. In a folder, files of another format that
-              later ones match are named in a note; from the hub they are not downloaded. With
-              '*.zip' among them, archives on the hub are downloaded and unpacked first
-    revision: the hub commit, tag or branch to read; pin it, because datasets change
-    """
-    path = Path(os.path.expanduser(source))
-    if revision and path.exists():
-        raise DataError(f'data_revision = {revision!r} is for datasets of the hub, but {source} '
-                        f'is on disk; leave it out')
-    if path.is_file():
-        note_inputs(path)
-        return [path]
-    if not path.is_dir():
-        if not is_hub_name(source):
-            raise DataError(f'no file or folder at {source}, and it is not a hub dataset name')
-        for pattern in patterns:
-            path = download_files(source, pattern, '*.zip' in patterns, revision)
-            if matches(path, pattern):
-                break
-    if path.exists() and not os.access(path, os.R_OK | os.X_OK):    # `glob` would find nothing
-        raise DataError(f'cannot read the folder {source}: Permission denied')
-    for i, pattern in enumerate(patterns):
-        if files := matches(path, pattern):
-            note_inputs(*files)
-            if (n := re.search(r'-\d+-of-(\d+)\b', files[-1].name)) and len(files) < int(n[1]):
-                print(f'{source}: only {len(files)} of {int(n[1])} files {pattern} are there')
-            beside = matches(path, *(later for later in patterns[i + 1:] if '/' not in later))
-            if unread := [p.name for p in beside if p.suffix != files[0].suffix
-                          and p.with_suffix('') not in files]:
-                print(f'{source}: {pattern} is read, and not {", ".join(unread[:3])}'
-                      + ', ...' * (len(unread) > 3) + '; to read all, write them in one format')
-            return files
-    folders = sorted(str(p) for p in path.glob('[!.]*') if p.is_dir())
-    raise DataError(f'{source} holds nothing that matches {" or ".join(patterns)}'
-                    + (f'; name one of its folders {", ".join(folders[:9])}' if folders else ''))
-
-
-def download_files(source, pattern, archives, revision):
-    """Return the folder of a hub dataset with the files of a pattern, and unpacked `archives`."""
-    path = download(source, [pattern, *['*.zip'] * archives], revision, repo_type='dataset')
-    for archive in path.glob('*.zip'):
-        unpacked = archive.with_suffix('')
-        if not unpacked.exists():
-            with writing(unpacked), temporary(unpacked, folder=True) as part:
-                shutil.unpack_archive(archive, part)
-    return path
-
-
-def matches(folder, *patterns):
-    """Return the data files of a folder that match a glob, sorted, without compressed copies."""
-    files = {p for pattern in patterns for p in folder.glob(pattern)
-             if p.is_file() and not NO_DATA.match(p.name)}
-    return sorted(p for p in files if p.suffix != '.gz' or p.with_suffix('') not in files)
-
-
-def fetch_training(source, patterns, revision=None):
-    """Return the files of `fetch` but those that are named as a test or validation split."""
-    files = fetch(source, patterns, revision)
-    held_out = re.compile(r'(.*[-_.])?(test|dev|eval|val|valid|validation)([-_]\d[^.]*)?\.')
-    chosen = [file for file in files if not held_out.match(file.name)] or files
-    if others := [file.name for file in files if file not in chosen]:
-        print(f'{source}: {", ".join(others)} not read, as held out; name a file to train on it')
-    return chosen
-
-
-@contextlib.contextmanager
-def writing(path):
-    """Raise a DataError that names `path` if writing fails; a full disk's own error names none."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f'cannot write {path}: {error.strerror or error}') from error
+from runtime.ownership import note_inputs
 
 
 # ---- Rows of files -------------------------------------------------------------------------------

@@ -6,9 +6,10 @@ import math
 
 from data.cache import tokenize_once
 from data.chat import encode_conversation, encode_prompt, supervision
-from data.files import fetch_training, has_fields, parsed, read_rows, require_fields, require_text
+from data.files import has_fields, parsed, read_rows, require_fields, require_text
 from data.messages import dialogue, read_turns, to_messages, with_context, without_nulls
 from runtime.errors import DataError
+from runtime.hub import fetch_training
 
 # patterns of the files; the first one with a match is used
 PATTERNS = ('data/train-*.parquet', 'data/train_sft-*.parquet', 'train_sft-*.parquet',  # UltraChat

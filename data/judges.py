@@ -7,13 +7,14 @@ first. A model is asked in both orders (`permute` of other tasks).
 import itertools
 
 from data.chat import check_messages
-from data.files import draw, fetch, has_fields, parsed, read_rows, text_digest, without_bad
+from data.files import draw, has_fields, parsed, read_rows, text_digest, without_bad
 from data.messages import without_nulls
 from data.preferences import (PREFERENCE_PATTERNS, SUBJECT, join_answers, scored_answers,
                               to_ranking)
 from data.prompts import Prompt
 from data.questions import Loaded, Question, of_languages
 from runtime.errors import DataError
+from runtime.hub import fetch
 
 QUESTION = 'Which answer to the last message is better?\nBetter answer:'
 

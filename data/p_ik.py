@@ -8,10 +8,11 @@ answers of which 20 are right are 20 sequences with A and 10 with B.
 import hashlib
 import re
 
-from data.files import draw, fetch, has_fields, parse_rows, read_rows, require_text
+from data.files import draw, has_fields, parse_rows, read_rows, require_text
 from data.prompts import lettered
 from data.questions import Loaded, Question
 from runtime.errors import DataError
+from runtime.hub import fetch
 
 P_IK = 'Do you know the answer?'        # follows a question
 

@@ -18,11 +18,12 @@ import numpy as np
 
 from data.cache import tokenize_once
 from data.chat import encode_answer
-from data.files import fetch_training, has_fields, parsed, require_text
+from data.files import has_fields, parsed, require_text
 from data.instruct import PATTERNS
 from data.messages import dialogue, read_turns, to_question, with_context, without_nulls
 from data.packing import Tree
 from runtime.errors import DataError
+from runtime.hub import fetch_training
 
 TIED = 128      # so a prompt has at most 126 answers
 HELPSTEER2 = 'prompt', 'response', 'helpfulness'    # a row per answer

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.files import draw, fetch, parse_rows, read_rows, require_fields, require_text
+from data.files import draw, parse_rows, read_rows, require_fields, require_text
 from data.instruct import TEXT_PATTERNS
 from data.packing import Tree
 from data.questions import Loaded
 from runtime.errors import ConfigError, DataError
+from runtime.hub import fetch
 
 WIKITEXT = 'Salesforce/wikitext'
 # patterns of the files; the first one with a match is used

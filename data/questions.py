@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 from data.benchmarks import BENCHMARKS, CATEGORY, GENERIC, generic_row
 from data.eval_config import EvalConfig
-from data.files import draw, fetch, matches, parse_rows, read_rows, require_text, text_digest
+from data.files import draw, parse_rows, read_rows, require_text, text_digest
 from data.prompts import (LETTERS, PROMPT_FORMATS, Item, check_prompt_format, content_free,
                           proposing)
 from runtime.errors import DataError
+from runtime.hub import fetch, matches
 from runtime.processes import cores, parallel_map
 
 

@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data.files import writing
 from data.messages import dialogue
 from data.prompts import HEADER
 from runtime.errors import DataError
@@ -158,7 +157,7 @@ def write_world(folder, seed, spec, make_rows):
         raise DataError(f'{folder} is not empty and holds no world; choose another folder')
     files = make_rows(spec, seed)
     texts = [row['text'] for row in files['text.jsonl'][:spec.tokenizer_documents]]
-    with writing(folder), temporary(folder, folder=True) as part:
+    with temporary(folder, folder=True) as part:
         for name, rows in files.items():
             (part / name).parent.mkdir(parents=True, exist_ok=True)
             (part / name).write_text(''.join(json.dumps(row) + '\n' for row in rows))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from data import code_tasks
 from data.chat import encode_prompt
-from data.files import (draw, fetch, has_fields, json_list, parse_rows, read_rows, require_fields,
+from data.files import (draw, has_fields, json_list, parse_rows, read_rows, require_fields,
                         require_text, text_digest, with_passage)
 from data.grading import (any_formula, any_number, contains, first_line, formula, gsm8k_number,
                           last_boxed, number, passes, same, short_answer, squad_text,
@@ -22,6 +22,7 @@ from data.messages import dialogue
 from data.prompts import P_TRUE, WORDING, proposing
 from data.questions import Loaded, Question
 from runtime.errors import DataError
+from runtime.hub import fetch
 from runtime.thinking import final_answer
 
 N_IDEAS = 5     # answers that P(True) with samples shows, the judged one among them

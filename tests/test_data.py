@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 
 from alignment.prompts import to_prompt
 from data import instruct, packing, probes, questions
-from data.files import draw, fetch, read_rows
+from data.files import draw, read_rows
 from data.messages import to_messages
 from data.trees import load_answers, tokenize_questions
 from data.written_answers import load_written
 from results.compare import FileConfig
 from results.prediction_files import read_predictions
 from runtime.errors import ConfigError, DataError
+from runtime.hub import fetch
 
 SAME = [{'role': 'user', 'content': 'sky?'}, {'role': 'assistant', 'content': 'blue'}]
 
@@ -197,7 +198,7 @@ def test_empty_and_missing_data_are_named(tmp_path, tokenizers, monkeypatch):
             (marked, {'train_on_inputs': True}, DataError, 'train_on_inputs = True trains all'),
             (marked, {'template': 'llama3', 'on_bad_row': 'skip'}, ConfigError,     # no bad row
              '^the template needs .*eot_id.* the tokenizer of'),
-            (marked, {'cache_dir': marked}, DataError, 'cannot write .*marked.*: Not a directory')):
+            (marked, {'cache_dir': marked}, OSError, 'Not a directory: .*marked')):
         with pytest.raises(error, match=message):
             conversations(place, gemma, **options)
     write_rows(path, [{'messages': SAME}])

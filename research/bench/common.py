@@ -31,7 +31,7 @@ import torch
 
 import model as models
 from data.benchmarks import BENCHMARKS
-from data.files import fetch, read_rows
+from data.files import read_rows
 from data.questions import parse_row
 from decoding.slots import step_cost
 from research.common import panels
@@ -41,6 +41,7 @@ from runtime import checkpoint
 from runtime.config import load_config
 from runtime.config_json import config_from_hf
 from runtime.errors import ConfigError
+from runtime.hub import fetch
 from runtime.log import peak_memory
 from runtime.ownership import write_text
 from triton_ops import adjoin

@@ -26,10 +26,11 @@ from research.bench.common import (DEVICE, METHODS, PeerOptions, Script, Shape, 
                                    run_command, save_model)
 from research.common import write_lines
 from data.export import tokenizer_files
-from data.files import fetch, read_rows
+from data.files import read_rows
 from data.instruct import PATTERNS, first_turns, load_conversations
 from data.messages import to_messages
 from data.tokenizer import begins_with_bos, load_tokenizer
+from runtime.hub import fetch
 from train import TrainConfig
 
 

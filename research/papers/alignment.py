@@ -23,12 +23,13 @@ from research.papers.common import (OWN, AlignConfig, EvalConfig, Run, TrainConf
                                     own_table, plots, pooled, read_models, selected, size_of,
                                     titles_of)
 import metrics
-from data.files import fetch, read_rows
+from data.files import read_rows
 from data.instruct import PATTERNS, first_turns
 from data.preferences import PREFERENCE_PATTERNS
 from results.report import predictions
 from results.samples import latest_samples
 from results.tables import TITLES, Heading
+from runtime.hub import fetch
 
 # {family: {name: (hub name, weights)}}, and the figure with the curves of each family
 FAMILIES = read_models('alignment')

@@ -29,7 +29,6 @@ import torch
 import evaluate
 from align import UNUSED, AlignConfig, align
 from data.benchmarks import BENCHMARKS, GENERIC
-from data.files import fetch
 from data.instruct import PATTERNS
 from data.probes import PATTERNS as TEXT_PATTERNS
 from data.tasks import task_label, task_source
@@ -40,6 +39,7 @@ from results.tables import TITLES, Heading, aligned, latex, mark_best, markdown
 from runtime import checkpoint, cli
 from runtime.config import load_config
 from runtime.errors import CheckpointError, ConfigError, DataError, TrainingError
+from runtime.hub import fetch
 from runtime.ownership import claim, lock, read_json, write_text
 from runtime.resume import check_run
 from train import FREE_KEYS, TrainConfig, train

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 
-from data.files import fetch, parsed, read_rows, require_fields, require_text
+from data.files import parsed, read_rows, require_fields, require_text
 from data.instruct import PATTERNS, first_turns
 from data.messages import to_messages
 from data.packing import Tree
@@ -30,6 +30,7 @@ from runtime import checkpoint, cli
 from runtime.config import load_config, require_range
 from runtime.device import pick_device, pick_dtype
 from runtime.errors import ConfigError, DataError
+from runtime.hub import fetch
 from runtime.ownership import claim, lock, write_text
 from scoring import score, token_states
 
