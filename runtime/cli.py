@@ -1,7 +1,6 @@
 """How every script begins and ends: standard streams, Ctrl-C, and errors as one line."""
 
 import contextlib
-import errno
 import io
 import os
 import re
@@ -63,8 +62,6 @@ def one_line_errors(resume='', memory=''):
         reason = str(error).removeprefix(f'[Errno {error.errno}] ')
         if not error.filename:      # such as standard output, which would fail again at the end
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
-                reason += ', perhaps for standard output'
         _fail(reason)
     except (ConfigError, DataError, CheckpointError, TrainingError) as error:
         _fail(error)
@@ -73,9 +70,6 @@ def one_line_errors(resume='', memory=''):
     except ModuleNotFoundError as error:
         _fail(f'{error}; pip install -r requirements.txt')
     except (MemoryError, RuntimeError) as error:
-        if "can't start new thread" in str(error):
-            _fail('the system lets this process start no more threads; see ulimit -u and, in a '
-                  'container, pids.max')
         if is_lost_connection(error):
             _sleep_until_torchrun_ends_this(10)     # which names the other one
             _fail('another process has ended; its own message, or that of torchrun, says why',

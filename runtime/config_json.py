@@ -40,10 +40,6 @@ def read_config(folder: str | Path, changes: dict | None = None, seq2seq=False) 
     if not changes:
         return config
     raw = config_to_hf(config)
-    for block in (changes[key] for key in ROPE_BLOCKS if key in changes):
-        outside = OWN_OUTSIDE.get(config.model_type, OUTSIDE)
-        inside = [theirs for ours, theirs in outside.items() if ours in (block or ())]
-        raw = {k: v for k, v in raw.items() if k not in (*ROPE_BLOCKS, *inside)}
     config = config_from_hf(raw | changes, f'{path} with shape = {changes}')
     known = raw.keys() | rules_of(config.model_type).keys()
     for key in sorted(changes.keys() - known, key=str):

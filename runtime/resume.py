@@ -177,7 +177,7 @@ def _whole(share):
 def restore(out_dir, named, optimizer, facts):
     """Fill parameters and optimizer from the newest checkpoint; return its step, 0 without one.
 
-    Raises TrainingError if it is damaged or if the run has other `facts` than the one that wrote it.
+    Raises TrainingError if it is damaged, or if it is of a run with other `facts`.
     """
     folders, device = checkpoints(out_dir), next(iter(named.values())).device
     if not folders:

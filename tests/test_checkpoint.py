@@ -247,12 +247,12 @@ def test_changes_to_the_config_apply_to_what_the_file_means(tmp_path):
     a, b = plain.layers[0].rope, changed.layers[0].rope
     assert (b.theta, b.dim, b.factor, changed.hidden_size) == (5e5, a.dim, 8.0, 64)
     changed = checkpoint.read_config(
-        tmp_path, {'rope_scaling': {'rope_type': 'default', 'rope_theta': 77.0}})
+        tmp_path, {'rope_scaling': {'rope_type': 'default'}, 'rope_theta': 77.0})
     assert changed.layers[0].rope == models.Rope(77.0, 18)
     for changes, message in (
             ({'hiden_size': 64}, "llama has no key 'hiden_size' .*; did you mean 'hidden_size"),
             ({'rotary_pct': 0.5}, "llama has no key 'rotary_pct'"),
-            ({'rope_theta': 1.0, 'rope_parameters': {'rope_theta': 2.0}}, 'disagree')):
+            ({'rope_scaling': {'rope_type': 'default', 'rope_theta': 77.0}}, 'disagree; remove')):
         with pytest.raises(CheckpointError, match=message):
             checkpoint.read_config(tmp_path, changes)
 

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import re
 import resource
 import shutil
 import signal
