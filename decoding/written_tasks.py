@@ -135,10 +135,6 @@ class WrittenTask(AnswerTask):
 
 # ---- Confidences in the answers ------------------------------------------------------------------
 
-def no_shots(shots, rule):
-    return []
-
-
 @dataclass
 class Confidence(AnswerTask):
     """A confidence in answers that were written before; a question without it is left out."""
@@ -191,7 +187,7 @@ class PTrueConfidence(Confidence, PTrueTask):
 
 class PTrueAmongSamples(PTrueConfidence):
     """P(True) of the greedy answer, which is shown with others."""
-    make_shots = staticmethod(no_shots)
+    make_shots = staticmethod(lambda shots, rule: [])
     ask = staticmethod(written_answers.proposed_among)
 
 
@@ -257,7 +253,7 @@ class StatedConfidence(Confidence):
     left_out = 'no answer states a probability from 0 to 1'
     longest, stop = 16, ('\n',)
     has_lead = False    # in a chat: whether the prompt ends with question.lead, as in plain text
-    make_shots = staticmethod(no_shots)
+    make_shots = staticmethod(lambda shots, rule: [])
 
     @staticmethod
     def ask(question, sample):
@@ -311,7 +307,7 @@ class EarlyConfidence(AfterSteps):
     """The probability of the answer that the model gives if it must after a share of its steps."""
     left_out = 'no thoughts end in an answer'
     longest = 32
-    ask = staticmethod(Confidence.ask)
+    ask, judge = staticmethod(Confidence.ask), Confidence.judge
 
     @property
     def rule(self):
@@ -327,10 +323,6 @@ class EarlyConfidence(AfterSteps):
         text = self.steps(question)
         return self.continued(question, self.parent.encode(question, tokenizer, cfg),
                               text if cfg.chat == 'none' else text.lstrip(), tokenizer, cfg)
-
-    def judge(self, question, sample, cfg):
-        return confidence.answer_span(sample)
-
 
 class EarlyStated(AfterSteps):
     """A guess with its probability, stated in words after a share of the steps."""

@@ -105,7 +105,7 @@ def _exp(log_prob):
 class Confidence(NamedTuple):
     """A row of the table."""
     title: str
-    function: Callable | None = None    # as above; None: the model reads further prompts
+    function: Callable | None = None    # as above; None: the prompts of its Task decide
     option: str = ''            # the settings of evaluate.py that ask for it; '': always reported
 
 
@@ -132,7 +132,7 @@ CONFIDENCES = {
                                 option='verbalized')}
 PERCENTAGES = 0, 25, 50, 75, 100        # of the steps of the greedy answer
 EARLY = {f'early_{percent}': Confidence(f'answer after {percent} % of the steps, its probability',
-                                        option='early') for percent in PERCENTAGES}
+                                        answer_span, 'early') for percent in PERCENTAGES}
 EARLY_STATED = {f'early_stated_{percent}': Confidence(
     f'stated probability of a guess after {percent} % of the steps', option='early verbalized')
     for percent in PERCENTAGES}
