@@ -9,7 +9,7 @@
 label_smoothing.md says what the paper states, what it does not, and what was chosen here.
 """
 
-import csv
+import itertools
 import re
 import sys
 from dataclasses import replace
@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from research.common import read_csv
 from research.papers.common import (COLUMNS, OWN, EvalConfig, Run, TrainConfig, changed_report,
                                     draw_lines, held_out, main, numbers, own_table, paper_column,
                                     pooled, read_models, read_report, sweep, titles_of)
@@ -105,32 +106,20 @@ def methods(folder, tasks=TASKS):
 
 def printed_numbers(path=PRINTED_FILE):
     """Return {(benchmark, model, data, method): {our metric: number}}; raises DataError."""
-    numbers, allowed = {}, {
-        'benchmark': [*TASKS], 'model': [*MODELS], 'data': ['', *DATA],
-        'method': ['base', *(method for method, _ in methods(''))]}
-    names = [*allowed, *filter(None, PRINTED.values())]
-    with open(path, newline='', encoding='utf-8') as file:
-        reader = csv.DictReader(file)
-        if reader.fieldnames != names:
-            raise DataError(f'{path}:1: the columns must be {",".join(names)}')
-        for row in reader:
-            place, row = f'{path}:{reader.line_num}', {name: row[name] or '' for name in names}
-            for name, values in allowed.items():
-                if row[name] not in values:
-                    raise DataError(f'{place}: {name} {row[name]!r} is not one of '
-                                    f'{", ".join(map(repr, values))}')
-            if (row['data'] == '') != (row['method'] == 'base'):
-                raise DataError(f'{place}: data must be empty for the method base, and only there')
-            key = tuple(row[name] for name in allowed)
-            if key in numbers:
-                raise DataError(f'{place}: {" ".join(filter(None, key))} is there twice')
-            numbers[key] = {}
-            for ours, theirs in PRINTED.items():
-                if theirs and row[theirs]:
-                    if not re.fullmatch(r'0?\.\d+|[01](\.0*)?', row[theirs]):
-                        raise DataError(f'{place}: {theirs} must be a number from 0 to 1, not '
-                                        f'{row[theirs]!r}')
-                    numbers[key][ours] = float(row[theirs])
+    settings = {('', 'base'), *itertools.product(DATA, (method for method, _ in methods('')))}
+    numbers = {}
+    for line, row in enumerate(read_csv(path), 2):
+        benchmark, model, data, method = key = tuple(
+            row[name] for name in ('benchmark', 'model', 'data', 'method'))
+        if benchmark not in TASKS or model not in MODELS or (data, method) not in settings:
+            raise DataError(f'{path}:{line}: the tables have no row {", ".join(key)}')
+        numbers[key] = {}
+        for ours, theirs in PRINTED.items():
+            if theirs and row[theirs]:
+                if not re.fullmatch(r'0?\.\d+|[01](\.0*)?', row[theirs]):
+                    raise DataError(f'{path}:{line}: {theirs} must be a number from 0 to 1, not '
+                                    f'{row[theirs]!r}')
+                numbers[key][ours] = float(row[theirs])
     return numbers
 
 

@@ -5,9 +5,9 @@
     python research/study/side_by_side.py --study=alignment --seeds=10,11 --processes=24
 
 Each process does many runs, so it starts only once. A run begins as soon as its base model and its
-data exist. Finished runs are skipped; a run that fails is reported, and the others continue; a
-process that dies is replaced. After --minutes no further run is started: start the script again for
-the rest. What the processes print is in out/study/side-by-side/.
+data exist. Finished runs are skipped; a run that fails is reported, and the others continue. If a
+process dies, and after --minutes, start the script again for the rest. What the processes print is
+in out/study/side-by-side/.
 """
 
 import os
@@ -33,13 +33,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
-from data.tokenizer import load_model_tokenizer
-from runtime import checkpoint
 from research.common import OUT_DIR, command_line, names_of, seed_folder, seeds_option
 from research.study import alignment, closed_form, runs
 from research.study.loss_tables import BASES
 from research.study.world import make_world
-from train import load_sequences
 
 
 class Job(NamedTuple):
@@ -55,11 +52,10 @@ class Job(NamedTuple):
 def tuning_jobs(seed, root, bases, experiments, **changes):
     """Yield the jobs of experiments of runs.py: world, base models, known facts, tuned models."""
     folder, knows = (Path(seed_folder(name, seed, root)) for name in ('base', 'knows'))
-    tokenized = folder / 'world-tokenized'
-    yield Job(f'{folder}/world', tokenize_world, (seed, root, runs.WORLD), (), tokenized)
+    yield world_job(folder, make_world, (f'{folder}/world', seed, runs.WORLD))
     for cfg in runs.base_runs(seed, root):
         if Path(cfg.out_dir).name in bases:
-            yield run_job(replace(cfg, **changes), tokenized)
+            yield run_job(replace(cfg, **changes))
     for experiment in experiments:
         for name in runs.KNOWN_BASES if experiment == 'known' else ():
             yield Job(f'{knows}/{name}', runs.select_known, (seed, root, name),
@@ -70,13 +66,9 @@ def tuning_jobs(seed, root, bases, experiments, **changes):
 
 
 def alignment_jobs(seed, root):
-    """Yield the jobs of claims 13 and 14: world, tuned models, pairs, aligned models, answers.
-
-    The last file of a model is config.json; that of a world, before its mark, model/config.json.
-    """
+    """Yield the jobs of claims 13 and 14: world, tuned models, pairs, aligned models, answers."""
     folder = Path(alignment.seed_folder(seed, root))
-    yield Job(f'{folder}/world', alignment.world, (seed, root), (),
-              folder / 'world' / 'model' / 'config.json')
+    yield world_job(folder, alignment.world, (seed, root))
     yield from map(run_job, alignment.base_runs(seed, root))
     yield Job(f'{folder}/pairs', alignment.select, (seed, root), (folder / 'sft' / 'config.json',),
               folder / 'pairs' / 'all.jsonl')
@@ -99,41 +91,39 @@ def closed_form_jobs(seed, root):
     yield from map(run_job, closed_form.runs(seed, root))
 
 
-def run_job(cfg, *needs):
-    """Return the job of a run; it needs its model and its data, if nothing else."""
+def world_job(folder, function, arguments):
+    """Return the job of a seed's world; its last file, before its mark, is model/config.json."""
+    return Job(f'{folder}/world', function, arguments, (),
+               folder / 'world' / 'model' / 'config.json')
+
+
+def run_job(cfg):
+    """Return the job of a run, which needs its model, whose last file is config.json, and its data.
+    """
     epochs = alignment.epochs_before(cfg)
     last = Path(cfg.out_dir, f'report-{epochs[-1]}' if epochs else '', 'results.json')
-    return Job(cfg.out_dir, fit, (cfg,), needs or (f'{cfg.model}/config.json', cfg.data), last)
+    return Job(cfg.out_dir, fit, (cfg,), (f'{cfg.model}/config.json', cfg.data), last)
 
 
-# {name for --study: (function that yields the jobs of a seed, seeds, whether a job is done for all
-# seeds before the next one)}. The order of the alignment jobs is that of PLAN.md's questions; in
+# {name for --study: (function that yields the jobs of a seed, seeds)}. A job is done for all seeds
+# before the next one. The order of the alignment jobs is that of PLAN.md's questions; in
 # `smoothing` nothing is compiled: on a fresh machine that takes longer than these runs
 STUDIES = {
     'losses': (functools.partial(tuning_jobs, bases=BASES, experiments=(
-        'losses', 'known', 'transfer')), runs.LATER_SEEDS, False),
-    'alignment': (alignment_jobs, alignment.SEEDS, True),
-    'closed-form': (closed_form_jobs, alignment.SEEDS, True),
+        'losses', 'known', 'transfer')), runs.LATER_SEEDS),
+    'alignment': (alignment_jobs, alignment.SEEDS),
+    'closed-form': (closed_form_jobs, alignment.SEEDS),
     'smoothing': (functools.partial(tuning_jobs, bases=['base'], experiments=['smoothing'],
-                                    compile=False, attention='explicit'), (0,), False)}
+                                    compile=False, attention='explicit'), (0,))}
 
 
 def jobs_of(study, seeds, root):
-    function, usual_seeds, in_turn = STUDIES[study]
-    jobs = [[*function(seed, root)] for seed in seeds or usual_seeds]
-    return [*itertools.chain(*(zip(*jobs, strict=True) if in_turn else jobs))]
+    function, usual_seeds = STUDIES[study]
+    jobs = [function(seed, root) for seed in seeds or usual_seeds]
+    return [*itertools.chain(*zip(*jobs, strict=True))]
 
 
 # What a process does
-
-def tokenize_world(seed, root, spec):
-    """Make the world of a seed and tokenize its text, which all base models read."""
-    make_world(f'{seed_folder("base", seed, root)}/world', seed, spec)
-    cfg = next(runs.base_runs(seed, root))
-    load_sequences(cfg, load_model_tokenizer(
-        cfg.model, checkpoint.read_config(cfg.model, cfg.shape)))
-    Path(seed_folder('base', seed, root), 'world-tokenized').touch()
-
 
 kind = None         # of the last run in this process
 
@@ -192,22 +182,18 @@ def do_all(jobs, pool, n_processes, deadline):
                   + f'  failed: {error}' * bool(error), flush=True)
 
 
-def side_by_side(jobs, n_processes, gpus, folder, deadline=math.inf, starts=3):
-    """Do the jobs in `n_processes`; return the names that failed.
-
-    If a process dies, all start again with what is left, `starts` times at most.
-    """
+def side_by_side(jobs, n_processes, gpus, folder, deadline=math.inf):
+    """Do the jobs in `n_processes`; return the names that failed. All stop if a process dies."""
     spawn = multiprocessing.get_context('spawn')
-    for _ in range(starts):
-        numbers = spawn.Queue()
-        for number in range(n_processes):
-            numbers.put(number)
-        try:
-            with ProcessPoolExecutor(n_processes, spawn, begin, (numbers, gpus, folder)) as pool:
-                return do_all(jobs, pool, n_processes, deadline)
-        except BrokenProcessPool:
-            print(f'a process died, see {folder}/process-*.log; starting again', flush=True)
-    sys.exit(f'error: processes died {starts} times; {folder}/process-*.log has their last words')
+    numbers = spawn.Queue()
+    for number in range(n_processes):
+        numbers.put(number)
+    try:
+        with ProcessPoolExecutor(n_processes, spawn, begin, (numbers, gpus, folder)) as pool:
+            return do_all(jobs, pool, n_processes, deadline)
+    except BrokenProcessPool:
+        sys.exit(f'error: a process died, {folder}/process-*.log has its last words; the same '
+                 f'command does what is left')
 
 
 def main():

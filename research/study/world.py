@@ -15,26 +15,12 @@ from data.world import (ATTRIBUTES, ENGLISH, Language, World, WorldSpec, choice,
 
 
 @dataclass(frozen=True)
-class StudySpec:
-    """The size and content of a world; together with the seed it decides every byte.
-
-    Keys without a comment are those of WorldSpec.
-    """
-    entities: int = WorldSpec.entities
+class StudySpec(WorldSpec):
+    """The size and content of a world; together with the seed it decides every byte."""
     unseen: int = 0                 # further entities that no text mentions
-    zipf: float = WorldSpec.zipf
-    first_names: int = WorldSpec.first_names
-    family_names: int = WorldSpec.family_names
-    documents: int = WorldSpec.documents
-    entities_each: int = WorldSpec.entities_each
-    list_share: float = WorldSpec.list_share
     exam_share: float = 0.0         # share of documents that are lists with options and letters
     paraphrases: bool = False       # several wordings, single statements, five kinds of instruction
     language_shares: tuple[float, ...] = (1.0,)     # of the documents: English, generated ones
-    vocab_sizes: tuple[int, ...] = WorldSpec.vocab_sizes
-    tokenizer_documents: int = WorldSpec.tokenizer_documents
-    instructions: int = WorldSpec.instructions
-    questions: int = WorldSpec.questions
     unseen_questions: int = 0       # about entities that no text mentions
     validation: int = 0             # questions in English about further facts
     forms: tuple[str, ...] = ()     # further FORMS of the questions, each in its own folder
