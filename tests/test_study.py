@@ -427,7 +427,8 @@ def test_alignment_from_the_world_to_tables(tmp_path):
 @pytest.mark.slow
 def test_stated_confidences_from_the_world_to_the_table(tmp_path, monkeypatch):
     monkeypatch.setattr(stated_confidence, 'WORLD', SMALL_ALIGNMENT)
-    monkeypatch.setattr(stated_confidence, 'NAMES', ('stated', 'conf', 'conf-rlcr'))
+    names = 'stated', 'conf', 'conf-rlcr'
+    monkeypatch.setattr(stated_confidence, 'NAMES', names)
     stated_confidence.do(10, tmp_path)
     folder = Path(alignment.seed_folder(10, tmp_path))
     graded = common.read_lines(folder / 'pairs' / 'graded.jsonl')
@@ -439,8 +440,9 @@ def test_stated_confidences_from_the_world_to_the_table(tmp_path, monkeypatch):
         assert ask == prompt['prompt'] and level == '19'[value == prompt['answer']]
     text = (folder / 'world' / 'text.jsonl').read_text(encoding='utf-8')
     assert re.search(form.replace('(.*)', r'\w+'), text) and 'Proposed' not in text
-    table = stated_confidence.table([10], tmp_path)
-    assert [line[0] for line in table] == ['model', *stated_confidence.NAMES]
+    stated_confidence.write_table([10], tmp_path, names)
+    rows = claims.read_csv(tmp_path.with_name(f'{tmp_path.name}.csv'))
+    assert [(row['seed'], row['model']) for row in rows] == [('10', name) for name in names]
 
 
 # Another reading of the same models, and how metrics agree

@@ -18,7 +18,6 @@ from research.bench.common import (DEVICE, PeerOptions, Script, Shape, chosen, e
                                    last_error, load, method_table, read_mmlu, require_files,
                                    run_command, save_model)
 from research.common import write_lines
-from runtime.errors import ConfigError
 
 
 @dataclass
@@ -38,9 +37,6 @@ TASK = 'local_mmlu'
 
 def bench(config):
     require_files(config, data="a folder with MMLU's files")
-    for name in ('tokenizer.json', 'tokenizer_config.json'):
-        if not Path(config.tokenizer, name).exists():
-            raise ConfigError(f'{config.tokenizer} has no {name}, which lm_eval reads')
     # the commands run in the root of the repository
     config = replace(config, data=str(Path(config.data).resolve()))
     for shape in config.shape:

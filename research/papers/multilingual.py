@@ -29,7 +29,7 @@ from research.papers.multilingual_printed import (BENCHMARKS, CLASSES, PRINTED, 
                                                   printed_numbers)
 from results import report
 from results.plots import draw_curves
-from results.samples import latest_samples, read_samples
+from results.samples import read_splits
 from results.tables import latex, mark_best, markdown
 from runtime.errors import ConfigError
 from runtime.ownership import claim, write_text
@@ -276,9 +276,8 @@ def overlay(options, name, task, languages, names):
 def predictions(folder, task):
     """Return {language: (ids of the questions, Predictions)} of a run on a benchmark."""
     samples, norm = {}, measured(folder, task)['norm']
-    for sample in latest_samples(read_samples(Path(folder, 'samples.jsonl'))):
-        if sample['task'] == task and sample['split'] == 'test':
-            samples.setdefault(sample['language'], []).append(sample)
+    for sample in read_splits(Path(folder, 'samples.jsonl'))[0][task]:
+        samples.setdefault(sample['language'], []).append(sample)
     return {language: ([sample['id'] for sample in group], report.predictions(group, norm))
             for language, group in samples.items()}
 

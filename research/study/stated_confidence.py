@@ -4,8 +4,8 @@
 
 In a world whose text states a confidence after answers, higher for well-known entities: `stated`
 is tuned on such conversations, `conf` is `stated` after ConfTuner, and GRPO follows from both with
-each of REWARDS. Finished runs are skipped. At the end, a table with the means over the seeds and
-Student's intervals is printed and written to ROOT/stated-confidence.csv.
+each of REWARDS. Finished runs are skipped. At the end, the numbers of each seed are written to
+ROOT/stated-confidence.csv, and the means over the seeds with Student's intervals are printed.
 """
 
 import functools
@@ -20,14 +20,14 @@ import numpy as np
 from alignment.objectives import confidence_levels, tokenized_brier
 from data.tokenizer import load_model_tokenizer
 from data.world import conversation, write_world
-from results.over_seeds import plus_minus
 from results.samples import read_results
-from results.tables import markdown
+from results.tables import csv_text, markdown
 from runtime import checkpoint, cli
-from research.common import (OUT_DIR, ROOT, command_line, read_lines, seeds_option, write_csv,
-                             write_lines)
+from runtime.ownership import write_text
+from research.common import OUT_DIR, ROOT, command_line, read_lines, seeds_option, write_lines
 from research.study import alignment
 from research.study.alignment import STATED, AlignmentSpec, AlignmentWorld
+from research.study.claims import Numbers, setting_lines
 from research.study.runs import PRETRAINING
 from train import SFT, train
 
@@ -124,25 +124,25 @@ def do(seed, root=ROOT, write=write_files, runs=runs):
         train(replace(cfg, resume=True), replace(SFT, objective=objective))
 
 
-def table(seeds, root=ROOT, names=None):
-    """Return the cells of the table: means over the seeds of the stated confidence, and intervals.
-    """
-    lines = [['model', *MEASURES, 'different confidences', 'unparsed']]
-    for name in names or NAMES:
-        rows = [measured(Path(alignment.seed_folder(seed, root), name)) for seed in seeds]
-        lines.append([name, *(plus_minus(values, '.3f') if np.isfinite(values).all() else 'nan'
-                              for values in zip(*rows, strict=True))])
-    return lines
-
-
 def measured(folder):
-    """Return the numbers of a model for the columns of the table, nan if it states nothing."""
+    """Return {column: number} of a model, without those of MEASURES if it states nothing."""
     tasks = read_results(folder / 'results.json', 'run this script again')['tasks']
     result = tasks.get('qa.stated', {'pooled': {}, 'unparsed': np.nan})
     stated = {row['confidence'] for row in read_lines(folder / 'samples.jsonl')
               if row['task'] == 'qa.stated'}
-    return [*(result['pooled'].get(key, np.nan) for key in MEASURES), len(stated),
-            result['unparsed']]
+    return {key: f'{result["pooled"][key]:.3f}' for key in MEASURES if key in result['pooled']} | {
+        'different_confidences': len(stated), 'unparsed': f'{result["unparsed"]:.3f}'}
+
+
+def write_table(seeds, root, names):
+    """Write the numbers of each seed's models to <root>.csv; print the means over the seeds."""
+    rows = [{'seed': seed, 'model': name} | measured(Path(alignment.seed_folder(seed, root), name))
+            for seed in seeds for name in names]
+    write_text(Path(f'{root}.csv'), csv_text(rows))
+    columns = *MEASURES, 'different_confidences', 'unparsed'
+    print(markdown([('model', *columns), *setting_lines(
+        Numbers([row | {'run': row['model']} for row in rows], {}), names,
+        [(key, {}) for key in columns])]))
 
 
 def main():
@@ -150,12 +150,7 @@ def main():
     root = f'{options.root}/stated-confidence'      # not among the worlds of alignment.py
     for seed in options.seeds:
         do(seed, root)
-    write_table(table(options.seeds, root), f'{root}.csv')
-
-
-def write_table(lines, file):
-    print(markdown(lines))
-    write_csv(Path(file), lines)
+    write_table(options.seeds, root, NAMES)
 
 
 if __name__ == '__main__':

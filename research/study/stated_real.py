@@ -22,7 +22,7 @@ from research import common
 from research.common import read_lines, write_lines
 from research.study import alignment
 from research.study.alignment import STATED
-from research.study.stated_confidence import STARTS, do, table, write_table
+from research.study.stated_confidence import STARTS, do, write_table
 
 LONGEST = 60    # characters of an option; questions with a longer one are left out
 WRITTEN = 500   # questions of the test
@@ -100,7 +100,7 @@ def main():
     root = f'{options.out_dir}/stated-real'
     for seed in options.seeds:
         do(seed, root, lambda seed, root: make_files(seed, root, options.data, options.model), runs)
-    write_table(table(options.seeds, root, NAMES), f'{root}.csv')
+    write_table(options.seeds, root, NAMES)
 
 
 if __name__ == '__main__':
