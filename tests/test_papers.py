@@ -184,7 +184,7 @@ def test_multilingual_has_the_languages_and_classes_of_its_files(own, tmp_path):
         'low', 'other'}         # Joshi et al.'s class of Estonian is not in the script
     rows = read_table(out, 'xcopa_languages')
     assert [row['language'] for row in rows if row['ECE']] == 4 * ['et'] + 4 * ['sw']
-    assert '## xcopa in sw by SFT' in (out / 'appendix.md').read_text()
+    assert 'xcopa in sw by SFT' in (out / 'appendix.tex').read_text()
     assert {path.stem for path in out.glob('*.png')} == {'xcopa-et', 'xcopa-sw', 'cmmlu'}
     config = config_of(out / 'Mine' / 'Chats' / 'lr5e-06')
     assert '\nlora_rank = 64\n' in config and '\nlora_alpha = 16.0\n' in config
@@ -356,16 +356,17 @@ def test_the_appendix_has_the_better_smoothing_bold_and_italic_if_significant(tm
         multilingual.write_appendix(settings(out_dir=str(tmp_path), changes=['--lr=1']), {
             'global_mmlu': ('Global-MMLU', ['yo'], reports, {('Gemma2-2B', 'Tulu3', '0.1'): {
                 'yo': {'ece': 0.049, 'accuracy': 0.051}}})})
-    title, _, head, _, *lines = (tmp_path / 'appendix.md').read_text().splitlines()
-    assert title == ('## Global-MMLU in yo by SFT dataset, model and smoothing; '
-                     'changed settings: --lr=1')
-    cells = {tuple(line.split(' | ')[:3]): line[2:-2].split(' | ')[3:] for line in lines if line}
-    assert len(cells) == 3 * (1 + 3 * 3)        # models: base, and data with three rates
-    assert cells['| Tulu3', 'Gemma2-2B', '0.0'] == ['**0.300**', '0.300', '0.300', '0.300']
-    assert cells['| Tulu3', 'Gemma2-2B', '0.1'] == ['0.100', '0.100', '***0.100***', '**0.100**']
-    assert cells['| Alpaca', 'Gemma2-2B', '0.1'] == ['0.100', '0.100', '**0.100**', '**0.100**']
     tex = (tmp_path / 'appendix.tex').read_text()
-    assert tex.count(r'\textbf{\textit{0.100}}') == 1 and r'-{}-lr=1\par' in tex
+    assert ('Global-MMLU in yo by SFT dataset, model and smoothing; '
+            r'changed settings: -{}-lr=1\par') in tex
+    body = tex.partition('\\midrule\n')[2].partition('\\bottomrule')[0].splitlines()
+    rows = [line.removesuffix(r' \\').split(' & ') for line in body]
+    cells = {tuple(row[:3]): row[3:] for row in rows}
+    assert len(cells) == 3 * (1 + 3 * 3)        # models: base, and data with three rates
+    bold, italic = r'\textbf{0.100}', r'\textbf{\textit{0.100}}'
+    assert cells['Tulu3', 'Gemma2-2B', '0.0'] == [r'\textbf{0.300}', '0.300', '0.300', '0.300']
+    assert cells['Tulu3', 'Gemma2-2B', '0.1'] == ['0.100', '0.100', italic, bold]
+    assert cells['Alpaca', 'Gemma2-2B', '0.1'] == ['0.100', '0.100', bold, bold]
 
 
 def tables_of_languages(languages, out):

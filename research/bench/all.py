@@ -1,11 +1,11 @@
 """Every benchmark with one command, to one page; or our speed at two commits.
 
     python research/bench/all.py --data=mmlu --tokenizer=Llama-3.2-1B --conversations=alpaca.jsonl
-    python research/bench/all.py --only=loss,generate,sft --shape=llama32_1b --minutes=9 ...
+    timeout 9m python research/bench/all.py --only=loss,generate --shape=llama32_1b ...
     python research/bench/all.py --compare main~10 main --data=mmlu --tokenizer=Llama-3.2-1B
 
 docs/benchmarks.md explains both. The page, out/bench/README.md, has the results of all runs in its
-folder; `--only=` runs nothing. A comparison exits with 1 if the new commit lacks a row, or if a row
+folder, also tables of a run that was stopped; `--only=` runs nothing. A comparison exits with 1 if the new commit lacks a row, or if a row
 became slower by more than the spread between runs of one commit plus 3 %.
 """
 
@@ -13,12 +13,10 @@ import contextlib
 import importlib
 import itertools
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import tomllib
 from pathlib import Path
 
@@ -72,7 +70,6 @@ def run_all(options):
     """Run the scripts that are wanted and write the page; return 1 if one of them failed."""
     import torch
     folder, failed = Path(options.out), []
-    end = time.monotonic() + 60 * options.minutes if options.minutes else None
     folder.mkdir(parents=True, exist_ok=True)
     for name in options.only:
         script = file_of(name)
@@ -83,9 +80,7 @@ def run_all(options):
         arguments = command(name, options, folder / f'{name}{part}')
         if arguments is None:
             print(f'{script} needs --{SCRIPTS[name]["needs"]} and --tokenizer; left out')
-        elif end and time.monotonic() > end:
-            print(f'{script} was not started: --minutes={options.minutes:g} are over')
-        elif run_script(arguments, end):
+        elif run_script(arguments):
             failed.append(name)
     for name in SCRIPTS:
         if 'picture' in SCRIPTS[name]:
@@ -97,20 +92,8 @@ def run_all(options):
     return int(bool(failed))
 
 
-def run_script(arguments, end):
-    """Run a script, at `end` of time.monotonic() stop it with its processes; return its exit code.
-
-    A script that is stopped is no failure: the page shows the tables that it has finished.
-    """
-    process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, start_new_session=True)
-    try:
-        return process.wait(end and max(0, end - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        print(f'{arguments[0]} was stopped: --minutes are over', flush=True)
-        return 0
-    finally:
-        if process.poll() is None:      # also after Ctrl-C
-            os.killpg(process.pid, signal.SIGKILL)
+def run_script(arguments):
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT).returncode
 
 
 def page(folder):
@@ -274,7 +257,6 @@ def main(argv=None):
         __doc__, **{key: {'help': what} for key, what in FILES.items()},
         only={'default': ','.join(SCRIPTS), 'help': 'scripts; default: %(default)s'},
         shape={'help': 'models, separated by commas; default: the script decides'},
-        minutes={'type': float, 'help': 'stop after this many minutes'},
         out={'default': 'out/bench', 'help': 'a folder; default: %(default)s'},
         compare={'nargs': '+', 'metavar': 'COMMIT',
                  'help': 'one commit or two, or folders that hold them'})

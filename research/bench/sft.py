@@ -2,7 +2,7 @@
 
     python research/bench/sft.py --data=conversations.jsonl --tokenizer=Llama-3.2-1B
     python research/bench/sft.py --data=conversations.jsonl --tokenizer=Llama-3.2-1B \\
-        --tuning=full --conversations=2000 --max_s=200
+        --tuning=full --conversations=2000
 
 Both supervise the last answer (ours every answer), pack rows of 4,096 tokens and take about as many
 steps. TRL prints the end of the first step at once, ours after launching the second one.
@@ -14,7 +14,6 @@ import os
 import re
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -41,7 +40,6 @@ class BenchConfig(PeerOptions):
     conversations: int | None = None    # only this many, the first ones; None: all
     tuning: tuple[Literal['full', 'LoRA'], ...] = ('full', 'LoRA')
     caches: tuple[Literal['cold', 'warm'], ...] = ('cold', 'warm')
-    max_s: float | None = None      # start no command after this many seconds
 
 
 TEMPLATE, PACK_LEN, BATCH = 'tulu', 4096, TrainConfig.batch_size
@@ -56,7 +54,6 @@ def bench(config):
     require_files(config, data='a file of conversations')
     methods = chosen_methods('sft', config)
     byte_code()
-    started = time.perf_counter()
     for shape in config.shape:
         with tempfile.TemporaryDirectory() as folder:
             table = {'shape': shape, **prepare(config, shape, Path(folder)), 'results': {}}
@@ -65,9 +62,7 @@ def bench(config):
                 caches = empty_caches(Path(folder) / f'caches of {method} {tuning}')
                 # a run with empty caches must fill them first
                 for kind in ('cold', 'warm'):
-                    if config.max_s and time.perf_counter() - started > config.max_s:
-                        row.setdefault('failed', f'{kind}: no time left')
-                    elif 'failed' not in row and (kind in config.caches or kind == 'cold'):
+                    if 'failed' not in row and (kind in config.caches or kind == 'cold'):
                         row |= run(method, tuning, kind, table, caches, Path(folder))
                 if 'cold' not in config.caches:
                     row.pop('cold', None)

@@ -30,7 +30,7 @@ from research.papers.multilingual_printed import (BENCHMARKS, CLASSES, PRINTED, 
 from results import report
 from results.plots import draw_curves
 from results.samples import read_splits
-from results.tables import latex, mark_best, markdown
+from results.tables import latex, mark_best
 from runtime.errors import ConfigError
 from runtime.ownership import claim, write_text
 from runtime.processes import parallel_map
@@ -184,14 +184,14 @@ def resample_run(task, folder):
 
 
 def write_appendix(options, results):
-    """Write appendix.tex and appendix.md, a table per language in the layout of tables 3 to 73.
+    """Write appendix.tex, a table per language in the layout of tables 3 to 73.
 
     Bold is the better of smoothing 0 and 0.1, and italic if the difference is significant.
     results: {task: (title, languages, {row: reports}, {row: tests})}
     """
     data = ['base', 'instruct', *own_table(options, 'data', DATA)]
     head = ('SFT dataset', 'model', 'smoothing', *(COLUMNS[key] for key in PRINTED))
-    changed, tex, md = '; changed settings: ' + ' '.join(options.changes), [], []
+    changed, tex = '; changed settings: ' + ' '.join(options.changes), []
     for title, languages, reports, tests in results.values():
         rows = sorted(reports, key=lambda row: data.index(row[1]))
         for language in languages:
@@ -211,21 +211,9 @@ def write_appendix(options, results):
             caption = (f'{title}{place} by SFT dataset, model and smoothing'
                        + changed * bool(options.changes))
             tex.append(re.sub('†([0-9.]+)', r'\\textit{\1}', latex(marked, caption)))
-            md.append(f'## {caption}\n\n' + markdown(
-                [[*map(emphasized, line)] for line in marked]))
     if tex:
-        claim(options.out_dir, 'appendix.tex', 'appendix.md')
+        claim(options.out_dir, 'appendix.tex')
         write_text(Path(options.out_dir, 'appendix.tex'), '\n'.join(tex))
-        write_text(Path(options.out_dir, 'appendix.md'), '\n'.join(md))
-
-
-def emphasized(cell):
-    """Return a cell of mark_best in Markdown: bold if it is the best, and italic after a dagger."""
-    best = re.fullmatch(r'(†?)(\S+) \*', cell)
-    if not best:
-        return cell
-    stars = '***' if best[1] else '**'
-    return f'{stars}{best[2]}{stars}'
 
 
 # Figures

@@ -1,13 +1,13 @@
 """Do the runs of a study side by side: several GPUs, several processes on each.
 
     nvidia-cuda-mps-control -d
-    python research/study/side_by_side.py --seeds=5,6 --gpus=4 --processes=10 --minutes=8
+    python research/study/side_by_side.py --seeds=5,6 --gpus=4 --processes=10
     python research/study/side_by_side.py --study=alignment --seeds=10,11 --processes=24
 
 Each process does many runs, so it starts only once. A run begins as soon as its base model and its
 data exist. Finished runs are skipped; a run that fails is reported, and the others continue. If a
-process dies, and after --minutes, start the script again for the rest. What the processes print is
-in out/study/side-by-side/.
+process dies, start the script again for the rest. What the processes print is in
+out/study/side-by-side/.
 """
 
 import os
@@ -18,7 +18,6 @@ os.environ.setdefault('TORCHINDUCTOR_COMPILE_THREADS', '1')
 
 import functools
 import itertools
-import math
 import multiprocessing
 import sys
 import time
@@ -163,13 +162,13 @@ def perform(job):
 
 # The processes
 
-def do_all(jobs, pool, n_processes, deadline):
+def do_all(jobs, pool, n_processes):
     """Do the jobs in this order as soon as their files exist; return the names that failed."""
     waiting, running, failed = [job for job in jobs if not job.makes.exists()], {}, []
     n_jobs = len(waiting)
     while True:
         ready = [job for job in waiting if all(Path(file).exists() for file in job.needs)]
-        for job in ready[:n_processes - len(running)] if time.monotonic() < deadline else ():
+        for job in ready[:n_processes - len(running)]:
             waiting.remove(job)
             running[pool.submit(perform, job)] = job
         if not running:
@@ -182,7 +181,7 @@ def do_all(jobs, pool, n_processes, deadline):
                   + f'  failed: {error}' * bool(error), flush=True)
 
 
-def side_by_side(jobs, n_processes, gpus, folder, deadline=math.inf):
+def side_by_side(jobs, n_processes, gpus, folder):
     """Do the jobs in `n_processes`; return the names that failed. All stop if a process dies."""
     spawn = multiprocessing.get_context('spawn')
     numbers = spawn.Queue()
@@ -190,7 +189,7 @@ def side_by_side(jobs, n_processes, gpus, folder, deadline=math.inf):
         numbers.put(number)
     try:
         with ProcessPoolExecutor(n_processes, spawn, begin, (numbers, gpus, folder)) as pool:
-            return do_all(jobs, pool, n_processes, deadline)
+            return do_all(jobs, pool, n_processes)
     except BrokenProcessPool:
         sys.exit(f'error: a process died, {folder}/process-*.log has its last words; the same '
                  f'command does what is left')
@@ -202,14 +201,12 @@ def main():
         seeds=seeds_option(None, 'all seeds of the study'),
         gpus={'type': int, 'default': 1, 'help': '0: none; default: %(default)s'},
         processes={'type': int, 'default': 10, 'help': 'per GPU; default: %(default)s'},
-        minutes={'type': float, 'default': math.inf, 'help': 'start no run after them'},
         out_dir=OUT_DIR)
-    deadline = time.monotonic() + 60 * options.minutes
     folder, n = Path(options.out_dir) / 'side-by-side', max(1, options.gpus) * options.processes
     folder.mkdir(parents=True, exist_ok=True)
     jobs = [job for study in options.study
             for job in jobs_of(study, options.seeds, options.out_dir)]
-    sys.exit(bool(side_by_side(jobs, n, options.gpus, folder, deadline)))
+    sys.exit(bool(side_by_side(jobs, n, options.gpus, folder)))
 
 
 if __name__ == '__main__':
