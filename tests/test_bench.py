@@ -213,7 +213,7 @@ def test_evaluation_is_timed_beside_a_loop(small, files, monkeypatch):
 def test_the_picture_of_each_script_is_drawn_from_its_file(name, tmp_path):
     kept = bench.all.result_files(HERE / 'research' / 'bench' / 'results', name)
     script = bench.all.script_of(name)
-    if kept and (script.bars or script.plot):
+    if kept and script.plot:
         path = Path(shutil.copy(kept[0], tmp_path))
         script.main([f'--plot={path}'])
         assert path.with_suffix('.png').read_bytes().startswith(b'\x89PNG')

@@ -17,7 +17,7 @@ import torch
 
 import train
 from align import AlignConfig, answer_sums, pack_pairs, pair_objective
-from research.bench.common import (DEVICE, MODELS, PeerOptions, Script, chosen_methods,
+from research.bench.common import (DEVICE, MODELS, PeerOptions, Script, bars, chosen_methods,
                                    measure_methods, method_table, now, our_model, peak_gib,
                                    peer_model, require_files, reset_peak_memory, speed)
 from research.bench.peers import TRL_SETTINGS, plain_tokenizer
@@ -134,7 +134,8 @@ def view(table):
         ('peak GiB', 'peak_gib', '')])
 
 
-script = Script(__file__, BenchConfig, bench, view, bars=('tokens of pairs/s',), measure=measure)
+script = Script(__file__, BenchConfig, bench, view, bars('tokens of pairs/s', 'tokens_per_s', ','),
+                measure=measure)
 
 if __name__ == '__main__':
     script.main(sys.argv[1:])

@@ -5,14 +5,14 @@
     python research/bench/all.py --compare main~10 main --data=mmlu --tokenizer=Llama-3.2-1B
 
 docs/benchmarks.md explains both. The page, out/bench/README.md, has the results of all runs in its
-folder, also tables of a run that was stopped; `--only=` runs nothing. A comparison exits with 1 if the new commit lacks a row, or if a row
-became slower by more than the spread between runs of one commit plus 3 %.
+folder, also the tables that a stopped one has finished; `--only=` runs nothing. A comparison exits
+with 1 if the new commit lacks a row, or if a row became slower by more than the spread between runs
+of one commit plus 3 %.
 """
 
 import contextlib
 import importlib
 import itertools
-import os
 import statistics
 import subprocess
 import sys
@@ -143,7 +143,7 @@ def draw_together(name, folder):
                 before = merged.get(key, {'results': {}})['results']
                 merged[key] = table | {'results': before | table['results']}
     if merged:
-        script_of(name).draw(contents[0] | {'tables': [*merged.values()]}, folder / f'{name}.png')
+        script_of(name).plot(contents[0] | {'tables': [*merged.values()]}, folder / f'{name}.png')
 
 
 def repeated(folder):

@@ -139,7 +139,7 @@ def view(table):
         ('accuracy', 'accuracy', '.4f'), ('', 'note', '')], 'command')
 
 
-script = Script(__file__, BenchConfig, bench, view, bars=('cold, s', 'warm, s'))
+script = Script(__file__, BenchConfig, bench, view)
 
 if __name__ == '__main__':
     script.main(sys.argv[1:])

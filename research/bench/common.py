@@ -1,7 +1,7 @@
 """What the benchmarks share: models, the device, commands, results, and the frame of a script.
 
 A script is a `Script`: its options, the generator of its tables, and how a table is shown. The
-frame reads the command line, saves and prints each table, and draws columns of it as bars.
+frame reads the command line, saves and prints each table, and draws a picture of all.
 """
 
 import atexit
@@ -9,7 +9,6 @@ import contextlib
 import functools
 import gc
 import importlib.metadata
-import itertools
 import json
 import os
 import re
@@ -364,15 +363,13 @@ class Script:
     """A benchmark.
 
     bench(options) yields tables, which are saved as JSON after each, since a later one may fail or
-    be stopped. view(table) returns the title and the parts of a section, see `markdown`; `bars`
-    names the columns of its first table that are drawn, unless plot(content, path of the picture)
-    draws. `measure` is for `measure_methods`.
+    be stopped. view(table) returns the title and the parts of a section, see `markdown`.
+    plot(content, path) draws the picture of all tables. `measure` is for `measure_methods`.
     """
     file: str
     options: type
     bench: Callable
     view: Callable
-    bars: tuple = ()
     plot: Callable | None = None
     measure: Callable | None = None
     needs_gpu: bool = True
@@ -385,8 +382,7 @@ class Script:
             options, finished = load_config(self.options, argv), []
             path = Path(options.plot or options.out or f'out/bench_{Path(self.file).stem}')
             path = path if path.suffix == '.json' else Path(f'{path}.json')
-            drawn = self.bars or self.plot
-            if options.plot and not drawn:
+            if options.plot and not self.plot:
                 raise ConfigError(f'plot: {Path(self.file).name} draws no picture')
             if not options.plot:
                 if self.needs_gpu and DEVICE == 'cpu':
@@ -397,49 +393,28 @@ class Script:
                     print('', markdown(*self.view(table)), '', sep='\n', flush=True)
                     finished.append(table)
                     save(path, finished)
-            if drawn:
-                self.draw(load(path), path.with_suffix('.png'))
+            if self.plot:
+                self.plot(load(path), path.with_suffix('.png'))
         except ConfigError as error:
             sys.exit(f'error: {error}')
 
-    def draw(self, content, picture):
-        """Draw each column of `bars` in each table as a panel, ours in blue."""
-        if self.plot:
-            self.plot(content, picture)
-            return
-        charts = {}     # title -> {name: cell}
-        for title, *parts in map(self.view, content['tables']):
-            head, *lines = next(part for part in parts if isinstance(part, list))
-            for column in self.bars:
-                cells = {bar_name(line): dict(zip(head, line)).get(column) for line in lines}
-                cells = {name: cell for name, cell in cells.items() if number(cell) is not None}
-                if cells:
-                    charts[f'{title}:\n{column}'] = cells
-        figure, axes = panels(len(charts), 2, 6.5, 3.2)
-        for axis, (title, cells) in zip(axes, charts.items()):
-            drawn = axis.barh([*cells], [*map(number, cells.values())],
-                              color=['#4878a8' if 'ours' in name else '#bbbbbb' for name in cells])
-            axis.bar_label(drawn, [f' {cell}' for cell in cells.values()], fontsize=7)
+
+def bars(title, key, form):
+    """Return the `plot` of a Script: a bar for the number `key` of each row, a panel per table."""
+    def plot(content, picture):
+        figure, axes = panels(len(content['tables']), 2, 6.5, 3.2)
+        for axis, table in zip(axes, content['tables']):
+            numbers = {name: row[key] for name, row in table['results'].items() if row.get(key)}
+            colors = ['#4878a8' if 'ours' in name else '#bbbbbb' for name in numbers]
+            drawn = axis.barh([*numbers], [*numbers.values()], color=colors)
+            axis.bar_label(drawn, [f' {x:{form}}' for x in numbers.values()], fontsize=7)
             axis.invert_yaxis()
             axis.tick_params(labelsize=7)
-            axis.set_title(title, fontsize=9)
+            axis.set_title(', '.join(table[name] for name in ('shape', 'data') if name in table),
+                           fontsize=9)
             axis.margins(x=0.35)
         used = content['versions']
-        figure.suptitle(f'{Path(self.file).name}: {used["device"]}, torch {used["torch"]}',
-                        fontsize=10)
+        figure.suptitle(f'{title}: {used["device"]}, torch {used["torch"]}', fontsize=10)
         save_figure(figure, picture, 130)
         print(f'wrote {picture}')
-
-
-def number(cell):
-    """Return the number in a cell, the smallest of '3.0, 2.0', or None if it is a text."""
-    try:
-        return min(float(text.replace(',', '')) for text in cell.split(', '))
-    except (AttributeError, ValueError):
-        return None
-
-
-def bar_name(line):
-    """Return the cells before the first number of a line."""
-    names = itertools.takewhile(lambda cell: number(cell) is None, line)
-    return ', '.join(filter(None, names))
+    return plot

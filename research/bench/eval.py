@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
-from research.bench.common import (DEVICE, MODELS, Options, Script, Shape, attempt, busy_time,
+from research.bench.common import (DEVICE, MODELS, Options, Script, Shape, attempt, bars, busy_time,
                                    device_rates, free_memory, gpu_kernels, method_table, now,
                                    our_model, peak_gib, peer_model, require_files,
                                    reset_peak_memory)
@@ -149,7 +149,7 @@ def view(table):
         ('peak GiB', 'peak_gib', '.1f')]), text
 
 
-script = Script(__file__, BenchConfig, bench, view, bars=('s',))
+script = Script(__file__, BenchConfig, bench, view, bars('seconds for MMLU', 'seconds', '.1f'))
 
 if __name__ == '__main__':
     script.main(sys.argv[1:])

@@ -158,7 +158,7 @@ def view(table):
                 ('counted in the floor', 'count', '')], 'item'))
 
 
-script = Script(__file__, BenchConfig, bench, view, bars=('ms', 'floor, ms'))
+script = Script(__file__, BenchConfig, bench, view)
 
 if __name__ == '__main__':
     script.main(sys.argv[1:])

@@ -171,8 +171,7 @@ def view(table):
     return f'{table["shape"]}, bfloat16', *steps, command
 
 
-script = Script(__file__, BenchConfig, bench, view,
-                bars=('whole call, tokens/s', 'transformers, whole call, tokens/s'))
+script = Script(__file__, BenchConfig, bench, view)
 
 if __name__ == '__main__':
     script.main(sys.argv[1:])

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import train
 from align import ROLLOUTS, AlignConfig
-from research.bench.common import (DEVICE, MODELS, PeerOptions, Script, chosen_methods,
+from research.bench.common import (DEVICE, MODELS, PeerOptions, Script, bars, chosen_methods,
                                    decoding_limit, device_rates, measure_methods, method_table, now,
                                    peak_gib, require_files, save_model)
 from research.common import write_lines
@@ -151,7 +151,8 @@ def view(table):
             lines)
 
 
-script = Script(__file__, BenchConfig, bench, view, bars=('step, s',), measure=measure)
+script = Script(__file__, BenchConfig, bench, view, bars('seconds of a step', 'step_s', '.2f'),
+                measure=measure)
 
 if __name__ == '__main__':
     script.main(sys.argv[1:])

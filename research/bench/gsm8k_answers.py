@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from research.bench.common import (DEVICE, Options, Script, Shape, attempt, free_memory, load,
+from research.bench.common import (DEVICE, Options, Script, Shape, attempt, bars, free_memory, load,
                                    method_table, now, peak_gib, reset_peak_memory, run_command,
                                    save_model)
 from data.eval_config import EvalConfig
@@ -132,7 +132,7 @@ def view(table):
         ('tokens/s', 'tokens_per_s', ',.0f'), ('ratio to lm_eval', 'ratio', '.1f')], ''))
 
 
-script = Script(__file__, BenchConfig, bench, view, bars=('tokens/s',))
+script = Script(__file__, BenchConfig, bench, view, bars('tokens/s', 'tokens_per_s', ',.0f'))
 
 if __name__ == '__main__':
     script.main(sys.argv[1:])

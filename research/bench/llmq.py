@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from data.packing import pack
-from research.bench.common import (DEVICE, PeerOptions, Script, chosen_methods,
+from research.bench.common import (DEVICE, PeerOptions, Script, bars, chosen_methods,
                                    measure_methods, method_table, now, peak_gib, speed)
 from research.bench.train import our_training
 from train import train_step
@@ -103,7 +103,8 @@ def view(table):
                                             ('peak GiB', 'peak_gib', '.1f')]))
 
 
-script = Script(__file__, BenchConfig, bench, view, bars=('tokens/s',), measure=measure)
+script = Script(__file__, BenchConfig, bench, view, bars('tokens/s', 'tokens_per_s', ','),
+                measure=measure)
 
 if __name__ == '__main__':
     script.main(sys.argv[1:])

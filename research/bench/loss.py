@@ -368,7 +368,7 @@ def plot(content, picture):
     save_figure(figure, picture, 130)
 
 
-script = Script(__file__, BenchConfig, bench, view, plot=plot)
+script = Script(__file__, BenchConfig, bench, view, plot)
 
 if __name__ == '__main__':
     script.main(sys.argv[1:])

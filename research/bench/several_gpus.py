@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from data.benchmarks import BENCHMARKS
-from research.bench.common import (DEVICE, Options, Script, Shape, chosen, load, method_table,
+from research.bench.common import (DEVICE, Options, Script, Shape, bars, chosen, load, method_table,
                                    read_mmlu, require_files, run_command, save_model)
 from research.common import write_lines
 
@@ -106,7 +106,7 @@ def view(table):
                 ('bitwise as one GPU', 'same', '')], 'command'))
 
 
-script = Script(__file__, BenchConfig, bench, view, bars=('s',))
+script = Script(__file__, BenchConfig, bench, view, bars('seconds', 'seconds', '.1f'))
 
 if __name__ == '__main__':
     script.main(sys.argv[1:])

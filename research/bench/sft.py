@@ -148,7 +148,7 @@ def view(table):
             f'conversations, {table["tokens"]:,} tokens', lines, '\n'.join(ratios))
 
 
-script = Script(__file__, BenchConfig, bench, view, bars=('until the first step', 'until the end'))
+script = Script(__file__, BenchConfig, bench, view)
 
 if __name__ == '__main__':
     script.main(sys.argv[1:])

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
-from research.bench.common import (DEVICE, METHODS, MODELS, PeerOptions, Script, Shape,
+from research.bench.common import (DEVICE, METHODS, MODELS, PeerOptions, Script, Shape, bars,
                                    measure_methods, method_table, now, our_model, peak_gib,
                                    reset_peak_memory, speed)
 from research.bench.peers import hugging_face_step, trl_steps
@@ -186,7 +186,8 @@ def view(table):
         ('spread', 'spread', '.1%'), ('graphs compiled late', 'new_graphs', '')])
 
 
-script = Script(__file__, BenchConfig, bench, view, bars=('tokens/s',), measure=measure)
+script = Script(__file__, BenchConfig, bench, view, bars('tokens/s', 'tokens_per_s', ','),
+                measure=measure)
 
 if __name__ == '__main__':
     script.main(sys.argv[1:])
