@@ -28,9 +28,7 @@ import torch
 
 import evaluate
 from align import UNUSED, AlignConfig, align
-from data.benchmarks import BENCHMARKS, GENERIC
 from data.instruct import PATTERNS
-from data.probes import PATTERNS as TEXT_PATTERNS
 from data.tasks import task_label, task_source
 from evaluate import EvalConfig
 from research import common
@@ -73,24 +71,10 @@ class Run:
             allowed = [c for c in changes if c[2:].partition('=')[0] not in unused
                        and (self.cfg.eval or not c.startswith('--eval.'))]
             cfg = replace(load_config(TrainConfig, allowed, config=self.cfg), resume=True)
-            return replace(self, cfg=cfg, eval_tokens=self.tokens_of(cfg.eval))
-        cfg = load_config(TrainConfig, changes, config=TrainConfig(eval=self.cfg))
-        report = replace(cfg.eval, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
-        return replace(self, cfg=report, eval_tokens=self.tokens_of(report))
-
-    def tokens_of(self, report):
-        """Return the tokens that an EvalConfig scores, from the files if all its tasks are local.
-
-        0 without an EvalConfig; self.eval_tokens if a task is on the hub.
-        """
-        parts = [name.partition(':') if task_label(name) in BENCHMARKS | TEXT_PATTERNS else
-                 ('', '', name) for name in (report.tasks if report else ())]
-        if not all(path and Path(path).expanduser().exists() for _, _, path in parts):
-            return self.eval_tokens
-        return sum(size_of(path, f'--eval.tasks={task}{colon}{path}', TEXT_PATTERNS.get(task)
-                           or tuple(pattern.replace('{lang}', '*') for pattern in
-                                    BENCHMARKS.get(task, GENERIC).test))
-                   for task, colon, path in parts)
+        else:
+            cfg = load_config(TrainConfig, changes, config=TrainConfig(eval=self.cfg))
+            cfg = replace(cfg.eval, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
+        return replace(self, cfg=cfg)
 
     @property
     def finished(self):
@@ -196,7 +180,6 @@ OWN = {'model': {'action': 'append', 'default': [], 'metavar': '[NAME=]FOLDER', 
                 "your conversations instead of the paper's data; commas separate several"}}
 TAKEN = 'base', 'instruct', 'aligned'       # folders of other runs beside those with the names
 FILE_ENDING = re.compile(r'(\.(jsonl?|csv|tsv|parquet|txt|gz))+$')
-BYTES, PACKED_BYTES = 5, 1.6    # per token: of rows with the names of their fields, and compressed
 
 
 def read_models(paper):
@@ -211,8 +194,8 @@ def read_models(paper):
 def own_table(options, key, table):
     """Return {name: (path, size)} of the option --model or --data; `table` without the option.
 
-    The size of a model is the number of its weights, from the headers of its files; that of data is
-    an estimate of its tokens. It is nan for a hub name. Raises ConfigError.
+    The size of a model is the number of its weights, from the headers of its files, nan for a hub
+    name; that of data, its tokens, is always nan. Raises ConfigError.
     """
     own = {}
     for text in filter(None, getattr(options, key).split(',')):
@@ -229,8 +212,8 @@ def own_table(options, key, table):
 
 @functools.cache
 def size_of(path, option, patterns=None):
-    """Return the number of weights in the folder of a model, or with the `patterns` of data an
-    estimate of the tokens in a file or folder; nan for a hub name. Raises ConfigError.
+    """Return the number of weights in the folder of a model, nan for a hub name, or with the
+    `patterns` of data nan for its tokens. Raises ConfigError if nothing is there.
     """
     # owner/name, and no file or folder, even misspelled
     if re.fullmatch(r'[\w.-]+/[\w.-]+', path) and not Path(path).parent.exists():
@@ -240,9 +223,8 @@ def size_of(path, option, patterns=None):
                           f'with config.json, weights and tokenizer, or a hub name')
     try:
         if patterns:
-            return sum(file.stat().st_size
-                       / (PACKED_BYTES if file.suffix in ('.gz', '.parquet') else BYTES)
-                       for file in fetch(path, patterns))
+            fetch(path, patterns)
+            return math.nan
         # the tensors are only mapped
         return sum(x.numel() for *_, x in checkpoint.read_weights(checkpoint.fetch(path)))
     except (CheckpointError, DataError) as error:
@@ -389,8 +371,8 @@ def print_plan(runs, options):
                   f'{sum(run.gigabytes for run in runs):.1f}'))
     print(aligned(lines))
     print(f'\n{left:,.1f} GPU hours are left. They are estimated for one H200, from the numbers of '
-          f'tokens in the script, or the sizes of your files (nan: of what is on the hub), and the '
-          f'speeds in research/bench/results: {TRAIN_RATE / 1e12:.0f} '
+          f'tokens in the script (nan: of your own data) and the speeds in '
+          f'research/bench/results: {TRAIN_RATE / 1e12:.0f} '
           f'TFLOP/s in training, {EVAL_RATE / 1e12:.0f} in evaluation. --key=value does not change '
           f'them. GB is the size of the weights that a run keeps. While a run trains, its '
           f'checkpoints need up to {24e-9 * largest:.0f} GB more.' + (
