@@ -461,7 +461,7 @@ SFT = Stage(load=load_sequences, files=saved_tokenizer, build=build, pack=pack_d
 
 # ---- One run -------------------------------------------------------------------------------------
 
-def train(cfg, stage=SFT):
+def train(cfg, stage=None):
     """Run the training `cfg`; with cfg.eval return {'before', 'after': results of evaluate()}.
 
     resume=True uses the weights, the reports and the last checkpoint in out_dir. Model, data, tasks
@@ -472,7 +472,7 @@ def train(cfg, stage=SFT):
                           for key in ('out_dir', 'cache_dir', 'model', 'data')})
     check_config(cfg)
     ownership.forget_inputs()
-    device, out_dir = pick_device(cfg.device), Path(cfg.out_dir)
+    stage, device, out_dir = stage or SFT, pick_device(cfg.device), Path(cfg.out_dir)
     torch.manual_seed(cfg.seed)
     if cfg.dry_run:
         fit_into_memory(optimize, load_run(cfg, stage, device))
@@ -528,8 +528,7 @@ def optimize(run):
                  else stage.objective)
     print_sizes(run)
     show_example(run.sequences[run.step_indices(0, 1)[0][0]], run.tokenizer)
-    facts = {'steps': run.steps, 'sequences': len(run.training), 'data': run.sequences.digest,
-             'dtype': str(model.head.dtype).removeprefix('torch.'),
+    facts = {'data': run.sequences.digest, 'dtype': str(model.head.dtype).removeprefix('torch.'),
              'model': (checkpoint.config_to_hf(model.config) if cfg.from_scratch
                        else checkpoint.fingerprint(run.base))}
     if cfg.resume and not cfg.dry_run:
