@@ -112,9 +112,9 @@ def compare_questions(runs, keys, cfg, out_dir):
     if not tasks:
         raise DataError('these runs have no task in common: ' + '; '.join(
             f'{name}: {", ".join(by_task)}' for name, by_task in by_run.items()))
-    names = ['compare.md', 'compare.tex', 'compare.csv']
-    claim(out_dir, *names, 'compare.html', *(f'{kind}-{task}.png' for task in tasks
-                                            for kind in ('reliability', 'curves')))
+    names = ['compare.md', 'compare.tex', 'compare.csv', 'compare.html']
+    claim(out_dir, *names, *(f'{kind}-{task}.png' for task in tasks
+                             for kind in ('reliability', 'curves')))
     sections, latex, lines, answers = zip(*(
         compare_task(task, runs, {name: x[task] for name, x in by_run.items()}, keys, cfg)
         for task in tasks), strict=True)
@@ -129,10 +129,9 @@ def compare_questions(runs, keys, cfg, out_dir):
     pictures += [name for task, by_title in panels.items() if draw_curves(
         out_dir / (name := f'curves-{task}.png'),
         {task: {title: metrics.bins(*p[:2]) for title, p in by_title.items()}})]
-    if page.write(out_dir / 'compare.html', f'{", ".join(runs)}: {", ".join(tasks)}', __version__,
-                  '', '\n'.join(map(page.section_html, sections)), pictures,
-                  page.select(dict(zip(tasks, map(rows_to_read, answers), strict=True)))):
-        names.append('compare.html')
+    page.write(out_dir / 'compare.html', f'{", ".join(runs)}: {", ".join(tasks)}', __version__, '',
+               '\n'.join(map(page.section_html, sections)), pictures,
+               page.select(dict(zip(tasks, map(rows_to_read, answers), strict=True))))
     print(*(section.as_text() for section in sections),
           *(f'\n{task} is left out: not every run has it' for task in all_tasks
             if task not in tasks),
@@ -144,7 +143,7 @@ class Answers(NamedTuple):
     run: Run
     result: dict        # the task's entry in results.json
     samples: list
-    keys: list          # of the samples' questions, equal in all runs; [] if they are not known
+    keys: list          # `question_key` of each sample
     predicted: Predictions
 
     def select(self, keys):
@@ -163,14 +162,11 @@ def compare_task(task, runs, samples, keys, cfg):
     if others:
         title = f'{task}: ' + ', '.join(task_title(name, run.results[task])
                                         for name, run in runs.items())
-    remarks, question_keys = [], pairing_keys(task, runs, samples)
-    if not question_keys:
-        remarks.append(f'{task}: no questions are paired: eval_config.json says that the runs have '
-                       f'different questions, and samples.jsonl does not identify them; evaluate '
-                       f'again, or make the questions and --limit the same')
-    answers = {name: Answers(run, run.results[task], samples[name], question_keys.get(name, []),
+    answers = {name: Answers(run, run.results[task], samples[name],
+                             [*map(question_key, samples[name])],
                              predictions(samples[name], run.results[task]['norm']))
                for name, run in runs.items()}
+    remarks = []
     if cfg.ensemble:
         averaged = average_runs([*answers.values()])
         if isinstance(averaged, str):
@@ -189,7 +185,7 @@ def compare_task(task, runs, samples, keys, cfg):
     remarks += [f'{task}: {a} and {b} have {len(both) or "no"} question in common, and a '
                 f'difference needs two; evaluate both on the same questions, with the same --limit '
                 f'and --seed, or give rows of files the same id and question'
-                for (a, b), both in shared.items() if question_keys and len(both) < 2]
+                for (a, b), both in shared.items() if len(both) < 2]
     differences = [['difference', 'over', 'questions', 'metric', 'mean', '95 % interval', 'p',
                     'p (Holm)'], *over_questions(pairs, answers, keys, cfg),
                    *over_languages(shared, reports, keys)]
@@ -211,10 +207,9 @@ def rows_to_read(answers):
     """Return the samples of all runs as rows of compare.html, with 'run' and 'outcome'."""
     rows, groups = [], {}
     for name, x in answers.items():
-        for key, row in itertools.zip_longest(x.keys, page.task_rows(x.samples, x.result['norm'])):
+        for key, row in zip(x.keys, page.task_rows(x.samples, x.result['norm']), strict=True):
             rows.append(row | {'run': name})
-            if key is not None:
-                groups.setdefault(key, []).append(rows[-1])
+            groups.setdefault(key, []).append(rows[-1])
     for group in groups.values():
         right = sum(row['correct'] for row in group)
         for row in group:
@@ -222,17 +217,12 @@ def rows_to_read(answers):
     return sorted(rows, key=page.mistakes_first)
 
 
-def pairing_keys(task, runs, samples):
-    """Return {name: [key of each sample]}; samples with equal keys are of the same question.
-
-    Return {} if samples lack the hash of their question and the runs have different questions.
-    """
-    hashed = all('question' in s for rows in samples.values() for s in rows)
-    if not hashed and len({run.questions.get(task) for run in runs.values()} - {None}) > 1:
-        return {}
-    return {name: [(*sample_order(s)[2:], s['question'] if hashed else '',
-                    s.get('answer', s.get('token')), len(s.get('options', ()))) for s in rows]
-            for name, rows in samples.items()}
+def question_key(sample):
+    """Return a key that samples of two runs share if they answer the same question."""
+    # a hash, or the text before a token
+    text = sample.get('question') or sample.get('context', '')
+    return (*sample_order(sample)[2:], text, sample.get('answer', sample.get('token')),
+            len(sample.get('options', ())))
 
 
 def average_runs(answers):
@@ -245,7 +235,7 @@ def average_runs(answers):
         scores = x.predicted.scores
         log_probs = scores - np.logaddexp.reduce(scores, axis=1, keepdims=True)
         by_run.append({(key, *s['options']): (s, row[:len(s['options'])])
-                       for key, s, row in zip(x.keys, x.samples, log_probs, strict=bool(x.keys))})
+                       for key, s, row in zip(x.keys, x.samples, log_probs, strict=True)})
     samples, keys = [], []
     for key, (sample, _) in by_run[0].items():
         if all(key in rows for rows in by_run):

@@ -1,5 +1,6 @@
 """From the samples of an evaluation to the files in its folder: metrics, tables, pictures, page."""
 
+import json
 import os
 from dataclasses import asdict
 
@@ -8,7 +9,7 @@ from results import confidence, page, report
 from results.plots import draw_reliability
 from results.samples import DIAGRAM, GRID, OUTPUTS, SCALING, of_split
 from runtime.errors import ConfigError
-from runtime.ownership import claim, note_inputs
+from runtime.ownership import claim, note_inputs, write_text
 
 
 def write_evaluation(results, earlier, samples, tasks, cfg, identity, versions, out_dir):
@@ -70,17 +71,25 @@ def saved_fits(cfg, task):
 
 def write_results(content, samples, tasks, pictures, out_dir):
     """Write the content of results.json, the tables, the pictures and report.html."""
-    pictures = draw_diagrams(content['tasks'], samples, tasks, out_dir) if pictures else []
-    rows = page.to_read(content['tasks'], samples)
-    has_page = page.write_report(content, page.select(rows), pictures, out_dir)
-    names = ['report.html'] * has_page + [OUTPUTS[0]] * (out_dir / OUTPUTS[0]).exists()
-    if fits := {task: x['post_hoc']['fits'] for task, x in content['tasks'].items()
+    results = content['tasks']
+    pictures = draw_diagrams(results, samples, tasks, out_dir) if pictures else []
+    rows = page.to_read(results, samples)
+    page.write_report(content, page.select(rows), pictures, out_dir)
+    texts = {'results.csv': report.to_csv(results), 'results.tex': report.to_latex(results),
+             'results.md': '\n'.join(filter(None, (report.to_markdown(results),
+                                                   page.mistakes(rows))))}
+    for name, text in texts.items():
+        write_text(out_dir / name, text)
+    names = ['report.html'] + [OUTPUTS[0]] * (out_dir / OUTPUTS[0]).exists()
+    if fits := {task: x['post_hoc']['fits'] for task, x in results.items()
                 if 'fits' in x.get('post_hoc', ())}:
         claim(out_dir, SCALING)
         scaling.save(out_dir / SCALING, fits)
         names.append(SCALING)
-    names += [*report.write_results(content, out_dir, page.mistakes(rows)), *pictures]
-    print(f'wrote {", ".join(names)} to {out_dir}')
+    # written last: a folder with results.json has the tables; NaN is null in JSON
+    finite = json.loads(json.dumps(content), parse_constant=lambda name: None)
+    write_text(out_dir / 'results.json', json.dumps(finite, indent=1, ensure_ascii=False) + '\n')
+    print(f'wrote {", ".join([*names, "results.json", *texts, *pictures])} to {out_dir}')
 
 
 def measure_again(results, samples):

@@ -13,7 +13,6 @@ from collections import Counter
 from pathlib import Path
 
 import metrics
-from results.plots import warn_on_failure
 from results.report import predictions, section
 from results.samples import GRID, of_split, sample_order
 from runtime.ownership import write_text
@@ -112,44 +111,41 @@ def _code(text):
 
 
 def write(path, title, version, about, tables, pictures, selected):
-    """Write a page; return whether it succeeded. A failure is only a warning.
+    """Write a page.
 
     tables: HTML; pictures: names of PNG files beside it; selected: what `select` returns
     """
-    with warn_on_failure(path) as written:
-        chosen, total = selected
-        images = ''.join(
-            f'<p><img alt="{html.escape(name)}" src="data:image/png;base64,'
-            f'{base64.b64encode(path.with_name(name).read_bytes()).decode()}">\n'
-            for name in pictures)
-        texts = {
-            'title': html.escape(f'{title} ({time.strftime("%Y-%m-%d")}, nanoCal {version})'),
-            'about': html.escape(about), 'tables': tables,
-            'left-out': '' if len(chosen) == total else (
-                f'The page has {len(chosen):,} of {total:,} samples: of each task and language the '
-                f'most confident mistakes first. All are in samples.jsonl. '),
-            # a JSON string may hold </script>, which would end the element
-            'rows': json.dumps(chosen, ensure_ascii=False, separators=(',', ':')).replace(
-                '<', r'\u003c'),
-            'pictures': images and f'<h2>Reliability diagrams</h2>\n{images}'}
-        page = TEMPLATE.read_text(encoding='utf-8')
-        for name, text in texts.items():
-            page = page.replace(f'<!--{name}-->', text)     # no text holds another <!--
-        write_text(path, page)
-    return bool(written)
+    chosen, total = selected
+    images = ''.join(
+        f'<p><img alt="{html.escape(name)}" src="data:image/png;base64,'
+        f'{base64.b64encode(path.with_name(name).read_bytes()).decode()}">\n'
+        for name in pictures)
+    texts = {
+        'title': html.escape(f'{title} ({time.strftime("%Y-%m-%d")}, nanoCal {version})'),
+        'about': html.escape(about), 'tables': tables,
+        'left-out': '' if len(chosen) == total else (
+            f'The page has {len(chosen):,} of {total:,} samples: of each task and language the '
+            f'most confident mistakes first. All are in samples.jsonl. '),
+        # a JSON string may hold </script>, which would end the element
+        'rows': json.dumps(chosen, ensure_ascii=False, separators=(',', ':')).replace(
+            '<', r'\u003c'),
+        'pictures': images and f'<h2>Reliability diagrams</h2>\n{images}'}
+    page = TEMPLATE.read_text(encoding='utf-8')
+    for name, text in texts.items():
+        page = page.replace(f'<!--{name}-->', text)     # no text holds another <!--
+    write_text(path, page)
 
 
 def write_report(results, selected, pictures, out_dir):
-    """Write report.html with `pictures` and earlier grids; return whether it succeeded."""
+    """Write report.html with `pictures` and earlier grids."""
     tasks, config = results['tasks'], results['config']
     about = {key: config[key] for key in ('device', 'dtype', 'seed') if key in config}
     grids = [name for name in map(GRID.format, tasks) if Path(out_dir, name).exists()]
-    return write(
-        Path(out_dir, 'report.html'), f'{config["model"]}: {", ".join(tasks)}',
-        results['versions']['nanocal'],
-        ', '.join(f'{key} {x}' for key, x in (about | results['versions']).items() if x),
-        ''.join(section_html(section(task, tasks, 'page')) for task in tasks),
-        dict.fromkeys((*pictures, *grids) if pictures else ()), selected)
+    write(Path(out_dir, 'report.html'), f'{config["model"]}: {", ".join(tasks)}',
+          results['versions']['nanocal'],
+          ', '.join(f'{key} {x}' for key, x in (about | results['versions']).items() if x),
+          ''.join(section_html(section(task, tasks, 'page')) for task in tasks),
+          dict.fromkeys((*pictures, *grids) if pictures else ()), selected)
 
 
 def section_html(part):

@@ -1,7 +1,6 @@
 """From samples to a report: metrics with intervals, and their tables."""
 
 import functools
-import json
 import math
 import operator
 import string
@@ -23,7 +22,7 @@ from results.tables import (MEASURES, TITLES, Heading, Section, aligned, csv_tex
                             measure_cell)
 from runtime.digests import used_code
 from runtime.errors import DataError
-from runtime.ownership import claim, lock, write_text
+from runtime.ownership import claim, lock
 from runtime.processes import parallel_map
 
 SCHEMA = 1      # of results.json, as docs/evaluation.md states it; adding a key does not change it
@@ -485,17 +484,3 @@ def to_csv(tasks):
                 line |= {f'{key}_boot_low': low, f'{key}_boot_high': high}
             lines.append(line)
     return csv_text(lines)
-
-
-def write_results(results, out_dir, mistakes=''):
-    """Write results.csv, .md, with `mistakes` at its end, .tex and .json; return those written."""
-    out_dir, names = Path(out_dir), ['results.json']
-    for name, convert, end in (('results.csv', to_csv, ''), ('results.tex', to_latex, ''),
-                               ('results.md', to_markdown, mistakes and f'\n{mistakes}')):
-        with warn_on_failure(out_dir / name) as written:
-            write_text(out_dir / name, convert(results['tasks']) + end)
-        names += [path.name for path in written]
-    # written last: a folder with results.json has the tables; NaN is null in JSON
-    finite = json.loads(json.dumps(results), parse_constant=lambda name: None)
-    write_text(out_dir / 'results.json', json.dumps(finite, indent=1, ensure_ascii=False) + '\n')
-    return names

@@ -1,6 +1,6 @@
 """Read what is compared: folders of runs, and prediction files, such as those of lm_eval."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from results.prediction_files import (UnusableTaskError, harness_task, read_predictions,
@@ -23,7 +23,6 @@ class Run:
     seed: int
     settings: dict          # {name: text}, of training and the shape of the model
     results: dict           # {task: its entry in results.json}
-    questions: dict = field(default_factory=dict)   # {task: hash of all its questions}
     file_samples: dict | None = None                # {task: samples} of prediction files
 
 
@@ -55,11 +54,7 @@ def read_run(folder):
     advice = 'evaluate there again'
     content = read_results(folder / 'results.json', advice)
     model, seed, results = content['config']['model'], content['seed'], content['tasks']
-    questions, shape = {}, {}
-    if (folder / 'eval_config.json').exists():
-        with read_json(folder / 'eval_config.json', advice) as content:
-            questions = {task: entry['questions'] for task, entry in content['tasks'].items()}
-
+    shape = {}
     # the training of this run, or of the model that it evaluates
     training, home = next(((run_settings(p), p) for p in (folder, Path(model))
                            if (p / 'train_config.py').exists()), ({}, None))
@@ -72,7 +67,7 @@ def read_run(folder):
         settings['data'] = Path(settings['data']).stem
     settings = {key: str(value) for key, value in (settings | shape).items()}
     return Run(folder, Path(str(training.get('model') or model)).name, training.get('seed', seed),
-               settings, results, questions)
+               settings, results)
 
 
 def read_run_samples(run):

@@ -166,28 +166,23 @@ def test_folders_and_files_that_cannot_be_compared(tmp_path, monkeypatch):
     assert (tmp_path / 'home' / 'compare.md').exists()
 
 
-@pytest.mark.parametrize('prefixes, hashes, paired', [
-    (('a', 'a'), ('h', 'h2'), 38), (('a', 'b'), ('h', 'h'), 0), ((None, None), ('h', 'h'), 38),
-    (('a', None), ('h', 'h2'), None)])
-def test_only_the_same_questions_are_paired(tmp_path, capsys, prefixes, hashes, paired):
-    """By hashes in the samples, else of all questions in eval_config.json."""
+@pytest.mark.parametrize('key, prefixes, paired', [
+    ('question', ('a', 'a'), 38), ('question', ('a', 'b'), 0), ('question', ('a', None), 0),
+    ('context', ('a', 'a'), 38), ('context', ('a', 'b'), 0), ('context', (None, None), 38)])
+def test_only_the_same_questions_are_paired(tmp_path, capsys, key, prefixes, paired):
     runs = two_runs(tmp_path)
-    for run, prefix, of_all in zip(runs, prefixes, hashes, strict=True):
+    for run, prefix in zip(runs, prefixes, strict=True):
         rows = samples.read_samples(run / 'samples.jsonl')
         for i, row in enumerate(rows) if prefix else ():
-            row['question'] = f'{prefix}{i}'
+            row[key] = f'{prefix}{i}'
         if run.name == 'b':
             rows[0]['answer'] = (rows[0]['answer'] + 1) % 4     # the same id, but another question
             rows[1]['id'] = 'other'
         write_rows(run / 'samples.jsonl', rows)
-        if of_all:
-            (run / 'eval_config.json').write_text(json.dumps(
-                {'tasks': {'mmlu': {'source': 'x', 'questions': of_all}}}))
     compare_csv_of(runs, tmp_path / 'out', '--n_bootstrap=5', '--ensemble')
     printed = capsys.readouterr().out
     counts = {line.split()[4] for line in printed.splitlines() if line.startswith('b - a')}
     assert counts == ({str(paired)} if paired else set())
-    assert ('mmlu: no questions are paired' in printed) == (paired is None)
     assert printed.count('mmlu: a and b have no question in common, and a') == (paired == 0)
     assert ('mmlu has no ensemble' in printed) == (not paired)
 
