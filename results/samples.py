@@ -14,13 +14,10 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from results.prediction_files import (NORMS, is_unstated, latest_samples, sample_key,
-                                      sample_order)
+from results.prediction_files import NORMS, latest_samples, sample_key, sample_order
 from runtime import ownership
 from runtime.digests import json_digest
 from runtime.errors import ConfigError, DataError
-from runtime.json_rules import broken_rule, each
-from runtime.readers import parse_json
 
 SCALING = 'scaling.json'       # the fits of --fit_temperature, for --scaling
 OUTPUTS = ('samples.jsonl', 'eval_config.json', 'results.json', 'results.md', 'results.csv',
@@ -63,7 +60,7 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
 
 def open_answers(cfg, settings, processes):
     """Prepare the file `out` of generate.py; return {(id, hash of the prompt)} of its rows."""
-    out, done = Path(cfg.out), set()
+    out = Path(cfg.out)
     config, advice = f'{out.stem}.config.json', 'choose another --out, or --overwrite'
     names, listed = (out.name, config), ownership.written_files(out.parent)
     # log.jsonl and samples.jsonl grow; see train.py and evaluate.py
@@ -73,11 +70,8 @@ def open_answers(cfg, settings, processes):
     replaced = (out.name, [*map(glob.escape, names)]) if cfg.overwrite else None
     open_lines(out.parent, names, settings, 'answers', advice, processes, replaced)
     merge_parts(out)
-    for line, row in read_jsonl(out) if out.exists() else ():
-        if not isinstance(row, dict) or broken_rule(row, {'id': [str, int], 'prompt_hash': [str]}):
-            raise DataError(f'{line}: not a row that generate.py wrote: it must have an id and a '
-                            f'prompt_hash; delete this line, and its prompt is answered again')
-        done.add((row['id'], row['prompt_hash']))
+    rows = read_jsonl(out) if out.exists() else ()
+    done = {(row['id'], row['prompt_hash']) for _, row in rows}
     claim_lines(out.parent, names, settings, processes)
     return done
 
@@ -246,9 +240,6 @@ def read_samples(path):
     """
     samples, last = [], {}
     for line, row in read_jsonl(path):
-        if fault := _fault(row):
-            raise DataError(f'{line}: not a sample that evaluate.py wrote: {fault}; delete this '
-                            f'line, and its question is scored again')
         earlier_line, earlier = last.get(sample_order(row), (None, {}))
         if row == earlier:
             continue
@@ -261,70 +252,29 @@ def read_samples(path):
 
 
 def read_jsonl(path):
-    """Yield ('file:line', row) of a JSON Lines file; DataError for a damaged line or checksum.
+    """Yield ('file:line', row) of the lines that `append_line` wrote; DataError for another line.
 
     A last line that a crash cut off is left out.
     """
-    advice = 'delete this line, and repeat the command'
     with open(path, 'rb') as file:
         for number, line in enumerate(file, 1):
-            text = line.strip()     # at a line break, JSON's error would name the next line
-            if not text:
-                continue
-            try:
-                row = parse_json(text, path, number)
-            except DataError as error:
-                if line.endswith(b'\n'):
-                    raise DataError(f'{error}; {advice}') from error
-                continue
-            checksum = row.pop(CHECKSUM, None) if isinstance(row, dict) else None
-            if checksum not in (None, json_digest(row, 4)):
-                raise DataError(f'{path}:{number}: damaged or edited: it does not match its '
-                                f'{CHECKSUM} (without that key, it is read as it is); {advice}')
-            yield f'{path}:{number}', row
+            row = _checked(line)
+            if row is not None:
+                yield f'{path}:{number}', row
+            elif line.endswith(b'\n'):
+                raise DataError(f'{path}:{number}: damaged, edited or of an older version: it does '
+                                f'not match its {CHECKSUM}; delete this line, and repeat the '
+                                f'command')
 
 
-# Rules for the values of a sample, as in runtime/json_rules.py: a probability of 1 may be scored as
-# 1.00001, but not as 1.1
-COUNT, INDEX, LOG_PROB = (1, 2 ** 53), (0, 2 ** 53), (-1e300, 0.01)
-SAMPLE = each({'task id prompt': [str], 'of': [COUNT, None],
-               'split language subject category text question context predicted expected':
-                   [str, None]})
-OPTIONS = {'options': [[str]], 'choices': [[str], None], 'log_probs': [[LOG_PROB]],
-           'n_tokens': [[COUNT]], 'answer': [INDEX], 'orders': [[dict], None]}
-ORDER = {'order': [[INDEX]]}
-TOKEN = {'correct': [bool], 'confidence': [(0.0, 1.0)], 'log_prob': [LOG_PROB],
-         'entropy': [(-0.01, 1e300)]}
-WRITTEN = {'greedy': [dict], 'answers': [[dict], None]}
-ANSWER = each({'text reason': [str], 'n_tokens': [COUNT], 'log_prob': [LOG_PROB],
-               'mean_prob': [(0.0, 1.01)]})
-GRADED = each({'answer key': [str, None], 'correct strict': [bool]})
-
-
-def _fault(row):
-    """Return what is wrong with a row of samples.jsonl, as a sentence; '' if nothing is."""
-    if not isinstance(row, dict):
-        return f'{row!r:.60} is no JSON object'
-    has_options, is_written = 'log_probs' in row, 'greedy' in row or is_unstated(row)
-    rules = OPTIONS if has_options else {} if is_unstated(row) else TOKEN
-    if 'content_free' in row:       # log_probs are logarithms of ratios
-        rules = rules | {'log_probs': [[(-1e300, 1e300)]]}
-    if fault := broken_rule(row, SAMPLE | rules | (WRITTEN if is_written else {})):
-        return fault
-    # the greedy answer alone, without a grade, is that of a stated probability
-    for answer in (row['greedy'], *(row.get('answers') or ())) if is_written else ():
-        if fault := broken_rule(answer, ANSWER | (GRADED if 'answers' in row else {})):
-            return f'in an answer, {fault}'
-    if has_options:
-        n = len(row['options'])
-        if not len(row['log_probs']) == len(row['n_tokens']) == n > row['answer']:
-            return 'options, log_probs and n_tokens differ in length, or answer is too large'
-        for order in row.get('orders') or ():
-            if fault := broken_rule(order, ORDER) or _fault(row | {'orders': None} | order):
-                return fault
-            if sorted(order['order']) != [*range(n)]:
-                return f'order must have the index of each option, not {order["order"]}'
-    return ''
+def _checked(line):
+    """Return the row in a line, or None if it does not match its checksum."""
+    try:
+        row = json.loads(line)
+        checksum = row.pop(CHECKSUM)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+    return row if checksum == json_digest(row, 4) else None
 
 
 def of_split(samples, split='test'):

@@ -22,10 +22,12 @@ from safetensors.torch import load_file, save_file
 import model as models
 import train
 from data.eval_config import EvalConfig
+from results.samples import CHECKSUM
 from runtime import checkpoint
 from runtime.config import load_config
 from runtime.config_json import config_from_hf
 from runtime.config_keys import ARCHITECTURES as ARCHITECTURE_OF
+from runtime.digests import json_digest
 from runtime.errors import ConfigError
 
 HERE = Path(__file__).parent.parent     # the repository
@@ -102,6 +104,8 @@ def write_rows(path, rows):
     elif path.suffix == '.json':
         path.write_text(json.dumps(rows))
     else:
+        if path.name == 'samples.jsonl':
+            rows = [row | {CHECKSUM: json_digest(row, 4)} for row in rows]
         path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
     return path
 

@@ -303,11 +303,12 @@ def test_rows_are_read_one_by_one_and_samples_of_an_earlier_prompt_left_out(tmp_
 
 
 def test_a_last_line_that_a_crash_cut_off_is_left_out_where_that_can_be(tmp_path):
-    path = tmp_path / 'samples.jsonl'
-    path.write_text('{"id": 1}\n{"id": ')
+    path = write_rows(tmp_path / 'samples.jsonl', [{'id': 1}, {'id': 2}])
+    whole = path.read_text()
+    path.write_text(whole[:-9])
     assert [*read_jsonl(path)] == [(f'{path}:1', {'id': 1})]
-    path.write_text('{"id": 1}\n{"id": \n')      # a whole line, so no crash
-    with pytest.raises(DataError, match='jsonl:2: broken JSON'):
+    path.write_text(f'{whole[:-9]}\n')      # a whole line, so no crash
+    with pytest.raises(DataError, match='samples.jsonl:2: damaged, edited'):
         [*read_jsonl(path)]
 
 
