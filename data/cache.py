@@ -1,9 +1,8 @@
 """Tokenized datasets on disk: written once, then memory-mapped.
 
-A cache folder holds `tokens.bin` (uint32) and `loss_mask.bin` (uint8), the concatenated sequences;
-`offsets.npy` (int64), where each begins and the last ends; `margins.npy` (float32), of pairs of
-answers; and `info.json` with their checksum. The folder's name is a hash of what decides the
-content: the raw files, the settings and the code of data/ that is used. A damaged one is rebuilt.
+A cache folder holds the ARRAYS, the concatenated sequences, and `info.json` with their hash. The
+folder's name is a hash of what decides the content: the raw files, the settings and the code of
+data/ that is used. A damaged one is rebuilt.
 """
 
 import collections
@@ -21,7 +20,9 @@ from runtime.errors import DataError
 from runtime.ownership import temporary
 from runtime.processes import forked_pool
 
-FILES = 'tokens.bin', 'loss_mask.bin', 'offsets.npy', 'margins.npy'
+# {file .bin: its type}. offsets: where each sequence begins and the last ends; margins: of pairs of
+# answers, 0 without one, one per sequence
+ARRAYS = {'offsets': np.int64, 'tokens': np.uint32, 'loss_mask': np.uint8, 'margins': np.float32}
 
 
 class Sequences:
@@ -34,10 +35,10 @@ class Sequences:
     def __init__(self, folder):
         try:
             self.info = json.loads((folder / 'info.json').read_text(encoding='utf-8'))
-            if self.info.pop('check') != _check(folder, folder.name, self.info):
-                raise ValueError('it does not match its hash')
             self.offsets, self.tokens, self.loss_mask, self.margins = _arrays(folder)
-            self.digest = self.info['digest']
+            self.digest = _digest(folder)
+            if self.digest != self.info['digest']:
+                raise ValueError('it does not match its hash')
         except Exception as error:      # a damaged file can raise anything
             raise DataError(f'the token cache {folder} is damaged ({error!r})') from error
 
@@ -55,14 +56,18 @@ class Sequences:
 
 def _arrays(folder):
     # slicing a plain array over the map is ten times as fast as slicing a memmap
-    tokens, loss_mask = (np.asarray(np.memmap(folder / name, dtype, mode='r')) for name, dtype in (
-        ('tokens.bin', np.uint32), ('loss_mask.bin', np.uint8)))
-    return np.load(folder / 'offsets.npy'), tokens, loss_mask, np.load(folder / 'margins.npy')
+    return [np.asarray(np.memmap(folder / f'{name}.bin', dtype, mode='r'))
+            for name, dtype in ARRAYS.items()]
 
 
-def _check(folder, name, info):
-    """Return a checksum of a cache folder that is, or will be, called `name`."""
-    return json_digest([name, info, *(file_digest(folder / file) for file in FILES)])
+def _digest(folder):
+    """Return the digest of Sequences."""
+    *arrays, margins = _arrays(folder)
+    arrays += [margins] if margins.any() else []
+    digest = hashlib.sha256(repr([len(array) for array in arrays]).encode())
+    for array in arrays:
+        digest.update(array)
+    return digest.hexdigest()
 
 
 def tokenize_once(files, encode, tokenizer, settings, cache_dir, on_bad_row='stop', workers=1,
@@ -101,7 +106,6 @@ def tokenize_once(files, encode, tokenizer, settings, cache_dir, on_bad_row='sto
                 raise DataError('; '.join([f'{", ".join(map(str, files))}: an empty dataset, '
                                            f'nothing to train on', *_gaps(info)]))
             info['digest'] = _digest(part)
-            info['check'] = _check(part, folder.name, info)
             (part / 'info.json').write_text(json.dumps(info, indent=1), encoding='utf-8')
         sequences = Sequences(folder)
     for gap in _gaps(sequences.info):
@@ -131,16 +135,6 @@ def _write(folder, results):
                 masks.write(np.asarray(loss_mask, dtype=np.uint8))
                 offsets.append(offsets[-1] + len(ids))
                 margins += margin or [0.0]
-    np.save(folder / 'offsets.npy', np.asarray(offsets, dtype=np.int64))
-    np.save(folder / 'margins.npy', np.asarray(margins, dtype=np.float32))
+    np.array(offsets, ARRAYS['offsets']).tofile(folder / 'offsets.bin')
+    np.array(margins, ARRAYS['margins']).tofile(folder / 'margins.bin')
     return len(margins), left_out
-
-
-def _digest(folder):
-    """Return the digest of Sequences."""
-    *arrays, margins = _arrays(folder)
-    arrays += [margins] if margins.any() else []
-    digest = hashlib.sha256(repr([len(array) for array in arrays]).encode())
-    for array in arrays:
-        digest.update(array)
-    return digest.hexdigest()

@@ -301,8 +301,8 @@ def test_a_damaged_cache_is_rebuilt(tmp_path, tokenizers, capsys):
     for name, change in (
             ('tokens.bin', None), ('info.json', lambda _: b'[]'),
             ('loss_mask.bin', lambda raw: bytes([*raw[:3], raw[3] ^ 1, *raw[4:]])),
-            ('offsets.npy', lambda raw: raw.replace(b'<i8', b'<f8')),
-            ('margins.npy', lambda raw: raw.replace(b'(2,)', b'(1,)'))):
+            ('offsets.bin', lambda raw: raw[:-8]),
+            ('margins.bin', lambda raw: bytes([*raw[:3], 1, *raw[4:]]))):
         damaged = change and change((folder / name).read_bytes())
         (folder / name).unlink()
         if damaged:
