@@ -2,7 +2,7 @@
 
 A cache folder holds the ARRAYS, the concatenated sequences, and `info.json` with their hash. The
 folder's name is a hash of what decides the content: the raw files, the settings and the code of
-data/ that is used. A damaged one is rebuilt.
+data/ that is used.
 """
 
 import collections
@@ -40,7 +40,8 @@ class Sequences:
             if self.digest != self.info['digest']:
                 raise ValueError('it does not match its hash')
         except Exception as error:      # a damaged file can raise anything
-            raise DataError(f'the token cache {folder} is damaged ({error!r})') from error
+            raise DataError(f'the token cache {folder} is damaged ({error!r}); delete it, and the '
+                            f'same command tokenizes the data again') from error
 
     def __len__(self):
         return len(self.offsets) - 1
@@ -87,13 +88,7 @@ def tokenize_once(files, encode, tokenizer, settings, cache_dir, on_bad_row='sto
     key = json_digest([code, settings, on_bad_row, *(
         [Path(file).suffixes[-2:], file_digest(file)] for file in files)])
     folder = Path(os.path.expanduser(cache_dir)) / key[:20]
-    try:
-        sequences = Sequences(folder)
-    except DataError as error:
-        sequences = None
-        if folder.exists():
-            print(f'{error}; tokenizing the data again')
-    if sequences is None:
+    if not folder.exists():
         rows, bad = regroup(read_rows(*files)), []
         with temporary(folder, folder=True) as part, forked_pool(
                 workers, lambda pair: parsed(*pair, encode, pair[0])) as imap:
@@ -107,7 +102,7 @@ def tokenize_once(files, encode, tokenizer, settings, cache_dir, on_bad_row='sto
                                            f'nothing to train on', *_gaps(info)]))
             info['digest'] = _digest(part)
             (part / 'info.json').write_text(json.dumps(info, indent=1), encoding='utf-8')
-        sequences = Sequences(folder)
+    sequences = Sequences(folder)
     for gap in _gaps(sequences.info):
         print(gap)
     return sequences
