@@ -6,6 +6,7 @@ import datetime
 import importlib
 import json
 import math
+import os
 import resource
 import sys
 import time
@@ -167,7 +168,7 @@ def open_log(cfg, first):
     There a folder such as out/base has its full path, which no later reader takes for a hub name.
     """
     out_dir = Path(cfg.out_dir)
-    path, records = out_dir / 'log.jsonl', []
+    path, records, damaged = out_dir / 'log.jsonl', [], False
     ownership.claim(out_dir, 'train_config.py', path.name)
     recorded = replace(cfg, resume=False, model=full_path(cfg.model), data=full_path(cfg.data))
     ownership.write_text(out_dir / 'train_config.py', dump_config(recorded))
@@ -177,12 +178,14 @@ def open_log(cfg, first):
         try:
             if json.loads(line)['step'] <= first:
                 records.append(line)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            if number < len(lines):     # a crash may cut off the last line
-                raise ConfigError(f'{path}:{number}: not a record of a step ({error!r}); delete '
-                                  f'this line, and repeat the command') from error
+        except (ValueError, KeyError, TypeError, RecursionError):
+            damaged |= number < len(lines)      # a crash may cut off the last line
+    if damaged:
+        ownership.claim(out_dir, f'{path.name}.damaged')
+        os.replace(path, f'{path}.damaged')
     if len(records) < first:
-        print(f'warning: {path} lacks {first - len(records)} of the first {first} steps')
+        print(f'warning: {path} lacks {first - len(records)} of the first {first} steps'
+              + '; the damaged file is now log.jsonl.damaged' * damaged)
     ownership.write_text(path, ''.join(records))
     return open(path, 'a', encoding='utf-8')
 

@@ -175,51 +175,53 @@ def _whole(share):
 
 
 def restore(out_dir, named, optimizer, facts):
-    """Fill parameters and optimizer from the newest checkpoint; return its step, 0 without one.
+    """Fill parameters and optimizer from the newest intact checkpoint; return its step, or 0.
 
-    Raises TrainingError if it is damaged, or if it is of a run with other `facts`.
+    A damaged checkpoint is reported and an older one used. Raises TrainingError if all are damaged
+    or if the run has other `facts` than the one that wrote the checkpoint.
     """
-    folders, device = checkpoints(out_dir), next(iter(named.values())).device
-    if not folders:
-        return 0
-    step, folder = folders.popitem()
-    path = folder / 'state.json'
-    try:
-        content = json.loads(path.read_text(encoding='utf-8'))
-        if content.pop('digest', None) != json_digest(content):
-            raise ValueError('its content does not match its checksum')
-        if content['step'] != step:
-            raise ValueError(f'it holds step {content["step"]}, not {step}')
-        for key, value in facts.items():
-            if content[key] != value:
-                raise TrainingError(f'{path} has different {FACTS.get(key, key)}: '
-                                    f'{content[key]}, not {value}; --overwrite starts over')
-        unread, random = dict(state_tensors(named, optimizer)), {}
-        for name, digest in content['files'].items():
-            path = folder / name
-            if file_digest(path) != digest:
-                raise ValueError('its content does not match its checksum in state.json')
-            for key, tensor in read_tensors(path).items():
-                if key.startswith('random.'):
-                    random[key] = tensor
-                else:
-                    load_full(unread.pop(key), tensor)
-        if unread:
-            raise ValueError(f'{min(unread)} is missing')
-        # a run of fewer processes, or on another device, has no state for this one
-        if (state := random.get(f'random.{rank()}.cpu')) is not None:
-            torch.set_rng_state(state)
-        state = random.get(f'random.{rank()}.cuda')
-        if device.type == 'cuda' and state is not None:
-            torch.cuda.set_rng_state(state, device)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        reason = error if type(error) is ValueError else repr(error)
-        after = f'continues after step {max(folders)}' if folders else 'begins anew'
-        raise TrainingError(f'{path} is damaged ({reason}); delete {folder}, and --resume {after}'
-                            ) from error
-    optimizer.steps = content['optimizer_steps']
-    print(f'resuming after step {step}, from {folder}')
-    return step
+    damaged, device = None, next(iter(named.values())).device
+    for step, folder in reversed(checkpoints(out_dir).items()):
+        path = folder / 'state.json'
+        try:
+            content = json.loads(path.read_text(encoding='utf-8'))
+            if content.pop('digest', None) != json_digest(content):
+                raise ValueError('its content does not match its checksum')
+            if content['step'] != step:
+                raise ValueError(f'it holds step {content["step"]}, not {step}')
+            for key, value in facts.items():
+                if content[key] != value:
+                    raise TrainingError(f'{path} has different {FACTS.get(key, key)}: '
+                                        f'{content[key]}, not {value}; --overwrite starts over')
+            unread, random = dict(state_tensors(named, optimizer)), {}
+            for name, digest in content['files'].items():
+                path = folder / name
+                if file_digest(path) != digest:
+                    raise ValueError('its content does not match its checksum in state.json')
+                for key, tensor in read_tensors(path).items():
+                    if key.startswith('random.'):
+                        random[key] = tensor
+                    else:
+                        load_full(unread.pop(key), tensor)
+            if unread:
+                raise ValueError(f'{min(unread)} is missing')
+            # a run of fewer processes, or on another device, has no state for this one
+            if (state := random.get(f'random.{rank()}.cpu')) is not None:
+                torch.set_rng_state(state)
+            state = random.get(f'random.{rank()}.cuda')
+            if device.type == 'cuda' and state is not None:
+                torch.cuda.set_rng_state(state, device)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError,
+                RecursionError) as error:
+            damaged = f'{path} is damaged ({error if type(error) is ValueError else repr(error)})'
+            print(f'warning: {damaged}')
+            continue
+        optimizer.steps = content['optimizer_steps']
+        print(f'resuming after step {step}, from {folder}')
+        return step
+    if damaged:
+        raise TrainingError(f'{damaged}, and there is no older checkpoint; --overwrite starts over')
+    return 0
 
 
 def state_tensors(named, optimizer):
