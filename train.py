@@ -528,7 +528,8 @@ def optimize(run):
                  else stage.objective)
     print_sizes(run)
     show_example(run.sequences[run.step_indices(0, 1)[0][0]], run.tokenizer)
-    facts = {'data': run.sequences.digest, 'dtype': str(model.head.dtype).removeprefix('torch.'),
+    facts = {'steps': run.steps, 'sequences': len(run.training), 'data': run.sequences.digest,
+             'dtype': str(model.head.dtype).removeprefix('torch.'),
              'model': (checkpoint.config_to_hf(model.config) if cfg.from_scratch
                        else checkpoint.fingerprint(run.base))}
     if cfg.resume and not cfg.dry_run:
