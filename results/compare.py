@@ -21,8 +21,8 @@ from results import page
 from results.over_seeds import compare_seeds
 from results.plots import draw_curves, draw_reliability
 from results.prediction_files import NORMS, few_rows_note
-from results.report import (Predictions, measure, measured_by, panel_title, predictions,
-                            split_groups, task_title, unit)
+from results.report import (Predictions, measure, panel_title, predictions, split_groups,
+                            task_title, unit)
 from results.runs import (Run, find_prediction_files, find_runs, predicted_run, read_run,
                           read_run_samples, sample_of)
 from results.samples import sample_order
@@ -115,11 +115,13 @@ def compare_questions(runs, keys, cfg, out_dir):
     names = ['compare.md', 'compare.tex', 'compare.csv', 'compare.html']
     claim(out_dir, *names, *(f'{kind}-{task}.png' for task in tasks
                              for kind in ('reliability', 'curves')))
-    sections, latex, lines, answers = zip(*(
+    sections, lines, answers = zip(*(
         compare_task(task, runs, {name: x[task] for name, x in by_run.items()}, keys, cfg)
         for task in tasks), strict=True)
+    write_text(out_dir / 'compare.tex', '\n'.join(x.as_latex() for x in sections))
+    # in LaTeX the best is bold
+    sections = [x._replace(notes=['(* the best)', *x.notes]) for x in sections]
     write_text(out_dir / 'compare.md', '\n'.join(x.as_markdown() for x in sections))
-    write_text(out_dir / 'compare.tex', '\n'.join(x.as_latex() for x in latex))
     write_text(out_dir / 'compare.csv', csv_text([*itertools.chain(*lines)]))
 
     panels = {task: {panel_title(name, x.result): x.predicted for name, x in by_name.items()}
@@ -156,7 +158,7 @@ class Answers(NamedTuple):
 
 
 def compare_task(task, runs, samples, keys, cfg):
-    """Return the Section of a task, that for LaTeX, the lines of its CSV, and {name: Answers}."""
+    """Return the Section of a task, the lines of its CSV, and {name: Answers}."""
     titles = {name: task_title(task, run.results[task]) for name, run in runs.items()}
     title, *others = {*titles.values()}
     if others:
@@ -196,11 +198,9 @@ def compare_task(task, runs, samples, keys, cfg):
         remarks.append(note)
     remarks += [f'{TITLES[key]} has no interval below {MEASURES[key].interval_from:,} {n_unit}'
                 for key in keys if fewest < MEASURES[key].interval_from < math.inf]
-    table, with_intervals, lines = question_table(task, answers, reports, keys)
+    table, lines = question_table(task, answers, reports, keys)
     more = [('', cells) for cells in (differences, changes) if len(cells) > 1]
-    remarks += q
-    return (Section(title, table, ['(* the best)', *remarks], more),
-            Section(title, with_intervals, remarks, more), lines, answers)
+    return Section(title, table, remarks + q, more), lines, answers
 
 
 def rows_to_read(answers):
@@ -253,35 +253,24 @@ def average_runs(answers):
 
 
 def question_table(task, answers, reports, keys):
-    """Return a task's cells, those with the intervals of results.json, and the lines of its CSV."""
+    """Return a task's cells and the lines of its CSV."""
     losses = {x.run.settings.get('loss') for x in answers.values()}
     settings = ('loss', 'smoothing') if len(losses) > 1 else ('smoothing',)
     keys = [key for key in keys if all(key in by_language['pooled']
                                        for by_language in reports.values())]
-    tables, lines, groups = ([], []), [], []
+    table, lines, groups = [], [], []
     for language in next(iter(reports.values())):
         for name, x in answers.items():
             report = reports[name][language]
             labels = {'run': name, 'model': x.run.model, 'dataset': task,
                       **{key: x.run.settings.get(key, '') for key in settings},
                       'language': language}
-            shown = report | {'intervals': written_intervals(x.result, language, report)}
-            for table, interval in zip(tables, (False, True), strict=True):
-                table.append([*labels.values(), str(report['n']),
-                              *(measure_cell(shown, key, interval) for key in keys)])
+            table.append([*labels.values(), str(report['n']),
+                          *(measure_cell(report, key) for key in keys)])
             lines.append(labels | report | sample_of(x.result))
             groups.append(language)
     header = [*labels, unit(next(iter(answers.values())).result), *map(Heading, keys)]
-    return *(mark_best([header, *table], groups) for table in tables), lines
-
-
-def written_intervals(result, language, report):
-    """Return the intervals of a report in results.json, of metrics that still have its value."""
-    if result.get('measured_by') != measured_by():      # by another formula
-        return {}
-    written = (result if language == 'pooled' else result.get('languages', {})).get(language, {})
-    return {key: ends for key, ends in written.get('intervals', {}).items()
-            if math.isclose(written[key], report.get(key, math.nan), rel_tol=1e-6)}
+    return mark_best([header, *table], groups), lines
 
 
 def over_questions(pairs, answers, keys, cfg):

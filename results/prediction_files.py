@@ -26,6 +26,7 @@ class UnusableTaskError(DataError):
 
 
 NORMS = ('token', 'sum', 'char', 'byte')    # see `option_lengths`
+NUMBERED = re.compile(r'(prob|log_prob)s?_(\d+)')      # a column of a table
 
 
 def read_predictions(path, cfg):
@@ -152,7 +153,7 @@ def _joined(row):
     """Return a row with a list `probs` for its columns probs_0, probs_1, ..., or `log_probs`."""
     lists = {}
     for key, value in row.items():
-        if (match := re.fullmatch(r'(prob|log_prob)s?_(\d+)', key)) and value is not None:
+        if (match := NUMBERED.fullmatch(key)) and value is not None:
             lists.setdefault(f'{match[1]}s', []).append((int(match[2]), value))
     for name, x in lists.items():
         ks = sorted(k for k, _ in x)

@@ -332,8 +332,7 @@ def notes(result):
         lines.append(f'the options together have a mean probability of {mass:.3f}'
                      + '; with so little, another scoring or prompt may suit the model better'
                      * (mass < 0.01 and by_letters))    # that of whole texts is always small
-    chance = result.get('chance', -1)       # results of earlier versions lack it
-    if by_letters and result['pooled']['accuracy_low'] <= chance:
+    if by_letters and result['pooled']['accuracy_low'] <= (chance := result['chance']):
         shots = '--shots=5, ' * (result.get('shots') == 0)
         lines.append(f'this is no better than guessing ({chance:.3f}): many base and '
                      f'small models cannot answer by a letter; try {shots}--scoring=text, or '

@@ -10,7 +10,7 @@ import metrics
 import stats
 from common import write_rows, write_run
 from research.common import read_csv
-from results import compare, over_seeds, report, samples
+from results import compare, over_seeds, samples
 from runtime.errors import ConfigError, DataError
 from test_prediction_files import HARNESS_FILES, harness_rows
 from test_report import TOKEN, tabulars
@@ -87,22 +87,13 @@ def test_latex_of_a_comparison_marks_the_best(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compare, 'draw_reliability', lambda path, panels: drawn.update(
         {path.name: [title for title, _ in panels]}))
     a, b = write_run(tmp_path / 'run_a'), write_run(tmp_path / 'b', sharpness=3.0)
-    ece = report.predictions(samples.read_samples(a / 'samples.jsonl'), 'token').report()['ece']
-    sample = {'sample': {'questions': 40, 'of': 500}}
-    pooled = {'pooled': {'n': 40, 'ece': ece, 'rmsce': 0.9,     # which another version computed
-                         'intervals': {'ece': [0.1234, 0.5678], 'rmsce': [0.8, 1.0]}}}
-    write_run(a, result=pooled | sample | {'measured_by': 'the code of an earlier version'})
-    compare_csv_of([a, b], out, '--n_bootstrap=0')
-    assert r'\confint{' not in (out / 'compare.tex').read_text()
-    capsys.readouterr()
-    write_run(a, result=pooled | sample | {'measured_by': report.measured_by()})
+    write_run(a, result={'sample': {'questions': 40, 'of': 500}})
     *lines, ensemble = compare_csv_of([a, b], out, MEASURES, '--n_bootstrap=20', '--ensemble')
     assert [line.get('sample_of') for line in (*lines, ensemble)] == ['500', '', '500']
     assert drawn == {'reliability-mmlu.png': ['run_a (sample)', 'b', 'ensemble of 2 (sample)']}
     table, differences, changes = tabulars((out / 'compare.tex').read_text())
     column = table[0].index('ECE')
-    assert table[1][0] == r'run\_a' and r'\confint{0.123}{0.568}' in table[1][column]
-    assert 'confint' not in table[1][table[0].index('RMSCE')]
+    assert table[1][0] == r'run\_a'
     best = min((*lines, ensemble), key=lambda line: float(line['ece']))['run'].replace('_', r'\_')
     assert [row[0] for row in table[1:] if row[column].startswith(r'\textbf{0.')] == [best]
     assert differences[1][0] == r'b - run\_a' and changes[1][:2] == [r'run\_a to b', '40']
