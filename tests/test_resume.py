@@ -1,5 +1,6 @@
 """resume.py: kills, signals, full disks, damaged files, and what a run may delete"""
 
+import functools
 import json
 import os
 import random
@@ -39,8 +40,8 @@ def train_again(settings_file, tmp_path):
 
 def before_each_step(monkeypatch, action):
     step = train.train_step
-    monkeypatch.setattr(train, 'SFT', replace(
-        train.SFT, step=lambda *rest: action() or step(*rest)))
+    monkeypatch.setattr(train, 'train', functools.partial(train.train, stage=replace(
+        train.SFT, step=lambda *rest: action() or step(*rest))))
 
 
 def stop():
