@@ -174,14 +174,14 @@ def policy_objective(packed, cfg):
     def compute(model, rows, inputs, _):
         device, measured = model.head.device, {}
         answers = Answers(packed, rows, device)
-        latest = torch.empty(len(answers.part), device=device)
+        part = to_device(answers.part, device)
         columns = {name: to_device(column[answers.part].astype(np.float32), device)
                    for name in COLUMNS if (column := getattr(packed, name)) is not None}
 
         def function(log_p, entropy, tokens):
             column = {name: x[tokens] for name, x in columns.items()}
             loss, ratio, clipped = policy_loss(log_p, column, answers, tokens, cfg)
-            latest[tokens] = log_p.detach()
+            packed.latest[part[tokens]] = log_p.detach()
             measured.update(ratio=ratio.sum() / n_tokens,
                             clip_fraction=clipped.sum() / n_tokens)
             if cfg.kl != 'none':
@@ -197,7 +197,6 @@ def policy_objective(packed, cfg):
                              joint(function, entropy=cfg.entropy_coef > 0), reduction='sum',
                              group=torch.from_numpy(packed.answer[answers.part]),
                              **loss_options(model, cfg))
-        packed.latest[to_device(answers.part, device)] = latest
         if cfg.method == 'ppo':
             errors = clipped_value_loss(values_of(model, hidden), columns['value'],
                                         columns['returns'], cfg.value_clip)

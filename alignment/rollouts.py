@@ -209,8 +209,8 @@ def update(model, optimizer, packed, cfg, device, objective):
     """Take cfg.updates optimizer steps; return the means of their metrics."""
     total = []
     for number in range(cfg.updates):
-        if number and packed.old is None:
-            packed.old = packed.latest.double().cpu().numpy()      # a copy
+        if number and packed.old is None:   # the first update has computed it
+            packed.old = packed.latest.double().cpu().numpy()
         part = packed
         if cfg.lost_accumulation > 1:
             order = np.random.default_rng([cfg.seed, packed.step, number]).permutation(
