@@ -62,6 +62,7 @@ def measure_ours(raw, config, folder, rate):
     cfg = EvalConfig(model=str(folder), tasks=(f'mmlu:{config.data}',), dtype='bfloat16',
                      device=DEVICE, add_bos=True, max_length=8192, overwrite=True,
                      out_dir=str(folder / 'out'))
+    (folder / 'out').mkdir()        # as the lock of evaluate.py's command does
     pack_len, trim = row_lengths(cfg)
     tokenizer = load_model_tokenizer(folder, checkpoint.read_config(folder))
     task = load_tasks(cfg)['mmlu']
