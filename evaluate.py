@@ -36,14 +36,14 @@ from pathlib import Path
 import numpy as np
 
 from data.chat import question_frame
-from data.eval_config import EvalConfig, check_eval_config
+from data.eval_config import (EvalConfig, check_eval_config, trained_template,
+                              training_settings)
 from data.probes import INSTRUCTIONS
 from data.show import describe_tasks, show_tasks
 from data.tasks import (TASKS, ContextualTask, JudgeTask, OptionTask, PermutedTask, PIKTask,
                         PTrueTask, TextTask, check_names, mean_over_orders, sample_fields,
                         split_name)
 from data.tokenizer import begins_with_bos, load_model_tokenizer
-from data.trained import trained_template, training_settings
 from data.written_answers import WRITTEN_TASKS
 from results import card, report, samples
 from runtime.config import load_config, require_given

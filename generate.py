@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data.chat import question_frame
+from data.eval_config import trained_template, training_settings
 from decoding.sampling import DecodingConfig, check_decoding
 from runtime.config import load_config, require_given
 from runtime.errors import CheckpointError, ConfigError, DataError
@@ -58,7 +59,6 @@ if __name__ == '__main__':
 
 from data.instruct import read_prompts
 from data.tokenizer import begins_with_bos, load_model_tokenizer
-from data.trained import trained_template, training_settings
 from decoding.answers import generate, stream
 from decoding.slots import room
 from results.samples import append_line, digest, merge_parts, open_answers, part, to_row

@@ -21,9 +21,9 @@ import torch
 
 from alignment.packed_answers import Answers, pack_answers
 from data.chat import encode_answer
+from data.eval_config import training_settings
 from data.files import require_text
 from data.tokenizer import begins_with_bos, load_model_tokenizer
-from data.trained import training_settings
 from data.written_answers import WRITTEN_TASKS
 from runtime import checkpoint
 from runtime.device import to_device

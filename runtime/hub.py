@@ -61,16 +61,14 @@ def fetch(source, patterns, revision=None):
     if path.is_file():
         note_inputs(path)
         return [path]
-    if not path.is_dir():
-        if not is_hub_name(source):
-            raise DataError(f'no file or folder at {source}, and it is not a hub dataset name')
-        for pattern in patterns:
-            path = download_files(source, pattern, '*.zip' in patterns, revision)
-            if matches(path, pattern):
-                break
-    if path.exists() and not os.access(path, os.R_OK | os.X_OK):    # `glob` would find nothing
+    on_hub = not path.is_dir()
+    if on_hub and not is_hub_name(source):
+        raise DataError(f'no file or folder at {source}, and it is not a hub dataset name')
+    if not on_hub and not os.access(path, os.R_OK | os.X_OK):   # `glob` would find nothing
         raise DataError(f'cannot read the folder {source}: Permission denied')
     for i, pattern in enumerate(patterns):
+        if on_hub:
+            path = download_files(source, pattern, '*.zip' in patterns, revision)
         if files := matches(path, pattern):
             note_inputs(*files)
             if (n := re.search(r'-\d+-of-(\d+)\b', files[-1].name)) and len(files) < int(n[1]):

@@ -20,7 +20,7 @@ import demo
 import evaluate
 import sample
 import train
-from data.trained import trained_template, training_settings
+from data.eval_config import trained_template, training_settings
 from results import compare
 from runtime import cli
 from runtime.config import dump_config, load_config, read_assignments, require_range

@@ -23,7 +23,7 @@ import evaluate
 import metrics
 import train
 from data import packing
-from data.trained import trained_template
+from data.eval_config import trained_template
 from runtime import checkpoint, graphs, log, parallel, resume, trained
 from runtime.config import load_config
 from runtime.device import pick_device

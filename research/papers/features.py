@@ -17,12 +17,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 
+from data.eval_config import training_settings
 from data.files import parsed, read_rows, require_fields, require_text
 from data.instruct import PATTERNS, first_turns
 from data.messages import to_messages
 from data.packing import Tree
 from data.tokenizer import begins_with_bos, load_model_tokenizer
-from data.trained import training_settings
 from research.common import write_csv
 from results import plots
 from results.tables import aligned, markdown
