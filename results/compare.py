@@ -22,7 +22,7 @@ from results.over_seeds import compare_seeds
 from results.plots import draw_curves, draw_reliability
 from results.prediction_files import NORMS, few_rows_note
 from results.report import (Predictions, measure, panel_title, predictions, split_groups,
-                            task_title, unit)
+                            task_title)
 from results.runs import (Run, find_prediction_files, find_runs, predicted_run, read_run,
                           read_run_samples, sample_of)
 from results.samples import sample_order
@@ -193,7 +193,7 @@ def compare_task(task, runs, samples, keys, cfg):
                    *over_languages(shared, reports, keys)]
     changes, q = changed_answers(pairs, answers)
     fewest = min(by_language['pooled']['n'] for by_language in reports.values())
-    n_unit = unit(next(iter(answers.values())).result)
+    n_unit = next(iter(answers.values())).result['unit']
     if {'rmsce', 'mad'} & {*keys} and (note := few_rows_note(fewest, n_unit)):
         remarks.append(note)
     remarks += [f'{TITLES[key]} has no interval below {MEASURES[key].interval_from:,} {n_unit}'
@@ -269,7 +269,7 @@ def question_table(task, answers, reports, keys):
                           *(measure_cell(report, key) for key in keys)])
             lines.append(labels | report | sample_of(x.result))
             groups.append(language)
-    header = [*labels, unit(next(iter(answers.values())).result), *map(Heading, keys)]
+    header = [*labels, next(iter(answers.values())).result['unit'], *map(Heading, keys)]
     return mark_best([header, *table], groups), lines
 
 

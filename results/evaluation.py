@@ -100,13 +100,9 @@ def measure_again(results, samples):
         n = len(of_split(rows))
         if result.get('measured_by') != report.measured_by() and n == result['pooled']['n']:
             print(f'{task}: its metrics are computed again from samples.jsonl, by the present code')
-            settings = {key: value for key, value in result.items() if key not in (
-                'pooled', 'bins', 'macro', 'option_mass', 'post_hoc', 'scaled', 'judge',
-                'worst_group_ece', *report.GROUPS.values())}
-            result = settings | report.summarize(
-                rows, result['norm'], n_bootstrap=result.get('n_bootstrap', 1000),
-                fit='post_hoc' in result, seed=result.get('seed', 0),
-                fits=result.get('scaled', {}).get('fits'))
+            result = result | report.summarize(
+                rows, result['norm'], n_bootstrap=result['n_bootstrap'], seed=result['seed'],
+                fit='post_hoc' in result, fits=result.get('scaled', {}).get('fits'))
         updated[task] = result
     return updated
 

@@ -305,17 +305,12 @@ def post_hoc(test, samples, held_out, norm, n_bootstrap, seed):
 # Tables
 
 
-def unit(result):
-    """Return what n counts in the reports of a task: 'questions' or 'tokens'."""
-    return result.get('unit', 'questions')      # results of lm_eval have no unit
-
-
 def task_title(task, result):
     """Return a task and its settings: 'mmlu (prompt format mmlu, 5 shots, letters, token)'."""
     has_format = 'option_mass' in result and 'judge' not in result
     scored = 'prompt format ' * has_format + result['distribution']
     if sample := result.get('sample'):
-        items = 'texts' if unit(result) == 'tokens' else 'questions'
+        items = 'texts' if result['unit'] == 'tokens' else 'questions'
         scored += f'; sample of {sample["questions"]:,} of {sample["of"]:,} {items}'
     return f'{task} ({scored})'
 
@@ -332,18 +327,19 @@ def notes(result):
         lines.append(f'the options together have a mean probability of {mass:.3f}'
                      + '; with so little, another scoring or prompt may suit the model better'
                      * (mass < 0.01 and by_letters))    # that of whole texts is always small
-    if by_letters and result['pooled']['accuracy_low'] <= (chance := result['chance']):
+    chance = result.get('chance', -1)       # P(True) has none
+    if by_letters and result['pooled']['accuracy_low'] <= chance:
         shots = '--shots=5, ' * (result.get('shots') == 0)
         lines.append(f'this is no better than guessing ({chance:.3f}): many base and '
                      f'small models cannot answer by a letter; try {shots}--scoring=text, or '
                      f'--prompt_format=harness, where the task has it')
-    lines.append(prediction_files.few_rows_note(result['pooled']['n'], unit(result)))
+    lines.append(prediction_files.few_rows_note(result['pooled']['n'], result['unit']))
     if fitted := result.get('post_hoc'):
         values = [f'temperature {t:.3f}' for t in fitted.get('temperature', ())]
         values += [f'Platt scaling a {a:.3f}, b {b:.3f}' for a, b in fitted['platt']]
         lines.append(f'fitted on {fitted["fitted_on"]}: {"; ".join(values)}')
     for plural, worst in result.get('worst_group_ece', {}).items():
-        lines.append(f'largest ECE of the {plural} with 100 {unit(result)} or more: ' + ', '.join(
+        lines.append(f'largest ECE of the {plural} with 100 {result["unit"]} or more: ' + ', '.join(
             f'{name} {ece:.3f} ({group})' for name, (ece, group) in worst.items()))
     if 'orders' in result:
         lines.append('letters chosen (correct): ' + ', '.join(
@@ -409,7 +405,7 @@ def print_report(runs, out_dir, pictures=True):
         first = next(iter(rows.values()))
         print(f'\n{task_title(task, first)}')
         print(aligned(cells([(name, x['pooled']) for name, x in rows.items()], 'runs', 'run',
-                            unit(first))))
+                            first['unit'])))
         predicted = {name: predictions(runs[name][1][task], x['norm']) for name, x in rows.items()}
         orders = {name: [*map(sample_order, runs[name][1][task])] for name in rows}
         if orders.keys() == {'before', 'after'} and orders['before'] == orders['after'] and (
@@ -444,9 +440,9 @@ def section(task, tasks, target='text'):
     rows, more = report_rows(result), {}
     for kind in GROUPS.values() if target == 'page' else ():
         if group := [row for row in rows if row[0] == kind]:
-            more[f'{len(group)} {kind}'] = cells(group, count=unit(result))
+            more[f'{len(group)} {kind}'] = cells(group, count=result['unit'])
             rows = [row for row in rows if row[0] != kind]
-    table = cells(rows, count=unit(result), intervals=target == 'latex')
+    table = cells(rows, count=result['unit'], intervals=target == 'latex')
     if target == 'latex':
         table = mark_best(table, ['' if kind in ('pooled', 'post_hoc', 'scaled') else (kind, name)
                                   for kind, name, _ in rows])

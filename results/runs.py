@@ -124,7 +124,7 @@ def predicted_run(folder, files, cfg):
             if key in tasks.setdefault(task, {}):
                 raise DataError(f'{path}: the id {sample["id"]} is there twice')
             tasks[task][key] = sample
-            results[task] = {'distribution': distribution, 'norm': 'token'}
+            results[task] = {'distribution': distribution, 'norm': 'token', 'unit': 'questions'}
     if not tasks:
         raise DataError(f'{path}: no multiple-choice questions of lm_eval --log_samples')
     return Run(folder, folder.name, 0, {}, results, file_samples={

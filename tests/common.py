@@ -375,7 +375,7 @@ def write_run(folder, *, seed=0, n=40, task='mmlu', sharpness=1.0, languages=(''
                     'n_tokens': [1] * 4})
     write_rows(folder / 'samples.jsonl', samples)
     entry = {'distribution': 'mmlu, 5 shots, letters, token', 'norm': 'token', 'option_mass': 0.9,
-             'pooled': {'n': n * len(languages)}} | (result or {})
+             'unit': 'questions', 'pooled': {'n': n * len(languages)}} | (result or {})
     (folder / 'results.json').write_text(json.dumps(
         {'config': {'model': str(folder)}, 'seed': seed, 'tasks': {task: entry}}))
     settings = {'model': 'some/base', 'seed': seed} | (settings or {})
