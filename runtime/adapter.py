@@ -81,7 +81,7 @@ def weights_file(folder: Path) -> Path:
 
 def beside_base(folder: Path, base: Path) -> Path:
     """Return a temporary folder with links to all files of `base`, and the link `.adapter`."""
-    if is_adapter(base) or (base / LINK).exists():
+    if is_adapter(base):
         raise CheckpointError(f'{folder / CONFIG}: the base model {base} is itself an adapter; '
                               f'name a whole model, or merge that one with peft (merge_and_unload)')
     if not (base / 'config.json').exists():

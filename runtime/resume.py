@@ -9,7 +9,6 @@ It is written last, then the older checkpoint is removed: a complete one exists 
 import contextlib
 import functools
 import json
-import os
 import re
 import signal
 import sys
@@ -22,7 +21,7 @@ from runtime.config import run_settings
 from runtime.digests import file_digest, json_digest
 from runtime.errors import ConfigError, Stopped, TrainingError
 from runtime.hub import full_path
-from runtime.ownership import ASIDE, LIST, LOCK, TEMPORARY, check_free, discard, written_files
+from runtime.ownership import ASIDE, LIST, LOCK, check_free, discard, written_files
 from runtime.parallel import gather, gather_full, joined, load_full, rank
 from runtime.weights import read_tensors, write_files
 
@@ -75,17 +74,13 @@ def notes_how_to_continue(cfg):
 def check_folder(cfg):
     """Raise ConfigError unless out_dir is missing, empty or the folder of a run."""
     out_dir = Path(cfg.out_dir)
-    if Path(cfg.model).is_dir() and Path(os.path.realpath(cfg.model)).is_relative_to(
-            os.path.realpath(out_dir)):     # unlike Path.resolve it accepts a link to itself
-        raise ConfigError(f'out_dir = {cfg.out_dir} holds the model {cfg.model} itself')
     try:
         files = {path.name for path in out_dir.iterdir() if not path.name.startswith(ASIDE)}
     except FileNotFoundError:
         files = set()
     except (OSError, ValueError) as error:      # ValueError: a NUL in the name
         raise ConfigError(f'out_dir = {cfg.out_dir!r} is no folder: {error}') from error
-    # a run that is killed while it writes its first list leaves that under a temporary name
-    if LIST not in files and any(not TEMPORARY.fullmatch(name) for name in files - {LOCK}):
+    if LIST not in files and files - {LOCK}:
         raise ConfigError(f'out_dir = {cfg.out_dir} is not empty and has no {LIST}, the list of '
                           f'what a run wrote; choose another --out_dir, or move that folder away')
 
