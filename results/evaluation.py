@@ -76,8 +76,7 @@ def write_results(content, samples, tasks, pictures, out_dir):
     rows = page.to_read(results, samples)
     page.write_report(content, page.select(rows), pictures, out_dir)
     texts = {'results.csv': report.to_csv(results), 'results.tex': report.to_latex(results),
-             'results.md': '\n'.join(filter(None, (report.to_markdown(results),
-                                                   page.mistakes(rows))))}
+             'results.md': report.to_markdown(results)}
     for name, text in texts.items():
         write_text(out_dir / name, text)
     names = ['report.html'] + [OUTPUTS[0]] * (out_dir / OUTPUTS[0]).exists()

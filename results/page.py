@@ -1,4 +1,4 @@
-"""Samples to read: report.html, compare.html, and the mistakes at the end of results.md.
+"""Samples to read: report.html and compare.html.
 
 page.html is the template: plain HTML and a script without libraries. The page is one file that
 needs no network. Its script keeps 50 samples in the document at a time.
@@ -19,7 +19,6 @@ from runtime.ownership import write_text
 
 TEMPLATE = Path(__file__).with_name('page.html')
 MOST = 30_000       # samples in a page; a browser opens MMLU's 14,042 in less than a second
-LONGEST = 1000      # characters of a question in results.md
 WRITTEN = 'greedy', 'answers'       # keys of a sample of written answers
 
 
@@ -80,31 +79,6 @@ def select(rows, most=MOST):
         groups.setdefault((row.get('run'), row['task'], row['language']), []).append(row)
     ranked = [row for rank in itertools.zip_longest(*groups.values()) for row in rank if row]
     return sorted(ranked[:most], key=mistakes_first), len(ranked)
-
-
-def mistakes(rows, most=10):
-    """Return the most confident mistakes of all tasks, without variants of these, as Markdown."""
-    wrong = sorted((row for task, group in rows.items() for row in group[:most]
-                    if task.partition('.')[0] not in rows.keys() - {task} and not row['correct']),
-                   key=mistakes_first)[:most]
-    texts = [f'### The {len(wrong)} most confident mistakes\n'] if wrong else []
-    for number, row in enumerate(wrong, 1):
-        name = ', '.join(filter(None, (row['task'], row['language'], row['subject'], row['id'])))
-        said, right = (row['options'][row[key]][0] if 'options' in row else row.get(text, '')
-                       for key, text in (('chosen', 'predicted'), ('answer', 'expected')))
-        verdict = ''.join(f', {word} {_code(text)}' for word, text in (
-            ('predicted', said), ('right is', right)) if text.strip())
-        texts.append(f'{number}. {_code(name)}: confidence {row["confidence"]:.3f}{verdict}\n')
-        if text := row['text']:
-            text = '…' * (len(text) > LONGEST) + text[-LONGEST:]
-            # 8 spaces in a list are a block of code, which no text can end
-            texts.append('\n'.join(f'        {line}' for line in text.split('\n')) + '\n')
-    return '\n'.join(texts)
-
-
-def _code(text):
-    """Return text as a code span of Markdown; a backtick, which would end it, is replaced."""
-    return '`' + ' '.join(text.replace('`', "'").split()) + '`'
 
 
 # The page

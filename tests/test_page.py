@@ -1,4 +1,4 @@
-"""results/page.py: report.html and the most confident mistakes."""
+"""results/page.py: report.html."""
 
 import html.parser
 import json
@@ -125,27 +125,6 @@ def test_a_confidence_in_written_answers_shows_the_answers_of_its_task():
                 for row in rows[task]} == {(text, ' mid', ' time', '2 × Paris, 1 × Lyon, 1 × none')}
     empty = [sample | {'predicted': ''} for sample in written]
     assert {row['predicted'] for row in rows_of(triviaqa=empty)['triviaqa']} == {'none'}
-
-
-def test_results_md_ends_with_the_ten_most_confident_mistakes():
-    samples = questions(60)
-    for sample in samples:
-        sample['context'] = f'{"x" * 2000}\n{HOSTILE}\nend {sample["id"]}'
-    rows = rows_of(mmlu=samples, clm=tokens(4), **{'mmlu.permuted': samples})
-    text = page.mistakes(rows)
-    wrong = [row for row in rows['mmlu'] if not row['correct']] + rows['clm']
-    wrong = sorted(wrong, key=lambda row: -row['confidence'])[:10]
-    assert text.startswith('### The 10 most confident mistakes\n') and 'mmlu.permuted' not in text
-    shown = re.findall(r'^\d+\. `(.*?)`: confidence ([\d.]+), predicted `(.*?)`, right is `(.*?)`$',
-                       text, re.M)
-    for (place, confidence, predicted, right), row in zip(shown, wrong, strict=True):
-        assert float(confidence) == round(row['confidence'], 3) and predicted != right
-        assert place.split(',')[0] == row['task'] and place.endswith(row['id'])
-    lines = text.split('\n')
-    assert max(map(len, lines)) < page.LONGEST + 10      # long questions are cut
-    # a question cannot leave its block
-    assert lines.count(f'        {HOSTILE}') == sum(row['task'] == 'mmlu' for row in wrong)
-    assert page._code('a ``` b') == "`a ''' b`" and page.mistakes({}) == ''
 
 
 def test_text_of_a_question_is_never_markup_and_the_page_needs_no_other_file(tmp_path):

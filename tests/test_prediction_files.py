@@ -157,7 +157,7 @@ def test_a_report_lists_its_scalings_and_replaces_none_of_others(tmp_path):
     command.write_report([*arguments, f'--out_dir={tmp_path}/report'])
     assert 'scaling.json' in ownership.written_files(tmp_path / 'report')
     # options that are not one text per probability are numbered
-    assert 'predicted `1`, right is `2`' in (tmp_path / 'report/results.md').read_text()
+    assert '[["1",0.6],["2",0.4]]' in (tmp_path / 'report/report.html').read_text()
     theirs = tmp_path / 'theirs' / 'scaling.json'
     theirs.parent.mkdir()
     theirs.write_text('mine')
