@@ -26,27 +26,22 @@ def each(rules: dict) -> dict:
 
 
 def check_values(values, rules, where, block='', required=()):
-    """Raise CheckpointError for a missing or wrong value and, inside a block, an unknown key."""
+    """Raise CheckpointError for a missing or wrong value and, inside a block, an unknown key.
+
+    required: the keys that may not be missing; None: those that may not be null
+    """
     for key in values if block else ():
         if key not in rules:
             raise CheckpointError(f'{where}: {block}{key} is not supported; the keys are '
                                   f'{", ".join(rules)}')
-    if fault := broken_rule(values, rules, required):
-        raise CheckpointError(f'{where}: {block}{fault}')
-
-
-def broken_rule(values, rules, required=None):
-    """Return which value is missing or wrong, as a sentence, or ''.
-
-    required: the keys that may not be missing; None: those that may not be null
-    """
     for key, rule in rules.items():
         if key not in values:
             if None not in rule if required is None else key in required:
-                return f'{key} is missing; it must be {_describe(rule)}'
+                raise CheckpointError(f'{where}: {block}{key} is missing; it must be '
+                                      f'{_describe(rule)}')
         elif not _fits(values[key], rule):
-            return f'{key} = {values[key]!r:.60} is not supported; it must be {_describe(rule)}'
-    return ''
+            raise CheckpointError(f'{where}: {block}{key} = {values[key]!r:.60} is not supported; '
+                                  f'it must be {_describe(rule)}')
 
 
 def _fits(value, rule):
