@@ -154,8 +154,11 @@ def _table_rows(path, file, kind, to_rows):
     # semicolons where numbers have decimal commas
     in_header = [delimiter for delimiter in ',;\t' if delimiter in header]
     delimiter = '\t' if kind == '.tsv' else (in_header or ',')[0]
+    # spaces before all names but the first, as SAS writes them, are no part of a cell
+    others = next(csv.reader([header], delimiter=delimiter))[1:]
+    padded = bool(others) and all(name.startswith(' ') for name in others)
     reader = csv.reader(itertools.chain([header], lines), delimiter=delimiter,
-                        skipinitialspace=f'{delimiter} ' in header)     # as SAS writes tables
+                        skipinitialspace=padded)
     try:
         yield from to_rows(((f'{path}:{reader.line_num}', cells) for cells in reader if cells),
                            delimiter)
