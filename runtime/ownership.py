@@ -19,7 +19,6 @@ import glob
 import itertools
 import json
 import os
-import re
 import secrets
 import shutil
 from fnmatch import fnmatch
@@ -28,7 +27,6 @@ from pathlib import Path
 from runtime.errors import ConfigError
 
 LIST, LOCK, ASIDE = 'written.json', '.lock', '.replaced-'
-TEMPORARY = re.compile(r'(.+)\.[0-9a-f]{8}\.nanocal-tmp')
 _locks = []     # the lock files that this process holds open
 _inputs = set()     # the real paths of the files that this command reads: see `note_inputs`
 
@@ -240,10 +238,7 @@ def write_text(path, text):
 
 def _remove_leftovers(folder):
     """Remove the temporary files of listed names; the caller has locked `folder`."""
-    folder = Path(folder)
-    names = {LIST, f'before/{LIST}', *_all_names(folder)}
-    for parent in {(folder / name).parent for name in names}:
-        for path in parent.glob('*.nanocal-tmp'):
-            match = TEMPORARY.fullmatch(str(path.relative_to(folder)))
-            if match and match[1] in names:
-                path.unlink(missing_ok=True)
+    for name in (LIST, f'before/{LIST}', *_all_names(folder)):
+        path = Path(folder, name)
+        for part in path.parent.glob(f'{glob.escape(path.name)}.{"[0-9a-f]" * 8}.nanocal-tmp'):
+            part.unlink(missing_ok=True)
