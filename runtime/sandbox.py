@@ -24,7 +24,6 @@ ISOLATIONS = 'namespaces', 'limits'
 class Outcome(NamedTuple):
     passed: bool        # the source ran to its end and every test passed
     reason: str         # '' or, in one line, why not
-    output: str         # the first 64 KiB of what the program printed; '' after wall_seconds
 
 
 def require_sandbox(isolation):
@@ -42,8 +41,8 @@ def run_program(source, tests, *, seconds=3, wall_seconds=None, memory=1 << 29, 
                   in a process of its own. Arguments and results are plain values
     seconds:      CPU time of the program, a whole number
     wall_seconds: time for all, for programs that sleep; None: 10 + 4 * seconds
-    memory, disk: bytes of address space, and of files in /tmp and of output; with 'limits', `disk`
-                  is for each file and not for their sum
+    memory, disk: bytes of address space, and of files in /tmp; with 'limits', `disk` is for each
+                  file and not for their sum
     isolation:    'namespaces': no file of this machine but the Python installation, no network, no
                   other process. 'limits', for containers that forbid namespaces: the program can
                   read and write what the user can
@@ -72,7 +71,7 @@ def run_program(source, tests, *, seconds=3, wall_seconds=None, memory=1 << 29, 
                 b'%s\n%s\n' % tuple(json.dumps(message).encode() for message in (
                     request, {'tests': tests, 'token': token})), wall_seconds)
         except subprocess.TimeoutExpired:
-            return Outcome(False, f'more than {wall_seconds:g} s', '')
+            return Outcome(False, f'more than {wall_seconds:g} s')
         finally:
             if process.poll() is None:      # and whatever it started: the session is its own
                 os.killpg(process.pid, signal.SIGKILL)
@@ -83,8 +82,8 @@ def run_program(source, tests, *, seconds=3, wall_seconds=None, memory=1 << 29, 
             raise ConfigError(
                 f'{line}: this machine does not let you isolate a program; allow namespaces or, in '
                 f'a disposable container, add --isolation=limits (docs/running_code.md)')
-        return Outcome(False, line, '')
+        return Outcome(False, line)
     verdict = json.loads(verdict)
     passed = verdict['passed'] and verdict['token'] == token
     reason = ''.join(c if c.isprintable() else '\ufffd' for c in verdict['reason'][:300])
-    return Outcome(passed, reason, verdict['output'])
+    return Outcome(passed, reason)

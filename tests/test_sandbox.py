@@ -61,7 +61,6 @@ def test_a_hostile_program_does_not_pass(isolation, name):
     outcome = run_program(HOSTILE[name]['source'], TESTS, seconds=10 if 'memory' in name else 1,
                           wall_seconds=1 if 'sleeps' in name else 20, isolation=isolation)
     assert not outcome.passed and re.search(HOSTILE[name]['reason'], outcome.reason), outcome
-    assert len(outcome.output) <= 1 << 16
 
 
 # ---- Programs that want out ----------------------------------------------------------------------
@@ -187,11 +186,11 @@ def test_nothing_outlives_a_killed_evaluation(isolation):
 
 def test_a_right_program_passes(isolation):
     outcome = run_program(PROGRAMS['right'], TESTS, isolation=isolation)
-    assert outcome == (True, '', 'debug\n2 3\n-1 1\n')
+    assert outcome == (True, '')
     for body, reason in (('a * b', 'AssertionError: assert program.add(2, 3) == 5'),
                          ('a +', 'SyntaxError: invalid syntax (program.py, line 1)')):
         outcome = run_program(f'def add(a, b): return {body}', TESTS, isolation=isolation)
-        assert outcome == (False, reason, '')
+        assert outcome == (False, reason)
     for tests, right in (('import os; os._exit(0)', False), ('print("x" * 99999)', True)):
         assert run_program('', tests, isolation=isolation).passed is right
     outcome = run_program('raise ValueError("\\x1b[31m\\ud800 red")', 'pass', isolation=isolation)
@@ -272,7 +271,7 @@ def test_the_solutions_of_humaneval_pass_and_trivial_ones_fail(namespaces):
 def test_the_task_uses_the_isolation_that_is_asked_for(monkeypatch):
     used = []
     monkeypatch.setattr(code_tasks, 'run_program',
-                        lambda *_, isolation: used.append(isolation) or Outcome(False, '', ''))
+                        lambda *_, isolation: used.append(isolation) or Outcome(False, ''))
     check.cache_clear()
     WRITTEN_TASKS['humaneval'].grade('    return 1', [*PROBLEM], isolation='limits')
     check.cache_clear()
