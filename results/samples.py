@@ -263,8 +263,8 @@ def read_jsonl(path):
                 yield f'{path}:{number}', row
             elif line.endswith(b'\n'):
                 raise DataError(f'{path}:{number}: damaged, edited or of an older version: it does '
-                                f'not match its {CHECKSUM}; delete this line, and repeat the '
-                                f'command')
+                                f'not match its {CHECKSUM}; delete this line and repeat the '
+                                f'command, or compare the file as it is: --compare {path}')
 
 
 def _checked(line):
