@@ -6,6 +6,7 @@ matrix. Logits and log-probabilities are float32.
 """
 
 import functools
+import itertools
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -77,30 +78,20 @@ def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, compute
     numbers:       int [M], for each scored token its option, or its index in Tree.scored
     values:        float32 [M, C], as `compute` returns them
     """
-    unfinished = {}
-
-    def counted():
-        for index, tree in trees:
-            unfinished[index] = tree.n_scored, [], []
-            yield index, tree
-
     if seq2seq:
-        batches = stack_answers(counted(), seq2seq.decoder_start_token_id, seq2seq.eos_token_id,
+        batches = stack_answers(trees, seq2seq.decoder_start_token_id, seq2seq.eos_token_id,
                                 pack_len, deterministic)
     else:
-        rows = pack_alone(counted()) if deterministic else pack_trees(counted(), pack_len)
+        rows = pack_alone(trees) if deterministic else pack_trees(trees, pack_len)
         batches = stack_rows(rows, 1 if deterministic else batch_rows, 0 if deterministic else trim)
     # products of the few rows that are read can be rounded in another way where processes share the
     # weights, so deterministic scores need those of all rows
     forward = functools.partial(forward_values, compute=compute, every_token=deterministic)
     for copy, scored in launch(load, batches, forward, dropout_seed, sharded):
-        for (index, number, _, _), value in zip(scored, copy.values(), strict=True):
-            n, numbers, values = unfinished[index]
-            numbers.append(number)
-            values.append(value)
-            if len(values) == n:
-                del unfinished[index]
-                yield index, np.array(numbers), np.array(values)
+        pairs = zip(scored, copy.values(), strict=True)
+        for index, group in itertools.groupby(pairs, lambda pair: pair[0][0]):  # all of a tree
+            entries, values = zip(*group)
+            yield index, np.array([number for _, number, _, _ in entries]), np.array(values)
 
 
 def launch(load, batches, forward, dropout_seed, sharded):

@@ -110,10 +110,6 @@ class Tree:
         """Return the number of scored tokens of each option."""
         return [len(ids) - start for ids, start in zip(self.sequences, self.starts, strict=True)]
 
-    @property
-    def n_scored(self):
-        return len(self.scored) + sum(self.n_tokens)
-
     def sums(self, numbers, values):
         """Return the summed log-probability of each option, float64 [K].
 
@@ -201,27 +197,18 @@ def pack_prompts(prompts, numbers):
 def pack_trees(trees, row_length):
     """Yield (arrays, scored) of packed rows, see `PackedRow.padded`, from (index, Tree) pairs.
 
-    A question that does not fit into one row is split, and its prompt repeated. The row of a longer
-    prompt is a multiple of row_length.
+    The row of a longer tree is a multiple of row_length.
     """
     row = PackedRow()
     for index, tree in trees:
         branches = tree.branches
-        while True:
-            prefix = 0 if row.prefix == tree.prefix else len(tree.prefix)
-            room = row_length - len(row.tokens) - prefix - len(tree.prompt)
-            computed = [max(0, len(tree.continuations[k]) - 1) for k, *_ in branches]
-            if not row.tokens:      # an empty row takes one branch, however long
-                room = max(room, computed[0] if branches else 0)
-            n = sum(end <= room for end in itertools.accumulate(computed))
-            fits = n == len(branches) and room >= 0
-            if fits or not row.tokens:
-                row.add(index, tree, branches[:n])
-                branches = branches[n:]
-            if fits:
-                break
+        n_new = len(tree.prompt) + sum(max(0, len(tree.continuations[k]) - 1) for k, *_ in branches)
+        if row.prefix != tree.prefix:
+            n_new += len(tree.prefix)
+        if row.tokens and len(row.tokens) + n_new > row_length:
             yield row.padded(_round_up(len(row.tokens), row_length))
             row = PackedRow()
+        row.add(index, tree, branches)
     if row.tokens:
         yield row.padded(_round_up(len(row.tokens), row_length))
 
