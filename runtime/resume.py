@@ -9,6 +9,7 @@ It is written last, then the older checkpoint is removed: a complete one exists 
 import contextlib
 import functools
 import json
+import os
 import re
 import signal
 import sys
@@ -74,6 +75,9 @@ def notes_how_to_continue(cfg):
 def check_folder(cfg):
     """Raise ConfigError unless out_dir is missing, empty or the folder of a run."""
     out_dir = Path(cfg.out_dir)
+    if Path(cfg.model).is_dir() and Path(os.path.realpath(cfg.model)).is_relative_to(
+            os.path.realpath(out_dir)):     # unlike Path.resolve it accepts a link to itself
+        raise ConfigError(f'out_dir = {cfg.out_dir} holds the model {cfg.model} itself')
     try:
         files = {path.name for path in out_dir.iterdir() if not path.name.startswith(ASIDE)}
     except FileNotFoundError:
