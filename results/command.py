@@ -48,9 +48,9 @@ of these forms:
   or of samples_<task>_<date>.jsonl, which lm_eval --log_samples writes; a question that is repeated
   there counts once. A .json file may hold a list of such objects
 
-.csv, .tsv and .parquet files have these keys as columns, probs_0, probs_1, ... for the numbers of a
-list. Rows with another "split" than "test" are left out. Each "task" of a file has a report of its
-own, and so has each group of one call of lm_eval, such as mmlu. Files may be .gz.
+.csv, .tsv, .parquet and .arrow files have these keys as columns, probs_0, probs_1, ... for the
+numbers of a list. Rows with another "split" than "test" are left out. Each "task" of a file has a
+report of its own, and so has each group of one call of lm_eval, such as mmlu. Files may be .gz.
 
 examples: nanocal metrics out/base/samples.jsonl
           nanocal metrics --norm=char out/model/samples_hellaswag_*.jsonl

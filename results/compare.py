@@ -145,7 +145,7 @@ class Answers(NamedTuple):
     run: Run
     result: dict        # the task's entry in results.json
     samples: list
-    keys: list          # `question_key` of each sample
+    keys: list          # of the samples, as in `question_keys`
     predicted: Predictions
 
     def select(self, keys):
@@ -164,8 +164,8 @@ def compare_task(task, runs, samples, keys, cfg):
     if others:
         title = f'{task}: ' + ', '.join(task_title(name, run.results[task])
                                         for name, run in runs.items())
-    answers = {name: Answers(run, run.results[task], samples[name],
-                             [*map(question_key, samples[name])],
+    keys_by_run = question_keys(samples)
+    answers = {name: Answers(run, run.results[task], samples[name], keys_by_run[name],
                              predictions(samples[name], run.results[task]['norm']))
                for name, run in runs.items()}
     remarks = []
@@ -217,12 +217,18 @@ def rows_to_read(answers):
     return sorted(rows, key=page.mistakes_first)
 
 
-def question_key(sample):
-    """Return a key that samples of two runs share if they answer the same question."""
+def question_keys(samples):
+    """Return {name: keys of the samples}; samples with equal keys answer the same question.
+
+    If a run knows no texts, as a file of ids and probabilities, ids and answers decide.
+    """
     # a hash, or the text before a token
-    text = sample.get('question') or sample.get('context', '')
-    return (*sample_order(sample)[2:], text, sample.get('answer', sample.get('token')),
-            len(sample.get('options', ())))
+    texts = {name: [s.get('question') or s.get('context', '') for s in rows]
+             for name, rows in samples.items()}
+    all_known = all(map(any, texts.values()))
+    return {name: [(*sample_order(s)[2:], all_known and text, s.get('answer', s.get('token')),
+                    len(s.get('options', ()))) for s, text in zip(rows, texts[name], strict=True)]
+            for name, rows in samples.items()}
 
 
 def average_runs(answers):

@@ -18,7 +18,7 @@ import metrics
 from results.confidence import outcome, parse_probability
 from runtime.digests import json_digest
 from runtime.errors import DataError
-from runtime.readers import column_names, read_rows, to_dict
+from runtime.readers import column_names, parse_json, read_rows, to_dict
 
 
 class UnusableTaskError(DataError):
@@ -137,6 +137,7 @@ def _read_cells(lines, delimiter):
 
 def _cell(text, delimiter):
     """Return what a cell states in JSON or as Python prints it; its text; None for an empty one."""
+    text = text.strip(' ')
     if not text:
         return None
     if text.casefold() in ('true', 'false'):
@@ -205,9 +206,13 @@ def harness_task(path) -> tuple[str, str, str]:
     if not match:
         return 'samples', '', ''
     subtask, date = match.groups()
-    groups = [group for file in path.parent.glob(f'*_{date}.json')
-              for group in json.loads(file.read_text(encoding='utf-8')).get('group_subtasks', ())
-              if subtask.startswith(f'{group}_')]
+    groups = []
+    for file in path.parent.glob(f'*_{date}.json'):
+        content = parse_json(file.read_bytes(), file)
+        if not isinstance(content, dict):
+            raise DataError(f'{file} is not what lm_eval wrote; remove it, or evaluate again')
+        groups += [group for group in content.get('group_subtasks', ())
+                   if subtask.startswith(f'{group}_')]
     return max(groups, key=len, default=subtask), subtask, date
 
 

@@ -52,7 +52,8 @@ def read_rows(path, to_rows):
 def column_names(place, cells):
     """Return the names in the first line of a table; raise a DataError if one is there twice."""
     names = [name.strip() for name in cells]
-    if twice := [name for name in names if names.count(name) > 1]:
+    # Excel writes empty names above empty columns
+    if twice := [name for name in names if name and names.count(name) > 1]:
         raise DataError(f'{place}: the header names {twice[0]!r} twice')
     return names
 
@@ -152,8 +153,7 @@ def _table_rows(path, file, kind, to_rows):
                                           for number, raw in enumerate(file, 1))
     header = next(lines, '')
     # semicolons where numbers have decimal commas
-    in_header = [delimiter for delimiter in ',;\t' if delimiter in header]
-    delimiter = '\t' if kind == '.tsv' else (in_header or ',')[0]
+    delimiter = max('\t,;' if kind == '.tsv' else ',;\t', key=re.sub('"[^"]*"', '', header).count)
     # spaces before all names but the first, as SAS writes them, are no part of a cell
     others = next(csv.reader([header], delimiter=delimiter))[1:]
     padded = bool(others) and all(name.startswith(' ') for name in others)
@@ -179,11 +179,13 @@ def _parquet_rows(path, file):
         raise DataError(f'{path}: {path.suffix} needs pyarrow: pip install pyarrow') from None
     batches = (pyarrow.ipc.open_stream(file) if path.suffix == '.arrow' else    # of save_to_disk
                pyarrow.parquet.ParquetFile(file).iter_batches())
-    rows = (zip(batch.schema.names, cells, strict=True) for batch in batches
-            for cells in zip(*batch.columns, strict=True))
-    for number, cells in enumerate(rows, 1):
-        place = f'{path}: row {number}'
-        yield place, _row_or_error(_values, cells, place)
+    number = 0
+    for batch in batches:
+        names = column_names(path, batch.schema.names)
+        for cells in zip(*batch.columns, strict=True):
+            number += 1
+            place = f'{path}: row {number}'
+            yield place, _row_or_error(_values, zip(names, cells, strict=True), place)
 
 
 def _values(cells, place):

@@ -158,7 +158,7 @@ def test_folders_and_files_that_cannot_be_compared(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('key, prefixes, paired', [
-    ('question', ('a', 'a'), 38), ('question', ('a', 'b'), 0), ('question', ('a', None), 0),
+    ('question', ('a', 'a'), 38), ('question', ('a', 'b'), 0), ('question', ('a', None), 38),
     ('context', ('a', 'a'), 38), ('context', ('a', 'b'), 0), ('context', (None, None), 38)])
 def test_only_the_same_questions_are_paired(tmp_path, capsys, key, prefixes, paired):
     runs = two_runs(tmp_path)

@@ -261,6 +261,14 @@ def test_a_sample_of_lm_eval_has_its_log_probs_lengths_and_answer():
     assert harness_task(path.with_name('mine.jsonl')) == ('samples', '', '')
 
 
+def test_results_beside_the_samples_of_lm_eval_that_cannot_be_read_are_named(tmp_path):
+    path, _ = harness_rows('trivia_animals')
+    for content, why in (('{"group', ':1: broken JSON'), ('[1]', ' is not what lm_eval wrote')):
+        (tmp_path / f'results_2026-{path.stem[-21:]}.json').write_text(content)
+        with pytest.raises(DataError, match=f'[.]json{why}'):
+            harness_task(tmp_path / path.name)
+
+
 def test_a_repeated_question_of_lm_eval_counts_once_and_two_models_are_not_mixed(tmp_path):
     path, rows = harness_rows('endings')
     once = run_metrics(path).stdout.splitlines()[1:]

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import transformers
 from common import HERE, asking, sentencepiece_folder, write_rows
@@ -212,6 +213,10 @@ def test_csv_rows_fit_their_header(tmp_path):
     assert [*questions.read_rows(path)] == [(f'{path}:1', ['Q, or?', 'a', ' b', 'c', 'd', 'B'])]
     path.write_text('Prompt,response\n"Q, ?",A\n')
     assert [*questions.read_rows(path)] == [(f'{path}:2', {'prompt': 'Q, ?', 'response': 'A'})]
+    columns = pyarrow.table([['Q?'], ['A'], ['B']], names=['question', 'answer', 'answer'])
+    pyarrow.parquet.write_table(columns, tmp_path / 'some.parquet')
+    with pytest.raises(DataError, match="some.parquet: the header names 'answer' twice"):
+        [*questions.read_rows(tmp_path / 'some.parquet')]
 
 
 def test_a_task_that_cannot_be_loaded_so_is_named_with_what_would_help(tmp_path):
