@@ -1,5 +1,6 @@
 """Find the files of datasets and models, in a folder or on the hub; upload a model."""
 
+import fnmatch
 import os
 import re
 import shutil
@@ -66,9 +67,13 @@ def fetch(source, patterns, revision=None):
         raise DataError(f'no file or folder at {source}, and it is not a hub dataset name')
     if not on_hub and not os.access(path, os.R_OK | os.X_OK):   # `glob` would find nothing
         raise DataError(f'cannot read the folder {source}: Permission denied')
+    names = files_on_hub(source, revision) if on_hub else None
     for i, pattern in enumerate(patterns):
+        wanted = [pattern, *['*.zip'] * ('*.zip' in patterns)]
+        if names is not None and not any(fnmatch.filter(names, glob) for glob in wanted):
+            continue
         if on_hub:
-            path = download_files(source, pattern, '*.zip' in patterns, revision)
+            path = download_files(source, wanted, revision)
         if files := matches(path, pattern):
             note_inputs(*files)
             if (n := re.search(r'-\d+-of-(\d+)\b', files[-1].name)) and len(files) < int(n[1]):
@@ -84,9 +89,18 @@ def fetch(source, patterns, revision=None):
                     + (f'; name one of its folders {", ".join(folders[:9])}' if folders else ''))
 
 
-def download_files(source, pattern, archives, revision):
-    """Return the folder of a hub dataset with the files of a pattern, and unpacked `archives`."""
-    path = download(source, [pattern, *['*.zip'] * archives], revision, repo_type='dataset')
+def files_on_hub(source, revision):
+    """Return the names of the files of a hub dataset, or None where they cannot be listed."""
+    from huggingface_hub import HfApi
+    try:
+        return HfApi().list_repo_files(source, revision=revision, repo_type='dataset')
+    except Exception:   # offline, so `download` looks in the cache, or says what is wrong
+        return None
+
+
+def download_files(source, patterns, revision):
+    """Return the folder of a hub dataset with the files of some patterns, and archives unpacked."""
+    path = download(source, patterns, revision, repo_type='dataset')
     for archive in path.glob('*.zip'):
         unpacked = archive.with_suffix('')
         if not unpacked.exists():

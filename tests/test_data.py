@@ -35,10 +35,18 @@ def test_of_a_hub_dataset_one_format_is_downloaded(tmp_path, monkeypatch):
         for found in filter(functools.partial(fnmatch.fnmatch, pat=allow_patterns[0]), names):
             write_rows(tmp_path / 'snapshot' / found, [{'messages': SAME}])
         return str(tmp_path / 'snapshot')
+    patterns = ['*.jsonl', 'data/*.parquet', '*.json']
     monkeypatch.setattr('huggingface_hub.snapshot_download', download)
-    (file,) = fetch('me/rows', ['*.jsonl', 'data/*.parquet', '*.json'])
+    monkeypatch.setattr('huggingface_hub.HfApi.list_repo_files', lambda *_, **__: names)
+    (file,) = fetch('me/rows', patterns)
     assert file == tmp_path / 'snapshot/data/train-00000-of-00001.parquet'
-    assert asked == [('me/rows', '*.jsonl'), ('me/rows', 'data/*.parquet')]
+    assert asked == [('me/rows', 'data/*.parquet')]     # the hub warns of patterns without a file
+    with pytest.raises(DataError, match='me/rows holds nothing that matches .*.csv or .*.zip'):
+        fetch('me/rows', ['*.csv', '*.zip'])
+    # offline, the cache is asked
+    monkeypatch.setattr('huggingface_hub.HfApi.list_repo_files', lambda: None)
+    assert fetch('me/rows', patterns) == [file] and asked[1:] == [
+        ('me/rows', '*.jsonl'), ('me/rows', 'data/*.parquet')]
 
 
 @pytest.mark.parametrize('name, row', [
