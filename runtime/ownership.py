@@ -132,12 +132,15 @@ def discard(folder, *patterns, keep=''):
 def _matching(folder, patterns):
     """Return the listed names of `folder` and its before/ that match a pattern, to be removed.
 
-    Those whose presence says that other files are complete come first, the list of before/ last.
+    Those whose presence says that other files are complete come first. The settings that resumed
+    runs must keep and the list of before/ come last.
     """
     names = [name for name in _all_names(folder)
              if any(fnmatch(name, pattern) for pattern in patterns)]
     _refuse_links(folder, names)
-    return sorted(names, key=lambda name: Path(name).name not in ('config.json', 'state.json'))
+    first, last = ('results.json', 'config.json', 'state.json'), ('train_config.py', LIST)
+    return sorted(names, key=lambda name: (Path(name).name not in first) + (
+        Path(name).name in last))
 
 
 def _all_names(folder):

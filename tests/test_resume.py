@@ -473,10 +473,11 @@ def test_nothing_behind_a_link_is_written_or_deleted(tmp_path):
 
 def old_run(out):
     """Write a folder with the files of a run and of its first report, and some of the user's."""
-    ownership.claim(out, 'config.json', 'model.safetensors', 'epoch-1/config.json', 'gone')
+    files = ('train_config.py', 'config.json', 'model.safetensors', 'epoch-1/config.json',
+             'samples.jsonl', 'results.json')
+    ownership.claim(out, *files, 'gone')
     ownership.claim(out / 'before', 'results.json')
-    for name in ('config.json', 'model.safetensors', 'epoch-1/config.json', 'before/results.json',
-                 'epoch-1/mine', 'mine', 'before/mine'):
+    for name in (*files, 'before/results.json', 'epoch-1/mine', 'mine', 'before/mine'):
         (out / name).parent.mkdir(exist_ok=True)
         (out / name).write_text(f'old {name}')
     return {name: content for name, content in tree(out).items() if name != 'written.json'}
@@ -508,6 +509,11 @@ def test_overwriting_that_is_killed_at_any_moment_loses_nothing(tmp_path, capsys
         for name, content in before.items():
             assert content in (now.get(name), old.get(name)) or (
                 now['config.json'] == b'new config.json'), (out, name)
+        # --resume reads the settings while an old file is there, and no results of other samples
+        still = [name for name, content in before.items() if now.get(name) == content]
+        assert 'train_config.py' in still or not {*before}.intersection(still) - {
+            'mine', 'epoch-1/mine', 'before/mine', 'before/written.json'}, still
+        assert 'samples.jsonl' in still or 'results.json' not in still
         replace_run(out)        # whose lists say that all of it is ours
         now = tree(out)
         mine = {name: now.pop(name) for name in list(now) if name.endswith('mine')}
