@@ -10,7 +10,7 @@ instead, and resume.py says when a checkpoint is complete.
 
 --overwrite moves the old files to .replaced-<kind>-<n>/ in their folder (`set_aside`), and deletes
 them when the new ones are complete (`remove_aside`). If the command ends before, they stay there,
-and `lock` says so: moving them back or deleting them is up to the user.
+and the end of `lock` says so: moving them back or deleting them is up to the user.
 """
 
 import contextlib
@@ -48,12 +48,16 @@ def lock(folder, wait=False):
     with file, contextlib.ExitStack() as stack:
         _locks.append(file)
         stack.callback(_locks.remove, file)
+        stack.callback(_note_asides, path.parent)
         _remove_leftovers(path.parent)
-        for aside in sorted(path.parent.glob(f'{ASIDE}*')):
-            print(f'note: {aside} keeps what an interrupted --overwrite replaced; move it back or '
-                  f'delete it, as the next --overwrite does that is completed')
         yield
         check_in_place(*_locks)
+
+
+def _note_asides(folder):
+    for aside in sorted(folder.glob(f'{ASIDE}*')):
+        print(f'note: {aside} keeps what an interrupted --overwrite replaced; move it back or '
+              f'delete it. The next --overwrite that is completed deletes it')
 
 
 def check_in_place(*files):
@@ -174,8 +178,8 @@ def note_inputs(*paths):
 def set_aside(folder, kind, *patterns):
     """Move the listed files of `folder` that match a pattern to a new folder in there.
 
-    kind: what is replaced, for the name of the new folder, which has a list of its own. Raises
-    ConfigError for a file that this command reads.
+    kind: what is replaced, for the name of the new folder, which has a copy of the list, so that
+    all that is in there can be moved back. Raises ConfigError for a file that this command reads.
     """
     check_in_place(*_locks)
     folder = Path(folder)
@@ -188,7 +192,7 @@ def set_aside(folder, kind, *patterns):
     if existing:
         numbered = (folder / f'{ASIDE}{kind}-{n:03}' for n in itertools.count(1))
         aside = next(path for path in numbered if not path.exists())
-        claim(aside, *existing)
+        claim(aside, *_all_names(folder))
         for name in existing:
             (aside / name).parent.mkdir(parents=True, exist_ok=True)
             os.rename(folder / name, aside / name)

@@ -529,10 +529,13 @@ def test_what_was_moved_aside_can_be_moved_back_and_nothing_else_is_deleted_ther
     out, aside = tmp_path / 'out', tmp_path / 'out' / '.replaced-run-001'
     before = old_run(out)
     with ownership.lock(out):
-        ownership.set_aside(out, 'run', '*')
-        shutil.copytree(aside, out, dirs_exist_ok=True)
-        shutil.rmtree(aside)
-        assert before.items() <= tree(out).items()
+        for patterns in ('*',), ('samples.*', 'results.*'):     # of a run, and of its evaluation
+            listed = {*ownership.written_files(out)}
+            ownership.set_aside(out, 'run', *patterns)
+            shutil.copytree(aside, out, dirs_exist_ok=True)
+            shutil.rmtree(aside)
+            assert before.items() <= tree(out).items()
+            assert listed <= {*ownership.written_files(out)}
         ownership.set_aside(out, 'run', '*')
         (aside / 'notes').write_text('mine')
         ownership.remove_aside(out, 'run')
