@@ -159,10 +159,18 @@ def confidences(model, prompts, answers, deterministic=False):
 
     prompts: lists of token ids; answers: a list of Answers per prompt, however generated
     """
-    trees = [Tree((), [*ids], [answer.tokens for answer in group], [len(ids)] * len(group))
-             for ids, group in zip(prompts, answers, strict=True)]
-    return option_log_probs(model, trees, pack_len=4096, deterministic=deterministic,
+    trees, prompt_of = [], []
+    for i, (ids, group) in enumerate(zip(prompts, answers, strict=True)):
+        # answers of 4096 tokens to a tree: attention can take memory by the square of its length
+        parts = np.cumsum([len(answer.tokens) for answer in group]) // 4096
+        for part in np.unique(parts):
+            tokens = [answer.tokens for answer, k in zip(group, parts, strict=True) if k == part]
+            trees.append(Tree((), [*ids], tokens, [len(ids)] * len(tokens)))
+            prompt_of.append(i)
+    sums = option_log_probs(model, trees, pack_len=4096, deterministic=deterministic,
                             trim=128 if model.head.is_cuda else 1)
+    return [np.concatenate([x for x, j in zip(sums, prompt_of, strict=True) if j == i])
+            for i in range(len(prompts))]
 
 
 def row_lengths(cfg):

@@ -11,6 +11,7 @@ import scoring
 from data import packing, questions
 from data.chat import encode_conversation
 from data.trees import tokenize_questions
+from decoding.answers import Answer
 from runtime import checkpoint
 from runtime.errors import DataError
 
@@ -81,6 +82,23 @@ def test_deterministic_scores_are_bitwise_equal(tmp_path):
     found = scoring.option_log_probs(model, [trees[i] for i in order], pack_len=64, batch_rows=4,
                                       deterministic=True)
     assert all(np.array_equal(alone[i], sums) for i, sums in zip(order, found, strict=True))
+
+
+def test_rows_of_many_long_answers_to_a_prompt_have_a_limit(tmp_path, monkeypatch):
+    reference_model('llama', tmp_path)
+    model, rng, lengths = checkpoint.load(tmp_path), np.random.default_rng(0), []
+    forward = scoring.forward_values
+    monkeypatch.setattr(scoring, 'forward_values', lambda model, arrays, *rest, **options: (
+        lengths.append(arrays.shape[-1]) or forward(model, arrays, *rest, **options)))
+    prompts = [rng.integers(0, 211, 9).tolist() for _ in range(2)]
+    answers = [[Answer(i, k, rng.integers(0, 211, 700).tolist()) for k in range(n)]
+               for i, n in enumerate((14, 2))]
+    found = scoring.confidences(model, prompts, answers)
+    assert max(lengths) < 5000 and [len(sums) for sums in found] == [14, 2]
+    monkeypatch.undo()
+    for i, k in ((0, 0), (0, 7), (0, 13), (1, 1)):
+        [[alone]] = scoring.confidences(model, [prompts[i]], [[answers[i][k]]])
+        assert found[i][k] == pytest.approx(alone, rel=1e-5)
 
 
 def test_scored_tokens_of_a_text_equal_the_plain_model(tmp_path):
