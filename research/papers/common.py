@@ -371,7 +371,7 @@ def print_plan(runs, options):
                   f'{sum(run.gigabytes for run in runs):.1f}'))
     print(aligned(lines))
     print(f'\n{left:,.1f} GPU hours are left. They are estimated for one H200, from the numbers of '
-          f'tokens in the script (nan: of your own data) and the speeds in '
+          f'tokens in the script (nan: of your data, or a model on the hub) and the speeds in '
           f'research/bench/results: {TRAIN_RATE / 1e12:.0f} '
           f'TFLOP/s in training, {EVAL_RATE / 1e12:.0f} in evaluation. --key=value does not change '
           f'them. GB is the size of the weights that a run keeps. While a run trains, its '
