@@ -35,6 +35,9 @@ def read_predictions(path, cfg):
     cfg: a FileConfig. Samples of two files are paired by `id`, or their position, and by the text
     of the question. Rows that state no probability are counted. Raises DataError with the place.
     """
+    if '.txt' in path.suffixes[-2:]:
+        raise DataError(f'{path}: a text is no file of predictions; if its lines are JSON objects, '
+                        f'name it .jsonl')
     (group, subtask, _), first_kinds, logged, unstated = harness_task(path), {}, {}, []
     for position, place, row in _counting_rows(path):
         samples = []
