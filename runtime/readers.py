@@ -152,8 +152,9 @@ def _table_rows(path, file, kind, to_rows):
     lines = itertools.chain.from_iterable(io.StringIO(_decode(raw, path, number), newline='')
                                           for number, raw in enumerate(file, 1))
     header = next(lines, '')
-    # semicolons where numbers have decimal commas
-    delimiter = max('\t,;' if kind == '.tsv' else ',;\t', key=re.sub('"[^"]*"', '', header).count)
+    # semicolons where numbers have decimal commas; a quoted cell may go on in the next line
+    outside_quotes = re.sub('"[^"]*("|$)', '', header)
+    delimiter = max('\t,;' if kind == '.tsv' else ',;\t', key=outside_quotes.count)
     # spaces before all names but the first, as SAS writes them, are no part of a cell
     others = next(csv.reader([header], delimiter=delimiter))[1:]
     padded = bool(others) and all(name.startswith(' ') for name in others)
