@@ -225,8 +225,9 @@ def question_keys(samples):
     # a hash, or the text before a token
     texts = {name: [s.get('question') or s.get('context', '') for s in rows]
              for name, rows in samples.items()}
-    all_known = all(map(any, texts.values()))
-    return {name: [(*sample_order(s)[2:], all_known and text, s.get('answer', s.get('token')),
+    if not all(map(any, texts.values())):
+        texts = {name: [''] * len(rows) for name, rows in samples.items()}
+    return {name: [(*sample_order(s)[2:], text, s.get('answer', s.get('token')),
                     len(s.get('options', ()))) for s, text in zip(rows, texts[name], strict=True)]
             for name, rows in samples.items()}
 
