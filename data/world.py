@@ -166,7 +166,7 @@ def write_world(folder, seed, spec, make_rows):
             model.mkdir()
             (model / 'tokenizer.model').write_bytes(train_tokenizer(size, texts))
             (model / 'config.json').write_text(json.dumps(MODEL | {'vocab_size': size}, indent=1))
-        (part / mark.name).write_text(content)
+        (part / mark.name).write_text(content)      # by its name it is the last to be replaced
 
 
 MODEL = {

@@ -215,7 +215,10 @@ def _write_list(folder, names):
 
 @contextlib.contextmanager
 def temporary(path, folder=False):
-    """Yield a file or folder to write, then rename it to `path`; a folder there is merged into."""
+    """Yield a file or folder to write, then rename it to `path`.
+
+    The files of a folder replace those of a folder there in the order of their names.
+    """
     part = Path(f'{path}.{secrets.token_hex(4)}.nanocal-tmp')
     part.mkdir(parents=True) if folder else open(part, 'xb').close()
     try:
@@ -226,7 +229,7 @@ def temporary(path, folder=False):
             if not folder or not os.path.isdir(path):
                 raise
             # unlike shutil.copytree, this leaves the mode of a folder that others may own
-            for file in filter(Path.is_file, [*part.rglob('*')]):
+            for file in sorted(filter(Path.is_file, part.rglob('*'))):
                 place = Path(path, file.relative_to(part))
                 place.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(file, place)

@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import re
 import runpy
 import sys
@@ -625,7 +626,7 @@ def test_worlds_stay_byte_for_byte(tmp_path, make, spec, n_files, digest):
     assert len(files) == n_files and content.hexdigest().startswith(digest)
 
 
-def test_a_world_is_made_once_and_replaces_another(tmp_path):
+def test_a_world_is_made_once_and_replaces_another(tmp_path, monkeypatch):
     """It replaces no temporary file and writes through no link."""
     spec, folder, victim = world.WorldSpec(**TINY), tmp_path / 'world', tmp_path / 'victim'
     world.make_world(folder, 7, spec)
@@ -640,7 +641,14 @@ def test_a_world_is_made_once_and_replaces_another(tmp_path):
     (folder / 'instruct.jsonl').unlink()
     for name in ('text.jsonl.tmp', 'instruct.jsonl'):
         (folder / name).symlink_to(victim)
+    replace_file, replaced = os.replace, []
+
+    def record(source, target):
+        replace_file(source, target)
+        replaced.append(Path(target).name)
+    monkeypatch.setattr(os, 'replace', record)
     world.make_world(folder, 7, spec)
+    assert replaced[-1] == 'world.json' and len(replaced) == len(made)      # interrupted, made again
     assert all(path.read_bytes() == content for path, (_, content) in made.items())
     assert (folder / 'questions.jsonl.tmp').read_text() == victim.read_text() == 'mine'
     assert (folder / 'text.jsonl.tmp').is_symlink() and not (folder / 'instruct.jsonl').is_symlink()
