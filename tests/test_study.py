@@ -648,7 +648,7 @@ def test_a_world_is_made_once_and_replaces_another(tmp_path, monkeypatch):
         replaced.append(Path(target).name)
     monkeypatch.setattr(os, 'replace', record)
     world.make_world(folder, 7, spec)
-    assert replaced[-1] == 'world.json' and len(replaced) == len(made)      # interrupted, made again
+    assert replaced[-1] == 'world.json' and len(replaced) == len(made)
     assert all(path.read_bytes() == content for path, (_, content) in made.items())
     assert (folder / 'questions.jsonl.tmp').read_text() == victim.read_text() == 'mine'
     assert (folder / 'text.jsonl.tmp').is_symlink() and not (folder / 'instruct.jsonl').is_symlink()
