@@ -324,6 +324,7 @@ class EarlyConfidence(AfterSteps):
         return self.continued(question, self.parent.encode(question, tokenizer, cfg),
                               text if cfg.chat == 'none' else text.lstrip(), tokenizer, cfg)
 
+
 class EarlyStated(AfterSteps):
     """A guess with its probability, stated in words after a share of the steps."""
     left_out = 'no answer after a part of the thoughts states a probability from 0 to 1'
