@@ -79,7 +79,9 @@ def check_folder(cfg):
             os.path.realpath(out_dir)):     # unlike Path.resolve it accepts a link to itself
         raise ConfigError(f'out_dir = {cfg.out_dir} holds the model {cfg.model} itself')
     try:
-        files = {path.name for path in out_dir.iterdir() if not path.name.startswith(ASIDE)}
+        # a run that is killed while it writes its first list leaves that under a temporary name
+        files = {path.name for path in out_dir.iterdir()
+                 if not path.name.startswith((ASIDE, f'{LIST}.'))}
     except FileNotFoundError:
         files = set()
     except (OSError, ValueError) as error:      # ValueError: a NUL in the name

@@ -385,6 +385,20 @@ def test_temporary_files_replace_nothing_and_are_removed_after_a_crash(tmp_path)
         ownership.claim(tmp_path, 'x')
 
 
+def test_a_run_that_is_killed_before_its_first_list_is_complete_can_be_repeated(tmp_path):
+    def begin(out):
+        resume.check_folder(train.TrainConfig(out_dir=str(out), model='base'))
+        with ownership.lock(out):
+            ownership.claim(out, 'log.jsonl')
+
+    n_kills = 0
+    while killed(lambda: begin(tmp_path / f'{n_kills}'), tmp_path / f'{n_kills}', n_kills):
+        begin(tmp_path / f'{n_kills}')
+        assert [*tree(tmp_path / f'{n_kills}')] == ['written.json']
+        n_kills += 1
+    assert n_kills > 3
+
+
 def test_a_temporary_folder_is_merged_into_one_that_exists_whose_mode_stays(tmp_path):
     folder = tmp_path / 'cache'
     (folder / 'a').mkdir(parents=True)
