@@ -391,11 +391,12 @@ def test_a_run_that_is_killed_before_its_first_list_is_complete_can_be_repeated(
         with ownership.lock(out):
             ownership.claim(out, 'log.jsonl')
 
-    n_kills = 0
-    while killed(lambda: begin(tmp_path / f'{n_kills}'), tmp_path / f'{n_kills}', n_kills):
-        begin(tmp_path / f'{n_kills}')
-        assert [*tree(tmp_path / f'{n_kills}')] == ['written.json']
+    n_kills, out = 0, tmp_path / '0'
+    while killed(functools.partial(begin, out), out, n_kills):
+        begin(out)
+        assert [*tree(out)] == ['written.json']
         n_kills += 1
+        out = tmp_path / f'{n_kills}'
     assert n_kills > 3
 
 
