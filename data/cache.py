@@ -37,7 +37,7 @@ class Sequences:
             self.info = json.loads((folder / 'info.json').read_text(encoding='utf-8'))
             self.offsets, self.tokens, self.loss_mask, self.margins = _arrays(folder)
             self.digest = _digest(folder)
-            if self.digest != self.info['digest']:
+            if self.digest != self.info['digest'] or len(self.margins) != len(self):
                 raise ValueError('it does not match its hash')
         except Exception as error:      # a damaged file can raise anything
             raise DataError(f'the token cache {folder} is damaged ({error!r}); delete it, and the '
