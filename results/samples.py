@@ -24,6 +24,8 @@ OUTPUTS = ('samples.jsonl', 'eval_config.json', 'results.json', 'results.md', 'r
            'results.tex', 'report.html')
 DIAGRAM, GRID = 'reliability.png', 'reliability-{}-languages.png'
 KIND = 'evaluation'     # the name under which --overwrite sets earlier files aside
+# keys that older versions did not write into results.json, and their values there
+OLDER = {'unit': 'questions', 'n_bootstrap': 1000, 'seed': 0}
 CHECKSUM = 'line_checksum'      # key of a row's hash, so that a damaged number is noticed
 digest = functools.partial(json_digest, size=6)     # of a prompt
 OTHER_FOLDER = 'choose another --out_dir, or --overwrite what was evaluated there'
@@ -124,6 +126,8 @@ def read_results(path, advice):
         for result in content['tasks'].values():
             result['distribution'], result['pooled']['n'], NORMS.index(result['norm'])
             result |= {key: _null_to_nan(x) for key, x in result.items() if isinstance(x, dict)}
+            for key, value in OLDER.items():
+                result.setdefault(key, value)
         return content
 
 
