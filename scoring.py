@@ -169,8 +169,10 @@ def confidences(model, prompts, answers, deterministic=False):
             prompt_of.append(i)
     sums = option_log_probs(model, trees, pack_len=4096, deterministic=deterministic,
                             trim=128 if model.head.is_cuda else 1)
-    return [np.concatenate([x for x, j in zip(sums, prompt_of, strict=True) if j == i])
-            for i in range(len(prompts))]
+    log_probs: list[list] = [[] for _ in prompts]
+    for i, part in zip(prompt_of, sums, strict=True):
+        log_probs[i].append(part)
+    return [np.concatenate(parts) for parts in log_probs]
 
 
 def row_lengths(cfg):

@@ -135,6 +135,11 @@ class WrittenTask(AnswerTask):
 
 # ---- Confidences in the answers ------------------------------------------------------------------
 
+def no_shots(shots, rule):
+    """Return no solved questions: see Confidence.make_shots."""
+    return []
+
+
 @dataclass
 class Confidence(AnswerTask):
     """A confidence in answers that were written before; a question without it is left out."""
@@ -187,7 +192,7 @@ class PTrueConfidence(Confidence, PTrueTask):
 
 class PTrueAmongSamples(PTrueConfidence):
     """P(True) of the greedy answer, which is shown with others."""
-    make_shots = staticmethod(lambda shots, rule: [])
+    make_shots = staticmethod(no_shots)
     ask = staticmethod(written_answers.proposed_among)
 
 
@@ -253,7 +258,7 @@ class StatedConfidence(Confidence):
     left_out = 'no answer states a probability from 0 to 1'
     longest, stop = 16, ('\n',)
     has_lead = False    # in a chat: whether the prompt ends with question.lead, as in plain text
-    make_shots = staticmethod(lambda shots, rule: [])
+    make_shots = staticmethod(no_shots)
 
     @staticmethod
     def ask(question, sample):

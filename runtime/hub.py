@@ -69,10 +69,10 @@ def fetch(source, patterns, revision=None):
         raise DataError(f'cannot read the folder {source}: Permission denied')
     names = files_on_hub(source, revision) if on_hub else None
     for i, pattern in enumerate(patterns):
-        wanted = [pattern, *['*.zip'] * ('*.zip' in patterns)]
-        if names is not None and not any(fnmatch.filter(names, glob) for glob in wanted):
-            continue
         if on_hub:
+            wanted = [pattern, *['*.zip'] * ('*.zip' in patterns)]
+            if names is not None and not any(fnmatch.filter(names, glob) for glob in wanted):
+                continue
             path = download_files(source, wanted, revision)
         if files := matches(path, pattern):
             note_inputs(*files)

@@ -189,7 +189,7 @@ def measure_methods(script, label, methods, warm=False, **spec):
 
 
 def run_command(command, caches=None, stages=()):
-    """Run `python <command>`; return the seconds until each of `stages` and the end, its output.
+    """Run `python <command>`; return ([seconds until each stage and until the end], its output).
 
     caches: what `empty_caches` returned; None: the caches of earlier commands
     stages: patterns; a stage ends with the first line that its pattern matches
