@@ -360,7 +360,6 @@ def _sums_and_gradients(hidden, weight, target, loss, softcap, dtype, memory=Non
     chunks, groups_fit = _chunks(n, rows, group)
     buffer = torch.empty(max((c.stop - c.start for c in chunks), default=0), V, device=device,
                          dtype=logits_dtype)
-    # Separate tensors, all aligned: Triton compiles a kernel again for another alignment.
     s = RowSums(V, **{name: torch.zeros(n, device=device, dtype=torch.int64 if name == 'top_token'
                                         else torch.float32)
                       for name in {'z_y', 'lse', *loss.sums, *sums} - {'tokens'}}, tokens=tokens)
@@ -485,6 +484,10 @@ def _use_triton(x):
 
 if triton is not None:
     LOG2E = tl.constexpr(1.4426950408889634)
+    # Numbers of a row, one per row: a chunk may begin at any row, and Triton would compile a kernel
+    # again for another alignment.
+    OF_ROW = ('target', 'z_y', 'lse', 'sum_z', 'sum_p2', 'entropy', 'top_logit', 'top_token',
+              'scale', *'abceft')
 
     @triton.jit
     def _cap(z, softcap, FAST: tl.constexpr):
@@ -498,7 +501,7 @@ if triton is not None:
             z = t * softcap
         return z
 
-    @triton.jit
+    @triton.jit(do_not_specialize_on_alignment=OF_ROW)
     def _row_sums_kernel(logits, hidden, weight, target, z_y, lse, sum_z, sum_p2, entropy,
                          top_logit, top_token, V, D, softcap, FAST: tl.constexpr,
                          BLOCK: tl.constexpr):
@@ -568,7 +571,7 @@ if triton is not None:
         """Return x[row] if x is a pointer, else x, a number (a float in Triton's interpreter)."""
         return x if isinstance(x, float) or not x.dtype.is_ptr() else tl.load(x + row)
 
-    @triton.jit
+    @triton.jit(do_not_specialize_on_alignment=OF_ROW)
     def _gradient_kernel(logits, target, top_token, z_y, lse, scale, a, b, c, e, f, t, V, softcap,
                          FAST: tl.constexpr, BLOCK: tl.constexpr):
         """Write scale (p (a + b log p + c p) + e - f [j = y] + t [j = top]) dz/dlogit over a block

@@ -8,7 +8,8 @@
 | decode_kernel                           | `attend` of decoding/cache.py's DecodeMask             |
 
 Arithmetic is float32 and is rounded once, at the end; plain torch also rounds products of bfloat16
-in between. This file imports nothing of ours.
+in between. Triton compiles a kernel again where an integer becomes 1 or a multiple of 16; numbers
+that differ between texts are in do_not_specialize. This file imports nothing of ours.
 """
 
 import functools
@@ -276,7 +277,7 @@ if triton is not None:
             y += tl.load(bias_ptr + weight_at, mask=d < D, other=0.0).to(tl.float32)
         tl.store(out_ptr + row * D + d, y.to(out_ptr.dtype.element_ty), mask=d < D)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=['x_row', 'T', 'n_heads'])
     def _rotate(x_ptr, cos_ptr, sin_ptr, out_ptr, x_row, x_head, x_token, x_d, T, n_heads, half,
                 HEADS: tl.constexpr, HALF: tl.constexpr):
         # the pairs (x[d], x[d + half]) of all heads of one token
@@ -330,7 +331,7 @@ def tree_kernel(mask, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: fl
 
 
 if triton is not None:
-    @triton.jit
+    @triton.jit(do_not_specialize=['T', 'n_blocks', 'H', 'group', 'window'])
     def _attend(q_ptr, k_ptr, v_ptr, out_ptr, position_ptr, end_ptr, block_ptr, full_ptr, seen_ptr,
                 q_row, q_head, q_token, k_row, k_head, k_token, v_row, v_head, v_token, out_row,
                 out_head, out_token, T, n_blocks, H, group, hd, scale, softcap, window,
@@ -418,35 +419,35 @@ def decode_kernel(mask, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: 
     (B, H, _, hd), K, cache = q.shape, k.shape[1], mask.cache
     q, k, v = (in_rows(x, x.shape[1] * hd) for x in (q, k, v))
     slots, positions = mask.slots.contiguous(), mask.positions.contiguous()
-    split = SPLIT if B * K >= 256 else SPLIT // 4
-    n_splits = triton.cdiv(mask.longest, split)
+    span = SPLIT if B * K >= 256 else SPLIT // 4
+    n_splits = triton.cdiv(mask.longest, span)
     out, width = q.new_empty(B, H, hd), triton.next_power_of_2(max(16, hd))
     lse = torch.empty(B, H, n_splits, dtype=torch.float32, device=q.device)
     parts = out if n_splits == 1 else q.new_empty(B, H, n_splits, hd, dtype=torch.float32)
     _decode[n_splits, K, B](
         q, k, v, cache.k, cache.v, parts, lse, slots, positions, q.stride(0), k.stride(0),
-        v.stride(0), *cache.k.stride()[:2], cache.size, H, H // K, hd, scale * LOG2E,
+        v.stride(0), *cache.k.stride()[:2], cache.size, H, H // K, hd, span, scale * LOG2E,
         softcap * LOG2E if softcap else 0.0, GROUP=max(16, triton.next_power_of_2(H // K)),
-        WIDTH=width, SPLIT=split, BLOCK=32, num_warps=2 if width <= 64 else 4, num_stages=3)
+        WIDTH=width, BLOCK=32, num_warps=2 if width <= 64 else 4, num_stages=3)
     if n_splits > 1:
-        _merge[B * H,](parts, lse, out, positions, cache.size, H, n_splits, hd, WIDTH=width,
-                       SPLIT=split, num_warps=1)
+        _merge[B * H,](parts, lse, out, positions, cache.size, H, n_splits, hd, span, WIDTH=width,
+                       num_warps=1)
     return out[:, :, None]
 
 
 if triton is not None:
-    @triton.jit
+    @triton.jit(do_not_specialize=['size', 'H', 'group'])
     def _decode(q_ptr, k_ptr, v_ptr, cache_k_ptr, cache_v_ptr, part_ptr, lse_ptr, slot_ptr,
                 position_ptr, q_row, k_row, v_row, slot_stride, head_stride, size, H, group, hd,
-                scale, softcap, GROUP: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr,
+                span, scale, softcap, GROUP: tl.constexpr, WIDTH: tl.constexpr,
                 BLOCK: tl.constexpr):
-        """Attention of the queries that share a key head over SPLIT keys (Dao et al. 2023).
+        """Attention of the queries that share a key head over `span` keys (Dao et al. 2023).
 
         The program whose keys include the new one stores it, and its value, in the cache.
         """
         split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
         position = tl.load(position_ptr + row).to(tl.int32)
-        length, index, begin = tl.minimum(position + 1, size), position % size, split * SPLIT
+        length, index, begin = tl.minimum(position + 1, size), position % size, split * span
         g, d = tl.arange(0, GROUP), tl.arange(0, WIDTH)
         query = row * H + head * group + g      # among the queries of all rows
         q_mask = (g[:, None] < group) & (d[None, :] < hd)
@@ -456,13 +457,13 @@ if triton is not None:
         new_v = tl.load(v_ptr + row * v_row + head * hd + d, mask=d < hd, other=0.0)
         start = tl.load(slot_ptr + row) * slot_stride + head * head_stride
         # the new key comes first; where it belongs to another split, its weight is 0
-        is_new = (begin <= index) & (index < begin + SPLIT)
+        is_new = (begin <= index) & (index < begin + span)
         highest = _scaled(tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1), scale,
                           softcap)
         highest = tl.where(is_new, highest, -1e30)
         total = tl.where(is_new, 1.0, 0.0) + tl.zeros([GROUP], tl.float32)
         y = total[:, None] * new_v.to(tl.float32)[None, :]
-        for first in range(begin, tl.minimum(begin + SPLIT, length), BLOCK):
+        for first in range(begin, tl.minimum(begin + span, length), BLOCK):
             j = first + tl.arange(0, BLOCK)
             at = start + j[:, None] * hd + d[None, :]
             mask = (j[:, None] < length) & (d[None, :] < hd)
@@ -496,8 +497,8 @@ if triton is not None:
         return score
 
     @triton.jit
-    def _merge(part_ptr, lse_ptr, out_ptr, position_ptr, size, H, n_splits, hd,
-               WIDTH: tl.constexpr, SPLIT: tl.constexpr):
+    def _merge(part_ptr, lse_ptr, out_ptr, position_ptr, size, H, n_splits, hd, span,
+               WIDTH: tl.constexpr):
         """Average the splits of one query, weighted by their sums of exponentials."""
         query, d = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
         length = tl.minimum(tl.load(position_ptr + query // H) + 1, size)
@@ -505,7 +506,7 @@ if triton is not None:
         lse_ptr += query * n_splits
         highest, total = tl.load(lse_ptr), 1.0
         y = tl.load(part_ptr + d, mask=d < hd, other=0.0)
-        for split in range(1, tl.cdiv(length, SPLIT)):
+        for split in range(1, tl.cdiv(length, span)):
             lse = tl.load(lse_ptr + split)
             new_highest = tl.maximum(highest, lse)
             shrink, weight = tl.exp2(highest - new_highest), tl.exp2(lse - new_highest)

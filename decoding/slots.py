@@ -133,8 +133,6 @@ class Batch:
         T, numbers = len(row.tokens), [*at]
         if self.sampling.deterministic:
             T = max(128, 1 << (T - 1).bit_length())
-        elif self.device.type == 'cuda':    # Triton compiles again for other divisors
-            T = -(-T // 128) * 128
         tokens, positions, ends = to_device(row.padded(T)[0], self.device)
         # what each answer needs of its prompt: for each key its index in the row, the answer's
         # slot, the position and the number of keys after it; a layer with a window keeps the last

@@ -161,7 +161,10 @@ class AdamW(torch.optim.Optimizer):
                     seed = torch.tensor(hash(key) % 2 ** 31, dtype=torch.int32)
                 if ranges is not None:
                     width, ranges = GROUP, ranges.view(-1, 3)
-                matrices = (x if x is None else x.view(-1, width) for x in (w, low, g, m, v))
+                matrices = [x if x is None else x.view(-1, width) for x in (w, low, g, m, v)]
+                for x in (*matrices, ranges):
+                    if x is not None:       # one graph for all numbers of rows
+                        torch._dynamo.maybe_mark_dynamic(x, 0)
                 update(*matrices, ranges, numbers, scale, seed)
                 if len(parameters) > 1:
                     for targets, x in zip(columns, (w, low, m, v, ranges)):
@@ -305,8 +308,8 @@ def _root(x):
 
 @functools.cache
 def _compiled_update() -> Callable:
-    # compiled twice: for the first length, and once for all other lengths
-    return torch.compile(_update)
+    # of the two sizes of blocks none is faster; comparing them takes a second
+    return torch.compile(_update, options={'triton.autotune_pointwise': False})
 
 
 def _noise(index: Tensor, seed: Tensor) -> Tensor:

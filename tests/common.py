@@ -408,3 +408,9 @@ def plain_log_probs(model, prompt, answer):
     tokens = torch.tensor([[*prompt, *answer]], device=model.head.device)
     log_p = logits_of(model, tokens)[0, len(prompt) - 1:-1].double().log_softmax(-1)
     return log_p[torch.arange(len(answer)), answer], -(log_p.exp() * log_p).sum(-1)
+
+
+def kernel_variants(module):
+    """{name: how often Triton has compiled it} for the kernels of a module, on the first GPU."""
+    return {name: len(kernel.device_caches[0][0]) for name, kernel in vars(module).items()
+            if hasattr(kernel, 'device_caches')}

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from common import (ARCHITECTURES, edit_config, lora_model, plain_log_probs, reference_model,
-                    rewrite, write_rows)
+from common import (ARCHITECTURES, edit_config, head_of_32, kernel_variants, lora_model,
+                    plain_log_probs, reference_model, rewrite, write_rows)
 
 import generate as program
 import triton_ops
@@ -93,6 +93,16 @@ def test_an_answer_does_not_depend_on_the_others(tmp_path, tokenizers):
         n=20, max_tokens=20, temperature=50.0), small)
     drawn = {token for answer in answers for token in answer.tokens}
     assert max(drawn) < 200 and len(drawn) > 50
+
+
+@pytest.mark.skipif(KERNEL_DEVICE == 'cpu', reason='needs a CUDA device')
+def test_a_kernel_serves_texts_of_any_length(tmp_path):
+    reference_model('gemma3', tmp_path, **head_of_32('gemma3'))
+    model, variants = checkpoint.load(tmp_path, 'cuda', torch.bfloat16), []
+    for lengths in ((5, 40), (64, 7, 33), (300, 16)):
+        list(generate(model, random_prompts(0, *lengths), Sampling(max_tokens=8)))
+        variants.append(kernel_variants(triton_ops))
+    assert variants[0] == variants[1] == variants[2]
 
 
 @pytest.mark.parametrize('softcap, size, hd, K, group, split, dtype, tolerance', [

@@ -215,10 +215,10 @@ def decoding():
     for dtype, width, warps in (('bf16', 64, 2), ('fp32', 256, 4)):
         x = dict.fromkeys(('q_ptr', 'k_ptr', 'v_ptr', 'cache_k_ptr', 'cache_v_ptr', 'out_ptr'),
                           '*' + dtype)
-        for split, part in ((256, {}), (1024, {'part_ptr': '*' + dtype})):
-            compile(triton_ops._decode, {'GROUP': 16, 'WIDTH': width, 'SPLIT': split, 'BLOCK': 32},
-                    warps, **scores, **x, **part)
-        compile(triton_ops._merge, {'WIDTH': width, 'SPLIT': 256}, **scores, **x)
+        for part in ({}, {'part_ptr': '*' + dtype}):
+            compile(triton_ops._decode, {'GROUP': 16, 'WIDTH': width, 'BLOCK': 32}, warps, **scores,
+                    **x, **part)
+        compile(triton_ops._merge, {'WIDTH': width}, **scores, **x)
     for greedy in (False, True):
         options = {'GREEDY': greedy, 'BLOCK': 4096}
         compile(draw._summarize, options, 8, inverse='fp32')
