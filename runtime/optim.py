@@ -163,7 +163,7 @@ class AdamW(torch.optim.Optimizer):
                     width, ranges = GROUP, ranges.view(-1, 3)
                 matrices = [x if x is None else x.view(-1, width) for x in (w, low, g, m, v)]
                 for x in (*matrices, ranges):
-                    if x is not None:       # one graph for all numbers of rows
+                    if x is not None and x.is_cuda:     # one graph for all numbers of rows
                         torch._dynamo.maybe_mark_dynamic(x, 0)
                 update(*matrices, ranges, numbers, scale, seed)
                 if len(parameters) > 1:
