@@ -23,7 +23,7 @@ from research.common import write_lines
 from research.bench.peers import TRL_SETTINGS
 from data.export import tokenizer_files
 from data.files import read_rows
-from data.tokenizer import load_tokenizer
+from data.tokenizer import begins_with_bos, load_tokenizer
 from runtime import checkpoint
 from runtime.build import build_optimizer
 from runtime.config_json import config_from_hf
@@ -56,7 +56,8 @@ def prepare(shape, config, folder):
     """Write the model, the prompts and a reward to `folder`."""
     tokenizer = load_tokenizer(Path(config.tokenizer))
     save_model(shape, folder / 'model', config.tokenizer,
-               more=tokenizer_files(config.tokenizer, tokenizer, 'tulu'))
+               more=tokenizer_files(config.tokenizer, tokenizer, 'tulu',
+                                    begins_with_bos(tokenizer, None)))
     questions = [row.get('prompt') or row['question'] for _, row in read_rows(config.prompts)]
     for name, prompts in (('ours', questions), ('TRL', map(FRAME.format, questions))):
         write_lines(folder / f'{name}.jsonl', [{'prompt': prompt} for prompt in prompts])
