@@ -34,7 +34,8 @@ def download(name: str, patterns, revision: str | None = None, repo_type: str = 
     except Exception as error:  # the hub and its HTTP client raise many kinds
         reason = str(error).strip().split('\n')[0]
         kind = CheckpointError if repo_type == 'model' else DataError
-        raise kind(f'there is no file or folder {name}, and downloading the {repo_type} {name} '
+        at = f' at revision {revision}' if revision else ''
+        raise kind(f'there is no file or folder {name}, and downloading the {repo_type} {name}{at} '
                    f'from the hub failed ({type(error).__name__}: {reason}); check the name and '
                    f'the network; if it is gated, accept its license there and set HF_TOKEN or '
                    f'run `hf auth login`') from error
