@@ -120,7 +120,8 @@ class StepLog(contextlib.AbstractContextManager):
         record = {'step': step, 'lr': lr, **values,
                   'tokens': n_tokens, 'supervised_tokens': int((packed.targets >= 0).sum()),
                   'tokens_per_s': n_tokens / ended.seconds_after(began)}
-        if len(self.run.held_out) and (step % self.cfg.val_every == 0 or step == self.until):
+        if len(self.run.held_out) and not self.cfg.dry_run and (
+                step % self.cfg.val_every == 0 or step == self.until):
             record |= self.run.stage.validate(self.run)
         self.bar.update()
         if step % self.cfg.log_every == 0 or step == self.until:
