@@ -406,6 +406,8 @@ def print_report(runs, out_dir, pictures=True):
         print(f'\n{task_title(task, first)}')
         print(aligned(cells([(name, x['pooled']) for name, x in rows.items()], 'runs', 'run',
                             first['unit'])))
+        if note := prediction_files.few_rows_note(first['pooled']['n'], first['unit']):
+            print(note)
         predicted = {name: predictions(runs[name][1][task], x['norm']) for name, x in rows.items()}
         orders = {name: [*map(sample_order, runs[name][1][task])] for name in rows}
         if orders.keys() == {'before', 'after'} and orders['before'] == orders['after'] and (

@@ -266,8 +266,8 @@ def test_runs_are_reported_side_by_side(tmp_path, monkeypatch, capsys):
                         lambda path, panels: drawn.update({path.name: panels}))
     report.print_report(runs, tmp_path)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in (lines[2], *lines[4:6])] == [
-        ['run', 'questions'], ['before', '40'], ['after', '40']]
+    assert [line.split()[:2] for line in (lines[2], *lines[4:7])] == [
+        ['run', 'questions'], ['before', '40'], ['after', '40'], ['RMSCE', 'and']]
     before, after = tested['before'], tested['after']
     t = scaling.fit_temperature_to_base(after.scores, before.scores)
     ece = metrics.ece(metrics.softmax(after.scores, t), after.labels)
