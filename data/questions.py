@@ -187,16 +187,22 @@ HINTS = {'test': '--tasks=help lists the file names of each task; a file under a
          'shots': 'solved questions are needed for shots (--shots=0 asks without) and for training'}
 
 
+def fetch_split(source, patterns, split, revision):
+    """Return the files of a split; the DataError for a folder without them says what to do."""
+    try:
+        return fetch(source, patterns, revision)
+    except DataError as error:
+        hint = f'; {HINTS[split]}' if os.path.isdir(source) else ''
+        raise DataError(f'{error}{hint}') from error
+
+
 def _files_of(benchmark, source, split, language, revision):
     """Return the files of a split in a language; [] for a validation split that does not exist."""
     patterns, folder = _patterns(benchmark, split, language), Path(source)
     if split == 'validation' and (
             not patterns or folder.exists() and not matches(folder, *patterns)):
         return []
-    try:
-        files = fetch(source, patterns, revision)
-    except DataError as error:
-        raise DataError(f'{error}; {HINTS[split]}' if folder.is_dir() else str(error)) from error
+    files = fetch_split(source, patterns, split, revision)
     if benchmark is GENERIC and split == 'test':    # its patterns match the other splits too
         others = matches(folder, *benchmark.shots, *benchmark.validation)
         files = [file for file in files if file not in others]

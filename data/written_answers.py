@@ -20,9 +20,8 @@ from data.grading import (any_formula, any_number, contains, first_line, formula
                           triviaqa_text, whole)
 from data.messages import dialogue
 from data.prompts import P_TRUE, WORDING, proposing
-from data.questions import Loaded, Question
+from data.questions import Loaded, Question, fetch_split
 from runtime.errors import DataError
-from runtime.hub import fetch
 from runtime.thinking import final_answer
 
 N_IDEAS = 5     # answers that P(True) with samples shows, the judged one among them
@@ -224,13 +223,14 @@ def load_written(name, cfg):
                         f'to ask; use --shots=0, into another --out_dir than tasks with shots')
     header = '' if cfg.header == 'none' else task.header
 
-    def read(patterns, limit=None):
-        rows = _distinct(read_rows(*fetch(source, patterns, cfg.data_revision)))
+    def read(split, limit=None):
+        files = fetch_split(source, getattr(task, split), split, cfg.data_revision)
+        rows = _distinct(read_rows(*files))
         parse = functools.partial(_to_question, task, header)
         return parse_rows(itertools.islice(rows, limit), parse, cfg.on_bad_row)
 
-    questions, bad = read(task.test)
-    solved, bad_shots = read(task.shots, shots) if shots else ([], [])
+    questions, bad = read('test')
+    solved, bad_shots = read('shots', shots) if shots else ([], [])
     if task.test == task.shots:     # the first ones are the shots
         questions = questions[shots:]
     if not questions or len(solved) < shots:
