@@ -64,7 +64,7 @@ def token_states(hidden, head, at, tokens, softcap):
 # ---- Trees to values -----------------------------------------------------------------------------
 
 def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, compute=token_log_probs,
-          trim=1, dropout_seed=None, seq2seq=None, sharded=False):
+          trim=1, dropout_seed=None, seq2seq=None, sharded=False, progress=None):
     """Yield (index, numbers, values) for each of `trees`, (index, Tree) pairs, as they are done.
 
     load:          returns the model; called once there is something to score
@@ -75,6 +75,7 @@ def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, compute
     dropout_seed:  score with the dropout of adapters, drawn by this seed; None: without
     seq2seq:       the configuration of a T5, whose encoder reads the prompts; None: a CausalLM
     sharded:       processes share the weights, so all must call this and take the same steps
+    progress:      called with the number of trees of each batch once they are yielded
     numbers:       int [M], for each scored token its option, or its index in Tree.scored
     values:        float32 [M, C], as `compute` returns them
     """
@@ -92,6 +93,8 @@ def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, compute
         for index, group in itertools.groupby(pairs, lambda pair: pair[0][0]):  # all of a tree
             entries, values = zip(*group)
             yield index, np.array([number for _, number, _, _ in entries]), np.array(values)
+        if progress:
+            progress(len({index for index, *_ in scored}))
 
 
 def launch(load, batches, forward, dropout_seed, sharded):
@@ -202,9 +205,7 @@ class Scorer:
         """Yield (index, numbers, values) as `score` does, with the progress of `task`."""
         compute = token_statistics if task.statistics else token_log_probs
         with log.progress_bar(task.label, total, task.unit) as progress:
-            for scored in self._score(trees, compute):
-                yield scored
-                progress.update()
+            yield from self._score(trees, compute, progress.update)
 
     def states(self, prompts):
         """Return the hidden state at the end of each of `prompts`, lists of tokens: [N, D]."""
@@ -212,10 +213,11 @@ class Scorer:
             enumerate(prompt_trees(prompts)), token_states)}
         return np.stack([states[i] for i in range(len(prompts))])
 
-    def _score(self, trees, compute):
+    def _score(self, trees, compute, progress=None):
         cfg = self.cfg
         return score(self.load, trees, cfg.pack_len, cfg.batch_rows, cfg.deterministic, compute,
-                     row_lengths(cfg)[1], cfg.dropout_seed, t5_config(self.folder), cfg.shard)
+                     row_lengths(cfg)[1], cfg.dropout_seed, t5_config(self.folder), cfg.shard,
+                     progress)
 
     def require_finite(self, values, where):
         """Raise CheckpointError, with the tensor at fault, if `values` are not finite."""
