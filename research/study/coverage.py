@@ -1,6 +1,6 @@
 """How often do the 95 % intervals of calibration errors, and of their differences, hold the truth?
 
-    python research/study/coverage.py            # prints the tables of docs/metrics.md
+    python research/study/coverage.py            # prints the numbers of docs/metrics.md
 
 The intervals are those of stats.py, from 100 resamples of each of 300 sets of N questions. The
 answer to a question with four options is drawn from softmax(z), z ~ 1.5 N(0, 1). Errors are 'too
