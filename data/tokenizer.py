@@ -17,6 +17,8 @@ from runtime.json_rules import read_json_object
 # Gemma's file declares these as user-defined symbols, which sentencepiece would use in any text
 GEMMA_CONTROLS = (rb'<start_of_turn>|<end_of_turn>|<start_of_image>|<end_of_image>|<mask>|<2mass>|'
                   rb'\[multimodal\]|\[@BOS@\]|<unused\d+>')
+# how names of control tokens look, in files that do not say whether a token is one
+IN_BRACKETS = re.compile(r'<.+>|\[.+\]')
 # the files of tokenizers, most wanted first
 FILES = ('tokenizer.model', 'original/tokenizer.model', 'tokenizer.model.v*', 'spiece.model',
          'tokenizer.json', 'tekken.json', 'vocab.json')
@@ -149,9 +151,13 @@ class SentencePieceTokenizer(Tokenizer):
 
     def __init__(self, path):
         import sentencepiece
+        folder = Path(path).parent
+        settings, added = settings_beside(folder), added_beside(folder)
         # A serialized piece is: name, 0x15 and a float score, 0x18 and its type. Change type 4
         # (user-defined) to 3 (control), which sentencepiece never finds in text.
-        raw = re.sub(rb'(\x0a.(?:' + GEMMA_CONTROLS + rb')\x15.{4}\x18)\x04', b'\\g<1>\x03',
+        names = b'|'.join([GEMMA_CONTROLS, *(re.escape(token['content']).encode()
+                                             for token in added.values() if token['special'])])
+        raw = re.sub(rb'(\x0a.(?:' + names + rb')\x15.{4}\x18)\x04', b'\\g<1>\x03',
                      Path(path).read_bytes(), flags=re.DOTALL)
         try:
             model = sentencepiece.SentencePieceProcessor(model_proto=raw)
@@ -159,20 +165,24 @@ class SentencePieceTokenizer(Tokenizer):
             raise DataError(f'{path}: neither a tiktoken nor a sentencepiece file: {error}'
                             ) from error
         self.model, self.n_pieces = model, model.get_piece_size()
-        folder = Path(path).parent
-        settings, added = settings_beside(folder), {
-            i: token for i, token in added_beside(folder).items() if i >= self.n_pieces}
+        added = {i: token for i, token in added.items() if i >= self.n_pieces}
         controls = {model.id_to_piece(i): i for i in range(self.n_pieces) if model.is_control(i)}
         controls |= {token['content']: i for i, token in added.items()}
         adds_bos = model.bos_id() >= 0 and settings.get('add_bos_token', True)
+        eos = settings.get('eos_token') or ''
         super().__init__(
             controls, model.bos_id() if adds_bos else None,
-            controls.get(settings.get('eos_token'), model.eos_id()),
+            controls.get(eos, -1) if eos else model.eos_id(),
             max([self.n_pieces, *(i + 1 for i in added)]),
             {i: (token['lstrip'], token['rstrip']) for i, token in added.items()},
             model.encode('a', out_type=str)[0].startswith('\u2581'))
         if self.eos_id < 0:
-            raise DataError(f'{path}: the model has no EOS token')
+            raise DataError(f'{path} has no EOS token {eos}'
+                            + ', which tokenizer_config.json names' * bool(eos))
+        if words := [token['content'] for token in added.values()
+                     if not (token['special'] or IN_BRACKETS.fullmatch(token['content']))]:
+            raise DataError(f'{path}: the files beside it add words, such as {words[0]!r}, which '
+                            f'only tokenizer.json can hold; save that, and remove {path.name}')
         self.fresh_after = frozenset(added if self.leads_with_space else ())
 
     def _encode(self, text):
@@ -248,16 +258,20 @@ def settings_beside(folder):
 def added_beside(folder):
     """Return {id: attributes of an AddedToken} of the tokens that JSON files of a folder add."""
     names = read_beside(folder, 'added_tokens.json')
-    tokens = settings_beside(folder).get('added_tokens_decoder', {})
+    tokens = settings_beside(folder).get('added_tokens_decoder')
     control = dict.fromkeys(('lstrip', 'rstrip', 'single_word', 'normalized'), False) | {
         'special': True}
+    # transformers 5 writes them into tokenizer.json alone
+    alone = read_beside(folder, 'tokenizer.json').get('added_tokens') if tokens is None else None
     try:
-        named = [(i, {'content': name}) for name, i in names.items()]
+        tokens = tokens or {token['id']: token for token in alone or ()}
+        named = [(i, {'content': name, 'special': bool(IN_BRACKETS.fullmatch(name))})
+                 for name, i in names.items()]
         return {int(i): {key: token.get(key, value) for key, value in control.items()}
-                | {'content': token['content']} for i, token in [*named, *tokens.items()]}
+                | {'content': '' + token['content']} for i, token in [*named, *tokens.items()]}
     except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise DataError(f'{folder}: added_tokens.json or added_tokens_decoder in '
-                        f'tokenizer_config.json is damaged: {error!r}') from error
+        raise DataError(f'{folder}: the added tokens in added_tokens.json, tokenizer_config.json '
+                        f'or tokenizer.json are damaged: {error!r}') from error
 
 
 def generation_ends(folder):

@@ -210,6 +210,9 @@ def test_tokens_outside_of_a_sentencepiece_model(tmp_path):
     assert not {*ours.control_ids.values()} & {*ours.encode('<|user|><|end|><s>')}
     plain = load_tokenizer(sentencepiece_folder(tmp_path / 'plain', 'llama2'))
     assert ours.fingerprint != plain.fingerprint    # other BOS, other EOS
+    rewrite_json(tmp_path / 'tokenizer_config.json', lambda file: file.pop('added_tokens_decoder'))
+    saved = load_tokenizer(tmp_path)    # by transformers 5
+    assert (saved.control_ids, saved.strips) == (ours.control_ids, ours.strips)
     small = load_model_tokenizer(tmp_path, SimpleNamespace(vocab_size=n + 1, eos_token_id=[n, 7]))
     assert '<|endoftext|>' in small.control_ids and '<|user|>' not in small.control_ids
     assert small.n_vocab == n + 1 and small.end_ids == {n, 7}
@@ -220,6 +223,21 @@ def test_tokens_outside_of_a_sentencepiece_model(tmp_path):
     (tmp_path / 'added_tokens.json').write_text(f'{{"<|user|>": {n}}}')
     ours = load_tokenizer(tmp_path)
     assert (ours.control_ids['<|user|>'], ours.bos_id, ours.strips) == (n, 1, {})
+    for name, text, message in (
+            ('added_tokens.json', f'{{"sky": {n}}}', "add words, such as 'sky', which only token"),
+            ('special_tokens_map.json', '{"eos_token": "<b>"}', 'no EOS token <b>, which token')):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(DataError, match=message):
+            load_tokenizer(tmp_path)
+
+
+def test_a_piece_for_any_text_can_be_named_as_a_control_token(tmp_path):
+    plain = load_tokenizer(sentencepiece_folder(tmp_path, 'gemma'))     # as in Yi's chat models
+    (b,) = plain.encode('<b>')
+    (tmp_path / 'tokenizer_config.json').write_text(json.dumps({
+        'eos_token': '<b>', 'added_tokens_decoder': {b: {'content': '<b>', 'special': True}}}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.eos_id == b and b not in tokenizer.encode('<b>')
 
 
 def test_tekken_has_the_ids_of_its_pieces_here_and_in_transformers(tmp_path):
@@ -259,7 +277,7 @@ def test_tekken_has_the_ids_of_its_pieces_here_and_in_transformers(tmp_path):
 def test_a_tokenizer_that_is_missing_damaged_or_not_supported_is_refused_by_name(tmp_path):
     for name, content, message in (
             ('', '', 'has no tokenizer: none of tokenizer.model'),
-            ('tokenizer.json', '{"model":', 'tokenizer.json: the tokenizers library cannot read'),
+            ('tokenizer.json', '{}', 'tokenizer.json: the tokenizers library cannot read'),
             ('tokenizer.model', '\0\1garbage', 'neither a tiktoken nor a sentencepiece'),
             ('tokenizer.model', 'IQ== 0\nIg== 1\n', '2 ranks; only the Llama 3 file')):
         if name:
