@@ -40,6 +40,7 @@ RULES = {'peft_type': ['LORA'], 'task_type': ['CAUSAL_LM', 'SEQ_2_SEQ_LM', None]
 UNUSED = {'auto_mapping', 'exclude_modules', 'inference_mode', 'layers_pattern',
           'layers_to_transform', 'peft_version', 'target_modules', 'megatron_core',
           'qalora_group_size', 'eva_config', 'ensure_weight_tying'}
+MERGE = 'merge the adapter with peft (merge_and_unload) and save the whole model'
 _linked = []    # the temporary folders of this process; removed at its end
 
 
@@ -62,8 +63,7 @@ def read_settings(folder: Path) -> dict:
     settings = read_json_object(path)
     for key, value in settings.items():
         if key not in RULES.keys() | UNUSED and value not in (None, False, 0, '', [], {}):
-            raise CheckpointError(f'{path}: {key} = {value!r} is not supported; merge the adapter '
-                                  f'with peft (merge_and_unload) and save the whole model')
+            raise CheckpointError(f'{path}: {key} = {value!r} is not supported; {MERGE}')
     check_values(settings, RULES, path, required=None)
     for key, default in (('alpha_pattern', 'lora_alpha'), ('rank_pattern', 'r')):
         patterns = settings.get(key) or {}
@@ -111,7 +111,7 @@ def changes(folder: Path, model) -> dict[str, LowRank]:
         if (not match or tensor.ndim != 2 or tensor.dtype not in FLOAT_TYPES
                 or not tensor.isfinite().all()):
             raise CheckpointError(f'{file}: tensor {key} [{tensor.dtype}] is no LoRA matrix of a '
-                                  f'linear layer, is quantized, or holds NaN or infinity')
+                                  f'linear layer, is quantized, or holds NaN; {MERGE}')
         matrices.setdefault(match[1], {})[match[2]] = tensor
     for name, pair in matrices.items():
         layer = text_key(name, model.config)

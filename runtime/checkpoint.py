@@ -162,11 +162,14 @@ def check_weights(folder: str | Path, config: ModelConfig):
     changes = adapter.changes(Path(folder, adapter.LINK), model)
     stored = {text: (path, key, tensor) for text, (path, key, tensor) in stored.items()
               if text in shapes or not BUFFERS.fullmatch(key)}
-    for problem, keys in (('is missing', shapes.keys() - stored.keys()),
-                          ('is unknown to this architecture', stored.keys() - shapes.keys())):
-        if keys:
-            more = f' (and {len(keys) - 1} more)' if len(keys) > 1 else ''
-            raise CheckpointError(f'{folder}: tensor {min(keys)}{more} {problem}')
+    missing, unknown = shapes.keys() - stored.keys(), stored.keys() - shapes.keys()
+    problems = [f'tensor {min(keys)}{f" (and {len(keys) - 1} more)" * (len(keys) > 1)} {problem}'
+                for problem, keys in (('is missing', missing),
+                                      ('is unknown to this architecture', unknown)) if keys]
+    if problems:
+        tied = ('; if the output matrix is the embedding, set tie_word_embeddings = true in '
+                'config.json') * (missing == {their_key(HEAD, config)})
+        raise CheckpointError(f'{folder}: {" and ".join(problems)}{tied}')
     for text, (path, key, tensor) in stored.items():
         if [*tensor.shape] != shapes[text]:
             raise CheckpointError(f'{path}: tensor {key} has shape {[*tensor.shape]}, config.json '

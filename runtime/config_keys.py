@@ -96,7 +96,7 @@ ALWAYS = each({
     'architectures': [[str], None],
     'transformers_version': [str, None],
     'rope_parameters rope_scaling nanocal': [dict, None],
-    'per_layer_config quantization_config': [None]})
+    'per_layer_config': [None]})
 FIELDS = ALWAYS | each({
     'vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim '
     'ffn_dim': [SIZE],
@@ -172,7 +172,7 @@ SCHEMES = {     # {rope_type: (the keys that it needs, those that it may have)}
                  SCALED | {LENGTH: [COUNT], 'attention_factor': [POSITIVE, None]}),
 }
 # keys that transformers ignores where the scheme has no use for them; any other one is an error
-IGNORED = {'finetuned'}.union(*(part for parts in SCHEMES.values() for part in parts))
+IGNORED = {'finetuned', 'attn_factor'}.union(*(part for pair in SCHEMES.values() for part in pair))
 OWN_SCHEMES = {
     'phi3': {'default': SCHEMES['default'], 'longrope': SCHEMES['longrope'],
              'su': SCHEMES['longrope']},

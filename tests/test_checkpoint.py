@@ -75,8 +75,9 @@ KEY = 'model.layers.1.mlp.up_proj.weight'
 
 
 @pytest.mark.parametrize('damage, message', [
-    (lambda f: rewrite(f, lambda t: t.pop(KEY)), f'tensor {KEY} is missing'),
-    (lambda f: rewrite(f, lambda t: t.update(odd=torch.ones(1))), 'tensor odd is unknown'),
+    (lambda f: rewrite(f, lambda t: t.pop('lm_head.weight')), 'is missing; if the output matrix'),
+    (lambda f: rewrite(f, lambda t: t.update({f'module.{KEY}': t.pop(KEY)})),
+     f'tensor {KEY} is missing and tensor module.{KEY} is unknown'),
     (lambda f: rewrite(f, lambda t: t.update({KEY: torch.ones(2, 3)})),
      f'tensor {KEY} has shape [2, 3], config.json wants [80, 48]'),
     (lambda f: os.truncate(f / 'model.safetensors', 5000),
@@ -159,7 +160,7 @@ ROPES = [
     (False, {'rope_scaling': ROPE, 'original_max_position_embeddings': 16}),
     (False, {'rope_parameters': {'rope_type': 'default', 'rope_theta': 500.0}, 'rope_theta': 1e4}),
     (False, {'rope_scaling': ROPE | {'type': 'default'}}),
-    (True, {'rope_parameters': {'finetuned': True, 'factor': 8.0}}),
+    (True, {'rope_parameters': {'finetuned': True, 'attn_factor': 0.9, 'factor': 8.0}}),
     (True, {'rope_scaling': ROPE | {'mscale': 0.7, 'attention_factor': 0.5, 'finetuned': True}}),
     *((True, {'rope_scaling': {'type': 'yarn', 'factor': 4.0, LENGTH: 16} | more}) for more in (
         {'mscale': 1.0, 'mscale_all_dim': 0}, {'beta_fast': 0, 'beta_slow': 0.0})),
@@ -222,6 +223,7 @@ def test_old_buffers_of_neox_are_ignored(tmp_path):
     ('llama', {'num_hidden_layers': ...}, 'num_hidden_layers is missing'),
     ('llama', {'rope_parameters': {'rope_type': 'llama3'}},
      'rope_parameters.factor is missing; it must be a number from 1.0 to'),
+    ('llama', {'quantization_config': {'quant_method': 'awq'}}, 'quantized weights are not supp'),
     ('llama', {'head_dim': 13}, 'head_dim = 13 is 13; it must be even and above 0'),
     ('llama', {'nanocal': {'cap': 30.0}},
      'nanocal.cap is not supported; the keys are softcap, temperature'),
