@@ -335,7 +335,8 @@ def notes(result):
                      f'--prompt_format=harness, where the task has it')
     lines.append(prediction_files.few_rows_note(result['pooled']['n'], result['unit']))
     if fitted := result.get('post_hoc'):
-        values = [f'temperature {t:.3f}' for t in fitted.get('temperature', ())]
+        values = [f'temperature {t:.3f}' + ' (equal probabilities are as good)' * (t > 999)
+                  for t in fitted.get('temperature', ())]
         values += [f'Platt scaling a {a:.3f}, b {b:.3f}' for a, b in fitted['platt']]
         lines.append(f'fitted on {fitted["fitted_on"]}: {"; ".join(values)}')
     for plural, worst in result.get('worst_group_ece', {}).items():

@@ -68,6 +68,9 @@ def main(argv):
                           f'{cfg.scaling}: {", ".join(tasks) or "there is none"}')
     task = cfg.task or tasks[0]
     temperature, = fits[task]['temperature']
+    if not 0.0011 < temperature < 999:      # see scaling.fit_temperature
+        raise ConfigError(f'the temperature of {task} in {cfg.scaling}, {temperature:g}, is an end '
+                          f'of its range, so no temperature is best: fit one on other questions')
     folder = checkpoint.fetch(cfg.model)
     model = checkpoint.load(folder)
     capped, dtype = model.config.final_logit_softcapping, model.config.dtype

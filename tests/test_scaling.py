@@ -194,8 +194,7 @@ def test_shrinkage_follows_the_random_effects_model():
     tau2 = max(0, (q - 2) / (sum(w) - sum(a * a for a in w) / sum(w)))
     pull = [1 / (v + tau2) for v in variances]
     mean = sum(a * b for a, b in zip(pull, own, strict=True)) / sum(pull)
-    assert tau2 > 0
-    assert shrunk == pytest.approx([(tau2 * t + v * mean) / (tau2 + v)
+    assert tau2 > 0 and shrunk == pytest.approx([(tau2 * t + v * mean) / (tau2 + v)
                                     for t, v in zip(own, variances, strict=True)], abs=1e-4)
 
 
@@ -210,8 +209,7 @@ def test_a_group_without_a_temperature_of_its_own_takes_the_mean():
 
 
 def test_fits_travel_in_a_file(tmp_path):
-    rng = np.random.default_rng(1)
-    scores, labels = rng.normal(size=(300, 3)) * 3, rng.integers(3, size=300)
+    scores, labels, _ = scores_of_groups(np.log([2.0]), 300)
     confidence, correct = metrics.top_label(metrics.softmax(scores), labels)
     fits = {'vector': scaling.fit_vector(scores, labels), 'prior': [scaling.fit_prior(scores)],
             'temperature': [scaling.fit_temperature(scores, labels)],
@@ -233,16 +231,18 @@ def test_fits_travel_in_a_file(tmp_path):
 @pytest.mark.parametrize('name', ['llama', 'gemma2', 'neox', 'cohere'])
 def test_a_temperature_folded_into_the_weights_divides_the_logits_of_transformers(name, tmp_path):
     reference_model(name, tmp_path / 'model')
-    scaling.save(tmp_path / 'scaling.json', {'mmlu': {'temperature': [1.7]}})
+    fits = {'mmlu': {'temperature': [1.7]}, 'arc': {'temperature': [1000.0]}}
+    scaling.save(tmp_path / 'scaling.json', fits)
     arguments = f'--model={tmp_path}/model', f'--scaling={tmp_path}/scaling.json'
-    fold.main([*arguments, f'--out_dir={tmp_path}/folded'])
-    tokens = torch.randint(3, 60, (2, 9), generator=torch.manual_seed(0))
-    before, after = (by_transformers(tmp_path / x)(tokens).logits for x in ('model', 'folded'))
+    fold.main([*arguments, '--task=mmlu', f'--out_dir={tmp_path}/folded'])
+    before, after = (by_transformers(tmp_path / x)(torch.arange(3, 21).view(2, 9)).logits
+                     for x in ('model', 'folded'))
     assert before.abs().max() > 0.1
     torch.testing.assert_close(after, before / 1.7, rtol=1e-4, atol=1e-5)
     assert 'divided by 1.7' in (tmp_path / 'folded' / 'README.md').read_text()
-    with pytest.raises(ConfigError, match="task = 'arc': name one of .*: mmlu"):
-        fold.main([*arguments, '--task=arc', f'--out_dir={tmp_path}/folded'])
+    for task, message in ('xcopa', 'name one of .*: mmlu, arc'), ('arc', 'no temperature is best'):
+        with pytest.raises(ConfigError, match=message):
+            fold.main([*arguments, f'--task={task}', f'--out_dir={tmp_path}/folded'])
 
 
 CHECKOUT = os.environ.get('NANOCAL_LLAMA_CPP')       # of llama.cpp, which converts what is saved
