@@ -158,13 +158,22 @@ def _table_rows(path, file, kind, to_rows):
     # spaces before all names but the first, as SAS writes them, are no part of a cell
     others = next(csv.reader([header], delimiter=delimiter))[1:]
     padded = bool(others) and all(name.startswith(' ') for name in others)
-    reader = csv.reader(itertools.chain([header], lines), delimiter=delimiter,
-                        skipinitialspace=padded)
+    yield from to_rows(_places(path, csv.reader(itertools.chain([header], lines), strict=True,
+                                                delimiter=delimiter, skipinitialspace=padded)),
+                       delimiter)
+
+
+def _places(path, reader):
+    """Yield ('file:line' where it begins, cells) of each row of a table that is not empty."""
+    line = 1
     try:
-        yield from to_rows(((f'{path}:{reader.line_num}', cells) for cells in reader if cells),
-                           delimiter)
+        for cells in reader:
+            if any(cells):      # Excel writes rows of empty cells
+                yield f'{path}:{line}', cells
+            line = reader.line_num + 1
     except csv.Error as error:
-        raise DataError(f'{path}:{reader.line_num}: broken csv: {error}') from error
+        raise DataError(f'{path}:{line}: broken csv: {error}; a cell that begins with " ends with '
+                        f'", and a " in it is written twice') from error
 
 
 def _txt_rows(path, file):

@@ -210,7 +210,7 @@ def test_csv_rows_fit_their_header(tmp_path):
     kept = questions.load_task(str(path), asking()).items
     assert [q.place[-1] for q in kept] == ['1', '3', '4']    # only a first row can be a header
     path.write_text('"Q; or\n, ?",a, b,c,d,B\n')       # a space may be part of a choice
-    assert [*questions.read_rows(path)] == [(f'{path}:2', ['Q; or\n, ?', 'a', ' b', 'c', 'd', 'B'])]
+    assert [*questions.read_rows(path)] == [(f'{path}:1', ['Q; or\n, ?', 'a', ' b', 'c', 'd', 'B'])]
     path.write_text('Prompt,response\n"Q, ?",A\n')
     assert [*questions.read_rows(path)] == [(f'{path}:2', {'prompt': 'Q, ?', 'response': 'A'})]
     columns = pyarrow.table([['Q?'], ['A'], ['B']], names=['question', 'answer', 'answer'])
