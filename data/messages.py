@@ -11,11 +11,13 @@ import re
 from data.files import has_fields, json_list, one_of, require_fields, require_text
 from runtime.errors import DataError
 
-ROLE_NAMES = {'human': 'user', 'gpt': 'assistant', 'developer': 'system', 'model': 'assistant'}
+# in any case: NeMo writes User and Assistant
+ROLE_NAMES = {'system': 'system', 'developer': 'system', 'user': 'user', 'human': 'user',
+              'assistant': 'assistant', 'gpt': 'assistant', 'model': 'assistant'}
 # a list of turns as JSON or Python print it; an answer may be a list of other objects
 TURNS_AS_TEXT = re.compile(
     r"""\[\s*{\s*(?=['"](role|content|from|value)['"]).*?['"](role|from)['"]\s*:\s*['"]"""
-    f"""({'|'.join(('system', 'user', 'assistant', *ROLE_NAMES))})['"]""", re.DOTALL)
+    f"({'|'.join(ROLE_NAMES)})['\"]", re.DOTALL | re.IGNORECASE)
 TEXT_PARTS = 'text', 'input_text', 'output_text'    # types of the parts of a content
 SYSTEM = ('system', 'system_prompt', 'system_message', 'system_instruction', 'instructions',
           'developer', 'developer_message')
@@ -126,7 +128,7 @@ def read_turns(value, what, speaker=None):
 
 
 def _message(turn):
-    roles = {name: ROLE_NAMES.get(str(turn[name]), turn[name])
+    roles = {name: ROLE_NAMES.get(str(turn[name]).lower(), turn[name])
              for name in ('role', 'from') if name in turn}
     message = {'role': one_of(roles, 'role', 'from'),
                'content': _text(one_of(turn, 'content', 'value'))}
