@@ -63,6 +63,10 @@ def load_conversations(source, tokenizer, *, template, max_length, add_bos, revi
 
     def encode(row, place):
         messages = to_messages(row)
+        for name in 'label', 'kto_tag':     # unpaired preferences of TRL and LLaMA-Factory
+            if str(row.get(name)).lower() == 'false':
+                raise DataError(f'the field "{name}" of the row is {row[name]}: an answer to train '
+                                f'against; leave the row out, or remove the field')
         for message in messages:
             train = message.get('train')
             if train is False if train_on_inputs else train and message['role'] != 'assistant':

@@ -52,9 +52,6 @@ def to_messages(row):
     if lists:
         return with_context(row, one_of(lists, *lists) or [])
     questions = ('instruction', *QUESTIONS) if 'output' in row else (*QUESTIONS, 'instruction')
-    if row.get('label') is False:       # an unpaired preference of TRL
-        raise DataError('the field "label" of the row is False: an answer to train against; leave '
-                        'the row out, or remove the field')
     used = question, answer = [next(filter(row.__contains__, names), None)
                                for names in (questions, ANSWERS + SOLUTIONS)]
     if None in used:
