@@ -1,12 +1,14 @@
 """Prompts for reinforcement learning, in the formats of instruction data and of the tasks."""
 
+import collections
 import hashlib
 
 import numpy as np
 
+from data.cache import gaps
 from data.chat import encode_prompt
-from data.files import parsed, read_rows, require_text, without_bad
-from data.messages import read_turns, to_messages, with_context, without_nulls
+from data.files import parsed, require_text, training_rows, without_bad
+from data.messages import QUESTIONS, read_turns, to_messages, with_context, without_nulls
 from data.preferences import PREFERENCE_PATTERNS
 from data.written_answers import WRITTEN_TASKS
 from runtime.errors import DataError
@@ -80,16 +82,16 @@ def load_prompts(source, tokenizer, reward, *, template, max_length, add_bos, in
             reward.check(row)
         return row, messages, *encode_prompt(messages, tokenizer, template, add_bos)
 
-    rows, bad = read_rows(*fetch_training(source, PROMPT_PATTERNS, revision)), []
+    left_out, bad = collections.Counter(), []
+    rows = training_rows(fetch_training(source, PROMPT_PATTERNS, revision), left_out)
     encoded = list(without_bad((parsed(place, row, encode) for place, row in rows), on_bad_row,
                                bad))
-    if bad:
-        print(f'{len(bad)} bad rows skipped, the first: {bad[0]}')
     short = [prompt for prompt in encoded if len(prompt[2]) <= max_length]
-    if len(short) < len(encoded):
-        print(f'{len(encoded) - len(short)} prompts left out: longer than {max_length} tokens')
+    left_out[f'longer than {max_length} tokens'] = len(encoded) - len(short)
+    lines = gaps({'left_out': +left_out, 'bad_rows': len(bad), 'first_bad': ''.join(bad[:1])})
     if not short:
-        raise DataError(f'{source} has no prompt of at most {max_length} tokens, which is '
-                        f'max_length minus max_tokens{"; a bad row is " * bool(bad)}'
-                        f'{"".join(bad[:1])}')
+        raise DataError('; '.join([f'{source} has no prompt of at most {max_length} tokens, which '
+                                   f'is max_length minus max_tokens', *lines]))
+    for line in lines:
+        print(line)
     return Prompts(short, reward)

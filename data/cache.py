@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data.files import parsed, read_rows, without_bad
+from data.files import parsed, training_rows, without_bad
 from runtime.digests import file_digest, json_digest, used_code
 from runtime.errors import DataError
 from runtime.ownership import temporary
@@ -72,14 +72,14 @@ def _digest(folder):
 
 
 def tokenize_once(files, encode, tokenizer, settings, cache_dir, on_bad_row='stop', workers=1,
-                  regroup=iter):
+                  read=training_rows):
     """Return the Sequences of all rows, from the cache if this was tokenized before.
 
     encode:   (row, place) -> list of (token ids, loss mask[, margin]), or a text that says why the
               row is left out; may raise DataError; runs in worker processes
     settings: dict of what changes the result besides the files, the tokenizer and the code
     on_bad_row: 'stop' raises the first DataError; 'skip' counts bad rows and prints the first
-    regroup:  maps the (place, row) pairs of all files to those to encode
+    read:     (files, Counter of {why a row is left out: rows}) -> the (place, row) pairs to encode
     """
     settings = settings | {'tokenizer': tokenizer.fingerprint}
     code, texts = (sorted(Path(__file__).parent.glob(pattern)) for pattern in ('*.py', '*.json'))
@@ -89,37 +89,37 @@ def tokenize_once(files, encode, tokenizer, settings, cache_dir, on_bad_row='sto
         [Path(file).suffixes[-2:], file_digest(file)] for file in files)])
     folder = Path(os.path.expanduser(cache_dir)) / key[:20]
     if not folder.exists():
-        rows, bad = regroup(read_rows(*files)), []
+        left_out, bad = collections.Counter(), []
+        rows = read(files, left_out)
         with temporary(folder, folder=True) as part, forked_pool(
                 workers, lambda pair: parsed(*pair, encode, pair[0])) as imap:
             results = tqdm(imap(rows, chunksize=64), 'tokenizing', unit=' rows', mininterval=1,
                            disable=None)
-            n, left_out = _write(part, without_bad(results, on_bad_row, bad))
+            n = _write(part, without_bad(results, on_bad_row, bad), left_out)
             info = {'bad_rows': len(bad), 'first_bad': bad[0] if bad else None,
                     'left_out': left_out, 'settings': settings}
             if n == 0:
                 raise DataError('; '.join([f'{", ".join(map(str, files))}: an empty dataset, '
-                                           f'nothing to train on', *_gaps(info)]))
+                                           f'nothing to train on', *gaps(info)]))
             info['digest'] = _digest(part)
             (part / 'info.json').write_text(json.dumps(info, indent=1), encoding='utf-8')
     sequences = Sequences(folder)
-    for gap in _gaps(sequences.info):
+    for gap in gaps(sequences.info):
         print(gap)
     return sequences
 
 
-def _gaps(info):
+def gaps(info):
     """Return sentences about the rows that became no sequence."""
-    gaps = [f'{n} rows left out: {reason}' for reason, n in info['left_out'].items()]
+    sentences = [f'{n} rows left out: {reason}' for reason, n in info['left_out'].items()]
     if info['bad_rows']:
-        gaps.append(f'{info["bad_rows"]} bad rows skipped, the first: {info["first_bad"]}')
-    return gaps
+        sentences.append(f'{info["bad_rows"]} bad rows skipped, the first: {info["first_bad"]}')
+    return sentences
 
 
-def _write(folder, results):
-    """Write what `encode` returned for each row; return (number of sequences, {reason: rows left
-    out})."""
-    left_out, offsets, margins = collections.Counter(), [0], []
+def _write(folder, results, left_out):
+    """Write what `encode` returned for each row, or count it in `left_out`; return how many."""
+    offsets, margins = [0], []
     with open(folder / 'tokens.bin', 'wb') as tokens, open(folder / 'loss_mask.bin', 'wb') as masks:
         for sequences in results:
             if isinstance(sequences, str):
@@ -132,4 +132,4 @@ def _write(folder, results):
                 margins += margin or [0.0]
     np.array(offsets, ARRAYS['offsets']).tofile(folder / 'offsets.bin')
     np.array(margins, ARRAYS['margins']).tofile(folder / 'margins.bin')
-    return len(margins), left_out
+    return len(margins)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from runtime import readers
 from runtime.errors import CheckpointError, ConfigError, DataError, escape_controls
+from runtime.hub import HELD_OUT
 from runtime.ownership import note_inputs
 
 
@@ -24,6 +25,16 @@ def read_rows(*paths):
     for path in map(Path, paths):
         note_inputs(path)
         yield from readers.read_rows(path, _named_cells)
+
+
+def training_rows(files, left_out):
+    """Yield (place, row) but of rows with a `split` that is held out; count these in `left_out`."""
+    for place, row in read_rows(*files):
+        split = row.get('split') if isinstance(row, dict) else None
+        if HELD_OUT.match(f'{split}.'):
+            left_out[f'their "split" is {split!r}'] += 1
+        else:
+            yield place, row
 
 
 def _named_cells(lines, delimiter):

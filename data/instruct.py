@@ -1,12 +1,12 @@
 """Load training data: conversations (Alpaca, OpenHermes 2.5, Tulu 3, OASST1, any file of
 `messages`), plain text, and the prompts that generate.py answers."""
 
-import functools
 import math
 
 from data.cache import tokenize_once
 from data.chat import encode_conversation, encode_prompt, supervision
-from data.files import has_fields, parsed, read_rows, require_fields, require_text
+from data.files import (has_fields, parsed, read_rows, require_fields, require_text,
+                        training_rows)
 from data.messages import dialogue, read_turns, to_messages, with_context, without_nulls
 from runtime.errors import DataError
 from runtime.hub import fetch_training
@@ -91,7 +91,7 @@ def load_conversations(source, tokenizer, *, template, max_length, add_bos, revi
     settings = {'template': template, 'max_length': max_length, 'add_bos': add_bos,
                 'answers': answers, 'train_on_inputs': train_on_inputs}
     sequences = tokenize_once(files, encode, tokenizer, settings, **options,
-                              regroup=functools.partial(first_turns, answers=answers))
+                              read=lambda *source: first_turns(training_rows(*source), answers))
     if full := int((sequences.lengths == max_length).sum()):
         print(f'{full:,} of {len(sequences):,} conversations have max_length = {max_length} '
               f'tokens; longer ones are cut off and lack the end of the answer')

@@ -18,7 +18,7 @@ import numpy as np
 
 from data.cache import tokenize_once
 from data.chat import encode_answer
-from data.files import has_fields, parsed, require_text
+from data.files import has_fields, parsed, require_text, training_rows
 from data.instruct import PATTERNS
 from data.messages import dialogue, read_turns, to_question, with_context, without_nulls
 from data.packing import Tree
@@ -200,7 +200,8 @@ def load_preferences(source, tokenizer, *, template, max_length, pack_len, add_b
 
     settings = {'template': template, 'max_length': max_length, 'pack_len': pack_len,
                 'add_bos': add_bos}
-    return tokenize_once(files, encode, tokenizer, settings, regroup=join_answers, **options)
+    return tokenize_once(files, encode, tokenizer, settings, **options,
+                         read=lambda *source: join_answers(training_rows(*source)))
 
 
 def scored_answers(ranking):

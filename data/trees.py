@@ -12,6 +12,7 @@ from dataclasses import replace
 from data.cache import tokenize_once
 from data.chat import begins_text, question_frame
 from data.p_ik import drawn_questions, latest_answers, sample_file
+from data.files import read_rows, training_rows
 from data.packing import Tree
 from data.questions import solved_files
 from runtime.errors import DataError
@@ -61,10 +62,13 @@ def load_answers(name, tokenizer, *, max_length, add_bos, revision=None, **optio
     tokens are those of an evaluation with prompt_format 'mmlu' and 0 shots. options: of
     `tokenize_once`
     """
-    task, regroup = name.partition(':')[0], iter
+    task, read = name.partition(':')[0], training_rows
     encoder = OptionEncoder(tokenizer, add_bos, 'none')
     if task == 'p_ik':
-        files, to_questions, regroup = [sample_file(name)], drawn_questions, latest_answers
+        files, to_questions = [sample_file(name)], drawn_questions
+
+        def read(files, _):
+            return latest_answers(read_rows(*files))    # samples are all of the split test
     else:
         files, to_questions = solved_files(name, revision)
 
@@ -78,7 +82,7 @@ def load_answers(name, tokenizer, *, max_length, add_bos, revision=None, **optio
 
     settings = {'task': task, 'max_length': max_length, 'add_bos': add_bos,
                 'files': ['/'.join(file.parts[-2:]) for file in files]}     # some name a subject
-    return tokenize_once(files, encode, tokenizer, settings, regroup=regroup, **options)
+    return tokenize_once(files, encode, tokenizer, settings, read=read, **options)
 
 
 class OptionEncoder:

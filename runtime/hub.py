@@ -81,7 +81,7 @@ def fetch(source, patterns, revision=None):
                 print(f'{source}: only {len(files)} of {int(n[1])} files {pattern} are there')
             beside = matches(path, *(later for later in patterns[i + 1:] if '/' not in later))
             if unread := [p.name for p in beside if p.suffix != files[0].suffix
-                          and p.with_suffix('') not in files]:
+                          and p not in files and p.with_suffix('') not in files]:
                 print(f'{source}: {pattern} is read, and not {", ".join(unread[:3])}'
                       + ', ...' * (len(unread) > 3) + '; to read all, write them in one format')
             return files
@@ -117,13 +117,19 @@ def matches(folder, *patterns):
     return sorted(p for p in files if p.suffix != '.gz' or p.with_suffix('') not in files)
 
 
+# names of files, or of splits with a dot behind them
+HELD_OUT = re.compile(r'(?i)(.*[-_.])?(test|dev|eval(uation)?|val(id(ation)?)?)([-_]\d[^.]*)?\.')
+
+
 def fetch_training(source, patterns, revision=None):
-    """Return the files of `fetch` but those that are named as a test or validation split."""
+    """Return the files of `fetch` but those named as a split that is held out; name the others."""
     files = fetch(source, patterns, revision)
-    held_out = re.compile(r'(.*[-_.])?(test|dev|eval|val|valid|validation)([-_]\d[^.]*)?\.')
-    chosen = [file for file in files if not held_out.match(file.name)] or files
-    if others := [file.name for file in files if file not in chosen]:
-        print(f'{source}: {", ".join(others)} not read, as held out; name a file to train on it')
+    chosen = [file for file in files if not HELD_OUT.match(file.name)] or files
+    in_folder = os.path.isdir(os.path.expanduser(source))
+    beside = matches(files[0].parent, f'*{files[0].suffix}') if in_folder else files
+    if others := [file.name for file in beside if file not in chosen]:
+        print(f'{source}: {", ".join(others[:3])}{", ..." * (len(others) > 3)} not read; name a '
+              f'file to train on it')
     return chosen
 
 

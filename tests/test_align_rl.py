@@ -559,7 +559,8 @@ def test_each_format_of_prompts_is_read_with_the_context_before_it(row):
 
 @pytest.mark.parametrize('raw, message', [
     ('\n\n', 'x.jsonl has no prompt'),
-    ('{"a": 1}\n5\n', 'no prompt .*; a bad row is .*x.jsonl:1: fields a; wanted prompt, '),
+    ('{"a": 1}\n5\n', 'no prompt .*; 2 bad rows .*x.jsonl:1: fields a; wanted messages, '),
+    ('{"prompt": "Why?", "split": "test"}', """no prompt .*; 1 rows left out: .* is 'test'"""),
     ('{"prompt": "Why?", "problem": "Who?"}', 'x.jsonl:1: the field "problem" is in no message'),
     ('{"prompt": "%s"}' % ('x ' * 99), 'no prompt of at most 20 tokens')])
 def test_prompts_without_a_usable_row_say_why(tmp_path, tokenizers, raw, message):
