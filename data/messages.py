@@ -27,12 +27,14 @@ QUESTIONS = 'prompt', 'question', 'query', 'problem', 'inputs'
 ANSWERS = 'output', 'completion', 'response'
 SOLUTIONS = 'solution', 'targets', 'answer'     # beside an answer they are its result
 # what a model would have to read, and no template of ours shows
-CONTEXT = ('tools', 'functions', 'documents', 'document', 'context', 'knowledge', 'instruction',
-           'input', 'images', 'image', 'videos', 'video', 'audios', 'audio',
-           'chat_template_kwargs')
-BESIDE_QUESTION = 'passage', 'article', 'choices', 'options', 'option_a', 'option_0', 'choice0', 'a'
+CONTEXT = ('tools', 'functions', 'documents', 'document', 'contexts', 'context', 'knowledge',
+           'instruction', 'input', 'chat_template_kwargs', *(
+               f'{kind}{ending}' for kind in ('image', 'video', 'audio')
+               for ending in ('', 's', '_path', '_paths', '_url', '_urls')))
+BESIDE_QUESTION = ('definition', 'passages', 'passage', 'article', 'choices', 'options',
+                   'option_a', 'option_0', 'choice0', 'a')
 CONTEXT_OF_TURN = ('tool_calls', 'function_call', 'reasoning_content', 'reasoning', 'thinking',
-                   'name', *CONTEXT)
+                   'channel', 'name', *CONTEXT)
 TRAIN = 'train', 'training', 'trainable', 'weight', 'loss', 'loss_mask', 'loss_weight'
 NOT_OBEYED = 'train_detail', 'training_detail', 'mask'
 # of a whole row; a 'loss' or a 'mask' there may be anything
