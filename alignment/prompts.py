@@ -46,18 +46,17 @@ class Prompts:
 def to_prompt(row, instruction=''):
     """Return the messages before the answer of a row: [{'role', 'content'}, ...], the user's last.
 
-    prompt                              text, or messages
-    question, problem                   the tasks of data/written_answers.py
-    messages, conversations, Alpaca     as in `to_messages`; an answer at the end is left out
+    prompt, question, query, problem, inputs    text, or messages
+    messages, conversations, Alpaca             as in `to_messages`, without an answer at the end
 
     instruction: text that follows the last message after a blank line. Raises DataError.
     """
     row = without_nulls(row)
-    if name := next(filter(row.__contains__, ('prompt', 'question', 'problem')), None):
+    if name := next(filter(row.__contains__, QUESTIONS), None):
         messages = with_context(row, read_turns(row[name], f'the {name}', 'user'), (name,))
     elif not row.keys() & {'messages', 'conversations', 'conversation', 'instruction'}:
-        raise DataError(f'fields {", ".join(map(str, row)) or "(none)"}; wanted prompt, question, '
-                        f'problem, messages, conversations, or instruction and output')
+        raise DataError(f'fields {", ".join(map(str, row)) or "(none)"}; wanted messages, '
+                        f'conversations, {", ".join(QUESTIONS)}, or instruction and output')
     else:
         messages = to_messages(row)
     if messages and messages[-1]['role'] == 'assistant':

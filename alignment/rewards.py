@@ -36,7 +36,8 @@ from runtime.thinking import final_answer
 
 def references(task, row):
     """Return the right answers of a row, texts; task: of written_answers.WRITTEN_TASKS."""
-    answers = task.row(row).references
+    # a file of prompts may have them under another name
+    answers = task.row({'question': '', 'problem': ''} | row).references
     if not answers:
         raise DataError('wanted one reference answer or more')
     return [require_text(answer, 'a reference answer') for answer in answers]

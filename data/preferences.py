@@ -20,7 +20,8 @@ from data.cache import tokenize_once
 from data.chat import encode_answer
 from data.files import has_fields, parsed, require_text, training_rows
 from data.instruct import PATTERNS
-from data.messages import dialogue, read_turns, to_question, with_context, without_nulls
+from data.messages import (QUESTIONS, dialogue, read_turns, to_question, with_context,
+                           without_nulls)
 from data.packing import Tree
 from runtime.errors import DataError
 from runtime.hub import fetch_training
@@ -82,8 +83,8 @@ def _margin(row, answers):
 
 def _pair(row):
     chosen, rejected = (read_turns(row[side], side, 'assistant') for side in ('chosen', 'rejected'))
-    before = row.get('conversations') or row.get('prompt') or row.get('question') or []
-    before = read_turns(before, 'the prompt', 'user')
+    names = ['conversations', *QUESTIONS, 'messages', *['input'] * ('instruction' not in row)]
+    before = read_turns(next(filter(None, map(row.get, names)), []), 'the prompt', 'user')
     if not before and 'instruction' in row:
         before = [to_question(row)]
     if len(chosen) > 1 or len(rejected) > 1:    # the sides hold the prompt themselves
@@ -102,7 +103,8 @@ def _pair(row):
                         '"\\n\\nHuman: " and "\\n\\nAssistant: "')
     # scores only tell a tie: they can be those of a judge that did not choose
     tied = any(name in row and row[name] == row.get(name.replace('chosen', 'rejected'))
-               for name in ('score_chosen', 'chosen-rating', 'chosen_rating', 'rating_chosen'))
+               for name in ('score_chosen', 'chosen_score', 'rating_chosen', 'chosen_rating',
+                            'chosen-rating'))
     return before, [chosen[-1]['content'], rejected[-1]['content']], [1, int(tied)]
 
 
@@ -147,9 +149,8 @@ FORMATS = {
         [0.5, row['better_response_id']]),      # 0 or 1
     ('conversations', 'chosen', 'rejected'): _pair,     # ShareGPT
     ('prompt', 'chosen', 'rejected'): _pair,            # UltraFeedback and Tulu 3
-    ('question', 'chosen', 'rejected'): _pair,
     ('instruction', 'chosen', 'rejected'): _pair,       # Alpaca's fields, with `input`
-    ('chosen', 'rejected'): _pair,      # HH-RLHF: dialogues, as text or as messages
+    ('chosen', 'rejected'): _pair,      # HH-RLHF: dialogues, as text or messages; other prompts
 }
 
 

@@ -524,7 +524,7 @@ RATED = '<answer>{}</answer><confidence>{}</confidence>'
         (RATED.format(3, 0.8), 0.8), (RATED.format(4, 0.8), 0.8 + math.log(0.2)),
         (RATED.format(4, 0), 0), (RATED.format(3, 1), 0.999), ('3', 0.999 + math.log(0.001))))])
 def test_a_reward_is_that_of_the_rule_of_the_task(name, answer, target, reward):
-    assert reward_of(name, answer, {'question': '?', 'answer': target}) == pytest.approx(reward)
+    assert reward_of(name, answer, {'prompt': '?', 'answer': target}) == pytest.approx(reward)
 
 
 def test_rewards_of_a_confidence_are_highest_at_the_accuracy_and_those_of_abstaining_agree():

@@ -53,6 +53,7 @@ BETTER_FIRST = ['Red.', 'Seven.'], [0, 1]
     ({'score_chosen': 1, 'score_rejected': 2}, BETTER_FIRST),
     ({'score_chosen': 2, 'score_rejected': 2}, 'answers of equal score'),
     ({'chosen-rating': 2, 'rejected-rating': 2}, 'answers of equal score'),     # Argilla's
+    ({'chosen_score': 2, 'rejected_score': 2}, 'answers of equal score'),       # RLHFlow's
     ({'score_chosen': None, 'score_rejected': None}, BETTER_FIRST),
     ({'score_chosen': math.nan, 'score_rejected': math.nan}, BETTER_FIRST),
     ({'rejected': [PROMPT[1], said('assistant', ' Red.\n')]}, 'fewer than two different answers'),
