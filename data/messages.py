@@ -77,11 +77,11 @@ def to_messages(row):
 
 def to_question(row):
     """Return the user's message of Alpaca's fields; the template `alpaca` uses its key 'input'."""
-    question = {'role': 'user', 'content': require_text(row['instruction'], 'the instruction')}
-    if context := row.get('input') or row.get('context'):   # the second in Dolly
-        question['input'] = require_text(context, 'the input')
-        question['content'] += f'\n\n{context}'
-    return question
+    context = row.get('input') or row.get('context') or ''      # the second in Dolly
+    texts = [text for text in (require_text(row['instruction'], 'the instruction'),
+                               require_text(context, 'the input')) if text.strip()]
+    question = {'role': 'user', 'content': '\n\n'.join(texts)}
+    return question | {'input': context} if len(texts) > 1 else question
 
 
 def without_nulls(row):
