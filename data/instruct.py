@@ -109,7 +109,7 @@ def load_text(source, tokenizer, *, max_length, add_bos, revision=None, **option
     step = max_length - len(bos)
 
     def encode(row, place):
-        text = require_text(require_fields(row).get('text'), 'the field "text"')
+        text = require_text(require_fields(row)['text'], 'the field "text"')
         ids = tokenizer.encode(text) if text.strip() else []
         if not ids:
             raise DataError('the field "text" is empty')

@@ -135,6 +135,9 @@ def _message(turn):
         if not is_empty(turn.get(name)):
             raise DataError(f'the field "{name}" of a message (role {message["role"]!r}) is not '
                             f'supported; write it into the content, or remove it')
+    if None in message.values():
+        raise DataError(f'a message has the fields {", ".join(turn) or "(none)"}; wanted role and '
+                        f'content, or from and value')
     train = one_of(turn, *TRAIN)
     if isinstance(train, (str, list, dict)) or train not in (0, 1, None):
         names = ' and '.join(name for name in TRAIN if name in turn)

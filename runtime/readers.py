@@ -35,6 +35,8 @@ def read_rows(path, to_rows):
             file.seek(3 if start.startswith(codecs.BOM_UTF8) else 0)
             if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 raise DataError(f'{path} is UTF-16; save it as UTF-8')
+            if start.startswith(b'ARROW1'):
+                raise DataError(f'{path} is a Feather file; save it as .parquet')
             if start.startswith(b'version https://git-lfs'):
                 raise DataError(f'{path} is a pointer of Git LFS; get the file by git lfs pull')
             if kind in ('.csv', '.tsv'):

@@ -327,6 +327,8 @@ def test_a_damaged_cache_is_refused(tmp_path, tokenizers):
     ('a.jsonl.gz', gzip.compress(b'\n[\n{"text": "x"}\n]', mtime=0),
      'a.jsonl.gz:2: .*name it a.json.gz$'),
     ('a.jsonl', b'{"text": 3}', 'a.jsonl:1: the field "text" is not text but int'),
+    ('a.jsonl', b'{"content": "x"}', "a.jsonl:1: .* there is no 'text' among content"),
+    ('a.arrow', b'ARROW1', 'a.arrow is a Feather file; save it as .parquet'),
     ('a.jsonl', '{"text": "fox"}'.encode('utf-16'), 'a.jsonl is UTF-16; save it as UTF-8'),
     ('a.csv', b'fox,1\n', 'a.csv:1: a row must be an object with named fields'),
     ('a.jsonl.gz', gzip.compress(b'{"text": "fox"}\n' * 50, mtime=0)[:-9],
