@@ -558,7 +558,6 @@ def test_each_format_of_prompts_is_read_with_the_context_before_it(row):
 
 
 @pytest.mark.parametrize('raw, message', [
-    ('\n\n', 'x.jsonl has no prompt'),
     ('{"a": 1}\n5\n', 'no prompt .*; 2 bad rows .*x.jsonl:1: fields a; wanted messages, '),
     ('{"prompt": "Why?", "split": "test"}', """no prompt .*; 1 rows left out: .* is 'test'"""),
     ('{"prompt": "Why?", "problem": "Who?"}', 'x.jsonl:1: the field "problem" is in no message'),

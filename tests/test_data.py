@@ -132,7 +132,6 @@ EARLIER = [{'role': 'user', 'content': 'sea?'}, {'role': 'assistant', 'content':
 @pytest.mark.parametrize('row, messages', [
     ({'conversations': [HUMAN, GPT], 'system': 'Be brief.', 'tools': '[]'}, BRIEF),
     ({'messages': BRIEF, 'system_message': 'Be brief.'}, BRIEF),
-    ({'messages': [HUMAN, GPT]}, SAME),
     ({'prompt': 'sky?', 'completion': 'blue', 'developer': 'Be brief.', 'weight': 1}, BRIEF),
     ({'prompt': BRIEF[:2], 'completion': [SAME[1]]}, BRIEF),
     # the columns that parquet adds
@@ -328,7 +327,6 @@ def test_a_damaged_cache_is_refused(tmp_path, tokenizers):
      'a.jsonl.gz:2: .*name it a.json.gz$'),
     ('a.jsonl', b'{"text": 3}', 'a.jsonl:1: the field "text" is not text but int'),
     ('a.jsonl', b'{"content": "x"}', "a.jsonl:1: .* there is no 'text' among content"),
-    ('a.arrow', b'ARROW1', 'a.arrow is a Feather file; save it as .parquet'),
     ('a.jsonl', '{"text": "fox"}'.encode('utf-16'), 'a.jsonl is UTF-16; save it as UTF-8'),
     ('a.csv', b'fox,1\n', 'a.csv:1: a row must be an object with named fields'),
     ('a.jsonl.gz', gzip.compress(b'{"text": "fox"}\n' * 50, mtime=0)[:-9],
