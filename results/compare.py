@@ -186,7 +186,7 @@ def compare_task(task, runs, samples, keys, cfg):
     pairs = {pair: both for pair, both in shared.items() if len(both) > 1}
     remarks += [f'{task}: {a} and {b} have {len(both) or "no"} question in common, and a '
                 f'difference needs two; evaluate both on the same questions, with the same --limit '
-                f'and --seed, or give rows of files the same id and question'
+                f'and --seed, or give rows of files the same id, question and answer'
                 for (a, b), both in shared.items() if len(both) < 2]
     differences = [['difference', 'over', 'questions', 'metric', 'mean', '95 % interval', 'p',
                     'p (Holm)'], *over_questions(pairs, answers, keys, cfg),
