@@ -204,11 +204,11 @@ def _files_of(benchmark, source, split, language, revision):
         return []
     files = fetch_split(source, patterns, split, revision)
     if benchmark is GENERIC and split == 'test':    # its patterns match the other splits too
-        others = matches(folder, *benchmark.shots, *benchmark.validation)
+        others = matches(folder, *benchmark.shots, *benchmark.validation, 'train*', '*_train*')
         files = [file for file in files if file not in others]
         if not files:
             names = sorted(file.name for file in others)
-            raise DataError(f'{source} has only files for shots or validation, such as '
+            raise DataError(f'{source} has only files for training, shots or validation, such as '
                             f'{", ".join(names[:3])}; {HINTS["test"]}')
     return files
 
@@ -328,9 +328,9 @@ def _index(answer, labels):
     if isinstance(index, str) and index in (names := [str(label).upper() for label in labels]):
         return names.index(index)
     if labels == list(LETTERS[:len(labels)]):
-        if isinstance(index, str) and re.fullmatch('[0-9]{1,2}', index):
-            index = int(index)
-        if type(index) is int and 0 <= index < len(labels):
-            return index
+        if isinstance(index, str) and re.fullmatch(r'[0-9]{1,2}(\.0)?', index):
+            index = float(index)
+        if type(index) in (int, float) and index in range(len(labels)):
+            return int(index)       # pandas writes 1.0 in a column with nulls
     raise DataError(f'no valid answer: {answer!r}; wanted one of {", ".join(labels)} '
                     f'or an index from 0 to {len(labels) - 1}')

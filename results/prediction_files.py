@@ -146,7 +146,7 @@ def _cell(text, delimiter):
     if text.casefold() in ('true', 'false'):
         return text.casefold() == 'true'
     if delimiter == ';':        # where 0,9 is a number
-        text = re.sub(r'^(-?\d+),(\d+)$', r'\1.\2', text)
+        text = re.sub(r'^(-?\d+),(\d+)( ?%)?$', r'\1.\2\3', text)
     for read in (json.loads, *[ast.literal_eval] * text.startswith('[')):
         with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             return read(text)
@@ -315,7 +315,12 @@ def _values(row, norm):
         row, kind = row | _sampled(row, row[kind]), 'confidence'
     if kind == 'confidence':
         value, correct = row[kind], row.get('correct')
-        value = parse_probability(value) if isinstance(value, str) else value
+        if isinstance(value, str):
+            stated = parse_probability(value)
+            if stated is None and re.fullmatch(r'\s*-?[\d.,]+\s*', value):
+                raise ValueError(f'confidence is {value!r}; wanted a number from 0 to 1 with a '
+                                 f'point, as 0.8, or percent, as 80 %')
+            value = stated
         if value is None:
             return kind, {}
         if isinstance(correct, list) or correct not in (0, 1):      # so are true and false
