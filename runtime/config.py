@@ -196,7 +196,7 @@ def _coerce(value, annotation, where):
                              for k, v in value.items()})
         elif option in (object, type(value), value):
             return value
-    wanted = inspect.formatannotation(annotation)
+    wanted = inspect.formatannotation(annotation).replace('Literal', 'one of ')
     if isinstance(value, float) and not math.isfinite(value):
         wanted = 'a finite number'
     elif isinstance(value, str) and tuple in map(typing.get_origin, _options(annotation)):
