@@ -79,7 +79,9 @@ def one_of(row, *names):
 
 
 def with_passage(row, question):
-    """Return a question after the passage that a row has beside it, as in RACE and SQuAD."""
+    """Return a question after the passage beside it, as in RACE; raise DataError for an image."""
+    if (image := row.get('image') or row.get('images')) and image == image:     # not NaN
+        raise DataError('the question has an image, which the model would not see; leave it out')
     for name in ('passage', 'article', 'context'):
         text = row.get(name)
         if isinstance(question, str) and text and text == text and str(text) not in question:
