@@ -52,7 +52,10 @@ def to_messages(row):
     lists = {name: read_turns(row[name], f'"{name}"') or None
              for name in ('messages', 'conversations', 'conversation') if name in row}
     if lists:
-        return with_context(row, one_of(lists, *lists) or [])
+        messages = one_of(lists, *lists) or []
+        if messages and messages[-1]['role'] == 'user' and any(map(row.get, ANSWERS)):
+            messages += read_turns(one_of(row, *ANSWERS), 'the answer', 'assistant')
+        return with_context(row, messages)
     questions = ('instruction', *QUESTIONS) if 'output' in row else (*QUESTIONS, 'instruction')
     used = question, answer = [next(filter(row.__contains__, names), None)
                                for names in (questions, ANSWERS + SOLUTIONS)]
@@ -76,8 +79,8 @@ def to_messages(row):
 
 
 def to_question(row):
-    """Return the user's message of Alpaca's fields; the template `alpaca` uses its key 'input'."""
-    context = row.get('input') or row.get('context') or ''      # the second in Dolly
+    """Return the user's message of Alpaca's or Dolly's fields; template `alpaca` reads 'input'."""
+    context = row['input'] if row.get('input') not in (None, '') else row.get('context', '')
     texts = [text for text in (require_text(row['instruction'], 'the instruction'),
                                require_text(context, 'the input')) if text.strip()]
     question = {'role': 'user', 'content': '\n\n'.join(texts)}
