@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from data import prompts
-from data.files import has_fields, one_of, require_fields, require_text, text_digest, with_passage
+from data.files import (has_fields, json_list, one_of, require_fields, require_text, text_digest,
+                        with_passage)
 from data.prompts import LETTERS, WORDING
 from runtime.errors import DataError
 
@@ -53,7 +54,10 @@ def generic_row(row, pads=False):
         if len(row) < 4:
             raise DataError(f'{len(row)} columns; wanted question, options and answer')
         return Row(row[0], row[1:-1], row[-1])
-    require_fields(row)
+    row = require_fields(row)
+    row = row | {name: json_list(row[name], f'"{name}"')       # in a cell of a table
+                 for name in ('choices', 'options', 'classes')
+                 if isinstance(row.get(name), str) and row[name].startswith('[')}
     if has_fields(row, 'input', 'target_scores'):
         return scored_row(row['input'], *zip(*row['target_scores'].items()))
     if has_fields(row, 'prompt', 'classes'):

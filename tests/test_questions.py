@@ -44,7 +44,7 @@ def load(path, rows, task='', **options):
       'answerKey': '3'}, 'arc_easy'),
     ({'question': {'stem': 'Q?', 'choices': [{'text': t, 'label': k} for t, k in
                                              zip('abcd', 'ABCD')]}, 'answerKey': 'C'}, 'arc_easy'),
-    ({'question': 'Q?', 'choices': ['a', 'b', 'c'], 'options': ['a', 'b', 'c', 'N/A'], 'A': 'a',
+    ({'question': 'Q?', 'choices': '["a", "b", "c"]', 'options': ['a', 'b', 'c', 'N/A'], 'A': 'a',
       'B': 'b', 'C': 'c', 'answer': 'C', 'answer_index': 2}, None),
     ({'question_stem': 'Q?', 'choices': {'text': list('abcd'), 'label': list('ABCD')},
       'answerKey': 'C'}, 'openbookqa')])
@@ -93,7 +93,7 @@ def test_big_bench_and_inverse_scaling_are_files_of_questions(tmp_path):
         assert second.place == f'{file}: row 2'
     row = {'prompt': 'A beagle is not a\nA. dog\nB. bird\nAnswer:', 'classes': [' A', ' B'],
            'answer_index': 1, 'other_prompt': 'x'}
-    rows = [row, row | {'prompt': 'Say it. '}]
+    rows = [row, row | {'prompt': 'Say it. ', 'classes': '[" A", " B"]'}]
     first, second = load(tmp_path / 'NeQA.jsonl', rows, prompt_format='harness').items
     assert (first.header, first.context, first.options) == ('', row['prompt'], [' A', ' B'])
     assert (second.context, second.options) == ('Say it.', ['  A', '  B'])      # as lm-eval does
@@ -118,8 +118,8 @@ def test_truthfulqa_is_asked_without_shots(tmp_path):
     ('', {'answer': None}, 'no answer among the fields question, choices, answer; a file'),
     ('', {'choices': None, 'option_1': 'a'}, 'no choices among the .*, option_1; wanted a list'),
     ('', {'choices': ['a']}, "2 to 26 choices in a list, not .'a'."),
-    ('', {'choices': None, 'option_0': 'a', 'option_1': None, 'option_2': 'b', 'answer': 'B'},
-     "no valid answer: 'B'; wanted one of A, C"),
+    ('', {'choices': "['a', 'b']"}, '"choices" must be a JSON list'),
+    ('', {'choices': None, 'A': 'a', 'C': 'b', 'answer': 'B'}, "no valid answer: 'B'; .* of A, C"),
     ('', {'choices': {'text': ['a', 'b']}}, 'choices in a list, not .* --tasks=arc_easy:F'),
     ('', {'input': 'Q?', 'target_scores': {'a': 1, 'b': 1}}, '2 choices have the highest score'),
     ('', [1, 2, 3, 4], 'the question is not text'),
