@@ -14,7 +14,8 @@ from runtime.hub import fetch_training
 # patterns of the files; the first one with a match is used
 PATTERNS = ('data/train-*.parquet', 'data/train_sft-*.parquet', 'train_sft-*.parquet',  # UltraChat
             '*train*.parquet', '*.parquet', '*train*.jsonl*', '*.jsonl', '*.jsonl.gz', '*.json',
-            '*.json.gz', 'data-*.arrow', 'train/data-*.arrow', '*train*.csv', '*.csv', '*.tsv')
+            '*.json.gz', '*.ndjson*', 'data-*.arrow', 'train/data-*.arrow', '*train*.csv*', '*.csv',
+            '*.csv.gz', '*.tsv', '*.tsv.gz')
 TEXT_PATTERNS = ('data/train-*.parquet', '*.parquet', '*.jsonl', '*.jsonl.gz', '*.txt', '*.txt.gz',
                  'data-*.arrow', 'train/data-*.arrow')
 

@@ -113,7 +113,7 @@ def download_files(source, patterns, revision):
 def matches(folder, *patterns):
     """Return the data files of a folder that match a glob, sorted, without compressed copies."""
     files = {p for pattern in patterns for p in folder.glob(pattern)
-             if p.is_file() and not NO_DATA.match(p.name)}
+             if not p.is_dir() and not NO_DATA.match(p.name)}
     return sorted(p for p in files if p.suffix != '.gz' or p.with_suffix('') not in files)
 
 

@@ -189,7 +189,7 @@ def _parquet_rows(path, file):
         import pyarrow.parquet
     except ImportError:
         raise DataError(f'{path}: {path.suffix} needs pyarrow: pip install pyarrow') from None
-    batches = (pyarrow.ipc.open_stream(file) if path.suffix == '.arrow' else    # of save_to_disk
+    batches = (pyarrow.ipc.open_stream(file) if '.arrow' in path.suffixes else  # of save_to_disk
                pyarrow.parquet.ParquetFile(file).iter_batches())
     number = 0
     for batch in batches:

@@ -198,6 +198,8 @@ def test_empty_and_missing_data_are_named(tmp_path, tokenizers, monkeypatch):
     marked = write_rows(tmp_path / 'marked.jsonl', [
         {'messages': [SAME[0], SAME[1] | {'weight': 0}]}])
     monkeypatch.setenv('HOME', str(tmp_path))
+    (tmp_path / 'links').mkdir()
+    (tmp_path / 'links/a.jsonl').symlink_to('/nowhere')
     cache = {'cache_dir': tmp_path / 'cache'}
     for place, options, error, message in (
             (path, cache, DataError, 'an empty dataset'),
@@ -206,7 +208,8 @@ def test_empty_and_missing_data_are_named(tmp_path, tokenizers, monkeypatch):
             (marked, {'train_on_inputs': True}, DataError, 'train_on_inputs = True trains all'),
             (marked, {'template': 'llama3', 'on_bad_row': 'skip'}, ConfigError,     # no bad row
              '^the template needs .*eot_id.* the tokenizer of'),
-            (marked, {'cache_dir': marked}, OSError, 'Not a directory: .*marked')):
+            (marked, {'cache_dir': marked}, OSError, 'Not a directory: .*marked'),
+            (tmp_path / 'links', cache, OSError, 'No such file .*links/a.jsonl')):
         with pytest.raises(error, match=message):
             conversations(place, gemma, **options)
     write_rows(path, [{'messages': SAME}])
