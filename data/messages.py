@@ -65,7 +65,10 @@ def to_messages(row):
                         f'{", ".join(ANSWERS + SOLUTIONS)}')
     messages = [to_question(row)] if question == 'instruction' else read_turns(
         row[question], f'the {question}', 'user')
-    messages += read_turns(row[answer], f'the {answer}', 'assistant')
+    answers = read_turns(row[answer], f'the {answer}', 'assistant')
+    if answers and answers[0]['role'] != 'assistant':
+        raise DataError(f'the {answer} begins with a {answers[0]["role"]} message, not an answer')
+    messages += answers
     texts = {}      # of all answers of the row, which must agree
     for name in (answer, *ANSWERS):
         for turn in read_turns(row.get(name, ''), f'the {name}', 'assistant')[-1:]:
@@ -121,8 +124,12 @@ def read_turns(value, what, speaker=None):
     if not speaker and isinstance(turns, list):
         if all(isinstance(turn, str) for turn in turns):                    # LIMA
             turns = dialogue(*turns)
-        elif all(has_fields(turn, 'input', 'output') for turn in turns):    # Capybara
-            turns = dialogue(*(turn[name] for turn in turns for name in ('input', 'output')))
+        elif all(has_fields(turn, 'input', 'output') for turn in turns):    # Capybara, XTuner
+            turns = [message for turn in turns for message in (
+                *[{'role': 'system', 'content': turn['system']}] * bool(turn.get('system')),
+                turn | {'input': None, 'role': 'user', 'content': turn['input']},
+                {'role': 'assistant', 'content': turn['output'],
+                 'train': turn.get('output_with_loss')})]
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         text = 'text or ' if speaker else ''
         raise DataError(f'{what} must be {text}a list of {{"role", "content"}}')
