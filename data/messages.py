@@ -126,7 +126,7 @@ def read_turns(value, what, speaker=None):
             turns = dialogue(*turns)
         elif all(has_fields(turn, 'input', 'output') for turn in turns):    # Capybara, XTuner
             turns = [message for turn in turns for message in (
-                *[{'role': 'system', 'content': turn['system']}] * bool(turn.get('system')),
+                *[{'role': 'system', 'content': turn.get('system')}] * bool(turn.get('system')),
                 turn | {'input': None, 'role': 'user', 'content': turn['input']},
                 {'role': 'assistant', 'content': turn['output'],
                  'train': turn.get('output_with_loss')})]
