@@ -177,8 +177,7 @@ class SentencePieceTokenizer(Tokenizer):
             {i: (token['lstrip'], token['rstrip']) for i, token in added.items()},
             model.encode('a', out_type=str)[0].startswith('\u2581'))
         if self.eos_id < 0:
-            raise DataError(f'{path} has no EOS token {eos}'
-                            + ', which tokenizer_config.json names' * bool(eos))
+            raise DataError(f'{path} has no EOS token {eos}; see tokenizer_config.json')
         if words := [token['content'] for token in added.values()
                      if not (token['special'] or IN_BRACKETS.fullmatch(token['content']))]:
             raise DataError(f'{path}: the files beside it add words, such as {words[0]!r}, which '
@@ -270,8 +269,8 @@ def added_beside(folder):
         return {int(i): {key: token.get(key, value) for key, value in control.items()}
                 | {'content': '' + token['content']} for i, token in [*named, *tokens.items()]}
     except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise DataError(f'{folder}: the added tokens in added_tokens.json, tokenizer_config.json '
-                        f'or tokenizer.json are damaged: {error!r}') from error
+        raise DataError(f'{folder}: damaged tokens in added_tokens.json, tokenizer_config.json or '
+                        f'tokenizer.json: {error!r}') from error
 
 
 def generation_ends(folder):

@@ -315,14 +315,11 @@ def _values(row, norm):
     if kind in SAMPLED_KEYS:
         row, kind = row | _sampled(row, row[kind]), 'confidence'
     if kind == 'confidence':
-        value, correct = row[kind], row.get('correct')
-        if isinstance(value, str):
-            stated = parse_probability(value)
-            if stated is None and re.fullmatch(r'\s*-?[\d.,]+\s*', value):
-                raise ValueError(f'confidence is {value!r}; wanted a number from 0 to 1 with a '
-                                 f'point, as 0.8, or percent, as 80 %')
-            value = stated
+        stated, correct = row[kind], row.get('correct')
+        value = parse_probability(stated) if isinstance(stated, str) else stated
         if value is None:
+            if re.fullmatch(r'\s*-?[\d.,]+\s*', str(stated)):
+                raise ValueError(f'confidence is {stated!r}; wanted a number such as 0.8 or 80 %')
             return kind, {}
         if isinstance(correct, list) or correct not in (0, 1):      # so are true and false
             hint = ('write true, false, 1 or 0' if 'correct' in row else

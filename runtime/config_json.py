@@ -56,8 +56,7 @@ def config_from_hf(raw: dict, where: str = 'config.json') -> ModelConfig:
     if raw['model_type'] in NESTED:
         return config_from_hf(_text_part(raw), where)
     if raw.get('quantization_config') is not None:
-        raise CheckpointError(f'{where}: quantization_config: quantized weights are not supported; '
-                              f'name the model in 16 bits, whose config.json has no such key')
+        raise CheckpointError(f'{where}: quantization_config: name the unquantized model instead')
     kind = raw['model_type']
     defaults = DEFAULTS[kind]
     check_values(raw, rules_of(kind), where,

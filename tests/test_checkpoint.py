@@ -17,7 +17,7 @@ from common import (HERE, LLAMA3_ROPE, add_to_hub, by_transformers, edit_config,
 from safetensors.torch import load_file, save_file
 
 import model as models
-from runtime import (adapter, checkpoint, config_json, config_keys, device)
+from runtime import adapter, checkpoint, config_keys, device
 from runtime.errors import CheckpointError, ConfigError
 
 
@@ -190,20 +190,6 @@ def test_rotary_positions_are_computed_as_in_transformers_or_refused(name, cases
         assert computed_or_refused(tmp_path, raw, changes) == computed, changes
 
 
-def test_the_config_of_pythia_is_read():
-    raw = {'architectures': ['GPTNeoXForCausalLM'], 'bos_token_id': 0, 'eos_token_id': 0,
-           'hidden_act': 'gelu', 'hidden_size': 2560, 'initializer_range': 0.02,
-           'intermediate_size': 10240, 'layer_norm_eps': 1e-5, 'max_position_embeddings': 2048,
-           'model_type': 'gpt_neox', 'num_attention_heads': 32, 'num_hidden_layers': 32,
-           'rotary_emb_base': 10000, 'rotary_pct': 0.25, 'tie_word_embeddings': False,
-           'torch_dtype': 'float16', 'transformers_version': '4.24.0', 'use_cache': True,
-           'use_parallel_residual': True, 'vocab_size': 50304}
-    config = config_json.config_from_hf(raw)
-    assert (config.head_dim, config.layers[0].rope.dim, config.dtype) == (80, 20, 'float16')
-    saved = checkpoint.config_to_hf(config)
-    assert raw.items() <= saved.items() and config_json.config_from_hf(saved) == config
-
-
 def test_old_buffers_of_neox_are_ignored(tmp_path):
     reference_model('neox', tmp_path)
     at, plain = 'gpt_neox.layers.0.attention', checkpoint.load(tmp_path).state_dict()
@@ -223,7 +209,7 @@ def test_old_buffers_of_neox_are_ignored(tmp_path):
     ('llama', {'num_hidden_layers': ...}, 'num_hidden_layers is missing'),
     ('llama', {'rope_parameters': {'rope_type': 'llama3'}},
      'rope_parameters.factor is missing; it must be a number from 1.0 to'),
-    ('llama', {'quantization_config': {'quant_method': 'awq'}}, 'quantized weights are not supp'),
+    ('llama', {'quantization_config': {'quant_method': 'awq'}}, 'quantization_config: name the'),
     ('llama', {'head_dim': 13}, 'head_dim = 13 is 13; it must be even and above 0'),
     ('llama', {'nanocal': {'cap': 30.0}},
      'nanocal.cap is not supported; the keys are softcap, temperature'),
@@ -288,8 +274,7 @@ def test_tied_embeddings_beside_an_output_matrix(tmp_path):
         {'lm_head.weight': t['model.embed_tokens.weight'].clone()}))
     assert torch.equal(checkpoint.load(tmp_path).head, plain)
     rewrite(tmp_path, lambda t: t['lm_head.weight'][-1, 0].add_(1))
-    with pytest.raises(CheckpointError, match='tensor lm_head.weight differs from .*'
-                                                     'tie_word_embeddings = true'):
+    with pytest.raises(CheckpointError, match='lm_head.weight differs .*tie_word_embeddings = tr'):
         checkpoint.load(tmp_path)
     edit_config(tmp_path, tie_word_embeddings=False)
     assert same_logits(tmp_path)
@@ -392,8 +377,7 @@ def test_loading_holds_one_copy_of_the_weights_in_memory(tmp_path):
 @pytest.mark.parametrize('name', ['neox', 'phi3'])      # test_train.py has a Llama
 def test_adapter_loads_in_peft(name, tmp_path):
     import peft
-    base = tmp_path / 'base'
-    reference_model(name, base)
+    reference_model(name, base := tmp_path / 'base')
     model = lora_model(base)
     adapter.save_adapter(model, tmp_path / 'adapter', str(base))
     reference = peft.PeftModel.from_pretrained(by_transformers(base), tmp_path / 'adapter').eval()
@@ -407,8 +391,7 @@ def test_adapter_loads_in_peft(name, tmp_path):
 def test_pickled_weights_are_read(tmp_path):
     reference_model('neox', tmp_path / 'model')
     wanted = load_file(tmp_path / 'model' / 'model.safetensors')
-    pickled = tmp_path / 'pickled'
-    pickled.mkdir()
+    (pickled := tmp_path / 'pickled').mkdir()
     shutil.copy(tmp_path / 'model' / 'config.json', pickled)
     shard_of = {key: f'pytorch_model-{i % 2}.bin' for i, key in enumerate(wanted)}
     for name in {*shard_of.values()}:

@@ -278,8 +278,7 @@ def test_a_repeated_question_of_lm_eval_counts_once_and_two_models_are_not_mixed
 
     by_filter = [row | {'filter': name} for row in rows for name in ('none', 'custom')]
     assert report_of(by_filter).stdout.splitlines()[1:] == once
-    parquet = write_rows(tmp_path / 'mine.parquet', rows)   # null where other rows have options
-    assert run_metrics(parquet).stdout.splitlines()[1:] == once
+    assert run_metrics(write_rows(tmp_path / 'x.parquet', rows)).stdout.splitlines()[1:] == once
     other = rows[1] | {'filtered_resps': rows[1]['filtered_resps'][::-1], 'acc': 1 - rows[1]['acc']}
     for change, why in (({'filter': 'custom'}, 'of the filters none and custom; keep the lines'),
                         ({}, 'of several models or calls; give each of them')):

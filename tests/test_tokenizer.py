@@ -223,19 +223,17 @@ def test_tokens_outside_of_a_sentencepiece_model(tmp_path):
     (tmp_path / 'added_tokens.json').write_text(f'{{"<|user|>": {n}}}')
     ours = load_tokenizer(tmp_path)
     assert (ours.control_ids['<|user|>'], ours.bos_id, ours.strips) == (n, 1, {})
-    for name, text, message in (
-            ('added_tokens.json', f'{{"sky": {n}}}', "add words, such as 'sky', which only token"),
-            ('special_tokens_map.json', '{"eos_token": "<b>"}', 'no EOS token <b>, which token')):
-        (tmp_path / name).write_text(text)
-        with pytest.raises(DataError, match=message):
-            load_tokenizer(tmp_path)
+    (tmp_path / 'added_tokens.json').write_text(f'{{"sky": {n}}}')
+    with pytest.raises(DataError, match="add words, such as 'sky', which only tokenizer.json"):
+        load_tokenizer(tmp_path)
 
 
-def test_a_piece_for_any_text_can_be_named_as_a_control_token(tmp_path):
-    plain = load_tokenizer(sentencepiece_folder(tmp_path, 'gemma'))     # as in Yi's chat models
-    (b,) = plain.encode('<b>')
-    (tmp_path / 'tokenizer_config.json').write_text(json.dumps({
-        'eos_token': '<b>', 'added_tokens_decoder': {b: {'content': '<b>', 'special': True}}}))
+def test_a_piece_for_any_text_can_be_named_as_a_control_token(tmp_path):    # as in Yi's chat models
+    b, = load_tokenizer(sentencepiece_folder(tmp_path, 'gemma')).encode('<b>')
+    (tmp_path / 'special_tokens_map.json').write_text('{"eos_token": "<b>"}')
+    with pytest.raises(DataError, match='no EOS token <b>; see tokenizer_config'):
+        load_tokenizer(tmp_path)
+    (tmp_path / 'added_tokens.json').write_text(f'{{"<b>": {b}}}')
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.eos_id == b and b not in tokenizer.encode('<b>')
 
