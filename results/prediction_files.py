@@ -227,8 +227,7 @@ def harness_sample(row, norm='token') -> dict:
     """
     try:
         pairs = row['filtered_resps']
-        # in parquet, a question with fewer options than another has None for them
-        options = [call.get('arg_1') for call in row['arguments'].values() if call is not None]
+        options = [call.get('arg_1') for call in row['arguments'].values() if call]  # parquet: None
         if 'acc_mutual_info' in row:    # the second half is without the question
             pairs, options = pairs[:len(pairs) // 2], options[:len(options) // 2]
         if len(pairs) < 2 or type(pairs[0]) is not list:

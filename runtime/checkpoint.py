@@ -167,9 +167,8 @@ def check_weights(folder: str | Path, config: ModelConfig):
                 for problem, keys in (('is missing', missing),
                                       ('is unknown to this architecture', unknown)) if keys]
     if problems:
-        tied = ('; if the output matrix is the embedding, set tie_word_embeddings = true in '
-                'config.json') * (missing == {their_key(HEAD, config)})
-        raise CheckpointError(f'{folder}: {" and ".join(problems)}{tied}')
+        hint = '; if tied, set tie_word_embeddings = true' * (missing == {their_key(HEAD, config)})
+        raise CheckpointError(f'{folder}: {" and ".join(problems)}{hint}')
     for text, (path, key, tensor) in stored.items():
         if [*tensor.shape] != shapes[text]:
             raise CheckpointError(f'{path}: tensor {key} has shape {[*tensor.shape]}, config.json '

@@ -75,7 +75,7 @@ KEY = 'model.layers.1.mlp.up_proj.weight'
 
 
 @pytest.mark.parametrize('damage, message', [
-    (lambda f: rewrite(f, lambda t: t.pop('lm_head.weight')), 'is missing; if the output matrix'),
+    (lambda f: rewrite(f, lambda t: t.pop('lm_head.weight')), 'is missing; if tied, set tie_w'),
     (lambda f: rewrite(f, lambda t: t.update({f'module.{KEY}': t.pop(KEY)})),
      f'tensor {KEY} is missing and tensor module.{KEY} is unknown'),
     (lambda f: rewrite(f, lambda t: t.update({KEY: torch.ones(2, 3)})),
