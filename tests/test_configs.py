@@ -51,7 +51,7 @@ def test_the_command_line_overrides_the_config_file(tmp_path):
     ('', 'configs/other.py', 'a config file comes first'),
     ('lr = 1\nepochs = 2\nlr = 2', '', 'experiment.py:3: lr is already set at {}/experiment.py:1'),
     ('lr = 1e999', '', 'lr is inf, of type float; wanted a finite number'),
-    ('lr = 1', '--schedule=cubic', "wanted one of ['linear', 'cosine']"),
+    ('lr = 1', '--schedule=cubic', "wanted one of ['linear', 'cosine'"),
     ('eval = 5', '', 'experiment.py:1: eval is 5, of type int; wanted data.eval_config.'
      'EvalConfig | None, as a dict of its keys; --eval.KEY=VALUE sets one key'),
     ('shape = {"a": 8}', '--shape.a.x=1', 'a has no keys of its own'),
