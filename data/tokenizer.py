@@ -6,6 +6,7 @@
 
 import hashlib
 import itertools
+import json
 import os
 import re
 from pathlib import Path
@@ -15,8 +16,9 @@ from runtime.errors import CheckpointError, DataError
 from runtime.json_rules import read_json_object
 
 # Gemma's file declares these as user-defined symbols, which sentencepiece would use in any text
-GEMMA_CONTROLS = (rb'<start_of_turn>|<end_of_turn>|<start_of_image>|<end_of_image>|<mask>|<2mass>|'
-                  rb'\[multimodal\]|\[@BOS@\]|<unused\d+>')
+GEMMA_CONTROLS = re.compile(
+    rb'<start_of_turn>|<end_of_turn>|<start_of_image>|<end_of_image>|<mask>|<2mass>|'
+    rb'\[multimodal\]|\[@BOS@\]|<unused\d+>')
 # how names of control tokens look, in files that do not say whether a token is one
 IN_BRACKETS = re.compile(r'<.+>|\[.+\]')
 # the files of tokenizers, most wanted first
@@ -155,10 +157,11 @@ class SentencePieceTokenizer(Tokenizer):
         settings, added = settings_beside(folder), added_beside(folder)
         # A serialized piece is: name, 0x15 and a float score, 0x18 and its type. Change type 4
         # (user-defined) to 3 (control), which sentencepiece never finds in text.
-        names = b'|'.join([GEMMA_CONTROLS, *(re.escape(token['content']).encode()
-                                             for token in added.values() if token['special'])])
-        raw = re.sub(rb'(\x0a.(?:' + names + rb')\x15.{4}\x18)\x04', b'\\g<1>\x03',
-                     Path(path).read_bytes(), flags=re.DOTALL)
+        names = {token['content'].encode() for token in added.values() if token['special']}
+        raw = re.sub(
+            rb'(\x0a.([^\x0a\x15]+)\x15.{4}\x18)\x04', lambda piece: piece[1] + (
+                b'\x03' if piece[2] in names or GEMMA_CONTROLS.fullmatch(piece[2]) else b'\x04'),
+            Path(path).read_bytes(), flags=re.DOTALL)
         try:
             model = sentencepiece.SentencePieceProcessor(model_proto=raw)
         except RuntimeError as error:
@@ -257,17 +260,19 @@ def settings_beside(folder):
 def added_beside(folder):
     """Return {id: attributes of an AddedToken} of the tokens that JSON files of a folder add."""
     names = read_beside(folder, 'added_tokens.json')
-    tokens = settings_beside(folder).get('added_tokens_decoder')
+    tokens = settings_beside(folder).get('added_tokens_decoder') or {}
     control = dict.fromkeys(('lstrip', 'rstrip', 'single_word', 'normalized'), False) | {
         'special': True}
-    # transformers 5 writes them into tokenizer.json alone
-    alone = read_beside(folder, 'tokenizer.json').get('added_tokens') if tokens is None else None
+    path = Path(folder, 'tokenizer.json')
     try:
-        tokens = tokens or {token['id']: token for token in alone or ()}
+        if not tokens and path.exists():    # by transformers 5; Gemma's whole file takes a second
+            part = re.search(rb'"added_tokens":\s*(\[.*?\]),\s*"normalizer"', path.read_bytes(),
+                             re.DOTALL)
+            tokens = {token['id']: token for token in json.loads(part[1] if part else '[]')}
         named = [(i, {'content': name, 'special': bool(IN_BRACKETS.fullmatch(name))})
-                 for name, i in names.items()]
+                 for name, i in names.items()] + [*tokens.items()]
         return {int(i): {key: token.get(key, value) for key, value in control.items()}
-                | {'content': '' + token['content']} for i, token in [*named, *tokens.items()]}
+                | {'content': '' + token['content']} for i, token in named}
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise DataError(f'{folder}: damaged tokens in added_tokens.json, tokenizer_config.json or '
                         f'tokenizer.json: {error!r}') from error
