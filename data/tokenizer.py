@@ -266,8 +266,7 @@ def added_beside(folder):
     path = Path(folder, 'tokenizer.json')
     try:
         if not tokens and path.exists():    # by transformers 5; Gemma's whole file takes a second
-            part = re.search(rb'"added_tokens":\s*(\[.*?\]),\s*"normalizer"', path.read_bytes(),
-                             re.DOTALL)
+            part = re.search(rb'(?s)"added_tokens":\s*(\[.*?\]),\s*"normalizer"', path.read_bytes())
             tokens = {token['id']: token for token in json.loads(part[1] if part else '[]')}
         named = [(i, {'content': name, 'special': bool(IN_BRACKETS.fullmatch(name))})
                  for name, i in names.items()] + [*tokens.items()]
