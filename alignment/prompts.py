@@ -46,15 +46,16 @@ class Prompts:
 def to_prompt(row, instruction=''):
     """Return the messages before the answer of a row: [{'role', 'content'}, ...], the user's last.
 
-    prompt, question, query, problem, inputs    text, or messages
-    messages, conversations, Alpaca             as in `to_messages`, without an answer at the end
+    They are those of `prompt`, else of a list of turns, else of another name of a question, else of
+    Alpaca's fields, as in `to_messages`; an answer at the end is left out.
 
     instruction: text that follows the last message after a blank line. Raises DataError.
     """
     row = without_nulls(row)
-    if name := next(filter(row.__contains__, QUESTIONS), None):
+    lists = row.keys() & {'messages', 'conversations', 'conversation'}
+    if name := next(filter(row.__contains__, QUESTIONS[:1] if lists else QUESTIONS), None):
         messages = with_context(row, read_turns(row[name], f'the {name}', 'user'), (name,))
-    elif not row.keys() & {'messages', 'conversations', 'conversation', 'instruction'}:
+    elif not lists and 'instruction' not in row:
         raise DataError(f'fields {", ".join(map(str, row)) or "(none)"}; wanted messages, '
                         f'conversations, {", ".join(QUESTIONS)}, or instruction and output')
     else:
