@@ -78,9 +78,17 @@ def one_of(row, *names):
     return row[given[0]] if given else None
 
 
+def is_empty(value):
+    """Return whether a field says nothing: null, NaN, false, blank, or a list or dict of these."""
+    if isinstance(value, (list, dict)):
+        return all(map(is_empty, value.values() if isinstance(value, dict) else value))
+    return value is None or value is False or value != value or (
+        isinstance(value, str) and value.strip() in ('', '[]', '{}', 'null', 'None'))
+
+
 def with_passage(row, question):
     """Return a question after the passage beside it, as in RACE; raise DataError for an image."""
-    if (image := row.get('image') or row.get('images')) and image == image:     # not NaN
+    if not (is_empty(row.get('image')) and is_empty(row.get('images'))):
         raise DataError('the question has an image, which the model would not see; leave it out')
     for name in ('passage', 'article', 'context'):
         text = row.get(name)

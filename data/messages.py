@@ -8,7 +8,7 @@ that says whether it is trained has 'train': True or False.
 import itertools
 import re
 
-from data.files import has_fields, json_list, one_of, require_fields, require_text
+from data.files import has_fields, is_empty, json_list, one_of, require_fields, require_text
 from runtime.errors import DataError
 
 # in any case: NeMo writes User and Assistant
@@ -94,14 +94,6 @@ def without_nulls(row):
     """Return a row or turn without nulls, NaN for pandas; raises DataError if it has no fields."""
     return {name: value for name, value in require_fields(row).items()
             if value is not None and value == value}
-
-
-def is_empty(value):
-    """Return whether a field says nothing: null, false, blank, or a list or object of these."""
-    if isinstance(value, (list, dict)):
-        return all(map(is_empty, value.values() if isinstance(value, dict) else value))
-    return value is None or value is False or (
-        isinstance(value, str) and value.strip() in ('', '[]', '{}', 'null', 'None'))
 
 
 def read_turns(value, what, speaker=None):
