@@ -204,7 +204,8 @@ def _files_of(benchmark, source, split, language, revision):
         return []
     files = fetch_split(source, patterns, split, revision)
     if benchmark is GENERIC and split == 'test':    # its patterns match the other splits too
-        others = matches(folder, *benchmark.shots, *benchmark.validation, 'train*', '*_train*')
+        others = matches(folder, *benchmark.shots, *benchmark.validation, 'train[-_.]*',
+                         '*[-_]train[-_.]*')
         files = [file for file in files if file not in others]
         if not files:
             names = sorted(file.name for file in others)

@@ -189,8 +189,8 @@ def _parquet_rows(path, file):
         import pyarrow.parquet
     except ImportError:
         raise DataError(f'{path}: {path.suffix} needs pyarrow: pip install pyarrow') from None
-    batches = (pyarrow.ipc.open_stream(file) if '.arrow' in path.suffixes else  # of save_to_disk
-               pyarrow.parquet.ParquetFile(file).iter_batches())
+    batches = (pyarrow.ipc.open_stream(file) if re.search(r'\.arrow(\.gz)?$', path.name) else
+               pyarrow.parquet.ParquetFile(file).iter_batches())    # the former of save_to_disk
     number = 0
     for batch in batches:
         names = column_names(path, batch.schema.names)

@@ -55,7 +55,7 @@ def test_of_a_hub_dataset_one_format_is_downloaded(tmp_path, monkeypatch):
                                               {'from': 'gpt', 'value': 'blue'}], 'idx': 1}),
     ('data/train-00000-of-00001.parquet', {'id': 'x', 'messages': SAME, 'source': 'y'}),
     ('train/data-00000-of-00001.arrow', {'messages': SAME}),
-    ('data/train_sft-00000-of-00001.parquet', {'prompt': 'sky?', 'messages': SAME})])
+    ('data/train_sft-00000-of-00001.arrow.parquet', {'prompt': 'sky?', 'messages': SAME})])
 def test_each_instruction_format_gives_the_same_tokens(tmp_path, tokenizers, name, row):
     write_rows(tmp_path / 'hub' / name, [row] * 3)
     sequences = conversations(tmp_path / 'hub', tokenizers['gemma'])
