@@ -192,8 +192,7 @@ def fetch_split(source, patterns, split, revision):
     try:
         return fetch(source, patterns, revision)
     except DataError as error:
-        hint = f'; {HINTS[split]}' if os.path.isdir(source) else ''
-        raise DataError(f'{error}{hint}') from error
+        raise DataError(f'{error}' + f'; {HINTS[split]}' * os.path.isdir(source)) from error
 
 
 def _files_of(benchmark, source, split, language, revision):
@@ -208,9 +207,8 @@ def _files_of(benchmark, source, split, language, revision):
                          '*[-_]train[-_.]*')
         files = [file for file in files if file not in others]
         if not files:
-            names = sorted(file.name for file in others)
             raise DataError(f'{source} has only files for training, shots or validation, such as '
-                            f'{", ".join(names[:3])}; {HINTS["test"]}')
+                            f'{", ".join(file.name for file in others[:3])}; {HINTS["test"]}')
     return files
 
 
