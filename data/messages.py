@@ -83,7 +83,7 @@ def to_messages(row):
 
 def to_question(row):
     """Return the user's message of Alpaca's or Dolly's fields; template `alpaca` reads 'input'."""
-    context = row['input'] if row.get('input') not in (None, '') else row.get('context', '')
+    context = row['input'] if row.get('input') not in (None, '', []) else row.get('context') or ''
     texts = [text for text in (require_text(row['instruction'], 'the instruction'),
                                require_text(context, 'the input')) if text.strip()]
     question = {'role': 'user', 'content': '\n\n'.join(texts)}
