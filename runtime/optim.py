@@ -162,7 +162,7 @@ class AdamW(torch.optim.Optimizer):
                 if ranges is not None:
                     width, ranges = GROUP, ranges.view(-1, 3)
                 matrices = [x if x is None else x.view(-1, width) for x in (w, low, g, m, v)]
-                for x in matrices:      # one graph for all numbers of rows; compact is slower so
+                for x in matrices:      # one graph for all numbers of rows; slower with ranges
                     if x is not None and x.is_cuda and ranges is None:
                         torch._dynamo.maybe_mark_dynamic(x, 0)
                 update(*matrices, ranges, numbers, scale, seed)
