@@ -484,8 +484,8 @@ def _use_triton(x):
 
 if triton is not None:
     LOG2E = tl.constexpr(1.4426950408889634)
-    # Numbers of a row, one per row: a chunk may begin at any row, and Triton would compile a kernel
-    # again for another alignment.
+    # Arguments with one number per row. A chunk may begin at any row, and Triton would compile a
+    # kernel again for another alignment.
     OF_ROW = ('target', 'z_y', 'lse', 'sum_z', 'sum_p2', 'entropy', 'top_logit', 'top_token',
               'scale', *'abceft')
 

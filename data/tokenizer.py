@@ -271,7 +271,7 @@ def added_beside(folder):
         named = [(i, {'content': name, 'special': bool(IN_BRACKETS.fullmatch(name))})
                  for name, i in names.items()] + [*tokens.items()]
         return {int(i): {key: token.get(key, value) for key, value in control.items()}
-                | {'content': '' + token['content']} for i, token in named}
+                | {'content': '' + token['content']} for i, token in named}     # fails if no text
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise DataError(f'{folder}: damaged tokens in added_tokens.json, tokenizer_config.json or '
                         f'tokenizer.json: {error!r}') from error
