@@ -11,7 +11,7 @@ computes metrics.
 From file to ECE: each kind of task is a class of data/tasks.py. Its `load` reads questions
 (data/questions.py, with the row function in data/benchmarks.py and the prompt in data/prompts.py).
 Its `collect` tokenizes them (data/trees.py), lets scoring.py score them, which packs rows
-(data/packing.py) and calls model.py and fused_ce.py, and makes samples of the values.
+(data/tree_rows.py) and calls model.py and fused_ce.py, and makes samples of the values.
 results/evaluation.py measures the samples (results/report.py, metrics.py). Tasks without options
 are in decoding/written_tasks.py: decoding/answers.py writes the answers to the prompts of
 data/written_answers.py, data/grading.py grades them; results/confidence.py has the confidences.

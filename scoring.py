@@ -1,6 +1,6 @@
 """Score token trees: log-probabilities of options and tokens, by the forward pass of training.
 
-Trees (data/packing.py) are packed into rows ahead of the device, so that prompts share the tokens
+Trees (data/tree_rows.py) are packed into rows ahead of the device, so that prompts share the tokens
 of a common prefix, and only the positions that predict a scored token are multiplied by the output
 matrix. Logits and log-probabilities are float32.
 """
@@ -18,9 +18,9 @@ import torch
 
 import fused_ce
 from data.eval_config import EvalConfig
-from data.packing import Tree, pack_alone, pack_trees, prompt_trees, stack_answers, stack_rows
-from families import t5
+from data.tree_rows import Tree, pack_alone, pack_trees, prompt_trees, stack_answers, stack_rows
 from runtime import adapter, checkpoint, device, log, parallel
+from runtime.config_keys import SEQ2SEQ
 from runtime.errors import CheckpointError
 
 # A batch for a process that shares the weights and has scored all of its trees: it must still take
@@ -190,7 +190,7 @@ def row_lengths(cfg):
 def t5_config(folder):
     """Return the configuration of the T5 in `folder`; None for another model."""
     config = checkpoint.read_config(folder, seq2seq=True)
-    return config if config.model_type in t5.ARCHITECTURES else None
+    return config if config.model_type in SEQ2SEQ else None
 
 
 @dataclass

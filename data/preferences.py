@@ -22,7 +22,7 @@ from data.files import has_fields, parsed, require_text, training_rows
 from data.instruct import PATTERNS
 from data.messages import (QUESTIONS, dialogue, read_turns, to_question, with_context,
                            without_nulls)
-from data.packing import Tree
+from data.tree_rows import Tree
 from runtime.errors import DataError
 from runtime.hub import fetch_training
 

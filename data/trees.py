@@ -13,7 +13,7 @@ from data.cache import tokenize_once
 from data.chat import begins_text, question_frame
 from data.p_ik import drawn_questions, latest_answers, sample_file
 from data.files import read_rows, training_rows
-from data.packing import Tree
+from data.tree_rows import Tree
 from data.questions import solved_files
 from runtime.errors import DataError
 

@@ -8,7 +8,7 @@ import torch
 
 import triton_ops
 from attention import make_masks
-from data.packing import pack_prompts
+from data.tree_rows import pack_prompts
 from decoding.cache import Cache, DecodeMask, PrefillMask, keys_to_keep
 from decoding.draw import draw, random_numbers
 from runtime.device import HostCopy, to_device

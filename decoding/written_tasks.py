@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from data import written_answers
-from data.packing import Tree
+from data.tree_rows import Tree
 from data.tasks import PTrueTask, Task, chat_words, sample_fields, task_label
 from data.written_answers import WRITTEN_TASKS, load_written
 from decoding.answer_samples import begin_of, write_answers

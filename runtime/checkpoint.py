@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from families import t5
 from model import CausalLM, LoRALinear, ModelConfig
-from runtime import adapter
+from runtime import adapter, rooms
 from runtime.config_json import config_to_hf, read_config
+from runtime.config_keys import SEQ2SEQ
 from runtime.digests import file_digest, json_digest
 from runtime.errors import CheckpointError
 from runtime.hub import download, is_hub_name
@@ -38,7 +38,8 @@ HEAD, EMBEDDING = 'lm_head.weight', 'model.embed_tokens.weight'
 def build(config):
     """Return a CausalLM or Seq2Seq on the meta device, whose state_dict has the names on disk."""
     with torch.device('meta'):
-        model = (t5.Seq2Seq if config.model_type in t5.ARCHITECTURES else CausalLM)(config)
+        model = (rooms.load(config.model_type).Seq2Seq if config.model_type in SEQ2SEQ
+                 else CausalLM)(config)
     model.register_state_dict_post_hook(_rename_for_disk)
     model.register_load_state_dict_pre_hook(_rename_from_disk)
     return model
@@ -151,7 +152,7 @@ def check_weights(folder: str | Path, config: ModelConfig):
         (path, name, a), (_, other, b) = head, embedding
         if a.dtype == b.dtype and torch.equal(a, b):
             del stored[their_key(HEAD, config)]
-        elif config.model_type in t5.ARCHITECTURES:
+        elif config.model_type in SEQ2SEQ:
             config.tie_word_embeddings = False
         else:
             raise CheckpointError(f'{path}: tensor {name} differs from {other}, but '

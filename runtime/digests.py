@@ -20,6 +20,7 @@ HERE = Path(__file__).parent.parent
 # whose definitions count in `code_digest`, if they are used
 FILES = tuple(HERE / file for file in (
     'model.py', 'attention.py', 'triton_ops.py', 'fused_ce.py', 'scaling.py', 'data/packing.py',
+    'data/tree_rows.py',
     'alignment/objectives.py', 'alignment/packed_answers.py', 'decoding/answers.py',
     'decoding/answer_samples.py', 'decoding/cache.py', 'decoding/draw.py', 'decoding/slots.py',
     'results/p_ik_probe.py'))

@@ -12,9 +12,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from families import t5
 from model import ModelConfig
 from runtime import ownership
+from runtime.config_keys import SEQ2SEQ
 from runtime.errors import CheckpointError
 from runtime.json_rules import read_json_object
 from runtime.parallel import rank
@@ -44,7 +44,7 @@ NAMES = {
             ('post_attention_layernorm', 'self_attn_layer_norm'),
             ('post_feedforward_layernorm', 'final_layer_norm'),
             ('mlp.up_proj', 'fc1'), ('mlp.down_proj', 'fc2')),
-    **dict.fromkeys(t5.ARCHITECTURES, (('model.embed_tokens', 'shared'),)),
+    **dict.fromkeys(SEQ2SEQ, (('model.embed_tokens', 'shared'),)),
 }
 # (prefix of a name in a multimodal model or in OPT's files, its replacement)
 PREFIXES = ((r'^language_model\.(?=model\.|lm_head)', ''), (r'^model\.language_model\.', 'model.'))

@@ -15,7 +15,7 @@ import model as models
 import triton_ops
 from attention import (ExplicitMask, FlexMask, TreeMask, in_order, visible_blocks,
                        visible_keys)
-from data import packing
+from data import packing, tree_rows
 from decoding.cache import keys_to_keep
 from runtime import checkpoint
 from triton_ops import tree_kernel
@@ -176,9 +176,9 @@ def test_the_tree_kernel_equals_the_explicit_mask(heads, kv_heads, head_dim, sof
     if device == 'cpu' and torch.cuda.is_available():
         pytest.skip("Triton's interpreter runs where there is no GPU")
     rng = np.random.default_rng([T, head_dim])
-    trees = [packing.Tree((), [0] * n, [[0] * (n + 1), [1] * (n + 1)], [n, n])
+    trees = [tree_rows.Tree((), [0] * n, [[0] * (n + 1), [1] * (n + 1)], [n, n])
              for n in rng.integers(1, 30, 30).tolist()]
-    arrays, _ = next(packing.stack_rows(packing.pack_trees(enumerate(trees), T), 2, 0))
+    arrays, _ = next(tree_rows.stack_rows(tree_rows.pack_trees(enumerate(trees), T), 2, 0))
     positions, ends = torch.from_numpy(arrays[1:]).to(device)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, n, T, head_dim, generator=generator).to(device)

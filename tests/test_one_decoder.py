@@ -18,7 +18,7 @@ import triton_ops
 import scoring
 import generate
 import train
-from data import packing
+from data import packing, tree_rows
 from runtime import checkpoint
 from decoding.sampling import Sampling
 
@@ -31,7 +31,7 @@ EDITS = {       # what a reader edits: a method of a class, or a function
 def random_tree(seed):
     rng = np.random.default_rng(seed)
     prefix, prompt, *continuations = (rng.integers(3, 211, n).tolist() for n in (3, 4, 2, 3, 1))
-    return packing.Tree(tuple(prefix), prompt, continuations, [START] * 3)
+    return tree_rows.Tree(tuple(prefix), prompt, continuations, [START] * 3)
 
 
 START = 7       # of the options of a tree
