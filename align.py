@@ -435,9 +435,9 @@ STAGES = {**dict.fromkeys(PAIR_LOSSES, PAIRS), 'reward': REWARD_MODEL,
 
 
 def align(cfg):
-    """Run the training `cfg`, an AlignConfig; return and raise as `train.train` does."""
+    """Run the training `cfg`, an AlignConfig; return and raise as `train_and_report` does."""
     check_align_config(cfg)
-    return train.train(cfg, STAGES[cfg.method])
+    return train.train_and_report(cfg, STAGES[cfg.method])
 
 
 def main(argv):

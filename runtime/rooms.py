@@ -10,6 +10,8 @@ import importlib
 ROOMS = {
     # families of models that are no row of FAMILIES, by model_type
     **dict.fromkeys(('t5', 'mt5'), 'families.t5'),
+    # after and beside training: reports, the model card, training on the answers of questions
+    'reports': 'results.training_report', 'card': 'results.card', 'questions': 'data.trees',
     # models and datasets of the Hugging Face hub, adapters in PEFT's format, files of tokenizers
     'hub': 'runtime.hub', 'adapter': 'runtime.adapter', 'export': 'data.export',
 }

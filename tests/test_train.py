@@ -194,7 +194,7 @@ def test_training_by_letter_learns_the_letter(small_world, tmp_path, monkeypatch
     path = write_rows(tmp_path / 'mine.jsonl', [
         {'question': f'{i} or {i + 1}?', 'choices': ['one', 'two'], 'answer': 1}
         for i in range(8)])
-    results = train.train(train.TrainConfig(
+    results = train.train_and_report(train.TrainConfig(
         model=str(small_world[0] / 'base'), out_dir=str(tmp_path / 'out'), cache_dir=str(tmp_path),
         data=str(path), data_kind='questions', lr=3e-3, batch_size=8, epochs=30,
         max_length=128, pack_len=512, workers=1, push_to_hub='me/model',
