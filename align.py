@@ -25,7 +25,6 @@ if __name__ == '__main__':
     cli.begin()
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -37,21 +36,20 @@ import metrics
 import train
 from alignment import rollouts
 from alignment.advantages import CORRECTIONS, RL_METHODS
-from alignment.objectives import answer_log_probs, policy_objective
+from alignment.objectives import policy_objective
 from alignment.packed_answers import Answers, pack_rankings
+from alignment.reference import cached_reference
 from data.export import pad_token, tokenizer_files
-from data.preferences import TIED, load_preferences
+from data.preferences import load_preferences
 from data.tokenizer import begins_with_bos
 from fused_ce import fused_loss, joint
-from runtime import checkpoint, resume
+from runtime import resume
 from runtime.build import build_model
 from runtime.config import load_config, require_range
 from runtime.device import micro_batches, to_device
-from runtime.digests import code_digest, json_digest
-from runtime.errors import ConfigError, DataError
+from runtime.errors import ConfigError
 from runtime.loss import loss_options
-from runtime.ownership import temporary
-from runtime.parallel import evaluating, gather, rank, reshard, sum_over_processes, world_size
+from runtime.parallel import evaluating, gather
 
 # ---- Pairwise losses -----------------------------------------------------------------------------
 
@@ -264,51 +262,6 @@ def build_with_reference(run):
     if run.cfg.method not in NO_REFERENCE:
         run.reference = cached_reference(run, model)
     return model
-
-
-def cached_reference(run, model):
-    """Return the `answer_sums` of the untrained model, from the cache if they are there.
-
-    The kernels are those of training, so that the first margin is 0 up to rounding. The cache's
-    name is a hash of everything that they depend on.
-    """
-    cfg = run.cfg
-    key = json_digest([run.sequences.digest, checkpoint.fingerprint(run.base),
-                       str(model.head.dtype), code_digest(model.config, answer_sums),
-                       cfg.attention, model.softcap, model.temperature])
-    path = Path(cfg.cache_dir, f'reference-{key}.npz')
-    if all(gather(path.exists())):
-        try:
-            return np.load(path)[path.stem]     # checked by the checksum of zip files
-        except Exception as error:      # a damaged file can raise anything
-            raise DataError(f'the reference in {path} is damaged ({error!r}); remove the file, and '
-                            f'it is computed again') from error
-    sums = answer_sums(run, model)
-    if rank() == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary(path) as part, open(part, 'wb') as file:
-            np.savez(file, **{path.stem: sums})
-    return sums
-
-
-def answer_sums(run, model):
-    """Return the log-probabilities of the answers by the model as it is, float32 [n, K].
-
-    n: sequences; K: largest number of answers to a prompt; rows with fewer end in zeros
-    """
-    cfg, sequences = run.cfg, run.sequences
-    order = np.argsort(-sequences.lengths)
-    sums = np.zeros((len(order), (sequences.loss_mask % TIED).max()), np.float32)
-    for chosen in np.split(order, range(64, len(order), 64)):
-        packed = pack_rankings([sequences[i] for i in chosen], cfg.pack_len,
-                               world_size() * (cfg.micro_rows or 1))
-        total = torch.zeros(len(packed.counts), device=run.device)
-        for answers, log_p, _ in answer_log_probs(model, packed, cfg.micro_rows, run.device):
-            total += answers.sums(log_p)
-        tree, number = packed.where.T
-        sums[chosen[tree], number] = sum_over_processes(total).cpu().numpy()
-    reshard(model)
-    return sums
 
 
 def pack_pairs(run, chosen, multiple):

@@ -40,8 +40,7 @@ from data.eval_config import (EvalConfig, check_eval_config, trained_template,
                               training_settings)
 from data.probes import INSTRUCTIONS
 from data.show import describe_tasks, show_tasks
-from data.tasks import (TASKS, ContextualTask, JudgeTask, OptionTask, PermutedTask, PIKTask,
-                        PTrueTask, TextTask, check_names, mean_over_orders, sample_fields,
+from data.tasks import (TASKS, JudgeTask, OptionTask, PIKTask, TextTask, check_names,
                         split_name)
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from data.written_answers import WRITTEN_TASKS
@@ -84,33 +83,23 @@ if __name__ == '__main__':
 import torch
 
 import scoring
-from decoding.answer_samples import write_answers
-from decoding.answers import stream
-from decoding.written_tasks import (DistractorConfidence, ProbeConfidence, SampleConfidence,
-                                    WrittenTask)
-from results.confidence import distractor_normalized, greedy_agreement, judged, outcome
+from decoding.written_tasks import WrittenTask
 from results.evaluation import saved_fits, write_evaluation
 from runtime import adapter, checkpoint, device, ownership, parallel
-from runtime.digests import code_digest
 from runtime.trained import base_of_adapter, load_ahead, load_model
 
 # Samples depend on these keys, so they must not change within a folder. The tokens of clm depend on
 # the seed too, but each sample has a hash of its prompt.
 SETTINGS = ('prompt_format', 'header', 'shots', 'scoring', 'chat', 'instruct', 'add_bos',
-            'max_length', 'deterministic', 'dtype')
+            'max_length', 'deterministic')
 
 
 # {kind of a name in --tasks: class of its Task}; any other name is a file or folder of questions
 KINDS = (dict.fromkeys(WRITTEN_TASKS, WrittenTask) | dict.fromkeys(INSTRUCTIONS, TextTask)
          | {'p_ik': PIKTask, 'judge': JudgeTask})
 
-# what decides a sample besides the forward pass, the settings and the prompt
-CODE = (scoring.forward_values, scoring.token_log_probs, scoring.token_statistics,
-        scoring.Scorer.states, OptionTask.samples, OptionTask.sample, PermutedTask.sample,
-        PTrueTask.sample, ContextualTask.sample, TextTask.samples, sample_fields,
-        mean_over_orders, write_answers, SampleConfidence.collect,
-        ProbeConfidence.collect, DistractorConfidence.samples, distractor_normalized,
-        greedy_agreement, judged, outcome, stream)
+# the modules that make samples, with what they import: see digests.code_digest
+CODE = 'scoring', *{kind.__module__ for kind in (OptionTask, *KINDS.values())}
 
 
 def load_tasks(cfg):
@@ -160,8 +149,7 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
     if not load:
         checkpoint.check_weights(folder, config)    # before `overwrite` deletes anything
         load = functools.cache(functools.partial(load_model, folder, cfg))
-    identity = {'model': checkpoint.fingerprint(folder), 'tokenizer': tokenizer.fingerprint,
-                'code': code_digest(config, *CODE)}
+    identity = checkpoint.identity(folder, tokenizer, cfg.dtype, *CODE)
     settings = identity | {key: getattr(cfg, key) for key in SETTINGS}
     if cfg.group_by:
         settings |= {'group_by': cfg.group_by}

@@ -1,8 +1,8 @@
 """Tokenized datasets on disk: written once, then memory-mapped.
 
 A cache folder holds the ARRAYS, the concatenated sequences, and `info.json` with their hash. The
-folder's name is a hash of what decides the content: the raw files, the settings and the code of
-data/ that is used.
+folder's name is a hash of what decides the content: the raw files with their names, the settings
+and the code that reads and encodes.
 """
 
 import collections
@@ -15,11 +15,13 @@ import numpy as np
 from tqdm import tqdm
 
 from data.files import parsed, training_rows, without_bad
-from runtime.digests import file_digest, json_digest, used_code
+from runtime.digests import (file_digest, json_digest, module_file, syntax_digest,
+                             with_imports)
 from runtime.errors import DataError
 from runtime.ownership import temporary
 from runtime.processes import forked_pool
 
+READERS = 'data.tokenizer', 'runtime.hub', 'runtime.readers'   # besides the module of `encode`
 # {file .bin: its type}. offsets: where each sequence begins and the last ends; margins: of pairs of
 # answers, 0 without one, one per sequence
 ARRAYS = {'offsets': np.int64, 'tokens': np.uint32, 'loss_mask': np.uint8, 'margins': np.float32}
@@ -82,11 +84,11 @@ def tokenize_once(files, encode, tokenizer, settings, cache_dir, on_bad_row='sto
     read:     (files, Counter of {why a row is left out: rows}) -> the (place, row) pairs to encode
     """
     settings = settings | {'tokenizer': tokenizer.fingerprint}
-    code, texts = (sorted(Path(__file__).parent.glob(pattern)) for pattern in ('*.py', '*.json'))
-    code = used_code(tuple(code), encode, 'load_tokenizer',
-                     more=repr([(path.name, path.read_bytes()) for path in texts]))
-    key = json_digest([code, settings, on_bad_row, *(
-        [Path(file).suffixes[-2:], file_digest(file)] for file in files)])
+    key = json_digest([
+        syntax_digest(*reader_files(encode)), encode.__qualname__,
+        *map(file_digest, sorted(Path(__file__).parent.glob('*.json'))), settings, on_bad_row,
+        # the name of a file can say its format, its split or its subject
+        *([Path(file).parts[-2:], file_digest(file)] for file in files)])
     folder = Path(os.path.expanduser(cache_dir)) / key[:20]
     if not folder.exists():
         left_out, bad = collections.Counter(), []
@@ -107,6 +109,12 @@ def tokenize_once(files, encode, tokenizer, settings, cache_dir, on_bad_row='sto
     for gap in gaps(sequences.info):
         print(gap)
     return sequences
+
+
+def reader_files(encode):
+    """Return the Python files that decide what becomes of the rows of a file."""
+    files = [Path(encode.__code__.co_filename), *map(module_file, READERS)]
+    return with_imports(files, {'data'}.__contains__)
 
 
 def gaps(info):

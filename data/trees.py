@@ -80,8 +80,7 @@ def load_answers(name, tokenizer, *, max_length, add_bos, revision=None, **optio
             sequences.append((ids, [int(i >= tree.starts[k]) for i in range(len(ids))]))
         return sequences
 
-    settings = {'task': task, 'max_length': max_length, 'add_bos': add_bos,
-                'files': ['/'.join(file.parts[-2:]) for file in files]}     # some name a subject
+    settings = {'task': task, 'max_length': max_length, 'add_bos': add_bos}
     return tokenize_once(files, encode, tokenizer, settings, read=read, **options)
 
 

@@ -32,6 +32,7 @@ def write_answers(task, scorer, writer, n, stop):
     stop, max_tokens = stop if cfg.chat == 'none' else (), task.max_tokens(cfg)
     earlier = {(samples.sample_key(s), s['prompt'].partition('-')[0]): s
                for s in writer.latest(task.label)}
+    runs = [cfg.isolation] if task.rule and task.rule.runs_code else []
     ids_of, requests = [], []       # of the questions to answer
 
     def append(question, n_shots, digest, answers):
@@ -48,7 +49,7 @@ def write_answers(task, scorer, writer, n, stop):
         except DataError as error:
             bad_rows.append(task.bad_row(error, cfg))
             continue
-        digest = samples.digest([ids, n, max_tokens, stop, sorted(ends), cfg.seed])
+        digest = samples.digest([ids, n, max_tokens, stop, sorted(ends), cfg.seed, *runs])
         if sample := earlier.get((task.sample_key(question), digest)):
             append(question, n_shots, digest, [sample['greedy'], *(sample.get('answers') or ())])
         else:

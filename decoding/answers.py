@@ -135,3 +135,14 @@ def text(answer, stop, tokenizer):
     n_end = answer.reason == 'end'
     whole = tokenizer.decode(answer.tokens[:len(answer.tokens) - n_end], start=False)
     return whole[:first_stop(whole, stop) if answer.reason == 'stop' else None].rstrip('\ufffd')
+
+
+def to_row(answer, log_prob, per_token):
+    """Return the entry of an Answer in answers.jsonl; log_prob: by `confidences`, or None."""
+    row = {'text': answer.text, 'reason': answer.reason, 'n_tokens': len(answer.tokens),
+           'log_prob': sum(answer.log_probs), 'sample_log_prob': sum(answer.sample_log_probs),
+           'entropy': sum(answer.entropies) / len(answer.tokens)}
+    if log_prob is not None:
+        row |= {'scored_log_prob': log_prob, 'confidence': math.exp(min(0, log_prob))}
+    keys = ('tokens', 'log_probs', 'sample_log_probs', 'entropies') if per_token else ()
+    return row | {key: getattr(answer, key) for key in keys}

@@ -20,7 +20,7 @@ from results.prediction_files import option_scores
 from results.samples import by_order, of_split, read_splits, sample_order
 from results.tables import (MEASURES, TITLES, Heading, Section, aligned, csv_text, mark_best,
                             measure_cell)
-from runtime.digests import used_code
+from runtime.digests import syntax_digest
 from runtime.errors import DataError
 from runtime.ownership import claim, lock
 from runtime.processes import parallel_map
@@ -181,7 +181,7 @@ def letters(samples, predicted):
 def measured_by():
     """Return a hash of the code that computes a summary; it changes when a metric is edited."""
     modules = metrics, stats, scaling, prediction_files, temperatures, judging
-    return used_code((*(module.__file__ for module in modules), __file__), summarize)
+    return syntax_digest(__file__, *(module.__file__ for module in modules))
 
 
 def measure(groups, n_bootstrap, seed, keys=None):

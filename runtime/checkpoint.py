@@ -13,7 +13,7 @@ from model import CausalLM, LoRALinear, ModelConfig
 from runtime import adapter, rooms
 from runtime.config_json import config_to_hf, read_config
 from runtime.config_keys import SEQ2SEQ
-from runtime.digests import file_digest, json_digest
+from runtime.digests import code_digest, file_digest, json_digest
 from runtime.errors import CheckpointError
 from runtime.hub import download, is_hub_name
 from runtime.json_rules import read_json_object
@@ -212,6 +212,16 @@ def fingerprint(folder: str | Path) -> str:
     if (folder / adapter.LINK).exists():
         content.append(adapter.fingerprint(folder / adapter.LINK))
     return json_digest(content, size=8)
+
+
+def identity(folder: str | Path, tokenizer, dtype, *modules: str) -> dict:
+    """Return what decides the samples of the model in `folder`, besides prompts and settings.
+
+    dtype: of the weights on the device; modules: names of those that make the samples
+    """
+    return {'model': fingerprint(folder), 'tokenizer': tokenizer.fingerprint,
+            'end_ids': sorted(tokenizer.end_ids), 'dtype': str(dtype).removeprefix('torch.'),
+            'code': code_digest(*modules)}
 
 
 # ---- Writing -------------------------------------------------------------------------------------

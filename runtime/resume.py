@@ -28,7 +28,8 @@ from runtime.weights import read_tensors, write_files
 
 FILE_BYTES = 4_000_000_000
 # facts that a resumed run must share with the run that wrote the checkpoint, as messages name them
-FACTS = {'data': 'training data', 'model': 'base model', 'dtype': 'weights on the device'}
+FACTS = {'data': 'training data or end tokens', 'model': 'base model',
+         'dtype': 'weights on the device'}
 
 
 class StopSignals:

@@ -237,6 +237,13 @@ def test_cache_is_keyed_by_what_went_in(tmp_path, tokenizers):
     assert digests[0] == first.digest and len({*digests}) == 4 and len(list(here.iterdir())) == 7
 
 
+def test_the_name_of_a_file_decides_which_of_its_rows_are_trained(tmp_path, tokenizers, capsys):
+    rows = [{'messages': SAME, 'split': split} for split in ('train', 'test', 'train')]
+    for name, n in (('test.jsonl', 3), ('all.jsonl', 2), ('train.jsonl', 2), ('test.jsonl', 3)):
+        path = write_rows(tmp_path / name, rows)
+        assert len(conversations(path, tokenizers['gemma'])) == n, name
+
+
 def test_solved_questions_are_trained_by_letter(tmp_path, tokenizers):
     """The tokens are those of an evaluation; the loss is on the letter of the answer alone."""
     tokenizer, common = tokenizers['gemma'], dict(add_bos=True, max_length=500)
