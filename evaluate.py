@@ -38,13 +38,10 @@ import numpy as np
 from data.chat import question_frame
 from data.eval_config import (EvalConfig, check_eval_config, trained_template,
                               training_settings)
-from data.probes import INSTRUCTIONS
-from data.show import describe_tasks, show_tasks
-from data.tasks import (TASKS, JudgeTask, OptionTask, PIKTask, TextTask, check_names,
-                        split_name)
+from data.tasks import TASKS, check_names, check_settings, kind_of
 from data.tokenizer import begins_with_bos, load_model_tokenizer
-from data.written_answers import WRITTEN_TASKS
 from results import card, report, samples
+from runtime import rooms
 from runtime.config import load_config, require_given
 from runtime.errors import ConfigError, DataError, escape_controls
 
@@ -71,7 +68,7 @@ def read_arguments(argv):
     cfg = load_config(EvalConfig, argv, USAGE)
     check_eval_config(cfg)
     if cfg.tasks == ('help',):
-        print(describe_tasks())
+        print(rooms.load('show').describe_tasks())
         raise SystemExit
     return cfg
 
@@ -83,7 +80,6 @@ if __name__ == '__main__':
 import torch
 
 import scoring
-from decoding.written_tasks import WrittenTask
 from results.evaluation import saved_fits, write_evaluation
 from runtime import adapter, checkpoint, device, ownership, parallel
 from runtime.trained import base_of_adapter, load_ahead, load_model
@@ -93,29 +89,16 @@ from runtime.trained import base_of_adapter, load_ahead, load_model
 SETTINGS = ('prompt_format', 'header', 'shots', 'scoring', 'chat', 'instruct', 'add_bos',
             'max_length', 'deterministic')
 
-
-# {kind of a name in --tasks: class of its Task}; any other name is a file or folder of questions
-KINDS = (dict.fromkeys(WRITTEN_TASKS, WrittenTask) | dict.fromkeys(INSTRUCTIONS, TextTask)
-         | {'p_ik': PIKTask, 'judge': JudgeTask})
-
 # the modules that make samples, with what they import: see digests.code_digest
-CODE = 'scoring', *{kind.__module__ for kind in (OptionTask, *KINDS.values())}
+CODE = 'scoring', 'data.tasks', 'written.variants', *{*rooms.TASKS.values()}
 
 
 def load_tasks(cfg):
     """Return {label: Task} of an EvalConfig; raise ConfigError or DataError for a bad task."""
     check_names(cfg.tasks)
-    loaded = [KINDS.get(split_name(name)[0], OptionTask).load(name, cfg) for name in cfg.tasks]
+    loaded = [kind_of(name).load(name, cfg) for name in cfg.tasks]
     tasks = {task.label: task for task in loaded}
-    for key in ('permute', 'p_true', 'contextual', 'p_ik', 'verbalized', 'early'):
-        if getattr(cfg, key) and not any(key in task.settings for task in loaded):
-            missing = ("options other than a judge's" if key in OptionTask.settings
-                       else 'written answers')
-            raise ConfigError(f'{key} = {getattr(cfg, key)}: tasks = {cfg.tasks} have no '
-                              f'{missing}; leave it out')
-    if cfg.group_by and not all('permute' in task.settings for task in loaded):
-        raise ConfigError(f"group_by = {cfg.group_by!r} needs tasks with options other than a "
-                          f"judge's; leave it out")
+    check_settings(loaded, cfg)
     for label, task in tasks.items():
         saved_fits(cfg, label)
         if cfg.fit_temperature and len(task.items) < 2:
@@ -340,7 +323,7 @@ def show_prompts(cfg):
         cfg = resolve(cfg, folder, config, tokenizer)
     elif cfg.chat != 'none':
         raise ConfigError(f'chat = {cfg.chat}: the template needs the tokenizer of --model')
-    print(escape_controls(show_tasks(tasks, tokenizer, cfg)))
+    print(escape_controls(rooms.load('show').show_tasks(tasks, tokenizer, cfg)))
 
 
 def main(argv):

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from data.cache import tokenize_once
 from data.chat import begins_text, question_frame
-from data.p_ik import drawn_questions, latest_answers, sample_file
 from data.files import read_rows, training_rows
 from data.tree_rows import Tree
 from data.questions import solved_files
+from runtime import rooms
 from runtime.errors import DataError
 
 
@@ -65,10 +65,11 @@ def load_answers(name, tokenizer, *, max_length, add_bos, revision=None, **optio
     task, read = name.partition(':')[0], training_rows
     encoder = OptionEncoder(tokenizer, add_bos, 'none')
     if task == 'p_ik':
-        files, to_questions = [sample_file(name)], drawn_questions
+        p_ik = rooms.load(task)
+        files, to_questions = [p_ik.sample_file(name)], p_ik.drawn_questions
 
         def read(files, _):
-            return latest_answers(read_rows(*files))    # samples are all of the split test
+            return p_ik.latest_answers(read_rows(*files))   # samples are all of the split test
     else:
         files, to_questions = solved_files(name, revision)
 

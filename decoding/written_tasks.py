@@ -13,7 +13,7 @@ import numpy as np
 
 from data import written_answers
 from data.tree_rows import Tree
-from data.tasks import PTrueTask, Task, chat_words, sample_fields, task_label
+from data.tasks import Task, chat_words, sample_fields, task_label
 from data.written_answers import WRITTEN_TASKS, load_written
 from decoding.answer_samples import begin_of, write_answers
 from results import confidence, samples
@@ -23,6 +23,7 @@ from runtime.digests import code_digest
 from runtime.errors import ConfigError, DataError
 from runtime.sandbox import require_sandbox
 from runtime.thinking import ANSWER_NOW, answer_now
+from written.variants import PTrueTask
 
 # ---- The answers ---------------------------------------------------------------------------------
 
@@ -353,3 +354,4 @@ KINDS = {'p_true': PTrueConfidence, 'p_true_samples': PTrueAmongSamples,
          'verbalized_1s': GuessConfidence, 'verbalized_2s': StatedConfidence,
          **dict.fromkeys(confidence.EARLY, EarlyConfidence),
          **dict.fromkeys(confidence.EARLY_STATED, EarlyStated)}
+TASK = WrittenTask

@@ -6,8 +6,18 @@ your own is a row here.
 
 import importlib
 
+# {name of a task whose answers are written, or whose questions have another form: module with its
+# class as TASK}
+TASKS = {
+    **dict.fromkeys(('triviaqa', 'nq_open', 'popqa', 'gsm8k', 'gsm8k_short', 'math500', 'humaneval',
+                     'qa', 'triviaqa_train', 'nq_open_train', 'gsm8k_train'),
+                    'decoding.written_tasks'),
+    'p_ik': 'data.p_ik', 'judge': 'data.judges'}
 # {name: module}
-ROOMS = {
+ROOMS = TASKS | {
+    # variants of questions with options
+    **dict.fromkeys(('permuted', 'p_true', 'contextual'), 'written.variants'),
+    'show': 'data.show',
     # families of models that are no row of FAMILIES, by model_type
     **dict.fromkeys(('t5', 'mt5'), 'families.t5'),
     # after and beside training: reports, the model card, training on the answers of questions
