@@ -81,7 +81,7 @@ import torch
 
 import scoring
 from results.evaluation import saved_fits, write_evaluation
-from runtime import adapter, checkpoint, device, ownership, parallel
+from runtime import checkpoint, device, ownership, parallel
 from runtime.trained import base_of_adapter, load_ahead, load_model
 
 # Samples depend on these keys, so they must not change within a folder. The tokens of clm depend on
@@ -139,7 +139,7 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
     if cfg.dropout_seed is not None:
         settings |= {'dropout_seed': cfg.dropout_seed,
                      'base': checkpoint.fingerprint(base_of_adapter(folder)),
-                     'adapter': adapter.fingerprint(Path(folder, 'adapter'))}
+                     'adapter': rooms.load('adapter').fingerprint(Path(folder, 'adapter'))}
     n, first = parallel.world_size(), parallel.rank() == 0
     earlier, done = parallel.gather(samples.open_folder(
         out_dir, tasks, settings, pictures=cfg.pictures, overwrite=cfg.overwrite, processes=n)

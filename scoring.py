@@ -6,6 +6,7 @@ matrix. Logits and log-probabilities are float32.
 """
 
 import functools
+import hashlib
 import itertools
 from collections import deque
 from collections.abc import Callable
@@ -19,7 +20,7 @@ import torch
 import fused_ce
 from data.eval_config import EvalConfig
 from data.tree_rows import Tree, pack_alone, pack_trees, prompt_trees, stack_answers, stack_rows
-from runtime import adapter, checkpoint, device, log, parallel
+from runtime import checkpoint, device, log, parallel
 from runtime.config_keys import SEQ2SEQ
 from runtime.errors import CheckpointError
 
@@ -121,7 +122,7 @@ def launch(load, batches, forward, dropout_seed, sharded):
                 while batch:
                     arrays, scored = batch
                     if dropout_seed is not None:
-                        adapter.seed_dropout(dropout_seed, arrays)
+                        seed_dropout(dropout_seed, arrays)
                     with torch.no_grad():
                         values = forward(model, arrays, scored)
                     if batch is not IDLE:
@@ -132,6 +133,13 @@ def launch(load, batches, forward, dropout_seed, sharded):
                 yield from launched
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def seed_dropout(seed, arrays):
+    """Seed torch by `seed` and the arrays of a batch, whose tokens decide what is dropped."""
+    digest = hashlib.blake2b(b''.join(array.tobytes() for array in arrays), digest_size=8,
+                             key=str(seed).encode()).digest()
+    torch.manual_seed(int.from_bytes(digest))
 
 
 def forward_values(model, arrays, scored, compute=token_log_probs, every_token=False):

@@ -23,6 +23,7 @@ ROOMS = TASKS | {
     # after and beside training: reports, the model card, training on the answers of questions
     'reports': 'results.training_report', 'card': 'results.card', 'questions': 'data.trees',
     # models and datasets of the Hugging Face hub, adapters in PEFT's format, files of tokenizers
+    'byte pairs': 'data.byte_pairs',
     'hub': 'runtime.hub', 'adapter': 'runtime.adapter', 'export': 'data.export',
 }
 

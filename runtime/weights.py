@@ -6,6 +6,7 @@ import pickle
 import re
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -181,3 +182,18 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]):
         file.write(len(text).to_bytes(8, 'little') + text)
         for _, tensor in ordered:
             file.write(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+# ---- Adapters: changes of low rank ---------------------------------------------------------------
+
+class LowRank(NamedTuple):
+    """The change of a layer's weight, scale * B A, with A [r, in] and B [out, r]."""
+    A: Tensor
+    B: Tensor
+    scale: float
+
+
+def merged(weight: Tensor, change: LowRank) -> Tensor:
+    """Return weight + scale * B A, computed in float32 and rounded once to the type of `weight`."""
+    A, B = (x.to(weight.device, torch.float32) for x in (change.A, change.B))
+    return (weight.float() + B @ A * change.scale).to(weight.dtype)
