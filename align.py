@@ -24,6 +24,7 @@ from runtime import cli
 if __name__ == '__main__':
     cli.begin()
 
+import ast
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -48,6 +49,7 @@ from runtime.build import build_model
 from runtime.config import load_config, require_range
 from runtime.device import micro_batches, to_device
 from runtime.errors import ConfigError
+from runtime.fast import definition
 from runtime.loss import loss_options
 from runtime.parallel import evaluating, gather
 
@@ -184,18 +186,33 @@ UNUSED = ('from_scratch', 'shape', 'data_kind', 'answers', 'train_on_inputs', 'l
           'loss_reduction', 'base_smoothing', 'fp8')
 
 
-def loss_reads(cfg, key):
-    """Return whether the loss of a pair would be another one with the default of a setting."""
-    if cfg.method not in PAIR_LOSSES:
-        return False
-    pair = Pairs(*torch.tensor([[-4], [-2], [3], [2], [-1], [-1.5]], dtype=torch.float64))
-    loss, default = PAIR_LOSSES[cfg.method], getattr(AlignConfig, key)
-    return loss(pair, cfg) != loss(pair, replace(cfg, **{key: default}))
+def may_read(loss, key):
+    """Return whether a function of (Pairs, AlignConfig) may read a setting, by its syntax tree.
+
+    So it may if its source is unknown, or if it uses the settings in other ways than by their
+    names, as in `cfg.beta`, and in methods of Pairs, as in `pairs.margin(cfg)`.
+    """
+    tree = definition(loss)
+    if tree is None or len(tree.args.args) != 2:
+        return True
+    pairs, cfg = (argument.arg for argument in tree.args.args)
+    other_uses = 0
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(name) if name == cfg:
+                other_uses += 1
+            case ast.Attribute(ast.Name(name), attribute) if name == cfg and attribute != key:
+                other_uses -= 1
+            case ast.Call(ast.Attribute(ast.Name(name), method), [ast.Name(argument)]) if (
+                    (name, argument) == (pairs, cfg)
+                    and not may_read(getattr(Pairs, method, None), key)):
+                other_uses -= 1
+    return other_uses > 0
 
 
 def check_settings_are_read(cfg):
     """Raise ConfigError for a setting that differs from its default but has no effect."""
-    defaults = AlignConfig()
+    defaults, loss = AlignConfig(), PAIR_LOSSES.get(cfg.method)
     # without the sizes of rollouts, which runs of several methods may share
     names = [*vars(defaults)]
     reward_keys = 'run_code', 'instruction', *names[names.index('truncated'):]
@@ -203,8 +220,8 @@ def check_settings_are_read(cfg):
     # (deciding setting, '' for this script; whether this run reads the keys; the keys)
     for decider, is_read, keys in (
             ('', False, UNUSED),
-            ('method', cfg.method in PAIR_LOSSES, ['beta']),    # also of the margin in the log
-            *(('method', loss_reads(cfg, key), [key])
+            ('method', loss, ['beta']),     # also of the margin in the log
+            *(('method', loss and may_read(loss, key), [key])
               for key in ('per_token', 'label_noise', 'gamma')),
             ('method', cfg.method in RL_METHODS, reward_keys),
             ('method', cfg.method == 'ppo', ppo_keys),
