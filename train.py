@@ -153,7 +153,7 @@ import torch
 import metrics
 from data.export import tokenizer_files
 from data.instruct import load_conversations, load_text
-from data.packing import epoch_order, pack, sequence_weights
+from data.packing import epoch_order, epochs_of, pack, sequence_weights, split_groups
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from fused_ce import fused_loss, smoothing, token_statistics
 from runtime import checkpoint, ownership, resume, rooms, trained
@@ -253,9 +253,14 @@ class Run:
         return Path(self.cfg.out_dir)
 
     @property
+    def available(self):
+        """Return the number of sequences in all epochs."""
+        return epochs_of(len(self.training), self.cfg.epochs)
+
+    @property
     def steps(self):
         """Return the number of optimizer steps."""
-        steps = int(len(self.training) * self.cfg.epochs) // self.cfg.batch_size
+        steps = self.available // self.cfg.batch_size
         return min(steps, self.cfg.max_steps or steps)
 
     def step_indices(self, first, until):
@@ -284,21 +289,28 @@ def load_run(cfg, stage, device):
         config = trained.model_config(cfg, base)
         tokenizer = load_model_tokenizer(base, config)
         sequences = stage.load(cfg, tokenizer)
-        training, held_out = split_sequences(cfg, len(sequences))
+        training, held_out = split_sequences(cfg, sequences.groups)
         if not cfg.from_scratch:
             checkpoint.check_weights(base, config)
     return Run(cfg, stage, device, base, config, tokenizer, sequences, training,
                held_out, stage.files(cfg, base, tokenizer))
 
 
-def split_sequences(cfg, n):
-    """Return (indices of the sequences to train on, indices of those held out) of n sequences."""
-    held_out, rest = np.split(np.random.default_rng(cfg.seed).permutation(n), [cfg.val_size])
+def split_sequences(cfg, groups):
+    """Return (indices of the sequences to train on, indices of those held out).
+
+    groups: of each sequence, as in cache.Sequences
+    """
+    held_out, rest = split_groups(groups, cfg.val_size, cfg.seed)
+    if cfg.val_size and not len(held_out):
+        raise DataError(f'{cfg.data}: val_size = {cfg.val_size} holds out nothing, since the '
+                        f'sequences of a prompt or document stay together, '
+                        f'{np.unique(groups, return_counts=True)[1].min()} or more; raise it')
     if len(rest) < (cfg.data_limit or 0):
         raise DataError(f'{cfg.data}: data_limit = {cfg.data_limit}, but it has {len(rest)} '
                         f'sequences' + f' besides val_size = {cfg.val_size}' * (cfg.val_size > 0))
     training = np.sort(rest[:cfg.data_limit])
-    if len(training) * cfg.epochs < cfg.batch_size:
+    if epochs_of(len(training), cfg.epochs) < cfg.batch_size:
         raise DataError(f'{cfg.data}: {len(training)} sequences for training besides val_size = '
                         f'{cfg.val_size}, with epochs = {cfg.epochs:g}, do not fill one step of '
                         f'batch_size = {cfg.batch_size}; lower batch_size or val_size, or '

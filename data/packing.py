@@ -3,6 +3,8 @@
 Token i of a row sees token j when j <= i < ends[j] (see model.py).
 """
 
+import math
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,6 +77,29 @@ def sequence_weights(packed):
     weights = np.zeros(supervised.shape, np.float32)
     weights[supervised] = 1 / (count[owner] * np.count_nonzero(count))
     return weights
+
+
+def split_groups(groups, size, seed):
+    """Return the indices of at most `size` sequences, drawn by the seed, and those of the others.
+
+    groups: int64 [n]. A group is not divided; one that is larger than what is left of `size` is
+    passed over.
+    """
+    order = default_rng(seed).permutation(len(groups))
+    sizes, chosen = Counter(groups.tolist()), []
+    for group in dict.fromkeys(groups[order].tolist()):
+        if sizes[group] <= size:
+            chosen.append(group)
+            size -= sizes[group]
+        if not size:
+            break
+    held_out = np.isin(groups[order], np.array(chosen, np.int64))
+    return order[held_out], order[~held_out]
+
+
+def epochs_of(n, epochs):
+    """Return how many sequences `epochs` of n have: of 100 sequences 57 in 0.57, a float."""
+    return math.floor(round(n * epochs, 6))
 
 
 def epoch_order(n, epoch, seed):

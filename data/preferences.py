@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.cache import tokenize_once
+from data.cache import group, tokenize_once
 from data.chat import encode_answer
 from data.files import has_fields, parsed, require_text, training_rows
 from data.instruct import PATTERNS
@@ -197,7 +197,8 @@ def load_preferences(source, tokenizer, *, template, max_length, pack_len, add_b
             return sequences
         if len(sequences[0][0]) > pack_len:
             return f'all answers longer than {pack_len} tokens'
-        return [(*sequence, ranking.margin) for sequence in sequences]
+        return [(group(ids[:loss_mask.index(1)]), ids, loss_mask, ranking.margin)
+                for ids, loss_mask in sequences]
 
     settings = {'template': template, 'max_length': max_length, 'pack_len': pack_len,
                 'add_bos': add_bos}

@@ -9,7 +9,7 @@ import os
 import re
 from dataclasses import replace
 
-from data.cache import tokenize_once
+from data.cache import group, tokenize_once
 from data.chat import begins_text, question_frame
 from data.files import read_rows, training_rows
 from data.tree_rows import Tree
@@ -78,7 +78,8 @@ def load_answers(name, tokenizer, *, max_length, add_bos, revision=None, **optio
         for question in to_questions(row, place):
             tree, k = question_tree(question, [], encoder, max_length), question.answer
             ids = tree.sequences[k]
-            sequences.append((ids, [int(i >= tree.starts[k]) for i in range(len(ids))]))
+            start = tree.starts[k]
+            sequences.append((group(ids[:start]), ids, [int(i >= start) for i in range(len(ids))]))
         return sequences
 
     settings = {'task': task, 'max_length': max_length, 'add_bos': add_bos}

@@ -478,6 +478,16 @@ def test_a_killed_run_resumes_to_the_same_answers_and_weights(base, tmp_path, va
     assert log_of(tmp_path / 'run') == log_of(tmp_path / 'again')
 
 
+def test_a_prompt_that_is_twice_in_a_step_gets_other_answers(base, tmp_path):
+    run, _ = run_of(config(base, tmp_path, n=2, group_size=3))
+    (first, other, again), _ = rollouts.sample(run, np.array([0, 1, 0]), 5, 3)
+    assert len({tuple(answer.tokens) for answer in first + again}) == 6
+    # the first of them has the answers that it has alone
+    alone, _ = rollouts.sample(run, np.array([1, 0]), 5, 3)
+    assert [[answer.tokens for answer in group] for group in (other, first)] == [
+        [answer.tokens for answer in group] for group in alone]
+
+
 def test_a_run_with_other_end_tokens_is_not_resumed(base, tmp_path, monkeypatch):
     shutil.copytree(base, tmp_path / 'base')
     cfg = config(tmp_path / 'base', tmp_path, epochs=2, save_every=1, max_tokens=4)
