@@ -12,7 +12,7 @@ from dataclasses import replace
 from data.cache import tokenize_once
 from data.chat import begins_text, question_frame
 from data.p_ik import drawn_questions, latest_answers, sample_file
-from data.files import read_rows, training_rows
+from data.files import read_rows
 from data.packing import Tree
 from data.questions import solved_files
 from runtime.errors import DataError
@@ -62,7 +62,7 @@ def load_answers(name, tokenizer, *, max_length, add_bos, revision=None, **optio
     tokens are those of an evaluation with prompt_format 'mmlu' and 0 shots. options: of
     `tokenize_once`
     """
-    task, read = name.partition(':')[0], training_rows
+    task = name.partition(':')[0]
     encoder = OptionEncoder(tokenizer, add_bos, 'none')
     if task == 'p_ik':
         files, to_questions = [sample_file(name)], drawn_questions
@@ -70,7 +70,7 @@ def load_answers(name, tokenizer, *, max_length, add_bos, revision=None, **optio
         def read(files, _):
             return latest_answers(read_rows(*files))    # samples are all of the split test
     else:
-        files, to_questions = solved_files(name, revision)
+        files, to_questions, read = solved_files(name, revision)
 
     def encode(row, place):
         sequences = []
