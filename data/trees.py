@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from data.cache import group, tokenize_once
 from data.chat import begins_text, question_frame
-from data.files import read_rows, training_rows
+from data.files import read_rows
 from data.tree_rows import Tree
 from data.questions import solved_files
 from runtime import rooms
@@ -62,7 +62,7 @@ def load_answers(name, tokenizer, *, max_length, add_bos, revision=None, **optio
     tokens are those of an evaluation with prompt_format 'mmlu' and 0 shots. options: of
     `tokenize_once`
     """
-    task, read = name.partition(':')[0], training_rows
+    task = name.partition(':')[0]
     encoder = OptionEncoder(tokenizer, add_bos, 'none')
     if task == 'p_ik':
         p_ik = rooms.load(task)
@@ -71,7 +71,7 @@ def load_answers(name, tokenizer, *, max_length, add_bos, revision=None, **optio
         def read(files, _):
             return p_ik.latest_answers(read_rows(*files))   # samples are all of the split test
     else:
-        files, to_questions = solved_files(name, revision)
+        files, to_questions, read = solved_files(name, revision)
 
     def encode(row, place):
         sequences = []
