@@ -346,22 +346,6 @@ def _fixed_size_means(probs, labels, bin_size):
     return bin_means(index, n_bins, confidence, correct)
 
 
-def rmsce_hendrycks(probs, labels, bin_size=100) -> float:
-    """Return the RMSCE as the code of Hendrycks et al. 2019 computes it; use `rmsce` instead.
-
-    This is calib_err(p='2') of outlier-exposure, copied by HLE and others: the last, most confident
-    bin is left out of the sum but not out of N, so a single bin gives 0.
-    """
-    count, conf, acc = _fixed_size_means(probs, labels, bin_size)
-    return float(np.sqrt((count * (acc - conf) ** 2)[:-1].sum() / count.sum()))
-
-
-def mad_hendrycks(probs, labels, bin_size=100) -> float:
-    """Return the MAD as the same code computes it (p='1'); see `rmsce_hendrycks`. Use `mad`."""
-    count, conf, acc = _fixed_size_means(probs, labels, bin_size)
-    return float((count * np.abs(acc - conf))[:-1].sum() / count.sum())
-
-
 def rms_mmlu_repo(probs, labels, bin_size=100) -> float:
     """Return `rmsce` of calib_tools.py in the MMLU repository: (sum_B (|B|/N gap(B))^2)^(1/4).
 
@@ -697,10 +681,6 @@ MEASURES = (
     Measure('ece_sweep', 'ECE, sweep', ece_sweep, False, tables=()),
     Measure('ece_debiased', 'ECE, debiased', ece_debiased, False, tables=()),
     Measure('tace', 'TACE', tace, False, 'n_options', tables=()),
-    Measure('rmsce_hendrycks', 'RMSCE of Hendrycks', rmsce_hendrycks, False, tables=(),
-            interval_from=10_000),
-    Measure('mad_hendrycks', 'MAD of Hendrycks', mad_hendrycks, False, tables=(),
-            interval_from=10_000),
     Measure('rms_mmlu_repo', "RMS of MMLU's code", rms_mmlu_repo, False, tables=(),
             interval_from=np.inf),
     Measure('ks_error', 'KS error', ks_error, False, tables=()),

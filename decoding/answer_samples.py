@@ -14,7 +14,6 @@ from data.tasks import sample_fields
 from decoding.answers import generate
 from decoding.sampling import Sampling
 from results import samples
-from results.prediction_files import is_unstated
 from runtime import log
 from runtime.errors import DataError
 
@@ -39,7 +38,7 @@ def write_answers(task, scorer, writer, n, stop):
         answers = graded(answers, question, task.rule, cfg)
         sample = task.answer_sample(question, answers, cfg) | sample_fields(question, n_shots)
         key, prompt = task.sample_key(question), f'{digest}-{samples.digest(sample)}'
-        if not is_unstated(sample):
+        if not samples.is_unstated(sample):
             prompts.add((key, prompt))
         writer.append(key, prompt, sample)
 
