@@ -160,7 +160,6 @@ from runtime import checkpoint, ownership, resume, rooms, trained
 from runtime.base_smoothing import add_base_term
 from runtime.build import build_model, build_optimizer
 from runtime.device import micro_batches, pick_device
-from runtime.graphs import replaying
 from runtime.log import StepLog, peak_memory, print_sizes, show_example
 from runtime.loss import loss_options, parse_loss
 from runtime.memory import fit_into_memory
@@ -424,8 +423,7 @@ def train_step(model, optimizer, packed, cfg, device, objective=token_loss):
     """
     rows = -(-len(packed.tokens) // world_size())
     optimizer.begin(-(-rows // (cfg.micro_rows or rows)))
-    with replaying(model.decoder):
-        values = forward_backward(model, packed, cfg, device, objective)
+    values = forward_backward(model, packed, cfg, device, objective)
     norms = torch._foreach_norm(optimizer.gradients(), dtype=torch.float32)
     norm = sum_over_processes(torch.stack(norms).square().sum()).sqrt()
     limit = cfg.grad_clip or math.inf

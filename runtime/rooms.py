@@ -18,6 +18,9 @@ ROOMS = TASKS | {
     # variants of questions with options
     **dict.fromkeys(('permuted', 'p_true', 'contextual'), 'written.variants'),
     'show': 'data.show',
+    # faster versions of the core, in speed/
+    'fast versions': 'speed.install', 'kernels': 'speed.kernels', 'fp8': 'speed.fp8',
+    'recorded passes': 'speed.graphs',
     # families of models that are no row of FAMILIES, by model_type
     **dict.fromkeys(('t5', 'mt5'), 'families.t5'),
     # after and beside training: reports, the model card, training on the answers of questions
