@@ -118,9 +118,7 @@ class TrainConfig:
     pictures: bool = True                     # draw loss.png
     # running
     out_dir: str = 'out/run'                  # the run's folder
-    overwrite: bool = False                   # replace the run in out_dir: what written.json and
-    #                                           before/written.json list is removed when the new
-    #                                           weights are saved, and nothing else
+    overwrite: bool = False                   # rename an earlier out_dir to out_dir.1, or .2, ...
     resume: bool = False                      # continue the run in out_dir where it stopped
     save_every: int | None = 500              # steps between checkpoints; None: only on a signal
     checkpoint_epochs: bool = True            # keep the weights of each epoch in epoch-<n>/
@@ -213,7 +211,7 @@ def check_config(cfg):
         raise ConfigError(f'tracker = {cfg.tracker!r} is missing: pip install {cfg.tracker}')
     training_loss(cfg)
     if cfg.resume and cfg.overwrite:
-        raise ConfigError('resume continues the run in out_dir, overwrite removes it; set one')
+        raise ConfigError('resume continues the run in out_dir, overwrite renames it; set one')
     if cfg.eval:
         check_report_config(cfg.eval, cfg.data_kind)
 
@@ -487,6 +485,7 @@ def train(cfg, stage=None):
         run = load_run(cfg, stage, device)
         if first:
             claim_folder(run)
+        barrier()       # whether there is a config.json is for all processes to see
         if run.tasks and cfg.eval_before and not cfg.from_scratch:
             results['before'] = calibration_report(run, run.base, out_dir / 'before')
         if not (out_dir / 'config.json').exists():      # the last file to be written
@@ -505,10 +504,10 @@ def train(cfg, stage=None):
 
 def claim_folder(run):
     """Make out_dir the folder of this run; raise ConfigError if others' files are in the way."""
-    ownership.check_free(run.out_dir, *trained.run_files(run), *(OUTPUTS if run.cfg.eval else ()))
     if run.cfg.overwrite:
-        card.disown_edited(run.out_dir)
-        ownership.set_aside(run.out_dir, 'run', '*')
+        ownership.note_inputs(run.cfg.cache_dir)
+        ownership.rename_old(run.out_dir)
+    ownership.check_free(run.out_dir, *trained.run_files(run), *(OUTPUTS if run.cfg.eval else ()))
     ownership.claim(run.out_dir, 'train_config.py', 'log.jsonl')
 
 
@@ -570,11 +569,9 @@ def optimize(run):
 
 
 def finish(cfg):
-    """Write the card of a run whose weights are saved, draw its loss, remove what it replaced."""
+    """Write the card of a run whose weights are saved, draw its loss, remove its checkpoint."""
     card.write(cfg.out_dir)
     ownership.discard(cfg.out_dir, 'resume-*')
-    if cfg.overwrite:
-        ownership.remove_aside(cfg.out_dir, 'run')
     if cfg.pictures and not Path(cfg.out_dir, 'loss.png').exists():
         draw_loss(cfg.out_dir)
 
