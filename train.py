@@ -118,9 +118,7 @@ class TrainConfig:
     pictures: bool = True                     # draw loss.png
     # running
     out_dir: str = 'out/run'                  # the run's folder
-    overwrite: bool = False                   # replace the run in out_dir: what written.json and
-    #                                           before/written.json list is removed when the new
-    #                                           weights are saved, and nothing else
+    overwrite: bool = False                   # rename an earlier out_dir to out_dir.1, or .2, ...
     resume: bool = False                      # continue the run in out_dir where it stopped
     save_every: int | None = 500              # steps between checkpoints; None: only on a signal
     checkpoint_epochs: bool = True            # keep the weights of each epoch in epoch-<n>/
@@ -206,7 +204,7 @@ def check_config(cfg):
         raise ConfigError(f'tracker = {cfg.tracker!r} is missing: pip install {cfg.tracker}')
     training_loss(cfg)
     if cfg.resume and cfg.overwrite:
-        raise ConfigError('resume continues the run in out_dir, overwrite removes it; set one')
+        raise ConfigError('resume continues the run in out_dir, overwrite renames it; set one')
     if cfg.eval:
         check_report_config(cfg.eval, cfg.data_kind)
 
@@ -532,13 +530,13 @@ def claim_folder(run, *more):
 
     more: names of further files that will be written there
     """
-    if run.cfg.dry_run or rank() > 0:
-        return
-    ownership.check_free(run.out_dir, *trained.run_files(run), *more)
-    if run.cfg.overwrite:
-        rooms.load('card').disown_edited(run.out_dir)
-        ownership.set_aside(run.out_dir, 'run', '*')
-    ownership.claim(run.out_dir, 'train_config.py', 'log.jsonl')
+    if rank() == 0 and not run.cfg.dry_run:
+        if run.cfg.overwrite:
+            ownership.note_inputs(run.cfg.cache_dir)
+            ownership.rename_old(run.out_dir)
+        ownership.check_free(run.out_dir, *trained.run_files(run), *more)
+        ownership.claim(run.out_dir, 'train_config.py', 'log.jsonl')
+    barrier()       # what the folder holds is for all processes to see
 
 
 def take_steps(run):
@@ -548,15 +546,9 @@ def take_steps(run):
         fit_into_memory(optimize, run)
         gc.collect()    # a recording of the blocks, whose memory a report may need
     elif rank() == 0:
-        remove_replaced(run)    # the run may have been killed right after it saved its weights
+        # the run may have been killed right after it saved its weights
+        ownership.discard(run.out_dir, 'resume-*')
     barrier()       # until the first process has saved the weights
-
-
-def remove_replaced(run):
-    """Remove the checkpoints, and the run that this one replaces, once the weights are saved."""
-    ownership.discard(run.out_dir, 'resume-*')
-    if run.cfg.overwrite:
-        ownership.remove_aside(run.out_dir, 'run')
 
 
 def optimize(run):
@@ -609,7 +601,7 @@ def optimize(run):
         if not cfg.dry_run:     # despite a signal: without the weights, all steps would be lost
             trained.save_weights(run, optimizer)
             if rank() == 0:
-                remove_replaced(run)
+                ownership.discard(out_dir, 'resume-*')
         if signalled := max(gather(stop.number)):
             raise Stopped(signalled, f'after the last step{", before the report" * bool(cfg.eval)}')
 

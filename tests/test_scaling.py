@@ -10,14 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from common import by_transformers, exactly, reference_model
+from common import by_transformers, exactly, reference_model, refused
 from safetensors.torch import load_file
 
 import metrics
 import scaling
 from results import temperatures
 from runtime import fold
-from runtime.errors import ConfigError
 
 
 def test_temperature_and_platt_scaling_recover_what_was_applied():
@@ -240,9 +239,12 @@ def test_a_temperature_folded_into_the_weights_divides_the_logits_of_transformer
     assert before.abs().max() > 0.1
     torch.testing.assert_close(after, before / 1.7, rtol=1e-4, atol=1e-5)
     assert 'divided by 1.7' in (tmp_path / 'folded' / 'README.md').read_text()
-    for task, message in ('xcopa', 'name one of .*: mmlu, arc'), ('arc', 'no temperature is best'):
-        with pytest.raises(ConfigError, match=message):
-            fold.main([*arguments, f'--task={task}', f'--out_dir={tmp_path}/folded'])
+    for task, out, message in (
+            ('xcopa', 'new', 'name one of .*: mmlu, arc'), ('arc', 'new', 'no temperature is best'),
+            ('mmlu', 'model', 'model is not empty, it holds config.json'),
+            ('mmlu', 'folded', 'folded is not empty, it holds README.md')):
+        with refused(tmp_path, message):
+            fold.main([*arguments, f'--task={task}', f'--out_dir={tmp_path}/{out}'])
 
 
 CHECKOUT = os.environ.get('NANOCAL_LLAMA_CPP')       # of llama.cpp, which converts what is saved
