@@ -300,9 +300,10 @@ def split_sequences(cfg, groups):
     """
     held_out, rest = split_groups(groups, cfg.val_size, cfg.seed)
     if cfg.val_size and not len(held_out):
+        fewest = np.unique(groups, return_counts=True)[1].min()
         raise DataError(f'{cfg.data}: val_size = {cfg.val_size} holds out nothing, since the '
-                        f'sequences of a prompt or document stay together, '
-                        f'{np.unique(groups, return_counts=True)[1].min()} or more; raise it')
+                        f'sequences of a prompt or document stay together, {fewest} or more; '
+                        f'raise it, or divide long documents into rows')
     if len(rest) < (cfg.data_limit or 0):
         raise DataError(f'{cfg.data}: data_limit = {cfg.data_limit}, but it has {len(rest)} '
                         f'sequences' + f' besides val_size = {cfg.val_size}' * (cfg.val_size > 0))

@@ -229,11 +229,12 @@ class ModelReward:
         folder = checkpoint.fetch(folder)
         self.folder, self.device = folder, device
         self.model = checkpoint.load(folder, device, dtype, reward=True).eval()
-        self.digest = checkpoint.fingerprint(folder)
         self.tokenizer = load_model_tokenizer(folder, self.model.config)
         settings = training_settings(folder)
         self.template = settings.get('template', template)
         self.add_bos = begins_with_bos(self.tokenizer, settings.get('add_bos'))
+        self.digest = json_digest([checkpoint.fingerprint(folder), self.tokenizer.fingerprint,
+                                   self.template, self.add_bos])
 
     @torch.no_grad()
     def scores(self, messages, texts, rows):
