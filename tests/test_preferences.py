@@ -91,7 +91,7 @@ SIDES = {side: [PROMPT[1], said('assistant', text)]
     ({'prompt': [said('assistant', 'a')], 'chosen': 'b', 'rejected': 'c'},
      "the last turn of the prompt is not the user's"),
     ({'prompt': 'Why?'} | SIDES, 'neither repeat nor continue the prompt'),
-    ({'prompt': [said('user', 'Why?')], 'system': 'c'} | SIDES, 'neither repeat nor continue the pr'),
+    ({'prompt': [said('user', 'Why?')], 'system': 'c'} | SIDES, 'neither repeat nor continue'),
     (ROWS['UltraFeedback'] | {'messages': [said('user', 'Name a bird.')]},
      '"prompt" of the row is not in its turns'),
     (ROWS['prompt as text'] | {'initial_reason_steps': 'Step 1:'}, 'begins the answer and is not'),
