@@ -16,13 +16,12 @@ computes softmax(scale q k^T) v over the visible keys; with a softcap, a score s
 softcap * tanh(s / softcap). A mask of your own needs that method only. decoding/cache.py has those
 of decoding.
 
-To change attention, edit `sees` or ExplicitMask. On its first use, a faster version is compared
-with ExplicitMask on a small example; a note says if they differ, and ExplicitMask is used. The
-kernels are in triton_ops.py; the two files can be copied into another project.
+To change attention, edit `sees` or ExplicitMask. Faster versions name the functions that they stand
+for (see runtime/fast.py); after an edit a note says so, and ExplicitMask is used everywhere. The
+kernels are in triton_ops.py; the three files can be copied into another project.
 """
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -33,11 +32,13 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 if TYPE_CHECKING or not __package__:    # in the clone, at the top level
     import triton_ops
+    from runtime.fast import FastVersion
 else:                                   # installed, as nanocal.attention
     from . import triton_ops
+    from .runtime.fast import FastVersion
 
-# What computes attention in training, evaluation and decoding: 'auto' is the fastest that agrees
-# with ExplicitMask. 'explicit' is plain torch everywhere; 'flex' is FlexAttention, and plain torch
+# What computes attention in training, evaluation and decoding: 'auto' is the fastest that stands
+# for ExplicitMask. 'explicit' is plain torch everywhere; 'flex' is FlexAttention, and plain torch
 # for decoding over a cache.
 IMPLEMENTATION = 'auto'
 
@@ -52,14 +53,18 @@ def make_masks(kind: str, positions: Tensor, ends: Tensor | None, windows: list[
     compiled: the blocks are compiled, and have one graph with and without gradients
     """
     T = positions.shape[1]
-    # in a row no longer than the window, every token sees all before it
-    windows = [w if w and w < T else None for w in windows]
-    if ends is None:
+    if RULE.stands_for(visible_keys):
+        # in a row no longer than the window, every token sees all before it
+        windows = [w if w and w < T else None for w in windows]
         # cuDNN without a mask takes 1.2 ms, FlexAttention 1.8 ms (the heads of Llama 3.1 8B)
-        if not any(windows) and not softcap and is_causal(sees):
+        if ends is None and not any(windows) and not softcap:
             return [ExplicitMask()] * len(windows)
+    if ends is None:
         ends = torch.full_like(positions, T)
-    kind = fastest(x, head_dim, windows, softcap, compiled) if kind == 'auto' else kind
+    kind = fastest(x, head_dim, compiled) if kind == 'auto' else kind
+    version = {'tree': TREE, 'flex': FLEX}.get(kind)
+    if version and not version.stands_for(visible_keys, ExplicitMask.attend):
+        kind = 'explicit'
 
     def make(window):
         if kind == 'tree':
@@ -71,15 +76,11 @@ def make_masks(kind: str, positions: Tensor, ends: Tensor | None, windows: list[
     return [masks[window] for window in windows]
 
 
-def fastest(x: Tensor, head_dim: int, windows: list[int | None], softcap: float | None,
-            compiled: bool = False) -> str:
+def fastest(x: Tensor, head_dim: int, compiled: bool = False) -> str:
     if triton_ops.kernels_apply(x) and not compiled:
         return 'tree'
     # FlexAttention's kernels need heads of at least 16 numbers
-    if triton_ops.available(x) and head_dim >= 16 and all(
-            flex_agrees(window, softcap) for window in set(windows)):
-        return 'flex'
-    return 'explicit'
+    return 'flex' if triton_ops.available(x) and head_dim >= 16 else 'explicit'
 
 
 # ---- The plain version: an explicit mask ---------------------------------------------------------
@@ -99,14 +100,6 @@ def visible_keys(positions: Tensor, ends: Tensor, window: int | None) -> Tensor:
     index = torch.arange(ends.shape[1], device=ends.device)
     return sees(index[:, None], index, positions[:, :, None], positions[:, None], ends[:, None],
                 window)[:, None]
-
-
-@functools.cache
-def is_causal(rule: Callable) -> bool:
-    """Return whether by this rule each token of a text sees all before it, and itself."""
-    at = torch.arange(64)[None]
-    visible = rule(at.mT, at, at.mT, at, torch.tensor(64), None)
-    return torch.equal(visible, torch.ones(64, 64, dtype=torch.bool).tril())
 
 
 def visible_blocks(positions: Tensor, ends: Tensor, window: int | None, M: int, N: int):
@@ -241,59 +234,13 @@ class TreeMask:
         self.n_seen, self.blocks = in_order(full.byte() + seen.byte())
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None):
-        shapes = ((x.dtype, 1, x.shape[1], 256, x.shape[3]) for x in (q, k, v))
-        if triton_ops.agree(explicit_attention, tree_attention, q.device, *shapes,
-                            self.window and EXAMPLE_WINDOW, scale, softcap):
-            return triton_ops.tree_kernel(self, q, k, v, scale, softcap)
-        return self.explicit.attend(q, k, v, scale, softcap)
-
-    @functools.cached_property
-    def explicit(self) -> ExplicitMask:
-        return ExplicitMask(visible_keys(self.positions, self.ends, self.window))
+        return triton_ops.tree_kernel(self, q, k, v, scale, softcap)
 
 
-# ---- The example on which faster versions must agree with ExplicitMask ---------------------------
+# ---- What the faster versions stand for ----------------------------------------------------------
 
-EXAMPLE_WINDOW = 64     # in place of a model's window
-
-
-def example(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return positions and ends [1, T] of a row: a prompt with two options, then a document."""
-    n, branch, at = 64, 48, torch.arange(q.shape[2], device=q.device)
-    first, second = at < n + branch, at < n + 2 * branch        # the two options end here
-    positions = torch.where(first, at, torch.where(second, at - branch, at - n - 2 * branch))
-    ends = torch.where(second, n + 2 * branch, len(at))
-    return positions[None], ends.where((at < n) | ~first, n + branch)[None]
-
-
-def explicit_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float,
-                       softcap: float | None) -> Tensor:
-    """Return attention over the example by ExplicitMask, with one rounding at the end."""
-    mask = ExplicitMask(visible_keys(*example(q), window))
-    return mask.attend(q.float(), k.float(), v.float(), scale, softcap).to(q.dtype)
-
-
-def tree_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float,
-                   softcap: float | None) -> Tensor:
-    mask = TreeMask(*example(q), window, q.shape[-1])
-    return triton_ops.tree_kernel(mask, q, k, v, scale, softcap)
-
-
-def flex_agrees(window: int | None, softcap: float | None) -> bool:
-    """Return whether FlexMask agrees with ExplicitMask, uncompiled on the CPU."""
-    heads = ((torch.float32, 1, n, 512, 16) for n in (2, 1, 1))
-    return triton_ops.agree(explicit_attention, flex_mask_attention, torch.device('cpu'), *heads,
-                            window and EXAMPLE_WINDOW, 0.25, softcap)
-
-
-def flex_mask_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float,
-                        softcap: float | None) -> Tensor:
-    positions, ends = example(q)
-    with warnings.catch_warnings(action='ignore'):      # that it is not compiled
-        y = FlexMask(positions, ends, window, {}).attend(q, k, v, scale, softcap)
-    # uncompiled, FlexAttention asks the rule for every key, whatever the blocks say
-    seen, full = (blocks.repeat_interleave(128, 1).repeat_interleave(128, 2)
-                  for blocks in visible_blocks(positions, ends, window, 128, 128))
-    visible = visible_keys(positions, ends, window)[:, 0]
-    wrong = (visible & ~seen | full & ~visible).any(-1)
-    return y.masked_fill(wrong[:, None, :, None], 0)
+SEEN = {'attention.visible_keys': 'fb711e24', 'attention.sees': 'cbfd4078'}
+# without a window a token sees all before it in its text, with one the last ones
+RULE = FastVersion('attention without a mask, and a cache of the window', SEEN)
+FLEX, TREE = (FastVersion(mask, SEEN | {'attention.ExplicitMask.attend': '82c718e4'})
+              for mask in (FlexMask, TreeMask))

@@ -19,7 +19,7 @@ runtime/weights.py has the names on disk.
 
 Training, evaluation and sampling use this one forward pass, so an edit here changes all of them.
 `norm`, `rotate` and `gate` have a Triton kernel in triton_ops.py, which computes the same without
-gradients. A kernel that does not agree with its function, as after an edit, is not used. `Linear`
+gradients. After an edit of such a function a note says so, and its kernel is not used. `Linear`
 and `products` there are linear layers, which without gradients need fewer and faster products.
 """
 
@@ -37,12 +37,10 @@ from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING or not __package__:    # in the clone, at the top level
     from attention import IMPLEMENTATION, make_masks
-    from triton_ops import (Linear, compute, float32_linear, gate_kernel, norm_kernel, products,
-                            rotate_kernel)
+    from triton_ops import GATE, NORM, ROTATE, Linear, compute, float32_linear, products
 else:                                   # installed, as nanocal.model
     from .attention import IMPLEMENTATION, make_masks
-    from .triton_ops import (Linear, compute, float32_linear, gate_kernel, norm_kernel,
-                             products, rotate_kernel)
+    from .triton_ops import GATE, NORM, ROTATE, Linear, compute, float32_linear, products
 
 
 # ---- Families and configurations -----------------------------------------------------------------
@@ -202,7 +200,7 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(size)) if self.kind == 'layer' else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return compute(norm, norm_kernel, 1, x, self.weight, self.bias, self.kind, self.eps)
+        return compute(norm, NORM, x, self.weight, self.bias, self.kind, self.eps)
 
 
 @functools.cache
@@ -301,7 +299,7 @@ class Attention(nn.Module):
         first, rest = (x, None) if n == self.head_dim else (x[..., :n], x[..., n:])
         if self.family.adjacent_pairs:      # in another order, the same for q and k
             first = first.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        first = compute(rotate, rotate_kernel, 2, first, cos, sin)
+        first = compute(rotate, ROTATE, first, cos, sin)
         return first if rest is None else torch.cat((first, rest), dim=-1)
 
 
@@ -330,7 +328,7 @@ class MLP(nn.Module):
             # the product is as large as its factors, and recomputing it costs less than storing it
             h = checkpoint(gate, *factors, activation, use_reentrant=False)
         else:
-            h = compute(gate, gate_kernel, 1, *factors, activation)
+            h = compute(gate, GATE, *factors, activation)
         return products(h, self.down_proj)[0]
 
 

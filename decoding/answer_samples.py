@@ -14,7 +14,6 @@ from data.tasks import sample_fields
 from decoding.answers import generate
 from decoding.sampling import Sampling
 from results import samples
-from results.prediction_files import is_unstated
 from runtime import log
 from runtime.errors import DataError
 
@@ -32,13 +31,14 @@ def write_answers(task, scorer, writer, n, stop):
     stop, max_tokens = stop if cfg.chat == 'none' else (), task.max_tokens(cfg)
     earlier = {(samples.sample_key(s), s['prompt'].partition('-')[0]): s
                for s in writer.latest(task.label)}
+    runs = [cfg.isolation] if task.rule and task.rule.runs_code else []
     ids_of, requests = [], []       # of the questions to answer
 
     def append(question, n_shots, digest, answers):
         answers = graded(answers, question, task.rule, cfg)
         sample = task.answer_sample(question, answers, cfg) | sample_fields(question, n_shots)
         key, prompt = task.sample_key(question), f'{digest}-{samples.digest(sample)}'
-        if not is_unstated(sample):
+        if not samples.is_unstated(sample):
             prompts.add((key, prompt))
         writer.append(key, prompt, sample)
 
@@ -48,7 +48,7 @@ def write_answers(task, scorer, writer, n, stop):
         except DataError as error:
             bad_rows.append(task.bad_row(error, cfg))
             continue
-        digest = samples.digest([ids, n, max_tokens, stop, sorted(ends), cfg.seed])
+        digest = samples.digest([ids, n, max_tokens, stop, sorted(ends), cfg.seed, *runs])
         if sample := earlier.get((task.sample_key(question), digest)):
             append(question, n_shots, digest, [sample['greedy'], *(sample.get('answers') or ())])
         else:

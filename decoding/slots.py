@@ -8,7 +8,7 @@ import torch
 
 import triton_ops
 from attention import make_masks
-from data.packing import pack_prompts
+from data.tree_rows import pack_prompts
 from decoding.cache import Cache, DecodeMask, PrefillMask, keys_to_keep
 from decoding.draw import draw, random_numbers
 from runtime.device import HostCopy, to_device
@@ -161,7 +161,7 @@ class Batch:
                    for answer in begun]
         slots, lengths, ones, rows = to_device(torch.tensor(entries).T.contiguous(), self.device)
         seed, length = self.sampling.seed, self.uniforms.shape[1]
-        uniforms = np.stack([random_numbers(seed, prompts[answer.prompt], answer.number, length)
+        uniforms = np.stack([random_numbers(seed, prompts[answer.prompt], answer.n_drawn, length)
                              for answer in begun])
         self.uniforms[slots] = to_device(uniforms, self.device)
         values = draw(logits[rows], self.uniforms[slots, 0], self.sampling, self.n_vocab)

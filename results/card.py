@@ -7,10 +7,11 @@ import hashlib
 import json
 from pathlib import Path
 
+from results.plots import draw_loss
 from results.report import task_title
 from results.samples import DIAGRAM
 from results.tables import markdown, measure_cell
-from runtime import ownership
+from runtime import hub, ownership, trained
 from runtime.config import run_folder, run_settings
 from runtime.errors import escape_controls
 from runtime.hub import is_hub_name
@@ -41,6 +42,20 @@ def write(folder):
                 if name not in listed:      # evaluate.py may not have locked the run
                     ownership.claim(run, name)
                 ownership.write_text(path, text)
+
+
+def finish(run):
+    """Write the cards of a train.Run whose weights are saved, also of its epochs; draw its loss."""
+    for folder in (run.out_dir, *sorted(run.out_dir.glob('epoch-*'))):
+        write(folder)
+    if run.cfg.pictures and not (run.out_dir / 'loss.png').exists():
+        draw_loss(run.out_dir)
+
+
+def upload(run):
+    """Send the files of a train.Run, with its cards, to the hub as cfg.push_to_hub."""
+    hub.upload(run.out_dir, run.cfg.push_to_hub,
+               [NAME, f'adapter/{NAME}', DIAGRAM, *trained.model_files(run)])
 
 
 def disown_edited(run):

@@ -27,6 +27,7 @@ from results.evaluation import write_results
 from results.prediction_files import ReportInput
 from results.runs import find_prediction_files, predicted_run
 from results.samples import DIAGRAM, GRID, OUTPUTS
+from results.tables import few_rows_note
 from runtime import cli
 from runtime.config import require_range
 from runtime.errors import ConfigError, DataError
@@ -84,7 +85,7 @@ def print_metrics(argv):
         calibrated = stats.consistency_test(*metrics.top_label(probs, labels), n_resamples=100)
         note = ('a calibrated model with these confidences has an ECE of {expected:.4f} on '
                 'average, up to {p95:.4f} in 95 % of samples'.format(**calibrated))
-        few_rows = prediction_files.few_rows_note(measured['n'], 'rows')
+        few_rows = few_rows_note(measured['n'], 'rows')
         print(*filter(None, (title, measured, note, few_rows)), sep='\n')
         if title:
             print()

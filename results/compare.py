@@ -20,14 +20,13 @@ import stats
 from results import page
 from results.over_seeds import compare_seeds
 from results.plots import draw_curves, draw_reliability
-from results.prediction_files import NORMS, few_rows_note
 from results.report import (Predictions, measure, panel_title, predictions, split_groups,
                             task_title)
 from results.runs import (Run, find_prediction_files, find_runs, predicted_run, read_run,
                           read_run_samples, sample_of)
-from results.samples import sample_order
-from results.tables import (MEASURES, TITLES, Heading, Section, csv_text, mark_best,
-                            measure_cell)
+from results.samples import NORMS, sample_order
+from results.tables import (MEASURES, TITLES, Heading, Section, csv_text, few_rows_note,
+                            mark_best, measure_cell)
 from runtime.config import load_config, require_range, require_unicode
 from runtime.errors import ConfigError, DataError
 from runtime.ownership import claim, lock, write_text

@@ -16,6 +16,7 @@ import numpy as np
 
 import metrics
 from results.confidence import outcome, parse_probability
+from results.samples import latest_samples, option_lengths, option_scores
 from runtime.digests import json_digest
 from runtime.errors import DataError
 from runtime.readers import column_names, parse_json, read_rows, to_dict
@@ -25,7 +26,6 @@ class UnusableTaskError(DataError):
     """A task of lm_eval is not multiple choice, or a question has several right options."""
 
 
-NORMS = ('token', 'sum', 'char', 'byte')    # see `option_lengths`
 NUMBERED = re.compile(r'(prob|log_prob)s?_(\d+)')      # a column of a table
 
 
@@ -167,34 +167,6 @@ def _joined(row):
     return row | {name: [value for _, value in sorted(x)] for name, x in lists.items()}
 
 
-# Samples of evaluate.py: which of them count
-
-
-def sample_order(sample):
-    """Return a key to sort samples by; it is equal only for samples of the same question."""
-    return sample['task'], sample.get('split', ''), sample.get('language', ''), sample['id']
-
-
-def sample_key(sample):
-    """Return a key of the question or text that a sample belongs to."""
-    return (*sample_order(sample)[:3], sample.get('text', sample['id']))
-
-
-def latest_samples(samples, unstated=False):
-    """Return the samples of the latest prompt of each question or text, without repetitions.
-
-    unstated: also answers that were to state a probability and did not: their `confidence` is None
-    """
-    prompts = {sample_key(s): s.get('prompt') for s in samples}
-    latest = {(sample_key(s), s['id']): s for s in samples
-              if s.get('prompt') == prompts[sample_key(s)]}
-    return [s for s in latest.values() if unstated or not is_unstated(s)]
-
-
-def is_unstated(sample):
-    return sample.get('confidence', 0) is None
-
-
 # Files of lm-evaluation-harness
 
 
@@ -272,31 +244,6 @@ def repeats(sample, filter, logged) -> bool:
         raise ValueError(f'question {sample["id"]} is there twice with other log-probabilities, '
                          f'{why}')
     return first is not sample
-
-
-def few_rows_note(n, unit='questions') -> str:
-    """Return why rmsce and mad of n rows can be far below ece; '' for 1,000 rows or more."""
-    n_bins = max(1, n // 100)
-    return '' if n >= 1000 else (
-        f'RMSCE and MAD have bins of 100 {unit}, so {n_bins} bin{"s" * (n_bins > 1)} here; with '
-        f'few bins they can be far below ECE, which has 10')
-
-
-def option_scores(log_probs, options, n_tokens, norm):
-    """Return log-probabilities / length [K]; their softmax is the distribution over the options."""
-    by_text = norm in ('char', 'byte')
-    texts = [option.removeprefix(' ') for option in options] if by_text else []
-    return np.asarray(log_probs) / option_lengths(texts, n_tokens, norm)
-
-
-def option_lengths(texts, n_tokens, norm):
-    """Return the divisor of each option's log-probability, int [K], at least 1, for a norm.
-
-    token: n_tokens; sum: 1; char, byte: those of the texts, which have no leading space
-    """
-    if norm in ('token', 'sum'):
-        return [*n_tokens] if norm == 'token' else [1] * len(n_tokens)
-    return [max(1, len(text if norm == 'char' else text.encode())) for text in texts]
 
 
 OPTION_KEYS = 'probs', 'log_probs'

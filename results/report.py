@@ -12,15 +12,15 @@ import numpy as np
 import metrics
 import scaling
 import stats
-from results import judging, prediction_files, temperatures
+from results import judging, temperatures
+from results import samples as sample_files
 from results.confidence import cells as confidence_cells
 from results.confidence import notes as written_notes
 from results.plots import draw_reliability, warn_on_failure
-from results.prediction_files import option_scores
-from results.samples import by_order, of_split, read_splits, sample_order
-from results.tables import (MEASURES, TITLES, Heading, Section, aligned, csv_text, mark_best,
-                            measure_cell)
-from runtime.digests import used_code
+from results.samples import by_order, of_split, option_scores, read_splits, sample_order
+from results.tables import (MEASURES, TITLES, Heading, Section, aligned, csv_text, few_rows_note,
+                            mark_best, measure_cell)
+from runtime.digests import syntax_digest
 from runtime.errors import DataError
 from runtime.ownership import claim, lock
 from runtime.processes import parallel_map
@@ -180,8 +180,8 @@ def letters(samples, predicted):
 @functools.cache
 def measured_by():
     """Return a hash of the code that computes a summary; it changes when a metric is edited."""
-    modules = metrics, stats, scaling, prediction_files, temperatures, judging
-    return used_code((*(module.__file__ for module in modules), __file__), summarize)
+    modules = metrics, stats, scaling, sample_files, temperatures, judging
+    return syntax_digest(__file__, *(module.__file__ for module in modules))
 
 
 def measure(groups, n_bootstrap, seed, keys=None):
@@ -333,7 +333,7 @@ def notes(result):
         lines.append(f'this is no better than guessing ({chance:.3f}): many base and '
                      f'small models cannot answer by a letter; try {shots}--scoring=text, or '
                      f'--prompt_format=harness, where the task has it')
-    lines.append(prediction_files.few_rows_note(result['pooled']['n'], result['unit']))
+    lines.append(few_rows_note(result['pooled']['n'], result['unit']))
     if fitted := result.get('post_hoc'):
         values = [f'temperature {t:.3f}' + ' (equal probabilities are as good)' * (t > 999)
                   for t in fitted.get('temperature', ())]
@@ -407,7 +407,7 @@ def print_report(runs, out_dir, pictures=True):
         print(f'\n{task_title(task, first)}')
         print(aligned(cells([(name, x['pooled']) for name, x in rows.items()], 'runs', 'run',
                             first['unit'])))
-        if note := prediction_files.few_rows_note(first['pooled']['n'], first['unit']):
+        if note := few_rows_note(first['pooled']['n'], first['unit']):
             print(note)
         predicted = {name: predictions(runs[name][1][task], x['norm']) for name, x in rows.items()}
         orders = {name: [*map(sample_order, runs[name][1][task])] for name in rows}

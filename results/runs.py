@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from results.prediction_files import (UnusableTaskError, harness_task, read_predictions,
-                                      sample_order)
-from results.samples import read_results, read_splits
+from results.prediction_files import UnusableTaskError, harness_task, read_predictions
+from results.samples import read_results, read_splits, sample_order
 from runtime.config import run_settings
 from runtime.errors import DataError
 from runtime.ownership import ASIDE, read_json

@@ -14,7 +14,8 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from results.prediction_files import NORMS, latest_samples, sample_key, sample_order
+import numpy as np
+
 from runtime import ownership
 from runtime.digests import json_digest
 from runtime.errors import ConfigError, DataError
@@ -27,6 +28,7 @@ KIND = 'evaluation'     # the name under which --overwrite sets earlier files as
 # keys that older versions did not write into results.json, and their values there
 OLDER = {'unit': 'questions', 'n_bootstrap': 1000, 'seed': 0}
 CHECKSUM = 'line_checksum'      # key of a row's hash, so that a damaged number is noticed
+NORMS = ('token', 'sum', 'char', 'byte')    # see `option_lengths`
 digest = functools.partial(json_digest, size=6)     # of a prompt
 OTHER_FOLDER = 'choose another --out_dir, or --overwrite what was evaluated there'
 
@@ -171,17 +173,6 @@ class SampleWriter:
                               unstated=task is not None)
 
 
-def to_row(answer, log_prob, per_token):
-    """Return the entry of an Answer in answers.jsonl; log_prob: by `confidences`, or None."""
-    row = {'text': answer.text, 'reason': answer.reason, 'n_tokens': len(answer.tokens),
-           'log_prob': sum(answer.log_probs), 'sample_log_prob': sum(answer.sample_log_probs),
-           'entropy': sum(answer.entropies) / len(answer.tokens)}
-    if log_prob is not None:
-        row |= {'scored_log_prob': log_prob, 'confidence': math.exp(min(0, log_prob))}
-    keys = ('tokens', 'log_probs', 'sample_log_probs', 'entropies') if per_token else ()
-    return row | {key: getattr(answer, key) for key in keys}
-
-
 def append_line(file, sample):
     """Append a line with its checksum to a file that is opened unbuffered.
 
@@ -316,3 +307,48 @@ def by_task(samples, prompts):
         if task not in prompts or prompt in prompts[task]:
             tasks.setdefault(task, []).append(sample)
     return tasks
+
+
+def sample_order(sample):
+    """Return a key to sort samples by; it is equal only for samples of the same question."""
+    return sample['task'], sample.get('split', ''), sample.get('language', ''), sample['id']
+
+
+def sample_key(sample):
+    """Return a key of the question or text that a sample belongs to."""
+    return (*sample_order(sample)[:3], sample.get('text', sample['id']))
+
+
+def latest_samples(samples, unstated=False):
+    """Return the samples of the latest prompt of each question or text, without repetitions.
+
+    unstated: also answers that were to state a probability and did not: their `confidence` is None
+    """
+    prompts = {sample_key(s): s.get('prompt') for s in samples}
+    latest = {(sample_key(s), s['id']): s for s in samples
+              if s.get('prompt') == prompts[sample_key(s)]}
+    return [s for s in latest.values() if unstated or not is_unstated(s)]
+
+
+def is_unstated(sample):
+    return sample.get('confidence', 0) is None
+
+
+# The scores of options
+
+
+def option_scores(log_probs, options, n_tokens, norm):
+    """Return log-probabilities / length [K]; their softmax is the distribution over the options."""
+    by_text = norm in ('char', 'byte')
+    texts = [option.removeprefix(' ') for option in options] if by_text else []
+    return np.asarray(log_probs) / option_lengths(texts, n_tokens, norm)
+
+
+def option_lengths(texts, n_tokens, norm):
+    """Return the divisor of each option's log-probability, int [K], at least 1, for a norm.
+
+    token: n_tokens; sum: 1; char, byte: those of the texts, which have no leading space
+    """
+    if norm in ('token', 'sum'):
+        return [*n_tokens] if norm == 'token' else [1] * len(n_tokens)
+    return [max(1, len(text if norm == 'char' else text.encode())) for text in texts]

@@ -29,6 +29,14 @@ def measure_cell(report, key, interval=False):
         ' [{:.3f}, {:.3f}]'.format(*ends) if ends else '')
 
 
+def few_rows_note(n, unit='questions') -> str:
+    """Return why rmsce and mad of n rows can be far below ece; '' for 1,000 rows or more."""
+    n_bins = max(1, n // 100)
+    return '' if n >= 1000 else (
+        f'RMSCE and MAD have bins of 100 {unit}, so {n_bins} bin{"s" * (n_bins > 1)} here; with '
+        f'few bins they can be far below ECE, which has 10')
+
+
 class Section(NamedTuple):
     """What a report says of a task: a table, the notes below it, lines of text, and more tables."""
     title: str

@@ -35,7 +35,8 @@ import torch
 from torch import Tensor
 
 from model import LoRALinear
-from triton_ops import Linear
+from runtime.fast import FastVersion
+from triton_ops import FORWARD, Linear
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # Width from which products in eight bits pay. On an H100 steps of Gemma 3 270M (width 640) become
@@ -59,12 +60,14 @@ def use_fp8(model, device: str):
         return
     layers = [layer for layer in model.decoder.layers.modules()
               if isinstance(layer, (Linear, LoRALinear))]
-    fitting = [layer for layer in layers if all(n % 16 == 0 for n in layer.weight.shape)]
+    fitting = [layer for layer in layers if all(n % 16 == 0 for n in layer.weight.shape) and (
+        LORA.stands_for(type(layer).forward) if isinstance(layer, LoRALinear) else
+        type(layer).forward is FORWARD)]
     for layer in fitting:
         layer.eight_bit = products
     if len(fitting) < len(layers):
         print(f'note: {len(layers) - len(fitting)} of {len(layers)} linear layers stay in {dtype}: '
-              f'fp8 needs sizes that are multiples of 16')
+              f'fp8 needs sizes that are multiples of 16 and an unedited `forward`')
 
 
 def supported(device: str) -> bool:
@@ -80,6 +83,9 @@ def products(x: Tensor, *layers) -> list[Tensor]:
              for layer, part in zip(layers, parts)]
     return [part + layer.adapter(x) if isinstance(layer, LoRALinear) else part
             for layer, part in zip(layers, parts)]
+
+
+LORA = FastVersion(products, {'model.LoRALinear.forward': 'f76a65ed'})
 
 
 class Product(torch.autograd.Function):

@@ -41,12 +41,16 @@ def print_sizes(run):
     if unused := [key for key, value in vars(cfg).items() if key.startswith('lora_')
                   and not cfg.lora and value != getattr(type(cfg), key)]:
         print(f'note: without lora = True all weights are trained; no effect: {", ".join(unused)}')
-    sample = f' (a sample of {len(run.sequences) - cfg.val_size:,})' if cfg.data_limit else ''
+    others = len(run.sequences) - len(run.held_out)
+    sample = f' (a sample of {others:,})' if cfg.data_limit else ''
     print(f'data: {cfg.data}: {len(training):,} sequences{sample}, {lengths.sum():,} tokens '
           f'(mean {lengths.mean():.0f}, longest {lengths.max()})')
     print(f'steps: {steps} of {cfg.batch_size} sequences, about '
           f'{lengths.mean() * cfg.batch_size:,.0f} tokens each')
-    used, available = steps * cfg.batch_size, int(len(training) * cfg.epochs)
+    if len(run.held_out) < cfg.val_size:
+        print(f'note: val_size = {cfg.val_size}, and {len(run.held_out)} sequences are held out: '
+              f'those of a prompt or document stay together')
+    used, available = steps * cfg.batch_size, run.available
     if used < available:
         cause = (f'max_steps = {cfg.max_steps}' if cfg.max_steps == steps else
                  f'the rest does not fill a step of {cfg.batch_size}')

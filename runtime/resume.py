@@ -28,7 +28,8 @@ from runtime.weights import read_tensors, write_files
 
 FILE_BYTES = 4_000_000_000
 # facts that a resumed run must share with the run that wrote the checkpoint, as messages name them
-FACTS = {'data': 'training data', 'model': 'base model', 'dtype': 'weights on the device'}
+FACTS = {'data': 'training data or end tokens', 'model': 'base model',
+         'dtype': 'weights on the device'}
 
 
 class StopSignals:
@@ -67,7 +68,7 @@ def notes_how_to_continue(cfg):
         if not cfg.dry_run and checkpoints(cfg.out_dir):
             error.add_note('the same command continues' if cfg.resume else
                            '--resume continues from the last checkpoint')
-        elif not cfg.dry_run and cfg.eval and Path(cfg.out_dir, 'config.json').exists():
+        elif not cfg.dry_run and Path(cfg.out_dir, 'config.json').exists():
             error.add_note('the weights are saved, and --resume makes the report')
         raise
 

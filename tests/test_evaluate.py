@@ -158,7 +158,7 @@ def test_a_folder_is_refused_as_it_is_and_repaired_by_hand(foxes, tmp_path, monk
     (foxes.out / 'samples.jsonl').write_text('\n'.join([*lines[:2], *lines[3:], '']))
     assert foxes.score()['foxes']['pooled']['accuracy'] == first['accuracy']
     # test_code.py has what counts as other code
-    monkeypatch.setattr(evaluate, 'code_digest', lambda *_: 'other')
+    monkeypatch.setattr(checkpoint, 'code_digest', lambda *_: 'other')
     foxes.refuses('holds samples of other code: model.py or a file that')
     replaced = foxes.score('--overwrite', f'--tasks={other}', f'--model={tmp_path}/changed')
     assert list(replaced) == ['foxes'] and replaced['foxes']['pooled']['n'] == 10

@@ -21,6 +21,7 @@ import model as models
 import train
 from common import (await_steps, edit_config, llama_config, log_of, refused, rewrite,
                     run_scripts, same_weights, start_script, steps_done, tree)
+from results import training_report
 from runtime import adapter, checkpoint, log, optim, ownership, resume, trained
 from runtime.errors import ConfigError, TrainingError
 
@@ -40,8 +41,9 @@ def train_again(settings_file, tmp_path):
 
 def before_each_step(monkeypatch, action):
     step = train.train_step
-    monkeypatch.setattr(train, 'train', functools.partial(train.train, stage=replace(
-        train.SFT, step=lambda *rest: action() or step(*rest))))
+    stage = replace(train.SFT, step=lambda *rest: action() or step(*rest))
+    monkeypatch.setattr(train, 'train_and_report',
+                        functools.partial(train.train_and_report, stage=stage))
 
 
 def stop():
@@ -225,7 +227,7 @@ def test_a_finished_run_only_reports_what_is_missing(tuned, train_again, monkeyp
     assert numbers() == before
     train_again('--resume', '--eval.p_true=True')
     assert numbers() == before | {'questions.p_true': numbers()['questions.p_true']}
-    monkeypatch.setattr(train, 'evaluate', None)
+    monkeypatch.setattr(training_report, 'evaluate', None)
     train_again('--resume', '--eval.p_true=True')
 
 
@@ -440,7 +442,7 @@ def test_overwrite_removes_what_runs_wrote_and_nothing_else_and_only_if_the_run_
         assert not (tuned / 'config.json').exists()
         raise KeyboardInterrupt
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(train, 'evaluate', fail)
+        patch.setattr(training_report, 'evaluate', fail)
         train_again('--overwrite', '--max_steps=1', '--eval_before=True')
     aside = tree(tuned / '.replaced-run-001')
     assert {name: before[name] for name in listed} == {name: aside[name] for name in listed}

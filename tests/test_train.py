@@ -168,6 +168,29 @@ def test_a_subset_is_drawn_by_the_seed(settings_file, tmp_path, capsys):
     assert not (tmp_path / 'run').exists()
 
 
+@pytest.mark.parametrize('n, epochs, expected', [
+    (100, 0.57, 57), (100, 0.29, 29), (1000, 1.001, 1001), (99, 1 / 3, 33), (99, 0.3333, 32),
+    (10, 0.59, 5), (7, 2.0, 14)])
+def test_a_fraction_of_an_epoch_is_that_share_of_the_rows(n, epochs, expected):
+    assert packing.epochs_of(n, epochs) == expected
+
+
+def test_a_held_out_part_shares_no_group_with_training():
+    groups = np.random.default_rng(0).integers(0, 300, 1000)
+    groups[:600] += 1000 * np.arange(600)       # many of their own
+    held_out, rest = packing.split_groups(groups, 200, 0)
+    assert len(held_out) == 200 and not {*groups[held_out]} & {*groups[rest]}
+    assert sorted([*held_out, *rest]) == [*range(1000)]
+    order = np.random.default_rng(5).permutation(50)
+    for part, same in zip(packing.split_groups(np.arange(50), 7, 5), np.split(order, [7])):
+        assert part.tolist() == same.tolist()       # groups of one: the first of a permutation
+    held_out, rest = packing.split_groups(np.repeat(np.arange(10), 4), 10, 0)
+    assert (len(held_out), len(rest)) == (8, 32)
+    cfg = train.TrainConfig(data='d', val_size=3, batch_size=1)
+    with pytest.raises(DataError, match='val_size = 3 holds out nothing, .* together, 4 or more'):
+        train.split_sequences(cfg, np.repeat(np.arange(10), 4))
+
+
 @pytest.mark.slow
 def test_a_report_in_the_chat_template(settings_file, tmp_path):
     run = [settings_file, f'--out_dir={tmp_path}', '--max_steps=1', '--eval.chat=trained',
@@ -194,7 +217,7 @@ def test_training_by_letter_learns_the_letter(small_world, tmp_path, monkeypatch
     path = write_rows(tmp_path / 'mine.jsonl', [
         {'question': f'{i} or {i + 1}?', 'choices': ['one', 'two'], 'answer': 1}
         for i in range(8)])
-    results = train.train(train.TrainConfig(
+    results = train.train_and_report(train.TrainConfig(
         model=str(small_world[0] / 'base'), out_dir=str(tmp_path / 'out'), cache_dir=str(tmp_path),
         data=str(path), data_kind='questions', lr=3e-3, batch_size=8, epochs=30,
         max_length=128, pack_len=512, workers=1, push_to_hub='me/model',
