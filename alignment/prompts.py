@@ -8,7 +8,8 @@ import numpy as np
 from data.cache import gaps, group
 from data.chat import encode_prompt
 from data.files import parsed, require_text, training_rows, without_bad
-from data.messages import QUESTIONS, read_turns, to_messages, with_context, without_nulls
+from data.messages import (QUESTIONS, read_turns, require_contained, require_question, to_messages,
+                           with_context, without_nulls)
 from data.preferences import PREFERENCE_PATTERNS
 from data.written_answers import WRITTEN_TASKS
 from runtime.errors import DataError
@@ -56,7 +57,11 @@ def to_prompt(row, instruction=''):
     row = without_nulls(row)
     lists = row.keys() & {'messages', 'conversations', 'conversation'}
     if name := next(filter(row.__contains__, QUESTIONS[:1] if lists else QUESTIONS), None):
-        messages = with_context(row, read_turns(row[name], f'the {name}', 'user'), (name,))
+        turns = read_turns(row[name], f'the {name}', 'user')
+        require_question(turns, name)
+        for other in lists:
+            require_contained({'prompt': turns}, read_turns(row[other], f'"{other}"'))
+        messages = with_context(row, turns, (name,))
     elif not lists and 'instruction' not in row:
         raise DataError(f'fields {", ".join(map(str, row)) or "(none)"}; wanted messages, '
                         f'conversations, {", ".join(QUESTIONS)}, or instruction and output')

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from runtime import readers
 from runtime.errors import CheckpointError, ConfigError, DataError, escape_controls
-from runtime.hub import HELD_OUT
+from runtime.hub import is_held_out
 from runtime.ownership import note_inputs
 
 
@@ -30,9 +30,9 @@ def read_rows(*paths):
 def training_rows(files, left_out):
     """Yield (place, row) but of rows with a `split` that is held out; count these in `left_out`."""
     for file in map(Path, files):
-        whole = HELD_OUT.match(file.name)       # such a file is only read if it is asked for
+        whole = is_held_out(file.name)      # such a file is only read if it is asked for
         for place, row in read_rows(file):
-            if not whole and has_fields(row, 'split') and HELD_OUT.match(f'{row["split"]}.'):
+            if not whole and has_fields(row, 'split') and is_held_out(str(row['split'])):
                 left_out[f'their "split" is {row["split"]!r}'] += 1
             else:
                 yield place, row
@@ -85,6 +85,18 @@ def is_empty(value):
         return all(map(is_empty, value.values() if isinstance(value, dict) else value))
     return value is None or value is False or value != value or (
         isinstance(value, str) and value.strip() in ('', '[]', '{}', 'null', 'None'))
+
+
+def as_rows(value):
+    """Return a list of dicts for a dict of lists, as parquet stores it; other values unchanged."""
+    columns = {name: cells for name, cells in value.items() if cells is not None} if isinstance(
+        value, dict) else {}
+    if not columns or not all(isinstance(cells, list) for cells in columns.values()):
+        return value
+    if len({len(cells) for cells in columns.values()}) > 1:
+        raise DataError('a dict of lists has lists of different lengths: ' + ', '.join(
+            f'{name} {len(cells)}' for name, cells in columns.items()))
+    return [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
 
 
 def with_passage(row, question):

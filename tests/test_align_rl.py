@@ -567,7 +567,7 @@ def test_rewards_of_a_confidence_are_highest_at_the_accuracy_and_those_of_abstai
 @pytest.mark.parametrize('row', [
     {'question': 'Why?', 'prompt': None, 'answer': '3'}, {'problem': 'Why?'},
     {'instruction': 'Why?', 'output': 'x'}, {'prompt': [{'from': 'human', 'value': 'Why?'}]},
-    {'query': 'Who?', 'messages': [{'role': 'user', 'content': 'Why?'},
+    {'query': 'Why?', 'messages': [{'role': 'user', 'content': 'Why?'},
                                    {'role': 'assistant', 'content': 'x'}]}])
 def test_each_format_of_prompts_is_read_with_the_context_before_it(row):
     assert to_prompt(row) == [{'role': 'user', 'content': 'Why?'}]

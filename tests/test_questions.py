@@ -171,10 +171,11 @@ def test_labels_of_a_row_and_an_index_by_name_are_read_as_they_are(tmp_path):
 
 
 @pytest.mark.parametrize('choices, named', [
-    (['A. blood', 'B. water'], True), (['(a) blood', '(b) water'], True), (['A、血', 'B、水'], True),
+    (['A. blood', 'B. water'], True), (['(a) blood', '(b) water'], True),
+    (['A、血', 'B、水'], True), (['x', 'Keine der genannten'], True),
     (['x', 'y', 'Both A and B'], True), (['x', 'y', 'A和B'], True), (['x', 'A, B'], True),
     (['x', 'All of the above'], True), (['x', 'None of these.'], True),
-    (['x', '以上都不对'], True), (['x', '上記のすべて'], True), (['x', 'Keine der genannten'], True),
+    (['x', '以上都不对'], True), (['x', '上記のすべて'], True),
     (['A. Lincoln', 'G. Washington'], False), (['Washington D.C.', 'X and Y'], False),
     (['None of the offspring', '5年以上'], False), (['200 A.D.', 'B'], False)])
 def test_options_that_name_options_are_counted_where_their_order_changes(tmp_path, capsys, choices,
