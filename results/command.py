@@ -10,6 +10,7 @@ In a clone it is `python -m results.command`.
 import math
 import platform
 import sys
+from array import array
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,10 +22,11 @@ if __package__ == 'nanocal':    # installed as nanocal/__main__.py, beside the f
 
 import metrics
 import stats
-from results import compare, prediction_files, report
+from results import compare, report
 from results.compare import FileConfig, read_sources
 from results.evaluation import write_results
-from results.prediction_files import ReportInput
+from results.harness_files import harness_task
+from results.prediction_files import read_predictions
 from results.runs import find_prediction_files, predicted_run
 from results.samples import DIAGRAM, GRID, OUTPUTS
 from results.tables import few_rows_note
@@ -55,7 +57,8 @@ report of its own, and so has each group of one call of lm_eval, such as mmlu. F
 
 examples: nanocal metrics out/base/samples.jsonl
           nanocal metrics --norm=char out/model/samples_hellaswag_*.jsonl
-          nanocal metrics --confidence=exact_match,cosine_sim --correct=response_correct uqlm.csv"""
+          nanocal metrics uqlm.csv \\
+              --columns=confidence=exact_match,confidence=cosine_sim,correct=response_correct"""
 
 REPORT_USAGE = """\
 usage: nanocal report FILE [...] [--key=value ...]
@@ -66,6 +69,40 @@ in a form that `nanocal metrics --help` lists. The files are those of one model.
 example: nanocal report predictions.csv --out_dir=out/report"""
 
 
+class ReportInput:
+    """The numbers of a task's samples that metrics.report reads, in 8 bytes each."""
+
+    def __init__(self):
+        self.probs, self.scores = array('d'), array('d')
+        self.labels, self.n_options = array('q'), array('q')
+
+    def append(self, sample):
+        """Add a sample of `read_predictions`."""
+        if 'log_probs' not in sample:
+            self.probs.append(sample['confidence'])
+            self.labels.append(sample['correct'])
+            return
+        scores = sample['log_probs']
+        self.scores.extend(scores)
+        self.probs.extend(sample.get('probs', [math.nan] * len(scores)))
+        self.labels.append(sample['answer'])
+        self.n_options.append(len(scores))
+
+    def arrays(self):
+        """Return probs, labels, n_options and scores, the arguments of metrics.report."""
+        labels, n_options = np.array(self.labels), np.array(self.n_options)
+        if not len(n_options):
+            return np.array(self.probs), labels, None, None
+        is_option = np.arange(n_options.max()) < n_options[:, None]
+        probs, scores = np.zeros(is_option.shape), np.full(is_option.shape, -np.inf)
+        probs[is_option], scores[is_option] = self.probs, self.scores
+        unstated = np.isnan(probs[:, 0])
+        if not unstated.any():
+            return probs, labels, n_options, None
+        probs[unstated] = metrics.softmax(scores[unstated])
+        return probs, labels, n_options, scores
+
+
 def print_metrics(argv):
     """Print every metric of each task in the files of predictions that a command line names."""
     cfg, sources = read_sources(FileConfig, argv, METRICS_USAGE)
@@ -73,9 +110,9 @@ def print_metrics(argv):
         raise ConfigError('metrics: name a file of predictions; --help lists the forms of a file')
     tasks = defaultdict(ReportInput)        # by (file or call of lm_eval, task)
     for path in dict.fromkeys(sources):
-        date = prediction_files.harness_task(path)[2]
+        date = harness_task(path)[2]
         source = f'{path.parent}, {date}' if date else str(path)
-        for sample, _ in prediction_files.read_predictions(path, cfg):
+        for sample, _ in read_predictions(path, cfg):
             tasks[source, sample['task']].append(sample)
     several = len({source for source, _ in tasks}) > 1
     for (source, task), numbers in tasks.items():

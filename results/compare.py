@@ -24,7 +24,7 @@ from results.report import (Predictions, measure, panel_title, predictions, spli
                             task_title)
 from results.runs import (Run, find_prediction_files, find_runs, predicted_run, read_run,
                           read_run_samples, sample_of)
-from results.samples import NORMS, sample_order
+from results.samples import NORMS
 from results.tables import (MEASURES, TITLES, Heading, Section, csv_text, few_rows_note,
                             mark_best, measure_cell)
 from runtime.config import load_config, require_range, require_unicode
@@ -50,9 +50,9 @@ class FileConfig:
     # and sum are 1, as for acc, since they do not count tokens; char: characters, as for acc_norm;
     # byte: bytes
     norm: Literal[*NORMS] = 'token'
-    confidence: tuple[str, ...] = ()          # the columns that are confidences, each a task of its
-    #                                           own; none: the column confidence
-    correct: str = 'correct'                  # the column that says if the prediction is right
+    # names of columns: answer=gold,probs=p reads the columns gold and p_0, p_1, ...; several of
+    # confidence=NAME are a task each
+    columns: tuple[str, ...] = ()
 
 
 @dataclass
@@ -148,8 +148,9 @@ class Answers(NamedTuple):
     predicted: Predictions
 
     def select(self, keys):
-        """Return the Predictions of the questions with these keys."""
-        return self.predicted.at(np.flatnonzero([key in keys for key in self.keys]))
+        """Return the Predictions of the questions with these keys, in the order of the keys."""
+        row = {key: i for i, key in enumerate(self.keys)}
+        return self.predicted.at(np.array([row[key] for key in keys]))
 
     def is_right(self, keys):
         """Return whether the answers to the questions with these keys are right, bool [N]."""
@@ -180,13 +181,17 @@ def compare_task(task, runs, samples, keys, cfg):
     reports = {name: {x: by_language[x].report() for x in languages if len(languages) > 1}
                | {'pooled': answers[name].predicted.report()}
                for name, by_language in zip(answers, groups, strict=True)}
-    shared = {(a, b): {*answers[a].keys} & {*answers[b].keys}
+    shared = {(a, b): shared_keys(answers[a], answers[b])
               for a, b in itertools.combinations(answers, 2)}
     pairs = {pair: both for pair, both in shared.items() if len(both) > 1}
     remarks += [f'{task}: {a} and {b} have {len(both) or "no"} question in common, and a '
                 f'difference needs two; evaluate both on the same questions, with the same --limit '
                 f'and --seed, or give rows of files the same id, question and answer'
                 for (a, b), both in shared.items() if len(both) < 2]
+    remarks += [f'{task}: {n} questions are left out of {b} - {a}: they have another right answer, '
+                f'or more options, in {b}' for (a, b), both in shared.items()
+                if (n := len({x for x, *_ in answers[a].keys} & {x for x, *_ in answers[b].keys})
+                    - len(both))]
     differences = [['difference', 'over', 'questions', 'metric', 'mean', '95 % interval', 'p',
                     'p (Holm)'], *over_questions(pairs, answers, keys, cfg),
                    *over_languages(shared, reports, keys)]
@@ -217,18 +222,53 @@ def rows_to_read(answers):
 
 
 def question_keys(samples):
-    """Return {name: keys of the samples}; samples with equal keys answer the same question.
+    """Return {run: keys of its samples}; samples with equal keys answer the same question.
 
-    If a run knows no texts, as a file of ids and probabilities, ids and answers decide.
+    Ids that all runs have, texts that all have, or both make a key, with the right answer. Rows of
+    files without either are paired by their order, if all have the same answers throughout. Raises
+    DataError for rows that cannot be paired.
     """
+    def refuse(why):
+        raise DataError(f'rows cannot be paired: {why}; give each row of all files the column id, '
+                        f'or question, with the same value for the same question')
+
     # a hash, or the text before a token
-    texts = {name: [s.get('question') or s.get('context', '') for s in rows]
-             for name, rows in samples.items()}
-    if not all(map(any, texts.values())):
-        texts = {name: [''] * len(rows) for name, rows in samples.items()}
-    return {name: [(*sample_order(s)[2:], text, s.get('answer', s.get('token')),
-                    len(s.get('options', ()))) for s, text in zip(rows, texts[name], strict=True)]
-            for name, rows in samples.items()}
+    texts = {run: [s.get('question') or s.get('context', '') for s in x]
+             for run, x in samples.items()}
+    has_ids = {run: not any('row' in s for s in x) for run, x in samples.items()}
+    by_id = all(has_ids.values())
+    has_texts = {run: (any if by_id else all)(x) for run, x in texts.items()}
+    by_text = all(has_texts.values())
+    by_order = not by_id and not by_text
+    labels = [key for key in ('answer', 'options', 'token', *['expected'] * by_order)
+              if all(key in s for x in samples.values() for s in x)]
+    if by_order and any((*has_ids.values(), *has_texts.values())):
+        refuse('; '.join(f'{run} has {"" if has_ids[run] else "no "}ids and '
+                         f'{"" if has_texts[run] else "no "}question' for run in samples))
+    if by_order and len({*map(len, texts.values())}) > 1:
+        refuse('without ids, ' + ', '.join(f'{run} has {len(x)} rows' for run, x in texts.items()))
+    if by_order and not labels:
+        refuse('they have neither ids nor questions, and no answers to check their order by')
+    keys, right, answers = {}, {}, {}
+    for run, x in samples.items():
+        order = {row: i for i, row in enumerate(sorted(s['row'] for s in x))} if by_order else {}
+        keys[run] = [(s.get('language', ''), s['id'] if by_id else order.get(s.get('row'), ''),
+                      text if by_text else '') for s, text in zip(x, texts[run], strict=True)]
+        if len({*keys[run]}) < len(x):
+            refuse(f'{run} has no ids, and a question twice')
+        right[run] = [tuple(s[label] if label != 'options' else len(s[label]) for label in labels)
+                      for s in x]
+        for key, answer in zip(keys[run], right[run], strict=True):
+            other, expected = answers.setdefault(key, (run, answer))
+            if answer != expected and not by_text:
+                refuse(f'{"id" if by_id else "row"} {key[1]} has the answer {expected[0]!r:.40} in '
+                       f'{other}, {answer[0]!r:.40} in {run}')
+    return {run: [*zip(keys[run], right[run], strict=True)] for run in samples}
+
+
+def shared_keys(first, *others):
+    """Return the keys that all Answers have, in the order of the first."""
+    return [*filter(set.intersection(*(set(x.keys) for x in others)).__contains__, first.keys)]
 
 
 def average_runs(answers):
@@ -322,7 +362,7 @@ def changed_answers(pairs, answers):
                      f'{lost / len(before):.4f}', f'{low:.4f} {high:.4f}', p])
     cells = [['change', 'questions', 'wrong to right', 'right to wrong', 'negative flips',
               '95 % interval', "McNemar's p", 'p (Holm)'], *with_holm(rows, '.2g')]
-    shared = set.intersection(*(set(x.keys) for x in answers.values()))
+    shared = shared_keys(*answers.values())
     if len(answers) < 3 or not shared:
         return cells, []
     q, p = stats.cochran_q([x.is_right(shared) for x in answers.values()])

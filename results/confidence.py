@@ -179,10 +179,10 @@ def stated_guess(text, lead):
 
 def outcome(confidence, correct):
     """Return the fields of a sample with a single confidence; log_prob is at least log 1e-12."""
-    c = np.array([confidence, 1 - confidence])
-    log_c = np.log(np.maximum(c, 1e-12))
-    return {'correct': bool(correct), 'confidence': float(confidence),
-            'log_prob': float(log_c[0 if correct else 1]), 'entropy': float(-(c * log_c).sum())}
+    c = float(confidence)
+    right, wrong = math.log(max(c, 1e-12)), math.log(max(1 - c, 1e-12))
+    return {'correct': bool(correct), 'confidence': c, 'log_prob': right if correct else wrong,
+            'entropy': -c * right - (1 - c) * wrong}
 
 
 def judged(question, value, answer):

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from results.prediction_files import UnusableTaskError, harness_task, read_predictions
+from results.harness_files import UnusableTaskError, harness_task
+from results.prediction_files import read_predictions
 from results.samples import read_results, read_splits, sample_order
 from runtime.config import run_settings
 from runtime.errors import DataError
@@ -106,6 +107,18 @@ def find_prediction_files(sources):
     return runs
 
 
+def _add(samples, sample, path):
+    """Add a sample to {sample_order: sample}; the second answer to question x is named x#2."""
+    id, k, what = sample['id'], 1, ('question', 'subject', 'options', 'answer', 'expected')
+    while first := samples.get(sample_order(sample)):
+        if any(first.get(key) != sample.get(key) for key in what):
+            raise DataError(f'{path}: the id {id} is there twice, for different questions; only '
+                            f'several answers to one question may share an id')
+        k += 1
+        sample['id'] = f'{id}#{k}'
+    samples[sample_order(sample)] = sample
+
+
 def predicted_run(folder, files, cfg):
     """Return the Run of {subtask: prediction file}; name files that are not multiple choice."""
     tasks, results = {}, {}
@@ -118,10 +131,7 @@ def predicted_run(folder, files, cfg):
         for sample, distribution in rows:
             # the task names pictures
             task = sample['task'] = sample['task'].replace('/', '-') or 'predictions'
-            key = sample_order(sample)
-            if key in tasks.setdefault(task, {}):
-                raise DataError(f'{path}: the id {sample["id"]} is there twice')
-            tasks[task][key] = sample
+            _add(tasks.setdefault(task, {}), sample, path)
             results[task] = {'distribution': distribution, 'norm': 'token', 'unit': 'questions'}
     if not tasks:
         raise DataError(f'{path}: no multiple-choice questions of lm_eval --log_samples')
