@@ -18,6 +18,7 @@ from data.written_answers import WRITTEN_TASKS, load_written
 from decoding.answer_samples import begin_of, write_answers
 from results import confidence, samples
 from results.p_ik_probe import cross_validated
+from results.prediction_files import question_numbers
 from runtime import parallel
 from runtime.errors import ConfigError, DataError
 from runtime.sandbox import require_sandbox
@@ -238,15 +239,19 @@ class ProbeConfidence(Confidence):
         # of right answers, since each of them counts in the fit
         rows = sorted(itertools.chain(*parallel.gather([*own])))
         prompt = samples.digest(rows)
-        if len({digest for *_, digest in rows}) < 3:
+        # a question has one text in each language, and texts may be there twice
+        shared, first = question_numbers([{'id': key[-1]} for key, *_ in rows]), {}
+        groups = [first.setdefault(shared[0][i] if shared else i, text)
+                  for i, (*_, text) in enumerate(rows)]
+        if len({*groups}) < 3:
             return set(), []
         if not all((key, prompt) in writer.done for key, *_ in rows):
             states = scorer.states(prompts)
             scorer.require_finite(states, self.label)
             states = dict(itertools.chain(*parallel.gather([*zip(keys, states)])))
-            every, _, shares, digests = zip(*rows)
+            every, _, shares, _ = zip(*rows)
             p_ik = dict(zip(every, cross_validated(np.array([states[key] for key in every]),
-                                                   np.array(shares), digests).tolist()))
+                                                   np.array(shares), groups).tolist()))
             for key, question, sample in zip(keys, self.items, answers):
                 writer.append(key, prompt, sample_fields(question, sample['shots'])
                               | confidence.judged(question, p_ik[key], sample['answers'][0]))
