@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 import metrics
-from results.tables import measure_cell
+from results.tables import count_cell, measure_cell
 from runtime.digests import json_digest
 from runtime.numbers import parse_probability
 from runtime.thinking import final_answer
@@ -285,7 +285,7 @@ def cells(task, tasks):
         if label.partition('.')[0] == task:
             scaled = result.get('post_hoc', {}).get('reports', {})
             eces = [result.get('ece_floor'), *(scaled.get(name, {}).get('ece') for name in SCALED)]
-            lines.append([label, str(result['pooled']['n']),
+            lines.append([label, count_cell(result['pooled']),
                           *(measure_cell(result['pooled'], key) for key in COLUMNS),
                           *('' if ece is None else f'{ece:.3f}' for ece in eces)])
     return lines

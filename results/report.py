@@ -17,9 +17,10 @@ from results import samples as sample_files
 from results.confidence import cells as confidence_cells
 from results.confidence import notes as written_notes
 from results.plots import draw_reliability, warn_on_failure
-from results.samples import by_order, of_split, option_scores, read_splits, sample_order
-from results.tables import (MEASURES, TITLES, Heading, Section, aligned, csv_text, few_rows_note,
-                            mark_best, measure_cell)
+from results.samples import (by_order, of_split, option_scores, question_numbers, read_splits,
+                             sample_order)
+from results.tables import (MEASURES, TITLES, Heading, Section, aligned, count_cell, csv_text,
+                            few_rows_note, mark_best, measure_cell, shared_note)
 from runtime.digests import syntax_digest
 from runtime.errors import DataError
 from runtime.ownership import claim, lock
@@ -40,24 +41,52 @@ class Predictions(NamedTuple):
     # {key of a metric: [N], whose mean it is}: the NLL and entropy of tokens, and conformal sets,
     # whose thresholds come from all rows, so that no group can compute its own
     columns: dict = {}
+    # (the number of each row's question, int [N]; how many there are); None: each has its own
+    questions: tuple[np.ndarray, int] | None = None
 
     def at(self, rows):
-        *arrays, columns = self
+        """Return the Predictions of some rows, whose questions keep their numbers."""
+        *arrays, columns, questions = self
         return Predictions(*(None if x is None else x[rows] for x in arrays),
-                           {key: x[rows] for key, x in columns.items()})
+                           {key: x[rows] for key, x in columns.items()},
+                           questions and (questions[0][rows], questions[1]))
+
+    def alone(self):
+        """Return the Predictions, whose questions are drawn without those of other rows."""
+        return self._replace(questions=self.questions and stats.question_index(
+            self.questions[0], len(self.labels)))
 
     def scaled(self, temperature, log_prior=0):
         """Return the Predictions of (scores - log_prior) / temperature; T a number or [N, 1]."""
         scores = (self.scores - log_prior) / temperature
-        return option_predictions(metrics.softmax(scores), self.labels, self.n_options, scores)
+        scaled = option_predictions(metrics.softmax(scores), self.labels, self.n_options, scores)
+        return scaled._replace(questions=self.questions)
 
     def report(self):
+        """Return metrics.report; with 'questions', if there are fewer than rows."""
         report = metrics.report(self.probs, self.labels, self.n_options, scores=self.scores)
-        return report | {key: float(x.mean()) for key, x in self.columns.items()}
+        report |= {key: float(x.mean()) for key, x in self.columns.items()}
+        _, n = self.alone().questions or (None, report['n'])
+        if n < report['n']:
+            low, high = stats.share_interval(metrics.top_label(*self[:2])[1], self.questions[0])
+            report |= {'accuracy_low': low, 'accuracy_high': high, 'questions': n}
+        return report
+
+    def bins(self):
+        """Return metrics.bins, whose intervals take rows of one question as one."""
+        table = metrics.bins(*self[:2])
+        if self.questions:
+            confidence, correct = metrics.top_label(*self[:2])
+            index = metrics.equal_width_bins(confidence, len(table['count']))
+            for m in np.unique(index):
+                table['low'][m], table['high'][m] = stats.share_interval(
+                    correct[index == m], self.questions[0][index == m])
+        return table
 
     def bootstrap(self, n_resamples, seed, keys=None):
+        index, n = self.questions or (None, None)
         return stats.bootstrap(*self[:3], scores=self.scores, n_resamples=n_resamples, seed=seed,
-                               keys=keys, columns=self.columns)
+                               keys=keys, columns=self.columns, questions=index, n_questions=n)
 
 
 def option_predictions(probs, labels, n_options, scores):
@@ -87,14 +116,15 @@ def predictions(samples, norm):
     if 'log_probs' not in samples[0]:
         confidence, correct, log_prob, entropy = (np.array([s[key] for s in samples]) for key in (
             'confidence', 'correct', 'log_prob', 'entropy'))
-        return Predictions(confidence, correct, columns={'entropy_bits': entropy / np.log(2),
-                                                         'nll': -log_prob})
+        return Predictions(confidence, correct, questions=question_numbers(samples), columns={
+            'entropy_bits': entropy / np.log(2), 'nll': -log_prob})
     n_options = np.array([len(s['log_probs']) for s in samples])
     scores = np.full((len(samples), n_options.max()), -np.inf)
     for row, s in zip(scores, samples, strict=True):
         row[:len(s['options'])] = option_scores(s['log_probs'], s['options'], s['n_tokens'], norm)
-    return option_predictions(metrics.softmax(scores), np.array([s['answer'] for s in samples]),
-                              n_options, scores)
+    predicted = option_predictions(metrics.softmax(scores), np.array(
+        [s['answer'] for s in samples]), n_options, scores)
+    return predicted._replace(questions=question_numbers(samples))
 
 
 # Metrics and their intervals
@@ -112,14 +142,16 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0, fits=None):
     pooled = predictions(samples, norm)
     groups = {('pooled', ''): pooled} | {
         (plural, name): group for key, plural in GROUPS.items()
-        for name, group in split_groups(samples, key, pooled).items()}
+        # languages with the same questions have the same draws, for their mean
+        for name, group in split_groups(samples, key, pooled).items()
+        for group in [group if plural == 'languages' else group.alone()]}
     orders = by_order(samples) if 'orders' in samples[0] else {}
     groups |= {('orders', name): predictions(rows, norm) for name, rows in orders.items()}
     reports, resampled = measure(groups, n_bootstrap, seed)
 
     summary = {'unit': 'tokens' if 'token' in samples[0] else 'questions',
                'pooled': reports.pop(('pooled', '')),
-               'bins': {key: x.tolist() for key, x in metrics.bins(*pooled[:2]).items()}}
+               'bins': {key: x.tolist() for key, x in pooled.bins().items()}}
     for (plural, name), report in reports.items():
         summary.setdefault(plural, {})[name] = report
     if plural := next((x for x in ('languages', 'subjects') if x in summary), None):
@@ -136,7 +168,7 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0, fits=None):
         summary['chance'] = float(np.mean([1 / len(s['log_probs']) for s in samples]))
     scaled = {'unscaled': pooled}
     # of written answers, only one may have a confidence that can be read
-    if fit and (held_out or len(samples) > 1):
+    if fit and (held_out or (pooled.questions or (0, len(samples)))[1] > 1):
         summary['post_hoc'], more = post_hoc(pooled, samples, held_out, norm, n_bootstrap, seed)
         scaled |= more
     for key, plural in [item for item in GROUPS.items() if item[1] in summary]:
@@ -155,14 +187,16 @@ def rescaled(predicted, name, parameters):
     try:
         if not scaling.SCALINGS[name][2]:
             confidence, correct = metrics.top_label(predicted.probs, predicted.labels)
-            return Predictions(scaling.apply(name, confidence, parameters), correct)
+            scaled = Predictions(scaling.apply(name, confidence, parameters), correct)
+            return scaled._replace(questions=predicted.questions)
         if predicted.scores is None:
             raise ValueError('it needs options, and this task has none')
         probs = scaling.apply(name, predicted.scores, parameters)
     except ValueError as error:
         raise DataError(f'scaling {name}: {error}') from None
     scores = np.where(np.isneginf(predicted.scores), -np.inf, np.log(np.maximum(probs, 1e-300)))
-    return option_predictions(probs, predicted.labels, predicted.n_options, scores)
+    scaled = option_predictions(probs, predicted.labels, predicted.n_options, scores)
+    return scaled._replace(questions=predicted.questions)
 
 
 def letters(samples, predicted):
@@ -192,7 +226,7 @@ def measure(groups, n_bootstrap, seed, keys=None):
     """
     parts = []      # (group, number of resamples, seed)
     for key, group in groups.items():
-        n = len(group.labels)
+        n = max(len(group.labels), (group.questions or (0, 0))[1])
         # each part sorts its rows first; 8 parts of 2,000,000 rows with 4 options need 5 GB
         n_parts = int(np.clip(min(n // 5000, 16_000_000 // n), 1, 8))
         sizes = map(len, np.array_split(range(n_bootstrap), n_parts))
@@ -209,14 +243,14 @@ def measure(groups, n_bootstrap, seed, keys=None):
     for (key, *_), values in zip(parts, results[len(groups):], strict=True):
         for name, x in values.items():
             resampled[key][name] = np.append(resampled[key].get(name, ()), x)
-    return {key: report | intervals(resampled[key], report, report['n'])
+    return {key: report | intervals(resampled[key], report, report.get('questions', report['n']))
             for key, report in zip(groups, results, strict=False)}, resampled
 
 
 def intervals(resampled, report, n):
     """Return {'intervals': {metric: [low, high]}} of resampled {metric: values}; {} without any.
 
-    A metric that is undefined in a resample, or needs more rows than n, has no interval.
+    A metric that is undefined in a resample, or needs more than n questions, has no interval.
     """
     ends = {key: [*map(float, stats.percentile_interval(values, report[key],
                                                         not MEASURES[key].is_mean))]
@@ -233,11 +267,11 @@ def mean_report(reports, resampled):
     """
     mean = {'groups': len(reports)}
     for key in reports[0]:
-        if key not in ('n', 'intervals', 'accuracy_low', 'accuracy_high'):
+        if key not in ('n', 'questions', 'intervals', 'accuracy_low', 'accuracy_high'):
             # a metric can be undefined for a group, as AUROC is if every answer is correct
             values = [r[key] for r in reports if not math.isnan(r[key])]
             mean[key] = float(np.mean(values or math.nan))
-    fewest = min(report['n'] for report in reports)
+    fewest = min(report.get('questions', report['n']) for report in reports)
     return mean | intervals({key: np.mean([values[key] for values in resampled], axis=0)
                              for key in ({} if fewest < 10 else resampled[0])}, mean, fewest)
 
@@ -252,7 +286,10 @@ def post_hoc(test, samples, held_out, norm, n_bootstrap, seed):
         fitted_on, fits = f'{len(held_out)} validation questions', [
             (np.arange(len(held_out)), np.arange(n))]
     else:
-        halves = np.array_split(np.random.default_rng(seed).permutation(n), 2)
+        index, n_questions = test.questions or stats.question_index(None, n)
+        order = np.random.default_rng(seed).permutation(n_questions)
+        is_first = np.isin(index, order[:-(-n_questions // 2)])     # no question is in both halves
+        halves = np.flatnonzero(is_first), np.flatnonzero(~is_first)
         fitted_on, fits = 'the other half of the questions', [halves, halves[::-1]]
     confidence, correct = metrics.top_label(test.probs, test.labels)
     source_top = metrics.top_label(source.probs, source.labels)
@@ -265,7 +302,7 @@ def post_hoc(test, samples, held_out, norm, n_bootstrap, seed):
         values = np.empty(n)
         for (_, rows), fit in zip(fits, parameters, strict=True):
             values[rows] = apply(*(x[rows] for x in columns), *fit)
-        return Predictions(values, correct)
+        return Predictions(values, correct)._replace(questions=test.questions)
 
     fitted = {'fitted_on': fitted_on, 'platt': fit_all(scaling.fit_platt, *source_top)}
     final, groups = {'platt': scaling.fit_platt(*source_top)}, {}       # final: for other data
@@ -333,6 +370,7 @@ def notes(result):
         lines.append(f'this is no better than guessing ({chance:.3f}): many base and '
                      f'small models cannot answer by a letter; try {shots}--scoring=text, or '
                      f'--prompt_format=harness, where the task has it')
+    lines.append(shared_note(result['pooled'], result['unit']))
     lines.append(few_rows_note(result['pooled']['n'], result['unit']))
     if fitted := result.get('post_hoc'):
         values = [f'temperature {t:.3f}' + ' (equal probabilities are as good)' * (t > 999)
@@ -380,7 +418,7 @@ def cells(rows, table='results', first='group', count='questions', intervals=Fal
     intervals: '0.102 [0.091, 0.113]' in each cell, instead of a column for the accuracy's.
     """
     *_, names, reports = zip(*rows, strict=True)
-    columns = [[first, *names], [count, *(str(report.get('n', '')) for report in reports)]]
+    columns = [[first, *names], [count, *(count_cell(report, count) for report in reports)]]
     for key in [key for key, measure in MEASURES.items() if table in measure.tables]:
         columns.append([Heading(key), *(measure_cell(x, key, intervals) for x in reports)])
         if key == 'accuracy' and not intervals:
@@ -407,8 +445,9 @@ def print_report(runs, out_dir, pictures=True):
         print(f'\n{task_title(task, first)}')
         print(aligned(cells([(name, x['pooled']) for name, x in rows.items()], 'runs', 'run',
                             first['unit'])))
-        if note := few_rows_note(first['pooled']['n'], first['unit']):
-            print(note)
+        for note in (shared_note(first['pooled'], first['unit']),
+                     few_rows_note(first['pooled']['n'], first['unit'])):
+            print(end=f'{note}\n' * bool(note))
         predicted = {name: predictions(runs[name][1][task], x['norm']) for name, x in rows.items()}
         orders = {name: [*map(sample_order, runs[name][1][task])] for name in rows}
         if orders.keys() == {'before', 'after'} and orders['before'] == orders['after'] and (

@@ -317,6 +317,21 @@ def sample_key(sample):
     return (*sample_order(sample)[:3], sample.get('text', sample['id']))
 
 
+def question_numbers(samples):
+    """Return (the number of each sample's question, int [N]; how many), or None if all differ.
+
+    Samples with one id are of one question: in several languages, as tokens of one text, or as 'x'
+    and 'x#2', which rows with one id in a file become. Ids that are equal by chance do no harm:
+    within a language they differ, and unrelated rows that are drawn together vary as they should.
+    """
+    ids = [s.get('text', s['id']) for s in samples]
+    known, numbers = {*ids}, {}
+    for i, id in enumerate(ids):
+        first = re.sub(r'(#\d+)+$', '', id)
+        ids[i] = numbers.setdefault(first if first in known else id, len(numbers))
+    return (np.array(ids), len(numbers)) if len(numbers) < len(ids) else None
+
+
 def latest_samples(samples, unstated=False):
     """Return the samples of the latest prompt of each question or text, without repetitions.
 

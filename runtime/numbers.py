@@ -70,8 +70,8 @@ BRACED = rf'(?:\{{\s?-?{DIGITS}\s?\}}|[0-9])'
 FRAC = rf'\\[dtc]?frac\s?{BRACED}\s?{BRACED}'
 # the powers of ten that words of English and characters of Chinese, Japanese and Korean stand for
 SCALES = {'hundred': 2, 'thousand': 3, 'million': 6, 'billion': 9, 'trillion': 12, 'lakh': 5,
-          'crore': 7, 'k': 3, '百': 2, '千': 3, '万': 4, '萬': 4, '億': 8, '亿': 8, '兆': 12,
-          '천': 3, '만': 4, '억': 8}
+          'crore': 7, 'k': 3, '百': 2, '千': 3, '万': 4, '萬': 4, '億': 8, '亿': 8,
+          '兆': 12, '천': 3, '만': 4, '억': 8}
 PERCENT = (r'(?=[\\%‰割成パ퍼PpпП])(?:\\?%|‰|[割成](?!\w)|パーセント|퍼센트|(?i:per ?cent|pct|pro[zc]ent'
            r'|por ?cien(?:to)?|por cento|pour ?cent|процент)(?![^\W\d_]))')
 NUMBER = re.compile(

@@ -288,12 +288,14 @@ def patterns(module):
 
 for module in (grading, code_tasks, numbers, thinking, confidence, rewards):
     READERS |= patterns(module)
-del READERS[next(name for name in READERS if 'numbers.JOIN' in name)]      # nothing is searched by it
+# nothing is searched by it
+del READERS[next(name for name in READERS if 'numbers.JOIN' in name)]
 REPEATED = [
     '<answer>', '<answer></answer><confidence>', '</confidence>', '(', ' ', '7', '7 ', '7,', '7.',
     '7/', '7:', '7*', '½', '1,234', '\\boxed{', '\\boxed', '{', '}', '$', ',', '\n', '"', "'",
     '```\n', '```python\n"""\n', 'def f():\n', 'x = (\n', '#### ', '*', 'answer ', 'answer is ',
-    '\\(', '\\frac{', '\\frac{{}', '\\text{ ', '5 cm', '<think>', 'a', 'A.', '日7', 'guess',
+    '\\(', '\\frac{', '\\frac{{}', '\\text{ ', '5 cm', '<think>', 'a', 'A.', '日7',
+    'guess',
     'probability of ', 'confidence: ', "I don't know ", '%', 'between ', '0 to ', '0<', '{,}', '\\!']
 
 
@@ -381,18 +383,28 @@ def test_p_ik_is_a_cross_validated_ridge_logistic_regression(n, dimensions):
     shares = rng.binomial(8, 1 / (1 + np.exp(-2 * (states[:, 0] - 5)))) / 8
     groups = [f'{i:03}' for i in rng.permutation(n)]
     x = (states - states.mean(0)) / states.std(0) / math.sqrt(dimensions)
-    expected, folds = np.empty(n), np.empty(n, int)
-    folds[sorted(range(n), key=lambda i: (shares[i], groups[i]))] = np.arange(n) % 5
-    for fold in range(5):
-        test, chosen = folds == fold, folds == (fold + 1) % 5
-        rest, y, losses = ~test & ~chosen, shares[chosen], {}
-        for penalty in p_ik_probe.PENALTIES:
-            p = fitted(x[rest], shares[rest], penalty, x[chosen])
-            losses[penalty] = -np.mean(y * np.log(p) + (1 - y) * np.log(1 - p))
-        best = min(losses, key=losses.get)
-        expected[test] = fitted(x[~test], shares[~test], best, x[test])
+    folds, candidates = np.array([int(group) % 5 for group in groups]), []
+    for penalty in p_ik_probe.PENALTIES:
+        p = np.empty(n)
+        for test in (folds == fold for fold in range(5)):
+            shift = shares.mean() - shares[~test].mean()
+            p[test] = fitted(x[~test], shares[~test] + shift, penalty, x[test])
+        candidates.append((-np.mean(shares * np.log(p) + (1 - shares) * np.log(1 - p)), p))
+    expected = min(candidates, key=lambda candidate: candidate[0])[1]
     np.testing.assert_allclose(p_ik_probe.cross_validated(states, shares, groups), expected,
                                atol=2e-5)
+
+
+def test_p_ik_of_states_that_tell_nothing_ranks_neither_way():
+    areas = []
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        right, names = rng.random(60) < 0.5, [*map(str, range(60))]
+        values = p_ik_probe.cross_validated(rng.normal(size=(60, 2)), right, names)
+        areas.append(metrics.auroc(values, right))
+    constant = p_ik_probe.cross_validated(np.ones((60, 2)), right, names)
+    assert metrics.auroc(constant, right) == pytest.approx(0.5, abs=1e-12)
+    assert abs(np.mean(areas) - 0.5) < 0.03     # one standard error is 0.01
 
 
 def test_p_ik_knows_what_the_states_tell_and_no_more():

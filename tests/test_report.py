@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import metrics
 import scaling
+import stats
 from common import write_rows, write_run
 from results import evaluation, plots, report, samples, tables
 from runtime import processes
@@ -103,6 +104,33 @@ def test_metrics_have_intervals_from_the_rows_at_which_they_hold(n, has_interval
     macro = report.summarize(rows, 'token', n_bootstrap=50)['macro']
     assert ('intervals' in macro) == has_interval
     assert [*report.cells([('macro', macro)])[0]].count('95 % interval') == has_interval
+
+
+def test_a_question_in_several_languages_is_one_question(monkeypatch):
+    """It is drawn once for all languages, counted once, and in one half of a scaling's fits."""
+    random, halves, fit = np.random.default_rng(0), [], scaling.fit_platt
+    monkeypatch.setattr(scaling, 'fit_platt', lambda *rows: halves.append({*rows[0]}) or fit(*rows))
+    rows = [question(i, language=language, answer=random.integers(2).item(),
+                     log_probs=[-1 - i / 100, -2.0])
+            for language in ('de', 'en') for i in range(60)]
+    del rows[7]                             # not every language has every question
+    # of rows with one id in a file
+    rows += [rows[9] | {'id': 'q10#2'}, rows[-1] | {'id': 'q59#3'}]
+    summary = report.summarize(rows, 'token', n_bootstrap=30, fit=True)
+    pooled = summary['pooled']
+    assert (pooled['n'], pooled['questions']) == (121, 60)
+    assert report.cells([('pooled', pooled), ('de', summary['languages']['de'])])[1:] == [
+        ('pooled', '60', *report.cells([('pooled', pooled)])[1][2:]),
+        ('de', '59', *report.cells([('de', summary['languages']['de'])])[1][2:])]
+    p = report.predictions(sorted(rows, key=samples.sample_order), 'token')
+    assert [pooled['accuracy_low'], pooled['accuracy_high']] == pytest.approx(stats.share_interval(
+        p.probs.argmax(1) == p.labels, p.questions[0]))
+    assert [len(x) for x in halves[:2]] == [30, 30] and not halves[0] & halves[1]
+    # what is drawn of one language is drawn of the other
+    same = report.predictions([s | {'answer': 0} for s in rows], 'token')
+    drawn = [same.at(np.flatnonzero(report.names_of(rows, 'language') == name)).bootstrap(9, 0)
+             for name in ('de', 'en')]
+    assert np.corrcoef(*(x['confidence'] for x in drawn))[0, 1] > 0.9
 
 
 def test_a_single_answer_is_reported_without_a_scaling():
