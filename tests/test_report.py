@@ -137,36 +137,6 @@ def test_a_single_answer_is_reported_without_a_scaling():
     assert 'post_hoc' not in report.summarize([question()], 'sum', n_bootstrap=0, fit=True)
 
 
-@pytest.mark.parametrize('held_out', [0, 50])
-def test_each_language_gets_its_own_and_a_shrunk_temperature(tmp_path, held_out):
-    names = ['de', 'en', 'sw']
-    rows = samples.read_samples(write_run(tmp_path, languages=names, n=80,
-                                          held_out=held_out) / 'samples.jsonl')
-    for row in rows:
-        row['log_probs'] = [{'de': 1, 'en': 2, 'sw': 6}[row['language']] * x
-                            for x in row['log_probs']]
-    summary = report.summarize(rows, 'sum', n_bootstrap=5, fit=True)
-    fitted = summary['post_hoc']['languages']
-    if held_out:
-        swahili, de = (report.predictions(x, 'sum') for x in (rows[-held_out:], rows[:80]))
-        temperature = scaling.fit_temperature(swahili.scores, swahili.labels)
-        assert fitted['sw']['temperature'] == pytest.approx([temperature])
-        assert fitted['sw']['ece_on']['de'] == pytest.approx(
-            metrics.ece(metrics.softmax(de.scores, temperature), de.labels))
-    for name, entry in fitted.items():
-        assert len(entry['temperature']) == len(entry['shrunk']) == (1 if held_out else 2)
-        assert entry['ece']['unscaled'] == pytest.approx(summary['languages'][name]['ece'])
-    own, single = ([fitted[x]['ece'][kind] for x in names] for kind in ('shrunk', 'single'))
-    assert sum(own) < sum(single)
-    reports = summary['post_hoc']['reports']
-    assert list(reports) == ['temperature', 'language temperature', 'batch', 'platt',
-                             'multicalibration']
-    assert reports['language temperature']['nll'] < reports['temperature']['nll']
-    shown = {'mmlu': result(**summary)}
-    for text in (report.to_text(shown, shown), report.to_markdown(shown), report.to_latex(shown)):
-        assert 'emperatures by language' in text and f'{np.mean(own):.3f}' in text
-
-
 def test_conformal_sets_of_a_group_have_the_thresholds_of_all_rows():
     """Pooled, the coverage is 0.9 by construction; a language that the model knows less has less.
     """
