@@ -26,7 +26,7 @@ from results.compare import FileConfig, read_sources
 from results.evaluation import write_results
 from results.prediction_files import ReportInput
 from results.runs import find_prediction_files, predicted_run
-from results.samples import DIAGRAM, GRID, OUTPUTS
+from results.samples import DIAGRAM, OUTPUTS, grid
 from results.tables import few_rows_note
 from runtime import cli
 from runtime.config import require_range
@@ -126,7 +126,7 @@ def write_report(argv):
     with lock(out_dir):
         if (out_dir / OUTPUTS[0]).exists():
             raise ConfigError(f'{out_dir} holds an evaluation; choose another --out_dir')
-        claim(out_dir, *OUTPUTS[2:], DIAGRAM, *map(GRID.format, results))
+        claim(out_dir, *OUTPUTS[2:], DIAGRAM, *map(grid, results))
         model = ', '.join(run.model for run in runs)
         versions = {'nanocal': __version__, 'python': platform.python_version(),
                     'numpy': np.__version__}

@@ -291,6 +291,7 @@ def _values(row, norm):
     sample = {'n_tokens': [1] * len(values), 'options': [*map(str, options)], 'answer': label}
     if kind == 'probs':
         metrics.check_probs([values], [label])
+        _check_confidence(row, values, label)
         scores = np.log(np.maximum(values, metrics.NLL_FLOOR))
         return kind, sample | {'probs': values.tolist(), 'log_probs': scores.tolist()}
     n_tokens = _numbers('n_tokens', row.get('n_tokens', [1] * len(values)))
@@ -307,6 +308,20 @@ def _values(row, norm):
     if np.isinf(scores[label]):
         raise ValueError(f'label {label} has the score -inf')
     return kind, sample | {'log_probs': scores.tolist()}
+
+
+def _check_confidence(row, probs, label):
+    """Raise ValueError for a confidence, or a correctness, that is not that of `probs` [K]."""
+    stated, correct = row.get('confidence'), row.get('correct')
+    value = parse_probability(stated) if isinstance(stated, str) else stated
+    if type(value) in (int, float) and abs(value - max(probs)) > 0.0051:    # it may be rounded
+        raise ValueError(f'confidence is {stated!r:.60}, and the largest of probs {max(probs):.4g}; '
+                         f'leave one of them out, or read it by --confidence=confidence')
+    is_top = probs[label] == max(probs)
+    if type(correct) in (bool, int) and bool(correct) != is_top and (
+            (probs == max(probs)).sum() == 1):
+        raise ValueError(f'correct is {correct}, and by probs the top option is '
+                         f'{"right" if is_top else "wrong"}; leave one of them out')
 
 
 def _sampled(row, answers):

@@ -17,7 +17,8 @@ from results import samples as sample_files
 from results.confidence import cells as confidence_cells
 from results.confidence import notes as written_notes
 from results.plots import draw_reliability, warn_on_failure
-from results.samples import by_order, of_split, option_scores, read_splits, sample_order
+from results.samples import (by_order, of_split, option_scores, picture, read_splits,
+                             sample_order)
 from results.tables import (MEASURES, TITLES, Heading, Section, aligned, csv_text, few_rows_note,
                             mark_best, measure_cell)
 from runtime.digests import syntax_digest
@@ -414,7 +415,7 @@ def print_report(runs, out_dir, pictures=True):
         if orders.keys() == {'before', 'after'} and orders['before'] == orders['after'] and (
                 predicted['before'].scores is not None):
             print(agreement_note(predicted['before'], predicted['after']))
-        path = Path(out_dir) / f'reliability-{task}.png'
+        path = Path(out_dir) / picture(task)
         if pictures:
             with warn_on_failure(path), lock(out_dir):
                 claim(out_dir, path.name)
