@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from results import page, report
 from results.plots import draw_reliability
-from results.samples import DIAGRAM, GRID, OUTPUTS, SCALING, of_split
+from results.samples import DIAGRAM, OUTPUTS, SCALING, grid, of_split
 from runtime import rooms
 from runtime.errors import ConfigError
 from runtime.ownership import claim, note_inputs, write_text
@@ -119,7 +119,7 @@ def draw_diagrams(results, samples, tasks, out_dir):
         panels.append((report.panel_title(task, result), pooled))
         languages = report.split_groups(test, 'language', pooled) if task in tasks else {}
         if languages:
-            pictures[GRID.format(task)] = [(report.panel_title(name, result), p)
+            pictures[grid(task)] = [(report.panel_title(name, result), p)
                                            for name, p in languages.items()], 7
     if panels:
         pictures[DIAGRAM] = panels, 5

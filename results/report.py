@@ -13,8 +13,8 @@ import metrics
 import stats
 from results import samples as sample_files
 from results.plots import draw_reliability, warn_on_failure
-from results.samples import (by_order, of_split, option_scores, question_numbers, read_splits,
-                             sample_order)
+from results.samples import (by_order, of_split, option_scores, picture, question_numbers,
+                             read_splits, sample_order)
 from results.tables import (MEASURES, TITLES, Heading, Section, aligned, count_cell, csv_text,
                             few_rows_note, mark_best, measure_cell, shared_note)
 from runtime import rooms
@@ -372,7 +372,7 @@ def print_report(runs, out_dir, pictures=True):
         if orders.keys() == {'before', 'after'} and orders['before'] == orders['after'] and (
                 predicted['before'].scores is not None):
             print(rooms.load('post hoc').agreement_note(predicted['before'], predicted['after']))
-        path = Path(out_dir) / f'reliability-{task}.png'
+        path = Path(out_dir) / picture(task)
         if pictures:
             with warn_on_failure(path), lock(out_dir):
                 claim(out_dir, path.name)

@@ -64,6 +64,29 @@ def test_a_line_has_a_checksum_of_its_content(tmp_path):
             samples.read_samples(path)
 
 
+def test_nothing_is_cut_from_samples_where_the_command_is_refused(tmp_path):
+    samples.open_folder(tmp_path, {}, {}, pictures=False, overwrite=False)      # owns its files
+    path = write_rows(tmp_path / 'samples.jsonl', [question(0), question(1)])
+    whole = path.read_bytes()
+    for content in (whole.replace(b'q0', b'q9') + b'{"cut', whole[:-1].replace(b'q0', b'q9')):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match='samples.jsonl:1: damaged'):
+            samples.open_folder(tmp_path, {}, {}, pictures=False, overwrite=False)
+        assert path.read_bytes() == content
+    for content, read in ((whole[:-1], whole), (whole + b'{"cut', whole)):
+        path.write_bytes(content)       # an editor left out the last line break
+        samples.merge_parts(path)
+        assert path.read_bytes() == read
+
+
+def test_names_of_pictures_fit_a_folder():
+    for task in ('x' * 300, '漢' * 240, 'a/../b', 'mmlu'):
+        name = samples.grid(task)
+        assert len(name.encode()) < 200 and '/' not in name
+    assert name == 'reliability-mmlu-languages.png'
+    assert samples.picture('x' * 300) != samples.picture('x' * 301)
+
+
 def test_metrics_are_computed_again_if_their_code_changed(capsys):
     rows = [question(i) for i in range(6)]
     earlier = {'mmlu': result(n_bootstrap=20, seed=0)}
