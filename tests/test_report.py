@@ -134,8 +134,7 @@ def test_a_question_in_several_languages_is_one_question(monkeypatch):
     random, halves, fit = np.random.default_rng(0), [], scaling.fit_platt
     monkeypatch.setattr(scaling, 'fit_platt', lambda *rows: halves.append({*rows[0]}) or fit(*rows))
     rows = [question(i, language=language, answer=random.integers(2).item(),
-                     log_probs=[-1 - i / 100, -2.0])
-            for language in ('de', 'en') for i in range(60)]
+                     log_probs=[i / 100, -1]) for language in ('de', 'en') for i in range(60)]
     del rows[7]                             # not every language has every question
     # of rows with one id in a file
     rows += [rows[9] | {'id': 'q10#2'}, rows[-1] | {'id': 'q59#3'}]
