@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,24 +22,42 @@ import fused_ce
 import generate
 import model as models
 import scoring
-import triton_ops
-from attention import ExplicitMask, FlexMask, TreeMask, make_masks, visible_blocks, visible_keys
-from data import packing
+from attention import ExplicitMask, visible_keys
+from data import packing, tree_rows
 from decoding import cache, draw
 from decoding.cache import Cache, DecodeMask
 from decoding.sampling import Sampling
-from runtime import checkpoint, device, fast, fp8
+from runtime import checkpoint, device, fast
 from runtime.fast import FastVersion, digests_of
+from speed import fp8, install, kernels
+from speed.masks import (FLEX, TREE, FlexMask, TreeMask, cap_scores, flex_options, maker,
+                         visible_blocks)
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'     # there by Triton's interpreter
 MASKS = visible_keys, ExplicitMask.attend
 PLAIN = {       # all fast versions, and the plain functions that each of them stands for
-    attention.RULE: [visible_keys], attention.FLEX: MASKS, attention.TREE: MASKS,
-    triton_ops.NORM: [models.norm], triton_ops.ROTATE: [models.rotate],
-    triton_ops.GATE: [models.gate], triton_ops.GELU: [models.gelu_tanh],
+    attention.CAUSAL: [visible_keys], FLEX: MASKS, TREE: MASKS,
+    install.WHOLE['products']: [models.products],
+    install.WHOLE['float32_linear']: [models.float32_linear],
+    install.WHOLE['make_masks']: [attention.make_masks],
+    kernels.NORM: [models.norm], kernels.ROTATE: [models.rotate],
+    kernels.GATE: [models.gate], kernels.GELU: [models.gelu_tanh],
     cache.DECODE: [DecodeMask.plainly, DecodeMask.visible, attention.sees, ExplicitMask.attend],
     draw.DRAW: [draw.draw_plainly], fp8.LORA: [models.LoRALinear.forward],
     device.LOSS: [fused_ce._plain]}
+
+
+@pytest.fixture(autouse=True)
+def plain_again():
+    yield
+    install.uninstall()
+
+
+def masks_of(kind, positions, ends, window, compiled=False):
+    """Return the masks of a decoder with one layer of this window and heads of 16 numbers."""
+    config = SimpleNamespace(windows=[window], attn_logit_softcapping=None)
+    make = maker(kind, torch.zeros(1), 16, compiled)
+    return attention.make_masks(SimpleNamespace(config=config), positions, ends, make)
 
 
 # ---- Digests -------------------------------------------------------------------------------------
@@ -67,8 +86,10 @@ def plain(x, y=1):
 @pytest.fixture
 def imported(tmp_path):
     """A function that imports a source as the module `edited`, from another file each time."""
-    def load(source, number=iter(range(99))):
-        path = tmp_path / f'edited{next(number)}.py'
+    numbers = iter(range(99))
+
+    def load(source):
+        path = tmp_path / f'edited{next(numbers)}.py'
         path.write_text(source)
         spec = importlib.util.spec_from_file_location('edited', path)
         module = importlib.util.module_from_spec(spec)
@@ -158,14 +179,13 @@ def test_an_edited_rule_holds_in_every_mask_however_far_away_it_matters(distance
                                                                         monkeypatch, capsys):
     monkeypatch.setattr(attention, 'sees', within(distance))
     for name in ('available', 'kernels_apply'):
-        monkeypatch.setattr(triton_ops, name, lambda x: True)
+        monkeypatch.setattr(kernels, name, lambda x: True)
     positions = torch.arange(T)[None]
     gap = positions.mT - positions
     for kind in ('auto', 'explicit', 'flex', 'tree'):
         for ends in (None, torch.full_like(positions, T)):
             for compiled in (False, True):
-                mask, = make_masks(kind, positions, ends, [window], 16, None, torch.zeros(1),
-                                   compiled)
+                mask, = masks_of(kind, positions, ends, window, compiled)
                 assert type(mask) is ExplicitMask
                 assert torch.equal(mask.visible[0, 0], (gap >= 0) & (gap < distance))
     assert 'attention.sees was edited or replaced' in capsys.readouterr().out
@@ -178,7 +198,7 @@ def test_an_edited_rule_holds_alike_in_training_scores_and_decoding(tmp_path, mo
     prompt = np.random.default_rng(0).integers(3, 211, 150).tolist()
     positions = torch.arange(len(prompt))[None]
     for name in ('available', 'kernels_apply'):
-        monkeypatch.setattr(triton_ops, name, lambda x: False)
+        monkeypatch.setattr(kernels, name, lambda x: False)
     before = model(torch.tensor([prompt]), positions, None)
     monkeypatch.setattr(attention, 'sees', within(100))
     after = model(torch.tensor([prompt]), positions, None)
@@ -187,7 +207,7 @@ def test_an_edited_rule_holds_alike_in_training_scores_and_decoding(tmp_path, mo
     ((_, (answer,)),) = generate.generate(model, [prompt], Sampling(temperature=0.0, max_tokens=5))
     expected = plain_log_probs(model, prompt, answer.tokens)[0]
     assert np.allclose(answer.log_probs, expected.detach().numpy(), atol=1e-4)
-    tree = packing.Tree((), prompt[:120], [prompt[120:]], [120])
+    tree = tree_rows.Tree((), prompt[:120], [prompt[120:]], [120])
     (score,), = scoring.option_log_probs(model, [tree], pack_len=256)
     assert score == pytest.approx(
         plain_log_probs(model, prompt[:120], prompt[120:])[0].sum().item(), abs=1e-3)
@@ -201,26 +221,25 @@ def capped(plain, most=1000.0):
 
 def by_norm():
     x = torch.ones(2, 3, 16)
-    return models.compute(models.norm, triton_ops.NORM, x, 5000 * torch.ones(16), None, 'llama', 0.)
+    return models.norm(x, 5000 * torch.ones(16), None, 'llama', 0.0)
 
 
 def by_rotate():
     x = torch.full((1, 2, 3, 16), 5000.0)
-    return models.compute(models.rotate, triton_ops.ROTATE, x, torch.ones(1, 1, 3, 8),
-                          torch.zeros(1, 1, 3, 8))
+    return models.rotate(x, torch.ones(1, 1, 3, 8), torch.zeros(1, 1, 3, 8))
 
 
 def by_gate(activation=F.silu):
-    return models.compute(models.gate, triton_ops.GATE, torch.full((3, 16), 5000.0),
-                          torch.ones(3, 16), activation)
+    return models.gate(torch.full((3, 16), 5000.0), torch.ones(3, 16), activation)
 
 
 @pytest.mark.parametrize('name, compute', [
     ('norm', by_norm), ('rotate', by_rotate), ('gate', by_gate)])
 def test_an_edit_for_large_values_alone_reaches_what_has_a_kernel(name, compute, monkeypatch,
                                                                   capsys):
-    monkeypatch.setattr(triton_ops, 'kernels_apply', lambda x: True)
+    monkeypatch.setattr(kernels, 'kernels_apply', lambda x: True)
     monkeypatch.setattr(models, name, capped(getattr(models, name)))
+    install.install()
     assert (compute() == 1000).all()
     assert f'note: model.{name} was edited' in capsys.readouterr().out
 
@@ -228,7 +247,8 @@ def test_an_edit_for_large_values_alone_reaches_what_has_a_kernel(name, compute,
 def test_an_edit_of_an_activation_for_large_values_alone_reaches_the_gated_product(monkeypatch):
     def gelu_tanh(x):
         return F.gelu(x, approximate='tanh').clamp(max=1000)
-    monkeypatch.setattr(triton_ops, 'kernels_apply', lambda x: True)
+    monkeypatch.setattr(kernels, 'kernels_apply', lambda x: True)
+    install.install()
     assert (by_gate(gelu_tanh) == 1000).all()
 
 
@@ -237,7 +257,7 @@ def test_an_edit_of_an_activation_for_large_values_alone_reaches_the_gated_produ
     (attention, 'sees', within(101)),
     (ExplicitMask, 'attend', capped(ExplicitMask.attend, 0.0))])
 def test_an_edit_for_long_texts_alone_reaches_decoding(owner, name, edited, monkeypatch, capsys):
-    monkeypatch.setattr(triton_ops, 'available', lambda x: True)
+    monkeypatch.setattr(kernels, 'available', lambda x: True)
     like, one = torch.zeros(1), torch.tensor([0])
     stored = Cache(1, 1, 400, 16, like)
     stored.v[:, :, 250:] = 1.0
@@ -283,15 +303,16 @@ def test_an_edit_of_a_linear_layer_for_large_values_alone_reaches_training_in_ei
     reference_model('llama', tmp_path, hidden_size=64, intermediate_size=96)
     model = checkpoint.load(tmp_path, dtype=torch.bfloat16)
     models.add_lora(model, 2, 4.0, 0.0, ('up_proj',))
-    kind = getattr(models, of)
+    kind = models.LoRALinear if of == 'LoRALinear' else torch.nn.Linear
     monkeypatch.setattr(kind, 'forward', capped(kind.forward, 0.5))
     fp8.use_fp8(model, 'cuda')
-    layers = [x for x in model.decoder.layers.modules() if isinstance(
-        x, (models.Linear, models.LoRALinear))]
-    assert {type(x).__name__ for x in layers if x.eight_bit} == {'Linear', 'LoRALinear'} - {of}
+    layers = [getattr(x, name) for x in model.decoder.layers.modules()
+              for name in model.config.family.lora_targets if hasattr(x, name)]
+    assert {type(x).__name__ for x in layers if hasattr(x, 'eight_bit')} == {
+        'Linear', 'LoRALinear'} - {of}
     assert 'linear layers stay in bfloat16' in capsys.readouterr().out
     mlp, x = model.decoder.layers[0].mlp, torch.full((1, 16, 64), 100.0, dtype=torch.bfloat16)
-    assert triton_ops.products(x, mlp.gate_proj if of == 'Linear' else mlp.up_proj)[0].max() == 0.5
+    assert kernels.products(x, mlp.gate_proj if of == 'Linear' else mlp.up_proj)[0].max() == 0.5
 
 
 # ---- Each pair on random inputs ------------------------------------------------------------------
@@ -318,13 +339,13 @@ def packed_row(random, T):
 
 @pytest.mark.parametrize('T, window', [(1024, None), (1500, 300), (900, 40)])
 def test_a_row_without_a_mask_and_the_blocks_of_a_mask_are_what_the_rule_says(T, window, random):
-    mask, = make_masks('auto', torch.arange(T)[None], None, [T], 16, None, torch.zeros(1))
+    mask, = masks_of('auto', torch.arange(T)[None], None, T)
     positions, ends = packed_row(random, T)
     assert mask.visible is None and torch.equal(
         visible_keys(torch.arange(T)[None], torch.full((1, T), T), T)[0, 0],
         torch.ones(T, T, dtype=torch.bool).tril())
     visible = visible_keys(positions, ends, window)[:, 0]
-    for M, N in ((128, 128), *(blocks[:2] for blocks in triton_ops.BLOCKS.values())):
+    for M, N in ((128, 128), *(blocks[:2] for blocks in kernels.BLOCKS.values())):
         seen, full = (x.repeat_interleave(M, 1).repeat_interleave(N, 2)[:, :T, :T]
                       for x in visible_blocks(positions, ends, window, M, N))
         assert not (visible & ~seen).any() and not (full & ~visible).any()
@@ -335,7 +356,7 @@ def test_a_row_without_a_mask_and_the_blocks_of_a_mask_are_what_the_rule_says(T,
 
 def test_the_cap_of_flex_attention_is_that_of_the_explicit_mask(random):
     scores, cap = normal(random, 1000, size=200.0), float(random.uniform(1, 50))
-    assert torch.allclose(attention.cap_scores(cap)(scores, 0, 0, 0, 0),
+    assert torch.allclose(cap_scores(cap)(scores, 0, 0, 0, 0),
                           cap * torch.tanh(scores / cap), atol=1e-4)
 
 
@@ -348,7 +369,7 @@ def test_flex_attention_and_the_tree_kernel_equal_the_explicit_mask(T, window, s
     right = ExplicitMask(visible_keys(positions, ends, window)).attend(
         size * q.double(), k.double(), v.double(), 0.2, softcap)
     tree = TreeMask(positions, ends, window, 32).attend(size * q, k, v, 0.2, softcap)
-    options = attention.flex_options(32, q)
+    options = flex_options(32, q)
     flex = FlexMask(positions, ends, window, options).attend(size * q, k, v, 0.2, softcap)
     for y in (tree, flex):
         assert (y - right).abs().max() < 1e-4 * right.abs().max()
@@ -362,14 +383,14 @@ def test_norm_rotation_and_gate_equal_their_kernels(size, random):
     for kind in ('llama', 'gemma', 'once', 'mean', 'layer'):
         arguments = x, weight, bias if kind == 'layer' else None, kind, 1e-6
         y = models.norm(*arguments)
-        assert off(triton_ops.norm_kernel(*arguments), y) < 1e-5
+        assert off(kernels.norm_kernel(*arguments), y) < 1e-5
     heads = normal(random, 2, 3, T, 2 * D, size=size)
     angles = normal(random, 2, 1, T, D, size=1e4)
     y = models.rotate(heads, angles.cos(), angles.sin())
-    assert off(triton_ops.rotate_kernel(heads, angles.cos(), angles.sin()), y) < 1e-5
+    assert off(kernels.rotate_kernel(heads, angles.cos(), angles.sin()), y) < 1e-5
     for activation in (F.silu, models.gelu_tanh, F.relu):
         y = models.gate(x, 2 * x, activation)
-        assert off(triton_ops.gate_kernel(x, 2 * x, activation), y) < 1e-5
+        assert off(kernels.gate_kernel(x, 2 * x, activation), y) < 1e-5
 
 
 @pytest.mark.slow
@@ -387,7 +408,7 @@ def test_the_decode_kernel_equals_the_plain_version_in_long_texts(window, size, 
     softcap = float(random.uniform(1, 50)) if random.random() < 0.5 else None
     one, two = (DecodeMask(stored, slots, positions, 1500) for stored in caches)
     y = one.plainly(size * q, k, v, 0.3, softcap)
-    assert off(triton_ops.decode_kernel(two, size * q, k, v, 0.3, softcap), y) < 1e-4
+    assert off(kernels.decode_kernel(two, size * q, k, v, 0.3, softcap), y) < 1e-4
     assert torch.equal(caches[0].k, caches[1].k) and torch.equal(caches[0].v, caches[1].v)
 
 
