@@ -330,13 +330,13 @@ class MLP(nn.Module):
         family, activation = self.family, self.family.activation
         if not family.gated:
             return products(activation(products(x, self.up_proj)[0]), self.down_proj)[0]
-        factors = (products(x, self.gate_up_proj)[0].chunk(2, dim=-1) if family.fused else
-                   products(x, self.gate_proj, self.up_proj))
+        a, b = (products(x, self.gate_up_proj)[0].chunk(2, dim=-1) if family.fused else
+                products(x, self.gate_proj, self.up_proj))
         if torch.compiler.is_compiling() and torch.is_grad_enabled():
             # the product is as large as its factors, and recomputing it costs less than storing it
-            h = checkpoint(gate, *factors, activation, use_reentrant=False)
+            h = checkpoint(gate, a, b, activation, use_reentrant=False)
         else:
-            h = gate(*factors, activation)
+            h = gate(a, b, activation)
         return products(h, self.down_proj)[0]
 
 

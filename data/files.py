@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from runtime import readers
-from runtime.errors import CheckpointError, ConfigError, DataError, escape_controls
+from runtime.errors import CheckpointError, ConfigError, DataError, escape_controls, shorten
 from runtime.hub import is_held_out
 from runtime.ownership import note_inputs
 
@@ -33,7 +33,7 @@ def training_rows(files, left_out):
         whole = is_held_out(file.name)      # such a file is only read if it is asked for
         for place, row in read_rows(file):
             if not whole and has_fields(row, 'split') and is_held_out(str(row['split'])):
-                left_out[f'their "split" is {row["split"]!r}'] += 1
+                left_out[f'their "split" is {row["split"]!r:.60}'] += 1
             else:
                 yield place, row
 
@@ -146,7 +146,8 @@ def parsed(place, row, parse, *arguments):
             'not the fields of its format: '
             + (f'there is no {error}' if isinstance(error, KeyError) else repr(error)) + fields)
         message = escape_controls(message.encode('utf-8', 'backslashreplace').decode())
-        return DataError(message if message.startswith(place) else f'{place}: {message}')
+        message = shorten(message.removeprefix(f'{place}: '), 800)      # it may quote the row
+        return DataError(f'{place}: {message}')
 
 
 def without_bad(results, on_bad_row, bad):

@@ -41,7 +41,7 @@ def room(model, prompts, sampling):
             * sum(cache_sizes(config, length)))
     memory = (free_memory(model.head.device) if sampling.cache_memory is None else
               sampling.cache_memory * 2 ** 30)
-    fit = int(memory // each) - 1       # the last slot is for padding
+    fit = int(min(memory / each, 2 ** 31)) - 1      # the last slot is for padding
     if fit < 1:
         raise DataError(f'prompt {longest + 1} has {len(prompts[longest])} tokens: with max_tokens '
                         f'= {sampling.max_tokens} it needs {2 * each / 2 ** 30:.3g} GiB of cache, '

@@ -6,6 +6,7 @@ without the first line of OURS is somebody's own, and stays as it is.
 
 import json
 import os
+import re
 from pathlib import Path
 
 from results.plots import draw_loss
@@ -74,7 +75,7 @@ def card(folder, adapters=False):
     model, data = (_code(settings.get(key), whole=_hub_name(settings, key) is not None)
                    for key in ('model', 'data'))
     parts = [f'---\n{OURS}{_metadata(settings, name, after, adapters).to_yaml()}\n---\n',
-             f'# {name}\n',
+             f'# {_heading(name)}\n',
              f'{"LoRA adapters of " * adapters}{start}{model}, trained with nanoCal on '
              f'{data}{epoch}.\n']
 
@@ -124,7 +125,15 @@ def _hub_name(settings, key):
     return name if is_hub_name(name) and not Path(name).exists() else None
 
 
+def _heading(name):
+    """Return the name of a folder as plain text of a heading in Markdown."""
+    return re.sub(r'([\\`*<>\[\]!|&#~])', r'\\\1', ' '.join(escape_controls(name).split()))
+
+
 def _code(value, whole=False):
     """Return a setting as code; unless `whole`, the last name of a path, whose rest is private."""
     text = str(value) if whole else str(value).rstrip('/').rpartition('/')[2]
-    return f'`{escape_controls(text)}`'.replace('|', r'\|')
+    text = ' '.join(escape_controls(text).split())
+    ticks = '`' * (1 + max((len(run) for run in re.findall('`+', text)), default=0))
+    space = ' ' * (len(ticks) > 1)
+    return f'{ticks}{space}{text}{space}{ticks}'.replace('|', r'\|')

@@ -28,7 +28,7 @@ from results.evaluation import write_results
 from results.harness_files import harness_task
 from results.prediction_files import read_predictions
 from results.runs import find_prediction_files, predicted_run
-from results.samples import DIAGRAM, GRID, OUTPUTS
+from results.samples import DIAGRAM, OUTPUTS, grid
 from results.tables import few_rows_note
 from runtime import cli
 from runtime.config import require_range
@@ -42,7 +42,8 @@ usage: nanocal metrics FILE [...] [--key=value ...]         in a clone: python m
 Print every calibration metric of files of predictions. Each line of a file is a JSON object of one
 of these forms:
 
-  {"probs": [0.7, 0.2, 0.1], "answer": 0}     answer, or label: index of the correct option
+  {"probs": [0.7, 0.2, 0.1], "answer": 0}     answer, or label: index of the correct option, its
+                                              letter, or its text in "options": ["red", ...]
   {"log_probs": [-3.1, -4.0], "answer": 1}    divided by "n_tokens": [2, 3] if given; then softmax
   {"confidence": 0.8, "correct": true}        the prediction alone; "80 %" is read, too
   {"answers": ["B", "b", "C"], "answer": "B"} several written answers: the share of the most
@@ -52,8 +53,10 @@ of these forms:
   there counts once. A .json file may hold a list of such objects
 
 .csv, .tsv, .parquet and .arrow files have these keys as columns, probs_0, probs_1, ... for the
-numbers of a list. Rows with another "split" than "test" are left out. Each "task" of a file has a
-report of its own, and so has each group of one call of lm_eval, such as mmlu. Files may be .gz.
+numbers of a list, or prob_A, prob_B, .... Names may be in capitals; --columns=answer=gold,probs=p
+reads the column gold as answer, and p_0, p_1, ... as probs. Rows with another "split" than "test"
+are left out. Each "task" of a file has a report of its own, and so has each group of one call of
+lm_eval, such as mmlu. Files may be .gz.
 
 examples: nanocal metrics out/base/samples.jsonl
           nanocal metrics --norm=char out/model/samples_hellaswag_*.jsonl
@@ -166,7 +169,7 @@ def write_report(argv):
     with lock(out_dir):
         if cfg.overwrite:
             rename_old(out_dir)
-        names = [*OUTPUTS[2:], DIAGRAM, *map(GRID.format, results)]
+        names = [*OUTPUTS[2:], DIAGRAM, *map(grid, results)]
         check_free(out_dir, *names)
         if earlier := [name for name in (*OUTPUTS, *names) if (out_dir / name).exists()]:
             raise ConfigError(f'{out_dir} holds an earlier report or evaluation, {earlier[0]}; '
@@ -189,6 +192,10 @@ COMMANDS = {
     'report': write_report}
 
 
+USAGE = (f'usage: nanocal {"|".join(COMMANDS)} FILE [...] [--key=value ...]\n'
+         f'nanocal COMMAND --help lists its settings, nanocal metrics --help the forms of a FILE')
+
+
 def main():
     """Run the command that the first argument names."""
     cli.begin()
@@ -196,9 +203,10 @@ def main():
         name = ''.join(sys.argv[1:2])
         if name == '--version':
             return print(__version__)
+        if name in ('--help', '-h', 'help'):
+            return print(__doc__.strip() + f'\n\n{USAGE}')
         if name not in COMMANDS:
-            raise SystemExit(f'usage: nanocal {{{",".join(COMMANDS)}}} FILE [...]; nanocal metrics '
-                             f'--help lists the forms of a FILE')
+            raise SystemExit(USAGE)
         COMMANDS[name](sys.argv[2:])
 
 

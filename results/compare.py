@@ -24,7 +24,7 @@ from results.report import (Predictions, measure, panel_title, predictions, spli
                             task_title)
 from results.runs import (Run, find_prediction_files, find_runs, predicted_run, read_run,
                           read_run_samples, sample_of)
-from results.samples import NORMS
+from results.samples import NORMS, picture
 from results.tables import (MEASURES, TITLES, Heading, Section, count_cell, csv_text,
                             few_rows_note, mark_best, measure_cell, shared_note)
 from runtime.config import load_config, require_range, require_unicode
@@ -115,7 +115,7 @@ def compare_questions(runs, keys, cfg, out_dir):
         raise DataError('these runs have no task in common: ' + '; '.join(
             f'{name}: {", ".join(by_task)}' for name, by_task in by_run.items()))
     names = ['compare.md', 'compare.tex', 'compare.csv', 'compare.html']
-    claim(out_dir, *names, *(f'{kind}-{task}.png' for task in tasks
+    claim(out_dir, *names, *(picture(task, kind) for task in tasks
                              for kind in ('reliability', 'curves')))
     sections, lines, answers = zip(*(
         compare_task(task, runs, {name: x[task] for name, x in by_run.items()}, keys, cfg)
@@ -129,9 +129,9 @@ def compare_questions(runs, keys, cfg, out_dir):
     panels = {task: {panel_title(name, x.result): x.predicted for name, x in by_name.items()}
               for task, by_name in zip(tasks, answers, strict=True)}
     pictures = [name for task, by_title in panels.items() if draw_reliability(
-        out_dir / (name := f'reliability-{task}.png'), [*by_title.items()])]
+        out_dir / (name := picture(task)), [*by_title.items()])]
     pictures += [name for task, by_title in panels.items() if draw_curves(
-        out_dir / (name := f'curves-{task}.png'),
+        out_dir / (name := picture(task, 'curves')),
         {task: {title: p.bins() for title, p in by_title.items()}})]
     page.write(out_dir / 'compare.html', f'{", ".join(runs)}: {", ".join(tasks)}', __version__, '',
                '\n'.join(map(page.section_html, sections)), pictures,

@@ -276,10 +276,10 @@ COLUMNS = {'accuracy': 'accuracy', 'confidence': 'confidence', 'auroc': 'AUROC',
 SCALED = {'platt': 'ECE, Platt', 'isotonic': 'ECE, isotonic'}
 
 
-def cells(task, tasks):
-    """Return the cells of the table of all confidences in answers to `task`; [] without answers."""
+def tables(task, tasks):
+    """Return {title: cells} of the table of all confidences in answers to `task`, if it has any."""
     if 'written' not in tasks[task]:
-        return []
+        return {}
     lines = [['entry', 'questions', *COLUMNS.values(), 'floor of ECE', *SCALED.values()]]
     for label, result in tasks.items():
         if label.partition('.')[0] == task:
@@ -288,7 +288,7 @@ def cells(task, tasks):
             lines.append([label, count_cell(result['pooled']),
                           *(measure_cell(result['pooled'], key) for key in COLUMNS),
                           *('' if ece is None else f'{ece:.3f}' for ece in eces)])
-    return lines
+    return {'Confidences in the written answers': lines}
 
 
 def notes(result):

@@ -10,19 +10,15 @@ from typing import NamedTuple
 import numpy as np
 
 import metrics
-import scaling
 import stats
-from results import judging, temperatures
 from results import samples as sample_files
-from results.confidence import cells as confidence_cells
-from results.confidence import notes as written_notes
 from results.plots import draw_reliability, warn_on_failure
-from results.samples import (by_order, of_split, option_scores, question_numbers, read_splits,
-                             sample_order)
+from results.samples import (by_order, of_split, option_scores, picture, question_numbers,
+                             read_splits, sample_order)
 from results.tables import (MEASURES, TITLES, Heading, Section, aligned, count_cell, csv_text,
                             few_rows_note, mark_best, measure_cell, shared_note)
+from runtime import rooms
 from runtime.digests import syntax_digest
-from runtime.errors import DataError
 from runtime.ownership import claim, lock
 from runtime.processes import parallel_map
 
@@ -160,7 +156,7 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0, fits=None):
     if orders:
         summary |= letters([*orders.values()], [groups['orders', name] for name in orders])
     if 'first' in samples[0]:
-        summary['judge'] = judging.facts(everything)
+        summary['judge'] = rooms.load('judging').facts(everything)
     if 'log_probs' in samples[0]:
         if 'content_free' not in samples[0]:
             mass = np.exp(np.concatenate([s['log_probs'] for s in samples])).sum()
@@ -169,7 +165,8 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0, fits=None):
     scaled = {'unscaled': pooled}
     # of written answers, only one may have a confidence that can be read
     if fit and (held_out or (pooled.questions or (0, len(samples)))[1] > 1):
-        summary['post_hoc'], more = post_hoc(pooled, samples, held_out, norm, n_bootstrap, seed)
+        summary['post_hoc'], more = rooms.load('post hoc').post_hoc(
+            pooled, samples, held_out, norm, n_bootstrap, seed)
         scaled |= more
     for key, plural in [item for item in GROUPS.items() if item[1] in summary]:
         names = names_of(samples, key)
@@ -177,26 +174,10 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0, fits=None):
         if worst['unscaled'][1] is not None:
             summary.setdefault('worst_group_ece', {})[plural] = worst
     if fits:
+        rescaled = rooms.load('post hoc').rescaled
         groups = {name: rescaled(pooled, name, x) for name, x in fits.items()}
         summary['scaled'] = {'fits': fits, 'reports': measure(groups, n_bootstrap, seed)[0]}
     return summary | {'measured_by': measured_by()}
-
-
-def rescaled(predicted, name, parameters):
-    """Return Predictions scaled by the row `name` of scaling.SCALINGS; DataError if it fits not."""
-    try:
-        if not scaling.SCALINGS[name][2]:
-            confidence, correct = metrics.top_label(predicted.probs, predicted.labels)
-            scaled = Predictions(scaling.apply(name, confidence, parameters), correct)
-            return scaled._replace(questions=predicted.questions)
-        if predicted.scores is None:
-            raise ValueError('it needs options, and this task has none')
-        probs = scaling.apply(name, predicted.scores, parameters)
-    except ValueError as error:
-        raise DataError(f'scaling {name}: {error}') from None
-    scores = np.where(np.isneginf(predicted.scores), -np.inf, np.log(np.maximum(probs, 1e-300)))
-    scaled = option_predictions(probs, predicted.labels, predicted.n_options, scores)
-    return scaled._replace(questions=predicted.questions)
 
 
 def letters(samples, predicted):
@@ -214,7 +195,7 @@ def letters(samples, predicted):
 @functools.cache
 def measured_by():
     """Return a hash of the code that computes a summary; it changes when a metric is edited."""
-    modules = metrics, stats, scaling, sample_files, temperatures, judging
+    modules = metrics, stats, sample_files
     return syntax_digest(__file__, *(module.__file__ for module in modules))
 
 
@@ -276,69 +257,6 @@ def mean_report(reports, resampled):
                              for key in ({} if fewest < 10 else resampled[0])}, mean, fewest)
 
 
-def post_hoc(test, samples, held_out, norm, n_bootstrap, seed):
-    """Return (scalings of `test`, fitted on `held_out`: keys as in the docs; {name: Predictions}).
-
-    test: of `samples`. Without `held_out`, more samples, each half is scaled with the other's fit.
-    """
-    n, source = len(samples), predictions(held_out, norm) if held_out else test
-    if held_out:    # [(rows of `source` to fit on, rows of `test` to scale), ...]
-        fitted_on, fits = f'{len(held_out)} validation questions', [
-            (np.arange(len(held_out)), np.arange(n))]
-    else:
-        index, n_questions = test.questions or stats.question_index(None, n)
-        order = np.random.default_rng(seed).permutation(n_questions)
-        is_first = np.isin(index, order[:-(-n_questions // 2)])     # no question is in both halves
-        halves = np.flatnonzero(is_first), np.flatnonzero(~is_first)
-        fitted_on, fits = 'the other half of the questions', [halves, halves[::-1]]
-    confidence, correct = metrics.top_label(test.probs, test.labels)
-    source_top = metrics.top_label(source.probs, source.labels)
-
-    def fit_all(fit, *columns):
-        return [fit(*(x[at] for x in columns)) for at, _ in fits]
-
-    def scaled(apply, parameters, *columns):
-        """Return the Predictions of apply(*columns, *parameters of the row's fit)."""
-        values = np.empty(n)
-        for (_, rows), fit in zip(fits, parameters, strict=True):
-            values[rows] = apply(*(x[rows] for x in columns), *fit)
-        return Predictions(values, correct)._replace(questions=test.questions)
-
-    fitted = {'fitted_on': fitted_on, 'platt': fit_all(scaling.fit_platt, *source_top)}
-    final, groups = {'platt': scaling.fit_platt(*source_top)}, {}       # final: for other data
-    everything = samples + held_out     # its last rows are those of `source`
-    m = len(source.labels)
-    if test.scores is not None:
-        by_option = source.scores, source.labels
-        fitted['temperature'] = fit_all(scaling.fit_temperature, *by_option)
-        final['temperature'] = [scaling.fit_temperature(*by_option)]
-        single = np.empty(n)
-        for (_, rows), temperature in zip(fits, fitted['temperature'], strict=True):
-            single[rows] = temperature
-        groups['temperature'] = test.scaled(single[:, None])
-        languages = names_of(everything, 'language')
-        if len({*languages[:n].tolist()}) > 1:
-            fitted['languages'], shrunk = temperatures.by_language(
-                test, languages[:n], source, languages[-m:], fits, single)
-            groups['language temperature'] = test.scaled(shrunk)
-        options = {(k, option) for s in samples for k, option in enumerate(s['options'])}
-        # the same letters or words for all, and not the two answers to a judge, in any order
-        if len(options) == test.scores.shape[1] and 'first' not in samples[0]:
-            groups['batch'] = test.scaled(1, scaling.fit_prior(test.scores))
-    groups['platt'] = scaled(scaling.apply_platt, fitted['platt'], confidence)
-    by_key = [np.unique(names_of(everything, key), return_inverse=True) for key in GROUPS]
-    if indices := [index for names, index in by_key if len(names) > 1]:
-        index = np.stack(indices, 1)
-        shifts = fit_all(scaling.fit_multicalibration, *source_top, index[-m:])
-        groups['multicalibration'] = scaled(scaling.apply_multicalibration,
-                                            [[x] for x in shifts], confidence, index[:n])
-    if test.scores is None:
-        groups['isotonic'] = scaled(scaling.apply_isotonic,
-                                    fit_all(scaling.fit_isotonic, *source_top), confidence)
-        final['isotonic'] = [x.tolist() for x in scaling.fit_isotonic(*source_top)]
-    return fitted | {'fits': final, 'reports': measure(groups, n_bootstrap, seed)[0]}, groups
-
-
 # Tables
 
 
@@ -389,7 +307,8 @@ def notes(result):
         lines.append(f'the same option in all orders: {result["same_option"]:.3f} of the questions'
                      + ''.join(f'; {TITLES[key]} by order: {min(x):.3f} to {max(x):.3f}'
                                for key, x in by_order.items()))
-    lines += written_notes(result) + judging.notes(result)
+    for room in rooms.of_result(result):
+        lines += room.notes(result)
     if result.get('bad_rows'):
         lines.append(f'{result["bad_rows"]} bad rows left out, the first: {result["first_bad"]}')
     if n_fewer := result.get('fewer_shots'):
@@ -452,24 +371,13 @@ def print_report(runs, out_dir, pictures=True):
         orders = {name: [*map(sample_order, runs[name][1][task])] for name in rows}
         if orders.keys() == {'before', 'after'} and orders['before'] == orders['after'] and (
                 predicted['before'].scores is not None):
-            print(agreement_note(predicted['before'], predicted['after']))
-        path = Path(out_dir) / f'reliability-{task}.png'
+            print(rooms.load('post hoc').agreement_note(predicted['before'], predicted['after']))
+        path = Path(out_dir) / picture(task)
         if pictures:
             with warn_on_failure(path), lock(out_dir):
                 claim(out_dir, path.name)
                 draw_reliability(path, [(panel_title(name, x), predicted[name])
                                         for name, x in rows.items()])
-
-
-def agreement_note(before, after):
-    """Return a line: the temperature fitted to the answers before training, and the ECE with it."""
-    try:
-        temperature = scaling.fit_temperature_to_base(after.scores, before.scores)
-    except ValueError:      # no answer stayed the same
-        return 'no temperature without labels: every answer has changed'
-    ece = metrics.ece(metrics.softmax(after.scores, temperature), after.labels)
-    return (f'temperature without labels, from the answers that stayed the same: '
-            f'{temperature:.3f}; with it the ECE is {ece:.3f}')
 
 
 def section(task, tasks, target='text'):
@@ -488,8 +396,8 @@ def section(task, tasks, target='text'):
     if target == 'latex':
         table = mark_best(table, ['' if kind in ('pooled', 'post_hoc', 'scaled') else (kind, name)
                                   for kind, name, _ in rows])
-    more = {'Confidences in the written answers': confidence_cells(task, tasks), **more,
-            'Temperatures by language': temperatures.cells(result)}
+    for room in rooms.of_result(result):
+        more = room.tables(task, tasks) | more
     return Section(task_title(task, result), table, notes(result),
                    [pair for pair in more.items() if pair[1]])
 

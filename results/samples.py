@@ -23,13 +23,26 @@ from runtime.errors import ConfigError, DataError
 SCALING = 'scaling.json'       # the fits of --fit_temperature, for --scaling
 OUTPUTS = ('samples.jsonl', 'eval_config.json', 'results.json', 'results.md', 'results.csv',
            'results.tex', 'report.html')
-DIAGRAM, GRID = 'reliability.png', 'reliability-{}-languages.png'
+DIAGRAM = 'reliability.png'
 # keys that older versions did not write into results.json, and their values there
 OLDER = {'unit': 'questions', 'n_bootstrap': 1000, 'seed': 0}
 CHECKSUM = 'line_checksum'      # key of a row's hash, so that a damaged number is noticed
 NORMS = ('token', 'sum', 'char', 'byte')    # see `option_lengths`
 digest = functools.partial(json_digest, size=6)     # of a prompt
 OTHER_FOLDER = 'choose another --out_dir, or --overwrite what was evaluated there'
+
+
+def picture(task, kind='reliability', ending=''):
+    """Return the name of a picture of a task, <kind>-<task>.png; a long task is cut."""
+    name = re.sub(r'[/\\\x00-\x1f]', '_', task)
+    if len(name.encode()) > 150:
+        name = f'{name.encode()[:130].decode(errors="ignore")}-{json_digest(task, size=6)}'
+    return f'{kind}-{name}{ending}.png'
+
+
+def grid(task):
+    """Return the name of the picture with a diagram per language."""
+    return picture(task, ending='-languages')
 
 
 def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
@@ -41,7 +54,7 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
     samples, results = out_dir / 'samples.jsonl', out_dir / 'results.json'
     outputs = [*OUTPUTS]
     if pictures:
-        outputs += [DIAGRAM, *(GRID.format(label) for label, task in tasks.items()
+        outputs += [DIAGRAM, *(grid(label) for label, task in tasks.items()
                                if len({item.language for item in task.items}) > 1)]
     if overwrite:
         ownership.rename_old(out_dir)
@@ -56,8 +69,8 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
         sources[label] = now
     earlier = read_results(results, 'remove it and evaluate its tasks again: with samples.jsonl '
                            'beside it, that needs no model')['tasks'] if results.exists() else {}
+    done = _scored(samples)
     merge_parts(samples)
-    done = _scored(samples) if samples.exists() else set()
     claim_lines(out_dir, outputs, settings | {'tasks': sources}, processes)
     return earlier, done
 
@@ -75,9 +88,8 @@ def open_answers(cfg, settings, processes):
     if cfg.overwrite:
         ownership.rename_old(*map(out.with_name, (*names, *merged_names(out))))
     open_lines(out.parent, names, settings, 'answers', advice, processes)
+    done = {(row['id'], row['prompt_hash']) for _, row in read_jsonl(*with_parts(out))}
     merge_parts(out)
-    rows = read_jsonl(out) if out.exists() else ()
-    done = {(row['id'], row['prompt_hash']) for _, row in rows}
     claim_lines(out.parent, names, settings, processes)
     return done
 
@@ -139,7 +151,7 @@ def _null_to_nan(value):
 
 def _scored(path):
     """Return {(sample_key, prompt)} of the complete questions and texts, and of each sample."""
-    latest = latest_samples(read_samples(path), unstated=True)
+    latest = latest_samples(read_samples(*with_parts(path)), unstated=True)
     n_scored = Counter((sample_key(s), s['prompt']) for s in latest)
     return {(sample_order(s), s['prompt']) for s in latest} | {
         key for s in latest if n_scored[key := (sample_key(s), s['prompt'])] == s.get('of', 1)}
@@ -208,16 +220,22 @@ def merged_names(path):
     return sorted(names, key=lambda name: int(name.rpartition('.')[2]))
 
 
+def with_parts(path):
+    """Return the file `path` and its parts, by rank, those that are there."""
+    return [file for file in (path, *map(path.with_name, merged_names(path))) if file.exists()]
+
+
 def merge_parts(path):
     """Add the lines of the parts of `path` to it, part by part, and remove the parts.
 
     A crash at any moment loses no line and doubles none; a last line that it cut off is left out.
     """
-    names = merged_names(path)
-    files = [file for file in (path, *map(path.with_name, names)) if file.exists()]
-    texts = [file.read_bytes() for file in files]
+    names, texts = merged_names(path), [file.read_bytes() for file in with_parts(path)]
     if names or any(text[-1:] not in (b'', b'\n') for text in texts):
         lines = dict.fromkeys(line for text in texts for line in text.split(b'\n')[:-1])
+        # an editor may have left out the last line break
+        lines |= dict.fromkeys(last for text in texts
+                               if _checked(last := text.rpartition(b'\n')[2]) is not None)
         with ownership.temporary(path) as whole, open(whole, 'wb') as file:
             file.writelines(line + b'\n' for line in lines)
         ownership.discard(path.parent, *map(glob.escape, names))
@@ -225,14 +243,14 @@ def merge_parts(path):
 
 # Reading: the samples of a file, and which of them count
 
-def read_samples(path):
-    """Return the samples in `path` in the order of the file, each once.
+def read_samples(*paths):
+    """Return the samples in `paths` in the order of the files, each once.
 
     Raise DataError with file and line for a damaged line, and for a sample that differs from the
     latest one of the same question and prompt.
     """
     samples, last = [], {}
-    for line, row in read_jsonl(path):
+    for line, row in read_jsonl(*paths):
         earlier_line, earlier = last.get(sample_order(row), (None, {}))
         if row == earlier:
             continue
@@ -244,20 +262,22 @@ def read_samples(path):
     return samples
 
 
-def read_jsonl(path):
+def read_jsonl(*paths):
     """Yield ('file:line', row) of the lines that `append_line` wrote; DataError for another line.
 
     A last line that a crash cut off is left out.
     """
-    with open(path, 'rb') as file:
-        for number, line in enumerate(file, 1):
-            row = _checked(line)
-            if row is not None:
-                yield f'{path}:{number}', row
-            elif line.endswith(b'\n'):
-                raise DataError(f'{path}:{number}: damaged, edited or of an older version: it does '
-                                f'not match its {CHECKSUM}; delete this line and repeat the '
-                                f'command, or compare the file as it is: --compare {path}')
+    for path in paths:
+        with open(path, 'rb') as file:
+            for number, line in enumerate(file, 1):
+                row = _checked(line)
+                if row is not None:
+                    yield f'{path}:{number}', row
+                elif line.endswith(b'\n'):
+                    raise DataError(
+                        f'{path}:{number}: damaged, edited or of an older version: it does not '
+                        f'match its {CHECKSUM}; delete this line and repeat the command, or '
+                        f'compare the file as it is: --compare {path}')
 
 
 def _checked(line):

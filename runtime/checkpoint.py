@@ -108,7 +108,11 @@ def _own_folder(name, revision, weights):
         if weights and not any(folder.glob('*.safetensors')):
             # older checkpoints, such as Pythia's at a training step, have only these
             folder = download(name, BIN_FILES, revision)
-    note_inputs(*(file for pattern in MODEL_FILES + BIN_FILES for file in folder.glob(pattern)))
+    files = [file for pattern in MODEL_FILES + BIN_FILES for file in folder.glob(pattern)]
+    for file in files:
+        if file.is_fifo() or file.is_socket() or file.is_char_device():     # which may never end
+            raise CheckpointError(f'{file} is not a regular file; copy the model into a folder')
+    note_inputs(*files)
     return folder
 
 

@@ -193,7 +193,8 @@ def _parquet_rows(path, file):
     try:
         import pyarrow.parquet
     except ImportError:
-        raise DataError(f'{path}: {path.suffix} needs pyarrow: pip install pyarrow') from None
+        raise DataError(f'{path}: {path.suffix} needs pyarrow: pip install pyarrow, or '
+                        f'"nanocal[files]" for the command nanocal') from None
     batches = (pyarrow.ipc.open_stream(file) if re.search(r'\.arrow(\.gz)?$', path.name) else
                pyarrow.parquet.ParquetFile(file).iter_batches())    # the former of save_to_disk
     number = 0

@@ -52,6 +52,14 @@ def test_the_card_has_the_results_before_and_after_and_an_edited_one_stays(tmp_p
         assert (run / card.NAME).read_text() == mine and 'stays as' in capsys.readouterr().out
 
 
+def test_the_name_of_a_folder_is_plain_text_in_the_card(tmp_path):
+    run = tmp_path / 'a](x)\n## <b> `c` 1_2'
+    reported(run, 3.0)
+    card.write(run)
+    lines = (run / card.NAME).read_text().split('\n')
+    assert r'# a\](x) \#\# \<b\> \`c\` 1_2' in lines and '## <b> `c` 1_2' not in lines
+
+
 def test_epochs_and_adapters_have_cards_that_the_hub_reads_and_that_the_run_owns(tmp_path):
     from huggingface_hub import ModelCard
     run = tmp_path / 'run'

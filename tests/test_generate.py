@@ -281,6 +281,7 @@ def test_less_memory_means_fewer_slots_and_equal_answers(tmp_path):
     # a slot has 3 layers of 7 tokens, for two K/V heads of 12 numbers in float32
     tight = replace(settings, cache_memory=4 * 3 * 7 * 2 * 2 * 12 * 4 / 2 ** 30)
     assert program.room(model, prompts, tight) == (3, 30)
+    assert program.room(model, prompts, replace(settings, cache_memory=1e300)) == (20, 30)
     expected, answers = ({i: [a.tokens for a in x] for i, x in generate(model, prompts, s)}
                          for s in (settings, tight))
     assert answers == expected

@@ -220,6 +220,24 @@ def test_columns_are_found_whatever_their_case_and_named_by_the_user(tmp_path, h
     assert (measured['accuracy'], measured['confidence']) == ('1.0000', '0.8000')
 
 
+def test_help_is_no_error_and_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch,
+                                                                        capsys):
+    for name in ('--help', '-h', ''):
+        monkeypatch.setattr(sys, 'argv', ['nanocal', *[name] * bool(name)])
+        with contextlib.nullcontext() if name else pytest.raises(SystemExit, match='usage: nanoc'):
+            command.main()
+        assert ('usage: nanocal metrics|compare|report FILE' in capsys.readouterr().out) == (
+            name != '')
+    for library in ('matplotlib', 'pyarrow'):
+        monkeypatch.setitem(sys.modules, library, None)
+    table = tmp_path / 'a.csv'
+    table.write_text('confidence,correct\n' + '0.9,1\n0.6,0\n' * 9)
+    command.write_report([str(table), f'--out_dir={tmp_path}/out', '--n_bootstrap=0'])
+    assert "pip install matplotlib, or 'nanocal[files]'" in capsys.readouterr().err
+    (tmp_path / 'a.parquet').write_bytes(b'PAR1')
+    assert 'nanocal[files]' in run_metrics(tmp_path / 'a.parquet').stderr
+
+
 def test_settings_of_columns_that_mean_nothing_are_named(tmp_path):
     for setting in ('anwser=gold', 'answer', 'answer=', 'answer=a,answer=b'):
         message = run_metrics(tmp_path / 'a.csv', f'--columns={setting}').stderr

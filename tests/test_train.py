@@ -327,7 +327,7 @@ def test_all_processes_connect_by_the_same_backend(n_gpus, wanted, monkeypatch):
     monkeypatch.setattr(parallel.dist, 'init_process_group', lambda x, **_: backends.append(x))
     for rank in ('0', '1'):
         for name, value in (('TORCHELASTIC_RUN_ID', 'x'), ('LOCAL_RANK', rank),
-                            ('LOCAL_WORLD_SIZE', '2')):
+                            ('LOCAL_WORLD_SIZE', '2'), ('RANK', rank), ('WORLD_SIZE', '2')):
             monkeypatch.setenv(name, value)
         parallel.join_processes()
     assert backends == [wanted] * 2 and devices == ([0, 1] if n_gpus == 2 else [])
