@@ -8,8 +8,8 @@ import numpy as np
 from data.cache import gaps, group
 from data.chat import encode_prompt
 from data.files import parsed, require_text, training_rows, without_bad
-from data.messages import (QUESTIONS, read_turns, require_contained, require_question, to_messages,
-                           with_context, without_nulls)
+from data.messages import (QUESTIONS, first_prompt, read_turns, require_contained,
+                           require_question, to_messages, with_context, without_nulls)
 from data.preferences import PREFERENCE_PATTERNS
 from data.written_answers import WRITTEN_TASKS
 from runtime.errors import DataError
@@ -23,7 +23,7 @@ PROMPT_PATTERNS = (*dict.fromkeys(pattern for name, task in WRITTEN_TASKS.items(
 class Prompts:
     """Tokenized prompts: `prompts[i]` is (tokens uint32 [n], loss mask of zeros), as in a cache.
 
-    rows, messages: of each; groups: equal for equal prompts; stop: ids of the tokens that end an
+    rows, messages: of each; groups: as in Sequences; stop: ids of the tokens that end an
     answer; lengths: numbers of tokens; digest: a hash of tokens, rows, reward, tokenizer and `stop`
     """
 
@@ -31,7 +31,7 @@ class Prompts:
         self.rows, self.messages, ids, stop = zip(*encoded, strict=True)
         self.reward = reward
         self.tokens = [np.array(x, np.uint32) for x in ids]
-        self.groups = np.array([*map(group, ids)])
+        self.groups = np.array([group(first_prompt(turns)) for turns in self.messages])
         self.stop, self.lengths = set().union(*stop), np.array([len(x) for x in ids])
         decides = reward.digest, tokenizer.fingerprint, sorted(self.stop)
         digest = hashlib.sha256(repr(decides).encode())

@@ -150,8 +150,7 @@ def sample(run, chosen, seed, n):
     cfg, prompts = run.cfg, run.sequences
     sampling = Sampling(n=n, max_tokens=cfg.max_tokens, seed=seed, batch_size=cfg.decode_batch)
     ids = [prompts[i][0].tolist() for i in chosen]
-    groups = prompts.groups[chosen].tolist()
-    repeats = [groups[:i].count(group) for i, group in enumerate(groups)]
+    repeats = [ids[:i].count(prompt) for i, prompt in enumerate(ids)]
     try:
         done = dict(generate(run.model, ids, sampling, run.tokenizer, prompts.stop, repeats))
     except FloatingPointError as error:

@@ -122,7 +122,7 @@ def reader_files(encode):
 
 
 def group(content):
-    """Return the group of sequences that share a prompt, its token ids, or a document, a text."""
+    """Return the group of sequences that share this prompt or document: texts or token ids."""
     return int(text_digest(content)[:15], 16)
 
 

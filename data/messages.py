@@ -126,6 +126,14 @@ def _words(text):
     return ' '.join(str(text).split())
 
 
+def first_prompt(messages):
+    """Return the texts up to the first message of the user: conversations with equal ones may be
+    several answers, or several lengths of one conversation.
+    """
+    first = next((i for i, message in enumerate(messages) if message['role'] == 'user'), 0)
+    return [message['content'].strip() for message in messages[:first + 1]]
+
+
 def to_question(row):
     """Return the user's message of Alpaca's or Dolly's fields; template `alpaca` reads 'input'."""
     context = row['input'] if row.get('input') not in (None, '', []) else row.get('context') or ''

@@ -20,8 +20,8 @@ from data.cache import group, tokenize_once
 from data.chat import encode_answer
 from data.files import as_rows, has_fields, parsed, require_text, training_rows
 from data.instruct import PATTERNS
-from data.messages import (LISTS, QUESTIONS, read_turns, require_contained, to_question,
-                           with_context, without_nulls)
+from data.messages import (LISTS, QUESTIONS, first_prompt, read_turns, require_contained,
+                           to_question, with_context, without_nulls)
 from data.tree_rows import Tree
 from runtime.errors import DataError
 from runtime.hub import fetch_training
@@ -223,8 +223,8 @@ def load_preferences(source, tokenizer, *, template, max_length, pack_len, add_b
             return sequences
         if len(sequences[0][0]) > pack_len:
             return f'all answers longer than {pack_len} tokens'
-        return [(group(ids[:loss_mask.index(1)]), ids, loss_mask, ranking.margin)
-                for ids, loss_mask in sequences]
+        prompt = group(first_prompt(ranking.prompt))
+        return [(prompt, *sequence, ranking.margin) for sequence in sequences]
 
     settings = {'template': template, 'max_length': max_length, 'pack_len': pack_len,
                 'add_bos': add_bos}

@@ -235,6 +235,8 @@ def identity(folder: str | Path, tokenizer, dtype, *modules: str) -> dict:
 
     dtype: of the weights on the device; modules: names of those that make the samples
     """
+    family = read_json_object(Path(folder) / 'config.json').get('model_type')
+    modules += (rooms.ROOMS[family],) if family in SEQ2SEQ else ()
     return {'model': fingerprint(folder), 'tokenizer': tokenizer.fingerprint,
             'end_ids': sorted(tokenizer.end_ids), 'dtype': str(dtype).removeprefix('torch.'),
             'code': code_digest(*modules)}

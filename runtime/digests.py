@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from runtime import rooms
+
 PIECE = 2 ** 26     # bytes that one thread hashes at once
 HERE = Path(__file__).parent.parent
 # Rooms and files that compute no sample. What data/ and runtime/ read (tokens, settings, weights)
@@ -39,10 +41,12 @@ def file_digest(path):
 
 
 def code_digest(*modules):
-    """Return a hash of the code of `modules`, names such as 'decoding.answers', of model.py, of
-    data/tree_rows.py and of all that they import of ours, directly or not, but for what is OUTSIDE.
+    """Return a hash of the code of `modules`, names such as 'decoding.answers', of the model, its
+    fast versions and rows, and of all that they import of ours, directly or not, but for what is
+    OUTSIDE.
     """
-    files = map(module_file, ('model', 'data.packing', 'data.tree_rows', *modules))
+    always = 'model', rooms.ROOMS['fast versions'], 'data.packing', 'data.tree_rows'
+    files = map(module_file, (*always, *modules))
     return syntax_digest(*with_imports(files, lambda room: room not in OUTSIDE))
 
 
@@ -76,7 +80,7 @@ def syntax_digest(*files):
 
 class Parsed(NamedTuple):
     text: str       # the syntax tree without docstrings, as code
-    imports: set    # paths of our modules that are imported, also inside functions
+    imports: set    # paths of our modules that are imported, also in functions and by rooms.load
 
 
 @functools.cache
@@ -88,6 +92,9 @@ def parsed(file):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
             names |= {node.module, *(f'{node.module}.{alias.name}' for alias in node.names)}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == 'rooms.load':
+            names |= {rooms.ROOMS[name.value] for name in node.args
+                      if isinstance(name, ast.Constant)}
     imports = {path for path in map(module_file, names) if path.exists()}
     return Parsed(ast.unparse(WithoutDocstrings().visit(tree)), imports)
 

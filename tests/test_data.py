@@ -254,6 +254,12 @@ def test_sequences_of_a_prompt_or_document_have_one_group(tmp_path, tokenizers):
         template='tulu', max_length=64, pack_len=64, add_bos=True, cache_dir=tmp_path / 'cache')
     a, b, c = sequences.groups
     assert a == b != c
+    # another answer, another length of the conversation, white space, another system message
+    talks = [SAME, [SAME[0] | {'content': f' {SAME[0]["content"]}\n'}, answer, SAME[0], SAME[1]],
+             [{'role': 'system', 'content': 'Be brief.'}, *SAME]]
+    path = write_rows(tmp_path / 'lengths.jsonl', [{'messages': talk} for talk in talks])
+    a, b, c = conversations(path, gemma).groups
+    assert a == b != c
 
 
 def test_the_name_of_a_file_decides_which_of_its_rows_are_trained(tmp_path, tokenizers, capsys):

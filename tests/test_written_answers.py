@@ -346,6 +346,8 @@ def test_written_programs_are_run_only_if_that_is_allowed(asked, tmp_path, monke
     monkeypatch.setattr(code_tasks, 'check', lambda *_, **__: pytest.fail('a program ran again'))
     ask(asked[0], tmp_path, *arguments, '--run_code')
     assert samples_of(tmp_path, 'humaneval') == rows
+    with pytest.raises(pytest.fail.Exception, match='ran again'):
+        ask(asked[0], tmp_path, *arguments, '--run_code', '--isolation=limits')
 
 
 def test_settings_that_do_not_apply_are_refused(asked, tmp_path):
