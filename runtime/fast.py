@@ -7,8 +7,8 @@ functions, and those of the same module that they call, have the digests that it
     ROTATE = FastVersion(rotate_kernel, {'model.rotate': '9088f3f1'})
     y = (rotate_kernel if ROTATE.stands_for(rotate) else rotate)(x, cos, sin)
 
-Else a note says which functions are others, and has their digests, to be written there once the
-fast version computes the same again; the tests hold each pair together. A digest is of names,
+Else a note says which functions are others, and has their digests, to be written in the FastVersion
+once it computes the same again; tests/test_fast.py holds each pair together. A digest is of names,
 operations and constants, also those of the module: layout, comments, docstrings and annotations do
 not count. A function whose source is unknown, or that is a closure, is always another one. This
 file imports nothing of ours.
@@ -53,8 +53,9 @@ class FastVersion:
         edited = [key for key, digest in self.digests.items() if digests.get(key) != digest]
         edited = edited or sorted(digests.keys() - self.digests.keys())
         digests = dict.fromkeys(self.digests, '') | digests     # '': the source is unknown
-        return (f'note: {", ".join(edited)} was edited or replaced, so {name} is not used; to use '
-                f'it again, let it compute the same, run the tests, and write there {digests}')
+        return (f'note: {", ".join(edited)} was edited or replaced, so {name} is not used; to use it '
+                f'again, let it compute the same, run the tests, and write in its FastVersion: '
+                f'{digests}')
 
 
 def digests_of(*functions: Callable) -> tuple[dict[str, str], list[tuple]]:

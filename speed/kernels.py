@@ -3,7 +3,7 @@
 | kernel                                  | on CUDA, computes                                      |
 |-----------------------------------------|--------------------------------------------------------|
 | norm_kernel, rotate_kernel, gate_kernel | norm, rotate and gate of model.py, through `compute`   |
-| gemv_kernel                             | matrix-vector product, in `Linear` for one token       |
+| gemv_kernel                             | matrix-vector product, in `products` for one token     |
 | tree_kernel                             | `attend` of attention.py's TreeMask                    |
 | decode_kernel                           | `attend` of decoding/cache.py's DecodeMask             |
 
@@ -88,11 +88,11 @@ def products(x: Tensor, *layers: nn.Module) -> list[Tensor]:
     Layers with hooks, or with a `forward` other than that of nn.Linear, are called one by one.
     """
     eight_bit: list[Any] = [getattr(layer, 'eight_bit', None) for layer in layers]
-    if torch.is_grad_enabled() and all(eight_bit):
+    hooks = any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
+    if torch.is_grad_enabled() and all(eight_bit) and not hooks:
         return eight_bit[0](x, *layers)
-    if kernels_apply(x) and not _has_any_global_hook() and all(
-            getattr(layer.forward, '__func__', None) is FORWARD
-            and not (layer._forward_hooks or layer._forward_pre_hooks) for layer in layers):
+    if kernels_apply(x) and not hooks and not _has_any_global_hook() and all(
+            getattr(layer.forward, '__func__', None) is FORWARD for layer in layers):
         weights, biases = ([getattr(layer, kind) for layer in layers]
                            for kind in ('weight', 'bias'))
         weight, bias = side_by_side(weights), side_by_side(biases)

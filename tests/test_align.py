@@ -291,6 +291,39 @@ def test_two_processes_align_as_one(base, values, tmp_path):
     assert all(np.allclose(a, b, rtol=1e-5) for a, b in zip(*reference_of.values(), strict=True))
 
 
+def above_a_margin(pairs, cfg):
+    margin = pairs.margin(cfg)
+    return torch.where(margin > 50, cfg.gamma - margin, -margin)
+
+
+def by_a_name(pairs, settings):
+    return getattr(settings, 'gam' + 'ma') * pairs.s_l
+
+
+def without_gamma(pairs, cfg):
+    """Not cfg.gamma."""
+    return cfg.beta * pairs.margin(cfg)
+
+
+def test_a_setting_that_a_loss_reads_is_not_refused_however_rarely_it_matters(monkeypatch):
+    losses = [above_a_margin, by_a_name, lambda pairs, cfg: cfg.gamma * pairs.s_w, without_gamma]
+    for loss in losses:
+        monkeypatch.setitem(align.PAIR_LOSSES, 'own', loss)
+        values = {'method': 'own', 'gamma': 2.0, 'per_token': True}
+        if loss is without_gamma:
+            with pytest.raises(ConfigError, match="gamma = 2.0 has no effect with method = 'own'"):
+                align.check_align_config(AlignConfig(**values))
+            values['gamma'] = AlignConfig.gamma
+        align.check_align_config(AlignConfig(**values))
+    reads = {name: {key for key in ('per_token', 'label_noise', 'gamma')
+                    if align.may_read(loss, key)}
+             for name, loss in align.PAIR_LOSSES.items() if name != 'own'}
+    assert reads == {
+        'dpo': {'per_token'}, 'cdpo': {'per_token', 'label_noise'}, 'ipo': {'per_token'},
+        'robust': {'per_token', 'label_noise'}, 'hinge': {'per_token'}, 'simpo': {'gamma'},
+        'orpo': set()}
+
+
 @pytest.mark.parametrize('values, message', [
     ({'smoothing': 0.1}, 'smoothing = 0.1 has no effect in align.py; leave it out'),
     ({'label_noise': 0.5}, 'at least 0 and below 0.5'),

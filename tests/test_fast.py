@@ -86,10 +86,8 @@ def plain(x, y=1):
 @pytest.fixture
 def imported(tmp_path):
     """A function that imports a source as the module `edited`, from another file each time."""
-    numbers = iter(range(99))
-
     def load(source):
-        path = tmp_path / f'edited{next(numbers)}.py'
+        path = tmp_path / f'edited{len([*tmp_path.iterdir()])}.py'
         path.write_text(source)
         spec = importlib.util.spec_from_file_location('edited', path)
         module = importlib.util.module_from_spec(spec)
