@@ -77,7 +77,7 @@ PERCENT = (r'(?=[\\%‰割成パ퍼PpпП])(?:\\?%|‰|[割成](?!\w)|パーセ�
 NUMBER = re.compile(
     # (?=) let the search pass over other characters quickly
     rf'(?=[0-9.%$€£¥₹₩₽+–\\¼-¾⅐-⅞↉百千-])(?P<prefix>百分之|千分之|%)?'
-    rf'(?P<sign>(?<![{CASED}0-9_א-ת.)\]}}%°\'"’+–-])[-+–]|(?:\A|(?<=[={{(])|(?<=[={{(] ))-{SPACE})?'
+    rf'(?P<sign>(?<![{CASED}0-9_א-ת.)\]}}%°+–-])[-+–]|(?:\A|(?<=[={{(])|(?<=[={{(] ))-{SPACE})?'
     rf'(?:(?P<cash>\\?\$|[€£¥₹₩₽])(?P<sign2>[-+–])?)?'
     rf'(?:(?P<whole>{DIGITS})(?:{SPACE}?(?:(?:\\,)?(?P<part>{VULGAR}|{FRAC})'
     rf'|(?=[0-9])(?<=\s)(?P<mixed>[0-9]++/[0-9]++)|/{SPACE}?(?P<below>{DIGITS})'
@@ -233,7 +233,7 @@ NO_ANSWER = re.compile(
     r'\s{0,9}%?|50 ?/ ?50\b)', re.IGNORECASE)
 RANGE = re.compile(r'\s{0,9}(?:to\b|through\b|or\b|[-–—~〜∼至到±]|から|\.{2,3}|…|\+/-|\\pm)'
                    r'\s{0,9}[%$]?\.?[0-9]', re.IGNORECASE)
-ODDS = re.compile(rf'({DIGITS})\s{{0,9}}:\s{{0,9}}({DIGITS})(?![:.,]?[0-9])')
+ODDS = re.compile(rf'(?<![0-9.,])({DIGITS})\s{{0,9}}:\s{{0,9}}({DIGITS})(?![:.,]?[0-9])')
 OUT_OF = re.compile(r'\s{0,9}(?:out of|in|of)\s{0,9}(?:(?:every|each)\s{1,9})?(?=[0-9])',
                     re.IGNORECASE)
 
