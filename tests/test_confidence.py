@@ -134,13 +134,15 @@ def test_what_is_right_by_the_strict_rule_is_right(task, text):
 
 
 # (mark of thousands, decimal mark, size of the higher groups)
-STYLES = [(',', '.', 3), ('.', ',', 3), ("'", '.', 3), ('’', ',', 3), ('\u202f', ',', 3), (' ', ',', 3),
-          ('\xa0', '.', 3), ('', '.', 3), ('', ',', 3), ('{,}', '.', 3), (r'\,', '.', 3), (',', '.', 2)]
+STYLES = [
+    (',', '.', 3), ('.', ',', 3), ("'", '.', 3), ('’', ',', 3), ('\u202f', ',', 3), (' ', ',', 3),
+    ('\xa0', '.', 3), ('', '.', 3), ('', ',', 3), ('{,}', '.', 3), (r'\,', '.', 3), (',', '.', 2)]
 ZEROS = '0٠۰०০๐０៰𝟎'
 SENTENCES = [
-    '{}', 'It costs {} dollars.', '价格为{}元。', '価格は{}円です', 'ราคา{}บาท', '가격은{}원', 'السعر {} ريال',
-    'मूल्य {} रुपये', 'Цена {} руб.', 'המחיר הוא {} שקלים', 'Preis: {}€', '#### {}', r'\boxed{{{}}}',
-    'The answer is **{}**.', '<answer>{}</answer>', 'x = {}, so', '({})', '"{}"', '答案是（{}）', '{}，对']
+    '{}', 'It costs {} dollars.', '价格为{}元。', '価格は{}円です', 'ราคา{}บาท', '가격은{}원',
+    'السعر {} ريال', 'मूल्य {} रुपये', 'Цена {} руб.', 'המחיר הוא {} שקלים', 'Preis: {}€', '#### {}',
+    r'\boxed{{{}}}', 'The answer is **{}**.', '<answer>{}</answer>', 'x = {}, so', '({})', '"{}"',
+    '答案是（{}）', '{}，对']
 
 
 def written(value, places, style, zero, sign):
@@ -335,7 +337,7 @@ REPEATED = [
     '7/', '7:', '7*', '½', '1,234', '\\boxed{', '\\boxed', '{', '}', '$', ',', '\n', '"', "'",
     '```\n', '```python\n"""\n', 'def f():\n', 'x = (\n', '#### ', '*', 'answer ', 'answer is ',
     '\\(', '\\frac{', '\\frac{{}', '\\text{ ', '5 cm', '<think>', 'a', 'A.', '日7', 'guess',
-    'probability of ', 'confidence: ', "I don't know ", '%', 'between ', '0 to ', '0<', '{,}', '\\!']
+    'probability of ', 'confidence: ', "I don't know ", '%', 'between ', '0 to ', '0<', '{,}']
 
 
 def seconds(read, unit, n):
