@@ -101,8 +101,8 @@ def threshold(row):
 
 
 # up to the end of the clause, or an answer
-UNKNOWN = re.compile(r"\bI (?:do not|don['’`]?t) know\b(?:(?!\b(?:but|answer is|answer:)|\\boxed|<)"
-                     r'[^.,;:!?\n#])*+', re.IGNORECASE)
+UNKNOWN = re.compile(r"\bI (?:do not|don['’`]?t) know\b"
+                     r'(?:(?!\b(?:but|answer is|answer:)|\\boxed|<)[^.,;:!?\n#])*+', re.IGNORECASE)
 
 
 def withheld(task, text):

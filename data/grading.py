@@ -184,6 +184,7 @@ UNITS = ('square|degrees?|units?|cm|km|meters?|inch(?:es)?|ft|foot|feet|gm|pound
 # last \text that begins with a space is a unit. There must be something before a unit.
 LATEX = [(re.compile(pattern), new) for pattern, new in (
     (r'\\\\\[[^\[\]]{0,9}\]', r'\\\\'), ('–', '-'), ('∞', r'\\infty'),
+    ('π', r'\\pi'),
     (r'\\left|\\right|\\displaystyle|(?<!\\)\\[!,;: ]|\\\(|\\\)|\\\[|\\\]|\\?\$|~', ''),
     (r'(?<=[\w)}])\s*\\(?:text|mbox|mathrm){(?: [^{}]*|m)}(?:\^{?[23]}?)?(?=[\s.]*$)', ''),
     (r'(?:{})?\^\s?(?:{\s?)?(?:\\circ|\\(?:text|mathrm){o})(?:\s?})?|°|\\degrees?', ''),
@@ -203,6 +204,23 @@ BETWEEN = re.compile(r'([,;&=()\[\]|]|\\\\|\\[{}]|\\(?:cup|cap|in|setminus)(?![a
                      r'|\\(?:begin|end){\w+})')     # the numbers of a tuple, an interval, a matrix
 
 
+# a multiple of pi: a pi / b, (a / b) pi or a pi
+PI = re.compile(r'(-?)(?:\\frac{([^{}\\]*)\\pi}{([^{}]+)}|((?:\\frac{[^{}]+}{[^{}]+})?|[\d./]+)\\pi'
+                r'(?:/(\d+))?)')
+
+
+def canonical(part):
+    """Return a number by its value, also as a multiple of pi, and other LaTeX in lower case."""
+    if multiple := PI.fullmatch(part):
+        sign, a, b, c, d = multiple.groups()
+        values = read_number(a or c or '1'), read_number(b or d or '1')
+        if values[0] is not None and values[1]:
+            return f'{sign}{values[0] / values[1]}pi'
+    # a letter is a variable, unless it belongs to the name of a command
+    variable = re.search(r'(?<![\\a-zA-Z])[a-zA-Z]', part)
+    return part.lower() if variable else number(part)
+
+
 @cached
 def formula(text):
     """Return LaTeX in a canonical form, each number in it by its value. Nothing is computed."""
@@ -211,9 +229,7 @@ def formula(text):
         text = pattern.sub(new, text)
     # a comma left separates two numbers
     parts = BETWEEN.split(text) if ',' in text or read_number(text) is None else [text]
-    # a letter is a variable, unless it belongs to the name of a command
-    return ''.join(part.lower() if re.search(r'(?<![\\a-zA-Z])[a-zA-Z]', part) else number(part)
-                   for part in parts)
+    return ''.join(map(canonical, parts))
 
 
 # ---- Match rules: (key, lenient answer, references) -> right or wrong ----------------------------

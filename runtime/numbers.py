@@ -68,16 +68,18 @@ POWER = r'(?:(?:\^|\*\*)\s?\{?\s?-?[0-9]++\s?\}?|[⁻⁺⁰¹²³⁴-⁹]{1,9})'
 VULGAR = '[¼-¾⅐-⅞↉]'
 BRACED = rf'(?:\{{\s?-?{DIGITS}\s?\}}|[0-9])'
 FRAC = rf'\\[dtc]?frac\s?{BRACED}\s?{BRACED}'
-# the powers of ten that words of English and characters of Chinese, Japanese and Korean stand for
+# the powers of ten that words of English and characters of Chinese, Japanese and Korean stand for;
+# M, B and bn after a currency alone, as in $1.2M
+UNIT = '[百千万萬億亿兆천만억]'
 SCALES = {'hundred': 2, 'thousand': 3, 'million': 6, 'billion': 9, 'trillion': 12, 'lakh': 5,
-          'crore': 7, 'k': 3, '百': 2, '千': 3, '万': 4, '萬': 4, '億': 8, '亿': 8,
-          '兆': 12, '천': 3, '만': 4, '억': 8}
-PERCENT = (r'(?=[\\%‰割成パ퍼PpпП])(?:\\?%|‰|[割成](?!\w)|パーセント|퍼센트|(?i:per ?cent|pct|pro[zc]ent'
-           r'|por ?cien(?:to)?|por cento|pour ?cent|процент)(?![^\W\d_]))')
+          'crore': 7, 'k': 3, 'm': 6, 'b': 9, 'bn': 9, '百': 2, '千': 3, '万': 4, '萬': 4, '億': 8,
+          '亿': 8, '兆': 12, '천': 3, '만': 4, '억': 8}
+PERCENT = (r'(?=[\\%‰割成パ퍼PpпП])(?:\\?%|‰|[割成](?!\w)|パーセント|퍼센트|(?i:per ?cent|pct'
+           r'|pro[zc]ent|por ?cien(?:to)?|por cento|pour ?cent|процент)(?![^\W\d_]))')
 NUMBER = re.compile(
     # (?=) let the search pass over other characters quickly
     rf'(?=[0-9.%$€£¥₹₩₽+–\\¼-¾⅐-⅞↉百千-])(?P<prefix>百分之|千分之|%)?'
-    rf'(?P<sign>(?<![{CASED}0-9_א-ת.)\]}}%°\'"’+–-])[-+–]|(?:\A|(?<=[={{(])|(?<=[={{(] ))-{SPACE})?'
+    rf'(?P<sign>(?<![{CASED}0-9_א-ת.)\]}}%°+–-])[-+–]|(?:\A|(?<=[={{(])|(?<=[={{(] ))-{SPACE})?'
     rf'(?:(?P<cash>\\?\$|[€£¥₹₩₽])(?P<sign2>[-+–])?)?'
     rf'(?:(?P<whole>{DIGITS})(?:{SPACE}?(?:(?:\\,)?(?P<part>{VULGAR}|{FRAC})'
     rf'|(?=[0-9])(?<=\s)(?P<mixed>[0-9]++/[0-9]++)|/{SPACE}?(?P<below>{DIGITS})'
@@ -87,8 +89,8 @@ NUMBER = re.compile(
     rf'(?P<more>(?:[:/.][0-9]++|[{CASED}]++[0-9]\w*+|_\{{?\w|\^(?!\s?\{{?\\circ)|[√π]'
     rf'|\\(?:!|[√π]|sqrt|pi(?![A-Za-z])|[dtc]?frac))++)?'
     rf'(?:{SPACE}?(?=[htmblcHTMBLC])(?P<scale>'
-    rf'(?i:hundred|thousand|million|billion|trillion|lakh|crore)s?\b)|(?P<unit>[kK]\b'
-    rf'|[百千万萬億亿兆천만억](?![米克瓦分큼]))(?P<units>[0-9][\d.,百千万萬億亿천만억]*+)?)?'
+    rf'(?i:hundred|thousand|million|billion|trillion|lakh|crore)s?\b)|(?P<unit>[kK]\b|(?(cash)(?:bn|[BM])\b|(?!))'
+    rf'|{UNIT}(?![米克瓦分큼]))(?P<units>[0-9](?:[0-9.,]|{UNIT})*+)?)?'
     rf'(?P<percent>{SPACE}?{PERCENT})?')
 # what may stand before a part of an expression
 PART_BEFORE = re.compile(r'(?:[_^/√±∓]|[_^}]\{|\\(?:[dtc]?frac|sqrt|binom)\{|\\(?:pm|mp) ?)\Z')
@@ -130,8 +132,7 @@ def _fraction(text):
 
 
 def _power(text):
-    """Return ten to the exponent in 'e5', '^{5}' or superscripts; raises ValueError if it is huge.
-    """
+    """Return ten to the exponent in 'e5', '^{5}' or superscripts; a ValueError beyond 999."""
     exponent = re.search('[-+]?[0-9]{1,3}$', text.translate(SUPERSCRIPTS).rstrip(' }'))
     if not exponent or re.search('[0-9]{4}$', text):
         raise ValueError(text)
@@ -140,7 +141,7 @@ def _power(text):
 
 def _value(match):
     """Return the value of a match of NUMBER; raises ValueError if it cannot be read."""
-    if match['more'] or match['units']:
+    if match['more'] or match['units'] or match['below'] and match['percent']:
         raise ValueError(match[0])
     if match['alone']:
         value = _fraction(match['alone'])
@@ -233,7 +234,7 @@ NO_ANSWER = re.compile(
     r'\s{0,9}%?|50 ?/ ?50\b)', re.IGNORECASE)
 RANGE = re.compile(r'\s{0,9}(?:to\b|through\b|or\b|[-–—~〜∼至到±]|から|\.{2,3}|…|\+/-|\\pm)'
                    r'\s{0,9}[%$]?\.?[0-9]', re.IGNORECASE)
-ODDS = re.compile(rf'({DIGITS})\s{{0,9}}:\s{{0,9}}({DIGITS})(?![:.,]?[0-9])')
+ODDS = re.compile(rf'(?<![0-9.,])({DIGITS})\s{{0,9}}:\s{{0,9}}({DIGITS})(?![:.,]?[0-9])')
 OUT_OF = re.compile(r'\s{0,9}(?:out of|in|of)\s{0,9}(?:(?:every|each)\s{1,9})?(?=[0-9])',
                     re.IGNORECASE)
 

@@ -532,7 +532,8 @@ RATED = '<answer>{}</answer><confidence>{}</confidence>'
         (RATED.format(3, 0.8), 0.5 + 0.5 + 0.5 * (1 - 0.04)),
         ('well\n<answer>It is 3.</answer> so\n<confidence> 1 </confidence>\n', 1.5),
         (RATED.format(4, 0.8), 0.5 + 0.5 * (1 - 0.64)), (RATED.format(3, 1.2), 0),
-        (RATED.format(3, 'high'), 0),
+        (RATED.format(3, 'high'), 0), (RATED.format(3, '８０％'), 0.5 + 0.5 + 0.5 * (1 - 0.04)),
+        (RATED.format(3, '0.7 to 0.9'), 0), (RATED.format('2*3=6', 0), 0.5 + 0.5),
         ('<confidence>1</confidence><answer>3</answer>', 0))),
     # 2503.02623's code: scores from log(0.001) / 2 to log(0.999), and 0.25 for a right answer
     *(('log_score:gsm8k', answer, '#### 3', reward) for answer, reward in (
@@ -541,7 +542,12 @@ RATED = '<answer>{}</answer><confidence>{}</confidence>'
         (RATED.format(3, 1), 1.25), (RATED.format(4, 0), 1), ('3', -3),
         (RATED.format(4, 1), (math.log(0.001) + 3.453877639491069) / 3.4528771391574855))),
     *(('abstain:gsm8k', answer, '#### 3', reward) for answer, reward in (
-        ('#### 3', 1), ('#### 4', -1), ("Well, I don't know.", 0), ('I do not know', 0))),
+        ('#### 3', 1), ('#### 4', -1), ("Well, I don't know.", 0), ('I do not know', 0),
+        ("I don't know why, but #### 3", 1), ("I don't know why, but #### 4", -1),
+        ("I don't know, it is 4", -1), ('#### 4. I don’t know why', -1),
+        ("I don't know how many of the 16 eggs", 0))),
+    *(('rlcr', RATED.format(form.format(letter), 0.9), letter, 1.495)
+      for letter in 'AB' for form in ('{}', '{}.', '({})', 'The answer is ({})')),
     *(('abstain_stated:gsm8k', answer, '#### 3', reward) for answer, reward in (
         (RATED.format(3, 0.8), 0.8), (RATED.format(4, 0.8), 0.8 + math.log(0.2)),
         (RATED.format(4, 0), 0), (RATED.format(3, 1), 0.999), ('3', 0.999 + math.log(0.001))))])

@@ -7,13 +7,14 @@ import re
 import string
 import time
 import tomllib
+from fractions import Fraction
 from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from common import HERE, SHARED, asking, needs_files, write_rows
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from alignment import rewards
@@ -130,6 +131,48 @@ def test_what_is_right_by_the_strict_rule_is_right(task, text):
     grade = rule.grade(text, [reference])
     assert grade['strict'] and grade['correct'] and grade['key'] == rule.key(reference)
     assert graded('qa', 'Sept. 2001. It was a Tuesday.', 'Sept. 2001')
+
+
+# (mark of thousands, decimal mark, size of the higher groups)
+STYLES = [
+    (',', '.', 3), ('.', ',', 3), ("'", '.', 3), ('’', ',', 3), ('\u202f', ',', 3), (' ', ',', 3),
+    ('\xa0', '.', 3), ('', '.', 3), ('', ',', 3), ('{,}', '.', 3), (r'\,', '.', 3), (',', '.', 2)]
+ZEROS = '0٠۰०০๐０៰𝟎'
+SENTENCES = [
+    '{}', 'It costs {} dollars.', '价格为{}元。', '価格は{}円です', 'ราคา{}บาท', '가격은{}원',
+    'السعر {} ريال', 'मूल्य {} रुपये', 'Цена {} руб.', 'המחיר הוא {} שקלים', 'Preis: {}€', '#### {}',
+    r'\boxed{{{}}}', 'The answer is **{}**.', '<answer>{}</answer>', 'x = {}, so', '({})', '"{}"',
+    '答案是（{}）', '{}，对']
+
+
+def written(value, places, style, zero, sign):
+    """Return a number with `places` decimals as a style and a script write it."""
+    thousands, point, size = style
+    whole, decimals = divmod(value, 10 ** places)
+    groups, rest = [f'{whole % 1000:03}'], whole // 1000
+    while rest:
+        groups.insert(0, f'{rest % 10 ** size:0{size}}')
+        rest //= 10 ** size
+    text = (thousands.join(groups).lstrip('0' + thousands) or '0')
+    text += f'{point}{decimals:0{places}}' if places else ''
+    if zero in '٠۰' and thousands == ',':
+        text = text.translate({ord(','): '٬', ord('.'): '٫'})
+    if zero == '０' and thousands in (',', '.', ''):
+        text = text.translate({ord(','): '，', ord('.'): '．'})
+    return sign + ''.join(chr(ord(zero) + int(c)) if c in string.digits else c for c in text)
+
+
+@given(st.integers(0, 10 ** 12), st.integers(0, 5), st.sampled_from(STYLES),
+       st.sampled_from(ZEROS), st.sampled_from(['', '-', '−', '–']), st.sampled_from(SENTENCES))
+def test_a_number_is_read_as_it_is_written_or_not_at_all(value, places, style, zero, sign, form):
+    text = written(value, places, style, zero, sign)
+    # by the rules of docs/written_answers.md 1.234 has decimals, and 1,234 has none
+    assume(not re.fullmatch(r'\D?[1-9]\d{0,2},\d{3}' if places else r'\D?\d{1,3}\.\d{3}',
+                            numbers.plain(text)))
+    expected = Fraction(-value if sign else value, 10 ** places)
+    answer = grading.any_number(form.format(text))
+    assert answer is None or Fraction(grading.number(answer)) == expected
+    assert numbers.read_number(text) in (expected, None)
 
 
 WRITING = st.lists(st.sampled_from([
@@ -257,15 +300,15 @@ def span_of(text, tokens, decode, log_probs, task='qa'):
 
 
 P = Problem('x', 'def f(a):\n    """d"""\n', 'f', 'def check(c):\n    assert c(1)\n')
-ROW = {'question': '', 'answer': '#### 7', 'answers': ['7']}
+ROWS = {'gsm8k': {'question': '', 'answer': '#### 7'}, 'qa': {'question': '', 'answer': '7'}}
 # each function that reads what a model wrote; those of tables of the user's are in these
 READERS = {
     **{f'{name}.grade': partial(task.grade, references=['7'])
        for name, task in WRITTEN_TASKS.items() if not task.runs_code},
     **{key.__name__: key.__wrapped__ for key in (grading.triviaqa_text, grading.squad_text,
                                                  grading.number, grading.formula)},
-    **{f'{reward.__name__}:{task}': partial(reward, WRITTEN_TASKS[task], '', row=ROW)
-       for reward in rewards.REWARDS.values() for task in ('gsm8k', 'qa')},
+    **{f'{reward.__name__}:{task}': partial(reward, WRITTEN_TASKS[task], '', row=row)
+       for reward in rewards.REWARDS.values() for task, row in ROWS.items()},
     'parse_probability': numbers.parse_probability, 'final_answer': thinking.final_answer,
     'stated_guess': lambda text: confidence.stated_guess(text, 'Guess:'),
     'stated': lambda text: confidence.stated({'greedy': {'text': text}}),
@@ -288,15 +331,13 @@ def patterns(module):
 
 for module in (grading, code_tasks, numbers, thinking, confidence, rewards):
     READERS |= patterns(module)
-# nothing is searched by it
-del READERS[next(name for name in READERS if 'numbers.JOIN' in name)]
+READERS = {name: read for name, read in READERS.items() if '.JOIN' not in name}     # only matched
 REPEATED = [
     '<answer>', '<answer></answer><confidence>', '</confidence>', '(', ' ', '7', '7 ', '7,', '7.',
     '7/', '7:', '7*', '½', '1,234', '\\boxed{', '\\boxed', '{', '}', '$', ',', '\n', '"', "'",
     '```\n', '```python\n"""\n', 'def f():\n', 'x = (\n', '#### ', '*', 'answer ', 'answer is ',
-    '\\(', '\\frac{', '\\frac{{}', '\\text{ ', '5 cm', '<think>', 'a', 'A.', '日7',
-    'guess',
-    'probability of ', 'confidence: ', "I don't know ", '%', 'between ', '0 to ', '0<', '{,}', '\\!']
+XX
+    'probability of ', 'confidence: ', "I don't know ", '%', 'between ', '0 to ', '0<', '{,}']
 
 
 def seconds(read, unit, n):
@@ -310,14 +351,12 @@ def seconds(read, unit, n):
     return time.process_time() - begun
 
 
-@pytest.mark.parametrize('n', [3000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('n', [2000, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_a_text_that_repeats_itself_is_read_in_linear_time(n):
-    slow = {}
-    for name, read in READERS.items():
-        for unit in REPEATED:
-            if (time_taken := seconds(read, unit, n)) > 0.4 + n / 20_000:
-                slow[name, unit] = round(time_taken, 1)
-    assert not slow
+    times = {(name, unit): seconds(read, unit, n)
+             for name, read in READERS.items() for unit in REPEATED}
+    # 50 microseconds per character, and what a garbage collection takes
+    assert not {key: t for key, t in times.items() if t > 0.3 + 5e-5 * n}
 
 
 @pytest.mark.parametrize('task, text, begin, end', [
