@@ -27,7 +27,6 @@ NAMES = {what: what for what in (
     'answers', 'response', 'id', 'task', 'split', 'language', 'subject', 'category', 'context',
     'question', 'prompt')} | {'label': 'answer', 'sampled_responses': 'answers'}
 TEXTS = 'context', 'question', 'prompt'      # the last that a row has is compared
-DISTRIBUTIONS = {'probs': 'probabilities of a file', 'confidence': 'confidences of a file'}
 KINDS = 'probs', 'log_probs', 'confidence', 'answers'       # the first that a row has counts
 
 
@@ -42,6 +41,8 @@ def read_predictions(path, cfg):
                         f'name it .jsonl')
     layouts = functools.cache(functools.partial(find_columns, chosen=chosen_columns(cfg.columns)))
     (group, subtask, _), first_kinds, logged = harness_task(path), {}, {}
+    distributions = {'probs': 'probabilities of a file', 'confidence': 'confidences of a file',
+                     'log_probs': f'log-probabilities, {cfg.norm} of a file'}
     position, n_unstated, unstated = 0, 0, ''
     for position, place, row in _counting_rows(path):
         try:
@@ -49,13 +50,13 @@ def read_predictions(path, cfg):
                 raise row
             if not isinstance(row, dict):
                 raise ValueError(f'not a JSON object: {str(row)[:40]}')
-            norm, scored = cfg.norm, f'log-probabilities, {cfg.norm} of a file'
+            norm, titles = cfg.norm, distributions
             if 'filtered_resps' in row:     # of lm_eval, whose files do not count tokens
                 converted = harness_sample(row, norm)
                 if repeats(converted, row.get('filter'), logged):
                     continue
                 parts, norm = [converted | {'task': group}], 'token'
-                scored = f'lm-evaluation-harness, {cfg.norm.replace("token", "sum")}'
+                titles = {'log_probs': f'lm-evaluation-harness, {cfg.norm.replace("token", "sum")}'}
             else:
                 parts = [_select(row, *layout) for layout in layouts(tuple(row))]
             for part in parts:
@@ -69,7 +70,7 @@ def read_predictions(path, cfg):
                 first = first_kinds.setdefault(part['task'], kind)
                 if (first == 'confidence') != (kind == 'confidence'):
                     raise ValueError(f'{kind}, but the task begins with {first}')
-                yield _identity(part, position, subtask) | values, DISTRIBUTIONS.get(kind, scored)
+                yield _identity(part, position, subtask) | values, titles[kind]
         except (ValueError, OverflowError, RecursionError) as error:
             reason = str(error).removeprefix('row 0: ').removeprefix(f'{place}: ')
             kind = UnusableTaskError if isinstance(error, UnusableTaskError) else DataError
@@ -145,6 +146,9 @@ def find_columns(keys, chosen):
             k = int(k) if k.isdigit() else ord(k) - ord('a')
         if what and (k is None or what in KINDS[:2]):
             found.setdefault(what, []).append((k, key))
+    confidences = [name for what, name in chosen if what == 'confidence']
+    if confidences or not found.keys() & {*KINDS} - {'confidence'}:
+        found.pop('answer', None)       # `correct` says all; an answer and its label may be there
     for what, columns in found.items():
         ks = sorted(k for k, _ in columns if k is not None)
         if 1 < len(columns) != len(ks):
@@ -154,7 +158,6 @@ def find_columns(keys, chosen):
             raise ValueError(f'the columns {what}_k hold numbers for k = {_listed(ks)}; wanted 0, '
                              f'1, ... without a gap, or A, B, ...')
         found[what] = [key for _, key in sorted(columns)] if ks else columns[0][1]
-    confidences = [name for what, name in chosen if what == 'confidence']
     for name in [*confidences, *(name for what, name in chosen if what not in found)]:
         if name not in keys:
             raise ValueError(f'there is no column {name!r}, but {_listed(keys)}')
