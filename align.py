@@ -24,8 +24,8 @@ from runtime import cli
 if __name__ == '__main__':
     cli.begin()
 
+import ast
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -37,21 +37,21 @@ import metrics
 import train
 from alignment import rollouts
 from alignment.advantages import CORRECTIONS, RL_METHODS
-from alignment.objectives import answer_log_probs, policy_objective
+from alignment.objectives import policy_objective
 from alignment.packed_answers import Answers, pack_rankings
+from alignment.reference import cached_reference
 from data.export import pad_token, tokenizer_files
-from data.preferences import TIED, load_preferences
+from data.preferences import load_preferences
 from data.tokenizer import begins_with_bos
 from fused_ce import fused_loss, joint
-from runtime import checkpoint, resume
+from runtime import resume
 from runtime.build import build_model
 from runtime.config import load_config, require_range
 from runtime.device import micro_batches, to_device
-from runtime.digests import code_digest, json_digest
-from runtime.errors import ConfigError, DataError
+from runtime.errors import ConfigError
+from runtime.fast import definition
 from runtime.loss import loss_options
-from runtime.ownership import temporary
-from runtime.parallel import evaluating, gather, rank, reshard, sum_over_processes, world_size
+from runtime.parallel import evaluating, gather
 
 # ---- Pairwise losses -----------------------------------------------------------------------------
 
@@ -186,18 +186,33 @@ UNUSED = ('from_scratch', 'shape', 'data_kind', 'answers', 'train_on_inputs', 'l
           'loss_reduction', 'base_smoothing', 'fp8')
 
 
-def loss_reads(cfg, key):
-    """Return whether the loss of a pair would be another one with the default of a setting."""
-    if cfg.method not in PAIR_LOSSES:
-        return False
-    pair = Pairs(*torch.tensor([[-4], [-2], [3], [2], [-1], [-1.5]], dtype=torch.float64))
-    loss, default = PAIR_LOSSES[cfg.method], getattr(AlignConfig, key)
-    return loss(pair, cfg) != loss(pair, replace(cfg, **{key: default}))
+def may_read(loss, key):
+    """Return whether a function of (Pairs, AlignConfig) may read a setting, by its syntax tree.
+
+    So it may if its source is unknown, or if it uses the settings in other ways than by their
+    names, as in `cfg.beta`, and in methods of Pairs, as in `pairs.margin(cfg)`.
+    """
+    tree = definition(loss)
+    if tree is None or len(tree.args.args) != 2:
+        return True
+    pairs, cfg = (argument.arg for argument in tree.args.args)
+    other_uses = 0
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(name) if name == cfg:
+                other_uses += 1
+            case ast.Attribute(ast.Name(name), attribute) if name == cfg and attribute != key:
+                other_uses -= 1
+            case ast.Call(ast.Attribute(ast.Name(name), method), [ast.Name(argument)]) if (
+                    (name, argument) == (pairs, cfg)
+                    and not may_read(getattr(Pairs, method, None), key)):
+                other_uses -= 1
+    return other_uses > 0
 
 
 def check_settings_are_read(cfg):
     """Raise ConfigError for a setting that differs from its default but has no effect."""
-    defaults = AlignConfig()
+    defaults, loss = AlignConfig(), PAIR_LOSSES.get(cfg.method)
     # without the sizes of rollouts, which runs of several methods may share
     names = [*vars(defaults)]
     reward_keys = 'run_code', 'instruction', *names[names.index('truncated'):]
@@ -205,8 +220,8 @@ def check_settings_are_read(cfg):
     # (deciding setting, '' for this script; whether this run reads the keys; the keys)
     for decider, is_read, keys in (
             ('', False, UNUSED),
-            ('method', cfg.method in PAIR_LOSSES, ['beta']),    # also of the margin in the log
-            *(('method', loss_reads(cfg, key), [key])
+            ('method', loss, ['beta']),     # also of the margin in the log
+            *(('method', loss and may_read(loss, key), [key])
               for key in ('per_token', 'label_noise', 'gamma')),
             ('method', cfg.method in RL_METHODS, reward_keys),
             ('method', cfg.method == 'ppo', ppo_keys),
@@ -264,51 +279,6 @@ def build_with_reference(run):
     if run.cfg.method not in NO_REFERENCE:
         run.reference = cached_reference(run, model)
     return model
-
-
-def cached_reference(run, model):
-    """Return the `answer_sums` of the untrained model, from the cache if they are there.
-
-    The kernels are those of training, so that the first margin is 0 up to rounding. The cache's
-    name is a hash of everything that they depend on.
-    """
-    cfg = run.cfg
-    key = json_digest([run.sequences.digest, checkpoint.fingerprint(run.base),
-                       str(model.head.dtype), code_digest(model.config, answer_sums),
-                       cfg.attention, model.softcap, model.temperature])
-    path = Path(cfg.cache_dir, f'reference-{key}.npz')
-    if all(gather(path.exists())):
-        try:
-            return np.load(path)[path.stem]     # checked by the checksum of zip files
-        except Exception as error:      # a damaged file can raise anything
-            raise DataError(f'the reference in {path} is damaged ({error!r}); remove the file, and '
-                            f'it is computed again') from error
-    sums = answer_sums(run, model)
-    if rank() == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary(path) as part, open(part, 'wb') as file:
-            np.savez(file, **{path.stem: sums})
-    return sums
-
-
-def answer_sums(run, model):
-    """Return the log-probabilities of the answers by the model as it is, float32 [n, K].
-
-    n: sequences; K: largest number of answers to a prompt; rows with fewer end in zeros
-    """
-    cfg, sequences = run.cfg, run.sequences
-    order = np.argsort(-sequences.lengths)
-    sums = np.zeros((len(order), (sequences.loss_mask % TIED).max()), np.float32)
-    for chosen in np.split(order, range(64, len(order), 64)):
-        packed = pack_rankings([sequences[i] for i in chosen], cfg.pack_len,
-                               world_size() * (cfg.micro_rows or 1))
-        total = torch.zeros(len(packed.counts), device=run.device)
-        for answers, log_p, _ in answer_log_probs(model, packed, cfg.micro_rows, run.device):
-            total += answers.sums(log_p)
-        tree, number = packed.where.T
-        sums[chosen[tree], number] = sum_over_processes(total).cpu().numpy()
-    reshard(model)
-    return sums
 
 
 def pack_pairs(run, chosen, multiple):
@@ -435,9 +405,9 @@ STAGES = {**dict.fromkeys(PAIR_LOSSES, PAIRS), 'reward': REWARD_MODEL,
 
 
 def align(cfg):
-    """Run the training `cfg`, an AlignConfig; return and raise as `train.train` does."""
+    """Run the training `cfg`, an AlignConfig; return and raise as `train_and_report` does."""
     check_align_config(cfg)
-    return train.train(cfg, STAGES[cfg.method])
+    return train.train_and_report(cfg, STAGES[cfg.method])
 
 
 def main(argv):

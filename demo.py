@@ -22,7 +22,7 @@ from evaluate import EvalConfig
 from results.report import print_report
 from runtime.config import load_config
 from runtime.processes import pick_threads
-from train import TrainConfig, check_config, train
+from train import TrainConfig, check_config, train_and_report
 
 
 @dataclass
@@ -75,7 +75,7 @@ def main(argv):
     reports = {}
     for name, cfg in runs(demo).items():
         print(f'\n=== {name}')
-        results = train(replace(cfg, resume=True))      # resume skips what is finished
+        results = train_and_report(replace(cfg, resume=True))      # resume skips what is finished
         reports[name] = results['after'], cfg.out_dir
     # the table, and reliability-questions.png with a panel per model
     print_report(reports, demo.out_dir)

@@ -11,7 +11,7 @@ computes metrics.
 From file to ECE: each kind of task is a class of data/tasks.py. Its `load` reads questions
 (data/questions.py, with the row function in data/benchmarks.py and the prompt in data/prompts.py).
 Its `collect` tokenizes them (data/trees.py), lets scoring.py score them, which packs rows
-(data/packing.py) and calls model.py and fused_ce.py, and makes samples of the values.
+(data/tree_rows.py) and calls model.py and fused_ce.py, and makes samples of the values.
 results/evaluation.py measures the samples (results/report.py, metrics.py). Tasks without options
 are in decoding/written_tasks.py: decoding/answers.py writes the answers to the prompts of
 data/written_answers.py, data/grading.py grades them; results/confidence.py has the confidences.
@@ -38,14 +38,10 @@ import numpy as np
 from data.chat import question_frame
 from data.eval_config import (EvalConfig, check_eval_config, trained_template,
                               training_settings)
-from data.probes import INSTRUCTIONS
-from data.show import describe_tasks, show_tasks
-from data.tasks import (TASKS, ContextualTask, JudgeTask, OptionTask, PermutedTask, PIKTask,
-                        PTrueTask, TextTask, check_names, mean_over_orders, sample_fields,
-                        split_name)
+from data.tasks import TASKS, check_names, check_settings, kind_of
 from data.tokenizer import begins_with_bos, load_model_tokenizer
-from data.written_answers import WRITTEN_TASKS
 from results import card, report, samples
+from runtime import rooms
 from runtime.config import load_config, require_given
 from runtime.errors import ConfigError, DataError, escape_controls
 
@@ -72,7 +68,7 @@ def read_arguments(argv):
     cfg = load_config(EvalConfig, argv, USAGE)
     check_eval_config(cfg)
     if cfg.tasks == ('help',):
-        print(describe_tasks())
+        print(rooms.load('show').describe_tasks())
         raise SystemExit
     return cfg
 
@@ -84,49 +80,25 @@ if __name__ == '__main__':
 import torch
 
 import scoring
-from decoding.answer_samples import write_answers
-from decoding.answers import stream
-from decoding.written_tasks import (DistractorConfidence, ProbeConfidence, SampleConfidence,
-                                    WrittenTask)
-from results.confidence import distractor_normalized, greedy_agreement, judged, outcome
 from results.evaluation import saved_fits, write_evaluation
-from runtime import adapter, checkpoint, device, ownership, parallel
-from runtime.digests import code_digest
+from runtime import checkpoint, device, ownership, parallel
 from runtime.trained import base_of_adapter, load_ahead, load_model
 
 # Samples depend on these keys, so they must not change within a folder. The tokens of clm depend on
 # the seed too, but each sample has a hash of its prompt.
 SETTINGS = ('prompt_format', 'header', 'shots', 'scoring', 'chat', 'instruct', 'add_bos',
-            'max_length', 'deterministic', 'dtype')
+            'max_length', 'deterministic')
 
-
-# {kind of a name in --tasks: class of its Task}; any other name is a file or folder of questions
-KINDS = (dict.fromkeys(WRITTEN_TASKS, WrittenTask) | dict.fromkeys(INSTRUCTIONS, TextTask)
-         | {'p_ik': PIKTask, 'judge': JudgeTask})
-
-# what decides a sample besides the forward pass, the settings and the prompt
-CODE = (scoring.forward_values, scoring.token_log_probs, scoring.token_statistics,
-        scoring.Scorer.states, OptionTask.samples, OptionTask.sample, PermutedTask.sample,
-        PTrueTask.sample, ContextualTask.sample, TextTask.samples, sample_fields,
-        mean_over_orders, write_answers, SampleConfidence.collect,
-        ProbeConfidence.collect, DistractorConfidence.samples, distractor_normalized,
-        greedy_agreement, judged, outcome, stream)
+# the modules that make samples, with what they import: see digests.code_digest
+CODE = 'scoring', 'data.tasks', 'written.variants', *{*rooms.TASKS.values()}
 
 
 def load_tasks(cfg):
     """Return {label: Task} of an EvalConfig; raise ConfigError or DataError for a bad task."""
     check_names(cfg.tasks)
-    loaded = [KINDS.get(split_name(name)[0], OptionTask).load(name, cfg) for name in cfg.tasks]
+    loaded = [kind_of(name).load(name, cfg) for name in cfg.tasks]
     tasks = {task.label: task for task in loaded}
-    for key in ('permute', 'p_true', 'contextual', 'p_ik', 'verbalized', 'early'):
-        if getattr(cfg, key) and not any(key in task.settings for task in loaded):
-            missing = ("options other than a judge's" if key in OptionTask.settings
-                       else 'written answers')
-            raise ConfigError(f'{key} = {getattr(cfg, key)}: tasks = {cfg.tasks} have no '
-                              f'{missing}; leave it out')
-    if cfg.group_by and not all('permute' in task.settings for task in loaded):
-        raise ConfigError(f"group_by = {cfg.group_by!r} needs tasks with options other than a "
-                          f"judge's; leave it out")
+    check_settings(loaded, cfg)
     for label, task in tasks.items():
         saved_fits(cfg, label)
         if cfg.fit_temperature and len(task.items) < 2:
@@ -158,17 +130,16 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
     for task in tasks.values():
         task.check(tokenizer, cfg)
     if not load:
-        checkpoint.check_weights(folder, config)    # before `overwrite` deletes anything
+        checkpoint.check_weights(folder, config)    # before `overwrite` renames anything
         load = functools.cache(functools.partial(load_model, folder, cfg))
-    identity = {'model': checkpoint.fingerprint(folder), 'tokenizer': tokenizer.fingerprint,
-                'code': code_digest(config, *CODE)}
+    identity = checkpoint.identity(folder, tokenizer, cfg.dtype, *CODE)
     settings = identity | {key: getattr(cfg, key) for key in SETTINGS}
     if cfg.group_by:
         settings |= {'group_by': cfg.group_by}
     if cfg.dropout_seed is not None:
         settings |= {'dropout_seed': cfg.dropout_seed,
                      'base': checkpoint.fingerprint(base_of_adapter(folder)),
-                     'adapter': adapter.fingerprint(Path(folder, 'adapter'))}
+                     'adapter': rooms.load('adapter').fingerprint(Path(folder, 'adapter'))}
     n, first = parallel.world_size(), parallel.rank() == 0
     earlier, done = parallel.gather(samples.open_folder(
         out_dir, tasks, settings, pictures=cfg.pictures, overwrite=cfg.overwrite, processes=n)
@@ -183,8 +154,6 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
         samples.read_samples(out_dir / 'samples.jsonl')) if done else new, prompts)
     results = write_evaluation(results, earlier, rows, tasks, cfg, identity,
                                device.versions(cfg.device), out_dir)
-    if cfg.overwrite:
-        ownership.remove_aside(out_dir, samples.KIND)
     card.write(out_dir)     # of a run's folder
     return results
 
@@ -352,7 +321,7 @@ def show_prompts(cfg):
         cfg = resolve(cfg, folder, config, tokenizer)
     elif cfg.chat != 'none':
         raise ConfigError(f'chat = {cfg.chat}: the template needs the tokenizer of --model')
-    print(escape_controls(show_tasks(tasks, tokenizer, cfg)))
+    print(escape_controls(rooms.load('show').show_tasks(tasks, tokenizer, cfg)))
 
 
 def main(argv):

@@ -36,6 +36,10 @@ LEAST_MEMORY = 2 ** 26      # memory=0 means this many bytes
 ROWS = 128                  # chunks are multiples of this many tokens, for whole tiles in products
 BLOCK = 2048                # logits of a row that one program of four warps processes at a time
 
+# Whether the kernels compute what a function, `_plain`, does. In a copy of this file they are
+# always used; runtime/device.py has a check that `_plain` was not edited.
+stands_for: Callable[[Callable], bool] = callable
+
 
 # ---- Losses --------------------------------------------------------------------------------------
 
@@ -365,7 +369,7 @@ def _sums_and_gradients(hidden, weight, target, loss, softcap, dtype, memory=Non
                       for name in {'z_y', 'lse', *loss.sums, *sums} - {'tokens'}}, tokens=tokens)
     dh = torch.empty_like(h) if need[0] else None
     dw = (torch.empty_like if n else torch.zeros_like)(w, dtype=weight.dtype) if need[1] else None
-    process = _kernels if _use_triton(h) else _plain
+    process = _kernels if _use_triton(h) and stands_for(_plain) else _plain
     # the coefficients of a group in several chunks need all its RowSums: a first pass
     passes = [need] if groups_fit or not any(need) else [(False, False), need]
     with torch.autocast(device.type, enabled=False):

@@ -35,7 +35,7 @@ class GenerateConfig(DecodingConfig):
     out: str = 'answers.jsonl'          # file of the answers, *.jsonl
     confidence: bool = False            # score each answer once more, as evaluate.py scores options
     per_token: bool = False             # write each token with its log-probabilities and entropy
-    overwrite: bool = False             # replace the answers in `out`
+    overwrite: bool = False             # rename earlier answers to answers.1.jsonl, ...
 
 
 # answers depend on these keys, so they must not change within a file
@@ -59,13 +59,12 @@ if __name__ == '__main__':
 
 from data.instruct import read_prompts
 from data.tokenizer import begins_with_bos, load_model_tokenizer
-from decoding.answers import generate, stream
+from decoding.answers import generate, to_row
 from decoding.slots import room
-from results.samples import append_line, digest, merge_parts, open_answers, part, to_row
+from results.samples import append_line, digest, merge_parts, open_answers, part
 from runtime import checkpoint, log, ownership, parallel
 from runtime.device import pick_device, pick_dtype
-from runtime.digests import code_digest
-from scoring import confidences, forward_values, token_log_probs
+from scoring import confidences
 
 
 def open_model(cfg):
@@ -109,11 +108,9 @@ def main(argv):
         raise DataError(f'{cfg.prompts}: {error}') from None
     prompts = [(row | {'prompt_hash': digest(ids)}, ids) for row, ids in prompts]
     settings = {key: getattr(cfg, key) for key in SETTINGS} | {
-        'stop': [*cfg.stop], 'model': checkpoint.fingerprint(folder),
-        'code': code_digest(model.config, stream, to_row, *(
-            (forward_values, token_log_probs) if cfg.confidence else ())),
-        'tokenizer': tokenizer.fingerprint, 'end_ids': sorted(stop), 'template': template,
-        'add_bos': add_bos, 'dtype': str(model.head.dtype).removeprefix('torch.')}
+        'stop': [*cfg.stop], 'template': template, 'add_bos': add_bos} | checkpoint.identity(
+        folder, tokenizer, model.head.dtype, 'decoding.answers', 'scoring') | {
+        'end_ids': sorted(stop)}        # with that of the template
     out, rank, n_processes = Path(cfg.out), parallel.rank(), parallel.world_size()
     with parallel.first_process_locks(out.parent):
         done = parallel.gather(open_answers(cfg, settings, n_processes) if rank == 0 else None)[0]
@@ -138,8 +135,6 @@ def main(argv):
         n_tokens = sum(parallel.gather(n_tokens))
         if rank == 0:
             merge_parts(out)
-            if cfg.overwrite:
-                ownership.remove_aside(out.parent, out.name)
     seconds = time.perf_counter() - started
     print(f'wrote {cfg.out}: {n_tokens:,} tokens in {seconds:.1f} s, {n_tokens / seconds:,.0f} '
           f'tokens/s')

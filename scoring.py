@@ -1,11 +1,12 @@
 """Score token trees: log-probabilities of options and tokens, by the forward pass of training.
 
-Trees (data/packing.py) are packed into rows ahead of the device, so that prompts share the tokens
+Trees (data/tree_rows.py) are packed into rows ahead of the device, so that prompts share the tokens
 of a common prefix, and only the positions that predict a scored token are multiplied by the output
 matrix. Logits and log-probabilities are float32.
 """
 
 import functools
+import hashlib
 import itertools
 from collections import deque
 from collections.abc import Callable
@@ -18,9 +19,9 @@ import torch
 
 import fused_ce
 from data.eval_config import EvalConfig
-from data.packing import Tree, pack_alone, pack_trees, prompt_trees, stack_answers, stack_rows
-from families import t5
-from runtime import adapter, checkpoint, device, log, parallel
+from data.tree_rows import Tree, pack_alone, pack_trees, prompt_trees, stack_answers, stack_rows
+from runtime import checkpoint, device, log, parallel
+from runtime.config_keys import SEQ2SEQ
 from runtime.errors import CheckpointError
 
 # A batch for a process that shares the weights and has scored all of its trees: it must still take
@@ -121,7 +122,7 @@ def launch(load, batches, forward, dropout_seed, sharded):
                 while batch:
                     arrays, scored = batch
                     if dropout_seed is not None:
-                        adapter.seed_dropout(dropout_seed, arrays)
+                        seed_dropout(dropout_seed, arrays)
                     with torch.no_grad():
                         values = forward(model, arrays, scored)
                     if batch is not IDLE:
@@ -132,6 +133,13 @@ def launch(load, batches, forward, dropout_seed, sharded):
                 yield from launched
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def seed_dropout(seed, arrays):
+    """Seed torch by `seed` and the arrays of a batch, whose tokens decide what is dropped."""
+    digest = hashlib.blake2b(b''.join(array.tobytes() for array in arrays), digest_size=8,
+                             key=str(seed).encode()).digest()
+    torch.manual_seed(int.from_bytes(digest))
 
 
 def forward_values(model, arrays, scored, compute=token_log_probs, every_token=False):
@@ -190,7 +198,7 @@ def row_lengths(cfg):
 def t5_config(folder):
     """Return the configuration of the T5 in `folder`; None for another model."""
     config = checkpoint.read_config(folder, seq2seq=True)
-    return config if config.model_type in t5.ARCHITECTURES else None
+    return config if config.model_type in SEQ2SEQ else None
 
 
 @dataclass

@@ -19,10 +19,10 @@ from runtime import cli
 if __name__ == '__main__':
     cli.begin()
 
+import contextlib
 import functools
 import gc
 import importlib.util
-import json
 import math
 import os
 import sys
@@ -118,9 +118,7 @@ class TrainConfig:
     pictures: bool = True                     # draw loss.png
     # running
     out_dir: str = 'out/run'                  # the run's folder
-    overwrite: bool = False                   # replace the run in out_dir: what written.json and
-    #                                           before/written.json list is removed when the new
-    #                                           weights are saved, and nothing else
+    overwrite: bool = False                   # rename an earlier out_dir to out_dir.1, or .2, ...
     resume: bool = False                      # continue the run in out_dir where it stopped
     save_every: int | None = 500              # steps between checkpoints; None: only on a signal
     checkpoint_epochs: bool = True            # keep the weights of each epoch in epoch-<n>/
@@ -153,20 +151,13 @@ import torch
 import metrics
 from data.export import tokenizer_files
 from data.instruct import load_conversations, load_text
-from data.packing import epoch_order, pack, sequence_weights
+from data.packing import epoch_order, epochs_of, pack, sequence_weights, split_groups
 from data.tokenizer import begins_with_bos, load_model_tokenizer
-from data.trees import load_answers
-from evaluate import evaluate, load_tasks, result_labels
 from fused_ce import fused_loss, smoothing, token_statistics
-from results import card
-from results.plots import draw_loss
-from results.report import print_report
-from results.samples import DIAGRAM, OUTPUTS
-from runtime import checkpoint, hub, ownership, resume, trained
+from runtime import checkpoint, ownership, resume, rooms, trained
 from runtime.base_smoothing import add_base_term
 from runtime.build import build_model, build_optimizer
 from runtime.device import micro_batches, pick_device
-from runtime.graphs import replaying
 from runtime.log import StepLog, peak_memory, print_sizes, show_example
 from runtime.loss import loss_options, parse_loss
 from runtime.memory import fit_into_memory
@@ -213,7 +204,7 @@ def check_config(cfg):
         raise ConfigError(f'tracker = {cfg.tracker!r} is missing: pip install {cfg.tracker}')
     training_loss(cfg)
     if cfg.resume and cfg.overwrite:
-        raise ConfigError('resume continues the run in out_dir, overwrite removes it; set one')
+        raise ConfigError('resume continues the run in out_dir, overwrite renames it; set one')
     if cfg.eval:
         check_report_config(cfg.eval, cfg.data_kind)
 
@@ -247,7 +238,6 @@ class Run:
     base: Path              # folder of the model to start from
     config: Any             # its ModelConfig, with the settings that change it
     tokenizer: Any
-    tasks: dict             # of the report: {name: Task}
     sequences: Any          # of `Stage.load`
     training: np.ndarray    # indices of the sequences to train on
     held_out: np.ndarray    # indices of the others
@@ -260,9 +250,14 @@ class Run:
         return Path(self.cfg.out_dir)
 
     @property
+    def available(self):
+        """Return the number of sequences in all epochs."""
+        return epochs_of(len(self.training), self.cfg.epochs)
+
+    @property
     def steps(self):
         """Return the number of optimizer steps."""
-        steps = int(len(self.training) * self.cfg.epochs) // self.cfg.batch_size
+        steps = self.available // self.cfg.batch_size
         return min(steps, self.cfg.max_steps or steps)
 
     def step_indices(self, first, until):
@@ -290,23 +285,30 @@ def load_run(cfg, stage, device):
         base = checkpoint.fetch(cfg.model, cfg.revision)
         config = trained.model_config(cfg, base)
         tokenizer = load_model_tokenizer(base, config)
-        tasks = load_tasks(report_config(cfg, base, cfg.out_dir)) if cfg.eval else {}
         sequences = stage.load(cfg, tokenizer)
-        training, held_out = split_sequences(cfg, len(sequences))
+        training, held_out = split_sequences(cfg, sequences.groups)
         if not cfg.from_scratch:
             checkpoint.check_weights(base, config)
-    return Run(cfg, stage, device, base, config, tokenizer, tasks, sequences,
-               training, held_out, stage.files(cfg, base, tokenizer))
+    return Run(cfg, stage, device, base, config, tokenizer, sequences, training,
+               held_out, stage.files(cfg, base, tokenizer))
 
 
-def split_sequences(cfg, n):
-    """Return (indices of the sequences to train on, indices of those held out) of n sequences."""
-    held_out, rest = np.split(np.random.default_rng(cfg.seed).permutation(n), [cfg.val_size])
+def split_sequences(cfg, groups):
+    """Return (indices of the sequences to train on, indices of those held out).
+
+    groups: of each sequence, as in cache.Sequences
+    """
+    held_out, rest = split_groups(groups, cfg.val_size, cfg.seed)
+    if cfg.val_size and not len(held_out):
+        fewest = np.unique(groups, return_counts=True)[1].min()
+        raise DataError(f'{cfg.data}: val_size = {cfg.val_size} holds out nothing, since the '
+                        f'sequences of a prompt or document stay together, {fewest} or more; '
+                        f'raise it, or divide long documents into rows')
     if len(rest) < (cfg.data_limit or 0):
         raise DataError(f'{cfg.data}: data_limit = {cfg.data_limit}, but it has {len(rest)} '
                         f'sequences' + f' besides val_size = {cfg.val_size}' * (cfg.val_size > 0))
     training = np.sort(rest[:cfg.data_limit])
-    if len(training) * cfg.epochs < cfg.batch_size:
+    if epochs_of(len(training), cfg.epochs) < cfg.batch_size:
         raise DataError(f'{cfg.data}: {len(training)} sequences for training besides val_size = '
                         f'{cfg.val_size}, with epochs = {cfg.epochs:g}, do not fill one step of '
                         f'batch_size = {cfg.batch_size}; lower batch_size or val_size, or '
@@ -321,7 +323,9 @@ def load_sequences(cfg, tokenizer):
     options = reader_options(cfg, tokenizer)
     if cfg.data_kind == 'instruct':
         options |= {key: getattr(cfg, key) for key in ('template', 'answers', 'train_on_inputs')}
-    load = {'instruct': load_conversations, 'text': load_text, 'questions': load_answers}
+    load = {'instruct': load_conversations, 'text': load_text}
+    if cfg.data_kind == 'questions':
+        return rooms.load('questions').load_answers(cfg.data, tokenizer, **options)
     return load[cfg.data_kind](cfg.data, tokenizer, **options)
 
 
@@ -418,8 +422,7 @@ def train_step(model, optimizer, packed, cfg, device, objective=token_loss):
     """
     rows = -(-len(packed.tokens) // world_size())
     optimizer.begin(-(-rows // (cfg.micro_rows or rows)))
-    with replaying(model.decoder):
-        values = forward_backward(model, packed, cfg, device, objective)
+    values = forward_backward(model, packed, cfg, device, objective)
     norms = torch._foreach_norm(optimizer.gradients(), dtype=torch.float32)
     norm = sum_over_processes(torch.stack(norms).square().sum()).sqrt()
     limit = cfg.grad_clip or math.inf
@@ -462,54 +465,91 @@ SFT = Stage(load=load_sequences, files=saved_tokenizer, build=build, pack=pack_d
 # ---- One run -------------------------------------------------------------------------------------
 
 def train(cfg, stage=None):
-    """Run the training `cfg`; with cfg.eval return {'before', 'after': results of evaluate()}.
+    """Run the training `cfg` and save its weights in out_dir: no report, card or picture.
 
-    resume=True uses the weights, the reports and the last checkpoint in out_dir. Model, data, tasks
-    and settings are checked before anything is replaced. stage: another Stage than SFT, see
+    resume=True continues from the last checkpoint in out_dir. stage: another Stage than SFT, see
     align.py. Raises ConfigError, DataError, CheckpointError or TrainingError.
+    """
+    with opened(cfg, stage) as run:
+        claim_folder(run)
+        take_steps(run)
+
+
+def train_and_report(cfg, stage=None):
+    """Check all, report before, train, report after; return {'before', 'after': results}.
+
+    The results are those of evaluate(), and there are none without cfg.eval. Other arguments and
+    errors: those of `train`. resume=True keeps the reports that are complete.
+    """
+    results = {}
+    with opened(cfg, stage) as run:
+        cfg, reports = run.cfg, rooms.load('reports') if run.cfg.eval else None
+        tasks = reports.load_report_tasks(run) if reports else {}
+        claim_folder(run, *(reports.OUTPUTS if reports else ()))
+        if tasks and cfg.eval_before and not (cfg.from_scratch or cfg.dry_run):
+            results['before'] = reports.calibration_report(run, tasks, run.base,
+                                                           run.out_dir / 'before')
+        take_steps(run)
+        if cfg.dry_run:
+            return {}
+        card = rooms.load('card')
+        if rank() == 0:
+            card.finish(run)
+        if tasks:
+            results['after'] = reports.calibration_report(run, tasks, run.out_dir, run.out_dir)
+        if rank() == 0 and cfg.push_to_hub:
+            card.upload(run)
+    return results
+
+
+@contextlib.contextmanager
+def opened(cfg, stage=None):
+    """Check the settings, model and data of a run and lock its folder; yield the Run.
+
+    Nothing is written yet.
     """
     cfg = replace(cfg, **{key: os.path.expanduser(getattr(cfg, key))
                           for key in ('out_dir', 'cache_dir', 'model', 'data')})
     check_config(cfg)
     ownership.forget_inputs()
-    stage, device, out_dir = stage or SFT, pick_device(cfg.device), Path(cfg.out_dir)
+    stage, device, first = stage or SFT, pick_device(cfg.device), rank() == 0
     torch.manual_seed(cfg.seed)
     if cfg.dry_run:
-        fit_into_memory(optimize, load_run(cfg, stage, device))
-        return {}
-    first, results = rank() == 0, {}
+        yield load_run(cfg, stage, device)
+        return
     if first:
         resume.check_folder(cfg)
-    with resume.notes_how_to_continue(cfg), first_process_locks(out_dir):
+    with resume.notes_how_to_continue(cfg), first_process_locks(cfg.out_dir):
         if first:
             resume.check_run(cfg, FREE_KEYS)
         barrier()
-        run = load_run(cfg, stage, device)
-        if first:
-            claim_folder(run)
-        if run.tasks and cfg.eval_before and not cfg.from_scratch:
-            results['before'] = calibration_report(run, run.base, out_dir / 'before')
-        if not (out_dir / 'config.json').exists():      # the last file to be written
-            fit_into_memory(optimize, run)
-            gc.collect()    # a recording of the blocks, whose memory the report may need
-        elif first:
-            finish(cfg)     # the run may have been killed right after it saved its weights
-        barrier()       # until the first process has saved the weights
-        if run.tasks:
-            results['after'] = calibration_report(run, out_dir, out_dir)
-        if first and cfg.push_to_hub:
-            hub.upload(out_dir, cfg.push_to_hub, [card.NAME, f'adapter/{card.NAME}', DIAGRAM,
-                                                  *trained.model_files(run)])
-    return results
+        yield load_run(cfg, stage, device)
 
 
-def claim_folder(run):
-    """Make out_dir the folder of this run; raise ConfigError if others' files are in the way."""
-    ownership.check_free(run.out_dir, *trained.run_files(run), *(OUTPUTS if run.cfg.eval else ()))
-    if run.cfg.overwrite:
-        card.disown_edited(run.out_dir)
-        ownership.set_aside(run.out_dir, 'run', '*')
-    ownership.claim(run.out_dir, 'train_config.py', 'log.jsonl')
+def claim_folder(run, *more):
+    """Make out_dir the folder of this run; raise ConfigError if others' files are in the way.
+
+    more: names of further files that will be written there
+    """
+    if rank() == 0 and not run.cfg.dry_run:
+        if run.cfg.overwrite:
+            ownership.note_inputs(run.cfg.cache_dir)
+            ownership.rename_old(run.out_dir)
+        ownership.check_free(run.out_dir, *trained.run_files(run), *more)
+        ownership.claim(run.out_dir, 'train_config.py', 'log.jsonl')
+    barrier()       # what the folder holds is for all processes to see
+
+
+def take_steps(run):
+    """Train to the last step, unless the trained weights are there; a dry run takes two steps."""
+    finished = run.out_dir / 'config.json'      # the last file to be written
+    if run.cfg.dry_run or not finished.exists():
+        fit_into_memory(optimize, run)
+        gc.collect()    # a recording of the blocks, whose memory a report may need
+    elif rank() == 0:
+        # the run may have been killed right after it saved its weights
+        ownership.discard(run.out_dir, 'resume-*')
+    barrier()       # until the first process has saved the weights
 
 
 def optimize(run):
@@ -554,8 +594,6 @@ def optimize(run):
                     continue
                 if epoch_ends:
                     trained.save_weights(run, optimizer, f'epoch-{epoch}')
-                    if rank() == 0:
-                        card.write(out_dir / f'epoch-{epoch}')
                 if save:
                     resume.save_checkpoint(out_dir, step, named, optimizer, facts)
                 if signalled:
@@ -564,56 +602,24 @@ def optimize(run):
         if not cfg.dry_run:     # despite a signal: without the weights, all steps would be lost
             trained.save_weights(run, optimizer)
             if rank() == 0:
-                finish(cfg)
+                ownership.discard(out_dir, 'resume-*')
         if signalled := max(gather(stop.number)):
             raise Stopped(signalled, f'after the last step{", before the report" * bool(cfg.eval)}')
 
 
-def finish(cfg):
-    """Write the card of a run whose weights are saved, draw its loss, remove what it replaced."""
-    card.write(cfg.out_dir)
-    ownership.discard(cfg.out_dir, 'resume-*')
-    if cfg.overwrite:
-        ownership.remove_aside(cfg.out_dir, 'run')
-    if cfg.pictures and not Path(cfg.out_dir, 'loss.png').exists():
-        draw_loss(cfg.out_dir)
-
-
-def calibration_report(run, model_folder, out_dir):
-    """Evaluate a saved model on the tasks of cfg.eval into `out_dir`; return the results."""
-    cfg, path, reported = run.cfg, out_dir / 'results.json', {}
-    if cfg.resume and path.exists():
-        with ownership.read_json(path, 'remove it to make the report again') as earlier:
-            reported = earlier['tasks']
-    if not all(label in reported for label in result_labels(run.tasks, cfg.eval)):
-        evaluate(model_folder, run.tokenizer, run.tasks, report_config(cfg, model_folder, out_dir),
-                 out_dir)
-    barrier()
-    return json.loads(path.read_text(encoding='utf-8'))
-
-
-def report_config(cfg, model_folder, out_dir):
-    return replace(cfg.eval, model=str(model_folder), out_dir=str(out_dir), device=cfg.device,
-                   dtype=cfg.dtype, seed=cfg.seed,
-                   chat=cfg.template if cfg.eval.chat == 'trained' else cfg.eval.chat,
-                   add_bos=cfg.add_bos if cfg.eval.add_bos is None else cfg.eval.add_bos)
-
-
 def print_results(cfg, results):
-    """Print the results that `train` returned, and which files it wrote."""
+    """Print the results that `train_and_report` returned, and which files it wrote."""
     if rank() or cfg.dry_run:
         return
     if results:
-        folders = {'before': Path(cfg.out_dir) / 'before', 'after': Path(cfg.out_dir)}
-        print_report({name: (result, folders[name]) for name, result in results.items()},
-                     cfg.out_dir, cfg.eval.pictures)
+        rooms.load('reports').print_results(cfg, results)
     print(f'\nwrote weights, log.jsonl{", loss.png" * Path(cfg.out_dir, "loss.png").exists()} to '
           f'{cfg.out_dir}')
 
 
 def main(argv):
     cfg = read_arguments(argv)
-    print_results(cfg, train(cfg))
+    print_results(cfg, train_and_report(cfg))
 
 
 if __name__ == '__main__':

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from data.packing import IGNORE, Packed, PackedRow, Tree, first_fit
+from data.packing import IGNORE, Packed, first_fit
+from data.tree_rows import PackedRow, Tree
 from data.preferences import to_tree
 from runtime.device import to_device
 

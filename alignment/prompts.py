@@ -5,10 +5,11 @@ import hashlib
 
 import numpy as np
 
-from data.cache import gaps
+from data.cache import gaps, group
 from data.chat import encode_prompt
 from data.files import parsed, require_text, training_rows, without_bad
-from data.messages import QUESTIONS, read_turns, to_messages, with_context, without_nulls
+from data.messages import (QUESTIONS, read_turns, require_contained, require_question, to_messages,
+                           with_context, without_nulls)
 from data.preferences import PREFERENCE_PATTERNS
 from data.written_answers import WRITTEN_TASKS
 from runtime.errors import DataError
@@ -22,16 +23,18 @@ PROMPT_PATTERNS = (*dict.fromkeys(pattern for name, task in WRITTEN_TASKS.items(
 class Prompts:
     """Tokenized prompts: `prompts[i]` is (tokens uint32 [n], loss mask of zeros), as in a cache.
 
-    rows, messages: of each; stop: ids of the tokens that end an answer; lengths: numbers of tokens;
-    digest: a hash of tokens, rows and reward
+    rows, messages: of each; groups: equal for equal prompts; stop: ids of the tokens that end an
+    answer; lengths: numbers of tokens; digest: a hash of tokens, rows, reward, tokenizer and `stop`
     """
 
-    def __init__(self, encoded, reward):
+    def __init__(self, encoded, reward, tokenizer):
         self.rows, self.messages, ids, stop = zip(*encoded, strict=True)
         self.reward = reward
         self.tokens = [np.array(x, np.uint32) for x in ids]
+        self.groups = np.array([*map(group, ids)])
         self.stop, self.lengths = set().union(*stop), np.array([len(x) for x in ids])
-        digest = hashlib.sha256(reward.digest.encode())
+        decides = reward.digest, tokenizer.fingerprint, sorted(self.stop)
+        digest = hashlib.sha256(repr(decides).encode())
         for row, tokens in zip(self.rows, self.tokens, strict=True):
             digest.update(repr(row).encode('utf-8', 'backslashreplace') + tokens.tobytes())
         self.digest = digest.hexdigest()
@@ -54,7 +57,11 @@ def to_prompt(row, instruction=''):
     row = without_nulls(row)
     lists = row.keys() & {'messages', 'conversations', 'conversation'}
     if name := next(filter(row.__contains__, QUESTIONS[:1] if lists else QUESTIONS), None):
-        messages = with_context(row, read_turns(row[name], f'the {name}', 'user'), (name,))
+        turns = read_turns(row[name], f'the {name}', 'user')
+        require_question(turns, name)
+        for other in lists:
+            require_contained({'prompt': turns}, read_turns(row[other], f'"{other}"'))
+        messages = with_context(row, turns, (name,))
     elif not lists and 'instruction' not in row:
         raise DataError(f'fields {", ".join(map(str, row)) or "(none)"}; wanted messages, '
                         f'conversations, {", ".join(QUESTIONS)}, or instruction and output')
@@ -94,4 +101,4 @@ def load_prompts(source, tokenizer, reward, *, template, max_length, add_bos, in
                                    f'is max_length minus max_tokens', *lines]))
     for line in lines:
         print(line)
-    return Prompts(short, reward)
+    return Prompts(short, reward, tokenizer)

@@ -150,8 +150,10 @@ def sample(run, chosen, seed, n):
     cfg, prompts = run.cfg, run.sequences
     sampling = Sampling(n=n, max_tokens=cfg.max_tokens, seed=seed, batch_size=cfg.decode_batch)
     ids = [prompts[i][0].tolist() for i in chosen]
+    groups = prompts.groups[chosen].tolist()
+    repeats = [groups[:i].count(group) for i, group in enumerate(groups)]
     try:
-        done = dict(generate(run.model, ids, sampling, run.tokenizer, prompts.stop))
+        done = dict(generate(run.model, ids, sampling, run.tokenizer, prompts.stop, repeats))
     except FloatingPointError as error:
         raise TrainingError(f'prompt {error.args[0] + 1} of a step: the model in training gives '
                             f'NaN or infinite logits; lower lr; {advice(cfg.out_dir)}') from error

@@ -22,7 +22,7 @@ from runtime.errors import DataError
 class Row(NamedTuple):
     """A question as its file holds it.
 
-    answer: one of `labels`; with letters as labels, an index from 0 is an answer too
+    answer: one of `labels`; an index from 0 too, unless the row has labels of its own
     """
     question: str
     choices: list
@@ -61,13 +61,17 @@ def generic_row(row, pads=False):
     if has_fields(row, 'input', 'target_scores'):
         return scored_row(row['input'], *zip(*row['target_scores'].items()))
     if has_fields(row, 'prompt', 'classes'):
-        return Row(row['prompt'], row['classes'], row['answer_index'])
+        index = row['answer_index']
+        return Row(row['prompt'], row['classes'],
+                   LETTERS[index:index + 1] if type(index) is int else index)
     question, answer = (one_of(row, name, name.title()) for name in ('question', 'answer'))
     index = row.get('answer_index')
-    if answer is not None and type(index) is int and str(answer).strip() not in (
-            str(index), LETTERS[index:index + 1]):
-        raise DataError(f'"answer" and "answer_index" of the row differ: {answer!r:.60} and '
-                        f'{index}; keep one of them')
+    if type(index) is int:      # by its name it counts from 0
+        letter = LETTERS[index:index + 1]
+        if answer is not None and str(answer).strip() not in (str(index), letter):
+            raise DataError(f'"answer" and "answer_index" of the row differ: {answer!r:.60} and '
+                            f'{index}; keep one of them')
+        answer = letter or index
     name, options = _choices(row)
     if isinstance(options, dict) and not any(isinstance(x, (list, dict)) for x in options.values()):
         return labeled_row(row, question, {
@@ -77,7 +81,8 @@ def generic_row(row, pads=False):
     pads = pads or 'cot_content' in row or options.count('N/A') > 1
     present = {letter: option for letter, option in zip(LETTERS, options)
                if option is not None and not (pads and option == 'N/A')}
-    return Row(with_passage(row, question), list(present.values()), answer, list(present))
+    labels = LETTERS if ''.join(present) == LETTERS[:len(present)] else list(present)
+    return Row(with_passage(row, question), list(present.values()), answer, labels)
 
 
 def labeled_row(row, question, options):
@@ -121,7 +126,8 @@ def scored_row(question, choices, scores):
     if scores.count(max(scores)) != 1:
         raise DataError(f'{scores.count(max(scores))} choices have the highest score; wanted one')
     order = sorted(range(len(choices)), key=lambda i: text_digest(question, choices[i]))
-    return Row(question, [choices[i] for i in order], order.index(scores.index(max(scores))))
+    return Row(question, [choices[i] for i in order],
+               LETTERS[order.index(scores.index(max(scores)))])
 
 
 def truthfulqa_row(row):

@@ -2,9 +2,9 @@
 Llama 3's `tokenizer.model`, Mistral's `tekken.json`, and `vocab.json` with `merges.txt`."""
 
 import binascii
-import contextlib
 from pathlib import Path
 
+from data.tokenizer import library_errors
 from runtime.errors import DataError
 from runtime.json_rules import read_json_object
 
@@ -23,20 +23,6 @@ TEKKEN_CONTROLS = (
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTE_CHARS = {byte: chr(byte) for byte in PRINTABLE} | {
     byte: chr(256 + i) for i, byte in enumerate(sorted(set(range(256)) - set(PRINTABLE)))}
-
-
-@contextlib.contextmanager
-def library_errors(path):
-    """Raise a DataError that names `path` for an error of the tokenizers library in a `with` block.
-    """
-    try:
-        yield
-    except BaseException as error:
-        # PanicException, of a regular expression that does not end, is no Exception
-        if not isinstance(error, Exception) and type(error).__name__ != 'PanicException':
-            raise
-        raise DataError(f'{path}: the tokenizers library cannot read this file, or encode a text '
-                        f'with it: {error}') from error
 
 
 def from_tiktoken(path):

@@ -1,8 +1,8 @@
 """Tokenized datasets on disk: written once, then memory-mapped.
 
 A cache folder holds the ARRAYS, the concatenated sequences, and `info.json` with their hash. The
-folder's name is a hash of what decides the content: the raw files, the settings and the code of
-data/ that is used.
+folder's name is a hash of what decides the content: the raw files with their names, the settings
+and the code that reads and encodes.
 """
 
 import collections
@@ -14,28 +14,34 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data.files import parsed, training_rows, without_bad
-from runtime.digests import file_digest, json_digest, used_code
+from data.files import parsed, text_digest, training_rows, without_bad
+from runtime.digests import (file_digest, json_digest, module_file, syntax_digest,
+                             with_imports)
 from runtime.errors import DataError
 from runtime.ownership import temporary
 from runtime.processes import forked_pool
 
-# {file .bin: its type}. offsets: where each sequence begins and the last ends; margins: of pairs of
-# answers, 0 without one, one per sequence
-ARRAYS = {'offsets': np.int64, 'tokens': np.uint32, 'loss_mask': np.uint8, 'margins': np.float32}
+READERS = 'data.tokenizer', 'runtime.hub', 'runtime.readers'   # besides the module of `encode`
+# {file .bin: its type}. offsets: where each sequence begins and the last ends; groups and margins:
+# of each sequence, as in Sequences
+ARRAYS = {'offsets': np.int64, 'tokens': np.uint32, 'loss_mask': np.uint8, 'groups': np.int64,
+          'margins': np.float32}
 
 
 class Sequences:
     """Memory-mapped sequences: `seqs[i]` is (tokens uint32 [n], loss mask uint8 [n]).
 
+    groups:  int64, equal for sequences of one prompt or document, which a held-out part may not
+             share with training
     margins: float32, of each sequence, 0 if it has none; see data/preferences.py
-    digest:  hash of the tokens, loss masks, margins and their order
+    digest:  hash of the tokens, loss masks, groups, margins and their order
     """
 
     def __init__(self, folder):
         try:
             self.info = json.loads((folder / 'info.json').read_text(encoding='utf-8'))
-            self.offsets, self.tokens, self.loss_mask, self.margins = _arrays(folder)
+            (self.offsets, self.tokens, self.loss_mask, self.groups,
+             self.margins) = _arrays(folder)
             self.digest = _digest(folder)
             if self.digest != self.info['digest'] or len(self.margins) != len(self):
                 raise ValueError('it does not match its hash')
@@ -75,18 +81,18 @@ def tokenize_once(files, encode, tokenizer, settings, cache_dir, on_bad_row='sto
                   read=training_rows):
     """Return the Sequences of all rows, from the cache if this was tokenized before.
 
-    encode:   (row, place) -> list of (token ids, loss mask[, margin]), or a text that says why the
-              row is left out; may raise DataError; runs in worker processes
+    encode:   (row, place) -> list of (`group`, token ids, loss mask[, margin]), or a text that says
+              why the row is left out; may raise DataError; runs in worker processes
     settings: dict of what changes the result besides the files, the tokenizer and the code
     on_bad_row: 'stop' raises the first DataError; 'skip' counts bad rows and prints the first
     read:     (files, Counter of {why a row is left out: rows}) -> the (place, row) pairs to encode
     """
     settings = settings | {'tokenizer': tokenizer.fingerprint}
-    code, texts = (sorted(Path(__file__).parent.glob(pattern)) for pattern in ('*.py', '*.json'))
-    code = used_code(tuple(code), encode, 'load_tokenizer',
-                     more=repr([(path.name, path.read_bytes()) for path in texts]))
-    key = json_digest([code, settings, on_bad_row, *(
-        [Path(file).suffixes[-2:], file_digest(file)] for file in files)])
+    key = json_digest([
+        syntax_digest(*reader_files(encode)), encode.__qualname__,
+        *map(file_digest, sorted(Path(__file__).parent.glob('*.json'))), settings, on_bad_row,
+        # the name of a file can say its format, its split or its subject
+        *([Path(file).parts[-2:], file_digest(file)] for file in files)])
     folder = Path(os.path.expanduser(cache_dir)) / key[:20]
     if not folder.exists():
         left_out, bad = collections.Counter(), []
@@ -109,6 +115,17 @@ def tokenize_once(files, encode, tokenizer, settings, cache_dir, on_bad_row='sto
     return sequences
 
 
+def reader_files(encode):
+    """Return the Python files that decide what becomes of the rows of a file."""
+    files = [Path(encode.__code__.co_filename), *map(module_file, READERS)]
+    return with_imports(files, {'data'}.__contains__)
+
+
+def group(content):
+    """Return the group of sequences that share a prompt, its token ids, or a document, a text."""
+    return int(text_digest(content)[:15], 16)
+
+
 def gaps(info):
     """Return sentences about the rows that became no sequence."""
     sentences = [f'{n} rows left out: {reason}' for reason, n in info['left_out'].items()]
@@ -119,17 +136,19 @@ def gaps(info):
 
 def _write(folder, results, left_out):
     """Write what `encode` returned for each row, or count it in `left_out`; return how many."""
-    offsets, margins = [0], []
+    offsets, groups, margins = [0], [], []
     with open(folder / 'tokens.bin', 'wb') as tokens, open(folder / 'loss_mask.bin', 'wb') as masks:
         for sequences in results:
             if isinstance(sequences, str):
                 left_out[sequences] += 1
                 continue
-            for ids, loss_mask, *margin in sequences:
+            for shared, ids, loss_mask, *margin in sequences:
+                groups.append(shared)
                 tokens.write(np.asarray(ids, dtype=np.uint32))
                 masks.write(np.asarray(loss_mask, dtype=np.uint8))
                 offsets.append(offsets[-1] + len(ids))
                 margins += margin or [0.0]
     np.array(offsets, ARRAYS['offsets']).tofile(folder / 'offsets.bin')
+    np.array(groups, ARRAYS['groups']).tofile(folder / 'groups.bin')
     np.array(margins, ARRAYS['margins']).tofile(folder / 'margins.bin')
     return len(margins)

@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 
 from runtime import readers
-from runtime.errors import CheckpointError, ConfigError, DataError, escape_controls
-from runtime.hub import HELD_OUT
+from runtime.errors import CheckpointError, ConfigError, DataError, escape_controls, shorten
+from runtime.hub import is_held_out
 from runtime.ownership import note_inputs
 
 
@@ -30,10 +30,10 @@ def read_rows(*paths):
 def training_rows(files, left_out):
     """Yield (place, row) but of rows with a `split` that is held out; count these in `left_out`."""
     for file in map(Path, files):
-        whole = HELD_OUT.match(file.name)       # such a file is only read if it is asked for
+        whole = is_held_out(file.name)      # such a file is only read if it is asked for
         for place, row in read_rows(file):
-            if not whole and has_fields(row, 'split') and HELD_OUT.match(f'{row["split"]}.'):
-                left_out[f'their "split" is {row["split"]!r}'] += 1
+            if not whole and has_fields(row, 'split') and is_held_out(str(row['split'])):
+                left_out[f'their "split" is {row["split"]!r:.60}'] += 1
             else:
                 yield place, row
 
@@ -87,6 +87,18 @@ def is_empty(value):
         isinstance(value, str) and value.strip() in ('', '[]', '{}', 'null', 'None'))
 
 
+def as_rows(value):
+    """Return a list of dicts for a dict of lists, as parquet stores it; other values unchanged."""
+    columns = {name: cells for name, cells in value.items() if cells is not None} if isinstance(
+        value, dict) else {}
+    if not columns or not all(isinstance(cells, list) for cells in columns.values()):
+        return value
+    if len({len(cells) for cells in columns.values()}) > 1:
+        raise DataError('a dict of lists has lists of different lengths: ' + ', '.join(
+            f'{name} {len(cells)}' for name, cells in columns.items()))
+    return [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
+
+
 def with_passage(row, question):
     """Return a question after the passage beside it, as in RACE; raise DataError for an image."""
     if not (is_empty(row.get('image')) and is_empty(row.get('images'))):
@@ -134,7 +146,8 @@ def parsed(place, row, parse, *arguments):
             'not the fields of its format: '
             + (f'there is no {error}' if isinstance(error, KeyError) else repr(error)) + fields)
         message = escape_controls(message.encode('utf-8', 'backslashreplace').decode())
-        return DataError(message if message.startswith(place) else f'{place}: {message}')
+        message = shorten(message.removeprefix(f'{place}: '), 800)      # it may quote the row
+        return DataError(f'{place}: {message}')
 
 
 def without_bad(results, on_bad_row, bad):

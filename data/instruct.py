@@ -3,7 +3,7 @@
 
 import math
 
-from data.cache import tokenize_once
+from data.cache import group, tokenize_once
 from data.chat import encode_conversation, encode_prompt, supervision
 from data.files import (has_fields, parsed, read_rows, require_fields, require_text,
                         training_rows)
@@ -85,9 +85,10 @@ def load_conversations(source, tokenizer, *, template, max_length, add_bos, revi
             raise DataError('every assistant message is marked as not trained')
         if not any(loss_mask[:max_length]):
             raise DataError(f'the answer begins beyond max_length = {max_length} tokens; raise it')
+        prompt = group(ids[:loss_mask.index(1)])
         if train_on_inputs:
             loss_mask = [0] * add_bos + [1] * (len(ids) - add_bos)
-        return [(ids[:max_length], loss_mask[:max_length])]
+        return [(prompt, ids[:max_length], loss_mask[:max_length])]
 
     settings = {'template': template, 'max_length': max_length, 'add_bos': add_bos,
                 'answers': answers, 'train_on_inputs': train_on_inputs}
@@ -116,7 +117,7 @@ def load_text(source, tokenizer, *, max_length, add_bos, revision=None, **option
             raise DataError('the field "text" is empty')
         ids.append(tokenizer.eos_id)
         pieces = [ids[i:i + step] for i in range(0, len(ids), step)]
-        return [(bos + piece, [0] * len(bos) + [1] * len(piece)) for piece in pieces
+        return [(group(text), bos + piece, [0] * len(bos) + [1] * len(piece)) for piece in pieces
                 if piece != [tokenizer.eos_id]]
 
     settings = {'max_length': max_length, 'add_bos': add_bos}

@@ -13,8 +13,10 @@ from data.preferences import (PREFERENCE_PATTERNS, SUBJECT, join_answers, scored
                               to_ranking)
 from data.prompts import Prompt
 from data.questions import Loaded, Question, of_languages
+from data.tasks import OptionTask, chat_words
 from runtime.errors import DataError
 from runtime.hub import fetch
+from written.variants import PermutedTask
 
 QUESTION = 'Which answer to the last message is better?\nBetter answer:'
 
@@ -82,3 +84,20 @@ def load_pairs(name, cfg):
     # of each kind as many: a sample of all pairs together might have none with a better answer
     drawn = [draw(of_kind, cfg.limit, cfg.seed) for of_kind in (known, *others)]
     return Loaded([*itertools.chain(*drawn)], {}, bad, len(known))
+
+
+class JudgeTask(PermutedTask):
+    """Which of two answers is better? A sample has the mean over both orders, see the top.
+
+    The pairs without a better answer are of the splits 'tied' and 'unlabeled'.
+    """
+    settings, described, others = (), ('chat', 'shots'), 'tied or without scores'
+    identity = *OptionTask.identity, 'published', 'first'
+
+    read = staticmethod(load_pairs)
+
+    def distribution(self, cfg):
+        return f'pairwise judge, mean over both orders of the answers, 0 shots, {chat_words(cfg)}'
+
+
+TASK = JudgeTask

@@ -8,7 +8,8 @@ that says whether it is trained has 'train': True or False.
 import itertools
 import re
 
-from data.files import has_fields, is_empty, json_list, one_of, require_fields, require_text
+from data.files import (as_rows, has_fields, is_empty, json_list, one_of, require_fields,
+                        require_text)
 from runtime.errors import DataError
 
 # in any case: NeMo writes User and Assistant
@@ -18,6 +19,17 @@ ROLE_NAMES = {'system': 'system', 'developer': 'system', 'user': 'user', 'human'
 TURNS_AS_TEXT = re.compile(
     r"""\[\s*{\s*(?=['"](role|content|from|value)['"]).*?['"](role|from)['"]\s*:\s*['"]"""
     f"({'|'.join(ROLE_NAMES)})['\"]", re.DOTALL | re.IGNORECASE)
+# dialogues in one text: those of HH-RLHF and of NeMo (HelpSteer2) are read, marks of templates not
+HH_RLHF = re.compile(r'(?:\A|\n\n)(Human|Assistant): ?')
+NEMO = re.compile(r'(?:\A|\n)<extra_id_[01]>(System|User|Assistant)(?:\n|\Z)')
+MARKED = re.compile(
+    r"""\s*(<s>|<bos>|<[|]begin_of_text[|]>)?\s*(
+    \[INST\].*\[/INST\] | <[|]im_start[|]>.*<[|]im_start[|]>assistant |
+    <[|](system|user|prompter)[|]>.*<[|]assistant[|]> | <start_of_turn>.*<start_of_turn>model |
+    <[|]start_header_id[|]>.*assistant<[|]end_header_id[|]> | <human>:.*<bot>: |
+    [#]{2,3}\ ?(Human|User|System):.*[#]{2,3}\ ?(Assistant|Bot|AI): |
+    (SYSTEM|USER|HUMAN):.*\s(ASSISTANT|AI|BOT): | (System|User|Human):.*\n(Assistant|AI|Bot):)
+    """, re.DOTALL | re.VERBOSE)
 TEXT_PARTS = 'text', 'input_text', 'output_text'    # types of the parts of a content
 SYSTEM = ('system', 'system_prompt', 'system_message', 'system_instruction', 'instructions',
           'developer', 'developer_message')
@@ -26,13 +38,20 @@ HISTORY = 'history', 'chat_history'
 QUESTIONS = 'prompt', 'question', 'query', 'problem', 'inputs'
 ANSWERS = 'output', 'completion', 'response'
 SOLUTIONS = 'solution', 'targets', 'answer'     # beside an answer they are its result
+LISTS = 'messages', 'conversations', 'conversation'
+# what begins an answer: of Step-DPO, and prefills
+BEGINNINGS = ('initial_reason_steps', 'initial_reasoning_steps', 'initial_steps', 'prefix',
+              'prefill', 'partial_answer', 'partial_response', 'partial_solution', *(
+                  f'{kind}_prefix' for kind in ('reasoning', 'answer', 'response', 'assistant',
+                                                'completion')))
 # what a model would have to read, and no template of ours shows
-CONTEXT = ('tools', 'functions', 'documents', 'document', 'contexts', 'context', 'knowledge',
-           'instruction', 'input', 'chat_template_kwargs', *(
+CONTEXT = ('tools', 'functions', 'documents', 'document', 'contexts', 'context', 'instruction',
+           'input', 'chat_template_kwargs', *(
                f'{kind}{ending}' for kind in ('image', 'video', 'audio')
                for ending in ('', 's', '_path', '_paths', '_url', '_urls')))
+# beside turns, 'knowledge' is an annotation, as in Magpie
 BESIDE_QUESTION = ('definition', 'passages', 'passage', 'article', 'choices', 'options',
-                   'option_a', 'option_0', 'choice0', 'a')
+                   'option_a', 'option_0', 'choice0', 'a', 'knowledge')
 CONTEXT_OF_TURN = ('tool_calls', 'function_call', 'reasoning_content', 'reasoning', 'thinking',
                    'channel', 'name', *CONTEXT)
 TRAIN = 'train', 'training', 'trainable', 'weight', 'loss', 'loss_mask', 'loss_weight'
@@ -49,12 +68,13 @@ def dialogue(*texts):
 def to_messages(row):
     """Return a row, see docs/training.md, as [{'role', 'content'}, ...]; raises DataError."""
     row = without_nulls(row)
-    lists = {name: read_turns(row[name], f'"{name}"') or None
-             for name in ('messages', 'conversations', 'conversation') if name in row}
+    lists = {name: read_turns(row[name], f'"{name}"') or None for name in LISTS if name in row}
     if lists:
         messages = one_of(lists, *lists) or []
         if messages and messages[-1]['role'] == 'user' and any(map(row.get, ANSWERS)):
             messages += read_turns(one_of(row, *ANSWERS), 'the answer', 'assistant')
+        require_contained(row, messages)
+        require_contained(row, messages, ANSWERS, 'assistant')
         return with_context(row, messages)
     questions = ('instruction', *QUESTIONS) if 'output' in row else (*QUESTIONS, 'instruction')
     used = question, answer = [next(filter(row.__contains__, names), None)
@@ -65,6 +85,7 @@ def to_messages(row):
                         f'{", ".join(ANSWERS + SOLUTIONS)}')
     messages = [to_question(row)] if question == 'instruction' else read_turns(
         row[question], f'the {question}', 'user')
+    require_question(messages, question)
     answers = read_turns(row[answer], f'the {answer}', 'assistant')
     if answers and answers[0]['role'] != 'assistant':
         raise DataError(f'the {answer} begins with a {answers[0]["role"]} message, not an answer')
@@ -81,12 +102,38 @@ def to_messages(row):
     return with_context(row, messages, (*used, *copies))
 
 
+def require_question(messages, name):
+    """Raise DataError for the messages of a question that end in an answer."""
+    if messages and messages[-1]['role'] == 'assistant':
+        raise DataError(f'the {name} ends with an assistant message, which the answer would have '
+                        f'to continue; write it into the answer, or remove it')
+
+
+def require_contained(row, messages, names=QUESTIONS, role='user'):
+    """Raise DataError for a second form of a question, or of the answer, that no message has."""
+    texts = [_words(message['content']) for message in messages
+             if (message['role'] == 'assistant') == (role == 'assistant')]
+    for name, value in _given(row, names):
+        for turn in read_turns(value, f'the {name}', role):
+            part = _words(turn['content'])
+            if turn['role'] == role and not any(
+                    part in text or text in part and role == 'user' for text in texts):
+                raise DataError(f'the field "{name}" of the row is not in its turns: '
+                                f'{turn["content"]!r:.60}; keep one of them')
+
+
+def _words(text):
+    return ' '.join(str(text).split())
+
+
 def to_question(row):
     """Return the user's message of Alpaca's or Dolly's fields; template `alpaca` reads 'input'."""
     context = row['input'] if row.get('input') not in (None, '', []) else row.get('context') or ''
     texts = [text for text in (require_text(row['instruction'], 'the instruction'),
                                require_text(context, 'the input')) if text.strip()]
     question = {'role': 'user', 'content': '\n\n'.join(texts)}
+    if split_dialogue(question['content'], 'the instruction'):
+        raise DataError('the instruction is a dialogue in one text; write it as "messages"')
     return question | {'input': context} if len(texts) > 1 else question
 
 
@@ -100,18 +147,15 @@ def read_turns(value, what, speaker=None):
     """Return the messages of a list of turns, of one turn, or of a text if `speaker` is its role.
 
     A turn has role and content, or from and value, or it is a text, or input and output for two
-    turns. A single text may be a dialogue as in HH-RLHF.
+    turns. A list may be a dict of lists. A single text may be a dialogue, see `split_dialogue`.
     """
     if isinstance(value, str) and TURNS_AS_TEXT.match(value):       # in a cell of a table
         value = json_list(value, what)
     if isinstance(value, str) and speaker:
-        before, *parts = re.split(r'\n\n(Human|Assistant): ?', value)
-        if before.strip() or not parts:
-            return [{'role': speaker, 'content': value}]
-        value = [{'role': name.lower(), 'content': text}
-                 for name, text in zip(parts[::2], parts[1::2], strict=True)]
-        if speaker == 'user' and not value[-1]['content'].strip():      # where the answer begins
-            value.pop()
+        value = split_dialogue(value, what) or [{'role': speaker, 'content': value}]
+        if speaker == 'user' and len(value) > 1 and not value[-1]['content'].strip():
+            value.pop()     # where the answer begins
+    value = as_rows(value)
     turns = [value] if isinstance(value, dict) else value
     if not speaker and isinstance(turns, list):
         if all(isinstance(turn, str) for turn in turns):                    # LIMA
@@ -126,6 +170,28 @@ def read_turns(value, what, speaker=None):
         text = 'text or ' if speaker else ''
         raise DataError(f'{what} must be {text}a list of {{"role", "content"}}')
     return [_message(without_nulls(turn)) for turn in turns]
+
+
+def split_dialogue(text, what):
+    """Return the turns of a dialogue in one text, as in HH-RLHF or HelpSteer2; [] if it is none.
+
+    Raises DataError for a dialogue with other marks.
+    """
+    before, *parts = NEMO.split(text)
+    if parts and before.strip():    # HelpSteer2 has no mark before the first turn
+        parts = ['User', before, *parts]
+    if not parts:
+        before, *parts = HH_RLHF.split(text)
+        begins = text.startswith('\n\n') or (
+            parts[:1] == ['Human'] and 'Assistant' in parts[::2])
+        asks = 'Human' in parts[::2] and parts[-2] == 'Assistant' and not parts[-1].strip()
+        if before.strip() or not begins:
+            if asks or MARKED.match(text):
+                raise DataError(f'{what} is a dialogue in one text, {text.strip()!r:.60}; write it '
+                                f'as a list of {{"role", "content"}}')
+            parts = []
+    return [{'role': role.lower(), 'content': turn}
+            for role, turn in zip(parts[::2], parts[1::2], strict=True)]
 
 
 def _message(turn):
@@ -157,13 +223,14 @@ def _text(content):
     return ''.join(require_text(part['text'], 'a part of a content') for part in content)
 
 
-def with_context(row, messages, used=()):
+def with_context(row, messages, used=(), answers=()):
     """Return `messages` after the system message and the history that stand beside them in a row.
 
-    used: names of the fields that `messages` were read from, unless they are a list of turns.
-    Raises DataError for context that is not in the messages and that no template shows, such as
-    tools, for two questions, histories or system messages, and for a weight of the row other than
-    1.
+    used: names of the fields that `messages` were read from, unless they are a list of turns;
+    answers: texts of the answers, if they are not among the messages. Raises DataError for context
+    that is not in the messages and that no template shows, such as tools, for a beginning of the
+    answers that is not in them, for two questions, histories or system messages, and for a weight
+    of the row other than 1.
     """
     for name, value in row.items():
         if name in TRAIN_ROW and value not in (1, None):
@@ -178,6 +245,13 @@ def with_context(row, messages, used=()):
                 for part in (value if isinstance(value, list) else [value])):
             raise DataError(f'the field "{name}" is in no message{source}, so the model would not '
                             f'see it; write it into a message, or remove it')
+    answers = answers or [message['content'] for message in messages[-1:]]
+    for name, value in _given(row, BEGINNINGS):
+        if not isinstance(value, str) or not (
+                any(value.strip() in text for text in texts)
+                or all(value.strip() in str(answer) for answer in answers)):
+            raise DataError(f'the field "{name}" begins the answer and is not in it; write it into '
+                            f'each answer, or into the question, or remove it')
     histories = dict(_given(row, HISTORY))
     one_of(histories, *histories)
     for name, value in histories.items():

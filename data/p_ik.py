@@ -11,8 +11,10 @@ import re
 from data.files import draw, has_fields, parse_rows, read_rows, require_text
 from data.prompts import lettered
 from data.questions import Loaded, Question
+from data.tasks import chat_words
 from runtime.errors import DataError
 from runtime.hub import fetch
+from written.variants import PTrueTask
 
 P_IK = 'Do you know the answer?'        # follows a question
 
@@ -65,3 +67,16 @@ def load_p_ik(name, cfg):
     if not questions:
         raise DataError(f'{file} has no samples of written answers')
     return Loaded(draw(questions, cfg.limit, cfg.seed), {}, bad, len(questions))
+
+
+class PIKTask(PTrueTask):
+    """P(IK) of a tuned model: each question is asked without its answer."""
+    settings, described = (), ('chat', 'shots')
+
+    read = staticmethod(load_p_ik)
+
+    def distribution(self, cfg):
+        return f'P(IK) of a drawn answer, asked in words, 0 shots, {chat_words(cfg)}'
+
+
+TASK = PIKTask

@@ -16,19 +16,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.cache import tokenize_once
+from data.cache import group, tokenize_once
 from data.chat import encode_answer
-from data.files import has_fields, parsed, require_text, training_rows
+from data.files import as_rows, has_fields, parsed, require_text, training_rows
 from data.instruct import PATTERNS
-from data.messages import (QUESTIONS, dialogue, read_turns, to_question, with_context,
-                           without_nulls)
-from data.packing import Tree
+from data.messages import (LISTS, QUESTIONS, read_turns, require_contained, to_question,
+                           with_context, without_nulls)
+from data.tree_rows import Tree
 from runtime.errors import DataError
 from runtime.hub import fetch_training
 
 TIED = 128      # so a prompt has at most 126 answers
 HELPSTEER2 = 'prompt', 'response', 'helpfulness'    # a row per answer
 SUBJECT = 'subject', 'subset', 'domain'     # fields of a row, for judges
+VERDICTS = 'status', 'winner', 'preference', 'verdict', 'outcome', 'label'    # Argilla: status
+TIE = re.compile(r'(?i)\s*(a )?(tied?|draw|equal)\b')
 PREFERENCE_PATTERNS = ('data/train_prefs-*.parquet', 'train_prefs-*.parquet',
                        'comparison_data_v2.json', *PATTERNS)
 
@@ -59,7 +61,14 @@ def to_ranking(row):
         if worse & _better(answers, scores):
             raise DataError(f'"{needed[-1]}" and "{other[-1]}" of the row rank the answers '
                             f'differently; keep one of them')
-    prompt = with_context(row, prompt, (*needed, 'input') if 'instruction' in needed else needed)
+    for name in {*LISTS} & row.keys() - {*needed}:
+        turns = read_turns(row[name], f'"{name}"')
+        require_contained({'prompt': prompt}, turns or prompt)
+    if len(answers) == 2 and (row.get('tie') is True or row.get('is_tie') is True or any(
+            TIE.match(str(row.get(name))) for name in VERDICTS)):
+        scores = [0, 0]
+    prompt = with_context(row, prompt, (*needed, 'input') if 'instruction' in needed else needed,
+                          answers)
     if any(message.get('train') for message in prompt):
         raise DataError('a message before the answers is marked as trained, but only the answers '
                         'are trained')
@@ -90,9 +99,7 @@ def _pair(row):
     if len(chosen) > 1 or len(rejected) > 1:    # the sides hold the prompt themselves
         if chosen[:-1] != rejected[:-1]:
             raise DataError('the turns before the two answers differ')
-        if before and chosen[0]['role'] == 'assistant' and chosen[0] != before[0]:
-            raise DataError('"chosen" and "rejected" of several turns must begin with the prompt')
-        before = chosen[:-1]
+        before = join_turns(before, chosen[:-1])
     for side, messages in (('chosen', chosen), ('rejected', rejected)):
         last = messages[-1] if messages else {'role': None}
         if last['role'] != 'assistant' or last.get('train') is False:
@@ -108,6 +115,24 @@ def _pair(row):
     return before, [chosen[-1]['content'], rejected[-1]['content']], [1, int(tied)]
 
 
+def join_turns(prompt, turns):
+    """Return the messages of a prompt and of turns that repeat it, or its end, or continue it."""
+    said, asked = ([(turn['role'], str(turn['content']).strip()) for turn in part]
+                   for part in (turns, prompt))
+    if any(said[i:i + len(asked)] == asked for i in range(len(said))):
+        return turns
+    if len(asked) == 1 and any(role == 'user' == asked[0][0] and asked[0][1] in text
+                               for role, text in said):
+        return turns
+    overlap = next(n for n in range(len(said), -1, -1) if said[:n] == asked[len(asked) - n:])
+    joined = [*prompt, *turns[overlap:]]
+    roles = [turn['role'] for turn in joined]
+    if any(one == other for one, other in itertools.pairwise(roles)) or 'system' in roles[1:]:
+        raise DataError('"chosen" and "rejected" of several turns neither repeat nor continue the '
+                        'prompt; keep one of them')
+    return joined
+
+
 def _gpt4llm(row):
     # a template would add the text around Stanford Alpaca's instruction again
     match = re.fullmatch(r'Below is an instruction that describes a task.*?### Instruction:\s*(.*?)'
@@ -117,7 +142,7 @@ def _gpt4llm(row):
     prompt = [to_question({'instruction': instruction, 'input': context})]
     if 'responses_and_scores' not in row:
         return prompt, [row['completion_a'], row['completion_b']], [1, 0]
-    answers = row['responses_and_scores']
+    answers = as_rows(row['responses_and_scores'])
     if not isinstance(answers, list) or not all(has_fields(x, 'response', 'score')
                                                 for x in answers):
         raise DataError('"responses_and_scores" must be a list of {"response", "score"}')
@@ -131,11 +156,12 @@ FORMATS = {
     ('instruction', 'generations', 'ratings'): lambda row: (        # distilabel
         [to_question(row)], row['generations'], row['ratings']),
     ('instruction', 'completions'): lambda row: (       # UltraFeedback before it was binarized
-        [to_question(row)], [x['response'] for x in row['completions']],
-        [x['overall_score'] for x in row['completions']]),
+        [to_question(row)], [x['response'] for x in as_rows(row['completions'])],
+        [x['overall_score'] for x in as_rows(row['completions'])]),
     ('prompt', 'turns', 'answers'): lambda row: (       # Nectar; rank 1 is the best
-        read_turns(row['prompt'], 'the prompt', 'user'), [x['answer'] for x in row['answers']],
-        [-x['rank'] for x in row['answers']]),
+        read_turns(row['prompt'], 'the prompt', 'user'),
+        [x['answer'] for x in as_rows(row['answers'])],
+        [-x['rank'] for x in as_rows(row['answers'])]),
     ('user_input', 'responses_and_scores'): _gpt4llm,
     ('user_input', 'completion_a', 'completion_b'): _gpt4llm,       # as it was published before
     ('context', 'response1', 'response2', 'overall_preference'): lambda row: (      # HelpSteer3
@@ -161,7 +187,7 @@ def join_answers(rows):
     def add(row, place):
         prompt, response = (require_text(row[key], key) for key in ('prompt', 'response'))
         _margin(row, [response])
-        messages = with_context(row, dialogue(prompt))
+        messages = with_context(row, read_turns(prompt, 'the prompt', 'user'), answers=[response])
         joined = {name: row[name] for name in (*SUBJECT, 'language') if name in row} | {
             'prompt': messages, 'responses': [], 'scores': []}
         _, joined = prompts.setdefault(json.dumps(messages), (place, joined))
@@ -197,7 +223,8 @@ def load_preferences(source, tokenizer, *, template, max_length, pack_len, add_b
             return sequences
         if len(sequences[0][0]) > pack_len:
             return f'all answers longer than {pack_len} tokens'
-        return [(*sequence, ranking.margin) for sequence in sequences]
+        return [(group(ids[:loss_mask.index(1)]), ids, loss_mask, ranking.margin)
+                for ids, loss_mask in sequences]
 
     settings = {'template': template, 'max_length': max_length, 'pack_len': pack_len,
                 'add_bos': add_bos}

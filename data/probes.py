@@ -13,7 +13,7 @@ import numpy as np
 
 from data.files import draw, parse_rows, read_rows, require_fields, require_text
 from data.instruct import TEXT_PATTERNS
-from data.packing import Tree
+from data.tree_rows import Tree
 from data.questions import Loaded
 from runtime.errors import ConfigError, DataError
 from runtime.hub import fetch

@@ -140,6 +140,36 @@ def lettered(question, choices, answer='Answer:', header=''):
                   [f' {letter}' for letter in LETTERS[:len(choices)]], header)
 
 
+# an option that speaks of the others, such as 'None of the above', in the languages of benchmarks
+OF_THE_OTHERS = re.compile(
+    r'^\W*(all|none|both|neither|either|any|each|some)( of| \w+ of)? (of )?'
+    r'(the (above|options|choices|answers|others?)|above|these|those|them)\b|\bof the above\b|'
+    # zh, ja, ko
+    r'^(以上|上述|所有以上|其他选项|都不是|均不是)\D|上記|以上の(すべて|いずれ|どれ)|選択肢|위의|상기|보기|'
+    # de, nl, sv, da, es, pt, it, fr, ro, ca
+    r'\b(der (oben )?genannten|oben|bovenstaande|ovanstående|ovenstående|anteriores|acima|'
+    r'precedenti|ci-dessus|de mai sus|di atas|trên|yukarıda\w*)\b|'
+    # ru, uk, sr, pl, cs, lt, el, ar, fa, he, hi, bn, te, th, sw
+    r'перечислен|вышеуказан|вищезазначен|наведен|powyższ|výše|aukščiau|παραπάνω|أعلاه|ما سبق|'
+    r'موارد بالا|לעיל|उपरोक्त|उपर्युक्त|উপরের|পূর্বোক্ত|పైవ|ข้างต้น|ถูกทุกข้อ|hapo juu',
+    re.IGNORECASE)
+
+
+def names_options(choices):
+    """Return the first choice that names options: its own letter, 'Both A and B', 'All of these'.
+
+    None if there is none. In another order of the choices, such a choice says something else.
+    """
+    letters = LETTERS[:len(choices)]
+    if all(re.match(rf'\W*{letter}\s?[.):\]：、．）]', choice, re.IGNORECASE)
+           for letter, choice in zip(letters, choices)):
+        return choices[0]
+    letter = rf'(?<![A-Za-z0-9])[{letters}](?![A-Za-z0-9])'
+    pair = re.compile(rf'{letter}[^\w.]{{0,3}}(\w{{1,5}}\W{{1,3}}|[和与與及或とや])?{letter}')
+    return next((choice for choice in choices if len(choice) <= 60 and (
+        pair.search(choice) or OF_THE_OTHERS.search(choice))), None)
+
+
 def _wording(kind, language):
     if language not in WORDING[kind]:
         raise DataError(f'language {language!r} has no wording of its own; --languages= names the '

@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 from data.benchmarks import BENCHMARKS, CATEGORY, GENERIC, generic_row
 from data.eval_config import EvalConfig
-from data.files import draw, parse_rows, read_rows, require_text, text_digest
+from data.files import (draw, parse_rows, parsed, read_rows, require_text, text_digest,
+                        training_rows)
 from data.prompts import (LETTERS, PROMPT_FORMATS, Item, check_prompt_format, content_free,
-                          proposing)
+                          names_options, proposing)
 from runtime.errors import DataError
 from runtime.hub import fetch, matches
 from runtime.processes import cores, parallel_map
@@ -33,6 +34,8 @@ class Question:
     place: str = ''             # file and line or row, for messages
     ending: str = ''            # follows each option; if given, only this is scored (WinoGrande)
     digest: str = ''            # hash of question and choices, independent of the prompt format
+    unordered: str = ''         # the same with the choices in any order
+    names_options: str = ''     # with permute, a choice that names options; see `names_options`
     by: str = ''                # 'level 3': the field of --group_by, and its value
     orders: dict = field(default_factory=dict)  # {cyclic order of the options: Prompt}
     content_free: list = field(default_factory=list)    # its Prompts for contextual calibration
@@ -116,10 +119,15 @@ def load_task(name, cfg):
             raise DataError(f'{source}: {n} solved questions about {group[1]!r}, {cfg.shots} '
                             f'wanted; --shots={n} would fit')
     shots = {group: solved[:cfg.shots] for group, solved in shots.items()}
-    shown = sum(q.digest in [shot.digest for shot in shots.get(q.group, ())] for q in questions)
+    shown = sum(q.unordered in [shot.unordered for shot in shots.get(q.group, ())]
+                for q in questions)
     if shown:
         print(f'{name}: {shown} questions are also among their shots, which give the answer away; '
               f'keep the files of the two apart')
+    if naming := [q for q in questions if q.names_options]:
+        print(f'{name}: permute = {cfg.permute}, but the options of {len(naming)} questions seem '
+              f'to name options, such as {naming[0].names_options!r:.60} ({naming[0].place}); in '
+              f'another order they say something else')
     return Loaded([*questions, *validation], shots, bad, total)
 
 
@@ -132,9 +140,10 @@ def _read_splits(task, benchmark, source, cfg):
 
     def read(job):
         split, files, language = job
-        parse = functools.partial(_to_question, benchmark=benchmark, language=language,
+        keys = {}
+        parse = functools.partial(_to_question, benchmark=benchmark, language=language, keys=keys,
                                   cfg=plain if split == 'shots' else cfg)
-        return parse_rows(read_rows(*files), parse, cfg.on_bad_row)
+        return *parse_rows(read_rows(*files), parse, cfg.on_bad_row), keys
 
     wanted = {'test': True, 'shots': cfg.shots > 0, 'validation': cfg.fit_temperature}
     jobs = [(split, _files_of(benchmark, source, split, language, cfg.data_revision), language)
@@ -142,10 +151,13 @@ def _read_splits(task, benchmark, source, cfg):
             for split in wanted if wanted[split]]
     n_bytes = sum(os.path.getsize(file) for _, files, _ in jobs for file in files)
     most = min(32, cores() // int(os.environ.get('LOCAL_WORLD_SIZE', 1)))   # every process reads
-    by_split, bad = {split: [] for split in wanted}, []
-    for (split, *_), (items, messages) in zip(jobs, parallel_map(read, jobs, n_bytes > 2e7, most)):
+    by_split, bad, keys = {split: [] for split in wanted}, [], {}
+    results = parallel_map(read, jobs, n_bytes > 2e7, most)
+    for (split, *_), (items, messages, keys_of_job) in zip(jobs, results):
         by_split[split] += items
         bad += messages if split != 'validation' else []
+        keys |= keys_of_job
+    check_keys(keys, benchmark)
     return by_split, bad
 
 
@@ -169,16 +181,26 @@ def require_task(name, known):
 
 
 def solved_files(name, revision=None):
-    """Return (files of the shots of a task in every language, to_questions) for training.
+    """Return (files of the shots of a task in every language, to_questions, read) for training.
 
-    to_questions(row, place) returns [the Question in the format `mmlu`, by letters].
+    to_questions(row, place) returns [the Question in the format `mmlu`, by letters]. read(files,
+    left_out) yields the (place, row) pairs, and raises DataError as `check_keys`.
     """
     task, benchmark, source = _find(name)
     if not benchmark.shots:
         raise DataError(f'{task} has no solved questions for training')
     files = [file for language in _languages(benchmark, source, task, ['all'])
              for file in _files_of(benchmark, source, 'shots', language, revision)]
-    return files, lambda row, place: [_to_question(row, place, 0, benchmark, EvalConfig())]
+
+    def read(files, left_out):
+        keys = {}
+        for place, row in training_rows(files, left_out):
+            item = parsed(place, row, benchmark.row)
+            if not isinstance(item, DataError):     # which `to_questions` raises again
+                note_key(keys, place, item)
+            yield place, row
+        check_keys(keys, benchmark)
+    return files, lambda row, place: [_to_question(row, place, 0, benchmark, EvalConfig())], read
 
 
 # what to do about a folder without the file of a split
@@ -250,9 +272,15 @@ def _require_languages(wanted, known, source):
             if known else 'its rows have no field "language"; leave out --languages'))
 
 
-def _to_question(row, place, number, benchmark, cfg, language=''):
-    """Return the Question of a raw row, in the format and with the variants of an EvalConfig."""
-    text, choices, answer = parse_row(row, benchmark.row)
+def _to_question(row, place, number, benchmark, cfg, language='', keys=None):
+    """Return the Question of a raw row, in the format and with the variants of an EvalConfig.
+
+    keys: see `note_key`
+    """
+    item = benchmark.row(row)
+    if keys is not None:
+        note_key(keys, place, item)
+    text, choices, answer = parse_row(row, lambda row: item)
     fields = row if isinstance(row, dict) else {}
     id = str(next((fields[key] for key in ('id', 'ind', 'sample_id', 'question_id', 'idx', 'qID')
                    if fields.get(key) is not None), number))
@@ -282,6 +310,9 @@ def _to_question(row, place, number, benchmark, cfg, language=''):
         id, prompt.context, prompt.options, answer, subject, prompt.header, category, language,
         duplicate_options=len({choice.strip() for choice in choices}) < len(choices),
         place=place, ending=prompt.ending, digest=text_digest(text, choices),
+        unordered=text_digest(text.strip(), sorted(choice.strip() for choice in choices))
+        if cfg.shots else '',
+        names_options=(names_options(choices) or '') if cfg.permute else '',
         by=f'{by} {fields[by]}' if by else '', orders=orders,
         content_free=content_free(item, prompt, make_prompt) if cfg.contextual else [])
 
@@ -318,18 +349,63 @@ def parse_row(row, to_row=generic_row):
         if choice is None or choice != choice or (
                 not require_text(choice, f'choice {letter}').strip()):
             raise DataError(f'choice {letter} is null or empty')
-    return question, choices, _index(answer, list(labels[:len(choices)]))
+    return question, choices, _index(answer, labels, len(choices))
 
 
-def _index(answer, labels):
-    """Return the index of an answer: a label, or with letters as labels an index."""
-    index = answer.strip().upper() if isinstance(answer, str) else answer
-    if isinstance(index, str) and index in (names := [str(label).upper() for label in labels]):
-        return names.index(index)
-    if labels == list(LETTERS[:len(labels)]):
-        if isinstance(index, str) and re.fullmatch(r'[0-9]{1,2}(\.0)?', index):
-            index = float(index)
-        if type(index) in (int, float) and index in range(len(labels)):
-            return int(index)       # pandas writes 1.0 in a column with nulls
-    raise DataError(f'no valid answer: {answer!r}; wanted one of {", ".join(labels)} '
-                    f'or an index from 0 to {len(labels) - 1}')
+def _index(answer, labels, n):
+    """Return the index of an answer to n choices: a label, or an index if these are LETTERS."""
+    key = str(answer).strip().upper()
+    if (names := [str(label).upper() for label in labels[:n]]).count(key) == 1:
+        return names.index(key)
+    if labels == LETTERS and (index := _number(answer)) in range(n):
+        return index
+    or_index = f' or an index from 0 to {n - 1}' * (labels == LETTERS)
+    raise DataError(f'no valid answer: {answer!r:.60}; wanted one of {", ".join(names)}{or_index}')
+
+
+def _number(answer):
+    """Return the whole number that an answer is, None if it is no number."""
+    if isinstance(answer, str) and re.fullmatch(r'\s*[0-9]{1,2}(\.0)?\s*', answer):
+        answer = float(answer)
+    # pandas writes 1.0 in a column with nulls
+    return int(answer) if type(answer) in (int, float) and answer % 1 == 0 else None
+
+
+# ---- One way to name answers in a file -----------------------------------------------------------
+
+def note_key(keys, place, row):
+    """Note in `keys`, {file: {kind: place of the first}}, how a Row names its answer.
+
+    The kinds are 'letter', 'zero', 'number' and 'beyond', a number that is no index from 0 but
+    could be one from 1. A Row with labels of its own says itself what it means.
+    """
+    if row.labels != LETTERS or not isinstance(row.choices, (list, tuple)):
+        return
+    number = _number(row.answer)
+    if number is not None and number >= 0:
+        kind = {0: 'zero', len(row.choices): 'beyond'}.get(number, 'number')
+    elif isinstance(row.answer, str) and re.fullmatch(r'\s*[A-Za-z]\s*', row.answer):
+        kind = 'letter'
+    else:
+        return
+    keys.setdefault(place.rpartition(':')[0], {}).setdefault(kind, place)
+
+
+def check_keys(keys, benchmark):
+    """Raise DataError for files of `note_key` whose answers could be read in two ways.
+
+    A benchmark is known to count from 0. In own files that is known if any answer is 0.
+    """
+    either = ('a number may count from 0 or from 1; write letters, or the index from 0 as '
+              '"answer_index"')
+    for kinds in keys.values():
+        numbers = [kinds[kind] for kind in ('zero', 'number', 'beyond') if kind in kinds]
+        if 'letter' in kinds and numbers:
+            raise DataError(f'{numbers[0]}: the answer is a number, that of {kinds["letter"]} is '
+                            f'a letter; {either}')
+        if 'beyond' in kinds and 'zero' not in kinds:
+            raise DataError(f'{kinds["beyond"]}: the answer is the number of options, and none in '
+                            f'this file is 0; {either}')
+    first = [kinds['number'] for kinds in keys.values() if 'number' in kinds]
+    if benchmark is GENERIC and first and not any('zero' in kinds for kinds in keys.values()):
+        raise DataError(f'{first[0]}: the answers are numbers, and none is 0; {either}')

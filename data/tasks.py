@@ -1,8 +1,8 @@
 """Kinds of tasks: what each asks, how it becomes token trees, and what its samples hold.
 
-A kind is a class. Those whose log-probabilities are scored are here; those whose answers the model
-writes are in decoding/written_tasks.py. evaluate.py calls `load`, `collect`, `variants`, `variant`
-and `describe` of each task and does not ask for its kind.
+A kind is a class: questions with options and texts are here, all others in the rooms of
+runtime/rooms.py. evaluate.py calls `load`, `collect`, `variants`, `variant` and `describe` of each
+task and does not ask for its kind.
 """
 
 import hashlib
@@ -17,17 +17,17 @@ from typing import ClassVar
 import numpy as np
 
 from data.benchmarks import BENCHMARKS
-from data.judges import load_pairs
-from data.p_ik import load_p_ik
 from data.probes import INSTRUCTIONS, load_texts, tokenize_texts
 from data.questions import load_task, require_task
 from data.trees import tokenize_questions
-from data.written_answers import WRITTEN_TASKS
+from runtime import rooms
 from runtime.errors import ConfigError, DataError
 
-TASKS = *BENCHMARKS, *WRITTEN_TASKS, 'p_ik', 'judge', *INSTRUCTIONS
+TASKS = *BENCHMARKS, *rooms.TASKS, *INSTRUCTIONS
 # {setting: name of the variant}
 VARIANTS = {'permute': 'permuted', 'p_true': 'p_true', 'contextual': 'contextual'}
+# the settings that ask for results besides those of a task itself
+MORE_RESULTS = *VARIANTS, 'p_ik', 'verbalized', 'early'
 BLOCKS = 8          # at most, of questions of a language per process; each repeats the shots once
 BLOCK_LENGTH = 8    # questions, at least, where a process has several blocks
 SHOWN_TOKENS = 100      # before a scored token of a text, in its sample
@@ -65,6 +65,27 @@ def check_names(names):
             raise ConfigError(f'tasks = {names}: {name!r} would be called {label!r} in the '
                               f'results; rename a file so that each task has a name of its own, or '
                               f'evaluate one of them with another --out_dir')
+
+
+def kind_of(name):
+    """Return the class of a task of --tasks."""
+    kind = split_name(name)[0]
+    if kind in rooms.TASKS:
+        return rooms.load(kind).TASK
+    return TextTask if kind in INSTRUCTIONS else OptionTask
+
+
+def check_settings(tasks, cfg):
+    """Raise ConfigError for a setting that asks for something that no task has."""
+    for key in MORE_RESULTS:
+        if getattr(cfg, key) and not any(key in task.settings for task in tasks):
+            missing = ("options other than a judge's" if key in OptionTask.settings
+                       else 'written answers')
+            raise ConfigError(f'{key} = {getattr(cfg, key)}: tasks = {cfg.tasks} have no '
+                              f'{missing}; leave it out')
+    if cfg.group_by and not all('permute' in task.settings for task in tasks):
+        raise ConfigError(f"group_by = {cfg.group_by!r} needs tasks with options other than a "
+                          f"judge's; leave it out")
 
 
 # ---- What all kinds share ------------------------------------------------------------------------
@@ -278,20 +299,7 @@ class OptionTask(Task):
     def variant(self, name, scored, top_option):
         """Return the Task of the variant `name` of the questions in `scored`, {(split, language,
         id): sample}; top_option: sample -> index of the option that the model prefers."""
-        if name == 'p_true':
-            # the correct option is proposed in the first and the last of each four shots, the
-            # option after it in the other two
-            shots = {group: [q.proposing((q.answer + (i % 4 in (1, 2))) % len(q.options))
-                             for i, q in enumerate(solved)] for group, solved in self.shots.items()}
-            return self.changed(PTrueTask, name, scored, lambda question, sample:
-                                question.proposing(top_option(sample)), shots)
-
-        def reasked(question, sample):
-            orders = question.orders.values()
-            return replace(question, published=sample,
-                           prompts=[*orders] if name == 'permuted' else question.content_free)
-        kind = PermutedTask if name == 'permuted' else ContextualTask
-        return self.changed(kind, name, scored, reasked, self.shots)
+        return rooms.load(name).variant(self, name, scored, top_option)
 
     def describe(self, cfg, counts):
         return super().describe(cfg, counts) | {'duplicate_options': counts['duplicate_options']}
@@ -301,100 +309,6 @@ class OptionTask(Task):
         scored = default if cfg.scoring == 'auto' else cfg.scoring
         return (f'{cfg.prompt_format}, {cfg.shots} shots, options scored by {scored}, '
                 f'{LENGTHS[cfg.norm]}, {chat_words(cfg)}{orders}{dropout_words(cfg)}')
-
-
-class PermutedTask(OptionTask):
-    """The same questions with their options in several orders; a sample has the mean of them."""
-    described = *OptionTask.described, 'permute'
-
-    @staticmethod
-    def sample(question, log_probs, n_tokens):
-        n = len(question.options)
-        orders = [{'order': order, 'log_probs': scores.tolist(), 'n_tokens': lengths.tolist()}
-                  for order, scores, lengths in zip(question.orders, log_probs.reshape(-1, n),
-                                                    np.reshape(n_tokens, (-1, n)))]
-        if published := question.published:
-            orders.insert(0, {'order': [*range(n)], 'log_probs': published['log_probs'],
-                              'n_tokens': published['n_tokens']})
-        first = {} if question.first is None else {'first': question.first}
-        return {'answer': question.answer, 'options': question.options,
-                'log_probs': mean_over_orders(orders), 'n_tokens': [1] * n,
-                'orders': orders} | first
-
-    def distribution(self, cfg):
-        return super().distribution(cfg, f', mean over {cfg.permute} orders of the options')
-
-
-class JudgeTask(PermutedTask):
-    """Which of two answers is better? A sample has the mean over both orders, see data/judges.py.
-
-    The pairs without a better answer are of the splits 'tied' and 'unlabeled'.
-    """
-    settings, described, others = (), ('chat', 'shots'), 'tied or without scores'
-    identity = *OptionTask.identity, 'published', 'first'
-
-    read = staticmethod(load_pairs)
-
-    def distribution(self, cfg):
-        return f'pairwise judge, mean over both orders of the answers, 0 shots, {chat_words(cfg)}'
-
-
-def mean_over_orders(orders):
-    """Return log-probabilities [K] whose softmax is the mean distribution over several orders.
-
-    orders: dicts of 'order', the index of the option at each letter, and 'log_probs' of the
-            letters, whose softmax is the order's distribution. The probabilities that are returned
-            sum to the mean of the sums of theirs, for `option_mass`.
-    """
-    log_probs = np.array([[log_prob for _, log_prob in sorted(zip(x['order'], x['log_probs']))]
-                          for x in orders])
-    total = np.logaddexp.reduce(log_probs, axis=1, keepdims=True)
-    mean = np.logaddexp.reduce(log_probs - total) - np.log(len(orders))
-    return (mean + np.logaddexp.reduce(total) - np.log(len(orders))).tolist()
-
-
-class ContextualTask(OptionTask):
-    """Contextual calibration, Zhao et al. 2021: p / p of a prompt without content, normalized.
-
-    A sample has the logarithms of these ratios as `log_probs`. p of no content is the mean over the
-    content-free prompts.
-    """
-
-    @staticmethod
-    def sample(question, log_probs, n_tokens):
-        published, free = question.published, log_probs.reshape(-1, len(question.options))
-        ratios = published['log_probs'] - np.logaddexp.reduce(free) + np.log(len(free))
-        return {'answer': question.answer, 'options': question.options,
-                'log_probs': ratios.tolist(), 'n_tokens': published['n_tokens'],
-                'content_free': free.tolist()}
-
-    def distribution(self, cfg):
-        return f'contextual calibration, {super().distribution(cfg)}'
-
-
-class PTrueTask(OptionTask):
-    """P(True): is the model's top option right? A sample has the probability of (A), True."""
-
-    @staticmethod
-    def sample(question, log_probs, n_tokens):
-        true, false = log_probs
-        log_p = -np.logaddexp(0, [false - true, true - false])
-        return {'correct': question.answer == 0, 'confidence': float(np.exp(log_p[0])),
-                'log_prob': float(log_p[question.answer]),
-                'entropy': float(-(np.exp(log_p) * log_p).sum())}
-
-    def distribution(self, cfg):
-        return f'P(True) of the top option, {super().distribution(cfg)}'
-
-
-class PIKTask(PTrueTask):
-    """P(IK) of a tuned model, see data/p_ik.py; each question is asked without its answer."""
-    settings, described = (), ('chat', 'shots')
-
-    read = staticmethod(load_p_ik)
-
-    def distribution(self, cfg):
-        return f'P(IK) of a drawn answer, asked in words, 0 shots, {chat_words(cfg)}'
 
 
 # ---- Texts ---------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
 `<start_of_turn>` in it become ordinary pieces. To use a control token, append its id.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -11,7 +12,7 @@ import os
 import re
 from pathlib import Path
 
-from data.byte_pairs import from_merges, from_tekken, from_tiktoken, library_errors
+from runtime import rooms
 from runtime.errors import CheckpointError, DataError
 from runtime.json_rules import read_json_object
 
@@ -194,6 +195,20 @@ class SentencePieceTokenizer(Tokenizer):
         return self.model.decode([i for i in ids if i < self.n_pieces])
 
 
+@contextlib.contextmanager
+def library_errors(path):
+    """Raise a DataError that names `path` for an error of the tokenizers library in a `with` block.
+    """
+    try:
+        yield
+    except BaseException as error:
+        # PanicException, of a regular expression that does not end, is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != 'PanicException':
+            raise
+        raise DataError(f'{path}: the tokenizers library cannot read this file, or encode a text '
+                        f'with it: {error}') from error
+
+
 # ---- Files of a model folder ---------------------------------------------------------------------
 
 def load_tokenizer(folder):
@@ -212,14 +227,14 @@ def load_tokenizer(folder):
         tokenizer = LibraryTokenizer(library, _eos(folder, library), path)
     elif path.name == 'vocab.json':
         settings = settings_beside(folder)
-        library = from_merges(path, added_beside(folder), settings.get('add_bos_token')
-                              and settings.get('bos_token'))
+        library = rooms.load('byte pairs').from_merges(
+            path, added_beside(folder), settings.get('add_bos_token') and settings.get('bos_token'))
         tokenizer = LibraryTokenizer(library, _eos(folder, library), path)
         raw += (folder / 'merges.txt').read_bytes()
     elif path.name == 'tekken.json':
-        tokenizer = LibraryTokenizer(*from_tekken(path), path)
+        tokenizer = LibraryTokenizer(*rooms.load('byte pairs').from_tekken(path), path)
     elif re.match(rb'[A-Za-z0-9+/]+=* \d+\r?\n', raw):
-        tokenizer = LibraryTokenizer(*from_tiktoken(path), path)
+        tokenizer = LibraryTokenizer(*rooms.load('byte pairs').from_tiktoken(path), path)
     else:
         tokenizer = SentencePieceTokenizer(path)
     said_beside = tokenizer.bos_id, tokenizer.eos_id, tokenizer.control_ids, tokenizer.strips

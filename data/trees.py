@@ -9,12 +9,12 @@ import os
 import re
 from dataclasses import replace
 
-from data.cache import tokenize_once
+from data.cache import group, tokenize_once
 from data.chat import begins_text, question_frame
-from data.p_ik import drawn_questions, latest_answers, sample_file
-from data.files import read_rows, training_rows
-from data.packing import Tree
+from data.files import read_rows
+from data.tree_rows import Tree
 from data.questions import solved_files
+from runtime import rooms
 from runtime.errors import DataError
 
 
@@ -62,26 +62,27 @@ def load_answers(name, tokenizer, *, max_length, add_bos, revision=None, **optio
     tokens are those of an evaluation with prompt_format 'mmlu' and 0 shots. options: of
     `tokenize_once`
     """
-    task, read = name.partition(':')[0], training_rows
+    task = name.partition(':')[0]
     encoder = OptionEncoder(tokenizer, add_bos, 'none')
     if task == 'p_ik':
-        files, to_questions = [sample_file(name)], drawn_questions
+        p_ik = rooms.load(task)
+        files, to_questions = [p_ik.sample_file(name)], p_ik.drawn_questions
 
         def read(files, _):
-            return latest_answers(read_rows(*files))    # samples are all of the split test
+            return p_ik.latest_answers(read_rows(*files))   # samples are all of the split test
     else:
-        files, to_questions = solved_files(name, revision)
+        files, to_questions, read = solved_files(name, revision)
 
     def encode(row, place):
         sequences = []
         for question in to_questions(row, place):
             tree, k = question_tree(question, [], encoder, max_length), question.answer
             ids = tree.sequences[k]
-            sequences.append((ids, [int(i >= tree.starts[k]) for i in range(len(ids))]))
+            start = tree.starts[k]
+            sequences.append((group(ids[:start]), ids, [int(i >= start) for i in range(len(ids))]))
         return sequences
 
-    settings = {'task': task, 'max_length': max_length, 'add_bos': add_bos,
-                'files': ['/'.join(file.parts[-2:]) for file in files]}     # some name a subject
+    settings = {'task': task, 'max_length': max_length, 'add_bos': add_bos}
     return tokenize_once(files, encode, tokenizer, settings, read=read, **options)
 
 

@@ -6,7 +6,6 @@ A question's answers are a greedy one and, for most tasks, n that are drawn at t
 import bisect
 import math
 import os
-import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -31,6 +30,7 @@ def write_answers(task, scorer, writer, n, stop):
     stop, max_tokens = stop if cfg.chat == 'none' else (), task.max_tokens(cfg)
     earlier = {(samples.sample_key(s), s['prompt'].partition('-')[0]): s
                for s in writer.latest(task.label)}
+    runs = [cfg.isolation] if task.rule and task.rule.runs_code else []
     ids_of, requests = [], []       # of the questions to answer
 
     def append(question, n_shots, digest, answers):
@@ -47,7 +47,7 @@ def write_answers(task, scorer, writer, n, stop):
         except DataError as error:
             bad_rows.append(task.bad_row(error, cfg))
             continue
-        digest = samples.digest([ids, n, max_tokens, stop, sorted(ends), cfg.seed])
+        digest = samples.digest([ids, n, max_tokens, stop, sorted(ends), cfg.seed, *runs])
         if sample := earlier.get((task.sample_key(question), digest)):
             append(question, n_shots, digest, [sample['greedy'], *(sample.get('answers') or ())])
         else:
@@ -122,12 +122,17 @@ def begin_of(text, whole, rule):
 
     If it occurs several times: the occurrence that the rule needs, else the last one.
     """
-    if text is None:
+    if text is None or text not in whole:      # an answer around a stated confidence
         return None
-    begins = [match.start() for match in re.finditer(f'(?={re.escape(text)})', whole)]
     # a model that repeats itself writes it thousands of times
-    return next((i for i in (*begins[:50], *begins[-50:]) if rule.extract(
-        whole[:i] + '\0' * len(text) + whole[i + len(text):]) != text), begins[-1])
+    most = 1 + 200_000 // len(whole)
+    first, last = [whole.find(text)], [whole.rfind(text)]
+    while len(first) < most and (i := whole.find(text, first[-1] + 1)) >= 0:
+        first.append(i)
+    while len(last) < most and (i := whole.rfind(text, 0, last[-1] + len(text) - 1)) >= 0:
+        last.append(i)
+    return next((i for i in (*first, *reversed(last)) if rule.extract(
+        whole[:i] + '\0' * len(text) + whole[i + len(text):]) != text), last[0])
 
 
 def span(answer, rule, tokenizer):

@@ -30,8 +30,10 @@ class Answer:
     # where it was cut off
     reason: str = ''
     text: str = ''              # when it has ended: without that token, up to the stop string
-    # for the loop: the tokens of the prompt, the most tokens of the answer, its slot in the cache,
-    # and the number of its tokens launched on the device, which is ahead of `tokens`
+    # for the loop: the answers to this prompt that were drawn before, the tokens of the prompt, the
+    # most tokens of the answer, its slot in the cache, and the number of its tokens launched on the
+    # device, which is ahead of `tokens`
+    n_drawn: int = 0
     n_prompt: int = 0
     limit: int = 0
     slot: int = -1
@@ -42,20 +44,22 @@ class Answer:
         return self.reason in ('max_tokens', 'context')
 
 
-def generate(model, prompts, sampling, tokenizer=None, stop_ids=()):
+def generate(model, prompts, sampling, tokenizer=None, stop_ids=(), repeats=None):
     """Yield (index of the prompt, its n Answers) as they are done; arguments as in `stream`."""
     unfinished = {i: [None] * sampling.n for i in range(len(prompts))}
-    for answer in stream(model, prompts, sampling, tokenizer, stop_ids):
+    for answer in stream(model, prompts, sampling, tokenizer, stop_ids, repeats):
         if answer.reason:
             unfinished[answer.prompt][answer.number] = answer
             if all(unfinished[answer.prompt]):
                 yield answer.prompt, unfinished.pop(answer.prompt)
 
 
-def stream(model, prompts, sampling, tokenizer=None, stop_ids=()):
+def stream(model, prompts, sampling, tokenizer=None, stop_ids=(), repeats=None):
     """Yield the Answer to which a token was added, after each token; its `reason` ends it.
 
-    prompts:   lists of token ids; answers to equal prompts are equal
+    prompts:   lists of token ids
+    repeats:   of each prompt the number of equal ones before it, so that they get other answers;
+               None: answers to equal prompts are equal
     sampling:  a Sampling
     tokenizer: for the text of answers and for stop strings; None: only tokens
     stop_ids:  tokens that end an answer
@@ -71,7 +75,8 @@ def stream(model, prompts, sampling, tokenizer=None, stop_ids=()):
     batch = Batch(model, sampling, n_slots, length, n_vocab)
     context = model.config.max_position_embeddings
     waiting = deque(Answer(i, k, n_prompt=len(ids),
-                           limit=min(sampling.max_tokens, context - len(ids)))
+                           limit=min(sampling.max_tokens, context - len(ids)),
+                           n_drawn=k + sampling.n * (repeats[i] if repeats else 0))
                     for i, ids in enumerate(prompts) for k in range(sampling.n))
     slots, launched = [None] * n_slots, deque()     # the running answer of each slot
 
@@ -135,3 +140,14 @@ def text(answer, stop, tokenizer):
     n_end = answer.reason == 'end'
     whole = tokenizer.decode(answer.tokens[:len(answer.tokens) - n_end], start=False)
     return whole[:first_stop(whole, stop) if answer.reason == 'stop' else None].rstrip('\ufffd')
+
+
+def to_row(answer, log_prob, per_token):
+    """Return the entry of an Answer in answers.jsonl; log_prob: by `confidences`, or None."""
+    row = {'text': answer.text, 'reason': answer.reason, 'n_tokens': len(answer.tokens),
+           'log_prob': sum(answer.log_probs), 'sample_log_prob': sum(answer.sample_log_probs),
+           'entropy': sum(answer.entropies) / len(answer.tokens)}
+    if log_prob is not None:
+        row |= {'scored_log_prob': log_prob, 'confidence': math.exp(min(0, log_prob))}
+    keys = ('tokens', 'log_probs', 'sample_log_probs', 'entropies') if per_token else ()
+    return row | {key: getattr(answer, key) for key in keys}

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import attention
-import triton_ops
-from attention import EXAMPLE_WINDOW, ExplicitMask
+from attention import CAUSAL, ExplicitMask
+from runtime.fast import FastVersion
+from speed import kernels
 
 
 class Cache:
@@ -29,10 +30,9 @@ class Cache:
 
 
 def keys_to_keep(window: int | None, length: int) -> int:
-    """Return how many of its last tokens a text of `length` tokens still sees: the window."""
-    at, last = torch.arange(length), torch.tensor(length - 1)
-    seen = attention.sees(last, at, last, at, last + 1, window)
-    return length - int(seen.byte().argmax())       # the first that is seen
+    """Return how many of the last tokens of a text of `length` tokens later ones may see."""
+    by_window = window and CAUSAL.stands_for(attention.visible_keys)
+    return min(window, length) if by_window else length
 
 
 class PrefillMask:
@@ -52,7 +52,7 @@ class DecodeMask:
     """One new token per sequence, in slots[b] at positions[b]: store its key and value, attend.
 
     longest: a number above all positions, at which reading the cache ends
-    kernel: use the kernel on CUDA, if it agrees with the explicit mask
+    kernel: use the kernel on CUDA, if it stands for the explicit mask
     """
 
     def __init__(self, cache: Cache, slots: Tensor, positions: Tensor, longest: int,
@@ -61,11 +61,12 @@ class DecodeMask:
         self.longest = min(longest, cache.size)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None):
-        shapes = ((x.dtype, 1, x.shape[1], 2 * EXAMPLE_WINDOW, x.shape[3]) for x in (q, k, v))
-        if self.kernel and triton_ops.available(q) and triton_ops.agree(
-                explicit_decoding, cached_decoding, q.device, *shapes,
-                self.cache.window and EXAMPLE_WINDOW, scale, softcap):
-            return triton_ops.decode_kernel(self, q, k, v, scale, softcap)
+        if self.kernel and kernels.available(q) and DECODE.stands_for(
+                DecodeMask.plainly, DecodeMask.visible, attention.sees, ExplicitMask.attend):
+            return kernels.decode_kernel(self, q, k, v, scale, softcap)
+        return self.plainly(q, k, v, scale, softcap)
+
+    def plainly(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None):
         (B, H, _, hd), cache, slots = q.shape, self.cache, self.slots
         # nothing is copied then; on CUDA the question cannot be part of a graph
         in_order = not q.is_cuda and torch.equal(slots, torch.arange(B))
@@ -86,25 +87,6 @@ class DecodeMask:
                                                 self.cache.window)
 
 
-# ---- The example on which the kernel must agree with ExplicitMask --------------------------------
-
-def explicit_decoding(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float,
-                      softcap: float | None) -> Tensor:
-    """Return attention of the last token of a text [1, heads, T, hd] without a cache."""
-    at = torch.arange(q.shape[2], device=q.device)[None]
-    mask = ExplicitMask(attention.visible_keys(at, torch.full_like(at, q.shape[2]), window))
-    y = mask.attend(q.float(), k.float(), v.float(), scale, softcap)
-    return y[:, :, -1:].to(q.dtype)
-
-
-def cached_decoding(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float,
-                    softcap: float | None) -> Tensor:
-    """Return the same by the kernel, with the tokens before the last one in a cache."""
-    T = q.shape[2]
-    cache = Cache(1, k.shape[1], keys_to_keep(window, T), k.shape[3], k, window)
-    before = torch.arange(T - cache.size, T - 1, device=q.device)
-    for cached, new in ((cache.k, k), (cache.v, v)):
-        cached[:, :, before % cache.size] = new[:, :, before]
-    slot, position = (torch.tensor([i], device=q.device) for i in (0, T - 1))
-    return triton_ops.decode_kernel(DecodeMask(cache, slot, position, T),
-                                    *(x[:, :, -1:] for x in (q, k, v)), scale, softcap)
+DECODE = FastVersion(kernels.decode_kernel, {
+    'cache.DecodeMask.plainly': 'afcb306f', 'cache.DecodeMask.visible': '3c7a299e',
+    'attention.sees': 'cbfd4078', 'attention.ExplicitMask.attend': '82c718e4'})

@@ -9,7 +9,8 @@ import math
 import numpy as np
 import torch
 
-from triton_ops import available, tl, triton
+from runtime.fast import FastVersion
+from speed.kernels import available, tl, triton
 
 
 def lowest_logits(logits, sampling):
@@ -42,26 +43,28 @@ def draw(logits, uniforms, sampling, n_vocab):
     tokens below n_vocab, since the others have no text. uniforms [B] float64 in [0, 1): the token
     is the first one whose cumulated probability exceeds it.
     """
-    if available(logits):
+    def by(version, logits, uniforms):
         lowest = lowest_logits(logits[:, :n_vocab], sampling)
-        return draw_kernel(logits, uniforms, sampling.temperature, lowest, n_vocab)
+        return version(logits, uniforms, sampling.temperature, lowest, n_vocab)
+
+    if available(logits) and DRAW.stands_for(draw_plainly):
+        return by(draw_kernel, logits, uniforms)
     # a few rows at a time, which stay in the cache of a CPU: a quarter of the time
     B, V = logits.shape
     n = -(-B // max(torch.get_num_threads(), 2 ** 19 // V))
-    return torch.cat([draw_plainly(*rows, sampling, n_vocab) for rows in zip(
+    return torch.cat([by(draw_plainly, *rows) for rows in zip(
         logits.tensor_split(n), uniforms.tensor_split(n))])
 
 
-def draw_plainly(logits, uniforms, sampling, n_vocab):
+def draw_plainly(logits, uniforms, temperature, lowest, n_vocab):
     """`draw` in plain torch."""
-    lowest = lowest_logits(logits[:, :n_vocab], sampling)
     log_p = logits.log_softmax(-1)
     entropy = -(log_p.exp() * log_p).sum(-1)
     z = logits[:, :n_vocab]
-    if sampling.temperature == 0:
+    if temperature == 0:
         token, log_q = z.argmax(-1), torch.zeros_like(entropy)      # the first of equal ones
     else:
-        scaled = (z - z.amax(-1, keepdim=True)) / sampling.temperature
+        scaled = (z - z.amax(-1, keepdim=True)) / temperature
         log_qs = scaled.masked_fill(z < lowest[:, None], -torch.inf).log_softmax(-1)
         cumulated = log_qs.double().exp().cumsum(-1)
         total = cumulated[:, -1]
@@ -85,6 +88,8 @@ def draw_kernel(logits, uniforms, temperature, lowest, n_vocab):
               BLOCKS=triton.next_power_of_2(n_blocks), num_warps=8)
     return out
 
+
+DRAW = FastVersion(draw_kernel, {'draw.draw_plainly': 'ac36518f'})
 
 if triton is not None:
     @triton.jit

@@ -6,15 +6,16 @@ import os
 import numpy as np
 import torch
 
-import triton_ops
 from attention import make_masks
-from data.packing import pack_prompts
+from data.tree_rows import pack_prompts
 from decoding.cache import Cache, DecodeMask, PrefillMask, keys_to_keep
 from decoding.draw import draw, random_numbers
 from runtime.device import HostCopy, to_device
 from runtime.errors import DataError
-from runtime.graphs import recorded_memory
-from triton_ops import SPLIT
+from speed import kernels
+from speed.graphs import recorded_memory
+from speed.kernels import SPLIT
+from speed.masks import maker
 
 FIXED_SIZE = 64     # of each step with `deterministic`, so that every product has one shape
 # tokens of the prompts in one forward pass, or those of one longer prompt; a CPU computes the
@@ -40,7 +41,7 @@ def room(model, prompts, sampling):
             * sum(cache_sizes(config, length)))
     memory = (free_memory(model.head.device) if sampling.cache_memory is None else
               sampling.cache_memory * 2 ** 30)
-    fit = int(memory // each) - 1       # the last slot is for padding
+    fit = int(min(memory / each, 2 ** 31)) - 1      # the last slot is for padding
     if fit < 1:
         raise DataError(f'prompt {longest + 1} has {len(prompts[longest])} tokens: with max_tokens '
                         f'= {sampling.max_tokens} it needs {2 * each / 2 ** 30:.3g} GiB of cache, '
@@ -146,9 +147,9 @@ class Batch:
             for size in {*self.sizes}}
         config, kind = self.model.config, self.attention
         if kind == 'auto':      # FlexAttention would be compiled for each length
-            kind = 'tree' if triton_ops.kernels_apply(self.model.head) else 'explicit'
-        masks = make_masks(kind, positions[None], ends[None], config.windows, config.head_dim,
-                           config.attn_logit_softcapping, self.model.head)
+            kind = 'tree' if kernels.kernels_apply(self.model.head) else 'explicit'
+        make = maker(kind, self.model.head, config.head_dim)
+        masks = make_masks(self.model.decoder, positions[None], ends[None], make)
         masks = [PrefillMask(mask, cache, *stored[cache.size])
                  for mask, cache in zip(masks, self.caches)]
         last = to_device([at[i][-1] for i in numbers], self.device)
@@ -161,7 +162,7 @@ class Batch:
                    for answer in begun]
         slots, lengths, ones, rows = to_device(torch.tensor(entries).T.contiguous(), self.device)
         seed, length = self.sampling.seed, self.uniforms.shape[1]
-        uniforms = np.stack([random_numbers(seed, prompts[answer.prompt], answer.number, length)
+        uniforms = np.stack([random_numbers(seed, prompts[answer.prompt], answer.n_drawn, length)
                              for answer in begun])
         self.uniforms[slots] = to_device(uniforms, self.device)
         values = draw(logits[rows], self.uniforms[slots, 0], self.sampling, self.n_vocab)

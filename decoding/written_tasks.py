@@ -12,16 +12,19 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from data import written_answers
-from data.packing import Tree
-from data.tasks import PTrueTask, Task, chat_words, sample_fields, task_label
+from data.tree_rows import Tree
+from data.tasks import Task, chat_words, sample_fields, task_label
 from data.written_answers import WRITTEN_TASKS, load_written
 from decoding.answer_samples import begin_of, write_answers
 from results import confidence, samples
 from results.p_ik_probe import cross_validated
+from results.samples import question_numbers
 from runtime import parallel
+from runtime.digests import code_digest
 from runtime.errors import ConfigError, DataError
 from runtime.sandbox import require_sandbox
 from runtime.thinking import ANSWER_NOW, answer_now
+from written.variants import PTrueTask
 
 # ---- The answers ---------------------------------------------------------------------------------
 
@@ -207,7 +210,8 @@ class DistractorConfidence(PTrueConfidence):
 
     def prompt_hash(self, item, tree):
         keys = [answer['key'] for answer in (item.published['greedy'], *item.published['answers'])]
-        return f'{super().prompt_hash(item, tree)}-{samples.digest(keys)}'
+        formula = code_digest('results.confidence')
+        return f'{super().prompt_hash(item, tree)}-{samples.digest([keys, formula])}'
 
     @staticmethod
     def samples(tokenizer, question, tree, numbers, values):
@@ -235,18 +239,22 @@ class ProbeConfidence(Confidence):
         own = zip(keys, map(samples.digest, prompts), shares,
                   (question.digest for question in self.items))
         # the prompt of a sample is the hash of all questions of all processes and of their shares
-        # of right answers, since each of them counts in the fit
+        # of right answers, since each of them counts in the fit, and of the code of the fit
         rows = sorted(itertools.chain(*parallel.gather([*own])))
-        prompt = samples.digest(rows)
-        if len({digest for *_, digest in rows}) < 3:
+        # a question has one text in each language, and texts may be there twice
+        shared, first = question_numbers([{'id': key[-1]} for key, *_ in rows]), {}
+        groups = [first.setdefault(shared[0][i] if shared else i, text)
+                  for i, (*_, text) in enumerate(rows)]
+        prompt = samples.digest([rows, code_digest('results.p_ik_probe', 'scaling')])
+        if len({*groups}) < 3:
             return set(), []
         if not all((key, prompt) in writer.done for key, *_ in rows):
             states = scorer.states(prompts)
             scorer.require_finite(states, self.label)
             states = dict(itertools.chain(*parallel.gather([*zip(keys, states)])))
-            every, _, shares, digests = zip(*rows)
+            every, _, shares, _ = zip(*rows)
             p_ik = dict(zip(every, cross_validated(np.array([states[key] for key in every]),
-                                                   np.array(shares), digests).tolist()))
+                                                   np.array(shares), groups).tolist()))
             for key, question, sample in zip(keys, self.items, answers):
                 writer.append(key, prompt, sample_fields(question, sample['shots'])
                               | confidence.judged(question, p_ik[key], sample['answers'][0]))
@@ -351,3 +359,4 @@ KINDS = {'p_true': PTrueConfidence, 'p_true_samples': PTrueAmongSamples,
          'verbalized_1s': GuessConfidence, 'verbalized_2s': StatedConfidence,
          **dict.fromkeys(confidence.EARLY, EarlyConfidence),
          **dict.fromkeys(confidence.EARLY_STATED, EarlyStated)}
+TASK = WrittenTask

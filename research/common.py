@@ -15,7 +15,7 @@ from results.runs import find_runs, read_run, read_run_samples
 from results.tables import csv_text
 from runtime.errors import ConfigError
 from runtime.ownership import lock, write_text
-from train import train
+from train import train_and_report
 
 ROOT = 'out/study'
 SEEDS = (0, 1, 2, 3, 4)
@@ -127,7 +127,7 @@ def train_all(runs, seeds=SEEDS, only=('',), root=ROOT, prepare=None, finish=Non
         for cfg in runs(seed, root):
             if Path(cfg.out_dir).name.startswith(only):
                 print(f'\n=== {cfg.out_dir}', flush=True)
-                train(replace(cfg, resume=True))
+                train_and_report(replace(cfg, resume=True))
                 if finish:
                     finish(cfg)
 

@@ -1,22 +1,25 @@
 """README.md of a trained model: a model card in the format of the Hugging Face hub.
 
-It is made of the files in the folder alone, so that every evaluation there renews it.
+It is made of the files in the folder alone, so that every evaluation there renews it. A card
+without the first line of OURS is somebody's own, and stays as it is.
 """
 
-import hashlib
 import json
+import os
+import re
 from pathlib import Path
 
+from results.plots import draw_loss
 from results.report import task_title
 from results.samples import DIAGRAM
 from results.tables import markdown, measure_cell
-from runtime import ownership
+from runtime import hub, ownership, trained
 from runtime.config import run_folder, run_settings
 from runtime.errors import escape_controls
 from runtime.hub import is_hub_name
 
 NAME = 'README.md'
-END = '<!-- nanoCal wrote this card, {}. An edited card is not replaced. -->\n'
+OURS = '# nanoCal renews this card after each evaluation; to edit it, delete this line first\n'
 COLUMNS = {'accuracy': 'accuracy', 'ece': 'ECE (10 bins)', 'nll': 'NLL (nats)'}
 LORA = 'lora_rank', 'lora_alpha', 'lora_dropout', 'lora_targets'
 SHOWN = ('revision', 'data_revision', 'method', 'reward', 'template', 'data_limit', 'epochs',
@@ -25,44 +28,43 @@ SHOWN = ('revision', 'data_revision', 'method', 'reward', 'template', 'data_limi
 
 
 def write(folder):
-    """Write the cards of the model in a run's folder or its epoch-<n>/; an edited one stays."""
+    """Write the cards of the model in a run's folder or its epoch-<n>/; one of others stays."""
     folder = Path(folder).absolute()
     run = run_folder(folder)
     if not run_settings(run) or not (folder / 'config.json').exists():
         return
     for place in (folder, folder / 'adapter'):
         path = place / NAME
-        name, listed = str(path.relative_to(run)), ownership.written_files(run)
-        if path.exists() and (name not in listed or _is_edited(path)):
+        if os.path.lexists(path) and not _is_ours(path):
             print(f'note: {path} is not from this program, or edited, and stays as it is')
         elif place == folder or (place / 'adapter_config.json').exists():
-            text = _signed(card(folder, place != folder))
+            text = card(folder, place != folder)
             if not path.exists() or path.read_text(encoding='utf-8') != text:
-                if name not in listed:      # evaluate.py may not have locked the run
-                    ownership.claim(run, name)
+                if not path.exists():
+                    ownership.claim(run, path.relative_to(run))
                 ownership.write_text(path, text)
 
 
-def disown_edited(run):
-    """Take the edited cards of a run off the list of files that may be replaced or deleted."""
-    for name in ownership.written_files(run):
-        path = Path(run, name)
-        if path.name == NAME and path.exists() and _is_edited(path):
-            ownership.disown(run, [name])      # it is the user's now
+def finish(run):
+    """Write the cards of a train.Run whose weights are saved, also of its epochs; draw its loss."""
+    for folder in (run.out_dir, *sorted(run.out_dir.glob('epoch-*'))):
+        write(folder)
+    if run.cfg.pictures and not (run.out_dir / 'loss.png').exists():
+        draw_loss(run.out_dir)
 
 
-def _is_edited(path):
-    text = path.read_text(encoding='utf-8', errors='replace')
-    return text != _signed(text.rpartition(END[:20])[0])
+def upload(run):
+    """Send the files of a train.Run, with its cards, to the hub as cfg.push_to_hub."""
+    hub.upload(run.out_dir, run.cfg.push_to_hub,
+               [NAME, f'adapter/{NAME}', DIAGRAM, *trained.model_files(run)])
 
 
-def _signed(text):
-    """Return a card with its last line, which holds a hash of the text."""
-    return text + END.format(hashlib.blake2b(text.encode(), digest_size=8).hexdigest())
+def _is_ours(path):
+    return path.is_file() and path.read_bytes().startswith(f'---\n{OURS}'.encode())
 
 
 def card(folder, adapters=False):
-    """Return the card of a saved model, or of the adapters beside it, without its last line."""
+    """Return the card of a saved model, or of the adapters beside it."""
     run = run_folder(folder)
     settings, name, epoch = run_settings(run), run.name, ''
     before, after = (json.loads(path.read_text(encoding='utf-8'))['tasks'] if path.exists() else {}
@@ -72,7 +74,8 @@ def card(folder, adapters=False):
     start = 'Random weights in the shape of ' if settings.get('from_scratch') else ''
     model, data = (_code(settings.get(key), whole=_hub_name(settings, key) is not None)
                    for key in ('model', 'data'))
-    parts = [f'---\n{_metadata(settings, name, after, adapters).to_yaml()}\n---\n', f'# {name}\n',
+    parts = [f'---\n{OURS}{_metadata(settings, name, after, adapters).to_yaml()}\n---\n',
+             f'# {_heading(name)}\n',
              f'{"LoRA adapters of " * adapters}{start}{model}, trained with nanoCal on '
              f'{data}{epoch}.\n']
 
@@ -122,7 +125,15 @@ def _hub_name(settings, key):
     return name if is_hub_name(name) and not Path(name).exists() else None
 
 
+def _heading(name):
+    """Return the name of a folder as plain text of a heading in Markdown."""
+    return re.sub(r'([\\`*<>\[\]!|&#~])', r'\\\1', ' '.join(escape_controls(name).split()))
+
+
 def _code(value, whole=False):
     """Return a setting as code; unless `whole`, the last name of a path, whose rest is private."""
     text = str(value) if whole else str(value).rstrip('/').rpartition('/')[2]
-    return f'`{escape_controls(text)}`'.replace('|', r'\|')
+    text = ' '.join(escape_controls(text).split())
+    ticks = '`' * (1 + max((len(run) for run in re.findall('`+', text)), default=0))
+    space = ' ' * (len(ticks) > 1)
+    return f'{ticks}{space}{text}{space}{ticks}'.replace('|', r'\|')

@@ -28,12 +28,12 @@ from results.evaluation import write_results
 from results.harness_files import harness_task
 from results.prediction_files import read_predictions
 from results.runs import find_prediction_files, predicted_run
-from results.samples import DIAGRAM, GRID, OUTPUTS
+from results.samples import DIAGRAM, OUTPUTS, grid
 from results.tables import few_rows_note
 from runtime import cli
 from runtime.config import require_range
 from runtime.errors import ConfigError, DataError
-from runtime.ownership import claim, lock
+from runtime.ownership import check_free, claim, forget_inputs, lock, note_inputs, rename_old
 from runtime.version import __version__
 
 METRICS_USAGE = """\
@@ -138,6 +138,7 @@ class ReportConfig(FileConfig):
     seed: int = 0                             # of the bootstrap
     pictures: bool = True                     # draw reliability diagrams
     out_dir: str = 'out/report'               # folder of the report
+    overwrite: bool = False                   # rename an earlier out_dir to out_dir.1, or .2, ...
 
 
 def write_report(argv):
@@ -146,6 +147,8 @@ def write_report(argv):
     require_range(cfg, 0, math.inf, 'n_bootstrap', 'seed')
     if not sources:
         raise ConfigError('report: name a file of predictions; --help lists the settings')
+    forget_inputs()
+    note_inputs(*sources)
     runs = [predicted_run(folder, files, cfg)
             for folder, files in find_prediction_files(sources).items()]
     samples = {task: rows for run in runs for task, rows in run.file_samples.items()}
@@ -164,9 +167,14 @@ def write_report(argv):
         result.pop('option_mass', None)     # of given probabilities it is 1
     out_dir = Path(cfg.out_dir).expanduser()
     with lock(out_dir):
-        if (out_dir / OUTPUTS[0]).exists():
-            raise ConfigError(f'{out_dir} holds an evaluation; choose another --out_dir')
-        claim(out_dir, *OUTPUTS[2:], DIAGRAM, *map(GRID.format, results))
+        if cfg.overwrite:
+            rename_old(out_dir)
+        names = [*OUTPUTS[2:], DIAGRAM, *map(grid, results)]
+        check_free(out_dir, *names)
+        if earlier := [name for name in (*OUTPUTS, *names) if (out_dir / name).exists()]:
+            raise ConfigError(f'{out_dir} holds an earlier report or evaluation, {earlier[0]}; '
+                              f'--overwrite renames that folder, or choose another --out_dir')
+        claim(out_dir, *names)
         model = ', '.join(run.model for run in runs)
         versions = {'nanocal': __version__, 'python': platform.python_version(),
                     'numpy': np.__version__}

@@ -24,9 +24,9 @@ from results.report import (Predictions, measure, panel_title, predictions, spli
                             task_title)
 from results.runs import (Run, find_prediction_files, find_runs, predicted_run, read_run,
                           read_run_samples, sample_of)
-from results.samples import NORMS
-from results.tables import (MEASURES, TITLES, Heading, Section, csv_text, few_rows_note,
-                            mark_best, measure_cell)
+from results.samples import NORMS, picture
+from results.tables import (MEASURES, TITLES, Heading, Section, count_cell, csv_text,
+                            few_rows_note, mark_best, measure_cell, shared_note)
 from runtime.config import load_config, require_range, require_unicode
 from runtime.errors import ConfigError, DataError
 from runtime.ownership import claim, lock, write_text
@@ -98,6 +98,9 @@ def read_sources(cls, argv, usage):
 
 # Over questions
 
+T_NOTE = ("Student's t over languages takes them for independent samples; with the same questions "
+          'in all of them its p is far too small')
+
 
 def compare_questions(runs, keys, cfg, out_dir):
     """Print and write tables, pictures and compare.html of the tasks that all runs have."""
@@ -112,7 +115,7 @@ def compare_questions(runs, keys, cfg, out_dir):
         raise DataError('these runs have no task in common: ' + '; '.join(
             f'{name}: {", ".join(by_task)}' for name, by_task in by_run.items()))
     names = ['compare.md', 'compare.tex', 'compare.csv', 'compare.html']
-    claim(out_dir, *names, *(f'{kind}-{task}.png' for task in tasks
+    claim(out_dir, *names, *(picture(task, kind) for task in tasks
                              for kind in ('reliability', 'curves')))
     sections, lines, answers = zip(*(
         compare_task(task, runs, {name: x[task] for name, x in by_run.items()}, keys, cfg)
@@ -126,10 +129,10 @@ def compare_questions(runs, keys, cfg, out_dir):
     panels = {task: {panel_title(name, x.result): x.predicted for name, x in by_name.items()}
               for task, by_name in zip(tasks, answers, strict=True)}
     pictures = [name for task, by_title in panels.items() if draw_reliability(
-        out_dir / (name := f'reliability-{task}.png'), [*by_title.items()])]
+        out_dir / (name := picture(task)), [*by_title.items()])]
     pictures += [name for task, by_title in panels.items() if draw_curves(
-        out_dir / (name := f'curves-{task}.png'),
-        {task: {title: metrics.bins(*p[:2]) for title, p in by_title.items()}})]
+        out_dir / (name := picture(task, 'curves')),
+        {task: {title: p.bins() for title, p in by_title.items()}})]
     page.write(out_dir / 'compare.html', f'{", ".join(runs)}: {", ".join(tasks)}', __version__, '',
                '\n'.join(map(page.section_html, sections)), pictures,
                page.select(dict(zip(tasks, map(rows_to_read, answers), strict=True))))
@@ -147,14 +150,23 @@ class Answers(NamedTuple):
     keys: list          # of the samples, as in `question_keys`
     predicted: Predictions
 
+    def rows(self, keys):
+        """Return the index of the sample with each of these keys."""
+        at = {key: i for i, key in enumerate(self.keys)}
+        return [at[key] for key in keys]
+
     def select(self, keys):
-        """Return the Predictions of the questions with these keys, in the order of the keys."""
-        row = {key: i for i, key in enumerate(self.keys)}
-        return self.predicted.at(np.array([row[key] for key in keys]))
+        """Return the Predictions of the samples with these keys, in this order."""
+        return self.predicted.at(self.rows(keys))
 
     def is_right(self, keys):
-        """Return whether the answers to the questions with these keys are right, bool [N]."""
+        """Return whether the answers in the samples with these keys are right, bool [N]."""
         return metrics.top_label(*self.select(keys)[:2])[1]
+
+    def questions(self, keys):
+        """Return the number of the question of each of these keys, and how many there are."""
+        index, _ = self.predicted.questions or stats.question_index(None, len(self.keys))
+        return stats.question_index(index[self.rows(keys)], len(keys))
 
 
 def compare_task(task, runs, samples, keys, cfg):
@@ -183,11 +195,12 @@ def compare_task(task, runs, samples, keys, cfg):
                for name, by_language in zip(answers, groups, strict=True)}
     shared = {(a, b): shared_keys(answers[a], answers[b])
               for a, b in itertools.combinations(answers, 2)}
-    pairs = {pair: both for pair, both in shared.items() if len(both) > 1}
-    remarks += [f'{task}: {a} and {b} have {len(both) or "no"} question in common, and a '
+    counts = {(a, b): answers[a].questions(both)[1] for (a, b), both in shared.items()}
+    pairs = {pair: both for pair, both in shared.items() if counts[pair] > 1}
+    remarks += [f'{task}: {a} and {b} have {n or "no"} question in common, and a '
                 f'difference needs two; evaluate both on the same questions, with the same --limit '
                 f'and --seed, or give rows of files the same id, question and answer'
-                for (a, b), both in shared.items() if len(both) < 2]
+                for (a, b), n in counts.items() if n < 2]
     remarks += [f'{task}: {n} questions are left out of {b} - {a}: they have another right answer, '
                 f'or more options, in {b}' for (a, b), both in shared.items()
                 if (n := len({x for x, *_ in answers[a].keys} & {x for x, *_ in answers[b].keys})
@@ -196,10 +209,15 @@ def compare_task(task, runs, samples, keys, cfg):
                     'p (Holm)'], *over_questions(pairs, answers, keys, cfg),
                    *over_languages(shared, reports, keys)]
     changes, q = changed_answers(pairs, answers)
-    fewest = min(by_language['pooled']['n'] for by_language in reports.values())
+    whole = [by_language['pooled'] for by_language in reports.values()]
     n_unit = next(iter(answers.values())).result['unit']
-    if {'rmsce', 'mad'} & {*keys} and (note := few_rows_note(fewest, n_unit)):
+    remarks += filter(None, [shared_note(whole[0], n_unit)])
+    if {'rmsce', 'mad'} & {*keys} and (
+            note := few_rows_note(min(report['n'] for report in whole), n_unit)):
         remarks.append(note)
+    if any(row[1].endswith('languages') for row in differences):
+        remarks.append(T_NOTE)
+    fewest = min(report.get('questions', report['n']) for report in whole)
     remarks += [f'{TITLES[key]} has no interval below {MEASURES[key].interval_from:,} {n_unit}'
                 for key in keys if fewest < MEASURES[key].interval_from < math.inf]
     table, lines = question_table(task, answers, reports, keys)
@@ -309,17 +327,18 @@ def question_table(task, answers, reports, keys):
     keys = [key for key in keys if all(key in by_language['pooled']
                                        for by_language in reports.values())]
     table, lines, groups = [], [], []
+    unit = next(iter(answers.values())).result['unit']
     for language in next(iter(reports.values())):
         for name, x in answers.items():
             report = reports[name][language]
             labels = {'run': name, 'model': x.run.model, 'dataset': task,
                       **{key: x.run.settings.get(key, '') for key in settings},
                       'language': language}
-            table.append([*labels.values(), str(report['n']),
+            table.append([*labels.values(), count_cell(report, unit),
                           *(measure_cell(report, key) for key in keys)])
             lines.append(labels | report | sample_of(x.result))
             groups.append(language)
-    header = [*labels, next(iter(answers.values())).result['unit'], *map(Heading, keys)]
+    header = [*labels, unit, *map(Heading, keys)]
     return mark_best([header, *table], groups), lines
 
 
@@ -327,18 +346,20 @@ def over_questions(pairs, answers, keys, cfg):
     """Return the rows of each pair's second run minus the first, over the questions of both."""
     rows = []
     for (first, second), shared in pairs.items() if cfg.n_bootstrap else ():
-        # both have the same draws, because seed and number of questions are the same
-        values, resampled = measure({name: answers[name].select(shared) for name in (
-            first, second)}, cfg.n_bootstrap, cfg.seed, keys)
+        # both have the same draws, because seed, questions and their number are the same
+        questions = answers[first].questions(shared)
+        values, resampled = measure({
+            name: answers[name].select(shared)._replace(questions=questions)
+            for name in (first, second)}, cfg.n_bootstrap, cfg.seed, keys)
         for key in [key for key in keys if key in resampled[first]]:
             drawn, (x, y) = ([z[name][key] for name in (first, second)]
                              for z in (resampled, values))
             ends, p = '', None
             # a metric may be undefined in a resample, as AUROC is if every answer is correct
-            if len(shared) >= MEASURES[key].interval_from and not np.isnan(drawn).any():
+            if questions[1] >= MEASURES[key].interval_from and not np.isnan(drawn).any():
                 low, high, p = stats.difference_test(*drawn, (x, y), not MEASURES[key].is_mean)
                 ends = f'{low:+.4f} {high:+.4f}'
-            rows.append([f'{second} - {first}', 'questions', str(len(shared)), TITLES[key],
+            rows.append([f'{second} - {first}', 'questions', str(questions[1]), TITLES[key],
                          f'{y - x:+.4f}', ends, p])
     return with_holm(rows, '.3f')
 
@@ -360,18 +381,20 @@ def changed_answers(pairs, answers):
     rows = []
     for pair, shared in pairs.items():
         before, after = (answers[name].is_right(shared) for name in pair)
-        lost, won, p = stats.mcnemar(before, after)
-        low, high = metrics.wilson_interval(np.ones(len(before)), before & ~after)
-        rows.append([' to '.join(pair), str(len(before)), str(won), str(lost),
+        index, n = answers[pair[0]].questions(shared)
+        lost, won, p = stats.mcnemar(before, after, index)
+        low, high = stats.share_interval(before & ~after, index)
+        rows.append([' to '.join(pair), str(n), str(won), str(lost),
                      f'{lost / len(before):.4f}', f'{low:.4f} {high:.4f}', p])
     cells = [['change', 'questions', 'wrong to right', 'right to wrong', 'negative flips',
               '95 % interval', "McNemar's p", 'p (Holm)'], *with_holm(rows, '.2g')]
     shared = shared_keys(*answers.values())
     if len(answers) < 3 or not shared:
         return cells, []
-    q, p = stats.cochran_q([x.is_right(shared) for x in answers.values()])
-    return cells, [f"Cochran's Q of equal accuracy, over the {len(shared)} questions that all runs "
-                   f'have: {q:.2f}, p {p:.2g}']
+    index, n = next(iter(answers.values())).questions(shared)
+    q, p = stats.cochran_q([x.is_right(shared) for x in answers.values()], index)
+    return cells, [f"Cochran's Q of equal accuracy, over the {n} questions that all runs have: "
+                   f'{q:.2f}, p {p:.2g}']
 
 
 def with_holm(rows, spec):

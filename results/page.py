@@ -14,7 +14,7 @@ from pathlib import Path
 
 import metrics
 from results.report import predictions, section
-from results.samples import GRID, of_split, sample_order
+from results.samples import grid, of_split, sample_order
 from runtime.ownership import write_text
 
 TEMPLATE = Path(__file__).with_name('page.html')
@@ -114,7 +114,7 @@ def write_report(results, selected, pictures, out_dir):
     """Write report.html with `pictures` and earlier grids."""
     tasks, config = results['tasks'], results['config']
     about = {key: config[key] for key in ('device', 'dtype', 'seed') if key in config}
-    grids = [name for name in map(GRID.format, tasks) if Path(out_dir, name).exists()]
+    grids = [name for name in map(grid, tasks) if Path(out_dir, name).exists()]
     write(Path(out_dir, 'report.html'), f'{config["model"]}: {", ".join(tasks)}',
           results['versions']['nanocal'],
           ', '.join(f'{key} {x}' for key, x in (about | results['versions']).items() if x),

@@ -70,7 +70,7 @@ def draw_reliability(path, panels, columns=5):
                 'ECE': metrics.ece}
     with warn_on_failure(path) as written:
         draw_bins(path, [(title, {name: metric(*p[:2]) for name, metric in measured.items()},
-                          metrics.bins(*p[:2])) for title, p in panels], columns)
+                          p.bins()) for title, p in panels], columns)
     return bool(written)
 
 

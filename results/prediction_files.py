@@ -299,6 +299,7 @@ def _distribution(row, kind, norm):
     if kind == 'probs':
         if not (abs(sum(values) - 1) <= metrics.SUM_TOLERANCE and min(values) >= 0):
             metrics.check_probs([values], [label])      # which says what is wrong
+        _check_confidence(row, values, label)
         log_probs = [math.log(max(x, metrics.NLL_FLOOR)) for x in values]
         return sample | {'probs': values, 'log_probs': log_probs}
     n_tokens = _numbers('n_tokens', row['n_tokens']) if 'n_tokens' in row else sample['n_tokens']
@@ -317,6 +318,18 @@ def _distribution(row, kind, norm):
         if scores[label] == -math.inf:
             raise ValueError(f'label {label} has the score -inf')
     return sample | {'log_probs': scores}
+
+
+def _check_confidence(row, probs, label):
+    """Raise ValueError for a confidence, or a correctness, that is not that of `probs` [K]."""
+    stated = _stated(row['confidence']) if 'confidence' in row else None
+    if stated is not None and abs(stated - max(probs)) > 0.0051:    # it may be rounded
+        raise ValueError(f'confidence is {row["confidence"]!r:.60}, and the largest of probs '
+                         f'{max(probs):.4g}; leave one of them out')
+    is_top, correct = probs[label] == max(probs), row.get('correct')
+    if correct in (0, 1) and bool(correct) != is_top and probs.count(max(probs)) == 1:
+        raise ValueError(f'correct is {correct}, and by probs the top option is '
+                         f'{"right" if is_top else "wrong"}; leave one of them out')
 
 
 def _sampled(row):

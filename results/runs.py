@@ -8,7 +8,7 @@ from results.prediction_files import read_predictions
 from results.samples import read_results, read_splits, sample_order
 from runtime.config import run_settings
 from runtime.errors import DataError
-from runtime.ownership import ASIDE, read_json
+from runtime.ownership import read_json
 
 # keys of train_config.py that do not distinguish runs: paths, files, devices and rounding
 PATHS = {'model', 'out_dir', 'overwrite', 'resume', 'seed', 'cache_dir', 'eval', 'eval_before',
@@ -38,8 +38,7 @@ def find_runs(sources, prediction_files=()):
     for source in sources:
         below = [source] if is_run(source) else [
             path.parent for path in sorted(source.rglob('samples.jsonl'))
-            if is_run(path.parent) and path.parent.name != 'before'
-            and not path.parent.name.startswith(ASIDE)]
+            if is_run(path.parent) and path.parent.name != 'before']
         if not below and not any(source.absolute() in (file, *file.parents)
                                  for file in prediction_files):
             raise DataError(f'compare: {source} holds no run, neither results.json beside '

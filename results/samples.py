@@ -23,14 +23,26 @@ from runtime.errors import ConfigError, DataError
 SCALING = 'scaling.json'       # the fits of --fit_temperature, for --scaling
 OUTPUTS = ('samples.jsonl', 'eval_config.json', 'results.json', 'results.md', 'results.csv',
            'results.tex', 'report.html')
-DIAGRAM, GRID = 'reliability.png', 'reliability-{}-languages.png'
-KIND = 'evaluation'     # the name under which --overwrite sets earlier files aside
+DIAGRAM = 'reliability.png'
 # keys that older versions did not write into results.json, and their values there
 OLDER = {'unit': 'questions', 'n_bootstrap': 1000, 'seed': 0}
 CHECKSUM = 'line_checksum'      # key of a row's hash, so that a damaged number is noticed
 NORMS = ('token', 'sum', 'char', 'byte')    # see `option_lengths`
 digest = functools.partial(json_digest, size=6)     # of a prompt
 OTHER_FOLDER = 'choose another --out_dir, or --overwrite what was evaluated there'
+
+
+def picture(task, kind='reliability', ending=''):
+    """Return the name of a picture of a task, <kind>-<task>.png; a long task is cut."""
+    name = re.sub(r'[/\\\x00-\x1f]', '_', task)
+    if len(name.encode()) > 150:
+        name = f'{name.encode()[:130].decode(errors="ignore")}-{json_digest(task, size=6)}'
+    return f'{kind}-{name}{ending}.png'
+
+
+def grid(task):
+    """Return the name of the picture with a diagram per language."""
+    return picture(task, ending='-languages')
 
 
 def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
@@ -42,10 +54,11 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
     samples, results = out_dir / 'samples.jsonl', out_dir / 'results.json'
     outputs = [*OUTPUTS]
     if pictures:
-        outputs += [DIAGRAM, *(GRID.format(label) for label, task in tasks.items()
+        outputs += [DIAGRAM, *(grid(label) for label, task in tasks.items()
                                if len({item.language for item in task.items}) > 1)]
-    replaced = (KIND, [*OUTPUTS, SCALING, DIAGRAM, GRID.format('*')]) if overwrite else None
-    sources = open_lines(out_dir, outputs, settings, 'samples', OTHER_FOLDER, processes, replaced,
+    if overwrite:
+        ownership.rename_old(out_dir)
+    sources = open_lines(out_dir, outputs, settings, 'samples', OTHER_FOLDER, processes,
                          [results]).get('tasks', {})
     for label, task in tasks.items():
         now = {'source': task.source, 'questions': task.fingerprint}
@@ -56,8 +69,8 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
         sources[label] = now
     earlier = read_results(results, 'remove it and evaluate its tasks again: with samples.jsonl '
                            'beside it, that needs no model')['tasks'] if results.exists() else {}
+    done = _scored(samples)
     merge_parts(samples)
-    done = _scored(samples) if samples.exists() else set()
     claim_lines(out_dir, outputs, settings | {'tasks': sources}, processes)
     return earlier, done
 
@@ -71,29 +84,26 @@ def open_answers(cfg, settings, processes):
     if out.name in ('log.jsonl', OUTPUTS[0]) or (out.name in listed) != (config in listed):
         raise ConfigError(f'{out} has the name of a file that another script writes, and is not '
                           f'replaced; choose another --out, such as answers.jsonl')
-    replaced = (out.name, [*map(glob.escape, names)]) if cfg.overwrite else None
-    open_lines(out.parent, names, settings, 'answers', advice, processes, replaced)
+    ownership.check_free(out.parent, *names)
+    if cfg.overwrite:
+        ownership.rename_old(*map(out.with_name, (*names, *merged_names(out))))
+    open_lines(out.parent, names, settings, 'answers', advice, processes)
+    done = {(row['id'], row['prompt_hash']) for _, row in read_jsonl(*with_parts(out))}
     merge_parts(out)
-    rows = read_jsonl(out) if out.exists() else ()
-    done = {(row['id'], row['prompt_hash']) for _, row in rows}
     claim_lines(out.parent, names, settings, processes)
     return done
 
 
-def open_lines(folder, names, settings, what, advice, processes, replaced, more=()):
+def open_lines(folder, names, settings, what, advice, processes, more=()):
     """Prepare a file of lines to append to; return what all its lines share, or {} without lines.
 
-    names:    of the file, of the JSON file beside it, and of all others that will be written
-    replaced: (kind, patterns of the files) of what --overwrite sets aside, or None
-    more:     other files that depend on the settings
+    names: of the file, of the JSON file beside it, and of all others that will be written
+    more:  other files that depend on the settings
     Raises ConfigError, before it changes anything, for files that this program did not write, for
     other settings, or if the file that has them is damaged. The caller holds the folder's lock.
     """
     path, parts = folder / names[0], part_names(folder / names[0], processes)
     ownership.check_free(folder, *names, *parts)
-    if replaced:
-        kind, patterns = replaced
-        ownership.set_aside(folder, kind, *patterns, *map(glob.escape, merged_names(path)))
     if path.is_symlink():
         raise ConfigError(f'{path} is a link to a file elsewhere, where nothing is appended; '
                           f'replace the link by that file, or {advice}')
@@ -141,7 +151,7 @@ def _null_to_nan(value):
 
 def _scored(path):
     """Return {(sample_key, prompt)} of the complete questions and texts, and of each sample."""
-    latest = latest_samples(read_samples(path), unstated=True)
+    latest = latest_samples(read_samples(*with_parts(path)), unstated=True)
     n_scored = Counter((sample_key(s), s['prompt']) for s in latest)
     return {(sample_order(s), s['prompt']) for s in latest} | {
         key for s in latest if n_scored[key := (sample_key(s), s['prompt'])] == s.get('of', 1)}
@@ -171,17 +181,6 @@ class SampleWriter:
                 for sample in read_samples(path)]
         return latest_samples([row for row in rows if task in (None, row['task'])],
                               unstated=task is not None)
-
-
-def to_row(answer, log_prob, per_token):
-    """Return the entry of an Answer in answers.jsonl; log_prob: by `confidences`, or None."""
-    row = {'text': answer.text, 'reason': answer.reason, 'n_tokens': len(answer.tokens),
-           'log_prob': sum(answer.log_probs), 'sample_log_prob': sum(answer.sample_log_probs),
-           'entropy': sum(answer.entropies) / len(answer.tokens)}
-    if log_prob is not None:
-        row |= {'scored_log_prob': log_prob, 'confidence': math.exp(min(0, log_prob))}
-    keys = ('tokens', 'log_probs', 'sample_log_probs', 'entropies') if per_token else ()
-    return row | {key: getattr(answer, key) for key in keys}
 
 
 def append_line(file, sample):
@@ -221,16 +220,22 @@ def merged_names(path):
     return sorted(names, key=lambda name: int(name.rpartition('.')[2]))
 
 
+def with_parts(path):
+    """Return the file `path` and its parts, by rank, those that are there."""
+    return [file for file in (path, *map(path.with_name, merged_names(path))) if file.exists()]
+
+
 def merge_parts(path):
     """Add the lines of the parts of `path` to it, part by part, and remove the parts.
 
     A crash at any moment loses no line and doubles none; a last line that it cut off is left out.
     """
-    names = merged_names(path)
-    files = [file for file in (path, *map(path.with_name, names)) if file.exists()]
-    texts = [file.read_bytes() for file in files]
+    names, texts = merged_names(path), [file.read_bytes() for file in with_parts(path)]
     if names or any(text[-1:] not in (b'', b'\n') for text in texts):
         lines = dict.fromkeys(line for text in texts for line in text.split(b'\n')[:-1])
+        # an editor may have left out the last line break
+        lines |= dict.fromkeys(last for text in texts
+                               if _checked(last := text.rpartition(b'\n')[2]) is not None)
         with ownership.temporary(path) as whole, open(whole, 'wb') as file:
             file.writelines(line + b'\n' for line in lines)
         ownership.discard(path.parent, *map(glob.escape, names))
@@ -238,14 +243,14 @@ def merge_parts(path):
 
 # Reading: the samples of a file, and which of them count
 
-def read_samples(path):
-    """Return the samples in `path` in the order of the file, each once.
+def read_samples(*paths):
+    """Return the samples in `paths` in the order of the files, each once.
 
     Raise DataError with file and line for a damaged line, and for a sample that differs from the
     latest one of the same question and prompt.
     """
     samples, last = [], {}
-    for line, row in read_jsonl(path):
+    for line, row in read_jsonl(*paths):
         earlier_line, earlier = last.get(sample_order(row), (None, {}))
         if row == earlier:
             continue
@@ -257,20 +262,22 @@ def read_samples(path):
     return samples
 
 
-def read_jsonl(path):
+def read_jsonl(*paths):
     """Yield ('file:line', row) of the lines that `append_line` wrote; DataError for another line.
 
     A last line that a crash cut off is left out.
     """
-    with open(path, 'rb') as file:
-        for number, line in enumerate(file, 1):
-            row = _checked(line)
-            if row is not None:
-                yield f'{path}:{number}', row
-            elif line.endswith(b'\n'):
-                raise DataError(f'{path}:{number}: damaged, edited or of an older version: it does '
-                                f'not match its {CHECKSUM}; delete this line and repeat the '
-                                f'command, or compare the file as it is: --compare {path}')
+    for path in paths:
+        with open(path, 'rb') as file:
+            for number, line in enumerate(file, 1):
+                row = _checked(line)
+                if row is not None:
+                    yield f'{path}:{number}', row
+                elif line.endswith(b'\n'):
+                    raise DataError(
+                        f'{path}:{number}: damaged, edited or of an older version: it does not '
+                        f'match its {CHECKSUM}; delete this line and repeat the command, or '
+                        f'compare the file as it is: --compare {path}')
 
 
 def _checked(line):
@@ -328,6 +335,21 @@ def sample_order(sample):
 def sample_key(sample):
     """Return a key of the question or text that a sample belongs to."""
     return (*sample_order(sample)[:3], sample.get('text', sample['id']))
+
+
+def question_numbers(samples):
+    """Return (the number of each sample's question, int [N]; how many), or None if all differ.
+
+    Samples with one id are of one question: in several languages, as tokens of one text, or as 'x'
+    and 'x#2', which rows with one id in a file become. Ids that are equal by chance do no harm:
+    within a language they differ, and unrelated rows that are drawn together vary as they should.
+    """
+    ids = [s.get('text', s['id']) for s in samples]
+    known, numbers = {*ids}, {}
+    for i, id in enumerate(ids):
+        first = re.sub(r'(#\d+)+$', '', id)
+        ids[i] = numbers.setdefault(first if first in known else id, len(numbers))
+    return (np.array(ids), len(numbers)) if len(numbers) < len(ids) else None
 
 
 def latest_samples(samples, unstated=False):

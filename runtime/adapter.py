@@ -4,28 +4,26 @@ For an adapter, `checkpoint.fetch` returns a folder with links to the files of t
 link `.adapter`. From there on it is a model folder like any other; `checkpoint.load` merges.
 """
 
-import hashlib
 import math
 import re
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from model import CausalLM, LoRALinear, add_lora
+from runtime.checkpoint import ADAPTER, ADAPTER_LINK, is_adapter
 from runtime.config_json import read_config
 from runtime.config_keys import SHARE, SIZE
 from runtime.digests import file_digest, json_digest
 from runtime.errors import CheckpointError
 from runtime.json_rules import check_values, read_json_object
-from runtime.weights import (BUFFERS, FLOAT_TYPES, names_on_disk, read_tensors, shapes_on_disk,
-                             text_key, their_key, write_files)
+from runtime.weights import (BUFFERS, FLOAT_TYPES, LowRank, names_on_disk, read_tensors,
+                             shapes_on_disk, text_key, their_key, write_files)
 
-CONFIG, WEIGHTS = 'adapter_config.json', ('adapter_model.safetensors', 'adapter_model.bin')
-FILES = (WEIGHTS[0], CONFIG)    # written for the adapters of a run
-LINK = '.adapter'
+WEIGHTS = 'adapter_model.safetensors', 'adapter_model.bin'
+FILES = WEIGHTS[0], ADAPTER     # written for the adapters of a run
 PREFIX = 'base_model.model.'    # all names of matrices begin with it
 # the allowed values of the keys of adapter_config.json that are read; null: a key may be missing
 RULES = {'peft_type': ['LORA'], 'task_type': ['CAUSAL_LM', 'SEQ_2_SEQ_LM', None],
@@ -44,22 +42,9 @@ MERGE = 'merge the adapter with peft (merge_and_unload) and save the whole model
 _linked = []    # the temporary folders of this process; removed at its end
 
 
-class LowRank(NamedTuple):
-    """The change of a layer's weight, scale * B A, with A [r, in] and B [out, r]."""
-    A: Tensor
-    B: Tensor
-    scale: float
-
-
-def is_adapter(folder: Path) -> bool:
-    """Return whether `folder` holds an adapter and not a whole model."""
-    weights = [*folder.glob('model*.safetensors*'), *folder.glob('pytorch_model*.bin*')]
-    return (folder / CONFIG).exists() and not (weights and (folder / 'config.json').exists())
-
-
 def read_settings(folder: Path) -> dict:
     """Return the adapter_config.json of `folder`; raises CheckpointError."""
-    path = folder / CONFIG
+    path = folder / ADAPTER
     settings = read_json_object(path)
     for key, value in settings.items():
         if key not in RULES.keys() | UNUSED and value not in (None, False, 0, '', [], {}):
@@ -76,32 +61,30 @@ def weights_file(folder: Path) -> Path:
     for name in WEIGHTS:
         if (folder / name).exists():
             return folder / name
-    raise CheckpointError(f'{folder} has {CONFIG}, but no {" and no ".join(WEIGHTS)}')
+    raise CheckpointError(f'{folder} has {ADAPTER}, but no {" and no ".join(WEIGHTS)}')
 
 
 def beside_base(folder: Path, base: Path) -> Path:
     """Return a temporary folder with links to all files of `base`, and the link `.adapter`."""
     if is_adapter(base):
-        raise CheckpointError(f'{folder / CONFIG}: the base model {base} is itself an adapter; '
+        raise CheckpointError(f'{folder / ADAPTER}: the base model {base} is itself an adapter; '
                               f'name a whole model, or merge that one with peft (merge_and_unload)')
     if not (base / 'config.json').exists():
-        raise CheckpointError(f'{folder / CONFIG}: the base model: {base} has no config.json')
+        raise CheckpointError(f'{folder / ADAPTER}: the base model: {base} has no config.json')
     _linked.append(tempfile.TemporaryDirectory(prefix=f'{folder.resolve().name}-'))
     both = Path(_linked[-1].name)
     for path in base.iterdir():
         (both / path.name).symlink_to(path.resolve())
-    (both / LINK).symlink_to(folder.resolve())
+    (both / ADAPTER_LINK).symlink_to(folder.resolve())
     return both
 
 
 def changes(folder: Path, model) -> dict[str, LowRank]:
-    """Return what the adapter in `folder` changes, {tensor: LowRank}; {} if that is missing.
+    """Return what the adapter in `folder` changes, {tensor: LowRank}.
 
     model: the base model. As in peft, the scale is alpha / r or, with use_rslora, alpha / sqrt(r).
     Raises CheckpointError that names the tensor.
     """
-    if not folder.exists():
-        return {}
     folder, matrices, low_rank = folder.resolve(), {}, {}       # of a model folder it is a link
     settings, file, shapes = read_settings(folder), weights_file(folder), shapes_on_disk(model)
     for key, tensor in read_tensors(file).items():
@@ -121,11 +104,11 @@ def changes(folder: Path, model) -> dict[str, LowRank]:
             raise CheckpointError(f'{file}: layer {layer} has lora_A {[*A.shape]} and lora_B '
                                   f'{[*B.shape]}, but its weight in the base model is '
                                   f'{weight or "missing"}')
-        alpha, rank = (_layer_setting(settings, name, *keys, folder / CONFIG) for keys in (
+        alpha, rank = (_layer_setting(settings, name, *keys, folder / ADAPTER) for keys in (
             ('alpha_pattern', 'lora_alpha'), ('rank_pattern', 'r')))
         if rank != r:
-            raise CheckpointError(f'{folder / CONFIG}: r or rank_pattern says rank {rank} of layer '
-                                  f'{layer}, but its matrices in {file.name} have rank {r}')
+            raise CheckpointError(f'{folder / ADAPTER}: r or rank_pattern says rank {rank} of '
+                                  f'layer {layer}, but its matrices in {file.name} have rank {r}')
         scale = alpha / (math.sqrt(r) if settings.get('use_rslora') else r)
         low_rank[f'{layer}.weight'] = LowRank(A, B, scale)
     if not low_rank:
@@ -145,15 +128,9 @@ def _layer_setting(settings, name, patterns, default, path):
     return settings[default]
 
 
-def merged(weight: Tensor, change: LowRank) -> Tensor:
-    """Return weight + scale * B A, computed in float32 and rounded once to the type of `weight`."""
-    A, B = (x.to(weight.device, torch.float32) for x in (change.A, change.B))
-    return (weight.float() + B @ A * change.scale).to(weight.dtype)
-
-
 def fingerprint(folder: Path) -> str:
     """Return a hash of the adapter in `folder`: its settings and its matrices."""
-    return json_digest([file_digest(folder / CONFIG), file_digest(weights_file(folder))], size=8)
+    return json_digest([file_digest(folder / ADAPTER), file_digest(weights_file(folder))], size=8)
 
 
 # ---- The adapters of a run, in the folder adapter/ beside the merged weights ---------------------
@@ -176,7 +153,7 @@ def save_adapter(model: CausalLM, folder: str | Path, base: str, *, full=Tensor.
 
 def read_adapter(folder: str | Path) -> dict:
     """Return the adapter_config.json in the adapter/ of a run's folder; raises CheckpointError."""
-    path = Path(folder, 'adapter', CONFIG)
+    path = Path(folder, 'adapter', ADAPTER)
     if not path.exists():
         raise CheckpointError(f'{folder} has no adapter/, which train.py --lora saves beside the '
                               f'merged weights')
@@ -206,10 +183,3 @@ def add_adapter(model: CausalLM, folder: str | Path):
         for part, matrix in ((layer.lora_A, change.A), (layer.lora_B, change.B)):
             part.weight.data = matrix.to(part.weight)      # its rank may differ: rank_pattern
         layer.scale = change.scale
-
-
-def seed_dropout(seed: int, arrays):
-    """Seed torch by `seed` and the arrays of a batch, whose tokens decide what is dropped."""
-    digest = hashlib.blake2b(b''.join(array.tobytes() for array in arrays), digest_size=8,
-                             key=str(seed).encode()).digest()
-    torch.manual_seed(int.from_bytes(digest))

@@ -9,19 +9,18 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from families import t5
 from model import CausalLM, LoRALinear, ModelConfig
-from runtime import adapter
+from runtime import rooms
 from runtime.config_json import config_to_hf, read_config
-from runtime.digests import file_digest, json_digest
+from runtime.config_keys import SEQ2SEQ
+from runtime.digests import code_digest, file_digest, json_digest
 from runtime.errors import CheckpointError
 from runtime.hub import download, is_hub_name
 from runtime.json_rules import read_json_object
 from runtime.ownership import note_inputs
 from runtime.parallel import load_full, rank
-from runtime.weights import (BUFFERS, FLOAT_TYPES, names_on_disk, read_weights, shapes_on_disk,
-                             text_key, their_key, weight_files, write_files)
-from triton_ops import adjoin
+from runtime.weights import (BUFFERS, FLOAT_TYPES, LowRank, merged, names_on_disk, read_weights,
+                             shapes_on_disk, text_key, their_key, weight_files, write_files)
 
 SHARD_BYTES = 5_000_000_000
 # files that transformers and vLLM need besides the weights; copied from the base model's folder
@@ -29,7 +28,9 @@ SIDE_FILES = ('generation_config.json', 'tokenizer.json', 'tokenizer.model', 'to
               'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json',
               'chat_template.jinja', 'original/tokenizer.model', 'spiece.model', 'tekken.json',
               'vocab.json', 'merges.txt')
-MODEL_FILES = ('config.json', adapter.CONFIG, *SIDE_FILES, '*.safetensors',
+ADAPTER = 'adapter_config.json'
+ADAPTER_LINK = '.adapter'   # to the folder of an adapter, in a folder with links to its base model
+MODEL_FILES = ('config.json', ADAPTER, *SIDE_FILES, '*.safetensors',
                '*.safetensors.index.json')
 BIN_FILES = 'pytorch_model*.bin', 'pytorch_model*.bin.index.json', 'adapter_model.bin'
 HEAD, EMBEDDING = 'lm_head.weight', 'model.embed_tokens.weight'
@@ -38,7 +39,8 @@ HEAD, EMBEDDING = 'lm_head.weight', 'model.embed_tokens.weight'
 def build(config):
     """Return a CausalLM or Seq2Seq on the meta device, whose state_dict has the names on disk."""
     with torch.device('meta'):
-        model = (t5.Seq2Seq if config.model_type in t5.ARCHITECTURES else CausalLM)(config)
+        model = (rooms.load(config.model_type).Seq2Seq if config.model_type in SEQ2SEQ
+                 else CausalLM)(config)
     model.register_state_dict_post_hook(_rename_for_disk)
     model.register_load_state_dict_pre_hook(_rename_from_disk)
     return model
@@ -64,18 +66,25 @@ def fetch(name: str, revision: str | None = None, weights: bool = True) -> Path:
     downloads only its configuration and tokenizer
     """
     folder = _own_folder(name, revision, weights)
-    if not adapter.is_adapter(folder):
+    if not is_adapter(folder):
         return folder
     if folder.name == 'adapter' and (folder.parent / 'config.json').exists():
         raise CheckpointError(f'{folder} holds the adapters of a run, whose merged weights and '
                               f'settings are in {folder.parent}; name that folder')
+    adapter = rooms.load('adapter')
     settings = adapter.read_settings(folder)
     base = settings['base_model_name_or_path']
     try:
         base = _own_folder(base, None if os.path.isdir(base) else settings.get('revision'), weights)
     except CheckpointError as error:
-        raise CheckpointError(f'{folder / adapter.CONFIG}: the base model: {error}') from error
+        raise CheckpointError(f'{folder / ADAPTER}: the base model: {error}') from error
     return adapter.beside_base(folder, base)
+
+
+def is_adapter(folder: Path) -> bool:
+    """Return whether `folder` holds an adapter and not a whole model."""
+    weights = [*folder.glob('model*.safetensors*'), *folder.glob('pytorch_model*.bin*')]
+    return (folder / ADAPTER).exists() and not (weights and (folder / 'config.json').exists())
 
 
 def _own_folder(name, revision, weights):
@@ -99,7 +108,11 @@ def _own_folder(name, revision, weights):
         if weights and not any(folder.glob('*.safetensors')):
             # older checkpoints, such as Pythia's at a training step, have only these
             folder = download(name, BIN_FILES, revision)
-    note_inputs(*(file for pattern in MODEL_FILES + BIN_FILES for file in folder.glob(pattern)))
+    files = [file for pattern in MODEL_FILES + BIN_FILES for file in folder.glob(pattern)]
+    for file in files:
+        if file.is_fifo() or file.is_socket() or file.is_char_device():     # which may never end
+            raise CheckpointError(f'{file} is not a regular file; copy the model into a folder')
+    note_inputs(*files)
     return folder
 
 
@@ -120,7 +133,10 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
     model, tensors, changes = check_weights(folder, config)
     ours = names_on_disk(model)
     model.to(dtype)
-    share(model) if share else adjoin(model, device=device)
+    if share:
+        share(model)
+    elif torch.device(device).type == 'cuda':
+        rooms.load('kernels').adjoin(model, device=device)
     # as model.to_empty, but what `share` has added keeps its values; empty_like of a plain meta
     # tensor would import the compiler, which takes seconds
     model._apply(lambda x: x if not x.is_meta else torch.empty_like(x, device=device) if share else
@@ -130,7 +146,7 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
         if ours[key] in parameters:     # `share` may have removed it
             tensor = tensor.to(device, dtype)
             if key in changes:
-                tensor = adapter.merged(tensor, changes[key])
+                tensor = merged(tensor, changes[key])
             load_full(parameters[ours[key]], tensor)
     return model
 
@@ -151,7 +167,7 @@ def check_weights(folder: str | Path, config: ModelConfig):
         (path, name, a), (_, other, b) = head, embedding
         if a.dtype == b.dtype and torch.equal(a, b):
             del stored[their_key(HEAD, config)]
-        elif config.model_type in t5.ARCHITECTURES:
+        elif config.model_type in SEQ2SEQ:
             config.tie_word_embeddings = False
         else:
             raise CheckpointError(f'{path}: tensor {name} differs from {other}, but '
@@ -159,7 +175,8 @@ def check_weights(folder: str | Path, config: ModelConfig):
                                   f'or remove {name}')
     model = build(config)
     shapes = shapes_on_disk(model)
-    changes = adapter.changes(Path(folder, adapter.LINK), model)
+    link = Path(folder, ADAPTER_LINK)
+    changes = rooms.load('adapter').changes(link, model) if link.exists() else {}
     stored = {text: (path, key, tensor) for text, (path, key, tensor) in stored.items()
               if text in shapes or not BUFFERS.fullmatch(key)}
     missing, unknown = shapes.keys() - stored.keys(), stored.keys() - shapes.keys()
@@ -208,9 +225,19 @@ def fingerprint(folder: str | Path) -> str:
     folder = Path(folder)
     content = [read_json_object(folder / 'config.json'),
                *sorted(map(file_digest, weight_files(folder)))]
-    if (folder / adapter.LINK).exists():
-        content.append(adapter.fingerprint(folder / adapter.LINK))
+    if (link := folder / ADAPTER_LINK).exists():
+        content.append(rooms.load('adapter').fingerprint(link))
     return json_digest(content, size=8)
+
+
+def identity(folder: str | Path, tokenizer, dtype, *modules: str) -> dict:
+    """Return what decides the samples of the model in `folder`, besides prompts and settings.
+
+    dtype: of the weights on the device; modules: names of those that make the samples
+    """
+    return {'model': fingerprint(folder), 'tokenizer': tokenizer.fingerprint,
+            'end_ids': sorted(tokenizer.end_ids), 'dtype': str(dtype).removeprefix('torch.'),
+            'code': code_digest(*modules)}
 
 
 # ---- Writing -------------------------------------------------------------------------------------
@@ -264,6 +291,6 @@ def _merged(model, keys, dtype, full):
         tensor, layer = full(model.get_parameter(key)), model.get_submodule(key.rpartition('.')[0])
         if isinstance(layer, LoRALinear) and key.endswith('.weight'):
             A, B = full(layer.lora_A.weight), full(layer.lora_B.weight)
-            tensor = adapter.merged(tensor.float(), adapter.LowRank(A, B, layer.scale))
+            tensor = merged(tensor.float(), LowRank(A, B, layer.scale))
         tensors[theirs] = tensor.to(dtype).cpu().contiguous()
     return tensors

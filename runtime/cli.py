@@ -9,7 +9,8 @@ import sys
 import time
 
 from runtime.errors import (CheckpointError, ConfigError, DataError, ProcessError, Stopped,
-                            TrainingError, escape_controls)
+                            TrainingError, escape_controls, shorten)
+from runtime.processes import under_torchrun
 
 
 def begin():
@@ -102,7 +103,7 @@ def _fail(*parts):
     rank, size = _rank()
     if rank > 0:
         _sleep_until_torchrun_ends_this(3)
-    message = escape_controls('; '.join(map(str, parts)))
+    message = escape_controls('; '.join(shorten(str(part), 2000) for part in parts))
     sys.exit(f'error{f" in process {rank} of {size}" * (size > 1)}: {message}')
 
 
@@ -114,7 +115,7 @@ def _sleep_until_torchrun_ends_this(seconds):
 
 def _rank():
     """Return (number of this process, number of processes) as torchrun says, without torch."""
-    if 'TORCHELASTIC_RUN_ID' not in os.environ:
+    if not under_torchrun():
         return 0, 1
     return int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])
 

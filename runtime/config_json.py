@@ -9,12 +9,12 @@ import math
 from dataclasses import fields, replace
 from pathlib import Path
 
-from families import t5
 from model import FAMILIES, Layer, ModelConfig, Rope
+from runtime import rooms
 from runtime.config_keys import (
     ALWAYS, ARCHITECTURES, BIASES, BY_LAYER_TYPE, CHANGES, CONFIG_FIELDS, DEFAULTS, FIELDS, FLOATS,
     IGNORED, LAYER_TYPES, LENGTH, NANOCAL_FIELDS, NESTED, OUTSIDE, OWN_BLOCKS, OWN_OUTSIDE,
-    OWN_SCHEMES, PATTERN, REWARD, ROPE_BLOCKS, SCHEMES, WHOLE_HEADS, rules_of)
+    OWN_SCHEMES, PATTERN, REWARD, ROPE_BLOCKS, SCHEMES, SEQ2SEQ, WHOLE_HEADS, rules_of)
 from runtime.errors import CheckpointError
 from runtime.json_rules import check_values, read_json_object
 
@@ -30,7 +30,8 @@ def read_config(folder: str | Path, changes: dict | None = None, seq2seq=False) 
     if not path.exists():
         raise CheckpointError(f'{folder} is not a model folder: it has no config.json')
     raw = read_json_object(path)
-    if raw.get('model_type') in [*t5.ARCHITECTURES]:
+    if raw.get('model_type') in SEQ2SEQ:
+        t5 = rooms.load(raw['model_type'])
         if not seq2seq:
             raise CheckpointError(f'{path}: {raw["model_type"]} is an encoder and a decoder; '
                                   f'evaluate.py scores its answers, and nothing else can use it')
@@ -119,7 +120,7 @@ def _text_part(raw):
 
 def config_to_hf(config: ModelConfig) -> dict:
     """Return the content of a `config.json` that transformers 4 and 5 and vLLM read."""
-    if config.model_type in t5.ARCHITECTURES:
+    if config.model_type in SEQ2SEQ:
         return config.hf
     kind, cap = config.model_type, config.final_logit_softcapping
     own = dict(config.hf.get('nanocal', {}))

@@ -7,6 +7,7 @@ keys of its own, of FIELDS or OWN_FIELDS.
 from runtime.json_rules import each
 
 REWARD = 'CausalLM', 'SequenceClassification'     # how transformers names a reward model
+SEQ2SEQ = 't5', 'mt5'       # an encoder and a decoder, for evaluation alone: families/t5.py
 # {type of a multimodal model: type of its text model, if config.json does not name it}
 NESTED = {'gemma3': 'gemma3_text', 'mistral3': 'mistral'}
 

@@ -1,28 +1,23 @@
 """Hashes: of values, of the content of files, and of the code that can change a result.
 
-The code that counts is what a result uses: functions, classes and constants, without docstrings,
-comments and line breaks. `code_digest` is for samples, `used_code` for any other result.
+Code is compared by its syntax trees without docstrings, file by file: formatting and comments do
+not count. What is hashed by its content, such as the tokens of a prompt, needs no code beside it.
 """
 
 import ast
 import functools
 import hashlib
-import inspect
 import json
 import os
-import sys
-import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 PIECE = 2 ** 26     # bytes that one thread hashes at once
 HERE = Path(__file__).parent.parent
-# whose definitions count in `code_digest`, if they are used
-FILES = tuple(HERE / file for file in (
-    'model.py', 'attention.py', 'triton_ops.py', 'fused_ce.py', 'scaling.py', 'data/packing.py',
-    'alignment/objectives.py', 'alignment/packed_answers.py', 'decoding/answers.py',
-    'decoding/answer_samples.py', 'decoding/cache.py', 'decoding/draw.py', 'decoding/slots.py',
-    'results/p_ik_probe.py'))
+# Rooms and files that compute no sample. What data/ and runtime/ read (tokens, settings, weights)
+# is in an identity by its content; the others measure samples that are there.
+OUTSIDE = 'data', 'runtime', 'results', 'metrics.py', 'scaling.py', 'stats.py'
 
 
 def json_digest(content, size=16):
@@ -43,69 +38,60 @@ def file_digest(path):
         return hashlib.blake2b(b''.join(pieces), digest_size=16).hexdigest()
 
 
-def code_digest(config, *roots):
-    """Return a hash of the code that computes `roots` with a model of this configuration.
-
-    roots: functions and classes. What they and the model use of FILES counts as well, and the
-    model's own row of FAMILIES, but no other family's.
+def code_digest(*modules):
+    """Return a hash of the code of `modules`, names such as 'decoding.answers', of model.py, of
+    data/tree_rows.py and of all that they import of ours, directly or not, but for what is OUTSIDE.
     """
-    if config.model_type in ('t5', 'mt5'):
-        return used_code((*FILES, HERE / 'families/t5.py'), 'Seq2Seq', *roots)
-    family = vars(config.family) | {'activation': config.family.activation.__name__}
-    return used_code(FILES, 'CausalLM', 'LoRALinear', family['activation'], *roots,
-                     without='FAMILIES', more=repr(family))
+    files = map(module_file, ('model', 'data.packing', 'data.tree_rows', *modules))
+    return syntax_digest(*with_imports(files, lambda room: room not in OUTSIDE))
 
 
-def used_code(files, *roots, without='', more=''):
-    """Return a hash of the definitions `roots` and of all in `files` that they use, by name.
+def module_file(name):
+    """Return the path of one of our modules, also if it does not exist."""
+    return HERE / f'{name.replace(".", "/")}.py'
 
-    roots: functions and classes, also nested ones, which count with all that is around them; or
-           names of definitions in `files`; without: a name whose definition does not count
+
+def with_imports(files, counts):
+    """Return `files` and those that they import of ours, directly or not.
+
+    counts: whether a room, the name of a folder or of a file at the top level, counts. Imports are
+    read from the files, so the result does not depend on what a process has loaded.
     """
-    known, texts, seen = definitions(files), [more], {without}
-    modules = {Path(file).stem for file in files}
-    new = []
-    for root in roots:
-        if isinstance(root, str):
-            new += known.get(root, ())
-        else:
-            names = root.__qualname__.partition('.<locals>')[0].split('.')
-            around = functools.reduce(getattr, names, sys.modules[root.__module__])
-            source = textwrap.dedent(inspect.getsource(around))
-            new += WithoutDocstrings().visit(ast.parse(source)).body
+    chosen, new = set(), {*files}
+
+    def inside(path):
+        return path.is_relative_to(HERE) and counts(path.relative_to(HERE).parts[0])
     while new:
-        statement = new.pop()
-        texts.append(ast.unparse(statement))
-        nodes = [*ast.walk(statement)]
-        mentioned = {node.id for node in nodes if isinstance(node, ast.Name)} | {
-            node.attr for node in nodes if isinstance(node, ast.Attribute)
-            and isinstance(node.value, ast.Name) and node.value.id in modules}
-        for name in mentioned & known.keys() - seen:
-            seen.add(name)
-            new += known[name]
-    return hashlib.blake2b('\n'.join(sorted({*texts})).encode(), digest_size=8).hexdigest()
+        chosen |= new
+        new = {path for file in new if inside(file) for path in parsed(file).imports
+               if inside(path)} - chosen
+    return chosen
+
+
+def syntax_digest(*files):
+    """Return a hash of the syntax trees of Python files, without docstrings."""
+    texts = sorted(parsed(file).text for file in files)
+    return hashlib.blake2b('\n'.join(texts).encode(), digest_size=8).hexdigest()
+
+
+class Parsed(NamedTuple):
+    text: str       # the syntax tree without docstrings, as code
+    imports: set    # paths of our modules that are imported, also inside functions
+
+
+@functools.cache
+def parsed(file):
+    """Return the Parsed of a Python file."""
+    tree, names = ast.parse(Path(file).read_text(encoding='utf-8')), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names |= {node.module, *(f'{node.module}.{alias.name}' for alias in node.names)}
+    imports = {path for path in map(module_file, names) if path.exists()}
+    return Parsed(ast.unparse(WithoutDocstrings().visit(tree)), imports)
 
 
 class WithoutDocstrings(ast.NodeTransformer):
     def visit_Expr(self, node):
         return None if isinstance(node.value, ast.Constant) else node
-
-
-@functools.cache
-def definitions(files):
-    """Return {name: statements that define it} of the top level of Python files."""
-    known, statements = {}, []
-    for file in files:
-        tree = ast.parse(Path(file).read_text(encoding='utf-8'))
-        statements += WithoutDocstrings().visit(tree).body
-    for statement in statements:
-        if isinstance(statement, (ast.If, ast.Try)):
-            statements += statement.body        # the loop goes on with them
-        elif isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-            known.setdefault(statement.name, []).append(statement)
-        elif isinstance(statement, (ast.Assign, ast.AnnAssign)):
-            targets = getattr(statement, 'targets', None) or [statement.target]
-            for node in (node for target in targets for node in ast.walk(target)):
-                if isinstance(node, ast.Name):
-                    known.setdefault(node.id, []).append(statement)
-    return known

@@ -9,6 +9,13 @@ def escape_controls(text):
     return re.sub('[\x00-\x08\x0b-\x1f\x7f-\x9f]', lambda match: repr(match[0])[1:-1], text)
 
 
+def shorten(text, limit):
+    """Return a text without its middle if it is longer than `limit` characters."""
+    if len(text) <= limit:
+        return text
+    return f'{text[:limit * 2 // 3]} [...] {text[len(text) - limit // 3:]}'
+
+
 class ConfigError(ValueError):
     """An unusable key, value or config file; the message says what would be right."""
 

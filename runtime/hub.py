@@ -117,14 +117,26 @@ def matches(folder, *patterns):
     return sorted(p for p in files if p.suffix != '.gz' or p.with_suffix('') not in files)
 
 
-# names of files, or of splits with a dot behind them
-HELD_OUT = re.compile(r'(?i)(.*[-_.])?(test|dev|eval(uation)?|val(id(ation)?)?)([-_]\d[^.]*)?\.')
+# words in names of files and splits
+HELD_OUT = re.compile(r'(test|dev(elopment)?|eval(uation)?|val(id(ation)?)?)'
+                      r'(s|ing|set|split|mini|[abx])?|heldout|holdout')
+
+
+def is_held_out(name):
+    """Return whether a file or split is named as one that is held out, such as test_sft.
+
+    Of several words, as in test_train.jsonl, the last one decides.
+    """
+    spaced = re.sub('([a-z])([A-Z])', r'\1 \2', name).lower()
+    words = re.findall('[a-z]+', re.sub('(held|hold)[-_. ]out', r'\1out', spaced))
+    named = [word for word in words if HELD_OUT.fullmatch(word) or word.startswith('train')]
+    return bool(named) and not named[-1].startswith('train')
 
 
 def fetch_training(source, patterns, revision=None):
     """Return the files of `fetch` but those named as a split that is held out; name the others."""
     files = fetch(source, patterns, revision)
-    chosen = [file for file in files if not HELD_OUT.match(file.name)] or files
+    chosen = [file for file in files if not is_held_out(file.name)] or files
     in_folder = os.path.isdir(os.path.expanduser(source))
     beside = matches(files[0].parent, f'*{files[0].suffix}') if in_folder else files
     if others := [file.name for file in beside if file not in chosen]:

@@ -17,12 +17,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from runtime import ownership
+from runtime import ownership, rooms
 from runtime.checkpoint import nonfinite_tensor
 from runtime.config import dump_config
 from runtime.device import HostCopy
 from runtime.errors import ConfigError, TrainingError, escape_controls
-from runtime.graphs import recorded_memory
 from runtime.hub import full_path
 from runtime.parallel import rank
 from runtime.resume import advice
@@ -41,12 +40,16 @@ def print_sizes(run):
     if unused := [key for key, value in vars(cfg).items() if key.startswith('lora_')
                   and not cfg.lora and value != getattr(type(cfg), key)]:
         print(f'note: without lora = True all weights are trained; no effect: {", ".join(unused)}')
-    sample = f' (a sample of {len(run.sequences) - cfg.val_size:,})' if cfg.data_limit else ''
+    others = len(run.sequences) - len(run.held_out)
+    sample = f' (a sample of {others:,})' if cfg.data_limit else ''
     print(f'data: {cfg.data}: {len(training):,} sequences{sample}, {lengths.sum():,} tokens '
           f'(mean {lengths.mean():.0f}, longest {lengths.max()})')
     print(f'steps: {steps} of {cfg.batch_size} sequences, about '
           f'{lengths.mean() * cfg.batch_size:,.0f} tokens each')
-    used, available = steps * cfg.batch_size, int(len(training) * cfg.epochs)
+    if len(run.held_out) < cfg.val_size:
+        print(f'note: val_size = {cfg.val_size}, and {len(run.held_out)} sequences are held out: '
+              f'those of a prompt or document stay together')
+    used, available = steps * cfg.batch_size, run.available
     if used < available:
         cause = (f'max_steps = {cfg.max_steps}' if cfg.max_steps == steps else
                  f'the rest does not fill a step of {cfg.batch_size}')
@@ -212,7 +215,8 @@ def start_tracker(cfg):
 def peak_memory(device):
     """Return the peak memory in GiB: of the GPU, or of this process if there is none."""
     if device.startswith('cuda'):
-        return (torch.cuda.max_memory_allocated() + recorded_memory()) / 2 ** 30
+        recorded = rooms.load('recorded passes').recorded_memory()
+        return (torch.cuda.max_memory_allocated() + recorded) / 2 ** 30
     unit = 1 if sys.platform == 'darwin' else 1024      # macOS counts bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2 ** 30
 

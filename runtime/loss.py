@@ -19,6 +19,8 @@ def parse_loss(text):
     """
     try:
         tree = ast.parse(text.strip(), mode='eval')
+        if sum(isinstance(node, ast.Call) for node in ast.walk(tree)) > 100:
+            raise RecursionError    # each term calls those before it
         for node in ast.walk(tree):
             if isinstance(node, ast.Name) and node.id not in LOSSES:
                 near = difflib.get_close_matches(node.id, LOSSES, 1, 0)[0]
@@ -36,10 +38,12 @@ def parse_loss(text):
                              "'cross_entropy() + z_loss(1e-4)'")
         return loss
     except SyntaxError:
-        raise ConfigError(f"loss {text!r}: not a sum of calls, such as 'focal(2) + z_loss(1e-4)'"
-                          ) from None
+        raise ConfigError(f"loss {text!r:.80}: not a sum of calls, such as 'focal(2) + "
+                          f"z_loss(1e-4)'") from None
     except (TypeError, ValueError) as error:
-        raise ConfigError(f'loss {text!r}: {error}') from None
+        raise ConfigError(f'loss {text!r:.80}: {error}') from None
+    except (RecursionError, MemoryError):
+        raise ConfigError(f'loss {text!r:.80}: too many terms; at most 100') from None
 
 
 def loss_options(model, cfg):

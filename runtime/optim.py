@@ -141,7 +141,7 @@ class AdamW(torch.optim.Optimizer):
         self.steps += 1
         beta1, beta2 = self.betas
         gradients, index = dict(zip(self.parameters(), self.gradients())), itertools.count()
-        update: Callable = _compiled_update() if scale.is_cuda else _update
+        update: Callable = _compiled(_update) if scale.is_cuda else _update
         for group, parts in zip(self.param_groups, self.parts):
             lr = group['lr']
             numbers = torch.tensor([
@@ -307,9 +307,9 @@ def _root(x):
 
 
 @functools.cache
-def _compiled_update() -> Callable:
+def _compiled(update: Callable) -> Callable:
     # of the two sizes of blocks none is faster; comparing them takes a second
-    return torch.compile(_update, options={'triton.autotune_pointwise': False})
+    return torch.compile(update, options={'triton.autotune_pointwise': False})
 
 
 def _noise(index: Tensor, seed: Tensor) -> Tensor:

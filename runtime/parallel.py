@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from runtime import ownership
+from runtime.processes import under_torchrun
 
 
 def rank() -> int:
@@ -32,7 +33,7 @@ def own_gpu() -> int | None:
     """Return the number of this process's GPU, if torchrun started one process per GPU or fewer."""
     # both numbers are the same in all processes of a host, so that all choose the same backend:
     # processes with different backends would wait for each other forever
-    if ('TORCHELASTIC_RUN_ID' not in os.environ
+    if (not under_torchrun()
             or torch.cuda.device_count() < int(os.environ['LOCAL_WORLD_SIZE'])):
         return None
     return int(os.environ['LOCAL_RANK'])
@@ -40,7 +41,7 @@ def own_gpu() -> int | None:
 
 def join_processes():
     """Under torchrun, connect the processes; only the first one prints."""
-    if 'TORCHELASTIC_RUN_ID' not in os.environ:
+    if not under_torchrun():
         return
     backend, gpu = 'gloo', own_gpu()
     if gpu is not None:

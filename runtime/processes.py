@@ -105,6 +105,12 @@ def _work(function, pipe, others):
             pipe.send((results, error))
 
 
+def under_torchrun():
+    """Return whether torchrun started this process: all that it sets is there."""
+    return os.environ.keys() >= {'TORCHELASTIC_RUN_ID', 'RANK', 'WORLD_SIZE', 'LOCAL_RANK',
+                                 'LOCAL_WORLD_SIZE'}
+
+
 def cores():
     """Return the number of cores of this process, 1 where forking is unsafe."""
     return len(os.sched_getaffinity(0)) if sys.platform == 'linux' else 1

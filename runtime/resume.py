@@ -22,13 +22,14 @@ from runtime.config import run_settings
 from runtime.digests import file_digest, json_digest
 from runtime.errors import ConfigError, Stopped, TrainingError
 from runtime.hub import full_path
-from runtime.ownership import ASIDE, LIST, LOCK, check_free, discard, written_files
+from runtime.ownership import LIST, LOCK, check_free, discard, has_written, written_files
 from runtime.parallel import gather, gather_full, joined, load_full, rank
 from runtime.weights import read_tensors, write_files
 
 FILE_BYTES = 4_000_000_000
 # facts that a resumed run must share with the run that wrote the checkpoint, as messages name them
-FACTS = {'data': 'training data', 'model': 'base model', 'dtype': 'weights on the device'}
+FACTS = {'data': 'training data or end tokens', 'model': 'base model',
+         'dtype': 'weights on the device'}
 
 
 class StopSignals:
@@ -67,7 +68,7 @@ def notes_how_to_continue(cfg):
         if not cfg.dry_run and checkpoints(cfg.out_dir):
             error.add_note('the same command continues' if cfg.resume else
                            '--resume continues from the last checkpoint')
-        elif not cfg.dry_run and cfg.eval and Path(cfg.out_dir, 'config.json').exists():
+        elif not cfg.dry_run and Path(cfg.out_dir, 'config.json').exists():
             error.add_note('the weights are saved, and --resume makes the report')
         raise
 
@@ -80,8 +81,7 @@ def check_folder(cfg):
         raise ConfigError(f'out_dir = {cfg.out_dir} holds the model {cfg.model} itself')
     try:
         # a run that is killed while it writes its first list leaves that under a temporary name
-        files = {path.name for path in out_dir.iterdir()
-                 if not path.name.startswith((ASIDE, f'{LIST}.'))}
+        files = {path.name for path in out_dir.iterdir() if not path.name.startswith(f'{LIST}.')}
     except FileNotFoundError:
         files = set()
     except (OSError, ValueError) as error:      # ValueError: a NUL in the name
@@ -107,14 +107,13 @@ def check_run(cfg, free_keys):
             if key not in free_keys and now != value and not chosen:
                 raise ConfigError(f'resume: the run in {out_dir} has {key} = {value!r}, not '
                                   f'{now!r}; keep it, or --overwrite the run')
-    elif not (cfg.resume or cfg.overwrite) and any(
-            Path(out_dir, name).exists() for name in written_files(out_dir)):
+    elif not (cfg.resume or cfg.overwrite) and has_written(out_dir):
         what = 'an earlier run or evaluation'
         if (out_dir / 'config.json').exists():
             what = 'a finished run'
         elif steps := list(checkpoints(out_dir)):
             what = f'a run that was interrupted after step {steps[-1]}: --resume continues it'
-        raise ConfigError(f'{cfg.out_dir} holds {what}; --overwrite replaces it, or choose another '
+        raise ConfigError(f'{cfg.out_dir} holds {what}; --overwrite renames it, or choose another '
                           f'--out_dir')
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from model import CausalLM
-from runtime import adapter, checkpoint, parallel, resume
+from runtime import checkpoint, parallel, resume, rooms
 from runtime.config import run_folder, run_settings
 from runtime.errors import ConfigError, TrainingError
 
@@ -43,7 +43,9 @@ def model_files(run):
     cfg, model = run.cfg, checkpoint.build(run.config)
     names = [*checkpoint.model_files(model, cfg.out_dir, getattr(torch, cfg.save_dtype), run.base,
                                      None, run.files)]
-    return names + [f'adapter/{name}' for name in adapter.FILES if cfg.lora]
+    if cfg.lora:
+        names += [f'adapter/{name}' for name in rooms.load('adapter').FILES]
+    return names
 
 
 def run_files(run):
@@ -60,7 +62,7 @@ def save_weights(run, optimizer, below='.'):
     folder, common = Path(cfg.out_dir, below), {'full': optimizer.master, 'owner': cfg.out_dir}
     try:
         if cfg.lora and not model.config.reward:    # a score head is no adapter
-            adapter.save_adapter(model, folder / 'adapter', cfg.model, **common)
+            rooms.load('adapter').save_adapter(model, folder / 'adapter', cfg.model, **common)
         checkpoint.save(model, folder, getattr(torch, cfg.save_dtype), run.base, more=run.files,
                         **common)
     except (OSError, ConfigError) as error:
@@ -72,6 +74,7 @@ def save_weights(run, optimizer, below='.'):
 
 def base_of_adapter(folder):
     """Return the base model's folder of the adapters in `folder`/adapter, which need dropout."""
+    adapter = rooms.load('adapter')
     settings = adapter.read_adapter(folder)
     if not settings.get('lora_dropout'):
         raise ConfigError(f'dropout_seed: {folder} was trained with lora_dropout = 0, so nothing '
@@ -92,7 +95,7 @@ def load_model(folder, cfg):
     model = checkpoint.load(base_of_adapter(folder) if drops else folder, cfg.device,
                             getattr(torch, cfg.dtype), share=share)
     if drops:
-        adapter.add_adapter(model, folder)
+        rooms.load('adapter').add_adapter(model, folder)
     return model
 
 

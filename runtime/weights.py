@@ -6,15 +6,16 @@ import pickle
 import re
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from families import t5
 from model import ModelConfig
 from runtime import ownership
+from runtime.config_keys import SEQ2SEQ
 from runtime.errors import CheckpointError
 from runtime.json_rules import read_json_object
 from runtime.parallel import rank
@@ -44,7 +45,7 @@ NAMES = {
             ('post_attention_layernorm', 'self_attn_layer_norm'),
             ('post_feedforward_layernorm', 'final_layer_norm'),
             ('mlp.up_proj', 'fc1'), ('mlp.down_proj', 'fc2')),
-    **dict.fromkeys(t5.ARCHITECTURES, (('model.embed_tokens', 'shared'),)),
+    **dict.fromkeys(SEQ2SEQ, (('model.embed_tokens', 'shared'),)),
 }
 # (prefix of a name in a multimodal model or in OPT's files, its replacement)
 PREFIXES = ((r'^language_model\.(?=model\.|lm_head)', ''), (r'^model\.language_model\.', 'model.'))
@@ -181,3 +182,18 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]):
         file.write(len(text).to_bytes(8, 'little') + text)
         for _, tensor in ordered:
             file.write(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+# ---- Adapters: changes of low rank ---------------------------------------------------------------
+
+class LowRank(NamedTuple):
+    """The change of a layer's weight, scale * B A, with A [r, in] and B [out, r]."""
+    A: Tensor
+    B: Tensor
+    scale: float
+
+
+def merged(weight: Tensor, change: LowRank) -> Tensor:
+    """Return weight + scale * B A, computed in float32 and rounded once to the type of `weight`."""
+    A, B = (x.to(weight.device, torch.float32) for x in (change.A, change.B))
+    return (weight.float() + B @ A * change.scale).to(weight.dtype)

@@ -72,7 +72,7 @@ def small_world(tmp_path_factory):
     import demo
     from data.world import WorldSpec, make_world
     from runtime.processes import pick_threads
-    from train import train
+    from train import train_and_report
     folder, printed = tmp_path_factory.mktemp('small_world'), io.StringIO()
     spec = WorldSpec(entities=300, documents=280, instructions=60, questions=40)
     few_steps = {'batch_size': 16, 'epochs': 1.5, 'checkpoint_epochs': True, 'val_size': 4,
@@ -80,7 +80,8 @@ def small_world(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr(demo, 'make_world', lambda folder, seed: make_world(folder, seed, spec))
         patch.setattr(demo, 'pick_threads', lambda: pick_threads(seconds=0.01))
-        patch.setattr(demo, 'train', lambda cfg: train(replace(cfg, **few_steps)))
+        patch.setattr(demo, 'train_and_report',
+                      lambda cfg: train_and_report(replace(cfg, **few_steps)))
         demo.main([f'--out_dir={folder}', '--seed=7'])
     return folder, printed.getvalue()
 

@@ -14,7 +14,7 @@ from common import (apart, edit_config, expect_step, log_of, off, plain_log_prob
 import align
 import train
 from align import PAIR_LOSSES, STAGES, AlignConfig, Pairs
-from alignment import rewards
+from alignment import reference, rewards
 from data.preferences import to_tree
 from runtime import checkpoint
 from runtime.config import dump_config
@@ -141,7 +141,7 @@ def test_the_reference_is_computed_once_and_belongs_to_model_and_data(base, tmp_
     assert loss.item() == pytest.approx(math.log(2), abs=1e-5)
     counts = [len(to_tree(*run.sequences[i])[1]) for i in range(4)]
     assert [np.count_nonzero(row) for row in run.reference] == counts and max(counts) == 4
-    monkeypatch.setattr(align, 'answer_log_probs', lambda *_: pytest.fail('computed again'))
+    monkeypatch.setattr(reference, 'answer_log_probs', lambda *_: pytest.fail('computed again'))
     again, _ = run_of(cfg)
     assert np.array_equal(run.reference, again.reference)
     with pytest.raises(pytest.fail.Exception, match='computed again'):
@@ -151,7 +151,7 @@ def test_the_reference_is_computed_once_and_belongs_to_model_and_data(base, tmp_
     content = path.read_bytes()
     path.write_bytes(content[:140] + bytes([content[140] ^ 1]) + content[141:])
     with pytest.raises(DataError, match=f'the reference in {path} is damaged'):
-        align.cached_reference(run, model)
+        reference.cached_reference(run, model)
 
 
 # ---- Whole runs ----------------------------------------------------------------------------------

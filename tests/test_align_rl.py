@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -477,6 +478,27 @@ def test_a_killed_run_resumes_to_the_same_answers_and_weights(base, tmp_path, va
     assert log_of(tmp_path / 'run') == log_of(tmp_path / 'again')
 
 
+def test_a_prompt_that_is_twice_in_a_step_gets_other_answers(base, tmp_path):
+    run, _ = run_of(config(base, tmp_path, n=2, group_size=3))
+    (first, other, again), _ = rollouts.sample(run, np.array([0, 1, 0]), 5, 3)
+    assert len({tuple(answer.tokens) for answer in first + again}) == 6
+    # the first of them has the answers that it has alone
+    alone, _ = rollouts.sample(run, np.array([1, 0]), 5, 3)
+    assert [[answer.tokens for answer in group] for group in (other, first)] == [
+        [answer.tokens for answer in group] for group in alone]
+
+
+def test_a_run_with_other_end_tokens_is_not_resumed(base, tmp_path, monkeypatch):
+    shutil.copytree(base, tmp_path / 'base')
+    cfg = config(tmp_path / 'base', tmp_path, epochs=2, save_every=1, max_tokens=4)
+    monkeypatch.setattr(train.trained, 'save_weights', lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        align.align(cfg)
+    (tmp_path / 'base' / 'generation_config.json').write_text('{"eos_token_id": [2, 9]}')
+    with pytest.raises(TrainingError, match='has different training data or end tokens'):
+        align.align(replace(cfg, resume=True))
+
+
 @pytest.mark.slow
 def test_a_run_raises_its_reward_and_scores_held_out_prompts(base, tmp_path, capsys):
     cfg = config(base, tmp_path, n=6, batch_size=4, val_size=2, epochs=12, val_every=6, lr=4e-3,
@@ -545,7 +567,7 @@ def test_rewards_of_a_confidence_are_highest_at_the_accuracy_and_those_of_abstai
 @pytest.mark.parametrize('row', [
     {'question': 'Why?', 'prompt': None, 'answer': '3'}, {'problem': 'Why?'},
     {'instruction': 'Why?', 'output': 'x'}, {'prompt': [{'from': 'human', 'value': 'Why?'}]},
-    {'query': 'Who?', 'messages': [{'role': 'user', 'content': 'Why?'},
+    {'query': 'Why?', 'messages': [{'role': 'user', 'content': 'Why?'},
                                    {'role': 'assistant', 'content': 'x'}]}])
 def test_each_format_of_prompts_is_read_with_the_context_before_it(row):
     assert to_prompt(row) == [{'role': 'user', 'content': 'Why?'}]

@@ -331,6 +331,11 @@ def test_a_model_is_found_by_its_path_and_in_the_hub_cache(folder, tmp_path, mon
                            ('google/gemma-2-2b', 'downloading the model google/gemma-2-2b')):
         with pytest.raises(CheckpointError, match=message):
             checkpoint.fetch(*name)
+    shutil.copytree(folder, tmp_path / 'pipe')
+    (tmp_path / 'pipe/model.safetensors').unlink()
+    os.mkfifo(tmp_path / 'pipe/model.safetensors')
+    with pytest.raises(CheckpointError, match='pipe/model.safetensors is not a regular file'):
+        checkpoint.fetch(tmp_path / 'pipe')     # and does not wait for a writer
     add_to_hub(tmp_path / 'hub', 'some/model', folder)
     monkeypatch.setattr('huggingface_hub.constants.HF_HUB_CACHE', str(tmp_path / 'hub'))
     assert checkpoint.fetch('some/model').parent == tmp_path / 'hub/models--some--model/snapshots'

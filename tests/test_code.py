@@ -1,77 +1,96 @@
 """runtime/digests.py: which edits count as other code."""
 
-import importlib.util
-import sys
+import shutil
 
 import pytest
-from common import llama_config
+from common import HERE
 
 import evaluate
-from decoding import answers
-from decoding.written_tasks import DistractorConfidence
-from results import confidence
+from alignment import reference
+from data import cache, instruct, preferences
 from runtime import digests
 
-
-def load(path, monkeypatch):
-    """Return the module of a file."""
-    spec = importlib.util.spec_from_file_location(f'edited_{path.stem}', path)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
+# of evaluate.py, generate.py and align.py
+SAMPLES, ANSWERS = evaluate.CODE, ('decoding.answers', 'scoring')
+REFERENCE = reference.__name__,
 
 
-@pytest.mark.parametrize('file, old, new, other', [
-    ('model.py', '    y, w = x.float(),', '    y, w = 2 * x.float(),', True),
-    ('model.py', '"""Return the output matrix', '"""Return a matrix', False),
-    ('model.py', "'qwen2': Family(qkv_bias=True)", "'qwen2': Family()", False),
-    ('model.py', "'llama': Family()", "'llama': Family(o_bias=True)", True),
-    ('attention.py', 'visible = (j <= i)', 'visible = (j < i)', True),
-    ('fused_ce.py', '    tl.store(lse + row', '    tl.store(1 + lse + row', True),
-    ('cache.py', 'newest - index', 'newest + index', True),
-    ('answer_samples.py', '[first:last + 1]', '[first:last]', True),
-    ('p_ik_probe.py', 'x = x - x.mean(0)', 'x = x - 1', True),
-    ('packed_answers.py', 'room -= len(ids) - 1', 'room -= len(ids)', False)])
-def test_an_edit_of_what_samples_use_is_other_code(file, old, new, other, tmp_path, monkeypatch):
-    config, copies = llama_config(), []
-    before = digests.code_digest(config, *evaluate.CODE)
-    for number, path in enumerate(digests.FILES):
-        copies.append(tmp_path / str(number) / path.name)
-        copies[-1].parent.mkdir()
-        copies[-1].write_text(path.read_text())
-        if path.name == file:
-            assert old in path.read_text()
-            copies[-1].write_text(path.read_text().replace(old, new, 1))
-        if path.name == file == 'model.py':     # whose row of the table the configuration holds
-            config.family = load(copies[-1], monkeypatch).FAMILIES['llama']
-    monkeypatch.setattr(digests, 'FILES', tuple(copies))
-    assert (digests.code_digest(config, *evaluate.CODE) != before) == other
+@pytest.fixture(scope='module')
+def copy(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('copy')
+    for path in (*HERE.glob('*.py'), *HERE.glob('[a-z]*/*.py')):
+        if path.parent.name not in ('tests', 'research'):
+            (folder / path.relative_to(HERE)).parent.mkdir(exist_ok=True)
+            shutil.copy(path, folder / path.relative_to(HERE))
+    return folder
 
 
-def test_the_kind_of_model_and_each_root_count():
-    llama, qwen2, mistral = (digests.code_digest(config, answers.stream) for config in (
-        llama_config(model_type=kind, num_key_value_heads=2)
-        for kind in ('llama', 'qwen2', 'mistral')))
-    assert llama != qwen2 and llama == mistral
-    assert digests.code_digest(llama_config(), answers.stream, answers.generate) != llama
-    assert {DistractorConfidence.samples, confidence.distractor_normalized} < {*evaluate.CODE}
+@pytest.fixture
+def edited(copy, monkeypatch):
+    """A function (file, text) that changes a file in a copy of the repository."""
+    parsed, texts = digests.parsed, {}
+    monkeypatch.setattr(digests, 'HERE', copy)
+    monkeypatch.setattr(digests, 'parsed', lambda path: (
+        parsed.__wrapped__ if path in texts else parsed)(path))
+
+    def edit(file, text):
+        texts.setdefault(copy / file, (copy / file).read_text())
+        (copy / file).write_text(text)
+    yield edit
+    for path, text in texts.items():
+        path.write_text(text)
 
 
-def test_of_a_method_only_the_method_counts_and_of_a_function_what_it_calls(tmp_path, monkeypatch):
-    def used(source):
-        path = tmp_path / f'm{len([*tmp_path.iterdir()])}.py'
-        path.write_text(source)
-        module = load(path, monkeypatch)
-        return [digests.used_code((), module.C.f), digests.used_code((path,), module.g)]
-    source = ('A = B = 2\n\nclass C:\n    def f(self):\n        return 1\n'
-              '    def h(self):\n        return 2\n'
-              '\ndef g():\n    "Text."\n    return k(A)\n\ndef k(x):\n    return x\n')
-    before = used(source)
-    for old, new, differ in (('return 2', 'return 3', [False, False]),
-                             ('return 1', 'return 3', [True, False]),
-                             ('return x', 'return -x', [False, True]),
-                             ('B = 2', 'B = 3', [False, True]),
-                             ('"Text."', '"Words."', [False, False])):
-        after = used(source.replace(old, new))
-        assert [a != b for a, b in zip(before, after)] == differ, old
+@pytest.mark.parametrize('file, old, new, roots', [
+    ('model.py', '    y, w = x.float(),', '    y, w = 2 * x.float(),',
+     [SAMPLES, ANSWERS, REFERENCE]),
+    ('attention.py', 'visible = (j <= i)', 'visible = (j < i)', [SAMPLES, ANSWERS, REFERENCE]),
+    ('fused_ce.py', '    tl.store(lse + row', '    tl.store(1 + lse + row',
+     [SAMPLES, ANSWERS, REFERENCE]),
+    ('data/packing.py', 'return np.bincount(numbers', 'return -np.bincount(numbers',
+     [SAMPLES, ANSWERS, REFERENCE]),
+    ('data/tasks.py', 'np.exp(log_p[0])', 'np.exp(log_p[1])', [SAMPLES]),
+    ('scoring.py', '(logits - lse[at])', '(lse[at] - logits)', [SAMPLES, ANSWERS]),
+    ('decoding/cache.py', 'newest - index', 'newest + index', [SAMPLES, ANSWERS]),
+    ('decoding/answer_samples.py', '[first:last + 1]', '[first:last]', [SAMPLES]),
+    ('alignment/packed_answers.py', 'room -= len(ids) - 1', 'room -= len(ids)', [REFERENCE]),
+    ('alignment/reference.py', '-sequences.lengths', 'sequences.lengths', [REFERENCE]),
+    # docstrings, comments, line breaks
+    ('model.py', '"""Return the output matrix', '"""Return a matrix', []),
+    ('model.py', '# ---- Norms', '# ---- Some norms', []),
+    ('scoring.py', 'compute=token_log_probs,\n          trim=1', 'compute=token_log_probs, trim=1',
+     []),
+    # what samples hold by its content, or what reads them
+    ('data/benchmarks.py', 'BENCHMARKS = {', 'MORE = 1\nBENCHMARKS = {', []),
+    ('runtime/log.py', 'import', 'import sys\nimport', []),
+    ('metrics.py', 'import', 'import sys\nimport', []),
+    ('results/report.py', 'import', 'import sys\nimport', []),
+    ('align.py', '-F.logsigmoid(cfg.beta', '-2 * F.logsigmoid(cfg.beta', [])])
+def test_an_edit_of_a_file_that_makes_samples_is_other_code(edited, file, old, new, roots):
+    before = [digests.code_digest(*names) for names in (SAMPLES, ANSWERS, REFERENCE)]
+    text = (digests.HERE / file).read_text()
+    assert old in text
+    edited(file, text.replace(old, new, 1))
+    after = [digests.code_digest(*names) for names in (SAMPLES, ANSWERS, REFERENCE)]
+    assert [a != b for a, b in zip(before, after)] == [
+        names in roots for names in (SAMPLES, ANSWERS, REFERENCE)]
+
+
+def test_a_file_counts_as_soon_as_it_is_imported_also_inside_a_function(edited):
+    path = digests.HERE / 'decoding' / 'draw.py'
+    path.with_name('penalty.py').write_text('STRENGTH = 1\n')
+    before = digests.code_digest(*ANSWERS)
+    edited('decoding/draw.py', path.read_text() + '\n\ndef penalized():\n'
+           '    from decoding import penalty\n    return penalty\n')
+    imported = digests.code_digest(*ANSWERS)
+    edited('decoding/penalty.py', 'STRENGTH = 2\n')
+    assert len({before, imported, digests.code_digest(*ANSWERS)}) == 3
+
+
+@pytest.mark.parametrize('load, more', [(instruct.load_text, ''), (preferences.load_preferences,
+                                                                   'data/preferences.py')])
+def test_tokens_depend_on_the_code_that_reads_and_encodes_rows(load, more):
+    files = {str(path.relative_to(HERE)) for path in cache.reader_files(load)}
+    assert files >= {more or 'data/chat.py', 'data/cache.py', 'data/files.py', 'data/messages.py',
+                     'data/tokenizer.py', 'runtime/readers.py', 'runtime/hub.py'}
+    assert not files & {'data/benchmarks.py', 'data/tasks.py', 'runtime/log.py', 'train.py'}

@@ -81,7 +81,7 @@ def test_an_ensemble_is_one_more_row(tmp_path, capsys):
     for key in ('accuracy', 'ece', 'entropy_bits', 'nll'):
         assert float(row[key]) == pytest.approx(metrics.report(mean, labels)[key], rel=1e-9), key
     lines = [x for x in capsys.readouterr().out.split('\n') if x.startswith('ensemble of 3 - ')]
-    assert len(lines) == 3 * 8 and {x.split()[6] for x in lines if ' questions ' in x} == {'118'}
+    assert len(lines) == 3 * 8 and {x.split()[6] for x in lines if ' questions ' in x} == {'60'}
 
 
 def test_latex_of_a_comparison_marks_the_best(tmp_path, monkeypatch, capsys):
@@ -131,6 +131,28 @@ def test_answers_that_change_are_counted_and_tested(tmp_path, capsys):
     q, p = stats.cochran_q(right[:, :50])
     assert (f"Cochran's Q of equal accuracy, over the 50 questions that all runs have: {q:.2f}, "
             f'p {p:.2g}') in printed
+
+
+def test_the_same_answers_in_eight_languages_tell_no_more_than_in_one(tmp_path, capsys):
+    """Interval, p, McNemar's p and Cochran's Q are those of the questions, not of the rows."""
+    shown = []
+    for languages in ([''], [*'abcdefgh']):
+        folders = [write_run(tmp_path / str(len(languages)) / name, n=60, seed=seed, result={
+            'pooled': {'n': 60 * len(languages)}}) for seed, name in enumerate('abc')]
+        for folder in folders:
+            rows = samples.read_samples(folder / 'samples.jsonl')
+            write_rows(folder / 'samples.jsonl', [row | {'language': language} for row in rows
+                                                  for language in languages])
+            (folder / 'train_config.py').write_text('seed = 0')
+        compare_csv_of(folders, tmp_path / 'out', '--n_bootstrap=200', '--metrics=accuracy,brier')
+        lines = capsys.readouterr().out.splitlines()
+        shown.append([line.split() for line in lines if ' questions ' in f'{line} '
+                      and line.startswith(('b - a', 'c - ', "Cochran's"))])
+        shown[-1] += [[*line.split()[:4], *line.split()[6:]] for line in lines
+                      if line.startswith(('a to', 'b to'))]
+    assert shown[0] == shown[1] and len(shown[0]) == 6 + 1 + 3
+    assert any(line.startswith('480 answers in 60 questions') for line in lines)
+    assert any(line.startswith("Student's t over languages takes them") for line in lines)
 
 
 def test_folders_and_files_that_cannot_be_compared(tmp_path, monkeypatch):

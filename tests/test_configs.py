@@ -21,6 +21,7 @@ import evaluate
 import sample
 import train
 from data.eval_config import trained_template, training_settings
+from data.files import parsed
 from results import compare
 from runtime import cli
 from runtime.config import dump_config, load_config, read_assignments, require_range
@@ -210,13 +211,24 @@ def test_ctrl_c_during_the_import_of_torch_ends_the_process_at_once(tmp_path):
 def test_a_survivor_of_torchrun_has_no_traceback(monkeypatch):
     lost = RuntimeError('[gloo/transport/tcp/pair.cc:544] Connection closed by peer')
     assert not cli.is_lost_connection(lost)     # without torchrun it is a bug
-    for name, value in (('TORCHELASTIC_RUN_ID', 'x'), ('RANK', '1'), ('WORLD_SIZE', '2')):
+    monkeypatch.setenv('TORCHELASTIC_RUN_ID', 'x')
+    assert not cli.is_lost_connection(lost)     # which another program has set
+    for name, value in (('RANK', '1'), ('WORLD_SIZE', '2'), ('LOCAL_RANK', '1'),
+                        ('LOCAL_WORLD_SIZE', '2')):
         monkeypatch.setenv(name, value)
     assert not cli.is_lost_connection(RuntimeError('mat1 and mat2 shapes cannot be multiplied'))
     monkeypatch.setattr(cli.time, 'sleep', lambda seconds: None)
     with pytest.raises(SystemExit, match='in process 1 of 2: another process has ended'):
         with cli.one_line_errors():
             raise lost
+
+
+def test_messages_quote_no_more_than_needed():
+    with pytest.raises(SystemExit) as end, cli.one_line_errors():
+        raise DataError(f'a.jsonl:1: {"x" * 10 ** 6}; keep one of them')
+    assert len(str(end.value)) < 2100 and str(end.value).endswith('x; keep one of them')
+    error = parsed('a.jsonl:1', {'y' * 10 ** 5: 1}, lambda row: row['z'])
+    assert len(str(error)) < 900 and str(error).startswith("a.jsonl:1: not the fields of its form")
 
 
 def test_output_without_standard_streams_is_lost_and_in_no_file(tmp_path):

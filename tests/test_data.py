@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alignment.prompts import to_prompt
-from data import instruct, packing, probes, questions
+from data import instruct, packing, preferences, probes, questions
 from data.files import draw, read_rows
 from data.messages import to_messages
 from data.trees import load_answers, tokenize_questions
@@ -237,6 +237,32 @@ def test_cache_is_keyed_by_what_went_in(tmp_path, tokenizers):
     assert digests[0] == first.digest and len({*digests}) == 4 and len(list(here.iterdir())) == 7
 
 
+def test_sequences_of_a_prompt_or_document_have_one_group(tmp_path, tokenizers):
+    gemma, answer = tokenizers['gemma'], SAME[1] | {'content': 'Another answer.'}
+    talks = [SAME, [SAME[0], answer], [SAME[0] | {'content': 'Why?'}, SAME[1]]]
+    path = write_rows(tmp_path / 'talks.jsonl', [{'messages': talk} for talk in talks])
+    for options in ({}, {'train_on_inputs': True}):
+        a, b, c = conversations(path, gemma, **options).groups
+        assert a == b != c
+    texts = ['the quick fox ' * 40, 'a dog', 'the quick fox ' * 40]
+    path = write_rows(tmp_path / 'texts.jsonl', [{'text': text} for text in texts])
+    groups = conversations(path, gemma, instruct.load_text).groups
+    assert len(groups) == 5 and len({*groups[[0, 1, 3, 4]]}) == 1 and len({*groups}) == 2
+    pairs = [{'prompt': 'Who?', 'chosen': x, 'rejected': y} for x, y in ('ab', 'cd')]
+    sequences = preferences.load_preferences(
+        str(write_rows(tmp_path / 'pairs.jsonl', [*pairs, pairs[0] | {'prompt': 'Why?'}])), gemma,
+        template='tulu', max_length=64, pack_len=64, add_bos=True, cache_dir=tmp_path / 'cache')
+    a, b, c = sequences.groups
+    assert a == b != c
+
+
+def test_the_name_of_a_file_decides_which_of_its_rows_are_trained(tmp_path, tokenizers, capsys):
+    rows = [{'messages': SAME, 'split': split} for split in ('train', 'test', 'train')]
+    for name, n in (('test.jsonl', 3), ('all.jsonl', 2), ('train.jsonl', 2), ('test.jsonl', 3)):
+        path = write_rows(tmp_path / name, rows)
+        assert len(conversations(path, tokenizers['gemma'])) == n, name
+
+
 def test_solved_questions_are_trained_by_letter(tmp_path, tokenizers):
     """The tokens are those of an evaluation; the loss is on the letter of the answer alone."""
     tokenizer, common = tokenizers['gemma'], dict(add_bos=True, max_length=500)
@@ -254,10 +280,10 @@ def test_solved_questions_are_trained_by_letter(tmp_path, tokenizers):
         n = tree.n_tokens[question.answer]      # small vocabularies may have no token ' A'
         assert loss_mask == [0] * (len(ids) - n) + [1] * n
         assert tokenizer.decode(ids[-n:]).strip() == 'ABBA'[i]
-    row = {'question': 'Q?', 'choices': ['a', 'b'], 'answer': 1}
-    path = write_rows(tmp_path / 'mine.jsonl', [row, row | {'answer': 5},
+    row = {'question': 'Q?', 'choices': ['a', 'b'], 'answer': 'B'}
+    path = write_rows(tmp_path / 'mine.jsonl', [row, row | {'answer': 'E'},
                                                 row | {'question': 'sky ' * 499}])
-    with pytest.raises(DataError, match='mine.jsonl:2: no valid answer: 5'):
+    with pytest.raises(DataError, match='mine.jsonl:2: no valid answer: .E'):
         load_answers(str(path), tokenizer, **common)
     sequences = load_answers(str(path), tokenizer, **common, on_bad_row='skip')
     assert len(sequences) == 1 and sequences.info['bad_rows'] == 2
@@ -309,6 +335,7 @@ def test_a_damaged_cache_is_refused(tmp_path, tokenizers):
             ('loss_mask.bin', lambda raw: bytes([*raw[:3], raw[3] ^ 1, *raw[4:]])),
             ('offsets.bin', lambda raw: raw[:-8]),
             ('margins.bin', lambda raw: bytes([*raw[:3], 1, *raw[4:]])),
+            ('groups.bin', lambda raw: bytes([*raw[:3], raw[3] ^ 1, *raw[4:]])),
             ('margins.bin', lambda raw: raw[:-4])):     # of zeros, which the hash leaves out
         content = (folder / name).read_bytes()
         (folder / name).unlink()

@@ -58,7 +58,8 @@ def test_the_notebook_runs_from_top_to_bottom(small_world, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(HERE)
     monkeypatch.setattr(demo, 'make_world', lambda place, seed: None)
-    monkeypatch.setattr(demo, 'train', lambda cfg: {'after': results_of(Path(cfg.out_dir))})
+    monkeypatch.setattr(demo, 'train_and_report',
+                        lambda cfg: {'after': results_of(Path(cfg.out_dir))})
     notebook = (HERE / 'docs' / 'demo.ipynb').read_text()
     cells = json.loads(notebook.replace("'out/demo'", f"'{folder}'").replace(
         'Path.cwd(), *Path.cwd().parents', f"Path('{HERE}'),"))['cells']
@@ -76,7 +77,7 @@ def test_a_second_call_trains_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, 'make_world', lambda place, seed: None)
     monkeypatch.setattr(demo, 'print_report', lambda reports, out_dir: None)
     seen = []
-    monkeypatch.setattr(demo, 'train', lambda cfg: seen.append(cfg) or {'after': {}})
+    monkeypatch.setattr(demo, 'train_and_report', lambda cfg: seen.append(cfg) or {'after': {}})
     monkeypatch.setattr(demo, 'pick_threads', lambda: 1)
     monkeypatch.setenv('HOME', str(tmp_path.parent))
     demo.main([f'--out_dir=~/{tmp_path.name}'])

@@ -15,7 +15,7 @@ import pytest
 from common import HERE
 from runtime.version import __version__
 
-MODULES = {'fused_ce', 'metrics', 'scaling', 'stats', 'model', 'attention', 'triton_ops', 'optim',
+MODULES = {'fused_ce', 'metrics', 'scaling', 'stats', 'model', 'attention', 'optim',
            'lm_eval_metrics'}
 # what the command must not need
 OTHERS = 'torch', 'triton', 'matplotlib', 'pyarrow', 'tqdm', 'huggingface_hub', 'safetensors'

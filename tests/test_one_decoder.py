@@ -1,6 +1,7 @@
 """One forward pass for training, evaluation and sampling: an edit of model.py moves all alike."""
 
 import copy
+import functools
 import subprocess
 import sys
 
@@ -14,13 +15,13 @@ from safetensors.torch import load_model, save_model
 
 import attention
 import model as models
-import triton_ops
 import scoring
 import generate
 import train
-from data import packing
+from data import packing, tree_rows
 from runtime import checkpoint
 from decoding.sampling import Sampling
+from speed import install, kernels
 
 EDITS = {       # what a reader edits: a method of a class, or a function
     'block': (models.Block, 'forward'), 'attention': (models.Attention, 'forward'),
@@ -31,7 +32,7 @@ EDITS = {       # what a reader edits: a method of a class, or a function
 def random_tree(seed):
     rng = np.random.default_rng(seed)
     prefix, prompt, *continuations = (rng.integers(3, 211, n).tolist() for n in (3, 4, 2, 3, 1))
-    return packing.Tree(tuple(prefix), prompt, continuations, [START] * 3)
+    return tree_rows.Tree(tuple(prefix), prompt, continuations, [START] * 3)
 
 
 START = 7       # of the options of a tree
@@ -48,21 +49,22 @@ def calls_of_kernels(device, monkeypatch):
         if torch.cuda.is_available():
             pytest.skip("Triton's interpreter runs where there is no GPU")
         for name in ('kernels_apply', 'available'):
-            monkeypatch.setattr(triton_ops, name, lambda x: not torch.is_grad_enabled())
+            monkeypatch.setattr(kernels, name, lambda x: not torch.is_grad_enabled())
+    install.install()
 
-    def recorded(name, kernel):
+    def recorded(kernel):
+        @functools.wraps(kernel)
         def call(*arguments, **options):
-            calls.append(name)
+            calls.append(kernel.__name__)
             return kernel(*arguments, **options)
         return call
 
-    for name in ('norm_kernel', 'rotate_kernel', 'gate_kernel'):
-        monkeypatch.setattr(models, name, recorded(name, getattr(models, name)))
+    for version in (kernels.NORM, kernels.ROTATE, kernels.GATE):
+        monkeypatch.setattr(version, 'kernel', recorded(version.kernel))
     for name in ('tree_kernel', 'decode_kernel'):
-        monkeypatch.setattr(triton_ops, name, recorded(name, getattr(triton_ops, name)))
-    triton_ops.agree.cache_clear()
+        monkeypatch.setattr(kernels, name, recorded(getattr(kernels, name)))
     yield calls
-    triton_ops.agree.cache_clear()
+    install.uninstall()
 
 
 def edited_rule(i, j, i_position, j_position, j_end, window):
@@ -122,17 +124,14 @@ def test_an_edit_moves_training_evaluation_and_sampling_alike(what, name, device
     reference_model(name, tmp_path, num_hidden_layers=2, **head_of_32(name), **own)
     model = checkpoint.load(tmp_path, device, torch.float32 if device == 'cpu' else torch.bfloat16)
     if device == 'cpu':     # where the interpreter takes half a second for the products of a token
-        monkeypatch.setattr(triton_ops, 'gemv_kernel', F.linear)
+        monkeypatch.setattr(kernels, 'gemv_kernel', F.linear)
     with monkeypatch.context() as patch:
         edit(what, patch)
         ours, drawn = measured(model, device)
         assert ('norm_kernel' if name == 'opt' else 'rotate_kernel') in calls_of_kernels
-        # two kernels are compared with the edited mask, for one or two windows, and not used
-        n, windows = map(calls_of_kernels.count, ('tree_kernel', 'decode_kernel')), len(
-            {*model.config.windows})
-        assert all(k <= windows if what in ('sees', 'mask') else k > windows for k in n)
-        notes = capsys.readouterr().out.count('so the kernel is not used')
-        assert (notes > 0) == (what in ('sees', 'mask'))
+        for kernel in ('tree_kernel', 'decode_kernel'):
+            assert (kernel not in calls_of_kernels) == (what in ('sees', 'mask'))
+        assert ('was edited' in capsys.readouterr().out) == (what in ('sees', 'mask'))
         calls_of_kernels.clear()
         edited = plain(model, drawn)
     unedited = plain(model, drawn)
@@ -151,7 +150,7 @@ def random(*shape, device, dtype=torch.float32):
 def rotated(x, B=2, T=9):
     positions = torch.arange(B * T).view(B, T).to(x.device)
     cos, sin, _ = models.rotary_angles(positions[:B], models.Rope(1e4, x.shape[-1]))
-    return models.compute(models.rotate, models.rotate_kernel, 2, x, cos, sin)
+    return models.rotate(x, cos, sin)
 
 
 def normed(family, x, *size, dtype=None):
@@ -163,7 +162,7 @@ def normed(family, x, *size, dtype=None):
 
 
 def gated(activation, *factors):
-    return models.compute(models.gate, models.gate_kernel, 1, *factors, activation)
+    return models.gate(*factors, activation)
 
 
 WITH_KERNELS = {    # function of (device, dtype) that computes something that has a kernel
@@ -188,13 +187,13 @@ WITH_KERNELS = {    # function of (device, dtype) that computes something that h
 def test_each_kernel_computes_what_its_plain_version_does(what, dtype, tolerance, device,
                                                           monkeypatch, calls_of_kernels):
     if device == 'cuda' and dtype == torch.float32:
-        monkeypatch.setattr(triton_ops, 'kernels_apply', lambda x: not torch.is_grad_enabled())
+        monkeypatch.setattr(kernels, 'kernels_apply', lambda x: not torch.is_grad_enabled())
     with torch.no_grad():
         by_kernel = WITH_KERNELS[what](device=device, dtype=dtype)
-        assert len(calls_of_kernels) == 2       # the first is compared with the plain version
-        monkeypatch.setattr(triton_ops, 'KERNELS', False)
+        assert len(calls_of_kernels) == 1
+        monkeypatch.setattr(kernels, 'KERNELS', False)
         plainly = WITH_KERNELS[what](device=device, dtype=dtype)
-    assert len(calls_of_kernels) == 2 and by_kernel.dtype == plainly.dtype == dtype
+    assert len(calls_of_kernels) == 1 and by_kernel.dtype == plainly.dtype == dtype
     assert by_kernel.shape == plainly.shape
     assert (by_kernel - plainly).abs().max() < tolerance * plainly.abs().max()
 
@@ -202,7 +201,7 @@ def test_each_kernel_computes_what_its_plain_version_does(what, dtype, tolerance
 CHANGES = {     # function of (MLP, monkeypatch) that changes what its layers compute
     'hook': lambda mlp, _: mlp.up_proj.register_forward_hook(lambda *more: 2 * more[-1]),
     'forward of the class': lambda mlp, patch: patch.setattr(
-        triton_ops.Linear, 'forward', lambda layer, x: 2 * F.linear(x, layer.weight).flip(-1)),
+        torch.nn.Linear, 'forward', lambda layer, x: 2 * F.linear(x, layer.weight).flip(-1)),
     'transposed weights': lambda mlp, _: [
         setattr(layer, 'weight', torch.nn.Parameter(2 * layer.weight.detach().T.contiguous().T))
         for layer in mlp.children()],
@@ -245,7 +244,7 @@ def test_adjoined_weights_are_saved_as_others(device, tmp_path):
     memory = bytearray(40 * 4)
     apart = [torch.frombuffer(memory, dtype=torch.float32, count=20, offset=at) for at in (0, 80)]
     assert apart[0].data_ptr() + apart[0].nbytes == apart[1].data_ptr()
-    assert triton_ops.side_by_side(apart) is None
+    assert kernels.side_by_side(apart) is None
 
 
 @pytest.mark.parametrize('name, what', [('norm', 'norm of Llama'), ('rotate', 'rotate'),
@@ -253,13 +252,16 @@ def test_adjoined_weights_are_saved_as_others(device, tmp_path):
 def test_a_kernel_that_an_edit_left_behind_is_not_used(name, what, device, monkeypatch, capsys,
                                                        calls_of_kernels):
     on = {'device': device, 'dtype': torch.bfloat16 if device == 'cuda' else torch.float32}
-    use, plain = WITH_KERNELS[what], getattr(models, name)
+    use = WITH_KERNELS[what]
     with torch.no_grad():
         before = use(**on)
         assert 'note' not in capsys.readouterr().out
+        install.uninstall()
+        plain = getattr(models, name)
         monkeypatch.setattr(models, name, lambda *arguments: 1.02 * plain(*arguments))
+        install.install()
         after = [use(**on) for _ in range(2)]
-    assert capsys.readouterr().out.count('so the kernel is not used') == 1
+    assert capsys.readouterr().out.count(f'{name}_kernel is not used') == 1
     assert all((y / before - 1.02).abs().median() < 0.01 for y in after)
 
 
@@ -268,7 +270,7 @@ def test_kernels_score_a_question_bitwise_the_same_in_any_batch_and_one_constant
         device, tmp_path, monkeypatch, calls_of_kernels):
     reference_model('gemma2', tmp_path, num_hidden_layers=1, **head_of_32('gemma2'))
     if device == 'cpu':
-        monkeypatch.setattr(triton_ops, 'gemv_kernel', F.linear)
+        monkeypatch.setattr(kernels, 'gemv_kernel', F.linear)
     for kind, expected in (('auto', {'tree_kernel', 'decode_kernel'}), ('explicit', set())):
         monkeypatch.setattr(models, 'IMPLEMENTATION', kind)
         calls_of_kernels.clear()
@@ -286,15 +288,18 @@ def test_kernels_score_a_question_bitwise_the_same_in_any_batch_and_one_constant
 def test_without_triton_the_model_is_plain_torch():
     code = """import sys
 sys.modules['triton'] = None
-import torch, attention, fused_ce, model, triton_ops
+import torch, fused_ce, model
+from speed import kernels, masks
+from speed.install import install
+install()
 layers = [model.Layer(2, model.Rope(1e4, 4)), model.Layer(None)]
 config = model.ModelConfig('gemma2', 9, 8, 8, 2, 2, layers=layers, attn_logit_softcapping=5.0)
 at = torch.arange(6)[None]
 with torch.no_grad():
     hidden = model.CausalLM(config)(at, at, at + 1)
     loss, nll = fused_ce.smoothed_cross_entropy(hidden[0], torch.ones(9, 8), at[0])
-assert triton_ops.triton is fused_ce.triton is None and hidden.isfinite().all()
+assert kernels.triton is fused_ce.triton is None and hidden.isfinite().all()
 assert abs(loss - torch.tensor(9.0).log()) < 1e-5 and loss == nll
-assert attention.fastest(hidden, 64, [None], None) == 'explicit'
+assert masks.fastest(hidden, 64) == 'explicit'
 """
     subprocess.run([sys.executable, '-c', code], cwd=HERE, check=True)

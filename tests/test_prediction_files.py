@@ -12,12 +12,13 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from common import HERE, run_scripts, write_rows
+from common import HERE, refused, run_scripts, tree, write_rows
 
 import metrics
 import stats
@@ -159,6 +160,15 @@ def test_a_report_lists_its_scalings_and_replaces_none_of_others(tmp_path):
     assert 'scaling.json' in ownership.written_files(tmp_path / 'report')
     # options that are not one text per probability are numbered
     assert '[["1",0.6],["2",0.4]]' in (tmp_path / 'report/report.html').read_text()
+    before, copy = tree(tmp_path / 'report'), tmp_path / 'report' / 'rows.jsonl'
+    with refused(tmp_path, 'report holds an earlier report or evaluation, results.json; --overw'):
+        command.write_report([*arguments, f'--out_dir={tmp_path}/report'])
+    command.write_report([*arguments, f'--out_dir={tmp_path}/report', '--overwrite'])
+    assert tree(tmp_path / 'report.1') == before
+    shutil.copy(path, copy)
+    with refused(tmp_path, 'and this command reads .*report/rows.jsonl'):
+        command.write_report([str(copy), *arguments[1:], f'--out_dir={tmp_path}/report',
+                              '--overwrite'])
     theirs = tmp_path / 'theirs' / 'scaling.json'
     theirs.parent.mkdir()
     theirs.write_text('mine')

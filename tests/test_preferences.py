@@ -54,6 +54,7 @@ BETTER_FIRST = ['Red.', 'Seven.'], [0, 1]
     ({'score_chosen': 2, 'score_rejected': 2}, 'answers of equal score'),
     ({'chosen-rating': 2, 'rejected-rating': 2}, 'answers of equal score'),     # Argilla's
     ({'chosen_score': 2, 'rejected_score': 2}, 'answers of equal score'),       # RLHFlow's
+    ({'status': 'tie'}, 'answers of equal score'), ({'status': 'unchanged'}, BETTER_FIRST),
     ({'score_chosen': None, 'score_rejected': None}, BETTER_FIRST),
     ({'score_chosen': math.nan, 'score_rejected': math.nan}, BETTER_FIRST),
     ({'rejected': [PROMPT[1], said('assistant', ' Red.\n')]}, 'fewer than two different answers'),
@@ -78,6 +79,10 @@ def test_prompt_and_answers_have_the_tokens_of_generation_and_of_training(templa
         assert sum(supervised) >= len(leaf) == len(ids) - len(tree.prompt)
 
 
+SIDES = {side: [PROMPT[1], said('assistant', text)]
+         for side, text in (('chosen', 'Red.'), ('rejected', 'Seven.'))}
+
+
 @pytest.mark.parametrize('row, message', [
     ({'prompt': 'a'}, 'fields prompt; wanted prompt + responses + scores, or'),
     (ROWS['scores'] | {'tools': 'f(x)'}, 'the field "tools" is in no message'),
@@ -85,8 +90,11 @@ def test_prompt_and_answers_have_the_tokens_of_generation_and_of_training(templa
      'the turns before the two answers differ'),
     ({'prompt': [said('assistant', 'a')], 'chosen': 'b', 'rejected': 'c'},
      "the last turn of the prompt is not the user's"),
-    ({'prompt': 'a', **{side: [said('assistant', 'b'), said('user', 'c'), said('assistant', side)]
-                        for side in ('chosen', 'rejected')}}, 'must begin with the prompt'),
+    ({'prompt': 'Why?'} | SIDES, 'neither repeat nor continue the prompt'),
+    ({'prompt': [said('user', 'Why?')], 'system': 'c'} | SIDES, 'neither repeat nor continue'),
+    (ROWS['UltraFeedback'] | {'messages': [said('user', 'Name a bird.')]},
+     '"prompt" of the row is not in its turns'),
+    (ROWS['prompt as text'] | {'initial_reason_steps': 'Step 1:'}, 'begins the answer and is not'),
     ({'prompt': 'a', 'chosen': [said('assistant', 'Red.') | {'weight': 0}], 'rejected': 'c'},
      'the last turn of "chosen" is not an answer of the assistant that is trained'),
     (ROWS['GPT-4-LLM'] | {'margin': 1}, '"margin" needs a pair of answers'),
@@ -101,11 +109,30 @@ def test_a_malformed_row_says_what_is_wrong(row, message, tokenizer):
     assert message in str(error.value)
 
 
+def test_a_dict_of_lists_is_a_list_of_answers():
+    for name in ('Nectar', 'UltraFeedback of before', 'GPT-4-LLM'):
+        field = {'Nectar': 'answers', 'GPT-4-LLM': 'responses_and_scores'}.get(name, 'completions')
+        rows = ROWS[name][field]
+        columns = {key: [row[key] for row in rows] for key in rows[0]}
+        assert to_ranking(ROWS[name] | {field: columns}) == to_ranking(ROWS[name])
+
+
 BRIEF, EARLIER = PROMPT[0], [said('user', 'Hi.'), said('assistant', 'Hello.')]
 PAIR = {'chosen': 'Red.', 'rejected': 'Seven.'}
 
 
+LATER = {side: [said('assistant', 'Hello.'), *turns] for side, turns in SIDES.items()}
+
+
 @pytest.mark.parametrize('row, before', [
+    # turns before the answers in `prompt` that both sides repeat, or continue
+    ({'prompt': PROMPT} | SIDES, [BRIEF]), ({'prompt': EARLIER} | SIDES, EARLIER),
+    ({'prompt': 'Hi.'} | LATER, EARLIER), ({'prompt': [BRIEF]} | SIDES, [BRIEF]),
+    ({'prompt': [*EARLIER, PROMPT[1]]} | SIDES, EARLIER),
+    ({'prompt': EARLIER} | LATER, EARLIER),
+    ({'prompt': 'Hi.\n<extra_id_1>Assistant\nHello.\n<extra_id_1>User\nName a color.'} | PAIR,
+     EARLIER),
+    ({'prompt': 'Name a color.', 'prefill': 'Re'} | PAIR | {'rejected': 'Reality.'}, []),
     ({'system': 'Be brief.', 'question': 'Name a color.', 'chosen_rating': None} | PAIR, [BRIEF]),
     ({'instruction': 'Name a color.', 'input': '', 'system': None, 'history': [['Hi.', 'Hello.']]}
      | PAIR, EARLIER),
@@ -134,6 +161,10 @@ def test_helpsteer2_joins_the_answers_of_a_prompt_and_a_system_message():
             ('f:3', row | {'response': 'Red.', 'helpfulness': 4}),
             ('f:4', row | {'response': 'Blue.', 'helpfulness': 2, 'system': 'Be brief.'})]
     (place, joined), (other, _), (_, brief) = join_answers(rows)
+    turns = {'prompt': 'a\n<extra_id_1>Assistant\nb\n<extra_id_1>User\nc', 'response': 'd',
+             'helpfulness': 1}
+    ((_, several),) = join_answers([('f:1', turns)])
+    assert several['prompt'] == [said('user', 'a'), said('assistant', 'b'), said('user', 'c')]
     assert (place, other) == ('f:1', 'f:2')
     assert to_ranking(joined) == Ranking(PROMPT[1:], ['Seven.', 'Red.'], [0, 4])
     assert to_ranking(brief) == Ranking(PROMPT, ['Blue.'], [2])

@@ -138,6 +138,55 @@ def test_bad_rows_name_their_line(tmp_path, task, row, message):
              prompt_format='harness' if task.startswith('winogrande') else 'mmlu')
 
 
+@pytest.mark.parametrize('answers, message', [
+    ('A1', '2: the answer is a number, that of .*some.jsonl:1 is a letter; a number may count fr'),
+    ('1B', '1: the answer is a number, that of .*some.jsonl:2 is a letter'),
+    ([1, 2, 3, 2], '1: the answers are numbers, and none is 0; .* or the index .* "answer_index"'),
+    ('1243', '3: the answer is the number of options, and none in this file is 0'),
+    ('0123', None), ([3, 0.0], None), ('aBcD', None), ([1, 2, '0', 7], None)])
+def test_answers_that_could_be_read_in_two_ways_are_refused(tmp_path, answers, message):
+    rows = [Q | {'choices': list('wxyz'), 'answer': answer} for answer in answers]
+    path = tmp_path / 'some.jsonl'
+    if message is None:
+        assert [q.answer for q in load(path, rows, on_bad_row='skip').items] == [
+            'abcd'.index(str(answer).lower()) if str(answer).isalpha() else int(answer)
+            for answer in answers if answer != 7]
+        return
+    with pytest.raises(DataError, match=f'some.jsonl:{message}'):
+        load(path, rows, on_bad_row='skip')
+    _, to_questions, read = questions.solved_files(str(write_rows(tmp_path / 'dev.jsonl', rows)))
+    with pytest.raises(DataError, match=message.replace('some', 'dev')):    # in training
+        [*read([tmp_path / 'dev.jsonl'], {})]
+
+
+def test_labels_of_a_row_and_an_index_by_name_are_read_as_they_are(tmp_path):
+    """ARC's own files have letters and digits."""
+    rows = [{'question': 'Q?', 'choices': {'text': list('wxyz'), 'label': list(labels)},
+             'answerKey': key} for labels, key in (('ABCD', 'C'), ('1234', '2'), ('1234', '4'))]
+    assert [q.answer for q in load(tmp_path / 'arc.jsonl', rows, 'arc_easy').items] == [2, 1, 3]
+    with pytest.raises(DataError, match="arc.jsonl:1: no valid answer: '1'; wanted .*C, D;"):
+        load(tmp_path / 'arc.jsonl', [rows[0] | {'answerKey': '1'}], 'arc_easy')
+    rows = [Q | {'answer': 1, 'answer_index': 1}, {**Q, 'answer': None, 'answer_index': 1}]
+    assert [q.answer for q in load(tmp_path / 'own.jsonl', rows).items] == [1, 1]
+
+
+@pytest.mark.parametrize('choices, named', [
+    (['A. blood', 'B. water'], True), (['(a) blood', '(b) water'], True),
+    (['A、血', 'B、水'], True), (['x', 'Keine der genannten'], True),
+    (['x', 'y', 'Both A and B'], True), (['x', 'y', 'A和B'], True), (['x', 'A, B'], True),
+    (['x', 'All of the above'], True), (['x', 'None of these.'], True),
+    (['x', '以上都不对'], True), (['x', '上記のすべて'], True),
+    (['A. Lincoln', 'G. Washington'], False), (['Washington D.C.', 'X and Y'], False),
+    (['None of the offspring', '5年以上'], False), (['200 A.D.', 'B'], False)])
+def test_options_that_name_options_are_counted_where_their_order_changes(tmp_path, capsys, choices,
+                                                                         named):
+    load(tmp_path / 'some.jsonl', [Q | {'choices': choices}], permute=2)
+    noted = 'the options of 1 questions seem to name options' in capsys.readouterr().out
+    assert noted == named
+    load(tmp_path / 'some.jsonl', [Q | {'choices': choices}])
+    assert not capsys.readouterr().out
+
+
 def test_bad_rows_stop_or_are_skipped(tmp_path):
     with pytest.raises(DataError, match='some.jsonl:2: .*no question among the fields input, '):
         load(tmp_path / 'some.jsonl', [Q, {'input': 'Q?', 'target': 'a'}])
@@ -162,6 +211,10 @@ def test_the_shots_of_a_folder_of_own_files_are_not_asked(tmp_path, capsys):
     assert 'among their shots' not in printed
     write_rows(tmp_path / 'mine.jsonl', [Q | {'question': f'{name}?'} for name in ('mine', 'dev')])
     questions.load_task(str(tmp_path), asking(shots=1))
+    assert f'{tmp_path}: 1 questions are also among their shots' in capsys.readouterr().out
+    write_rows(tmp_path / 'mine.jsonl', [{'question': 'dev? ', 'choices': ['b', 'a'], 'answer': 1}])
+    write_rows(tmp_path / 'dev.jsonl', [{'question': 'dev?', 'choices': ['a', 'b'], 'answer': 0}])
+    questions.load_task(str(tmp_path), asking(shots=1))     # in another order
     assert f'{tmp_path}: 1 questions are also among their shots' in capsys.readouterr().out
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import sample
 from common import rewrite
-from data.packing import Tree
+from data.tree_rows import Tree
 from data.tokenizer import load_tokenizer
 from scoring import option_log_probs
 from decoding.answers import Answer, generate, stream

@@ -8,7 +8,7 @@ from common import (asking, head_of_32, logits_of, lora_model, plain_log_probs, 
 
 import metrics
 import scoring
-from data import packing, questions
+from data import tree_rows, questions
 from data.chat import encode_conversation
 from data.trees import tokenize_questions
 from decoding.answers import Answer
@@ -30,7 +30,7 @@ def random_trees(rng, own_starts=True, n=12):
         starts = [start] * len(options)
         if own_starts and i % 3 == 2:
             starts = [start + int(rng.integers(len(option))) for option in options]
-        trees.append(packing.Tree(prefix, prompt, options, starts))
+        trees.append(tree_rows.Tree(prefix, prompt, options, starts))
     return trees
 
 
@@ -50,9 +50,9 @@ def test_tree_equals_one_sequence_per_option(name, device, tmp_path):
     reference_model(name, tmp_path)
     model = checkpoint.load(tmp_path, device)
     model.decoder.attention = 'explicit'  # FlexAttention would compile every shape, for minutes
-    one = packing.Tree((), [4], [[1], [2]], [1, 1])
-    own_context = packing.Tree((), [], [[5, 6], [7, 8]], [1, 1])
-    empty_leaf = packing.Tree((), [9, 3], [[], [1]], [1, 1])    # one option begins the other
+    one = tree_rows.Tree((), [4], [[1], [2]], [1, 1])
+    own_context = tree_rows.Tree((), [], [[5, 6], [7, 8]], [1, 1])
+    empty_leaf = tree_rows.Tree((), [9, 3], [[], [1]], [1, 1])    # one option begins the other
     for trees, *settings in (
             (random_trees(np.random.default_rng(len(name))), {'pack_len': 16}, {'pack_len': 40},
              {'deterministic': True}, {'pack_len': 128, 'batch_rows': 3, 'trim': 16},
@@ -68,7 +68,7 @@ def test_tree_equals_one_sequence_per_option(name, device, tmp_path):
 
 def test_the_hash_of_a_tree_stays_as_in_folders_that_are_there():
     """An evaluation resumes from the samples whose hash it finds."""
-    tree, text = packing.Tree((1, 2), [3], [[4], [5]], [3, 3]), packing.Tree(
+    tree, text = tree_rows.Tree((1, 2), [3], [[4], [5]], [3, 3]), tree_rows.Tree(
         (1, 2), [3, 9], scored=[2, 3])
     assert (tree.fingerprint, text.fingerprint) == ('f01b013bb70a', 'd4ec02025420')
 
@@ -105,7 +105,7 @@ def test_scored_tokens_of_a_text_equal_the_plain_model(tmp_path):
     reference_model('llama', tmp_path)
     model = checkpoint.load(tmp_path)
     rng = np.random.default_rng(0)
-    trees = [packing.Tree((), rng.integers(0, 211, n).tolist(), scored=[1, n // 2, n - 1])
+    trees = [tree_rows.Tree((), rng.integers(0, 211, n).tolist(), scored=[1, n // 2, n - 1])
              for n in (9, 30, 17)]
     for index, numbers, values in scoring.score(lambda: model, enumerate(trees), 64,
                                                  compute=scoring.token_statistics):
@@ -132,7 +132,7 @@ def test_bfloat16_trees_score_as_single_sequences(name, device, tmp_path):
     for own_starts in (False, True):
         trees = random_trees(np.random.default_rng(3), own_starts, n)
         # three letters after each continuation, as after each order of the options
-        trees[::4] = [packing.Tree(tree.prefix, tree.prompt,
+        trees[::4] = [tree_rows.Tree(tree.prefix, tree.prompt,
                                    [[*ids, k] for ids in tree.continuations for k in (7, 8, 9)],
                                    [len(ids) for ids in tree.sequences for _ in range(3)])
                       for tree in trees[::4]]

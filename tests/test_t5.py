@@ -14,7 +14,7 @@ import evaluate
 import scoring
 import sample
 import train
-from data.packing import Tree
+from data.tree_rows import Tree
 from data.tokenizer import load_tokenizer
 from runtime import checkpoint
 from runtime.errors import CheckpointError, ConfigError

@@ -24,10 +24,11 @@ import metrics
 import train
 from data import packing
 from data.eval_config import trained_template
-from runtime import checkpoint, graphs, log, parallel, resume, trained
+from runtime import checkpoint, log, parallel, resume, trained
 from runtime.config import load_config
 from runtime.device import pick_device
 from runtime.errors import ConfigError, DataError, TrainingError
+from speed import graphs
 
 
 def tiny_config(**values):
@@ -168,6 +169,29 @@ def test_a_subset_is_drawn_by_the_seed(settings_file, tmp_path, capsys):
     assert not (tmp_path / 'run').exists()
 
 
+@pytest.mark.parametrize('n, epochs, expected', [
+    (100, 0.57, 57), (100, 0.29, 29), (1000, 1.001, 1001), (99, 1 / 3, 33), (99, 0.3333, 32),
+    (10, 0.59, 5), (7, 2.0, 14)])
+def test_a_fraction_of_an_epoch_is_that_share_of_the_rows(n, epochs, expected):
+    assert packing.epochs_of(n, epochs) == expected
+
+
+def test_a_held_out_part_shares_no_group_with_training():
+    groups = np.random.default_rng(0).integers(0, 300, 1000)
+    groups[:600] += 1000 * np.arange(600)       # many of their own
+    held_out, rest = packing.split_groups(groups, 200, 0)
+    assert len(held_out) == 200 and not {*groups[held_out]} & {*groups[rest]}
+    assert sorted([*held_out, *rest]) == [*range(1000)]
+    order = np.random.default_rng(5).permutation(50)
+    for part, same in zip(packing.split_groups(np.arange(50), 7, 5), np.split(order, [7])):
+        assert part.tolist() == same.tolist()       # groups of one: the first of a permutation
+    held_out, rest = packing.split_groups(np.repeat(np.arange(10), 4), 10, 0)
+    assert (len(held_out), len(rest)) == (8, 32)
+    cfg = train.TrainConfig(data='d', val_size=3, batch_size=1)
+    with pytest.raises(DataError, match='= 3 holds out nothing, .* together, 4 or more; raise'):
+        train.split_sequences(cfg, np.repeat(np.arange(10), 4))
+
+
 @pytest.mark.slow
 def test_a_report_in_the_chat_template(settings_file, tmp_path):
     run = [settings_file, f'--out_dir={tmp_path}', '--max_steps=1', '--eval.chat=trained',
@@ -194,7 +218,7 @@ def test_training_by_letter_learns_the_letter(small_world, tmp_path, monkeypatch
     path = write_rows(tmp_path / 'mine.jsonl', [
         {'question': f'{i} or {i + 1}?', 'choices': ['one', 'two'], 'answer': 1}
         for i in range(8)])
-    results = train.train(train.TrainConfig(
+    results = train.train_and_report(train.TrainConfig(
         model=str(small_world[0] / 'base'), out_dir=str(tmp_path / 'out'), cache_dir=str(tmp_path),
         data=str(path), data_kind='questions', lr=3e-3, batch_size=8, epochs=30,
         max_length=128, pack_len=512, workers=1, push_to_hub='me/model',
@@ -303,7 +327,7 @@ def test_all_processes_connect_by_the_same_backend(n_gpus, wanted, monkeypatch):
     monkeypatch.setattr(parallel.dist, 'init_process_group', lambda x, **_: backends.append(x))
     for rank in ('0', '1'):
         for name, value in (('TORCHELASTIC_RUN_ID', 'x'), ('LOCAL_RANK', rank),
-                            ('LOCAL_WORLD_SIZE', '2')):
+                            ('LOCAL_WORLD_SIZE', '2'), ('RANK', rank), ('WORLD_SIZE', '2')):
             monkeypatch.setenv(name, value)
         parallel.join_processes()
     assert backends == [wanted] * 2 and devices == ([0, 1] if n_gpus == 2 else [])
@@ -398,15 +422,15 @@ def test_a_recording_is_replayed_only_when_nobody_needs_its_memory(tmp_path, mon
     model = checkpoint.load(tmp_path).train()
     graphs.record_blocks(model.decoder)
 
-    def forward(T, n, context=graphs.replaying):
+    def forward(T, n):
         """Pass a row of T tokens; there are n replays in all."""
         tokens = torch.ones(1, T, dtype=torch.long)
-        with context(model.decoder):
-            y = model(tokens, *whole_rows(tokens))
+        y = model(tokens, *whole_rows(tokens))
         assert len(replayed) == n
         return y
-    forward(4, 0, contextlib.nullcontext).sum().backward()      # not in a training step
-    model.zero_grad()
+    model.eval()
+    forward(4, 0).sum().backward()      # not in training
+    model.train().zero_grad()
     first, second = forward(4, 1), forward(4, 1)    # the activations of the first are there
     first.sum().backward()
     forward(4, 1).sum().backward()                  # and here its gradients

@@ -291,6 +291,17 @@ def test_an_interrupted_evaluation_resumes(asked, tmp_path):
     assert sorted((out / 'samples.jsonl').read_bytes().split(b'\n')) == sorted(whole.split(b'\n'))
 
 
+def test_answers_with_other_end_tokens_are_not_added_to_earlier_ones(asked, tmp_path):
+    shutil.copytree(asked[0] / 'model', tmp_path / 'model')
+    shutil.copytree(asked[0] / 'qa', tmp_path / 'qa')
+    ask(tmp_path, tmp_path / 'out')
+    lines = (tmp_path / 'out' / 'samples.jsonl').read_bytes().splitlines(keepends=True)
+    (tmp_path / 'out' / 'samples.jsonl').write_bytes(b''.join(lines[:5]))
+    (tmp_path / 'model' / 'generation_config.json').write_text('{"eos_token_id": [2, 9]}')
+    with pytest.raises(ConfigError, match=r'holds samples with end_ids = \[2\], not \[2, 9\]'):
+        ask(tmp_path, tmp_path / 'out')
+
+
 def test_a_confidence_in_earlier_answers_is_left_out(asked, tmp_path, capsys, monkeypatch):
     folder, *_ = asked
     entries = {'qa.p_true', 'qa.p_true_samples', 'qa.dinco', 'qa.p_ik'}

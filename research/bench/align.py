@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 import train
-from align import AlignConfig, answer_sums, pack_pairs, pair_objective
+from align import AlignConfig, pack_pairs, pair_objective
+from alignment.reference import answer_sums
 from research.bench.common import (DEVICE, MODELS, PeerOptions, Script, bars, chosen_methods,
                                    measure_methods, method_table, now, our_model, peak_gib,
                                    peer_model, require_files, reset_peak_memory, speed)

@@ -40,7 +40,7 @@ from runtime.errors import CheckpointError, ConfigError, DataError, TrainingErro
 from runtime.hub import fetch
 from runtime.ownership import claim, lock, read_json, write_text
 from runtime.resume import check_run
-from train import FREE_KEYS, TrainConfig, train
+from train import FREE_KEYS, TrainConfig, train_and_report
 
 # FLOP/s on one H100 or H200 in bfloat16. Training reaches 0.47 to 0.58 of the 989e12 of the data
 # sheet with documents of 2,048 tokens, evaluation 0.43 to 0.67 of the 780e12 of a large matrix
@@ -337,7 +337,7 @@ def do(runs, options):
             continue
         print(f'\n=== {name}', flush=True)
         start = (align if isinstance(run.cfg, AlignConfig) else
-                 train if run.trains else evaluate.run)
+                 train_and_report if run.trains else evaluate.run)
         try:
             start(run.cfg)
             continue

@@ -21,7 +21,7 @@ from data.eval_config import training_settings
 from data.files import parsed, read_rows, require_fields, require_text
 from data.instruct import PATTERNS, first_turns
 from data.messages import to_messages
-from data.packing import Tree
+from data.tree_rows import Tree
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from research.common import write_csv
 from results import plots

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import metrics
-from data.packing import Tree
+from data.tree_rows import Tree
 from data.probes import load_texts
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from evaluate import EvalConfig, on_this_machine

@@ -32,7 +32,7 @@ from research.common import read_lines, write_lines
 from research.study.claims import Source
 from research.study.runs import FILE, PRETRAINING, base_model
 from research.study.world import StudySpec, StudyWorld
-from train import TrainConfig, train
+from train import TrainConfig, train_and_report
 
 SEEDS = (10, 11, 12, 13, 14)
 STATED = '<answer> {}</answer><confidence>{}</confidence>'
@@ -209,7 +209,7 @@ def world(seed, root=common.ROOT):
 
 def fit(cfg):
     """Do a run of train.py or align.py, and evaluate the epochs before the last one."""
-    (align if isinstance(cfg, AlignConfig) else train)(replace(cfg, resume=True))
+    (align if isinstance(cfg, AlignConfig) else train_and_report)(replace(cfg, resume=True))
     for epoch in epochs_before(cfg):
         run(replace(cfg.eval, model=f'{cfg.out_dir}/epoch-{epoch}', chat=cfg.template, add_bos=True,
                     out_dir=f'{cfg.out_dir}/report-{epoch}', seed=cfg.seed))

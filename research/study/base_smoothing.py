@@ -18,7 +18,7 @@ from runtime import cli
 from runtime.ownership import write_text
 from research import common
 from research.study.claims import MEANS, TESTS, Numbers, paired_tests, setting_lines, write_page
-from train import train
+from train import train_and_report
 
 SHARES = (0.1, 0.5, 0.9)
 KEYS = 'accuracy', 'confidence', 'ece', 'nll', 'auroc'
@@ -50,7 +50,7 @@ def main():
     for seed in options.seeds:
         make_world(f'{options.out_dir}/base-smoothing/seed-{seed}/world', seed)
         for name, cfg in configs(seed, options.out_dir).items():
-            (result,) = train(replace(cfg, resume=True))['after']['tasks'].values()
+            (result,) = train_and_report(replace(cfg, resume=True))['after']['tasks'].values()
             lines.append({'run': name, 'seed': str(seed)} | {
                 key: f'{result["pooled"][key]:.6g}' for key in KEYS})
     OUT.mkdir(parents=True, exist_ok=True)

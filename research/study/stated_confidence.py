@@ -29,7 +29,7 @@ from research.study import alignment
 from research.study.alignment import STATED, AlignmentSpec, AlignmentWorld
 from research.study.claims import Numbers, setting_lines
 from research.study.runs import PRETRAINING
-from train import SFT, train
+from train import SFT, train_and_report
 
 STARTS = 'stated', 'conf'
 REWARDS = 'rlcr', 'log_score', 'abstain_stated'
@@ -121,7 +121,7 @@ def do(seed, root=ROOT, write=write_files, runs=runs):
             prepare(seed, root)
         tokenizer = load_model_tokenizer(cfg.model, checkpoint.read_config(cfg.model))
         objective = tokenized_brier(confidence_levels(tokenizer, LEVELS), text=1.0)
-        train(replace(cfg, resume=True), replace(SFT, objective=objective))
+        train_and_report(replace(cfg, resume=True), replace(SFT, objective=objective))
 
 
 def measured(folder):

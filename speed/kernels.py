@@ -9,10 +9,10 @@
 
 Arithmetic is float32 and is rounded once, at the end; plain torch also rounds products of bfloat16
 in between. Triton compiles a kernel again where an integer becomes 1 or a multiple of 16; numbers
-that differ between texts are in do_not_specialize. This file imports nothing of ours.
+that differ between texts are in do_not_specialize. Each kernel names the plain functions that it
+stands for (see runtime/fast.py), and is used only while these are what they were.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -28,6 +28,8 @@ try:
     import triton.language as tl
 except ImportError:     # for example on macOS: everything is plain torch
     triton = tl = None
+
+from runtime.fast import FastVersion
 
 KERNELS = True      # False: norm, rotate and gate are plain torch everywhere; for attention, see
 #                     IMPLEMENTATION in attention.py
@@ -45,42 +47,11 @@ def kernels_apply(x: Tensor) -> bool:
             and x.dtype == torch.bfloat16)
 
 
-def compute(plain: Callable, kernel: Callable, axis: int, *arguments) -> Tensor:
-    """Return plain(*arguments), by the kernel if there are no gradients and the two agree.
-
-    axis: of the tokens, in arguments of more than two dimensions
-    """
-    tensors = [arg for arg in arguments if isinstance(arg, Tensor)]
-    if not (KERNELS and any(map(kernels_apply, tensors))):
-        return plain(*arguments)
-
-    def example(x):     # one row of 64 tokens, as `agree` draws it
-        if not isinstance(x, Tensor):
-            return x
-        shape = x.shape if x.ndim < 3 else (1, *x.shape[1:axis], 64, *x.shape[axis + 1:])
-        return x.dtype, *shape
-
-    agreed = agree(plain, kernel, tensors[0].device, *map(example, arguments))
-    return (kernel if agreed else plain)(*arguments)
-
-
-@functools.cache
-def agree(plain: Callable, kernel: Callable, device, *arguments) -> bool:
-    """Return whether the two agree up to rounding; print a note if they do not.
-
-    arguments: those of both, with (dtype, *shape) for each tensor, which is filled at random
-    """
-    generator = torch.Generator(device).manual_seed(0)
-    drawn = [torch.randn(arg[1:], generator=generator, device=device, dtype=arg[0])
-             if isinstance(arg, tuple) else arg for arg in arguments]
-    a, b = plain(*drawn), kernel(*drawn)
-    error = ((a.float() - b.float()).norm() / a.float().norm()).item()
-    if a.dtype == b.dtype and error < max(torch.finfo(a.dtype).eps, 1e-5):
-        return True
-    file = plain.__module__.rpartition('.')[-1]
-    print(f'note: {plain.__name__} of {file}.py and its kernel differ by {error:.1e}, so the '
-          f'kernel is not used; edit {kernel.__name__} as well')
-    return False
+def compute(plain: Callable, version: FastVersion, *arguments) -> Tensor:
+    """Return plain(*arguments), by the kernel of its fast version if there are no gradients."""
+    by_kernel = (KERNELS and any(isinstance(x, Tensor) and kernels_apply(x) for x in arguments)
+                 and version.stands_for(plain))
+    return (version.kernel if by_kernel else plain)(*arguments)
 
 
 def float32_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -93,19 +64,12 @@ def float32_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 # ---- Linear layers -------------------------------------------------------------------------------
 
-class Linear(nn.Linear):
-    """nn.Linear, with a kernel for one token, which reads the weight at the speed of memory."""
-    eight_bit: Callable | None = None   # computes the products of training: see runtime/fp8.py
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
-
-
-FORWARD = Linear.forward    # the only one that `products` may compute for several layers at once
+FORWARD = nn.Linear.forward     # the only one that `products` may replace
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return F.linear(x, weight, bias); by `gemv_kernel` for one token without gradients."""
+    """Return F.linear(x, weight, bias); without gradients and for one token by `gemv_kernel`, which
+    reads the weight at the speed of memory."""
     by_kernel = (x.numel() == x.shape[-1] == weight.shape[1] and kernels_apply(x)
                  and is_plain(weight) and (bias is None or is_plain(bias)))
     return (gemv_kernel if by_kernel else F.linear)(x, weight, bias)
@@ -119,7 +83,9 @@ def is_plain(x: Tensor | None) -> bool:
 def products(x: Tensor, *layers: nn.Module) -> list[Tensor]:
     """Return [layer(x), ...]; without gradients, by one product if `adjoin` has joined the weights.
 
-    Layers with hooks, or with a `forward` other than that of Linear, are called one by one.
+    In training, layers with an attribute `eight_bit` are computed by it: see speed/fp8.py.
+
+    Layers with hooks, or with a `forward` other than that of nn.Linear, are called one by one.
     """
     eight_bit: list[Any] = [getattr(layer, 'eight_bit', None) for layer in layers]
     if torch.is_grad_enabled() and all(eight_bit):
@@ -156,7 +122,7 @@ def adjoin(model: nn.Module, **on):
     for module in model.modules():
         for names in (('q_proj', 'k_proj', 'v_proj'), ('gate_proj', 'up_proj')):
             layers = [getattr(module, name, None) for name in names]
-            if not all(type(layer) is Linear for layer in layers):
+            if not all(type(layer) is nn.Linear for layer in layers):
                 continue
             for kind in ('weight', 'bias'):
                 parts = [getattr(layer, kind) for layer in layers]
@@ -244,15 +210,21 @@ def rotate_kernel(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def gate_kernel(x: Tensor, up: Tensor, activation: Callable) -> Tensor:
-    if activation.__name__ not in ('silu', 'gelu_tanh'):
+    silu = activation is F.silu
+    if not silu and not (getattr(activation, '__name__', '') == 'gelu_tanh'
+                         and GELU.stands_for(activation)):
         return activation(x) * up
     H, block, out = x.shape[-1], 4096, x.new_empty(x.shape)
     x, up = in_rows(x, H), in_rows(up, H)
     _gate[len(x) * triton.cdiv(H, block),](
-        x, up, out, x.stride(0), up.stride(0), H, SILU=activation.__name__ == 'silu', BLOCK=block,
-        num_warps=8)
+        x, up, out, x.stride(0), up.stride(0), H, SILU=silu, BLOCK=block, num_warps=8)
     return out
 
+
+NORM = FastVersion(norm_kernel, {'model.norm': '6ef42c12'})
+ROTATE = FastVersion(rotate_kernel, {'model.rotate': '9088f3f1'})
+GATE = FastVersion(gate_kernel, {'model.gate': 'd25ba1b4'})
+GELU = FastVersion(gate_kernel, {'model.gelu_tanh': '2ac4ca16'})
 
 if triton is not None:
     @triton.jit

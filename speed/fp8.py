@@ -35,7 +35,9 @@ import torch
 from torch import Tensor
 
 from model import LoRALinear
-from triton_ops import Linear
+from runtime.fast import FastVersion
+from speed.install import install
+from speed.kernels import FORWARD
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # Width from which products in eight bits pay. On an H100 steps of Gemma 3 270M (width 640) become
@@ -55,16 +57,19 @@ def use_fp8(model, device: str):
         return
     if model.config.hidden_size < NARROWEST:
         print(f'note: fp8 = True has no effect: a model of width {model.config.hidden_size} is no '
-              f'faster in eight bits; NARROWEST = {NARROWEST} in runtime/fp8.py decides it')
+              f'faster in eight bits; NARROWEST = {NARROWEST} in speed/fp8.py decides it')
         return
-    layers = [layer for layer in model.decoder.layers.modules()
-              if isinstance(layer, (Linear, LoRALinear))]
-    fitting = [layer for layer in layers if all(n % 16 == 0 for n in layer.weight.shape)]
+    layers = [getattr(parent, name) for parent in model.decoder.layers.modules()
+              for name in model.config.family.lora_targets if hasattr(parent, name)]
+    fitting = [layer for layer in layers if all(n % 16 == 0 for n in layer.weight.shape) and (
+        LORA.stands_for(type(layer).forward) if isinstance(layer, LoRALinear) else
+        type(layer).forward is FORWARD)]
+    install()       # its `products` computes layers by their `eight_bit`
     for layer in fitting:
         layer.eight_bit = products
     if len(fitting) < len(layers):
         print(f'note: {len(layers) - len(fitting)} of {len(layers)} linear layers stay in {dtype}: '
-              f'fp8 needs sizes that are multiples of 16')
+              f'fp8 needs sizes that are multiples of 16 and an unedited `forward`')
 
 
 def supported(device: str) -> bool:
@@ -80,6 +85,9 @@ def products(x: Tensor, *layers) -> list[Tensor]:
              for layer, part in zip(layers, parts)]
     return [part + layer.adapter(x) if isinstance(layer, LoRALinear) else part
             for layer, part in zip(layers, parts)]
+
+
+LORA = FastVersion(products, {'model.LoRALinear.forward': 'f76a65ed'})
 
 
 class Product(torch.autograd.Function):
