@@ -248,6 +248,12 @@ def _stated(x):
     return value
 
 
+def _truth(x):
+    """Return 1 or 0 for true or false, as text, number or bool; None for anything else."""
+    value = {'true': 1, 'false': 0}.get(str(x).casefold(), _number(x))
+    return value if value in (0, 1) else None
+
+
 def _label(x, n, options):
     """Return the index of the option that `answer` names by index, letter or text."""
     if type(x) is int and 0 <= x < n:
@@ -277,10 +283,8 @@ def _values(row, norm):
     value = _stated(row['confidence']) if kind else None
     if value is None:
         return 'confidence', {}
-    correct = row.get('correct')
-    is_right = {'true': 1, 'false': 0}.get(str(correct).casefold(), _number(correct))
-    if is_right not in (0, 1):
-        raise ValueError(f'correct must be true or false, 1 or 0, not {correct!r:.60}; '
+    if (is_right := _truth(row.get('correct'))) is None:
+        raise ValueError(f'correct must be true or false, 1 or 0, not {row.get("correct")!r:.60}; '
                          f'--columns=correct=NAME reads another column')
     texts = {'predicted': 'response', 'expected': 'expected'}
     return 'confidence', {key: str(row[name]) for key, name in texts.items() if name in row} | (
@@ -326,9 +330,9 @@ def _check_confidence(row, probs, label):
     if stated is not None and abs(stated - max(probs)) > 0.0051:    # it may be rounded
         raise ValueError(f'confidence is {row["confidence"]!r:.60}, and the largest of probs '
                          f'{max(probs):.4g}; leave one of them out')
-    is_top, correct = probs[label] == max(probs), row.get('correct')
-    if correct in (0, 1) and bool(correct) != is_top and probs.count(max(probs)) == 1:
-        raise ValueError(f'correct is {correct}, and by probs the top option is '
+    is_top, correct = probs[label] == max(probs), _truth(row.get('correct'))
+    if correct not in (None, is_top) and probs.count(max(probs)) == 1:
+        raise ValueError(f'correct is {row["correct"]}, and by probs the top option is '
                          f'{"right" if is_top else "wrong"}; leave one of them out')
 
 
