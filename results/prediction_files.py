@@ -13,11 +13,12 @@ import re
 from collections import Counter
 
 import metrics
-from results.confidence import outcome, parse_probability
+from results.confidence import outcome
 from results.harness_files import UnusableTaskError, harness_sample, harness_task, repeats
 from results.samples import latest_samples, option_lengths
 from runtime.digests import json_digest
 from runtime.errors import ConfigError, DataError
+from runtime.numbers import first_number, parse_probability
 from runtime.readers import column_names, read_rows, to_dict
 
 # {name of a column, in upper or lower case: what it holds}; --columns=answer=NAME reads another
@@ -193,8 +194,7 @@ def _read_cells(lines, delimiter):
 
 # Cells, read by the type of their column: text stays text
 
-NUMBER = re.compile(r'([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?|-?inf(?:inity)?) *(%?)',
-                    re.IGNORECASE)
+DECIMAL = re.compile(r'[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?|-?inf(?:inity)?', re.I)
 READERS = (functools.partial(json.loads, parse_float=str, parse_int=str, parse_constant=str),
            ast.literal_eval)        # of a printed list
 
@@ -208,8 +208,14 @@ def _number(x):
     if type(x) in (int, float):
         return float(x)
     text = x.replace(',', '.') if isinstance(x, DecimalComma) else x
-    match = isinstance(text, str) and NUMBER.fullmatch(text.strip())
-    return float(match[1]) / (100 if match[2] else 1) if match else None
+    if not isinstance(text, str):
+        return None
+    text = text.strip()
+    if DECIMAL.fullmatch(text):     # most are; faster
+        return float(text)
+    number = first_number(text)
+    whole = number and number.value is not None and (number.start, number.end) == (0, len(text))
+    return float(number.value / number.per) if whole else None
 
 
 def _numbers(what, x):
