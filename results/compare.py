@@ -261,15 +261,19 @@ def question_keys(samples):
     labels = [key for key in ('answer', 'options', 'token', *['expected'] * by_order)
               if all(key in s for x in samples.values() for s in x)]
     if by_order and any((*has_ids.values(), *has_texts.values())):
-        refuse('; '.join(f'{run} has {"" if has_ids[run] else "no "}ids and '
-                         f'{"" if has_texts[run] else "no "}question' for run in samples))
+        have = {run: ' and '.join(['ids'] * has_ids[run] + ['questions'] * has_texts[run])
+                for run in samples}
+        refuse('; '.join(f'{run} has {x or "neither ids nor questions"} in all rows'
+                         for run, x in have.items()))
     if by_order and len({*map(len, texts.values())}) > 1:
         refuse('without ids, ' + ', '.join(f'{run} has {len(x)} rows' for run, x in texts.items()))
     if by_order and not labels:
         refuse('they have neither ids nor questions, and no answers to check their order by')
+    if by_order:
+        print(f'the rows of {", ".join(samples)} are paired by their order, without ids')
     keys, right, answers = {}, {}, {}
     for run, x in samples.items():
-        order = {row: i for i, row in enumerate(sorted(s['row'] for s in x))} if by_order else {}
+        order = {row: i for i, row in enumerate(sorted(s['row'] for s in x), 1)} if by_order else {}
         keys[run] = [(s.get('language', ''), s['id'] if by_id else order.get(s.get('row'), ''),
                       text if by_text else '') for s, text in zip(x, texts[run], strict=True)]
         if len({*keys[run]}) < len(x):

@@ -13,11 +13,12 @@ import re
 from collections import Counter
 
 import metrics
-from results.confidence import outcome, parse_probability
+from results.confidence import outcome
 from results.harness_files import UnusableTaskError, harness_sample, harness_task, repeats
 from results.samples import latest_samples, option_lengths
 from runtime.digests import json_digest
 from runtime.errors import ConfigError, DataError
+from runtime.numbers import first_number, parse_probability
 from runtime.readers import column_names, read_rows, to_dict
 
 # {name of a column, in upper or lower case: what it holds}; --columns=answer=NAME reads another
@@ -27,7 +28,6 @@ NAMES = {what: what for what in (
     'answers', 'response', 'id', 'task', 'split', 'language', 'subject', 'category', 'context',
     'question', 'prompt')} | {'label': 'answer', 'sampled_responses': 'answers'}
 TEXTS = 'context', 'question', 'prompt'      # the last that a row has is compared
-DISTRIBUTIONS = {'probs': 'probabilities of a file', 'confidence': 'confidences of a file'}
 KINDS = 'probs', 'log_probs', 'confidence', 'answers'       # the first that a row has counts
 
 
@@ -42,6 +42,8 @@ def read_predictions(path, cfg):
                         f'name it .jsonl')
     layouts = functools.cache(functools.partial(find_columns, chosen=chosen_columns(cfg.columns)))
     (group, subtask, _), first_kinds, logged = harness_task(path), {}, {}
+    distributions = {'probs': 'probabilities of a file', 'confidence': 'confidences of a file',
+                     'log_probs': f'log-probabilities, {cfg.norm} of a file'}
     position, n_unstated, unstated = 0, 0, ''
     for position, place, row in _counting_rows(path):
         try:
@@ -49,13 +51,13 @@ def read_predictions(path, cfg):
                 raise row
             if not isinstance(row, dict):
                 raise ValueError(f'not a JSON object: {str(row)[:40]}')
-            norm, scored = cfg.norm, f'log-probabilities, {cfg.norm} of a file'
+            norm, titles = cfg.norm, distributions
             if 'filtered_resps' in row:     # of lm_eval, whose files do not count tokens
                 converted = harness_sample(row, norm)
                 if repeats(converted, row.get('filter'), logged):
                     continue
                 parts, norm = [converted | {'task': group}], 'token'
-                scored = f'lm-evaluation-harness, {cfg.norm.replace("token", "sum")}'
+                titles = {'log_probs': f'lm-evaluation-harness, {cfg.norm.replace("token", "sum")}'}
             else:
                 parts = [_select(row, *layout) for layout in layouts(tuple(row))]
             for part in parts:
@@ -69,7 +71,7 @@ def read_predictions(path, cfg):
                 first = first_kinds.setdefault(part['task'], kind)
                 if (first == 'confidence') != (kind == 'confidence'):
                     raise ValueError(f'{kind}, but the task begins with {first}')
-                yield _identity(part, position, subtask) | values, DISTRIBUTIONS.get(kind, scored)
+                yield _identity(part, position, subtask) | values, titles[kind]
         except (ValueError, OverflowError, RecursionError) as error:
             reason = str(error).removeprefix('row 0: ').removeprefix(f'{place}: ')
             kind = UnusableTaskError if isinstance(error, UnusableTaskError) else DataError
@@ -145,6 +147,9 @@ def find_columns(keys, chosen):
             k = int(k) if k.isdigit() else ord(k) - ord('a')
         if what and (k is None or what in KINDS[:2]):
             found.setdefault(what, []).append((k, key))
+    confidences = [name for what, name in chosen if what == 'confidence']
+    if confidences or not found.keys() & {*KINDS} - {'confidence'}:
+        found.pop('answer', None)       # `correct` says all; an answer and its label may be there
     for what, columns in found.items():
         ks = sorted(k for k, _ in columns if k is not None)
         if 1 < len(columns) != len(ks):
@@ -154,7 +159,6 @@ def find_columns(keys, chosen):
             raise ValueError(f'the columns {what}_k hold numbers for k = {_listed(ks)}; wanted 0, '
                              f'1, ... without a gap, or A, B, ...')
         found[what] = [key for _, key in sorted(columns)] if ks else columns[0][1]
-    confidences = [name for what, name in chosen if what == 'confidence']
     for name in [*confidences, *(name for what, name in chosen if what not in found)]:
         if name not in keys:
             raise ValueError(f'there is no column {name!r}, but {_listed(keys)}')
@@ -190,8 +194,7 @@ def _read_cells(lines, delimiter):
 
 # Cells, read by the type of their column: text stays text
 
-NUMBER = re.compile(r'([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?|-?inf(?:inity)?) *(%?)',
-                    re.IGNORECASE)
+DECIMAL = re.compile(r'[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?|-?inf(?:inity)?', re.I)
 READERS = (functools.partial(json.loads, parse_float=str, parse_int=str, parse_constant=str),
            ast.literal_eval)        # of a printed list
 
@@ -205,8 +208,14 @@ def _number(x):
     if type(x) in (int, float):
         return float(x)
     text = x.replace(',', '.') if isinstance(x, DecimalComma) else x
-    match = isinstance(text, str) and NUMBER.fullmatch(text.strip())
-    return float(match[1]) / (100 if match[2] else 1) if match else None
+    if not isinstance(text, str):
+        return None
+    text = text.strip()
+    if DECIMAL.fullmatch(text):     # most are; faster
+        return float(text)
+    number = first_number(text)
+    whole = number and number.value is not None and (number.start, number.end) == (0, len(text))
+    return float(number.value / number.per) if whole else None
 
 
 def _numbers(what, x):
@@ -245,6 +254,12 @@ def _stated(x):
     return value
 
 
+def _truth(x):
+    """Return 1 or 0 for true or false, as text, number or bool; None for anything else."""
+    value = {'true': 1, 'false': 0}.get(str(x).casefold(), _number(x))
+    return value if value in (0, 1) else None
+
+
 def _label(x, n, options):
     """Return the index of the option that `answer` names by index, letter or text."""
     if type(x) is int and 0 <= x < n:
@@ -274,10 +289,8 @@ def _values(row, norm):
     value = _stated(row['confidence']) if kind else None
     if value is None:
         return 'confidence', {}
-    correct = row.get('correct')
-    is_right = {'true': 1, 'false': 0}.get(str(correct).casefold(), _number(correct))
-    if is_right not in (0, 1):
-        raise ValueError(f'correct must be true or false, 1 or 0, not {correct!r:.60}; '
+    if (is_right := _truth(row.get('correct'))) is None:
+        raise ValueError(f'correct must be true or false, 1 or 0, not {row.get("correct")!r:.60}; '
                          f'--columns=correct=NAME reads another column')
     texts = {'predicted': 'response', 'expected': 'expected'}
     return 'confidence', {key: str(row[name]) for key, name in texts.items() if name in row} | (
@@ -323,9 +336,9 @@ def _check_confidence(row, probs, label):
     if stated is not None and abs(stated - max(probs)) > 0.0051:    # it may be rounded
         raise ValueError(f'confidence is {row["confidence"]!r:.60}, and the largest of probs '
                          f'{max(probs):.4g}; leave one of them out')
-    is_top, correct = probs[label] == max(probs), row.get('correct')
-    if correct in (0, 1) and bool(correct) != is_top and probs.count(max(probs)) == 1:
-        raise ValueError(f'correct is {correct}, and by probs the top option is '
+    is_top, correct = probs[label] == max(probs), _truth(row.get('correct'))
+    if correct not in (None, is_top) and probs.count(max(probs)) == 1:
+        raise ValueError(f'correct is {row["correct"]}, and by probs the top option is '
                          f'{"right" if is_top else "wrong"}; leave one of them out')
 
 

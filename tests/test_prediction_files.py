@@ -206,6 +206,9 @@ def test_texts_of_a_table_stay_texts(tmp_path, text):
     ('probs,choices,answer', '"[2e-1, 8e-1]","[""A"", ""B""]",B', ''),
     ('LOG_PROB_0,LOG_PROB_1,answer', '-1.6094379124341003,-0.2231435513142097,1', ''),
     ('p_0,p_1,answer,gold', '0.2,0.8,0,1', 'probs=p,answer=gold'),
+    ('confidence,correct,answer,label', '0.8,1,B,B', ''),
+    ('confidence,correct', '٠٫٨,1', ''), ('confidence,correct', '80/100,1.0', ''),
+    ('confidence,correct', '８０％,1', ''),
     ('Sure,Right', '80 %,TRUE', 'confidence=sure,correct=right'),
     ('Sure,Right', '80 %,TRUE', 'confidence=Sure,correct=Right')])
 def test_columns_are_found_whatever_their_case_and_named_by_the_user(tmp_path, header, row,
