@@ -154,7 +154,7 @@ from data.instruct import load_conversations, load_text
 from data.packing import epoch_order, pack, sequence_weights
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from data.trees import load_answers
-from evaluate import evaluate, load_tasks, result_labels
+from evaluate import evaluate, load_tasks
 from fused_ce import fused_loss, smoothing, token_statistics
 from results import card
 from results.plots import draw_loss
@@ -578,15 +578,10 @@ def finish(cfg):
 
 def calibration_report(run, model_folder, out_dir):
     """Evaluate a saved model on the tasks of cfg.eval into `out_dir`; return the results."""
-    cfg, path, reported = run.cfg, out_dir / 'results.json', {}
-    if cfg.resume and path.exists():
-        with ownership.read_json(path, 'remove it to make the report again') as earlier:
-            reported = earlier['tasks']
-    if not all(label in reported for label in result_labels(run.tasks, cfg.eval)):
-        evaluate(model_folder, run.tokenizer, run.tasks, report_config(cfg, model_folder, out_dir),
-                 out_dir)
+    evaluate(model_folder, run.tokenizer, run.tasks, report_config(run.cfg, model_folder, out_dir),
+             out_dir)
     barrier()
-    return json.loads(path.read_text(encoding='utf-8'))
+    return json.loads((out_dir / 'results.json').read_text(encoding='utf-8'))
 
 
 def report_config(cfg, model_folder, out_dir):

@@ -17,7 +17,7 @@ from results.confidence import cells as confidence_cells
 from results.confidence import notes as written_notes
 from results.plots import draw_reliability, warn_on_failure
 from results.prediction_files import option_scores
-from results.samples import by_order, of_split, read_splits, sample_order
+from results.samples import by_order, of_split, read_splits, sample_order, samples_digest
 from results.tables import (MEASURES, TITLES, Heading, Section, aligned, csv_text, mark_best,
                             measure_cell)
 from runtime.digests import used_code
@@ -147,7 +147,7 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0, fits=None):
     if fits:
         groups = {name: rescaled(pooled, name, x) for name, x in fits.items()}
         summary['scaled'] = {'fits': fits, 'reports': measure(groups, n_bootstrap, seed)[0]}
-    return summary | {'measured_by': measured_by()}
+    return summary | {'measured_by': measured_by(), 'samples': samples_digest(samples)}
 
 
 def rescaled(predicted, name, parameters):
