@@ -60,13 +60,13 @@ def saved_fits(cfg, task):
     note_inputs(path)       # --overwrite must not remove it
     try:
         fits = scaling.load(path)
-    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f'scaling = {cfg.scaling!r} cannot be read: {error}') from None
     name, dot, variant = task.partition('.')
     there = [*dict.fromkeys(key.partition('.')[0] for key in fits)]
     if name not in there and len(there) != 1:
         raise ConfigError(f'scaling = {cfg.scaling!r} has {", ".join(there) or "no task"}, and not '
-                          f'{name}; fit it with --fit_temperature, or keep one task in the file')
+                          f'{name}; fit it with --fit_temperature')
     return fits.get(f'{name if name in there else there[0]}{dot}{variant}', {})
 
 

@@ -111,7 +111,7 @@ def test_what_is_sent_to_the_hub(tmp_path, monkeypatch):
     api = mock.MagicMock()
     monkeypatch.setattr('huggingface_hub.HfApi', lambda: api)
     hub.upload(tmp_path, 'me/model', ['config.json', 'README.md'])
-    (create, name, options), (upload, _, sent) = api.method_calls
+    (create, name, options), (upload, _, sent) = api.method_calls[-2:]
     assert (create, name, options['private']) == ('create_repo', ('me/model',), True)
     assert upload == 'upload_folder' and sent['allow_patterns'] == ['config.json', 'README.md']
     assert (sent['repo_id'], sent['folder_path']) == ('me/model', str(tmp_path))
