@@ -125,6 +125,9 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
     if texts and scoring.t5_config(folder):
         raise ConfigError(f'{texts[0]} needs a model that continues a text, and '
                           f'{config.model_type} scores answers alone; choose tasks with options')
+    if (out_dir / 'config.json').exists() and not out_dir.samefile(folder):
+        raise ConfigError(f'{out_dir} holds another model, whose report this would seem to be; '
+                          f'choose another --out_dir')
     if cfg.shard:
         check_shard(folder, tasks, cfg)
     for task in tasks.values():
@@ -152,7 +155,7 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
     samples.merge_parts(out_dir / 'samples.jsonl')
     rows = samples.by_task(samples.latest_samples(
         samples.read_samples(out_dir / 'samples.jsonl')) if done else new, prompts)
-    results = write_evaluation(results, earlier, rows, tasks, cfg, identity,
+    results = write_evaluation(results, earlier, rows, tasks, cfg, settings,
                                device.versions(cfg.device), out_dir)
     card.write(out_dir)     # of a run's folder
     return results

@@ -18,6 +18,7 @@ take the confidence of the predicted option, float [N] in [0, 1], and whether it
 names the row. `save` writes what the fits return to a JSON file, `load` reads it.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -294,24 +295,34 @@ def save(path, fits):
     """Write fits, {task: {name in SCALINGS: [what its fit returned]}}, to a JSON file."""
     plain = {task: {name: [np.asarray(x).tolist() for x in parameters]
                     for name, parameters in by_name.items()} for task, by_name in fits.items()}
+    content = {'nanocal_scaling': 1, 'fits': plain, 'checksum': _checksum(plain)}
     part = f'{path}.part'
     with open(part, 'w', encoding='utf-8') as file:
-        json.dump({'nanocal_scaling': 1, 'fits': plain}, file, indent=1)
+        json.dump(content, file, indent=1)
     os.replace(part, path)
 
 
 def load(path) -> dict:
     """Return the fits that `save` wrote, for `apply`; ValueError names what is wrong."""
-    with open(path, encoding='utf-8') as file:
-        content = json.load(file)
-    if not isinstance(content, dict) or content.get('nanocal_scaling') != 1:
-        raise ValueError(f'{path} is not a file that scaling.save wrote')
+    try:
+        with open(path, encoding='utf-8') as file:
+            content = json.load(file)
+        if content['nanocal_scaling'] != 1 or content['checksum'] != _checksum(content['fits']):
+            raise ValueError('it does not match its checksum')
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ValueError(f'{path} is damaged, edited, or not of the present scaling.save '
+                         f'({error!r}); fit it again') from None
     for by_name in content['fits'].values():
         for name, parameters in by_name.items():
             if name not in SCALINGS or len(parameters) != SCALINGS[name][1]:
                 raise ValueError(f'{path}: {name} with {len(parameters)} parameters; there are '
                                  f'{", ".join(SCALINGS)}')
     return content['fits']
+
+
+def _checksum(fits):
+    text = json.dumps(fits, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def apply(name, values, parameters) -> np.ndarray:

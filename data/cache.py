@@ -148,7 +148,7 @@ def _write(folder, results, left_out):
                 masks.write(np.asarray(loss_mask, dtype=np.uint8))
                 offsets.append(offsets[-1] + len(ids))
                 margins += margin or [0.0]
-    np.array(offsets, ARRAYS['offsets']).tofile(folder / 'offsets.bin')
-    np.array(groups, ARRAYS['groups']).tofile(folder / 'groups.bin')
-    np.array(margins, ARRAYS['margins']).tofile(folder / 'margins.bin')
+    for name, values in (('offsets', offsets), ('groups', groups), ('margins', margins)):
+        # unlike ndarray.tofile, this raises an OSError with its reason if the disk is full
+        (folder / f'{name}.bin').write_bytes(np.array(values, ARRAYS[name]).tobytes())
     return len(margins)

@@ -4,19 +4,19 @@ It is made of the files in the folder alone, so that every evaluation there rene
 without the first line of OURS is somebody's own, and stays as it is.
 """
 
-import json
 import os
 import re
 from pathlib import Path
 
 from results.plots import draw_loss
 from results.report import task_title
-from results.samples import DIAGRAM
+from results.samples import DIAGRAM, read_results
 from results.tables import markdown, measure_cell
 from runtime import hub, ownership, trained
+from runtime.checkpoint import fingerprint
 from runtime.config import run_folder, run_settings
-from runtime.errors import escape_controls
-from runtime.hub import is_hub_name
+from runtime.errors import CheckpointError, ConfigError, escape_controls
+from runtime.hub import full_path, is_hub_name
 
 NAME = 'README.md'
 OURS = '# nanoCal renews this card after each evaluation; to edit it, delete this line first\n'
@@ -67,8 +67,7 @@ def card(folder, adapters=False):
     """Return the card of a saved model, or of the adapters beside it."""
     run = run_folder(folder)
     settings, name, epoch = run_settings(run), run.name, ''
-    before, after = (json.loads(path.read_text(encoding='utf-8'))['tasks'] if path.exists() else {}
-                     for path in (run / 'before/results.json', folder / 'results.json'))
+    before, after = _results(run / 'before', settings), _results(folder)
     if folder != run:
         name, epoch = f'{name}-{folder.name}', f', after epoch {folder.name.removeprefix("epoch-")}'
     start = 'Random weights in the shape of ' if settings.get('from_scratch') else ''
@@ -103,6 +102,29 @@ def card(folder, adapters=False):
     rows = [[key, _code(settings[key])] for key in keys
             if settings.get(key) not in (None, '') and key not in unread]
     return '\n'.join([*parts, '## Training\n', markdown([['setting', 'value'], *rows]), ''])
+
+
+def _results(folder, settings=None):
+    """Return {task: result} in a folder, of the model in it or of the base model in `settings`; {}
+    for another model's, or damaged ones."""
+    path = folder / 'results.json'
+    if not path.exists():
+        return {}
+    try:
+        content = read_results(path, 'the card is without it')
+        model, identity = content['config']['model'], content.get('identity', {})
+        base = str(settings and settings.get('model'))
+        if settings:
+            # a folder of the hub's cache is named after the model
+            same = base == full_path(model) or base.replace('/', '--') in model
+        else:
+            same = identity.get('model') == fingerprint(folder) and 'base' not in identity
+    except (ConfigError, CheckpointError) as error:
+        print(f'note: {error}')
+        return {}
+    if not same:
+        print(f'note: {path} has results of {model}, another model, which the card leaves out')
+    return content['tasks'] if same else {}
 
 
 def _metadata(settings, name, tasks, adapters):

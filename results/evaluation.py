@@ -6,17 +6,18 @@ from dataclasses import asdict
 
 from results import page, report
 from results.plots import draw_reliability
-from results.samples import DIAGRAM, OUTPUTS, SCALING, grid, of_split
+from results.samples import DIAGRAM, OUTPUTS, SCALING, grid, of_split, samples_digest
 from runtime import rooms
+from runtime.digests import json_digest
 from runtime.errors import ConfigError
 from runtime.ownership import claim, note_inputs, write_text
 
 
-def write_evaluation(results, earlier, samples, tasks, cfg, identity, versions, out_dir):
+def write_evaluation(results, earlier, samples, tasks, cfg, settings, versions, out_dir):
     """Measure {task: samples}, write all files of results, and return the content of results.json.
 
     results: {task: result without metrics}, which are added in place; earlier: {task: result} of
-    results.json; tasks: {task: its Task}; identity: hashes of the model, the tokenizer and the code
+    results.json; tasks: {task: its Task}; settings: what all samples share, as in eval_config.json
     """
     remaining = {}
     for task, result in earlier.items():
@@ -41,7 +42,7 @@ def write_evaluation(results, earlier, samples, tasks, cfg, identity, versions, 
         if written:
             result |= rooms.load('confidence').facts(task, samples)
     content = {'schema': report.SCHEMA, 'config': asdict(cfg) | {'model': str(cfg.model)},
-               'seed': cfg.seed, 'versions': versions, 'identity': identity,
+               'seed': cfg.seed, 'versions': versions, 'identity': settings,
                'tasks': earlier | results}
     write_results(content, samples, tasks, cfg.pictures, out_dir)
     return content
@@ -59,13 +60,13 @@ def saved_fits(cfg, task):
     note_inputs(path)       # --overwrite must not remove it
     try:
         fits = rooms.load('scaling').load(path)
-    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f'scaling = {cfg.scaling!r} cannot be read: {error}') from None
     name, dot, variant = task.partition('.')
     there = [*dict.fromkeys(key.partition('.')[0] for key in fits)]
     if name not in there and len(there) != 1:
         raise ConfigError(f'scaling = {cfg.scaling!r} has {", ".join(there) or "no task"}, and not '
-                          f'{name}; fit it with --fit_temperature, or keep one task in the file')
+                          f'{name}; fit it with --fit_temperature')
     return fits.get(f'{name if name in there else there[0]}{dot}{variant}', {})
 
 
@@ -87,17 +88,21 @@ def write_results(content, samples, tasks, pictures, out_dir):
         names.append(SCALING)
     # written last: a folder with results.json has the tables; NaN is null in JSON
     finite = json.loads(json.dumps(content), parse_constant=lambda name: None)
+    finite['checksum'] = json_digest(finite)
     write_text(out_dir / 'results.json', json.dumps(finite, indent=1, ensure_ascii=False) + '\n')
     print(f'wrote {", ".join([*names, "results.json", *texts, *pictures])} to {out_dir}')
 
 
 def measure_again(results, samples):
-    """Return {task: result}, anew where other code computed it and the samples are the same."""
+    """Return {task: result} of those made from these samples, anew where the code has changed."""
     updated = {}
     for task, result in results.items():
         rows = samples.get(task, [])
-        n = len(of_split(rows))
-        if result.get('measured_by') != report.measured_by() and n == result['pooled']['n']:
+        if result.get('samples') != samples_digest(rows):
+            print(f'{task}: left out, since samples.jsonl has other samples of it than its results '
+                  f'were made from; evaluate it again')
+            continue
+        if result.get('measured_by') != report.measured_by():
             print(f'{task}: its metrics are computed again from samples.jsonl, by the present code')
             result = result | report.summarize(
                 rows, result['norm'], n_bootstrap=result['n_bootstrap'], seed=result['seed'],

@@ -14,7 +14,7 @@ import stats
 from results import samples as sample_files
 from results.plots import draw_reliability, warn_on_failure
 from results.samples import (by_order, of_split, option_scores, picture, question_numbers,
-                             read_splits, sample_order)
+                             read_splits, sample_order, samples_digest)
 from results.tables import (MEASURES, TITLES, Heading, Section, aligned, count_cell, csv_text,
                             few_rows_note, mark_best, measure_cell, shared_note)
 from runtime import rooms
@@ -177,7 +177,7 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0, fits=None):
         rescaled = rooms.load('post hoc').rescaled
         groups = {name: rescaled(pooled, name, x) for name, x in fits.items()}
         summary['scaled'] = {'fits': fits, 'reports': measure(groups, n_bootstrap, seed)[0]}
-    return summary | {'measured_by': measured_by()}
+    return summary | {'measured_by': measured_by(), 'samples': samples_digest(samples)}
 
 
 def letters(samples, predicted):

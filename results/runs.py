@@ -50,7 +50,7 @@ def find_runs(sources, prediction_files=()):
 
 def read_run(folder):
     """Return the Run in `folder`: its results, and the configuration of training and model."""
-    advice = 'evaluate there again'
+    advice = f'evaluate there again, or compare a file: --compare {folder / "samples.jsonl"}'
     content = read_results(folder / 'results.json', advice)
     model, seed, results = content['config']['model'], content['seed'], content['tasks']
     shape = {}

@@ -3,11 +3,14 @@
 samples.jsonl has one line per scored question or token. Each of several processes appends to a part
 of its own, samples.jsonl.<rank>; the parts are merged at the end, or by the next command if this
 one is interrupted. eval_config.json has what all samples share: the model, the settings, and a hash
-of the questions of each task; answers.config.json is the like beside answers.jsonl.
+of the questions of each task; answers.config.json is the like beside answers.jsonl. Each sample has
+a hash of the former, and results.json has it whole, with a checksum: neither is taken for that of
+another model.
 """
 
 import functools
 import glob
+import hashlib
 import json
 import math
 import re
@@ -29,6 +32,7 @@ OLDER = {'unit': 'questions', 'n_bootstrap': 1000, 'seed': 0}
 CHECKSUM = 'line_checksum'      # key of a row's hash, so that a damaged number is noticed
 NORMS = ('token', 'sum', 'char', 'byte')    # see `option_lengths`
 digest = functools.partial(json_digest, size=6)     # of a prompt
+ANEW = 'remove it and evaluate its tasks again: with samples.jsonl beside it, that needs no model'
 OTHER_FOLDER = 'choose another --out_dir, or --overwrite what was evaluated there'
 
 
@@ -67,8 +71,7 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
             raise ConfigError(f'{out_dir} holds {label} of {earlier["source"]}, and {task.source} '
                               f'has other questions; rename the file, or {OTHER_FOLDER}')
         sources[label] = now
-    earlier = read_results(results, 'remove it and evaluate its tasks again: with samples.jsonl '
-                           'beside it, that needs no model')['tasks'] if results.exists() else {}
+    earlier = read_results(results, ANEW)['tasks'] if results.exists() else {}
     done = _scored(samples)
     merge_parts(samples)
     claim_lines(out_dir, outputs, settings | {'tasks': sources}, processes)
@@ -125,6 +128,31 @@ def open_lines(folder, names, settings, what, advice, processes, more=()):
     return before
 
 
+def identity_digest(settings):
+    """Return a hash of what all samples of a folder share."""
+    return json_digest({key: x for key, x in settings.items()
+                        if key != 'tasks' and x is not None}, size=6)
+
+
+def folder_identity(folder):
+    """Return the hash of the settings in a folder, which its samples have; None without them."""
+    path = folder / OUTPUTS[1]
+    if not path.exists():
+        return None
+    with ownership.read_json(path, 'evaluate in another folder') as settings:
+        return identity_digest(settings)
+
+
+def samples_digest(samples):
+    """Return a hash of what the metrics depend on, of the samples of the test split."""
+    digest = hashlib.blake2b(digest_size=8)
+    for s in sorted(of_split(samples), key=sample_order):
+        numbers = (s['log_probs'], s['answer']) if 'log_probs' in s else (
+            s['confidence'], s['correct'])
+        digest.update(json.dumps([sample_order(s), *numbers], default=float).encode())
+    return digest.hexdigest()
+
+
 def claim_lines(folder, names, content, processes):
     """Put the files of `open_lines` on the list of `folder`; write what all lines share."""
     ownership.claim(folder, *names, *part_names(folder / names[0], processes))
@@ -134,6 +162,12 @@ def claim_lines(folder, names, content, processes):
 def read_results(path, advice):
     """Return the content of a results.json, with NaN for null in reports; raises ConfigError."""
     with ownership.read_json(path, advice) as content:
+        if content.pop('checksum', None) != json_digest(content):
+            raise ValueError('edited, damaged or of an older version: it does not match its '
+                             'checksum')
+        identity = folder_identity(Path(path).parent)
+        if identity and identity != identity_digest(content.get('identity', {})):
+            raise ValueError(f'of another model, other settings or code than {OUTPUTS[1]} names')
         Path(content['config']['model']), content['seed']
         for result in content['tasks'].values():
             result['distribution'], result['pooled']['n'], NORMS.index(result['norm'])
@@ -165,14 +199,14 @@ class SampleWriter:
 
     def __init__(self, out_dir, done, rank=0, processes=1):
         self.paths = [out_dir / 'samples.jsonl', part(out_dir / 'samples.jsonl', rank, processes)]
-        self.done, self.new = done, []
+        self.done, self.new, self.identity = done, [], folder_identity(out_dir)
         self.file = open(self.paths[1], 'ab', buffering=0)
 
     def append(self, key, prompt, sample):
         """Write a sample with its key, unless one of this prompt is there."""
         if not {(key, prompt), ((*key[:3], sample.get('id', key[3])), prompt)} & self.done:
             self.new.append(dict(zip(('task', 'split', 'language', 'id'), key), prompt=prompt)
-                            | sample)
+                            | sample | {'identity': self.identity})
             append_line(self.file, self.new[-1])
 
     def latest(self, task=None):
@@ -246,11 +280,17 @@ def merge_parts(path):
 def read_samples(*paths):
     """Return the samples in `paths` in the order of the files, each once.
 
-    Raise DataError with file and line for a damaged line, and for a sample that differs from the
-    latest one of the same question and prompt.
+    Raise DataError with file and line for a damaged line, for a sample of another model, other
+    settings or code than those of the folder's eval_config.json, and for a sample that differs from
+    the latest one of the same question and prompt.
     """
     samples, last = [], {}
+    identity = folder_identity(Path(paths[0]).parent) if paths else None
     for line, row in read_jsonl(*paths):
+        if identity and row.get('identity') != identity:
+            raise DataError(f'{line}: not of the model, settings and code in {OUTPUTS[1]}, or of '
+                            f'an older version; evaluate in another folder, or compare the file as '
+                            f'it is: --compare {paths[0]}')
         earlier_line, earlier = last.get(sample_order(row), (None, {}))
         if row == earlier:
             continue

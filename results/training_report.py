@@ -8,10 +8,9 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from evaluate import evaluate, load_tasks, result_labels
+from evaluate import evaluate, load_tasks
 from results.report import print_report
 from results.samples import OUTPUTS as OUTPUTS
-from runtime import ownership
 from runtime.parallel import barrier, first_process_first
 
 
@@ -24,17 +23,12 @@ def load_report_tasks(run):
 def calibration_report(run, tasks, model_folder, out_dir):
     """Evaluate a saved model on `tasks` into `out_dir`; return the results.
 
-    A run that is resumed keeps a report that is complete.
+    What was scored there before is not scored again.
     """
-    cfg, path, reported = run.cfg, out_dir / 'results.json', {}
-    if cfg.resume and path.exists():
-        with ownership.read_json(path, 'remove it to make the report again') as earlier:
-            reported = earlier['tasks']
-    if not all(label in reported for label in result_labels(tasks, cfg.eval)):
-        evaluate(model_folder, run.tokenizer, tasks, report_config(cfg, model_folder, out_dir),
-                 out_dir)
+    evaluate(model_folder, run.tokenizer, tasks, report_config(run.cfg, model_folder, out_dir),
+             out_dir)
     barrier()
-    return json.loads(path.read_text(encoding='utf-8'))
+    return json.loads((out_dir / 'results.json').read_text(encoding='utf-8'))
 
 
 def report_config(cfg, model_folder, out_dir):

@@ -1,6 +1,7 @@
 """Find the files of datasets and models, in a folder or on the hub; upload a model."""
 
 import fnmatch
+import functools
 import os
 import re
 import shutil
@@ -8,6 +9,8 @@ from pathlib import Path
 
 from runtime.errors import CheckpointError, DataError
 from runtime.ownership import note_inputs, temporary
+
+SECONDS = 10    # for the first answer of the hub
 
 
 def is_hub_name(name: str) -> bool:
@@ -28,17 +31,34 @@ def download(name: str, patterns, revision: str | None = None, repo_type: str = 
     repo_type: 'model' or 'dataset'. Raises CheckpointError, or DataError for a dataset.
     """
     from huggingface_hub import snapshot_download
+    silent = _silence(name, revision, repo_type)
     try:
         return Path(snapshot_download(name, repo_type=repo_type, revision=revision,
-                                      allow_patterns=list(patterns), ignore_patterns=list(ignore)))
+                                      allow_patterns=list(patterns), ignore_patterns=list(ignore),
+                                      **{'local_files_only': True} if silent else {}))
     except Exception as error:  # the hub and its HTTP client raise many kinds
-        reason = str(error).strip().split('\n')[0]
+        reason = silent or f'{type(error).__name__}: {str(error).strip()}'.split('\n')[0]
         kind = CheckpointError if repo_type == 'model' else DataError
         at = f' at revision {revision}' if revision else ''
         raise kind(f'there is no file or folder {name}, and downloading the {repo_type} {name}{at} '
-                   f'from the hub failed ({type(error).__name__}: {reason}); check the name and '
+                   f'from the hub failed ({reason}); check the name and '
                    f'the network; if it is gated, accept its license there and set HF_TOKEN or '
                    f'run `hf auth login`') from error
+
+
+@functools.cache
+def _silence(name, revision, repo_type):
+    """Return '' or, if the hub accepts a connection and never answers, a sentence that says so.
+
+    The hub's client would wait for ever, also for what is in its cache.
+    """
+    from huggingface_hub import HfApi
+    try:
+        HfApi().repo_info(name, revision=revision, repo_type=repo_type, timeout=SECONDS)
+    except Exception as error:      # of several HTTP clients; `download` meets the others again
+        if 'timeout' in type(error).__name__.lower():
+            return f'it does not answer within {SECONDS} s'
+    return ''
 
 
 # ---- The files of a dataset ----------------------------------------------------------------------
@@ -93,6 +113,8 @@ def fetch(source, patterns, revision=None):
 def files_on_hub(source, revision):
     """Return the names of the files of a hub dataset, or None where they cannot be listed."""
     from huggingface_hub import HfApi
+    if _silence(source, revision, 'dataset'):
+        return None
     try:
         return HfApi().list_repo_files(source, revision=revision, repo_type='dataset')
     except Exception:   # offline, so `download` looks in the cache, or says what is wrong
@@ -151,6 +173,8 @@ def upload(folder, name: str, files):
     """Send these files of a folder to the hub as the model `name`, private if it is new."""
     from huggingface_hub import HfApi
     try:
+        if silent := _silence(name, None, 'model'):
+            raise TimeoutError(silent)
         HfApi().create_repo(name, private=True, exist_ok=True)
         HfApi().upload_folder(repo_id=name, folder_path=str(folder), allow_patterns=list(files),
                               commit_message='Model trained with nanoCal')

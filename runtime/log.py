@@ -181,7 +181,7 @@ def open_log(cfg, first):
     for number, line in enumerate(lines, 1):
         try:
             if json.loads(line)['step'] <= first:
-                records.append(line)
+                records.append(line.rstrip() + '\n')      # which the last one may lack
         except (ValueError, KeyError, TypeError, RecursionError):
             damaged |= number < len(lines)      # a crash may cut off the last line
     if damaged:

@@ -4,6 +4,7 @@ The program runs in a process without network, without the user's files and with
 start others: sandbox_child.py isolates it; docs/running_code.md says what that cannot prevent.
 """
 
+import contextlib
 import json
 import os
 import secrets
@@ -31,6 +32,25 @@ def require_sandbox(isolation):
     outcome = run_program('', 'pass', isolation=isolation)
     if not outcome.passed:
         raise ConfigError(f'not even an empty program can be run here: {outcome.reason}')
+
+
+def remove_content(folder):
+    """Remove all in a folder, however deep: what is in a subfolder moves up before it is removed.
+
+    Unlike shutil.rmtree it neither recurses nor needs long paths.
+    """
+    with contextlib.suppress(OSError):      # TemporaryDirectory tries again
+        while paths := [entry.path for entry in os.scandir(folder)]:
+            for path in paths:
+                if os.path.islink(path) or not os.path.isdir(path):
+                    os.unlink(path)
+                    continue
+                os.chmod(path, 0o700)
+                for entry in [*os.scandir(path)]:
+                    if entry.is_dir(follow_symlinks=False):
+                        os.chmod(entry.path, 0o700)     # it must be writable to be moved
+                    os.rename(entry.path, os.path.join(folder, secrets.token_hex()))
+                os.rmdir(path)
 
 
 def run_program(source, tests, *, seconds=3, wall_seconds=None, memory=1 << 29, disk=1 << 24,
@@ -76,6 +96,7 @@ def run_program(source, tests, *, seconds=3, wall_seconds=None, memory=1 << 29, 
             if process.poll() is None:      # and whatever it started: the session is its own
                 os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
+            remove_content(folder)
     if not verdict:
         line = (errors.decode(errors='replace').splitlines() or ['no verdict'])[-1]
         if line.startswith('cannot isolate'):

@@ -111,14 +111,17 @@ DENIED = {
     'memfd_create': (319, 279), 'shmget': (29, 194), 'msgget': (68, 186), 'semget': (64, 190),
     'mq_open': (240, 180), 'io_setup': (206, 0),
 }
-# Two calls whose second argument must be one of these, {name: ((x86_64, aarch64), values)}. Others
-# let the kernel send signals to any process of the user, as F_SETOWN, F_SETSIG, FIOSETOWN and
-# SIOCSPGRP do, or make other programs wait, as F_SETLEASE does.
+# Calls whose second argument must be one of these, {name: ((x86_64, aarch64), values)}. Others let
+# the kernel send signals to any process of the user, as F_SETOWN, F_SETSIG, FIOSETOWN and SIOCSPGRP
+# do, make other programs wait, as F_SETLEASE does, or send to any socket of the user, as a datagram
+# socket does.
 COMMANDS = {
     # duplicates, flags and locks
     'fcntl': ((72, 25), (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030)),
     # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
     'ioctl': ((16, 29), (0x5401, 0x5413, 0x541b, 0x5421, 0x5450, 0x5451)),
+    # SOCK_STREAM, with SOCK_CLOEXEC, SOCK_NONBLOCK or both: a pair that no other socket can join
+    'socketpair': ((53, 199), (1, 0x80001, 0x801, 0x80801)),
 }
 SETFL, ASYNC = 4, 0x2000    # nor may fcntl set O_ASYNC: on a terminal, its processes get signals
 NEWER = 424     # and no call of Linux 5.1 or later, such as io_uring and clone3: ENOSYS

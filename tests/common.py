@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 import model as models
 import train
 from data.eval_config import EvalConfig
-from results.samples import CHECKSUM
+from results.samples import CHECKSUM, samples_digest
 from runtime import checkpoint
 from runtime.config import load_config
 from runtime.config_json import config_from_hf
@@ -376,12 +376,19 @@ def write_run(folder, *, seed=0, n=40, task='mmlu', sharpness=1.0, languages=(''
     write_rows(folder / 'samples.jsonl', samples)
     entry = {'distribution': 'mmlu, 5 shots, letters, token', 'norm': 'token', 'option_mass': 0.9,
              'unit': 'questions', 'pooled': {'n': n * len(languages)}} | (result or {})
-    (folder / 'results.json').write_text(json.dumps(
-        {'config': {'model': str(folder)}, 'seed': seed, 'tasks': {task: entry}}))
+    entry['samples'] = samples_digest(samples)
+    write_results(folder, {'config': {'model': str(folder)}, 'seed': seed, 'tasks': {task: entry}})
     settings = {'model': 'some/base', 'seed': seed} | (settings or {})
     (folder / 'train_config.py').write_text(
         ''.join(f'{key} = {value!r}\n' for key, value in settings.items()))
     return folder
+
+
+def write_results(folder, content):
+    """Write a results.json with its checksum."""
+    content = {key: x for key, x in content.items() if key != 'checksum'}
+    content = json.loads(json.dumps(content), parse_constant=lambda name: None)
+    (folder / 'results.json').write_text(json.dumps(content | {'checksum': json_digest(content)}))
 
 
 def results_of(folder):

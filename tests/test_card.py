@@ -5,10 +5,10 @@ from unittest import mock
 
 import pytest
 import yaml
-from common import write_run
+from common import write_results, write_run
 
 from results import card, report, samples
-from runtime import hub, log, ownership, resume
+from runtime import checkpoint, hub, log, ownership, resume
 from runtime.errors import CheckpointError
 from train import FREE_KEYS, TrainConfig
 
@@ -20,8 +20,11 @@ def reported(folder, sharpness):
     results = json.loads((folder / 'results.json').read_text())
     results['tasks']['mmlu'] |= report.summarize(
         samples.read_samples(folder / 'samples.jsonl'), 'token', n_bootstrap=50, fit=True)
-    (folder / 'results.json').write_text(json.dumps(results))
     (folder / 'config.json').write_text('{}')
+    (folder / 'model.safetensors').write_text('')
+    name = 'google/gemma-3-270m' if folder.name == 'before' else str(folder)
+    write_results(folder, results | {'config': {'model': name},
+                                     'identity': {'model': checkpoint.fingerprint(folder)}})
     return results['tasks']['mmlu']
 
 
@@ -116,7 +119,7 @@ def test_what_is_sent_to_the_hub(tmp_path, monkeypatch):
     api = mock.MagicMock()
     monkeypatch.setattr('huggingface_hub.HfApi', lambda: api)
     hub.upload(tmp_path, 'me/model', ['config.json', 'README.md'])
-    (create, name, options), (upload, _, sent) = api.method_calls
+    (create, name, options), (upload, _, sent) = api.method_calls[-2:]
     assert (create, name, options['private']) == ('create_repo', ('me/model',), True)
     assert upload == 'upload_folder' and sent['allow_patterns'] == ['config.json', 'README.md']
     assert (sent['repo_id'], sent['folder_path']) == ('me/model', str(tmp_path))

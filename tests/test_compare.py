@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import metrics
 import stats
-from common import write_rows, write_run
+from common import write_results, write_rows, write_run
 from research.common import read_csv
 from results import compare, over_seeds, samples
 from runtime.errors import ConfigError, DataError
@@ -218,7 +218,7 @@ def test_tasks_that_a_run_lacks_are_left_out(tmp_path, capsys):
         results['tasks'] = {task: {'distribution': 'top token', 'norm': 'token', 'pooled': {'n': n}}
                             for task, n in (('clm', 9), ('arc', len(more) - 9)) if n} | (
                                 results['tasks'])
-        (folder / 'results.json').write_text(json.dumps(results))
+        write_results(folder, results)
     rows = compare_csv_of([a, b], tmp_path / 'out', '--n_bootstrap=10', '--ensemble')
     said = capsys.readouterr().out
     assert 'arc is left out: not every run has it' in said and '\nclm (top token)\n' in said

@@ -4,25 +4,30 @@ import fnmatch
 import functools
 import gzip
 import json
+import resource
+import signal
+import socket
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 import numpy as np
 import pytest
-from common import HERE, asking, documents, write_rows
+from common import HERE, add_to_hub, asking, documents, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alignment.prompts import to_prompt
-from data import instruct, packing, preferences, probes, questions
+from data import cache, instruct, packing, preferences, probes, questions
 from data.files import draw, read_rows
 from data.messages import to_messages
 from data.trees import load_answers, tokenize_questions
 from data.written_answers import load_written
 from results.compare import FileConfig
 from results.prediction_files import read_predictions
-from runtime.errors import ConfigError, DataError
+from runtime import hub
+from runtime.errors import CheckpointError, ConfigError, DataError
 from runtime.hub import fetch
+from runtime.ownership import temporary
 
 SAME = [{'role': 'user', 'content': 'sky?'}, {'role': 'assistant', 'content': 'blue'}]
 
@@ -47,6 +52,36 @@ def test_of_a_hub_dataset_one_format_is_downloaded(tmp_path, monkeypatch):
     monkeypatch.setattr('huggingface_hub.HfApi.list_repo_files', lambda: None)
     assert fetch('me/rows', patterns) == [file] and asked[1:] == [
         ('me/rows', '*.jsonl'), ('me/rows', 'data/*.parquet')]
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for(tmp_path, monkeypatch):
+    write_rows(tmp_path / 'content' / 'rows.jsonl', [{'messages': SAME}])
+    add_to_hub(tmp_path / 'hub', 'me/cached', tmp_path / 'content', 'datasets')
+    for name, value in (('HF_HUB_CACHE', str(tmp_path / 'hub')), ('HF_HUB_OFFLINE', False)):
+        monkeypatch.setattr(f'huggingface_hub.constants.{name}', value)
+    monkeypatch.setattr(hub, 'SECONDS', 0.5)
+    with socket.create_server(('localhost', 0)) as silent:
+        monkeypatch.setattr('huggingface_hub.constants.ENDPOINT',
+                            f'http://localhost:{silent.getsockname()[1]}')
+        assert [path.name for path in fetch('me/cached', ['*.jsonl'])] == ['rows.jsonl']
+        with pytest.raises(DataError, match='me/rows .*it does not answer within 0.5 s'):
+            fetch('me/rows', ['*.jsonl'])
+        with pytest.raises(CheckpointError, match='it does not answer within 0.5 s'):
+            hub.upload(tmp_path, 'me/model', ['config.json'])
+
+
+def test_a_full_disk_at_the_token_cache_is_named(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(
+        signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[0][1]))
+    try:
+        with pytest.raises(OSError, match='File too large'), temporary(
+                tmp_path / 'cache', folder=True) as part:
+            cache._write(part, [[([], [])] * 600], {})      # the offsets alone have 4,808 bytes
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before[0])
+        signal.signal(signal.SIGXFSZ, before[1])
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize('name, row', [

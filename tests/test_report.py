@@ -92,7 +92,8 @@ def test_metrics_are_computed_again_if_their_code_changed(capsys):
     earlier = {'mmlu': result(n_bootstrap=20, seed=0)}
     edited = {'mmlu': earlier['mmlu'] | {'measured_by': 'other code', 'pooled': {'n': 6}}}
     for results, scored, same in ((earlier, rows, earlier), (edited, rows, earlier),
-                                  (edited, rows[1:], edited)):      # other samples
+                                  (edited, rows[1:], {}),       # other samples
+                                  (earlier, [rows[0] | {'answer': 1}, *rows[1:]], {})):
         again = evaluation.measure_again(results, {'mmlu': scored})
         assert json.dumps(again, sort_keys=True) == json.dumps(same, sort_keys=True)     # with NaN
     assert capsys.readouterr().out.count(

@@ -333,6 +333,10 @@ def test_a_damaged_log_is_kept_aside(tmp_path, capsys, content):
     log.open_log(cfg, 4).close()
     assert 'lacks' not in capsys.readouterr().out
     assert [json.loads(line)['step'] for line in path.open()] == [1, 2, 3, 4]
+    path.write_text(path.read_text().rstrip())      # without its last line break
+    with log.open_log(cfg, 4) as file:
+        file.write('{"step": 5}\n')
+    assert [json.loads(line)['step'] for line in path.open()] == [1, 2, 3, 4, 5]
 
 
 # ---- Whose files are whose -----------------------------------------------------------------------

@@ -63,6 +63,35 @@ def test_a_hostile_program_does_not_pass(isolation, name):
     assert not outcome.passed and re.search(HOSTILE[name]['reason'], outcome.reason), outcome
 
 
+def test_deeply_nested_folders_are_removed_and_no_socket_outside_is_reached(tmp_path, monkeypatch):
+    monkeypatch.setattr('tempfile.tempdir', str(tmp_path / 'programs'))
+    (tmp_path / 'programs').mkdir()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as outside:
+        outside.bind(str(tmp_path / 's'))
+        outside.setblocking(False)
+        outcome = run_program(f"""if 1:
+            import os, socket
+            for i in range(2000):
+                os.mkdir('nested folder')
+                os.chdir('nested folder')
+            os.chmod('.', 0)
+            def add(a, b):
+                for kind in socket.SOCK_DGRAM, socket.SOCK_STREAM, socket.SOCK_SEQPACKET:
+                    try:
+                        one, other = socket.socketpair(socket.AF_UNIX, kind)
+                        one.sendto(b'out', {str(tmp_path / 's')!r})
+                    except OSError as error:
+                        print(error)
+                one, other = socket.socketpair()        # as asyncio needs
+                one.send(b'in')
+                return a + b if other.recv(2) == b'in' else 0
+        """, TESTS, isolation='limits')
+        assert outcome.passed, outcome
+        with pytest.raises(BlockingIOError):
+            outside.recv(3)
+    assert not [*(tmp_path / 'programs').iterdir()]
+
+
 # ---- Programs that want out ----------------------------------------------------------------------
 
 def attempt(expression, before='import os'):

@@ -189,6 +189,13 @@ def test_fits_travel_in_a_file(tmp_path):
     scaling.save(path, {'mmlu': {'platt': [1.0]}})
     with pytest.raises(ValueError, match='scaling.json: platt with 1 parameters'):
         scaling.load(path)
+    scaling.save(path, {'mmlu': {'temperature': [1.7]}})
+    text = path.read_text()
+    for damaged in (text.replace('1.7', '1.8'), text.replace('mmlu', 'arc'), text[:40], '[]', '5',
+                    text.replace('1.7', '"1.7"'), '[' * 100_000, '{"nanocal_scaling": 1}', ''):
+        path.write_text(damaged)
+        with pytest.raises(ValueError, match='scaling.json is damaged, edited'):
+            scaling.load(path)
 
 
 @pytest.mark.parametrize('name', ['llama', 'gemma2', 'neox', 'cohere'])
