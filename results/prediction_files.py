@@ -315,8 +315,9 @@ def _check_confidence(row, probs, label):
     stated, correct = row.get('confidence'), row.get('correct')
     value = parse_probability(stated) if isinstance(stated, str) else stated
     if type(value) in (int, float) and abs(value - max(probs)) > 0.0051:    # it may be rounded
-        raise ValueError(f'confidence is {stated!r:.60}, and the largest of probs {max(probs):.4g}; '
-                         f'leave one of them out, or read it by --confidence=confidence')
+        raise ValueError(f'confidence is {stated!r:.60}, and the largest of probs '
+                         f'{max(probs):.4g}; leave one of them out, or read it by '
+                         '--confidence=confidence')
     is_top = probs[label] == max(probs)
     if type(correct) in (bool, int) and bool(correct) != is_top and (
             (probs == max(probs)).sum() == 1):
