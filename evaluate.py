@@ -130,7 +130,7 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
     for task in tasks.values():
         task.check(tokenizer, cfg)
     if not load:
-        checkpoint.check_weights(folder, config)    # before `overwrite` deletes anything
+        checkpoint.check_weights(folder, config)    # before `overwrite` renames anything
         load = functools.cache(functools.partial(load_model, folder, cfg))
     identity = checkpoint.identity(folder, tokenizer, cfg.dtype, *CODE)
     settings = identity | {key: getattr(cfg, key) for key in SETTINGS}
@@ -154,8 +154,6 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
         samples.read_samples(out_dir / 'samples.jsonl')) if done else new, prompts)
     results = write_evaluation(results, earlier, rows, tasks, cfg, identity,
                                device.versions(cfg.device), out_dir)
-    if cfg.overwrite:
-        ownership.remove_aside(out_dir, samples.KIND)
     card.write(out_dir)     # of a run's folder
     return results
 

@@ -35,7 +35,7 @@ class GenerateConfig(DecodingConfig):
     out: str = 'answers.jsonl'          # file of the answers, *.jsonl
     confidence: bool = False            # score each answer once more, as evaluate.py scores options
     per_token: bool = False             # write each token with its log-probabilities and entropy
-    overwrite: bool = False             # replace the answers in `out`
+    overwrite: bool = False             # rename earlier answers to answers.1.jsonl, ...
 
 
 # answers depend on these keys, so they must not change within a file
@@ -135,8 +135,6 @@ def main(argv):
         n_tokens = sum(parallel.gather(n_tokens))
         if rank == 0:
             merge_parts(out)
-            if cfg.overwrite:
-                ownership.remove_aside(out.parent, out.name)
     seconds = time.perf_counter() - started
     print(f'wrote {cfg.out}: {n_tokens:,} tokens in {seconds:.1f} s, {n_tokens / seconds:,.0f} '
           f'tokens/s')

@@ -18,9 +18,9 @@ Parameters have the names of Llama in every family, except the norm before the M
 runtime/weights.py has the names on disk.
 
 Training, evaluation and sampling use this one forward pass, so an edit here changes all of them.
-`norm`, `rotate` and `gate` have a Triton kernel in triton_ops.py, which computes the same without
-gradients. After an edit of such a function a note says so, and its kernel is not used. `Linear`
-and `products` there are linear layers, which without gradients need fewer and faster products.
+It is plain torch. On a GPU the scripts call `install` of speed/install.py, which puts faster
+versions in the place of `norm`, `rotate`, `gate`, `products`, `float32_linear` and `make_masks`.
+After an edit of such a function a note says so, and the function itself is used.
 """
 
 import contextlib
@@ -37,10 +37,8 @@ from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING or not __package__:    # in the clone, at the top level
     from attention import IMPLEMENTATION, make_masks
-    from triton_ops import GATE, NORM, ROTATE, Linear, compute, float32_linear, products
 else:                                   # installed, as nanocal.model
     from .attention import IMPLEMENTATION, make_masks
-    from .triton_ops import GATE, NORM, ROTATE, Linear, compute, float32_linear, products
 
 
 # ---- Families and configurations -----------------------------------------------------------------
@@ -167,7 +165,7 @@ class ModelConfig:
         return [layer.window for layer in self.layers]
 
 
-# ---- Norms, rotary positions, gated product: each has a kernel in triton_ops.py ------------------
+# ---- Norms, rotary positions, products: each has a faster version in speed/ ---------------------
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float) -> Tensor:
     """Normalize the last axis of x, in float32, which x may be in a bfloat16 model.
@@ -200,7 +198,7 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(size)) if self.kind == 'layer' else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return compute(norm, NORM, x, self.weight, self.bias, self.kind, self.eps)
+        return norm(x, self.weight, self.bias, self.kind, self.eps)
 
 
 @functools.cache
@@ -245,6 +243,16 @@ def gate(x: Tensor, up: Tensor, activation: Callable) -> Tensor:
     return activation(x) * up
 
 
+def products(x: Tensor, *layers: nn.Module) -> list[Tensor]:
+    """Return [layer(x), ...] of linear layers with the same input."""
+    return [layer(x) for layer in layers]
+
+
+def float32_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x @ weight.T in float32."""
+    return F.linear(x.float(), weight.float())
+
+
 # ---- The blocks ----------------------------------------------------------------------------------
 
 class Attention(nn.Module):
@@ -256,16 +264,16 @@ class Attention(nn.Module):
         H, K = self.heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim, bias = hd, self.family.qkv_bias
         if self.family.fused:
-            self.qkv_proj = Linear(D, (H + 2 * K) * hd, bias=bias)
+            self.qkv_proj = nn.Linear(D, (H + 2 * K) * hd, bias=bias)
         else:
-            self.q_proj = Linear(D, H * hd, bias=bias)
-            self.k_proj = Linear(D, K * hd, bias=bias)
-            self.v_proj = Linear(D, K * hd, bias=bias)
+            self.q_proj = nn.Linear(D, H * hd, bias=bias)
+            self.k_proj = nn.Linear(D, K * hd, bias=bias)
+            self.v_proj = nn.Linear(D, K * hd, bias=bias)
         if self.family.qk_norm:
             self.q_norm, self.k_norm = (
                 Norm(config, *{'head': (hd,), 'whole': (n * hd,), 'each': (n, hd)}
                      [self.family.qk_norm]) for n in (H, K))
-        self.o_proj = Linear(H * hd, D, bias=self.family.o_bias)
+        self.o_proj = nn.Linear(H * hd, D, bias=self.family.o_bias)
         self.scale, self.softcap = config.scale, config.attn_logit_softcapping
 
     def forward(self, x: Tensor, rotary: tuple | None, mask) -> Tensor:
@@ -299,7 +307,7 @@ class Attention(nn.Module):
         first, rest = (x, None) if n == self.head_dim else (x[..., :n], x[..., n:])
         if self.family.adjacent_pairs:      # in another order, the same for q and k
             first = first.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        first = compute(rotate, ROTATE, first, cos, sin)
+        first = rotate(first, cos, sin)
         return first if rest is None else torch.cat((first, rest), dim=-1)
 
 
@@ -311,24 +319,24 @@ class MLP(nn.Module):
         D, H, self.family = config.hidden_size, config.intermediate_size, config.family
         bias = self.family.mlp_bias
         if self.family.gated and self.family.fused:
-            self.gate_up_proj = Linear(D, 2 * H, bias=bias)
+            self.gate_up_proj = nn.Linear(D, 2 * H, bias=bias)
         else:
             if self.family.gated:
-                self.gate_proj = Linear(D, H, bias=bias)
-            self.up_proj = Linear(D, H, bias=bias)
-        self.down_proj = Linear(H, D, bias=bias)
+                self.gate_proj = nn.Linear(D, H, bias=bias)
+            self.up_proj = nn.Linear(D, H, bias=bias)
+        self.down_proj = nn.Linear(H, D, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         family, activation = self.family, self.family.activation
         if not family.gated:
             return products(activation(products(x, self.up_proj)[0]), self.down_proj)[0]
-        factors = (products(x, self.gate_up_proj)[0].chunk(2, dim=-1) if family.fused else
-                   products(x, self.gate_proj, self.up_proj))
+        a, b = (products(x, self.gate_up_proj)[0].chunk(2, dim=-1) if family.fused else
+                products(x, self.gate_proj, self.up_proj))
         if torch.compiler.is_compiling() and torch.is_grad_enabled():
             # the product is as large as its factors, and recomputing it costs less than storing it
-            h = checkpoint(gate, *factors, activation, use_reentrant=False)
+            h = checkpoint(gate, a, b, activation, use_reentrant=False)
         else:
-            h = compute(gate, GATE, *factors, activation)
+            h = gate(a, b, activation)
         return products(h, self.down_proj)[0]
 
 
@@ -395,7 +403,6 @@ class Decoder(nn.Module):
         self.norm = nn.Identity() if family.norm_order == 'after the sum' else Norm(config, D)
         self.attention = IMPLEMENTATION     # of the masks, also those of decoding
         self.checkpoint = False     # store only the input of a block; recompute it in backward
-        self.graphs = None          # of training, see runtime/graphs.py
 
     @property
     def compiled(self) -> bool:
@@ -409,17 +416,13 @@ class Decoder(nn.Module):
         x = self.project_in(self.embed_tokens(tokens)).float() * scale
         if config.family.learned_positions:
             x = x + self.embed_positions(positions + 2)
-        if self.graphs and masks is None and at is None:
-            return self.graphs(self, x, positions, ends)
         return self.run_blocks(x, positions, ends, masks, at)
 
     def run_blocks(self, x: Tensor, positions: Tensor, ends: Tensor | None,
                    masks: list | None = None, at: Tensor | None = None) -> Tensor:
         config = self.config
         if masks is None:
-            masks = make_masks(self.attention, positions, ends, config.windows, config.head_dim,
-                               config.attn_logit_softcapping, self.embed_tokens.weight,
-                               self.compiled)
+            masks = make_masks(self, positions, ends)
         rotary = {rope: rope and rotary_angles(positions, rope)
                   for rope in {layer.rope for layer in config.layers}}
         recompute = self.checkpoint and self.training and torch.is_grad_enabled()
@@ -503,7 +506,6 @@ class CausalLM(nn.Module):
 
 class LoRALinear(nn.Module):
     """W x + alpha / rank * B A dropout(x), W frozen, A and B float32 (Hu et al. 2021, eq. 3)."""
-    eight_bit: Callable | None = None   # as in Linear
 
     def __init__(self, linear: nn.Linear, rank: int, alpha: float, dropout: float, device=None):
         super().__init__()

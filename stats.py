@@ -3,6 +3,10 @@
 probs, labels and n_options are those of metrics.py, and a metric is a function metric(probs,
 labels). All functions raise ValueError for input that metrics.py refuses, for counts below 1 and
 for levels outside (0, 1). The same seed gives the same numbers.
+
+Rows of one question, as in several languages or orders of its options, are not independent: what is
+hard in one is hard in the others. So the unit that is drawn and tested is the question. `questions`
+[N] names the question of each row; without it each row is a question of its own.
 """
 
 import functools
@@ -19,19 +23,21 @@ else:
 
 # The bootstrap of metrics
 #
-# A resample is a count of how often each row was drawn. Means are sums of a matrix of counts [R, N]
-# times per-row terms [N]. A metric in bins needs sums of gaps over ranges of the drawn rows in
-# ascending order, so the rows are sorted once, for all resamples.
+# A resample is a count of how often each row was drawn: that of its question. Means are sums of a
+# matrix of counts [R, N] times per-row terms [N]. A metric in bins needs sums of gaps over ranges
+# of the drawn rows in ascending order, so the rows are sorted once, for all resamples.
 
 
-def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
-              seed=0, keys=None, columns=None) -> dict[str, np.ndarray]:
-    """Return metrics of `report` on `n_resamples` samples of N rows, drawn with replacement.
+def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000, seed=0, keys=None,
+              columns=None, questions=None, n_questions=None) -> dict[str, np.ndarray]:
+    """Return metrics of `report` on `n_resamples` samples of questions, drawn with replacement.
 
     {key: float64 [n_resamples]} for the metrics `keys`, by default for every metric with a column
     in a table and all that are fast. Metrics that are not defined for probs are left out.
     `percentile_interval` makes intervals of the values. scores: those of `nll`; columns: {key:
-    float [N]}, more metrics that are means of a number per row.
+    float [N]}, more metrics that are means of a number per row. n_questions: if given, `questions`
+    are numbers below it, and so many are drawn; groups of rows with the same n_questions and seed
+    have the same draws.
 
     Sums compute accuracy, confidence, gap, bas, brier_top_label, brier_skill, ece, mce,
     ece_equal_mass, rmsce and mad, and from probs [N, K] also entropy_bits, nll, brier, sce and ace.
@@ -53,12 +59,13 @@ def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
         arrays = *metrics.check_probs(probs, labels, n_options), scores
 
     parts = []
-    for counts in _resample(len(labels), n_resamples, seed):
+    for counts in _resample(len(labels), n_resamples, seed, questions, n_questions):
         parts.append(sums(counts))
         reports = []
         for count in counts if called else ():
             *drawn, scores = (None if x is None else np.repeat(x, count, 0) for x in arrays)
-            reports.append(metrics.report(*drawn, scores=scores, measures=called))
+            reports.append(metrics.report(*drawn, scores=scores, measures=called) if count.any()
+                           else {x.key: np.nan for x in called})
         parts[-1] |= {x.key: np.array([report[x.key] for report in reports]) for x in called}
     return {key: np.concatenate([part[key] for part in parts])
             for key in (*(x.key for x in measures), *columns)}
@@ -79,18 +86,34 @@ def _unedited(measures):
             if np.isclose(sums[key][0], report[key], 1e-9, 1e-9)}
 
 
-def _resample(n, n_resamples, seed):
-    """Yield counts int [R, N] of how often each row was drawn, a few resamples at a time."""
+def question_index(questions, n):
+    """Return (the number of each row's question, int [n], from 0; number of questions)."""
+    if questions is None:
+        return np.arange(n), n
+    questions = metrics.as_array('questions', questions)
+    if questions.shape != (n,):
+        raise ValueError(f'questions must be [{n}], one per row, not of shape {questions.shape}')
+    names, index = np.unique(questions, return_inverse=True)
+    return index, len(names)
+
+
+def _resample(n, n_resamples, seed, questions=None, n_questions=None):
+    """Yield counts int [R, n] of how often each row was drawn, a few resamples at a time."""
     metrics.check_count('n_resamples', n_resamples)
+    if n_questions is None:
+        questions, n_questions = question_index(questions, n)
+    is_shared = n_questions != n or (questions != np.arange(n)).any()
     # glibc gives the memory of freed arrays back to the system, and asks for it again at the price
     # of the sums, until an array as large as this one was freed: see M_MMAP_THRESHOLD in mallopt(3)
     np.empty(4_000_000)
     random = np.random.default_rng(seed)
-    most = max(1, 60_000 // n)      # arrays of 480 kB stay in the cache
+    most = max(1, 60_000 // max(n, n_questions))    # arrays of 480 kB stay in the cache
     for start in range(0, n_resamples, most):
-        size = min(most, n_resamples - start)
-        drawn = random.integers(n, size=(size, n)) + n * np.arange(size)[:, None]
-        yield np.bincount(drawn.ravel(), minlength=size * n).reshape(size, n)
+        shape = min(most, n_resamples - start), n_questions
+        drawn = random.integers(n_questions, size=shape)
+        drawn += n_questions * np.arange(shape[0])[:, None]
+        counts = np.bincount(drawn.ravel(), minlength=math.prod(shape)).reshape(shape)
+        yield counts[:, questions] if is_shared else counts
 
 
 def _sums(probs, labels, n_options, scores, columns):
@@ -117,7 +140,8 @@ def _sums(probs, labels, n_options, scores, columns):
     of_rows = np.stack([*terms.values()], dtype=float)      # [keys, N]
 
     def sums(counts):
-        n = counts.shape[1]
+        n = counts.sum(1)       # [R]: questions may have several rows
+        n = np.where(n, n, np.nan)      # or none
         # no product of matrices: a BLAS library would start threads in each of several processes
         values = dict(zip(terms, np.einsum('rn,cn->cr', counts.astype(float), of_rows) / n,
                           strict=True))
@@ -131,13 +155,16 @@ def _sums(probs, labels, n_options, scores, columns):
         values['mce'] = np.abs(gap / np.maximum(size, 1)).max((1, 2))
         values['ece_equal_mass'] = _expected_gap(*equal_mass)[:, 0]
         # bins of 100 rows, the last one with the remainder; tied rows may be in two bins
-        ends = np.append(np.arange(1, n // 100) * 100, n)
-        size = np.diff(ends, prepend=0)
+        total = drawn[:, -1:]
+        n_bins = np.maximum(total // 100, 1)
+        m = np.arange(1, n_bins.max() + 1)
+        ends = np.where(m < n_bins, m * 100, total)     # of fewer bins, the others are empty
+        size = np.diff(ends, axis=1, prepend=0)
         sums_to = np.cumsum(in_order * gaps, axis=1)
-        at = np.arange(len(counts))[:, None], _row_of_draw(drawn, np.tile(ends, (len(counts), 1)))
+        at = np.arange(len(counts))[:, None], _row_of_draw(drawn, ends)
         gap = np.diff(sums_to[at] - (drawn[at] - ends) * gaps[at[1]], axis=1, prepend=0)
         values['mad'] = np.abs(gap).sum(1) / n
-        values['rmsce'] = np.sqrt((gap**2 / size).sum(1) / n)
+        values['rmsce'] = np.sqrt((gap**2 / np.maximum(size, 1)).sum(1) / n)
         if has_options:     # means over the options that some drawn row has
             values['sce'], values['ace'] = (np.nanmean(_expected_gap(*x), axis=1)
                                             for x in by_option(counts)[0])
@@ -270,7 +297,7 @@ def _ends(values, observed, largest, least, biased, level):
 # Any metric
 
 
-def interval(metric, probs, labels, *more, n_resamples=1000, level=0.95,
+def interval(metric, probs, labels, *more, questions=None, n_resamples=1000, level=0.95,
              seed=0) -> tuple[float, float]:
     """Return (low, high), the `percentile_interval` of metric(probs, labels, *more).
 
@@ -286,7 +313,7 @@ def interval(metric, probs, labels, *more, n_resamples=1000, level=0.95,
     def value(rows):
         return metric(*(None if x is None else x[rows] for x in arrays))
 
-    values = _resampled(value, shapes[0][0], n_resamples, seed)
+    values = _resampled(value, shapes[0][0], questions, n_resamples, seed)
     low, high = percentile_interval(values, value(slice(None)), level=level)
     return float(low), float(high)
 
@@ -297,11 +324,10 @@ def _check_level(level):
     return (1 - level) / 2, (1 + level) / 2
 
 
-def _resampled(value, n, n_resamples, seed):
-    """value(rows) of `n_resamples` samples of n rows, drawn with replacement, as an array."""
-    metrics.check_count('n_resamples', n_resamples)
-    random = np.random.default_rng(seed)
-    return _check_defined([value(random.integers(n, size=n)) for _ in range(n_resamples)])
+def _resampled(value, n, questions, n_resamples, seed):
+    """value(rows) of `n_resamples` samples of the questions of n rows, as an array."""
+    return _check_defined([value(np.repeat(np.arange(n), count)) for counts in _resample(
+        n, n_resamples, seed, questions) for count in counts])
 
 
 def _check_defined(values):
@@ -312,11 +338,13 @@ def _check_defined(values):
     return np.array(values)
 
 
-def paired_bootstrap(metric, probs_a, probs_b, labels, *, n_resamples=1000, level=0.95, seed=0):
+def paired_bootstrap(metric, probs_a, probs_b, labels, *, questions=None, n_resamples=1000,
+                     level=0.95, seed=0):
     """Return (b - a, low, high, p) of a metric of two models' predictions for the same questions.
 
     probs_a and probs_b are [N, K], or confidences [N] if both models are right in the same rows, as
-    before and after scaling. Rows are drawn for both at once. low, high and p: `difference_test`.
+    before and after scaling. Questions are drawn for both at once. low, high and p:
+    `difference_test`.
     """
     a, b, labels = map(metrics.as_array, ('a', 'b', 'labels'), (probs_a, probs_b, labels))
     if a.shape != b.shape or len(a) != len(labels):
@@ -327,36 +355,72 @@ def paired_bootstrap(metric, probs_a, probs_b, labels, *, n_resamples=1000, leve
         return metric(a[rows], labels[rows]), metric(b[rows], labels[rows])
 
     observed = _check_defined([both(slice(None))])[0]
-    values = _resampled(both, len(labels), n_resamples, seed)
+    values = _resampled(both, len(labels), questions, n_resamples, seed)
     return float(observed[1] - observed[0]), *difference_test(*values.T, observed, level=level)
 
 
-def mcnemar(correct_a, correct_b) -> tuple[int, int, float]:
+def share_interval(correct, questions=None, level=0.95) -> tuple[float, float]:
+    """Return (low, high): the Wilson interval of the share of true rows, for correct bool [N].
+
+    With `questions` it is that of N' independent rows whose share p has the same variance, N' = p
+    (1 - p) N^2 / sum_q (C_q - p N_q)^2, at most N, for questions with N_q rows, C_q of them true
+    (Dean & Pagano 2015). If all rows are equal, N' is the number of questions.
+    """
+    correct = metrics.as_array('correct', correct)
+    z = NormalDist().inv_cdf(_check_level(level)[1])
+    index, size = question_index(questions, len(correct))
+    p = correct.mean()
+    if 0 < p < 1:
+        spread = (np.bincount(index, correct - p) ** 2).sum()
+        size = len(correct) / max(1, spread / (p * (1 - p) * len(correct)))
+    center, half_width = p + z**2 / (2 * size), z * math.sqrt(
+        p * (1 - p) / size + z**2 / (4 * size**2))
+    low, high = np.clip((center + np.array([-half_width, half_width])) / (1 + z**2 / size), 0, 1)
+    return float(low), float(high)
+
+
+def mcnemar(correct_a, correct_b, questions=None) -> tuple[int, int, float]:
     """Return (rows that only a has right, rows that only b has right, two-sided p).
 
-    McNemar 1947, exact: if the models are equally good, a row in which they differ is as likely to
-    be right in either, so p = min(1, 2 P(X <= the fewer)) with X binomial. Both are bool [N].
+    McNemar 1947, exact: if the models are equally good, what they differ by in a question, d = rows
+    that only a has right - rows that only b has right, is as likely as -d. So p = min(1, 2 P(X <=
+    the smaller of the sums of the positive and of the negative |d|)), with X the sum of the |d| of
+    questions that are drawn with probability 1/2. Without `questions` X is binomial.
     """
     a, b = _check_correct([correct_a, correct_b])
-    only_a, only_b = int((a & ~b).sum()), int((b & ~a).sum())
-    n, term, total = only_a + only_b, 1, 0
-    for k in range(min(only_a, only_b) + 1):
-        total, term = total + term, term * (n - k) // (k + 1)       # whole numbers, so exact
-    return only_a, only_b, min(1.0, 2 * total / 2**n)
+    index, _ = question_index(questions, len(a))
+    d = np.bincount(index, a.astype(int) - b).astype(int)
+    least, sizes = min(d[d > 0].sum(), -d[d < 0].sum()), np.sort(np.abs(d[d != 0]))
+    if len(sizes) and sizes[0] == sizes[-1]:
+        n, term, total = len(sizes), 1, 0
+        for k in range(least // sizes[0] + 1):
+            total, term = total + term, term * (n - k) // (k + 1)   # whole numbers, so exact
+        share = total / 2**n
+    else:
+        p = np.zeros(least + 1)         # P(X = 0 .. least)
+        p[0] = 1
+        for size in sizes:
+            p /= 2
+            p[size:] += p[:max(0, len(p) - size)].copy()
+        share = p.sum()
+    return int((a & ~b).sum()), int((b & ~a).sum()), float(min(1, 2 * share))
 
 
-def cochran_q(correct) -> tuple[float, float]:
+def cochran_q(correct, questions=None) -> tuple[float, float]:
     """Return (Q, p): do M models differ in accuracy? correct is bool [M, N], M >= 2.
 
-    Cochran 1950: Q = (M - 1) (M sum_m C_m^2 - S^2) / (M S - sum_i R_i^2), with C_m the number of
-    rows that model m has right, R_i the number of models that have row i right, S their sum. p is
-    that of chi-square with M - 1 degrees of freedom, an approximation for many rows in which the
-    models differ. If there is no such row, Q is 0 and p is 1.
+    Cochran 1950: Q = (M - 1) (M sum_m C_m^2 - S^2) / (M sum_mi r_mi^2 - sum_i R_i^2), with r_mi the
+    rows of question i that model m has right, C_m and R_i its sums over questions and over models,
+    S that of all. If the models are equally good, each order of the r_mi of a question is as likely
+    as any. p is that of chi-square with M - 1 degrees of freedom, an approximation for many
+    questions in which the models differ. If there is none, Q is 0 and p is 1.
     """
     correct = _check_correct(correct)
-    M, by_model, by_row = len(correct), correct.sum(1), correct.sum(0)
-    total, spread = by_model.sum(), M * by_model.sum() - (by_row**2).sum()
-    q = float((M - 1) * (M * (by_model**2).sum() - total**2) / spread) if spread else 0.0
+    index, _ = question_index(questions, correct.shape[1])
+    right = np.array([np.bincount(index, row) for row in correct])      # [M, questions]
+    M, by_model = len(right), right.sum(1)
+    spread = M * (right**2).sum() - (right.sum(0)**2).sum()
+    q = float((M - 1) * (M * (by_model**2).sum() - right.sum()**2) / spread) if spread else 0.0
     # P(chi-square > q) = [erfc sqrt(q/2) if M is even] + sum_a (q/2)^a e^(-q/2) / Gamma(a + 1)
     # over a < (M - 1) / 2, from 0 if M is odd and from 1/2 if M is even
     half, odd = max(q / 2, 1e-300), (M - 1) % 2

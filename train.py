@@ -118,9 +118,7 @@ class TrainConfig:
     pictures: bool = True                     # draw loss.png
     # running
     out_dir: str = 'out/run'                  # the run's folder
-    overwrite: bool = False                   # replace the run in out_dir: what written.json and
-    #                                           before/written.json list is removed when the new
-    #                                           weights are saved, and nothing else
+    overwrite: bool = False                   # rename an earlier out_dir to out_dir.1, or .2, ...
     resume: bool = False                      # continue the run in out_dir where it stopped
     save_every: int | None = 500              # steps between checkpoints; None: only on a signal
     checkpoint_epochs: bool = True            # keep the weights of each epoch in epoch-<n>/
@@ -160,7 +158,6 @@ from runtime import checkpoint, ownership, resume, rooms, trained
 from runtime.base_smoothing import add_base_term
 from runtime.build import build_model, build_optimizer
 from runtime.device import micro_batches, pick_device
-from runtime.graphs import replaying
 from runtime.log import StepLog, peak_memory, print_sizes, show_example
 from runtime.loss import loss_options, parse_loss
 from runtime.memory import fit_into_memory
@@ -207,7 +204,7 @@ def check_config(cfg):
         raise ConfigError(f'tracker = {cfg.tracker!r} is missing: pip install {cfg.tracker}')
     training_loss(cfg)
     if cfg.resume and cfg.overwrite:
-        raise ConfigError('resume continues the run in out_dir, overwrite removes it; set one')
+        raise ConfigError('resume continues the run in out_dir, overwrite renames it; set one')
     if cfg.eval:
         check_report_config(cfg.eval, cfg.data_kind)
 
@@ -303,9 +300,10 @@ def split_sequences(cfg, groups):
     """
     held_out, rest = split_groups(groups, cfg.val_size, cfg.seed)
     if cfg.val_size and not len(held_out):
+        fewest = np.unique(groups, return_counts=True)[1].min()
         raise DataError(f'{cfg.data}: val_size = {cfg.val_size} holds out nothing, since the '
-                        f'sequences of a prompt or document stay together, '
-                        f'{np.unique(groups, return_counts=True)[1].min()} or more; raise it')
+                        f'sequences of a prompt or document stay together, {fewest} or more; '
+                        f'raise it, or divide long documents into rows')
     if len(rest) < (cfg.data_limit or 0):
         raise DataError(f'{cfg.data}: data_limit = {cfg.data_limit}, but it has {len(rest)} '
                         f'sequences' + f' besides val_size = {cfg.val_size}' * (cfg.val_size > 0))
@@ -424,8 +422,7 @@ def train_step(model, optimizer, packed, cfg, device, objective=token_loss):
     """
     rows = -(-len(packed.tokens) // world_size())
     optimizer.begin(-(-rows // (cfg.micro_rows or rows)))
-    with replaying(model.decoder):
-        values = forward_backward(model, packed, cfg, device, objective)
+    values = forward_backward(model, packed, cfg, device, objective)
     norms = torch._foreach_norm(optimizer.gradients(), dtype=torch.float32)
     norm = sum_over_processes(torch.stack(norms).square().sum()).sqrt()
     limit = cfg.grad_clip or math.inf
@@ -534,13 +531,13 @@ def claim_folder(run, *more):
 
     more: names of further files that will be written there
     """
-    if run.cfg.dry_run or rank() > 0:
-        return
-    ownership.check_free(run.out_dir, *trained.run_files(run), *more)
-    if run.cfg.overwrite:
-        rooms.load('card').disown_edited(run.out_dir)
-        ownership.set_aside(run.out_dir, 'run', '*')
-    ownership.claim(run.out_dir, 'train_config.py', 'log.jsonl')
+    if rank() == 0 and not run.cfg.dry_run:
+        if run.cfg.overwrite:
+            ownership.note_inputs(run.cfg.cache_dir)
+            ownership.rename_old(run.out_dir)
+        ownership.check_free(run.out_dir, *trained.run_files(run), *more)
+        ownership.claim(run.out_dir, 'train_config.py', 'log.jsonl')
+    barrier()       # what the folder holds is for all processes to see
 
 
 def take_steps(run):
@@ -550,15 +547,9 @@ def take_steps(run):
         fit_into_memory(optimize, run)
         gc.collect()    # a recording of the blocks, whose memory a report may need
     elif rank() == 0:
-        remove_replaced(run)    # the run may have been killed right after it saved its weights
+        # the run may have been killed right after it saved its weights
+        ownership.discard(run.out_dir, 'resume-*')
     barrier()       # until the first process has saved the weights
-
-
-def remove_replaced(run):
-    """Remove the checkpoints, and the run that this one replaces, once the weights are saved."""
-    ownership.discard(run.out_dir, 'resume-*')
-    if run.cfg.overwrite:
-        ownership.remove_aside(run.out_dir, 'run')
 
 
 def optimize(run):
@@ -611,7 +602,7 @@ def optimize(run):
         if not cfg.dry_run:     # despite a signal: without the weights, all steps would be lost
             trained.save_weights(run, optimizer)
             if rank() == 0:
-                remove_replaced(run)
+                ownership.discard(out_dir, 'resume-*')
         if signalled := max(gather(stop.number)):
             raise Stopped(signalled, f'after the last step{", before the report" * bool(cfg.eval)}')
 

@@ -29,6 +29,7 @@ from runtime import checkpoint
 from runtime.device import to_device
 from runtime.digests import file_digest, json_digest
 from runtime.errors import CheckpointError, ConfigError, DataError
+from runtime.numbers import parse_probability, read_number
 from runtime.ownership import note_inputs
 from runtime.thinking import final_answer
 
@@ -51,13 +52,15 @@ def exact(task, prompt, answer, row):
 def stated(task, answer, row):
     """Return (whether <answer>text</answer> is right, q of <confidence>q</confidence> after it).
 
-    None for another format, or q outside [0, 1].
+    None for another format, or for what is no number from 0 to 1.
     """
-    form = re.search(r'(<answer>.*</answer>).*<confidence>\s*(\d*\.?\d+|\d+\.)\s*</confidence>\s*$',
-                     final_answer(answer) or '', re.DOTALL)
-    if not form or float(form[2]) > 1:
+    text, tag, number = (final_answer(answer) or '').rstrip().rpartition('<confidence>')
+    begin, end = text.find('<answer>'), text.rfind('</answer>')
+    number, closed, rest = number.partition('</confidence>')
+    if not tag or not closed or rest or not 0 <= begin < end:
         return None
-    return exact(task, '', form[1], row), float(form[2])
+    q = None if read_number(number) is None else parse_probability(number)
+    return None if q is None else (exact(task, '', text[begin:end], row), q)
 
 
 def rlcr(task, prompt, answer, row):
@@ -97,13 +100,26 @@ def threshold(row):
     return t
 
 
+# up to the end of the clause, or an answer
+UNKNOWN = re.compile(r"\bI (?:do not|don['’`]?t) know\b(?:(?!\b(?:but|answer is|answer:)|\\boxed|<)"
+                     r'[^.,;:!?\n#])*+', re.IGNORECASE)
+
+
+def withheld(task, text):
+    """Return whether a text says "I don't know" and has no answer beside these words."""
+    answer = task.extract(text)
+    return bool(UNKNOWN.search(text)) and (
+        answer is None or UNKNOWN.search(answer) is not None
+        or task.extract(UNKNOWN.sub('', text)) is None)
+
+
 def abstain(task, prompt, answer, row):
     """1 if correct, 0 for "I don't know", else -t / (1 - t): answer if you are right more than t.
 
     t is the number `threshold` of the row, by default 0.5. Wu 2025 (2512.19920).
     """
     t = threshold(row)
-    if re.search(r"\bI (?:do not|don['’]t) know\b", final_answer(answer) or '', re.IGNORECASE):
+    if withheld(task, final_answer(answer) or ''):
         return 0.0
     return 1.0 if exact(task, prompt, answer, row) else -t / (1 - t)
 
@@ -229,11 +245,12 @@ class ModelReward:
         folder = checkpoint.fetch(folder)
         self.folder, self.device = folder, device
         self.model = checkpoint.load(folder, device, dtype, reward=True).eval()
-        self.digest = checkpoint.fingerprint(folder)
         self.tokenizer = load_model_tokenizer(folder, self.model.config)
         settings = training_settings(folder)
         self.template = settings.get('template', template)
         self.add_bos = begins_with_bos(self.tokenizer, settings.get('add_bos'))
+        self.digest = json_digest([checkpoint.fingerprint(folder), self.tokenizer.fingerprint,
+                                   self.template, self.add_bos])
 
     @torch.no_grad()
     def scores(self, messages, texts, rows):

@@ -6,6 +6,7 @@ Chen et al. 2021, arXiv:2107.03374. The check runs code that a model wrote: see 
 import ast
 import builtins
 import functools
+import itertools
 import re
 import symtable
 import textwrap
@@ -173,7 +174,8 @@ def fenced(text):
 def end_of_program(text, start, fence, outdented):
     """Return the first match of `fence` that is not in a string of the program, None if no program.
     """
-    for match in fence.finditer(text, start):
+    # a string of a program holds few fences; one that is not closed, all that follow
+    for match in itertools.islice(fence.finditer(text, start), 20):
         error = syntax_error(textwrap.dedent(outdented.sub('', text[start:match.start()])))
         if not error or 'unterminated triple-quoted' not in str(error):
             return None if error else match
@@ -186,11 +188,14 @@ def unfenced(text, definitions):
     definitions: matches of where the function is defined; the last one is preferred. The program
     begins at the first line from which all is Python up to there, and ends where that ends.
     """
+    attempts = 1000         # a text that is no program fails line by line
     for definition in definitions[:-2:-1] + definitions[:1]:
         # no program has hundreds of statements before the function
         for start in [*STATEMENT.finditer(text, 0, definition.end())][-200:]:
             lines = text[start.start():].split('\n')
             while error := syntax_error('\n'.join(lines)):
+                if not (attempts := attempts - 1):
+                    return ''
                 del lines[min(error.lineno or len(lines), len(lines)) - 1:]
             program = '\n'.join(lines)
             if start.start() + len(program) > definition.start():

@@ -60,7 +60,7 @@ class EvalConfig:
     dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # auto: bfloat16 on a GPU, else float32
     device: str = 'auto'                      # 'cpu', 'cuda', 'cuda:1'; auto: a GPU if there is one
     out_dir: str | None = None                # None: the model's folder; out/eval/ for a hub name
-    overwrite: bool = False                   # replace what evaluations wrote in out_dir
+    overwrite: bool = False                   # rename an earlier out_dir to out_dir.1, or .2, ...
 
 
 def check_eval_config(cfg):

@@ -8,21 +8,35 @@ with one key agree, and an answer with the key of a reference is right.
 import functools
 import re
 import string
-from fractions import Fraction
+import unicodedata
 
 from data import code_tasks
+from runtime.numbers import last_number, plain, read_number, result
 
 
 # ---- Extraction: text -> the final answer, or None -----------------------------------------------
 
 # a line with no other words, as a heading, or words before the answer in any emphasis
-MARK = re.compile(r'^[#*_ \t]*(?:final )?answer[*_: \t]*$|####|<answer>'
-                  r'|\banswer[*_ ]*(?:is\b|:)[ :*_]*', re.IGNORECASE | re.MULTILINE)
-# between the thousands of a number: a comma or a space, as texts and LaTeX write them
-SEPARATOR = (r'(?:(?:\\!){0,3}(?:,|\{(?:\\!)?,(?:\\!)?}|\\text\{,})(?:\\! ?){0,3}'
-             r'|\{?\\[,:; ](?:\\!)?}?|[\u2009\u202f\xa0])')
-NUMBER = re.compile(r'(?:(?<![\w.)\]])[-−])?\\?\$?(?<!\w)(?<!\d\.)(?:(?:'
-                    rf'\d{{1,3}}(?:{SEPARATOR}\d{{3}})+(?!\d)|\d+)(?:\.\d+|/\d+)?|(?<!\.)\.\d+)')
+MARK = re.compile(r'^[#*_ \t]*(?:final )?answer[*_:： \t]*$|####|<answer>'
+                  r'|\banswer[*_ ]*(?:is\b|[:：])[ :：*_]*', re.IGNORECASE | re.MULTILINE)
+# a stated confidence: its tag, up to an answer if it is not closed; its line; its label and number
+LABEL = (r'(?:(?:my|overall|stated) )?confidence(?: (?:level|score|rating)| in (?:my|this|the) '
+         r'answer)?[*_"` ]{0,9}')
+CONFIDENCE = re.compile(
+    r'<confidence>(?:(?!</confidence>|<answer>)[\s\S])*+(?:</confidence>)?'
+    rf'|^[#*_> \t-]{{0,9}}{LABEL}[:=：](?:(?!answer|####|<|\\boxed).)*+'
+    rf'|[(\[]?\b{LABEL}(?:[:=：]|is\b)[*_"`: ]{{0,9}}[-+]?[\d.,٫]++'
+    r'(?:\s?(?:[%％٪]|percent\b|(?:/|out of) ?\d++))?[)\]*_.]*+', re.IGNORECASE | re.MULTILINE)
+# a period after them ends no sentence; nor does one after two letters, as in 'St.'
+ABBREVIATIONS = frozenset(
+    'Adm Apr Aug Ave Blvd Bros Brig Capt Cmdr Col Corp Cpl Dec Dept Feb Gen Gov Hon Inc Jan Lieut '
+    'Ltd Maj Messrs Mme Mmes Mrs Msgr Nov Oct Pres Prof Pvt Rep Rev Sen Sep Sept Sgt Supt Univ '
+    'Vol approx vol'.split())
+
+
+def without_confidence(text):
+    """Return a text with a line break in place of each stated confidence, which is no answer."""
+    return CONFIDENCE.sub('\n', text)
 
 
 def marked(text):
@@ -34,7 +48,7 @@ def marked(text):
 def last_boxed(text):
     """Return the content of the last \\boxed{...} with balanced braces; None if there is none."""
     opened, last, content = [], -1, ''
-    for brace in re.finditer(r'(\\f?boxed\s*)?{|}', text):
+    for brace in re.finditer(r'(\\f?boxed\s{0,9})?{|}', text):
         if brace[0] != '}':
             opened.append(brace.end() if brace[1] else -1)
         elif opened and (start := opened.pop()) > last:
@@ -55,36 +69,73 @@ def first_line(text):
 def short_answer(text):
     """Return the first sentence after the last mark, or of the first line, without markup.
 
-    A period ends a sentence after three digits or letters other than A to Z: not in 'J. R. R.' or
-    'St. Louis'.
+    A period ends a sentence after three digits or letters other than A to Z that are no
+    abbreviation: not in 'J. R. R.', 'St. Louis' or 'Sept. 11'.
     """
     line = first_line(marked(text) or text) or ''
-    line = re.split(r'(?:(?<=[^\W_A-Z]{3})|(?<=[*"”`]))\.(?:\s|$)', line)[0]
+    for end in re.finditer(r'(?:(?<=[^\W_A-Z]{3})|(?<=[*"”`]))\.(?:\s|$)|[。।]', line):
+        if re.search(r'\w*$', line[max(0, end.start() - 9):end.start()])[0] not in ABBREVIATIONS:
+            line = line[:end.start()]
+            break
     return line.strip(' *"“”`') if re.search(r'\w', line) else None
 
 
+def only_line(text):
+    """Return the first line, None if the answer is marked elsewhere."""
+    return first_line(text) if marked(text) is None else None
+
+
+def only_number(text):
+    """Return the first line if it is a number alone and no other answer is marked."""
+    line = only_line(text)
+    return line if line and read_number(line) is not None else None
+
+
 def gsm8k_number(text):
-    """Return the first number after '#### ', the rule 'strict-match' of lm-evaluation-harness."""
-    match = re.search(r'#### (-?[0-9.,]*[0-9][0-9.,]*)', text)
-    return match and match[1]
+    """Return the first number after '#### ', the rule 'strict-match' of lm-evaluation-harness.
+
+    Its regular expression also takes a part of a number or of a calculation, as 2 of '2*30=60';
+    there is no answer here.
+    """
+    if match := re.search(r'#### (?=-?[0-9.,]*[0-9])', text):
+        text = text[match.end():]
+        number = result(text)
+        if number and number.start == 0 and number.value is not None:
+            return text[:number.end]
+    return None
 
 
 def any_number(text):
-    """Return the number after the last mark or in the last \\boxed{}, else the last of the text."""
+    """Return what `gsm8k_number` does, else the number, or the result of the calculation, after the
+    last mark or in the last \\boxed{}, None if it cannot be read; else the last of the text.
+    """
+    if answer := gsm8k_number(text):
+        return answer
+    number = None
     for part in (marked(text), last_boxed(text)):
-        if part is not None and (match := NUMBER.search(part)):
-            return match[0]
-    numbers = NUMBER.findall(text)
-    return numbers[-1] if numbers else None
+        if part is not None and (number := result(part)):
+            text = part
+            break
+    else:
+        number = last_number(text)
+    return None if number is None or number.value is None else text[number.start:number.end]
+
+
+def short_number(text):
+    """Return what `only_number` does, else what `any_number` does."""
+    return only_number(text) or any_number(text)
 
 
 def any_formula(text):
     """Return the last \\boxed{}, else what is marked, else the last $formula$, else a number."""
     if boxed := last_boxed(text):
         return boxed
-    if tail := first_line(marked(text) or ''):
-        formula = re.search(r'\$(.+?)\$|\\\((.+?)\\\)', tail)
-        return next(filter(None, formula.groups())) if formula else re.split(r'\.\s|\.$', tail)[0]
+    if tail := (first_line(marked(text) or '') or '').lstrip('*_` '):
+        formula = re.search(r'\$([^$]+)\$|\\\(((?:(?!\\[()]).)+)\\\)', tail)
+        if formula:
+            return formula[1] or formula[2]
+        tail = re.split(r'\.\s|\.$', tail)[0]
+        return tail if tail.endswith('^*') else tail.rstrip('*_` ')
     formulas = re.findall(r'\$([^$]+)\$', text)
     return formulas[-1] if formulas else any_number(text)
 
@@ -95,36 +146,34 @@ def any_formula(text):
 cached = functools.lru_cache(10_000)
 
 
-def words(text, punctuation):
-    """Return a text in lower case without articles; punctuation: a table of str.maketrans."""
-    text = text.lower()
-    key = ' '.join(re.sub(r'\b(a|an|the)\b', ' ', text.translate(punctuation)).split())
-    return key or text.strip()
+def words(text, space):
+    """Return a text in lower case without articles, `space` in place of each punctuation mark.
+
+    Articles stay if nothing else does: 'A' is the answer of many questions with options.
+    """
+    text = unicodedata.normalize('NFKC', text.replace('´', "'")).lower()
+    text = ''.join(space if char in string.punctuation or unicodedata.category(char)[0] == 'P'
+                   else char for char in unicodedata.normalize('NFC', text))
+    return ' '.join(re.sub(r'\b(a|an|the)\b', ' ', text).split()) or ' '.join(text.split())
 
 
 @cached
 def triviaqa_text(text):
     """TriviaQA's own normalization: punctuation becomes a space, and articles are left out."""
-    return words(text, dict.fromkeys(map(ord, string.punctuation + '‘’´`'), ' '))
+    return words(text, ' ') or text.strip()
 
 
 @cached
 def squad_text(text):
     """SQuAD's normalization, for NQ-open: punctuation is deleted, and articles are left out."""
-    return words(text, dict.fromkeys(map(ord, string.punctuation)))
+    return words(text, '') or text.strip()
 
 
 @cached
 def number(text):
     """Return the value of a number, as a fraction in lowest terms; the text if it is none."""
-    digits = re.sub(rf'{SEPARATOR}|\\?[\s,$%]', '', text).replace('−', '-').rstrip('.')
-    try:
-        # 10 ** exponent takes minutes to compute; in Python 4210_5 is 42105
-        if re.search(r'[eE][-+]?\d{4}|_', digits):
-            raise ValueError
-        return str(Fraction(digits))
-    except (ValueError, ZeroDivisionError):
-        return text.strip().lower()
+    value = read_number(text)
+    return text.strip().lower() if value is None else str(value)
 
 
 # the words that Lewkowycz et al. 2022 leave out, here with their singulars
@@ -134,25 +183,37 @@ UNITS = ('square|degrees?|units?|cm|km|meters?|inch(?:es)?|ft|foot|feet|gm|pound
 # in this order; after Lewkowycz et al. 2022 and the code of Hendrycks et al. 2021 for MATH, where a
 # last \text that begins with a space is a unit. There must be something before a unit.
 LATEX = [(re.compile(pattern), new) for pattern, new in (
+    (r'\\\\\[[^\[\]]{0,9}\]', r'\\\\'), ('–', '-'), ('∞', r'\\infty'),
     (r'\\left|\\right|\\displaystyle|(?<!\\)\\[!,;: ]|\\\(|\\\)|\\\[|\\\]|\\?\$|~', ''),
     (r'(?<=[\w)}])\s*\\(?:text|mbox|mathrm){(?: [^{}]*|m)}(?:\^{?[23]}?)?(?=[\s.]*$)', ''),
+    (r'(?:{})?\^\s?(?:{\s?)?(?:\\circ|\\(?:text|mathrm){o})(?:\s?})?|°|\\degrees?', ''),
     (r'\\text(?:bf|it|rm)?{([^{}]*)}|\\math(?:rm|bf){([^{}]*)}|\\mbox{([^{}]*)}', r'\1\2\3'),
-    (r'\^{?\\circ}?|\\degrees?', ''),
     (rf'(?<=[\w)}}])(?:\s*(?<![a-zA-Z])(?:{UNITS})(?![a-zA-Z])(?:\^{{?[23]}}?)?)+', ''),
     (r'\\?%', ''), (r'\{,}|(?<=\d)\{}(?=\d{3})', ','), (r'\\[dtc]frac', r'\\frac'), (r'\s', ''),
     (r'\\frac([^{}\\])([^{}\\])', r'\\frac{\1}{\2}'), (r'\\frac([^{}\\])(?={)', r'\\frac{\1}'),
     (r'\\frac({(?:[^{}]|{[^{}]*})*})([^{}\\])', r'\\frac\1{\2}'),
     (r'\\sqrt([^{}\\[])', r'\\sqrt{\1}'), (r'([_^]){([^{}])}', r'\1\2'),
     (r'^-?\d{1,3}(?:,\d{3})+(?:\.\d+)?$', lambda match: match[0].replace(',', '')),
-    (r'^(-?)\\frac{(-?\d+)}{(\d+)}$', r'\1\2/\3'), (r'^[a-zA-Z]\w?=', ''), (r'\.$', ''))]
+    # the brackets of a matrix of numbers, and its last line break
+    (r'[(\[]?\\begin{(?:[bp]?matrix|smallmatrix|array)}(?:{[lcr|]*})?', r'\\begin{matrix}'),
+    (r'(?:\\\\)?\\end{(?:[bp]?matrix|smallmatrix|array)}[)\]]?', r'\\end{matrix}'),
+    (r'^(?:m?\\angle\w{1,3}|[a-zA-Z]\w?)(?:=|\\in(?![a-z]))', ''), (r'\+(?=\\infty)', ''),
+    (r'\.$', ''))]
+BETWEEN = re.compile(r'([,;&=()\[\]|]|\\\\|\\[{}]|\\(?:cup|cap|in|setminus)(?![a-zA-Z])'
+                     r'|\\(?:begin|end){\w+})')     # the numbers of a tuple, an interval, a matrix
 
 
 @cached
 def formula(text):
-    """Return LaTeX in a canonical form, a number by its value. Nothing is computed."""
+    """Return LaTeX in a canonical form, each number in it by its value. Nothing is computed."""
+    text = plain(text)
     for pattern, new in LATEX:
         text = pattern.sub(new, text)
-    return text if ',' in text else number(text)       # a comma left separates two numbers
+    # a comma left separates two numbers
+    parts = BETWEEN.split(text) if ',' in text or read_number(text) is None else [text]
+    # a letter is a variable, unless it belongs to the name of a command
+    return ''.join(part.lower() if re.search(r'(?<![\\a-zA-Z])[a-zA-Z]', part) else number(part)
+                   for part in parts)
 
 
 # ---- Match rules: (key, lenient answer, references) -> right or wrong ----------------------------

@@ -15,9 +15,9 @@ from data import code_tasks
 from data.chat import encode_prompt
 from data.files import (draw, has_fields, json_list, parse_rows, read_rows, require_fields,
                         require_text, text_digest, with_passage)
-from data.grading import (any_formula, any_number, contains, first_line, formula, gsm8k_number,
-                          last_boxed, number, passes, same, short_answer, squad_text,
-                          triviaqa_text, whole)
+from data.grading import (any_formula, any_number, contains, formula, gsm8k_number, last_boxed,
+                          number, only_line, only_number, passes, same, short_answer, short_number,
+                          squad_text, triviaqa_text, whole, without_confidence)
 from data.messages import dialogue
 from data.prompts import P_TRUE, WORDING, proposing
 from data.questions import Loaded, Question, fetch_split
@@ -135,7 +135,7 @@ class WrittenBenchmark:
     test: tuple                 # patterns of the files to ask
     shots: tuple                # patterns of the files with solved questions
     row: Callable               # raw row -> WrittenRow
-    strict: Callable | None = first_line    # text -> answer or None; None: as lenient
+    strict: Callable | None = only_line     # text -> answer or None; None: as lenient
     lenient: Callable = short_answer    # text -> answer or None
     key: Callable = triviaqa_text       # answer -> text that is equal for equal answers
     match: Callable = same      # (key, lenient answer, references) -> right or wrong
@@ -145,23 +145,32 @@ class WrittenBenchmark:
     max_tokens: int = 32        # of an answer
     runs_code: bool = False     # `match` runs what the model wrote
 
+    def final(self, text):
+        """Return the text without thoughts and stated confidences, which are no part of an answer.
+
+        '' for thoughts that do not end.
+        """
+        final = final_answer(text) or ''
+        return final if self.runs_code else without_confidence(final)
+
     def extract(self, text):
-        """Return the answer by the lenient rule, or None; thoughts are no part of an answer."""
-        final = final_answer(text)
-        return None if final is None else self.lenient(final)
+        """Return the answer by the lenient rule, or None."""
+        return self.lenient(self.final(text))
 
     def grade(self, text, references, **options):
         """Return {'answer': extracted or None, 'key', 'correct', 'strict': right by that rule}.
 
-        options: of `match`, such as the isolation of a program that it runs
+        What is right by the strict rule is right, and the answer. options: of `match`, such as the
+        isolation of a program that it runs
         """
         answer = self.extract(text)
         correct = strict = answer is not None and self.match(self.key, answer, references,
                                                              **options)
         if self.strict:
-            final = final_answer(text)
-            stated = final and self.strict(final)
+            stated = self.strict(self.final(text))
             strict = stated is not None and same(self.key, stated, references)
+            if strict and not correct:      # 'Hook' in 'Capt. Hook' seemed to be a sentence
+                answer, correct = stated, True
         return {'answer': answer, 'key': None if answer is None else self.key(answer),
                 'correct': correct, 'strict': strict}
 
@@ -186,7 +195,7 @@ WRITTEN_TASKS = {
         'openai/gsm8k', *GSM8K_FILES, gsm8k_row, gsm8k_number, any_number, number,
         header='', stop=('Question:',), max_tokens=256),
     'gsm8k_short': WrittenBenchmark(
-        'openai/gsm8k', *GSM8K_FILES, gsm8k_short_row, first_line, any_number, number,
+        'openai/gsm8k', *GSM8K_FILES, gsm8k_short_row, only_number, short_number, number,
         header='Answer these questions with a number alone.\n\n', max_tokens=16),
     'math500': WrittenBenchmark(
         'HuggingFaceH4/MATH-500', ('test.jsonl*',), ('train.jsonl*',), math_row,

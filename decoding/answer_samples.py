@@ -6,7 +6,6 @@ A question's answers are a greedy one and, for most tasks, n that are drawn at t
 import bisect
 import math
 import os
-import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -123,12 +122,17 @@ def begin_of(text, whole, rule):
 
     If it occurs several times: the occurrence that the rule needs, else the last one.
     """
-    if text is None:
+    if text is None or text not in whole:      # an answer around a stated confidence
         return None
-    begins = [match.start() for match in re.finditer(f'(?={re.escape(text)})', whole)]
     # a model that repeats itself writes it thousands of times
-    return next((i for i in (*begins[:50], *begins[-50:]) if rule.extract(
-        whole[:i] + '\0' * len(text) + whole[i + len(text):]) != text), begins[-1])
+    most = 1 + 200_000 // len(whole)
+    first, last = [whole.find(text)], [whole.rfind(text)]
+    while len(first) < most and (i := whole.find(text, first[-1] + 1)) >= 0:
+        first.append(i)
+    while len(last) < most and (i := whole.rfind(text, 0, last[-1] + len(text) - 1)) >= 0:
+        last.append(i)
+    return next((i for i in (*first, *reversed(last)) if rule.extract(
+        whole[:i] + '\0' * len(text) + whole[i + len(text):]) != text), last[0])
 
 
 def span(answer, rule, tokenizer):

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import attention
-import triton_ops
-from attention import RULE, ExplicitMask
+from attention import CAUSAL, ExplicitMask
 from runtime.fast import FastVersion
+from speed import kernels
 
 
 class Cache:
@@ -31,7 +31,7 @@ class Cache:
 
 def keys_to_keep(window: int | None, length: int) -> int:
     """Return how many of the last tokens of a text of `length` tokens later ones may see."""
-    by_window = window and RULE.stands_for(attention.visible_keys)
+    by_window = window and CAUSAL.stands_for(attention.visible_keys)
     return min(window, length) if by_window else length
 
 
@@ -61,9 +61,9 @@ class DecodeMask:
         self.longest = min(longest, cache.size)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None):
-        if self.kernel and triton_ops.available(q) and DECODE.stands_for(
+        if self.kernel and kernels.available(q) and DECODE.stands_for(
                 DecodeMask.plainly, DecodeMask.visible, attention.sees, ExplicitMask.attend):
-            return triton_ops.decode_kernel(self, q, k, v, scale, softcap)
+            return kernels.decode_kernel(self, q, k, v, scale, softcap)
         return self.plainly(q, k, v, scale, softcap)
 
     def plainly(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None):
@@ -87,6 +87,6 @@ class DecodeMask:
                                                 self.cache.window)
 
 
-DECODE = FastVersion(triton_ops.decode_kernel, {
+DECODE = FastVersion(kernels.decode_kernel, {
     'cache.DecodeMask.plainly': 'afcb306f', 'cache.DecodeMask.visible': '3c7a299e',
     'attention.sees': 'cbfd4078', 'attention.ExplicitMask.attend': '82c718e4'})

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from runtime.fast import FastVersion
-from triton_ops import available, tl, triton
+from speed.kernels import available, tl, triton
 
 
 def lowest_logits(logits, sampling):

@@ -6,15 +6,16 @@ import os
 import numpy as np
 import torch
 
-import triton_ops
 from attention import make_masks
 from data.tree_rows import pack_prompts
 from decoding.cache import Cache, DecodeMask, PrefillMask, keys_to_keep
 from decoding.draw import draw, random_numbers
 from runtime.device import HostCopy, to_device
 from runtime.errors import DataError
-from runtime.graphs import recorded_memory
-from triton_ops import SPLIT
+from speed import kernels
+from speed.graphs import recorded_memory
+from speed.kernels import SPLIT
+from speed.masks import maker
 
 FIXED_SIZE = 64     # of each step with `deterministic`, so that every product has one shape
 # tokens of the prompts in one forward pass, or those of one longer prompt; a CPU computes the
@@ -146,9 +147,9 @@ class Batch:
             for size in {*self.sizes}}
         config, kind = self.model.config, self.attention
         if kind == 'auto':      # FlexAttention would be compiled for each length
-            kind = 'tree' if triton_ops.kernels_apply(self.model.head) else 'explicit'
-        masks = make_masks(kind, positions[None], ends[None], config.windows, config.head_dim,
-                           config.attn_logit_softcapping, self.model.head)
+            kind = 'tree' if kernels.kernels_apply(self.model.head) else 'explicit'
+        make = maker(kind, self.model.head, config.head_dim)
+        masks = make_masks(self.model.decoder, positions[None], ends[None], make)
         masks = [PrefillMask(mask, cache, *stored[cache.size])
                  for mask, cache in zip(masks, self.caches)]
         last = to_device([at[i][-1] for i in numbers], self.device)

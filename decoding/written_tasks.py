@@ -18,6 +18,7 @@ from data.written_answers import WRITTEN_TASKS, load_written
 from decoding.answer_samples import begin_of, write_answers
 from results import confidence, samples
 from results.p_ik_probe import cross_validated
+from results.samples import question_numbers
 from runtime import parallel
 from runtime.digests import code_digest
 from runtime.errors import ConfigError, DataError
@@ -240,16 +241,20 @@ class ProbeConfidence(Confidence):
         # the prompt of a sample is the hash of all questions of all processes and of their shares
         # of right answers, since each of them counts in the fit, and of the code of the fit
         rows = sorted(itertools.chain(*parallel.gather([*own])))
+        # a question has one text in each language, and texts may be there twice
+        shared, first = question_numbers([{'id': key[-1]} for key, *_ in rows]), {}
+        groups = [first.setdefault(shared[0][i] if shared else i, text)
+                  for i, (*_, text) in enumerate(rows)]
         prompt = samples.digest([rows, code_digest('results.p_ik_probe', 'scaling')])
-        if len({digest for *_, digest in rows}) < 3:
+        if len({*groups}) < 3:
             return set(), []
         if not all((key, prompt) in writer.done for key, *_ in rows):
             states = scorer.states(prompts)
             scorer.require_finite(states, self.label)
             states = dict(itertools.chain(*parallel.gather([*zip(keys, states)])))
-            every, _, shares, digests = zip(*rows)
+            every, _, shares, _ = zip(*rows)
             p_ik = dict(zip(every, cross_validated(np.array([states[key] for key in every]),
-                                                   np.array(shares), digests).tolist()))
+                                                   np.array(shares), groups).tolist()))
             for key, question, sample in zip(keys, self.items, answers):
                 writer.append(key, prompt, sample_fields(question, sample['shots'])
                               | confidence.judged(question, p_ik[key], sample['answers'][0]))

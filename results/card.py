@@ -1,10 +1,11 @@
 """README.md of a trained model: a model card in the format of the Hugging Face hub.
 
-It is made of the files in the folder alone, so that every evaluation there renews it.
+It is made of the files in the folder alone, so that every evaluation there renews it. A card
+without the first line of OURS is somebody's own, and stays as it is.
 """
 
-import hashlib
 import json
+import os
 import re
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from runtime.errors import escape_controls
 from runtime.hub import is_hub_name
 
 NAME = 'README.md'
-END = '<!-- nanoCal wrote this card, {}. An edited card is not replaced. -->\n'
+OURS = '# nanoCal renews this card after each evaluation; to edit it, delete this line first\n'
 COLUMNS = {'accuracy': 'accuracy', 'ece': 'ECE (10 bins)', 'nll': 'NLL (nats)'}
 LORA = 'lora_rank', 'lora_alpha', 'lora_dropout', 'lora_targets'
 SHOWN = ('revision', 'data_revision', 'method', 'reward', 'template', 'data_limit', 'epochs',
@@ -27,21 +28,20 @@ SHOWN = ('revision', 'data_revision', 'method', 'reward', 'template', 'data_limi
 
 
 def write(folder):
-    """Write the cards of the model in a run's folder or its epoch-<n>/; an edited one stays."""
+    """Write the cards of the model in a run's folder or its epoch-<n>/; one of others stays."""
     folder = Path(folder).absolute()
     run = run_folder(folder)
     if not run_settings(run) or not (folder / 'config.json').exists():
         return
     for place in (folder, folder / 'adapter'):
         path = place / NAME
-        name, listed = str(path.relative_to(run)), ownership.written_files(run)
-        if path.exists() and (name not in listed or _is_edited(path)):
+        if os.path.lexists(path) and not _is_ours(path):
             print(f'note: {path} is not from this program, or edited, and stays as it is')
         elif place == folder or (place / 'adapter_config.json').exists():
-            text = _signed(card(folder, place != folder))
+            text = card(folder, place != folder)
             if not path.exists() or path.read_text(encoding='utf-8') != text:
-                if name not in listed:      # evaluate.py may not have locked the run
-                    ownership.claim(run, name)
+                if not path.exists():
+                    ownership.claim(run, path.relative_to(run))
                 ownership.write_text(path, text)
 
 
@@ -59,26 +59,12 @@ def upload(run):
                [NAME, f'adapter/{NAME}', DIAGRAM, *trained.model_files(run)])
 
 
-def disown_edited(run):
-    """Take the edited cards of a run off the list of files that may be replaced or deleted."""
-    for name in ownership.written_files(run):
-        path = Path(run, name)
-        if path.name == NAME and path.exists() and _is_edited(path):
-            ownership.disown(run, [name])      # it is the user's now
-
-
-def _is_edited(path):
-    text = path.read_text(encoding='utf-8', errors='replace')
-    return text != _signed(text.rpartition(END[:20])[0])
-
-
-def _signed(text):
-    """Return a card with its last line, which holds a hash of the text."""
-    return text + END.format(hashlib.blake2b(text.encode(), digest_size=8).hexdigest())
+def _is_ours(path):
+    return path.is_file() and path.read_bytes().startswith(f'---\n{OURS}'.encode())
 
 
 def card(folder, adapters=False):
-    """Return the card of a saved model, or of the adapters beside it, without its last line."""
+    """Return the card of a saved model, or of the adapters beside it."""
     run = run_folder(folder)
     settings, name, epoch = run_settings(run), run.name, ''
     before, after = (json.loads(path.read_text(encoding='utf-8'))['tasks'] if path.exists() else {}
@@ -88,7 +74,7 @@ def card(folder, adapters=False):
     start = 'Random weights in the shape of ' if settings.get('from_scratch') else ''
     model, data = (_code(settings.get(key), whole=_hub_name(settings, key) is not None)
                    for key in ('model', 'data'))
-    parts = [f'---\n{_metadata(settings, name, after, adapters).to_yaml()}\n---\n',
+    parts = [f'---\n{OURS}{_metadata(settings, name, after, adapters).to_yaml()}\n---\n',
              f'# {_heading(name)}\n',
              f'{"LoRA adapters of " * adapters}{start}{model}, trained with nanoCal on '
              f'{data}{epoch}.\n']

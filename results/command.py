@@ -10,6 +10,7 @@ In a clone it is `python -m results.command`.
 import math
 import platform
 import sys
+from array import array
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,17 +22,18 @@ if __package__ == 'nanocal':    # installed as nanocal/__main__.py, beside the f
 
 import metrics
 import stats
-from results import compare, prediction_files, report
+from results import compare, report
 from results.compare import FileConfig, read_sources
 from results.evaluation import write_results
-from results.prediction_files import ReportInput
+from results.harness_files import harness_task
+from results.prediction_files import read_predictions
 from results.runs import find_prediction_files, predicted_run
 from results.samples import DIAGRAM, OUTPUTS, grid
 from results.tables import few_rows_note
 from runtime import cli
 from runtime.config import require_range
 from runtime.errors import ConfigError, DataError
-from runtime.ownership import claim, lock
+from runtime.ownership import check_free, claim, forget_inputs, lock, note_inputs, rename_old
 from runtime.version import __version__
 
 METRICS_USAGE = """\
@@ -40,7 +42,8 @@ usage: nanocal metrics FILE [...] [--key=value ...]         in a clone: python m
 Print every calibration metric of files of predictions. Each line of a file is a JSON object of one
 of these forms:
 
-  {"probs": [0.7, 0.2, 0.1], "answer": 0}     answer, or label: index of the correct option
+  {"probs": [0.7, 0.2, 0.1], "answer": 0}     answer, or label: index of the correct option, its
+                                              letter, or its text in "options": ["red", ...]
   {"log_probs": [-3.1, -4.0], "answer": 1}    divided by "n_tokens": [2, 3] if given; then softmax
   {"confidence": 0.8, "correct": true}        the prediction alone; "80 %" is read, too
   {"answers": ["B", "b", "C"], "answer": "B"} several written answers: the share of the most
@@ -50,12 +53,15 @@ of these forms:
   there counts once. A .json file may hold a list of such objects
 
 .csv, .tsv, .parquet and .arrow files have these keys as columns, probs_0, probs_1, ... for the
-numbers of a list. Rows with another "split" than "test" are left out. Each "task" of a file has a
-report of its own, and so has each group of one call of lm_eval, such as mmlu. Files may be .gz.
+numbers of a list, or prob_A, prob_B, .... Names may be in capitals; --columns=answer=gold,probs=p
+reads the column gold as answer, and p_0, p_1, ... as probs. Rows with another "split" than "test"
+are left out. Each "task" of a file has a report of its own, and so has each group of one call of
+lm_eval, such as mmlu. Files may be .gz.
 
 examples: nanocal metrics out/base/samples.jsonl
           nanocal metrics --norm=char out/model/samples_hellaswag_*.jsonl
-          nanocal metrics --confidence=exact_match,cosine_sim --correct=response_correct uqlm.csv"""
+          nanocal metrics uqlm.csv \\
+              --columns=confidence=exact_match,confidence=cosine_sim,correct=response_correct"""
 
 REPORT_USAGE = """\
 usage: nanocal report FILE [...] [--key=value ...]
@@ -66,6 +72,40 @@ in a form that `nanocal metrics --help` lists. The files are those of one model.
 example: nanocal report predictions.csv --out_dir=out/report"""
 
 
+class ReportInput:
+    """The numbers of a task's samples that metrics.report reads, in 8 bytes each."""
+
+    def __init__(self):
+        self.probs, self.scores = array('d'), array('d')
+        self.labels, self.n_options = array('q'), array('q')
+
+    def append(self, sample):
+        """Add a sample of `read_predictions`."""
+        if 'log_probs' not in sample:
+            self.probs.append(sample['confidence'])
+            self.labels.append(sample['correct'])
+            return
+        scores = sample['log_probs']
+        self.scores.extend(scores)
+        self.probs.extend(sample.get('probs', [math.nan] * len(scores)))
+        self.labels.append(sample['answer'])
+        self.n_options.append(len(scores))
+
+    def arrays(self):
+        """Return probs, labels, n_options and scores, the arguments of metrics.report."""
+        labels, n_options = np.array(self.labels), np.array(self.n_options)
+        if not len(n_options):
+            return np.array(self.probs), labels, None, None
+        is_option = np.arange(n_options.max()) < n_options[:, None]
+        probs, scores = np.zeros(is_option.shape), np.full(is_option.shape, -np.inf)
+        probs[is_option], scores[is_option] = self.probs, self.scores
+        unstated = np.isnan(probs[:, 0])
+        if not unstated.any():
+            return probs, labels, n_options, None
+        probs[unstated] = metrics.softmax(scores[unstated])
+        return probs, labels, n_options, scores
+
+
 def print_metrics(argv):
     """Print every metric of each task in the files of predictions that a command line names."""
     cfg, sources = read_sources(FileConfig, argv, METRICS_USAGE)
@@ -73,9 +113,9 @@ def print_metrics(argv):
         raise ConfigError('metrics: name a file of predictions; --help lists the forms of a file')
     tasks = defaultdict(ReportInput)        # by (file or call of lm_eval, task)
     for path in dict.fromkeys(sources):
-        date = prediction_files.harness_task(path)[2]
+        date = harness_task(path)[2]
         source = f'{path.parent}, {date}' if date else str(path)
-        for sample, _ in prediction_files.read_predictions(path, cfg):
+        for sample, _ in read_predictions(path, cfg):
             tasks[source, sample['task']].append(sample)
     several = len({source for source, _ in tasks}) > 1
     for (source, task), numbers in tasks.items():
@@ -98,6 +138,7 @@ class ReportConfig(FileConfig):
     seed: int = 0                             # of the bootstrap
     pictures: bool = True                     # draw reliability diagrams
     out_dir: str = 'out/report'               # folder of the report
+    overwrite: bool = False                   # rename an earlier out_dir to out_dir.1, or .2, ...
 
 
 def write_report(argv):
@@ -106,6 +147,8 @@ def write_report(argv):
     require_range(cfg, 0, math.inf, 'n_bootstrap', 'seed')
     if not sources:
         raise ConfigError('report: name a file of predictions; --help lists the settings')
+    forget_inputs()
+    note_inputs(*sources)
     runs = [predicted_run(folder, files, cfg)
             for folder, files in find_prediction_files(sources).items()]
     samples = {task: rows for run in runs for task, rows in run.file_samples.items()}
@@ -124,9 +167,14 @@ def write_report(argv):
         result.pop('option_mass', None)     # of given probabilities it is 1
     out_dir = Path(cfg.out_dir).expanduser()
     with lock(out_dir):
-        if (out_dir / OUTPUTS[0]).exists():
-            raise ConfigError(f'{out_dir} holds an evaluation; choose another --out_dir')
-        claim(out_dir, *OUTPUTS[2:], DIAGRAM, *map(grid, results))
+        if cfg.overwrite:
+            rename_old(out_dir)
+        names = [*OUTPUTS[2:], DIAGRAM, *map(grid, results)]
+        check_free(out_dir, *names)
+        if earlier := [name for name in (*OUTPUTS, *names) if (out_dir / name).exists()]:
+            raise ConfigError(f'{out_dir} holds an earlier report or evaluation, {earlier[0]}; '
+                              f'--overwrite renames that folder, or choose another --out_dir')
+        claim(out_dir, *names)
         model = ', '.join(run.model for run in runs)
         versions = {'nanocal': __version__, 'python': platform.python_version(),
                     'numpy': np.__version__}
@@ -144,6 +192,10 @@ COMMANDS = {
     'report': write_report}
 
 
+USAGE = (f'usage: nanocal {"|".join(COMMANDS)} FILE [...] [--key=value ...]\n'
+         f'nanocal COMMAND --help lists its settings, nanocal metrics --help the forms of a FILE')
+
+
 def main():
     """Run the command that the first argument names."""
     cli.begin()
@@ -151,9 +203,10 @@ def main():
         name = ''.join(sys.argv[1:2])
         if name == '--version':
             return print(__version__)
+        if name in ('--help', '-h', 'help'):
+            return print(__doc__.strip() + f'\n\n{USAGE}')
         if name not in COMMANDS:
-            raise SystemExit(f'usage: nanocal {{{",".join(COMMANDS)}}} FILE [...]; nanocal metrics '
-                             f'--help lists the forms of a FILE')
+            raise SystemExit(USAGE)
         COMMANDS[name](sys.argv[2:])
 
 

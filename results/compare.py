@@ -24,9 +24,9 @@ from results.report import (Predictions, measure, panel_title, predictions, spli
                             task_title)
 from results.runs import (Run, find_prediction_files, find_runs, predicted_run, read_run,
                           read_run_samples, sample_of)
-from results.samples import NORMS, picture, sample_order
-from results.tables import (MEASURES, TITLES, Heading, Section, csv_text, few_rows_note,
-                            mark_best, measure_cell)
+from results.samples import NORMS, picture
+from results.tables import (MEASURES, TITLES, Heading, Section, count_cell, csv_text,
+                            few_rows_note, mark_best, measure_cell, shared_note)
 from runtime.config import load_config, require_range, require_unicode
 from runtime.errors import ConfigError, DataError
 from runtime.ownership import claim, lock, write_text
@@ -50,9 +50,9 @@ class FileConfig:
     # and sum are 1, as for acc, since they do not count tokens; char: characters, as for acc_norm;
     # byte: bytes
     norm: Literal[*NORMS] = 'token'
-    confidence: tuple[str, ...] = ()          # the columns that are confidences, each a task of its
-    #                                           own; none: the column confidence
-    correct: str = 'correct'                  # the column that says if the prediction is right
+    # names of columns: answer=gold,probs=p reads the columns gold and p_0, p_1, ...; several of
+    # confidence=NAME are a task each
+    columns: tuple[str, ...] = ()
 
 
 @dataclass
@@ -98,6 +98,9 @@ def read_sources(cls, argv, usage):
 
 # Over questions
 
+T_NOTE = ("Student's t over languages takes them for independent samples; with the same questions "
+          'in all of them its p is far too small')
+
 
 def compare_questions(runs, keys, cfg, out_dir):
     """Print and write tables, pictures and compare.html of the tasks that all runs have."""
@@ -129,7 +132,7 @@ def compare_questions(runs, keys, cfg, out_dir):
         out_dir / (name := picture(task)), [*by_title.items()])]
     pictures += [name for task, by_title in panels.items() if draw_curves(
         out_dir / (name := picture(task, 'curves')),
-        {task: {title: metrics.bins(*p[:2]) for title, p in by_title.items()}})]
+        {task: {title: p.bins() for title, p in by_title.items()}})]
     page.write(out_dir / 'compare.html', f'{", ".join(runs)}: {", ".join(tasks)}', __version__, '',
                '\n'.join(map(page.section_html, sections)), pictures,
                page.select(dict(zip(tasks, map(rows_to_read, answers), strict=True))))
@@ -147,13 +150,23 @@ class Answers(NamedTuple):
     keys: list          # of the samples, as in `question_keys`
     predicted: Predictions
 
+    def rows(self, keys):
+        """Return the index of the sample with each of these keys."""
+        at = {key: i for i, key in enumerate(self.keys)}
+        return [at[key] for key in keys]
+
     def select(self, keys):
-        """Return the Predictions of the questions with these keys."""
-        return self.predicted.at(np.flatnonzero([key in keys for key in self.keys]))
+        """Return the Predictions of the samples with these keys, in this order."""
+        return self.predicted.at(self.rows(keys))
 
     def is_right(self, keys):
-        """Return whether the answers to the questions with these keys are right, bool [N]."""
+        """Return whether the answers in the samples with these keys are right, bool [N]."""
         return metrics.top_label(*self.select(keys)[:2])[1]
+
+    def questions(self, keys):
+        """Return the number of the question of each of these keys, and how many there are."""
+        index, _ = self.predicted.questions or stats.question_index(None, len(self.keys))
+        return stats.question_index(index[self.rows(keys)], len(keys))
 
 
 def compare_task(task, runs, samples, keys, cfg):
@@ -180,21 +193,31 @@ def compare_task(task, runs, samples, keys, cfg):
     reports = {name: {x: by_language[x].report() for x in languages if len(languages) > 1}
                | {'pooled': answers[name].predicted.report()}
                for name, by_language in zip(answers, groups, strict=True)}
-    shared = {(a, b): {*answers[a].keys} & {*answers[b].keys}
+    shared = {(a, b): shared_keys(answers[a], answers[b])
               for a, b in itertools.combinations(answers, 2)}
-    pairs = {pair: both for pair, both in shared.items() if len(both) > 1}
-    remarks += [f'{task}: {a} and {b} have {len(both) or "no"} question in common, and a '
+    counts = {(a, b): answers[a].questions(both)[1] for (a, b), both in shared.items()}
+    pairs = {pair: both for pair, both in shared.items() if counts[pair] > 1}
+    remarks += [f'{task}: {a} and {b} have {n or "no"} question in common, and a '
                 f'difference needs two; evaluate both on the same questions, with the same --limit '
                 f'and --seed, or give rows of files the same id, question and answer'
-                for (a, b), both in shared.items() if len(both) < 2]
+                for (a, b), n in counts.items() if n < 2]
+    remarks += [f'{task}: {n} questions are left out of {b} - {a}: they have another right answer, '
+                f'or more options, in {b}' for (a, b), both in shared.items()
+                if (n := len({x for x, *_ in answers[a].keys} & {x for x, *_ in answers[b].keys})
+                    - len(both))]
     differences = [['difference', 'over', 'questions', 'metric', 'mean', '95 % interval', 'p',
                     'p (Holm)'], *over_questions(pairs, answers, keys, cfg),
                    *over_languages(shared, reports, keys)]
     changes, q = changed_answers(pairs, answers)
-    fewest = min(by_language['pooled']['n'] for by_language in reports.values())
+    whole = [by_language['pooled'] for by_language in reports.values()]
     n_unit = next(iter(answers.values())).result['unit']
-    if {'rmsce', 'mad'} & {*keys} and (note := few_rows_note(fewest, n_unit)):
+    remarks += filter(None, [shared_note(whole[0], n_unit)])
+    if {'rmsce', 'mad'} & {*keys} and (
+            note := few_rows_note(min(report['n'] for report in whole), n_unit)):
         remarks.append(note)
+    if any(row[1].endswith('languages') for row in differences):
+        remarks.append(T_NOTE)
+    fewest = min(report.get('questions', report['n']) for report in whole)
     remarks += [f'{TITLES[key]} has no interval below {MEASURES[key].interval_from:,} {n_unit}'
                 for key in keys if fewest < MEASURES[key].interval_from < math.inf]
     table, lines = question_table(task, answers, reports, keys)
@@ -217,18 +240,53 @@ def rows_to_read(answers):
 
 
 def question_keys(samples):
-    """Return {name: keys of the samples}; samples with equal keys answer the same question.
+    """Return {run: keys of its samples}; samples with equal keys answer the same question.
 
-    If a run knows no texts, as a file of ids and probabilities, ids and answers decide.
+    Ids that all runs have, texts that all have, or both make a key, with the right answer. Rows of
+    files without either are paired by their order, if all have the same answers throughout. Raises
+    DataError for rows that cannot be paired.
     """
+    def refuse(why):
+        raise DataError(f'rows cannot be paired: {why}; give each row of all files the column id, '
+                        f'or question, with the same value for the same question')
+
     # a hash, or the text before a token
-    texts = {name: [s.get('question') or s.get('context', '') for s in rows]
-             for name, rows in samples.items()}
-    if not all(map(any, texts.values())):
-        texts = {name: [''] * len(rows) for name, rows in samples.items()}
-    return {name: [(*sample_order(s)[2:], text, s.get('answer', s.get('token')),
-                    len(s.get('options', ()))) for s, text in zip(rows, texts[name], strict=True)]
-            for name, rows in samples.items()}
+    texts = {run: [s.get('question') or s.get('context', '') for s in x]
+             for run, x in samples.items()}
+    has_ids = {run: not any('row' in s for s in x) for run, x in samples.items()}
+    by_id = all(has_ids.values())
+    has_texts = {run: (any if by_id else all)(x) for run, x in texts.items()}
+    by_text = all(has_texts.values())
+    by_order = not by_id and not by_text
+    labels = [key for key in ('answer', 'options', 'token', *['expected'] * by_order)
+              if all(key in s for x in samples.values() for s in x)]
+    if by_order and any((*has_ids.values(), *has_texts.values())):
+        refuse('; '.join(f'{run} has {"" if has_ids[run] else "no "}ids and '
+                         f'{"" if has_texts[run] else "no "}question' for run in samples))
+    if by_order and len({*map(len, texts.values())}) > 1:
+        refuse('without ids, ' + ', '.join(f'{run} has {len(x)} rows' for run, x in texts.items()))
+    if by_order and not labels:
+        refuse('they have neither ids nor questions, and no answers to check their order by')
+    keys, right, answers = {}, {}, {}
+    for run, x in samples.items():
+        order = {row: i for i, row in enumerate(sorted(s['row'] for s in x))} if by_order else {}
+        keys[run] = [(s.get('language', ''), s['id'] if by_id else order.get(s.get('row'), ''),
+                      text if by_text else '') for s, text in zip(x, texts[run], strict=True)]
+        if len({*keys[run]}) < len(x):
+            refuse(f'{run} has no ids, and a question twice')
+        right[run] = [tuple(s[label] if label != 'options' else len(s[label]) for label in labels)
+                      for s in x]
+        for key, answer in zip(keys[run], right[run], strict=True):
+            other, expected = answers.setdefault(key, (run, answer))
+            if answer != expected and not by_text:
+                refuse(f'{"id" if by_id else "row"} {key[1]} has the answer {expected[0]!r:.40} in '
+                       f'{other}, {answer[0]!r:.40} in {run}')
+    return {run: [*zip(keys[run], right[run], strict=True)] for run in samples}
+
+
+def shared_keys(first, *others):
+    """Return the keys that all Answers have, in the order of the first."""
+    return [*filter(set.intersection(*(set(x.keys) for x in others)).__contains__, first.keys)]
 
 
 def average_runs(answers):
@@ -265,17 +323,18 @@ def question_table(task, answers, reports, keys):
     keys = [key for key in keys if all(key in by_language['pooled']
                                        for by_language in reports.values())]
     table, lines, groups = [], [], []
+    unit = next(iter(answers.values())).result['unit']
     for language in next(iter(reports.values())):
         for name, x in answers.items():
             report = reports[name][language]
             labels = {'run': name, 'model': x.run.model, 'dataset': task,
                       **{key: x.run.settings.get(key, '') for key in settings},
                       'language': language}
-            table.append([*labels.values(), str(report['n']),
+            table.append([*labels.values(), count_cell(report, unit),
                           *(measure_cell(report, key) for key in keys)])
             lines.append(labels | report | sample_of(x.result))
             groups.append(language)
-    header = [*labels, next(iter(answers.values())).result['unit'], *map(Heading, keys)]
+    header = [*labels, unit, *map(Heading, keys)]
     return mark_best([header, *table], groups), lines
 
 
@@ -283,18 +342,20 @@ def over_questions(pairs, answers, keys, cfg):
     """Return the rows of each pair's second run minus the first, over the questions of both."""
     rows = []
     for (first, second), shared in pairs.items() if cfg.n_bootstrap else ():
-        # both have the same draws, because seed and number of questions are the same
-        values, resampled = measure({name: answers[name].select(shared) for name in (
-            first, second)}, cfg.n_bootstrap, cfg.seed, keys)
+        # both have the same draws, because seed, questions and their number are the same
+        questions = answers[first].questions(shared)
+        values, resampled = measure({
+            name: answers[name].select(shared)._replace(questions=questions)
+            for name in (first, second)}, cfg.n_bootstrap, cfg.seed, keys)
         for key in [key for key in keys if key in resampled[first]]:
             drawn, (x, y) = ([z[name][key] for name in (first, second)]
                              for z in (resampled, values))
             ends, p = '', None
             # a metric may be undefined in a resample, as AUROC is if every answer is correct
-            if len(shared) >= MEASURES[key].interval_from and not np.isnan(drawn).any():
+            if questions[1] >= MEASURES[key].interval_from and not np.isnan(drawn).any():
                 low, high, p = stats.difference_test(*drawn, (x, y), not MEASURES[key].is_mean)
                 ends = f'{low:+.4f} {high:+.4f}'
-            rows.append([f'{second} - {first}', 'questions', str(len(shared)), TITLES[key],
+            rows.append([f'{second} - {first}', 'questions', str(questions[1]), TITLES[key],
                          f'{y - x:+.4f}', ends, p])
     return with_holm(rows, '.3f')
 
@@ -316,18 +377,20 @@ def changed_answers(pairs, answers):
     rows = []
     for pair, shared in pairs.items():
         before, after = (answers[name].is_right(shared) for name in pair)
-        lost, won, p = stats.mcnemar(before, after)
-        low, high = metrics.wilson_interval(np.ones(len(before)), before & ~after)
-        rows.append([' to '.join(pair), str(len(before)), str(won), str(lost),
+        index, n = answers[pair[0]].questions(shared)
+        lost, won, p = stats.mcnemar(before, after, index)
+        low, high = stats.share_interval(before & ~after, index)
+        rows.append([' to '.join(pair), str(n), str(won), str(lost),
                      f'{lost / len(before):.4f}', f'{low:.4f} {high:.4f}', p])
     cells = [['change', 'questions', 'wrong to right', 'right to wrong', 'negative flips',
               '95 % interval', "McNemar's p", 'p (Holm)'], *with_holm(rows, '.2g')]
-    shared = set.intersection(*(set(x.keys) for x in answers.values()))
+    shared = shared_keys(*answers.values())
     if len(answers) < 3 or not shared:
         return cells, []
-    q, p = stats.cochran_q([x.is_right(shared) for x in answers.values()])
-    return cells, [f"Cochran's Q of equal accuracy, over the {len(shared)} questions that all runs "
-                   f'have: {q:.2f}, p {p:.2g}']
+    index, n = next(iter(answers.values())).questions(shared)
+    q, p = stats.cochran_q([x.is_right(shared) for x in answers.values()], index)
+    return cells, [f"Cochran's Q of equal accuracy, over the {n} questions that all runs have: "
+                   f'{q:.2f}, p {p:.2g}']
 
 
 def with_holm(rows, spec):

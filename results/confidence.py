@@ -16,8 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 import metrics
-from results.tables import measure_cell
+from results.tables import count_cell, measure_cell
 from runtime.digests import json_digest
+from runtime.numbers import parse_probability
 from runtime.thinking import final_answer
 
 
@@ -74,8 +75,8 @@ def class_entropy(sample):
 def stated(sample):
     """The number in <confidence> of the greedy answer, from 0 to 1 (RLCR, arXiv 2507.16806)."""
     text = final_answer(sample['greedy']['text']) or ''
-    tags = re.findall(r'<confidence>(.*?)</confidence>', text, re.DOTALL)
-    return parse_probability(tags[-1]) if tags else None, sample['greedy']
+    tag = text.rpartition('</confidence>')[0].rpartition('<confidence>')
+    return parse_probability(tag[2]) if tag[1] else None, sample['greedy']
 
 
 def distractors(sample, most=4):
@@ -151,31 +152,6 @@ def classes(answers):
     return [(names.index(name), count) for name, count in Counter(names).most_common()]
 
 
-# words that name the scale, as in 'between 0 and 1', 'from 0% to 100%', '[0, 1]', '(0.0-1.0)'
-SCALE = re.compile(r'(?<![\w.,])0(?:\.0+)?\s*%?\s*(?:and|to|through|up to|[-–—,]|\.\.+'
-                   r'|[<≤]=?\s*\w+\s*[<≤]=?)\s*1(?:\.0+|00(?:\.0+)?)?(?![\w/]|[.,]\d)\s*%?',
-                   re.IGNORECASE)
-PROBABILITY = re.compile(
-    r'(?<![\w.,])(?!50 ?/ ?50\b)(-?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)(?![.,]?\d)'
-    r'\s*(?:(\\?%|percent|per cent)|(?:/|out of|in)\s*(\d+))?(\s*(?:to|[-–—])\s*\.?\d)?',
-    re.IGNORECASE)
-
-
-def parse_probability(text):
-    """Return the first number of a text as a probability: '.8', '80%', '8 out of 10', '1'.
-
-    None if there is none from 0 to 1, as in '80' or '-1'. '0,8' may mean several things and is
-    none, nor is a range, '0.7 to 0.9'; 'between 0 and 1' alone states no number.
-    """
-    text = SCALE.sub(' ', text)
-    match = PROBABILITY.search(text)
-    between = match and re.search(r'\bbetween\W*$', text[:match.start()], re.IGNORECASE)
-    if not match or between or match[4]:
-        return None
-    value = float(match[1]) / (100 if match[2] else float(match[3] or 1) or math.nan)
-    return value if 0 <= value <= 1 else None
-
-
 # what follows a label in any emphasis, on its line or the next one, up to the other label
 LABEL = r'(?:guess|probability)(?: *\([^()\n]{0,80}\))?[*_"` ]*[:=]'
 LABELED = {label: re.compile(
@@ -203,10 +179,10 @@ def stated_guess(text, lead):
 
 def outcome(confidence, correct):
     """Return the fields of a sample with a single confidence; log_prob is at least log 1e-12."""
-    c = np.array([confidence, 1 - confidence])
-    log_c = np.log(np.maximum(c, 1e-12))
-    return {'correct': bool(correct), 'confidence': float(confidence),
-            'log_prob': float(log_c[0 if correct else 1]), 'entropy': float(-(c * log_c).sum())}
+    c = float(confidence)
+    right, wrong = math.log(max(c, 1e-12)), math.log(max(1 - c, 1e-12))
+    return {'correct': bool(correct), 'confidence': c, 'log_prob': right if correct else wrong,
+            'entropy': -c * right - (1 - c) * wrong}
 
 
 def judged(question, value, answer):
@@ -300,19 +276,19 @@ COLUMNS = {'accuracy': 'accuracy', 'confidence': 'confidence', 'auroc': 'AUROC',
 SCALED = {'platt': 'ECE, Platt', 'isotonic': 'ECE, isotonic'}
 
 
-def cells(task, tasks):
-    """Return the cells of the table of all confidences in answers to `task`; [] without answers."""
+def tables(task, tasks):
+    """Return {title: cells} of the table of all confidences in answers to `task`, if it has any."""
     if 'written' not in tasks[task]:
-        return []
+        return {}
     lines = [['entry', 'questions', *COLUMNS.values(), 'floor of ECE', *SCALED.values()]]
     for label, result in tasks.items():
         if label.partition('.')[0] == task:
             scaled = result.get('post_hoc', {}).get('reports', {})
             eces = [result.get('ece_floor'), *(scaled.get(name, {}).get('ece') for name in SCALED)]
-            lines.append([label, str(result['pooled']['n']),
+            lines.append([label, count_cell(result['pooled']),
                           *(measure_cell(result['pooled'], key) for key in COLUMNS),
                           *('' if ece is None else f'{ece:.3f}' for ece in eces)])
-    return lines
+    return {'Confidences in the written answers': lines}
 
 
 def notes(result):

@@ -4,10 +4,10 @@ import json
 import os
 from dataclasses import asdict
 
-import scaling
-from results import confidence, page, report
+from results import page, report
 from results.plots import draw_reliability
 from results.samples import DIAGRAM, OUTPUTS, SCALING, grid, of_split
+from runtime import rooms
 from runtime.errors import ConfigError
 from runtime.ownership import claim, note_inputs, write_text
 
@@ -22,7 +22,7 @@ def write_evaluation(results, earlier, samples, tasks, cfg, identity, versions, 
     for task, result in earlier.items():
         parent = task.partition('.')[0]
         if task not in results and parent in results and 'answers' in result and (
-                result['answers'] != confidence.digest_of_answers(samples[parent])):
+                result['answers'] != rooms.load('confidence').digest_of_answers(samples[parent])):
             print(f'{task}: left out, since the answers to {parent} have changed; evaluate it '
                   f'again')
         elif task not in results:
@@ -39,7 +39,7 @@ def write_evaluation(results, earlier, samples, tasks, cfg, identity, versions, 
         shots = result.get('shots', 0)
         result['fewer_shots'] = sum(s.get('shots', shots) < shots for s in rows)
         if written:
-            result |= confidence.facts(task, samples)
+            result |= rooms.load('confidence').facts(task, samples)
     content = {'schema': report.SCHEMA, 'config': asdict(cfg) | {'model': str(cfg.model)},
                'seed': cfg.seed, 'versions': versions, 'identity': identity,
                'tasks': earlier | results}
@@ -58,7 +58,7 @@ def saved_fits(cfg, task):
     path = os.path.expanduser(cfg.scaling)
     note_inputs(path)       # --overwrite must not remove it
     try:
-        fits = scaling.load(path)
+        fits = rooms.load('scaling').load(path)
     except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
         raise ConfigError(f'scaling = {cfg.scaling!r} cannot be read: {error}') from None
     name, dot, variant = task.partition('.')
@@ -83,7 +83,7 @@ def write_results(content, samples, tasks, pictures, out_dir):
     if fits := {task: x['post_hoc']['fits'] for task, x in results.items()
                 if 'fits' in x.get('post_hoc', ())}:
         claim(out_dir, SCALING)
-        scaling.save(out_dir / SCALING, fits)
+        rooms.load('scaling').save(out_dir / SCALING, fits)
         names.append(SCALING)
     # written last: a folder with results.json has the tables; NaN is null in JSON
     finite = json.loads(json.dumps(content), parse_constant=lambda name: None)

@@ -5,15 +5,13 @@ fitted to the drawn answers to other questions. Kadavath et al. 2022 (arXiv 2207
 whole model instead; for that see data/p_ik.py.
 """
 
-from collections import Counter
-
 import numpy as np
 
 from scaling import fit_logistic
 
 N_FOLDS = 5
 N_COMPONENTS = 256                          # principal components of the states
-PENALTIES = 1.0, 0.1, 1e-2, 1e-3, 1e-4      # the best is chosen on a fold of its own
+PENALTIES = 1.0, 0.1, 1e-2, 1e-3, 1e-4
 
 
 def cross_validated(states, shares, groups):
@@ -23,29 +21,27 @@ def cross_validated(states, shares, groups):
     shares: [N], of right answers among those that were drawn; their mean cross-entropy is minimized
     groups: N texts; questions of one group share a fold. There must be three groups or more
 
-    Folds have about equal shares. Otherwise the questions of a fold with few right answers would
-    get high predictions from the other folds, and a useless probe would rank them in reverse.
-    The penalty of a fold is the best one for the next fold, fitted to the others. The principal
+    Every fit is shifted to the mean share of all questions. With its own mean, a fold with few
+    right answers would be predicted high by the others, and a useless probe would rank in reverse.
+    So it would with a penalty per fold; the one of all has the least cross-entropy. The principal
     components are those of all questions, since no answer takes part in them.
     """
-    right, n = Counter(), Counter(groups)
-    for group, share in zip(groups, shares, strict=True):
-        right[group] += share
-    ranked = sorted(n, key=lambda group: (right[group] / n[group], group))
-    n_folds = min(N_FOLDS, len(ranked))
-    fold_of = {group: i % n_folds for i, group in enumerate(ranked)}
+    names = sorted(set(groups))
+    n_folds = min(N_FOLDS, len(names))
+    fold_of = {group: i % n_folds for i, group in enumerate(names)}
     folds = np.array([fold_of[group] for group in groups])
-    x, p_ik = components(states), np.empty(len(states))
-    for fold in range(n_folds):
-        test, chosen = folds == fold, folds == (fold + 1) % n_folds
-        rest = ~test & ~chosen
-        losses = []
-        for penalty in PENALTIES:
-            p = np.clip(fitted(x[rest], shares[rest], penalty, x[chosen]), 1e-12, 1 - 1e-12)
-            share = shares[chosen]
-            losses.append(-np.mean(share * np.log(p) + (1 - share) * np.log1p(-p)))
-        p_ik[test] = fitted(x[~test], shares[~test], PENALTIES[np.argmin(losses)], x[test])
-    return p_ik
+    x, shares = components(states), np.asarray(shares, np.float64)
+    best, least = None, np.inf
+    for penalty in PENALTIES:
+        p_ik = np.empty(len(x))
+        for test in (folds == fold for fold in range(n_folds)):
+            shifted = shares[~test] + (shares.mean() - shares[~test].mean())
+            p_ik[test] = fitted(x[~test], shifted, penalty, x[test])
+        p = np.clip(p_ik, 1e-12, 1 - 1e-12)
+        loss = -np.mean(shares * np.log(p) + (1 - shares) * np.log1p(-p))
+        if loss < least:
+            best, least = p_ik, loss
+    return np.round(best, 6)    # a fit is exact to about 1e-7, and equal predictions are ties
 
 
 def components(states):

@@ -58,8 +58,10 @@ def warn_on_failure(path):
         yield written
         written.append(path)
     except Exception as error:      # matplotlib raises many kinds
+        hint = ("; pip install matplotlib, or 'nanocal[files]' for the command nanocal"
+                if isinstance(error, ModuleNotFoundError) else '')
         print(f'warning: {path} was not written: {type(error).__name__}: '
-              f'{escape_controls(str(error))}', file=sys.stderr)
+              f'{escape_controls(str(error))}{hint}', file=sys.stderr)
 
 
 def draw_reliability(path, panels, columns=5):
@@ -68,7 +70,7 @@ def draw_reliability(path, panels, columns=5):
                 'ECE': metrics.ece}
     with warn_on_failure(path) as written:
         draw_bins(path, [(title, {name: metric(*p[:2]) for name, metric in measured.items()},
-                          metrics.bins(*p[:2])) for title, p in panels], columns)
+                          p.bins()) for title, p in panels], columns)
     return bool(written)
 
 

@@ -1,381 +1,352 @@
 """Read files of predictions from any source: their rows become samples like those of evaluate.py.
 
-It needs numpy alone, and pyarrow for parquet.
+A row has probs or log_probs and answer, or confidence and correct, or answers and answer; or it is
+a line of lm-evaluation-harness, or a sample of evaluate.py. Needs numpy, and pyarrow for parquet.
 """
 
 import ast
 import contextlib
+import functools
 import json
 import math
 import re
-from array import array
 from collections import Counter
-from pathlib import Path
-
-import numpy as np
 
 import metrics
 from results.confidence import outcome, parse_probability
-from results.samples import latest_samples, option_lengths, option_scores
+from results.harness_files import UnusableTaskError, harness_sample, harness_task, repeats
+from results.samples import latest_samples, option_lengths
 from runtime.digests import json_digest
-from runtime.errors import DataError
-from runtime.readers import column_names, parse_json, read_rows, to_dict
+from runtime.errors import ConfigError, DataError
+from runtime.readers import column_names, read_rows, to_dict
 
-
-class UnusableTaskError(DataError):
-    """A task of lm_eval is not multiple choice, or a question has several right options."""
-
-
-NUMBERED = re.compile(r'(prob|log_prob)s?_(\d+)')      # a column of a table
+# {name of a column, in upper or lower case: what it holds}; --columns=answer=NAME reads another
+# one. In place of a list there may be columns: probs_0, probs_1, ... or prob_A, prob_B, ...
+NAMES = {what: what for what in (
+    'probs', 'log_probs', 'n_tokens', 'options', 'choices', 'answer', 'confidence', 'correct',
+    'answers', 'response', 'id', 'task', 'split', 'language', 'subject', 'category', 'context',
+    'question', 'prompt')} | {'label': 'answer', 'sampled_responses': 'answers'}
+TEXTS = 'context', 'question', 'prompt'      # the last that a row has is compared
+DISTRIBUTIONS = {'probs': 'probabilities of a file', 'confidence': 'confidences of a file'}
+KINDS = 'probs', 'log_probs', 'confidence', 'answers'       # the first that a row has counts
 
 
 def read_predictions(path, cfg):
     """Yield (sample, name of its distribution) of each row of a prediction file.
 
-    cfg: a FileConfig. Samples of two files are paired by `id`, or their position, and by the text
-    of the question. Rows that state no probability are counted. Raises DataError with the place.
+    cfg: a FileConfig. A row without an id has its number in the file as 'id', and as 'row'.
+    Rows that state no probability are counted. Raises DataError with the place.
     """
     if '.txt' in path.suffixes[-2:]:
         raise DataError(f'{path}: a text is no file of predictions; if its lines are JSON objects, '
                         f'name it .jsonl')
-    (group, subtask, _), first_kinds, logged, unstated = harness_task(path), {}, {}, []
+    layouts = functools.cache(functools.partial(find_columns, chosen=chosen_columns(cfg.columns)))
+    (group, subtask, _), first_kinds, logged = harness_task(path), {}, {}
+    position, n_unstated, unstated = 0, 0, ''
     for position, place, row in _counting_rows(path):
-        samples = []
         try:
             if isinstance(row, DataError):
                 raise row
             if not isinstance(row, dict):
                 raise ValueError(f'not a JSON object: {str(row)[:40]}')
-            if (row.get('split') or 'test') != 'test':
-                continue
+            norm, scored = cfg.norm, f'log-probabilities, {cfg.norm} of a file'
             if 'filtered_resps' in row:     # of lm_eval, whose files do not count tokens
-                converted = harness_sample(row, cfg.norm)
+                converted = harness_sample(row, norm)
                 if repeats(converted, row.get('filter'), logged):
                     continue
-                parts, norm = [row | converted | {'task': group}], 'token'
+                parts, norm = [converted | {'task': group}], 'token'
                 scored = f'lm-evaluation-harness, {cfg.norm.replace("token", "sum")}'
             else:
-                parts, norm = _named(_joined(row), cfg.confidence, cfg.correct), cfg.norm
-                scored = f'log-probabilities, {norm} of a file'
-            distributions = {'confidence': 'confidences of a file', 'log_probs': scored,
-                             'probs': 'probabilities of a file'}
+                parts = [_select(row, *layout) for layout in layouts(tuple(row))]
             for part in parts:
+                if (part.get('split') or 'test') != 'test':
+                    continue
                 kind, values = _values(part, norm)
                 if not values:
-                    unstated.append(f'{place}: {part.get("confidence")!r}')
+                    n_unstated += 1
+                    unstated = unstated or f'{place}: {part.get("confidence")!r:.60}'
                     continue
-                first = first_kinds.setdefault(str(part.get('task') or ''), kind)
+                first = first_kinds.setdefault(part['task'], kind)
                 if (first == 'confidence') != (kind == 'confidence'):
                     raise ValueError(f'{kind}, but the task begins with {first}')
-                samples.append((_sample(part, position, subtask) | values, distributions[kind]))
+                yield _identity(part, position, subtask) | values, DISTRIBUTIONS.get(kind, scored)
         except (ValueError, OverflowError, RecursionError) as error:
             reason = str(error).removeprefix('row 0: ').removeprefix(f'{place}: ')
             kind = UnusableTaskError if isinstance(error, UnusableTaskError) else DataError
-            raise kind(
-                f'{place}: {reason}. Wanted: an object with probs (or log_probs) and answer, '
-                f'or confidence and correct, or answers and answer, or a line of multiple choice '
-                f'by lm_eval --log_samples') from error
-        yield from samples
-    left_out = unstated and f'{len(unstated)} rows state no probability, the first: {unstated[0]}'
+            hint = '' if row is error else '\n`nanocal metrics --help` lists the forms of a row'
+            raise kind(f'{place}: {reason}{hint}') from error
+    left_out = n_unstated and f'{n_unstated} rows state no probability, the first: {unstated}'
     if not first_kinds:
-        raise DataError(f'{path}: {left_out or "no row to score of the split test"}')
-    if unstated:
+        raise DataError(f'{path}: {left_out or "no row to score of the split test"}' if position
+                        else f'{path}: the file is empty: it has no rows')
+    if left_out:
         print(f'{left_out}; they are left out')
 
 
 def _counting_rows(path):
-    """Yield (position from 1, place, row) of a file without samples that a later one replaces.
-
-    Only rows from the first sample of evaluate.py on are held in memory.
-    """
+    """Yield (position from 1, place, row) of a file without samples that a later one replaces."""
     rows = ((i, place, row) for i, (place, row) in enumerate(read_rows(path, _read_cells), 1))
     for item in rows:
-        if not _is_ours(item[-1]):
+        if _is_ours(item[-1]):      # hold this file in memory
+            rows = [item, *rows]
+            ours = [row for *_, row in rows if _is_ours(row)]
+            replaced = {*map(id, ours)} - {*map(id, latest_samples(ours))}
+            yield from (item for item in rows if id(item[-1]) not in replaced)
+        else:
             yield item
-            continue
-        held = [item, *rows]
-        ours = [row for *_, row in held if _is_ours(row)]
-        replaced = {*map(id, ours)} - {*map(id, latest_samples(ours))}
-        yield from (item for item in held if id(item[-1]) not in replaced)
 
 
 def _is_ours(row):
     """Return whether a row is a sample of evaluate.py."""
-    return isinstance(row, dict) and isinstance(row.get('text', ''), str) and all(
-        isinstance(row.get(key), str) for key in ('task', 'split', 'language', 'id', 'prompt'))
+    return isinstance(row, dict) and 'prompt' in row and isinstance(row.get('text', ''), str) and (
+        all(isinstance(row.get(key), str) for key in ('task', 'split', 'language', 'id', 'prompt')))
 
 
-def _sample(row, position, subtask):
+def _identity(part, position, subtask):
     """Return what a sample has besides the values that are measured."""
-    name = f'{subtask}:' * bool(subtask) + str(row.get('id', position))
-    sample = {'task': row.get('task'), 'split': 'test', 'id': name, 'language': row.get('language'),
-              'subject': row.get('subject', subtask), 'category': row.get('category')}
-    sample = {key: str(x or '') for key, x in sample.items()}
-    if texts := [str(row[key]) for key in ('context', 'question', 'prompt') if row.get(key)]:
-        sample |= {'context': texts[0], 'question': json_digest(texts[-1], size=6)}
+    sample = {'task': part['task'], 'split': 'test',
+              'id': f'{subtask}:' * bool(subtask) + str(part.get('id', position)),
+              'language': str(part.get('language', '')),
+              'subject': str(part.get('subject', subtask)),
+              'category': str(part.get('category', ''))}
+    if 'id' not in part:
+        sample['row'] = position
+    if texts := [str(part[key]) for key in TEXTS if part.get(key)]:
+        # of a sample of evaluate.py it is a hash already
+        sample |= {'context': texts[0], 'question': part.get('question', '') if _is_ours(part)
+                   else json_digest(texts[-1], size=6)}
     return sample
 
 
-def _named(row, confidence, correct):
-    """Return a row once for each column of `confidence`, under the keys that `_values` reads."""
-    if missing := [key for key in (*confidence, *[correct] * (correct != 'correct'))
-                   if key not in row]:
-        raise ValueError(f'there is no column {missing[0]!r}, but {", ".join(map(str, row))}')
-    row = row | ({'correct': row[correct]} if correct in row else {})
-    row = {key: x for key, x in row.items()
-           if x is not None or key in (*confidence, 'confidence', 'correct')}
-    return [{key: x for key, x in row.items() if key not in OPTION_KEYS}
-            | {'confidence': row[column], 'task': column} for column in confidence] or [row]
+# Columns
+
+
+def chosen_columns(settings):
+    """Return [(what a column holds, its name)] of --columns=answer=NAME,...; ConfigError."""
+    chosen = [(what, name) for what, _, name in (setting.partition('=') for setting in settings)]
+    counts = Counter(what for what, _ in chosen if what != 'confidence')
+    for what, name in chosen:
+        if what not in NAMES.values() or not name or counts[what] > 1:
+            raise ConfigError(f'columns: {what}={name}; wanted NAME once for some of '
+                              f'{", ".join(dict.fromkeys(NAMES.values()))}')
+    return chosen
+
+
+def find_columns(keys, chosen):
+    """Return [('', {what: its column, or a list of them})]; of chosen confidences (name, ...)."""
+    names = {name: what for name, what in NAMES.items() if what not in dict(chosen)}
+    names |= {name.casefold(): what for what, name in chosen if what != 'confidence'}
+    found = {}
+    for key in keys:
+        what, k = names.get(key.casefold()), None
+        numbered = re.fullmatch('(.+?)s?_([0-9]+|[a-z])', key.casefold())
+        if numbered and not what:
+            what, k = names.get(numbered[1]) or names.get(f'{numbered[1]}s'), numbered[2]
+            k = int(k) if k.isdigit() else ord(k) - ord('a')
+        if what and (k is None or what in KINDS[:2]):
+            found.setdefault(what, []).append((k, key))
+    for what, columns in found.items():
+        ks = sorted(k for k, _ in columns if k is not None)
+        if 1 < len(columns) != len(ks):
+            raise ValueError(f'the columns {_listed(key for _, key in columns)} are all {what}; '
+                             f'choose one by --columns={what}={columns[0][1]}')
+        if ks != [*range(len(ks))]:     # `answer` would be the index of another option
+            raise ValueError(f'the columns {what}_k hold numbers for k = {_listed(ks)}; wanted 0, '
+                             f'1, ... without a gap, or A, B, ...')
+        found[what] = [key for _, key in sorted(columns)] if ks else columns[0][1]
+    confidences = [name for what, name in chosen if what == 'confidence']
+    for name in [*confidences, *(name for what, name in chosen if what not in found)]:
+        if name not in keys:
+            raise ValueError(f'there is no column {name!r}, but {_listed(keys)}')
+    if not confidences and not found.keys() & {*KINDS}:
+        raise ValueError(f'no column is named {", ".join(KINDS)} or probs_0, but {_listed(keys)}; '
+                         f'other names are read by --columns=confidence=NAME,correct=NAME')
+    rest = {what: column for what, column in found.items() if what not in KINDS}
+    return [(name, rest | {'confidence': name}) for name in confidences] or [('', found)]
+
+
+def _listed(names):
+    text = ', '.join(map(str, names))
+    return text if len(text) <= 200 else f'{text[:200]}...'
+
+
+def _select(row, name, columns):
+    """Return {what: value} of a row without its empty cells; name: of the chosen confidence."""
+    part = {what: [row[key] for key in column] if isinstance(column, list) else row[column]
+            for what, column in columns.items()}
+    part = {what: x for what, x in part.items() if x is not None}
+    return part | {'task': '.'.join(map(str, filter(None, (part.get('task'), name))))}
 
 
 def _read_cells(lines, delimiter):
-    """Yield (place, row) of the lines of a table, with numbers, truth values and lists."""
-    names = None
+    """Yield (place, row) of the lines of a table; a cell is a text, or None if it is empty."""
+    cell, names = DecimalComma if delimiter == ';' else str, None
     for place, cells in lines:
         if names is None:
             names = column_names(place, cells)
         else:
-            yield place, to_dict(place, names, [_cell(text, delimiter) for text in cells])
+            yield place, to_dict(place, names, [cell(text.strip(' ')) or None for text in cells])
 
 
-def _cell(text, delimiter):
-    """Return what a cell states in JSON or as Python prints it; its text; None for an empty one."""
-    text = text.strip(' ')
-    if not text:
-        return None
-    if text.casefold() in ('true', 'false'):
-        return text.casefold() == 'true'
-    if delimiter == ';':        # where 0,9 is a number
-        text = re.sub(r'^(-?\d+),(\d+)( ?%)?$', r'\1.\2\3', text)
-    for read in (json.loads, *[ast.literal_eval] * text.startswith('[')):
+# Cells, read by the type of their column: text stays text
+
+NUMBER = re.compile(r'([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?|-?inf(?:inity)?) *(%?)',
+                    re.IGNORECASE)
+READERS = (functools.partial(json.loads, parse_float=str, parse_int=str, parse_constant=str),
+           ast.literal_eval)        # of a printed list
+
+
+class DecimalComma(str):
+    """A cell of a table with semicolons, where 0,9 is a number."""
+
+
+def _number(x):
+    """Return a number, or a text that is one as a whole, as a float; None for anything else."""
+    if type(x) in (int, float):
+        return float(x)
+    text = x.replace(',', '.') if isinstance(x, DecimalComma) else x
+    match = isinstance(text, str) and NUMBER.fullmatch(text.strip())
+    return float(match[1]) / (100 if match[2] else 1) if match else None
+
+
+def _numbers(what, x):
+    """Return a list of numbers, also one that Python or numpy printed, as floats."""
+    if isinstance(x, str):      # np.float64(0.7) and [0.7 0.3]
+        x = re.sub(r'(?<=[\d.])\s+(?=[-+.\d])', ', ', re.sub(r'np\.\w+\(([^()]*)\)', r'\1', x))
+    items = [*x] if isinstance(x := _list(x), list) else []
+    while items and items[-1] is None:      # fewer options than other rows
+        items.pop()
+    values = [*map(_number, items)]
+    if not values:
+        raise ValueError(f'{what} is {x!r:.60}, not a list of numbers such as [0.7, 0.3]')
+    if None in values:
+        raise ValueError(f'{what} holds {items[values.index(None)]!r:.60}, which is no number')
+    return values
+
+
+def _list(x):
+    """Return x, or the list whose text it is: of JSON with numbers as they stand, or of Python."""
+    # ['a' 'b'] of numpy would be one text in Python
+    is_list = isinstance(x, str) and x.startswith('[') and not re.search(r'[\'"]\s+[\'"]', x)
+    for read in READERS if is_list else ():
         with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            return read(text)
-    return float(text) if re.fullmatch(r'-?\.\d+', text) else text     # as SAS and Stata print 0.5
+            return read(x)
+    return x
 
 
-def _joined(row):
-    """Return a row with a list `probs` for its columns probs_0, probs_1, ..., or `log_probs`."""
-    lists = {}
-    for key, value in row.items():
-        if (match := NUMBERED.fullmatch(key)) and value is not None:
-            lists.setdefault(f'{match[1]}s', []).append((int(match[2]), value))
-    for name, x in lists.items():
-        ks = sorted(k for k, _ in x)
-        if ks != [*range(len(x))]:      # `answer` would be the index of another option
-            raise ValueError(f'the columns {name}_k hold numbers for k = '
-                             f'{", ".join(map(str, ks))}; wanted 0, 1, ... without a gap')
-    return row | {name: [value for _, value in sorted(x)] for name, x in lists.items()}
+def _stated(x):
+    """Return the probability that a number or a sentence states; None for 'NA' or 'high'."""
+    value = _number(x)
+    if value is None and isinstance(x, str) and not re.fullmatch(r'\S*\d\S*', x.strip()):
+        return parse_probability(x)
+    if value is None or not 0 <= value <= 1 + metrics.SUM_TOLERANCE:
+        raise ValueError(f'confidence is {x!r:.60}; wanted a number from 0 to 1, such as 0.8, or '
+                         f'80 %')
+    return value
 
 
-# Files of lm-evaluation-harness
+def _label(x, n, options):
+    """Return the index of the option that `answer` names by index, letter or text."""
+    if type(x) is int and 0 <= x < n:
+        return x
+    text = str(x).strip() if isinstance(x, (str, int, float)) else ''
+    named = {int(float(text))} if re.fullmatch(r'[0-9]+(\.0+)?', text) else set()   # 1.0: pandas
+    if isinstance(x, str):
+        named |= {ord(text.upper()) - ord('A')} if re.fullmatch('[A-Za-z]', text) else set()
+        named |= {k for texts in options for k in range(n) if texts[k].strip() == text}
+    named &= {*range(n)}
+    if len(named) != 1:
+        hint = f', which is {" or ".join(map(str, sorted(named)))}' if named else ''
+        raise ValueError(f'answer must be the index of the correct option, from 0, its letter or '
+                         f'its text in options, not {x!r:.60}{hint}')
+    return named.pop()
 
 
-def harness_task(path) -> tuple[str, str, str]:
-    """Return (task, subtask, date) of a file of lm-evaluation-harness, else ('samples', '', '').
-
-    It is samples_<subtask>_<date>.jsonl. The task of mmlu_anatomy is mmlu if results_<date>.json
-    beside it has that group.
-    """
-    path = Path(path)
-    match = re.fullmatch(r'samples_(.+)_(\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl', path.name)
-    if not match:
-        return 'samples', '', ''
-    subtask, date = match.groups()
-    groups = []
-    for file in path.parent.glob(f'*_{date}.json'):
-        content = parse_json(file.read_bytes(), file)
-        if not isinstance(content, dict):
-            raise DataError(f'{file} is not what lm_eval wrote; remove it, or evaluate again')
-        groups += [group for group in content.get('group_subtasks', ())
-                   if subtask.startswith(f'{group}_')]
-    return max(groups, key=len, default=subtask), subtask, date
-
-
-def harness_sample(row, norm='token') -> dict:
-    """Convert a line that lm_eval --log_samples wrote (0.4.3 to 0.4.13) to the form of our samples.
-
-    n_tokens are the `option_lengths` of one token each. Raises UnusableTaskError, and ValueError if
-    `acc` of the line contradicts the answer.
-    """
-    try:
-        pairs = row['filtered_resps']
-        options = [call.get('arg_1') for call in row['arguments'].values() if call]  # parquet: None
-        if 'acc_mutual_info' in row:    # the second half is without the question
-            pairs, options = pairs[:len(pairs) // 2], options[:len(options) // 2]
-        if len(pairs) < 2 or type(pairs[0]) is not list:
-            raise UnusableTaskError('not multiple choice, so there are no probabilities of '
-                                    'options: the model wrote an answer, or a single text was '
-                                    'scored')
-        if len(options) != len(pairs):
-            raise ValueError(f'{len(pairs)} results of {len(options)} calls')
-        texts = [option[option[:1].isspace():] for option in options]
-        sample = {'id': f'{row["doc_id"]}:{row["doc_hash"][:16]}', 'options': options,
-                  'log_probs': [float(log_prob) for log_prob, _ in pairs],
-                  'n_tokens': option_lengths(texts, [1] * len(texts), norm)}
-        target, top = _single(row['target']), int(np.argmax(sample['log_probs']))
-        if len(texts) == 2 and texts[0] == texts[1]:    # after two contexts, as in WinoGrande
-            answer = top if row['acc'] else 1 - top
-        else:
-            answer = int(target) if target.isdecimal() else (texts + [target]).index(target)
-    except (LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f'not a line that lm_eval --log_samples wrote since version 0.4.3 '
-                         f'({error!r})') from None
-    if answer >= len(texts) or row.get('acc', top == answer) != (top == answer):
-        kind = UnusableTaskError if target.startswith('[') else ValueError
-        raise kind(f'its target, {row["target"]!r}, is not the only right option')
-    return sample | {'answer': answer}
-
-
-def _single(target):
-    """Return a target as text; of a list of one, also if it is printed, its element."""
-    if isinstance(target, str) and target.startswith('['):
-        with contextlib.suppress(ValueError, SyntaxError):
-            target = ast.literal_eval(target)
-    return str(target[0] if isinstance(target, list) and len(target) == 1 else target)
-
-
-def repeats(sample, filter, logged) -> bool:
-    """Return whether a sample of lm_eval is in `logged`, {id: (sample, filter)}; else add it."""
-    first, first_filter = logged.setdefault(sample['id'], (sample, filter))
-    if first != sample:
-        why = (f'of the filters {first_filter} and {filter}; keep the lines of one filter'
-               if filter != first_filter else
-               'of several models or calls; give each of them a file of its own')
-        raise ValueError(f'question {sample["id"]} is there twice with other log-probabilities, '
-                         f'{why}')
-    return first is not sample
-
-
-OPTION_KEYS = 'probs', 'log_probs'
-SAMPLED_KEYS = 'answers', 'sampled_responses'       # the second in tables of uqlm
+# Rows
 
 
 def _values(row, norm):
     """Return ('probs', 'log_probs' or 'confidence', {key of a sample: value}, {} if not stated)."""
-    kinds = *OPTION_KEYS, 'confidence', *SAMPLED_KEYS
-    kind = next((x for x in kinds if row.get(x) is not None), 'confidence')
-    if kind not in row:
-        raise ValueError(f'neither {", ".join(kinds[:-1])} nor columns probs_0, probs_1, ..., but '
-                         f'the keys {", ".join(map(str, row))}; --confidence names another '
-                         f'column, and logits may stand in log_probs')
-    if kind in SAMPLED_KEYS:
-        row, kind = row | _sampled(row, row[kind]), 'confidence'
-    if kind == 'confidence':
-        stated, correct = row[kind], row.get('correct')
-        value = parse_probability(stated) if isinstance(stated, str) else stated
-        if value is None:
-            if re.fullmatch(r'\s*-?[\d.,]+\s*', str(stated)):
-                raise ValueError(f'confidence is {stated!r}; wanted a number such as 0.8 or 80 %')
-            return kind, {}
-        if isinstance(correct, list) or correct not in (0, 1):      # so are true and false
-            hint = ('write true, false, 1 or 0' if 'correct' in row else
-                    '--correct names another column')
-            raise ValueError(f'correct must be true or false, not {correct!r:.60}; {hint}')
-        if type(value) in (int, float) and 1 < value <= 100:
-            raise ValueError(f'confidence is {value}, not from 0 to 1; if these are percent, write '
-                             f'{value} % or divide by 100')
-        value = metrics.check_confidence(_numbers(kind, [value]))[0]
-        more = {'predicted': str(row['response'])} if 'response' in row else {}
-        return kind, outcome(value, correct) | more
-    values, label = _numbers(kind, row.get(kind)), row.get('answer', row.get('label'))
-    other = row.get('label')        # as text it is the name of a class
-    differs = isinstance(other, (int, float)) and other != label
-    if type(label) not in (int, float) or label % 1 or differs:
-        beside = f' beside the label {other!r:.60}' if differs else ''
-        raise ValueError(f'answer must be the index of the correct option, not {label!r}{beside}')
-    label = int(label)      # pandas writes 1.0 beside a null
-    texts = row.get('options', [])
-    options = row.get('choices') or texts
-    if not isinstance(options, list) or len(options) != len(values):
-        options = range(1, len(values) + 1)
-    sample = {'n_tokens': [1] * len(values), 'options': [*map(str, options)], 'answer': label}
+    kind = next((x for x in KINDS if x in row), None)
+    if kind in KINDS[:2]:
+        return kind, _distribution(row, kind, norm)
+    row = row | _sampled(row) if kind == 'answers' else row
+    value = _stated(row['confidence']) if kind else None
+    if value is None:
+        return 'confidence', {}
+    correct = row.get('correct')
+    is_right = {'true': 1, 'false': 0}.get(str(correct).casefold(), _number(correct))
+    if is_right not in (0, 1):
+        raise ValueError(f'correct must be true or false, 1 or 0, not {correct!r:.60}; '
+                         f'--columns=correct=NAME reads another column')
+    texts = {'predicted': 'response', 'expected': 'expected'}
+    return 'confidence', {key: str(row[name]) for key, name in texts.items() if name in row} | (
+        outcome(value, is_right))
+
+
+def _distribution(row, kind, norm):
+    """Return the values of a sample that has a number for each option."""
+    values = _numbers(kind, row[kind])
+    n = len(values)
+    lists = {key: [*map(str, x)] for key in ('options', 'choices') if key in row
+             if isinstance(x := _list(row[key]), list) and len(x) == n}
+    label = _label(row.get('answer'), n, lists.values())
+    texts = lists.get('choices') or lists.get('options') or [*map(str, range(1, n + 1))]
+    sample = {'n_tokens': [1] * n, 'options': texts, 'answer': label}
     if kind == 'probs':
-        metrics.check_probs([values], [label])
+        if not (abs(sum(values) - 1) <= metrics.SUM_TOLERANCE and min(values) >= 0):
+            metrics.check_probs([values], [label])      # which says what is wrong
         _check_confidence(row, values, label)
-        scores = np.log(np.maximum(values, metrics.NLL_FLOOR))
-        return kind, sample | {'probs': values.tolist(), 'log_probs': scores.tolist()}
-    n_tokens = _numbers('n_tokens', row.get('n_tokens', [1] * len(values)))
-    if n_tokens.shape != values.shape or not ((n_tokens >= 1) & (n_tokens < np.inf)).all():
+        log_probs = [math.log(max(x, metrics.NLL_FLOOR)) for x in values]
+        return sample | {'probs': values, 'log_probs': log_probs}
+    n_tokens = _numbers('n_tokens', row['n_tokens']) if 'n_tokens' in row else sample['n_tokens']
+    if len(n_tokens) != n or not all(1 <= x < math.inf for x in n_tokens):
         raise ValueError(f'n_tokens must be 1 or more for each log-probability, not {n_tokens}')
-    if (np.abs(values[np.isfinite(values)]) >= 1e300).any():    # sums of them would be infinite
+    if any(1e300 <= abs(x) < math.inf for x in values):     # sums of them would be infinite
         raise ValueError(f'log_probs must be below 1e300 in magnitude, not {row[kind]!r:.60}')
-    if norm in ('char', 'byte') and not (isinstance(texts, list) and len(texts) == len(values)
-                                         and all(isinstance(text, str) for text in texts)):
-        raise ValueError(f'--norm={norm} needs options, the text of each, not {texts!r:.60}')
-    scores = option_scores(values, texts, n_tokens.tolist(), norm)
-    metrics.check_labels([label], 1, len(scores))
-    metrics.softmax(scores)         # which refuses NaN, and -inf alone
-    if np.isinf(scores[label]):
-        raise ValueError(f'label {label} has the score -inf')
-    return kind, sample | {'log_probs': scores.tolist()}
+    if norm in ('char', 'byte') and 'options' not in lists:
+        raise ValueError(f'--norm={norm} needs options, the text of each, not '
+                         f'{row.get("options")!r:.60}')
+    scored = [text.removeprefix(' ') for text in lists.get('options', ())]
+    lengths = option_lengths(scored, n_tokens, norm)
+    scores = [x / length for x, length in zip(values, lengths, strict=True)]
+    if not all(map(math.isfinite, scores)):
+        metrics.softmax(scores)         # which refuses NaN, and -inf alone
+        if scores[label] == -math.inf:
+            raise ValueError(f'label {label} has the score -inf')
+    return sample | {'log_probs': scores}
 
 
 def _check_confidence(row, probs, label):
     """Raise ValueError for a confidence, or a correctness, that is not that of `probs` [K]."""
-    stated, correct = row.get('confidence'), row.get('correct')
-    value = parse_probability(stated) if isinstance(stated, str) else stated
-    if type(value) in (int, float) and abs(value - max(probs)) > 0.0051:    # it may be rounded
-        raise ValueError(f'confidence is {stated!r:.60}, and the largest of probs '
-                         f'{max(probs):.4g}; leave one of them out, or read it by '
-                         '--confidence=confidence')
-    is_top = probs[label] == max(probs)
-    if type(correct) in (bool, int) and bool(correct) != is_top and (
-            (probs == max(probs)).sum() == 1):
+    stated = _stated(row['confidence']) if 'confidence' in row else None
+    if stated is not None and abs(stated - max(probs)) > 0.0051:    # it may be rounded
+        raise ValueError(f'confidence is {row["confidence"]!r:.60}, and the largest of probs '
+                         f'{max(probs):.4g}; leave one of them out')
+    is_top, correct = probs[label] == max(probs), row.get('correct')
+    if correct in (0, 1) and bool(correct) != is_top and probs.count(max(probs)) == 1:
         raise ValueError(f'correct is {correct}, and by probs the top option is '
                          f'{"right" if is_top else "wrong"}; leave one of them out')
 
 
-def _sampled(row, answers):
+def _sampled(row):
     """Return the confidence and correctness of written answers: a share of equal texts."""
-    def plain(text):
-        return str(text).strip(' \t\n.').casefold()
-
+    answers, references = _list(row['answers']), row.get('answer', [])
+    if not isinstance(references, list):        # in a table it may be a printed list
+        printed = _list(references)
+        references = [references, *(printed if isinstance(printed, list) else ())]
     if not isinstance(answers, list) or not answers:
-        raise ValueError(f'answers must be a list of texts, not {answers!r:.60}')
-    texts, references = [*map(plain, answers)], row.get('answer')
-    text = plain(row['response']) if 'response' in row else Counter(texts).most_common(1)[0][0]
-    if (correct := row.get('correct')) is None and references is not None:
-        correct = text in map(plain, references if isinstance(references, list) else [references])
-    elif 'response' not in row:
-        raise ValueError('the right answer is missing: answer, a text or a list of texts')
-    return {'confidence': texts.count(text) / len(texts), 'correct': correct}
-
-
-def _numbers(key, values):
-    if not isinstance(values, list) or not all(type(x) in (int, float) for x in values):
-        raise ValueError(f'{key} must be numbers, not {values!r:.60}')
-    return np.array(values, dtype=np.float64)
-
-
-class ReportInput:
-    """The numbers of a task's samples that metrics.report reads, in 8 bytes each."""
-
-    def __init__(self):
-        self.probs, self.scores = array('d'), array('d')
-        self.labels, self.n_options = array('q'), array('q')
-
-    def append(self, sample):
-        """Add a sample of `read_predictions`."""
-        if 'log_probs' not in sample:
-            self.probs.append(sample['confidence'])
-            self.labels.append(sample['correct'])
-            return
-        scores = sample['log_probs']
-        self.scores.extend(scores)
-        self.probs.extend(sample.get('probs', [math.nan] * len(scores)))
-        self.labels.append(sample['answer'])
-        self.n_options.append(len(scores))
-
-    def arrays(self):
-        """Return probs, labels, n_options and scores, the arguments of metrics.report."""
-        labels, n_options = np.array(self.labels), np.array(self.n_options)
-        if not len(n_options):
-            return np.array(self.probs), labels, None, None
-        is_option = np.arange(n_options.max()) < n_options[:, None]
-        probs, scores = np.zeros(is_option.shape), np.full(is_option.shape, -np.inf)
-        probs[is_option], scores[is_option] = self.probs, self.scores
-        unstated = np.isnan(probs[:, 0])
-        if not unstated.any():
-            return probs, labels, n_options, None
-        probs[unstated] = metrics.softmax(scores[unstated])
-        return probs, labels, n_options, scores
+        raise ValueError(f"answers must be a list such as ['B', 'C'], not {answers!r:.60}")
+    texts = [*answers, *references, row.get('response', '')]
+    if wrong := [x for x in texts if not isinstance(x, (str, int))]:
+        raise ValueError(f'answers must be texts or whole numbers, not {wrong[0]!r:.60}')
+    texts = [str(x).strip(' \t\n').removesuffix('.').casefold() for x in texts]
+    answers, references = texts[:len(answers)], texts[len(answers):-1]
+    chosen = texts[-1] if 'response' in row else Counter(answers).most_common(1)[0][0]
+    found = {'confidence': answers.count(chosen) / len(answers)}
+    if 'correct' in row and 'response' in row:
+        return found
+    if not references:
+        raise ValueError('the right answer is missing: answer, a text or a list of texts, or '
+                         'response and correct')
+    return found | {'correct': chosen in references, 'expected': row['answer']}

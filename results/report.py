@@ -10,19 +10,15 @@ from typing import NamedTuple
 import numpy as np
 
 import metrics
-import scaling
 import stats
-from results import judging, temperatures
 from results import samples as sample_files
-from results.confidence import cells as confidence_cells
-from results.confidence import notes as written_notes
 from results.plots import draw_reliability, warn_on_failure
-from results.samples import (by_order, of_split, option_scores, picture, read_splits,
-                             sample_order)
-from results.tables import (MEASURES, TITLES, Heading, Section, aligned, csv_text, few_rows_note,
-                            mark_best, measure_cell)
+from results.samples import (by_order, of_split, option_scores, picture, question_numbers,
+                             read_splits, sample_order)
+from results.tables import (MEASURES, TITLES, Heading, Section, aligned, count_cell, csv_text,
+                            few_rows_note, mark_best, measure_cell, shared_note)
+from runtime import rooms
 from runtime.digests import syntax_digest
-from runtime.errors import DataError
 from runtime.ownership import claim, lock
 from runtime.processes import parallel_map
 
@@ -41,24 +37,52 @@ class Predictions(NamedTuple):
     # {key of a metric: [N], whose mean it is}: the NLL and entropy of tokens, and conformal sets,
     # whose thresholds come from all rows, so that no group can compute its own
     columns: dict = {}
+    # (the number of each row's question, int [N]; how many there are); None: each has its own
+    questions: tuple[np.ndarray, int] | None = None
 
     def at(self, rows):
-        *arrays, columns = self
+        """Return the Predictions of some rows, whose questions keep their numbers."""
+        *arrays, columns, questions = self
         return Predictions(*(None if x is None else x[rows] for x in arrays),
-                           {key: x[rows] for key, x in columns.items()})
+                           {key: x[rows] for key, x in columns.items()},
+                           questions and (questions[0][rows], questions[1]))
+
+    def alone(self):
+        """Return the Predictions, whose questions are drawn without those of other rows."""
+        return self._replace(questions=self.questions and stats.question_index(
+            self.questions[0], len(self.labels)))
 
     def scaled(self, temperature, log_prior=0):
         """Return the Predictions of (scores - log_prior) / temperature; T a number or [N, 1]."""
         scores = (self.scores - log_prior) / temperature
-        return option_predictions(metrics.softmax(scores), self.labels, self.n_options, scores)
+        scaled = option_predictions(metrics.softmax(scores), self.labels, self.n_options, scores)
+        return scaled._replace(questions=self.questions)
 
     def report(self):
+        """Return metrics.report; with 'questions', if there are fewer than rows."""
         report = metrics.report(self.probs, self.labels, self.n_options, scores=self.scores)
-        return report | {key: float(x.mean()) for key, x in self.columns.items()}
+        report |= {key: float(x.mean()) for key, x in self.columns.items()}
+        _, n = self.alone().questions or (None, report['n'])
+        if n < report['n']:
+            low, high = stats.share_interval(metrics.top_label(*self[:2])[1], self.questions[0])
+            report |= {'accuracy_low': low, 'accuracy_high': high, 'questions': n}
+        return report
+
+    def bins(self):
+        """Return metrics.bins, whose intervals take rows of one question as one."""
+        table = metrics.bins(*self[:2])
+        if self.questions:
+            confidence, correct = metrics.top_label(*self[:2])
+            index = metrics.equal_width_bins(confidence, len(table['count']))
+            for m in np.unique(index):
+                table['low'][m], table['high'][m] = stats.share_interval(
+                    correct[index == m], self.questions[0][index == m])
+        return table
 
     def bootstrap(self, n_resamples, seed, keys=None):
+        index, n = self.questions or (None, None)
         return stats.bootstrap(*self[:3], scores=self.scores, n_resamples=n_resamples, seed=seed,
-                               keys=keys, columns=self.columns)
+                               keys=keys, columns=self.columns, questions=index, n_questions=n)
 
 
 def option_predictions(probs, labels, n_options, scores):
@@ -88,14 +112,15 @@ def predictions(samples, norm):
     if 'log_probs' not in samples[0]:
         confidence, correct, log_prob, entropy = (np.array([s[key] for s in samples]) for key in (
             'confidence', 'correct', 'log_prob', 'entropy'))
-        return Predictions(confidence, correct, columns={'entropy_bits': entropy / np.log(2),
-                                                         'nll': -log_prob})
+        return Predictions(confidence, correct, questions=question_numbers(samples), columns={
+            'entropy_bits': entropy / np.log(2), 'nll': -log_prob})
     n_options = np.array([len(s['log_probs']) for s in samples])
     scores = np.full((len(samples), n_options.max()), -np.inf)
     for row, s in zip(scores, samples, strict=True):
         row[:len(s['options'])] = option_scores(s['log_probs'], s['options'], s['n_tokens'], norm)
-    return option_predictions(metrics.softmax(scores), np.array([s['answer'] for s in samples]),
-                              n_options, scores)
+    predicted = option_predictions(metrics.softmax(scores), np.array(
+        [s['answer'] for s in samples]), n_options, scores)
+    return predicted._replace(questions=question_numbers(samples))
 
 
 # Metrics and their intervals
@@ -113,14 +138,16 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0, fits=None):
     pooled = predictions(samples, norm)
     groups = {('pooled', ''): pooled} | {
         (plural, name): group for key, plural in GROUPS.items()
-        for name, group in split_groups(samples, key, pooled).items()}
+        # languages with the same questions have the same draws, for their mean
+        for name, group in split_groups(samples, key, pooled).items()
+        for group in [group if plural == 'languages' else group.alone()]}
     orders = by_order(samples) if 'orders' in samples[0] else {}
     groups |= {('orders', name): predictions(rows, norm) for name, rows in orders.items()}
     reports, resampled = measure(groups, n_bootstrap, seed)
 
     summary = {'unit': 'tokens' if 'token' in samples[0] else 'questions',
                'pooled': reports.pop(('pooled', '')),
-               'bins': {key: x.tolist() for key, x in metrics.bins(*pooled[:2]).items()}}
+               'bins': {key: x.tolist() for key, x in pooled.bins().items()}}
     for (plural, name), report in reports.items():
         summary.setdefault(plural, {})[name] = report
     if plural := next((x for x in ('languages', 'subjects') if x in summary), None):
@@ -129,7 +156,7 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0, fits=None):
     if orders:
         summary |= letters([*orders.values()], [groups['orders', name] for name in orders])
     if 'first' in samples[0]:
-        summary['judge'] = judging.facts(everything)
+        summary['judge'] = rooms.load('judging').facts(everything)
     if 'log_probs' in samples[0]:
         if 'content_free' not in samples[0]:
             mass = np.exp(np.concatenate([s['log_probs'] for s in samples])).sum()
@@ -137,8 +164,9 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0, fits=None):
         summary['chance'] = float(np.mean([1 / len(s['log_probs']) for s in samples]))
     scaled = {'unscaled': pooled}
     # of written answers, only one may have a confidence that can be read
-    if fit and (held_out or len(samples) > 1):
-        summary['post_hoc'], more = post_hoc(pooled, samples, held_out, norm, n_bootstrap, seed)
+    if fit and (held_out or (pooled.questions or (0, len(samples)))[1] > 1):
+        summary['post_hoc'], more = rooms.load('post hoc').post_hoc(
+            pooled, samples, held_out, norm, n_bootstrap, seed)
         scaled |= more
     for key, plural in [item for item in GROUPS.items() if item[1] in summary]:
         names = names_of(samples, key)
@@ -146,24 +174,10 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0, fits=None):
         if worst['unscaled'][1] is not None:
             summary.setdefault('worst_group_ece', {})[plural] = worst
     if fits:
+        rescaled = rooms.load('post hoc').rescaled
         groups = {name: rescaled(pooled, name, x) for name, x in fits.items()}
         summary['scaled'] = {'fits': fits, 'reports': measure(groups, n_bootstrap, seed)[0]}
     return summary | {'measured_by': measured_by()}
-
-
-def rescaled(predicted, name, parameters):
-    """Return Predictions scaled by the row `name` of scaling.SCALINGS; DataError if it fits not."""
-    try:
-        if not scaling.SCALINGS[name][2]:
-            confidence, correct = metrics.top_label(predicted.probs, predicted.labels)
-            return Predictions(scaling.apply(name, confidence, parameters), correct)
-        if predicted.scores is None:
-            raise ValueError('it needs options, and this task has none')
-        probs = scaling.apply(name, predicted.scores, parameters)
-    except ValueError as error:
-        raise DataError(f'scaling {name}: {error}') from None
-    scores = np.where(np.isneginf(predicted.scores), -np.inf, np.log(np.maximum(probs, 1e-300)))
-    return option_predictions(probs, predicted.labels, predicted.n_options, scores)
 
 
 def letters(samples, predicted):
@@ -181,7 +195,7 @@ def letters(samples, predicted):
 @functools.cache
 def measured_by():
     """Return a hash of the code that computes a summary; it changes when a metric is edited."""
-    modules = metrics, stats, scaling, sample_files, temperatures, judging
+    modules = metrics, stats, sample_files
     return syntax_digest(__file__, *(module.__file__ for module in modules))
 
 
@@ -193,7 +207,7 @@ def measure(groups, n_bootstrap, seed, keys=None):
     """
     parts = []      # (group, number of resamples, seed)
     for key, group in groups.items():
-        n = len(group.labels)
+        n = max(len(group.labels), (group.questions or (0, 0))[1])
         # each part sorts its rows first; 8 parts of 2,000,000 rows with 4 options need 5 GB
         n_parts = int(np.clip(min(n // 5000, 16_000_000 // n), 1, 8))
         sizes = map(len, np.array_split(range(n_bootstrap), n_parts))
@@ -210,14 +224,14 @@ def measure(groups, n_bootstrap, seed, keys=None):
     for (key, *_), values in zip(parts, results[len(groups):], strict=True):
         for name, x in values.items():
             resampled[key][name] = np.append(resampled[key].get(name, ()), x)
-    return {key: report | intervals(resampled[key], report, report['n'])
+    return {key: report | intervals(resampled[key], report, report.get('questions', report['n']))
             for key, report in zip(groups, results, strict=False)}, resampled
 
 
 def intervals(resampled, report, n):
     """Return {'intervals': {metric: [low, high]}} of resampled {metric: values}; {} without any.
 
-    A metric that is undefined in a resample, or needs more rows than n, has no interval.
+    A metric that is undefined in a resample, or needs more than n questions, has no interval.
     """
     ends = {key: [*map(float, stats.percentile_interval(values, report[key],
                                                         not MEASURES[key].is_mean))]
@@ -234,73 +248,13 @@ def mean_report(reports, resampled):
     """
     mean = {'groups': len(reports)}
     for key in reports[0]:
-        if key not in ('n', 'intervals', 'accuracy_low', 'accuracy_high'):
+        if key not in ('n', 'questions', 'intervals', 'accuracy_low', 'accuracy_high'):
             # a metric can be undefined for a group, as AUROC is if every answer is correct
             values = [r[key] for r in reports if not math.isnan(r[key])]
             mean[key] = float(np.mean(values or math.nan))
-    fewest = min(report['n'] for report in reports)
+    fewest = min(report.get('questions', report['n']) for report in reports)
     return mean | intervals({key: np.mean([values[key] for values in resampled], axis=0)
                              for key in ({} if fewest < 10 else resampled[0])}, mean, fewest)
-
-
-def post_hoc(test, samples, held_out, norm, n_bootstrap, seed):
-    """Return (scalings of `test`, fitted on `held_out`: keys as in the docs; {name: Predictions}).
-
-    test: of `samples`. Without `held_out`, more samples, each half is scaled with the other's fit.
-    """
-    n, source = len(samples), predictions(held_out, norm) if held_out else test
-    if held_out:    # [(rows of `source` to fit on, rows of `test` to scale), ...]
-        fitted_on, fits = f'{len(held_out)} validation questions', [
-            (np.arange(len(held_out)), np.arange(n))]
-    else:
-        halves = np.array_split(np.random.default_rng(seed).permutation(n), 2)
-        fitted_on, fits = 'the other half of the questions', [halves, halves[::-1]]
-    confidence, correct = metrics.top_label(test.probs, test.labels)
-    source_top = metrics.top_label(source.probs, source.labels)
-
-    def fit_all(fit, *columns):
-        return [fit(*(x[at] for x in columns)) for at, _ in fits]
-
-    def scaled(apply, parameters, *columns):
-        """Return the Predictions of apply(*columns, *parameters of the row's fit)."""
-        values = np.empty(n)
-        for (_, rows), fit in zip(fits, parameters, strict=True):
-            values[rows] = apply(*(x[rows] for x in columns), *fit)
-        return Predictions(values, correct)
-
-    fitted = {'fitted_on': fitted_on, 'platt': fit_all(scaling.fit_platt, *source_top)}
-    final, groups = {'platt': scaling.fit_platt(*source_top)}, {}       # final: for other data
-    everything = samples + held_out     # its last rows are those of `source`
-    m = len(source.labels)
-    if test.scores is not None:
-        by_option = source.scores, source.labels
-        fitted['temperature'] = fit_all(scaling.fit_temperature, *by_option)
-        final['temperature'] = [scaling.fit_temperature(*by_option)]
-        single = np.empty(n)
-        for (_, rows), temperature in zip(fits, fitted['temperature'], strict=True):
-            single[rows] = temperature
-        groups['temperature'] = test.scaled(single[:, None])
-        languages = names_of(everything, 'language')
-        if len({*languages[:n].tolist()}) > 1:
-            fitted['languages'], shrunk = temperatures.by_language(
-                test, languages[:n], source, languages[-m:], fits, single)
-            groups['language temperature'] = test.scaled(shrunk)
-        options = {(k, option) for s in samples for k, option in enumerate(s['options'])}
-        # the same letters or words for all, and not the two answers to a judge, in any order
-        if len(options) == test.scores.shape[1] and 'first' not in samples[0]:
-            groups['batch'] = test.scaled(1, scaling.fit_prior(test.scores))
-    groups['platt'] = scaled(scaling.apply_platt, fitted['platt'], confidence)
-    by_key = [np.unique(names_of(everything, key), return_inverse=True) for key in GROUPS]
-    if indices := [index for names, index in by_key if len(names) > 1]:
-        index = np.stack(indices, 1)
-        shifts = fit_all(scaling.fit_multicalibration, *source_top, index[-m:])
-        groups['multicalibration'] = scaled(scaling.apply_multicalibration,
-                                            [[x] for x in shifts], confidence, index[:n])
-    if test.scores is None:
-        groups['isotonic'] = scaled(scaling.apply_isotonic,
-                                    fit_all(scaling.fit_isotonic, *source_top), confidence)
-        final['isotonic'] = [x.tolist() for x in scaling.fit_isotonic(*source_top)]
-    return fitted | {'fits': final, 'reports': measure(groups, n_bootstrap, seed)[0]}, groups
 
 
 # Tables
@@ -334,6 +288,7 @@ def notes(result):
         lines.append(f'this is no better than guessing ({chance:.3f}): many base and '
                      f'small models cannot answer by a letter; try {shots}--scoring=text, or '
                      f'--prompt_format=harness, where the task has it')
+    lines.append(shared_note(result['pooled'], result['unit']))
     lines.append(few_rows_note(result['pooled']['n'], result['unit']))
     if fitted := result.get('post_hoc'):
         values = [f'temperature {t:.3f}' + ' (equal probabilities are as good)' * (t > 999)
@@ -352,7 +307,8 @@ def notes(result):
         lines.append(f'the same option in all orders: {result["same_option"]:.3f} of the questions'
                      + ''.join(f'; {TITLES[key]} by order: {min(x):.3f} to {max(x):.3f}'
                                for key, x in by_order.items()))
-    lines += written_notes(result) + judging.notes(result)
+    for room in rooms.of_result(result):
+        lines += room.notes(result)
     if result.get('bad_rows'):
         lines.append(f'{result["bad_rows"]} bad rows left out, the first: {result["first_bad"]}')
     if n_fewer := result.get('fewer_shots'):
@@ -381,7 +337,7 @@ def cells(rows, table='results', first='group', count='questions', intervals=Fal
     intervals: '0.102 [0.091, 0.113]' in each cell, instead of a column for the accuracy's.
     """
     *_, names, reports = zip(*rows, strict=True)
-    columns = [[first, *names], [count, *(str(report.get('n', '')) for report in reports)]]
+    columns = [[first, *names], [count, *(count_cell(report, count) for report in reports)]]
     for key in [key for key, measure in MEASURES.items() if table in measure.tables]:
         columns.append([Heading(key), *(measure_cell(x, key, intervals) for x in reports)])
         if key == 'accuracy' and not intervals:
@@ -408,30 +364,20 @@ def print_report(runs, out_dir, pictures=True):
         print(f'\n{task_title(task, first)}')
         print(aligned(cells([(name, x['pooled']) for name, x in rows.items()], 'runs', 'run',
                             first['unit'])))
-        if note := few_rows_note(first['pooled']['n'], first['unit']):
-            print(note)
+        for note in (shared_note(first['pooled'], first['unit']),
+                     few_rows_note(first['pooled']['n'], first['unit'])):
+            print(end=f'{note}\n' * bool(note))
         predicted = {name: predictions(runs[name][1][task], x['norm']) for name, x in rows.items()}
         orders = {name: [*map(sample_order, runs[name][1][task])] for name in rows}
         if orders.keys() == {'before', 'after'} and orders['before'] == orders['after'] and (
                 predicted['before'].scores is not None):
-            print(agreement_note(predicted['before'], predicted['after']))
+            print(rooms.load('post hoc').agreement_note(predicted['before'], predicted['after']))
         path = Path(out_dir) / picture(task)
         if pictures:
             with warn_on_failure(path), lock(out_dir):
                 claim(out_dir, path.name)
                 draw_reliability(path, [(panel_title(name, x), predicted[name])
                                         for name, x in rows.items()])
-
-
-def agreement_note(before, after):
-    """Return a line: the temperature fitted to the answers before training, and the ECE with it."""
-    try:
-        temperature = scaling.fit_temperature_to_base(after.scores, before.scores)
-    except ValueError:      # no answer stayed the same
-        return 'no temperature without labels: every answer has changed'
-    ece = metrics.ece(metrics.softmax(after.scores, temperature), after.labels)
-    return (f'temperature without labels, from the answers that stayed the same: '
-            f'{temperature:.3f}; with it the ECE is {ece:.3f}')
 
 
 def section(task, tasks, target='text'):
@@ -450,8 +396,8 @@ def section(task, tasks, target='text'):
     if target == 'latex':
         table = mark_best(table, ['' if kind in ('pooled', 'post_hoc', 'scaled') else (kind, name)
                                   for kind, name, _ in rows])
-    more = {'Confidences in the written answers': confidence_cells(task, tasks), **more,
-            'Temperatures by language': temperatures.cells(result)}
+    for room in rooms.of_result(result):
+        more = room.tables(task, tasks) | more
     return Section(task_title(task, result), table, notes(result),
                    [pair for pair in more.items() if pair[1]])
 

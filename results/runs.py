@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from results.prediction_files import UnusableTaskError, harness_task, read_predictions
+from results.harness_files import UnusableTaskError, harness_task
+from results.prediction_files import read_predictions
 from results.samples import read_results, read_splits, sample_order
 from runtime.config import run_settings
 from runtime.errors import DataError
-from runtime.ownership import ASIDE, read_json
+from runtime.ownership import read_json
 
 # keys of train_config.py that do not distinguish runs: paths, files, devices and rounding
 PATHS = {'model', 'out_dir', 'overwrite', 'resume', 'seed', 'cache_dir', 'eval', 'eval_before',
@@ -37,8 +38,7 @@ def find_runs(sources, prediction_files=()):
     for source in sources:
         below = [source] if is_run(source) else [
             path.parent for path in sorted(source.rglob('samples.jsonl'))
-            if is_run(path.parent) and path.parent.name != 'before'
-            and not path.parent.name.startswith(ASIDE)]
+            if is_run(path.parent) and path.parent.name != 'before']
         if not below and not any(source.absolute() in (file, *file.parents)
                                  for file in prediction_files):
             raise DataError(f'compare: {source} holds no run, neither results.json beside '
@@ -107,6 +107,18 @@ def find_prediction_files(sources):
     return runs
 
 
+def _add(samples, sample, path):
+    """Add a sample to {sample_order: sample}; the second answer to question x is named x#2."""
+    id, k, what = sample['id'], 1, ('question', 'subject', 'options', 'answer', 'expected')
+    while first := samples.get(sample_order(sample)):
+        if any(first.get(key) != sample.get(key) for key in what):
+            raise DataError(f'{path}: the id {id} is there twice, for different questions; only '
+                            f'several answers to one question may share an id')
+        k += 1
+        sample['id'] = f'{id}#{k}'
+    samples[sample_order(sample)] = sample
+
+
 def predicted_run(folder, files, cfg):
     """Return the Run of {subtask: prediction file}; name files that are not multiple choice."""
     tasks, results = {}, {}
@@ -119,10 +131,7 @@ def predicted_run(folder, files, cfg):
         for sample, distribution in rows:
             # the task names pictures
             task = sample['task'] = sample['task'].replace('/', '-') or 'predictions'
-            key = sample_order(sample)
-            if key in tasks.setdefault(task, {}):
-                raise DataError(f'{path}: the id {sample["id"]} is there twice')
-            tasks[task][key] = sample
+            _add(tasks.setdefault(task, {}), sample, path)
             results[task] = {'distribution': distribution, 'norm': 'token', 'unit': 'questions'}
     if not tasks:
         raise DataError(f'{path}: no multiple-choice questions of lm_eval --log_samples')

@@ -24,7 +24,6 @@ SCALING = 'scaling.json'       # the fits of --fit_temperature, for --scaling
 OUTPUTS = ('samples.jsonl', 'eval_config.json', 'results.json', 'results.md', 'results.csv',
            'results.tex', 'report.html')
 DIAGRAM = 'reliability.png'
-KIND = 'evaluation'     # the name under which --overwrite sets earlier files aside
 # keys that older versions did not write into results.json, and their values there
 OLDER = {'unit': 'questions', 'n_bootstrap': 1000, 'seed': 0}
 CHECKSUM = 'line_checksum'      # key of a row's hash, so that a damaged number is noticed
@@ -57,8 +56,9 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
     if pictures:
         outputs += [DIAGRAM, *(grid(label) for label, task in tasks.items()
                                if len({item.language for item in task.items}) > 1)]
-    replaced = (KIND, [*OUTPUTS, SCALING, DIAGRAM, grid('*')]) if overwrite else None
-    sources = open_lines(out_dir, outputs, settings, 'samples', OTHER_FOLDER, processes, replaced,
+    if overwrite:
+        ownership.rename_old(out_dir)
+    sources = open_lines(out_dir, outputs, settings, 'samples', OTHER_FOLDER, processes,
                          [results]).get('tasks', {})
     for label, task in tasks.items():
         now = {'source': task.source, 'questions': task.fingerprint}
@@ -84,28 +84,26 @@ def open_answers(cfg, settings, processes):
     if out.name in ('log.jsonl', OUTPUTS[0]) or (out.name in listed) != (config in listed):
         raise ConfigError(f'{out} has the name of a file that another script writes, and is not '
                           f'replaced; choose another --out, such as answers.jsonl')
-    replaced = (out.name, [*map(glob.escape, names)]) if cfg.overwrite else None
-    open_lines(out.parent, names, settings, 'answers', advice, processes, replaced)
+    ownership.check_free(out.parent, *names)
+    if cfg.overwrite:
+        ownership.rename_old(*map(out.with_name, (*names, *merged_names(out))))
+    open_lines(out.parent, names, settings, 'answers', advice, processes)
     done = {(row['id'], row['prompt_hash']) for _, row in read_jsonl(*with_parts(out))}
     merge_parts(out)
     claim_lines(out.parent, names, settings, processes)
     return done
 
 
-def open_lines(folder, names, settings, what, advice, processes, replaced, more=()):
+def open_lines(folder, names, settings, what, advice, processes, more=()):
     """Prepare a file of lines to append to; return what all its lines share, or {} without lines.
 
-    names:    of the file, of the JSON file beside it, and of all others that will be written
-    replaced: (kind, patterns of the files) of what --overwrite sets aside, or None
-    more:     other files that depend on the settings
+    names: of the file, of the JSON file beside it, and of all others that will be written
+    more:  other files that depend on the settings
     Raises ConfigError, before it changes anything, for files that this program did not write, for
     other settings, or if the file that has them is damaged. The caller holds the folder's lock.
     """
     path, parts = folder / names[0], part_names(folder / names[0], processes)
     ownership.check_free(folder, *names, *parts)
-    if replaced:
-        kind, patterns = replaced
-        ownership.set_aside(folder, kind, *patterns, *map(glob.escape, merged_names(path)))
     if path.is_symlink():
         raise ConfigError(f'{path} is a link to a file elsewhere, where nothing is appended; '
                           f'replace the link by that file, or {advice}')
@@ -337,6 +335,21 @@ def sample_order(sample):
 def sample_key(sample):
     """Return a key of the question or text that a sample belongs to."""
     return (*sample_order(sample)[:3], sample.get('text', sample['id']))
+
+
+def question_numbers(samples):
+    """Return (the number of each sample's question, int [N]; how many), or None if all differ.
+
+    Samples with one id are of one question: in several languages, as tokens of one text, or as 'x'
+    and 'x#2', which rows with one id in a file become. Ids that are equal by chance do no harm:
+    within a language they differ, and unrelated rows that are drawn together vary as they should.
+    """
+    ids = [s.get('text', s['id']) for s in samples]
+    known, numbers = {*ids}, {}
+    for i, id in enumerate(ids):
+        first = re.sub(r'(#\d+)+$', '', id)
+        ids[i] = numbers.setdefault(first if first in known else id, len(numbers))
+    return (np.array(ids), len(numbers)) if len(numbers) < len(ids) else None
 
 
 def latest_samples(samples, unstated=False):

@@ -37,6 +37,21 @@ def few_rows_note(n, unit='questions') -> str:
         f'few bins they can be far below ECE, which has 10')
 
 
+def count_cell(report, unit='questions'):
+    """Return the number of tokens or else of questions of a report; '' for a mean of reports."""
+    n = report.get('n', '')
+    return str(n if unit == 'tokens' else report.get('questions', n))
+
+
+def shared_note(report, unit='questions'):
+    """Return how many rows of a report are of how many questions; '' if each has its own."""
+    if 'questions' not in report:
+        return ''
+    rows, whole = ('tokens', 'text') if unit == 'tokens' else ('answers', 'question')
+    return (f'{report["n"]:,} {rows} in {report["questions"]:,} {whole}s: those of one {whole} are '
+            f'drawn and tested together')
+
+
 class Section(NamedTuple):
     """What a report says of a task: a table, the notes below it, lines of text, and more tables."""
     title: str

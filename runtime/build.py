@@ -6,10 +6,8 @@ import torch
 from torch import nn
 
 from model import CausalLM, Norm, add_lora
-from runtime import checkpoint
+from runtime import checkpoint, rooms
 from runtime.device import pick_dtype
-from runtime.fp8 import use_fp8
-from runtime.graphs import record_blocks
 from runtime.memory import memory_for_activations, row_bytes
 from runtime.optim import AdamW
 from runtime.parallel import rank, shard, world_size
@@ -45,7 +43,7 @@ def prepare(model, cfg, device, reward=False):
         model.decoder.embed_tokens.register_forward_hook(
             lambda module, inputs, x: x.requires_grad_(torch.is_grad_enabled()))
     if cfg.fp8:
-        use_fp8(model, device)
+        rooms.load('fp8').use_fp8(model, device)
     if cfg.attention != 'auto':
         model.decoder.attention = cfg.attention
     model.decoder.checkpoint = cfg.checkpoint_activations
@@ -60,7 +58,7 @@ def prepare(model, cfg, device, reward=False):
             # the recordings of two shapes keep their memory, and other passes need as much again
             needed = 3 * (cfg.micro_rows or 1) * row_bytes(cfg, model.config, device)
             if needed <= memory_for_activations(cfg, model.config, device):
-                record_blocks(model.decoder)
+                rooms.load('recorded passes').record_blocks(model.decoder)
     if world_size() > 1:
         shard(model, device)
         torch.manual_seed(cfg.seed + rank())    # the dropout of adapters differs between processes

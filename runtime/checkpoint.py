@@ -21,7 +21,6 @@ from runtime.ownership import note_inputs
 from runtime.parallel import load_full, rank
 from runtime.weights import (BUFFERS, FLOAT_TYPES, LowRank, merged, names_on_disk, read_weights,
                              shapes_on_disk, text_key, their_key, weight_files, write_files)
-from triton_ops import adjoin
 
 SHARD_BYTES = 5_000_000_000
 # files that transformers and vLLM need besides the weights; copied from the base model's folder
@@ -134,7 +133,10 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
     model, tensors, changes = check_weights(folder, config)
     ours = names_on_disk(model)
     model.to(dtype)
-    share(model) if share else adjoin(model, device=device)
+    if share:
+        share(model)
+    elif torch.device(device).type == 'cuda':
+        rooms.load('kernels').adjoin(model, device=device)
     # as model.to_empty, but what `share` has added keeps its values; empty_like of a plain meta
     # tensor would import the compiler, which takes seconds
     model._apply(lambda x: x if not x.is_meta else torch.empty_like(x, device=device) if share else

@@ -20,6 +20,7 @@ import typing
 from pathlib import Path
 
 from runtime.errors import ConfigError
+from runtime.ownership import refuse_inputs
 
 
 def load_config(cls, argv, usage='', config=None, hidden=()):
@@ -46,6 +47,9 @@ def load_config(cls, argv, usage='', config=None, hidden=()):
         else:
             raise ConfigError(f'unexpected argument {argument!r}: a config file comes first, '
                               f'everything after it is --key=value')
+    if getattr(config, 'overwrite', False) and getattr(config, 'out_dir', None):
+        refuse_inputs(Path(config.out_dir).expanduser(),
+                      *(argument for argument in argv[:1] if not argument.startswith('--')))
     return config
 
 

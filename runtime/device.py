@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 import fused_ce
+from runtime import rooms
 from runtime.errors import ConfigError
 from runtime.fast import FastVersion
 from runtime.parallel import own_gpu, rank, world_size
@@ -24,7 +25,8 @@ fused_ce.stands_for = LOSS.stands_for
 def pick_device(device: str) -> str:
     """Return `device`, or for 'auto' the GPU if there is one, else the CPU. Raises ConfigError.
 
-    A GPU becomes the current one. Under torchrun, one without a number is that of this process.
+    A GPU becomes the current one, and model.py gets the faster versions of its functions: see
+    speed/install.py. Under torchrun, a GPU without a number is that of this process.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == 'auto':
@@ -39,6 +41,8 @@ def pick_device(device: str) -> str:
         raise ConfigError(f'device = {device!r}, but this machine has {available}')
     if number:
         torch.cuda.set_device(int(number))
+    if device != 'cpu':
+        rooms.load('fast versions').install()
     return device
 
 

@@ -4,7 +4,7 @@ A kernel, or a shortcut such as causal attention without a mask, computes what p
 and whoever edits one of these wants the edit to run. So a fast version is used only as long as the
 functions, and those of the same module that they call, have the digests that it was written for:
 
-    ROTATE = FastVersion(rotate_kernel, {'model.rotate': '3b1f20c4'})
+    ROTATE = FastVersion(rotate_kernel, {'model.rotate': '9088f3f1'})
     y = (rotate_kernel if ROTATE.stands_for(rotate) else rotate)(x, cos, sin)
 
 Else a note says which functions are others, and has their digests, to be written there once the
@@ -98,7 +98,7 @@ def definition(function: Callable) -> ast.FunctionDef | None:
 @functools.cache
 def definitions(source: str) -> dict[tuple[str, int], ast.FunctionDef]:
     """Return {(name, first line): syntax tree} of all functions of a file."""
-    return {(node.name, min(x.lineno for x in (node, *node.decorator_list))): node
+    return {(node.name, min([node.lineno, *(x.lineno for x in node.decorator_list)])): node
             for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}
 
 

@@ -37,7 +37,7 @@ class FoldConfig:
     model: str = ''             # a folder in Hugging Face layout, or a hub name
     scaling: str = ''           # scaling.json of evaluate.py --fit_temperature
     task: str = ''              # a task in it; may be left out if there is one
-    out_dir: str = ''           # folder of the new model
+    out_dir: str = ''           # folder of the new model, which must be empty or missing
 
 
 def fold(model, temperature):
@@ -79,6 +79,7 @@ def main(argv):
                          cap=' and the cap of the logits' * bool(capped), task=task,
                          scaling=cfg.scaling, dtype=dtype)
     with ownership.lock(cfg.out_dir):
+        ownership.check_empty(cfg.out_dir)
         checkpoint.save(model, cfg.out_dir, getattr(torch, dtype), folder,
                         more={'README.md': text}, owner=cfg.out_dir)
     print(f'wrote the model with temperature {temperature:.4f} of {task} to {cfg.out_dir}')

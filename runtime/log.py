@@ -17,12 +17,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from runtime import ownership
+from runtime import ownership, rooms
 from runtime.checkpoint import nonfinite_tensor
 from runtime.config import dump_config
 from runtime.device import HostCopy
 from runtime.errors import ConfigError, TrainingError, escape_controls
-from runtime.graphs import recorded_memory
 from runtime.hub import full_path
 from runtime.parallel import rank
 from runtime.resume import advice
@@ -216,7 +215,8 @@ def start_tracker(cfg):
 def peak_memory(device):
     """Return the peak memory in GiB: of the GPU, or of this process if there is none."""
     if device.startswith('cuda'):
-        return (torch.cuda.max_memory_allocated() + recorded_memory()) / 2 ** 30
+        recorded = rooms.load('recorded passes').recorded_memory()
+        return (torch.cuda.max_memory_allocated() + recorded) / 2 ** 30
     unit = 1 if sys.platform == 'darwin' else 1024      # macOS counts bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2 ** 30
 

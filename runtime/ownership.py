@@ -2,19 +2,17 @@
 
 written.json lists the files that this program wrote in its folder; before/, the report before
 training, has a list of its own. `claim` puts a name on the list before its file is written. A file
-that is not on the list is never replaced or deleted.
+that is not on the list is never replaced or deleted. --overwrite deletes nothing: `rename_old`
+gives the old folder a free name.
 
 Files are written under a temporary name and renamed, so a crash leaves the old file or the new one;
 `lock` removes temporary files that a crash left behind. Files of lines, such as log.jsonl, grow
 instead, and resume.py says when a checkpoint is complete.
-
---overwrite moves the old files to .replaced-<kind>-<n>/ in their folder (`set_aside`), and deletes
-them when the new ones are complete (`remove_aside`). If the command ends before, they stay there,
-and the end of `lock` says so: moving them back or deleting them is up to the user.
 """
 
 import contextlib
 import fcntl
+import functools
 import glob
 import itertools
 import json
@@ -26,14 +24,25 @@ from pathlib import Path
 
 from runtime.errors import ConfigError
 
-LIST, LOCK, ASIDE = 'written.json', '.lock', '.replaced-'
-_locks = []     # the lock files that this process holds open
-_inputs = set()     # the real paths of the files that this command reads: see `note_inputs`
+LIST, LOCK = 'written.json', '.lock'
+_locks = {}     # {real path of a folder: its lock file, which this process holds open}
+_inputs = set()     # the files that this command reads: see `note_inputs`
 
 
 @contextlib.contextmanager
 def lock(folder, wait=False):
     """Lock `folder`, which is created; `wait` for another process, or raise ConfigError."""
+    key = os.path.realpath(folder)
+    _locks[key] = _open_lock(folder, wait)
+    try:
+        _remove_leftovers(folder)
+        yield
+        check_in_place(*_locks.values())
+    finally:
+        _locks.pop(key).close()
+
+
+def _open_lock(folder, wait=False):
     path = Path(folder) / LOCK
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,19 +54,7 @@ def lock(folder, wait=False):
     except (OSError, ValueError) as error:      # ValueError: a NUL in the name
         raise ConfigError(f'{folder} cannot be written ({error}); choose another folder with '
                           f'--out_dir, or --out of generate.py') from error
-    with file, contextlib.ExitStack() as stack:
-        _locks.append(file)
-        stack.callback(_locks.remove, file)
-        stack.callback(_note_asides, path.parent)
-        _remove_leftovers(path.parent)
-        yield
-        check_in_place(*_locks)
-
-
-def _note_asides(folder):
-    for aside in sorted(folder.glob(f'{ASIDE}*')):
-        print(f'note: {aside} keeps what an interrupted --overwrite replaced; move it back or '
-              f'delete it. The next --overwrite that is completed deletes it')
+    return file
 
 
 def check_in_place(*files):
@@ -107,6 +104,14 @@ def check_free(folder, *names):
     return new
 
 
+def check_empty(folder):
+    """Raise ConfigError if there is anything in the locked `folder` but its lock and list."""
+    names = sorted({path.name for path in Path(folder).iterdir()} - {LOCK, LIST})
+    if names:
+        raise ConfigError(f'{folder} is not empty, it holds {", ".join(names[:3])}; choose another '
+                          f'--out_dir')
+
+
 def _refuse_links(folder, names):
     """Raise ConfigError if a folder between `folder` and one of the files `names` is a link."""
     for parent in {Path(folder, parent) for name in names for parent in Path(name).parents[:-1]}:
@@ -117,53 +122,31 @@ def _refuse_links(folder, names):
 
 def claim(folder, *names):
     """Put `names` on the list of `folder`, before the files are written; see `check_free`."""
-    check_in_place(*_locks)
+    check_in_place(*_locks.values())
     if new := check_free(folder, *names):
         Path(folder).mkdir(parents=True, exist_ok=True)
         _write_list(folder, written_files(folder) + new)
 
 
 def discard(folder, *patterns, keep=''):
-    """Delete the listed files of `folder` and its before/ that match a pattern but not `keep`."""
-    check_in_place(*_locks)
-    names = [name for name in _matching(folder, patterns) if not fnmatch(name, keep)]
-    for name in names:
-        Path(folder, name).unlink(missing_ok=True)
-    if names:
-        disown(folder, names)
-
-
-def _matching(folder, patterns):
-    """Return the listed names of `folder` and its before/ that match a pattern, to be removed.
-
-    Those whose presence says that other files are complete come first. The settings that resumed
-    runs must keep and the list of before/ come last.
-    """
-    names = [name for name in _all_names(folder)
-             if any(fnmatch(name, pattern) for pattern in patterns)]
+    """Delete the listed files of `folder` that match a pattern but not `keep`."""
+    check_in_place(*_locks.values())
+    names = [name for name in written_files(folder) if not fnmatch(name, keep)
+             and any(fnmatch(name, pattern) for pattern in patterns)]
     _refuse_links(folder, names)
-    first, last = ('results.json', 'config.json', 'state.json'), ('train_config.py', LIST)
-    return sorted(names, key=lambda name: (Path(name).name not in first) + (
-        Path(name).name in last))
-
-
-def _all_names(folder):
-    report = written_files(Path(folder, 'before'))
-    before = [f'before/{name}' for name in [*report, LIST] if report]
-    # without repetitions: what was moved back from a folder of `set_aside` is on both lists
-    return [*dict.fromkeys([*written_files(folder), *before])]
-
-
-def disown(folder, names):
-    """Take `names` off the list of `folder`; remove those of their subfolders that are empty."""
+    # first the file whose presence says that a checkpoint is complete
+    for name in sorted(names, key=lambda name: Path(name).name != 'state.json'):
+        Path(folder, name).unlink(missing_ok=True)
+    if not names:
+        return
     for name in names:
         for parent in Path(name).parents[:-1]:      # the innermost first
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):      # not empty
                 Path(folder, parent).rmdir()
     _write_list(folder, [name for name in written_files(folder) if name not in {*names}])
 
 
-# ---- What --overwrite replaces -------------------------------------------------------------------
+# ---- --overwrite ---------------------------------------------------------------------------------
 
 def forget_inputs():
     """Forget the files of an earlier command in this process."""
@@ -171,42 +154,58 @@ def forget_inputs():
 
 
 def note_inputs(*paths):
-    """Note files that this command reads, so that `set_aside` refuses to move them."""
-    _inputs.update(map(os.path.realpath, paths))
+    """Note files or folders that this command reads, so that `rename_old` refuses to move them."""
+    _inputs.update(map(os.path.abspath, paths))
 
 
-def set_aside(folder, kind, *patterns):
-    """Move the listed files of `folder` that match a pattern to a new folder in there.
+def has_written(folder):
+    """Return whether a file that this program wrote is in `folder`."""
+    return any(os.path.lexists(Path(folder, name)) for name in written_files(folder))
 
-    kind: what is replaced, for the name of the new folder, which has a copy of the list, so that
-    all that is in there can be moved back. Raises ConfigError for a file that this command reads.
+
+def rename_old(*paths):
+    """Rename a folder that this program wrote, or files: 'run' to 'run.1' if that name is free.
+
+    paths: one folder that this process has locked, which then locks the new one; or files with the
+    same stem, which get the same number. Raises ConfigError if this command reads something there,
+    or if another process writes in the folder.
     """
-    check_in_place(*_locks)
-    folder = Path(folder)
-    names = _matching(folder, patterns)
-    existing = [name for name in names if os.path.lexists(folder / name)]
-    for name in existing:
-        if os.path.realpath(folder / name) in _inputs:
-            raise ConfigError(f'{folder / name} is read by this command, and --overwrite would '
-                              f'remove it; write to another folder, or read a copy from elsewhere')
-    if existing:
-        numbered = (folder / f'{ASIDE}{kind}-{n:03}' for n in itertools.count(1))
-        aside = next(path for path in numbered if not path.exists())
-        claim(aside, *_all_names(folder))
-        for name in existing:
-            (aside / name).parent.mkdir(parents=True, exist_ok=True)
-            os.rename(folder / name, aside / name)
-    disown(folder, names)
+    check_in_place(*_locks.values())
+    stem = paths[0].stem
+    if paths[0].is_dir():
+        paths = [Path(os.path.realpath(paths[0]))] * has_written(paths[0])
+        stem = paths[0].name if paths else ''
+    old = [path for path in paths if os.path.lexists(path)]
+    for path in old:
+        refuse_inputs(path, *sorted(_inputs), os.getcwd())
+        for inner in path.rglob(f'*/{LOCK}'):
+            _open_lock(inner.parent).close()        # raises if a process holds it
+    named = ([path.with_name(path.name.replace(stem, f'{stem}.{n}', 1)) for path in old]
+             for n in itertools.count(1))
+    free = next(new for new in named if not any(map(os.path.lexists, new)))
+    for path, new in zip(old, free, strict=True):
+        try:
+            path.rename(new)
+        except OSError as error:
+            raise ConfigError(f'{path} cannot be renamed to {new} ({error.strerror}); choose '
+                              f'another name for what this command writes') from error
+        print(f'--overwrite: {path} is now {new}')
+        if file := _locks.get(str(path)):
+            file.close()
+            _locks[str(path)] = _open_lock(path)
 
 
-def remove_aside(folder, kind):
-    """Delete what `set_aside` has moved, also for commands that ended too early."""
-    for aside in Path(folder).glob(f'{ASIDE}{glob.escape(kind)}-[0-9][0-9][0-9]'):
-        _remove_leftovers(aside)
-        discard(aside, '*')
-        (aside / LIST).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):      # not empty: a file that somebody put there
-            aside.rmdir()
+def refuse_inputs(place, *names):
+    """Raise ConfigError if one of `names`, which this command reads, is `place` or below it."""
+    @functools.cache
+    def is_place(path):
+        return path.exists() and place.exists() and path.samefile(place)
+
+    for name in map(os.path.abspath, names):
+        for path in map(Path, (name, os.path.realpath(name))):
+            if any(map(is_place, (path, *path.parents))):
+                raise ConfigError(f'--overwrite would rename {place}, and this command reads '
+                                  f'{path}; write to another place, or read a copy from elsewhere')
 
 
 def _write_list(folder, names):
@@ -248,7 +247,9 @@ def write_text(path, text):
 
 def _remove_leftovers(folder):
     """Remove the temporary files of listed names; the caller has locked `folder`."""
-    for name in (LIST, f'before/{LIST}', *_all_names(folder)):
-        path = Path(folder, name)
+    before = Path(folder, 'before')
+    paths = [Path(place, name) for place in (folder, before)
+             for name in (LIST, *written_files(place))]
+    for path in paths:
         for part in path.parent.glob(f'{glob.escape(path.name)}.{"[0-9a-f]" * 8}.nanocal-tmp'):
             part.unlink(missing_ok=True)

@@ -71,7 +71,7 @@ def parse_json(raw, path, line=1):
     """Return the JSON value in UTF-8 bytes that begin at `line` of a file; errors name the line."""
     text = _decode(raw, path, line)
     try:
-        value = json.loads(text, object_pairs_hook=_object)
+        value = DECODER.decode(text)
     except json.JSONDecodeError as error:
         raise DataError(f'{path}:{line + error.lineno - 1}: broken JSON: {error.msg} (column '
                         f'{error.colno})') from error
@@ -95,6 +95,9 @@ def _object(pairs):
     return row
 
 
+DECODER = json.JSONDecoder(object_pairs_hook=_object)
+
+
 def _decode(raw, path, line=1):
     """Return the text of UTF-8 bytes that begin at `line` of a file; errors name the line."""
     try:
@@ -113,13 +116,15 @@ def _row_or_error(read, *arguments):
 
 
 def _jsonl_rows(path, file):
+    begin = file.tell()
     # stripped, since JSON's error at a line break would name the next line
     lines = ((number, raw.strip()) for number, raw in enumerate(file, 1) if raw.strip())
     for i, (number, raw) in enumerate(lines):
         place = f'{path}:{number}'
-        if i == 0 and re.match(rb'\[\s*({|$)', raw):
-            raise DataError(f'{place}: the file holds one JSON array, not one object per line; '
-                            f'name it {re.sub("[.](nd)?jsonl?", ".json", path.name)}')
+        if i == 0 and re.match(rb'\[\s*({|$)', raw):      # one array, as lm_eval 0.4.0 writes
+            file.seek(begin)
+            yield from _json_rows(path, file)
+            return
         yield place, _row_or_error(parse_json, raw, path, number)
 
 
@@ -188,7 +193,8 @@ def _parquet_rows(path, file):
     try:
         import pyarrow.parquet
     except ImportError:
-        raise DataError(f'{path}: {path.suffix} needs pyarrow: pip install pyarrow') from None
+        raise DataError(f'{path}: {path.suffix} needs pyarrow: pip install pyarrow, or '
+                        f'"nanocal[files]" for the command nanocal') from None
     batches = (pyarrow.ipc.open_stream(file) if re.search(r'\.arrow(\.gz)?$', path.name) else
                pyarrow.parquet.ParquetFile(file).iter_batches())    # the former of save_to_disk
     number = 0

@@ -22,7 +22,7 @@ from runtime.config import run_settings
 from runtime.digests import file_digest, json_digest
 from runtime.errors import ConfigError, Stopped, TrainingError
 from runtime.hub import full_path
-from runtime.ownership import ASIDE, LIST, LOCK, check_free, discard, written_files
+from runtime.ownership import LIST, LOCK, check_free, discard, has_written, written_files
 from runtime.parallel import gather, gather_full, joined, load_full, rank
 from runtime.weights import read_tensors, write_files
 
@@ -81,8 +81,7 @@ def check_folder(cfg):
         raise ConfigError(f'out_dir = {cfg.out_dir} holds the model {cfg.model} itself')
     try:
         # a run that is killed while it writes its first list leaves that under a temporary name
-        files = {path.name for path in out_dir.iterdir()
-                 if not path.name.startswith((ASIDE, f'{LIST}.'))}
+        files = {path.name for path in out_dir.iterdir() if not path.name.startswith(f'{LIST}.')}
     except FileNotFoundError:
         files = set()
     except (OSError, ValueError) as error:      # ValueError: a NUL in the name
@@ -108,14 +107,13 @@ def check_run(cfg, free_keys):
             if key not in free_keys and now != value and not chosen:
                 raise ConfigError(f'resume: the run in {out_dir} has {key} = {value!r}, not '
                                   f'{now!r}; keep it, or --overwrite the run')
-    elif not (cfg.resume or cfg.overwrite) and any(
-            Path(out_dir, name).exists() for name in written_files(out_dir)):
+    elif not (cfg.resume or cfg.overwrite) and has_written(out_dir):
         what = 'an earlier run or evaluation'
         if (out_dir / 'config.json').exists():
             what = 'a finished run'
         elif steps := list(checkpoints(out_dir)):
             what = f'a run that was interrupted after step {steps[-1]}: --resume continues it'
-        raise ConfigError(f'{cfg.out_dir} holds {what}; --overwrite replaces it, or choose another '
+        raise ConfigError(f'{cfg.out_dir} holds {what}; --overwrite renames it, or choose another '
                           f'--out_dir')
 
 

@@ -13,11 +13,18 @@ TASKS = {
                      'qa', 'triviaqa_train', 'nq_open_train', 'gsm8k_train'),
                     'decoding.written_tasks'),
     'p_ik': 'data.p_ik', 'judge': 'data.judges'}
+# {key of a task's entry in results.json: module with the `notes` on it and its further `tables`}
+RESULTS = {'judge': 'results.judging',
+           **dict.fromkeys(('written', 'unparsed'), 'results.confidence')}
 # {name: module}
 ROOMS = TASKS | {
+    'judging': 'results.judging', 'confidence': 'results.confidence',
     # variants of questions with options
     **dict.fromkeys(('permuted', 'p_true', 'contextual'), 'written.variants'),
-    'show': 'data.show',
+    'show': 'data.show', 'post hoc': 'results.post_hoc', 'scaling': 'scaling',
+    # faster versions of the core, in speed/
+    'fast versions': 'speed.install', 'kernels': 'speed.kernels', 'fp8': 'speed.fp8',
+    'recorded passes': 'speed.graphs',
     # families of models that are no row of FAMILIES, by model_type
     **dict.fromkeys(('t5', 'mt5'), 'families.t5'),
     # after and beside training: reports, the model card, training on the answers of questions
@@ -26,6 +33,12 @@ ROOMS = TASKS | {
     'byte pairs': 'data.byte_pairs',
     'hub': 'runtime.hub', 'adapter': 'runtime.adapter', 'export': 'data.export',
 }
+
+
+def of_result(result):
+    """Return the modules of RESULTS that a task's entry in results.json needs."""
+    names = dict.fromkeys(module for key, module in RESULTS.items() if key in result)
+    return [importlib.import_module(name) for name in names]
 
 
 def load(name):

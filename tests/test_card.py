@@ -41,14 +41,15 @@ def test_the_card_has_the_results_before_and_after_and_an_edited_one_stays(tmp_p
         assert f'{ece:.3f} [{low:.3f}, {high:.3f}]' in text
     temperature, = after['post_hoc']['fits']['temperature']
     assert f'{temperature:.3f}' in text and '![reliability diagrams](reliability.png)' in text
-    # written again after another evaluation, but not over an edit, not even by --overwrite
+    # renewed after another evaluation, while its first line says so
     reported(run, 2.0)
     card.write(run)
     again = (run / card.NAME).read_text()
-    assert again != text
-    (run / card.NAME).write_text(edited := again.replace('# run', '# my model'))
-    card.write(run)
-    assert (run / card.NAME).read_text() == edited and 'stays as it is' in capsys.readouterr().out
+    assert again != text and again.startswith(f'---\n{card.OURS}')
+    for mine in (again.replace(card.OURS, ''), f'---\nlicense: mit\n---\n{again}', '', '# mine'):
+        (run / card.NAME).write_text(mine)
+        card.write(run)
+        assert (run / card.NAME).read_text() == mine and 'stays as' in capsys.readouterr().out
 
 
 def test_the_name_of_a_folder_is_plain_text_in_the_card(tmp_path):
@@ -91,9 +92,7 @@ def test_epochs_and_adapters_have_cards_that_the_hub_reads_and_that_the_run_owns
     card.write(run / 'epoch-1')
     assert '| mmlu | after | 40 |' in (run / names[2]).read_text()
     assert {*ownership.written_files(run)} == {*names}      # whose lock may be another process's
-    card.disown_edited(run)
-    ownership.discard(run, '*')
-    assert [(run / name).exists() for name in names] == [False, False, False, True]
+    assert (run / names[3]).read_text() == 'mine'
 
 
 def test_a_path_is_no_hub_name_also_if_nothing_is_there_any_more(tmp_path, monkeypatch):

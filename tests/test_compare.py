@@ -64,6 +64,8 @@ def test_an_ensemble_is_one_more_row(tmp_path, capsys):
     folders = [write_run(tmp_path / name, seed=seed, languages=('de', 'en'), n=60)
                for seed, name in enumerate('abc')]
     rows = [samples.read_samples(folder / 'samples.jsonl') for folder in folders]
+    for row in itertools.chain(*rows):
+        row['question'] = f'{row["id"]} in {row["language"]}'
     for row in rows[1]:     # options of several tokens, which are scored with another norm
         row['n_tokens'] = [1, 2, 3, 1]
     rows[1][0]['options'] = [' A', ' B', ' C', ' x']    # another question
@@ -79,7 +81,7 @@ def test_an_ensemble_is_one_more_row(tmp_path, capsys):
     for key in ('accuracy', 'ece', 'entropy_bits', 'nll'):
         assert float(row[key]) == pytest.approx(metrics.report(mean, labels)[key], rel=1e-9), key
     lines = [x for x in capsys.readouterr().out.split('\n') if x.startswith('ensemble of 3 - ')]
-    assert len(lines) == 3 * 8 and {x.split()[6] for x in lines if ' questions ' in x} == {'118'}
+    assert len(lines) == 3 * 8 and {x.split()[6] for x in lines if ' questions ' in x} == {'60'}
 
 
 def test_latex_of_a_comparison_marks_the_best(tmp_path, monkeypatch, capsys):
@@ -131,6 +133,28 @@ def test_answers_that_change_are_counted_and_tested(tmp_path, capsys):
             f'p {p:.2g}') in printed
 
 
+def test_the_same_answers_in_eight_languages_tell_no_more_than_in_one(tmp_path, capsys):
+    """Interval, p, McNemar's p and Cochran's Q are those of the questions, not of the rows."""
+    shown = []
+    for languages in ([''], [*'abcdefgh']):
+        folders = [write_run(tmp_path / str(len(languages)) / name, n=60, seed=seed, result={
+            'pooled': {'n': 60 * len(languages)}}) for seed, name in enumerate('abc')]
+        for folder in folders:
+            rows = samples.read_samples(folder / 'samples.jsonl')
+            write_rows(folder / 'samples.jsonl', [row | {'language': language} for row in rows
+                                                  for language in languages])
+            (folder / 'train_config.py').write_text('seed = 0')
+        compare_csv_of(folders, tmp_path / 'out', '--n_bootstrap=200', '--metrics=accuracy,brier')
+        lines = capsys.readouterr().out.splitlines()
+        shown.append([line.split() for line in lines if ' questions ' in f'{line} '
+                      and line.startswith(('b - a', 'c - ', "Cochran's"))])
+        shown[-1] += [[*line.split()[:4], *line.split()[6:]] for line in lines
+                      if line.startswith(('a to', 'b to'))]
+    assert shown[0] == shown[1] and len(shown[0]) == 6 + 1 + 3
+    assert any(line.startswith('480 answers in 60 questions') for line in lines)
+    assert any(line.startswith("Student's t over languages takes them") for line in lines)
+
+
 def test_folders_and_files_that_cannot_be_compared(tmp_path, monkeypatch):
     a, b = two_runs(tmp_path)
     (tmp_path / 'empty').mkdir()
@@ -158,8 +182,8 @@ def test_folders_and_files_that_cannot_be_compared(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('key, prefixes, paired', [
-    ('question', ('a', 'a'), 38), ('question', ('a', 'b'), 0), ('question', ('a', None), 38),
-    ('context', ('a', 'a'), 38), ('context', ('a', 'b'), 0), ('context', (None, None), 38)])
+    ('question', ('a', 'a'), 38), ('question', ('a', 'b'), 0), ('question', ('a', None), None),
+    ('context', ('a', 'a'), 38), ('context', ('a', 'b'), 0), ('context', (None, None), None)])
 def test_only_the_same_questions_are_paired(tmp_path, capsys, key, prefixes, paired):
     runs = two_runs(tmp_path)
     for run, prefix in zip(runs, prefixes, strict=True):
@@ -170,8 +194,13 @@ def test_only_the_same_questions_are_paired(tmp_path, capsys, key, prefixes, pai
             rows[0]['answer'] = (rows[0]['answer'] + 1) % 4     # the same id, but another question
             rows[1]['id'] = 'other'
         write_rows(run / 'samples.jsonl', rows)
+    if paired is None:      # by ids alone: they name other questions in b
+        with pytest.raises(DataError, match='id q0 has the answer 2 in a, 3 in b; give each row'):
+            run_compare(*runs, f'--out_dir={tmp_path / "out"}')
+        return
     compare_csv_of(runs, tmp_path / 'out', '--n_bootstrap=5', '--ensemble')
     printed = capsys.readouterr().out
+    assert ('1 questions are left out of b - a: they have another right' in printed) == (paired > 0)
     counts = {line.split()[4] for line in printed.splitlines() if line.startswith('b - a')}
     assert counts == ({str(paired)} if paired else set())
     assert printed.count('mmlu: a and b have no question in common, and a') == (paired == 0)
@@ -257,3 +286,50 @@ def test_models_of_lm_eval_are_compared(tmp_path, capsys):
         assert line in printed
     # of the six questions of trivia, 2 and 3 are right
     assert re.search(r'second - first +questions +6 +accuracy +\+0\.1667', printed)
+
+
+ROWS = [{'probs': p, 'answer': k} for p, k in (
+    ([0.9, 0.1], 0), ([0.2, 0.8], 0), ([0.6, 0.4], 1), ([0.3, 0.7], 1), ([0.55, 0.45], 0),
+    ([0.1, 0.9], 1))]
+NUMBERED = [row | {'id': i} for i, row in enumerate(ROWS)]
+ASKED = [row | {'question': f'{i}?'} for i, row in enumerate(ROWS)]
+STATED = [{'confidence': max(row['probs']), 'correct': i % 3 > 0} for i, row in enumerate(ROWS)]
+
+
+@pytest.mark.parametrize('first, second, outcome', [
+    (NUMBERED, NUMBERED[::-1], 6), (ASKED, ASKED[::-1], 6), (ROWS, ROWS, 6),
+    (ASKED, [row | {'id': 9 - i} for i, row in enumerate(ASKED)], 6),
+    ([row | {'id': f'q{i}'} for i, row in enumerate(STATED)],
+     [row | {'id': f'q{i}'} for i, row in enumerate(ROWS)], 6),
+    (NUMBERED, NUMBERED[:4], 4), (ASKED, ASKED[2:], 4),
+    (NUMBERED, ROWS, 'a.jsonl has ids and no question; b.jsonl has no ids and no question'),
+    (ASKED, ROWS, 'a.jsonl has no ids and question; b.jsonl has no ids and no question'),
+    ([*NUMBERED[:5], ROWS[5]], NUMBERED, 'a.jsonl has no ids and no question; b.jsonl has ids'),
+    (ROWS, ROWS[:5], 'without ids, a.jsonl has 6 rows, b.jsonl has 5 rows'),
+    (ROWS, ROWS[::-1], 'row 0 has the answer 0 in a.jsonl, 1 in b.jsonl'),
+    (ROWS, [*ROWS[:5], ROWS[5] | {'answer': 0}], 'row 5 has the answer 1 in a.jsonl, 0 in b'),
+    (NUMBERED, [row | {'id': row['id'] + 1} for row in NUMBERED], 'id 2 has the answer 1 in a'),
+    (STATED, STATED, 'they have neither ids nor questions, and no answers to check their order by'),
+    (ASKED, [*ASKED, ASKED[0]], 'b.jsonl has no ids, and a question twice'),
+    # several answers to a question
+    ([*NUMBERED, NUMBERED[0]], NUMBERED, 6), (NUMBERED[:1] * 3, NUMBERED[:1] * 2, 2),
+    ([*NUMBERED, NUMBERED[2] | {'id': 0}], NUMBERED, 'the id 0 is there twice, for different'),
+    # one question in two languages
+    *(([row | {'language': x} for row in NUMBERED for x in ('de', 'sw')][::step],
+       [row | {'language': x} for x in ('sw', 'de') for row in NUMBERED], n)
+      for step, n in ((1, 12), (-1, 12)))])
+def test_rows_of_files_are_paired_by_what_both_have_or_refused(tmp_path, capsys, first, second,
+                                                               outcome):
+    """Never by numbers of rows beside ids, and in the same order whatever that of the files."""
+    files = [write_rows(tmp_path / f'{name}.jsonl', rows) for name, rows in (
+        ('a', first), ('b', second))]
+    arguments = [*files, '--n_bootstrap=5', '--metrics=accuracy', f'--out_dir={tmp_path / "out"}']
+    if isinstance(outcome, str):
+        with pytest.raises(DataError, match=outcome):
+            run_compare(*arguments)
+        return
+    run_compare(*arguments)
+    line, = (x.split() for x in capsys.readouterr().out.splitlines() if x.startswith('a.jsonl to'))
+    assert line[3] == str(outcome)
+    if first[0].keys() & second[0].keys() >= {'probs'}:
+        assert line[4:6] == ['0', '0']      # no answer has changed

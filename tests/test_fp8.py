@@ -8,9 +8,9 @@ from common import off, reference_model, whole_rows
 
 import train
 from model import add_lora
-from runtime import checkpoint, fp8
+from runtime import checkpoint
 from runtime.errors import ConfigError
-from triton_ops import Linear
+from speed import fp8
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def test_products_have_the_error_of_their_types_and_no_more(sizes, size):
     """Against float64: 3.7 % forward, 5.8 % for both gradients, whatever the size of the numbers.
     """
     torch.manual_seed(0)
-    layers = [Linear(256, n, bias=n == 64 and size == 1).bfloat16() for n in sizes]
+    layers = [torch.nn.Linear(256, n, bias=n == 64 and size == 1).bfloat16() for n in sizes]
     exact = copy.deepcopy(layers)
     x = (torch.randn(2, 64, 256) * size).bfloat16()
     x[0, 0, 0] *= 30        # an outlier
@@ -42,7 +42,7 @@ def test_products_have_the_error_of_their_types_and_no_more(sizes, size):
 
 
 def test_zeros_stay_zeros_and_nan_stays_nan():
-    layer = Linear(32, 16).bfloat16()
+    layer = torch.nn.Linear(32, 16).bfloat16()
     x = torch.zeros(16, 32, dtype=torch.bfloat16)
     assert torch.equal(fp8.products(x, layer)[0], layer(x))
     x[3, 5] = float('nan')

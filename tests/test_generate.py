@@ -11,7 +11,6 @@ from common import (ARCHITECTURES, edit_config, head_of_32, kernel_variants, lor
                     plain_log_probs, reference_model, rewrite, write_rows)
 
 import generate as program
-import triton_ops
 from decoding.cache import Cache, DecodeMask
 from data.chat import encode_prompt
 from data.tokenizer import load_model_tokenizer, load_tokenizer
@@ -22,7 +21,8 @@ from runtime import checkpoint
 from decoding.draw import draw, draw_kernel, lowest_logits
 from runtime.errors import ConfigError, DataError
 from decoding.sampling import Sampling
-from triton_ops import decode_kernel
+from speed import kernels
+from speed.kernels import decode_kernel
 
 KERNEL_DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'      # there by the interpreter
 GREEDY = Sampling(temperature=0.0, max_tokens=64, batch_size=4)
@@ -101,7 +101,7 @@ def test_a_kernel_serves_texts_of_any_length(tmp_path):
     model, variants = checkpoint.load(tmp_path, 'cuda', torch.bfloat16), []
     for lengths in ((5, 40), (64, 7, 33), (200, 16)):
         list(generate(model, random_prompts(0, *lengths), Sampling(max_tokens=8)))
-        variants.append(kernel_variants(triton_ops))
+        variants.append(kernel_variants(kernels))
     assert variants[0] == variants[1] == variants[2]
 
 
@@ -113,7 +113,7 @@ def test_the_decode_kernel_equals_the_plain_version(softcap, size, hd, K, group,
     """Lengths around the borders of blocks and splits; in the smaller caches entries are reused."""
     torch.manual_seed(0)
     device = KERNEL_DEVICE
-    monkeypatch.setattr(triton_ops, 'SPLIT', split)
+    monkeypatch.setattr(kernels, 'SPLIT', split)
     positions = torch.tensor([0, 1, 63, 64, 255, 256, 650], device=device)
     B = len(positions)
     like = torch.zeros(1, device=device, dtype=dtype)

@@ -15,7 +15,7 @@ import pytest
 from common import HERE
 from runtime.version import __version__
 
-MODULES = {'fused_ce', 'metrics', 'scaling', 'stats', 'model', 'attention', 'triton_ops', 'optim',
+MODULES = {'fused_ce', 'metrics', 'scaling', 'stats', 'model', 'attention', 'optim',
            'lm_eval_metrics'}
 # what the command must not need
 OTHERS = 'torch', 'triton', 'matplotlib', 'pyarrow', 'tqdm', 'huggingface_hub', 'safetensors'
@@ -63,8 +63,10 @@ def test_pip_installs_the_package_and_no_name_beside_it(installed):
 
 
 def test_the_command_needs_numpy_alone(installed):
-    (installed.folder / 'a.csv').write_text('confidence,correct\n' + '0.9,True\n60 %,0\n' * 9)
-    (installed.folder / 'b.jsonl').write_text('{"confidence": 0.7, "correct": 1}\n' * 18)
+    (installed.folder / 'a.csv').write_text('id,confidence,correct\n' + ''.join(
+        f'{i},{("60 %,0", "0.9,True")[i % 2]}\n' for i in range(18)))
+    (installed.folder / 'b.jsonl').write_text(''.join(
+        f'{{"id": {i}, "confidence": 0.7, "correct": 1}}\n' for i in range(18)))
 
     def nanocal(*arguments):
         return installed('-c', f"""

@@ -40,7 +40,7 @@ def test_a_pass_is_recorded_if_three_of_them_fit_into_memory(monkeypatch):
         monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda device, gib=gib: (gib * 1e9, 80e9))
         cfg = train.TrainConfig(micro_rows=10)
         model = build.prepare(CausalLM(llama_config()).bfloat16(), cfg, 'cuda')
-        assert bool(model.decoder.graphs) == recorded
+        assert hasattr(model.decoder, 'graphs') == recorded
 
 
 def test_the_run_writes_down_what_it_chose_and_resumes_with_it(settings_file, tmp_path):

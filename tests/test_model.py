@@ -12,13 +12,13 @@ from common import HERE, documents, lora_model, reference_model, whole_rows
 
 import attention
 import model as models
-import triton_ops
-from attention import (ExplicitMask, FlexMask, TreeMask, in_order, visible_blocks,
-                       visible_keys)
+from attention import ExplicitMask, visible_keys
 from data import packing, tree_rows
 from decoding.cache import keys_to_keep
 from runtime import checkpoint
-from triton_ops import tree_kernel
+from speed import install, kernels
+from speed.kernels import tree_kernel
+from speed.masks import FlexMask, TreeMask, flex_options, in_order, visible_blocks
 
 
 def test_the_residual_stream_of_a_bfloat16_model_is_float32():
@@ -87,7 +87,7 @@ def test_flex_attention_with_tuned_blocks_equals_the_explicit_mask(head_dim, sof
             if dtype == torch.float32:
                 mask = ExplicitMask(visible_keys(positions, ends, window))
             else:
-                options = attention.flex_options(head_dim, x[0])
+                options = flex_options(head_dim, x[0])
                 mask = FlexMask(positions, ends, window, options)
             y = mask.attend(*x, head_dim ** -0.5, softcap)
             if cuda:
@@ -126,9 +126,11 @@ def test_an_edit_of_attention_reaches_compiled_blocks(tmp_path, monkeypatch, cap
     expected = model(tokens, positions, ends)
     for layer in model.decoder.layers:
         layer.compile(backend='eager')
-    monkeypatch.setattr(triton_ops, 'available', lambda x: True)    # as on a GPU
+    install.install()
+    monkeypatch.setattr(kernels, 'available', lambda x: True)    # as on a GPU
     assert torch.allclose(model(tokens, positions, ends), expected, atol=1e-5)
     assert 'ExplicitMask.attend was edited' in capsys.readouterr().out
+    install.uninstall()
 
 
 def test_an_edited_rule_reaches_rows_of_one_document_and_the_cache(tmp_path, monkeypatch):
@@ -174,8 +176,9 @@ def test_the_tree_kernel_equals_the_explicit_mask(heads, kv_heads, head_dim, sof
 # Triton kernels compile for a Hopper GPU, which need not be there.
 COMPILE = """
 import sys
-import fused_ce, triton, triton_ops
+import fused_ce, triton
 from decoding import draw
+from speed import kernels
 from triton.backends.compiler import GPUTarget
 
 def compile(kernel, constants, warps=4, **types):
@@ -194,9 +197,9 @@ def decoding():
         x = dict.fromkeys(('q_ptr', 'k_ptr', 'v_ptr', 'cache_k_ptr', 'cache_v_ptr', 'out_ptr'),
                           '*' + dtype)
         for part in ({}, {'part_ptr': '*' + dtype}):
-            compile(triton_ops._decode, {'GROUP': 16, 'WIDTH': width, 'BLOCK': 32}, warps, **scores,
+            compile(kernels._decode, {'GROUP': 16, 'WIDTH': width, 'BLOCK': 32}, warps, **scores,
                     **x, **part)
-        compile(triton_ops._merge, {'WIDTH': width}, **scores, **x)
+        compile(kernels._merge, {'WIDTH': width}, **scores, **x)
     for greedy in (False, True):
         options = {'GREEDY': greedy, 'BLOCK': 4096}
         compile(draw._summarize, options, 8, inverse='fp32')
@@ -206,15 +209,15 @@ def forward():
     bf16 = dict.fromkeys(('x_ptr', 'weight_ptr', 'bias_ptr', 'out_ptr', 'cos_ptr', 'sin_ptr',
                           'gate_ptr', 'up_ptr', 'q_ptr', 'k_ptr', 'v_ptr'), '*bf16')
     for kind in ('llama', 'gemma', 'layer'):
-        compile(triton_ops._norm, {'WIDTH': 4096, 'ROUND': kind == 'llama', 'BIAS': kind == 'layer',
+        compile(kernels._norm, {'WIDTH': 4096, 'ROUND': kind == 'llama', 'BIAS': kind == 'layer',
                                    'PLUS_ONE': kind == 'gemma', 'CENTER': kind == 'layer'}, 16,
                 eps='fp32', **bf16)
-    compile(triton_ops._rotate, {'HEADS': 32, 'HALF': 64}, **bf16)
-    compile(triton_ops._gate, {'SILU': True, 'BLOCK': 4096}, 8, **bf16)
+    compile(kernels._rotate, {'HEADS': 32, 'HALF': 64}, **bf16)
+    compile(kernels._gate, {'SILU': True, 'BLOCK': 4096}, 8, **bf16)
     integers = dict.fromkeys(('position_ptr', 'end_ptr', 'block_ptr', 'full_ptr', 'seen_ptr'),
                              '*i32')
-    for width, (m, n, warps, _) in triton_ops.BLOCKS.items():
-        compile(triton_ops._attend, {'WIDTH': width, 'BLOCK_M': m, 'BLOCK_N': n}, warps,
+    for width, (m, n, warps, _) in kernels.BLOCKS.items():
+        compile(kernels._attend, {'WIDTH': width, 'BLOCK_M': m, 'BLOCK_N': n}, warps,
                 scale='fp32', softcap='fp32', **bf16, **integers)
 
 def loss():

@@ -15,13 +15,13 @@ from safetensors.torch import load_model, save_model
 
 import attention
 import model as models
-import triton_ops
 import scoring
 import generate
 import train
 from data import packing, tree_rows
 from runtime import checkpoint
 from decoding.sampling import Sampling
+from speed import install, kernels
 
 EDITS = {       # what a reader edits: a method of a class, or a function
     'block': (models.Block, 'forward'), 'attention': (models.Attention, 'forward'),
@@ -49,7 +49,8 @@ def calls_of_kernels(device, monkeypatch):
         if torch.cuda.is_available():
             pytest.skip("Triton's interpreter runs where there is no GPU")
         for name in ('kernels_apply', 'available'):
-            monkeypatch.setattr(triton_ops, name, lambda x: not torch.is_grad_enabled())
+            monkeypatch.setattr(kernels, name, lambda x: not torch.is_grad_enabled())
+    install.install()
 
     def recorded(kernel):
         @functools.wraps(kernel)
@@ -58,11 +59,12 @@ def calls_of_kernels(device, monkeypatch):
             return kernel(*arguments, **options)
         return call
 
-    for version in (triton_ops.NORM, triton_ops.ROTATE, triton_ops.GATE):
+    for version in (kernels.NORM, kernels.ROTATE, kernels.GATE):
         monkeypatch.setattr(version, 'kernel', recorded(version.kernel))
     for name in ('tree_kernel', 'decode_kernel'):
-        monkeypatch.setattr(triton_ops, name, recorded(getattr(triton_ops, name)))
-    return calls
+        monkeypatch.setattr(kernels, name, recorded(getattr(kernels, name)))
+    yield calls
+    install.uninstall()
 
 
 def edited_rule(i, j, i_position, j_position, j_end, window):
@@ -122,7 +124,7 @@ def test_an_edit_moves_training_evaluation_and_sampling_alike(what, name, device
     reference_model(name, tmp_path, num_hidden_layers=2, **head_of_32(name), **own)
     model = checkpoint.load(tmp_path, device, torch.float32 if device == 'cpu' else torch.bfloat16)
     if device == 'cpu':     # where the interpreter takes half a second for the products of a token
-        monkeypatch.setattr(triton_ops, 'gemv_kernel', F.linear)
+        monkeypatch.setattr(kernels, 'gemv_kernel', F.linear)
     with monkeypatch.context() as patch:
         edit(what, patch)
         ours, drawn = measured(model, device)
@@ -148,7 +150,7 @@ def random(*shape, device, dtype=torch.float32):
 def rotated(x, B=2, T=9):
     positions = torch.arange(B * T).view(B, T).to(x.device)
     cos, sin, _ = models.rotary_angles(positions[:B], models.Rope(1e4, x.shape[-1]))
-    return models.compute(models.rotate, triton_ops.ROTATE, x, cos, sin)
+    return models.rotate(x, cos, sin)
 
 
 def normed(family, x, *size, dtype=None):
@@ -160,7 +162,7 @@ def normed(family, x, *size, dtype=None):
 
 
 def gated(activation, *factors):
-    return models.compute(models.gate, triton_ops.GATE, *factors, activation)
+    return models.gate(*factors, activation)
 
 
 WITH_KERNELS = {    # function of (device, dtype) that computes something that has a kernel
@@ -185,11 +187,11 @@ WITH_KERNELS = {    # function of (device, dtype) that computes something that h
 def test_each_kernel_computes_what_its_plain_version_does(what, dtype, tolerance, device,
                                                           monkeypatch, calls_of_kernels):
     if device == 'cuda' and dtype == torch.float32:
-        monkeypatch.setattr(triton_ops, 'kernels_apply', lambda x: not torch.is_grad_enabled())
+        monkeypatch.setattr(kernels, 'kernels_apply', lambda x: not torch.is_grad_enabled())
     with torch.no_grad():
         by_kernel = WITH_KERNELS[what](device=device, dtype=dtype)
         assert len(calls_of_kernels) == 1
-        monkeypatch.setattr(triton_ops, 'KERNELS', False)
+        monkeypatch.setattr(kernels, 'KERNELS', False)
         plainly = WITH_KERNELS[what](device=device, dtype=dtype)
     assert len(calls_of_kernels) == 1 and by_kernel.dtype == plainly.dtype == dtype
     assert by_kernel.shape == plainly.shape
@@ -199,7 +201,7 @@ def test_each_kernel_computes_what_its_plain_version_does(what, dtype, tolerance
 CHANGES = {     # function of (MLP, monkeypatch) that changes what its layers compute
     'hook': lambda mlp, _: mlp.up_proj.register_forward_hook(lambda *more: 2 * more[-1]),
     'forward of the class': lambda mlp, patch: patch.setattr(
-        triton_ops.Linear, 'forward', lambda layer, x: 2 * F.linear(x, layer.weight).flip(-1)),
+        torch.nn.Linear, 'forward', lambda layer, x: 2 * F.linear(x, layer.weight).flip(-1)),
     'transposed weights': lambda mlp, _: [
         setattr(layer, 'weight', torch.nn.Parameter(2 * layer.weight.detach().T.contiguous().T))
         for layer in mlp.children()],
@@ -242,7 +244,7 @@ def test_adjoined_weights_are_saved_as_others(device, tmp_path):
     memory = bytearray(40 * 4)
     apart = [torch.frombuffer(memory, dtype=torch.float32, count=20, offset=at) for at in (0, 80)]
     assert apart[0].data_ptr() + apart[0].nbytes == apart[1].data_ptr()
-    assert triton_ops.side_by_side(apart) is None
+    assert kernels.side_by_side(apart) is None
 
 
 @pytest.mark.parametrize('name, what', [('norm', 'norm of Llama'), ('rotate', 'rotate'),
@@ -250,11 +252,14 @@ def test_adjoined_weights_are_saved_as_others(device, tmp_path):
 def test_a_kernel_that_an_edit_left_behind_is_not_used(name, what, device, monkeypatch, capsys,
                                                        calls_of_kernels):
     on = {'device': device, 'dtype': torch.bfloat16 if device == 'cuda' else torch.float32}
-    use, plain = WITH_KERNELS[what], getattr(models, name)
+    use = WITH_KERNELS[what]
     with torch.no_grad():
         before = use(**on)
         assert 'note' not in capsys.readouterr().out
+        install.uninstall()
+        plain = getattr(models, name)
         monkeypatch.setattr(models, name, lambda *arguments: 1.02 * plain(*arguments))
+        install.install()
         after = [use(**on) for _ in range(2)]
     assert capsys.readouterr().out.count(f'{name}_kernel is not used') == 1
     assert all((y / before - 1.02).abs().median() < 0.01 for y in after)
@@ -265,7 +270,7 @@ def test_kernels_score_a_question_bitwise_the_same_in_any_batch_and_one_constant
         device, tmp_path, monkeypatch, calls_of_kernels):
     reference_model('gemma2', tmp_path, num_hidden_layers=1, **head_of_32('gemma2'))
     if device == 'cpu':
-        monkeypatch.setattr(triton_ops, 'gemv_kernel', F.linear)
+        monkeypatch.setattr(kernels, 'gemv_kernel', F.linear)
     for kind, expected in (('auto', {'tree_kernel', 'decode_kernel'}), ('explicit', set())):
         monkeypatch.setattr(models, 'IMPLEMENTATION', kind)
         calls_of_kernels.clear()
@@ -283,15 +288,18 @@ def test_kernels_score_a_question_bitwise_the_same_in_any_batch_and_one_constant
 def test_without_triton_the_model_is_plain_torch():
     code = """import sys
 sys.modules['triton'] = None
-import torch, attention, fused_ce, model, triton_ops
+import torch, fused_ce, model
+from speed import kernels, masks
+from speed.install import install
+install()
 layers = [model.Layer(2, model.Rope(1e4, 4)), model.Layer(None)]
 config = model.ModelConfig('gemma2', 9, 8, 8, 2, 2, layers=layers, attn_logit_softcapping=5.0)
 at = torch.arange(6)[None]
 with torch.no_grad():
     hidden = model.CausalLM(config)(at, at, at + 1)
     loss, nll = fused_ce.smoothed_cross_entropy(hidden[0], torch.ones(9, 8), at[0])
-assert triton_ops.triton is fused_ce.triton is None and hidden.isfinite().all()
+assert kernels.triton is fused_ce.triton is None and hidden.isfinite().all()
 assert abs(loss - torch.tensor(9.0).log()) < 1e-5 and loss == nll
-assert attention.fastest(hidden, 64) == 'explicit'
+assert masks.fastest(hidden, 64) == 'explicit'
 """
     subprocess.run([sys.executable, '-c', code], cwd=HERE, check=True)

@@ -12,18 +12,20 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from common import HERE, run_scripts, write_rows
+from common import HERE, refused, run_scripts, tree, write_rows
 
 import metrics
 import stats
 from results import command, report, runs
 from results.compare import FileConfig
-from results.prediction_files import harness_sample, harness_task, read_predictions
+from results.harness_files import harness_sample, harness_task
+from results.prediction_files import read_predictions
 from results.samples import read_jsonl
 from runtime import cli, ownership
 from runtime.errors import ConfigError, DataError
@@ -112,14 +114,14 @@ def test_answers_of_an_api_without_probabilities_are_sampled_or_stated(tmp_path)
 Repeat 3,3,"['4', '4', '3', '4', '4']",0.2,True
 Repeat 5,6,"['5', '6', '6', '6', '5']",0.6,False
 """)
-    by_text = run_metrics(table, '--correct=response_correct')
-    named = run_metrics(table, '--correct=response_correct', '--confidence=exact_match')
+    by_text = run_metrics(table, '--columns=correct=response_correct')
+    named = run_metrics(table, '--columns=correct=response_correct,confidence=exact_match')
     assert named.stdout == f'exact_match\n{by_text.stdout}\n'
     assert values(by_text)['ece'] == f'{(0.8 + 0.6) / 2:.4f}'
     parquet = write_rows(tmp_path / 'uqlm.parquet', [
         {'response': response, 'sampled_responses': [*samples], 'response_correct': correct}
         for response, samples, correct in (('3', '44344', True), ('6', '56665', False))])
-    assert run_metrics(parquet, '--correct=response_correct').stdout == by_text.stdout
+    assert run_metrics(parquet, '--columns=correct=response_correct').stdout == by_text.stdout
     path = write_rows(tmp_path / 'api.jsonl', [
         {'confidence': 'Sure.', 'correct': True}, {'confidence': 'I am 80% sure', 'correct': True},
         {'answers': ['Paris.', 'paris', 'Lyon'], 'answer': ['Paris', 'City of Paris']},
@@ -142,7 +144,7 @@ def test_an_empty_cell_of_a_confidence_is_left_out_and_counted(tmp_path):
         {'split': split, 'confidence': x, 'correct': correct, 'cosine': x, 'probs': None}
         for split, x, correct in ((None, 0.9, 1), (None, None, 0), ('test', 0.5, 0))])
     for path, n in ((table, 2), (parquet, 1)):
-        for arguments in ([], ['--confidence=cosine']):
+        for arguments in ([], ['--columns=confidence=cosine']):
             done = run_metrics(path, *arguments)
             assert done.stdout.startswith(f'{n} rows state no probability, the first: '), done
             assert ': None; they are left out' in done.stdout
@@ -158,6 +160,15 @@ def test_a_report_lists_its_scalings_and_replaces_none_of_others(tmp_path):
     assert 'scaling.json' in ownership.written_files(tmp_path / 'report')
     # options that are not one text per probability are numbered
     assert '[["1",0.6],["2",0.4]]' in (tmp_path / 'report/report.html').read_text()
+    before, copy = tree(tmp_path / 'report'), tmp_path / 'report' / 'rows.jsonl'
+    with refused(tmp_path, 'report holds an earlier report or evaluation, results.json; --overw'):
+        command.write_report([*arguments, f'--out_dir={tmp_path}/report'])
+    command.write_report([*arguments, f'--out_dir={tmp_path}/report', '--overwrite'])
+    assert tree(tmp_path / 'report.1') == before
+    shutil.copy(path, copy)
+    with refused(tmp_path, 'and this command reads .*report/rows.jsonl'):
+        command.write_report([str(copy), *arguments[1:], f'--out_dir={tmp_path}/report',
+                              '--overwrite'])
     theirs = tmp_path / 'theirs' / 'scaling.json'
     theirs.parent.mkdir()
     theirs.write_text('mine')
@@ -166,6 +177,71 @@ def test_a_report_lists_its_scalings_and_replaces_none_of_others(tmp_path):
     assert theirs.read_text() == 'mine'
     with pytest.raises(ConfigError, match='report: .* holds no samples of lm_eval; name a file'):
         command.write_report([str(tmp_path)])
+
+
+@pytest.mark.parametrize('text', ['2.50', '10.00', '1e3', '[1,2]', 'Infinity', '007',
+                                  'true', '0x1', 'a, b', '٢'])
+def test_texts_of_a_table_stay_texts(tmp_path, text):
+    """As a response, as a sample in a list that Python or JSON printed, and as an id."""
+    table = tmp_path / 'table.csv'
+    for printed in (str([text, text, 'b']), json.dumps([text, text, 'b'])):
+        with open(table, 'w', newline='') as file:
+            csv.writer(file).writerows([['response', 'answers', 'correct', 'id'],
+                                        [text, printed, 1, text]])
+        (sample, _), = read_predictions(table, FileConfig())
+        assert (sample['confidence'], sample['predicted'], sample['id']) == (2 / 3, text, text)
+        table.write_text(table.read_text().replace('response', 'answer', 1))
+        (sample, _), = read_predictions(table, FileConfig(columns=('answers=answers',)))
+        assert (sample['confidence'], sample['correct']) == (2 / 3, True)
+    table.write_text('answers,answer\n"[2.50, 2.50, 2.5]",2.50\n')
+    (sample, _), = read_predictions(table, FileConfig())
+    assert (sample['confidence'], sample['correct']) == (2 / 3, True)
+
+
+@pytest.mark.parametrize('header, row, settings', [
+    ('Probs_0,PROBS_1,Answer', '0.2,0.8,1', ''), ('prob_A,prob_B,answer', '0.2,0.8,B', ''),
+    ('prob_b,prob_a,answer', '0.8,0.2,b', ''), ('probs,label', '[0.2 0.8],1.0', ''),
+    ('probs,answer', '"[np.float64(0.2), np.float64(0.8)]",1', ''),
+    ('probs,options,answer', '[ 0.2  0.8],"[\'red\', \'blue\']",blue', ''),
+    ('probs,choices,answer', '"[2e-1, 8e-1]","[""A"", ""B""]",B', ''),
+    ('LOG_PROB_0,LOG_PROB_1,answer', '-1.6094379124341003,-0.2231435513142097,1', ''),
+    ('p_0,p_1,answer,gold', '0.2,0.8,0,1', 'probs=p,answer=gold'),
+    ('Sure,Right', '80 %,TRUE', 'confidence=sure,correct=right'),
+    ('Sure,Right', '80 %,TRUE', 'confidence=Sure,correct=Right')])
+def test_columns_are_found_whatever_their_case_and_named_by_the_user(tmp_path, header, row,
+                                                                     settings):
+    table = tmp_path / 'table.csv'
+    table.write_text(f'{header}\n{row}\n')
+    if settings.startswith('confidence=sure'):      # it is the name of a task, too
+        assert "there is no column 'sure', but Sure, Right" in run_metrics(
+            table, f'--columns={settings}').stderr
+        return
+    measured = values(run_metrics(table, *[f'--columns={settings}'] * bool(settings)))
+    assert (measured['accuracy'], measured['confidence']) == ('1.0000', '0.8000')
+
+
+def test_help_is_no_error_and_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch,
+                                                                        capsys):
+    for name in ('--help', '-h', ''):
+        monkeypatch.setattr(sys, 'argv', ['nanocal', *[name] * bool(name)])
+        with contextlib.nullcontext() if name else pytest.raises(SystemExit, match='usage: nanoc'):
+            command.main()
+        assert ('usage: nanocal metrics|compare|report FILE' in capsys.readouterr().out) == (
+            name != '')
+    for library in ('matplotlib', 'pyarrow'):
+        monkeypatch.setitem(sys.modules, library, None)
+    table = tmp_path / 'a.csv'
+    table.write_text('confidence,correct\n' + '0.9,1\n0.6,0\n' * 9)
+    command.write_report([str(table), f'--out_dir={tmp_path}/out', '--n_bootstrap=0'])
+    assert "pip install matplotlib, or 'nanocal[files]'" in capsys.readouterr().err
+    (tmp_path / 'a.parquet').write_bytes(b'PAR1')
+    assert 'nanocal[files]' in run_metrics(tmp_path / 'a.parquet').stderr
+
+
+def test_settings_of_columns_that_mean_nothing_are_named(tmp_path):
+    for setting in ('anwser=gold', 'answer', 'answer=', 'answer=a,answer=b'):
+        message = run_metrics(tmp_path / 'a.csv', f'--columns={setting}').stderr
+        assert message.startswith('error: columns: ') and 'wanted NAME once for some of' in message
 
 
 def test_norm_divides_log_probabilities_as_in_evaluation(tmp_path):
@@ -182,36 +258,55 @@ def test_norm_divides_log_probabilities_as_in_evaluation(tmp_path):
 @pytest.mark.parametrize('name, lines, message', [
     *(('a.jsonl', lines, message) for lines, message in (
         ('{"probs": [0.7, 0.3], "answer": 0}\n{"probs": [1]}', '2: answer must be the index'),
-        ('\n{"confidence": 0.6, "correct": "false"}',
-         "2: correct must be true or false, not 'false'"),
+        ('\n{"confidence": 0.6, "correct": "no"}',
+         "2: correct must be true or false, 1 or 0, not 'no'"),
         ('{"confidence": 0.6, "correct": true}\n{"probs": [0.5, 0.5], "answer": 0}',
          '2: probs, but the task begins with confidence'),
         ('{"probs": [1.0], "answer": 0, "split": "validation"}', ' no row to score'),
         ('{"probs": [0.5, 0.5], "answer": 0}\n\n{"probs": [0.9, 0.5], "answer": 0}',
-         '3: probabilities sum to 1.4, not to 1; divide rounded ones by their sum. W'),
+         '3: probabilities sum to 1.4, not to 1; divide rounded ones by their sum'),
         ('{"log_probs": [-1, -2], "answer": 1, "n_tokens": [1, 0]}', '1: n_tokens must be'),
         ('null', '1: not a JSON object: None'),
         ('{"confidence": 0.5}',
-         '1: correct must be true or false, not None; --correct names another'),
+         '1: correct must be true or false, 1 or 0, not None; --columns=correct=NAME reads'),
         ('{"probs": [1.0', '1: broken JSON: Expecting'), ('\xff', '1: not UTF-8: '),
-        ('[{"probs": [1.0], "answer": 0}]', '1: the file holds one JSON array, not one object'))),
+        ('', ' the file is empty: it has no rows'), ('\n', ' the file is empty: it has no rows'),
+        ('{"probs": "tensor([0.7, 0.3])", "answer": 0}',
+         "1: probs is 'tensor([0.7, 0.3])', not a list of numbers such as [0.7, 0.3]"),
+        ('{"probs": [0.7, true], "answer": 0}', '1: probs holds True, which is no number'),
+        ('{"probs": [0.7, 0.3], "answer": "red"}', '1: answer must be the index of the correct '
+         "option, from 0, its letter or its text in options, not 'red'"),
+        ('{"probs": [0.7, 0.3], "options": ["1", "0"], "answer": "1"}', '1: answer must be the '
+         "index of the correct option, from 0, its letter or its text in options, not '1', which "
+         'is 0 or 1'),
+        ('{"probs": [0.7, 0.3], "answer": 0, "label": 0}', '1: the columns answer, label are all '
+         'answer; choose one by --columns=answer=answer'),
+        ('{"answers": ["2.5", "a"], "answer": 2.5}', '1: answers must be texts or whole numbers, '
+         'not 2.5'),
+        ('[{"probs": [0.7], "answer": 0}]', ' row 1: probabilities sum to 0.7, not to 1'))),
     *(('a.csv', f'confidence,correct\n{row}\n', message) for row, message in (
-        ('13.4,1', '2: confidence is 13.4, not from 0 to 1; if these are'),
-        ('0.5,ja', "2: correct must be true or false, not 'ja'; write true"),
-        ('0.5,', '2: correct must be true or false, not None; w'),
+        *((f'{x},1', f"2: confidence is '{x}'; wanted a number from 0 to 1, such as 0.8, or 80 %")
+          for x in ('13.4', '0x1', '1e999', '-0.1', '1_0', '0.8.1', '[0.8]')),
+        ('0.5,ja', "2: correct must be true or false, 1 or 0, not 'ja'"),
+        ('0.5,', '2: correct must be true or false, 1 or 0, not None'),
         ('0.5,1,2', '2: 3 columns; the header names 2'),
         ('0.5,K\xf6ln', '2: not UTF-8: invalid start byte at byte 0xf6; save it'))),
     ('b.csv', 'probs_1,probs_2,answer\n0.4,0.6,1\n', '2: the columns probs_k hold numbers for k = '
      '1, 2; wanted 0, 1, ... without a gap'),
-    ('b.csv', 'Confidence,correct\n0.5,1\n', '2: neither probs, log_probs, confidence, answers nor '
-     'columns probs_0, probs_1, ..., but the keys Confidence, correct; --confidence names')])
+    ('b.csv', 'p,correct\n0.5,1\n', '2: no column is named probs, log_probs, confidence, answers '
+     'or probs_0, but p, correct; other names are read by --columns=confidence=NAME,correct=NAME'),
+    ('b.csv', f'{",".join(map(str, range(900)))}\n{"1," * 899}1\n', '2: no column is named probs'),
+    ('b.csv', 'confidence,Confidence,correct\n0.5,1,1\n', '2: the columns confidence, Confidence '
+     'are all confidence; choose one by --columns=confidence=confidence'),
+    ('b.csv', '', ' the file is empty: it has no rows'),
+    ('b.csv', 'confidence,correct\n', ' the file is empty: it has no rows')])
 def test_a_wrong_line_or_cell_is_named_with_what_would_be_right(tmp_path, name, lines, message):
     path = tmp_path / name
     path.write_bytes(lines.encode('latin-1'))
     done = run_metrics(path)
     assert done.returncode == 1 and done.stdout == ''
     assert done.stderr.startswith(f'error: {path}:{message}'), done.stderr
-    assert done.stderr.count('\n') == 1
+    assert done.stderr.count('\n') <= 2 and len(done.stderr) < 700
 
 
 def harness_rows(task, model='first'):
@@ -259,6 +354,21 @@ def test_a_sample_of_lm_eval_has_its_log_probs_lengths_and_answer():
     path, _ = harness_rows('trivia_animals')
     assert harness_task(path) == ('trivia', 'trivia_animals', '2026-' + path.stem[-21:])
     assert harness_task(path.with_name('mine.jsonl')) == ('samples', '', '')
+
+
+def test_the_array_of_lm_eval_0_4_0_is_read_as_the_lines_of_later_versions(tmp_path):
+    """It is named .jsonl; its rows have no hashes, and lists of [context, option]."""
+    path, rows = harness_rows('endings')
+    old = [{key: row[key] for key in ('doc_id', 'doc', 'target', 'resps', 'filtered_resps', 'acc')}
+           | {'arguments': [[*call.values()] for call in row['arguments'].values()]}
+           for row in rows]
+    array = tmp_path / 'pretrained__first_endings.jsonl'
+    array.write_text(json.dumps(old, indent=2, ensure_ascii=False))
+    new = [sample for sample, _ in read_predictions(path, FileConfig(norm='byte'))]
+    assert [sample | {'task': 'endings', 'subject': '', 'id': f'endings:{sample["id"]}'}
+            for sample, _ in read_predictions(array, FileConfig(norm='byte'))] == [
+                sample | {'subject': ''} for sample in new]
+    assert run_metrics(array).stdout.splitlines()[1:] == run_metrics(path).stdout.splitlines()[1:]
 
 
 def test_results_beside_the_samples_of_lm_eval_that_cannot_be_read_are_named(tmp_path):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import metrics
 import scaling
+import stats
 from common import write_rows, write_run
 from results import evaluation, plots, report, samples, tables
 from runtime import processes
@@ -128,38 +129,34 @@ def test_metrics_have_intervals_from_the_rows_at_which_they_hold(n, has_interval
     assert [*report.cells([('macro', macro)])[0]].count('95 % interval') == has_interval
 
 
+def test_a_question_in_several_languages_is_one_question(monkeypatch):
+    """It is drawn once for all languages, counted once, and in one half of a scaling's fits."""
+    random, halves, fit = np.random.default_rng(0), [], scaling.fit_platt
+    monkeypatch.setattr(scaling, 'fit_platt', lambda *rows: halves.append({*rows[0]}) or fit(*rows))
+    rows = [question(i, language=language, answer=random.integers(2).item(),
+                     log_probs=[i / 100, -1]) for language in ('de', 'en') for i in range(60)]
+    del rows[7]                             # not every language has every question
+    # of rows with one id in a file
+    rows += [rows[9] | {'id': 'q10#2'}, rows[-1] | {'id': 'q59#3'}]
+    summary = report.summarize(rows, 'token', n_bootstrap=30, fit=True)
+    pooled = summary['pooled']
+    assert (pooled['n'], pooled['questions']) == (121, 60)
+    assert report.cells([('pooled', pooled), ('de', summary['languages']['de'])])[1:] == [
+        ('pooled', '60', *report.cells([('pooled', pooled)])[1][2:]),
+        ('de', '59', *report.cells([('de', summary['languages']['de'])])[1][2:])]
+    p = report.predictions(sorted(rows, key=samples.sample_order), 'token')
+    assert [pooled['accuracy_low'], pooled['accuracy_high']] == pytest.approx(stats.share_interval(
+        p.probs.argmax(1) == p.labels, p.questions[0]))
+    assert [len(x) for x in halves[:2]] == [30, 30] and not halves[0] & halves[1]
+    # what is drawn of one language is drawn of the other
+    same = report.predictions([s | {'answer': 0} for s in rows], 'token')
+    drawn = [same.at(np.flatnonzero(report.names_of(rows, 'language') == name)).bootstrap(9, 0)
+             for name in ('de', 'en')]
+    assert np.corrcoef(*(x['confidence'] for x in drawn))[0, 1] > 0.9
+
+
 def test_a_single_answer_is_reported_without_a_scaling():
     assert 'post_hoc' not in report.summarize([question()], 'sum', n_bootstrap=0, fit=True)
-
-
-@pytest.mark.parametrize('held_out', [0, 50])
-def test_each_language_gets_its_own_and_a_shrunk_temperature(tmp_path, held_out):
-    names = ['de', 'en', 'sw']
-    rows = samples.read_samples(write_run(tmp_path, languages=names, n=80,
-                                          held_out=held_out) / 'samples.jsonl')
-    for row in rows:
-        row['log_probs'] = [{'de': 1, 'en': 2, 'sw': 6}[row['language']] * x
-                            for x in row['log_probs']]
-    summary = report.summarize(rows, 'sum', n_bootstrap=5, fit=True)
-    fitted = summary['post_hoc']['languages']
-    if held_out:
-        swahili, de = (report.predictions(x, 'sum') for x in (rows[-held_out:], rows[:80]))
-        temperature = scaling.fit_temperature(swahili.scores, swahili.labels)
-        assert fitted['sw']['temperature'] == pytest.approx([temperature])
-        assert fitted['sw']['ece_on']['de'] == pytest.approx(
-            metrics.ece(metrics.softmax(de.scores, temperature), de.labels))
-    for name, entry in fitted.items():
-        assert len(entry['temperature']) == len(entry['shrunk']) == (1 if held_out else 2)
-        assert entry['ece']['unscaled'] == pytest.approx(summary['languages'][name]['ece'])
-    own, single = ([fitted[x]['ece'][kind] for x in names] for kind in ('shrunk', 'single'))
-    assert sum(own) < sum(single)
-    reports = summary['post_hoc']['reports']
-    assert list(reports) == ['temperature', 'language temperature', 'batch', 'platt',
-                             'multicalibration']
-    assert reports['language temperature']['nll'] < reports['temperature']['nll']
-    shown = {'mmlu': result(**summary)}
-    for text in (report.to_text(shown, shown), report.to_markdown(shown), report.to_latex(shown)):
-        assert 'emperatures by language' in text and f'{np.mean(own):.3f}' in text
 
 
 def test_conformal_sets_of_a_group_have_the_thresholds_of_all_rows():

@@ -426,35 +426,28 @@ def test_files_get_the_mode_that_the_umask_says(tmp_path):
     assert {p.stat().st_mode & 0o777 for p in run.out.rglob('*') if p.is_file()} == {0o664}
 
 
-def test_overwrite_removes_what_runs_wrote_and_nothing_else_and_only_if_the_run_succeeds(
-        tuned, train_again, monkeypatch):
+def test_overwrite_renames_the_old_folder_and_deletes_nothing(tuned, train_again, capsys):
     listed = set(ownership.written_files(tuned))
     assert listed | {'written.json'} == tree(tuned).keys(), 'a run lists all that it writes'
-    theirs = 'notes.txt', 'results.py', 'epoch-1/mine', 'runs/mine'
-    for name in theirs:
-        (tuned / name).parent.mkdir(exist_ok=True)
+    for name in 'notes.txt', 'epoch-1/mine':
         (tuned / name).write_text('mine')
-    ownership.claim(tuned / 'before', 'results.json')
-    (tuned / 'before' / 'results.json').write_text('old')
-    before = tree(tuned)
-
-    def fail(*_, **__):
-        assert not (tuned / 'config.json').exists()
-        raise KeyboardInterrupt
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(training_report, 'evaluate', fail)
-        train_again('--overwrite', '--max_steps=1', '--eval_before=True')
-    aside = tree(tuned / '.replaced-run-001')
-    assert {name: before[name] for name in listed} == {name: aside[name] for name in listed}
-    train_again('--overwrite', '--max_steps=1', '--eval=None')
+    (tuned / 'README.md').write_text('edited')
+    before, options = tree(tuned), ('--overwrite', '--max_steps=1', '--eval=None')
+    train_again(*options)
+    old = tuned.with_name('out.1')
+    assert tree(old) == before and f'--overwrite: {tuned} is now {old}' in capsys.readouterr().out
     now = tree(tuned)
-    assert {now[name] for name in theirs} == {b'mine'}
-    assert 'results.json' not in now and 'epoch-1/config.json' not in now
+    assert not {'notes.txt', 'results.json', 'epoch-1/config.json'} & now.keys()
     assert len(now['log.jsonl'].splitlines()) == 1
-    # somebody's file where a run would write
-    (tuned / 'epoch-1' / 'model.safetensors').write_text('mine')
-    with refused(tuned, 'epoch-1/m.* was not written by this program'):
-        train_again('--overwrite', '--max_steps=1', '--eval=None')
+    train_again(*options)
+    assert tree(old) == before and tree(tuned.with_name('out.2')) == now
+    # a folder that no run made is not renamed, and what is in the way there is not replaced
+    for name in ownership.written_files(tuned):
+        (tuned / name).unlink()
+    (tuned / 'model.safetensors').write_text('mine')
+    (tuned / 'written.json').write_text('{"files": []}')
+    with refused(tuned.parent, 'model.safetensors was not written by this program'):
+        train_again(*options)
 
 
 def test_a_folder_moved_under_a_run_ends_it_with_an_error(tmp_path):
@@ -486,96 +479,56 @@ def test_nothing_behind_a_link_is_written_or_deleted(tmp_path):
         ownership.claim(out, 'results.json')
 
 
-# ---- --overwrite: the old files are aside until the new ones are complete ------------------------
+# ---- --overwrite ---------------------------------------------------------------------------------
 
-def old_run(out):
-    """Write a folder with the files of a run and of its first report, and some of the user's."""
-    files = ('train_config.py', 'config.json', 'model.safetensors', 'epoch-1/config.json',
-             'samples.jsonl', 'results.json')
-    ownership.claim(out, *files, 'gone')
-    ownership.claim(out / 'before', 'results.json')
-    for name in (*files, 'before/results.json', 'epoch-1/mine', 'mine', 'before/mine'):
-        (out / name).parent.mkdir(exist_ok=True)
-        (out / name).write_text(f'old {name}')
-    return {name: content for name, content in tree(out).items() if name != 'written.json'}
+def test_a_folder_is_renamed_with_its_lock_to_the_first_free_name(tmp_path, monkeypatch):
+    real, link = tmp_path / 'run.v2', tmp_path / 'link'
+    ownership.claim(real, 'a')
+    link.symlink_to(real)
+    (tmp_path / 'run.v2.1').write_text('mine')
+    with ownership.lock(link):
+        ownership.rename_old(link)      # whose files are gone: nothing to keep
+        (real / 'a').write_text('old')
+        ownership.rename_old(link)
+        assert (tmp_path / 'run.v2.2' / 'a').read_text() == 'old' and not [*tree(real)]
+        for folder in (real, link):
+            with pytest.raises(ConfigError, match='another process is writing there'):
+                ownership.lock(folder).__enter__()
+        ownership.claim(link, 'a')
+        (real / 'a').write_text('new')
+        with ownership.lock(real / 'epoch-1'), refused(tmp_path, 'epoch-1: another process is'):
+            ownership.rename_old(link)
+        monkeypatch.chdir(real / 'epoch-1')
+        with refused(tmp_path, 'this command reads .*/epoch-1;'):
+            ownership.rename_old(link)
+    with ownership.lock(real), ownership.lock(tmp_path / 'run.v2.2'):
+        pass
 
 
-def replace_run(out):
-    """Overwrite a run as train.py does."""
-    with ownership.lock(out):
-        ownership.set_aside(out, 'run', '*')
-        for name in ('log.jsonl', 'before/results.json', 'config.json'):
-            folder = out / 'before' if name.startswith('before') else out
-            ownership.claim(folder, (out / name).relative_to(folder))
-            ownership.write_text(out / name, f'new {name}')
-        ownership.remove_aside(out, 'run')
+def test_renaming_that_is_killed_at_any_moment_loses_nothing(tmp_path):
+    def replace_run(out):
+        with ownership.lock(out):
+            ownership.rename_old(out)
+            ownership.claim(out, 'results.json')
+            ownership.write_text(out / 'results.json', 'new')
 
-
-def test_overwriting_that_is_killed_at_any_moment_loses_nothing(tmp_path, capsys):
     n_kills, was_killed = 0, True
     while was_killed:
         out = tmp_path / f'{n_kills}'
-        before = old_run(out)
+        ownership.claim(out, 'results.json', 'gone')
+        for name in ('results.json', 'mine'):
+            (out / name).write_text('old')
+        before = tree(out)
         was_killed = killed(lambda out=out: replace_run(out), out, n_kills)
         n_kills += was_killed
-        aside = out / '.replaced-run-001'
-        with ownership.lock(out):
-            note = f'{aside} keeps what an interrupted --overwrite'
-        assert (note in capsys.readouterr().out) == aside.exists()
-        now, old = tree(out), tree(aside)
-        for name, content in before.items():
-            assert content in (now.get(name), old.get(name)) or (
-                now['config.json'] == b'new config.json'), (out, name)
-        # --resume reads the settings while an old file is there, and no results of other samples
-        still = [name for name, content in before.items() if now.get(name) == content]
-        assert 'train_config.py' in still or not {*before}.intersection(still) - {
-            'mine', 'epoch-1/mine', 'before/mine', 'before/written.json'}, still
-        assert 'samples.jsonl' in still or 'results.json' not in still
-        replace_run(out)        # whose lists say that all of it is ours
-        now = tree(out)
-        mine = {name: now.pop(name) for name in list(now) if name.endswith('mine')}
-        assert mine == {name: before[name] for name in ('mine', 'epoch-1/mine', 'before/mine')}
-        assert {k: v for k, v in now.items() if not k.endswith('written.json')} == {
-            name: f'new {name}'.encode()
-            for name in ('log.jsonl', 'before/results.json', 'config.json')}, out
-        assert not [*out.glob(f'{ownership.ASIDE}*')]
-    assert n_kills > 30, n_kills
+        assert before in (tree(out), tree(tmp_path / f'{out.name}.1'))
+        replace_run(out)
+        assert {k: v for k, v in tree(out).items() if k != 'written.json'} == {
+            'results.json': b'new'}
+    assert n_kills > 5, n_kills
 
 
-def test_what_was_moved_aside_can_be_moved_back_and_nothing_else_is_deleted_there(tmp_path):
-    out, aside = tmp_path / 'out', tmp_path / 'out' / '.replaced-run-001'
-    before = old_run(out)
-    with ownership.lock(out):
-        for patterns in ('*',), ('samples.*', 'results.*'):     # of a run, and of its evaluation
-            listed = {*ownership.written_files(out)}
-            ownership.set_aside(out, 'run', *patterns)
-            shutil.copytree(aside, out, dirs_exist_ok=True)
-            shutil.rmtree(aside)
-            assert before.items() <= tree(out).items()
-            assert listed <= {*ownership.written_files(out)}
-        ownership.set_aside(out, 'run', '*')
-        (aside / 'notes').write_text('mine')
-        ownership.remove_aside(out, 'run')
-    assert tree(aside) == {'notes': b'mine'} and not ownership.written_files(out)
-
-
-@pytest.mark.slow
-def test_an_interrupted_run_that_can_be_resumed_and_the_one_before_it_are_both_kept(
-        tuned, train_again, monkeypatch, capsys):
-    before = {name: content for name, content in tree(tuned).items() if name != 'written.json'}
-    options = '--max_steps=2', '--eval=None', '--pictures=False'
-    with monkeypatch.context() as patch, pytest.raises(train.Stopped):
-        before_each_step(patch, stop)
-        train_again(*options, '--overwrite')
-    with pytest.raises(ConfigError, match='interrupted after step 1: --resume continues it'):
-        train_again(*options)
-    train_again(*options, '--resume')
-    assert '.replaced-run-001 keeps what an interrupted --overwrite' in capsys.readouterr().out
-    aside = tree(tuned / '.replaced-run-001')
-    assert before.items() <= aside.items() and (tuned / 'config.json').exists()
-
-
-def test_overwrite_checks_everything_before_it_deletes_and_keeps_what_the_run_reads(
+def test_overwrite_checks_everything_before_it_renames_and_not_what_the_run_reads(
         small_world, tuned, tmp_path):
     shutil.copytree(small_world[0] / 'base', tmp_path / 'truncated')
     os.truncate(tmp_path / 'truncated' / 'model.safetensors', 1000)
@@ -593,19 +546,23 @@ def test_overwrite_checks_everything_before_it_deletes_and_keeps_what_the_run_re
     (tmp_path / 'link').symlink_to(tuned)
     (tmp_path / 'data').mkdir()
     (tmp_path / 'data' / 'instruct.jsonl').symlink_to(tuned / 'instruct.jsonl')
-    # the settings themselves have been read before
-    command = [str(tuned / 'train_config.py'), f'--out_dir={tuned}', '--overwrite', '--max_steps=1',
-               '--device=cpu']
+    shutil.copy(tuned / 'train_config.py', tmp_path / 'settings.py')
+    options = f'--out_dir={tuned}', '--overwrite', '--max_steps=1', '--device=cpu'
+    command = [str(tmp_path / 'settings.py'), *options]
+    with refused(tmp_path, 'this command reads .*/train_config.py;'):
+        train.main([str(tuned / 'train_config.py'), *options])
     for option, message in ((f'--model={tmp_path}/truncated', 'truncated'),
                             ('--eval.tasks=nothing', 'no task, file or folder'),
                             ('--batch_size=100000', 'do not fill one step')):
         with refused(tuned, message, ValueError):
             train.main([*command, option])
-    for option, name in ((f'--model={linked}', 'config.json'), (f'--model={peft}', 'config.json'),
+    for option, name in ((f'--model={linked}', '.*'), (f'--model={peft}', '.*'),
                          (f'--data={tmp_path}/link/instruct.jsonl', 'instruct.jsonl'),
                          (f'--data={tmp_path}/data', 'instruct.jsonl'),
                          (f'--eval.tasks={tuned}/questions.jsonl', 'questions.jsonl')):
-        with refused(tuned, f'out/{name} is read by this command'):
+        with refused(tmp_path, f'would rename .*out, and this command reads .*{name};'):
             train.main([*command, option])
+    with pytest.raises(ConfigError, match='and this command reads .*/out/cache;'):
+        train.main([*command, f'--cache_dir={tuned}/cache'])
     train.main([*command, '--eval=None'])
     assert 'instruct.jsonl' not in tree(tuned)

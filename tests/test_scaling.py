@@ -1,4 +1,4 @@
-"""scaling.py and results/temperatures.py: each scaling finds what was done to the scores, and
+"""scaling.py: each scaling finds what was done to the scores, and
 refuses what is no score."""
 
 import math
@@ -10,14 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from common import by_transformers, exactly, reference_model
+from common import by_transformers, exactly, reference_model, refused
 from safetensors.torch import load_file
 
 import metrics
 import scaling
-from results import temperatures
 from runtime import fold
-from runtime.errors import ConfigError
 
 
 def test_temperature_and_platt_scaling_recover_what_was_applied():
@@ -163,8 +161,6 @@ def test_temperature_to_base_is_that_of_least_divergence_where_the_models_agree(
     assert scaling.fit_temperature_to_base(3 * base, base) == pytest.approx(3, rel=1e-9)
 
 
-# A temperature per group, and shrunk to the mean of the groups
-
 def scores_of_groups(log_temperatures, n, seed=0):
     """Return (scores, labels, groups): n rows per group, the labels drawn at its temperature."""
     rng = np.random.default_rng(seed)
@@ -173,39 +169,6 @@ def scores_of_groups(log_temperatures, n, seed=0):
     scores[::5, 3] = -np.inf
     at = scores / np.exp(log_temperatures)[groups][:, None]
     return scores, (at + rng.gumbel(size=at.shape)).argmax(1), groups
-
-
-def test_shrinkage_follows_the_random_effects_model():
-    """DerSimonian & Laird 1986, with loops and with derivatives by differences."""
-    scores, labels, groups = scores_of_groups(np.log([1.0, 1.5, 2.5]), 150)
-    own, shrunk = (np.log([fitted[group] for group in range(3)])
-                   for fitted in temperatures.fit_temperatures(scores, labels, groups))
-    assert own[1] == np.log(scaling.fit_temperature(scores[groups == 1], labels[groups == 1]))
-    variances = []
-    for g, t in enumerate(own):
-        rows = groups == g
-        low, middle, high = (-np.log(metrics.softmax(scores[rows], math.exp(x))[
-            np.arange(150), labels[rows]]) for x in (t - 1e-3, t, t + 1e-3))
-        slope, curvature = (high - low) / 2e-3, ((high - 2 * middle + low) / 1e-6).mean()
-        variances.append(max((slope ** 2).mean(), curvature) / 150 / curvature ** 2)
-    w = [1 / v for v in variances]
-    fixed = sum(a * b for a, b in zip(w, own, strict=True)) / sum(w)
-    q = sum(a * (b - fixed) ** 2 for a, b in zip(w, own, strict=True))
-    tau2 = max(0, (q - 2) / (sum(w) - sum(a * a for a in w) / sum(w)))
-    pull = [1 / (v + tau2) for v in variances]
-    mean = sum(a * b for a, b in zip(pull, own, strict=True)) / sum(pull)
-    assert tau2 > 0 and shrunk == pytest.approx([(tau2 * t + v * mean) / (tau2 + v)
-                                    for t, v in zip(own, variances, strict=True)], abs=1e-4)
-
-
-def test_a_group_without_a_temperature_of_its_own_takes_the_mean():
-    scores, labels, groups = scores_of_groups(np.log([2.0, 2.0, 2.0]), 100)
-    certain = groups == 1
-    labels[certain] = scores[certain].argmax(1)
-    own, shrunk = temperatures.fit_temperatures(scores, labels, np.array(['a', 'b', 'c'])[groups])
-    assert own['b'] == pytest.approx(0.001)
-    both = sorted(own[x] for x in 'ac')
-    assert both[0] <= shrunk['b'] <= both[1]
 
 
 def test_fits_travel_in_a_file(tmp_path):
@@ -240,9 +203,12 @@ def test_a_temperature_folded_into_the_weights_divides_the_logits_of_transformer
     assert before.abs().max() > 0.1
     torch.testing.assert_close(after, before / 1.7, rtol=1e-4, atol=1e-5)
     assert 'divided by 1.7' in (tmp_path / 'folded' / 'README.md').read_text()
-    for task, message in ('xcopa', 'name one of .*: mmlu, arc'), ('arc', 'no temperature is best'):
-        with pytest.raises(ConfigError, match=message):
-            fold.main([*arguments, f'--task={task}', f'--out_dir={tmp_path}/folded'])
+    for task, out, message in (
+            ('xcopa', 'new', 'name one of .*: mmlu, arc'), ('arc', 'new', 'no temperature is best'),
+            ('mmlu', 'model', 'model is not empty, it holds config.json'),
+            ('mmlu', 'folded', 'folded is not empty, it holds README.md')):
+        with refused(tmp_path, message):
+            fold.main([*arguments, f'--task={task}', f'--out_dir={tmp_path}/{out}'])
 
 
 CHECKOUT = os.environ.get('NANOCAL_LLAMA_CPP')       # of llama.cpp, which converts what is saved

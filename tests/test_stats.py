@@ -1,5 +1,6 @@
 """stats.py: the bootstrap is the report of resampled rows; intervals and tests hold their level"""
 
+import itertools
 import math
 import numpy as np
 import pytest
@@ -18,10 +19,15 @@ def test_bootstrap_is_the_report_of_resampled_rows(n, K, ragged):
     probs = np.where(np.arange(K) < n_options[:, None], weight, 0)
     probs /= probs.sum(1, keepdims=True)
     labels, x = rng.integers(0, n_options), rng.random(n)
-    found = stats.bootstrap(probs, labels, n_options, n_resamples=7, seed=3, columns={'x': x})
-    drawn = np.random.default_rng(3).integers(n, size=(7, n))
-    assert found.pop('x') == exactly(x[drawn].mean(1))
-    for i, rows in enumerate(np.sort(drawn, 1)):
+    # rows of one question are drawn together
+    questions = rng.permutation(np.minimum(np.arange(n), 119)) if ragged else np.arange(n)
+    found = stats.bootstrap(probs, labels, n_options, n_resamples=7, seed=3, columns={'x': x},
+                            questions=questions if ragged else None)
+    n_questions = questions.max() + 1
+    drawn = [np.repeat(np.arange(n), np.bincount(numbers, minlength=n_questions)[questions])
+             for numbers in np.random.default_rng(3).integers(n_questions, size=(7, n_questions))]
+    assert found.pop('x') == exactly([x[rows].mean() for rows in drawn])
+    for i, rows in enumerate(drawn):
         report = metrics.report(probs[rows], labels[rows], n_options[rows])
         for metric, values in found.items():
             assert values[i] == pytest.approx(report[metric], rel=1e-9, abs=1e-9,
@@ -29,7 +35,7 @@ def test_bootstrap_is_the_report_of_resampled_rows(n, K, ragged):
     assert found.keys() == {x.key for x in metrics.MEASURES if x.tables} | {
         'gap', 'mce', 'ece_equal_mass', 'bas', 'brier_top_label', 'brier_skill'}
     correct = probs.argmax(1) == labels
-    alone = stats.bootstrap(probs.max(1), correct, n_resamples=7, seed=3)
+    alone = stats.bootstrap(probs.max(1), correct, n_resamples=7, seed=3, questions=questions)
     assert all(np.allclose(values, found[metric], equal_nan=True)
                for metric, values in alone.items())
 
@@ -79,6 +85,45 @@ def test_cochran_q_equals_a_computation_by_hand():
     assert q == exactly((only_a - only_b) ** 2 / (only_a + only_b))
     assert p == exactly(math.erfc(math.sqrt(q / 2)))
     assert stats.cochran_q(np.ones((3, 9), bool)) == (0, 1)
+
+
+def test_answers_to_one_question_are_tested_together():
+    """Every sign of McNemar's differences by question, and every order of Cochran's counts."""
+    rng = np.random.default_rng(3)
+    questions, correct = np.array([*'abcdeabcdeabc']), rng.random((3, 13)) < 0.6
+    right = np.array([correct[:, questions == name].sum(1) for name in 'abcde'])   # [5, 3]
+    d = right[:, 0] - right[:, 1]
+    signs = np.array([*itertools.product((-1, 1), repeat=5)])
+    share = np.mean(np.abs(signs @ d) >= abs(d.sum()))
+    assert 0 < share < 1
+    assert stats.mcnemar(*correct[:2], questions)[2] == exactly(share)
+    spread = [np.var([*map(sum, zip(*orders))]) for orders in itertools.product(
+        *([*itertools.permutations(row)] for row in right))]
+    q, p = stats.cochran_q(correct, questions)
+    assert q == exactly(2 * np.var(right.sum(0)) / np.mean(spread)) and p == exactly(
+        math.exp(-q / 2))
+    # the same answers eight times tell no more than once
+    for test in (lambda x, *more: stats.mcnemar(*x[:2], *more)[2:], stats.cochran_q,
+                 lambda x, *more: stats.share_interval(x[0], *more),
+                 lambda x, *more: stats.interval(metrics.accuracy, np.ones(x.shape[1]), x[0],
+                                                 n_resamples=50, questions=[*more, None][0])):
+        once = rng.random((3, 40)) < 0.7
+        assert test(np.repeat(once, 8, 1), np.repeat(np.arange(40), 8)) == exactly(test(once))
+
+
+def test_tests_of_shared_questions_hold_their_level():
+    """Two equal models, 100 questions in 8 languages: rows as the unit reject in 4 of 10 cases."""
+    rng, rejected, held = np.random.default_rng(0), [], []
+    questions = np.repeat(np.arange(100), 8)
+    for _ in range(400):
+        known = 0.8 * rng.normal(size=(100, 1)) + 0.6 * rng.normal(size=(2, 100, 8)) + (
+            1.5 * rng.normal(size=(2, 100, 1)))
+        a, b = known.reshape(2, -1) > 0
+        rejected.append([stats.mcnemar(a, b, *more)[2] < 0.05 for more in ((questions,), ())])
+        low, high = stats.share_interval(a, questions)
+        held.append(low <= 0.5 <= high)
+    by_question, by_row = np.mean(rejected, 0)
+    assert 0.02 < by_question < 0.08 and by_row > 0.2 and 0.92 < np.mean(held) < 0.98
 
 
 def test_a_corrected_rate_has_the_interval_of_its_formula():

@@ -24,10 +24,11 @@ import metrics
 import train
 from data import packing
 from data.eval_config import trained_template
-from runtime import checkpoint, graphs, log, parallel, resume, trained
+from runtime import checkpoint, log, parallel, resume, trained
 from runtime.config import load_config
 from runtime.device import pick_device
 from runtime.errors import ConfigError, DataError, TrainingError
+from speed import graphs
 
 
 def tiny_config(**values):
@@ -187,7 +188,7 @@ def test_a_held_out_part_shares_no_group_with_training():
     held_out, rest = packing.split_groups(np.repeat(np.arange(10), 4), 10, 0)
     assert (len(held_out), len(rest)) == (8, 32)
     cfg = train.TrainConfig(data='d', val_size=3, batch_size=1)
-    with pytest.raises(DataError, match='val_size = 3 holds out nothing, .* together, 4 or more'):
+    with pytest.raises(DataError, match='= 3 holds out nothing, .* together, 4 or more; raise'):
         train.split_sequences(cfg, np.repeat(np.arange(10), 4))
 
 
@@ -421,15 +422,15 @@ def test_a_recording_is_replayed_only_when_nobody_needs_its_memory(tmp_path, mon
     model = checkpoint.load(tmp_path).train()
     graphs.record_blocks(model.decoder)
 
-    def forward(T, n, context=graphs.replaying):
+    def forward(T, n):
         """Pass a row of T tokens; there are n replays in all."""
         tokens = torch.ones(1, T, dtype=torch.long)
-        with context(model.decoder):
-            y = model(tokens, *whole_rows(tokens))
+        y = model(tokens, *whole_rows(tokens))
         assert len(replayed) == n
         return y
-    forward(4, 0, contextlib.nullcontext).sum().backward()      # not in a training step
-    model.zero_grad()
+    model.eval()
+    forward(4, 0).sum().backward()      # not in training
+    model.train().zero_grad()
     first, second = forward(4, 1), forward(4, 1)    # the activations of the first are there
     first.sum().backward()
     forward(4, 1).sum().backward()                  # and here its gradients

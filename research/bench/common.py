@@ -43,7 +43,7 @@ from runtime.errors import ConfigError
 from runtime.hub import fetch
 from runtime.log import peak_memory
 from runtime.ownership import write_text
-from triton_ops import adjoin
+from speed.kernels import adjoin
 
 MODELS = json.loads(Path(__file__).with_name('models.json').read_text())      # as config.json
 METHODS = tomllib.loads(Path(__file__).with_name('methods.toml').read_text())   # of each script

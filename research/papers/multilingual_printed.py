@@ -32,7 +32,8 @@ MODELS, DATA = ('Gemma2-2B', 'Mistral-7B', 'Llama-3.1-8B'), ('Alpaca', 'OpenHerm
 PRINTED = {'accuracy': 'accuracy', 'entropy_bits': 'entropy_bits', 'ece': 'ece',
            'rms_mmlu_repo': 'rms'}       # our name: its column in multilingual_printed.csv
 N_OPTIONS = {'global_mmlu': 4, 'mmlu_prox': 10}
-N_BINS = {'global_mmlu': 140, 'mmlu_prox': 117}     # of 100 of the 14,042 and 11,759 questions
+N_QUESTIONS = {'global_mmlu': 14_042, 'mmlu_prox': 11_759}
+N_BINS = {task: n // 100 for task, n in N_QUESTIONS.items()}    # of 100 questions
 
 
 def printed_numbers():
@@ -93,6 +94,10 @@ def tables(printed):
             for rule, x in changes)))
     yield 'printed_settings', ('Printed: languages in which tuning, or smoothing 0.1 or 0.2, '
                                'does what the paper does not claim'), lines
+    yield 'printed_shared', ('Printed: mean changes over the languages, their standard errors, and '
+                             'in how many of 9 models and datasets they exceed 1.96 of them'), [
+        ('benchmark', 'change', 'mean', 'error of t over languages',
+         'largest error of shared questions', 'by t', 'by both'), *shared_rows(printed, groups, rules['classes'])]
     checks = [_checks(printed, task) for task in BENCHMARKS]
     yield 'printed_checks', 'Printed: do the tables fit together?', [
         ('check', *(title for title, _ in BENCHMARKS.values())),
@@ -105,6 +110,33 @@ def tables(printed):
           for task, (title, _) in BENCHMARKS.items() for model in MODELS
           for data, s in (('base', ''), *((data, '0.0') for data in DATA))
           for row in [printed[task, 'en', model, data, s]])]
+
+
+def shared_rows(printed, groups, rules):
+    """Yield cells: do mean changes stand out from the noise of questions that languages share?
+
+    Student's t over the languages of a benchmark has the standard error s / sqrt(L). If the same
+    questions were drawn anew, all languages would move together: at most, if they are right and
+    wrong as one and the two models answer independently, by sqrt((v + v') / N) with v and v' the
+    variances of a question's number in both. That of accuracy is a (1 - a). A confidence is from
+    1 / K to 1, an entropy h from 0 to log K, so theirs are at most ((1 - 1 / K) / 2)^2 and h (log K
+    - h); that of confidence - accuracy is at most the sum, unless the surer answers are wrong more
+    often. The last column takes both errors together.
+    """
+    for (task, (title, _)), rule in itertools.product(BENCHMARKS.items(), rules):
+        L, K, variances = len(groups[title]), N_OPTIONS[task], []
+        for row in (rule['from'], rule['to']):
+            a, h = (cells(printed, groups[title], key, row) / 1000
+                    for key in ('accuracy', 'entropy_bits'))
+            variances.append({'accuracy': a * (1 - a), 'entropy_bits': h * (np.log2(K) - h),
+                         'ece': a * (1 - a) + ((1 - 1 / K) / 2)**2}[rule['metric']].mean(0))
+        x = change(printed, groups[title], rule) / 1000
+        by_t = x.std(0, ddof=1) / L**0.5
+        by_question = np.sqrt(sum(variances) / N_QUESTIONS[task])
+        mean = np.abs(x.mean(0))
+        yield (title, rule['title'], f'{x.mean():+.3f}', f'{by_t.mean():.4f}',
+               f'{by_question.mean():.4f}', *(f'{(mean > 1.96 * error).sum()} of {mean.size}'
+                                              for error in (by_t, np.hypot(by_t, by_question))))
 
 
 def confidence_range(row, n_options):

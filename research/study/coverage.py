@@ -7,10 +7,16 @@ answer to a question with four options is drawn from softmax(z), z ~ 1.5 N(0, 1)
 confident', softmax(x z), or 'changing': that where the true confidence is above 0.6, and softmax(z
 / x) elsewhere. A second model has 0.8 z + 0.6 z' and the same uniform number for the answer. The
 true error is that of 500,000 questions, and 0 for a calibrated model.
+
+The last table is of questions in several languages: `share` of the variance of z, z' and the normal
+number behind the answer is the question's, the rest belongs to the language. All intervals and
+tests draw or compare whole questions, except for the last two, which take rows or languages for
+independent.
 """
 
 import sys
 from pathlib import Path
+from statistics import NormalDist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -31,16 +37,41 @@ MODELS = [('calibrated', 0.0, 1.0),          # kind of error, true ECE, x that g
 PAIRS = [(MODELS[i], MODELS[j]) for i, j in ((0, 0), (2, 2), (2, 5), (2, 0), (2, 3))]
 
 
+SHARED = [(50, 2, 1.0), (50, 42, 0.3), (100, 8, 0.0), (100, 8, 0.3), (100, 8, 1.0), (200, 42, 0.1),
+          (400, 15, 0.05), (400, 15, 0.16), (400, 15, 0.29)]        # questions, languages, share
+
+
 def draw(n, seed, *models):
     """Return [(probs [n, 4], labels [n])] of models (kind of error, x >= 1) of MODELS."""
     random = np.random.default_rng(seed)
-    z, other, uniform = random.normal(size=(n, 4)), random.normal(size=(n, 4)), random.random(n)
+    z, other = random.normal(size=(2, n, 4))
+    return answers(models, [z, 0.8 * z + 0.6 * other], random.random(n))
+
+
+def draw_shared(n_questions, n_languages, share, seed, *models):
+    """Return rows like those of `draw`, question by question, each in every language.
+
+    Each model has scores of its own, 0.8 z + 0.6 z', so that all are equally alike.
+    """
+    random = np.random.default_rng(seed)
+
+    def mixed(k):
+        own = random.normal(size=(n_questions, n_languages, k))
+        common = random.normal(size=(n_questions, 1, k))
+        return (share**0.5 * common + (1 - share)**0.5 * own).reshape(-1, k)
+
+    z, uniform = mixed(4), np.vectorize(NormalDist().cdf)(mixed(1)[:, 0])
+    return answers(models, [0.8 * z + 0.6 * mixed(4) for _ in models], uniform)
+
+
+def answers(models, z, uniform):
+    """Return the rows of models, whose true probabilities are softmax(1.5 z) of each model's z."""
     rows = []
-    for (kind, x), scores in zip(models, (1.5 * z, 1.5 * (0.8 * z + 0.6 * other)), strict=False):
-        truth = metrics.softmax(scores)
+    for (kind, x), scores in zip(models, z, strict=False):
+        truth = metrics.softmax(1.5 * scores)
         labels = np.minimum((truth.cumsum(1) < uniform[:, None]).sum(1), 3)
         factor = np.where((kind == 'changing') & (truth.max(1) < 0.6), 1 / x, x)
-        rows.append((metrics.softmax(scores * factor[:, None]), labels))
+        rows.append((metrics.softmax(1.5 * scores * factor[:, None]), labels))
     return rows
 
 
@@ -49,9 +80,10 @@ def true_values(kind, error, x, keys):
     return {x: report[x] if error or x in ('rmsce', 'mad') else 0 for x in keys}
 
 
-def resample(rows, seed, keys):
+def resample(rows, seed, keys, questions=None, n_resamples=N_RESAMPLES):
     return (metrics.report(*rows, measures=[*map(MEASURES.get, keys)]),
-            stats.bootstrap(*rows, n_resamples=N_RESAMPLES, seed=seed, keys=keys))
+            stats.bootstrap(*rows, n_resamples=n_resamples, seed=seed, keys=keys,
+                            questions=questions))
 
 
 def coverage(kind, error, x):
@@ -88,13 +120,45 @@ def difference(first, second):
                *(f'{share:.2f}' for share in np.mean(held, 0))]
 
 
+def shared(n_questions, n_languages, share):
+    """Yield a line of a calibrated and a too confident model, and of tests of two equal ones."""
+    keys = ['accuracy', 'brier_top_label', 'ece']
+    models = ('calibrated', 1.0), ('calibrated', 1.0), ('too confident', 1.51)
+    truth, _, ece = (metrics.report(*metrics.top_label(*draw(MANY, 2, model)[0]), measures=[
+        *map(MEASURES.get, keys)]) for model in models)
+    questions, held, rejected = np.repeat(np.arange(n_questions), n_languages), [], []
+    for seed in range(2 * N_SETS):
+        rows = [metrics.top_label(*x) for x in draw_shared(
+            n_questions, n_languages, share, [n_questions, seed], *models)]
+        reports, values = zip(*(resample(x, seed, keys, questions, 200) for x in rows), strict=True)
+        correct = [x[1] for x in rows]
+        held.append([low <= true <= high for true, (low, high) in (
+            (truth['accuracy'], stats.share_interval(correct[0], questions)),
+            *((true, stats.percentile_interval(values[i][key], reports[i][key], key == 'ece'))
+              for i, key, true in (*((0, key, truth[key]) for key in keys[:2]), (0, 'ece', 0),
+                                   (2, 'ece', ece['ece']))))])
+        gains = np.subtract(*correct[:2], dtype=int).reshape(n_questions, n_languages).mean(0)
+        rejected.append([p < 0.05 for p in (
+            *(stats.difference_test(*(values[i][key] for i in (0, 1)), [
+                reports[i][key] for i in (0, 1)], key == 'ece')[2] for key in keys),
+            stats.mcnemar(*correct[:2], questions)[2], stats.cochran_q(correct, questions)[1],
+            stats.mcnemar(*correct[:2])[2], stats.student_t(gains)[2])])
+    yield [f'{n_questions}', f'{n_languages}', f'{share:.2f}',
+           *(f'{x:.3f}' for x in (*np.mean(held, 0), *np.mean(rejected, 0)))]
+
+
 def main():
     command_line(__doc__)
     for function, cases, header in (
             (coverage, MODELS, ['error', 'true ECE', 'N', 'mean ECE', 'mean interval',
                                 'without correction', *(TITLES[key] for key in KEYS)]),
             (difference, PAIRS, ['first model', 'second model', 'N', *(
-                f'{TITLES[key]}: {x}' for key in PAIR_KEYS for x in ('held', 'p < 0.05'))])):
+                f'{TITLES[key]}: {x}' for key in PAIR_KEYS for x in ('held', 'p < 0.05'))]),
+            (shared, SHARED, ['questions', 'languages', 'share', *(f'{x}: held' for x in (
+                'accuracy, Wilson', 'accuracy', 'Brier', 'ECE of 0', 'ECE of 0.1')), *(
+                f'{x}: p < 0.05' for x in (
+                    'accuracy', 'Brier', 'ECE', 'McNemar', 'Cochran', 'McNemar over rows',
+                    't over languages'))])):
         lines = parallel_map(lambda case, f=function: [*f(*case)], cases, worth_it=True)
         print(markdown([header, *sum(lines, [])]))
 

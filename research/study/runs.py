@@ -23,8 +23,9 @@ import numpy as np
 from data.files import read_rows
 from data.world import ENGLISH
 from evaluate import EvalConfig
-from runtime import cli, fp8
+from runtime import cli
 from runtime.errors import ConfigError
+from speed import fp8
 from research import common
 from research.common import ROOT, seed_folder, write_lines
 from research.study import entropy_range

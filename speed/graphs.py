@@ -9,31 +9,29 @@ Larger models are not recorded, since their kernels take longer than the launche
 passes, which need more than a third of the memory for activations: see runtime/build.py.
 """
 
-import contextlib
-
 import torch
 from torch import Tensor
+
+from model import Decoder
 
 MOST_WEIGHTS = 5e8      # of the blocks of a model that is recorded
 MOST_SHAPES = 2         # of packed rows: with `ends` and without
 
 
+class RecordedDecoder(Decoder):
+    """A Decoder whose blocks are replayed where that is possible."""
+    graphs = None
+
+    def run_blocks(self, x, positions, ends, masks=None, at=None):
+        if self.graphs and masks is None and at is None:
+            return self.graphs(self, x, positions, ends)
+        return super().run_blocks(x, positions, ends, masks, at)
+
+
 def record_blocks(decoder):
     """Let the training passes of a small decoder on one GPU be recorded, in place."""
     if sum(p.numel() for p in decoder.layers.parameters()) <= MOST_WEIGHTS:
-        decoder.graphs = Graphs(decoder)
-
-
-@contextlib.contextmanager
-def replaying(decoder):
-    """A context whose passes, those of a training step, may be replayed."""
-    if decoder.graphs:
-        decoder.graphs.active = True
-    try:
-        yield
-    finally:
-        if decoder.graphs:
-            decoder.graphs.active = False
+        decoder.__class__, decoder.graphs = RecordedDecoder, Graphs(decoder)
 
 
 def recorded_memory() -> int:
@@ -45,7 +43,7 @@ def recorded_memory() -> int:
 
 
 class Graphs:
-    """Computes decoder.run_blocks(x, positions, ends), by a recording if possible.
+    """Computes Decoder.run_blocks(decoder, x, positions, ends), by a recording if possible.
 
     A recording has one place for its activations and one for its gradients. So it is replayed only
     when the backward pass of the last replay is over and its gradients were used.
@@ -55,7 +53,6 @@ class Graphs:
         self.recorded = {}
         self.weights = [p for module in (decoder.layers, decoder.norm, decoder.project_out)
                         for p in module.parameters() if p.requires_grad]
-        self.active = False     # within `replaying`
         self.waiting = False    # for the backward pass of a replay
 
     def __reduce__(self):
@@ -67,8 +64,8 @@ class Graphs:
         shape = x.shape, len(inputs)
         busy = self.waiting or any(p.grad is not None for p in self.weights)
         full = shape not in self.recorded and len(self.recorded) == MOST_SHAPES
-        if busy or full or not (self.active and x.requires_grad):
-            return decoder.run_blocks(x, positions, ends)
+        if busy or full or not (decoder.training and x.requires_grad):
+            return Decoder.run_blocks(decoder, x, positions, ends)
         if shape not in self.recorded:
             self.recorded[shape] = self.record(decoder, inputs)
         y = self.recorded[shape](*inputs, *self.weights)
@@ -82,14 +79,15 @@ class Graphs:
         It keeps its memory, and the weights, until the garbage collector finds it.
         """
         def run(x, positions, *others):
-            return decoder.run_blocks(x, positions, others[0] if len(inputs) == 3 else None)
+            return Decoder.run_blocks(decoder, x, positions,
+                                      others[0] if len(inputs) == 3 else None)
         examples = (x.detach().clone().requires_grad_(x.requires_grad) for x in inputs)
         with torch.random.fork_rng([inputs[0].device]):     # dropout
             try:
                 replay = torch.cuda.make_graphed_callables(run, (*examples, *self.weights))
             except RuntimeError as error:
                 error.add_note('The blocks could not be recorded as CUDA graphs; to train without, '
-                               'set MOST_WEIGHTS = 0 in runtime/graphs.py')
+                               'set MOST_WEIGHTS = 0 in speed/graphs.py')
                 raise
         torch.cuda.reset_peak_memory_stats()    # `peak_memory` adds what the recording needs
         # gradients are accumulated on the stream of the recording, which autograd synchronizes

@@ -16,7 +16,7 @@ stands for (see runtime/fast.py), and is used only while these are what they wer
 import itertools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,10 +29,7 @@ try:
 except ImportError:     # for example on macOS: everything is plain torch
     triton = tl = None
 
-if TYPE_CHECKING or not __package__:    # in the clone, at the top level
-    from runtime.fast import FastVersion
-else:                                   # installed, as nanocal.triton_ops
-    from .runtime.fast import FastVersion
+from runtime.fast import FastVersion
 
 KERNELS = True      # False: norm, rotate and gate are plain torch everywhere; for attention, see
 #                     IMPLEMENTATION in attention.py
@@ -67,11 +64,6 @@ def float32_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 # ---- Linear layers -------------------------------------------------------------------------------
 
-class Linear(nn.Linear):
-    """nn.Linear, whose products `products` may compute in other ways."""
-    eight_bit: Callable | None = None   # computes the products of training: see runtime/fp8.py
-
-
 FORWARD = nn.Linear.forward     # the only one that `products` may replace
 
 
@@ -90,6 +82,8 @@ def is_plain(x: Tensor | None) -> bool:
 
 def products(x: Tensor, *layers: nn.Module) -> list[Tensor]:
     """Return [layer(x), ...]; without gradients, by one product if `adjoin` has joined the weights.
+
+    In training, layers with an attribute `eight_bit` are computed by it: see speed/fp8.py.
 
     Layers with hooks, or with a `forward` other than that of nn.Linear, are called one by one.
     """
@@ -128,7 +122,7 @@ def adjoin(model: nn.Module, **on):
     for module in model.modules():
         for names in (('q_proj', 'k_proj', 'v_proj'), ('gate_proj', 'up_proj')):
             layers = [getattr(module, name, None) for name in names]
-            if not all(type(layer) is Linear for layer in layers):
+            if not all(type(layer) is nn.Linear for layer in layers):
                 continue
             for kind in ('weight', 'bias'):
                 parts = [getattr(layer, kind) for layer in layers]

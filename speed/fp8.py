@@ -36,7 +36,8 @@ from torch import Tensor
 
 from model import LoRALinear
 from runtime.fast import FastVersion
-from triton_ops import FORWARD, Linear
+from speed.install import install
+from speed.kernels import FORWARD
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # Width from which products in eight bits pay. On an H100 steps of Gemma 3 270M (width 640) become
@@ -56,13 +57,14 @@ def use_fp8(model, device: str):
         return
     if model.config.hidden_size < NARROWEST:
         print(f'note: fp8 = True has no effect: a model of width {model.config.hidden_size} is no '
-              f'faster in eight bits; NARROWEST = {NARROWEST} in runtime/fp8.py decides it')
+              f'faster in eight bits; NARROWEST = {NARROWEST} in speed/fp8.py decides it')
         return
-    layers = [layer for layer in model.decoder.layers.modules()
-              if isinstance(layer, (Linear, LoRALinear))]
+    layers = [getattr(parent, name) for parent in model.decoder.layers.modules()
+              for name in model.config.family.lora_targets if hasattr(parent, name)]
     fitting = [layer for layer in layers if all(n % 16 == 0 for n in layer.weight.shape) and (
         LORA.stands_for(type(layer).forward) if isinstance(layer, LoRALinear) else
         type(layer).forward is FORWARD)]
+    install()       # its `products` computes layers by their `eight_bit`
     for layer in fitting:
         layer.eight_bit = products
     if len(fitting) < len(layers):

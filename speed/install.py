@@ -1,0 +1,54 @@
+"""Put faster versions in the place of functions of model.py: one call, made on a GPU.
+
+    from speed.install import install
+    install()
+
+From then on model.py computes norms, rotary positions and gated products without gradients by
+Triton kernels, products with the same input at once, and attention by the masks of speed/masks.py.
+A function that was edited or replaced stays, and a note names it: see runtime/fast.py.
+"""
+
+import functools
+
+import model
+from runtime.fast import FastVersion
+from speed import kernels, masks
+
+
+def by_kernel(version: FastVersion, plain):
+    """Return a function that computes `plain`, without gradients by the kernel of `version`."""
+    @functools.wraps(plain)
+    def compute(*arguments):
+        return kernels.compute(plain, version, *arguments)
+    return compute
+
+
+# {name in model.py: FastVersion}; each kernel is used if the digests of its version are those of
+# the function that is there
+KERNELS = {'norm': kernels.NORM, 'rotate': kernels.ROTATE, 'gate': kernels.GATE}
+WHOLE = {'products': FastVersion(kernels.products, {'model.products': 'f5635565'}),
+         'float32_linear': FastVersion(kernels.float32_linear, {
+             'model.float32_linear': 'a1f779d7'}),
+         'make_masks': FastVersion(masks.make_masks, {
+             'attention.make_masks': 'f28e4614', **masks.SEEN})}
+_installed: dict = {}       # {name: (the plain function, what is in its place)}
+
+
+def install():
+    """Replace the functions of model.py that have a faster version; a second call is harmless."""
+    for name, version in (KERNELS | WHOLE).items():
+        plain = getattr(model, name)
+        if name in _installed and plain is _installed[name][1]:
+            continue
+        if version.stands_for(plain):
+            fast = by_kernel(version, plain) if name in KERNELS else version.kernel
+            setattr(model, name, fast)
+            _installed[name] = plain, fast
+
+
+def uninstall():
+    """Let model.py compute by its own functions again."""
+    for name, (plain, fast) in _installed.items():
+        if getattr(model, name) is fast:
+            setattr(model, name, plain)
+    _installed.clear()

@@ -1,0 +1,442 @@
+"""Fast versions: what they stand for, what counts as an edit, and that each pair computes the same.
+
+An edit that matters only for distant tokens, large values or long inputs changes what runs, too.
+"""
+
+import functools
+import importlib.util
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from common import HERE, documents, off, plain_log_probs, reference_model
+
+import attention
+import fused_ce
+import generate
+import model as models
+import scoring
+from attention import ExplicitMask, visible_keys
+from data import packing, tree_rows
+from decoding import cache, draw
+from decoding.cache import Cache, DecodeMask
+from decoding.sampling import Sampling
+from runtime import checkpoint, device, fast
+from runtime.fast import FastVersion, digests_of
+from speed import fp8, install, kernels
+from speed.masks import (FLEX, TREE, FlexMask, TreeMask, cap_scores, flex_options, maker,
+                         visible_blocks)
+
+DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'     # there by Triton's interpreter
+MASKS = visible_keys, ExplicitMask.attend
+PLAIN = {       # all fast versions, and the plain functions that each of them stands for
+    attention.CAUSAL: [visible_keys], FLEX: MASKS, TREE: MASKS,
+    install.WHOLE['products']: [models.products],
+    install.WHOLE['float32_linear']: [models.float32_linear],
+    install.WHOLE['make_masks']: [attention.make_masks],
+    kernels.NORM: [models.norm], kernels.ROTATE: [models.rotate],
+    kernels.GATE: [models.gate], kernels.GELU: [models.gelu_tanh],
+    cache.DECODE: [DecodeMask.plainly, DecodeMask.visible, attention.sees, ExplicitMask.attend],
+    draw.DRAW: [draw.draw_plainly], fp8.LORA: [models.LoRALinear.forward],
+    device.LOSS: [fused_ce._plain]}
+
+
+@pytest.fixture(autouse=True)
+def plain_again():
+    yield
+    install.uninstall()
+
+
+def masks_of(kind, positions, ends, window, compiled=False):
+    """Return the masks of a decoder with one layer of this window and heads of 16 numbers."""
+    config = SimpleNamespace(windows=[window], attn_logit_softcapping=None)
+    make = maker(kind, torch.zeros(1), 16, compiled)
+    return attention.make_masks(SimpleNamespace(config=config), positions, ends, make)
+
+
+# ---- Digests -------------------------------------------------------------------------------------
+
+def test_each_fast_version_has_the_digests_of_today():
+    assert {*PLAIN} == {version for version in fast.VERSIONS if version.digests.keys() & {
+        key for plain in PLAIN.values() for key in digests_of(*plain)[0]}}
+    for version, plain in PLAIN.items():
+        assert digests_of(*plain)[0] == version.digests, version.note(digests_of(*plain)[0])
+
+
+SOURCE = '''
+SCALE = 2.0
+
+def half(x):
+    return x / SCALE
+
+def plain(x, y=1):
+    """The mean."""
+    if y:       # not 0
+        return half(x + y)
+    return f'{x:.3f}'
+'''
+
+
+@pytest.fixture
+def imported(tmp_path):
+    """A function that imports a source as the module `edited`, from another file each time."""
+    numbers = iter(range(99))
+
+    def load(source):
+        path = tmp_path / f'edited{next(numbers)}.py'
+        path.write_text(source)
+        spec = importlib.util.spec_from_file_location('edited', path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    return load
+
+
+@pytest.mark.parametrize('old, new, same', [
+    ('"""The mean."""', '"""Half of the sum."""\n    # as it was', True),
+    ('return half(x + y)', 'return (half(\n            x+y))', True),
+    ('def plain(x, y=1):', 'def plain(x: float, y: int = 1) -> str:', True),
+    ('def half', 'def other(x):\n    return x\n\ndef half', True),
+    ('y=1', 'y=True', False), ('x + y', 'x - y', False), ('.3f', '.4f', False),
+    ('x / SCALE', 'x / SCALE / SCALE', False), ('SCALE = 2.0', 'SCALE = 2.5', False),
+    ('x / SCALE', 'x / 2.0', False), ('if y:', 'while y:', False)])
+def test_an_edit_is_what_changes_the_syntax_tree_of_a_function_or_its_helpers(
+        old, new, same, imported, capsys):
+    assert SOURCE.count(old) == 1
+    before, after = imported(SOURCE), imported(SOURCE.replace(old, new))
+    version = FastVersion('a kernel', digests_of(before.plain)[0])
+    assert version.stands_for(before.plain) and version.stands_for(after.plain) == same
+    assert version.stands_for(before.plain)
+    note = capsys.readouterr().out
+    assert (note == '') == same
+    # what the note says makes it current again
+    digests = eval(note[note.index('{'):]) if note else version.digests
+    assert FastVersion('a kernel', digests).stands_for(after.plain)
+
+
+def test_a_replaced_function_is_another_one_even_if_it_has_the_name_of_the_first(
+        imported, monkeypatch, capsys):
+    module = imported(SOURCE)
+    plain, half = module.plain, module.half
+    version = FastVersion(half, digests_of(plain)[0])
+
+    @functools.wraps(plain)
+    def wrapped(*arguments):
+        return 2 * plain(*arguments)
+    namespace = {}
+    exec('def plain(x, y=1): return x', namespace)      # as at the prompt: without source
+    for other in (wrapped, lambda x, y: x, namespace['plain'], functools.partial(plain, y=2)):
+        assert not version.stands_for(other) and version.stands_for(plain)
+        unknown = FastVersion(half, {'edited.plain': '', 'edited.half': ''})
+        assert not unknown.stands_for(other)
+    for other in (lambda x: x, functools.wraps(half)(lambda x: half(x) + 1)):
+        monkeypatch.setattr(module, 'half', other)      # also if it is no longer the first call
+        assert not version.stands_for(plain)
+        monkeypatch.undo()
+        assert version.stands_for(plain)
+    assert 'note: edited.half was edited or replaced, so half is not' in capsys.readouterr().out
+    module.SCALE = 3.0
+    assert not version.stands_for(plain)
+
+
+def test_digests_are_the_same_in_all_versions_of_python():
+    program = '''
+import hashlib, importlib.util, pathlib
+spec = importlib.util.spec_from_file_location('fast', 'runtime/fast.py')
+fast = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(fast)
+trees = [fast.structure(tree) for path in sorted(pathlib.Path('.').glob('[!.]*/*.py'))
+         for tree in fast.definitions(path.read_text(encoding='utf-8')).values()]
+print(len(trees), hashlib.blake2b('\\n'.join(trees).encode()).hexdigest())'''
+    here = Path(sys.base_prefix)        # other versions may be beside it, as pyenv installs them
+    programs = {sys.executable, *map(str, here.parent.glob('3.1[1-9]*/bin/python3')),
+                *(f'/usr/bin/python3.{n}' for n in range(11, 20) if Path(
+                    f'/usr/bin/python3.{n}').exists())}
+    if len(programs) == 1:
+        pytest.skip('needs a second version of Python')
+    assert len({subprocess.run([python, '-c', program], cwd=HERE, check=True, text=True,
+                               capture_output=True).stdout for python in programs}) == 1
+
+
+# ---- Edits of the rule that matter only far away -------------------------------------------------
+
+def within(distance):
+    def sees(i, j, i_position, j_position, j_end, window):
+        visible = (j <= i) & (i < j_end) & (i_position - j_position < distance)
+        return visible if window is None else visible & (i_position - j_position < window)
+    return sees
+
+
+@pytest.mark.parametrize('distance, T, window', [
+    (100, 128, None), (200, 512, None), (400, 1024, None), (100, 130, 5000), (700, 1000, 800)])
+def test_an_edited_rule_holds_in_every_mask_however_far_away_it_matters(distance, T, window,
+                                                                        monkeypatch, capsys):
+    monkeypatch.setattr(attention, 'sees', within(distance))
+    for name in ('available', 'kernels_apply'):
+        monkeypatch.setattr(kernels, name, lambda x: True)
+    positions = torch.arange(T)[None]
+    gap = positions.mT - positions
+    for kind in ('auto', 'explicit', 'flex', 'tree'):
+        for ends in (None, torch.full_like(positions, T)):
+            for compiled in (False, True):
+                mask, = masks_of(kind, positions, ends, window, compiled)
+                assert type(mask) is ExplicitMask
+                assert torch.equal(mask.visible[0, 0], (gap >= 0) & (gap < distance))
+    assert 'attention.sees was edited or replaced' in capsys.readouterr().out
+    assert cache.keys_to_keep(window, T) == T
+
+
+def test_an_edited_rule_holds_alike_in_training_scores_and_decoding(tmp_path, monkeypatch):
+    reference_model('llama', tmp_path, max_position_embeddings=400)
+    model = checkpoint.load(tmp_path)
+    prompt = np.random.default_rng(0).integers(3, 211, 150).tolist()
+    positions = torch.arange(len(prompt))[None]
+    for name in ('available', 'kernels_apply'):
+        monkeypatch.setattr(kernels, name, lambda x: False)
+    before = model(torch.tensor([prompt]), positions, None)
+    monkeypatch.setattr(attention, 'sees', within(100))
+    after = model(torch.tensor([prompt]), positions, None)
+    assert torch.allclose(before[:, :100], after[:, :100], atol=1e-5)
+    assert not torch.allclose(before[:, 101:], after[:, 101:], atol=1e-3)
+    ((_, (answer,)),) = generate.generate(model, [prompt], Sampling(temperature=0.0, max_tokens=5))
+    expected = plain_log_probs(model, prompt, answer.tokens)[0]
+    assert np.allclose(answer.log_probs, expected.detach().numpy(), atol=1e-4)
+    tree = tree_rows.Tree((), prompt[:120], [prompt[120:]], [120])
+    (score,), = scoring.option_log_probs(model, [tree], pack_len=256)
+    assert score == pytest.approx(
+        plain_log_probs(model, prompt[:120], prompt[120:])[0].sum().item(), abs=1e-3)
+
+
+# ---- Edits of other functions that matter only for large values or long inputs -------------------
+
+def capped(plain, most=1000.0):
+    return lambda *arguments: plain(*arguments).clamp(-most, most)
+
+
+def by_norm():
+    x = torch.ones(2, 3, 16)
+    return models.norm(x, 5000 * torch.ones(16), None, 'llama', 0.0)
+
+
+def by_rotate():
+    x = torch.full((1, 2, 3, 16), 5000.0)
+    return models.rotate(x, torch.ones(1, 1, 3, 8), torch.zeros(1, 1, 3, 8))
+
+
+def by_gate(activation=F.silu):
+    return models.gate(torch.full((3, 16), 5000.0), torch.ones(3, 16), activation)
+
+
+@pytest.mark.parametrize('name, compute', [
+    ('norm', by_norm), ('rotate', by_rotate), ('gate', by_gate)])
+def test_an_edit_for_large_values_alone_reaches_what_has_a_kernel(name, compute, monkeypatch,
+                                                                  capsys):
+    monkeypatch.setattr(kernels, 'kernels_apply', lambda x: True)
+    monkeypatch.setattr(models, name, capped(getattr(models, name)))
+    install.install()
+    assert (compute() == 1000).all()
+    assert f'note: model.{name} was edited' in capsys.readouterr().out
+
+
+def test_an_edit_of_an_activation_for_large_values_alone_reaches_the_gated_product(monkeypatch):
+    def gelu_tanh(x):
+        return F.gelu(x, approximate='tanh').clamp(max=1000)
+    monkeypatch.setattr(kernels, 'kernels_apply', lambda x: True)
+    install.install()
+    assert (by_gate(gelu_tanh) == 1000).all()
+
+
+@pytest.mark.parametrize('owner, name, edited', [
+    (DecodeMask, 'visible', lambda mask: torch.arange(mask.longest)[None] <= 100),
+    (attention, 'sees', within(101)),
+    (ExplicitMask, 'attend', capped(ExplicitMask.attend, 0.0))])
+def test_an_edit_for_long_texts_alone_reaches_decoding(owner, name, edited, monkeypatch, capsys):
+    monkeypatch.setattr(kernels, 'available', lambda x: True)
+    like, one = torch.zeros(1), torch.tensor([0])
+    stored = Cache(1, 1, 400, 16, like)
+    stored.v[:, :, 250:] = 1.0
+    q, k, v = torch.zeros(3, 1, 1, 1, 16)
+    mask = DecodeMask(stored, one, torch.tensor([349]), 350)
+    monkeypatch.setattr(owner, name, edited)
+    y = mask.attend(q, k, v, 1.0, None).mean()      # all scores are equal: the mean of the values
+    assert y == pytest.approx({'visible': 0, 'sees': 99 / 101, 'attend': 0}[name], abs=1e-6)
+    assert 'so decode_kernel is not used' in capsys.readouterr().out
+
+
+def test_an_edit_for_large_logits_alone_reaches_the_draws(monkeypatch, capsys):
+    plain = draw.draw_plainly
+    monkeypatch.setattr(draw, 'draw_plainly', lambda z, *more: plain(z.clamp(max=1000), *more))
+    monkeypatch.setattr(draw, 'available', lambda x: True)
+    logits = torch.zeros(2, 50)
+    logits[:, 7], logits[:, 9] = 2000.0, 3000.0
+    values = draw.draw(logits, torch.tensor([0.4, 0.6], dtype=torch.float64), Sampling(), 50)
+    assert values[:, 0].tolist() == [7, 9]
+    assert 'draw.draw_plainly was edited' in capsys.readouterr().out
+
+
+def test_an_edit_for_large_logits_alone_reaches_the_loss(monkeypatch, capsys):
+    plain = fused_ce._plain
+
+    def edited(logits, h, *more):
+        plain(logits.clamp_(max=1000), h.clamp(max=1000), *more)
+    monkeypatch.setattr(fused_ce, '_plain', edited)
+    monkeypatch.setattr(fused_ce, '_use_triton', lambda x: True)
+    weight, hidden = torch.tensor([[0.0], [1.0], [1.0]]), torch.tensor([[5000.0]])
+    loss, _ = fused_ce.smoothed_cross_entropy(hidden, weight, torch.tensor([1]))
+    assert loss.item() == pytest.approx(np.log(2), abs=1e-4)
+    loss, _ = fused_ce.smoothed_cross_entropy(hidden, weight, torch.tensor([0]))
+    assert loss.item() == pytest.approx(1000 + np.log(2), abs=1e-3)     # not 5000
+    assert 'fused_ce._plain was edited' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('of', ['Linear', 'LoRALinear'])
+def test_an_edit_of_a_linear_layer_for_large_values_alone_reaches_training_in_eight_bits(
+        of, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(fp8, 'supported', lambda device: True)
+    monkeypatch.setattr(fp8, 'NARROWEST', 0)
+    reference_model('llama', tmp_path, hidden_size=64, intermediate_size=96)
+    model = checkpoint.load(tmp_path, dtype=torch.bfloat16)
+    models.add_lora(model, 2, 4.0, 0.0, ('up_proj',))
+    kind = models.LoRALinear if of == 'LoRALinear' else torch.nn.Linear
+    monkeypatch.setattr(kind, 'forward', capped(kind.forward, 0.5))
+    fp8.use_fp8(model, 'cuda')
+    layers = [getattr(x, name) for x in model.decoder.layers.modules()
+              for name in model.config.family.lora_targets if hasattr(x, name)]
+    assert {type(x).__name__ for x in layers if hasattr(x, 'eight_bit')} == {
+        'Linear', 'LoRALinear'} - {of}
+    assert 'linear layers stay in bfloat16' in capsys.readouterr().out
+    mlp, x = model.decoder.layers[0].mlp, torch.full((1, 16, 64), 100.0, dtype=torch.bfloat16)
+    assert kernels.products(x, mlp.gate_proj if of == 'Linear' else mlp.up_proj)[0].max() == 0.5
+
+
+# ---- Each pair on random inputs ------------------------------------------------------------------
+
+@pytest.fixture
+def random():
+    """A generator with a new seed each time, which a failed test prints."""
+    seed = torch.seed() % 2 ** 31
+    print(f'seed = {seed}')
+    return np.random.default_rng(seed)
+
+
+def normal(random, *shape, dtype=torch.float32, size=1.0):
+    return torch.from_numpy(size * random.standard_normal(shape)).to(DEVICE, dtype)
+
+
+def packed_row(random, T):
+    """Positions and ends [1, T] of random documents and trees."""
+    n = random.integers(5, T // 4, 2)
+    texts = documents(int(random.integers(2 ** 31)), [int(T - n.sum()), *n.tolist()])
+    packed = packing.pack(texts, T)
+    return (torch.from_numpy(x[:1]).to(DEVICE) for x in (packed.positions, packed.ends))
+
+
+@pytest.mark.parametrize('T, window', [(1024, None), (1500, 300), (900, 40)])
+def test_a_row_without_a_mask_and_the_blocks_of_a_mask_are_what_the_rule_says(T, window, random):
+    mask, = masks_of('auto', torch.arange(T)[None], None, T)
+    positions, ends = packed_row(random, T)
+    assert mask.visible is None and torch.equal(
+        visible_keys(torch.arange(T)[None], torch.full((1, T), T), T)[0, 0],
+        torch.ones(T, T, dtype=torch.bool).tril())
+    visible = visible_keys(positions, ends, window)[:, 0]
+    for M, N in ((128, 128), *(blocks[:2] for blocks in kernels.BLOCKS.values())):
+        seen, full = (x.repeat_interleave(M, 1).repeat_interleave(N, 2)[:, :T, :T]
+                      for x in visible_blocks(positions, ends, window, M, N))
+        assert not (visible & ~seen).any() and not (full & ~visible).any()
+        assert not (full & ~seen).any()
+    last = torch.arange(T)[None] if window is None else torch.arange(T - window, T)[None]
+    assert cache.keys_to_keep(window, T) == last.numel()
+
+
+def test_the_cap_of_flex_attention_is_that_of_the_explicit_mask(random):
+    scores, cap = normal(random, 1000, size=200.0), float(random.uniform(1, 50))
+    assert torch.allclose(cap_scores(cap)(scores, 0, 0, 0, 0),
+                          cap * torch.tanh(scores / cap), atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('T, window, size', [(600, None, 1.0), (700, 300, 30.0), (520, 1, 1.0)])
+def test_flex_attention_and_the_tree_kernel_equal_the_explicit_mask(T, window, size, random):
+    positions, ends = packed_row(random, T)
+    q, k, v = (normal(random, 1, heads, T, 32) for heads in (4, 2, 2))
+    softcap = float(random.uniform(1, 50)) if random.random() < 0.5 else None
+    right = ExplicitMask(visible_keys(positions, ends, window)).attend(
+        size * q.double(), k.double(), v.double(), 0.2, softcap)
+    tree = TreeMask(positions, ends, window, 32).attend(size * q, k, v, 0.2, softcap)
+    options = flex_options(32, q)
+    flex = FlexMask(positions, ends, window, options).attend(size * q, k, v, 0.2, softcap)
+    for y in (tree, flex):
+        assert (y - right).abs().max() < 1e-4 * right.abs().max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('size', [1.0, 1e4])
+def test_norm_rotation_and_gate_equal_their_kernels(size, random):
+    D, T = int(random.integers(3, 300)), int(random.integers(1, 40))
+    x, weight, bias = normal(random, 2, T, D, size=size), normal(random, D), normal(random, D)
+    for kind in ('llama', 'gemma', 'once', 'mean', 'layer'):
+        arguments = x, weight, bias if kind == 'layer' else None, kind, 1e-6
+        y = models.norm(*arguments)
+        assert off(kernels.norm_kernel(*arguments), y) < 1e-5
+    heads = normal(random, 2, 3, T, 2 * D, size=size)
+    angles = normal(random, 2, 1, T, D, size=1e4)
+    y = models.rotate(heads, angles.cos(), angles.sin())
+    assert off(kernels.rotate_kernel(heads, angles.cos(), angles.sin()), y) < 1e-5
+    for activation in (F.silu, models.gelu_tanh, F.relu):
+        y = models.gate(x, 2 * x, activation)
+        assert off(kernels.gate_kernel(x, 2 * x, activation), y) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('window, size', [(None, 1.0), (300, 30.0)])
+def test_the_decode_kernel_equals_the_plain_version_in_long_texts(window, size, random):
+    positions = torch.from_numpy(random.integers(0, 1500, 3)).to(DEVICE)
+    length = cache.keys_to_keep(window, 1500)
+    caches = [Cache(4, 2, length, 20, torch.zeros(1, device=DEVICE), window) for _ in range(2)]
+    for name in 'kv':
+        values = normal(random, 4, 2, length, 20)
+        for stored in caches:
+            getattr(stored, name).copy_(values)
+    slots = torch.from_numpy(random.permutation(4)[:3]).to(DEVICE)
+    q, k, v = (normal(random, 3, heads, 1, 20) for heads in (6, 2, 2))
+    softcap = float(random.uniform(1, 50)) if random.random() < 0.5 else None
+    one, two = (DecodeMask(stored, slots, positions, 1500) for stored in caches)
+    y = one.plainly(size * q, k, v, 0.3, softcap)
+    assert off(kernels.decode_kernel(two, size * q, k, v, 0.3, softcap), y) < 1e-4
+    assert torch.equal(caches[0].k, caches[1].k) and torch.equal(caches[0].v, caches[1].v)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('size', [1.0, 50.0])
+def test_the_kernel_draws_the_tokens_of_torch(size, random):
+    V = int(random.integers(4097, 12_000))
+    logits, uniforms = normal(random, 4, V, size=size), torch.from_numpy(random.random(4))
+    s = replace(Sampling(), temperature=float(random.uniform(0.2, 2)), top_p=0.95)
+    arguments = (logits, uniforms.to(DEVICE), s.temperature,
+                 draw.lowest_logits(logits[:, :V - 5], s), V - 5)
+    assert torch.allclose(draw.draw_kernel(*arguments), draw.draw_plainly(*arguments), atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('size', [1.0, 30.0])
+def test_the_kernels_of_the_loss_compute_what_torch_does(size, random, monkeypatch):
+    V, N = int(random.integers(2049, 5000)), 7
+    hidden, weight = normal(random, N, 16, size=size), normal(random, V, 16)
+    target = torch.from_numpy(random.integers(0, V, N)).to(DEVICE)
+    softcap = float(random.uniform(5, 50)) if random.random() < 0.5 else None
+    loss = fused_ce.cross_entropy() + fused_ce.smoothing(0.1) + fused_ce.confidence_penalty(0.1)
+    outcomes = []
+    for by_kernel in (True, False):
+        monkeypatch.setattr(fused_ce, '_use_triton', lambda x, chosen=by_kernel: chosen)
+        h, w = (x.clone().requires_grad_() for x in (hidden, weight))
+        value, nll = fused_ce.fused_loss(h, w, target, loss, softcap=softcap)
+        value.backward()
+        outcomes.append((value, nll, h.grad, w.grad))
+    for ours, plain in zip(*outcomes):
+        assert off(ours, plain) < 1e-4
