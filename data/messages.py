@@ -27,9 +27,11 @@ MARKED = re.compile(
     \[INST\].*\[/INST\] | <[|]im_start[|]>.*<[|]im_start[|]>assistant |
     <[|](system|user|prompter)[|]>.*<[|]assistant[|]> | <start_of_turn>.*<start_of_turn>model |
     <[|]start_header_id[|]>.*assistant<[|]end_header_id[|]> | <human>:.*<bot>: |
-    [#]{2,3}\ ?(Human|User|System):.*[#]{2,3}\ ?(Assistant|Bot|AI): |
-    (SYSTEM|USER|HUMAN):.*\s(ASSISTANT|AI|BOT): | (System|User|Human):.*\n(Assistant|AI|Bot):)
+    [#]{2,3}\ ?(Human|User|System):.*[#]{2,3}\ ?(Assistant|Bot|AI):)
     """, re.DOTALL | re.VERBOSE)
+# of Vicuna and others; an answer may well be such a text
+SPOKEN = re.compile(r'\s*((SYSTEM|USER|HUMAN):.*\s(ASSISTANT|AI|BOT):|'
+                    r'(System|User|Human):.*\n(Assistant|AI|Bot):)', re.DOTALL)
 TEXT_PARTS = 'text', 'input_text', 'output_text'    # types of the parts of a content
 SYSTEM = ('system', 'system_prompt', 'system_message', 'system_instruction', 'instructions',
           'developer', 'developer_message')
@@ -160,7 +162,7 @@ def read_turns(value, what, speaker=None):
     if isinstance(value, str) and TURNS_AS_TEXT.match(value):       # in a cell of a table
         value = json_list(value, what)
     if isinstance(value, str) and speaker:
-        value = split_dialogue(value, what) or [{'role': speaker, 'content': value}]
+        value = split_dialogue(value, what, speaker) or [{'role': speaker, 'content': value}]
         if speaker == 'user' and len(value) > 1 and not value[-1]['content'].strip():
             value.pop()     # where the answer begins
     value = as_rows(value)
@@ -180,21 +182,22 @@ def read_turns(value, what, speaker=None):
     return [_message(without_nulls(turn)) for turn in turns]
 
 
-def split_dialogue(text, what):
+def split_dialogue(text, what, speaker='user'):
     """Return the turns of a dialogue in one text, as in HH-RLHF or HelpSteer2; [] if it is none.
 
-    Raises DataError for a dialogue with other marks.
+    speaker: who would say it all. Raises DataError for a dialogue with other marks.
     """
     before, *parts = NEMO.split(text)
     if parts and before.strip():    # HelpSteer2 has no mark before the first turn
         parts = ['User', before, *parts]
     if not parts:
         before, *parts = HH_RLHF.split(text)
+        asks = speaker == 'user'
         begins = text.startswith('\n\n') or (
-            parts[:1] == ['Human'] and 'Assistant' in parts[::2])
-        asks = 'Human' in parts[::2] and parts[-2] == 'Assistant' and not parts[-1].strip()
+            asks and parts[:1] == ['Human'] and 'Assistant' in parts[::2])
         if before.strip() or not begins:
-            if asks or MARKED.match(text):
+            unanswered = 'Human' in parts[::2] and not (parts[-2] == 'Human' or parts[-1].strip())
+            if MARKED.match(text) or asks and (unanswered or SPOKEN.match(text)):
                 raise DataError(f'{what} is a dialogue in one text, {text.strip()!r:.60}; write it '
                                 f'as a list of {{"role", "content"}}')
             parts = []

@@ -143,12 +143,12 @@ def lettered(question, choices, answer='Answer:', header=''):
 # an option that speaks of the others, such as 'None of the above', in the languages of benchmarks
 OF_THE_OTHERS = re.compile(
     r'^\W*(all|none|both|neither|either|any|each|some)( of| \w+ of)? (of )?'
-    r'(the (above|options|choices|answers|others?)|above|these|those|them)\b|\bof the above\b|'
+    r'(the (above|options|choices|answers)|above|these|those|them)\b|\bof the above\b|'
     # zh, ja, ko
     r'^(以上|上述|所有以上|其他选项|都不是|均不是)\D|上記|以上の(すべて|いずれ|どれ)|選択肢|위의|상기|보기|'
     # de, nl, sv, da, es, pt, it, fr, ro, ca
-    r'\b(der (oben )?genannten|oben|bovenstaande|ovanstående|ovenstående|anteriores|acima|'
-    r'precedenti|ci-dessus|de mai sus|di atas|trên|yukarıda\w*)\b|'
+    r'\b(der (oben )?genannten|bovenstaande|ovanstående|ovenstående|anteriores|precedenti|'
+    r'ci-dessus|yukarıda\w*)\b|\b(oben|acima|de mai sus|di atas|trên)\W*$|'
     # ru, uk, sr, pl, cs, lt, el, ar, fa, he, hi, bn, te, th, sw
     r'перечислен|вышеуказан|вищезазначен|наведен|powyższ|výše|aukščiau|παραπάνω|أعلاه|ما سبق|'
     r'موارد بالا|לעיל|उपरोक्त|उपर्युक्त|উপরের|পূর্বোক্ত|పైవ|ข้างต้น|ถูกทุกข้อ|hapo juu',
