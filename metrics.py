@@ -665,6 +665,7 @@ class Measure(NamedTuple):
     part: str | int | None = None       # of several numbers that the function returns; None: `key`
     is_mean: bool = False               # of a number per row; noise moves other metrics (stats.py)
     interval_from: float = 1            # rows from which an interval holds its level; inf: none
+    interval_outcomes: int = 30         # right and wrong rows that it needs, unless is_mean (stats)
 
 
 ALL_TABLES = ('runs', 'results', 'compare')
@@ -686,17 +687,18 @@ MEASURES = (
     Measure('rmsce', 'RMSCE', rmsce, False, tables=ALL_TABLES, interval_from=10_000),
     Measure('mad', 'MAD', mad, False, tables=('results',), interval_from=10_000),
     Measure('sce', 'SCE', sce, False, 'n_options', tables=('results',)),
-    Measure('ace', 'ACE', ace, False, 'n_options', tables=('results',)),
+    Measure('ace', 'ACE', ace, False, 'n_options', tables=('results',), interval_outcomes=100),
     Measure('brier', 'Brier', brier, False, 'options', tables=('results',), is_mean=True),
     Measure('nll', 'NLL (nats)', nll, False, 'scores', tables=('results',), is_mean=True),
     Measure('ece_15', 'ECE, 15 bins', partial(ece, n_bins=15), False, tables=()),
     Measure('mce', 'MCE', mce, False, tables=(), interval_from=np.inf),
     Measure('mce_count', 'rows in the bin of MCE', mce_bin, None, format='.0f', tables=(),
             part=1, interval_from=np.inf),
-    Measure('ece_equal_mass', 'ECE, equal mass', ece_equal_mass, False, tables=()),
+    Measure('ece_equal_mass', 'ECE, equal mass', ece_equal_mass, False, tables=(),
+            interval_outcomes=100),
     Measure('ece_sweep', 'ECE, sweep', ece_sweep, False, tables=()),
     Measure('ece_debiased', 'ECE, debiased', ece_debiased, False, tables=()),
-    Measure('tace', 'TACE', tace, False, 'n_options', tables=()),
+    Measure('tace', 'TACE', tace, False, 'n_options', tables=(), interval_outcomes=100),
     Measure('rmsce_hendrycks', 'RMSCE of Hendrycks', rmsce_hendrycks, False, tables=(),
             interval_from=10_000),
     Measure('mad_hendrycks', 'MAD of Hendrycks', mad_hendrycks, False, tables=(),

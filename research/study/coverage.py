@@ -7,6 +7,9 @@ answer to a question with four options is drawn from softmax(z), z ~ 1.5 N(0, 1)
 confident', softmax(x z), or 'changing': that where the true confidence is above 0.6, and softmax(z
 / x) elsewhere. A second model has 0.8 z + 0.6 z' and the same uniform number for the answer. The
 true error is that of 500,000 questions, and 0 for a calibrated model.
+
+The last table is of few questions with 2, 4 and 10 options and z ~ S N(0, 1); R is the mean number
+of right or of wrong ones, whichever is less. In brackets: no interval, by stats.no_interval.
 """
 
 import sys
@@ -28,25 +31,30 @@ MODELS = [('calibrated', 0.0, 1.0),          # kind of error, true ECE, x that g
           ('too confident', 0.03, 1.127), ('too confident', 0.06, 1.274),
           ('too confident', 0.1, 1.51), ('too confident', 0.2, 2.483),
           ('changing', 0.06, 1.292), ('changing', 0.2, 4.273)]
+FEW = [(k, spread, *model) for k in (2, 4, 10) for spread in (0.5, 1.5, 4, 10) for model in (
+    ('calibrated', 0.0, 1.0), ('too confident', 0.1, 1.3), ('too unsure', 0.1, 1 / 1.3))]
+FEW_KEYS = 'ece ece_equal_mass sce ace brier_skill'.split()
 PAIRS = [(MODELS[i], MODELS[j]) for i, j in ((0, 0), (2, 2), (2, 5), (2, 0), (2, 3))]
 
 
-def draw(n, seed, *models):
-    """Return [(probs [n, 4], labels [n])] of models (kind of error, x >= 1) of MODELS."""
+def draw(n, seed, *models, k=4, spread=1.5):
+    """Return [(probs [n, k], labels [n])] of models (kind of error, x) of MODELS."""
     random = np.random.default_rng(seed)
-    z, other, uniform = random.normal(size=(n, 4)), random.normal(size=(n, 4)), random.random(n)
+    z, other, uniform = random.normal(size=(n, k)), random.normal(size=(n, k)), random.random(n)
     rows = []
-    for (kind, x), scores in zip(models, (1.5 * z, 1.5 * (0.8 * z + 0.6 * other)), strict=False):
+    both = spread * z, spread * (0.8 * z + 0.6 * other)
+    for (kind, x), scores in zip(models, both, strict=False):
         truth = metrics.softmax(scores)
-        labels = np.minimum((truth.cumsum(1) < uniform[:, None]).sum(1), 3)
+        labels = np.minimum((truth.cumsum(1) < uniform[:, None]).sum(1), k - 1)
         factor = np.where((kind == 'changing') & (truth.max(1) < 0.6), 1 / x, x)
         rows.append((metrics.softmax(scores * factor[:, None]), labels))
     return rows
 
 
-def true_values(kind, error, x, keys):
-    report = metrics.report(*draw(MANY, 2, (kind, x))[0], measures=[*map(MEASURES.get, keys)])
-    return {x: report[x] if error or x in ('rmsce', 'mad') else 0 for x in keys}
+def true_values(kind, error, x, keys, **of_draw):
+    rows, = draw(MANY, 2, (kind, x), **of_draw)
+    report = metrics.report(*rows, measures=[*map(MEASURES.get, keys)])
+    return {x: report[x] if error or x in ('rmsce', 'mad', 'brier_skill') else 0 for x in keys}
 
 
 def resample(rows, seed, keys):
@@ -88,13 +96,31 @@ def difference(first, second):
                *(f'{share:.2f}' for share in np.mean(held, 0))]
 
 
+def few(k, spread, kind, error, x):
+    """Yield a line for each small N: how often the intervals of a model hold the true values."""
+    truth = true_values(kind, error, x, FEW_KEYS, k=k, spread=spread)
+    for n in (20, 50, 100, 200, 400):
+        held, rarer = [], []
+        for seed in range(N_SETS):
+            rows, = draw(n, [n, seed], (kind, x), k=k, spread=spread)
+            report, values = resample(rows, seed, FEW_KEYS)
+            rarer.append(min(metrics.accuracy(*rows), 1 - metrics.accuracy(*rows)))
+            held.append([low <= truth[key] <= high for key in FEW_KEYS for low, high in [
+                stats.percentile_interval(values[key], report[key])]])
+        reasons = [stats.no_interval(MEASURES[key], n, np.mean(rarer), k) for key in FEW_KEYS]
+        yield [str(k), str(spread), kind, str(n), f'{n * np.mean(rarer):.0f}', *(
+            f'({share:.2f})' if reason else f'{share:.2f}'
+            for share, reason in zip(np.mean(held, 0), reasons, strict=True))]
+
+
 def main():
     command_line(__doc__)
     for function, cases, header in (
             (coverage, MODELS, ['error', 'true ECE', 'N', 'mean ECE', 'mean interval',
                                 'without correction', *(TITLES[key] for key in KEYS)]),
             (difference, PAIRS, ['first model', 'second model', 'N', *(
-                f'{TITLES[key]}: {x}' for key in PAIR_KEYS for x in ('held', 'p < 0.05'))])):
+                f'{TITLES[key]}: {x}' for key in PAIR_KEYS for x in ('held', 'p < 0.05'))]),
+            (few, FEW, ['K', 'S', 'error', 'N', 'R', *(TITLES[key] for key in FEW_KEYS)])):
         lines = parallel_map(lambda case, f=function: [*f(*case)], cases, worth_it=True)
         print(markdown([header, *sum(lines, [])]))
 
