@@ -464,8 +464,8 @@ def auroc(probs, labels) -> float:
 
     Hendrycks & Gimpel 2017. It is nan, undefined, if all rows are right or all are wrong.
     """
-    right = _outcomes_by_rank(probs, labels)
-    right_above, wrong = np.cumsum(right) - right / 2, 1 - right
+    right, count = _tied_rows(probs, labels)
+    right_above, wrong = np.cumsum(right) - right / 2, count - right
     return float((wrong * right_above).sum() / (right.sum() * wrong.sum() or np.nan))
 
 
@@ -495,7 +495,9 @@ def prr(probs, labels) -> float:
     order. 1 is a perfect ranking, 0 a random one. It is nan if acc is 0 or 1.
     """
     curve = _accuracy_of_top(probs, labels)
-    gain, missing = curve.mean() - curve[-1], excess_aurc(probs, labels)
+    # 0, not 1e-16, where all rows tie
+    gain = round(curve.mean() - curve[-1], TIE_DECIMALS)
+    missing = excess_aurc(probs, labels)
     return float(gain / (gain + missing)) if 0 < curve[-1] < 1 else float('nan')
 
 
@@ -531,16 +533,16 @@ def coverage_at_accuracy(probs, labels, wanted=0.9) -> float:
     return float((enough[-1] + 1) / len(labels)) if len(enough) else 0.0
 
 
-def _outcomes_by_rank(probs, labels):
-    """[N]: the mean a_i over the rows that tie with each row, from the most confident row down."""
+def _tied_rows(probs, labels):
+    """Return the numbers of right rows and of rows of each confidence, from the largest down."""
     _, correct, tie_ends = sort_by_confidence(probs, labels)
-    right, count = np.diff([np.cumsum(correct)[tie_ends - 1], tie_ends], prepend=0)
-    return np.repeat(right / count, count)[::-1]
+    return np.diff([np.cumsum(correct)[tie_ends - 1], tie_ends], prepend=0)[:, ::-1]
 
 
 def _accuracy_of_top(probs, labels):
     """[N]: the expected accuracy of the k most confident rows, with tied rows in random order."""
-    return np.cumsum(_outcomes_by_rank(probs, labels)) / np.arange(1, len(labels) + 1)
+    right, count = _tied_rows(probs, labels)
+    return np.cumsum(np.repeat(right / count, count)) / np.arange(1, len(labels) + 1)
 
 
 # Class-wise calibration: acc(B) is the share of rows whose label is k, conf(B) the mean of p_ik

@@ -71,6 +71,8 @@ def main(argv, usage=USAGE):
     keys = cfg.metrics or [key for key, x in MEASURES.items() if 'compare' in x.tables]
     if unknown := [key for key in keys if key not in MEASURES]:
         raise ConfigError(f'metrics: there is no {unknown[0]!r}; there are {", ".join(MEASURES)}')
+    if repeated := [key for key in keys if keys.count(key) > 1]:
+        raise ConfigError(f'metrics: {repeated[0]!r} is named twice; name it once')
     by_files = find_prediction_files([s for s in sources if not (s / 'samples.jsonl').exists()])
     folders = find_runs(sources, [file for files in by_files.values() for file in files.values()])
     if twice := [path for path in folders if folders.count(path) > 1]:

@@ -165,6 +165,7 @@ def test_folders_and_files_that_cannot_be_compared(tmp_path, monkeypatch):
             ([a, tmp_path / 'empty'], '/empty holds no run'), ([a, b, a], '/a is named twice'),
             ([a, b, '--metrics=ece,acuracy'],
              "metrics: there is no 'acuracy'; there are accuracy, "),
+            ([a, b, '--metrics=ece,ece'], "metrics: 'ece' is named twice"),
             # of lm-evaluation-harness
             ([good, written], 'needs two runs or more'),
             ([good, wrong], "wrong.jsonl:2: its target, '1', is not the only right option"),
