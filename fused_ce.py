@@ -444,6 +444,7 @@ def _kernels(logits, h, w, target, s, softcap, coefficients, scale):
 def _plain(logits, h, w, target, s, softcap, coefficients, scale):
     label = target[:, None]
     z, z_y = logits.float(), (h.float() * w[target].float()).sum(1)
+    raw_y = z_y[:, None]
     if softcap is not None:
         z, z_y = (torch.tanh(x / softcap).mul_(softcap) for x in (z, z_y))
     s.z_y.copy_(z_y)
@@ -465,8 +466,8 @@ def _plain(logits, h, w, target, s, softcap, coefficients, scale):
         if t is not None:
             top = s.top_token[:, None]
             g.scatter_(1, top, g.gather(1, top) + t)
-        if softcap is not None:
-            g *= z.div_(softcap).square_().neg_().add_(1)
+        if softcap is not None:     # dz/dlogit = 1 / cosh^2, since 1 - tanh^2 cancels near 1
+            g /= z.copy_(logits).scatter_(1, label, raw_y).div_(softcap).cosh_().square_()
         logits.copy_(g.mul_(scale[:, None]))
 
 
@@ -583,9 +584,9 @@ if triton is not None:
         row = tl.program_id(0).to(tl.int64)
         logits += row * V
         j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        z = tl.load(logits + j, mask=j < V, other=0.0).to(tl.float32)
+        logit = tl.load(logits + j, mask=j < V, other=0.0).to(tl.float32)
         y = tl.load(target + row)
-        z = _cap(z, softcap, FAST)
+        z = _cap(logit, softcap, FAST)
         z = tl.where(j == y, tl.load(z_y + row), z)
         log_p = z - tl.load(lse + row)
         p = tl.exp2(log_p * LOG2E)
@@ -600,8 +601,9 @@ if triton is not None:
         if t is not None:
             g = tl.where(j == tl.load(top_token + row), g + _load_of_row(t, row), g)
         if softcap is not None:
-            tanh = z * (1 / softcap)
-            g *= 1 - tanh * tanh
+            # dz/dlogit = 1 / cosh^2, since 1 - tanh^2 cancels near 1
+            decay = tl.exp2(tl.abs(logit) * (-2 * LOG2E / softcap))
+            g *= 4 * decay / ((1 + decay) * (1 + decay))
         g *= tl.load(scale + row)
         tl.store(logits + j, g.to(logits.dtype.element_ty), mask=j < V)
 

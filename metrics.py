@@ -448,8 +448,8 @@ def auroc(probs, labels) -> float:
 
     Hendrycks & Gimpel 2017. It is nan, undefined, if all rows are right or all are wrong.
     """
-    right = _outcomes_by_rank(probs, labels)
-    right_above, wrong = np.cumsum(right) - right / 2, 1 - right
+    right, count = _tied_rows(probs, labels)
+    right_above, wrong = np.cumsum(right) - right / 2, count - right
     return float((wrong * right_above).sum() / (right.sum() * wrong.sum() or np.nan))
 
 
@@ -479,7 +479,9 @@ def prr(probs, labels) -> float:
     order. 1 is a perfect ranking, 0 a random one. It is nan if acc is 0 or 1.
     """
     curve = _accuracy_of_top(probs, labels)
-    gain, missing = curve.mean() - curve[-1], excess_aurc(probs, labels)
+    # 0, not 1e-16, where all rows tie
+    gain = round(curve.mean() - curve[-1], TIE_DECIMALS)
+    missing = excess_aurc(probs, labels)
     return float(gain / (gain + missing)) if 0 < curve[-1] < 1 else float('nan')
 
 
@@ -515,16 +517,16 @@ def coverage_at_accuracy(probs, labels, wanted=0.9) -> float:
     return float((enough[-1] + 1) / len(labels)) if len(enough) else 0.0
 
 
-def _outcomes_by_rank(probs, labels):
-    """[N]: the mean a_i over the rows that tie with each row, from the most confident row down."""
+def _tied_rows(probs, labels):
+    """Return the numbers of right rows and of rows of each confidence, from the largest down."""
     _, correct, tie_ends = sort_by_confidence(probs, labels)
-    right, count = np.diff([np.cumsum(correct)[tie_ends - 1], tie_ends], prepend=0)
-    return np.repeat(right / count, count)[::-1]
+    return np.diff([np.cumsum(correct)[tie_ends - 1], tie_ends], prepend=0)[:, ::-1]
 
 
 def _accuracy_of_top(probs, labels):
     """[N]: the expected accuracy of the k most confident rows, with tied rows in random order."""
-    return np.cumsum(_outcomes_by_rank(probs, labels)) / np.arange(1, len(labels) + 1)
+    right, count = _tied_rows(probs, labels)
+    return np.cumsum(np.repeat(right / count, count)) / np.arange(1, len(labels) + 1)
 
 
 # Class-wise calibration: acc(B) is the share of rows whose label is k, conf(B) the mean of p_ik
@@ -649,6 +651,7 @@ class Measure(NamedTuple):
     part: str | int | None = None       # of several numbers that the function returns; None: `key`
     is_mean: bool = False               # of a number per row; noise moves other metrics (stats.py)
     interval_from: float = 1            # rows from which an interval holds its level; inf: none
+    interval_outcomes: int = 30         # right and wrong rows that it needs, unless is_mean (stats)
 
 
 ALL_TABLES = ('runs', 'results', 'compare')
@@ -670,17 +673,18 @@ MEASURES = (
     Measure('rmsce', 'RMSCE', rmsce, False, tables=ALL_TABLES, interval_from=10_000),
     Measure('mad', 'MAD', mad, False, tables=('results',), interval_from=10_000),
     Measure('sce', 'SCE', sce, False, 'n_options', tables=('results',)),
-    Measure('ace', 'ACE', ace, False, 'n_options', tables=('results',)),
+    Measure('ace', 'ACE', ace, False, 'n_options', tables=('results',), interval_outcomes=100),
     Measure('brier', 'Brier', brier, False, 'options', tables=('results',), is_mean=True),
     Measure('nll', 'NLL (nats)', nll, False, 'scores', tables=('results',), is_mean=True),
     Measure('ece_15', 'ECE, 15 bins', partial(ece, n_bins=15), False, tables=()),
     Measure('mce', 'MCE', mce, False, tables=(), interval_from=np.inf),
     Measure('mce_count', 'rows in the bin of MCE', mce_bin, None, format='.0f', tables=(),
             part=1, interval_from=np.inf),
-    Measure('ece_equal_mass', 'ECE, equal mass', ece_equal_mass, False, tables=()),
+    Measure('ece_equal_mass', 'ECE, equal mass', ece_equal_mass, False, tables=(),
+            interval_outcomes=100),
     Measure('ece_sweep', 'ECE, sweep', ece_sweep, False, tables=()),
     Measure('ece_debiased', 'ECE, debiased', ece_debiased, False, tables=()),
-    Measure('tace', 'TACE', tace, False, 'n_options', tables=()),
+    Measure('tace', 'TACE', tace, False, 'n_options', tables=(), interval_outcomes=100),
     Measure('rms_mmlu_repo', "RMS of MMLU's code", rms_mmlu_repo, False, tables=(),
             interval_from=np.inf),
     Measure('ks_error', 'KS error', ks_error, False, tables=()),

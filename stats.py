@@ -264,6 +264,24 @@ def percentile_interval(values, observed, biased=True, level=0.95):
     return np.where(np.min(values, -1) >= 0, np.maximum(low, 0), low), high
 
 
+def no_interval(measure, n, accuracy, n_options=1) -> str:
+    """Return why a row of metrics.MEASURES has no interval for n questions; '' if it has one.
+
+    accuracy: that of the questions; n_options: their largest number of options. Resamples show the
+    noise of a bin only if it has both right and wrong rows: a model that is sure and nearly always
+    right has none to draw, however large n. By research/study/coverage.py, intervals hold in 0.9 of
+    the sets or more from measure.interval_outcomes right and as many wrong questions; those of the
+    classes, whose bins are per option, from 10 per option.
+    """
+    if n < measure.interval_from:
+        endless = measure.interval_from == np.inf
+        return 'no N is enough' if endless else f'N below {measure.interval_from:,}'
+    needed = 0 if measure.is_mean else max(
+        measure.interval_outcomes, 10 * n_options if measure.needs == 'n_options' else 0)
+    rarer = n * min(accuracy, 1 - accuracy)
+    return f'fewer than {needed} right or {needed} wrong' if rarer < needed - 1e-6 else ''
+
+
 def difference_test(first, second, observed, biased=True, level=0.95) -> tuple[float, float, float]:
     """Return (low, high, p) of second - first, a metric of two models on the same resamples, [R].
 

@@ -70,6 +70,8 @@ def main(argv, usage=USAGE):
     keys = cfg.metrics or [key for key, x in MEASURES.items() if 'compare' in x.tables]
     if unknown := [key for key in keys if key not in MEASURES]:
         raise ConfigError(f'metrics: there is no {unknown[0]!r}; there are {", ".join(MEASURES)}')
+    if repeated := [key for key in keys if keys.count(key) > 1]:
+        raise ConfigError(f'metrics: {repeated[0]!r} is named twice; name it once')
     by_files = find_prediction_files([s for s in sources if not (s / 'samples.jsonl').exists()])
     folders = find_runs(sources, [file for files in by_files.values() for file in files.values()])
     if twice := [path for path in folders if folders.count(path) > 1]:
@@ -205,9 +207,9 @@ def compare_task(task, runs, samples, keys, cfg):
                 f'or more options, in {b}' for (a, b), both in shared.items()
                 if (n := len({x for x, *_ in answers[a].keys} & {x for x, *_ in answers[b].keys})
                     - len(both))]
+    rows, reasons = over_questions(pairs, answers, keys, cfg)
     differences = [['difference', 'over', 'questions', 'metric', 'mean', '95 % interval', 'p',
-                    'p (Holm)'], *over_questions(pairs, answers, keys, cfg),
-                   *over_languages(shared, reports, keys)]
+                    'p (Holm)'], *rows, *over_languages(shared, reports, keys)]
     changes, q = changed_answers(pairs, answers)
     whole = [by_language['pooled'] for by_language in reports.values()]
     n_unit = next(iter(answers.values())).result['unit']
@@ -217,9 +219,7 @@ def compare_task(task, runs, samples, keys, cfg):
         remarks.append(note)
     if any(row[1].endswith('languages') for row in differences):
         remarks.append(T_NOTE)
-    fewest = min(report.get('questions', report['n']) for report in whole)
-    remarks += [f'{TITLES[key]} has no interval below {MEASURES[key].interval_from:,} {n_unit}'
-                for key in keys if fewest < MEASURES[key].interval_from < math.inf]
+    remarks += reasons
     table, lines = question_table(task, answers, reports, keys)
     more = [('', cells) for cells in (differences, changes) if len(cells) > 1]
     return Section(title, table, remarks + q, more), lines, answers
@@ -343,8 +343,11 @@ def question_table(task, answers, reports, keys):
 
 
 def over_questions(pairs, answers, keys, cfg):
-    """Return the rows of each pair's second run minus the first, over the questions of both."""
-    rows = []
+    """Return the rows of each pair's second run minus the first, over the questions of both.
+
+    Also the lines that say which metrics have no interval, and why.
+    """
+    rows, reasons = [], {}
     for (first, second), shared in pairs.items() if cfg.n_bootstrap else ():
         # both have the same draws, because seed, questions and their number are the same
         questions = answers[first].questions(shared)
@@ -355,13 +358,16 @@ def over_questions(pairs, answers, keys, cfg):
             drawn, (x, y) = ([z[name][key] for name in (first, second)]
                              for z in (resampled, values))
             ends, p = '', None
-            # a metric may be undefined in a resample, as AUROC is if every answer is correct
-            if questions[1] >= MEASURES[key].interval_from and not np.isnan(drawn).any():
+            missing = [z['no_interval'][key] for z in values.values()
+                       if key in z.get('no_interval', {})]
+            if missing:
+                reasons.setdefault(f'no interval of {TITLES[key]} ({missing[0]})')
+            else:
                 low, high, p = stats.difference_test(*drawn, (x, y), not MEASURES[key].is_mean)
                 ends = f'{low:+.4f} {high:+.4f}'
             rows.append([f'{second} - {first}', 'questions', str(questions[1]), TITLES[key],
                          f'{y - x:+.4f}', ends, p])
-    return with_holm(rows, '.3f')
+    return with_holm(rows, '.3f'), [*reasons]
 
 
 def over_languages(pairs, reports, keys):

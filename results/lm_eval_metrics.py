@@ -52,10 +52,8 @@ def item(task, doc, results, length):
 def measured(items, measure, end=None):
     """Return a metric of the items of a task, or the lower (0) or upper (1) end of its interval.
 
-    An end is nan for fewer rows than the interval needs. There are 1,000 resamples.
+    An end is nan where there is none, see stats.no_interval. There are 1,000 resamples.
     """
-    if end is not None and len(items) < measure.interval_from:
-        return float('nan')
     labels, rows = np.array([answer for answer, _ in items]), [scores for _, scores in items]
     n_options = np.array([*map(len, rows)])
     scores = np.full((len(rows), n_options.max()), -np.inf)
@@ -65,6 +63,8 @@ def measured(items, measure, end=None):
     value = metrics.report(*arrays, **options, measures=[measure])[measure.key]
     if end is None:
         return value
+    if stats.no_interval(measure, len(rows), metrics.accuracy(*arrays[:2]), n_options.max()):
+        return float('nan')
     resampled = stats.bootstrap(*arrays, **options, keys=[measure.key])[measure.key]
     return float(stats.percentile_interval(resampled, value, not measure.is_mean)[end])
 

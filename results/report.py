@@ -224,37 +224,51 @@ def measure(groups, n_bootstrap, seed, keys=None):
     for (key, *_), values in zip(parts, results[len(groups):], strict=True):
         for name, x in values.items():
             resampled[key][name] = np.append(resampled[key].get(name, ()), x)
-    return {key: report | intervals(resampled[key], report, report.get('questions', report['n']))
-            for key, report in zip(groups, results, strict=False)}, resampled
+    reports = dict(zip(groups, results, strict=False))
+    for key, report in reports.items():
+        probs = groups[key].probs
+        n_options = 1 if probs.ndim == 1 else probs.shape[1]
+        reasons = {name: stats.no_interval(MEASURES[name], report.get('questions', report['n']),
+                                           report['accuracy'], n_options)
+                   for name in resampled[key]}
+        report |= intervals(resampled[key], report, reasons)
+    return reports, resampled
 
 
-def intervals(resampled, report, n):
-    """Return {'intervals': {metric: [low, high]}} of resampled {metric: values}; {} without any.
+def intervals(resampled, report, reasons):
+    """Return {'intervals': {metric: [low, high]}, 'no_interval': {metric: why}}; {} without any.
 
-    A metric that is undefined in a resample, or needs more than n questions, has no interval.
+    resampled: {metric: values}; reasons: {metric: why it has no interval, or ''}
     """
+    reasons = {key: 'undefined in a resample' if np.isnan(values).any() else reasons.get(key, '')
+               for key, values in resampled.items()}
     ends = {key: [*map(float, stats.percentile_interval(values, report[key],
                                                         not MEASURES[key].is_mean))]
-            for key, values in resampled.items()
-            if n >= MEASURES[key].interval_from and not np.isnan(values).any()}
-    return {'intervals': ends} if ends else {}
+            for key, values in resampled.items() if not reasons[key]}
+    more = {'intervals': ends, 'no_interval': {key: x for key, x in reasons.items() if x}}
+    return {key: x for key, x in more.items() if x}
 
 
 def mean_report(reports, resampled):
     """Return the mean of reports, with intervals from the mean of the resampled values.
 
-    There are none if a group has fewer than 10 samples: resampling within it varies too little, by
-    a factor sqrt(1 - 1 / n) in its standard deviation, and not at all for n = 1.
+    A metric has none if it has none in a group, or if a group has fewer than 10 samples: resampling
+    within it varies too little, by a factor sqrt(1 - 1 / n) in its standard deviation, and not at
+    all for n = 1.
     """
     mean = {'groups': len(reports)}
     for key in reports[0]:
-        if key not in ('n', 'questions', 'intervals', 'accuracy_low', 'accuracy_high'):
+        if key not in ('n', 'questions', 'intervals', 'no_interval', 'accuracy_low',
+                       'accuracy_high'):
             # a metric can be undefined for a group, as AUROC is if every answer is correct
             values = [r[key] for r in reports if not math.isnan(r[key])]
             mean[key] = float(np.mean(values or math.nan))
     fewest = min(report.get('questions', report['n']) for report in reports)
+    reasons = dict.fromkeys(resampled[0], 'fewer than 10 questions in a group' * (fewest < 10))
+    for report in reports:
+        reasons |= {key: f'{why} in a group' for key, why in report.get('no_interval', {}).items()}
     return mean | intervals({key: np.mean([values[key] for values in resampled], axis=0)
-                             for key in ({} if fewest < 10 else resampled[0])}, mean, fewest)
+                             for key in resampled[0]}, mean, reasons)
 
 
 # Tables
@@ -307,6 +321,7 @@ def notes(result):
         lines.append(f'the same option in all orders: {result["same_option"]:.3f} of the questions'
                      + ''.join(f'; {TITLES[key]} by order: {min(x):.3f} to {max(x):.3f}'
                                for key, x in by_order.items()))
+    lines += interval_notes(report_rows(result))
     for room in rooms.of_result(result):
         lines += room.notes(result)
     if result.get('bad_rows'):
@@ -317,6 +332,21 @@ def notes(result):
     if result.get('duplicate_options'):
         lines.append(f'{result["duplicate_options"]} questions list the same option twice')
     return [line for line in lines if line]
+
+
+def interval_notes(rows):
+    """Return a line per reason why metrics of rows = [(kind, name, report)] have no interval."""
+    titles = {}     # {(reason, names of rows): titles of metrics}
+    for key, measure in MEASURES.items():
+        names = {}
+        for _, name, report in rows if 'results' in measure.tables else ():
+            if reason := report.get('no_interval', {}).get(key):
+                names.setdefault(reason, []).append(name)
+        for reason, found in names.items():
+            titles.setdefault((reason, tuple(found)), []).append(measure.title)
+    return [f'no 95 % interval of {", ".join(columns)} ({reason}): ' + (
+        ', '.join(names) if len(names) < 5 else f'{len(names)} of {len(rows)} rows')
+        for (reason, names), columns in titles.items()]
 
 
 def report_rows(result):
@@ -427,5 +457,7 @@ def to_csv(tasks):
                 line['sample_of'] = result['sample']['of']
             for key, (low, high) in line.pop('intervals', {}).items():
                 line |= {f'{key}_boot_low': low, f'{key}_boot_high': high}
+            if reasons := line.pop('no_interval', {}):
+                line['no_interval'] = '; '.join(f'{key}: {why}' for key, why in reasons.items())
             lines.append(line)
     return csv_text(lines)

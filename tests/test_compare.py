@@ -36,7 +36,7 @@ def two_runs(folder, **more):
 @pytest.mark.slow
 def test_runs_of_one_seed_are_compared_over_questions(tmp_path, capsys):
     languages = 'de', 'en', 'sw'
-    a, b = (write_run(tmp_path / name, languages=languages, n=60, settings=settings)
+    a, b = (write_run(tmp_path / name, languages=languages, n=90, settings=settings)
             for name, settings in (('a', {}), ('sharp', {'smoothing': 0.1})))
     write_rows(b / 'samples.jsonl', [row | {'log_probs': [5 * x for x in row['log_probs']]}
                                      for row in samples.read_samples(a / 'samples.jsonl')])
@@ -56,7 +56,7 @@ def test_runs_of_one_seed_are_compared_over_questions(tmp_path, capsys):
     assert float(ece[-2]) < 0.02 and float(ece[-1]) == pytest.approx(3 * float(ece[-2]), abs=3e-3)
     # RMSCE has no interval and no p below 10,000 questions
     assert rmsce[5:] == ['RMSCE', f'{float(second["rmsce"]) - float(first["rmsce"]):+.4f}']
-    assert 'RMSCE has no interval below 10,000 questions\n' in printed
+    assert 'no interval of RMSCE (N below 10,000)\n' in printed
 
 
 @pytest.mark.slow
@@ -167,6 +167,7 @@ def test_folders_and_files_that_cannot_be_compared(tmp_path, monkeypatch):
             ([a, tmp_path / 'empty'], '/empty holds no run'), ([a, b, a], '/a is named twice'),
             ([a, b, '--metrics=ece,acuracy'],
              "metrics: there is no 'acuracy'; there are accuracy, "),
+            ([a, b, '--metrics=ece,ece'], "metrics: 'ece' is named twice"),
             # of lm-evaluation-harness
             ([good, written], 'needs two runs or more'),
             ([good, wrong], "wrong.jsonl:2: its target, '1', is not the only right option"),

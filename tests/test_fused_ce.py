@@ -154,6 +154,16 @@ def test_ce_is_right_at_the_edges_of_blocks_and_rows(ce_device, V):
                      by_autograd(smoothed(rate), hidden, weight, target, softcap))
 
 
+def test_a_saturated_softcap_keeps_the_digits_of_its_gradient(ce_device):
+    """Of logits of 3 to 6 times the cap, 1 - tanh^2 would have lost up to 1e-3."""
+    weight = torch.linspace(-6, 6, 301, device=ce_device)[:, None].requires_grad_()
+    hidden = torch.ones(2, 1, device=ce_device, requires_grad=True)
+    target = torch.tensor([0, 300], device=ce_device)
+    *_, dw = ours(hidden, weight, target, smoothing=0.1, softcap=1.0)
+    *_, exact = by_autograd(smoothed(0.1), hidden, weight, target, 1.0)
+    assert ((dw - exact) / exact).abs().max() < 2e-5
+
+
 def test_ce_says_what_is_wrong():
     hidden, weight, target = ce_inputs(3, 8, 20, ignored=0)
     for options, message in (

@@ -1,5 +1,7 @@
 """report.py: samples to tables, intervals and diagrams"""
 
+import csv
+import io
 import json
 import re
 
@@ -187,6 +189,7 @@ def test_conformal_sets_of_a_group_have_the_thresholds_of_all_rows():
 def test_notes_below_a_table_name_what_was_left_out():
     many = result(option_mass=0.004)        # of whole texts, which says nothing of the prompt
     many['pooled']['n'] = 1000
+    del many['pooled']['no_interval']
     expected = ['the options together have a mean probability of 0.004']
     assert report.notes(many) == expected
     expected[0] += '; with so little, another scoring or prompt may suit the model better'
@@ -196,6 +199,32 @@ def test_notes_below_a_table_name_what_was_left_out():
     assert advice.startswith('this is no better than guessing (0.250)') and '--shots=5' in advice
     many['pooled']['n'] = 50
     assert any('bins of 100 questions, so 1 bin here' in line for line in report.notes(many))
+
+
+def test_no_interval_is_printed_for_few_right_or_wrong_answers_and_a_note_says_why():
+    random = np.random.default_rng(0)
+    rows = []
+    for i in range(150):        # half of 120 English answers are right, all 30 Swahili ones
+        language, wrong = ('sw', 0) if i >= 120 else ('en', i % 2)
+        p = random.uniform(0.5, 0.9)
+        rows.append(question(i, language=language, answer=wrong, log_probs=np.log([p, 1 - p])))
+    summary = report.summarize(rows, 'token', n_bootstrap=50) | {
+        'distribution': 'mmlu', 'norm': 'token'}
+    few, class_wise = 'fewer than 30 right or 30 wrong', 'fewer than 100 right or 100 wrong'
+    swahili, english = (summary['languages'][name] for name in ('sw', 'en'))
+    assert {*swahili['intervals']} >= {'accuracy', 'nll', 'brier'}
+    assert swahili['no_interval'].items() >= {'ece': few, 'sce': few, 'ace': class_wise}.items()
+    assert {*english['intervals']} >= {'ece', 'sce'}
+    assert english['no_interval']['ace'] == class_wise
+    # the mean over languages has one where every language has
+    assert summary['macro']['no_interval']['ece'] == f'{few} in a group'
+    assert 'accuracy' in summary['macro']['intervals']
+    tasks = {'mmlu': summary}
+    note = f'no 95 % interval of ECE, SCE ({few}): sw\n'
+    assert all(note in text for text in (report.to_text(tasks, tasks), report.to_markdown(tasks)))
+    row, = (line for line in csv.DictReader(io.StringIO(report.to_csv(tasks)))
+            if line['name'] == 'sw')
+    assert row['ece_boot_low'] == '' and f'ece: {few}; ' in row['no_interval']
 
 
 def tabulars(text):

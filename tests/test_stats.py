@@ -146,6 +146,18 @@ def test_a_corrected_rate_has_the_interval_of_its_formula():
     assert np.isnan(stats.corrected_rate(judged, [True], [True])).all()
 
 
+def test_an_interval_needs_right_and_wrong_answers():
+    rows = {measure.key: measure for measure in metrics.MEASURES}
+    for key, n, accuracy, n_options, reason in (
+            ('ece', 100, 0.3, 4, ''), ('ece', 10_000, 0.999, 4, 'fewer than 30 right or 30 wrong'),
+            ('ece', 50, 0.5, 4, 'fewer than 30 right or 30 wrong'), ('sce', 100, 0.5, 4, ''),
+            ('sce', 100, 0.5, 10, 'fewer than 100 right or 100 wrong'), ('accuracy', 20, 1.0, 4, ''),
+            ('ece_equal_mass', 150, 0.5, 4, 'fewer than 100 right or 100 wrong'),
+            ('ace', 250, 0.5, 4, ''), ('rmsce', 9999, 0.5, 4, 'N below 10,000'),
+            ('mce', 10**7, 0.5, 4, 'no N is enough')):
+        assert stats.no_interval(rows[key], n, accuracy, n_options) == reason, (key, n)
+
+
 def test_holm_corrects_for_the_number_of_tests():
     assert stats.holm([0.01, 0.04, 0.03, 0.005]) == exactly([0.03, 0.06, 0.06, 0.02])
     assert stats.holm([0.9, 0.8]).tolist() == [1, 1] and len(stats.holm([])) == 0

@@ -8,10 +8,12 @@ confident', softmax(x z), or 'changing': that where the true confidence is above
 / x) elsewhere. A second model has 0.8 z + 0.6 z' and the same uniform number for the answer. The
 true error is that of 500,000 questions, and 0 for a calibrated model.
 
-The last table is of questions in several languages: `share` of the variance of z, z' and the normal
+The next table is of questions in several languages: `share` of the variance of z, z' and the normal
 number behind the answer is the question's, the rest belongs to the language. All intervals and
 tests draw or compare whole questions, except for the last two, which take rows or languages for
-independent.
+independent. The last table is of few questions with 2, 4 and 10 options and z ~ S N(0, 1); R is the
+mean number of right or of wrong ones, whichever is less. In brackets: no interval, by
+stats.no_interval.
 """
 
 import sys
@@ -34,6 +36,9 @@ MODELS = [('calibrated', 0.0, 1.0),          # kind of error, true ECE, x that g
           ('too confident', 0.03, 1.127), ('too confident', 0.06, 1.274),
           ('too confident', 0.1, 1.51), ('too confident', 0.2, 2.483),
           ('changing', 0.06, 1.292), ('changing', 0.2, 4.273)]
+FEW = [(k, spread, *model) for k in (2, 4, 10) for spread in (0.5, 1.5, 4, 10) for model in (
+    ('calibrated', 0.0, 1.0), ('too confident', 0.1, 1.3), ('too unsure', 0.1, 1 / 1.3))]
+FEW_KEYS = 'ece ece_equal_mass sce ace brier_skill'.split()
 PAIRS = [(MODELS[i], MODELS[j]) for i, j in ((0, 0), (2, 2), (2, 5), (2, 0), (2, 3))]
 
 
@@ -41,11 +46,11 @@ SHARED = [(50, 2, 1.0), (50, 42, 0.3), (100, 8, 0.0), (100, 8, 0.3), (100, 8, 1.
           (400, 15, 0.05), (400, 15, 0.16), (400, 15, 0.29)]        # questions, languages, share
 
 
-def draw(n, seed, *models):
-    """Return [(probs [n, 4], labels [n])] of models (kind of error, x >= 1) of MODELS."""
+def draw(n, seed, *models, k=4, spread=1.5):
+    """Return [(probs [n, k], labels [n])] of models (kind of error, x >= 1) of MODELS."""
     random = np.random.default_rng(seed)
-    z, other = random.normal(size=(2, n, 4))
-    return answers(models, [z, 0.8 * z + 0.6 * other], random.random(n))
+    z, other, uniform = random.normal(size=(n, k)), random.normal(size=(n, k)), random.random(n)
+    return answers(models, [spread * z, spread * (0.8 * z + 0.6 * other)], uniform)
 
 
 def draw_shared(n_questions, n_languages, share, seed, *models):
@@ -61,23 +66,24 @@ def draw_shared(n_questions, n_languages, share, seed, *models):
         return (share**0.5 * common + (1 - share)**0.5 * own).reshape(-1, k)
 
     z, uniform = mixed(4), np.vectorize(NormalDist().cdf)(mixed(1)[:, 0])
-    return answers(models, [0.8 * z + 0.6 * mixed(4) for _ in models], uniform)
+    return answers(models, [1.5 * (0.8 * z + 0.6 * mixed(4)) for _ in models], uniform)
 
 
 def answers(models, z, uniform):
-    """Return the rows of models, whose true probabilities are softmax(1.5 z) of each model's z."""
+    """Return the rows of models, whose true probabilities are softmax(z) of each model's z."""
     rows = []
     for (kind, x), scores in zip(models, z, strict=False):
-        truth = metrics.softmax(1.5 * scores)
-        labels = np.minimum((truth.cumsum(1) < uniform[:, None]).sum(1), 3)
+        truth = metrics.softmax(scores)
+        labels = np.minimum((truth.cumsum(1) < uniform[:, None]).sum(1), scores.shape[1] - 1)
         factor = np.where((kind == 'changing') & (truth.max(1) < 0.6), 1 / x, x)
-        rows.append((metrics.softmax(1.5 * scores * factor[:, None]), labels))
+        rows.append((metrics.softmax(scores * factor[:, None]), labels))
     return rows
 
 
-def true_values(kind, error, x, keys):
-    report = metrics.report(*draw(MANY, 2, (kind, x))[0], measures=[*map(MEASURES.get, keys)])
-    return {x: report[x] if error or x in ('rmsce', 'mad') else 0 for x in keys}
+def true_values(kind, error, x, keys, **of_draw):
+    rows, = draw(MANY, 2, (kind, x), **of_draw)
+    report = metrics.report(*rows, measures=[*map(MEASURES.get, keys)])
+    return {x: report[x] if error or x in ('rmsce', 'mad', 'brier_skill') else 0 for x in keys}
 
 
 def resample(rows, seed, keys, questions=None, n_resamples=N_RESAMPLES):
@@ -147,6 +153,23 @@ def shared(n_questions, n_languages, share):
            *(f'{x:.3f}' for x in (*np.mean(held, 0), *np.mean(rejected, 0)))]
 
 
+def few(k, spread, kind, error, x):
+    """Yield a line for each small N: how often the intervals of a model hold the true values."""
+    truth = true_values(kind, error, x, FEW_KEYS, k=k, spread=spread)
+    for n in (20, 50, 100, 200, 400):
+        held, rarer = [], []
+        for seed in range(N_SETS):
+            rows, = draw(n, [n, seed], (kind, x), k=k, spread=spread)
+            report, values = resample(rows, seed, FEW_KEYS)
+            rarer.append(min(metrics.accuracy(*rows), 1 - metrics.accuracy(*rows)))
+            held.append([low <= truth[key] <= high for key in FEW_KEYS for low, high in [
+                stats.percentile_interval(values[key], report[key])]])
+        reasons = [stats.no_interval(MEASURES[key], n, np.mean(rarer), k) for key in FEW_KEYS]
+        yield [str(k), str(spread), kind, str(n), f'{n * np.mean(rarer):.0f}', *(
+            f'({share:.2f})' if reason else f'{share:.2f}'
+            for share, reason in zip(np.mean(held, 0), reasons, strict=True))]
+
+
 def main():
     command_line(__doc__)
     for function, cases, header in (
@@ -158,7 +181,8 @@ def main():
                 'accuracy, Wilson', 'accuracy', 'Brier', 'ECE of 0', 'ECE of 0.1')), *(
                 f'{x}: p < 0.05' for x in (
                     'accuracy', 'Brier', 'ECE', 'McNemar', 'Cochran', 'McNemar over rows',
-                    't over languages'))])):
+                    't over languages'))]),
+            (few, FEW, ['K', 'S', 'error', 'N', 'R', *(TITLES[key] for key in FEW_KEYS)])):
         lines = parallel_map(lambda case, f=function: [*f(*case)], cases, worth_it=True)
         print(markdown([header, *sum(lines, [])]))
 
