@@ -97,7 +97,8 @@ def tables(printed):
     yield 'printed_shared', ('Printed: mean changes over the languages, their standard errors, and '
                              'in how many of 9 models and datasets they exceed 1.96 of them'), [
         ('benchmark', 'change', 'mean', 'error of t over languages',
-         'largest error of shared questions', 'by t', 'by both'), *shared_rows(printed, groups, rules['classes'])]
+         'largest error of shared questions', 'by t', 'by both'),
+        *shared_rows(printed, groups, rules['classes'])]
     checks = [_checks(printed, task) for task in BENCHMARKS]
     yield 'printed_checks', 'Printed: do the tables fit together?', [
         ('check', *(title for title, _ in BENCHMARKS.values())),
