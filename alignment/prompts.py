@@ -13,7 +13,7 @@ from data.messages import (QUESTIONS, first_prompt, read_turns, require_containe
 from data.preferences import PREFERENCE_PATTERNS
 from data.written_answers import WRITTEN_TASKS
 from runtime.errors import DataError
-from runtime.hub import fetch_training
+from runtime.sources import fetch_training
 
 # patterns of the files; those of the tasks are tried first
 PROMPT_PATTERNS = (*dict.fromkeys(pattern for name, task in WRITTEN_TASKS.items() if name != 'qa'

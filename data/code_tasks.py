@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from data.files import parsed, read_rows, require_fields, require_text, without_bad
 from runtime.errors import DataError
-from runtime.hub import fetch
+from runtime.sources import fetch
 from runtime.sandbox import run_program
 
 HUMANEVAL = 'openai/openai_humaneval'

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from runtime import readers
 from runtime.errors import CheckpointError, ConfigError, DataError, escape_controls, shorten
-from runtime.hub import is_held_out
+from runtime.sources import is_held_out
 from runtime.ownership import note_inputs
 
 

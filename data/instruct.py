@@ -10,7 +10,7 @@ from data.files import (has_fields, parsed, read_rows, require_fields, require_t
 from data.messages import (dialogue, first_prompt, read_turns, to_messages, with_context,
                            without_nulls)
 from runtime.errors import DataError
-from runtime.hub import fetch_training
+from runtime.sources import fetch_training
 
 # patterns of the files; the first one with a match is used
 PATTERNS = ('data/train-*.parquet', 'data/train_sft-*.parquet', 'train_sft-*.parquet',  # UltraChat

@@ -15,7 +15,7 @@ from data.prompts import Prompt
 from data.questions import Loaded, Question, of_languages
 from data.tasks import OptionTask, chat_words
 from runtime.errors import DataError
-from runtime.hub import fetch
+from runtime.sources import fetch
 from written.variants import PermutedTask
 
 QUESTION = 'Which answer to the last message is better?\nBetter answer:'

@@ -13,7 +13,7 @@ from data.prompts import lettered
 from data.questions import Loaded, Question
 from data.tasks import chat_words
 from runtime.errors import DataError
-from runtime.hub import fetch
+from runtime.sources import fetch
 from written.variants import PTrueTask
 
 P_IK = 'Do you know the answer?'        # follows a question

@@ -24,7 +24,7 @@ from data.messages import (LISTS, QUESTIONS, first_prompt, read_turns, require_c
                            to_question, with_context, without_nulls)
 from data.tree_rows import Tree
 from runtime.errors import DataError
-from runtime.hub import fetch_training
+from runtime.sources import fetch_training
 
 TIED = 128      # so a prompt has at most 126 answers
 HELPSTEER2 = 'prompt', 'response', 'helpfulness'    # a row per answer

@@ -16,7 +16,7 @@ from data.instruct import TEXT_PATTERNS
 from data.tree_rows import Tree
 from data.questions import Loaded
 from runtime.errors import ConfigError, DataError
-from runtime.hub import fetch
+from runtime.sources import fetch
 
 WIKITEXT = 'Salesforce/wikitext'
 # patterns of the files; the first one with a match is used

@@ -15,7 +15,7 @@ from data.files import (draw, parse_rows, parsed, read_rows, require_text, text_
 from data.prompts import (LETTERS, PROMPT_FORMATS, Item, check_prompt_format, content_free,
                           names_options, proposing)
 from runtime.errors import DataError
-from runtime.hub import fetch, matches
+from runtime.sources import fetch, matches
 from runtime.processes import cores, parallel_map
 
 

@@ -12,11 +12,12 @@ from results.plots import draw_loss
 from results.report import task_title
 from results.samples import DIAGRAM, read_results
 from results.tables import markdown, measure_cell
-from runtime import hub, ownership, trained
+from bridges import hub
+from runtime import ownership, trained
 from runtime.checkpoint import fingerprint
 from runtime.config import run_folder, run_settings
 from runtime.errors import CheckpointError, ConfigError, escape_controls
-from runtime.hub import full_path, is_hub_name
+from runtime.sources import full_path, is_hub_name
 
 NAME = 'README.md'
 OURS = '# nanoCal renews this card after each evaluation; to edit it, delete this line first\n'

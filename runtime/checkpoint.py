@@ -15,7 +15,7 @@ from runtime.config_json import config_to_hf, read_config
 from runtime.config_keys import SEQ2SEQ
 from runtime.digests import code_digest, file_digest, json_digest
 from runtime.errors import CheckpointError
-from runtime.hub import download, is_hub_name
+from runtime.sources import is_hub_name
 from runtime.json_rules import read_json_object
 from runtime.ownership import note_inputs
 from runtime.parallel import load_full, rank
@@ -103,11 +103,12 @@ def _own_folder(name, revision, weights):
                               f'like google/gemma-2-2b')
     else:
         wanted = [pattern for pattern in MODEL_FILES if weights or 'safetensors' not in pattern]
-        folder = download(name, wanted, revision,
-                          ignore=['original/*.safetensors', 'consolidated*'])
+        hub = rooms.load('hub')
+        folder = hub.download(name, wanted, revision,
+                              ignore=['original/*.safetensors', 'consolidated*'])
         if weights and not any(folder.glob('*.safetensors')):
             # older checkpoints, such as Pythia's at a training step, have only these
-            folder = download(name, BIN_FILES, revision)
+            folder = hub.download(name, BIN_FILES, revision)
     files = [file for pattern in MODEL_FILES + BIN_FILES for file in folder.glob(pattern)]
     for file in files:
         if file.is_fifo() or file.is_socket() or file.is_char_device():     # which may never end

@@ -22,7 +22,7 @@ from runtime.checkpoint import nonfinite_tensor
 from runtime.config import dump_config
 from runtime.device import HostCopy
 from runtime.errors import ConfigError, TrainingError, escape_controls
-from runtime.hub import full_path
+from runtime.sources import full_path
 from runtime.parallel import rank
 from runtime.resume import advice
 

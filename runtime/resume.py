@@ -21,7 +21,7 @@ from runtime import cli
 from runtime.config import run_settings
 from runtime.digests import file_digest, json_digest
 from runtime.errors import ConfigError, Stopped, TrainingError
-from runtime.hub import full_path
+from runtime.sources import full_path
 from runtime.ownership import LIST, LOCK, check_free, discard, has_written, written_files
 from runtime.parallel import gather, gather_full, joined, load_full, rank
 from runtime.weights import read_tensors, write_files

@@ -31,7 +31,7 @@ ROOMS = TASKS | {
     'reports': 'results.training_report', 'card': 'results.card', 'questions': 'data.trees',
     # models and datasets of the Hugging Face hub, adapters in PEFT's format, files of tokenizers
     'byte pairs': 'data.byte_pairs',
-    'hub': 'runtime.hub', 'adapter': 'runtime.adapter', 'export': 'data.export',
+    'hub': 'bridges.hub', 'adapter': 'runtime.adapter', 'export': 'data.export',
 }
 
 

@@ -8,7 +8,8 @@ import yaml
 from common import write_results, write_run
 
 from results import card, report, samples
-from runtime import checkpoint, hub, log, ownership, resume
+from bridges import hub
+from runtime import checkpoint, log, ownership, resume
 from runtime.errors import CheckpointError
 from train import FREE_KEYS, TrainConfig
 

@@ -98,5 +98,5 @@ def test_tokens_depend_on_the_code_that_reads_and_encodes_rows(load, more):
     files = {str(path.relative_to(HERE)) for path in cache.reader_files(load)}
     assert 'data/byte_pairs.py' in files        # which data/tokenizer.py opens by rooms.load
     assert files >= {more or 'data/chat.py', 'data/cache.py', 'data/files.py', 'data/messages.py',
-                     'data/tokenizer.py', 'runtime/readers.py', 'runtime/hub.py'}
+                     'data/tokenizer.py', 'runtime/readers.py', 'runtime/sources.py'}
     assert not files & {'data/benchmarks.py', 'data/tasks.py', 'runtime/log.py', 'train.py'}

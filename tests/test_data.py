@@ -24,9 +24,9 @@ from data.trees import load_answers, tokenize_questions
 from data.written_answers import load_written
 from results.compare import FileConfig
 from results.prediction_files import read_predictions
-from runtime import hub
+from bridges import hub
 from runtime.errors import CheckpointError, ConfigError, DataError
-from runtime.hub import fetch
+from runtime.sources import fetch
 from runtime.ownership import temporary
 
 SAME = [{'role': 'user', 'content': 'sky?'}, {'role': 'assistant', 'content': 'blue'}]

@@ -40,7 +40,7 @@ from runtime import checkpoint
 from runtime.config import load_config
 from runtime.config_json import config_from_hf
 from runtime.errors import ConfigError
-from runtime.hub import fetch
+from runtime.sources import fetch
 from runtime.log import peak_memory
 from runtime.ownership import write_text
 from speed.kernels import adjoin

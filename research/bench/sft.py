@@ -29,7 +29,7 @@ from data.files import read_rows
 from data.instruct import PATTERNS, first_turns, load_conversations
 from data.messages import to_messages
 from data.tokenizer import begins_with_bos, load_tokenizer
-from runtime.hub import fetch
+from runtime.sources import fetch
 from train import TrainConfig
 
 

@@ -29,7 +29,7 @@ from data.preferences import PREFERENCE_PATTERNS
 from results.report import predictions
 from results.samples import latest_samples
 from results.tables import TITLES, Heading
-from runtime.hub import fetch
+from runtime.sources import fetch
 
 # {family: {name: (hub name, weights)}}, and the figure with the curves of each family
 FAMILIES = read_models('alignment')

@@ -37,7 +37,7 @@ from results.tables import TITLES, Heading, aligned, latex, mark_best, markdown
 from runtime import checkpoint, cli
 from runtime.config import load_config
 from runtime.errors import CheckpointError, ConfigError, DataError, TrainingError
-from runtime.hub import fetch
+from runtime.sources import fetch
 from runtime.ownership import claim, lock, read_json, write_text
 from runtime.resume import check_run
 from train import FREE_KEYS, TrainConfig, train_and_report

@@ -30,7 +30,7 @@ from runtime import checkpoint, cli
 from runtime.config import load_config, require_range
 from runtime.device import pick_device, pick_dtype
 from runtime.errors import ConfigError, DataError
-from runtime.hub import fetch
+from runtime.sources import fetch
 from runtime.ownership import claim, lock, write_text
 from scoring import score, token_states
 

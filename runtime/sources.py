@@ -1,17 +1,13 @@
-"""Find the files of datasets and models, in a folder or on the hub; upload a model."""
+"""Find the files of datasets, in a folder or by bridges/hub.py on the hub."""
 
 import fnmatch
-import functools
 import os
 import re
-import shutil
 from pathlib import Path
 
-from runtime.errors import CheckpointError, DataError
-from runtime.ownership import note_inputs, temporary
-
-SECONDS = 10    # for the first answer of the hub
-
+from runtime import rooms
+from runtime.errors import DataError
+from runtime.ownership import note_inputs
 
 def is_hub_name(name: str) -> bool:
     """Return whether `name` has the form of a hub repository's, such as google/gemma-2-2b."""
@@ -23,45 +19,6 @@ def full_path(name: str) -> str:
     """
     return os.path.abspath(name) if is_hub_name(name) and os.path.exists(name) else name
 
-
-def download(name: str, patterns, revision: str | None = None, repo_type: str = 'model',
-             ignore=()) -> Path:
-    """Return the folder with the files of a hub repository that match `patterns`, not `ignore`.
-
-    repo_type: 'model' or 'dataset'. Raises CheckpointError, or DataError for a dataset.
-    """
-    from huggingface_hub import snapshot_download
-    silent = _silence(name, revision, repo_type)
-    try:
-        return Path(snapshot_download(name, repo_type=repo_type, revision=revision,
-                                      allow_patterns=list(patterns), ignore_patterns=list(ignore),
-                                      **{'local_files_only': True} if silent else {}))
-    except Exception as error:  # the hub and its HTTP client raise many kinds
-        reason = silent or f'{type(error).__name__}: {str(error).strip()}'.split('\n')[0]
-        kind = CheckpointError if repo_type == 'model' else DataError
-        at = f' at revision {revision}' if revision else ''
-        raise kind(f'there is no file or folder {name}, and downloading the {repo_type} {name}{at} '
-                   f'from the hub failed ({reason}); check the name and '
-                   f'the network; if it is gated, accept its license there and set HF_TOKEN or '
-                   f'run `hf auth login`') from error
-
-
-@functools.cache
-def _silence(name, revision, repo_type):
-    """Return '' or, if the hub accepts a connection and never answers, a sentence that says so.
-
-    The hub's client would wait for ever, also for what is in its cache.
-    """
-    from huggingface_hub import HfApi
-    try:
-        HfApi().repo_info(name, revision=revision, repo_type=repo_type, timeout=SECONDS)
-    except Exception as error:      # of several HTTP clients; `download` meets the others again
-        if 'timeout' in type(error).__name__.lower():
-            return f'it does not answer within {SECONDS} s'
-    return ''
-
-
-# ---- The files of a dataset ----------------------------------------------------------------------
 
 # names of hidden files, and of what the library datasets writes beside rows
 NO_DATA = re.compile(r'\.|(dataset_(infos?|dict)|state)\.json$')
@@ -88,13 +45,13 @@ def fetch(source, patterns, revision=None):
         raise DataError(f'no file or folder at {source}, and it is not a hub dataset name')
     if not on_hub and not os.access(path, os.R_OK | os.X_OK):   # `glob` would find nothing
         raise DataError(f'cannot read the folder {source}: Permission denied')
-    names = files_on_hub(source, revision) if on_hub else None
+    names = rooms.load('hub').files_on_hub(source, revision) if on_hub else None
     for i, pattern in enumerate(patterns):
         if on_hub:
             wanted = [pattern, *['*.zip'] * ('*.zip' in patterns)]
             if names is not None and not any(fnmatch.filter(names, glob) for glob in wanted):
                 continue
-            path = download_files(source, wanted, revision)
+            path = rooms.load('hub').download_files(source, wanted, revision)
         if files := matches(path, pattern):
             note_inputs(*files)
             if (n := re.search(r'-\d+-of-(\d+)\b', files[-1].name)) and len(files) < int(n[1]):
@@ -108,28 +65,6 @@ def fetch(source, patterns, revision=None):
     folders = sorted(str(p) for p in path.glob('[!.]*') if p.is_dir())
     raise DataError(f'{source} holds nothing that matches {" or ".join(patterns)}'
                     + (f'; name one of its folders {", ".join(folders[:9])}' if folders else ''))
-
-
-def files_on_hub(source, revision):
-    """Return the names of the files of a hub dataset, or None where they cannot be listed."""
-    from huggingface_hub import HfApi
-    if _silence(source, revision, 'dataset'):
-        return None
-    try:
-        return HfApi().list_repo_files(source, revision=revision, repo_type='dataset')
-    except Exception:   # offline, so `download` looks in the cache, or says what is wrong
-        return None
-
-
-def download_files(source, patterns, revision):
-    """Return the folder of a hub dataset with the files of some patterns, and archives unpacked."""
-    path = download(source, patterns, revision, repo_type='dataset')
-    for archive in path.glob('*.zip'):
-        unpacked = archive.with_suffix('')
-        if not unpacked.exists():
-            with temporary(unpacked, folder=True) as part:
-                shutil.unpack_archive(archive, part)
-    return path
 
 
 def matches(folder, *patterns):
@@ -165,20 +100,3 @@ def fetch_training(source, patterns, revision=None):
         print(f'{source}: {", ".join(others[:3])}{", ..." * (len(others) > 3)} not read; name a '
               f'file to train on it')
     return chosen
-
-
-# ---- A finished model ----------------------------------------------------------------------------
-
-def upload(folder, name: str, files):
-    """Send these files of a folder to the hub as the model `name`, private if it is new."""
-    from huggingface_hub import HfApi
-    try:
-        if silent := _silence(name, None, 'model'):
-            raise TimeoutError(silent)
-        HfApi().create_repo(name, private=True, exist_ok=True)
-        HfApi().upload_folder(repo_id=name, folder_path=str(folder), allow_patterns=list(files),
-                              commit_message='Model trained with nanoCal')
-    except Exception as error:  # as above
-        raise CheckpointError(f'sending {folder} to {name} failed ({type(error).__name__}: '
-                              f'{error}); the run is complete: run `hf auth login` and the same '
-                              f'command with --resume') from error
