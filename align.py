@@ -40,7 +40,7 @@ from alignment.advantages import CORRECTIONS, RL_METHODS
 from alignment.objectives import policy_objective
 from alignment.packed_answers import Answers, pack_rankings
 from alignment.reference import cached_reference
-from data.export import pad_token, tokenizer_files
+from bridges.export import pad_token, tokenizer_files
 from data.preferences import load_preferences
 from data.tokenizer import begins_with_bos
 from fused_ce import fused_loss, joint

@@ -17,7 +17,7 @@ import os
 import sys
 from dataclasses import dataclass, replace
 
-from data.world import make_world
+from world import make_world
 from evaluate import EvalConfig
 from results.report import print_report
 from runtime.config import load_config

@@ -13,8 +13,8 @@ From file to ECE: each kind of task is a class of data/tasks.py. Its `load` read
 Its `collect` tokenizes them (data/trees.py), lets scoring.py score them, which packs rows
 (data/tree_rows.py) and calls model.py and fused_ce.py, and makes samples of the values.
 results/evaluation.py measures the samples (results/report.py, metrics.py). Tasks without options
-are in decoding/written_tasks.py: decoding/answers.py writes the answers to the prompts of
-data/written_answers.py, data/grading.py grades them; results/confidence.py has the confidences.
+are in written/tasks.py: decoding/answers.py writes the answers to the prompts of
+written/benchmarks.py, written/grading.py grades them; written/confidence.py has the confidences.
 """
 
 from runtime import cli
@@ -40,7 +40,7 @@ from data.eval_config import (EvalConfig, check_eval_config, trained_template,
                               training_settings)
 from data.tasks import TASKS, check_names, check_settings, kind_of
 from data.tokenizer import begins_with_bos, load_model_tokenizer
-from results import card, report, samples
+from results import report, samples
 from runtime import rooms
 from runtime.config import load_config, require_given
 from runtime.errors import ConfigError, DataError, escape_controls
@@ -63,8 +63,7 @@ def read_arguments(argv):
     if not argv:
         raise SystemExit(USAGE)
     if argv[0] == '--compare':
-        from results import compare
-        raise SystemExit(compare.main(argv[1:]))
+        raise SystemExit(rooms.load('compare').main(argv[1:]))
     cfg = load_config(EvalConfig, argv, USAGE)
     check_eval_config(cfg)
     if cfg.tasks == ('help',):
@@ -157,7 +156,7 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
         samples.read_samples(out_dir / 'samples.jsonl')) if done else new, prompts)
     results = write_evaluation(results, earlier, rows, tasks, cfg, settings,
                                device.versions(cfg.device), out_dir)
-    card.write(out_dir)     # of a run's folder
+    rooms.load('card').write(out_dir)       # of a run's folder
     return results
 
 

@@ -758,7 +758,7 @@ def report(probs, labels, n_options=None, *, scores=None, measures=None) -> Repo
     return values
 
 
-# Predictions and bins, which scaling.py and stats.py use too
+# Predictions and bins, which compare/scaling.py and stats.py use too
 
 
 def top_label(probs, labels) -> tuple[np.ndarray, np.ndarray]:
@@ -1017,4 +1017,4 @@ if __name__ == '__main__':      # so that whoever copies this file needs no comm
     if not pathlib.Path(__file__).with_name('results').joinpath('command.py').exists():
         sys.exit('error: the command needs all of nanoCal; in your own code, import metrics')
     sys.argv.insert(1, 'metrics')
-    runpy.run_module('results.command', run_name='__main__')
+    runpy.run_module('bridges.command', run_name='__main__')

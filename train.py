@@ -149,7 +149,6 @@ import numpy as np
 import torch
 
 import metrics
-from data.export import tokenizer_files
 from data.instruct import load_conversations, load_text
 from data.packing import epoch_order, epochs_of, pack, sequence_weights, split_groups
 from data.tokenizer import begins_with_bos, load_model_tokenizer
@@ -338,8 +337,9 @@ def reader_options(cfg, tokenizer):
 
 def saved_tokenizer(cfg, base, tokenizer):
     """Return {name: content} of the tokenizer files to save beside the weights."""
-    return tokenizer_files(base, tokenizer, cfg.template if cfg.data_kind == 'instruct' else None,
-                           begins_with_bos(tokenizer, cfg.add_bos))
+    return rooms.load('export').tokenizer_files(
+        base, tokenizer, cfg.template if cfg.data_kind == 'instruct' else None,
+        begins_with_bos(tokenizer, cfg.add_bos))
 
 
 def build(run):

@@ -11,7 +11,7 @@ from data.files import parsed, require_text, training_rows, without_bad
 from data.messages import (QUESTIONS, first_prompt, read_turns, require_contained,
                            require_question, to_messages, with_context, without_nulls)
 from data.preferences import PREFERENCE_PATTERNS
-from data.written_answers import WRITTEN_TASKS
+from written.benchmarks import WRITTEN_TASKS
 from runtime.errors import DataError
 from runtime.sources import fetch_training
 

@@ -24,14 +24,14 @@ from data.chat import encode_answer
 from data.eval_config import training_settings
 from data.files import require_text
 from data.tokenizer import begins_with_bos, load_model_tokenizer
-from data.written_answers import WRITTEN_TASKS
+from written.benchmarks import WRITTEN_TASKS
 from runtime import checkpoint
 from runtime.device import to_device
 from runtime.digests import file_digest, json_digest
 from runtime.errors import CheckpointError, ConfigError, DataError
-from runtime.numbers import parse_probability, read_number
+from written.numbers import parse_probability, read_number
 from runtime.ownership import note_inputs
-from runtime.thinking import final_answer
+from written.thinking import final_answer
 
 # ---- Rewards -------------------------------------------------------------------------------------
 

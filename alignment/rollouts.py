@@ -22,7 +22,7 @@ from alignment.packed_answers import PackedRollouts, pack_answers
 from alignment.prompts import load_prompts
 from alignment.rewards import STATED, load_reward
 from data.tokenizer import begins_with_bos
-from data.written_answers import WRITTEN_TASKS
+from written.benchmarks import WRITTEN_TASKS
 from decoding.answers import generate
 from decoding.sampling import Sampling
 from model import without_adapters

@@ -39,7 +39,7 @@ class Question:
     by: str = ''                # 'level 3': the field of --group_by, and its value
     orders: dict = field(default_factory=dict)  # {cyclic order of the options: Prompt}
     content_free: list = field(default_factory=list)    # its Prompts for contextual calibration
-    split: str = 'test'         # 'validation': to fit a temperature on; others: data/judges.py
+    split: str = 'test'         # 'validation': to fit a temperature on; others: written/judges.py
     prompts: list = field(default_factory=list)     # Prompts that are asked instead of this one
     published: dict | None = None       # the sample of this question without `prompts`
     first: int | None = None            # of a judge: index of the answer that the file lists first

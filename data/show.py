@@ -6,7 +6,7 @@ from dataclasses import replace
 from data.benchmarks import BENCHMARKS, GENERIC
 from data.preferences import PREFERENCE_PATTERNS
 from data.probes import PATTERNS, WIKITEXT
-from data.written_answers import WRITTEN_TASKS
+from runtime import rooms
 from runtime.errors import DataError
 
 HELP = """\
@@ -61,7 +61,8 @@ def _decoded_prompts(tree, tokenizer):
 
 def describe_tasks():
     """Return the text of --tasks=help: the hub dataset and the file names of each task."""
-    tables = BENCHMARKS | {'a file or folder of your own': GENERIC} | WRITTEN_TASKS
+    tables = BENCHMARKS | {'a file or folder of your own': GENERIC} | (
+        rooms.load('written benchmarks').WRITTEN_TASKS)
     splits = {name: {split: ', '.join(getattr(table, split, ()))
                      for split in ('test', 'shots', 'validation')}
               | {'{lang}': ' '.join(getattr(table, 'languages', ()))}

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from evaluate import run
-from results.over_seeds import compare_seeds
+from compare.over_seeds import compare_seeds
 from results.plots import new_figure
 from results.report import predictions
-from results.runs import find_runs, read_run, read_run_samples
+from compare.runs import find_runs, read_run, read_run_samples
 from results.tables import csv_text
 from runtime.errors import ConfigError
 from runtime.ownership import lock, write_text

@@ -62,7 +62,7 @@ def _rename_from_disk(model, state, prefix, *_):
 def fetch(name: str, revision: str | None = None, weights: bool = True) -> Path:
     """Return the folder of a model: `name` if that is a folder, else a snapshot from the hub.
 
-    A PEFT adapter comes with the files of its base model: see runtime/adapter.py. weights: False
+    A PEFT adapter comes with the files of its base model: see bridges/adapter.py. weights: False
     downloads only its configuration and tokenizer
     """
     folder = _own_folder(name, revision, weights)

@@ -19,7 +19,7 @@ PIECE = 2 ** 26     # bytes that one thread hashes at once
 HERE = Path(__file__).parent.parent
 # Rooms and files that compute no sample. What data/ and runtime/ read (tokens, settings, weights)
 # is in an identity by its content; the others measure samples that are there.
-OUTSIDE = 'data', 'runtime', 'results', 'metrics.py', 'scaling.py', 'stats.py'
+OUTSIDE = 'data', 'runtime', 'results', 'compare', 'bridges', 'metrics.py', 'stats.py'
 
 
 def json_digest(content, size=16):

@@ -11,27 +11,28 @@ import importlib
 TASKS = {
     **dict.fromkeys(('triviaqa', 'nq_open', 'popqa', 'gsm8k', 'gsm8k_short', 'math500', 'humaneval',
                      'qa', 'triviaqa_train', 'nq_open_train', 'gsm8k_train'),
-                    'decoding.written_tasks'),
-    'p_ik': 'data.p_ik', 'judge': 'data.judges'}
+                    'written.tasks'),
+    'p_ik': 'written.p_ik', 'judge': 'written.judges'}
 # {key of a task's entry in results.json: module with the `notes` on it and its further `tables`}
-RESULTS = {'judge': 'results.judging',
-           **dict.fromkeys(('written', 'unparsed'), 'results.confidence')}
+RESULTS = {'judge': 'written.judging',
+           **dict.fromkeys(('written', 'unparsed'), 'written.confidence')}
 # {name: module}
 ROOMS = TASKS | {
-    'judging': 'results.judging', 'confidence': 'results.confidence',
+    'judging': 'written.judging', 'confidence': 'written.confidence',
     # variants of questions with options
     **dict.fromkeys(('permuted', 'p_true', 'contextual'), 'written.variants'),
-    'show': 'data.show', 'post hoc': 'results.post_hoc', 'scaling': 'scaling',
+    'show': 'data.show', 'written benchmarks': 'written.benchmarks',
+    'compare': 'compare.compare', 'post hoc': 'compare.post_hoc', 'scaling': 'compare.scaling',
     # faster versions of the core, in speed/
     'fast versions': 'speed.install', 'kernels': 'speed.kernels', 'fp8': 'speed.fp8',
     'recorded passes': 'speed.graphs',
     # families of models that are no row of FAMILIES, by model_type
     **dict.fromkeys(('t5', 'mt5'), 'families.t5'),
     # after and beside training: reports, the model card, training on the answers of questions
-    'reports': 'results.training_report', 'card': 'results.card', 'questions': 'data.trees',
+    'reports': 'results.training_report', 'card': 'bridges.card', 'questions': 'data.trees',
     # models and datasets of the Hugging Face hub, adapters in PEFT's format, files of tokenizers
     'byte pairs': 'data.byte_pairs',
-    'hub': 'bridges.hub', 'adapter': 'runtime.adapter', 'export': 'data.export',
+    'hub': 'bridges.hub', 'adapter': 'bridges.adapter', 'export': 'bridges.export',
 }
 
 

@@ -70,7 +70,7 @@ def small_world(tmp_path_factory):
     """(folder, printed text) of the demo in a smaller world with fewer steps; tests must not write
     into the folder."""
     import demo
-    from data.world import WorldSpec, make_world
+    from world import WorldSpec, make_world
     from runtime.processes import pick_threads
     from train import train_and_report
     folder, printed = tmp_path_factory.mktemp('small_world'), io.StringIO()

@@ -1,4 +1,4 @@
-"""runtime/adapter.py: PEFT adapters without merged weights, as peft merges them"""
+"""bridges/adapter.py: PEFT adapters without merged weights, as peft merges them"""
 
 import pytest
 import torch
@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 import evaluate
 import model as models
 import test_t5
-from runtime import adapter, checkpoint
+from bridges import adapter
+from runtime import checkpoint
 from runtime.errors import CheckpointError
 
 SETTINGS = 'adapter_config.json'

@@ -1,4 +1,4 @@
-"""results/card.py and --push_to_hub: the model card of a run's folder, and what is sent."""
+"""bridges/card.py and --push_to_hub: the model card of a run's folder, and what is sent."""
 
 import json
 from unittest import mock
@@ -7,7 +7,9 @@ import pytest
 import yaml
 from common import write_results, write_run
 
-from results import card, report, samples
+from bridges import card
+
+from results import report, samples
 from bridges import hub
 from runtime import checkpoint, log, ownership, resume
 from runtime.errors import CheckpointError

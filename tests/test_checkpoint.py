@@ -17,7 +17,8 @@ from common import (HERE, LLAMA3_ROPE, add_to_hub, by_transformers, edit_config,
 from safetensors.torch import load_file, save_file
 
 import model as models
-from runtime import adapter, checkpoint, config_keys, device
+from bridges import adapter
+from runtime import checkpoint, config_keys, device
 from runtime.errors import CheckpointError, ConfigError
 
 

@@ -57,7 +57,7 @@ def edited(copy, monkeypatch):
     ('written/variants.py', 'np.exp(log_p[0])', 'np.exp(log_p[1])', [SAMPLES]),
     ('scoring.py', '(logits - lse[at])', '(lse[at] - logits)', [SAMPLES, ANSWERS]),
     ('decoding/cache.py', 'newest - index', 'newest + index', [SAMPLES, ANSWERS]),
-    ('decoding/answer_samples.py', '[first:last + 1]', '[first:last]', [SAMPLES]),
+    ('written/answer_samples.py', '[first:last + 1]', '[first:last]', [SAMPLES]),
     ('alignment/packed_answers.py', 'room -= len(ids) - 1', 'room -= len(ids)', [REFERENCE]),
     ('alignment/reference.py', '-sequences.lengths', 'sequences.lengths', [REFERENCE]),
     # docstrings, comments, line breaks

@@ -1,4 +1,4 @@
-"""results/compare.py and over_seeds.py: differences over questions and over seeds"""
+"""compare/compare.py and over_seeds.py: differences over questions and over seeds"""
 
 import itertools
 import json
@@ -10,7 +10,8 @@ import metrics
 import stats
 from common import write_results, write_rows, write_run
 from research.common import read_csv
-from results import compare, over_seeds, samples
+from compare import compare, over_seeds
+from results import samples
 from runtime.errors import ConfigError, DataError
 from test_prediction_files import HARNESS_FILES, harness_rows
 from test_report import TOKEN, tabulars

@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from alignment import rewards
 from decoding.answers import Answer
 import metrics
-from decoding import answer_samples
-from data import code_tasks, grading
-from data.code_tasks import Problem
-from data.p_ik import load_p_ik
-from data.written_answers import WRITTEN_TASKS, load_written
-from results import confidence, p_ik_probe
-from runtime import numbers, thinking
+from written import answer_samples
+from written import code_tasks, grading
+from written.code_tasks import Problem
+from written.p_ik import load_p_ik
+from written.benchmarks import WRITTEN_TASKS, load_written
+from written import confidence, p_ik_probe
+from written import numbers, thinking
 from runtime.errors import DataError
 
 

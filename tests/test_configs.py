@@ -22,7 +22,7 @@ import sample
 import train
 from data.eval_config import trained_template, training_settings
 from data.files import parsed
-from results import compare
+from compare import compare
 from runtime import cli
 from runtime.config import dump_config, load_config, read_assignments, require_range
 from runtime.errors import CheckpointError, ConfigError, DataError, ProcessError

@@ -21,9 +21,9 @@ from data import cache, instruct, packing, preferences, probes, questions
 from data.files import draw, read_rows
 from data.messages import to_messages
 from data.trees import load_answers, tokenize_questions
-from data.written_answers import load_written
-from results.compare import FileConfig
-from results.prediction_files import read_predictions
+from written.benchmarks import load_written
+from compare.compare import FileConfig
+from bridges.prediction_files import read_predictions
 from bridges import hub
 from runtime.errors import CheckpointError, ConfigError, DataError
 from runtime.sources import fetch

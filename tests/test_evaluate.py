@@ -28,7 +28,8 @@ from data import benchmarks
 from data.tokenizer import load_tokenizer
 from results import report
 from results.samples import DIAGRAM, read_samples
-from runtime import adapter, checkpoint, ownership
+from bridges import adapter
+from runtime import checkpoint, ownership
 from runtime.errors import ConfigError, DataError
 
 

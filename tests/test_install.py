@@ -17,6 +17,7 @@ from runtime.version import __version__
 
 MODULES = {'fused_ce', 'metrics', 'scaling', 'stats', 'model', 'attention', 'optim',
            'lm_eval_metrics'}
+FOLDERS = 'bridges', 'compare', 'results', 'runtime', 'written'     # what the command imports
 # what the command must not need
 OTHERS = 'torch', 'triton', 'matplotlib', 'pyarrow', 'tqdm', 'huggingface_hub', 'safetensors'
 
@@ -34,8 +35,7 @@ def installed(tmp_path_factory):
     # every Python file of these folders, so that a wrong one could be installed
     shutil.copytree(HERE, source, ignore=lambda folder, names: [
         name for name in names
-        if not name.endswith(('.py', '.toml', '.md', '.html', 'py.typed', 'LICENSE', 'runtime',
-                              'results'))])
+        if not name.endswith(('.py', '.toml', '.md', '.html', 'py.typed', 'LICENSE', *FOLDERS))])
     elsewhere.mkdir()
     for name in ('metrics', 'attention'):       # modules of the other project
         (elsewhere / f'{name}.py').write_text('raise RuntimeError("not ours")\n')
@@ -59,7 +59,7 @@ def test_pip_installs_the_package_and_no_name_beside_it(installed):
     names = {x.name for x in installed.packages.iterdir()} - {'dependencies.pth'}
     assert names == {'nanocal', f'nanocal-{__version__}.dist-info'}
     files = {x.name for x in (installed.packages / 'nanocal').glob('[!_]*[!_]')}
-    assert files == {'py.typed', 'results', 'runtime', *(f'{module}.py' for module in MODULES)}
+    assert files == {'py.typed', *FOLDERS, *(f'{module}.py' for module in MODULES)}
 
 
 def test_the_command_needs_numpy_alone(installed):
@@ -94,7 +94,7 @@ print(nanocal.__version__)
 print(json.dumps([*sys.modules]))
 """)
     version, loaded = printed.splitlines()
-    assert version == __version__ and not {*MODULES, 'runtime'} & {*json.loads(loaded)}
+    assert version == __version__ and not {*MODULES, *FOLDERS} & {*json.loads(loaded)}
     blocks = re.findall(r'```python\n(.*?)```', (HERE / 'README.md').read_text(), re.S)
     examples = [block for block in blocks if 'nanocal' in block]
     assert len(examples) > 1

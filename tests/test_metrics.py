@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 import metrics
-import scaling
+from compare import scaling
 import stats
 from research.papers import outlier_exposure
 

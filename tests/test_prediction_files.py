@@ -1,6 +1,6 @@
-"""results/prediction_files.py: `python metrics.py FILES`, and lines of lm-evaluation-harness.
+"""bridges/prediction_files.py: `python metrics.py FILES`, and lines of lm-evaluation-harness.
 
-results/lm_eval_metrics.py: our metrics in a task of the installed lm-evaluation-harness.
+bridges/lm_eval_metrics.py: our metrics in a task of the installed lm-evaluation-harness.
 """
 
 import contextlib
@@ -22,10 +22,12 @@ from common import HERE, refused, run_scripts, tree, write_rows
 
 import metrics
 import stats
-from results import command, report, runs
-from results.compare import FileConfig
-from results.harness_files import harness_sample, harness_task
-from results.prediction_files import read_predictions
+from bridges import command
+from compare import runs
+from results import report
+from compare.compare import FileConfig
+from bridges.harness_files import harness_sample, harness_task
+from bridges.prediction_files import read_predictions
 from results.samples import read_jsonl
 from runtime import cli, ownership
 from runtime.errors import ConfigError, DataError

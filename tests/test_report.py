@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 import metrics
-import scaling
+from compare import scaling
 import stats
 from common import write_rows, write_run
 from results import evaluation, plots, report, samples, tables

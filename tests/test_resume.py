@@ -22,7 +22,8 @@ import train
 from common import (await_steps, edit_config, llama_config, log_of, refused, rewrite,
                     run_scripts, same_weights, start_script, steps_done, tree)
 from results import training_report
-from runtime import adapter, checkpoint, log, optim, ownership, resume, trained
+from bridges import adapter
+from runtime import checkpoint, log, optim, ownership, resume, trained
 from runtime.errors import ConfigError, TrainingError
 
 

@@ -1,4 +1,4 @@
-"""runtime/sandbox.py and data/code_tasks.py: right programs pass; hostile ones neither pass nor
+"""written/sandbox.py and written/code_tasks.py: right programs pass; hostile ones neither pass nor
 escape."""
 
 import os
@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from common import HERE, SHARED, needs_files, write_rows
 
-from data import code_tasks
-from data.code_tasks import Problem, check, load_problems, solution_source
-from data.written_answers import WRITTEN_TASKS
+from written import code_tasks
+from written.code_tasks import Problem, check, load_problems, solution_source
+from written.benchmarks import WRITTEN_TASKS
 from runtime.errors import ConfigError, DataError
-from runtime.sandbox import ISOLATIONS, Outcome, require_sandbox, run_program
+from written.sandbox import ISOLATIONS, Outcome, require_sandbox, run_program
 
 if sys.platform != 'linux':
     pytest.skip('running code needs Linux', allow_module_level=True)
@@ -196,7 +196,7 @@ def running(path):
 
 @pytest.mark.slow
 def test_nothing_outlives_a_killed_evaluation(isolation):
-    code = (f'from runtime.sandbox import run_program\n'
+    code = (f'from written.sandbox import run_program\n'
             f'run_program("import time; time.sleep(1000)", "pass", isolation={isolation!r})')
     host = subprocess.Popen([sys.executable, '-c', code], cwd=HERE)
     while len(family := descendants(host.pid)) < {'namespaces': 3, 'limits': 2}[isolation]:
@@ -229,7 +229,7 @@ def test_a_right_program_passes(isolation):
 def test_without_namespaces_nothing_is_run(tmp_path, monkeypatch):
     ran, child = tmp_path / 'ran', tmp_path / 'child.py'
     source = (HERE / 'runtime' / 'sandbox_child.py').read_text()
-    monkeypatch.setattr('runtime.sandbox.CHILD', child)
+    monkeypatch.setattr('written.sandbox.CHILD', child)
     for old, new, isolation, message in (
             ("libc('unshare',", "libc('unshare', -1 |", 'namespaces', 'unshare: Invalid arg'),
             ("libc('prctl', SECCOMP,", "libc('prctl', -1,", 'limits', 'prctl'),

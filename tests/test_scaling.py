@@ -1,4 +1,4 @@
-"""scaling.py: each scaling finds what was done to the scores, and
+"""compare/scaling.py: each scaling finds what was done to the scores, and
 refuses what is no score."""
 
 import math
@@ -14,8 +14,8 @@ from common import by_transformers, exactly, reference_model, refused
 from safetensors.torch import load_file
 
 import metrics
-import scaling
-from runtime import fold
+from compare import scaling
+from bridges import fold
 
 
 def test_temperature_and_platt_scaling_recover_what_was_applied():

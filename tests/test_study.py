@@ -19,14 +19,14 @@ from common import HERE, llama_config, results_of, write_run
 
 import metrics
 import model as models
-import scaling
+from compare import scaling
 import stats
 from align import AlignConfig, check_align_config
-from data import world
-from data.written_answers import WRITTEN_TASKS
-from results import over_seeds
+import world
+from written.benchmarks import WRITTEN_TASKS
+from compare import over_seeds
 from results.report import predictions
-from results.runs import read_run, read_run_samples
+from compare.runs import read_run, read_run_samples
 from results.samples import read_samples
 from research import common
 from research.study import (

@@ -12,7 +12,8 @@ import pytest
 import tokenizers
 import transformers
 from common import CORPUS, HERE, SHARED, needs_files, sentencepiece_folder, tiktoken_folder
-from data import byte_pairs, chat, export
+from bridges import export
+from data import byte_pairs, chat
 from data.messages import to_messages
 from data.tokenizer import load_model_tokenizer, load_tokenizer
 from runtime.errors import CheckpointError, ConfigError, DataError

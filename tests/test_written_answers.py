@@ -12,18 +12,18 @@ from common import (asking, log_probs_after, reference_model, results_of, senten
                     write_rows)
 
 import evaluate
-from decoding import answer_samples, written_tasks
-from data import code_tasks, written_answers
+from written import answer_samples, tasks as written_tasks
+from written import code_tasks, benchmarks as written_answers
 from data.chat import encode_prompt
 from data.tokenizer import load_tokenizer
 from data.trees import load_answers
-from data.written_answers import WRITTEN_TASKS, load_written
-from decoding.answer_samples import begin_of
-from results import confidence
+from written.benchmarks import WRITTEN_TASKS, load_written
+from written.answer_samples import begin_of
+from written import confidence
 from results.samples import latest_samples, read_samples
 from runtime.errors import ConfigError, DataError
-from runtime.sandbox import run_program
-from runtime.thinking import answer_now
+from written.sandbox import run_program
+from written.thinking import answer_now
 
 # ---- Files ---------------------------------------------------------------------------------------
 

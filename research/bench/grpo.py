@@ -21,7 +21,7 @@ from research.bench.common import (DEVICE, MODELS, PeerOptions, Script, bars, ch
                                    peak_gib, require_files, save_model)
 from research.common import write_lines
 from research.bench.peers import TRL_SETTINGS
-from data.export import tokenizer_files
+from bridges.export import tokenizer_files
 from data.files import read_rows
 from data.tokenizer import begins_with_bos, load_tokenizer
 from runtime import checkpoint

@@ -21,7 +21,7 @@ from research.bench.common import (DEVICE, Options, Script, Shape, attempt, bars
 from data.eval_config import EvalConfig
 from data.files import read_rows
 from data.tokenizer import begins_with_bos, load_model_tokenizer
-from data.written_answers import WRITTEN_TASKS
+from written.benchmarks import WRITTEN_TASKS
 from evaluate import load_tasks
 from runtime import checkpoint
 from runtime.errors import ConfigError

@@ -24,7 +24,7 @@ from research.bench.common import (DEVICE, METHODS, PeerOptions, Script, Shape, 
                                    chosen_methods, empty_caches, last_error, require_files,
                                    run_command, save_model)
 from research.common import write_lines
-from data.export import tokenizer_files
+from bridges.export import tokenizer_files
 from data.files import read_rows
 from data.instruct import PATTERNS, first_turns, load_conversations
 from data.messages import to_messages

@@ -21,10 +21,10 @@ import torch
 
 from align import AlignConfig, align
 from data.prompts import P_TRUE
-from data.world import ATTRIBUTES, ENGLISH, choice, conversation, log_uniform_facts, write_world
+from world import ATTRIBUTES, ENGLISH, choice, conversation, log_uniform_facts, write_world
 from evaluate import EvalConfig, run
-from results.over_seeds import predictions_by_group
-from results.runs import read_run
+from compare.over_seeds import predictions_by_group
+from compare.runs import read_run
 from runtime.errors import ConfigError
 from runtime.ownership import write_text
 from research import common

@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from data.world import make_world
+from world import make_world
 from demo import DemoConfig, runs
 from results.tables import csv_text
 from runtime import cli

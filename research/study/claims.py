@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from results.over_seeds import mean_and_ends, plus_minus
+from compare.over_seeds import mean_and_ends, plus_minus
 from results.plots import save_figure
 from results.tables import TITLES, csv_text, markdown
 from runtime.errors import ConfigError

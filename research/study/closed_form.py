@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 
 import metrics
-from data.world import conversation
-from results.over_seeds import predictions_by_group
+from world import conversation
+from compare.over_seeds import predictions_by_group
 from results.report import option_predictions
-from results.runs import read_run
+from compare.runs import read_run
 from runtime import cli
 from research.common import ROOT, panels, read_lines, write_lines
 from research.study import alignment, alignment_tables

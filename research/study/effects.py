@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 
-from results.over_seeds import plus_minus
+from compare.over_seeds import plus_minus
 from results.tables import markdown
 from runtime.ownership import write_text
 from stats import student_t

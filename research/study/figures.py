@@ -20,11 +20,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 
 import metrics as calibration
-from results import over_seeds
-from results.over_seeds import (NAMES, by_seed, drop_constant_settings, group_lines, name_of,
+from compare import over_seeds
+from compare.over_seeds import (NAMES, by_seed, drop_constant_settings, group_lines, name_of,
                                 predictions_by_group, titled)
 from results.plots import draw_bins
-from results.runs import find_runs, read_run
+from compare.runs import find_runs, read_run
 from results.tables import MEASURES, Heading, csv_text
 from runtime import cli
 from runtime.errors import ConfigError

@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 
-from results.over_seeds import mean_and_ends, run_lines
+from compare.over_seeds import mean_and_ends, run_lines
 from results.plots import save_figure
-from results.runs import read_run
+from compare.runs import read_run
 from results.tables import TITLES
 from runtime import cli
 from stats import mean_interval

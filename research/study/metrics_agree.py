@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 
 import metrics
-from results.over_seeds import predictions_by_group
+from compare.over_seeds import predictions_by_group
 from results.plots import new_figure, save_figure
-from results.runs import find_runs, read_run
+from compare.runs import find_runs, read_run
 from results.tables import MEASURES, TITLES, csv_text, markdown
 from runtime import cli
 from runtime.errors import ConfigError

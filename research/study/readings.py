@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 
 import demo
-from data.world import (ATTRIBUTES, ENGLISH, choice, conversation, log_uniform_facts, question,
+from world import (ATTRIBUTES, ENGLISH, choice, conversation, log_uniform_facts, question,
                         solved_list, write_world)
 from evaluate import EvalConfig, run
 from results.report import predictions

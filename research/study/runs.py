@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 
 from data.files import read_rows
-from data.world import ENGLISH
+from world import ENGLISH
 from evaluate import EvalConfig
 from runtime import cli
 from runtime.errors import ConfigError

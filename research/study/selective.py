@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import metrics
-import scaling
+from compare import scaling
 from results.report import predictions
 from results.samples import read_splits
 from results.tables import csv_text

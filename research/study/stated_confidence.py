@@ -19,7 +19,7 @@ import numpy as np
 
 from alignment.objectives import confidence_levels, tokenized_brier
 from data.tokenizer import load_model_tokenizer
-from data.world import conversation, write_world
+from world import conversation, write_world
 from results.samples import read_results
 from results.tables import csv_text, markdown
 from runtime import checkpoint, cli

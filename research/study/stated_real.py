@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 
-from data.world import conversation
+from world import conversation
 from runtime import cli
 from research import common
 from research.common import read_lines, write_lines

@@ -1,6 +1,6 @@
 """The worlds of the study: several languages, paraphrases, and questions in text or by letter.
 
-Languages but English have generated words. The world of data/world.py is a small one of these.
+Languages but English have generated words. The world of world.py is a small one of these.
 """
 
 import itertools
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from data.prompts import LETTERS, listed
-from data.world import (ATTRIBUTES, ENGLISH, Language, World, WorldSpec, choice, conversation,
+from world import (ATTRIBUTES, ENGLISH, Language, World, WorldSpec, choice, conversation,
                         log_uniform_facts, question, solved_list, write_world)
 
 

@@ -1,7 +1,7 @@
 """Tasks whose answers the model writes: their files, prompts, and the table of them.
 
 A new task is an entry of WRITTEN_TASKS, and a row function if no task has its schema. What is right
-is decided by data/grading.py. What a reasoning model thinks before its answer is no part of it.
+is decided by written/grading.py. What a reasoning model thinks before its answer is no part of it.
 """
 
 import functools
@@ -11,18 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from data import code_tasks
+from written import code_tasks
 from data.chat import encode_prompt
 from data.files import (draw, has_fields, json_list, parse_rows, read_rows, require_fields,
                         require_text, text_digest, with_passage)
-from data.grading import (any_formula, any_number, contains, formula, gsm8k_number, last_boxed,
+from written.grading import (any_formula, any_number, contains, formula, gsm8k_number, last_boxed,
                           number, only_line, only_number, passes, same, short_answer, short_number,
                           squad_text, triviaqa_text, whole, without_confidence)
 from data.messages import dialogue
 from data.prompts import P_TRUE, WORDING, proposing
 from data.questions import Loaded, Question, fetch_split
 from runtime.errors import DataError
-from runtime.thinking import final_answer
+from written.thinking import final_answer
 
 N_IDEAS = 5     # answers that P(True) with samples shows, the judged one among them
 
@@ -209,7 +209,7 @@ WRITTEN_TASKS = {
     'qa': WrittenBenchmark('', ('test.jsonl*', 'test.json', 'test*.parquet'),
                            ('shots.jsonl*', 'dev.jsonl*', 'train.jsonl*'), answers_row),
 }
-# the questions that shots are taken from, to tune a model on what it answers: data/p_ik.py
+# the questions that shots are taken from, to tune a model on what it answers: written/p_ik.py
 WRITTEN_TASKS |= {f'{name}_train': replace(WRITTEN_TASKS[name], test=WRITTEN_TASKS[name].shots)
                   for name in ('triviaqa', 'nq_open', 'gsm8k')}
 

@@ -1,8 +1,8 @@
 """Tasks whose answers the model writes, for evaluate.py, and the confidences in the answers.
 
 The classes have the methods of those in data/tasks.py. A confidence in the answers is a variant of
-its WrittenTask and has an entry of its own in the results; results/confidence.py has the table of
-them. Prompts are in data/written_answers.py, extraction and match rules in data/grading.py.
+its WrittenTask and has an entry of its own in the results; written/confidence.py has the table of
+them. Prompts are in written/benchmarks.py, extraction and match rules in written/grading.py.
 """
 
 import itertools
@@ -11,19 +11,20 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from data import written_answers
+from written import benchmarks as written_answers
 from data.tree_rows import Tree
 from data.tasks import Task, chat_words, sample_fields, task_label
-from data.written_answers import WRITTEN_TASKS, load_written
-from decoding.answer_samples import begin_of, write_answers
-from results import confidence, samples
-from results.p_ik_probe import cross_validated
+from written.benchmarks import WRITTEN_TASKS, load_written
+from written.answer_samples import begin_of, write_answers
+from results import samples
+from written import confidence
+from written.p_ik_probe import cross_validated
 from results.samples import question_numbers
 from runtime import parallel
 from runtime.digests import code_digest
 from runtime.errors import ConfigError, DataError
-from runtime.sandbox import require_sandbox
-from runtime.thinking import ANSWER_NOW, answer_now
+from written.sandbox import require_sandbox
+from written.thinking import ANSWER_NOW, answer_now
 from written.variants import PTrueTask
 
 # ---- The answers ---------------------------------------------------------------------------------
@@ -210,7 +211,7 @@ class DistractorConfidence(PTrueConfidence):
 
     def prompt_hash(self, item, tree):
         keys = [answer['key'] for answer in (item.published['greedy'], *item.published['answers'])]
-        formula = code_digest('results.confidence')
+        formula = code_digest('written.confidence')
         return f'{super().prompt_hash(item, tree)}-{samples.digest([keys, formula])}'
 
     @staticmethod
@@ -245,7 +246,7 @@ class ProbeConfidence(Confidence):
         shared, first = question_numbers([{'id': key[-1]} for key, *_ in rows]), {}
         groups = [first.setdefault(shared[0][i] if shared else i, text)
                   for i, (*_, text) in enumerate(rows)]
-        prompt = samples.digest([rows, code_digest('results.p_ik_probe', 'scaling')])
+        prompt = samples.digest([rows, code_digest('written.p_ik_probe', 'scaling')])
         if len({*groups}) < 3:
             return set(), []
         if not all((key, prompt) in writer.done for key, *_ in rows):

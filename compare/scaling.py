@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING or not __package__:
+if TYPE_CHECKING or __package__ != 'nanocal':
     import metrics              # in the clone, at the top level
 else:
     from . import metrics       # installed, as nanocal.scaling

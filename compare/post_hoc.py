@@ -3,7 +3,7 @@
 import numpy as np
 
 import metrics
-import scaling
+from compare import scaling
 import stats
 from results.report import (GROUPS, Predictions, measure, names_of, option_predictions,
                             predictions)

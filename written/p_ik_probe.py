@@ -2,12 +2,12 @@
 
 Ridge logistic regression on the hidden state of the frozen model at the last token of the prompt,
 fitted to the drawn answers to other questions. Kadavath et al. 2022 (arXiv 2207.05221) tune the
-whole model instead; for that see data/p_ik.py.
+whole model instead; for that see written/p_ik.py.
 """
 
 import numpy as np
 
-from scaling import fit_logistic
+from compare.scaling import fit_logistic
 
 N_FOLDS = 5
 N_COMPONENTS = 256                          # principal components of the states

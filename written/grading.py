@@ -10,8 +10,8 @@ import re
 import string
 import unicodedata
 
-from data import code_tasks
-from runtime.numbers import last_number, plain, read_number, result
+from written import code_tasks
+from written.numbers import last_number, plain, read_number, result
 
 
 # ---- Extraction: text -> the final answer, or None -----------------------------------------------

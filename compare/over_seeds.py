@@ -9,11 +9,11 @@ import math
 
 import numpy as np
 
-import scaling
+from compare import scaling
 import stats
 from results.plots import figure_title, new_figure, printable, save_figure, warn_on_failure
 from results.report import predictions
-from results.runs import read_run_samples, sample_of
+from compare.runs import read_run_samples, sample_of
 from results.tables import Heading, aligned, csv_text, latex, mark_best, markdown
 from runtime.errors import ConfigError
 from runtime.ownership import claim, write_text

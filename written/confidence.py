@@ -18,8 +18,8 @@ import numpy as np
 import metrics
 from results.tables import count_cell, measure_cell
 from runtime.digests import json_digest
-from runtime.numbers import parse_probability
-from runtime.thinking import final_answer
+from written.numbers import parse_probability
+from written.thinking import final_answer
 
 
 def greedy_probability(sample):

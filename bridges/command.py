@@ -4,7 +4,7 @@
     nanocal compare base.csv tuned.csv --out_dir=out/compare
     nanocal report predictions.csv --out_dir=out/report
 
-In a clone it is `python -m results.command`.
+In a clone it is `python -m bridges.command`.
 """
 
 import math
@@ -22,12 +22,13 @@ if __package__ == 'nanocal':    # installed as nanocal/__main__.py, beside the f
 
 import metrics
 import stats
-from results import compare, report
-from results.compare import FileConfig, read_sources
+from compare import compare
+from results import report
+from compare.compare import FileConfig, read_sources
 from results.evaluation import write_results
-from results.harness_files import harness_task
-from results.prediction_files import read_predictions
-from results.runs import find_prediction_files, predicted_run
+from bridges.harness_files import harness_task
+from bridges.prediction_files import read_predictions
+from compare.runs import find_prediction_files, predicted_run
 from results.samples import DIAGRAM, OUTPUTS, grid
 from results.tables import few_rows_note
 from runtime import cli

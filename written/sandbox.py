@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runtime.errors import ConfigError
-from runtime.sandbox_child import MACHINES
+from written.sandbox_child import MACHINES
 
 CHILD = Path(__file__).with_name('sandbox_child.py')
 ISOLATIONS = 'namespaces', 'limits'

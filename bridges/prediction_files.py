@@ -13,12 +13,12 @@ import re
 from collections import Counter
 
 import metrics
-from results.confidence import outcome
-from results.harness_files import UnusableTaskError, harness_sample, harness_task, repeats
+from written.confidence import outcome
+from bridges.harness_files import UnusableTaskError, harness_sample, harness_task, repeats
 from results.samples import latest_samples, option_lengths
 from runtime.digests import json_digest
 from runtime.errors import ConfigError, DataError
-from runtime.numbers import first_number, parse_probability
+from written.numbers import first_number, parse_probability
 from runtime.readers import column_names, read_rows, to_dict
 
 # {name of a column, in upper or lower case: what it holds}; --columns=answer=NAME reads another

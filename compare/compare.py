@@ -18,11 +18,11 @@ import numpy as np
 import metrics
 import stats
 from results import page
-from results.over_seeds import compare_seeds
+from compare.over_seeds import compare_seeds
 from results.plots import draw_curves, draw_reliability
 from results.report import (Predictions, measure, panel_title, predictions, split_groups,
                             task_title)
-from results.runs import (Run, find_prediction_files, find_runs, predicted_run, read_run,
+from compare.runs import (Run, find_prediction_files, find_runs, predicted_run, read_run,
                           read_run_samples, sample_of)
 from results.samples import NORMS, picture
 from results.tables import (MEASURES, TITLES, Heading, Section, count_cell, csv_text,

@@ -1,6 +1,6 @@
 """Divide the logits of a saved model by a fitted temperature, in its weights.
 
-    python -m runtime.fold --model=out/run --scaling=out/run/scaling.json --out_dir=out/run_scaled
+    python -m bridges.fold --model=out/run --scaling=out/run/scaling.json --out_dir=out/run_scaled
 
 transformers, vLLM and GGUF converters then see the temperature: it is in the last norm, whose
 output only the output matrix reads. So tied embeddings stay tied. cap * tanh(x / cap) / T is the
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-import scaling
+from compare import scaling
 from model import Norm
 from runtime import checkpoint, cli, ownership
 from runtime.config import load_config, require_given

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from results.harness_files import UnusableTaskError, harness_task
-from results.prediction_files import read_predictions
+from bridges.harness_files import UnusableTaskError, harness_task
+from bridges.prediction_files import read_predictions
 from results.samples import read_results, read_splits, sample_order
 from runtime.config import run_settings
 from runtime.errors import DataError

@@ -1,6 +1,6 @@
 """Programming problems: HumanEval's files and prompts, and the check of a written solution.
 
-Chen et al. 2021, arXiv:2107.03374. The check runs code that a model wrote: see runtime/sandbox.py.
+Chen et al. 2021, arXiv:2107.03374. The check runs code that a model wrote: see written/sandbox.py.
 """
 
 import ast
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from data.files import parsed, read_rows, require_fields, require_text, without_bad
 from runtime.errors import DataError
 from runtime.sources import fetch
-from runtime.sandbox import run_program
+from written.sandbox import run_program
 
 HUMANEVAL = 'openai/openai_humaneval'
 PATTERNS = '*/test-*.parquet', 'HumanEval.jsonl*', '*.jsonl*'
