@@ -151,7 +151,8 @@ def test_an_interval_needs_right_and_wrong_answers():
     for key, n, accuracy, n_options, reason in (
             ('ece', 100, 0.3, 4, ''), ('ece', 10_000, 0.999, 4, 'fewer than 30 right or 30 wrong'),
             ('ece', 50, 0.5, 4, 'fewer than 30 right or 30 wrong'), ('sce', 100, 0.5, 4, ''),
-            ('sce', 100, 0.5, 10, 'fewer than 100 right or 100 wrong'), ('accuracy', 20, 1.0, 4, ''),
+            ('sce', 100, 0.5, 10, 'fewer than 100 right or 100 wrong'),
+            ('accuracy', 20, 1.0, 4, ''),
             ('ece_equal_mass', 150, 0.5, 4, 'fewer than 100 right or 100 wrong'),
             ('ace', 250, 0.5, 4, ''), ('rmsce', 9999, 0.5, 4, 'N below 10,000'),
             ('mce', 10**7, 0.5, 4, 'no N is enough')):
