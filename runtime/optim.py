@@ -268,16 +268,21 @@ def _encode(m, v, noise):
     is an instruction where a root is twenty.
     """
     top_m, top_v = (_ceil(_bits(x).amax(1, keepdim=True)) for x in (m.abs(), v))
-    below = (top_v - _bits(v)).clamp(max=WIDEST).float()
+    v = _float(torch.maximum(_bits(v), top_v - WIDEST))
+    below = (top_v - _bits(v)).float()
     step = _float(_ceil(_bits(below.amax(1, keepdim=True) / 255 + 1)))
     # 12 bits each, other ones than those for the weight, as a float from 1 to 2; half of the last
-    # bit is added, since j would be 256 for a chance_v of 0
+    # bit is added, so that none is 0
     chance_m, chance_v = (_float(bits & 0x7ff800 | 0x3f800400) - 1
                           for bits in (noise << 3, noise >> 9))
     x = m.abs() * (_inverse(_float(top_m) + TINY) * 127 ** 2)
     k = _root(x).floor()
     k = (k + (x - k * k > chance_m * (2 * k + 1)).float()).clamp(max=127)
-    j = (256 - below * _inverse(step) - chance_v).int()
+    # by v itself, not by its bits: they are no line where a power of two is between j and j + 1
+    j = (255 - below * _inverse(step)).int()
+    low = (top_v - (255 - j) * step.int()).clamp(min=0)
+    v_low = _float(low)
+    j = j + (v - v_low > chance_v * (_float(low + step.int()) - v_low)).int()
     return (k.copysign(m).int(), j,
             torch.cat((_float(top_m), _float(top_v), step), 1))
 

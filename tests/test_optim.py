@@ -75,6 +75,17 @@ def test_compact_second_moments_stay_on_their_scale():
     assert (coded(torch.zeros(4, 32), torch.zeros(4, 32)) == 0).all()
 
 
+def test_the_code_of_v_is_right_on_average_also_across_a_power_of_two():
+    values = torch.linspace(0.9, 1.1, 41)
+    rows = torch.stack([torch.tensor([1.9, 2.0 ** -20] + [x] * 30) for x in values.tolist()])
+    v = rows.repeat_interleave(2000, 0)
+    noise = optim._noise(torch.arange(v.numel(), dtype=torch.int32).view(v.shape), torch.tensor(7))
+    codes = optim._encode(torch.zeros_like(v), v, noise)
+    mean = optim._decode(*codes)[1][:, 2:].reshape(41, -1).mean(1)
+    # the cells are 0.05 wide, and each mean is of 60,000 codes
+    torch.testing.assert_close(mean, values, rtol=5e-4, atol=0)
+
+
 def test_compact_takes_5_2_bytes_beside_the_gradient_and_vectors_are_exact():
     params = [torch.nn.Parameter(torch.ones(*shape, dtype=torch.bfloat16))
               for shape in ((64, 96), (96,), (64, 40))]
