@@ -53,8 +53,8 @@ class FastVersion:
         edited = [key for key, digest in self.digests.items() if digests.get(key) != digest]
         edited = edited or sorted(digests.keys() - self.digests.keys())
         digests = dict.fromkeys(self.digests, '') | digests     # '': the source is unknown
-        return (f'note: {", ".join(edited)} was edited or replaced, so {name} is not used; to use it '
-                f'again, let it compute the same, run the tests, and write in its FastVersion: '
+        return (f'note: {", ".join(edited)} was edited or replaced, so {name} is not used; to use '
+                f'it again, let it compute the same, run the tests, and write in its FastVersion: '
                 f'{digests}')
 
 
