@@ -351,8 +351,8 @@ def seconds(read, unit, n):
 def test_a_text_that_repeats_itself_is_read_in_linear_time(n):
     times = {(name, unit): seconds(read, unit, n)
              for name, read in READERS.items() for unit in REPEATED}
-    # 50 microseconds per character, and what a garbage collection takes
-    assert not {key: round(t, 1) for key, t in times.items() if t > 0.3 + 5e-5 * n}
+    # 50 microseconds per character, and the hundred extractions of begin_of
+    assert not {key: round(t, 1) for key, t in times.items() if t > 0.6 + 5e-5 * n}
 
 
 @pytest.mark.parametrize('task, text, begin, end', [
