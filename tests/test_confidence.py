@@ -336,7 +336,7 @@ REPEATED = [
     '<answer>', '<answer></answer><confidence>', '</confidence>', '(', ' ', '7', '7 ', '7,', '7.',
     '7/', '7:', '7*', '½', '1,234', '\\boxed{', '\\boxed', '{', '}', '$', ',', '\n', '"', "'",
     '```\n', '```python\n"""\n', 'def f():\n', 'x = (\n', '#### ', '*', 'answer ', 'answer is ',
-XX
+    '\\(', '\\frac{', '\\frac{{}', '\\text{ ', '5 cm', '<think>', 'a', 'A.', '日7', 'guess',
     'probability of ', 'confidence: ', "I don't know ", '%', 'between ', '0 to ', '0<', '{,}']
 
 
