@@ -64,8 +64,8 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(tmp_path, monkeypatch):
         monkeypatch.setattr('huggingface_hub.constants.ENDPOINT',
                             f'http://localhost:{silent.getsockname()[1]}')
         assert [path.name for path in fetch('me/cached', ['*.jsonl'])] == ['rows.jsonl']
-        with pytest.raises(DataError, match='me/rows .*it does not answer within 0.5 s'):
-            fetch('me/rows', ['*.jsonl'])
+        with pytest.raises(DataError, match='me/other .*it does not answer within 0.5 s'):
+            fetch('me/other', ['*.jsonl'])
         with pytest.raises(CheckpointError, match='it does not answer within 0.5 s'):
             hub.upload(tmp_path, 'me/model', ['config.json'])
 
