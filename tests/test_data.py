@@ -77,7 +77,7 @@ def test_a_full_disk_at_the_token_cache_is_named(tmp_path):
     try:
         with pytest.raises(OSError, match='File too large'), temporary(
                 tmp_path / 'cache', folder=True) as part:
-            cache._write(part, [[([], [])] * 600], {})      # the offsets alone have 4,808 bytes
+            cache._write(part, [[(0, [], [])] * 600], {})      # the offsets alone have 4,808 bytes
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before[0])
         signal.signal(signal.SIGXFSZ, before[1])

@@ -69,11 +69,14 @@ def test_files_functions_options_and_imports_named_in_the_docs_exist(page):
             assert key in options() | FOREIGN_KEYS, f'{page}: no program has an option --{key}'
     for node in (node for block in blocks if 'import ' in block
                  for node in ast.walk(ast.parse(block)) if isinstance(node, ast.ImportFrom)):
-        path = HERE / (node.module.removeprefix('nanocal.').replace('.', '/') + '.py')
+        folder = HERE / node.module.removeprefix('nanocal.').replace('.', '/')
+        path = folder.with_suffix('.py')
         if node.module == 'nanocal':
             assert {alias.name for alias in node.names} <= {*MODULES}, page
         elif path.exists():
             assert {alias.name for alias in node.names} <= names(path), page
+        elif folder.is_dir():
+            assert {alias.name for alias in node.names} <= {x.stem for x in folder.iterdir()}, page
         else:
             assert node.module.split('.')[0] not in {'configs', 'compare', 'report', *MODULES}, (
                 f'{page}: there is no {node.module}')
