@@ -54,7 +54,6 @@ class PackedRollouts(PackedAnswers):
     latest: torch.Tensor    # float32 [n] on the device: log-probability in the latest update
     measured: dict          # {name: number}: means over the answers, for the log
     n_supervised: int       # number of tokens that have a loss, at least 1
-    step: int               # of the run, which seeds what an update draws
 
 
 def pack_answers(prompts, answers, row_length, multiple=1, last=False):
