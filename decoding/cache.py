@@ -88,5 +88,5 @@ class DecodeMask:
 
 
 DECODE = FastVersion(kernels.decode_kernel, {
-    'cache.DecodeMask.plainly': 'afcb306f', 'cache.DecodeMask.visible': '3c7a299e',
-    'attention.sees': 'cbfd4078', 'attention.ExplicitMask.attend': '82c718e4'})
+    'cache.DecodeMask.plainly': 'cd4cf67a', 'cache.DecodeMask.visible': 'a575d085',
+    'attention.sees': '3a266bd9', 'attention.ExplicitMask.attend': 'e9ec7179'})

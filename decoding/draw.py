@@ -89,7 +89,7 @@ def draw_kernel(logits, uniforms, temperature, lowest, n_vocab):
     return out
 
 
-DRAW = FastVersion(draw_kernel, {'draw.draw_plainly': 'ac36518f'})
+DRAW = FastVersion(draw_kernel, {'draw.draw_plainly': '47836c14'})
 
 if triton is not None:
     @triton.jit

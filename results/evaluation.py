@@ -98,7 +98,7 @@ def measure_again(results, samples):
     updated = {}
     for task, result in results.items():
         rows = samples.get(task, [])
-        if result.get('samples') != samples_digest(rows):
+        if result.get('samples_digest') != samples_digest(rows):
             print(f'{task}: left out, since samples.jsonl has other samples of it than its results '
                   f'were made from; evaluate it again')
             continue

@@ -177,7 +177,7 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0, fits=None):
         rescaled = rooms.load('post hoc').rescaled
         groups = {name: rescaled(pooled, name, x) for name, x in fits.items()}
         summary['scaled'] = {'fits': fits, 'reports': measure(groups, n_bootstrap, seed)[0]}
-    return summary | {'measured_by': measured_by(), 'samples': samples_digest(samples)}
+    return summary | {'measured_by': measured_by(), 'samples_digest': samples_digest(samples)}
 
 
 def letters(samples, predicted):

@@ -159,15 +159,20 @@ def claim_lines(folder, names, content, processes):
     ownership.write_text(folder / names[1], json.dumps(content, indent=1) + '\n')
 
 
+def check_results(path, content):
+    """Raise ValueError unless the content of a results.json is what was written, in this folder."""
+    if content.pop('checksum', None) != json_digest(content):
+        raise ValueError('edited, damaged or of an older version: it does not match its '
+                         'checksum')
+    identity = folder_identity(Path(path).parent)
+    if identity and identity != identity_digest(content.get('identity', {})):
+        raise ValueError(f'of another model, other settings or code than {OUTPUTS[1]} names')
+
+
 def read_results(path, advice):
     """Return the content of a results.json, with NaN for null in reports; raises ConfigError."""
     with ownership.read_json(path, advice) as content:
-        if content.pop('checksum', None) != json_digest(content):
-            raise ValueError('edited, damaged or of an older version: it does not match its '
-                             'checksum')
-        identity = folder_identity(Path(path).parent)
-        if identity and identity != identity_digest(content.get('identity', {})):
-            raise ValueError(f'of another model, other settings or code than {OUTPUTS[1]} names')
+        check_results(path, content)
         Path(content['config']['model']), content['seed']
         for result in content['tasks'].values():
             result['distribution'], result['pooled']['n'], NORMS.index(result['norm'])

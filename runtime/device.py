@@ -18,7 +18,7 @@ from runtime.parallel import own_gpu, rank, world_size
 from runtime.version import __version__
 
 # set from here, since fused_ce.py imports nothing of ours
-LOSS = FastVersion(fused_ce._kernels, {'fused_ce._plain': '90be88ff'})
+LOSS = FastVersion(fused_ce._kernels, {'fused_ce._plain': '4356f24f'})
 fused_ce.stands_for = LOSS.stands_for
 
 

@@ -4,7 +4,7 @@ A kernel, or a shortcut such as causal attention without a mask, computes what p
 and whoever edits one of these wants the edit to run. So a fast version is used only as long as the
 functions, and those of the same module that they call, have the digests that it was written for:
 
-    ROTATE = FastVersion(rotate_kernel, {'model.rotate': '9088f3f1'})
+    ROTATE = FastVersion(rotate_kernel, {'model.rotate': '8f5bd6c5'})
     y = (rotate_kernel if ROTATE.stands_for(rotate) else rotate)(x, cos, sin)
 
 Else a note says which functions are others, and has their digests, to be written in the FastVersion
@@ -106,14 +106,14 @@ def definitions(source: str) -> dict[tuple[str, int], ast.FunctionDef]:
 def structure(node) -> str:
     """Return a syntax tree as a text that is the same in all versions of Python."""
     if isinstance(node, list):
-        return str([structure(x) for x in node if not is_docstring(x)])
+        return f'[{", ".join(structure(x) for x in node if not is_docstring(x))}]'
     if not isinstance(node, ast.AST):
         return repr(node)
     if isinstance(node, ast.JoinedStr):     # Python 3.12 adds empty texts to f-strings
         node = ast.JoinedStr([x for x in node.values if getattr(x, 'value', x) != ''])
-    fields = ((name, value) for name, value in ast.iter_fields(node)
+    fields = (f'{name}={structure(value)}' for name, value in ast.iter_fields(node)
               if name not in IGNORED and value is not None and value != [])
-    return f'{type(node).__name__}({[f"{name}={structure(value)}" for name, value in fields]})'
+    return f'{type(node).__name__}({", ".join(fields)})'
 
 
 def is_docstring(node) -> bool:

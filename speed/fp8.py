@@ -87,7 +87,7 @@ def products(x: Tensor, *layers) -> list[Tensor]:
             for layer, part in zip(layers, parts)]
 
 
-LORA = FastVersion(products, {'model.LoRALinear.forward': 'f76a65ed'})
+LORA = FastVersion(products, {'model.LoRALinear.forward': '9061fbed'})
 
 
 class Product(torch.autograd.Function):

@@ -26,11 +26,11 @@ def by_kernel(version: FastVersion, plain):
 # {name in model.py: FastVersion}; each kernel is used if the digests of its version are those of
 # the function that is there
 KERNELS = {'norm': kernels.NORM, 'rotate': kernels.ROTATE, 'gate': kernels.GATE}
-WHOLE = {'products': FastVersion(kernels.products, {'model.products': 'f5635565'}),
+WHOLE = {'products': FastVersion(kernels.products, {'model.products': '5d4b9558'}),
          'float32_linear': FastVersion(kernels.float32_linear, {
-             'model.float32_linear': 'a1f779d7'}),
+             'model.float32_linear': 'a1914f28'}),
          'make_masks': FastVersion(masks.make_masks, {
-             'attention.make_masks': 'f28e4614', **masks.SEEN})}
+             'attention.make_masks': '9e7a7d91', **masks.SEEN})}
 _installed: dict = {}       # {name: (the plain function, what is in its place)}
 
 

@@ -221,10 +221,10 @@ def gate_kernel(x: Tensor, up: Tensor, activation: Callable) -> Tensor:
     return out
 
 
-NORM = FastVersion(norm_kernel, {'model.norm': '6ef42c12'})
-ROTATE = FastVersion(rotate_kernel, {'model.rotate': '9088f3f1'})
-GATE = FastVersion(gate_kernel, {'model.gate': 'd25ba1b4'})
-GELU = FastVersion(gate_kernel, {'model.gelu_tanh': '2ac4ca16'})
+NORM = FastVersion(norm_kernel, {'model.norm': '12c035a6'})
+ROTATE = FastVersion(rotate_kernel, {'model.rotate': '8f5bd6c5'})
+GATE = FastVersion(gate_kernel, {'model.gate': 'b5a4f78b'})
+GELU = FastVersion(gate_kernel, {'model.gelu_tanh': 'ce7d0447'})
 
 if triton is not None:
     @triton.jit

@@ -165,6 +165,6 @@ class TreeMask:
         return kernels.tree_kernel(self, q, k, v, scale, softcap)
 
 
-SEEN = {'attention.visible_keys': 'fb711e24', 'attention.sees': 'cbfd4078'}
-FLEX, TREE = (FastVersion(mask, SEEN | {'attention.ExplicitMask.attend': '82c718e4'})
+SEEN = {'attention.visible_keys': 'ce7adce5', 'attention.sees': '3a266bd9'}
+FLEX, TREE = (FastVersion(mask, SEEN | {'attention.ExplicitMask.attend': 'e9ec7179'})
               for mask in (FlexMask, TreeMask))

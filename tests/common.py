@@ -376,7 +376,7 @@ def write_run(folder, *, seed=0, n=40, task='mmlu', sharpness=1.0, languages=(''
     write_rows(folder / 'samples.jsonl', samples)
     entry = {'distribution': 'mmlu, 5 shots, letters, token', 'norm': 'token', 'option_mass': 0.9,
              'unit': 'questions', 'pooled': {'n': n * len(languages)}} | (result or {})
-    entry['samples'] = samples_digest(samples)
+    entry['samples_digest'] = samples_digest(samples)
     write_results(folder, {'config': {'model': str(folder)}, 'seed': seed, 'tasks': {task: entry}})
     settings = {'model': 'some/base', 'seed': seed} | (settings or {})
     (folder / 'train_config.py').write_text(

@@ -66,6 +66,31 @@ def test_the_name_of_a_folder_is_plain_text_in_the_card(tmp_path):
     assert r'# a\](x) \#\# \<b\> \`c\` 1_2' in lines and '## <b> `c` 1_2' not in lines
 
 
+def test_a_card_has_no_numbers_of_another_model(tmp_path, capsys):
+    run = tmp_path / 'run'
+    reported(run / 'before', 0.5)
+    reported(run, 3.0)
+    content = json.loads((run / 'results.json').read_text())
+    for change, shown in (({}, True), ({'identity': {'model': 'other'}}, False),
+                          ({'identity': {}}, False),
+                          ({'identity': content['identity'] | {'base': 'dropout'}}, False)):
+        write_results(run, content | change)
+        card.write(run)
+        assert ('## Calibration' in (run / card.NAME).read_text()) == shown, change
+        assert ('which the card leaves out' in capsys.readouterr().out) != shown
+    write_results(run, content)
+    for name, shown in (('google/gemma-3-270m', True), ('google/gemma-3-1b', False)):
+        before = json.loads((run / 'before' / 'results.json').read_text())
+        write_results(run / 'before', before | {'config': {'model': name}})
+        card.write(run)
+        assert ('| before |' in (run / card.NAME).read_text()) == shown
+    for text in (json.dumps(content | {'seed': 1}), '5', '[' * 100_000, '{"tasks": []}', ''):
+        (run / 'results.json').write_text(text)
+        card.write(run)
+        assert '## Calibration' not in (run / card.NAME).read_text()
+        assert 'results.json is not what this program wrote' in capsys.readouterr().out
+
+
 def test_epochs_and_adapters_have_cards_that_the_hub_reads_and_that_the_run_owns(tmp_path):
     from huggingface_hub import ModelCard
     run = tmp_path / 'run'

@@ -336,27 +336,23 @@ REPEATED = [
     '<answer>', '<answer></answer><confidence>', '</confidence>', '(', ' ', '7', '7 ', '7,', '7.',
     '7/', '7:', '7*', '½', '1,234', '\\boxed{', '\\boxed', '{', '}', '$', ',', '\n', '"', "'",
     '```\n', '```python\n"""\n', 'def f():\n', 'x = (\n', '#### ', '*', 'answer ', 'answer is ',
-XX
+    '\\(', '\\frac{', '\\frac{{}', '\\text{ ', '5 cm', '<think>', 'a', 'A.', '日7', 'guess',
     'probability of ', 'confidence: ', "I don't know ", '%', 'between ', '0 to ', '0<', '{,}']
 
 
 def seconds(read, unit, n):
-    """Return the CPU time that a function takes for n characters that repeat themselves, or fail
-    at the last one.
-    """
-    text = (unit * n)[:n]
+    """Return the CPU time of a function for n characters that repeat themselves up to the last."""
     begun = time.process_time()
-    read(text)
-    read(f'{unit}"""{text}x')
+    read((unit * n)[:n] + 'x')
     return time.process_time() - begun
 
 
-@pytest.mark.parametrize('n', [2000, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('n', [1000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_a_text_that_repeats_itself_is_read_in_linear_time(n):
     times = {(name, unit): seconds(read, unit, n)
              for name, read in READERS.items() for unit in REPEATED}
-    # 50 microseconds per character, and what a garbage collection takes
-    assert not {key: t for key, t in times.items() if t > 0.3 + 5e-5 * n}
+    # 50 microseconds per character, and the hundred extractions of begin_of
+    assert not {key: round(t, 1) for key, t in times.items() if t > 0.6 + 5e-5 * n}
 
 
 @pytest.mark.parametrize('task, text, begin, end', [

@@ -26,7 +26,7 @@ import metrics
 import stats
 from data import benchmarks
 from data.tokenizer import load_tokenizer
-from results import report
+from results import report, runs
 from results.samples import DIAGRAM, read_samples
 from bridges import adapter
 from runtime import checkpoint, ownership
@@ -163,6 +163,48 @@ def test_a_folder_is_refused_as_it_is_and_repaired_by_hand(foxes, tmp_path, monk
     foxes.refuses('holds samples of other code: model.py or a file that')
     replaced = foxes.score('--overwrite', f'--tasks={other}', f'--model={tmp_path}/changed')
     assert list(replaced) == ['foxes'] and replaced['foxes']['pooled']['n'] == 10
+
+
+@pytest.mark.slow
+def test_results_and_samples_of_another_model_or_damaged_ones_are_not_believed(foxes, tmp_path):
+    changed, other = shutil.copytree(foxes.model, tmp_path / 'changed'), tmp_path / 'other'
+    rewrite(changed, lambda tensors: [x.mul_(1.1) for x in tensors.values()])
+    first = foxes.score()
+    foxes.score(model=changed, out=other)
+    foxes.refuses('changed holds another model', out=changed)
+    whole = tree(foxes.out)
+
+    def compared():
+        runs.read_run_samples(runs.read_run(foxes.out))
+    names = 'results.json', 'samples.jsonl', 'eval_config.json'
+    for n, message in ((1, 'results.json is not what .*of another model.*; remove it'),
+                       (2, 'not what .*of another model'), (3, 'holds samples of another model')):
+        for name in names[:n]:
+            shutil.copy(other / name, foxes.out)
+        foxes.refuses(message)
+        if n < 3:
+            with pytest.raises(ConfigError, match='of another model.*evaluate there again'):
+                compared()
+        for name in names:
+            (foxes.out / name).write_bytes(whole[name])
+    shutil.copy(other / names[1], foxes.out)
+    foxes.refuses('samples.jsonl:1: not of the model, settings')
+    with pytest.raises(DataError, match='samples.jsonl:1: not of the model, settings'):
+        compared()
+    (foxes.out / names[1]).write_bytes(whole[names[1]])
+    text = whole['results.json'].decode()
+    for damaged in (text.replace('"norm": "token"', '"norm": "sum"'), text[:1000], '5',
+                    '[' * 100_000, '{"tasks": {"foxes": 5}}', text.replace('"tasks": {', '"x": {')):
+        (foxes.out / 'results.json').write_text(damaged)
+        foxes.refuses('results.json is not what this program wrote .*; remove it and evaluate')
+        with pytest.raises(ConfigError, match='results.json is not what this program wrote'):
+            compared()
+    # half of the samples: the rest is scored again
+    (foxes.out / 'results.json').write_text(text)
+    (foxes.out / names[1]).write_bytes(b''.join(whole[names[1]].splitlines(keepends=True)[:2]))
+    with pytest.raises(DataError, match='has 2 samples of foxes, but results.json was made from 5'):
+        compared()
+    assert foxes.score()['foxes']['pooled']['ece'] == pytest.approx(first['foxes']['pooled']['ece'])
 
 
 def test_results_have_languages_groups_macro_and_scalings(whole):

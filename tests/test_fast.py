@@ -149,7 +149,7 @@ import hashlib, importlib.util, pathlib
 spec = importlib.util.spec_from_file_location('fast', 'runtime/fast.py')
 fast = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(fast)
-trees = [fast.structure(tree) for path in sorted(pathlib.Path('.').glob('[!.]*/*.py'))
+trees = [fast.structure(tree) for path in sorted(pathlib.Path('.').glob('r[eu]*/[m-z]*.py'))
          for tree in fast.definitions(path.read_text(encoding='utf-8')).values()]
 print(len(trees), hashlib.blake2b('\\n'.join(trees).encode()).hexdigest())'''
     here = Path(sys.base_prefix)        # other versions may be beside it, as pyenv installs them

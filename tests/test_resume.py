@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import evaluate
 import model as models
 import train
-from common import (await_steps, edit_config, llama_config, log_of, refused, rewrite,
-                    run_scripts, same_weights, start_script, steps_done, tree)
-from results import training_report
 from bridges import adapter
+from common import (await_steps, edit_config, llama_config, log_of, refused, results_of,
+                    rewrite, run_scripts, same_weights, start_script, steps_done, tree)
 from runtime import checkpoint, log, optim, ownership, resume, trained
 from runtime.errors import ConfigError, TrainingError
 
@@ -228,8 +228,17 @@ def test_a_finished_run_only_reports_what_is_missing(tuned, train_again, monkeyp
     assert numbers() == before
     train_again('--resume', '--eval.p_true=True')
     assert numbers() == before | {'questions.p_true': numbers()['questions.p_true']}
-    monkeypatch.setattr(training_report, 'evaluate', None)
+    monkeypatch.setattr(evaluate, 'load_model', lambda *_: pytest.fail('a model was loaded'))
     train_again('--resume', '--eval.p_true=True')
+    assert numbers() == before | {'questions.p_true': numbers()['questions.p_true']}
+    # other settings and questions have other numbers, or are refused
+    train_again('--resume', '--eval.norm=sum')
+    assert numbers()['questions']['norm'] == 'sum'
+    content = results_of(tuned)
+    content['tasks']['questions']['pooled']['ece'] = 0.001
+    (tuned / 'results.json').write_text(json.dumps(content))
+    with refused(tuned, 'results.json is not what .*edited, .*remove it and evaluate'):
+        train_again('--resume')
 
 
 # ---- What a run may be resumed from --------------------------------------------------------------

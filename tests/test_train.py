@@ -117,7 +117,7 @@ def test_the_learning_rate_warms_up_and_decays():
     ({'tracker': 'wandb'}, 'pip install wandb'),
     ({'lora': True, 'from_scratch': True}, 'from_scratch = True has none; set one'),
     ({'shape': {'num_hidden_layers': 2}}, 'needs from_scratch = True'),
-    ({'resume': True, 'overwrite': True}, 'overwrite removes it; set one')])
+    ({'resume': True, 'overwrite': True}, 'overwrite renames it; set one')])
 def test_settings_without_a_meaning_are_refused(values, message, monkeypatch):
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
     train.check_config(tiny_config(max_length=8, loss='cross_entropy() + smoothing(0.1)'))

@@ -125,7 +125,7 @@ def begin_of(text, whole, rule):
     if text is None or text not in whole:      # an answer around a stated confidence
         return None
     # a model that repeats itself writes it thousands of times
-    most = 1 + 200_000 // len(whole)
+    most = min(50, 1 + 100_000 // len(whole))
     first, last = [whole.find(text)], [whole.rfind(text)]
     while len(first) < most and (i := whole.find(text, first[-1] + 1)) >= 0:
         first.append(i)

@@ -205,8 +205,8 @@ BETWEEN = re.compile(r'([,;&=()\[\]|]|\\\\|\\[{}]|\\(?:cup|cap|in|setminus)(?![a
 
 
 # a multiple of pi: a pi / b, (a / b) pi or a pi
-PI = re.compile(r'(-?)(?:\\frac{([^{}\\]*)\\pi}{([^{}]+)}|((?:\\frac{[^{}]+}{[^{}]+})?|[\d./]+)\\pi'
-                r'(?:/(\d+))?)')
+PI = re.compile(r'(-?)(?:\\frac{([^{}\\]{0,40})\\pi}{([^{}]{1,40})}'
+                r'|((?:\\frac{[^{}]{1,40}}{[^{}]{1,40}})?|[\d./]{1,40})\\pi(?:/(\d{1,40}))?)')
 
 
 def canonical(part):

@@ -33,6 +33,7 @@ from data.tasks import task_label, task_source
 from evaluate import EvalConfig
 from research import common
 from results import plots
+from results.samples import check_results
 from results.tables import TITLES, Heading, aligned, latex, mark_best, markdown
 from runtime import checkpoint, cli
 from runtime.config import load_config
@@ -154,6 +155,7 @@ def read_report(folder):
     if not path.exists():
         return '', {}
     with read_json(path, 'remove it, and the report is made again') as results:
+        check_results(path, results)
         return results['config']['model'], results['tasks']
 
 

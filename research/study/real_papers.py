@@ -7,7 +7,6 @@ out/mine has a folder SCRIPT-SEED for each, such as label_smoothing-0: see docs/
 that the file has already is replaced.
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -39,13 +38,13 @@ def lines_of(script, seed, folder):
     for path in sorted(folder.rglob('results.json')):
         run = str(path.parent.relative_to(folder)).removeprefix('Gemma-3-270M/')
         rows = []
-        for task, result in json.loads(path.read_text())['tasks'].items():
+        model, tasks = read_report(path.parent)     # smoothing0 evaluates another run
+        for task, result in tasks.items():
             rows.append((task, result['pooled']))
             if len(languages := result.get('languages', {})) > 1:
                 rows.append((f'{task} languages', {
                     key: np.mean([language[key] for language in languages.values()])
                     for key in KEYS}))
-        model, _ = read_report(path.parent)     # smoothing0 evaluates the run of a learning rate
         for folder_of_log in (path.parent, path.parent.with_name(Path(model).name)):
             if (folder_of_log / 'log.jsonl').exists() and (values := held_out(folder_of_log)):
                 rows.append(('held_out', values))
