@@ -27,7 +27,7 @@ TASKS = *BENCHMARKS, *rooms.TASKS, *INSTRUCTIONS
 # {setting: name of the variant}
 VARIANTS = {'permute': 'permuted', 'p_true': 'p_true', 'contextual': 'contextual'}
 # the settings that ask for results besides those of a task itself
-MORE_RESULTS = *VARIANTS, 'p_ik', 'verbalized', 'early'
+MORE_RESULTS = *VARIANTS, 'p_ik', 'verbalized'
 BLOCKS = 8          # at most, of questions of a language per process; each repeats the shots once
 BLOCK_LENGTH = 8    # questions, at least, where a process has several blocks
 SHOWN_TOKENS = 100      # before a scored token of a text, in its sample

@@ -95,11 +95,12 @@ def written(answer):
 
 def greedy_fields(answer, task, tokenizer):
     """Return what a sample holds of the greedy Answer and of no other."""
-    fields = {}
-    if task.is_written:     # log-probabilities and entropies of the tokens, to five digits
-        fields = {key: [float(f'{x:.5g}') for x in getattr(answer, key)]
-                  for key in ('log_probs', 'entropies')}
-    return fields | span(answer, task.rule, tokenizer) if task.rule else fields
+    if task.rule is None:
+        return {}
+    # log-probabilities and entropies of the tokens, to five digits
+    fields = {key: [float(f'{x:.5g}') for x in getattr(answer, key)]
+              for key in ('log_probs', 'entropies')}
+    return fields | span(answer, task.rule, tokenizer)
 
 
 def graded(answers, question, rule, cfg):
