@@ -24,7 +24,6 @@ import stats
 from align import AlignConfig, check_align_config
 import world
 from written.benchmarks import WRITTEN_TASKS
-from compare import over_seeds
 from results.report import predictions
 from compare.runs import read_run, read_run_samples
 from results.samples import read_samples
@@ -108,8 +107,8 @@ def test_a_plan_has_the_settings_that_were_fixed(make, n, expected):
 @pytest.mark.parametrize('figure', figures.FIGURES)
 def test_a_figure_follows_from_its_committed_numbers(figure, tmp_path, monkeypatch):
     committed, drawn = STUDY / 'results' / figure, []
-    for module, name in ((over_seeds, 'draw_means'), (figures, 'draw_bins')):
-        monkeypatch.setattr(module, name, lambda path, *rest, **more: drawn.append(path))
+    for name in ('draw_means', 'draw_bins'):
+        monkeypatch.setattr(figures, name, lambda path, *rest, **more: drawn.append(path))
     figures.draw(figure, tmp_path)
     for name in {path.name for path in committed.glob('*.csv')} | {'compare.md'}:
         assert (tmp_path / name).read_bytes() == (committed / name).read_bytes(), name
@@ -137,6 +136,11 @@ def test_the_tables_of_a_claim_follow_from_the_committed_numbers(script, titles)
         assert made == (script.CLAIMS.folder / f'{name}.md').read_text()
         cells = set(re.findall(r'(?<=\| )[-+]?0\.\d{3} ± [^|]*(?= \|)', text))
         assert len(cells) > 10 and {cell for cell in cells if cell not in made} == set(), name
+
+
+def test_means_of_two_seeds_are_drawn_without_whiskers():
+    assert claims.mean_and_ends([1.0, 3.0]) == [2.0, 2.0, 2.0]
+    assert claims.mean_and_ends([1.0, 2.0, 3.0]) == pytest.approx((2.0, -0.484138, 4.484138))
 
 
 def test_bins_of_two_runs_are_those_of_their_questions_together(tmp_path):
@@ -193,7 +197,7 @@ def test_a_small_study_runs_from_worlds_to_tables(tmp_path, monkeypatch):
         monkeypatch.setitem(runs.EXPERIMENTS, name,
                             functools.partial(small, runs.EXPERIMENTS[name]))
     monkeypatch.setattr(runs, 'WORLD', SMALL_WORLD)
-    monkeypatch.setattr(over_seeds, 'draw_means', lambda path, *rest: path.write_bytes(b'png'))
+    monkeypatch.setattr(figures, 'draw_means', lambda path, *rest: path.write_bytes(b'png'))
     for name, only in (('base', 'base'), ('smoothing', 'tuned-smoothing0.0-lr0.0008,'
                                                        'tuned-smoothing0.1-lr0.0008')):
         monkeypatch.setattr('sys.argv', ['runs.py', name, '--seeds=1', f'--only={only}',
