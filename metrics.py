@@ -32,6 +32,9 @@ Effects of Language Model Instruction-Tuning', appendix A.
 """
 
 import bisect
+import functools
+import inspect
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -45,10 +48,199 @@ SHORT_TOLERANCE = {'float16': 2.0**-10, 'bfloat16': 2.0**-7}
 TIE_DECIMALS = 12       # well above the noise of float64 and well below what a model can mean
 NLL_FLOOR = np.finfo(np.float64).eps    # 2.2e-16: no row costs more than 36.04 nats
 
+# Metrics of weighted rows
+#
+# A function below `weighted` takes Rows and returns the function from Weights to the metric of R
+# samples, float64 [R], in which row i counts weights.counts[r, i] times. What is called is the
+# metric of the rows as they are, metric(probs, labels), with counts of 1. stats.bootstrap gives the
+# counts of its draws.
 
-def accuracy(probs, labels) -> float:
+WEIGHTED: dict[Callable, Callable] = {}     # {what is called: the function that takes Rows}
+
+
+def weighted(prepare):
+    """Return the metric(probs, labels, ...) of a function (Rows, ...) -> (weights -> values).
+
+    n_options and scores, if it has them, are those of the Rows.
+    """
+    signature = inspect.signature(prepare)
+
+    def metric(probs, labels, *settings, **more):
+        given = signature.bind(None, *settings, **more).arguments
+        rows = Rows(probs, labels, given.get('n_options'), given.get('scores'))
+        return float(prepare(rows, *settings, **more)(rows.once())[0])
+    functools.update_wrapper(metric, prepare)
+    _, *settings = signature.parameters.values()
+    both = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            for name in ('probs', 'labels')]
+    metric.__signature__ = signature.replace(parameters=[*both, *settings])  # type: ignore
+    WEIGHTED[metric] = prepare
+    return metric
+
+
+class Weights:
+    """How often each of N rows counts in R samples: counts int [R, N]."""
+
+    def __init__(self, counts):
+        self.counts, self.as_float = counts, counts.astype(np.float64)
+        self.total = _or_nan(counts.sum(1))
+
+
+class Rows:
+    """Predictions as weighted metrics read them, checked: N rows, perhaps with their options."""
+
+    def __init__(self, probs, labels, n_options=None, scores=None):
+        self.scores, self.probs = scores, None
+        if as_array('probs', probs).ndim == 1:
+            self.as_given, self.correct = check_predictions(probs, labels)
+        else:
+            self.probs, self.labels, self.n_options = check_probs(probs, labels, n_options)
+            self.as_given, self.correct = self.probs.max(1), predicted(self.probs) == self.labels
+        self.rounded = round_for_ties(self.as_given)
+        self.confidence = self.rounded.astype(np.float64)
+
+    def once(self):
+        """Return the Weights of one sample with each row once."""
+        return Weights(np.ones((1, len(self.correct)), int))
+
+    def options(self):
+        """Return probs [N, K], labels [N] and n_options [N]; ValueError if there are none."""
+        if self.probs is None:
+            check_probs(self.as_given, self.correct)    # which raises it
+        return self.probs, self.labels, self.n_options
+
+    @functools.cached_property
+    def top(self):
+        """The confidence as the only group of SortedRows."""
+        return SortedRows([(np.arange(len(self.correct)), self.rounded, self.correct)])
+
+    @functools.cached_property
+    def by_option(self):
+        """The probabilities of each option, of the rows that have it, as SortedRows."""
+        probs, labels, n_options = self.options()
+        having = [(k, np.flatnonzero(n_options > k)) for k in range(n_options.max())]
+        return SortedRows([(at, round_for_ties(probs[at, k]), labels[at] == k)
+                           for k, at in having])
+
+
+def mean_of(column):
+    """Return the function from Weights to the weighted means of a column [N]."""
+    column = column.astype(np.float64)
+    # no product of matrices: a BLAS library would start threads in each of several processes
+    return lambda weights: np.einsum('rn,n->r', weights.as_float, column) / weights.total
+
+
+def _or_nan(n):
+    return np.where(n, n, np.nan)
+
+
+class SortedRows:
+    """Groups of rows, each in ascending order of a probability, in one line of M rows.
+
+    groups: [(rows int [m], their probability [m], their outcome bool [m])]. A gap is probability -
+    outcome. The functions return functions from Weights to (size, sum of gaps) of bins, both
+    [R, groups, bins].
+    """
+
+    def __init__(self, groups):
+        self.first = np.cumsum([0, *(len(rows) for rows, *_ in groups)])    # then M
+        order, gaps, last_tie, self.values = [], [], [[0]], []
+        for (rows, probability, outcome), start in zip(groups, self.first, strict=False):
+            ascending = np.argsort(probability, kind='stable')
+            probability = probability[ascending]
+            self.values.append(probability)
+            order.append(rows[ascending])
+            gaps.append(probability.astype(np.float64) - outcome[ascending])
+            last_tie.append(start + np.searchsorted(probability, probability, side='right'))
+        # tie_ends[i]: the end of the rows that tie with the last of the first i rows
+        self.order, self.gaps, self.tie_ends = map(np.concatenate, (order, gaps, last_tie))
+        self._weights, self._lock, self._taken = None, threading.Lock(), np.empty((0, 0))
+
+    def drawn(self, weights):
+        """Return the counts of all rows before row i of the line of sample r, at r M + i, int
+        [R M + 1], and its gap times its count, [R M + 1], 0 at the end."""
+        with self._lock:
+            if self._weights is not weights:    # several metrics need them
+                shape = len(weights.counts), len(self.order)
+                if self._taken.shape != shape:      # new memory would cost as much as the sums
+                    self._taken = np.empty(shape, int)
+                    self._before, self._gaps = (np.zeros(self._taken.size + 1, x)
+                                                for x in (int, float))
+                np.take(weights.counts, self.order, axis=1, out=self._taken, mode='clip')
+                np.cumsum(self._taken, out=self._before[1:])
+                np.multiply(self._taken, self.gaps, out=self._gaps[:-1].reshape(shape))
+                self._weights = weights
+        return self._before, self._gaps
+
+    def lines(self, weights):
+        """Return r M for each sample r, int [R, 1, 1]."""
+        return len(self.order) * np.arange(len(weights.counts))[:, None, None]
+
+    def between(self, weights, ends):
+        """Return (size, sum of gaps) of the bins that end at `ends` [R, groups, bins]."""
+        before, gaps = self.drawn(weights)
+        starts = np.empty((*ends.shape[:2], ends.shape[2] + 1), int)
+        starts[..., 0], starts[..., 1:] = self.first[:-1], ends
+        starts += self.lines(weights)
+        flat = starts[..., :-1].ravel()
+        sums = np.add.reduceat(gaps, flat)
+        sums[:-1][flat[1:] == flat[:-1]] = 0    # reduceat returns the next number for an empty bin
+        return np.diff(before[starts]), sums.reshape(ends.shape)
+
+    def first_reaching(self, weights, n):
+        """Return how many rows of the line hold the first n [R, groups, bins] draws."""
+        lines, (before, _) = self.lines(weights), self.drawn(weights)
+        return np.maximum(np.searchsorted(before, (n + before[lines]).ravel()).reshape(n.shape)
+                          - lines, 0)
+
+    def equal_width(self, n_bins):
+        """Bins by probability, as `equal_width_bins`."""
+        ends = np.array([start + np.cumsum(np.bincount(
+            equal_width_bins(values, n_bins), minlength=n_bins))
+                         for values, start in zip(self.values, self.first, strict=False)])
+        return lambda weights: self.between(weights, np.broadcast_to(
+            ends, (len(weights.counts), *ends.shape)))
+
+    def equal_mass(self, n_bins, chunk_ends):
+        """Bins that end at chunk_ends(number of draws, n_bins) and keep ties together."""
+        def sizes(weights):
+            lines, (before, _) = self.lines(weights), self.drawn(weights)
+            start = before[lines[..., 0] + self.first] - before[lines[..., 0]]
+            n = start[:, :-1, None] + chunk_ends(np.diff(start)[..., None], n_bins)
+            ends = self.tie_ends[self.first_reaching(weights, n)]
+            return self.between(weights, np.maximum(ends, self.first[:-1, None]))
+        return sizes
+
+    def fixed_size(self, size):
+        """Bins of this size, the last one with the remainder; tied rows may be in two bins."""
+        def sizes(weights):
+            lines, (before, _) = self.lines(weights), self.drawn(weights)
+            total = np.diff(before[lines + [0, len(self.order)]])
+            n_bins = np.maximum(total // size, 1)
+            m = np.arange(n_bins.max() + 1)
+            n = np.where(m < n_bins, m * size, total)       # further bins are empty
+            rows = self.first_reaching(weights, n)
+            _, gap = self.between(weights, rows[..., 1:])
+            # the last row of a bin may be in the next one, too
+            beyond = (before[lines + rows] - before[lines] - n) * self.gaps[rows - 1]
+            return np.diff(n), gap - np.diff(beyond)
+        return sizes
+
+
+def _mean_gap(size, gap):
+    """Return sum_B |sum of gaps in B| / sum_B |B|, [R, groups]; nan for a group without rows."""
+    return np.abs(gap).sum(-1) / _or_nan(size.sum(-1))
+
+
+def _mean_of_options(errors):
+    """Return the mean [R] of errors [R, K] over the options that some row of a sample has."""
+    return np.nansum(errors, 1) / _or_nan(np.isfinite(errors).sum(1))
+
+
+@weighted
+def accuracy(rows):
     """Return the share of rows whose predicted option is the label, 1/N sum_i a_i."""
-    return float(top_label(probs, labels)[1].mean())
+    return mean_of(rows.correct)
 
 
 def wilson_interval(probs, labels, z=1.96) -> tuple[float, float]:
@@ -69,20 +261,23 @@ def _wilson(mean, n, z):
     return ends.clip(0, 1)      # they exceed [0, 1] only by rounding
 
 
-def mean_confidence(probs, labels) -> float:
+@weighted
+def mean_confidence(rows):
     """Return the mean probability of the predicted option, 1/N sum_i c_i, in [1/K, 1]."""
-    return float(top_label(probs, labels)[0].mean(dtype=np.float64))
+    return mean_of(rows.confidence)
 
 
-def gap(probs, labels) -> float:
+@weighted
+def gap(rows):
     """Return mean confidence - accuracy: positive is overconfident, negative underconfident.
 
     |gap| is the ECE with a single bin and a lower bound of ece, ece_equal_mass, mad and rmsce.
     """
-    return mean_confidence(probs, labels) - accuracy(probs, labels)
+    return mean_of(rows.confidence - rows.correct)
 
 
-def entropy(probs, labels, unit='bits', n_options=None) -> float:
+@weighted
+def entropy(rows, unit='bits', n_options=None):
     """Return the mean entropy of the rows, -1/N sum_i sum_k p_ik log p_ik, with 0 log 0 = 0.
 
     unit: 'bits' (log2, as in the tables of Huang et al.), 'nats', or 'share', the entropy divided
@@ -90,11 +285,11 @@ def entropy(probs, labels, unit='bits', n_options=None) -> float:
     """
     if unit not in ('bits', 'nats', 'share'):
         raise ValueError(f"unit must be 'bits', 'nats' or 'share', not {unit!r}")
-    probs, _, n_options = check_probs(probs, labels, n_options)
+    probs, _, n_options = rows.options()
     nats = row_entropy(probs)
     if unit == 'share':
         nats = nats / np.where(n_options > 1, np.log(n_options), 1)
-    return float(nats.mean() / (np.log(2) if unit == 'bits' else 1))
+    return mean_of(nats / (np.log(2) if unit == 'bits' else 1))
 
 
 def row_entropy(probs):
@@ -104,15 +299,16 @@ def row_entropy(probs):
     return 0.0 - (p * np.log(np.where(p > 0, p, 1))).sum(1)
 
 
-def nll(probs, labels, *, scores=None) -> float:
+@weighted
+def nll(rows, *, scores=None):
     """Return the negative log-likelihood in nats, -1/N sum_i log max(p_i,label, 2.2e-16).
 
     The floor is the epsilon of float64, as in scikit-learn's log_loss. With scores there is none:
     1/N sum_i (logsumexp(scores_i) - scores_i,label). scores: float [N, K], logits or
     log-probabilities whose softmax is probs to 1e-4; -inf for a missing option, never for a label.
     """
-    probs, labels, _ = check_probs(probs, labels)
-    return float(label_nll(probs, labels, scores).mean())
+    probs, labels, _ = rows.options()
+    return mean_of(label_nll(probs, labels, rows.scores))
 
 
 def label_nll(probs, labels, scores=None):
@@ -131,18 +327,25 @@ def label_nll(probs, labels, scores=None):
     return np.log(np.exp(z).sum(1)) - z[rows, labels]
 
 
-def brier(probs, labels) -> float:
+@weighted
+def brier(rows):
     """Return the Brier score, 1/N sum_i sum_k (p_ik - [k = label_i])^2, in [0, 2].
 
     Brier 1950, as in lm-evaluation-harness: summed over options, so at K = 2 twice scikit-learn's.
     """
-    probs, labels, _ = check_probs(probs, labels)
+    probs, labels, _ = rows.options()
     is_label = np.arange(probs.shape[1]) == labels[:, None]
-    return float(((probs.astype(np.float64) - is_label) ** 2).sum(1).mean())
+    return mean_of(((probs.astype(np.float64) - is_label) ** 2).sum(1))
+
+
+@weighted
+def brier_top_label(rows):
+    """Return the Brier score of the prediction, 1/N sum_i (c_i - a_i)^2, in [0, 1]."""
+    return mean_of((rows.confidence - rows.correct) ** 2)
 
 
 def murphy(probs, labels, n_bins=10) -> dict[str, float]:
-    """Return the Brier score of the prediction, 1/N sum_i (c_i - a_i)^2, and its terms by name.
+    """Return `brier_top_label` and its terms by name.
 
         brier = reliability - resolution + uncertainty + within_bin
         reliability  sum_B |B|/N (conf(B) - acc(B))^2          how far confidence is off
@@ -159,7 +362,7 @@ def murphy(probs, labels, n_bins=10) -> dict[str, float]:
     share, mean = count / count.sum(), correct.mean()
     c, a = confidence - conf[index], correct - acc[index]
     return {
-        'brier': float(((confidence - correct) ** 2).mean()),
+        'brier': brier_top_label(probs, labels),
         'reliability': float(np.nansum(share * (conf - acc) ** 2)),
         'resolution': float(np.nansum(share * (acc - mean) ** 2)),
         'uncertainty': float(mean * (1 - mean)),
@@ -167,13 +370,18 @@ def murphy(probs, labels, n_bins=10) -> dict[str, float]:
     }
 
 
-def brier_skill(probs, labels) -> float:
+@weighted
+def brier_skill(rows):
     """Return the Brier skill score of the prediction, 1 - brier_top_label / (acc (1 - acc)).
 
     Murphy 1973: 1 is perfect, 0 as good as the confidence acc in every row; nan if acc is 0 or 1.
     """
-    parts = murphy(probs, labels, n_bins=1)
-    return 1 - parts['brier'] / (parts['uncertainty'] or np.nan)
+    right, error = mean_of(rows.correct), mean_of((rows.confidence - rows.correct) ** 2)
+
+    def skill(weights):
+        acc = right(weights)
+        return 1 - error(weights) / _or_nan(acc * (1 - acc))
+    return skill
 
 
 def refinement(probs, labels, *, scores=None) -> dict[str, float]:
@@ -237,14 +445,15 @@ def bins(probs, labels, n_bins=10) -> dict[str, np.ndarray]:
             'accuracy': acc, 'low': low, 'high': high}
 
 
-def ece(probs, labels, n_bins=10) -> float:
+@weighted
+def ece(rows, n_bins=10):
     """Return the expected calibration error, eq. (2): sum_B |B|/N |acc(B) - conf(B)|, in [0, 1].
 
     Naeini et al. 2015, over the bins of `bins`. The default of 10 follows Zhu et al. 2023, 'On the
     Calibration of Large Language Models and Alignment'; Guo et al. 2017 use 15.
     """
-    table = bins(probs, labels, n_bins)
-    return _expected_gap(table['count'], table['confidence'], table['accuracy'])
+    sizes = rows.top.equal_width(n_bins)
+    return lambda weights: _mean_gap(*sizes(weights))[:, 0]
 
 
 def mce(probs, labels, n_bins=10) -> float:
@@ -309,33 +518,45 @@ def worst_group_ece(probs, labels, groups, n_bins=10, least=100) -> tuple[float,
                 for i in np.flatnonzero(count >= least)), default=(float('nan'), None))
 
 
-def ece_equal_mass(probs, labels, n_bins=10) -> float:
+@weighted
+def ece_equal_mass(rows, n_bins=10):
     """Return the expected calibration error, eq. (2), over bins of equal count.
 
     Nguyen & O'Connor 2015, Kumar et al. 2019; equal to get_ece_em of uncertainty-calibration and so
     to `ece_10_bin` of HELM. Rows sorted by confidence are cut into min(n_bins, N) bins, the first
     N mod n_bins of them one row longer. Tied rows stay together, in the lowest bin that has one.
     """
-    return _expected_gap(*_chunk_means(*top_label(probs, labels), n_bins, equal_chunk_ends))
+    check_count('n_bins', n_bins)
+    sizes = rows.top.equal_mass(n_bins, equal_chunk_ends)
+    return lambda weights: _mean_gap(*sizes(weights))[:, 0]
 
 
-def rmsce(probs, labels, bin_size=100) -> float:
+@weighted
+def rmsce(rows, bin_size=100):
     """Return the root mean square calibration error, eq. (5): sqrt(sum_B |B|/N (acc - conf)^2).
 
     Hendrycks et al. 2019. Rows sorted by confidence fill max(1, floor(N / bin_size)) bins of
     bin_size rows; the last, most confident bin also takes the remainder. Tied rows keep the order
     given, as in the published code, so the result may depend on it.
     """
-    count, conf, acc = _fixed_size_means(probs, labels, bin_size)
-    return float(np.sqrt((count * (acc - conf) ** 2).sum() / count.sum()))
+    check_count('bin_size', bin_size)
+    sizes = rows.top.fixed_size(bin_size)
+
+    def error(weights):
+        size, gap = (x[:, 0] for x in sizes(weights))
+        return np.sqrt((gap**2 / np.maximum(size, 1)).sum(1) / _or_nan(size.sum(1)))
+    return error
 
 
-def mad(probs, labels, bin_size=100) -> float:
+@weighted
+def mad(rows, bin_size=100):
     """Return the mean absolute calibration error, eq. (6): sum_B |B|/N |acc(B) - conf(B)|.
 
     Hendrycks et al. 2019, over the bins of `rmsce`. Always |gap| <= mad <= rmsce.
     """
-    return _expected_gap(*_fixed_size_means(probs, labels, bin_size))
+    check_count('bin_size', bin_size)
+    sizes = rows.top.fixed_size(bin_size)
+    return lambda weights: _mean_gap(*sizes(weights))[:, 0]
 
 
 def _fixed_size_means(probs, labels, bin_size):
@@ -485,7 +706,8 @@ def prr(probs, labels) -> float:
     return float(gain / (gain + missing)) if 0 < curve[-1] < 1 else float('nan')
 
 
-def bas(probs, labels) -> float:
+@weighted
+def bas(rows):
     """Return the behavioral alignment score, 1/N sum_i c_i + (1 - a_i) log(1 - c_i), at most 1.
 
     Wu et al. 2026 (arXiv 2604.03216), as an integral: the mean utility over thresholds t uniform in
@@ -493,14 +715,8 @@ def bas(probs, labels) -> float:
     for a wrong one, 0 for abstaining. Confidence equal to the accuracy maximizes it. 1 - c_i is at
     least 2.2e-16 here, as in `nll`, so no row costs more than 35.04.
     """
-    return float(row_bas(probs, labels).mean())
-
-
-def row_bas(probs, labels):
-    """Return the term of each row of `bas`, float64 [N]."""
-    confidence, correct = predictions(probs, labels)
-    c = confidence.astype(np.float64)
-    return c + np.where(correct, 0, np.log(np.maximum(1 - c, NLL_FLOOR)))
+    c = rows.as_given.astype(np.float64)
+    return mean_of(c + np.where(rows.correct, 0, np.log(np.maximum(1 - c, NLL_FLOOR))))
 
 
 def accuracy_at_coverage(probs, labels, coverage=0.5) -> float:
@@ -532,7 +748,8 @@ def _accuracy_of_top(probs, labels):
 # Class-wise calibration: acc(B) is the share of rows whose label is k, conf(B) the mean of p_ik
 
 
-def sce(probs, labels, n_bins=15, n_options=None) -> float:
+@weighted
+def sce(rows, n_bins=15, n_options=None):
     """Return the static calibration error, eq. (3): 1/K sum_k sum_m |B_mk|/N |acc - conf|.
 
     Nixon et al. 2019; the class-wise ECE of Kull et al. 2019: the mean over options k of the `ece`
@@ -540,11 +757,12 @@ def sce(probs, labels, n_bins=15, n_options=None) -> float:
     that have it, and the mean is over the options that some row has. Without it, padding counts as
     a probability of 0 that is always right.
     """
-    return float(np.mean([ece(p, is_label, n_bins)
-                          for p, is_label in _by_option(probs, labels, n_options)]))
+    sizes = rows.by_option.equal_width(n_bins)
+    return lambda weights: _mean_of_options(_mean_gap(*sizes(weights)))
 
 
-def ace(probs, labels, n_ranges=15, n_options=None, equal_weights=False) -> float:
+@weighted
+def ace(rows, n_ranges=15, n_options=None, equal_weights=False):
     """Return the adaptive calibration error, 1/K sum_k sum_r |B_rk|/N |acc(B_rk) - conf(B_rk)|.
 
     Nixon et al. 2019. For each option k the N probabilities p_ik, including zeros, are sorted and
@@ -553,11 +771,15 @@ def ace(probs, labels, n_ranges=15, n_options=None, equal_weights=False) -> floa
     equal_weights gives each range 1/R, as equation (4) does. n_options is used as in `sce`.
     """
     check_count('n_ranges', n_ranges)
-    errors = []
-    for p, is_label in _by_option(probs, labels, n_options):
-        count, conf, acc = _chunk_means(p, is_label, n_ranges, rounded_chunk_ends)
-        errors.append(_expected_gap(np.ones(len(count)) if equal_weights else count, conf, acc))
-    return float(np.mean(errors))
+    sizes = rows.by_option.equal_mass(n_ranges, rounded_chunk_ends)
+
+    def error(weights):
+        size, gap = sizes(weights)
+        if equal_weights:       # of ranges, at most one per row
+            n = np.minimum(size.sum(-1), n_ranges)
+            return _mean_of_options((np.abs(gap) / np.maximum(size, 1)).sum(-1) / _or_nan(n))
+        return _mean_of_options(_mean_gap(size, gap))
+    return error
 
 
 def tace(probs, labels, n_ranges=15, threshold=0.01, n_options=None) -> float:
@@ -700,7 +922,7 @@ MEASURES = (
     Measure('coverage_at_accuracy', 'coverage at accuracy 0.9', coverage_at_accuracy, True,
             tables=()),
     Measure('bas', 'BAS', bas, True, tables=(), is_mean=True),
-    Measure('brier_top_label', 'Brier of the prediction', murphy, False, tables=(), part='brier',
+    Measure('brier_top_label', 'Brier of the prediction', brier_top_label, False, tables=(),
             is_mean=True),
     Measure('brier_skill', 'Brier skill', brier_skill, True, tables=()),
     Measure('kappa', "Cohen's kappa", kappa, True, 'options', tables=()),
@@ -734,9 +956,9 @@ def report(probs, labels, n_options=None, *, scores=None, measures=None) -> Repo
 
     measures: rows of `MEASURES`, by default all; scores: those of `nll`.
     """
-    confidence, correct = predictions(probs, labels)
-    # sorted once, since sorting sorted rows is fast; ties stay in the order given
-    order = np.argsort(round_for_ties(confidence), kind='stable')
+    rows = Rows(probs, labels, n_options, scores)
+    confidence, correct, once = rows.as_given, rows.correct, rows.once()
+    order = rows.top.order      # sorted once, since sorting sorted rows is fast
     calls = {'prediction': lambda function: function(confidence[order], correct[order])}
     if as_array('probs', probs).ndim == 2:
         calls |= {'options': lambda function: function(probs, labels),
@@ -746,9 +968,14 @@ def report(probs, labels, n_options=None, *, scores=None, measures=None) -> Repo
         raise ValueError('scores belong to probs [N, K], not to a confidence [N]')
     chosen = [x for x in (MEASURES if measures is None else measures) if x.needs in calls]
     needs = {x.function: x.needs for x in chosen}   # several metrics may be parts of one result
+
+    def value_of(function):
+        by_weight = of_rows(function, rows)
+        return by_weight(once)[0] if by_weight else calls[needs[function]](function)
+
     # numpy computes outside of Python's lock; with fewer rows a thread would take longer to start
     with ThreadPoolExecutor(None if len(correct) > 100_000 else 1) as pool:
-        results = dict(zip(needs, pool.map(lambda f: calls[needs[f]](f), needs), strict=True))
+        results = dict(zip(needs, pool.map(value_of, needs), strict=True))
     values = Report(n=len(correct))
     for x in chosen:
         value, part = results[x.function], x.key if x.part is None else x.part
@@ -756,6 +983,14 @@ def report(probs, labels, n_options=None, *, scores=None, measures=None) -> Repo
             value = value[part]     # type: ignore[index]
         values[x.key] = value if type(value) is int else float(value)
     return values
+
+
+def of_rows(function, rows):
+    """Return a metric of Rows, from weights to values; None if it takes no weights."""
+    if isinstance(function, partial):
+        prepare = WEIGHTED.get(function.func)
+        return prepare and prepare(rows, *function.args, **function.keywords)
+    return WEIGHTED[function](rows) if function in WEIGHTED else None
 
 
 # Predictions and bins, which compare/scaling.py and stats.py use too

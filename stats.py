@@ -9,7 +9,6 @@ hard in one is hard in the others. So the unit that is drawn and tested is the q
 [N] names the question of each row; without it each row is a question of its own.
 """
 
-import functools
 import math
 from statistics import NormalDist
 from typing import TYPE_CHECKING
@@ -22,10 +21,6 @@ else:
     from . import metrics       # installed, as nanocal.stats
 
 # The bootstrap of metrics
-#
-# A resample is a count of how often each row was drawn: that of its question. Means are sums of a
-# matrix of counts [R, N] times per-row terms [N]. A metric in bins needs sums of gaps over ranges
-# of the drawn rows in ascending order, so the rows are sorted once, for all resamples.
 
 
 def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000, seed=0, keys=None,
@@ -39,51 +34,36 @@ def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000, s
     are numbers below it, and so many are drawn; groups of rows with the same n_questions and seed
     have the same draws.
 
-    Sums compute accuracy, confidence, gap, bas, brier_top_label, brier_skill, ece, mce,
-    ece_equal_mass, rmsce and mad, and from probs [N, K] also entropy_bits, nll, brier, sce and ace.
-    A metric that is new or edited in metrics.MEASURES is called once per resample instead.
+    A metric below `metrics.weighted` takes how often each row was drawn as its weights; others are
+    called once per resample.
     """
     columns = {key: x for key, x in (columns or {}).items() if keys is None or key in keys}
-    has_options = metrics.as_array('probs', probs).ndim == 2
-    if has_options:
-        *_, n_options = metrics.check_probs(probs, labels, n_options)
-    sums = _sums(probs, labels, n_options, scores, columns)
-    summed = sums(np.ones((1, len(labels)), int)).keys()
+    rows = metrics.Rows(probs, labels, n_options, scores)
     measures = [x for x in metrics.MEASURES
-                if x.key not in columns and (has_options or x.needs == 'prediction')
-                and (x.key in keys if keys is not None else x.tables or x.key in summed)]
-    called = [x for x in measures if x.key not in _unedited(metrics.MEASURES)]
-    arrays = *metrics.predictions(probs, labels), None, None
-    if any(x.needs != 'prediction' for x in called):
-        scores = None if scores is None else metrics.as_array('scores', scores)
-        arrays = *metrics.check_probs(probs, labels, n_options), scores
+                if x.key not in columns and (rows.probs is not None or x.needs == 'prediction')]
+    values = {x.key: metrics.of_rows(x.function, rows) for x in measures
+              if keys is None or x.key in keys}
+    measures = [x for x in measures if (x.key in keys if keys is not None else
+                                        x.tables or values[x.key])]
+    values = {x.key: values[x.key] for x in measures if values[x.key]} | {
+        key: metrics.mean_of(x) for key, x in columns.items()}
+    called = [x for x in measures if x.key not in values]
+    arrays = (rows.as_given, rows.correct, None) if rows.probs is None else (
+        rows.probs, rows.labels, rows.n_options)
+    scores = None if scores is None else metrics.as_array('scores', scores)
 
     parts = []
     for counts in _resample(len(labels), n_resamples, seed, questions, n_questions):
-        parts.append(sums(counts))
+        weights = metrics.Weights(counts)
+        parts.append({key: value(weights) for key, value in values.items()})
         reports = []
         for count in counts if called else ():
-            *drawn, scores = (None if x is None else np.repeat(x, count, 0) for x in arrays)
-            reports.append(metrics.report(*drawn, scores=scores, measures=called) if count.any()
+            *drawn, z = (None if x is None else np.repeat(x, count, 0) for x in (*arrays, scores))
+            reports.append(metrics.report(*drawn, scores=z, measures=called) if count.any()
                            else {x.key: np.nan for x in called})
         parts[-1] |= {x.key: np.array([report[x.key] for report in reports]) for x in called}
     return {key: np.concatenate([part[key] for part in parts])
             for key in (*(x.key for x in measures), *columns)}
-
-
-@functools.cache
-def _unedited(measures):
-    """Return the keys of `measures` whose function equals the sums on 350 rows."""
-    # with 2 to 5 options, ties, over- and underconfidence
-    random = np.random.default_rng(0)
-    n_options = np.append(5, random.integers(2, 6, 349))
-    scores = np.where(np.arange(5) < n_options[:, None], random.integers(-4, 4, (350, 5)), -np.inf)
-    labels = np.where(random.random(350) < 0.5, scores.argmax(1), random.integers(0, n_options))
-    arrays = metrics.softmax(scores), labels, n_options
-    sums = _sums(*arrays, scores, {})(np.ones((1, 350), int))
-    report = metrics.report(*arrays, scores=scores, measures=measures)
-    return {key for key in sums.keys() & report.keys()
-            if np.isclose(sums[key][0], report[key], 1e-9, 1e-9)}
 
 
 def question_index(questions, n):
@@ -103,9 +83,6 @@ def _resample(n, n_resamples, seed, questions=None, n_questions=None):
     if n_questions is None:
         questions, n_questions = question_index(questions, n)
     is_shared = n_questions != n or (questions != np.arange(n)).any()
-    # glibc gives the memory of freed arrays back to the system, and asks for it again at the price
-    # of the sums, until an array as large as this one was freed: see M_MMAP_THRESHOLD in mallopt(3)
-    np.empty(4_000_000)
     random = np.random.default_rng(seed)
     most = max(1, 60_000 // max(n, n_questions))    # arrays of 480 kB stay in the cache
     for start in range(0, n_resamples, most):
@@ -114,130 +91,6 @@ def _resample(n, n_resamples, seed, questions=None, n_questions=None):
         drawn += n_questions * np.arange(shape[0])[:, None]
         counts = np.bincount(drawn.ravel(), minlength=math.prod(shape)).reshape(shape)
         yield counts[:, questions] if is_shared else counts
-
-
-def _sums(probs, labels, n_options, scores, columns):
-    """Return the function from counts int [R, N] to {key: float64 [R]}, metrics of resamples."""
-    as_given, correct = metrics.predictions(probs, labels)
-    confidence, rows = metrics.round_for_ties(as_given), np.arange(len(correct))
-    c = confidence.astype(np.float64)
-    terms = {'accuracy': correct, 'confidence': c, 'bas': metrics.row_bas(as_given, correct),
-             'brier_top_label': (c - correct) ** 2}
-    by_confidence, gaps = _sorted_rows([(rows, confidence, correct)], 10,
-                                       metrics.equal_chunk_ends)
-    has_options = metrics.as_array('probs', probs).ndim == 2
-    if has_options:
-        probs, labels, _ = metrics.check_probs(probs, labels)
-        p = probs.astype(np.float64)
-        terms |= {'entropy_bits': metrics.row_entropy(probs) / np.log(2),
-                  'nll': metrics.label_nll(probs, labels, scores),
-                  'brier': (p**2).sum(1) - 2 * p[rows, labels] + 1}
-        having = [(k, np.flatnonzero(n_options > k)) for k in range(n_options.max())]
-        by_option, _ = _sorted_rows(
-            [(at, metrics.round_for_ties(probs[at, k]), labels[at] == k) for k, at in having], 15,
-            metrics.rounded_chunk_ends)
-    terms |= columns
-    of_rows = np.stack([*terms.values()], dtype=float)      # [keys, N]
-
-    def sums(counts):
-        n = counts.sum(1)       # [R]: questions may have several rows
-        n = np.where(n, n, np.nan)      # or none
-        # no product of matrices: a BLAS library would start threads in each of several processes
-        values = dict(zip(terms, np.einsum('rn,cn->cr', counts.astype(float), of_rows) / n,
-                          strict=True))
-        values['gap'] = values['confidence'] - values['accuracy']
-        spread = values['accuracy'] * (1 - values['accuracy'])
-        values['brier_skill'] = 1 - values['brier_top_label'] / np.where(spread, spread, np.nan)
-
-        counts = np.hstack([counts, np.zeros((len(counts), 1), int)])
-        ((size, gap), equal_mass), in_order, drawn = by_confidence(counts)
-        values['ece'] = _expected_gap(size, gap)[:, 0]
-        values['mce'] = np.abs(gap / np.maximum(size, 1)).max((1, 2))
-        values['ece_equal_mass'] = _expected_gap(*equal_mass)[:, 0]
-        # bins of 100 rows, the last one with the remainder; tied rows may be in two bins
-        total = drawn[:, -1:]
-        n_bins = np.maximum(total // 100, 1)
-        m = np.arange(1, n_bins.max() + 1)
-        ends = np.where(m < n_bins, m * 100, total)     # of fewer bins, the others are empty
-        size = np.diff(ends, axis=1, prepend=0)
-        sums_to = np.cumsum(in_order * gaps, axis=1)
-        at = np.arange(len(counts))[:, None], _row_of_draw(drawn, ends)
-        gap = np.diff(sums_to[at] - (drawn[at] - ends) * gaps[at[1]], axis=1, prepend=0)
-        values['mad'] = np.abs(gap).sum(1) / n
-        values['rmsce'] = np.sqrt((gap**2 / np.maximum(size, 1)).sum(1) / n)
-        if has_options:     # means over the options that some drawn row has
-            values['sce'], values['ace'] = (np.nanmean(_expected_gap(*x), axis=1)
-                                            for x in by_option(counts)[0])
-        return values
-    return sums
-
-
-def _expected_gap(size, gap):
-    """sum_B |sum of gaps in B| / sum_B |B| from size and gap [..., n_bins]; nan without a row."""
-    n = size.sum(-1)
-    return np.abs(gap).sum(-1) / np.where(n, n, np.nan)
-
-
-def _sorted_rows(groups, n_bins, chunk_ends):
-    """Return (bins, gaps [M + 1]) of G groups of rows, M in one line.
-
-    groups: [(rows int [m], their probability [m], their outcome bool [m])], which are sorted by
-    probability; a gap is probability - outcome. All counts are [R, N + 1], 0 in the last column.
-    bins(counts) returns (size, sum of gaps), both [R, G, n_bins], of bins of equal width and of
-    bins of equal mass, which end at chunk_ends(number of draws, n_bins) and keep ties together;
-    also the counts in the order of the line, and their sums up to each row, [R, M + 1].
-    """
-    lengths = [len(rows) for rows, *_ in groups]
-    first = np.cumsum([0, *lengths[:-1]])       # [G]: where each group begins
-    order, gaps, tie_ends, width_starts = [], [], [], []
-    for (rows, probability, outcome), start in zip(groups, first, strict=True):
-        ascending = np.argsort(probability, kind='stable')
-        probability = probability[ascending]
-        order.append(rows[ascending])
-        gaps.append(probability.astype(np.float64) - outcome[ascending])
-        tie_ends.append(start + np.searchsorted(probability, probability, side='right'))
-        index = metrics.equal_width_bins(probability, n_bins)
-        width_starts.append(start + np.searchsorted(index, np.arange(n_bins)))
-    # at the end of the line is the last column, a row that is never drawn
-    order, gaps, tie_ends = (np.concatenate([*x, [end]]) for x, end in (
-        (order, -1), (gaps, 0), (tie_ends, sum(lengths))))
-
-    def bins(counts):
-        counts = np.take(counts, order, axis=1)
-        drawn = np.cumsum(counts, axis=1)
-        R = len(counts)
-        before = drawn[:, first - 1]        # [R, G]: draws of the groups before
-        before[:, 0] = 0
-        n_drawn = np.diff(before, append=drawn[:, -1:])
-        ends = before[..., None] + chunk_ends(n_drawn[..., None], n_bins)[..., :-1]
-        mass_starts = np.empty((R, len(first), n_bins), int)
-        mass_starts[..., 0] = first
-        mass_starts[..., 1:] = np.maximum(tie_ends[_row_of_draw(drawn, ends)], first[:, None])
-        gap = counts * gaps
-        return [(_range_sums(counts, starts), _range_sums(gap, starts)) for starts in (
-            np.broadcast_to(width_starts, mass_starts.shape), mass_starts)], counts, drawn
-    return bins, gaps
-
-
-def _row_of_draw(drawn, numbers):
-    """Return the row of the draw with each of numbers [R, ...], which count the draws from 1.
-
-    drawn [R, M]: the number of draws up to and with each row
-    """
-    # one search serves all resamples, whose draws are numbered one after the other
-    shift = (drawn[:, -1].max() + 1) * np.arange(len(drawn))
-    found = np.searchsorted((drawn + shift[:, None]).ravel(),
-                            numbers + shift.reshape(-1, *[1] * (numbers.ndim - 1)))
-    return found % drawn.shape[1]
-
-
-def _range_sums(x, starts):
-    """Sums of the columns of x [R, M] from each of starts [R, G, B], ascending, to the next."""
-    R, M = x.shape
-    flat = (starts.reshape(R, -1) + M * np.arange(R)[:, None]).ravel()
-    sums = np.add.reduceat(x.ravel(), flat)
-    sums[:-1][flat[1:] == flat[:-1]] = 0    # reduceat returns the next number for an empty range
-    return sums.reshape(starts.shape)
 
 
 # From resampled values to intervals and p

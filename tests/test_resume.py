@@ -237,8 +237,9 @@ def test_a_finished_run_only_reports_what_is_missing(tuned, train_again, monkeyp
     content = results_of(tuned)
     content['tasks']['questions']['pooled']['ece'] = 0.001
     (tuned / 'results.json').write_text(json.dumps(content))
-    with refused(tuned, 'results.json is not what .*edited, .*remove it and evaluate'):
+    with pytest.raises(ConfigError, match='results.json is not what .*edited, .*remove it and'):
         train_again('--resume')
+    assert '## Calibration' not in (tuned / 'README.md').read_text()
 
 
 # ---- What a run may be resumed from --------------------------------------------------------------

@@ -33,7 +33,8 @@ def test_bootstrap_is_the_report_of_resampled_rows(n, K, ragged):
             assert values[i] == pytest.approx(report[metric], rel=1e-9, abs=1e-9,
                                               nan_ok=True), metric
     assert found.keys() == {x.key for x in metrics.MEASURES if x.tables} | {
-        'gap', 'mce', 'ece_equal_mass', 'bas', 'brier_top_label', 'brier_skill'}
+        'gap', 'ece_15', 'ece_equal_mass', 'bas', 'brier_top_label', 'brier_skill', 'entropy_nats',
+        'entropy_share'}
     correct = probs.argmax(1) == labels
     alone = stats.bootstrap(probs.max(1), correct, n_resamples=7, seed=3, questions=questions)
     assert all(np.allclose(values, found[metric], equal_nan=True)
@@ -41,7 +42,7 @@ def test_bootstrap_is_the_report_of_resampled_rows(n, K, ragged):
 
 
 def test_an_edited_measure_has_the_intervals_of_its_new_code(monkeypatch):
-    """No second implementation outlives an edit: the fast sums step aside for the function."""
+    """A metric that takes no weights is called with the rows of each resample."""
     rng = np.random.default_rng(0)
     probs = rng.dirichlet(np.ones(3), 60)
     labels = rng.integers(0, 3, 60)
