@@ -294,8 +294,8 @@ def pair_objective(packed, cfg):
         device, measured = model.head.device, {}
         answers = Answers(packed, rows, device)
         w, l = to_device(packed.pairs, device).T         # noqa: E741
-        n, r, pair_weight = answers.counts, *(
-            to_device(x, device) for x in (packed.reference, packed.pair_weight))
+        n, r = answers.counts, to_device(packed.reference, device)
+        pair_weight = to_device(packed.pair_weight, device)
 
         def function(log_p, entropy, tokens):
             # called for the prompts of each chunk, and at the end for all of them
