@@ -260,7 +260,8 @@ def test_resume_refuses_other_settings_other_data_and_another_model(
         train_again(*options, '--lr=0.1')
     lines = data.read_text().splitlines(keepends=True)
     for path, change, message in (
-            (data, lambda: data.write_text(''.join(lines[::-1])), 'different training data: '),
+            (data, lambda: data.write_text(''.join(lines[::-1])),
+             'different training data or end tokens: '),
             (base / 'config.json', lambda: edit_config(base, rms_norm_eps=1e-3),
              'different base model: '),
             (base / 'model.safetensors', lambda: rewrite(
