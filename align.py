@@ -176,9 +176,6 @@ class AlignConfig(train.TrainConfig):
     gae_lambda: float = 0.95                  # of the generalized advantages
     value_clip: float = 0.2                   # largest change of a value in its loss
     value_coef: float = 0.1                   # weight of the value loss
-    whiten: Literal['batch', 'response'] = 'batch'      # response: as in TRL before 0.5.0
-    lost_accumulation: int = 1                # n: train on one of each n answers, as TRL before
-    #                                           0.4.5 did: it lost the gradients of the others
 
 
 # keys of train.py that no method here reads; setting one is an error
@@ -216,7 +213,7 @@ def check_settings_are_read(cfg):
     # without the sizes of rollouts, which runs of several methods may share
     names = [*vars(defaults)]
     reward_keys = 'run_code', 'instruction', *names[names.index('truncated'):]
-    ppo_keys = 'discount', 'gae_lambda', 'value_clip', 'value_coef', 'whiten'
+    ppo_keys = 'discount', 'gae_lambda', 'value_clip', 'value_coef'
     # (deciding setting, '' for this script; whether this run reads the keys; the keys)
     for decider, is_read, keys in (
             ('', False, UNUSED),
@@ -297,8 +294,8 @@ def pair_objective(packed, cfg):
         device, measured = model.head.device, {}
         answers = Answers(packed, rows, device)
         w, l = to_device(packed.pairs, device).T         # noqa: E741
-        n, r, pair_weight = answers.counts, *(
-            to_device(x, device) for x in (packed.reference, packed.pair_weight))
+        n, r = answers.counts, to_device(packed.reference, device)
+        pair_weight = to_device(packed.pair_weight, device)
 
         def function(log_p, entropy, tokens):
             # called for the prompts of each chunk, and at the end for all of them

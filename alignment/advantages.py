@@ -110,11 +110,10 @@ def generalized_advantages(rewards, values, counts, cfg):
     return advantages
 
 
-def whitened(x, counts):
-    """Return x [n] with mean 0 and variance 1 in each of its parts, of `counts` numbers."""
-    parts = np.split(x, np.cumsum(counts)[:-1])
-    return np.concatenate([part / np.sqrt(part.var(ddof=len(part) > 1) + 1e-8)
-                           for part in map(deviation, parts)])
+def whitened(x):
+    """Return x [n] with mean 0 and variance 1."""
+    x = deviation(x)
+    return x / np.sqrt(x.var(ddof=len(x) > 1) + 1e-8)
 
 
 def credit(packed, rewards, old, reference, value, cfg, kl_coef):
@@ -130,8 +129,7 @@ def credit(packed, rewards, old, reference, value, cfg, kl_coef):
         gains = -costs
         gains[begin + counts - 1] += rewards
         advantage = generalized_advantages(gains, value, counts, cfg)
-        parts = counts if cfg.whiten == 'response' else [len(advantage)]
-        return whitened(advantage, parts), advantage + value
+        return whitened(advantage), advantage + value
     tables = np.zeros((2, *where.max(0) + 1))
     tables[:, *where.T] = rewards, np.add.reduceat(costs, begin)
     advantage = RL_METHODS[cfg.method].advantage(*tables)[tuple(where.T)]

@@ -54,7 +54,6 @@ class PackedRollouts(PackedAnswers):
     latest: torch.Tensor    # float32 [n] on the device: log-probability in the latest update
     measured: dict          # {name: number}: means over the answers, for the log
     n_supervised: int       # number of tokens that have a loss, at least 1
-    step: int               # of the run, which seeds what an update draws
 
 
 def pack_answers(prompts, answers, row_length, multiple=1, last=False):
@@ -87,7 +86,8 @@ def pack_answers(prompts, answers, row_length, multiple=1, last=False):
     tokens, positions, ends = np.stack([row.padded(row_length)[0] for row in rows], 1)
     scored = np.array([(i, first + k, at, token) for row in rows
                        for (i, first), k, at, token in row.scored])
-    where, at, token = scored[:, :2], scored[:, 2], scored[:, 3]
+    where = scored[:, :2]
+    at, token = scored[:, 2:].T
     begins = np.flatnonzero((np.diff(where, axis=0, prepend=-1) != 0).any(1))
     counts = np.diff([*begins, len(where)])
     sizes, used = np.array([(len(row.scored), len(row.tokens)) for row in rows]).T
@@ -117,7 +117,8 @@ def pack_rankings(sequences, row_length, multiple=1, last=False, reference=None,
                    for k in range(j + 1, len(rank)) if rank[j] < rank[k]]
         pairs += ordered
         weights += [1 / len(ordered) / len(trees)] * len(ordered)
-    pairs, (tree, answer) = np.array(pairs), packed.where.T
+    pairs = np.array(pairs)
+    tree, answer = packed.where.T
     return PackedPairs(
         **vars(packed), pairs=pairs, pair_weight=np.array(weights, np.float32),
         reference=(np.zeros(len(tree), np.float32) if reference is None else

@@ -10,7 +10,6 @@ align.py, which names these functions in its stage; `run` is a `train.Run`.
 import math
 import os
 import time
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -42,7 +41,7 @@ def check_rollouts(cfg):
         raise ConfigError(f'reward = {cfg.reward!r} runs the programs that the model writes: read '
                           f'docs/running_code.md, then allow it with --run_code')
     n_answers = cfg.batch_size * cfg.group_size
-    require_range(cfg, 1, 10 ** 6, 'max_tokens', 'updates', 'decode_batch', 'lost_accumulation')
+    require_range(cfg, 1, 10 ** 6, 'max_tokens', 'updates', 'decode_batch')
     require_range(cfg, 1 if cfg.method == 'ppo' else 2, 10 ** 6, 'group_size')
     require_range(cfg, 0, cfg.max_tokens, 'soft_overlong')
     require_range(cfg, 0, 100, 'resample')
@@ -60,9 +59,6 @@ def check_rollouts(cfg):
         raise ConfigError(f'kl_horizon = {cfg.kl_horizon}: one step of batch_size times group_size '
                           f'= {n_answers} answers could make kl_coef 0 or negative; it must be '
                           f'above a fifth of them')
-    if n_answers % cfg.lost_accumulation:
-        raise ConfigError(f'lost_accumulation = {cfg.lost_accumulation} does not divide batch_size '
-                          f'times group_size, {n_answers}')
     if cfg.max_tokens >= cfg.max_length:
         raise ConfigError(f'max_tokens = {cfg.max_tokens} leaves no room for a prompt in '
                           f'max_length = {cfg.max_length}')
@@ -116,7 +112,7 @@ def batches(run, first, until):
         if step == first:
             print(f'first answer, with reward {rewards[0, 0]:g}:')
             print('    ' + answers[0][0].text[:1000].replace('\n', '\n    '))
-        packed = pack(run, chosen, answers, rewards, step)
+        packed = pack(run, chosen, answers, rewards)
         packed.measured |= {'rollout_s': sampled - started,
                             'scoring_s': time.perf_counter() - sampled}
         yield chosen, packed
@@ -169,7 +165,7 @@ def sample(run, chosen, seed, n):
     return answers, rewards
 
 
-def pack(run, chosen, answers, rewards, step):
+def pack(run, chosen, answers, rewards):
     """Return the PackedRollouts of a step's answers: what the loss needs, and the log."""
     cfg = run.cfg
     packed = pack_answers([run.sequences[i][0].tolist() for i in chosen],
@@ -199,7 +195,7 @@ def pack(run, chosen, answers, rewards, step):
     weight = np.repeat(RL_METHODS[cfg.method].weight(packed.counts, used, cfg), packed.counts)
     return PackedRollouts(
         **vars(packed), advantage=advantage, weight=weight, sampled=sampled, old=old,
-        reference=reference, value=value, returns=returns, measured=measured, step=step,
+        reference=reference, value=value, returns=returns, measured=measured,
         latest=torch.zeros(len(packed.token), device=run.device),
         n_supervised=max(1, packed.counts[used].sum()))
 
@@ -212,13 +208,7 @@ def update(model, optimizer, packed, cfg, device, objective):
     for number in range(cfg.updates):
         if number and packed.old is None:   # the first update has computed it
             packed.old = packed.latest.double().cpu().numpy()
-        part = packed
-        if cfg.lost_accumulation > 1:
-            order = np.random.default_rng([cfg.seed, packed.step, number]).permutation(
-                len(packed.counts))
-            last = order % cfg.lost_accumulation == cfg.lost_accumulation - 1
-            part = replace(packed, weight=packed.weight * last[packed.answer])
-        total.append(train.train_step(model, optimizer, part, cfg, device, objective))
+        total.append(train.train_step(model, optimizer, packed, cfg, device, objective))
     values = {name: torch.stack([step[name] for step in total]).mean() for name in total[0]}
     if packed.old is not None:
         packed.measured['mismatch'] = np.abs(packed.old - packed.sampled).mean()

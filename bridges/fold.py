@@ -79,7 +79,10 @@ def main(argv):
                          cap=' and the cap of the logits' * bool(capped), task=task,
                          scaling=cfg.scaling, dtype=dtype)
     with ownership.lock(cfg.out_dir):
-        ownership.check_empty(cfg.out_dir)
+        names = {path.name for path in Path(cfg.out_dir).iterdir()}
+        if others := sorted(names - {ownership.LOCK, ownership.LIST}):
+            raise ConfigError(f'{cfg.out_dir} is not empty, it holds {", ".join(others[:3])}; '
+                              f'choose another --out_dir')
         checkpoint.save(model, cfg.out_dir, getattr(torch, dtype), folder,
                         more={'README.md': text}, owner=cfg.out_dir)
     print(f'wrote the model with temperature {temperature:.4f} of {task} to {cfg.out_dir}')

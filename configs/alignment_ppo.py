@@ -7,10 +7,8 @@ The paper states batch 8 on 4 GPUs with 8 micro-batches, learning rate, LoRA, 12
 of Alpaca's prompts. Its values are those of TRL's StackLLaMA, so what it leaves open is taken from
 there: 4 updates per batch, the adaptive KL, clipping and lambda, no gradient clipping, no schedule.
 Three differences: LoRA's dropout is 0, not 0.05, since ratios would be random; the weights are
-bfloat16, not 8 bits; an answer may end before 128 tokens, and there is no early stopping.
-
-TRL's releases of that spring differ from PPO, and the paper does not name its own. Up to 0.4.4:
---whiten=response --lost_accumulation=8; to 0.4.7, gradients were never cleared, which is not here.
+bfloat16, not 8 bits; an answer may end before 128 tokens, and there is no early stopping. TRL's
+releases of that spring had faults in PPO, which are not repeated here.
 """
 
 out_dir = 'out/alignment_ppo'

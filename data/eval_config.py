@@ -34,7 +34,6 @@ class EvalConfig:
     max_tokens: int | None = None             # longest written answer; None: as its task says
     p_ik: bool = False                        # also predict if a drawn answer is right: P(IK)
     verbalized: bool = False                  # also ask how probable a written answer is
-    early: bool = False                       # also answer after 0, 25, ..., 100 % of the thoughts
     run_code: bool = False                    # run programs that the model writes, for humaneval
     isolation: Literal['namespaces', 'limits'] = 'namespaces'  # see docs/running_code.md
     permute: int | None = None                # also ask in this many orders of the options

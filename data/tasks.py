@@ -27,7 +27,7 @@ TASKS = *BENCHMARKS, *rooms.TASKS, *INSTRUCTIONS
 # {setting: name of the variant}
 VARIANTS = {'permute': 'permuted', 'p_true': 'p_true', 'contextual': 'contextual'}
 # the settings that ask for results besides those of a task itself
-MORE_RESULTS = *VARIANTS, 'p_ik', 'verbalized', 'early'
+MORE_RESULTS = *VARIANTS, 'p_ik', 'verbalized'
 BLOCKS = 8          # at most, of questions of a language per process; each repeats the shots once
 BLOCK_LENGTH = 8    # questions, at least, where a process has several blocks
 SHOWN_TOKENS = 100      # before a scored token of a text, in its sample
@@ -183,7 +183,8 @@ class Task:
         scorer:  a Scorer (scoring.py), which runs the model; writer: a SampleWriter
         prompts: {(sample_key, prompt)} of every item of the task, scored now or earlier
         """
-        unscored, prompts, bad_rows = {}, set(), [*self.bad_rows]
+        unscored, prompts = {}, set()
+        bad_rows = [*self.bad_rows]
 
         def trees():
             for index, (item, tree) in enumerate(self.tokenize(scorer.tokenizer, scorer.cfg)):
@@ -332,7 +333,8 @@ class TextTask(Task):
     def samples(tokenizer, text, tree, numbers, values):
         ids, token_samples = [*tree.prefix, *tree.prompt], []
         for n in np.argsort(numbers):
-            at, (log_prob, top, top_log_prob, entropy) = tree.scored[numbers[n]], values[n]
+            at = tree.scored[numbers[n]]
+            log_prob, top, top_log_prob, entropy = values[n]
             token_samples.append({
                 'id': f'{text.id}:{at}' if len(tree.scored) > 1 else text.id, 'text': text.id,
                 'position': at, 'token': ids[at], 'top_token': int(top),

@@ -12,7 +12,6 @@ instead, and resume.py says when a checkpoint is complete.
 
 import contextlib
 import fcntl
-import functools
 import glob
 import itertools
 import json
@@ -104,14 +103,6 @@ def check_free(folder, *names):
     return new
 
 
-def check_empty(folder):
-    """Raise ConfigError if there is anything in the locked `folder` but its lock and list."""
-    names = sorted({path.name for path in Path(folder).iterdir()} - {LOCK, LIST})
-    if names:
-        raise ConfigError(f'{folder} is not empty, it holds {", ".join(names[:3])}; choose another '
-                          f'--out_dir')
-
-
 def _refuse_links(folder, names):
     """Raise ConfigError if a folder between `folder` and one of the files `names` is a link."""
     for parent in {Path(folder, parent) for name in names for parent in Path(name).parents[:-1]}:
@@ -137,13 +128,11 @@ def discard(folder, *patterns, keep=''):
     # first the file whose presence says that a checkpoint is complete
     for name in sorted(names, key=lambda name: Path(name).name != 'state.json'):
         Path(folder, name).unlink(missing_ok=True)
-    if not names:
-        return
-    for name in names:
         for parent in Path(name).parents[:-1]:      # the innermost first
             with contextlib.suppress(OSError):      # not empty
                 Path(folder, parent).rmdir()
-    _write_list(folder, [name for name in written_files(folder) if name not in {*names}])
+    if names:
+        _write_list(folder, [name for name in written_files(folder) if name not in {*names}])
 
 
 # ---- --overwrite ---------------------------------------------------------------------------------
@@ -197,13 +186,9 @@ def rename_old(*paths):
 
 def refuse_inputs(place, *names):
     """Raise ConfigError if one of `names`, which this command reads, is `place` or below it."""
-    @functools.cache
-    def is_place(path):
-        return path.exists() and place.exists() and path.samefile(place)
-
-    for name in map(os.path.abspath, names):
+    for name in map(os.path.abspath, names if place.exists() else ()):
         for path in map(Path, (name, os.path.realpath(name))):
-            if any(map(is_place, (path, *path.parents))):
+            if any(at.exists() and at.samefile(place) for at in (path, *path.parents)):
                 raise ConfigError(f'--overwrite would rename {place}, and this command reads '
                                   f'{path}; write to another place, or read a copy from elsewhere')
 

@@ -255,20 +255,17 @@ def test_a_grid_has_a_line_for_each_combination_of_settings(tmp_path, capsys):
     mean, low, high = stats.mean_interval(d)
     assert [row[5] for row in rows[:2]] == ['', f'{mean:+.3f} ± {(high - low) / 2:.3f}, '
                                             f'p {stats.student_t(d)[2]:.1g}']
-    assert (out / 'compare.png').read_bytes().startswith(b'\x89PNG')
     # one of three seeds of a run is missing
     (grid / 'seed-0' / 'tuned-0.001-0.1' / 'results.json').unlink()
     assert [row[3] for row in rows_of_grid()[2]] == ['3', '3', '3', '2']
 
 
-def test_a_difference_over_fewer_seeds_says_so_and_two_seeds_have_no_whiskers():
+def test_a_difference_over_fewer_seeds_says_so():
     values = dict(zip('012', (0.1, 0.2, 0.3), strict=True))
     assert over_seeds.paired(values, values) == '+0.000 ± 0.000, p 1'
     assert over_seeds.paired(values, {'0': 0.0, '2': 0.1}).endswith(', 2 seeds')
     assert over_seeds.paired(values, {'1': 0.1}) == '+0.100, 1 seed'
     assert over_seeds.paired(values, {'5': 0.1}) == ''
-    assert over_seeds.mean_and_ends([1.0, 3.0]) == [2.0, 2.0, 2.0]
-    assert over_seeds.mean_and_ends([1.0, 2.0, 3.0]) == pytest.approx((2.0, -0.484138, 4.484138))
 
 
 @pytest.mark.slow

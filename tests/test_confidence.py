@@ -235,29 +235,6 @@ def test_agreement_is_the_share_of_the_largest_class(keys, share, correct, greed
     assert confidence.class_entropy(sample)[0] == pytest.approx(1 - entropy / math.log(4))
 
 
-@pytest.mark.parametrize('keys, greedy', [
-    ('aabbbcdefg', 'a'), ('aaaa', 'a'), ('bcb', 'a'), (['a', None, 'b'], 'a'), ('ab', None)])
-@pytest.mark.parametrize('sure', [0.1, 0.9])
-def test_dinco_is_the_papers_with_exact_classes_for_its_nli_model(keys, greedy, sure):
-    """As in the paper's code: f_i times contradiction, over the summed entailment by others."""
-    sample = sample_of(*keys, greedy=greedy)
-    distractors = confidence.distractors(sample)
-    sizes = {key: [*keys].count(key) for key in keys if key not in (None, greedy)}
-    assert [x['key'] for x in distractors] == sorted(sizes, key=lambda key: -sizes[key])[:4]
-    f = [sure / (1 + i) for i in range(1 + len(distractors))]
-    # all samples of these classes, as a beam that repeats answers
-    beam = [(greedy, f[0])] + [(x['key'], p) for x, p in zip(distractors, f[1:])
-                               for _ in range(sizes[x['key']])]
-    beta = f[0]
-    for i, (key, p) in enumerate(beam[1:], 1):
-        degree = 1 + sum(other == key for j, (other, _) in enumerate(beam) if j not in (0, i))
-        beta += p * (key != greedy) / degree
-    normalized = f[0] / beta if beta > 1 else f[0]
-    consistent = np.mean([True, *(greedy is not None and key == greedy for key in keys)])
-    assert confidence.distractor_normalized(sample, f) == pytest.approx(
-        (normalized + consistent) / 2)
-
-
 def test_confidences_from_the_tokens_of_an_answer():
     sample = sample_of('a')
     for function, value in ((confidence.greedy_probability, 0.5),
@@ -312,7 +289,6 @@ READERS = {
     'parse_probability': numbers.parse_probability, 'final_answer': thinking.final_answer,
     'stated_guess': lambda text: confidence.stated_guess(text, 'Guess:'),
     'stated': lambda text: confidence.stated({'greedy': {'text': text}}),
-    'answer_now': lambda text: thinking.answer_now(text, len(text) // 2, 50),
     'solution_source': lambda text: code_tasks.solution_source(P, text),
     **{f'{name}.begin_of': lambda text, rule=WRITTEN_TASKS[name]: answer_samples.begin_of(
         rule.extract(text), text, rule) for name in ('qa', 'gsm8k', 'math500')}}

@@ -18,12 +18,9 @@ from data.chat import encode_prompt
 from data.tokenizer import load_tokenizer
 from data.trees import load_answers
 from written.benchmarks import WRITTEN_TASKS, load_written
-from written.answer_samples import begin_of
-from written import confidence
 from results.samples import latest_samples, read_samples
 from runtime.errors import ConfigError, DataError
 from written.sandbox import run_program
-from written.thinking import answer_now
 
 # ---- Files ---------------------------------------------------------------------------------------
 
@@ -182,88 +179,6 @@ def test_p_true_is_that_of_transformers(asked):
         assert other['confidence'] == p_true(
             f'{question}Here are some brainstormed ideas: ' + '\n'.join(ideas) +
             f'\nPossible Answer: {ideas[0]}{possible}')
-    normalized = samples_of(folder / 'out', 'qa.dinco')
-    assert len(normalized) == 10 and max(len(row['p_true']) for row in normalized) > 2
-    for row in normalized[:4]:
-        answer = answers[row['id']]
-        proposals = [answer['greedy'], *confidence.distractors(answer)]
-        assert row['p_true'] == [p_true(
-            f'{HEADER}{shots}Question: What is the colour of {row["id"]}?\nProposed Answer: '
-            f'{other["text"].strip()}{proposed}') for other in proposals]
-        assert row['correct'] == answer['greedy']['correct'] and row['confidence'] == (
-            pytest.approx(confidence.distractor_normalized(answer, row['p_true'])))
-
-
-def test_early_answers_are_the_greedy_ones_of_transformers_after_the_steps(asked, tmp_path):
-    folder, reference, _ = asked
-    tokenizer = load_tokenizer(folder / 'model')
-    tasks = ask(folder, tmp_path, '--early', '--limit=3')
-    texts = {s['id']: (s['greedy']['text'], begin_of(
-        s['greedy']['answer'], s['greedy']['text'], WRITTEN_TASKS['qa']))
-        for s in samples_of(tmp_path, 'qa')}
-    for percent in (0, 50, 100):
-        label = f'qa.early_{percent}'
-        rows = [row for row in samples_of(tmp_path, label) if row['confidence'] is not None]
-        assert len(rows) == tasks[label]['pooled']['n'] == 3 - tasks[label]['unparsed'] > 0
-        for row in rows:
-            ids = tokenizer.encode(PROMPT.format(row['id'])) + tokenizer.encode(
-                answer_now(*texts[row['id']], percent), start=False)
-            new = reference.generate(
-                torch.tensor([[tokenizer.bos_id, *ids]]), max_new_tokens=32, do_sample=False,
-                pad_token_id=0, eos_token_id=tokenizer.eos_id)[0, 1 + len(ids):].tolist()
-            greedy = row['greedy']
-            assert greedy['n_tokens'] == next(
-                (n for n in range(1, len(new)) if '\n' in tokenizer.decode(new[:n], start=False)),
-                len(new))
-            assert greedy['text'] in tokenizer.decode(new, start=False)
-            assert row['confidence'] == pytest.approx(math.exp(greedy['span_log_prob']))
-            assert row['correct'] == greedy['correct'] and row['predicted'] == greedy['span']
-
-
-@pytest.mark.parametrize('chat', ['none', 'tulu'])
-def test_a_guess_and_its_probability_are_stated_after_the_steps(tmp_path, chat):
-    sentencepiece_folder(tmp_path / 'model', 'mistral')
-    tokenizer = load_tokenizer(tmp_path / 'model')
-    rows = write_rows(tmp_path / 'q.jsonl', [{'question': 'Who?', 'answers': ['Ann']}])
-    loaded = load_written(f'qa:{rows}', asking(shots=0))
-    cfg = asking(chat=chat, add_bos=False, max_length=4096)
-    said = {'text': ' One. Two. So Ann.', 'answer': 'Ann', 'correct': True}
-    written = written_tasks.WrittenTask('qa', 'qa', *loaded)
-    scored = {('test', '', loaded.items[0].id): {'greedy': said, 'answers': [], 'shots': 0}}
-    task = written.variant('early_stated_50', scored, None)
-    text = tokenizer.decode(task.encode(task.items[0], tokenizer, cfg)[0])
-    assert text.endswith('question is: Who?\n\nOne.\n\nGuess:' if chat == 'none' else
-                         'question is: Who?\n<|assistant|>\nOne.\n\nGuess:')
-    sample = task.answer_sample(task.items[0], [{'text': ' Ann\nProbability: 80%'}], cfg)
-    assert sample['correct'] and sample['confidence'] == 0.8 and sample['predicted'] == 'Ann'
-    assert {f'early_stated_{percent}' for percent in (0, 25, 50, 75, 100)} == {
-        *confidence.variants(asking(early=True, verbalized=True))} - {
-        *confidence.variants(asking(early=True)), *confidence.variants(asking(verbalized=True))}
-
-
-@pytest.mark.parametrize('text, answer, said', [
-    (' He has 3.5 and 4. So 8.\nThen 9!\n#### 9', '9', ['', ' He has 3.5 and 4. So 8.',
-                                                     ' He has 3.5 and 4. So 8.\nThen 9!']),
-    ('<think>\nOne. Two.\nThree.\n</think>\n\n9', '9', [
-        '<think>', '<think>\nOne.', '<think>\nOne. Two.\nThree.']),
-    ('One. Two.</think> 9', '9', ['', 'One.', 'One. Two.']), (' A fox.', 'A fox', [''] * 3),
-    (' A fox. A fox is right.', 'A fox', [''] * 3),     # the first one is extracted
-    ('No. Maybe', None, ['', '', 'No.']), ('<think> One.', None, None)])
-def test_steps_are_the_sentences_and_lines_before_the_answer(text, answer, said):
-    ending = '\n</think>\n\nThe answer is' if '</think>' in text else ' The answer is'
-    end = begin_of(answer, text, WRITTEN_TASKS['qa' if 'fox' in text else 'gsm8k'])
-    assert [answer_now(text, end, percent) for percent in (0, 50, 100)] == (
-        [None] * 3 if said is None else [x + ending for x in said])
-
-
-def test_an_early_answer_is_what_follows_the_words_that_ask_for_it():
-    early = written_tasks.EarlyConfidence('gsm8k.early_0', 'gsm8k', [], {}, [], 0,
-                                          parent=SimpleNamespace(rule=WRITTEN_TASKS['gsm8k']))
-    graded = early.rule.grade(' **18**.\n\nThis is because 9 * 2 = 18, and 16 - 3', ['18'])
-    assert graded['answer'] == '18' and graded['correct'] and not graded['strict']
-    early.parent.rule = WRITTEN_TASKS['qa']
-    assert early.rule.extract(' a fox') == 'a fox'
-    assert [early.rule.extract(text) for text in ('', ' **', ' The answer is')] == [None] * 3
 
 
 def test_results_have_an_entry_for_each_confidence(asked):
@@ -271,7 +186,7 @@ def test_results_have_an_entry_for_each_confidence(asked):
     tasks = results_of(folder / 'out')['tasks']
     entries = {'qa', *(f'qa.{name}' for name in (
         'length_normalized', 'mean_token', 'answer_span', 'agreement', 'greedy_agreement',
-        'entropy', 'p_true', 'p_true_samples', 'dinco', 'p_ik'))}
+        'entropy', 'p_true', 'p_true_samples', 'p_ik'))}
     assert tasks.keys() >= entries and 'qa.stated' not in tasks
     accuracy = tasks['qa']['pooled']['accuracy']
     assert accuracy == share == tasks['qa']['written']['lenient_accuracy'] and share > 0
@@ -304,7 +219,7 @@ def test_answers_with_other_end_tokens_are_not_added_to_earlier_ones(asked, tmp_
 
 def test_a_confidence_in_earlier_answers_is_left_out(asked, tmp_path, capsys, monkeypatch):
     folder, *_ = asked
-    entries = {'qa.p_true', 'qa.p_true_samples', 'qa.dinco', 'qa.p_ik'}
+    entries = {'qa.p_true', 'qa.p_true_samples', 'qa.p_ik'}
     out = shutil.copytree(folder / 'out', tmp_path / 'out')
     before = ask(folder, out)
     assert entries <= before.keys()

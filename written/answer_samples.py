@@ -26,7 +26,8 @@ def write_answers(task, scorer, writer, n, stop):
     itself: answers in samples.jsonl are graded again by the present rules, and a sample that this
     changes is appended again.
     """
-    cfg, bad_rows, prompts, end_ids = scorer.cfg, [], set(), set()
+    cfg, bad_rows = scorer.cfg, []
+    prompts, end_ids = set(), set()
     stop, max_tokens = stop if cfg.chat == 'none' else (), task.max_tokens(cfg)
     earlier = {(samples.sample_key(s), s['prompt'].partition('-')[0]): s
                for s in writer.latest(task.label)}
@@ -75,7 +76,8 @@ def greedy_and_drawn(task, scorer, prompts, greedy, n, end_ids):
 
     greedy: the Sampling of the greedy answer; arguments as in `generate`
     """
-    model, tokenizer, answers = scorer.load(), scorer.tokenizer, {}
+    model, tokenizer = scorer.load(), scorer.tokenizer
+    answers = {}
     for i, (answer,) in generate(model, prompts, greedy, tokenizer, end_ids):
         answers[i] = [written(answer) | greedy_fields(answer, task, tokenizer)]
         if n == 0:
@@ -95,11 +97,12 @@ def written(answer):
 
 def greedy_fields(answer, task, tokenizer):
     """Return what a sample holds of the greedy Answer and of no other."""
-    fields = {}
-    if task.is_written:     # log-probabilities and entropies of the tokens, to five digits
-        fields = {key: [float(f'{x:.5g}') for x in getattr(answer, key)]
-                  for key in ('log_probs', 'entropies')}
-    return fields | span(answer, task.rule, tokenizer) if task.rule else fields
+    if task.rule is None:
+        return {}
+    # log-probabilities and entropies of the tokens, to five digits
+    fields = {key: [float(f'{x:.5g}') for x in getattr(answer, key)]
+              for key in ('log_probs', 'entropies')}
+    return fields | span(answer, task.rule, tokenizer)
 
 
 def graded(answers, question, rule, cfg):

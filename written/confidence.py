@@ -79,26 +79,6 @@ def stated(sample):
     return parse_probability(tag[2]) if tag[1] else None, sample['greedy']
 
 
-def distractors(sample, most=4):
-    """Return the first samples of the largest classes that the greedy answer does not belong to."""
-    answers, key = sample['answers'], sample['greedy']['key']
-    first = [answers[i] for i, _ in classes(answers)]
-    return [answer for answer in first if answer['key'] not in (None, key)][:most]
-
-
-def distractor_normalized(sample, p_true):
-    """DiNCo (Wang and Stengel-Eskin, arXiv 2509.25532): mean of f_0 / max(1, sum f) and agreement.
-
-    p_true: f, P(True) of the greedy answer and of its `distractors`. The agreement is the share of
-    the samples and the greedy answer itself that agree with it. The paper weighs each f_i by an
-    NLI model's probabilities that answer i contradicts the first and repeats no other; here they
-    are 0 or 1, as exact classes say. Its distractors are from a beam search.
-    """
-    k = len(sample['answers'])
-    agreeing = (1 + k * greedy_agreement(sample)[0]) / (1 + k)
-    return (p_true[0] / max(1.0, sum(p_true)) + agreeing) / 2
-
-
 def _exp(log_prob):
     return math.exp(min(0.0, log_prob))
 
@@ -107,7 +87,7 @@ class Confidence(NamedTuple):
     """A row of the table."""
     title: str
     function: Callable | None = None    # as above; None: the prompts of its Task decide
-    option: str = ''            # the settings of evaluate.py that ask for it; '': always reported
+    option: str = ''            # the setting of evaluate.py that asks for it; '': always reported
 
 
 GREEDY = Confidence('probability of the greedy answer', greedy_probability)     # the task's own
@@ -125,25 +105,16 @@ CONFIDENCES = {
     'stated': Confidence('greedy answer, its <confidence>', stated),
     'p_true': Confidence('P(True) of the greedy answer', option='p_true'),
     'p_true_samples': Confidence('P(True) of the greedy answer, samples shown', option='p_true'),
-    'dinco': Confidence('greedy answer, P(True) normalized by distractors, and agreement',
-                        option='p_true'),
     'p_ik': Confidence('P(IK) of a drawn answer, by a probe before it is written', option='p_ik'),
     'verbalized_1s': Confidence('stated probability of a guess, one stage', option='verbalized'),
     'verbalized_2s': Confidence('stated probability of the greedy answer, two stages',
                                 option='verbalized')}
-PERCENTAGES = 0, 25, 50, 75, 100        # of the steps of the greedy answer
-EARLY = {f'early_{percent}': Confidence(f'answer after {percent} % of the steps, its probability',
-                                        answer_span, 'early') for percent in PERCENTAGES}
-EARLY_STATED = {f'early_stated_{percent}': Confidence(
-    f'stated probability of a guess after {percent} % of the steps', option='early verbalized')
-    for percent in PERCENTAGES}
-CONFIDENCES |= EARLY | EARLY_STATED
 
 
 def variants(cfg):
     """Return the names of CONFIDENCES that an evaluation with these settings reports."""
     return [name for name, row in CONFIDENCES.items()
-            if all(getattr(cfg, key) for key in row.option.split())]
+            if not row.option or getattr(cfg, row.option)]
 
 
 def classes(answers):

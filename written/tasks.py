@@ -15,7 +15,7 @@ from written import benchmarks as written_answers
 from data.tree_rows import Tree
 from data.tasks import Task, chat_words, sample_fields, task_label
 from written.benchmarks import WRITTEN_TASKS, load_written
-from written.answer_samples import begin_of, write_answers
+from written.answer_samples import write_answers
 from results import samples
 from written import confidence
 from written.p_ik_probe import cross_validated
@@ -24,7 +24,6 @@ from runtime import parallel
 from runtime.digests import code_digest
 from runtime.errors import ConfigError, DataError
 from written.sandbox import require_sandbox
-from written.thinking import ANSWER_NOW, answer_now
 from written.variants import PTrueTask
 
 # ---- The answers ---------------------------------------------------------------------------------
@@ -65,7 +64,7 @@ class AnswerTask(Task):
 
 class WrittenTask(AnswerTask):
     """Questions whose answers the model writes; a sample has the graded answers."""
-    settings = 'p_true', 'p_ik', 'verbalized', 'early'
+    settings = 'p_true', 'p_ik', 'verbalized'
     is_written = continues = True
     identity = ('id', 'text', 'references', 'solution', 'subject', 'category', 'language', 'digest',
                 'messages', 'lead', 'judged')
@@ -80,8 +79,6 @@ class WrittenTask(AnswerTask):
         if cfg.dropout_seed is not None:
             raise ConfigError(f'dropout_seed: {kind} is answered without dropout; leave it out')
         if WRITTEN_TASKS[kind].runs_code:
-            if cfg.early:
-                raise ConfigError(f'early: a program of {kind} has no thoughts; leave it out')
             if not cfg.run_code:
                 raise ConfigError(f'{kind} runs programs that the model wrote; read '
                                   f'docs/running_code.md, then allow it with --run_code')
@@ -200,29 +197,6 @@ class PTrueAmongSamples(PTrueConfidence):
     ask = staticmethod(written_answers.proposed_among)
 
 
-class DistractorConfidence(PTrueConfidence):
-    """DiNCo of the greedy answer, see `confidence.distractor_normalized`."""
-
-    @staticmethod
-    def ask(question, sample):
-        proposed = [written_answers.proposed(question, answer['text'], answer['correct'])
-                    for answer in (sample['greedy'], *confidence.distractors(sample))]
-        return replace(proposed[0], prompts=proposed, published=sample)
-
-    def prompt_hash(self, item, tree):
-        keys = [answer['key'] for answer in (item.published['greedy'], *item.published['answers'])]
-        formula = code_digest('written.confidence')
-        return f'{super().prompt_hash(item, tree)}-{samples.digest([keys, formula])}'
-
-    @staticmethod
-    def samples(tokenizer, question, tree, numbers, values):
-        log_probs = tree.sums(numbers, values).reshape(-1, 2)
-        p_true = np.exp(log_probs[:, 0] - np.logaddexp.reduce(log_probs, axis=1)).tolist()
-        value = confidence.distractor_normalized(question.published, p_true)
-        return [sample_fields(question, tree.shots) | {'p_true': p_true}
-                | confidence.outcome(value, question.answer == 0)]
-
-
 class ProbeConfidence(Confidence):
     """P(IK) by a probe of the hidden state at the end of the question.
 
@@ -246,7 +220,7 @@ class ProbeConfidence(Confidence):
         shared, first = question_numbers([{'id': key[-1]} for key, *_ in rows]), {}
         groups = [first.setdefault(shared[0][i] if shared else i, text)
                   for i, (*_, text) in enumerate(rows)]
-        prompt = samples.digest([rows, code_digest('written.p_ik_probe', 'scaling')])
+        prompt = samples.digest([rows, code_digest('written.p_ik_probe', 'compare.scaling')])
         if len({*groups}) < 3:
             return set(), []
         if not all((key, prompt) in writer.done for key, *_ in rows):
@@ -266,7 +240,6 @@ class StatedConfidence(Confidence):
     """A probability that the model states in words after its greedy answer."""
     left_out = 'no answer states a probability from 0 to 1'
     longest, stop = 16, ('\n',)
-    has_lead = False    # in a chat: whether the prompt ends with question.lead, as in plain text
     make_shots = staticmethod(no_shots)
 
     @staticmethod
@@ -282,7 +255,7 @@ class StatedConfidence(Confidence):
 
     def judge(self, question, sample, cfg):
         """Return as AnswerTask. After two stages, the answer that the question shows is judged."""
-        lead = question.lead if cfg.chat == 'none' or self.has_lead else ''
+        lead = question.lead if cfg.chat == 'none' else ''
         guess, value = confidence.stated_guess(sample['greedy']['text'], lead)
         answer = question.judged
         if answer is None and guess is not None:
@@ -296,68 +269,8 @@ class GuessConfidence(StatedConfidence):
     ask = staticmethod(lambda question, sample: written_answers.verbalized_1s(question))
 
 
-class AfterSteps(StatedConfidence):
-    """What the model says if it must answer after a share of the steps of its greedy answer."""
-
-    def steps(self, question):
-        """Return these steps and ANSWER_NOW; raises DataError where the thoughts do not end."""
-        greedy = self.answers[self.sample_key(question)[1:]]['greedy']
-        begin = begin_of(greedy['answer'], greedy['text'], self.parent.rule)
-        text = answer_now(greedy['text'], begin, int(self.label.rpartition('_')[2]))
-        if not text:
-            raise DataError(f'{question.place}: the thoughts do not end')
-        return text
-
-    def continued(self, question, prompt, text, tokenizer, cfg):
-        """Return `prompt`, as of `encode`, with `text`, which begins the answer, at its end."""
-        ids, ends, n_shots = prompt
-        ids = ids + tokenizer.encode(text, start=False)
-        if len(ids) + self.longest > cfg.max_length:
-            raise DataError(f'{question.place}: the thoughts leave no room for an answer')
-        return ids, ends, n_shots
-
-
-class EarlyConfidence(AfterSteps):
-    """The probability of the answer that the model gives if it must after a share of its steps."""
-    left_out = 'no thoughts end in an answer'
-    longest = 32
-    ask, judge = staticmethod(Confidence.ask), Confidence.judge
-
-    @property
-    def rule(self):
-        """Return the parent's rule, which also reads the words that the prompt ends with."""
-        rule = self.parent.rule
-
-        def lenient(text):
-            answer = rule.lenient(f'{ANSWER_NOW} {text}')
-            return answer if answer and answer in text else None    # not these words themselves
-        return replace(rule, lenient=lenient)
-
-    def encode(self, question, tokenizer, cfg):
-        text = self.steps(question)
-        return self.continued(question, self.parent.encode(question, tokenizer, cfg),
-                              text if cfg.chat == 'none' else text.lstrip(), tokenizer, cfg)
-
-
-class EarlyStated(AfterSteps):
-    """A guess with its probability, stated in words after a share of the steps."""
-    left_out = 'no answer after a part of the thoughts states a probability from 0 to 1'
-    longest, stop, has_lead = GuessConfidence.longest, GuessConfidence.stop, True
-    ask = staticmethod(GuessConfidence.ask)
-
-    def encode(self, question, tokenizer, cfg):
-        thoughts = self.steps(question).removesuffix(ANSWER_NOW).strip()
-        lead = f'{thoughts}\n\n{question.lead}'.lstrip()
-        if cfg.chat == 'none':
-            return super().encode(replace(question, lead=lead), tokenizer, cfg)
-        prompt = super().encode(question, tokenizer, cfg)
-        return self.continued(question, prompt, lead, tokenizer, cfg)
-
-
 # {name in CONFIDENCES: kind of its Task}; the others are computed from samples
 KINDS = {'p_true': PTrueConfidence, 'p_true_samples': PTrueAmongSamples,
-         'dinco': DistractorConfidence, 'p_ik': ProbeConfidence,
-         'verbalized_1s': GuessConfidence, 'verbalized_2s': StatedConfidence,
-         **dict.fromkeys(confidence.EARLY, EarlyConfidence),
-         **dict.fromkeys(confidence.EARLY_STATED, EarlyStated)}
+         'p_ik': ProbeConfidence, 'verbalized_1s': GuessConfidence,
+         'verbalized_2s': StatedConfidence}
 TASK = WrittenTask

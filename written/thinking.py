@@ -1,4 +1,4 @@
-"""Where the answer of a reasoning model begins, and the steps of thought before it."""
+"""Where the answer of a reasoning model begins."""
 
 import re
 
@@ -8,8 +8,6 @@ NAMES = r'(?:seed:)?think(?:ing)?|thoughts?|reasoning'
 TAG = re.compile(rf'<(/?)(?:{NAMES})>|\[(/?)THINK\]|◁(/?)think▷'
                  r'|<\|(?:begin|(end))_of_thought\|>'
                  r'|<\|channel\|>(?:analysis|commentary|(final)) *<\|message\|>', re.IGNORECASE)
-
-ANSWER_NOW = 'The answer is'    # ends the thoughts of `answer_now`
 
 
 def final_answer(text):
@@ -21,21 +19,3 @@ def final_answer(text):
     if not tags:
         return text
     return text[tags[-1].end():] if any(tags[-1].groups()) else None
-
-
-def answer_now(text, end, percent):
-    """Return the first steps of a text, and words that ask for its answer; None as `final_answer`.
-
-    A step is a sentence or a line. Without tags, the steps are those before the one that holds
-    text[end], where the extracted answer begins; None if there is none.
-    """
-    tags, begin = [*TAG.finditer(text)], 0
-    if tags and not any(tags[-1].groups()):
-        return None
-    if tags and not any(tags[0].groups()):
-        begin = tags[0].end()
-    before = text[:tags[-1].start() if tags else end]
-    steps = re.split(r'(?<=[.!?])(?=[ \t])|(?<=\n)', before[begin:])
-    steps = steps if tags else steps[:-1]       # without that of the answer
-    said = text[:begin] + ''.join(steps[:round(len(steps) * percent / 100)])
-    return said.rstrip() + (f'\n{tags[-1][0]}\n\n' if tags else ' ') + ANSWER_NOW

@@ -5,6 +5,9 @@
 An alignment world has one language. Its text holds lists of solved questions, and lists of proposed
 answers with a verdict, from which P(True) is learned. All questions ask for the value of an
 attribute, so the 24 values are the options: the probabilities of all answers are known exactly.
+
+Version 0.2.0 ran three more arms of question 1, PPO with faults of early releases of TRL: ppo-lost,
+ppo-response and ppo-both. Their settings are gone, their results stay.
 """
 
 import itertools
@@ -170,9 +173,7 @@ WHOLE = {'checkpoint_epochs': False}
 # question of PLAN.md -> {name of a run: settings}, in the order in which they are done; `model` and
 # `data` are names in the folder of the seed
 RUNS = {
-    1: {'ppo': PPO, 'ppo-response': PPO | {'whiten': 'response'},
-        'ppo-lost': PPO | {'lost_accumulation': 8},
-        'ppo-both': PPO | {'whiten': 'response', 'lost_accumulation': 8}},
+    1: {'ppo': PPO},
     2: {'dpo': DPO, 'grpo': GRPO},
     3: {f'{name}-{data}': settings | WHOLE | {'data': data, 'epochs': 1e3, 'max_steps': STEPS}
         for name, settings in (('dpo', DPO), ('grpo', GRPO)) for data in ('known', 'unknown')},
@@ -181,7 +182,7 @@ RUNS = {
     5: {'rlcr': WHOLE | {'method': 'dr_grpo', 'reward': 'rlcr:qa', 'max_tokens': 48, 'lr': 2e-4,
                          'model': 'stated'}},
 }
-FIRST = 14      # of these runs come before the written answers, the others after them
+FIRST = 11      # of these runs come before the written answers, the others after them
 # models that answer in writing, and how their logits are scaled
 WRITTEN, SCALINGS = ('base', 'sft', 'smoothed', 'ppo', 'dpo', 'grpo'), ('none', 'temperature')
 

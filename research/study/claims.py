@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from compare.over_seeds import mean_and_ends, plus_minus
+from compare.over_seeds import plus_minus
 from results.plots import save_figure
 from results.tables import TITLES, csv_text, markdown
 from runtime.errors import ConfigError
@@ -255,6 +255,12 @@ def finish(figure, path):
     figure.legend(entries.values(), entries, loc='outside lower center', frameon=False, fontsize=8,
                   ncols=max(1, int(figure.get_figwidth() / 1.9)))
     save_figure(figure, path, 110)
+
+
+def mean_and_ends(values):
+    """Return (mean, low, high) to draw; with one or two seeds all three are the mean."""
+    # the interval of two seeds is 13 standard errors to each side and would dwarf the others
+    return mean_interval(values) if len(values) > 2 else [sum(values) / len(values)] * 3
 
 
 def draw_mean(ax, x, values, **style):

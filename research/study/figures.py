@@ -21,9 +21,10 @@ import numpy as np
 
 import metrics as calibration
 from compare import over_seeds
-from compare.over_seeds import (NAMES, by_seed, drop_constant_settings, group_lines, name_of,
-                                predictions_by_group, titled)
-from results.plots import draw_bins
+from compare.over_seeds import (CLEAR, NAMES, by_seed, drop_constant_settings, first_of_rows,
+                                group_lines, ordered, predictions_by_group, seed_table, values_of,
+                                write_table)
+from results.plots import draw_bins, figure_title, new_figure, printable, save_figure
 from compare.runs import find_runs, read_run
 from results.tables import MEASURES, Heading, csv_text
 from runtime import cli
@@ -32,10 +33,11 @@ from runtime.ownership import read_json, write_text
 from runtime.processes import parallel_map
 from research.common import ROOT, command_line, names_of, read_csv
 from research.study import entropy_range
+from research.study.claims import mean_and_ends
 
 RESULTS = Path(__file__).parent / 'results'
 TABLE = tomllib.loads((Path(__file__).parent / 'figures.toml').read_text(encoding='utf-8'))
-WORDS = TABLE['words']      # as in over_seeds.titled
+WORDS = TABLE['words']      # {column or 'column=value': what to write}
 
 
 def read_view(keys):
@@ -68,8 +70,15 @@ def draw(name, out_dir, root=None):
     lines, groups, reference = select(name, view, lines)
     out_dir.mkdir(parents=True, exist_ok=True)
     headings = {key: Heading(key) if key in MEASURES else WORDS[key] for key in view.metrics}
-    over_seeds.write_comparison(out_dir, lines, groups, view.columns, headings, (),
-                                len(view.panel), reference, WORDS)
+    n_panel = len(view.panel)
+    shown = [group for group in groups if group != base_of(group, n_panel, reference)]
+    others = {}
+    if reference:
+        others[reference] = {group: base_of(group, n_panel, reference) for group in shown}
+    table = seed_table(groups, view.columns, headings,
+                       others | first_of_rows(shown, view.columns[-1]))
+    write_table(out_dir, lines, table, n_panel=n_panel)
+    draw_means(out_dir / 'compare.png', groups, view.columns, headings, n_panel, reference)
     if name == 'headline':
         bins = bins_of(runs) if root else read_bins(RESULTS / name / 'bins.csv')
         draw_reliability(out_dir, groups, bins, view)
@@ -101,7 +110,7 @@ def select(name, view, lines):
     shown, aside = ([line for line in lines if (line['kind'] in view.reference) == is_aside]
                     for is_aside in (False, True))
     bands = group_lines(aside, view.panel)
-    groups, name = {}, 'reference' if len(view.reference) > 1 else ''.join(view.reference)
+    groups, name = {}, 'reference' if len(view.reference) > 1 else ''.join(view.reference) or None
     for values, members in group_lines(shown, view.columns, view.where).items():
         panel = values[:len(view.panel)]
         if panel in bands:
@@ -110,7 +119,68 @@ def select(name, view, lines):
     return lines, groups, name
 
 
+# Means
+
+def titled(columns, values):
+    """Return 'learning rate 0.001, smoothing 0.1', in WORDS."""
+    return ', '.join(WORDS.get(f'{column}={value}') or (
+        value if column in CLEAR else f'{WORDS.get(column, column)} {value}')
+        for column, value in zip(columns, values, strict=True))
+
+
+def base_of(group, n_panel, reference):
+    """Return the group of the reference in the same panel."""
+    return (*group[:n_panel], *[reference] * (len(group) - n_panel))
+
+
+def draw_means(path, groups, columns, headings, n_panel, reference):
+    """Draw means with 95 % intervals: a row per measure, a column per panel.
+
+    The first n_panel columns name a panel, the last one is its axis; the reference is a band.
+    """
+    from matplotlib import colormaps
+    shown = [group for group in groups if group != base_of(group, n_panel, reference)]
+    panels, curves = (list(dict.fromkeys(group[part] for group in shown))
+                      for part in (slice(n_panel), slice(n_panel, -1)))
+    labels = [printable(titled(columns[n_panel:-1], curve)) for curve in curves]
+    xs = ordered(dict.fromkeys(group[-1] for group in shown))
+    width = max(3.0 * len(panels), 4.5)
+    n_columns = max(1, int(width / (0.075 * max(map(len, labels)) + 0.6)))      # of the legend
+    figure = new_figure(width, 2.6 * len(headings) + 0.5 + 0.2 * (len(curves) // n_columns))
+    grid = figure.subplots(len(headings), len(panels), squeeze=False, sharex=True, sharey='row')
+    colors = colormaps['viridis'](np.linspace(0, 0.85, len(curves)))
+    offsets = min(0.06, 0.6 / len(curves)) * (np.arange(len(curves)) - (len(curves) - 1) / 2)
+    slanted = {'rotation': 15, 'horizontalalignment': 'right'} if max(map(len, xs)) > 8 else {}
+    for (key, panel), ax in zip(itertools.product(headings, panels), grid.flat, strict=True):
+        base = groups.get(base_of((*panel, *columns[n_panel:]), n_panel, reference), {})
+        if band := values_of(base, key):
+            mean, low, high = mean_and_ends([*band.values()])
+            ax.axhline(mean, color='black', linestyle='--', linewidth=1, label=reference)
+            ax.axhspan(low, high, color='black', alpha=0.1, linewidth=0)
+        for curve, label, color, offset in zip(curves, labels, colors, offsets, strict=True):
+            points = [(i, *mean_and_ends([*values.values()])) for i, x in enumerate(xs)
+                      if (values := values_of(groups.get((*panel, *curve, x), {}), key))]
+            if points:
+                i, mean, low, high = np.array(points).T
+                ax.errorbar(i + offset, mean, (mean - low, high - mean), marker='o', markersize=4,
+                            linewidth=1.2, capsize=2, color=color, label=label or None)
+        ax.set_xticks(range(len(xs)), [*map(printable, xs)], **slanted)
+        ax.grid(axis='y', alpha=0.3)
+        ax.set(xlabel=WORDS.get(columns[-1], columns[-1]), ylabel=headings[key])
+        ax.label_outer()
+    for ax, panel in zip(grid[0], panels, strict=True):
+        ax.set_title(figure_title(titled(columns[:n_panel], panel), 40), fontsize=10)
+    if entries := {label: handle for ax in grid.flat for handle, label in zip(
+            *ax.get_legend_handles_labels(), strict=True)}:
+        figure.legend(entries.values(), entries, loc='outside lower center', frameon=False,
+                      fontsize=9, ncols=n_columns)
+    save_figure(figure, path, 110)
+
 # Reliability diagrams
+
+def name_of(line):
+    return tuple(str(line[key]) for key in NAMES)
+
 
 def bins_of(runs):
     return {name_of(names): calibration.bins(p.probs, p.labels)
@@ -129,9 +199,9 @@ def draw_reliability(out_dir, groups, bins, view):
             rows += [dict(zip(NAMES, name, strict=True)) | {'bin': i, 'count': int(count)} | {
                 key: f'{bins[name][key][i]:.5g}' for key in ('confidence', 'accuracy')}
                 for i, count in enumerate(bins[name]['count']) if count]
-        title = titled(view.panel, group[:n], WORDS) + f': {lines[0]["kind"]}'
+        title = titled(view.panel, group[:n]) + f': {lines[0]["kind"]}'
         if not is_base:
-            title += f', {titled(view.columns[n:], group[n:], WORDS)}'
+            title += f', {titled(view.columns[n:], group[n:])}'
         diagrams.append(diagram(title, lines, [bins[name_of(line)] for line in lines]))
     write_text(out_dir / 'bins.csv', csv_text(rows))
     n_panels = len({group[:n] for group in groups})

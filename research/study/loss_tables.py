@@ -20,15 +20,15 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 
-from compare.over_seeds import mean_and_ends, run_lines
+from compare.over_seeds import run_lines
 from results.plots import save_figure
 from compare.runs import read_run
 from results.tables import TITLES
 from runtime import cli
 from stats import mean_interval
 from research.common import panels, read_lines, seed_folder
-from research.study.claims import (TABLES, Claims, Source, cell, draw_groups, finish, label, pairs,
-                                   specification, values_of)
+from research.study.claims import (TABLES, Claims, Source, cell, draw_groups, finish, label,
+                                   mean_and_ends, pairs, specification, values_of)
 from research.study.runs import (EXPERIMENTS, KNOWN_BASES, KNOWN_DATA, LATER, LATER_SEEDS, LOSSES,
                                  STRENGTHS, TUNED, WORLD, short)
 
