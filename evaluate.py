@@ -89,7 +89,7 @@ SETTINGS = ('prompt_format', 'header', 'shots', 'scoring', 'chat', 'instruct', '
             'max_length', 'deterministic')
 
 # the modules that make samples, with what they import: see digests.code_digest
-CODE = 'scoring', 'data.tasks', 'written.variants', *{*rooms.TASKS.values()}
+CODE = 'scoring', 'data.tasks', rooms.ROOMS['permuted'], *{*rooms.TASKS.values()}
 
 
 def load_tasks(cfg):

@@ -1249,7 +1249,7 @@ if __name__ == '__main__':      # so that whoever copies this file needs no comm
     import pathlib
     import runpy
     import sys
-    if not pathlib.Path(__file__).with_name('results').joinpath('command.py').exists():
+    if not pathlib.Path(__file__).with_name('bridges').joinpath('command.py').exists():
         sys.exit('error: the command needs all of nanoCal; in your own code, import metrics')
     sys.argv.insert(1, 'metrics')
     runpy.run_module('bridges.command', run_name='__main__')

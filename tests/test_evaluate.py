@@ -26,7 +26,8 @@ import metrics
 import stats
 from data import benchmarks
 from data.tokenizer import load_tokenizer
-from results import report, runs
+from compare import runs
+from results import report
 from results.samples import DIAGRAM, read_samples
 from bridges import adapter
 from runtime import checkpoint, ownership
@@ -378,7 +379,8 @@ def test_the_schema_of_results_is_documented(whole, foxes, tmp_path):
 
 
 def test_bad_and_duplicate_options_are_counted(foxes, capsys):
-    good = {'question': 'the quick brown fox?', 'choices': ['dog', 'old', 'dog'], 'answer': 1}
+    good = {'question': 'the quick brown fox?', 'choices': ['dog', 'old', 'dog'],
+            'answer_index': 1}
     rows = [good, good | {'choices': ['', 'dog']},
             good | {'question': 'lazy dog ' * 300}]     # left out, so its options are not counted
     for some, options, message in (

@@ -273,8 +273,8 @@ def test_know_tunes_on_written_answers_and_tabulates_each_p_ik(tmp_path):
         add_to_hub(tmp_path / 'hub', name, folder, 'datasets')
     out = tmp_path / 'out'
     printed = run_paper(tmp_path / 'hub', 'know', '--only=Llama-3.2-1B', f'--out_dir={out}',
-                        f'--cache_dir={tmp_path}', *SMALL, *SHORT, '--eval.n=3', '--eval.limit=10',
-                        '--eval.max_tokens=5', '--lr=0.02')
+                        f'--cache_dir={tmp_path}', *SMALL, '--val_size=3', '--max_steps=2',
+                        '--eval.n=3', '--eval.limit=10', '--eval.max_tokens=5', '--lr=0.02')
     assert printed.count('=== Llama-3.2-1B/') == 3 and 'waits for' not in printed
     rows = read_table(out, 'p_ik')
     assert [(row['task'], row['P(IK)'], row['questions']) for row in rows] == [

@@ -207,7 +207,7 @@ def test_no_interval_is_printed_for_few_right_or_wrong_answers_and_a_note_says_w
     for i in range(150):        # half of 120 English answers are right, all 30 Swahili ones
         language, wrong = ('sw', 0) if i >= 120 else ('en', i % 2)
         p = random.uniform(0.5, 0.9)
-        rows.append(question(i, language=language, answer=wrong, log_probs=np.log([p, 1 - p])))
+        rows.append(question(i, language=language, answer=wrong, log_probs=np.log([p, 1 - p]).tolist()))
     summary = report.summarize(rows, 'token', n_bootstrap=50) | {
         'distribution': 'mmlu', 'norm': 'token'}
     few, class_wise = 'fewer than 30 right or 30 wrong', 'fewer than 100 right or 100 wrong'

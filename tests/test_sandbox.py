@@ -228,7 +228,7 @@ def test_a_right_program_passes(isolation):
 
 def test_without_namespaces_nothing_is_run(tmp_path, monkeypatch):
     ran, child = tmp_path / 'ran', tmp_path / 'child.py'
-    source = (HERE / 'runtime' / 'sandbox_child.py').read_text()
+    source = (HERE / 'written' / 'sandbox_child.py').read_text()
     monkeypatch.setattr('written.sandbox.CHILD', child)
     for old, new, isolation, message in (
             ("libc('unshare',", "libc('unshare', -1 |", 'namespaces', 'unshare: Invalid arg'),

@@ -54,7 +54,7 @@ def evaluation(folder, out, *more, tasks='global_mmlu:{0}/data,clm:{0}/texts.jso
 def outcome(out):
     """What an evaluation leaves in its folder, but for the time and the order of the lines."""
     results = json.loads((out / 'results.json').read_text())
-    del results['config']['out_dir']
+    del results['config']['out_dir'], results['checksum']
     for result in results['tasks'].values():
         seconds = result.pop('scoring_seconds')
         assert seconds is None or seconds >= 0      # None if it was resumed

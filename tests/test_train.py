@@ -216,7 +216,7 @@ def test_training_by_letter_learns_the_letter(small_world, tmp_path, monkeypatch
     monkeypatch.setattr('huggingface_hub.HfApi', lambda: api)
     api = mock.Mock()
     path = write_rows(tmp_path / 'mine.jsonl', [
-        {'question': f'{i} or {i + 1}?', 'choices': ['one', 'two'], 'answer': 1}
+        {'question': f'{i} or {i + 1}?', 'choices': ['one', 'two'], 'answer_index': 1}
         for i in range(8)])
     results = train.train_and_report(train.TrainConfig(
         model=str(small_world[0] / 'base'), out_dir=str(tmp_path / 'out'), cache_dir=str(tmp_path),
