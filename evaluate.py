@@ -40,7 +40,7 @@ from data.eval_config import (EvalConfig, check_eval_config, trained_template,
                               training_settings)
 from data.tasks import TASKS, check_names, check_settings, kind_of
 from data.tokenizer import begins_with_bos, load_model_tokenizer
-from results import report, samples
+from results import samples
 from runtime import rooms
 from runtime.config import load_config, require_given
 from runtime.errors import ConfigError, DataError, escape_controls
@@ -79,7 +79,6 @@ if __name__ == '__main__':
 import torch
 
 import scoring
-from results.evaluation import saved_fits, write_evaluation
 from runtime import checkpoint, device, ownership, parallel
 from runtime.trained import base_of_adapter, load_ahead, load_model
 
@@ -99,7 +98,8 @@ def load_tasks(cfg):
     tasks = {task.label: task for task in loaded}
     check_settings(loaded, cfg)
     for label, task in tasks.items():
-        saved_fits(cfg, label)
+        if cfg.scaling:
+            rooms.load('measures').saved_fits(cfg, label)
         if cfg.fit_temperature and len(task.items) < 2:
             raise DataError(f'{label}: fit_temperature needs two {task.unit} or more')
     return tasks
@@ -154,8 +154,8 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
     samples.merge_parts(out_dir / 'samples.jsonl')
     rows = samples.by_task(samples.latest_samples(
         samples.read_samples(out_dir / 'samples.jsonl')) if done else new, prompts)
-    results = write_evaluation(results, earlier, rows, tasks, cfg, settings,
-                               device.versions(cfg.device), out_dir)
+    results = rooms.load('measures').write_evaluation(
+        results, earlier, rows, tasks, cfg, settings, device.versions(cfg.device), out_dir)
     rooms.load('card').write(out_dir)       # of a run's folder
     return results
 
@@ -235,8 +235,8 @@ def with_variants(tasks, writer, prompts, cfg):
     rows = samples.by_task(writer.latest(), prompts) if variants else {}
 
     def top_option(sample):
-        return int(np.argmax(report.option_scores(sample['log_probs'], sample['options'],
-                                                  sample['n_tokens'], cfg.norm)))
+        return int(np.argmax(samples.option_scores(sample['log_probs'], sample['options'],
+                                                   sample['n_tokens'], cfg.norm)))
     for task, name in variants:
         scored = {samples.sample_key(s)[1:]: s for s in rows[task.label]}
         yield task.variant(name, scored, top_option)
@@ -333,6 +333,7 @@ def main(argv):
     results, labels, _ = run(cfg)
     if not results:
         return      # the first process prints them
+    report = rooms.load('report')
     print(escape_controls(report.to_text(results['tasks'], labels)))
 
 

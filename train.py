@@ -148,7 +148,6 @@ if __name__ == '__main__':
 import numpy as np
 import torch
 
-import metrics
 from data.instruct import load_conversations, load_text
 from data.packing import epoch_order, epochs_of, pack, sequence_weights, split_groups
 from data.tokenizer import begins_with_bos, load_model_tokenizer
@@ -432,6 +431,7 @@ def train_step(model, optimizer, packed, cfg, device, objective=token_loss):
 
 def validation_loss(run):
     """Return {val_loss, val_nll, val_ece}: means over tokens, and ECE of the next token."""
+    import metrics      # training itself needs none of it
     model, parts, loss_function = run.model, [], training_loss(run.cfg)
     packed = run.stage.pack(run, run.held_out, run.row_multiple)
     with evaluating(model), torch.no_grad():

@@ -28,6 +28,8 @@ ROOMS = TASKS | {
     'recorded passes': 'speed.graphs',
     # families of models that are no row of FAMILIES, by model_type
     **dict.fromkeys(('t5', 'mt5'), 'families.t5'),
+    # what measures samples once they are there
+    'measures': 'results.evaluation', 'report': 'results.report',
     # after and beside training: reports, the model card, training on the answers of questions
     'reports': 'results.training_report', 'card': 'bridges.card', 'questions': 'data.trees',
     # models and datasets of the Hugging Face hub, adapters in PEFT's format, files of tokenizers
