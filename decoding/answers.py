@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from decoding.slots import Batch, room, take
 from runtime.errors import ConfigError
 from runtime.parallel import evaluating
+from speed.install import install
 
 
 @dataclass
@@ -70,6 +71,8 @@ def stream(model, prompts, sampling, tokenizer=None, stop_ids=(), repeats=None):
         raise ConfigError(f'stop = {sampling.stop}: stop strings need a tokenizer')
     if not prompts:
         return
+    if model.head.is_cuda:
+        install()
     n_slots, length = room(model, prompts, sampling)
     n_vocab = tokenizer.n_vocab if tokenizer else model.head.shape[0]
     batch = Batch(model, sampling, n_slots, length, n_vocab)

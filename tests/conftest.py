@@ -29,6 +29,7 @@ if not torch.cuda.is_available():
 
 from common import WORDS, reference_model, sentencepiece_folder, tiktoken_folder, write_rows
 from data.tokenizer import load_tokenizer
+from speed.install import install
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -43,6 +44,8 @@ def pytest_collection_modifyitems(items):
 def device(request):
     if request.param == 'cuda' and not torch.cuda.is_available():
         pytest.skip('needs a CUDA device')
+    if request.param == 'cuda':
+        install()       # as the scripts do
     return request.param
 
 

@@ -43,6 +43,7 @@ from runtime.errors import ConfigError
 from runtime.sources import fetch
 from runtime.log import peak_memory
 from runtime.ownership import write_text
+from speed.install import install
 from speed.kernels import adjoin
 
 MODELS = json.loads(Path(__file__).with_name('models.json').read_text())      # as config.json
@@ -50,6 +51,8 @@ METHODS = tomllib.loads(Path(__file__).with_name('methods.toml').read_text())   
 Shape = Literal['gemma2_2b', 'gemma3_270m', 'llama32_1b', 'llama31_8b', 'mistral_7b']
 ROOT = Path(__file__).parents[2]
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'     # a CPU is for the tests alone
+if DEVICE == 'cuda':
+    install()
 
 
 def our_model(raw):
