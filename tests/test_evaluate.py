@@ -221,8 +221,8 @@ def test_results_have_languages_groups_macro_and_scalings(whole):
         assert (out / name).read_bytes().startswith(b'\x89PNG')
     head, *lines = (out / 'results.csv').read_text().splitlines()
     assert 'ece_boot_low' in head
-    # pooled, macro, 3 languages, 2 categories, 2 subjects, 5 scalings
-    assert sum(line.startswith('global_mmlu,') for line in lines) == 14
+    # pooled, macro, 3 languages, 2 categories, 2 subjects, 4 scalings
+    assert sum(line.startswith('global_mmlu,') for line in lines) == 13
     fitted, scaled = result['post_hoc'], result['post_hoc']['reports']['temperature']
     assert fitted['fitted_on'] == 'the other half of the questions'
     assert len(fitted['temperature']) == len(fitted['platt']) == 2

@@ -22,7 +22,7 @@ COPYABLE = {'attention.py': {'runtime.fast'}, 'fused_ce.py': set(), 'metrics.py'
 CORE = {'attention', 'configs', 'data', 'evaluate', 'fused_ce', 'metrics', 'model', 'results',
         'runtime', 'scoring', 'stats', 'train'}
 # {program: the most lines of ours that are loaded at its end}
-MOST_LINES = {'import train': 7500, 'import evaluate': 9000}
+MOST_LINES = {'import train': 7600, 'import evaluate': 9100}
 
 
 def imports(path):

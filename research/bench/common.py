@@ -51,8 +51,6 @@ METHODS = tomllib.loads(Path(__file__).with_name('methods.toml').read_text())   
 Shape = Literal['gemma2_2b', 'gemma3_270m', 'llama32_1b', 'llama31_8b', 'mistral_7b']
 ROOT = Path(__file__).parents[2]
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'     # a CPU is for the tests alone
-if DEVICE == 'cuda':
-    install()
 
 
 def our_model(raw):
@@ -63,6 +61,8 @@ def our_model(raw):
         model.init_weights()
     torch.set_default_dtype(torch.float32)
     adjoin(model)       # as `checkpoint.load` does
+    if DEVICE == 'cuda':
+        install()       # as the scripts do
     return model
 
 
