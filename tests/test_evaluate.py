@@ -220,7 +220,7 @@ def test_results_have_languages_groups_macro_and_scalings(whole):
     for name in ('reliability.png', 'reliability-global_mmlu-languages.png'):
         assert (out / name).read_bytes().startswith(b'\x89PNG')
     head, *lines = (out / 'results.csv').read_text().splitlines()
-    assert 'ece_boot_low' in head
+    assert 'brier_boot_low' in head
     # pooled, macro, 3 languages, 2 categories, 2 subjects, 4 scalings
     assert sum(line.startswith('global_mmlu,') for line in lines) == 13
     fitted, scaled = result['post_hoc'], result['post_hoc']['reports']['temperature']
@@ -373,8 +373,9 @@ def test_the_schema_of_results_is_documented(whole, foxes, tmp_path):
         assert {'n'} <= of_kind.keys() or {'groups'} <= of_kind.keys()
         assert of_kind.keys() <= of_report | metric_names
         assert all(value is None or isinstance(value, (int, float))
-                   for key, value in of_kind.items() if key != 'intervals')
+                   for key, value in of_kind.items() if key not in ('intervals', 'no_interval'))
         assert all(len(ends) == 2 for ends in of_kind['intervals'].values())
+        assert all(isinstance(why, str) for why in of_kind.get('no_interval', {}).values())
     assert {'n', 'groups', 'intervals', 'accuracy_low'} <= {key for r in reports for key in r}
 
 
