@@ -1,6 +1,5 @@
 """The Hugging Face hub: download models and datasets, upload a finished model."""
 
-import functools
 import shutil
 from pathlib import Path
 
@@ -8,6 +7,7 @@ from runtime.errors import CheckpointError, DataError
 from runtime.ownership import temporary
 
 SECONDS = 10    # for the first answer of the hub
+_silent: set = set()    # names of which the hub did not answer; it is not waited for again
 
 
 def download(name: str, patterns, revision: str | None = None, repo_type: str = 'model',
@@ -32,7 +32,6 @@ def download(name: str, patterns, revision: str | None = None, repo_type: str = 
                    f'run `hf auth login`') from error
 
 
-@functools.cache
 def _silence(name, revision, repo_type):
     """Return '' or, if the hub accepts a connection and never answers, a sentence that says so.
 
@@ -40,11 +39,12 @@ def _silence(name, revision, repo_type):
     """
     from huggingface_hub import HfApi
     try:
-        HfApi().repo_info(name, revision=revision, repo_type=repo_type, timeout=SECONDS)
+        if name not in _silent:
+            HfApi().repo_info(name, revision=revision, repo_type=repo_type, timeout=SECONDS)
     except Exception as error:      # of several HTTP clients; `download` meets the others again
         if 'timeout' in type(error).__name__.lower():
-            return f'it does not answer within {SECONDS} s'
-    return ''
+            _silent.add(name)
+    return f'it does not answer within {SECONDS} s' if name in _silent else ''
 
 
 def files_on_hub(source, revision):

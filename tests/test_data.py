@@ -60,6 +60,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(tmp_path, monkeypatch):
     for name, value in (('HF_HUB_CACHE', str(tmp_path / 'hub')), ('HF_HUB_OFFLINE', False)):
         monkeypatch.setattr(f'huggingface_hub.constants.{name}', value)
     monkeypatch.setattr(hub, 'SECONDS', 0.5)
+    monkeypatch.setattr(hub, '_silent', set())
     with socket.create_server(('localhost', 0)) as silent:
         monkeypatch.setattr('huggingface_hub.constants.ENDPOINT',
                             f'http://localhost:{silent.getsockname()[1]}')
