@@ -559,14 +559,6 @@ def mad(rows, bin_size=100):
     return lambda weights: _mean_gap(*sizes(weights))[:, 0]
 
 
-def _fixed_size_means(probs, labels, bin_size):
-    check_count('bin_size', bin_size)
-    confidence, correct, _ = sort_by_confidence(probs, labels)
-    n_bins = max(1, len(confidence) // bin_size)
-    index = np.minimum(np.arange(len(confidence)) // bin_size, n_bins - 1)
-    return bin_means(index, n_bins, confidence, correct)
-
-
 def rms_mmlu_repo(probs, labels, bin_size=100) -> float:
     """Return `rmsce` of calib_tools.py in the MMLU repository: (sum_B (|B|/N gap(B))^2)^(1/4).
 

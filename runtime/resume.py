@@ -69,7 +69,7 @@ def notes_how_to_continue(cfg):
             error.add_note('the same command continues' if cfg.resume else
                            '--resume continues from the last checkpoint')
         elif not cfg.dry_run and Path(cfg.out_dir, 'config.json').exists():
-            error.add_note('the weights are saved, and --resume makes the report')
+            error.add_note('the weights are saved, and --resume makes the card and the report')
         raise
 
 

@@ -323,7 +323,7 @@ def seconds(read, unit, n):
     return time.process_time() - begun
 
 
-@pytest.mark.parametrize('n', [1000, pytest.param(4_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('n', [1000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_a_text_that_repeats_itself_is_read_in_linear_time(n):
     times = {(name, unit): seconds(read, unit, n)
              for name, read in READERS.items() for unit in REPEATED}

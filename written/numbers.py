@@ -89,7 +89,8 @@ NUMBER = re.compile(
     rf'(?P<more>(?:[:/.][0-9]++|[{CASED}]++[0-9]\w*+|_\{{?\w|\^(?!\s?\{{?\\circ)|[√π]'
     rf'|\\(?:!|[√π]|sqrt|pi(?![A-Za-z])|[dtc]?frac))++)?'
     rf'(?:{SPACE}?(?=[htmblcHTMBLC])(?P<scale>'
-    rf'(?i:hundred|thousand|million|billion|trillion|lakh|crore)s?\b)|(?P<unit>[kK]\b|(?(cash)(?:bn|[BM])\b|(?!))'
+    rf'(?i:hundred|thousand|million|billion|trillion|lakh|crore)s?\b)'
+    rf'|(?P<unit>[kK]\b|(?(cash)(?:bn|[BM])\b|(?!))'
     rf'|{UNIT}(?![米克瓦分큼]))(?P<units>[0-9](?:[0-9.,]|{UNIT})*+)?)?'
     rf'(?P<percent>{SPACE}?{PERCENT})?')
 # what may stand before a part of an expression
