@@ -12,20 +12,12 @@ speed/masks.py has faster masks, decoding/cache.py those of decoding.
 
 To change attention, edit `sees` or ExplicitMask. Faster versions name the functions that they stand
 for (see runtime/fast.py); after an edit a note says so, and ExplicitMask is used everywhere. This
-file and that one can be copied into another project.
+file imports nothing of ours and can be copied into another project.
 """
-
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-if TYPE_CHECKING or not __package__:    # in the clone, at the top level
-    from runtime.fast import FastVersion
-else:                                   # installed, as nanocal.attention
-    from .runtime.fast import FastVersion
 
 # What computes attention in training, evaluation and decoding once speed/ is installed: 'auto' is
 # the fastest that stands for ExplicitMask. 'explicit' is plain torch everywhere; 'flex' is
@@ -70,27 +62,13 @@ class ExplicitMask:
         return scores.masked_fill(~visible, -torch.inf).softmax(-1).to(v.dtype) @ v
 
 
-def make_masks(decoder, positions: Tensor, ends: Tensor | None, make: Callable | None = None):
+def make_masks(decoder, positions: Tensor, ends: Tensor | None):
     """Return a list with the mask of each layer of model.Decoder, equal windows sharing one.
 
     ends: None if each row is one document, perhaps followed by padding
-    make: function (positions, ends, window) -> mask; None: an ExplicitMask
     """
-    T, config = positions.shape[1], decoder.config
-    windows = config.windows
-    if CAUSAL.stands_for(visible_keys):
-        # in a row no longer than the window, every token sees all before it
-        windows = [w if w and w < T else None for w in windows]
-        # cuDNN without a mask takes 1.2 ms, FlexAttention 1.8 ms (the heads of Llama 3.1 8B)
-        if ends is None and not any(windows) and not config.attn_logit_softcapping:
-            return [ExplicitMask()] * len(windows)
     if ends is None:
-        ends = torch.full_like(positions, T)
-    masks = {window: make(positions, ends, window) if make else
-             ExplicitMask(visible_keys(positions, ends, window)) for window in {*windows}}
+        ends = torch.full_like(positions, positions.shape[1])
+    windows = decoder.config.windows
+    masks = {window: ExplicitMask(visible_keys(positions, ends, window)) for window in {*windows}}
     return [masks[window] for window in windows]
-
-
-# without a window a token sees all before it in its text, with one the last ones
-CAUSAL = FastVersion('attention without a mask, and a cache of the window',
-                     {'attention.visible_keys': 'ce7adce5', 'attention.sees': '3a266bd9'})

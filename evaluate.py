@@ -80,7 +80,7 @@ import torch
 
 import scoring
 from runtime import checkpoint, device, ownership, parallel
-from runtime.trained import base_of_adapter, load_ahead, load_model
+from runtime.loading import base_of_adapter, load_ahead, load_model
 
 # Samples depend on these keys, so they must not change within a folder. The tokens of clm depend on
 # the seed too, but each sample has a hash of its prompt.

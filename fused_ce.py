@@ -37,7 +37,7 @@ ROWS = 128                  # chunks are multiples of this many tokens, for whol
 BLOCK = 2048                # logits of a row that one program of four warps processes at a time
 
 # Whether the kernels compute what a function, `_plain`, does. In a copy of this file they are
-# always used; runtime/device.py has a check that `_plain` was not edited.
+# always used; speed/install.py has a check that `_plain` was not edited.
 stands_for: Callable[[Callable], bool] = callable
 
 

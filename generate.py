@@ -57,13 +57,14 @@ if __name__ == '__main__':
     with cli.one_line_errors():     # --help and misspelled keys need no torch
         read_arguments(sys.argv[1:])
 
-from data.instruct import read_prompts
+from data.prompt_file import read_prompts
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from decoding.answers import generate, to_row
 from decoding.slots import room
 from results.samples import append_line, digest, merge_parts, open_answers, part
-from runtime import checkpoint, log, ownership, parallel
+from runtime import checkpoint, ownership, parallel
 from runtime.device import pick_device, pick_dtype
+from runtime.progress import progress_bar
 from scoring import confidences
 
 
@@ -122,7 +123,7 @@ def main(argv):
         left = left[rank::n_processes]
         n_tokens, started, ids = 0, time.perf_counter(), [ids for _, ids in left]
         try:
-            with (log.progress_bar('answers', len(left), 'prompts') as progress,
+            with (progress_bar('answers', len(left), 'prompts') as progress,
                   open(part(out, rank, n_processes), 'ab', buffering=0) as file):
                 for i, rows in answer_rows(model, ids, cfg, tokenizer, stop):
                     append_line(file, left[i][0] | {'answers': rows})

@@ -20,9 +20,10 @@ import torch
 import fused_ce
 from data.eval_config import EvalConfig
 from data.tree_rows import Tree, pack_alone, pack_trees, prompt_trees, stack_answers, stack_rows
-from runtime import checkpoint, device, log, parallel
+from runtime import checkpoint, device, parallel
 from runtime.config_keys import SEQ2SEQ
 from runtime.errors import CheckpointError
+from runtime.progress import progress_bar
 
 # A batch for a process that shares the weights and has scored all of its trees: it must still take
 # part in the forward passes of the others. One row of padding, of which one token is scored.
@@ -212,7 +213,7 @@ class Scorer:
     def score(self, task, trees, total):
         """Yield (index, numbers, values) as `score` does, with the progress of `task`."""
         compute = token_statistics if task.statistics else token_log_probs
-        with log.progress_bar(task.label, total, task.unit) as progress:
+        with progress_bar(task.label, total, task.unit) as progress:
             yield from self._score(trees, compute, progress.update)
 
     def states(self, prompts):

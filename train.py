@@ -153,7 +153,6 @@ from data.packing import epoch_order, epochs_of, pack, sequence_weights, split_g
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from fused_ce import fused_loss, smoothing, token_statistics
 from runtime import checkpoint, ownership, resume, rooms, trained
-from runtime.base_smoothing import add_base_term
 from runtime.build import build_model, build_optimizer
 from runtime.device import micro_batches, pick_device
 from runtime.log import StepLog, peak_memory, print_sizes, show_example
@@ -394,8 +393,8 @@ def token_loss(packed, cfg, base=None):
         if base is None:
             return loss, {'nll': nll}
         weight = mean.get('token_weight', torch.full(targets.shape, 1 / n_targets))
-        return add_base_term(loss, {'nll': nll}, cfg.base_smoothing, model, base, hidden, inputs,
-                             targets, weight)
+        return rooms.load('base smoothing').add_base_term(
+            loss, {'nll': nll}, cfg.base_smoothing, model, base, hidden, inputs, targets, weight)
 
     return compute
 
@@ -573,7 +572,7 @@ def optimize(run):
              'model': (checkpoint.config_to_hf(model.config) if cfg.from_scratch
                        else checkpoint.fingerprint(run.base))}
     if cfg.resume and not cfg.dry_run:
-        first = resume.restore(out_dir, named, optimizer, facts)
+        first = rooms.load('resume state').restore(out_dir, named, optimizer, facts)
     until = min(run.steps, 2) if cfg.dry_run else run.steps
     with resume.StopSignals() as stop:
         with StepLog(run, first, until) as log:
@@ -595,7 +594,8 @@ def optimize(run):
                 if epoch_ends:
                     trained.save_weights(run, optimizer, f'epoch-{epoch}')
                 if save:
-                    resume.save_checkpoint(out_dir, step, named, optimizer, facts)
+                    rooms.load('resume state').save_checkpoint(out_dir, step, named, optimizer,
+                                                               facts)
                 if signalled:
                     raise Stopped(signalled, f'after step {step}')
         print(f'peak memory {peak_memory(run.device):.2f} GiB')

@@ -21,7 +21,8 @@ from runtime.errors import DataError
 from runtime.ownership import temporary
 from runtime.processes import forked_pool
 
-READERS = 'data.tokenizer', 'runtime.sources', 'runtime.readers'   # besides the module of `encode`
+# besides the module of `encode`
+READERS = 'data.tokenizer', 'runtime.sources', 'runtime.readers', 'runtime.table_readers'
 # {file .bin: its type}. offsets: where each sequence begins and the last ends; groups and margins:
 # of each sequence, as in Sequences
 ARRAYS = {'offsets': np.int64, 'tokens': np.uint32, 'loss_mask': np.uint8, 'groups': np.int64,

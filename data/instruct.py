@@ -4,11 +4,9 @@
 import math
 
 from data.cache import group, tokenize_once
-from data.chat import encode_conversation, encode_prompt, supervision
-from data.files import (has_fields, parsed, read_rows, require_fields, require_text,
-                        training_rows)
-from data.messages import (dialogue, first_prompt, read_turns, to_messages, with_context,
-                           without_nulls)
+from data.chat import encode_conversation, supervision
+from data.files import has_fields, parsed, require_fields, require_text, training_rows
+from data.messages import dialogue, first_prompt, to_messages
 from runtime.errors import DataError
 from runtime.sources import fetch_training
 
@@ -122,43 +120,3 @@ def load_text(source, tokenizer, *, max_length, add_bos, revision=None, **option
 
     settings = {'max_length': max_length, 'add_bos': add_bos}
     return tokenize_once(files, encode, tokenizer, settings, **options)
-
-
-def read_prompts(path, tokenizer, template, add_bos):
-    """Return ([(row, token ids)], the ids that end an answer) of a file with prompts to answer.
-
-    A row has `prompt` or `messages`, and an `id`, by default its number. template: '' for plain
-    text. Raises DataError with file and line.
-    """
-    prompts, stop, places = [], {*tokenizer.end_ids}, {}
-
-    def parse(row, place):
-        given = without_nulls(row)
-        if ('prompt' in given) == ('messages' in given) or 'answers' in given:
-            raise DataError(f'fields {", ".join(row) or "(none)"}; wanted either "prompt" or '
-                            f'"messages", and no "answers"')
-        id = given.get('id', str(len(prompts)))
-        if type(id) not in (str, int):
-            raise DataError(f'the id {id!r} is neither text nor a whole number')
-        if places.setdefault(id, place) != place:
-            raise DataError(f'the id {id!r} is already at {places[id]}')
-        name = 'messages' if 'messages' in given else 'prompt'
-        turns = (read_turns(given[name], f'"{name}"', 'user') if template or name == 'messages'
-                 else dialogue(given[name]))    # a plain text is encoded as it is
-        messages = with_context(given, turns)
-        if (role := messages[-1]['role'] if messages else None) != 'user':
-            raise DataError(f"the last message must have the role 'user', not {role!r}")
-        if not template and ('messages' in given or len(messages) > 1):
-            raise DataError('"messages", a system message and a history need a chat template: '
-                            'leave out --raw')
-        return row | {'id': id}, *encode_prompt(messages, tokenizer, template, add_bos)
-
-    for place, row in read_rows(path):
-        entry = parsed(place, row, parse, place)
-        if isinstance(entry, DataError):
-            raise entry
-        prompts.append(entry[:2])
-        stop |= entry[2]
-    if not prompts:
-        raise DataError(f'{path} has no rows')
-    return prompts, stop

@@ -7,14 +7,16 @@ Calibration of Large Language Models and Alignment'.
 import functools
 import hashlib
 import io
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from data.files import draw, parse_rows, read_rows, require_fields, require_text
 from data.instruct import TEXT_PATTERNS
-from data.tree_rows import Tree
 from data.questions import Loaded
+from data.tasks import Task, dropout_words
+from data.tree_rows import Tree
 from runtime.errors import ConfigError, DataError
 from runtime.sources import fetch
 
@@ -24,6 +26,7 @@ PATTERNS = {'clm': ('wikitext-2-raw-v1/test-*.parquet', 'wiki.test.txt*', *TEXT_
             'facts': (*TEXT_PATTERNS, '*.json')}
 # T-REx's annotators of pronouns and of words that express a relation
 NOT_ENTITIES = 'Simple_Coreference', 'Wikidata_Property_Linker'
+SHOWN_TOKENS = 100      # before a scored token, in its sample
 # the instruction before the text, for an aligned model (table 1 of the paper)
 INSTRUCTIONS = {'clm': 'Finish this sentence:', 'facts': 'Finish this Wikipedia description:'}
 
@@ -120,3 +123,42 @@ def tokenize_texts(kind, texts, tokenizer, *, add_bos, max_length, instruct=Fals
                       if first <= len(head) < len(ids) and ids[:len(head)] == head}
         yield text, Tree((), ids[:max(scored) + 1], scored=sorted(scored)) if scored else (
             DataError(f'{text.place}: {missing}'))
+
+
+class TextTask(Task):
+    """Texts whose tokens are scored; a sample says whether the top token is the next one."""
+    unit = 'texts'
+    continues = statistics = True
+    identity = 'id', 'text', 'spans', 'language'
+
+    read = staticmethod(load_texts)
+
+    def tokenize(self, tokenizer, cfg):
+        return tokenize_texts(self.label, self.items, tokenizer, instruct=cfg.instruct,
+                              seed=cfg.seed, add_bos=cfg.add_bos, max_length=cfg.max_length)
+
+    def as_text(self, text):
+        return [(text.text, [])]
+
+    @staticmethod
+    def samples(tokenizer, text, tree, numbers, values):
+        ids, token_samples = [*tree.prefix, *tree.prompt], []
+        for n in np.argsort(numbers):
+            at = tree.scored[numbers[n]]
+            log_prob, top, top_log_prob, entropy = values[n]
+            token_samples.append({
+                'id': f'{text.id}:{at}' if len(tree.scored) > 1 else text.id, 'text': text.id,
+                'position': at, 'token': ids[at], 'top_token': int(top),
+                'correct': bool(int(top) == ids[at]),
+                'confidence': min(1.0, math.exp(top_log_prob)), 'log_prob': float(log_prob),
+                'entropy': float(entropy), 'of': len(tree.scored),
+                'context': tokenizer.decode(ids[max(0, at - SHOWN_TOKENS):at], start=False),
+                'predicted': tokenizer.decode([int(top)], start=False),
+                'expected': tokenizer.decode([ids[at]], start=False)})
+        return token_samples
+
+    def distribution(self, cfg):
+        return 'top token' + ', with an instruction' * cfg.instruct + dropout_words(cfg)
+
+
+TASK = TextTask

@@ -1,13 +1,12 @@
 """Kinds of tasks: what each asks, how it becomes token trees, and what its samples hold.
 
-A kind is a class: questions with options and texts are here, all others in the rooms of
-runtime/rooms.py. evaluate.py calls `load`, `collect`, `variants`, `variant` and `describe` of each
-task and does not ask for its kind.
+A kind is a class: questions with options are here, all others in the rooms of runtime/rooms.py.
+evaluate.py calls `load`, `collect`, `variants`, `variant` and `describe` of each task and does not
+ask for its kind.
 """
 
 import hashlib
 import itertools
-import math
 import os
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -17,20 +16,18 @@ from typing import ClassVar
 import numpy as np
 
 from data.benchmarks import BENCHMARKS
-from data.probes import INSTRUCTIONS, load_texts, tokenize_texts
 from data.questions import load_task, require_task
 from data.trees import tokenize_questions
 from runtime import rooms
 from runtime.errors import ConfigError, DataError
 
-TASKS = *BENCHMARKS, *rooms.TASKS, *INSTRUCTIONS
+TASKS = *BENCHMARKS, *rooms.TASKS
 # {setting: name of the variant}
 VARIANTS = {'permute': 'permuted', 'p_true': 'p_true', 'contextual': 'contextual'}
 # the settings that ask for results besides those of a task itself
 MORE_RESULTS = *VARIANTS, 'p_ik', 'verbalized'
 BLOCKS = 8          # at most, of questions of a language per process; each repeats the shots once
 BLOCK_LENGTH = 8    # questions, at least, where a process has several blocks
-SHOWN_TOKENS = 100      # before a scored token of a text, in its sample
 
 
 # ---- The names of --tasks ------------------------------------------------------------------------
@@ -70,9 +67,7 @@ def check_names(names):
 def kind_of(name):
     """Return the class of a task of --tasks."""
     kind = split_name(name)[0]
-    if kind in rooms.TASKS:
-        return rooms.load(kind).TASK
-    return TextTask if kind in INSTRUCTIONS else OptionTask
+    return rooms.load(kind).TASK if kind in rooms.TASKS else OptionTask
 
 
 def check_settings(tasks, cfg):
@@ -310,41 +305,3 @@ class OptionTask(Task):
         scored = default if cfg.scoring == 'auto' else cfg.scoring
         return (f'{cfg.prompt_format}, {cfg.shots} shots, options scored by {scored}, '
                 f'{LENGTHS[cfg.norm]}, {chat_words(cfg)}{orders}{dropout_words(cfg)}')
-
-
-# ---- Texts ---------------------------------------------------------------------------------------
-
-class TextTask(Task):
-    """Texts whose tokens are scored; a sample says whether the top token is the next one."""
-    unit = 'texts'
-    continues = statistics = True
-    identity = 'id', 'text', 'spans', 'language'
-
-    read = staticmethod(load_texts)
-
-    def tokenize(self, tokenizer, cfg):
-        return tokenize_texts(self.label, self.items, tokenizer, instruct=cfg.instruct,
-                              seed=cfg.seed, add_bos=cfg.add_bos, max_length=cfg.max_length)
-
-    def as_text(self, text):
-        return [(text.text, [])]
-
-    @staticmethod
-    def samples(tokenizer, text, tree, numbers, values):
-        ids, token_samples = [*tree.prefix, *tree.prompt], []
-        for n in np.argsort(numbers):
-            at = tree.scored[numbers[n]]
-            log_prob, top, top_log_prob, entropy = values[n]
-            token_samples.append({
-                'id': f'{text.id}:{at}' if len(tree.scored) > 1 else text.id, 'text': text.id,
-                'position': at, 'token': ids[at], 'top_token': int(top),
-                'correct': bool(int(top) == ids[at]),
-                'confidence': min(1.0, math.exp(top_log_prob)), 'log_prob': float(log_prob),
-                'entropy': float(entropy), 'of': len(tree.scored),
-                'context': tokenizer.decode(ids[max(0, at - SHOWN_TOKENS):at], start=False),
-                'predicted': tokenizer.decode([int(top)], start=False),
-                'expected': tokenizer.decode([ids[at]], start=False)})
-        return token_samples
-
-    def distribution(self, cfg):
-        return 'top token' + ', with an instruction' * cfg.instruct + dropout_words(cfg)

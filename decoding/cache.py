@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 import attention
-from attention import CAUSAL, ExplicitMask
+from attention import ExplicitMask
 from runtime.fast import FastVersion
 from speed import kernels
+from speed.masks import CAUSAL
 
 
 class Cache:

@@ -6,7 +6,6 @@ import os
 import numpy as np
 import torch
 
-from attention import make_masks
 from data.tree_rows import pack_prompts
 from decoding.cache import Cache, DecodeMask, PrefillMask, keys_to_keep
 from decoding.draw import draw, random_numbers
@@ -15,7 +14,7 @@ from runtime.errors import DataError
 from speed import kernels
 from speed.graphs import recorded_memory
 from speed.kernels import SPLIT
-from speed.masks import maker
+from speed.masks import maker, masks_by
 
 FIXED_SIZE = 64     # of each step with `deterministic`, so that every product has one shape
 # tokens of the prompts in one forward pass, or those of one longer prompt; a CPU computes the
@@ -149,7 +148,7 @@ class Batch:
         if kind == 'auto':      # FlexAttention would be compiled for each length
             kind = 'tree' if kernels.kernels_apply(self.model.head) else 'explicit'
         make = maker(kind, self.model.head, config.head_dim)
-        masks = make_masks(self.model.decoder, positions[None], ends[None], make)
+        masks = masks_by(make, config, positions[None], ends[None])
         masks = [PrefillMask(mask, cache, *stored[cache.size])
                  for mask, cache in zip(masks, self.caches)]
         last = to_device([at[i][-1] for i in numbers], self.device)

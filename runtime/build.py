@@ -10,7 +10,7 @@ from runtime import checkpoint, rooms
 from runtime.device import pick_dtype
 from runtime.memory import memory_for_activations, row_bytes
 from runtime.optim import AdamW
-from runtime.parallel import rank, shard, world_size
+from runtime.parallel import rank, world_size
 
 
 def build_model(cfg, config, base, device, reward=False):
@@ -60,7 +60,7 @@ def prepare(model, cfg, device, reward=False):
             if needed <= memory_for_activations(cfg, model.config, device):
                 rooms.load('recorded passes').record_blocks(model.decoder)
     if world_size() > 1:
-        shard(model, device)
+        rooms.load('sharding').shard(model, device)
         torch.manual_seed(cfg.seed + rank())    # the dropout of adapters differs between processes
     return model.train()
 

@@ -122,7 +122,7 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
     """Return a CausalLM with the weights of `folder`, as `dtype` (None: the type in config.json).
 
     reward: whether it must be a reward model, with a score head instead of the output matrix
-    share:  a function that calls `parallel.shard` on the model before it has weights; it may first
+    share:  a function that calls `sharding.shard` on the model before it has weights; it may first
             remove layers, or add some that have values. None: the whole model
     Raises CheckpointError for the other kind, and as `read_config` and `check_weights` do.
     """

@@ -219,10 +219,3 @@ def peak_memory(device):
         return (torch.cuda.max_memory_allocated() + recorded) / 2 ** 30
     unit = 1 if sys.platform == 'darwin' else 1024      # macOS counts bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2 ** 30
-
-
-def progress_bar(label, total, unit):
-    """Return the tqdm bar of the first process; in a file it has a line every 30 seconds."""
-    seconds = 1 if sys.stderr.isatty() else 30
-    return tqdm(total=total, desc=label, unit=f' {unit}', mininterval=seconds, delay=seconds - 1,
-                disable=rank() > 0)

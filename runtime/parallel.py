@@ -1,7 +1,7 @@
-"""Several processes, started by torchrun: ranks, FSDP2, gathering.
+"""Several processes, started by torchrun: ranks and gathering.
 
-Only this file calls torch.distributed. PyTorch's FSDP2 shards weights, gradients and optimizer
-states over the processes; the first process gathers them to write files.
+Only this file and speed/sharding.py, which shards weights, gradients and optimizer states over the
+processes, call torch.distributed; the first process gathers them to write files.
 """
 
 import contextlib
@@ -13,7 +13,6 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from runtime import ownership
 from runtime.processes import under_torchrun
@@ -113,20 +112,6 @@ def sum_over_processes(x: Tensor) -> Tensor:
     if world_size() > 1:
         dist.all_reduce(x)
     return x
-
-
-def shard(model, device):
-    """Shard weights, gradients and optimizer states over the processes, in place; return the model.
-
-    A forward pass gathers the weights of one layer at a time, so every process must take the same
-    number of them. device: that of the weights, which may still be on the meta device
-    """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    options = {'mesh': init_device_mesh(torch.device(device).type, (world_size(),)),
-               'mp_policy': MixedPrecisionPolicy(reduce_dtype=torch.float32)}
-    for layer in model.decoder.layers:
-        fully_shard(layer, **options)
-    return fully_shard(model, **options)
 
 
 def reshard(model):

@@ -1,19 +1,18 @@
-"""Read the rows of a file: JSON lines, a JSON list, a table or a text."""
+"""Read the rows of a file: JSON lines, a JSON list, a text, or a table by table_readers.py."""
 
 import codecs
-import csv
 import gzip
-import io
 import itertools
 import json
 import re
 import zlib
 
+from runtime import rooms
 from runtime.errors import DataError
 
 
 def read_rows(path, to_rows):
-    """Yield (place, row) of a file of READERS, such as a.jsonl or a.csv, also with .gz.
+    """Yield (place, row) of a file of READERS or TABLES, such as a.jsonl or a.csv, also with .gz.
 
     `place` is 'file:line', or 'file: row n' for parquet and JSON lists; both count from 1. A row
     that cannot be read or repeats a key is yielded as a DataError, to stop or skip; a file that
@@ -26,9 +25,9 @@ def read_rows(path, to_rows):
         raise DataError(f'{path} is a folder; name a file in it' if path.is_dir() else
                         f'there is no file {path}')
     kind = (path.with_suffix('') if path.suffix == '.gz' else path).suffix
-    if kind not in READERS:
-        raise DataError(f'{path}: unknown kind of file; wanted {", ".join(READERS)}, or one of '
-                        f'these with .gz')
+    if kind not in (*READERS, *TABLES):
+        raise DataError(f'{path}: unknown kind of file; wanted {", ".join((*READERS, *TABLES))}, '
+                        f'or one of these with .gz')
     try:
         with (gzip.open if path.suffix == '.gz' else open)(path, 'rb') as file:
             start = file.read(24)
@@ -40,7 +39,9 @@ def read_rows(path, to_rows):
             if start.startswith(b'version https://git-lfs'):
                 raise DataError(f'{path} is a pointer of Git LFS; get the file by git lfs pull')
             if kind in ('.csv', '.tsv'):
-                yield from _table_rows(path, file, kind, to_rows)
+                yield from rooms.load('tables').table_rows(path, file, kind, to_rows)
+            elif kind in TABLES:
+                yield from rooms.load('tables').parquet_rows(path, file)
             else:
                 yield from READERS[kind](path, file)
     except DataError:
@@ -69,7 +70,7 @@ def to_dict(place, names, cells):
 
 def parse_json(raw, path, line=1):
     """Return the JSON value in UTF-8 bytes that begin at `line` of a file; errors name the line."""
-    text = _decode(raw, path, line)
+    text = decode(raw, path, line)
     try:
         value = DECODER.decode(text)
     except json.JSONDecodeError as error:
@@ -98,7 +99,7 @@ def _object(pairs):
 DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
-def _decode(raw, path, line=1):
+def decode(raw, path, line=1):
     """Return the text of UTF-8 bytes that begin at `line` of a file; errors name the line."""
     try:
         return raw.decode('utf-8')
@@ -108,7 +109,7 @@ def _decode(raw, path, line=1):
                         f'0x{raw[error.start]:02x}; save it as UTF-8') from error
 
 
-def _row_or_error(read, *arguments):
+def row_or_error(read, *arguments):
     try:
         return read(*arguments)
     except DataError as error:
@@ -125,7 +126,7 @@ def _jsonl_rows(path, file):
             file.seek(begin)
             yield from _json_rows(path, file)
             return
-        yield place, _row_or_error(parse_json, raw, path, number)
+        yield place, row_or_error(parse_json, raw, path, number)
 
 
 def _json_rows(path, file):
@@ -153,72 +154,11 @@ def _json_rows(path, file):
         yield place, DataError(f'{place}: {row}') if isinstance(row, DataError) else row
 
 
-def _table_rows(path, file, kind, to_rows):
-    csv.field_size_limit(2 ** 31 - 1)
-    # a line of the file is several if it has the line breaks of an old Mac
-    lines = itertools.chain.from_iterable(io.StringIO(_decode(raw, path, number), newline='')
-                                          for number, raw in enumerate(file, 1))
-    header = next(lines, '')
-    # semicolons where numbers have decimal commas; a quoted cell may go on in the next line
-    outside_quotes = re.sub('"[^"]*("|$)', '', header)
-    delimiter = max('\t,;' if kind == '.tsv' else ',;\t', key=outside_quotes.count)
-    # spaces before all names but the first, as SAS writes them, are no part of a cell
-    others = next(csv.reader([header], delimiter=delimiter))[1:]
-    padded = bool(others) and all(name.startswith(' ') for name in others)
-    yield from to_rows(_places(path, csv.reader(itertools.chain([header], lines), strict=True,
-                                                delimiter=delimiter, skipinitialspace=padded)),
-                       delimiter)
-
-
-def _places(path, reader):
-    """Yield ('file:line' where it begins, cells) of each row of a table that is not empty."""
-    line = 1
-    try:
-        for cells in reader:
-            if any(cells):      # Excel writes rows of empty cells
-                yield f'{path}:{line}', cells
-            line = reader.line_num + 1
-    except csv.Error as error:
-        raise DataError(f'{path}:{line}: broken csv: {error}; a cell that begins with " ends with '
-                        f'", and a " in it is written twice') from error
-
-
 def _txt_rows(path, file):
-    text = _row_or_error(_decode, file.read(), path)
+    text = row_or_error(decode, file.read(), path)
     yield str(path), text if isinstance(text, DataError) else {
         'text': text.replace('\r\n', '\n').replace('\r', '\n')}
 
 
-def _parquet_rows(path, file):
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise DataError(f'{path}: {path.suffix} needs pyarrow: pip install pyarrow, or '
-                        f'"nanocal[files]" for the command nanocal') from None
-    batches = (pyarrow.ipc.open_stream(file) if re.search(r'\.arrow(\.gz)?$', path.name) else
-               pyarrow.parquet.ParquetFile(file).iter_batches())    # the former of save_to_disk
-    number = 0
-    for batch in batches:
-        names = column_names(path, batch.schema.names)
-        for cells in zip(*batch.columns, strict=True):
-            number += 1
-            place = f'{path}: row {number}'
-            yield place, _row_or_error(_values, zip(names, cells, strict=True), place)
-
-
-def _values(cells, place):
-    """Return {name: Python value} of cells; a cell, an error if it is used, if there is none."""
-    values = {}
-    for name, cell in cells:
-        try:
-            values[name] = cell.as_py()
-        except UnicodeDecodeError as error:
-            raise DataError(f'{place}: not UTF-8: {error.reason}') from error
-        except (ValueError, OverflowError):     # the year 10000
-            values[name] = cell
-    return values
-
-
-READERS = {'.jsonl': _jsonl_rows, '.ndjson': _jsonl_rows, '.json': _json_rows, '.txt': _txt_rows,
-           '.csv': _table_rows, '.tsv': _table_rows, '.parquet': _parquet_rows,
-           '.arrow': _parquet_rows}
+READERS = {'.jsonl': _jsonl_rows, '.ndjson': _jsonl_rows, '.json': _json_rows, '.txt': _txt_rows}
+TABLES = '.csv', '.tsv', '.parquet', '.arrow'       # runtime/table_readers.py reads them

@@ -12,7 +12,8 @@ TASKS = {
     **dict.fromkeys(('triviaqa', 'nq_open', 'popqa', 'gsm8k', 'gsm8k_short', 'math500', 'humaneval',
                      'qa', 'triviaqa_train', 'nq_open_train', 'gsm8k_train'),
                     'written.tasks'),
-    'p_ik': 'written.p_ik', 'judge': 'written.judges'}
+    'p_ik': 'written.p_ik', 'judge': 'written.judges',
+    **dict.fromkeys(('clm', 'facts'), 'data.probes')}
 # {key of a task's entry in results.json: module with the `notes` on it and its further `tables`}
 RESULTS = {'judge': 'written.judging',
            **dict.fromkeys(('written', 'unparsed'), 'written.confidence')}
@@ -25,15 +26,20 @@ ROOMS = TASKS | {
     'compare': 'compare.compare', 'post hoc': 'compare.post_hoc', 'scaling': 'compare.scaling',
     # faster versions of the core, in speed/
     'fast versions': 'speed.install', 'kernels': 'speed.kernels', 'fp8': 'speed.fp8',
-    'recorded passes': 'speed.graphs',
+    'recorded passes': 'speed.graphs', 'sharding': 'speed.sharding',
     # families of models that are no row of FAMILIES, by model_type
     **dict.fromkeys(('t5', 'mt5'), 'families.t5'),
     # what measures samples once they are there
     'measures': 'results.evaluation', 'report': 'results.report',
-    # after and beside training: reports, the model card, training on the answers of questions
-    'reports': 'results.training_report', 'card': 'bridges.card', 'questions': 'data.trees',
-    # models and datasets of the Hugging Face hub, adapters in PEFT's format, files of tokenizers
-    'byte pairs': 'data.byte_pairs',
+    # beside and after training: checkpoints, the base model as a teacher, training on the answers
+    # of questions; reports, the model card
+    'resume state': 'runtime.resume_state', 'base smoothing': 'runtime.base_smoothing',
+    'questions': 'data.question_answers',
+    'reports': 'results.training_report', 'card': 'bridges.card',
+    # files of tokenizers, tables
+    'byte pairs': 'data.byte_pairs', 'sentence pieces': 'data.sentence_pieces',
+    'tables': 'runtime.table_readers',
+    # models and datasets of the Hugging Face hub, adapters in PEFT's format, files for other tools
     'hub': 'bridges.hub', 'adapter': 'bridges.adapter', 'export': 'bridges.export',
 }
 

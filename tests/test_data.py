@@ -17,10 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alignment.prompts import to_prompt
-from data import cache, instruct, packing, preferences, probes, questions
+from data import cache, instruct, packing, preferences, probes, prompt_file, questions
 from data.files import draw, read_rows
 from data.messages import to_messages
-from data.trees import load_answers, tokenize_questions
+from data.question_answers import load_answers
+from data.trees import tokenize_questions
 from written.benchmarks import load_written
 from compare.compare import FileConfig
 from bridges.prediction_files import read_predictions
@@ -216,7 +217,7 @@ def test_files_of_users_are_read_or_refused_by_name(tmp_path, tokenizers, capsys
             case.get('task', '') + str(source), asking()).items],
         'qa': lambda: [[q.text, *q.references]
                        for q in load_written(f'qa:{source}', asking()).items],
-        'generate --raw': lambda: [gemma.decode(ids) for _, ids in instruct.read_prompts(
+        'generate --raw': lambda: [gemma.decode(ids) for _, ids in prompt_file.read_prompts(
             source, gemma, '', False)[0]],
         'prompts': lambda: to_prompt(json.loads(source.read_text())),
         'metrics': lambda: [list(sample.values())[-3:] for sample, _ in read_predictions(

@@ -27,16 +27,16 @@ from data import packing, tree_rows
 from decoding import cache, draw
 from decoding.cache import Cache, DecodeMask
 from decoding.sampling import Sampling
-from runtime import checkpoint, device, fast
+from runtime import checkpoint, fast
 from runtime.fast import FastVersion, digests_of
 from speed import fp8, install, kernels
-from speed.masks import (FLEX, TREE, FlexMask, TreeMask, cap_scores, flex_options, maker,
-                         visible_blocks)
+from speed.masks import (CAUSAL, FLEX, TREE, FlexMask, TreeMask, cap_scores, flex_options, maker,
+                         masks_by, visible_blocks)
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'     # there by Triton's interpreter
 MASKS = visible_keys, ExplicitMask.attend
 PLAIN = {       # all fast versions, and the plain functions that each of them stands for
-    attention.CAUSAL: [visible_keys], FLEX: MASKS, TREE: MASKS,
+    CAUSAL: [visible_keys], FLEX: MASKS, TREE: MASKS,
     install.WHOLE['products']: [models.products],
     install.WHOLE['float32_linear']: [models.float32_linear],
     install.WHOLE['make_masks']: [attention.make_masks],
@@ -44,7 +44,7 @@ PLAIN = {       # all fast versions, and the plain functions that each of them s
     kernels.GATE: [models.gate], kernels.GELU: [models.gelu_tanh],
     cache.DECODE: [DecodeMask.plainly, DecodeMask.visible, attention.sees, ExplicitMask.attend],
     draw.DRAW: [draw.draw_plainly], fp8.LORA: [models.LoRALinear.forward],
-    device.LOSS: [fused_ce._plain]}
+    install.LOSS: [fused_ce._plain]}
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def masks_of(kind, positions, ends, window, compiled=False):
     """Return the masks of a decoder with one layer of this window and heads of 16 numbers."""
     config = SimpleNamespace(windows=[window], attn_logit_softcapping=None)
     make = maker(kind, torch.zeros(1), 16, compiled)
-    return attention.make_masks(SimpleNamespace(config=config), positions, ends, make)
+    return masks_by(make, config, positions, ends)
 
 
 # ---- Digests -------------------------------------------------------------------------------------
@@ -285,6 +285,7 @@ def test_an_edit_for_large_logits_alone_reaches_the_loss(monkeypatch, capsys):
         plain(logits.clamp_(max=1000), h.clamp(max=1000), *more)
     monkeypatch.setattr(fused_ce, '_plain', edited)
     monkeypatch.setattr(fused_ce, '_use_triton', lambda x: True)
+    install.install()
     weight, hidden = torch.tensor([[0.0], [1.0], [1.0]]), torch.tensor([[5000.0]])
     loss, _ = fused_ce.smoothed_cross_entropy(hidden, weight, torch.tensor([1]))
     assert loss.item() == pytest.approx(np.log(2), abs=1e-4)

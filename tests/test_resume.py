@@ -23,7 +23,7 @@ import train
 from bridges import adapter
 from common import (await_steps, edit_config, llama_config, log_of, refused, results_of,
                     rewrite, run_scripts, same_weights, start_script, steps_done, tree)
-from runtime import checkpoint, log, optim, ownership, resume, trained
+from runtime import checkpoint, log, optim, ownership, resume, resume_state, trained
 from runtime.errors import ConfigError, TrainingError
 
 
@@ -112,7 +112,7 @@ class TinyRun:
             self.optimizer.step(scale=torch.ones(()))
 
     def save_checkpoint(self):
-        resume.save_checkpoint(self.out, self.step, self.named, self.optimizer, {'steps': 9})
+        resume_state.save_checkpoint(self.out, self.step, self.named, self.optimizer, {'steps': 9})
 
     def begin(self):
         """Go to the moment before the save: a checkpoint of step 1 on disk, step 2 in memory."""
@@ -128,7 +128,7 @@ class TinyRun:
         trained.save_weights(self, self.optimizer)
 
     def restore(self):
-        return resume.restore(self.out, self.named, self.optimizer, {'steps': 9})
+        return resume_state.restore(self.out, self.named, self.optimizer, {'steps': 9})
 
     def resume_and(self, save):
         """As train.py does it with --resume; save: the name of a method."""

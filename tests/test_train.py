@@ -352,9 +352,9 @@ def test_two_processes_train_the_same(small_world, settings_file, tmp_path):
             assert a[key] == pytest.approx(b[key], rel=1e-4), key
     # a checkpoint of two processes from which one resumes
     script = tmp_path / 'stop.py'
-    script.write_text('import sys, train\nfrom runtime import parallel, resume\n'
-                      'save = resume.save_checkpoint\n'
-                      'def stop(*a): save(*a); sys.exit(9)\nresume.save_checkpoint = stop\n'
+    script.write_text('import sys, train\nfrom runtime import parallel, resume_state\n'
+                      'save = resume_state.save_checkpoint\n'
+                      'def stop(*a): save(*a); sys.exit(9)\nresume_state.save_checkpoint = stop\n'
                       'parallel.join_processes(); train.main(sys.argv[1:])')
     # also of bfloat16 weights with the bits that float32 has more
     half = '--dtype=bfloat16', '--save_dtype=float32', '--master_weights=compact'

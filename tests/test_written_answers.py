@@ -16,7 +16,7 @@ from written import answer_samples, tasks as written_tasks
 from written import code_tasks, benchmarks as written_answers
 from data.chat import encode_prompt
 from data.tokenizer import load_tokenizer
-from data.trees import load_answers
+from data.question_answers import load_answers
 from written.benchmarks import WRITTEN_TASKS, load_written
 from results.samples import latest_samples, read_samples
 from runtime.errors import ConfigError, DataError

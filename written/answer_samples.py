@@ -13,8 +13,8 @@ from data.tasks import sample_fields
 from decoding.answers import generate
 from decoding.sampling import Sampling
 from results import samples
-from runtime import log
 from runtime.errors import DataError
+from runtime.progress import progress_bar
 
 ANSWERS_AT_ONCE = 1024      # sequences decoded at once on a GPU, if their keys and values fit
 
@@ -61,7 +61,7 @@ def write_answers(task, scorer, writer, n, stop):
                       deterministic=cfg.deterministic,
                       batch_size=ANSWERS_AT_ONCE if cfg.device.startswith('cuda') else 64)
     try:
-        with log.progress_bar(task.label, len(requests), task.unit) as progress:
+        with progress_bar(task.label, len(requests), task.unit) as progress:
             for i, answers in greedy_and_drawn(task, scorer, ids_of, greedy, n, end_ids):
                 append(*requests[i], answers)
                 progress.update()

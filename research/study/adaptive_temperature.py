@@ -23,7 +23,7 @@ from evaluate import EvalConfig, on_this_machine
 from fused_ce import cross_entropy, fused_loss, token_statistics
 from runtime import checkpoint
 from research.common import command_line
-from runtime.trained import load_model
+from runtime.loading import load_model
 from scoring import score, token_states
 
 

@@ -1,0 +1,124 @@
+"""The checkpoints of a training run: what the next step depends on, written and read.
+
+out_dir/resume-<step>/ holds in safetensors all that the next step depends on: the trained weights
+with the low bits of their master, the Adam moments and the random states. The position in the data
+and the learning rate follow from the step. state.json has a checksum of every file and of itself.
+It is written last, then the older checkpoint is removed: a complete one exists at any moment.
+"""
+
+import functools
+import json
+from pathlib import Path
+
+import torch
+
+from runtime.digests import file_digest, json_digest
+from runtime.errors import ConfigError, TrainingError
+from runtime.ownership import discard
+from runtime.parallel import gather, gather_full, load_full, rank
+from runtime.resume import advice, checkpoints
+from runtime.weights import read_tensors, write_files
+
+FILE_BYTES = 4_000_000_000
+# facts that a resumed run must share with the run that wrote the checkpoint, as messages name them
+FACTS = {'data': 'training data or end tokens', 'model': 'base model',
+         'dtype': 'weights on the device'}
+
+
+def save_checkpoint(out_dir, step, named, optimizer, facts):
+    """Write out_dir/resume-<step>/, state.json last, then remove the older checkpoints.
+
+    named: {name: trained parameter}; facts: {name: JSON value} that a resumed run must share.
+    Every process must call this; the first one writes. Raises TrainingError if that fails.
+    """
+    folder, random = Path(out_dir) / f'resume-{step}', {'cpu': torch.get_rng_state()}
+    device = next(iter(named.values())).device
+    if device.type == 'cuda':
+        random['cuda'] = torch.cuda.get_rng_state(device)
+    shares, size = [], FILE_BYTES       # {name: tensor} of each file
+    for key, tensor in state_tensors(named, optimizer):
+        if size >= FILE_BYTES:
+            shares.append({})
+            size = 0
+        shares[-1][key] = tensor
+        size += tensor.numel() * tensor.element_size()
+    for number, states in enumerate(gather(random)):
+        shares[-1] |= {f'random.{number}.{kind}': state for kind, state in states.items()}
+    files = {f'state-{number:05d}.safetensors': functools.partial(_whole, share)
+             for number, share in enumerate(shares, 1)}
+    try:
+        if rank() == 0:
+            discard(out_dir, f'{folder.name}/*')
+        write_files(folder, files, out_dir)
+        if rank() == 0:
+            content = {'step': step, 'optimizer_steps': optimizer.steps,
+                       'files': {name: file_digest(folder / name) for name in files}} | facts
+            write_files(folder, {'state.json': content | {'digest': json_digest(content)}}, out_dir)
+    except (OSError, ConfigError) as error:
+        discard(out_dir, f'{folder.name}/*')
+        raise TrainingError(f'step {step}: saving {folder} failed: {error}; '
+                            f'{advice(out_dir)}') from error
+    if rank() == 0:     # not above: a failure here must not take the new checkpoint away
+        discard(out_dir, 'resume-*', keep=f'{folder.name}/*')
+
+
+def _whole(share):
+    return {key: gather_full(tensor).cpu().contiguous() for key, tensor in share.items()}
+
+
+def restore(out_dir, named, optimizer, facts):
+    """Fill parameters and optimizer from the newest intact checkpoint; return its step, or 0.
+
+    A damaged checkpoint is reported and an older one used. Raises TrainingError if all are damaged
+    or if the run has other `facts` than the one that wrote the checkpoint.
+    """
+    damaged, device = None, next(iter(named.values())).device
+    for step, folder in reversed(checkpoints(out_dir).items()):
+        path = folder / 'state.json'
+        try:
+            content = json.loads(path.read_text(encoding='utf-8'))
+            if content.pop('digest', None) != json_digest(content):
+                raise ValueError('its content does not match its checksum')
+            if content['step'] != step:
+                raise ValueError(f'it holds step {content["step"]}, not {step}')
+            for key, value in facts.items():
+                if content[key] != value:
+                    raise TrainingError(f'{path} has different {FACTS.get(key, key)}: '
+                                        f'{content[key]}, not {value}; --overwrite starts over')
+            unread, random = dict(state_tensors(named, optimizer)), {}
+            for name, digest in content['files'].items():
+                path = folder / name
+                if file_digest(path) != digest:
+                    raise ValueError('its content does not match its checksum in state.json')
+                for key, tensor in read_tensors(path).items():
+                    if key.startswith('random.'):
+                        random[key] = tensor
+                    else:
+                        load_full(unread.pop(key), tensor)
+            if unread:
+                raise ValueError(f'{min(unread)} is missing')
+            # a run of fewer processes, or on another device, has no state for this one
+            if (state := random.get(f'random.{rank()}.cpu')) is not None:
+                torch.set_rng_state(state)
+            state = random.get(f'random.{rank()}.cuda')
+            if device.type == 'cuda' and state is not None:
+                torch.cuda.set_rng_state(state, device)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError,
+                RecursionError) as error:
+            damaged = f'{path} is damaged ({error if type(error) is ValueError else repr(error)})'
+            print(f'warning: {damaged}')
+            continue
+        optimizer.steps = content['optimizer_steps']
+        print(f'resuming after step {step}, from {folder}')
+        return step
+    if damaged:
+        raise TrainingError(f'{damaged}, and there is no older checkpoint; --overwrite starts over')
+    return 0
+
+
+def state_tensors(named, optimizer):
+    """Yield (name, tensor) of everything that a step changes."""
+    for name, parameter in named.items():
+        yield f'{name}.weight', parameter
+        for key, tensor in optimizer.state[parameter].items():
+            yield f'{name}.{key}', tensor
