@@ -42,7 +42,7 @@ from data.tasks import TASKS, check_names, check_settings, kind_of
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results import samples
 from runtime import rooms
-from runtime.config import load_config, require_given
+from runtime.config import load_config, require_given, run_folder, run_settings
 from runtime.errors import ConfigError, DataError, escape_controls
 
 USAGE = f"""\
@@ -156,7 +156,8 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
         samples.read_samples(out_dir / 'samples.jsonl')) if done else new, prompts)
     results = rooms.load('measures').write_evaluation(
         results, earlier, rows, tasks, cfg, settings, device.versions(cfg.device), out_dir)
-    rooms.load('card').write(out_dir)       # of a run's folder
+    if run_settings(run_folder(out_dir)):       # the model was trained here
+        rooms.load('card').write(out_dir)
     return results
 
 

@@ -8,20 +8,15 @@ import os
 import re
 from pathlib import Path
 
-from results.plots import draw_loss
-from results.report import task_title
-from results.samples import DIAGRAM, read_results
-from results.tables import markdown, measure_cell
-from bridges import hub
-from runtime import ownership, trained
-from runtime.checkpoint import fingerprint
+from results.loss_picture import draw_loss
+from results.tables import markdown
+from runtime import ownership, rooms, trained
 from runtime.config import run_folder, run_settings
-from runtime.errors import CheckpointError, ConfigError, escape_controls
-from runtime.sources import full_path, is_hub_name
+from runtime.errors import escape_controls
+from runtime.sources import is_hub_name
 
 NAME = 'README.md'
 OURS = '# nanoCal renews this card after each evaluation; to edit it, delete this line first\n'
-COLUMNS = {'accuracy': 'accuracy', 'ece': 'ECE (10 bins)', 'nll': 'NLL (nats)'}
 LORA = 'lora_rank', 'lora_alpha', 'lora_dropout', 'lora_targets'
 SHOWN = ('revision', 'data_revision', 'method', 'reward', 'template', 'data_limit', 'epochs',
          'max_steps', 'batch_size', 'max_length', 'lr', 'schedule', 'warmup', 'weight_decay',
@@ -56,8 +51,9 @@ def finish(run):
 
 def upload(run):
     """Send the files of a train.Run, with its cards, to the hub as cfg.push_to_hub."""
-    hub.upload(run.out_dir, run.cfg.push_to_hub,
-               [NAME, f'adapter/{NAME}', DIAGRAM, *trained.model_files(run)])
+    from results.samples import DIAGRAM
+    rooms.load('hub').upload(run.out_dir, run.cfg.push_to_hub,
+                             [NAME, f'adapter/{NAME}', DIAGRAM, *trained.model_files(run)])
 
 
 def _is_ours(path):
@@ -68,78 +64,42 @@ def card(folder, adapters=False):
     """Return the card of a saved model, or of the adapters beside it."""
     run = run_folder(folder)
     settings, name, epoch = run_settings(run), run.name, ''
-    before, after = _results(run / 'before', settings), _results(folder)
+    tasks, lines = {}, []
+    if (folder / 'results.json').exists():
+        from bridges import card_results    # a run without a report loads nothing that reports need
+        tasks, lines = card_results.calibration(folder, run, settings, adapters)
     if folder != run:
         name, epoch = f'{name}-{folder.name}', f', after epoch {folder.name.removeprefix("epoch-")}'
     start = 'Random weights in the shape of ' if settings.get('from_scratch') else ''
-    model, data = (_code(settings.get(key), whole=_hub_name(settings, key) is not None)
+    model, data = (code(settings.get(key), whole=_hub_name(settings, key) is not None)
                    for key in ('model', 'data'))
-    parts = [f'---\n{OURS}{_metadata(settings, name, after, adapters).to_yaml()}\n---\n',
+    parts = [f'---\n{OURS}{_metadata(settings, name, tasks, adapters).to_yaml()}\n---\n',
              f'# {_heading(name)}\n',
              f'{"LoRA adapters of " * adapters}{start}{model}, trained with nanoCal on '
-             f'{data}{epoch}.\n']
-
-    rows = [[task, when, str(x[task]['pooled']['n']),
-             *(measure_cell(x[task]['pooled'], key, True) for key in COLUMNS)]
-            for task in after for when, x in (('before', before), ('after', after))
-            if task in x and x[task]['distribution'] == after[task]['distribution']]
-    if rows:
-        parts += ['## Calibration\n',
-                  markdown([['task', 'training', 'n', *COLUMNS.values()], *rows]),
-                  'In brackets: 95 % intervals by bootstrap over questions.\n']
-    for task, x in after.items():
-        parts.append(f'- {escape_controls(task_title(task, x))}')
-        for t in x.get('post_hoc', {}).get('fits', {}).get('temperature', ()):
-            parts.append(f'- temperature fitted to {_code(task)}: {t:.3f}')
-    parts += [''] * bool(after)
-    if (folder / DIAGRAM).exists() and not adapters:
-        parts.append(f'![reliability diagrams]({DIAGRAM})\n')
-
+             f'{data}{epoch}.\n', *lines]
     by_train_alone = {'loss', 'smoothing', 'base_smoothing'}
     unread = by_train_alone if 'method' in settings else set()
     if settings.get('data_kind', 'instruct') != 'instruct':
         unread.add('template')
     keys = SHOWN + LORA if settings.get('lora') else SHOWN
-    rows = [[key, _code(settings[key])] for key in keys
+    rows = [[key, code(settings[key])] for key in keys
             if settings.get(key) not in (None, '') and key not in unread]
     return '\n'.join([*parts, '## Training\n', markdown([['setting', 'value'], *rows]), ''])
-
-
-def _results(folder, settings=None):
-    """Return {task: result} in a folder, of the model in it or of the base model in `settings`; {}
-    for another model's, or damaged ones."""
-    path = folder / 'results.json'
-    if not path.exists():
-        return {}
-    try:
-        content = read_results(path, 'the card is without it')
-        model, identity = content['config']['model'], content.get('identity', {})
-        base = str(settings and settings.get('model'))
-        if settings:
-            # a folder of the hub's cache is named after the model
-            same = base == full_path(model) or base.replace('/', '--') in model
-        else:
-            same = identity.get('model') == fingerprint(folder) and 'base' not in identity
-    except (ConfigError, CheckpointError) as error:
-        print(f'note: {error}')
-        return {}
-    if not same:
-        print(f'note: {path} has results of {model}, another model, which the card leaves out')
-    return content['tasks'] if same else {}
 
 
 def _metadata(settings, name, tasks, adapters):
     from huggingface_hub import EvalResult, ModelCardData
     model, data = (_hub_name(settings, key) for key in ('model', 'data'))
     kind = 'text-classification' if settings.get('method') == 'reward' else 'text-generation'
+    titles = {'accuracy': 'accuracy', 'ece': 'ECE (10 bins)'}
     return ModelCardData(
         base_model=None if settings.get('from_scratch') else model,
         datasets=[data] if data else None, tags=['nanocal'], model_name=name,
         library_name='peft' if adapters else 'transformers', pipeline_tag=kind,
         eval_results=[EvalResult(task_type=kind, dataset_type=task, dataset_name=task,
-                                 metric_type=key, metric_name=COLUMNS[key],
+                                 metric_type=key, metric_name=title,
                                  metric_value=round(x['pooled'][key], 4))
-                      for task, x in tasks.items() for key in ('accuracy', 'ece')] or None)
+                      for task, x in tasks.items() for key, title in titles.items()] or None)
 
 
 def _hub_name(settings, key):
@@ -153,7 +113,7 @@ def _heading(name):
     return re.sub(r'([\\`*<>\[\]!|&#~])', r'\\\1', ' '.join(escape_controls(name).split()))
 
 
-def _code(value, whole=False):
+def code(value, whole=False):
     """Return a setting as code; unless `whole`, the last name of a path, whose rest is private."""
     text = str(value) if whole else str(value).rstrip('/').rpartition('/')[2]
     text = ' '.join(escape_controls(text).split())

@@ -30,7 +30,7 @@ from bridges.harness_files import harness_task
 from bridges.prediction_files import read_predictions
 from compare.runs import find_prediction_files, predicted_run
 from results.samples import DIAGRAM, OUTPUTS, grid
-from results.tables import few_rows_note
+from results.columns import few_rows_note
 from runtime import cli
 from runtime.config import require_range
 from runtime.errors import ConfigError, DataError

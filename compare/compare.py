@@ -25,8 +25,9 @@ from results.report import (Predictions, measure, panel_title, predictions, spli
 from compare.runs import (Run, find_prediction_files, find_runs, predicted_run, read_run,
                           read_run_samples, sample_of)
 from results.samples import NORMS, picture
-from results.tables import (MEASURES, TITLES, Heading, Section, count_cell, csv_text,
-                            few_rows_note, mark_best, measure_cell, shared_note)
+from results.columns import (MEASURES, TITLES, Heading, count_cell, few_rows_note, measure_cell,
+                             shared_note)
+from results.tables import Section, csv_text, mark_best
 from runtime.config import load_config, require_range, require_unicode
 from runtime.errors import ConfigError, DataError
 from runtime.ownership import claim, lock, write_text

@@ -12,7 +12,8 @@ from compare import scaling
 import stats
 from results.report import predictions
 from compare.runs import read_run_samples, sample_of
-from results.tables import Heading, aligned, csv_text, latex, mark_best, markdown
+from results.columns import Heading
+from results.tables import aligned, csv_text, latex, mark_best, markdown
 from runtime.errors import ConfigError
 from runtime.ownership import claim, write_text
 from runtime.processes import parallel_map

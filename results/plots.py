@@ -1,20 +1,16 @@
-"""Pictures: reliability diagrams and the loss of a training run. A failure is only a warning.
+"""Pictures: reliability diagrams. A failure is only a warning.
 
 matplotlib is imported when the first picture is drawn, since that takes half a second.
 """
 
 import contextlib
-import json
-import math
 import sys
 import textwrap
-from pathlib import Path
 
 import numpy as np
 
-import metrics
 from runtime.errors import escape_controls
-from runtime.ownership import claim, temporary
+from runtime.ownership import temporary
 
 # fonts with Chinese, Japanese and Korean characters, on Linux, macOS and Windows
 FALLBACK_FONTS = ('Noto Sans CJK SC', 'Noto Sans CJK JP', 'Source Han Sans SC', 'Noto Sans SC',
@@ -66,6 +62,7 @@ def warn_on_failure(path):
 
 def draw_reliability(path, panels, columns=5):
     """Draw [(title, Predictions), ...] as `draw_bins` does; return whether it succeeded."""
+    import metrics      # other pictures, such as that of a run's loss, need none of it
     measured = {'accuracy': metrics.accuracy, 'confidence': metrics.mean_confidence,
                 'ECE': metrics.ece}
     with warn_on_failure(path) as written:
@@ -168,40 +165,3 @@ def _draw_curve(top, bottom, run, bins, color):
              label=f'{ece:.3f}  {figure_title(run, 30)}')
     top.scatter(confidence[used], accuracy[used], 4 + 60 * share[used], color=color, linewidth=0)
     bottom.stairs(share, np.linspace(0, 1, len(share) + 1), color=color, linewidth=1.3)
-
-
-def draw_loss(out_dir):
-    """Draw loss and NLL, or the reward, and gradient norm by step, from log.jsonl to loss.png."""
-    out_dir = Path(out_dir)
-    with warn_on_failure(out_dir / 'loss.png'):
-        claim(out_dir, 'loss.png')
-        from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
-        with open(out_dir / 'log.jsonl', encoding='utf-8') as lines:
-            log = [json.loads(line) for line in lines]
-        figure = new_figure(7, 5)
-        top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-        style = {'linewidth': 1, 'markersize': 4}
-        marker = '.' if len(log) < 50 else None     # a line of one step would not be seen
-        with_rewards = any('reward' in r for r in log)      # whose loss says little
-        lines = ([('reward', 'reward', marker), ('val_reward', 'reward, held out', 'o')]
-                 if with_rewards else
-                 [('loss', 'loss', marker), ('nll', 'NLL', marker),
-                  ('val_nll', 'NLL, held out', 'o')])
-        for key, label, mark in lines:
-            points = [(r['step'], r[key]) for r in log if key in r]
-            if points and not (key == 'loss' and all(r['loss'] == r.get('nll') for r in log)):
-                top.plot(*zip(*points, strict=True), marker=mark, label=label, **style)
-        top.set_ylabel('reward' if with_rewards else 'nats per token')
-        top.set_title(figure_title(out_dir.name, 70), fontsize=10)
-        top.legend(frameon=False)
-        norms = [(r['step'], r['grad_norm']) for r in log if 0 < r['grad_norm'] < math.inf]
-        bottom.plot(*np.reshape(norms, (-1, 2)).T, marker=marker, color='grey', **style)
-        low, high = (f((norm for _, norm in norms), default=1) for f in (min, max))
-        bottom.set(xlabel='step', ylabel='gradient\nnorm', yscale='log', ylim=(low / 2, high * 2))
-        # whole steps; few enough labels on a logarithmic axis that no two overlap
-        bottom.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1,
-                                                   steps=(1, 2, 5, 10)))
-        bottom.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 7.5 * low else (1,)))
-        bottom.yaxis.set_major_formatter('{x:g}')
-        bottom.yaxis.set_minor_formatter(NullFormatter())
-        save_figure(figure, out_dir / 'loss.png', 150)

@@ -15,8 +15,9 @@ from results import samples as sample_files
 from results.plots import draw_reliability, warn_on_failure
 from results.samples import (by_order, of_split, option_scores, picture, question_numbers,
                              read_splits, sample_order, samples_digest)
-from results.tables import (MEASURES, TITLES, Heading, Section, aligned, count_cell, csv_text,
-                            few_rows_note, mark_best, measure_cell, shared_note)
+from results.columns import (MEASURES, TITLES, Heading, count_cell, few_rows_note, measure_cell,
+                             shared_note)
+from results.tables import Section, aligned, csv_text, mark_best
 from runtime import rooms
 from runtime.digests import syntax_digest
 from runtime.ownership import claim, lock

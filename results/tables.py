@@ -5,52 +5,6 @@ import io
 import re
 from typing import NamedTuple
 
-import metrics
-
-MEASURES = {measure.key: measure for measure in metrics.MEASURES}
-TITLES = {key: measure.title for key, measure in MEASURES.items()}
-
-
-class Heading(str):
-    """The title of a column with the values of a metric; `mark_best` reads higher_is_better."""
-
-    def __new__(cls, key, title=None):
-        heading = super().__new__(cls, TITLES[key] if title is None else title)
-        heading.higher_is_better = MEASURES[key].higher_is_better
-        return heading
-
-
-def measure_cell(report, key, interval=False):
-    """Return the value of a metric, '0.102' or '0.102 [0.091, 0.113]'; '' if it is missing."""
-    if key not in report:
-        return ''
-    ends = report.get('intervals', {}).get(key) if interval else None
-    return format(report[key], MEASURES[key].format) + (
-        ' [{:.3f}, {:.3f}]'.format(*ends) if ends else '')
-
-
-def few_rows_note(n, unit='questions') -> str:
-    """Return why rmsce and mad of n rows can be far below ece; '' for 1,000 rows or more."""
-    n_bins = max(1, n // 100)
-    return '' if n >= 1000 else (
-        f'RMSCE and MAD have bins of 100 {unit}, so {n_bins} bin{"s" * (n_bins > 1)} here; with '
-        f'few bins they can be far below ECE, which has 10')
-
-
-def count_cell(report, unit='questions'):
-    """Return the number of tokens or else of questions of a report; '' for a mean of reports."""
-    n = report.get('n', '')
-    return str(n if unit == 'tokens' else report.get('questions', n))
-
-
-def shared_note(report, unit='questions'):
-    """Return how many rows of a report are of how many questions; '' if each has its own."""
-    if 'questions' not in report:
-        return ''
-    rows, whole = ('tokens', 'text') if unit == 'tokens' else ('answers', 'question')
-    return (f'{report["n"]:,} {rows} in {report["questions"]:,} {whole}s: those of one {whole} are '
-            f'drawn and tested together')
-
 
 class Section(NamedTuple):
     """What a report says of a task: a table, the notes below it, lines of text, and more tables."""

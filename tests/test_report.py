@@ -11,6 +11,7 @@ import metrics
 from compare import scaling
 import stats
 from common import write_rows, write_run
+from results import columns as headings
 from results import evaluation, plots, report, samples, tables
 from runtime import processes
 from runtime.errors import DataError
@@ -258,7 +259,7 @@ def test_latex_escapes_everything():
 
 
 def test_the_best_of_each_group_is_marked():
-    heading = tables.Heading
+    heading = headings.Heading
     lines = [('run', heading('accuracy', 'MMLU accuracy'), heading('ece'), heading('gap')),
              ('a', '0.50 ± 0.1', '0.10 [0.05, 0.20]', '0.1'),
              ('a', '0.60 ± 0.1', '0.10', '0.2'),

@@ -308,7 +308,7 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_used(tmp_path, capsys, 
 
 def test_a_checkpoint_of_fewer_processes_is_resumed(tmp_path, monkeypatch):
     run = TinyRun(tmp_path).begin()
-    monkeypatch.setattr(resume, 'rank', lambda: 1)
+    monkeypatch.setattr(resume_state, 'rank', lambda: 1)
     assert run.restore() == 1
 
 

@@ -148,12 +148,13 @@ def test_each_process_loads_only_its_share_of_the_weights(folder, tmp_path):
     script.write_text(f'''
 import functools, torch
 from runtime import build, checkpoint, parallel
+from speed import sharding
 from train import TrainConfig
 
 base, several = {str(folder / "model")!r}, None
 
 def load():
-    share = functools.partial(parallel.shard, device='cpu') if several() > 1 else None
+    share = functools.partial(sharding.shard, device='cpu') if several() > 1 else None
     return checkpoint.load(base, share=share)
 
 def train(reward=False, **settings):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 import metrics
-from results.tables import count_cell, measure_cell
+from results.columns import count_cell, measure_cell
 from runtime.digests import json_digest
 from written.numbers import parse_probability
 from written.thinking import final_answer

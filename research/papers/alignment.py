@@ -28,7 +28,7 @@ from data.instruct import PATTERNS, first_turns
 from data.preferences import PREFERENCE_PATTERNS
 from results.report import predictions
 from results.samples import latest_samples
-from results.tables import TITLES, Heading
+from results.columns import TITLES, Heading
 from runtime.sources import fetch
 
 # {family: {name: (hub name, weights)}}, and the figure with the curves of each family

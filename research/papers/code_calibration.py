@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from research.papers.common import (EvalConfig, Run, counted, draw_curves, main, measured, pooled,
                                     read_models)
-from results.tables import Heading
+from results.columns import Heading
 
 MODELS = read_models('code_calibration')['']
 # entry of the results: name in the paper, or a description

@@ -34,7 +34,8 @@ from evaluate import EvalConfig
 from research import common
 from results import plots
 from results.samples import check_results
-from results.tables import TITLES, Heading, aligned, latex, mark_best, markdown
+from results.columns import TITLES, Heading
+from results.tables import aligned, latex, mark_best, markdown
 from runtime import checkpoint, cli
 from runtime.config import load_config
 from runtime.errors import CheckpointError, ConfigError, DataError, TrainingError

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from research.papers.common import (EvalConfig, Run, TrainConfig, counted, draw_curves, main,
                                     measured, paper_column, read_models)
-from results.tables import Heading
+from results.columns import Heading
 
 MODELS = read_models('know')['']
 TASKS = {'triviaqa': 'TriviaQA', 'gsm8k': 'GSM8K'}

@@ -21,7 +21,7 @@ from research.common import read_csv
 from research.papers.common import (COLUMNS, OWN, EvalConfig, Run, TrainConfig, changed_report,
                                     draw_lines, held_out, main, numbers, own_table, paper_column,
                                     pooled, read_models, read_report, sweep, titles_of)
-from results.tables import Heading
+from results.columns import Heading
 from runtime.checkpoint import fetch
 from runtime.config_json import read_config
 from runtime.errors import DataError

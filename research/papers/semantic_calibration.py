@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from research.papers.common import (EvalConfig, Run, counted, draw_curves, main, measured,
                                     read_models)
-from results.tables import Heading
+from results.columns import Heading
 
 # {model: {stage: (hub name, weights)}}; Mistral-7B has one model after supervised tuning, then DPO
 MODELS = read_models('semantic_calibration')

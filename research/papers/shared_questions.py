@@ -9,7 +9,7 @@ import numpy as np
 
 import metrics
 import stats
-from results.tables import MEASURES
+from results.columns import MEASURES
 
 KEYS, N_BINS = ('accuracy', 'ece', 'entropy_bits'), 10
 

@@ -17,7 +17,8 @@ import numpy as np
 
 from compare.over_seeds import plus_minus
 from results.plots import save_figure
-from results.tables import TITLES, csv_text, markdown
+from results.columns import TITLES
+from results.tables import csv_text, markdown
 from runtime.errors import ConfigError
 from runtime.ownership import write_text
 from runtime.processes import parallel_map

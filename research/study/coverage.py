@@ -26,7 +26,8 @@ import numpy as np
 
 import metrics
 import stats
-from results.tables import MEASURES, TITLES, markdown
+from results.columns import MEASURES, TITLES
+from results.tables import markdown
 from runtime.processes import parallel_map
 from research.common import command_line
 

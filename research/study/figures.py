@@ -26,7 +26,8 @@ from compare.over_seeds import (CLEAR, NAMES, by_seed, drop_constant_settings, f
                                 write_table)
 from results.plots import draw_bins, figure_title, new_figure, printable, save_figure
 from compare.runs import find_runs, read_run
-from results.tables import MEASURES, Heading, csv_text
+from results.columns import MEASURES, Heading
+from results.tables import csv_text
 from runtime import cli
 from runtime.errors import ConfigError
 from runtime.ownership import read_json, write_text

@@ -23,7 +23,7 @@ import numpy as np
 from compare.over_seeds import run_lines
 from results.plots import save_figure
 from compare.runs import read_run
-from results.tables import TITLES
+from results.columns import TITLES
 from runtime import cli
 from stats import mean_interval
 from research.common import panels, read_lines, seed_folder

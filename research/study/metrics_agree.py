@@ -26,7 +26,8 @@ import metrics
 from compare.over_seeds import predictions_by_group
 from results.plots import new_figure, save_figure
 from compare.runs import find_runs, read_run
-from results.tables import MEASURES, TITLES, csv_text, markdown
+from results.columns import MEASURES, TITLES
+from results.tables import csv_text, markdown
 from runtime import cli
 from runtime.errors import ConfigError
 from runtime.ownership import claim, lock, write_text

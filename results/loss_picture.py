@@ -1,0 +1,47 @@
+"""The picture of a training run: its loss, or reward, and gradient norm by step."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+
+from results.plots import figure_title, new_figure, save_figure, warn_on_failure
+from runtime.ownership import claim
+
+
+def draw_loss(out_dir):
+    """Draw loss and NLL, or the reward, and gradient norm by step, from log.jsonl to loss.png."""
+    out_dir = Path(out_dir)
+    with warn_on_failure(out_dir / 'loss.png'):
+        claim(out_dir, 'loss.png')
+        from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+        with open(out_dir / 'log.jsonl', encoding='utf-8') as lines:
+            log = [json.loads(line) for line in lines]
+        figure = new_figure(7, 5)
+        top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+        style = {'linewidth': 1, 'markersize': 4}
+        marker = '.' if len(log) < 50 else None     # a line of one step would not be seen
+        with_rewards = any('reward' in r for r in log)      # whose loss says little
+        lines = ([('reward', 'reward', marker), ('val_reward', 'reward, held out', 'o')]
+                 if with_rewards else
+                 [('loss', 'loss', marker), ('nll', 'NLL', marker),
+                  ('val_nll', 'NLL, held out', 'o')])
+        for key, label, mark in lines:
+            points = [(r['step'], r[key]) for r in log if key in r]
+            if points and not (key == 'loss' and all(r['loss'] == r.get('nll') for r in log)):
+                top.plot(*zip(*points, strict=True), marker=mark, label=label, **style)
+        top.set_ylabel('reward' if with_rewards else 'nats per token')
+        top.set_title(figure_title(out_dir.name, 70), fontsize=10)
+        top.legend(frameon=False)
+        norms = [(r['step'], r['grad_norm']) for r in log if 0 < r['grad_norm'] < math.inf]
+        bottom.plot(*np.reshape(norms, (-1, 2)).T, marker=marker, color='grey', **style)
+        low, high = (f((norm for _, norm in norms), default=1) for f in (min, max))
+        bottom.set(xlabel='step', ylabel='gradient\nnorm', yscale='log', ylim=(low / 2, high * 2))
+        # whole steps; few enough labels on a logarithmic axis that no two overlap
+        bottom.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1,
+                                                   steps=(1, 2, 5, 10)))
+        bottom.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 7.5 * low else (1,)))
+        bottom.yaxis.set_major_formatter('{x:g}')
+        bottom.yaxis.set_minor_formatter(NullFormatter())
+        save_figure(figure, out_dir / 'loss.png', 150)
