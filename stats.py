@@ -24,11 +24,13 @@ else:
 
 
 def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000, seed=0, keys=None,
-              columns=None, questions=None, n_questions=None) -> dict[str, np.ndarray]:
+              measures=None, columns=None, questions=None,
+              n_questions=None) -> dict[str, np.ndarray]:
     """Return metrics of `report` on `n_resamples` samples of questions, drawn with replacement.
 
-    {key: float64 [n_resamples]} for the metrics `keys`, by default for every metric with a column
-    in a table and all that are fast. Metrics that are not defined for probs are left out.
+    {key: float64 [n_resamples]} for the metrics `keys` of the table `measures`, metrics.MEASURES by
+    default; without keys for every metric with a column in a table of reports and all that are
+    fast. Metrics that are not defined for probs are left out.
     `percentile_interval` makes intervals of the values. scores: those of `nll`; columns: {key:
     float [N]}, more metrics that are means of a number per row. n_questions: if given, `questions`
     are numbers below it, and so many are drawn; groups of rows with the same n_questions and seed
@@ -39,7 +41,7 @@ def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000, s
     """
     columns = {key: x for key, x in (columns or {}).items() if keys is None or key in keys}
     rows = metrics.Rows(probs, labels, n_options, scores)
-    measures = [x for x in metrics.MEASURES
+    measures = [x for x in (metrics.MEASURES if measures is None else measures)
                 if x.key not in columns and (rows.probs is not None or x.needs == 'prediction')]
     values = {x.key: metrics.of_rows(x.function, rows) for x in measures
               if keys is None or x.key in keys}

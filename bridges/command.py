@@ -164,7 +164,7 @@ def write_report(argv):
         if cfg.fit_temperature and len(samples[task]) < 2:
             raise DataError(f'{task}: fit_temperature needs two rows or more')
         result |= report.summarize(samples[task], 'token', n_bootstrap=cfg.n_bootstrap,
-                                   fit=cfg.fit_temperature, seed=cfg.seed)
+                                   fit=cfg.fit_temperature, seed=cfg.seed, all_metrics=True)
         result.pop('option_mass', None)     # of given probabilities it is 1
     out_dir = Path(cfg.out_dir).expanduser()
     with lock(out_dir):

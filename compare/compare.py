@@ -25,8 +25,8 @@ from results.report import (Predictions, measure, panel_title, predictions, spli
 from compare.runs import (Run, find_prediction_files, find_runs, predicted_run, read_run,
                           read_run_samples, sample_of)
 from results.samples import NORMS, picture
-from results.columns import (MEASURES, TITLES, Heading, count_cell, few_rows_note, measure_cell,
-                             shared_note)
+from results.columns import (PRINTED, Heading, count_cell, few_rows_note, measure_cell, measure_of,
+                             shared_note, title_of)
 from results.tables import Section, csv_text, mark_best
 from runtime.config import load_config, require_range, require_unicode
 from runtime.errors import ConfigError, DataError
@@ -68,9 +68,10 @@ class CompareConfig(FileConfig):
 def main(argv, usage=USAGE):
     cfg, sources = read_sources(CompareConfig, argv, usage)
     require_range(cfg, 0, math.inf, 'n_bootstrap', 'seed')
-    keys = cfg.metrics or [key for key, x in MEASURES.items() if 'compare' in x.tables]
-    if unknown := [key for key in keys if key not in MEASURES]:
-        raise ConfigError(f'metrics: there is no {unknown[0]!r}; there are {", ".join(MEASURES)}')
+    keys = cfg.metrics or [key for key, x in PRINTED.items() if 'compare' in x.tables]
+    known = [x.key for x in metrics.MEASURES] if cfg.metrics else keys
+    if unknown := [key for key in keys if key not in known]:
+        raise ConfigError(f'metrics: there is no {unknown[0]!r}; there are {", ".join(known)}')
     if repeated := [key for key in keys if keys.count(key) > 1]:
         raise ConfigError(f'metrics: {repeated[0]!r} is named twice; name it once')
     by_files = find_prediction_files([s for s in sources if not (s / 'samples.jsonl').exists()])
@@ -362,11 +363,11 @@ def over_questions(pairs, answers, keys, cfg):
             missing = [z['no_interval'][key] for z in values.values()
                        if key in z.get('no_interval', {})]
             if missing:
-                reasons.setdefault(f'no interval of {TITLES[key]} ({missing[0]})')
+                reasons.setdefault(f'no interval of {title_of(key)} ({missing[0]})')
             else:
-                low, high, p = stats.difference_test(*drawn, (x, y), not MEASURES[key].is_mean)
+                low, high, p = stats.difference_test(*drawn, (x, y), not measure_of(key).is_mean)
                 ends = f'{low:+.4f} {high:+.4f}'
-            rows.append([f'{second} - {first}', 'questions', str(questions[1]), TITLES[key],
+            rows.append([f'{second} - {first}', 'questions', str(questions[1]), title_of(key),
                          f'{y - x:+.4f}', ends, p])
     return with_holm(rows, '.3f'), [*reasons]
 
@@ -378,7 +379,7 @@ def over_languages(pairs, reports, keys):
         values = [reports[second][x][key] - reports[first][x][key] for x in languages]
         if np.isfinite(values).all():
             mean, t, p = stats.student_t(values)
-            rows.append([f'{second} - {first}', f'{len(languages)} languages', '', TITLES[key],
+            rows.append([f'{second} - {first}', f'{len(languages)} languages', '', title_of(key),
                          f'{mean:+.4f}', f't = {t:.2f}', p])
     return with_holm(rows, '.2g')
 

@@ -10,10 +10,11 @@ from results.report import (GROUPS, Predictions, measure, names_of, option_predi
 from runtime.errors import DataError
 
 
-def post_hoc(test, samples, held_out, norm, n_bootstrap, seed):
+def post_hoc(test, samples, held_out, norm, n_bootstrap, seed, measures=None):
     """Return (scalings of `test`, fitted on `held_out`: keys as in the docs; {name: Predictions}).
 
-    test: of `samples`. Without `held_out`, more samples, each half is scaled with the other's fit.
+    test: of `samples`; measures: of its report. Without `held_out`, more samples, each half is
+    scaled with the other's fit.
     """
     n, source = len(samples), predictions(held_out, norm) if held_out else test
     if held_out:    # [(rows of `source` to fit on, rows of `test` to scale), ...]
@@ -65,7 +66,8 @@ def post_hoc(test, samples, held_out, norm, n_bootstrap, seed):
         groups['isotonic'] = scaled(scaling.apply_isotonic,
                                     fit_all(scaling.fit_isotonic, *source_top), confidence)
         final['isotonic'] = [x.tolist() for x in scaling.fit_isotonic(*source_top)]
-    return fitted | {'fits': final, 'reports': measure(groups, n_bootstrap, seed)[0]}, groups
+    reports, _ = measure(groups, n_bootstrap, seed, measures=measures)
+    return fitted | {'fits': final, 'reports': reports}, groups
 
 
 def rescaled(predicted, name, parameters):

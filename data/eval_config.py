@@ -48,6 +48,7 @@ class EvalConfig:
     fit_temperature: bool = False             # also report temperature and Platt scaling
     group_by: str = ''                        # a field of the questions: also report by its values
     scaling: str | None = None                # a scaling.json to apply, such as another run's
+    all_metrics: bool = False                 # results.json also has metrics that no table shows
     n_bootstrap: int = 1000                   # resamples for the intervals; 0: none
     pictures: bool = True                     # draw reliability diagrams
     pack_len: int | None = None               # tokens in a packed row; None: 4096 to 32768

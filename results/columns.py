@@ -2,16 +2,27 @@
 
 import metrics
 
-MEASURES = {measure.key: measure for measure in metrics.MEASURES}
-TITLES = {key: measure.title for key, measure in MEASURES.items()}
+PRINTED = {measure.key: measure for measure in metrics.PRINTED}
+
+
+def measure_of(key):
+    """Return the row of metrics.MEASURES with this key; KeyError if there is none."""
+    if key in PRINTED:
+        return PRINTED[key]
+    return {measure.key: measure for measure in metrics.MEASURES}[key]
+
+
+def title_of(key):
+    """Return the title of the column of a metric."""
+    return measure_of(key).title
 
 
 class Heading(str):
     """The title of a column with the values of a metric; `mark_best` reads higher_is_better."""
 
     def __new__(cls, key, title=None):
-        heading = super().__new__(cls, TITLES[key] if title is None else title)
-        heading.higher_is_better = MEASURES[key].higher_is_better
+        heading = super().__new__(cls, title_of(key) if title is None else title)
+        heading.higher_is_better = measure_of(key).higher_is_better
         return heading
 
 
@@ -20,7 +31,7 @@ def measure_cell(report, key, interval=False):
     if key not in report:
         return ''
     ends = report.get('intervals', {}).get(key) if interval else None
-    return format(report[key], MEASURES[key].format) + (
+    return format(report[key], measure_of(key).format) + (
         ' [{:.3f}, {:.3f}]'.format(*ends) if ends else '')
 
 

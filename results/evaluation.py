@@ -36,7 +36,7 @@ def write_evaluation(results, earlier, samples, tasks, cfg, settings, versions, 
             print(f'{task}: not scaled, since {cfg.scaling} has no fits of it')
         result |= report.summarize(rows, cfg.norm, n_bootstrap=cfg.n_bootstrap, seed=cfg.seed,
                                    fit=cfg.fit_temperature or written and len(rows) > 1,
-                                   fits=fits)
+                                   fits=fits, all_metrics=cfg.all_metrics or written)
         shots = result.get('shots', 0)
         result['fewer_shots'] = sum(s.get('shots', shots) < shots for s in rows)
         if written:
@@ -106,7 +106,8 @@ def measure_again(results, samples):
             print(f'{task}: its metrics are computed again from samples.jsonl, by the present code')
             result = result | report.summarize(
                 rows, result['norm'], n_bootstrap=result['n_bootstrap'], seed=result['seed'],
-                fit='post_hoc' in result, fits=result.get('scaled', {}).get('fits'))
+                fit='post_hoc' in result, fits=result.get('scaled', {}).get('fits'),
+                all_metrics='all_metrics' in result)
         updated[task] = result
     return updated
 

@@ -15,11 +15,11 @@ from results import samples as sample_files
 from results.plots import draw_reliability, warn_on_failure
 from results.samples import (by_order, of_split, option_scores, picture, question_numbers,
                              read_splits, sample_order, samples_digest)
-from results.columns import (MEASURES, TITLES, Heading, count_cell, few_rows_note, measure_cell,
+from results.columns import (PRINTED, Heading, count_cell, few_rows_note, measure_cell, measure_of,
                              shared_note)
 from results.tables import Section, aligned, csv_text, mark_best
 from runtime import rooms
-from runtime.digests import syntax_digest
+from runtime.digests import module_file, syntax_digest
 from runtime.ownership import claim, lock
 from runtime.processes import parallel_map
 
@@ -59,9 +59,10 @@ class Predictions(NamedTuple):
         scaled = option_predictions(metrics.softmax(scores), self.labels, self.n_options, scores)
         return scaled._replace(questions=self.questions)
 
-    def report(self):
+    def report(self, measures=None):
         """Return metrics.report; with 'questions', if there are fewer than rows."""
-        report = metrics.report(self.probs, self.labels, self.n_options, scores=self.scores)
+        report = metrics.report(self.probs, self.labels, self.n_options, scores=self.scores,
+                                measures=measures)
         report |= {key: float(x.mean()) for key, x in self.columns.items()}
         _, n = self.alone().questions or (None, report['n'])
         if n < report['n']:
@@ -80,10 +81,11 @@ class Predictions(NamedTuple):
                     correct[index == m], self.questions[0][index == m])
         return table
 
-    def bootstrap(self, n_resamples, seed, keys=None):
+    def bootstrap(self, n_resamples, seed, keys=None, measures=None):
         index, n = self.questions or (None, None)
-        return stats.bootstrap(*self[:3], scores=self.scores, n_resamples=n_resamples, seed=seed,
-                               keys=keys, columns=self.columns, questions=index, n_questions=n)
+        return stats.bootstrap(
+            *self[:3], scores=self.scores, n_resamples=n_resamples, seed=seed, keys=keys,
+            measures=measures, columns=self.columns, questions=index, n_questions=n)
 
 
 def option_predictions(probs, labels, n_options, scores):
@@ -127,12 +129,15 @@ def predictions(samples, norm):
 # Metrics and their intervals
 
 
-def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0, fits=None):
+def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0, fits=None,
+              all_metrics=False):
     """Return the metrics of one task, with the keys of docs/evaluation.md from 'unit' on.
 
     The order of the samples does not matter. 'intervals', {metric: [low, high]}, are 95 % by
-    bootstrap over questions. fits: {name: its parameters} of scalings to apply.
+    bootstrap over questions. fits: {name: its parameters} of scalings to apply. all_metrics:
+    also those that no table has, of catalog.py
     """
+    measures = metrics.MEASURES if all_metrics else metrics.PRINTED
     samples = sorted(samples, key=sample_order)
     everything, held_out = samples, of_split(samples, 'validation')
     samples = of_split(samples)
@@ -144,7 +149,7 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0, fits=None):
         for group in [group if plural == 'languages' else group.alone()]}
     orders = by_order(samples) if 'orders' in samples[0] else {}
     groups |= {('orders', name): predictions(rows, norm) for name, rows in orders.items()}
-    reports, resampled = measure(groups, n_bootstrap, seed)
+    reports, resampled = measure(groups, n_bootstrap, seed, measures=measures)
 
     summary = {'unit': 'tokens' if 'token' in samples[0] else 'questions',
                'pooled': reports.pop(('pooled', '')),
@@ -167,7 +172,7 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0, fits=None):
     # of written answers, only one may have a confidence that can be read
     if fit and (held_out or (pooled.questions or (0, len(samples)))[1] > 1):
         summary['post_hoc'], more = rooms.load('post hoc').post_hoc(
-            pooled, samples, held_out, norm, n_bootstrap, seed)
+            pooled, samples, held_out, norm, n_bootstrap, seed, measures)
         scaled |= more
     for key, plural in [item for item in GROUPS.items() if item[1] in summary]:
         names = names_of(samples, key)
@@ -177,7 +182,10 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0, fits=None):
     if fits:
         rescaled = rooms.load('post hoc').rescaled
         groups = {name: rescaled(pooled, name, x) for name, x in fits.items()}
-        summary['scaled'] = {'fits': fits, 'reports': measure(groups, n_bootstrap, seed)[0]}
+        summary['scaled'] = {'fits': fits, 'reports': measure(
+            groups, n_bootstrap, seed, measures=measures)[0]}
+    if all_metrics:
+        summary['all_metrics'] = True
     return summary | {'measured_by': measured_by(), 'samples_digest': samples_digest(samples)}
 
 
@@ -196,15 +204,15 @@ def letters(samples, predicted):
 @functools.cache
 def measured_by():
     """Return a hash of the code that computes a summary; it changes when a metric is edited."""
-    modules = metrics, stats, sample_files
-    return syntax_digest(__file__, *(module.__file__ for module in modules))
+    files = (module.__file__ for module in (metrics, stats, sample_files))
+    return syntax_digest(__file__, module_file('catalog'), *files)
 
 
-def measure(groups, n_bootstrap, seed, keys=None):
+def measure(groups, n_bootstrap, seed, keys=None, measures=None):
     """Return {group: report with intervals} and {group: {metric: resampled values}} of Predictions.
 
     The resamples of a group are drawn in parts that depend on its size alone: the same rows give
-    the same numbers on every machine. keys: those of stats.bootstrap
+    the same numbers on every machine. keys, measures: those of stats.bootstrap
     """
     parts = []      # (group, number of resamples, seed)
     for key, group in groups.items():
@@ -217,8 +225,9 @@ def measure(groups, n_bootstrap, seed, keys=None):
     n_rows = sum(len(group.labels) for group in groups.values())
     seconds = 0.007 * len(groups) + 4e-8 * n_rows * n_bootstrap
     # workers take turns, so long jobs must not alternate with short ones
-    jobs = [group.report for group in groups.values()]
-    jobs += [functools.partial(groups[key].bootstrap, *part, keys) for key, *part in parts]
+    jobs = [functools.partial(group.report, measures) for group in groups.values()]
+    jobs += [functools.partial(groups[key].bootstrap, *part, keys, measures)
+             for key, *part in parts]
     results = parallel_map(operator.call, jobs, worth_it=seconds > 0.2,
                            most=round(math.sqrt(seconds / 0.025)))
     resampled = {key: {} for key in groups}
@@ -229,7 +238,7 @@ def measure(groups, n_bootstrap, seed, keys=None):
     for key, report in reports.items():
         probs = groups[key].probs
         n_options = 1 if probs.ndim == 1 else probs.shape[1]
-        reasons = {name: stats.no_interval(MEASURES[name], report.get('questions', report['n']),
+        reasons = {name: stats.no_interval(measure_of(name), report.get('questions', report['n']),
                                            report['accuracy'], n_options)
                    for name in resampled[key]}
         report |= intervals(resampled[key], report, reasons)
@@ -244,7 +253,7 @@ def intervals(resampled, report, reasons):
     reasons = {key: 'undefined in a resample' if np.isnan(values).any() else reasons.get(key, '')
                for key, values in resampled.items()}
     ends = {key: [*map(float, stats.percentile_interval(values, report[key],
-                                                        not MEASURES[key].is_mean))]
+                                                        not measure_of(key).is_mean))]
             for key, values in resampled.items() if not reasons[key]}
     more = {'intervals': ends, 'no_interval': {key: x for key, x in reasons.items() if x}}
     return {key: x for key, x in more.items() if x}
@@ -320,7 +329,7 @@ def notes(result):
         by_order = {key: [report[key] for report in result['orders'].values()]
                     for key in ('accuracy', 'ece')}
         lines.append(f'the same option in all orders: {result["same_option"]:.3f} of the questions'
-                     + ''.join(f'; {TITLES[key]} by order: {min(x):.3f} to {max(x):.3f}'
+                     + ''.join(f'; {PRINTED[key].title} by order: {min(x):.3f} to {max(x):.3f}'
                                for key, x in by_order.items()))
     lines += interval_notes(report_rows(result))
     for room in rooms.of_result(result):
@@ -338,7 +347,7 @@ def notes(result):
 def interval_notes(rows):
     """Return a line per reason why metrics of rows = [(kind, name, report)] have no interval."""
     titles = {}     # {(reason, names of rows): titles of metrics}
-    for key, measure in MEASURES.items():
+    for key, measure in PRINTED.items():
         names = {}
         for _, name, report in rows if 'results' in measure.tables else ():
             if reason := report.get('no_interval', {}).get(key):
@@ -364,12 +373,12 @@ def report_rows(result):
 def cells(rows, table='results', first='group', count='questions', intervals=False):
     """Return the cells of rows = [(..., name, report)], header first, without empty columns.
 
-    The columns are the metrics with that `table` in metrics.MEASURES; `count` is the title of n.
+    The columns are the metrics with that `table` in metrics.PRINTED; `count` is the title of n.
     intervals: '0.102 [0.091, 0.113]' in each cell, instead of a column for the accuracy's.
     """
     *_, names, reports = zip(*rows, strict=True)
     columns = [[first, *names], [count, *(count_cell(report, count) for report in reports)]]
-    for key in [key for key, measure in MEASURES.items() if table in measure.tables]:
+    for key in [key for key, measure in PRINTED.items() if table in measure.tables]:
         columns.append([Heading(key), *(measure_cell(x, key, intervals) for x in reports)])
         if key == 'accuracy' and not intervals:
             ends = [(x['accuracy_low'], x['accuracy_high']) if 'accuracy_low' in x else

@@ -28,7 +28,7 @@ from data.instruct import PATTERNS, first_turns
 from data.preferences import PREFERENCE_PATTERNS
 from results.report import predictions
 from results.samples import latest_samples
-from results.columns import TITLES, Heading
+from results.columns import Heading, title_of
 from runtime.sources import fetch
 
 # {family: {name: (hub name, weights)}}, and the figure with the curves of each family
@@ -181,7 +181,7 @@ def draw_confidences(path, families):
 
 def tables(options):
     root, keys, tasks = options.out_dir, ('accuracy', 'ece'), tasks_of(options)
-    head = ('model', *(Heading(key, f'{title} {TITLES[key]}')
+    head = ('model', *(Heading(key, f'{title} {title_of(key)}')
                        for title in tasks.values() for key in keys),
             *[Heading('ece', 'MMLU ECE, unnormalized')] * ('mmlu' in tasks))
 

@@ -34,7 +34,7 @@ from evaluate import EvalConfig
 from research import common
 from results import plots
 from results.samples import check_results
-from results.columns import TITLES, Heading
+from results.columns import Heading, title_of
 from results.tables import aligned, latex, mark_best, markdown
 from runtime import checkpoint, cli
 from runtime.config import load_config
@@ -457,7 +457,7 @@ def draw_lines(path, panels, x_label, metric='ece', log=False):
                 ax.errorbar(x, y, np.maximum(0, (y - low, high - y)), marker='o', markersize=4,
                             capsize=2, label=label)
         ax.set_title(plots.figure_title(title, 40), fontsize=10)
-        ax.set(xlabel=x_label, ylabel=TITLES[metric], xscale='log' if log else 'linear')
+        ax.set(xlabel=x_label, ylabel=title_of(metric), xscale='log' if log else 'linear')
         if not log:
             ax.set_xticks(sorted({x for points in series.values() for x, _ in points}))
         ax.set_ylim(0, 1.05 * ax.get_ylim()[1])     # a marker at the top is not cut

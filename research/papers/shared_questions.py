@@ -9,7 +9,7 @@ import numpy as np
 
 import metrics
 import stats
-from results.columns import MEASURES
+from results.columns import measure_of
 
 KEYS, N_BINS = ('accuracy', 'ece', 'entropy_bits'), 10
 
@@ -63,5 +63,5 @@ def p_values(plain, other):
         return {}
     return {language: {key: stats.difference_test(
         before[language][key][1:], after[language][key][1:],
-        (before[language][key][0], after[language][key][0]), not MEASURES[key].is_mean)[2]
+        (before[language][key][0], after[language][key][0]), not measure_of(key).is_mean)[2]
         for key in KEYS} for language in before.keys() & after.keys()}

@@ -17,7 +17,7 @@ import numpy as np
 
 from compare.over_seeds import plus_minus
 from results.plots import save_figure
-from results.columns import TITLES
+from results.columns import title_of
 from results.tables import csv_text, markdown
 from runtime.errors import ConfigError
 from runtime.ownership import write_text
@@ -139,7 +139,7 @@ def specification(numbers, name):
     spec = {key: numbers.functions[value[1:]](numbers) if value[0] == '=' else value
             for key, value in TABLES[name].items()}
     text = json.dumps(spec).replace('{metric}', metric or 'ece')
-    spec = json.loads(text.replace('{title}', title or TITLES[metric or 'ece']))
+    spec = json.loads(text.replace('{title}', title or title_of(metric or 'ece')))
     if metric:
         spec.pop('tested', None)
     rows = spec.get('tests') or spec.get('differences') or spec['rows']

@@ -26,7 +26,7 @@ import numpy as np
 
 import metrics
 import stats
-from results.columns import MEASURES, TITLES
+from results.columns import measure_of, title_of
 from results.tables import markdown
 from runtime.processes import parallel_map
 from research.common import command_line
@@ -83,12 +83,12 @@ def answers(models, z, uniform):
 
 def true_values(kind, error, x, keys, **of_draw):
     rows, = draw(MANY, 2, (kind, x), **of_draw)
-    report = metrics.report(*rows, measures=[*map(MEASURES.get, keys)])
+    report = metrics.report(*rows, measures=[*map(measure_of, keys)])
     return {x: report[x] if error or x in ('rmsce', 'mad', 'brier_skill') else 0 for x in keys}
 
 
 def resample(rows, seed, keys, questions=None, n_resamples=N_RESAMPLES):
-    return (metrics.report(*rows, measures=[*map(MEASURES.get, keys)]),
+    return (metrics.report(*rows, measures=[*map(measure_of, keys)]),
             stats.bootstrap(*rows, n_resamples=n_resamples, seed=seed, keys=keys,
                             questions=questions))
 
@@ -105,7 +105,7 @@ def coverage(kind, error, x):
                 (False, ['ece']), (True, KEYS)) for key in keys for low, high in [
                 stats.percentile_interval(values[key], report[key], biased)]])
         ece, low, high = np.mean(ends, 0)
-        least = 0, *(MEASURES[key].interval_from for key in KEYS)
+        least = 0, *(measure_of(key).interval_from for key in KEYS)
         yield [kind, f'{error:.2f}', f'{n:,}', f'{ece:.3f}', f'{low:.3f} to {high:.3f}', *(
             f'{share:.2f}' if n >= at else f'({share:.2f})'
             for share, at in zip(np.mean(held, 0), least))]
@@ -132,7 +132,7 @@ def shared(n_questions, n_languages, share):
     keys = ['accuracy', 'brier_top_label', 'ece']
     models = ('calibrated', 1.0), ('calibrated', 1.0), ('too confident', 1.51)
     truth, _, ece = (metrics.report(*metrics.top_label(*draw(MANY, 2, model)[0]), measures=[
-        *map(MEASURES.get, keys)]) for model in models)
+        *map(measure_of, keys)]) for model in models)
     questions, held, rejected = np.repeat(np.arange(n_questions), n_languages), [], []
     for seed in range(2 * N_SETS):
         rows = [metrics.top_label(*x) for x in draw_shared(
@@ -165,7 +165,7 @@ def few(k, spread, kind, error, x):
             rarer.append(min(metrics.accuracy(*rows), 1 - metrics.accuracy(*rows)))
             held.append([low <= truth[key] <= high for key in FEW_KEYS for low, high in [
                 stats.percentile_interval(values[key], report[key])]])
-        reasons = [stats.no_interval(MEASURES[key], n, np.mean(rarer), k) for key in FEW_KEYS]
+        reasons = [stats.no_interval(measure_of(key), n, np.mean(rarer), k) for key in FEW_KEYS]
         yield [str(k), str(spread), kind, str(n), f'{n * np.mean(rarer):.0f}', *(
             f'({share:.2f})' if reason else f'{share:.2f}'
             for share, reason in zip(np.mean(held, 0), reasons, strict=True))]
@@ -175,15 +175,15 @@ def main():
     command_line(__doc__)
     for function, cases, header in (
             (coverage, MODELS, ['error', 'true ECE', 'N', 'mean ECE', 'mean interval',
-                                'without correction', *(TITLES[key] for key in KEYS)]),
+                                'without correction', *(title_of(key) for key in KEYS)]),
             (difference, PAIRS, ['first model', 'second model', 'N', *(
-                f'{TITLES[key]}: {x}' for key in PAIR_KEYS for x in ('held', 'p < 0.05'))]),
+                f'{title_of(key)}: {x}' for key in PAIR_KEYS for x in ('held', 'p < 0.05'))]),
             (shared, SHARED, ['questions', 'languages', 'share', *(f'{x}: held' for x in (
                 'accuracy, Wilson', 'accuracy', 'Brier', 'ECE of 0', 'ECE of 0.1')), *(
                 f'{x}: p < 0.05' for x in (
                     'accuracy', 'Brier', 'ECE', 'McNemar', 'Cochran', 'McNemar over rows',
                     't over languages'))]),
-            (few, FEW, ['K', 'S', 'error', 'N', 'R', *(TITLES[key] for key in FEW_KEYS)])):
+            (few, FEW, ['K', 'S', 'error', 'N', 'R', *(title_of(key) for key in FEW_KEYS)])):
         lines = parallel_map(lambda case, f=function: [*f(*case)], cases, worth_it=True)
         print(markdown([header, *sum(lines, [])]))
 

@@ -26,7 +26,7 @@ from compare.over_seeds import (CLEAR, NAMES, by_seed, drop_constant_settings, f
                                 write_table)
 from results.plots import draw_bins, figure_title, new_figure, printable, save_figure
 from compare.runs import find_runs, read_run
-from results.columns import MEASURES, Heading
+from results.columns import Heading
 from results.tables import csv_text
 from runtime import cli
 from runtime.errors import ConfigError
@@ -37,6 +37,7 @@ from research.study import entropy_range
 from research.study.claims import mean_and_ends
 
 RESULTS = Path(__file__).parent / 'results'
+KEYS = {x.key for x in calibration.MEASURES}
 TABLE = tomllib.loads((Path(__file__).parent / 'figures.toml').read_text(encoding='utf-8'))
 WORDS = TABLE['words']      # {column or 'column=value': what to write}
 
@@ -66,11 +67,11 @@ def draw(name, out_dir, root=None):
         lines = [*itertools.chain(*parallel_map(run_lines, runs, worth_it=len(runs) > 4))]
     else:
         lines = [line | {key: float(value) for key, value in line.items() if value
-                         and (key in ('n', *MEASURES) or key.startswith('reach_'))}
+                         and (key in ('n', *KEYS) or key.startswith('reach_'))}
                  for line in read_csv(RESULTS / name / 'compare.csv')]
     lines, groups, reference = select(name, view, lines)
     out_dir.mkdir(parents=True, exist_ok=True)
-    headings = {key: Heading(key) if key in MEASURES else WORDS[key] for key in view.metrics}
+    headings = {key: Heading(key) if key in KEYS else WORDS[key] for key in view.metrics}
     n_panel = len(view.panel)
     shown = [group for group in groups if group != base_of(group, n_panel, reference)]
     others = {}

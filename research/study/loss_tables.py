@@ -23,7 +23,7 @@ import numpy as np
 from compare.over_seeds import run_lines
 from results.plots import save_figure
 from compare.runs import read_run
-from results.columns import TITLES
+from results.columns import title_of
 from runtime import cli
 from stats import mean_interval
 from research.common import panels, read_lines, seed_folder
@@ -163,7 +163,7 @@ def draw_curves(numbers, ax, metric, title, **where):
             ax.plot(x, y, color=color, marker='o', markersize=3, **style)
     x, y = (numbers.of('base', m, **where).mean() for m in ('accuracy', metric))
     ax.plot(x, y, 'k*', markersize=10, label='base model')
-    label(ax, title, xlabel='accuracy', ylabel=TITLES[metric])
+    label(ax, title, xlabel='accuracy', ylabel=title_of(metric))
 
 
 def curves_figure(numbers, path, shown):

@@ -26,7 +26,7 @@ import metrics
 from compare.over_seeds import predictions_by_group
 from results.plots import new_figure, save_figure
 from compare.runs import find_runs, read_run
-from results.columns import MEASURES, TITLES
+from results.columns import title_of
 from results.tables import csv_text, markdown
 from runtime import cli
 from runtime.errors import ConfigError
@@ -36,7 +36,7 @@ from research.common import command_line, read_csv
 from research.study.figures import FIGURES, read_bins
 
 RESULTS = Path(__file__).parent / 'results'
-SIGNS = {key: 1 if x.higher_is_better else -1 for key, x in MEASURES.items()
+SIGNS = {x.key: 1 if x.higher_is_better else -1 for x in metrics.MEASURES
          if x.higher_is_better is not None}
 TASKS = {'text4': 'questions', 'facts': 'first tokens of facts', 'clm': 'next tokens'}
 UNTUNED = re.compile(r'(base|medium|large|tiny|gemma2|mistral)(-D\d.*|-unused.*)?')
@@ -143,7 +143,7 @@ def agreement_cells(keys, pairs):
     """
     def cell(tau, low, high, _):
         return f'{tau:.2f} [{low:.2f}, {high:.2f}]' if np.isfinite(tau) else '-'
-    names = [TITLES[key] for key in keys]
+    names = [title_of(key) for key in keys]
     return [['', *names[1:]], *([names[i], *(cell(*pairs[:, i, j]) if i < j else ''
                                              for j in range(1, len(keys)))]
                                 for i in range(len(keys) - 1))]
@@ -162,9 +162,9 @@ def ranking_cells(runs):
         return []
     means = np.array([np.mean(members, 0) for members in settings.values()])
     ranks = 1 + (means[:, None] < means).sum(1)         # [settings, metrics], 1 is the best
-    header = [f'best of {len(means)} by', 'setting', *(f'rank by {TITLES[key]}' for key in keys)]
+    header = [f'best of {len(means)} by', 'setting', *(f'rank by {title_of(key)}' for key in keys)]
     rows = [(list(settings)[best], ranks[best]) for best in ranks.argmin(0)]
-    return [header, *([TITLES[key], name, *map(str, rank)]
+    return [header, *([title_of(key), name, *map(str, rank)]
                       for key, (name, rank) in zip(keys, rows, strict=True))]
 
 
@@ -216,7 +216,7 @@ def draw(path, agreed, binned):
                 top.text(x, y, f'{value:.2f}', fontsize=6.5, ha='center', va='center',
                          color='white' if abs(value) > 0.7 else 'black')
         top.imshow(tau, vmin=-1, vmax=1, cmap='RdBu')
-        names = [TITLES[key] for key in keys]
+        names = [title_of(key) for key in keys]
         top.set_xticks(range(len(keys)), names, rotation=90, fontsize=7)
         top.set_yticks(range(len(keys)), names, fontsize=7)
         top.set_title(TASKS.get(task, task), fontsize=10)
