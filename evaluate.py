@@ -36,10 +36,10 @@ from pathlib import Path
 import numpy as np
 
 from data.chat import question_frame
-from data.eval_config import (EvalConfig, check_eval_config, trained_template,
-                              training_settings)
+from data.eval_config import EvalConfig, check_eval_config
 from data.tasks import TASKS, check_names, check_settings, kind_of
 from data.tokenizer import begins_with_bos, load_model_tokenizer
+from data.trained_settings import trained_template, training_settings
 from results import samples
 from runtime import rooms
 from runtime.config import load_config, require_given, run_folder, run_settings

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data.chat import question_frame
-from data.eval_config import trained_template, training_settings
+from data.trained_settings import trained_template, training_settings
 from decoding.sampling import DecodingConfig, check_decoding
 from runtime.config import load_config, require_given
 from runtime.errors import CheckpointError, ConfigError, DataError

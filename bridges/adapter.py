@@ -19,8 +19,9 @@ from runtime.config_keys import SHARE, SIZE
 from runtime.digests import file_digest, json_digest
 from runtime.errors import CheckpointError
 from runtime.json_rules import check_values, read_json_object
+from runtime.saving import write_files
 from runtime.weights import (BUFFERS, FLOAT_TYPES, LowRank, names_on_disk, read_tensors,
-                             shapes_on_disk, text_key, their_key, write_files)
+                             shapes_on_disk, text_key, their_key)
 
 WEIGHTS = 'adapter_model.safetensors', 'adapter_model.bin'
 FILES = WEIGHTS[0], ADAPTER     # written for the adapters of a run
@@ -137,7 +138,7 @@ def fingerprint(folder: Path) -> str:
 
 def save_adapter(model: CausalLM, folder: str | Path, base: str, *, full=Tensor.detach,
                  owner: str | Path | None = None):
-    """Write the adapters alone, for `peft` beside the model `base`; see `checkpoint.save`."""
+    """Write the adapters alone, for `peft` beside the model `base`; see `saving.save`."""
     adapted = {their_key(name, model.config): m for name, m in model.named_modules()
                if isinstance(m, LoRALinear)}
     tensors = {f'{PREFIX}{name}.{part}.weight': full(getattr(m, part).weight).cpu().contiguous()

@@ -21,8 +21,7 @@ if __package__ == 'nanocal':    # installed as nanocal/__main__.py, beside the f
     sys.path.insert(0, str(Path(__file__).parent))
 
 import metrics
-import stats
-from compare import compare
+from compare import compare, significance
 from results import report
 from compare.compare import FileConfig, read_sources
 from results.evaluation import write_results
@@ -123,7 +122,8 @@ def print_metrics(argv):
         title = ': '.join(filter(None, (several and source, task)))
         probs, labels, n_options, scores = numbers.arrays()
         measured = metrics.report(probs, labels, n_options, scores=scores)
-        calibrated = stats.consistency_test(*metrics.top_label(probs, labels), n_resamples=100)
+        calibrated = significance.consistency_test(*metrics.top_label(probs, labels),
+                                                   n_resamples=100)
         note = ('a calibrated model with these confidences has an ECE of {expected:.4f} on '
                 'average, up to {p95:.4f} in 95 % of samples'.format(**calibrated))
         few_rows = few_rows_note(measured['n'], 'rows')

@@ -15,7 +15,7 @@ import torch
 
 from compare import scaling
 from model import Norm
-from runtime import checkpoint, cli, ownership
+from runtime import checkpoint, cli, ownership, saving
 from runtime.config import load_config, require_given
 from runtime.errors import ConfigError
 
@@ -83,7 +83,7 @@ def main(argv):
         if others := sorted(names - {ownership.LOCK, ownership.LIST}):
             raise ConfigError(f'{cfg.out_dir} is not empty, it holds {", ".join(others[:3])}; '
                               f'choose another --out_dir')
-        checkpoint.save(model, cfg.out_dir, getattr(torch, dtype), folder,
+        saving.save(model, cfg.out_dir, getattr(torch, dtype), folder,
                         more={'README.md': text}, owner=cfg.out_dir)
     print(f'wrote the model with temperature {temperature:.4f} of {task} to {cfg.out_dir}')
 

@@ -17,6 +17,7 @@ import numpy as np
 
 import metrics
 import stats
+from compare import significance
 from results import page
 from compare.over_seeds import compare_seeds
 from results.plots import draw_curves, draw_reliability
@@ -378,7 +379,7 @@ def over_languages(pairs, reports, keys):
     for (first, second), key in itertools.product(pairs if languages else (), keys):
         values = [reports[second][x][key] - reports[first][x][key] for x in languages]
         if np.isfinite(values).all():
-            mean, t, p = stats.student_t(values)
+            mean, t, p = significance.student_t(values)
             rows.append([f'{second} - {first}', f'{len(languages)} languages', '', title_of(key),
                          f'{mean:+.4f}', f't = {t:.2f}', p])
     return with_holm(rows, '.2g')
@@ -390,7 +391,7 @@ def changed_answers(pairs, answers):
     for pair, shared in pairs.items():
         before, after = (answers[name].is_right(shared) for name in pair)
         index, n = answers[pair[0]].questions(shared)
-        lost, won, p = stats.mcnemar(before, after, index)
+        lost, won, p = significance.mcnemar(before, after, index)
         low, high = stats.share_interval(before & ~after, index)
         rows.append([' to '.join(pair), str(n), str(won), str(lost),
                      f'{lost / len(before):.4f}', f'{low:.4f} {high:.4f}', p])
@@ -400,13 +401,13 @@ def changed_answers(pairs, answers):
     if len(answers) < 3 or not shared:
         return cells, []
     index, n = next(iter(answers.values())).questions(shared)
-    q, p = stats.cochran_q([x.is_right(shared) for x in answers.values()], index)
+    q, p = significance.cochran_q([x.is_right(shared) for x in answers.values()], index)
     return cells, [f"Cochran's Q of equal accuracy, over the {n} questions that all runs have: "
                    f'{q:.2f}, p {p:.2g}']
 
 
 def with_holm(rows, spec):
     """Return rows that end in p, or in None, with one more cell: p after Holm's correction."""
-    corrected = iter(stats.holm([p for *_, p in rows if p is not None]))
+    corrected = iter(significance.holm([p for *_, p in rows if p is not None]))
     return [[*row, '', ''] if p is None else [*row, format(p, spec), format(next(corrected), spec)]
             for *row, p in rows]

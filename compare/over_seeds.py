@@ -8,8 +8,7 @@ import math
 
 import numpy as np
 
-from compare import scaling
-import stats
+from compare import scaling, significance
 from results.report import predictions
 from compare.runs import read_run_samples, sample_of
 from results.columns import Heading
@@ -189,7 +188,7 @@ def plus_minus(values, spec):
     """Return '0.101 ± 0.020': the mean and the half-width of its 95 % interval."""
     if len(values) < 2:
         return format(values[0], spec) if values else ''
-    mean, low, high = stats.mean_interval(values)
+    mean, low, high = significance.mean_interval(values)
     return f'{mean:{spec}} ± {(high - low) / 2:.3f}'
 
 
@@ -197,5 +196,5 @@ def paired(values, others):
     """Return '+0.031 ± 0.004, p 0.1, 3 seeds' of values - others over the seeds that both have."""
     d = [values[seed] - others[seed] for seed in values if seed in others]
     text = plus_minus(d, '+.3f')
-    text += f', p {stats.student_t(d)[2]:.1g}' if len(d) > 1 else ''
+    text += f', p {significance.student_t(d)[2]:.1g}' if len(d) > 1 else ''
     return text + f', {len(d)} seed{"s" * (len(d) > 1)}' if 0 < len(d) < len(values) else text

@@ -16,7 +16,6 @@ import re
 from pathlib import Path
 
 from data.files import require_text
-from data.messages import dialogue
 from runtime.errors import ConfigError, DataError
 
 ROLES = ('system', 'user', 'assistant')
@@ -65,6 +64,11 @@ def encode_answer(prompt, answer, tokenizer, template, add_bos=True):
     end = max(i for i, supervised in enumerate(loss_mask) if supervised) + 1
     start = max((i for i in range(end) if not loss_mask[i]), default=-1) + 1
     return ids[:start], ids[start:end]
+
+
+def dialogue(*texts):
+    """Return texts as messages of the user and the assistant in turn, the user's first."""
+    return [{'role': ('user', 'assistant')[i % 2], 'content': text} for i, text in enumerate(texts)]
 
 
 def question_frame(tokenizer, template, add_bos=True):

@@ -8,6 +8,7 @@ that says whether it is trained has 'train': True or False.
 import itertools
 import re
 
+from data.chat import dialogue
 from data.files import (as_rows, has_fields, is_empty, json_list, one_of, require_fields,
                         require_text)
 from runtime.errors import DataError
@@ -60,11 +61,6 @@ TRAIN = 'train', 'training', 'trainable', 'weight', 'loss', 'loss_mask', 'loss_w
 NOT_OBEYED = 'train_detail', 'training_detail', 'mask'
 # of a whole row; a 'loss' or a 'mask' there may be anything
 TRAIN_ROW = 'train', 'trainable', 'weight', 'sample_weight', 'loss_mask', 'loss_weight'
-
-
-def dialogue(*texts):
-    """Return texts as messages of the user and the assistant in turn, the user's first."""
-    return [{'role': ('user', 'assistant')[i % 2], 'content': text} for i, text in enumerate(texts)]
 
 
 def to_messages(row):

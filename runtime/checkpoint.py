@@ -1,28 +1,25 @@
 """Read and write model folders in the Hugging Face layout: config.json and weights."""
 
-import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
-from model import CausalLM, LoRALinear, ModelConfig
+from model import CausalLM, ModelConfig
 from runtime import rooms
-from runtime.config_json import config_to_hf, read_config
+from runtime.config_json import read_config
 from runtime.config_keys import SEQ2SEQ
 from runtime.digests import code_digest, file_digest, json_digest
 from runtime.errors import CheckpointError
 from runtime.sources import is_hub_name
 from runtime.json_rules import read_json_object
 from runtime.ownership import note_inputs
-from runtime.parallel import load_full, rank
-from runtime.weights import (BUFFERS, FLOAT_TYPES, LowRank, merged, names_on_disk, read_weights,
-                             shapes_on_disk, text_key, their_key, weight_files, write_files)
+from runtime.parallel import load_full
+from runtime.weights import (BUFFERS, FLOAT_TYPES, merged, names_on_disk, read_weights,
+                             shapes_on_disk, text_key, their_key, weight_files)
 
-SHARD_BYTES = 5_000_000_000
 # files that transformers and vLLM need besides the weights; copied from the base model's folder
 SIDE_FILES = ('generation_config.json', 'tokenizer.json', 'tokenizer.model', 'tokenizer.model.v*',
               'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json',
@@ -241,59 +238,3 @@ def identity(folder: str | Path, tokenizer, dtype, *modules: str) -> dict:
     return {'model': fingerprint(folder), 'tokenizer': tokenizer.fingerprint,
             'end_ids': sorted(tokenizer.end_ids), 'dtype': str(dtype).removeprefix('torch.'),
             'code': code_digest(*modules)}
-
-
-# ---- Writing -------------------------------------------------------------------------------------
-
-def save(model: CausalLM, folder: str | Path, dtype: torch.dtype,
-         side_files: str | Path | None = None, *, full=Tensor.detach, more: dict | None = None,
-         owner: str | Path | None = None) -> list[str]:
-    """Write config and weights as `dtype`, in shards of at most 5 GB; return the files' names.
-
-    LoRA is merged in float32. config.json is renamed last: a folder that has it is complete. Every
-    process must call this; the first one writes.
-
-    side_files:      the folder of the base model, whose tokenizer and generation files are copied
-    full(parameter): the tensor to write, such as the float32 master, whole on every process
-    more, owner:     {name: text or JSON} that replaces side files; the folder whose list has them
-    Raises CheckpointError, ConfigError (as `ownership.claim`) or OSError.
-    """
-    files = model_files(model, folder, dtype, side_files, full, more)
-    write_files(folder, files, owner)
-    config = files['config.json']
-    if rank() == 0 and 'nanocal' in config:
-        print(f'note: only this program applies {config["nanocal"]}, the key nanocal in '
-              f'{Path(folder) / "config.json"}; transformers and vLLM will not')
-    return list(files)
-
-
-def model_files(model, folder, dtype, side_files, full, more):
-    """Return {name: content as in `write_files`} of a model's files, config.json last."""
-    from huggingface_hub import split_torch_state_dict_into_shards
-    ours = {theirs: key for theirs, key in names_on_disk(model).items()
-            if '.lora_' not in key and key != 'value_head'}     # these serve training alone
-    shapes = {theirs: torch.empty(model.get_parameter(key).shape, dtype=dtype, device='meta')
-              for theirs, key in ours.items()}
-    split = split_torch_state_dict_into_shards(shapes, max_shard_size=SHARD_BYTES)
-    files = {name: functools.partial(_merged, model, {key: ours[key] for key in keys}, dtype, full)
-             for name, keys in split.filename_to_tensors.items()}
-    if side_files is not None and Path(side_files).resolve() != Path(folder).resolve():
-        files |= {str(path.relative_to(side_files)): path for pattern in SIDE_FILES
-                  for path in sorted(Path(side_files).glob(pattern))}
-    if split.is_sharded:
-        files['model.safetensors.index.json'] = {'metadata': split.metadata,
-                                                 'weight_map': split.tensor_to_filename}
-    config = config_to_hf(model.config) | {'torch_dtype': str(dtype).removeprefix('torch.')}
-    return files | (more or {}) | {'config.json': config}
-
-
-def _merged(model, keys, dtype, full):
-    """Return {name on disk: tensor} on the CPU, LoRA merged; keys: {name on disk: our name}."""
-    tensors = {}
-    for theirs, key in keys.items():
-        tensor, layer = full(model.get_parameter(key)), model.get_submodule(key.rpartition('.')[0])
-        if isinstance(layer, LoRALinear) and key.endswith('.weight'):
-            A, B = full(layer.lora_A.weight), full(layer.lora_B.weight)
-            tensor = merged(tensor.float(), LowRank(A, B, layer.scale))
-        tensors[theirs] = tensor.to(dtype).cpu().contiguous()
-    return tensors

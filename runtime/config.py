@@ -14,11 +14,11 @@ import math
 import pprint
 import re
 import sys
-import textwrap
 import types
 import typing
 from pathlib import Path
 
+from runtime import rooms
 from runtime.errors import ConfigError
 from runtime.ownership import refuse_inputs
 
@@ -32,7 +32,7 @@ def load_config(cls, argv, usage='', config=None, hidden=()):
     """
     if '-h' in argv or '--help' in argv:
         print(usage.strip(), '', 'keys, as --key=value or, before them, in a config file:',
-              *_describe_keys(cls, hidden=hidden), sep='\n')
+              *rooms.load('usage').describe_keys(cls, hidden=hidden), sep='\n')
         raise SystemExit(0)
     config = config or cls()
     require_unicode(argv)
@@ -42,7 +42,7 @@ def load_config(cls, argv, usage='', config=None, hidden=()):
             config = _replace(config, name, text if has_value else None, f'command line: --{name}')
         elif i == 0:
             config = dataclasses.replace(config, **{
-                key: _coerce(value, _annotation(cls, key, where), f'{where}: {key}')
+                key: _coerce(value, annotation_of(cls, key, where), f'{where}: {key}')
                 for key, (value, where) in read_assignments(argument).items()})
         else:
             raise ConfigError(f'unexpected argument {argument!r}: a config file comes first, '
@@ -131,11 +131,11 @@ def _replace(config, name, text, where):
     """Return `config`, a dataclass or dict, with `name`, 'key' or 'key.inner', set to `text`."""
     key, _, inner = name.partition('.')
     free = isinstance(config, dict)
-    annotation = object if free else _annotation(type(config), key, where)
+    annotation = object if free else annotation_of(type(config), key, where)
     if inner:
         value = config.get(key, {}) if free else getattr(config, key)
         if value is None:       # begin with the defaults of the dataclass
-            value = next(filter(dataclasses.is_dataclass, _options(annotation)), type(None))()
+            value = next(filter(dataclasses.is_dataclass, options_of(annotation)), type(None))()
         if not (isinstance(value, dict) or dataclasses.is_dataclass(value)):
             raise ConfigError(f'{where}: {key} has no keys of its own')
         value = _replace(value, inner, text, where)
@@ -146,11 +146,11 @@ def _replace(config, name, text, where):
     return config | {key: value} if free else dataclasses.replace(config, **{key: value})
 
 
-def _annotation(cls, key, where):
+def annotation_of(cls, key, where):
     annotations = typing.get_type_hints(cls)
     if key not in annotations:
         near = [f'{name}.{key}' for name, annotation in annotations.items()
-                for record in filter(dataclasses.is_dataclass, _options(annotation))
+                for record in filter(dataclasses.is_dataclass, options_of(annotation))
                 if key in typing.get_type_hints(record)]
         near = near or difflib.get_close_matches(str(key), annotations, n=1, cutoff=0.52)
         hint = f'did you mean {near[0]!r}?' if near else f'the keys are {", ".join(annotations)}'
@@ -158,10 +158,10 @@ def _annotation(cls, key, where):
     return annotations[key]
 
 
-def _options(annotation):
+def options_of(annotation):
     """Return the alternatives of an annotation: members of a union, values of a Literal."""
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
-        return tuple(o for arg in typing.get_args(annotation) for o in _options(arg))
+        return tuple(o for arg in typing.get_args(annotation) for o in options_of(arg))
     if typing.get_origin(annotation) is typing.Literal:
         return typing.get_args(annotation)
     return (annotation,)
@@ -169,7 +169,7 @@ def _options(annotation):
 
 def _parse(text, annotation):
     """Return the value of an argument: a string if the annotation allows one, else a literal."""
-    options = _options(annotation)
+    options = options_of(annotation)
     if text == 'None' and types.NoneType in options:
         return None
     if any(option is str or isinstance(option, str) for option in options):
@@ -185,7 +185,7 @@ def _parse(text, annotation):
 
 def _coerce(value, annotation, where):
     """Return `value` as `annotation` says: int as float, list as tuple, dict as dataclass."""
-    for option in _options(annotation):
+    for option in options_of(annotation):
         if typing.get_origin(option) is tuple and isinstance(value, (tuple, list)):
             items = typing.get_args(option)
             if items[-1] is Ellipsis:
@@ -196,40 +196,16 @@ def _coerce(value, annotation, where):
             if type(value) in (int, float) and abs(value) <= sys.float_info.max:
                 return float(value)
         elif dataclasses.is_dataclass(option) and isinstance(value, dict):
-            return option(**{k: _coerce(v, _annotation(option, k, where), f'{where}: {k}')
+            return option(**{k: _coerce(v, annotation_of(option, k, where), f'{where}: {k}')
                              for k, v in value.items()})
         elif option in (object, type(value), value):
             return value
     wanted = inspect.formatannotation(annotation).replace('Literal', 'one of ')
     if isinstance(value, float) and not math.isfinite(value):
         wanted = 'a finite number'
-    elif isinstance(value, str) and tuple in map(typing.get_origin, _options(annotation)):
+    elif isinstance(value, str) and tuple in map(typing.get_origin, options_of(annotation)):
         wanted += f', such as {tuple(value.split(","))}'
-    elif any(map(dataclasses.is_dataclass, _options(annotation))):
+    elif any(map(dataclasses.is_dataclass, options_of(annotation))):
         key = where.split()[-1].removeprefix('--')
         wanted += f', as a dict of its keys; --{key}.KEY=VALUE sets one key'
     raise ConfigError(f'{where} is {value!r}, of type {type(value).__name__}; wanted {wanted}')
-
-
-# a field with the comment above it, the comment beside it and the lines that continue the latter
-FIELD = re.compile(r'((?:^    # {1,4}\S.*\n)*)^    (\w+): .*?(?:  # (.*))?\n'
-                   r'((?:    (?:#  | +#).*\n)*)', re.MULTILINE)
-
-
-def _describe_keys(cls, prefix='', hidden=()):
-    """Yield the lines of --help: each key with its default, type and comments."""
-    comments = {key: (above, re.sub(r'\n +# +', ' ', f'{beside}\n{more}'))
-                for above, key, beside, more in FIELD.findall(
-                    ''.join(inspect.getsource(base) for base in cls.__mro__[-2::-1]))}
-    for key, default in vars(cls()).items():
-        if key in hidden:
-            continue
-        above, beside = comments.get(key, ('', ''))
-        annotation = _annotation(cls, key, '')
-        shown = ','.join(map(str, default)) if isinstance(default, tuple) else default
-        yield from ('  ' + line.strip() for line in above.splitlines())
-        yield textwrap.fill(f'({inspect.formatannotation(annotation)}) {beside}', 100,
-                            initial_indent=f'  --{prefix}{key}={shown}'.ljust(35) + ' ',
-                            subsequent_indent=' ' * 36)
-        for record in filter(dataclasses.is_dataclass, _options(annotation)):
-            yield from _describe_keys(record, f'{prefix}{key}.')

@@ -1,16 +1,14 @@
 """What runs print and record: sizes, one example, the steps, progress."""
 
-import atexit
 import contextlib
 import datetime
-import importlib
 import json
 import math
 import os
 import resource
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -145,7 +143,8 @@ class StepLog(contextlib.AbstractContextManager):
         """Start the tracker, or send it a record; a failure is a warning, printed once."""
         try:
             if not record:
-                self.send = start_tracker(self.cfg)
+                if self.cfg.tracker != 'none':
+                    self.send = rooms.load('trackers').start_tracker(self.cfg)
             elif self.send:
                 self.send(record)
         except Exception as error:      # a tracker may raise anything
@@ -192,24 +191,6 @@ def open_log(cfg, first):
               + '; the damaged file is now log.jsonl.damaged' * damaged)
     ownership.write_text(path, ''.join(records))
     return open(path, 'a', encoding='utf-8')
-
-
-def start_tracker(cfg):
-    """Return a function that sends a step's record to the tracker, or None."""
-    if cfg.tracker == 'none':
-        return None
-    if cfg.tracker == 'tensorboard':
-        from torch.utils.tensorboard import SummaryWriter
-        writer = SummaryWriter(Path(cfg.out_dir) / 'runs')
-        atexit.register(writer.close)   # it writes every two minutes, and not by itself at the end
-        return lambda record: [writer.add_scalar(key, value, record['step'])
-                               for key, value in record.items()]
-    tracker = importlib.import_module(cfg.tracker)      # trackio has the functions of wandb
-    options = {'dir': cfg.out_dir} if cfg.tracker == 'wandb' else {}
-    run = tracker.init(project='nanocal', name=Path(cfg.out_dir).name, config=asdict(cfg),
-                       **options)
-    atexit.register(tracker.finish)     # a thread sends the records
-    return lambda record: run.log(record, step=record['step'])
 
 
 def peak_memory(device):

@@ -17,7 +17,8 @@ from runtime.errors import ConfigError, TrainingError
 from runtime.ownership import discard
 from runtime.parallel import gather, gather_full, load_full, rank
 from runtime.resume import advice, checkpoints
-from runtime.weights import read_tensors, write_files
+from runtime.saving import write_files
+from runtime.weights import read_tensors
 
 FILE_BYTES = 4_000_000_000
 # facts that a resumed run must share with the run that wrote the checkpoint, as messages name them

@@ -39,6 +39,8 @@ ROOMS = TASKS | {
     # files of tokenizers, tables
     'byte pairs': 'data.byte_pairs', 'sentence pieces': 'data.sentence_pieces',
     'tables': 'runtime.table_readers',
+    # --help, and services that get the record of each step
+    'usage': 'runtime.usage', 'trackers': 'runtime.trackers',
     # models and datasets of the Hugging Face hub, adapters in PEFT's format, files for other tools
     'hub': 'bridges.hub', 'adapter': 'bridges.adapter', 'export': 'bridges.export',
 }

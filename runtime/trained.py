@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from runtime import checkpoint, resume, rooms
+from runtime import checkpoint, resume, rooms, saving
 from runtime.errors import ConfigError, TrainingError
 
 # `cfg` is a TrainConfig, `base` the folder of its model, `run` a train.Run
@@ -37,7 +37,7 @@ def model_config(cfg, base):
 def model_files(run):
     """Return the names in out_dir of the trained model's files."""
     cfg, model = run.cfg, checkpoint.build(run.config)
-    names = [*checkpoint.model_files(model, cfg.out_dir, getattr(torch, cfg.save_dtype), run.base,
+    names = [*saving.model_files(model, cfg.out_dir, getattr(torch, cfg.save_dtype), run.base,
                                      None, run.files)]
     if cfg.lora:
         names += [f'adapter/{name}' for name in rooms.load('adapter').FILES]
@@ -59,7 +59,7 @@ def save_weights(run, optimizer, below='.'):
     try:
         if cfg.lora and not model.config.reward:    # a score head is no adapter
             rooms.load('adapter').save_adapter(model, folder / 'adapter', cfg.model, **common)
-        checkpoint.save(model, folder, getattr(torch, cfg.save_dtype), run.base, more=run.files,
+        saving.save(model, folder, getattr(torch, cfg.save_dtype), run.base, more=run.files,
                         **common)
     except (OSError, ConfigError) as error:
         raise TrainingError(f'saving the weights to {folder} failed: {error}; '

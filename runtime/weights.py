@@ -1,10 +1,7 @@
 """Files of tensors: safetensors, torch's pickles, indices of shards, and the names in them."""
 
-import contextlib
-import json
 import pickle
 import re
-import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,15 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from model import ModelConfig
-from runtime import ownership
 from runtime.config_keys import SEQ2SEQ
 from runtime.errors import CheckpointError
 from runtime.json_rules import read_json_object
-from runtime.parallel import rank
 
-# the names of types in a safetensors file
-TYPES = {torch.float64: 'F64', torch.float32: 'F32', torch.float16: 'F16', torch.bfloat16: 'BF16',
-         torch.int16: 'I16', torch.int8: 'I8', torch.uint8: 'U8', torch.bool: 'BOOL'}
 FLOAT_TYPES = torch.float64, torch.float32, torch.float16, torch.bfloat16
 # tensors of files that a text model does not need: rotary frequencies, causal masks and their fill
 # value; T5's copies of the embedding and its unused table of positions; the weights for images
@@ -139,49 +131,6 @@ def _read_pickle(path):
             f"download it again, or convert it in Python: "
             f"torch.save(torch.load('{path}', 'cpu', weights_only=True), '{path}')") from error
     return tensors
-
-
-def write_files(folder, files, owner):
-    """Write {name: a path to copy, function of tensors, text or JSON}; rename the last one last.
-
-    Every process calls the functions, which gather tensors; the first one writes.
-    """
-    folder = Path(folder)
-    if rank() == 0 and owner is not None:
-        ownership.claim(owner, *(folder.relative_to(owner) / name for name in files))
-    with contextlib.ExitStack() as renames:     # which happen in reverse order
-        for name, content in reversed(files.items()):
-            if callable(content):
-                content = content()     # the same name, so that only one shard is in memory
-            if rank() > 0:
-                continue
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            part = renames.enter_context(ownership.temporary(folder / name))
-            if isinstance(content, Path):
-                shutil.copyfile(content, part)
-            elif name.endswith('.safetensors'):
-                write_tensors(part, content)
-            else:
-                text = content if isinstance(content, str) else json.dumps(content, indent=2) + '\n'
-                part.write_text(text, encoding='utf-8')
-
-
-def write_tensors(path: Path, tensors: dict[str, Tensor]):
-    """Write a safetensors file of CPU tensors."""
-    # safetensors' own function lets no other user read the file, and leaves a temporary one behind
-    # if it is killed
-    header, end = {'__metadata__': {'format': 'pt'}}, 0
-    # readers want aligned tensors: large items first
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-    for key, tensor in ordered:
-        header[key] = {'dtype': TYPES[tensor.dtype], 'shape': list(tensor.shape),
-                       'data_offsets': [end, end := end + tensor.nbytes]}
-    text = json.dumps(header).encode()
-    text += b' ' * (-len(text) % 8)
-    with open(path, 'wb') as file:
-        file.write(len(text).to_bytes(8, 'little') + text)
-        for _, tensor in ordered:
-            file.write(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
 # ---- Adapters: changes of low rank ---------------------------------------------------------------

@@ -18,16 +18,16 @@ from safetensors.torch import load_file, save_file
 
 import model as models
 from bridges import adapter
-from runtime import checkpoint, config_keys, device
+from runtime import checkpoint, config_keys, device, saving
 from runtime.errors import CheckpointError, ConfigError
 
 
 @pytest.mark.parametrize('name, shard_bytes', [('llama3', 40_000), ('neox', 10**9)])
 def test_saved_folder_loads_in_transformers(name, shard_bytes, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, 'SHARD_BYTES', shard_bytes)
+    monkeypatch.setattr(saving, 'SHARD_BYTES', shard_bytes)
     reference = reference_model(name, tmp_path / 'theirs')
     model = checkpoint.load(tmp_path / 'theirs')
-    names = checkpoint.save(model, tmp_path / 'ours', torch.float32, tmp_path / 'theirs')
+    names = saving.save(model, tmp_path / 'ours', torch.float32, tmp_path / 'theirs')
     again, tokens = by_transformers(tmp_path / 'ours'), torch.randint(0, 211, (1, 45))
     assert torch.equal(again(tokens).logits, reference(tokens).logits)
     weights = checkpoint.load(tmp_path / 'ours').state_dict()
@@ -44,8 +44,8 @@ def test_saving_removes_no_file(folder, monkeypatch):
     model, theirs = checkpoint.load(folder), ('model-old.safetensors', 'notes.txt')
     for name in theirs:
         (folder / name).write_text('mine')
-    monkeypatch.setattr(checkpoint, 'SHARD_BYTES', 40_000)
-    names = checkpoint.save(model, folder, torch.float32)
+    monkeypatch.setattr(saving, 'SHARD_BYTES', 40_000)
+    names = saving.save(model, folder, torch.float32)
     assert len(names) > 4 and all((folder / name).exists() for name in names)
     assert all((folder / name).read_text() == 'mine' for name in theirs)
     with pytest.raises(CheckpointError, match='holds two models: model.safetensors, '):
@@ -57,8 +57,8 @@ def test_saving_removes_no_file(folder, monkeypatch):
 def test_of_a_shard_only_what_the_index_lists_is_read(folder, monkeypatch):
     model = checkpoint.load(folder)
     (folder / 'model.safetensors').unlink()
-    monkeypatch.setattr(checkpoint, 'SHARD_BYTES', 40_000)
-    checkpoint.save(model, folder, torch.float32)
+    monkeypatch.setattr(saving, 'SHARD_BYTES', 40_000)
+    saving.save(model, folder, torch.float32)
     shards = sorted(folder.glob('model-*.safetensors'))
     old = {key: torch.full_like(x, torch.nan) for key, x in load_file(shards[0]).items()}
     save_file(load_file(shards[-1]) | old | {'unlisted': DENSE}, shards[-1])
@@ -253,10 +253,10 @@ def test_softcap_and_temperature_of_our_own(name, tmp_path, capsys):
     plain = checkpoint.load(tmp_path / 'plain')
     tokens = torch.randint(0, 211, (1, 45))
     z = torch.nn.functional.linear(plain(tokens, *whole_rows(tokens)), plain.head)
-    checkpoint.save(plain, tmp_path / 'same', torch.float32)
+    saving.save(plain, tmp_path / 'same', torch.float32)
     assert 'note' not in capsys.readouterr().out
     plain.config.final_logit_softcapping, plain.config.temperature = 3.0, 1.5
-    checkpoint.save(plain, tmp_path / 'ours', torch.float32)
+    saving.save(plain, tmp_path / 'ours', torch.float32)
     assert 'transformers and vLLM will not' in capsys.readouterr().out
     written = json.loads((tmp_path / 'ours' / 'config.json').read_text())
     softcap = {} if name == 'gemma2' else {'softcap': 3.0}
@@ -372,7 +372,7 @@ def test_loading_holds_one_copy_of_the_weights_in_memory(tmp_path):
     config = llama_config(vocab_size=4000, hidden_size=1024, intermediate_size=2048,
                           num_hidden_layers=16, num_attention_heads=16, dtype='bfloat16')
     model = models.CausalLM(config).to(torch.bfloat16)
-    checkpoint.save(model, tmp_path, torch.bfloat16)
+    saving.save(model, tmp_path, torch.bfloat16)
     grown = int(subprocess.run([sys.executable, '-c', WATCHED_LOAD, tmp_path], text=True,
                                stdout=subprocess.PIPE, cwd=HERE, check=True).stdout) * 1024
     size = sum(p.numel() for p in model.parameters()) * 2

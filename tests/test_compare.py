@@ -7,10 +7,9 @@ import re
 import numpy as np
 import pytest
 import metrics
-import stats
 from common import write_results, write_rows, write_run
 from research.common import read_csv
-from compare import compare, over_seeds
+from compare import compare, over_seeds, significance
 from results import samples
 from runtime.errors import ConfigError, DataError
 from test_prediction_files import HARNESS_FILES, harness_rows
@@ -123,13 +122,13 @@ def test_answers_that_change_are_counted_and_tested(tmp_path, capsys):
         first, second = right[a, :n], right[b, :n]
         line, = (x.split() for x in printed.splitlines()
                  if x.startswith(f'{"abc"[a]} to {"abc"[b]}'))
-        lost, won, p = stats.mcnemar(first, second)
+        lost, won, p = significance.mcnemar(first, second)
         low, high = metrics.wilson_interval(np.ones(n), first & ~second)
         assert line[3:-1] == [str(n), str(won), str(lost), f'{lost / n:.4f}', f'{low:.4f}',
                               f'{high:.4f}', f'{p:.2g}']
         p_values[p] = line[-1]
-    assert [f'{p:.2g}' for p in stats.holm([*p_values])] == [*p_values.values()]
-    q, p = stats.cochran_q(right[:, :50])
+    assert [f'{p:.2g}' for p in significance.holm([*p_values])] == [*p_values.values()]
+    q, p = significance.cochran_q(right[:, :50])
     assert (f"Cochran's Q of equal accuracy, over the 50 questions that all runs have: {q:.2f}, "
             f'p {p:.2g}') in printed
 
@@ -252,9 +251,9 @@ def test_a_grid_has_a_line_for_each_combination_of_settings(tmp_path, capsys):
     ece = {(line['lr'], line['seed']): float(line['ece']) for line in lines
            if line['smoothing'] == '0.0'}
     d = [ece['0.001', seed] - ece['0.0001', seed] for seed in '012']
-    mean, low, high = stats.mean_interval(d)
+    mean, low, high = significance.mean_interval(d)
     assert [row[5] for row in rows[:2]] == ['', f'{mean:+.3f} ± {(high - low) / 2:.3f}, '
-                                            f'p {stats.student_t(d)[2]:.1g}']
+                                            f'p {significance.student_t(d)[2]:.1g}']
     # one of three seeds of a run is missing
     (grid / 'seed-0' / 'tuned-0.001-0.1' / 'results.json').unlink()
     assert [row[3] for row in rows_of_grid()[2]] == ['3', '3', '3', '2']

@@ -20,7 +20,7 @@ import demo
 import evaluate
 import sample
 import train
-from data.eval_config import trained_template, training_settings
+from data.trained_settings import trained_template, training_settings
 from data.files import parsed
 from compare import compare
 from runtime import cli

@@ -23,14 +23,13 @@ from common import (HERE, SHARED, WORDS, by_transformers, edit_config, log_probs
 import evaluate
 import scoring
 import metrics
-import stats
 from data import benchmarks
 from data.tokenizer import load_tokenizer
-from compare import runs
+from compare import runs, significance
 from results import report
 from results.samples import DIAGRAM, read_samples
 from bridges import adapter
-from runtime import checkpoint, ownership
+from runtime import checkpoint, ownership, saving
 from runtime.errors import ConfigError, DataError
 
 
@@ -108,7 +107,7 @@ def test_an_evaluation_with_the_dropout_of_adapters(foxes, tmp_path):
     run, model = tmp_path / 'model', lora_model(foxes.model, dropout=0.3)
     model.config.temperature = 1.5
     adapter.save_adapter(model, run / 'adapter', str(foxes.model))
-    checkpoint.save(model, run, torch.float32, foxes.model)
+    saving.save(model, run, torch.float32, foxes.model)
     tasks = foxes.score('--dropout_seed=3', '--p_true', model=run)
     assert list(tasks) == ['foxes', 'foxes.p_true'] and tasks['foxes']['dropout_seed'] == 3
     assert 'plain text, dropout with seed 3' in tasks['foxes']['distribution']
@@ -644,7 +643,7 @@ def test_a_judge_is_asked_in_both_orders_and_measured_beside_ties_and_win_rates(
         metrics.cohen_kappa(human[~unlabeled], judge[~unlabeled]), nan_ok=True)
     win, for_first = facts['win_rate'], verdict == first
     assert win['judged'] == np.mean(for_first[unlabeled])
-    assert (win['corrected'], win['low'], win['high']) == pytest.approx(stats.corrected_rate(
+    assert (win['corrected'], win['low'], win['high']) == pytest.approx(significance.corrected_rate(
         for_first[unlabeled], for_first[test], (answer == first)[test]), nan_ok=True)
     assert 'position bias' in printed and {*result['subjects']} == {'', 'x', 'y'}
     few = foxes.score(*arguments, '--limit=2', out=tmp_path / 'few')['judge']

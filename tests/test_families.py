@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from common import (by_transformers, class_of, edit_config, image_model, logits_of, named, off,
                     parameters_of, reference_model)
 
-from runtime import checkpoint
+from runtime import checkpoint, saving
 
 T = 40
 YARN = {'rope_type': 'yarn', 'original_max_position_embeddings': 16}
@@ -209,7 +209,7 @@ def test_random_configurations_equal_transformers(kind, n, tmp_path):
         reference = shaken(class_of(config)(config))
         reference.save_pretrained(tmp_path / 'theirs')
         model, tokens, expected = compare(reference, tmp_path / 'theirs', shape)
-        checkpoint.save(model, tmp_path / 'ours', torch.float32)
+        saving.save(model, tmp_path / 'ours', torch.float32)
         again = by_transformers(tmp_path / 'ours')(tokens).logits
         assert torch.equal(again, expected), shape
         assert checkpoint.read_config(tmp_path / 'ours') == model.config, shape
@@ -231,7 +231,7 @@ def test_the_text_part_of_a_model_with_images(kind, text, tied, tmp_path):
     tokens = torch.randint(1, 50, (2, T))
     expected = reference(tokens).logits
     assert torch.allclose(logits_of(model, tokens), expected, rtol=1e-4, atol=1e-4)
-    checkpoint.save(model, tmp_path / 'text', torch.float32)
+    saving.save(model, tmp_path / 'text', torch.float32)
     again = by_transformers(tmp_path / 'text')(tokens).logits
     assert torch.allclose(again, expected, rtol=1e-5, atol=1e-5)
     assert model.config == checkpoint.read_config(tmp_path / 'text')
@@ -272,7 +272,7 @@ def test_longrope_is_short_or_long_for_a_whole_run(long, tmp_path):
         edit_config(tmp_path, nanocal={'long_context': True})
         assert checkpoint.read_config(tmp_path).max_position_embeddings == 256
     model, _, _ = compare(reference, tmp_path, {'vocab_size': 211})
-    checkpoint.save(model, tmp_path / 'again', torch.float32)
+    saving.save(model, tmp_path / 'again', torch.float32)
     assert checkpoint.read_config(tmp_path / 'again') == model.config
 
 
@@ -317,7 +317,7 @@ def test_norms_in_bfloat16_are_those_of_transformers_bit_for_bit(name, tmp_path)
 def test_in_half_precision_a_model_is_as_near_to_float32_as_that_of_transformers(
         name, dtype, tmp_path):
     reference_model(name, tmp_path / 'single', initializer_range=0.02)
-    checkpoint.save(checkpoint.load(tmp_path / 'single'), tmp_path / 'half', dtype)
+    saving.save(checkpoint.load(tmp_path / 'single'), tmp_path / 'half', dtype)
     half = checkpoint.load(tmp_path / 'half')
     assert half.head.dtype == dtype
     exact = checkpoint.load(tmp_path / 'half', dtype=torch.float32)

@@ -15,8 +15,8 @@ import pytest
 from common import HERE
 from runtime.version import __version__
 
-MODULES = {'fused_ce', 'metrics', 'catalog', 'scaling', 'stats', 'model', 'attention', 'optim',
-           'lm_eval_metrics'}
+MODULES = {'fused_ce', 'metrics', 'catalog', 'scaling', 'stats', 'significance', 'model',
+           'attention', 'optim', 'lm_eval_metrics'}
 FOLDERS = 'bridges', 'compare', 'results', 'runtime', 'written'     # what the command imports
 # what the command must not need
 OTHERS = 'torch', 'triton', 'matplotlib', 'pyarrow', 'tqdm', 'huggingface_hub', 'safetensors'

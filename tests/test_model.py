@@ -15,7 +15,7 @@ import model as models
 from attention import ExplicitMask, visible_keys
 from data import packing, tree_rows
 from decoding.cache import keys_to_keep
-from runtime import checkpoint
+from runtime import checkpoint, saving
 from speed import install, kernels
 from speed.kernels import tree_kernel
 from speed.masks import FlexMask, TreeMask, flex_options, in_order, visible_blocks
@@ -57,7 +57,7 @@ def test_lora_begins_at_the_base_model_and_merges_exactly(name, tmp_path):
     adapted.square().sum().backward()
     assert all((p.grad is not None) == ('lora' in n) for n, p in model.named_parameters())
     # merged, as anybody loads it
-    checkpoint.save(model, tmp_path / 'merged', torch.float32)
+    saving.save(model, tmp_path / 'merged', torch.float32)
     merged = checkpoint.load(tmp_path / 'merged')
     assert torch.allclose(merged(tokens, *whole_rows(tokens)), adapted, atol=1e-4)
     assert merged.state_dict().keys() == plain.state_dict().keys()

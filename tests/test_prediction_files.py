@@ -21,9 +21,8 @@ import pytest
 from common import HERE, refused, run_scripts, tree, write_rows
 
 import metrics
-import stats
 from bridges import command
-from compare import runs
+from compare import runs, significance
 from results import report
 from compare.compare import FileConfig
 from bridges.harness_files import harness_sample, harness_task
@@ -64,7 +63,7 @@ def test_a_report_per_task_of_rows_of_any_form(tmp_path):
     nll = metrics.report([[0.7, 0.3, 0], p / p.sum()], [0, 1], [2, 3])['nll']
     assert values(done)['nll'] == f'{nll:.4f}' and values(done)['n'] == '2'
     # the ECE that a calibrated model has on as many rows
-    chance = stats.consistency_test([0.7, p[0] / p.sum()], [True, False], n_resamples=100)
+    chance = significance.consistency_test([0.7, p[0] / p.sum()], [True, False], n_resamples=100)
     assert f' has an ECE of {chance["expected"]:.4f} on average, up to {chance["p95"]:.4f} in' in (
         done.stdout)
     write_rows(path, [{'confidence': 0.6, 'correct': True, 'task': 'Sprachmodell ü'},

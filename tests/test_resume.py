@@ -23,7 +23,7 @@ import train
 from bridges import adapter
 from common import (await_steps, edit_config, llama_config, log_of, refused, results_of,
                     rewrite, run_scripts, same_weights, start_script, steps_done, tree)
-from runtime import checkpoint, log, optim, ownership, resume, resume_state, trained
+from runtime import checkpoint, log, optim, ownership, resume, resume_state, saving, trained
 from runtime.errors import ConfigError, TrainingError
 
 
@@ -97,7 +97,7 @@ class TinyRun:
         self.model = models.CausalLM(llama_config())
         self.model.init_weights()
         if not self.base.exists():
-            checkpoint.save(self.model, self.base, torch.float32)
+            saving.save(self.model, self.base, torch.float32)
             (self.base / 'tokenizer_config.json').write_text('{}')
         self.named = dict(self.model.named_parameters())
         self.optimizer = optim.AdamW([{'params': [*self.named.values()]}], 1e-2)
@@ -176,7 +176,7 @@ def killed(save, folder, operation=None, n_bytes=None):
 @pytest.mark.slow
 @pytest.mark.parametrize('save, least', [('save_checkpoint', 20), ('save_weights', 60)])
 def test_a_save_killed_at_any_moment_is_resumed(tmp_path, monkeypatch, save, least):
-    monkeypatch.setattr(checkpoint, 'SHARD_BYTES', 4000)
+    monkeypatch.setattr(saving, 'SHARD_BYTES', 4000)
     whole = TinyRun(tmp_path / 'whole').begin()
     getattr(whole, save)()
     expected = tree(whole.out)

@@ -8,6 +8,7 @@ from common import exactly
 
 import metrics
 import stats
+from compare import significance
 
 
 @pytest.mark.parametrize('n, K, ragged', [(1, 3, False), (150, 4, False), (250, 5, True)])
@@ -67,25 +68,25 @@ def test_an_edited_measure_has_the_intervals_of_its_new_code(monkeypatch):
 
 def test_mcnemar_is_the_exact_test_of_the_rows_in_which_two_models_differ():
     a, b = np.repeat([[1, 0], [0, 1], [1, 1], [0, 0]], [3, 10, 20, 7], axis=0).T == 1
-    assert stats.mcnemar(a, b) == (3, 10, 0.09228515625)        # scipy.stats.binomtest(3, 13)
+    assert significance.mcnemar(a, b) == (3, 10, 0.09228515625)    # scipy's binomtest(3, 13)
     a, b = np.arange(8) < 4, np.arange(8) >= 4      # as likely as any: p is cut at 1
-    assert stats.mcnemar(a, b) == (4, 4, 1)
-    assert stats.mcnemar([True], [True]) == (0, 0, 1)
+    assert significance.mcnemar(a, b) == (4, 4, 1)
+    assert significance.mcnemar([True], [True]) == (0, 0, 1)
 
 
 def test_cochran_q_equals_a_computation_by_hand():
     correct = np.array([[1, 1, 0, 1, 0, 1], [1, 0, 0, 1, 0, 0], [1, 1, 1, 1, 1, 1]]) == 1
     # right in each model: 4, 2, 6; models that have each row right: 3, 2, 1, 3, 1, 2
     by_hand = 2 * 3 * ((4 - 4)**2 + (2 - 4)**2 + (6 - 4)**2) / (0 + 2 + 2 + 0 + 2 + 2)
-    assert stats.cochran_q(correct) == (exactly(by_hand), exactly(math.exp(-by_hand / 2)))
+    assert significance.cochran_q(correct) == (exactly(by_hand), exactly(math.exp(-by_hand / 2)))
     # of two models it is McNemar's chi-square
     rng = np.random.default_rng(0)
     correct = rng.random((2, 200)) < [[0.5], [0.65]]
-    only_a, only_b, _ = stats.mcnemar(*correct)
-    q, p = stats.cochran_q(correct)
+    only_a, only_b, _ = significance.mcnemar(*correct)
+    q, p = significance.cochran_q(correct)
     assert q == exactly((only_a - only_b) ** 2 / (only_a + only_b))
     assert p == exactly(math.erfc(math.sqrt(q / 2)))
-    assert stats.cochran_q(np.ones((3, 9), bool)) == (0, 1)
+    assert significance.cochran_q(np.ones((3, 9), bool)) == (0, 1)
 
 
 def test_answers_to_one_question_are_tested_together():
@@ -97,14 +98,14 @@ def test_answers_to_one_question_are_tested_together():
     signs = np.array([*itertools.product((-1, 1), repeat=5)])
     share = np.mean(np.abs(signs @ d) >= abs(d.sum()))
     assert 0 < share < 1
-    assert stats.mcnemar(*correct[:2], questions)[2] == exactly(share)
+    assert significance.mcnemar(*correct[:2], questions)[2] == exactly(share)
     spread = [np.var([*map(sum, zip(*orders))]) for orders in itertools.product(
         *([*itertools.permutations(row)] for row in right))]
-    q, p = stats.cochran_q(correct, questions)
+    q, p = significance.cochran_q(correct, questions)
     assert q == exactly(2 * np.var(right.sum(0)) / np.mean(spread)) and p == exactly(
         math.exp(-q / 2))
     # the same answers eight times tell no more than once
-    for test in (lambda x, *more: stats.mcnemar(*x[:2], *more)[2:], stats.cochran_q,
+    for test in (lambda x, *more: significance.mcnemar(*x[:2], *more)[2:], significance.cochran_q,
                  lambda x, *more: stats.share_interval(x[0], *more),
                  lambda x, *more: stats.interval(metrics.accuracy, np.ones(x.shape[1]), x[0],
                                                  n_resamples=50, questions=[*more, None][0])):
@@ -120,7 +121,8 @@ def test_tests_of_shared_questions_hold_their_level():
         known = 0.8 * rng.normal(size=(100, 1)) + 0.6 * rng.normal(size=(2, 100, 8)) + (
             1.5 * rng.normal(size=(2, 100, 1)))
         a, b = known.reshape(2, -1) > 0
-        rejected.append([stats.mcnemar(a, b, *more)[2] < 0.05 for more in ((questions,), ())])
+        rejected.append([significance.mcnemar(a, b, *more)[2] < 0.05
+                         for more in ((questions,), ())])
         low, high = stats.share_interval(a, questions)
         held.append(low <= 0.5 <= high)
     by_question, by_row = np.mean(rejected, 0)
@@ -130,7 +132,7 @@ def test_tests_of_shared_questions_hold_their_level():
 def test_a_corrected_rate_has_the_interval_of_its_formula():
     judged, verdicts = np.arange(10) < 6, np.array([1, 1, 1, 0, 0, 0, 1, 0, 0], bool)
     labels = np.arange(9) < 4       # sensitivity 3/4, specificity 4/5
-    rate, low, high = stats.corrected_rate(judged, verdicts, labels)
+    rate, low, high = significance.corrected_rate(judged, verdicts, labels)
     assert rate == pytest.approx((0.6 + 0.8 - 1) / (0.8 + 0.75 - 1)) and low == 0 and high == 1
     z = 1.959963984540054
     p, q0, q1 = (60 + z**2 / 2) / (100 + z**2), 41 / 52, 61 / 82
@@ -140,11 +142,11 @@ def test_a_corrected_rate_has_the_interval_of_its_formula():
     center = theta + 2 * z**2 * (theta * v[1] - (1 - theta) * v[0])
     labels = np.arange(130) < 80
     verdicts = np.where(labels, np.arange(130) < 60, np.arange(130) >= 120)
-    assert stats.corrected_rate(np.arange(100) < 60, verdicts, labels)[1:] == pytest.approx(
+    assert significance.corrected_rate(np.arange(100) < 60, verdicts, labels)[1:] == pytest.approx(
         (center - half, center + half))
     for useless in (verdicts[::-1], verdicts | True):
-        assert np.isnan(stats.corrected_rate(judged, useless, labels)).all()
-    assert np.isnan(stats.corrected_rate(judged, [True], [True])).all()
+        assert np.isnan(significance.corrected_rate(judged, useless, labels)).all()
+    assert np.isnan(significance.corrected_rate(judged, [True], [True])).all()
 
 
 def test_an_interval_needs_right_and_wrong_answers():
@@ -161,19 +163,20 @@ def test_an_interval_needs_right_and_wrong_answers():
 
 
 def test_holm_corrects_for_the_number_of_tests():
-    assert stats.holm([0.01, 0.04, 0.03, 0.005]) == exactly([0.03, 0.06, 0.06, 0.02])
-    assert stats.holm([0.9, 0.8]).tolist() == [1, 1] and len(stats.holm([])) == 0
+    assert significance.holm([0.01, 0.04, 0.03, 0.005]) == exactly([0.03, 0.06, 0.06, 0.02])
+    assert significance.holm([0.9, 0.8]).tolist() == [1, 1] and len(significance.holm([])) == 0
 
 
 def test_student_t_equals_reference_values():       # by scipy.stats.ttest_1samp
     for x, t, p in (([1, 2, 3, 4], 3.8729833, 0.0304663),
                     ([0.1, -0.2, 0.3], 0.4588315, 0.6913933), ([1.0, 3.0], 2.0, 0.2951672)):
-        assert stats.student_t(x) == pytest.approx((np.mean(x), t, p), abs=1e-6)
-    assert stats.student_t([2, 2, 2])[1:] == (math.inf, 0.0) and stats.student_t([0, 0])[2] == 1
+        assert significance.student_t(x) == pytest.approx((np.mean(x), t, p), abs=1e-6)
+    assert significance.student_t([2, 2, 2])[1:] == (math.inf, 0.0)
+    assert significance.student_t([0, 0])[2] == 1
     x = np.random.default_rng(0).normal(size=5)
     for level, quantile in ((0.95, 2.7764451052), (0.99, 4.6040948714)):    # of t, 4 degrees
         half = quantile * x.std(ddof=1) / math.sqrt(5)
-        assert stats.mean_interval(x, level) == pytest.approx(
+        assert significance.mean_interval(x, level) == pytest.approx(
             (x.mean(), x.mean() - half, x.mean() + half))
 
 
@@ -226,11 +229,11 @@ def test_paired_tests_tell_models_apart():
     same = stats.paired_bootstrap(metrics.ece, right, right, labels, n_resamples=50)
     assert same == (0, 0, 0, 1)
     # a calibrated model shows an error by chance
-    found = stats.consistency_test(right[:100], labels[:100], n_resamples=500)
+    found = significance.consistency_test(right[:100], labels[:100], n_resamples=500)
     assert 0.06 < found['expected'] < 0.12 and found['p95'] > found['expected']
     assert found['p'] > 0.01
     wrong = (right.argmax(1) + 1) % 4
-    assert stats.consistency_test(right, wrong, n_resamples=500)['p'] == exactly(1 / 501)
+    assert significance.consistency_test(right, wrong, n_resamples=500)['p'] == exactly(1 / 501)
 
 
 def test_a_metric_that_is_undefined_in_a_resample():
@@ -244,11 +247,12 @@ def test_a_metric_that_is_undefined_in_a_resample():
 
 
 @pytest.mark.parametrize('call, message', [
-    *((lambda level=level: stats.mean_interval([1, 2], level), r'level must be a number in \(0, 1')
+    *((lambda level=level: significance.mean_interval([1, 2], level),
+       r'level must be a number in \(0, 1')
       for level in (1, 0, math.nan)),
-    (lambda: stats.student_t([1]), 'N >= 2'),
+    (lambda: significance.student_t([1]), 'N >= 2'),
     (lambda: stats.paired_bootstrap(metrics.ece, [0.5, 0.6], [0.5], [1, 1]), 'the same rows'),
-    (lambda: stats.corrected_rate([1], [1, 0], [1]), 'must be of the same rows'),
+    (lambda: significance.corrected_rate([1], [1, 0], [1]), 'must be of the same rows'),
     (lambda: stats.bootstrap([0.5], [1], n_resamples=0), 'n_resamples must be a whole number')])
 def test_bad_rows_and_settings_are_refused(call, message):
     with pytest.raises(ValueError, match=message):

@@ -19,7 +19,7 @@ from common import HERE, llama_config, results_of, write_run
 
 import metrics
 import model as models
-from compare import scaling
+from compare import scaling, significance
 import stats
 from align import AlignConfig, check_align_config
 import world
@@ -170,7 +170,7 @@ def test_the_interval_of_a_ratio_ends_where_a_t_test_does():
     low, high = loss_tables.ratio_interval(x, y)
     assert low < x.mean() / y.mean() < high
     for end in (low, high):
-        assert stats.student_t(x - end * y)[2] == pytest.approx(0.05, abs=1e-6)
+        assert significance.student_t(x - end * y)[2] == pytest.approx(0.05, abs=1e-6)
     assert loss_tables.ratio_interval(x, y - y.mean()) is None
 
 

@@ -16,7 +16,7 @@ import sample
 import train
 from data.tree_rows import Tree
 from data.tokenizer import load_tokenizer
-from runtime import checkpoint
+from runtime import checkpoint, saving
 from runtime.errors import CheckpointError, ConfigError
 
 
@@ -80,7 +80,7 @@ def test_saved_models_are_read_by_transformers(kind, untied, tmp_path):
     theirs = reference(tmp_path / 'base', 5, kind=kind, untied=untied, tie_word_embeddings=False)
     model = checkpoint.load(tmp_path / 'base')
     sentencepiece_folder(tmp_path / 'base', 't5')
-    checkpoint.save(model, tmp_path / 'saved', torch.float32, tmp_path / 'base')
+    saving.save(model, tmp_path / 'saved', torch.float32, tmp_path / 'base')
     assert (tmp_path / 'saved' / 'spiece.model').exists()
     again = type(theirs).from_pretrained(tmp_path / 'saved', attn_implementation='eager').eval()
     source, _, target = sources_and_targets(5)
@@ -88,7 +88,7 @@ def test_saved_models_are_read_by_transformers(kind, untied, tmp_path):
     ours = checkpoint.load(tmp_path / 'saved')
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), ours.parameters(),
                                                  strict=True))
-    checkpoint.save(model, tmp_path / 'half', torch.bfloat16)
+    saving.save(model, tmp_path / 'half', torch.bfloat16)
     assert checkpoint.load(tmp_path / 'half').head.dtype == torch.bfloat16
 
 

@@ -23,7 +23,7 @@ import evaluate
 import metrics
 import train
 from data import packing
-from data.eval_config import trained_template
+from data.trained_settings import trained_template
 from runtime import checkpoint, log, parallel, resume, trained
 from runtime.config import load_config
 from runtime.device import pick_device

@@ -8,7 +8,7 @@ better answer; `first`, that of the answer which the file lists first; and the s
 import numpy as np
 
 import metrics
-import stats
+from compare import significance
 from results.samples import of_split
 
 TIE = 2     # neither answer is better, or the judge's choice changes with the order
@@ -38,7 +38,7 @@ def facts(samples):
         first, first_known = ([s['first'] for s in x] for x in (unlabeled, known))
         judged, right = verdicts(unlabeled)[1] == first, chosen == labels[:len(known)]
         wins = labels[:len(known)] == first_known
-        rate, low, high = stats.corrected_rate(judged, chosen == first_known, wins)
+        rate, low, high = significance.corrected_rate(judged, chosen == first_known, wins)
         values['win_rate'] = {
             'judged': float(judged.mean()), 'corrected': rate, 'low': low, 'high': high,
             'sensitivity': float(right[wins].mean()) if wins.any() else np.nan,

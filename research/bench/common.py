@@ -36,7 +36,7 @@ from decoding.slots import step_cost
 from research.common import panels
 from results import tables
 from results.plots import save_figure
-from runtime import checkpoint
+from runtime import saving
 from runtime.config import load_config
 from runtime.config_json import config_from_hf
 from runtime.errors import ConfigError
@@ -77,7 +77,7 @@ def peer_model(raw, attention):
 
 def save_model(shape, folder, tokenizer, **more):
     """Save our model of a shape with the files of a tokenizer, and free its memory."""
-    checkpoint.save(our_model(MODELS[shape]), folder, torch.bfloat16, side_files=tokenizer, **more)
+    saving.save(our_model(MODELS[shape]), folder, torch.bfloat16, side_files=tokenizer, **more)
     free_memory()
 
 

@@ -18,7 +18,7 @@ from research.bench.common import (DEVICE, MODELS, Options, Script, Shape, attem
                                    reset_peak_memory)
 from data.tokenizer import load_model_tokenizer
 from evaluate import EvalConfig, evaluate, load_tasks
-from runtime import checkpoint
+from runtime import checkpoint, saving
 from scoring import option_log_probs, row_lengths
 
 
@@ -58,7 +58,7 @@ def measure_ours(raw, config, folder, rate):
     Returns the row and the number of tokens of each prompt.
     """
     model = our_model(raw).eval()
-    checkpoint.save(model, folder, torch.bfloat16, side_files=config.tokenizer)
+    saving.save(model, folder, torch.bfloat16, side_files=config.tokenizer)
     cfg = EvalConfig(model=str(folder), tasks=(f'mmlu:{config.data}',), dtype='bfloat16',
                      device=DEVICE, add_bos=True, max_length=8192, overwrite=True,
                      out_dir=str(folder / 'out'))

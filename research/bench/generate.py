@@ -30,7 +30,7 @@ from data.files import read_rows
 from decoding.answers import stream
 from decoding.sampling import Sampling
 from decoding.slots import step_cost
-from runtime import checkpoint
+from runtime import saving
 
 # prompts, tokens of each, tokens of each answer
 SETTINGS = ((1, 128, 512), (64, 512, 256), (256, 512, 256))
@@ -105,7 +105,7 @@ def measure_ours(model, n, length, new, rates):
 
 def measure_command(model, config, folder):
     """Time `python generate.py`, from its start, in raw text with up to 256 tokens per answer."""
-    checkpoint.save(model, folder, torch.bfloat16, side_files=config.tokenizer)
+    saving.save(model, folder, torch.bfloat16, side_files=config.tokenizer)
     model.to('cpu')     # the process needs the memory
     free_memory()
     rows = [row for _, row in read_rows(config.prompts)]

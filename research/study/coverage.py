@@ -26,6 +26,7 @@ import numpy as np
 
 import metrics
 import stats
+from compare import significance
 from results.columns import measure_of, title_of
 from results.tables import markdown
 from runtime.processes import parallel_map
@@ -148,8 +149,9 @@ def shared(n_questions, n_languages, share):
         rejected.append([p < 0.05 for p in (
             *(stats.difference_test(*(values[i][key] for i in (0, 1)), [
                 reports[i][key] for i in (0, 1)], key == 'ece')[2] for key in keys),
-            stats.mcnemar(*correct[:2], questions)[2], stats.cochran_q(correct, questions)[1],
-            stats.mcnemar(*correct[:2])[2], stats.student_t(gains)[2])])
+            significance.mcnemar(*correct[:2], questions)[2],
+            significance.cochran_q(correct, questions)[1],
+            significance.mcnemar(*correct[:2])[2], significance.student_t(gains)[2])])
     yield [f'{n_questions}', f'{n_languages}', f'{share:.2f}',
            *(f'{x:.3f}' for x in (*np.mean(held, 0), *np.mean(rejected, 0)))]
 

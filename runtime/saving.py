@@ -1,0 +1,119 @@
+"""Write model folders in the Hugging Face layout: config.json, weights, the files beside them."""
+
+import contextlib
+import functools
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from model import CausalLM, LoRALinear
+from runtime import ownership
+from runtime.checkpoint import SIDE_FILES
+from runtime.config_json import config_to_hf
+from runtime.parallel import rank
+from runtime.weights import LowRank, merged, names_on_disk
+
+SHARD_BYTES = 5_000_000_000
+# the names of types in a safetensors file
+TYPES = {torch.float64: 'F64', torch.float32: 'F32', torch.float16: 'F16', torch.bfloat16: 'BF16',
+         torch.int16: 'I16', torch.int8: 'I8', torch.uint8: 'U8', torch.bool: 'BOOL'}
+
+
+def save(model: CausalLM, folder: str | Path, dtype: torch.dtype,
+         side_files: str | Path | None = None, *, full=Tensor.detach, more: dict | None = None,
+         owner: str | Path | None = None) -> list[str]:
+    """Write config and weights as `dtype`, in shards of at most 5 GB; return the files' names.
+
+    LoRA is merged in float32. config.json is renamed last: a folder that has it is complete. Every
+    process must call this; the first one writes.
+
+    side_files:      the folder of the base model, whose tokenizer and generation files are copied
+    full(parameter): the tensor to write, such as the float32 master, whole on every process
+    more, owner:     {name: text or JSON} that replaces side files; the folder whose list has them
+    Raises CheckpointError, ConfigError (as `ownership.claim`) or OSError.
+    """
+    files = model_files(model, folder, dtype, side_files, full, more)
+    write_files(folder, files, owner)
+    config = files['config.json']
+    if rank() == 0 and 'nanocal' in config:
+        print(f'note: only this program applies {config["nanocal"]}, the key nanocal in '
+              f'{Path(folder) / "config.json"}; transformers and vLLM will not')
+    return list(files)
+
+
+def model_files(model, folder, dtype, side_files, full, more):
+    """Return {name: content as in `write_files`} of a model's files, config.json last."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+    ours = {theirs: key for theirs, key in names_on_disk(model).items()
+            if '.lora_' not in key and key != 'value_head'}     # these serve training alone
+    shapes = {theirs: torch.empty(model.get_parameter(key).shape, dtype=dtype, device='meta')
+              for theirs, key in ours.items()}
+    split = split_torch_state_dict_into_shards(shapes, max_shard_size=SHARD_BYTES)
+    files = {name: functools.partial(_merged, model, {key: ours[key] for key in keys}, dtype, full)
+             for name, keys in split.filename_to_tensors.items()}
+    if side_files is not None and Path(side_files).resolve() != Path(folder).resolve():
+        files |= {str(path.relative_to(side_files)): path for pattern in SIDE_FILES
+                  for path in sorted(Path(side_files).glob(pattern))}
+    if split.is_sharded:
+        files['model.safetensors.index.json'] = {'metadata': split.metadata,
+                                                 'weight_map': split.tensor_to_filename}
+    config = config_to_hf(model.config) | {'torch_dtype': str(dtype).removeprefix('torch.')}
+    return files | (more or {}) | {'config.json': config}
+
+
+def _merged(model, keys, dtype, full):
+    """Return {name on disk: tensor} on the CPU, LoRA merged; keys: {name on disk: our name}."""
+    tensors = {}
+    for theirs, key in keys.items():
+        tensor, layer = full(model.get_parameter(key)), model.get_submodule(key.rpartition('.')[0])
+        if isinstance(layer, LoRALinear) and key.endswith('.weight'):
+            A, B = full(layer.lora_A.weight), full(layer.lora_B.weight)
+            tensor = merged(tensor.float(), LowRank(A, B, layer.scale))
+        tensors[theirs] = tensor.to(dtype).cpu().contiguous()
+    return tensors
+
+
+def write_files(folder, files, owner):
+    """Write {name: a path to copy, function of tensors, text or JSON}; rename the last one last.
+
+    Every process calls the functions, which gather tensors; the first one writes.
+    """
+    folder = Path(folder)
+    if rank() == 0 and owner is not None:
+        ownership.claim(owner, *(folder.relative_to(owner) / name for name in files))
+    with contextlib.ExitStack() as renames:     # which happen in reverse order
+        for name, content in reversed(files.items()):
+            if callable(content):
+                content = content()     # the same name, so that only one shard is in memory
+            if rank() > 0:
+                continue
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            part = renames.enter_context(ownership.temporary(folder / name))
+            if isinstance(content, Path):
+                shutil.copyfile(content, part)
+            elif name.endswith('.safetensors'):
+                write_tensors(part, content)
+            else:
+                text = content if isinstance(content, str) else json.dumps(content, indent=2) + '\n'
+                part.write_text(text, encoding='utf-8')
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]):
+    """Write a safetensors file of CPU tensors."""
+    # safetensors' own function lets no other user read the file, and leaves a temporary one behind
+    # if it is killed
+    header, end = {'__metadata__': {'format': 'pt'}}, 0
+    # readers want aligned tensors: large items first
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    for key, tensor in ordered:
+        header[key] = {'dtype': TYPES[tensor.dtype], 'shape': list(tensor.shape),
+                       'data_offsets': [end, end := end + tensor.nbytes]}
+    text = json.dumps(header).encode()
+    text += b' ' * (-len(text) % 8)
+    with open(path, 'wb') as file:
+        file.write(len(text).to_bytes(8, 'little') + text)
+        for _, tensor in ordered:
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy())
