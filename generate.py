@@ -9,7 +9,7 @@ file. Each of several processes answers its share of the prompts. How answers ar
 decoding/answers.py.
 """
 
-from runtime import cli
+from runtime import cli, nonfinite
 
 if __name__ == '__main__':
     cli.begin()
@@ -131,7 +131,7 @@ def main(argv):
                     progress.update()
         except FloatingPointError as error:
             row, _ = left[error.args[0]]
-            raise CheckpointError(checkpoint.bad_logits(
+            raise CheckpointError(nonfinite.bad_logits(
                 f'the prompt with id {row["id"]!r}', folder, settings['dtype'])) from error
         n_tokens = sum(parallel.gather(n_tokens))
         if rank == 0:

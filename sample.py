@@ -10,7 +10,7 @@ white (1); NO_COLOR turns that off. Probabilities are the model's, before `tempe
 Ctrl-C ends an answer early; what is already there stays in the conversation.
 """
 
-from runtime import cli
+from runtime import cli, nonfinite
 
 if __name__ == '__main__':
     cli.begin()
@@ -48,7 +48,6 @@ if __name__ == '__main__':
 from decoding.answers import first_stop, generate, stream
 from decoding.slots import step_cost
 from generate import open_model
-from runtime import checkpoint
 from runtime.terminal import shaded, shows_grays, typed_lines
 
 
@@ -147,7 +146,7 @@ def main(argv):
             messages = []
             continue
         except FloatingPointError as error:
-            raise CheckpointError(checkpoint.bad_logits(
+            raise CheckpointError(nonfinite.bad_logits(
                 'the answer', folder, str(model.head.dtype).removeprefix('torch.'))) from error
         if cfg.stats and answers:
             print_stats(model, ids, answers, time.perf_counter() - started)

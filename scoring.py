@@ -20,7 +20,7 @@ import torch
 import fused_ce
 from data.eval_config import EvalConfig
 from data.tree_rows import Tree, pack_alone, pack_trees, prompt_trees, stack_answers, stack_rows
-from runtime import checkpoint, device, parallel
+from runtime import checkpoint, device, parallel, rooms
 from runtime.config_keys import SEQ2SEQ
 from runtime.errors import CheckpointError
 from runtime.progress import progress_bar
@@ -235,4 +235,5 @@ class Scorer:
 
     def bad_logits(self, where):
         """Return the CheckpointError for NaN or infinite logits at `where`, a text."""
-        return CheckpointError(checkpoint.bad_logits(where, self.folder, self.cfg.dtype))
+        return CheckpointError(rooms.load('nonfinite').bad_logits(
+            where, self.folder, self.cfg.dtype))

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from data import prompts
-from data.files import (has_fields, json_list, one_of, require_fields, require_text, text_digest,
-                        with_passage)
+from data.files import has_fields, json_list, one_of, require_fields, require_text, text_digest
+from data.items import with_passage
 from data.prompts import LETTERS, WORDING
 from runtime.errors import DataError
 

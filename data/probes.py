@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.files import draw, parse_rows, read_rows, require_fields, require_text
+from data.files import read_rows, require_fields, require_text
+from data.items import draw, parse_rows
 from data.instruct import TEXT_PATTERNS
 from data.questions import Loaded
 from data.tasks import Task, dropout_words

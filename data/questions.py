@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from data.benchmarks import BENCHMARKS, CATEGORY, GENERIC, generic_row
 from data.eval_config import EvalConfig
-from data.files import (draw, parse_rows, parsed, read_rows, require_text, text_digest,
-                        training_rows)
+from data.files import parsed, read_rows, require_text, text_digest, training_rows
+from data.items import draw, parse_rows
 from data.prompts import (LETTERS, PROMPT_FORMATS, Item, check_prompt_format, content_free,
                           names_options, proposing)
 from runtime.errors import DataError

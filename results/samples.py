@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime import ownership
+from runtime import ownership, rooms
 from runtime.digests import json_digest
 from runtime.errors import ConfigError, DataError
 
@@ -61,7 +61,7 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
         outputs += [DIAGRAM, *(grid(label) for label, task in tasks.items()
                                if len({item.language for item in task.items}) > 1)]
     if overwrite:
-        ownership.rename_old(out_dir)
+        rooms.load('overwrite').rename_old(out_dir)
     sources = open_lines(out_dir, outputs, settings, 'samples', OTHER_FOLDER, processes,
                          [results]).get('tasks', {})
     for label, task in tasks.items():
@@ -89,7 +89,8 @@ def open_answers(cfg, settings, processes):
                           f'replaced; choose another --out, such as answers.jsonl')
     ownership.check_free(out.parent, *names)
     if cfg.overwrite:
-        ownership.rename_old(*map(out.with_name, (*names, *merged_names(out))))
+        old = map(out.with_name, (*names, *merged_names(out)))
+        rooms.load('overwrite').rename_old(*old)
     open_lines(out.parent, names, settings, 'answers', advice, processes)
     done = {(row['id'], row['prompt_hash']) for _, row in read_jsonl(*with_parts(out))}
     merge_parts(out)

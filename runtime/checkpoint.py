@@ -194,30 +194,6 @@ def check_weights(folder: str | Path, config: ModelConfig):
     return model, {text: tensor for text, (_, _, tensor) in stored.items()}, changes
 
 
-def nonfinite_tensor(folder: str | Path) -> str | None:
-    """Return the name of the first tensor of a model folder with NaN or infinity in it, or None."""
-    for _, key, tensor in read_weights(Path(folder)):
-        # the fill value of Pythia's masks, -1e9, is minus infinity in float16
-        if (tensor.is_floating_point() and not tensor.isfinite().all()
-                and not BUFFERS.fullmatch(key)):
-            return key
-    return None
-
-
-def bad_logits(where: str, folder: str | Path, dtype: str, what: str = 'logits') -> str:
-    """Return the message for NaN or infinite logits: which tensor is damaged, if one is."""
-    if name := nonfinite_tensor(folder):
-        cause = f'{name} in {folder} holds NaN or infinity: download or train the model again'
-    elif dtype == 'float32':
-        cause = (f'the weights in {folder} are finite, but activations overflow even in float32: '
-                 f'check config.json, or train the model again with a lower lr')
-    else:
-        cause = (f'the weights in {folder} are finite; activations probably overflow in {dtype}: '
-                 f'compute in float32 (align.py, evaluate.py --dtype=float32; '
-                 f'sample.py --device=cpu)')
-    return f'{where}: the model gives NaN or infinite {what}; {cause}'
-
-
 def fingerprint(folder: str | Path) -> str:
     """Return a hash of config.json's values, of the files of weights and of an adapter."""
     folder = Path(folder)

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from runtime import rooms
 from runtime.errors import ConfigError
-from runtime.ownership import refuse_inputs
 
 
 def load_config(cls, argv, usage='', config=None, hidden=()):
@@ -48,8 +47,9 @@ def load_config(cls, argv, usage='', config=None, hidden=()):
             raise ConfigError(f'unexpected argument {argument!r}: a config file comes first, '
                               f'everything after it is --key=value')
     if getattr(config, 'overwrite', False) and getattr(config, 'out_dir', None):
-        refuse_inputs(Path(config.out_dir).expanduser(),
-                      *(argument for argument in argv[:1] if not argument.startswith('--')))
+        rooms.load('overwrite').refuse_inputs(
+            Path(config.out_dir).expanduser(),
+            *(argument for argument in argv[:1] if not argument.startswith('--')))
     return config
 
 

@@ -16,7 +16,6 @@ import torch
 from tqdm import tqdm
 
 from runtime import ownership, rooms
-from runtime.checkpoint import nonfinite_tensor
 from runtime.config import dump_config
 from runtime.device import HostCopy
 from runtime.errors import ConfigError, TrainingError, escape_controls
@@ -111,7 +110,8 @@ class StepLog(contextlib.AbstractContextManager):
         (step, lr, chosen, packed, names, began, ended), self.unread = self.unread, None
         values = dict(zip(names, ended.values().tolist(), strict=True))
         if not (math.isfinite(values['loss']) and math.isfinite(values['grad_norm'])):
-            bad = None if self.cfg.from_scratch else nonfinite_tensor(self.run.base)
+            bad = None if self.cfg.from_scratch else rooms.load(
+                'nonfinite').nonfinite_tensor(self.run.base)
             cause = (f'the base model {self.cfg.model} has a value that is not finite in {bad}'
                      if bad else f'lower lr or check the data: the sequences were '
                      f'{chosen.tolist()} of {self.cfg.data}, counted from 0')

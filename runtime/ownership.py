@@ -2,8 +2,8 @@
 
 written.json lists the files that this program wrote in its folder; before/, the report before
 training, has a list of its own. `claim` puts a name on the list before its file is written. A file
-that is not on the list is never replaced or deleted. --overwrite deletes nothing: `rename_old`
-gives the old folder a free name.
+that is not on the list is never replaced or deleted. --overwrite deletes nothing:
+runtime/overwrite.py gives the old folder a free name.
 
 Files are written under a temporary name and renamed, so a crash leaves the old file or the new one;
 `lock` removes temporary files that a crash left behind. Files of lines, such as log.jsonl, grow
@@ -13,7 +13,6 @@ instead, and resume.py says when a checkpoint is complete.
 import contextlib
 import fcntl
 import glob
-import itertools
 import json
 import os
 import secrets
@@ -24,24 +23,24 @@ from pathlib import Path
 from runtime.errors import ConfigError
 
 LIST, LOCK = 'written.json', '.lock'
-_locks = {}     # {real path of a folder: its lock file, which this process holds open}
-_inputs = set()     # the files that this command reads: see `note_inputs`
+LOCKS = {}     # {real path of a folder: its lock file, which this process holds open}
+INPUTS = set()     # the files that this command reads: see `note_inputs`
 
 
 @contextlib.contextmanager
 def lock(folder, wait=False):
     """Lock `folder`, which is created; `wait` for another process, or raise ConfigError."""
     key = os.path.realpath(folder)
-    _locks[key] = _open_lock(folder, wait)
+    LOCKS[key] = open_lock(folder, wait)
     try:
         _remove_leftovers(folder)
         yield
-        check_in_place(*_locks.values())
+        check_in_place(*LOCKS.values())
     finally:
-        _locks.pop(key).close()
+        LOCKS.pop(key).close()
 
 
-def _open_lock(folder, wait=False):
+def open_lock(folder, wait=False):
     path = Path(folder) / LOCK
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +112,7 @@ def _refuse_links(folder, names):
 
 def claim(folder, *names):
     """Put `names` on the list of `folder`, before the files are written; see `check_free`."""
-    check_in_place(*_locks.values())
+    check_in_place(*LOCKS.values())
     if new := check_free(folder, *names):
         Path(folder).mkdir(parents=True, exist_ok=True)
         _write_list(folder, written_files(folder) + new)
@@ -121,7 +120,7 @@ def claim(folder, *names):
 
 def discard(folder, *patterns, keep=''):
     """Delete the listed files of `folder` that match a pattern but not `keep`."""
-    check_in_place(*_locks.values())
+    check_in_place(*LOCKS.values())
     names = [name for name in written_files(folder) if not fnmatch(name, keep)
              and any(fnmatch(name, pattern) for pattern in patterns)]
     _refuse_links(folder, names)
@@ -139,58 +138,17 @@ def discard(folder, *patterns, keep=''):
 
 def forget_inputs():
     """Forget the files of an earlier command in this process."""
-    _inputs.clear()
+    INPUTS.clear()
 
 
 def note_inputs(*paths):
     """Note files or folders that this command reads, so that `rename_old` refuses to move them."""
-    _inputs.update(map(os.path.abspath, paths))
+    INPUTS.update(map(os.path.abspath, paths))
 
 
 def has_written(folder):
     """Return whether a file that this program wrote is in `folder`."""
     return any(os.path.lexists(Path(folder, name)) for name in written_files(folder))
-
-
-def rename_old(*paths):
-    """Rename a folder that this program wrote, or files: 'run' to 'run.1' if that name is free.
-
-    paths: one folder that this process has locked, which then locks the new one; or files with the
-    same stem, which get the same number. Raises ConfigError if this command reads something there,
-    or if another process writes in the folder.
-    """
-    check_in_place(*_locks.values())
-    stem = paths[0].stem
-    if paths[0].is_dir():
-        paths = [Path(os.path.realpath(paths[0]))] * has_written(paths[0])
-        stem = paths[0].name if paths else ''
-    old = [path for path in paths if os.path.lexists(path)]
-    for path in old:
-        refuse_inputs(path, *sorted(_inputs), os.getcwd())
-        for inner in path.rglob(f'*/{LOCK}'):
-            _open_lock(inner.parent).close()        # raises if a process holds it
-    named = ([path.with_name(path.name.replace(stem, f'{stem}.{n}', 1)) for path in old]
-             for n in itertools.count(1))
-    free = next(new for new in named if not any(map(os.path.lexists, new)))
-    for path, new in zip(old, free, strict=True):
-        try:
-            path.rename(new)
-        except OSError as error:
-            raise ConfigError(f'{path} cannot be renamed to {new} ({error.strerror}); choose '
-                              f'another name for what this command writes') from error
-        print(f'--overwrite: {path} is now {new}')
-        if file := _locks.get(str(path)):
-            file.close()
-            _locks[str(path)] = _open_lock(path)
-
-
-def refuse_inputs(place, *names):
-    """Raise ConfigError if one of `names`, which this command reads, is `place` or below it."""
-    for name in map(os.path.abspath, names if place.exists() else ()):
-        for path in map(Path, (name, os.path.realpath(name))):
-            if any(at.exists() and at.samefile(place) for at in (path, *path.parents)):
-                raise ConfigError(f'--overwrite would rename {place}, and this command reads '
-                                  f'{path}; write to another place, or read a copy from elsewhere')
 
 
 def _write_list(folder, names):

@@ -41,6 +41,8 @@ ROOMS = TASKS | {
     'tables': 'runtime.table_readers',
     # --help, and services that get the record of each step
     'usage': 'runtime.usage', 'trackers': 'runtime.trackers',
+    # --overwrite, and the cause of a loss that is not finite
+    'overwrite': 'runtime.overwrite', 'nonfinite': 'runtime.nonfinite',
     # models and datasets of the Hugging Face hub, adapters in PEFT's format, files for other tools
     'hub': 'bridges.hub', 'adapter': 'bridges.adapter', 'export': 'bridges.export',
 }

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import model as models
 from bridges import adapter
-from runtime import checkpoint, config_keys, device, saving
+from runtime import checkpoint, config_keys, device, nonfinite, saving
 from runtime.errors import CheckpointError, ConfigError
 
 
@@ -63,7 +63,7 @@ def test_of_a_shard_only_what_the_index_lists_is_read(folder, monkeypatch):
     old = {key: torch.full_like(x, torch.nan) for key, x in load_file(shards[0]).items()}
     save_file(load_file(shards[-1]) | old | {'unlisted': DENSE}, shards[-1])
     assert all(map(torch.equal, model.parameters(), checkpoint.load(folder).parameters()))
-    assert checkpoint.nonfinite_tensor(folder) is None
+    assert nonfinite.nonfinite_tensor(folder) is None
 
 
 @pytest.fixture
@@ -199,7 +199,7 @@ def test_old_buffers_of_neox_are_ignored(tmp_path):
         f'{at}.masked_bias': torch.tensor(-1e9).half(),
         f'{at}.rotary_emb.inv_freq': torch.ones(2)}))
     assert checkpoint.load(tmp_path).state_dict().keys() == plain.keys()
-    assert checkpoint.nonfinite_tensor(tmp_path) is None and checkpoint.fingerprint(tmp_path)
+    assert nonfinite.nonfinite_tensor(tmp_path) is None and checkpoint.fingerprint(tmp_path)
     assert same_logits(tmp_path)
     rewrite(tmp_path, lambda t: t.update({f'{at}.old.bias': torch.ones(1)}))
     with pytest.raises(CheckpointError, match=f'tensor {at}.old.bias is unknown'):
@@ -294,11 +294,11 @@ def test_a_device_is_named_as_it_was_chosen(monkeypatch):
 
 
 def test_the_first_nonfinite_tensor_is_named(folder):
-    assert checkpoint.nonfinite_tensor(folder) is None
+    assert nonfinite.nonfinite_tensor(folder) is None
     for dtype, cause in (('float32', 'overflow even in float32'), ('bfloat16', 'in bfloat16')):
-        assert cause in checkpoint.bad_logits('step 1', folder, dtype)
+        assert cause in nonfinite.bad_logits('step 1', folder, dtype)
     rewrite(folder, lambda t: t[KEY][3].fill_(float('inf')))
-    assert f'{KEY} in {folder} holds NaN' in checkpoint.bad_logits('', folder, 'float32')
+    assert f'{KEY} in {folder} holds NaN' in nonfinite.bad_logits('', folder, 'float32')
 
 
 def test_every_byte_of_the_weights_decides_whether_a_model_is_the_same(tmp_path):
@@ -406,7 +406,7 @@ def test_pickled_weights_are_read(tmp_path):
     loaded = named(checkpoint.load(pickled, dtype=torch.float32))
     assert loaded.keys() == wanted.keys()
     assert all(torch.equal(loaded[key], tensor) for key, tensor in wanted.items())
-    assert checkpoint.nonfinite_tensor(pickled) is None
+    assert nonfinite.nonfinite_tensor(pickled) is None
     os.truncate(pickled / 'pytorch_model-0.bin', 3000)
     with pytest.raises(CheckpointError, match='truncated, not a file of weights'):
         checkpoint.load(pickled)
@@ -430,7 +430,7 @@ def test_a_pickle_of_other_things_is_refused_and_runs_no_code(content, message, 
     (folder / 'model.safetensors').unlink()
     torch.save(content, folder / 'pytorch_model.bin')
     monkeypatch.chdir(folder)
-    for read in (checkpoint.load, checkpoint.nonfinite_tensor):
+    for read in (checkpoint.load, nonfinite.nonfinite_tensor):
         with pytest.raises(CheckpointError, match=f'pytorch_model.bin: .*{message}'):
             read(folder)
     assert not Path('attacked').exists()

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from alignment.prompts import to_prompt
 from data import cache, instruct, packing, preferences, probes, prompt_file, questions
-from data.files import draw, read_rows
+from data.files import read_rows
+from data.items import draw
 from data.messages import to_messages
 from data.question_answers import load_answers
 from data.trees import tokenize_questions

@@ -23,7 +23,8 @@ import train
 from bridges import adapter
 from common import (await_steps, edit_config, llama_config, log_of, refused, results_of,
                     rewrite, run_scripts, same_weights, start_script, steps_done, tree)
-from runtime import checkpoint, log, optim, ownership, resume, resume_state, saving, trained
+from runtime import (checkpoint, log, optim, overwrite, ownership, resume, resume_state, saving,
+                     trained)
 from runtime.errors import ConfigError, TrainingError
 
 
@@ -503,9 +504,9 @@ def test_a_folder_is_renamed_with_its_lock_to_the_first_free_name(tmp_path, monk
     link.symlink_to(real)
     (tmp_path / 'run.v2.1').write_text('mine')
     with ownership.lock(link):
-        ownership.rename_old(link)      # whose files are gone: nothing to keep
+        overwrite.rename_old(link)      # whose files are gone: nothing to keep
         (real / 'a').write_text('old')
-        ownership.rename_old(link)
+        overwrite.rename_old(link)
         assert (tmp_path / 'run.v2.2' / 'a').read_text() == 'old' and not [*tree(real)]
         for folder in (real, link):
             with pytest.raises(ConfigError, match='another process is writing there'):
@@ -513,10 +514,10 @@ def test_a_folder_is_renamed_with_its_lock_to_the_first_free_name(tmp_path, monk
         ownership.claim(link, 'a')
         (real / 'a').write_text('new')
         with ownership.lock(real / 'epoch-1'), refused(tmp_path, 'epoch-1: another process is'):
-            ownership.rename_old(link)
+            overwrite.rename_old(link)
         monkeypatch.chdir(real / 'epoch-1')
         with refused(tmp_path, 'this command reads .*/epoch-1;'):
-            ownership.rename_old(link)
+            overwrite.rename_old(link)
     with ownership.lock(real), ownership.lock(tmp_path / 'run.v2.2'):
         pass
 
@@ -524,7 +525,7 @@ def test_a_folder_is_renamed_with_its_lock_to_the_first_free_name(tmp_path, monk
 def test_renaming_that_is_killed_at_any_moment_loses_nothing(tmp_path):
     def replace_run(out):
         with ownership.lock(out):
-            ownership.rename_old(out)
+            overwrite.rename_old(out)
             ownership.claim(out, 'results.json')
             ownership.write_text(out / 'results.json', 'new')
 

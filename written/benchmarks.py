@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from written import code_tasks
 from data.chat import encode_prompt
-from data.files import (draw, has_fields, json_list, parse_rows, read_rows, require_fields,
-                        require_text, text_digest, with_passage)
+from data.files import has_fields, json_list, read_rows, require_fields, require_text, text_digest
+from data.items import draw, parse_rows, with_passage
 from written.grading import (any_formula, any_number, contains, formula, gsm8k_number, last_boxed,
                           number, only_line, only_number, passes, same, short_answer, short_number,
                           squad_text, triviaqa_text, whole, without_confidence)

@@ -7,7 +7,8 @@ first. A model is asked in both orders (`permute` of other tasks).
 import itertools
 
 from data.chat import check_messages
-from data.files import draw, has_fields, parsed, read_rows, text_digest, without_bad
+from data.files import has_fields, parsed, read_rows, text_digest, without_bad
+from data.items import draw
 from data.messages import without_nulls
 from data.preferences import (PREFERENCE_PATTERNS, SUBJECT, join_answers, scored_answers,
                               to_ranking)

@@ -8,7 +8,8 @@ answers of which 20 are right are 20 sequences with A and 10 with B.
 import hashlib
 import re
 
-from data.files import draw, has_fields, parse_rows, read_rows, require_text
+from data.files import has_fields, read_rows, require_text
+from data.items import draw, parse_rows
 from data.prompts import lettered
 from data.questions import Loaded, Question
 from data.tasks import chat_words
