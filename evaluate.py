@@ -128,7 +128,7 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
         raise ConfigError(f'{out_dir} holds another model, whose report this would seem to be; '
                           f'choose another --out_dir')
     if cfg.shard:
-        check_shard(folder, tasks, cfg)
+        rooms.load('sharding').check_evaluation(tasks, cfg, scoring.t5_config(folder))
     for task in tasks.values():
         task.check(tokenizer, cfg)
     if not load:
@@ -159,22 +159,6 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
     if run_settings(run_folder(out_dir)):       # the model was trained here
         rooms.load('card').write(out_dir)
     return results
-
-
-def check_shard(folder, tasks, cfg):
-    """Raise ConfigError for an evaluation in which processes cannot share the weights."""
-    written = [label for label, task in tasks.items() if task.is_written]
-    if parallel.world_size() == 1:
-        why = 'there is one process; start several with torchrun --nproc_per_node=8 evaluate.py ...'
-    elif written:
-        why = f'the model writes the answers to {written[0]}, which needs all weights on each GPU'
-    elif cfg.dropout_seed is not None:
-        why = 'dropout_seed adds adapters, which needs all weights on each GPU'
-    elif scoring.t5_config(folder):
-        why = f'{scoring.t5_config(folder).model_type} is not sharded'
-    else:
-        return
-    raise ConfigError(f'shard = True: {why}')
 
 
 def score_tasks(tasks, scorer, out_dir, done):

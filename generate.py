@@ -61,7 +61,8 @@ from data.prompt_file import read_prompts
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from decoding.answers import generate, to_row
 from decoding.slots import room
-from results.samples import append_line, digest, merge_parts, open_answers, part
+from decoding.answer_file import open_answers
+from results.samples import append_line, digest, merge_parts, part
 from runtime import checkpoint, ownership, parallel
 from runtime.device import pick_device, pick_dtype
 from runtime.progress import progress_bar

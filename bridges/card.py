@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from results.loss_picture import draw_loss
-from results.tables import markdown
+from results.markdown import markdown
 from runtime import ownership, rooms, trained
 from runtime.config import run_folder, run_settings
 from runtime.errors import escape_controls

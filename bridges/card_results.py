@@ -4,7 +4,7 @@ from bridges.card import code
 from results.columns import measure_cell
 from results.report import task_title
 from results.samples import DIAGRAM, read_results
-from results.tables import markdown
+from results.markdown import markdown
 from runtime.checkpoint import fingerprint
 from runtime.errors import CheckpointError, ConfigError, escape_controls
 from runtime.sources import full_path

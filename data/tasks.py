@@ -99,6 +99,7 @@ class Task:
     settings: ClassVar = ()         # keys of EvalConfig that ask for variants of the task
     described: ClassVar = ()        # keys of EvalConfig that a result repeats
     is_written: ClassVar = False    # the model writes the answers
+    all_metrics: ClassVar = False   # its tables show metrics that no other table does
     continues: ClassVar = False     # needs a model that continues a text, so no T5
     statistics: ClassVar = False    # samples need the top token and the entropy of each token
     identity: ClassVar = ()         # fields of an item that its `fingerprint` covers

@@ -30,16 +30,16 @@ def write_evaluation(results, earlier, samples, tasks, cfg, settings, versions, 
             remaining[task] = result
     earlier = measure_again(remaining, samples)
     for task, result in results.items():
-        rows, written = samples[task], tasks[task.partition('.')[0]].is_written
+        rows, kind = samples[task], tasks[task.partition('.')[0]]
         fits = saved_fits(cfg, task)
         if fits == {}:
             print(f'{task}: not scaled, since {cfg.scaling} has no fits of it')
         result |= report.summarize(rows, cfg.norm, n_bootstrap=cfg.n_bootstrap, seed=cfg.seed,
-                                   fit=cfg.fit_temperature or written and len(rows) > 1,
-                                   fits=fits, all_metrics=cfg.all_metrics or written)
+                                   fit=cfg.fit_temperature or kind.is_written and len(rows) > 1,
+                                   fits=fits, all_metrics=cfg.all_metrics or kind.all_metrics)
         shots = result.get('shots', 0)
         result['fewer_shots'] = sum(s.get('shots', shots) < shots for s in rows)
-        if written:
+        if kind.is_written:
             result |= rooms.load('confidence').facts(task, samples)
     content = {'schema': report.SCHEMA, 'config': asdict(cfg) | {'model': str(cfg.model)},
                'seed': cfg.seed, 'versions': versions, 'identity': settings,

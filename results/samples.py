@@ -78,26 +78,6 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
     return earlier, done
 
 
-def open_answers(cfg, settings, processes):
-    """Prepare the file `out` of generate.py; return {(id, hash of the prompt)} of its rows."""
-    out = Path(cfg.out)
-    config, advice = f'{out.stem}.config.json', 'choose another --out, or --overwrite'
-    names, listed = (out.name, config), ownership.written_files(out.parent)
-    # log.jsonl and samples.jsonl grow; see train.py and evaluate.py
-    if out.name in ('log.jsonl', OUTPUTS[0]) or (out.name in listed) != (config in listed):
-        raise ConfigError(f'{out} has the name of a file that another script writes, and is not '
-                          f'replaced; choose another --out, such as answers.jsonl')
-    ownership.check_free(out.parent, *names)
-    if cfg.overwrite:
-        old = map(out.with_name, (*names, *merged_names(out)))
-        rooms.load('overwrite').rename_old(*old)
-    open_lines(out.parent, names, settings, 'answers', advice, processes)
-    done = {(row['id'], row['prompt_hash']) for _, row in read_jsonl(*with_parts(out))}
-    merge_parts(out)
-    claim_lines(out.parent, names, settings, processes)
-    return done
-
-
 def open_lines(folder, names, settings, what, advice, processes, more=()):
     """Prepare a file of lines to append to; return what all its lines share, or {} without lines.
 

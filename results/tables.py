@@ -5,6 +5,8 @@ import io
 import re
 from typing import NamedTuple
 
+from results.markdown import markdown
+
 
 class Section(NamedTuple):
     """What a report says of a task: a table, the notes below it, lines of text, and more tables."""
@@ -57,13 +59,6 @@ def aligned(lines):
                      for cell in column]
     texts = ['  '.join(line) for line in zip(*columns, strict=True)]
     return '\n'.join([texts[0], '-' * len(texts[0]), *texts[1:]])
-
-
-def markdown(lines):
-    """Return lines of cells as a Markdown table."""
-    texts = ['| ' + ' | '.join(' '.join(cell.replace('|', '\\|').splitlines()) for cell in line)
-             + ' |' for line in lines]
-    return '\n'.join([texts[0], '|' + '---|' * len(lines[0]), *texts[1:]]) + '\n'
 
 
 def latex(lines, title=''):

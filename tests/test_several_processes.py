@@ -13,6 +13,7 @@ from data.tasks import OptionTask
 from results import samples
 from runtime import ownership
 from runtime.errors import ConfigError
+from speed import sharding
 
 @pytest.fixture(scope='module')
 def folder(scored_folder, tmp_path_factory):
@@ -193,10 +194,10 @@ def test_what_cannot_share_the_weights_is_refused(folder, tmp_path, monkeypatch)
     with pytest.raises(ConfigError, match='shard = True: there is one process'):
         evaluate.main([f'--model={folder / "model"}', f'--tasks=global_mmlu:{folder / "data"}',
                        f'--out_dir={tmp_path}', '--shard', '--shots=0', '--device=cpu'])
-    monkeypatch.setattr(evaluate.parallel, 'world_size', lambda: 2)
+    monkeypatch.setattr(sharding, 'world_size', lambda: 2)
     with pytest.raises(ConfigError, match='shard = True: the model writes the answers to qa'):
-        evaluate.check_shard(folder / 'model', {'qa': SimpleNamespace(is_written=True)},
-                             evaluate.EvalConfig())
+        sharding.check_evaluation({'qa': SimpleNamespace(is_written=True)}, evaluate.EvalConfig(),
+                                  None)
 
 
 @pytest.mark.slow

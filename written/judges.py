@@ -93,6 +93,7 @@ class JudgeTask(PermutedTask):
     The pairs without a better answer are of the splits 'tied' and 'unlabeled'.
     """
     settings, described, others = (), ('chat', 'shots'), 'tied or without scores'
+    all_metrics = True
     identity = *OptionTask.identity, 'published', 'first'
 
     read = staticmethod(load_pairs)

@@ -72,7 +72,7 @@ def load_p_ik(name, cfg):
 
 class PIKTask(PTrueTask):
     """P(IK) of a tuned model: each question is asked without its answer."""
-    settings, described = (), ('chat', 'shots')
+    settings, described, all_metrics = (), ('chat', 'shots'), True
 
     read = staticmethod(load_p_ik)
 

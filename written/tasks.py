@@ -65,7 +65,7 @@ class AnswerTask(Task):
 class WrittenTask(AnswerTask):
     """Questions whose answers the model writes; a sample has the graded answers."""
     settings = 'p_true', 'p_ik', 'verbalized'
-    is_written = continues = True
+    is_written = continues = all_metrics = True
     identity = ('id', 'text', 'references', 'solution', 'subject', 'category', 'language', 'digest',
                 'messages', 'lead', 'judged')
     row = confidence.GREEDY

@@ -63,7 +63,7 @@ def evaluation(options, **settings):
     sources = {'clm': options.pile or 'EleutherAI/pile_val_test', 'facts': options.trex}
     tasks = ('mmlu', *(f'{task}:{source}' for task, source in sources.items() if source))
     return EvalConfig(tasks=tasks, shots=5, limit=SAMPLES, max_length=2048, on_bad_row='skip',
-                      **settings)
+                      all_metrics=True, **settings)
 
 
 def aligned(options):

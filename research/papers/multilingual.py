@@ -48,7 +48,8 @@ RATES, SMOOTHINGS = (5e-6, 1e-5, 5e-5, 1e-4), (0.1, 0.2)
 # questions times tokens per question: those of English, and twice as many in the other languages
 EVAL_TOKENS = 2 * (42 * 14042 * 95 + 29 * 11759 * 155)
 TITLES = {task: title for task, (title, _) in BENCHMARKS.items()}
-REPORT = EvalConfig(tasks=tuple(BENCHMARKS), shots=0, scoring='letters', on_bad_row='skip')
+REPORT = EvalConfig(tasks=tuple(BENCHMARKS), shots=0, scoring='letters', on_bad_row='skip',
+                    all_metrics=True)
 
 
 def models(options):
