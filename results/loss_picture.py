@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from results.plots import figure_title, new_figure, save_figure, warn_on_failure
+from results.figures import figure_title, new_figure, save_figure, warn_on_failure
 from runtime.ownership import claim
 
 

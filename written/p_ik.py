@@ -72,7 +72,8 @@ def load_p_ik(name, cfg):
 
 class PIKTask(PTrueTask):
     """P(IK) of a tuned model: each question is asked without its answer."""
-    settings, described, all_metrics = (), ('chat', 'shots'), True
+    settings, described = (), ('chat', 'shots')
+    all_metrics = True
 
     read = staticmethod(load_p_ik)
 

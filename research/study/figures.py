@@ -24,7 +24,8 @@ from compare import over_seeds
 from compare.over_seeds import (CLEAR, NAMES, by_seed, drop_constant_settings, first_of_rows,
                                 group_lines, ordered, predictions_by_group, seed_table, values_of,
                                 write_table)
-from results.plots import draw_bins, figure_title, new_figure, printable, save_figure
+from results.figures import figure_title, new_figure, printable, save_figure
+from results.plots import draw_bins
 from compare.runs import find_runs, read_run
 from results.columns import Heading
 from results.tables import csv_text
