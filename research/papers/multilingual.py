@@ -35,7 +35,7 @@ from runtime.errors import ConfigError
 from runtime.ownership import claim, write_text
 from runtime.processes import parallel_map
 from research.papers.shared_questions import p_values, resample
-from stats import student_t
+from compare.significance import student_t
 
 INSTRUCT = {'google/gemma-2-2b': 'google/gemma-2-2b-it',
             'mistralai/Mistral-7B-v0.1': 'mistralai/Mistral-7B-Instruct-v0.1',

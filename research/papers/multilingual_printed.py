@@ -20,7 +20,7 @@ from data.benchmarks import GLOBAL_MMLU, MMLU_PROX
 from results import plots
 from runtime import cli
 from runtime.ownership import claim, lock
-from stats import mean_interval
+from compare.significance import mean_interval
 from research.common import command_line, panels, read_csv
 from research.papers.common import FOLDER, write_tables
 

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 
 from runtime import cli
-from stats import mean_interval
+from compare.significance import mean_interval
 from research.study import alignment
 from research.common import panels
 from research.study.claims import Claims, cell, draw_groups, draw_mean, finish, label

@@ -22,7 +22,7 @@ from results.tables import csv_text, markdown
 from runtime.errors import ConfigError
 from runtime.ownership import write_text
 from runtime.processes import parallel_map
-from stats import holm, mean_interval, student_t
+from compare.significance import holm, mean_interval, student_t
 from research.common import command_line, names_of, read_csv
 
 TABLES = tomllib.loads((Path(__file__).parent / 'tables.toml').read_text(encoding='utf-8'))

@@ -20,7 +20,7 @@ import numpy as np
 from compare.over_seeds import plus_minus
 from results.tables import markdown
 from runtime.ownership import write_text
-from stats import student_t
+from compare.significance import student_t
 from research.common import command_line, read_csv
 from research.study.claims import Numbers
 

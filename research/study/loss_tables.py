@@ -25,7 +25,7 @@ from results.plots import save_figure
 from compare.runs import read_run
 from results.columns import title_of
 from runtime import cli
-from stats import mean_interval
+from compare.significance import mean_interval
 from research.common import panels, read_lines, seed_folder
 from research.study.claims import (TABLES, Claims, Source, cell, draw_groups, finish, label,
                                    mean_and_ends, pairs, specification, values_of)
