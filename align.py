@@ -211,9 +211,10 @@ def check_settings_are_read(cfg):
     """Raise ConfigError for a setting that differs from its default but has no effect."""
     defaults, loss = AlignConfig(), PAIR_LOSSES.get(cfg.method)
     # without the sizes of rollouts, which runs of several methods may share
-    names = [*vars(defaults)]
-    reward_keys = 'run_code', 'instruction', *names[names.index('truncated'):]
     ppo_keys = 'discount', 'gae_lambda', 'value_clip', 'value_coef'
+    reward_keys = ('run_code', 'instruction', 'truncated', 'penalty', 'soft_overlong', 'resample',
+                   'updates', 'clip', 'clip_high', 'correction', 'correction_max', 'entropy_coef',
+                   'kl', 'kl_coef', 'kl_target', 'kl_horizon', *ppo_keys)
     # (deciding setting, '' for this script; whether this run reads the keys; the keys)
     for decider, is_read, keys in (
             ('', False, UNUSED),
@@ -271,11 +272,9 @@ def load_rankings(cfg, tokenizer):
 
 
 def build_with_reference(run):
-    """Return the model to train; run.reference has the `answer_sums` of it before training."""
-    model = train.build(run)
-    if run.cfg.method not in NO_REFERENCE:
-        run.reference = cached_reference(run, model)
-    return model
+    """Return (model to train, the `answer_sums` of it before training, None without reference)."""
+    model, _ = train.build(run)
+    return model, None if run.cfg.method in NO_REFERENCE else cached_reference(run, model)
 
 
 def pack_pairs(run, chosen, multiple):
@@ -346,12 +345,12 @@ def reward_tokenizer(cfg, base, tokenizer):
 
 
 def build_reward_model(run):
-    """Return the model with a score head of zeros, which is trained with LoRA as well."""
+    """Return (model with a score head of zeros, which is trained with LoRA as well, None)."""
     model = build_model(run.cfg, run.config, run.base, run.device, reward=True)
     model.score.requires_grad_()
     _, pad_id = pad_token(run.base, run.tokenizer, run.cfg.template)
     model.config.hf = model.config.hf | {'pad_token_id': pad_id}
-    return model
+    return model, None
 
 
 def reward_margins(model, packed, rows, inputs):

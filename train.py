@@ -216,7 +216,7 @@ class Stage:
     # `lengths` of all and a `digest`, such as cache.Sequences
     load: Callable
     files: Callable         # (cfg, base, tokenizer) -> {name: content} of tokenizer files to save
-    build: Callable         # (run) -> the model to train
+    build: Callable         # (run) -> (the model to train, what `Run.reference` is)
     pack: Callable | None   # (run, chosen, multiple) -> Packed of the sequences `chosen`; None if
     #                         count_rows, batches and validate do without it
     count_rows: Callable    # (run, chosen) -> number of packed rows of a step
@@ -239,8 +239,8 @@ class Run:
     training: np.ndarray    # indices of the sequences to train on
     held_out: np.ndarray    # indices of the others
     files: dict             # of `Stage.files`
-    model: Any = None       # of `Stage.build`
-    reference: Any = None   # the model before training, or what align.py has computed with it
+    model: Any = None       # of `Stage.build`, and what this stage's functions compare it with:
+    reference: Any = None   # the model before training, its log-probabilities, or None
 
     @property
     def out_dir(self):
@@ -341,12 +341,12 @@ def saved_tokenizer(cfg, base, tokenizer):
 
 
 def build(run):
-    """Return the model to train; run.reference is what `base_smoothing` compares it with."""
+    """Return (model to train, with `base_smoothing` the model before training, else None)."""
     cfg, model = run.cfg, build_model(run.cfg, run.config, run.base, run.device)
-    if cfg.base_smoothing:
-        run.reference = model if cfg.lora else build_model(
-            replace(cfg, fp8=False), run.config, run.base, run.device)
-    return model
+    if not cfg.base_smoothing:
+        return model, None
+    return model, model if cfg.lora else build_model(
+        replace(cfg, fp8=False), run.config, run.base, run.device)
 
 
 def pack_documents(run, chosen, multiple):
@@ -557,8 +557,8 @@ def optimize(run):
     A dry run takes two steps and saves nothing. The model is gone at the end: the report reads the
     saved weights, which people will use.
     """
-    run = replace(run)
-    run.model = model = run.stage.build(run)
+    model, reference = run.stage.build(run)
+    run = replace(run, model=model, reference=reference)
     cfg, stage, out_dir, first = run.cfg, run.stage, run.out_dir, 0
     optimizer = build_optimizer(model, cfg)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -167,8 +167,11 @@ def clipped_value_loss(value, old, returns, clip):
     return torch.maximum((value - returns).square(), (clipped - returns).square()) / 2
 
 
-def policy_objective(packed, cfg):
-    """Return the function of `train.token_loss` for a PackedRollouts."""
+def policy_objective(packed, cfg, record=None):
+    """Return the function of `train.token_loss` for a PackedRollouts.
+
+    record: float32 [n] on the device, which gets the log-probabilities of this update, or None
+    """
     n_tokens, n_answers = packed.begin[-1], len(packed.counts)
 
     def compute(model, rows, inputs, _):
@@ -181,7 +184,8 @@ def policy_objective(packed, cfg):
         def function(log_p, entropy, tokens):
             column = {name: x[tokens] for name, x in columns.items()}
             loss, ratio, clipped = policy_loss(log_p, column, answers, tokens, cfg)
-            packed.latest[part[tokens]] = log_p.detach()
+            if record is not None:
+                record[part[tokens]] = log_p.detach()
             measured.update(ratio=ratio.sum() / n_tokens,
                             clip_fraction=clipped.sum() / n_tokens)
             if cfg.kl != 'none':

@@ -46,12 +46,11 @@ class PackedRollouts(PackedAnswers):
     advantage: np.ndarray   # of the token
     weight: np.ndarray      # of the token's loss; 0 for an answer without a loss
     sampled: np.ndarray     # log-probability when it was generated
-    old: np.ndarray | None  # the same by the kernels of training; None in the first update if only
-    #                         later ones need it: it is `latest` then
+    old: np.ndarray | None  # the same by the kernels of training; None if only later updates need
+    #                         it, which take it from the first one
     reference: np.ndarray | None    # the same before training; None if kl = 'none'
     value: np.ndarray | None    # by the value head, before the token; None or zeros without one
     returns: np.ndarray | None      # that the value is to predict, of PPO; else None
-    latest: torch.Tensor    # float32 [n] on the device: log-probability in the latest update
     measured: dict          # {name: number}: means over the answers, for the log
     n_supervised: int       # number of tokens that have a loss, at least 1
 

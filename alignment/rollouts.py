@@ -7,9 +7,11 @@ answers' tokens alone, so fused_ce.py computes it without storing logits. The se
 align.py, which names these functions in its stage; `run` is a `train.Run`.
 """
 
+import functools
 import math
 import os
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -82,17 +84,17 @@ def load(cfg, tokenizer):
 
 
 def build(run):
-    """Return the model to train; the reference is this model without LoRA, or a second copy."""
+    """Return (model to train, the reference: this model without LoRA, or a second copy)."""
     cfg = run.cfg
-    model = run.reference = build_model(cfg, run.config, run.base, run.device)
+    model = reference = build_model(cfg, run.config, run.base, run.device)
     if cfg.kl != 'none' and not cfg.lora:
         # parameters keep requires_grad, which selects the kernels of training
-        run.reference = build_model(cfg, run.config, run.base, run.device)
+        reference = build_model(cfg, run.config, run.base, run.device)
     if cfg.method == 'ppo':
         model.value_head = torch.nn.Parameter(torch.zeros(model.head.shape[1], device=run.device))
     # a buffer, so that checkpoints hold it
     model.register_buffer('kl_coef', torch.tensor(cfg.kl_coef, dtype=torch.float64))
-    return model
+    return model, reference
 
 
 def count_rows(run, chosen):
@@ -196,7 +198,6 @@ def pack(run, chosen, answers, rewards):
     return PackedRollouts(
         **vars(packed), advantage=advantage, weight=weight, sampled=sampled, old=old,
         reference=reference, value=value, returns=returns, measured=measured,
-        latest=torch.zeros(len(packed.token), device=run.device),
         n_supervised=max(1, packed.counts[used].sum()))
 
 
@@ -204,21 +205,25 @@ def pack(run, chosen, answers, rewards):
 
 def update(model, optimizer, packed, cfg, device, objective):
     """Take cfg.updates optimizer steps; return the means of their metrics."""
-    total = []
-    for number in range(cfg.updates):
-        if number and packed.old is None:   # the first update has computed it
-            packed.old = packed.latest.double().cpu().numpy()
-        total.append(train.train_step(model, optimizer, packed, cfg, device, objective))
+    total, measured = [], dict(packed.measured)
+    for _ in range(cfg.updates):
+        record = None
+        if packed.old is None and cfg.updates > 1:      # the first update computes it
+            record = torch.zeros(len(packed.token), device=device)
+        total.append(train.train_step(model, optimizer, packed, cfg, device,
+                                      functools.partial(objective, record=record)))
+        if record is not None:
+            packed = replace(packed, old=record.double().cpu().numpy())
     values = {name: torch.stack([step[name] for step in total]).mean() for name in total[0]}
     if packed.old is not None:
-        packed.measured['mismatch'] = np.abs(packed.old - packed.sampled).mean()
+        measured['mismatch'] = np.abs(packed.old - packed.sampled).mean()
     if cfg.kl_target:       # of the answers, before these updates
         n = len(packed.counts)
         kl = (packed.old - packed.reference).sum() / n
         model.kl_coef *= 1 + np.clip(kl / cfg.kl_target - 1, -0.2, 0.2) * n / cfg.kl_horizon
     norm = values.pop('grad_norm')
     return values | {name: torch.tensor(value, dtype=torch.float32, device=norm.device)
-                     for name, value in packed.measured.items()} | {'grad_norm': norm}
+                     for name, value in measured.items()} | {'grad_norm': norm}
 
 
 def validate(run):

@@ -97,7 +97,7 @@ def run_of(cfg):
     align.check_align_config(cfg)
     run = train.load_run(cfg, STAGES[cfg.method], 'cpu')
     torch.manual_seed(cfg.seed)
-    run.model = run.stage.build(run)
+    run.model, run.reference = run.stage.build(run)
     return run, run.model
 
 

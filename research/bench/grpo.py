@@ -82,7 +82,7 @@ def our_steps(folder, micro_rows=1):
         max_length=1024, batch_size=PROMPTS, truncated='score', kl='loss', kl_coef=KL,
         micro_rows=micro_rows, val_size=0, out_dir=str(folder / 'run'), device=DEVICE)
     run = train.load_run(cfg, ROLLOUTS, DEVICE)
-    run.model = ROLLOUTS.build(run)
+    run.model, run.reference = ROLLOUTS.build(run)
     optimizer = build_optimizer(run.model, cfg)
     for _, packed in ROLLOUTS.batches(run, 0, 1 + STEPS):
         started = now()

@@ -133,8 +133,7 @@ def evaluation(folder, *tasks, chat='trained', **settings):
     """Return the settings with which all models are asked; tasks: files of a seed's world."""
     tasks = tuple(task.format(f'{folder}/world') for task in tasks)
     return EvalConfig(tasks=tasks, prompt_format='harness', header='none', shots=0, norm='sum',
-                      chat=chat, all_metrics=True, fit_temperature=True,
-                      n_bootstrap=0, pictures=False, **settings)
+                      chat=chat, fit_temperature=True, n_bootstrap=0, pictures=False, **settings)
 
 
 def stated_evaluation(folder):

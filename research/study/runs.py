@@ -69,8 +69,7 @@ def evaluation(world, forms=WORLD.forms, **settings):
     return EvalConfig(
         tasks=(*(f'{world}/{form}' for form in forms), f'clm:{world}/clm.jsonl',
                f'facts:{world}/facts.jsonl'),
-        scoring='text', shots=0, all_metrics=True, fit_temperature=True,
-        n_bootstrap=0, pictures=False, **settings)
+        scoring='text', shots=0, fit_temperature=True, n_bootstrap=0, pictures=False, **settings)
 
 
 SHARED = {'pack_len': 1024, 'max_length': 512, 'add_bos': True, 'checkpoint_epochs': False,
