@@ -102,7 +102,11 @@ def best_temperature(scores, targets) -> float:
     margins = np.where(np.isfinite(z), z - expected, 0)
     n = z.shape[1]
     pieces = [(z[:, i:i + 10_000], margins[:, i:i + 10_000]) for i in range(0, n, 10_000)]
-    low, high, inverse, before, last = 1e-3, 1e3, 1.0, np.inf, np.inf
+    low = 1e-3
+    high = 1e3
+    inverse = 1.0
+    before = np.inf
+    last = np.inf
     while abs(last) > 1e-14 * inverse:
         slope = curvature = 0.0
         for z, margins in pieces:       # they fit into a cache
@@ -164,7 +168,9 @@ def ece_sweep(probs, labels) -> float:
     before the accuracy decreases from one bin to the next.
     """
     confidence, correct, tie_ends = metrics.sort_by_confidence(probs, labels)
-    n, last_tie, best = len(correct), np.repeat(tie_ends, np.diff(tie_ends, prepend=0)), 0.0
+    n = len(correct)
+    last_tie = np.repeat(tie_ends, np.diff(tie_ends, prepend=0))
+    best = 0.0
     sums = np.cumsum([correct, confidence - correct], 1)
     for n_bins in (n, *range(1, min(n, 10_000) + 1)):
         ends = tie_ends if n_bins == n else np.unique(last_tie[equal_chunk_ends(n, n_bins) - 1])

@@ -81,6 +81,7 @@ import torch
 import scoring
 from runtime import checkpoint, device, ownership, parallel
 from runtime.loading import base_of_adapter, load_ahead, load_model
+from runtime.versions import versions
 
 # Samples depend on these keys, so they must not change within a folder. The tokens of clm depend on
 # the seed too, but each sample has a hash of its prompt.
@@ -155,7 +156,7 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
     rows = samples.by_task(samples.latest_samples(
         samples.read_samples(out_dir / 'samples.jsonl')) if done else new, prompts)
     results = rooms.load('measures').write_evaluation(
-        results, earlier, rows, tasks, cfg, settings, device.versions(cfg.device), out_dir)
+        results, earlier, rows, tasks, cfg, settings, versions(cfg.device), out_dir)
     if run_settings(run_folder(out_dir)):       # the model was trained here
         rooms.load('card').write(out_dir)
     return results
@@ -167,7 +168,9 @@ def score_tasks(tasks, scorer, out_dir, done):
     Return {label: result without metrics}, {label: its prompts} and the new samples, in the first
     process those of all.
     """
-    scored, prompts, process = {}, {}, (parallel.rank(), parallel.world_size())
+    scored = {}
+    prompts = {}
+    process = (parallel.rank(), parallel.world_size())
     tasks = {label: task.share(*process) for label, task in tasks.items()}
     writer = samples.SampleWriter(out_dir, done, *process)
     with contextlib.closing(writer.file):

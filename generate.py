@@ -113,7 +113,9 @@ def main(argv):
         'stop': [*cfg.stop], 'template': template, 'add_bos': add_bos} | checkpoint.identity(
         folder, tokenizer, model.head.dtype, 'decoding.answers', 'scoring') | {
         'end_ids': sorted(stop)}        # with that of the template
-    out, rank, n_processes = Path(cfg.out), parallel.rank(), parallel.world_size()
+    out = Path(cfg.out)
+    rank = parallel.rank()
+    n_processes = parallel.world_size()
     with parallel.first_process_locks(out.parent):
         done = parallel.gather(open_answers(cfg, settings, n_processes) if rank == 0 else None)[0]
         left = [(row, ids) for row, ids in prompts if (row['id'], row['prompt_hash']) not in done]
@@ -122,7 +124,9 @@ def main(argv):
         if others := len(done) - (len(prompts) - len(left)):
             print(f'{out} also has {others:,} rows for prompts that are not in {cfg.prompts}')
         left = left[rank::n_processes]
-        n_tokens, started, ids = 0, time.perf_counter(), [ids for _, ids in left]
+        n_tokens = 0
+        started = time.perf_counter()
+        ids = [ids for _, ids in left]
         try:
             with (progress_bar('answers', len(left), 'prompts') as progress,
                   open(part(out, rank, n_processes), 'ab', buffering=0) as file):

@@ -147,7 +147,10 @@ class SortedRows:
 
     def __init__(self, groups):
         self.first = np.cumsum([0, *(len(rows) for rows, *_ in groups)])    # then M
-        order, gaps, last_tie, self.values = [], [], [[0]], []
+        order = []
+        gaps = []
+        last_tie = [[0]]
+        self.values = []
         for (rows, probability, outcome), start in zip(groups, self.first, strict=False):
             ascending = np.argsort(probability, kind='stable')
             probability = probability[ascending]
@@ -157,7 +160,9 @@ class SortedRows:
             last_tie.append(start + np.searchsorted(probability, probability, side='right'))
         # tie_ends[i]: the end of the rows that tie with the last of the first i rows
         self.order, self.gaps, self.tie_ends = map(np.concatenate, (order, gaps, last_tie))
-        self._weights, self._lock, self._taken = None, threading.Lock(), np.empty((0, 0))
+        self._weights = None
+        self._lock = threading.Lock()
+        self._taken = np.empty((0, 0))
 
     def drawn(self, weights):
         """Return the counts of all rows before row i of the line of sample r, at r M + i, int
@@ -590,7 +595,9 @@ def report(probs, labels, n_options=None, *, scores=None, measures=None) -> Repo
     """
     measures = __getattr__('MEASURES') if measures is None else measures
     rows = Rows(probs, labels, n_options, scores)
-    confidence, correct, once = rows.as_given, rows.correct, rows.once()
+    confidence = rows.as_given
+    correct = rows.correct
+    once = rows.once()
     order = rows.top.order      # sorted once, since sorting sorted rows is fast
     calls = {'prediction': lambda function: function(confidence[order], correct[order])}
     if as_array('probs', probs).ndim == 2:

@@ -226,7 +226,9 @@ def rotary_angles(positions: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor
     queries [B, 1, T, 1] if they grow with the position, else None.
     """
     angle = (positions[..., None].float() * frequencies(rope, positions.device))[:, None]
-    cos, sin, growth = rope.magnitude * angle.cos(), rope.magnitude * angle.sin(), None
+    cos = rope.magnitude * angle.cos()
+    sin = rope.magnitude * angle.sin()
+    growth = None
     if rope.query_growth:
         ages = torch.log(1 + torch.floor(positions / rope.length))
         growth = (1 + rope.query_growth * ages)[:, None, :, None]
@@ -260,7 +262,9 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        D, hd, self.family = config.hidden_size, config.head_dim, config.family
+        D = config.hidden_size
+        hd = config.head_dim
+        self.family = config.family
         H, K = self.heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim, bias = hd, self.family.qkv_bias
         if self.family.fused:
@@ -316,7 +320,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        D, H, self.family = config.hidden_size, config.intermediate_size, config.family
+        D = config.hidden_size
+        H = config.intermediate_size
+        self.family = config.family
         bias = self.family.mlp_bias
         if self.family.gated and self.family.fused:
             self.gate_up_proj = nn.Linear(D, 2 * H, bias=bias)
@@ -392,7 +398,9 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        D, E, family = config.hidden_size, config.embed_size, config.family
+        D = config.hidden_size
+        E = config.embed_size
+        family = config.family
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, E)
         if family.learned_positions:

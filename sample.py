@@ -74,7 +74,10 @@ def pieces(answers, tokenizer, stop=()):
 
 def print_answer(answers, tokenizer, cfg):
     """Print an answer while it is generated; return [it], its text, whether Ctrl-C ended it."""
-    gray, answer, said, stopped = shows_grays(), None, '', False
+    gray = shows_grays()
+    answer = None
+    said = ''
+    stopped = False
     try:
         for text, p, answer in pieces(answers, tokenizer, cfg.stop):     # noqa: B007
             print(shaded(text, p) if gray else escape_controls(text), end='', flush=True)

@@ -431,7 +431,9 @@ def train_step(model, optimizer, packed, cfg, device, objective=token_loss):
 def validation_loss(run):
     """Return {val_loss, val_nll, val_ece}: means over tokens, and ECE of the next token."""
     import metrics      # training itself needs none of it
-    model, parts, loss_function = run.model, [], training_loss(run.cfg)
+    model = run.model
+    parts = []
+    loss_function = training_loss(run.cfg)
     packed = run.stage.pack(run, run.held_out, run.row_multiple)
     with evaluating(model), torch.no_grad():
         for _, inputs, targets in micro_batches(packed, run.cfg.micro_rows, run.device):
@@ -511,7 +513,9 @@ def opened(cfg, stage=None):
                           for key in ('out_dir', 'cache_dir', 'model', 'data')})
     check_config(cfg)
     ownership.forget_inputs()
-    stage, device, first = stage or SFT, pick_device(cfg.device), rank() == 0
+    stage = stage or SFT
+    device = pick_device(cfg.device)
+    first = rank() == 0
     torch.manual_seed(cfg.seed)
     if cfg.dry_run:
         yield load_run(cfg, stage, device)
@@ -559,7 +563,10 @@ def optimize(run):
     """
     model, reference = run.stage.build(run)
     run = replace(run, model=model, reference=reference)
-    cfg, stage, out_dir, first = run.cfg, run.stage, run.out_dir, 0
+    cfg = run.cfg
+    stage = run.stage
+    out_dir = run.out_dir
+    first = 0
     optimizer = build_optimizer(model, cfg)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     named |= dict(model.named_buffers())

@@ -86,8 +86,12 @@ def changes(folder: Path, model) -> dict[str, LowRank]:
     model: the base model. As in peft, the scale is alpha / r or, with use_rslora, alpha / sqrt(r).
     Raises CheckpointError that names the tensor.
     """
-    folder, matrices, low_rank = folder.resolve(), {}, {}       # of a model folder it is a link
-    settings, file, shapes = read_settings(folder), weights_file(folder), shapes_on_disk(model)
+    folder = folder.resolve()       # of a model folder it is a link
+    matrices = {}
+    low_rank = {}
+    settings = read_settings(folder)
+    file = weights_file(folder)
+    shapes = shapes_on_disk(model)
     for key, tensor in read_tensors(file).items():
         if BUFFERS.fullmatch(key.removeprefix(PREFIX)):
             continue

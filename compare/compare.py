@@ -274,7 +274,9 @@ def question_keys(samples):
         refuse('they have neither ids nor questions, and no answers to check their order by')
     if by_order:
         print(f'the rows of {", ".join(samples)} are paired by their order, without ids')
-    keys, right, answers = {}, {}, {}
+    keys = {}
+    right = {}
+    answers = {}
     for run, x in samples.items():
         order = {row: i for i, row in enumerate(sorted(s['row'] for s in x), 1)} if by_order else {}
         keys[run] = [(s.get('language', ''), s['id'] if by_id else order.get(s.get('row'), ''),
@@ -329,7 +331,9 @@ def question_table(task, answers, reports, keys):
     settings = ('loss', 'smoothing') if len(losses) > 1 else ('smoothing',)
     keys = [key for key in keys if all(key in by_language['pooled']
                                        for by_language in reports.values())]
-    table, lines, groups = [], [], []
+    table = []
+    lines = []
+    groups = []
     unit = next(iter(answers.values())).result['unit']
     for language in next(iter(reports.values())):
         for name, x in answers.items():

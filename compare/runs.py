@@ -52,7 +52,9 @@ def read_run(folder):
     """Return the Run in `folder`: its results, and the configuration of training and model."""
     advice = f'evaluate there again, or compare a file: --compare {folder / "samples.jsonl"}'
     content = read_results(folder / 'results.json', advice)
-    model, seed, results = content['config']['model'], content['seed'], content['tasks']
+    model = content['config']['model']
+    seed = content['seed']
+    results = content['tasks']
     shape = {}
     # the training of this run, or of the model that it evaluates
     training, home = next(((run_settings(p), p) for p in (folder, Path(model))
@@ -109,7 +111,9 @@ def find_prediction_files(sources):
 
 def _add(samples, sample, path):
     """Add a sample to {sample_order: sample}; the second answer to question x is named x#2."""
-    id, k, what = sample['id'], 1, ('question', 'subject', 'options', 'answer', 'expected')
+    id = sample['id']
+    k = 1
+    what = ('question', 'subject', 'options', 'answer', 'expected')
     while first := samples.get(sample_order(sample)):
         if any(first.get(key) != sample.get(key) for key in what):
             raise DataError(f'{path}: the id {id} is there twice, for different questions; only '

@@ -93,7 +93,9 @@ def fit_vector(scores, labels, ridge=1e-6) -> tuple[np.ndarray, np.ndarray]:
 
 def apply_vector(scores, w, b) -> np.ndarray:
     """Return softmax(w * scores + b), float64 [N, K]; an option of score -inf has probability 0."""
-    scores, w, b = _check_scores(scores), metrics.real_array('w', w), metrics.real_array('b', b)
+    scores = _check_scores(scores)
+    w = metrics.real_array('w', w)
+    b = metrics.real_array('b', b)
     if not w.shape == b.shape == scores.shape[1:]:
         raise ValueError(f'w and b must be [K], K = {scores.shape[1]}, not of shape {w.shape} and '
                          f'{b.shape}')

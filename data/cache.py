@@ -137,7 +137,9 @@ def gaps(info):
 
 def _write(folder, results, left_out):
     """Write what `encode` returned for each row, or count it in `left_out`; return how many."""
-    offsets, groups, margins = [0], [], []
+    offsets = [0]
+    groups = []
+    margins = []
     with open(folder / 'tokens.bin', 'wb') as tokens, open(folder / 'loss_mask.bin', 'wb') as masks:
         for sequences in results:
             if isinstance(sequences, str):

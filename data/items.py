@@ -24,7 +24,9 @@ def parse_rows(rows, parse, on_bad_row):
     parse(row, place, number) returns an item, or None to ignore the row; `number` counts from 0.
     The ids of the items are made unique: the second 'x' becomes 'x#2'.
     """
-    items, bad, seen = [], [], collections.Counter()
+    items = []
+    bad = []
+    seen = collections.Counter()
     results = (parsed(place, row, parse, place, len(items) + len(bad)) for place, row in rows)
     for item in without_bad(results, on_bad_row, bad):
         if item is None:

@@ -12,7 +12,9 @@ def read_prompts(path, tokenizer, template, add_bos):
     A row has `prompt` or `messages`, and an `id`, by default its number. template: '' for plain
     text. Raises DataError with file and line.
     """
-    prompts, stop, places = [], {*tokenizer.end_ids}, {}
+    prompts = []
+    stop = {*tokenizer.end_ids}
+    places = {}
 
     def parse(row, place):
         given = without_nulls(row)

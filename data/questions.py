@@ -98,7 +98,9 @@ def load_task(name, cfg):
         raise DataError(f'{cfg.shots} shots wanted, but {source} is one file: give a folder that '
                         f'also holds {" or ".join(benchmark.shots)}, or --shots=0')
     by_split, bad = _read_splits(task, benchmark, source, cfg)
-    questions, validation, shots = by_split['test'], by_split['validation'], {}
+    questions = by_split['test']
+    validation = by_split['validation']
+    shots = {}
     for question in validation:
         question.split = 'validation'
     for question in by_split['shots']:
@@ -151,7 +153,9 @@ def _read_splits(task, benchmark, source, cfg):
             for split in wanted if wanted[split]]
     n_bytes = sum(os.path.getsize(file) for _, files, _ in jobs for file in files)
     most = min(32, cores() // int(os.environ.get('LOCAL_WORLD_SIZE', 1)))   # every process reads
-    by_split, bad, keys = {split: [] for split in wanted}, [], {}
+    by_split = {split: [] for split in wanted}
+    bad = []
+    keys = {}
     results = parallel_map(read, jobs, n_bytes > 2e7, most)
     for (split, *_), (items, messages, keys_of_job) in zip(jobs, results):
         by_split[split] += items

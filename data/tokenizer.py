@@ -36,7 +36,9 @@ class Tokenizer:
     """
 
     def __init__(self, control_ids, bos_id, eos_id, n_vocab, strips, leads_with_space):
-        self.control_ids, self.bos_id, self.eos_id = control_ids, bos_id, eos_id
+        self.control_ids = control_ids
+        self.bos_id = bos_id
+        self.eos_id = eos_id
         self.strips = {i: sides for i, sides in strips.items() if any(sides)}
         self.n_vocab, self.fresh_after = n_vocab, frozenset()
         # Llama 2's and Mistral's models put a space before any text. A continuation must not have

@@ -68,7 +68,10 @@ class PackedRow:
     """
 
     def __init__(self):
-        self.tokens, self.positions, self.ends, self.scored = [], [], [], []
+        self.tokens = []
+        self.positions = []
+        self.ends = []
+        self.scored = []
         self.prefix = self.prefix_at = None
 
     def append(self, ids, position):

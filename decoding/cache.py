@@ -41,7 +41,9 @@ class PrefillMask:
 
     def __init__(self, mask, cache: Cache, source: Tensor, slot: Tensor, index: Tensor):
         self.mask, self.cache = mask, cache
-        self.source, self.slot, self.index = source, slot, index
+        self.source = source
+        self.slot = slot
+        self.index = index
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None):
         for cached, new in ((self.cache.k, k), (self.cache.v, v)):      # B = 1
@@ -58,7 +60,10 @@ class DecodeMask:
 
     def __init__(self, cache: Cache, slots: Tensor, positions: Tensor, longest: int,
                  kernel: bool = True):
-        self.cache, self.slots, self.positions, self.kernel = cache, slots, positions, kernel
+        self.cache = cache
+        self.slots = slots
+        self.positions = positions
+        self.kernel = kernel
         self.longest = min(longest, cache.size)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None):
@@ -68,7 +73,9 @@ class DecodeMask:
         return self.plainly(q, k, v, scale, softcap)
 
     def plainly(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None):
-        (B, H, _, hd), cache, slots = q.shape, self.cache, self.slots
+        B, H, _, hd = q.shape
+        cache = self.cache
+        slots = self.slots
         # nothing is copied then; on CUDA the question cannot be part of a graph
         in_order = not q.is_cuda and torch.equal(slots, torch.arange(B))
         for cached, new in ((cache.k, k), (cache.v, v)):
@@ -89,5 +96,5 @@ class DecodeMask:
 
 
 DECODE = FastVersion(kernels.decode_kernel, {
-    'cache.DecodeMask.plainly': 'cd4cf67a', 'cache.DecodeMask.visible': 'a575d085',
+    'cache.DecodeMask.plainly': 'ed6ae538', 'cache.DecodeMask.visible': 'a575d085',
     'attention.sees': '3a266bd9', 'attention.ExplicitMask.attend': 'e9ec7179'})

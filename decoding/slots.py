@@ -74,7 +74,9 @@ def take(waiting, slots, prompts, sampling, device):
     if not waiting or len(free) < min(wanted, len(waiting)):
         return []
     begun, first = [], prompts[waiting[0].prompt]
-    shared, n_tokens, n_prompts = len(first), 0, 0
+    shared = len(first)
+    n_tokens = 0
+    n_prompts = 0
     for slot in free[:len(waiting)]:
         answer = waiting[0]
         if not begun or answer.prompt != begun[-1].prompt:
@@ -101,7 +103,10 @@ class Batch:
 
     def __init__(self, model, sampling, n_slots, length, n_vocab):
         config, self.device = model.config, model.head.device
-        self.model, self.sampling, self.n_slots, self.n_vocab = model, sampling, n_slots, n_vocab
+        self.model = model
+        self.sampling = sampling
+        self.n_slots = n_slots
+        self.n_vocab = n_vocab
         self.sizes = cache_sizes(config, length)
         self.caches = [Cache(n_slots + 1, config.num_key_value_heads, size, config.head_dim,
                              model.head.detach(), window)

@@ -67,7 +67,9 @@ class Attention(nn.Module):
 
     def __init__(self, config, n_buckets=0):    # 0: without a table of biases
         super().__init__()
-        D, inner, self.n_heads = config.d_model, config.num_heads * config.d_kv, config.num_heads
+        D = config.d_model
+        inner = config.num_heads * config.d_kv
+        self.n_heads = config.num_heads
         self.q, self.k, self.v = (nn.Linear(D, inner, bias=False) for _ in range(3))
         self.o = nn.Linear(inner, D, bias=False)
         if n_buckets:
@@ -97,7 +99,9 @@ class Stack(nn.Module):
 
     def __init__(self, config, n_blocks, decoder):
         super().__init__()
-        self.config, self.decoder, self.block = config, decoder, nn.ModuleList()
+        self.config = config
+        self.decoder = decoder
+        self.block = nn.ModuleList()
         for i in range(n_blocks):
             n_buckets = 0 if i else config.relative_attention_num_buckets
             parts = {'SelfAttention': Attention(config, n_buckets),

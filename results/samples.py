@@ -185,7 +185,9 @@ class SampleWriter:
 
     def __init__(self, out_dir, done, rank=0, processes=1):
         self.paths = [out_dir / 'samples.jsonl', part(out_dir / 'samples.jsonl', rank, processes)]
-        self.done, self.new, self.identity = done, [], folder_identity(out_dir)
+        self.done = done
+        self.new = []
+        self.identity = folder_identity(out_dir)
         self.file = open(self.paths[1], 'ab', buffering=0)
 
     def append(self, key, prompt, sample):

@@ -139,7 +139,9 @@ def config_to_hf(config: ModelConfig) -> dict:
 
 def _layers(v, ropes, where):
     """Return the list of layers: which have a window, and rotary positions, of which kind."""
-    n, window, kinds = v['num_hidden_layers'], v.get('sliding_window'), v.get('layer_types')
+    n = v['num_hidden_layers']
+    window = v.get('sliding_window')
+    kinds = v.get('layer_types')
     rotated = [True] * n
     if 'no_rope_layers' in v:       # 1 means with rotary positions
         rotated = v['no_rope_layers'] or [(i + 1) % v['no_rope_layer_interval'] for i in range(n)]
@@ -223,7 +225,9 @@ def _rope(block, name, names, hf, v, where):
     longest = v['max_position_embeddings']
     outer = None if kind in BY_LAYER_TYPE else hf.get(LENGTH)   # as transformers reads it
     length = v.get(LENGTH) or block.get(LENGTH) or outer or longest
-    factor, magnitude, own = block.get('factor') or longest / length, 1.0, {}
+    factor = block.get('factor') or longest / length
+    magnitude = 1.0
+    own = {}
     if scheme == 'llama3':
         own = {'slow': block['low_freq_factor'], 'fast': block['high_freq_factor']}
         if own['fast'] <= own['slow']:

@@ -61,7 +61,9 @@ class FastVersion:
 def digests_of(*functions: Callable) -> tuple[dict[str, str], list[tuple]]:
     """Return {name: digest} of functions and those of their modules that they call, by name; and
     (namespace, name, value) of the globals that they read."""
-    digests, read, waiting = {}, [], list(functions)
+    digests = {}
+    read = []
+    waiting = list(functions)
     while waiting:
         function = waiting.pop(0)
         module = getattr(function, '__module__', '') or ''

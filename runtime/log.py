@@ -26,7 +26,10 @@ from runtime.resume import advice
 
 def print_sizes(run):
     """Print the sizes of a `train.Run` before its first step."""
-    cfg, model, training, steps = run.cfg, run.model, run.training, run.steps
+    cfg = run.cfg
+    model = run.model
+    training = run.training
+    steps = run.steps
     lengths, c = run.sequences.lengths[training], model.config
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -77,7 +80,9 @@ class StepLog(contextlib.AbstractContextManager):
     """
 
     def __init__(self, run, first, until):
-        self.run, self.first, self.until = run, first, until
+        self.run = run
+        self.first = first
+        self.until = until
         self.cfg = cfg = run.cfg
         self.unread, self.started = None, time.monotonic()
         self.file = self.send = None
@@ -171,7 +176,9 @@ def open_log(cfg, first):
     There a folder such as out/base has its full path, which no later reader takes for a hub name.
     """
     out_dir = Path(cfg.out_dir)
-    path, records, damaged = out_dir / 'log.jsonl', [], False
+    path = out_dir / 'log.jsonl'
+    records = []
+    damaged = False
     ownership.claim(out_dir, 'train_config.py', path.name)
     recorded = replace(cfg, resume=False, model=full_path(cfg.model), data=full_path(cfg.data))
     ownership.write_text(out_dir / 'train_config.py', dump_config(recorded))

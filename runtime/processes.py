@@ -94,7 +94,9 @@ def _work(function, pipe, others):
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
-            chunk, results, error = pipe.recv(), [], None
+            chunk = pipe.recv()
+            results = []
+            error = None
             try:
                 for item in chunk:
                     results.append(function(item))

@@ -36,9 +36,9 @@ ROOMS = TASKS | {
     'resume state': 'runtime.resume_state', 'base smoothing': 'runtime.base_smoothing',
     'questions': 'data.question_answers',
     'reports': 'results.training_report', 'card': 'bridges.card',
-    # files of tokenizers, tables
+    # files of tokenizers, tables, weights of older checkpoints
     'byte pairs': 'data.byte_pairs', 'sentence pieces': 'data.sentence_pieces',
-    'tables': 'runtime.table_readers',
+    'tables': 'runtime.table_readers', 'pickled weights': 'runtime.pickled',
     # --help, and services that get the record of each step
     'usage': 'runtime.usage', 'trackers': 'runtime.trackers',
     # --overwrite, and the cause of a loss that is not finite

@@ -1,6 +1,5 @@
 """Files of tensors: safetensors, torch's pickles, indices of shards, and the names in them."""
 
-import pickle
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from model import ModelConfig
+from runtime import rooms
 from runtime.config_keys import SEQ2SEQ
 from runtime.errors import CheckpointError
 from runtime.json_rules import read_json_object
@@ -108,29 +108,12 @@ def read_weights(folder: Path):
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a file, mapped: read when they are used. Raises CheckpointError."""
     if path.suffix == '.bin':
-        return _read_pickle(path)
+        return rooms.load('pickled weights').read_pickle(path)
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f'{path} cannot be read, is truncated, out of date or not a '
                               f'safetensors file ({error}); download it again') from error
-
-
-def _read_pickle(path):
-    try:
-        tensors = torch.load(path, 'cpu', mmap=True, weights_only=True)
-        for key, x in tensors.items():
-            if not isinstance(key, str) or x.layout is not torch.strided or (
-                    x.is_meta or x.is_nested or x.is_quantized or x.is_complex()):
-                raise TypeError(f'{key!r} is not the name of a dense tensor of real numbers')
-    except (RuntimeError, OSError, EOFError, ValueError, TypeError, AttributeError,
-            pickle.UnpicklingError) as error:
-        reason = error if type(error) is TypeError else type(error).__name__
-        raise CheckpointError(
-            f"{path}: truncated, not a file of weights, or written by torch before 1.6 ({reason}); "
-            f"download it again, or convert it in Python: "
-            f"torch.save(torch.load('{path}', 'cpu', weights_only=True), '{path}')") from error
-    return tensors
 
 
 # ---- Adapters: changes of low rank ---------------------------------------------------------------

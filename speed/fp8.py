@@ -104,7 +104,9 @@ class Product(torch.autograd.Function):
     def backward(ctx, *dys):
         x8, s_x, s_w, *weights = ctx.saved_tensors
         # side by side only when they are cast: gate and up have a common backward pass
-        s_dy, dx, dw = scale(E5M2, *dys), None, [None] * len(weights)
+        s_dy = scale(E5M2, *dys)
+        dx = None
+        dw = [None] * len(weights)
         if ctx.needs_input_grad[0]:
             dy8 = torch.cat([cast(dy, s_dy, E5M2) for dy in dys], 1)
             w8 = torch.cat([cast(w.t(), s_w, E4M3) for w in weights], 1)

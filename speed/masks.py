@@ -168,7 +168,9 @@ class TreeMask:
     """
 
     def __init__(self, positions: Tensor, ends: Tensor, window: int | None, head_dim: int):
-        self.positions, self.ends, self.window = positions.int(), ends.int(), window
+        self.positions = positions.int()
+        self.ends = ends.int()
+        self.window = window
         self.width = kernels.triton.next_power_of_2(max(16, head_dim))
         self.options = kernels.BLOCKS[min(256, max(64, self.width))]
         seen, full = visible_blocks(self.positions, self.ends, window, *self.options[:2])

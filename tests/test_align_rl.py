@@ -292,15 +292,20 @@ def test_the_first_step_has_ratio_1_and_no_kl(base, tmp_path, lora):
     assert np.abs(packed.old - packed.sampled).mean() < 1e-4    # decoding has those of training
 
 
-def test_later_updates_begin_with_the_log_probabilities_of_the_first(base, tmp_path):
+def test_later_updates_begin_with_the_log_probabilities_of_the_first(base, tmp_path, monkeypatch):
     cfg = config(base, tmp_path, updates=2, micro_rows=1)
     run, model = run_of(cfg)
     _, packed = next(rollouts.batches(run, 0, 1))
     old, _ = objectives.log_probs(model, packed, run)
-    optimizer = build_optimizer(model, cfg)
-    assert packed.old is None and rollouts.update(
+    optimizer, train_step, begins = build_optimizer(model, cfg), train.train_step, []
+
+    def observed(model, optimizer, packed, *more):
+        begins.append(packed.old)
+        return train_step(model, optimizer, packed, *more)
+    monkeypatch.setattr(train, 'train_step', observed)
+    assert rollouts.update(
         model, optimizer, packed, cfg, 'cpu', policy_objective)['mismatch'] < 1e-4
-    assert np.allclose(packed.old, old, rtol=0, atol=1e-5)
+    assert begins[0] is None and np.allclose(begins[1], old, rtol=0, atol=1e-5)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')

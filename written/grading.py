@@ -47,7 +47,9 @@ def marked(text):
 
 def last_boxed(text):
     """Return the content of the last \\boxed{...} with balanced braces; None if there is none."""
-    opened, last, content = [], -1, ''
+    opened = []
+    last = -1
+    content = ''
     for brace in re.finditer(r'(\\f?boxed\s{0,9})?{|}', text):
         if brace[0] != '}':
             opened.append(brace.end() if brace[1] else -1)

@@ -92,7 +92,9 @@ class JudgeTask(PermutedTask):
 
     The pairs without a better answer are of the splits 'tied' and 'unlabeled'.
     """
-    settings, described, others = (), ('chat', 'shots'), 'tied or without scores'
+    settings = ()
+    described = ('chat', 'shots')
+    others = 'tied or without scores'
     all_metrics = True
     identity = *OptionTask.identity, 'published', 'first'
 

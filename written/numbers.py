@@ -206,7 +206,9 @@ def result(text):
     The result is the number after the last '=', as 60 in '2 * 30 = 60'. It cannot be read if there
     is no '=', or if more than a number follows it: nothing is computed. None: there is no number.
     """
-    number, text, terms = first_number(text), plain(text), 1
+    number = first_number(text)
+    text = plain(text)
+    terms = 1
     while number and (join := JOIN.match(text, number.end)) and (
             match := NUMBER.match(text, join.end())):
         terms = 1 if join['equal'] else terms + 1
