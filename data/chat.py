@@ -15,7 +15,7 @@ import json
 import re
 from pathlib import Path
 
-from data.files import require_text
+from data.files import dialogue, require_text
 from runtime.errors import ConfigError, DataError
 
 ROLES = ('system', 'user', 'assistant')
@@ -64,11 +64,6 @@ def encode_answer(prompt, answer, tokenizer, template, add_bos=True):
     end = max(i for i, supervised in enumerate(loss_mask) if supervised) + 1
     start = max((i for i in range(end) if not loss_mask[i]), default=-1) + 1
     return ids[:start], ids[start:end]
-
-
-def dialogue(*texts):
-    """Return texts as messages of the user and the assistant in turn, the user's first."""
-    return [{'role': ('user', 'assistant')[i % 2], 'content': text} for i, text in enumerate(texts)]
 
 
 def question_frame(tokenizer, template, add_bos=True):

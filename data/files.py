@@ -97,6 +97,11 @@ def as_rows(value):
     return [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
 
 
+def dialogue(*texts):
+    """Return texts as messages of the user and the assistant in turn, the user's first."""
+    return [{'role': ('user', 'assistant')[i % 2], 'content': text} for i, text in enumerate(texts)]
+
+
 def json_list(text, what):
     """Return the list, not an empty one, in a cell of a table; raise a DataError naming `what`."""
     with contextlib.suppress(ValueError, TypeError, RecursionError):

@@ -8,8 +8,7 @@ that says whether it is trained has 'train': True or False.
 import itertools
 import re
 
-from data.chat import dialogue
-from data.files import (as_rows, has_fields, is_empty, json_list, one_of, require_fields,
+from data.files import (as_rows, dialogue, has_fields, is_empty, json_list, one_of, require_fields,
                         require_text)
 from runtime.errors import DataError
 
