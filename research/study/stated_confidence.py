@@ -1,11 +1,15 @@
 """Claim 15.4 again: do models learn to state different confidences, and does ConfTuner help?
 
     python research/study/stated_confidence.py --seeds=10,11,12,13,14
+    python research/study/stated_confidence.py --model=DATA/model --data=DATA --seeds=0,1,2,3,4
 
-In a world whose text states a confidence after answers, higher for well-known entities: `stated`
-is tuned on such conversations, `conf` is `stated` after ConfTuner, and GRPO follows from both with
-each of REWARDS. Finished runs are skipped. At the end, the numbers of each seed are written to
-ROOT/stated-confidence.csv, and the means over the seeds with Student's intervals are printed.
+`stated` is tuned on answers with confidences, `conf` is `stated` after ConfTuner, and GRPO follows
+from both. The first command does this in a world whose text states a confidence after answers,
+higher for well-known entities. The second one, of claim 16, does it with a real model, Gemma 3
+270M, and the questions of ARC-Easy (DATA/arc) with their options: the confidence beside a right
+answer is the probability that the base model gives it among them. GRPO has the other half of the
+questions, since a model is sure of those whose answers it has learned. Finished runs are skipped.
+The numbers of each seed are written to a .csv file in --out_dir, the means over the seeds printed.
 """
 
 import functools
@@ -23,8 +27,10 @@ from world import conversation, write_world
 from results.samples import read_results
 from results.tables import csv_text, markdown
 from runtime import checkpoint, cli
+from runtime.errors import ConfigError
 from runtime.ownership import write_text
-from research.common import OUT_DIR, ROOT, command_line, read_lines, seeds_option, write_lines
+from research.common import (OUT_DIR, ROOT, SEEDS, ask, command_line, read_lines, seeds_option,
+                             write_lines)
 from research.study import alignment
 from research.study.alignment import STATED, AlignmentSpec, AlignmentWorld
 from research.study.claims import Numbers, setting_lines
@@ -32,10 +38,17 @@ from research.study.runs import PRETRAINING
 from train import SFT, train_and_report
 
 STARTS = 'stated', 'conf'
-REWARDS = 'rlcr', 'log_score', 'abstain_stated'
-NAMES = *STARTS, *(f'{start}-{reward}' for start in STARTS for reward in REWARDS)
+# run -> settings of GRPO; the model to start from is its first part
+GRPO = {f'{start}-{reward}': {'reward': f'{reward}:qa'}
+        for start in STARTS for reward in ('rlcr', 'log_score', 'abstain_stated')}
+MORE_GRPO = {f'stated-{method}': {'reward': 'rlcr:qa', 'method': method}
+             for method in ('cispo', 'sapo')} | {
+    f'stated-{name}': {'reward': 'rlcr:qa', 'correction': name}
+    for name in ('answer_mask', 'token_truncate')}      # of the real model alone
 MEASURES = 'accuracy', 'confidence', 'ece', 'brier_top_label', 'auroc'
 LEVELS = tuple(f'0.{digit}' for digit in range(1, 10))      # that `stated` knows
+LONGEST = 60    # characters of an option; questions with a longer one are left out
+WRITTEN = 500   # questions of the test
 
 # few entities, with first names of their own, so that a small model knows some facts well and
 # others not at all: if all are equally hard, one confidence is right
@@ -83,6 +96,8 @@ def prepare(seed, root=ROOT):
     write_lines(folder / 'pairs' / 'graded.jsonl', graded)      # the last one
 
 
+# In a world
+
 def write_files(seed, root=ROOT):
     write_world(f'{alignment.seed_folder(seed, root)}/world', seed, WORLD,
                 functools.partial(alignment.make_rows, kind=StatedWorld))
@@ -98,13 +113,69 @@ def runs(seed, root=ROOT):
     yield alignment.tuning('stated', seed, root, data='world/stated', lr=1e-3, **stated)
     yield alignment.tuning('conf', seed, root, model='stated', data='pairs/graded', lr=3e-4,
                            **stated)
-    for name in NAMES[len(STARTS):]:
-        start, _, reward = name.partition('-')
+    for name, settings in GRPO.items():
         yield alignment.aligning(name, seed, root, data='prompts', **alignment.WHOLE | stated | {
-            'method': 'dr_grpo', 'reward': f'{reward}:qa', 'model': start,
+            'method': 'dr_grpo', 'model': name.partition('-')[0],
             'kl': 'loss', 'kl_coef': 0.01, 'group_size': 16, 'max_tokens': 24,
-            'lr': 2e-4, 'decode_batch': 1024})
+            'lr': 2e-4, 'decode_batch': 1024} | settings)
 
+
+# Of a real model
+
+def questions(path):
+    """Return [(question, options, index of the answer)] of a file of ARC."""
+    rows = [(row['question'], row['choices']['text'],
+             row['choices']['label'].index(row['answerKey'])) for row in read_lines(Path(path))]
+    return [row for row in rows if max(map(len, row[1])) <= LONGEST]
+
+
+def asked(question, options):
+    return '\n- '.join((f'{question}\nOptions:', *options))
+
+
+def write_real_files(seed, root, data, model):
+    """Write the same files as for a world, and a link to the base model."""
+    folder = Path(alignment.seed_folder(seed, root))
+    if (folder / 'base').exists():
+        return
+    train, test = (questions(f'{data}/arc/ARC-Easy-{split}.jsonl') for split in ('train', 'test'))
+    told, others = train[::2], train[1::2]
+
+    def file(name, rows):
+        write_lines(folder / 'world' / f'{name}.jsonl', rows)
+
+    def classes(lead, wording, questions):
+        return [{'prompt': f'Question: {wording(question, options)}\nAnswer:', 'id': f'{i}',
+                 'classes': [lead + option for option in options], 'answer_index': answer}
+                for i, (question, options, answer) in enumerate(questions)]
+
+    file('plain/test', classes(' ', lambda question, _: question, told))
+    file('prompts/test', classes('Answer: ', asked, others))
+    base = ask(alignment.evaluation(folder, f'{folder}/world/plain', model=model, seed=seed,
+                                    chat='none', out_dir=f'{folder}/base-knows'))
+    file('stated', [conversation(
+        f'Question: {asked(question, options)}\nAnswer:',
+        STATED.format(options[answer], f'0.{np.clip(round(10 * base[f"{i}"][1][answer]), 1, 9)}'))
+        for i, (question, options, answer) in enumerate(told)])
+    file('qa', [{'question': asked(question, options), 'answer': options[answer], 'id': f'{i}'}
+                for i, (question, options, answer) in enumerate(test[:WRITTEN])])
+    (folder / 'base').symlink_to(Path(model).resolve())
+
+
+def real_runs(seed, root):
+    """Yield the configs of the starts, and of GRPO."""
+    same = {'eval': alignment.stated_evaluation(alignment.seed_folder(seed, root)),
+            'attention': 'auto', 'compile': True, 'micro_rows': None, 'pack_len': 2048}
+    yield alignment.tuning('stated', seed, root, data='world/stated', lr=5e-5, **same)
+    yield alignment.tuning('conf', seed, root, model='stated', data='pairs/graded', lr=2e-5, **same)
+    for name, settings in (GRPO | MORE_GRPO).items():
+        yield alignment.aligning(name, seed, root, data='prompts', **same | {
+            'model': name.partition('-')[0], 'method': 'dr_grpo', 'checkpoint_epochs': False,
+            'batch_size': 32, 'group_size': 16, 'max_tokens': 48, 'decode_batch': 512,
+            'max_length': 512, 'epochs': 1.0, 'lr': 1e-5} | settings)
+
+
+# Both
 
 def do(seed, root=ROOT, write=write_files, runs=runs):
     """Do all runs of a seed that are not finished."""
@@ -146,11 +217,21 @@ def write_table(seeds, root, names):
 
 
 def main():
-    options = command_line(__doc__, seeds=seeds_option(alignment.SEEDS), root=OUT_DIR)
-    root = f'{options.root}/stated-confidence'      # not among the worlds of alignment.py
-    for seed in options.seeds:
-        do(seed, root)
-    write_table(options.seeds, root, NAMES)
+    options = command_line(
+        __doc__, model={'help': 'folder of a real base model'},
+        data={'help': 'folder of its data'},
+        seeds=seeds_option(None, '10 to 14, of a real model 0 to 4'), out_dir=OUT_DIR)
+    if bool(options.model) != bool(options.data):
+        raise ConfigError('--model and --data go together; set both or none')
+    real, write = bool(options.model), write_files
+    if real:
+        write = functools.partial(write_real_files, data=options.data, model=options.model)
+    # beside the worlds of alignment.py
+    root = f'{options.out_dir}/{"stated-real" if real else "stated-confidence"}'
+    seeds = options.seeds or (SEEDS if real else alignment.SEEDS)
+    for seed in seeds:
+        do(seed, root, write, real_runs if real else runs)
+    write_table(seeds, root, [*STARTS, *GRPO, *(MORE_GRPO if real else ())])
 
 
 if __name__ == '__main__':
