@@ -19,8 +19,11 @@ for path in FILES:
         MODULES.setdefault(path.stem, []).append(path)
 ENDINGS = 'py', 'md', 'toml', 'csv', 'png', 'json', 'jsonl', 'tex', 'txt', 'html'
 # files of other programs, of a reader, or of an older version
-FOREIGN = {'my_figure.py', 'research/bench/gradients.py', 'research/study/readings.py',
-           'convert_hf_to_gguf.py', 'generation_config.json', 'adapter_model.safetensors'}
+FOREIGN = {'my_figure.py', 'convert_hf_to_gguf.py', 'generation_config.json',
+           'adapter_model.safetensors', 'DATA/alpaca.json', 'adaptive_temperature.py',
+           'stated_real.py', 'research/bench/gradients.py', *(
+               f'research/study/{name}.py' for name in (
+                   'base_smoothing', 'readings', 'selective', 'stated_confidence', 'stated_real'))}
 # options of other programs
 FOREIGN_KEYS = {'nproc_per_node', 'log_samples', 'output_path'}
 

@@ -30,7 +30,7 @@ from results.samples import read_samples
 from research import common
 from research.study import (
     alignment, alignment_tables, claims, closed_form, coverage, effects, entropy_range, figures,
-    loss_tables, metrics_agree, runs, selective, side_by_side, stated_confidence)
+    loss_tables, metrics_agree, runs, side_by_side)
 from research.study.world import StudySpec, make_world
 from train import check_config, training_loss
 
@@ -425,27 +425,6 @@ def test_alignment_from_the_world_to_tables(tmp_path):
     assert closed.of('cdpo-noisy', 'preference') == pytest.approx(preference, rel=1e-5)
 
 
-@pytest.mark.slow
-def test_stated_confidences_from_the_world_to_the_table(tmp_path, monkeypatch):
-    monkeypatch.setattr(stated_confidence, 'WORLD', SMALL_ALIGNMENT)
-    names = 'stated', 'conf', 'conf-rlcr'
-    monkeypatch.setattr(stated_confidence, 'GRPO', {'conf-rlcr': {'reward': 'rlcr:qa'}})
-    stated_confidence.do(10, tmp_path)
-    folder = Path(alignment.seed_folder(10, tmp_path))
-    graded = common.read_lines(folder / 'pairs' / 'graded.jsonl')
-    prompts = common.read_lines(folder / 'pairs' / 'prompts.jsonl')
-    form = alignment.STATED.format('(.*)', r'0\.([1-9])')
-    for conversation, prompt in zip(graded, prompts, strict=True):
-        ask, answer = (message['content'] for message in conversation['messages'])
-        value, level = re.fullmatch(form, answer).groups()
-        assert ask == prompt['prompt'] and level == '19'[value == prompt['answer']]
-    text = (folder / 'world' / 'text.jsonl').read_text(encoding='utf-8')
-    assert re.search(form.replace('(.*)', r'\w+'), text) and 'Proposed' not in text
-    stated_confidence.write_table([10], tmp_path, names)
-    rows = claims.read_csv(tmp_path.with_name(f'{tmp_path.name}.csv'))
-    assert [(row['seed'], row['model']) for row in rows] == [('10', name) for name in names]
-
-
 # How metrics agree
 
 def literal_tau(x, y):
@@ -497,34 +476,7 @@ def test_the_agreement_of_metrics_follows_from_the_committed_numbers():
                 assert ece[10] == pytest.approx(values[task][run]['ece'], abs=2e-5)
 
 
-# Abstention, intervals
-
-def test_a_normalized_score_has_the_p_of_least_aurc_on_validation_questions(tmp_path):
-    folder, lines = tmp_path / 'seed-1' / 'x', []
-    for task, held_out in (('arc_easy', 30), ('arc_challenge', 0)):
-        write_run(folder, task=task, n=50, held_out=held_out, sharpness=2.0)
-        lines.append((folder / 'samples.jsonl').read_text())
-    (folder / 'samples.jsonl').write_text(''.join(lines))
-    samples = read_samples(folder / 'samples.jsonl')
-
-    def literal(task, split, p):
-        """Return the mean risk over coverages, and that of the surer half."""
-        rows = [s for s in samples if (s['task'], s['split']) == (task, split)]
-        z = np.array([s['log_probs'] for s in rows])
-        wrong = z.argmax(1) != [s['answer'] for s in rows]
-        z -= z.mean(1, keepdims=True)
-        order = np.argsort(-z.max(1) / (np.abs(z) ** p).sum(1) ** (1 / p))
-        risks = wrong[order].cumsum() / np.arange(1, len(rows) + 1)
-        return risks.mean(), risks[len(rows) // 2 - 1]
-
-    p = min(selective.POWERS, key=lambda p: literal('arc_easy', 'validation', p)[0])
-    found = [line for line in selective.read_lines(tmp_path) if line['confidence'] == 'normalized']
-    assert [line['task'] for line in found] == ['arc_easy', 'arc_challenge']
-    for line in found:
-        assert (line['run'], line['seed'], line['p']) == ('x', '1', p)
-        assert [float(line[key]) for key in ('aurc', 'risk')] == pytest.approx(
-            literal(line['task'], 'test', p), rel=1e-5)
-
+# Intervals
 
 @pytest.mark.parametrize('kind, error, x', coverage.MODELS[:5])
 def test_the_models_behind_the_coverage_have_the_error_that_they_state(kind, error, x):
