@@ -61,8 +61,8 @@ def means(numbers):
             'arc_easy_auroc')
     lines = [('setting', 'seeds', *(key.replace('_', ' ') for key in keys))]
     for name in SETTINGS:
-        values = [x[np.isfinite(x)] for x in (numbers.of(name, key) for key in keys)]
-        if len(values[0]):
+        values = [[x for x in numbers.of(name, key) if np.isfinite(x)] for key in keys]
+        if values[0]:
             lines.append([name, str(len(values[0])), *(plus_minus(x, '.3f') for x in values)])
     return lines
 
@@ -81,9 +81,9 @@ def tests(numbers, planned):
                                 'arc_easy_ece' if 'not scaled' in other else key)
             if other == 'base':
                 theirs = theirs[0]      # it has one seed
-            values = numbers.of(name, key) - theirs
-            if np.isfinite(values).sum() > 1:
-                rows.append(((name, other, key.replace('_', ' ')), values[np.isfinite(values)]))
+            values = [x for x in numbers.of(name, key) - theirs if np.isfinite(x)]
+            if len(values) > 1:
+                rows.append(((name, other, key.replace('_', ' ')), values))
     p_values = [student_t(values)[2] for _, values in rows]
     return [('setting', 'minus', 'metric', 'seeds', 'difference', 'p', 'p (Holm)'), *(
         [*cells, str(len(values)), plus_minus(values, '.3f'), f'{p:.2g}', f'{corrected:.2g}']
