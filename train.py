@@ -154,6 +154,7 @@ from data.tokenizer import begins_with_bos, load_model_tokenizer
 from fused_ce import fused_loss, smoothing, token_statistics
 from runtime import checkpoint, ownership, resume, rooms, trained
 from runtime.build import build_model, build_optimizer
+from runtime.config_json import config_to_hf
 from runtime.device import micro_batches, pick_device
 from runtime.log import StepLog, peak_memory, print_sizes, show_example
 from runtime.loss import loss_options, parse_loss
@@ -576,7 +577,7 @@ def optimize(run):
     show_example(run.sequences[run.step_indices(0, 1)[0][0]], run.tokenizer)
     facts = {'steps': run.steps, 'sequences': len(run.training), 'data': run.sequences.digest,
              'dtype': str(model.head.dtype).removeprefix('torch.'),
-             'model': (checkpoint.config_to_hf(model.config) if cfg.from_scratch
+             'model': (config_to_hf(model.config) if cfg.from_scratch
                        else checkpoint.fingerprint(run.base))}
     if cfg.resume and not cfg.dry_run:
         first = rooms.load('resume state').restore(out_dir, named, optimizer, facts)

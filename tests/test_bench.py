@@ -17,7 +17,7 @@ from model import CausalLM
 from runtime.config_json import config_from_hf
 
 bench = SimpleNamespace(**{name: importlib.import_module(f'research.bench.{name}') for name in (
-    'align', 'all', 'commands', 'eval', 'floors', 'generate', 'gradients', 'grpo', 'gsm8k_answers',
+    'align', 'all', 'commands', 'eval', 'floors', 'generate', 'grpo', 'gsm8k_answers',
     'loss', 'metrics', 'optimizers', 'peers', 'several_gpus', 'sft', 'train')})
 TINY = {'model_type': 'llama', 'vocab_size': 512, 'hidden_size': 32, 'intermediate_size': 64,
         'num_hidden_layers': 1, 'num_attention_heads': 2, 'num_key_value_heads': 1, 'head_dim': 16,
@@ -79,36 +79,6 @@ def test_optimizers_are_at_their_distances_from_float64(small):
     table = first_table('optimizers', spreads=(0.0,), rows=2, steps=30, ours=True)
     exact, compact, stochastic = (row['noise'] for row in table['results'].values())
     assert exact < 0.01 < compact < stochastic / 10
-
-
-class Line(torch.nn.Module):
-    """A model of numbers: the logits are (w x, 0) for a token x."""
-
-    def __init__(self, w):
-        super().__init__()
-        self.product = torch.nn.Linear(1, 1, bias=False)
-        self.product.weight.data.fill_(w)
-        self.head = torch.tensor([[1.0], [0.0]])
-
-    def forward(self, tokens, positions, ends):
-        return self.product(tokens[..., None].float())
-
-
-def test_gradients_are_means_over_tokens_and_rounded_where_asked(monkeypatch):
-    monkeypatch.setattr(bench.gradients, 'DEVICE', 'cpu')
-    tokens, targets = np.array([[1, 2], [3, 4]]), np.array([[0, 1], [0, -100]])
-    packed = SimpleNamespace(tokens=tokens, positions=tokens, ends=tokens, targets=targets)
-    w = 1 + 2 ** -9                     # bfloat16 rounds w, 2 w and 3 w to 1, 2 and 3
-    x, right = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 0.0, 1.0])
-    model, names = Line(w), ['product.weight']
-    for forward, backward in ((False, False), (True, False), (False, True)):
-        at_logits = (torch.sigmoid(x if forward else w * x) - right) / 3
-        at_logits = at_logits.bfloat16().float() if backward else at_logits
-        found = bench.gradients.rounded_gradient(model, names, packed, [model.product], forward,
-                                                 backward)
-        assert found.item() == pytest.approx((at_logits * x).sum().item(), rel=1e-6)
-    assert bench.gradients.error(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 0.0])) == (
-        pytest.approx(4 / 3))
 
 
 def test_a_packed_peer_has_the_gradients_of_a_padded_one(small):

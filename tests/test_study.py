@@ -29,9 +29,8 @@ from compare.runs import read_run, read_run_samples
 from results.samples import read_samples
 from research import common
 from research.study import (
-    adaptive_temperature, alignment, alignment_tables, claims, closed_form, coverage,
-    effects, entropy_range, figures, loss_tables, metrics_agree, readings, runs, selective,
-    side_by_side, stated_confidence)
+    alignment, alignment_tables, claims, closed_form, coverage, effects, entropy_range, figures,
+    loss_tables, metrics_agree, runs, side_by_side)
 from research.study.world import StudySpec, make_world
 from train import check_config, training_loss
 
@@ -115,11 +114,8 @@ def test_a_figure_follows_from_its_committed_numbers(figure, tmp_path, monkeypat
     assert {path.name for path in drawn} == {path.name for path in committed.glob('*.png')}
 
 
-@pytest.mark.parametrize('page, made', [
-    ('effects.md', effects.page), ('readings/readings.md', lambda: readings.table(read_rows(
-        STUDY / 'results' / 'readings' / 'readings.csv')))])
-def test_a_page_follows_from_the_committed_numbers(page, made):
-    assert made() == (STUDY / 'results' / page).read_text()
+def test_the_page_of_effects_follows_from_the_committed_numbers():
+    assert effects.page() == (STUDY / 'results' / 'effects.md').read_text()
 
 
 @pytest.mark.slow
@@ -429,66 +425,7 @@ def test_alignment_from_the_world_to_tables(tmp_path):
     assert closed.of('cdpo-noisy', 'preference') == pytest.approx(preference, rel=1e-5)
 
 
-@pytest.mark.slow
-def test_stated_confidences_from_the_world_to_the_table(tmp_path, monkeypatch):
-    monkeypatch.setattr(stated_confidence, 'WORLD', SMALL_ALIGNMENT)
-    names = 'stated', 'conf', 'conf-rlcr'
-    monkeypatch.setattr(stated_confidence, 'NAMES', names)
-    stated_confidence.do(10, tmp_path)
-    folder = Path(alignment.seed_folder(10, tmp_path))
-    graded = common.read_lines(folder / 'pairs' / 'graded.jsonl')
-    prompts = common.read_lines(folder / 'pairs' / 'prompts.jsonl')
-    form = alignment.STATED.format('(.*)', r'0\.([1-9])')
-    for conversation, prompt in zip(graded, prompts, strict=True):
-        ask, answer = (message['content'] for message in conversation['messages'])
-        value, level = re.fullmatch(form, answer).groups()
-        assert ask == prompt['prompt'] and level == '19'[value == prompt['answer']]
-    text = (folder / 'world' / 'text.jsonl').read_text(encoding='utf-8')
-    assert re.search(form.replace('(.*)', r'\w+'), text) and 'Proposed' not in text
-    stated_confidence.write_table([10], tmp_path, names)
-    rows = claims.read_csv(tmp_path.with_name(f'{tmp_path.name}.csv'))
-    assert [(row['seed'], row['model']) for row in rows] == [('10', name) for name in names]
-
-
-# Another reading of the same models, and how metrics agree
-
-def read_rows(path):
-    return [{key: value if key in ('reading', 'model') else float(value)
-             for key, value in row.items()} | {'shots': int(row['shots'])}
-            for row in claims.read_csv(path)]
-
-
-@pytest.mark.slow
-def test_a_small_study_of_readings_from_end_to_end(tmp_path, monkeypatch):
-    of_study = readings.runs
-    monkeypatch.setattr(readings, 'WORLD', replace(
-        readings.WORLD, entities=40, documents=90, vocab_sizes=(700,), instructions=30,
-        tokenizer_documents=90, questions=8, first_names=10, family_names=10))
-    monkeypatch.setattr(readings, 'runs', lambda *args: (
-        replace(cfg, max_steps=2, workers=1) for cfg in of_study(*args)))
-    readings.main((1,), tmp_path, tmp_path)
-    rows = read_rows(tmp_path / 'readings.csv')
-    assert len({tuple(row[key] for key in ('reading', 'shots', 'model', 'seed'))
-                for row in rows}) == len(rows) == 5 * 2 * 2
-    assert (tmp_path / 'readings.md').read_text() == readings.table(rows)
-    folder = f'{common.seed_folder("readings", 1, tmp_path)}/tuned'
-    for row in rows:
-        if row['model'] == 'tuned' and row['seed'] == 1:
-            assert row['entropy_bits'] == pytest.approx(entropy_by_hand(folder, row), abs=2e-5)
-
-
-def entropy_by_hand(folder, row):
-    """Return the mean entropy in bits of a reading, from the log-probabilities of its samples."""
-    options, scoring, norm = readings.READINGS[row['reading']]
-    bits = []
-    for sample in read_samples(f'{folder}/{options}-{scoring}-{row["shots"]}/samples.jsonl'):
-        assert sample['shots'] == row['shots']
-        assert (sample['options'] == [' A', ' B', ' C', ' D']) == (row['reading'] == 'letters')
-        p = np.exp(np.divide(sample['log_probs'], sample['n_tokens'] if norm == 'token' else 1))
-        p /= p.sum()
-        bits.append(-(p * np.log2(p)).sum())
-    return np.mean(bits)
-
+# How metrics agree
 
 def literal_tau(x, y):
     """tau-b, pair by pair."""
@@ -539,34 +476,7 @@ def test_the_agreement_of_metrics_follows_from_the_committed_numbers():
                 assert ece[10] == pytest.approx(values[task][run]['ece'], abs=2e-5)
 
 
-# Abstention, intervals, a temperature per token
-
-def test_a_normalized_score_has_the_p_of_least_aurc_on_validation_questions(tmp_path):
-    folder, lines = tmp_path / 'seed-1' / 'x', []
-    for task, held_out in (('arc_easy', 30), ('arc_challenge', 0)):
-        write_run(folder, task=task, n=50, held_out=held_out, sharpness=2.0)
-        lines.append((folder / 'samples.jsonl').read_text())
-    (folder / 'samples.jsonl').write_text(''.join(lines))
-    samples = read_samples(folder / 'samples.jsonl')
-
-    def literal(task, split, p):
-        """Return the mean risk over coverages, and that of the surer half."""
-        rows = [s for s in samples if (s['task'], s['split']) == (task, split)]
-        z = np.array([s['log_probs'] for s in rows])
-        wrong = z.argmax(1) != [s['answer'] for s in rows]
-        z -= z.mean(1, keepdims=True)
-        order = np.argsort(-z.max(1) / (np.abs(z) ** p).sum(1) ** (1 / p))
-        risks = wrong[order].cumsum() / np.arange(1, len(rows) + 1)
-        return risks.mean(), risks[len(rows) // 2 - 1]
-
-    p = min(selective.POWERS, key=lambda p: literal('arc_easy', 'validation', p)[0])
-    found = [line for line in selective.read_lines(tmp_path) if line['confidence'] == 'normalized']
-    assert [line['task'] for line in found] == ['arc_easy', 'arc_challenge']
-    for line in found:
-        assert (line['run'], line['seed'], line['p']) == ('x', '1', p)
-        assert [float(line[key]) for key in ('aurc', 'risk')] == pytest.approx(
-            literal(line['task'], 'test', p), rel=1e-5)
-
+# Intervals
 
 @pytest.mark.parametrize('kind, error, x', coverage.MODELS[:5])
 def test_the_models_behind_the_coverage_have_the_error_that_they_state(kind, error, x):
@@ -587,21 +497,6 @@ def test_coverage_counts_the_intervals_that_hold_the_truth(monkeypatch):
                            n_resamples=20, seed=seed) for seed in range(6)]
     (line,) = coverage.coverage(*model)
     assert line[6] == f'{np.mean([low <= true <= high for low, high in ends]):.2f}'
-
-
-@pytest.mark.slow
-def test_one_temperature_by_gradients_is_that_of_the_scaling_and_each_token_can_have_its_own():
-    torch.manual_seed(0)
-    h, head = torch.randn(400, 8), torch.randn(12, 8)
-    h[:, 0] = (torch.arange(400) % 2) * 2 - 1.0      # says which half is three times too sure
-    z = h @ head.T / (2 + h[:, :1])
-    y = torch.distributions.Categorical(logits=z).sample()
-    v, b = adaptive_temperature.fit(h, head, y, None, (1,))
-    assert not v.any() and b.exp().item() == pytest.approx(
-        scaling.fit_temperature((h @ head.T).numpy(), y.numpy()), rel=1e-3)
-    w = adaptive_temperature.fit(h, head, y, None, (0, 1))
-    t = (h / adaptive_temperature.divided(h, w)).detach()[:, 0]
-    assert t[1::2].median() > 2 * t[::2].median()
 
 
 # Generated worlds

@@ -28,13 +28,7 @@ from research.bench.common import load, markdown
 from results import tables
 
 SCRIPTS = tomllib.loads(Path(__file__).with_name('scripts.toml').read_text(encoding='utf-8'))
-FILES = {
-    'data': "a folder with MMLU's files", 'tokenizer': 'a folder with a tokenizer',
-    'conversations': 'a file of conversations for train and sft',
-    'pairs': 'a file of preferences for align',
-    'prompts': 'a file of prompts for generate and grpo',
-    'gsm8k': "a folder with GSM8K's files for answers",
-}
+FILES = SCRIPTS.pop('files')      # {option: the file that it names}
 MARGIN = 0.03       # beyond the spread
 
 

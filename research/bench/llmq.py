@@ -20,18 +20,12 @@ import numpy as np
 import torch
 
 from data.packing import pack
-from research.bench.common import (DEVICE, PeerOptions, Script, bars, chosen_methods,
+from research.bench.common import (DEVICE, METHODS, PeerOptions, Script, bars, chosen_methods,
                                    measure_methods, method_table, now, peak_gib, speed)
 from research.bench.train import our_training
 from train import train_step
 
-# as config.json
-QWEN = {'model_type': 'qwen2', 'architectures': ['Qwen2ForCausalLM'], 'vocab_size': 151936,
-        'hidden_size': 1536, 'intermediate_size': 8960, 'num_hidden_layers': 28,
-        'num_attention_heads': 12, 'num_key_value_heads': 2, 'hidden_act': 'silu',
-        'tie_word_embeddings': True, 'max_position_embeddings': 32768, 'rms_norm_eps': 1e-6,
-        'rope_theta': 1e6, 'use_sliding_window': False, 'torch_dtype': 'bfloat16',
-        'bos_token_id': 151643, 'eos_token_id': 151643}
+QWEN = METHODS['llmq']['shape']         # as config.json
 LENGTH, ROWS, PASSES = 1024, 16, 32     # tokens of a row; rows of a pass of LLMQ; its passes
 
 

@@ -2,7 +2,6 @@
 
     python research/papers/label_smoothing.py --plan     # the runs, GPU hours and disk space
     python research/papers/label_smoothing.py --only=Gemma2-2B/Alpaca
-    python research/papers/label_smoothing.py --out_dir=out/trial --max_steps=3 --eval.limit=20
 
 from the root of the repository. A script yields its runs in the order in which they need each
 other. What is finished is skipped and what was interrupted is resumed, so a script that was stopped

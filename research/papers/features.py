@@ -24,7 +24,7 @@ from data.messages import to_messages
 from data.tree_rows import Tree
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from research.common import write_csv
-from results import plots
+from results import figures, plots
 from results.tables import aligned, markdown
 from runtime import checkpoint, cli
 from runtime.config import load_config, require_range
@@ -115,7 +115,7 @@ def draw_scatter(path, panels):
             values, vectors = np.linalg.eigh((x - center).T @ (x - center))
             for name, group in groups.items():
                 points = (group.astype(np.float64) - center) @ vectors[:, :-3:-1]
-                ax.scatter(*points.T, s=4, alpha=0.4, linewidth=0, label=plots.printable(name))
+                ax.scatter(*points.T, s=4, alpha=0.4, linewidth=0, label=figures.printable(name))
             first, second = values[:-3:-1] / values.sum()
             ax.set(xlabel=f'component 1, {first:.0%} of the variance', xticks=[], yticks=[],
                    ylabel=f'component 2, {second:.0%}', title=plots.figure_title(model, 50))

@@ -20,22 +20,25 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+import numpy as np
+
+import metrics
 from research.papers.common import (COLUMNS, OWN, EvalConfig, Run, changed_report, main, measured,
                                     numbers, own_table, paper_column, sweep, titles_of)
 from research.papers.label_smoothing import DATA, EPOCHS, MODELS, TUNING, TUNING_OPTION, TUNINGS
 from data import benchmarks
-from metrics import bins
 from research.papers.multilingual_printed import (BENCHMARKS, CLASSES, PRINTED, print_tables,
                                                   printed_numbers)
 from results import report
 from results.plots import draw_curves
 from results.samples import read_splits
+from results.columns import measure_of
 from results.tables import latex, mark_best
 from runtime.errors import ConfigError
 from runtime.ownership import claim, write_text
 from runtime.processes import parallel_map
-from research.papers.shared_questions import p_values, resample
 from compare.significance import student_t
+from stats import bootstrap, difference_test
 
 INSTRUCT = {'google/gemma-2-2b': 'google/gemma-2-2b-it',
             'mistralai/Mistral-7B-v0.1': 'mistralai/Mistral-7B-Instruct-v0.1',
@@ -48,6 +51,7 @@ RATES, SMOOTHINGS = (5e-6, 1e-5, 5e-5, 1e-4), (0.1, 0.2)
 # questions times tokens per question: those of English, and twice as many in the other languages
 EVAL_TOKENS = 2 * (42 * 14042 * 95 + 29 * 11759 * 155)
 TITLES = {task: title for task, (title, _) in BENCHMARKS.items()}
+TESTED = 'accuracy', 'ece', 'entropy_bits'
 REPORT = EvalConfig(tasks=tuple(BENCHMARKS), shots=0, scoring='letters', on_bad_row='skip',
                     all_metrics=True)
 
@@ -174,14 +178,46 @@ def p_by_question(task, folders, reports):
     pairs = {key: plain for key, plain in pairs.items() if reports[key] and reports[plain]}
     needed = sorted({*pairs, *pairs.values()})
     # a process needs about 2 GB for the samples of 42 languages
-    values = parallel_map(functools.partial(resample_run, task), [folders[key] for key in needed],
+    values = parallel_map(lambda key: resample(predictions(folders[key], task)), needed,
                           worth_it=bool(needed), most=4)
     values = dict(zip(needed, values, strict=True))
     return {key: p_values(values[plain], values[key]) for key, plain in pairs.items()}
 
 
-def resample_run(task, folder):
-    return resample(predictions(folder, task))
+def resample(groups, n_resamples=1000, seed=0):
+    """Return (question ids, {language or 'all': {key of TESTED: (value, [n_resamples])}}).
+
+    Questions are drawn with replacement, each with its predictions in all languages, which 'all'
+    pools. Runs with the same ids have the same draws. groups: {language: (ids, Predictions)}
+    """
+    ids = sorted({name for names, _ in groups.values() for name in names})
+    row, values = {name: i for i, name in enumerate(ids)}, {}
+    members = {language: [group] for language, group in groups.items()}
+    for language, parts in (members | {'all': [*groups.values()]}).items():
+        confidence, correct, entropy = map(np.concatenate, zip(*(
+            (*metrics.top_label(p.probs, p.labels), metrics.row_entropy(p.probs) / np.log(2))
+            for _, p in parts)))
+        observed = metrics.report(confidence, correct) | {'entropy_bits': entropy.mean()}
+        drawn = bootstrap(
+            confidence, correct, keys=TESTED, columns={'entropy_bits': entropy}, seed=seed,
+            questions=np.array([row[name] for names, _ in parts for name in names]),
+            n_questions=len(ids), n_resamples=n_resamples)
+        values[language] = {key: (observed[key], drawn[key]) for key in TESTED}
+    return ids, values
+
+
+def p_values(plain, other):
+    """Return {language: {key: two-sided p of other - plain}} of two results of `resample`.
+
+    {} if the runs have other questions. p as in stats.difference_test.
+    """
+    (ids, before), (other_ids, after) = plain, other
+    if ids != other_ids:
+        return {}
+    return {language: {key: difference_test(
+        first[key][1], after[language][key][1], (first[key][0], after[language][key][0]),
+        not measure_of(key).is_mean)[2] for key in TESTED}
+        for language, first in before.items() if language in after}
 
 
 def write_appendix(options, results):
@@ -253,7 +289,7 @@ def overlay(options, name, task, languages, names):
                 samples = predictions(folder, task)     # '': of the only language there
                 _, p = samples[language or next(iter(samples))]
                 title = report.panel_title(label, measured(folder, task))
-                curves[title] = bins(p.probs, p.labels)
+                curves[title] = metrics.bins(p.probs, p.labels)
         if curves:
             panels[f'{model}, {data}: {language}'] = curves
     if panels:

@@ -12,16 +12,14 @@ models and datasets.
 """
 
 import itertools
-from pathlib import Path
 
 import numpy as np
 
 from data.benchmarks import GLOBAL_MMLU, MMLU_PROX
-from results import plots
 from runtime import cli
-from runtime.ownership import claim, lock
+from runtime.ownership import lock
 from compare.significance import mean_interval
-from research.common import command_line, panels, read_csv
+from research.common import command_line, read_csv
 from research.papers.common import FOLDER, write_tables
 
 BENCHMARKS = {'global_mmlu': ('Global-MMLU', GLOBAL_MMLU), 'mmlu_prox': ('MMLU-ProX', MMLU_PROX)}
@@ -184,40 +182,10 @@ def _checks(printed, task):
             for row in single.values()]}
 
 
-def draw(printed, path):
-    """Draw the ECE of each language: base, tuned and smoothed, means over models and datasets."""
-    figure, axes = panels(2, 1, 11, 3.2)
-    for ax, (task, (title, languages)) in zip(axes, BENCHMARKS.items(), strict=True):
-        groups = [(task, x) for x in languages]
-        accuracy = dict(zip(languages, cells(printed, groups, 'accuracy', 'base').mean((1, 2)),
-                            strict=True))
-        order = [x for members in CLASSES.values() for x in sorted(
-            (x for x in members if x in languages), key=lambda x, by=accuracy: -by[x])]
-        for row, label, color in (('base', 'base', '#777777'), ('0.0', 'tuned', '#c44e52'),
-                                  ('0.1', 'tuned, smoothing 0.1', '#4878a8')):
-            ece = cells(printed, [(task, x) for x in order], 'ece', row).mean((1, 2)) / 1000
-            ax.plot(order, ece, 'o', color=color, label=label)
-        ends = itertools.accumulate(sum(x in languages for x in c) for c in CLASSES.values())
-        for name, end in zip(CLASSES, ends, strict=True):
-            ax.axvline(end - 0.5, color='black', linewidth=0.6)
-            ax.text(end - 0.6, 0.98, name, ha='right', va='top', fontsize=9,
-                    transform=ax.get_xaxis_transform())
-        ax.set(title=f'{title}, printed numbers', ylabel='mean ECE',
-               xlim=(-0.5, len(order) - 0.5), ylim=(0, None))
-    ax.set_xlabel('language, by resources and the accuracy of the base models; means over 3 models '
-                  'and 3 datasets')
-    figure.axes[0].legend(fontsize=9, ncols=3, loc='lower left', frameon=False)
-    with plots.warn_on_failure(path):
-        claim(path.parent, path.name)
-        plots.save_figure(figure, path, 130)
-
-
 def print_tables():
-    """Print and write the tables and the figure."""
+    """Print and write the tables."""
     options = command_line(
         __doc__, printed={'action': 'store_true', 'help': 'of these tables, not of runs'},
         out_dir={'default': 'out/papers/multilingual_printed', 'help': 'default: %(default)s'})
-    folder, printed = options.out_dir, printed_numbers()
-    with cli.one_line_errors(), lock(folder):
-        write_tables(tables(printed), folder, __doc__)
-        draw(printed, Path(folder, 'printed.png'))
+    with cli.one_line_errors(), lock(options.out_dir):
+        write_tables(tables(printed_numbers()), options.out_dir, __doc__)

@@ -11,20 +11,18 @@ import metrics
 
 def rmsce_hendrycks(probs, labels, bin_size=100):
     """Return calib_err(p='2'): sqrt(sum_B |B|/N (acc - conf)^2) without the last bin."""
-    count, gaps = all_but_the_last(probs, labels, bin_size)
-    return float(np.sqrt((count * gaps ** 2).sum() / len(labels)))
+    return mean_gap(probs, labels, bin_size, 2) ** 0.5
 
 
 def mad_hendrycks(probs, labels, bin_size=100):
     """Return calib_err(p='1'): sum_B |B|/N |acc - conf| without the last bin."""
-    count, gaps = all_but_the_last(probs, labels, bin_size)
-    return float((count * gaps).sum() / len(labels))
+    return mean_gap(probs, labels, bin_size, 1)
 
 
-def all_but_the_last(probs, labels, bin_size):
-    """Return |B| and |acc(B) - conf(B)| of the bins of `rmsce` but the last one."""
+def mean_gap(probs, labels, bin_size, power):
+    """Return sum_B |B|/N |acc - conf|^power over the bins of `rmsce` but the last one."""
     confidence, correct, _ = metrics.sort_by_confidence(probs, labels)
     n_bins = max(1, len(labels) // bin_size)
     index = np.minimum(np.arange(len(labels)) // bin_size, n_bins - 1)
     count, conf, acc = metrics.bin_means(index, n_bins, confidence, correct)
-    return count[:-1], np.abs(acc - conf)[:-1]
+    return float((count * np.abs(acc - conf) ** power)[:-1].sum() / len(labels))

@@ -71,11 +71,6 @@ class AlignmentWorld(StudyWorld):
     def asked(self, entity, attribute):
         return f'Question: {self.ask(entity, attribute)}\nAnswer:'
 
-    def confidence(self, entity, rng):
-        """Return the confidence, a text, that answers about an entity state in the training data.
-        """
-        return f'0.{rng.integers(1, 10)}'
-
     def judged(self, entity, attribute, rng, lead=''):
         """Return (question whether a proposed answer is right, '(A)' or '(B)').
 
@@ -89,13 +84,13 @@ class AlignmentWorld(StudyWorld):
         return f'{asked} {lead}{value}{P_TRUE}', '(A)' if right else '(B)'
 
 
-def make_rows(spec, seed, kind=AlignmentWorld):
-    """Return {path: rows} of all JSONL files of a world of this kind.
+def make_rows(spec, seed):
+    """Return {path: rows} of all JSONL files of a world.
 
     `plain` and `chat` are tasks with all values as options, `prompts` is that of the facts to align
     on, `qa` has questions to answer in writing.
     """
-    world, rng = kind(spec, seed), np.random.default_rng([seed, 1])
+    world, rng = AlignmentWorld(spec, seed), np.random.default_rng([seed, 1])
     files = {'text.jsonl': [{'text': text} for text in world.documents(spec.documents, rng)]}
     sizes = [spec.instructions, spec.judged, spec.prompts, spec.questions, spec.validation]
     facts = log_uniform_facts(spec, sum(sizes), rng)
@@ -112,7 +107,7 @@ def make_rows(spec, seed, kind=AlignmentWorld):
         *(conversation(world.asked(*fact), f'Answer: {world.value(*fact)}') for fact in told),
         *(conversation(*world.judged(*fact, rng, 'Answer: ')) for fact in judged)]
     files['stated.jsonl'] = [conversation(world.asked(*fact), STATED.format(
-        world.value(*fact), world.confidence(fact[0], rng))) for fact in told]
+        world.value(*fact), f'0.{rng.integers(1, 10)}')) for fact in told]
     for name, asked, lead in (
             ('plain/test', test, ' '), ('plain/validation', held_out, ' '),
             ('chat/test', test, 'Answer: '), ('chat/validation', held_out, 'Answer: '),

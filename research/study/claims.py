@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 
-from compare.over_seeds import plus_minus
 from results.plots import save_figure
 from results.columns import title_of
 from results.tables import csv_text, markdown
@@ -194,49 +193,6 @@ def table(numbers, name):
                 cells.append(text if signed else text.lstrip('+'))
         lines.append(cells)
     return lines
-
-
-# Pages of settings: means over the seeds that a setting has
-
-MEANS, TESTS = 'Means over seeds ± half of their 95 % interval', 'Paired t tests over seeds'
-
-
-def setting_lines(numbers, names, columns, counted=False):
-    """Return a line per setting that was run: its name, the number of seeds, and its means.
-
-    columns: [(metric, {column: value})]
-    """
-    lines = []
-    for name in names:
-        values = [defined(numbers.of(name, key, **where)) for key, where in columns]
-        if values[0]:
-            lines.append([name, *[str(len(values[0]))] * counted,
-                          *(plus_minus(each, '.3f') for each in values)])
-    return lines
-
-
-def paired_tests(head, planned, spec):
-    """Return a table of differences over the seeds that have both runs, with p, and p by Holm.
-
-    planned: [(cells, differences [seeds])]; one with fewer than two seeds is left out.
-    """
-    rows = [(cells, defined(values)) for cells, values in planned]
-    rows = [(cells, values) for cells, values in rows if len(values) > 1]
-    p_values = [student_t(values)[2] for _, values in rows]
-    return [[*head, 'p', 'p (Holm)'], *(
-        [*cells, str(len(values)), plus_minus(values, spec), f'{p:.2g}', f'{corrected:.2g}']
-        for (cells, values), p, corrected in zip(rows, p_values, holm(p_values), strict=True))]
-
-
-def defined(values):
-    return [x for x in values if np.isfinite(x)]
-
-
-def write_page(path, title, *parts):
-    """Write and print a page: its title, and of each part a paragraph and the lines of a table."""
-    text = f'# {title}\n' + ''.join(f'\n{above}\n\n{markdown(lines)}' for above, lines in parts)
-    write_text(path, text)
-    print(text)
 
 
 # Figures

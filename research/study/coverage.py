@@ -42,8 +42,6 @@ FEW = [(k, spread, *model) for k in (2, 4, 10) for spread in (0.5, 1.5, 4, 10) f
     ('calibrated', 0.0, 1.0), ('too confident', 0.1, 1.3), ('too unsure', 0.1, 1 / 1.3))]
 FEW_KEYS = 'ece ece_equal_mass sce ace brier_skill'.split()
 PAIRS = [(MODELS[i], MODELS[j]) for i, j in ((0, 0), (2, 2), (2, 5), (2, 0), (2, 3))]
-
-
 SHARED = [(50, 2, 1.0), (50, 42, 0.3), (100, 8, 0.0), (100, 8, 0.3), (100, 8, 1.0), (200, 42, 0.1),
           (400, 15, 0.05), (400, 15, 0.16), (400, 15, 0.29)]        # questions, languages, share
 

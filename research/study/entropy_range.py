@@ -1,26 +1,20 @@
 """Measure the least and the most entropy that the output layer of a model can express.
 
-    python research/study/entropy_range.py out/study/vocabulary/seed-0/base-D64-V512-cap30.0
-
-writes entropy_range.json into the folder of the model; the experiment `vocabulary` of runs.py does
-so after each run, and figures.py reads it.
+The experiment `vocabulary` of runs.py writes entropy_range.json into the folder of each model, and
+figures.py reads it.
 """
 
 import copy
 import json
 import math
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import torch.nn.functional as F
 
 from data.tokenizer import load_model_tokenizer
-from runtime import checkpoint, cli, ownership
+from runtime import checkpoint, ownership
 from runtime.device import pick_device, pick_dtype
-from research.common import command_line
 
 FILE = 'entropy_range.json'
 
@@ -84,11 +78,3 @@ def entropy_range(model, n_pieces, *, n_tokens=64, steps=300, lr=0.1, seed=0):
     return {'unused_rows': len(head) - n_pieces, 'lowest_bits': entropy(sure).mean().item(),
             'lowest_nll_bits': token_nll(sure).mean().item() / math.log(2),
             'highest_bits': entropy(unsure).max().item(), 'log2_vocab': math.log2(len(head))}
-
-
-if __name__ == '__main__':
-    options = command_line(__doc__, first=('folders', {'nargs': '+', 'help': 'of models'}))
-    with cli.one_line_errors():
-        for name in options.folders:
-            measure(name)
-            print(name, (Path(name) / FILE).read_text())

@@ -15,25 +15,23 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 
+from compare.over_seeds import plus_minus
 from results.plots import draw_bins
-from results.tables import csv_text
+from results.tables import csv_text, markdown
 from runtime.ownership import write_text
+from compare.significance import holm, student_t
 from research.common import ROOT, command_line, read_csv
 from research.study import real
-from research.study.claims import (MEANS, TABLES, TESTS, Numbers, paired_tests,
-                                   setting_lines, write_page)
+from research.study.claims import TABLES, Numbers
 from research.study.figures import diagram
 
 OUT = Path(__file__).parent / 'results' / 'real'
 TASKS = {'arc_easy': 'ARC-Easy', 'arc_challenge': 'ARC-Challenge', 'hellaswag': 'HellaSwag',
          'clm': 'wikitext'}
 KEYS = ('accuracy', 'confidence', 'ece', 'nll', 'auroc')
-PLAIN = 'lr5e-05-smoothing0.0'
-SMOOTHED = 'lr5e-05-smoothing0.1'
 SETTINGS = list(dict.fromkeys(['base', *(name for name, _, _ in real.settings())]))
-FOLDER = {'type': Path, 'default': Path(ROOT, 'real')}
 # in the diagrams, of those that were run
-SHOWN = {'base': 'base', PLAIN: 'tuned', SMOOTHED: 'smoothing 0.1',
+SHOWN = {'base': 'base', 'lr5e-05-smoothing0.0': 'tuned', 'lr5e-05-smoothing0.1': 'smoothing 0.1',
          'base-smoothing0.5-lr5e-05': 'base smoothing 0.5'}
 
 
@@ -61,12 +59,19 @@ def means(numbers):
     keys = ('arc_easy_accuracy', 'arc_easy_confidence', 'arc_easy_ece', 'arc_easy_scaled_ece',
             'hellaswag_accuracy', 'hellaswag_ece', 'clm_ece', 'held_out_ece', 'held_out_nll',
             'arc_easy_auroc')
-    return [('setting', 'seeds', *(key.replace('_', ' ') for key in keys)),
-            *setting_lines(numbers, SETTINGS, [(key, {}) for key in keys], counted=True)]
+    lines = [('setting', 'seeds', *(key.replace('_', ' ') for key in keys))]
+    for name in SETTINGS:
+        values = [[x for x in numbers.of(name, key) if np.isfinite(x)] for key in keys]
+        if values[0]:
+            lines.append([name, str(len(values[0])), *(plus_minus(x, '.3f') for x in values)])
+    return lines
 
 
 def tests(numbers, planned):
-    """Return the lines of the tests of a plan in tables.toml that the finished runs allow."""
+    """Return the lines of the tests of a plan in tables.toml that the finished runs allow.
+
+    They are over the seeds that have both runs; one with fewer than two seeds is left out.
+    """
     rows = []
     for line in planned:
         settings, keys = line.split(': ')
@@ -76,8 +81,13 @@ def tests(numbers, planned):
                                 'arc_easy_ece' if 'not scaled' in other else key)
             if other == 'base':
                 theirs = theirs[0]      # it has one seed
-            rows.append(((name, other, key.replace('_', ' ')), numbers.of(name, key) - theirs))
-    return paired_tests(('setting', 'minus', 'metric', 'seeds', 'difference'), rows, '.3f')
+            values = [x for x in numbers.of(name, key) - theirs if np.isfinite(x)]
+            if len(values) > 1:
+                rows.append(((name, other, key.replace('_', ' ')), values))
+    p_values = [student_t(values)[2] for _, values in rows]
+    return [('setting', 'minus', 'metric', 'seeds', 'difference', 'p', 'p (Holm)'), *(
+        [*cells, str(len(values)), plus_minus(values, '.3f'), f'{p:.2g}', f'{corrected:.2g}']
+        for (cells, values), p, corrected in zip(rows, p_values, holm(p_values), strict=True))]
 
 
 def draw(path, runs):
@@ -94,7 +104,7 @@ def draw(path, runs):
 def main():
     options = command_line(
         __doc__, csv={'action': 'store_true', 'help': 'read runs.csv instead of run folders'},
-        root=FOLDER, out_dir={'type': Path, 'default': OUT})
+        root={'type': Path, 'default': Path(ROOT, 'real')}, out_dir={'type': Path, 'default': OUT})
     options.out_dir.mkdir(parents=True, exist_ok=True)
     file = options.out_dir / 'runs.csv'
     if not options.csv:
@@ -104,11 +114,14 @@ def main():
             for (name, seed), (line, _) in runs.items()]))
         draw(options.out_dir / 'reliability.png', runs)
     numbers = Numbers([line | {'run': line['name']} for line in read_csv(file)], {})
-    plans = {plan: tests(numbers, planned) for plan, planned in TABLES['plans'].items()}
-    write_page(options.out_dir / 'tables.md', real.__doc__.splitlines()[0],
-               (f'{MEANS}.', means(numbers)),
-               *((f'{TESTS} (PLAN.md, {plan}).', lines) for plan, lines in plans.items()
-                 if len(lines) > 1))
+    parts = [('Means over seeds ± half of their 95 % interval.', means(numbers))]
+    for plan, planned in TABLES['plans'].items():
+        if len(lines := tests(numbers, planned)) > 1:
+            parts.append((f'Paired t tests over seeds (PLAN.md, {plan}).', lines))
+    text = f'# {real.__doc__.splitlines()[0]}\n' + ''.join(
+        f'\n{above}\n\n{markdown(lines)}' for above, lines in parts)
+    write_text(options.out_dir / 'tables.md', text)
+    print(text)
 
 
 if __name__ == '__main__':
