@@ -8,7 +8,6 @@ import json
 import re
 from pathlib import Path
 
-from data.byte_pairs import begin_with, merges
 from data.chat import encode_answer, jinja
 from data.tokenizer import LibraryTokenizer, generation_ends, read_beside, settings_beside
 
@@ -103,6 +102,7 @@ def sentencepiece_json(tokenizer):
     BOS, but not beside another control token.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+    from data.byte_pairs import begin_with, merges      # only few base models need this function
     model, prefix = tokenizer.model, SPACE if tokenizer.leads_with_space else ''
     pieces = [model.id_to_piece(i) for i in range(tokenizer.n_pieces)]
     marked = {match[1] for match in USER_DEFINED.finditer(model.serialized_model_proto())}
