@@ -148,7 +148,7 @@ if __name__ == '__main__':
 import numpy as np
 import torch
 
-from data.instruct import load_conversations, load_text
+from data.instruct import load_conversations
 from data.packing import epoch_order, epochs_of, pack, sequence_weights, split_groups
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from fused_ce import fused_loss, smoothing, token_statistics
@@ -319,12 +319,12 @@ def split_sequences(cfg, groups):
 def load_sequences(cfg, tokenizer):
     """Return the Sequences of cfg.data."""
     options = reader_options(cfg, tokenizer)
-    if cfg.data_kind == 'instruct':
-        options |= {key: getattr(cfg, key) for key in ('template', 'answers', 'train_on_inputs')}
-    load = {'instruct': load_conversations, 'text': load_text}
+    if cfg.data_kind == 'text':
+        return rooms.load('texts').load_text(cfg.data, tokenizer, **options)
     if cfg.data_kind == 'questions':
         return rooms.load('questions').load_answers(cfg.data, tokenizer, **options)
-    return load[cfg.data_kind](cfg.data, tokenizer, **options)
+    options |= {key: getattr(cfg, key) for key in ('template', 'answers', 'train_on_inputs')}
+    return load_conversations(cfg.data, tokenizer, **options)
 
 
 def reader_options(cfg, tokenizer):

@@ -1,11 +1,11 @@
-"""Load training data: conversations (Alpaca, OpenHermes 2.5, Tulu 3, OASST1, any file of
-`messages`), plain text, and the prompts that generate.py answers."""
+"""Load conversations to train on: Alpaca, OpenHermes 2.5, Tulu 3, OASST1, any file of `messages`.
+"""
 
 import math
 
 from data.cache import group, tokenize_once
 from data.chat import encode_conversation, supervision
-from data.files import has_fields, parsed, require_fields, require_text, training_rows
+from data.files import has_fields, parsed, require_text, training_rows
 from data.messages import dialogue, first_prompt, to_messages
 from runtime.errors import DataError
 from runtime.sources import fetch_training
@@ -15,8 +15,6 @@ PATTERNS = ('data/train-*.parquet', 'data/train_sft-*.parquet', 'train_sft-*.par
             '*train*.parquet', '*.parquet', '*train*.jsonl*', '*.jsonl', '*.jsonl.gz', '*.json',
             '*.json.gz', '*.ndjson*', 'data-*.arrow', 'train/data-*.arrow', '*train*.csv*', '*.csv',
             '*.csv.gz', '*.tsv', '*.tsv.gz')
-TEXT_PATTERNS = ('data/train-*.parquet', '*.parquet', '*.jsonl', '*.jsonl.gz', '*.txt', '*.txt.gz',
-                 'data-*.arrow', 'train/data-*.arrow')
 
 
 def first_turns(rows, answers='best'):
@@ -96,27 +94,3 @@ def load_conversations(source, tokenizer, *, template, max_length, add_bos, revi
         print(f'{full:,} of {len(sequences):,} conversations have max_length = {max_length} '
               f'tokens; longer ones are cut off and lack the end of the answer')
     return sequences
-
-
-def load_text(source, tokenizer, *, max_length, add_bos, revision=None, **options):
-    """Return Sequences of the documents in `source`, with a loss on every token but BOS.
-
-    EOS ends each document. A document longer than max_length tokens becomes several sequences that
-    each begin with BOS. A last sequence of EOS alone is dropped. options: of `tokenize_once`
-    """
-    files = fetch_training(source, TEXT_PATTERNS, revision)
-    bos = [tokenizer.bos_id] if add_bos else []
-    step = max_length - len(bos)
-
-    def encode(row, place):
-        text = require_text(require_fields(row)['text'], 'the field "text"')
-        ids = tokenizer.encode(text) if text.strip() else []
-        if not ids:
-            raise DataError('the field "text" is empty')
-        ids.append(tokenizer.eos_id)
-        pieces = [ids[i:i + step] for i in range(0, len(ids), step)]
-        return [(group(text.strip()), bos + piece, [0] * len(bos) + [1] * len(piece))
-                for piece in pieces if piece != [tokenizer.eos_id]]
-
-    settings = {'max_length': max_length, 'add_bos': add_bos}
-    return tokenize_once(files, encode, tokenizer, settings, **options)

@@ -14,7 +14,7 @@ import numpy as np
 
 from data.files import read_rows, require_fields, require_text
 from data.items import draw, parse_rows
-from data.instruct import TEXT_PATTERNS
+from data.texts import TEXT_PATTERNS
 from data.questions import Loaded
 from data.tasks import Task, dropout_words
 from data.tree_rows import Tree

@@ -34,7 +34,7 @@ ROOMS = TASKS | {
     # beside and after training: checkpoints, the base model as a teacher, training on the answers
     # of questions; reports, the model card
     'resume state': 'runtime.resume_state', 'base smoothing': 'runtime.base_smoothing',
-    'questions': 'data.question_answers',
+    'questions': 'data.question_answers', 'texts': 'data.texts',
     'reports': 'results.training_report', 'card': 'bridges.card',
     # files of tokenizers, tables, weights of older checkpoints
     'byte pairs': 'data.byte_pairs', 'sentence pieces': 'data.sentence_pieces',

@@ -92,8 +92,8 @@ def test_a_file_counts_as_soon_as_it_is_imported_also_inside_a_function(edited):
     assert len({before, imported, digests.code_digest(*ANSWERS)}) == 3
 
 
-@pytest.mark.parametrize('load, more', [(instruct.load_text, ''), (preferences.load_preferences,
-                                                                   'data/preferences.py')])
+@pytest.mark.parametrize('load, more', [
+    (instruct.load_conversations, ''), (preferences.load_preferences, 'data/preferences.py')])
 def test_tokens_depend_on_the_code_that_reads_and_encodes_rows(load, more):
     files = {str(path.relative_to(HERE)) for path in cache.reader_files(load)}
     # which data/tokenizer.py opens by rooms.load

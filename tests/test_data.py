@@ -22,6 +22,7 @@ from data.files import read_rows
 from data.items import draw
 from data.messages import to_messages
 from data.question_answers import load_answers
+from data.texts import load_text
 from data.trees import tokenize_questions
 from written.benchmarks import load_written
 from compare.compare import FileConfig
@@ -284,7 +285,7 @@ def test_sequences_of_a_prompt_or_document_have_one_group(tmp_path, tokenizers):
         assert a == b != c
     texts = ['the quick fox ' * 40, 'a dog', 'the quick fox ' * 40]
     path = write_rows(tmp_path / 'texts.jsonl', [{'text': text} for text in texts])
-    groups = conversations(path, gemma, instruct.load_text).groups
+    groups = conversations(path, gemma, load_text).groups
     assert len(groups) == 5 and len({*groups[[0, 1, 3, 4]]}) == 1 and len({*groups}) == 2
     pairs = [{'prompt': 'Who?', 'chosen': x, 'rejected': y} for x, y in ('ab', 'cd')]
     sequences = preferences.load_preferences(
@@ -338,7 +339,7 @@ def test_a_long_document_becomes_sequences_with_bos_and_one_eos(tmp_path, tokeni
     path = write_rows(tmp_path / 'text.jsonl', [{'text': text}, {'text': 'fox'}])
     n = len(tokenizer.encode(text))
     for length in (16, n, n // 2):      # in pieces that the text fills: EOS would begin another
-        sequences = [*conversations(path, tokenizer, instruct.load_text, max_length=length + 1)]
+        sequences = [*conversations(path, tokenizer, load_text, max_length=length + 1)]
         assert all(len(tokens) <= length + 1 and tokens[0] == tokenizer.bos_id and
                    loss_mask.tolist() == [0] + [1] * (len(tokens) - 1)
                    for tokens, loss_mask in sequences)
@@ -359,7 +360,7 @@ def test_compressed_text_is_read_like_plain_text(tmp_path, tokenizers):
         folder.mkdir()
         with opened(folder / name, 'wt') as file:
             file.write(''.join(lines))
-        sequences.append(conversations(folder, tokenizers['gemma'], instruct.load_text,
+        sequences.append(conversations(folder, tokenizers['gemma'], load_text,
                                        max_length=200))
         texts, _, _, total = probes.load_texts(f'clm:{folder}', asking())
         assert total == (3 if name.startswith('wiki') else 1)
@@ -407,7 +408,7 @@ def test_a_damaged_cache_is_refused(tmp_path, tokenizers):
 def test_unreadable_files_name_their_line(tmp_path, tokenizers, name, raw, message):
     (tmp_path / name).write_bytes(raw)
     with pytest.raises(DataError, match=message):
-        conversations(tmp_path / name, tokenizers['gemma'], instruct.load_text, max_length=8)
+        conversations(tmp_path / name, tokenizers['gemma'], load_text, max_length=8)
 
 
 def test_an_array_in_a_file_of_json_lines_is_read(tmp_path):
