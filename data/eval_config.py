@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from data.chat import TEMPLATES
+from data.templates import TEMPLATES, missing_tokens
 from runtime.config import require_given, require_range, run_folder, run_settings
 from runtime.errors import ConfigError
 from runtime.json_rules import check_values
@@ -38,8 +38,10 @@ class EvalConfig:
     isolation: Literal['namespaces', 'limits'] = 'namespaces'  # see docs/running_code.md
     permute: int | None = None                # also ask in this many orders of the options
     contextual: bool = False                  # also divide by probabilities without a question
-    # chat template of the prompt; trained: that of the model's train.py run; none: plain text
-    chat: Literal['none', 'trained', *TEMPLATES] = 'none'
+    # chat template of the prompt. model: the tokenizer's own; trained: that of the model's train.py
+    # run; none: plain text; auto: the tokenizer's own, if it and not a run here brought it
+    chat: Literal['auto', 'none', 'model', 'trained', *TEMPLATES] = 'auto'
+    multiturn: bool = False                   # in a chat, each shot as a question and its answer
     instruct: bool = False                    # clm and facts: begin with the paper's instruction
     show: int = 0                             # print this many prompts per task instead of scoring
     limit: int | None = None                  # questions per language, over all subjects; None: all
@@ -94,7 +96,7 @@ def check_report_config(cfg, data_kind):
 # ---- The run that trained a model ----------------------------------------------------------------
 
 # the settings of a run that decide how its model is used, with their values as in check_values
-TRAINED = {'template': [*TEMPLATES], 'data_kind': [str], 'add_bos': [bool, None],
+TRAINED = {'template': [str], 'data_kind': [str], 'add_bos': [bool, None],
            'revision': [str, None]}
 
 
@@ -106,11 +108,33 @@ def training_settings(folder):
     return settings
 
 
-def trained_template(folder):
-    """Return the chat template of the run that trained the model in `folder`, or ConfigError."""
+def pick_template(name, folder, tokenizer, otherwise=None):
+    """Return the name of a chat template of the model in `folder`, for 'auto' and 'trained' too.
+
+    That is the template of the run that trained the model here, else 'model', the tokenizer's own,
+    else `otherwise`, or ConfigError. A run can have had a template that is only in its folder now.
+    """
+    if name not in ('auto', 'trained'):
+        return name
     settings = training_settings(folder)
-    if settings.get('data_kind') != 'instruct' or 'template' not in settings:
-        raise ConfigError(f'chat = trained, but {folder} was not trained here on conversations; '
-                          f'name the template, for example --chat=tulu, or use plain text: '
-                          f'--chat=none in evaluate.py, --raw in sample.py and generate.py')
-    return settings['template']
+    own = settings.get('template') if settings.get('data_kind') == 'instruct' else None
+    if own in TEMPLATES and not (missing_tokens(own, tokenizer) and tokenizer.chat_templates):
+        return own
+    if tokenizer.chat_templates and (own or name == 'auto'):
+        return 'model'
+    if otherwise:
+        return otherwise
+    raise ConfigError(f'{folder} brings no chat template and was not trained here on '
+                      f'conversations; name the template, for example --chat=tulu, or use plain '
+                      f'text: --chat=none in evaluate.py, --raw in sample.py and generate.py')
+
+
+def pick_chat(name, folder, tokenizer):
+    """Return the `chat` of an evaluation of the model in `folder`, for 'auto' too.
+
+    A model that was trained here is asked as its base model was: in plain text if that brought no
+    template.
+    """
+    if name == 'auto' and training_settings(folder).get('template', 'model') != 'model':
+        return 'none'
+    return pick_template(name, folder, tokenizer, otherwise='none' if name == 'auto' else None)

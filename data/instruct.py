@@ -4,11 +4,11 @@
 import math
 
 from data.cache import group, tokenize_once
-from data.chat import encode_conversation, encode_prompt, supervision
+from data.chat import chat_of, encode_conversation, encode_prompt
 from data.files import (has_fields, parsed, read_rows, require_fields, require_text,
                         training_rows)
-from data.messages import (dialogue, first_prompt, read_turns, to_messages, with_context,
-                           without_nulls)
+from data.messages import (dialogue, first_prompt, read_turns, take_tools, to_messages,
+                           with_context, without_nulls)
 from runtime.errors import DataError
 from runtime.sources import fetch_training
 
@@ -64,6 +64,7 @@ def load_conversations(source, tokenizer, *, template, max_length, add_bos, revi
     files = fetch_training(source, PATTERNS, revision)
 
     def encode(row, place):
+        row, tools = take_tools(without_nulls(row))
         messages = to_messages(row)
         for name in 'label', 'kto_tag':     # unpaired preferences of TRL and LLaMA-Factory
             if str(row.get(name)).lower() == 'false':
@@ -76,9 +77,10 @@ def load_conversations(source, tokenizer, *, template, max_length, add_bos, revi
                     f'a {message["role"]} message is marked as {"" if train else "not "}trained, '
                     f'but train_on_inputs = {train_on_inputs} trains '
                     f'{"all of them" if train_on_inputs else "only the answers"}')
-        ids, loss_mask = encode_conversation(messages, tokenizer, template, add_bos)
+        ids, loss_mask = encode_conversation(messages, tokenizer, template, add_bos, tools)
         for number, message in enumerate(messages, 1):
-            if supervision(message) and not message['content'].strip():
+            says = message['content'].strip() or message.get('tool_calls')
+            if message['role'] == 'assistant' and message.get('train', True) and not says:
                 raise DataError(
                     f'message {number} of {len(messages)} is an empty answer, which would train '
                     f'the model to end at once; write its text, or mark it with "train": false')
@@ -87,11 +89,13 @@ def load_conversations(source, tokenizer, *, template, max_length, add_bos, revi
         if not any(loss_mask[:max_length]):
             raise DataError(f'the answer begins beyond max_length = {max_length} tokens; raise it')
         if train_on_inputs:
-            loss_mask = [0] * add_bos + [1] * (len(ids) - add_bos)
+            begin = int(ids[0] == tokenizer.bos_id)
+            loss_mask = [0] * begin + [1] * (len(ids) - begin)
         return [(group(first_prompt(messages)), ids[:max_length], loss_mask[:max_length])]
 
-    settings = {'template': template, 'max_length': max_length, 'add_bos': add_bos,
-                'answers': answers, 'train_on_inputs': train_on_inputs}
+    settings = {'template': chat_of(tokenizer, template, add_bos).digest,
+                'max_length': max_length, 'add_bos': add_bos, 'answers': answers,
+                'train_on_inputs': train_on_inputs}
     sequences = tokenize_once(files, encode, tokenizer, settings, **options,
                               read=lambda *source: first_turns(training_rows(*source), answers))
     if full := int((sequences.lengths == max_length).sum()):
@@ -133,7 +137,7 @@ def read_prompts(path, tokenizer, template, add_bos):
     prompts, stop, places = [], {*tokenizer.end_ids}, {}
 
     def parse(row, place):
-        given = without_nulls(row)
+        given, tools = take_tools(without_nulls(row))
         if ('prompt' in given) == ('messages' in given) or 'answers' in given:
             raise DataError(f'fields {", ".join(row) or "(none)"}; wanted either "prompt" or '
                             f'"messages", and no "answers"')
@@ -148,10 +152,10 @@ def read_prompts(path, tokenizer, template, add_bos):
         messages = with_context(given, turns)
         if (role := messages[-1]['role'] if messages else None) != 'user':
             raise DataError(f"the last message must have the role 'user', not {role!r}")
-        if not template and ('messages' in given or len(messages) > 1):
-            raise DataError('"messages", a system message and a history need a chat template: '
+        if not template and ('messages' in given or len(messages) > 1 or tools):
+            raise DataError('"messages", a system message, tools and a history need a template: '
                             'leave out --raw')
-        return row | {'id': id}, *encode_prompt(messages, tokenizer, template, add_bos)
+        return row | {'id': id}, *encode_prompt(messages, tokenizer, template, add_bos, tools)
 
     for place, row in read_rows(path):
         entry = parsed(place, row, parse, place)

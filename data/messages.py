@@ -6,6 +6,7 @@ that says whether it is trained has 'train': True or False.
 """
 
 import itertools
+import json
 import re
 
 from data.files import (as_rows, has_fields, is_empty, json_list, one_of, require_fields,
@@ -14,7 +15,9 @@ from runtime.errors import DataError
 
 # in any case: NeMo writes User and Assistant
 ROLE_NAMES = {'system': 'system', 'developer': 'system', 'user': 'user', 'human': 'user',
-              'assistant': 'assistant', 'gpt': 'assistant', 'model': 'assistant'}
+              'assistant': 'assistant', 'gpt': 'assistant', 'model': 'assistant', 'tool': 'tool',
+              'ipython': 'tool', 'function': 'tool', 'observation': 'tool',
+              'function_call': 'assistant'}
 # a list of turns as JSON or Python print it; an answer may be a list of other objects
 TURNS_AS_TEXT = re.compile(
     r"""\[\s*{\s*(?=['"](role|content|from|value)['"]).*?['"](role|from)['"]\s*:\s*['"]"""
@@ -54,8 +57,10 @@ CONTEXT = ('tools', 'functions', 'documents', 'document', 'contexts', 'context',
 # beside turns, 'knowledge' is an annotation, as in Magpie
 BESIDE_QUESTION = ('definition', 'passages', 'passage', 'article', 'choices', 'options',
                    'option_a', 'option_0', 'choice0', 'a', 'knowledge')
-CONTEXT_OF_TURN = ('tool_calls', 'function_call', 'reasoning_content', 'reasoning', 'thinking',
-                   'channel', 'name', *CONTEXT)
+CONTEXT_OF_TURN = 'function_call', 'channel', *CONTEXT
+# what the template of a model may show besides the text of a message
+SHOWN_BY_TEMPLATES = 'tool_calls', 'tool_call_id', 'name', 'reasoning_content'
+THOUGHTS = 'reasoning_content', 'reasoning', 'thinking'
 TRAIN = 'train', 'training', 'trainable', 'weight', 'loss', 'loss_mask', 'loss_weight'
 NOT_OBEYED = 'train_detail', 'training_detail', 'mask'
 # of a whole row; a 'loss' or a 'mask' there may be anything
@@ -208,8 +213,12 @@ def split_dialogue(text, what, speaker='user'):
 def _message(turn):
     roles = {name: ROLE_NAMES.get(str(turn[name]).lower(), turn[name])
              for name in ('role', 'from') if name in turn}
-    message = {'role': one_of(roles, 'role', 'from'),
-               'content': _text(one_of(turn, 'content', 'value'))}
+    content = one_of(turn, 'content', 'value')
+    calls = _tool_calls(turn)
+    if 'function_call' in (turn.get('role'), turn.get('from')):     # LLaMA-Factory
+        calls, content = _tool_calls({'tool_calls': content}), None
+    message = {'role': one_of(roles, 'role', 'from'), 'content': _text(
+        '' if content is None and calls else content)}
     for name in (*CONTEXT_OF_TURN, *NOT_OBEYED):
         if not is_empty(turn.get(name)):
             raise DataError(f'the field "{name}" of a message (role {message["role"]!r}) is not '
@@ -217,6 +226,10 @@ def _message(turn):
     if None in message.values():
         raise DataError(f'a message has the fields {", ".join(turn) or "(none)"}; wanted role and '
                         f'content, or from and value')
+    shown = {name: turn[name] for name in SHOWN_BY_TEMPLATES if not is_empty(turn.get(name))}
+    thoughts = {'reasoning_content': one_of(turn, *THOUGHTS)}
+    message |= shown | ({'tool_calls': calls} if calls else {}) | (
+        thoughts if not is_empty(thoughts['reasoning_content']) else {})
     train = one_of(turn, *TRAIN)
     if isinstance(train, (str, list, dict)) or train not in (0, 1, None):
         names = ' and '.join(name for name in TRAIN if name in turn)
@@ -224,8 +237,55 @@ def _message(turn):
     return message if train is None else message | {'train': bool(train)}
 
 
+def take_tools(row):
+    """Return (a row without its tools, the tools as JSON schemas or None); raises DataError."""
+    name = next((name for name in ('tools', 'functions') if not is_empty(row.get(name))), None)
+    if name is None:
+        return row, None
+    tools = [json_value(tool, f'a tool in "{name}"') for tool in as_list(row[name], f'"{name}"')]
+    if not tools or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(f'"{name}" must be a list of JSON schemas, not {row[name]!r:.60}')
+    if name == 'functions':
+        tools = [{'type': 'function', 'function': tool} for tool in tools]
+    return {key: value for key, value in row.items() if key != name}, tools or None
+
+
+def _tool_calls(turn):
+    """Return the tool calls of a turn, their arguments as objects; [] if it has none."""
+    calls = turn.get('tool_calls')
+    if is_empty(calls):
+        return []
+    read = []
+    for call in as_list(calls, '"tool_calls"'):
+        call = json_value(call, 'a tool call')
+        function = call.get('function', call) if isinstance(call, dict) else None
+        if not has_fields(function, 'name', 'arguments'):
+            raise DataError(f'a tool call must have a name and arguments, got {call!r:.60}')
+        function = {'name': function['name'],
+                    'arguments': json_value(function['arguments'], 'the arguments')}
+        kept = {key: call[key] for key in ('id',) if key in call}
+        read.append({'type': 'function', 'function': function} | kept)
+    return read
+
+
+def as_list(value, what):
+    """Return a list, also one that is written as JSON, or one object in a list."""
+    value = json_value(value, what)
+    return value if isinstance(value, list) else [value]
+
+
+def json_value(value, what):
+    """Return a value, read from JSON if it is a text; raises DataError."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise DataError(f'{what} is no JSON: {value!r:.60}') from error
+
+
 def _text(content):
     """Return a content as text; parts, which must be texts, are joined as chat templates do."""
+    if isinstance(content, dict):       # the result of a tool
+        return json.dumps(content, ensure_ascii=False)
     if not isinstance(content, list):
         return content
     for part in content:
