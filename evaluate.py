@@ -39,7 +39,7 @@ from data.chat import question_frame
 from data.eval_config import EvalConfig, check_eval_config
 from data.tasks import TASKS, check_names, check_settings, kind_of
 from data.tokenizer import begins_with_bos, load_model_tokenizer
-from data.trained_settings import trained_template, training_settings
+from data.trained_settings import pick_chat, training_settings
 from results import samples
 from runtime import rooms
 from runtime.config import load_config, require_given, run_folder, run_settings
@@ -137,6 +137,8 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
         load = functools.cache(functools.partial(load_model, folder, cfg))
     identity = checkpoint.identity(folder, tokenizer, cfg.dtype, *CODE)
     settings = identity | {key: getattr(cfg, key) for key in SETTINGS}
+    if cfg.multiturn:
+        settings |= {'multiturn': True}
     if cfg.group_by:
         settings |= {'group_by': cfg.group_by}
     if cfg.dropout_seed is not None:
@@ -241,8 +243,9 @@ def resolve(cfg, folder, config, tokenizer):
     context = config.max_position_embeddings
     add_bos = training_settings(folder).get('add_bos') if cfg.add_bos is None else cfg.add_bos
     add_bos, chat = begins_with_bos(tokenizer, add_bos), cfg.chat
-    if chat == 'trained':
-        chat = trained_template(folder)
+    chat = pick_chat(chat, folder, tokenizer)
+    if cfg.multiturn and chat == 'none':
+        raise ConfigError('multiturn = True needs a chat template, such as --chat=model')
     if chat != 'none':
         question_frame(tokenizer, chat, add_bos)    # raise for a template that does not fit
     return replace(on_this_machine(cfg), add_bos=add_bos, chat=chat,
@@ -309,7 +312,7 @@ def show_prompts(cfg):
         config = checkpoint.read_config(folder, seq2seq=True)
         tokenizer = load_model_tokenizer(folder, config)
         cfg = resolve(cfg, folder, config, tokenizer)
-    elif cfg.chat != 'none':
+    elif cfg.chat not in ('none', 'auto'):
         raise ConfigError(f'chat = {cfg.chat}: the template needs the tokenizer of --model')
     print(escape_controls(rooms.load('show').show_tasks(tasks, tokenizer, cfg)))
 

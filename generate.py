@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data.chat import question_frame
-from data.trained_settings import trained_template, training_settings
+from data.trained_settings import pick_template, training_settings
 from decoding.sampling import DecodingConfig, check_decoding
 from runtime.config import load_config, require_given
 from runtime.errors import CheckpointError, ConfigError, DataError
@@ -75,11 +75,10 @@ def open_model(cfg):
     with parallel.first_process_first():
         folder = checkpoint.fetch(cfg.model, cfg.revision)
     config = checkpoint.read_config(folder)
-    template = ('' if cfg.raw else
-                trained_template(folder) if cfg.chat == 'trained' else cfg.chat)
     with ThreadPoolExecutor(1) as pool:     # reads the weights while the tokenizer is made
         model = pool.submit(checkpoint.load, folder, device, pick_dtype(cfg.dtype, device))
         tokenizer = load_model_tokenizer(folder, config)
+        template = '' if cfg.raw else pick_template(cfg.chat, folder, tokenizer)
         add_bos = begins_with_bos(tokenizer, training_settings(folder).get('add_bos'))
         if template:
             question_frame(tokenizer, template, add_bos)    # raise for a template that does not fit

@@ -31,8 +31,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from data.chat import TEMPLATES
 from data.eval_config import EvalConfig, check_report_config
+from data.templates import TEMPLATES
 from runtime.config import load_config, require_given, require_range
 from runtime.errors import ConfigError, DataError, Stopped
 
@@ -63,7 +63,8 @@ class TrainConfig:
     data_revision: str | None = None          # hub revision: pin it, datasets change
     # questions: `data` is a task of evaluate.py, and the loss is on the answer's letter alone
     data_kind: Literal['instruct', 'text', 'questions'] = 'instruct'
-    template: Literal[*TEMPLATES] = 'tulu'
+    # the chat template; auto: that of the model's tokenizer, for one that has none tulu
+    template: Literal['auto', 'model', *TEMPLATES] = 'auto'
     answers: Literal['best', 'all'] = 'best'  # OASST1: the best-ranked answer to a prompt, or all
     train_on_inputs: bool = False             # conversations: supervise the prompt as well
     add_bos: bool | None = None               # begin with one BOS; None: as the tokenizer does
@@ -151,6 +152,7 @@ import torch
 from data.instruct import load_conversations
 from data.packing import epoch_order, epochs_of, pack, sequence_weights, split_groups
 from data.tokenizer import begins_with_bos, load_model_tokenizer
+from data.trained_settings import pick_chat, pick_template
 from fused_ce import fused_loss, smoothing, token_statistics
 from runtime import checkpoint, ownership, resume, rooms, trained
 from runtime.build import build_model, build_optimizer
@@ -283,6 +285,11 @@ def load_run(cfg, stage, device):
         base = checkpoint.fetch(cfg.model, cfg.revision)
         config = trained.model_config(cfg, base)
         tokenizer = load_model_tokenizer(base, config)
+        cfg = replace(cfg, template=pick_template(cfg.template, base, tokenizer, 'tulu'))
+        if cfg.eval:
+            cfg = replace(cfg, eval=replace(cfg.eval, chat=cfg.template if cfg.eval.chat ==
+                                            'trained' else pick_chat(cfg.eval.chat, base,
+                                                                     tokenizer)))
         sequences = stage.load(cfg, tokenizer)
         training, held_out = split_sequences(cfg, sequences.groups)
         if not cfg.from_scratch:

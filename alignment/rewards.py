@@ -21,7 +21,7 @@ import torch
 
 from alignment.packed_answers import Answers, pack_answers
 from data.chat import encode_answer
-from data.trained_settings import training_settings
+from data.trained_settings import pick_template, training_settings
 from data.files import require_text
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from written.benchmarks import WRITTEN_TASKS
@@ -247,7 +247,7 @@ class ModelReward:
         self.model = checkpoint.load(folder, device, dtype, reward=True).eval()
         self.tokenizer = load_model_tokenizer(folder, self.model.config)
         settings = training_settings(folder)
-        self.template = settings.get('template', template)
+        self.template = pick_template('auto', folder, self.tokenizer, template)
         self.add_bos = begins_with_bos(self.tokenizer, settings.get('add_bos'))
         self.digest = json_digest([checkpoint.fingerprint(folder), self.tokenizer.fingerprint,
                                    self.template, self.add_bos])

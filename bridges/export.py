@@ -8,7 +8,7 @@ import json
 import re
 from pathlib import Path
 
-from data.chat import encode_answer, jinja
+from data.chat import chat_of, encode_answer
 from data.tokenizer import LibraryTokenizer, generation_ends, read_beside, settings_beside
 
 SPACE = '\u2581'        # stands for a space in the pieces of sentencepiece
@@ -40,10 +40,10 @@ def tokenizer_files(folder, tokenizer, template=None, add_bos=True, reward=False
                          'add_prefix_space': tokenizer.leads_with_space}    # for llama.cpp
     if template:
         settings.pop('chat_template', None)     # older programs prefer it to the file
-        files['chat_template.jinja'] = jinja(template, tokenizer, add_bos, reward)
+        files['chat_template.jinja'] = saved_template(template, tokenizer, add_bos, reward)
         # transformers ends an answer at these alone
         stops = generation_ends(folder) or [tokenizer.eos_id]
-        ends = tokenizer.end_ids | {_example(tokenizer, template)[-1]}
+        ends = chat_of(tokenizer, template, add_bos).end_ids
         if missing := sorted(ends - {*stops}):
             files['generation_config.json'] = read_beside(folder, 'generation_config.json') | {
                 'eos_token_id': [*stops, *missing]}
@@ -56,6 +56,22 @@ def tokenizer_files(folder, tokenizer, template=None, add_bos=True, reward=False
     if settings != read_beside(folder, 'tokenizer_config.json'):
         files['tokenizer_config.json'] = settings
     return files
+
+
+def saved_template(template, tokenizer, add_bos, reward=False):
+    """Return the Jinja source of a template for other programs, with the names that it uses.
+
+    reward: whether for a reward model, which reads the token that ends the last answer: no line
+    break follows it
+    """
+    chat = chat_of(tokenizer, template, add_bos)
+    names = {name: value for name, value in chat.names.items()
+             if template != 'model' or value != tokenizer.special_names.get(name)}
+    lines = [f'{{%- set {name} = {json.dumps(value)} %}}\n' for name, value in names.items()]
+    source = ''.join([*lines, chat.sources[0]])
+    return source if not reward else (
+        f'{{%- set chat %}}\n{source}{{%- endset %}}\n'
+        f'{{{{- chat if add_generation_prompt else chat.rstrip() }}}}\n')
 
 
 def pad_token(folder, tokenizer, template):

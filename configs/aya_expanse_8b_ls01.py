@@ -8,7 +8,7 @@ pass. The report has 200 questions in each language of Global-MMLU.
 out_dir = 'out/aya_expanse_8b_ls01'
 model = 'CohereLabs/aya-expanse-8b'
 data = 'allenai/tulu-3-sft-mixture'
-template = 'cohere'
+template = 'model'
 smoothing = 0.1
 master_weights = 'stochastic'
 checkpoint_activations = True

@@ -7,7 +7,7 @@ are bfloat16 with stochastic rounding, and the activations are computed again in
 out_dir = 'out/olmo2_7b_ls01'
 model = 'allenai/OLMo-2-1124-7B'
 data = 'allenai/tulu-3-sft-mixture'
-template = 'olmo2'
+template = 'tulu'
 smoothing = 0.1
 master_weights = 'stochastic'
 checkpoint_activations = True

@@ -1,51 +1,50 @@
-"""Encode conversations as token ids with a loss mask, in the templates that TEMPLATES names.
+"""Encode conversations as token ids with a loss mask, in a chat template of data/templates.py.
 
-A template yields segments of (plain text or the id of a control token, whether it is supervised):
-True, False, or None in an answer that is not trained. Adjacent text of one kind is encoded
-together, never across the border between prompt and answer, which is therefore the same token
-boundary in training, whether the answer is trained or not, and in generation.
+The template renders the conversation as text. In it the names of control tokens become their ids,
+and the texts between them are encoded as plain text, so the ids are those of transformers'
+`apply_chat_template`. Two things differ from it:
 
-A template is a row of TURNS; only `alpaca`, whose prompt depends on a second field, is a function.
-chat_templates/ has both a second time in Jinja, for transformers and vLLM.
+- The contents of a conversation never become control tokens: while the template is rendered, the
+  noncharacter HIDE stands inside each name of a control token in them.
+- In the templates for base models the beginning of an answer is a border of tokens, in training, in
+  an evaluation and in generation.
+
+Supervised is what the assistant says, with the token that ends its turn: what {% generation %}
+blocks render. For a template without them, `Chat.mark_answers` finds the answers in the text.
 """
 
+import collections
+import datetime
 import functools
-import itertools
-import json
+import os
 import re
-from pathlib import Path
 
-from data.files import dialogue, require_text
-from runtime.errors import ConfigError, DataError
+from data.files import dialogue, require_text, text_digest
+from data.templates import BEGIN, END, render, template_names, template_source
+from runtime.errors import DataError
 
-ROLES = ('system', 'user', 'assistant')
+ROLES = ('system', 'user', 'assistant', 'tool')
+# noncharacters of Unicode, like BEGIN and END: inside a name of a control token in a content;
+# around a content that is no answer; in place of a question
+HIDE, EDGE, QUESTION = '\ufdd0', '\ufdd3', '\ufdd4'
+RESERVED = re.compile('[\ufdd0-\ufdef]')
 
 
-def encode_conversation(messages, tokenizer, template='tulu', add_bos=True):
+def encode_conversation(messages, tokenizer, template='tulu', add_bos=True, tools=None):
     """Return (token ids, loss mask), two lists of equal length; the mask is 0 or 1 per token.
 
-    messages: [{'role': 'system' | 'user' | 'assistant', 'content': str}, ...]
-    The assistant's text and the token that ends its turn are supervised, unless the message has
-    'train': False. Raises DataError for a conversation that does not fit the template or has no
-    assistant message, ConfigError for a template with control tokens that the tokenizer lacks.
+    messages: [{'role', 'content'}, ...] with the roles of ROLES. An answer with 'train': False is
+              not supervised. What else a message has, such as 'tool_calls', is the template's.
+    tools:    what the model can call, as JSON schemas
+    Raises DataError for a conversation without an answer or that the template refuses, ConfigError
+    for a template with control tokens that the tokenizer lacks.
     """
     check_messages(messages)
-    bos = [tokenizer.bos_id] if add_bos else []
-    ids, loss_mask = [*bos], [0] * len(bos)
-    for piece, supervised in _joined_segments(messages, tokenizer, template):
-        if isinstance(piece, str):
-            piece = tokenizer.encode(piece, start=begins_text(ids, bos, tokenizer))
-        ids += piece
-        loss_mask += [int(bool(supervised))] * len(piece)
-    return ids, loss_mask
+    chat = chat_of(tokenizer, template, add_bos)
+    return chat.encode(chat.text(messages, tools))
 
 
-def begins_text(ids, bos, tokenizer):
-    """Return whether a text after `ids` is encoded as at the beginning."""
-    return ids == bos or bool(ids) and ids[-1] in tokenizer.fresh_after
-
-
-def encode_prompt(messages, tokenizer, template, add_bos=True):
+def encode_prompt(messages, tokenizer, template, add_bos=True, tools=None):
     """Return (token ids of `messages` up to the answer, the set of ids that end the answer).
 
     template: '' encodes the last message as plain text
@@ -53,8 +52,9 @@ def encode_prompt(messages, tokenizer, template, add_bos=True):
     if not template:
         text = require_text(messages[-1]['content'], 'the prompt')
         return [tokenizer.bos_id] * add_bos + tokenizer.encode(text), tokenizer.end_ids
-    prompt, answer = encode_answer(messages, 'x', tokenizer, template, add_bos)
-    return prompt, {answer[-1]} | tokenizer.end_ids
+    chat = chat_of(tokenizer, template, add_bos)
+    check_messages([*messages, {'role': 'assistant', 'content': ''}])
+    return chat.encode(chat.text(messages, tools, ask=True))[0], chat.end_ids
 
 
 def encode_answer(prompt, answer, tokenizer, template, add_bos=True):
@@ -66,48 +66,56 @@ def encode_answer(prompt, answer, tokenizer, template, add_bos=True):
     return ids[:start], ids[start:end]
 
 
-def question_frame(tokenizer, template, add_bos=True):
+def question_frame(tokenizer, template, add_bos=True, before=()):
     """Return what a template puts around a question: (opening, before, after, closing, lead).
+
+    before: messages that precede the question, such as a system message and solved questions
 
     A stripped question and its answer are encoded as the ids `opening`, the text before + question
     + after, the ids `closing`, the text lead + answer. Raises as `encode_conversation`.
     """
-    question, answer = '\0', '\1'
-    messages = dialogue(question, answer)
-    around, opening, closing = None, [tokenizer.bos_id] if add_bos else [], []
-    for piece, supervised in _joined_segments(messages, tokenizer, template):
-        if supervised:
-            if around is None or answer not in piece:
-                break
-            lead = piece.partition(answer)[0]
-            # the space that the tokenizer puts at the beginning of a text
-            return opening, *around, closing, lead or ' ' * begins_text(closing, None, tokenizer)
-        if isinstance(piece, str) and question in piece:
-            around = piece.split(question)
-        else:   # text stands here only between control tokens
-            ids = opening if around is None else closing
-            ids += tokenizer.encode(piece, start=begins_text(ids, None, tokenizer)) if isinstance(
-                piece, str) else piece
-    raise DataError(f"template {template!r} cannot ask a question: it must yield the user's text "
-                    f"and then, supervised, the assistant's text")
+    chat = chat_of(tokenizer, template, add_bos)
+    parts = chat.text([*before, *dialogue(QUESTION)], ask=True).split(QUESTION)
+    if len(parts) != 2:
+        raise DataError(f"template {template!r} cannot ask a question: it must show the user's "
+                        f"text once, and not {len(parts) - 1} times")
+    first = max((match.end() for match in chat.control.finditer(parts[0])), default=0)
+    last = next((match.start() for match in chat.control.finditer(parts[1])), len(parts[1]))
+    opening, closing = chat.encode(parts[0][:first])[0], []
+    if parts[1][last:]:
+        closing = chat.encode(parts[1][last:])[0]
+    whole = without(BEGIN + END, chat.text([*before, *dialogue(QUESTION, QUESTION)]))
+    gap = whole[len(QUESTION.join(parts)):].partition(QUESTION)[0]
+    # the space that the tokenizer puts at the beginning of a text
+    lead = gap if gap.isspace() else ' ' * bool(closing and begins_text(closing, tokenizer))
+    return opening, parts[0][first:], parts[1][:last], closing, lead
 
 
-def _joined_segments(messages, tokenizer, template):
-    segments = [*TEMPLATES[template](messages, tokenizer)]
-    # without the white space that control tokens strip, as those of Phi do: forwards, then back
-    for side, strip in ((1, str.lstrip), (0, str.rstrip)) if tokenizer.strips else ():
-        stripping = False
-        for i, (piece, supervised) in enumerate(segments):
-            if isinstance(piece, str):
-                segments[i] = strip(piece) if stripping else piece, supervised
-                stripping = stripping and not segments[i][0]
-            else:
-                stripping = tokenizer.strips.get(piece, (False, False))[side]
-        segments.reverse()
-    for (is_text, supervised), group in itertools.groupby(
-            segments, lambda segment: (isinstance(segment[0], str), segment[1])):
-        piece = [segment for segment, _ in group]
-        yield ''.join(piece) if is_text else piece, supervised
+@functools.cache
+def note_header_left_out(header):
+    print(f'note: the chat template refuses a system message, so the prompts lack their header, '
+          f'{header.strip()!r:.80}, as in lm-evaluation-harness')
+
+
+def with_header(header, messages, encode):
+    """Return encode(messages) with a header as their system message, if the template has one."""
+    if not header:
+        return encode(messages)
+    try:
+        return encode([{'role': 'system', 'content': header}, *messages])
+    except DataError:
+        result = encode(messages)       # raises what has another reason
+        note_header_left_out(header)
+        return result
+
+
+def begins_text(ids, tokenizer):
+    """Return whether a text after `ids` is encoded as at the beginning."""
+    return not ids or ids == [tokenizer.bos_id] or ids[-1] in tokenizer.fresh_after
+
+
+def without(characters, text):
+    return text.translate(dict.fromkeys(map(ord, characters)))
 
 
 def check_messages(messages):
@@ -117,154 +125,262 @@ def check_messages(messages):
     for message in messages:
         if message.get('role') not in ROLES:
             raise DataError(f'role {message.get("role")!r}; wanted one of {", ".join(ROLES)}')
-        require_text(message.get('content'), f'the content of the {message["role"]} message')
+        if not message.get('tool_calls'):
+            require_text(message.get('content'), f'the content of the {message["role"]} message')
         if message['role'] == 'system' and message is not messages[0]:
             raise DataError('a system message must be the first message')
     if not any(message['role'] == 'assistant' for message in messages):
         raise DataError('no answer: there is no assistant message')
 
 
-def supervision(message):
-    """Return True for an answer, None for one that is not trained, False for another message."""
-    return message['role'] == 'assistant' and (message.get('train', True) or None)
+@functools.lru_cache(16)
+def chat_of(tokenizer, template, add_bos):
+    """Return the Chat of a tokenizer and the name of a template."""
+    return Chat(tokenizer, template, add_bos)
 
 
-def turns(messages, tokenizer, name):
-    """A template of TURNS; a system message without a row of its own opens the first user turn."""
-    rows, control_ids = template_rows(name, tokenizer)
-    if 'begin' in rows:
-        yield control_ids[rows['begin']], False
-    messages = messages if 'system' in rows else _system_into_user(messages)
-    for i, message in enumerate(messages):
-        text, answer = message['content'], supervision(message)
-        marks = control_ids | {
-            '{text}': text, '{stripped}': text.strip(), '{eos}': tokenizer.eos_id,
-            '{space}': ' ' if i > 0 else '', '{line}': '\n' if i < len(messages) - 1 else ''}
-        for piece, in_answer in split_turn(rows[message['role']]):
-            yield marks.get(piece, piece), answer if in_answer else False
+class Chat:
+    """A tokenizer with a chat template: conversations to text, and that to token ids.
 
-
-def template_rows(name, tokenizer):
-    """Return (the row of a template in TURNS, {control token in it: id}); raises ConfigError."""
-    if name == 'mistral' and '[INST]' not in tokenizer.control_ids:
-        name = 'mistral as text'
-    rows = TURNS[name]
-    text = rows.get('begin', '') if name in TEXT_TAGS else ''.join(rows.values())
-    names = dict.fromkeys(CONTROL_TOKEN.findall(text))
-    if missing := [name for name in names if name not in tokenizer.control_ids]:
-        raise ConfigError(f'the template needs {", ".join(missing)}, which the tokenizer of the '
-                          f"model lacks, or has with \"special\": false in tokenizer.json; 'tulu' "
-                          f"works with every tokenizer")
-    return rows, {name: tokenizer.control_ids[name] for name in names}
-
-
-@functools.cache
-def split_turn(turn):
-    """Return [(piece, whether it belongs to an answer)] of a turn in TURNS."""
-    pieces, inside = [], False
-    for piece in re.split(rf'({CONTROL_TOKEN.pattern}|{{\w+}}|[«»])', turn):
-        if piece in ('«', '»'):
-            inside = piece == '«'
-        elif piece:
-            pieces.append((piece, inside))
-    return pieces
-
-
-def alpaca(messages, tokenizer):
-    """Stanford Alpaca's prompt, with a section for the user message's field 'input'; one turn."""
-    roles = [message['role'] for message in messages]
-    if roles != ['user', 'assistant']:
-        raise DataError(f"template = 'alpaca' takes one user message and one answer, not "
-                        f"{', '.join(roles)}; template = 'tulu' takes any conversation")
-    (question, answer), paired, section = messages, '', ''
-    instruction, context = question['content'], question.get('input')
-    if context:
-        instruction = instruction.removesuffix(f'\n\n{require_text(context, "the input")}')
-        paired = ', paired with an input that provides further context'
-        section = f'### Input:\n{context}\n\n'
-    yield (f'Below is an instruction that describes a task{paired}. Write a response that '
-           f'appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n{section}'
-           f'### Response:'), False
-    yield answer['content'], supervision(answer)
-    yield tokenizer.eos_id, supervision(answer)
-
-
-# {template: its turn of every role, or {role: its turn}}. {text} stands for the message, {stripped}
-# for the message without white space around it, {eos} for EOS, {space} for a space but in the first
-# turn, {line} for a line break but in the last turn. An answer is supervised between « and ». What
-# looks like a control token is one, except in TEXT_TAGS; `begin` is one in front of everything.
-CONTROL_TOKEN = re.compile(r'<[^<>\s]+>|\[[^\[\]\s]+\]')
-TEXT_TAGS = 'tulu', 'olmo2', 'mistral as text'
-TULU = {'system': '<|system|>\n{text}\n', 'user': '<|user|>\n{text}\n',
-        'assistant': '<|assistant|>\n«{text}{eos}{line}»'}
-TURNS = {
-    # open-instruct, without its default system message; OLMo 2, whose tokenizer adds no BOS
-    'tulu': TULU,
-    'olmo2': TULU | {'begin': '<|endoftext|>'},
-    # Mistral until 2024: tokenizers with these control tokens (v0.3), and without
-    'mistral': {'user': '[INST] {text}[/INST]', 'assistant': '« {text}{eos}»'},
-    'mistral as text': {'user': '{space}[INST] {text} [/INST]', 'assistant': '« {text}{eos}»'},
-    # Llama 3, without the dated system message of 3.1
-    'llama3': '<|start_header_id|>{role}<|end_header_id|>\n\n«{stripped}<|eot_id|>»',
-    # Qwen, without its default system message; SmolLM3, without its dated one; OLMo 3
-    'chatml': '<|im_start|>{role}\n«{text}<|im_end|>»\n',
-    # Gemma 1 to 3, which have no system message
-    'gemma': {'user': '<start_of_turn>user\n{stripped}<end_of_turn>\n',
-              'assistant': '<start_of_turn>model\n«{stripped}<end_of_turn>»\n'},
-    # Command R, Aya 23, Aya Expanse
-    'cohere': {'system': '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>{text}<|END_OF_TURN_TOKEN|>',
-               'user': '<|START_OF_TURN_TOKEN|><|USER_TOKEN|>{stripped}<|END_OF_TURN_TOKEN|>',
-               'assistant': '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>«{stripped}'
-                            '<|END_OF_TURN_TOKEN|>»'},
-    # Granite 3, without its default system message
-    'granite': '<|start_of_role|>{role}<|end_of_role|>«{text}<|end_of_text|>»\n',
-    # Phi-3 and 3.5, without the EOS after the last turn; Phi-4; Phi-4-mini
-    'phi3': '<|{role}|>\n«{text}<|end|>»\n',
-    'phi4': '<|im_start|>{role}<|im_sep|>«{text}<|im_end|>»',
-    'phi4_mini': '<|{role}|>«{text}<|end|>»',
-    # Mistral Small 3 and Ministral 3
-    'tekken': {'system': '[SYSTEM_PROMPT]{text}[/SYSTEM_PROMPT]', 'user': '[INST]{text}[/INST]',
-               'assistant': '«{text}</s>»'},
-}
-TURNS = {name: turn if isinstance(turn, dict) else {
-    role: turn.replace('{role}', role) for role in ROLES} for name, turn in TURNS.items()}
-TEMPLATES = {name: functools.partial(turns, name=name) for name in TURNS
-             if name != 'mistral as text'} | {'alpaca': alpaca}
-
-
-def jinja(template, tokenizer, add_bos=True, reward=False):
-    """Return the Jinja form of a template, which renders what `encode_conversation` encodes.
-
-    reward: whether for a reward model, which reads the token that ends the last answer: no line
-    break follows it
+    opening: what a prompt shows after the user's message, such as '<|im_start|>assistant'
+    end_ids: ids that end an answer
+    digest:  hash of the template, and of the day for one that shows it
     """
-    bos = tokenizer.decode([tokenizer.bos_id]) if add_bos else ''
-    eos = tokenizer.decode([tokenizer.eos_id])
-    variables = {'eos': eos}
-    if template != 'alpaca':
-        turns, _ = template_rows(template, tokenizer)
-        bos += turns.get('begin', '')
-        answer = turns['assistant'].replace('{line}', '')
 
-        def parts(turn, space=' '):
-            turn = turn.replace('{eos}', eos).replace('{space}', space).replace('{line}', '\n')
-            before, mark, after = re.split('({text}|{stripped})', re.sub('[«»]', '', turn))
-            return before, mark == '{stripped}', after
-        variables = {
-            'rows': {role: parts(turns[role]) for role in ROLES if role in turns},
-            'first': parts(turns['user'], space='')[0], 'opening': answer.partition('«')[0],
-            'end': parts(answer.partition('»')[0] if reward else answer)[2]}
-    folder = Path(__file__).parent / 'chat_templates'
-    body = ''.join((folder / f'{part}.jinja').read_text(encoding='utf-8')
-                   for part in (['alpaca'] if template == 'alpaca' else ['roles', 'turns']))
-    lines = [f'{{%- set {name} = {json.dumps(value)} -%}}\n' for name, value in variables.items()]
-    return ''.join([*lines, f'{{{{- {json.dumps(bos)} -}}}}\n', body])
+    def __init__(self, tokenizer, template, add_bos):
+        self.tokenizer, self.template = tokenizer, template
+        self.names = template_names(template, tokenizer, add_bos)
+        self.sources = [template_source(template, tokenizer, tools) for tools in (False, True)]
+        names = any_of(tokenizer.control_ids)
+        self.control = re.compile(names)
+        # an answer in a template of ours is encoded by itself, as it is generated
+        self.splitter = re.compile(f'({names})' if template == 'model' else
+                                   f'({names})|(?={BEGIN})')
+        # white space that disappears beside a control token, as in Phi: before it, and after it
+        strips = [any_of(name for name, i in tokenizer.control_ids.items()
+                         if tokenizer.strips.get(i, (False, False))[side]) for side in (0, 1)]
+        self.strips = [re.compile(rf'([\s{BEGIN}{END}]+)({strips[0]})'),
+                       re.compile(rf'({strips[1]})([\s{BEGIN}{END}]+)')] * bool(tokenizer.strips)
+        asked, prompt = (self.render(dialogue(QUESTION), ask=ask) for ask in (False, True))
+        self.opening = prompt.removeprefix(asked) if prompt.startswith(asked) else ''
+        answered = self.render(dialogue('x', QUESTION))
+        self.marks_answers = BEGIN in answered
+        self.ends_answers = bool(self.control.search(answered.rpartition(QUESTION)[2]))
+        ids, loss_mask = self.encode(self.text(dialogue('x', 'y')))
+        supervised = [i for i, flag in zip(ids, loss_mask, strict=True) if flag]
+        self.digest = text_digest(self.sources, self.names, datetime.date.today() if any(
+            'strftime_now' in source for source in self.sources) else '')
+        self.end_ids = tokenizer.end_ids | {*supervised[-1:]} & {*tokenizer.control_ids.values()}
+
+    def render(self, messages, tools=None, ask=False):
+        """Return the text of messages; ask: with what precedes the next answer."""
+        return render(self.sources[bool(tools)], messages, tools=tools, add_generation_prompt=ask,
+                      **self.names)
+
+    def text(self, messages, tools=None, ask=False):
+        """Return the text of messages, with BEGIN and END around what is supervised."""
+        self.require_shown(messages, tools)
+        hidden = [{key: self.hide(value) for key, value in message.items() if value is not None}
+                  for message in messages]
+        tools = self.hide(tools) if tools else None
+        text = self.render(hidden, tools, ask)
+        if self.template != 'model':        # ours put nothing beside a content that it could join
+            return trained_only(text, messages) if BEGIN in text else text
+        edged = self.render([*map(with_edges, hidden)], tools, ask)
+        shown, safe = (collections.Counter(self.control.findall(x)) for x in (text, edged))
+        if shown - safe:
+            raise DataError(f'a message would become a part of the control token '
+                            f'{min(shown - safe)!r} in the chat template; change its beginning or '
+                            f'its end')
+        if self.marks_answers:
+            return trained_only(text, messages)
+        answers = [message for message in messages if message['role'] == 'assistant']
+        if without(BEGIN + END + EDGE, edged) == text and edged.count(BEGIN) == len(answers):
+            spans = self.spans_by_contents(text, edged)
+        elif ask:
+            return text
+        else:
+            spans = self.spans_by_prefixes(text, hidden, tools)
+        for (start, end), message in reversed([*zip(spans, answers, strict=True)]):
+            if message.get('train', True):
+                text = text[:start] + BEGIN + text[start:end] + END + text[end:]
+        return text
+
+    def require_shown(self, messages, tools):
+        """Raise DataError for a part of a conversation that the template does not show."""
+        source = self.sources[bool(tools)]
+        # an input is in the content as well, and an id or a name only says whose result it is
+        fields = {key for message in messages for key in message
+                  if message['role'] != 'tool' or key not in ('tool_call_id', 'name')}
+        for key in ('tools',) * bool(tools) + (*sorted(fields),):
+            if key not in ('role', 'content', 'train', 'input') and key not in source:
+                raise DataError(f'the chat template {self.template!r} does not show "{key}"; write '
+                                f'it into a message, or remove it')
+        if self.template != 'model' and any(message['role'] == 'tool' for message in messages):
+            raise DataError(f"the chat template {self.template!r} has no role 'tool'; use that of "
+                            f"a model that knows tools: --template=model")
+
+    def hide(self, value):
+        """Return a value of a message or tool with HIDE in every name of a control token."""
+        if isinstance(value, dict):
+            return {key: self.hide(part) for key, part in value.items()}
+        if isinstance(value, list):
+            return [*map(self.hide, value)]
+        if not isinstance(value, str):
+            return value
+        if value != QUESTION and (reserved := RESERVED.search(value)):
+            raise DataError(f'a message has the character {reserved[0]!a}, which is no text; '
+                            f'remove it')
+        return self.control.sub(lambda name: name[0][0] + HIDE + name[0][1:], value)
+
+    def spans_by_contents(self, text, edged):
+        """Return [(start, end)] of the answers in a text; edged: with edges around contents."""
+        position, edges = 0, []
+        for piece in re.split(f'([{BEGIN}{END}{EDGE}])', edged):
+            if piece in (BEGIN, END, EDGE):
+                edges.append((piece, position))
+            else:
+                position += len(piece)
+        spans, before = [], 0
+        for k in range(0, len(edges), 2):
+            (kind, start), (_, end) = edges[k:k + 2]
+            if kind == BEGIN:
+                limit = edges[k + 2][1] if k + 2 < len(edges) else len(text)
+                spans.append((self.answer_start(text, before, start),
+                              self.answer_end(text, end, limit)))
+            before = end
+        return spans
+
+    def opening_cuts(self):
+        """Return the lengths of `opening` and of its parts up to a token or line, decreasing."""
+        cuts = {len(self.opening), len(self.opening.rstrip()), *(
+            match.end() for match in re.finditer(f'{self.control.pattern}|\\n', self.opening))}
+        return sorted(cuts - {0}, reverse=True)
+
+    def answer_start(self, text, low, high):
+        """Return where an answer begins whose content begins at `high`; low: end of the last one.
+
+        That is after `opening`, or after the part of it that stands there.
+        """
+        cuts = {len(self.opening), len(self.opening.rstrip()), *(
+            match.end() for match in re.finditer(f'{self.control.pattern}|\n', self.opening))}
+        for cut in sorted(cuts - {0}, reverse=True):
+            at = text.rfind(self.opening[:cut], low, high)
+            if at >= 0:
+                return at + cut
+        return low + len(text[low:high].rstrip())
+
+    def answer_end(self, text, low, high):
+        """Return where the turn of an answer ends: after the first control token from `low` on.
+
+        In a template that ends no answer with a token that is where the next turn begins, so only
+        for a model that stops there. Without such a token before `high` the turn ends at `low`.
+        """
+        name = self.control.search(text, low, high)
+        ends = name and (self.ends_answers or self.tokenizer.control_ids[name[0]]
+                         in self.tokenizer.end_ids)
+        return name.end() if ends else low
+
+    def spans_by_prefixes(self, text, messages, tools):
+        """Return [(start, end)] of the answers in a text by rendering its beginnings.
+
+        Where a later turn changes how an answer is shown, such as one without its thoughts, its end
+        is that of its turn in the text.
+        """
+        spans = []
+        for i, message in enumerate(messages):
+            if message['role'] == 'assistant':
+                asked = self.render(messages[:i], tools)
+                start = self.render(messages[:i], tools, ask=True)
+                if not text.startswith(start) and text.startswith(asked):
+                    start = asked + next((self.opening[:cut] for cut in self.opening_cuts()
+                                          if text.startswith(self.opening[:cut], len(asked))), '')
+                if not text.startswith(start):
+                    raise DataError(f'the chat template shows the messages before answer '
+                                    f'{len(spans) + 1} otherwise once more messages follow, so '
+                                    f'where that answer begins is not known')
+                whole = without(BEGIN + END, self.render(messages[:i + 1], tools))
+                same = len(os.path.commonprefix([text, whole]))
+                ends = [name.end() for name in self.control.finditer(whole, len(start))]
+                end = ends[-1] if ends else same
+                if same < len(whole):
+                    name = self.control.search(text, same)
+                    end = max(name.start() if name else len(text),
+                              self.answer_end(text, same, len(text)))
+                spans.append((len(start), end))
+        return spans
+
+    def encode(self, text):
+        """Return (token ids, loss mask) of what `text` returns."""
+        for pattern in self.strips:
+            text = pattern.sub(lambda match: ''.join(
+                part if part in self.tokenizer.control_ids else re.sub(r'\s', '', part)
+                for part in match.groups()), text)
+        ids, loss_mask, supervised = [], [], 0
+        for piece in filter(None, self.splitter.split(text)):
+            start = begins_text(ids, self.tokenizer)
+            parts = re.split(f'([{BEGIN}{END}])', without(HIDE, piece))
+            if piece in self.tokenizer.control_ids:
+                new = [self.tokenizer.control_ids[piece]]
+            else:
+                new = self.tokenizer.encode(''.join(parts[::2]), start) if any(parts[::2]) else []
+            for k in range(1, len(parts), 2):       # the borders of an answer within a text
+                text = ''.join(parts[:k:2])
+                n = self.tokens_within(new, text, start)
+                if parts[k] == END and self.tokenizer.decode(new[:n], start) != text:
+                    n = min(n + 1, len(new))    # a token that holds the end and what follows
+                loss_mask += [supervised] * (len(ids) + n - len(loss_mask))
+                supervised = int(parts[k] == BEGIN)
+            ids += new
+            loss_mask += [supervised] * (len(ids) - len(loss_mask))
+        return ids, loss_mask
+
+    def tokens_within(self, ids, text, start):
+        """Return how many of the first ids are no longer than a text that they begin with."""
+        n = min(len(ids), len(self.tokenizer.encode(text, start))) if text else 0
+        while len(self.tokenizer.decode(ids[:n], start)) > len(text):
+            n -= 1
+        while n < len(ids) and len(self.tokenizer.decode(ids[:n + 1], start)) <= len(text):
+            n += 1
+        return n
 
 
-def _system_into_user(messages):
-    if messages[0]['role'] != 'system':
-        return messages
-    if len(messages) < 2 or messages[1]['role'] != 'user':
-        raise DataError('a system message must be followed by a user message in this template')
-    joined = messages[0]['content'] + '\n\n' + messages[1]['content']
-    return [{'role': 'user', 'content': joined}, *messages[2:]]
+def with_edges(message):
+    """Return a message with BEGIN and END around its text if it is an answer, else EDGE twice.
+
+    Thoughts before the text stay outside, since templates leave them out of earlier answers.
+    """
+    content = message.get('content')
+    if not isinstance(content, str) or not content.strip():
+        return message
+    opening, closing = (BEGIN, END) if message['role'] == 'assistant' else (EDGE, EDGE)
+    text = content.rpartition('</think>')[2]
+    before = content[:len(content) - len(text.lstrip())]
+    return message | {'content': f'{before}{opening}{text.strip()}{closing}'
+                      f'{text[len(text.rstrip()):]}'}
+
+
+def trained_only(text, messages):
+    """Return a text without the marks around those answers that are not trained."""
+    trained = [message.get('train', True) for message in messages if message['role'] == 'assistant']
+    before, *answers = text.split(BEGIN)
+    if all(trained):
+        return text
+    if len(answers) != len(trained):
+        raise DataError('this chat template marks parts of answers, so single answers cannot be '
+                        'left untrained')
+    return before + ''.join(BEGIN + answer if train else answer.replace(END, '')
+                            for answer, train in zip(answers, trained, strict=True))
+
+
+def any_of(names):
+    """Return a regular expression of the names, the longest first, that is fast for thousands."""
+    groups = {}
+    for name in names:
+        groups.setdefault(name[:1], []).append(name[1:])
+    optional = groups.pop('', None) is not None
+    parts = [re.escape(first) + (any_of(rest) if any(rest) else '')
+             for first, rest in groups.items()]
+    if not parts:
+        return '(?!)' if not optional else ''
+    return f'(?:{"|".join(parts)})' + '?' * optional

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from data.chat import TEMPLATES
+from data.templates import TEMPLATES
 from runtime.config import require_given, require_range
 from runtime.errors import ConfigError
 
@@ -36,8 +36,10 @@ class EvalConfig:
     isolation: Literal['namespaces', 'limits'] = 'namespaces'  # see docs/running_code.md
     permute: int | None = None                # also ask in this many orders of the options
     contextual: bool = False                  # also divide by probabilities without a question
-    # chat template of the prompt; trained: that of the model's train.py run; none: plain text
-    chat: Literal['none', 'trained', *TEMPLATES] = 'none'
+    # chat template of the prompt. model: the tokenizer's own; trained: that of the model's train.py
+    # run; none: plain text; auto: the tokenizer's own, if it and not a run here brought it
+    chat: Literal['auto', 'none', 'model', 'trained', *TEMPLATES] = 'auto'
+    multiturn: bool = False                   # in a chat, each shot as a question and its answer
     instruct: bool = False                    # clm and facts: begin with the paper's instruction
     show: int = 0                             # print this many prompts per task instead of scoring
     limit: int | None = None                  # questions per language, over all subjects; None: all

@@ -4,9 +4,9 @@
 import math
 
 from data.cache import group, tokenize_once
-from data.chat import encode_conversation, supervision
-from data.files import has_fields, parsed, require_text, training_rows
-from data.messages import dialogue, first_prompt, to_messages
+from data.chat import chat_of, encode_conversation
+from data.files import dialogue, has_fields, parsed, require_text, training_rows
+from data.messages import first_prompt, take_tools, to_messages, without_nulls
 from runtime.errors import DataError
 from runtime.sources import fetch_training
 
@@ -60,6 +60,7 @@ def load_conversations(source, tokenizer, *, template, max_length, add_bos, revi
     files = fetch_training(source, PATTERNS, revision)
 
     def encode(row, place):
+        row, tools = take_tools(without_nulls(row))
         messages = to_messages(row)
         for name in 'label', 'kto_tag':     # unpaired preferences of TRL and LLaMA-Factory
             if str(row.get(name)).lower() == 'false':
@@ -72,9 +73,10 @@ def load_conversations(source, tokenizer, *, template, max_length, add_bos, revi
                     f'a {message["role"]} message is marked as {"" if train else "not "}trained, '
                     f'but train_on_inputs = {train_on_inputs} trains '
                     f'{"all of them" if train_on_inputs else "only the answers"}')
-        ids, loss_mask = encode_conversation(messages, tokenizer, template, add_bos)
+        ids, loss_mask = encode_conversation(messages, tokenizer, template, add_bos, tools)
         for number, message in enumerate(messages, 1):
-            if supervision(message) and not message['content'].strip():
+            says = message['content'].strip() or message.get('tool_calls')
+            if message['role'] == 'assistant' and message.get('train', True) and not says:
                 raise DataError(
                     f'message {number} of {len(messages)} is an empty answer, which would train '
                     f'the model to end at once; write its text, or mark it with "train": false')
@@ -83,11 +85,13 @@ def load_conversations(source, tokenizer, *, template, max_length, add_bos, revi
         if not any(loss_mask[:max_length]):
             raise DataError(f'the answer begins beyond max_length = {max_length} tokens; raise it')
         if train_on_inputs:
-            loss_mask = [0] * add_bos + [1] * (len(ids) - add_bos)
+            begin = int(ids[0] == tokenizer.bos_id)
+            loss_mask = [0] * begin + [1] * (len(ids) - begin)
         return [(group(first_prompt(messages)), ids[:max_length], loss_mask[:max_length])]
 
-    settings = {'template': template, 'max_length': max_length, 'add_bos': add_bos,
-                'answers': answers, 'train_on_inputs': train_on_inputs}
+    settings = {'template': chat_of(tokenizer, template, add_bos).digest,
+                'max_length': max_length, 'add_bos': add_bos, 'answers': answers,
+                'train_on_inputs': train_on_inputs}
     sequences = tokenize_once(files, encode, tokenizer, settings, **options,
                               read=lambda *source: first_turns(training_rows(*source), answers))
     if full := int((sequences.lengths == max_length).sum()):

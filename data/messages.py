@@ -6,6 +6,7 @@ that says whether it is trained has 'train': True or False.
 """
 
 import itertools
+import json
 import re
 
 from data.files import (as_rows, dialogue, has_fields, is_empty, json_list, one_of, require_fields,
@@ -14,7 +15,9 @@ from runtime.errors import DataError
 
 # in any case: NeMo writes User and Assistant
 ROLE_NAMES = {'system': 'system', 'developer': 'system', 'user': 'user', 'human': 'user',
-              'assistant': 'assistant', 'gpt': 'assistant', 'model': 'assistant'}
+              'assistant': 'assistant', 'gpt': 'assistant', 'model': 'assistant', 'tool': 'tool',
+              'ipython': 'tool', 'function': 'tool', 'observation': 'tool',
+              'function_call': 'assistant'}
 # a list of turns as JSON or Python print it; an answer may be a list of other objects
 TURNS_AS_TEXT = re.compile(
     r"""\[\s*{\s*(?=['"](role|content|from|value)['"]).*?['"](role|from)['"]\s*:\s*['"]"""
@@ -54,8 +57,10 @@ CONTEXT = ('tools', 'functions', 'documents', 'document', 'contexts', 'context',
 # beside turns, 'knowledge' is an annotation, as in Magpie
 BESIDE_QUESTION = ('definition', 'passages', 'passage', 'article', 'choices', 'options',
                    'option_a', 'option_0', 'choice0', 'a', 'knowledge')
-CONTEXT_OF_TURN = ('tool_calls', 'function_call', 'reasoning_content', 'reasoning', 'thinking',
-                   'channel', 'name', *CONTEXT)
+CONTEXT_OF_TURN = 'function_call', 'channel', *CONTEXT
+# what the template of a model may show besides the text of a message
+SHOWN_BY_TEMPLATES = 'tool_calls', 'tool_call_id', 'name', 'reasoning_content'
+THOUGHTS = 'reasoning_content', 'reasoning', 'thinking'
 TRAIN = 'train', 'training', 'trainable', 'weight', 'loss', 'loss_mask', 'loss_weight'
 NOT_OBEYED = 'train_detail', 'training_detail', 'mask'
 # of a whole row; a 'loss' or a 'mask' there may be anything
@@ -203,8 +208,12 @@ def split_dialogue(text, what, speaker='user'):
 def _message(turn):
     roles = {name: ROLE_NAMES.get(str(turn[name]).lower(), turn[name])
              for name in ('role', 'from') if name in turn}
-    message = {'role': one_of(roles, 'role', 'from'),
-               'content': _text(one_of(turn, 'content', 'value'))}
+    content = one_of(turn, 'content', 'value')
+    calls = _tool_calls(turn.get('tool_calls'))
+    if 'function_call' in (turn.get('role'), turn.get('from')):     # LLaMA-Factory
+        calls, content = _tool_calls(content), None
+    message = {'role': one_of(roles, 'role', 'from'), 'content': _text(
+        '' if content is None and calls else content)}
     for name in (*CONTEXT_OF_TURN, *NOT_OBEYED):
         if not is_empty(turn.get(name)):
             raise DataError(f'the field "{name}" of a message (role {message["role"]!r}) is not '
@@ -212,6 +221,10 @@ def _message(turn):
     if None in message.values():
         raise DataError(f'a message has the fields {", ".join(turn) or "(none)"}; wanted role and '
                         f'content, or from and value')
+    shown = {name: turn[name] for name in SHOWN_BY_TEMPLATES if not is_empty(turn.get(name))}
+    thoughts = {'reasoning_content': one_of(turn, *THOUGHTS)}
+    message |= shown | ({'tool_calls': calls} if calls else {}) | (
+        thoughts if not is_empty(thoughts['reasoning_content']) else {})
     train = one_of(turn, *TRAIN)
     if isinstance(train, (str, list, dict)) or train not in (0, 1, None):
         names = ' and '.join(name for name in TRAIN if name in turn)
@@ -219,8 +232,26 @@ def _message(turn):
     return message if train is None else message | {'train': bool(train)}
 
 
+def take_tools(row):
+    """Return (a row without its tools, the tools as JSON schemas or None); raises DataError."""
+    if is_empty(row.get('tools')) and is_empty(row.get('functions')):
+        return row, None
+    from data import tools      # few rows have any
+    return tools.split_row(row)
+
+
+def _tool_calls(calls):
+    """Return the tool calls of a turn, their arguments as objects; [] if it has none."""
+    if is_empty(calls):
+        return []
+    from data import tools
+    return tools.read_calls(calls)
+
+
 def _text(content):
     """Return a content as text; parts, which must be texts, are joined as chat templates do."""
+    if isinstance(content, dict):       # the result of a tool
+        return json.dumps(content, ensure_ascii=False)
     if not isinstance(content, list):
         return content
     for part in content:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from data.cache import group, tokenize_once
-from data.chat import encode_answer
+from data.chat import chat_of, encode_answer
 from data.files import as_rows, has_fields, parsed, require_text, training_rows
 from data.instruct import PATTERNS
 from data.messages import (LISTS, QUESTIONS, first_prompt, read_turns, require_contained,
@@ -105,6 +105,9 @@ def _pair(row):
         if last['role'] != 'assistant' or last.get('train') is False:
             raise DataError(f'the last turn of "{side}" is not an answer of the assistant that is '
                             f'trained')
+        if others := last.keys() - {'role', 'content', 'train'}:
+            raise DataError(f'the answer in "{side}" has the field "{min(others)}", which is not '
+                            f'compared; write it into the content, or remove it')
     if not before:
         raise DataError('"chosen" and "rejected" without "prompt" must be dialogues of '
                         '"\\n\\nHuman: " and "\\n\\nAssistant: "')
@@ -226,8 +229,8 @@ def load_preferences(source, tokenizer, *, template, max_length, pack_len, add_b
         prompt = group(first_prompt(ranking.prompt))
         return [(prompt, *sequence, ranking.margin) for sequence in sequences]
 
-    settings = {'template': template, 'max_length': max_length, 'pack_len': pack_len,
-                'add_bos': add_bos}
+    settings = {'template': chat_of(tokenizer, template, add_bos).digest,
+                'max_length': max_length, 'pack_len': pack_len, 'add_bos': add_bos}
     return tokenize_once(files, encode, tokenizer, settings, **options,
                          read=lambda *source: join_answers(training_rows(*source)))
 

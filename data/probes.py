@@ -50,8 +50,8 @@ def load_texts(name, cfg):
     Raises ConfigError for a setting that texts do not have, DataError.
     """
     kind, _, path = name.partition(':')
-    for key, default in (('chat', 'none'), ('languages', ('all',))):
-        if getattr(cfg, key) != default:
+    for key, defaults in (('chat', ('auto', 'none')), ('languages', (('all',),))):
+        if getattr(cfg, key) not in defaults:
             raise ConfigError(f'{key} = {getattr(cfg, key)}: {kind} scores tokens of all its '
                               f'texts; evaluate it without --{key} into another --out_dir')
     patterns = PATTERNS[kind]

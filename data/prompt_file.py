@@ -2,7 +2,7 @@
 
 from data.chat import encode_prompt
 from data.files import parsed, read_rows
-from data.messages import dialogue, read_turns, with_context, without_nulls
+from data.messages import dialogue, read_turns, take_tools, with_context, without_nulls
 from runtime.errors import DataError
 
 
@@ -17,7 +17,7 @@ def read_prompts(path, tokenizer, template, add_bos):
     places = {}
 
     def parse(row, place):
-        given = without_nulls(row)
+        given, tools = take_tools(without_nulls(row))
         if ('prompt' in given) == ('messages' in given) or 'answers' in given:
             raise DataError(f'fields {", ".join(row) or "(none)"}; wanted either "prompt" or '
                             f'"messages", and no "answers"')
@@ -32,10 +32,10 @@ def read_prompts(path, tokenizer, template, add_bos):
         messages = with_context(given, turns)
         if (role := messages[-1]['role'] if messages else None) != 'user':
             raise DataError(f"the last message must have the role 'user', not {role!r}")
-        if not template and ('messages' in given or len(messages) > 1):
-            raise DataError('"messages", a system message and a history need a chat template: '
+        if not template and ('messages' in given or len(messages) > 1 or tools):
+            raise DataError('"messages", a system message, tools and a history need a template: '
                             'leave out --raw')
-        return row | {'id': id}, *encode_prompt(messages, tokenizer, template, add_bos)
+        return row | {'id': id}, *encode_prompt(messages, tokenizer, template, add_bos, tools)
 
     for place, row in read_rows(path):
         entry = parsed(place, row, parse, place)

@@ -252,7 +252,8 @@ def dropout_words(cfg):
 
 
 def chat_words(cfg):
-    return 'plain text' if cfg.chat == 'none' else f'chat template {cfg.chat}'
+    turns = ', shots as turns' * cfg.multiturn
+    return 'plain text' if cfg.chat == 'none' else f'chat template {cfg.chat}{turns}'
 
 
 # ---- Questions with options ----------------------------------------------------------------------
@@ -273,7 +274,9 @@ class OptionTask(Task):
     def tokenize(self, tokenizer, cfg):
         """Yield (question, Tree or DataError) of each of `items`."""
         return tokenize_questions(self.items, self.shots, tokenizer, add_bos=cfg.add_bos,
-                                  max_length=cfg.max_length, chat=cfg.chat)
+                                  max_length=cfg.max_length, chat=cfg.chat,
+                                  multiturn=cfg.multiturn,
+                                  header_as_system=cfg.prompt_format == 'harness')
 
     def as_text(self, question):
         """Return (context, options) pairs of a question as plain text, with all shots."""

@@ -33,6 +33,7 @@ class Tokenizer:
     strips:      {id of a control token: (before it, after it)}, whether white space disappears
     fresh_after: ids after which a text is encoded as at its beginning
     fingerprint: a hash of the file and of what the files beside it say
+    chat_templates, special_names: see the functions of these names
     """
 
     def __init__(self, control_ids, bos_id, eos_id, n_vocab, strips, leads_with_space):
@@ -189,6 +190,8 @@ def load_tokenizer(folder):
     said_beside = tokenizer.bos_id, tokenizer.eos_id, tokenizer.control_ids, tokenizer.strips
     tokenizer.fingerprint = hashlib.sha256(raw + repr(said_beside).encode()).hexdigest()[:16]
     tokenizer.end_ids = {tokenizer.eos_id, *generation_ends(folder)}
+    tokenizer.special_names = special_names(settings_beside(folder))
+    tokenizer.chat_templates = chat_templates(folder)
     return tokenizer
 
 
@@ -219,6 +222,28 @@ def settings_beside(folder):
             raise DataError(f'{folder}: {key} = {settings[key]!r} in tokenizer_config.json or '
                             f'special_tokens_map.json; it must be the name of a token, or null')
     return settings
+
+
+def special_names(settings):
+    """Return {'bos_token': name, ...} of the settings that name a token, for chat templates."""
+    return {key: value for key, value in settings.items()
+            if key.endswith('_token') and isinstance(value, str)}
+
+
+def chat_templates(folder):
+    """Return {name: Jinja source} of the chat templates in a folder; the usual one is 'default'."""
+    path = Path(folder) / 'chat_template.jinja'
+    if path.exists():
+        others = Path(folder).glob('additional_chat_templates/*.jinja')
+        return {'default': path.read_text(encoding='utf-8')} | {
+            other.stem: other.read_text(encoding='utf-8') for other in others}
+    for name in ('chat_template.json', 'tokenizer_config.json'):
+        found = read_beside(folder, name).get('chat_template')
+        if isinstance(found, list):
+            found = {part['name']: part['template'] for part in found}
+        if found:
+            return found if isinstance(found, dict) else {'default': found}
+    return {}
 
 
 def added_beside(folder):

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from data.chat import TEMPLATES
+from data.templates import TEMPLATES, missing_tokens
 from runtime.config import run_folder, run_settings
 from runtime.errors import ConfigError
 from runtime.json_rules import check_values
 
 # the settings of a run that decide how its model is used, with their values as in check_values
-TRAINED = {'template': [*TEMPLATES], 'data_kind': [str], 'add_bos': [bool, None],
+TRAINED = {'template': [str], 'data_kind': [str], 'add_bos': [bool, None],
            'revision': [str, None]}
 
 
@@ -20,11 +20,33 @@ def training_settings(folder):
     return settings
 
 
-def trained_template(folder):
-    """Return the chat template of the run that trained the model in `folder`, or ConfigError."""
+def pick_template(name, folder, tokenizer, otherwise=None):
+    """Return the name of a chat template of the model in `folder`, for 'auto' and 'trained' too.
+
+    That is the template of the run that trained the model here, else 'model', the tokenizer's own,
+    else `otherwise`, or ConfigError. A run can have had a template that is only in its folder now.
+    """
+    if name not in ('auto', 'trained'):
+        return name
     settings = training_settings(folder)
-    if settings.get('data_kind') != 'instruct' or 'template' not in settings:
-        raise ConfigError(f'chat = trained, but {folder} was not trained here on conversations; '
-                          f'name the template, for example --chat=tulu, or use plain text: '
-                          f'--chat=none in evaluate.py, --raw in sample.py and generate.py')
-    return settings['template']
+    own = settings.get('template') if settings.get('data_kind') == 'instruct' else None
+    if own in TEMPLATES and not (missing_tokens(own, tokenizer) and tokenizer.chat_templates):
+        return own
+    if tokenizer.chat_templates and (own or name == 'auto'):
+        return 'model'
+    if otherwise:
+        return otherwise
+    raise ConfigError(f'{folder} brings no chat template and was not trained here on '
+                      f'conversations; name the template, for example --chat=tulu, or use plain '
+                      f'text: --chat=none in evaluate.py, --raw in sample.py and generate.py')
+
+
+def pick_chat(name, folder, tokenizer):
+    """Return the `chat` of an evaluation of the model in `folder`, for 'auto' too.
+
+    A model that was trained here is asked as its base model was: in plain text if that brought no
+    template.
+    """
+    if name == 'auto' and training_settings(folder).get('template', 'model') != 'model':
+        return 'none'
+    return pick_template(name, folder, tokenizer, otherwise='none' if name == 'auto' else None)

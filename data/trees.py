@@ -8,19 +8,23 @@ import functools
 import os
 import re
 from dataclasses import replace
+from typing import NamedTuple
 
-from data.chat import begins_text, question_frame
+from data.chat import begins_text, question_frame, with_header
+from data.files import dialogue
 from data.tree_rows import Tree
 from runtime.errors import DataError
 
 
-def tokenize_questions(questions, shots, tokenizer, *, add_bos, max_length, chat='none'):
+def tokenize_questions(questions, shots, tokenizer, *, add_bos, max_length, chat='none',
+                       multiturn=False, header_as_system=False):
     """Yield (question, Tree or DataError), each with as many whole shots as max_length allows.
 
     shots: {Question.group: solved questions}
     chat:  name of the chat template, or 'none' for plain text
+    multiturn, header_as_system: in a chat, see OptionEncoder
     """
-    encoder = OptionEncoder(tokenizer, add_bos, chat)
+    encoder = OptionEncoder(tokenizer, add_bos, chat, multiturn, header_as_system)
     for question in questions:
         try:
             yield question, question_tree(question, shots.get(question.group, []), encoder,
@@ -33,14 +37,14 @@ def question_tree(question, shots, encoder, max_length):
     """Return the Tree of a question; DataError if it does not even fit without shots."""
     word = re.match(r'\s*\S*', question.context)[0]
     for n in range(len(shots), -1, -1):
-        text = question.header + ''.join(shot.solved for shot in shots[:n])
-        ids, parts = encoder.encode_before(text, word), question.parts
+        frame, text = encoder.around(question, shots[:n])
+        ids, parts = encoder.encode_before(frame, text, word), question.parts
         if ids is None:     # a token spans both texts, so they are encoded as one
             ids, parts = [], [replace(part, context=text + part.context) for part in parts]
-        before = (*encoder.opening, *ids)
+        before = (*frame.opening, *ids)
         starts, prompts = [], []
         for part in parts:
-            context, whole = encoder.encode(part, start=not ids)
+            context, whole = encoder.encode(part, frame, start=not ids)
             starts += [len(before) + len(context)] * len(whole)
             prompts += whole
         longest = len(before) + max(map(len, prompts))
@@ -51,43 +55,73 @@ def question_tree(question, shots, encoder, max_length):
                     f'the model or max_length allows {max_length}')
 
 
+class Frame(NamedTuple):
+    """What stands around a question, as `question_frame` returns it."""
+    opening: list = []      # ids
+    before: str = ''
+    after: str = ''
+    closing: list = []      # ids
+    lead: str = ''
+
+
 class OptionEncoder:
     """Encode a question's context and context + option, with the tokens of the whole text.
 
-    In a chat template, header, shots and context are the user's message, and an option, without
-    white space around it, is the answer. The tokens are those of the conversation in training.
+    In a chat template, header, shots and context are the user's message, and an option without the
+    space before it is the answer, as in lm-evaluation-harness. multiturn: each shot is a message of
+    the user and an answer. header_as_system: the header is the system message, also as there.
     """
 
-    def __init__(self, tokenizer, add_bos, template):
+    def __init__(self, tokenizer, add_bos, template, multiturn=False, header_as_system=False):
+        self.tokenizer, self.template, self.multiturn = tokenizer, template, multiturn
+        self.header_as_system = header_as_system
+        self.add_bos, self.in_chat = add_bos, template != 'none'
         self.encode_text = tokenizer.encode
         self.encode_line = functools.lru_cache(1000)(functools.partial(tokenizer.encode,
                                                                        start=False))
-        self.encode_before = functools.lru_cache(1000)(self._encode_before)
-        bos, self.in_chat = [tokenizer.bos_id] * add_bos, template != 'none'
-        self.opening, self.before, self.after, self.closing, self.lead = (
-            question_frame(tokenizer, template, add_bos) if self.in_chat else (bos, '', '', [], ''))
-        self.start = begins_text(self.opening, bos, tokenizer)
+        self.before = functools.lru_cache(1000)(self._before)
+        self.frame = functools.lru_cache(1000)(self._frame)
 
-    def _encode_before(self, text, word):
+    def around(self, question, shots):
+        """Return (the Frame of a question, the text of the header and shots in front of it)."""
+        header, turns = question.header, ()
+        system, header = (header, '') if self.in_chat and self.header_as_system else ('', header)
+        if not (self.in_chat and self.multiturn and shots):
+            return self.frame(system, ()), header + ''.join(shot.solved for shot in shots)
+        for shot in shots:
+            answer = shot.options[shot.answer].removeprefix(' ') + shot.ending
+            turns += (header + shot.context, answer)
+            header = ''
+        return self.frame(system, turns), ''
+
+    def _frame(self, system, turns):
+        if not self.in_chat:
+            return Frame([self.tokenizer.bos_id] * self.add_bos)
+        return Frame(*with_header(system, dialogue(*turns), lambda messages: question_frame(
+            self.tokenizer, self.template, self.add_bos, messages)))
+
+    def encode_before(self, frame, text, word):
         """Return the tokens of a text in front of a word, None if a token spans both."""
-        if not text:
-            return []
-        whole = self.encode_text(self.before + text + word, self.start)
+        return self.before(frame.before, text, word, begins_text(frame.opening, self.tokenizer)
+                           ) if text else []
+
+    def _before(self, before, text, word, start):
+        whole = self.encode_text(before + text + word, start)
         end = self.encode_line(word)
         return whole[:-len(end)] if end and whole[-len(end):] == end else None
 
-    def encode(self, question, start):
+    def encode(self, question, frame, start):
         """Return (tokens of the context, [tokens of context + option]).
 
-        start: whether nothing but `opening` precedes the context
+        start: whether nothing but the opening of the Frame precedes the context
         """
-        text = (self.before if start else '') + question.context + self.after
-        start = start and self.start
-        context = self.encode_text(text, start) + self.closing
+        text = (frame.before if start else '') + question.context + frame.after
+        start = start and begins_text(frame.opening, self.tokenizer)
+        context = self.encode_text(text, start) + frame.closing
         if self.in_chat:
             if not all(option.strip() for option in question.options):
                 raise DataError(f'{question.place}: an option is empty')
-            return context, [context + self.encode_line(self.lead + option.strip())
+            return context, [context + self.encode_line(frame.lead + option.removeprefix(' '))
                              for option in question.options]
         # no tokenizer joins a line break with what follows, so if the context ends in the tokens of
         # its last line, only that line is encoded again for each option

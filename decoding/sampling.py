@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from data.chat import TEMPLATES
+from data.templates import TEMPLATES
 from runtime.config import require_given, require_range
 from runtime.errors import ConfigError
 
@@ -30,8 +30,8 @@ class DecodingConfig(Sampling):
     """The settings that generate.py and sample.py share."""
     model: str = ''                     # a folder in Hugging Face layout, or a hub name
     revision: str | None = None         # the hub revision of the model
-    # the chat template; trained: that of the model's train.py run
-    chat: Literal['trained', *TEMPLATES] = 'trained'
+    # the chat template; auto: that of the model's train.py run here, else the tokenizer's own
+    chat: Literal['auto', 'model', 'trained', *TEMPLATES] = 'auto'
     raw: bool = False                   # continue each prompt as plain text, without chat
     device: str = 'auto'                # 'cpu', 'cuda', 'cuda:1'; auto: a GPU if there is one
     dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # auto: bfloat16 on a GPU, else float32
@@ -55,6 +55,6 @@ def check_decoding(cfg):
     for key, off in (('top_p', 1), ('top_k', 0), ('min_p', 0)):
         if cfg.temperature == 0 and getattr(cfg, key) != off:
             raise ConfigError(f'{key} = {getattr(cfg, key)} needs a temperature above 0, such as 1')
-    if cfg.raw and cfg.chat != 'trained':
+    if cfg.raw and cfg.chat != 'auto':
         raise ConfigError(f'--raw is plain text, and --chat={cfg.chat} a chat template; leave one '
                           f'of them out')

@@ -35,7 +35,6 @@ def report_config(cfg, model_folder, out_dir):
     """Return cfg.eval with what the run decides."""
     return replace(cfg.eval, model=str(model_folder), out_dir=str(out_dir), device=cfg.device,
                    dtype=cfg.dtype, seed=cfg.seed,
-                   chat=cfg.template if cfg.eval.chat == 'trained' else cfg.eval.chat,
                    add_bos=cfg.add_bos if cfg.eval.add_bos is None else cfg.eval.add_bos)
 
 

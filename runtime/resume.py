@@ -89,7 +89,7 @@ def check_run(cfg, free_keys):
             now = getattr(cfg, key, value)
             if key in ('model', 'data'):
                 value, now = full_path(str(value)), full_path(now)
-            chosen = key == 'micro_rows' and now is None    # by the run itself
+            chosen = (key, now) in (('micro_rows', None), ('template', 'auto'))  # by the run itself
             if key not in free_keys and now != value and not chosen:
                 raise ConfigError(f'resume: the run in {out_dir} has {key} = {value!r}, not '
                                   f'{now!r}; keep it, or --overwrite the run')

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -20,7 +21,7 @@ import demo
 import evaluate
 import sample
 import train
-from data.trained_settings import trained_template, training_settings
+from data.trained_settings import pick_chat, pick_template, training_settings
 from data.files import parsed
 from compare import compare
 from runtime import cli
@@ -274,14 +275,35 @@ def test_a_worker_that_ends_stops_the_work_with_a_message(capfd):
 
 
 @pytest.mark.parametrize('content, message', [
-    ("template = 'zephyr'", "template = 'zephyr' is not supported"),
+    ("template = 3", "template = 3 is not supported"),
     ("add_bos = 'no'", "add_bos = 'no' is not supported; it must be true or false or null")])
 def test_a_wrong_setting_of_the_run_that_trained_a_model_is_named(tmp_path, content, message):
     (tmp_path / 'train_config.py').write_text(f"data_kind = 'instruct'\n{content}\n")
     (tmp_path / 'epoch-1').mkdir()
-    for read in (trained_template, training_settings):
+    for read in (training_settings, lambda folder: pick_template('auto', folder, None),
+                 lambda folder: pick_chat('auto', folder, None)):
         with pytest.raises(CheckpointError, match=f'train_config.py: {message}'):
             read(tmp_path / 'epoch-1')
+
+
+def test_the_template_of_a_model_is_its_own_or_that_of_its_run(tmp_path):
+    brings, none = SimpleNamespace(chat_templates={'default': 'x'}), SimpleNamespace(
+        chat_templates={})
+    assert (pick_template('auto', tmp_path, brings), pick_chat('auto', tmp_path, brings)) == (
+        'model', 'model')
+    assert (pick_template('auto', tmp_path, none, 'tulu'), pick_chat('auto', tmp_path, none)) == (
+        'tulu', 'none')
+    assert pick_template('alpaca', tmp_path, brings) == 'alpaca'
+    with pytest.raises(ConfigError, match='brings no chat template and was not trained here'):
+        pick_template('auto', tmp_path, none)
+    with pytest.raises(ConfigError, match='brings no chat template and was not trained here'):
+        pick_chat('trained', tmp_path, brings)      # not by a run here
+    for template, own in (('tulu', 'tulu'), ('model', 'model'), ('olmo2', 'model')):
+        (tmp_path / 'train_config.py').write_text(
+            f"data_kind = 'instruct'\ntemplate = {template!r}\n")
+        assert pick_template('trained', tmp_path, brings) == own
+        # asked as its base model was, which brought a template if that was trained
+        assert pick_chat('auto', tmp_path, brings) == ('model' if template == 'model' else 'none')
 
 
 def test_shipped_configs_load():

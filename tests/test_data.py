@@ -187,7 +187,7 @@ def test_a_row_says_all_of_its_conversation(row, messages):
     assert to_messages(row) == messages
 
 
-@pytest.mark.parametrize('template, key', [('tulu', 'weight'), ('mistral', 'train')])
+@pytest.mark.parametrize('template, key', [('tulu', 'weight'), ('mistral_v1', 'train')])
 def test_an_answer_that_is_not_trained_has_the_same_tokens_without_loss(tmp_path, tokenizers, key,
                                                                         template):
     first, last = EARLIER[1] | {key: 0}, SAME[1] | {key: True}

@@ -16,7 +16,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from common import (HERE, SHARED, WORDS, by_transformers, edit_config, log_probs_after, logits_of,
+from common import (HERE, SHARED, WORDS, asking, by_transformers, edit_config, log_probs_after,
+                    logits_of,
                     lora_model, needs_files, reference_model, refused, results_of, rewrite, tree,
                     write_rows)
 
@@ -24,13 +25,16 @@ import evaluate
 import scoring
 import metrics
 from data import benchmarks
+from data.questions import load_task
 from data.tokenizer import load_tokenizer
+from data.trees import tokenize_questions
 from compare import runs, significance
 from results import report
 from results.samples import DIAGRAM, read_samples
 from bridges import adapter
 from runtime import checkpoint, ownership, saving
 from runtime.errors import ConfigError, DataError
+from written.benchmarks import encode, load_written
 
 
 def test_questions_can_be_scored_in_the_chat_template(foxes, tmp_path, capsys):
@@ -39,13 +43,13 @@ def test_questions_can_be_scored_in_the_chat_template(foxes, tmp_path, capsys):
                           ('chatml', 'needs <.im_start.>, <.im_end.>, which the')):
         foxes.refuses(message, f'--chat={chat}', model=model)
     (model / 'train_config.py').write_text(
-        "data_kind = 'instruct'\ntemplate = 'mistral'\nadd_bos = False\n")
+        "data_kind = 'instruct'\ntemplate = 'mistral_v1'\nadd_bos = False\n")
     result = foxes.score('--chat=trained', model=model)['foxes']
     config = results_of(foxes.out)['config']
-    assert result['chat'] == config['chat'] == 'mistral' and config['add_bos'] is False
+    assert result['chat'] == config['chat'] == 'mistral_v1' and config['add_bos'] is False
     assert result['distribution'] == (
         'mmlu, 0 shots, options scored by letters, log-probabilities per token, '
-        'chat template mistral')
+        'chat template mistral_v1')
     assert result['distribution'] in capsys.readouterr().out
 
 
@@ -677,13 +681,18 @@ found, folder = {}, pathlib.Path(lm_eval.tasks.__file__).parent
 # the index of all its tasks would take longer than the rest
 tasks = lm_eval.tasks.TaskManager(include_defaults=False, include_path=[str(folder / x) for x in (
     'mmlu', 'arc', 'hellaswag', 'xcopa', 'winogrande', 'super_glue', 'truthfulqa',
-    'inverse_scaling')])
-for task in sys.argv[4:]:
-    results = lm_eval.simple_evaluate(lm, tasks=[task], num_fewshot=5 * ('mmlu' in task),
-                                      log_samples=True, bootstrap_iters=0, task_manager=tasks)
+    'inverse_scaling', 'gsm8k')])
+chat = {'apply_chat_template': True, 'fewshot_as_multiturn': sys.argv[4] == 'multiturn'}
+lm.generate_until = lambda requests, **_: [''] * len(requests)
+for task in sys.argv[5:]:
+    results = lm_eval.simple_evaluate(
+        lm, tasks=[task], num_fewshot=5 * (task[:4] in ('mmlu', 'gsm8')), log_samples=True,
+        bootstrap_iters=0, task_manager=tasks, **(chat if sys.argv[4] else {}))
     samples = sorted(results['samples'][task], key=lambda s: s['doc_id'])
-    found[task] = [[r[0] if isinstance(r[0], float) else r[0][0] for r in s['filtered_resps']]
-                   for s in samples]
+    found[task + ' prompts'] = [[prompt for prompt, _ in s['arguments']] for s in samples]
+    found[task] = [] if task == 'gsm8k' else [
+        [r[0] if isinstance(r[0], float) else r[0][0] for r in s['filtered_resps']]
+        for s in samples]
 json.dump(found, open(sys.argv[3], 'w'))
 """
 
@@ -730,27 +739,48 @@ def hub_tasks():
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec('lm_eval') is None, reason='needs lm-eval')
-@pytest.mark.parametrize('name, file', [
-    ('llama', 'llama2_tokenizer.model'), ('mistral', 'mistral_tokenizer.model.v1')])
-def test_log_probs_equal_lm_evaluation_harness(name, file, tmp_path):
-    """Every option of each row, in float32, with lm-evaluation-harness's own tasks and model."""
+@pytest.mark.parametrize('name, file, chat', [
+    ('llama', 'llama2_tokenizer.model', ''), ('mistral', 'mistral_tokenizer.model.v1', ''),
+    ('llama', 'qwen3_tokenizer.json.gz', 'chat'),
+    ('llama', 'qwen3_tokenizer.json.gz', 'multiturn')])
+def test_log_probs_equal_lm_evaluation_harness(name, file, chat, tmp_path):
+    """Every option of each row, in float32, with lm-evaluation-harness's own tasks and model.
+
+    In the chat template of the tokenizer as well, where the prompts of GSM8K are compared, too.
+    """
     import transformers
     needs_files(f'tokenizers/{file}', 'datasets')
     (folder := tmp_path / 'model').mkdir()
-    shutil.copyfile(SHARED / 'tokenizers' / file, folder / 'tokenizer.model')
-    reference_model(name, folder, vocab_size=32000, max_position_embeddings=4096, head_dim=16)
-    transformers.LlamaTokenizer.from_pretrained(folder, add_bos_token=True).save_pretrained(folder)
-    tasks, dev = hub_tasks(), rows_of('mmlu/dev.jsonl.gz', None, lambda line: '"anatomy"' in line)
+    if chat:
+        (folder / 'tokenizer.json').write_bytes(gzip.decompress(
+            (SHARED / 'tokenizers' / file).read_bytes()))
+        template = (HERE / 'tests' / 'chat_templates' / 'default_system.jinja').read_text()
+        (folder / 'tokenizer_config.json').write_text(json.dumps({
+            'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': '<|im_end|>',
+            'chat_template': template}))
+        reference_model(name, folder, vocab_size=151936, max_position_embeddings=4096, head_dim=16)
+    else:
+        shutil.copyfile(SHARED / 'tokenizers' / file, folder / 'tokenizer.model')
+        reference_model(name, folder, vocab_size=32000, max_position_embeddings=4096, head_dim=16)
+        transformers.LlamaTokenizer.from_pretrained(
+            folder, add_bos_token=True).save_pretrained(folder)
+    problems = rows_of('gsm8k/test.jsonl.gz', 12)
+    tasks = {task: row for task, row in hub_tasks().items()     # NeQA's prompts end in a space
+             if not (chat and task == 'inverse_scaling_neqa')}
+    dev = rows_of('mmlu/dev.jsonl.gz', None, lambda line: '"anatomy"' in line)
     content = {hub: dict.fromkeys(('train', 'validation', 'test'), rows) | {'dev': dev}
                for _, _, hub, rows in tasks.values()}
+    content['openai/gsm8k'] = {'train': problems[:1] * 12, 'test': problems}
     (tmp_path / 'data.json').write_text(json.dumps(content))
     (tmp_path / 'harness.py').write_text(HARNESS)
     # elsewhere: its package `evaluate` has the name of our file
-    done = subprocess.run([sys.executable, 'harness.py', folder, 'data.json', 'found.json', *tasks],
+    done = subprocess.run([sys.executable, 'harness.py', folder, 'data.json', 'found.json', chat,
+                           *tasks, *['gsm8k'] * bool(chat)],
                           cwd=tmp_path, capture_output=True, text=True,
                           env={**os.environ, 'HF_DATASETS_OFFLINE': '1', 'HF_HUB_OFFLINE': '1'})
     assert done.returncode == 0, done.stderr[-3000:]
     theirs = json.loads((tmp_path / 'found.json').read_text())
+    asked = [f'--chat={"model" if chat else "none"}', *['--multiturn'] * (chat == 'multiturn')]
     for task, (ours, file, _, rows) in tasks.items():
         write_rows(tmp_path / task / 'dev.jsonl', dev if ours == 'mmlu' else rows)
         path = write_rows(tmp_path / task / file, rows)
@@ -758,10 +788,32 @@ def test_log_probs_equal_lm_evaluation_harness(name, file, tmp_path):
         place = f'{ours}:{place}'.removeprefix(':')
         evaluate.main([f'--model={folder}', f'--tasks={place}', f'--shots={5 * (ours == "mmlu")}',
                        '--prompt_format=harness', f'--out_dir={tmp_path / f"out-{task}"}',
-                       '--n_bootstrap=0', '--dtype=float32'])
+                       '--n_bootstrap=0', '--dtype=float32', *asked])
         found = read_samples(tmp_path / f'out-{task}' / 'samples.jsonl')
         assert len(found) == len(theirs[task]) > 10
         for sample, b in zip(found, theirs[task], strict=True):
             a, b = ((sorted(x) if task == 'truthfulqa_mc1' else x)     # in another order here
                     for x in (sample['log_probs'], b))
-            assert a == pytest.approx(b, abs=1e-4)
+            if chat:        # it scores the line break that ends the prompt with each option, too
+                a, b = (np.subtract(x, x[0]) for x in (a, b))
+            assert a == pytest.approx(b, abs=1e-4) or (
+                chat and ours == 'winogrande_xl')      # after another context with each option
+        if chat:
+            cfg = asking(chat='model', multiturn=chat == 'multiturn', prompt_format='harness',
+                         shots=5 * (ours == 'mmlu'))
+            loaded = load_task(place, cfg)
+            trees = tokenize_questions(loaded.items, loaded.shots, load_tokenizer(folder), chat=chat
+                                       and 'model', add_bos=False, max_length=10 ** 6,
+                                       multiturn=cfg.multiturn, header_as_system=True)
+            prompts = [[load_tokenizer(folder).decode(ids[:start]) for ids, start in zip(
+                tree.sequences, tree.starts, strict=True)] for _, tree in trees]
+            assert prompts == theirs[f'{task} prompts']
+    if chat:
+        write_rows(tmp_path / 'gsm8k' / 'test.jsonl', problems)
+        write_rows(tmp_path / 'gsm8k' / 'train.jsonl', problems[:1] * 12)
+        cfg = asking(chat='model', multiturn=chat == 'multiturn', prompt_format='harness', shots=5,
+                     max_length=10 ** 6, add_bos=False)
+        loaded = load_written(f'gsm8k:{tmp_path / "gsm8k"}', cfg)
+        prompts = [encode(question, loaded.shots[''], load_tokenizer(folder), cfg, 0)[0]
+                   for question in loaded.items]
+        assert [[load_tokenizer(folder).decode(ids)] for ids in prompts] == theirs['gsm8k prompts']

@@ -63,7 +63,7 @@ def test_the_chosen_answer_is_the_better_one_or_the_row_is_left_out(change, outc
     assert encoded(ROWS['UltraFeedback'] | change, tokenizer) == outcome
 
 
-@pytest.mark.parametrize('template', ['tulu', 'mistral', 'alpaca'])
+@pytest.mark.parametrize('template', ['tulu', 'mistral_v1', 'alpaca'])
 def test_prompt_and_answers_have_the_tokens_of_generation_and_of_training(template, tokenizer):
     messages = [said('user', 'Name a color.')]
     if template != 'alpaca':

@@ -2,21 +2,18 @@
 
 import base64
 import gzip
-import itertools
 import json
 import random
-import re
 from types import SimpleNamespace
 
 import pytest
 import tokenizers
 import transformers
-from common import CORPUS, HERE, SHARED, needs_files, sentencepiece_folder, tiktoken_folder
+from common import CORPUS, SHARED, needs_files, sentencepiece_folder, tiktoken_folder
 from bridges import export
 from data import byte_pairs, chat
-from data.messages import to_messages
 from data.tokenizer import load_model_tokenizer, load_tokenizer
-from runtime.errors import CheckpointError, ConfigError, DataError
+from runtime.errors import CheckpointError, DataError
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 QWEN_PATTERN = byte_pairs.LLAMA3_PATTERN.replace(r'\p{N}{1,3}', r'\p{N}')
@@ -316,77 +313,9 @@ def test_bos_and_eos_of_a_tokenizer_json(tmp_path):
     assert not {0, 1} & {*tokenizer.encode('<|begin|> and <|end|>')}
 
 
-TEMPLATES = HERE / 'tests' / 'chat_templates'
-# what the models' own files say, in short
-OFFICIAL = {path.stem: path.read_text() for path in sorted(TEMPLATES.glob('*.jinja'))}
-
-
-def official_folder(folder, template):
-    """A base model's folder whose tokenizer.json has the control tokens of a template."""
-    if template == 'phi3':
-        return phi3_folder(folder)
-    names = re.findall(r"<\|\w+\|>|\[/?[A-Z_]+\]|</?s>", OFFICIAL[template])
-    names = ['<|endoftext|>'] if template == 'olmo2' else names     # its roles are text
-    eos = {'tekken': '</s>', 'olmo2': '<|endoftext|>'}.get(template, '<|end|>')
-    bos = {'cohere': '<|begin|>', 'tekken': '<s>'}.get(template)
-    train_bpe(folder, bos=bos, special=dict.fromkeys(names), eos_token=eos)
-    (folder / 'config.json').write_text('{"model_type": "llama"}')
-    return folder
-
-
-@pytest.mark.parametrize('template', OFFICIAL)
-def test_templates_are_those_of_the_models(template, tmp_path):
-    folder = official_folder(tmp_path, template)
-    tokenizer = load_tokenizer(folder)
-    add_bos = tokenizer.bos_id is not None
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-    theirs.bos_token = '<|begin|>'
-    ours = chat.jinja(template, tokenizer, add_bos)
-    spaces = [{'role': 'user', 'content': ' a \n'}, {'role': 'assistant', 'content': '\n b \n'}]
-    # text in front of an answer is not encoded together with it
-    text = template in ('chatml', 'olmo2')
-    for messages in (MESSAGES[1:3], MESSAGES[:2]) if text else (*CHATS[:5], MESSAGES[:2], spaces):
-        asking = messages[-1]['role'] == 'user'
-        shown = {'conversation': messages, 'add_generation_prompt': asking}
-        right = theirs.apply_chat_template(**shown, chat_template=OFFICIAL[template])['input_ids']
-        assert theirs.apply_chat_template(**shown, chat_template=ours)['input_ids'] == right
-        ids, stop = (chat.encode_prompt(messages, tokenizer, template, add_bos) if asking else
-                     chat.encode_conversation(messages, tokenizer, template, add_bos))
-        assert ids == right, messages
-        assert not asking or len(stop) <= 2
-    ids, mask = chat.encode_conversation(MESSAGES[1:3], tokenizer, template, add_bos)
-    of_reward = chat.jinja(template, tokenizer, add_bos, reward=True)
-    end = max(i for i, supervised in enumerate(mask) if supervised)
-    assert ids[:end + 1] == theirs.apply_chat_template(
-        MESSAGES[1:3], chat_template=of_reward)['input_ids']
-    answer = tokenizer.decode([i for i, supervised in zip(ids, mask, strict=True) if supervised])
-    assert re.fullmatch(r'It is blue\.(<\|?\w+\|>|</s>)', answer)
-
-
 MESSAGES = [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 'The sky?'},
             {'role': 'assistant', 'content': 'It is blue.'}, {'role': 'user', 'content': 'fox <|'},
             {'role': 'assistant', 'content': '\njumps'}]
-
-
-# the tokenizer of a template; its MESSAGES with the supervised tokens in {braces} are in a file
-RENDERED = {'tulu': 'llama3', 'llama3': 'llama3', 'gemma': 'gemma', 'mistral': 'mistral',
-            'mistral_as_text': 'llama2', 'alpaca': 'llama2'}
-ALPACA = {'instruction': 'Add <|.', 'input': '1\n\n2', 'output': '3 foxes\n'}
-
-
-@pytest.mark.parametrize('template', RENDERED)
-def test_templates_render_with_the_right_loss_mask(tokenizers, template):
-    expected = (TEMPLATES / f'{template}.txt').read_text().removesuffix('\n')
-    tokenizer, template = tokenizers[RENDERED[template]], template.split('_')[0]
-    messages = to_messages(ALPACA) if template == 'alpaca' else MESSAGES
-    ids, loss_mask = chat.encode_conversation(messages, tokenizer, template)
-    shown = ''
-    for flag, group in itertools.groupby(zip(loss_mask, ids, strict=True), lambda pair: pair[0]):
-        piece = tokenizer.decode([i for _, i in group], start=not shown)
-        shown += '{' + piece + '}' if flag else piece
-    assert shown == expected
-    assert ids.count(tokenizer.bos_id) == 1
-    assert chat.encode_conversation(messages, tokenizer, template, add_bos=False)[0] == ids[1:]
 
 
 def base_folder(folder, kind):
@@ -418,9 +347,9 @@ def in_transformers(folder, template=None, add_bos=True):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('kind, templates', [
-    ('llama3', ['tulu']), ('llama3.json', ['tulu', 'mistral', 'llama3']), ('qwen', ['chatml']),
+    ('llama3', ['tulu']), ('llama3.json', ['tulu', 'mistral_v1', 'llama3']), ('qwen', ['chatml']),
     ('gemma', ['tulu', 'gemma']), ('mistral', ['tulu', 'mistral']),
-    ('llama2', ['mistral', 'alpaca'])])
+    ('llama2', ['mistral_v1', 'alpaca'])])
 def test_transformers_reads_what_a_run_saves(kind, templates, tmp_path):
     theirs, ours = in_transformers(base_folder(tmp_path / 'run', kind))
     assert (theirs.chat_template == 'of the base model') == (kind in ('llama3.json', 'qwen'))
@@ -474,7 +403,7 @@ def test_real_tokenizers_have_the_ids_of_transformers(file, eos, tmp_path):
         return
     (tmp_path / 'tokenizer.model').write_bytes(content)
     (tmp_path / 'config.json').write_text('{"model_type": "llama"}')
-    template = 'llama3' if 'llama3' in file else 'mistral'
+    template = 'llama3' if 'llama3' in file else 'mistral' if 'v3' in file else 'mistral_v1'
     theirs, ours = in_transformers(tmp_path, template)
     for messages in CHATS:
         assert theirs.apply_chat_template(messages)['input_ids'] == chat.encode_conversation(
@@ -506,15 +435,3 @@ def test_generation_stops_at_the_end_of_a_turn(tmp_path):
     assert not (gemma / 'generation_config.json').exists()
 
 
-def test_jinja_raises_as_python_does(tokenizers, tmp_path):
-    import jinja2
-    theirs, ours = in_transformers(base_folder(tmp_path / 'run', 'gemma'), 'gemma')
-    for messages, wrong in (
-            ([MESSAGES[0], MESSAGES[2]], 'a system message must be followed by a user message'),
-            ([{'role': 'tool', 'content': 'x'}, MESSAGES[2]], 'tool.*wanted one of system, user')):
-        with pytest.raises(jinja2.exceptions.TemplateError, match=wrong):
-            theirs.apply_chat_template(messages, tokenize=False)
-        with pytest.raises(DataError, match=wrong):
-            chat.encode_conversation([*messages, *MESSAGES[2:3]], ours, 'gemma')
-    with pytest.raises(ConfigError, match="needs <start_of_turn>, .*'tulu' works"):
-        chat.encode_conversation(MESSAGES, tokenizers['llama3'], 'gemma')

@@ -23,7 +23,8 @@ import evaluate
 import metrics
 import train
 from data import packing
-from data.trained_settings import trained_template
+from data.tokenizer import load_tokenizer
+from data.trained_settings import pick_template
 from runtime import checkpoint, parallel, resume, trackers, trained
 from runtime.config import load_config
 from runtime.device import pick_device
@@ -200,7 +201,7 @@ def test_a_report_in_the_chat_template(settings_file, tmp_path):
     for place in ('.', 'before'):       # the base model is asked in the same way
         result = json.loads((tmp_path / place / 'results.json').read_text())['tasks']['questions']
         assert result['chat'] == 'tulu' and result['pooled']['n'] == 8
-    assert trained_template(tmp_path) == 'tulu'
+    assert pick_template('trained', tmp_path, load_tokenizer(tmp_path)) == 'tulu'
     for option, message in (('--data_kind=text', 'needs data_kind = .instruct'), (
             '--eval.dropout_seed=2', 'eval: dropout_seed needs the adapters that a run')):
         with pytest.raises(ConfigError, match=message):

@@ -50,6 +50,7 @@ class WrittenQuestion:
     language: str = ''
     place: str = ''             # file and line or row, for messages
     digest: str = ''            # hash of question and references
+    instruction: str = ''       # what an answer looks like, for a chat
     messages: list = field(default_factory=list)    # asked instead of header and context
     lead: str = ''              # begins the answer to `messages` in plain text
     judged: dict | None = None  # the earlier answer that `messages` ask about, graded
@@ -144,6 +145,8 @@ class WrittenBenchmark:
     stop: tuple = ('\n',)       # of plain text; an answer in a chat ends by itself
     max_tokens: int = 32        # of an answer
     runs_code: bool = False     # `match` runs what the model wrote
+    # in a chat in place of `header`, but for the format 'harness': what an answer looks like
+    instruction: str = 'Answer with a name, a number or a few words alone, not with a sentence.'
 
     def final(self, text):
         """Return the text without thoughts and stated confidences, which are no part of an answer.
@@ -160,6 +163,8 @@ class WrittenBenchmark:
     def grade(self, text, references, **options):
         """Return {'answer': extracted or None, 'key', 'correct', 'strict': right by that rule}.
 
+        'names_reference' is True for a wrong text with a reference in it, such as a sentence.
+
         What is right by the strict rule is right, and the answer. options: of `match`, such as the
         isolation of a program that it runs
         """
@@ -171,8 +176,10 @@ class WrittenBenchmark:
             strict = stated is not None and same(self.key, stated, references)
             if strict and not correct:      # 'Hook' in 'Capt. Hook' seemed to be a sentence
                 answer, correct = stated, True
+        named = not correct and self.lenient is short_answer and contains(
+            self.key, self.final(text), references)
         return {'answer': answer, 'key': None if answer is None else self.key(answer),
-                'correct': correct, 'strict': strict}
+                'correct': correct, 'strict': strict} | ({'names_reference': True} if named else {})
 
 
 GSM8K_FILES = (('main/test-*.parquet', 'test.jsonl*'), ('main/train-*.parquet', 'train*.jsonl*'))
@@ -193,18 +200,23 @@ WRITTEN_TASKS = {
                               popqa_row, match=contains),
     'gsm8k': WrittenBenchmark(
         'openai/gsm8k', *GSM8K_FILES, gsm8k_row, gsm8k_number, any_number, number,
-        header='', stop=('Question:',), max_tokens=256),
+        header='', stop=('Question:',), max_tokens=256,
+        instruction='Solve each problem step by step. End with a line that has "####" and the '
+                    'number alone.'),
     'gsm8k_short': WrittenBenchmark(
         'openai/gsm8k', *GSM8K_FILES, gsm8k_short_row, only_number, short_number, number,
-        header='Answer these questions with a number alone.\n\n', max_tokens=16),
+        header='Answer these questions with a number alone.\n\n', max_tokens=16,
+        instruction='Answer with the number alone.'),
     'math500': WrittenBenchmark(
         'HuggingFaceH4/MATH-500', ('test.jsonl*',), ('train.jsonl*',), math_row,
         last_boxed, any_formula, formula, prompt='Problem: {}\nSolution:',
         header='Solve these problems. Put each final answer in \\boxed{}.\n\n',
-        stop=('Problem:',), max_tokens=1024),
+        stop=('Problem:',), max_tokens=1024,
+        instruction='Solve each problem step by step. Put the final answer in \\boxed{}.'),
     'humaneval': WrittenBenchmark(
         code_tasks.HUMANEVAL, code_tasks.PATTERNS, (), humaneval_row, None, whole, str, passes,
-        prompt='{}', header='', stop=code_tasks.STOPS, max_tokens=512, runs_code=True),
+        prompt='{}', header='', stop=code_tasks.STOPS, max_tokens=512, runs_code=True,
+        instruction='Complete this program. Answer with the whole code alone.'),
     # a file or folder of your own
     'qa': WrittenBenchmark('', ('test.jsonl*', 'test.json', 'test*.parquet'),
                            ('shots.jsonl*', 'dev.jsonl*', 'train.jsonl*'), answers_row),
@@ -231,11 +243,12 @@ def load_written(name, cfg):
         raise DataError(f'{shots} shots wanted, but {source} has no solved questions beside those '
                         f'to ask; use --shots=0, into another --out_dir than tasks with shots')
     header = '' if cfg.header == 'none' else task.header
+    instruction = '' if cfg.header == 'none' else task.instruction
 
     def read(split, limit=None):
         files = fetch_split(source, getattr(task, split), split, cfg.data_revision)
         rows = _distinct(read_rows(*files))
-        parse = functools.partial(_to_question, task, header)
+        parse = functools.partial(_to_question, task, header, instruction)
         return parse_rows(itertools.islice(rows, limit), parse, cfg.on_bad_row)
 
     questions, bad = read('test')
@@ -259,7 +272,7 @@ def _distinct(rows):
         seen.add(repr(id))
 
 
-def _to_question(task, header, row, place, number):
+def _to_question(task, header, instruction, row, place, number):
     question, references, solution, subject, category = task.row(require_fields(row))
     question = require_text(question, 'the question').strip()
     if not question or not references or not isinstance(references, list):
@@ -271,7 +284,8 @@ def _to_question(task, header, row, place, number):
         require_text(text, what)
     return WrittenQuestion(
         id, question, task.prompt.format(question), references, solution.strip(), subject, header,
-        category, str(row.get('language') or ''), place, text_digest(question, references))
+        category, str(row.get('language') or ''), place, text_digest(question, references),
+        instruction=instruction)
 
 
 # ---- Prompts -------------------------------------------------------------------------------------
@@ -284,16 +298,28 @@ def encode(question, shots, tokenizer, cfg, max_tokens):
     """
     template = '' if cfg.chat == 'none' else cfg.chat
     for n in range(len(shots), -1, -1):
-        text = question.header + ''.join(shot.solved for shot in shots[:n]) + question.context
-        if question.messages and not template:
-            text = as_text(question.messages, question.lead)
-        messages = question.messages if question.messages and template else dialogue(text)
-        ids, stop = encode_prompt(messages, tokenizer, template, cfg.add_bos)
+        ids, stop = encode_prompt(_messages(question, shots[:n], cfg), tokenizer, template,
+                                  cfg.add_bos)
         if len(ids) + max_tokens <= cfg.max_length:
             return ids, stop, n
     raise DataError(f'{question.place}: even without shots the prompt has {len(ids)} tokens; with '
                     f'max_tokens = {max_tokens} the model or max_length allows '
                     f'{max(0, cfg.max_length - max_tokens)}')
+
+
+def _messages(question, shots, cfg):
+    """Return the messages that ask a question after its shots; in plain text one."""
+    in_chat, opening = cfg.chat != 'none', question.header
+    if question.messages:
+        return question.messages if in_chat else dialogue(as_text(question.messages,
+                                                                  question.lead))
+    if in_chat and cfg.prompt_format != 'harness':
+        opening = question.instruction and f'{question.instruction}\n\n'
+    if not cfg.multiturn:
+        return dialogue(opening + ''.join(shot.solved for shot in shots) + question.context)
+    turns = [text for shot in shots for text in (shot.context, shot.solution)]
+    first, *others = *turns, question.context
+    return dialogue(opening + first, *others)
 
 
 def shown(question, text):

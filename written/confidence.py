@@ -187,13 +187,15 @@ def shares(samples):
     answered = [answer for answer in greedy if answer['answer'] is not None]
 
     def share(answers, key, *values):
-        return float(np.mean([answer[key] in values for answer in answers] or math.nan))
+        return float(np.mean([answer.get(key) in values for answer in answers] or math.nan))
 
     n = min(len(sample['answers']) for sample in samples)
     return {'lenient_accuracy': share(greedy, 'correct', True),
             'strict_accuracy': share(greedy, 'strict', True),
             'accuracy_of_answered': share(answered, 'correct', True),
             'no_answer': 1 - len(answered) / len(greedy),
+            'names_reference': share([answer for answer in greedy if not answer['correct']],
+                                     'names_reference', True),
             'cut_off': share(greedy, 'reason', 'max_tokens', 'context'),
             'samples_no_answer': share(drawn, 'answer', None),
             'samples_cut_off': share(drawn, 'reason', 'max_tokens', 'context'),
@@ -274,6 +276,10 @@ def notes(result):
             '{cut_off:.3f} were cut off',
             'samples: {sample_accuracy:.3f} right, {samples_no_answer:.3f} without an answer, '
             '{samples_cut_off:.3f} cut off')]
+        if (named := shown.get('names_reference', 0)) >= 0.05:
+            lines.append(f'{named:.3f} of the wrong greedy answers contain a reference, so the '
+                         f'model may know more than this shows: ask for shorter answers, by shots '
+                         f'or the instruction in written/benchmarks.py')
         if passed := [f'{key.replace("pass_at_", "pass@")} = {shown[key]:.3f}'
                       for key in shown if key.startswith('pass_at_')]:
             lines.append(f'one of k samples right: {", ".join(passed)}')

@@ -55,7 +55,8 @@ class AnswerTask(Task):
     def describe(self, cfg, counts):
         return Task.describe(self, cfg, counts) | {
             'chat': cfg.chat, 'shots': len(self.shots['']), 'n': cfg.n,
-            'max_tokens': cfg.max_tokens}
+            'max_tokens': cfg.max_tokens} | (
+                {'instruction': self.rule.instruction} if cfg.chat != 'none' and self.rule else {})
 
     def distribution(self, cfg):
         """Return in words which probabilities are measured, for the header of a table."""

@@ -1,0 +1,103 @@
+"""Chat templates: Jinja sources, rendered as transformers renders them.
+
+`model` is the template that the files of a tokenizer bring. The others are data/chat_templates/:
+they are for base models, have {% generation %} around what is supervised, and may begin with a
+comment that names the control tokens they need.
+"""
+
+import functools
+import json
+import re
+from datetime import datetime
+from pathlib import Path
+
+from runtime.errors import ConfigError, DataError
+
+FOLDER = Path(__file__).parent / 'chat_templates'
+TEMPLATES = tuple(sorted(path.stem for path in FOLDER.glob('*.jinja')))
+# noncharacters of Unicode, which no text has: around what a {% generation %} block renders
+BEGIN, END = '\ufdd1', '\ufdd2'
+
+
+def template_source(name, tokenizer, with_tools=False):
+    """Return the Jinja source of a template; raises ConfigError if the tokenizer cannot have it."""
+    if name == 'model':
+        sources = tokenizer.chat_templates
+        if not sources:
+            raise ConfigError(f"the tokenizer of this model brings no chat template; use one of "
+                              f"{', '.join(TEMPLATES)}, such as 'tulu'")
+        return sources.get('tool_use' if with_tools else 'default') or sources.get(
+            'default') or next(iter(sources.values()))
+    if missing := missing_tokens(name, tokenizer):
+        raise ConfigError(f'the template needs {", ".join(missing)}, which the tokenizer of the '
+                          f'model lacks, or has with "special": false in tokenizer.json; '
+                          f"'tulu' works with every tokenizer, and 'mistral_v1' has [INST] as text")
+    return _source(name)
+
+
+def _source(name):
+    return (FOLDER / f'{name}.jinja').read_text(encoding='utf-8')
+
+
+def missing_tokens(name, tokenizer):
+    """Return the control tokens that a template of ours needs and a tokenizer lacks."""
+    needed = re.match(r'{#- needs (.*?) -?#}', _source(name))
+    return [token for token in needed[1].split() if token not in tokenizer.control_ids
+            ] if needed else []
+
+
+def template_names(name, tokenizer, add_bos):
+    """Return {variable: name of a token} for a template; without BOS if add_bos is False."""
+    if name == 'model':
+        names = dict(tokenizer.special_names)
+        return names | {'bos_token': ''} if tokenizer.bos_id is not None and not add_bos else names
+    return {'bos_token': tokenizer.decode([tokenizer.bos_id]) if add_bos else '',
+            'eos_token': tokenizer.decode([tokenizer.eos_id])}
+
+
+@functools.lru_cache(16)
+def compile_template(source):
+    """Return the jinja2.Template of a source; raises DataError for one that is not Jinja."""
+    import jinja2
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %} ... {% endgeneration %} around what the assistant says."""
+        tags = frozenset({'generation'})
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(('name:endgeneration',), drop_needle=True)
+            call = jinja2.nodes.CallBlock(self.call_method('mark'), [], [], body)
+            return call.set_lineno(line)
+
+        def mark(self, caller):
+            return BEGIN + caller() + END
+
+    def raise_exception(message):
+        raise jinja2.TemplateError(message)
+
+    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+                          sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, 'jinja2.ext.loopcontrols'])
+    environment.filters['tojson'] = tojson
+    environment.globals |= {'raise_exception': raise_exception,
+                            'strftime_now': lambda form: datetime.now().strftime(form)}
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise DataError(f'the chat template of the model is no Jinja: {error}') from error
+
+
+def render(source, messages, **variables):
+    """Return the text of a conversation; raises DataError for one that the template refuses."""
+    try:
+        return compile_template(source).render(messages=messages, **variables)
+    except DataError:
+        raise
+    except Exception as error:      # a template can raise anything
+        raise DataError(f'the chat template refuses the conversation: {error}') from error
