@@ -25,7 +25,7 @@ ROOMS = TASKS | {
     'compare': 'compare.compare', 'post hoc': 'compare.post_hoc', 'scaling': 'compare.scaling',
     # faster versions of the core, in speed/
     'fast versions': 'speed.install', 'kernels': 'speed.kernels', 'fp8': 'speed.fp8',
-    'recorded passes': 'speed.graphs',
+    'recorded passes': 'speed.graphs', 'compact': 'speed.compact',
     # families of models that are no row of FAMILIES, by model_type
     **dict.fromkeys(('t5', 'mt5'), 'families.t5'),
     # what measures samples once they are there

@@ -27,7 +27,7 @@ from data import packing, tree_rows
 from decoding import cache, draw
 from decoding.cache import Cache, DecodeMask
 from decoding.sampling import Sampling
-from runtime import checkpoint, device, fast
+from runtime import build, checkpoint, device, fast, optim
 from runtime.fast import FastVersion, digests_of
 from speed import fp8, install, kernels
 from speed.masks import (FLEX, TREE, FlexMask, TreeMask, cap_scores, flex_options, maker,
@@ -44,7 +44,7 @@ PLAIN = {       # all fast versions, and the plain functions that each of them s
     kernels.GATE: [models.gate], kernels.GELU: [models.gelu_tanh],
     cache.DECODE: [DecodeMask.plainly, DecodeMask.visible, attention.sees, ExplicitMask.attend],
     draw.DRAW: [draw.draw_plainly], fp8.LORA: [models.LoRALinear.forward],
-    device.LOSS: [fused_ce._plain]}
+    device.LOSS: [fused_ce._plain], build.ADAMW: [optim._adamw]}
 
 
 @pytest.fixture(autouse=True)
