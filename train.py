@@ -160,7 +160,7 @@ from runtime.config_json import config_to_hf
 from runtime.device import micro_batches, pick_device
 from runtime.log import StepLog, peak_memory, print_sizes, show_example
 from runtime.loss import loss_options, parse_loss
-from runtime.memory import fit_into_memory
+from runtime.memory import fit_into_memory, with_fewer_rows
 from runtime.parallel import (barrier, evaluating, first_process_first, first_process_locks, gather,
                               rank, sum_over_processes, world_size)
 from runtime.processes import cores
@@ -427,8 +427,12 @@ def train_step(model, optimizer, packed, cfg, device, objective=token_loss):
     The host never waits for the device.
     """
     rows = -(-len(packed.tokens) // world_size())
-    optimizer.begin(-(-rows // (cfg.micro_rows or rows)))
-    values = forward_backward(model, packed, cfg, device, objective)
+
+    def passes():
+        optimizer.begin(-(-rows // (cfg.micro_rows or rows)))
+        return forward_backward(model, packed, cfg, device, objective)
+
+    values = with_fewer_rows(passes, rows, model, optimizer, cfg)
     norms = torch._foreach_norm(optimizer.gradients(), dtype=torch.float32)
     norm = sum_over_processes(torch.stack(norms).square().sum()).sqrt()
     limit = cfg.grad_clip or math.inf

@@ -6,10 +6,9 @@ import torch
 from torch import nn
 
 from model import CausalLM, Norm, add_lora
-from runtime import checkpoint, rooms
+from runtime import checkpoint, optim, rooms
 from runtime.device import pick_dtype
 from runtime.memory import memory_for_activations, row_bytes
-from runtime.optim import AdamW
 from runtime.parallel import rank, world_size
 
 
@@ -74,5 +73,9 @@ def build_optimizer(model, cfg):
         (matrices if p.ndim >= 2 and p not in norms else others).append(p)
     groups = [{'params': matrices, 'weight_decay': cfg.weight_decay},
               {'params': others, 'weight_decay': 0.0}]
-    return AdamW([group for group in groups if group['params']], cfg.lr, cfg.betas, cfg.eps,
-                 seed=cfg.seed, rank=rank(), kind=cfg.master_weights)
+    options = {'betas': cfg.betas, 'eps': cfg.eps, 'seed': cfg.seed, 'rank': rank()}
+    rooms.load('fused AdamW').install()
+    make = functools.partial(optim.AdamW, kind=cfg.master_weights)
+    if cfg.master_weights == 'compact':
+        make = rooms.load('compact').CompactAdamW
+    return make([group for group in groups if group['params']], cfg.lr, **options)

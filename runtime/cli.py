@@ -9,7 +9,7 @@ import sys
 import time
 
 from runtime.errors import (CheckpointError, ConfigError, DataError, ProcessError, Stopped,
-                            TrainingError, escape_controls, shorten)
+                            TrainingError, escape_controls, out_of_memory, shorten)
 from runtime.processes import under_torchrun
 
 
@@ -75,11 +75,9 @@ def one_line_errors(resume='', memory=''):
             _sleep_until_torchrun_ends_this(10)     # which names the other one
             _fail('another process has ended; its own message, or that of torchrun, says why',
                   *_continue(error, resume))
-        # torch's error of a GPU, and that of its allocator for the CPU
-        if not (isinstance(error, MemoryError) or type(error).__name__ == 'OutOfMemoryError'
-                or "can't allocate memory" in str(error)):
+        if not (lacking := out_of_memory(error)):
             raise
-        reason = str(error).strip().split('\n')[0] or 'the system gives this process no more'
+        reason = str(lacking).strip().split('\n')[0] or 'the system gives this process no more'
         _fail(f'out of memory: {reason}', *[memory] * bool(memory))
     except Stopped as stopped:
         print(stopped, *_continue(stopped, resume), sep='; ')

@@ -16,6 +16,18 @@ def shorten(text, limit):
     return f'{text[:limit * 2 // 3]} [...] {text[len(text) - limit // 3:]}'
 
 
+def out_of_memory(error):
+    """Return the error, or that in whose handling it was raised, if it says that memory is lacking.
+
+    Python, torch, CUDA, its libraries and Triton each say so in another way. None if it does not.
+    """
+    while error and not (isinstance(error, MemoryError)
+                         or type(error).__name__ == 'OutOfMemoryError'
+                         or re.search("out of memory|allocate memory|ALLOC_FAILED", str(error))):
+        error = error.__context__
+    return error
+
+
 class ConfigError(ValueError):
     """An unusable key, value or config file; the message says what would be right."""
 

@@ -106,13 +106,13 @@ class StepLog(contextlib.AbstractContextManager):
         """Keep the `values` of a step, {name: scalar on the device}; read the step before it."""
         ended = HostCopy(torch.stack([*values.values()]))
         self.read()
-        self.unread = step, lr, chosen, packed, [*values], self.began, ended
+        self.unread = (step, lr, chosen, packed, self.cfg.micro_rows, [*values], self.began, ended)
 
     def read(self):
         """Wait for the unread step, if there is one; check and record it."""
         if not self.unread:
             return
-        (step, lr, chosen, packed, names, began, ended), self.unread = self.unread, None
+        (step, lr, chosen, packed, rows, names, began, ended), self.unread = self.unread, None
         values = dict(zip(names, ended.values().tolist(), strict=True))
         if not (math.isfinite(values['loss']) and math.isfinite(values['grad_norm'])):
             bad = None if self.cfg.from_scratch else rooms.load(
@@ -125,7 +125,7 @@ class StepLog(contextlib.AbstractContextManager):
         n_tokens = int((packed.owner >= 0).sum())
         record = {'step': step, 'lr': lr, **values,
                   'tokens': n_tokens, 'supervised_tokens': int((packed.targets >= 0).sum()),
-                  'tokens_per_s': n_tokens / ended.seconds_after(began)}
+                  'tokens_per_s': n_tokens / ended.seconds_after(began), 'micro_rows': rows}
         if len(self.run.held_out) and not self.cfg.dry_run and (
                 step % self.cfg.val_every == 0 or step == self.until):
             record |= self.run.stage.validate(self.run)

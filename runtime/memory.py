@@ -12,6 +12,7 @@ import torch
 from model import CausalLM
 from runtime.config import run_settings
 from runtime.device import pick_dtype
+from runtime.errors import out_of_memory
 from runtime.parallel import gather, world_size
 
 # Each forward pass costs as much as this many tokens, whatever its length: a GPU waits for the
@@ -19,13 +20,14 @@ from runtime.parallel import gather, world_size
 # With Gemma 3 270M on an H100 it is 10,000 tokens, and 4,400 if the launches are recorded.
 PASS_TOKENS = 8192
 CPU_BYTES = 2 ** 30     # for activations; more rows at once are hardly faster there
+RETRIES = 2             # of a step, each with half as many rows per pass
 
 
 def fit_into_memory(train, run):
     """Return train(run) with a number for cfg.micro_rows if the setting is None.
 
-    It is that of the run to resume, else the fastest one. As long as the first step lacks memory,
-    it is halved.
+    It is that of the run to resume, else the fastest one. As long as memory is lacking before the
+    end of the first step, it is halved.
     """
     if run.cfg.micro_rows:
         return train(run)
@@ -35,16 +37,46 @@ def fit_into_memory(train, run):
     print(f'rows of {run.cfg.pack_len} tokens per forward pass: {rows}')
     log = run.out_dir / 'log.jsonl'
     while True:
+        cfg = replace(run.cfg, micro_rows=rows)
         try:
-            return train(replace(run, cfg=replace(run.cfg, micro_rows=rows)))
-        except torch.OutOfMemoryError:
-            if rows == 1 or world_size() > 1 or log.exists() and log.stat().st_size:
+            return train(replace(run, cfg=cfg))
+        except (MemoryError, RuntimeError) as error:
+            rows = cfg.micro_rows       # `with_fewer_rows` may have lowered it
+            if (not out_of_memory(error) or rows == 1 or world_size() > 1
+                    or log.exists() and log.stat().st_size):
                 raise
-        # not above: the error holds the model; recordings are freed as cycles
-        gc.collect()
-        torch.cuda.empty_cache()
+        free_memory()       # not above: the error holds the model
         rows //= 2
         print(f'out of memory; again with {rows} rows per forward pass')
+
+
+def with_fewer_rows(passes, n_rows, model, optimizer, cfg):
+    """Return passes(), the forward and backward passes of a step of n_rows rows.
+
+    If they lack memory, discard their gradients, halve cfg.micro_rows, for later steps too, and
+    call them again, at most RETRIES times. The gradients change by rounding alone. Several
+    processes give up: the others may wait in the middle of a pass.
+    """
+    for retries in range(RETRIES + 1):
+        rows = min(cfg.micro_rows or n_rows, n_rows)
+        try:
+            return passes()
+        except (MemoryError, RuntimeError) as error:
+            if (not out_of_memory(error) or rows == 1 or world_size() > 1
+                    or retries == RETRIES):
+                raise
+        optimizer.zero_grad()
+        model.decoder.graphs = None     # recordings, which keep their memory
+        free_memory()       # not above: the error holds the activations
+        cfg.micro_rows = rows // 2
+        print(f'out of memory; the step is taken again, from here on with {cfg.micro_rows} rows '
+              f'per forward pass')
+
+
+def free_memory():
+    """Free what is no longer used; recordings are freed as cycles."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def row_counts(run):

@@ -1,35 +1,17 @@
 """AdamW that loses nothing to bfloat16.
 
 A bfloat16 weight has 8 significant bits. At a learning rate of 5e-6, a weight above 0.0026 never
-changes: its update is less than half the distance to the next bfloat16 number. There are three
-remedies:
+changes: its update is less than half the distance to the next bfloat16 number. There are two
+remedies here, and `compact` in speed/compact.py:
 
     exact        An int16 beside each weight holds the missing bits of float32; the two together are
                  the float32 master weight. The moments are float32: 12 bytes per weight, plus the
                  gradient.
     stochastic   Weights and moments are bfloat16 and are rounded up or down at random, correctly on
                  average: 6 bytes per weight, plus the gradient.
-    compact      An int8 beside each weight holds 8 of its missing bits, and the moments have 8 bits
-                 each, with common scales for 32 of them in a row: 5.19 bytes per weight, plus the
-                 gradient. All three are rounded at random. Where rows cannot be divided by 32, and
-                 for vectors, as 'exact'.
 
-The 8 bits of a moment are its place k on a scale that is quadratic for m and logarithmic for v. M
-and V are the largest |m| and v of the 32. The bits of a positive float, read as an integer, are a
-logarithm of it that is linear between powers of two. `step` is just large enough that the smallest
-v is on the scale, and M, V and step are the `ranges` of the 32:
-
-    m = M sign(k) (k / 127)^2                           k = -127 .. 127
-    v = float of the bits (bits(V) - (255 - k) step)    k = 0 .. 255
-
-So a moment far below others is off by a small part of itself, and v, in the denominator, never
-becomes 0. A step changes v by a thousandth, less than half of the distance to the next k, so that
-v would stay where it is if it were rounded to the nearest.
-
-Float32 weights are updated as they are. This file imports nothing of ours.
-
-Source of 'compact': Gonzalez Ortiz et al. 2026, FlashOptim (arXiv 2602.23349), which has other
-scales and rounds to the nearest.
+Float32 weights are updated as they are. On a CPU the library's update computes `_adamw` in one pass
+through memory. This file imports nothing of ours.
 """
 
 import functools
@@ -41,21 +23,23 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-
+from torch.optim.adamw import adamw
 
 # Weights of a tensor that is updated together with others: a GPU copies so few in less time than a
 # CPU needs to launch their own update. Gemma 3 270M has 235 such tensors of 236.
 SMALL = 2 ** 21
-GROUP = 32              # neighbors in a row whose 8-bit moments have common ranges
-WIDEST = 24 << 23       # of bits(V) - bits(v): 24 powers of two; a smaller v counts as more
+PIECE = 2 ** 20         # weights that a CPU updates at once: their temporary numbers are few
 TINY = 1e-37            # beside eps it makes no difference
+
+# Whether the library's update computes what a function, `_adamw`, does. In a copy of this file it
+# is always used on a CPU; speed/adamw.py has a check that `_adamw` was not edited.
+stands_for: Callable[[Callable], bool] = callable
 
 # of the moments and of the bits that complete a weight
 STATE = 'exp_avg', 'exp_avg_sq', 'low_bits'
 DTYPES = {'float32': (torch.float32, torch.float32),
           'exact': (torch.float32, torch.float32, torch.int16),
-          'stochastic': (torch.bfloat16, torch.bfloat16),
-          'compact': (torch.int8, torch.uint8, torch.int8)}
+          'stochastic': (torch.bfloat16, torch.bfloat16)}
 
 
 class AdamW(torch.optim.Optimizer):
@@ -70,25 +54,24 @@ class AdamW(torch.optim.Optimizer):
 
     def __init__(self, params, lr: float, betas=(0.9, 0.999), eps: float = 1e-8,
                  weight_decay: float = 0.0, seed: int = 0, rank: int = 0,
-                 kind: Literal['exact', 'stochastic', 'compact'] = 'exact'):
+                 kind: Literal['exact', 'stochastic'] = 'exact'):
         super().__init__(params, {'lr': lr, 'weight_decay': weight_decay})
         self.betas, self.eps, self.seed, self.rank = betas, eps, seed, rank
         self.steps = 0
         self.sums: dict[Tensor, Tensor] = {}    # parameter -> its gradient, summed in float32
         self.summing = False
         for p in self.parameters():
-            own = kind if p.dtype == torch.bfloat16 else 'float32'
-            if own == 'compact' and (p.ndim != 2 or p.shape[1] % GROUP):
-                own = 'exact'
-            self.state[p] = {name: torch.zeros_like(p, dtype=dtype, requires_grad=False)
-                             for name, dtype in zip(STATE, DTYPES[own])}
-            if own == 'compact':
-                self.state[p]['ranges'] = _ranges(p.detach())
-            if own == 'exact':
+            self.state[p] = self.new_state(p, kind if p.dtype == torch.bfloat16 else 'float32')
+            if self.state[p].get('low_bits', p).dtype == torch.int16:   # exact
                 # the garbage collector does not see the hooks of a tensor: with a bound method
                 # here, optimizer and weights would never be freed
                 add = weakref.WeakMethod(self._add)
                 p.register_post_accumulate_grad_hook(lambda p, add=add: add()(p))
+
+    def new_state(self, p: Tensor, kind: str) -> dict[str, Tensor]:
+        """Return the moments of a parameter, and what completes it to float32, all of zeros."""
+        return {name: torch.zeros_like(p, dtype=dtype, requires_grad=False)
+                for name, dtype in zip(STATE, DTYPES[kind])}
 
     def parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group['params']]
@@ -97,7 +80,7 @@ class AdamW(torch.optim.Optimizer):
         """Begin a step of `micro_batches` backward passes.
 
         Each pass computes bfloat16 gradients. Several are summed in float32, so that each is
-        rounded only once; 'stochastic' and 'compact' save that memory and sum in bfloat16.
+        rounded only once; 'stochastic' saves that memory and sums in bfloat16.
         """
         self.summing = micro_batches > 1
 
@@ -105,28 +88,29 @@ class AdamW(torch.optim.Optimizer):
         if not self.summing:
             return
         if p in self.sums:
-            self.sums[p] += _local(p.grad)
+            self.sums[p] += local(p.grad)
         else:
-            self.sums[p] = _local(p.grad).float()
+            self.sums[p] = local(p.grad).float()
         p.grad = None
 
     def gradients(self) -> list[Tensor]:
         """Return the step's gradient of this process's part of each parameter."""
         sums = self.sums if self.summing else {}
-        return [sums[p] if p in sums else _local(p.grad) for p in self.parameters()]
+        return [sums[p] if p in sums else local(p.grad) for p in self.parameters()]
 
     @functools.cached_property
     def parts(self) -> list:
         """For each group, lists [parameters, w, low, m, v, ranges]: what is updated together.
 
         All but the parameters are flat, this process's part of them; None where there is none.
+        `ranges` are those of speed/compact.py.
         """
         groups = []
         for group in self.param_groups:
             parts: dict = {}
             for p in group['params']:
-                w, (low, *rest) = _local(p.detach()).view(-1), (
-                    _local(self.state[p][name]).view(-1) if name in self.state[p] else None
+                w, (low, *rest) = local(p.detach()).view(-1), (
+                    local(self.state[p][name]).view(-1) if name in self.state[p] else None
                     for name in ('low_bits', *STATE[:2], 'ranges'))
                 if low is not None:
                     w = w.view(torch.int16)
@@ -141,37 +125,29 @@ class AdamW(torch.optim.Optimizer):
         self.steps += 1
         beta1, beta2 = self.betas
         gradients, index = dict(zip(self.parameters(), self.gradients())), itertools.count()
-        update: Callable = _compiled(_update) if scale.is_cuda else _update
         for group, parts in zip(self.param_groups, self.parts):
-            lr = group['lr']
-            numbers = torch.tensor([
+            lr, decay = group['lr'], group['weight_decay']
+            numbers: Any = torch.tensor([
                 1 - beta1, beta2, 1 - beta2, lr / (1 - beta1 ** self.steps),
-                1 / math.sqrt(1 - beta2 ** self.steps), self.eps, 1 - lr * group['weight_decay']])
+                1 / math.sqrt(1 - beta2 ** self.steps), self.eps, 1 - lr * decay])
             if scale.is_cuda:
                 numbers = numbers.pin_memory().to(scale.device, non_blocking=True)
-            for parameters, *columns in parts:
-                columns.append([gradients[p].reshape(-1) for p in parameters])
-                w, low, m, v, ranges, g = (x[0] if len(x) == 1 or x[0] is None else torch.cat(x)
-                                           for x in columns)
-                # a constant width lets the kernel read 16 bytes at a time, whatever the length
-                width = 1024 if w.numel() % 1024 == 0 else 1
+            elif stands_for(_adamw):
+                numbers = {'lr': lr, 'beta1': beta1, 'beta2': beta2, 'eps': self.eps,
+                           'weight_decay': decay, 'step': self.steps}
+            for parameters, w, low, m, v, ranges in parts:
                 seed = None
-                if w.dtype == torch.bfloat16 or ranges is not None:
+                if w[0].dtype == torch.bfloat16 or ranges[0] is not None:
                     key = self.seed, self.steps, next(index), self.rank
                     seed = torch.tensor(hash(key) % 2 ** 31, dtype=torch.int32)
-                if ranges is not None:
-                    width, ranges = GROUP, ranges.view(-1, 3)
-                matrices = [x if x is None else x.view(-1, width) for x in (w, low, g, m, v)]
-                for x in matrices:      # one graph for all numbers of rows; slower with ranges
-                    if x is not None and x.is_cuda and ranges is None:
-                        torch._dynamo.maybe_mark_dynamic(x, 0)
-                update(*matrices, ranges, numbers, scale, seed)
-                if len(parameters) > 1:
-                    for targets, x in zip(columns, (w, low, m, v, ranges)):
-                        if x is not None:
-                            torch._foreach_copy_(
-                                targets, x.view(-1).split([t.numel() for t in targets]))
+                columns = w, low, [gradients[p].reshape(-1) for p in parameters], m, v, ranges
+                (_at_once if scale.is_cuda else _in_pieces)(self.update(), columns, numbers, scale,
+                                                            seed)
         self.zero_grad()
+
+    def update(self) -> Callable:
+        """Return the function that updates a part in place, see `_update`."""
+        return _update
 
     def zero_grad(self, set_to_none: bool = True):
         super().zero_grad(set_to_none)
@@ -185,136 +161,124 @@ class AdamW(torch.optim.Optimizer):
         if hasattr(p, 'full_tensor'):
             p = p.full_tensor()
             low = None if low is None else low.int().full_tensor().to(low.dtype)
-        return p.float() if low is None else _join(p.view(torch.int16), low)
+        return p.float() if low is None else join(p.view(torch.int16), low)
 
 
-def _local(x: Tensor | None) -> Tensor:
+def local(x: Tensor | None) -> Tensor:
     """Return this process's part of a DTensor, or a plain tensor. Importing DTensor takes 1 s."""
     if x is None:
         raise RuntimeError('a parameter has no gradient: call backward before step')
     return x.to_local() if hasattr(x, 'to_local') else x
 
 
-def _ranges(p: Any) -> Tensor:
-    """Return zeros [rows, 3 * columns / GROUP], bfloat16, sharded over the rows as the matrix p."""
-    rows, columns = p.shape[0], 3 * p.shape[1] // GROUP
-    local = _local(p).new_zeros(len(_local(p)), columns)
-    if not hasattr(p, 'to_local'):
-        return local
-    return type(p).from_local(local, p.device_mesh, p.placements, run_check=False,
-                              shape=torch.Size((rows, columns)), stride=(columns, 1))
-
-
-def _join(high: Tensor, low: Tensor) -> Tensor:
+def join(high: Tensor, low: Tensor) -> Tensor:
     """Return the float32 whose upper bits are the int16 `high`; low: int16, or int8 if 24 bits."""
     return ((high.int() << 16) + (low.int() << 16 - 8 * low.itemsize)).view(torch.float32)
 
 
-def _update(w, low, g, m, v, ranges, numbers, scale, seed):
-    """Update w, low, m, v and ranges in place; all but ranges are matrices of the shape of g.
+def _at_once(update, columns, numbers, scale, seed):
+    """Update a part on a GPU, by compiled code, as one flat tensor.
+
+    columns: lists of w, low, g, m, v and ranges, see `_update`, with an item per parameter
+    """
+    w, low, g, m, v, ranges = (x[0] if len(x) == 1 or x[0] is None else torch.cat(x)
+                               for x in columns)
+    # a constant width lets the kernel read 16 bytes at a time, whatever the length
+    width = 1024 if w.numel() % 1024 == 0 else 1
+    if ranges is not None:
+        ranges = ranges.view(-1, 3)
+        width = w.numel() // len(ranges)
+    matrices = [x if x is None else x.view(-1, width) for x in (w, low, g, m, v)]
+    for x in matrices:      # one graph for all numbers of rows; slower with ranges
+        if x is not None and ranges is None:
+            torch._dynamo.maybe_mark_dynamic(x, 0)
+    _compiled(update)(*matrices, ranges, numbers, scale, seed)
+    if len(columns[0]) > 1:
+        for targets, x in zip(columns, (w, low, None, m, v, ranges)):
+            if x is not None:
+                torch._foreach_copy_(targets, x.view(-1).split([t.numel() for t in targets]))
+
+
+def _in_pieces(update, columns, numbers, scale, seed):
+    """Update a part on a CPU as `_at_once` does, with few temporary numbers."""
+    first = 0
+    for tensors in zip(*columns):
+        n = tensors[0].numel()
+        for i in range(0, n, PIECE):
+            piece = (x if x is None else x[len(x) * i // n:len(x) * min(i + PIECE, n) // n]
+                     for x in tensors)      # ranges are shorter than the others
+            update(*piece, numbers, scale, seed, first + i)
+        first += n
+
+
+def _update(w, low, g, m, v, ranges, numbers, scale, seed, first=0):
+    """Update w, low, m and v in place, of the shape of g; there are no ranges.
 
     Exact: w and low are int16, the two halves of the master. The upper half is the master rounded
     to the nearest bfloat16, because truncation would shrink all weights; so the lower half has a
-    sign. Compact: of that lower half, low has the upper 8 bits; ranges [rows, 3]. Stochastic and
-    compact: `seed` is a 0-dim int32 tensor.
+    sign. Stochastic: `seed` is a 0-dim int32 tensor, `first` the index of the first weight.
+    """
+    x, new_m, new_v = w.float() if low is None else join(w, low), m.float(), v.float()
+    float32_step(x, g, new_m, new_v, numbers, scale)
+    if low is not None:
+        split(x.view(torch.int32), w, low)
+    elif seed is not None:
+        noise = noise_like(w, seed, first)
+        # 16 bits each, overlapping: bits that two values share are low bits of one of them
+        for target, y, shift in (w, x, 0), (m, new_m, 8), (v, new_v, 16):
+            target.copy_(_round(y, noise >> shift))
+
+
+def float32_step(x, g, m, v, numbers, scale):
+    """Do what `_adamw` does, by the update of torch where `numbers` are its arguments."""
+    if not isinstance(numbers, dict):
+        return _adamw(x, g, m, v, numbers, scale)
+    steps = [torch.tensor(numbers['step'] - 1.0)]       # torch adds one
+    options = {key: value for key, value in numbers.items() if key != 'step'}
+    adamw([x], [g.float()], [m], [v], [], steps, **options, fused=True, grad_scale=1 / scale,
+          amsgrad=False, maximize=False)
+
+
+def _adamw(x, g, m, v, numbers, scale):
+    """Update the float32 weights x and moments m and v in place, by the gradient g * scale.
+
+    The arithmetic takes longer than reading and writing: rsqrt is an instruction where a root is
+    twenty.
     """
     gain1, beta2, gain2, step_size, root2, eps, decay = numbers.unbind()
-    if ranges is not None:      # so that the compiler knows the width, whatever came before
-        w, low, g, m, v = (x.view(-1, GROUP) for x in (w, low, g, m, v))
     g = g.float() * scale
-    old_m, old_v = (m.float(), v.float()) if ranges is None else _decode(m, v, ranges)
-    new_m = old_m + gain1 * (g - old_m)
-    new_v = beta2 * old_v + gain2 * g * g
-    x = w.float() if low is None else _join(w, low)
-    x = x * decay - step_size * new_m * _inverse(_root(new_v) * root2 + eps)
-    noise = None
-    if seed is not None:
-        index = torch.arange(w.numel(), dtype=torch.int32, device=w.device).view(w.shape)
-        noise = _noise(index, seed)
-    if low is not None:
-        bits = x.view(torch.int32)
-        if ranges is not None:
-            bits = (bits + (noise & 0xff)) & -0x100
-            for code, new in zip((m, v, ranges), _encode(new_m, new_v, noise)):
-                code.copy_(new)
-        high = (bits + 0x8000) >> 16
-        low.copy_((bits - (high << 16)) >> 16 - 8 * low.itemsize)
-        w.copy_(high)
-        if ranges is not None:
-            return
-    elif noise is not None:
-        # 16 bits each, overlapping: bits that two values share are low bits of one of them
-        x, new_m, new_v = (_round(y, noise >> shift)
-                           for y, shift in ((x, 0), (new_m, 8), (new_v, 16)))
-    m.copy_(new_m)
-    v.copy_(new_v)
-    if low is None:
-        w.copy_(x)
+    m.copy_(m + gain1 * (g - m))
+    v.copy_(beta2 * v + gain2 * g * g)
+    x.copy_(x * decay - step_size * m * inverse(root(v) * root2 + eps))
 
 
-def _decode(m, v, ranges):
-    """Return the float32 moments [rows, GROUP] of their codes, as at the top."""
-    largest_m, largest_v, step = ranges.float()[:, :, None].unbind(1)
-    k = m.float()
-    return (k * k.abs() * (largest_m / 127 ** 2),
-            _float((_bits(largest_v) - (255 - v.int()) * step.int()).clamp(min=0)))
-
-
-def _encode(m, v, noise):
-    """Return the codes of moments [rows, GROUP], rounded at random to a neighbor, and the ranges.
-
-    The neighbor above is the more probable the nearer, so that the mean is the moment itself. The
-    arithmetic takes longer than reading and writing: integers have no NaN to care for, and rsqrt
-    is an instruction where a root is twenty.
-    """
-    top_m, top_v = (_ceil(_bits(x).amax(1, keepdim=True)) for x in (m.abs(), v))
-    v = _float(torch.maximum(_bits(v), top_v - WIDEST))
-    below = (top_v - _bits(v)).float()
-    step = _float(_ceil(_bits(below.amax(1, keepdim=True) / 255 + 1)))
-    # 12 bits each, other ones than those for the weight, as a float from 1 to 2; half of the last
-    # bit is added, so that none is 0
-    chance_m, chance_v = (_float(bits & 0x7ff800 | 0x3f800400) - 1
-                          for bits in (noise << 3, noise >> 9))
-    x = m.abs() * (_inverse(_float(top_m) + TINY) * 127 ** 2)
-    k = _root(x).floor()
-    k = (k + (x - k * k > chance_m * (2 * k + 1)).float()).clamp(max=127)
-    # by v itself, not by its bits: they are no line where a power of two is between j and j + 1
-    j = (255 - below * _inverse(step)).int()
-    low = (top_v - (255 - j) * step.int()).clamp(min=0)
-    v_low = _float(low)
-    j = j + (v - v_low > chance_v * (_float(low + step.int()) - v_low)).int()
-    return (k.copysign(m).int(), j,
-            torch.cat((_float(top_m), _float(top_v), step), 1))
-
-
-def _bits(x):
-    """Return float32 x read as int32, which grows with x if x is not negative."""
-    return x.view(torch.int32)
-
-
-def _float(bits):
-    return bits.view(torch.float32)
-
-
-def _ceil(bits):
-    """Round the bits of a positive float32 up to those of a bfloat16."""
-    return (bits + 0xffff) & -0x10000
-
-
-def _inverse(x):
+def inverse(x):
     """Return 1 / x for x > 0, within 4 units in the last place."""
     return x.rsqrt().square()
 
 
-def _root(x):
+def root(x):
     """Return the square root of x >= 0, within 3 units in the last place."""
     return x * (x + TINY).rsqrt()
+
+
+def split(bits: Tensor, high: Tensor, low: Tensor):
+    """Store the int32 bits of a float32 in the int16 `high` and in `low`, as `join` reads them."""
+    upper = (bits + 0x8000) >> 16
+    low.copy_((bits - (upper << 16)) >> 16 - 8 * low.itemsize)
+    high.copy_(upper)
 
 
 @functools.cache
 def _compiled(update: Callable) -> Callable:
     # of the two sizes of blocks none is faster; comparing them takes a second
     return torch.compile(update, options={'triton.autotune_pointwise': False})
+
+
+def noise_like(w: Tensor, seed: Tensor, first: int) -> Tensor:
+    """Return 32 random bits for each of w, int32, the first of which has the index `first`."""
+    index = torch.arange(first, first + w.numel(), dtype=torch.int32, device=w.device)
+    return _noise(index.view(w.shape), seed)
 
 
 def _noise(index: Tensor, seed: Tensor) -> Tensor:

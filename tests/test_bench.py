@@ -12,12 +12,12 @@ import pytest
 import torch
 import fused_ce
 from research.bench import common as bench_common
-from common import HERE, sentencepiece_folder, write_rows
+from common import HERE, reference_model, sentencepiece_folder, write_rows
 from model import CausalLM
 from runtime.config_json import config_from_hf
 
 bench = SimpleNamespace(**{name: importlib.import_module(f'research.bench.{name}') for name in (
-    'align', 'all', 'commands', 'eval', 'floors', 'generate', 'grpo', 'gsm8k_answers',
+    'align', 'all', 'commands', 'cpu', 'eval', 'floors', 'generate', 'grpo', 'gsm8k_answers',
     'loss', 'metrics', 'optimizers', 'peers', 'several_gpus', 'sft', 'train')})
 TINY = {'model_type': 'llama', 'vocab_size': 512, 'hidden_size': 32, 'intermediate_size': 64,
         'num_hidden_layers': 1, 'num_attention_heads': 2, 'num_key_value_heads': 1, 'head_dim': 16,
@@ -79,6 +79,14 @@ def test_optimizers_are_at_their_distances_from_float64(small):
     table = first_table('optimizers', spreads=(0.0,), rows=2, steps=30, ours=True)
     exact, compact, stochastic = (row['noise'] for row in table['results'].values())
     assert exact < 0.01 < compact < stochastic / 10
+
+
+def test_steps_on_a_cpu_are_timed_beside_a_plain_loop(small, tmp_path):
+    reference_model('llama', tmp_path)
+    table = first_table('cpu', models=(str(tmp_path),), rows=2, length=16, steps=1)
+    assert len(table['results']) == 4
+    assert all(row['seconds'] > 0 and row['peak_gib'] > 0 for row in table['results'].values())
+    assert 'ratio' in bench.cpu.view(table)[1][0]
 
 
 def test_a_packed_peer_has_the_gradients_of_a_padded_one(small):

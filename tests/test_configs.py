@@ -172,6 +172,9 @@ MUCH = "for _ in range(10 ** 6): print('x' * 100)"
 @pytest.mark.parametrize('body, options, code, printed, errors', [
     ('import numpy; numpy.zeros(10 ** 15)', {}, 1, b'',
      b'error: out of memory: Unable to allocate.*; lower --pack_len\n'),
+    # of a GPU on which nothing is left
+    (r"raise RuntimeError('CUDA error: out of memory\nCUDA kernel errors might be')", {}, 1, b'',
+     b'error: out of memory: CUDA error: out of memory; lower --pack_len\n'),
     ("raise OSError(12, 'Cannot allocate memory')", {}, 1, b'',     # as a fork does
      b'error: Cannot allocate memory\n'),
     ('import no_such_module', {}, 1, b'',

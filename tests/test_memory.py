@@ -1,17 +1,20 @@
 """memory.py: the number of rows per forward pass"""
 
 import contextlib
+import json
 import re
 
+import pytest
 import torch
 
 import train
 from research.bench.common import MODELS
-from common import llama_config, run_scripts
+from common import documents, llama_config, run_scripts
 from model import CausalLM
 from runtime import build, memory
 from runtime.config import read_assignments
 from runtime.config_json import config_from_hf
+from speed import graphs
 
 
 def picked(monkeypatch, counts, gib=80.0, shape='llama32_1b', **settings):
@@ -79,3 +82,113 @@ def test_too_little_memory_in_the_first_step_halves_the_rows(tmp_path, capsys, m
     assert tried(2) == [5, 2] and 'again with 2 rows' in capsys.readouterr().out
     assert tried(0) == [5, 2, 1, None]          # one row does not fit either
     assert tried(2, rows=4) == [4, None]        # a number that was set is kept
+
+
+# ---- A step that lacks memory is taken again -----------------------------------------------------
+
+def step_gradients(model, optimizer, packed, micro_rows):
+    """Return the gradients of a step, its loss and the rows per pass that the settings end with."""
+    cfg, gradients = train.TrainConfig(micro_rows=micro_rows), []
+
+    def step(scale):
+        gradients.extend(g.double().flatten() for g in optimizer.gradients())
+        optimizer.zero_grad()
+    optimizer.step = step
+    values = train.train_step(model, optimizer, packed, cfg, str(model.head.device))
+    return torch.cat(gradients), values['loss'].item(), cfg.micro_rows
+
+
+@contextlib.contextmanager
+def little_memory(model, most, where='forward'):
+    """Let the second of the passes of more than `most` rows run out of memory, and all later ones.
+    """
+    calls = []
+
+    def fail(*_):
+        raise torch.OutOfMemoryError('CUDA out of memory')
+
+    def check(module, inputs, hidden):
+        calls.append(len(hidden))
+        if len(hidden) > most and sum(n > most for n in calls) > 1:
+            fail() if where == 'forward' else hidden.register_hook(fail)
+    handle = model.register_forward_hook(check)
+    try:
+        yield calls
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize('dtype, kind', [(torch.float32, 'exact'), (torch.bfloat16, 'exact'),
+                                         (torch.bfloat16, 'stochastic')])
+@pytest.mark.parametrize('where', ['forward', 'backward'])
+def test_a_step_that_lacks_memory_is_taken_again_with_fewer_rows(dtype, kind, where, capsys):
+    torch.manual_seed(0)
+    model = CausalLM(llama_config(vocab_size=211))
+    model.init_weights()
+    model = model.to(dtype)
+    optimizer = train.build_optimizer(model, train.TrainConfig(master_weights=kind))
+    packed = train.pack(documents(0, [30] * 12), 32, 1)
+    right, loss, _ = step_gradients(model, optimizer, packed, 6)
+    with little_memory(model, 3, where) as calls:
+        again, loss_again, rows = step_gradients(model, optimizer, packed, 6)
+    assert calls == [6, 6] + [3] * 4 and rows == 3      # the gradients of the first pass are gone
+    assert 'the step is taken again, from here on with 3 rows' in capsys.readouterr().out
+    assert (again - right).norm() < (1e-5 if dtype == torch.float32 else 2e-2) * right.norm()
+    assert loss_again == pytest.approx(loss, rel=1e-4)
+    with little_memory(model, 0, where), pytest.raises(torch.OutOfMemoryError):
+        step_gradients(model, optimizer, packed, 8)     # 8, 4 and 2 rows
+    assert capsys.readouterr().out.count('taken again') == 2
+
+
+def test_a_run_survives_a_step_that_lacks_memory(settings_file, tmp_path, capsys, monkeypatch):
+    def trained(name, most):
+        def build(*arguments):
+            model, n_passes = build_model(*arguments), []
+
+            def check(module, inputs, hidden):
+                n_passes.append(len(hidden))
+                if len(n_passes) > 6 and len(hidden) > most:
+                    raise torch.OutOfMemoryError('CUDA out of memory')
+            model.register_forward_hook(check)
+            return model
+        monkeypatch.setattr(train, 'build_model', build)
+        train.main([settings_file, '--eval=None', '--device=cpu', '--pictures=False',
+                    '--pack_len=32', '--max_length=32', '--micro_rows=4',
+                    f'--out_dir={tmp_path / name}'])
+        return [json.loads(line) for line in (tmp_path / name / 'log.jsonl').open()]
+    build_model = train.build_model
+    right, survived = trained('right', 4), trained('survived', 2)
+    assert [record['micro_rows'] for record in right] == [4] * 5
+    assert [record['micro_rows'] for record in survived] == [4] + [2] * 4
+    for one, other in zip(right, survived, strict=True):
+        assert one['loss'] == pytest.approx(other['loss'], rel=1e-4), one['step']
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+def test_a_step_fits_into_a_small_part_of_a_gpu(capsys):
+    """Real errors of the allocator, with compiled and recorded blocks."""
+    torch.manual_seed(0)
+    cfg = train.TrainConfig(pack_len=1024, micro_rows=32)
+    model = CausalLM(llama_config(vocab_size=211, hidden_size=256, intermediate_size=512))
+    model.init_weights()
+    model = build.prepare(model.cuda().bfloat16(), cfg, 'cuda')
+    optimizer = train.build_optimizer(model, cfg)
+    packed = train.pack(documents(0, [1024] * 32), 1024, 1)
+    right, _, _ = step_gradients(model, optimizer, packed, 32)
+    model.decoder.graphs = None
+    memory.free_memory()
+    before = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    step_gradients(model, optimizer, packed, 32)
+    needed = torch.cuda.max_memory_reserved() - before
+    memory.free_memory()
+    graphs.record_blocks(model.decoder)     # recording the first shape fails
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(
+        (torch.cuda.memory_reserved() + 0.7 * needed) / total)
+    try:
+        again, _, rows = step_gradients(model, optimizer, packed, 32)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert rows < 32 and 'the step is taken again' in capsys.readouterr().out
+    assert (again - right).norm() < 2e-2 * right.norm()

@@ -8,11 +8,19 @@ import torch
 from common import reference_model
 
 from runtime import build, checkpoint, optim
-from runtime.optim import AdamW, _decode, _encode
+from speed import compact
+from speed.compact import _decode, _encode
 from train import TrainConfig
 
 ONE = torch.tensor(1.0)
 KINDS = 'exact', 'stochastic', 'compact'
+
+
+def AdamW(*arguments, kind='exact', **options):
+    """The optimizer of this kind of master weights."""
+    if kind == 'compact':
+        return compact.CompactAdamW(*arguments, **options)
+    return optim.AdamW(*arguments, kind=kind, **options)
 
 
 def moves(kind, steps=1000, n=4096, gradient=None, lr=5e-6):
@@ -80,8 +88,8 @@ def test_the_code_of_v_is_right_on_average_also_across_a_power_of_two():
     rows = torch.stack([torch.tensor([1.9, 2.0 ** -20] + [x] * 30) for x in values.tolist()])
     v = rows.repeat_interleave(2000, 0)
     noise = optim._noise(torch.arange(v.numel(), dtype=torch.int32).view(v.shape), torch.tensor(7))
-    codes = optim._encode(torch.zeros_like(v), v, noise)
-    mean = optim._decode(*codes)[1][:, 2:].reshape(41, -1).mean(1)
+    codes = compact._encode(torch.zeros_like(v), v, noise)
+    mean = compact._decode(*codes)[1][:, 2:].reshape(41, -1).mean(1)
     # the cells are 0.05 wide, and each mean is of 60,000 codes
     torch.testing.assert_close(mean, values, rtol=5e-4, atol=0)
 
@@ -130,25 +138,48 @@ def test_gradients_of_micro_batches_are_summed_in_float32():
     assert error('exact') < 1e-6
 
 
+def five_steps(dtype, kind, device):
+    """The float32 masters of several weights after five steps, in a row."""
+    make = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(*shape, generator=make).to(device, dtype))
+              for shape in ((64, 100), (7,), (1000, 33), (1000, 96), (2048, 1024))]
+    optimizer = AdamW(params, lr=1e-3, weight_decay=0.1, kind=kind)
+    for _ in range(5):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=make).to(device, dtype)
+        optimizer.step(ONE.to(device) / 3)
+    return torch.cat([optimizer.master(p).cpu().flatten() for p in params])
+
+
+def assert_same_steps(one, other, kind):
+    # rounding at random may fall on the other side where the last bit of an update differs; the
+    # last bit of the largest weights is 5e-7
+    differ = (one - other).abs() > (1e-4 if kind == 'compact' else 3e-6)
+    assert differ.double().mean() < (1e-9 if kind == 'exact' else 0.01)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
 @pytest.mark.parametrize('dtype, kind', [
     (torch.float32, 'exact'), *((torch.bfloat16, kind) for kind in KINDS)])
 def test_the_optimizer_does_the_same_on_a_gpu(dtype, kind):
-    ends = []
-    for device in ('cpu', 'cuda'):
-        make = torch.Generator().manual_seed(0)
-        params = [torch.nn.Parameter(torch.randn(*shape, generator=make).to(device, dtype))
-                  for shape in ((64, 100), (7,), (1000, 33), (1000, 96), (2048, 1024))]
-        optimizer = AdamW(params, lr=1e-3, weight_decay=0.1, kind=kind)
-        for _ in range(5):
-            for p in params:
-                p.grad = torch.randn(p.shape, generator=make).to(device, dtype)
-            optimizer.step(ONE.to(device) / 3)
-        ends.append(torch.cat([optimizer.master(p).cpu().flatten() for p in params]))
-    # rounding at random may fall on the other side where the last bit of an update differs; the
-    # last bit of the largest weights is 5e-7
-    differ = (ends[0] - ends[1]).abs() > (1e-4 if kind == 'compact' else 3e-6)
-    assert differ.double().mean() < (1e-9 if kind == 'exact' else 0.01)
+    assert_same_steps(*(five_steps(dtype, kind, device) for device in ('cpu', 'cuda')), kind)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_the_update_of_the_library_is_the_plain_one(kind, monkeypatch):
+    for dtype in (torch.float32, torch.bfloat16):
+        by_library = five_steps(dtype, kind, 'cpu')
+        with monkeypatch.context() as patch:
+            patch.setattr(optim, 'stands_for', lambda plain: False)
+            patch.setattr(optim, 'adamw', None)
+            assert_same_steps(by_library, five_steps(dtype, kind, 'cpu'), kind)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_pieces_change_no_bit(kind, monkeypatch):
+    whole = five_steps(torch.bfloat16, kind, 'cpu')
+    monkeypatch.setattr(optim, 'PIECE', 2 ** 13)
+    assert torch.equal(five_steps(torch.bfloat16, kind, 'cpu'), whole)
 
 
 @pytest.mark.parametrize('kind', KINDS)

@@ -8,6 +8,7 @@ between neighbors is `spread`. Time and bytes of state are per weight of 8 matri
 bfloat16 weight itself and without its gradient. FlashOptim (pip install flashoptim) needs a GPU.
 """
 
+import functools
 import statistics
 import sys
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch
 
 from research.bench.common import DEVICE, Options, Script, attempt, free_memory, method_table, now
 from runtime.optim import AdamW
+from speed.compact import CompactAdamW
 
 
 @dataclass
@@ -38,7 +40,8 @@ def torch_adamw(params):
 
 
 def ours(params, kind):
-    optimizer, one = AdamW(params, LR, weight_decay=DECAY, kind=kind), torch.ones((), device=DEVICE)
+    make = CompactAdamW if kind == 'compact' else functools.partial(AdamW, kind=kind)
+    optimizer, one = make(params, LR, weight_decay=DECAY), torch.ones((), device=DEVICE)
     return optimizer, lambda: optimizer.step(one), optimizer.master
 
 
