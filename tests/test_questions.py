@@ -307,7 +307,7 @@ def test_a_task_that_cannot_be_loaded_so_is_named_with_what_would_help(tmp_path)
 
 
 def test_an_archive_on_the_hub_is_unpacked(tmp_path, monkeypatch):
-    def download(name, repo_type, revision, allow_patterns, ignore_patterns):
+    def download(name, repo_type, allow_patterns, **_):
         assert (name, repo_type) == ('haonan-li/cmmlu', 'dataset') and '*.zip' in allow_patterns
         return str(tmp_path / 'snapshot')
     for split, n in (('dev', 2), ('test', 3)):

@@ -480,7 +480,7 @@ def test_bad_input_gives_one_line(small_world, settings_file, tmp_path):
             (train.main, [], 'no config file given: python train.py configs/'),
             *((train.main, [*settings, option], message) for option, message in (
                 (f'--out_dir={folder / "base"}', 'itself'),
-                (f'--out_dir={folder / "tuned_ls01"}', 'holds a finished run'))),
+                (f'--out_dir={folder / "tuned_bs05"}', 'holds a finished run'))),
             *((evaluate.main, [model, f'--out_dir={out}', option], message) for option, message in (
                 ('--tasks=arc_eassy', "did you mean 'arc_easy'? The tasks are"),
                 ('--tasks=mmlu:a,mmlu:b', "'mmlu:a' would be called 'mmlu'")))):
