@@ -8,6 +8,7 @@ import importlib.util
 import json
 import shutil
 import sys
+from collections import deque
 from types import SimpleNamespace
 from unittest import mock
 
@@ -68,6 +69,15 @@ def test_packed_step_equals_unpacked_sequences(tiny_model, reduction):
         values = step(packing.pack(sequences, 48), tiny_config(
             smoothing=0.1, loss_reduction=reduction, micro_rows=n))
         assert values['nll'].item() == pytest.approx(mean_of(nlls, reduction).item(), rel=1e-5)
+
+
+def test_the_time_left_is_that_of_the_last_steps(capsys):
+    """Here one step in two seconds, after many in a minute each."""
+    shown = log.StepLog.__new__(log.StepLog)
+    shown.until, shown.bar = 100, SimpleNamespace(write=print)
+    shown.times = deque([*range(0, 3000, 60), *range(3000, 3101, 2)], maxlen=51)
+    shown.print({'step': 90, 'loss': 1.0, 'grad_norm': 1.0, 'lr': 1.0, 'tokens_per_s': 1.0})
+    assert capsys.readouterr().out.endswith('0:00:20 left\n')
 
 
 @pytest.mark.parametrize('reduction', ['token', 'sequence'])
