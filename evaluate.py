@@ -327,7 +327,7 @@ def own_folder(folder, cfg):
             other = [key for key in SETTINGS if before.get(key) != getattr(cfg, key)]
         if not other:
             break
-    if place != folder:
+    if place != folder and parallel.rank() == 0:
         print(f'{folder} holds samples of other settings; these go to {place}')
     return place
 
