@@ -20,5 +20,5 @@ if __name__ == '__main__':
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     if not any(Path(argument.split('::')[0]).exists() for argument in arguments):
         arguments.append(str(Path(__file__).parent / 'tests'))
-    sys.exit(pytest.main(['-q', '-rs', '--durations=10', f'-n{cores}', '--dist=worksteal',
+    sys.exit(pytest.main(['-q', '--durations=10', f'-n{cores}', '--dist=worksteal',
                           '-W', 'ignore::pytest.PytestAssertRewriteWarning', *arguments]))
