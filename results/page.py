@@ -144,7 +144,7 @@ def write_report(results, selected, pictures, out_dir):
         for kind, values in settings.items() if values), '</details>']
     write(Path(out_dir, 'report.html'), f'{config["model"]}: {", ".join(tasks)}',
           results['versions']['nanocal'], ''.join(about),
-          ''.join(section_html(section(task, tasks, 'page')) for task in tasks),
+          ''.join(section_html(section(task, tasks, 'page'), FIRST) for task in tasks),
           {DIAGRAMS: dict.fromkeys((*pictures, *grids) if pictures else ()), 'Training': loss},
           selected)
 
@@ -172,27 +172,32 @@ def definitions(tables):
         + '</dl></details>')
 
 
-def section_html(part):
-    """Return a Section of tables.py as HTML; a table with a title can be folded, a long one is."""
+def section_html(part, first=()):
+    """Return a Section of tables.py as HTML; a table with a title can be folded, a long one is.
+
+    first: titles of the columns that come first
+    """
     title, settings = re.fullmatch(r'(.*?)(?: \(([^()]*)\))?', part.title, re.S).groups('')
-    parts = [f'<h2>{html.escape(title)}</h2>', table_html(part.table),
+    parts = [f'<h2>{html.escape(title)}</h2>', table_html(part.table, first),
              *(f'<p class="about">{html.escape(line)}</p>'
                for line in (settings, *part.notes) if line)]
     for title, table in part.more:
         state = 'open' if len(table) < 20 else ''
-        parts.append(f'<details {state}><summary>{html.escape(title)}</summary>{table_html(table)}'
-                     '</details>' if title else table_html(table))
+        shown = table_html(table, first)
+        parts.append(f'<details {state}><summary>{html.escape(title)}</summary>{shown}</details>'
+                     if title else shown)
     return '\n'.join(parts) + '\n'
 
 
-def table_html(lines):
+def table_html(lines, first=()):
     """Return lines of cells, header first, as an HTML table; an interval is below its number."""
-    first, *columns = zip(*lines, strict=True)
-    columns.sort(key=lambda column: FIRST.index(column[0]) if column[0] in FIRST else len(FIRST))
-    head, *body = zip(first, *columns, strict=True)
+    names, *columns = zip(*lines, strict=True)
+    columns.sort(key=lambda column: first.index(column[0]) if column[0] in first else len(first))
+    head, *body = zip(names, *columns, strict=True)
+    def cell(text):
+        return re.sub(r'^(-?[\d.]+) (\[.*\])$', r'\1<small>\2</small>',
+                      html.escape(text)).replace(' *', '&nbsp;*')
     cells = [''.join(f'<th title="{html.escape(DEFINITIONS.get(x, ""))}">{html.escape(x)}\n'
-                     for x in head)]
-    cells += ['<td>' + '<td>'.join(re.sub(r'^(-?[\d.]+) (\[.*\])', r'\1<small>\2</small>',
-                                          html.escape(x)) for x in line) for line in body]
+                     for x in head), *('<td>' + '<td>'.join(map(cell, line)) for line in body)]
     return '\n'.join(['<div class="scroll"><table>', *(f'<tr>{line}' for line in cells),
                       '</table></div>'])
