@@ -171,8 +171,9 @@ def test_a_subset_is_drawn_by_the_seed(settings_file, tmp_path, capsys):
     assert drawn(data_limit=len(whole))[0] == whole
     with pytest.raises(DataError, match=f'data_limit = 999, but it has {len(whole)} sequences '):
         drawn(data_limit=999)
-    train.main([settings_file, '--dry_run', f'--out_dir={tmp_path / "run"}', '--data_limit=20',
-                '--lora_rank=4'])
+    with pytest.raises(DataError, match='nowhere'):     # the sizes come before a missing benchmark
+        train.main([settings_file, '--dry_run', f'--out_dir={tmp_path / "run"}', '--data_limit=20',
+                    '--lora_rank=4', '--eval.tasks=mmlu:nowhere'])
     printed = capsys.readouterr().out
     assert f': 20 sequences (a sample of {len(whole)}), ' in printed
     assert 'no effect: lora_rank' in printed and 'val_loss' not in printed
