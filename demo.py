@@ -16,6 +16,7 @@ if __name__ == '__main__':
 
 import os
 import sys
+import textwrap
 from dataclasses import dataclass, replace
 
 from world import make_world
@@ -92,15 +93,16 @@ def story(reports, demo):
     (base, _), (tuned, place), (smoothed, smoothed_place) = reports.values()
     accuracy, ece = ([x['tasks']['questions']['pooled'][key] for x in (base, tuned, smoothed)]
                      for key in ('accuracy', 'ece'))
-    return f"""
-Tuning took the accuracy from {accuracy[0]:.3f} to {accuracy[1]:.3f} and the ECE, the distance \
-between confidence
-and accuracy, from {ece[0]:.3f} to {ece[1]:.3f}; with --base_smoothing={demo.base_smoothing:g} \
-they are {accuracy[2]:.3f} and {ece[2]:.3f}. Open
-{place}/report.html for the most confident mistakes, and test the difference by
-    python evaluate.py --compare {place} {smoothed_place}
-(The seed decides the world; the processor, the number of threads and the version of torch change
-the digits of the models, the ECE by about 0.02.)"""
+    seen = (f'Tuning took the accuracy from {accuracy[0]:.3f} to {accuracy[1]:.3f} and the ECE, '
+            f'the distance between confidence and accuracy, from {ece[0]:.3f} to {ece[1]:.3f}; '
+            f'with --base_smoothing={demo.base_smoothing:g} they are {accuracy[2]:.3f} and '
+            f'{ece[2]:.3f}. Open {place}/report.html for the most confident mistakes, and test the '
+            f'difference:')
+    digits = ('The seed decides the world; another processor or version of torch changes the '
+              'accuracy of the models by about 0.03 and the ECE by about 0.02.')
+    return '\n'.join(['', textwrap.fill(seen, 100),
+                      f'    python evaluate.py --compare {place} {smoothed_place}',
+                      textwrap.fill(digits, 100)])
 
 
 if __name__ == '__main__':
