@@ -1,11 +1,12 @@
 """The whole program on a small scale: how fine-tuning changes calibration, in minutes on a CPU.
 
     python demo.py
-    python demo.py --seed=3 --smoothing=0.2 --out_dir=out/seed3
+    python demo.py --seed=3 --base_smoothing=0.9 --out_dir=out/seed3
 
 Makes a small world whose facts are known, trains a tiny base model on text about it, fine-tunes the
-model without and with label smoothing, and evaluates all three. Prints a table of the three and
-draws their reliability diagrams. When the demo is started again, it skips finished runs.
+model without smoothing and with smoothing towards the base model, and evaluates all three. Prints a
+table of the three and draws their reliability diagrams. When the demo is started again, it skips
+finished runs.
 """
 
 from runtime import cli
@@ -15,12 +16,14 @@ if __name__ == '__main__':
 
 import os
 import sys
+import textwrap
 from dataclasses import dataclass, replace
 
 from world import make_world
 from evaluate import EvalConfig
 from results.report import print_report
-from runtime.config import load_config
+from runtime.config import load_config, run_settings
+from runtime.errors import ConfigError
 from runtime.processes import pick_threads
 from train import TrainConfig, check_config, train_and_report
 
@@ -28,7 +31,8 @@ from train import TrainConfig, check_config, train_and_report
 @dataclass
 class DemoConfig:
     out_dir: str = 'out/demo'   # folder of the world and of the three models
-    smoothing: float = 0.1      # of the second tuned model; the first one has none
+    # of the second tuned model: the share of the target that is what the base model predicts
+    base_smoothing: float = 0.5
     seed: int = 0               # of the world, the initial weights and the order of the data
 
 
@@ -57,9 +61,9 @@ def runs(demo):
     # the conversations ask about facts that the model knows and about facts that it cannot know
     tuned = replace(shared, model=base.out_dir, data=f'{world}/instruct.jsonl',
                     epochs=5.0, batch_size=64, lr=1e-3, out_dir=f'{demo.out_dir}/tuned')
-    smoothed = f'tuned_ls{demo.smoothing:g}'.replace('.', '')
+    smoothed = f'tuned_bs{demo.base_smoothing:g}'.replace('.', '')
     return {'base': base, 'tuned': tuned,
-            smoothed: replace(tuned, smoothing=demo.smoothing,
+            smoothed: replace(tuned, base_smoothing=demo.base_smoothing,
                               out_dir=f'{demo.out_dir}/{smoothed}')}
 
 
@@ -68,19 +72,37 @@ def main(argv):
     demo = replace(demo, out_dir=os.path.expanduser(demo.out_dir))
     for cfg in runs(demo).values():     # fail on a bad setting now, not after minutes
         check_config(cfg)
-    # while other programs run, one thread can be several times as fast as one per core
-    print(f'torch uses {pick_threads()} thread(s), the fastest in a test of a second')
+        if (seed := run_settings(cfg.out_dir).get('seed', demo.seed)) != demo.seed:
+            raise ConfigError(f'{cfg.out_dir} is of a demo with --seed={seed}; choose another '
+                              f'folder: --out_dir={demo.out_dir}-seed{demo.seed}')
     # text, conversations and questions about 8,000 entities, all of it decided by the seed
     make_world(f'{demo.out_dir}/world', demo.seed)
     reports = {}
     for name, cfg in runs(demo).items():
-        print(f'\n=== {name}')
+        # while other programs run, one thread can be faster than one per core
+        print(f'\n=== {name}, with {pick_threads()} thread(s), the fastest in a test of a second')
         results = train_and_report(replace(cfg, resume=True))      # resume skips what is finished
         reports[name] = results['after'], cfg.out_dir
     # the table, and reliability-questions.png with a panel per model
     print_report(reports, demo.out_dir)
-    print(f'\nwrote {demo.out_dir}/reliability-questions.png; weights, results and pictures of '
-          f'each model to {", ".join(folder for _, folder in reports.values())}')
+    print(story(reports, demo))
+
+
+def story(reports, demo):
+    """Return what the table shows, and where to look next."""
+    (base, _), (tuned, place), (smoothed, smoothed_place) = reports.values()
+    accuracy, ece = ([x['tasks']['questions']['pooled'][key] for x in (base, tuned, smoothed)]
+                     for key in ('accuracy', 'ece'))
+    seen = (f'Tuning took the accuracy from {accuracy[0]:.3f} to {accuracy[1]:.3f} and the ECE, '
+            f'the distance between confidence and accuracy, from {ece[0]:.3f} to {ece[1]:.3f}; '
+            f'with --base_smoothing={demo.base_smoothing:g} they are {accuracy[2]:.3f} and '
+            f'{ece[2]:.3f}. Open {place}/report.html for the most confident mistakes, and test the '
+            f'difference:')
+    digits = ('The seed decides the world; another processor or version of torch changes the '
+              'accuracy of the models by about 0.03 and the ECE by about 0.02.')
+    return '\n'.join(['', textwrap.fill(seen, 100),
+                      f'    python evaluate.py --compare {place} {smoothed_place}',
+                      textwrap.fill(digits, 100)])
 
 
 if __name__ == '__main__':

@@ -37,12 +37,12 @@ import numpy as np
 
 from data.chat import question_frame
 from data.eval_config import EvalConfig, check_eval_config
-from data.tasks import TASKS, check_names, check_settings, kind_of
+from data.tasks import TASKS, check_names, check_settings, kind_of, with_shots
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from data.trained_settings import pick_chat, training_settings
 from results import samples
 from runtime import rooms
-from runtime.config import load_config, require_given, run_folder, run_settings
+from runtime.config import load_config, note_default, require_given, run_folder, run_settings
 from runtime.errors import ConfigError, DataError, escape_controls
 
 USAGE = f"""\
@@ -94,6 +94,7 @@ CODE = 'scoring', 'data.tasks', rooms.ROOMS['permuted'], *{*rooms.TASKS.values()
 
 def load_tasks(cfg):
     """Return {label: Task} of an EvalConfig; raise ConfigError or DataError for a bad task."""
+    cfg = with_shots(cfg)
     check_names(cfg.tasks)
     loaded = [kind_of(name).load(name, cfg) for name in cfg.tasks]
     tasks = {task.label: task for task in loaded}
@@ -248,7 +249,7 @@ def resolve(cfg, folder, config, tokenizer):
         raise ConfigError('multiturn = True needs a chat template, such as --chat=model')
     if chat != 'none':
         question_frame(tokenizer, chat, add_bos)    # raise for a template that does not fit
-    return replace(on_this_machine(cfg), add_bos=add_bos, chat=chat,
+    return replace(on_this_machine(with_shots(cfg)), add_bos=add_bos, chat=chat,
                    max_length=min(cfg.max_length or context, context))
 
 
@@ -293,15 +294,33 @@ def run(cfg):
     if cfg.dropout_seed is not None:
         default = default / f'dropout-{cfg.dropout_seed}'
     out_dir = Path(os.path.expanduser(cfg.out_dir or default))
+    note_default(cfg, 'tasks', 'my_questions.jsonl')
     tasks = load_tasks(cfg)     # fail on a bad task before the model is loaded
     # a folder with samples may have nothing left to score
     new = cfg.overwrite or not (out_dir / 'samples.jsonl').exists()
     load = load_ahead(folder, cfg) if new else None
     tokenizer = load_model_tokenizer(folder, config)
+    if not cfg.out_dir and not cfg.overwrite:
+        out_dir = own_folder(out_dir, resolve(cfg, folder, config, tokenizer))
     with parallel.first_process_locks(out_dir):
         results = evaluate(folder, tokenizer, tasks, cfg, out_dir, load)
     labels = [label for label in result_labels(tasks, cfg) if results and label in results['tasks']]
     return results, labels, out_dir
+
+
+def own_folder(folder, cfg):
+    """Return `folder`, or the first of folder/eval-2, ... without samples of other settings."""
+    for n in itertools.count(1):
+        place = folder / f'eval-{n}' if n > 1 else folder
+        if not (place / samples.OUTPUTS[1]).exists():
+            break
+        with ownership.read_json(place / samples.OUTPUTS[1], samples.OTHER_FOLDER) as before:
+            other = [key for key in SETTINGS if before.get(key) != getattr(cfg, key)]
+        if not other:
+            break
+    if place != folder and parallel.rank() == 0:
+        print(f'{folder} holds samples of other settings; these go to {place}')
+    return place
 
 
 def show_prompts(cfg):

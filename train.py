@@ -33,7 +33,7 @@ from typing import Any, Literal
 
 from data.eval_config import EvalConfig, check_report_config
 from data.templates import TEMPLATES
-from runtime.config import load_config, require_given, require_range
+from runtime.config import load_config, note_default, require_given, require_range
 from runtime.errors import ConfigError, DataError, Stopped
 
 # A schedule takes the share of the steps after warm-up that are done, 0 to 1, and returns a factor
@@ -497,14 +497,16 @@ def train_and_report(cfg, stage=None):
     results = {}
     with opened(cfg, stage) as run:
         cfg, reports = run.cfg, rooms.load('reports') if run.cfg.eval else None
+        if cfg.dry_run:
+            take_steps(run)     # prints sizes before a benchmark is downloaded
         tasks = reports.load_report_tasks(run) if reports else {}
+        if cfg.dry_run:
+            return {}
         claim_folder(run, *(reports.OUTPUTS if reports else ()))
-        if tasks and cfg.eval_before and not (cfg.from_scratch or cfg.dry_run):
+        if tasks and cfg.eval_before and not cfg.from_scratch:
             results['before'] = reports.calibration_report(run, tasks, run.base,
                                                            run.out_dir / 'before')
         take_steps(run)
-        if cfg.dry_run:
-            return {}
         card = rooms.load('card')
         if rank() == 0:
             card.finish(run)
@@ -529,6 +531,9 @@ def opened(cfg, stage=None):
     device = pick_device(cfg.device)
     first = rank() == 0
     torch.manual_seed(cfg.seed)
+    if first:
+        note_default(cfg, 'model', 'my/model')
+        note_default(cfg, 'data', 'my.jsonl')
     if cfg.dry_run:
         yield load_run(cfg, stage, device)
         return

@@ -79,14 +79,19 @@ def card(folder, adapters=False):
              f'# {_heading(name)}\n',
              f'{"LoRA adapters of " * adapters}{start}{model}, trained with nanoCal on '
              f'{data}{epoch}.\n', *lines]
+
+    rows = [[key, code(value)] for key, value in shown_settings(settings)]
+    return '\n'.join([*parts, '## Training\n', markdown([['setting', 'value'], *rows]), ''])
+
+
+def shown_settings(settings):
+    """Return [(key, value)] of the settings of a run that decided its weights."""
     by_train_alone = {'loss', 'smoothing', 'base_smoothing'}
     unread = by_train_alone if 'method' in settings else set()
     if settings.get('data_kind', 'instruct') != 'instruct':
         unread.add('template')
-    keys = SHOWN + LORA if settings.get('lora') else SHOWN
-    rows = [[key, code(settings[key])] for key in keys
+    return [(key, settings[key]) for key in SHOWN + LORA * bool(settings.get('lora'))
             if settings.get(key) not in (None, '') and key not in unread]
-    return '\n'.join([*parts, '## Training\n', markdown([['setting', 'value'], *rows]), ''])
 
 
 def _metadata(settings, name, tasks, adapters):

@@ -14,48 +14,66 @@ def download(name: str, patterns, revision: str | None = None, repo_type: str = 
              ignore=()) -> Path:
     """Return the folder with the files of a hub repository that match `patterns`, not `ignore`.
 
+    What has to be downloaded is printed before. Without a connection the hub's cache is read.
     repo_type: 'model' or 'dataset'. Raises CheckpointError, or DataError for a dataset.
     """
     from huggingface_hub import snapshot_download
-    silent = _silence(name, revision, repo_type)
+    chosen = {'allow_patterns': list(patterns), 'ignore_patterns': list(ignore)}
+    info, unreachable = _ask(name, revision, repo_type)
     try:
-        return Path(snapshot_download(name, repo_type=repo_type, revision=revision,
-                                      allow_patterns=list(patterns), ignore_patterns=list(ignore),
-                                      **{'local_files_only': True} if silent else {}))
+        if info:
+            _announce(info, name, repo_type, chosen)
+        return Path(snapshot_download(name, repo_type=repo_type, revision=revision, **chosen,
+                                      **{'local_files_only': True} if unreachable else {}))
     except Exception as error:  # the hub and its HTTP client raise many kinds
-        reason = silent or f'{type(error).__name__}: {str(error).strip()}'.split('\n')[0]
+        reason = unreachable or f'{type(error).__name__}: {str(error).strip()}'.split('\n')[0]
         kind = CheckpointError if repo_type == 'model' else DataError
         at = f' at revision {revision}' if revision else ''
+        advice = ('check the network, or name a file or folder' if unreachable else 'check the '
+                  'name; if it is gated, accept its license there and set HF_TOKEN or run '
+                  '`hf auth login`')
         raise kind(f'there is no file or folder {name}, and downloading the {repo_type} {name}{at} '
-                   f'from the hub failed ({reason}); check the name and '
-                   f'the network; if it is gated, accept its license there and set HF_TOKEN or '
-                   f'run `hf auth login`') from error
+                   f'from the hub failed ({reason}); {advice}') from error
 
 
-def _silence(name, revision, repo_type):
-    """Return '' or, if the hub accepts a connection and never answers, a sentence that says so.
+def _ask(name, revision, repo_type):
+    """Return (the hub's repo_info or None, why the hub cannot be reached or '').
 
-    The hub's client would wait for ever, also for what is in its cache.
+    Where the hub accepts a connection and never answers, its client would wait for ever, also for
+    what is in its cache; where there is none, it would try again for half a minute.
     """
     from huggingface_hub import HfApi
+    if name in _silent:
+        return None, f'it does not answer within {SECONDS} s'
     try:
-        if name not in _silent:
-            HfApi().repo_info(name, revision=revision, repo_type=repo_type, timeout=SECONDS)
+        return HfApi().repo_info(name, revision=revision, repo_type=repo_type, timeout=SECONDS,
+                                 files_metadata=True), ''
     except Exception as error:      # of several HTTP clients; `download` meets the others again
-        if 'timeout' in type(error).__name__.lower():
+        kind = type(error).__name__.lower()
+        if 'timeout' in kind:
             _silent.add(name)
-    return f'it does not answer within {SECONDS} s' if name in _silent else ''
+            return _ask(name, revision, repo_type)
+        unreachable = any(word in kind for word in ('connect', 'offline'))
+        return None, str(error).strip().split('\n')[0] if unreachable else ''
+
+
+def _announce(info, name, repo_type, chosen):
+    """Print how much of a repository is not in the cache of the hub yet."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.utils import filter_repo_objects
+    missing = [file.size or 0 for file in filter_repo_objects(
+        info.siblings, key=lambda file: file.rfilename, **chosen) if not isinstance(
+            try_to_load_from_cache(name, file.rfilename, revision=info.sha, repo_type=repo_type),
+            str)]
+    if missing:
+        print(f'downloading the {repo_type} {name} from the hub: {len(missing)} files, '
+              f'{sum(missing) / 1e6:,.0f} MB', flush=True)
 
 
 def files_on_hub(source, revision):
     """Return the names of the files of a hub dataset, or None where they cannot be listed."""
-    from huggingface_hub import HfApi
-    if _silence(source, revision, 'dataset'):
-        return None
-    try:
-        return HfApi().list_repo_files(source, revision=revision, repo_type='dataset')
-    except Exception:   # offline, so `download` looks in the cache, or says what is wrong
-        return None
+    info, _ = _ask(source, revision, 'dataset')     # without it `download` says what is wrong
+    return [file.rfilename for file in info.siblings] if info else None
 
 
 def download_files(source, patterns, revision):
@@ -73,8 +91,8 @@ def upload(folder, name: str, files):
     """Send these files of a folder to the hub as the model `name`, private if it is new."""
     from huggingface_hub import HfApi
     try:
-        if silent := _silence(name, None, 'model'):
-            raise TimeoutError(silent)
+        if unreachable := _ask(name, None, 'model')[1]:
+            raise TimeoutError(unreachable)
         HfApi().create_repo(name, private=True, exist_ok=True)
         HfApi().upload_folder(repo_id=name, folder_path=str(folder), allow_patterns=list(files),
                               commit_message='Model trained with nanoCal')

@@ -4,22 +4,19 @@ A row has probs or log_probs and answer, or confidence and correct, or answers a
 a line of lm-evaluation-harness, or a sample of evaluate.py. Needs numpy, and pyarrow for parquet.
 """
 
-import ast
-import contextlib
 import functools
-import json
 import math
 import re
 from collections import Counter
 
 import metrics
 from written.confidence import outcome
+from bridges.cells import read_table, to_label, to_list, to_numbers, to_probability, to_truth
 from bridges.harness_files import UnusableTaskError, harness_sample, harness_task, repeats
 from results.samples import latest_samples, option_lengths
 from runtime.digests import json_digest
 from runtime.errors import ConfigError, DataError
-from written.numbers import first_number, parse_probability
-from runtime.readers import column_names, read_rows, to_dict
+from runtime.readers import read_rows
 
 # {name of a column, in upper or lower case: what it holds}; --columns=answer=NAME reads another
 # one. In place of a list there may be columns: probs_0, probs_1, ... or prob_A, prob_B, ...
@@ -79,15 +76,16 @@ def read_predictions(path, cfg):
             raise kind(f'{place}: {reason}{hint}') from error
     left_out = n_unstated and f'{n_unstated} rows state no probability, the first: {unstated}'
     if not first_kinds:
+        empty = 'has no rows' if path.stat().st_size else 'is empty'
         raise DataError(f'{path}: {left_out or "no row to score of the split test"}' if position
-                        else f'{path}: the file is empty: it has no rows')
+                        else f'{path}: the file {empty}')
     if left_out:
         print(f'{left_out}; they are left out')
 
 
 def _counting_rows(path):
     """Yield (position from 1, place, row) of a file without samples that a later one replaces."""
-    rows = ((i, place, row) for i, (place, row) in enumerate(read_rows(path, _read_cells), 1))
+    rows = ((i, place, row) for i, (place, row) in enumerate(read_rows(path, read_table), 1))
     for item in rows:
         if _is_ours(item[-1]):      # hold this file in memory
             rows = [item, *rows]
@@ -164,7 +162,8 @@ def find_columns(keys, chosen):
             raise ValueError(f'there is no column {name!r}, but {_listed(keys)}')
     if not confidences and not found.keys() & {*KINDS}:
         raise ValueError(f'no column is named {", ".join(KINDS)} or probs_0, but {_listed(keys)}; '
-                         f'other names are read by --columns=confidence=NAME,correct=NAME')
+                         f'other names are read by --columns=probs=NAME,answer=NAME or '
+                         f'--columns=confidence=NAME,correct=NAME')
     rest = {what: column for what, column in found.items() if what not in KINDS}
     return [(name, rest | {'confidence': name}) for name in confidences] or [('', found)]
 
@@ -182,101 +181,6 @@ def _select(row, name, columns):
     return part | {'task': '.'.join(map(str, filter(None, (part.get('task'), name))))}
 
 
-def _read_cells(lines, delimiter):
-    """Yield (place, row) of the lines of a table; a cell is a text, or None if it is empty."""
-    cell, names = DecimalComma if delimiter == ';' else str, None
-    for place, cells in lines:
-        if names is None:
-            names = column_names(place, cells)
-        else:
-            yield place, to_dict(place, names, [cell(text.strip(' ')) or None for text in cells])
-
-
-# Cells, read by the type of their column: text stays text
-
-DECIMAL = re.compile(r'[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?|-?inf(?:inity)?', re.I)
-READERS = (functools.partial(json.loads, parse_float=str, parse_int=str, parse_constant=str),
-           ast.literal_eval)        # of a printed list
-
-
-class DecimalComma(str):
-    """A cell of a table with semicolons, where 0,9 is a number."""
-
-
-def _number(x):
-    """Return a number, or a text that is one as a whole, as a float; None for anything else."""
-    if type(x) in (int, float):
-        return float(x)
-    text = x.replace(',', '.') if isinstance(x, DecimalComma) else x
-    if not isinstance(text, str):
-        return None
-    text = text.strip()
-    if DECIMAL.fullmatch(text):     # most are; faster
-        return float(text)
-    number = first_number(text)
-    whole = number and number.value is not None and (number.start, number.end) == (0, len(text))
-    return float(number.value / number.per) if whole else None
-
-
-def _numbers(what, x):
-    """Return a list of numbers, also one that Python or numpy printed, as floats."""
-    if isinstance(x, str):      # np.float64(0.7) and [0.7 0.3]
-        x = re.sub(r'(?<=[\d.])\s+(?=[-+.\d])', ', ', re.sub(r'np\.\w+\(([^()]*)\)', r'\1', x))
-    items = [*x] if isinstance(x := _list(x), list) else []
-    while items and items[-1] is None:      # fewer options than other rows
-        items.pop()
-    values = [*map(_number, items)]
-    if not values:
-        raise ValueError(f'{what} is {x!r:.60}, not a list of numbers such as [0.7, 0.3]')
-    if None in values:
-        raise ValueError(f'{what} holds {items[values.index(None)]!r:.60}, which is no number')
-    return values
-
-
-def _list(x):
-    """Return x, or the list whose text it is: of JSON with numbers as they stand, or of Python."""
-    # ['a' 'b'] of numpy would be one text in Python
-    is_list = isinstance(x, str) and x.startswith('[') and not re.search(r'[\'"]\s+[\'"]', x)
-    for read in READERS if is_list else ():
-        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            return read(x)
-    return x
-
-
-def _stated(x):
-    """Return the probability that a number or a sentence states; None for 'NA' or 'high'."""
-    value = _number(x)
-    if value is None and isinstance(x, str) and not re.fullmatch(r'\S*\d\S*', x.strip()):
-        return parse_probability(x)
-    if value is None or not 0 <= value <= 1 + metrics.SUM_TOLERANCE:
-        raise ValueError(f'confidence is {x!r:.60}; wanted a number from 0 to 1, such as 0.8, or '
-                         f'80 %')
-    return value
-
-
-def _truth(x):
-    """Return 1 or 0 for true or false, as text, number or bool; None for anything else."""
-    value = {'true': 1, 'false': 0}.get(str(x).casefold(), _number(x))
-    return value if value in (0, 1) else None
-
-
-def _label(x, n, options):
-    """Return the index of the option that `answer` names by index, letter or text."""
-    if type(x) is int and 0 <= x < n:
-        return x
-    text = str(x).strip() if isinstance(x, (str, int, float)) else ''
-    named = {int(float(text))} if re.fullmatch(r'[0-9]+(\.0+)?', text) else set()   # 1.0: pandas
-    if isinstance(x, str):
-        named |= {ord(text.upper()) - ord('A')} if re.fullmatch('[A-Za-z]', text) else set()
-        named |= {k for texts in options for k in range(n) if texts[k].strip() == text}
-    named &= {*range(n)}
-    if len(named) != 1:
-        hint = f', which is {" or ".join(map(str, sorted(named)))}' if named else ''
-        raise ValueError(f'answer must be the index of the correct option, from 0, its letter or '
-                         f'its text in options, not {x!r:.60}{hint}')
-    return named.pop()
-
-
 # Rows
 
 
@@ -286,12 +190,13 @@ def _values(row, norm):
     if kind in KINDS[:2]:
         return kind, _distribution(row, kind, norm)
     row = row | _sampled(row) if kind == 'answers' else row
-    value = _stated(row['confidence']) if kind else None
+    value = to_probability(row['confidence']) if kind else None
     if value is None:
         return 'confidence', {}
-    if (is_right := _truth(row.get('correct'))) is None:
-        raise ValueError(f'correct must be true or false, 1 or 0, not {row.get("correct")!r:.60}; '
-                         f'--columns=correct=NAME reads another column')
+    if (is_right := to_truth(row.get('correct'))) is None:
+        given = (f'must be true or false, 1 or 0, not {row["correct"]!r:.60}'
+                 if row.get('correct') is not None else 'is missing')
+        raise ValueError(f'correct {given}; --columns=correct=NAME reads another column')
     texts = {'predicted': 'response', 'expected': 'expected'}
     return 'confidence', {key: str(row[name]) for key, name in texts.items() if name in row} | (
         outcome(value, is_right))
@@ -299,11 +204,11 @@ def _values(row, norm):
 
 def _distribution(row, kind, norm):
     """Return the values of a sample that has a number for each option."""
-    values = _numbers(kind, row[kind])
+    values = to_numbers(kind, row[kind])
     n = len(values)
     lists = {key: [*map(str, x)] for key in ('options', 'choices') if key in row
-             if isinstance(x := _list(row[key]), list) and len(x) == n}
-    label = _label(row.get('answer'), n, lists.values())
+             if isinstance(x := to_list(row[key]), list) and len(x) == n}
+    label = to_label(row.get('answer'), n, lists.values())
     texts = lists.get('choices') or lists.get('options') or [*map(str, range(1, n + 1))]
     sample = {'n_tokens': [1] * n, 'options': texts, 'answer': label}
     if kind == 'probs':
@@ -312,7 +217,7 @@ def _distribution(row, kind, norm):
         _check_confidence(row, values, label)
         log_probs = [math.log(max(x, metrics.NLL_FLOOR)) for x in values]
         return sample | {'probs': values, 'log_probs': log_probs}
-    n_tokens = _numbers('n_tokens', row['n_tokens']) if 'n_tokens' in row else sample['n_tokens']
+    n_tokens = to_numbers('n_tokens', row['n_tokens']) if 'n_tokens' in row else sample['n_tokens']
     if len(n_tokens) != n or not all(1 <= x < math.inf for x in n_tokens):
         raise ValueError(f'n_tokens must be 1 or more for each log-probability, not {n_tokens}')
     if any(1e300 <= abs(x) < math.inf for x in values):     # sums of them would be infinite
@@ -332,11 +237,11 @@ def _distribution(row, kind, norm):
 
 def _check_confidence(row, probs, label):
     """Raise ValueError for a confidence, or a correctness, that is not that of `probs` [K]."""
-    stated = _stated(row['confidence']) if 'confidence' in row else None
+    stated = to_probability(row['confidence']) if 'confidence' in row else None
     if stated is not None and abs(stated - max(probs)) > 0.0051:    # it may be rounded
         raise ValueError(f'confidence is {row["confidence"]!r:.60}, and the largest of probs '
                          f'{max(probs):.4g}; leave one of them out')
-    is_top, correct = probs[label] == max(probs), _truth(row.get('correct'))
+    is_top, correct = probs[label] == max(probs), to_truth(row.get('correct'))
     if correct not in (None, is_top) and probs.count(max(probs)) == 1:
         raise ValueError(f'correct is {row["correct"]}, and by probs the top option is '
                          f'{"right" if is_top else "wrong"}; leave one of them out')
@@ -344,9 +249,9 @@ def _check_confidence(row, probs, label):
 
 def _sampled(row):
     """Return the confidence and correctness of written answers: a share of equal texts."""
-    answers, references = _list(row['answers']), row.get('answer', [])
+    answers, references = to_list(row['answers']), row.get('answer', [])
     if not isinstance(references, list):        # in a table it may be a printed list
-        printed = _list(references)
+        printed = to_list(references)
         references = [references, *(printed if isinstance(printed, list) else ())]
     if not isinstance(answers, list) or not answers:
         raise ValueError(f"answers must be a list such as ['B', 'C'], not {answers!r:.60}")

@@ -139,7 +139,7 @@ def compare_questions(runs, keys, cfg, out_dir):
         out_dir / (name := picture(task, 'curves')),
         {task: {title: p.bins() for title, p in by_title.items()}})]
     page.write(out_dir / 'compare.html', f'{", ".join(runs)}: {", ".join(tasks)}', __version__, '',
-               '\n'.join(map(page.section_html, sections)), pictures,
+               '\n'.join(map(page.section_html, sections)), {page.DIAGRAMS: pictures},
                page.select(dict(zip(tasks, map(rows_to_read, answers), strict=True))))
     print(*(section.as_text() for section in sections),
           *(f'\n{task} is left out: not every run has it' for task in all_tasks

@@ -23,7 +23,8 @@ class EvalConfig:
     # mmlu; harness: as lm-evaluation-harness; own: the benchmark's; or another of data/prompts.py
     prompt_format: str = 'mmlu'
     header: Literal['english', 'native', 'none'] = 'english'  # native: in the question's language
-    shots: int = 5                            # solved questions before each question
+    shots: int | None = None                  # solved questions before each question; None: 5, or 0
+    #                                           if each task is a file
     scoring: Literal['auto', 'letters', 'text'] = 'auto'     # auto: letters, or as the harness does
     norm: Literal['token', 'sum', 'char', 'byte'] = 'token'  # divisor of a log-probability
     dropout_seed: int | None = None           # for the dropout of adapters; None: no dropout

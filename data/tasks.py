@@ -64,6 +64,13 @@ def check_names(names):
                               f'evaluate one of them with another --out_dir')
 
 
+def with_shots(cfg):
+    """Return `cfg` with shots = None replaced: files of questions have no solved ones beside them.
+    """
+    files = (os.path.isfile(os.path.expanduser(split_name(name)[1])) for name in cfg.tasks)
+    return cfg if cfg.shots is not None else replace(cfg, shots=0 if all(files) else 5)
+
+
 def kind_of(name):
     """Return the class of a task of --tasks."""
     kind = split_name(name)[0]

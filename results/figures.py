@@ -21,6 +21,7 @@ def new_figure(width, height):
     installed = {font.name for font in font_manager.fontManager.ttflist}
     matplotlib.rcParams['font.family'] = ['DejaVu Sans', *(
         name for name in FALLBACK_FONTS if name in installed)]
+    matplotlib.rcParams['hatch.linewidth'] = 2
     return figure.Figure(figsize=(width, height), layout='constrained')
 
 

@@ -6,8 +6,10 @@ needs no network. Its script keeps 50 samples in the document at a time.
 
 import base64
 import html
+import inspect
 import itertools
 import json
+import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -15,6 +17,8 @@ from pathlib import Path
 import metrics
 from results.report import predictions, section
 from results.samples import grid, of_split, sample_order
+from runtime import rooms
+from runtime.config import run_folder, run_settings
 from runtime.ownership import write_text
 
 TEMPLATE = Path(__file__).with_name('page.html')
@@ -83,27 +87,42 @@ def select(rows, most=MOST):
 
 # The page
 
+DIAGRAMS = 'Reliability diagrams'       # heading of the pictures
+FIRST = 'accuracy', 'ECE'       # columns that are in view on a narrow screen
+MAIN = 'model', 'data', 'loss', 'smoothing', 'base_smoothing', 'lr', 'epochs', 'seed'
+TERMS = {
+    '[from, to]': 'the 95 % interval of the number above it.',
+    'pooled': 'all rows of the task together.',
+    'macro': 'the mean over the languages, or else over the subjects.',
+    'temperature scaling': 'after division of the log-probabilities by a temperature that other '
+                           'questions decide.',
+    'platt scaling': 'after a logistic regression of right and wrong on the confidence, fitted to '
+                     'other questions.',
+    'overconfident': 'the mean confidence is above the accuracy; the reverse is underconfident.'}
+DEFINITIONS = {measure.title: re.sub(r', eq\. \(\d\)', '', inspect.getdoc(getattr(
+    measure.function, 'func', measure.function)).split('\n\n')[0].removeprefix('Return '))
+    for measure in metrics.MEASURES}
+
 
 def write(path, title, version, about, tables, pictures, selected):
     """Write a page.
 
-    tables: HTML; pictures: names of PNG files beside it; selected: what `select` returns
+    about, tables: HTML; pictures: {heading: names of PNG files beside it}; selected: what `select`
+    returns
     """
     chosen, total = selected
-    images = ''.join(
-        f'<p><img alt="{html.escape(name)}" src="data:image/png;base64,'
-        f'{base64.b64encode(path.with_name(name).read_bytes()).decode()}">\n'
-        for name in pictures)
+    date = f'{time.strftime("%Y-%m-%d")}, nanoCal {version}'
     texts = {
-        'title': html.escape(f'{title} ({time.strftime("%Y-%m-%d")}, nanoCal {version})'),
-        'about': html.escape(about), 'tables': tables,
+        'title': html.escape(f'{title} ({date})'), 'heading': html.escape(title),
+        'about': f'<p class="about">{html.escape(date)}</p>{about}',
+        'tables': tables + definitions(tables),
         'left-out': '' if len(chosen) == total else (
             f'The page has {len(chosen):,} of {total:,} samples: of each task and language the '
             f'most confident mistakes first. All are in samples.jsonl. '),
         # a JSON string may hold </script>, which would end the element
         'rows': json.dumps(chosen, ensure_ascii=False, separators=(',', ':')).replace(
             '<', r'\u003c'),
-        'pictures': images and f'<h2>Reliability diagrams</h2>\n{images}'}
+        'pictures': ''.join(images(path.parent, *item) for item in pictures.items())}
     page = TEMPLATE.read_text(encoding='utf-8')
     for name, text in texts.items():
         page = page.replace(f'<!--{name}-->', text)     # no text holds another <!--
@@ -111,30 +130,74 @@ def write(path, title, version, about, tables, pictures, selected):
 
 
 def write_report(results, selected, pictures, out_dir):
-    """Write report.html with `pictures` and earlier grids."""
+    """Write report.html with `pictures`, earlier grids, and the settings and loss of its run."""
     tasks, config = results['tasks'], results['config']
-    about = {key: config[key] for key in ('device', 'dtype', 'seed') if key in config}
+    run = run_settings(run_folder(out_dir))
     grids = [name for name in map(grid, tasks) if Path(out_dir, name).exists()]
+    loss = ['loss.png'] if run and Path(out_dir, 'loss.png').exists() else []
+    trained = [(key, run.get(key)) for key in MAIN[:2]] + rooms.load('card').shown_settings(
+        run) if run else []
+    settings = {'training': dict(trained), 'evaluation': config, 'versions': results['versions']}
+    main = listed({key: run.get(key) for key in MAIN})
+    about = [f'<details><summary>{html.escape(main or "settings")}</summary>', *(
+        f'<p class="about">{html.escape(f"{kind}: {listed(values)}")}</p>'
+        for kind, values in settings.items() if values), '</details>']
     write(Path(out_dir, 'report.html'), f'{config["model"]}: {", ".join(tasks)}',
-          results['versions']['nanocal'],
-          ', '.join(f'{key} {x}' for key, x in (about | results['versions']).items() if x),
-          ''.join(section_html(section(task, tasks, 'page')) for task in tasks),
-          dict.fromkeys((*pictures, *grids) if pictures else ()), selected)
+          results['versions']['nanocal'], ''.join(about),
+          ''.join(section_html(section(task, tasks, 'page'), FIRST) for task in tasks),
+          {DIAGRAMS: dict.fromkeys((*pictures, *grids) if pictures else ()), 'Training': loss},
+          selected)
 
 
-def section_html(part):
-    """Return a Section of tables.py as HTML; a table with a title can be folded, a long one is."""
-    parts = [f'<h2>{html.escape(part.title)}</h2>', table_html(part.table),
-             *(f'<p class="about">{html.escape(line)}</p>' for line in part.notes)]
+def listed(settings):
+    """Return settings as text, without those that are off."""
+    texts = {key: ', '.join(map(str, x)) if isinstance(x, (list, tuple)) else str(x)
+             for key, x in settings.items()}
+    return ', '.join(f'{key} {x}' for key, x in texts.items() if x not in ('', 'None', 'False'))
+
+
+def images(folder, heading, names):
+    """Return PNG files of a folder as HTML below a heading; '' for none."""
+    shown = [f'<p><img alt="{html.escape(name)}" src="data:image/png;base64,'
+             f'{base64.b64encode((folder / name).read_bytes()).decode()}">\n' for name in names]
+    return f'<h2>{heading}</h2>\n{"".join(shown)}' if shown else ''
+
+
+def definitions(tables):
+    """Return what the names in HTML `tables` mean: as text, since no finger can hover."""
+    used = {name: text for name, text in (TERMS | DEFINITIONS).items()
+            if name in TERMS or f'">{html.escape(name)}\n' in tables}
+    return ('<details><summary>What the names mean</summary><dl>' + ''.join(
+        f'<dt>{html.escape(name)}<dd>{html.escape(text)}' for name, text in used.items())
+        + '</dl></details>')
+
+
+def section_html(part, first=()):
+    """Return a Section of tables.py as HTML; a table with a title can be folded, a long one is.
+
+    first: titles of the columns that come first
+    """
+    title, settings = re.fullmatch(r'(.*?)(?: \(([^()]*)\))?', part.title, re.S).groups('')
+    parts = [f'<h2>{html.escape(title)}</h2>', table_html(part.table, first),
+             *(f'<p class="about">{html.escape(line)}</p>'
+               for line in (settings, *part.notes) if line)]
     for title, table in part.more:
         state = 'open' if len(table) < 20 else ''
-        parts.append(f'<details {state}><summary>{html.escape(title)}</summary>{table_html(table)}'
-                     '</details>' if title else table_html(table))
+        shown = table_html(table, first)
+        parts.append(f'<details {state}><summary>{html.escape(title)}</summary>{shown}</details>'
+                     if title else shown)
     return '\n'.join(parts) + '\n'
 
 
-def table_html(lines):
-    """Return lines of cells, header first, as an HTML table."""
-    rows = [f'<tr><{tag}>' + f'<{tag}>'.join(map(html.escape, line))
-            for tag, line in zip(('th', *['td'] * len(lines)), lines, strict=False)]
-    return '\n'.join(['<div class="scroll"><table>', *rows, '</table></div>'])
+def table_html(lines, first=()):
+    """Return lines of cells, header first, as an HTML table; an interval is below its number."""
+    names, *columns = zip(*lines, strict=True)
+    columns.sort(key=lambda column: first.index(column[0]) if column[0] in first else len(first))
+    head, *body = zip(names, *columns, strict=True)
+    def cell(text):
+        return re.sub(r'^(-?[\d.]+) (\[.*\])$', r'\1<small>\2</small>',
+                      html.escape(text)).replace(' *', '&nbsp;*')
+    cells = [''.join(f'<th title="{html.escape(DEFINITIONS.get(x, ""))}">{html.escape(x)}\n'
+                     for x in head), *('<td>' + '<td>'.join(map(cell, line)) for line in body)]
+    return '\n'.join(['<div class="scroll"><table>', *(f'<tr>{line}' for line in cells),
+                      '</table></div>'])

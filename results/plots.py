@@ -55,10 +55,12 @@ def _draw_panel(top, bottom, title, numbers, bins):
         'accuracy', 'confidence', 'low', 'high'))
     bar = {'width': width, 'align': 'edge'}
     top.bar(left, accuracy, color='#4878a8', edgecolor='white', label='accuracy of the bin', **bar)
-    # bars of height 0 too, so that every picture has both colors in its legend
+    # bars of height 0 too, so that every picture has both colors in its legend; a gap within the
+    # accuracy's bar leaves that visible
     top.bar(left, np.maximum(confidence - accuracy, 0), bottom=accuracy, color='#e8a29e',
             label='overconfident: confidence above accuracy', **bar)
-    top.bar(left, np.maximum(accuracy - confidence, 0), bottom=confidence, color='#f5c566',
+    top.bar(left, np.maximum(accuracy - confidence, 0), bottom=confidence, facecolor='none',
+            edgecolor='#f5c566', hatch='////', linewidth=0,
             label='underconfident: confidence below accuracy', **bar)
     ends = np.maximum((accuracy - low, high - accuracy), 0)     # -1e-16 by rounding
     top.errorbar(left + width / 2, accuracy, ends, fmt='none', color='black', linewidth=1,

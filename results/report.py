@@ -308,10 +308,13 @@ def notes(result):
                      * (mass < 0.01 and by_letters))    # that of whole texts is always small
     chance = result.get('chance', -1)       # P(True) has none
     if by_letters and result['pooled']['accuracy_low'] <= chance:
+        low, high = (result['pooled'][f'accuracy_{end}'] for end in ('low', 'high'))
+        verdict = ('this is no better than guessing' if high <= chance else
+                   f'the 95 % interval, {low:.3f}-{high:.3f}, includes the accuracy of guessing')
         shots = '--shots=5, ' * (result.get('shots') == 0)
-        lines.append(f'this is no better than guessing ({chance:.3f}): many base and '
-                     f'small models cannot answer by a letter; try {shots}--scoring=text, or '
-                     f'--prompt_format=harness, where the task has it')
+        lines.append(f'{verdict} ({chance:.3f}); many base and small models cannot answer by a '
+                     f'letter: try {shots}--scoring=text, or --prompt_format=harness, where the '
+                     f'task has it')
     lines.append(shared_note(result['pooled'], result['unit']))
     lines.append(few_rows_note(result['pooled']['n'], result['unit']))
     if fitted := result.get('post_hoc'):
@@ -430,9 +433,9 @@ def section(task, tasks, target='text'):
     rows, more = report_rows(result), {}
     for kind in GROUPS.values() if target == 'page' else ():
         if group := [row for row in rows if row[0] == kind]:
-            more[f'{len(group)} {kind}'] = cells(group, count=result['unit'])
+            more[f'{len(group)} {kind}'] = cells(group, count=result['unit'], intervals=True)
             rows = [row for row in rows if row[0] != kind]
-    table = cells(rows, count=result['unit'], intervals=target == 'latex')
+    table = cells(rows, count=result['unit'], intervals=target != 'text')
     if target == 'latex':
         table = mark_best(table, ['' if kind in ('pooled', 'post_hoc', 'scaled') else (kind, name)
                                   for kind, name, _ in rows])

@@ -19,6 +19,8 @@ def begin():
         if getattr(sys, name) is None:      # closed: the next file would get its number and output
             os.open(os.devnull, os.O_RDWR)      # takes the lowest free number, which is this one
             setattr(sys, name, open(number, 'w' if number else 'r', closefd=False))
+    # of OpenMP: while other programs run, threads that wait for each other must not hold the cores
+    os.environ.setdefault('GOMP_SPINCOUNT', '5000')
     sys.setswitchinterval(5e-4)     # a thread that tokenizes must not delay kernels by 5 ms
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop_at_once)

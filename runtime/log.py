@@ -8,6 +8,7 @@ import os
 import resource
 import sys
 import time
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,7 +85,7 @@ class StepLog(contextlib.AbstractContextManager):
         self.first = first
         self.until = until
         self.cfg = cfg = run.cfg
-        self.unread, self.started = None, time.monotonic()
+        self.unread, self.times = None, deque([time.monotonic()], maxlen=51)    # of steps' ends
         self.file = self.send = None
         if rank() == 0 and not cfg.dry_run:
             self.file = open_log(cfg, first)
@@ -130,6 +131,7 @@ class StepLog(contextlib.AbstractContextManager):
                 step % self.cfg.val_every == 0 or step == self.until):
             record |= self.run.stage.validate(self.run)
         self.bar.update()
+        self.times.append(time.monotonic())
         if step % self.cfg.log_every == 0 or step == self.until:
             self.print(record)
         if step == self.first + 1:
@@ -158,7 +160,7 @@ class StepLog(contextlib.AbstractContextManager):
             self.send = None
 
     def print(self, record):
-        per_step = (time.monotonic() - self.started) / (record['step'] - self.first)
+        per_step = (self.times[-1] - self.times[0]) / (len(self.times) - 1)
         left = datetime.timedelta(seconds=round(per_step * (self.until - record['step'])))
         keys = [*record]    # from the loss to the gradient norm: what the objective returned
         keys = keys[keys.index('loss'):keys.index('grad_norm')] + [

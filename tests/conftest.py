@@ -10,6 +10,7 @@ import io
 import os
 import random
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,6 +39,13 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if {'small_world', 'asked', 'whole', 'own', 'small'} & {*getattr(item, 'fixturenames', ())}:
             item.add_marker('slow')
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print how many tests skipped for each reason."""
+    skipped = terminalreporter.stats.get('skipped', ())
+    for reason, n in Counter(report.longrepr[2] for report in skipped).most_common():
+        terminalreporter.write_line(f'{n} skipped: {reason.removeprefix("Skipped: ")}')
 
 
 @pytest.fixture(params=['cpu', 'cuda'])

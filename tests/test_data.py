@@ -7,6 +7,7 @@ import json
 import resource
 import signal
 import socket
+import time
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,8 +36,11 @@ from runtime.ownership import temporary
 SAME = [{'role': 'user', 'content': 'sky?'}, {'role': 'assistant', 'content': 'blue'}]
 
 
-def test_of_a_hub_dataset_one_format_is_downloaded(tmp_path, monkeypatch):
+def test_of_a_hub_dataset_one_format_is_downloaded_after_its_size_is_printed(
+        tmp_path, monkeypatch, capsys):
     names, asked = ('a.json', 'data/train-00000-of-00001.parquet', 'README.md'), []
+    info = SimpleNamespace(sha='0' * 40, siblings=[
+        SimpleNamespace(rfilename=name, size=3_000_000) for name in names])
 
     def download(name, allow_patterns, **_):
         asked.append((name, *allow_patterns))
@@ -45,14 +49,15 @@ def test_of_a_hub_dataset_one_format_is_downloaded(tmp_path, monkeypatch):
         return str(tmp_path / 'snapshot')
     patterns = ['*.jsonl', 'data/*.parquet', '*.json']
     monkeypatch.setattr('huggingface_hub.snapshot_download', download)
-    monkeypatch.setattr('huggingface_hub.HfApi.list_repo_files', lambda *_, **__: names)
+    monkeypatch.setattr('huggingface_hub.HfApi.repo_info', lambda *_, **__: info)
     (file,) = fetch('me/rows', patterns)
     assert file == tmp_path / 'snapshot/data/train-00000-of-00001.parquet'
     assert asked == [('me/rows', 'data/*.parquet')]     # the hub warns of patterns without a file
+    assert 'downloading the dataset me/rows from the hub: 1 files, 3 MB' in capsys.readouterr().out
     with pytest.raises(DataError, match='me/rows holds nothing that matches .*.csv or .*.zip'):
         fetch('me/rows', ['*.csv', '*.zip'])
     # offline, the cache is asked
-    monkeypatch.setattr('huggingface_hub.HfApi.list_repo_files', lambda: None)
+    monkeypatch.setattr('huggingface_hub.HfApi.repo_info', lambda: None)
     assert fetch('me/rows', patterns) == [file] and asked[1:] == [
         ('me/rows', '*.jsonl'), ('me/rows', 'data/*.parquet')]
 
@@ -72,6 +77,12 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(tmp_path, monkeypatch):
             fetch('me/other', ['*.jsonl'])
         with pytest.raises(CheckpointError, match='it does not answer within 0.5 s'):
             hub.upload(tmp_path, 'me/model', ['config.json'])
+    # nobody listens there now: one request, and no more of them after some seconds
+    assert [path.name for path in fetch('me/cached', ['*.jsonl'])] == ['rows.jsonl']
+    started = time.monotonic()
+    with pytest.raises(DataError, match='me/third .*refused.*; check the network, or name a file'):
+        fetch('me/third', ['*.jsonl'])
+    assert time.monotonic() - started < 3
 
 
 def test_a_full_disk_at_the_token_cache_is_named(tmp_path):

@@ -271,6 +271,27 @@ def test_a_folder_holds_every_task_scored_there(foxes, tmp_path, monkeypatch, ca
         assert 'foxes' in text and 'stones' in text
 
 
+def test_defaults_are_named_and_other_settings_get_a_folder_of_their_own(foxes, tmp_path, capsys,
+                                                                         monkeypatch):
+    """A file of questions needs no --shots=0; that --tasks is missing is said before a download."""
+    folder = tmp_path / 'model'
+    shutil.copytree(foxes.model, folder)
+    keys = {'model': str(folder), 'tasks': (str(foxes.task),), 'pictures': False, 'n_bootstrap': 0}
+    for more, place in (({}, folder), ({'scoring': 'text'}, folder / 'eval-2'),
+                        ({'header': 'none'}, folder / 'eval-3'),
+                        ({'scoring': 'text'}, folder / 'eval-2'), ({'shots': 0}, folder)):
+        results, labels, out_dir = evaluate.run(evaluate.EvalConfig(**keys, **more))
+        assert (out_dir, labels) == (place, ['foxes']), more
+        assert results['config']['shots'] == 0 and results['tasks']['foxes']['shots'] == 0
+        assert ('other settings; these go to' in capsys.readouterr().out) == (place != folder)
+
+    def load_tasks(cfg):
+        raise DataError(capsys.readouterr().out)
+    monkeypatch.setattr(evaluate, 'load_tasks', load_tasks)
+    with pytest.raises(DataError, match='^tasks: mmlu, which is the default; --tasks=my_questions'):
+        evaluate.run(evaluate.EvalConfig(model=str(folder)))
+
+
 @pytest.mark.slow
 def test_files_of_others_are_kept_and_overwrite_renames_the_folder(foxes, tmp_path):
     samples = foxes.out / 'samples.jsonl'

@@ -140,6 +140,25 @@ def test_text_of_a_question_is_never_markup_and_the_page_needs_no_other_file(tmp
     assert not re.search(r'https?:|url\(|@import|fetch\(|import\(', plain)
 
 
+def test_the_page_of_a_run_has_its_settings_loss_intervals_and_what_the_names_mean(tmp_path):
+    """No hovering is needed; a folder without a run, whatever it holds, has no settings."""
+    (tmp_path / 'loss.png').write_bytes(b'a picture')
+    picture = 'alt="loss.png" src="data:image/png;base64,YSBwaWN0dXJl"'
+    assert picture not in write(tmp_path, rows_of(mmlu=questions(4)))
+    (tmp_path / 'train_config.py').write_text(
+        "model = 'some/base'\ndata = 'my<b>.json'\nsmoothing = 0.1\nlr = 1e-05\nseed = 0\n")
+    text = write(tmp_path, rows_of(mmlu=questions(4)))
+    assert picture in text
+    summary = 'model some/base, data my&lt;b&gt;.json, smoothing 0.1, lr 1e-05, seed 0'
+    assert f'<summary>{summary}</summary>' in text and 'evaluation: model some/&lt;' in text
+    # accuracy and ECE are in view on a telephone
+    head, _ = text[text.index('>group\n'):].split('>RMSCE\n', 1)
+    assert re.findall('>(.*)\n', head)[:3] == ['group', 'accuracy', 'ECE']
+    assert '<dt>ECE<dd>the expected calibration error: sum_B' in text and '<dt>MCE' not in text
+    table = page.table_html([('group', 'ECE'), ('a [x]', '0.102 [0.091, 0.113]')])
+    assert '<td>a [x]<td>0.102<small>[0.091, 0.113]</small>' in table
+
+
 @pytest.mark.slow
 def test_a_browser_shows_markup_as_text_filters_and_sorts(tmp_path):
     samples = questions(120, options=[f' {HOSTILE} A', ' B', ' C'])

@@ -261,7 +261,8 @@ def test_norm_divides_log_probabilities_as_in_evaluation(tmp_path):
 
 @pytest.mark.parametrize('name, lines, message', [
     *(('a.jsonl', lines, message) for lines, message in (
-        ('{"probs": [0.7, 0.3], "answer": 0}\n{"probs": [1]}', '2: answer must be the index'),
+        ('{"probs": [0.7, 0.3], "answer": 0}\n{"probs": [1]}', '2: answer, the correct '
+         'option, is missing; --columns=answer=NAME reads another column'),
         ('\n{"confidence": 0.6, "correct": "no"}',
          "2: correct must be true or false, 1 or 0, not 'no'"),
         ('{"confidence": 0.6, "correct": true}\n{"probs": [0.5, 0.5], "answer": 0}',
@@ -272,17 +273,17 @@ def test_norm_divides_log_probabilities_as_in_evaluation(tmp_path):
         ('{"log_probs": [-1, -2], "answer": 1, "n_tokens": [1, 0]}', '1: n_tokens must be'),
         ('null', '1: not a JSON object: None'),
         ('{"confidence": 0.5}',
-         '1: correct must be true or false, 1 or 0, not None; --columns=correct=NAME reads'),
+         '1: correct is missing; --columns=correct=NAME reads another column'),
         ('{"probs": [1.0', '1: broken JSON: Expecting'), ('\xff', '1: not UTF-8: '),
-        ('', ' the file is empty: it has no rows'), ('\n', ' the file is empty: it has no rows'),
+        ('', ' the file is empty'), ('\n', ' the file has no rows'),
         ('{"probs": "tensor([0.7, 0.3])", "answer": 0}',
          "1: probs is 'tensor([0.7, 0.3])', not a list of numbers such as [0.7, 0.3]"),
         ('{"probs": [0.7, true], "answer": 0}', '1: probs holds True, which is no number'),
         ('{"probs": [0.7, 0.3], "answer": "red"}', '1: answer must be the index of the correct '
-         "option, from 0, its letter or its text in options, not 'red'"),
+         "option, 0 to 1, its letter, from A, or its text in options, not 'red'"),
         ('{"probs": [0.7, 0.3], "options": ["1", "0"], "answer": "1"}', '1: answer must be the '
-         "index of the correct option, from 0, its letter or its text in options, not '1', which "
-         'is 0 or 1'),
+         "index of the correct option, 0 to 1, its letter, from A, or its text in options, not '1'"
+         ', which is 0 or 1'),
         ('{"probs": [0.7, 0.3], "answer": 0, "label": 0}', '1: the columns answer, label are all '
          'answer; choose one by --columns=answer=answer'),
         ('{"answers": ["2.5", "a"], "answer": 2.5}', '1: answers must be texts or whole numbers, '
@@ -292,18 +293,19 @@ def test_norm_divides_log_probabilities_as_in_evaluation(tmp_path):
         *((f'{x},1', f"2: confidence is '{x}'; wanted a number from 0 to 1, such as 0.8, or 80 %")
           for x in ('13.4', '0x1', '1e999', '-0.1', '1_0', '0.8.1', '[0.8]')),
         ('0.5,ja', "2: correct must be true or false, 1 or 0, not 'ja'"),
-        ('0.5,', '2: correct must be true or false, 1 or 0, not None'),
+        ('0.5,', '2: correct is missing; --columns=correct=NAME reads'),
         ('0.5,1,2', '2: 3 columns; the header names 2'),
         ('0.5,K\xf6ln', '2: not UTF-8: invalid start byte at byte 0xf6; save it'))),
     ('b.csv', 'probs_1,probs_2,answer\n0.4,0.6,1\n', '2: the columns probs_k hold numbers for k = '
      '1, 2; wanted 0, 1, ... without a gap'),
     ('b.csv', 'p,correct\n0.5,1\n', '2: no column is named probs, log_probs, confidence, answers '
-     'or probs_0, but p, correct; other names are read by --columns=confidence=NAME,correct=NAME'),
+     'or probs_0, but p, correct; other names are read by --columns=probs=NAME,answer=NAME '
+     'or --columns=confidence=NAME,correct=NAME'),
     ('b.csv', f'{",".join(map(str, range(900)))}\n{"1," * 899}1\n', '2: no column is named probs'),
     ('b.csv', 'confidence,Confidence,correct\n0.5,1,1\n', '2: the columns confidence, Confidence '
      'are all confidence; choose one by --columns=confidence=confidence'),
-    ('b.csv', '', ' the file is empty: it has no rows'),
-    ('b.csv', 'confidence,correct\n', ' the file is empty: it has no rows')])
+    ('b.csv', '', ' the file is empty'),
+    ('b.csv', 'confidence,correct\n', ' the file has no rows')])
 def test_a_wrong_line_or_cell_is_named_with_what_would_be_right(tmp_path, name, lines, message):
     path = tmp_path / name
     path.write_bytes(lines.encode('latin-1'))

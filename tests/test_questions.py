@@ -307,7 +307,7 @@ def test_a_task_that_cannot_be_loaded_so_is_named_with_what_would_help(tmp_path)
 
 
 def test_an_archive_on_the_hub_is_unpacked(tmp_path, monkeypatch):
-    def download(name, repo_type, revision, allow_patterns, ignore_patterns):
+    def download(name, repo_type, allow_patterns, **_):
         assert (name, repo_type) == ('haonan-li/cmmlu', 'dataset') and '*.zip' in allow_patterns
         return str(tmp_path / 'snapshot')
     for split, n in (('dev', 2), ('test', 3)):
@@ -331,7 +331,8 @@ def test_an_archive_on_the_hub_is_unpacked(tmp_path, monkeypatch):
 GOLDEN = json.loads((HERE / 'tests/golden_prompts.json').read_text())
 
 
-@pytest.mark.parametrize('task, file, row, prompts, answer, letters', map(dict.values, GOLDEN))
+@pytest.mark.parametrize('task, file, row, prompts, answer, letters',
+                         [row.values() for row in GOLDEN])
 def test_prompts_of_bayesian_lora_are_known(tmp_path, task, file, row, prompts, answer, letters):
     write_rows(tmp_path / file, [row])
     (question,), *_ = questions.load_task(f'{task}:{tmp_path}', asking(prompt_format='harness'))

@@ -196,8 +196,11 @@ def test_notes_below_a_table_name_what_was_left_out():
     expected[0] += '; with so little, another scoring or prompt may suit the model better'
     many |= {'distribution': 'mmlu, 0 shots, options scored by letters', 'shots': 0, 'chance': 0.25}
     assert report.notes(many | {'pooled': many['pooled'] | {'accuracy_low': 0.26}}) == expected
-    _, advice = report.notes(many | {'pooled': many['pooled'] | {'accuracy_low': 0.24}})
-    assert advice.startswith('this is no better than guessing (0.250)') and '--shots=5' in advice
+    included = 'the 95 % interval, 0.240-0.260, includes the accuracy of guessing'
+    for high, verdict in ((0.26, included), (0.25, 'this is no better than guessing')):
+        _, advice = report.notes(many | {'pooled': many['pooled'] | {'accuracy_low': 0.24,
+                                                                     'accuracy_high': high}})
+        assert advice.startswith(f'{verdict} (0.250); ') and '--shots=5' in advice
     many['pooled']['n'] = 50
     assert any('bins of 100 questions, so 1 bin here' in line for line in report.notes(many))
 

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import shutil
 import sys
+from collections import deque
 from types import SimpleNamespace
 from unittest import mock
 
@@ -25,7 +26,7 @@ import train
 from data import packing
 from data.tokenizer import load_tokenizer
 from data.trained_settings import pick_template
-from runtime import checkpoint, parallel, resume, trackers, trained
+from runtime import checkpoint, log, parallel, resume, trackers, trained
 from runtime.config import load_config
 from runtime.device import pick_device
 from runtime.errors import ConfigError, DataError, TrainingError
@@ -69,6 +70,15 @@ def test_packed_step_equals_unpacked_sequences(tiny_model, reduction):
         values = step(packing.pack(sequences, 48), tiny_config(
             smoothing=0.1, loss_reduction=reduction, micro_rows=n))
         assert values['nll'].item() == pytest.approx(mean_of(nlls, reduction).item(), rel=1e-5)
+
+
+def test_the_time_left_is_that_of_the_last_steps(capsys):
+    """Here one step in two seconds, after many in a minute each."""
+    shown = log.StepLog.__new__(log.StepLog)
+    shown.until, shown.bar = 100, SimpleNamespace(write=print)
+    shown.times = deque([*range(0, 3000, 60), *range(3000, 3101, 2)], maxlen=51)
+    shown.print({'step': 90, 'loss': 1.0, 'grad_norm': 1.0, 'lr': 1.0, 'tokens_per_s': 1.0})
+    assert capsys.readouterr().out.endswith('0:00:20 left\n')
 
 
 @pytest.mark.parametrize('reduction', ['token', 'sequence'])
@@ -162,8 +172,9 @@ def test_a_subset_is_drawn_by_the_seed(settings_file, tmp_path, capsys):
     assert drawn(data_limit=len(whole))[0] == whole
     with pytest.raises(DataError, match=f'data_limit = 999, but it has {len(whole)} sequences '):
         drawn(data_limit=999)
-    train.main([settings_file, '--dry_run', f'--out_dir={tmp_path / "run"}', '--data_limit=20',
-                '--lora_rank=4'])
+    with pytest.raises(DataError, match='nowhere'):     # the sizes come before a missing benchmark
+        train.main([settings_file, '--dry_run', f'--out_dir={tmp_path / "run"}', '--data_limit=20',
+                    '--lora_rank=4', '--eval.tasks=mmlu:nowhere'])
     printed = capsys.readouterr().out
     assert f': 20 sequences (a sample of {len(whole)}), ' in printed
     assert 'no effect: lora_rank' in printed and 'val_loss' not in printed
@@ -481,7 +492,7 @@ def test_bad_input_gives_one_line(small_world, settings_file, tmp_path):
             (train.main, [], 'no config file given: python train.py configs/'),
             *((train.main, [*settings, option], message) for option, message in (
                 (f'--out_dir={folder / "base"}', 'itself'),
-                (f'--out_dir={folder / "tuned_ls01"}', 'holds a finished run'))),
+                (f'--out_dir={folder / "tuned_bs05"}', 'holds a finished run'))),
             *((evaluate.main, [model, f'--out_dir={out}', option], message) for option, message in (
                 ('--tasks=arc_eassy', "did you mean 'arc_easy'? The tasks are"),
                 ('--tasks=mmlu:a,mmlu:b', "'mmlu:a' would be called 'mmlu'")))):
