@@ -35,8 +35,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.chat import question_frame
 from data.eval_config import EvalConfig, check_eval_config
+from data.question_frames import question_frame
 from data.tasks import TASKS, check_names, check_settings, kind_of, with_shots
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from data.trained_settings import pick_chat, training_settings

@@ -20,7 +20,8 @@ import sys
 import time
 from dataclasses import dataclass
 
-from data.chat import encode_prompt, question_frame
+from data.chat import encode_prompt
+from data.question_frames import question_frame
 from decoding.sampling import DecodingConfig, check_decoding
 from runtime.config import load_config
 from runtime.errors import CheckpointError, DataError, escape_controls

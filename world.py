@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data.messages import dialogue
+from data.files import dialogue
 from data.prompts import HEADER
 from runtime.errors import DataError
 from runtime.ownership import temporary

@@ -10,13 +10,11 @@ and the texts between them are encoded as plain text, so the ids are those of tr
   an evaluation and in generation.
 
 Supervised is what the assistant says, with the token that ends its turn: what {% generation %}
-blocks render. For a template without them, `Chat.mark_answers` finds the answers in the text.
+blocks render. For a model's template without them, data/model_chat.py finds the answers.
 """
 
-import collections
 import datetime
 import functools
-import os
 import re
 
 from data.files import dialogue, require_text, text_digest
@@ -24,9 +22,9 @@ from data.templates import BEGIN, END, render, template_names, template_source
 from runtime.errors import DataError
 
 ROLES = ('system', 'user', 'assistant', 'tool')
-# noncharacters of Unicode, like BEGIN and END: inside a name of a control token in a content;
-# around a content that is no answer; in place of a question
-HIDE, EDGE, QUESTION = '\ufdd0', '\ufdd3', '\ufdd4'
+# noncharacters of Unicode, like BEGIN and END: inside a name of a control token in a content, and
+# in place of a question
+HIDE, QUESTION = '\ufdd0', '\ufdd4'
 RESERVED = re.compile('[\ufdd0-\ufdef]')
 
 
@@ -66,49 +64,6 @@ def encode_answer(prompt, answer, tokenizer, template, add_bos=True):
     return ids[:start], ids[start:end]
 
 
-def question_frame(tokenizer, template, add_bos=True, before=()):
-    """Return what a template puts around a question: (opening, before, after, closing, lead).
-
-    before: messages that precede the question, such as a system message and solved questions
-
-    A stripped question and its answer are encoded as the ids `opening`, the text before + question
-    + after, the ids `closing`, the text lead + answer. Raises as `encode_conversation`.
-    """
-    chat = chat_of(tokenizer, template, add_bos)
-    parts = chat.text([*before, *dialogue(QUESTION)], ask=True).split(QUESTION)
-    if len(parts) != 2:
-        raise DataError(f"template {template!r} cannot ask a question: it must show the user's "
-                        f"text once, and not {len(parts) - 1} times")
-    first = max((match.end() for match in chat.control.finditer(parts[0])), default=0)
-    last = next((match.start() for match in chat.control.finditer(parts[1])), len(parts[1]))
-    opening, closing = chat.encode(parts[0][:first])[0], []
-    if parts[1][last:]:
-        closing = chat.encode(parts[1][last:])[0]
-    whole = without(BEGIN + END, chat.text([*before, *dialogue(QUESTION, QUESTION)]))
-    gap = whole[len(QUESTION.join(parts)):].partition(QUESTION)[0]
-    # the space that the tokenizer puts at the beginning of a text
-    lead = gap if gap.isspace() else ' ' * bool(closing and begins_text(closing, tokenizer))
-    return opening, parts[0][first:], parts[1][:last], closing, lead
-
-
-@functools.cache
-def note_header_left_out(header):
-    print(f'note: the chat template refuses a system message, so the prompts lack their header, '
-          f'{header.strip()!r:.80}, as in lm-evaluation-harness')
-
-
-def with_header(header, messages, encode):
-    """Return encode(messages) with a header as their system message, if the template has one."""
-    if not header:
-        return encode(messages)
-    try:
-        return encode([{'role': 'system', 'content': header}, *messages])
-    except DataError:
-        result = encode(messages)       # raises what has another reason
-        note_header_left_out(header)
-        return result
-
-
 def begins_text(ids, tokenizer):
     """Return whether a text after `ids` is encoded as at the beginning."""
     return not ids or ids == [tokenizer.bos_id] or ids[-1] in tokenizer.fresh_after
@@ -142,7 +97,6 @@ def chat_of(tokenizer, template, add_bos):
 class Chat:
     """A tokenizer with a chat template: conversations to text, and that to token ids.
 
-    opening: what a prompt shows after the user's message, such as '<|im_start|>assistant'
     end_ids: ids that end an answer
     digest:  hash of the template, and of the day for one that shows it
     """
@@ -161,11 +115,6 @@ class Chat:
                          if tokenizer.strips.get(i, (False, False))[side]) for side in (0, 1)]
         self.strips = [re.compile(rf'([\s{BEGIN}{END}]+)({strips[0]})'),
                        re.compile(rf'({strips[1]})([\s{BEGIN}{END}]+)')] * bool(tokenizer.strips)
-        asked, prompt = (self.render(dialogue(QUESTION), ask=ask) for ask in (False, True))
-        self.opening = prompt.removeprefix(asked) if prompt.startswith(asked) else ''
-        answered = self.render(dialogue('x', QUESTION))
-        self.marks_answers = BEGIN in answered
-        self.ends_answers = bool(self.control.search(answered.rpartition(QUESTION)[2]))
         ids, loss_mask = self.encode(self.text(dialogue('x', 'y')))
         supervised = [i for i, flag in zip(ids, loss_mask, strict=True) if flag]
         self.digest = text_digest(self.sources, self.names, datetime.date.today() if any(
@@ -186,25 +135,8 @@ class Chat:
         text = self.render(hidden, tools, ask)
         if self.template != 'model':        # ours put nothing beside a content that it could join
             return trained_only(text, messages) if BEGIN in text else text
-        edged = self.render([*map(with_edges, hidden)], tools, ask)
-        shown, safe = (collections.Counter(self.control.findall(x)) for x in (text, edged))
-        if shown - safe:
-            raise DataError(f'a message would become a part of the control token '
-                            f'{min(shown - safe)!r} in the chat template; change its beginning or '
-                            f'its end')
-        if self.marks_answers:
-            return trained_only(text, messages)
-        answers = [message for message in messages if message['role'] == 'assistant']
-        if without(BEGIN + END + EDGE, edged) == text and edged.count(BEGIN) == len(answers):
-            spans = self.spans_by_contents(text, edged)
-        elif ask:
-            return text
-        else:
-            spans = self.spans_by_prefixes(text, hidden, tools)
-        for (start, end), message in reversed([*zip(spans, answers, strict=True)]):
-            if message.get('train', True):
-                text = text[:start] + BEGIN + text[start:end] + END + text[end:]
-        return text
+        from data import model_chat     # a template for base models needs nothing of it
+        return model_chat.marked(self, text, messages, hidden, tools, ask)
 
     def require_shown(self, messages, tools):
         """Raise DataError for a part of a conversation that the template does not show."""
@@ -232,83 +164,6 @@ class Chat:
             raise DataError(f'a message has the character {reserved[0]!a}, which is no text; '
                             f'remove it')
         return self.control.sub(lambda name: name[0][0] + HIDE + name[0][1:], value)
-
-    def spans_by_contents(self, text, edged):
-        """Return [(start, end)] of the answers in a text; edged: with edges around contents."""
-        position, edges = 0, []
-        for piece in re.split(f'([{BEGIN}{END}{EDGE}])', edged):
-            if piece in (BEGIN, END, EDGE):
-                edges.append((piece, position))
-            else:
-                position += len(piece)
-        spans, before = [], 0
-        for k in range(0, len(edges), 2):
-            (kind, start), (_, end) = edges[k:k + 2]
-            if kind == BEGIN:
-                limit = edges[k + 2][1] if k + 2 < len(edges) else len(text)
-                spans.append((self.answer_start(text, before, start),
-                              self.answer_end(text, end, limit)))
-            before = end
-        return spans
-
-    def opening_cuts(self):
-        """Return the lengths of `opening` and of its parts up to a token or line, decreasing."""
-        cuts = {len(self.opening), len(self.opening.rstrip()), *(
-            match.end() for match in re.finditer(f'{self.control.pattern}|\\n', self.opening))}
-        return sorted(cuts - {0}, reverse=True)
-
-    def answer_start(self, text, low, high):
-        """Return where an answer begins whose content begins at `high`; low: end of the last one.
-
-        That is after `opening`, or after the part of it that stands there.
-        """
-        cuts = {len(self.opening), len(self.opening.rstrip()), *(
-            match.end() for match in re.finditer(f'{self.control.pattern}|\n', self.opening))}
-        for cut in sorted(cuts - {0}, reverse=True):
-            at = text.rfind(self.opening[:cut], low, high)
-            if at >= 0:
-                return at + cut
-        return low + len(text[low:high].rstrip())
-
-    def answer_end(self, text, low, high):
-        """Return where the turn of an answer ends: after the first control token from `low` on.
-
-        In a template that ends no answer with a token that is where the next turn begins, so only
-        for a model that stops there. Without such a token before `high` the turn ends at `low`.
-        """
-        name = self.control.search(text, low, high)
-        ends = name and (self.ends_answers or self.tokenizer.control_ids[name[0]]
-                         in self.tokenizer.end_ids)
-        return name.end() if ends else low
-
-    def spans_by_prefixes(self, text, messages, tools):
-        """Return [(start, end)] of the answers in a text by rendering its beginnings.
-
-        Where a later turn changes how an answer is shown, such as one without its thoughts, its end
-        is that of its turn in the text.
-        """
-        spans = []
-        for i, message in enumerate(messages):
-            if message['role'] == 'assistant':
-                asked = self.render(messages[:i], tools)
-                start = self.render(messages[:i], tools, ask=True)
-                if not text.startswith(start) and text.startswith(asked):
-                    start = asked + next((self.opening[:cut] for cut in self.opening_cuts()
-                                          if text.startswith(self.opening[:cut], len(asked))), '')
-                if not text.startswith(start):
-                    raise DataError(f'the chat template shows the messages before answer '
-                                    f'{len(spans) + 1} otherwise once more messages follow, so '
-                                    f'where that answer begins is not known')
-                whole = without(BEGIN + END, self.render(messages[:i + 1], tools))
-                same = len(os.path.commonprefix([text, whole]))
-                ends = [name.end() for name in self.control.finditer(whole, len(start))]
-                end = ends[-1] if ends else same
-                if same < len(whole):
-                    name = self.control.search(text, same)
-                    end = max(name.start() if name else len(text),
-                              self.answer_end(text, same, len(text)))
-                spans.append((len(start), end))
-        return spans
 
     def encode(self, text):
         """Return (token ids, loss mask) of what `text` returns."""
@@ -343,21 +198,6 @@ class Chat:
         while n < len(ids) and len(self.tokenizer.decode(ids[:n + 1], start)) <= len(text):
             n += 1
         return n
-
-
-def with_edges(message):
-    """Return a message with BEGIN and END around its text if it is an answer, else EDGE twice.
-
-    Thoughts before the text stay outside, since templates leave them out of earlier answers.
-    """
-    content = message.get('content')
-    if not isinstance(content, str) or not content.strip():
-        return message
-    opening, closing = (BEGIN, END) if message['role'] == 'assistant' else (EDGE, EDGE)
-    text = content.rpartition('</think>')[2]
-    before = content[:len(content) - len(text.lstrip())]
-    return message | {'content': f'{before}{opening}{text.strip()}{closing}'
-                      f'{text[len(text.rstrip()):]}'}
 
 
 def trained_only(text, messages):

@@ -1,8 +1,8 @@
 """Read the prompts of a file that generate.py answers."""
 
 from data.chat import encode_prompt
-from data.files import parsed, read_rows
-from data.messages import dialogue, read_turns, take_tools, with_context, without_nulls
+from data.files import dialogue, parsed, read_rows
+from data.messages import read_turns, take_tools, with_context, without_nulls
 from runtime.errors import DataError
 
 

@@ -10,8 +10,9 @@ import re
 from dataclasses import replace
 from typing import NamedTuple
 
-from data.chat import begins_text, question_frame, with_header
+from data.chat import begins_text
 from data.files import dialogue
+from data.question_frames import question_frame, with_header
 from data.tree_rows import Tree
 from runtime.errors import DataError
 

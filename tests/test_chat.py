@@ -14,8 +14,9 @@ from test_tokenizer import (MESSAGES, base_folder, in_transformers, phi3_folder,
                             train_bpe)
 
 from bridges import export
-from data import chat, instruct, templates
-from data.messages import dialogue, take_tools, to_messages
+from data import chat, instruct, prompt_file, templates
+from data.files import dialogue
+from data.messages import take_tools, to_messages
 from data.tokenizer import load_tokenizer
 from runtime.errors import ConfigError, DataError
 
@@ -287,5 +288,5 @@ def test_data_with_tools_is_read(tmp_path):
     assert '<tool_call>' in tokenizer.decode(sequences[0][0])
     path.write_text(json.dumps({'id': 1, 'messages': [{'role': 'user', 'content': 'Sky?'}],
                                 'tools': TOOLS}))
-    (_, ids), = instruct.read_prompts(path, tokenizer, 'model', True)[0]
+    (_, ids), = prompt_file.read_prompts(path, tokenizer, 'model', True)[0]
     assert '"look"' in tokenizer.decode(ids)

@@ -18,7 +18,7 @@ from data.items import draw, parse_rows, with_passage
 from written.grading import (any_formula, any_number, contains, formula, gsm8k_number, last_boxed,
                           number, only_line, only_number, passes, same, short_answer, short_number,
                           squad_text, triviaqa_text, whole, without_confidence)
-from data.messages import dialogue
+from data.files import dialogue
 from data.prompts import P_TRUE, WORDING, proposing
 from data.questions import Loaded, Question, fetch_split
 from runtime.errors import DataError
