@@ -268,7 +268,8 @@ def test_a_kernel_that_an_edit_left_behind_is_not_used(name, what, device, monke
 @pytest.mark.slow
 def test_kernels_score_a_question_bitwise_the_same_in_any_batch_and_one_constant_turns_them_off(
         device, tmp_path, monkeypatch, calls_of_kernels):
-    reference_model('gemma2', tmp_path, num_hidden_layers=1, **head_of_32('gemma2'))
+    reference_model('gemma2', tmp_path, num_hidden_layers=1, num_attention_heads=2,
+                    num_key_value_heads=1, **head_of_32('gemma2'))
     if device == 'cpu':
         monkeypatch.setattr(kernels, 'gemv_kernel', F.linear)
     for kind, expected in (('auto', {'tree_kernel', 'decode_kernel'}), ('explicit', set())):
