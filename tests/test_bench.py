@@ -4,17 +4,20 @@ import importlib
 import importlib.util
 import re
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.run
 import fused_ce
 from research.bench import common as bench_common
 from common import HERE, reference_model, sentencepiece_folder, write_rows
 from model import CausalLM
 from runtime.config_json import config_from_hf
+from scripts import run_scripts
 
 bench = SimpleNamespace(**{name: importlib.import_module(f'research.bench.{name}') for name in (
     'align', 'all', 'commands', 'cpu', 'eval', 'floors', 'generate', 'grpo', 'gsm8k_answers',
@@ -51,6 +54,15 @@ def first_table(name, **settings):
     return table
 
 
+def run_command(command):
+    """`run_command` of the benchmarks, by a process that need not load torch."""
+    started = time.perf_counter()
+    module = command[:2] == ['-m', 'torch.distributed.run']
+    done = run_scripts(1, *[torch.distributed.run.__file__] * module, *command[2 * module:])
+    assert done.returncode == 0, done.stderr
+    return [time.perf_counter() - started], done.stdout
+
+
 @pytest.fixture
 def small(monkeypatch):
     """Makes a benchmark a slow test at a tiny size, without a GPU; see conftest.py."""
@@ -60,6 +72,8 @@ def small(monkeypatch):
     # compiling all modules takes 40 seconds
     for module in (bench_common, bench.sft):
         monkeypatch.setattr(module, 'byte_code', dict)
+    for module in (bench.generate, bench.gsm8k_answers, bench.several_gpus):
+        monkeypatch.setattr(module, 'run_command', run_command)
     monkeypatch.setitem(bench_common.MODELS, 'llama32_1b', TINY)
 
 

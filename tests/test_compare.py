@@ -21,7 +21,7 @@ MEASURES = '--metrics=accuracy,entropy_bits,ece,rmsce'      # by default, and th
 
 @pytest.fixture
 def drawn():
-    """Pictures, which take most of the time of a comparison, are drawn for tests that ask for it."""
+    """Pictures, which take most of the time of a comparison, are drawn where a test asks for it."""
 
 
 @pytest.fixture(autouse=True)

@@ -168,6 +168,7 @@ def gated(activation, *factors):
 WITH_KERNELS = {    # function of (device, dtype) that computes something that has a kernel
     'norm of Llama': lambda **on: normed('llama', random(2, 9, 48, **on), 48),
     'norm of Gemma': lambda **on: normed('gemma', random(7, 130, **on), 130),
+    'norm of OLMo': lambda **on: normed('olmo2', random(2, 9, 48, **on), 48),
     'norm of GPT-NeoX': lambda **on: normed('gpt_neox', 3 + random(2, 9, 130, **on), 130),
     'norm of a float32 residual stream': lambda device, dtype: normed(
         'llama', random(2, 9, 130, device=device), 130, dtype=dtype),
