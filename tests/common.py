@@ -5,10 +5,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +12,6 @@ import pyarrow.parquet
 import pytest
 import sentencepiece
 import torch
-import torch.distributed.run
 from safetensors.torch import load_file, save_file
 
 import model as models
@@ -258,59 +253,6 @@ def off(a, b):
     """Relative error of a in the Euclidean norm."""
     a, b = a.detach().double(), b.detach().double()
     return ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
-
-
-def start_script(script, *arguments, env=None):
-    """Start `python script *arguments` in the repository; env: more environment variables."""
-    return subprocess.Popen([sys.executable, script, *map(str, arguments)], cwd=HERE, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            env=os.environ | {'PYTHONPATH': str(HERE)} | (env or {}))
-
-
-def run_scripts(n, script, *arguments):
-    """Run a script by n processes with the variables that torchrun gives to them.
-
-    Return the exit status of the first one that failed, or 0, and what all of them printed.
-    """
-    with socket.create_server(('localhost', 0)) as server:
-        shared = {'WORLD_SIZE': n, 'LOCAL_WORLD_SIZE': n, 'MASTER_ADDR': 'localhost',
-                  'MASTER_PORT': server.getsockname()[1], 'TORCHELASTIC_RUN_ID': 'tests'}
-    processes = [start_script(script, *arguments, env={
-        key: str(value) for key, value in (shared | {'RANK': i, 'LOCAL_RANK': i}).items()
-    } if n > 1 else None) for i in range(n)]
-    printed = [process.communicate() for process in processes]
-    code = next(filter(None, (process.returncode for process in processes)), 0)
-    return subprocess.CompletedProcess(script, code, *map(''.join, zip(*printed, strict=True)))
-
-
-def torchrun(*command):
-    """Run a script by two processes of torchrun, which names one that fails and ends the other."""
-    # after -- because torchrun takes --n=2 for an option of its own
-    process = start_script(
-        torch.distributed.run.__file__, '--nproc_per_node=2', '--rdzv_backend=c10d',
-        '--rdzv_endpoint=localhost:0', '--', *command, env={'PYTHONPATH': str(HERE)})
-    printed = process.communicate()
-    return subprocess.CompletedProcess(command, process.returncode, *printed)
-
-
-def run_hooked(hook, script, *arguments):
-    """Run a script in a new process after the code `hook`."""
-    code = (f'import os, runpy, signal, sys\n{hook}\n'
-            f'sys.argv = {[script, *map(str, arguments)]}\n'
-            f'runpy.run_path({script!r}, run_name="__main__")')
-    return subprocess.run([sys.executable, '-c', code], cwd=HERE, capture_output=True, text=True)
-
-
-def steps_done(folder):
-    """The number of logged steps, or -1 before there is a log."""
-    log = folder / 'log.jsonl'
-    return len(log.read_text().splitlines()) if log.exists() else -1
-
-
-def await_steps(process, folder, n):
-    """Waits until `n` steps are logged, or the process has ended."""
-    while process.poll() is None and steps_done(folder) < n:
-        time.sleep(0.01)
 
 
 def same_weights(a, b):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from common import (apart, edit_config, expect_step, log_of, off, plain_log_probs, rewrite,
-                    run_scripts, write_rows)
+                    write_rows)
 
 import align
 import train
@@ -19,6 +19,7 @@ from data.preferences import to_tree
 from runtime import checkpoint
 from runtime.config import dump_config
 from runtime.errors import CheckpointError, ConfigError, DataError
+from scripts import run_scripts
 
 E, BETA, GAMMA = 0.1, 0.3, 0.5
 

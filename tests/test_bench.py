@@ -4,17 +4,20 @@ import importlib
 import importlib.util
 import re
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.run
 import fused_ce
 from research.bench import common as bench_common
 from common import HERE, reference_model, sentencepiece_folder, write_rows
 from model import CausalLM
 from runtime.config_json import config_from_hf
+from scripts import run_scripts
 
 bench = SimpleNamespace(**{name: importlib.import_module(f'research.bench.{name}') for name in (
     'align', 'all', 'commands', 'cpu', 'eval', 'floors', 'generate', 'grpo', 'gsm8k_answers',
@@ -51,6 +54,15 @@ def first_table(name, **settings):
     return table
 
 
+def run_command(command):
+    """`run_command` of the benchmarks, by a process that need not load torch."""
+    started = time.perf_counter()
+    module = command[:2] == ['-m', 'torch.distributed.run']
+    done = run_scripts(1, *[torch.distributed.run.__file__] * module, *command[2 * module:])
+    assert done.returncode == 0, done.stderr
+    return [time.perf_counter() - started], done.stdout
+
+
 @pytest.fixture
 def small(monkeypatch):
     """Makes a benchmark a slow test at a tiny size, without a GPU; see conftest.py."""
@@ -60,6 +72,8 @@ def small(monkeypatch):
     # compiling all modules takes 40 seconds
     for module in (bench_common, bench.sft):
         monkeypatch.setattr(module, 'byte_code', dict)
+    for module in (bench.generate, bench.gsm8k_answers, bench.several_gpus):
+        monkeypatch.setattr(module, 'run_command', run_command)
     monkeypatch.setitem(bench_common.MODELS, 'llama32_1b', TINY)
 
 
@@ -234,6 +248,7 @@ def test_items_of_a_step_have_times_and_floors(small, monkeypatch):
 
 
 def test_the_page_of_the_kept_results_is_of_their_files():
+    """It has rows of methods that failed, and scripts that were run more than once."""
     folder = HERE / 'research' / 'bench' / 'results'
     assert bench.all.page(folder) == (folder / 'README.md').read_text(encoding='utf-8')
 
@@ -253,27 +268,6 @@ def test_the_speeds_in_readme_are_those_of_the_kept_results():
         digits = len(x.partition('.')[2])
         assert any(abs(float(x.replace(',', '')) - y) <= 0.5001 * 10 ** -digits
                    for y in measured), x
-
-
-def test_one_page_has_all_tables(tmp_path):
-    """Another run of one script is shown last and not drawn."""
-    def saved(name, speed):
-        ours = {'tokens_per_s': speed, 'mfu': 0.5, 'peak_gib': 1.0, 'new_graphs': 0,
-                'compile_s': 3.0, 'spread': 0.01}
-        bench_common.save(tmp_path / f'{name}.json', [{'shape': 'llama32_1b', 'data': 'x',
-            'results': {'HF': {'failed': 'ImportError: no liger'}, 'ours': ours}}])
-        bench.all.draw_together('train', tmp_path)
-        return bench.all.page(tmp_path), (tmp_path / 'train.png').read_bytes()
-
-    text, picture = saved('train', 1000)
-    content, what = bench_common.load(tmp_path / 'train.json'), 'llama32_1b, x, ours, us per token'
-    assert bench.all.timings('train', content) == {what: 1000}
-    assert 'ImportError: no liger' in text and 'more than once' not in text
-    text, drawn = saved('train-again', 1250)
-    assert f'| {what} | {content["versions"]["device"]} | 2 | 800 | 1000 | 25.0% |' in text
-    assert (text.index('| ours | 1,000 |') < text.index('Another run: ')
-            < text.index('| ours | 1,250 |') < text.index('(train.png)'))
-    assert drawn == picture
 
 
 @pytest.mark.parametrize('runs, code, lines', [

@@ -19,6 +19,17 @@ from test_report import TOKEN, tabulars
 MEASURES = '--metrics=accuracy,entropy_bits,ece,rmsce'      # by default, and those that you add
 
 
+@pytest.fixture
+def drawn():
+    """Pictures, which take most of the time of a comparison, are drawn where a test asks for it."""
+
+
+@pytest.fixture(autouse=True)
+def undrawn(request, monkeypatch):
+    for name in () if 'drawn' in request.fixturenames else ('draw_reliability', 'draw_curves'):
+        monkeypatch.setattr(compare, name, lambda *_: False)
+
+
 def run_compare(*arguments):
     compare.main([*map(str, arguments)])
 
@@ -34,7 +45,7 @@ def two_runs(folder, **more):
 
 
 @pytest.mark.slow
-def test_runs_of_one_seed_are_compared_over_questions(tmp_path, capsys):
+def test_runs_of_one_seed_are_compared_over_questions(tmp_path, capsys, drawn):
     languages = 'de', 'en', 'sw'
     a, b = (write_run(tmp_path / name, languages=languages, n=90, settings=settings)
             for name, settings in (('a', {}), ('sharp', {'smoothing': 0.1})))

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Literal
 
 import pytest
-from common import HERE, config, run_hooked
+from common import HERE, config
 
 import align
 import demo
@@ -208,7 +208,10 @@ def test_ctrl_c_during_the_import_of_torch_ends_the_process_at_once(tmp_path):
             '        os.kill(os.getpid(), signal.SIGINT)\n'
             'sys.addaudithook(hook)')
     (tmp_path / 'config.py').write_text('seed = 1\n')
-    done = run_hooked(hook, 'train.py', tmp_path / 'config.py')
+    code = (f'import os, runpy, signal, sys\n{hook}\n'
+            f'sys.argv = ["train.py", {str(tmp_path / "config.py")!r}]\n'
+            'runpy.run_path("train.py", run_name="__main__")')
+    done = subprocess.run([sys.executable, '-c', code], cwd=HERE, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, '_stop_at_once\n', 'stopped\n')
 
 

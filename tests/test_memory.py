@@ -9,11 +9,12 @@ import torch
 
 import train
 from research.bench.common import MODELS
-from common import documents, llama_config, run_scripts
+from common import documents, llama_config
 from model import CausalLM
 from runtime import build, memory
 from runtime.config import read_assignments
 from runtime.config_json import config_from_hf
+from scripts import run_scripts
 from speed import graphs
 
 

@@ -10,11 +10,9 @@ import pytest
 import torch
 from common import HERE, documents, lora_model, reference_model, whole_rows
 
-import attention
 import model as models
 from attention import ExplicitMask, visible_keys
 from data import packing, tree_rows
-from decoding.cache import keys_to_keep
 from runtime import checkpoint, saving
 from speed import install, kernels
 from speed.kernels import tree_kernel
@@ -131,21 +129,6 @@ def test_an_edit_of_attention_reaches_compiled_blocks(tmp_path, monkeypatch, cap
     assert torch.allclose(model(tokens, positions, ends), expected, atol=1e-5)
     assert 'ExplicitMask.attend was edited' in capsys.readouterr().out
     install.uninstall()
-
-
-def test_an_edited_rule_reaches_rows_of_one_document_and_the_cache(tmp_path, monkeypatch):
-    reference_model('llama', tmp_path)
-    model, tokens = checkpoint.load(tmp_path), torch.randint(0, 211, (1, 20))
-    positions, ends = whole_rows(tokens)
-    before, rule = model(tokens, positions, None), attention.sees
-    assert torch.allclose(before, model(tokens, positions, ends), atol=1e-5)
-    monkeypatch.setattr(attention, 'sees', lambda i, j, *rest: rule(i, j, *rest) & (i - j < 3))
-    after = model(tokens, positions, None)
-    assert torch.equal(after, model(tokens, positions, ends)) and not torch.allclose(
-        after, before, atol=1e-2)
-    assert keys_to_keep(7, 20) == 20
-    monkeypatch.undo()
-    assert [keys_to_keep(window, 20) for window in (None, 20, 30, 7, 1)] == [20, 20, 20, 7, 1]
 
 
 @pytest.mark.slow

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 from common import (HERE, SHARED, add_to_hub, log_of, needs_files, reference_model, results_of,
-                    sentencepiece_folder, start_script, write_rows)
+                    sentencepiece_folder, write_rows)
 from data.benchmarks import GLOBAL_MMLU, MMLU_PROX
 from research.common import read_csv, read_lines
 from research.papers import features, label_smoothing, multilingual, multilingual_printed
 from results import report
 from runtime import ownership
 from runtime.errors import DataError
+from scripts import run_scripts
 
 SMALL = ['--batch_size=4', '--max_length=256', '--pack_len=256', '--workers=1', '--device=cpu',
          '--dtype=float32', '--pictures=False', '--eval.n_bootstrap=0', '--eval.pictures=False',
@@ -26,10 +27,10 @@ SHORT = ['--val_size=2', '--max_steps=2']
 
 def run_paper(hub, script, *arguments, code=0):
     """Run a script with the hub's cache in the folder `hub`; return what it prints."""
-    process = start_script(f'research/papers/{script}.py', *arguments,
-                           env={'HF_HUB_CACHE': str(hub)})
-    printed = ''.join(process.communicate())
-    assert process.returncode == code, printed
+    done = run_scripts(1, f'research/papers/{script}.py', *arguments,
+                       env={'HF_HUB_CACHE': str(hub)})
+    printed = done.stdout + done.stderr
+    assert done.returncode == code, printed
     return printed
 
 

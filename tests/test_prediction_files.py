@@ -18,7 +18,7 @@ import sys
 
 import numpy as np
 import pytest
-from common import HERE, refused, run_scripts, tree, write_rows
+from common import HERE, refused, tree, write_rows
 
 import metrics
 from bridges import command
@@ -30,6 +30,7 @@ from bridges.prediction_files import read_predictions
 from results.samples import read_jsonl
 from runtime import cli, ownership
 from runtime.errors import ConfigError, DataError
+from scripts import run_scripts
 
 HARNESS_FILES = HERE / 'tests' / 'harness_files'
 needs_lm_eval = pytest.mark.skipif(importlib.util.find_spec('lm_eval') is None,

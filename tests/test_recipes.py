@@ -15,13 +15,12 @@ and where the block goes, and that ends with a colon:
 import ast
 import re
 import shutil
-import subprocess
-import sys
 import textwrap
 import tomllib
 
 import pytest
 from common import HERE
+from scripts import run_scripts
 
 STEP = re.compile(r'([^\n](?:[^\n]|\n(?!\n|```))*):\n+```python\n(.*?)```', re.S)
 PLACES = {      # how a step's sentence ends, with the name of the place
@@ -118,14 +117,15 @@ def root(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize('page, heading', list(RECIPES))
 def test_a_recipe_of_the_docs_works_in_a_copy_of_the_repository(page, heading, root):
-    program = FILE['prelude'] + RECIPES[page, heading]
-    done = subprocess.run([sys.executable, '-c', program], cwd=root, capture_output=True, text=True)
+    program = root / 'program.py'
+    program.write_text(FILE['prelude'] + RECIPES[page, heading])
+    done = run_scripts(1, program, folder=root)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
 def test_the_tests_that_a_contributor_runs_pass_with_every_recipe(root):
-    done = subprocess.run(
-        [sys.executable, '-m', 'pytest', '-q', '-n0', '-p', 'no:cacheprovider', '-m', 'not slow',
-         *(f'tests/test_{name}.py' for name in ROOMS)], cwd=root, text=True, capture_output=True)
+    done = run_scripts(1, pytest.__path__[0] + '/__main__.py', '-q', '-n0', '-p',
+                       'no:cacheprovider', '-m', 'not slow',
+                       *(f'tests/test_{name}.py' for name in ROOMS), folder=root)
     assert done.returncode == 0, done.stdout[-3000:]

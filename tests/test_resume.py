@@ -21,11 +21,12 @@ import evaluate
 import model as models
 import train
 from bridges import adapter
-from common import (await_steps, edit_config, llama_config, log_of, refused, results_of,
-                    rewrite, run_scripts, same_weights, start_script, steps_done, tree)
+from common import (edit_config, llama_config, log_of, refused, results_of, rewrite, same_weights,
+                    tree)
 from runtime import (checkpoint, log, optim, overwrite, ownership, resume, resume_state, saving,
                      trained)
 from runtime.errors import ConfigError, TrainingError
+from scripts import Script, await_steps, run_scripts, steps_done
 
 
 @pytest.fixture
@@ -63,18 +64,18 @@ def test_kills_and_a_signal_change_no_bit_of_the_final_files(settings_file, tmp_
     assert done.returncode == 0, done.stderr
     arguments.append(f'--out_dir={out}')
     for steps, wait in ((0, 0.3), (8, random.uniform(0, 0.2))):     # early, and around a checkpoint
-        process = start_script('train.py', *arguments, '--save_every=7')
-        await_steps(process, out, steps)
+        script = Script('train.py', *arguments, '--save_every=7')
+        await_steps(script, out, steps)
         time.sleep(wait)
-        process.kill()
-        process.communicate()
-    process = start_script('train.py', *arguments, '--save_every=None')
-    await_steps(process, out, steps_done(out) + 3)
-    process.send_signal(signal.SIGINT)
-    printed, errors = process.communicate()
-    assert process.returncode == 128 + signal.SIGINT and 'Traceback' not in errors
+        script.kill()
+        assert script.wait().returncode == -signal.SIGKILL
+    script = Script('train.py', *arguments, '--save_every=None')
+    await_steps(script, out, steps_done(out) + 3)
+    os.kill(script.pid, signal.SIGINT)
+    done = script.wait()
+    assert done.returncode == 128 + signal.SIGINT and 'Traceback' not in done.stderr
     [step] = resume.checkpoints(out)
-    assert f'after step {step}; the same command continues' in printed
+    assert f'after step {step}; the same command continues' in done.stdout
     assert step == steps_done(out)
     done = run_scripts(1, 'train.py', *arguments, '--save_every=7')
     assert done.returncode == 0 and f'resuming after step {step}' in done.stdout, done.stderr

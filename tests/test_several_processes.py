@@ -7,12 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import evaluate
-from common import HERE, WORDS, run_scripts, torchrun, write_rows
+from common import HERE, WORDS, write_rows
 from data.questions import Question
 from data.tasks import OptionTask
 from results import samples
 from runtime import ownership
 from runtime.errors import ConfigError
+from scripts import run_scripts, torchrun
 from speed import sharding
 
 @pytest.fixture(scope='module')

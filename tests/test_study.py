@@ -11,6 +11,7 @@ import runpy
 import sys
 from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from research.study import (
     alignment, alignment_tables, claims, closed_form, coverage, effects, entropy_range, figures,
     loss_tables, metrics_agree, runs, side_by_side)
 from research.study.world import StudySpec, make_world
+from scripts import FORKS
 from train import check_config, training_loss
 
 STUDY = HERE / 'research' / 'study'
@@ -260,28 +262,36 @@ def test_a_job_needs_what_an_earlier_one_makes(study, n):
     assert len(jobs) == n * len(side_by_side.STUDIES[study][1])
 
 
+def small(cfg):
+    """Return the settings of a run with few steps and answers, which is not compiled."""
+    if isinstance(cfg, AlignConfig):
+        more = {'batch_size': 24, 'group_size': 2, 'max_steps': min(6, cfg.max_steps or 6)}
+    elif cfg.from_scratch:
+        more = {'shape': runs.llama(32, 64, 1, 2), 'micro_rows': 4, 'batch_size': 64}
+    else:
+        more = {'batch_size': 16, 'max_steps': 3, 'val_size': min(8, cfg.val_size)}
+    return replace(cfg, workers=1, eval=replace(cfg.eval, pack_len=512), compile=False,
+                   attention='explicit', **more)
+
+
 def small_jobs(study, seed, root, names):
-    """Return the jobs whose folders are in `names`, with few steps and answers, not compiled."""
+    """Return the jobs whose folders are in `names`, with small runs."""
     jobs = [job for job in side_by_side.jobs_of(study, [seed], str(root))
             if Path(job.name).name in names]
-    for i, job in enumerate(jobs):
-        cfg = job.arguments[0]
-        if not hasattr(cfg, 'batch_size'):
-            continue
-        if isinstance(cfg, AlignConfig):
-            more = {'batch_size': 24, 'group_size': 2, 'max_steps': min(6, cfg.max_steps or 6)}
-        elif cfg.from_scratch:
-            more = {'shape': runs.llama(32, 64, 1, 2), 'micro_rows': 4, 'batch_size': 64}
-        else:
-            more = {'batch_size': 16, 'max_steps': 3, 'val_size': min(8, cfg.val_size)}
-        jobs[i] = job._replace(arguments=(replace(
-            cfg, workers=1, eval=replace(cfg.eval, pack_len=512), compile=False,
-            attention='explicit', **more),))
-    return jobs
+    return [job._replace(arguments=(small(job.arguments[0]),))
+            if hasattr(job.arguments[0], 'batch_size') else job for job in jobs]
+
+
+@pytest.fixture
+def two_processes(monkeypatch):
+    """Processes of jobs side by side, which need not load torch anew."""
+    monkeypatch.setattr(side_by_side, 'multiprocessing',
+                        SimpleNamespace(get_context=lambda kind: FORKS))
+    return functools.partial(side_by_side.side_by_side, n_processes=2, gpus=0)
 
 
 @pytest.mark.slow
-def test_a_failed_run_does_not_stop_those_side_by_side(tmp_path, capsys):
+def test_a_failed_run_does_not_stop_those_side_by_side(tmp_path, capsys, two_processes):
     """Two processes: a world's base models, what they know, tuned models; then the numbers."""
     jobs = small_jobs('losses', 5, tmp_path, {
         'world', 'base', 'tuned-crossentropy-lr0.0008', 'tuned-gce0.7-lr0.0008',
@@ -290,7 +300,7 @@ def test_a_failed_run_does_not_stop_those_side_by_side(tmp_path, capsys):
     jobs[0] = jobs[0]._replace(arguments=(f'{tmp_path}/base/seed-5/world', 5, SMALL_WORLD))
     (bad,) = (i for i, job in enumerate(jobs) if job.name.endswith('tuned-dft-lr0.0008'))
     jobs[bad] = jobs[bad]._replace(arguments=(replace(jobs[bad].arguments[0], lr=-1.0),))
-    failed = side_by_side.side_by_side(jobs, 2, 0, tmp_path)
+    failed = two_processes(jobs, folder=tmp_path)
     printed = capsys.readouterr().out
     assert [Path(name).name for name in failed] == ['tuned-dft-lr0.0008']
     assert 'failed: ConfigError: lr = -1.0' in printed and '8/8' in printed
@@ -368,7 +378,7 @@ def test_the_closed_form_is_the_optimum_of_its_objective(method, weight):
 
 
 @pytest.mark.slow
-def test_alignment_from_the_world_to_tables(tmp_path):
+def test_alignment_from_the_world_to_tables(tmp_path, two_processes):
     """Two processes: tuned models, pairs, aligned models and their written answers."""
     folder = Path(alignment.seed_folder(10, tmp_path))
     world.write_world(folder / 'world', 10, SMALL_ALIGNMENT, alignment.make_rows)
@@ -377,7 +387,7 @@ def test_alignment_from_the_world_to_tables(tmp_path):
     more = small_jobs('closed-form', 10, tmp_path, {'pairs', 'own', 'ppo-0.05-lora', 'cdpo-noisy'})
     assert [*map(len, (jobs, more))] == [8, 4]
     for each, script in ((jobs, alignment_tables), (more, closed_form)):
-        assert side_by_side.side_by_side(each, 2, 0, tmp_path) == []
+        assert two_processes(each, folder=tmp_path) == []
         script.CLAIMS.main('', [f'--runs={tmp_path}', f'--folder={tmp_path}/{script.__name__}'])
     numbers, closed = (script.CLAIMS.numbers(tmp_path / script.__name__)
                        for script in (alignment_tables, closed_form))

@@ -17,8 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import (apart, by_transformers, documents, expect_step, head_of_32, log_of, logits_of,
-                    lora_model, reference_model, rewrite, run_scripts, torchrun,
-                    whole_rows, write_rows)
+                    lora_model, reference_model, rewrite, whole_rows, write_rows)
 
 import evaluate
 import metrics
@@ -30,6 +29,7 @@ from runtime import checkpoint, log, parallel, resume, trackers, trained
 from runtime.config import load_config
 from runtime.device import pick_device
 from runtime.errors import ConfigError, DataError, TrainingError
+from scripts import run_scripts, torchrun
 from speed import graphs
 
 
