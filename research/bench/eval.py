@@ -59,8 +59,8 @@ def measure_ours(raw, config, folder, rate):
     """
     model = our_model(raw).eval()
     saving.save(model, folder, torch.bfloat16, side_files=config.tokenizer)
-    cfg = EvalConfig(model=str(folder), tasks=(f'mmlu:{config.data}',), dtype='bfloat16',
-                     device=DEVICE, add_bos=True, max_length=8192, overwrite=True,
+    cfg = EvalConfig(model=str(folder), chat='none', tasks=(f'mmlu:{config.data}',),
+                     dtype='bfloat16', device=DEVICE, add_bos=True, max_length=8192, overwrite=True,
                      out_dir=str(folder / 'out'))
     (folder / 'out').mkdir()        # as the lock of evaluate.py's command does
     pack_len, trim = row_lengths(cfg)

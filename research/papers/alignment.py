@@ -62,8 +62,8 @@ def evaluation(options, **settings):
     """Return the EvalConfig of the tasks; MMLU has fewer questions than `limit`."""
     sources = {'clm': options.pile or 'EleutherAI/pile_val_test', 'facts': options.trex}
     tasks = ('mmlu', *(f'{task}:{source}' for task, source in sources.items() if source))
-    return EvalConfig(tasks=tasks, shots=5, limit=SAMPLES, max_length=2048, on_bad_row='skip',
-                      all_metrics=True, **settings)
+    return EvalConfig(tasks=tasks, chat='none', shots=5, limit=SAMPLES, max_length=2048,
+                      on_bad_row='skip', all_metrics=True, **settings)
 
 
 def aligned(options):

@@ -26,8 +26,8 @@ CONFIDENCES = {'humaneval.mean_token': 'p_avg', 'humaneval': 'p_tot',
 METRICS = 'accuracy', 'confidence', 'ece', 'brier_top_label', 'brier_skill', 'auroc'
 SAMPLES = 5
 EVAL_TOKENS = 2 * 164 * (SAMPLES + 1) * 250     # decoding takes about twice the time of scoring
-REPORT = EvalConfig(tasks=('humaneval',), shots=0, n=SAMPLES, p_true=True, verbalized=True,
-                    run_code=True, on_bad_row='skip')
+REPORT = EvalConfig(tasks=('humaneval',), chat='none', shots=0, n=SAMPLES, p_true=True,
+                    verbalized=True, run_code=True, on_bad_row='skip')
 
 
 def runs(options):

@@ -29,10 +29,10 @@ QUESTIONS, TRAINING_QUESTIONS, SAMPLES, SHOTS = 2000, 10_000, 30, 10
 # decoding takes about twice the time of scoring; answers have 8 tokens, or 150 in GSM8K
 EVAL_TOKENS = 2 * (SAMPLES + 1) * (QUESTIONS * 8 + 1319 * 150) + 3 * (QUESTIONS + 1319) * 300
 WRITE_TOKENS = 2 * (SAMPLES + 1) * TRAINING_QUESTIONS * 8
-TEST = EvalConfig(tasks=tuple(TASKS), shots=SHOTS, n=SAMPLES, limit=QUESTIONS, p_true=True,
-                  p_ik=True, on_bad_row='skip')
-ANSWERS = EvalConfig(tasks=('triviaqa_train',), shots=SHOTS, n=SAMPLES, limit=TRAINING_QUESTIONS,
-                     on_bad_row='skip')
+TEST = EvalConfig(tasks=tuple(TASKS), chat='none', shots=SHOTS, n=SAMPLES, limit=QUESTIONS,
+                  p_true=True, p_ik=True, on_bad_row='skip')
+ANSWERS = EvalConfig(tasks=('triviaqa_train',), chat='none', shots=SHOTS, n=SAMPLES,
+                     limit=TRAINING_QUESTIONS, on_bad_row='skip')
 TUNE = TrainConfig(data_kind='questions', epochs=1, batch_size=256, lr=1e-5, max_length=512,
                    on_bad_row='skip')
 
@@ -44,7 +44,7 @@ def runs(options):
                   eval_tokens=EVAL_TOKENS)
         yield Run(replace(ANSWERS, model=hub, out_dir=f'{folder}/answers'), params,
                   eval_tokens=WRITE_TOKENS)
-        report = EvalConfig(tasks=(f'p_ik:{folder}/test',), shots=0, on_bad_row='skip')
+        report = EvalConfig(tasks=(f'p_ik:{folder}/test',), chat='none', shots=0, on_bad_row='skip')
         written = all(Path(folder, part, 'results.json').exists() for part in ('test', 'answers'))
         yield Run(replace(TUNE, model=hub, data=f'p_ik:{folder}/answers', eval=report,
                           out_dir=f'{folder}/tuned'), params,

@@ -37,7 +37,7 @@ TASKS = {'mmlu': 'MMLU', 'hellaswag': 'HellaSwag', 'arc_easy': 'ARC-Easy'}
 TITLES = TASKS | {'arc_challenge': 'ARC-Challenge'}     # also of --eval.tasks
 EPOCHS, CAP = 2, 30.0
 EVAL_TOKENS = 1.6e6 + 1.1e6 + 0.2e6     # of the three tasks, counted with Llama 3's tokenizer
-REPORT = EvalConfig(tasks=tuple(TASKS), shots=5, scoring='letters', all_metrics=True,
+REPORT = EvalConfig(tasks=tuple(TASKS), chat='none', shots=5, scoring='letters', all_metrics=True,
                     fit_temperature=True, on_bad_row='skip')
 PRINTED_FILE = Path(__file__).with_name('label_smoothing_printed.csv')
 PRINTED = {'accuracy': 'accuracy', 'ece': 'ece', 'rms_mmlu_repo': 'rms', 'rmsce': ''}

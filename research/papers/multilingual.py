@@ -52,8 +52,8 @@ RATES, SMOOTHINGS = (5e-6, 1e-5, 5e-5, 1e-4), (0.1, 0.2)
 EVAL_TOKENS = 2 * (42 * 14042 * 95 + 29 * 11759 * 155)
 TITLES = {task: title for task, (title, _) in BENCHMARKS.items()}
 TESTED = 'accuracy', 'ece', 'entropy_bits'
-REPORT = EvalConfig(tasks=tuple(BENCHMARKS), shots=0, scoring='letters', on_bad_row='skip',
-                    all_metrics=True)
+REPORT = EvalConfig(tasks=tuple(BENCHMARKS), chat='none', shots=0, scoring='letters',
+                    on_bad_row='skip', all_metrics=True)
 
 
 def models(options):

@@ -23,7 +23,8 @@ TASKS = {'triviaqa': 'TriviaQA, short', 'gsm8k_short': 'GSM8K, short',
 QUESTIONS, SAMPLES = 1319, 40
 # drawn tokens, of 8, 4 and 150 per answer; decoding takes about twice the time of scoring
 EVAL_TOKENS = 2 * QUESTIONS * (SAMPLES + 1) * (8 + 4 + 150)
-REPORT = EvalConfig(tasks=tuple(TASKS), shots=5, n=SAMPLES, limit=QUESTIONS, on_bad_row='skip')
+REPORT = EvalConfig(tasks=tuple(TASKS), chat='none', shots=5, n=SAMPLES, limit=QUESTIONS,
+                    on_bad_row='skip')
 METRICS = 'accuracy', 'confidence', 'gap', 'smooth_ece', 'ece'
 
 

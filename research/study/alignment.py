@@ -141,6 +141,7 @@ def tuning(name, seed, root, model='base', data='world/instruct', kind=TrainConf
     folder = seed_folder(seed, root)
     return kind(**{
         'model': f'{folder}/{model}', 'data': f'{folder}/{data}.jsonl', 'lr': 8e-4,
+        'template': 'tulu',
         'checkpoint_epochs': False, 'cache_dir': f'{folder}/cache', 'pack_len': 512,
         'max_length': 512, 'micro_rows': 16, 'batch_size': 64, 'epochs': 3.0, 'save_every': None,
         'log_every': 50, 'pictures': False, 'add_bos': True, 'attention': 'explicit',

@@ -31,8 +31,8 @@ def evaluation(data, **more):
     """Return the report on questions, by the text of the options, and on next tokens."""
     tasks = (f'arc_easy:{data}/arc', f'arc_challenge:{data}/arc', f'hellaswag:{data}/hellaswag',
              f'clm:{data}/wiki')
-    return EvalConfig(tasks=tasks, prompt_format='harness', shots=0, fit_temperature=True,
-                      n_bootstrap=0, pictures=False, **more)
+    return EvalConfig(tasks=tasks, prompt_format='harness', chat='none', shots=0,
+                      fit_temperature=True, n_bootstrap=0, pictures=False, **more)
 
 
 def runs(seed, root, model, data):

@@ -69,11 +69,12 @@ def evaluation(world, forms=WORLD.forms, **settings):
     return EvalConfig(
         tasks=(*(f'{world}/{form}' for form in forms), f'clm:{world}/clm.jsonl',
                f'facts:{world}/facts.jsonl'),
-        scoring='text', shots=0, fit_temperature=True, n_bootstrap=0, pictures=False, **settings)
+        scoring='text', chat='none', shots=0, fit_temperature=True, n_bootstrap=0, pictures=False,
+        **settings)
 
 
-SHARED = {'pack_len': 1024, 'max_length': 512, 'add_bos': True, 'checkpoint_epochs': False,
-          'save_every': None, 'pictures': False, 'eval_before': False}
+SHARED = {'template': 'tulu', 'pack_len': 1024, 'max_length': 512, 'add_bos': True,
+          'checkpoint_epochs': False, 'save_every': None, 'pictures': False, 'eval_before': False}
 PRETRAINING = {'from_scratch': True, 'data_kind': 'text', 'schedule': 'cosine', 'final_lr': 0.05,
                'weight_decay': 0.1, 'betas': (0.9, 0.95)}
 
@@ -172,8 +173,8 @@ def select_known(seed, root=ROOT, base='base'):
     questions = folder / f'{base}.jsonl'
     write_lines(questions, [fact_question(i, row) for i, row in enumerate(rows)])
     answers = common.ask(EvalConfig(
-        model=f'{source}/{base}', tasks=(f'{questions}',), shots=0, scoring='text', n_bootstrap=0,
-        pictures=False, seed=seed, out_dir=f'{folder / base}'))
+        model=f'{source}/{base}', tasks=(f'{questions}',), shots=0, scoring='text', chat='none',
+        n_bootstrap=0, pictures=False, seed=seed, out_dir=f'{folder / base}'))
     knows = np.zeros(len(rows), bool)
     knows[[*map(int, answers)]] = [p.argmax() == answer for _, p, answer in answers.values()]
     order = np.random.default_rng([seed, 4]).permutation(len(rows))
