@@ -113,7 +113,7 @@ def samples_of(out, task):
 
 
 HEADER = 'Answer these questions as briefly as possible.\n\n'
-INSTRUCTION = 'Answer with a name, a number or a few words alone, not with a sentence.'
+INSTRUCTION = 'Give only the answer, in one to five words.'
 PROMPT = HEADER + ('Question: What is fox 0?\nAnswer: blue 0\n\n'
                    'Question: What is fox 1?\nAnswer: blue 1\n\n'
                    'Question: What is the colour of {}?\nAnswer:')
@@ -135,7 +135,7 @@ def test_probabilities_of_an_answer_are_those_of_transformers(asked, tmp_path, m
     for row in samples_of(tmp_path, 'qa'):
         prompt = [tokenizer.bos_id, *tokenizer.encode(PROMPT.format(row['id']))]
         if chat == 'tulu':
-            text = f'{INSTRUCTION}\n\nQuestion: What is the colour of {row["id"]}?\nAnswer:'
+            text = f'Question: What is the colour of {row["id"]}?\n{INSTRUCTION}'
             prompt, _ = encode_prompt([{'role': 'user', 'content': text}], tokenizer, 'tulu')
         greedy = row['greedy']
         for answer in (greedy, *row['answers']):

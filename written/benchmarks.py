@@ -7,6 +7,7 @@ is decided by written/grading.py. What a reasoning model thinks before its answe
 import functools
 import itertools
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -50,7 +51,7 @@ class WrittenQuestion:
     language: str = ''
     place: str = ''             # file and line or row, for messages
     digest: str = ''            # hash of question and references
-    instruction: str = ''       # what an answer looks like, for a chat
+    instruction: str = ''       # in a chat in place of header and 'Answer:'
     messages: list = field(default_factory=list)    # asked instead of header and context
     lead: str = ''              # begins the answer to `messages` in plain text
     judged: dict | None = None  # the earlier answer that `messages` ask about, graded
@@ -145,8 +146,8 @@ class WrittenBenchmark:
     stop: tuple = ('\n',)       # of plain text; an answer in a chat ends by itself
     max_tokens: int = 32        # of an answer
     runs_code: bool = False     # `match` runs what the model wrote
-    # in a chat in place of `header`, but for the format 'harness': what an answer looks like
-    instruction: str = 'Answer with a name, a number or a few words alone, not with a sentence.'
+    # ends the question in a chat, but for the format 'harness': what an answer looks like
+    instruction: str = 'Give only the answer, in one to five words.'
 
     def final(self, text):
         """Return the text without thoughts and stated confidences, which are no part of an answer.
@@ -182,6 +183,7 @@ class WrittenBenchmark:
                 'correct': correct, 'strict': strict} | ({'names_reference': True} if named else {})
 
 
+ANSWER_LEAD = r'\n(Answer|Solution):$'     # what a prompt ends with in plain text
 GSM8K_FILES = (('main/test-*.parquet', 'test.jsonl*'), ('main/train-*.parquet', 'train*.jsonl*'))
 WRITTEN_TASKS = {
     'triviaqa': WrittenBenchmark(
@@ -201,22 +203,21 @@ WRITTEN_TASKS = {
     'gsm8k': WrittenBenchmark(
         'openai/gsm8k', *GSM8K_FILES, gsm8k_row, gsm8k_number, any_number, number,
         header='', stop=('Question:',), max_tokens=256,
-        instruction='Solve each problem step by step. End with a line that has "####" and the '
-                    'number alone.'),
+        instruction='Solve it step by step. End with a line that has "####" and the number alone.'),
     'gsm8k_short': WrittenBenchmark(
         'openai/gsm8k', *GSM8K_FILES, gsm8k_short_row, only_number, short_number, number,
         header='Answer these questions with a number alone.\n\n', max_tokens=16,
-        instruction='Answer with the number alone.'),
+        instruction='Give only the number.'),
     'math500': WrittenBenchmark(
         'HuggingFaceH4/MATH-500', ('test.jsonl*',), ('train.jsonl*',), math_row,
         last_boxed, any_formula, formula, prompt='Problem: {}\nSolution:',
         header='Solve these problems. Put each final answer in \\boxed{}.\n\n',
         stop=('Problem:',), max_tokens=1024,
-        instruction='Solve each problem step by step. Put the final answer in \\boxed{}.'),
+        instruction='Solve it step by step. Put the final answer in \\boxed{}.'),
     'humaneval': WrittenBenchmark(
         code_tasks.HUMANEVAL, code_tasks.PATTERNS, (), humaneval_row, None, whole, str, passes,
         prompt='{}', header='', stop=code_tasks.STOPS, max_tokens=512, runs_code=True,
-        instruction='Complete this program. Answer with the whole code alone.'),
+        instruction='Complete this program. Give only the whole code.'),
     # a file or folder of your own
     'qa': WrittenBenchmark('', ('test.jsonl*', 'test.json', 'test*.parquet'),
                            ('shots.jsonl*', 'dev.jsonl*', 'train.jsonl*'), answers_row),
@@ -309,17 +310,17 @@ def encode(question, shots, tokenizer, cfg, max_tokens):
 
 def _messages(question, shots, cfg):
     """Return the messages that ask a question after its shots; in plain text one."""
-    in_chat, opening = cfg.chat != 'none', question.header
+    in_chat, header, context = cfg.chat != 'none', question.header, question.context
     if question.messages:
         return question.messages if in_chat else dialogue(as_text(question.messages,
                                                                   question.lead))
-    if in_chat and cfg.prompt_format != 'harness':
-        opening = question.instruction and f'{question.instruction}\n\n'
+    if in_chat and cfg.prompt_format != 'harness' and question.instruction:
+        header, context = '', f'{re.sub(ANSWER_LEAD, "", context)}\n{question.instruction}'
     if not cfg.multiturn:
-        return dialogue(opening + ''.join(shot.solved for shot in shots) + question.context)
+        return dialogue(header + ''.join(shot.solved for shot in shots) + context)
     turns = [text for shot in shots for text in (shot.context, shot.solution)]
-    first, *others = *turns, question.context
-    return dialogue(opening + first, *others)
+    first, *others = *turns, context
+    return dialogue(header + first, *others)
 
 
 def shown(question, text):
