@@ -36,7 +36,6 @@ from pathlib import Path
 import numpy as np
 
 from data.eval_config import EvalConfig, check_eval_config
-from data.question_frames import question_frame
 from data.tasks import TASKS, check_names, check_settings, kind_of, with_shots
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from data.trained_settings import pick_chat, training_settings
@@ -247,7 +246,8 @@ def resolve(cfg, folder, config, tokenizer):
     chat = pick_chat(chat, folder, tokenizer)
     if cfg.multiturn and chat == 'none':
         raise ConfigError('multiturn = True needs a chat template, such as --chat=model')
-    if chat != 'none':
+    if chat != 'none':      # plain text needs nothing of data/chat.py
+        from data.question_frames import question_frame
         question_frame(tokenizer, chat, add_bos)    # raise for a template that does not fit
     return replace(on_this_machine(with_shots(cfg)), add_bos=add_bos, chat=chat,
                    max_length=min(cfg.max_length or context, context))

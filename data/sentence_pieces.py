@@ -5,7 +5,8 @@ from pathlib import Path
 
 import sentencepiece
 
-from data.tokenizer import IN_BRACKETS, Tokenizer, added_beside, settings_beside
+from data.byte_pairs import IN_BRACKETS, added_beside
+from data.tokenizer import Tokenizer, settings_beside
 from runtime.errors import DataError
 
 # Gemma's file declares these as user-defined symbols, which sentencepiece would use in any text

@@ -32,8 +32,9 @@ ROOMS = TASKS | {
     **dict.fromkeys(('t5', 'mt5'), 'families.t5'),
     # what measures samples once they are there
     'measures': 'results.evaluation', 'report': 'results.report',
-    # beside and after training: checkpoints, the base model as a teacher, training on the answers
-    # of questions; reports, the model card
+    # several processes; beside and after training: checkpoints, the base model as a teacher,
+    # training on the answers of questions; reports, the model card
+    'connect': 'runtime.connect',
     'resume state': 'runtime.resume_state', 'base smoothing': 'runtime.base_smoothing',
     'questions': 'data.question_answers', 'texts': 'data.texts',
     'reports': 'results.training_report', 'card': 'bridges.card',
