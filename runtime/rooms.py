@@ -38,9 +38,9 @@ ROOMS = TASKS | {
     'resume state': 'runtime.resume_state', 'base smoothing': 'runtime.base_smoothing',
     'questions': 'data.question_answers', 'texts': 'data.texts',
     'reports': 'results.training_report', 'card': 'bridges.card',
-    # files of tokenizers, tables, weights of older checkpoints
+    # files of tokenizers, JSON lists, texts and tables, weights of older checkpoints
     'byte pairs': 'data.byte_pairs', 'sentence pieces': 'data.sentence_pieces',
-    'tables': 'runtime.table_readers', 'pickled weights': 'runtime.pickled',
+    'other readers': 'runtime.other_readers', 'pickled weights': 'runtime.pickled',
     # --help, and services that get the record of each step
     'usage': 'runtime.usage', 'trackers': 'runtime.trackers',
     # --overwrite, and the cause of a loss that is not finite
