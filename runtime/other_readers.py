@@ -7,7 +7,7 @@ import json
 import re
 
 from runtime.errors import DataError
-from runtime.readers import column_names, decode, jsonl_rows, parse_json, row_or_error
+from runtime.readers import decode, jsonl_rows, parse_json, row_or_error
 
 
 def rows(path, file, kind, to_rows):
@@ -62,9 +62,43 @@ def table_rows(path, file, kind, to_rows):
     # spaces before all names but the first, as SAS writes them, are no part of a cell
     others = next(csv.reader([header], delimiter=delimiter))[1:]
     padded = bool(others) and all(name.startswith(' ') for name in others)
-    yield from to_rows(_places(path, csv.reader(itertools.chain([header], lines), strict=True,
-                                                delimiter=delimiter, skipinitialspace=padded)),
-                       delimiter)
+    reader = csv.reader(itertools.chain([header], lines), strict=True, delimiter=delimiter,
+                        skipinitialspace=padded)
+    yield from (to_rows or named_rows)(_places(path, reader), delimiter)
+
+
+def named_rows(lines, delimiter):
+    """Yield (place, row) of the lines of a table; the first one names the columns.
+
+    Only a .csv file whose first line ends in a letter or a number, the answer of MMLU's own files,
+    has no names: its rows are lists.
+    """
+    names = None
+    for place, cells in lines:
+        if names is None:
+            first = [name.strip().lower() for name in cells]
+            if (delimiter != ',' or {'question', 'answer'} <= {*first}
+                    or not re.fullmatch('[A-Z]|[0-9]+', cells[-1].strip())):
+                names = column_names(place, first)
+                continue
+            names = []
+        yield place, to_dict(place, names, cells) if names else cells
+
+
+def column_names(place, cells):
+    """Return the names in the first line of a table; raise a DataError if one is there twice."""
+    names = [name.strip() for name in cells]
+    # Excel writes empty names above empty columns
+    if twice := [name for name in names if name and names.count(name) > 1]:
+        raise DataError(f'{place}: the header names {twice[0]!r} twice')
+    return names
+
+
+def to_dict(place, names, cells):
+    """Return {name: cell} of a line of a table, or a DataError if it has more or fewer cells."""
+    if len(cells) != len(names):
+        return DataError(f'{place}: {len(cells)} columns; the header names {len(names)}')
+    return dict(zip(names, cells, strict=True))
 
 
 def _places(path, reader):

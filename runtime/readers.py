@@ -13,15 +13,15 @@ LINES = '.jsonl', '.ndjson'
 KINDS = *LINES, '.json', '.txt', '.csv', '.tsv', '.parquet', '.arrow'
 
 
-def read_rows(path, to_rows):
+def read_rows(path, to_rows=None):
     """Yield (place, row) of a file of one of KINDS, such as a.jsonl or a.csv, also with .gz.
 
     `place` is 'file:line', or 'file: row n' for parquet and JSON lists; both count from 1. A row
     that cannot be read or repeats a key is yielded as a DataError, to stop or skip; a file that
     cannot be read raises one. A .txt file is one row, {'text': its content}.
 
-    to_rows: function of the (place, list of cells) of each line of a table, the first of which
-    names the columns, and of its delimiter; it yields (place, row)
+    to_rows: function of the (place, list of cells) of each line of a .csv or .tsv file and of its
+    delimiter, which yields (place, row); None: `named_rows` of other_readers.py
     """
     if not path.is_file():
         raise DataError(f'{path} is a folder; name a file in it' if path.is_dir() else
@@ -50,22 +50,6 @@ def read_rows(path, to_rows):
     except (OSError, EOFError, zlib.error, ValueError, NotImplementedError) as error:
         reason = getattr(error, 'strerror', None) or error      # without the name again
         raise DataError(f'cannot read {path}: {reason}') from error
-
-
-def column_names(place, cells):
-    """Return the names in the first line of a table; raise a DataError if one is there twice."""
-    names = [name.strip() for name in cells]
-    # Excel writes empty names above empty columns
-    if twice := [name for name in names if name and names.count(name) > 1]:
-        raise DataError(f'{place}: the header names {twice[0]!r} twice')
-    return names
-
-
-def to_dict(place, names, cells):
-    """Return {name: cell} of a line of a table, or a DataError if it has more or fewer cells."""
-    if len(cells) != len(names):
-        return DataError(f'{place}: {len(cells)} columns; the header names {len(names)}')
-    return dict(zip(names, cells, strict=True))
 
 
 def parse_json(raw, path, line=1):
