@@ -232,12 +232,6 @@ def with_variants(tasks, writer, prompts, cfg):
         yield task.variant(name, scored, top_option)
 
 
-def result_labels(tasks, cfg):
-    """Return the labels of all results of `tasks`, also those of their variants."""
-    return [*tasks, *(f'{label}.{name}' for label, task in tasks.items()
-                      for name in task.variants(cfg))]
-
-
 def resolve(cfg, folder, config, tokenizer):
     """Return `cfg` with 'auto' and None replaced by the values for this machine and model."""
     context = config.max_position_embeddings
@@ -304,8 +298,9 @@ def run(cfg):
         out_dir = own_folder(out_dir, resolve(cfg, folder, config, tokenizer))
     with parallel.first_process_locks(out_dir):
         results = evaluate(folder, tokenizer, tasks, cfg, out_dir, load)
-    labels = [label for label in result_labels(tasks, cfg) if results and label in results['tasks']]
-    return results, labels, out_dir
+    labels = [*tasks, *(f'{label}.{name}' for label, task in tasks.items()      # of variants, too
+                        for name in task.variants(cfg))]
+    return results, [x for x in labels if results and x in results['tasks']], out_dir
 
 
 def own_folder(folder, cfg):

@@ -30,7 +30,7 @@ class Tokenizer:
     strips:      {id of a control token: (before it, after it)}, whether white space disappears
     fresh_after: ids after which a text is encoded as at its beginning
     fingerprint: a hash of the file and of what the files beside it say
-    chat_templates, special_names: see the functions of these names
+    special_names: {'bos_token': name, ...} and chat_templates, see there, for chat templates
     """
 
     def __init__(self, control_ids, bos_id, eos_id, n_vocab, strips, leads_with_space):
@@ -189,7 +189,8 @@ def load_tokenizer(folder):
     said_beside = tokenizer.bos_id, tokenizer.eos_id, tokenizer.control_ids, tokenizer.strips
     tokenizer.fingerprint = hashlib.sha256(raw + repr(said_beside).encode()).hexdigest()[:16]
     tokenizer.end_ids = {tokenizer.eos_id, *generation_ends(folder)}
-    tokenizer.special_names = special_names(settings_beside(folder))
+    tokenizer.special_names = {key: value for key, value in settings_beside(folder).items()
+                               if key.endswith('_token') and isinstance(value, str)}
     tokenizer.chat_templates = chat_templates(folder)
     return tokenizer
 
@@ -221,12 +222,6 @@ def settings_beside(folder):
             raise DataError(f'{folder}: {key} = {settings[key]!r} in tokenizer_config.json or '
                             f'special_tokens_map.json; it must be the name of a token, or null')
     return settings
-
-
-def special_names(settings):
-    """Return {'bos_token': name, ...} of the settings that name a token, for chat templates."""
-    return {key: value for key, value in settings.items()
-            if key.endswith('_token') and isinstance(value, str)}
 
 
 def chat_templates(folder):

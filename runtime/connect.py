@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import os
+import signal
 import sys
 
 import torch
@@ -26,6 +27,7 @@ def join_processes():
 @contextlib.contextmanager
 def connected():
     """Connect the processes for a `with` block, after which they end together."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)   # Python's would wait for gloo's calls to end
     try:
         join_processes()
         yield
@@ -36,5 +38,6 @@ def connected():
             sys.stderr.flush()
             os._exit(0)     # gloo's threads sometimes abort a process that shuts down normally
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)   # that of the block may raise exceptions
         if dist.is_initialized():
             dist.destroy_process_group()

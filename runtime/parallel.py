@@ -6,7 +6,6 @@ states over the processes, call torch.distributed; the first process gathers the
 
 import contextlib
 import os
-import signal
 
 import torch
 import torch.distributed as dist
@@ -36,15 +35,9 @@ def own_gpu() -> int | None:
     return int(os.environ['LOCAL_RANK'])
 
 
-@contextlib.contextmanager
 def joined():
-    """Under torchrun, connect the processes for a `with` block, after which they end together."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)   # Python's would wait for gloo's calls to end
-    try:
-        with rooms.load('connect').connected() if under_torchrun() else contextlib.nullcontext():
-            yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)   # that of the block may raise exceptions
+    """Return a context in which the processes of torchrun are connected, if it started this one."""
+    return rooms.load('connect').connected() if under_torchrun() else contextlib.nullcontext()
 
 
 def barrier():
