@@ -136,11 +136,8 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
         checkpoint.check_weights(folder, config)    # before `overwrite` renames anything
         load = functools.cache(functools.partial(load_model, folder, cfg))
     identity = checkpoint.identity(folder, tokenizer, cfg.dtype, *CODE)
-    settings = identity | {key: getattr(cfg, key) for key in SETTINGS}
-    if cfg.multiturn:
-        settings |= {'multiturn': True}
-    if cfg.group_by:
-        settings |= {'group_by': cfg.group_by}
+    settings = identity | {key: getattr(cfg, key) for key in SETTINGS} | {
+        key: getattr(cfg, key) for key in ('multiturn', 'group_by') if getattr(cfg, key)}
     if cfg.dropout_seed is not None:
         settings |= {'dropout_seed': cfg.dropout_seed,
                      'base': checkpoint.fingerprint(base_of_adapter(folder)),

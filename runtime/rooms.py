@@ -14,7 +14,7 @@ TASKS = {
                     'written.tasks'),
     'p_ik': 'written.p_ik', 'judge': 'written.judges',
     **dict.fromkeys(('clm', 'facts'), 'data.probes')}
-# {key of a task's entry in results.json: module with the `notes` on it and its further `tables`}
+# {key of a task's entry in results.json: module with the `notes` on it}
 RESULTS = {'judge': 'written.judging',
            **dict.fromkeys(('written', 'unparsed'), 'written.confidence')}
 # {name: module}

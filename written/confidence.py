@@ -250,9 +250,7 @@ SCALED = {'platt': 'ECE, Platt', 'isotonic': 'ECE, isotonic'}
 
 
 def tables(task, tasks):
-    """Return {title: cells} of the table of all confidences in answers to `task`, if it has any."""
-    if 'written' not in tasks[task]:
-        return {}
+    """Return {title: cells} of the table of all confidences in the written answers to `task`."""
     lines = [['entry', 'questions', *map(Heading, COLUMNS, COLUMNS.values()), 'floor of ECE',
               *SCALED.values()]]
     for label, result in tasks.items():
