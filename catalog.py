@@ -15,7 +15,6 @@ else:                                   # installed, as nanocal.catalog
     from . import metrics
 
 
-
 @metrics.weighted
 def brier_top_label(rows):
     """Return the Brier score of the prediction, 1/N sum_i (c_i - a_i)^2, in [0, 1]."""

@@ -36,7 +36,6 @@ from pathlib import Path
 import numpy as np
 
 from data.eval_config import EvalConfig, check_eval_config
-from data.question_frames import question_frame
 from data.tasks import TASKS, check_names, check_settings, kind_of, with_shots
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from data.trained_settings import pick_chat, training_settings
@@ -137,11 +136,8 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
         checkpoint.check_weights(folder, config)    # before `overwrite` renames anything
         load = functools.cache(functools.partial(load_model, folder, cfg))
     identity = checkpoint.identity(folder, tokenizer, cfg.dtype, *CODE)
-    settings = identity | {key: getattr(cfg, key) for key in SETTINGS}
-    if cfg.multiturn:
-        settings |= {'multiturn': True}
-    if cfg.group_by:
-        settings |= {'group_by': cfg.group_by}
+    settings = identity | {key: getattr(cfg, key) for key in SETTINGS} | {
+        key: getattr(cfg, key) for key in ('multiturn', 'group_by') if getattr(cfg, key)}
     if cfg.dropout_seed is not None:
         settings |= {'dropout_seed': cfg.dropout_seed,
                      'base': checkpoint.fingerprint(base_of_adapter(folder)),
@@ -233,12 +229,6 @@ def with_variants(tasks, writer, prompts, cfg):
         yield task.variant(name, scored, top_option)
 
 
-def result_labels(tasks, cfg):
-    """Return the labels of all results of `tasks`, also those of their variants."""
-    return [*tasks, *(f'{label}.{name}' for label, task in tasks.items()
-                      for name in task.variants(cfg))]
-
-
 def resolve(cfg, folder, config, tokenizer):
     """Return `cfg` with 'auto' and None replaced by the values for this machine and model."""
     context = config.max_position_embeddings
@@ -247,7 +237,8 @@ def resolve(cfg, folder, config, tokenizer):
     chat = pick_chat(chat, folder, tokenizer)
     if cfg.multiturn and chat == 'none':
         raise ConfigError('multiturn = True needs a chat template, such as --chat=model')
-    if chat != 'none':
+    if chat != 'none':      # plain text needs nothing of data/chat.py
+        from data.question_frames import question_frame
         question_frame(tokenizer, chat, add_bos)    # raise for a template that does not fit
     return replace(on_this_machine(with_shots(cfg)), add_bos=add_bos, chat=chat,
                    max_length=min(cfg.max_length or context, context))
@@ -304,8 +295,9 @@ def run(cfg):
         out_dir = own_folder(out_dir, resolve(cfg, folder, config, tokenizer))
     with parallel.first_process_locks(out_dir):
         results = evaluate(folder, tokenizer, tasks, cfg, out_dir, load)
-    labels = [label for label in result_labels(tasks, cfg) if results and label in results['tasks']]
-    return results, labels, out_dir
+    labels = [*tasks, *(f'{label}.{name}' for label, task in tasks.items()      # of variants, too
+                        for name in task.variants(cfg))]
+    return results, [x for x in labels if results and x in results['tasks']], out_dir
 
 
 def own_folder(folder, cfg):

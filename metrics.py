@@ -258,11 +258,12 @@ def wilson_interval(probs, labels, z=1.96) -> tuple[float, float]:
     (0, 1000]. It stays inside [0, 1] and has a width even if all rows are right or all are wrong.
     """
     check_range('z', z, '(0, 1000]')
-    low, high = _wilson(accuracy(probs, labels), len(probs), z)
+    low, high = wilson_ends(accuracy(probs, labels), len(probs), z)
     return float(low), float(high)
 
 
-def _wilson(mean, n, z):
+def wilson_ends(mean, n, z):
+    """Return the ends, [2, ...], of `wilson_interval` for shares `mean` [...] of n rows."""
     center = mean + z**2 / (2 * n)
     half_width = z * np.sqrt(mean * (1 - mean) / n + z**2 / (4 * n**2))
     ends = np.array([center - half_width, center + half_width]) / (1 + z**2 / n)
@@ -360,7 +361,7 @@ def bins(probs, labels, n_bins=10) -> dict[str, np.ndarray]:
     """
     confidence, correct = top_label(probs, labels)
     count, conf, acc = bin_means(equal_width_bins(confidence, n_bins), n_bins, confidence, correct)
-    low, high = _wilson(acc, np.maximum(count, 1), 1.96)
+    low, high = wilson_ends(acc, np.maximum(count, 1), 1.96)
     return {'edges': np.arange(n_bins + 1) / n_bins, 'count': count, 'confidence': conf,
             'accuracy': acc, 'low': low, 'high': high}
 
@@ -576,8 +577,6 @@ PRINTED = (
             is_mean=True),
     Measure('aps_size', 'APS size', _APS, False, 'n_options', tables=(), part=1, is_mean=True),
 )
-
-
 
 
 class Report(dict):

@@ -246,7 +246,5 @@ def share_interval(correct, questions=None, level=0.95) -> tuple[float, float]:
     if 0 < p < 1:
         spread = (np.bincount(index, correct - p) ** 2).sum()
         size = len(correct) / max(1, spread / (p * (1 - p) * len(correct)))
-    center, half_width = p + z**2 / (2 * size), z * math.sqrt(
-        p * (1 - p) / size + z**2 / (4 * size**2))
-    low, high = np.clip((center + np.array([-half_width, half_width])) / (1 + z**2 / size), 0, 1)
+    low, high = metrics.wilson_ends(p, size, z)
     return float(low), float(high)

@@ -583,7 +583,6 @@ def optimize(run):
     cfg = run.cfg
     stage = run.stage
     out_dir = run.out_dir
-    first = 0
     optimizer = build_optimizer(model, cfg)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     named |= dict(model.named_buffers())
@@ -595,8 +594,8 @@ def optimize(run):
              'dtype': str(model.head.dtype).removeprefix('torch.'),
              'model': (config_to_hf(model.config) if cfg.from_scratch
                        else checkpoint.fingerprint(run.base))}
-    if cfg.resume and not cfg.dry_run:
-        first = rooms.load('resume state').restore(out_dir, named, optimizer, facts)
+    first = (rooms.load('resume state').restore(out_dir, named, optimizer, facts)
+             if cfg.resume and not cfg.dry_run else 0)
     until = min(run.steps, 2) if cfg.dry_run else run.steps
     with resume.StopSignals() as stop:
         with StepLog(run, first, until) as log:

@@ -7,7 +7,7 @@ import json
 import re
 
 import metrics
-from runtime.readers import column_names, to_dict
+from runtime.other_readers import column_names, to_dict
 from written.numbers import first_number, parse_probability
 
 

@@ -5,16 +5,11 @@ ids: transformers reads no other file of a tokenizer without more packages.
 """
 
 import json
-import re
 from pathlib import Path
 
 from data.chat import chat_of, encode_answer
 from data.tokenizer import LibraryTokenizer, generation_ends, read_beside, settings_beside
-
-SPACE = '\u2581'        # stands for a space in the pieces of sentencepiece
-# a user-defined piece in a serialized model: 0x0a, the size of its text and its text, 0x15 and a
-# float score, 0x18 and its type
-USER_DEFINED = re.compile(rb'\x0a(?=(.[^\x15]*)\x15.{4}\x18\x04)', re.DOTALL)
+from runtime import rooms
 
 
 def tokenizer_files(folder, tokenizer, template=None, add_bos=True, reward=False):
@@ -26,8 +21,10 @@ def tokenizer_files(folder, tokenizer, template=None, add_bos=True, reward=False
     """
     files, settings = {}, read_beside(folder, 'tokenizer_config.json')
     if not any((Path(folder) / name).exists() for name in ('tokenizer.json', 'vocab.json')):
-        content = (json.loads(tokenizer.library.to_str())
-                   if isinstance(tokenizer, LibraryTokenizer) else sentencepiece_json(tokenizer))
+        if isinstance(tokenizer, LibraryTokenizer):
+            content = json.loads(tokenizer.library.to_str())
+        else:
+            content = rooms.load('sentence pieces').sentencepiece_json(tokenizer)
         if content is None:
             print('note: this kind of sentencepiece model cannot be written as a tokenizer.json; '
                   'transformers needs the package protobuf to read its tokenizer.model')
@@ -108,49 +105,3 @@ def _example(tokenizer, template):
     question = [{'role': 'user', 'content': 'user'}]
     prompt, answer = encode_answer(question, 'assistant', tokenizer, template, add_bos=False)
     return prompt + answer
-
-
-def sentencepiece_json(tokenizer):
-    """Return the content of a tokenizer.json for a sentencepiece tokenizer.model.
-
-    None for a model that is not BPE, that normalizes text, or whose control tokens are partly in
-    other files. The space that some models put before any text stands at the beginning and after
-    BOS, but not beside another control token.
-    """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
-    from data.byte_pairs import begin_with, merges      # only few base models need this function
-    model, prefix = tokenizer.model, SPACE if tokenizer.leads_with_space else ''
-    pieces = [model.id_to_piece(i) for i in range(tokenizer.n_pieces)]
-    marked = {match[1] for match in USER_DEFINED.finditer(model.serialized_model_proto())}
-    symbols = [piece for piece in pieces if len(text := piece.encode()) < 128
-               and bytes([len(text)]) + text in marked]
-    special = {*symbols} | {piece for i, piece in enumerate(pieces) if model.is_control(i)
-                            or model.is_unknown(i) or model.is_unused(i) or model.is_byte(i)}
-    # the scores of a BPE model are 0, -1, -2, ... in the order of merges
-    scores = {piece: model.get_score(i) for i, piece in enumerate(pieces) if piece not in special}
-    if (tokenizer.n_vocab > tokenizer.n_pieces
-            or any(score != int(score) for score in scores.values())
-            or model.normalize('  a \ufb01 ') != f'{prefix}  a \ufb01 '.replace(' ', SPACE)):
-        return None
-    library = Tokenizer(models.BPE(
-        {piece: i for i, piece in enumerate(pieces)},
-        merges(sorted(scores, key=scores.get, reverse=True)), fuse_unk=True,
-        unk_token=pieces[model.unk_id()],
-        byte_fallback=any(map(model.is_byte, range(len(pieces))))))
-    spaces = normalizers.Replace(' ', SPACE)
-    steps = [decoders.Replace(SPACE, ' '), decoders.ByteFallback(), decoders.Fuse()]
-    bos = '' if tokenizer.bos_id is None else tokenizer.decode([tokenizer.bos_id])
-    if prefix:
-        names = '|'.join(map(re.escape, (*tokenizer.control_ids, *symbols)))
-        begin = rf'(?:\A|(?<=\A{re.escape(bos)}))' if bos else r'\A'
-        leading = normalizers.Replace(Regex(rf'{begin}(?=[\s\S])(?!{names})'), SPACE)
-        spaces = normalizers.Sequence([leading, spaces])
-        steps.append(decoders.Strip(' ', 1, 0))
-    library.normalizer, library.decoder = spaces, decoders.Sequence(steps)
-    # a normalizer sees the text between tokens that are not `normalized`, so the one that puts a
-    # space at the beginning needs control tokens that are; a symbol may consist of spaces
-    library.add_special_tokens([AddedToken(name, special=True, normalized=bool(prefix))
-                                for name in tokenizer.control_ids])
-    library.add_tokens([AddedToken(name, normalized=True) for name in symbols])
-    library.post_processor = begin_with(bos, tokenizer.bos_id)
-    return json.loads(library.to_str())

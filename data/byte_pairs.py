@@ -2,12 +2,16 @@
 Llama 3's `tokenizer.model`, Mistral's `tekken.json`, and `vocab.json` with `merges.txt`."""
 
 import binascii
+import json
+import re
 from pathlib import Path
 
-from data.tokenizer import library_errors
+from data.tokenizer import library_errors, read_beside, settings_beside
 from runtime.errors import DataError
 from runtime.json_rules import read_json_object
 
+# how names of control tokens look, in files that do not say whether a token is one
+IN_BRACKETS = re.compile(r'<.+>|\[.+\]')
 # Llama 3: the regular expression of words, and 256 control tokens after 128,000 ranks
 LLAMA3_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
                   r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
@@ -102,14 +106,15 @@ def begin_with(bos, bos_id):
         special_tokens=[(bos, bos_id)]) if bos else None
 
 
-def from_merges(path, added, bos):
+def from_merges(path):
     """Return the tokenizer of a `vocab.json` with `merges.txt` beside it: GPT-2 and OPT.
 
     A piece that no merge makes, such as OPT's `<s>`, is a control token.
-    added: {id: attributes of an AddedToken} of more tokens
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    path = Path(path)
+    path, settings = Path(path), settings_beside(path.parent)
+    added = added_beside(path.parent)
+    bos = settings.get('add_bos_token') and settings.get('bos_token')
     vocab, merges_path = read_json_object(path, DataError), path.parent / 'merges.txt'
     if not merges_path.exists():
         raise DataError(f'{path} needs {merges_path.name} beside it; download both')
@@ -124,3 +129,23 @@ def from_merges(path, added, bos):
         library.add_tokens([AddedToken(**token) for _, token in sorted((unmade | added).items())])
     library.post_processor = begin_with(bos, library.token_to_id(bos)) if bos else None
     return library
+
+
+def added_beside(folder):
+    """Return {id: attributes of an AddedToken} of the tokens that JSON files of a folder add."""
+    names = read_beside(folder, 'added_tokens.json')
+    tokens = settings_beside(folder).get('added_tokens_decoder') or {}
+    control = dict.fromkeys(('lstrip', 'rstrip', 'single_word', 'normalized'), False) | {
+        'special': True}
+    path = Path(folder, 'tokenizer.json')
+    try:
+        if not tokens and path.exists():    # by transformers 5; Gemma's whole file takes a second
+            part = re.search(rb'(?s)"added_tokens":\s*(\[.*?\]),\s*"normalizer"', path.read_bytes())
+            tokens = {token['id']: token for token in json.loads(part[1] if part else '[]')}
+        named = [(i, {'content': name, 'special': bool(IN_BRACKETS.fullmatch(name))})
+                 for name, i in names.items()] + [*tokens.items()]
+        return {int(i): {key: token.get(key, value) for key, value in control.items()}
+                | {'content': '' + token['content']} for i, token in named}     # fails if no text
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise DataError(f'{folder}: damaged tokens in added_tokens.json, tokenizer_config.json or '
+                        f'tokenizer.json: {error!r}') from error

@@ -22,7 +22,7 @@ from runtime.ownership import temporary
 from runtime.processes import forked_pool
 
 # besides the module of `encode`
-READERS = 'data.tokenizer', 'runtime.sources', 'runtime.readers', 'runtime.table_readers'
+READERS = 'data.tokenizer', 'runtime.sources', 'runtime.readers', 'runtime.other_readers'
 # {file .bin: its type}. offsets: where each sequence begins and the last ends; groups and margins:
 # of each sequence, as in Sequences
 ARRAYS = {'offsets': np.int64, 'tokens': np.uint32, 'loss_mask': np.uint8, 'groups': np.int64,

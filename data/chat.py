@@ -64,11 +64,6 @@ def encode_answer(prompt, answer, tokenizer, template, add_bos=True):
     return ids[:start], ids[start:end]
 
 
-def begins_text(ids, tokenizer):
-    """Return whether a text after `ids` is encoded as at the beginning."""
-    return not ids or ids == [tokenizer.bos_id] or ids[-1] in tokenizer.fresh_after
-
-
 def without(characters, text):
     return text.translate(dict.fromkeys(map(ord, characters)))
 
@@ -173,7 +168,7 @@ class Chat:
                 for part in match.groups()), text)
         ids, loss_mask, supervised = [], [], 0
         for piece in filter(None, self.splitter.split(text)):
-            start = begins_text(ids, self.tokenizer)
+            start = self.tokenizer.begins_text(ids)
             parts = re.split(f'([{BEGIN}{END}])', without(HIDE, piece))
             if piece in self.tokenizer.control_ids:
                 new = [self.tokenizer.control_ids[piece]]

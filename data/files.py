@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import re
 from pathlib import Path
 
 from runtime import readers
@@ -11,18 +10,13 @@ from runtime.errors import CheckpointError, ConfigError, DataError, escape_contr
 from runtime.sources import is_held_out
 from runtime.ownership import note_inputs
 
-
 # ---- Rows of files -------------------------------------------------------------------------------
 
 def read_rows(*paths):
-    """Yield (place, row) of files as `runtime.readers.read_rows` does; a row of a table is a dict.
-
-    The first row of a .csv or .tsv file names its columns. Only a .csv file whose first row ends in
-    a letter or a number, the answer of MMLU's own files, has no names: its rows are lists.
-    """
+    """Yield (place, row) of files as `runtime.readers.read_rows` does."""
     for path in map(Path, paths):
         note_inputs(path)
-        yield from readers.read_rows(path, _named_cells)
+        yield from readers.read_rows(path)
 
 
 def training_rows(files, left_out):
@@ -34,19 +28,6 @@ def training_rows(files, left_out):
                 left_out[f'their "split" is {row["split"]!r:.60}'] += 1
             else:
                 yield place, row
-
-
-def _named_cells(lines, delimiter):
-    names = None
-    for place, cells in lines:
-        if names is None:
-            first = [name.strip().lower() for name in cells]
-            if (delimiter != ',' or {'question', 'answer'} <= {*first}
-                    or not re.fullmatch('[A-Z]|[0-9]+', cells[-1].strip())):
-                names = readers.column_names(place, first)
-                continue
-            names = []
-        yield place, readers.to_dict(place, names, cells) if names else cells
 
 
 # ---- Rows to items -------------------------------------------------------------------------------

@@ -22,19 +22,9 @@ ROLE_NAMES = {'system': 'system', 'developer': 'system', 'user': 'user', 'human'
 TURNS_AS_TEXT = re.compile(
     r"""\[\s*{\s*(?=['"](role|content|from|value)['"]).*?['"](role|from)['"]\s*:\s*['"]"""
     f"({'|'.join(ROLE_NAMES)})['\"]", re.DOTALL | re.IGNORECASE)
-# dialogues in one text: those of HH-RLHF and of NeMo (HelpSteer2) are read, marks of templates not
-HH_RLHF = re.compile(r'(?:\A|\n\n)(Human|Assistant): ?')
-NEMO = re.compile(r'(?:\A|\n)<extra_id_[01]>(System|User|Assistant)(?:\n|\Z)')
-MARKED = re.compile(
-    r"""\s*(<s>|<bos>|<[|]begin_of_text[|]>)?\s*(
-    \[INST\].*\[/INST\] | <[|]im_start[|]>.*<[|]im_start[|]>assistant |
-    <[|](system|user|prompter)[|]>.*<[|]assistant[|]> | <start_of_turn>.*<start_of_turn>model |
-    <[|]start_header_id[|]>.*assistant<[|]end_header_id[|]> | <human>:.*<bot>: |
-    [#]{2,3}\ ?(Human|User|System):.*[#]{2,3}\ ?(Assistant|Bot|AI):)
-    """, re.DOTALL | re.VERBOSE)
-# of Vicuna and others; an answer may well be such a text
-SPOKEN = re.compile(r'\s*((SYSTEM|USER|HUMAN):.*\s(ASSISTANT|AI|BOT):|'
-                    r'(System|User|Human):.*\n(Assistant|AI|Bot):)', re.DOTALL)
+# a mark of a speaker or of a template: without one a text is no dialogue
+MARK = re.compile(r'(human|assistant|ai|bot)\S*:|<[|]|\[/INST\]|<start_of_turn>|<extra_id_',
+                  re.IGNORECASE)
 TEXT_PARTS = 'text', 'input_text', 'output_text'    # types of the parts of a content
 SYSTEM = ('system', 'system_prompt', 'system_message', 'system_instruction', 'instructions',
           'developer', 'developer_message')
@@ -142,7 +132,7 @@ def to_question(row):
     texts = [text for text in (require_text(row['instruction'], 'the instruction'),
                                require_text(context, 'the input')) if text.strip()]
     question = {'role': 'user', 'content': '\n\n'.join(texts)}
-    if split_dialogue(question['content'], 'the instruction'):
+    if _dialogue(question['content'], 'the instruction'):
         raise DataError('the instruction is a dialogue in one text; write it as "messages"')
     return question | {'input': context} if len(texts) > 1 else question
 
@@ -157,12 +147,12 @@ def read_turns(value, what, speaker=None):
     """Return the messages of a list of turns, of one turn, or of a text if `speaker` is its role.
 
     A turn has role and content, or from and value, or it is a text, or input and output for two
-    turns. A list may be a dict of lists. A single text may be a dialogue, see `split_dialogue`.
+    turns. A list may be a dict of lists. A single text may be a dialogue: see data/dialogues.py.
     """
     if isinstance(value, str) and TURNS_AS_TEXT.match(value):       # in a cell of a table
         value = json_list(value, what)
     if isinstance(value, str) and speaker:
-        value = split_dialogue(value, what, speaker) or [{'role': speaker, 'content': value}]
+        value = _dialogue(value, what, speaker) or [{'role': speaker, 'content': value}]
         if speaker == 'user' and len(value) > 1 and not value[-1]['content'].strip():
             value.pop()     # where the answer begins
     value = as_rows(value)
@@ -182,27 +172,11 @@ def read_turns(value, what, speaker=None):
     return [_message(without_nulls(turn)) for turn in turns]
 
 
-def split_dialogue(text, what, speaker='user'):
-    """Return the turns of a dialogue in one text, as in HH-RLHF or HelpSteer2; [] if it is none.
-
-    speaker: who would say it all. Raises DataError for a dialogue with other marks.
-    """
-    before, *parts = NEMO.split(text)
-    if parts and before.strip():    # HelpSteer2 has no mark before the first turn
-        parts = ['User', before, *parts]
-    if not parts:
-        before, *parts = HH_RLHF.split(text)
-        asks = speaker == 'user'
-        begins = text.startswith('\n\n') or (
-            asks and parts[:1] == ['Human'] and 'Assistant' in parts[::2])
-        if before.strip() or not begins:
-            unanswered = 'Human' in parts[::2] and not (parts[-2] == 'Human' or parts[-1].strip())
-            if MARKED.match(text) or asks and (unanswered or SPOKEN.match(text)):
-                raise DataError(f'{what} is a dialogue in one text, {text.strip()!r:.60}; write it '
-                                f'as a list of {{"role", "content"}}')
-            parts = []
-    return [{'role': role.lower(), 'content': turn}
-            for role, turn in zip(parts[::2], parts[1::2], strict=True)]
+def _dialogue(text, what, speaker='user'):
+    if not MARK.search(text):
+        return []
+    from data import dialogues
+    return dialogues.split_dialogue(text, what, speaker)
 
 
 def _message(turn):

@@ -2,7 +2,7 @@
 
 import functools
 
-from data.chat import QUESTION, begins_text, chat_of, without
+from data.chat import QUESTION, chat_of, without
 from data.files import dialogue
 from data.templates import BEGIN, END
 from runtime.errors import DataError
@@ -29,7 +29,7 @@ def question_frame(tokenizer, template, add_bos=True, before=()):
     whole = without(BEGIN + END, chat.text([*before, *dialogue(QUESTION, QUESTION)]))
     gap = whole[len(QUESTION.join(parts)):].partition(QUESTION)[0]
     # the space that the tokenizer puts at the beginning of a text
-    lead = gap if gap.isspace() else ' ' * bool(closing and begins_text(closing, tokenizer))
+    lead = gap if gap.isspace() else ' ' * bool(closing and tokenizer.begins_text(closing))
     return opening, parts[0][first:], parts[1][:last], closing, lead
 
 

@@ -7,7 +7,6 @@
 import contextlib
 import hashlib
 import itertools
-import json
 import os
 import re
 from pathlib import Path
@@ -16,8 +15,6 @@ from runtime import rooms
 from runtime.errors import CheckpointError, DataError
 from runtime.json_rules import read_json_object
 
-# how names of control tokens look, in files that do not say whether a token is one
-IN_BRACKETS = re.compile(r'<.+>|\[.+\]')
 # the files of tokenizers, most wanted first
 FILES = ('tokenizer.model', 'original/tokenizer.model', 'tokenizer.model.v*', 'spiece.model',
          'tokenizer.json', 'tekken.json', 'vocab.json')
@@ -33,7 +30,7 @@ class Tokenizer:
     strips:      {id of a control token: (before it, after it)}, whether white space disappears
     fresh_after: ids after which a text is encoded as at its beginning
     fingerprint: a hash of the file and of what the files beside it say
-    chat_templates, special_names: see the functions of these names
+    special_names: {'bos_token': name, ...} and chat_templates, see there, for chat templates
     """
 
     def __init__(self, control_ids, bos_id, eos_id, n_vocab, strips, leads_with_space):
@@ -60,6 +57,10 @@ class Tokenizer:
             raise DataError(f'this tokenizer merges a newline with {text[:20]!r}, so it cannot '
                             f'encode a continuation')
         return ids[len(self._newline):]
+
+    def begins_text(self, ids):
+        """Return whether a text after `ids` is encoded as at the beginning."""
+        return not ids or ids == [self.bos_id] or ids[-1] in self.fresh_after
 
     def decode(self, ids, start=True):
         """Return the text of ids, control tokens by their names, '' for an id without a token."""
@@ -176,9 +177,7 @@ def load_tokenizer(folder):
             library = tokenizers.Tokenizer.from_file(str(path))
         tokenizer = LibraryTokenizer(library, _eos(folder, library), path)
     elif path.name == 'vocab.json':
-        settings = settings_beside(folder)
-        library = rooms.load('byte pairs').from_merges(
-            path, added_beside(folder), settings.get('add_bos_token') and settings.get('bos_token'))
+        library = rooms.load('byte pairs').from_merges(path)
         tokenizer = LibraryTokenizer(library, _eos(folder, library), path)
         raw += (folder / 'merges.txt').read_bytes()
     elif path.name == 'tekken.json':
@@ -190,7 +189,8 @@ def load_tokenizer(folder):
     said_beside = tokenizer.bos_id, tokenizer.eos_id, tokenizer.control_ids, tokenizer.strips
     tokenizer.fingerprint = hashlib.sha256(raw + repr(said_beside).encode()).hexdigest()[:16]
     tokenizer.end_ids = {tokenizer.eos_id, *generation_ends(folder)}
-    tokenizer.special_names = special_names(settings_beside(folder))
+    tokenizer.special_names = {key: value for key, value in settings_beside(folder).items()
+                               if key.endswith('_token') and isinstance(value, str)}
     tokenizer.chat_templates = chat_templates(folder)
     return tokenizer
 
@@ -224,12 +224,6 @@ def settings_beside(folder):
     return settings
 
 
-def special_names(settings):
-    """Return {'bos_token': name, ...} of the settings that name a token, for chat templates."""
-    return {key: value for key, value in settings.items()
-            if key.endswith('_token') and isinstance(value, str)}
-
-
 def chat_templates(folder):
     """Return {name: Jinja source} of the chat templates in a folder; the usual one is 'default'."""
     path = Path(folder) / 'chat_template.jinja'
@@ -244,26 +238,6 @@ def chat_templates(folder):
         if found:
             return found if isinstance(found, dict) else {'default': found}
     return {}
-
-
-def added_beside(folder):
-    """Return {id: attributes of an AddedToken} of the tokens that JSON files of a folder add."""
-    names = read_beside(folder, 'added_tokens.json')
-    tokens = settings_beside(folder).get('added_tokens_decoder') or {}
-    control = dict.fromkeys(('lstrip', 'rstrip', 'single_word', 'normalized'), False) | {
-        'special': True}
-    path = Path(folder, 'tokenizer.json')
-    try:
-        if not tokens and path.exists():    # by transformers 5; Gemma's whole file takes a second
-            part = re.search(rb'(?s)"added_tokens":\s*(\[.*?\]),\s*"normalizer"', path.read_bytes())
-            tokens = {token['id']: token for token in json.loads(part[1] if part else '[]')}
-        named = [(i, {'content': name, 'special': bool(IN_BRACKETS.fullmatch(name))})
-                 for name, i in names.items()] + [*tokens.items()]
-        return {int(i): {key: token.get(key, value) for key, value in control.items()}
-                | {'content': '' + token['content']} for i, token in named}     # fails if no text
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise DataError(f'{folder}: damaged tokens in added_tokens.json, tokenizer_config.json or '
-                        f'tokenizer.json: {error!r}') from error
 
 
 def generation_ends(folder):

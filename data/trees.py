@@ -10,9 +10,7 @@ import re
 from dataclasses import replace
 from typing import NamedTuple
 
-from data.chat import begins_text
 from data.files import dialogue
-from data.question_frames import question_frame, with_header
 from data.tree_rows import Tree
 from runtime.errors import DataError
 
@@ -98,12 +96,13 @@ class OptionEncoder:
     def _frame(self, system, turns):
         if not self.in_chat:
             return Frame([self.tokenizer.bos_id] * self.add_bos)
+        from data.question_frames import question_frame, with_header
         return Frame(*with_header(system, dialogue(*turns), lambda messages: question_frame(
             self.tokenizer, self.template, self.add_bos, messages)))
 
     def encode_before(self, frame, text, word):
         """Return the tokens of a text in front of a word, None if a token spans both."""
-        return self.before(frame.before, text, word, begins_text(frame.opening, self.tokenizer)
+        return self.before(frame.before, text, word, self.tokenizer.begins_text(frame.opening)
                            ) if text else []
 
     def _before(self, before, text, word, start):
@@ -117,7 +116,7 @@ class OptionEncoder:
         start: whether nothing but the opening of the Frame precedes the context
         """
         text = (frame.before if start else '') + question.context + frame.after
-        start = start and begins_text(frame.opening, self.tokenizer)
+        start = start and self.tokenizer.begins_text(frame.opening)
         context = self.encode_text(text, start) + frame.closing
         if self.in_chat:
             if not all(option.strip() for option in question.options):

@@ -1,5 +1,8 @@
 """Cells with the values of metrics, their columns, and notes on them."""
 
+import inspect
+import re
+
 import metrics
 
 PRINTED = {measure.key: measure for measure in metrics.PRINTED}
@@ -18,11 +21,18 @@ def title_of(key):
 
 
 class Heading(str):
-    """The title of a column with the values of a metric; `mark_best` reads higher_is_better."""
+    """The title of a column with the values of a metric; `mark_best` reads higher_is_better.
+
+    definition: the first paragraph on the metric, for results/page.py
+    """
 
     def __new__(cls, key, title=None):
-        heading = super().__new__(cls, title_of(key) if title is None else title)
-        heading.higher_is_better = measure_of(key).higher_is_better
+        measure = measure_of(key)
+        heading = super().__new__(cls, measure.title if title is None else title)
+        heading.higher_is_better = measure.higher_is_better
+        text = inspect.getdoc(getattr(measure.function, 'func', measure.function))
+        first = text.split('\n\n')[0].removeprefix('Return ')
+        heading.definition = re.sub(r', eq\. \(\d\)', '', first)
         return heading
 
 

@@ -76,8 +76,11 @@ def write_results(content, samples, tasks, pictures, out_dir):
     pictures = draw_diagrams(results, samples, tasks, out_dir) if pictures else []
     rows = page.to_read(results, samples)
     page.write_report(content, page.select(rows), pictures, out_dir)
-    texts = {'results.csv': report.to_csv(results), 'results.tex': report.to_latex(results),
-             'results.md': report.to_markdown(results)}
+    texts = {'results.csv': report.to_csv(results),
+             'results.tex': '\n'.join(report.section(task, results, 'latex').as_latex()
+                                      for task in results),
+             'results.md': '\n'.join(report.section(task, results).as_markdown()
+                                     for task in results)}
     for name, text in texts.items():
         write_text(out_dir / name, text)
     names = ['report.html'] + [OUTPUTS[0]] * (out_dir / OUTPUTS[0]).exists()

@@ -6,7 +6,6 @@ needs no network. Its script keeps 50 samples in the document at a time.
 
 import base64
 import html
-import inspect
 import itertools
 import json
 import re
@@ -99,9 +98,6 @@ TERMS = {
     'platt scaling': 'after a logistic regression of right and wrong on the confidence, fitted to '
                      'other questions.',
     'overconfident': 'the mean confidence is above the accuracy; the reverse is underconfident.'}
-DEFINITIONS = {measure.title: re.sub(r', eq\. \(\d\)', '', inspect.getdoc(getattr(
-    measure.function, 'func', measure.function)).split('\n\n')[0].removeprefix('Return '))
-    for measure in metrics.MEASURES}
 
 
 def write(path, title, version, about, tables, pictures, selected):
@@ -165,11 +161,9 @@ def images(folder, heading, names):
 
 def definitions(tables):
     """Return what the names in HTML `tables` mean: as text, since no finger can hover."""
-    used = {name: text for name, text in (TERMS | DEFINITIONS).items()
-            if name in TERMS or f'">{html.escape(name)}\n' in tables}
+    columns = {name: text for text, name in re.findall('<th title="([^"]+)">(.*)', tables)}
     return ('<details><summary>What the names mean</summary><dl>' + ''.join(
-        f'<dt>{html.escape(name)}<dd>{html.escape(text)}' for name, text in used.items())
-        + '</dl></details>')
+        f'<dt>{name}<dd>{text}' for name, text in (TERMS | columns).items()) + '</dl></details>')
 
 
 def section_html(part, first=()):
@@ -197,7 +191,7 @@ def table_html(lines, first=()):
     def cell(text):
         return re.sub(r'^(-?[\d.]+) (\[.*\])$', r'\1<small>\2</small>',
                       html.escape(text)).replace(' *', '&nbsp;*')
-    cells = [''.join(f'<th title="{html.escape(DEFINITIONS.get(x, ""))}">{html.escape(x)}\n'
+    cells = [''.join(f'<th title="{html.escape(getattr(x, "definition", ""))}">{html.escape(x)}\n'
                      for x in head), *('<td>' + '<td>'.join(map(cell, line)) for line in body)]
     return '\n'.join(['<div class="scroll"><table>', *(f'<tr>{line}' for line in cells),
                       '</table></div>'])

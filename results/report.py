@@ -439,8 +439,8 @@ def section(task, tasks, target='text'):
     if target == 'latex':
         table = mark_best(table, ['' if kind in ('pooled', 'post_hoc', 'scaled') else (kind, name)
                                   for kind, name, _ in rows])
-    for room in rooms.of_result(result):
-        more = room.tables(task, tasks) | more
+    if 'written' in result:
+        more = rooms.load('confidence').tables(task, tasks) | more
     return Section(task_title(task, result), table, notes(result),
                    [pair for pair in more.items() if pair[1]])
 
@@ -449,14 +449,6 @@ def to_text(tasks, labels):
     """Return the Sections of the tasks `labels` as text; a confidence is a line of its task's."""
     return '\n'.join(section(label, tasks).as_text() for label in labels
                      if '.' not in label or 'written' not in tasks.get(label.partition('.')[0], ()))
-
-
-def to_markdown(tasks):
-    return '\n'.join(section(task, tasks).as_markdown() for task in tasks)
-
-
-def to_latex(tasks):
-    return '\n'.join(section(task, tasks, 'latex').as_latex() for task in tasks)
 
 
 def to_csv(tasks):

@@ -400,8 +400,7 @@ def is_unstated(sample):
 
 def option_scores(log_probs, options, n_tokens, norm):
     """Return log-probabilities / length [K]; their softmax is the distribution over the options."""
-    by_text = norm in ('char', 'byte')
-    texts = [option.removeprefix(' ') for option in options] if by_text else []
+    texts = [option.removeprefix(' ') for option in options]
     return np.asarray(log_probs) / option_lengths(texts, n_tokens, norm)
 
 

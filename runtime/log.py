@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import json
 import math
-import os
 import resource
 import sys
 import time
@@ -179,26 +178,10 @@ def open_log(cfg, first):
     """
     out_dir = Path(cfg.out_dir)
     path = out_dir / 'log.jsonl'
-    records = []
-    damaged = False
     ownership.claim(out_dir, 'train_config.py', path.name)
     recorded = replace(cfg, resume=False, model=full_path(cfg.model), data=full_path(cfg.data))
     ownership.write_text(out_dir / 'train_config.py', dump_config(recorded))
-    lines = (path.read_text(encoding='utf-8', errors='replace').splitlines(keepends=True)
-             if first and path.exists() else [])
-    for number, line in enumerate(lines, 1):
-        try:
-            if json.loads(line)['step'] <= first:
-                records.append(line.rstrip() + '\n')      # which the last one may lack
-        except (ValueError, KeyError, TypeError, RecursionError):
-            damaged |= number < len(lines)      # a crash may cut off the last line
-    if damaged:
-        ownership.claim(out_dir, f'{path.name}.damaged')
-        os.replace(path, f'{path}.damaged')
-    if len(records) < first:
-        print(f'warning: {path} lacks {first - len(records)} of the first {first} steps'
-              + '; the damaged file is now log.jsonl.damaged' * damaged)
-    ownership.write_text(path, ''.join(records))
+    ownership.write_text(path, rooms.load('resume state').log_until(path, first) if first else '')
     return open(path, 'a', encoding='utf-8')
 
 

@@ -1,20 +1,17 @@
 """Several processes, started by torchrun: ranks and gathering.
 
-Only this file and speed/sharding.py, which shards weights, gradients and optimizer states over the
-processes, call torch.distributed; the first process gathers them to write files.
+Only this file, connect.py and speed/sharding.py, which shards weights, gradients and optimizer
+states over the processes, call torch.distributed; the first process gathers them to write files.
 """
 
 import contextlib
-import datetime
 import os
-import signal
-import sys
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime import ownership
+from runtime import ownership, rooms
 from runtime.processes import under_torchrun
 
 
@@ -38,37 +35,9 @@ def own_gpu() -> int | None:
     return int(os.environ['LOCAL_RANK'])
 
 
-def join_processes():
-    """Under torchrun, connect the processes; only the first one prints."""
-    if not under_torchrun():
-        return
-    backend, gpu = 'gloo', own_gpu()
-    if gpu is not None:
-        torch.cuda.set_device(gpu)
-        backend = 'cpu:gloo,cuda:nccl'
-    # the others wait while the first process tokenizes and evaluates, which can take a day
-    dist.init_process_group(backend, timeout=datetime.timedelta(days=2))
-    if rank() > 0:
-        sys.stdout = open(os.devnull, 'w')
-
-
-@contextlib.contextmanager
 def joined():
-    """Under torchrun, connect the processes for a `with` block, after which they end together."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)   # Python's would wait for gloo's calls to end
-    try:
-        join_processes()
-        yield
-        if world_size() > 1:
-            barrier()
-            dist.destroy_process_group()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)     # gloo's threads sometimes abort a process that shuts down normally
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)   # that of the block may raise exceptions
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    """Return a context in which the processes of torchrun are connected, if it started this one."""
+    return rooms.load('connect').connected() if under_torchrun() else contextlib.nullcontext()
 
 
 def barrier():

@@ -1,11 +1,10 @@
-"""Parallel map over forked processes, and the number of torch's threads."""
+"""Parallel map over forked processes."""
 
 import contextlib
 import multiprocessing
 import os
 import signal
 import sys
-import time
 import traceback
 from collections import deque
 from itertools import islice
@@ -116,22 +115,3 @@ def under_torchrun():
 def cores():
     """Return the number of cores of this process, 1 where forking is unsafe."""
     return len(os.sched_getaffinity(0)) if sys.platform == 'linux' else 1
-
-
-def pick_threads(seconds=1.0):
-    """Set torch's threads to the fastest of 1, 2, 4, ...: while other processes run, often 1."""
-    import torch
-    default = torch.get_num_threads()
-    counts = sorted({default, *(2 ** i for i in range(default.bit_length()))})
-    x, weight = torch.rand(2048, 128), torch.rand(128, 512)
-    finished, ends = dict.fromkeys(counts, 0.0), time.perf_counter() + seconds
-    while time.perf_counter() < ends:
-        for n in counts:
-            torch.set_num_threads(n)
-            begins = time.perf_counter()
-            for _ in range(4):
-                (torch.nn.functional.silu(x @ weight) @ weight.T).softmax(-1)
-            finished[n] += time.perf_counter() - begins
-    fastest = min(finished, key=finished.get)
-    torch.set_num_threads(fastest)
-    return fastest

@@ -1,8 +1,7 @@
-"""Read the rows of a file: JSON lines, a JSON list, a text, or a table by table_readers.py."""
+"""Read the rows of a file: JSON lines, or another kind by other_readers.py."""
 
 import codecs
 import gzip
-import itertools
 import json
 import re
 import zlib
@@ -10,24 +9,27 @@ import zlib
 from runtime import rooms
 from runtime.errors import DataError
 
+LINES = '.jsonl', '.ndjson'
+KINDS = *LINES, '.json', '.txt', '.csv', '.tsv', '.parquet', '.arrow'
 
-def read_rows(path, to_rows):
-    """Yield (place, row) of a file of READERS or TABLES, such as a.jsonl or a.csv, also with .gz.
+
+def read_rows(path, to_rows=None):
+    """Yield (place, row) of a file of one of KINDS, such as a.jsonl or a.csv, also with .gz.
 
     `place` is 'file:line', or 'file: row n' for parquet and JSON lists; both count from 1. A row
     that cannot be read or repeats a key is yielded as a DataError, to stop or skip; a file that
     cannot be read raises one. A .txt file is one row, {'text': its content}.
 
-    to_rows: function of the (place, list of cells) of each line of a table, the first of which
-    names the columns, and of its delimiter; it yields (place, row)
+    to_rows: function of the (place, list of cells) of each line of a .csv or .tsv file and of its
+    delimiter, which yields (place, row); None: `named_rows` of other_readers.py
     """
     if not path.is_file():
         raise DataError(f'{path} is a folder; name a file in it' if path.is_dir() else
                         f'there is no file {path}')
     kind = (path.with_suffix('') if path.suffix == '.gz' else path).suffix
-    if kind not in (*READERS, *TABLES):
-        raise DataError(f'{path}: unknown kind of file; wanted {", ".join((*READERS, *TABLES))}, '
-                        f'or one of these with .gz')
+    if kind not in KINDS:
+        raise DataError(f'{path}: unknown kind of file; wanted {", ".join(KINDS)}, or one of these '
+                        f'with .gz')
     try:
         with (gzip.open if path.suffix == '.gz' else open)(path, 'rb') as file:
             start = file.read(24)
@@ -38,34 +40,16 @@ def read_rows(path, to_rows):
                 raise DataError(f'{path} is a Feather file; save it as .parquet')
             if start.startswith(b'version https://git-lfs'):
                 raise DataError(f'{path} is a pointer of Git LFS; get the file by git lfs pull')
-            if kind in ('.csv', '.tsv'):
-                yield from rooms.load('tables').table_rows(path, file, kind, to_rows)
-            elif kind in TABLES:
-                yield from rooms.load('tables').parquet_rows(path, file)
+            if kind in LINES:
+                yield from jsonl_rows(path, file)
             else:
-                yield from READERS[kind](path, file)
+                yield from rooms.load('other readers').rows(path, file, kind, to_rows)
     except DataError:
         raise
     # the last two are pyarrow's
     except (OSError, EOFError, zlib.error, ValueError, NotImplementedError) as error:
         reason = getattr(error, 'strerror', None) or error      # without the name again
         raise DataError(f'cannot read {path}: {reason}') from error
-
-
-def column_names(place, cells):
-    """Return the names in the first line of a table; raise a DataError if one is there twice."""
-    names = [name.strip() for name in cells]
-    # Excel writes empty names above empty columns
-    if twice := [name for name in names if name and names.count(name) > 1]:
-        raise DataError(f'{place}: the header names {twice[0]!r} twice')
-    return names
-
-
-def to_dict(place, names, cells):
-    """Return {name: cell} of a line of a table, or a DataError if it has more or fewer cells."""
-    if len(cells) != len(names):
-        return DataError(f'{place}: {len(cells)} columns; the header names {len(names)}')
-    return dict(zip(names, cells, strict=True))
 
 
 def parse_json(raw, path, line=1):
@@ -116,7 +100,7 @@ def row_or_error(read, *arguments):
         return error
 
 
-def _jsonl_rows(path, file):
+def jsonl_rows(path, file):
     begin = file.tell()
     # stripped, since JSON's error at a line break would name the next line
     lines = ((number, raw.strip()) for number, raw in enumerate(file, 1) if raw.strip())
@@ -124,41 +108,6 @@ def _jsonl_rows(path, file):
         place = f'{path}:{number}'
         if i == 0 and re.match(rb'\[\s*({|$)', raw):      # one array, as lm_eval 0.4.0 writes
             file.seek(begin)
-            yield from _json_rows(path, file)
+            yield from rooms.load('other readers').json_rows(path, file)
             return
         yield place, row_or_error(parse_json, raw, path, number)
-
-
-def _json_rows(path, file):
-    begin = file.tell()
-    lines = [*itertools.islice(filter(bytes.strip, file), 2)]
-    if not lines:
-        raise DataError(f'{path} is empty')
-    try:
-        first = json.loads(lines[0])
-    except (ValueError, RecursionError):
-        first = None
-    file.seek(begin)
-    # a first line that is an object is a row, unless it has a list of rows and nothing follows
-    if isinstance(first, dict) and (len(lines) > 1 or not isinstance(first.get('examples'), list)):
-        yield from _jsonl_rows(path, file)
-        return
-    rows = parse_json(file.read(), path)
-    if isinstance(rows, dict):      # BIG-bench's task.json
-        rows = rows.get('examples')
-    if not isinstance(rows, list):
-        raise DataError(f'{path}: a .json file must hold a list of rows, one row per line, or an '
-                        f'object with a list of rows as "examples"')
-    for number, row in enumerate(rows, 1):
-        place = f'{path}: row {number}'
-        yield place, DataError(f'{place}: {row}') if isinstance(row, DataError) else row
-
-
-def _txt_rows(path, file):
-    text = row_or_error(decode, file.read(), path)
-    yield str(path), text if isinstance(text, DataError) else {
-        'text': text.replace('\r\n', '\n').replace('\r', '\n')}
-
-
-READERS = {'.jsonl': _jsonl_rows, '.ndjson': _jsonl_rows, '.json': _json_rows, '.txt': _txt_rows}
-TABLES = '.csv', '.tsv', '.parquet', '.arrow'       # runtime/table_readers.py reads them

@@ -8,13 +8,14 @@ It is written last, then the older checkpoint is removed: a complete one exists 
 
 import functools
 import json
+import os
 from pathlib import Path
 
 import torch
 
 from runtime.digests import file_digest, json_digest
 from runtime.errors import ConfigError, TrainingError
-from runtime.ownership import discard
+from runtime.ownership import claim, discard
 from runtime.parallel import gather, gather_full, load_full, rank
 from runtime.resume import advice, checkpoints
 from runtime.saving import write_files
@@ -115,6 +116,26 @@ def restore(out_dir, named, optimizer, facts):
     if damaged:
         raise TrainingError(f'{damaged}, and there is no older checkpoint; --overwrite starts over')
     return 0
+
+
+def log_until(path, step):
+    """Return the lines of log.jsonl up to `step`; a damaged file gets another name."""
+    records, damaged = [], False
+    lines = (path.read_text(encoding='utf-8', errors='replace').splitlines(keepends=True)
+             if path.exists() else [])
+    for number, line in enumerate(lines, 1):
+        try:
+            if json.loads(line)['step'] <= step:
+                records.append(line.rstrip() + '\n')      # which the last one may lack
+        except (ValueError, KeyError, TypeError, RecursionError):
+            damaged |= number < len(lines)      # a crash may cut off the last line
+    if damaged:
+        claim(path.parent, f'{path.name}.damaged')
+        os.replace(path, f'{path}.damaged')
+    if len(records) < step:
+        print(f'warning: {path} lacks {step - len(records)} of the first {step} steps'
+              + '; the damaged file is now log.jsonl.damaged' * damaged)
+    return ''.join(records)
 
 
 def state_tensors(named, optimizer):

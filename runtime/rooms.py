@@ -14,7 +14,7 @@ TASKS = {
                     'written.tasks'),
     'p_ik': 'written.p_ik', 'judge': 'written.judges',
     **dict.fromkeys(('clm', 'facts'), 'data.probes')}
-# {key of a task's entry in results.json: module with the `notes` on it and its further `tables`}
+# {key of a task's entry in results.json: module with the `notes` on it}
 RESULTS = {'judge': 'written.judging',
            **dict.fromkeys(('written', 'unparsed'), 'written.confidence')}
 # {name: module}
@@ -32,14 +32,15 @@ ROOMS = TASKS | {
     **dict.fromkeys(('t5', 'mt5'), 'families.t5'),
     # what measures samples once they are there
     'measures': 'results.evaluation', 'report': 'results.report',
-    # beside and after training: checkpoints, the base model as a teacher, training on the answers
-    # of questions; reports, the model card
+    # several processes; beside and after training: checkpoints, the base model as a teacher,
+    # training on the answers of questions; reports, the model card
+    'connect': 'runtime.connect',
     'resume state': 'runtime.resume_state', 'base smoothing': 'runtime.base_smoothing',
     'questions': 'data.question_answers', 'texts': 'data.texts',
     'reports': 'results.training_report', 'card': 'bridges.card',
-    # files of tokenizers, tables, weights of older checkpoints
+    # files of tokenizers, JSON lists, texts and tables, weights of older checkpoints
     'byte pairs': 'data.byte_pairs', 'sentence pieces': 'data.sentence_pieces',
-    'tables': 'runtime.table_readers', 'pickled weights': 'runtime.pickled',
+    'other readers': 'runtime.other_readers', 'pickled weights': 'runtime.pickled',
     # --help, and services that get the record of each step
     'usage': 'runtime.usage', 'trackers': 'runtime.trackers',
     # --overwrite, and the cause of a loss that is not finite

@@ -6,6 +6,7 @@ not depend on their order, and several processes can share them.
 """
 
 import contextlib
+import functools
 import io
 import os
 import random
@@ -90,7 +91,6 @@ def small_world(tmp_path_factory):
     into the folder."""
     import demo
     from world import WorldSpec, make_world
-    from runtime.processes import pick_threads
     from train import train_and_report
     folder, printed = tmp_path_factory.mktemp('small_world'), io.StringIO()
     spec = WorldSpec(entities=300, documents=280, instructions=60, questions=40)
@@ -98,7 +98,7 @@ def small_world(tmp_path_factory):
                  'workers': 1}
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr(demo, 'make_world', lambda folder, seed: make_world(folder, seed, spec))
-        patch.setattr(demo, 'pick_threads', lambda: pick_threads(seconds=0.01))
+        patch.setattr(demo, 'pick_threads', functools.partial(demo.pick_threads, seconds=0.01))
         patch.setattr(demo, 'train_and_report',
                       lambda cfg: train_and_report(replace(cfg, **few_steps)))
         demo.main([f'--out_dir={folder}', '--seed=7'])

@@ -100,5 +100,5 @@ def test_tokens_depend_on_the_code_that_reads_and_encodes_rows(load, more):
     assert {'data/byte_pairs.py', 'data/sentence_pieces.py'} <= files
     assert files >= {more or 'data/chat.py', 'data/cache.py', 'data/files.py', 'data/messages.py',
                      'data/tokenizer.py', 'runtime/readers.py', 'runtime/sources.py',
-                     'runtime/table_readers.py'}
+                     'runtime/other_readers.py'}
     assert not files & {'data/benchmarks.py', 'data/tasks.py', 'runtime/log.py', 'train.py'}

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import HERE, documents, off, plain_log_probs, reference_model
+from common import HERE, documents, off, plain_log_probs, reference_model, uninstall
 
 import attention
 import fused_ce
@@ -50,7 +50,7 @@ PLAIN = {       # all fast versions, and the plain functions that each of them s
 @pytest.fixture(autouse=True)
 def plain_again():
     yield
-    install.uninstall()
+    uninstall()
 
 
 def masks_of(kind, positions, ends, window, compiled=False):

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from common import HERE, documents, lora_model, reference_model, whole_rows
+from common import HERE, documents, lora_model, reference_model, whole_rows, uninstall
 
 import model as models
 from attention import ExplicitMask, visible_keys
@@ -128,7 +128,7 @@ def test_an_edit_of_attention_reaches_compiled_blocks(tmp_path, monkeypatch, cap
     monkeypatch.setattr(kernels, 'available', lambda x: True)    # as on a GPU
     assert torch.allclose(model(tokens, positions, ends), expected, atol=1e-5)
     assert 'ExplicitMask.attend was edited' in capsys.readouterr().out
-    install.uninstall()
+    uninstall()
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
-from common import HERE, documents, head_of_32, plain_log_probs, reference_model
+from common import HERE, documents, head_of_32, plain_log_probs, reference_model, uninstall
 from safetensors.torch import load_model, save_model
 
 import attention
@@ -64,7 +64,7 @@ def calls_of_kernels(device, monkeypatch):
     for name in ('tree_kernel', 'decode_kernel'):
         monkeypatch.setattr(kernels, name, recorded(getattr(kernels, name)))
     yield calls
-    install.uninstall()
+    uninstall()
 
 
 def edited_rule(i, j, i_position, j_position, j_end, window):
@@ -257,7 +257,7 @@ def test_a_kernel_that_an_edit_left_behind_is_not_used(name, what, device, monke
     with torch.no_grad():
         before = use(**on)
         assert 'note' not in capsys.readouterr().out
-        install.uninstall()
+        uninstall()
         plain = getattr(models, name)
         monkeypatch.setattr(models, name, lambda *arguments: 1.02 * plain(*arguments))
         install.install()

@@ -227,7 +227,7 @@ def test_no_interval_is_printed_for_few_right_or_wrong_answers_and_a_note_says_w
     tasks = {'mmlu': summary}
     note = rf'no 95 % interval of ECE, [^\n]*SCE[^\n]* \({few}\): sw\n'
     assert all(re.search(note, text) for text in (
-        report.to_text(tasks, tasks), report.to_markdown(tasks)))
+        report.to_text(tasks, tasks), report.section('mmlu', tasks).as_markdown()))
     row, = (line for line in csv.DictReader(io.StringIO(report.to_csv(tasks)))
             if line['name'] == 'sw')
     assert row['ece_boot_low'] == '' and f'ece: {few}; ' in row['no_interval']

@@ -11,7 +11,7 @@ import tokenizers
 import transformers
 from common import CORPUS, SHARED, needs_files, sentencepiece_folder, tiktoken_folder
 from bridges import export
-from data import byte_pairs, chat
+from data import byte_pairs, chat, sentence_pieces
 from data.tokenizer import load_model_tokenizer, load_tokenizer
 from runtime.errors import CheckpointError, DataError
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
@@ -127,7 +127,7 @@ def test_a_tokenizer_json_has_the_ids_of_transformers(kind, tmp_path):
 def sentencepiece_json(folder, kind, spaces):
     """Write a tokenizer.json of sentencepiece pieces as in Llama 2's files, beside a .model."""
     ours = load_tokenizer(sentencepiece_folder(folder, kind))
-    content = export.sentencepiece_json(ours)
+    content = sentence_pieces.sentencepiece_json(ours)
     (folder / 'tokenizer_config.json').write_text('{"eos_token": "</s>"}')
     library = tokenizers.Tokenizer.from_str(json.dumps(content))
     if spaces == 'Prepend':

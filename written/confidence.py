@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 import metrics
-from results.columns import count_cell, measure_cell
+from results.columns import Heading, count_cell, measure_cell
 from runtime.digests import json_digest
 from written.numbers import parse_probability
 from written.thinking import final_answer
@@ -250,10 +250,9 @@ SCALED = {'platt': 'ECE, Platt', 'isotonic': 'ECE, isotonic'}
 
 
 def tables(task, tasks):
-    """Return {title: cells} of the table of all confidences in answers to `task`, if it has any."""
-    if 'written' not in tasks[task]:
-        return {}
-    lines = [['entry', 'questions', *COLUMNS.values(), 'floor of ECE', *SCALED.values()]]
+    """Return {title: cells} of the table of all confidences in the written answers to `task`."""
+    lines = [['entry', 'questions', *map(Heading, COLUMNS, COLUMNS.values()), 'floor of ECE',
+              *SCALED.values()]]
     for label, result in tasks.items():
         if label.partition('.')[0] == task:
             scaled = result.get('post_hoc', {}).get('reports', {})

@@ -47,9 +47,8 @@ def facts(samples):
 
 
 def notes(result):
-    """Return the notes below the table of a judge, as lines; [] for other tasks."""
-    if not (judge := result.get('judge')):
-        return []
+    """Return the notes below the table of a judge, as lines."""
+    judge = result['judge']
     lines = ['position bias: the answer shown first is chosen {position_bias:+.3f} more often than '
              'half of the time; {ties:.3f} of the choices change with the order'.format(**judge)
              + '; of the tied pairs {ties_of_tied:.3f}'.format(**judge) * (judge['tied'] > 0),
@@ -66,8 +65,3 @@ def notes(result):
                          'answer in some rows and the second in others, and the judge is better '
                          'than chance there')
     return lines
-
-
-def tables(task, tasks):
-    """Return {title: cells} of further tables: none."""
-    return {}
