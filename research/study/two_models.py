@@ -32,15 +32,16 @@ MODELS = {'gemma': ('tulu', 'none'), 'smollm': ('model', 'model')}
 
 
 # the evaluations after that of the run itself: {folder in the run's: (tasks, other settings)}
-MORE = {'text': (['mmlu'], {'scoring': 'text'}), 'wiki': (['clm'], {'chat': 'none'})}
+MORE = {'text': (['mmlu'], {'scoring': 'text', 'prompt_format': 'mmlu'}),
+        'wiki': (['clm'], {'chat': 'none'})}
 FOLDERS = {'arc_easy': 'arc', 'arc_challenge': 'arc', 'clm': 'wiki'}
 
 
 def evaluation(data, tasks=('arc_easy', 'arc_challenge', 'hellaswag', 'mmlu', 'xcopa'), **more):
     """Return the report on tasks: MMLU by letters, and the other questions by text."""
     return EvalConfig(tasks=tuple(f'{task}:{data}/{FOLDERS.get(task, task)}' for task in tasks),
-                      shots=0, prompt_format='harness', fit_temperature=True, n_bootstrap=0,
-                      pictures=False, **more)
+                      **{'prompt_format': 'harness'} | more, shots=0, fit_temperature=True,
+                      n_bootstrap=0, pictures=False)
 
 
 def jobs(seeds, models, data, root, max_steps, limit):
