@@ -130,7 +130,8 @@ kind = None         # of the last run in this process
 def fit(cfg):
     """Do a run; forget the compiled code of models of another shape."""
     global kind
-    before, kind = kind, (Path(cfg.out_dir if cfg.from_scratch else cfg.model).name, cfg.lora)
+    model = cfg.out_dir if cfg.from_scratch else cfg.model.removesuffix('/model')
+    before, kind = kind, (Path(model).name, cfg.lora)
     if before not in (None, kind):
         torch.compiler.reset()
     alignment.fit(cfg)
