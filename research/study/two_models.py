@@ -53,7 +53,8 @@ def jobs(seeds, models, data, root, max_steps, limit):
                     yield job(TrainConfig(**{
                         'model': f'{models}/{name}/model', 'data': f'{data}/{tuning_data}.jsonl',
                         'template': template, 'epochs': 3.0, 'lr': 5e-5, 'batch_size': 32,
-                        'max_length': 1024, 'pack_len': 2048, 'val_size': 200, 'val_every': 10_000,
+                        'max_length': 1024, 'on_bad_row': 'skip', 'pack_len': 2048,
+                        'val_size': 200, 'val_every': 10_000,
                         'max_steps': max_steps, 'cache_dir': f'{root}/cache', 'workers': 1,
                         'checkpoint_epochs': False, 'save_every': None, 'log_every': 10,
                         'pictures': False, 'eval_before': False, 'seed': seed,
