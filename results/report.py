@@ -335,8 +335,8 @@ def notes(result):
                      + ''.join(f'; {PRINTED[key].title} by order: {min(x):.3f} to {max(x):.3f}'
                                for key, x in by_order.items()))
     lines += interval_notes(report_rows(result))
-    for room in rooms.of_result(result):
-        lines += room.notes(result)
+    for key, room in rooms.RESULTS.items():
+        lines += rooms.load(room).notes(result) if key in result else ()
     if result.get('bad_rows'):
         lines.append(f'{result["bad_rows"]} bad rows left out, the first: {result["first_bad"]}')
     if n_fewer := result.get('fewer_shots'):

@@ -14,9 +14,8 @@ TASKS = {
                     'written.tasks'),
     'p_ik': 'written.p_ik', 'judge': 'written.judges',
     **dict.fromkeys(('clm', 'facts'), 'data.probes')}
-# {key of a task's entry in results.json: module with the `notes` on it}
-RESULTS = {'judge': 'written.judging',
-           **dict.fromkeys(('written', 'unparsed'), 'written.confidence')}
+# {key of a task's entry in results.json: room with the `notes` on it}
+RESULTS = {'judge': 'judging', 'written': 'confidence', 'unparsed': 'confidence'}
 # {name: module}
 ROOMS = TASKS | {
     'judging': 'written.judging', 'confidence': 'written.confidence',
@@ -48,12 +47,6 @@ ROOMS = TASKS | {
     # models and datasets of the Hugging Face hub, adapters in PEFT's format, files for other tools
     'hub': 'bridges.hub', 'adapter': 'bridges.adapter', 'export': 'bridges.export',
 }
-
-
-def of_result(result):
-    """Return the modules of RESULTS that a task's entry in results.json needs."""
-    names = dict.fromkeys(module for key, module in RESULTS.items() if key in result)
-    return [importlib.import_module(name) for name in names]
 
 
 def load(name):

@@ -15,22 +15,15 @@ import pytest
 from common import HERE, SHARED, needs_files, write_rows
 
 from written import code_tasks
-from written.code_tasks import PATTERNS, Problem, check, humaneval_row, solution_source
+from written.code_tasks import Problem, check, load_problems, solution_source
 from written.benchmarks import WRITTEN_TASKS
-from data.files import parsed, read_rows, without_bad
 from runtime.errors import ConfigError, DataError
-from runtime.sources import fetch
 from written.sandbox import ISOLATIONS, Outcome, require_sandbox, run_program
 
 if sys.platform != 'linux':
     pytest.skip('running code needs Linux', allow_module_level=True)
 
 TESTS = 'assert program.add(2, 3) == 5\nassert program.add(-1, 1) == 0'
-
-
-def load_problems(source):
-    rows = (parsed(*row, humaneval_row) for row in read_rows(*fetch(source, PATTERNS)))
-    return [*without_bad(rows, 'stop', [])]
 
 
 @pytest.fixture(scope='module')

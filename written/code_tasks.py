@@ -13,8 +13,9 @@ import textwrap
 import warnings
 from typing import NamedTuple
 
-from data.files import require_fields, require_text
+from data.files import parsed, read_rows, require_fields, require_text, without_bad
 from runtime.errors import DataError
+from runtime.sources import fetch
 from written.sandbox import run_program
 
 HUMANEVAL = 'openai/openai_humaneval'
@@ -99,6 +100,12 @@ def undefined_names(source):
 def functions(source):
     """Return {name: its node} of the functions that a program defines; raises SyntaxError."""
     return {node.name: node for node in python(source).body if isinstance(node, ast.FunctionDef)}
+
+
+def load_problems(source=HUMANEVAL, revision=None):
+    """Return the Problems of a file, a folder or a dataset on the hub. Raises DataError."""
+    rows = read_rows(*fetch(source, PATTERNS, revision))
+    return list(without_bad((parsed(*row, humaneval_row) for row in rows), 'stop', []))
 
 
 def solution_source(problem, text):
