@@ -89,7 +89,13 @@ def load_conversations(source, tokenizer, *, template, max_length, add_bos, revi
             loss_mask = [0] * begin + [1] * (len(ids) - begin)
         return [(group(first_prompt(messages)), ids[:max_length], loss_mask[:max_length])]
 
-    settings = {'template': chat_of(tokenizer, template, add_bos).digest,
+    chat = chat_of(tokenizer, template, add_bos)
+    if template == 'model':
+        from data import model_chat     # a template for base models needs nothing of it
+        if model_chat.drops_thoughts(chat):
+            print('note: the chat template leaves the thoughts of earlier answers out; the loss is '
+                  'on what it shows')
+    settings = {'template': chat.digest,
                 'max_length': max_length, 'add_bos': add_bos, 'answers': answers,
                 'train_on_inputs': train_on_inputs}
     sequences = tokenize_once(files, encode, tokenizer, settings, **options,

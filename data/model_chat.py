@@ -61,6 +61,15 @@ def with_edges(message):
                       f'{text[len(text.rstrip()):]}'}
 
 
+def drops_thoughts(chat):
+    """Return whether a template leaves the thoughts of earlier answers out."""
+    thought = f'<think>\n{QUESTION}\n</think>\n\ny'
+    try:
+        return QUESTION not in chat.render(dialogue('x', thought, 'x', 'y'))
+    except DataError:       # it takes one turn
+        return False
+
+
 @functools.lru_cache(16)
 def around_answers(chat):
     """Return (what a prompt shows after the user's message, whether a control token ends answers).

@@ -279,7 +279,7 @@ def test_a_model_s_own_template_is_kept_and_named(tmp_path, tokenizers):
     assert templates.template_source('model', ours, with_tools=True) == '{{ 2 }}'
 
 
-def test_data_with_tools_is_read(tmp_path):
+def test_data_with_tools_is_read(tmp_path, capsys):
     tokenizer = load_tokenizer(folder_with(tmp_path, MODELS['thinking']))
     path = tmp_path / 'data.jsonl'
     path.write_text(json.dumps(LOOKED) + '\n')
@@ -287,6 +287,7 @@ def test_data_with_tools_is_read(tmp_path):
     sequences = instruct.load_conversations(str(path), tokenizer, template='model',
                                             cache_dir=tmp_path / 'cache', **options)
     assert '<tool_call>' in tokenizer.decode(sequences[0][0])
+    assert 'leaves the thoughts of earlier answers out' in capsys.readouterr().out
     path.write_text(json.dumps({'id': 1, 'messages': [{'role': 'user', 'content': 'Sky?'}],
                                 'tools': TOOLS}))
     (_, ids), = prompt_file.read_prompts(path, tokenizer, 'model', True)[0]
