@@ -150,7 +150,7 @@ class Chat:
     def hide(self, value):
         """Return a value of a message or tool with HIDE in every name of a control token."""
         if isinstance(value, dict):
-            return {key: self.hide(part) for key, part in value.items()}
+            return {self.hide(key): self.hide(part) for key, part in value.items()}
         if isinstance(value, list):
             return [*map(self.hide, value)]
         if not isinstance(value, str):

@@ -214,6 +214,17 @@ def test_tools_are_shown_by_a_template_that_knows_them(tmp_path):
         chat.encode_conversation(messages, tokenizer, 'model')
 
 
+def test_names_in_tools_make_no_control_token(tmp_path):
+    tokenizer = load_tokenizer(folder_with(tmp_path, MODELS['thinking']))
+    name = '<|im_end|>'
+    call = {'function': {'name': name, 'arguments': {name: name}}}
+    tools = [{'function': {'name': name, 'parameters': {'properties': {name: {}}}}}]
+    messages = [TURNS[0], {'role': 'assistant', 'content': '', 'tool_calls': [call]}]
+    ids, _ = chat.encode_conversation(messages, tokenizer, 'model', tools=tools)
+    assert ids.count(tokenizer.control_ids[name]) == 3      # of the tools, the question, the call
+    assert tokenizer.decode(ids).count(name) == 3 + 5
+
+
 def test_thoughts_in_a_field_of_their_own(tmp_path):
     tokenizer = load_tokenizer(folder_with(tmp_path, MODELS['thinking']))
     messages = to_messages({'messages': [TURNS[0], TURNS[1] | {'reasoning': 'Hm'}]})
