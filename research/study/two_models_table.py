@@ -4,6 +4,8 @@
 
 It writes results/two-models/: runs.csv has the metrics of each run, differences.csv the mean over
 seeds of one method minus another with its interval over seeds and questions, tables.md the same.
+Runs that are in runs.csv already, and no longer in out/, stay: seeds 11 to 13. Then the part of the
+questions in an interval comes from the other seeds.
 """
 
 import json
@@ -16,22 +18,26 @@ import numpy as np
 
 from compare.significance import mean_interval
 from metrics import equal_width_bins
-from research.common import ROOT, command_line, write_csv
+from research.common import ROOT, command_line, read_csv, write_csv
 from research.study.runs import FILE
 from results.tables import markdown
 from runtime.ownership import write_text
 
 OUT = Path(__file__).parent / 'results' / 'two-models'
 TASKS = {'arc_easy': 'ARC-Easy', 'arc_challenge': 'ARC-Challenge', 'hellaswag': 'HellaSwag',
-         'mmlu_text': 'MMLU, text', 'mmlu': 'MMLU, letters', 'xcopa': 'XCOPA', 'clm': 'wikitext',
-         'held_out': 'held out'}
+         'mmlu_text': 'MMLU, text', 'mmlu': 'MMLU, letters', 'cmmlu': 'CMMLU', 'xcopa': 'XCOPA',
+         'clm': 'wikitext', 'held_out': 'held out'}
 KEYS = 'accuracy', 'confidence', 'ece', 'nll', 'auroc', 'scaled_ece'
 N_RESAMPLES = 1000
 
 
 def read_runs(root):
     """Return {(model, data, method): {seed: {(task, key): number}}}, and likewise the questions."""
-    runs, questions = {}, {}
+    questions, runs = {}, {}
+    for row in read_csv(OUT / 'runs.csv') if (OUT / 'runs.csv').exists() else ():
+        line = runs.setdefault((row['model'], row['data'], row['method']), {}).setdefault(
+            int(row['seed']), {})
+        line |= {(row['task'], key): float(row[key]) for key in KEYS if row[key]}
     for log in sorted(root.glob('seed-*/*/*/*/log.jsonl')):
         seed, *run = log.parent.relative_to(root).parts
         run, seed = tuple(run), int(seed.removeprefix('seed-'))
@@ -66,12 +72,13 @@ def resampled(arrays, task, key, rng):
 def difference(runs, questions, first, second, task, key):
     """Return (mean, half-width of its interval or nan, number of seeds), None without a seed.
 
-    Before tuning, questions have one seed, which stands for all.
+    Before tuning, questions were asked once for seeds 11 to 13 and once for the others.
     """
     a, b = ({seed: line[task, key] for seed, line in runs.get(run, {}).items()
              if (task, key) in line} for run in (first, second))
-    if second[-1] == 'before' and len(b) == 1:
-        b = dict.fromkeys(a, *b.values())
+    if second[-1] == 'before':
+        b = {seed: b[max((other for other in b if other <= seed), default=min(b))]
+             for seed in a} if b else {}
     seeds = sorted({*a} & {*b})
     if not seeds:
         return None
@@ -82,7 +89,7 @@ def difference(runs, questions, first, second, task, key):
         if key in ('accuracy', 'ece') and task not in ('clm', 'held_out'):
             draws = [np.mean([resampled(arrays, task, key, np.random.default_rng(0))
                               for seed, arrays in questions[run].items()
-                              if seed in seeds or run[-1] == 'before'], 0)
+                              if (seed in seeds or run[-1] == 'before') and task in arrays], 0)
                      for run in (first, second)]
             half = np.hypot(half, 1.96 * np.std(draws[0] - draws[1]))
     return np.mean(d), half, len(seeds)
@@ -95,6 +102,8 @@ def pairs(names):
             yield name, 'before'
         if name not in ('before', 'tuned', 'tuned-2e-5'):
             yield name, 'tuned-2e-5' if name == 'smoothing-2e-5' else 'tuned'
+        if name.startswith('smoothing-') and name != 'smoothing-2e-5':
+            yield name, name.removeprefix('smoothing-')
 
 
 def main():
