@@ -8,6 +8,7 @@ Runs that are in runs.csv already, and no longer in out/, stay: seeds 11 to 13. 
 questions in an interval comes from the other seeds.
 """
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -57,7 +58,13 @@ def read_runs(root):
     return runs, questions
 
 
-def resampled(arrays, task, key, rng):
+@functools.cache
+def weights(n):
+    """Return how often each resample has each of n questions, [N_RESAMPLES, n]."""
+    return np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), N_RESAMPLES)
+
+
+def resampled(arrays, task, key):
     """Return the metric in each resample of the questions: float [N_RESAMPLES]."""
     scores, answers = arrays[task].astype(float), arrays[f'{task}.answer']
     n, right = len(answers), scores.argmax(1) == answers
@@ -65,8 +72,7 @@ def resampled(arrays, task, key, rng):
     if key == 'ece':
         confidence = np.exp(scores.max(1))
         values = np.eye(10)[equal_width_bins(confidence, 10)] * (confidence - right)[:, None]
-    weights = rng.multinomial(n, np.full(n, 1 / n), N_RESAMPLES)
-    return np.abs(weights @ values).sum(1) / n
+    return np.abs(weights(n) @ values).sum(1) / n
 
 
 def difference(runs, questions, first, second, task, key):
@@ -87,7 +93,7 @@ def difference(runs, questions, first, second, task, key):
         mean, low, _ = mean_interval(d)
         half = mean - low
         if key in ('accuracy', 'ece') and task not in ('clm', 'held_out'):
-            draws = [np.mean([resampled(arrays, task, key, np.random.default_rng(0))
+            draws = [np.mean([resampled(arrays, task, key)
                               for seed, arrays in questions[run].items()
                               if (seed in seeds or run[-1] == 'before') and task in arrays], 0)
                      for run in (first, second)]
