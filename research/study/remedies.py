@@ -34,7 +34,6 @@ import numpy as np
 
 import metrics
 from compare import scaling
-from compare.significance import mean_interval
 from research.common import ROOT, command_line, write_csv
 from results.tables import markdown
 from runtime.errors import DataError
@@ -188,10 +187,10 @@ def measure(scores, base, labels, n_languages=1):
 
 
 def measure_run(job):
-    """Return [(task, remedy, metric, seeds, mean, minus temperature, half-width)] of a run.
+    """Return the last columns of the rows of remedies.csv of a run, from `task` on.
 
-    job: (its file of each seed; the base model's). Half-width: the root of a^2 + b^2, Student's
-    over seeds and 1.96 standard deviations over resamples of the questions.
+    job: (its file of each seed; the base model's). The half-width of the difference to the
+    temperature is 1.96 standard deviations over resamples of the questions, the same for all seeds.
     """
     before, rows = np.load(job[1]), []
     for task in [task for task in before if f'{task}.answer' in before]:
@@ -205,9 +204,8 @@ def measure_run(job):
         for name, key in by_seed[0]:
             values = np.array([x[name, key] for x in by_seed])      # [seeds, 1 + N_RESAMPLES]
             d = values - np.array([x['temperature', key] for x in by_seed])
-            over_seeds = np.ptp(mean_interval(d[:, 0])[1:]) / 2 if len(d) > 1 else 0
-            rows.append((task, name, key, len(d), values[:, 0].mean(), d[:, 0].mean(), np.hypot(
-                over_seeds, 1.96 * d[:, 1:].mean(0).std())))
+            rows.append((task, name, key, len(d), values[:, 0].mean(), d[:, 0].mean(),
+                         1.96 * d[:, 1:].mean(0).std(), d[:, 0].min(), d[:, 0].max()))
     return rows
 
 
@@ -217,8 +215,9 @@ def table(rows):
     for name in dict.fromkeys((*row[:2], row[4]) for row in rows):
         values = [np.array([row[7:] for row in rows if (*row[:2], *row[4:6]) == (*name, key)]).T
                   for key in KEYS]
-        counts = (f'{(d + half < 0).sum()}, {(d - half > 0).sum()} of {len(d)}'
-                  for _, d, half in values)
+        counts = (f'{((d + half < 0) & (highest < 0)).sum()}, '
+                  f'{((d - half > 0) & (lowest > 0)).sum()} of {len(d)}'
+                  for _, d, half, lowest, highest in values)
         lines.append((*name, *(f'{mean.mean():.4f}' for mean, *_ in values), *counts))
     return lines
 
@@ -239,9 +238,10 @@ def main(arguments=None):
     options.out_dir.mkdir(parents=True, exist_ok=True)
     write_csv(options.out_dir / 'remedies.csv', [(
         'model', 'data', 'run', 'task', 'remedy', 'metric', 'seeds', 'mean', 'minus_temperature',
-        'half_width'), *((*row[:7], *(f'{x:.5f}' for x in row[7:])) for row in rows)])
-    text = ('Means over runs and tasks; then in how many of them the interval of the difference to '
-            f'the temperature is below 0, and above.\n\n{markdown(table(rows))}')
+        'half_width', 'lowest_seed', 'highest_seed'), *(
+            (*row[:7], *(f'{x:.5f}' for x in row[7:])) for row in rows)])
+    text = ('Means over runs and tasks; then in how many the difference to a temperature is below '
+            f'0, or above, with its interval and for each seed.\n\n{markdown(table(rows))}')
     write_text(options.out_dir / 'remedies.md', f'# {__doc__.splitlines()[0]}\n\n{text}')
     print(text)
 
