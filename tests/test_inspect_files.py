@@ -99,6 +99,10 @@ def test_a_confidence_in_the_metadata_of_a_score_is_read_by_its_name(tmp_path):
     assert values(done)['confidence'] == '0.4250'
     assert "there is no column 'shure', but " in run_metrics(
         path, '--columns=confidence=shure').stderr
+    probs = [graded(i, x, metadata={'probs': [0.7, 0.2, 0.1]}) | {'target': target}
+             for i, (x, target) in enumerate(['CA', 'IC'])]
+    nll = -np.log([0.7, 0.1]).mean()
+    assert values(run_metrics(write_log(path, probs)))['nll'] == f'{nll:.4f}'
 
 
 def test_newer_logs_are_compressed_by_zstandard(tmp_path):
