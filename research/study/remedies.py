@@ -19,8 +19,8 @@ seeds, and their difference to a temperature's; remedies.md has means over runs 
                     probability of it. The paper takes the mean probability of the tokens of a
                     written answer; here the answer is an option. NLL and Brier are the base model's
     dual_align      Dual-Align, arXiv 2601.04277, of which abstract and summaries were found: one
-                    temperature, by KL to the base model where both agree, and elsewhere by the
-                    "stability" of the layers after the one where they diverge most. questions.npz
+                    temperature, by KL to the base model where both agree, elsewhere by "stability"
+                    after the layer at which their Jensen-Shannon divergence jumps. questions.npz
                     has no layers: our reading takes the last one alone, (difference of entropies)^2
 """
 
