@@ -21,6 +21,7 @@ if __package__ == 'nanocal':    # installed as nanocal/__main__.py, beside the f
     sys.path.insert(0, str(Path(__file__).parent))
 
 import metrics
+import stats
 from compare import compare, significance
 from results import report
 from compare.compare import FileConfig, read_sources
@@ -50,8 +51,13 @@ of these forms:
   {"answers": ["B", "b", "C"], "answer": "B"} several written answers: the share of the most
                                               frequent; with "response" and "correct" instead of
                                               "answer", the share that equals the response
+  {"correct": true}                           without a confidence: accuracy alone
   or of samples_<task>_<date>.jsonl, which lm_eval --log_samples writes; a question that is repeated
   there counts once. A .json file may hold a list of such objects
+
+A log of Inspect, .eval or .json, has a task for each scorer. A confidence is what the scorer wrote
+in the metadata of its score as "confidence", or as NAME in --columns=confidence=NAME; or, for
+choice(), the probability of the letter, if the log has it by --logprobs.
 
 .csv, .tsv, .parquet and .arrow files have these keys as columns, probs_0, probs_1, ... for the
 numbers of a list, or prob_A, prob_B, .... Names may be in capitals; --columns=answer=gold,probs=p
@@ -78,12 +84,13 @@ class ReportInput:
 
     def __init__(self):
         self.probs, self.scores = array('d'), array('d')
-        self.labels, self.n_options = array('q'), array('q')
+        self.labels, self.n_options, self.ids = array('q'), array('q'), array('q')
 
     def append(self, sample):
         """Add a sample of `read_predictions`."""
+        self.ids.append(hash(sample['id']))
         if 'log_probs' not in sample:
-            self.probs.append(sample['confidence'])
+            self.probs.append(sample.get('confidence', math.nan))
             self.labels.append(sample['correct'])
             return
         scores = sample['log_probs']
@@ -91,6 +98,14 @@ class ReportInput:
         self.probs.extend(sample.get('probs', [math.nan] * len(scores)))
         self.labels.append(sample['answer'])
         self.n_options.append(len(scores))
+
+    def predictions(self):
+        """Return the Predictions."""
+        questions = stats.question_index(np.array(self.ids), len(self.ids))
+        is_graded = not self.n_options and math.isnan(self.probs[0])
+        arrays = self.arrays()
+        return report.Predictions(np.ones(len(self.ids)) if is_graded else arrays[0], *arrays[1:],
+                                  questions=questions, is_graded=is_graded)
 
     def arrays(self):
         """Return probs, labels, n_options and scores, the arguments of metrics.report."""
@@ -121,14 +136,15 @@ def print_metrics(argv):
     several = len({source for source, _ in tasks}) > 1
     for (source, task), numbers in tasks.items():
         title = ': '.join(filter(None, (several and source, task)))
-        probs, labels, n_options, scores = numbers.arrays()
-        measured = metrics.report(probs, labels, n_options, scores=scores)
-        calibrated = significance.consistency_test(*metrics.top_label(probs, labels),
-                                                   n_resamples=100)
-        note = ('a calibrated model with these confidences has an ECE of {expected:.4f} on '
-                'average, up to {p95:.4f} in 95 % of samples'.format(**calibrated))
-        few_rows = few_rows_note(measured['n'], 'rows')
-        print(*filter(None, (title, measured, note, few_rows)), sep='\n')
+        predicted = numbers.predictions()
+        measured, notes = predicted.report(), []
+        if not predicted.is_graded:
+            calibrated = significance.consistency_test(*metrics.top_label(*predicted[:2]),
+                                                       n_resamples=100)
+            notes = ['a calibrated model with these confidences has an ECE of {expected:.4f} on '
+                     'average, up to {p95:.4f} in 95 % of samples'.format(**calibrated),
+                     few_rows_note(measured['n'], 'rows')]
+        print(*filter(None, (title, measured, *notes)), sep='\n')
         if title:
             print()
 
@@ -153,13 +169,19 @@ def write_report(argv):
     note_inputs(*sources)
     runs = [predicted_run(folder, files, cfg)
             for folder, files in find_prediction_files(sources).items()]
+    for run in runs:
+        for task in [task for task, rows in run.file_samples.items()
+                     if not rows[0].keys() & {'confidence', 'log_probs'}]:
+            del run.file_samples[task], run.results[task]
+            print(f'{task} is left out: a report needs confidences')
     samples = {task: rows for run in runs for task, rows in run.file_samples.items()}
     if sum(len(run.file_samples) for run in runs) > len(samples):
         raise ConfigError('report: two files have the same task, as those of two models; use '
                           'compare, or give each row the name of its task')
-    if not runs:
-        raise ConfigError(f'report: {", ".join(map(str, sources))} holds no samples of lm_eval; '
-                          f'name a file of predictions')
+    if not samples:
+        raise ConfigError(f'report: {", ".join(map(str, sources))} holds no '
+                          f'{"confidences" if runs else "samples of lm_eval"}; name a file of '
+                          f'predictions')
     results = {task: result for run in runs for task, result in run.results.items()}
     for task, result in results.items():
         if cfg.fit_temperature and len(samples[task]) < 2:

@@ -1,7 +1,8 @@
 """Read files of predictions from any source: their rows become samples like those of evaluate.py.
 
-A row has probs or log_probs and answer, or confidence and correct, or answers and answer; or it is
-a line of lm-evaluation-harness, or a sample of evaluate.py. Needs numpy, and pyarrow for parquet.
+A row has probs or log_probs and answer, or confidence and correct, or answers and answer, or
+correct alone; or it is a line of lm-evaluation-harness, a score in a log of Inspect, or a sample of
+evaluate.py. Needs numpy, and pyarrow for parquet.
 """
 
 import functools
@@ -13,6 +14,7 @@ import metrics
 from written.confidence import outcome
 from bridges.cells import read_table, to_label, to_list, to_numbers, to_probability, to_truth
 from bridges.harness_files import UnusableTaskError, harness_sample, harness_task, repeats
+from bridges.inspect_files import is_log, log_rows
 from results.samples import latest_samples, option_lengths
 from runtime.digests import json_digest
 from runtime.errors import ConfigError, DataError
@@ -37,12 +39,14 @@ def read_predictions(path, cfg):
     if '.txt' in path.suffixes[-2:]:
         raise DataError(f'{path}: a text is no file of predictions; if its lines are JSON objects, '
                         f'name it .jsonl')
-    layouts = functools.cache(functools.partial(find_columns, chosen=chosen_columns(cfg.columns)))
+    chosen = chosen_columns(cfg.columns)
+    layouts = functools.cache(functools.partial(find_columns, chosen=chosen))
     (group, subtask, _), first_kinds, logged = harness_task(path), {}, {}
     distributions = {'probs': 'probabilities of a file', 'confidence': 'confidences of a file',
-                     'log_probs': f'log-probabilities, {cfg.norm} of a file'}
+                     'log_probs': f'log-probabilities, {cfg.norm} of a file',
+                     'graded': 'right or wrong, without confidences'}
     position, n_unstated, unstated = 0, 0, ''
-    for position, place, row in _counting_rows(path):
+    for position, place, row in _counting_rows(path, [name for _, name in chosen]):
         try:
             if isinstance(row, DataError):
                 raise row
@@ -66,7 +70,7 @@ def read_predictions(path, cfg):
                     unstated = unstated or f'{place}: {part.get("confidence")!r:.60}'
                     continue
                 first = first_kinds.setdefault(part['task'], kind)
-                if (first == 'confidence') != (kind == 'confidence'):
+                if first != kind and {first, kind} & {'confidence', 'graded'}:
                     raise ValueError(f'{kind}, but the task begins with {first}')
                 yield _identity(part, position, subtask) | values, titles[kind]
         except (ValueError, OverflowError, RecursionError) as error:
@@ -81,11 +85,15 @@ def read_predictions(path, cfg):
                         else f'{path}: the file {empty}')
     if left_out:
         print(f'{left_out}; they are left out')
+    if graded := [task for task, kind in first_kinds.items() if kind == 'graded']:
+        print(f'{path}: without confidences there is accuracy alone ({", ".join(graded)}); '
+              f'`nanocal metrics --help` says where they are read')
 
 
-def _counting_rows(path):
+def _counting_rows(path, names):
     """Yield (position from 1, place, row) of a file without samples that a later one replaces."""
-    rows = ((i, place, row) for i, (place, row) in enumerate(read_rows(path, read_table), 1))
+    rows = log_rows(path, names) if is_log(path) else read_rows(path, read_table)
+    rows = ((i, place, row) for i, (place, row) in enumerate(rows, 1))
     for item in rows:
         if _is_ours(item[-1]):      # hold this file in memory
             rows = [item, *rows]
@@ -146,6 +154,9 @@ def find_columns(keys, chosen):
         if what and (k is None or what in KINDS[:2]):
             found.setdefault(what, []).append((k, key))
     confidences = [name for what, name in chosen if what == 'confidence']
+    if not confidences and not found.keys() & {*KINDS} and 'correct' in found and (
+            all(key.casefold() in names for key in keys)):      # another might be a confidence
+        found['graded'] = found['correct']
     if confidences or not found.keys() & {*KINDS} - {'confidence'}:
         found.pop('answer', None)       # `correct` says all; an answer and its label may be there
     for what, columns in found.items():
@@ -160,7 +171,7 @@ def find_columns(keys, chosen):
     for name in [*confidences, *(name for what, name in chosen if what not in found)]:
         if name not in keys:
             raise ValueError(f'there is no column {name!r}, but {_listed(keys)}')
-    if not confidences and not found.keys() & {*KINDS}:
+    if not confidences and not found.keys() & {*KINDS, 'graded'}:
         raise ValueError(f'no column is named {", ".join(KINDS)} or probs_0, but {_listed(keys)}; '
                          f'other names are read by --columns=probs=NAME,answer=NAME or '
                          f'--columns=confidence=NAME,correct=NAME')
@@ -177,7 +188,7 @@ def _select(row, name, columns):
     """Return {what: value} of a row without its empty cells; name: of the chosen confidence."""
     part = {what: [row[key] for key in column] if isinstance(column, list) else row[column]
             for what, column in columns.items()}
-    part = {what: x for what, x in part.items() if x is not None}
+    part = {what: x for what, x in part.items() if x is not None or what == 'graded'}
     return part | {'task': '.'.join(map(str, filter(None, (part.get('task'), name))))}
 
 
@@ -185,21 +196,26 @@ def _select(row, name, columns):
 
 
 def _values(row, norm):
-    """Return ('probs', 'log_probs' or 'confidence', {key of a sample: value}, {} if not stated)."""
+    """Return ('probs', 'log_probs', 'confidence' or 'graded', {key of a sample: value}).
+
+    The dict is {} if no confidence is stated.
+    """
     kind = next((x for x in KINDS if x in row), None)
     if kind in KINDS[:2]:
         return kind, _distribution(row, kind, norm)
     row = row | _sampled(row) if kind == 'answers' else row
     value = to_probability(row['confidence']) if kind else None
-    if value is None:
+    if value is None and 'graded' not in row:
         return 'confidence', {}
     if (is_right := to_truth(row.get('correct'))) is None:
         given = (f'must be true or false, 1 or 0, not {row["correct"]!r:.60}'
                  if row.get('correct') is not None else 'is missing')
         raise ValueError(f'correct {given}; --columns=correct=NAME reads another column')
     texts = {'predicted': 'response', 'expected': 'expected'}
-    return 'confidence', {key: str(row[name]) for key, name in texts.items() if name in row} | (
-        outcome(value, is_right))
+    texts = {key: str(row[name]) for key, name in texts.items() if name in row}
+    if value is None:
+        return 'graded', texts | {'correct': bool(is_right)}
+    return 'confidence', texts | outcome(value, is_right)
 
 
 def _distribution(row, kind, norm):

@@ -131,11 +131,12 @@ def compare_questions(runs, keys, cfg, out_dir):
     write_text(out_dir / 'compare.md', '\n'.join(x.as_markdown() for x in sections))
     write_text(out_dir / 'compare.csv', csv_text([*itertools.chain(*lines)]))
 
-    panels = {task: {panel_title(name, x.result): x.predicted for name, x in by_name.items()}
+    panels = {task: {panel_title(name, x.result): x.predicted for name, x in by_name.items()
+                     if not x.predicted.is_graded}
               for task, by_name in zip(tasks, answers, strict=True)}
-    pictures = [name for task, by_title in panels.items() if draw_reliability(
+    pictures = [name for task, by_title in panels.items() if by_title and draw_reliability(
         out_dir / (name := picture(task)), [*by_title.items()])]
-    pictures += [name for task, by_title in panels.items() if draw_curves(
+    pictures += [name for task, by_title in panels.items() if by_title and draw_curves(
         out_dir / (name := picture(task, 'curves')),
         {task: {title: p.bins() for title, p in by_title.items()}})]
     page.write(out_dir / 'compare.html', f'{", ".join(runs)}: {", ".join(tasks)}', __version__, '',
@@ -198,6 +199,7 @@ def compare_task(task, runs, samples, keys, cfg):
     reports = {name: {x: by_language[x].report() for x in languages if len(languages) > 1}
                | {'pooled': answers[name].predicted.report()}
                for name, by_language in zip(answers, groups, strict=True)}
+    keys = [key for key in keys if all(key in x['pooled'] for x in reports.values())]
     shared = {(a, b): shared_keys(answers[a], answers[b])
               for a, b in itertools.combinations(answers, 2)}
     counts = {(a, b): answers[a].questions(both)[1] for (a, b), both in shared.items()}
@@ -329,8 +331,6 @@ def question_table(task, answers, reports, keys):
     """Return a task's cells and the lines of its CSV."""
     losses = {x.run.settings.get('loss') for x in answers.values()}
     settings = ('loss', 'smoothing') if len(losses) > 1 else ('smoothing',)
-    keys = [key for key in keys if all(key in by_language['pooled']
-                                       for by_language in reports.values())]
     table = []
     lines = []
     groups = []

@@ -53,6 +53,8 @@ def task_rows(samples, norm):
     rows = [{'task': s['task'], 'language': s.get('language'), 'subject': s.get('subject'),
              'id': s['id'], 'text': s.get('context', ''), 'confidence': round(c, 4), 'correct': ok}
             for s, c, ok in zip(samples, confidence.tolist(), correct.tolist(), strict=True)]
+    if predicted.is_graded:
+        rows = [row | {'confidence': None} for row in rows]
     if 'log_probs' in samples[0]:
         for row, s, probs, k in zip(rows, samples, predicted.probs.round(4).tolist(),
                                     metrics.predicted(predicted.probs).tolist(), strict=True):
@@ -72,7 +74,7 @@ def task_rows(samples, norm):
 
 
 def mistakes_first(row):
-    return row['correct'], -row['confidence']
+    return row['correct'], -(row['confidence'] or 0)
 
 
 def select(rows, most=MOST):

@@ -27,6 +27,7 @@ SCHEMA = 1      # of results.json, as docs/evaluation.md states it; adding a key
 # {key of a sample that names its group of questions: name of these groups in results.json}
 GROUPS = {'language': 'languages', 'category': 'categories', 'subject': 'subjects',
           'group': 'groups'}      # the last are those of --group_by
+ACCURACY = [x for x in metrics.PRINTED if x.key.startswith('accuracy')]
 
 
 class Predictions(NamedTuple):
@@ -40,13 +41,14 @@ class Predictions(NamedTuple):
     columns: dict = {}
     # (the number of each row's question, int [N]; how many there are); None: each has its own
     questions: tuple[np.ndarray, int] | None = None
+    is_graded: bool = False             # right or wrong alone: probs mean nothing
 
     def at(self, rows):
         """Return the Predictions of some rows, whose questions keep their numbers."""
-        *arrays, columns, questions = self
+        *arrays, columns, questions, is_graded = self
         return Predictions(*(None if x is None else x[rows] for x in arrays),
                            {key: x[rows] for key, x in columns.items()},
-                           questions and (questions[0][rows], questions[1]))
+                           questions and (questions[0][rows], questions[1]), is_graded)
 
     def alone(self):
         """Return the Predictions, whose questions are drawn without those of other rows."""
@@ -62,7 +64,7 @@ class Predictions(NamedTuple):
     def report(self, measures=None):
         """Return metrics.report; with 'questions', if there are fewer than rows."""
         report = metrics.report(self.probs, self.labels, self.n_options, scores=self.scores,
-                                measures=measures)
+                                measures=ACCURACY if self.is_graded else measures)
         report |= {key: float(x.mean()) for key, x in self.columns.items()}
         _, n = self.alone().questions or (None, report['n'])
         if n < report['n']:
@@ -85,7 +87,8 @@ class Predictions(NamedTuple):
         index, n = self.questions or (None, None)
         return stats.bootstrap(
             *self[:3], scores=self.scores, n_resamples=n_resamples, seed=seed, keys=keys,
-            measures=measures, columns=self.columns, questions=index, n_questions=n)
+            measures=ACCURACY if self.is_graded else measures, columns=self.columns,
+            questions=index, n_questions=n)
 
 
 def option_predictions(probs, labels, n_options, scores):
@@ -112,6 +115,10 @@ def split_groups(samples, key, predicted):
 
 def predictions(samples, norm):
     """Return the Predictions of samples, which are all questions or all tokens."""
+    if not samples[0].keys() & {'log_probs', 'confidence'}:
+        correct = np.array([s['correct'] for s in samples])
+        return Predictions(np.ones(len(samples)), correct, questions=question_numbers(samples),
+                           is_graded=True)
     if 'log_probs' not in samples[0]:
         confidence, correct, log_prob, entropy = (np.array([s[key] for s in samples]) for key in (
             'confidence', 'correct', 'log_prob', 'entropy'))

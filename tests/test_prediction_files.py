@@ -440,7 +440,7 @@ def test_a_last_line_that_a_crash_cut_off_is_left_out_where_that_can_be(tmp_path
 
 OUR_METRICS = """import sys
 sys.path[:0] = [sys.argv[1]]
-from results import lm_eval_metrics     # first: its package `evaluate` has the name of our script
+from bridges import lm_eval_metrics     # first: its package `evaluate` has the name of our script
 sys.path.remove(sys.argv[1])
 sys.argv[1:2] = ['run']
 """
@@ -489,7 +489,8 @@ def test_metrics_of_a_task_are_those_of_our_report_on_its_samples(tmp_path):
     theirs = json.loads(results.read_text())['results']['world']
     for end, norm in (('', 'token'), ('_norm', 'char')):
         run = runs.predicted_run(samples.parent, {'world': samples}, FileConfig(norm=norm))
-        ours = report.summarize(run.file_samples['world'], run.results['world']['norm'])
+        ours = report.summarize(run.file_samples['world'], run.results['world']['norm'],
+                                all_metrics=True)
         for measure in metrics.MEASURES:
             found = theirs[f'{measure.key}{end},none']
             assert found == pytest.approx(ours['pooled'][measure.key], abs=1e-9), measure.key

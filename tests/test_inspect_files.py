@@ -1,0 +1,194 @@
+"""bridges/inspect_files.py: logs of Inspect as files of predictions."""
+
+import importlib.util
+import json
+import math
+import struct
+import zipfile
+
+import numpy as np
+import pytest
+from test_prediction_files import run_metrics, values
+
+from bridges import command
+from bridges.inspect_files import log_rows
+from compare import compare
+from runtime.errors import ConfigError, DataError
+
+needs_inspect = pytest.mark.skipif(importlib.util.find_spec('inspect_ai') is None,
+                                   reason='needs inspect-ai')
+# the first keys of a log
+HEADER = {'version': 2, 'status': 'success', 'eval': {'task': 'arc', 'model': 'mockllm/model'}}
+
+
+def sample(id, epoch=1, **more):
+    return {'id': id, 'epoch': epoch, 'input': f'Question {id}?', 'target': 'A',
+            'output': {'choices': []}, 'metadata': {}, 'scores': {}} | more
+
+
+def graded(id, value, epoch=1, scorer='match', **score):
+    return sample(id, epoch, scores={scorer: {'value': value, 'answer': 'a', **score}})
+
+
+def chosen(id, letter, p, value='C', explanation=None):
+    """A sample of multiple_choice() with the probability of its letter."""
+    tokens = ['I', ' like', ' B', '.\n', 'AN', 'SWER', ':', f' {letter}', '\n']
+    logprobs = [-1.0] * 7 + [math.log(p), -1.0]
+    return graded(id, value, scorer='choice', answer='A' if explanation else letter,
+                  explanation=explanation or ''.join(tokens)) | {
+        'choices': ['w', 'x', 'y', 'z'], 'output': {'choices': [{'logprobs': {'content': [
+            {'token': t, 'logprob': x} for t, x in zip(tokens, logprobs, strict=True)]}}]}}
+
+
+def write_log(path, samples, header=HEADER):
+    """Write a log as Inspect does, NaN included."""
+    if path.suffix == '.json':
+        path.write_text(json.dumps(header | {'samples': samples}))
+        return path
+    with zipfile.ZipFile(path, 'w', zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr('_journal/start.json', json.dumps(header))
+        for s in samples:
+            archive.writestr(f'samples/{s["id"]}_epoch_{s["epoch"]}.json', json.dumps(s))
+        archive.writestr('summaries.json', '[]')
+        archive.writestr('header.json', json.dumps(header))
+    return path
+
+
+def test_each_scorer_is_a_task_and_what_has_no_score_is_counted(tmp_path):
+    judged = [graded(i, x, scorer='judge') for i, x in enumerate([*'CCCINP', math.nan])]
+    path = write_log(tmp_path / 'a.eval', [
+        *judged, sample('e', error={'message': 'timed out'}),
+        sample('n', scores={'match': {'value': 1}, 'f1': {'value': 0.3},
+                            'parts': {'value': {'a': True, 'b': 0.0}}}, limit={'type': 'message'})])
+    done = run_metrics(path)
+    tasks = {part.split('\n')[0]: part for part in done.stdout.split('\n\n')}
+    assert ['accuracy', '0.5000'] in [*map(str.split, done.stdout.splitlines())]
+    assert [name for name in tasks if name.startswith('arc')] == [
+        'arc.match', 'arc.parts.a', 'arc.parts.b']
+    assert f'{path}: sample n, epoch 1: arc.f1 is 0.3; wanted C, I, N, P, 1, 0, ' in done.stdout
+    assert f'2 without a score are left out, the first: {path}: sample 6, epoch 1: ' in done.stdout
+    assert f'{path}: 1 are partly right, P, and count as wrong' in done.stdout
+    assert f'{path}: without confidences there is accuracy alone (arc.judge, arc.match, ' in (
+        done.stdout)
+
+
+def test_the_probability_of_the_chosen_letter_is_the_confidence(tmp_path):
+    """After the last ANSWER; of shuffled options the letter is the one that was written."""
+    shuffled = ('Choices were shuffled before generating a response, the following was sent to '
+                'the model:\n\nA) y\nB) x\nShuffled answer:\nANSWER: D')
+    samples = [chosen(1, 'B', 0.8), chosen(2, 'D', 0.6, 'I', shuffled), chosen(3, 'C', 0.5),
+               graded(4, 'N', scorer='choice')]
+    rows = [row for _, row in log_rows(write_log(tmp_path / 'a.eval', samples))]
+    assert [row['confidence'] for row in rows] == [
+        *map(pytest.approx, (0.8, 0.6, 0.5)), None]
+    done = run_metrics(tmp_path / 'a.eval')
+    assert done.stdout.startswith('1 rows state no probability, the first: ')
+    assert values(done)['brier_top_label'] == f'{(0.04 + 0.36 + 0.25) / 3:.4f}'
+    assert run_metrics(write_log(tmp_path / 'a.json', samples)).stdout == (
+        done.stdout.replace('a.eval', 'a.json'))
+
+
+def test_a_confidence_in_the_metadata_of_a_score_is_read_by_its_name(tmp_path):
+    samples = [graded(i, x, metadata={'confidence': c, 'sure': 1 - c}) for i, (x, c) in enumerate(
+        [('C', 0.9), ('I', 0.25)])]
+    samples[0]['scores']['includes'] = {'value': 'C'}
+    path = write_log(tmp_path / 'a.eval', samples)
+    assert values(run_metrics(path))['confidence'] == '0.5750'
+    done = run_metrics(path, '--columns=confidence=sure')
+    assert done.stdout.startswith('arc.match.sure\n') and 'includes' not in done.stdout
+    assert values(done)['confidence'] == '0.4250'
+    assert "there is no column 'shure', but " in run_metrics(
+        path, '--columns=confidence=shure').stderr
+    probs = [graded(i, x, metadata={'probs': [0.7, 0.2, 0.1]}) | {'target': target}
+             for i, (x, target) in enumerate(['CA', 'IC'])]
+    nll = -np.log([0.7, 0.1]).mean()
+    assert values(run_metrics(write_log(path, probs)))['nll'] == f'{nll:.4f}'
+
+
+def test_newer_logs_are_compressed_by_zstandard(tmp_path):
+    pyarrow = pytest.importorskip('pyarrow')
+    path = write_log(tmp_path / 'a.eval', [graded(i, 'C') for i in range(3)])
+    with zipfile.ZipFile(path) as archive:
+        texts = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, 'w') as archive:     # stored; the method is changed afterwards
+        for name, text in texts.items():
+            archive.writestr(name, pyarrow.compress(text, codec='zstd', asbytes=True))
+    raw, sizes = bytearray(path.read_bytes()), iter(map(len, texts.values()))
+    for at in range(len(raw)):
+        if raw[at:at + 4] == b'PK\3\4':
+            raw[at + 8:at + 10] = struct.pack('<H', 93)
+        if raw[at:at + 4] == b'PK\1\2':
+            raw[at + 10:at + 12] = struct.pack('<H', 93)
+            raw[at + 24:at + 28] = struct.pack('<I', next(sizes))
+    path.write_bytes(raw)
+    assert values(run_metrics(path))['n'] == '3'
+
+
+def test_two_logs_without_confidences_are_compared_by_accuracy_over_questions(tmp_path, capsys):
+    """Epochs of one question are drawn together; a table with `correct` alone gives the same."""
+    random = np.random.default_rng(0)
+    right = random.random((2, 3, 40)) < [[[0.5]], [[0.8]]]
+    paths = []
+    for name, by_epoch in zip(('base.eval', 'tuned.json'), right, strict=True):
+        samples = [graded(i, int(x), epoch=epoch) for epoch, xs in enumerate(by_epoch, 1)
+                   for i, x in enumerate(xs)]
+        paths.append(write_log(tmp_path / name, samples))
+        table = 'id,correct\n' + ''.join(f'{s["id"]},{s["scores"]["match"]["value"]}\n'
+                                         for s in samples)
+        (tmp_path / f'{name[:4]}.csv').write_text(table)
+    compare.main([*map(str, paths), f'--out_dir={tmp_path}/out'])
+    printed = capsys.readouterr().out
+    difference = right[1].mean() - right[0].mean()
+    assert f' questions         40  accuracy  {difference:+.4f}  +0.' in printed
+    assert '120 answers in 40 questions' in printed and 'ECE' not in printed
+    html = (tmp_path / 'out' / 'compare.html').read_text()
+    assert '"confidence":null' in html and 'data:image' not in html
+    compare.main([f'{tmp_path}/base.csv', f'{tmp_path}/tune.csv', f'--out_dir={tmp_path}/csv'])
+    of_table = capsys.readouterr().out
+    for line in (f'{difference:+.4f} ', 'base.', 'tune'):
+        both = [[x for x in text.splitlines() if line in x][0].split()[-2:]
+                for text in (printed, of_table)]
+        assert both[0] == both[1]
+    assert values(run_metrics(paths[0]))['questions'] == '40'
+    with pytest.raises(ConfigError, match='holds no confidences'):
+        command.write_report([str(paths[0]), f'--out_dir={tmp_path}/report'])
+
+
+def test_a_log_that_holds_no_score_is_refused_with_its_name(tmp_path):
+    path = tmp_path / 'a.eval'
+    for samples, message in (
+            ([sample(1)], f'{path}: no sample has a score; `inspect score` adds scores'),
+            ([graded(1, 0.3)], f'{path}: sample 1, epoch 1: arc.match is 0.3; wanted C, I, N, P')):
+        with pytest.raises(DataError, match=message.replace('(', '.')):
+            [*log_rows(write_log(path, samples))]
+    path.write_text('no zip')
+    assert f'cannot read {path} as a log of Inspect: File is not a zip' in run_metrics(path).stderr
+    assert 'No such file' in run_metrics(tmp_path / 'b.eval').stderr
+
+
+@needs_inspect
+def test_accuracy_of_the_installed_version_is_its_own(tmp_path):
+    from inspect_ai import Task, eval
+    from inspect_ai.dataset import Sample
+    from inspect_ai.model import Logprob, Logprobs, ModelOutput, ModelUsage, get_model
+    from inspect_ai.scorer import choice
+    from inspect_ai.solver import multiple_choice
+    outputs = []
+    for i in range(20):
+        output = ModelOutput.from_content('mockllm/model', f'ANSWER: {"ABCD"[i % 3]}')
+        output.usage = ModelUsage(input_tokens=1, output_tokens=1, total_tokens=2)
+        output.choices[0].logprobs = Logprobs(content=[
+            Logprob(token='ANSWER:', logprob=0.0),
+            Logprob(token=f' {"ABCD"[i % 3]}', logprob=math.log(0.5 + i / 50))])
+        outputs.append(output)
+    task = Task(dataset=[Sample(input=f'{i}', choices=[*'wxyz'], target='ABCD'[i % 4])
+                         for i in range(10)],
+                solver=multiple_choice(), scorer=choice(), epochs=2, name='arc')
+    for kind in ('eval', 'json'):
+        log, = eval(task, model=get_model('mockllm/model', custom_outputs=[*outputs]),
+                    log_dir=str(tmp_path), log_format=kind, display='none', logprobs=True)
+        path, = tmp_path.glob(f'*.{kind}')
+        measured = values(run_metrics(path))
+        own = log.results.scores[0].metrics['accuracy'].value
+        assert measured['accuracy'] == f'{own:.4f}'
+        assert measured['confidence'] == f'{np.mean([0.5 + i / 50 for i in range(20)]):.4f}'
