@@ -130,7 +130,7 @@ def venn_abers(fit, labels, test):
         both = has[:, j] & has[:, k]
         at = np.isin(labels, (j, k)) & np.isfinite(fit[:, j] + fit[:, k])
         p = venn_abers_pair((fit[:, k] - fit[:, j])[at], labels[at] == k,
-                            (test[:, k] - test[:, j])[both])
+                            test[both, k] - test[both, j])
         inverse[both, k] += 1 / p
         inverse[both, j] += 1 / (1 - p)
     return metrics.softmax(-np.log(np.where(has, inverse, np.inf)))     # 1 / inverse, normalized

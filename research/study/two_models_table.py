@@ -3,9 +3,10 @@
     python research/study/two_models_table.py     # reads out/study/two-models
 
 It writes results/two-models/: runs.csv has the metrics of each run, differences.csv the mean over
-seeds of one method minus another with its interval over seeds and questions, tables.md the same.
-Runs that are in runs.csv already, and no longer in out/, stay: seeds 11 to 13. Then the part of the
-questions in an interval comes from the other seeds.
+seeds of one method minus another with its interval over seeds and questions, tables.md the same;
+reliability.png shows ARC-Easy, the questions of all seeds in out/ together. Runs that are in
+runs.csv already, and no longer in out/, stay: seeds 11 to 13. Then the part of the questions in an
+interval comes from the other seeds.
 """
 
 import functools
@@ -20,7 +21,9 @@ import numpy as np
 from compare.significance import mean_interval
 from metrics import equal_width_bins
 from research.common import ROOT, command_line, read_csv, write_csv
+from research.study.figures import diagram
 from research.study.runs import FILE
+from results.plots import draw_bins
 from results.tables import markdown
 from runtime.ownership import write_text
 
@@ -30,6 +33,9 @@ TASKS = {'arc_easy': 'ARC-Easy', 'arc_challenge': 'ARC-Challenge', 'hellaswag': 
          'clm': 'wikitext', 'held_out': 'held out'}
 KEYS = 'accuracy', 'confidence', 'ece', 'nll', 'auroc', 'scaled_ece'
 N_RESAMPLES = 1000
+# in reliability.png
+SHOWN = {'before': 'before', 'tuned': 'tuned', 'smoothing': 'smoothing 0.1',
+         'tenth': 'a tenth of the rate'}
 
 
 def read_runs(root):
@@ -101,6 +107,20 @@ def difference(runs, questions, first, second, task, key):
     return np.mean(d), half, len(seeds)
 
 
+def draw(path, root):
+    panels = []
+    for model, title in {'gemma': 'Gemma 3 270M', 'smollm': 'SmolLM2 135M'}.items():
+        for method, name in SHOWN.items():
+            tasks = [json.loads(file.read_text())['tasks']['arc_easy'] for file in sorted(
+                root.glob(f'seed-*/{model}/alpaca/{method}/results.json'))]
+            if not tasks:
+                return print(f'{path.name} stays: {root} lacks {model}, {method}')
+            bins = [{key: np.array(task['bins'][key], int if key == 'count' else float)
+                     for key in ('count', 'confidence', 'accuracy')} for task in tasks]
+            panels.append(diagram(f'{title}: {name}', [task['pooled'] for task in tasks], bins))
+    draw_bins(path, panels, columns=len(SHOWN))
+
+
 def pairs(names):
     """Yield (method, the one that it is compared with) of the plan."""
     for name in names:
@@ -116,6 +136,7 @@ def main():
     options = command_line(__doc__, root={'type': Path, 'default': Path(ROOT, 'two-models')},
                            out_dir={'type': Path, 'default': OUT})
     options.out_dir.mkdir(parents=True, exist_ok=True)
+    draw(options.out_dir / 'reliability.png', options.root)
     runs, questions = read_runs(options.root)
     write_csv(options.out_dir / 'runs.csv', [('model', 'data', 'method', 'seed', 'task', *KEYS), *(
         (*run, seed, task, *(f'{line[task, key]:.6g}' if (task, key) in line else ''
