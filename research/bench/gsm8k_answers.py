@@ -16,8 +16,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from research.bench.common import (DEVICE, Options, Script, Shape, attempt, bars, free_memory, load,
-                                   method_table, now, peak_gib, reset_peak_memory, run_command,
-                                   save_model)
+                                   now, peak_gib, reset_peak_memory, run_command, save_model,
+                                   section)
 from data.eval_config import EvalConfig
 from data.files import read_rows
 from data.tokenizer import begins_with_bos, load_model_tokenizer
@@ -127,9 +127,7 @@ def view(table):
     results = {name: row | {'ratio': row['tokens_per_s'] / best}
                if best and name.startswith('ours') else row
                for name, row in table['results'].items()}
-    return (f'{table["shape"]}, GSM8K, {table["n"]} samples per question', method_table(results, [
-        ('answers', 'answers', ','), ('tokens', 'tokens', ','), ('s', 'seconds', '.1f'),
-        ('tokens/s', 'tokens_per_s', ',.0f'), ('ratio to lm_eval', 'ratio', '.1f')], ''))
+    return section('answers', table, results)
 
 
 script = Script(__file__, BenchConfig, bench, view, bars('tokens/s', 'tokens_per_s', ',.0f'))

@@ -20,7 +20,7 @@ import torch
 
 import metrics
 import stats
-from research.bench.common import Options, Script, method_table
+from research.bench.common import Options, Script, section
 
 
 @dataclass
@@ -83,9 +83,7 @@ def seconds(call):
 
 
 def view(table):
-    return f'{table["n"]} x {table["k"]}, seconds', method_table(
-        table['seconds'], [(method, method, '.4f') for method in (
-            'ours', 'torchmetrics', 'netcal')], '')
+    return section('metrics', table, table['seconds'])
 
 
 script = Script(__file__, BenchConfig, bench, view, needs_gpu=False)
