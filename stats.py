@@ -123,10 +123,9 @@ def no_interval(measure, n, accuracy, n_options=1) -> str:
     """Return why a row of metrics.MEASURES has no interval for n questions; '' if it has one.
 
     accuracy: that of the questions; n_options: their largest number of options. Resamples show the
-    noise of a bin only if it has both right and wrong rows: a model that is sure and nearly always
-    right has none to draw, however large n. By research/study/coverage.py, intervals hold in 0.9 of
-    the sets or more from measure.interval_outcomes right and as many wrong questions; those of the
-    classes, whose bins are per option, from 10 per option.
+    noise of a bin only if it has both right and wrong rows. By research/study/coverage.py they
+    hold in 0.9 of the sets or more from measure.interval_outcomes right and as many wrong
+    questions; those of the classes, whose bins are per option, from 10 per option.
     """
     if n < measure.interval_from:
         endless = measure.interval_from == np.inf

@@ -27,7 +27,7 @@ from results.columns import title_of
 from runtime import cli
 from compare.significance import mean_interval
 from research.common import panels, read_lines, seed_folder
-from research.study.claims import (TABLES, Claims, Source, cell, draw_groups, finish, label,
+from research.study.claims import (TABLES, Claims, cell, draw_groups, finish, label,
                                    mean_and_ends, pairs, specification, values_of)
 from research.study.runs import (EXPERIMENTS, KNOWN_BASES, KNOWN_DATA, LATER, LATER_SEEDS, LOSSES,
                                  STRENGTHS, TUNED, WORLD, short)
@@ -42,18 +42,18 @@ FIRST = {name: strengths[0] for name, strengths in LOSSES.items()}
 
 # Numbers
 
-def sources(root):
-    """Yield the Source of each run: base models, what they know, tuned models."""
+def folders(root):
+    """Yield the folder of each run: base models, what they know, tuned models."""
     for seed in LATER_SEEDS:
         for experiment, names in (('base', BASES), ('knows', KNOWN_BASES)):
-            yield from (Source(Path(seed_folder(experiment, seed, root), name)) for name in names)
+            yield from (Path(seed_folder(experiment, seed, root), name) for name in names)
         for experiment in LATER:
-            yield from (Source(Path(cfg.out_dir)) for cfg in EXPERIMENTS[experiment](seed, root))
+            yield from (Path(cfg.out_dir) for cfg in EXPERIMENTS[experiment](seed, root))
 
 
-def lines_of(source):
+def lines_of(folder):
     """Return the lines of a run that a table uses, {column of COLUMNS: value}."""
-    run, lines, pooled = read_run(source.folder), [], {'language': 'all', 'scaling': 'none'}
+    run, lines, pooled = read_run(folder), [], {'language': 'all', 'scaling': 'none'}
     for line in run_lines(run):
         same = [line[key] == value for key, value in pooled.items()]
         # languages and temperatures only of questions
@@ -232,7 +232,7 @@ CLAIMS = Claims(
     {'task': 'text4', 'language': 'all', 'scaling': 'none'},
     {'equal-accuracy': equal_accuracy_figure, 'after-temperature': temperature_figure,
      'transfer': transfer_figure, 'known': known_figure, 'recipe': recipe_figure},
-    sources, lines_of, dict(curves()),
+    folders, lines_of, dict(curves()),
     {'losses': loss_rows(FIRST), 'strengths': loss_rows(dict(zip(STRENGTHS, STRENGTHS))),
      'other_strengths': lambda numbers: [x for x in STRENGTHS if x not in FIRST.values()],
      'recipe': recipe_table})
