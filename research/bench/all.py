@@ -6,8 +6,7 @@
 
 docs/benchmarks.md explains both. The page, out/bench/README.md, has all results in its folder, also
 the tables that a stopped run has finished; `--only=` runs nothing. A comparison exits with 1 if the
-new commit lacks a row, or if a row became slower by more than the spread between runs of one commit
-plus 3 %.
+new commit lacks a row, or if one became slower by more than the spread of its runs plus 3 %.
 """
 
 import contextlib
@@ -45,7 +44,7 @@ def command(name, options, out, ours=False):
 
     out: path of its results, without suffix
     """
-    arguments = [file_of(name), f'--out={out}.json', *['--ours'] * (ours and name != 'floors')]
+    arguments = [file_of(name), f'--out={out}.json', *['--ours'] * ours]
     needs = SCRIPTS[name].get('needs')
     data = getattr(options, needs) if needs else None
     if data and options.tokenizer:

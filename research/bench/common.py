@@ -346,6 +346,7 @@ class Options:
     """The options of every script."""
     plot: str | None = None         # only draw this file of results again
     out: str | None = None          # .json file to write; None: out/bench_<script>.json
+    ours: bool = False              # ours alone
 
 
 @dataclass
@@ -353,7 +354,6 @@ class PeerOptions(Options):
     """The options of a script that compares methods."""
     tokenizer: str | None = None    # a folder with a tokenizer
     only: str | None = None         # methods to measure, separated by '|'; None: all of them
-    ours: bool = False              # ours alone
 
 
 @dataclass

@@ -3,9 +3,9 @@
     python research/bench/cpu.py --models=HuggingFaceTB/SmolLM2-135M,google/gemma-3-270m
 
 Float32, with clipping at 1 and AdamW, on rows of random tokens that all count. The methods take
-turns in one process, and the least time of each counts, as other programs slow all of them. `CPU`
-is the time that the threads computed. The peak memory is that of a process for each method. Ours
-has as many rows in a pass as train.py chooses.
+turns in one process, and the least time of each counts. `CPU` is the time that the threads
+computed. The peak memory is that of a process for each method. Ours has as many rows in a pass as
+train.py chooses.
 """
 
 import sys
@@ -43,7 +43,7 @@ METHODS = {'ours': {}, 'transformers, fused': {'fused': True},
 def bench(config):
     for model in config.models:
         data = {'model': model, 'rows': config.rows, 'length': config.length}
-        methods = chosen(config.only, METHODS)
+        methods = chosen('ours' if config.ours else config.only, METHODS)
         results = measure_methods(__file__, model, methods, True, **data)
         steps = {name: make_step(**data, ours=name == 'ours', options=options)
                  for name, options in methods.items()}
@@ -102,7 +102,7 @@ def plain_step(folder, tokens, at_once=None, **options):
 def view(table):
     """Return a section for a table, see `Script`; ratios are to the best of the other rows."""
     rows = {name: dict(row) for name, row in table['results'].items()}
-    for key in 'seconds', 'cpu_s', 'peak_gib':
+    for key in ('seconds', 'cpu_s', 'peak_gib') if len(rows) > 1 else ():
         best = min(row[key] for name, row in rows.items() if name != 'ours')
         rows['ours'][f'{key} ratio'] = rows['ours'][key] / best
     return section('cpu', table, rows)

@@ -27,7 +27,6 @@ class BenchConfig(Options):
     data: str | None = None         # a folder or a hub dataset with MMLU's files
     tokenizer: str | None = None    # a folder with a tokenizer
     sample: int = 1024              # questions on which the Hugging Face loop is timed
-    ours: bool = False              # only ours, without the Hugging Face loop
 
 
 # attention of the Hugging Face model, prompts per batch

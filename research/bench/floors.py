@@ -6,7 +6,6 @@ The floor of an item of train.py's step is the larger of its FLOPs over the rate
 8192 x 8192 matrices and its bytes over the rate of a large copy, both measured here. For T tokens,
 a block with L layers, D = hidden_size, I = intermediate_size, q = heads * head_dim, kv = key-value
 heads * head_dim, and V words, in bfloat16:
-heads * head_dim, and V words, in bfloat16:
 
     products      6 T (weights of the blocks + D V) FLOPs: forward, and two products backward.
     attention     forward 2 n^2 q per document of n tokens and layer: q k and p v take 2 n^2 q each,

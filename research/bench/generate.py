@@ -40,7 +40,6 @@ SETTINGS = ((1, 128, 512), (64, 512, 256), (256, 512, 256))
 class BenchConfig(Options):
     shape: tuple[Shape, ...] = ('llama32_1b', 'gemma2_2b', 'llama31_8b')
     rows: tuple[int, ...] = (1, 64, 256)    # of SETTINGS
-    ours: bool = False              # only ours
     prompts: str | None = None      # rows with `prompt` or `question`, for the whole command
     tokenizer: str | None = None    # a folder with a tokenizer, for the whole command
 

@@ -1,8 +1,6 @@
 """GRPO compared with TRL's GRPOTrainer: seconds of the parts of a step, see docs/benchmarks.md.
 
     python research/bench/grpo.py --prompts=gsm8k.jsonl --tokenizer=Llama-3.2-1B
-
-TRL generates by transformers, which needs no package beside it.
 """
 
 import statistics

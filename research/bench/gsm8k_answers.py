@@ -1,7 +1,6 @@
 """Written answers to GSM8K with every confidence, compared with lm-evaluation-harness, on CUDA.
 
     python research/bench/gsm8k_answers.py --data=gsm8k --tokenizer=Llama-3.2-1B
-    python research/bench/gsm8k_answers.py --data=gsm8k --model=out/run --questions=32 --batch=256
 
 Both read the same prompts with five shots, draw at temperature 1, and end an answer at the end
 token, before 'Question:' and after 256 tokens; docs/benchmarks.md says what is timed.
@@ -37,7 +36,6 @@ class BenchConfig(Options):
     max_tokens: int = WRITTEN_TASKS['gsm8k'].max_tokens
     questions: int = 64             # that lm_eval answers
     batch: tuple[int, ...] = (512, 1024)    # answers that lm_eval writes at once
-    ours: bool = False              # ours alone
     out: str = 'out/bench_answers.json'
 
 

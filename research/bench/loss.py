@@ -1,6 +1,5 @@
 """The losses of fused_ce.py compared with other libraries: time, memory, error; on a CUDA device.
 
-    python research/bench/loss.py
     python research/bench/loss.py --shapes=llama32_1b,mistral_7b --rounds=1 --out=out/quick
 
 Forward and backward of the output layer of six models in bfloat16, with random inputs whose logits
@@ -50,7 +49,6 @@ class BenchConfig(Options):
     shapes: tuple[str, ...] = tuple(SHAPES)
     n: int = 8192                   # tokens, all of which carry loss
     rounds: int = 3                 # the median of these is reported
-    ours: bool = False              # only ours and torch eager, whose errors are the unit
 
 
 def bench(config):

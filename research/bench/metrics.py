@@ -1,16 +1,13 @@
 """Calibration metrics of random predictions, compared with torchmetrics and netcal, on the CPU.
 
     python research/bench/metrics.py
-    python research/bench/metrics.py --ours
 
-Seconds, input checks included, for 14,042 questions with 4 options and for 1,000,000 with 10. Peers
-that are not installed are left out.
+Seconds, input checks included, for 14,042 questions with 4 options and for 1,000,000 with 10.
 """
 
 import statistics
 import sys
 import timeit
-from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -21,11 +18,6 @@ import torch
 import metrics
 import stats
 from research.bench.common import Options, Script, section
-
-
-@dataclass
-class BenchConfig(Options):
-    ours: bool = False              # ours alone
 
 
 def bench(config):
@@ -86,7 +78,7 @@ def view(table):
     return section('metrics', table, table['seconds'])
 
 
-script = Script(__file__, BenchConfig, bench, view, needs_gpu=False)
+script = Script(__file__, Options, bench, view, needs_gpu=False)
 
 if __name__ == '__main__':
     script.main(sys.argv[1:])

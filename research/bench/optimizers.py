@@ -28,7 +28,6 @@ class BenchConfig(Options):
     spreads: tuple[float, ...] = (0.0, 0.5, 1.0)
     rows: int = 4096                # of the matrices that are timed, with 14,336 columns
     steps: int = 1000
-    ours: bool = False              # ours alone
 
 
 LR, DECAY = 5e-6, 0.01

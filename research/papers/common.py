@@ -1,7 +1,6 @@
 """What the scripts of the papers share: their runs, the plan, tables beside the printed numbers.
 
     python research/papers/label_smoothing.py --plan     # the runs, GPU hours and disk space
-    python research/papers/label_smoothing.py --only=Gemma2-2B/Alpaca
 
 from the root of the repository. What is finished is skipped and what was interrupted is resumed, so
 a script that was stopped is simply started again. A run that cannot be done, because its model is

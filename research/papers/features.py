@@ -1,8 +1,6 @@
 """Compare the hidden states that a model computes for texts: a scatter, and their covariance.
 
-    python research/papers/features.py
-    python research/papers/features.py --models=google/gemma-2-2b,out/tuned --part=prompt \\
-        --pooling=last
+    python research/papers/features.py --models=google/gemma-2-2b,out/tuned --part=prompt
 
 features.md says what a feature is, what is measured, and why. The script writes a features.md
 with the table, features.csv, and figure6.png, the scatter.

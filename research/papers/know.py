@@ -1,7 +1,6 @@
 """Language Models (Mostly) Know What They Know (Kadavath et al. 2022, arXiv 2207.05221).
 
     python research/papers/know.py --plan
-    python research/papers/know.py --only=Llama-3.2-1B
 
 know.md says what the paper states, what it does not, and what was chosen here.
 """

@@ -1,10 +1,7 @@
 """Calibrated Language Models and How to Find Them with Label Smoothing (Huang et al., ICML 2025).
 
     python research/papers/label_smoothing.py --plan
-    python research/papers/label_smoothing.py
-    python research/papers/label_smoothing.py --tuning=full --out_dir=out/full
-    python research/papers/label_smoothing.py --model=FOLDER --data=FILE --rates=all \\
-        --out_dir=out/mine
+    python research/papers/label_smoothing.py --model=FOLDER --data=FILE --rates=all
 
 label_smoothing.md says what the paper states, what it does not, and what was chosen here.
 """

@@ -1,12 +1,8 @@
-"""Investigating the Multilingual Calibration Effects of Language Model Instruction-Tuning (Huang
-et al. 2025).
+"""Investigating the Multilingual Calibration Effects of Language Model Instruction-Tuning (2025).
 
     python research/papers/multilingual.py --printed   # the printed tables: seconds, no model
     python research/papers/multilingual.py --plan
-    python research/papers/multilingual.py
     python research/papers/multilingual.py --models=aya,gemma3 --figures=am,yo
-    python research/papers/multilingual.py --model=FOLDER --data=FILE \\
-        --eval.tasks=xcopa:FOLDER,cmmlu:FOLDER
 
 multilingual.md says what the paper states, what it does not, and what was chosen here.
 """

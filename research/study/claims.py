@@ -65,8 +65,7 @@ class Numbers:
             return None if curves[0] is None else at_equal(*curves)
         value = self._term(first, self.of)
         for sign, term in zip(others[::2], others[1::2], strict=True):
-            term = self._term(term, self.of)
-            value = value + term if sign == '+' else value - term
+            value = value + (1 if sign == '+' else -1) * self._term(term, self.of)
         return value
 
     def _term(self, text, read, **more):

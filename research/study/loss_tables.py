@@ -6,10 +6,9 @@
 seed-<n>.csv has the finished runs of a seed: a line for questions, facts and next tokens, over all
 languages and for each. Three more tasks are: 'held out', the NLL and ECE of the held-out
 conversations at the end of tuning; 'trained', the mean NLL of the trained ones in the last 50
-steps; and `base` or `medium`, whose accuracy is the share of the 4,000 facts of the instruction
-data that the model knows. An excess is the mean of ECE, or another metric, minus that of
-cross-entropy at equal accuracy; only the first strength of a loss is tested. claims.py says what a
-cell is.
+steps; and `base` or `medium`, whose accuracy is the share of the facts of the instruction data that
+the model knows. An excess is the mean of a metric minus that of cross-entropy at equal accuracy;
+only the first strength of a loss is tested.
 """
 
 import functools

@@ -7,8 +7,8 @@ Agreement is Kendall's tau-b over the runs of a task, each metric signed so that
 the share of pairs that they order alike is (1 + tau) / 2. Intervals are percentiles over resamples
 of the runs, as if runs were independent; those of one seed share their base model and questions.
 The committed tables hold eight such metrics of tuned models, and the counts of ten bins for thirty
-runs, which merge exactly into five, two and one. Tokens of the models of claim 3 are left out,
-since other vocabularies have other tokens. From run folders all metrics and 2 to 100 bins follow.
+runs, which merge exactly into five, two and one. From run folders all metrics and 2 to 100 bins
+follow.
 """
 
 import contextlib
@@ -201,7 +201,7 @@ def draw(path, agreed, binned):
     rows = -(-len(agreed) // columns)
     figure = new_figure(columns * (1.6 + 0.36 * size), rows * (4.2 + 0.36 * size))
     grid = figure.subplots(2 * rows, columns, squeeze=False,
-                           gridspec_kw={'height_ratios': [size, max(7, size / 3)] * rows})
+                           height_ratios=[size, max(7, size / 3)] * rows)
     tops, bottoms = grid[::2].flat, grid[1::2].flat
     for ax in (*tops[len(agreed):], *bottoms[len(agreed):]):
         ax.remove()

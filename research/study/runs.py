@@ -4,9 +4,8 @@
     python research/study/runs.py smoothing
 
 The experiment `base` makes the world and the base models that all others but `vocabulary` tune.
-Finished runs are skipped, so an interrupted command is simply started again, and several processes
-can share the seeds or the runs of an experiment. At the end, a table of all finished seeds is
-printed and written beside them as compare.*.
+Finished runs are skipped, and several processes can share the seeds or the runs of an experiment.
+At the end, a table of all finished seeds is printed and written beside them as compare.*.
 """
 
 import functools

@@ -3,9 +3,9 @@
     nvidia-cuda-mps-control -d
     python research/study/side_by_side.py --seeds=5,6 --gpus=4 --processes=10
 
-Each process does many runs. A run begins once its base model and its data exist. Finished runs
-are skipped; a run that fails is reported, and the others continue. If a process dies, start the
-script again for the rest. What the processes print is in out/study/side-by-side/.
+A run begins once its base model and its data exist. Finished runs are skipped; a run that fails is
+reported, and the others continue. If a process dies, start the script again for the rest. What the
+processes print is in out/study/side-by-side/.
 """
 
 import os
