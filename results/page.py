@@ -29,16 +29,15 @@ WRITTEN = 'greedy', 'answers'       # keys of a sample of written answers
 
 
 def to_read(results, samples):
-    """Return {task: its `task_rows`, mistakes first}, of tasks whose samples were all measured."""
+    """Return {task: its `task_rows`, mistakes first}."""
     rows = {}
     for task, result in results.items():
-        test = sorted(of_split(samples.get(task, [])), key=sample_order)
-        if len(test) == result['pooled']['n']:
-            # a confidence in written answers, such as `gsm8k.agreement`, has them in its task
-            written = {sample_order(s)[1:]: {key: s[key] for key in WRITTEN if key in s}
-                       for s in samples.get(task.partition('.')[0], [])}
-            test = [written.get(sample_order(s)[1:], {}) | s for s in test]
-            rows[task] = sorted(task_rows(test, result['norm']), key=mistakes_first)
+        # a confidence in written answers, such as `gsm8k.agreement`, has them in its task
+        written = {sample_order(s)[1:]: {key: s[key] for key in WRITTEN if key in s}
+                   for s in samples[task.partition('.')[0]]}
+        test = [written.get(sample_order(s)[1:], {}) | s
+                for s in sorted(of_split(samples[task]), key=sample_order)]
+        rows[task] = sorted(task_rows(test, result['norm']), key=mistakes_first)
     return rows
 
 
