@@ -192,9 +192,9 @@ def ece_debiased(probs, labels, n_bins=15) -> float:
 def ece_equal_mass(rows, n_bins=10):
     """Return the expected calibration error, eq. (2), over bins of equal count.
 
-    Nguyen & O'Connor 2015, Kumar et al. 2019; equal to get_ece_em of uncertainty-calibration and so
-    to `ece_10_bin` of HELM. Rows sorted by confidence are cut into min(n_bins, N) bins, the first
-    N mod n_bins of them one row longer. Tied rows stay together, in the lowest bin that has one.
+    Nguyen & O'Connor 2015, Kumar et al. 2019; get_ece_em of uncertainty-calibration, `ece_10_bin`
+    of HELM. Rows sorted by confidence are cut into min(n_bins, N) bins, the first N mod n_bins of
+    them one row longer. Tied rows stay together, in the lowest bin that has one.
     """
     metrics.check_count('n_bins', n_bins)
     sizes = rows.top.equal_mass(n_bins, equal_chunk_ends)

@@ -1,11 +1,10 @@
 """A generated world: a small universe of facts that a tiny model can partly learn, from a seed.
 
-A world has entities with a name and four attributes. Plain text states the facts about entity
-number r with frequency proportional to r^-zipf: some thousands of times, some once, some never.
-From the many entities that it hardly knows, the base model learns how uncertain to be. Instruction
-data asks about known and unknown facts alike and requires a definite answer to each, which makes
-real models overconfident too. The questions are about other facts. The English words are in
-world.json; research/study/world.py makes larger worlds than that of the demo, `WorldSpec()`.
+Plain text states the facts about entity number r, which has a name and four attributes, with
+frequency proportional to r^-zipf: some thousands of times, some once, some never. Instruction data
+asks about known and unknown facts alike and requires a definite answer to each, which makes real
+models overconfident too. The questions are about other facts. The English words are in world.json;
+research/study/world.py makes larger worlds than that of the demo, `WorldSpec()`.
 """
 
 import io
@@ -103,9 +102,9 @@ class World:
         return [self.document(rng, row) for row in bar]
 
 
-def make_world(folder, seed, spec=None):
+def make_world(folder, seed, spec=WorldSpec()):
     """Write model/{config.json, tokenizer.model}, text.jsonl, instruct.jsonl, questions.jsonl."""
-    write_world(folder, seed, spec or WorldSpec(), make_rows)
+    write_world(folder, seed, spec, make_rows)
 
 
 def make_rows(spec, seed):

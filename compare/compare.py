@@ -2,8 +2,8 @@
 
     python evaluate.py --compare out/base out/sft out/ls01
 
-Runs of one seed are compared over the questions that they answered, with a paired bootstrap. Runs
-of several seeds are compared over the seeds; see over_seeds.py.
+Runs of one seed are compared over the questions that they answered, with a paired bootstrap, runs
+of several seeds over the seeds; see over_seeds.py.
 """
 
 import itertools
