@@ -92,14 +92,10 @@ def _resample(n, n_resamples, seed, questions=None, n_questions=None):
         yield counts[:, questions] if is_shared else counts
 
 
-# From resampled values to intervals and p
-#
-# Noise in the gaps of bins moves a calibration error up, because the error is convex in the gaps. N
-# rows have an error above the population's, and a resample has one above that of the N rows. Of the
-# second bias, b = mean(values) - observed, is known. The first is between 0, if the gaps are far
-# above the noise, and b / (sqrt(2) - 1) = 2.4 b, if they are all noise. So an interval reaches from
-# the percentile interval around observed - BIAS_RANGE * b to that around observed; docs/metrics.md
-# says why it is 3.5, and how often such intervals hold the true value.
+# From resampled values to intervals and p: noise in the gaps of bins moves a calibration error up.
+# Of the bias of a resample, b = mean(values) - observed is known; that of the rows is between 0 and
+# b / (sqrt(2) - 1) = 2.4 b. So an interval reaches from the percentile interval around observed -
+# BIAS_RANGE * b to that around observed (docs/metrics.md).
 
 BIAS_RANGE = 3.5
 

@@ -52,7 +52,9 @@ class Language:
     asks: list          # templates of {attribute} and {name}; the questions use the first one
 
 
-ENGLISH = Language(**json.loads((Path(__file__).parent / 'world.json').read_text(encoding='utf-8')))
+WORDS = json.loads((Path(__file__).parent / 'world.json').read_text(encoding='utf-8'))
+MODEL = WORDS.pop('config.json')
+ENGLISH = Language(**WORDS)
 ENGLISH.values.update({a: words.split() for a, words in ENGLISH.values.items()})
 ATTRIBUTES = list(ENGLISH.attributes)
 
@@ -166,15 +168,6 @@ def write_world(folder, seed, spec, make_rows):
             (model / 'tokenizer.model').write_bytes(train_tokenizer(size, texts))
             (model / 'config.json').write_text(json.dumps(MODEL | {'vocab_size': size}, indent=1))
         (part / mark.name).write_text(content)      # by its name it is the last to be replaced
-
-
-MODEL = {
-    'architectures': ['LlamaForCausalLM'], 'model_type': 'llama', 'vocab_size': 1_280,
-    'hidden_size': 128, 'intermediate_size': 352, 'num_hidden_layers': 2,
-    'num_attention_heads': 4, 'num_key_value_heads': 4, 'max_position_embeddings': 512,
-    'rms_norm_eps': 1e-5, 'rope_theta': 10000.0, 'tie_word_embeddings': True,
-    'bos_token_id': 1, 'eos_token_id': 2, 'torch_dtype': 'float32',
-}
 
 
 def make_names(spec, n, rng):

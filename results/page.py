@@ -88,15 +88,6 @@ def select(rows, most=MOST):
 DIAGRAMS = 'Reliability diagrams'       # heading of the pictures
 FIRST = 'accuracy', 'ECE'       # columns that are in view on a narrow screen
 MAIN = 'model', 'data', 'loss', 'smoothing', 'base_smoothing', 'lr', 'epochs', 'seed'
-TERMS = {
-    '[from, to]': 'the 95 % interval of the number above it.',
-    'pooled': 'all rows of the task together.',
-    'macro': 'the mean over the languages, or else over the subjects.',
-    'temperature scaling': 'after division of the log-probabilities by a temperature that other '
-                           'questions decide.',
-    'platt scaling': 'after a logistic regression of right and wrong on the confidence, fitted to '
-                     'other questions.',
-    'overconfident': 'the mean confidence is above the accuracy; the reverse is underconfident.'}
 
 
 def write(path, title, version, about, tables, pictures, selected):
@@ -110,7 +101,9 @@ def write(path, title, version, about, tables, pictures, selected):
     texts = {
         'title': html.escape(f'{title} ({date})'), 'heading': html.escape(title),
         'about': f'<p class="about">{html.escape(date)}</p>{about}',
-        'tables': tables + definitions(tables),
+        # what the columns are: as text, since no finger can hover
+        'tables': tables, 'names': ''.join(f'<dt>{name}<dd>{text}' for name, text in {
+            name: text for text, name in re.findall('<th title="([^"]+)">(.*)', tables)}.items()),
         'left-out': '' if len(chosen) == total else (
             f'The page has {len(chosen):,} of {total:,} samples: of each task and language the '
             f'most confident mistakes first. All are in samples.jsonl. '),
@@ -156,13 +149,6 @@ def images(folder, heading, names):
     shown = [f'<p><img alt="{html.escape(name)}" src="data:image/png;base64,'
              f'{base64.b64encode((folder / name).read_bytes()).decode()}">\n' for name in names]
     return f'<h2>{heading}</h2>\n{"".join(shown)}' if shown else ''
-
-
-def definitions(tables):
-    """Return what the names in HTML `tables` mean: as text, since no finger can hover."""
-    columns = {name: text for text, name in re.findall('<th title="([^"]+)">(.*)', tables)}
-    return ('<details><summary>What the names mean</summary><dl>' + ''.join(
-        f'<dt>{name}<dd>{text}' for name, text in (TERMS | columns).items()) + '</dl></details>')
 
 
 def section_html(part, first=()):

@@ -262,9 +262,8 @@ def intervals(resampled, report, reasons):
 def mean_report(reports, resampled):
     """Return the mean of reports, with intervals from the mean of the resampled values.
 
-    A metric has none if it has none in a group, or if a group has fewer than 10 samples: resampling
-    within it varies too little, by a factor sqrt(1 - 1 / n) in its standard deviation, and not at
-    all for n = 1.
+    A metric has none if it has none in a group, or if a group has fewer than 10 samples, within
+    which resampling varies too little: by a factor sqrt(1 - 1 / n) in its standard deviation.
     """
     mean = {'groups': len(reports)}
     for key in reports[0]:
