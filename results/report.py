@@ -300,22 +300,22 @@ def panel_title(name, result):
 
 def notes(result):
     """Return the notes below a task's table, as lines."""
-    lines, by_letters = [], 'by letters' in result['distribution']
+    by_letters, pooled = 'by letters' in result['distribution'], result['pooled']
+    lines = []
     if (mass := result.get('option_mass')) is not None:
         lines.append(f'the options together have a mean probability of {mass:.3f}'
                      + '; with so little, another scoring or prompt may suit the model better'
                      * (mass < 0.01 and by_letters))    # that of whole texts is always small
     chance = result.get('chance', -1)       # P(True) has none
     if by_letters and result['pooled']['accuracy_low'] <= chance:
-        low, high = (result['pooled'][f'accuracy_{end}'] for end in ('low', 'high'))
+        low, high = pooled['accuracy_low'], pooled['accuracy_high']
         verdict = ('this is no better than guessing' if high <= chance else
                    f'the 95 % interval, {low:.3f}-{high:.3f}, includes the accuracy of guessing')
         shots = '--shots=5, ' * (result.get('shots') == 0)
         lines.append(f'{verdict} ({chance:.3f}); many base and small models cannot answer by a '
                      f'letter: try {shots}--scoring=text, or --prompt_format=harness, where the '
                      f'task has it')
-    lines.append(shared_note(result['pooled'], result['unit']))
-    lines.append(few_rows_note(result['pooled']['n'], result['unit']))
+    lines += shared_note(pooled, result['unit']), few_rows_note(pooled['n'], result['unit'])
     if fitted := result.get('post_hoc'):
         values = [f'temperature {t:.3f}' + ' (equal probabilities are as good)' * (t > 999)
                   for t in fitted.get('temperature', ())]
@@ -328,11 +328,10 @@ def notes(result):
         lines.append('letters chosen (correct): ' + ', '.join(
             f'{letter} {share["chosen"]:.3f} ({share["correct"]:.3f})'
             for letter, share in result['letters'].items()))
-        by_order = {key: [report[key] for report in result['orders'].values()]
-                    for key in ('accuracy', 'ece')}
-        lines.append(f'the same option in all orders: {result["same_option"]:.3f} of the questions'
-                     + ''.join(f'; {PRINTED[key].title} by order: {min(x):.3f} to {max(x):.3f}'
-                               for key, x in by_order.items()))
+        lines.append(f'the same option in all orders: {result["same_option"]:.3f} of the questions')
+        for key in ('accuracy', 'ece'):
+            values = [report[key] for report in result['orders'].values()]
+            lines[-1] += f'; {PRINTED[key].title} by order: {min(values):.3f} to {max(values):.3f}'
     lines += interval_notes(report_rows(result))
     for key, room in rooms.RESULTS.items():
         lines += rooms.load(room).notes(result) if key in result else ()
