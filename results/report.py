@@ -56,8 +56,8 @@ class Predictions(NamedTuple):
     def scaled(self, temperature, log_prior=0):
         """Return the Predictions of (scores - log_prior) / temperature; T a number or [N, 1]."""
         scores = (self.scores - log_prior) / temperature
-        scaled = option_predictions(metrics.softmax(scores), self.labels, self.n_options, scores)
-        return scaled._replace(questions=self.questions)
+        return option_predictions(metrics.softmax(scores), self.labels, self.n_options, scores,
+                                  self.questions)
 
     def report(self, measures=None):
         """Return metrics.report; with 'questions', if there are fewer than rows."""
@@ -88,14 +88,14 @@ class Predictions(NamedTuple):
             measures=measures, columns=self.columns, questions=index, n_questions=n)
 
 
-def option_predictions(probs, labels, n_options, scores):
+def option_predictions(probs, labels, n_options, scores, questions=None):
     """Return the Predictions of distributions over options, with their conformal sets."""
     columns = {}
     for method in ('lac', 'aps'):
         sets = metrics.conformal_sets(probs, labels, n_options, method=method)
         columns[f'{method}_coverage'] = sets[np.arange(len(sets)), labels].astype(float)
         columns[f'{method}_size'] = sets.sum(1).astype(float)
-    return Predictions(probs, labels, n_options, scores, columns)
+    return Predictions(probs, labels, n_options, scores, columns, questions)
 
 
 def names_of(samples, key):
@@ -121,9 +121,8 @@ def predictions(samples, norm):
     scores = np.full((len(samples), n_options.max()), -np.inf)
     for row, s in zip(scores, samples, strict=True):
         row[:len(s['options'])] = option_scores(s['log_probs'], s['options'], s['n_tokens'], norm)
-    predicted = option_predictions(metrics.softmax(scores), np.array(
-        [s['answer'] for s in samples]), n_options, scores)
-    return predicted._replace(questions=question_numbers(samples))
+    return option_predictions(metrics.softmax(scores), np.array([s['answer'] for s in samples]),
+                              n_options, scores, question_numbers(samples))
 
 
 # Metrics and their intervals
