@@ -34,7 +34,7 @@ def to_read(results, samples):
     for task, result in results.items():
         # a confidence in written answers, such as `gsm8k.agreement`, has them in its task
         written = {sample_order(s)[1:]: {key: s[key] for key in WRITTEN if key in s}
-                   for s in samples[task.partition('.')[0]]}
+                   for s in samples.get(task.partition('.')[0], ())}
         test = [written.get(sample_order(s)[1:], {}) | s
                 for s in sorted(of_split(samples[task]), key=sample_order)]
         rows[task] = sorted(task_rows(test, result['norm']), key=mistakes_first)
