@@ -1,7 +1,7 @@
 """The metrics that no report prints: the rest of the catalogue, by the rules of metrics.py.
 
-`metrics.kde_ece` and so on find them. `evaluate.py --all_metrics` adds them to results.json, and
-`python metrics.py FILE` computes all of `MEASURES`.
+`metrics.kde_ece` and so on find them; `evaluate.py --all_metrics` and `python metrics.py FILE`
+compute all of `MEASURES`.
 """
 
 import bisect
@@ -30,7 +30,7 @@ def murphy(probs, labels, n_bins=10) -> dict[str, float]:
         uncertainty  acc (1 - acc)
         within_bin   1/N sum_B sum_i (c_i - conf(B))^2 - 2 (c_i - conf(B)) (a_i - acc(B))
 
-    Murphy 1973, over the bins of `bins`. The last term is WBV - WBC of Stephenson et al. 2008.
+    Murphy 1973, over the bins of `bins`; the last term is WBV - WBC of Stephenson et al. 2008.
     """
     confidence, correct = metrics.top_label(probs, labels)
     index = metrics.equal_width_bins(confidence, n_bins)
@@ -68,10 +68,8 @@ def refinement(probs, labels, *, scores=None) -> dict[str, float]:
         nll = nll_refinement + nll_calibration,    brier = brier_refinement + brier_calibration
 
     Berta et al. 2025 (arXiv 2501.19195). The refinement is the loss after scaling by the
-    temperature of least NLL, as in their probmetrics ('temp-scaling', fitted on all rows). So
-    nll_refinement is about 1/2N nats too small, and nll_calibration is never negative. An option of
-    probability 0 stays at 0, unless it is the label, which then has 2.2e-16, as in `nll`. scores:
-    those of `nll`.
+    temperature of least NLL of all rows, about 1/2N nats too small. An option of probability 0
+    stays at 0, unless it is the label, which then has 2.2e-16, as in `nll`. scores: as in `nll`.
     """
     whole = {'nll': metrics.nll(probs, labels, scores=scores),
              'brier': metrics.brier(probs, labels)}
@@ -92,8 +90,8 @@ def best_temperature(scores, targets) -> float:
     """Return the T from 0.001 to 1000 with the least cross-entropy of softmax(scores / T).
 
     scores are float [N, K], -inf for a missing option; targets float or bool [N, K] are
-    distributions over the options, such as one-hot labels. The cross-entropy is convex in 1 / T;
-    Newton's method, with a bisection where a step does not halve the one before the last.
+    distributions over the options, such as one-hot labels. By Newton's method on 1 / T, in which
+    it is convex, with a bisection where a step does not halve the one before the last.
     """
     z = np.array(np.transpose(scores), np.float64, order='C')       # [K, N]: sums over K are fast
     z -= z.max(0)
@@ -101,11 +99,8 @@ def best_temperature(scores, targets) -> float:
     margins = np.where(np.isfinite(z), z - expected, 0)
     n = z.shape[1]
     pieces = [(z[:, i:i + 10_000], margins[:, i:i + 10_000]) for i in range(0, n, 10_000)]
-    low = 1e-3
-    high = 1e3
-    inverse = 1.0
-    before = np.inf
-    last = np.inf
+    low, high, inverse = 1e-3, 1e3, 1.0
+    before = last = np.inf
     while abs(last) > 1e-14 * inverse:
         slope = curvature = 0.0
         for z, margins in pieces:       # they fit into a cache
@@ -133,8 +128,8 @@ def kappa(probs, labels) -> float:
 def cohen_kappa(first, second) -> float:
     """Return the agreement of two ratings int [N] beyond chance, (s - e) / (1 - e), at most 1.
 
-    Cohen 1960: s is the share of rows in which they are equal, e that of two raters who draw from
-    the same shares at random, sum_k P(first = k) P(second = k). It is nan if e is 1.
+    Cohen 1960: s is the share of rows in which they are equal, e that of independent draws from
+    their shares, sum_k P(first = k) P(second = k). It is nan if e is 1.
     """
     first, second = metrics.as_array('first', first), metrics.as_array('second', second)
     chance = sum((first == k).mean() * (second == k).mean() for k in np.unique(first))
@@ -197,9 +192,9 @@ def ece_debiased(probs, labels, n_bins=15) -> float:
 def ece_equal_mass(rows, n_bins=10):
     """Return the expected calibration error, eq. (2), over bins of equal count.
 
-    Nguyen & O'Connor 2015, Kumar et al. 2019; equal to get_ece_em of uncertainty-calibration and so
-    to `ece_10_bin` of HELM. Rows sorted by confidence are cut into min(n_bins, N) bins, the first
-    N mod n_bins of them one row longer. Tied rows stay together, in the lowest bin that has one.
+    Nguyen & O'Connor 2015, Kumar et al. 2019; get_ece_em of uncertainty-calibration, `ece_10_bin`
+    of HELM. Rows sorted by confidence are cut into min(n_bins, N) bins, the first N mod n_bins of
+    them one row longer. Tied rows stay together, in the lowest bin that has one.
     """
     metrics.check_count('n_bins', n_bins)
     sizes = rows.top.equal_mass(n_bins, equal_chunk_ends)
@@ -237,10 +232,9 @@ def smooth_ece(probs, labels) -> float:
     """Return the smooth ECE: the mean |residual| after smoothing by a Gaussian of the same width.
 
     Blasiok & Nakkiran 2023. Each row places its residual a_i - c_i at c_i on [0, 1], where it is
-    smoothed by a Gaussian with reflection at both ends. The error at a width is the integral of
-    |smoothed residuals| / N. It never increases with the width, and the result is the one width
-    that equals its error, to 1e-6. relplot's smECE gives rows at 0 and 1 half their weight, and
-    stops after ten bisections (docs/metrics.md).
+    smoothed by a Gaussian with reflection at both ends. The integral of |smoothed residuals| / N
+    never increases with the width; the result is the one width that equals it, to 1e-6. relplot's
+    smECE gives rows at 0 and 1 half their weight, and stops after ten bisections.
     """
     confidence, correct = metrics.top_label(probs, labels)
     residual = correct - confidence.astype(np.float64)
@@ -277,8 +271,8 @@ def kde_ece(probs, labels) -> float:
 def _reflected(confidence, weights, cells):
     """Return weights [M, N] on a grid from 0 to 1 and back, [M, 2 * cells].
 
-    Each weight is split between the two grid points beside its confidence, and stands on the way
-    there and on the way back, so that of a point at 0 or 1 counts twice.
+    Each weight is split between the two grid points beside its confidence, on the way there and on
+    the way back, so that of a point at 0 or 1 counts twice.
     """
     position = np.clip(confidence.astype(np.float64), 0, 1) * cells
     left = np.minimum(position.astype(int), cells - 1)
@@ -340,10 +334,10 @@ def prr(probs, labels) -> float:
 def bas(rows):
     """Return the behavioral alignment score, 1/N sum_i c_i + (1 - a_i) log(1 - c_i), at most 1.
 
-    Wu et al. 2026 (arXiv 2604.03216), as an integral: the mean utility over thresholds t uniform in
-    [0, 1] of a user who accepts answers of confidence t or more: 1 for a right answer, -t / (1 - t)
-    for a wrong one, 0 for abstaining. Confidence equal to the accuracy maximizes it. 1 - c_i is at
-    least 2.2e-16 here, as in `nll`, so no row costs more than 35.04.
+    Wu et al. 2026 (arXiv 2604.03216): the mean utility over thresholds t uniform in [0, 1] of a
+    user who accepts answers of confidence t or more: 1 for a right answer, -t / (1 - t) for a wrong
+    one, 0 for abstaining. Confidence equal to the accuracy maximizes it. 1 - c_i is at least
+    2.2e-16 here, as in `nll`.
     """
     c = rows.as_given.astype(np.float64)
     cost = np.log(np.maximum(1 - c, metrics.NLL_FLOOR))
@@ -377,8 +371,7 @@ def tace(probs, labels, n_ranges=15, threshold=0.01, n_options=None) -> float:
     """Return the thresholded adaptive calibration error: `ace` of probabilities above `threshold`.
 
     Nixon et al. 2019, who advise it for a hundred options and more. As in their code, the mean of
-    each option is over the probabilities that are left, so the result is larger than `ace`. An
-    option of which none is left counts 0. threshold is in [0, 1].
+    each option is over the probabilities that are left, 0 if none is. threshold is in [0, 1].
     """
     metrics.check_count('n_ranges', n_ranges)
     metrics.check_range('threshold', threshold, '[0, 1]')
@@ -424,41 +417,36 @@ def _expected_gap(count, confidence, accuracy) -> float:
 # The table of all metrics
 
 
-Measure = metrics.Measure
+Unlisted = metrics.Unlisted
 MEASURES = (
     *metrics.PRINTED,
-    Measure('mce', 'MCE', mce, False, tables=(), interval_from=np.inf),
-    Measure('mce_count', 'rows in the bin of MCE', mce_bin, None, format='.0f', tables=(),
-            part=1, interval_from=np.inf),
-    Measure('ece_equal_mass', 'ECE, equal mass', ece_equal_mass, False, tables=(),
-            interval_outcomes=100),
-    Measure('ece_sweep', 'ECE, sweep', ece_sweep, False, tables=()),
-    Measure('ece_debiased', 'ECE, debiased', ece_debiased, False, tables=()),
-    Measure('tace', 'TACE', tace, False, 'n_options', tables=(), interval_outcomes=100),
-    Measure('rms_mmlu_repo', "RMS of MMLU's code", rms_mmlu_repo, False, tables=(),
-            interval_from=np.inf),
-    Measure('ks_error', 'KS error', ks_error, False, tables=()),
-    Measure('smooth_ece', 'smooth ECE', smooth_ece, False, tables=()),
-    Measure('kde_ece', 'KDE ECE', kde_ece, False, tables=()),
-    Measure('mmce', 'MMCE', mmce, False, tables=()),
-    Measure('aurc', 'AURC', aurc, False, tables=()),
-    Measure('excess_aurc', 'excess AURC', excess_aurc, False, tables=()),
-    Measure('prr', 'prediction-rejection ratio', prr, True, tables=()),
-    Measure('accuracy_at_coverage', 'accuracy of the surer half', accuracy_at_coverage, True,
-            tables=()),
-    Measure('coverage_at_accuracy', 'coverage at accuracy 0.9', coverage_at_accuracy, True,
-            tables=()),
-    Measure('bas', 'BAS', bas, True, tables=(), is_mean=True),
-    Measure('brier_top_label', 'Brier of the prediction', brier_top_label, False, tables=(),
-            is_mean=True),
-    Measure('brier_skill', 'Brier skill', brier_skill, True, tables=()),
-    Measure('kappa', "Cohen's kappa", kappa, True, 'options', tables=()),
-    Measure('reliability', 'reliability', murphy, False, tables=()),
-    Measure('resolution', 'resolution', murphy, True, tables=()),
-    Measure('uncertainty', 'uncertainty', murphy, None, tables=()),
-    Measure('within_bin', 'within-bin term', murphy, None, tables=()),
-    Measure('nll_refinement', 'NLL, refinement', refinement, False, 'scores', tables=()),
-    Measure('nll_calibration', 'NLL, calibration', refinement, False, 'scores', tables=()),
-    Measure('brier_refinement', 'Brier, refinement', refinement, False, 'scores', tables=()),
-    Measure('brier_calibration', 'Brier, calibration', refinement, False, 'scores', tables=()),
+    Unlisted('mce', 'MCE', mce, False, interval_from=np.inf),
+    Unlisted('mce_count', 'rows in the bin of MCE', mce_bin, None, format='.0f', part=1,
+             interval_from=np.inf),
+    Unlisted('ece_equal_mass', 'ECE, equal mass', ece_equal_mass, False, interval_outcomes=100),
+    Unlisted('ece_sweep', 'ECE, sweep', ece_sweep, False),
+    Unlisted('ece_debiased', 'ECE, debiased', ece_debiased, False),
+    Unlisted('tace', 'TACE', tace, False, 'n_options', interval_outcomes=100),
+    Unlisted('rms_mmlu_repo', "RMS of MMLU's code", rms_mmlu_repo, False, interval_from=np.inf),
+    Unlisted('ks_error', 'KS error', ks_error, False),
+    Unlisted('smooth_ece', 'smooth ECE', smooth_ece, False),
+    Unlisted('kde_ece', 'KDE ECE', kde_ece, False),
+    Unlisted('mmce', 'MMCE', mmce, False),
+    Unlisted('aurc', 'AURC', aurc, False),
+    Unlisted('excess_aurc', 'excess AURC', excess_aurc, False),
+    Unlisted('prr', 'prediction-rejection ratio', prr, True),
+    Unlisted('accuracy_at_coverage', 'accuracy of the surer half', accuracy_at_coverage, True),
+    Unlisted('coverage_at_accuracy', 'coverage at accuracy 0.9', coverage_at_accuracy, True),
+    Unlisted('bas', 'BAS', bas, True, is_mean=True),
+    Unlisted('brier_top_label', 'Brier of the prediction', brier_top_label, False, is_mean=True),
+    Unlisted('brier_skill', 'Brier skill', brier_skill, True),
+    Unlisted('kappa', "Cohen's kappa", kappa, True, 'options'),
+    Unlisted('reliability', 'reliability', murphy, False),
+    Unlisted('resolution', 'resolution', murphy, True),
+    Unlisted('uncertainty', 'uncertainty', murphy, None),
+    Unlisted('within_bin', 'within-bin term', murphy, None),
+    Unlisted('nll_refinement', 'NLL, refinement', refinement, False, 'scores'),
+    Unlisted('nll_calibration', 'NLL, calibration', refinement, False, 'scores'),
+    Unlisted('brier_refinement', 'Brier, refinement', refinement, False, 'scores'),
+    Unlisted('brier_calibration', 'Brier, calibration', refinement, False, 'scores'),
 )

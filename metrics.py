@@ -1,9 +1,7 @@
 """Calibration metrics for multiple-choice predictions, in plain numpy, one function per metric.
 
 Those that reports print are here, the others in catalog.py, which belongs beside this file:
-`metrics.kde_ece` and `metrics.MEASURES`, the table of all, are read from there.
-
-Every metric takes
+`metrics.kde_ece` and `metrics.MEASURES`, the table of all, are read from there. Every metric takes
 
     probs      float [N, K]   one row per question, each row sums to 1; a question with fewer than
                               K options is padded with zeros on the right
@@ -12,26 +10,21 @@ Every metric takes
 
 and returns a Python float unless its docstring says otherwise. A metric of the prediction alone
 also takes confidences, float [N], as probs, and labels that say whether each prediction is correct,
-bool or 0/1 [N]. In the docstrings
-
-    p_ik  probability of option k in row i
-    c_i   = max_k p_ik, the confidence
-    a_i   = 1 if argmax_k p_ik is the label, else 0; of equal options the first is predicted
-
-and |B|, conf(B) = mean c_i and acc(B) = mean a_i are the size and means of a bin B of rows. Empty
-bins add nothing. Sums are taken in float64 whatever the precision of probs. Binned metrics are
-biased upward for small N: report bins and N beside the number (docs/metrics.md).
+bool or 0/1 [N]. In the docstrings p_ik is the probability of option k in row i, c_i = max_k p_ik
+the confidence, and a_i = 1 if argmax_k p_ik is the label, else 0; of equal options the first is
+predicted. |B|, conf(B) = mean c_i and acc(B) = mean a_i are the size and means of a bin B of rows.
+Empty bins add nothing. Sums are taken in float64. Binned metrics are biased upward for small N:
+report bins and N beside the number (docs/metrics.md).
 
 Ties: float64 probabilities are equal if they agree to 12 decimals, float32 and float16 ones if they
 are identical. Metrics that depend on the prediction, on bins or on ties round first, so that noise
 of about 1e-16 does not change them. Entropy, nll, brier and bas are continuous and use probs as
-given. Tensors of torch are read as arrays, wherever they are and with or without gradients.
+given. Tensors of torch are read as arrays.
 
 Invalid input and settings out of range raise ValueError that names the row and the value. A row may
-be 1e-4 away from summing to 1 (1e-3 in float16, 8e-3 in bfloat16).
-
-Equations (2) to (6) are numbered as in Huang et al., 'Investigating the Multilingual Calibration
-Effects of Language Model Instruction-Tuning', appendix A.
+be 1e-4 away from summing to 1 (1e-3 in float16, 8e-3 in bfloat16). Equations (2) to (6) are those
+of Huang et al., 'Investigating the Multilingual Calibration Effects of Language Model
+Instruction-Tuning', appendix A.
 """
 
 import functools
@@ -51,12 +44,9 @@ SHORT_TOLERANCE = {'float16': 2.0**-10, 'bfloat16': 2.0**-7}
 TIE_DECIMALS = 12       # well above the noise of float64 and well below what a model can mean
 NLL_FLOOR = np.finfo(np.float64).eps    # 2.2e-16: no row costs more than 36.04 nats
 
-# Metrics of weighted rows
-#
-# A function below `weighted` takes Rows and returns the function from Weights to the metric of R
-# samples, float64 [R], in which row i counts weights.counts[r, i] times. What is called is the
-# metric of the rows as they are, metric(probs, labels), with counts of 1. stats.bootstrap gives the
-# counts of its draws.
+# Metrics of weighted rows: a function below `weighted` takes Rows and returns the function from
+# Weights to the metric of R samples, float64 [R], in which row i counts weights.counts[r, i] times.
+# What is called, metric(probs, labels), has counts of 1; stats.bootstrap gives those of its draws.
 
 WEIGHTED: dict[Callable, Callable] = {}     # {what is called: the function that takes Rows}
 
@@ -140,16 +130,13 @@ def or_nan(n):
 class SortedRows:
     """Groups of rows, each in ascending order of a probability, in one line of M rows.
 
-    groups: [(rows int [m], their probability [m], their outcome bool [m])]. A gap is probability -
-    outcome. The functions return functions from Weights to (size, sum of gaps) of bins, both
-    [R, groups, bins].
+    groups: [(rows int [m], their probability [m], their outcome bool [m])]; a gap is probability -
+    outcome. Bins are functions from Weights to their (size, sum of gaps), [R, groups, bins] each.
     """
 
     def __init__(self, groups):
         self.first = np.cumsum([0, *(len(rows) for rows, *_ in groups)])    # then M
-        order = []
-        gaps = []
-        last_tie = [[0]]
+        order, gaps, last_tie = [], [], [[0]]
         self.values = []
         for (rows, probability, outcome), start in zip(groups, self.first, strict=False):
             ascending = np.argsort(probability, kind='stable')
@@ -252,10 +239,10 @@ def accuracy(rows):
 
 
 def wilson_interval(probs, labels, z=1.96) -> tuple[float, float]:
-    """Return the Wilson score interval (low, high) of the accuracy; z = 1.96 covers 95 %.
+    """Return the Wilson score interval (low, high) of the accuracy, inside [0, 1].
 
     Wilson 1927: (acc + z^2/2N ± z sqrt(acc (1 - acc)/N + z^2/4N^2)) / (1 + z^2/N), with z in
-    (0, 1000]. It stays inside [0, 1] and has a width even if all rows are right or all are wrong.
+    (0, 1000]; 1.96 covers 95 %. It has a width even if all rows are right or all are wrong.
     """
     check_range('z', z, '(0, 1000]')
     low, high = wilson_ends(accuracy(probs, labels), len(probs), z)
@@ -289,8 +276,8 @@ def gap(rows):
 def entropy(rows, unit='bits', n_options=None):
     """Return the mean entropy of the rows, -1/N sum_i sum_k p_ik log p_ik, with 0 log 0 = 0.
 
-    unit: 'bits' (log2, as in the tables of Huang et al.), 'nats', or 'share', the entropy divided
-    by log n_options, in [0, 1] and 0 for a row with one option. labels are checked, not used.
+    unit: 'bits' (as Huang et al.), 'nats', or 'share', the entropy divided by log n_options, in
+    [0, 1] and 0 for a row with one option. labels are checked, not used.
     """
     if unit not in ('bits', 'nats', 'share'):
         raise ValueError(f"unit must be 'bits', 'nats' or 'share', not {unit!r}")
@@ -312,9 +299,9 @@ def row_entropy(probs):
 def nll(rows, *, scores=None):
     """Return the negative log-likelihood in nats, -1/N sum_i log max(p_i,label, 2.2e-16).
 
-    The floor is the epsilon of float64, as in scikit-learn's log_loss. With scores there is none:
-    1/N sum_i (logsumexp(scores_i) - scores_i,label). scores: float [N, K], logits or
-    log-probabilities whose softmax is probs to 1e-4; -inf for a missing option, never for a label.
+    The floor is scikit-learn's. With scores there is none: 1/N sum_i (logsumexp(scores_i) -
+    scores_i,label). scores: float [N, K], logits or log-probabilities whose softmax is probs to
+    1e-4; -inf for a missing option, never for a label.
     """
     probs, labels, _ = rows.options()
     return mean_of(label_nll(probs, labels, rows.scores))
@@ -353,11 +340,10 @@ def brier(rows):
 def bins(probs, labels, n_bins=10) -> dict[str, np.ndarray]:
     """Return the content of a reliability diagram: `n_bins` bins of equal width by confidence.
 
-    Bin m = 1..M holds ((m-1)/M, m/M]; 0 is in bin 1, and a confidence above 1 by rounding in bin M.
-    Edges are m/M in the precision of probs, since a float32 0.1 exceeds the float64 one.
-
-    Returns {'edges': float [M+1], 'count': int [M], and, each float [M] and nan where a bin is
-    empty, 'confidence', 'accuracy', and 'low' and 'high', the 95 % Wilson interval of accuracy}.
+    Bin m = 1..M holds ((m-1)/M, m/M], bin 1 also 0. Edges have the precision of probs, since a
+    float32 0.1 exceeds the float64 one. Returns {'edges': float [M+1], 'count': int [M], and, each
+    float [M] and nan where a bin is empty, 'confidence', 'accuracy', and 'low' and 'high', the 95 %
+    Wilson interval of accuracy}.
     """
     confidence, correct = top_label(probs, labels)
     count, conf, acc = bin_means(equal_width_bins(confidence, n_bins), n_bins, confidence, correct)
@@ -370,8 +356,7 @@ def bins(probs, labels, n_bins=10) -> dict[str, np.ndarray]:
 def ece(rows, n_bins=10):
     """Return the expected calibration error, eq. (2): sum_B |B|/N |acc(B) - conf(B)|, in [0, 1].
 
-    Naeini et al. 2015, over the bins of `bins`. The default of 10 follows Zhu et al. 2023, 'On the
-    Calibration of Large Language Models and Alignment'; Guo et al. 2017 use 15.
+    Naeini et al. 2015, over the bins of `bins`: 10 as in Zhu et al. 2023, Guo et al. 2017 use 15.
     """
     sizes = rows.top.equal_width(n_bins)
     return lambda weights: mean_gap(*sizes(weights))[:, 0]
@@ -380,8 +365,8 @@ def ece(rows, n_bins=10):
 def worst_group_ece(probs, labels, groups, n_bins=10, least=100) -> tuple[float, Any]:
     """Return (the largest `ece` of a group, its name), over groups of `least` rows or more.
 
-    groups: [N], such as the subject of each row. Without such a group it is (nan, None). The fewer
-    rows, the larger the ECE by chance: compare confidences of the same rows, not groups.
+    groups: [N], such as the subject of each row. Without such a group it is (nan, None). Fewer rows
+    have a larger ECE by chance: compare confidences of the same rows, not groups.
     """
     confidence, correct = top_label(probs, labels)
     groups = np.asarray(groups)
@@ -396,9 +381,8 @@ def worst_group_ece(probs, labels, groups, n_bins=10, least=100) -> tuple[float,
 def rmsce(rows, bin_size=100):
     """Return the root mean square calibration error, eq. (5): sqrt(sum_B |B|/N (acc - conf)^2).
 
-    Hendrycks et al. 2019. Rows sorted by confidence fill max(1, floor(N / bin_size)) bins of
-    bin_size rows; the last, most confident bin also takes the remainder. Tied rows keep the order
-    given, as in the published code, so the result may depend on it.
+    Hendrycks et al. 2019. Rows sorted by confidence fill max(1, floor(N / bin_size)) bins; the last
+    one also takes the remainder. Tied rows keep the order given, as in the published code.
     """
     check_count('bin_size', bin_size)
     sizes = rows.top.fixed_size(bin_size)
@@ -447,9 +431,8 @@ def sce(rows, n_bins=15, n_options=None):
     """Return the static calibration error, eq. (3): 1/K sum_k sum_m |B_mk|/N |acc - conf|.
 
     Nixon et al. 2019; the class-wise ECE of Kull et al. 2019: the mean over options k of the `ece`
-    of all N probabilities p_ik, including zeros. With n_options, option k counts only the N_k rows
-    that have it, and the mean is over the options that some row has. Without it, padding counts as
-    a probability of 0 that is always right.
+    of all N probabilities p_ik, zeros of padding too, which are always right. With n_options,
+    option k counts only the rows that have it, and the mean is over the options that some row has.
     """
     sizes = rows.by_option.equal_width(n_bins)
     return lambda weights: _mean_of_options(mean_gap(*sizes(weights)))
@@ -459,10 +442,10 @@ def sce(rows, n_bins=15, n_options=None):
 def ace(rows, n_ranges=15, n_options=None, equal_weights=False):
     """Return the adaptive calibration error, 1/K sum_k sum_r |B_rk|/N |acc(B_rk) - conf(B_rk)|.
 
-    Nixon et al. 2019. For each option k the N probabilities p_ik, including zeros, are sorted and
-    cut into R = min(n_ranges, N) ranges of equal count, at round(r N / R). Tied probabilities stay
-    together, in the lowest range that holds one. The weight |B_rk|/N is that of the authors' code;
-    equal_weights gives each range 1/R, as equation (4) does. n_options is used as in `sce`.
+    Nixon et al. 2019. The N probabilities p_ik of option k, including zeros, are sorted and cut
+    into R = min(n_ranges, N) ranges of equal count, at round(r N / R). Tied ones stay together, in
+    the lowest range that holds one. The weight |B_rk|/N is that of the authors' code; equal_weights
+    gives each range 1/R, as equation (4) does. n_options is used as in `sce`.
     """
     check_count('n_ranges', n_ranges)
     sizes = rows.by_option.equal_mass(n_ranges, rounded_chunk_ends)
@@ -484,15 +467,12 @@ def conformal_sets(probs, labels, n_options=None, *, method='lac', alpha=0.1) ->
 
     A set holds the options of nonconformity s <= q_i, with q_i the k-th smallest s of the labels of
     all other rows, k = ceil(N (1 - alpha)), or infinite if k = N. So it holds the label of a new
-    row with probability 1 - alpha or more, whatever the model, if rows are exchangeable.
+    row with probability 1 - alpha or more, whatever the model, if rows are exchangeable, and needs
+    no calibration set. Over all rows the coverage is k / N except for ties. A set may be empty.
 
         'lac'   s_ik = 1 - p_ik, Sadinle et al. 2019: the smallest sets on average
         'aps'   s_ik = sum of p_ij over the options j from the most probable one to k; of equal
-                options the first comes first. Romano et al. 2020, without their random term: sets
-                grow with difficulty
-
-    No row is in its own quantile, so no separate calibration set is needed; over all N rows the
-    coverage is k / N except for ties. A set may be empty.
+                options the first comes first. Romano et al. 2020, without their random term
     """
     if method not in ('lac', 'aps'):
         raise ValueError(f"method must be 'lac' or 'aps', not {method!r}")
@@ -525,11 +505,8 @@ def conformal(probs, labels, n_options=None, *, method='lac', alpha=0.1) -> tupl
 class Measure(NamedTuple):
     """A metric as a row of `PRINTED`; a new metric is a function and a row.
 
-    needs: how the function is called
-        'prediction'             function(probs, labels), probs [N, K] or confidences [N]
-        'options'                function(probs, labels), with probs [N, K], like the next two
-        'n_options'              function(probs, labels, n_options=n_options)
-        'scores'                 function(probs, labels, scores=scores)
+    needs: 'prediction' for function(probs, labels), probs [N, K] or confidences [N]; 'options' for
+    the same, but with probs [N, K] alone; 'n_options' and 'scores' also pass these, by name.
     tables: the tables that show it, with bootstrap intervals: 'runs', which a training run prints;
     'results', of one evaluation; 'compare', of several. A report holds every row of `PRINTED`.
     """
@@ -549,17 +526,18 @@ class Measure(NamedTuple):
 ALL_TABLES = ('runs', 'results', 'compare')
 _LAC, _APS = partial(conformal, method='lac'), partial(conformal, method='aps')
 _NATS, _SHARE = partial(entropy, unit='nats'), partial(entropy, unit='share')
+Unlisted = partial(Measure, tables=())      # a row that no table shows
 PRINTED = (
     Measure('accuracy', 'accuracy', accuracy, True, tables=ALL_TABLES, is_mean=True),
-    Measure('accuracy_low', 'accuracy, from', wilson_interval, None, tables=(), part=0),
-    Measure('accuracy_high', 'accuracy, to', wilson_interval, None, tables=(), part=1),
+    Unlisted('accuracy_low', 'accuracy, from', wilson_interval, None, part=0),
+    Unlisted('accuracy_high', 'accuracy, to', wilson_interval, None, part=1),
     Measure('confidence', 'confidence', mean_confidence, None, tables=('runs', 'results'),
             is_mean=True),
-    Measure('gap', 'confidence - accuracy', gap, None, tables=(), is_mean=True),
+    Unlisted('gap', 'confidence - accuracy', gap, None, is_mean=True),
     Measure('entropy_bits', 'entropy (bits)', entropy, None, 'options', tables=ALL_TABLES,
             is_mean=True),
-    Measure('entropy_nats', 'entropy (nats)', _NATS, None, 'options', tables=(), is_mean=True),
-    Measure('entropy_share', 'entropy / log K', _SHARE, None, 'n_options', tables=(), is_mean=True),
+    Unlisted('entropy_nats', 'entropy (nats)', _NATS, None, 'options', is_mean=True),
+    Unlisted('entropy_share', 'entropy / log K', _SHARE, None, 'n_options', is_mean=True),
     Measure('ece', 'ECE', ece, False, tables=ALL_TABLES),
     # below 10,000 rows, errors of both signs in one bin cancel (docs/metrics.md)
     Measure('rmsce', 'RMSCE', rmsce, False, tables=ALL_TABLES, interval_from=10_000),
@@ -568,14 +546,12 @@ PRINTED = (
     Measure('ace', 'ACE', ace, False, 'n_options', tables=('results',), interval_outcomes=100),
     Measure('brier', 'Brier', brier, False, 'options', tables=('results',), is_mean=True),
     Measure('nll', 'NLL (nats)', nll, False, 'scores', tables=('results',), is_mean=True),
-    Measure('ece_15', 'ECE, 15 bins', partial(ece, n_bins=15), False, tables=()),
-    Measure('auroc', 'AUROC', auroc, True, tables=()),
-    Measure('lac_coverage', 'LAC coverage', _LAC, None, 'n_options', tables=(), part=0,
-            is_mean=True),
-    Measure('lac_size', 'LAC size', _LAC, False, 'n_options', tables=(), part=1, is_mean=True),
-    Measure('aps_coverage', 'APS coverage', _APS, None, 'n_options', tables=(), part=0,
-            is_mean=True),
-    Measure('aps_size', 'APS size', _APS, False, 'n_options', tables=(), part=1, is_mean=True),
+    Unlisted('ece_15', 'ECE, 15 bins', partial(ece, n_bins=15), False),
+    Unlisted('auroc', 'AUROC', auroc, True),
+    Unlisted('lac_coverage', 'LAC coverage', _LAC, None, 'n_options', part=0, is_mean=True),
+    Unlisted('lac_size', 'LAC size', _LAC, False, 'n_options', part=1, is_mean=True),
+    Unlisted('aps_coverage', 'APS coverage', _APS, None, 'n_options', part=0, is_mean=True),
+    Unlisted('aps_size', 'APS size', _APS, False, 'n_options', part=1, is_mean=True),
 )
 
 
@@ -594,9 +570,7 @@ def report(probs, labels, n_options=None, *, scores=None, measures=None) -> Repo
     """
     measures = __getattr__('MEASURES') if measures is None else measures
     rows = Rows(probs, labels, n_options, scores)
-    confidence = rows.as_given
-    correct = rows.correct
-    once = rows.once()
+    confidence, correct, once = rows.as_given, rows.correct, rows.once()
     order = rows.top.order      # sorted once, since sorting sorted rows is fast
     calls = {'prediction': lambda function: function(confidence[order], correct[order])}
     if as_array('probs', probs).ndim == 2:
@@ -648,16 +622,8 @@ def __getattr__(name):
 
 def top_label(probs, labels) -> tuple[np.ndarray, np.ndarray]:
     """Return (confidence [N], rounded for ties, and correct, bool [N]) of the predictions."""
-    confidence, correct = predictions(probs, labels)
-    return round_for_ties(confidence), correct
-
-
-def predictions(probs, labels) -> tuple[np.ndarray, np.ndarray]:
-    """Return (confidence [N] as given, and correct, bool [N]) of the predictions."""
-    if as_array('probs', probs).ndim == 1:
-        return check_predictions(probs, labels)
-    probs, labels, _ = check_probs(probs, labels)
-    return probs.max(1), predicted(probs) == labels
+    rows = Rows(probs, labels)
+    return rows.rounded, rows.correct
 
 
 def predicted(probs) -> np.ndarray:
@@ -696,9 +662,8 @@ def rounded_chunk_ends(n, n_bins):
 def bin_means(index, n_bins, confidence, correct):
     """Return |B|, conf(B) and acc(B), each [n_bins]; the last two are nan where a bin is empty."""
     count = np.bincount(index, minlength=n_bins)
-    size = np.where(count, count, np.nan)
     sums = np.bincount(index, confidence, n_bins), np.bincount(index, correct, n_bins)
-    return count, sums[0] / size, sums[1] / size
+    return count, sums[0] / or_nan(count), sums[1] / or_nan(count)
 
 
 def softmax(scores, temperature=1.0) -> np.ndarray:

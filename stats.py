@@ -4,9 +4,9 @@ probs, labels and n_options are those of metrics.py, and a metric is a function 
 labels). All functions raise ValueError for input that metrics.py refuses, for counts below 1 and
 for levels outside (0, 1). The same seed gives the same numbers.
 
-Rows of one question, as in several languages or orders of its options, are not independent: what is
-hard in one is hard in the others. So the unit that is drawn and tested is the question. `questions`
-[N] names the question of each row; without it each row is a question of its own.
+Answers to one question, in several languages or orders of its options, are not independent. So the
+unit that is drawn and tested is the question. `questions` [N] names that of each row; without it
+each row is a question of its own.
 """
 
 import math
@@ -28,16 +28,13 @@ def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000, s
               n_questions=None) -> dict[str, np.ndarray]:
     """Return metrics of `report` on `n_resamples` samples of questions, drawn with replacement.
 
-    {key: float64 [n_resamples]} for the metrics `keys` of the table `measures`, metrics.MEASURES by
-    default; without keys for every metric with a column in a table of reports and all that are
-    fast. Metrics that are not defined for probs are left out.
-    `percentile_interval` makes intervals of the values. scores: those of `nll`; columns: {key:
-    float [N]}, more metrics that are means of a number per row. n_questions: if given, `questions`
-    are numbers below it, and so many are drawn; groups of rows with the same n_questions and seed
-    have the same draws.
-
-    A metric below `metrics.weighted` takes how often each row was drawn as its weights; others are
-    called once per resample.
+    {key: float64 [n_resamples]}, for `percentile_interval`, of the metrics `keys` of the table
+    `measures`, metrics.MEASURES by default; without keys of every metric with a column in a table
+    of reports and all that are fast. Metrics that are not defined for probs are left out. scores:
+    those of `nll`; columns: {key: float [N]}, more metrics that are means of a number per row.
+    n_questions: if given, `questions` are numbers below it, and so many are drawn; groups of rows
+    with the same n_questions and seed have the same draws. A metric below `metrics.weighted` takes
+    how often each row was drawn as its weights; others are called once per resample.
     """
     columns = {key: x for key, x in (columns or {}).items() if keys is None or key in keys}
     rows = metrics.Rows(probs, labels, n_options, scores)
@@ -95,14 +92,10 @@ def _resample(n, n_resamples, seed, questions=None, n_questions=None):
         yield counts[:, questions] if is_shared else counts
 
 
-# From resampled values to intervals and p
-#
-# Noise in the gaps of bins moves a calibration error up, because the error is convex in the gaps. N
-# rows have an error above the population's, and a resample has one above that of the N rows. Of the
-# second bias, b = mean(values) - observed, is known. The first is between 0, if the gaps are far
-# above the noise, and b / (sqrt(2) - 1) = 2.4 b, if they are all noise. So an interval reaches from
-# the percentile interval around observed - BIAS_RANGE * b to that around observed; docs/metrics.md
-# says why it is 3.5, and how often such intervals hold the true value.
+# From resampled values to intervals and p: noise in the gaps of bins moves a calibration error up.
+# Of the bias of a resample, b = mean(values) - observed is known; that of the rows is between 0 and
+# b / (sqrt(2) - 1) = 2.4 b. So an interval reaches from the percentile interval around observed -
+# BIAS_RANGE * b to that around observed (docs/metrics.md).
 
 BIAS_RANGE = 3.5
 
@@ -123,10 +116,9 @@ def no_interval(measure, n, accuracy, n_options=1) -> str:
     """Return why a row of metrics.MEASURES has no interval for n questions; '' if it has one.
 
     accuracy: that of the questions; n_options: their largest number of options. Resamples show the
-    noise of a bin only if it has both right and wrong rows: a model that is sure and nearly always
-    right has none to draw, however large n. By research/study/coverage.py, intervals hold in 0.9 of
-    the sets or more from measure.interval_outcomes right and as many wrong questions; those of the
-    classes, whose bins are per option, from 10 per option.
+    noise of a bin only if it has both right and wrong rows. Intervals hold in 0.9 of the sets of
+    research/study/coverage.py from measure.interval_outcomes right and as many wrong questions;
+    those of the classes, whose bins are per option, from 10 per option.
     """
     if n < measure.interval_from:
         endless = measure.interval_from == np.inf
@@ -141,10 +133,10 @@ def difference_test(first, second, observed, biased=True, level=0.95) -> tuple[f
     """Return (low, high, p) of second - first, a metric of two models on the same resamples, [R].
 
     observed: (first, second), the metric of the rows themselves. biased=False, for the mean of a
-    number per row, gives the percentile interval; True adds the range of the bias, which for each
-    model is from b to BIAS_RANGE * b, since one may be calibrated and the other not. The two-sided
-    p is twice the share of resamples on the rarer side of 0, counted as (1 + count) / (1 + R), at
-    most 1; with a bias, each side is counted where the interval has its end.
+    number per row, gives the percentile interval; True adds the range of the bias, from b to
+    BIAS_RANGE * b for each model, since one may be calibrated and the other not. The two-sided p is
+    twice the share of resamples on the rarer side of 0, or of the interval's end with a bias,
+    counted as (1 + count) / (1 + R), at most 1.
     """
     values = check_defined(second - first)
     (least, largest), (least_other, largest_other) = (
@@ -216,8 +208,7 @@ def paired_bootstrap(metric, probs_a, probs_b, labels, *, questions=None, n_resa
     """Return (b - a, low, high, p) of a metric of two models' predictions for the same questions.
 
     probs_a and probs_b are [N, K], or confidences [N] if both models are right in the same rows, as
-    before and after scaling. Questions are drawn for both at once. low, high and p:
-    `difference_test`.
+    before and after scaling. Questions are drawn for both at once; see `difference_test`.
     """
     a, b, labels = map(metrics.as_array, ('a', 'b', 'labels'), (probs_a, probs_b, labels))
     if a.shape != b.shape or len(a) != len(labels):

@@ -1,11 +1,10 @@
 """A generated world: a small universe of facts that a tiny model can partly learn, from a seed.
 
-A world has entities with a name and four attributes. Plain text states the facts about entity
-number r with frequency proportional to r^-zipf: some thousands of times, some once, some never.
-From the many entities that it hardly knows, the base model learns how uncertain to be. Instruction
-data asks about known and unknown facts alike and requires a definite answer to each, which makes
-real models overconfident too. The questions are about other facts. The English words are in
-world.json; research/study/world.py makes larger worlds than that of the demo, `WorldSpec()`.
+Plain text states the facts about entity number r, which has a name and four attributes, with
+frequency proportional to r^-zipf: some thousands of times, some once, some never. Instruction data
+asks about known and unknown facts alike and requires a definite answer to each, which makes real
+models overconfident too. The questions are about other facts. The English words are in world.json;
+research/study/world.py makes larger worlds than that of the demo, `WorldSpec()`.
 """
 
 import io
@@ -53,7 +52,9 @@ class Language:
     asks: list          # templates of {attribute} and {name}; the questions use the first one
 
 
-ENGLISH = Language(**json.loads((Path(__file__).parent / 'world.json').read_text(encoding='utf-8')))
+WORDS = json.loads((Path(__file__).parent / 'world.json').read_text(encoding='utf-8'))
+MODEL = WORDS.pop('config.json')
+ENGLISH = Language(**WORDS)
 ENGLISH.values.update({a: words.split() for a, words in ENGLISH.values.items()})
 ATTRIBUTES = list(ENGLISH.attributes)
 
@@ -103,9 +104,9 @@ class World:
         return [self.document(rng, row) for row in bar]
 
 
-def make_world(folder, seed, spec=None):
+def make_world(folder, seed, spec=WorldSpec()):
     """Write model/{config.json, tokenizer.model}, text.jsonl, instruct.jsonl, questions.jsonl."""
-    write_world(folder, seed, spec or WorldSpec(), make_rows)
+    write_world(folder, seed, spec, make_rows)
 
 
 def make_rows(spec, seed):
@@ -167,15 +168,6 @@ def write_world(folder, seed, spec, make_rows):
             (model / 'tokenizer.model').write_bytes(train_tokenizer(size, texts))
             (model / 'config.json').write_text(json.dumps(MODEL | {'vocab_size': size}, indent=1))
         (part / mark.name).write_text(content)      # by its name it is the last to be replaced
-
-
-MODEL = {
-    'architectures': ['LlamaForCausalLM'], 'model_type': 'llama', 'vocab_size': 1_280,
-    'hidden_size': 128, 'intermediate_size': 352, 'num_hidden_layers': 2,
-    'num_attention_heads': 4, 'num_key_value_heads': 4, 'max_position_embeddings': 512,
-    'rms_norm_eps': 1e-5, 'rope_theta': 10000.0, 'tie_word_embeddings': True,
-    'bos_token_id': 1, 'eos_token_id': 2, 'torch_dtype': 'float32',
-}
 
 
 def make_names(spec, n, rng):

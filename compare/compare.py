@@ -2,8 +2,8 @@
 
     python evaluate.py --compare out/base out/sft out/ls01
 
-Runs of one seed are compared over the questions that they answered, with a paired bootstrap. Runs
-of several seeds are compared over the seeds; see over_seeds.py.
+Runs of one seed are compared over the questions that they answered, with a paired bootstrap, runs
+of several seeds over the seeds; see over_seeds.py.
 """
 
 import itertools
@@ -350,10 +350,8 @@ def question_table(task, answers, reports, keys):
 
 
 def over_questions(pairs, answers, keys, cfg):
-    """Return the rows of each pair's second run minus the first, over the questions of both.
-
-    Also the lines that say which metrics have no interval, and why.
-    """
+    """Return (rows of each pair's second run minus the first, over the questions of both; the lines
+    that say which metrics have no interval, and why)."""
     rows, reasons = [], {}
     for (first, second), shared in pairs.items() if cfg.n_bootstrap else ():
         # both have the same draws, because seed, questions and their number are the same

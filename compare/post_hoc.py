@@ -1,5 +1,7 @@
 """Scalings of a report: fitted on held-out questions, on the other half, or read from a file."""
 
+import functools
+
 import numpy as np
 
 import metrics
@@ -29,15 +31,17 @@ def post_hoc(test, samples, held_out, norm, n_bootstrap, seed, measures=None):
     confidence, correct = metrics.top_label(test.probs, test.labels)
     source_top = metrics.top_label(source.probs, source.labels)
 
+    confident = functools.partial(Predictions, labels=correct, questions=test.questions)
+
     def fit_all(fit, *columns):
         return [fit(*(x[at] for x in columns)) for at, _ in fits]
 
-    def scaled(apply, parameters, *columns):
-        """Return the Predictions of apply(*columns, *parameters of the row's fit)."""
+    def by_row(apply, parameters, *columns):
+        """Return apply(*columns, *parameters of the row's fit), float [N]."""
         values = np.empty(n)
         for (_, rows), fit in zip(fits, parameters, strict=True):
             values[rows] = apply(*(x[rows] for x in columns), *fit)
-        return Predictions(values, correct)._replace(questions=test.questions)
+        return values
 
     fitted = {'fitted_on': fitted_on, 'platt': fit_all(scaling.fit_platt, *source_top)}
     final, groups = {'platt': scaling.fit_platt(*source_top)}, {}       # final: for other data
@@ -47,24 +51,22 @@ def post_hoc(test, samples, held_out, norm, n_bootstrap, seed, measures=None):
         by_option = source.scores, source.labels
         fitted['temperature'] = fit_all(scaling.fit_temperature, *by_option)
         final['temperature'] = [scaling.fit_temperature(*by_option)]
-        single = np.empty(n)
-        for (_, rows), temperature in zip(fits, fitted['temperature'], strict=True):
-            single[rows] = temperature
-        groups['temperature'] = test.scaled(single[:, None])
+        temperatures = by_row(float, [[x] for x in fitted['temperature']])
+        groups['temperature'] = test.scaled(temperatures[:, None])
         options = {(k, option) for s in samples for k, option in enumerate(s['options'])}
         # the same letters or words for all, and not the two answers to a judge, in any order
         if len(options) == test.scores.shape[1] and 'first' not in samples[0]:
             groups['batch'] = test.scaled(1, scaling.fit_prior(test.scores))
-    groups['platt'] = scaled(scaling.apply_platt, fitted['platt'], confidence)
+    groups['platt'] = confident(by_row(scaling.apply_platt, fitted['platt'], confidence))
     by_key = [np.unique(names_of(everything, key), return_inverse=True) for key in GROUPS]
     if indices := [index for names, index in by_key if len(names) > 1]:
         index = np.stack(indices, 1)
         shifts = fit_all(scaling.fit_multicalibration, *source_top, index[-m:])
-        groups['multicalibration'] = scaled(scaling.apply_multicalibration,
-                                            [[x] for x in shifts], confidence, index[:n])
+        groups['multicalibration'] = confident(by_row(
+            scaling.apply_multicalibration, [[x] for x in shifts], confidence, index[:n]))
     if test.scores is None:
-        groups['isotonic'] = scaled(scaling.apply_isotonic,
-                                    fit_all(scaling.fit_isotonic, *source_top), confidence)
+        groups['isotonic'] = confident(by_row(
+            scaling.apply_isotonic, fit_all(scaling.fit_isotonic, *source_top), confidence))
         final['isotonic'] = [x.tolist() for x in scaling.fit_isotonic(*source_top)]
     reports, _ = measure(groups, n_bootstrap, seed, measures=measures)
     return fitted | {'fits': final, 'reports': reports}, groups
@@ -75,16 +77,16 @@ def rescaled(predicted, name, parameters):
     try:
         if not scaling.SCALINGS[name][2]:
             confidence, correct = metrics.top_label(predicted.probs, predicted.labels)
-            scaled = Predictions(scaling.apply(name, confidence, parameters), correct)
-            return scaled._replace(questions=predicted.questions)
+            return Predictions(scaling.apply(name, confidence, parameters), correct,
+                               questions=predicted.questions)
         if predicted.scores is None:
             raise ValueError('it needs options, and this task has none')
         probs = scaling.apply(name, predicted.scores, parameters)
     except ValueError as error:
         raise DataError(f'scaling {name}: {error}') from None
     scores = np.where(np.isneginf(predicted.scores), -np.inf, np.log(np.maximum(probs, 1e-300)))
-    scaled = option_predictions(probs, predicted.labels, predicted.n_options, scores)
-    return scaled._replace(questions=predicted.questions)
+    return option_predictions(probs, predicted.labels, predicted.n_options, scores,
+                              predicted.questions)
 
 
 def agreement_note(before, after):

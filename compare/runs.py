@@ -52,10 +52,8 @@ def read_run(folder):
     """Return the Run in `folder`: its results, and the configuration of training and model."""
     advice = f'evaluate there again, or compare a file: --compare {folder / "samples.jsonl"}'
     content = read_results(folder / 'results.json', advice)
-    model = content['config']['model']
-    seed = content['seed']
-    results = content['tasks']
-    shape = {}
+    model, shape = content['config']['model'], {}
+    seed, results = content['seed'], content['tasks']
     # the training of this run, or of the model that it evaluates
     training, home = next(((run_settings(p), p) for p in (folder, Path(model))
                            if (p / 'train_config.py').exists()), ({}, None))

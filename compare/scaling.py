@@ -12,10 +12,10 @@
                  apply_multicalibration(confidence, groups, shifts)
 
 The first three take scores float [N, K], logits or log-probabilities with -inf where a question
-lacks an option, and labels int [N]; they return a distribution over the options. The others
-take the confidence of the predicted option, float [N] in [0, 1], and whether it is right, bool or
-0/1 [N]; they return a new confidence for the same predictions. Invalid input raises ValueError that
-names the row. `save` writes what the fits return to a JSON file, `load` reads it.
+lacks an option, and labels int [N]; they return a distribution over the options. The others take
+the confidence of the predicted option, float [N] in [0, 1], and whether it is right, bool or 0/1
+[N]; they return a new confidence. Invalid input raises ValueError that names the row. `save` writes
+what the fits return to a JSON file, `load` reads it.
 """
 
 import hashlib
@@ -46,8 +46,8 @@ def fit_temperature_to_base(scores, base_scores) -> float:
 
     DACA, Luo et al. 2025 (arXiv 2505.16690): the T of least KL divergence from softmax(base_scores)
     to softmax(scores / T), over the rows where both models predict the same option; the others make
-    T too large. T is only as good as the calibration of the base model. Both scores are float
-    [N, K], -inf for a missing option. Raises ValueError if every prediction differs.
+    T too large. Both scores are float [N, K], -inf for a missing option. Raises ValueError if every
+    prediction differs.
     """
     scores, base_scores = _check_scores(scores), _check_scores(base_scores, 'base_scores')
     if scores.shape != base_scores.shape:
@@ -65,9 +65,9 @@ def fit_temperature_to_base(scores, base_scores) -> float:
 def fit_vector(scores, labels, ridge=1e-6) -> tuple[np.ndarray, np.ndarray]:
     """Return (w [K], b [K]) of vector scaling, softmax(w * scores + b), with the least NLL.
 
-    Guo et al. 2017. Damped Newton on the convex NLL plus ridge * (|w - 1|^2 + |b|^2); the ridge, a
-    positive number, chooses among the b that differ by a constant. Each option index has weights of
-    its own, so use it for letters or classes, not for answers in random order.
+    Guo et al. 2017. Newton's method on the NLL plus ridge * (|w - 1|^2 + |b|^2); the ridge, above
+    0, chooses among the b that differ by a constant. For letters or classes, not for answers in
+    random order.
     """
     scores, is_label = _check_labeled(scores, labels)
     metrics.check_range('ridge', ridge, '(0, inf)')
@@ -132,9 +132,9 @@ def apply_prior(scores, log_prior) -> np.ndarray:
 def normalized_max(scores, p=2.0) -> np.ndarray:
     """Return the confidence max_k z_k / ||z||_p, z = scores - their mean, float64 [N] in [0, 1].
 
-    To rank predictions, not as a probability: smoothing lowers the largest logit most where the
-    prediction is right, and this undoes it (Xia et al. 2025, arXiv 2403.14715; Cattelan & Silva
-    2024, arXiv 2305.15508, choose p by the AURC of held-out rows). It is 0 if all scores are equal.
+    To rank predictions, not as a probability: it undoes that smoothing lowers the largest logit
+    most where the prediction is right (Xia et al. 2025, arXiv 2403.14715; Cattelan & Silva 2024,
+    arXiv 2305.15508, choose p by the AURC of held-out rows). It is 0 if all scores are equal.
     """
     scores = _check_scores(scores)
     metrics.check_range('p', p, '(0, inf)')
@@ -235,11 +235,10 @@ def fit_multicalibration(confidence, correct, groups, n_bins=10, z=3.0) -> list[
     """Return shifts [(grouping, group, bin, shift)], for `apply_multicalibration` in this order.
 
     Multicalibration, Hebert-Johnson et al. 2018, for language models Detommaso et al. 2024 (arXiv
-    2404.04689): calibrated in each of several groups that may overlap. A cell is the rows of a
+    2404.04689). groups: int [N, J], for each of J groupings, such as language and subject, the
+    index of the row's group from 0; all rows together are a further one. A cell is the rows of a
     group in one bin of confidence. As long as the mean confidence of a cell is more than z standard
-    errors away from its accuracy, the cell that is furthest away is shifted to it. groups: int
-    [N, J], for each of J groupings, such as language and subject, the index of the row's group from
-    0; all rows together are a further one. There are at most 1000 shifts.
+    errors away from its accuracy, the cell that is furthest away is shifted to it, 1000 at most.
     """
     confidence, correct = metrics.check_predictions(confidence, correct)
     metrics.check_range('z', z, '(0, inf)')

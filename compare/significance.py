@@ -19,19 +19,17 @@ else:
 def mcnemar(correct_a, correct_b, questions=None) -> tuple[int, int, float]:
     """Return (rows that only a has right, rows that only b has right, two-sided p).
 
-    McNemar 1947, exact: if the models are equally good, what they differ by in a question, d = rows
-    that only a has right - rows that only b has right, is as likely as -d. So p = min(1, 2 P(X <=
-    the smaller of the sums of the positive and of the negative |d|)), with X the sum of the |d| of
-    questions that are drawn with probability 1/2. Without `questions` X is binomial.
+    McNemar 1947, exact: if the models are equally good, d = rows of a question that only a has
+    right - rows that only b has right is as likely as -d. So p = min(1, 2 P(X <= the smaller of the
+    sums of the positive and of the negative |d|)), with X the sum of the |d| of questions that are
+    drawn with probability 1/2. Without `questions` X is binomial.
     """
     a, b = _check_correct([correct_a, correct_b])
     index, _ = stats.question_index(questions, len(a))
     d = np.bincount(index, a.astype(int) - b).astype(int)
     least, sizes = min(d[d > 0].sum(), -d[d < 0].sum()), np.sort(np.abs(d[d != 0]))
     if len(sizes) and sizes[0] == sizes[-1]:
-        n = len(sizes)
-        term = 1
-        total = 0
+        n, term, total = len(sizes), 1, 0
         for k in range(least // sizes[0] + 1):
             total, term = total + term, term * (n - k) // (k + 1)   # whole numbers, so exact
         share = total / 2**n
@@ -50,8 +48,7 @@ def cochran_q(correct, questions=None) -> tuple[float, float]:
 
     Cochran 1950: Q = (M - 1) (M sum_m C_m^2 - S^2) / (M sum_mi r_mi^2 - sum_i R_i^2), with r_mi the
     rows of question i that model m has right, C_m and R_i its sums over questions and over models,
-    S that of all. If the models are equally good, each order of the r_mi of a question is as likely
-    as any. p is that of chi-square with M - 1 degrees of freedom, an approximation for many
+    S that of all. p is that of chi-square with M - 1 degrees of freedom, an approximation for many
     questions in which the models differ. If there is none, Q is 0 and p is 1.
     """
     correct = _check_correct(correct)
@@ -83,13 +80,12 @@ def corrected_rate(judged, labeled_judged, labels, level=0.95) -> tuple[float, f
     labels are known. Rogan and Gladen 1978: with p the share of positive verdicts and q1, q0 the
     judge's sensitivity and specificity, the rate is (p + q0 - 1) / (q0 + q1 - 1), cut to [0, 1].
     The interval is Lang and Reiczigel's (2014), which Lee et al. recommend for judges (2511.21140):
-    with z^2 / 2, 1 and 1 more rows of both kinds in p, q0 and q1,
+    with z^2 / 2, 1 and 1 more rows of both kinds in p, q0 and q1, and v(x) = x (1 - x) / n,
 
         rate + d -+ z sqrt(v(p) + (1 - rate)^2 v(q0) + rate^2 v(q1)) / (q0 + q1 - 1)
+        d = 2 z^2 (rate v(q1) - (1 - rate) v(q0))
 
-    where v(x) = x (1 - x) / n is the variance of a share of n rows, and d = 2 z^2 (rate v(q1) -
-    (1 - rate) v(q0)). All are nan if q0 + q1 <= 1, or without labeled rows of both kinds: such a
-    judge says nothing.
+    All are nan if q0 + q1 <= 1, or without labeled rows of both kinds: such a judge says nothing.
     """
     z = NormalDist().inv_cdf(stats.check_level(level)[1])
     judged, verdicts, labels = (metrics.as_array(name, x).astype(bool) for name, x in (
@@ -118,8 +114,7 @@ def holm(p_values) -> np.ndarray:
     """Return p-values corrected for their number, float [M], in the order given.
 
     Holm 1979: the k-th smallest of M is multiplied by M - k + 1, and none is below a smaller one's.
-    If those below 0.05 are rejected, the probability of any false rejection is at most 5 %, however
-    the tests depend on each other.
+    Of those below 0.05, the probability of any false rejection is at most 5 %.
     """
     p = np.asarray(p_values, np.float64)
     metrics.refuse(~((p >= 0) & (p <= 1)), lambda i: f'p is {p[i]}, not from 0 to 1')
@@ -135,8 +130,7 @@ def consistency_test(probs, labels, metric=metrics.ece, *, n_resamples=1000,
 
     Consistency resampling, Broecker & Smith 2007, and the test of Vaicenavicius et al. 2019: labels
     are drawn from probs themselves. Returns {'observed', 'expected': the mean under calibration,
-    'p95': the 95th percentile, 'p': (1 + number of values >= observed) / (1 + n_resamples)}. A
-    calibrated model with 4 options and 100 questions has an expected ECE of 0.088.
+    'p95': the 95th percentile, 'p': (1 + number of values >= observed) / (1 + n_resamples)}.
     """
     metrics.check_count('n_resamples', n_resamples)
     metrics.top_label(probs, labels)    # for its checks

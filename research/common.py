@@ -52,9 +52,9 @@ def names_of(choices, default=None):
     """Return an option that takes several of `choices`, separated by commas; default: all."""
     def several(text):
         names = text.split(',')
-        if unknown := [name for name in names if name not in choices]:
+        if unknown := {*names} - {*choices}:
             raise argparse.ArgumentTypeError(
-                f'there is no {unknown[0]}; choose from {", ".join(choices)}')
+                f'there is no {min(unknown)}; choose from {", ".join(choices)}')
         return names
     return {'type': several, 'default': default or ','.join(choices),
             'help': 'separated by commas; default: %(default)s'}

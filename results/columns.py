@@ -10,9 +10,7 @@ PRINTED = {measure.key: measure for measure in metrics.PRINTED}
 
 def measure_of(key):
     """Return the row of metrics.MEASURES with this key; KeyError if there is none."""
-    if key in PRINTED:
-        return PRINTED[key]
-    return {measure.key: measure for measure in metrics.MEASURES}[key]
+    return PRINTED.get(key) or {measure.key: measure for measure in metrics.MEASURES}[key]
 
 
 def title_of(key):

@@ -22,11 +22,13 @@ def write_evaluation(results, earlier, samples, tasks, cfg, settings, versions, 
     remaining = {}
     for task, result in earlier.items():
         parent = task.partition('.')[0]
-        if task not in results and parent in results and 'answers' in result and (
+        if task in results:
+            continue
+        if parent in results and 'answers' in result and (
                 result['answers'] != rooms.load('confidence').digest_of_answers(samples[parent])):
             print(f'{task}: left out, since the answers to {parent} have changed; evaluate it '
                   f'again')
-        elif task not in results:
+        else:
             remaining[task] = result
     earlier = measure_again(remaining, samples)
     for task, result in results.items():
@@ -119,17 +121,12 @@ def draw_diagrams(results, samples, tasks, out_dir):
     """Draw reliability.png of all tasks, and grids of languages for `tasks`; return names."""
     panels, pictures = [], {}
     for task, result in results.items():
-        test = of_split(samples.get(task, []))
-        if len(test) != result['pooled']['n']:
-            print(f'reliability.png leaves out {task}: of its {result["pooled"]["n"]} questions '
-                  f'samples.jsonl now holds {len(test)}; evaluate {task} again to draw it')
-            continue
+        test = of_split(samples[task])
         pooled = report.predictions(test, result['norm'])
         panels.append((report.panel_title(task, result), pooled))
-        languages = report.split_groups(test, 'language', pooled) if task in tasks else {}
-        if languages:
+        if languages := report.split_groups(test, 'language', pooled) if task in tasks else {}:
             pictures[grid(task)] = [(report.panel_title(name, result), p)
-                                           for name, p in languages.items()], 7
+                                    for name, p in languages.items()], 7
     if panels:
         pictures[DIAGRAM] = panels, 5
     return [name for name, arguments in pictures.items()

@@ -29,16 +29,15 @@ WRITTEN = 'greedy', 'answers'       # keys of a sample of written answers
 
 
 def to_read(results, samples):
-    """Return {task: its `task_rows`, mistakes first}, of tasks whose samples were all measured."""
+    """Return {task: its `task_rows`, mistakes first}."""
     rows = {}
     for task, result in results.items():
-        test = sorted(of_split(samples.get(task, [])), key=sample_order)
-        if len(test) == result['pooled']['n']:
-            # a confidence in written answers, such as `gsm8k.agreement`, has them in its task
-            written = {sample_order(s)[1:]: {key: s[key] for key in WRITTEN if key in s}
-                       for s in samples.get(task.partition('.')[0], [])}
-            test = [written.get(sample_order(s)[1:], {}) | s for s in test]
-            rows[task] = sorted(task_rows(test, result['norm']), key=mistakes_first)
+        # a confidence in written answers, such as `gsm8k.agreement`, has them in its task
+        written = {sample_order(s)[1:]: {key: s[key] for key in WRITTEN if key in s}
+                   for s in samples.get(task.partition('.')[0], ())}
+        test = [written.get(sample_order(s)[1:], {}) | s
+                for s in sorted(of_split(samples[task]), key=sample_order)]
+        rows[task] = sorted(task_rows(test, result['norm']), key=mistakes_first)
     return rows
 
 
@@ -91,29 +90,19 @@ def select(rows, most=MOST):
 DIAGRAMS = 'Reliability diagrams'       # heading of the pictures
 FIRST = 'accuracy', 'ECE'       # columns that are in view on a narrow screen
 MAIN = 'model', 'data', 'loss', 'smoothing', 'base_smoothing', 'lr', 'epochs', 'seed'
-TERMS = {
-    '[from, to]': 'the 95 % interval of the number above it.',
-    'pooled': 'all rows of the task together.',
-    'macro': 'the mean over the languages, or else over the subjects.',
-    'temperature scaling': 'after division of the log-probabilities by a temperature that other '
-                           'questions decide.',
-    'platt scaling': 'after a logistic regression of right and wrong on the confidence, fitted to '
-                     'other questions.',
-    'overconfident': 'the mean confidence is above the accuracy; the reverse is underconfident.'}
 
 
 def write(path, title, version, about, tables, pictures, selected):
-    """Write a page.
-
-    about, tables: HTML; pictures: {heading: names of PNG files beside it}; selected: what `select`
-    returns
-    """
+    """Write a page. about, tables: HTML; pictures: {heading: names of PNG files beside it};
+    selected: what `select` returns."""
     chosen, total = selected
     date = f'{time.strftime("%Y-%m-%d")}, nanoCal {version}'
     texts = {
         'title': html.escape(f'{title} ({date})'), 'heading': html.escape(title),
         'about': f'<p class="about">{html.escape(date)}</p>{about}',
-        'tables': tables + definitions(tables),
+        # what the columns are: as text, since no finger can hover
+        'tables': tables, 'names': ''.join(f'<dt>{name}<dd>{text}' for name, text in {
+            name: text for text, name in re.findall('<th title="([^"]+)">(.*)', tables)}.items()),
         'left-out': '' if len(chosen) == total else (
             f'The page has {len(chosen):,} of {total:,} samples: of each task and language the '
             f'most confident mistakes first. All are in samples.jsonl. '),
@@ -161,18 +150,9 @@ def images(folder, heading, names):
     return f'<h2>{heading}</h2>\n{"".join(shown)}' if shown else ''
 
 
-def definitions(tables):
-    """Return what the names in HTML `tables` mean: as text, since no finger can hover."""
-    columns = {name: text for text, name in re.findall('<th title="([^"]+)">(.*)', tables)}
-    return ('<details><summary>What the names mean</summary><dl>' + ''.join(
-        f'<dt>{name}<dd>{text}' for name, text in (TERMS | columns).items()) + '</dl></details>')
-
-
 def section_html(part, first=()):
     """Return a Section of tables.py as HTML; a table with a title can be folded, a long one is.
-
-    first: titles of the columns that come first
-    """
+    first: titles of the columns that come first."""
     title, settings = re.fullmatch(r'(.*?)(?: \(([^()]*)\))?', part.title, re.S).groups('')
     parts = [f'<h2>{html.escape(title)}</h2>', table_html(part.table, first),
              *(f'<p class="about">{html.escape(line)}</p>'

@@ -25,13 +25,10 @@ def draw_bins(path, panels, columns=5):
     confidence. Below: the share of questions in each bin.
     """
     columns = min(columns, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = new_figure(max(3.6 * columns, 4.5), 4.6 * rows + 0.5)
-    axes = figure.subplots(2 * rows, columns, squeeze=False, sharex=True, sharey='row',
-                           height_ratios=(3, 1) * rows)
+    figure, axes = pairs_of_axes(len(panels), columns, max(3.6 * columns, 4.5), (4.6, 0.5),
+                                 sharex=True, sharey='row')
     highest = max(float(bins['count'].max() / bins['count'].sum()) for _, _, bins in panels)
-    for i, panel in enumerate(panels):
-        top, bottom = axes[i // columns * 2:, i % columns][:2]
+    for i, ((top, bottom), panel) in enumerate(zip(axes, panels, strict=True)):
         _draw_panel(top, bottom, *panel)
         bottom.set_ylim(0, 1.05 * highest)
         if i % columns == 0:
@@ -40,11 +37,20 @@ def draw_bins(path, panels, columns=5):
         if i + columns >= len(panels):
             bottom.set_xlabel('confidence')
             bottom.tick_params(labelbottom=True)
-    for ax in axes[-2:, len(panels) - columns * (rows - 1):].flat:
-        ax.axis('off')
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc='outside lower center', fontsize=8,
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc='outside lower center', fontsize=8,
                   frameon=False, ncols=1 if columns == 1 else 2 if columns < 4 else 5)
-    save_figure(figure, path, 150 if rows == 1 else 80)
+    save_figure(figure, path, 150 if len(panels) == columns else 80)
+
+
+def pairs_of_axes(n, columns, width, height, **shared):
+    """Return (a figure of `n` panels, the axes of each: a diagram, below it the shares); height:
+    (of a row, what is added), in inches like the width."""
+    rows = -(-n // columns)
+    figure = new_figure(width, height[0] * rows + height[1])
+    axes = figure.subplots(2 * rows, columns, squeeze=False, height_ratios=(3, 1) * rows, **shared)
+    for ax in axes[-2:, n - columns * (rows - 1):].flat:
+        ax.axis('off')
+    return figure, [axes[i // columns * 2:, i % columns][:2] for i in range(n)]
 
 
 def _draw_panel(top, bottom, title, numbers, bins):
@@ -82,13 +88,8 @@ def draw_curves(path, panels, columns=3):
     with warn_on_failure(path) as written:
         from matplotlib import colormaps
         columns = min(columns, len(panels))
-        rows = -(-len(panels) // columns)
-        figure = new_figure(4.6 * columns, 5.8 * rows)
-        axes = figure.subplots(2 * rows, columns, squeeze=False, height_ratios=(3, 1) * rows)
-        for ax in axes[-2:, len(panels) - columns * (rows - 1):].flat:
-            ax.axis('off')
-        for i, (title, runs) in enumerate(panels.items()):
-            top, bottom = axes[i // columns * 2:, i % columns][:2]
+        figure, axes = pairs_of_axes(len(panels), columns, 4.6 * columns, (5.8, 0))
+        for (top, bottom), (title, runs) in zip(axes, panels.items(), strict=True):
             top.plot((0, 1), (0, 1), '--', color='black', linewidth=1)
             n = len(runs)       # up to ten distinct colors, or a scale from dark to bright
             colors = (colormaps['tab10'](range(n)) if n <= 10 else

@@ -58,8 +58,8 @@ class Predictions(NamedTuple):
     def scaled(self, temperature, log_prior=0):
         """Return the Predictions of (scores - log_prior) / temperature; T a number or [N, 1]."""
         scores = (self.scores - log_prior) / temperature
-        scaled = option_predictions(metrics.softmax(scores), self.labels, self.n_options, scores)
-        return scaled._replace(questions=self.questions)
+        return option_predictions(metrics.softmax(scores), self.labels, self.n_options, scores,
+                                  self.questions)
 
     def report(self, measures=None):
         """Return metrics.report; with 'questions', if there are fewer than rows."""
@@ -91,14 +91,14 @@ class Predictions(NamedTuple):
             questions=index, n_questions=n)
 
 
-def option_predictions(probs, labels, n_options, scores):
+def option_predictions(probs, labels, n_options, scores, questions=None):
     """Return the Predictions of distributions over options, with their conformal sets."""
     columns = {}
     for method in ('lac', 'aps'):
         sets = metrics.conformal_sets(probs, labels, n_options, method=method)
         columns[f'{method}_coverage'] = sets[np.arange(len(sets)), labels].astype(float)
         columns[f'{method}_size'] = sets.sum(1).astype(float)
-    return Predictions(probs, labels, n_options, scores, columns)
+    return Predictions(probs, labels, n_options, scores, columns, questions)
 
 
 def names_of(samples, key):
@@ -128,9 +128,8 @@ def predictions(samples, norm):
     scores = np.full((len(samples), n_options.max()), -np.inf)
     for row, s in zip(scores, samples, strict=True):
         row[:len(s['options'])] = option_scores(s['log_probs'], s['options'], s['n_tokens'], norm)
-    predicted = option_predictions(metrics.softmax(scores), np.array(
-        [s['answer'] for s in samples]), n_options, scores)
-    return predicted._replace(questions=question_numbers(samples))
+    return option_predictions(metrics.softmax(scores), np.array([s['answer'] for s in samples]),
+                              n_options, scores, question_numbers(samples))
 
 
 # Metrics and their intervals
@@ -269,9 +268,8 @@ def intervals(resampled, report, reasons):
 def mean_report(reports, resampled):
     """Return the mean of reports, with intervals from the mean of the resampled values.
 
-    A metric has none if it has none in a group, or if a group has fewer than 10 samples: resampling
-    within it varies too little, by a factor sqrt(1 - 1 / n) in its standard deviation, and not at
-    all for n = 1.
+    A metric has none if it has none in a group, or if a group has fewer than 10 samples, within
+    which resampling varies too little: by a factor sqrt(1 - 1 / n) in its standard deviation.
     """
     mean = {'groups': len(reports)}
     for key in reports[0]:
@@ -308,22 +306,22 @@ def panel_title(name, result):
 
 def notes(result):
     """Return the notes below a task's table, as lines."""
-    lines, by_letters = [], 'by letters' in result['distribution']
+    by_letters, pooled = 'by letters' in result['distribution'], result['pooled']
+    lines = []
     if (mass := result.get('option_mass')) is not None:
         lines.append(f'the options together have a mean probability of {mass:.3f}'
                      + '; with so little, another scoring or prompt may suit the model better'
                      * (mass < 0.01 and by_letters))    # that of whole texts is always small
     chance = result.get('chance', -1)       # P(True) has none
     if by_letters and result['pooled']['accuracy_low'] <= chance:
-        low, high = (result['pooled'][f'accuracy_{end}'] for end in ('low', 'high'))
+        low, high = pooled['accuracy_low'], pooled['accuracy_high']
         verdict = ('this is no better than guessing' if high <= chance else
                    f'the 95 % interval, {low:.3f}-{high:.3f}, includes the accuracy of guessing')
         shots = '--shots=5, ' * (result.get('shots') == 0)
         lines.append(f'{verdict} ({chance:.3f}); many base and small models cannot answer by a '
                      f'letter: try {shots}--scoring=text, or --prompt_format=harness, where the '
                      f'task has it')
-    lines.append(shared_note(result['pooled'], result['unit']))
-    lines.append(few_rows_note(result['pooled']['n'], result['unit']))
+    lines += shared_note(pooled, result['unit']), few_rows_note(pooled['n'], result['unit'])
     if fitted := result.get('post_hoc'):
         values = [f'temperature {t:.3f}' + ' (equal probabilities are as good)' * (t > 999)
                   for t in fitted.get('temperature', ())]
@@ -336,11 +334,10 @@ def notes(result):
         lines.append('letters chosen (correct): ' + ', '.join(
             f'{letter} {share["chosen"]:.3f} ({share["correct"]:.3f})'
             for letter, share in result['letters'].items()))
-        by_order = {key: [report[key] for report in result['orders'].values()]
-                    for key in ('accuracy', 'ece')}
-        lines.append(f'the same option in all orders: {result["same_option"]:.3f} of the questions'
-                     + ''.join(f'; {PRINTED[key].title} by order: {min(x):.3f} to {max(x):.3f}'
-                               for key, x in by_order.items()))
+        lines.append(f'the same option in all orders: {result["same_option"]:.3f} of the questions')
+        for key in ('accuracy', 'ece'):
+            values = [report[key] for report in result['orders'].values()]
+            lines[-1] += f'; {PRINTED[key].title} by order: {min(values):.3f} to {max(values):.3f}'
     lines += interval_notes(report_rows(result))
     for key, room in rooms.RESULTS.items():
         lines += rooms.load(room).notes(result) if key in result else ()

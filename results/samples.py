@@ -1,11 +1,10 @@
 """Files of lines that grow: samples.jsonl of evaluate.py, answers.jsonl of generate.py.
 
-samples.jsonl has one line per scored question or token. Each of several processes appends to a part
-of its own, samples.jsonl.<rank>; the parts are merged at the end, or by the next command if this
-one is interrupted. eval_config.json has what all samples share: the model, the settings, and a hash
-of the questions of each task; answers.config.json is the like beside answers.jsonl. Each sample has
-a hash of the former, and results.json has it whole, with a checksum: neither is taken for that of
-another model.
+Each of several processes appends to a part of its own, samples.jsonl.<rank>; the parts are merged
+at the end, or by the next command if this one is interrupted. eval_config.json has what all samples
+share: the model, the settings, and a hash of the questions of each task; answers.config.json is the
+like beside answers.jsonl. Each sample has a hash of the former, and results.json has it whole, with
+a checksum: neither is taken for that of another model.
 """
 
 import functools
@@ -27,8 +26,6 @@ SCALING = 'scaling.json'       # the fits of --fit_temperature, for --scaling
 OUTPUTS = ('samples.jsonl', 'eval_config.json', 'results.json', 'results.md', 'results.csv',
            'results.tex', 'report.html')
 DIAGRAM = 'reliability.png'
-# keys that older versions did not write into results.json, and their values there
-OLDER = {'unit': 'questions', 'n_bootstrap': 1000, 'seed': 0}
 CHECKSUM = 'line_checksum'      # key of a row's hash, so that a damaged number is noticed
 NORMS = ('token', 'sum', 'char', 'byte')    # see `option_lengths`
 digest = functools.partial(json_digest, size=6)     # of a prompt
@@ -81,10 +78,10 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
 def open_lines(folder, names, settings, what, advice, processes, more=()):
     """Prepare a file of lines to append to; return what all its lines share, or {} without lines.
 
-    names: of the file, of the JSON file beside it, and of all others that will be written
-    more:  other files that depend on the settings
-    Raises ConfigError, before it changes anything, for files that this program did not write, for
-    other settings, or if the file that has them is damaged. The caller holds the folder's lock.
+    names: of the file, of the JSON file beside it, and of all others that will be written; more:
+    other files that depend on the settings. Raises ConfigError, before it changes anything, for
+    files that this program did not write, for other settings, or if the file that has them is
+    damaged. The caller holds the folder's lock.
     """
     path, parts = folder / names[0], part_names(folder / names[0], processes)
     ownership.check_free(folder, *names, *parts)
@@ -158,8 +155,6 @@ def read_results(path, advice):
         for result in content['tasks'].values():
             result['distribution'], result['pooled']['n'], NORMS.index(result['norm'])
             result |= {key: _null_to_nan(x) for key, x in result.items() if isinstance(x, dict)}
-            for key, value in OLDER.items():
-                result.setdefault(key, value)
         return content
 
 
@@ -185,8 +180,7 @@ class SampleWriter:
 
     def __init__(self, out_dir, done, rank=0, processes=1):
         self.paths = [out_dir / 'samples.jsonl', part(out_dir / 'samples.jsonl', rank, processes)]
-        self.done = done
-        self.new = []
+        self.done, self.new = done, []
         self.identity = folder_identity(out_dir)
         self.file = open(self.paths[1], 'ab', buffering=0)
 
@@ -238,7 +232,7 @@ def part_names(path, processes):
 def merged_names(path):
     """Return the names of the parts of `path` that are there, by rank."""
     parts = re.compile(rf'{re.escape(path.name)}\.\d+')
-    names = [name for name in ownership.written_files(path.parent) if parts.fullmatch(name)]
+    names = filter(parts.fullmatch, ownership.written_files(path.parent))
     return sorted(names, key=lambda name: int(name.rpartition('.')[2]))
 
 
@@ -268,9 +262,9 @@ def merge_parts(path):
 def read_samples(*paths):
     """Return the samples in `paths` in the order of the files, each once.
 
-    Raise DataError with file and line for a damaged line, for a sample of another model, other
-    settings or code than those of the folder's eval_config.json, and for a sample that differs from
-    the latest one of the same question and prompt.
+    Raise DataError with file and line for a damaged line, one of another model, other settings or
+    code than those of eval_config.json, and one that differs from the latest one of the same
+    question and prompt.
     """
     samples, last = [], {}
     identity = folder_identity(Path(paths[0]).parent) if paths else None
@@ -291,10 +285,8 @@ def read_samples(*paths):
 
 
 def read_jsonl(*paths):
-    """Yield ('file:line', row) of the lines that `append_line` wrote; DataError for another line.
-
-    A last line that a crash cut off is left out.
-    """
+    """Yield ('file:line', row) of the lines that `append_line` wrote, but for a last one that a
+    crash cut off; DataError for another line."""
     for path in paths:
         with open(path, 'rb') as file:
             for number, line in enumerate(file, 1):

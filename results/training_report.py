@@ -21,10 +21,7 @@ def load_report_tasks(run):
 
 
 def calibration_report(run, tasks, model_folder, out_dir):
-    """Evaluate a saved model on `tasks` into `out_dir`; return the results.
-
-    What was scored there before is not scored again.
-    """
+    """Evaluate a saved model on `tasks` into `out_dir`, if not yet there; return the results."""
     evaluate(model_folder, run.tokenizer, tasks, report_config(run.cfg, model_folder, out_dir),
              out_dir)
     barrier()

@@ -227,7 +227,8 @@ def test_tasks_that_a_run_lacks_are_left_out(tmp_path, capsys):
         path = folder / 'samples.jsonl'
         write_rows(path, [*more, *samples.read_samples(path)])
         results = json.loads((folder / 'results.json').read_text())
-        results['tasks'] = {task: {'distribution': 'top token', 'norm': 'token', 'pooled': {'n': n}}
+        results['tasks'] = {task: {'distribution': 'top token', 'norm': 'token', 'unit': 'tokens',
+                                   'pooled': {'n': n}}
                             for task, n in (('clm', 9), ('arc', len(more) - 9)) if n} | (
                                 results['tasks'])
         write_results(folder, results)

@@ -22,15 +22,13 @@ import metrics
 import model as models
 from compare import scaling, significance
 import stats
-from align import AlignConfig, check_align_config
 import world
-from written.benchmarks import WRITTEN_TASKS
 from results.report import predictions
-from compare.runs import read_run, read_run_samples
+from compare.runs import read_run
 from results.samples import read_samples
 from research import common
 from research.study import (
-    alignment, alignment_tables, claims, closed_form, coverage, effects, entropy_range, figures,
+    alignment_tables, claims, closed_form, coverage, effects, entropy_range, figures,
     loss_tables, metrics_agree, runs, side_by_side)
 from research.study.world import StudySpec, make_world
 from scripts import FORKS
@@ -71,10 +69,6 @@ def configs(experiments):
             for cfg in runs.EXPERIMENTS[name](seed)]
 
 
-def aligned(*makes):
-    return [cfg for seed in alignment.SEEDS for make in makes for cfg in make(seed)]
-
-
 def test_every_run_has_the_settings_it_was_made_with():
     """research/study/runs.csv is of the 685 runs behind the numbers of claims 1 to 6."""
     recorded = {row['out_dir']: row['digest'] for row in claims.read_csv(STUDY / 'runs.csv')}
@@ -84,22 +78,15 @@ def test_every_run_has_the_settings_it_was_made_with():
     assert digest([runs.WORLD, runs.VOCABULARY_WORLD]) == '975063d37d7c'
 
 
-@pytest.mark.parametrize('make, n, expected', [
-    (lambda: configs(runs.LATER), 600, 'dc8e78719e09'),
-    (lambda: [*aligned(alignment.base_runs, alignment.runs), alignment.WORLD], 80, 'cfba673bddca'),
-    (lambda: [*aligned(closed_form.runs), alignment.WORLD], 100, '69d33e4b9f8b')])
-def test_a_plan_has_the_settings_that_were_fixed(make, n, expected):
-    assert digest(make()) == expected
-    cfgs = [cfg for cfg in make() if cfg is not alignment.WORLD]
-    assert len({cfg.out_dir for cfg in cfgs}) == len(cfgs) == n
-    for cfg in cfgs[:n // 5]:
-        if isinstance(cfg, AlignConfig):
-            check_align_config(cfg)
+def test_a_plan_has_the_settings_that_were_fixed():
+    cfgs = configs(runs.LATER)
+    assert digest(cfgs) == 'dc8e78719e09'
+    assert len({cfg.out_dir for cfg in cfgs}) == len(cfgs) == 600
+    for cfg in cfgs[:120]:
         check_config(cfg)
         training_loss(cfg)
-    if n == 600:
-        names = {Path(cfg.out_dir).name for cfg in cfgs}
-        assert {choice.split()[0] for choice in loss_tables.CHOICES.values()} <= names
+    names = {Path(cfg.out_dir).name for cfg in cfgs}
+    assert {choice.split()[0] for choice in loss_tables.CHOICES.values()} <= names
 
 
 # Tables and figures from the committed numbers
@@ -252,21 +239,18 @@ def test_the_entropy_range_equals_the_closed_form():
 
 # Jobs side by side
 
-@pytest.mark.parametrize('study, n', [('alignment', 30), ('closed-form', 24), ('smoothing', 26)])
-def test_a_job_needs_what_an_earlier_one_makes(study, n):
-    jobs, made = side_by_side.jobs_of(study, None, 'out/study'), set()
+def test_a_job_needs_what_an_earlier_one_makes():
+    jobs, made = side_by_side.jobs_of('smoothing', None, 'out/study'), set()
     for job in jobs:
         for file in map(Path, job.needs):
             assert {file, *file.parents} & made, (job.name, file)
         made |= {job.makes, Path(job.name)}
-    assert len(jobs) == n * len(side_by_side.STUDIES[study][1])
+    assert len(jobs) == 26
 
 
 def small(cfg):
-    """Return the settings of a run with few steps and answers, which is not compiled."""
-    if isinstance(cfg, AlignConfig):
-        more = {'batch_size': 24, 'group_size': 2, 'max_steps': min(6, cfg.max_steps or 6)}
-    elif cfg.from_scratch:
+    """Return the settings of a run with few steps, which is not compiled."""
+    if cfg.from_scratch:
         more = {'shape': runs.llama(32, 64, 1, 2), 'micro_rows': 4, 'batch_size': 64}
     else:
         more = {'batch_size': 16, 'max_steps': 3, 'val_size': min(8, cfg.val_size)}
@@ -329,110 +313,6 @@ def test_a_failed_run_does_not_stop_those_side_by_side(tmp_path, capsys, two_pro
     for task, nll in (('held out', steps[-1]['val_nll']),
                       ('trained', np.mean([step['nll'] for step in steps]))):
         assert numbers.of('lora-dft-lr0.0032', 'nll', task=task) == pytest.approx(nll, rel=1e-4)
-
-
-# Alignment and written answers: claims 13 to 15
-
-SMALL_ALIGNMENT = alignment.AlignmentSpec(**asdict(alignment.WORLD) | dict(
-    entities=300, first_names=30, family_names=30, documents=400, tokenizer_documents=400,
-    vocab_sizes=(700,), instructions=64, judged=16, prompts=48, questions=24, validation=24,
-    written=8))
-
-
-def test_an_alignment_world_asks_as_evaluate_does():
-    rows = alignment.make_rows(SMALL_ALIGNMENT, 10)
-    facts = [{row['id'] for row in rows[file]} for file in (
-        'prompts/test.jsonl', 'chat/test.jsonl', 'chat/validation.jsonl')]
-    assert [*map(len, facts)] == [48, 24, 24] and len(set.union(*facts)) == 96
-    instructed = {message['messages'][0]['content'] for message in rows['instruct.jsonl']}
-    plain, question = rows['plain/test.jsonl'][0], rows['qa.jsonl'][0]
-    assert plain['prompt'] not in instructed and len(plain['classes']) == 24
-    assert plain['prompt'] == WRITTEN_TASKS['qa'].prompt.format(question['question'])
-    assert plain['classes'][plain['answer_index']] == f' {question["answer"]}'
-
-
-@pytest.mark.parametrize('method, weight', [('dpo', 0.3), ('dpo', 1.0), ('ppo', 0.2)])
-def test_the_closed_form_is_the_optimum_of_its_objective(method, weight):
-    """Gradient steps on the logits of one question end there."""
-    p, q = torch.from_numpy(np.random.default_rng(0).dirichlet(np.ones(4), 2))
-    logits = p.log().clone().requires_grad_()
-    optimizer = torch.optim.LBFGS([logits], max_iter=500, tolerance_grad=1e-10,
-                                  tolerance_change=0, line_search_fn='strong_wolfe')
-
-    def objective():
-        optimizer.zero_grad()
-        log_p = logits.log_softmax(0)
-        if method == 'dpo':     # q[k]: k is right; then j is rejected with p[j] / (1 - p[k])
-            drawn = (q / (1 - p))[:, None] * p * (1 - torch.eye(4))
-            reward = weight * (log_p - p.log())
-            loss = -(drawn * torch.nn.functional.logsigmoid(reward[:, None] - reward)).sum()
-        else:
-            loss = -(log_p.exp() * (q - weight * (log_p - p.log()))).sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(objective)
-    ended = closed_form.closed_form(method, weight, p.numpy()[None], q.numpy()[None])
-    assert ended[0] == pytest.approx(logits.softmax(0).detach().numpy(), abs=1e-5)
-    assert np.abs(ended[0] - p.numpy()).max() > 0.05
-
-
-@pytest.mark.slow
-def test_alignment_from_the_world_to_tables(tmp_path, two_processes):
-    """Two processes: tuned models, pairs, aligned models and their written answers."""
-    folder = Path(alignment.seed_folder(10, tmp_path))
-    world.write_world(folder / 'world', 10, SMALL_ALIGNMENT, alignment.make_rows)
-    jobs = small_jobs('alignment', 10, tmp_path, {
-        'base', 'sft', 'stated', 'pairs', 'ppo', 'dpo', 'rlcr', 'dpo-temperature'})
-    more = small_jobs('closed-form', 10, tmp_path, {'pairs', 'own', 'ppo-0.05-lora', 'cdpo-noisy'})
-    assert [*map(len, (jobs, more))] == [8, 4]
-    for each, script in ((jobs, alignment_tables), (more, closed_form)):
-        assert two_processes(each, folder=tmp_path) == []
-        script.CLAIMS.main('', [f'--runs={tmp_path}', f'--folder={tmp_path}/{script.__name__}'])
-    numbers, closed = (script.CLAIMS.numbers(tmp_path / script.__name__)
-                       for script in (alignment_tables, closed_form))
-
-    # the KL and the reward against plain loops over the samples
-    policy, reference = ({s['id']: (metrics.softmax(np.array(s['log_probs'])), s['answer'])
-                          for s in read_samples(folder / name / 'samples.jsonl')
-                          if s['split'] == 'test'} for name in ('dpo', 'sft'))
-    kl = np.mean([(p * np.log(p / reference[id][0])).sum() for id, (p, _) in policy.items()])
-    assert numbers.of('dpo', 'kl') == pytest.approx(kl, rel=1e-3) and kl > 0
-    assert numbers.of('dpo', 'reward') == pytest.approx(
-        np.mean([p[answer] for p, answer in policy.values()]), rel=1e-3)
-    assert np.isfinite(numbers.curve('dpo', 'ece')).all()
-    # one temperature divides all logits
-    assert json.loads((folder / 'scaled' / 'dpo' / 'config.json').read_text())['nanocal'] == {
-        'temperature': alignment.temperature_of(folder / 'dpo')}
-    pairs, known, unknown, own = (common.read_lines(folder / 'pairs' / f'{name}.jsonl')
-                                  for name in ('all', 'known', 'unknown', 'own'))
-    assert len(known) == len(unknown) > 0 and len(own) == len(pairs) == 48
-    assert all(row in pairs and row not in unknown for row in known)
-    # each of the base model's own answers states the probability that it gives to it
-    probs = {s['id']: dict(zip(map(str.strip, s['options']),
-                               metrics.softmax(np.array(s['log_probs'])), strict=True))
-             for s in read_samples(folder / 'base-knows' / 'samples.jsonl')}
-    ids = {row['prompt']: row['id'] for row in common.read_lines(
-        folder / 'world' / 'prompts' / 'test.jsonl')}
-    for ask, answer in (row['messages'] for row in own):
-        value, stated = re.fullmatch(alignment.STATED.format('(.*)', '(.*)'),
-                                     answer['content']).groups()
-        assert stated == f'{probs[ids[ask["content"]]][value]:.2f}'
-    # as beta grows, the closed form comes back to the model before alignment
-    kl = [closed.of(f'ppo-{weight}-expected', 'kl')[0] for weight in (0.0125, 0.05, 0.2)]
-    assert kl == sorted(kl, reverse=True) and kl[-1] > 0
-    # the implicit preference against a plain loop over log-probabilities, which need no norm
-    (sft,), (cdpo,) = (read_run_samples(read_run(folder / name))[0].values()
-                       for name in ('sft', 'cdpo-noisy'))
-    rng, preference = np.random.default_rng([10, 6]), 0
-    for before, after in zip(sft, cdpo, strict=True):
-        true, p = before['answer'], np.exp(before['log_probs'])
-        p[true] = 0
-        wrong = rng.choice(24, p=p / p.sum())
-        change = np.subtract(after['log_probs'], before['log_probs'])
-        preference += 1 / (1 + np.exp(-0.3 * (change[true] - change[wrong]))) / len(sft)
-    assert preference != pytest.approx(0.5, rel=1e-3)
-    assert closed.of('cdpo-noisy', 'preference') == pytest.approx(preference, rel=1e-5)
 
 
 # How metrics agree

@@ -86,8 +86,9 @@ def _exp(log_prob):
 class Confidence(NamedTuple):
     """A row of the table."""
     title: str
-    function: Callable | None = None    # as above; None: the prompts of its Task decide
+    function: Callable | None = None    # as above; None: the prompts of `kind` decide
     option: str = ''            # the setting of evaluate.py that asks for it; '': always reported
+    kind: str = 'SampleConfidence'      # its Task in written/tasks.py
 
 
 GREEDY = Confidence('probability of the greedy answer', greedy_probability)     # the task's own
@@ -103,12 +104,15 @@ CONFIDENCES = {
                                    greedy_agreement),
     'entropy': Confidence('top class of the samples, 1 - entropy / ln k', class_entropy),
     'stated': Confidence('greedy answer, its <confidence>', stated),
-    'p_true': Confidence('P(True) of the greedy answer', option='p_true'),
-    'p_true_samples': Confidence('P(True) of the greedy answer, samples shown', option='p_true'),
-    'p_ik': Confidence('P(IK) of a drawn answer, by a probe before it is written', option='p_ik'),
-    'verbalized_1s': Confidence('stated probability of a guess, one stage', option='verbalized'),
-    'verbalized_2s': Confidence('stated probability of the greedy answer, two stages',
-                                option='verbalized')}
+    'p_true': Confidence('P(True) of the greedy answer', None, 'p_true', 'PTrueConfidence'),
+    'p_true_samples': Confidence('P(True) of the greedy answer, samples shown', None, 'p_true',
+                                 'PTrueAmongSamples'),
+    'p_ik': Confidence('P(IK) of a drawn answer, by a probe before it is written', None, 'p_ik',
+                       'ProbeConfidence'),
+    'verbalized_1s': Confidence('stated probability of a guess, one stage', None, 'verbalized',
+                                'GuessConfidence'),
+    'verbalized_2s': Confidence('stated probability of the greedy answer, two stages', None,
+                                'verbalized', 'StatedConfidence')}
 
 
 def variants(cfg):

@@ -128,7 +128,7 @@ class WrittenTask(AnswerTask):
 
         scored: {(split, language, id): sample of the answers}; top_option is not used
         """
-        kind = KINDS.get(name, SampleConfidence)
+        kind = globals()[confidence.CONFIDENCES[name].kind]
         # all questions share the shots, also those that P(True) makes of them
         groups = '', *((q.language, q.subject) for q in self.items)
         shots = dict.fromkeys(groups, kind.make_shots(self.shots[''], self.rule))
@@ -270,8 +270,4 @@ class GuessConfidence(StatedConfidence):
     ask = staticmethod(lambda question, sample: written_answers.verbalized_1s(question))
 
 
-# {name in CONFIDENCES: kind of its Task}; the others are computed from samples
-KINDS = {'p_true': PTrueConfidence, 'p_true_samples': PTrueAmongSamples,
-         'p_ik': ProbeConfidence, 'verbalized_1s': GuessConfidence,
-         'verbalized_2s': StatedConfidence}
 TASK = WrittenTask

@@ -3,6 +3,7 @@
     python research/bench/align.py --data=pairs.json --tokenizer=Llama-3.2-1B
 """
 
+import functools
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ import train
 from align import AlignConfig, pack_pairs, pair_objective
 from alignment.reference import answer_sums
 from research.bench.common import (DEVICE, MODELS, PeerOptions, Script, bars, chosen_methods,
-                                   measure_methods, method_table, now, our_model, peak_gib,
-                                   peer_model, require_files, reset_peak_memory, speed)
+                                   measure_methods, now, our_model, peak_gib, peer_model,
+                                   require_files, reset_peak_memory, section, speed)
 from research.bench.peers import TRL_SETTINGS, plain_tokenizer
 from data.preferences import load_preferences, to_tree
 from data.tokenizer import load_tokenizer
@@ -128,15 +129,8 @@ def trl_step(raw, pairs, trees, lora, folder, size, liger=False, compiled=False)
     return step, reference_s
 
 
-def view(table):
-    return f'{table["shape"]}, DPO', method_table(table['results'], [
-        ('tokens of pairs/s', 'tokens_per_s', ','), ('spread', 'spread', '.1%'),
-        ('reference, s', 'reference_s', ''), ('first step, s', 'first_s', ''),
-        ('peak GiB', 'peak_gib', '')])
-
-
-script = Script(__file__, BenchConfig, bench, view, bars('tokens of pairs/s', 'tokens_per_s', ','),
-                measure=measure)
+script = Script(__file__, BenchConfig, bench, functools.partial(section, 'align'),
+                bars('tokens of pairs/s', 'tokens_per_s', ','), measure=measure)
 
 if __name__ == '__main__':
     script.main(sys.argv[1:])

@@ -4,10 +4,9 @@
     timeout 9m python research/bench/all.py --only=loss,generate --shape=llama32_1b ...
     python research/bench/all.py --compare main~10 main --data=mmlu --tokenizer=Llama-3.2-1B
 
-docs/benchmarks.md explains both. The page, out/bench/README.md, has the results of all runs in its
-folder, also the tables that a stopped one has finished; `--only=` runs nothing. A comparison exits
-with 1 if the new commit lacks a row, or if a row became slower by more than the spread between runs
-of one commit plus 3 %.
+docs/benchmarks.md explains both. The page, out/bench/README.md, has all results in its folder, also
+the tables that a stopped run has finished; `--only=` runs nothing. A comparison exits with 1 if the
+new commit lacks a row, or if one became slower by more than the spread of its runs plus 3 %.
 """
 
 import contextlib
@@ -45,7 +44,7 @@ def command(name, options, out, ours=False):
 
     out: path of its results, without suffix
     """
-    arguments = [file_of(name), f'--out={out}.json', *['--ours'] * (ours and name != 'floors')]
+    arguments = [file_of(name), f'--out={out}.json', *['--ours'] * ours]
     needs = SCRIPTS[name].get('needs')
     data = getattr(options, needs) if needs else None
     if data and options.tokenizer:
@@ -125,8 +124,7 @@ def is_again(path):
 def draw_together(name, folder):
     """Draw the tables of a script for the same GPU as one picture, <name>.png.
 
-    Files ending in '-again' are left out. If two others have the same method, the last one's is
-    drawn.
+    Files ending in '-again' are left out; of a method in two others, the last one's is drawn.
     """
     contents = [load(path) for path in result_files(folder, name) if not is_again(path)]
     merged = {}     # (model, data) -> table
@@ -179,10 +177,8 @@ def timings(name, content):
 
 
 def compare(old, new, options):
-    """Print how our times changed between two commits; return 1 if one is slower or missing.
-
-    A commit can also be a folder that holds its files.
-    """
+    """Print how our times changed between two commits, or folders that hold their files; return 1
+    if one is slower or missing."""
     measured = {}       # what -> {side: [number, number]}
     names = [name for name in options.only if name != 'several_gpus']   # which has no --ours
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -217,11 +213,8 @@ def measure_ours(name, options, tree, folder):
 
 
 def print_comparison(measured, old, new):
-    """Print {what: {'old': numbers, 'new': numbers}} as a table; return 1 if one is slower.
-
-    One that a run of the new commit lacks, for example because it is out of memory, counts as
-    slower.
-    """
+    """Print {what: {'old': numbers, 'new': numbers}} as a table; return 1 if one is slower, or
+    missing in a run of the new commit, for example because it is out of memory."""
     lines, slower = [['time', old, new, 'new / old', 'spread', '']], []
     for what, sides in measured.items():
         missing = len(sides.get('new', ())) < len(sides.get('old', ()))

@@ -15,8 +15,8 @@ from typing import Literal
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from research.bench.common import (DEVICE, PeerOptions, Script, Shape, chosen, empty_caches,
-                                   last_error, load, method_table, read_mmlu, require_files,
-                                   run_command, save_model)
+                                   last_error, load, read_mmlu, require_files, run_command,
+                                   save_model, section)
 from research.common import write_lines
 
 
@@ -133,10 +133,7 @@ def view(table):
             rows[name]['note'] = f'batch size {row["batch_size"]}'
         if row.get('questions per subject'):
             rows[name]['note'] += f', only {row["questions per subject"]} questions per subject'
-    return f'{table["shape"]}, seconds of whole commands', method_table(rows, [
-        ('cold, s', 'cold', ''), ('warm, s', 'warm', ''),
-        ('lm_eval / ours, cold', 'cold ratio', ''), ('warm', 'warm ratio', ''),
-        ('accuracy', 'accuracy', '.4f'), ('', 'note', '')], 'command')
+    return section('commands', table, rows)
 
 
 script = Script(__file__, BenchConfig, bench, view)

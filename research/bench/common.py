@@ -47,9 +47,10 @@ from speed.install import install
 from speed.kernels import adjoin
 
 MODELS = json.loads(Path(__file__).with_name('models.json').read_text())      # as config.json
-METHODS = tomllib.loads(Path(__file__).with_name('methods.toml').read_text())   # of each script
+METHODS, TABLES = (tomllib.loads(Path(__file__).with_name(f'{name}.toml').read_text())
+                   for name in ('methods', 'tables'))       # of each script
 Shape = Literal['gemma2_2b', 'gemma3_270m', 'llama32_1b', 'llama31_8b', 'mistral_7b']
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'     # a CPU is for the tests alone
 
 
@@ -128,8 +129,7 @@ def versions():
 
 
 def require_files(config, **files):
-    """Raise ConfigError unless the tokenizer and each of `files`, {option: its meaning}, are set.
-    """
+    """Raise ConfigError unless the tokenizer and `files`, {option: its meaning}, are set."""
     if not all(getattr(config, key) for key in ('tokenizer', *files)):
         raise ConfigError('set ' + ''.join(f'--{key}, {what}, ' for key, what in files.items())
                           + 'and --tokenizer, a folder')
@@ -160,17 +160,16 @@ def attempt(call, *arguments):
 
 def last_error(stderr):
     """Return the line of a process's stderr that says why it failed: the last one of an error."""
-    lines = [line for line in stderr.strip().split('\n') if line.strip()]
+    lines = [line for line in stderr.split('\n') if line.strip()] or ['no message']
     errors = [line for line in lines if re.match(r'[\w.]*(Error|Exception|Exit)\b', line)]
-    return (errors or lines or ['no message'])[-1][:300]
+    return (errors or lines)[-1][:300]
 
 
 def measure_methods(script, label, methods, warm=False, **spec):
     """Return {method: measure(**spec, ours=..., options=...)} of a script, and print each.
 
     Each has a new process, since some libraries patch modules, which unless `warm` finds no
-    compiled kernels on disk. A method that fails is {'failed': why}; RuntimeError if it is ours and
-    memory is not lacking.
+    compiled kernels. If ours fails for another reason than memory, RuntimeError is raised.
     """
     results = {}
     for name, options in methods.items():
@@ -194,9 +193,9 @@ def measure_methods(script, label, methods, warm=False, **spec):
 def run_command(command, caches=None, stages=()):
     """Run `python <command>`; return ([seconds until each stage and until the end], its output).
 
-    caches: what `empty_caches` returned; None: the caches of earlier commands
-    stages: patterns; a stage ends with the first line that its pattern matches
-    Raises RuntimeError with the command's stderr if it fails or ends before one of the stages.
+    caches: of `empty_caches`; None: those of earlier commands. stages: patterns; a stage ends with
+    the first line that its pattern matches. Raises RuntimeError with the command's stderr if it
+    fails or ends before one of the stages.
     """
     environment = os.environ | byte_code() | (caches or {}) | {'HF_HUB_OFFLINE': '1',
                                                                'PYTHONUNBUFFERED': '1'}
@@ -220,22 +219,19 @@ def run_command(command, caches=None, stages=()):
 
 @functools.cache
 def byte_code():
-    """Compile all modules once; return environment variables that use their byte code.
+    """Compile all modules once, as pip does; return environment variables that use the byte code.
 
-    pip does this when it installs a library. Container images often skip it and set
-    PYTHONDONTWRITEBYTECODE, so that every start would compile 1,000 modules of torch.
+    Container images often set PYTHONDONTWRITEBYTECODE: then every start would compile torch.
     """
     print('compiling all modules to byte code', flush=True)
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     variables = {'PYTHONPYCACHEPREFIX': folder, 'PYTHONDONTWRITEBYTECODE': ''}
-    root = ROOT.resolve()
-    ours = {*root.glob('*.py'), *(path.parent for path in root.glob('*/*.py'))}
-    installed = {path for path in map(Path, sys.path)
-                 if path.is_dir() and path.resolve() != root} - ours
+    ours = {*ROOT.glob('*.py'), *(path.parent for path in ROOT.glob('*/*.py'))}
+    installed = {path for path in map(Path, sys.path) if path.is_dir() and path.resolve() != ROOT}
     # some libraries have files for other versions of Python, so the exit code says nothing
     subprocess.run([sys.executable, '-W', 'ignore', '-m', 'compileall', '-qq', '-j0',
-                    *ours, *installed], env=os.environ | variables)
+                    *ours, *installed - ours], env=os.environ | variables)
     if not [*Path(folder, *Path(torch.__file__).parent.parts[1:]).glob('__init__.*.pyc')]:
         raise ConfigError(f'python -m compileall could not compile torch into {folder}; is the '
                           f'disk full?')
@@ -319,19 +315,20 @@ def cell(reason):
     return reason if len(reason) <= 120 else f'{reason[:116]} ...'
 
 
-def method_table(results, columns, first='method'):
-    """Return the lines of a table, header first, of {method: row}.
+def section(name, table, results=None):
+    """Return (title, lines of the table, header first) of {method: row}, as tables.toml says.
 
-    columns: [(title, key of a row, format)]; the cell is empty where a row lacks the key
+    results: by default those of the table. A cell is empty where a row lacks the key
     """
-    lines = [[first, *(title for title, _, _ in columns)]]
-    for name, row in results.items():
+    spec = TABLES[name]
+    lines = [[spec.get('first', 'method'), *(title for title, _, _ in spec['columns'])]]
+    for method, row in (table['results'] if results is None else results).items():
         if 'failed' in row:
-            lines.append([name, f'failed: {cell(row["failed"])}'])
+            lines.append([method, f'failed: {cell(row["failed"])}'])
         else:
-            cells = [(row.get(key), form) for _, key, form in columns]
-            lines.append([name, *('' if x is None else format(x, form) for x, form in cells)])
-    return lines
+            cells = [(row.get(key), form) for _, key, form in spec['columns']]
+            lines.append([method, *('' if x is None else format(x, form) for x, form in cells)])
+    return spec['section'].format(**table), lines
 
 
 def markdown(title, *parts):
@@ -339,10 +336,8 @@ def markdown(title, *parts):
     lines with fewer cells than the header are filled."""
     texts = [f'### {title}']
     for part in filter(None, parts):
-        if not isinstance(part, str):
-            width = len(part[0])
-            part = tables.markdown([[*line, *[''] * (width - len(line))] for line in part])
-        texts.append(part.strip())
+        texts.append(part.strip() if isinstance(part, str) else tables.markdown(
+            [[*line, *[''] * (len(part[0]) - len(line))] for line in part]).strip())
     return '\n\n'.join(texts)
 
 
@@ -351,6 +346,7 @@ class Options:
     """The options of every script."""
     plot: str | None = None         # only draw this file of results again
     out: str | None = None          # .json file to write; None: out/bench_<script>.json
+    ours: bool = False              # ours alone
 
 
 @dataclass
@@ -358,16 +354,15 @@ class PeerOptions(Options):
     """The options of a script that compares methods."""
     tokenizer: str | None = None    # a folder with a tokenizer
     only: str | None = None         # methods to measure, separated by '|'; None: all of them
-    ours: bool = False              # ours alone
 
 
 @dataclass
 class Script:
     """A benchmark.
 
-    bench(options) yields tables, which are saved as JSON after each, since a later one may fail or
-    be stopped. view(table) returns the title and the parts of a section, see `markdown`.
-    plot(content, path) draws the picture of all tables. `measure` is for `measure_methods`.
+    bench(options) yields tables, which are saved as JSON after each, since a later one may fail.
+    view(table) returns the title and the parts of a section, see `markdown`. plot(content, path)
+    draws the picture of all tables. `measure` is for `measure_methods`.
     """
     file: str
     options: type
@@ -389,8 +384,7 @@ class Script:
                 raise ConfigError(f'plot: {Path(self.file).name} draws no picture')
             if not options.plot:
                 if self.needs_gpu and DEVICE == 'cpu':
-                    raise ConfigError(f'research/bench/{Path(self.file).name} needs a CUDA device, '
-                                      f'found none')
+                    raise ConfigError(f'{Path(self.file).name} needs a CUDA device, found none')
                 print(', '.join(f'{key} {value}' for key, value in versions().items()))
                 for table in self.bench(options):
                     print('', markdown(*self.view(table)), '', sep='\n', flush=True)

@@ -3,9 +3,9 @@
     python research/bench/cpu.py --models=HuggingFaceTB/SmolLM2-135M,google/gemma-3-270m
 
 Float32, with clipping at 1 and AdamW, on rows of random tokens that all count. The methods take
-turns in one process, and the least time of each counts, so that other programs on the machine slow
-all of them. `CPU` is the time that the threads computed. The peak memory is that of a process for
-each method, with its libraries. Ours has as many rows in a pass as train.py chooses.
+turns in one process, and the least time of each counts. `CPU` is the time that the threads
+computed. The peak memory is that of a process for each method. Ours has as many rows in a pass as
+train.py chooses.
 """
 
 import sys
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 from data.packing import pack
-from research.bench.common import Options, Script, chosen, measure_methods, method_table
+from research.bench.common import Options, Script, chosen, measure_methods, section
 from runtime import checkpoint
 from runtime.build import build_model, build_optimizer
 from runtime.log import peak_memory
@@ -43,7 +43,7 @@ METHODS = {'ours': {}, 'transformers, fused': {'fused': True},
 def bench(config):
     for model in config.models:
         data = {'model': model, 'rows': config.rows, 'length': config.length}
-        methods = chosen(config.only, METHODS)
+        methods = chosen('ours' if config.ours else config.only, METHODS)
         results = measure_methods(__file__, model, methods, True, **data)
         steps = {name: make_step(**data, ours=name == 'ours', options=options)
                  for name, options in methods.items()}
@@ -102,15 +102,10 @@ def plain_step(folder, tokens, at_once=None, **options):
 def view(table):
     """Return a section for a table, see `Script`; ratios are to the best of the other rows."""
     rows = {name: dict(row) for name, row in table['results'].items()}
-    for key in 'seconds', 'cpu_s', 'peak_gib':
+    for key in ('seconds', 'cpu_s', 'peak_gib') if len(rows) > 1 else ():
         best = min(row[key] for name, row in rows.items() if name != 'ours')
         rows['ours'][f'{key} ratio'] = rows['ours'][key] / best
-    title = (f'{table["shape"]}, {table["rows"]} rows of {table["length"]} tokens, '
-             f'{table["threads"]} threads')
-    return title, method_table(rows, [
-        ('s per step', 'seconds', '.2f'), ('ratio', 'seconds ratio', '.3f'),
-        ('CPU, s', 'cpu_s', '.2f'), ('ratio', 'cpu_s ratio', '.3f'),
-        ('peak GiB', 'peak_gib', '.2f'), ('ratio', 'peak_gib ratio', '.3f')])
+    return section('cpu', table, rows)
 
 
 script = Script(__file__, BenchConfig, bench, view, measure=measure, needs_gpu=False)

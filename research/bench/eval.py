@@ -13,9 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 from research.bench.common import (DEVICE, MODELS, Options, Script, Shape, attempt, bars, busy_time,
-                                   device_rates, free_memory, gpu_kernels, method_table, now,
-                                   our_model, peak_gib, peer_model, require_files,
-                                   reset_peak_memory)
+                                   device_rates, free_memory, gpu_kernels, now, our_model,
+                                   peak_gib, peer_model, require_files, reset_peak_memory, section)
 from data.tokenizer import load_model_tokenizer
 from evaluate import EvalConfig, evaluate, load_tasks
 from runtime import checkpoint, saving
@@ -28,7 +27,6 @@ class BenchConfig(Options):
     data: str | None = None         # a folder or a hub dataset with MMLU's files
     tokenizer: str | None = None    # a folder with a tokenizer
     sample: int = 1024              # questions on which the Hugging Face loop is timed
-    ours: bool = False              # only ours, without the Hugging Face loop
 
 
 # attention of the Hugging Face model, prompts per batch
@@ -53,10 +51,7 @@ def bench(config):
 
 
 def measure_ours(raw, config, folder, rate):
-    """Time MMLU from its files to results.json, after a few questions that load the kernels.
-
-    Returns the row and the number of tokens of each prompt.
-    """
+    """Return the row of MMLU from its files to results.json, and the tokens of each prompt."""
     model = our_model(raw).eval()
     saving.save(model, folder, torch.bfloat16, side_files=config.tokenizer)
     cfg = EvalConfig(model=str(folder), chat='none', tasks=(f'mmlu:{config.data}',),
@@ -88,12 +83,11 @@ def measure_ours(raw, config, folder, rate):
     profiled = {'mmlu': replace(task, items=task.tested[:4000])}
     busy = busy_share(lambda: evaluate(folder, tokenizer, profiled, cfg, cfg.out_dir,
                                        lambda: model))
-    return {'questions_per_s': len(trees) / seconds, 'seconds': seconds, 'reading_s': reading,
-            'scoring_s': scoring, 'results_s': seconds - reading - scoring, 'first_s': first,
-            'tokens': tokens, 'rows': -(-tokens // pack_len),
-            'of_matrix_rate': flops * tokens / max(scoring, 0.01) / rate,
-            'gpu_busy': busy, 'peak_gib': peak}, [
-                len(tree.prefix) + len(tree.prompt) for tree in trees]
+    row = {'questions_per_s': len(trees) / seconds, 'seconds': seconds, 'reading_s': reading,
+           'scoring_s': scoring, 'results_s': seconds - reading - scoring, 'first_s': first,
+           'tokens': tokens, 'rows': -(-tokens // pack_len), 'gpu_busy': busy, 'peak_gib': peak,
+           'of_matrix_rate': flops * tokens / max(scoring, 0.01) / rate}
+    return row, [len(tree.prefix) + len(tree.prompt) for tree in trees]
 
 
 def busy_share(call):
@@ -142,12 +136,7 @@ def view(table):
         text += (f'\nThe seconds of Hugging Face are those of its forward passes, computed from a '
                  f'sample of the questions. Ours is '
                  f'{ours["questions_per_s"] / peer["questions_per_s"]:.2f} times as fast.')
-    return f'{table["shape"]}, MMLU with 5 shots, bfloat16', method_table(results, [
-        ('questions/s', 'questions_per_s', ',.0f'), ('s', 'seconds', '.1f'),
-        ('reading, s', 'reading_s', '.1f'), ('scoring, s', 'scoring_s', '.1f'),
-        ('metrics and files, s', 'results_s', '.1f'),
-        ('of the matrix rate', 'of_matrix_rate', '.1%'), ('GPU busy', 'gpu_busy', '.1%'),
-        ('peak GiB', 'peak_gib', '.1f')]), text
+    return *section('eval', table, results), text
 
 
 script = Script(__file__, BenchConfig, bench, view, bars('seconds for MMLU', 'seconds', '.1f'))

@@ -2,10 +2,10 @@
 
     python research/bench/floors.py --shape=llama32_1b,gemma2_2b
 
-The step is that of train.py here. The floor of an item is the larger of its FLOPs over the rate of
-an 8192 x 8192 x 8192 product and its bytes over the rate of a large copy, both measured here. For T
-tokens, a block with L layers, D = hidden_size, I = intermediate_size, q = heads * head_dim, kv =
-key-value heads * head_dim, and V words, in bfloat16:
+The floor of an item of train.py's step is the larger of its FLOPs over the rate of a product of
+8192 x 8192 matrices and its bytes over the rate of a large copy, both measured here. For T tokens,
+a block with L layers, D = hidden_size, I = intermediate_size, q = heads * head_dim, kv = key-value
+heads * head_dim, and V words, in bfloat16:
 
     products      6 T (weights of the blocks + D V) FLOPs: forward, and two products backward.
     attention     forward 2 n^2 q per document of n tokens and layer: q k and p v take 2 n^2 q each,
@@ -16,8 +16,8 @@ key-value heads * head_dim, and V words, in bfloat16:
                   reads its input, its gradient and the stream's, and writes one, 4 D, twice; of
                   Gemma 2's norms after a branch each reads and writes 1 D more; rotary again; the
                   activation reads three and writes two, and writes its product again, 6 I.
-    loss          the logits are read once for the sums, and read and written for the gradient: 3 V
-                  numbers per token. They are too large for the cache.
+    loss          the logits, too large for the cache, are read for the sums, and read and written
+                  for the gradient: 3 V numbers per token.
     AdamW         exact: reads weight, low bits, gradient (2 bytes each) and moments (4 each) and
                   writes all but the gradient: 26 bytes per weight; stochastic: all 2, 14 bytes;
                   compact: low bits and moments 1 each, scales of 32 moments 6, 12.4 bytes.
@@ -40,7 +40,7 @@ import torch
 import fused_ce
 from research.bench import train
 from research.bench.common import (DEVICE, MODELS, Options, Script, Shape, busy_time, device_rates,
-                                   free_memory, gpu_kernels, method_table, now)
+                                   free_memory, gpu_kernels, now, section)
 from data.packing import pack
 from train import forward_backward, train_step
 
@@ -151,11 +151,7 @@ def view(table):
                 f'{count / 1e12:.1f} TFLOP' if item.startswith(('products', 'attention')) else
                 f'{count / 1e9:.1f} GB')}
     total = sum(ms for ms, _ in table['floors'].values())
-    return (f'{table["shape"]}, {table["master_weights"]}: a step of {table["ms"]:.1f} ms, floors '
-            f'{total:.1f} ms', method_table(rows, [
-                ('ms', 'ms', '.2f'), ('floor, ms', 'floor', '.2f'),
-                ('ratio to floor', 'ratio', '.2f'), ('share of step', 'share', '.1%'),
-                ('counted in the floor', 'count', '')], 'item'))
+    return section('floors', table | {'total': total}, rows)
 
 
 script = Script(__file__, BenchConfig, bench, view)

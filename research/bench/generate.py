@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from research.bench.common import (DEVICE, MODELS, Options, Script, Shape, attempt, cell,
-                                   decoding_limit, device_rates, free_memory, method_table, now,
-                                   our_model, peak_gib, peer_model, reset_peak_memory, run_command)
+                                   decoding_limit, device_rates, free_memory, now, our_model,
+                                   peak_gib, peer_model, reset_peak_memory, run_command, section)
 from research.common import write_lines
 from data.files import read_rows
 from decoding.answers import stream
@@ -34,21 +34,12 @@ from runtime import saving
 
 # prompts, tokens of each, tokens of each answer
 SETTINGS = ((1, 128, 512), (64, 512, 256), (256, 512, 256))
-# titles of the page, keys of a row, formats
-COLUMNS = [
-    ('steps, tokens/s', 'steps_tokens_per_s', ',.0f'), ('share of the limit', 'of_limit', '.0%'),
-    ('GB/s', 'gb_per_s', ',.0f'), ('TFLOP/s', 'tflops', '.0f'),
-    ('whole call, tokens/s', 'tokens_per_s', ',.0f'), ('first token, s', 'first_s', '.2f'),
-    ('peak GiB', 'peak_gib', '.1f'), ('peak GiB without weights and cache', 'extra_gib', '.2f'),
-    ('transformers, whole call, tokens/s', 'peer', ''), ('its peak GiB', 'peer_gib', '.1f'),
-    ('ours / theirs', 'ratio', '.1f')]
 
 
 @dataclass
 class BenchConfig(Options):
     shape: tuple[Shape, ...] = ('llama32_1b', 'gemma2_2b', 'llama31_8b')
     rows: tuple[int, ...] = (1, 64, 256)    # of SETTINGS
-    ours: bool = False              # only ours
     prompts: str | None = None      # rows with `prompt` or `question`, for the whole command
     tokenizer: str | None = None    # a folder with a tokenizer, for the whole command
 
@@ -160,15 +151,15 @@ def view(table):
         elif peer:
             rows[setting] |= {'peer': f'{peer["tokens_per_s"]:,.0f}', 'peer_gib': peer['peak_gib'],
                               'ratio': ours['tokens_per_s'] / peer['tokens_per_s']}
-    rates = (f'A large product has {table["matrix_rate"] / 1e12:.0f} TFLOP/s, a large copy '
-             f'{table["copy_rate"] / 1e12:.2f} TB/s.')
+    text = (f'A large product has {table["matrix_rate"] / 1e12:.0f} TFLOP/s, a large copy '
+            f'{table["copy_rate"] / 1e12:.2f} TB/s.')
     command = table.get('command') and (
         'The command `python generate.py`, 8 answers to each of {prompts:,} prompts: {tokens:,} '
         'tokens in {seconds:.1f} s, {tokens_per_s:,.0f} tokens/s, between a quarter and three '
         'quarters of the answers {steady_tokens_per_s:,.0f}; first answers after {first_s:.1f} s.'
     ).format(**table['command'])
-    steps = (rates, method_table(rows, COLUMNS, 'prompts x tokens + new tokens')) if rows else ()
-    return f'{table["shape"]}, bfloat16', *steps, command
+    title, lines = section('generate', table, rows)
+    return title, *[text, lines] * bool(rows), command
 
 
 script = Script(__file__, BenchConfig, bench, view)

@@ -1,8 +1,6 @@
 """GRPO compared with TRL's GRPOTrainer: seconds of the parts of a step, see docs/benchmarks.md.
 
     python research/bench/grpo.py --prompts=gsm8k.jsonl --tokenizer=Llama-3.2-1B
-
-TRL generates by transformers, which needs no package beside it.
 """
 
 import statistics
@@ -17,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import train
 from align import ROLLOUTS, AlignConfig
 from research.bench.common import (DEVICE, MODELS, PeerOptions, Script, bars, chosen_methods,
-                                   decoding_limit, device_rates, measure_methods, method_table, now,
-                                   peak_gib, require_files, save_model)
+                                   decoding_limit, device_rates, measure_methods, now, peak_gib,
+                                   require_files, save_model, section)
 from research.common import write_lines
 from research.bench.peers import TRL_SETTINGS
 from bridges.export import tokenizer_files
@@ -136,20 +134,13 @@ def limits(shape, rates, prompt_tokens=120):
     step, *_ = decoding_limit(model, n, n * (prompt_tokens + TOKENS / 2), rates)
     # the embedding is a lookup; the output matrix is needed for the answers alone
     blocks = sum(p.numel() for p in model.decoder.layers.parameters())
-    forward = 2 * ((PROMPTS * prompt_tokens + n * TOKENS) * blocks
-                   + n * TOKENS * model.head.numel())
+    forward = 2 * (PROMPTS * prompt_tokens * blocks + n * TOKENS * (blocks + model.head.numel()))
     return dict(zip(PARTS, (TOKENS * step, forward / rates[0], 3 * forward / rates[0])))
 
 
 def view(table):
-    limit = limits(table['shape'], table['rates'])
-    lines = method_table(table['results'], [
-        ('step, s', 'step_s', ''), ('rollout, s', 'rollout_s', ''),
-        ('scoring, s', 'scoring_s', ''), ('update, s', 'update_s', ''),
-        ('first step, s', 'first_s', ''), ('peak GiB', 'peak_gib', '')])
-    lines.append(['limit', *(f'{s:.2f}' for s in (sum(limit.values()), *limit.values()))])
-    return (f'{table["shape"]}, GRPO, {PROMPTS} prompts x {ANSWERS} answers x {TOKENS} tokens',
-            lines)
+    limit, (title, lines) = limits(table['shape'], table['rates']), section('grpo', table)
+    return title, [*lines, ['limit', *(f'{s:.2f}' for s in (sum(limit.values()), *limit.values()))]]
 
 
 script = Script(__file__, BenchConfig, bench, view, bars('seconds of a step', 'step_s', '.2f'),

@@ -1,7 +1,6 @@
 """Written answers to GSM8K with every confidence, compared with lm-evaluation-harness, on CUDA.
 
     python research/bench/gsm8k_answers.py --data=gsm8k --tokenizer=Llama-3.2-1B
-    python research/bench/gsm8k_answers.py --data=gsm8k --model=out/run --questions=32 --batch=256
 
 Both read the same prompts with five shots, draw at temperature 1, and end an answer at the end
 token, before 'Question:' and after 256 tokens; docs/benchmarks.md says what is timed.
@@ -16,8 +15,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from research.bench.common import (DEVICE, Options, Script, Shape, attempt, bars, free_memory, load,
-                                   method_table, now, peak_gib, reset_peak_memory, run_command,
-                                   save_model)
+                                   now, peak_gib, reset_peak_memory, run_command, save_model,
+                                   section)
 from data.eval_config import EvalConfig
 from data.files import read_rows
 from data.tokenizer import begins_with_bos, load_model_tokenizer
@@ -37,7 +36,6 @@ class BenchConfig(Options):
     max_tokens: int = WRITTEN_TASKS['gsm8k'].max_tokens
     questions: int = 64             # that lm_eval answers
     batch: tuple[int, ...] = (512, 1024)    # answers that lm_eval writes at once
-    ours: bool = False              # ours alone
     out: str = 'out/bench_answers.json'
 
 
@@ -127,9 +125,7 @@ def view(table):
     results = {name: row | {'ratio': row['tokens_per_s'] / best}
                if best and name.startswith('ours') else row
                for name, row in table['results'].items()}
-    return (f'{table["shape"]}, GSM8K, {table["n"]} samples per question', method_table(results, [
-        ('answers', 'answers', ','), ('tokens', 'tokens', ','), ('s', 'seconds', '.1f'),
-        ('tokens/s', 'tokens_per_s', ',.0f'), ('ratio to lm_eval', 'ratio', '.1f')], ''))
+    return section('answers', table, results)
 
 
 script = Script(__file__, BenchConfig, bench, view, bars('tokens/s', 'tokens_per_s', ',.0f'))

@@ -7,6 +7,7 @@ The step is that of LLMQ's page: Qwen 2.5's shape with random weights, 524,288 r
 of 1,024, bfloat16 weights. LLMQ's moments are bfloat16, ours float32.
 """
 
+import functools
 import json
 import os
 import sys
@@ -21,7 +22,7 @@ import torch
 
 from data.packing import pack
 from research.bench.common import (DEVICE, METHODS, PeerOptions, Script, bars, chosen_methods,
-                                   measure_methods, method_table, now, peak_gib, speed)
+                                   measure_methods, now, peak_gib, section, speed)
 from research.bench.train import our_training
 from train import train_step
 
@@ -90,15 +91,8 @@ def llmq_step(options):
     return step
 
 
-def view(table):
-    return ('Qwen 2.5 1.5B, 524,288 tokens per step in rows of 1,024',
-            method_table(table['results'], [('tokens/s', 'tokens_per_s', ','),
-                                            ('spread', 'spread', '.1%'),
-                                            ('peak GiB', 'peak_gib', '.1f')]))
-
-
-script = Script(__file__, BenchConfig, bench, view, bars('tokens/s', 'tokens_per_s', ','),
-                measure=measure)
+script = Script(__file__, BenchConfig, bench, functools.partial(section, 'llmq'),
+                bars('tokens/s', 'tokens_per_s', ','), measure=measure)
 
 if __name__ == '__main__':
     script.main(sys.argv[1:])

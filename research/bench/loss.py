@@ -1,12 +1,10 @@
 """The losses of fused_ce.py compared with other libraries: time, memory, error; on a CUDA device.
 
-    python research/bench/loss.py
     python research/bench/loss.py --shapes=llama32_1b,mistral_7b --rounds=1 --out=out/quick
 
 Forward and backward of the output layer of six models in bfloat16, with random inputs whose logits
 fall with a token's rank as in a language model, and smoothing 0.1. Each method runs at every memory
-setting that it has. A second table has every loss of fused_ce.py at the default memory. Also
-writes a .csv file; a peer that is not installed is listed as such.
+setting that it has; another table has every loss at the default memory. Also writes a .csv file.
 """
 
 import functools
@@ -21,8 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 import torch.nn.functional as F
 
-from research.bench.common import (MODELS, Options, Script, attempt, cell, free_memory,
-                                   method_table)
+from research.bench.common import MODELS, Options, Script, attempt, cell, free_memory
 from research.common import panels
 from fused_ce import fused_loss, smoothed_cross_entropy, token_statistics
 from results.plots import save_figure
@@ -52,7 +49,6 @@ class BenchConfig(Options):
     shapes: tuple[str, ...] = tuple(SHAPES)
     n: int = 8192                   # tokens, all of which carry loss
     rounds: int = 3                 # the median of these is reported
-    ours: bool = False              # only ours and torch eager, whose errors are the unit
 
 
 def bench(config):
@@ -102,6 +98,13 @@ def measure(n, D, V, softcap, rounds, peers=True):
         'frozen head': smoothed(head=weight.detach()),
         "reduction='none'": smoothed(reduction='none'),
         'loss without gradient': smoothed(backward=False),
+        'token_statistics': step_of(lambda: token_statistics(
+            hidden, weight, host, softcap=softcap).nll, hidden, weight, backward=False)}
+    uses = {
+        'half of the tokens ignored': smoothed(target=half),
+        'frozen head': smoothed(head=weight.detach()),
+        "reduction='none'": smoothed(reduction='none'),
+        'loss without gradient': smoothed(backward=False),
         'token_statistics': step_of(
             lambda: token_statistics(hidden, weight, host, softcap=softcap).nll, hidden, weight,
             backward=False),
@@ -115,7 +118,7 @@ def measure(n, D, V, softcap, rounds, peers=True):
 
 
 def inputs(n, D, V):
-    """hidden [n, D], weight [V, D], target [n].
+    """Return hidden [n, D], weight [V, D], target [n].
 
     Logits fall with the logarithm of a token's rank, labels are drawn from that distribution, and
     their logits are lifted by 6 +- 4.
@@ -148,7 +151,7 @@ def peer(module, function, **options):
 
 
 def smooth(plain):
-    """Return a plain loss with smoothing from outside: without a softcap a correction of rank one.
+    """Return a plain loss with smoothing from outside, a correction of rank one without a softcap.
     """
     def loss(hidden, weight, target):
         value = plain(hidden, weight, target)
@@ -316,12 +319,11 @@ def view(table):
                           default=(float('nan'), '')) for own in (True, False))
         budgets.append([f'{budget} MiB', f'{ours[0]:.2f}', f'{peer[0]:.2f}', peer[1]])
     base = table['losses']['cross_entropy() + smoothing(0.1)']
-    losses = {text: {'ms': ms, 'ratio': ms / base} for text, ms in table['losses'].items()}
+    losses = [['loss', 'ms', 'ratio to smoothing'], *(
+        [text, f'{ms:.2f}', f'{ms / base:.3f}'] for text, ms in table['losses'].items())]
     one, two, uses = table['products'][0], sum(table['products'][:2]), table['uses']
     return (f'{table["shape"]}: D {D}, V {V}, softcap {softcap}, {n} tokens', text,
-            lines, budgets, method_table(
-                losses, [('ms', 'ms', '.2f'), ('ratio to smoothing', 'ratio', '.3f')], 'loss'),
-            '; '.join(f'{use} {ms:.2f} ms' for use, ms in uses.items())
+            lines, budgets, losses, '; '.join(f'{use} {ms:.2f} ms' for use, ms in uses.items())
             + f'. token_statistics takes {uses["token_statistics"] / one:.2f} of one product, a '
             f'frozen head {uses["frozen head"] / two:.2f} of two.')
 

@@ -1,16 +1,13 @@
 """Calibration metrics of random predictions, compared with torchmetrics and netcal, on the CPU.
 
     python research/bench/metrics.py
-    python research/bench/metrics.py --ours
 
-Seconds, input checks included, for 14,042 questions with 4 options and for 1,000,000 with 10. Peers
-that are not installed are left out.
+Seconds, input checks included, for 14,042 questions with 4 options and for 1,000,000 with 10.
 """
 
 import statistics
 import sys
 import timeit
-from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -20,12 +17,7 @@ import torch
 
 import metrics
 import stats
-from research.bench.common import Options, Script, method_table
-
-
-@dataclass
-class BenchConfig(Options):
-    ours: bool = False              # ours alone
+from research.bench.common import Options, Script, section
 
 
 def bench(config):
@@ -83,12 +75,10 @@ def seconds(call):
 
 
 def view(table):
-    return f'{table["n"]} x {table["k"]}, seconds', method_table(
-        table['seconds'], [(method, method, '.4f') for method in (
-            'ours', 'torchmetrics', 'netcal')], '')
+    return section('metrics', table, table['seconds'])
 
 
-script = Script(__file__, BenchConfig, bench, view, needs_gpu=False)
+script = Script(__file__, Options, bench, view, needs_gpu=False)
 
 if __name__ == '__main__':
     script.main(sys.argv[1:])

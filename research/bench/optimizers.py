@@ -3,9 +3,9 @@
     python research/bench/optimizers.py
 
 The distance is |d - d64| / |d64| over the changes d of 4,096 weights after 1,000 steps at 5e-6 on
-given gradients, and its part across d64, which is noise. The standard deviation of log |gradient|
-between neighbors is `spread`. Time and bytes of state are per weight of 8 matrices, with the
-bfloat16 weight itself and without its gradient. FlashOptim (pip install flashoptim) needs a GPU.
+given gradients, and its part across d64, which is noise; `spread` is the standard deviation of log
+|gradient| between neighbors. Time and bytes are per weight of 8 matrices, with the bfloat16 weight
+itself and without its gradient. FlashOptim (pip install flashoptim) needs a GPU.
 """
 
 import functools
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
-from research.bench.common import DEVICE, Options, Script, attempt, free_memory, method_table, now
+from research.bench.common import DEVICE, Options, Script, attempt, free_memory, now, section
 from runtime.optim import AdamW
 from speed.compact import CompactAdamW
 
@@ -28,7 +28,6 @@ class BenchConfig(Options):
     spreads: tuple[float, ...] = (0.0, 0.5, 1.0)
     rows: int = 4096                # of the matrices that are timed, with 14,336 columns
     steps: int = 1000
-    ours: bool = False              # ours alone
 
 
 LR, DECAY = 5e-6, 0.01
@@ -118,12 +117,7 @@ def cost(make, rows):
 
 
 def view(table):
-    if table['spread'] is None:
-        return 'One step, per 10^9 weights', method_table(table['results'], [
-            ('ms', 'ms', '.2f'), ('bytes per weight', 'bytes', '.2f')])
-    return f'Distance from float64, spread {table["spread"]}', method_table(table['results'], [
-        ('distance', 'distance', '.2%'), ('noise', 'noise', '.2%'),
-        ('progress', 'progress', '.2%')])
+    return section('optimizers_cost' if table['spread'] is None else 'optimizers', table)
 
 
 script = Script(__file__, BenchConfig, bench, view)

@@ -19,9 +19,8 @@ def hugging_face_step(raw, attention, liger=False, compiled=False, padded=None, 
                       micro_rows=1):
     """Return step(batch) of a Hugging Face model; a batch is a list of (tokens, loss mask).
 
-    padded: sequences in a forward pass, padded to the longest
-    packed: tokens in a row, packed as ours are, with position_ids; `micro_rows` in a pass
-    neither: all rows, which have one length, in one forward pass
+    padded: sequences in a forward pass, padded to the longest; packed: tokens in a row, packed as
+    ours are, with position_ids, `micro_rows` in a pass; neither: all rows, of one length, in a pass
     """
     if liger:
         import liger_kernel.transformers as kernels
@@ -80,9 +79,8 @@ def packed_inputs(batch, length, at_once=1):
 def trl_steps(raw, batches, marks, steps, folder, length, attention, compiled=False, micro_rows=1):
     """Train with TRL's SFTTrainer and its packing; return the mean number of tokens in a step.
 
-    length: tokens in a row at most; micro_rows: of them in a pass, which TRL concatenates
-    marks:  is called at the beginning and after each `steps` steps, four times
-    attention: FlexAttention masks what the positions tell apart; flash-attention is a package more
+    length: tokens in a row at most; micro_rows: of them in a pass, which TRL concatenates. marks is
+    called at the beginning and after each `steps` steps, four times.
     """
     from datasets import Dataset
     from transformers import TrainerCallback

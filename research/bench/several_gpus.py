@@ -15,8 +15,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from data.benchmarks import BENCHMARKS
-from research.bench.common import (DEVICE, Options, Script, Shape, bars, chosen, load, method_table,
-                                   read_mmlu, require_files, run_command, save_model)
+from research.bench.common import (DEVICE, Options, Script, Shape, bars, chosen, load, read_mmlu,
+                                   require_files, run_command, save_model, section)
 from research.common import write_lines
 
 
@@ -49,8 +49,8 @@ def bench(config):
 def measure(config, folder):
     """Return {command: {'processes', 'seconds', 'before_s', 'scoring_s', 'same'}}.
 
-    before_s: until scoring begins: imports, reading the questions
-    same: whether the numbers are bitwise those of one process with --deterministic, or None
+    before_s: until scoring begins; same: whether the numbers are bitwise those of one process with
+    --deterministic, or None
     """
     exact = ['--deterministic', f'--limit={config.limit}']
     kinds = {'': [], ', shared weights': ['--shard'], ', deterministic': exact,
@@ -58,8 +58,7 @@ def measure(config, folder):
     commands = {f'{n} GPU{"s" * (n > 1)}{kind}': (n, options) for kind, options in kinds.items()
                 for n in (1, *config.processes) if n > 1 or '--shard' not in options}
     commands, results, expected = chosen(config.only, commands), {}, None
-    # fills the caches on disk
-    run(['--limit=1', f'--languages={LANGUAGES[0]}'], 1, folder / 'first')
+    run(['--limit=1', f'--languages={LANGUAGES[0]}'], 1, folder / 'first')  # fills caches on disk
     for name, (n, options) in commands.items():
         out, started = folder / name, time.time()
         row = results[name] = {'processes': n, 'seconds': run(options, n, out)}
@@ -98,12 +97,7 @@ def view(table):
             row['after_s'] = row['seconds'] - row['before_s'] - row['scoring_s']
         rows[name.replace('deterministic', f'deterministic, {table["limit"]} questions per '
                                            f'language')] = row
-    return (f'{table["shape"]}, MMLU as {table["languages"]} languages, whole commands',
-            method_table(rows, [
-                ('s', 'seconds', '.1f'), ('speed-up', 'speed-up, seconds', '.2f'),
-                ('before scoring, s', 'before_s', '.1f'), ('scoring, s', 'scoring_s', '.1f'),
-                ('speed-up', 'speed-up, scoring_s', '.2f'), ('after it, s', 'after_s', '.1f'),
-                ('bitwise as one GPU', 'same', '')], 'command'))
+    return section('several_gpus', table, rows)
 
 
 script = Script(__file__, BenchConfig, bench, view, bars('seconds', 'seconds', '.1f'))

@@ -1,8 +1,6 @@
 """Fine-tuning commands: `python train.py` compared with TRL's SFTTrainer, see docs/benchmarks.md.
 
     python research/bench/sft.py --data=conversations.jsonl --tokenizer=Llama-3.2-1B
-    python research/bench/sft.py --data=conversations.jsonl --tokenizer=Llama-3.2-1B \\
-        --tuning=full --conversations=2000
 
 Both supervise the last answer (ours every answer), pack rows of 4,096 tokens and take about as many
 steps. TRL prints the end of the first step at once, ours after launching the second one.

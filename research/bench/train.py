@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 from research.bench.common import (DEVICE, METHODS, MODELS, PeerOptions, Script, Shape, bars,
-                                   measure_methods, method_table, now, our_model, peak_gib,
-                                   reset_peak_memory, speed)
+                                   measure_methods, now, our_model, peak_gib, reset_peak_memory,
+                                   section, speed)
 from research.bench.peers import hugging_face_step, trl_steps
 from data.instruct import load_conversations
 from data.packing import pack
@@ -180,10 +180,7 @@ def view(table):
                default=None)
     results = {name: row | ({'ratio': row['tokens_per_s'] / best} if best and name in rows else {})
                for name, row in table['results'].items()}
-    return f'{table["shape"]}, {table["data"]}, bfloat16', method_table(results, [
-        ('tokens/s', 'tokens_per_s', ','), ('ratio to best peer', 'ratio', '.3f'),
-        ('compile, s', 'compile_s', '.1f'), ('MFU', 'mfu', '.3f'), ('peak GiB', 'peak_gib', '.1f'),
-        ('spread', 'spread', '.1%'), ('graphs compiled late', 'new_graphs', '')])
+    return section('train', table, results)
 
 
 script = Script(__file__, BenchConfig, bench, view, bars('tokens/s', 'tokens_per_s', ','),

@@ -53,8 +53,7 @@ REWARD, PPO = (replace(load_config(AlignConfig, [str(
     for name in ('reward_llama_7b', 'alignment_ppo'))
 DPO = AlignConfig(method='dpo', template='alpaca', epochs=EPOCHS, batch_size=32, lr=5e-6,
                   schedule='cosine', on_bad_row='skip')
-# Estimates: a prompt with all its answers has 400 tokens, with one answer of PPO 230. Generation,
-# rewards, old and reference log-probabilities and 4 updates cost as much as 7 updates.
+# a prompt with all its answers has about 400 tokens, with one of PPO 230, which costs 7 updates
 REWARD_TOKENS, PPO_TOKENS = 2 * 52_000 * 400, EPOCHS * 52_002 * 230 * 7
 
 
@@ -144,17 +143,14 @@ def alignment_runs(options):
 
 @functools.cache
 def mmlu_samples(folder):
-    """Return (Predictions over the letters, log p of each letter among all tokens [N, 4]) of a run.
-
-    (None, None) without samples.
-    """
+    """Return (Predictions over the letters, log p of each letter among all tokens [N, 4]) of a run;
+    (None, None) without samples."""
     path, result = Path(folder, 'samples.jsonl'), measured(folder, 'mmlu')
     if not result or not path.exists():
         return None, None
     with open(path, encoding='utf-8') as file:      # most lines are of the other tasks
         rows = latest_samples([json.loads(line) for line in file if '"task": "mmlu"' in line])
-    return (predictions(rows, result['norm']),
-            np.array([row['log_probs'] for row in rows]))
+    return predictions(rows, result['norm']), np.array([row['log_probs'] for row in rows])
 
 
 def unnormalized_ece(folder):

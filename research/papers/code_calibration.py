@@ -1,7 +1,6 @@
 """Calibration and Correctness of Language Models for Code (Spiess et al., ICSE 2025).
 
     python research/papers/code_calibration.py --plan
-    python research/papers/code_calibration.py --only=Qwen2.5-Coder-1.5B
 
 It runs the programs that the models write: read docs/running_code.md first.
 

@@ -1,14 +1,12 @@
 """What the scripts of the papers share: their runs, the plan, tables beside the printed numbers.
 
     python research/papers/label_smoothing.py --plan     # the runs, GPU hours and disk space
-    python research/papers/label_smoothing.py --only=Gemma2-2B/Alpaca
 
-from the root of the repository. A script yields its runs in the order in which they need each
-other. What is finished is skipped and what was interrupted is resumed, so a script that was stopped
-is simply started again. A run that cannot be done, because its model is gated or too large for the
-GPU, is reported, and the next one begins. The tables are made from what is finished. --key=value
-changes that key of train.py in all runs, --eval.key=value that key of evaluate.py. --model=FOLDER
-and --data=FILE replace the tables of models and datasets of a script that has both.
+from the root of the repository. What is finished is skipped and what was interrupted is resumed, so
+a script that was stopped is simply started again. A run that cannot be done, because its model is
+gated or too large for the GPU, is reported, and the next one begins. The tables are made from what
+is finished. --key=value changes that key of train.py in all runs, --eval.key=value that key of
+evaluate.py; --model=FOLDER and --data=FILE replace a script's models and datasets.
 """
 
 import difflib
@@ -43,9 +41,8 @@ from runtime.ownership import claim, lock, read_json, write_text
 from runtime.resume import check_run
 from train import FREE_KEYS, TrainConfig, train_and_report
 
-# FLOP/s on one H100 or H200 in bfloat16. Training reaches 0.47 to 0.58 of the 989e12 of the data
-# sheet with documents of 2,048 tokens, evaluation 0.43 to 0.67 of the 780e12 of a large matrix
-# product (research/bench/results/README.md).
+# FLOP/s on one H100 or H200 in bfloat16: of the 989e12 of the data sheet and of the 780e12 of a
+# large matrix product (research/bench/results/README.md)
 TRAIN_RATE, EVAL_RATE = 0.5 * 989e12, 0.6 * 780e12
 FOLDER = Path(__file__).parent
 EVAL_STARTS = 40        # seconds to load and compile
@@ -93,13 +90,10 @@ class Run:
     def hours(self):
         """GPU hours on one H200: 6 operations per weight and trained token, 2 per scored one.
 
-        With checkpointed activations 2 more per trained token, with LoRA, whose frozen weights have
-        no gradient, 2 less.
+        Checkpointed activations take 2 more; LoRA, whose frozen weights have no gradient, 2 less.
         """
-        per_token = 6
-        if self.trains:
-            per_token += 2 * (self.cfg.checkpoint_activations - self.cfg.lora)
-        seconds = per_token * self.params * self.train_tokens / TRAIN_RATE
+        more = self.cfg.checkpoint_activations - self.cfg.lora if self.trains else 0
+        seconds = (6 + 2 * more) * self.params * self.train_tokens / TRAIN_RATE
         seconds += 2 * self.params * self.eval_tokens / EVAL_RATE
         return (seconds + EVAL_STARTS * (self.eval_tokens > 0)) / 3600
 
@@ -143,10 +137,9 @@ def held_out(folder):
     last step of a run; {} if it has held out none, None if it is not finished."""
     if not Path(folder, 'config.json').exists():
         return None
-    lines = map(json.loads, Path(folder, 'log.jsonl').read_text(encoding='utf-8').splitlines())
-    values = [{'nll': line['val_nll'], 'ece': line['val_ece']} for line in lines
-              if 'val_ece' in line]     # pairs have none
-    return values[-1] if values else {}
+    values = [{'nll': line['val_nll'], 'ece': line['val_ece']}
+              for line in common.read_lines(Path(folder, 'log.jsonl')) if 'val_ece' in line]
+    return values[-1] if values else {}     # pairs have none
 
 
 def read_report(folder):
@@ -194,10 +187,9 @@ def read_models(paper):
 
 
 def own_table(options, key, table):
-    """Return {name: (path, size)} of the option --model or --data; `table` without the option.
+    """Return {name: (path, `size_of` it)} of the option --model or --data; `table` without it.
 
-    The size of a model is the number of its weights, from the headers of its files, nan for a hub
-    name; that of data, its tokens, is always nan. Raises ConfigError.
+    Raises ConfigError.
     """
     own = {}
     for text in filter(None, getattr(options, key).split(',')):
@@ -214,8 +206,8 @@ def own_table(options, key, table):
 
 @functools.cache
 def size_of(path, option, patterns=None):
-    """Return the number of weights in the folder of a model, nan for a hub name, or with the
-    `patterns` of data nan for its tokens. Raises ConfigError if nothing is there.
+    """Return the number of weights of a model by the headers of its files, nan for a hub name, or
+    with the `patterns` of data nan for its tokens. Raises ConfigError if nothing is there.
     """
     # owner/name, and no file or folder, even misspelled
     if re.fullmatch(r'[\w.-]+/[\w.-]+', path) and not Path(path).parent.exists():
@@ -227,7 +219,6 @@ def size_of(path, option, patterns=None):
         if patterns:
             fetch(path, patterns)
             return math.nan
-        # the tensors are only mapped
         return sum(x.numel() for *_, x in checkpoint.read_weights(checkpoint.fetch(path)))
     except (CheckpointError, DataError) as error:
         raise ConfigError(f'{option}: {error}') from error
@@ -268,10 +259,10 @@ def main(runs, tables, **more):
         options.changes = [*chosen, *(change for change in changes
                                       if change[2:].split('=')[0] not in FREE_KEYS)]
         changed = (run.changed(changes) for run in runs(options)
-                   if selected(run.cfg.out_dir, options))
+                   if selected(run.cfg.out_dir, options))       # later runs wait for earlier ones
         if not (first := next(changed, None)):
             raise ConfigError(f'--only={options.only}: no run has such a name; --plan lists them')
-        changed = itertools.chain([first], changed)     # later runs wait for earlier ones
+        changed = itertools.chain([first], changed)
         if options.plan:
             print_plan(changed, options)
             return
@@ -309,8 +300,8 @@ def changed_report(cfg, options):
 
 def titles_of(cfg, titles, options):
     """Return {task: its title, by default its name} of the EvalConfig `cfg`, changed likewise."""
-    return {label: titles.get(label, label)
-            for label in map(task_label, changed_report(cfg, options).tasks)}
+    labels = map(task_label, changed_report(cfg, options).tasks)
+    return {label: titles.get(label, label) for label in labels}
 
 
 def selected(folder, options):
@@ -366,20 +357,19 @@ def print_plan(runs, options):
     downloads = {(run.cfg.model, run.cfg.revision): run.params for run in runs
                  if not run.cfg.model.startswith(f'{options.out_dir}/')
                  and not Path(run.cfg.model).is_dir()}
-    names = dict.fromkeys(model for model, _ in downloads)
     largest = max(run.params * run.trains for run in runs)
     lines.append(('all', f'{sum(run.finished for run in runs)} of {len(runs)} finished',
                   f'{sum(run.hours for run in runs):.1f}',
                   f'{sum(run.gigabytes for run in runs):.1f}'))
     print(aligned(lines))
-    print(f'\n{left:,.1f} GPU hours are left. They are estimated for one H200, from the numbers of '
-          f'tokens in the script (nan: of your data, or a model on the hub) and the speeds in '
-          f'research/bench/results: {TRAIN_RATE / 1e12:.0f} '
-          f'TFLOP/s in training, {EVAL_RATE / 1e12:.0f} in evaluation. --key=value does not change '
-          f'them. GB is the size of the weights that a run keeps. While a run trains, its '
-          f'checkpoints need up to {24e-9 * largest:.0f} GB more.' + (
+    names = ', '.join(dict.fromkeys(model for model, _ in downloads))
+    print(f'\n{left:,.1f} GPU hours are left, estimated for one H200 from the numbers of tokens in '
+          f'the script (nan: of your data, or a model on the hub) and the speeds in '
+          f'research/bench/results. --key=value does not change them. GB is the size of the '
+          f'weights that a run keeps. While a run trains, its checkpoints need up to '
+          f'{24e-9 * largest:.0f} GB more.' + bool(downloads) * (
               f' The models to download have about {2e-9 * sum(downloads.values()):.0f} GB: '
-              f'{", ".join(names)}.') * bool(names))
+              f'{names}.'))
 
 
 # Tables and figures
@@ -407,8 +397,8 @@ def paper_column(heading, options):
 def write_tables(tables, folder, doc, changes=()):
     """Print each (name, title, lines) and write <name>.csv, <name>.tex, and tables.md of all.
 
-    changes: settings other than the script's own, below each title, and if there are any, above the
-    LaTeX table. There the best of the lines with the same first cell is bold.
+    changes: settings other than the script's own, for below or above each table. In LaTeX the best
+    of the lines with the same first cell is bold.
     """
     texts, changed = [], 'changed settings: ' + ' '.join(changes)
     for name, title, lines in tables:
@@ -427,10 +417,8 @@ def write_tables(tables, folder, doc, changes=()):
 
 
 def draw_curves(path, panels, columns=3):
-    """Draw the reliability curves of panels = {title: {line: entry of results.json}}.
-
-    Lines without an entry are left out, and so are panels without lines.
-    """
+    """Draw the reliability curves of panels = {title: {line: entry of results.json}}, but for lines
+    without an entry and panels without lines."""
     panels = {title: {label: entry['bins'] for label, entry in entries.items() if 'bins' in entry}
               for title, entries in panels.items()}
     if any(panels.values()):
@@ -439,10 +427,8 @@ def draw_curves(path, panels, columns=3):
 
 
 def draw_lines(path, panels, x_label, metric='ece', log=False):
-    """Draw panels = {title: {line: [(x, report), ...]}} of one metric with its 95 % intervals.
-
-    Points without a report are left out; without any point nothing is drawn.
-    """
+    """Draw panels = {title: {line: [(x, report), ...]}} of one metric with its 95 % intervals, but
+    for points without a report; without any point nothing is drawn."""
     if not any(result.get(metric) is not None for series in panels.values()
                for points in series.values() for _, result in points):
         return

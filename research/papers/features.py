@@ -1,8 +1,6 @@
 """Compare the hidden states that a model computes for texts: a scatter, and their covariance.
 
-    python research/papers/features.py
-    python research/papers/features.py --models=google/gemma-2-2b,out/tuned --part=prompt \\
-        --pooling=last
+    python research/papers/features.py --models=google/gemma-2-2b,out/tuned --part=prompt
 
 features.md says what a feature is, what is measured, and why. The script writes a features.md
 with the table, features.csv, and figure6.png, the scatter.
@@ -39,11 +37,10 @@ from scoring import score, token_states
 class FeatureConfig:
     models: tuple[str, ...] = ('huggyllama/llama-7b',)      # folders or hub names
     data: tuple[str, ...] = ('tatsu-lab/alpaca', 'OpenAssistant/oasst1')    # as `data` of train.py
-    part: Literal['answer', 'prompt', 'text'] = 'answer'    # the last answer, the first prompt, or
-    #                                           the field `text` of a row
+    # the last answer, the first prompt, or the field `text` of a row
+    part: Literal['answer', 'prompt', 'text'] = 'answer'
     pooling: Literal['mean', 'last'] = 'mean'   # over the tokens of a text but BOS, or the last one
-    n: int | None = None                      # texts of each dataset, at most as many as the
-    #                                           smallest one has; None: twice the hidden size
+    n: int | None = None                      # texts per dataset, cut to the smallest; None: 2 D
     max_length: int = 512                     # tokens; longer texts are cut
     batch_tokens: int = 16384                 # tokens of a forward pass
     seed: int = 0                             # draws the texts
@@ -90,8 +87,7 @@ def features(model, tokenizer, texts, cfg, add_bos):
 
 
 def measures(x):
-    """Return (n, smallest singular value of the covariance, the same / the mean one, effective
-    rank, mean cosine of two rows) of features x [n, D], as cells; for n <= D two are empty."""
+    """Return the cells of a line for features x [n, D]; for n <= D two are empty."""
     x, n = x.astype(np.float64), len(x)
     centered = x - x.mean(0)
     values = np.linalg.eigvalsh(centered.T @ centered / (n - 1)).clip(0)
@@ -104,8 +100,7 @@ def measures(x):
 
 
 def draw_scatter(path, panels):
-    """Draw panels = {model: {dataset: features [n, D]}} by their two principal components; a point
-    is a text."""
+    """Draw panels = {model: {dataset: features [n, D]}}, texts by two principal components."""
     with plots.warn_on_failure(path):
         figure = plots.new_figure(5 * len(panels), 5)
         for ax, (model, groups) in zip(figure.subplots(1, len(panels), squeeze=False).flat,
@@ -158,8 +153,7 @@ def run(cfg):
         write_text(Path(cfg.out_dir, 'features.md'), f'{table}\n{about}')
         write_csv(Path(cfg.out_dir, 'features.csv'), lines)
         draw_scatter(Path(cfg.out_dir, 'figure6.png'), panels)
-    print(aligned(lines), f'\nwrote features.md, features.csv and figure6.png to '
-          f'{cfg.out_dir}', sep='\n')
+    print(f'{aligned(lines)}\nwrote features.md, features.csv and figure6.png to {cfg.out_dir}')
     return lines
 
 

@@ -1,7 +1,6 @@
 """Language Models (Mostly) Know What They Know (Kadavath et al. 2022, arXiv 2207.05221).
 
     python research/papers/know.py --plan
-    python research/papers/know.py --only=Llama-3.2-1B
 
 know.md says what the paper states, what it does not, and what was chosen here.
 """
@@ -14,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from research.papers.common import (EvalConfig, Run, TrainConfig, counted, draw_curves, main,
-                                    measured, paper_column, read_models)
+                                    measured, paper_column, pooled, read_models)
 from results.columns import Heading
 
 MODELS = read_models('know')['']
@@ -57,7 +56,7 @@ def p_ik(folder, task):
     """Return {method: report} of P(IK) of the answers to a task; {} for one that is not there."""
     asked = {method: measured(f'{folder}/{report}', 'p_ik').get('categories', {}).get(task, {})
              for method, report in ASKED.items()}
-    return {'probe': measured(f'{folder}/test', f'{task}.p_ik').get('pooled', {})} | asked
+    return {'probe': pooled(f'{folder}/test', f'{task}.p_ik')} | asked
 
 
 def tables(options):

@@ -1,10 +1,7 @@
 """Calibrated Language Models and How to Find Them with Label Smoothing (Huang et al., ICML 2025).
 
     python research/papers/label_smoothing.py --plan
-    python research/papers/label_smoothing.py
-    python research/papers/label_smoothing.py --tuning=full --out_dir=out/full
-    python research/papers/label_smoothing.py --model=FOLDER --data=FILE --rates=all \\
-        --out_dir=out/mine
+    python research/papers/label_smoothing.py --model=FOLDER --data=FILE --rates=all
 
 label_smoothing.md says what the paper states, what it does not, and what was chosen here.
 """
@@ -40,8 +37,8 @@ EVAL_TOKENS = 1.6e6 + 1.1e6 + 0.2e6     # of the three tasks, counted with Llama
 REPORT = EvalConfig(tasks=tuple(TASKS), chat='none', shots=5, scoring='letters', all_metrics=True,
                     fit_temperature=True, on_bad_row='skip')
 PRINTED_FILE = Path(__file__).with_name('label_smoothing_printed.csv')
+# our metrics: their columns in that file
 PRINTED = {'accuracy': 'accuracy', 'ece': 'ece', 'rms_mmlu_repo': 'rms', 'rmsce': ''}
-#                                           our metrics: their columns in that file
 TUNING = TrainConfig(template='tulu', loss_reduction='sequence', epochs=EPOCHS,
                      warmup=0.03, val_size=1000, max_length=4096, checkpoint_epochs=False,
                      on_bad_row='skip', eval=REPORT, eval_before=False)
@@ -87,10 +84,8 @@ def runs(options):
 
 
 def methods(folder, tasks=TASKS):
-    """Yield (row of the table, {task: report}) of the runs of one model on one dataset.
-
-    The report of 'held_out' is that of the next tokens of the held-out conversations.
-    """
+    """Yield (row of the table, {task: report}) of the runs of one model on one dataset; 'held_out'
+    is of the next tokens of the held-out conversations."""
     def reports(name, scaling=''):
         return {task: pooled(f'{folder}/{name}', task, scaling) for task in tasks}
 
@@ -153,8 +148,8 @@ def tables(options):
                       for method, reports in methods(f'{options.out_dir}/{model}/{data}', tasks)
                       if any(reports.values())
                       or any((task, model, data, method) in printed for task in tasks)]
-    yield 'smoothing', (f'Accuracy and calibration by smoothing, at '
-                         f'{changed_report(REPORT, options).shots} shots'), lines
+    shots = changed_report(REPORT, options).shots
+    yield 'smoothing', f'Accuracy and calibration by smoothing, at {shots} shots', lines
     for task, title in tasks.items():
         draw_lines(f'{options.out_dir}/{task}.png', {
             f'{model}, {title}': {data: [

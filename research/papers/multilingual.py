@@ -1,12 +1,8 @@
-"""Investigating the Multilingual Calibration Effects of Language Model Instruction-Tuning (Huang
-et al. 2025).
+"""Investigating the Multilingual Calibration Effects of Language Model Instruction-Tuning (2025).
 
     python research/papers/multilingual.py --printed   # the printed tables: seconds, no model
     python research/papers/multilingual.py --plan
-    python research/papers/multilingual.py
     python research/papers/multilingual.py --models=aya,gemma3 --figures=am,yo
-    python research/papers/multilingual.py --model=FOLDER --data=FILE \\
-        --eval.tasks=xcopa:FOLDER,cmmlu:FOLDER
 
 multilingual.md says what the paper states, what it does not, and what was chosen here.
 """
@@ -107,9 +103,9 @@ def reports_of(folder, task, languages):
     result = measured(folder, task)
     if not result:
         return {}
-    pooled = result.get('pooled', {})       # results.json has no report of a single language
-    single = {languages[0]: pooled} if len(languages) == 1 else {}
-    return {'all': pooled} | result.get('languages', single)
+    # results.json has no report of a single language
+    single = {languages[0]: result['pooled']} if len(languages) == 1 else {}
+    return {'all': result['pooled']} | result.get('languages', single)
 
 
 def tables(options):
@@ -207,10 +203,8 @@ def resample(groups, n_resamples=1000, seed=0):
 
 
 def p_values(plain, other):
-    """Return {language: {key: two-sided p of other - plain}} of two results of `resample`.
-
-    {} if the runs have other questions. p as in stats.difference_test.
-    """
+    """Return {language: {key: two-sided p of other - plain}} of two results of `resample`, as in
+    stats.difference_test; {} if the runs have other questions."""
     (ids, before), (other_ids, after) = plain, other
     if ids != other_ids:
         return {}
@@ -223,8 +217,8 @@ def p_values(plain, other):
 def write_appendix(options, results):
     """Write appendix.tex, a table per language in the layout of tables 3 to 73.
 
-    Bold is the better of smoothing 0 and 0.1, and italic if the difference is significant.
-    results: {task: (title, languages, {row: reports}, {row: tests})}
+    Bold is the better of smoothing 0 and 0.1, italic if the difference is significant. results:
+    {task: (title, languages, {row: reports}, {row: tests})}
     """
     data = ['base', 'instruct', *own_table(options, 'data', DATA)]
     head = ('SFT dataset', 'model', 'smoothing', *(COLUMNS[key] for key in PRINTED))
@@ -276,10 +270,8 @@ def draw_figures(options):
 
 
 def overlay(options, name, task, languages, names):
-    """Draw a panel for each of `names`, of `curves_of`, each language and each model.
-
-    Runs that are not finished are left out.
-    """
+    """Draw a panel for each of `names`, of `curves_of`, each language and each model, but for runs
+    that are not finished."""
     panels, folders = {}, dict(rows(options))
     for data, language, model in itertools.product(names, languages, models(options)):
         curves = {}

@@ -7,8 +7,7 @@ MMLU-ProX. multilingual_printed.csv has the numbers of tables 2 to 73; they have
 differences are counted in exact thousandths. multilingual_claims.csv says which changes are shown,
 and between which thousandths a change must be for a claim to hold. The resource classes are those
 of Joshi et al. 2020: 4 and 5 high, 3 mid, 0 to 2 low. An interval is Student's for the mean over
-the languages of a class. It describes how much languages differ; all have the same questions,
-models and datasets.
+the languages of a class, which have the same questions, models and datasets.
 """
 
 import itertools
@@ -31,7 +30,6 @@ PRINTED = {'accuracy': 'accuracy', 'entropy_bits': 'entropy_bits', 'ece': 'ece',
            'rms_mmlu_repo': 'rms'}       # our name: its column in multilingual_printed.csv
 N_OPTIONS = {'global_mmlu': 4, 'mmlu_prox': 10}
 N_QUESTIONS = {'global_mmlu': 14_042, 'mmlu_prox': 11_759}
-N_BINS = {task: n // 100 for task, n in N_QUESTIONS.items()}    # of 100 questions
 
 
 def printed_numbers():
@@ -114,13 +112,12 @@ def tables(printed):
 def shared_rows(printed, groups, rules):
     """Yield cells: do mean changes stand out from the noise of questions that languages share?
 
-    Student's t over the languages of a benchmark has the standard error s / sqrt(L). If the same
-    questions were drawn anew, all languages would move together: at most, if they are right and
-    wrong as one and the two models answer independently, by sqrt((v + v') / N) with v and v' the
-    variances of a question's number in both. That of accuracy is a (1 - a). A confidence is from
-    1 / K to 1, an entropy h from 0 to log K, so theirs are at most ((1 - 1 / K) / 2)^2 and h (log K
-    - h); that of confidence - accuracy is at most the sum, unless the surer answers are wrong more
-    often. The last column takes both errors together.
+    Student's t over the L languages has the standard error s / sqrt(L). If the same questions were
+    drawn anew, all languages would move together, at most by sqrt((v + v') / N) with v and v' the
+    variances of a question's number in both models. That of accuracy is a (1 - a). A confidence is
+    from 1 / K to 1, an entropy h from 0 to log K, so theirs are at most ((1 - 1 / K) / 2)^2 and
+    h (log K - h); that of confidence - accuracy is at most the sum, unless the surer answers are
+    wrong more often. The last column takes both errors together.
     """
     for (task, (title, _)), rule in itertools.product(BENCHMARKS.items(), rules):
         L, K, variances = len(groups[title]), N_OPTIONS[task], []
@@ -141,11 +138,10 @@ def shared_rows(printed, groups, rules):
 def confidence_range(row, n_options):
     """Return the least and the largest mean confidence that a printed row allows.
 
-    The top probability p of a distribution with entropy H bits is at least 2^-H, so the mean p is
-    at least 2^-mean(H) by Jensen; H <= h(p) + (1 - p) log2(K - 1), Fano 1961, bounds it from above.
-    By eq. (2) |mean p - accuracy| <= ECE. The first end is above the second for a row whose
-    accuracy, entropy and ECE cannot be of the same predictions. Half a thousandth is allowed for
-    the rounding of each number.
+    The mean of the top probability p is at least 2^-mean(H), by Jensen, as p >= 2^-H for an entropy
+    of H bits, and bounded above by H <= h(p) + (1 - p) log2(K - 1), Fano 1961. By eq. (2) |mean p -
+    accuracy| <= ECE. The first end is above the second if accuracy, entropy and ECE cannot be of
+    the same predictions. Half a thousandth is allowed for the rounding of each number.
     """
     p, rounding = np.linspace(1 / n_options, 1, 100_001)[:-1], 0.0005
     fano = -p * np.log2(p) - (1 - p) * np.log2((1 - p) / (n_options - 1))   # falls with p
@@ -178,7 +174,7 @@ def _checks(printed, task):
         'by language: RMS is below ECE': [row['rms_mmlu_repo'] < row['ece']
                                           for row in single.values()],
         'by language: RMS^2 sqrt(bins of 100) is below ECE': [
-            row['rms_mmlu_repo'] ** 2 * N_BINS[task] ** 0.5 < row['ece']
+            row['rms_mmlu_repo'] ** 2 * (N_QUESTIONS[task] // 100) ** 0.5 < row['ece']
             for row in single.values()]}
 
 

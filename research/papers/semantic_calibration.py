@@ -1,7 +1,6 @@
 """Trained on Tokens, Calibrated on Concepts (arXiv 2511.04869): are written answers calibrated?
 
     python research/papers/semantic_calibration.py --plan
-    python research/papers/semantic_calibration.py --only=Qwen2.5-1.5B
 
 semantic_calibration.md says what the paper states, what it does not, and what was chosen here.
 """

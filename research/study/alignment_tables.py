@@ -1,7 +1,9 @@
 """Tables, tests and figures of claims 13 and 14; PLAN.md defines them, claims.py a cell.
 
-    python research/study/alignment_tables.py --runs=out/study  # first results/alignment/seed-*.csv
-    python research/study/alignment_tables.py                   # from these: tables and figures
+    python research/study/alignment_tables.py   # from results/alignment/*.csv: tables and figures
+
+The runs behind these numbers are those of commit 3eab9864, but for three arms of PPO with faults of
+early releases of TRL (ppo-lost, ppo-response, ppo-both), which version 0.2.0 ran.
 """
 
 import sys
@@ -13,7 +15,6 @@ import numpy as np
 
 from runtime import cli
 from compare.significance import mean_interval
-from research.study import alignment
 from research.common import panels
 from research.study.claims import Claims, cell, draw_groups, draw_mean, finish, label
 
@@ -113,7 +114,7 @@ CLAIMS = Claims(
     Path(__file__).parent / 'results' / 'alignment',
     {'task': 'chat', 'epoch': '3', 'scaling': 'none'},
     {'alignment': alignment_figure, 'written': written_figure},
-    alignment.sources, alignment.lines_of, CURVES, {'restored': restored_table})
+    curves=CURVES, functions={'restored': restored_table})
 
 
 if __name__ == '__main__':

@@ -65,8 +65,7 @@ class Numbers:
             return None if curves[0] is None else at_equal(*curves)
         value = self._term(first, self.of)
         for sign, term in zip(others[::2], others[1::2], strict=True):
-            term = self._term(term, self.of)
-            value = value + term if sign == '+' else value - term
+            value = value + (1 if sign == '+' else -1) * self._term(term, self.of)
         return value
 
     def _term(self, text, read, **more):
@@ -152,13 +151,9 @@ def pairs(lines):
 
 def values_of(numbers, spec):
     """Return {(title of the row, of the column): float [seeds], or None} of a `specification`."""
-    values = {}
-    for row, run in spec['rows']:
-        for column, formula in spec['columns']:
-            formula = formula.rstrip('?')
-            values[row, column] = numbers.value(
-                formula.replace('{}', run) if '{}' in formula else f'{run} {formula}')
-    return values
+    return {(row, column): numbers.value(formula.rstrip('?').replace('{}', run) if '{}' in formula
+                                         else f'{run} {formula.rstrip("?")}')
+            for row, run in spec['rows'] for column, formula in spec['columns']}
 
 
 def table(numbers, name):
@@ -180,18 +175,15 @@ def table(numbers, name):
         head += [TABLES['titles'].get(title.rstrip('?'), title.rstrip('?')) for title, _ in columns]
     lines = [head]
     for row, _ in spec['rows']:
-        cells = row.split(' / ')
+        lines.append(row.split(' / '))
         for column, formula in columns:
-            value = values[row, column]
-            if value is None:
-                cells.append('-')
-            elif formula.endswith('?') and np.isnan(value).all():
-                cells.append('')
-            else:
+            value, text = values[row, column], '-'
+            if value is not None and formula.endswith('?') and np.isnan(value).all():
+                text = ''
+            elif value is not None:
                 text = cell(value, p.get((row, column)))
-                signed = statements or ' - ' in formula
-                cells.append(text if signed else text.lstrip('+'))
-        lines.append(cells)
+            signed = statements or ' - ' in formula
+            lines[-1].append(text if signed else text.lstrip('+'))
     return lines
 
 
@@ -241,21 +233,13 @@ def draw_groups(ax, names, series, width):
 # From runs to pages
 
 @dataclass
-class Source:
-    """An evaluated folder, the model to which its KL is measured, and names of its lines."""
-    folder: Path
-    reference: Path | None = None
-    names: dict = field(default_factory=dict)       # columns that replace those of the results
-
-
-@dataclass
 class Claims:
     """The claims of a script, and where their numbers come from."""
     folder: Path            # of seed-*.csv and of the pages
     usual: dict             # as in Numbers; so are curves and functions
     pages: dict             # {page in tables.toml: function (numbers, path) that draws its figure}
-    sources: Callable       # function (root) that yields the Source of each run, seed after seed
-    lines_of: Callable      # function (source) that returns its lines
+    folders: Callable | None = None     # function (root): the folders of the runs, seed after seed
+    lines_of: Callable | None = None    # function (folder) that returns the lines of a run
     curves: dict = field(default_factory=dict)
     functions: dict = field(default_factory=dict)
 
@@ -263,7 +247,8 @@ class Claims:
         folder = folder or self.folder
         lines = [line for path in sorted(folder.glob('seed-*.csv')) for line in read_csv(path)]
         if not lines:
-            raise ConfigError(f'{folder} has no seed-*.csv; --runs=out/study writes them')
+            raise ConfigError(f'{folder} has no seed-*.csv'
+                              + '; --runs=out/study writes them' * bool(self.folders))
         return Numbers(lines, self.usual, self.curves, self.functions)
 
     def page(self, name, numbers):
@@ -273,8 +258,7 @@ class Claims:
 
     def write_numbers(self, root, folder):
         """Write the lines of the runs that are finished to seed-<seed>.csv files."""
-        finished = [source for source in self.sources(root)
-                    if (source.folder / 'results.json').exists()]
+        finished = [run for run in self.folders(root) if (run / 'results.json').exists()]
         if not finished:
             raise ConfigError(f'{root}: no run of these claims is finished')
         lines = itertools.chain(*parallel_map(self.lines_of, finished, worth_it=len(finished) > 4))
@@ -286,9 +270,10 @@ class Claims:
         options = command_line(
             doc, arguments, only=names_of(self.pages), folder={
                 'type': Path, 'default': self.folder, 'help': 'of seed-*.csv, tables and figures'},
-            runs={'help': 'folder of the study; writes the numbers of its seeds first'})
+            **{'runs': {'help': 'folder of the study; writes the numbers of its seeds first'}
+               } if self.folders else {})
         options.folder.mkdir(parents=True, exist_ok=True)
-        if options.runs:
+        if self.folders and options.runs:
             self.write_numbers(options.runs, options.folder)
         numbers = self.numbers(options.folder)
         for name in options.only:

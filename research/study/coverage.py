@@ -9,11 +9,10 @@ confident', softmax(x z), or 'changing': that where the true confidence is above
 true error is that of 500,000 questions, and 0 for a calibrated model.
 
 The next table is of questions in several languages: `share` of the variance of z, z' and the normal
-number behind the answer is the question's, the rest belongs to the language. All intervals and
-tests draw or compare whole questions, except for the last two, which take rows or languages for
-independent. The last table is of few questions with 2, 4 and 10 options and z ~ S N(0, 1); R is the
-mean number of right or of wrong ones, whichever is less. In brackets: no interval, by
-stats.no_interval.
+number behind the answer is the question's, the rest the language's. All intervals and tests draw or
+compare whole questions, except for the last two, which take rows or languages for independent. The
+last table is of few questions with 2, 4 and 10 options and z ~ S N(0, 1); R is the mean number of
+right or of wrong ones, whichever is less. In brackets: no interval, by stats.no_interval.
 """
 
 import sys

@@ -5,9 +5,9 @@
 An effect is the ECE of the tuned model minus that of the model tuned with smoothing 0.1, same
 seed. Cells are the mean over five seeds, ± half of its 95 % interval (Student's t); p is of a
 paired, two-sided t test, not corrected for the number of tests. A trend is the slope of a
-least-squares fit of the effect over the logarithm of the rows or of the hidden size, one slope per
-seed, times the whole range. The interaction is how much more the effect changes from 2^9 to 2^18
-rows at hidden size 64 than at 1,024.
+least-squares fit of the effect over the logarithm of the rows or of the hidden size, per seed,
+times the whole range. The interaction is how much more the effect changes from 2^9 to 2^18 rows at
+hidden size 64 than at 1,024.
 """
 
 import sys

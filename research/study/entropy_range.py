@@ -34,16 +34,14 @@ def measure(folder, seed=0):
 
 
 def entropy_range(model, n_pieces, *, n_tokens=64, steps=300, lr=0.1, seed=0):
-    """Least and most entropy that a next-token distribution of `model` can have, in bits.
+    """Return the least and the most entropy of a next-token distribution of `model`, in bits:
+    {'unused_rows', 'lowest_bits', 'lowest_nll_bits', 'highest_bits', 'log2_vocab'}.
 
     The final norm gives every hidden state the same length, up to its weights, so the output matrix
-    and the softcap bound the entropy of its distributions. Both ends are searched for by
-    Adam over the input of the norm, in float32. For the lowest, n_tokens tokens are drawn from the
-    first n_pieces rows, and each is made as probable as possible; the result is the mean. The
-    highest is the best of n_tokens random starts. Both are results of the search, not bounds.
-
-    Returns {'unused_rows', 'lowest_bits', 'lowest_nll_bits' (of those tokens), 'highest_bits',
-    'log2_vocab'}.
+    and the softcap bound the entropy. Both ends are searched for by Adam over the input of the
+    norm, in float32. For the lowest, each of n_tokens tokens of the first n_pieces rows is made as
+    probable as possible; the result is the mean, and lowest_nll_bits their NLL. The highest is the
+    best of n_tokens random starts. Both are results of the search, not bounds.
     """
     head, cap = model.head.detach().float(), model.softcap
     norm = copy.deepcopy(model.decoder.norm).float().requires_grad_(False)

@@ -4,9 +4,9 @@
     python research/study/figures.py --only=smoothing,tokens --runs --out_dir=out/figures
 
 Every figure is a folder: compare.csv has the numbers, from which compare.md, compare.tex (which is
-not committed) and compare.png follow; means are over seeds.
-With --runs, compare.csv is written again from the runs in out/study. The headline has reliability
-diagrams as well, of the questions of all seeds together, and the numbers behind them in bins.csv.
+not committed) and compare.png follow; means are over seeds. --runs writes compare.csv again from
+the runs in out/study. The headline has reliability diagrams as well, of the questions of all seeds
+together, and the numbers behind them in bins.csv.
 """
 
 import itertools

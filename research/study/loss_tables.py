@@ -6,10 +6,9 @@
 seed-<n>.csv has the finished runs of a seed: a line for questions, facts and next tokens, over all
 languages and for each. Three more tasks are: 'held out', the NLL and ECE of the held-out
 conversations at the end of tuning; 'trained', the mean NLL of the trained ones in the last 50
-steps; and `base` or `medium`, whose accuracy is the share of the 4,000 facts of the instruction
-data that the model knows. An excess is the mean of ECE, or another metric, minus that of
-cross-entropy at equal accuracy; only the first strength of a loss is tested. claims.py says what a
-cell is.
+steps; and `base` or `medium`, whose accuracy is the share of the facts of the instruction data that
+the model knows. An excess is the mean of a metric minus that of cross-entropy at equal accuracy;
+only the first strength of a loss is tested.
 """
 
 import functools
@@ -27,7 +26,7 @@ from results.columns import title_of
 from runtime import cli
 from compare.significance import mean_interval
 from research.common import panels, read_lines, seed_folder
-from research.study.claims import (TABLES, Claims, Source, cell, draw_groups, finish, label,
+from research.study.claims import (TABLES, Claims, cell, draw_groups, finish, label,
                                    mean_and_ends, pairs, specification, values_of)
 from research.study.runs import (EXPERIMENTS, KNOWN_BASES, KNOWN_DATA, LATER, LATER_SEEDS, LOSSES,
                                  STRENGTHS, TUNED, WORLD, short)
@@ -42,18 +41,18 @@ FIRST = {name: strengths[0] for name, strengths in LOSSES.items()}
 
 # Numbers
 
-def sources(root):
-    """Yield the Source of each run: base models, what they know, tuned models."""
+def folders(root):
+    """Yield the folder of each run: base models, what they know, tuned models."""
     for seed in LATER_SEEDS:
         for experiment, names in (('base', BASES), ('knows', KNOWN_BASES)):
-            yield from (Source(Path(seed_folder(experiment, seed, root), name)) for name in names)
+            yield from (Path(seed_folder(experiment, seed, root), name) for name in names)
         for experiment in LATER:
-            yield from (Source(Path(cfg.out_dir)) for cfg in EXPERIMENTS[experiment](seed, root))
+            yield from (Path(cfg.out_dir) for cfg in EXPERIMENTS[experiment](seed, root))
 
 
-def lines_of(source):
+def lines_of(folder):
     """Return the lines of a run that a table uses, {column of COLUMNS: value}."""
-    run, lines, pooled = read_run(source.folder), [], {'language': 'all', 'scaling': 'none'}
+    run, lines, pooled = read_run(folder), [], {'language': 'all', 'scaling': 'none'}
     for line in run_lines(run):
         same = [line[key] == value for key, value in pooled.items()]
         # languages and temperatures only of questions
@@ -232,7 +231,7 @@ CLAIMS = Claims(
     {'task': 'text4', 'language': 'all', 'scaling': 'none'},
     {'equal-accuracy': equal_accuracy_figure, 'after-temperature': temperature_figure,
      'transfer': transfer_figure, 'known': known_figure, 'recipe': recipe_figure},
-    sources, lines_of, dict(curves()),
+    folders, lines_of, dict(curves()),
     {'losses': loss_rows(FIRST), 'strengths': loss_rows(dict(zip(STRENGTHS, STRENGTHS))),
      'other_strengths': lambda numbers: [x for x in STRENGTHS if x not in FIRST.values()],
      'recipe': recipe_table})

@@ -3,13 +3,12 @@
     python research/study/metrics_agree.py                        # the runs of the committed tables
     python research/study/metrics_agree.py out/study/smoothing    # any folders of runs, all metrics
 
-Agreement is Kendall's tau-b over the runs of a task, each metric signed so that better is larger:
-1 if two metrics order every pair of runs alike, 0 if as many pairs alike as opposite; the share of
-pairs that they order alike is (1 + tau) / 2. Intervals are percentiles over resamples of the runs,
-as if runs were independent; those of one seed share their base model and questions. The committed
-tables hold eight such metrics of tuned models, and the counts of ten bins for thirty runs, which
-merge exactly into five, two and one. Tokens of the models of claim 3 are left out, since other
-vocabularies have other tokens. From run folders all metrics and 2 to 100 bins can be computed.
+Agreement is Kendall's tau-b over the runs of a task, each metric signed so that better is larger;
+the share of pairs that they order alike is (1 + tau) / 2. Intervals are percentiles over resamples
+of the runs, as if runs were independent; those of one seed share their base model and questions.
+The committed tables hold eight such metrics of tuned models, and the counts of ten bins for thirty
+runs, which merge exactly into five, two and one. From run folders all metrics and 2 to 100 bins
+follow.
 """
 
 import contextlib
@@ -110,8 +109,8 @@ def kendall(x, y, n_resamples=1000, seed=0):
 
     Kendall 1945: the sum over pairs of runs of sign(x_i - x_j) sign(y_i - y_j), divided by the root
     of the numbers of pairs that x and y do not tie. A resample counts run i c_i times, so a pair
-    c_i c_j times; low and high are the percentiles 2.5 and 97.5 of the resamples in which tau is
-    defined. All three are nan if x or y is constant.
+    c_i c_j times; low and high are the percentiles 2.5 and 97.5 of those in which tau is defined.
+    All three are nan if x or y is constant.
     """
     both = np.isfinite(x) & np.isfinite(y)
     n = int(both.sum())
@@ -137,16 +136,13 @@ def agreements(runs, n_resamples):
 
 
 def agreement_cells(keys, pairs):
-    """Return the cells of a table of tau with its interval, metrics by metrics, header first.
-
-    A dash stands for a tau that is undefined, since a metric is the same for all runs.
-    """
-    def cell(tau, low, high, _):
-        return f'{tau:.2f} [{low:.2f}, {high:.2f}]' if np.isfinite(tau) else '-'
-    names = [title_of(key) for key in keys]
-    return [['', *names[1:]], *([names[i], *(cell(*pairs[:, i, j]) if i < j else ''
-                                             for j in range(1, len(keys)))]
-                                for i in range(len(keys) - 1))]
+    """Return the cells of a table of tau with its interval, metrics by metrics, header first; '-'
+    if it is undefined, since a metric is the same for all runs."""
+    texts = [['{:.2f} [{:.2f}, {:.2f}]'.format(*pairs[:3, i, j]) if np.isfinite(pairs[0, i, j])
+              else '-' for j in range(len(keys))] for i in range(len(keys))]
+    first, *names = [title_of(key) for key in keys]
+    return [['', *names], *([name, *[''] * i, *texts[i][i + 1:]]
+                            for i, name in enumerate([first, *names[:-1]]))]
 
 
 def ranking_cells(runs):
@@ -205,7 +201,7 @@ def draw(path, agreed, binned):
     rows = -(-len(agreed) // columns)
     figure = new_figure(columns * (1.6 + 0.36 * size), rows * (4.2 + 0.36 * size))
     grid = figure.subplots(2 * rows, columns, squeeze=False,
-                           gridspec_kw={'height_ratios': [size, max(7, size / 3)] * rows})
+                           height_ratios=[size, max(7, size / 3)] * rows)
     tops, bottoms = grid[::2].flat, grid[1::2].flat
     for ax in (*tops[len(agreed):], *bottoms[len(agreed):]):
         ax.remove()

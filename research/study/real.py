@@ -2,9 +2,8 @@
 
     python research/study/real.py --model=DATA/model --data=DATA --seeds=0,1
 
-`--model` is the folder of the base model, `--data` one with alpaca.json (conversations), arc/,
-hellaswag/ and wiki/ (docs/papers.md names their files). Finished runs are skipped, and several
-processes can share the seeds.
+`--data` has alpaca.json (conversations), arc/, hellaswag/ and wiki/ (docs/papers.md names their
+files). Finished runs are skipped, and several processes can share the seeds.
 """
 
 import functools

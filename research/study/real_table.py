@@ -59,12 +59,11 @@ def means(numbers):
     keys = ('arc_easy_accuracy', 'arc_easy_confidence', 'arc_easy_ece', 'arc_easy_scaled_ece',
             'hellaswag_accuracy', 'hellaswag_ece', 'clm_ece', 'held_out_ece', 'held_out_nll',
             'arc_easy_auroc')
-    lines = [('setting', 'seeds', *(key.replace('_', ' ') for key in keys))]
-    for name in SETTINGS:
-        values = [[x for x in numbers.of(name, key) if np.isfinite(x)] for key in keys]
-        if values[0]:
-            lines.append([name, str(len(values[0])), *(plus_minus(x, '.3f') for x in values)])
-    return lines
+    rows = [(name, [[x for x in numbers.of(name, key) if np.isfinite(x)] for key in keys])
+            for name in SETTINGS]
+    return [('setting', 'seeds', *(key.replace('_', ' ') for key in keys)), *(
+        [name, str(len(values[0])), *(plus_minus(x, '.3f') for x in values)]
+        for name, values in rows if values[0])]
 
 
 def tests(numbers, planned):

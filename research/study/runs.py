@@ -4,9 +4,8 @@
     python research/study/runs.py smoothing
 
 The experiment `base` makes the world and the base models that all others but `vocabulary` tune.
-Finished runs are skipped, so an interrupted command is simply started again, and several processes
-can share the seeds or the runs of an experiment. At the end, a table of all finished seeds is
-printed and written beside them as compare.*.
+Finished runs are skipped, and several processes can share the seeds or the runs of an experiment.
+At the end, a table of all finished seeds is printed and written beside them as compare.*.
 """
 
 import functools
@@ -41,10 +40,10 @@ LOSSES = FILE['losses']             # {name: strengths}
 STRENGTHS = [loss for strengths in LOSSES.values() for loss in strengths]
 TUNED = {}                          # {experiment: tables of runs.toml}
 for table in FILE['tuned']:
-    lists = dict(table['each'])
-    if names := lists.get('loss'):
-        lists['loss'] = STRENGTHS if names == 'all' else [LOSSES[name][0] for name in names]
-    TUNED.setdefault(table['experiment'], []).append(table | {'each': lists})
+    if names := table['each'].get('loss'):
+        table['each']['loss'] = (STRENGTHS if names == 'all' else
+                                 [LOSSES[name][0] for name in names])
+    TUNED.setdefault(table['experiment'], []).append(table)
 LATER = ('losses', 'transfer', 'known')
 LATER_SETTINGS = {'val_size': 256, 'workers': 1, 'forms': ('text4',)}
 KNOWN_BASES, KNOWN_DATA = ('base', 'medium'), ('known', 'half', 'unknown')
@@ -161,9 +160,8 @@ def vocabulary_runs(seed, root=ROOT):
 def select_known(seed, root=ROOT, base='base'):
     """Write the three instruction files of a base model, with equally many conversations each.
 
-    A fact of instruct-homogeneous.jsonl, which states one per conversation, is known if the model
-    ranks it first among the 24 values of its attribute. Its answers go to the folder `base`. Raises
-    ConfigError if it knows all of them, or none.
+    A fact of instruct-homogeneous.jsonl is known if the model ranks it first among the 24 values of
+    its attribute. Raises ConfigError if it knows all of them, or none.
     """
     folder, source = (Path(seed_folder(name, seed, root)) for name in ('knows', 'base'))
     files = [folder / f'{base}-{data}.jsonl' for data in KNOWN_DATA]

@@ -2,12 +2,10 @@
 
     nvidia-cuda-mps-control -d
     python research/study/side_by_side.py --seeds=5,6 --gpus=4 --processes=10
-    python research/study/side_by_side.py --study=alignment --seeds=10,11 --processes=24
 
-Each process does many runs, so it starts only once. A run begins as soon as its base model and its
-data exist. Finished runs are skipped; a run that fails is reported, and the others continue. If a
-process dies, start the script again for the rest. What the processes print is in
-out/study/side-by-side/.
+A run begins once its base model and its data exist. Finished runs are skipped; a run that fails is
+reported, and the others continue. If a process dies, start the script again for the rest. What the
+processes print is in out/study/side-by-side/.
 """
 
 import os
@@ -32,10 +30,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
+from align import AlignConfig, align
 from research.common import OUT_DIR, command_line, names_of, seed_folder, seeds_option
-from research.study import alignment, closed_form, runs
+from research.study import runs
 from research.study.loss_tables import BASES
 from research.study.world import make_world
+from train import train_and_report
 
 
 class Job(NamedTuple):
@@ -51,7 +51,8 @@ class Job(NamedTuple):
 def tuning_jobs(seed, root, bases, experiments, **changes):
     """Yield the jobs of experiments of runs.py: world, base models, known facts, tuned models."""
     folder, knows = (Path(seed_folder(name, seed, root)) for name in ('base', 'knows'))
-    yield world_job(folder, make_world, (f'{folder}/world', seed, runs.WORLD))
+    yield Job(f'{folder}/world', make_world, (f'{folder}/world', seed, runs.WORLD), (),
+              folder / 'world' / 'model' / 'config.json')       # the last file before its mark
     for cfg in runs.base_runs(seed, root):
         if Path(cfg.out_dir).name in bases:
             yield run_job(replace(cfg, **changes))
@@ -64,54 +65,17 @@ def tuning_jobs(seed, root, bases, experiments, **changes):
             yield run_job(replace(cfg, **changes))
 
 
-def alignment_jobs(seed, root):
-    """Yield the jobs of claims 13 and 14: world, tuned models, pairs, aligned models, answers."""
-    folder = Path(alignment.seed_folder(seed, root))
-    yield world_job(folder, alignment.world, (seed, root))
-    yield from map(run_job, alignment.base_runs(seed, root))
-    yield Job(f'{folder}/pairs', alignment.select, (seed, root), (folder / 'sft' / 'config.json',),
-              folder / 'pairs' / 'all.jsonl')
-    aligned = [*map(run_job, alignment.runs(seed, root))]
-    yield from aligned[:alignment.FIRST]
-    for name, scaling in itertools.product(alignment.WRITTEN, alignment.SCALINGS):
-        path = alignment.written_folder(seed, root, name, scaling)
-        yield Job(f'{path}', alignment.write_answers, (seed, root, name, scaling),
-                  (folder / name / 'results.json',), path / 'results.json')
-    yield from aligned[alignment.FIRST:]
-
-
-def closed_form_jobs(seed, root):
-    """Yield the jobs of claim 15: world, base model, SFT, data, and the aligned models."""
-    folder = Path(alignment.seed_folder(seed, root))
-    yield from (job for job in alignment_jobs(seed, root)
-                if Path(job.name).name in ('world', 'base', 'sft'))
-    yield Job(f'{folder}/pairs', closed_form.prepare, (seed, root), tuple(
-        folder / name / 'config.json' for name in ('base', 'sft')), folder / 'pairs' / 'own.jsonl')
-    yield from map(run_job, closed_form.runs(seed, root))
-
-
-def world_job(folder, function, arguments):
-    """Return the job of a seed's world; its last file, before its mark, is model/config.json."""
-    return Job(f'{folder}/world', function, arguments, (),
-               folder / 'world' / 'model' / 'config.json')
-
-
 def run_job(cfg):
-    """Return the job of a run, which needs its model, whose last file is config.json, and its data.
-    """
-    epochs = alignment.epochs_before(cfg)
-    last = Path(cfg.out_dir, f'report-{epochs[-1]}' if epochs else '', 'results.json')
-    return Job(cfg.out_dir, fit, (cfg,), (f'{cfg.model}/config.json', cfg.data), last)
+    """Return the job of a run, which needs the last file of its model, and its data."""
+    return Job(cfg.out_dir, fit, (cfg,), (f'{cfg.model}/config.json', cfg.data),
+               Path(cfg.out_dir, 'results.json'))
 
 
 # {name for --study: (function that yields the jobs of a seed, seeds)}. A job is done for all seeds
-# before the next one. The order of the alignment jobs is that of PLAN.md's questions; in
-# `smoothing` nothing is compiled: on a fresh machine that takes longer than these runs
+# before the next one. In `smoothing` nothing is compiled: on a fresh machine that takes longer
 STUDIES = {
     'losses': (functools.partial(tuning_jobs, bases=BASES, experiments=(
         'losses', 'known', 'transfer')), runs.LATER_SEEDS),
-    'alignment': (alignment_jobs, alignment.SEEDS),
-    'closed-form': (closed_form_jobs, alignment.SEEDS),
     'smoothing': (functools.partial(tuning_jobs, bases=['base'], experiments=['smoothing'],
                                     compile=False, attention='explicit'), (0,))}
 
@@ -134,7 +98,9 @@ def fit(cfg):
     before, kind = kind, (Path(model).name, cfg.lora)
     if before not in (None, kind):
         torch.compiler.reset()
-    alignment.fit(cfg)
+    (align if isinstance(cfg, AlignConfig) else train_and_report)(replace(cfg, resume=True))
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()        # for the other processes of this GPU
 
 
 def begin(numbers, gpus, folder):

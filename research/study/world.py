@@ -82,17 +82,14 @@ class StudyWorld(World):
 
 
 def make_world(folder, seed, spec):
-    """Write the files of `write_world`, text.jsonl, instruct.jsonl and questions.jsonl.
-
-    spec.forms adds folders with test.jsonl (all languages, category 'seen' or 'unseen') and
-    validation.jsonl; spec.probes adds clm.jsonl and facts.jsonl; spec.paraphrases adds
-    instruct-homogeneous.jsonl, the same facts asked in one wording.
-    """
+    """Write the files of `write_world`; `_make_rows` says which."""
     write_world(folder, seed, spec, _make_rows)
 
 
 def _make_rows(spec, seed):
-    """Return {path: rows} of all JSONL files."""
+    """Return {path: rows} of text.jsonl, instruct.jsonl and questions.jsonl. spec.forms adds
+    folders with test.jsonl (all languages, 'seen' or 'unseen') and validation.jsonl, .probes
+    clm.jsonl and facts.jsonl, .paraphrases instruct-homogeneous.jsonl, all in one wording."""
     world, rng = StudyWorld(spec, seed), np.random.default_rng([seed, 1])
     files = {'text.jsonl': [{'text': text} for text in world.documents(spec.documents, rng)]}
     facts = log_uniform_facts(spec, spec.instructions + spec.questions + spec.validation, rng)
