@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
-from align import AlignConfig, align
 from research.common import OUT_DIR, command_line, names_of, seed_folder, seeds_option
 from research.study import runs
 from research.study.loss_tables import BASES
@@ -98,7 +97,7 @@ def fit(cfg):
     before, kind = kind, (Path(model).name, cfg.lora)
     if before not in (None, kind):
         torch.compiler.reset()
-    (align if isinstance(cfg, AlignConfig) else train_and_report)(replace(cfg, resume=True))
+    train_and_report(replace(cfg, resume=True))
     if torch.cuda.is_available():
         torch.cuda.empty_cache()        # for the other processes of this GPU
 
