@@ -100,15 +100,6 @@ def measure(n, D, V, softcap, rounds, peers=True):
         'loss without gradient': smoothed(backward=False),
         'token_statistics': step_of(lambda: token_statistics(
             hidden, weight, host, softcap=softcap).nll, hidden, weight, backward=False)}
-    uses = {
-        'half of the tokens ignored': smoothed(target=half),
-        'frozen head': smoothed(head=weight.detach()),
-        "reduction='none'": smoothed(reduction='none'),
-        'loss without gradient': smoothed(backward=False),
-        'token_statistics': step_of(
-            lambda: token_statistics(hidden, weight, host, softcap=softcap).nll, hidden, weight,
-            backward=False),
-    }
     ms = interleaved(products | steps | losses | uses, rounds, hidden, weight)
     for name in steps:
         rows[name]['ms'] = ms[name]
