@@ -4,19 +4,18 @@
     python align.py configs/grpo_gsm8k_1b.py --reward=my_reward.py
     python align.py --help
 
-A run works like one of train.py, with other data and another loss: settings, folders, checkpoints
-and reports are the same. A row is a tree, [prompt][chosen][rejected], so the prompt is computed
-once and both answers are in one micro-batch.
+A run works like one of train.py, with other data and another loss. A row is a tree,
+[prompt][chosen][rejected], so the prompt is computed once and both answers are in one micro-batch.
 
-Every loss here is a function of the log-probabilities s of whole answers. Its gradient is that of a
+Every loss is a function of the log-probabilities s of whole answers. Its gradient is that of a
 cross-entropy whose token weights are the derivatives with respect to s; fused_ce.py computes them
 between the two kernels of a chunk (`joint`), so no logits are stored. The log-probabilities of the
 reference, the model before training, are computed once and cached.
 
 From pair to gradient: data/preferences.py reads the rankings, alignment/packed_answers.py packs
-them, `pair_objective` gathers the hidden states of the answers' tokens and gives a function of
-PAIR_LOSSES to fused_ce.py; the step is that of train.py. Reinforcement learning, which generates
-its answers, is in alignment/rollouts.py. STAGES says which functions a method runs.
+them, `pair_objective` gives the hidden states of their tokens and a function of PAIR_LOSSES to
+fused_ce.py. Reinforcement learning is in alignment/rollouts.py. STAGES has the functions of each
+method.
 """
 
 from runtime import cli
@@ -24,7 +23,6 @@ from runtime import cli
 if __name__ == '__main__':
     cli.begin()
 
-import ast
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -49,7 +47,6 @@ from runtime.build import build_model
 from runtime.config import load_config, require_range
 from runtime.device import micro_batches, to_device
 from runtime.errors import ConfigError
-from runtime.fast import definition
 from runtime.loss import loss_options
 from runtime.parallel import evaluating, gather
 
@@ -184,27 +181,16 @@ UNUSED = ('from_scratch', 'shape', 'data_kind', 'answers', 'train_on_inputs', 'l
 
 
 def may_read(loss, key):
-    """Return whether a function of (Pairs, AlignConfig) may read a setting, by its syntax tree.
+    """Return whether a function of (Pairs, AlignConfig) reads a setting, or at least names it."""
+    read = {*getattr(getattr(loss, '__code__', None), 'co_names', ())}
 
-    So it may if its source is unknown, or if it uses the settings in other ways than by their
-    names, as in `cfg.beta`, and in methods of Pairs, as in `pairs.margin(cfg)`.
-    """
-    tree = definition(loss)
-    if tree is None or len(tree.args.args) != 2:
-        return True
-    pairs, cfg = (argument.arg for argument in tree.args.args)
-    other_uses = 0
-    for node in ast.walk(tree):
-        match node:
-            case ast.Name(name) if name == cfg:
-                other_uses += 1
-            case ast.Attribute(ast.Name(name), attribute) if name == cfg and attribute != key:
-                other_uses -= 1
-            case ast.Call(ast.Attribute(ast.Name(name), method), [ast.Name(argument)]) if (
-                    (name, argument) == (pairs, cfg)
-                    and not may_read(getattr(Pairs, method, None), key)):
-                other_uses -= 1
-    return other_uses > 0
+    class Recorded(AlignConfig):
+        def __getattribute__(self, name):
+            read.add(name)
+            return super().__getattribute__(name)
+
+    loss(Pairs(*torch.ones(len(Pairs._fields), 1)), Recorded())
+    return not read.isdisjoint({key, '__dict__'})
 
 
 def check_settings_are_read(cfg):

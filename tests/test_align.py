@@ -298,7 +298,7 @@ def above_a_margin(pairs, cfg):
 
 
 def by_a_name(pairs, settings):
-    return getattr(settings, 'gam' + 'ma') * pairs.s_l
+    return getattr(settings, 'gam' + 'ma') * pairs.margin(settings)
 
 
 def without_gamma(pairs, cfg):
@@ -307,7 +307,7 @@ def without_gamma(pairs, cfg):
 
 
 def test_a_setting_that_a_loss_reads_is_not_refused_however_rarely_it_matters(monkeypatch):
-    losses = [above_a_margin, by_a_name, lambda pairs, cfg: cfg.gamma * pairs.s_w, without_gamma]
+    losses = [above_a_margin, by_a_name, lambda p, cfg: cfg.gamma * p.margin(cfg), without_gamma]
     for loss in losses:
         monkeypatch.setitem(align.PAIR_LOSSES, 'own', loss)
         values = {'method': 'own', 'gamma': 2.0, 'per_token': True}
