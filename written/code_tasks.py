@@ -6,10 +6,8 @@ Chen et al. 2021, arXiv:2107.03374. The check runs code that a model wrote: see 
 import ast
 import builtins
 import functools
-import itertools
 import re
 import symtable
-import textwrap
 import warnings
 from typing import NamedTuple
 
@@ -22,12 +20,8 @@ HUMANEVAL = 'openai/openai_humaneval'
 PATTERNS = '*/test-*.parquet', 'HumanEval.jsonl*', '*.jsonl*'
 # strings that end a base model's continuation of the prompt, as published
 STOPS = '\nclass', '\ndef', '\n#', '\nif', '\nprint'
-# the first line of a block of code in Markdown: its margin, which may hold the mark of a list, the
-# fence, and a language. Behind other words a fence needs a language.
-FENCE = re.compile(r'^(?:(?P<margin>[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)|[^`~\n]+(?=[`~]{3}.*\w))'
-                   r'(?P<fence>`{3,}|~{3,})[^`\n]*$', re.MULTILINE)
-# the first line of a statement; a word alone is a title or a tag, such as [PYTHON]
-STATEMENT = re.compile(r'^(?![\[<*_#]*\w+[\]>*_:]*$)\S', re.MULTILINE)
+# a line that begins or ends a block of code in Markdown
+FENCE = re.compile(r'^.*```[^`\n]*$', re.MULTILINE)
 
 
 class Problem(NamedTuple):
@@ -111,33 +105,24 @@ def load_problems(source=HUMANEVAL, revision=None):
 def solution_source(problem, text):
     """Return the program that a model's text makes of the problem's prompt.
 
-    A block of code in Markdown counts if it defines the function: the last one of several. Else a
-    text that begins indented continues the prompt, up to the first of STOPS or of the blocks. Else
-    the program is what defines the function outside of blocks, or the first block.
+    A text that begins indented continues the prompt, up to the first of STOPS, if that is Python.
+    Else the program is the Python that defines the function, in a block of code in Markdown or
+    outside: the last one of several. Else it is a continuation up to a fence, or the first block.
     """
-    name, begin = re.escape(problem.entry_point), FENCE.search(text)
-    defines = re.compile(rf'^(?:(?:async +)?def|class) +{name}\b|^{name} *(?::[^=\n]*)?=(?!=)',
-                         re.MULTILINE)
+    text = re.sub('^([> \t]*)~~~', r'\1```', text, flags=re.MULTILINE)
     ends = [at for at in map(text.find, STOPS) if at >= 0]
     indented = re.match(r'(?:[ \t]*\n)*[ \t]+\S', text)
     continuation = problem.prompt + text[:min(ends, default=len(text))] + '\n'
-    # lines of backquotes in the strings of a program are no fences
-    is_program = not syntax_error(text) or indented and not syntax_error(continuation)
-    blocks = fenced(text) if begin and not is_program else []
-    whole = [block if defines.search(block) else textwrap.dedent(block) for block in blocks]
-    if whole := [block for block in whole if defines.search(block)]:
-        return f'{problem.prompt}\n{whole[-1]}'
-    if blocks:
-        continuation = problem.prompt + text[:min([*ends, begin.start()])] + '\n'
     if indented and not syntax_error(continuation):
         return continuation
-    if program := unfenced(text, [*defines.finditer(text)]):
+    if program := defining(text, problem.entry_point):
         return f'{problem.prompt}\n{program}'
-    # a quotation, or a block of code by its indentation
-    margin = re.search(rf'^([ \t]+|> ?)(?:async +)?def {name}\b', text, re.MULTILINE)
-    if margin and not defines.search(text):
-        return solution_source(problem, re.sub(f'^{margin[1]}', '', text, flags=re.MULTILINE))
-    return f'{problem.prompt}\n{blocks[0]}' if blocks else continuation
+    if fence := FENCE.search(text):
+        continuation = problem.prompt + text[:min([*ends, fence.start()])] + '\n'
+        if not indented or syntax_error(continuation):
+            blocks = [block for block in FENCE.split(text)[1::2] if block.strip()]
+            return f'{problem.prompt}\n{"".join(blocks[:1])}'
+    return continuation
 
 
 def syntax_error(source):
@@ -149,57 +134,37 @@ def syntax_error(source):
     return None
 
 
-def fenced(text):
-    """Return the blocks of code in Markdown that are not blank, without their fence's indentation.
+def defining(text, name):
+    """Return the program in a text that defines the function `name`, without its margin, or ''.
 
-    A block ends at a fence with the indentation of its first one, but not inside a string of a
-    program. If the model closed it in another way, it ends at the first other fence before which it
-    is Python. A block that is not closed ends with the text.
+    The last definition is preferred, then the first. The program begins at the first line from
+    which all is Python up to there, and ends where that ends. If it begins a block of code, but
+    does not end at a fence, the next line is returned with it, so it fails.
     """
-    blocks, at = [], 0
-    while begin := FENCE.search(text, at):
-        fence, margin = begin['fence'], begin['margin'] or ''
-        start = min(begin.end() + 1, len(text))
-        outdented = re.compile(rf'^[ \t]{{0,{len(margin)}}}', re.MULTILINE)
-        own = re.compile(rf'^[ \t]{{{len(margin)}}}{fence}{fence[0]}*[ \t]*$', re.MULTILINE)
-
-        end = (end_of_program(text, start, own, outdented)
-               or end_of_program(text, start, re.compile(fence), outdented)
-               or own.search(text, start))
-        stop, at = end.span() if end else (len(text), len(text))
-        blocks.append(outdented.sub('', text[start:stop]))
-    return [block for block in blocks if block.strip()]
-
-
-def end_of_program(text, start, fence, outdented):
-    """Return the first match of `fence` that is not in a string of the program, None if no program.
-    """
-    # a string of a program holds few fences; one that is not closed, all that follow
-    for match in itertools.islice(fence.finditer(text, start), 20):
-        error = syntax_error(textwrap.dedent(outdented.sub('', text[start:match.start()])))
-        if not error or 'unterminated triple-quoted' not in str(error):
-            return None if error else match
-    return None
-
-
-def unfenced(text, definitions):
-    """Return the program in a text that is not in blocks, or ''.
-
-    definitions: matches of where the function is defined; the last one is preferred. The program
-    begins at the first line from which all is Python up to there, and ends where that ends.
-    """
-    attempts = 1000         # a text that is no program fails line by line
+    name, attempts = re.escape(name), 1000      # a text that is no program fails line by line
+    definitions = [*re.finditer(rf'^([> \t]*)(?:(?:async +)?def|class) +{name}\b'
+                                 rf'|^{name} *(?::[^=\n]*)?=(?!=)', text, re.MULTILINE)]
+    margin = min([len(match[1] or '') for match in definitions], default=0)
+    definitions = [match for match in definitions if len(match[1] or '') == margin]
+    # the first line of a statement; a word alone is a title or a tag, such as [PYTHON]
+    statement = re.compile(rf'^[> \t]{{{margin}}}(?![\[<*_#]*\w+[\]>*_:]*$)\S', re.MULTILINE)
     for definition in definitions[:-2:-1] + definitions[:1]:
         # no program has hundreds of statements before the function
-        for start in [*STATEMENT.finditer(text, 0, definition.end())][-200:]:
-            lines = text[start.start():].split('\n')
-            while error := syntax_error('\n'.join(lines)):
+        for start in [*statement.finditer(text, 0, definition.end())][-200:]:
+            before, program = text[:start.start()].rstrip(), text[start.start():]
+            lines = [*re.sub(f'^[> \t]{{0,{margin}}}', '', program, flags=re.M).split('\n'), '```']
+            n = len(lines) - 1
+            while error := syntax_error('\n'.join(lines[:n])):
                 if not (attempts := attempts - 1):
                     return ''
-                del lines[min(error.lineno or len(lines), len(lines)) - 1:]
-            program = '\n'.join(lines)
-            if start.start() + len(program) > definition.start():
-                return program
+                n = min(error.lineno or n, n) - 1
+                code, fence, _ = lines[n].partition('```')
+                if fence and code.strip():      # at the end of a line
+                    lines[n:n + 1] = code, fence
+                    n += 1
+            if n > text.count('\n', start.start(), definition.start()):
+                is_block = FENCE.match(before.rpartition('\n')[2])
+                return '\n'.join(lines[:n + bool(is_block and not FENCE.match(lines[n]))])
     return ''
 
 
