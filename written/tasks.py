@@ -1,8 +1,7 @@
 """Tasks whose answers the model writes, for evaluate.py, and the confidences in the answers.
 
 The classes have the methods of those in data/tasks.py. A confidence in the answers is a variant of
-its WrittenTask and has an entry of its own in the results; written/confidence.py has the table of
-them. Prompts are in written/benchmarks.py, extraction and match rules in written/grading.py.
+its WrittenTask; written/confidence.py has the table of them.
 """
 
 import itertools
@@ -92,7 +91,6 @@ class WrittenTask(AnswerTask):
         return WRITTEN_TASKS[self.label]
 
     def max_tokens(self, cfg):
-        """Return the most tokens of an answer."""
         return cfg.max_tokens or self.rule.max_tokens
 
     def check(self, tokenizer, cfg):
@@ -124,9 +122,7 @@ class WrittenTask(AnswerTask):
         return confidence.variants(cfg)
 
     def variant(self, name, scored, top_option):
-        """Return the Task of the confidence `name` of CONFIDENCES in the written answers.
-
-        scored: {(split, language, id): sample of the answers}; top_option is not used
+        """Return the Task of a confidence; scored: {(split, language, id): sample of the answers}.
         """
         kind = KINDS.get(name, SampleConfidence)
         # all questions share the shots, also those that P(True) makes of them
@@ -136,11 +132,6 @@ class WrittenTask(AnswerTask):
 
 
 # ---- Confidences in the answers ------------------------------------------------------------------
-
-def no_shots(shots, rule):
-    """Return no solved questions: see Confidence.make_shots."""
-    return []
-
 
 @dataclass
 class Confidence(AnswerTask):
@@ -161,7 +152,6 @@ class Confidence(AnswerTask):
 
     @property
     def row(self):
-        """Return the row of this confidence in the table."""
         return confidence.CONFIDENCES[self.label.partition('.')[2]]
 
 
@@ -194,7 +184,7 @@ class PTrueConfidence(Confidence, PTrueTask):
 
 class PTrueAmongSamples(PTrueConfidence):
     """P(True) of the greedy answer, which is shown with others."""
-    make_shots = staticmethod(no_shots)
+    make_shots = staticmethod(lambda shots, rule: [])
     ask = staticmethod(written_answers.proposed_among)
 
 
@@ -241,7 +231,7 @@ class StatedConfidence(Confidence):
     """A probability that the model states in words after its greedy answer."""
     left_out = 'no answer states a probability from 0 to 1'
     longest, stop = 16, ('\n',)
-    make_shots = staticmethod(no_shots)
+    make_shots = staticmethod(lambda shots, rule: [])
 
     @staticmethod
     def ask(question, sample):

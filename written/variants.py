@@ -54,8 +54,7 @@ def mean_over_orders(orders):
     """Return log-probabilities [K] whose softmax is the mean distribution over several orders.
 
     orders: dicts of 'order', the index of the option at each letter, and 'log_probs' of the
-            letters, whose softmax is the order's distribution. The probabilities that are returned
-            sum to the mean of the sums of theirs, for `option_mass`.
+            letters. The probabilities sum to the mean of the sums of theirs, for `option_mass`
     """
     log_probs = np.array([[log_prob for _, log_prob in sorted(zip(x['order'], x['log_probs']))]
                           for x in orders])
@@ -67,8 +66,7 @@ def mean_over_orders(orders):
 class ContextualTask(OptionTask):
     """Contextual calibration, Zhao et al. 2021: p / p of a prompt without content, normalized.
 
-    A sample has the logarithms of these ratios as `log_probs`. p of no content is the mean over the
-    content-free prompts.
+    `log_probs` of a sample are the logarithms of these ratios, with the mean over such prompts.
     """
 
     @staticmethod
