@@ -11,8 +11,8 @@ of the same name, for `metric_list` of a task file:
 as acc_norm and acc_bytes do. Metrics with a column in a table also have the ends of their 95 %
 interval by bootstrap, `ece_boot_low` and `ece_boot_high`. docs/metrics.md has a whole file.
 
-Source: the interface of lm-evaluation-harness 0.4.13, which computes metrics of its own choice
-alone for multiple choice. So `process_results` of its tasks is extended here.
+Source: the interface of lm-evaluation-harness 0.4.13. It computes no others for multiple choice, so
+`process_results` of its tasks is extended here.
 """
 
 import functools
