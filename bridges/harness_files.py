@@ -52,8 +52,8 @@ def harness_sample(row, norm='token') -> dict:
         if 'acc_mutual_info' in row:    # the second half is without the question
             pairs, options = pairs[:len(pairs) // 2], options[:len(options) // 2]
         if len(pairs) < 2 or type(pairs[0]) is not list:
-            raise UnusableTaskError('not multiple choice, so there are no probabilities of options: '
-                                    'the model wrote an answer, or a single text was scored')
+            raise UnusableTaskError('not multiple choice, so there are no probabilities of options:'
+                                    ' the model wrote an answer, or a single text was scored')
         if len(options) != len(pairs):
             raise ValueError(f'{len(pairs)} results of {len(options)} calls')
         texts = [option[option[:1].isspace():] for option in options]

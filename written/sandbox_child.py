@@ -6,10 +6,8 @@
                 tests and a token, so neither is ever in the program's memory
     program     has limits and a filter of system calls, and answers the tester's calls
 
-Tester and program exchange plain values over two pipes, one line of JSON per message. A program
-cannot change the tests, see what they expect, or return an object that claims to equal everything.
-
-It runs without site-packages and imports nothing of ours. Linux on x86_64 or aarch64.
+Tester and program exchange plain values over two pipes, a line of JSON each, so a program cannot
+return an object that claims to equal everything. Nothing of ours is imported.
 """
 
 import ctypes
@@ -111,10 +109,9 @@ DENIED = {
     'memfd_create': (319, 279), 'shmget': (29, 194), 'msgget': (68, 186), 'semget': (64, 190),
     'mq_open': (240, 180), 'io_setup': (206, 0),
 }
-# Calls whose second argument must be one of these, {name: ((x86_64, aarch64), values)}. Others let
-# the kernel send signals to any process of the user, as F_SETOWN, F_SETSIG, FIOSETOWN and SIOCSPGRP
-# do, make other programs wait, as F_SETLEASE does, or send to any socket of the user, as a datagram
-# socket does.
+# Calls whose second argument must be one of these, {name: ((x86_64, aarch64), values)}. Others send
+# signals to processes of the user (F_SETOWN, F_SETSIG, FIOSETOWN, SIOCSPGRP), make other programs
+# wait (F_SETLEASE), or send to sockets of the user (datagrams).
 COMMANDS = {
     # duplicates, flags and locks
     'fcntl': ((72, 25), (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030)),
