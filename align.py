@@ -73,10 +73,7 @@ def dpo(pairs, cfg):
 
 
 def cdpo(pairs, cfg):
-    """DPO for a share of wrong labels: the minimum is at sigmoid(beta d) = 1 - label_noise.
-
-    Mitchell 2023.
-    """
+    """DPO with label noise: the minimum is at sigmoid(beta d) = 1 - label_noise. Mitchell 2023."""
     x, e = cfg.beta * pairs.margin(cfg), cfg.label_noise
     return -(1 - e) * F.logsigmoid(x) - e * F.logsigmoid(-x)
 
@@ -247,9 +244,8 @@ def load_rankings(cfg, tokenizer):
     """Return the Sequences of the rankings in cfg.data; print what biases them."""
     sequences = load_preferences(cfg.data, tokenizer, template=cfg.template, pack_len=cfg.pack_len,
                                  **train.reader_options(cfg, tokenizer))
-    masks = [mask for _, mask in sequences]
-    best = np.mean([np.count_nonzero(mask == 1) for mask in masks])
-    worst = np.mean([np.count_nonzero(mask == mask[-1]) for mask in masks])
+    best, worst = np.mean([[np.count_nonzero(mask == rank) for rank in (1, mask[-1])]
+                           for _, mask in sequences], axis=0)
     if (n := np.count_nonzero(sequences.margins)) and cfg.method != 'reward':
         print(f'note: {n} pairs have a margin, which only method = reward uses')
     # a bias to long or short answers shows here
@@ -269,6 +265,10 @@ def pack_pairs(run, chosen, multiple):
         [run.sequences[i] for i in chosen], run.cfg.pack_len, multiple,
         last=run.cfg.method == 'reward', margins=run.sequences.margins[chosen],
         reference=None if run.reference is None else run.reference[chosen])
+
+
+def weighted_sums(values, weight):
+    return {name: (value.detach() * weight).sum() for name, value in values.items()}
 
 
 def pair_objective(packed, cfg):
@@ -295,8 +295,7 @@ def pair_objective(packed, cfg):
             values = {'nll': -pairs.s_w / pairs.n_w, 'margin': cfg.beta * margin,
                       'accuracy': (margin.sign() + 1) / 2,    # 0.5 if both rewards are equal
                       'chosen': pairs.s_w, 'rejected': pairs.s_l}
-            measured.update({name: (value.detach() * weight).sum()
-                             for name, value in values.items()})
+            measured.update(weighted_sums(values, weight))
             return (pair_loss(pairs, cfg) * weight).sum()
 
         prompt = torch.from_numpy(packed.where[packed.answer[answers.part], 0])
@@ -319,16 +318,9 @@ def pair_validation(run):
 
 # ---- Reward models -------------------------------------------------------------------------------
 
-# The loss is -log sigmoid(r_w - r_l - m) (Bradley and Terry 1952). m is the margin of a pair
-# (Llama 2, 2307.09288), 0 without one. The reward of an answer is the dot product of its last
-# hidden state and a score head [D], in float32. transformers loads the saved folder as
-# AutoModelForSequenceClassification, one label.
-
-def reward_tokenizer(cfg, base, tokenizer):
-    """Return the tokenizer files to save, with a pad token that never ends an answer."""
-    return tokenizer_files(base, tokenizer, cfg.template, begins_with_bos(tokenizer, cfg.add_bos),
-                           reward=True)
-
+# The loss is -log sigmoid(r_w - r_l - m) (Bradley and Terry 1952) with the margin m of a pair, or 0
+# (Llama 2, 2307.09288). A reward is the dot product of the last hidden state and a score head [D],
+# in float32. transformers loads the folder as AutoModelForSequenceClassification, one label.
 
 def build_reward_model(run):
     """Return (model with a score head of zeros, which is trained with LoRA as well, None)."""
@@ -356,8 +348,7 @@ def reward_objective(packed, cfg):
                   'accuracy': (margin.sign() + 1) / 2}
         wanted = to_device(packed.margin, margin.device)
         loss = F.softplus(wanted - margin) + cfg.centering * both.square()
-        return (loss * weight).sum(), {
-            name: (value.detach() * weight).sum() for name, value in values.items()}
+        return (loss * weight).sum(), weighted_sums(values, weight)
     return compute
 
 
@@ -377,8 +368,10 @@ def reward_validation(run):
 
 PAIRS = replace(train.SFT, load=load_rankings, build=build_with_reference, pack=pack_pairs,
                 objective=pair_objective, validate=pair_validation)
-REWARD_MODEL = replace(PAIRS, files=reward_tokenizer, build=build_reward_model,
-                       objective=reward_objective, validate=reward_validation)
+REWARD_MODEL = replace(PAIRS, build=build_reward_model, objective=reward_objective,
+                       validate=reward_validation, files=lambda cfg, base, tokenizer:
+                       tokenizer_files(base, tokenizer, cfg.template,
+                                       begins_with_bos(tokenizer, cfg.add_bos), reward=True))
 ROLLOUTS = replace(train.SFT, load=rollouts.load, build=rollouts.build, pack=None,
                    count_rows=rollouts.count_rows, batches=rollouts.batches,
                    objective=policy_objective, step=rollouts.update, validate=rollouts.validate)

@@ -1,6 +1,5 @@
 """Advantages and divisors of the methods with rewards: the table RL_METHODS.
 
-`credit` gives the answer tokens of a step their advantages, and `correction` weighs these.
 `rewards` and `costs` are float64 [prompts, answers]. A cost is the weighted KL of an answer if
 kl = 'reward', in nats; else 0.
 """
@@ -30,18 +29,14 @@ def leave_one_out(rewards, costs=0.0):
 def standardized(rewards, costs=0.0):
     """Return the centered rewards, divided by their standard deviation, minus the centered costs.
 
-    The deviation is that of the rewards alone: divided by their own, the costs of answers with
-    equal rewards would be noise of full size, whatever their weight.
+    Divided by their own deviation, costs of answers with equal rewards would be noise of full size.
     """
     std = deviation(rewards).std(1, ddof=1, keepdims=True)
     return centered(centered(rewards) / (std + 1e-4), costs)
 
 
 def soft_overlong(lengths, cfg):
-    """Return the length penalty: 0 for short answers, -1 at max_tokens. DAPO, eq. 13.
-
-    Over the last cfg.soft_overlong tokens before max_tokens it falls linearly.
-    """
+    """Return the penalty: linear over soft_overlong tokens, -1 at max_tokens. DAPO, eq. 13."""
     return -np.clip((lengths - cfg.max_tokens) / cfg.soft_overlong + 1, 0, 1)
 
 
@@ -96,8 +91,8 @@ RL_METHODS = {
 def generalized_advantages(rewards, values, counts, cfg):
     """Return A_t = delta_t + discount gae_lambda A_{t+1}, float64 [n]. Schulman 2016 (1506.02438).
 
-    delta_t = r_t + discount V_{t+1} - V_t. rewards, values: [n], the tokens of the answers one
-    after another, counts [N] of each; after an answer's last token V and A are 0.
+    delta_t = r_t + discount V_{t+1} - V_t. rewards, values: [n], of answers with counts [N] tokens;
+    after an answer's last token V and A are 0.
     """
     begin, advantages = np.cumsum(counts) - counts, np.zeros(len(values))
     following, advantage = np.zeros((2, len(counts)))
@@ -140,12 +135,11 @@ CORRECTIONS = 'token_truncate', 'token_mask', 'answer_truncate', 'answer_mask'
 
 
 def correction(log_ratio, counts, kind, most):
-    """Return the importance weight of each token for a rollout that another program sampled, [n].
+    """Return the importance weight [n] of each token of a rollout; it multiplies the advantage.
 
-    log_ratio: float64 [n], log-probability in training minus that in the rollout, before the
-    update, of the tokens of answers with `counts` [N] tokens. kind: of CORRECTIONS. The ratio is
-    that of the token, or of the whole answer; above `most` it is cut to it (truncated importance
-    sampling) or becomes 0 (masked). The advantage is multiplied by it, as TRL multiplies the loss.
+    log_ratio: float64 [n], log-probability in training minus that in the rollout, of answers with
+    `counts` [N] tokens. kind: of CORRECTIONS. The ratio is that of the token, or of the whole
+    answer; above `most` it is cut to it (truncated importance sampling) or becomes 0 (masked).
     """
     level, bound = kind.split('_')
     if level == 'answer':

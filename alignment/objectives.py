@@ -1,7 +1,6 @@
 """The loss of a step's answers by their rewards: clipped policy losses, KL, values.
 
-Also the log-probabilities of answers without gradients, from which the losses begin, and
-ConfTuner's loss of stated confidences, an objective for train.py.
+Also the log-probabilities from which the losses begin, and ConfTuner's objective for train.py.
 """
 
 import numpy as np
@@ -25,10 +24,7 @@ def clipped_loss(log_p, ratio, advantage, low, high):
 
 
 def cispo_loss(log_p, ratio, advantage, low, high):
-    """-A log p times the ratio, a constant of at most 1 + high: no token loses its gradient.
-
-    MiniMax-M1 (2506.13585), eq. 4, without a lower bound, as there.
-    """
+    """-A log p times the ratio, a constant of at most 1 + high. MiniMax-M1 (2506.13585), eq. 4."""
     return -advantage * log_p * ratio.detach().clamp(max=1 + high), ratio > 1 + high
 
 
@@ -46,18 +42,14 @@ SURROGATES = {'clip': clipped_loss, 'cispo': cispo_loss, 'sapo': sapo_loss}
 
 
 def bounded_exp(x):
-    """exp(x) and its gradient, at most e^80: the gradient 0 of a clip times infinity would be NaN.
-
-    The ratio of an answer of 100 tokens can pass float32's e^88 after a few updates.
-    """
+    """exp(x) and its gradient, at most e^80: a gradient of 0 times infinity would be NaN."""
     return (x - (x.detach() - 80).clamp(min=0)).exp()
 
 
 def k3(log_p, reference):
     """e^-d - 1 + d with d = log p - log ref: an estimate of KL(policy, reference), never negative.
 
-    At tokens drawn from the policy its expected gradient is that of KL(reference, policy) for the
-    next token, after the tokens that were drawn.
+    At tokens drawn from the policy its mean gradient is that of KL(reference, policy) per token.
     """
     d = log_p - reference
     return torch.expm1(-d) + d
@@ -98,16 +90,13 @@ def tokenized_brier(levels, text=0.0):
     """Return an objective of `train.Stage` that trains a stated confidence: ConfTuner's loss.
 
     sum_i q_i (c_i - correct)^2, Li 2025 (2508.18847), where q is the softmax over the tokens that
-    state a confidence and c_i the one that token i states: a proper score, least if all of q is on
-    the level nearest to the accuracy.
+    state a confidence and c_i the one that token i states: a proper score.
 
     levels: {token id: c}, such as those of `confidence_levels`. In the data, a supervised token
             with the largest c says that the answer before it is right, one with the smallest c
-            that it is wrong. Of consecutive supervised tokens only the last level counts, since
-            the first 0 of 0.9 may be a level as well
-    text:   weight of a term that keeps the format of the answer: the mean over all supervised
-            tokens of their cross-entropy, where a confidence is stated of -log P(any level). The
-            paper's code has such a term, its formula has none
+            that it is wrong. Of consecutive supervised tokens only the last level counts
+    text:   weight of a term that keeps the format of the answer, as in the paper's code: the mean
+            over all supervised tokens of their cross-entropy, at levels of -log P(any level)
     """
     ids, c = torch.tensor([*levels]), torch.tensor([*levels.values()])
     labels = (c - c.min()) / (c.max() - c.min())
@@ -130,8 +119,7 @@ def tokenized_brier(levels, text=0.0):
         def compute(model, rows, inputs, targets):
             at = torch.from_numpy(has_loss[rows]).nonzero(as_tuple=True)
             level = (targets[at][:, None] == ids).int().argmax(1)
-            device = model.head.device
-            hidden = model(*inputs)
+            device, hidden = model.head.device, model(*inputs)
             states = hidden[at[0].to(device), at[1].to(device)]
             logits = model.cap((states @ model.head.T).float())
             z = logits[:, ids.to(device)]
@@ -177,7 +165,6 @@ def policy_objective(packed, cfg, record=None):
     def compute(model, rows, inputs, _):
         device, measured = model.head.device, {}
         answers = Answers(packed, rows, device)
-        part = to_device(answers.part, device)
         columns = {name: to_device(column[answers.part].astype(np.float32), device)
                    for name in COLUMNS if (column := getattr(packed, name)) is not None}
 
@@ -185,7 +172,7 @@ def policy_objective(packed, cfg, record=None):
             column = {name: x[tokens] for name, x in columns.items()}
             loss, ratio, clipped = policy_loss(log_p, column, answers, tokens, cfg)
             if record is not None:
-                record[part[tokens]] = log_p.detach()
+                record[to_device(answers.part, device)[tokens]] = log_p.detach()
             measured.update(ratio=ratio.sum() / n_tokens,
                             clip_fraction=clipped.sum() / n_tokens)
             if cfg.kl != 'none':
@@ -212,7 +199,7 @@ def policy_objective(packed, cfg, record=None):
 
 
 def values_of(model, hidden):
-    """Return the values float32 [n] of states, from the hidden states [n, D]."""
+    """Return the values, float32 [n], of hidden states [n, D]."""
     return hidden.float() @ model.value_head
 
 
@@ -230,13 +217,10 @@ def answer_log_probs(model, packed, micro_rows, device):
 
 
 def log_probs(model, packed, run):
-    """Return float64 [2, n] of the answer tokens: log-probabilities, and values before them.
-
-    The values are 0 for a model without a value head.
-    """
+    """Return float64 [2, n] of the answer tokens: log-probabilities, and values before or 0."""
     parts = []
     for _, log_p, hidden in answer_log_probs(model, packed, run.cfg.micro_rows, run.device):
-        value = (values_of(model, hidden) if hasattr(model, 'value_head') else
-                 torch.zeros_like(log_p))
-        parts.append(torch.stack((log_p, value.detach())).double().cpu().numpy())
+        has_values = hasattr(model, 'value_head')
+        value = values_of(model, hidden).detach() if has_values else torch.zeros_like(log_p)
+        parts.append(torch.stack((log_p, value)).double().cpu().numpy())
     return np.concatenate(parts, axis=1)

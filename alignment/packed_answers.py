@@ -1,8 +1,4 @@
-"""Rows of prompts with their answers, and where the tokens of the answers are.
-
-A row holds trees, [prompt][answer 0][answer 1] ..., so a prompt is computed once, and answers that
-are compared are in one micro-batch.
-"""
+"""Rows of trees, [prompt][answer 0][answer 1] ..., and where the tokens of the answers are."""
 
 from dataclasses import dataclass
 
@@ -58,8 +54,8 @@ class PackedRollouts(PackedAnswers):
 def pack_answers(prompts, answers, row_length, multiple=1, last=False):
     """Pack prompts with their answers into rows of `row_length` tokens; return a PackedAnswers.
 
-    prompts:  lists of token ids; answers: per prompt, lists of token ids. A prompt whose answers do
-              not fit into one row has several trees
+    prompts:  lists of token ids, with several trees if their answers need more than a row
+    answers:  per prompt, lists of token ids
     multiple: rows of padding make the number of rows a multiple of this
     last:     only the index of each answer's last token is scored, which a reward needs
     """
@@ -85,8 +81,7 @@ def pack_answers(prompts, answers, row_length, multiple=1, last=False):
     tokens, positions, ends = np.stack([row.padded(row_length)[0] for row in rows], 1)
     scored = np.array([(i, first + k, at, token) for row in rows
                        for (i, first), k, at, token in row.scored])
-    where = scored[:, :2]
-    at, token = scored[:, 2:].T
+    where, (at, token) = scored[:, :2], scored[:, 2:].T
     begins = np.flatnonzero((np.diff(where, axis=0, prepend=-1) != 0).any(1))
     counts = np.diff([*begins, len(where)])
     sizes, used = np.array([(len(row.scored), len(row.tokens)) for row in rows]).T
@@ -116,14 +111,14 @@ def pack_rankings(sequences, row_length, multiple=1, last=False, reference=None,
                    for k in range(j + 1, len(rank)) if rank[j] < rank[k]]
         pairs += ordered
         weights += [1 / len(ordered) / len(trees)] * len(ordered)
-    pairs = np.array(pairs)
-    tree, answer = packed.where.T
+    pairs, (tree, answer) = np.array(pairs), packed.where.T
+    if reference is None:
+        reference = np.zeros((len(trees), answer.max() + 1), np.float32)
+    if margins is None:
+        margins = np.zeros(len(trees), np.float32)
     return PackedPairs(
         **vars(packed), pairs=pairs, pair_weight=np.array(weights, np.float32),
-        reference=(np.zeros(len(tree), np.float32) if reference is None else
-                   reference[tree, answer]),
-        margin=(np.zeros(len(pairs), np.float32) if margins is None else
-                margins[tree[pairs[:, 0]]]))
+        reference=reference[tree, answer], margin=margins[tree[pairs[:, 0]]])
 
 
 class Answers:

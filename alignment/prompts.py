@@ -50,9 +50,7 @@ def to_prompt(row, instruction=''):
     """Return the messages before the answer of a row: [{'role', 'content'}, ...], the user's last.
 
     They are those of `prompt`, else of a list of turns, else of another name of a question, else of
-    Alpaca's fields, as in `to_messages`; an answer at the end is left out.
-
-    instruction: text that follows the last message after a blank line. Raises DataError.
+    Alpaca's fields. instruction: text to follow the last after a blank line. Raises DataError.
     """
     row = without_nulls(row)
     lists = row.keys() & {'messages', 'conversations', 'conversation'}

@@ -1,8 +1,4 @@
-"""Rewards for reinforcement learning: the rule of a task, a Python function or a reward model.
-
-A reward is a function (prompt, answer, row) -> number: the text of the prompt's last message, the
-text of an answer, and the prompt's row as it is in the file.
-"""
+"""Rewards for reinforcement learning: the rule of a task, a Python function or a reward model."""
 
 import copy
 import math
@@ -37,9 +33,8 @@ from written.thinking import final_answer
 
 def references(task, row):
     """Return the right answers of a row, texts; task: of written_answers.WRITTEN_TASKS."""
-    # a file of prompts may have them under another name
-    answers = task.row({'question': '', 'problem': ''} | row).references
-    if not answers:
+    # a file of prompts may have its questions under another name
+    if not (answers := task.row({'question': '', 'problem': ''} | row).references):
         raise DataError('wanted one reference answer or more')
     return [require_text(answer, 'a reference answer') for answer in answers]
 
@@ -64,10 +59,9 @@ def stated(task, answer, row):
 
 
 def rlcr(task, prompt, answer, row):
-    """0.5 for the format, 0.5 if correct, and 0.5 (1 - (correct - q)^2) for the confidence q.
+    """0.5 for the format of `stated`, 0.5 if correct, and 0.5 (1 - (correct - q)^2) for q; else 0.
 
-    The format is that of `stated`; without it the reward is 0. The last term is Brier's, a proper
-    score. RLCR, Damani 2025 (2507.16806).
+    The last term is Brier's, a proper score. RLCR, Damani 2025 (2507.16806).
     """
     if (judged := stated(task, answer, row)) is None:
         return 0.0
@@ -139,13 +133,6 @@ REWARDS = {f.__name__: f for f in (exact, rlcr, log_score, abstain, abstain_stat
 STATED = 'rlcr', 'log_score', 'abstain_stated'      # they grade a text between <answer> tags
 
 
-def check_row(kind, task, row):
-    """Raise DataError for a row that the reward `kind` of a task cannot use."""
-    references(task, row)
-    if kind == 'abstain':
-        threshold(row)
-
-
 def load_reward(name, device, dtype, template):
     """Return the FunctionReward or the ModelReward of `name`; raises ConfigError.
 
@@ -153,17 +140,16 @@ def load_reward(name, device, dtype, template):
     executed, may import the modules beside it, and defines reward(prompt, answer, row); or the
     folder of a reward model, which alone uses the other arguments
     """
-    path, (kind, _, task) = Path(name), name.partition(':')
+    path, (kind, _, task_name) = Path(name), name.partition(':')
     if path.is_dir():
         return ModelReward(name, device, dtype, template)
-    if kind in REWARDS and (task or 'qa') in WRITTEN_TASKS:
-        task = WRITTEN_TASKS[task or 'qa']
+    if kind in REWARDS and (task_name or 'qa') in WRITTEN_TASKS:
+        task = WRITTEN_TASKS[task_name or 'qa']
         if kind in STATED and task.runs_code:
             raise ConfigError(f'reward = {name!r}: {kind} grades a text between <answer> tags, '
-                              f'not a program; take exact:{name.partition(":")[2]}, with '
-                              f'--run_code')
-        return FunctionReward(name, partial(REWARDS[kind], task), name,
-                              partial(check_row, kind, task))
+                              f'not a program; take exact:{task_name}, with --run_code')
+        return FunctionReward(name, partial(REWARDS[kind], task), name, lambda row: (
+            references(task, row), threshold(row) if kind == 'abstain' else None))
     if path.suffix != '.py' or not path.is_file():
         raise ConfigError(f'reward = {name!r}, where there is no file or reward model; wanted '
                           f'{" or ".join(REWARDS)} of a task ({", ".join(WRITTEN_TASKS)}) as in '
@@ -188,21 +174,16 @@ def load_reward(name, device, dtype, template):
 
 @dataclass
 class FunctionReward:
-    """A function (prompt, answer, row) -> number; `digest` is its name, or a hash of the code of a
-    file and of the modules beside it.
-
-    check: None, or (row) -> raises an error for a row that the function cannot use
-    """
+    """A function of the text of the prompt's last message, an answer, and the row in the file."""
     name: str
     function: Callable
-    digest: str
-    check: Callable | None = None
+    digest: str         # its name, or a hash of the code of a file and of the modules beside it
+    check: Callable | None = None       # (row) -> raises an error if the function cannot use it
 
     def scores(self, messages, texts, rows):
-        """Return the rewards, float64 [prompts, n], of n answers to each prompt.
+        """Return the rewards, float64 [prompts, n], of `texts`, n answers to each prompt.
 
-        messages: of each prompt; texts: of its answers; rows: its row. A DataError names the line
-        of the file that failed.
+        A DataError names the line of the file that failed.
         """
         return np.array([[self.score(turns[-1]['content'], text, row) for text in answers]
                          for turns, answers, row in zip(messages, texts, rows, strict=True)])
@@ -242,40 +223,37 @@ class ModelReward:
     check = None        # any answer has a reward
 
     def __init__(self, folder, device, dtype, template):
-        folder = checkpoint.fetch(folder)
-        self.folder, self.device = folder, device
+        self.folder = folder = checkpoint.fetch(folder)
         self.model = checkpoint.load(folder, device, dtype, reward=True).eval()
         self.tokenizer = load_model_tokenizer(folder, self.model.config)
-        settings = training_settings(folder)
         self.template = pick_template('auto', folder, self.tokenizer, template)
-        self.add_bos = begins_with_bos(self.tokenizer, settings.get('add_bos'))
+        self.add_bos = begins_with_bos(self.tokenizer, training_settings(folder).get('add_bos'))
         self.digest = json_digest([checkpoint.fingerprint(folder), self.tokenizer.fingerprint,
                                    self.template, self.add_bos])
 
     @torch.no_grad()
     def scores(self, messages, texts, rows):
         """Return the rewards, float64 [prompts, n]; arguments as of `FunctionReward.scores`."""
-        encoded = [self.encode(*pair) for pair in zip(messages, texts, strict=True)]
+        encoded, device = [*map(self.encode, messages, texts)], self.model.head.device
         longest = max(len(prompt) + max(map(len, answers)) for prompt, answers in encoded)
         context = self.model.config.max_position_embeddings
         if longest > context:
             raise DataError(f'{self.folder}: an answer has {longest} tokens with its prompt, and '
                             f'the context is {context}; lower max_length')
         # rows of a multiple of 128 tokens, since kernels are compiled for other divisors
-        packed = pack_answers(*zip(*encoded, strict=True), -(-max(longest, 4096) // 128) * 128,
-                               last=True)
+        packed = pack_answers(*zip(*encoded), -(-max(longest, 4096) // 128) * 128, last=True)
         rewards = np.zeros((len(texts), len(texts[0])))
         for row in range(len(packed.tokens)):
             used = -(-np.count_nonzero(packed.owner[row] >= 0) // 128) * 128
-            inputs = [to_device(x[row:row + 1, :used], self.device)
+            inputs = [to_device(x[row:row + 1, :used], device)
                       for x in (packed.tokens, packed.positions, packed.ends)]
-            answers = Answers(packed, [row], self.device)
+            answers = Answers(packed, [row], device)
             values = self.model.rewards(answers.gather(self.model(*inputs)))
             rewards[tuple(packed.where[answers.part].T)] = values.double().cpu()
         if not np.isfinite(rewards).all():
             dtype = str(self.model.score.weight.dtype).removeprefix('torch.')
-            raise CheckpointError(nonfinite.bad_logits(
-                f'reward = {self.folder}', self.folder, dtype, 'rewards'))
+            raise CheckpointError(nonfinite.bad_logits(f'reward = {self.folder}', self.folder,
+                                                       dtype, 'rewards'))
         return rewards
 
     def encode(self, messages, texts):
@@ -283,4 +261,4 @@ class ModelReward:
         encoded = [encode_answer(messages, text if text.strip() else 'x', self.tokenizer,
                                  self.template, self.add_bos) for text in texts]
         return encoded[0][0], [ids if text.strip() else ids[-1:]
-                               for text, (_, ids) in zip(texts, encoded, strict=True)]
+                               for text, (_, ids) in zip(texts, encoded)]

@@ -2,9 +2,7 @@
 
 In each step the model generates answers, a training row is [prompt][answer 1] ... [answer G], and
 the weight of each token in the loss follows from the rewards: by one advantage function and one
-divisor per method, in PPO by a value head. Every loss depends on the log-probabilities of the
-answers' tokens alone, so fused_ce.py computes it without storing logits. The settings are those of
-align.py, which names these functions in its stage; `run` is a `train.Run`.
+divisor per method, in PPO by a value head. `run` is a `train.Run`, with the settings of align.py.
 """
 
 import functools
@@ -37,9 +35,10 @@ from runtime.resume import advice
 
 def check_rollouts(cfg):
     """Raise ConfigError for unusable values; `align.check_align_config` checks the others."""
-    task = WRITTEN_TASKS.get(cfg.reward.partition(':')[2])
+    kind, _, task = cfg.reward.partition(':')
     # `load_reward` refuses the others of such a task
-    if task and task.runs_code and not cfg.run_code and cfg.reward.partition(':')[0] not in STATED:
+    if (task in WRITTEN_TASKS and WRITTEN_TASKS[task].runs_code and not cfg.run_code
+            and kind not in STATED):
         raise ConfigError(f'reward = {cfg.reward!r} runs the programs that the model writes: read '
                           f'docs/running_code.md, then allow it with --run_code')
     n_answers = cfg.batch_size * cfg.group_size
@@ -85,11 +84,10 @@ def load(cfg, tokenizer):
 
 def build(run):
     """Return (model to train, the reference: this model without LoRA, or a second copy)."""
-    cfg = run.cfg
-    model = reference = build_model(cfg, run.config, run.base, run.device)
-    if cfg.kl != 'none' and not cfg.lora:
-        # parameters keep requires_grad, which selects the kernels of training
-        reference = build_model(cfg, run.config, run.base, run.device)
+    cfg, parts = run.cfg, (run.cfg, run.config, run.base, run.device)
+    model = build_model(*parts)
+    # its parameters keep requires_grad, which selects the kernels of training
+    reference = build_model(*parts) if cfg.kl != 'none' and not cfg.lora else model
     if cfg.method == 'ppo':
         model.value_head = torch.nn.Parameter(torch.zeros(model.head.shape[1], device=run.device))
     # a buffer, so that checkpoints hold it

@@ -124,11 +124,11 @@ class WrittenTask(AnswerTask):
     def variant(self, name, scored, top_option):
         """Return the Task of a confidence; scored: {(split, language, id): sample of the answers}.
         """
-        kind = KINDS.get(name, SampleConfidence)
+        kind, ask, shots = KINDS.get(name, (SampleConfidence, the_same, the_same))
         # all questions share the shots, also those that P(True) makes of them
         groups = '', *((q.language, q.subject) for q in self.items)
-        shots = dict.fromkeys(groups, kind.make_shots(self.shots[''], self.rule))
-        return self.changed(kind, name, scored, kind.ask, shots, parent=self, answers=scored)
+        shots = dict.fromkeys(groups, shots(self.shots[''], self.rule))
+        return self.changed(kind, name, scored, ask, shots, parent=self, answers=scored)
 
 
 # ---- Confidences in the answers ------------------------------------------------------------------
@@ -139,16 +139,6 @@ class Confidence(AnswerTask):
     parent: WrittenTask | None = None
     answers: dict = field(default_factory=dict)     # {(split, language, id): sample of the answers}
     optional = True
-
-    @staticmethod
-    def ask(question, sample):
-        """Return the question to ask about a WrittenQuestion and the sample of its answers."""
-        return question
-
-    @staticmethod
-    def make_shots(shots, rule):
-        """Return the solved questions before the question, from those of the WrittenTask."""
-        return shots
 
     @property
     def row(self):
@@ -174,18 +164,6 @@ class SampleConfidence(Confidence):
 
 class PTrueConfidence(Confidence, PTrueTask):
     """P(True) of the greedy answer; its prompts are scored as those of PTrueTask."""
-    make_shots = staticmethod(written_answers.proposed_shots)
-
-    @staticmethod
-    def ask(question, sample):
-        greedy = sample['greedy']
-        return written_answers.proposed(question, greedy['text'], greedy['correct'])
-
-
-class PTrueAmongSamples(PTrueConfidence):
-    """P(True) of the greedy answer, which is shown with others."""
-    make_shots = staticmethod(lambda shots, rule: [])
-    ask = staticmethod(written_answers.proposed_among)
 
 
 class ProbeConfidence(Confidence):
@@ -231,12 +209,6 @@ class StatedConfidence(Confidence):
     """A probability that the model states in words after its greedy answer."""
     left_out = 'no answer states a probability from 0 to 1'
     longest, stop = 16, ('\n',)
-    make_shots = staticmethod(lambda shots, rule: [])
-
-    @staticmethod
-    def ask(question, sample):
-        greedy = sample['greedy']
-        return written_answers.verbalized_2s(question, greedy['text'], greedy['correct'])
 
     def max_tokens(self, cfg):
         return self.longest
@@ -257,11 +229,30 @@ class StatedConfidence(Confidence):
 class GuessConfidence(StatedConfidence):
     """A probability that the model states with a new guess."""
     longest, stop = 64, ('\n\n',)
-    ask = staticmethod(lambda question, sample: written_answers.verbalized_1s(question))
 
 
-# {name in CONFIDENCES: kind of its Task}; the others are computed from samples
-KINDS = {'p_true': PTrueConfidence, 'p_true_samples': PTrueAmongSamples,
-         'p_ik': ProbeConfidence, 'verbalized_1s': GuessConfidence,
-         'verbalized_2s': StatedConfidence}
+def the_same(x, _):
+    return x
+
+
+def no_shots(shots, rule):
+    return []
+
+
+def about_greedy(ask):
+    """Return the function of a question and its sample that asks about the greedy answer."""
+    return lambda question, sample: ask(question, sample['greedy']['text'],
+                                        sample['greedy']['correct'])
+
+
+# {name in CONFIDENCES: (kind of its Task, (question, sample of its answers) -> question to ask,
+# (shots of the answers, rule) -> its shots)}; the others are computed from samples
+KINDS = {
+    'p_true': (PTrueConfidence, about_greedy(written_answers.proposed),
+               written_answers.proposed_shots),
+    'p_true_samples': (PTrueConfidence, written_answers.proposed_among, no_shots),
+    'p_ik': (ProbeConfidence, the_same, the_same),
+    'verbalized_1s': (GuessConfidence, lambda question, _: written_answers.verbalized_1s(question),
+                      no_shots),
+    'verbalized_2s': (StatedConfidence, about_greedy(written_answers.verbalized_2s), no_shots)}
 TASK = WrittenTask
