@@ -27,10 +27,8 @@ def leave_one_out(rewards, costs=0.0):
 
 
 def standardized(rewards, costs=0.0):
-    """Return the centered rewards, divided by their standard deviation, minus the centered costs.
-
-    Divided by their own deviation, costs of answers with equal rewards would be noise of full size.
-    """
+    """Return the centered rewards by their standard deviation, minus the centered costs."""
+    # divided by their own, the costs of answers with equal rewards would be noise of full size
     std = deviation(rewards).std(1, ddof=1, keepdims=True)
     return centered(centered(rewards) / (std + 1e-4), costs)
 
@@ -60,18 +58,13 @@ def per_token(counts, used, cfg):       # the mean over all tokens of the step
 
 
 class Method(NamedTuple):
-    """advantage: (rewards, costs) -> advantages, float64 [prompts, answers]; weight: see above.
-
-    ratio: of the new to the old probability: of each 'token', of the whole 'answer', or 'mean',
-    the geometric mean over the answer's tokens
-    clip_high: the value that cfg.clip_high = None stands for
-    surrogate: how the ratio and the advantage make a loss, a name in `objectives.SURROGATES`
-    """
-    advantage: Callable | None
-    weight: Callable
+    advantage: Callable | None      # (rewards, costs) -> advantages, float64 [prompts, answers]
+    weight: Callable                # see above
+    # of the new to the old probability: of each token, of the whole 'answer', or 'mean', the
+    # geometric mean over its tokens
     ratio: str = 'token'
-    clip_high: float | None = None
-    surrogate: str = 'clip'
+    clip_high: float | None = None      # the value that cfg.clip_high = None stands for
+    surrogate: str = 'clip'         # makes a loss of both, a name in `objectives.SURROGATES`
 
 
 RL_METHODS = {

@@ -29,10 +29,7 @@ def cispo_loss(log_p, ratio, advantage, low, high):
 
 
 def sapo_loss(log_p, ratio, advantage, low, high):
-    """-A sigmoid(tau (ratio - 1)) 4 / tau: a soft clip, whose gradient at ratio 1 is PPO's.
-
-    Gao 2025 (2511.20347), with tau = 1 for positive advantages and 1.05 for others, as there.
-    """
+    """-A sigmoid(tau (ratio - 1)) 4 / tau: a soft clip. Gao 2025 (2511.20347), with its taus."""
     tau = torch.where(advantage > 0, torch.ones_like(ratio), 1.05)
     loss = -advantage * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
     return loss, torch.zeros_like(loss, dtype=torch.bool)
@@ -149,12 +146,6 @@ def confidence_levels(tokenizer, texts=tuple(f'0.{digit}' for digit in range(10)
     return {ids[-1]: confidence for confidence, ids in encoded.items()}
 
 
-def clipped_value_loss(value, old, returns, clip):
-    """max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2."""
-    clipped = old + (value - old).clamp(-clip, clip)
-    return torch.maximum((value - returns).square(), (clipped - returns).square()) / 2
-
-
 def policy_objective(packed, cfg, record=None):
     """Return the function of `train.token_loss` for a PackedRollouts.
 
@@ -189,8 +180,10 @@ def policy_objective(packed, cfg, record=None):
                              group=torch.from_numpy(packed.answer[answers.part]),
                              **loss_options(model, cfg))
         if cfg.method == 'ppo':
-            errors = clipped_value_loss(values_of(model, hidden), columns['value'],
-                                        columns['returns'], cfg.value_clip)
+            # max((V - R)^2, (clip(V, V_old - value_clip, V_old + value_clip) - R)^2) / 2
+            value, old, returns = values_of(model, hidden), columns['value'], columns['returns']
+            clipped = old + (value - old).clamp(-cfg.value_clip, cfg.value_clip)
+            errors = torch.maximum((value - returns).square(), (clipped - returns).square()) / 2
             measured['value_loss'] = (errors.detach() * columns['weight']).sum()
             loss = loss + cfg.value_coef * (errors * columns['weight']).sum()
         return loss, measured
@@ -204,10 +197,8 @@ def values_of(model, hidden):
 
 
 def answer_log_probs(model, packed, micro_rows, device):
-    """Yield (Answers, float32 [n] log-probability of each token, hidden states) per micro-batch.
-
-    Without gradients, but with the kernels of training: ratios begin at 1 and margins at 0.
-    """
+    """Yield (Answers, float32 [n] log-probability of each token, hidden states) per micro-batch."""
+    # without gradients, but with the kernels of training: ratios begin at 1 and margins at 0
     for rows, inputs, _ in micro_batches(packed, micro_rows, device):
         answers = Answers(packed, rows, device)
         hidden = answers.gather(model(*inputs)).detach()

@@ -15,10 +15,7 @@ COLUMNS = ('advantage', 'weight', 'old', 'reference', 'value', 'returns')     # 
 
 @dataclass
 class PackedAnswers(Packed):
-    """Rows of trees: n answer tokens of N answers, both numbered in the order of the rows R.
-
-    targets and owner only serve to count: a row with trees is not one document.
-    """
+    """Rows R of trees: n answer tokens of N answers; targets and owner only serve to count."""
     token: np.ndarray       # int64 [n]: a token of an answer
     at: np.ndarray          # int64 [n]: index in its row of the token before it, which predicts it
     answer: np.ndarray      # int64 [n]: number of its answer

@@ -16,11 +16,7 @@ from runtime.parallel import gather, rank, reshard, sum_over_processes, world_si
 
 
 def cached_reference(run, model):
-    """Return the `answer_sums` of the untrained model, from the cache if they are there.
-
-    The kernels are those of training, so that the first margin is 0 up to rounding. The cache's
-    name is a hash of everything that they depend on.
-    """
+    """Return the `answer_sums` of the untrained model, cached by a hash of what decides them."""
     cfg = run.cfg
     identity = checkpoint.identity(run.base, run.tokenizer, model.head.dtype, __name__)
     key = json_digest([run.sequences.digest, identity, cfg.attention, model.softcap,
@@ -41,10 +37,7 @@ def cached_reference(run, model):
 
 
 def answer_sums(run, model):
-    """Return the log-probabilities of the answers by the model as it is, float32 [n, K].
-
-    n: sequences; K: largest number of answers to a prompt; rows with fewer end in zeros
-    """
+    """Return log-probabilities by the model as it is, float32 [sequences, answers or zeros]."""
     cfg, sequences = run.cfg, run.sequences
     order = np.argsort(-sequences.lengths)
     sums = np.zeros((len(order), (sequences.loss_mask % TIED).max()), np.float32)

@@ -45,10 +45,7 @@ def exact(task, prompt, answer, row):
 
 
 def stated(task, answer, row):
-    """Return (whether <answer>text</answer> is right, q of <confidence>q</confidence> after it).
-
-    None for another format, or for what is no number from 0 to 1.
-    """
+    """Return (whether <answer>text</answer> is right, q of <confidence>q</confidence>), or None."""
     text, tag, number = (final_answer(answer) or '').rstrip().rpartition('<confidence>')
     begin, end = text.find('<answer>'), text.rfind('</answer>')
     number, closed, rest = number.partition('</confidence>')
@@ -181,10 +178,7 @@ class FunctionReward:
     check: Callable | None = None       # (row) -> raises an error if the function cannot use it
 
     def scores(self, messages, texts, rows):
-        """Return the rewards, float64 [prompts, n], of `texts`, n answers to each prompt.
-
-        A DataError names the line of the file that failed.
-        """
+        """Return the rewards, float64 [prompts, n], of `texts`, n per prompt; raises DataError."""
         return np.array([[self.score(turns[-1]['content'], text, row) for text in answers]
                          for turns, answers, row in zip(messages, texts, rows, strict=True)])
 
@@ -215,10 +209,7 @@ def describe(error, name):
 
 
 class ModelReward:
-    """A reward model, which reads answers in its own template, with the token that ends them.
-
-    template: of a model that no run of ours has trained
-    """
+    """A reward model, which reads answers in its own template, with the token that ends them."""
 
     check = None        # any answer has a reward
 

@@ -33,8 +33,7 @@ def calibration(folder, run, settings, adapters):
 
 
 def results_of(folder, settings=None):
-    """Return {task: result} in a folder, of the model in it or of the base model in `settings`; {}
-    for another model's, or damaged ones."""
+    """Return {task: result} of the model in a folder, or of the base model in `settings`, or {}."""
     path = folder / 'results.json'
     if not path.exists():
         return {}

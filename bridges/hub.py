@@ -37,10 +37,8 @@ def download(name: str, patterns, revision: str | None = None, repo_type: str = 
 
 
 def _ask(name, revision, repo_type):
-    """Return (the hub's repo_info or None, why the hub cannot be reached or '').
-
-    The hub's own client would wait for an answer for ever, also for what is in its cache.
-    """
+    """Return (the hub's repo_info or None, why the hub cannot be reached or '')."""
+    # without a timeout its client would wait for ever, also for what is in its cache
     from huggingface_hub import HfApi
     if name in _silent:
         return None, f'it does not answer within {SECONDS} s'

@@ -50,9 +50,7 @@ def item(task, doc, results, length):
 
 
 def measured(items, measure, end=None):
-    """Return a metric of the items of a task, or the lower (0) or upper (1) end of its interval.
-
-    An end is nan where there is none, see stats.no_interval. There are 1,000 resamples.
+    """Return a metric of items, or the lower (0) or upper (1) end of its interval, nan without one.
     """
     labels, rows = np.array([answer for answer, _ in items]), [scores for _, scores in items]
     n_options = np.array([*map(len, rows)])

@@ -72,10 +72,7 @@ def write_answers(task, scorer, writer, n, stop):
 
 
 def greedy_and_drawn(task, scorer, prompts, greedy, n, end_ids):
-    """Yield (index of a prompt, its greedy answer and its n drawn ones, as a sample holds them).
-
-    greedy: the Sampling of the greedy answer; arguments as in `generate`
-    """
+    """Yield (index of a prompt, its answer by the Sampling `greedy` and n drawn ones)."""
     model, tokenizer, answers = scorer.load(), scorer.tokenizer, {}
     for i, (answer,) in generate(model, prompts, greedy, tokenizer, end_ids):
         answers[i] = [written(answer) | (greedy_fields(answer, task.rule, tokenizer)

@@ -112,8 +112,7 @@ def gsm8k_short_row(row):
 
 
 def math_row(row):
-    """MATH-500, and MATH, whose answer stands in the solution; it may be the problem and it alone.
-    """
+    """MATH-500, and MATH, whose answer stands in the solution. One of both may be missing."""
     answer = row['answer'] if 'answer' in row else last_boxed(row['solution'])
     return WrittenRow(row['problem'], [answer], row.get('solution') or f'\\boxed{{{answer}}}',
                       row.get('subject') or row.get('type') or '', str(row.get('level') or ''))
@@ -220,10 +219,7 @@ WRITTEN_TASKS |= {f'{name}_train': replace(WRITTEN_TASKS[name], test=WRITTEN_TAS
 
 
 def load_written(name, cfg):
-    """Return questions.Loaded of a task of WRITTEN_TASKS: 'gsm8k', or 'gsm8k:folder-or-file'.
-
-    The first `shots` rows are the shots.
-    """
+    """Return questions.Loaded of a task of WRITTEN_TASKS: 'gsm8k', or 'gsm8k:folder-or-file'."""
     name, _, path = name.partition(':')
     task, shots = WRITTEN_TASKS[name], cfg.shots
     source = os.path.expanduser(path) or task.hub
@@ -327,8 +323,7 @@ def proposed(question, text, correct):
 
 
 def proposed_shots(shots, task):
-    """Return solved P(True) questions: in each four, the middle two propose the next shot's answer.
-    """
+    """Return solved P(True) questions; in each four the middle two propose the next's answer."""
     questions = []
     for i, shot in enumerate(shots):
         other = shots[(i + 1) % len(shots)]
@@ -356,8 +351,7 @@ def _p_true(question, context, correct, **header):
 
 
 def verbalized_1s(question):
-    """Return the question that asks for a guess and its probability (Tian et al. 2023, 2305.14975).
-    """
+    """Return the question for a guess and its probability (Tian et al. 2023, 2305.14975)."""
     return replace(question, lead='Guess:',
                    messages=dialogue(WORDING['verbalized_1s'].format(question.text)))
 

@@ -173,8 +173,7 @@ def digest_of_answers(rows):
 
 
 def shares(samples):
-    """Return further numbers of a task with written answers, as shares of questions or of samples.
-    """
+    """Return further numbers of a task with written answers: shares of questions or samples."""
     greedy = [sample['greedy'] for sample in samples]
     drawn = [answer for sample in samples for answer in sample['answers']]
     answered = [answer for answer in greedy if answer['answer'] is not None]

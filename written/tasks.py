@@ -28,11 +28,8 @@ from written.variants import PTrueTask
 # ---- The answers ---------------------------------------------------------------------------------
 
 class AnswerTask(Task):
-    """What written answers and each confidence in them share: `row`, of the table of confidences.
-
-    rule: the WrittenBenchmark that extracts and grades answers; None: nothing is graded
-    """
-    rule = None
+    """What answers and each confidence in them share: `row`, of the table of confidences."""
+    rule = None     # the WrittenBenchmark that extracts and grades answers; None: nothing is graded
 
     def encode(self, question, tokenizer, cfg):
         """Return (token ids, ids that end the answer, number of shots) of a question's prompt."""
@@ -122,8 +119,7 @@ class WrittenTask(AnswerTask):
         return confidence.variants(cfg)
 
     def variant(self, name, scored, top_option):
-        """Return the Task of a confidence; scored: {(split, language, id): sample of the answers}.
-        """
+        """Return the Task of a confidence; scored: {(split, language, id): sample of answers}."""
         kind, ask, shots = KINDS.get(name, (SampleConfidence, the_same, the_same))
         # all questions share the shots, also those that P(True) makes of them
         groups = '', *((q.language, q.subject) for q in self.items)
@@ -167,10 +163,7 @@ class PTrueConfidence(Confidence, PTrueTask):
 
 
 class ProbeConfidence(Confidence):
-    """P(IK) by a probe of the hidden state at the end of the question.
-
-    The first drawn answer is judged, since P(IK) is the probability that a drawn answer is right.
-    """
+    """P(IK), that a drawn answer is right, by a probe of the state at the end of the question."""
     left_out = 'a probe needs three different questions'
 
     def collect(self, scorer, writer):

@@ -11,10 +11,7 @@ TAG = re.compile(rf'<(/?)(?:{NAMES})>|\[(/?)THINK\]|◁(/?)think▷'
 
 
 def final_answer(text):
-    """Return what follows the last <think>...</think> of a text; None if that block is not closed.
-
-    The opening tag may be missing, since many templates write it into the prompt.
-    """
+    """Return what follows the last <think>...</think> of a text, None if it is not closed."""
     tags = [*TAG.finditer(text)]
     if not tags:
         return text
