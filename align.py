@@ -133,9 +133,8 @@ class AlignConfig(train.TrainConfig):
     gamma: float = 1.0                        # simpo: the margin to reach
     centering: float = 0.0                    # reward: weight of (r_w + r_l)^2, such as 0.01
     # reinforcement learning
-    # a rule and a task: exact:gsm8k, or rlcr, log_score, abstain or abstain_stated with a task; the
-    # folder of a reward model; or a Python file, which is executed and defines
-    # reward(prompt, answer, row)
+    # exact:gsm8k, or rlcr, log_score, abstain or abstain_stated with a task; the folder of a reward
+    # model; or a Python file, which is executed and defines reward(prompt, answer, row)
     reward: str = ''
     run_code: bool = False                    # allow exact:humaneval: it runs what is generated
     instruction: str = ''                     # text that follows each prompt after a blank line
@@ -145,16 +144,13 @@ class AlignConfig(train.TrainConfig):
     # answers cut off at max_tokens: no loss; score them as they are; or reward = penalty
     truncated: Literal['mask', 'score', 'penalize'] = 'mask'
     penalty: float = 0.0                      # reward of an answer cut off, with 'penalize'
-    soft_overlong: int = 0                    # DAPO: over this many tokens before max_tokens, the
-    #                                           reward falls linearly by up to 1; 0: never
-    resample: int = 0                         # DAPO: how many times to replace the prompts whose
-    #                                           answers all have equal rewards
+    soft_overlong: int = 0                    # DAPO: last tokens that lower the reward by up to 1
+    resample: int = 0                         # DAPO: how often to replace prompts of equal rewards
     updates: int = 1                          # optimizer steps with the answers of one rollout
     clip: float = 0.2                         # the ratio of probabilities stays above 1 - clip
-    clip_high: float | None = None            # the ratio stays below 1 + clip_high; None: 0.28 in
-    #                                           dapo, 4 in cispo, else as clip
-    # weights for tokens whose probabilities in generation and in training differ: ratios by token
-    # or by answer, cut to correction_max, or 0 above it
+    clip_high: float | None = None            # and below 1 + it; None: dapo 0.28, cispo 4, or clip
+    # weights for different probabilities in generation and training: ratios by token or answer, cut
+    # to correction_max, or 0 above it
     correction: Literal['none', *CORRECTIONS] = 'none'
     correction_max: float = 3.0               # as in TRL, whose default is answer_mask
     entropy_coef: float = 0.0                 # weight of a bonus for the mean entropy per token
@@ -163,8 +159,7 @@ class AlignConfig(train.TrainConfig):
     kl: Literal['none', 'logged', 'reward', 'loss', 'k3'] = 'none'
     kl_coef: float = 0.05                     # weight of the KL
     kl_target: float | None = None            # nats per answer; kl_coef adapts to it (Ziegler 2019)
-    kl_horizon: int = 10000                   # n answers change kl_coef by 0.2 n / kl_horizon of it
-    #                                           at most
+    kl_horizon: int = 10000                   # n answers change it by 0.2 n / kl_horizon at most
     # ppo
     discount: float = 1.0                     # of later rewards, per token
     gae_lambda: float = 0.95                  # of the generalized advantages

@@ -39,8 +39,7 @@ class PackedRollouts(PackedAnswers):
     advantage: np.ndarray   # of the token
     weight: np.ndarray      # of the token's loss; 0 for an answer without a loss
     sampled: np.ndarray     # log-probability when it was generated
-    old: np.ndarray | None  # the same by the kernels of training; None if only later updates need
-    #                         it, which take it from the first one
+    old: np.ndarray | None  # by the kernels of training; None if the first update computes it
     reference: np.ndarray | None    # the same before training; None if kl = 'none'
     value: np.ndarray | None    # by the value head, before the token; None or zeros without one
     returns: np.ndarray | None      # that the value is to predict, of PPO; else None

@@ -41,7 +41,6 @@ def check_rollouts(cfg):
             and kind not in STATED):
         raise ConfigError(f'reward = {cfg.reward!r} runs the programs that the model writes: read '
                           f'docs/running_code.md, then allow it with --run_code')
-    n_answers = cfg.batch_size * cfg.group_size
     require_range(cfg, 1, 10 ** 6, 'max_tokens', 'updates', 'decode_batch')
     require_range(cfg, 1 if cfg.method == 'ppo' else 2, 10 ** 6, 'group_size')
     require_range(cfg, 0, cfg.max_tokens, 'soft_overlong')
@@ -51,11 +50,12 @@ def check_rollouts(cfg):
     require_range(cfg, 1e-6, 1e6, 'kl_target', 'kl_horizon')
     require_range(cfg, 1, 1e6, 'correction_max')
     if cfg.resample and cfg.group_size == 1:
-        raise ConfigError(f'resample = {cfg.resample} replaces prompts whose answers all have '
-                          f'equal rewards, which is every prompt with group_size = 1')
+        raise ConfigError(f'resample = {cfg.resample} replaces prompts whose answers have equal '
+                          f'rewards, which is every prompt with group_size = 1')
     if cfg.kl_target and not (cfg.kl == 'reward' and cfg.kl_coef):
         raise ConfigError("kl_target multiplies the weight of the KL in the reward; set kl = "
                           "'reward' and kl_coef above 0")
+    n_answers = cfg.batch_size * cfg.group_size
     if cfg.kl_target and n_answers >= 5 * cfg.kl_horizon:
         raise ConfigError(f'kl_horizon = {cfg.kl_horizon}: one step of batch_size times group_size '
                           f'= {n_answers} answers could make kl_coef 0 or negative; it must be '

@@ -186,8 +186,8 @@ def main():
         name = ''.join(sys.argv[1:2])
         if name == '--version':
             return print(__version__)
-        if name in ('--help', '-h', 'help'):
-            return print(__doc__.strip() + f'\n\n{USAGE}')
+        if name in ('--help', '-h'):
+            return print(f'{__doc__.strip()}\n\n{USAGE}')
         if name not in COMMANDS:
             raise SystemExit(USAGE)
         COMMANDS[name](sys.argv[2:])

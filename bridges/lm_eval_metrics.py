@@ -67,19 +67,14 @@ def measured(items, measure, end=None):
     return float(stats.percentile_interval(resampled, value, not measure.is_mean)[end])
 
 
-def register(name, measure, length, end=None):
-    """Register a metric, or an end of its interval, of choices of this length."""
-    register_aggregation(name)(functools.partial(measured, measure=measure, end=end))
-    register_metric(metric=name, aggregation=name, output_type='multiple_choice',
-                    higher_is_better=bool(measure.higher_is_better))(lambda item: item)
-    lengths_of[name] = length
-
-
 for row in metrics.MEASURES:
     for suffix, function in LENGTHS.items():
-        register(row.key + suffix, row, function)
-        for end, word in enumerate(('low', 'high') if row.tables else ()):
-            register(f'{row.key}{suffix}_boot_{word}', row, function, end)
+        for end, word in ((None, ''), (0, '_boot_low'), (1, '_boot_high'))[:3 if row.tables else 1]:
+            name = f'{row.key}{suffix}{word}'
+            register_aggregation(name)(functools.partial(measured, measure=row, end=end))
+            register_metric(metric=name, aggregation=name, output_type='multiple_choice',
+                            higher_is_better=bool(row.higher_is_better))(lambda item: item)
+            lengths_of[name] = function
 
 process_results = ConfigurableTask.process_results
 

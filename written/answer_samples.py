@@ -75,8 +75,10 @@ def greedy_and_drawn(task, scorer, prompts, greedy, n, end_ids):
     """Yield (index of a prompt, its answer by the Sampling `greedy` and n drawn ones)."""
     model, tokenizer, answers = scorer.load(), scorer.tokenizer, {}
     for i, (answer,) in generate(model, prompts, greedy, tokenizer, end_ids):
-        answers[i] = [written(answer) | (greedy_fields(answer, task.rule, tokenizer)
-                                         if task.rule else {})]
+        answers[i] = [written(answer)]
+        if task.rule:       # log-probabilities and entropies of the tokens, to five digits
+            answers[i][0] |= {key: [float(f'{x:.5g}') for x in getattr(answer, key)] for key in (
+                'log_probs', 'entropies')} | span(answer, task.rule, tokenizer)
         if n == 0:
             yield i, answers[i]
     if n:
@@ -90,12 +92,6 @@ def written(answer):
     return {'text': answer.text, 'reason': answer.reason, 'n_tokens': len(answer.tokens),
             'log_prob': math.fsum(answer.log_probs),
             'mean_prob': math.fsum(map(math.exp, answer.log_probs)) / len(answer.tokens)}
-
-
-def greedy_fields(answer, rule, tokenizer):
-    """Return what the sample of a graded question holds of the greedy Answer and of no other."""
-    return {key: [float(f'{x:.5g}') for x in getattr(answer, key)]      # of each token
-            for key in ('log_probs', 'entropies')} | span(answer, rule, tokenizer)
 
 
 def graded(answers, question, rule, cfg):
