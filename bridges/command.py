@@ -10,6 +10,7 @@ In a clone it is `python -m bridges.command`.
 import math
 import platform
 import sys
+from array import array
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -72,20 +73,38 @@ in a form that `nanocal metrics --help` lists. The files are those of one model.
 example: nanocal report predictions.csv --out_dir=out/report"""
 
 
-def report_input(samples):
-    """Return the arguments of metrics.report: probs, labels, n_options and scores of samples."""
-    if 'log_probs' not in samples[0]:
-        confidence, correct = np.array([(s['confidence'], s['correct']) for s in samples]).T
-        return confidence, correct.astype(int), None, None
-    n_options = np.array([len(s['log_probs']) for s in samples])
-    scores = np.full((len(samples), n_options.max()), -np.inf)
-    for row, s in zip(scores, samples, strict=True):
-        row[:len(s['log_probs'])] = s['log_probs']
-    probs = metrics.softmax(scores)
-    for row, s in zip(probs, samples, strict=True):
-        row[:len(s['log_probs'])] = s.get('probs', row[:len(s['log_probs'])])
-    labels = np.array([s['answer'] for s in samples])
-    return probs, labels, n_options, None if all('probs' in s for s in samples) else scores
+class ReportInput:
+    """The numbers of a task's samples that metrics.report reads, in 8 bytes each."""
+
+    def __init__(self):
+        self.probs, self.scores = array('d'), array('d')
+        self.labels, self.n_options = array('q'), array('q')
+
+    def append(self, sample):
+        """Add a sample of `read_predictions`."""
+        if 'log_probs' not in sample:
+            self.probs.append(sample['confidence'])
+            self.labels.append(sample['correct'])
+            return
+        scores = sample['log_probs']
+        self.scores.extend(scores)
+        self.probs.extend(sample.get('probs', [math.nan] * len(scores)))
+        self.labels.append(sample['answer'])
+        self.n_options.append(len(scores))
+
+    def arrays(self):
+        """Return probs, labels, n_options and scores, the arguments of metrics.report."""
+        labels, n_options = np.array(self.labels), np.array(self.n_options)
+        if not len(n_options):
+            return np.array(self.probs), labels, None, None
+        is_option = np.arange(n_options.max()) < n_options[:, None]
+        probs, scores = np.zeros(is_option.shape), np.full(is_option.shape, -np.inf)
+        probs[is_option], scores[is_option] = self.probs, self.scores
+        unstated = np.isnan(probs[:, 0])
+        if not unstated.any():
+            return probs, labels, n_options, None
+        probs[unstated] = metrics.softmax(scores[unstated])
+        return probs, labels, n_options, scores
 
 
 def print_metrics(argv):
@@ -93,16 +112,16 @@ def print_metrics(argv):
     cfg, sources = read_sources(FileConfig, argv, METRICS_USAGE)
     if not sources:
         raise ConfigError('metrics: name a file of predictions; --help lists the forms of a file')
-    tasks = defaultdict(list)       # samples by (file or call of lm_eval, task)
+    tasks = defaultdict(ReportInput)        # by (file or call of lm_eval, task)
     for path in dict.fromkeys(sources):
         date = harness_task(path)[2]
         source = f'{path.parent}, {date}' if date else str(path)
         for sample, _ in read_predictions(path, cfg):
             tasks[source, sample['task']].append(sample)
     several = len({source for source, _ in tasks}) > 1
-    for (source, task), samples in tasks.items():
+    for (source, task), numbers in tasks.items():
         title = ': '.join(filter(None, (several and source, task)))
-        probs, labels, n_options, scores = report_input(samples)
+        probs, labels, n_options, scores = numbers.arrays()
         measured = metrics.report(probs, labels, n_options, scores=scores)
         calibrated = significance.consistency_test(*metrics.top_label(probs, labels),
                                                    n_resamples=100)
@@ -186,8 +205,8 @@ def main():
         name = ''.join(sys.argv[1:2])
         if name == '--version':
             return print(__version__)
-        if name in ('--help', '-h'):
-            return print(f'{__doc__.strip()}\n\n{USAGE}')
+        if name in ('--help', '-h', 'help'):
+            return print(__doc__.strip() + f'\n\n{USAGE}')
         if name not in COMMANDS:
             raise SystemExit(USAGE)
         COMMANDS[name](sys.argv[2:])
