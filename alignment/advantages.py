@@ -38,8 +38,7 @@ def soft_overlong(lengths, cfg):
     return -np.clip((lengths - cfg.max_tokens) / cfg.soft_overlong + 1, 0, 1)
 
 
-# The weight of each answer's token losses, float64 [N]. counts [N]: tokens of the step's answers;
-# used [N]: whether an answer has a loss
+# The weight of each answer's token losses, [N]. counts [N]: tokens; used [N]: whether with a loss
 
 def per_answer(counts, used, cfg):          # each answer's mean, then the mean over answers
     return used / (len(counts) * counts)
@@ -60,9 +59,7 @@ def per_token(counts, used, cfg):       # the mean over all tokens of the step
 class Method(NamedTuple):
     advantage: Callable | None      # (rewards, costs) -> advantages, float64 [prompts, answers]
     weight: Callable                # see above
-    # of the new to the old probability: of each token, of the whole 'answer', or 'mean', the
-    # geometric mean over its tokens
-    ratio: str = 'token'
+    ratio: str = 'token'            # or of the 'answer', or the geometric 'mean' over its tokens
     clip_high: float | None = None      # the value that cfg.clip_high = None stands for
     surrogate: str = 'clip'         # makes a loss of both, a name in `objectives.SURROGATES`
 

@@ -14,8 +14,7 @@ from runtime.device import micro_batches, to_device
 from runtime.errors import ConfigError, DataError
 from runtime.loss import loss_options
 
-# Functions (log_p, ratio, advantage, low, high) -> (loss, whether the clip changes the gradient),
-# of tensors [n]
+# (log_p, ratio, advantage, low, high) -> (loss, whether the clip changes the gradient), each [n]
 
 def clipped_loss(log_p, ratio, advantage, low, high):
     """max(-A ratio, -A clip(ratio, 1 - low, 1 + high)). PPO, Schulman 2017, eq. 7."""
@@ -76,8 +75,7 @@ def policy_loss(log_p, column, answers, tokens, cfg):
     if cfg.kl == 'k3':
         loss = loss + cfg.kl_coef * k3(log_p, column['reference'])
     elif cfg.kl == 'loss':
-        # the gradient of KL(policy, reference) of whole answers is E[log(p / ref) dlog p]: a token
-        # also decides what the KL of later ones will be
+        # its gradient is E[log(p / ref) dlog p] of answers: a token decides the KL of later ones
         kl = answers.sums((log_p - column['reference']).detach(), tokens)
         loss = loss + cfg.kl_coef * shared(bounded_exp(of_answer) * kl)
     return loss, ratio.detach(), clipped
@@ -116,7 +114,8 @@ def tokenized_brier(levels, text=0.0):
         def compute(model, rows, inputs, targets):
             at = torch.from_numpy(has_loss[rows]).nonzero(as_tuple=True)
             level = (targets[at][:, None] == ids).int().argmax(1)
-            device, hidden = model.head.device, model(*inputs)
+            device = model.head.device
+            hidden = model(*inputs)
             states = hidden[at[0].to(device), at[1].to(device)]
             logits = model.cap((states @ model.head.T).float())
             z = logits[:, ids.to(device)]
@@ -181,9 +180,10 @@ def policy_objective(packed, cfg, record=None):
                              **loss_options(model, cfg))
         if cfg.method == 'ppo':
             # max((V - R)^2, (clip(V, V_old - value_clip, V_old + value_clip) - R)^2) / 2
-            value, old, returns = values_of(model, hidden), columns['value'], columns['returns']
-            clipped = old + (value - old).clamp(-cfg.value_clip, cfg.value_clip)
-            errors = torch.maximum((value - returns).square(), (clipped - returns).square()) / 2
+            value = values_of(model, hidden)
+            change = (value - columns['value']).clamp(-cfg.value_clip, cfg.value_clip)
+            errors = torch.maximum((value - columns['returns']).square(), (
+                columns['value'] + change - columns['returns']).square()) / 2
             measured['value_loss'] = (errors.detach() * columns['weight']).sum()
             loss = loss + cfg.value_coef * (errors * columns['weight']).sum()
         return loss, measured

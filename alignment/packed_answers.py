@@ -77,7 +77,8 @@ def pack_answers(prompts, answers, row_length, multiple=1, last=False):
     tokens, positions, ends = np.stack([row.padded(row_length)[0] for row in rows], 1)
     scored = np.array([(i, first + k, at, token) for row in rows
                        for (i, first), k, at, token in row.scored])
-    where, (at, token) = scored[:, :2], scored[:, 2:].T
+    where = scored[:, :2]
+    at, token = scored[:, 2:].T
     begins = np.flatnonzero((np.diff(where, axis=0, prepend=-1) != 0).any(1))
     counts = np.diff([*begins, len(where)])
     sizes, used = np.array([(len(row.scored), len(row.tokens)) for row in rows]).T
@@ -107,7 +108,8 @@ def pack_rankings(sequences, row_length, multiple=1, last=False, reference=None,
                    for k in range(j + 1, len(rank)) if rank[j] < rank[k]]
         pairs += ordered
         weights += [1 / len(ordered) / len(trees)] * len(ordered)
-    pairs, (tree, answer) = np.array(pairs), packed.where.T
+    pairs = np.array(pairs)
+    tree, answer = packed.where.T
     if reference is None:
         reference = np.zeros((len(trees), answer.max() + 1), np.float32)
     if margins is None:

@@ -225,7 +225,8 @@ class ModelReward:
     @torch.no_grad()
     def scores(self, messages, texts, rows):
         """Return the rewards, float64 [prompts, n]; arguments as of `FunctionReward.scores`."""
-        encoded, device = [*map(self.encode, messages, texts)], self.model.head.device
+        encoded = [*map(self.encode, messages, texts)]
+        device = self.model.head.device
         longest = max(len(prompt) + max(map(len, answers)) for prompt, answers in encoded)
         context = self.model.config.max_position_embeddings
         if longest > context:

@@ -84,7 +84,8 @@ def load(cfg, tokenizer):
 
 def build(run):
     """Return (model to train, the reference: this model without LoRA, or a second copy)."""
-    cfg, parts = run.cfg, (run.cfg, run.config, run.base, run.device)
+    cfg = run.cfg
+    parts = cfg, run.config, run.base, run.device
     model = build_model(*parts)
     # its parameters keep requires_grad, which selects the kernels of training
     reference = build_model(*parts) if cfg.kl != 'none' and not cfg.lora else model

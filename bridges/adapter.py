@@ -87,8 +87,10 @@ def changes(folder: Path, model) -> dict[str, LowRank]:
     that names the tensor.
     """
     folder = folder.resolve()       # of a model folder it is a link
-    matrices, low_rank, shapes = {}, {}, shapes_on_disk(model)
-    settings, file = read_settings(folder), weights_file(folder)
+    settings = read_settings(folder)
+    file = weights_file(folder)
+    shapes = shapes_on_disk(model)
+    matrices, low_rank = {}, {}
     for key, tensor in read_tensors(file).items():
         if BUFFERS.fullmatch(key.removeprefix(PREFIX)):
             continue

@@ -60,7 +60,9 @@ def _is_ours(path):
 def card(folder, adapters=False):
     """Return the card of a saved model, or of the adapters beside it."""
     run = run_folder(folder)
-    settings, name, epoch, tasks, lines = run_settings(run), run.name, '', {}, []
+    settings = run_settings(run)
+    name, epoch = run.name, ''
+    tasks, lines = {}, []
     if (folder / 'results.json').exists():
         from bridges import card_results    # a run without a report loads nothing that reports need
         tasks, lines = card_results.calibration(folder, run, settings, adapters)

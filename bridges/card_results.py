@@ -14,7 +14,9 @@ COLUMNS = {'accuracy': 'accuracy', 'ece': 'ECE (10 bins)', 'nll': 'NLL (nats)'}
 
 def calibration(folder, run, settings, adapters):
     """Return ({task: result} of the model in `folder`, the lines of the card on them)."""
-    before, after, parts = results_of(run / 'before', settings), results_of(folder), []
+    before = results_of(run / 'before', settings)
+    after = results_of(folder)
+    parts = []
     rows = [[task, when, str(x[task]['pooled']['n']),
              *(measure_cell(x[task]['pooled'], key, True) for key in COLUMNS)]
             for task in after for when, x in (('before', before), ('after', after))

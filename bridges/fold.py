@@ -71,7 +71,8 @@ def main(argv):
         raise ConfigError(f'the temperature of {task} in {cfg.scaling}, {temperature:g}, is an end '
                           f'of its range, so no temperature is best: fit one on other questions')
     model = checkpoint.load(folder := checkpoint.fetch(cfg.model))
-    dtype, capped = model.config.dtype, bool(model.config.final_logit_softcapping)
+    dtype = model.config.dtype
+    capped = bool(model.config.final_logit_softcapping)
     fold(model, temperature)
     text = README.format(name=Path(cfg.model).name, model=cfg.model, temperature=temperature,
                          cap=' and the cap of the logits' * capped, task=task, scaling=cfg.scaling,

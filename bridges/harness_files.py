@@ -45,7 +45,8 @@ def harness_sample(row, norm='token') -> dict:
     `acc` of the line contradicts the answer.
     """
     try:
-        pairs, calls = row['filtered_resps'], row['arguments']
+        pairs = row['filtered_resps']
+        calls = row['arguments']
         # before 0.4.3 a list of [context, option]; None in parquet
         options = [call.get('arg_1') if isinstance(call, dict) else call[-1] for call in (
             calls.values() if isinstance(calls, dict) else calls) if call]

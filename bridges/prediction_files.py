@@ -18,8 +18,7 @@ from runtime.digests import json_digest
 from runtime.errors import ConfigError, DataError
 from runtime.readers import read_rows
 
-# {name of a column, in upper or lower case: what it holds}; --columns=answer=NAME reads another
-# one. In place of a list there may be columns: probs_0, probs_1, ... or prob_A, prob_B, ...
+# {name of a column, in any case: what it holds}; lists also as probs_0, ... or prob_A, ...
 NAMES = {what: what for what in (
     'probs', 'log_probs', 'n_tokens', 'options', 'choices', 'answer', 'confidence', 'correct',
     'answers', 'response', 'id', 'task', 'split', 'language', 'subject', 'category', 'context',

@@ -73,7 +73,8 @@ def write_answers(task, scorer, writer, n, stop):
 
 def greedy_and_drawn(task, scorer, prompts, greedy, n, end_ids):
     """Yield (index of a prompt, its answer by the Sampling `greedy` and n drawn ones)."""
-    model, tokenizer, answers = scorer.load(), scorer.tokenizer, {}
+    model, tokenizer = scorer.load(), scorer.tokenizer
+    answers = {}
     for i, (answer,) in generate(model, prompts, greedy, tokenizer, end_ids):
         answers[i] = [written(answer)]
         if task.rule:       # log-probabilities and entropies of the tokens, to five digits

@@ -141,7 +141,8 @@ def defining(text, name):
     which all is Python up to there, and ends where that ends. If it begins a block of code, but
     does not end at a fence, the next line is returned with it, so it fails.
     """
-    name, attempts = re.escape(name), 1000      # a text that is no program fails line by line
+    name = re.escape(name)
+    attempts = 1000         # a text that is no program fails line by line
     definitions = [*re.finditer(rf'^([> \t]*)(?:(?:async +)?def|class) +{name}\b'
                                  rf'|^{name} *(?::[^=\n]*)?=(?!=)', text, re.MULTILINE)]
     margin = min([len(match[1] or '') for match in definitions], default=0)
@@ -151,8 +152,8 @@ def defining(text, name):
     for definition in definitions[:-2:-1] + definitions[:1]:
         # no program has hundreds of statements before the function
         for start in [*statement.finditer(text, 0, definition.end())][-200:]:
-            before, program = text[:start.start()].rstrip(), text[start.start():]
-            lines = [*re.sub(f'^[> \t]{{0,{margin}}}', '', program, flags=re.M).split('\n'), '```']
+            program = re.sub(f'^[> \t]{{0,{margin}}}', '', text[start.start():], flags=re.M)
+            lines = [*program.split('\n'), '```']
             n = len(lines) - 1
             while error := syntax_error('\n'.join(lines[:n])):
                 if not (attempts := attempts - 1):
@@ -163,7 +164,7 @@ def defining(text, name):
                     lines[n:n + 1] = code, fence
                     n += 1
             if n > text.count('\n', start.start(), definition.start()):
-                is_block = FENCE.match(before.rpartition('\n')[2])
+                is_block = FENCE.match(text[:start.start()].rstrip().rpartition('\n')[2])
                 return '\n'.join(lines[:n + bool(is_block and not FENCE.match(lines[n]))])
     return ''
 

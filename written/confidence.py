@@ -244,7 +244,8 @@ def tables(task, tasks):
               *SCALED.values()]]
     for label, result in tasks.items():
         if label.partition('.')[0] == task:
-            pooled, scaled = result['pooled'], result.get('post_hoc', {}).get('reports', {})
+            pooled = result['pooled']
+            scaled = result.get('post_hoc', {}).get('reports', {})
             eces = [result.get('ece_floor'), *(scaled.get(name, {}).get('ece') for name in SCALED)]
             lines.append([label, count_cell(pooled),
                           *(measure_cell(pooled, key) for key in COLUMNS),

@@ -173,8 +173,7 @@ def number(text):
 UNITS = ('square|degrees?|units?|cm|km|meters?|inch(?:es)?|ft|foot|feet|gm|pounds?|mph|hours?|'
          'minutes?|dollars?|cents?|points?|ways?|integers?|digits?|meals?|edges?|students?|'
          'multiples?')
-# in this order; after Lewkowycz et al. 2022 and the code of Hendrycks et al. 2021 for MATH, where a
-# last \text that begins with a space is a unit. There must be something before a unit.
+# in this order; after Lewkowycz et al. 2022 and the code of Hendrycks et al. 2021 for MATH
 LATEX = [(re.compile(pattern), new) for pattern, new in (
     (r'\\\\\[[^\[\]]{0,9}\]', r'\\\\'), ('–', '-'), ('∞', r'\\infty'),
     ('π', r'\\pi'),
@@ -197,7 +196,7 @@ BETWEEN = re.compile(r'([,;&=()\[\]|]|\\\\|\\[{}]|\\(?:cup|cap|in|setminus)(?![a
                      r'|\\(?:begin|end){\w+})')     # the numbers of a tuple, an interval, a matrix
 
 
-# a multiple of pi: a pi / b, (a / b) pi or a pi
+# a pi / b, (a / b) pi or a pi
 PI = re.compile(r'(-?)(?:\\frac{([^{}\\]{0,40})\\pi}{([^{}]{1,40})}'
                 r'|((?:\\frac{[^{}]{1,40}}{[^{}]{1,40}})?|[\d./]{1,40})\\pi(?:/(\d{1,40}))?)')
 

@@ -84,7 +84,8 @@ def load_pairs(name, cfg):
 
 class JudgeTask(PermutedTask):
     """Which of two answers is better? A sample has the mean over both orders."""
-    settings, described = (), ('chat', 'shots')
+    settings = ()
+    described = 'chat', 'shots'
     others = 'tied or without scores'
     all_metrics = True
     identity = *OptionTask.identity, 'published', 'first'

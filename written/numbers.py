@@ -51,8 +51,7 @@ def plain(text):
 
 # ---- The grammar, of plain texts -----------------------------------------------------------------
 
-# in scripts with capitals a number that follows a letter is a part of a name, as in x2 or H2O;
-# others, as Chinese or Thai, have no space before a number
+# scripts with capitals: after their letters a number is a part of a name, as in x2 or H2O
 CASED = 'A-Za-zªºÀ-ÖØ-öø-ɏͰ-ԯԱ-ևḀ-῾'
 SPACE = r'[^\S\n]'
 # between the thousands of a number: commas and spaces of LaTeX, narrow or no-break spaces, a space
@@ -66,8 +65,7 @@ POWER = r'(?:(?:\^|\*\*)\s?\{?\s?-?[0-9]++\s?\}?|[⁻⁺⁰¹²³⁴-⁹]{1,9})'
 VULGAR = '[¼-¾⅐-⅞↉]'
 BRACED = rf'(?:\{{\s?-?{DIGITS}\s?\}}|[0-9])'
 FRAC = rf'\\[dtc]?frac\s?{BRACED}\s?{BRACED}'
-# the powers of ten that words of English and characters of Chinese, Japanese and Korean stand for;
-# M, B and bn after a currency alone, as in $1.2M
+# powers of ten of English, Chinese, Japanese and Korean; M, B and bn after a currency alone
 UNIT = '[百千万萬億亿兆천만억]'
 SCALES = {'hundred': 2, 'thousand': 3, 'million': 6, 'billion': 9, 'trillion': 12, 'lakh': 5,
           'crore': 7, 'k': 3, 'm': 6, 'b': 9, 'bn': 9, '百': 2, '千': 3, '万': 4, '萬': 4, '億': 8,
@@ -222,8 +220,7 @@ def read_number(text):
 
 # ---- Probabilities -------------------------------------------------------------------------------
 
-# words that name the scale, as in 'between 0 and 1', 'from 0% to 100%', '[0, 1]', '(0.0-1.0)'; and
-# an idiom
+# what names the scale, as in 'between 0 and 1', 'from 0% to 100%', '[0, 1]'; and an idiom
 NO_ANSWER = re.compile(
     r'(?<![\w.,])(?:0(?:\.0{1,9})?\s{0,9}%?\s{0,9}(?:and|to|through|up to|[-–—,]|\.{2,3}'
     r'|[<≤]=?\s{0,9}\w{1,20}\s{0,9}[<≤]=?)\s{0,9}1(?:\.0{1,9}|00(?:\.0{1,9})?)?(?![\w/]|[.,]\d)'

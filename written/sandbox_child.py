@@ -84,8 +84,8 @@ AT_FDCWD, AT_RECURSIVE, DETACH = -100, 0x8000, 2
 MOUNT_SETATTR = 442     # not every C library has a function for this call
 PDEATHSIG, DUMPABLE, SECCOMP, NO_NEW_PRIVS = 1, 4, 22, 38       # of prctl
 
-# the calls that a program may not make, {name: (x86_64, aarch64)}; None: the machine has no such
-# call. It may not start processes or threads, so limits per process hold for the whole program.
+# the calls that a program may not make, {name: (x86_64, aarch64)}; without those that start
+# processes and threads, limits per process hold for the whole program
 DENIED = {
     'fork': (57, None), 'vfork': (58, None), 'clone': (56, 220), 'execve': (59, 221),
     'execveat': (322, 281), 'kill': (62, 129), 'tkill': (200, 130), 'tgkill': (234, 131),
@@ -109,9 +109,8 @@ DENIED = {
     'memfd_create': (319, 279), 'shmget': (29, 194), 'msgget': (68, 186), 'semget': (64, 190),
     'mq_open': (240, 180), 'io_setup': (206, 0),
 }
-# Calls whose second argument must be one of these, {name: ((x86_64, aarch64), values)}. Others send
-# signals to processes of the user (F_SETOWN, F_SETSIG, FIOSETOWN, SIOCSPGRP), make other programs
-# wait (F_SETLEASE), or send to sockets of the user (datagrams).
+# calls whose second argument must be one of these, {name: ((x86_64, aarch64), values)}; others
+# reach other programs: signals (F_SETOWN, F_SETSIG, FIOSETOWN, SIOCSPGRP), leases, datagrams
 COMMANDS = {
     # duplicates, flags and locks
     'fcntl': ((72, 25), (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030)),
@@ -136,8 +135,7 @@ def libc(name, *arguments):
 def enter_namespaces(root, visible, disk):
     """Enter new namespaces; return in their first process, for which this one waits.
 
-    root: an empty folder that becomes '/'; visible: folders that stay, read-only; disk: bytes of
-    /tmp, the only writable folder
+    root: an empty folder that becomes '/'; visible: folders that stay; disk: bytes of /tmp
     """
     uid, gid = os.geteuid(), os.getegid()
     if uid:     # a user namespace gives the rights that the next calls need
@@ -249,7 +247,7 @@ def serve(source, calls, answers):
 # ---- The tester ----------------------------------------------------------------------------------
 
 class ProgramError(Exception):
-    """The program raised an exception, ended, or answered with something else than a value."""
+    """The program raised an exception, or answered with something else than a value."""
 
 
 class Program:

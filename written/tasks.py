@@ -175,8 +175,7 @@ class ProbeConfidence(Confidence):
                   for sample in answers]
         own = zip(keys, map(samples.digest, prompts), shares,
                   (question.digest for question in self.items))
-        # the prompt of a sample is the hash of all questions of all processes and of their shares
-        # of right answers, since each of them counts in the fit, and of the code of the fit
+        # the prompt of a sample is a hash of all that counts in the fit: of all processes, and code
         rows = sorted(itertools.chain(*parallel.gather([*own])))
         # a question has one text in each language, and texts may be there twice
         shared, first = question_numbers([{'id': key[-1]} for key, *_ in rows]), {}

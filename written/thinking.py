@@ -2,8 +2,7 @@
 
 import re
 
-# of DeepSeek, Qwen, GLM, Seed and others, EXAONE, recipes of GRPO; Magistral; Kimi; OpenThinker;
-# gpt-oss, whose last channel is the answer
+# of DeepSeek, Qwen, GLM, Seed, EXAONE, recipes of GRPO; Magistral; Kimi; OpenThinker; gpt-oss
 NAMES = r'(?:seed:)?think(?:ing)?|thoughts?|reasoning'
 TAG = re.compile(rf'<(/?)(?:{NAMES})>|\[(/?)THINK\]|◁(/?)think▷'
                  r'|<\|(?:begin|(end))_of_thought\|>'

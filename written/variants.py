@@ -13,8 +13,7 @@ from data.tasks import OptionTask
 def variant(task, name, scored, top_option):
     """Return the Task of a variant, as OptionTask.variant."""
     if name == 'p_true':
-        # the correct option is proposed in the first and the last of each four shots, the
-        # option after it in the other two
+        # in each four shots, the first and last propose the correct option, else the next
         shots = {group: [q.proposing((q.answer + (i % 4 in (1, 2))) % len(q.options))
                          for i, q in enumerate(solved)] for group, solved in task.shots.items()}
         return task.changed(PTrueTask, name, scored, lambda question, sample:
