@@ -27,15 +27,13 @@ MOST_MESSAGE = 1 << 24      # bytes of one message from the program
 
 # ---- Messages ------------------------------------------------------------------------------------
 
-KINDS = {kind.__name__: kind for kind in (tuple, set, frozenset, bytes, dict, complex)}
+KINDS = {kind.__name__: kind for kind in (list, tuple, set, frozenset, bytes, dict, complex)}
 
 
 def to_json(x):
     """Return a plain value as JSON can hold it; a subclass becomes its base. Raises TypeError."""
     if x is None or isinstance(x, (bool, int, float, str)):
         return x
-    if isinstance(x, list):
-        return [to_json(item) for item in x]
     for name, kind in KINDS.items():
         if isinstance(x, kind):
             parts = x.items() if kind is dict else (x.real, x.imag) if kind is complex else x
@@ -46,13 +44,11 @@ def to_json(x):
 
 def from_json(x):
     """Return the value that `to_json` was given."""
-    if isinstance(x, list):
-        return [from_json(item) for item in x]
-    if isinstance(x, dict):
-        (name, parts), = x.items()
-        parts = [from_json(part) for part in parts]
-        return complex(*parts) if name == 'complex' else KINDS[name](parts)
-    return x
+    if not isinstance(x, dict):
+        return x
+    (name, parts), = x.items()
+    parts = [*map(from_json, parts)]
+    return complex(*parts) if name == 'complex' else KINDS[name](parts)
 
 
 def send(file, message):
