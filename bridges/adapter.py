@@ -1,7 +1,7 @@
 """PEFT adapters: those of other programs, which are merged on load, and those of our runs.
 
 For an adapter, `checkpoint.fetch` returns a folder with links to the files of the base model and a
-link `.adapter`. From there on it is a model folder like any other; `checkpoint.load` merges.
+link `.adapter`; `checkpoint.load` merges.
 """
 
 import math
@@ -34,11 +34,11 @@ RULES = {'peft_type': ['LORA'], 'task_type': ['CAUSAL_LM', 'SEQ_2_SEQ_LM', None]
          'base_model_name_or_path': [str], 'r': [SIZE], 'lora_alpha': [(-1e9, 1e9)],
          'use_rslora': [bool, None], 'alpha_pattern': [dict, None], 'rank_pattern': [dict, None],
          'lora_dropout': [SHARE, None], 'revision': [str, None]}
-# The keys that do not change the merged weights, because the file of weights says which layers
-# have matrices. Any other key must be empty or false.
+# keys that do not change the merged weights; any other key must be empty or false
 UNUSED = {'auto_mapping', 'exclude_modules', 'inference_mode', 'layers_pattern',
           'layers_to_transform', 'peft_version', 'target_modules', 'megatron_core',
           'qalora_group_size', 'eva_config', 'ensure_weight_tying'}
+PATTERNS = ('alpha_pattern', 'lora_alpha'), ('rank_pattern', 'r')   # keys by layer and for all
 MERGE = 'merge the adapter with peft (merge_and_unload) and save the whole model'
 _linked = []    # the temporary folders of this process; removed at its end
 
@@ -51,7 +51,7 @@ def read_settings(folder: Path) -> dict:
         if key not in RULES.keys() | UNUSED and value not in (None, False, 0, '', [], {}):
             raise CheckpointError(f'{path}: {key} = {value!r} is not supported; {MERGE}')
     check_values(settings, RULES, path, required=None)
-    for key, default in (('alpha_pattern', 'lora_alpha'), ('rank_pattern', 'r')):
+    for key, default in PATTERNS:
         patterns = settings.get(key) or {}
         check_values(patterns, dict.fromkeys(patterns, RULES[default]), path, f'{key}.')
     return settings
@@ -81,17 +81,16 @@ def beside_base(folder: Path, base: Path) -> Path:
 
 
 def changes(folder: Path, model) -> dict[str, LowRank]:
-    """Return what the adapter in `folder` changes, {tensor: LowRank}.
+    """Return what the adapter in `folder` changes in a base model, {tensor: LowRank}.
 
-    model: the base model. As in peft, the scale is alpha / r or, with use_rslora, alpha / sqrt(r).
-    Raises CheckpointError that names the tensor.
+    As in peft, the scale is alpha / r or, with use_rslora, alpha / sqrt(r). Raises CheckpointError
+    that names the tensor.
     """
     folder = folder.resolve()       # of a model folder it is a link
-    matrices = {}
-    low_rank = {}
     settings = read_settings(folder)
     file = weights_file(folder)
     shapes = shapes_on_disk(model)
+    matrices, low_rank = {}, {}
     for key, tensor in read_tensors(file).items():
         if BUFFERS.fullmatch(key.removeprefix(PREFIX)):
             continue
@@ -109,8 +108,7 @@ def changes(folder: Path, model) -> dict[str, LowRank]:
             raise CheckpointError(f'{file}: layer {layer} has lora_A {[*A.shape]} and lora_B '
                                   f'{[*B.shape]}, but its weight in the base model is '
                                   f'{weight or "missing"}')
-        alpha, rank = (_layer_setting(settings, name, *keys, folder / ADAPTER) for keys in (
-            ('alpha_pattern', 'lora_alpha'), ('rank_pattern', 'r')))
+        alpha, rank = (_layer_setting(settings, name, *keys, folder / ADAPTER) for keys in PATTERNS)
         if rank != r:
             raise CheckpointError(f'{folder / ADAPTER}: r or rank_pattern says rank {rank} of '
                                   f'layer {layer}, but its matrices in {file.name} have rank {r}')
@@ -140,11 +138,14 @@ def fingerprint(folder: Path) -> str:
 
 # ---- The adapters of a run, in the folder adapter/ beside the merged weights ---------------------
 
+def adapted_layers(model):
+    return {name: m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
+
+
 def save_adapter(model: CausalLM, folder: str | Path, base: str, *, full=Tensor.detach,
                  owner: str | Path | None = None):
     """Write the adapters alone, for `peft` beside the model `base`; see `saving.save`."""
-    adapted = {their_key(name, model.config): m for name, m in model.named_modules()
-               if isinstance(m, LoRALinear)}
+    adapted = {their_key(name, model.config): m for name, m in adapted_layers(model).items()}
     tensors = {f'{PREFIX}{name}.{part}.weight': full(getattr(m, part).weight).cpu().contiguous()
                for name, m in adapted.items() for part in ('lora_A', 'lora_B')}
     layer = next(iter(adapted.values()))    # all have the same rank, alpha and dropout
@@ -158,11 +159,11 @@ def save_adapter(model: CausalLM, folder: str | Path, base: str, *, full=Tensor.
 
 def read_adapter(folder: str | Path) -> dict:
     """Return the adapter_config.json in the adapter/ of a run's folder; raises CheckpointError."""
-    path = Path(folder, 'adapter', ADAPTER)
-    if not path.exists():
+    path = Path(folder, 'adapter')
+    if not (path / ADAPTER).exists():
         raise CheckpointError(f'{folder} has no adapter/, which train.py --lora saves beside the '
                               f'merged weights')
-    return read_settings(path.parent)
+    return read_settings(path)
 
 
 def add_adapter(model: CausalLM, folder: str | Path):
@@ -178,13 +179,10 @@ def add_adapter(model: CausalLM, folder: str | Path):
                  {name.rpartition('.')[2] for name in low_rank})
     except ValueError as error:
         raise CheckpointError(f'{path}: {error}') from error
-    for name, layer in model.named_modules():
-        if not isinstance(layer, LoRALinear):
-            continue
+    for name, layer in adapted_layers(model).items():
         if name not in low_rank:
             raise CheckpointError(f'{path / WEIGHTS[0]} has no matrices for {name}, but for the '
                                   f'same layer of other blocks')
-        change = low_rank[name]
-        for part, matrix in ((layer.lora_A, change.A), (layer.lora_B, change.B)):
-            part.weight.data = matrix.to(part.weight)      # its rank may differ: rank_pattern
-        layer.scale = change.scale
+        A, B, layer.scale = low_rank[name]
+        layer.lora_A.weight.data = A.to(layer.lora_A.weight)    # its rank may differ: rank_pattern
+        layer.lora_B.weight.data = B.to(layer.lora_B.weight)

@@ -1,7 +1,6 @@
 """README.md of a trained model: a model card in the format of the Hugging Face hub.
 
-It is made of the files in the folder alone, so that every evaluation there renews it. A card
-without the first line of OURS is somebody's own, and stays as it is.
+It is made of the files in the folder, so every evaluation there renews it.
 """
 
 import os
@@ -34,11 +33,9 @@ def write(folder):
         if os.path.lexists(path) and not _is_ours(path):
             print(f'note: {path} is not from this program, or edited, and stays as it is')
         elif place == folder or (place / 'adapter_config.json').exists():
-            text = card(folder, place != folder)
-            if not path.exists() or path.read_text(encoding='utf-8') != text:
-                if not path.exists():
-                    ownership.claim(run, path.relative_to(run))
-                ownership.write_text(path, text)
+            if not path.exists():
+                ownership.claim(run, path.relative_to(run))
+            ownership.write_text(path, card(folder, place != folder))
 
 
 def finish(run):
@@ -64,32 +61,29 @@ def card(folder, adapters=False):
     """Return the card of a saved model, or of the adapters beside it."""
     run = run_folder(folder)
     settings = run_settings(run)
-    name = run.name
-    epoch = ''
+    name, epoch = run.name, ''
     tasks, lines = {}, []
     if (folder / 'results.json').exists():
         from bridges import card_results    # a run without a report loads nothing that reports need
         tasks, lines = card_results.calibration(folder, run, settings, adapters)
     if folder != run:
         name, epoch = f'{name}-{folder.name}', f', after epoch {folder.name.removeprefix("epoch-")}'
-    start = 'Random weights in the shape of ' if settings.get('from_scratch') else ''
+    start = 'Random weights in the shape of ' * bool(settings.get('from_scratch'))
     model, data = (code(settings.get(key), whole=_hub_name(settings, key) is not None)
                    for key in ('model', 'data'))
-    parts = [f'---\n{OURS}{_metadata(settings, name, tasks, adapters).to_yaml()}\n---\n',
-             f'# {_heading(name)}\n',
-             f'{"LoRA adapters of " * adapters}{start}{model}, trained with nanoCal on '
-             f'{data}{epoch}.\n', *lines]
-
     rows = [[key, code(value)] for key, value in shown_settings(settings)]
-    return '\n'.join([*parts, '## Training\n', markdown([['setting', 'value'], *rows]), ''])
+    heading = re.sub(r'([\\`*<>\[\]!|&#~])', r'\\\1', _one_line(name))      # as plain text
+    return '\n'.join([
+        f'---\n{OURS}{_metadata(settings, name, tasks, adapters).to_yaml()}\n---\n',
+        f'# {heading}\n',
+        f'{"LoRA adapters of " * adapters}{start}{model}, trained with nanoCal on {data}{epoch}.\n',
+        *lines, '## Training\n', markdown([['setting', 'value'], *rows]), ''])
 
 
 def shown_settings(settings):
     """Return [(key, value)] of the settings of a run that decided its weights."""
-    by_train_alone = {'loss', 'smoothing', 'base_smoothing'}
-    unread = by_train_alone if 'method' in settings else set()
-    if settings.get('data_kind', 'instruct') != 'instruct':
-        unread.add('template')
+    unread = ['loss', 'smoothing', 'base_smoothing'] * ('method' in settings)
+    unread += ['template'] * (settings.get('data_kind', 'instruct') != 'instruct')
     return [(key, settings[key]) for key in SHOWN + LORA * bool(settings.get('lora'))
             if settings.get(key) not in (None, '') and key not in unread]
 
@@ -115,15 +109,13 @@ def _hub_name(settings, key):
     return name if is_hub_name(name) and not Path(name).exists() else None
 
 
-def _heading(name):
-    """Return the name of a folder as plain text of a heading in Markdown."""
-    return re.sub(r'([\\`*<>\[\]!|&#~])', r'\\\1', ' '.join(escape_controls(name).split()))
+def _one_line(text):
+    return ' '.join(escape_controls(text).split())
 
 
 def code(value, whole=False):
     """Return a setting as code; unless `whole`, the last name of a path, whose rest is private."""
-    text = str(value) if whole else str(value).rstrip('/').rpartition('/')[2]
-    text = ' '.join(escape_controls(text).split())
+    text = _one_line(str(value) if whole else str(value).rstrip('/').rpartition('/')[2])
     ticks = '`' * (1 + max((len(run) for run in re.findall('`+', text)), default=0))
     space = ' ' * (len(ticks) > 1)
     return f'{ticks}{space}{text}{space}{ticks}'.replace('|', r'\|')

@@ -27,26 +27,23 @@ def calibration(folder, run, settings, adapters):
                   'In brackets: 95 % intervals by bootstrap over questions.\n']
     for task, x in after.items():
         parts.append(f'- {escape_controls(task_title(task, x))}')
-        for t in x.get('post_hoc', {}).get('fits', {}).get('temperature', ()):
-            parts.append(f'- temperature fitted to {code(task)}: {t:.3f}')
-    parts += [''] * bool(after)
-    if (folder / DIAGRAM).exists() and not adapters:
-        parts.append(f'![reliability diagrams]({DIAGRAM})\n')
-    return after, parts
+        parts += [f'- temperature fitted to {code(task)}: {t:.3f}'
+                  for t in x.get('post_hoc', {}).get('fits', {}).get('temperature', ())]
+    has_diagram = (folder / DIAGRAM).exists() and not adapters
+    return after, parts + [''] * bool(after) + [
+        f'![reliability diagrams]({DIAGRAM})\n'] * has_diagram
 
 
 def results_of(folder, settings=None):
-    """Return {task: result} in a folder, of the model in it or of the base model in `settings`; {}
-    for another model's, or damaged ones."""
+    """Return {task: result} of the model in a folder, or of the base model in `settings`, or {}."""
     path = folder / 'results.json'
     if not path.exists():
         return {}
     try:
         content = read_results(path, 'the card is without it')
         model, identity = content['config']['model'], content.get('identity', {})
-        base = str(settings and settings.get('model'))
-        if settings:
-            # a folder of the hub's cache is named after the model
+        if settings:    # a folder of the hub's cache is named after the model
+            base = str(settings.get('model'))
             same = base == full_path(model) or base.replace('/', '--') in model
         else:
             same = identity.get('model') == fingerprint(folder) and 'base' not in identity

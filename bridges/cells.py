@@ -10,6 +10,14 @@ import metrics
 from runtime.other_readers import column_names, to_dict
 from written.numbers import first_number, parse_probability
 
+DECIMAL = re.compile(r'[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?|-?inf(?:inity)?', re.I)
+READERS = (functools.partial(json.loads, parse_float=str, parse_int=str, parse_constant=str),
+           ast.literal_eval)        # of a printed list
+
+
+class DecimalComma(str):
+    """A cell of a table with semicolons, where 0,9 is a number."""
+
 
 def read_table(lines, delimiter):
     """Yield (place, row) of the lines of a table; a cell is a text, or None if it is empty."""
@@ -21,24 +29,13 @@ def read_table(lines, delimiter):
             yield place, to_dict(place, names, [cell(text.strip(' ')) or None for text in cells])
 
 
-# by the type of their column: text stays text
-DECIMAL = re.compile(r'[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?|-?inf(?:inity)?', re.I)
-READERS = (functools.partial(json.loads, parse_float=str, parse_int=str, parse_constant=str),
-           ast.literal_eval)        # of a printed list
-
-
-class DecimalComma(str):
-    """A cell of a table with semicolons, where 0,9 is a number."""
-
-
 def _number(x):
     """Return a number, or a text that is one as a whole, as a float; None for anything else."""
     if type(x) in (int, float):
         return float(x)
-    text = x.replace(',', '.') if isinstance(x, DecimalComma) else x
-    if not isinstance(text, str):
+    if not isinstance(x, str):
         return None
-    text = text.strip()
+    text = (x.replace(',', '.') if isinstance(x, DecimalComma) else x).strip()
     if DECIMAL.fullmatch(text):     # most are; faster
         return float(text)
     number = first_number(text)
@@ -89,20 +86,18 @@ def to_truth(x):
 
 
 def to_label(x, n, options):
-    """Return the index of the option that `answer` names by index, letter or text."""
+    """Return the index of the option that `answer` names by index, letter or text in `options`."""
     if type(x) is int and 0 <= x < n:
         return x
     if x is None:
         raise ValueError('answer, the correct option, is missing; --columns=answer=NAME reads '
                          'another column')
     text = str(x).strip() if isinstance(x, (str, int, float)) else ''
-    named = {int(float(text))} if re.fullmatch(r'[0-9]+(\.0+)?', text) else set()   # 1.0: pandas
-    if isinstance(x, str):
-        named |= {ord(text.upper()) - ord('A')} if re.fullmatch('[A-Za-z]', text) else set()
-        named |= {k for texts in options for k in range(n) if texts[k].strip() == text}
-    named &= {*range(n)}
+    named = [k for k in range(n) if text in (str(k), f'{k}.0')      # 1.0: pandas
+             or isinstance(x, str) and text in (chr(ord('A') + k), chr(ord('a') + k),
+                                                *(texts[k].strip() for texts in options))]
     if len(named) != 1:
-        hint = f', which is {" or ".join(map(str, sorted(named)))}' if named else ''
+        hint = f', which is {" or ".join(map(str, named))}' if named else ''
         raise ValueError(f'answer must be the index of the correct option, 0 to {n - 1}, its '
                          f'letter, from A, or its text in options, not {x!r:.60}{hint}')
-    return named.pop()
+    return named[0]

@@ -1,8 +1,4 @@
-"""Make the tokenizer files that other programs read: tokenizer.json, chat template, stop tokens.
-
-A run whose base model has neither tokenizer.json nor vocab.json gets a tokenizer.json with the same
-ids: transformers reads no other file of a tokenizer without more packages.
-"""
+"""Make the tokenizer files that other programs read: tokenizer.json, chat template, stop tokens."""
 
 import json
 from pathlib import Path
@@ -20,6 +16,7 @@ def tokenizer_files(folder, tokenizer, template=None, add_bos=True, reward=False
     reward:   whether for a reward model, which has the pad token of `pad_token`
     """
     files, settings = {}, read_beside(folder, 'tokenizer_config.json')
+    # without more packages transformers reads no other file of a tokenizer
     if not any((Path(folder) / name).exists() for name in ('tokenizer.json', 'vocab.json')):
         if isinstance(tokenizer, LibraryTokenizer):
             content = json.loads(tokenizer.library.to_str())
@@ -58,8 +55,7 @@ def tokenizer_files(folder, tokenizer, template=None, add_bos=True, reward=False
 def saved_template(template, tokenizer, add_bos, reward=False):
     """Return the Jinja source of a template for other programs, with the names that it uses.
 
-    reward: whether for a reward model, which reads the token that ends the last answer: no line
-    break follows it
+    reward: for a reward model, which reads the token that ends the last answer: no line break after
     """
     chat = chat_of(tokenizer, template, add_bos)
     names = {name: value for name, value in chat.names.items()
@@ -74,9 +70,9 @@ def saved_template(template, tokenizer, add_bos, reward=False):
 def pad_token(folder, tokenizer, template):
     """Return (name, id) of a token that can pad answers in `template`; (None, None) without one.
 
-    transformers reads a reward at the last token that is not the pad token, so it must not be the
-    one that ends an answer. In this order: the base model's own; one that is named so; the unknown
-    token; the last control token that the template does not use; any other.
+    transformers reads a reward at the last token that is not the pad token, so it must not end an
+    answer. The base model's own is preferred; then one that is named so; the unknown token; the
+    last control token that the template does not use; any other.
     """
     ids, unknown = dict(tokenizer.control_ids), None
     if model := getattr(tokenizer, 'model', None):      # of sentencepiece
@@ -88,20 +84,12 @@ def pad_token(folder, tokenizer, template):
                for token in read_beside(folder, 'tokenizer.json').get('added_tokens') or ()
                if (token.get('special') or token['content'] in own)
                and token['id'] < tokenizer.n_vocab}
-    names = {i: name for name, i in ids.items()}
-    *used, end = _example(tokenizer, template)
+    prompt, answer = encode_answer([{'role': 'user', 'content': 'user'}], 'assistant', tokenizer,
+                                   template, add_bos=False)
+    *used, end = *prompt, *answer
     used = {*used, tokenizer.bos_id, tokenizer.eos_id}
-    last_first = sorted(ids, key=ids.get, reverse=True)
-    for name in (*own, names.get(read_beside(folder, 'config.json').get('pad_token_id')),
-                 *(name for name in last_first if 'pad' in name.lower()), unknown,
-                 *sorted(last_first, key=lambda name: ids[name] in used)):
-        if isinstance(name, str) and ids.get(name, end) != end:
-            return name, ids[name]
-    return None, None
-
-
-def _example(tokenizer, template):
-    """Return the tokens of a conversation in `template`, up to the one that ends an answer."""
-    question = [{'role': 'user', 'content': 'user'}]
-    prompt, answer = encode_answer(question, 'assistant', tokenizer, template, add_bos=False)
-    return prompt + answer
+    config_id = read_beside(folder, 'config.json').get('pad_token_id')
+    name = min((name for name in ids if ids[name] != end), default=None, key=lambda name: (
+        name not in own, ids[name] != config_id, 'pad' not in name.lower(), name != unknown,
+        ids[name] in used, -ids[name]))
+    return name, ids.get(name)

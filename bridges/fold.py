@@ -2,9 +2,8 @@
 
     python -m bridges.fold --model=out/run --scaling=out/run/scaling.json --out_dir=out/run_scaled
 
-transformers, vLLM and GGUF converters then see the temperature: it is in the last norm, whose
-output only the output matrix reads. So tied embeddings stay tied. cap * tanh(x / cap) / T is the
-same function with cap / T and x / T, so a cap in config.json is divided, too.
+transformers, vLLM and GGUF converters then see the temperature: it is in the last norm, which only
+the output matrix reads. cap * tanh(x / cap) / T is the same function with cap / T and x / T.
 """
 
 import sys
@@ -71,13 +70,13 @@ def main(argv):
     if not 0.0011 < temperature < 999:      # see scaling.fit_temperature
         raise ConfigError(f'the temperature of {task} in {cfg.scaling}, {temperature:g}, is an end '
                           f'of its range, so no temperature is best: fit one on other questions')
-    folder = checkpoint.fetch(cfg.model)
-    model = checkpoint.load(folder)
-    capped, dtype = model.config.final_logit_softcapping, model.config.dtype
+    model = checkpoint.load(folder := checkpoint.fetch(cfg.model))
+    dtype = model.config.dtype
+    capped = bool(model.config.final_logit_softcapping)
     fold(model, temperature)
     text = README.format(name=Path(cfg.model).name, model=cfg.model, temperature=temperature,
-                         cap=' and the cap of the logits' * bool(capped), task=task,
-                         scaling=cfg.scaling, dtype=dtype)
+                         cap=' and the cap of the logits' * capped, task=task, scaling=cfg.scaling,
+                         dtype=dtype)
     with ownership.lock(cfg.out_dir):
         names = {path.name for path in Path(cfg.out_dir).iterdir()}
         if others := sorted(names - {ownership.LOCK, ownership.LIST}):

@@ -19,10 +19,9 @@ class UnusableTaskError(DataError):
 
 
 def harness_task(path) -> tuple[str, str, str]:
-    """Return (task, subtask, date) of a file of lm-evaluation-harness, else ('samples', '', '').
+    """Return (task, subtask, date) of samples_<subtask>_<date>.jsonl, else ('samples', '', '').
 
-    It is samples_<subtask>_<date>.jsonl. The task of mmlu_anatomy is mmlu if results_<date>.json
-    beside it has that group.
+    The task of mmlu_anatomy is mmlu if results_<date>.json beside it has that group.
     """
     path = Path(path)
     match = re.fullmatch(r'samples_(.+)_(\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl', path.name)
@@ -54,9 +53,8 @@ def harness_sample(row, norm='token') -> dict:
         if 'acc_mutual_info' in row:    # the second half is without the question
             pairs, options = pairs[:len(pairs) // 2], options[:len(options) // 2]
         if len(pairs) < 2 or type(pairs[0]) is not list:
-            raise UnusableTaskError('not multiple choice, so there are no probabilities of '
-                                    'options: the model wrote an answer, or a single text was '
-                                    'scored')
+            raise UnusableTaskError('not multiple choice, so there are no probabilities of options:'
+                                    ' the model wrote an answer, or a single text was scored')
         if len(options) != len(pairs):
             raise ValueError(f'{len(pairs)} results of {len(options)} calls')
         texts = [option[option[:1].isspace():] for option in options]
@@ -72,8 +70,7 @@ def harness_sample(row, norm='token') -> dict:
         else:
             answer = int(target) if target.isdecimal() else (texts + [target]).index(target)
     except (LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f'not a line that lm_eval --log_samples wrote since version 0.4.0 '
-                         f'({error!r:.80})') from None
+        raise ValueError(f'not a line of lm_eval --log_samples ({error!r:.80})') from None
     if answer >= len(texts) or row.get('acc', top == answer) != (top == answer):
         kind = UnusableTaskError if target.startswith('[') else ValueError
         raise kind(f'its target, {row["target"]!r}, is not the only right option')

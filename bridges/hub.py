@@ -14,8 +14,8 @@ def download(name: str, patterns, revision: str | None = None, repo_type: str = 
              ignore=()) -> Path:
     """Return the folder with the files of a hub repository that match `patterns`, not `ignore`.
 
-    What has to be downloaded is printed before. Without a connection the hub's cache is read.
-    repo_type: 'model' or 'dataset'. Raises CheckpointError, or DataError for a dataset.
+    Without a connection the hub's cache is read. repo_type: 'model' or 'dataset'. Raises
+    CheckpointError, or DataError for a dataset.
     """
     from huggingface_hub import snapshot_download
     chosen = {'allow_patterns': list(patterns), 'ignore_patterns': list(ignore)}
@@ -37,11 +37,8 @@ def download(name: str, patterns, revision: str | None = None, repo_type: str = 
 
 
 def _ask(name, revision, repo_type):
-    """Return (the hub's repo_info or None, why the hub cannot be reached or '').
-
-    Where the hub accepts a connection and never answers, its client would wait for ever, also for
-    what is in its cache; where there is none, it would try again for half a minute.
-    """
+    """Return (the hub's repo_info or None, why the hub cannot be reached or '')."""
+    # without a timeout its client would wait for ever, also for what is in its cache
     from huggingface_hub import HfApi
     if name in _silent:
         return None, f'it does not answer within {SECONDS} s'

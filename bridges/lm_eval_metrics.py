@@ -11,8 +11,8 @@ of the same name, for `metric_list` of a task file:
 as acc_norm and acc_bytes do. Metrics with a column in a table also have the ends of their 95 %
 interval by bootstrap, `ece_boot_low` and `ece_boot_high`. docs/metrics.md has a whole file.
 
-Source: the interface of lm-evaluation-harness 0.4.13, which computes metrics of its own choice
-alone for multiple choice. So `process_results` of its tasks is extended here.
+Source: the interface of lm-evaluation-harness 0.4.13. It computes no others for multiple choice, so
+`process_results` of its tasks is extended here.
 """
 
 import functools
@@ -50,9 +50,7 @@ def item(task, doc, results, length):
 
 
 def measured(items, measure, end=None):
-    """Return a metric of the items of a task, or the lower (0) or upper (1) end of its interval.
-
-    An end is nan where there is none, see stats.no_interval. There are 1,000 resamples.
+    """Return a metric of items, or the lower (0) or upper (1) end of its interval, nan without one.
     """
     labels, rows = np.array([answer for answer, _ in items]), [scores for _, scores in items]
     n_options = np.array([*map(len, rows)])
@@ -69,19 +67,14 @@ def measured(items, measure, end=None):
     return float(stats.percentile_interval(resampled, value, not measure.is_mean)[end])
 
 
-def register(name, measure, length, end=None):
-    """Register a metric, or an end of its interval, of choices of this length."""
-    register_aggregation(name)(functools.partial(measured, measure=measure, end=end))
-    register_metric(metric=name, aggregation=name, output_type='multiple_choice',
-                    higher_is_better=bool(measure.higher_is_better))(lambda item: item)
-    lengths_of[name] = length
-
-
 for row in metrics.MEASURES:
     for suffix, function in LENGTHS.items():
-        register(row.key + suffix, row, function)
-        for end, word in enumerate(('low', 'high') if row.tables else ()):
-            register(f'{row.key}{suffix}_boot_{word}', row, function, end)
+        for end, word in ((None, ''), (0, '_boot_low'), (1, '_boot_high'))[:3 if row.tables else 1]:
+            name = f'{row.key}{suffix}{word}'
+            register_aggregation(name)(functools.partial(measured, measure=row, end=end))
+            register_metric(metric=name, aggregation=name, output_type='multiple_choice',
+                            higher_is_better=bool(row.higher_is_better))(lambda item: item)
+            lengths_of[name] = function
 
 process_results = ConfigurableTask.process_results
 

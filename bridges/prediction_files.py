@@ -20,8 +20,7 @@ from runtime.digests import json_digest
 from runtime.errors import ConfigError, DataError
 from runtime.readers import read_rows
 
-# {name of a column, in upper or lower case: what it holds}; --columns=answer=NAME reads another
-# one. In place of a list there may be columns: probs_0, probs_1, ... or prob_A, prob_B, ...
+# {name of a column, in any case: what it holds}; lists also as probs_0, ... or prob_A, ...
 NAMES = {what: what for what in (
     'probs', 'log_probs', 'n_tokens', 'options', 'choices', 'answer', 'confidence', 'correct',
     'answers', 'response', 'id', 'task', 'split', 'language', 'subject', 'category', 'context',
@@ -42,29 +41,28 @@ def read_predictions(path, cfg):
     chosen = chosen_columns(cfg.columns)
     layouts = functools.cache(functools.partial(find_columns, chosen=chosen))
     (group, subtask, _), first_kinds, logged = harness_task(path), {}, {}
-    distributions = {'probs': 'probabilities of a file', 'confidence': 'confidences of a file',
-                     'log_probs': f'log-probabilities, {cfg.norm} of a file',
-                     'graded': 'right or wrong, without confidences'}
+    titles = {'probs': 'probabilities of a file', 'confidence': 'confidences of a file',
+              'log_probs': f'log-probabilities, {cfg.norm} of a file',
+              'graded': 'right or wrong, without confidences',
+              'harness': f'lm-evaluation-harness, {cfg.norm.replace("token", "sum")}'}
     position, n_unstated, unstated = 0, 0, ''
-    for position, place, row in _counting_rows(path, [name for _, name in chosen]):
+    for position, (place, row) in enumerate(_latest_rows(path, [name for _, name in chosen]), 1):
         try:
             if isinstance(row, DataError):
                 raise row
             if not isinstance(row, dict):
                 raise ValueError(f'not a JSON object: {str(row)[:40]}')
-            norm, titles = cfg.norm, distributions
-            if 'filtered_resps' in row:     # of lm_eval, whose files do not count tokens
-                converted = harness_sample(row, norm)
-                if repeats(converted, row.get('filter'), logged):
+            if is_harness := 'filtered_resps' in row:
+                parts = [harness_sample(row, cfg.norm) | {'task': group}]
+                if repeats(parts[0], row.get('filter'), logged):
                     continue
-                parts, norm = [converted | {'task': group}], 'token'
-                titles = {'log_probs': f'lm-evaluation-harness, {cfg.norm.replace("token", "sum")}'}
             else:
                 parts = [_select(row, *layout) for layout in layouts(tuple(row))]
             for part in parts:
                 if (part.get('split') or 'test') != 'test':
                     continue
-                kind, values = _values(part, norm)
+                # lm_eval does not count tokens: n_tokens of its sample are the lengths of the norm
+                kind, values = _values(part, 'token' if is_harness else cfg.norm)
                 if not values:
                     n_unstated += 1
                     unstated = unstated or f'{place}: {part.get("confidence")!r:.60}'
@@ -72,17 +70,18 @@ def read_predictions(path, cfg):
                 first = first_kinds.setdefault(part['task'], kind)
                 if first != kind and {first, kind} & {'confidence', 'graded'}:
                     raise ValueError(f'{kind}, but the task begins with {first}')
-                yield _identity(part, position, subtask) | values, titles[kind]
+                title = titles['harness' if is_harness else kind]
+                yield _identity(part, position, subtask) | values, title
         except (ValueError, OverflowError, RecursionError) as error:
             reason = str(error).removeprefix('row 0: ').removeprefix(f'{place}: ')
             kind = UnusableTaskError if isinstance(error, UnusableTaskError) else DataError
             hint = '' if row is error else '\n`nanocal metrics --help` lists the forms of a row'
             raise kind(f'{place}: {reason}{hint}') from error
     left_out = n_unstated and f'{n_unstated} rows state no probability, the first: {unstated}'
+    if not position:
+        raise DataError(f'{path}: the file {"has no rows" if path.stat().st_size else "is empty"}')
     if not first_kinds:
-        empty = 'has no rows' if path.stat().st_size else 'is empty'
-        raise DataError(f'{path}: {left_out or "no row to score of the split test"}' if position
-                        else f'{path}: the file {empty}')
+        raise DataError(f'{path}: {left_out or "no row to score of the split test"}')
     if left_out:
         print(f'{left_out}; they are left out')
     if graded := [task for task, kind in first_kinds.items() if kind == 'graded']:
@@ -90,33 +89,31 @@ def read_predictions(path, cfg):
               f'`nanocal metrics --help` says where they are read')
 
 
-def _counting_rows(path, names):
-    """Yield (position from 1, place, row) of a file without samples that a later one replaces."""
+def _latest_rows(path, names):
+    """Yield (place, row) of a file without samples that a later one replaces."""
     rows = log_rows(path, names) if is_log(path) else read_rows(path, read_table)
-    rows = ((i, place, row) for i, (place, row) in enumerate(rows, 1))
     for item in rows:
-        if _is_ours(item[-1]):      # hold this file in memory
+        if _is_ours(item[1]):       # hold this file in memory
             rows = [item, *rows]
-            ours = [row for *_, row in rows if _is_ours(row)]
+            ours = [row for _, row in rows if _is_ours(row)]
             replaced = {*map(id, ours)} - {*map(id, latest_samples(ours))}
-            yield from (item for item in rows if id(item[-1]) not in replaced)
+            yield from (item for item in rows if id(item[1]) not in replaced)
         else:
             yield item
 
 
 def _is_ours(row):
     """Return whether a row is a sample of evaluate.py."""
-    return isinstance(row, dict) and 'prompt' in row and isinstance(row.get('text', ''), str) and (
-        all(isinstance(row.get(key), str) for key in ('task', 'split', 'language', 'id', 'prompt')))
+    return isinstance(row, dict) and isinstance(row.get('text', ''), str) and all(
+        isinstance(row.get(key), str) for key in ('task', 'split', 'language', 'id', 'prompt'))
 
 
 def _identity(part, position, subtask):
     """Return what a sample has besides the values that are measured."""
     sample = {'task': part['task'], 'split': 'test',
-              'id': f'{subtask}:' * bool(subtask) + str(part.get('id', position)),
-              'language': str(part.get('language', '')),
-              'subject': str(part.get('subject', subtask)),
-              'category': str(part.get('category', ''))}
+              'id': f'{subtask}:' * bool(subtask) + str(part.get('id', position))}
+    for key, default in (('language', ''), ('subject', subtask), ('category', '')):
+        sample[key] = str(part.get(key, default))
     if 'id' not in part:
         sample['row'] = position
     if texts := [str(part[key]) for key in TEXTS if part.get(key)]:
@@ -127,7 +124,6 @@ def _identity(part, position, subtask):
 
 
 # Columns
-
 
 def chosen_columns(settings):
     """Return [(what a column holds, its name)] of --columns=answer=NAME,...; ConfigError."""
@@ -144,30 +140,22 @@ def find_columns(keys, chosen):
     """Return [('', {what: its column, or a list of them})]; of chosen confidences (name, ...)."""
     names = {name: what for name, what in NAMES.items() if what not in dict(chosen)}
     names |= {name.casefold(): what for what, name in chosen if what != 'confidence'}
-    found = {}
+    confidences = [name for what, name in chosen if what == 'confidence']
+    found = {}      # {what: [(number of a column of a list, or None, its name)]}
     for key in keys:
-        what, k = names.get(key.casefold()), None
-        numbered = re.fullmatch('(.+?)s?_([0-9]+|[a-z])', key.casefold())
-        if numbered and not what:
-            what, k = names.get(numbered[1]) or names.get(f'{numbered[1]}s'), numbered[2]
-            k = int(k) if k.isdigit() else ord(k) - ord('a')
+        k = None
+        what = names.get(key.casefold())
+        if not what and (numbered := re.fullmatch('(.+?)s?_([0-9]+|[a-z])', key.casefold())):
+            stem, number = numbered.groups()
+            what = names.get(stem) or names.get(f'{stem}s')
+            k = int(number) if number.isdigit() else ord(number) - ord('a')
         if what and (k is None or what in KINDS[:2]):
             found.setdefault(what, []).append((k, key))
-    confidences = [name for what, name in chosen if what == 'confidence']
     if not confidences and not found.keys() & {*KINDS} and 'correct' in found and (
             all(key.casefold() in names for key in keys)):      # another might be a confidence
         found['graded'] = found['correct']
-    if confidences or not found.keys() & {*KINDS} - {'confidence'}:
+    if confidences or not found.keys() & {'probs', 'log_probs', 'answers'}:
         found.pop('answer', None)       # `correct` says all; an answer and its label may be there
-    for what, columns in found.items():
-        ks = sorted(k for k, _ in columns if k is not None)
-        if 1 < len(columns) != len(ks):
-            raise ValueError(f'the columns {_listed(key for _, key in columns)} are all {what}; '
-                             f'choose one by --columns={what}={columns[0][1]}')
-        if ks != [*range(len(ks))]:     # `answer` would be the index of another option
-            raise ValueError(f'the columns {what}_k hold numbers for k = {_listed(ks)}; wanted 0, '
-                             f'1, ... without a gap, or A, B, ...')
-        found[what] = [key for _, key in sorted(columns)] if ks else columns[0][1]
     for name in [*confidences, *(name for what, name in chosen if what not in found)]:
         if name not in keys:
             raise ValueError(f'there is no column {name!r}, but {_listed(keys)}')
@@ -175,8 +163,18 @@ def find_columns(keys, chosen):
         raise ValueError(f'no column is named {", ".join(KINDS)} or probs_0, but {_listed(keys)}; '
                          f'other names are read by --columns=probs=NAME,answer=NAME or '
                          f'--columns=confidence=NAME,correct=NAME')
-    rest = {what: column for what, column in found.items() if what not in KINDS}
-    return [(name, rest | {'confidence': name}) for name in confidences] or [('', found)]
+    layout = {}
+    for what, columns in found.items():
+        ks = [k for k, _ in columns]
+        if len(ks) > 1 and None in ks:
+            raise ValueError(f'the columns {_listed(key for _, key in columns)} are all {what}; '
+                             f'choose one by --columns={what}={columns[0][1]}')
+        if None not in ks and sorted(ks) != [*range(len(ks))]:  # `answer` would be of another one
+            raise ValueError(f'the columns {what}_k hold numbers for k = {_listed(sorted(ks))}; '
+                             f'wanted 0, 1, ... without a gap, or A, B, ...')
+        layout[what] = columns[0][1] if None in ks else [key for _, key in sorted(columns)]
+    rest = {what: column for what, column in layout.items() if what not in KINDS}
+    return [(name, rest | {'confidence': name}) for name in confidences] or [('', layout)]
 
 
 def _listed(names):
@@ -193,7 +191,6 @@ def _select(row, name, columns):
 
 
 # Rows
-
 
 def _values(row, norm):
     """Return ('probs', 'log_probs', 'confidence' or 'graded', {key of a sample: value}).
@@ -236,8 +233,6 @@ def _distribution(row, kind, norm):
     n_tokens = to_numbers('n_tokens', row['n_tokens']) if 'n_tokens' in row else sample['n_tokens']
     if len(n_tokens) != n or not all(1 <= x < math.inf for x in n_tokens):
         raise ValueError(f'n_tokens must be 1 or more for each log-probability, not {n_tokens}')
-    if any(1e300 <= abs(x) < math.inf for x in values):     # sums of them would be infinite
-        raise ValueError(f'log_probs must be below 1e300 in magnitude, not {row[kind]!r:.60}')
     if norm in ('char', 'byte') and 'options' not in lists:
         raise ValueError(f'--norm={norm} needs options, the text of each, not '
                          f'{row.get("options")!r:.60}')
@@ -277,10 +272,10 @@ def _sampled(row):
     texts = [str(x).strip(' \t\n').removesuffix('.').casefold() for x in texts]
     answers, references = texts[:len(answers)], texts[len(answers):-1]
     chosen = texts[-1] if 'response' in row else Counter(answers).most_common(1)[0][0]
-    found = {'confidence': answers.count(chosen) / len(answers)}
-    if 'correct' in row and 'response' in row:
-        return found
+    judged = {'confidence': answers.count(chosen) / len(answers)}
+    if {'correct', 'response'} <= row.keys():
+        return judged
     if not references:
         raise ValueError('the right answer is missing: answer, a text or a list of texts, or '
                          'response and correct')
-    return found | {'correct': chosen in references, 'expected': row['answer']}
+    return judged | {'correct': chosen in references, 'expected': row['answer']}

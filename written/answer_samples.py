@@ -6,6 +6,7 @@ A question's answers are a greedy one and, for most tasks, n that are drawn at t
 import bisect
 import math
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -22,9 +23,8 @@ ANSWERS_AT_ONCE = 1024      # sequences decoded at once on a GPU, if their keys 
 def write_answers(task, scorer, writer, n, stop):
     """Generate what has no sample yet; return (prompts, bad rows) as `Task.collect` does.
 
-    `prompt` of a sample has two hashes, one of what decides the answers and one of the sample
-    itself: answers in samples.jsonl are graded again by the present rules, and a sample that this
-    changes is appended again.
+    `prompt` of a sample has a hash of what decides the answers and one of the sample itself: known
+    answers are graded again by the present rules, and a sample that this changes is appended again.
     """
     cfg, bad_rows = scorer.cfg, []
     prompts, end_ids = set(), set()
@@ -72,14 +72,14 @@ def write_answers(task, scorer, writer, n, stop):
 
 
 def greedy_and_drawn(task, scorer, prompts, greedy, n, end_ids):
-    """Yield (index of a prompt, its greedy answer and its n drawn ones, as a sample holds them).
-
-    greedy: the Sampling of the greedy answer; arguments as in `generate`
-    """
+    """Yield (index of a prompt, its answer by the Sampling `greedy` and n drawn ones)."""
     model, tokenizer = scorer.load(), scorer.tokenizer
     answers = {}
     for i, (answer,) in generate(model, prompts, greedy, tokenizer, end_ids):
-        answers[i] = [written(answer) | greedy_fields(answer, task, tokenizer)]
+        answers[i] = [written(answer)]
+        if task.rule:       # log-probabilities and entropies of the tokens, to five digits
+            answers[i][0] |= {key: [float(f'{x:.5g}') for x in getattr(answer, key)] for key in (
+                'log_probs', 'entropies')} | span(answer, task.rule, tokenizer)
         if n == 0:
             yield i, answers[i]
     if n:
@@ -93,16 +93,6 @@ def written(answer):
     return {'text': answer.text, 'reason': answer.reason, 'n_tokens': len(answer.tokens),
             'log_prob': math.fsum(answer.log_probs),
             'mean_prob': math.fsum(map(math.exp, answer.log_probs)) / len(answer.tokens)}
-
-
-def greedy_fields(answer, task, tokenizer):
-    """Return what a sample holds of the greedy Answer and of no other."""
-    if task.rule is None:
-        return {}
-    # log-probabilities and entropies of the tokens, to five digits
-    fields = {key: [float(f'{x:.5g}') for x in getattr(answer, key)]
-              for key in ('log_probs', 'entropies')}
-    return fields | span(answer, task.rule, tokenizer)
 
 
 def graded(answers, question, rule, cfg):
@@ -127,15 +117,11 @@ def begin_of(text, whole, rule):
     """
     if text is None or text not in whole:      # an answer around a stated confidence
         return None
+    begins = [match.start() for match in re.finditer(f'(?={re.escape(text)})', whole)]
     # a model that repeats itself writes it thousands of times
     most = min(50, 1 + 100_000 // len(whole))
-    first, last = [whole.find(text)], [whole.rfind(text)]
-    while len(first) < most and (i := whole.find(text, first[-1] + 1)) >= 0:
-        first.append(i)
-    while len(last) < most and (i := whole.rfind(text, 0, last[-1] + len(text) - 1)) >= 0:
-        last.append(i)
-    return next((i for i in (*first, *reversed(last)) if rule.extract(
-        whole[:i] + '\0' * len(text) + whole[i + len(text):]) != text), last[0])
+    return next((i for i in (*begins[:most], *begins[-most:]) if rule.extract(
+        whole[:i] + '\0' * len(text) + whole[i + len(text):]) != text), begins[-1])
 
 
 def span(answer, rule, tokenizer):

@@ -1,7 +1,7 @@
 """Tasks whose answers the model writes: their files, prompts, and the table of them.
 
-A new task is an entry of WRITTEN_TASKS, and a row function if no task has its schema. What is right
-is decided by written/grading.py. What a reasoning model thinks before its answer is no part of it.
+A new task is an entry of WRITTEN_TASKS, and a row function if no task has its schema; what is right
+is decided by written/grading.py.
 """
 
 import functools
@@ -69,7 +69,7 @@ class WrittenQuestion:
 def triviaqa_row(row):
     """TriviaQA on the hub. The first alias of an answer is its usual name."""
     answer = row['answer']
-    if not isinstance(answer, dict) or not isinstance(answer.get('aliases'), list):
+    if not has_fields(answer, 'aliases') or not isinstance(answer['aliases'], list):
         raise DataError(f'"answer" must be an object with a "value" and a list of "aliases", not '
                         f'{answer!r:.60}; a file with texts as answers is of the task qa')
     return WrittenRow(row['question'], [answer['value'], *answer['aliases']], answer['value'])
@@ -83,9 +83,8 @@ def answers_row(row):
     if isinstance(answers, str) and answers.startswith(('["', "['")):
         answers = json_list(answers, '"answers"')
     answers = answers if isinstance(answers, list) else [answers]
-    other = row.get('answer', answers)
-    if other is not None and not all(
-            text in answers for text in (other if isinstance(other, list) else [other])):
+    other = row.get('answer')
+    if any(x not in (None, *answers) for x in (other if isinstance(other, list) else [other])):
         raise DataError(f'"answer" is not among "answers": {other!r:.60} and {answers!r:.60}; keep '
                         f'one of them')
     return WrittenRow(with_passage(row, row['question']), answers, answers[0] if answers else '',
@@ -113,10 +112,7 @@ def gsm8k_short_row(row):
 
 
 def math_row(row):
-    """MATH-500, and MATH itself, whose answer stands in the last \\boxed{} of the solution.
-
-    Files for training often have the problem and the answer alone.
-    """
+    """MATH-500, and MATH, whose answer stands in the solution. One of both may be missing."""
     answer = row['answer'] if 'answer' in row else last_boxed(row['solution'])
     return WrittenRow(row['problem'], [answer], row.get('solution') or f'\\boxed{{{answer}}}',
                       row.get('subject') or row.get('type') or '', str(row.get('level') or ''))
@@ -150,10 +146,7 @@ class WrittenBenchmark:
     instruction: str = 'Give only the answer, in one to five words.'
 
     def final(self, text):
-        """Return the text without thoughts and stated confidences, which are no part of an answer.
-
-        '' for thoughts that do not end.
-        """
+        """Return the text without thoughts, which must end, and without stated confidences."""
         final = final_answer(text) or ''
         return final if self.runs_code else without_confidence(final)
 
@@ -164,10 +157,8 @@ class WrittenBenchmark:
     def grade(self, text, references, **options):
         """Return {'answer': extracted or None, 'key', 'correct', 'strict': right by that rule}.
 
-        'names_reference' is True for a wrong text with a reference in it, such as a sentence.
-
-        What is right by the strict rule is right, and the answer. options: of `match`, such as the
-        isolation of a program that it runs
+        'names_reference' is True for a wrong text with a reference in it, such as a sentence. What
+        is right by the strict rule is right. options: of `match`, such as the isolation of programs
         """
         answer = self.extract(text)
         correct = strict = answer is not None and self.match(self.key, answer, references,
@@ -228,10 +219,7 @@ WRITTEN_TASKS |= {f'{name}_train': replace(WRITTEN_TASKS[name], test=WRITTEN_TAS
 
 
 def load_written(name, cfg):
-    """Return questions.Loaded of a task of WRITTEN_TASKS: 'gsm8k', or 'gsm8k:folder-or-file'.
-
-    The first `shots` rows are the shots.
-    """
+    """Return questions.Loaded of a task of WRITTEN_TASKS: 'gsm8k', or 'gsm8k:folder-or-file'."""
     name, _, path = name.partition(':')
     task, shots = WRITTEN_TASKS[name], cfg.shots
     source = os.path.expanduser(path) or task.hub
@@ -267,10 +255,10 @@ def _distinct(rows):
     """Leave out rows that repeat a question_id: TriviaQA has a row per document of a question."""
     seen = set()
     for place, row in rows:
-        id = row.get('question_id') if isinstance(row, dict) else None
-        if id is None or repr(id) not in seen:
+        id = repr(row.get('question_id') if isinstance(row, dict) else None)
+        if id == 'None' or id not in seen:
             yield place, row
-        seen.add(repr(id))
+        seen.add(id)
 
 
 def _to_question(task, header, instruction, row, place, number):
@@ -294,8 +282,7 @@ def _to_question(task, header, instruction, row, place, number):
 def encode(question, shots, tokenizer, cfg, max_tokens):
     """Return (token ids, ids that end the answer, number of shots) of the prompt of a question.
 
-    Shots are left out until the prompt and max_tokens more fit into cfg.max_length; DataError if
-    nothing does.
+    Shots are left out until it and max_tokens more fit into cfg.max_length; DataError if none does.
     """
     template = '' if cfg.chat == 'none' else cfg.chat
     for n in range(len(shots), -1, -1):
@@ -331,13 +318,12 @@ def shown(question, text):
 def proposed(question, text, correct):
     """Return the P(True) Question: is `text`, the model's own answer, right?"""
     space = ' ' * question.context.endswith(':')
-    return _with_options(question, *proposing(question.context, space + shown(question, text)),
-                         question.header, correct)
+    context, _ = proposing(question.context, space + shown(question, text))
+    return _p_true(question, context, correct, header=question.header)
 
 
 def proposed_shots(shots, task):
-    """Return solved P(True) questions: in each four, the middle two propose the next shot's answer.
-    """
+    """Return solved P(True) questions; in each four the middle two propose the next's answer."""
     questions = []
     for i, shot in enumerate(shots):
         other = shots[(i + 1) % len(shots)]
@@ -353,20 +339,19 @@ def proposed_among(question, sample):
     lines = '\n'.join(ideas)
     context = (f'Question: {question.text}\nHere are some brainstormed ideas: {lines}\n'
                f'Possible Answer: {ideas[0]}{P_TRUE.replace("proposed", "possible")}')
-    return _with_options(question, context, [' (A)', ' (B)'], '', sample['greedy']['correct'])
+    return _p_true(question, context, sample['greedy']['correct'])
 
 
-def _with_options(question, context, options, header, correct):
-    """Return the Question about a WrittenQuestion; its first option is right if `correct`."""
+def _p_true(question, context, correct, **header):
+    """Return the Question about a WrittenQuestion whose first option is right if `correct`."""
     fields = {key: getattr(question, key)
               for key in ('id', 'subject', 'category', 'language', 'place', 'digest')}
-    return Question(context=context, options=options, answer=int(not correct), header=header,
-                    **fields)
+    return Question(context=context, options=[' (A)', ' (B)'], answer=int(not correct), **fields,
+                    **header)
 
 
 def verbalized_1s(question):
-    """Return the question that asks for a guess and its probability (Tian et al. 2023, 2305.14975).
-    """
+    """Return the question for a guess and its probability (Tian et al. 2023, 2305.14975)."""
     return replace(question, lead='Guess:',
                    messages=dialogue(WORDING['verbalized_1s'].format(question.text)))
 

@@ -1,10 +1,8 @@
 """How sure a model is of an answer that it wrote: the table of confidences, shares, ECE floor.
 
-A sample of a task with written answers has `greedy`, the answer by the most probable tokens, and
-`answers`, drawn at temperature 1, with the fields of docs/evaluation.md#samples.
-
-A new confidence is a function (sample -> (confidence in [0, 1] or None, the answer that is judged))
-and an entry of CONFIDENCES. A question without a confidence, None, is left out and counted.
+A sample has the `greedy` answer and `answers` that are drawn at temperature 1, with the fields of
+docs/evaluation.md#samples. A new confidence is a function (sample -> (confidence in [0, 1] or None,
+the answer that is judged)) and an entry of CONFIDENCES. A question without one is left out.
 """
 
 import math
@@ -117,8 +115,7 @@ CONFIDENCES = {
 
 def variants(cfg):
     """Return the names of CONFIDENCES that an evaluation with these settings reports."""
-    return [name for name, row in CONFIDENCES.items()
-            if not row.option or getattr(cfg, row.option)]
+    return [name for name, row in CONFIDENCES.items() if not row.option or getattr(cfg, row.option)]
 
 
 def classes(answers):
@@ -137,18 +134,16 @@ LABELED = {label: re.compile(
 def stated_guess(text, lead):
     """Return (guess, probability) of an answer to `verbalized_1s` or `_2s`; None for what it lacks.
 
-    lead: what the prompt ended with, '' in a chat. A part that has no label is None, but a text
-    without any label may be the probability alone. A part may be on the line after its label.
+    lead: what the prompt ended with, '' in a chat. A text without labels is a probability alone.
     """
-    final = final_answer(text)
-    if final is None:
+    if (final := final_answer(text)) is None:
         return None, None
     text = lead + final
     matches = [labeled.search(text) for labeled in LABELED.values()]
+    if not any(matches):
+        return None, parse_probability(text)
     guess, probability = (match and match[1].strip(' *_"`').rstrip(' *_"`,;|({')
                           for match in matches)
-    if guess is None and probability is None:
-        probability = text
     return guess, parse_probability(probability or '')
 
 
@@ -182,10 +177,7 @@ def digest_of_answers(rows):
 
 
 def shares(samples):
-    """Return further numbers of a task with written answers, as shares of questions or of samples.
-
-    Answers that cannot be extracted are wrong in every accuracy but accuracy_of_answered.
-    """
+    """Return further numbers of a task with written answers: shares of questions or samples."""
     greedy = [sample['greedy'] for sample in samples]
     drawn = [answer for sample in samples for answer in sample['answers']]
     answered = [answer for answer in greedy if answer['answer'] is not None]
@@ -204,8 +196,7 @@ def shares(samples):
             'samples_no_answer': share(drawn, 'answer', None),
             'samples_cut_off': share(drawn, 'reason', 'max_tokens', 'context'),
             'sample_accuracy': share(drawn, 'correct', True),
-            **{f'pass_at_{k}': float(np.mean([pass_at_k(sample['answers'], k)
-                                              for sample in samples]))
+            **{f'pass_at_{k}': float(np.mean([pass_at_k(s['answers'], k) for s in samples]))
                for k in (5, 10, 100) if k <= n}}
 
 
@@ -222,9 +213,8 @@ def ece_floor(samples, name, n_resamples=100, seed=0):
     """Return the mean ECE of a perfectly calibrated model with as many samples per question.
 
     name: 'agreement' or 'greedy_agreement'; None is returned for others. A parametric bootstrap:
-    the shares of the classes of a question are taken as the model's true probabilities, the right
-    answer is drawn from them, and so are k new samples. Shares of few samples are more extreme than
-    the probabilities behind them, so the floor tends to be too low.
+    the right answer and k new samples are drawn by the shares of the classes of a question. Those
+    of few samples are more extreme than the probabilities behind them, so it tends to be too low.
     """
     if name not in ('agreement', 'greedy_agreement'):
         return None
@@ -243,8 +233,7 @@ def ece_floor(samples, name, n_resamples=100, seed=0):
             judged = np.full(n_resamples, keys.index(key))
         confidence[:, i] = drawn[np.arange(n_resamples), judged] / k
         correct[:, i] = random.random(n_resamples) < p[judged]
-    pairs = zip(confidence, correct > 0, strict=True)
-    return float(np.mean([metrics.ece(*pair) for pair in pairs]))
+    return float(np.mean([metrics.ece(*pair) for pair in zip(confidence, correct > 0)]))
 
 
 # columns of the table of all confidences: measures, and the scalings whose ECE it has
@@ -259,10 +248,11 @@ def tables(task, tasks):
               *SCALED.values()]]
     for label, result in tasks.items():
         if label.partition('.')[0] == task:
+            pooled = result['pooled']
             scaled = result.get('post_hoc', {}).get('reports', {})
             eces = [result.get('ece_floor'), *(scaled.get(name, {}).get('ece') for name in SCALED)]
-            lines.append([label, count_cell(result['pooled']),
-                          *(measure_cell(result['pooled'], key) for key in COLUMNS),
+            lines.append([label, count_cell(pooled),
+                          *(measure_cell(pooled, key) for key in COLUMNS),
                           *('' if ece is None else f'{ece:.3f}' for ece in eces)])
     return {'Confidences in the written answers': lines}
 
@@ -272,20 +262,20 @@ def notes(result):
     lines = []
     if shown := result.get('written'):
         of_answered = '; of those with an answer {accuracy_of_answered:.3f}'
-        lines = [line.format(**shown) for line in (
+        lines = [
             'greedy answers right: {lenient_accuracy:.3f} by lenient extraction, '
             '{strict_accuracy:.3f} by strict' + of_answered * (shown['no_answer'] < 1),
             'no answer could be extracted from {no_answer:.3f} of them, which count as wrong; '
             '{cut_off:.3f} were cut off',
             'samples: {sample_accuracy:.3f} right, {samples_no_answer:.3f} without an answer, '
-            '{samples_cut_off:.3f} cut off')]
-        if (named := shown.get('names_reference', 0)) >= 0.05:
-            lines.append(f'{named:.3f} of the wrong greedy answers contain a reference, so the '
-                         f'model may know more than this shows: ask for shorter answers, by shots '
-                         f'or the instruction in written/benchmarks.py')
-        if passed := [f'{key.replace("pass_at_", "pass@")} = {shown[key]:.3f}'
-                      for key in shown if key.startswith('pass_at_')]:
+            '{samples_cut_off:.3f} cut off']
+        if shown.get('names_reference', 0) >= 0.05:
+            lines.append('{names_reference:.3f} of the wrong greedy answers contain a reference, so'
+                         ' the model may know more than this shows: ask for shorter answers, by '
+                         'shots or the instruction in written/benchmarks.py')
+        if passed := [f'pass@{key[8:]} = {{{key}:.3f}}' for key in shown if key[:8] == 'pass_at_']:
             lines.append(f'one of k samples right: {", ".join(passed)}')
+        lines = [line.format(**shown) for line in lines]
     if (floor := result.get('ece_floor')) is not None:
         lines.append(f'a perfectly calibrated model would show an ECE of {floor:.3f} with '
                      f'{result["n"]} samples per question')

@@ -1,8 +1,8 @@
 """Grade a written answer: extract the final answer from a text, and compare it with references.
 
-The final answer is extracted in two ways: `strict` accepts only the format of the prompt, `lenient`
-also other ways to state an answer. A key maps answers that mean the same to the same text: samples
-with one key agree, and an answer with the key of a reference is right.
+`strict` extraction accepts only the format of the prompt, `lenient` also other ways to state an
+answer. A key maps answers that mean the same to the same text: samples with one key agree, and an
+answer with the key of a reference is right.
 """
 
 import functools
@@ -47,15 +47,13 @@ def marked(text):
 
 def last_boxed(text):
     """Return the content of the last \\boxed{...} with balanced braces; None if there is none."""
-    opened = []
-    last = -1
-    content = ''
+    opened, boxes = [], {-1: ''}        # {where a box begins: its content}
     for brace in re.finditer(r'(\\f?boxed\s{0,9})?{|}', text):
         if brace[0] != '}':
             opened.append(brace.end() if brace[1] else -1)
-        elif opened and (start := opened.pop()) > last:
-            last, content = start, text[start:brace.start()]
-    return content.strip() or None
+        elif opened and (start := opened.pop()) >= 0:
+            boxes[start] = text[start:brace.start()]
+    return boxes[max(boxes)].strip() or None
 
 
 def whole(text):
@@ -71,8 +69,7 @@ def first_line(text):
 def short_answer(text):
     """Return the first sentence after the last mark, or of the first line, without markup.
 
-    A period ends a sentence after three digits or letters other than A to Z that are no
-    abbreviation: not in 'J. R. R.', 'St. Louis' or 'Sept. 11'.
+    A period ends it after three digits or small letters that are no abbreviation, as 'Sept. 11'.
     """
     line = first_line(marked(text) or text) or ''
     for end in re.finditer(r'(?:(?<=[^\W_A-Z]{3})|(?<=[*"”`]))\.(?:\s|$)|[。।]', line):
@@ -96,12 +93,10 @@ def only_number(text):
 def gsm8k_number(text):
     """Return the first number after '#### ', the rule 'strict-match' of lm-evaluation-harness.
 
-    Its regular expression also takes a part of a number or of a calculation, as 2 of '2*30=60';
-    there is no answer here.
+    Its regular expression also takes a part of a number or of '2*30=60'; here that is no answer.
     """
     if match := re.search(r'#### (?=-?[0-9.,]*[0-9])', text):
-        text = text[match.end():]
-        number = result(text)
+        number = result(text := text[match.end():])
         if number and number.start == 0 and number.value is not None:
             return text[:number.end]
     return None
@@ -113,18 +108,14 @@ def any_number(text):
     """
     if answer := gsm8k_number(text):
         return answer
-    number = None
-    for part in (marked(text), last_boxed(text)):
-        if part is not None and (number := result(part)):
-            text = part
-            break
-    else:
-        number = last_number(text)
+    number = last_number(text)
+    for part in (last_boxed(text), marked(text)):
+        if part and (of_part := result(part)):
+            text, number = part, of_part
     return None if number is None or number.value is None else text[number.start:number.end]
 
 
 def short_number(text):
-    """Return what `only_number` does, else what `any_number` does."""
     return only_number(text) or any_number(text)
 
 
@@ -149,7 +140,7 @@ cached = functools.lru_cache(10_000)
 
 
 def words(text, space):
-    """Return a text in lower case without articles, `space` in place of each punctuation mark.
+    """Return a text in lower case, `space` in place of each punctuation mark, without articles.
 
     Articles stay if nothing else does: 'A' is the answer of many questions with options.
     """
@@ -178,12 +169,11 @@ def number(text):
     return text.strip().lower() if value is None else str(value)
 
 
-# the words that Lewkowycz et al. 2022 leave out, here with their singulars
+# that Lewkowycz et al. 2022 leave out, here with their singulars
 UNITS = ('square|degrees?|units?|cm|km|meters?|inch(?:es)?|ft|foot|feet|gm|pounds?|mph|hours?|'
          'minutes?|dollars?|cents?|points?|ways?|integers?|digits?|meals?|edges?|students?|'
          'multiples?')
-# in this order; after Lewkowycz et al. 2022 and the code of Hendrycks et al. 2021 for MATH, where a
-# last \text that begins with a space is a unit. There must be something before a unit.
+# in this order; after Lewkowycz et al. 2022 and the code of Hendrycks et al. 2021 for MATH
 LATEX = [(re.compile(pattern), new) for pattern, new in (
     (r'\\\\\[[^\[\]]{0,9}\]', r'\\\\'), ('–', '-'), ('∞', r'\\infty'),
     ('π', r'\\pi'),
@@ -206,7 +196,7 @@ BETWEEN = re.compile(r'([,;&=()\[\]|]|\\\\|\\[{}]|\\(?:cup|cap|in|setminus)(?![a
                      r'|\\(?:begin|end){\w+})')     # the numbers of a tuple, an interval, a matrix
 
 
-# a multiple of pi: a pi / b, (a / b) pi or a pi
+# a pi / b, (a / b) pi or a pi
 PI = re.compile(r'(-?)(?:\\frac{([^{}\\]{0,40})\\pi}{([^{}]{1,40})}'
                 r'|((?:\\frac{[^{}]{1,40}}{[^{}]{1,40}})?|[\d./]{1,40})\\pi(?:/(\d{1,40}))?)')
 

@@ -1,7 +1,7 @@
 """Pairs of answers for a judge: which of the two is better? Read from preferences.
 
-The answers are in an order that depends on their texts alone, since most files list the better one
-first. A model is asked in both orders (`permute` of other tasks).
+The order of the answers depends on their texts alone, since most files list the better one first. A
+model is asked in both orders.
 """
 
 import itertools
@@ -25,13 +25,12 @@ QUESTION = 'Which answer to the last message is better?\nBetter answer:'
 def to_pairs(row, place):
     """Return a Question for every two answers of a row in a known format, see `to_ranking`.
 
-    Its `answer` is the index of the better one, 0 if none is known. The split is 'test', 'tied'
-    (equal scores) or 'unlabeled' (no scores).
+    `answer` is the index of the better one. It means nothing in the splits 'tied' (equal scores)
+    and 'unlabeled' (no scores).
     """
     split, row = 'test', without_nulls(row)
     if has_fields(row, 'prompt', 'responses') and 'scores' not in row:
-        answers = row['responses']      # `scored_answers` refuses what is no list
-        n = len(answers) if isinstance(answers, list) else 0
+        n = len(row['responses']) if isinstance(row['responses'], list) else 0      # is refused
         split, row = 'unlabeled', row | {'scores': [0] * n}
     ranking, pairs = to_ranking(row), []
     check_messages([*ranking.prompt, {'role': 'assistant', 'content': ''}])
@@ -58,12 +57,8 @@ def to_pairs(row, place):
 
 
 def load_pairs(name, cfg):
-    """Return questions.Loaded of a task 'judge:file, folder or hub dataset'.
-
-    The pairs of which one answer is known to be better are of the split 'test', and come first.
-    """
-    source = name.partition(':')[2]
-    if not source:
+    """Return questions.Loaded of a task 'judge:source', the pairs of the split 'test' first."""
+    if not (source := name.partition(':')[2]):
         raise DataError('judge: no preferences given; use --tasks=judge:FILE, with a file, folder '
                         'or hub dataset in a format of docs/alignment.md')
     if cfg.shots:
@@ -88,12 +83,9 @@ def load_pairs(name, cfg):
 
 
 class JudgeTask(PermutedTask):
-    """Which of two answers is better? A sample has the mean over both orders, see the top.
-
-    The pairs without a better answer are of the splits 'tied' and 'unlabeled'.
-    """
+    """Which of two answers is better? A sample has the mean over both orders."""
     settings = ()
-    described = ('chat', 'shots')
+    described = 'chat', 'shots'
     others = 'tied or without scores'
     all_metrics = True
     identity = *OptionTask.identity, 'published', 'first'

@@ -1,8 +1,7 @@
 """What a pairwise judge shows besides accuracy and calibration: bias, ties and win rates.
 
-A sample has `orders`, both orders in which the answers were shown; `answer`, the index of the
-better answer; `first`, that of the answer which the file lists first; and the split 'test', 'tied'
-(equal scores) or 'unlabeled' (no scores), where `answer` means nothing.
+A sample has `orders`, in which the answers were shown; `answer`, the index of the better one;
+`first`, of the one that the file lists first; and a split of `judges.to_pairs`.
 """
 
 import numpy as np
@@ -56,10 +55,10 @@ def notes(result):
              'tie, {kappa_with_ties:.3f}'.format(**result['pooled'], **judge)]
     if win := judge.get('win_rate'):
         lines.append(
-            ('win rate of the first answer in {unlabeled} pairs without scores: {judged:.3f} by '
-             'the judge, corrected {corrected:.3f} [{low:.3f}, {high:.3f}] with its sensitivity '
-             '{sensitivity:.3f} and specificity {specificity:.3f} in the pairs with scores'
-             ).format(**judge, **win))
+            'win rate of the first answer in {unlabeled} pairs without scores: {judged:.3f} by '
+            'the judge, corrected {corrected:.3f} [{low:.3f}, {high:.3f}] with its sensitivity '
+            '{sensitivity:.3f} and specificity {specificity:.3f} in the pairs with scores'.format(
+                **judge, **win))
         if np.isnan(win['corrected']):
             lines.append('a win rate can be corrected if the pairs with scores prefer the first '
                          'answer in some rows and the second in others, and the judge is better '

@@ -1,11 +1,11 @@
 """Read numbers in texts: the one reader of graders, confidences, rewards and prediction files.
 
-A number has a sign, digits of any script and width, separators, a fraction, an exponent, a word of
-scale or a percent sign. A part of a number is never read: 1.2.3 has no value, and x2 is a name.
-What several readings are possible for is decided by the rules of docs/written_answers.md#numbers.
-Expressions have possessive or bounded repetitions, since a model may write anything.
+A part of a number is never read: 1.2.3 has no value, and x2 is a name. What has several readings is
+decided by the rules of docs/written_answers.md#numbers. Expressions have possessive or bounded
+repetitions, since a model may write anything.
 """
 
+import contextlib
 import re
 import unicodedata
 from fractions import Fraction
@@ -22,7 +22,7 @@ class Number(NamedTuple):
 
 # ---- Characters: a text of the same length in ASCII digits and signs -----------------------------
 
-MARKS = {'٫': '.', '٬': '’', '٪': '%', '−': '-', '⁄': '/', '∕': '/', '，': '，', '、': '、'}
+MARKS = {'٫': '.', '٬': '’', '٪': '%', '−': '-', '⁄': '/', '∕': '/', '，': '，'}
 
 
 class _Plain(dict):
@@ -30,16 +30,14 @@ class _Plain(dict):
 
     def __missing__(self, code):
         char = chr(code)
+        new = MARKS.get(char, char)
         if (digit := unicodedata.decimal(char, None)) is not None:
             new = str(digit)
         elif unicodedata.category(char) == 'Cf':        # from right to left
             new = ' '
-        elif '\ufe50' <= char <= '\ufe6b' or '\uff01' <= char <= '\uffee':      # other widths
-            new = MARKS.get(char) or unicodedata.normalize('NFKC', char)
-        else:
-            new = MARKS.get(char, char)
-        self[code] = new if len(new) == 1 else char
-        return self[code]
+        elif char not in MARKS and ('\ufe50' <= char <= '\ufe6b' or '\uff01' <= char <= '\uffee'):
+            new = unicodedata.normalize('NFKC', char)       # of another width
+        return self.setdefault(code, new if len(new) == 1 else char)
 
 
 PLAIN = _Plain()
@@ -53,8 +51,7 @@ def plain(text):
 
 # ---- The grammar, of plain texts -----------------------------------------------------------------
 
-# in scripts with capitals a number that follows a letter is a part of a name, as in x2 or H2O;
-# others, as Chinese or Thai, have no space before a number
+# scripts with capitals: after their letters a number is a part of a name, as in x2 or H2O
 CASED = 'A-Za-zªºÀ-ÖØ-öø-ɏͰ-ԯԱ-ևḀ-῾'
 SPACE = r'[^\S\n]'
 # between the thousands of a number: commas and spaces of LaTeX, narrow or no-break spaces, a space
@@ -68,8 +65,7 @@ POWER = r'(?:(?:\^|\*\*)\s?\{?\s?-?[0-9]++\s?\}?|[⁻⁺⁰¹²³⁴-⁹]{1,9})'
 VULGAR = '[¼-¾⅐-⅞↉]'
 BRACED = rf'(?:\{{\s?-?{DIGITS}\s?\}}|[0-9])'
 FRAC = rf'\\[dtc]?frac\s?{BRACED}\s?{BRACED}'
-# the powers of ten that words of English and characters of Chinese, Japanese and Korean stand for;
-# M, B and bn after a currency alone, as in $1.2M
+# powers of ten of English, Chinese, Japanese and Korean; M, B and bn after a currency alone
 UNIT = '[百千万萬億亿兆천만억]'
 SCALES = {'hundred': 2, 'thousand': 3, 'million': 6, 'billion': 9, 'trillion': 12, 'lakh': 5,
           'crore': 7, 'k': 3, 'm': 6, 'b': 9, 'bn': 9, '百': 2, '千': 3, '万': 4, '萬': 4, '億': 8,
@@ -144,22 +140,19 @@ def _value(match):
     """Return the value of a match of NUMBER; raises ValueError if it cannot be read."""
     if match['more'] or match['units'] or match['below'] and match['percent']:
         raise ValueError(match[0])
-    if match['alone']:
-        value = _fraction(match['alone'])
-    else:
-        value = _decimal(match['whole'])
-        if part := match['part'] or match['mixed']:
-            if value.denominator > 1 or match['mixed'] and _fraction(part) >= 1:
-                raise ValueError(match[0])
-            value += _fraction(part)
-        elif match['below']:
-            value /= _decimal(match['below'])
-        elif match['times']:
-            value *= _power(match['times'])
-        elif match['power']:
-            if value != 10:
-                raise ValueError(match[0])
-            value = _power(match['power'])
+    value = _fraction(match['alone']) if match['alone'] else _decimal(match['whole'])
+    if part := match['part'] or match['mixed']:
+        if value.denominator > 1 or match['mixed'] and _fraction(part) >= 1:
+            raise ValueError(match[0])
+        value += _fraction(part)
+    elif match['below']:
+        value /= _decimal(match['below'])
+    elif match['times']:
+        value *= _power(match['times'])
+    elif match['power']:
+        if value != 10:
+            raise ValueError(match[0])
+        value = _power(match['power'])
     if scale := match['scale'] or match['unit']:
         value *= 10 ** SCALES[scale.lower().removesuffix('s')]
     return -value if '-' in (signs := f"{match['sign']}{match['sign2']}") or '–' in signs else value
@@ -173,11 +166,9 @@ def _number(text, match):
         start += 1
     if not match['cash'] and re.search(f'[{CASED}]$', before) and not match['prefix']:
         return None
-    per = 100 if match['prefix'] or match['percent'] else 1
-    if match['percent'] and match['percent'][-1] in '‰割成':
-        per = 1000 if match['percent'][-1] == '‰' else 10
-    if match['prefix'] == '千分之':
-        per = 1000
+    percent = match['percent'] or match['prefix'] or ''
+    per = 1000 if percent.endswith('‰') or match['prefix'] == '千分之' else (
+        10 if percent.endswith(('割', '成')) else 100 if percent else 1)
     try:
         value = None if PART_BEFORE.search(before) else _value(match)
     except (ValueError, ZeroDivisionError):
@@ -203,8 +194,8 @@ def last_number(text):
 def result(text):
     """Return the first Number of a text, or the result of the calculation that begins with it.
 
-    The result is the number after the last '=', as 60 in '2 * 30 = 60'. It cannot be read if there
-    is no '=', or if more than a number follows it: nothing is computed. None: there is no number.
+    It is the number after the last '=', as 60 in '2 * 30 = 60'; it cannot be read if there is no
+    '=', or if more than a number follows: nothing is computed. None: there is no number.
     """
     number = first_number(text)
     text = plain(text)
@@ -229,8 +220,7 @@ def read_number(text):
 
 # ---- Probabilities -------------------------------------------------------------------------------
 
-# words that name the scale, as in 'between 0 and 1', 'from 0% to 100%', '[0, 1]', '(0.0-1.0)'; and
-# an idiom
+# what names the scale, as in 'between 0 and 1', 'from 0% to 100%', '[0, 1]'; and an idiom
 NO_ANSWER = re.compile(
     r'(?<![\w.,])(?:0(?:\.0{1,9})?\s{0,9}%?\s{0,9}(?:and|to|through|up to|[-–—,]|\.{2,3}'
     r'|[<≤]=?\s{0,9}\w{1,20}\s{0,9}[<≤]=?)\s{0,9}1(?:\.0{1,9}|00(?:\.0{1,9})?)?(?![\w/]|[.,]\d)'
@@ -253,7 +243,10 @@ def parse_probability(text):
         return None
     value, before = number.value, text[max(0, number.start - 20):number.start]
     if odds := ODDS.match(text, number.start):
-        value = _odds(*odds.groups())
+        value = None
+        with contextlib.suppress(ValueError, ZeroDivisionError):
+            for_it, against = map(_decimal, odds.groups())
+            value = for_it / (for_it + against)
     elif RANGE.match(text, number.end) or re.search(r'(?i)\bbetween\W{0,9}$', before):
         return None
     elif number.per == 1 and (join := OUT_OF.match(text, number.end)):
@@ -261,11 +254,3 @@ def parse_probability(text):
         value = value / below.value if value is not None and below.value else None
     value = None if value is None else value / number.per
     return None if value is None or not 0 <= value <= 1 else float(value)
-
-
-def _odds(for_it, against):
-    try:
-        for_it, against = _decimal(for_it), _decimal(against)
-        return for_it / (for_it + against)
-    except (ValueError, ZeroDivisionError):
-        return None

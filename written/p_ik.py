@@ -1,8 +1,7 @@
 """P(IK) by tuning the whole model: does it know the answer? (Kadavath et al. 2022, 2207.05221)
 
-samples.jsonl of an evaluation is the data, see docs/written_answers.md. Each answer that the model
-drew to a question is a training sequence, whose letter says whether the answer was right: 30
-answers of which 20 are right are 20 sequences with A and 10 with B.
+samples.jsonl of an evaluation is the data. Each answer that the model drew to a question is a
+training sequence, whose letter says whether the answer was right.
 """
 
 import hashlib
@@ -22,8 +21,7 @@ P_IK = 'Do you know the answer?'        # follows a question
 
 def sample_file(name):
     """Return the file of samples of a task 'p_ik:folder-or-file'; raises DataError."""
-    path = name.partition(':')[2]
-    if not path:
+    if not (path := name.partition(':')[2]):
         raise DataError('p_ik: no samples given; evaluate the model on written answers, such as '
                         '--tasks=triviaqa --n=30, then use p_ik:FOLDER of that evaluation')
     return fetch(path, ['samples.jsonl'])[0]
@@ -46,8 +44,7 @@ def drawn_questions(row, place):
         require_text(row.get(name), f'the field "{name}"')
     answers = row['answers']
     if not isinstance(answers, list) or not answers or not all(
-            isinstance(answer, dict) and type(answer.get('correct')) is bool
-            for answer in answers):
+            has_fields(x, 'correct') and type(x['correct']) is bool for x in answers):
         raise DataError('"answers" must be a list of answers, whose "correct" is true or false; '
                         'evaluate again with written answers')
     question = re.sub(r'\n\w+:$', '', row['context'])       # without 'Answer:'

@@ -1,8 +1,7 @@
 """P(IK) by a probe: will the model answer this question right? Estimated before it writes.
 
 Ridge logistic regression on the hidden state of the frozen model at the last token of the prompt,
-fitted to the drawn answers to other questions. Kadavath et al. 2022 (arXiv 2207.05221) tune the
-whole model instead; for that see written/p_ik.py.
+fitted to the drawn answers to other questions. written/p_ik.py tunes the whole model instead.
 """
 
 import numpy as np
@@ -19,22 +18,19 @@ def cross_validated(states, shares, groups):
 
     states: [N, D], of the prompts
     shares: [N], of right answers among those that were drawn; their mean cross-entropy is minimized
-    groups: N texts; questions of one group share a fold. There must be three groups or more
+    groups: N texts, three different ones or more; questions of one group share a fold
 
-    Every fit is shifted to the mean share of all questions. With its own mean, a fold with few
-    right answers would be predicted high by the others, and a useless probe would rank in reverse.
-    So it would with a penalty per fold; the one of all has the least cross-entropy. The principal
-    components are those of all questions, since no answer takes part in them.
+    Every fit is shifted to the mean share of all questions, and one penalty serves all folds: with
+    its own mean, a fold with few right answers would be predicted high by the others, and a useless
+    probe would rank in reverse. No answer takes part in the principal components.
     """
-    names = sorted(set(groups))
-    n_folds = min(N_FOLDS, len(names))
-    fold_of = {group: i % n_folds for i, group in enumerate(names)}
-    folds = np.array([fold_of[group] for group in groups])
+    number = {group: i for i, group in enumerate(sorted({*groups}))}
+    folds = np.array([number[group] % min(N_FOLDS, len(number)) for group in groups])
     x, shares = components(states), np.asarray(shares, np.float64)
     best, least = None, np.inf
     for penalty in PENALTIES:
         p_ik = np.empty(len(x))
-        for test in (folds == fold for fold in range(n_folds)):
+        for test in (folds == fold for fold in range(folds.max() + 1)):
             shifted = shares[~test] + (shares.mean() - shares[~test].mean())
             p_ik[test] = fitted(x[~test], shifted, penalty, x[test])
         p = np.clip(p_ik, 1e-12, 1 - 1e-12)

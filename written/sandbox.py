@@ -1,7 +1,6 @@
 """Run a program that a model wrote, and test it, where it harms neither the machine nor the test.
 
-The program runs in a process without network, without the user's files and without the right to
-start others: sandbox_child.py isolates it; docs/running_code.md says what that cannot prevent.
+sandbox_child.py isolates it; docs/running_code.md says what that cannot prevent.
 """
 
 import contextlib
@@ -35,10 +34,7 @@ def require_sandbox(isolation):
 
 
 def remove_content(folder):
-    """Remove all in a folder, however deep: what is in a subfolder moves up before it is removed.
-
-    Unlike shutil.rmtree it neither recurses nor needs long paths.
-    """
+    """Remove all in a folder, however deep: what is in a subfolder moves up before."""
     with contextlib.suppress(OSError):      # TemporaryDirectory tries again
         while paths := [entry.path for entry in os.scandir(folder)]:
             for path in paths:
@@ -86,10 +82,9 @@ def run_program(source, tests, *, seconds=3, wall_seconds=None, memory=1 << 29, 
             [sys.executable, '-S', '-s', '-P', '-B', CHILD], cwd=folder, start_new_session=True,
             env={'HOME': home, 'TMPDIR': home, 'LANG': 'C.UTF-8', 'PYTHONHASHSEED': '0'},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        messages = [json.dumps(x) + '\n' for x in (request, {'tests': tests, 'token': token})]
         try:
-            verdict, errors = process.communicate(
-                b'%s\n%s\n' % tuple(json.dumps(message).encode() for message in (
-                    request, {'tests': tests, 'token': token})), wall_seconds)
+            verdict, errors = process.communicate(''.join(messages).encode(), wall_seconds)
         except subprocess.TimeoutExpired:
             return Outcome(False, f'more than {wall_seconds:g} s')
         finally:
@@ -105,6 +100,5 @@ def run_program(source, tests, *, seconds=3, wall_seconds=None, memory=1 << 29, 
                 f'a disposable container, add --isolation=limits (docs/running_code.md)')
         return Outcome(False, line)
     verdict = json.loads(verdict)
-    passed = verdict['passed'] and verdict['token'] == token
     reason = ''.join(c if c.isprintable() else '\ufffd' for c in verdict['reason'][:300])
-    return Outcome(passed, reason)
+    return Outcome(verdict['passed'] and verdict['token'] == token, reason)

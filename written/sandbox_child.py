@@ -6,10 +6,8 @@
                 tests and a token, so neither is ever in the program's memory
     program     has limits and a filter of system calls, and answers the tester's calls
 
-Tester and program exchange plain values over two pipes, one line of JSON per message. A program
-cannot change the tests, see what they expect, or return an object that claims to equal everything.
-
-It runs without site-packages and imports nothing of ours. Linux on x86_64 or aarch64.
+Tester and program exchange plain values over two pipes, a line of JSON each, so a program cannot
+return an object that claims to equal everything. Nothing of ours is imported.
 """
 
 import ctypes
@@ -29,15 +27,13 @@ MOST_MESSAGE = 1 << 24      # bytes of one message from the program
 
 # ---- Messages ------------------------------------------------------------------------------------
 
-KINDS = {kind.__name__: kind for kind in (tuple, set, frozenset, bytes, dict, complex)}
+KINDS = {kind.__name__: kind for kind in (list, tuple, set, frozenset, bytes, dict, complex)}
 
 
 def to_json(x):
     """Return a plain value as JSON can hold it; a subclass becomes its base. Raises TypeError."""
     if x is None or isinstance(x, (bool, int, float, str)):
         return x
-    if isinstance(x, list):
-        return [to_json(item) for item in x]
     for name, kind in KINDS.items():
         if isinstance(x, kind):
             parts = x.items() if kind is dict else (x.real, x.imag) if kind is complex else x
@@ -48,13 +44,11 @@ def to_json(x):
 
 def from_json(x):
     """Return the value that `to_json` was given."""
-    if isinstance(x, list):
-        return [from_json(item) for item in x]
-    if isinstance(x, dict):
-        (name, parts), = x.items()
-        parts = [from_json(part) for part in parts]
-        return complex(*parts) if name == 'complex' else KINDS[name](parts)
-    return x
+    if not isinstance(x, dict):
+        return x
+    (name, parts), = x.items()
+    parts = [*map(from_json, parts)]
+    return complex(*parts) if name == 'complex' else KINDS[name](parts)
 
 
 def send(file, message):
@@ -86,8 +80,8 @@ AT_FDCWD, AT_RECURSIVE, DETACH = -100, 0x8000, 2
 MOUNT_SETATTR = 442     # not every C library has a function for this call
 PDEATHSIG, DUMPABLE, SECCOMP, NO_NEW_PRIVS = 1, 4, 22, 38       # of prctl
 
-# the calls that a program may not make, {name: (x86_64, aarch64)}; None: the machine has no such
-# call. It may not start processes or threads, so limits per process hold for the whole program.
+# the calls that a program may not make, {name: (x86_64, aarch64)}; without those that start
+# processes and threads, limits per process hold for the whole program
 DENIED = {
     'fork': (57, None), 'vfork': (58, None), 'clone': (56, 220), 'execve': (59, 221),
     'execveat': (322, 281), 'kill': (62, 129), 'tkill': (200, 130), 'tgkill': (234, 131),
@@ -111,10 +105,8 @@ DENIED = {
     'memfd_create': (319, 279), 'shmget': (29, 194), 'msgget': (68, 186), 'semget': (64, 190),
     'mq_open': (240, 180), 'io_setup': (206, 0),
 }
-# Calls whose second argument must be one of these, {name: ((x86_64, aarch64), values)}. Others let
-# the kernel send signals to any process of the user, as F_SETOWN, F_SETSIG, FIOSETOWN and SIOCSPGRP
-# do, make other programs wait, as F_SETLEASE does, or send to any socket of the user, as a datagram
-# socket does.
+# calls whose second argument must be one of these, {name: ((x86_64, aarch64), values)}; others
+# reach other programs: signals (F_SETOWN, F_SETSIG, FIOSETOWN, SIOCSPGRP), leases, datagrams
 COMMANDS = {
     # duplicates, flags and locks
     'fcntl': ((72, 25), (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030)),
@@ -139,8 +131,7 @@ def libc(name, *arguments):
 def enter_namespaces(root, visible, disk):
     """Enter new namespaces; return in their first process, for which this one waits.
 
-    root: an empty folder that becomes '/'; visible: folders that stay, read-only; disk: bytes of
-    /tmp, the only writable folder
+    root: an empty folder that becomes '/'; visible: folders that stay; disk: bytes of /tmp
     """
     uid, gid = os.geteuid(), os.getegid()
     if uid:     # a user namespace gives the rights that the next calls need
@@ -252,7 +243,7 @@ def serve(source, calls, answers):
 # ---- The tester ----------------------------------------------------------------------------------
 
 class ProgramError(Exception):
-    """The program raised an exception, ended, or answered with something else than a value."""
+    """The program raised an exception, or answered with something else than a value."""
 
 
 class Program:

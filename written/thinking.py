@@ -2,8 +2,7 @@
 
 import re
 
-# of DeepSeek, Qwen, GLM, Seed and others, EXAONE, recipes of GRPO; Magistral; Kimi; OpenThinker;
-# gpt-oss, whose last channel is the answer
+# of DeepSeek, Qwen, GLM, Seed, EXAONE, recipes of GRPO; Magistral; Kimi; OpenThinker; gpt-oss
 NAMES = r'(?:seed:)?think(?:ing)?|thoughts?|reasoning'
 TAG = re.compile(rf'<(/?)(?:{NAMES})>|\[(/?)THINK\]|◁(/?)think▷'
                  r'|<\|(?:begin|(end))_of_thought\|>'
@@ -11,10 +10,7 @@ TAG = re.compile(rf'<(/?)(?:{NAMES})>|\[(/?)THINK\]|◁(/?)think▷'
 
 
 def final_answer(text):
-    """Return what follows the last <think>...</think> of a text; None if that block is not closed.
-
-    The opening tag may be missing, since many templates write it into the prompt.
-    """
+    """Return what follows the last <think>...</think> of a text, None if it is not closed."""
     tags = [*TAG.finditer(text)]
     if not tags:
         return text

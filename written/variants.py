@@ -13,8 +13,7 @@ from data.tasks import OptionTask
 def variant(task, name, scored, top_option):
     """Return the Task of a variant, as OptionTask.variant."""
     if name == 'p_true':
-        # the correct option is proposed in the first and the last of each four shots, the
-        # option after it in the other two
+        # in each four shots, the first and last propose the correct option, else the next
         shots = {group: [q.proposing((q.answer + (i % 4 in (1, 2))) % len(q.options))
                          for i, q in enumerate(solved)] for group, solved in task.shots.items()}
         return task.changed(PTrueTask, name, scored, lambda question, sample:
@@ -54,8 +53,7 @@ def mean_over_orders(orders):
     """Return log-probabilities [K] whose softmax is the mean distribution over several orders.
 
     orders: dicts of 'order', the index of the option at each letter, and 'log_probs' of the
-            letters, whose softmax is the order's distribution. The probabilities that are returned
-            sum to the mean of the sums of theirs, for `option_mass`.
+            letters. The probabilities sum to the mean of the sums of theirs, for `option_mass`
     """
     log_probs = np.array([[log_prob for _, log_prob in sorted(zip(x['order'], x['log_probs']))]
                           for x in orders])
@@ -67,8 +65,7 @@ def mean_over_orders(orders):
 class ContextualTask(OptionTask):
     """Contextual calibration, Zhao et al. 2021: p / p of a prompt without content, normalized.
 
-    A sample has the logarithms of these ratios as `log_probs`. p of no content is the mean over the
-    content-free prompts.
+    `log_probs` of a sample are the logarithms of these ratios, with the mean over such prompts.
     """
 
     @staticmethod
