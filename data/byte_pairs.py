@@ -46,11 +46,8 @@ def from_tiktoken(path):
 
 
 def from_tekken(path):
-    """Return the tokenizer of Mistral's `tekken.json` and the name of EOS.
-
-    Special tokens come before the pieces, which are numbered by their rank. Files before v11 may
-    lack the list of special tokens, which are TEKKEN_CONTROLS then.
-    """
+    """Return the tokenizer of Mistral's `tekken.json` and the name of EOS. Special tokens, by
+    default TEKKEN_CONTROLS (before v11), precede the pieces, which are numbered by their rank."""
     content = read_json_object(Path(path), DataError)
     try:
         settings = content['config']
@@ -107,12 +104,10 @@ def begin_with(bos, bos_id):
 
 
 def from_merges(path):
-    """Return the tokenizer of a `vocab.json` with `merges.txt` beside it: GPT-2 and OPT.
-
-    A piece that no merge makes, such as OPT's `<s>`, is a control token.
-    """
+    """Return the tokenizer of a `vocab.json` with `merges.txt` beside it: GPT-2 and OPT. A piece
+    that no merge makes, such as OPT's `<s>`, is a control token."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    path, settings = Path(path), settings_beside(path.parent)
+    settings = settings_beside(path.parent)
     added = added_beside(path.parent)
     bos = settings.get('add_bos_token') and settings.get('bos_token')
     vocab, merges_path = read_json_object(path, DataError), path.parent / 'merges.txt'

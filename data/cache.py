@@ -1,8 +1,7 @@
 """Tokenized datasets on disk: written once, then memory-mapped.
 
-A cache folder holds the ARRAYS, the concatenated sequences, and `info.json` with their hash. The
-folder's name is a hash of what decides the content: the raw files with their names, the settings
-and the code that reads and encodes.
+A cache folder holds the ARRAYS and `info.json` with their hash. Its name is a hash of what decides
+the content: the raw files with their names, the settings and the code that reads and encodes.
 """
 
 import collections
@@ -69,7 +68,6 @@ def _arrays(folder):
 
 
 def _digest(folder):
-    """Return the digest of Sequences."""
     *arrays, margins = _arrays(folder)
     arrays += [margins] if margins.any() else []
     digest = hashlib.sha256(repr([len(array) for array in arrays]).encode())
@@ -82,10 +80,9 @@ def tokenize_once(files, encode, tokenizer, settings, cache_dir, on_bad_row='sto
                   read=training_rows):
     """Return the Sequences of all rows, from the cache if this was tokenized before.
 
-    encode:   (row, place) -> list of (`group`, token ids, loss mask[, margin]), or a text that says
-              why the row is left out; may raise DataError; runs in worker processes
+    encode:   (row, place) -> list of (`group`, token ids, loss mask[, margin]), or why the row is
+              left out, a text; may raise DataError; runs in worker processes
     settings: dict of what changes the result besides the files, the tokenizer and the code
-    on_bad_row: 'stop' raises the first DataError; 'skip' counts bad rows and prints the first
     read:     (files, Counter of {why a row is left out: rows}) -> the (place, row) pairs to encode
     """
     settings = settings | {'tokenizer': tokenizer.fingerprint}

@@ -77,15 +77,14 @@ class Loaded(NamedTuple):
     """What a task reads from its files, the same for every kind of task."""
     items: list             # of Question, WrittenQuestion or Text, those of the split 'test' first
     shots: dict             # group of an item -> solved questions
-    bad_rows: list          # messages of the bad rows, which are left out
+    bad_rows: list          # messages of those left out
     total: int              # number of items of the split 'test' before `limit`
 
 
 def load_task(name, cfg):
-    """Return the Loaded questions of a name in --tasks, see `_find`; raises DataError.
+    """Return the Loaded questions of a name in --tasks, for an EvalConfig; raises DataError.
 
-    cfg: an EvalConfig. The first shots of each subject are used. A validation split that does not
-    exist has no questions.
+    The first shots of each subject are used. A validation split may be missing.
     """
     task, benchmark, source = _find(name)
     check_prompt_format(task, benchmark, cfg)
@@ -130,10 +129,7 @@ def load_task(name, cfg):
 
 
 def _read_splits(task, benchmark, source, cfg):
-    """Return the Questions [of 'test', of 'shots', of 'validation'] and messages of bad rows.
-
-    A split that `cfg` does not ask for is empty. Bad rows of the validation split are not counted.
-    """
+    """Return the Questions [of 'test', 'shots', 'validation'], and the bad rows of the first two."""
     plain = replace(cfg, permute=None, contextual=False, group_by='')
 
     def read(job):
@@ -149,7 +145,9 @@ def _read_splits(task, benchmark, source, cfg):
             for split in wanted if wanted[split]]
     n_bytes = sum(os.path.getsize(file) for _, files, _ in jobs for file in files)
     most = min(32, cores() // int(os.environ.get('LOCAL_WORLD_SIZE', 1)))   # every process reads
-    by_split, bad, keys = {split: [] for split in wanted}, [], {}
+    by_split = {split: [] for split in wanted}
+    bad = []
+    keys = {}
     results = parallel_map(read, jobs, n_bytes > 2e7, most)
     for (split, *_), (items, messages, keys_of_job) in zip(jobs, results):
         by_split[split] += items
@@ -171,21 +169,18 @@ def _find(name):
 def require_task(name, known):
     """Raise DataError unless `name` is one of the tasks `known`, a file or a folder."""
     if name not in known and not os.path.exists(os.path.expanduser(name)):
-        raise DataError(f'no task, file or folder {name!r}; {_near(name, known)}The tasks are '
+        raise DataError(f'no task, file or folder {name!r}{_near(name, known)}The tasks are '
                         f'{", ".join(known)}, each also as task:folder')
 
 
 def _near(name, known):
     near = difflib.get_close_matches(name, known, 1)
-    return f'did you mean {near[0]!r}? ' if near else ''
+    return f'; did you mean {near[0]!r}? ' if near else '. '
 
 
 def solved_files(name, revision=None):
-    """Return (files of the shots of a task in every language, to_questions, read) for training.
-
-    to_questions(row, place) returns [the Question in the format `mmlu`, by letters]; `read` is as
-    in `tokenize_once`, and raises DataError as `check_keys`.
-    """
+    """Return (files of the shots of a task, (row, place) -> [Question in the format `mmlu`], `read`
+    of `tokenize_once`, which raises DataError as `check_keys`) for training."""
     task, benchmark, source = _find(name)
     if not benchmark.shots:
         raise DataError(f'{task} has no solved questions for training')
@@ -220,8 +215,8 @@ def fetch_split(source, patterns, split, revision):
 def _files_of(benchmark, source, split, language, revision):
     """Return the files of a split in a language; [] for a validation split that does not exist."""
     patterns, folder = _patterns(benchmark, split, language), Path(source)
-    if split == 'validation' and (
-            not patterns or folder.exists() and not matches(folder, *patterns)):
+    if split == 'validation' and not (
+            patterns and (not folder.exists() or matches(folder, *patterns))):
         return []
     files = fetch_split(source, patterns, split, revision)
     if benchmark is GENERIC and split == 'test':    # its patterns match the other splits too
@@ -260,22 +255,18 @@ def _languages(benchmark, source, task, wanted):
 def of_languages(questions, wanted, source):
     """Return the Questions in the languages `wanted`; raise DataError for one that none is in."""
     _require_languages(wanted, {question.language for question in questions} - {''}, source)
-    return [question for question in questions
-            if 'all' in wanted or question.language in wanted]
+    return [q for q in questions if 'all' in wanted or q.language in wanted]
 
 
 def _require_languages(wanted, known, source):
     for language in {*wanted} - {*known, 'all'}:
-        raise DataError(f'{source} has no language {language!r}; ' + (
+        raise DataError(f'{source} has no language {language!r}' + (
             f'{_near(language, sorted(known))}It has {", ".join(sorted(known))}'
-            if known else 'its rows have no field "language"; leave out --languages'))
+            if known else '; its rows have no field "language"; leave out --languages'))
 
 
 def _to_question(row, place, number, benchmark, cfg, language='', keys=None):
-    """Return the Question of a raw row, in the format and with the variants of an EvalConfig.
-
-    keys: see `note_key`
-    """
+    """Return the Question of a raw row for an EvalConfig; keys: see `note_key`."""
     item = benchmark.row(row)
     if keys is not None:
         note_key(keys, place, item)
@@ -387,10 +378,8 @@ def note_key(keys, place, row):
 
 
 def check_keys(keys, benchmark):
-    """Raise DataError for files of `note_key` whose answers could be read in two ways.
-
-    A benchmark is known to count from 0. In own files that is known if any answer is 0.
-    """
+    """Raise DataError for files of `note_key` whose answers could be read in two ways. Benchmarks
+    count from 0; own files do if any answer is 0."""
     either = ('a number may count from 0 or from 1; write letters, or the index from 0 as '
               '"answer_index"')
     for kinds in keys.values():
