@@ -39,9 +39,9 @@ COLUMNS = ([f'option_{c}' for c in LETTERS.lower()],    # Global-MMLU
 def generic_row(row, pads=False):
     """MMLU and its relatives: question, answer, and choices in a list, {label: text} or COLUMNS.
 
-    A row without names is that of MMLU's csv files. A choice that is null is absent, and those after
-    it keep their letters. So is 'N/A' where it is padding: in a benchmark that `pads` with it, in
-    rows with the field cot_content, and if it stands there twice.
+    A row without names is that of MMLU's csv files. A choice that is null is absent, and those
+    after it keep their letters. So is 'N/A' where it is padding: in a benchmark that `pads` with
+    it, in rows with the field cot_content, and if it stands there twice.
     """
     if isinstance(row, list):
         if len(row) < 4:

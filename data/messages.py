@@ -1,8 +1,7 @@
 """Read the conversation of a row as messages: [{'role', 'content'}, ...].
 
-`to_messages` reads the formats of instruction data. What a row says beside its list of turns
-belongs to the conversation as well: `with_context` puts it there, or refuses the row. A message
-that says whether it is trained has 'train': True or False.
+What a row says beside its list of turns belongs to the conversation as well: `with_context` puts it
+there, or refuses the row. A message that says whether it is trained has 'train': True or False.
 """
 
 import itertools
@@ -93,7 +92,7 @@ def to_messages(row):
                 raise DataError(f'the {answer} begins with a {turns[0]["role"]} message, not an '
                                 f'answer')
             messages += turns
-        texts |= {name: str(turn['content']).strip() or None for turn in turns[-1:]}
+        texts[name] = str(turns[-1]['content']).strip() or None if turns else None
     one_of(texts, *texts)
     used += ['input'] * (question == 'instruction')
     # many files in Alpaca's format have the whole row a second time, as one text
@@ -105,8 +104,8 @@ def to_messages(row):
 def require_question(messages, name):
     """Raise DataError for the messages of a question that end in an answer."""
     if messages and messages[-1]['role'] == 'assistant':
-        raise DataError(f'the {name} ends with an assistant message, which the answer would have '
-                        f'to continue; write it into the answer, or remove it')
+        raise DataError(f'the {name} ends with an assistant message; write it into the answer, or '
+                        f'remove it')
 
 
 def require_contained(row, messages, names=QUESTIONS, role='user'):
@@ -152,11 +151,7 @@ def without_nulls(row):
 # ---- Turns ---------------------------------------------------------------------------------------
 
 def read_turns(value, what, speaker=None):
-    """Return the messages of a list of turns, of one turn, or of a text if `speaker` is its role.
-
-    A turn has role and content, or from and value, or it is a text, or input and output for two
-    turns. A list may be a dict of lists. A single text may be a dialogue: see `split_dialogue`.
-    """
+    """Return the messages of turns, see docs/training.md, or of a text if `speaker` is its role."""
     if isinstance(value, str) and TURNS_AS_TEXT.match(value):       # in a cell of a table
         value = json_list(value, what)
     if isinstance(value, str) and speaker:
@@ -181,10 +176,8 @@ def read_turns(value, what, speaker=None):
 
 
 def split_dialogue(text, what, speaker='user'):
-    """Return the turns of a dialogue in one text, as in HH-RLHF or HelpSteer2; [] if it is none.
-
-    speaker: who would say it all. Raises DataError for a dialogue with other marks.
-    """
+    """Return the turns of a dialogue in one text, as in HH-RLHF or HelpSteer2; [] if `speaker` says
+    it all. Raises DataError for a dialogue with other marks."""
     before, *parts = NEMO.split(text)
     if parts and before.strip():    # HelpSteer2 has no mark before the first turn
         parts = ['User', before, *parts]
@@ -289,11 +282,9 @@ def _json(value, what):
 def with_context(row, messages, used=(), answers=()):
     """Return `messages` after the system message and the history that stand beside them in a row.
 
-    used: names of the fields that `messages` were read from, unless they are a list of turns;
-    answers: texts of the answers, if they are not among the messages. Raises DataError for context
-    that is not in the messages and that no template shows, such as tools, for a beginning of the
-    answers that is not in them, for two questions, histories or system messages, and for a weight
-    of the row other than 1.
+    used: the fields that `messages` were read from, unless they are a list of turns; answers: texts
+    that are not among the messages. Raises DataError for context that the messages lack, for a
+    beginning that the answers lack, for two questions or histories, and for a weight other than 1.
     """
     for name, value in row.items():
         if name in TRAIN_ROW and value not in (1, None):
@@ -336,10 +327,8 @@ def with_context(row, messages, used=(), answers=()):
 
 
 def _given(row, names):
-    """Return [(name, value)] of the fields of a row that say something, named as one of `names`.
-
-    systemPrompt and System-Prompt are names for system_prompt.
-    """
+    """Return [(name, value)] of the fields of a row that say something and are named as one of
+    `names`; systemPrompt and System-Prompt are names for system_prompt."""
     plain = {name.replace('_', '') for name in names}
     return [(name, value) for name, value in row.items()
             if re.sub('[ _-]', '', name).lower() in plain and not is_empty(value)]

@@ -129,7 +129,7 @@ def load_task(name, cfg):
 
 
 def _read_splits(task, benchmark, source, cfg):
-    """Return the Questions [of 'test', 'shots', 'validation'], and the bad rows of the first two."""
+    """Return the Questions [of 'test', 'shots', 'validation'] and bad rows of the first two."""
     plain = replace(cfg, permute=None, contextual=False, group_by='')
 
     def read(job):
