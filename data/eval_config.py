@@ -1,7 +1,4 @@
-"""The settings of evaluate.py, which train.py takes as `eval`, and of the run that trained a model.
-
-This file does not import torch.
-"""
+"""The settings of evaluate.py, which train.py takes as `eval`. Nothing here needs torch."""
 
 import math
 from dataclasses import dataclass

@@ -1,5 +1,4 @@
-"""Load conversations to train on: Alpaca, OpenHermes 2.5, Tulu 3, OASST1, any file of `messages`.
-"""
+"""Load conversations to train on."""
 
 import math
 
@@ -18,11 +17,8 @@ PATTERNS = ('data/train-*.parquet', 'data/train_sft-*.parquet', 'train_sft-*.par
 
 
 def first_turns(rows, answers='best'):
-    """Yield (place, row) pairs; replace OASST1's messages by the first turns of their trees.
-
-    These come after the last row, as {'messages': [prompt, answer]}: in English, with the `answers`
-    'best' (by rank, else the first in the file) or 'all'.
-    """
+    """Yield (place, row) pairs, at last for OASST1's messages {'messages': [prompt, answer]} in
+    English of each tree, with the `answers` 'best' (by rank, else the first) or 'all'."""
     prompts, replies = {}, {}
 
     def add(message, place):
@@ -51,11 +47,10 @@ def first_turns(rows, answers='best'):
 
 def load_conversations(source, tokenizer, *, template, max_length, add_bos, revision=None,
                        answers='best', train_on_inputs=False, **options):
-    """Return Sequences of the conversations in `source`: a file, a folder or a hub dataset.
+    """Return Sequences of the conversations in `source`, truncated to max_length tokens.
 
-    Conversations are truncated to max_length tokens; a row without a supervised token left is bad.
-    answers: see `first_turns`; train_on_inputs: supervise every token but BOS; options: of
-    `tokenize_once`
+    source: a file, a folder or a hub dataset; answers: see `first_turns`; train_on_inputs:
+    supervise every token but BOS; options: of `tokenize_once`
     """
     files = fetch_training(source, PATTERNS, revision)
 
@@ -71,8 +66,7 @@ def load_conversations(source, tokenizer, *, template, max_length, add_bos, revi
             if train is False if train_on_inputs else train and message['role'] != 'assistant':
                 raise DataError(
                     f'a {message["role"]} message is marked as {"" if train else "not "}trained, '
-                    f'but train_on_inputs = {train_on_inputs} trains '
-                    f'{"all of them" if train_on_inputs else "only the answers"}')
+                    f'which train_on_inputs = {train_on_inputs} does not obey')
         ids, loss_mask = encode_conversation(messages, tokenizer, template, add_bos, tools)
         for number, message in enumerate(messages, 1):
             says = message['content'].strip() or message.get('tool_calls')
@@ -95,9 +89,8 @@ def load_conversations(source, tokenizer, *, template, max_length, add_bos, revi
         if model_chat.drops_thoughts(chat):
             print('note: the chat template leaves the thoughts of earlier answers out; the loss is '
                   'on what it shows')
-    settings = {'template': chat.digest,
-                'max_length': max_length, 'add_bos': add_bos, 'answers': answers,
-                'train_on_inputs': train_on_inputs}
+    settings = {'template': chat.digest, 'max_length': max_length, 'add_bos': add_bos,
+                'answers': answers, 'train_on_inputs': train_on_inputs}
     sequences = tokenize_once(files, encode, tokenizer, settings, **options,
                               read=lambda *source: first_turns(training_rows(*source), answers))
     if full := int((sequences.lengths == max_length).sum()):

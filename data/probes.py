@@ -45,26 +45,23 @@ class Text:
 
 
 def load_texts(name, cfg):
-    """Return questions.Loaded with the texts of 'clm', 'clm:path' or 'facts:path'.
-
-    Raises ConfigError for a setting that texts do not have, DataError.
-    """
+    """Return questions.Loaded with the texts of 'clm', 'clm:path' or 'facts:path'; raises
+    DataError, and ConfigError for a setting that texts do not have."""
     kind, _, path = name.partition(':')
     for key, defaults in (('chat', ('auto', 'none')), ('languages', (('all',),))):
         if getattr(cfg, key) not in defaults:
             raise ConfigError(f'{key} = {getattr(cfg, key)}: {kind} scores tokens of all its '
                               f'texts; evaluate it without --{key} into another --out_dir')
-    patterns = PATTERNS[kind]
     if not path and kind == 'facts':
         raise DataError('facts: no folder or file given; use --tasks=facts:folder-or-file, with '
                         'the format of T-REx or JSONL of {text, spans}')
-    if not path:
-        path, patterns = WIKITEXT, patterns[:1]
-    rows = (row for file in fetch(path, patterns, cfg.data_revision) for row in _rows(file))
+    patterns = PATTERNS[kind] if path else PATTERNS[kind][:1]
+    files = fetch(path or WIKITEXT, patterns, cfg.data_revision)
+    rows = (row for file in files for row in _rows(file))
     texts, bad = parse_rows(rows, functools.partial(_to_text, kind), cfg.on_bad_row)
     if not texts:
-        raise DataError(f'{path} has no texts' + ' of four words or more' * (kind == 'clm')
-                        + f' ({len(bad)} bad rows)')
+        raise DataError(f'{path or WIKITEXT} has no texts' + ' of four words or more' * (
+            kind == 'clm') + f' ({len(bad)} bad rows)')
     return Loaded(draw(texts, cfg.limit, cfg.seed), {}, bad, len(texts))
 
 
@@ -101,11 +98,8 @@ def _to_text(kind, row, place, number):
 
 
 def tokenize_texts(kind, texts, tokenizer, *, add_bos, max_length, instruct=False, seed=0):
-    """Yield (Text, Tree or DataError); clm scores a random token, facts each entity's first token.
-
-    A text is truncated to `max_length` tokens. An entity, with the space before it, is left out if
-    it begins inside a token.
-    """
+    """Yield (Text, Tree or DataError) of texts of `max_length` tokens; clm scores a random token,
+    facts the first of each entity that begins, with the space before it, at a token border."""
     lead = f'{INSTRUCTIONS[kind]} ' if instruct else ''
     bos = [tokenizer.bos_id] if add_bos else []
     first = len(bos) + len(tokenizer.encode(lead.rstrip())) if lead else len(bos) + 1

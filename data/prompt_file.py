@@ -7,11 +7,8 @@ from runtime.errors import DataError
 
 
 def read_prompts(path, tokenizer, template, add_bos):
-    """Return ([(row, token ids)], the ids that end an answer) of a file with prompts to answer.
-
-    A row has `prompt` or `messages`, and an `id`, by default its number. template: '' for plain
-    text. Raises DataError with file and line.
-    """
+    """Return ([(row, token ids)], the ids that end an answer) of a file with prompts to answer, in
+    plain text for the template ''. Raises DataError with file and line."""
     prompts = []
     stop = {*tokenizer.end_ids}
     places = {}

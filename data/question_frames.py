@@ -9,12 +9,11 @@ from runtime.errors import DataError
 
 
 def question_frame(tokenizer, template, add_bos=True, before=()):
-    """Return what a template puts around a question: (opening, before, after, closing, lead).
+    """Return what a template puts around a question after the messages `before`.
 
-    before: messages that precede the question, such as a system message and solved questions
-
-    A stripped question and its answer are encoded as the ids `opening`, the text before + question
-    + after, the ids `closing`, the text lead + answer. Raises as `encode_conversation`.
+    (opening, before, after, closing, lead): a stripped question and its answer are encoded as the
+    ids `opening`, the text before + question + after, the ids `closing`, the text lead + answer.
+    Raises as `encode_conversation`.
     """
     chat = chat_of(tokenizer, template, add_bos)
     parts = chat.text([*before, *dialogue(QUESTION)], ask=True).split(QUESTION)
@@ -23,9 +22,7 @@ def question_frame(tokenizer, template, add_bos=True, before=()):
                         f"text once, and not {len(parts) - 1} times")
     first = max((match.end() for match in chat.control.finditer(parts[0])), default=0)
     last = next((match.start() for match in chat.control.finditer(parts[1])), len(parts[1]))
-    opening, closing = chat.encode(parts[0][:first])[0], []
-    if parts[1][last:]:
-        closing = chat.encode(parts[1][last:])[0]
+    opening, closing = (chat.encode(text)[0] for text in (parts[0][:first], parts[1][last:]))
     whole = without(BEGIN + END, chat.text([*before, *dialogue(QUESTION, QUESTION)]))
     gap = whole[len(QUESTION.join(parts)):].partition(QUESTION)[0]
     # the space that the tokenizer puts at the beginning of a text
