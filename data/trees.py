@@ -1,8 +1,4 @@
-"""Encode questions as token trees.
-
-A prompt has the tokens of its whole text, from header to option. Parts are encoded separately only
-where that gives the same tokens.
-"""
+"""Encode questions as token trees: a prompt has the tokens of its whole text, header to option."""
 
 import functools
 import os
@@ -19,9 +15,7 @@ def tokenize_questions(questions, shots, tokenizer, *, add_bos, max_length, chat
                        multiturn=False, header_as_system=False):
     """Yield (question, Tree or DataError), each with as many whole shots as max_length allows.
 
-    shots: {Question.group: solved questions}
-    chat:  name of the chat template, or 'none' for plain text
-    multiturn, header_as_system: in a chat, see OptionEncoder
+    shots: {Question.group: solved questions}; chat and later arguments: see OptionEncoder
     """
     encoder = OptionEncoder(tokenizer, add_bos, chat, multiturn, header_as_system)
     for question in questions:
@@ -66,9 +60,9 @@ class Frame(NamedTuple):
 class OptionEncoder:
     """Encode a question's context and context + option, with the tokens of the whole text.
 
-    In a chat template, header, shots and context are the user's message, and an option without the
-    space before it is the answer, as in lm-evaluation-harness. multiturn: each shot is a message of
-    the user and an answer. header_as_system: the header is the system message, also as there.
+    template: 'none' for plain text. In a chat, header, shots and context are the user's message,
+    and an option without the space before it is the answer, as in lm-evaluation-harness; multiturn:
+    each shot is a message and an answer; header_as_system: the header is the system message.
     """
 
     def __init__(self, tokenizer, add_bos, template, multiturn=False, header_as_system=False):
@@ -76,10 +70,10 @@ class OptionEncoder:
         self.header_as_system = header_as_system
         self.add_bos, self.in_chat = add_bos, template != 'none'
         self.encode_text = tokenizer.encode
-        self.encode_line = functools.lru_cache(1000)(functools.partial(tokenizer.encode,
-                                                                       start=False))
-        self.before = functools.lru_cache(1000)(self._before)
-        self.frame = functools.lru_cache(1000)(self._frame)
+        cached = functools.lru_cache(1000)
+        self.encode_line = cached(functools.partial(tokenizer.encode, start=False))
+        self.before = cached(self._before)
+        self.frame = cached(self._frame)
 
     def around(self, question, shots):
         """Return (the Frame of a question, the text of the header and shots in front of it)."""
@@ -111,10 +105,8 @@ class OptionEncoder:
         return whole[:-len(end)] if end and whole[-len(end):] == end else None
 
     def encode(self, question, frame, start):
-        """Return (tokens of the context, [tokens of context + option]).
-
-        start: whether nothing but the opening of the Frame precedes the context
-        """
+        """Return (tokens of the context, [tokens of context + option]); start: whether nothing but
+        the opening of the Frame precedes the context."""
         text = (frame.before if start else '') + question.context + frame.after
         start = start and self.tokenizer.begins_text(frame.opening)
         context = self.encode_text(text, start) + frame.closing
