@@ -1,8 +1,7 @@
 """Talk to a model, and see the probability that it gives to each token of its answer.
 
     python sample.py --model=out/run
-    python sample.py --model=out/run --prompt='Who was Ada Lovelace?' --probs
-    python sample.py --model=out/run --prompt='Who was Ada Lovelace?' --temperature=1 --n=5
+    python sample.py --model=out/run --prompt='Who was Ada Lovelace?' --temperature=1 --n=5 --probs
     python sample.py --model=google/gemma-2-2b --raw --temperature=1 --top_p=0.9 < text.txt
 
 In a terminal with 256 colors the background of a token shows its probability, from black (0) to
@@ -53,11 +52,8 @@ from runtime.terminal import shaded, shows_grays, typed_lines
 
 
 def pieces(answers, tokenizer, stop=()):
-    """Group the tokens of an answer, as `stream` yields it, by whole characters.
-
-    Yield (text, the model's probability of its tokens, the Answer). Text that may be the beginning
-    of a stop string is held back until the next token decides.
-    """
+    """Group the tokens of an answer, as `stream` yields it, by whole characters that begin no stop
+    string: yield (text, the model's probability of its tokens, the Answer)."""
     shown = 0
     for answer in answers:
         tokens = answer.tokens[shown:-1 if answer.reason == 'end' else None]
@@ -78,21 +74,19 @@ def print_answer(answers, tokenizer, cfg):
     gray = shows_grays()
     answer = None
     said = ''
-    stopped = False
+    end = ''
     try:
         for text, p, answer in pieces(answers, tokenizer, cfg.stop):     # noqa: B007
             print(shaded(text, p) if gray else escape_controls(text), end='', flush=True)
             said += text
     except KeyboardInterrupt:
-        stopped = True
+        end = '(stopped)'
     print()
     if answer and cfg.probs:
         print_probs(answer, tokenizer)
-    if stopped:
-        print('(stopped)', file=sys.stderr)
-    elif answer.truncated:
-        print(f'(cut after {len(answer.tokens)} tokens)', file=sys.stderr)
-    return [answer] if answer else [], said, stopped
+    if end or answer.truncated:
+        print(end or f'(cut after {len(answer.tokens)} tokens)', file=sys.stderr)
+    return [answer] if answer else [], said, bool(end)
 
 
 def print_probs(answer, tokenizer):
