@@ -29,14 +29,12 @@ def marked(chat, text, messages, hidden, tools, ask):
         raise DataError(f'a message would become a part of the control token '
                         f'{min(shown - safe)!r} in the chat template; change its beginning or its '
                         f'end')
-    if BEGIN in text:       # the template has {% generation %}
-        return trained_only(text, messages)
+    if ask or BEGIN in text:        # no loss, or a template with {% generation %}
+        return text if ask else trained_only(text, messages)
     answers = [message for message in messages if message['role'] == 'assistant']
     finder = AnswerFinder(chat, text)
     if without(BEGIN + END + EDGE, edged) == text and edged.count(BEGIN) == len(answers):
         spans = finder.by_contents(edged)
-    elif ask:
-        return text
     else:
         spans = finder.by_prefixes(hidden, tools)
     for (start, end), message in reversed([*zip(spans, answers, strict=True)]):
