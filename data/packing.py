@@ -22,19 +22,12 @@ def first_fit(lengths, row_length):
 
 @dataclass
 class Packed:
-    """The rows of a step, int64 [R, T]: R rows of T tokens; see `device.micro_batches`.
-
-    tokens     padding is 0
-    positions  of each token in its sequence, from 0
-    ends       token i of a row sees token j when j <= i < ends[j]; padding sees itself alone
-    targets    the next token of the same sequence if its loss mask is set, else IGNORE
-    owner      index of the sequence, -1 for padding
-    """
-    tokens: np.ndarray
-    positions: np.ndarray
-    ends: np.ndarray
-    targets: np.ndarray
-    owner: np.ndarray
+    """The rows of a step, int64 [R, T]: R rows of T tokens; see `device.micro_batches`."""
+    tokens: np.ndarray      # padding is 0
+    positions: np.ndarray   # of each token in its sequence, from 0
+    ends: np.ndarray        # token i sees token j when j <= i < ends[j]; padding sees itself alone
+    targets: np.ndarray     # the next token of the sequence if its loss mask is set, else IGNORE
+    owner: np.ndarray       # index of the sequence, -1 for padding
 
 
 def pack(sequences, row_length, multiple=1, groups=None):

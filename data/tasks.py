@@ -158,11 +158,9 @@ class Task:
             starts = [0, *np.flatnonzero(np.diff(numbers)) + 1, len(group)]
             blocks += [group[a:b] for a, b in itertools.pairwise(starts)]
         items = [item for block in blocks[rank::n] for item in block]
-        share = replace(self, items=items, bad_rows=[])
-        share.total = len(share.tested)
-        if rank == 0:       # has what is counted once
-            share.total += self.total - len(self.tested)
-            share.bad_rows = self.bad_rows
+        share = replace(self, items=items, bad_rows=self.bad_rows * (rank == 0))
+        # the first process has what is counted once
+        share.total = len(share.tested) + (self.total - len(self.tested)) * (rank == 0)
         return share
 
     def check(self, tokenizer, cfg):
