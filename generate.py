@@ -207,7 +207,6 @@ def main(argv):
 
 
 if __name__ == '__main__':
-    with cli.one_line_errors(resume='the finished prompts are kept, and the same command resumes '
-                                    'from there',
+    with cli.one_line_errors(resume='finished prompts are kept, and the same command resumes there',
                              memory='lower --batch_size or --max_tokens'), parallel.joined():
         main(sys.argv[1:])

@@ -191,9 +191,8 @@ class Benchmark:
 
 def _files(split, *others):
     """Return the patterns of a split of a multilingual benchmark, on the hub and as plain files."""
-    return tuple(pattern for s in (split, *others) for pattern in (
-        f'{{lang}}/{s}-*.parquet', f'{{lang}}/{s}.jsonl*', f'{{lang}}_{s}*.jsonl*',
-        f'{s}.{{lang}}.jsonl*'))
+    return tuple(pattern.format(s) for s in (split, *others) for pattern in (
+        '{{lang}}/{}-*.parquet', '{{lang}}/{}.jsonl*', '{{lang}}_{}*.jsonl*', '{}.{{lang}}.jsonl*'))
 
 
 def _arc(name):
@@ -205,11 +204,11 @@ def _arc(name):
 
 def _winogrande(size):
     # the labels of the test split are not published; the sizes share their validation split
+    folder = f'winogrande_{size}'
     return Benchmark(
-        'allenai/winogrande',
-        (f'winogrande_{size}/validation-*.parquet', 'validation.jsonl*', 'dev.jsonl*'),
-        (f'winogrande_{size}/train-*.parquet', f'train_{size}.jsonl*', 'train.jsonl*'),
-        winogrande_row, prompts.harness_winogrande, subject='common sense')
+        'allenai/winogrande', (f'{folder}/validation-*.parquet', 'validation.jsonl*', 'dev.jsonl*'),
+        (f'{folder}/train-*.parquet', f'train_{size}.jsonl*', 'train.jsonl*'), winogrande_row,
+        prompts.harness_winogrande, subject='common sense')
 
 
 def _global_mmlu(name, languages):
@@ -223,39 +222,40 @@ def _mmlu_prox(name, *test):
 
 
 BENCHMARKS = {
-    'mmlu': Benchmark('cais/mmlu',
-                      ('all/test-*.parquet', 'test.jsonl*', 'test/*_test.csv', '*_test.csv'),
-                      ('all/dev-*.parquet', 'dev.jsonl*', 'dev/*_dev.csv', '*_dev.csv'),
-                      generic_row, prompts.harness_mmlu,
-                      ('all/validation-*.parquet', 'validation.jsonl*', 'val/*_val.csv')),
+    'mmlu': Benchmark(
+        'cais/mmlu', ('all/test-*.parquet', 'test.jsonl*', 'test/*_test.csv', '*_test.csv'),
+        ('all/dev-*.parquet', 'dev.jsonl*', 'dev/*_dev.csv', '*_dev.csv'), generic_row,
+        prompts.harness_mmlu, ('all/validation-*.parquet', 'validation.jsonl*', 'val/*_val.csv')),
     'arc_easy': _arc('ARC-Easy'),
     'arc_challenge': _arc('ARC-Challenge'),
     # the labels of the test split are not published; nor are those of BoolQ and PIQA
-    'hellaswag': Benchmark('Rowan/hellaswag',
-                           ('data/validation-*.parquet', 'hellaswag_val*.jsonl*'),
-                           ('data/train-*.parquet', 'hellaswag_train*.jsonl*'),
-                           hellaswag_row, prompts.harness_text,
-                           subject='everyday situations', continues=True),
-    'openbookqa': Benchmark('allenai/openbookqa', ('main/test-*.parquet', 'test.jsonl*'),
-                            ('main/train-*.parquet', 'train.jsonl*'),
-                            arc_row, prompts.harness_openbookqa,
-                            ('main/validation-*.parquet', 'validation.jsonl*', 'dev.jsonl*'),
-                            subject='elementary science'),
+    'hellaswag': Benchmark(
+        'Rowan/hellaswag', ('data/validation-*.parquet', 'hellaswag_val*.jsonl*'),
+        ('data/train-*.parquet', 'hellaswag_train*.jsonl*'), hellaswag_row, prompts.harness_text,
+        subject='everyday situations', continues=True),
+    'openbookqa': Benchmark(
+        'allenai/openbookqa', ('main/test-*.parquet', 'test.jsonl*'),
+        ('main/train-*.parquet', 'train.jsonl*'), arc_row, prompts.harness_openbookqa,
+        ('main/validation-*.parquet', 'validation.jsonl*', 'dev.jsonl*'),
+        subject='elementary science'),
     'winogrande_s': _winogrande('s'),
     'winogrande_m': _winogrande('m'),
     'winogrande_xl': _winogrande('xl'),
-    'boolq': Benchmark('aps/super_glue', ('boolq/validation-*.parquet', 'data/validation-*.parquet',
-                                          'validation.jsonl*', 'val.jsonl*', 'dev.jsonl*'),
-                       ('boolq/train-*.parquet', 'data/train-*.parquet', 'train.jsonl*'),
-                       boolq_row, prompts.harness_boolq, subject='passages of text'),
-    'piqa': Benchmark('baber/piqa', ('piqa_validation.parquet', 'plain_text/validation-*.parquet',
-                                     'validation.jsonl*'),
-                      ('piqa_train.parquet', 'plain_text/train-*.parquet', 'train.jsonl*'),
-                      piqa_row, prompts.harness_question, subject='everyday tasks'),
+    'boolq': Benchmark(
+        'aps/super_glue', ('boolq/validation-*.parquet', 'data/validation-*.parquet',
+                           'validation.jsonl*', 'val.jsonl*', 'dev.jsonl*'),
+        ('boolq/train-*.parquet', 'data/train-*.parquet', 'train.jsonl*'), boolq_row,
+        prompts.harness_boolq, subject='passages of text'),
+    'piqa': Benchmark(
+        'baber/piqa', ('piqa_validation.parquet', 'plain_text/validation-*.parquet',
+                       'validation.jsonl*'),
+        ('piqa_train.parquet', 'plain_text/train-*.parquet', 'train.jsonl*'), piqa_row,
+        prompts.harness_question, subject='everyday tasks'),
     # without shots, by convention: there is no other split
-    'truthfulqa_mc1': Benchmark('truthfulqa/truthful_qa', (
-        'multiple_choice/validation-*.parquet', 'validation.jsonl*', 'mc_task.json'), (),
-                                truthfulqa_row, prompts.harness_truthfulqa),
+    'truthfulqa_mc1': Benchmark(
+        'truthfulqa/truthful_qa', ('multiple_choice/validation-*.parquet', 'validation.jsonl*',
+                                   'mc_task.json'),
+        (), truthfulqa_row, prompts.harness_truthfulqa),
     'global_mmlu': _global_mmlu('', 'am ar bn cs de el en es fa fil fr ha he hi id ig it ja ko ky '
                                 'lt mg ms ne nl ny pl pt ro ru si sn so sr sv sw te tr uk vi yo '
                                 'zh'),
@@ -264,11 +264,10 @@ BENCHMARKS = {
     'mmlu_prox_lite': _mmlu_prox('-Lite', 'test', 'lite'),
     'mmlu_pro': Benchmark('TIGER-Lab/MMLU-Pro', ('data/test-*.parquet', 'test.jsonl*'),
                           ('data/validation-*.parquet', 'validation.jsonl*'), padded_row),
-    'cmmlu': Benchmark('haonan-li/cmmlu',
-                       ('*/test-*.parquet', 'test/*.csv', '**/test/*.csv', '*.zip'),
-                       ('*/dev-*.parquet', 'dev/*.csv', '**/dev/*.csv', '*.zip'),
-                       generic_row, prompts.harness_cmmlu, native=prompts.cmmlu_words,
-                       subject_files=True),
+    'cmmlu': Benchmark(
+        'haonan-li/cmmlu', ('*/test-*.parquet', 'test/*.csv', '**/test/*.csv', '*.zip'),
+        ('*/dev-*.parquet', 'dev/*.csv', '**/dev/*.csv', '*.zip'), generic_row,
+        prompts.harness_cmmlu, native=prompts.cmmlu_words, subject_files=True),
     'xcopa': Benchmark('cambridgeltl/xcopa', _files('test'), _files('validation', 'val'),
                        xcopa_row, prompts.harness_xcopa,
                        languages=tuple(sorted(WORDING['xcopa'])), subject='causes and effects'),

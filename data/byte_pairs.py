@@ -98,9 +98,8 @@ def merges(pieces):
 def begin_with(bos, bos_id):
     """Return the post-processor that puts BOS before a text; None without BOS."""
     from tokenizers import processors
-    return processors.TemplateProcessing(
-        single=[bos, '$A'], pair=[bos, '$A', '$B:1'],
-        special_tokens=[(bos, bos_id)]) if bos else None
+    return processors.TemplateProcessing(single=[bos, '$A'], pair=[bos, '$A', '$B:1'],
+                                         special_tokens=[(bos, bos_id)]) if bos else None
 
 
 def from_merges(path):

@@ -14,8 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data.files import parsed, text_digest, training_rows, without_bad
-from runtime.digests import (file_digest, json_digest, module_file, syntax_digest,
-                             with_imports)
+from runtime.digests import file_digest, json_digest, module_file, syntax_digest, with_imports
 from runtime.errors import DataError
 from runtime.ownership import temporary
 from runtime.processes import forked_pool

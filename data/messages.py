@@ -14,9 +14,8 @@ from runtime.errors import DataError
 
 # in any case: NeMo writes User and Assistant
 ROLE_NAMES = {'system': 'system', 'developer': 'system', 'user': 'user', 'human': 'user',
-              'assistant': 'assistant', 'gpt': 'assistant', 'model': 'assistant', 'tool': 'tool',
-              'ipython': 'tool', 'function': 'tool', 'observation': 'tool',
-              'function_call': 'assistant'}
+              **dict.fromkeys(('assistant', 'gpt', 'model', 'function_call'), 'assistant'),
+              **dict.fromkeys(('tool', 'ipython', 'function', 'observation'), 'tool')}
 # a list of turns as JSON or Python print it; an answer may be a list of other objects
 TURNS_AS_TEXT = re.compile(
     r"""\[\s*{\s*(?=['"](role|content|from|value)['"]).*?['"](role|from)['"]\s*:\s*['"]"""
@@ -48,9 +47,8 @@ BEGINNINGS = 'initial_reason_steps', 'prefix', 'prefill', 'response_prefix', 'as
 TOOLS = 'tools', 'functions'
 # what a model would have to read, and no template of ours shows
 CONTEXT = (*TOOLS, 'documents', 'document', 'contexts', 'context', 'instruction', 'input',
-           'chat_template_kwargs', *(
-               kind + ending for kind in ('image', 'video', 'audio')
-               for ending in ('', 's', '_path', '_paths', '_url', '_urls')))
+           'chat_template_kwargs', *(kind + ending for kind in ('image', 'video', 'audio')
+                                     for ending in ('', 's', '_path', '_paths', '_url', '_urls')))
 # beside turns, 'knowledge' is an annotation, as in Magpie
 BESIDE_QUESTION = ('definition', 'passages', 'passage', 'article', 'choices', 'options',
                    'option_a', 'option_0', 'choice0', 'a', 'knowledge')
@@ -117,9 +115,9 @@ def require_contained(row, messages, names=QUESTIONS, role='user'):
              if (message['role'] == 'assistant') == (role == 'assistant')]
     for name, value in _given(row, names):
         for turn in read_turns(value, f'the {name}', role):
+            part = words(turn)
             if turn['role'] == role and not any(
-                    words(turn) in text or text in words(turn) and role == 'user'
-                    for text in texts):
+                    part in text or text in part and role == 'user' for text in texts):
                 raise DataError(f'the field "{name}" of the row is not in its turns: '
                                 f'{turn["content"]!r:.60}; keep one of them')
 
@@ -257,9 +255,9 @@ def _tool_calls(calls):
         if not has_fields(function, 'name', 'arguments'):
             raise DataError(f'a tool call must have a name and arguments, got {call!r:.60}')
         arguments = _json(function['arguments'], 'the arguments')
-        read.append({'type': 'function', 'function': {'name': function['name'],
-                                                      'arguments': arguments}}
-                    | ({'id': call['id']} if 'id' in call else {}))
+        function = {'name': function['name'], 'arguments': arguments}
+        read.append({'type': 'function', 'function': function}
+                    | {key: call[key] for key in ('id',) if key in call})
     return read
 
 

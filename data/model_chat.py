@@ -27,8 +27,7 @@ def marked(chat, text, messages, hidden, tools, ask):
     shown, safe = (collections.Counter(chat.control.findall(x)) for x in (text, edged))
     if shown - safe:
         raise DataError(f'a message would become a part of the control token '
-                        f'{min(shown - safe)!r} in the chat template; change its beginning or its '
-                        f'end')
+                        f'{min(shown - safe)!r} in the chat template; change its beginning or end')
     if ask or BEGIN in text:        # no loss, or a template with {% generation %}
         return text if ask else trained_only(text, messages)
     answers = [message for message in messages if message['role'] == 'assistant']
@@ -118,8 +117,7 @@ class AnswerFinder:
         else at `low`. If no token ends answers, that is the next turn's, where few models stop."""
         name = self.chat.control.search(self.text, low, high)
         tokenizer = self.chat.tokenizer
-        ends = name and (self.ends_answers
-                         or tokenizer.control_ids[name[0]] in tokenizer.end_ids)
+        ends = name and (self.ends_answers or tokenizer.control_ids[name[0]] in tokenizer.end_ids)
         return name.end() if ends else low
 
     def by_prefixes(self, messages, tools):
@@ -143,7 +141,6 @@ class AnswerFinder:
                 end = ends[-1] if ends else same
                 if same < len(whole):
                     name = self.chat.control.search(text, same)
-                    end = max(name.start() if name else len(text),
-                              self.end(same, len(text)))
+                    end = max(name.start() if name else len(text), self.end(same, len(text)))
                 spans.append((len(start), end))
         return spans

@@ -109,9 +109,8 @@ def _pair(row):
         raise DataError('"chosen" and "rejected" without "prompt" must be dialogues of '
                         '"\\n\\nHuman: " and "\\n\\nAssistant: "')
     # scores only tell a tie: they can be those of a judge that did not choose
-    tied = any(name in row and row[name] == row.get(name.replace('chosen', 'rejected'))
-               for name in ('score_chosen', 'chosen_score', 'rating_chosen', 'chosen_rating',
-                            'chosen-rating'))
+    tied = any(key in row and row[key] == row.get(key.replace('chosen', 'rejected')) for key in (
+        'score_chosen', 'chosen_score', 'rating_chosen', 'chosen_rating', 'chosen-rating'))
     return before, [chosen[-1]['content'], rejected[-1]['content']], [1, int(tied)]
 
 

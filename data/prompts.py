@@ -78,8 +78,7 @@ def content_free(item, prompt, make_prompt):
 PROMPT_FORMATS = {
     'mmlu': mmlu,
     'harness': lambda item, benchmark, *_: benchmark.harness(item),
-    'own': lambda item, benchmark, *_: benchmark.prompt(item),
-}
+    'own': lambda item, benchmark, *_: benchmark.prompt(item)}
 
 
 def proposing(context, proposal):

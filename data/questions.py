@@ -300,10 +300,9 @@ def _to_question(row, place, number, benchmark, cfg, language='', keys=None):
     return Question(
         id, prompt.context, prompt.options, answer, subject, prompt.header, category, language,
         duplicate_options=len({*stripped}) < n_options, place=place, ending=prompt.ending,
-        digest=text_digest(text, choices),
+        digest=text_digest(text, choices), by=f'{by} {fields[by]}' if by else '', orders=orders,
         unordered=text_digest(text.strip(), stripped) if cfg.shots else '',
         names_options=(names_options(choices) or '') if cfg.permute else '',
-        by=f'{by} {fields[by]}' if by else '', orders=orders,
         content_free=content_free(item, prompt, make_prompt) if cfg.contextual else [])
 
 

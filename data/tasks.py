@@ -263,8 +263,7 @@ class OptionTask(Task):
         """Yield (question, Tree or DataError) of each of `items`."""
         return tokenize_questions(
             self.items, self.shots, tokenizer, add_bos=cfg.add_bos, max_length=cfg.max_length,
-            chat=cfg.chat, multiturn=cfg.multiturn,
-            header_as_system=cfg.prompt_format == 'harness')
+            chat=cfg.chat, multiturn=cfg.multiturn, header_as_system=cfg.prompt_format == 'harness')
 
     def as_text(self, question):
         """Return (context, options) pairs of a question as plain text, with all shots."""

@@ -76,13 +76,9 @@ def compile_template(source):
     def raise_exception(message):
         raise jinja2.TemplateError(message)
 
-    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
-                          sort_keys=sort_keys)
-
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, 'jinja2.ext.loopcontrols'])
-    environment.filters['tojson'] = tojson
+    environment.filters['tojson'] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals |= {'raise_exception': raise_exception,
                             'strftime_now': lambda form: datetime.now().strftime(form)}
     try:

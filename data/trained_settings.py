@@ -8,8 +8,7 @@ from runtime.errors import ConfigError
 from runtime.json_rules import check_values
 
 # the settings of a run that decide how its model is used, with their values as in check_values
-TRAINED = {'template': [str], 'data_kind': [str], 'add_bos': [bool, None],
-           'revision': [str, None]}
+TRAINED = {'template': [str], 'data_kind': [str], 'add_bos': [bool, None], 'revision': [str, None]}
 
 
 def training_settings(folder):

@@ -103,9 +103,9 @@ class Batch:
         self.n_slots = n_slots
         self.n_vocab = n_vocab
         self.sizes = cache_sizes(config, length)
-        self.caches = [Cache(n_slots + 1, config.num_key_value_heads, size, config.head_dim,
-                             model.head.detach(), window)
-                       for size, window in zip(self.sizes, config.windows)]
+        self.caches = [
+            Cache(n_slots + 1, config.num_key_value_heads, size, config.head_dim,
+                  model.head.detach(), window) for size, window in zip(self.sizes, config.windows)]
         self.attention = model.decoder.attention
         self.state = torch.zeros(3, n_slots + 1, dtype=torch.int64, device=self.device)
         self.uniforms = torch.zeros(n_slots + 1, min(sampling.max_tokens, length),

@@ -285,7 +285,7 @@ def test_a_task_that_cannot_be_loaded_so_is_named_with_what_would_help(tmp_path)
             (f'mmlu:{folder}', {'shots': 5},
              "2 solved questions about 'abstract_algebra', 5 wanted; --shots=2 would"),
             (f'mmlu:{folder}/test.jsonl', {'shots': 5}, 'is one file: give a folder .* or --shot'),
-            (f'mmlu_prox:{folder}', {'languages': ('xx',)}, "has no language 'xx'; it has af"),
+            (f'mmlu_prox:{folder}', {'languages': ('xx',)}, "has no language 'xx'. It has af"),
             (f'mmlu_prox:{folder}', {'prompt_format': 'harness'}, 'has no prompt .*=harness'),
             (f'mmlu:{folder}', {'prompt_format': 'harness', 'scoring': 'text'}, 'leave out --scor'),
             (mixed, {'languages': ('de', 'englisch')}, "did you mean 'english'"),
