@@ -66,7 +66,8 @@ def load_conversations(source, tokenizer, *, template, max_length, add_bos, revi
             if train is False if train_on_inputs else train and message['role'] != 'assistant':
                 raise DataError(
                     f'a {message["role"]} message is marked as {"" if train else "not "}trained, '
-                    f'which train_on_inputs = {train_on_inputs} does not obey')
+                    f'but train_on_inputs = {train_on_inputs} trains '
+                    f'{"all of them" if train_on_inputs else "only the answers"}')
         ids, loss_mask = encode_conversation(messages, tokenizer, template, add_bos, tools)
         for number, message in enumerate(messages, 1):
             says = message['content'].strip() or message.get('tool_calls')
