@@ -22,7 +22,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data.question_frames import question_frame
 from data.trained_settings import pick_template, training_settings
 from decoding.sampling import DecodingConfig, check_decoding
 from runtime.config import load_config, require_given
@@ -61,6 +60,7 @@ from data.chat import encode_prompt
 from data.files import dialogue, parsed, read_rows
 from data.messages import read_turns, take_tools, with_context, without_nulls
 from data.tokenizer import begins_with_bos, load_model_tokenizer
+from data.trees import question_frame
 from decoding.answers import generate, to_row
 from decoding.slots import room
 from results.samples import (OUTPUTS, append_line, claim_lines, digest, merge_parts, merged_names,

@@ -20,7 +20,6 @@ import time
 from dataclasses import dataclass
 
 from data.chat import encode_prompt
-from data.question_frames import question_frame
 from decoding.sampling import DecodingConfig, check_decoding
 from runtime.config import load_config
 from runtime.errors import CheckpointError, DataError, escape_controls
@@ -45,6 +44,7 @@ if __name__ == '__main__':
     with cli.one_line_errors():     # --help and misspelled keys need no torch
         read_arguments(sys.argv[1:])
 
+from data.trees import question_frame
 from decoding.answers import first_stop, generate, stream
 from decoding.slots import step_cost
 from generate import open_model
@@ -121,7 +121,7 @@ def print_stats(model, ids, answers, seconds):
 def main(argv):
     cfg = read_arguments(argv)
     folder, model, tokenizer, template, add_bos = open_model(cfg)
-    lead = question_frame(tokenizer, template, add_bos)[-1] if template else ''
+    lead = question_frame(tokenizer, template, add_bos).lead if template else ''
     if cfg.prompt is None and not sys.stdin.isatty():
         cfg.prompt = sys.stdin.buffer.read().decode(errors='surrogateescape').removesuffix('\n')
     messages, once = [], cfg.prompt is not None

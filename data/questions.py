@@ -260,9 +260,9 @@ def of_languages(questions, wanted, source):
 
 def _require_languages(wanted, known, source):
     for language in {*wanted} - {*known, 'all'}:
-        raise DataError(f'{source} has no language {language!r}' + (
-            f'{_near(language, sorted(known))}It has {", ".join(sorted(known))}'
-            if known else '; its rows have no field "language"; leave out --languages'))
+        there = (f'{_near(language, sorted(known))}It has {", ".join(sorted(known))}' if known else
+                 '; its rows have no field "language"; leave out --languages')
+        raise DataError(f'{source} has no language {language!r}{there}')
 
 
 def _to_question(row, place, number, benchmark, cfg, language='', keys=None):
@@ -272,8 +272,8 @@ def _to_question(row, place, number, benchmark, cfg, language='', keys=None):
         note_key(keys, place, item)
     text, choices, answer = parse_row(row, lambda row: item)
     fields = row if isinstance(row, dict) else {}
-    id = str(next((fields[key] for key in ('id', 'ind', 'sample_id', 'question_id', 'idx', 'qID')
-                   if fields.get(key) is not None), number))
+    ids = map(fields.get, ('id', 'ind', 'sample_id', 'question_id', 'idx', 'qID'))
+    id = str(next((id for id in ids if id is not None), number))
     subject = str(fields.get('subject') or fields.get('category')
                   or _file_subject(place, benchmark) or benchmark.subject)
     category = str(fields.get('subject_category') or CATEGORY.get(subject, ''))
@@ -320,17 +320,15 @@ def parse_row(row, to_row=generic_row):
     """Return (question, choices, index of the answer) of a raw row; raises DataError."""
     question, choices, answer, labels = to_row(row)
     hint = '; a file in the schema of a benchmark is read as --tasks=arc_easy:FILE'
-    fields = f' among the fields {", ".join(map(str, row))}' if isinstance(row, dict) else ''
-    if not question or not require_text(question, 'the question').strip():
-        raise DataError(f'no question{fields}{hint}')
-    if choices is None:
-        raise DataError(f'no choices{fields}; wanted a list "choices" or "options", or columns '
-                        f'A, B, ..., or option_a, option_b, ...{hint}')
+    missing = ('question' if not question or not require_text(question, 'the question').strip()
+               else 'choices' if choices is None else 'answer' if answer is None else '')
+    if missing:
+        fields = f' among the fields {", ".join(map(str, row))}' if isinstance(row, dict) else ''
+        raise DataError(f'no {missing}{fields}; wanted question, answer and a list "choices" or '
+                        f'"options", or columns A, B, ..., or option_a, option_b, ...{hint}')
     if not isinstance(choices, (list, tuple)) or not 2 <= len(choices) <= len(LETTERS):
         raise DataError(f'a question needs 2 to {len(LETTERS)} choices in a list, not '
                         f'{choices!r:.60}{hint}')
-    if answer is None:
-        raise DataError(f'no answer{fields}{hint}')
     # NaN is how pandas writes null
     choices = [str(x) if isinstance(x, (int, float)) and x == x else x for x in choices]
     for choice, letter in zip(choices, LETTERS):
@@ -364,16 +362,13 @@ def _number(answer):
 def note_key(keys, place, row):
     """Note in `keys`, {file: {kind: place of the first}}, how a Row without own labels names its
     answer: 'letter', 'zero', 'number', or 'beyond', which is no index from 0 but one from 1."""
-    if row.labels != LETTERS or not isinstance(row.choices, (list, tuple)):
-        return
-    number = _number(row.answer)
-    if number is not None and number >= 0:
-        kind = {0: 'zero', len(row.choices): 'beyond'}.get(number, 'number')
-    elif isinstance(row.answer, str) and re.fullmatch(r'\s*[A-Za-z]\s*', row.answer):
-        kind = 'letter'
-    else:
-        return
-    keys.setdefault(place.rpartition(':')[0], {}).setdefault(kind, place)
+    if row.labels == LETTERS and isinstance(row.choices, (list, tuple)):
+        number = _number(row.answer)
+        kind = 'letter' if re.fullmatch(r'\s*[A-Za-z]\s*', str(row.answer)) else ''
+        if number is not None and number >= 0:
+            kind = {0: 'zero', len(row.choices): 'beyond'}.get(number, 'number')
+        if kind:
+            keys.setdefault(place.rpartition(':')[0], {}).setdefault(kind, place)
 
 
 def check_keys(keys, benchmark):

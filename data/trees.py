@@ -49,12 +49,38 @@ def question_tree(question, shots, encoder, max_length):
 
 
 class Frame(NamedTuple):
-    """What stands around a question, as `question_frame` returns it."""
-    opening: list = []      # ids
+    """What stands around a question: a stripped question and its answer are encoded as the ids
+    `opening`, the text before + question + after, the ids `closing`, the text lead + answer."""
+    opening: list = []
     before: str = ''
     after: str = ''
-    closing: list = []      # ids
+    closing: list = []
     lead: str = ''
+
+
+def question_frame(tokenizer, template, add_bos=True, before=()):
+    """Return the Frame of a question in a chat template, after the messages `before`; raises as
+    `encode_conversation`."""
+    from data.chat import BEGIN, END, QUESTION, chat_of, without    # plain text needs none of it
+    chat = chat_of(tokenizer, template, add_bos)
+    parts = chat.text([*before, *dialogue(QUESTION)], ask=True).split(QUESTION)
+    if len(parts) != 2:
+        raise DataError(f"template {template!r} cannot ask a question: it must show the user's "
+                        f"text once, and not {len(parts) - 1} times")
+    first = max((match.end() for match in chat.control.finditer(parts[0])), default=0)
+    last = next((match.start() for match in chat.control.finditer(parts[1])), len(parts[1]))
+    opening, closing = (chat.encode(text)[0] for text in (parts[0][:first], parts[1][last:]))
+    whole = without(BEGIN + END, chat.text([*before, *dialogue(QUESTION, QUESTION)]))
+    gap = whole[len(QUESTION.join(parts)):].partition(QUESTION)[0]
+    # the space that the tokenizer puts at the beginning of a text
+    lead = gap if gap.isspace() else ' ' * bool(closing and tokenizer.begins_text(closing))
+    return Frame(opening, parts[0][first:], parts[1][:last], closing, lead)
+
+
+@functools.cache
+def note_header_left_out(header):
+    print(f'note: the chat template refuses a system message, so the prompts lack their header, '
+          f'{header.strip()!r:.80}, as in lm-evaluation-harness')
 
 
 class OptionEncoder:
@@ -90,9 +116,13 @@ class OptionEncoder:
     def _frame(self, system, turns):
         if not self.in_chat:
             return Frame([self.tokenizer.bos_id] * self.add_bos)
-        from data.question_frames import question_frame, with_header
-        return Frame(*with_header(system, dialogue(*turns), lambda messages: question_frame(
-            self.tokenizer, self.template, self.add_bos, messages)))
+        ask = functools.partial(question_frame, self.tokenizer, self.template, self.add_bos)
+        try:
+            return ask([{'role': 'system', 'content': system}] * bool(system) + dialogue(*turns))
+        except DataError:
+            frame = ask(dialogue(*turns))       # raises what has another reason
+            note_header_left_out(system)
+            return frame
 
     def encode_before(self, frame, text, word):
         """Return the tokens of a text in front of a word, None if a token spans both."""
