@@ -146,8 +146,6 @@ def without_nulls(row):
             if value is not None and value == value}
 
 
-# ---- Turns ---------------------------------------------------------------------------------------
-
 def read_turns(value, what, speaker=None):
     """Return the messages of turns, see docs/training.md, or of a text if `speaker` is its role."""
     if isinstance(value, str) and TURNS_AS_TEXT.match(value):       # in a cell of a table
@@ -231,8 +229,6 @@ def _text(content):
     return ''.join(require_text(part['text'], 'a part of a content') for part in content)
 
 
-# ---- Tools ---------------------------------------------------------------------------------------
-
 def take_tools(row):
     """Return (a row without its tools, the tools as JSON schemas or None); raises DataError."""
     name = next((name for name in TOOLS if not is_empty(row.get(name))), None)
@@ -274,8 +270,6 @@ def _json(value, what):
     except ValueError as error:
         raise DataError(f'{what} is no JSON: {value!r:.60}') from error
 
-
-# ---- What stands beside the turns ----------------------------------------------------------------
 
 def with_context(row, messages, used=(), answers=()):
     """Return `messages` after the system message and the history that stand beside them in a row.

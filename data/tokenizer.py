@@ -190,11 +190,11 @@ def load_tokenizer(folder):
 def _eos(folder, library):
     """Return the name of EOS that tokenizer_config.json or config.json says, or None."""
     name = settings_beside(folder).get('eos_token')
-    if library.token_to_id(name or '') is None:
-        i = read_beside(folder, 'config.json').get('eos_token_id')
-        i = i[0] if i and isinstance(i, list) else i
-        name = library.id_to_token(i) if type(i) is int and i >= 0 else None
-    return name
+    if library.token_to_id(name or '') is not None:
+        return name
+    i = read_beside(folder, 'config.json').get('eos_token_id')
+    i = i[0] if i and isinstance(i, list) else i
+    return library.id_to_token(i) if type(i) is int and i >= 0 else None
 
 
 def read_beside(folder, name):
@@ -224,11 +224,11 @@ def chat_templates(folder):
         return {'default': path.read_text(encoding='utf-8')} | {
             other.stem: other.read_text(encoding='utf-8') for other in others}
     for name in ('chat_template.json', 'tokenizer_config.json'):
-        found = read_beside(folder, name).get('chat_template')
-        if isinstance(found, list):
-            found = {part['name']: part['template'] for part in found}
-        if found:
-            return found if isinstance(found, dict) else {'default': found}
+        templates = read_beside(folder, name).get('chat_template')
+        if isinstance(templates, list):
+            templates = {part['name']: part['template'] for part in templates}
+        if templates:
+            return templates if isinstance(templates, dict) else {'default': templates}
     return {}
 
 
