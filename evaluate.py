@@ -39,7 +39,6 @@ from data.eval_config import EvalConfig, check_eval_config
 from data.tasks import TASKS, check_names, check_settings, kind_of, with_shots
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from data.trained_settings import pick_chat, training_settings
-from data.trees import question_frame
 from results import samples
 from runtime import rooms
 from runtime.config import load_config, note_default, require_given, run_folder, run_settings
@@ -238,7 +237,8 @@ def resolve(cfg, folder, config, tokenizer):
     chat = pick_chat(chat, folder, tokenizer)
     if cfg.multiturn and chat == 'none':
         raise ConfigError('multiturn = True needs a chat template, such as --chat=model')
-    if chat != 'none':
+    if chat != 'none':      # plain text needs nothing of data/chat.py
+        from data.trees import question_frame
         question_frame(tokenizer, chat, add_bos)    # raise for a template that does not fit
     return replace(on_this_machine(with_shots(cfg)), add_bos=add_bos, chat=chat,
                    max_length=min(cfg.max_length or context, context))
