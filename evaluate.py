@@ -35,10 +35,9 @@ from pathlib import Path
 
 import numpy as np
 
-from data.eval_config import EvalConfig, check_eval_config
+from data.eval_config import EvalConfig, check_eval_config, pick_chat, training_settings
 from data.tasks import TASKS, check_names, check_settings, kind_of, with_shots
 from data.tokenizer import begins_with_bos, load_model_tokenizer
-from data.trained_settings import pick_chat, training_settings
 from results import samples
 from runtime import rooms
 from runtime.config import load_config, note_default, require_given, run_folder, run_settings

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data.trained_settings import pick_template, training_settings
+from data.eval_config import pick_template, training_settings
 from decoding.sampling import DecodingConfig, check_decoding
 from runtime.config import load_config, require_given
 from runtime.errors import CheckpointError, ConfigError, DataError
