@@ -30,10 +30,8 @@ ARRAYS = {'offsets': np.int64, 'tokens': np.uint32, 'loss_mask': np.uint8, 'grou
 class Sequences:
     """Memory-mapped sequences: `seqs[i]` is (tokens uint32 [n], loss mask uint8 [n]).
 
-    groups:  int64, equal for sequences of one prompt or document, which a held-out part may not
-             share with training
-    margins: float32, of each sequence, 0 if it has none; see data/preferences.py
-    digest:  hash of the tokens, loss masks, groups, margins and their order
+    groups:  int64, equal for sequences of one prompt or document, which are held out together
+    margins: float32, 0 if it has none, see data/preferences.py; digest: hash of all and their order
     """
 
     def __init__(self, folder):

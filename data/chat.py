@@ -82,10 +82,8 @@ def chat_of(tokenizer, template, add_bos):
 
 
 class Chat:
-    """A tokenizer with a chat template: conversations to text, and that to token ids.
-
-    end_ids: those that end an answer; digest: hash of the template, and of the day if it shows it
-    """
+    """A tokenizer with a chat template: conversations to text, and that to token ids. end_ids:
+    those that end an answer; digest: hash of the template, and of the day if it shows it."""
 
     def __init__(self, tokenizer, template, add_bos):
         self.tokenizer, self.template = tokenizer, template

@@ -47,11 +47,9 @@ def first_turns(rows, answers='best'):
 
 def load_conversations(source, tokenizer, *, template, max_length, add_bos, revision=None,
                        answers='best', train_on_inputs=False, **options):
-    """Return Sequences of the conversations in `source`, truncated to max_length tokens.
-
-    source: a file, a folder or a hub dataset; answers: see `first_turns`; train_on_inputs:
-    supervise every token but BOS; options: of `tokenize_once`
-    """
+    """Return Sequences of the conversations in a file, a folder or a hub dataset, truncated to
+    max_length tokens; answers: see `first_turns`; train_on_inputs: supervise every token but BOS;
+    options: of `tokenize_once`."""
     files = fetch_training(source, PATTERNS, revision)
 
     def encode(row, place):

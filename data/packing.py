@@ -31,11 +31,9 @@ class Packed:
 
 
 def pack(sequences, row_length, multiple=1, groups=None):
-    """Pack (tokens, loss mask) pairs into a multiple of `multiple` rows; return a Packed.
-
-    groups: int [n], from 0; the sequences of a group, such as a preference pair, share a row.
-    Raises ValueError for a group that is longer than a row.
-    """
+    """Pack (tokens, loss mask) pairs into a multiple of `multiple` rows; return a Packed. Sequences
+    of equal `groups`, int [n] from 0, such as a preference pair, share a row. Raises ValueError for
+    a group that is longer than a row."""
     groups = np.arange(len(sequences)) if groups is None else np.asarray(groups)
     lengths = np.bincount(groups, [len(tokens) for tokens, _ in sequences]).astype(np.int64)
     if lengths.max() > row_length:

@@ -1,8 +1,5 @@
-"""Texts whose tokens are scored: one at a random position, or the first of each entity.
-
-These are causal language modeling (`clm`) and fact generation (`facts`) of Zhu et al. 2023, 'On the
-Calibration of Large Language Models and Alignment'.
-"""
+"""Texts whose tokens are scored: one at a random position (`clm`), or the first of each entity
+(`facts`), of Zhu et al. 2023, 'On the Calibration of Large Language Models and Alignment'."""
 
 import functools
 import hashlib

@@ -44,10 +44,8 @@ class Prompt(NamedTuple):
 # ---- The format of MMLU, for every task ----------------------------------------------------------
 
 def mmlu(item, benchmark, scoring, native):
-    """Return the Prompt of an Item in MMLU's format.
-
-    scoring: 'letters', which is 'auto', or 'text'; native: header and `Answer:` are the benchmark's
-    """
+    """Return the Prompt of an Item in MMLU's format; scoring: 'letters' (or 'auto') or 'text';
+    native: header and `Answer:` are the benchmark's own."""
     header, answer = (benchmark.native if native else english_words)(item)
     question, choices = item.question.strip(), [choice.strip() for choice in item.choices]
     if scoring == 'text':

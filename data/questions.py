@@ -82,10 +82,8 @@ class Loaded(NamedTuple):
 
 
 def load_task(name, cfg):
-    """Return the Loaded questions of a name in --tasks, for an EvalConfig; raises DataError.
-
-    The first shots of each subject are used. A validation split may be missing.
-    """
+    """Return the Loaded questions of a name in --tasks, with the first shots of each subject, for
+    an EvalConfig; raises DataError."""
     task, benchmark, source = _find(name)
     check_prompt_format(task, benchmark, cfg)
     is_file = os.path.isfile(source)

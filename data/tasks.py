@@ -1,7 +1,4 @@
-"""Kinds of tasks: what each asks, how it becomes token trees, and what its samples hold.
-
-A kind is a class: questions with options are here, all others in the rooms of runtime/rooms.py.
-"""
+"""Kinds of tasks: questions with options; all others are in the rooms of runtime/rooms.py."""
 
 import hashlib
 import itertools

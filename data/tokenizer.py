@@ -21,12 +21,8 @@ FILES = ('tokenizer.model', 'original/tokenizer.model', 'tokenizer.model.v*', 's
 
 
 class Tokenizer:
-    """What both kinds of tokenizers share.
-
-    end_ids:     those that end an answer
-    fingerprint: a hash of the file and of what the files beside it say
-    special_names: {'bos_token': name, ...} and chat_templates, see there, for chat templates
-    """
+    """What both kinds of tokenizers share. `load_tokenizer` adds end_ids, those that end an answer;
+    fingerprint, a hash of all its files; special_names, {'bos_token': name}; chat_templates."""
 
     def __init__(self, control_ids, bos_id, eos_id, n_vocab, strips, leads_with_space):
         self.control_ids = control_ids      # {name: id} of tokens that no text produces
@@ -243,11 +239,9 @@ def generation_ends(folder):
 
 
 def load_model_tokenizer(folder, config):
-    """Return the tokenizer of a model folder; CheckpointError if the model has fewer tokens.
-
-    Its end_ids have those of config.json as well. Control tokens at the end for which the model has
-    no row, such as the image token of Gemma 3 1B, are left out.
-    """
+    """Return the tokenizer of a model folder, with the end_ids of config.json as well and without
+    last control tokens that the model has no row for, such as the image token of Gemma 3 1B. Raises
+    CheckpointError if the model has fewer tokens."""
     tokenizer, size = load_tokenizer(folder), config.vocab_size
     ends = getattr(config, 'eos_token_id', None)
     tokenizer.end_ids |= {*ends} if isinstance(ends, list) else {ends} - {None}

@@ -1,7 +1,4 @@
-"""Pack token trees, the questions of an evaluation with their options, into rows.
-
-Token i of a row sees token j when j <= i < ends[j] (see model.py).
-"""
+"""Pack token trees, the questions of an evaluation with their options, into rows of model.py."""
 
 import hashlib
 import itertools
@@ -56,11 +53,8 @@ class Tree:
 
 
 class PackedRow:
-    """A packed row of trees that is being filled.
-
-    scored: per scored token (tree, option or index in Tree.scored, index in the row of the token
-            before it, which predicts it, the token itself)
-    """
+    """A packed row of trees that is being filled. scored: per scored token (tree, option or index
+    in Tree.scored, index in the row of the token before it, which predicts it, the token)."""
 
     def __init__(self):
         self.tokens = []

@@ -13,10 +13,8 @@ from runtime.errors import DataError
 
 def tokenize_questions(questions, shots, tokenizer, *, add_bos, max_length, chat='none',
                        multiturn=False, header_as_system=False):
-    """Yield (question, Tree or DataError), each with as many whole shots as max_length allows.
-
-    shots: {Question.group: solved questions}; chat and later arguments: see OptionEncoder
-    """
+    """Yield (question, Tree or DataError), each with as many whole shots, {Question.group: solved
+    questions}, as max_length allows; chat and later arguments: see OptionEncoder."""
     encoder = OptionEncoder(tokenizer, add_bos, chat, multiturn, header_as_system)
     for question in questions:
         try:
