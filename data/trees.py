@@ -29,7 +29,8 @@ def question_tree(question, shots, encoder, max_length):
     word = re.match(r'\s*\S*', question.context)[0]
     for n in range(len(shots), -1, -1):
         frame, text = encoder.around(question, shots[:n])
-        ids, parts = encoder.encode_before(frame, text, word), question.parts
+        start = encoder.tokenizer.begins_text(frame.opening)
+        ids, parts = encoder.before(frame.before, text, word, start), question.parts
         if ids is None:     # a token spans both texts, so they are encoded as one
             ids, parts = [], [replace(part, context=text + part.context) for part in parts]
         before = (*frame.opening, *ids)
@@ -93,7 +94,6 @@ class OptionEncoder:
         self.tokenizer, self.template, self.multiturn = tokenizer, template, multiturn
         self.header_as_system = header_as_system
         self.add_bos, self.in_chat = add_bos, template != 'none'
-        self.encode_text = tokenizer.encode
         cached = functools.lru_cache(1000)
         self.encode_line = cached(functools.partial(tokenizer.encode, start=False))
         self.before = cached(self._before)
@@ -122,13 +122,11 @@ class OptionEncoder:
             note_header_left_out(system)
             return frame
 
-    def encode_before(self, frame, text, word):
-        """Return the tokens of a text in front of a word, None if a token spans both."""
-        return self.before(frame.before, text, word, self.tokenizer.begins_text(frame.opening)
-                           ) if text else []
-
     def _before(self, before, text, word, start):
-        whole = self.encode_text(before + text + word, start)
+        """Return the tokens of a text in front of a word, None if a token spans both."""
+        if not text:
+            return []
+        whole = self.tokenizer.encode(before + text + word, start)
         end = self.encode_line(word)
         return whole[:-len(end)] if end and whole[-len(end):] == end else None
 
@@ -137,7 +135,7 @@ class OptionEncoder:
         the opening of the Frame precedes the context."""
         text = (frame.before if start else '') + question.context + frame.after
         start = start and self.tokenizer.begins_text(frame.opening)
-        context = self.encode_text(text, start) + frame.closing
+        context = self.tokenizer.encode(text, start) + frame.closing
         if self.in_chat:
             if not all(option.strip() for option in question.options):
                 raise DataError(f'{question.place}: an option is empty')
@@ -150,7 +148,7 @@ class OptionEncoder:
         if tail and context[-len(tail):] == tail:
             prompts = [context[:-len(tail)] + self.encode_line(line + o) for o in question.options]
         else:
-            prompts = [self.encode_text(text + option, start) for option in question.options]
+            prompts = [self.tokenizer.encode(text + option, start) for option in question.options]
         for option, ids in zip(question.options, prompts):
             if len(ids) <= len(context) or ids[:len(context)] != context:
                 raise DataError(f'{question.place}: option {option!r} does not begin at a token '
