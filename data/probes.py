@@ -94,29 +94,6 @@ def _to_text(kind, row, place, number):
     return Text(id, text, sorted({tuple(span) for span in spans}), place, language)
 
 
-def tokenize_texts(kind, texts, tokenizer, *, add_bos, max_length, instruct=False, seed=0):
-    """Yield (Text, Tree or DataError) of texts of `max_length` tokens; clm scores a random token,
-    facts the first of each entity that begins, with the space before it, at a token border."""
-    lead = f'{INSTRUCTIONS[kind]} ' if instruct else ''
-    bos = [tokenizer.bos_id] if add_bos else []
-    first = len(bos) + len(tokenizer.encode(lead.rstrip())) if lead else len(bos) + 1
-    for text in texts:
-        ids = (bos + tokenizer.encode(lead + text.text))[:max_length]
-        if kind == 'clm':
-            missing = f'{len(ids)} tokens leave none to predict'
-            digest = hashlib.blake2b(text.text.encode(), digest_size=8).digest()
-            rng = np.random.default_rng([seed, int.from_bytes(digest, 'little')])
-            scored = {int(rng.integers(first, len(ids)))} if first < len(ids) else set()
-        else:
-            missing = 'no entity begins at a token boundary with text before it'
-            before = [(lead + text.text[:begin]).removesuffix(' ') for begin, _ in text.spans]
-            heads = [bos + tokenizer.encode(part) if part else bos for part in before]
-            scored = {len(head) for head in heads
-                      if first <= len(head) < len(ids) and ids[:len(head)] == head}
-        yield text, Tree((), ids[:max(scored) + 1], scored=sorted(scored)) if scored else (
-            DataError(f'{text.place}: {missing}'))
-
-
 class TextTask(Task):
     """Texts whose tokens are scored; a sample says whether the top token is the next one."""
     unit = 'texts'
@@ -126,8 +103,27 @@ class TextTask(Task):
     read = staticmethod(load_texts)
 
     def tokenize(self, tokenizer, cfg):
-        return tokenize_texts(self.label, self.items, tokenizer, instruct=cfg.instruct,
-                              seed=cfg.seed, add_bos=cfg.add_bos, max_length=cfg.max_length)
+        """Yield (Text, Tree or DataError) of each text, cut to cfg.max_length tokens; clm scores a
+        random token, facts the first of each entity that begins, with the space before it, at a
+        token border."""
+        lead = f'{INSTRUCTIONS[self.label]} ' if cfg.instruct else ''
+        bos = [tokenizer.bos_id] if cfg.add_bos else []
+        first = len(bos) + len(tokenizer.encode(lead.rstrip())) if lead else len(bos) + 1
+        for text in self.items:
+            ids = (bos + tokenizer.encode(lead + text.text))[:cfg.max_length]
+            if self.label == 'clm':
+                missing = f'{len(ids)} tokens leave none to predict'
+                digest = hashlib.blake2b(text.text.encode(), digest_size=8).digest()
+                rng = np.random.default_rng([cfg.seed, int.from_bytes(digest, 'little')])
+                scored = {int(rng.integers(first, len(ids)))} if first < len(ids) else set()
+            else:
+                missing = 'no entity begins at a token boundary with text before it'
+                before = [(lead + text.text[:begin]).removesuffix(' ') for begin, _ in text.spans]
+                heads = [bos + tokenizer.encode(part) if part else bos for part in before]
+                scored = {len(head) for head in heads
+                          if first <= len(head) < len(ids) and ids[:len(head)] == head}
+            yield text, Tree((), ids[:max(scored) + 1], scored=sorted(scored)) if scored else (
+                DataError(f'{text.place}: {missing}'))
 
     def as_text(self, text):
         return [(text.text, [])]
