@@ -79,7 +79,7 @@ def check_settings(tasks, cfg):
             raise ConfigError(f'{key} = {getattr(cfg, key)}: tasks = {cfg.tasks} have no '
                               f'{missing}; leave it out')
     if cfg.group_by and not all('permute' in task.settings for task in tasks):
-        raise ConfigError(f'group_by = {cfg.group_by!r} needs {OPTIONS}; leave it out')
+        raise ConfigError(f'group_by = {cfg.group_by!r} needs tasks with {OPTIONS}; leave it out')
 
 
 # ---- What all kinds share ------------------------------------------------------------------------
