@@ -35,10 +35,9 @@ from pathlib import Path
 
 import numpy as np
 
-from data.eval_config import EvalConfig, check_eval_config
+from data.eval_config import EvalConfig, check_eval_config, pick_chat, training_settings
 from data.tasks import TASKS, check_names, check_settings, kind_of, with_shots
 from data.tokenizer import begins_with_bos, load_model_tokenizer
-from data.trained_settings import pick_chat, training_settings
 from results import samples
 from runtime import rooms
 from runtime.config import load_config, note_default, require_given, run_folder, run_settings
@@ -238,7 +237,7 @@ def resolve(cfg, folder, config, tokenizer):
     if cfg.multiturn and chat == 'none':
         raise ConfigError('multiturn = True needs a chat template, such as --chat=model')
     if chat != 'none':      # plain text needs nothing of data/chat.py
-        from data.question_frames import question_frame
+        from data.trees import question_frame
         question_frame(tokenizer, chat, add_bos)    # raise for a template that does not fit
     return replace(on_this_machine(with_shots(cfg)), add_bos=add_bos, chat=chat,
                    max_length=min(cfg.max_length or context, context))

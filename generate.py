@@ -22,8 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data.question_frames import question_frame
-from data.trained_settings import pick_template, training_settings
+from data.eval_config import pick_template, training_settings
 from decoding.sampling import DecodingConfig, check_decoding
 from runtime.config import load_config, require_given
 from runtime.errors import CheckpointError, ConfigError, DataError
@@ -57,14 +56,18 @@ if __name__ == '__main__':
     with cli.one_line_errors():     # --help and misspelled keys need no torch
         read_arguments(sys.argv[1:])
 
-from data.prompt_file import read_prompts
+from data.chat import encode_prompt
+from data.files import dialogue, parsed, read_rows
+from data.messages import read_turns, take_tools, with_context, without_nulls
 from data.tokenizer import begins_with_bos, load_model_tokenizer
+from data.trees import question_frame
 from decoding.answers import generate, to_row
 from decoding.slots import room
-from decoding.answer_file import open_answers
-from results.samples import append_line, digest, merge_parts, part
+from results.samples import (OUTPUTS, append_line, claim_lines, digest, merge_parts, merged_names,
+                             open_lines, part, read_jsonl, with_parts)
 from runtime import checkpoint, ownership, parallel
 from runtime.device import pick_device, pick_dtype
+from runtime.overwrite import rename_old
 from runtime.progress import progress_bar
 from scoring import confidences
 
@@ -83,6 +86,64 @@ def open_model(cfg):
         if template:
             question_frame(tokenizer, template, add_bos)    # raise for a template that does not fit
         return folder, model.result().eval(), tokenizer, template, add_bos
+
+
+def read_prompts(path, tokenizer, template, add_bos):
+    """Return ([(row, token ids)], the ids that end an answer) of a file with prompts to answer, in
+    plain text for the template ''. Raises DataError with file and line."""
+    prompts = []
+    stop = {*tokenizer.end_ids}
+    places = {}
+
+    def parse(row, place):
+        given, tools = take_tools(without_nulls(row))
+        if ('prompt' in given) == ('messages' in given) or 'answers' in given:
+            raise DataError(f'fields {", ".join(row) or "(none)"}; wanted either "prompt" or '
+                            f'"messages", and no "answers"')
+        id = given.get('id', str(len(prompts)))
+        if type(id) not in (str, int):
+            raise DataError(f'the id {id!r} is neither text nor a whole number')
+        if places.setdefault(id, place) != place:
+            raise DataError(f'the id {id!r} is already at {places[id]}')
+        name = 'messages' if 'messages' in given else 'prompt'
+        turns = (read_turns(given[name], f'"{name}"', 'user') if template or name == 'messages'
+                 else dialogue(given[name]))    # a plain text is encoded as it is
+        messages = with_context(given, turns)
+        if (role := messages[-1]['role'] if messages else None) != 'user':
+            raise DataError(f"the last message must have the role 'user', not {role!r}")
+        if not template and ('messages' in given or len(messages) > 1 or tools):
+            raise DataError('"messages", a system message, tools and a history need a template: '
+                            'leave out --raw')
+        return row | {'id': id}, *encode_prompt(messages, tokenizer, template, add_bos, tools)
+
+    for place, row in read_rows(path):
+        entry = parsed(place, row, parse, place)
+        if isinstance(entry, DataError):
+            raise entry
+        prompts.append(entry[:2])
+        stop |= entry[2]
+    if not prompts:
+        raise DataError(f'{path} has no rows')
+    return prompts, stop
+
+
+def open_answers(cfg, settings, processes):
+    """Prepare the file `out` of generate.py; return {(id, hash of the prompt)} of its rows."""
+    out = Path(cfg.out)
+    config, advice = f'{out.stem}.config.json', 'choose another --out, or --overwrite'
+    names, listed = (out.name, config), ownership.written_files(out.parent)
+    # log.jsonl and samples.jsonl grow; see train.py and evaluate.py
+    if out.name in ('log.jsonl', OUTPUTS[0]) or (out.name in listed) != (config in listed):
+        raise ConfigError(f'{out} has the name of a file that another script writes, and is not '
+                          f'replaced; choose another --out, such as answers.jsonl')
+    ownership.check_free(out.parent, *names)
+    if cfg.overwrite:
+        rename_old(*map(out.with_name, (*names, *merged_names(out))))
+    open_lines(out.parent, names, settings, 'answers', advice, processes)
+    done = {(row['id'], row['prompt_hash']) for _, row in read_jsonl(*with_parts(out))}
+    merge_parts(out)
+    claim_lines(out.parent, names, settings, processes)
+    return done
 
 
 def answer_rows(model, prompts, cfg, tokenizer, stop):
@@ -146,7 +207,6 @@ def main(argv):
 
 
 if __name__ == '__main__':
-    with cli.one_line_errors(resume='the finished prompts are kept, and the same command resumes '
-                                    'from there',
+    with cli.one_line_errors(resume='finished prompts are kept, and the same command resumes there',
                              memory='lower --batch_size or --max_tokens'), parallel.joined():
         main(sys.argv[1:])

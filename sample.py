@@ -1,8 +1,7 @@
 """Talk to a model, and see the probability that it gives to each token of its answer.
 
     python sample.py --model=out/run
-    python sample.py --model=out/run --prompt='Who was Ada Lovelace?' --probs
-    python sample.py --model=out/run --prompt='Who was Ada Lovelace?' --temperature=1 --n=5
+    python sample.py --model=out/run --prompt='Who was Ada Lovelace?' --temperature=1 --n=5 --probs
     python sample.py --model=google/gemma-2-2b --raw --temperature=1 --top_p=0.9 < text.txt
 
 In a terminal with 256 colors the background of a token shows its probability, from black (0) to
@@ -21,7 +20,6 @@ import time
 from dataclasses import dataclass
 
 from data.chat import encode_prompt
-from data.question_frames import question_frame
 from decoding.sampling import DecodingConfig, check_decoding
 from runtime.config import load_config
 from runtime.errors import CheckpointError, DataError, escape_controls
@@ -46,6 +44,7 @@ if __name__ == '__main__':
     with cli.one_line_errors():     # --help and misspelled keys need no torch
         read_arguments(sys.argv[1:])
 
+from data.trees import question_frame
 from decoding.answers import first_stop, generate, stream
 from decoding.slots import step_cost
 from generate import open_model
@@ -53,11 +52,8 @@ from runtime.terminal import shaded, shows_grays, typed_lines
 
 
 def pieces(answers, tokenizer, stop=()):
-    """Group the tokens of an answer, as `stream` yields it, by whole characters.
-
-    Yield (text, the model's probability of its tokens, the Answer). Text that may be the beginning
-    of a stop string is held back until the next token decides.
-    """
+    """Group the tokens of an answer, as `stream` yields it, by whole characters that begin no stop
+    string: yield (text, the model's probability of its tokens, the Answer)."""
     shown = 0
     for answer in answers:
         tokens = answer.tokens[shown:-1 if answer.reason == 'end' else None]
@@ -78,21 +74,19 @@ def print_answer(answers, tokenizer, cfg):
     gray = shows_grays()
     answer = None
     said = ''
-    stopped = False
+    end = ''
     try:
         for text, p, answer in pieces(answers, tokenizer, cfg.stop):     # noqa: B007
             print(shaded(text, p) if gray else escape_controls(text), end='', flush=True)
             said += text
     except KeyboardInterrupt:
-        stopped = True
+        end = '(stopped)'
     print()
     if answer and cfg.probs:
         print_probs(answer, tokenizer)
-    if stopped:
-        print('(stopped)', file=sys.stderr)
-    elif answer.truncated:
-        print(f'(cut after {len(answer.tokens)} tokens)', file=sys.stderr)
-    return [answer] if answer else [], said, stopped
+    if end or answer.truncated:
+        print(end or f'(cut after {len(answer.tokens)} tokens)', file=sys.stderr)
+    return [answer] if answer else [], said, bool(end)
 
 
 def print_probs(answer, tokenizer):
@@ -127,7 +121,7 @@ def print_stats(model, ids, answers, seconds):
 def main(argv):
     cfg = read_arguments(argv)
     folder, model, tokenizer, template, add_bos = open_model(cfg)
-    lead = question_frame(tokenizer, template, add_bos)[-1] if template else ''
+    lead = question_frame(tokenizer, template, add_bos).lead if template else ''
     if cfg.prompt is None and not sys.stdin.isatty():
         cfg.prompt = sys.stdin.buffer.read().decode(errors='surrogateescape').removesuffix('\n')
     messages, once = [], cfg.prompt is not None

@@ -152,7 +152,7 @@ import torch
 from data.instruct import load_conversations
 from data.packing import epoch_order, epochs_of, pack, sequence_weights, split_groups
 from data.tokenizer import begins_with_bos, load_model_tokenizer
-from data.trained_settings import pick_chat, pick_template
+from data.eval_config import pick_chat, pick_template
 from fused_ce import fused_loss, smoothing, token_statistics
 from runtime import checkpoint, ownership, resume, rooms, trained
 from runtime.build import build_model, build_optimizer

@@ -21,7 +21,7 @@ import torch
 
 from alignment.packed_answers import Answers, pack_answers
 from data.chat import encode_answer
-from data.trained_settings import pick_template, training_settings
+from data.eval_config import pick_template, training_settings
 from data.files import require_text
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from written.benchmarks import WRITTEN_TASKS

@@ -1,7 +1,6 @@
 """The table of multiple-choice benchmarks: files, schema of the rows, prompt in the harness.
 
-A new benchmark is an entry of BENCHMARKS, and a row function if no benchmark has its schema yet. A
-row function takes a raw row and returns a Row. It may raise KeyError for a row with other fields:
+A row function takes a raw row and returns a Row. It may raise KeyError for a row with other fields:
 the caller turns that into a message with file and line.
 """
 
@@ -20,13 +19,10 @@ from runtime.errors import DataError
 
 
 class Row(NamedTuple):
-    """A question as its file holds it.
-
-    answer: one of `labels`; an index from 0 too, unless the row has labels of its own
-    """
+    """A question as its file holds it."""
     question: str
     choices: list
-    answer: object
+    answer: object      # one of `labels`; an index from 0 too, unless the row has its own labels
     labels: list | str = LETTERS
 
 
@@ -41,14 +37,11 @@ COLUMNS = ([f'option_{c}' for c in LETTERS.lower()],    # Global-MMLU
 
 
 def generic_row(row, pads=False):
-    """MMLU and its relatives: question, answer, and the choices under one of several names.
+    """MMLU and its relatives: question, answer, and choices in a list, {label: text} or COLUMNS.
 
-    The choices are a list or {label: text} named `choices` or (MMLU-Pro, MedQA) `options`, or
-    COLUMNS; the columns of MMLU's csv files, without a header, are the question, the choices and
-    the letter. A choice that is null is absent, and the choices after it keep their letters. So is
-    'N/A' where it is padding: in a benchmark that `pads` with it, in rows with the field
-    cot_content, and if it stands there twice. Rows of BIG-bench and of inverse-scaling are known by
-    their fields.
+    A row without names is that of MMLU's csv files. A choice that is null is absent, and those
+    after it keep their letters. So is 'N/A' where it is padding: in a benchmark that `pads` with
+    it, in rows with the field cot_content, and if it stands there twice.
     """
     if isinstance(row, list):
         if len(row) < 4:
@@ -58,9 +51,9 @@ def generic_row(row, pads=False):
     row = row | {name: json_list(row[name], f'"{name}"')       # in a cell of a table
                  for name in ('choices', 'options', 'classes')
                  if isinstance(row.get(name), str) and row[name].startswith('[')}
-    if has_fields(row, 'input', 'target_scores'):
+    if has_fields(row, 'input', 'target_scores'):       # BIG-bench
         return scored_row(row['input'], *zip(*row['target_scores'].items()))
-    if has_fields(row, 'prompt', 'classes'):
+    if has_fields(row, 'prompt', 'classes'):            # inverse scaling
         index = row['answer_index']
         return Row(row['prompt'], row['classes'],
                    LETTERS[index:index + 1] if type(index) is int else index)
@@ -74,8 +67,7 @@ def generic_row(row, pads=False):
         answer = letter or index
     name, options = _choices(row)
     if isinstance(options, dict) and not any(isinstance(x, (list, dict)) for x in options.values()):
-        return labeled_row(row, question, {
-            label: text for label, text in options.items() if text is not None})
+        return labeled_row(row, question, {k: x for k, x in options.items() if x is not None})
     if name == 'choices' or not isinstance(options, list):
         return Row(with_passage(row, question), options, answer)
     pads = pads or 'cot_content' in row or options.count('N/A') > 1
@@ -96,10 +88,8 @@ def labeled_row(row, question, options):
 
 
 def _choices(row):
-    """Return (name of the field, choices) of a row, (None, None) if it has none.
-
-    Raises DataError if it has two lists of choices that differ by more than absent ones.
-    """
+    """Return (name of the field, choices) of a row or (None, None); raise DataError for two lists
+    that differ by more than absent ones."""
     lists = {'choices': row.get('choices')}
     for names in COLUMNS:
         if row.get(names[0]) is not None:
@@ -116,10 +106,8 @@ padded_row = functools.partial(generic_row, pads=True)      # MMLU-Pro and MMLU-
 
 
 def scored_row(question, choices, scores):
-    """Return the Row of choices with a score each; the answer is the one with the highest score.
-
-    Such files often begin with the right choice, so the order here depends on the texts alone.
-    """
+    """Return the Row of choices with a score each; the highest is that of the answer. The order
+    depends on the texts alone, since such files often begin with the right choice."""
     if len(scores) != len(choices) or not all(
             type(score) in (int, float) and math.isfinite(score) for score in scores):
         raise DataError(f'wanted one number for each of {len(choices)} choices, not {scores!r:.60}')
@@ -151,8 +139,7 @@ def arc_row(row):
 def hellaswag_row(row):
     """HellaSwag, without WikiHow's markup, as the harness cleans it."""
     def clean(text):
-        text = re.sub(r'\[.*?\]', '', text.strip().replace(' [title]', '. '))
-        return text.replace('  ', ' ')
+        return re.sub(r'\[.*?\]', '', text.strip().replace(' [title]', '. ')).replace('  ', ' ')
 
     activity, start, end = (require_text(row.get(name, ''), f'the field "{name}"')
                             for name in ('activity_label', 'ctx_a', 'ctx_b'))
@@ -192,8 +179,7 @@ class Benchmark:
     test: tuple                 # patterns of the files to score
     shots: tuple                # patterns of the files with solved questions
     row: Callable = generic_row         # raw row -> Row
-    harness: Callable | None = None     # Item -> Prompt of lm-evaluation-harness; None: it
-    #                                     generates the answer and scores no options
+    harness: Callable | None = None     # Item -> Prompt of lm-eval; None: it scores no options
     validation: tuple = ()      # to fit a temperature on; neither scored nor used as shots
     languages: tuple = ()
     subject: str = 'various things'     # for the header, if rows and files name no subject
@@ -205,9 +191,8 @@ class Benchmark:
 
 def _files(split, *others):
     """Return the patterns of a split of a multilingual benchmark, on the hub and as plain files."""
-    return tuple(pattern for s in (split, *others) for pattern in (
-        f'{{lang}}/{s}-*.parquet', f'{{lang}}/{s}.jsonl*', f'{{lang}}_{s}*.jsonl*',
-        f'{s}.{{lang}}.jsonl*'))
+    return tuple(pattern.format(s) for s in (split, *others) for pattern in (
+        '{{lang}}/{}-*.parquet', '{{lang}}/{}.jsonl*', '{{lang}}_{}*.jsonl*', '{}.{{lang}}.jsonl*'))
 
 
 def _arc(name):
@@ -219,68 +204,70 @@ def _arc(name):
 
 def _winogrande(size):
     # the labels of the test split are not published; the sizes share their validation split
+    folder = f'winogrande_{size}'
     return Benchmark(
-        'allenai/winogrande',
-        (f'winogrande_{size}/validation-*.parquet', 'validation.jsonl*', 'dev.jsonl*'),
-        (f'winogrande_{size}/train-*.parquet', f'train_{size}.jsonl*', 'train.jsonl*'),
-        winogrande_row, prompts.harness_winogrande, subject='common sense')
+        'allenai/winogrande', (f'{folder}/validation-*.parquet', 'validation.jsonl*', 'dev.jsonl*'),
+        (f'{folder}/train-*.parquet', f'train_{size}.jsonl*', 'train.jsonl*'), winogrande_row,
+        prompts.harness_winogrande, subject='common sense')
 
 
-GLOBAL_MMLU = tuple('am ar bn cs de el en es fa fil fr ha he hi id ig it ja ko ky lt mg ms ne nl '
-                    'ny pl pt ro ru si sn so sr sv sw te tr uk vi yo zh'.split())
-GLOBAL_MMLU_LITE = tuple('ar bn de en es fr hi id it ja ko my pt sw yo zh'.split())
-MMLU_PROX = tuple(sorted(WORDING['headers']))
+def _global_mmlu(name, languages):
+    return Benchmark(f'CohereLabs/Global-MMLU{name}', _files('test'), _files('dev'), generic_row,
+                     prompts.harness_letters, languages=tuple(languages.split()))
+
+
+def _mmlu_prox(name, *test):
+    return Benchmark(f'li-lab/MMLU-ProX{name}', _files(*test), _files('validation'), padded_row,
+                     languages=tuple(sorted(WORDING['headers'])), native=prompts.mmlu_prox_words)
+
+
 BENCHMARKS = {
-    'mmlu': Benchmark('cais/mmlu',
-                      ('all/test-*.parquet', 'test.jsonl*', 'test/*_test.csv', '*_test.csv'),
-                      ('all/dev-*.parquet', 'dev.jsonl*', 'dev/*_dev.csv', '*_dev.csv'),
-                      generic_row, prompts.harness_mmlu,
-                      ('all/validation-*.parquet', 'validation.jsonl*', 'val/*_val.csv')),
+    'mmlu': Benchmark(
+        'cais/mmlu', ('all/test-*.parquet', 'test.jsonl*', 'test/*_test.csv', '*_test.csv'),
+        ('all/dev-*.parquet', 'dev.jsonl*', 'dev/*_dev.csv', '*_dev.csv'), generic_row,
+        prompts.harness_mmlu, ('all/validation-*.parquet', 'validation.jsonl*', 'val/*_val.csv')),
     'arc_easy': _arc('ARC-Easy'),
     'arc_challenge': _arc('ARC-Challenge'),
     # the labels of the test split are not published; nor are those of BoolQ and PIQA
-    'hellaswag': Benchmark('Rowan/hellaswag',
-                           ('data/validation-*.parquet', 'hellaswag_val*.jsonl*'),
-                           ('data/train-*.parquet', 'hellaswag_train*.jsonl*'),
-                           hellaswag_row, prompts.harness_text,
-                           subject='everyday situations', continues=True),
-    'openbookqa': Benchmark('allenai/openbookqa', ('main/test-*.parquet', 'test.jsonl*'),
-                            ('main/train-*.parquet', 'train.jsonl*'),
-                            arc_row, prompts.harness_openbookqa,
-                            ('main/validation-*.parquet', 'validation.jsonl*', 'dev.jsonl*'),
-                            subject='elementary science'),
+    'hellaswag': Benchmark(
+        'Rowan/hellaswag', ('data/validation-*.parquet', 'hellaswag_val*.jsonl*'),
+        ('data/train-*.parquet', 'hellaswag_train*.jsonl*'), hellaswag_row, prompts.harness_text,
+        subject='everyday situations', continues=True),
+    'openbookqa': Benchmark(
+        'allenai/openbookqa', ('main/test-*.parquet', 'test.jsonl*'),
+        ('main/train-*.parquet', 'train.jsonl*'), arc_row, prompts.harness_openbookqa,
+        ('main/validation-*.parquet', 'validation.jsonl*', 'dev.jsonl*'),
+        subject='elementary science'),
     'winogrande_s': _winogrande('s'),
     'winogrande_m': _winogrande('m'),
     'winogrande_xl': _winogrande('xl'),
-    'boolq': Benchmark('aps/super_glue', ('boolq/validation-*.parquet', 'data/validation-*.parquet',
-                                          'validation.jsonl*', 'val.jsonl*', 'dev.jsonl*'),
-                       ('boolq/train-*.parquet', 'data/train-*.parquet', 'train.jsonl*'),
-                       boolq_row, prompts.harness_boolq, subject='passages of text'),
-    'piqa': Benchmark('baber/piqa', ('piqa_validation.parquet', 'plain_text/validation-*.parquet',
-                                     'validation.jsonl*'),
-                      ('piqa_train.parquet', 'plain_text/train-*.parquet', 'train.jsonl*'),
-                      piqa_row, prompts.harness_question, subject='everyday tasks'),
+    'boolq': Benchmark(
+        'aps/super_glue', ('boolq/validation-*.parquet', 'data/validation-*.parquet',
+                           'validation.jsonl*', 'val.jsonl*', 'dev.jsonl*'),
+        ('boolq/train-*.parquet', 'data/train-*.parquet', 'train.jsonl*'), boolq_row,
+        prompts.harness_boolq, subject='passages of text'),
+    'piqa': Benchmark(
+        'baber/piqa', ('piqa_validation.parquet', 'plain_text/validation-*.parquet',
+                       'validation.jsonl*'),
+        ('piqa_train.parquet', 'plain_text/train-*.parquet', 'train.jsonl*'), piqa_row,
+        prompts.harness_question, subject='everyday tasks'),
     # without shots, by convention: there is no other split
-    'truthfulqa_mc1': Benchmark('truthfulqa/truthful_qa', (
-        'multiple_choice/validation-*.parquet', 'validation.jsonl*', 'mc_task.json'), (),
-                                truthfulqa_row, prompts.harness_truthfulqa),
-    'global_mmlu': Benchmark('CohereLabs/Global-MMLU', _files('test'), _files('dev'),
-                             generic_row, prompts.harness_letters, languages=GLOBAL_MMLU),
-    'global_mmlu_lite': Benchmark('CohereLabs/Global-MMLU-Lite', _files('test'), _files('dev'),
-                                  generic_row, prompts.harness_letters,
-                                  languages=GLOBAL_MMLU_LITE),
-    'mmlu_prox': Benchmark('li-lab/MMLU-ProX', _files('test'), _files('validation'),
-                           padded_row, languages=MMLU_PROX, native=prompts.mmlu_prox_words),
-    'mmlu_prox_lite': Benchmark('li-lab/MMLU-ProX-Lite', _files('test', 'lite'),
-                                _files('validation'), padded_row, languages=MMLU_PROX,
-                                native=prompts.mmlu_prox_words),
+    'truthfulqa_mc1': Benchmark(
+        'truthfulqa/truthful_qa', ('multiple_choice/validation-*.parquet', 'validation.jsonl*',
+                                   'mc_task.json'),
+        (), truthfulqa_row, prompts.harness_truthfulqa),
+    'global_mmlu': _global_mmlu('', 'am ar bn cs de el en es fa fil fr ha he hi id ig it ja ko ky '
+                                'lt mg ms ne nl ny pl pt ro ru si sn so sr sv sw te tr uk vi yo '
+                                'zh'),
+    'global_mmlu_lite': _global_mmlu('-Lite', 'ar bn de en es fr hi id it ja ko my pt sw yo zh'),
+    'mmlu_prox': _mmlu_prox('', 'test'),
+    'mmlu_prox_lite': _mmlu_prox('-Lite', 'test', 'lite'),
     'mmlu_pro': Benchmark('TIGER-Lab/MMLU-Pro', ('data/test-*.parquet', 'test.jsonl*'),
                           ('data/validation-*.parquet', 'validation.jsonl*'), padded_row),
-    'cmmlu': Benchmark('haonan-li/cmmlu',
-                       ('*/test-*.parquet', 'test/*.csv', '**/test/*.csv', '*.zip'),
-                       ('*/dev-*.parquet', 'dev/*.csv', '**/dev/*.csv', '*.zip'),
-                       generic_row, prompts.harness_cmmlu, native=prompts.cmmlu_words,
-                       subject_files=True),
+    'cmmlu': Benchmark(
+        'haonan-li/cmmlu', ('*/test-*.parquet', 'test/*.csv', '**/test/*.csv', '*.zip'),
+        ('*/dev-*.parquet', 'dev/*.csv', '**/dev/*.csv', '*.zip'), generic_row,
+        prompts.harness_cmmlu, native=prompts.cmmlu_words, subject_files=True),
     'xcopa': Benchmark('cambridgeltl/xcopa', _files('test'), _files('validation', 'val'),
                        xcopa_row, prompts.harness_xcopa,
                        languages=tuple(sorted(WORDING['xcopa'])), subject='causes and effects'),

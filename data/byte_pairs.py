@@ -19,10 +19,6 @@ LLAMA3_RANKS, LLAMA3_CONTROLS = 128_000, 256
 LLAMA3_NAMES = {0: '<|begin_of_text|>', 1: '<|end_of_text|>', 4: '<|finetune_right_pad_id|>',
                 6: '<|start_header_id|>', 7: '<|end_header_id|>', 8: '<|eom_id|>', 9: '<|eot_id|>',
                 10: '<|python_tag|>'}
-TEKKEN_CONTROLS = (
-    '<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] '
-    '[/TOOL_RESULTS] [TOOL_CALLS] [IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] '
-    '[SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]').split()
 # the character that stands for each byte in the pieces of byte-level BPE
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTE_CHARS = {byte: chr(byte) for byte in PRINTABLE} | {
@@ -46,21 +42,16 @@ def from_tiktoken(path):
 
 
 def from_tekken(path):
-    """Return the tokenizer of Mistral's `tekken.json` and the name of EOS.
-
-    Special tokens come before the pieces, which are numbered by their rank. Files before v11 may
-    lack the list of special tokens, which are TEKKEN_CONTROLS then.
-    """
+    """Return the tokenizer of Mistral's `tekken.json` and the name of EOS. Special tokens precede
+    the pieces, which are numbered by their rank."""
     content = read_json_object(Path(path), DataError)
     try:
         settings = content['config']
-        controls = content.get('special_tokens') or [
-            {'rank': i, 'token_str': name} for i, name in enumerate(TEKKEN_CONTROLS)]
         n_special = settings['default_num_special_tokens']
         n_pieces = settings['default_vocab_size'] - n_special
         pieces = {binascii.a2b_base64(token['token_bytes']): token['rank'] + n_special
                   for token in sorted(content['vocab'], key=lambda token: token['rank'])[:n_pieces]}
-        control_ids = {token['token_str']: token['rank'] for token in controls}
+        control_ids = {token['token_str']: token['rank'] for token in content['special_tokens']}
         control_ids |= {f'<SPECIAL_{i}>': i for i in range(len(control_ids), n_special)}
         pattern = settings['pattern']
     except (LookupError, TypeError, AttributeError, ValueError) as error:
@@ -101,18 +92,15 @@ def merges(pieces):
 def begin_with(bos, bos_id):
     """Return the post-processor that puts BOS before a text; None without BOS."""
     from tokenizers import processors
-    return processors.TemplateProcessing(
-        single=[bos, '$A'], pair=[bos, '$A', '$B:1'],
-        special_tokens=[(bos, bos_id)]) if bos else None
+    return processors.TemplateProcessing(single=[bos, '$A'], pair=[bos, '$A', '$B:1'],
+                                         special_tokens=[(bos, bos_id)]) if bos else None
 
 
 def from_merges(path):
-    """Return the tokenizer of a `vocab.json` with `merges.txt` beside it: GPT-2 and OPT.
-
-    A piece that no merge makes, such as OPT's `<s>`, is a control token.
-    """
+    """Return the tokenizer of a `vocab.json` with `merges.txt` beside it: GPT-2 and OPT. A piece
+    that no merge makes, such as OPT's `<s>`, is a control token."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    path, settings = Path(path), settings_beside(path.parent)
+    settings = settings_beside(path.parent)
     added = added_beside(path.parent)
     bos = settings.get('add_bos_token') and settings.get('bos_token')
     vocab, merges_path = read_json_object(path, DataError), path.parent / 'merges.txt'

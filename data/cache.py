@@ -1,8 +1,7 @@
 """Tokenized datasets on disk: written once, then memory-mapped.
 
-A cache folder holds the ARRAYS, the concatenated sequences, and `info.json` with their hash. The
-folder's name is a hash of what decides the content: the raw files with their names, the settings
-and the code that reads and encodes.
+A cache folder holds the ARRAYS and `info.json` with their hash. Its name is a hash of what decides
+the content: the raw files with their names, the settings and the code that reads and encodes.
 """
 
 import collections
@@ -15,8 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data.files import parsed, text_digest, training_rows, without_bad
-from runtime.digests import (file_digest, json_digest, module_file, syntax_digest,
-                             with_imports)
+from runtime.digests import file_digest, json_digest, module_file, syntax_digest, with_imports
 from runtime.errors import DataError
 from runtime.ownership import temporary
 from runtime.processes import forked_pool
@@ -32,10 +30,8 @@ ARRAYS = {'offsets': np.int64, 'tokens': np.uint32, 'loss_mask': np.uint8, 'grou
 class Sequences:
     """Memory-mapped sequences: `seqs[i]` is (tokens uint32 [n], loss mask uint8 [n]).
 
-    groups:  int64, equal for sequences of one prompt or document, which a held-out part may not
-             share with training
-    margins: float32, of each sequence, 0 if it has none; see data/preferences.py
-    digest:  hash of the tokens, loss masks, groups, margins and their order
+    groups:  int64, equal for sequences of one prompt or document, which are held out together
+    margins: float32, 0 if it has none, see data/preferences.py; digest: hash of all and their order
     """
 
     def __init__(self, folder):
@@ -69,7 +65,6 @@ def _arrays(folder):
 
 
 def _digest(folder):
-    """Return the digest of Sequences."""
     *arrays, margins = _arrays(folder)
     arrays += [margins] if margins.any() else []
     digest = hashlib.sha256(repr([len(array) for array in arrays]).encode())
@@ -82,10 +77,9 @@ def tokenize_once(files, encode, tokenizer, settings, cache_dir, on_bad_row='sto
                   read=training_rows):
     """Return the Sequences of all rows, from the cache if this was tokenized before.
 
-    encode:   (row, place) -> list of (`group`, token ids, loss mask[, margin]), or a text that says
-              why the row is left out; may raise DataError; runs in worker processes
+    encode:   (row, place) -> list of (`group`, token ids, loss mask[, margin]), or why the row is
+              left out, a text; may raise DataError; runs in worker processes
     settings: dict of what changes the result besides the files, the tokenizer and the code
-    on_bad_row: 'stop' raises the first DataError; 'skip' counts bad rows and prints the first
     read:     (files, Counter of {why a row is left out: rows}) -> the (place, row) pairs to encode
     """
     settings = settings | {'tokenizer': tokenizer.fingerprint}

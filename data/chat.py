@@ -1,13 +1,9 @@
 """Encode conversations as token ids with a loss mask, in a chat template of data/templates.py.
 
-The template renders the conversation as text. In it the names of control tokens become their ids,
-and the texts between them are encoded as plain text, so the ids are those of transformers'
-`apply_chat_template`. Two things differ from it:
-
-- The contents of a conversation never become control tokens: while the template is rendered, the
-  noncharacter HIDE stands inside each name of a control token in them.
-- In the templates for base models the beginning of an answer is a border of tokens, in training, in
-  an evaluation and in generation.
+In the rendered text the names of control tokens become their ids, and the texts between them are
+encoded as plain text: the ids of transformers' `apply_chat_template`. But contents never become
+control tokens, since HIDE stands inside each name of one while the template is rendered; and in our
+templates for base models the beginning of an answer is a border of tokens.
 
 Supervised is what the assistant says, with the token that ends its turn: what {% generation %}
 blocks render. For a model's template without them, data/model_chat.py finds the answers.
@@ -22,8 +18,7 @@ from data.templates import BEGIN, END, render, template_names, template_source
 from runtime.errors import DataError
 
 ROLES = ('system', 'user', 'assistant', 'tool')
-# noncharacters of Unicode, like BEGIN and END: inside a name of a control token in a content, and
-# in place of a question
+# noncharacters of Unicode: inside a name of a control token in a content, in place of a question
 HIDE, QUESTION = '\ufdd0', '\ufdd4'
 RESERVED = re.compile('[\ufdd0-\ufdef]')
 
@@ -31,8 +26,7 @@ RESERVED = re.compile('[\ufdd0-\ufdef]')
 def encode_conversation(messages, tokenizer, template='tulu', add_bos=True, tools=None):
     """Return (token ids, loss mask), two lists of equal length; the mask is 0 or 1 per token.
 
-    messages: [{'role', 'content'}, ...] with the roles of ROLES. An answer with 'train': False is
-              not supervised. What else a message has, such as 'tool_calls', is the template's.
+    messages: [{'role', 'content'}, ...]; an answer with 'train': False is not supervised
     tools:    what the model can call, as JSON schemas
     Raises DataError for a conversation without an answer or that the template refuses, ConfigError
     for a template with control tokens that the tokenizer lacks.
@@ -43,10 +37,8 @@ def encode_conversation(messages, tokenizer, template='tulu', add_bos=True, tool
 
 
 def encode_prompt(messages, tokenizer, template, add_bos=True, tools=None):
-    """Return (token ids of `messages` up to the answer, the set of ids that end the answer).
-
-    template: '' encodes the last message as plain text
-    """
+    """Return (token ids of `messages` up to the answer, the set of ids that end the answer); with
+    the template '' the ids of the last message as plain text."""
     if not template:
         text = require_text(messages[-1]['content'], 'the prompt')
         return [tokenizer.bos_id] * add_bos + tokenizer.encode(text), tokenizer.end_ids
@@ -90,11 +82,8 @@ def chat_of(tokenizer, template, add_bos):
 
 
 class Chat:
-    """A tokenizer with a chat template: conversations to text, and that to token ids.
-
-    end_ids: ids that end an answer
-    digest:  hash of the template, and of the day for one that shows it
-    """
+    """A tokenizer with a chat template: conversations to text, and that to token ids. end_ids:
+    those that end an answer; digest: hash of the template, and of the day if it shows it."""
 
     def __init__(self, tokenizer, template, add_bos):
         self.tokenizer, self.template = tokenizer, template
@@ -105,7 +94,7 @@ class Chat:
         # an answer in a template of ours is encoded by itself, as it is generated
         self.splitter = re.compile(f'({names})' if template == 'model' else
                                    f'({names})|(?={BEGIN})')
-        # white space that disappears beside a control token, as in Phi: before it, and after it
+        # white space that disappears before and after a control token, as in Phi
         strips = [any_of(name for name, i in tokenizer.control_ids.items()
                          if tokenizer.strips.get(i, (False, False))[side]) for side in (0, 1)]
         self.strips = [re.compile(rf'([\s{BEGIN}{END}]+)({strips[0]})'),
@@ -139,7 +128,7 @@ class Chat:
         # an input is in the content as well, and an id or a name only says whose result it is
         fields = {key for message in messages for key in message
                   if message['role'] != 'tool' or key not in ('tool_call_id', 'name')}
-        for key in ('tools',) * bool(tools) + (*sorted(fields),):
+        for key in [*['tools'] * bool(tools), *sorted(fields)]:
             if key not in ('role', 'content', 'train', 'input') and key not in source:
                 raise DataError(f'the chat template {self.template!r} does not show "{key}"; write '
                                 f'it into a message, or remove it')
@@ -216,6 +205,4 @@ def any_of(names):
     optional = groups.pop('', None) is not None
     parts = [re.escape(first) + (any_of(rest) if any(rest) else '')
              for first, rest in groups.items()]
-    if not parts:
-        return '(?!)' if not optional else ''
-    return f'(?:{"|".join(parts)})' + '?' * optional
+    return f'(?:{"|".join(parts) or "(?!)"})' + '?' * optional

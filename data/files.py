@@ -35,8 +35,8 @@ def training_rows(files, left_out):
 def require_fields(row):
     """Return `row` if it is a dict; raise a DataError for another."""
     if not isinstance(row, dict):
-        raise DataError(f'a row must be an object with named fields, which the first line of a '
-                        f'table names, not {type(row).__name__}')
+        raise DataError(f'a row must be an object with named fields (in a table, by its first '
+                        f'line), not {type(row).__name__}')
     return row
 
 
@@ -47,9 +47,7 @@ def has_fields(row, *names):
 
 def one_of(row, *names):
     """Return the value of the fields `names` of a row, which mean one thing; None if it has none.
-
-    Raises DataError if two of them differ.
-    """
+    Raises DataError if two of them differ."""
     given = [name for name in names if row.get(name) is not None]
     for name in given[1:]:
         if row[name] != row[given[0]]:
@@ -94,8 +92,8 @@ def json_list(text, what):
 def require_text(value, what):
     """Return `value` if it is a string of valid Unicode; raise a DataError that names `what`."""
     if not isinstance(value, str):
-        wrong = 'missing' if value is None else f'not text but {type(value).__name__}'
-        raise DataError(f'{what} is {wrong}')
+        raise DataError(f'{what} is missing' if value is None else
+                        f'{what} is not text but {type(value).__name__}')
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -113,11 +111,11 @@ def parsed(place, row, parse, *arguments):
         raise
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
             RecursionError) as error:
-        # a parser does not check the fields that it uses
-        fields = f' among {", ".join(map(str, row)):.200}' if isinstance(row, dict) else ''
-        message = str(error) if isinstance(error, DataError) else (
-            'not the fields of its format: '
-            + (f'there is no {error}' if isinstance(error, KeyError) else repr(error)) + fields)
+        message = str(error)
+        if not isinstance(error, DataError):    # a parser does not check the fields that it uses
+            reason = f'there is no {error}' if isinstance(error, KeyError) else repr(error)
+            fields = f' among {", ".join(map(str, row)):.200}' if isinstance(row, dict) else ''
+            message = f'not the fields of its format: {reason}{fields}'
         message = escape_controls(message.encode('utf-8', 'backslashreplace').decode())
         message = shorten(message.removeprefix(f'{place}: '), 800)      # it may quote the row
         return DataError(f'{place}: {message}')

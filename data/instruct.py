@@ -1,5 +1,4 @@
-"""Load conversations to train on: Alpaca, OpenHermes 2.5, Tulu 3, OASST1, any file of `messages`.
-"""
+"""Load conversations to train on."""
 
 import math
 
@@ -18,11 +17,8 @@ PATTERNS = ('data/train-*.parquet', 'data/train_sft-*.parquet', 'train_sft-*.par
 
 
 def first_turns(rows, answers='best'):
-    """Yield (place, row) pairs; replace OASST1's messages by the first turns of their trees.
-
-    These come after the last row, as {'messages': [prompt, answer]}: in English, with the `answers`
-    'best' (by rank, else the first in the file) or 'all'.
-    """
+    """Yield (place, row) pairs, at last for OASST1's messages {'messages': [prompt, answer]} in
+    English of each tree, with the `answers` 'best' (by rank, else the first) or 'all'."""
     prompts, replies = {}, {}
 
     def add(message, place):
@@ -51,12 +47,9 @@ def first_turns(rows, answers='best'):
 
 def load_conversations(source, tokenizer, *, template, max_length, add_bos, revision=None,
                        answers='best', train_on_inputs=False, **options):
-    """Return Sequences of the conversations in `source`: a file, a folder or a hub dataset.
-
-    Conversations are truncated to max_length tokens; a row without a supervised token left is bad.
-    answers: see `first_turns`; train_on_inputs: supervise every token but BOS; options: of
-    `tokenize_once`
-    """
+    """Return Sequences of the conversations in a file, a folder or a hub dataset, truncated to
+    max_length tokens; answers: see `first_turns`; train_on_inputs: supervise every token but BOS;
+    options: of `tokenize_once`."""
     files = fetch_training(source, PATTERNS, revision)
 
     def encode(row, place):
@@ -95,9 +88,8 @@ def load_conversations(source, tokenizer, *, template, max_length, add_bos, revi
         if model_chat.drops_thoughts(chat):
             print('note: the chat template leaves the thoughts of earlier answers out; the loss is '
                   'on what it shows')
-    settings = {'template': chat.digest,
-                'max_length': max_length, 'add_bos': add_bos, 'answers': answers,
-                'train_on_inputs': train_on_inputs}
+    settings = {'template': chat.digest, 'max_length': max_length, 'add_bos': add_bos,
+                'answers': answers, 'train_on_inputs': train_on_inputs}
     sequences = tokenize_once(files, encode, tokenizer, settings, **options,
                               read=lambda *source: first_turns(training_rows(*source), answers))
     if full := int((sequences.lengths == max_length).sum()):

@@ -29,13 +29,12 @@ def parse_rows(rows, parse, on_bad_row):
     seen = collections.Counter()
     results = (parsed(place, row, parse, place, len(items) + len(bad)) for place, row in rows)
     for item in without_bad(results, on_bad_row, bad):
-        if item is None:
-            continue
-        seen[item.id] += 1
-        while seen[item.id] > 1:
-            item.id = f'{item.id}#{seen[item.id]}'
+        if item is not None:
             seen[item.id] += 1
-        items.append(item)
+            while seen[item.id] > 1:
+                item.id = f'{item.id}#{seen[item.id]}'
+                seen[item.id] += 1
+            items.append(item)
     return items, bad
 
 
@@ -54,5 +53,5 @@ def draw(items, limit, seed):
         # the first item of every subject comes before the second of any
         counts[language, subject] += 1
         queues[language].append((counts[language, subject], rank(subject), i))
-    chosen = [sorted(queue)[:limit] for queue in queues.values()]
-    return [items[i] for i in sorted(i for queue in chosen for _, _, i in queue)]
+    chosen = (i for queue in queues.values() for _, _, i in sorted(queue)[:limit])
+    return [items[i] for i in sorted(chosen)]

@@ -1,8 +1,7 @@
 """Find what is supervised in the text of a model's own chat template, and hold its contents apart.
 
-The template is rendered a second time with marks around the contents. Where that changes nothing
-else, the marks show where each answer stands; a template that computes with contents, or shows
-calls of tools, is rendered up to each answer instead.
+The template is rendered a second time with marks around the contents. Where that changes something
+else, or calls of tools are shown, it is rendered up to each answer instead.
 """
 
 import collections
@@ -21,23 +20,20 @@ EDGE = '\ufdd3'     # a noncharacter of Unicode around a content that is no answ
 def marked(chat, text, messages, hidden, tools, ask):
     """Return the text of messages with BEGIN and END around the answers that are trained.
 
-    chat: a data.chat.Chat; hidden: its messages without names of control tokens; ask: see there
-    Raises DataError for a content that would become a part of a control token.
+    hidden: the messages without names of control tokens. Raises DataError for a content that would
+    become a part of a control token.
     """
     edged = chat.render([*map(with_edges, hidden)], tools, ask)
     shown, safe = (collections.Counter(chat.control.findall(x)) for x in (text, edged))
     if shown - safe:
         raise DataError(f'a message would become a part of the control token '
-                        f'{min(shown - safe)!r} in the chat template; change its beginning or its '
-                        f'end')
-    if BEGIN in text:       # the template has {% generation %}
-        return trained_only(text, messages)
+                        f'{min(shown - safe)!r} in the chat template; change its beginning or end')
+    if ask or BEGIN in text:        # no loss, or a template with {% generation %}
+        return text if ask else trained_only(text, messages)
     answers = [message for message in messages if message['role'] == 'assistant']
     finder = AnswerFinder(chat, text)
     if without(BEGIN + END + EDGE, edged) == text and edged.count(BEGIN) == len(answers):
         spans = finder.by_contents(edged)
-    elif ask:
-        return text
     else:
         spans = finder.by_prefixes(hidden, tools)
     for (start, end), message in reversed([*zip(spans, answers, strict=True)]):
@@ -47,10 +43,8 @@ def marked(chat, text, messages, hidden, tools, ask):
 
 
 def with_edges(message):
-    """Return a message with BEGIN and END around its text if it is an answer, else EDGE twice.
-
-    Thoughts before the text stay outside, since templates leave them out of earlier answers.
-    """
+    """Return a message with BEGIN and END around its text if it is an answer, else EDGE twice;
+    thoughts stay outside, since templates leave them out of earlier answers."""
     content = message.get('content')
     if not isinstance(content, str) or not content.strip():
         return message
@@ -72,8 +66,7 @@ def drops_thoughts(chat):
 
 @functools.lru_cache(16)
 def around_answers(chat):
-    """Return (what a prompt shows after the user's message, whether a control token ends answers).
-    """
+    """Return (what a prompt shows after the user's message, whether control tokens end answers)."""
     asked, prompt = (chat.render(dialogue(QUESTION), ask=ask) for ask in (False, True))
     after = chat.render(dialogue('x', QUESTION)).rpartition(QUESTION)[2]
     return (prompt.removeprefix(asked) if prompt.startswith(asked) else '',
@@ -111,10 +104,8 @@ class AnswerFinder:
         return sorted(cuts - {0}, reverse=True)
 
     def start(self, low, high):
-        """Return where an answer begins whose content begins at `high`; low: end of the last one.
-
-        That is after `opening`, or after the part of it that stands there.
-        """
+        """Return where an answer begins, after `opening` or the part of it that stands there; low:
+        end of the last content, high: begin of its own."""
         for cut in self.cuts():
             at = self.text.rfind(self.opening[:cut], low, high)
             if at >= 0:
@@ -122,23 +113,16 @@ class AnswerFinder:
         return low + len(self.text[low:high].rstrip())
 
     def end(self, low, high):
-        """Return where the turn of an answer ends: after the first control token from `low` on.
-
-        In a template that ends no answer with a token that is where the next turn begins, so only
-        for a model that stops there. Without such a token before `high` the turn ends at `low`.
-        """
+        """Return where the turn of an answer ends: after the first control token before `high`,
+        else at `low`. If no token ends answers, that is the next turn's, where few models stop."""
         name = self.chat.control.search(self.text, low, high)
         tokenizer = self.chat.tokenizer
-        ends = name and (self.ends_answers
-                         or tokenizer.control_ids[name[0]] in tokenizer.end_ids)
+        ends = name and (self.ends_answers or tokenizer.control_ids[name[0]] in tokenizer.end_ids)
         return name.end() if ends else low
 
     def by_prefixes(self, messages, tools):
-        """Return the answers by rendering the beginnings of the conversation.
-
-        Where a later turn changes how an answer is shown, such as one without its thoughts, its end
-        is that of its turn in the text.
-        """
+        """Return the answers by rendering the beginnings of the conversation. Where a later turn
+        changes how an answer is shown, its end is that of its turn in the text."""
         text, spans = self.text, []
         for i, message in enumerate(messages):
             if message['role'] == 'assistant':
@@ -157,7 +141,6 @@ class AnswerFinder:
                 end = ends[-1] if ends else same
                 if same < len(whole):
                     name = self.chat.control.search(text, same)
-                    end = max(name.start() if name else len(text),
-                              self.end(same, len(text)))
+                    end = max(name.start() if name else len(text), self.end(same, len(text)))
                 spans.append((len(start), end))
         return spans

@@ -1,7 +1,4 @@
-"""Pack the documents of a training step into rows of equal length.
-
-Token i of a row sees token j when j <= i < ends[j] (see model.py).
-"""
+"""Pack the documents of a training step into rows of equal length."""
 
 import math
 from collections import Counter
@@ -25,28 +22,18 @@ def first_fit(lengths, row_length):
 
 @dataclass
 class Packed:
-    """The rows of a step, int64 [R, T]: R rows of T tokens; see `device.micro_batches`.
-
-    tokens     padding is 0
-    positions  of each token in its sequence, from 0
-    ends       token i of a row sees token j when j <= i < ends[j]; padding sees itself alone
-    targets    the next token of the same sequence if its loss mask is set, else IGNORE
-    owner      index of the sequence, -1 for padding
-    """
-    tokens: np.ndarray
-    positions: np.ndarray
-    ends: np.ndarray
-    targets: np.ndarray
-    owner: np.ndarray
+    """The rows of a step, int64 [R, T]: R rows of T tokens; see `device.micro_batches`."""
+    tokens: np.ndarray      # padding is 0
+    positions: np.ndarray   # of each token in its sequence, from 0
+    ends: np.ndarray        # token i sees token j when j <= i < ends[j]; padding sees itself alone
+    targets: np.ndarray     # the next token of the sequence if its loss mask is set, else IGNORE
+    owner: np.ndarray       # index of the sequence, -1 for padding
 
 
 def pack(sequences, row_length, multiple=1, groups=None):
-    """Pack (tokens, loss mask) pairs into rows; return a Packed.
-
-    multiple: rows of padding make the number of rows a multiple of this
-    groups:   int [n], the group of each sequence, from 0; the sequences of a group, such as a
-              preference pair, share a row. Raises ValueError for a group that is longer than a row
-    """
+    """Pack (tokens, loss mask) pairs into a multiple of `multiple` rows; return a Packed. Sequences
+    of equal `groups`, int [n] from 0, such as a preference pair, share a row. Raises ValueError for
+    a group that is longer than a row."""
     groups = np.arange(len(sequences)) if groups is None else np.asarray(groups)
     lengths = np.bincount(groups, [len(tokens) for tokens, _ in sequences]).astype(np.int64)
     if lengths.max() > row_length:
@@ -81,10 +68,8 @@ def sequence_weights(packed):
 
 def split_groups(groups, size, seed):
     """Return the indices of at most `size` sequences, drawn by the seed, and those of the others.
-
-    groups: int64 [n]. A group is not divided; one that is larger than what is left of `size` is
-    passed over.
-    """
+    A group of `groups`, int64 [n], is not divided; one larger than the rest of `size` is passed
+    over."""
     order = default_rng(seed).permutation(len(groups))
     sizes, chosen = Counter(groups.tolist()), []
     for group in dict.fromkeys(groups[order].tolist()):

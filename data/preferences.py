@@ -4,9 +4,6 @@ One sequence of the cache is a prompt and all its answers, the best first:
 
     tokens      prompt, answer 0, answer 1, ...
     loss mask   0 in the prompt, k + 1 in answer k; TIED is added if it is as good as answer k - 1
-
-So a prompt is stored, and computed, once (`to_tree`). Only the last turn is an answer; earlier
-turns of the assistant belong to the prompt. Rows without a preference are left out and counted.
 """
 
 import itertools
@@ -106,15 +103,14 @@ def _pair(row):
             raise DataError(f'the last turn of "{side}" is not an answer of the assistant that is '
                             f'trained')
         if others := last.keys() - {'role', 'content', 'train'}:
-            raise DataError(f'the answer in "{side}" has the field "{min(others)}", which is not '
-                            f'compared; write it into the content, or remove it')
+            raise DataError(f'"{min(others)}" of the answer in "{side}" is not compared; write it '
+                            f'into the content, or remove it')
     if not before:
         raise DataError('"chosen" and "rejected" without "prompt" must be dialogues of '
                         '"\\n\\nHuman: " and "\\n\\nAssistant: "')
     # scores only tell a tie: they can be those of a judge that did not choose
-    tied = any(name in row and row[name] == row.get(name.replace('chosen', 'rejected'))
-               for name in ('score_chosen', 'chosen_score', 'rating_chosen', 'chosen_rating',
-                            'chosen-rating'))
+    tied = any(key in row and row[key] == row.get(key.replace('chosen', 'rejected')) for key in (
+        'score_chosen', 'chosen_score', 'rating_chosen', 'chosen_rating', 'chosen-rating'))
     return before, [chosen[-1]['content'], rejected[-1]['content']], [1, int(tied)]
 
 
@@ -152,6 +148,12 @@ def _gpt4llm(row):
     return prompt, *([answer[key] for answer in answers] for key in ('response', 'score'))
 
 
+def _two(question, first, second, better, middle):
+    return {(question, first, second, better): lambda row: (
+        read_turns(row[question], f'the {question}', 'user'), [row[first], row[second]],
+        [middle, row[better]])}
+
+
 # {fields: row -> (prompt, answers, scores)}; the first whose fields a row has
 FORMATS = {
     ('prompt', 'responses', 'scores'): lambda row: (        # and HelpSteer2, by `join_answers`
@@ -167,15 +169,10 @@ FORMATS = {
         [-x['rank'] for x in as_rows(row['answers'])]),
     ('user_input', 'responses_and_scores'): _gpt4llm,
     ('user_input', 'completion_a', 'completion_b'): _gpt4llm,       # as it was published before
-    ('context', 'response1', 'response2', 'overall_preference'): lambda row: (      # HelpSteer3
-        read_turns(row['context'], 'context', 'user'), [row['response1'], row['response2']],
-        [0, row['overall_preference']]),        # -3 to 3; negative: response1 is better
-    ('prompt', 'response_1', 'response_2', 'preference_strength'): lambda row: (    # HelpSteer2
-        read_turns(row['prompt'], 'the prompt', 'user'), [row['response_1'], row['response_2']],
-        [0, row['preference_strength']]),       # as above
-    ('prompt', 'response_0', 'response_1', 'better_response_id'): lambda row: (     # PKU-SafeRLHF
-        read_turns(row['prompt'], 'the prompt', 'user'), [row['response_0'], row['response_1']],
-        [0.5, row['better_response_id']]),      # 0 or 1
+    # HelpSteer3 and HelpSteer2: -3 to 3, negative if the first is better; PKU-SafeRLHF: 0 or 1
+    **_two('context', 'response1', 'response2', 'overall_preference', 0),
+    **_two('prompt', 'response_1', 'response_2', 'preference_strength', 0),
+    **_two('prompt', 'response_0', 'response_1', 'better_response_id', 0.5),
     ('conversations', 'chosen', 'rejected'): _pair,     # ShareGPT
     ('prompt', 'chosen', 'rejected'): _pair,            # UltraFeedback and Tulu 3
     ('instruction', 'chosen', 'rejected'): _pair,       # Alpaca's fields, with `input`
@@ -212,10 +209,9 @@ def load_preferences(source, tokenizer, *, template, max_length, pack_len, add_b
                      **options):
     """Return the Sequences of the rankings in `source`, a file, a folder or a hub dataset.
 
-    max_length: tokens of the prompt with any one answer; longer answers are left out, not cut,
-                since a cut answer has lost its end
+    max_length: tokens of the prompt with any one answer; longer answers are left out, not cut
     pack_len:   tokens of the prompt with all its answers, which share a row
-    options:    those of `tokenize_once`; the other arguments are those of `encode_conversation`
+    options:    those of `tokenize_once`
     """
     files = fetch_training(source, PREFERENCE_PATTERNS, revision)
 
@@ -236,16 +232,14 @@ def load_preferences(source, tokenizer, *, template, max_length, pack_len, add_b
 
 
 def scored_answers(ranking):
-    """Return [(answer, score)] of a Ranking: each different answer once, with its best score.
-
-    Empty answers are left out. Raises DataError.
-    """
+    """Return [(answer, score)] of a Ranking: each different answer once, with its best score, but
+    no empty one. Raises DataError."""
     answers, scores = ranking.answers, ranking.scores
     if not isinstance(answers, list) or not isinstance(scores, list) or (
             len(answers) != len(scores)
             or not all(isinstance(score, (int, float)) and score == score for score in scores)):
-        raise DataError(f'wanted a list of answers and a list with the score of each, a number, '
-                        f'got {answers!r:.60} and {scores!r:.60}')
+        raise DataError(f'wanted lists of answers and of their scores, numbers, got '
+                        f'{answers!r:.60} and {scores!r:.60}')
     if not ranking.prompt or ranking.prompt[-1]['role'] != 'user':
         raise DataError('the last turn of the prompt is not the user\'s')
     best = {}

@@ -1,8 +1,5 @@
-"""Texts whose tokens are scored: one at a random position, or the first of each entity.
-
-These are causal language modeling (`clm`) and fact generation (`facts`) of Zhu et al. 2023, 'On the
-Calibration of Large Language Models and Alignment'.
-"""
+"""Texts whose tokens are scored: one at a random position (`clm`), or the first of each entity
+(`facts`), of Zhu et al. 2023, 'On the Calibration of Large Language Models and Alignment'."""
 
 import functools
 import hashlib
@@ -45,26 +42,23 @@ class Text:
 
 
 def load_texts(name, cfg):
-    """Return questions.Loaded with the texts of 'clm', 'clm:path' or 'facts:path'.
-
-    Raises ConfigError for a setting that texts do not have, DataError.
-    """
+    """Return questions.Loaded with the texts of 'clm', 'clm:path' or 'facts:path'; raises
+    DataError, and ConfigError for a setting that texts do not have."""
     kind, _, path = name.partition(':')
     for key, defaults in (('chat', ('auto', 'none')), ('languages', (('all',),))):
         if getattr(cfg, key) not in defaults:
             raise ConfigError(f'{key} = {getattr(cfg, key)}: {kind} scores tokens of all its '
                               f'texts; evaluate it without --{key} into another --out_dir')
-    patterns = PATTERNS[kind]
     if not path and kind == 'facts':
         raise DataError('facts: no folder or file given; use --tasks=facts:folder-or-file, with '
                         'the format of T-REx or JSONL of {text, spans}')
-    if not path:
-        path, patterns = WIKITEXT, patterns[:1]
-    rows = (row for file in fetch(path, patterns, cfg.data_revision) for row in _rows(file))
+    patterns = PATTERNS[kind] if path else PATTERNS[kind][:1]
+    files = fetch(path or WIKITEXT, patterns, cfg.data_revision)
+    rows = (row for file in files for row in _rows(file))
     texts, bad = parse_rows(rows, functools.partial(_to_text, kind), cfg.on_bad_row)
     if not texts:
-        raise DataError(f'{path} has no texts' + ' of four words or more' * (kind == 'clm')
-                        + f' ({len(bad)} bad rows)')
+        raise DataError(f'{path or WIKITEXT} has no texts' + ' of four words or more' * (
+            kind == 'clm') + f' ({len(bad)} bad rows)')
     return Loaded(draw(texts, cfg.limit, cfg.seed), {}, bad, len(texts))
 
 
@@ -100,32 +94,6 @@ def _to_text(kind, row, place, number):
     return Text(id, text, sorted({tuple(span) for span in spans}), place, language)
 
 
-def tokenize_texts(kind, texts, tokenizer, *, add_bos, max_length, instruct=False, seed=0):
-    """Yield (Text, Tree or DataError); clm scores a random token, facts each entity's first token.
-
-    A text is truncated to `max_length` tokens. An entity, with the space before it, is left out if
-    it begins inside a token.
-    """
-    lead = f'{INSTRUCTIONS[kind]} ' if instruct else ''
-    bos = [tokenizer.bos_id] if add_bos else []
-    first = len(bos) + len(tokenizer.encode(lead.rstrip())) if lead else len(bos) + 1
-    for text in texts:
-        ids = (bos + tokenizer.encode(lead + text.text))[:max_length]
-        if kind == 'clm':
-            missing = f'{len(ids)} tokens leave none to predict'
-            digest = hashlib.blake2b(text.text.encode(), digest_size=8).digest()
-            rng = np.random.default_rng([seed, int.from_bytes(digest, 'little')])
-            scored = {int(rng.integers(first, len(ids)))} if first < len(ids) else set()
-        else:
-            missing = 'no entity begins at a token boundary with text before it'
-            before = [(lead + text.text[:begin]).removesuffix(' ') for begin, _ in text.spans]
-            heads = [bos + tokenizer.encode(part) if part else bos for part in before]
-            scored = {len(head) for head in heads
-                      if first <= len(head) < len(ids) and ids[:len(head)] == head}
-        yield text, Tree((), ids[:max(scored) + 1], scored=sorted(scored)) if scored else (
-            DataError(f'{text.place}: {missing}'))
-
-
 class TextTask(Task):
     """Texts whose tokens are scored; a sample says whether the top token is the next one."""
     unit = 'texts'
@@ -135,8 +103,27 @@ class TextTask(Task):
     read = staticmethod(load_texts)
 
     def tokenize(self, tokenizer, cfg):
-        return tokenize_texts(self.label, self.items, tokenizer, instruct=cfg.instruct,
-                              seed=cfg.seed, add_bos=cfg.add_bos, max_length=cfg.max_length)
+        """Yield (Text, Tree or DataError) of each text, cut to cfg.max_length tokens; clm scores a
+        random token, facts the first of each entity that begins, with the space before it, at a
+        token border."""
+        lead = f'{INSTRUCTIONS[self.label]} ' if cfg.instruct else ''
+        bos = [tokenizer.bos_id] if cfg.add_bos else []
+        first = len(bos) + len(tokenizer.encode(lead.rstrip())) if lead else len(bos) + 1
+        for text in self.items:
+            ids = (bos + tokenizer.encode(lead + text.text))[:cfg.max_length]
+            if self.label == 'clm':
+                missing = f'{len(ids)} tokens leave none to predict'
+                digest = hashlib.blake2b(text.text.encode(), digest_size=8).digest()
+                rng = np.random.default_rng([cfg.seed, int.from_bytes(digest, 'little')])
+                scored = {int(rng.integers(first, len(ids)))} if first < len(ids) else set()
+            else:
+                missing = 'no entity begins at a token boundary with text before it'
+                before = [(lead + text.text[:begin]).removesuffix(' ') for begin, _ in text.spans]
+                heads = [bos + tokenizer.encode(part) if part else bos for part in before]
+                scored = {len(head) for head in heads
+                          if first <= len(head) < len(ids) and ids[:len(head)] == head}
+            yield text, Tree((), ids[:max(scored) + 1], scored=sorted(scored)) if scored else (
+                DataError(f'{text.place}: {missing}'))
 
     def as_text(self, text):
         return [(text.text, [])]

@@ -1,9 +1,7 @@
 """Prompts: the text of a question, what precedes it, and the options to score.
 
-PROMPT_FORMATS is the table of `--prompt_format`. `mmlu` asks every task as MMLU does: a header that
-names the subject, solved questions ('shots'), then the question; options are scored as letters
-(` A` after `Answer:`) or as their full text. `harness` asks each task as lm-evaluation-harness 0.4
-does, by a function `harness_...` that `benchmarks.BENCHMARKS` names, and `own` by the prompt there.
+PROMPT_FORMATS is the table of `--prompt_format`: `mmlu` asks every task as MMLU does, `harness` as
+lm-evaluation-harness 0.4 does, and `own` by the prompt in `benchmarks.BENCHMARKS`.
 """
 
 import functools
@@ -46,11 +44,8 @@ class Prompt(NamedTuple):
 # ---- The format of MMLU, for every task ----------------------------------------------------------
 
 def mmlu(item, benchmark, scoring, native):
-    """Return the Prompt of an Item in MMLU's format.
-
-    scoring: 'letters' or 'text'; 'auto' means 'letters'
-    native:  whether header and `Answer:` are in the item's language, as the benchmark publishes
-    """
+    """Return the Prompt of an Item in MMLU's format; scoring: 'letters' (or 'auto') or 'text';
+    native: header and `Answer:` are the benchmark's own."""
     header, answer = (benchmark.native if native else english_words)(item)
     question, choices = item.question.strip(), [choice.strip() for choice in item.choices]
     if scoring == 'text':
@@ -64,11 +59,8 @@ CONTENT_FREE = 'N/A', '[MASK]', ''
 
 
 def content_free(item, prompt, make_prompt):
-    """Return the Prompts of an Item whose question is one of CONTENT_FREE.
-
-    Where letters or other words that are the same for every question are scored, the choices are
-    replaced as well. Raises DataError for a Prompt that the question alone does not change.
-    """
+    """Return the Prompts of an Item whose question is one of CONTENT_FREE, and its choices too
+    where the scored words are not theirs. Raises DataError for a Prompt without the question."""
     def blank(text):
         without = make_prompt(replace(item, question=text, choices=[text] * len(item.choices)))
         return (without if without.options == prompt.options else
@@ -83,9 +75,8 @@ def content_free(item, prompt, make_prompt):
 
 PROMPT_FORMATS = {
     'mmlu': mmlu,
-    'harness': lambda item, benchmark, scoring, native: benchmark.harness(item),
-    'own': lambda item, benchmark, scoring, native: benchmark.prompt(item),
-}
+    'harness': lambda item, benchmark, *_: benchmark.harness(item),
+    'own': lambda item, benchmark, *_: benchmark.prompt(item)}
 
 
 def proposing(context, proposal):
@@ -109,7 +100,7 @@ def check_prompt_format(task, benchmark, cfg):
                         f'out --scoring')
     if cfg.header == 'native' and (cfg.prompt_format != 'mmlu' or benchmark.native is None):
         raise DataError(f'--header=native: {name} has no header of its own in the format '
-                        f'{cfg.prompt_format}; mmlu_prox, mmlu_prox_lite and cmmlu have, in mmlu')
+                        f'{cfg.prompt_format}; mmlu_prox and cmmlu have, in mmlu')
 
 
 def english_words(item):
@@ -156,10 +147,8 @@ OF_THE_OTHERS = re.compile(
 
 
 def names_options(choices):
-    """Return the first choice that names options: its own letter, 'Both A and B', 'All of these'.
-
-    None if there is none. In another order of the choices, such a choice says something else.
-    """
+    """Return the first choice that says something else in another order, or None: that names its
+    letter, 'Both A and B' or 'All of these'."""
     letters = LETTERS[:len(choices)]
     if all(re.match(rf'\W*{letter}\s?[.):\]：、．）]', choice, re.IGNORECASE)
            for letter, choice in zip(letters, choices)):
@@ -194,7 +183,7 @@ harness_mmlu = functools.partial(harness_letters, words=english_words)
 harness_cmmlu = functools.partial(harness_letters, words=cmmlu_words)
 harness_boolq = functools.partial(harness_text, text='{}\nAnswer:')
 harness_question = functools.partial(harness_text, text='Question: {}\nAnswer:')   # ARC and PIQA
-# six questions and answers that are the same for all come first
+# after six questions and answers that are the same for all
 harness_truthfulqa = functools.partial(harness_text, text=WORDING['truthfulqa'] + '\n\nQ: {}\nA:')
 
 

@@ -10,9 +10,8 @@ from runtime import rooms
 def load_answers(name, tokenizer, *, max_length, add_bos, revision=None, **options):
     """Return Sequences of a task's solved questions, with a loss on the letter of the answer only.
 
-    name: as in --tasks, see `solved_files`; 'p_ik:folder' are the questions of written/p_ik.py. The
-    tokens are those of an evaluation with prompt_format 'mmlu' and 0 shots. options: of
-    `tokenize_once`
+    name: as in --tasks; 'p_ik:folder' are the questions of written/p_ik.py. The tokens are those of
+    an evaluation with prompt_format 'mmlu' and 0 shots. options: of `tokenize_once`
     """
     task = name.partition(':')[0]
     encoder = OptionEncoder(tokenizer, add_bos, 'none')

@@ -35,7 +35,7 @@ class Question:
     ending: str = ''            # follows each option; if given, only this is scored (WinoGrande)
     digest: str = ''            # hash of question and choices, independent of the prompt format
     unordered: str = ''         # the same with the choices in any order
-    names_options: str = ''     # with permute, a choice that names options; see `names_options`
+    names_options: str = ''     # with permute, see `prompts.names_options`
     by: str = ''                # 'level 3': the field of --group_by, and its value
     orders: dict = field(default_factory=dict)  # {cyclic order of the options: Prompt}
     content_free: list = field(default_factory=list)    # its Prompts for contextual calibration
@@ -52,15 +52,14 @@ class Question:
     @property
     def parts(self):
         """Return the questions to score: of each other prompt, or one per option with an ending."""
-        if self.prompts:
-            return [replace(self, context=prompt.context, options=prompt.options, prompts=[],
-                            ending='') for prompt in self.prompts]
-        if not self.ending:
+        pairs = [(prompt.context, prompt.options) for prompt in self.prompts]
+        if not pairs and not self.ending:
             return [self]
-        texts = [self.context + option for option in self.options]
-        # as in lm-evaluation-harness, white space before the ending is scored with it
-        return [replace(self, context=text.rstrip(), ending='',
-                        options=[text[len(text.rstrip()):] + self.ending]) for text in texts]
+        for text in [] if pairs else [self.context + option for option in self.options]:
+            # as in lm-evaluation-harness, white space before the ending is scored with it
+            pairs.append((text.rstrip(), [text[len(text.rstrip()):] + self.ending]))
+        return [replace(self, context=context, options=options, prompts=[], ending='')
+                for context, options in pairs]
 
     @property
     def group(self):
@@ -78,16 +77,13 @@ class Loaded(NamedTuple):
     """What a task reads from its files, the same for every kind of task."""
     items: list             # of Question, WrittenQuestion or Text, those of the split 'test' first
     shots: dict             # group of an item -> solved questions
-    bad_rows: list          # messages of the bad rows, which are left out
+    bad_rows: list          # messages of those left out
     total: int              # number of items of the split 'test' before `limit`
 
 
 def load_task(name, cfg):
-    """Return the Loaded questions of a name in --tasks, see `_find`; raises DataError.
-
-    cfg: an EvalConfig. The first shots of each subject are used. A validation split that does not
-    exist has no questions.
-    """
+    """Return the Loaded questions of a name in --tasks, with the first shots of each subject, for
+    an EvalConfig; raises DataError."""
     task, benchmark, source = _find(name)
     check_prompt_format(task, benchmark, cfg)
     is_file = os.path.isfile(source)
@@ -97,13 +93,11 @@ def load_task(name, cfg):
     if cfg.shots and is_file:
         raise DataError(f'{cfg.shots} shots wanted, but {source} is one file: give a folder that '
                         f'also holds {" or ".join(benchmark.shots)}, or --shots=0')
-    by_split, bad = _read_splits(task, benchmark, source, cfg)
-    questions = by_split['test']
-    validation = by_split['validation']
+    (questions, solved, validation), bad = _read_splits(task, benchmark, source, cfg)
     shots = {}
     for question in validation:
         question.split = 'validation'
-    for question in by_split['shots']:
+    for question in solved:
         shots.setdefault(question.group, []).append(question)
     if not questions:
         raise DataError(f'{source} has no questions ({len(bad)} bad rows'
@@ -121,9 +115,8 @@ def load_task(name, cfg):
             raise DataError(f'{source}: {n} solved questions about {group[1]!r}, {cfg.shots} '
                             f'wanted; --shots={n} would fit')
     shots = {group: solved[:cfg.shots] for group, solved in shots.items()}
-    shown = sum(q.unordered in [shot.unordered for shot in shots.get(q.group, ())]
-                for q in questions)
-    if shown:
+    if shown := sum(q.unordered in [shot.unordered for shot in shots.get(q.group, ())]
+                    for q in questions):
         print(f'{name}: {shown} questions are also among their shots, which give the answer away; '
               f'keep the files of the two apart')
     if naming := [q for q in questions if q.names_options]:
@@ -134,10 +127,7 @@ def load_task(name, cfg):
 
 
 def _read_splits(task, benchmark, source, cfg):
-    """Return {'test', 'shots', 'validation': Questions} and the messages of bad rows.
-
-    A split that `cfg` does not ask for is empty. Bad rows of the validation split are not counted.
-    """
+    """Return the Questions [of 'test', 'shots', 'validation'] and bad rows of the first two."""
     plain = replace(cfg, permute=None, contextual=False, group_by='')
 
     def read(job):
@@ -162,12 +152,11 @@ def _read_splits(task, benchmark, source, cfg):
         bad += messages if split != 'validation' else []
         keys |= keys_of_job
     check_keys(keys, benchmark)
-    return by_split, bad
+    return by_split.values(), bad
 
 
 def _find(name):
-    """Return (task, Benchmark, its file, folder or hub dataset) of 'task', 'task:path' or 'path'.
-    """
+    """Return (task, Benchmark, file, folder or hub dataset) of 'task', 'task:path' or 'path'."""
     task, _, path = name.partition(':')
     if task in BENCHMARKS:
         return task, BENCHMARKS[task], os.path.expanduser(path) or BENCHMARKS[task].hub
@@ -178,18 +167,18 @@ def _find(name):
 def require_task(name, known):
     """Raise DataError unless `name` is one of the tasks `known`, a file or a folder."""
     if name not in known and not os.path.exists(os.path.expanduser(name)):
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f'did you mean {near[0]!r}? The' if near else 'the'
-        raise DataError(f'no task, file or folder {name!r}; {hint} tasks are {", ".join(known)}, '
-                        f'each also as task:folder')
+        raise DataError(f'no task, file or folder {name!r}{_near(name, known)}The tasks are '
+                        f'{", ".join(known)}, each also as task:folder')
+
+
+def _near(name, known):
+    near = difflib.get_close_matches(name, known, 1)
+    return f'; did you mean {near[0]!r}? ' if near else '. '
 
 
 def solved_files(name, revision=None):
-    """Return (files of the shots of a task in every language, to_questions, read) for training.
-
-    to_questions(row, place) returns [the Question in the format `mmlu`, by letters]. read(files,
-    left_out) yields the (place, row) pairs, and raises DataError as `check_keys`.
-    """
+    """Return (files of the shots of a task, (row, place) -> [Question in the format `mmlu`], `read`
+    of `tokenize_once`, which raises DataError as `check_keys`) for training."""
     task, benchmark, source = _find(name)
     if not benchmark.shots:
         raise DataError(f'{task} has no solved questions for training')
@@ -224,8 +213,8 @@ def fetch_split(source, patterns, split, revision):
 def _files_of(benchmark, source, split, language, revision):
     """Return the files of a split in a language; [] for a validation split that does not exist."""
     patterns, folder = _patterns(benchmark, split, language), Path(source)
-    if split == 'validation' and (
-            not patterns or folder.exists() and not matches(folder, *patterns)):
+    if split == 'validation' and not (
+            patterns and (not folder.exists() or matches(folder, *patterns))):
         return []
     files = fetch_split(source, patterns, split, revision)
     if benchmark is GENERIC and split == 'test':    # its patterns match the other splits too
@@ -264,30 +253,25 @@ def _languages(benchmark, source, task, wanted):
 def of_languages(questions, wanted, source):
     """Return the Questions in the languages `wanted`; raise DataError for one that none is in."""
     _require_languages(wanted, {question.language for question in questions} - {''}, source)
-    return [question for question in questions
-            if 'all' in wanted or question.language in wanted]
+    return [q for q in questions if 'all' in wanted or q.language in wanted]
 
 
 def _require_languages(wanted, known, source):
     for language in {*wanted} - {*known, 'all'}:
-        near = difflib.get_close_matches(language, sorted(known), 1)
-        raise DataError(f'{source} has no language {language!r}; ' + (
-            (f'did you mean {near[0]!r}? It' if near else 'it') + f' has {", ".join(sorted(known))}'
-            if known else 'its rows have no field "language"; leave out --languages'))
+        there = (f'{_near(language, sorted(known))}It has {", ".join(sorted(known))}' if known else
+                 '; its rows have no field "language"; leave out --languages')
+        raise DataError(f'{source} has no language {language!r}{there}')
 
 
 def _to_question(row, place, number, benchmark, cfg, language='', keys=None):
-    """Return the Question of a raw row, in the format and with the variants of an EvalConfig.
-
-    keys: see `note_key`
-    """
+    """Return the Question of a raw row for an EvalConfig; keys: see `note_key`."""
     item = benchmark.row(row)
     if keys is not None:
         note_key(keys, place, item)
     text, choices, answer = parse_row(row, lambda row: item)
     fields = row if isinstance(row, dict) else {}
-    id = str(next((fields[key] for key in ('id', 'ind', 'sample_id', 'question_id', 'idx', 'qID')
-                   if fields.get(key) is not None), number))
+    ids = map(fields.get, ('id', 'ind', 'sample_id', 'question_id', 'idx', 'qID'))
+    id = str(next((id for id in ids if id is not None), number))
     subject = str(fields.get('subject') or fields.get('category')
                   or _file_subject(place, benchmark) or benchmark.subject)
     category = str(fields.get('subject_category') or CATEGORY.get(subject, ''))
@@ -310,14 +294,13 @@ def _to_question(row, place, number, benchmark, cfg, language='', keys=None):
     for shift in range(1, min(cfg.permute or 0, n_options)):
         order = tuple((i + shift) % n_options for i in range(n_options))
         orders[order] = make_prompt(replace(item, choices=[choices[i] for i in order]))
+    stripped = sorted(choice.strip() for choice in choices)
     return Question(
         id, prompt.context, prompt.options, answer, subject, prompt.header, category, language,
-        duplicate_options=len({choice.strip() for choice in choices}) < len(choices),
-        place=place, ending=prompt.ending, digest=text_digest(text, choices),
-        unordered=text_digest(text.strip(), sorted(choice.strip() for choice in choices))
-        if cfg.shots else '',
+        duplicate_options=len({*stripped}) < n_options, place=place, ending=prompt.ending,
+        digest=text_digest(text, choices), by=f'{by} {fields[by]}' if by else '', orders=orders,
+        unordered=text_digest(text.strip(), stripped) if cfg.shots else '',
         names_options=(names_options(choices) or '') if cfg.permute else '',
-        by=f'{by} {fields[by]}' if by else '', orders=orders,
         content_free=content_free(item, prompt, make_prompt) if cfg.contextual else [])
 
 
@@ -334,19 +317,16 @@ def _file_subject(place, benchmark):
 def parse_row(row, to_row=generic_row):
     """Return (question, choices, index of the answer) of a raw row; raises DataError."""
     question, choices, answer, labels = to_row(row)
-    hint = ('a file in the schema of a benchmark is read as benchmark:file, for example '
-            '--tasks=arc_easy:FILE')
-    fields = f' among the fields {", ".join(map(str, row))}' if isinstance(row, dict) else ''
-    if not question or not require_text(question, 'the question').strip():
-        raise DataError(f'no question{fields}; {hint}')
-    if choices is None:
-        raise DataError(f'no choices{fields}; wanted a list "choices" or "options", or columns '
-                        f'A, B, ..., or option_a, option_b, ...; {hint}')
+    hint = '; a file in the schema of a benchmark is read as --tasks=arc_easy:FILE'
+    missing = ('question' if not question or not require_text(question, 'the question').strip()
+               else 'choices' if choices is None else 'answer' if answer is None else '')
+    if missing:
+        fields = f' among the fields {", ".join(map(str, row))}' if isinstance(row, dict) else ''
+        raise DataError(f'no {missing}{fields}; wanted question, answer and a list "choices" or '
+                        f'"options", or columns A, B, ..., or option_a, option_b, ...{hint}')
     if not isinstance(choices, (list, tuple)) or not 2 <= len(choices) <= len(LETTERS):
         raise DataError(f'a question needs 2 to {len(LETTERS)} choices in a list, not '
-                        f'{choices!r:.60}; {hint}')
-    if answer is None:
-        raise DataError(f'no answer{fields}; {hint}')
+                        f'{choices!r:.60}{hint}')
     # NaN is how pandas writes null
     choices = [str(x) if isinstance(x, (int, float)) and x == x else x for x in choices]
     for choice, letter in zip(choices, LETTERS):
@@ -378,35 +358,27 @@ def _number(answer):
 # ---- One way to name answers in a file -----------------------------------------------------------
 
 def note_key(keys, place, row):
-    """Note in `keys`, {file: {kind: place of the first}}, how a Row names its answer.
-
-    The kinds are 'letter', 'zero', 'number' and 'beyond', a number that is no index from 0 but
-    could be one from 1. A Row with labels of its own says itself what it means.
-    """
-    if row.labels != LETTERS or not isinstance(row.choices, (list, tuple)):
-        return
-    number = _number(row.answer)
-    if number is not None and number >= 0:
-        kind = {0: 'zero', len(row.choices): 'beyond'}.get(number, 'number')
-    elif isinstance(row.answer, str) and re.fullmatch(r'\s*[A-Za-z]\s*', row.answer):
-        kind = 'letter'
-    else:
-        return
-    keys.setdefault(place.rpartition(':')[0], {}).setdefault(kind, place)
+    """Note in `keys`, {file: {kind: place of the first}}, how a Row without own labels names its
+    answer: 'letter', 'zero', 'number', or 'beyond', which is no index from 0 but one from 1."""
+    if row.labels == LETTERS and isinstance(row.choices, (list, tuple)):
+        number = _number(row.answer)
+        kind = 'letter' if re.fullmatch(r'\s*[A-Za-z]\s*', str(row.answer)) else ''
+        if number is not None and number >= 0:
+            kind = {0: 'zero', len(row.choices): 'beyond'}.get(number, 'number')
+        if kind:
+            keys.setdefault(place.rpartition(':')[0], {}).setdefault(kind, place)
 
 
 def check_keys(keys, benchmark):
-    """Raise DataError for files of `note_key` whose answers could be read in two ways.
-
-    A benchmark is known to count from 0. In own files that is known if any answer is 0.
-    """
+    """Raise DataError for files of `note_key` whose answers could be read in two ways. Benchmarks
+    count from 0; own files do if any answer is 0."""
     either = ('a number may count from 0 or from 1; write letters, or the index from 0 as '
               '"answer_index"')
     for kinds in keys.values():
-        numbers = [kinds[kind] for kind in ('zero', 'number', 'beyond') if kind in kinds]
-        if 'letter' in kinds and numbers:
-            raise DataError(f'{numbers[0]}: the answer is a number, that of {kinds["letter"]} is '
-                            f'a letter; {either}')
+        if 'letter' in kinds and len(kinds) > 1:
+            number = next(kinds[kind] for kind in ('zero', 'number', 'beyond') if kind in kinds)
+            raise DataError(f'{number}: the answer is a number, that of {kinds["letter"]} is a '
+                            f'letter; {either}')
         if 'beyond' in kinds and 'zero' not in kinds:
             raise DataError(f'{kinds["beyond"]}: the answer is the number of options, and none in '
                             f'this file is 0; {either}')

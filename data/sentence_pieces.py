@@ -23,27 +23,24 @@ USER_DEFINED = re.compile(rb'\x0a(?=(.[^\x15]*)\x15.{4}\x18\x04)', re.DOTALL)
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A tokenizer from a sentencepiece file.
-
-    The files beside it can add control tokens, name EOS, and say that no BOS is added.
-    """
+    """A tokenizer from a sentencepiece file, whose neighbors can add control tokens, name EOS, and
+    say that no BOS is added."""
 
     def __init__(self, path):
         folder = Path(path).parent
         settings, added = settings_beside(folder), added_beside(folder)
-        # A serialized piece is: name, 0x15 and a float score, 0x18 and its type. Change type 4
-        # (user-defined) to 3 (control), which sentencepiece never finds in text.
+        # change the type 4 (user-defined) to 3 (control), which sentencepiece never finds in text
         names = {token['content'].encode() for token in added.values() if token['special']}
         raw = re.sub(
             rb'(\x0a.([^\x0a\x15]+)\x15.{4}\x18)\x04', lambda piece: piece[1] + (
                 b'\x03' if piece[2] in names or GEMMA_CONTROLS.fullmatch(piece[2]) else b'\x04'),
             Path(path).read_bytes(), flags=re.DOTALL)
         try:
-            model = sentencepiece.SentencePieceProcessor(model_proto=raw)
+            self.model = model = sentencepiece.SentencePieceProcessor(model_proto=raw)
         except RuntimeError as error:
             raise DataError(f'{path}: neither a tiktoken nor a sentencepiece file: {error}'
                             ) from error
-        self.model, self.n_pieces = model, model.get_piece_size()
+        self.n_pieces = model.get_piece_size()
         added = {i: token for i, token in added.items() if i >= self.n_pieces}
         controls = {model.id_to_piece(i): i for i in range(self.n_pieces) if model.is_control(i)}
         controls |= {token['content']: i for i, token in added.items()}
@@ -71,12 +68,9 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def sentencepiece_json(tokenizer):
-    """Return the content of a tokenizer.json for a sentencepiece tokenizer.model.
-
-    None for a model that is not BPE, that normalizes text, or whose control tokens are partly in
-    other files. The space that some models put before any text stands at the beginning and after
-    BOS, but not beside another control token.
-    """
+    """Return the content of a tokenizer.json for a sentencepiece tokenizer.model; None if it is not
+    BPE, normalizes text, or has control tokens in other files. The space that some models put
+    before any text stands at the beginning and after BOS, but not beside another control token."""
     model, prefix = tokenizer.model, SPACE if tokenizer.leads_with_space else ''
     pieces = [model.id_to_piece(i) for i in range(tokenizer.n_pieces)]
     marked = {match[1] for match in USER_DEFINED.finditer(model.serialized_model_proto())}

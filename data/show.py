@@ -10,10 +10,9 @@ from runtime import rooms
 from runtime.errors import DataError
 
 HELP = """\
-A task is read from its dataset on the hub, or from a folder as task:folder. In both, the first
-pattern with a match is used. task:file reads one file, with --shots=0. The files of `test` are
-scored. The files of `shots` are read unless --shots=0. The files of `validation`, if there are any,
-are read for --fit_temperature.
+A task is read from its dataset on the hub, or from a folder as task:folder: the first pattern with
+a match. task:file reads one file, with --shots=0. The files of `test` are scored, those of `shots`
+read unless --shots=0, those of `validation`, if there are any, for --fit_temperature.
 """
 
 
@@ -21,10 +20,10 @@ def show_tasks(tasks, tokenizer, cfg):
     """Return the text of --show: the first cfg.show prompts of each Task as the model reads them;
     without a tokenizer the prompts as plain text, with all shots."""
     lines, variants = [], []
-    for task in tasks.values():     # those that need no scores
+    for task in tasks.values():
         unscored = dict.fromkeys((task.sample_key(item)[1:] for item in task.tested), {})
         variants += [task.variant(name, unscored, None) for name in task.variants(cfg)
-                     if name in ('permuted', 'contextual')]
+                     if name in ('permuted', 'contextual')]     # which need no scores
     for task in (*tasks.values(), *variants):
         part = replace(task, items=task.tested[:cfg.show])
         lines.append(f'{task.label}: {len(part.items)} of {len(task.tested):,} {task.unit}')

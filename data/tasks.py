@@ -1,9 +1,4 @@
-"""Kinds of tasks: what each asks, how it becomes token trees, and what its samples hold.
-
-A kind is a class: questions with options are here, all others in the rooms of runtime/rooms.py.
-evaluate.py calls `load`, `collect`, `variants`, `variant` and `describe` of each task and does not
-ask for its kind.
-"""
+"""Kinds of tasks: questions with options; all others are in the rooms of runtime/rooms.py."""
 
 import hashlib
 import itertools
@@ -26,6 +21,7 @@ TASKS = *BENCHMARKS, *rooms.TASKS
 VARIANTS = {'permute': 'permuted', 'p_true': 'p_true', 'contextual': 'contextual'}
 # the settings that ask for results besides those of a task itself
 MORE_RESULTS = *VARIANTS, 'p_ik', 'verbalized'
+OPTIONS = "options other than a judge's"
 BLOCKS = 8          # at most, of questions of a language per process; each repeats the shots once
 BLOCK_LENGTH = 8    # questions, at least, where a process has several blocks
 
@@ -60,13 +56,11 @@ def check_names(names):
         require_task(kind or path, TASKS)
         if not label or labels.count(label) > 1:
             raise ConfigError(f'tasks = {names}: {name!r} would be called {label!r} in the '
-                              f'results; rename a file so that each task has a name of its own, or '
-                              f'evaluate one of them with another --out_dir')
+                              f'results; rename it, or evaluate it with another --out_dir')
 
 
 def with_shots(cfg):
-    """Return `cfg` with shots = None replaced: files of questions have no solved ones beside them.
-    """
+    """Return `cfg` with a number of shots: 0 for files, which have no solved questions beside."""
     files = (os.path.isfile(os.path.expanduser(split_name(name)[1])) for name in cfg.tasks)
     return cfg if cfg.shots is not None else replace(cfg, shots=0 if all(files) else 5)
 
@@ -81,13 +75,11 @@ def check_settings(tasks, cfg):
     """Raise ConfigError for a setting that asks for something that no task has."""
     for key in MORE_RESULTS:
         if getattr(cfg, key) and not any(key in task.settings for task in tasks):
-            missing = ("options other than a judge's" if key in OptionTask.settings
-                       else 'written answers')
+            missing = OPTIONS if key in OptionTask.settings else 'written answers'
             raise ConfigError(f'{key} = {getattr(cfg, key)}: tasks = {cfg.tasks} have no '
                               f'{missing}; leave it out')
     if cfg.group_by and not all('permute' in task.settings for task in tasks):
-        raise ConfigError(f"group_by = {cfg.group_by!r} needs tasks with options other than a "
-                          f"judge's; leave it out")
+        raise ConfigError(f'group_by = {cfg.group_by!r} needs tasks with {OPTIONS}; leave it out')
 
 
 # ---- What all kinds share ------------------------------------------------------------------------
@@ -121,8 +113,7 @@ class Task:
 
     @classmethod
     def load(cls, name, cfg):
-        """Return the task `name` of --tasks, by `read` of its kind; raises ConfigError, DataError.
-        """
+        """Return the task `name` of --tasks; raises as `read` of its kind."""
         return cls(task_label(name), task_source(name), *cls.read(name, cfg))
 
     @property
@@ -142,21 +133,15 @@ class Task:
         return len({*map(self.sample_key, self.items)} & {key for key, _ in done})
 
     def counts(self, prompts):
-        """Return the numbers for `describe`, a Counter; those of all shares add up.
-
-        prompts: of the scored items, as `collect` returns them
-        """
-        scored, tested = {key for key, _ in prompts}, self.tested
-        duplicate = [item for item in tested if getattr(item, 'duplicate_options', False)]
-        return Counter(items=len(tested), total=self.total, duplicate_options=sum(
-            self.sample_key(item) in scored for item in duplicate))
+        """Return the numbers for `describe`, which add up over shares; prompts: of `collect`."""
+        scored = {key for key, _ in prompts}
+        return Counter(items=len(self.tested), total=self.total, duplicate_options=sum(
+            self.sample_key(item) in scored for item in self.tested
+            if getattr(item, 'duplicate_options', False)))
 
     def share(self, rank, n):
-        """Return the Task of process `rank` of n: blocks of questions are dealt out in turn.
-
-        A block has consecutive questions of a language, which share their shots, and about as many
-        characters as any other.
-        """
+        """Return the Task of process `rank` of n: blocks of questions are dealt out in turn, each
+        of a language, which shares its shots, and about as many characters as any other."""
         if n == 1:
             return self
         blocks = []
@@ -170,22 +155,17 @@ class Task:
             starts = [0, *np.flatnonzero(np.diff(numbers)) + 1, len(group)]
             blocks += [group[a:b] for a, b in itertools.pairwise(starts)]
         items = [item for block in blocks[rank::n] for item in block]
-        share = replace(self, items=items, bad_rows=[])
-        share.total = len(share.tested)
-        if rank == 0:       # has what is counted once
-            share.total += self.total - len(self.tested)
-            share.bad_rows = self.bad_rows
+        share = replace(self, items=items, bad_rows=self.bad_rows * (rank == 0))
+        # the first process has what is counted once
+        share.total = len(share.tested) + (self.total - len(self.tested)) * (rank == 0)
         return share
 
     def check(self, tokenizer, cfg):
         """Raise DataError for a prompt that the chat template refuses."""
 
     def collect(self, scorer, writer):
-        """Score the items without a sample, append their samples; return (prompts, bad rows).
-
-        scorer:  a Scorer (scoring.py), which runs the model; writer: a SampleWriter
-        prompts: {(sample_key, prompt)} of every item of the task, scored now or earlier
-        """
+        """Score the items without a sample, by a Scorer, and append their samples to a
+        SampleWriter; return ({(sample_key, prompt)} of all items, bad rows)."""
         unscored, prompts = {}, set()
         bad_rows = [*self.bad_rows]
 
@@ -224,10 +204,8 @@ class Task:
         return [VARIANTS[key] for key in self.settings if getattr(cfg, key)]
 
     def changed(self, kind, name, scored, ask, shots, **fields):
-        """Return the variant `name` of this task, a Task of the class `kind` with these `fields`.
-
-        Its questions are ask(question, sample) of `scored`, {(split, language, id): sample}.
-        """
+        """Return the variant `name` of this task, of the class `kind` with these `fields`: the
+        questions ask(question, sample) of `scored`, {(split, language, id): sample}."""
         items = [ask(item, scored[key]) for item in self.items
                  if (key := self.sample_key(item)[1:]) in scored]
         task = kind(f'{self.label}.{name}', self.source, items, shots, [], self.total, **fields)
@@ -280,16 +258,14 @@ class OptionTask(Task):
 
     def tokenize(self, tokenizer, cfg):
         """Yield (question, Tree or DataError) of each of `items`."""
-        return tokenize_questions(self.items, self.shots, tokenizer, add_bos=cfg.add_bos,
-                                  max_length=cfg.max_length, chat=cfg.chat,
-                                  multiturn=cfg.multiturn,
-                                  header_as_system=cfg.prompt_format == 'harness')
+        return tokenize_questions(
+            self.items, self.shots, tokenizer, add_bos=cfg.add_bos, max_length=cfg.max_length,
+            chat=cfg.chat, multiturn=cfg.multiturn, header_as_system=cfg.prompt_format == 'harness')
 
     def as_text(self, question):
         """Return (context, options) pairs of a question as plain text, with all shots."""
-        before = question.header + ''.join(
-            shot.solved for shot in self.shots.get(question.group, []))
-        return [(before + part.context, part.options) for part in question.parts]
+        shots = ''.join(shot.solved for shot in self.shots.get(question.group, []))
+        return [(question.header + shots + part.context, part.options) for part in question.parts]
 
     def samples(self, tokenizer, question, tree, numbers, values):
         return [sample_fields(question, tree.shots)

@@ -1,8 +1,7 @@
 """Chat templates: Jinja sources, rendered as transformers renders them.
 
-`model` is the template that the files of a tokenizer bring. The others are data/chat_templates/:
-they are for base models, have {% generation %} around what is supervised, and may begin with a
-comment that names the control tokens they need.
+`model` is that of the tokenizer's files. The others, in data/chat_templates/, are for base models,
+and have {% generation %} around what is supervised.
 """
 
 import functools
@@ -40,10 +39,10 @@ def _source(name):
 
 
 def missing_tokens(name, tokenizer):
-    """Return the control tokens that a template of ours needs and a tokenizer lacks."""
-    needed = re.match(r'{#- needs (.*?) -?#}', _source(name))
-    return [token for token in needed[1].split() if token not in tokenizer.control_ids
-            ] if needed else []
+    """Return the control tokens that a template of ours names in its first line and that a
+    tokenizer lacks."""
+    needed = re.match(r'(?:{#- needs (.*?) -?#})?', _source(name))[1] or ''
+    return [token for token in needed.split() if token not in tokenizer.control_ids]
 
 
 def template_names(name, tokenizer, add_bos):
@@ -69,8 +68,7 @@ def compile_template(source):
         def parse(self, parser):
             line = next(parser.stream).lineno
             body = parser.parse_statements(('name:endgeneration',), drop_needle=True)
-            call = jinja2.nodes.CallBlock(self.call_method('mark'), [], [], body)
-            return call.set_lineno(line)
+            return jinja2.nodes.CallBlock(self.call_method('mark'), [], [], body).set_lineno(line)
 
         def mark(self, caller):
             return BEGIN + caller() + END
@@ -78,13 +76,9 @@ def compile_template(source):
     def raise_exception(message):
         raise jinja2.TemplateError(message)
 
-    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
-                          sort_keys=sort_keys)
-
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, 'jinja2.ext.loopcontrols'])
-    environment.filters['tojson'] = tojson
+    environment.filters['tojson'] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals |= {'raise_exception': raise_exception,
                             'strftime_now': lambda form: datetime.now().strftime(form)}
     try:

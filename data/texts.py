@@ -12,8 +12,8 @@ TEXT_PATTERNS = ('data/train-*.parquet', '*.parquet', '*.jsonl', '*.jsonl.gz', '
 def load_text(source, tokenizer, *, max_length, add_bos, revision=None, **options):
     """Return Sequences of the documents in `source`, with a loss on every token but BOS.
 
-    EOS ends each document. A document longer than max_length tokens becomes several sequences that
-    each begin with BOS. A last sequence of EOS alone is dropped. options: of `tokenize_once`
+    EOS ends each document. One longer than max_length tokens becomes several sequences that each
+    begin with BOS, of which a last one of EOS alone is dropped. options: of `tokenize_once`
     """
     files = fetch_training(source, TEXT_PATTERNS, revision)
     bos = [tokenizer.bos_id] if add_bos else []

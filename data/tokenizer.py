@@ -21,35 +21,25 @@ FILES = ('tokenizer.model', 'original/tokenizer.model', 'tokenizer.model.v*', 's
 
 
 class Tokenizer:
-    """What both kinds of tokenizers share.
-
-    control_ids: {name: id} of tokens that no text produces
-    bos_id:      None if the tokenizer adds no BOS
-    eos_id:      the token that ends a text; end_ids: those that end an answer
-    n_vocab:     above every id
-    strips:      {id of a control token: (before it, after it)}, whether white space disappears
-    fresh_after: ids after which a text is encoded as at its beginning
-    fingerprint: a hash of the file and of what the files beside it say
-    special_names: {'bos_token': name, ...} and chat_templates, see there, for chat templates
-    """
+    """What both kinds of tokenizers share. `load_tokenizer` adds end_ids, those that end an answer;
+    fingerprint, a hash of all its files; special_names, {'bos_token': name}; chat_templates."""
 
     def __init__(self, control_ids, bos_id, eos_id, n_vocab, strips, leads_with_space):
-        self.control_ids = control_ids
-        self.bos_id = bos_id
-        self.eos_id = eos_id
+        self.control_ids = control_ids      # {name: id} of tokens that no text produces
+        self.bos_id = bos_id                # None if the tokenizer adds no BOS
+        self.eos_id = eos_id                # the token that ends a text
+        self.n_vocab = n_vocab              # above every id
+        # {id of a control token: (before it, after it)}, whether white space disappears
         self.strips = {i: sides for i, sides in strips.items() if any(sides)}
-        self.n_vocab, self.fresh_after = n_vocab, frozenset()
+        self.fresh_after = frozenset()      # ids after which a text is encoded as at its beginning
         # Llama 2's and Mistral's models put a space before any text. A continuation must not have
         # it, so it is encoded after a newline, which never merges with what follows.
         self.leads_with_space = leads_with_space
         self._newline = self._encode('\n') if leads_with_space else []
 
     def encode(self, text, start=True):
-        """Return the ids of plain text, without BOS.
-
-        start: True if the text stands alone or follows BOS: Llama 2's and Mistral's models then put
-               a space before it. False if it continues text that was encoded before.
-        """
+        """Return the ids of plain text, without BOS; start: whether it stands alone or follows BOS,
+        where Llama 2's and Mistral's models put a space, or continues an encoded text."""
         if start or not self._newline:
             return self._encode(text)
         ids = self._encode('\n' + text)
@@ -82,15 +72,15 @@ class LibraryTokenizer(Tokenizer):
     """A tokenizer of the `tokenizers` library: any tokenizer.json, and what byte_pairs.py builds.
 
     Its ids are those of AutoTokenizer, except that names of special tokens in a text are text. BOS
-    is what the post-processor puts first. BOS and EOS are control tokens even if the file does not
-    mark them as special; a special token that ordinary merges produce too, such as a word, is none.
+    and EOS are control tokens in any case, but no special token that ordinary merges produce too.
     """
 
     def __init__(self, library, eos, path):
         from tokenizers import AddedToken
         # its threads gain nothing for one text at a time, and would not survive a fork
         os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
-        self.library, self.path = library, path
+        self.library = library
+        self.path = path
         library.no_truncation()
         library.no_padding()
         library.encode_special_tokens = True
@@ -116,8 +106,7 @@ class LibraryTokenizer(Tokenizer):
                  if i in self._encode(f'{name} a{name}\n{name}')}
         if words & ends:
             raise DataError(f'{path}: the text {min(words & ends)!r} would become the token that '
-                            f'begins or ends a text; if the hub repository has a tokenizer.model '
-                            f'or spiece.model, download it')
+                            f'begins or ends a text; download tokenizer.model or spiece.model')
         controls = {name: controls[name] for name in controls.keys() - words}
         super().__init__(
             {name: i for name, (i, _) in sorted(controls.items(), key=lambda item: item[1][0])},
@@ -148,8 +137,7 @@ def special_tokens(library):
 
 @contextlib.contextmanager
 def library_errors(path):
-    """Raise a DataError that names `path` for an error of the tokenizers library in a `with` block.
-    """
+    """Raise a DataError that names `path` for an error of the tokenizers library in its block."""
     try:
         yield
     except BaseException as error:
@@ -172,14 +160,14 @@ def load_tokenizer(folder):
     path, raw = files[0], files[0].read_bytes()
     if not raw:
         raise DataError(f'{path} is empty; download it again')
-    if path.name == 'tokenizer.json':
-        with library_errors(path):
-            library = tokenizers.Tokenizer.from_file(str(path))
+    if path.name in ('tokenizer.json', 'vocab.json'):
+        if path.name == 'vocab.json':
+            library = rooms.load('byte pairs').from_merges(path)
+            raw += (folder / 'merges.txt').read_bytes()
+        else:
+            with library_errors(path):
+                library = tokenizers.Tokenizer.from_file(str(path))
         tokenizer = LibraryTokenizer(library, _eos(folder, library), path)
-    elif path.name == 'vocab.json':
-        library = rooms.load('byte pairs').from_merges(path)
-        tokenizer = LibraryTokenizer(library, _eos(folder, library), path)
-        raw += (folder / 'merges.txt').read_bytes()
     elif path.name == 'tekken.json':
         tokenizer = LibraryTokenizer(*rooms.load('byte pairs').from_tekken(path), path)
     elif re.match(rb'[A-Za-z0-9+/]+=* \d+\r?\n', raw):
@@ -198,11 +186,11 @@ def load_tokenizer(folder):
 def _eos(folder, library):
     """Return the name of EOS that tokenizer_config.json or config.json says, or None."""
     name = settings_beside(folder).get('eos_token')
-    if library.token_to_id(name or '') is None:
-        i = read_beside(folder, 'config.json').get('eos_token_id')
-        i = i[0] if i and isinstance(i, list) else i
-        name = library.id_to_token(i) if type(i) is int and i >= 0 else None
-    return name
+    if library.token_to_id(name or '') is not None:
+        return name
+    i = read_beside(folder, 'config.json').get('eos_token_id')
+    i = i[0] if i and isinstance(i, list) else i
+    return library.id_to_token(i) if type(i) is int and i >= 0 else None
 
 
 def read_beside(folder, name):
@@ -232,11 +220,11 @@ def chat_templates(folder):
         return {'default': path.read_text(encoding='utf-8')} | {
             other.stem: other.read_text(encoding='utf-8') for other in others}
     for name in ('chat_template.json', 'tokenizer_config.json'):
-        found = read_beside(folder, name).get('chat_template')
-        if isinstance(found, list):
-            found = {part['name']: part['template'] for part in found}
-        if found:
-            return found if isinstance(found, dict) else {'default': found}
+        templates = read_beside(folder, name).get('chat_template')
+        if isinstance(templates, list):
+            templates = {part['name']: part['template'] for part in templates}
+        if templates:
+            return templates if isinstance(templates, dict) else {'default': templates}
     return {}
 
 
@@ -251,11 +239,9 @@ def generation_ends(folder):
 
 
 def load_model_tokenizer(folder, config):
-    """Return the tokenizer of a model folder; CheckpointError if the model has fewer tokens.
-
-    Its end_ids have those of config.json as well. Control tokens at the end of the vocabulary for
-    which the model has no row, such as the image token of Gemma 3 1B, are left out.
-    """
+    """Return the tokenizer of a model folder, with the end_ids of config.json as well and without
+    last control tokens that the model has no row for, such as the image token of Gemma 3 1B. Raises
+    CheckpointError if the model has fewer tokens."""
     tokenizer, size = load_tokenizer(folder), config.vocab_size
     ends = getattr(config, 'eos_token_id', None)
     tokenizer.end_ids |= {*ends} if isinstance(ends, list) else {ends} - {None}

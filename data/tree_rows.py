@@ -1,7 +1,4 @@
-"""Pack token trees, the questions of an evaluation with their options, into rows.
-
-Token i of a row sees token j when j <= i < ends[j] (see model.py).
-"""
+"""Pack token trees, the questions of an evaluation with their options, into rows of model.py."""
 
 import hashlib
 import itertools
@@ -15,15 +12,12 @@ from data.packing import round_up
 
 @dataclass
 class Tree:
-    """A prompt and its continuations: the tokens of option k from index starts[k] on are scored.
-
-    A tree without continuations is a text, whose tokens at the indices `scored` are scored.
-    """
+    """A prompt and its continuations, the options, or none for a text."""
     prefix: tuple[int, ...]     # shared with other trees: BOS, header and shots
     prompt: list[int]           # shared by the continuations: the question
     continuations: list[list[int]] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)     # one per continuation
-    scored: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)     # of each option: index of its first token
+    scored: list[int] = field(default_factory=list)     # indices of the scored tokens of a text
     shots: int = 0
 
     @property
@@ -37,10 +31,8 @@ class Tree:
         return [len(ids) - start for ids, start in zip(self.sequences, self.starts, strict=True)]
 
     def sums(self, numbers, values):
-        """Return the summed log-probability of each option, float64 [K].
-
-        numbers: int [M], the option of each scored token; values: [M, 1], its log-probability
-        """
+        """Return the summed log-probability of each option, float64 [K], from `numbers`, int [M],
+        the option of each scored token, and `values` [M, 1], its log-probability."""
         return np.bincount(numbers, values[:, 0], len(self.continuations))
 
     @property
@@ -61,11 +53,8 @@ class Tree:
 
 
 class PackedRow:
-    """A packed row of trees that is being filled.
-
-    scored: per scored token (tree, option or index in Tree.scored, index in the row of the token
-            before it, which predicts it, the token itself)
-    """
+    """A packed row of trees that is being filled. scored: per scored token (tree, option or index
+    in Tree.scored, index in the row of the token before it, which predicts it, the token)."""
 
     def __init__(self):
         self.tokens = []
@@ -117,17 +106,14 @@ def prompt_trees(prompts):
 
 
 def pack_prompts(prompts, numbers):
-    """Return a PackedRow of the prompts at the indices `numbers`; {number: indices of its tokens}.
-    """
+    """Return a PackedRow of the prompts at the indices `numbers`, {number: indices of tokens}."""
     row, trees = PackedRow(), prompt_trees([prompts[i] for i in numbers])
     return row, {i: row.add(i, tree, ()) for i, tree in zip(numbers, trees)}
 
 
 def pack_trees(trees, row_length):
-    """Yield (arrays, scored) of packed rows, see `PackedRow.padded`, from (index, Tree) pairs.
-
-    The row of a longer tree is a multiple of row_length.
-    """
+    """Yield (arrays, scored) of packed rows, see `PackedRow.padded`, from (index, Tree) pairs; the
+    row of a longer tree is a multiple of row_length."""
     row = PackedRow()
     for index, tree in trees:
         branches = tree.branches
@@ -151,11 +137,8 @@ def pack_alone(trees):
 
 
 def stack_rows(rows, batch_rows, trim):
-    """Yield (arrays [3, B, T], scored with indices into B * T) of up to `batch_rows` equal rows.
-
-    Trailing tokens that no score needs are dropped; T is rounded up to a multiple of `trim`. With
-    trim = 0 all tokens stay.
-    """
+    """Yield (arrays [3, B, T], scored with indices into B * T) of up to `batch_rows` equal rows,
+    without trailing tokens that no score needs; T is a multiple of `trim`; 0: all tokens stay."""
     for _, group in itertools.groupby(rows, key=lambda row: row[0].shape):
         while batch := list(itertools.islice(group, batch_rows)):
             arrays = np.stack([arrays for arrays, _ in batch], 1)
@@ -171,8 +154,8 @@ def stack_answers(trees, start, eos, pack_len, deterministic=False):
     """Yield (arguments of Seq2Seq in families/t5.py, scored as in `stack_rows`) of (index, Tree).
 
     The encoder reads a prompt and `eos`; the options follow `start` in one row of the decoder. A
-    batch has about `pack_len` tokens of the encoder, fewer for prompts of more than 1,024 tokens,
-    whose attention takes memory by the square; if deterministic, one tree.
+    batch has about `pack_len` tokens of the encoder, fewer for prompts of more than 1,024, whose
+    attention takes memory by the square; if deterministic, one tree.
     """
     batch = []
     for index, tree in trees:

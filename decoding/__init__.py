@@ -1,5 +1,5 @@
-"""What decoding needs, and the tasks whose answers are written.
+"""Answers that a model writes, to many prompts at once.
 
 How a token is drawn, the cache of keys and values, the slots of the sequences decoded at once, and
-the loop, answers.py; the forward pass is model.py's. written_tasks.py lets evaluate.py use it.
+the loop, answers.py; the forward pass is model.py's.
 """

@@ -1,10 +1,8 @@
 """Generate answers to many prompts at once: the loop over steps, and what ends an answer.
 
-Prompts are packed into rows, which hold a common beginning once; their keys and values go to the
-slots of a cache (slots.py). Then each step computes one token of every running answer. An answer
-that has ended makes room for the next prompt at once. Each token is drawn with a random number that
-depends only on the seed, the prompt, the number of the answer and the index of the token, so an
-answer does not depend on the others.
+Prompts are packed into rows, whose keys and values go to the slots of a cache (slots.py). Then each
+step computes one token of every running answer, and one that ends makes room for the next. Random
+numbers depend only on the seed, the prompt, the number of the answer and the index of the token.
 """
 
 import functools
@@ -28,17 +26,14 @@ class Answer:
     sample_log_probs: list = field(default_factory=list)    # of what the token was drawn from
     entropies: list = field(default_factory=list)   # of the model's distribution
     # why it ended: 'end' by a token of stop_ids, 'stop' by a stop string, 'max_tokens' or 'context'
-    # where it was cut off
     reason: str = ''
     text: str = ''              # when it has ended: without that token, up to the stop string
-    # for the loop: the answers to this prompt that were drawn before, the tokens of the prompt, the
-    # most tokens of the answer, its slot in the cache, and the number of its tokens launched on the
-    # device, which is ahead of `tokens`
-    n_drawn: int = 0
-    n_prompt: int = 0
-    limit: int = 0
-    slot: int = -1
-    n_launched: int = 1
+    # for the loop
+    n_drawn: int = 0            # answers to this prompt that were drawn before
+    n_prompt: int = 0           # tokens of the prompt
+    limit: int = 0              # most tokens of the answer
+    slot: int = -1              # in the cache
+    n_launched: int = 1         # tokens launched on the device, which is ahead of `tokens`
 
     @property
     def truncated(self):
@@ -58,12 +53,11 @@ def generate(model, prompts, sampling, tokenizer=None, stop_ids=(), repeats=None
 def stream(model, prompts, sampling, tokenizer=None, stop_ids=(), repeats=None):
     """Yield the Answer to which a token was added, after each token; its `reason` ends it.
 
-    prompts:   lists of token ids
-    repeats:   of each prompt the number of equal ones before it, so that they get other answers;
-               None: answers to equal prompts are equal
-    sampling:  a Sampling
+    prompts:   lists of token ids; sampling: a Sampling
     tokenizer: for the text of answers and for stop strings; None: only tokens
     stop_ids:  tokens that end an answer
+    repeats:   of each prompt the number of equal ones before it, so that they get other answers;
+               None: answers to equal prompts are equal
     Raises DataError for a prompt that does not fit, ConfigError for stop strings without a
     tokenizer, FloatingPointError(index of the prompt) for logits that are not finite.
     """
@@ -98,25 +92,20 @@ def stream(model, prompts, sampling, tokenizer=None, stop_ids=(), repeats=None):
                 launched.append((active, batch.step(active)))
             while len(launched) > bool(active):
                 answers, copy = launched.popleft()
-                for answer, values in zip(answers, copy.values().tolist()):
+                for answer, (token, log_p, log_q, entropy) in zip(answers, copy.values().tolist()):
                     if answer.reason:       # it ended when this step had been launched
                         continue
-                    add(answer, *values)
+                    if not math.isfinite(log_p + log_q + entropy):
+                        raise FloatingPointError(answer.prompt)
+                    answer.tokens.append(int(token))
+                    answer.log_probs.append(log_p)
+                    answer.sample_log_probs.append(log_q)
+                    answer.entropies.append(entropy)
                     answer.reason = why_ended(answer, sampling, tokenizer, stop_ids, may_stop)
                     if answer.reason:
                         slots[answer.slot] = None
                         answer.text = text(answer, sampling.stop, tokenizer) if tokenizer else ''
                     yield answer
-
-
-def add(answer, token, log_p, log_q, entropy):
-    """Append what `draw` returned for one token."""
-    if not math.isfinite(log_p + log_q + entropy):
-        raise FloatingPointError(answer.prompt)
-    answer.tokens.append(int(token))
-    answer.log_probs.append(log_p)
-    answer.sample_log_probs.append(log_q)
-    answer.entropies.append(entropy)
 
 
 def why_ended(answer, sampling, tokenizer, stop_ids, may_stop):

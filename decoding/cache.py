@@ -1,10 +1,4 @@
-"""The cache of keys and values, and the masks that use it; attention.py explains masks.
-
-| mask        | computed by                                                     |
-|-------------|-----------------------------------------------------------------|
-| PrefillMask | a mask of attention.py; stores keys and values in the Cache      |
-| DecodeMask  | a Triton kernel on CUDA, else torch: one new token per sequence  |
-"""
+"""The cache of keys and values, and the masks that use it; attention.py explains masks."""
 
 import torch
 from torch import Tensor
@@ -19,8 +13,8 @@ from speed.masks import CAUSAL
 class Cache:
     """Keys and values of one layer, [slots, H_kv, size, hd]; a slot belongs to one sequence.
 
-    The token at position p is stored at index p % size of its slot, so a slot holds the last `size`
-    tokens. Their order does not matter, since keys are rotated before they are stored.
+    The token at position p is stored at index p % size of its slot, which holds the last `size`
+    tokens, in any order, since keys are rotated before they are stored.
     """
 
     def __init__(self, slots: int, heads: int, size: int, head_dim: int, like: Tensor,
@@ -53,10 +47,7 @@ class PrefillMask:
 
 class DecodeMask:
     """One new token per sequence, in slots[b] at positions[b]: store its key and value, attend.
-
-    longest: a number above all positions, at which reading the cache ends
-    kernel: use the kernel on CUDA, if it stands for the explicit mask
-    """
+    longest: above all positions; kernel: use it on CUDA, if it stands for the explicit mask."""
 
     def __init__(self, cache: Cache, slots: Tensor, positions: Tensor, longest: int,
                  kernel: bool = True):

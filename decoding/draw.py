@@ -1,7 +1,4 @@
-"""Draw tokens from logits, with a random number for each token of each answer.
-
-On a GPU two Triton kernels read the logits once; elsewhere torch does the same.
-"""
+"""Draw tokens from logits: on a GPU by two Triton kernels, elsewhere by torch."""
 
 import hashlib
 import math
@@ -14,11 +11,8 @@ from speed.kernels import available, tl, triton
 
 
 def lowest_logits(logits, sampling):
-    """Return the lowest logit [B] that may be drawn; tokens with an equal logit may be, too.
-
-    The rules apply one after the other, as in transformers: temperature, top_k, top_p (Holtzman et
-    al. 2020), min_p (arXiv 2407.01082).
-    """
+    """Return the lowest logit [B] that may be drawn. The rules apply one after the other, as in
+    transformers: temperature, top_k, top_p (Holtzman et al. 2020), min_p (arXiv 2407.01082)."""
     lowest = logits.new_full(logits.shape[:1], -torch.inf)
     if sampling.top_k:
         lowest = logits.topk(min(sampling.top_k, logits.shape[1])).values[:, -1]
@@ -95,11 +89,8 @@ if triton is not None:
     @triton.jit
     def _summarize(logit_ptr, lowest_ptr, sum_ptr, V, n_vocab, inverse, GREEDY: tl.constexpr,
                    BLOCK: tl.constexpr):
-        """Per block: maximum m, sums of e = exp(z - m), of e (z - m) and of the weights of q.
-
-        The weights have a maximum of their own: tokens that may not be drawn can have higher
-        logits, beside which all weights would be 0 at a low temperature.
-        """
+        """Per block: maximum m, sums of e = exp(z - m), of e (z - m) and of the weights of q. These
+        have a maximum of their own: beside higher logits that may not be drawn they could be 0."""
         block, n_blocks = tl.program_id(0), tl.num_programs(0)
         row, v = tl.program_id(1).to(tl.int64), block * BLOCK + tl.arange(0, BLOCK)
         z = tl.load(logit_ptr + row * V + v, mask=v < V, other=-float('inf'))

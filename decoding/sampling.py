@@ -56,5 +56,4 @@ def check_decoding(cfg):
         if cfg.temperature == 0 and getattr(cfg, key) != off:
             raise ConfigError(f'{key} = {getattr(cfg, key)} needs a temperature above 0, such as 1')
     if cfg.raw and cfg.chat != 'auto':
-        raise ConfigError(f'--raw is plain text, and --chat={cfg.chat} a chat template; leave one '
-                          f'of them out')
+        raise ConfigError(f'--raw is plain text, and --chat={cfg.chat} is not; leave one out')

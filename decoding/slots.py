@@ -64,8 +64,8 @@ def free_memory(device):
 def take(waiting, slots, prompts, sampling, device):
     """Return the answers to begin now, moved from `waiting` to the first free slots; [] to wait.
 
-    The answers to a prompt begin together if all slots are enough for them. While others run, an
-    eighth of the slots must be free: a prefill costs as much as several steps.
+    Those to a prompt begin together if there are so many slots. While others run, an eighth of the
+    slots must be free: a prefill costs as much as several steps.
     """
     n, n_slots = sampling.n, len(slots)
     free, wanted = [i for i, answer in enumerate(slots) if not answer], 1
@@ -73,19 +73,17 @@ def take(waiting, slots, prompts, sampling, device):
         wanted = max(n if n <= n_slots else 1, n_slots // 8)
     if not waiting or len(free) < min(wanted, len(waiting)):
         return []
-    begun, first = [], prompts[waiting[0].prompt]
-    shared = len(first)
+    begun, shared = [], prompts[waiting[0].prompt]
     n_tokens = 0
     n_prompts = 0
     for slot in free[:len(waiting)]:
         answer = waiting[0]
         if not begun or answer.prompt != begun[-1].prompt:
             # the tokens of a row, which holds the common beginning of its prompts once
-            ids = prompts[answer.prompt]
-            n_tokens += len(ids)
-            shared = min(shared, len(os.path.commonprefix([first, ids])))
+            n_tokens += len(prompts[answer.prompt])
+            shared = os.path.commonprefix([shared, prompts[answer.prompt]])
             if begun and (sampling.deterministic
-                          or n_tokens - n_prompts * shared > PREFILL[device.type]
+                          or n_tokens - n_prompts * len(shared) > PREFILL[device.type]
                           or n - answer.number > len(free) - len(begun)):
                 break
             n_prompts += 1
@@ -95,11 +93,8 @@ def take(waiting, slots, prompts, sampling, device):
 
 
 class Batch:
-    """Cache, state and CUDA graphs of the sequences in `n_slots` slots.
-
-    A slot has the state (last token, its position, tokens drawn). One slot more is for the padding
-    of a graph: it has length 1, since a softmax over nothing would be NaN.
-    """
+    """Cache, state (last token, its position, tokens drawn) and CUDA graphs of `n_slots` slots. One
+    slot more is for the padding of a graph: it has length 1, or a softmax would be NaN."""
 
     def __init__(self, model, sampling, n_slots, length, n_vocab):
         config, self.device = model.config, model.head.device
@@ -108,9 +103,9 @@ class Batch:
         self.n_slots = n_slots
         self.n_vocab = n_vocab
         self.sizes = cache_sizes(config, length)
-        self.caches = [Cache(n_slots + 1, config.num_key_value_heads, size, config.head_dim,
-                             model.head.detach(), window)
-                       for size, window in zip(self.sizes, config.windows)]
+        self.caches = [
+            Cache(n_slots + 1, config.num_key_value_heads, size, config.head_dim,
+                  model.head.detach(), window) for size, window in zip(self.sizes, config.windows)]
         self.attention = model.decoder.attention
         self.state = torch.zeros(3, n_slots + 1, dtype=torch.int64, device=self.device)
         self.uniforms = torch.zeros(n_slots + 1, min(sampling.max_tokens, length),
@@ -120,10 +115,8 @@ class Batch:
         self.graphs, self.pool = {}, None
 
     def padded(self, n):
-        """Return the number of sequences in a step of n; on a GPU, with padding for its graph.
-
-        A few graphs are enough: of 1, 2, 4, 8, 16, 32, 48, 64, 96, ... sequences.
-        """
+        """Return the number of sequences in a step of n, on a GPU with the padding for one of a few
+        graphs: of 1, 2, 4, 8, 16, 32, 48, 64, 96, ... sequences."""
         if self.device.type != 'cuda':
             return n
         if self.sampling.deterministic:
@@ -139,21 +132,20 @@ class Batch:
         if self.sampling.deterministic:
             T = max(128, 1 << (T - 1).bit_length())
         tokens, positions, ends = to_device(row.padded(T)[0], self.device)
-        # what each answer needs of its prompt: for each key its index in the row, the answer's
-        # slot, the position and the number of keys after it; a layer with a window keeps the last
+        # of each key its index in the row, the answer's slot, its position and the number of keys
+        # after it, since a layer with a window keeps the last
         keys = []
         for answer in begun:
             p = np.arange(len(at[answer.prompt]))
             keys.append(np.broadcast_arrays(at[answer.prompt], answer.slot, p, p[::-1]))
         source, slot, position, later = np.concatenate(keys, 1)
-        stored = {size: to_device(np.stack(
-            (source, slot, position % size))[:, later < size], self.device)
-            for size in {*self.sizes}}
+        stored = {size: to_device(np.stack((source, slot, position % size))[:, later < size],
+                                  self.device) for size in {*self.sizes}}
         config, kind = self.model.config, self.attention
         if kind == 'auto':      # FlexAttention would be compiled for each length
             kind = 'tree' if kernels.kernels_apply(self.model.head) else 'explicit'
-        make = maker(kind, self.model.head, config.head_dim)
-        masks = masks_by(make, config, positions[None], ends[None])
+        masks = masks_by(maker(kind, self.model.head, config.head_dim), config, positions[None],
+                         ends[None])
         masks = [PrefillMask(mask, cache, *stored[cache.size])
                  for mask, cache in zip(masks, self.caches)]
         last = to_device([at[i][-1] for i in numbers], self.device)

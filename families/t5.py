@@ -1,8 +1,8 @@
 """T5, FLAN-T5 and mT5: an encoder reads the prompt, and a decoder scores the answers.
 
-Raffel et al. 2020, arXiv:1910.10683, as transformers computes it: attention scores are not scaled,
-but get a learned bias per head and distance, the same in all blocks of a stack. Prompts have no
-length limit. Parameters have the names of transformers. evaluate.py alone uses this file.
+Raffel et al. 2020, arXiv:1910.10683, as transformers computes it, with its names of parameters:
+attention scores are not scaled, but get a learned bias per head and distance, the same in all
+blocks of a stack.
 """
 
 import math
@@ -51,8 +51,8 @@ def config_from_hf(hf):
 def buckets(distance: Tensor, both: bool, n: int, furthest: int) -> Tensor:
     """Return the bucket, 0 .. n - 1, of each distance: position of the key - that of the query.
 
-    both: each direction has n/2 buckets; otherwise, later keys are in the bucket of distance 0.
-    Half of the buckets hold one distance each; the others grow, up to the distance `furthest`.
+    both: each direction has n/2 buckets, else later keys are in that of distance 0. Half of the
+    buckets hold one distance each; the others grow, up to the distance `furthest`.
     """
     n, first = (n // 2, (distance > 0) * (n // 2)) if both else (n, 0)
     m, small = distance.abs() if both else (-distance).clamp_min(0), n // 2
@@ -62,8 +62,7 @@ def buckets(distance: Tensor, both: bool, n: int, furthest: int) -> Tensor:
 
 
 class Attention(nn.Module):
-    """x [B, T, D] attends to source [B, S, D]; bias [B, H or 1, T or 1, S] is added to the scores.
-    """
+    """x [B, T, D] attends to source [B, S, D]; scores get the bias [B, H or 1, T or 1, S]."""
 
     def __init__(self, config, n_buckets=0):    # 0: without a table of biases
         super().__init__()
@@ -130,10 +129,10 @@ class Stack(nn.Module):
 
 
 class Seq2Seq(nn.Module):
-    """`model(source [B, S], lengths [B, 1], tokens, positions, ends)` returns hidden states.
+    """`model(source [B, S], lengths [B, 1], tokens, positions, ends)`: the decoder's hidden states.
 
-    They are the decoder's, [B, T, D], for answers that share a row as in model.py, int [B, T] each;
-    logits are hidden @ head.T. The sources end with EOS, then padding.
+    They are [B, T, D], for answers that share a row as in model.py, int [B, T] each; logits are
+    hidden @ head.T. The sources end with EOS, then padding.
     """
     softcap = None
 

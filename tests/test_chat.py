@@ -14,7 +14,8 @@ from test_tokenizer import (MESSAGES, base_folder, in_transformers, phi3_folder,
                             train_bpe)
 
 from bridges import export
-from data import chat, instruct, prompt_file, templates
+import generate
+from data import chat, instruct, templates
 from data.files import dialogue
 from data.messages import take_tools, to_messages
 from data.tokenizer import load_tokenizer
@@ -301,5 +302,5 @@ def test_data_with_tools_is_read(tmp_path, capsys):
     assert 'leaves the thoughts of earlier answers out' in capsys.readouterr().out
     path.write_text(json.dumps({'id': 1, 'messages': [{'role': 'user', 'content': 'Sky?'}],
                                 'tools': TOOLS}))
-    (_, ids), = prompt_file.read_prompts(path, tokenizer, 'model', True)[0]
+    (_, ids), = generate.read_prompts(path, tokenizer, 'model', True)[0]
     assert '"look"' in tokenizer.decode(ids)

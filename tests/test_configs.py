@@ -21,7 +21,7 @@ import demo
 import evaluate
 import sample
 import train
-from data.trained_settings import pick_chat, pick_template, training_settings
+from data.eval_config import pick_chat, pick_template, training_settings
 from data.files import parsed
 from compare import compare
 from runtime import cli

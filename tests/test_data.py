@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alignment.prompts import to_prompt
-from data import cache, instruct, packing, preferences, probes, prompt_file, questions
+import generate
+from data import cache, instruct, packing, preferences, probes, questions
 from data.files import read_rows
 from data.items import draw
 from data.messages import to_messages
@@ -230,7 +231,7 @@ def test_files_of_users_are_read_or_refused_by_name(tmp_path, tokenizers, capsys
             case.get('task', '') + str(source), asking()).items],
         'qa': lambda: [[q.text, *q.references]
                        for q in load_written(f'qa:{source}', asking()).items],
-        'generate --raw': lambda: [gemma.decode(ids) for _, ids in prompt_file.read_prompts(
+        'generate --raw': lambda: [gemma.decode(ids) for _, ids in generate.read_prompts(
             source, gemma, '', False)[0]],
         'prompts': lambda: to_prompt(json.loads(source.read_text())),
         'metrics': lambda: [list(sample.values())[-3:] for sample, _ in read_predictions(

@@ -671,7 +671,7 @@ def test_a_judge_is_asked_in_both_orders_and_measured_beside_ties_and_win_rates(
     assert 'position bias' in printed and {*result['subjects']} == {'', 'x', 'y'}
     few = foxes.score(*arguments, '--limit=2', out=tmp_path / 'few')['judge']
     assert [few['pooled']['n'], few['judge']['tied'], few['judge']['unlabeled']] == [3, 2, 2]
-    foxes.refuses('it has en', *arguments, '--languages=zz')
+    foxes.refuses('It has en', *arguments, '--languages=zz')
     write_rows(tmp_path / 'tied.jsonl', rows[:1])
     foxes.refuses('has no pair of which one', f'--tasks=judge:{tmp_path}/tied.jsonl')
 

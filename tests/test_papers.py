@@ -11,7 +11,7 @@ import pytest
 import torch
 from common import (HERE, SHARED, add_to_hub, log_of, needs_files, reference_model, results_of,
                     sentencepiece_folder, write_rows)
-from data.benchmarks import GLOBAL_MMLU, MMLU_PROX
+from data.benchmarks import BENCHMARKS
 from research.common import read_csv, read_lines
 from research.papers import features, label_smoothing, multilingual, multilingual_printed
 from results import report
@@ -448,9 +448,8 @@ def test_every_printed_row_has_a_setting_of_its_own_and_the_numbers_of_the_paper
                                              ('0.0', '0.1', '0.2'))]
     assert sorted(tuple(row.values())[:5] for row in rows if row['language'] != 'all') == sorted(
         (task, language, model, *setting)
-        for task, languages in (('global_mmlu', GLOBAL_MMLU), ('mmlu_prox', MMLU_PROX))
-        for language in languages for model in ('Gemma2-2B', 'Mistral-7B', 'Llama-3.1-8B')
-        for setting in data)
+        for task in ('global_mmlu', 'mmlu_prox') for language in BENCHMARKS[task].languages
+        for model in ('Gemma2-2B', 'Mistral-7B', 'Llama-3.1-8B') for setting in data)
     needs_files('seeds')        # the text of the paper
     text = next(path.read_text() for path in (SHARED / 'seeds').iterdir()
                 if path.read_text().startswith('Investigating the Multilingual'))

@@ -115,8 +115,8 @@ def test_truthfulqa_is_asked_without_shots(tmp_path):
 
 
 @pytest.mark.parametrize('task, row, message', [
-    ('', {'answer': None}, 'no answer among the fields question, choices, answer; a file'),
-    ('', {'choices': None, 'option_1': 'a'}, 'no choices among the .*, option_1; wanted a list'),
+    ('', {'answer': None}, 'no answer among the fields question, choices, answer; wanted'),
+    ('', {'choices': None, 'option_1': 'a'}, 'no choices among the .*, option_1; wanted'),
     ('', {'choices': ['a']}, "2 to 26 choices in a list, not .'a'."),
     ('', {'choices': "['a', 'b']"}, '"choices" must be a JSON list'),
     ('', {'choices': None, 'A': 'a', 'C': 'b', 'answer': 'B'}, "no valid answer: 'B'; .* of A, C"),
@@ -255,7 +255,7 @@ def test_csv_rows_fit_their_header(tmp_path):
             ('question,A,B,C,D,answer\nQ?,a,b,c,d,B\nQ, and more?,a,b,c,d,B\n',
              '3: 7 columns; the header names 6'),
             ('question,A,A,C,D,answer\nQ?,a,b,c,d,B\n', "1: the header names 'a' twice"),
-            ('id,question,A,B,target\n0,Q?,a,b,B\n', '2: no answer among .* a, b, target; a f')):
+            ('id,question,A,B,target\n0,Q?,a,b,B\n', '2: no answer among .* a, b, target; wa')):
         path.write_text(text)
         with pytest.raises(DataError, match=f'some.csv:{message}'):
             questions.load_task(str(path), asking())
@@ -285,7 +285,7 @@ def test_a_task_that_cannot_be_loaded_so_is_named_with_what_would_help(tmp_path)
             (f'mmlu:{folder}', {'shots': 5},
              "2 solved questions about 'abstract_algebra', 5 wanted; --shots=2 would"),
             (f'mmlu:{folder}/test.jsonl', {'shots': 5}, 'is one file: give a folder .* or --shot'),
-            (f'mmlu_prox:{folder}', {'languages': ('xx',)}, "has no language 'xx'; it has af"),
+            (f'mmlu_prox:{folder}', {'languages': ('xx',)}, "has no language 'xx'. It has af"),
             (f'mmlu_prox:{folder}', {'prompt_format': 'harness'}, 'has no prompt .*=harness'),
             (f'mmlu:{folder}', {'prompt_format': 'harness', 'scoring': 'text'}, 'leave out --scor'),
             (mixed, {'languages': ('de', 'englisch')}, "did you mean 'english'"),

@@ -24,7 +24,7 @@ import metrics
 import train
 from data import packing
 from data.tokenizer import load_tokenizer
-from data.trained_settings import pick_template
+from data.eval_config import pick_template
 from runtime import checkpoint, connect, log, parallel, resume, trackers, trained
 from runtime.config import load_config
 from runtime.device import pick_device

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 
-from data.trained_settings import training_settings
+from data.eval_config import training_settings
 from data.files import parsed, read_rows, require_fields, require_text
 from data.instruct import PATTERNS, first_turns
 from data.messages import to_messages

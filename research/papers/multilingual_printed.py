@@ -14,14 +14,15 @@ import itertools
 
 import numpy as np
 
-from data.benchmarks import GLOBAL_MMLU, MMLU_PROX
+from data.benchmarks import BENCHMARKS as TASKS
 from runtime import cli
 from runtime.ownership import lock
 from compare.significance import mean_interval
 from research.common import command_line, read_csv
 from research.papers.common import FOLDER, write_tables
 
-BENCHMARKS = {'global_mmlu': ('Global-MMLU', GLOBAL_MMLU), 'mmlu_prox': ('MMLU-ProX', MMLU_PROX)}
+BENCHMARKS = {task: (title, TASKS[task].languages) for task, title in (
+    ('global_mmlu', 'Global-MMLU'), ('mmlu_prox', 'MMLU-ProX'))}
 CLASSES = {'high': 'ar cs de en es fa fr hi hu it ja ko nl pl pt ru sr sv tr vi zh'.split(),
            'mid': 'af bn el fil he id lt ms ro th uk ur'.split(),
            'low': 'am ha ig ky mg mr ne ny si sn so sw te wo yo zu'.split()}
