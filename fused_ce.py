@@ -580,7 +580,8 @@ if triton is not None:
     def _gradient_kernel(logits, target, top_token, z_y, lse, scale, a, b, c, e, f, t, V, softcap,
                          FAST: tl.constexpr, BLOCK: tl.constexpr):
         """Write scale (p (a + b log p + c p) + e - f [j = y] + t [j = top]) dz/dlogit over a block
-        of one row."""
+        of one row.
+        """
         row = tl.program_id(0).to(tl.int64)
         logits += row * V
         j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

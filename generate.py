@@ -90,7 +90,8 @@ def open_model(cfg):
 
 def read_prompts(path, tokenizer, template, add_bos):
     """Return ([(row, token ids)], the ids that end an answer) of a file with prompts to answer, in
-    plain text for the template ''. Raises DataError with file and line."""
+    plain text for the template ''. Raises DataError with file and line.
+    """
     prompts = []
     stop = {*tokenizer.end_ids}
     places = {}

@@ -153,7 +153,8 @@ class SortedRows:
 
     def drawn(self, weights):
         """Return the counts of all rows before row i of the line of sample r, at r M + i, int
-        [R M + 1], and its gap times its count, [R M + 1], 0 at the end."""
+        [R M + 1], and its gap times its count, [R M + 1], 0 at the end.
+        """
         with self._lock:
             if self._weights is not weights:    # several metrics need them
                 shape = len(weights.counts), len(self.order)
@@ -640,7 +641,8 @@ def round_for_ties(values):
 
 def sort_by_confidence(probs, labels):
     """Return (confidence float64 [N], correct bool [N], tie_ends int [M]) by ascending confidence,
-    tied rows in the order given. tie_ends: the index after each distinct confidence's last row."""
+    tied rows in the order given. tie_ends: the index after each distinct confidence's last row.
+    """
     confidence, correct = top_label(probs, labels)
     order = np.argsort(confidence, kind='stable')
     ordered = confidence[order].astype(np.float64)

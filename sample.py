@@ -53,7 +53,8 @@ from runtime.terminal import shaded, shows_grays, typed_lines
 
 def pieces(answers, tokenizer, stop=()):
     """Group the tokens of an answer, as `stream` yields it, by whole characters that begin no stop
-    string: yield (text, the model's probability of its tokens, the Answer)."""
+    string: yield (text, the model's probability of its tokens, the Answer).
+    """
     shown = 0
     for answer in answers:
         tokens = answer.tokens[shown:-1 if answer.reason == 'end' else None]

@@ -351,7 +351,8 @@ def question_table(task, answers, reports, keys):
 
 def over_questions(pairs, answers, keys, cfg):
     """Return (rows of each pair's second run minus the first, over the questions of both; the lines
-    that say which metrics have no interval, and why)."""
+    that say which metrics have no interval, and why).
+    """
     rows, reasons = [], {}
     for (first, second), shared in pairs.items() if cfg.n_bootstrap else ():
         # both have the same draws, because seed, questions and their number are the same

@@ -191,7 +191,8 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(200)     # Gauss quadrature o
 
 def _t_tails(t, freedom):
     """P(|T| >= |t|): the regularized beta function I_w(freedom / 2, 1 / 2), w = freedom / (freedom
-    + t^2). With sin^2 as the variable its integrand is cos^(freedom - 1), which is smooth."""
+    + t^2). With sin^2 as the variable its integrand is cos^(freedom - 1), which is smooth.
+    """
     # beyond 40 of its standard deviations the integrand is 0 and needs no nodes
     end = min(np.pi / 2, 40 / np.sqrt(freedom))
 

@@ -89,7 +89,8 @@ def labeled_row(row, question, options):
 
 def _choices(row):
     """Return (name of the field, choices) of a row or (None, None); raise DataError for two lists
-    that differ by more than absent ones."""
+    that differ by more than absent ones.
+    """
     lists = {'choices': row.get('choices')}
     for names in COLUMNS:
         if row.get(names[0]) is not None:
@@ -107,7 +108,8 @@ padded_row = functools.partial(generic_row, pads=True)      # MMLU-Pro and MMLU-
 
 def scored_row(question, choices, scores):
     """Return the Row of choices with a score each; the highest is that of the answer. The order
-    depends on the texts alone, since such files often begin with the right choice."""
+    depends on the texts alone, since such files often begin with the right choice.
+    """
     if len(scores) != len(choices) or not all(
             type(score) in (int, float) and math.isfinite(score) for score in scores):
         raise DataError(f'wanted one number for each of {len(choices)} choices, not {scores!r:.60}')

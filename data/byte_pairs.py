@@ -1,5 +1,6 @@
 """Byte-level BPE for the `tokenizers` library from the files that it does not read by itself:
-Llama 3's `tokenizer.model`, Mistral's `tekken.json`, and `vocab.json` with `merges.txt`."""
+Llama 3's `tokenizer.model`, Mistral's `tekken.json`, and `vocab.json` with `merges.txt`.
+"""
 
 import binascii
 import json
@@ -19,6 +20,10 @@ LLAMA3_RANKS, LLAMA3_CONTROLS = 128_000, 256
 LLAMA3_NAMES = {0: '<|begin_of_text|>', 1: '<|end_of_text|>', 4: '<|finetune_right_pad_id|>',
                 6: '<|start_header_id|>', 7: '<|end_header_id|>', 8: '<|eom_id|>', 9: '<|eot_id|>',
                 10: '<|python_tag|>'}
+TEKKEN_CONTROLS = (
+    '<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] '
+    '[/TOOL_RESULTS] [TOOL_CALLS] [IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] '
+    '[SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]').split()
 # the character that stands for each byte in the pieces of byte-level BPE
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTE_CHARS = {byte: chr(byte) for byte in PRINTABLE} | {
@@ -42,16 +47,21 @@ def from_tiktoken(path):
 
 
 def from_tekken(path):
-    """Return the tokenizer of Mistral's `tekken.json` and the name of EOS. Special tokens precede
-    the pieces, which are numbered by their rank."""
+    """Return the tokenizer of Mistral's `tekken.json` and the name of EOS.
+
+    Special tokens come before the pieces, which are numbered by their rank. Files before v11 may
+    lack the list of special tokens, which are TEKKEN_CONTROLS then.
+    """
     content = read_json_object(Path(path), DataError)
     try:
         settings = content['config']
+        controls = content.get('special_tokens') or [
+            {'rank': i, 'token_str': name} for i, name in enumerate(TEKKEN_CONTROLS)]
         n_special = settings['default_num_special_tokens']
         n_pieces = settings['default_vocab_size'] - n_special
         pieces = {binascii.a2b_base64(token['token_bytes']): token['rank'] + n_special
                   for token in sorted(content['vocab'], key=lambda token: token['rank'])[:n_pieces]}
-        control_ids = {token['token_str']: token['rank'] for token in content['special_tokens']}
+        control_ids = {token['token_str']: token['rank'] for token in controls}
         control_ids |= {f'<SPECIAL_{i}>': i for i in range(len(control_ids), n_special)}
         pattern = settings['pattern']
     except (LookupError, TypeError, AttributeError, ValueError) as error:
@@ -98,7 +108,8 @@ def begin_with(bos, bos_id):
 
 def from_merges(path):
     """Return the tokenizer of a `vocab.json` with `merges.txt` beside it: GPT-2 and OPT. A piece
-    that no merge makes, such as OPT's `<s>`, is a control token."""
+    that no merge makes, such as OPT's `<s>`, is a control token.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     settings = settings_beside(path.parent)
     added = added_beside(path.parent)

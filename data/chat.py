@@ -38,7 +38,8 @@ def encode_conversation(messages, tokenizer, template='tulu', add_bos=True, tool
 
 def encode_prompt(messages, tokenizer, template, add_bos=True, tools=None):
     """Return (token ids of `messages` up to the answer, the set of ids that end the answer); with
-    the template '' the ids of the last message as plain text."""
+    the template '' the ids of the last message as plain text.
+    """
     if not template:
         text = require_text(messages[-1]['content'], 'the prompt')
         return [tokenizer.bos_id] * add_bos + tokenizer.encode(text), tokenizer.end_ids
@@ -83,7 +84,8 @@ def chat_of(tokenizer, template, add_bos):
 
 class Chat:
     """A tokenizer with a chat template: conversations to text, and that to token ids. end_ids:
-    those that end an answer; digest: hash of the template, and of the day if it shows it."""
+    those that end an answer; digest: hash of the template, and of the day if it shows it.
+    """
 
     def __init__(self, tokenizer, template, add_bos):
         self.tokenizer, self.template = tokenizer, template

@@ -106,7 +106,8 @@ def training_settings(folder):
 def pick_template(name, folder, tokenizer, otherwise=None):
     """Return the name of a chat template of the model in `folder`, for 'auto' and 'trained' too:
     that of the run that trained the model here, else 'model', the tokenizer's own, which a run can
-    have left in its folder, else `otherwise`, or ConfigError."""
+    have left in its folder, else `otherwise`, or ConfigError.
+    """
     if name not in ('auto', 'trained'):
         return name
     settings = training_settings(folder)
@@ -124,7 +125,8 @@ def pick_template(name, folder, tokenizer, otherwise=None):
 
 def pick_chat(name, folder, tokenizer):
     """Return the `chat` of an evaluation of the model in `folder`, for 'auto' too. A model that was
-    trained here is asked as its base model was: in plain text if that brought no template."""
+    trained here is asked as its base model was: in plain text if that brought no template.
+    """
     if name == 'auto' and training_settings(folder).get('template', 'model') != 'model':
         return 'none'
     return pick_template(name, folder, tokenizer, otherwise='none' if name == 'auto' else None)

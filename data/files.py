@@ -47,7 +47,8 @@ def has_fields(row, *names):
 
 def one_of(row, *names):
     """Return the value of the fields `names` of a row, which mean one thing; None if it has none.
-    Raises DataError if two of them differ."""
+    Raises DataError if two of them differ.
+    """
     given = [name for name in names if row.get(name) is not None]
     for name in given[1:]:
         if row[name] != row[given[0]]:

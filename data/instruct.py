@@ -18,7 +18,8 @@ PATTERNS = ('data/train-*.parquet', 'data/train_sft-*.parquet', 'train_sft-*.par
 
 def first_turns(rows, answers='best'):
     """Yield (place, row) pairs, at last for OASST1's messages {'messages': [prompt, answer]} in
-    English of each tree, with the `answers` 'best' (by rank, else the first) or 'all'."""
+    English of each tree, with the `answers` 'best' (by rank, else the first) or 'all'.
+    """
     prompts, replies = {}, {}
 
     def add(message, place):
@@ -49,7 +50,8 @@ def load_conversations(source, tokenizer, *, template, max_length, add_bos, revi
                        answers='best', train_on_inputs=False, **options):
     """Return Sequences of the conversations in a file, a folder or a hub dataset, truncated to
     max_length tokens; answers: see `first_turns`; train_on_inputs: supervise every token but BOS;
-    options: of `tokenize_once`."""
+    options: of `tokenize_once`.
+    """
     files = fetch_training(source, PATTERNS, revision)
 
     def encode(row, place):

@@ -43,7 +43,10 @@ ANSWERS = 'output', 'completion', 'response'
 SOLUTIONS = 'solution', 'targets', 'answer'     # beside an answer they are its result
 LISTS = 'messages', 'conversations', 'conversation'
 # what begins an answer: of Step-DPO, and prefills
-BEGINNINGS = 'initial_reason_steps', 'prefix', 'prefill', 'response_prefix', 'assistant_prefix'
+BEGINNINGS = ('initial_reason_steps', 'initial_reasoning_steps', 'initial_steps', 'prefix',
+              'prefill', 'partial_answer', 'partial_response', 'partial_solution', *(
+                  f'{kind}_prefix' for kind in ('reasoning', 'answer', 'response', 'assistant',
+                                                'completion')))
 TOOLS = 'tools', 'functions'
 # what a model would have to read, and no template of ours shows
 CONTEXT = (*TOOLS, 'documents', 'document', 'contexts', 'context', 'instruction', 'input',
@@ -124,7 +127,8 @@ def require_contained(row, messages, names=QUESTIONS, role='user'):
 
 def first_prompt(messages):
     """Return the texts up to the first message of the user: conversations with equal ones may be
-    several answers, or several lengths of one conversation."""
+    several answers, or several lengths of one conversation.
+    """
     first = next((i for i, message in enumerate(messages) if message['role'] == 'user'), 0)
     return [message['content'].strip() for message in messages[:first + 1]]
 
@@ -173,7 +177,8 @@ def read_turns(value, what, speaker=None):
 
 def split_dialogue(text, what, speaker='user'):
     """Return the turns of a dialogue in one text, as in HH-RLHF or HelpSteer2; [] if `speaker` says
-    it all. Raises DataError for a dialogue with other marks."""
+    it all. Raises DataError for a dialogue with other marks.
+    """
     before, *parts = NEMO.split(text)
     if parts and before.strip():    # HelpSteer2 has no mark before the first turn
         parts = ['User', before, *parts]
@@ -320,7 +325,8 @@ def with_context(row, messages, used=(), answers=()):
 
 def _given(row, names):
     """Return [(name, value)] of the fields of a row that say something and are named as one of
-    `names`; systemPrompt and System-Prompt are names for system_prompt."""
+    `names`; systemPrompt and System-Prompt are names for system_prompt.
+    """
     plain = {name.replace('_', '') for name in names}
     return [(name, value) for name, value in row.items()
             if re.sub('[ _-]', '', name).lower() in plain and not is_empty(value)]

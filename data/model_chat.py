@@ -44,7 +44,8 @@ def marked(chat, text, messages, hidden, tools, ask):
 
 def with_edges(message):
     """Return a message with BEGIN and END around its text if it is an answer, else EDGE twice;
-    thoughts stay outside, since templates leave them out of earlier answers."""
+    thoughts stay outside, since templates leave them out of earlier answers.
+    """
     content = message.get('content')
     if not isinstance(content, str) or not content.strip():
         return message
@@ -105,7 +106,8 @@ class AnswerFinder:
 
     def start(self, low, high):
         """Return where an answer begins, after `opening` or the part of it that stands there; low:
-        end of the last content, high: begin of its own."""
+        end of the last content, high: begin of its own.
+        """
         for cut in self.cuts():
             at = self.text.rfind(self.opening[:cut], low, high)
             if at >= 0:
@@ -114,7 +116,8 @@ class AnswerFinder:
 
     def end(self, low, high):
         """Return where the turn of an answer ends: after the first control token before `high`,
-        else at `low`. If no token ends answers, that is the next turn's, where few models stop."""
+        else at `low`. If no token ends answers, that is the next turn's, where few models stop.
+        """
         name = self.chat.control.search(self.text, low, high)
         tokenizer = self.chat.tokenizer
         ends = name and (self.ends_answers or tokenizer.control_ids[name[0]] in tokenizer.end_ids)
@@ -122,7 +125,8 @@ class AnswerFinder:
 
     def by_prefixes(self, messages, tools):
         """Return the answers by rendering the beginnings of the conversation. Where a later turn
-        changes how an answer is shown, its end is that of its turn in the text."""
+        changes how an answer is shown, its end is that of its turn in the text.
+        """
         text, spans = self.text, []
         for i, message in enumerate(messages):
             if message['role'] == 'assistant':

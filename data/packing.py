@@ -33,7 +33,8 @@ class Packed:
 def pack(sequences, row_length, multiple=1, groups=None):
     """Pack (tokens, loss mask) pairs into a multiple of `multiple` rows; return a Packed. Sequences
     of equal `groups`, int [n] from 0, such as a preference pair, share a row. Raises ValueError for
-    a group that is longer than a row."""
+    a group that is longer than a row.
+    """
     groups = np.arange(len(sequences)) if groups is None else np.asarray(groups)
     lengths = np.bincount(groups, [len(tokens) for tokens, _ in sequences]).astype(np.int64)
     if lengths.max() > row_length:
@@ -69,7 +70,8 @@ def sequence_weights(packed):
 def split_groups(groups, size, seed):
     """Return the indices of at most `size` sequences, drawn by the seed, and those of the others.
     A group of `groups`, int64 [n], is not divided; one larger than the rest of `size` is passed
-    over."""
+    over.
+    """
     order = default_rng(seed).permutation(len(groups))
     sizes, chosen = Counter(groups.tolist()), []
     for group in dict.fromkeys(groups[order].tolist()):

@@ -233,7 +233,8 @@ def load_preferences(source, tokenizer, *, template, max_length, pack_len, add_b
 
 def scored_answers(ranking):
     """Return [(answer, score)] of a Ranking: each different answer once, with its best score, but
-    no empty one. Raises DataError."""
+    no empty one. Raises DataError.
+    """
     answers, scores = ranking.answers, ranking.scores
     if not isinstance(answers, list) or not isinstance(scores, list) or (
             len(answers) != len(scores)

@@ -1,5 +1,6 @@
 """Texts whose tokens are scored: one at a random position (`clm`), or the first of each entity
-(`facts`), of Zhu et al. 2023, 'On the Calibration of Large Language Models and Alignment'."""
+(`facts`), of Zhu et al. 2023, 'On the Calibration of Large Language Models and Alignment'.
+"""
 
 import functools
 import hashlib
@@ -43,7 +44,8 @@ class Text:
 
 def load_texts(name, cfg):
     """Return questions.Loaded with the texts of 'clm', 'clm:path' or 'facts:path'; raises
-    DataError, and ConfigError for a setting that texts do not have."""
+    DataError, and ConfigError for a setting that texts do not have.
+    """
     kind, _, path = name.partition(':')
     for key, defaults in (('chat', ('auto', 'none')), ('languages', (('all',),))):
         if getattr(cfg, key) not in defaults:
@@ -105,7 +107,8 @@ class TextTask(Task):
     def tokenize(self, tokenizer, cfg):
         """Yield (Text, Tree or DataError) of each text, cut to cfg.max_length tokens; clm scores a
         random token, facts the first of each entity that begins, with the space before it, at a
-        token border."""
+        token border.
+        """
         lead = f'{INSTRUCTIONS[self.label]} ' if cfg.instruct else ''
         bos = [tokenizer.bos_id] if cfg.add_bos else []
         first = len(bos) + len(tokenizer.encode(lead.rstrip())) if lead else len(bos) + 1

@@ -45,7 +45,8 @@ class Prompt(NamedTuple):
 
 def mmlu(item, benchmark, scoring, native):
     """Return the Prompt of an Item in MMLU's format; scoring: 'letters' (or 'auto') or 'text';
-    native: header and `Answer:` are the benchmark's own."""
+    native: header and `Answer:` are the benchmark's own.
+    """
     header, answer = (benchmark.native if native else english_words)(item)
     question, choices = item.question.strip(), [choice.strip() for choice in item.choices]
     if scoring == 'text':
@@ -60,7 +61,8 @@ CONTENT_FREE = 'N/A', '[MASK]', ''
 
 def content_free(item, prompt, make_prompt):
     """Return the Prompts of an Item whose question is one of CONTENT_FREE, and its choices too
-    where the scored words are not theirs. Raises DataError for a Prompt without the question."""
+    where the scored words are not theirs. Raises DataError for a Prompt without the question.
+    """
     def blank(text):
         without = make_prompt(replace(item, question=text, choices=[text] * len(item.choices)))
         return (without if without.options == prompt.options else
@@ -148,7 +150,8 @@ OF_THE_OTHERS = re.compile(
 
 def names_options(choices):
     """Return the first choice that says something else in another order, or None: that names its
-    letter, 'Both A and B' or 'All of these'."""
+    letter, 'Both A and B' or 'All of these'.
+    """
     letters = LETTERS[:len(choices)]
     if all(re.match(rf'\W*{letter}\s?[.):\]：、．）]', choice, re.IGNORECASE)
            for letter, choice in zip(letters, choices)):

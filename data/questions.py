@@ -83,7 +83,8 @@ class Loaded(NamedTuple):
 
 def load_task(name, cfg):
     """Return the Loaded questions of a name in --tasks, with the first shots of each subject, for
-    an EvalConfig; raises DataError."""
+    an EvalConfig; raises DataError.
+    """
     task, benchmark, source = _find(name)
     check_prompt_format(task, benchmark, cfg)
     is_file = os.path.isfile(source)
@@ -178,7 +179,8 @@ def _near(name, known):
 
 def solved_files(name, revision=None):
     """Return (files of the shots of a task, (row, place) -> [Question in the format `mmlu`], `read`
-    of `tokenize_once`, which raises DataError as `check_keys`) for training."""
+    of `tokenize_once`, which raises DataError as `check_keys`) for training.
+    """
     task, benchmark, source = _find(name)
     if not benchmark.shots:
         raise DataError(f'{task} has no solved questions for training')
@@ -359,7 +361,8 @@ def _number(answer):
 
 def note_key(keys, place, row):
     """Note in `keys`, {file: {kind: place of the first}}, how a Row without own labels names its
-    answer: 'letter', 'zero', 'number', or 'beyond', which is no index from 0 but one from 1."""
+    answer: 'letter', 'zero', 'number', or 'beyond', which is no index from 0 but one from 1.
+    """
     if row.labels == LETTERS and isinstance(row.choices, (list, tuple)):
         number = _number(row.answer)
         kind = 'letter' if re.fullmatch(r'\s*[A-Za-z]\s*', str(row.answer)) else ''
@@ -371,7 +374,8 @@ def note_key(keys, place, row):
 
 def check_keys(keys, benchmark):
     """Raise DataError for files of `note_key` whose answers could be read in two ways. Benchmarks
-    count from 0; own files do if any answer is 0."""
+    count from 0; own files do if any answer is 0.
+    """
     either = ('a number may count from 0 or from 1; write letters, or the index from 0 as '
               '"answer_index"')
     for kinds in keys.values():

@@ -24,7 +24,8 @@ USER_DEFINED = re.compile(rb'\x0a(?=(.[^\x15]*)\x15.{4}\x18\x04)', re.DOTALL)
 
 class SentencePieceTokenizer(Tokenizer):
     """A tokenizer from a sentencepiece file, whose neighbors can add control tokens, name EOS, and
-    say that no BOS is added."""
+    say that no BOS is added.
+    """
 
     def __init__(self, path):
         folder = Path(path).parent
@@ -70,7 +71,8 @@ class SentencePieceTokenizer(Tokenizer):
 def sentencepiece_json(tokenizer):
     """Return the content of a tokenizer.json for a sentencepiece tokenizer.model; None if it is not
     BPE, normalizes text, or has control tokens in other files. The space that some models put
-    before any text stands at the beginning and after BOS, but not beside another control token."""
+    before any text stands at the beginning and after BOS, but not beside another control token.
+    """
     model, prefix = tokenizer.model, SPACE if tokenizer.leads_with_space else ''
     pieces = [model.id_to_piece(i) for i in range(tokenizer.n_pieces)]
     marked = {match[1] for match in USER_DEFINED.finditer(model.serialized_model_proto())}

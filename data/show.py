@@ -18,7 +18,8 @@ read unless --shots=0, those of `validation`, if there are any, for --fit_temper
 
 def show_tasks(tasks, tokenizer, cfg):
     """Return the text of --show: the first cfg.show prompts of each Task as the model reads them;
-    without a tokenizer the prompts as plain text, with all shots."""
+    without a tokenizer the prompts as plain text, with all shots.
+    """
     lines, variants = [], []
     for task in tasks.values():
         unscored = dict.fromkeys((task.sample_key(item)[1:] for item in task.tested), {})

@@ -141,7 +141,8 @@ class Task:
 
     def share(self, rank, n):
         """Return the Task of process `rank` of n: blocks of questions are dealt out in turn, each
-        of a language, which shares its shots, and about as many characters as any other."""
+        of a language, which shares its shots, and about as many characters as any other.
+        """
         if n == 1:
             return self
         blocks = []
@@ -165,7 +166,8 @@ class Task:
 
     def collect(self, scorer, writer):
         """Score the items without a sample, by a Scorer, and append their samples to a
-        SampleWriter; return ({(sample_key, prompt)} of all items, bad rows)."""
+        SampleWriter; return ({(sample_key, prompt)} of all items, bad rows).
+        """
         unscored, prompts = {}, set()
         bad_rows = [*self.bad_rows]
 
@@ -205,7 +207,8 @@ class Task:
 
     def changed(self, kind, name, scored, ask, shots, **fields):
         """Return the variant `name` of this task, of the class `kind` with these `fields`: the
-        questions ask(question, sample) of `scored`, {(split, language, id): sample}."""
+        questions ask(question, sample) of `scored`, {(split, language, id): sample}.
+        """
         items = [ask(item, scored[key]) for item in self.items
                  if (key := self.sample_key(item)[1:]) in scored]
         task = kind(f'{self.label}.{name}', self.source, items, shots, [], self.total, **fields)
@@ -281,7 +284,8 @@ class OptionTask(Task):
 
     def variant(self, name, scored, top_option):
         """Return the Task of the variant `name` of the questions in `scored`, {(split, language,
-        id): sample}; top_option: sample -> index of the option that the model prefers."""
+        id): sample}; top_option: sample -> index of the option that the model prefers.
+        """
         return rooms.load(name).variant(self, name, scored, top_option)
 
     def describe(self, cfg, counts):

@@ -40,7 +40,8 @@ def _source(name):
 
 def missing_tokens(name, tokenizer):
     """Return the control tokens that a template of ours names in its first line and that a
-    tokenizer lacks."""
+    tokenizer lacks.
+    """
     needed = re.match(r'(?:{#- needs (.*?) -?#})?', _source(name))[1] or ''
     return [token for token in needed.split() if token not in tokenizer.control_ids]
 

@@ -22,7 +22,8 @@ FILES = ('tokenizer.model', 'original/tokenizer.model', 'tokenizer.model.v*', 's
 
 class Tokenizer:
     """What both kinds of tokenizers share. `load_tokenizer` adds end_ids, those that end an answer;
-    fingerprint, a hash of all its files; special_names, {'bos_token': name}; chat_templates."""
+    fingerprint, a hash of all its files; special_names, {'bos_token': name}; chat_templates.
+    """
 
     def __init__(self, control_ids, bos_id, eos_id, n_vocab, strips, leads_with_space):
         self.control_ids = control_ids      # {name: id} of tokens that no text produces
@@ -39,7 +40,8 @@ class Tokenizer:
 
     def encode(self, text, start=True):
         """Return the ids of plain text, without BOS; start: whether it stands alone or follows BOS,
-        where Llama 2's and Mistral's models put a space, or continues an encoded text."""
+        where Llama 2's and Mistral's models put a space, or continues an encoded text.
+        """
         if start or not self._newline:
             return self._encode(text)
         ids = self._encode('\n' + text)
@@ -241,7 +243,8 @@ def generation_ends(folder):
 def load_model_tokenizer(folder, config):
     """Return the tokenizer of a model folder, with the end_ids of config.json as well and without
     last control tokens that the model has no row for, such as the image token of Gemma 3 1B. Raises
-    CheckpointError if the model has fewer tokens."""
+    CheckpointError if the model has fewer tokens.
+    """
     tokenizer, size = load_tokenizer(folder), config.vocab_size
     ends = getattr(config, 'eos_token_id', None)
     tokenizer.end_ids |= {*ends} if isinstance(ends, list) else {ends} - {None}

@@ -32,7 +32,8 @@ class Tree:
 
     def sums(self, numbers, values):
         """Return the summed log-probability of each option, float64 [K], from `numbers`, int [M],
-        the option of each scored token, and `values` [M, 1], its log-probability."""
+        the option of each scored token, and `values` [M, 1], its log-probability.
+        """
         return np.bincount(numbers, values[:, 0], len(self.continuations))
 
     @property
@@ -54,7 +55,8 @@ class Tree:
 
 class PackedRow:
     """A packed row of trees that is being filled. scored: per scored token (tree, option or index
-    in Tree.scored, index in the row of the token before it, which predicts it, the token)."""
+    in Tree.scored, index in the row of the token before it, which predicts it, the token).
+    """
 
     def __init__(self):
         self.tokens = []
@@ -73,7 +75,8 @@ class PackedRow:
 
     def add(self, index, tree, branches):
         """Append a tree with these branches, without a prefix that the previous tree has as well;
-        return the row indices of its prefix and prompt."""
+        return the row indices of its prefix and prompt.
+        """
         if self.prefix != tree.prefix:
             self.prefix, self.prefix_at = tree.prefix, self.append(tree.prefix, 0)
         prompt_at = self.append(tree.prompt, len(tree.prefix))
@@ -113,7 +116,8 @@ def pack_prompts(prompts, numbers):
 
 def pack_trees(trees, row_length):
     """Yield (arrays, scored) of packed rows, see `PackedRow.padded`, from (index, Tree) pairs; the
-    row of a longer tree is a multiple of row_length."""
+    row of a longer tree is a multiple of row_length.
+    """
     row = PackedRow()
     for index, tree in trees:
         branches = tree.branches
@@ -138,7 +142,8 @@ def pack_alone(trees):
 
 def stack_rows(rows, batch_rows, trim):
     """Yield (arrays [3, B, T], scored with indices into B * T) of up to `batch_rows` equal rows,
-    without trailing tokens that no score needs; T is a multiple of `trim`; 0: all tokens stay."""
+    without trailing tokens that no score needs; T is a multiple of `trim`; 0: all tokens stay.
+    """
     for _, group in itertools.groupby(rows, key=lambda row: row[0].shape):
         while batch := list(itertools.islice(group, batch_rows)):
             arrays = np.stack([arrays for arrays, _ in batch], 1)

@@ -14,7 +14,8 @@ from runtime.errors import DataError
 def tokenize_questions(questions, shots, tokenizer, *, add_bos, max_length, chat='none',
                        multiturn=False, header_as_system=False):
     """Yield (question, Tree or DataError), each with as many whole shots, {Question.group: solved
-    questions}, as max_length allows; chat and later arguments: see OptionEncoder."""
+    questions}, as max_length allows; chat and later arguments: see OptionEncoder.
+    """
     encoder = OptionEncoder(tokenizer, add_bos, chat, multiturn, header_as_system)
     for question in questions:
         try:
@@ -49,7 +50,8 @@ def question_tree(question, shots, encoder, max_length):
 
 class Frame(NamedTuple):
     """What stands around a question: a stripped question and its answer are encoded as the ids
-    `opening`, the text before + question + after, the ids `closing`, the text lead + answer."""
+    `opening`, the text before + question + after, the ids `closing`, the text lead + answer.
+    """
     opening: list = []
     before: str = ''
     after: str = ''
@@ -59,7 +61,8 @@ class Frame(NamedTuple):
 
 def question_frame(tokenizer, template, add_bos=True, before=()):
     """Return the Frame of a question in a chat template, after the messages `before`; raises as
-    `encode_conversation`."""
+    `encode_conversation`.
+    """
     from data.chat import BEGIN, END, QUESTION, chat_of, without    # plain text needs none of it
     chat = chat_of(tokenizer, template, add_bos)
     parts = chat.text([*before, *dialogue(QUESTION)], ask=True).split(QUESTION)
@@ -132,7 +135,8 @@ class OptionEncoder:
 
     def encode(self, question, frame, start):
         """Return (tokens of the context, [tokens of context + option]); start: whether nothing but
-        the opening of the Frame precedes the context."""
+        the opening of the Frame precedes the context.
+        """
         text = (frame.before if start else '') + question.context + frame.after
         start = start and self.tokenizer.begins_text(frame.opening)
         context = self.tokenizer.encode(text, start) + frame.closing

@@ -47,7 +47,8 @@ class PrefillMask:
 
 class DecodeMask:
     """One new token per sequence, in slots[b] at positions[b]: store its key and value, attend.
-    longest: above all positions; kernel: use it on CUDA, if it stands for the explicit mask."""
+    longest: above all positions; kernel: use it on CUDA, if it stands for the explicit mask.
+    """
 
     def __init__(self, cache: Cache, slots: Tensor, positions: Tensor, longest: int,
                  kernel: bool = True):

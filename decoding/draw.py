@@ -12,7 +12,8 @@ from speed.kernels import available, tl, triton
 
 def lowest_logits(logits, sampling):
     """Return the lowest logit [B] that may be drawn. The rules apply one after the other, as in
-    transformers: temperature, top_k, top_p (Holtzman et al. 2020), min_p (arXiv 2407.01082)."""
+    transformers: temperature, top_k, top_p (Holtzman et al. 2020), min_p (arXiv 2407.01082).
+    """
     lowest = logits.new_full(logits.shape[:1], -torch.inf)
     if sampling.top_k:
         lowest = logits.topk(min(sampling.top_k, logits.shape[1])).values[:, -1]
@@ -90,7 +91,8 @@ if triton is not None:
     def _summarize(logit_ptr, lowest_ptr, sum_ptr, V, n_vocab, inverse, GREEDY: tl.constexpr,
                    BLOCK: tl.constexpr):
         """Per block: maximum m, sums of e = exp(z - m), of e (z - m) and of the weights of q. These
-        have a maximum of their own: beside higher logits that may not be drawn they could be 0."""
+        have a maximum of their own: beside higher logits that may not be drawn they could be 0.
+        """
         block, n_blocks = tl.program_id(0), tl.num_programs(0)
         row, v = tl.program_id(1).to(tl.int64), block * BLOCK + tl.arange(0, BLOCK)
         z = tl.load(logit_ptr + row * V + v, mask=v < V, other=-float('inf'))

@@ -94,7 +94,8 @@ def take(waiting, slots, prompts, sampling, device):
 
 class Batch:
     """Cache, state (last token, its position, tokens drawn) and CUDA graphs of `n_slots` slots. One
-    slot more is for the padding of a graph: it has length 1, or a softmax would be NaN."""
+    slot more is for the padding of a graph: it has length 1, or a softmax would be NaN.
+    """
 
     def __init__(self, model, sampling, n_slots, length, n_vocab):
         config, self.device = model.config, model.head.device
@@ -116,7 +117,8 @@ class Batch:
 
     def padded(self, n):
         """Return the number of sequences in a step of n, on a GPU with the padding for one of a few
-        graphs: of 1, 2, 4, 8, 16, 32, 48, 64, 96, ... sequences."""
+        graphs: of 1, 2, 4, 8, 16, 32, 48, 64, 96, ... sequences.
+        """
         if self.device.type != 'cuda':
             return n
         if self.sampling.deterministic:

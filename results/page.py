@@ -94,7 +94,8 @@ MAIN = 'model', 'data', 'loss', 'smoothing', 'base_smoothing', 'lr', 'epochs', '
 
 def write(path, title, version, about, tables, pictures, selected):
     """Write a page. about, tables: HTML; pictures: {heading: names of PNG files beside it};
-    selected: what `select` returns."""
+    selected: what `select` returns.
+    """
     chosen, total = selected
     date = f'{time.strftime("%Y-%m-%d")}, nanoCal {version}'
     texts = {
@@ -152,7 +153,8 @@ def images(folder, heading, names):
 
 def section_html(part, first=()):
     """Return a Section of tables.py as HTML; a table with a title can be folded, a long one is.
-    first: titles of the columns that come first."""
+    first: titles of the columns that come first.
+    """
     title, settings = re.fullmatch(r'(.*?)(?: \(([^()]*)\))?', part.title, re.S).groups('')
     parts = [f'<h2>{html.escape(title)}</h2>', table_html(part.table, first),
              *(f'<p class="about">{html.escape(line)}</p>'

@@ -44,7 +44,8 @@ def draw_bins(path, panels, columns=5):
 
 def pairs_of_axes(n, columns, width, height, **shared):
     """Return (a figure of `n` panels, the axes of each: a diagram, below it the shares); height:
-    (of a row, what is added), in inches like the width."""
+    (of a row, what is added), in inches like the width.
+    """
     rows = -(-n // columns)
     figure = new_figure(width, height[0] * rows + height[1])
     axes = figure.subplots(2 * rows, columns, squeeze=False, height_ratios=(3, 1) * rows, **shared)

@@ -286,7 +286,8 @@ def read_samples(*paths):
 
 def read_jsonl(*paths):
     """Yield ('file:line', row) of the lines that `append_line` wrote, but for a last one that a
-    crash cut off; DataError for another line."""
+    crash cut off; DataError for another line.
+    """
     for path in paths:
         with open(path, 'rb') as file:
             for number, line in enumerate(file, 1):

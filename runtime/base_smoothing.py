@@ -45,7 +45,8 @@ def add_base_term(loss, values, share: float, model, base, hidden: Tensor, input
 @torch.no_grad()
 def top_tokens(model, inputs, at):
     """Return the TOP most probable tokens [n, TOP] after those `at`, and the logarithms of their
-    probabilities, which are scaled to sum 1."""
+    probabilities, which are scaled to sum 1.
+    """
     with without_adapters(model):
         h, head = model(*inputs)[*at], model.head
     ids = torch.cat([(part @ head.T).topk(min(TOP, len(head))).indices

@@ -60,7 +60,8 @@ class FastVersion:
 
 def digests_of(*functions: Callable) -> tuple[dict[str, str], list[tuple]]:
     """Return {name: digest} of functions and those of their modules that they call, by name; and
-    (namespace, name, value) of the globals that they read."""
+    (namespace, name, value) of the globals that they read.
+    """
     digests = {}
     read = []
     waiting = list(functions)

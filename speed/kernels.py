@@ -69,7 +69,8 @@ FORWARD = nn.Linear.forward     # the only one that `products` may replace
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return F.linear(x, weight, bias); without gradients and for one token by `gemv_kernel`, which
-    reads the weight at the speed of memory."""
+    reads the weight at the speed of memory.
+    """
     by_kernel = (x.numel() == x.shape[-1] == weight.shape[1] and kernels_apply(x)
                  and is_plain(weight) and (bias is None or is_plain(bias)))
     return (gemv_kernel if by_kernel else F.linear)(x, weight, bias)

@@ -88,7 +88,8 @@ def visible_blocks(positions: Tensor, ends: Tensor, window: int | None, M: int, 
 
 def in_order(rank: Tensor) -> tuple[Tensor, Tensor]:
     """Return how many entries of each row of rank [..., n] are above 0, int [...], and the indices
-    of all, the largest entry first, int [..., n]."""
+    of all, the largest entry first, int [..., n].
+    """
     order = rank.byte().argsort(dim=-1, descending=True, stable=True)
     return (rank > 0).sum(-1).int(), order.int()
 
