@@ -80,7 +80,6 @@ import torch
 import scoring
 from runtime import checkpoint, device, ownership, parallel
 from runtime.loading import base_of_adapter, load_ahead, load_model
-from runtime.versions import versions
 
 # Samples depend on these keys, so they must not change within a folder. The tokens of clm depend on
 # the seed too, but each sample has a hash of its prompt.
@@ -155,7 +154,7 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
     rows = samples.by_task(samples.latest_samples(
         samples.read_samples(out_dir / 'samples.jsonl')) if done else new, prompts)
     results = rooms.load('measures').write_evaluation(
-        results, earlier, rows, tasks, cfg, settings, versions(cfg.device), out_dir)
+        results, earlier, rows, tasks, cfg, settings, device.versions(cfg.device), out_dir)
     if run_settings(run_folder(out_dir)):       # the model was trained here
         rooms.load('card').write(out_dir)
     return results

@@ -9,7 +9,7 @@ file. Each of several processes answers its share of the prompts. How answers ar
 decoding/answers.py.
 """
 
-from runtime import cli, nonfinite
+from runtime import cli
 
 if __name__ == '__main__':
     cli.begin()
@@ -63,9 +63,8 @@ from decoding.answers import generate, to_row
 from decoding.slots import room
 from decoding.answer_file import open_answers
 from results.samples import append_line, digest, merge_parts, part
-from runtime import checkpoint, ownership, parallel
+from runtime import checkpoint, ownership, parallel, weights
 from runtime.device import pick_device, pick_dtype
-from runtime.progress import progress_bar
 from scoring import confidences
 
 
@@ -127,7 +126,7 @@ def main(argv):
         started = time.perf_counter()
         ids = [ids for _, ids in left]
         try:
-            with (progress_bar('answers', len(left), 'prompts') as progress,
+            with (parallel.progress_bar('answers', len(left), 'prompts') as progress,
                   open(part(out, rank, n_processes), 'ab', buffering=0) as file):
                 for i, rows in answer_rows(model, ids, cfg, tokenizer, stop):
                     append_line(file, left[i][0] | {'answers': rows})
@@ -135,7 +134,7 @@ def main(argv):
                     progress.update()
         except FloatingPointError as error:
             row, _ = left[error.args[0]]
-            raise CheckpointError(nonfinite.bad_logits(
+            raise CheckpointError(weights.bad_logits(
                 f'the prompt with id {row["id"]!r}', folder, settings['dtype'])) from error
         n_tokens = sum(parallel.gather(n_tokens))
         if rank == 0:

@@ -10,7 +10,7 @@ white (1); NO_COLOR turns that off. Probabilities are the model's, before `tempe
 Ctrl-C ends an answer early; what is already there stays in the conversation.
 """
 
-from runtime import cli, nonfinite
+from runtime import cli
 
 if __name__ == '__main__':
     cli.begin()
@@ -49,6 +49,7 @@ if __name__ == '__main__':
 from decoding.answers import first_stop, generate, stream
 from decoding.slots import step_cost
 from generate import open_model
+from runtime import weights
 from runtime.terminal import shaded, shows_grays, typed_lines
 
 
@@ -150,7 +151,7 @@ def main(argv):
             messages = []
             continue
         except FloatingPointError as error:
-            raise CheckpointError(nonfinite.bad_logits(
+            raise CheckpointError(weights.bad_logits(
                 'the answer', folder, str(model.head.dtype).removeprefix('torch.'))) from error
         if cfg.stats and answers:
             print_stats(model, ids, answers, time.perf_counter() - started)

@@ -20,10 +20,9 @@ import torch
 import fused_ce
 from data.eval_config import EvalConfig
 from data.tree_rows import Tree, pack_alone, pack_trees, prompt_trees, stack_answers, stack_rows
-from runtime import checkpoint, device, parallel, rooms
+from runtime import checkpoint, device, parallel, weights
 from runtime.config_keys import SEQ2SEQ
 from runtime.errors import CheckpointError
-from runtime.progress import progress_bar
 
 # A batch for a process that shares the weights and has scored all of its trees: it must still take
 # part in the forward passes of the others. One row of padding, of which one token is scored.
@@ -213,7 +212,7 @@ class Scorer:
     def score(self, task, trees, total):
         """Yield (index, numbers, values) as `score` does, with the progress of `task`."""
         compute = token_statistics if task.statistics else token_log_probs
-        with progress_bar(task.label, total, task.unit) as progress:
+        with parallel.progress_bar(task.label, total, task.unit) as progress:
             yield from self._score(trees, compute, progress.update)
 
     def states(self, prompts):
@@ -235,5 +234,4 @@ class Scorer:
 
     def bad_logits(self, where):
         """Return the CheckpointError for NaN or infinite logits at `where`, a text."""
-        return CheckpointError(rooms.load('nonfinite').bad_logits(
-            where, self.folder, self.cfg.dtype))
+        return CheckpointError(weights.bad_logits(where, self.folder, self.cfg.dtype))

@@ -14,6 +14,7 @@ import math
 import pprint
 import re
 import sys
+import textwrap
 import types
 import typing
 from pathlib import Path
@@ -31,7 +32,7 @@ def load_config(cls, argv, usage='', config=None, hidden=()):
     """
     if '-h' in argv or '--help' in argv:
         print(usage.strip(), '', 'keys, as --key=value or, before them, in a config file:',
-              *rooms.load('usage').describe_keys(cls, hidden=hidden), sep='\n')
+              *describe_keys(cls, hidden=hidden), sep='\n')
         raise SystemExit(0)
     config = config or cls()
     require_unicode(argv)
@@ -51,6 +52,30 @@ def load_config(cls, argv, usage='', config=None, hidden=()):
             Path(config.out_dir).expanduser(),
             *(argument for argument in argv[:1] if not argument.startswith('--')))
     return config
+
+
+# a field with the comment above it, the comment beside it and the lines that continue the latter
+FIELD = re.compile(r'((?:^    # {1,4}\S.*\n)*)^    (\w+): .*?(?:  # (.*))?\n'
+                   r'((?:    (?:#  | +#).*\n)*)', re.MULTILINE)
+
+
+def describe_keys(cls, prefix='', hidden=()):
+    """Yield the lines of --help: each key with its default, type and comments."""
+    comments = {key: (above, re.sub(r'\n +# +', ' ', f'{beside}\n{more}'))
+                for above, key, beside, more in FIELD.findall(
+                    ''.join(inspect.getsource(base) for base in cls.__mro__[-2::-1]))}
+    for key, default in vars(cls()).items():
+        if key in hidden:
+            continue
+        above, beside = comments.get(key, ('', ''))
+        annotation = annotation_of(cls, key, '')
+        shown = ','.join(map(str, default)) if isinstance(default, tuple) else default
+        yield from ('  ' + line.strip() for line in above.splitlines())
+        yield textwrap.fill(f'({inspect.formatannotation(annotation)}) {beside}', 100,
+                            initial_indent=f'  --{prefix}{key}={shown}'.ljust(35) + ' ',
+                            subsequent_indent=' ' * 36)
+        for record in filter(dataclasses.is_dataclass, options_of(annotation)):
+            yield from describe_keys(record, f'{prefix}{key}.')
 
 
 def require_unicode(argv):

@@ -1,14 +1,16 @@
 """What runs print and record: sizes, one example, the steps, progress."""
 
+import atexit
 import contextlib
 import datetime
+import importlib
 import json
 import math
 import resource
 import sys
 import time
 from collections import deque
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,7 @@ from runtime.errors import ConfigError, TrainingError, escape_controls
 from runtime.sources import full_path
 from runtime.parallel import rank
 from runtime.resume import advice
+from runtime.weights import nonfinite_tensor
 
 
 def print_sizes(run):
@@ -115,8 +118,7 @@ class StepLog(contextlib.AbstractContextManager):
         (step, lr, chosen, packed, rows, names, began, ended), self.unread = self.unread, None
         values = dict(zip(names, ended.values().tolist(), strict=True))
         if not (math.isfinite(values['loss']) and math.isfinite(values['grad_norm'])):
-            bad = None if self.cfg.from_scratch else rooms.load(
-                'nonfinite').nonfinite_tensor(self.run.base)
+            bad = None if self.cfg.from_scratch else nonfinite_tensor(self.run.base)
             cause = (f'the base model {self.cfg.model} has a value that is not finite in {bad}'
                      if bad else f'lower lr or check the data: the sequences were '
                      f'{chosen.tolist()} of {self.cfg.data}, counted from 0')
@@ -150,7 +152,7 @@ class StepLog(contextlib.AbstractContextManager):
         try:
             if not record:
                 if self.cfg.tracker != 'none':
-                    self.send = rooms.load('trackers').start_tracker(self.cfg)
+                    self.send = start_tracker(self.cfg)
             elif self.send:
                 self.send(record)
         except Exception as error:      # a tracker may raise anything
@@ -169,6 +171,22 @@ class StepLog(contextlib.AbstractContextManager):
                        f'grad norm {record["grad_norm"]:.2f}  '
                        f'{record["tokens_per_s"]:.0f} tokens/s  {left} left')
         sys.stdout.flush()      # for those who follow a redirected output
+
+
+def start_tracker(cfg):
+    """Return a function that sends a step's record to cfg.tracker."""
+    if cfg.tracker == 'tensorboard':
+        from torch.utils.tensorboard import SummaryWriter
+        writer = SummaryWriter(Path(cfg.out_dir) / 'runs')
+        atexit.register(writer.close)   # it writes every two minutes, and not by itself at the end
+        return lambda record: [writer.add_scalar(key, value, record['step'])
+                               for key, value in record.items()]
+    tracker = importlib.import_module(cfg.tracker)      # trackio has the functions of wandb
+    options = {'dir': cfg.out_dir} if cfg.tracker == 'wandb' else {}
+    run = tracker.init(project='nanocal', name=Path(cfg.out_dir).name, config=asdict(cfg),
+                       **options)
+    atexit.register(tracker.finish)     # a thread sends the records
+    return lambda record: run.log(record, step=record['step'])
 
 
 def open_log(cfg, first):

@@ -26,24 +26,19 @@ ROOMS = TASKS | {
     # faster versions of the core, in speed/
     'fast versions': 'speed.install', 'kernels': 'speed.kernels', 'fp8': 'speed.fp8',
     'recorded passes': 'speed.graphs', 'sharding': 'speed.sharding',
-    'compact': 'speed.compact', 'fused AdamW': 'speed.adamw',
+    'compact': 'speed.compact',
     # families of models that are no row of FAMILIES, by model_type
     **dict.fromkeys(('t5', 'mt5'), 'families.t5'),
     # what measures samples once they are there
     'measures': 'results.evaluation', 'report': 'results.report',
-    # several processes; beside and after training: checkpoints, the base model as a teacher,
-    # training on the answers of questions; reports, the model card
-    'connect': 'runtime.connect',
+    # beside and after training: checkpoints, the base model as a teacher, training on answers to
+    # questions; reports, the model card
     'resume state': 'runtime.resume_state', 'base smoothing': 'runtime.base_smoothing',
     'questions': 'data.question_answers', 'texts': 'data.texts',
     'reports': 'results.training_report', 'card': 'bridges.card',
-    # files of tokenizers, JSON lists, texts and tables, weights of older checkpoints
+    # files of tokenizers, JSON lists, texts and tables
     'byte pairs': 'data.byte_pairs', 'sentence pieces': 'data.sentence_pieces',
-    'other readers': 'runtime.other_readers', 'pickled weights': 'runtime.pickled',
-    # --help, and services that get the record of each step
-    'usage': 'runtime.usage', 'trackers': 'runtime.trackers',
-    # --overwrite, and the cause of a loss that is not finite
-    'overwrite': 'runtime.overwrite', 'nonfinite': 'runtime.nonfinite',
+    'other readers': 'runtime.other_readers', 'overwrite': 'runtime.overwrite',
     # models and datasets of the Hugging Face hub, adapters in PEFT's format, files for other tools
     'hub': 'bridges.hub', 'adapter': 'bridges.adapter', 'export': 'bridges.export',
 }
