@@ -41,7 +41,7 @@ from data.tokenizer import begins_with_bos, load_model_tokenizer
 from data.trained_settings import pick_chat, training_settings
 from results import samples
 from runtime import rooms
-from runtime.config import load_config, note_default, require_given, run_folder, run_settings
+from runtime.config import load_config, require_given, run_folder, run_settings
 from runtime.errors import ConfigError, DataError, escape_controls
 
 USAGE = f"""\
@@ -78,8 +78,8 @@ if __name__ == '__main__':
 import torch
 
 import scoring
+from model import CausalLM
 from runtime import checkpoint, device, ownership, parallel
-from runtime.loading import base_of_adapter, load_ahead, load_model
 
 # Samples depend on these keys, so they must not change within a folder. The tokens of clm depend on
 # the seed too, but each sample has a hash of its prompt.
@@ -107,10 +107,8 @@ def load_tasks(cfg):
 
 # ---- An evaluation -------------------------------------------------------------------------------
 
-def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
+def evaluate(folder, tokenizer, tasks, cfg, out_dir):
     """Score `tasks`, as load_tasks(cfg) returns them, with the model in `folder`.
-
-    load: a function that returns this model when there is something to score; None: it is read then
 
     Resume from samples.jsonl in `out_dir`, whose lock the caller holds; write that file, the files
     of results and the diagrams there; keep the results of other tasks with the same model and
@@ -131,9 +129,8 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
         rooms.load('sharding').check_evaluation(tasks, cfg, scoring.t5_config(folder))
     for task in tasks.values():
         task.check(tokenizer, cfg)
-    if not load:
-        checkpoint.check_weights(folder, config)    # before `overwrite` renames anything
-        load = functools.cache(functools.partial(load_model, folder, cfg))
+    checkpoint.check_weights(folder, config)    # before `overwrite` renames anything
+    load = functools.cache(functools.partial(load_model, folder, cfg))
     identity = checkpoint.identity(folder, tokenizer, cfg.dtype, *CODE)
     settings = identity | {key: getattr(cfg, key) for key in SETTINGS} | {
         key: getattr(cfg, key) for key in ('multiturn', 'group_by') if getattr(cfg, key)}
@@ -158,6 +155,34 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
     if run_settings(run_folder(out_dir)):       # the model was trained here
         rooms.load('card').write(out_dir)
     return results
+
+
+def base_of_adapter(folder):
+    """Return the base model's folder of the adapters in `folder`/adapter, which need dropout."""
+    adapter = rooms.load('adapter')
+    settings = adapter.read_adapter(folder)
+    if not settings.get('lora_dropout'):
+        raise ConfigError(f'dropout_seed: {folder} was trained with lora_dropout = 0, so nothing '
+                          f'would be dropped; leave out --dropout_seed')
+    run = run_settings(run_folder(Path(folder).resolve()))
+    base = checkpoint.fetch(settings['base_model_name_or_path'], run.get('revision'))
+    config = checkpoint.read_config(base)
+    checkpoint.check_weights(base, config)
+    with torch.device('meta'):      # fail on adapters of another model before anything is scored
+        adapter.add_adapter(CausalLM(config), folder)
+    return base
+
+
+def load_model(folder, cfg):
+    """Return the model in `folder`; with dropout_seed, its base with the adapters beside it."""
+    drops = cfg.dropout_seed is not None
+    share = (functools.partial(rooms.load('sharding').shard, device=cfg.device) if cfg.shard
+             else None)
+    model = checkpoint.load(base_of_adapter(folder) if drops else folder, cfg.device,
+                            getattr(torch, cfg.dtype), share=share)
+    if drops:
+        rooms.load('adapter').add_adapter(model, folder)
+    return model
 
 
 def score_tasks(tasks, scorer, out_dir, done):
@@ -278,22 +303,17 @@ def run(cfg):
     with parallel.first_process_first():
         folder = checkpoint.fetch(cfg.model, cfg.revision)
     config = checkpoint.read_config(folder, seq2seq=True)
-    checkpoint.check_weights(folder, config)
     default = Path(cfg.model if Path(cfg.model).is_dir() else
                    f'out/eval/{cfg.model.replace("/", "--")}')
     if cfg.dropout_seed is not None:
         default = default / f'dropout-{cfg.dropout_seed}'
     out_dir = Path(os.path.expanduser(cfg.out_dir or default))
-    note_default(cfg, 'tasks', 'my_questions.jsonl')
     tasks = load_tasks(cfg)     # fail on a bad task before the model is loaded
-    # a folder with samples may have nothing left to score
-    new = cfg.overwrite or not (out_dir / 'samples.jsonl').exists()
-    load = load_ahead(folder, cfg) if new else None
     tokenizer = load_model_tokenizer(folder, config)
     if not cfg.out_dir and not cfg.overwrite:
         out_dir = own_folder(out_dir, resolve(cfg, folder, config, tokenizer))
     with parallel.first_process_locks(out_dir):
-        results = evaluate(folder, tokenizer, tasks, cfg, out_dir, load)
+        results = evaluate(folder, tokenizer, tasks, cfg, out_dir)
     labels = [*tasks, *(f'{label}.{name}' for label, task in tasks.items()      # of variants, too
                         for name in task.variants(cfg))]
     return results, [x for x in labels if results and x in results['tasks']], out_dir

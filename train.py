@@ -3,9 +3,7 @@
     python train.py configs/gemma2_ls01.py --lr=1e-5
     python train.py --help
 
-A config file makes one run; several runs are a loop in a script (see demo.py). The run's folder
-holds the config, log.jsonl, the weights in Hugging Face layout with the tokenizer beside them, and
-the calibration report.
+A config file makes one run; several runs are a loop in a script (see demo.py).
 
 From file to gradient: data/instruct.py reads rows (data/files.py), makes messages of them
 (data/messages.py) and encodes these (data/chat.py, data/tokenizer.py), data/cache.py stores the
@@ -33,11 +31,11 @@ from typing import Any, Literal
 
 from data.eval_config import EvalConfig, check_report_config
 from data.templates import TEMPLATES
-from runtime.config import load_config, note_default, require_given, require_range
+from runtime.config import load_config, require_given, require_range
 from runtime.errors import ConfigError, DataError, Stopped
 
-# A schedule takes the share of the steps after warm-up that are done, 0 to 1, and returns a factor
-# that falls from 1, for `lr`, to 0, for `final_lr * lr`.
+# {name: the share of the steps after warm-up that are done, 0 to 1 -> a factor that falls from 1,
+# for `lr`, to 0, for `final_lr * lr`}
 SCHEDULES = {
     'linear': lambda done: 1 - done,
     'cosine': lambda done: (1 + math.cos(math.pi * done)) / 2,
@@ -213,8 +211,7 @@ def check_config(cfg):
 
 @dataclass(frozen=True)
 class Stage:
-    """A kind of training: the functions in which it differs from others, in the order of the calls.
-    """
+    """A kind of training: the functions in which it differs, in the order of their calls."""
     # (cfg, tokenizer) -> sequences: `sequences[i]` is (tokens, loss mask), with a length, the
     # `lengths` of all and a `digest`, such as cache.Sequences
     load: Callable
@@ -261,7 +258,7 @@ class Run:
         return min(steps, self.cfg.max_steps or steps)
 
     def step_indices(self, first, until):
-        """Return a list with the indices of the sequences of each step from `first` to `until` - 1.
+        """Return [indices of the sequences, ...] of each step from `first` to `until` - 1.
 
         Epochs are concatenated, so every step has exactly batch_size sequences.
         """
@@ -272,10 +269,7 @@ class Run:
 
     @property
     def row_multiple(self):
-        """Return the divisor of each step's number of rows.
-
-        On a GPU rows come in full micro-batches, so that each shape is compiled once.
-        """
+        """Return the divisor of each step's number of rows: on a GPU, of full micro-batches."""
         return world_size() * (self.cfg.micro_rows if self.device.startswith('cuda') else 1)
 
 
@@ -299,16 +293,13 @@ def load_run(cfg, stage, device):
 
 
 def split_sequences(cfg, groups):
-    """Return (indices of the sequences to train on, indices of those held out).
-
-    groups: of each sequence, as in cache.Sequences
+    """Return (indices of the sequences to train on, of those held out); groups: of each sequence.
     """
     held_out, rest = split_groups(groups, cfg.val_size, cfg.seed)
     if cfg.val_size and not len(held_out):
         fewest = np.unique(groups, return_counts=True)[1].min()
-        raise DataError(f'{cfg.data}: val_size = {cfg.val_size} holds out nothing, since the '
-                        f'sequences of a prompt or document stay together, {fewest} or more; '
-                        f'raise it, or divide long documents into rows')
+        raise DataError(f'{cfg.data}: val_size = {cfg.val_size} holds out nothing: the sequences '
+                        f'of a prompt or document stay together, {fewest} or more; raise it')
     if len(rest) < (cfg.data_limit or 0):
         raise DataError(f'{cfg.data}: data_limit = {cfg.data_limit}, but it has {len(rest)} '
                         f'sequences' + f' besides val_size = {cfg.val_size}' * (cfg.val_size > 0))
@@ -316,8 +307,7 @@ def split_sequences(cfg, groups):
     if epochs_of(len(training), cfg.epochs) < cfg.batch_size:
         raise DataError(f'{cfg.data}: {len(training)} sequences for training besides val_size = '
                         f'{cfg.val_size}, with epochs = {cfg.epochs:g}, do not fill one step of '
-                        f'batch_size = {cfg.batch_size}; lower batch_size or val_size, or '
-                        f'raise epochs')
+                        f'batch_size = {cfg.batch_size}; lower one of the two, or raise epochs')
     return training, held_out
 
 
@@ -363,7 +353,7 @@ def pack_documents(run, chosen, multiple):
 
 
 def count_rows(run, chosen):
-    """Return the number of packed rows of a step of the sequences with the indices `chosen`."""
+    """Return the number of packed rows of a step with these sequences."""
     return len(run.stage.pack(run, chosen, 1).tokens)
 
 
@@ -384,9 +374,8 @@ def training_loss(cfg):
 def token_loss(packed, cfg, base=None):
     """Return the function (model, rows, inputs, targets) -> (loss, {name: metric}) of a step.
 
-    Another objective is another such function in the Stage. rows, inputs and targets come from
-    `micro_batches`; loss and metrics are scalars on the device, which are summed over the
-    micro-batches of the step. base: the model before training, for `base_smoothing`.
+    rows, inputs and targets come from `micro_batches`; loss and metrics are scalars on the device,
+    which are summed over the step. base: the model before training, for `base_smoothing`.
     """
     n_targets = int((packed.targets >= 0).sum())
     weights = sequence_weights(packed) if cfg.loss_reduction == 'sequence' else None
@@ -409,8 +398,6 @@ def token_loss(packed, cfg, base=None):
 
 def forward_backward(model, packed, cfg, device, objective=token_loss):
     """Accumulate the gradients of a step, if enabled; return {'loss', 'nll'}, scalars on `device`.
-
-    Splitting a step into more micro-batches changes nothing but rounding.
     """
     compute, total = objective(packed, cfg), 0
     for rows, inputs, targets in micro_batches(packed, cfg.micro_rows, device):
@@ -491,8 +478,7 @@ def train(cfg, stage=None):
 def train_and_report(cfg, stage=None):
     """Check all, report before, train, report after; return {'before', 'after': results}.
 
-    The results are those of evaluate(), and there are none without cfg.eval. Other arguments and
-    errors: those of `train`. resume=True keeps the reports that are complete.
+    The results are those of evaluate(), none without cfg.eval; the rest is as in `train`.
     """
     results = {}
     with opened(cfg, stage) as run:
@@ -519,38 +505,28 @@ def train_and_report(cfg, stage=None):
 
 @contextlib.contextmanager
 def opened(cfg, stage=None):
-    """Check the settings, model and data of a run and lock its folder; yield the Run.
-
-    Nothing is written yet.
-    """
+    """Check the settings, model and data of a run and lock its folder; yield the Run."""
     cfg = replace(cfg, **{key: os.path.expanduser(getattr(cfg, key))
                           for key in ('out_dir', 'cache_dir', 'model', 'data')})
     check_config(cfg)
     ownership.forget_inputs()
     stage = stage or SFT
     device = pick_device(cfg.device)
-    first = rank() == 0
     torch.manual_seed(cfg.seed)
-    if first:
-        note_default(cfg, 'model', 'my/model')
-        note_default(cfg, 'data', 'my.jsonl')
     if cfg.dry_run:
         yield load_run(cfg, stage, device)
         return
-    if first:
+    if rank() == 0:
         resume.check_folder(cfg)
-    with resume.notes_how_to_continue(cfg), first_process_locks(cfg.out_dir):
-        if first:
+    with first_process_locks(cfg.out_dir):
+        if rank() == 0:
             resume.check_run(cfg, FREE_KEYS)
         barrier()
         yield load_run(cfg, stage, device)
 
 
 def claim_folder(run, *more):
-    """Make out_dir the folder of this run; raise ConfigError if others' files are in the way.
-
-    more: names of further files that will be written there
-    """
+    """Make out_dir the run's folder, with `more` files; ConfigError if others' are in the way."""
     if rank() == 0 and not run.cfg.dry_run:
         if run.cfg.overwrite:
             ownership.note_inputs(run.cfg.cache_dir)
@@ -575,8 +551,7 @@ def take_steps(run):
 def optimize(run):
     """Train to the last step, from the newest checkpoint if there is one, and save the weights.
 
-    A dry run takes two steps and saves nothing. The model is gone at the end: the report reads the
-    saved weights, which people will use.
+    A dry run takes two steps and saves nothing. The report then reads the saved weights.
     """
     model, reference = run.stage.build(run)
     run = replace(run, model=model, reference=reference)

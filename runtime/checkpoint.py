@@ -20,7 +20,7 @@ from runtime.parallel import load_full
 from runtime.weights import (BUFFERS, FLOAT_TYPES, merged, names_on_disk, read_weights,
                              shapes_on_disk, text_key, their_key, weight_files)
 
-# files that transformers and vLLM need besides the weights; copied from the base model's folder
+# files that transformers and vLLM need besides the weights
 SIDE_FILES = ('generation_config.json', 'tokenizer.json', 'tokenizer.model', 'tokenizer.model.v*',
               'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json',
               'chat_template.jinja', 'original/tokenizer.model', 'spiece.model', 'tekken.json',
@@ -59,8 +59,7 @@ def _rename_from_disk(model, state, prefix, *_):
 def fetch(name: str, revision: str | None = None, weights: bool = True) -> Path:
     """Return the folder of a model: `name` if that is a folder, else a snapshot from the hub.
 
-    A PEFT adapter comes with the files of its base model: see bridges/adapter.py. weights: False
-    downloads only its configuration and tokenizer
+    A PEFT adapter comes with its base model (bridges/adapter.py). weights=False downloads none
     """
     folder = _own_folder(name, revision, weights)
     if not is_adapter(folder):
@@ -85,19 +84,14 @@ def is_adapter(folder: Path) -> bool:
 
 
 def _own_folder(name, revision, weights):
-    if not name:        # which would be the current folder
-        raise CheckpointError("the name of the model is empty; wanted a folder or a hub name like "
-                              "google/gemma-2-2b")
     folder = Path(os.path.expanduser(name))
-    if os.path.isdir(folder):       # False also for a name that is too long
+    if name and os.path.isdir(folder):      # False also for a name that is too long
         if revision:
             raise CheckpointError(f'revision = {revision!r} is that of a hub name, and model = '
                                   f'{name} is a folder; set one of them')
-    elif os.path.isfile(folder):
-        raise CheckpointError(f'{name} is a file; a model is the folder that holds its config.json')
-    elif not is_hub_name(name):
-        raise CheckpointError(f'no model folder at {name!r}, and it is not a hub name '
-                              f'like google/gemma-2-2b')
+    elif os.path.isfile(folder) or not is_hub_name(name):
+        raise CheckpointError(f'{name!r} is no model: neither a folder with config.json nor a hub '
+                              f'name like google/gemma-2-2b')
     else:
         wanted = [pattern for pattern in MODEL_FILES if weights or 'safetensors' not in pattern]
         hub = rooms.load('hub')
@@ -106,11 +100,7 @@ def _own_folder(name, revision, weights):
         if weights and not any(folder.glob('*.safetensors')):
             # older checkpoints, such as Pythia's at a training step, have only these
             folder = hub.download(name, BIN_FILES, revision)
-    files = [file for pattern in MODEL_FILES + BIN_FILES for file in folder.glob(pattern)]
-    for file in files:
-        if file.is_fifo() or file.is_socket() or file.is_char_device():     # which may never end
-            raise CheckpointError(f'{file} is not a regular file; copy the model into a folder')
-    note_inputs(*files)
+    note_inputs(*(file for pattern in MODEL_FILES + BIN_FILES for file in folder.glob(pattern)))
     return folder
 
 
@@ -121,7 +111,7 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
     reward: whether it must be a reward model, with a score head instead of the output matrix
     share:  a function that calls `sharding.shard` on the model before it has weights; it may first
             remove layers, or add some that have values. None: the whole model
-    Raises CheckpointError for the other kind, and as `read_config` and `check_weights` do.
+    Raises CheckpointError.
     """
     config = read_config(folder, seq2seq=True)
     if getattr(config, 'reward', False) != reward:
@@ -205,7 +195,7 @@ def fingerprint(folder: str | Path) -> str:
 
 
 def identity(folder: str | Path, tokenizer, dtype, *modules: str) -> dict:
-    """Return what decides the samples of the model in `folder`, besides prompts and settings.
+    """Return what decides samples of the model in `folder`, besides prompts and settings.
 
     dtype: of the weights on the device; modules: names of those that make the samples
     """

@@ -1,9 +1,8 @@
 """Read settings: a file of `key = value` lines, then `--key=value` arguments, into a dataclass.
 
-The dataclass of a program (`TrainConfig` in train.py) lists every key with its type, default and
-meaning; any other key is an error. A config file holds only literals: nothing in it is executed. A
-field whose type is a dataclass takes a dict of that dataclass's keys: `eval = {'shots': 0}` in a
-file, `--eval.shots=0` on the command line.
+The dataclass of a program lists every key with its type, default and meaning. A config file holds
+only literals: nothing in it is executed. A field whose type is a dataclass takes a dict of its
+keys: `eval = {'shots': 0}` in a file, `--eval.shots=0` on the command line.
 """
 
 import ast
@@ -26,9 +25,9 @@ from runtime.errors import ConfigError
 def load_config(cls, argv, usage='', config=None, hidden=()):
     """Return `cls(...)` from `argv` = ['configs/file.py', '--key=value', '--flag', ...].
 
-    Every field of the dataclass `cls` needs a default; `config` replaces the defaults. The file is
-    optional and comes first; later values win. `-h` or `--help` prints `usage`, then every key with
-    its type, default and comment but for those in `hidden`, and exits. Raises ConfigError.
+    `config` replaces the defaults of the dataclass `cls`. The file is optional and comes first;
+    later values win. `-h` or `--help` prints `usage` and the keys but those in `hidden`, and exits.
+    Raises ConfigError.
     """
     if '-h' in argv or '--help' in argv:
         print(usage.strip(), '', 'keys, as --key=value or, before them, in a config file:',
@@ -101,14 +100,6 @@ def require_given(config, **examples):
     for key, example in examples.items():
         if not getattr(config, key):
             raise ConfigError(f'no {key} given; for example --{key}={example}')
-
-
-def note_default(config, key, example):
-    """Say before a download that `key` has its default, a name on the hub."""
-    value = getattr(config, key)
-    if value == getattr(type(config)(), key):
-        names = value if isinstance(value, str) else ', '.join(value)
-        print(f'{key}: {names}, which is the default; --{key}={example} takes your own', flush=True)
 
 
 def dump_config(config):

@@ -1,7 +1,6 @@
 """Read, check and write the config.json of a model in the Hugging Face layout.
 
-A model is computed as transformers computes it. A value that this program does not support is an
-error that names its key.
+A model is computed as transformers computes it; a value that is not supported is an error.
 """
 
 import difflib
@@ -23,8 +22,7 @@ def read_config(folder: str | Path, changes: dict | None = None, seq2seq=False) 
     """Return the configuration in the config.json of `folder`, with `changes` to its keys.
 
     seq2seq: whether the caller can use T5 as well, whose configuration is that of families/t5.py
-    {'rope_theta': 5e5} also changes a file that has it in rope_parameters. Raises CheckpointError,
-    also for a key that the family lacks.
+    Raises CheckpointError, also for a changed key that the family lacks.
     """
     path = Path(folder, 'config.json')
     if not path.exists():

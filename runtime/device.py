@@ -19,8 +19,8 @@ from runtime.version import __version__
 def pick_device(device: str) -> str:
     """Return `device`, or for 'auto' the GPU if there is one, else the CPU. Raises ConfigError.
 
-    A GPU becomes the current one, and model.py gets the faster versions of its functions: see
-    speed/install.py. Under torchrun, a GPU without a number is that of this process.
+    A GPU becomes the current one, that of this process under torchrun, and speed/install.py is
+    called.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == 'auto':
@@ -29,13 +29,12 @@ def pick_device(device: str) -> str:
         device = f'cuda:{own_gpu()}'
     if not re.fullmatch(r'cpu|cuda(:\d+)?', device):
         raise ConfigError(f"device = {device!r}; it must be 'auto', 'cpu', 'cuda' or like 'cuda:0'")
-    number = device.partition(':')[2]
-    if device != 'cpu' and int(number or 0) >= count:
-        available = f'CUDA devices 0 to {count - 1}' if count else 'no CUDA device'
-        raise ConfigError(f'device = {device!r}, but this machine has {available}')
-    if number:
-        torch.cuda.set_device(int(number))
     if device != 'cpu':
+        if int(device[5:] or 0) >= count:
+            available = f'CUDA devices 0 to {count - 1}' if count else 'no CUDA device'
+            raise ConfigError(f'device = {device!r}, but this machine has {available}')
+        if device[5:]:
+            torch.cuda.set_device(int(device[5:]))
         rooms.load('fast versions').install()
     return device
 

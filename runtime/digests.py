@@ -1,7 +1,7 @@
 """Hashes: of values, of the content of files, and of the code that can change a result.
 
 Code is compared by its syntax trees without docstrings, file by file: formatting and comments do
-not count. What is hashed by its content, such as the tokens of a prompt, needs no code beside it.
+not count.
 """
 
 import ast
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runtime import rooms
+from runtime.fast import structure
 
 PIECE = 2 ** 26     # bytes that one thread hashes at once
 HERE = Path(__file__).parent.parent
@@ -42,8 +43,7 @@ def file_digest(path):
 
 def code_digest(*modules):
     """Return a hash of the code of `modules`, names such as 'decoding.answers', of the model, its
-    fast versions and rows, and of all that they import of ours, directly or not, but for what is
-    OUTSIDE.
+    fast versions and rows, and of what they import of ours, directly or not, but what is OUTSIDE.
     """
     always = 'model', rooms.ROOMS['fast versions'], 'data.packing', 'data.tree_rows'
     files = map(module_file, (*always, *modules))
@@ -56,10 +56,9 @@ def module_file(name):
 
 
 def with_imports(files, counts):
-    """Return `files` and those that they import of ours, directly or not.
+    """Return `files` and those that they import of ours, directly or not, read from the files.
 
-    counts: whether a room, the name of a folder or of a file at the top level, counts. Imports are
-    read from the files, so the result does not depend on what a process has loaded.
+    counts: whether a room, the name of a folder or of a file at the top level, counts
     """
     chosen, new = set(), {*files}
 
@@ -79,7 +78,7 @@ def syntax_digest(*files):
 
 
 class Parsed(NamedTuple):
-    text: str       # the syntax tree without docstrings, as code
+    text: str       # the syntax tree without docstrings
     imports: set    # paths of our modules that are imported, also in functions and by rooms.load
 
 
@@ -96,9 +95,4 @@ def parsed(file):
             names |= {rooms.ROOMS[name.value] for name in node.args
                       if isinstance(name, ast.Constant)}
     imports = {path for path in map(module_file, names) if path.exists()}
-    return Parsed(ast.unparse(WithoutDocstrings().visit(tree)), imports)
-
-
-class WithoutDocstrings(ast.NodeTransformer):
-    def visit_Expr(self, node):
-        return None if isinstance(node.value, ast.Constant) else node
+    return Parsed(structure(tree), imports)

@@ -11,9 +11,8 @@ from runtime.ownership import INPUTS, LOCK, LOCKS, check_in_place, has_written, 
 def rename_old(*paths):
     """Rename a folder that this program wrote, or files: 'run' to 'run.1' if that name is free.
 
-    paths: one folder that this process has locked, which then locks the new one; or files with the
-    same stem, which get the same number. Raises ConfigError if this command reads something there,
-    or if another process writes in the folder.
+    paths: one folder that this process has locked, or files with the same stem, which get the same
+    number. Raises ConfigError if this command reads something there, or another process writes.
     """
     check_in_place(*LOCKS.values())
     stem = paths[0].stem

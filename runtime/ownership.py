@@ -1,13 +1,10 @@
 """Track which files of an output folder belong to this program.
 
-written.json lists the files that this program wrote in its folder; before/, the report before
-training, has a list of its own. `claim` puts a name on the list before its file is written. A file
-that is not on the list is never replaced or deleted. --overwrite deletes nothing:
-runtime/overwrite.py gives the old folder a free name.
+written.json lists the files that this program wrote in its folder; `claim` puts a name on the list
+before its file is written. A file that is not on the list is never replaced or deleted.
 
 Files are written under a temporary name and renamed, so a crash leaves the old file or the new one;
-`lock` removes temporary files that a crash left behind. Files of lines, such as log.jsonl, grow
-instead, and resume.py says when a checkpoint is complete.
+`lock` removes temporary files that a crash left behind. Files of lines, such as log.jsonl, grow.
 """
 
 import contextlib

@@ -1,9 +1,9 @@
-"""The checkpoints of a training run: what the next step depends on, written and read.
+"""The checkpoints of a training run, out_dir/resume-<step>/.
 
-out_dir/resume-<step>/ holds in safetensors all that the next step depends on: the trained weights
-with the low bits of their master, the Adam moments and the random states. The position in the data
-and the learning rate follow from the step. state.json has a checksum of every file and of itself.
-It is written last, then the older checkpoint is removed: a complete one exists at any moment.
+They hold in safetensors all that the next step depends on: the trained weights with the low bits of
+their master, the Adam moments and the random states. The position in the data and the learning rate
+follow from the step. state.json has a checksum of every file and of itself. It is written last,
+then the older checkpoint is removed: a complete one exists at any moment.
 """
 
 import functools

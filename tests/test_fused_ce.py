@@ -414,9 +414,7 @@ def test_parse_loss_reads_sums_and_names_errors():
                           ('focal', 'write calls'), ('focal(2) - z_loss(1)', 'write a sum'),
                           ('focal(', 'not a sum of calls'), ('focal()', 'missing 1 required'),
                           ('focal(True)', 'numbers'), ('focal(-1)', 'at least 0'),
-                          ('focal(2) + brier()', 'one whole loss'),
-                          *((f'brier(){" + z_loss(1)" * n}', 'too many terms') for n in
-                            (100, 3000, 10 ** 5))):
+                          ('focal(2) + brier()', 'one whole loss')):
         found = f'loss {re.escape(repr(text)[:80])}: .*{re.escape(message)}'
         with pytest.raises(ValueError, match=found):
             parse_loss(text)

@@ -75,7 +75,7 @@ def test_kills_and_a_signal_change_no_bit_of_the_final_files(settings_file, tmp_
     done = script.wait()
     assert done.returncode == 128 + signal.SIGINT and 'Traceback' not in done.stderr
     [step] = resume.checkpoints(out)
-    assert f'after step {step}; the same command continues' in done.stdout
+    assert f'after step {step}; --resume continues' in done.stdout
     assert step == steps_done(out)
     done = run_scripts(1, 'train.py', *arguments, '--save_every=7')
     assert done.returncode == 0 and f'resuming after step {step}' in done.stdout, done.stderr
