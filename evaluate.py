@@ -5,16 +5,14 @@
     torchrun --nproc_per_node=8 evaluate.py --model=out/run --tasks=mmlu
 
 Each sample is appended to samples.jsonl as soon as it is scored, and an interrupted evaluation
-resumes from that file. Each of several processes scores its share of the questions; the first one
-computes metrics.
+resumes from that file. Each of several processes scores its share of the questions.
 
 From file to ECE: each kind of task is a class of data/tasks.py. Its `load` reads questions
 (data/questions.py, with the row function in data/benchmarks.py and the prompt in data/prompts.py).
 Its `collect` tokenizes them (data/trees.py), lets scoring.py score them, which packs rows
 (data/tree_rows.py) and calls model.py and fused_ce.py, and makes samples of the values.
 results/evaluation.py measures the samples (results/report.py, metrics.py). Tasks without options
-are in written/tasks.py: decoding/answers.py writes the answers to the prompts of
-written/benchmarks.py, written/grading.py grades them; written/confidence.py has the confidences.
+are in written/tasks.py.
 """
 
 from runtime import cli
@@ -188,8 +186,8 @@ def load_model(folder, cfg):
 def score_tasks(tasks, scorer, out_dir, done):
     """Append the samples of this process's share of `tasks` to its part of samples.jsonl.
 
-    Return {label: result without metrics}, {label: its prompts} and the new samples, in the first
-    process those of all.
+    Return {label: result without metrics}, {label: its prompts} and the new samples of all
+    processes; nothing in all but the first. Raises DataError for a task without a scored question.
     """
     scored = {}
     prompts = {}
@@ -207,10 +205,9 @@ def score_tasks(tasks, scorer, out_dir, done):
 
 
 def collect_results(scored, cfg, done):
-    """Return {label: result without metrics} and {label: its prompts} of all processes.
+    """Return the first two results of `score_tasks`.
 
-    scored: {label: (this process's Task, prompts, bad rows, seconds)}; done: of `open_folder`.
-    Raises DataError for a task without a scored question. Both are {} but in the first process.
+    scored: {label: (this process's Task, prompts, bad rows, seconds)}; done: of `open_folder`
     """
     results, prompts = {}, {}
     shares = parallel.collect({
@@ -237,10 +234,7 @@ def collect_results(scored, cfg, done):
 
 
 def with_variants(tasks, writer, prompts, cfg):
-    """Yield `tasks`, then their variants, such as those by permute and p_true.
-
-    By then the samples of `tasks` must have been appended. prompts: as in `samples.by_task`.
-    """
+    """Yield `tasks` and, once their samples are there, their variants, such as those by permute."""
     yield from tasks.values()
     variants = [(task, name) for task in tasks.values() for name in task.variants(cfg)]
     rows = samples.by_task(writer.latest(), prompts) if variants else {}
@@ -292,9 +286,7 @@ def announce(config, tasks, cfg, done):
 # ---- The command line ----------------------------------------------------------------------------
 
 def run(cfg):
-    """Run the evaluation `cfg`; return (results, labels of its tasks, the folder of the results).
-
-    The results are None in all processes but the first.
+    """Return (results, None but in the first process; labels of tasks; the folder of the results).
     """
     check_eval_config(cfg)
     require_given(cfg, model='out/run or --model=google/gemma-2-2b')

@@ -48,10 +48,7 @@ def token_log_probs(hidden, head, at, tokens, softcap):
 
 def token_statistics(hidden, head, at, tokens, softcap):
     """Return float32 [M, 4]: the log-probability of each token, the top token of the distribution
-    that predicts it, the log-probability of that, and the entropy in nats.
-
-    Arguments: `token_log_probs`.
-    """
+    that predicts it, the log-probability of that, and the entropy in nats."""
     s = fused_ce.token_statistics(hidden[device.to_device(at, head.device)], head, tokens,
                                   softcap=softcap)
     return torch.stack([-s.nll, s.top_token.float(), s.top_logit - s.lse, s.entropy], 1)
@@ -121,8 +118,10 @@ def launch(load, batches, forward, dropout_seed, sharded):
             with parallel.evaluating(load(), dropout=dropout_seed is not None) as model:
                 while batch:
                     arrays, scored = batch
-                    if dropout_seed is not None:
-                        seed_dropout(dropout_seed, arrays)
+                    if dropout_seed is not None:    # the tokens decide what is dropped
+                        digest = hashlib.blake2b(b''.join(array.tobytes() for array in arrays),
+                                                 digest_size=8, key=str(dropout_seed).encode())
+                        torch.manual_seed(int.from_bytes(digest.digest()))
                     with torch.no_grad():
                         values = forward(model, arrays, scored)
                     if batch is not IDLE:
@@ -133,13 +132,6 @@ def launch(load, batches, forward, dropout_seed, sharded):
                 yield from launched
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-def seed_dropout(seed, arrays):
-    """Seed torch by `seed` and the arrays of a batch, whose tokens decide what is dropped."""
-    digest = hashlib.blake2b(b''.join(array.tobytes() for array in arrays), digest_size=8,
-                             key=str(seed).encode()).digest()
-    torch.manual_seed(int.from_bytes(digest))
 
 
 def forward_values(model, arrays, scored, compute=token_log_probs, every_token=False):
@@ -156,10 +148,7 @@ def forward_values(model, arrays, scored, compute=token_log_probs, every_token=F
 
 
 def option_log_probs(model, trees, **options):
-    """Return the summed log-probability of every option: a float64 array [K] per tree.
-
-    options: the other arguments of `score`
-    """
+    """Return the summed log-probability of every option, float64 [K] per tree; options: `score`."""
     sums = {index: trees[index].sums(numbers, values)
             for index, numbers, values in score(lambda: model, enumerate(trees), **options)}
     return [sums[index] for index in range(len(trees))]

@@ -108,9 +108,9 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
          reward: bool = False, share: Callable | None = None) -> CausalLM:
     """Return a CausalLM with the weights of `folder`, as `dtype` (None: the type in config.json).
 
-    reward: whether it must be a reward model, with a score head instead of the output matrix
-    share:  a function that calls `sharding.shard` on the model before it has weights; it may first
-            remove layers, or add some that have values. None: the whole model
+    reward: whether it must have a score head instead of the output matrix
+    share:  calls `sharding.shard` on the model before it has weights; it may first remove layers,
+            or add some that have values
     Raises CheckpointError.
     """
     config = read_config(folder, seq2seq=True)
@@ -140,12 +140,11 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
 
 
 def check_weights(folder: str | Path, config: ModelConfig):
-    """Return a model on the meta device and, by the names on disk of its parameters, their tensors,
-    mapped, and the LowRank changes of an adapter.
+    """Return a model on the meta device, {name on disk: mapped tensor} and an adapter's LowRank changes.
 
-    Raises CheckpointError naming the damaged file, or the tensor that is missing, unknown,
-    misshaped or quantized. Only an adapter, and an output matrix beside tied embeddings, are read;
-    the latter must equal them. T5's may differ, and config.tie_word_embeddings becomes False then.
+    Raises CheckpointError naming the damaged file, or the tensor that is missing, unknown, misshaped
+    or quantized. An output matrix beside tied embeddings must equal them; T5's may differ, and
+    config.tie_word_embeddings becomes False then.
     """
     stored = {text_key(key, config): (path, key, tensor)
               for path, key, tensor in read_weights(Path(folder))}

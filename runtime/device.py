@@ -73,8 +73,6 @@ def micro_batches(packed, n_rows, device):
 
 class HostCopy:
     """An asynchronous copy of a tensor to the host, and the time at which the tensor was computed.
-
-    Reading it waits for this tensor alone, not for work that the device was given later.
     """
 
     def __init__(self, x):

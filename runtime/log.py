@@ -77,10 +77,7 @@ def show_example(example, tokenizer):
 
 
 class StepLog(contextlib.AbstractContextManager):
-    """Check and record each step's numbers while the device computes the next step.
-
-    Every log_every-th step of a `train.Run` is printed; log.jsonl and the tracker get every step.
-    """
+    """Check and record each step's numbers while the device computes the next step."""
 
     def __init__(self, run, first, until):
         self.run = run

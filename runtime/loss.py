@@ -10,10 +10,7 @@ NODES = (ast.Expression, ast.BinOp, ast.Add, ast.Call, ast.Name, ast.Load, ast.U
 
 
 def parse_loss(text):
-    """Return the Loss of a sum of calls of functions in LOSSES, at least one of them a whole loss.
-
-    The arguments are numbers. Raises ConfigError, for an unknown name with the nearest one.
-    """
+    """Return the Loss of a sum of calls of LOSSES with numbers. Raises ConfigError."""
     try:
         tree = ast.parse(text.strip(), mode='eval')
         for node in ast.walk(tree):

@@ -70,8 +70,7 @@ def table_rows(path, file, kind, to_rows):
 def named_rows(lines, delimiter):
     """Yield (place, row) of the lines of a table; the first one names the columns.
 
-    Only a .csv file whose first line ends in a letter or a number, the answer of MMLU's own files,
-    has no names: its rows are lists.
+    MMLU's own .csv files, whose first line ends in a letter or number, have no names but lists.
     """
     names = None
     for place, cells in lines:

@@ -17,11 +17,11 @@ def read_rows(path, to_rows=None):
     """Yield (place, row) of a file of one of KINDS, such as a.jsonl or a.csv, also with .gz.
 
     `place` is 'file:line', or 'file: row n' for parquet and JSON lists; both count from 1. A row
-    that cannot be read or repeats a key is yielded as a DataError, to stop or skip; a file that
-    cannot be read raises one. A .txt file is one row, {'text': its content}.
+    that cannot be read or repeats a key is yielded as a DataError; a file that cannot be read
+    raises one. A .txt file is one row, {'text': its content}.
 
-    to_rows: function of the (place, list of cells) of each line of a .csv or .tsv file and of its
-    delimiter, which yields (place, row); None: `named_rows` of other_readers.py
+    to_rows: function of the (place, list of cells) of each line of a table and of its delimiter,
+             which yields (place, row); None: `named_rows` of other_readers.py
     """
     if not path.is_file():
         raise DataError(f'{path} is a folder; name a file in it' if path.is_dir() else

@@ -31,7 +31,7 @@ def save_checkpoint(out_dir, step, named, optimizer, facts):
     """Write out_dir/resume-<step>/, state.json last, then remove the older checkpoints.
 
     named: {name: trained parameter}; facts: {name: JSON value} that a resumed run must share.
-    Every process must call this; the first one writes. Raises TrainingError if that fails.
+    Every process must call this. Raises TrainingError if it fails.
     """
     folder, random = Path(out_dir) / f'resume-{step}', {'cpu': torch.get_rng_state()}
     device = next(iter(named.values())).device
@@ -71,8 +71,7 @@ def _whole(share):
 def restore(out_dir, named, optimizer, facts):
     """Fill parameters and optimizer from the newest intact checkpoint; return its step, or 0.
 
-    A damaged checkpoint is reported and an older one used. Raises TrainingError if all are damaged
-    or if the run has other `facts` than the one that wrote the checkpoint.
+    Raises TrainingError if all are damaged, or of a run with other `facts`.
     """
     damaged, device = None, next(iter(named.values())).device
     for step, folder in reversed(checkpoints(out_dir).items()):

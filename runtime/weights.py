@@ -70,8 +70,6 @@ def shapes_on_disk(model) -> dict[str, list[int]]:
 
 def weight_files(folder: Path) -> dict[Path, set | None]:
     """Return {file of a model's weights: names of its tensors, of shards by their index, or None}.
-
-    They are safetensors, or pickles from which no code is run. Raises CheckpointError.
     """
     for single in (folder / 'model.safetensors', folder / 'pytorch_model.bin'):
         index = single.with_name(f'{single.name}.index.json')
