@@ -140,10 +140,10 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
 
 
 def check_weights(folder: str | Path, config: ModelConfig):
-    """Return a model on the meta device, {name on disk: mapped tensor} and an adapter's LowRank changes.
+    """Return a model on the meta device, {name on disk: mapped tensor} and an adapter's changes.
 
-    Raises CheckpointError naming the damaged file, or the tensor that is missing, unknown, misshaped
-    or quantized. An output matrix beside tied embeddings must equal them; T5's may differ, and
+    Raises CheckpointError naming the damaged file, or the tensor that is missing, unknown or
+    misshaped. An output matrix beside tied embeddings must equal them; T5's may differ, and
     config.tie_word_embeddings becomes False then.
     """
     stored = {text_key(key, config): (path, key, tensor)

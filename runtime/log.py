@@ -31,21 +31,20 @@ def print_sizes(run):
     """Print the sizes of a `train.Run` before its first step."""
     cfg = run.cfg
     model = run.model
-    training = run.training
     steps = run.steps
-    lengths, c = run.sequences.lengths[training], model.config
+    lengths = run.sequences.lengths[run.training]
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     adapters = f' ({trained:,} of them trained)' if trained < total else ''
     name = torch.cuda.get_device_name(run.device) if run.device.startswith('cuda') else 'CPU'
     print(f'device: {run.device} ({name}), {str(model.head.dtype).split(".")[-1]}')
-    print(f'model: {cfg.model}: {c.model_type}, {total:,} parameters{adapters}')
+    print(f'model: {cfg.model}: {model.config.model_type}, {total:,} parameters{adapters}')
     if unused := [key for key, value in vars(cfg).items() if key.startswith('lora_')
                   and not cfg.lora and value != getattr(type(cfg), key)]:
         print(f'note: without lora = True all weights are trained; no effect: {", ".join(unused)}')
     others = len(run.sequences) - len(run.held_out)
     sample = f' (a sample of {others:,})' if cfg.data_limit else ''
-    print(f'data: {cfg.data}: {len(training):,} sequences{sample}, {lengths.sum():,} tokens '
+    print(f'data: {cfg.data}: {len(lengths):,} sequences{sample}, {lengths.sum():,} tokens '
           f'(mean {lengths.mean():.0f}, longest {lengths.max()})')
     print(f'steps: {steps} of {cfg.batch_size} sequences, about '
           f'{lengths.mean() * cfg.batch_size:,.0f} tokens each')
@@ -56,9 +55,9 @@ def print_sizes(run):
     if used < available:
         cause = (f'max_steps = {cfg.max_steps}' if cfg.max_steps == steps else
                  f'the rest does not fill a step of {cfg.batch_size}')
-        never = f'; {len(training) - used:,} are never seen' if used < len(training) else ''
+        never = f'; {len(lengths) - used:,} are never seen' if used < len(lengths) else ''
         print(f'sequences trained on: {used:,} of {available:,} (epochs = {cfg.epochs:g}, each of '
-              f'{len(training):,}): {cause}{never}')
+              f'{len(lengths):,}): {cause}{never}')
     print(f'folder: {cfg.out_dir}' + ' (a dry run writes nothing there)' * cfg.dry_run)
 
 

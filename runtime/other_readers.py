@@ -1,53 +1,24 @@
-"""Read the rows of JSON lists, of texts and of tables: CSV and TSV, Parquet and Arrow files."""
+"""Read the rows of texts and of tables: CSV and TSV, Parquet and Arrow files."""
 
 import csv
 import io
 import itertools
-import json
 import re
 
 from runtime.errors import DataError
-from runtime.readers import decode, jsonl_rows, parse_json, row_or_error
+from runtime.readers import decode, row_or_error
 
 
 def rows(path, file, kind, to_rows):
     """Yield as `readers.read_rows` the (place, row) of an open file of a kind."""
     if kind in ('.csv', '.tsv'):
         yield from table_rows(path, file, kind, to_rows)
+    elif kind == '.txt':
+        text = row_or_error(decode, file.read(), path)
+        yield str(path), text if isinstance(text, DataError) else {
+            'text': text.replace('\r\n', '\n').replace('\r', '\n')}
     else:
-        read = {'.json': json_rows, '.txt': txt_rows}.get(kind, parquet_rows)
-        yield from read(path, file)
-
-
-def json_rows(path, file):
-    begin = file.tell()
-    lines = [*itertools.islice(filter(bytes.strip, file), 2)]
-    if not lines:
-        raise DataError(f'{path} is empty')
-    try:
-        first = json.loads(lines[0])
-    except (ValueError, RecursionError):
-        first = None
-    file.seek(begin)
-    # a first line that is an object is a row, unless it has a list of rows and nothing follows
-    if isinstance(first, dict) and (len(lines) > 1 or not isinstance(first.get('examples'), list)):
-        yield from jsonl_rows(path, file)
-        return
-    rows = parse_json(file.read(), path)
-    if isinstance(rows, dict):      # BIG-bench's task.json
-        rows = rows.get('examples')
-    if not isinstance(rows, list):
-        raise DataError(f'{path}: a .json file must hold a list of rows, one row per line, or an '
-                        f'object with a list of rows as "examples"')
-    for number, row in enumerate(rows, 1):
-        place = f'{path}: row {number}'
-        yield place, DataError(f'{place}: {row}') if isinstance(row, DataError) else row
-
-
-def txt_rows(path, file):
-    text = row_or_error(decode, file.read(), path)
-    yield str(path), text if isinstance(text, DataError) else {
-        'text': text.replace('\r\n', '\n').replace('\r', '\n')}
+        yield from parquet_rows(path, file)
 
 
 def table_rows(path, file, kind, to_rows):
@@ -124,20 +95,6 @@ def parquet_rows(path, file):
     number = 0
     for batch in batches:
         names = column_names(path, batch.schema.names)
-        for cells in zip(*batch.columns, strict=True):
+        for cells in zip(*(column.to_pylist() for column in batch.columns), strict=True):
             number += 1
-            place = f'{path}: row {number}'
-            yield place, row_or_error(_values, zip(names, cells, strict=True), place)
-
-
-def _values(cells, place):
-    """Return {name: Python value} of cells; a cell, an error if it is used, if there is none."""
-    values = {}
-    for name, cell in cells:
-        try:
-            values[name] = cell.as_py()
-        except UnicodeDecodeError as error:
-            raise DataError(f'{place}: not UTF-8: {error.reason}') from error
-        except (ValueError, OverflowError):     # the year 10000
-            values[name] = cell
-    return values
+            yield f'{path}: row {number}', dict(zip(names, cells, strict=True))

@@ -51,13 +51,9 @@ def check_folder(cfg):
     if Path(cfg.model).is_dir() and Path(os.path.realpath(cfg.model)).is_relative_to(
             os.path.realpath(out_dir)):     # unlike Path.resolve it accepts a link to itself
         raise ConfigError(f'out_dir = {cfg.out_dir} holds the model {cfg.model} itself')
-    try:
-        # a run that is killed while it writes its first list leaves that under a temporary name
-        files = {path.name for path in out_dir.iterdir() if not path.name.startswith(f'{LIST}.')}
-    except FileNotFoundError:
-        files = set()
-    except (OSError, ValueError) as error:      # ValueError: a NUL in the name
-        raise ConfigError(f'out_dir = {cfg.out_dir!r} is no folder: {error}') from error
+    # a run that is killed while it writes its first list leaves that under a temporary name
+    files = {path.name for path in (out_dir.iterdir() if out_dir.is_dir() else ())
+             if not path.name.startswith(f'{LIST}.')}
     if LIST not in files and files - {LOCK}:
         raise ConfigError(f'out_dir = {cfg.out_dir} is not empty and has no {LIST}, the list of '
                           f'what a run wrote; choose another --out_dir, or move that folder away')
