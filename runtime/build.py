@@ -8,15 +8,8 @@ from torch import nn
 from model import CausalLM, Norm, add_lora
 from runtime import checkpoint, optim, rooms
 from runtime.device import pick_dtype
-from runtime.fast import FastVersion
 from runtime.memory import memory_for_activations, row_bytes
 from runtime.parallel import rank, world_size
-
-# on a CPU, torch's fused update is used as long as the plain one of optim.py is unedited
-ADAMW = FastVersion(optim.adamw, {'optim._adamw': 'e9aee728', 'optim.inverse': '0e8dd09a',
-                                  'optim.root': '30324983'})
-optim.stands_for = ADAMW.stands_for
-
 
 def build_model(cfg, config, base, device, reward=False):
     """Return the model to train, loaded or random; of several processes, each has its share."""
@@ -80,6 +73,7 @@ def build_optimizer(model, cfg):
     groups = [{'params': matrices, 'weight_decay': cfg.weight_decay},
               {'params': others, 'weight_decay': 0.0}]
     options = {'betas': cfg.betas, 'eps': cfg.eps, 'seed': cfg.seed, 'rank': rank()}
+    rooms.load('fused AdamW').install()
     make = (rooms.load('compact').CompactAdamW if cfg.master_weights == 'compact' else
             functools.partial(optim.AdamW, kind=cfg.master_weights))
     return make([group for group in groups if group['params']], cfg.lr, **options)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runtime import rooms
-from runtime.fast import structure
 
 PIECE = 2 ** 26     # bytes that one thread hashes at once
 HERE = Path(__file__).parent.parent
@@ -95,4 +94,9 @@ def parsed(file):
             names |= {rooms.ROOMS[name.value] for name in node.args
                       if isinstance(name, ast.Constant)}
     imports = {path for path in map(module_file, names) if path.exists()}
-    return Parsed(structure(tree), imports)
+    return Parsed(ast.unparse(WithoutDocstrings().visit(tree)), imports)
+
+
+class WithoutDocstrings(ast.NodeTransformer):
+    def visit_Expr(self, node):
+        return None if isinstance(node.value, ast.Constant) else node

@@ -32,7 +32,7 @@ PIECE = 2 ** 20         # weights that a CPU updates at once: their temporary nu
 TINY = 1e-37            # beside eps it makes no difference
 
 # Whether the library's update computes what a function, `_adamw`, does. In a copy of this file it
-# is always used on a CPU; runtime/build.py has a check that `_adamw` was not edited.
+# is always used on a CPU; speed/adamw.py has a check that `_adamw` was not edited.
 stands_for: Callable[[Callable], bool] = callable
 
 # of the moments and of the bits that complete a weight

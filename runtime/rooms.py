@@ -26,7 +26,7 @@ ROOMS = TASKS | {
     # faster versions of the core, in speed/
     'fast versions': 'speed.install', 'kernels': 'speed.kernels', 'fp8': 'speed.fp8',
     'recorded passes': 'speed.graphs', 'sharding': 'speed.sharding',
-    'compact': 'speed.compact',
+    'compact': 'speed.compact', 'fused AdamW': 'speed.adamw',
     # families of models that are no row of FAMILIES, by model_type
     **dict.fromkeys(('t5', 'mt5'), 'families.t5'),
     # what measures samples once they are there

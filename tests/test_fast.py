@@ -27,9 +27,9 @@ from data import packing, tree_rows
 from decoding import cache, draw
 from decoding.cache import Cache, DecodeMask
 from decoding.sampling import Sampling
-from runtime import build, checkpoint, fast, optim
+from runtime import checkpoint, fast, optim
 from runtime.fast import FastVersion, digests_of
-from speed import fp8, install, kernels
+from speed import adamw, fp8, install, kernels
 from speed.masks import (CAUSAL, FLEX, TREE, FlexMask, TreeMask, cap_scores, flex_options, maker,
                          masks_by, visible_blocks)
 
@@ -44,7 +44,7 @@ PLAIN = {       # all fast versions, and the plain functions that each of them s
     kernels.GATE: [models.gate], kernels.GELU: [models.gelu_tanh],
     cache.DECODE: [DecodeMask.plainly, DecodeMask.visible, attention.sees, ExplicitMask.attend],
     draw.DRAW: [draw.draw_plainly], fp8.LORA: [models.LoRALinear.forward],
-    install.LOSS: [fused_ce._plain], build.ADAMW: [optim._adamw]}
+    install.LOSS: [fused_ce._plain], adamw.ADAMW: [optim._adamw]}
 
 
 @pytest.fixture(autouse=True)
