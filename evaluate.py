@@ -187,7 +187,7 @@ def score_tasks(tasks, scorer, out_dir, done):
     """Append the samples of this process's share of `tasks` to its part of samples.jsonl.
 
     Return {label: result without metrics}, {label: its prompts} and the new samples of all
-    processes; nothing in all but the first. Raises DataError for a task without a scored question.
+    processes. Raises DataError for a task without a scored question.
     """
     scored = {}
     prompts = {}
@@ -201,7 +201,7 @@ def score_tasks(tasks, scorer, out_dir, done):
             scored[task.label] = (task, prompts[task.label], bad_rows,
                                   time.perf_counter() - started)
     results = collect_results(scored, scorer.cfg, done)
-    return *results, [*itertools.chain(*parallel.collect(writer.new))]
+    return *results, [*itertools.chain(*parallel.gather(writer.new))]
 
 
 def collect_results(scored, cfg, done):
@@ -210,10 +210,10 @@ def collect_results(scored, cfg, done):
     scored: {label: (this process's Task, prompts, bad rows, seconds)}; done: of `open_folder`
     """
     results, prompts = {}, {}
-    shares = parallel.collect({
+    shares = parallel.gather({
         label: (task.counts(share_prompts), share_prompts, bad_rows, seconds)
         for label, (task, share_prompts, bad_rows, seconds) in scored.items()})
-    for label, (task, *_) in scored.items() if shares else ():
+    for label, (task, *_) in scored.items():
         counts, share_prompts, bad_rows, seconds = zip(*(share[label] for share in shares))
         prompts[label], bad_rows = set().union(*share_prompts), [*itertools.chain(*bad_rows)]
         if task.optional and bad_rows:

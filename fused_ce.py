@@ -145,8 +145,8 @@ def smoothing(s):
 def adaptive_smoothing(s):
     """Term r (z_y - Z / V), no gradient through the rate r = s (1 - H / log V), s in [0, 1].
 
-    It smooths where the model is certain. The rate is that of Lee et al. 2022 (arXiv 2210.13459),
-    with s = 1; their smoothing is towards the model's own knowledge, not all tokens alike.
+    The rate is that of Lee et al. 2022 (arXiv 2210.13459), with s = 1; their smoothing is towards
+    the model's own knowledge, not all tokens alike.
     """
     _require(0 <= s <= 1, f'adaptive_smoothing must be in [0, 1], got {s}')
 
@@ -301,8 +301,7 @@ def token_statistics(hidden, weight, target, loss=None, *, softcap=None, ignore_
     """Return TokenStatistics of each token's distribution, from one product, without gradient.
 
     Arguments are those of `fused_loss`; the loss is cross_entropy() by default. The logits are
-    float32 for any inputs: between 16 and 32, bfloat16 has steps of 0.125, coarser than what a
-    calibration metric measures.
+    float32 for any inputs: bfloat16 has steps of 0.125 between 16 and 32.
     """
     loss = loss or cross_entropy()
     dtype, labels, supervised, _ = _check(hidden, weight, target, loss, softcap, ignore_index)

@@ -101,14 +101,6 @@ def gather(value) -> list:
     return values
 
 
-def collect(value) -> list:
-    """Return as `gather` in the first process; [] in the others."""
-    values = [value] * world_size() if rank() == 0 else []
-    if world_size() > 1:
-        dist.gather_object(value, values or None)
-    return values
-
-
 def progress_bar(label, total, unit):
     """Return the tqdm bar of the first process; in a file it has a line every 30 seconds."""
     seconds = 1 if sys.stderr.isatty() else 30

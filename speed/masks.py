@@ -66,9 +66,8 @@ def fastest(x: Tensor, head_dim: int, compiled: bool = False) -> str:
 
 
 def visible_blocks(positions: Tensor, ends: Tensor, window: int | None, M: int, N: int):
-    """Return `seen` and `full`, bool [B, blocks of M queries, blocks of N keys].
-
-    No query of the block sees a key where `seen` is false; each sees all keys where `full` is true.
+    """Return `seen` and `full`, bool [B, blocks of M queries, blocks of N keys]: does some query of
+    the block see a key, and do all queries see all keys?
     """
     B, T = ends.shape
 
@@ -88,7 +87,8 @@ def visible_blocks(positions: Tensor, ends: Tensor, window: int | None, M: int, 
 
 def in_order(rank: Tensor) -> tuple[Tensor, Tensor]:
     """Return how many entries of each row of rank [..., n] are above 0, int [...], and the indices
-    of all, the largest entry first, int [..., n]."""
+    of all, the largest entry first, int [..., n].
+    """
     order = rank.byte().argsort(dim=-1, descending=True, stable=True)
     return (rank > 0).sum(-1).int(), order.int()
 
