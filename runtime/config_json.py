@@ -42,9 +42,9 @@ def read_config(folder: str | Path, changes: dict | None = None, seq2seq=False) 
     config = config_from_hf(raw | changes, f'{path} with shape = {changes}')
     known = raw.keys() | rules_of(config.model_type).keys()
     for key in sorted(changes.keys() - known, key=str):
-        near = difflib.get_close_matches(str(key), known, n=1)
-        raise CheckpointError(f'shape: {config.model_type} has no key {key!r} in its config.json'
-                              + (f'; did you mean {near[0]!r}?' if near else ''))
+        near = difflib.get_close_matches(str(key), known, 1, 0)[0]
+        raise CheckpointError(f'shape: {config.model_type} has no key {key!r} in its config.json; '
+                              f'did you mean {near!r}?')
     return config
 
 

@@ -37,13 +37,9 @@ def save_checkpoint(out_dir, step, named, optimizer, facts):
     device = next(iter(named.values())).device
     if device.type == 'cuda':
         random['cuda'] = torch.cuda.get_rng_state(device)
-    shares, size = [], FILE_BYTES       # {name: tensor} of each file
-    for key, tensor in state_tensors(named, optimizer):
-        if size >= FILE_BYTES:
-            shares.append({})
-            size = 0
-        shares[-1][key] = tensor
-        size += tensor.numel() * tensor.element_size()
+    tensors = [*state_tensors(named, optimizer)]
+    n = 1 + sum(tensor.nbytes for _, tensor in tensors) // FILE_BYTES
+    shares = [dict(tensors[i::n]) for i in range(n)]        # {name: tensor} of each file
     for number, states in enumerate(gather(random)):
         shares[-1] |= {f'random.{number}.{kind}': state for kind, state in states.items()}
     files = {f'state-{number:05d}.safetensors': functools.partial(_whole, share)
