@@ -11,8 +11,7 @@ From file to ECE: each kind of task is a class of data/tasks.py. Its `load` read
 (data/questions.py, with the row function in data/benchmarks.py and the prompt in data/prompts.py).
 Its `collect` tokenizes them (data/trees.py), lets scoring.py score them, which packs rows
 (data/tree_rows.py) and calls model.py and fused_ce.py, and makes samples of the values.
-results/evaluation.py measures the samples (results/report.py, metrics.py). Tasks without options
-are in written/tasks.py.
+results/evaluation.py measures the samples. Tasks without options are in written/tasks.py.
 """
 
 from runtime import cli
@@ -286,8 +285,7 @@ def announce(config, tasks, cfg, done):
 # ---- The command line ----------------------------------------------------------------------------
 
 def run(cfg):
-    """Return (results, None but in the first process; labels of tasks; the folder of the results).
-    """
+    """Return (results, None but in the first process; labels of tasks; the folder of results)."""
     check_eval_config(cfg)
     require_given(cfg, model='out/run or --model=google/gemma-2-2b')
     cfg = replace(on_this_machine(cfg), model=os.path.expanduser(cfg.model))

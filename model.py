@@ -346,8 +346,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each added to its input; `norm_order` says where the norms are.
 
-    Also in a bfloat16 model the residual stream x is float32: in Gemma 3 it grows to 100,000, where
-    bfloat16 has steps of 512.
+    The residual stream x is always float32: in Gemma 3 it grows to 100,000, where bfloat16 has
+    steps of 512.
     """
 
     def __init__(self, config: ModelConfig):

@@ -34,8 +34,7 @@ from data.templates import TEMPLATES
 from runtime.config import load_config, require_given, require_range
 from runtime.errors import ConfigError, DataError, Stopped
 
-# {name: the share of the steps after warm-up that are done, 0 to 1 -> a factor that falls from 1,
-# for `lr`, to 0, for `final_lr * lr`}
+# {name: share of the steps after warm-up that are done -> factor from 1, `lr`, to 0, `final_lr`}
 SCHEDULES = {
     'linear': lambda done: 1 - done,
     'cosine': lambda done: (1 + math.cos(math.pi * done)) / 2,
@@ -293,7 +292,7 @@ def load_run(cfg, stage, device):
 
 
 def split_sequences(cfg, groups):
-    """Return (indices of the sequences to train on, of those held out); groups: of each sequence.
+    """Return indices of the sequences to train on and of those held out; groups: of each sequence.
     """
     held_out, rest = split_groups(groups, cfg.val_size, cfg.seed)
     if cfg.val_size and not len(held_out):
@@ -397,8 +396,7 @@ def token_loss(packed, cfg, base=None):
 
 
 def forward_backward(model, packed, cfg, device, objective=token_loss):
-    """Accumulate the gradients of a step, if enabled; return {'loss', 'nll'}, scalars on `device`.
-    """
+    """Accumulate the gradients of a step, if enabled; return {'loss', 'nll'} on `device`."""
     compute, total = objective(packed, cfg), 0
     for rows, inputs, targets in micro_batches(packed, cfg.micro_rows, device):
         loss, values = compute(model, rows, inputs, targets)

@@ -36,8 +36,7 @@ def prepare(model, cfg, device, reward=False):
         model.config.reward = True
     if cfg.lora:
         add_lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.lora_dropout, cfg.lora_targets, device)
-        # with a gradient of its input, the first block has the same graph as the others: compiling
-        # another one takes 8 s
+        # so the first block has the graph of the others; compiling another one takes 8 s
         model.decoder.embed_tokens.register_forward_hook(
             lambda module, inputs, x: x.requires_grad_(torch.is_grad_enabled()))
     if cfg.fp8:
@@ -47,8 +46,7 @@ def prepare(model, cfg, device, reward=False):
     model.decoder.checkpoint = cfg.checkpoint_activations
     # Triton 3.6 cannot compile some float32 blocks; FlexAttention is compiled either way
     if cfg.compile and device.startswith('cuda') and model.head.dtype == torch.bfloat16:
-        # one process may make models of several shapes; beyond the default limit of 8, further
-        # blocks would run uncompiled
+        # of models of several shapes, blocks beyond the limit of 8 would run uncompiled
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         for layer in model.decoder.layers:      # for static shapes; equal masks share one graph
             layer.compile(dynamic=False)

@@ -109,8 +109,7 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
     """Return a CausalLM with the weights of `folder`, as `dtype` (None: the type in config.json).
 
     reward: whether it must have a score head instead of the output matrix
-    share:  calls `sharding.shard` on the model before it has weights; it may first remove layers,
-            or add some that have values
+    share:  calls `sharding.shard` on the model before it has weights, and may change its layers
     Raises CheckpointError.
     """
     config = read_config(folder, seq2seq=True)

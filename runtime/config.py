@@ -25,9 +25,8 @@ from runtime.errors import ConfigError
 def load_config(cls, argv, usage='', config=None, hidden=()):
     """Return `cls(...)` from `argv` = ['configs/file.py', '--key=value', '--flag', ...].
 
-    `config` replaces the defaults of the dataclass `cls`. The file is optional and comes first;
-    later values win. `-h` or `--help` prints `usage` and the keys but those in `hidden`, and exits.
-    Raises ConfigError.
+    `config` replaces the defaults of the dataclass `cls`. The file is optional and comes first.
+    `-h` or `--help` prints `usage` and the keys but `hidden`, and exits. Raises ConfigError.
     """
     if '-h' in argv or '--help' in argv:
         print(usage.strip(), '', 'keys, as --key=value or, before them, in a config file:',

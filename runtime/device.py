@@ -19,8 +19,7 @@ from runtime.version import __version__
 def pick_device(device: str) -> str:
     """Return `device`, or for 'auto' the GPU if there is one, else the CPU. Raises ConfigError.
 
-    A GPU becomes the current one, that of this process under torchrun, and speed/install.py is
-    called.
+    A GPU becomes the current one, under torchrun that of this process; see speed/install.py.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == 'auto':
@@ -72,8 +71,7 @@ def micro_batches(packed, n_rows, device):
 
 
 class HostCopy:
-    """An asynchronous copy of a tensor to the host, and the time at which the tensor was computed.
-    """
+    """An asynchronous copy of a tensor to the host, and the time when it was computed."""
 
     def __init__(self, x):
         self.host = x

@@ -1,7 +1,6 @@
 """Hashes: of values, of the content of files, and of the code that can change a result.
 
-Code is compared by its syntax trees without docstrings, file by file: formatting and comments do
-not count.
+Code is compared by its syntax trees without docstrings, file by file, not by its formatting.
 """
 
 import ast

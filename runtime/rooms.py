@@ -1,13 +1,11 @@
 """The table of rooms: what the core opens by name, when a setting or a file asks for it.
 
-The core imports nothing else of the other folders, and nothing of them is loaded before. A room of
-your own is a row here.
+The core imports nothing else of the other folders. A room of your own is a row here.
 """
 
 import importlib
 
-# {name of a task whose answers are written, or whose questions have another form: module with its
-# class as TASK}
+# {name of a task with written answers or other questions: module with its class as TASK}
 TASKS = {
     **dict.fromkeys(('triviaqa', 'nq_open', 'popqa', 'gsm8k', 'gsm8k_short', 'math500', 'humaneval',
                      'qa', 'triviaqa_train', 'nq_open_train', 'gsm8k_train'),
@@ -31,8 +29,7 @@ ROOMS = TASKS | {
     **dict.fromkeys(('t5', 'mt5'), 'families.t5'),
     # what measures samples once they are there
     'measures': 'results.evaluation', 'report': 'results.report',
-    # beside and after training: checkpoints, the base model as a teacher, training on answers to
-    # questions; reports, the model card
+    # beside and after training
     'resume state': 'runtime.resume_state', 'base smoothing': 'runtime.base_smoothing',
     'questions': 'data.question_answers', 'texts': 'data.texts',
     'reports': 'results.training_report', 'card': 'bridges.card',

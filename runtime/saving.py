@@ -103,8 +103,7 @@ def write_files(folder, files, owner):
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]):
     """Write a safetensors file of CPU tensors."""
-    # safetensors' own function lets no other user read the file, and leaves a temporary one behind
-    # if it is killed
+    # safetensors' own function lets no other user read the file, and leaves others if killed
     header, end = {'__metadata__': {'format': 'pt'}}, 0
     # readers want aligned tensors: large items first
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())

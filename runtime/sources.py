@@ -15,8 +15,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def full_path(name: str) -> str:
-    """Return the full path of a file or folder whose name could be a hub name, others as they are.
-    """
+    """Return the full path of a file or folder that could be a hub name, others as they are."""
     return os.path.abspath(name) if is_hub_name(name) and os.path.exists(name) else name
 
 

@@ -69,8 +69,7 @@ def shapes_on_disk(model) -> dict[str, list[int]]:
 
 
 def weight_files(folder: Path) -> dict[Path, set | None]:
-    """Return {file of a model's weights: names of its tensors, of shards by their index, or None}.
-    """
+    """Return {file of a model's weights: names of its tensors by the index of shards, or None}."""
     for single in (folder / 'model.safetensors', folder / 'pytorch_model.bin'):
         index = single.with_name(f'{single.name}.index.json')
         if index.exists():

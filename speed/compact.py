@@ -31,8 +31,7 @@ WIDEST = 24 << 23       # of bits(V) - bits(v): 24 powers of two; a smaller v co
 
 
 class CompactAdamW(optim.AdamW):
-    """AdamW with this state where it is possible; gradients of several passes are bfloat16 there.
-    """
+    """AdamW with this state where possible; there gradients of passes are summed in bfloat16."""
 
     def new_state(self, p: Any, kind: str) -> dict[str, Tensor]:
         if p.dtype != torch.bfloat16 or p.ndim != 2 or p.shape[1] % GROUP:

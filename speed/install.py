@@ -26,8 +26,7 @@ def by_kernel(version: FastVersion, plain):
     return compute
 
 
-# {name in model.py: FastVersion}; each kernel is used if the digests of its version are those of
-# the function that is there
+# {name in model.py: FastVersion}
 KERNELS = {'norm': kernels.NORM, 'rotate': kernels.ROTATE, 'gate': kernels.GATE}
 WHOLE = {'products': FastVersion(kernels.products, {'model.products': '5d4b9558'}),
          'float32_linear': FastVersion(kernels.float32_linear, {

@@ -109,8 +109,7 @@ class FlexMask:
             return sees(i, j, positions[b, i], positions[b, j], ends[b, j], window)
         seen, full = (blocks[:, None] for blocks in
                       visible_blocks(positions, ends, window, 128, 128))
-        # create_block_mask takes 7 to 20 s to compile (T = 4,096); uncompiled it stores T x T
-        # numbers
+        # create_block_mask compiles 7 to 20 s (T = 4,096); uncompiled it stores T x T numbers
         self.block_mask = BlockMask.from_kv_blocks(
             *in_order(seen & ~full), *in_order(full), mask_mod=visible,
             seq_lengths=(ends.shape[1],) * 2)
