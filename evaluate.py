@@ -289,7 +289,7 @@ def run(cfg):
     check_eval_config(cfg)
     require_given(cfg, model='out/run or --model=google/gemma-2-2b')
     cfg = replace(on_this_machine(cfg), model=os.path.expanduser(cfg.model))
-    ownership.forget_inputs()
+    ownership.INPUTS.clear()
     with parallel.first_process_first():
         folder = checkpoint.fetch(cfg.model, cfg.revision)
     config = checkpoint.read_config(folder, seq2seq=True)

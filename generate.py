@@ -99,7 +99,7 @@ def answer_rows(model, prompts, cfg, tokenizer, stop):
 def main(argv):
     cfg = read_arguments(argv)
     cfg = replace(cfg, prompts=os.path.expanduser(cfg.prompts), out=os.path.expanduser(cfg.out))
-    ownership.forget_inputs()
+    ownership.INPUTS.clear()
     folder, model, tokenizer, template, add_bos = open_model(cfg)
     prompts, stop = read_prompts(cfg.prompts, tokenizer, template, add_bos)
     try:

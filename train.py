@@ -507,7 +507,7 @@ def opened(cfg, stage=None):
     cfg = replace(cfg, **{key: os.path.expanduser(getattr(cfg, key))
                           for key in ('out_dir', 'cache_dir', 'model', 'data')})
     check_config(cfg)
-    ownership.forget_inputs()
+    ownership.INPUTS.clear()
     stage = stage or SFT
     device = pick_device(cfg.device)
     torch.manual_seed(cfg.seed)

@@ -21,7 +21,7 @@ from runtime.errors import ConfigError
 
 LIST, LOCK = 'written.json', '.lock'
 LOCKS = {}     # {real path of a folder: its lock file, which this process holds open}
-INPUTS = set()     # the files that this command reads: see `note_inputs`
+INPUTS = set()      # the files that this command reads, which begins by `INPUTS.clear()`
 
 
 @contextlib.contextmanager
@@ -132,11 +132,6 @@ def discard(folder, *patterns, keep=''):
 
 
 # ---- --overwrite ---------------------------------------------------------------------------------
-
-def forget_inputs():
-    """Forget the files of an earlier command in this process."""
-    INPUTS.clear()
-
 
 def note_inputs(*paths):
     """Note files or folders that this command reads, so that `rename_old` refuses to move them."""

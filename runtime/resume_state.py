@@ -6,7 +6,6 @@ follow from the step. state.json has a checksum of every file and of itself. It 
 then the older checkpoint is removed: a complete one exists at any moment.
 """
 
-import functools
 import json
 import os
 from pathlib import Path
@@ -22,9 +21,6 @@ from runtime.saving import write_files
 from runtime.weights import read_tensors
 
 FILE_BYTES = 4_000_000_000
-# facts that a resumed run must share with the run that wrote the checkpoint, as messages name them
-FACTS = {'data': 'training data or end tokens', 'model': 'base model',
-         'dtype': 'weights on the device'}
 
 
 def save_checkpoint(out_dir, step, named, optimizer, facts):
@@ -42,8 +38,9 @@ def save_checkpoint(out_dir, step, named, optimizer, facts):
     shares = [dict(tensors[i::n]) for i in range(n)]        # {name: tensor} of each file
     for number, states in enumerate(gather(random)):
         shares[-1] |= {f'random.{number}.{kind}': state for kind, state in states.items()}
-    files = {f'state-{number:05d}.safetensors': functools.partial(_whole, share)
-             for number, share in enumerate(shares, 1)}
+    files = {f'state-{number:05d}.safetensors': lambda share=share: {
+        key: gather_full(tensor).cpu().contiguous() for key, tensor in share.items()}
+        for number, share in enumerate(shares, 1)}
     try:
         if rank() == 0:
             discard(out_dir, f'{folder.name}/*')
@@ -58,10 +55,6 @@ def save_checkpoint(out_dir, step, named, optimizer, facts):
                             f'{advice(out_dir)}') from error
     if rank() == 0:     # not above: a failure here must not take the new checkpoint away
         discard(out_dir, 'resume-*', keep=f'{folder.name}/*')
-
-
-def _whole(share):
-    return {key: gather_full(tensor).cpu().contiguous() for key, tensor in share.items()}
 
 
 def restore(out_dir, named, optimizer, facts):
@@ -80,8 +73,8 @@ def restore(out_dir, named, optimizer, facts):
                 raise ValueError(f'it holds step {content["step"]}, not {step}')
             for key, value in facts.items():
                 if content[key] != value:
-                    raise TrainingError(f'{path} has different {FACTS.get(key, key)}: '
-                                        f'{content[key]}, not {value}; --overwrite starts over')
+                    raise TrainingError(f'{path} is of different {key}: {content[key]}, not '
+                                        f'{value}; --overwrite starts over')
             unread, random = dict(state_tensors(named, optimizer)), {}
             for name, digest in content['files'].items():
                 path = folder / name

@@ -263,12 +263,12 @@ def test_resume_refuses_other_settings_other_data_and_another_model(
     lines = data.read_text().splitlines(keepends=True)
     for path, change, message in (
             (data, lambda: data.write_text(''.join(lines[::-1])),
-             'different training data or end tokens: '),
+             'different data: '),
             (base / 'config.json', lambda: edit_config(base, rms_norm_eps=1e-3),
-             'different base model: '),
+             'different model: '),
             (base / 'model.safetensors', lambda: rewrite(
                 base, lambda t: t['model.layers.0.mlp.up_proj.weight'].mul_(1.01)),
-             'different base model: ')):
+             'different model: ')):
         before = path.read_bytes()
         change()
         with pytest.raises(TrainingError, match=message):
