@@ -270,7 +270,6 @@ def on_this_machine(cfg):
 
 
 def announce(config, tasks, cfg, done):
-    """Print the model, its device, and what will be scored."""
     name = f', {torch.cuda.get_device_name(cfg.device)}' if cfg.device.startswith('cuda') else ''
     print(f'{cfg.model} ({config.model_type}) in {cfg.dtype} on {cfg.device}{name}')
     for label, task in tasks.items():

@@ -158,7 +158,6 @@ class ModelConfig:
 
     @property
     def windows(self) -> list[int | None]:
-        """Return the sliding window of each layer, or None."""
         return [layer.window for layer in self.layers]
 
 
@@ -411,7 +410,6 @@ class Decoder(nn.Module):
 
     @property
     def compiled(self) -> bool:
-        """Return whether `compile` was called on a block."""
         return any(layer._compiled_call_impl for layer in self.layers)
 
     def forward(self, tokens: Tensor, positions: Tensor, ends: Tensor | None,

@@ -132,7 +132,6 @@ class TrainConfig:
 
 
 def read_arguments(argv):
-    """Return the TrainConfig of a command line."""
     if not argv:
         raise ConfigError('no config file given: python train.py configs/gemma2_ls01.py --lr=1e-5; '
                           '--help lists all settings')
@@ -169,7 +168,6 @@ FREE_KEYS = {'out_dir', 'overwrite', 'resume', 'save_every', 'log_every', 'val_e
 
 
 def check_config(cfg):
-    """Raise ConfigError for unusable values."""
     require_given(cfg, model='google/gemma-2-2b', data='allenai/tulu-3-sft-mixture',
                   out_dir='out/run', cache_dir='out/cache')
     require_range(cfg, 1, math.inf, 'batch_size', 'micro_rows', 'log_every', 'val_every',
@@ -252,7 +250,6 @@ class Run:
 
     @property
     def steps(self):
-        """Return the number of optimizer steps."""
         steps = self.available // self.cfg.batch_size
         return min(steps, self.cfg.max_steps or steps)
 
@@ -313,7 +310,6 @@ def split_sequences(cfg, groups):
 # ---- Supervised fine-tuning: data, batches, one step ---------------------------------------------
 
 def load_sequences(cfg, tokenizer):
-    """Return the Sequences of cfg.data."""
     options = reader_options(cfg, tokenizer)
     if cfg.data_kind == 'text':
         return rooms.load('texts').load_text(cfg.data, tokenizer, **options)
@@ -324,14 +320,12 @@ def load_sequences(cfg, tokenizer):
 
 
 def reader_options(cfg, tokenizer):
-    """Return the arguments that every reader of sequences has."""
     return {'max_length': cfg.max_length, 'add_bos': begins_with_bos(tokenizer, cfg.add_bos),
             'revision': cfg.data_revision, 'cache_dir': cfg.cache_dir,
             'on_bad_row': cfg.on_bad_row, 'workers': cfg.workers or cores()}
 
 
 def saved_tokenizer(cfg, base, tokenizer):
-    """Return {name: content} of the tokenizer files to save beside the weights."""
     return rooms.load('export').tokenizer_files(
         base, tokenizer, cfg.template if cfg.data_kind == 'instruct' else None,
         begins_with_bos(tokenizer, cfg.add_bos))
@@ -347,17 +341,14 @@ def build(run):
 
 
 def pack_documents(run, chosen, multiple):
-    """Return the packed rows of the sequences with the indices `chosen`."""
     return pack([run.sequences[i] for i in chosen], run.cfg.pack_len, multiple)
 
 
 def count_rows(run, chosen):
-    """Return the number of packed rows of a step with these sequences."""
     return len(run.stage.pack(run, chosen, 1).tokens)
 
 
 def packed_batches(run, first, until):
-    """Yield (indices of the sequences, Packed) of each step from `first` to `until` - 1."""
     for chosen in run.step_indices(first, until):
         yield chosen, run.stage.pack(run, chosen, run.row_multiple)
 

@@ -101,7 +101,6 @@ def config_from_hf(raw: dict, where: str = 'config.json') -> ModelConfig:
 
 
 def _text_part(raw):
-    """Return the config.json of the text model of a multimodal model."""
     text = {'model_type': NESTED[raw['model_type']]} | raw.get('text_config', {})
     if text['model_type'] == 'mistral':     # where transformers reads no layer_types beside images
         text.pop('layer_types', None)

@@ -84,7 +84,6 @@ class HostCopy:
             self.event.record()
 
     def values(self):
-        """Return the values as a numpy array."""
         if self.event:
             self.event.synchronize()
         return self.host.numpy()

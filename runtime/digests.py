@@ -49,7 +49,6 @@ def code_digest(*modules):
 
 
 def module_file(name):
-    """Return the path of one of our modules, also if it does not exist."""
     return HERE / f'{name.replace(".", "/")}.py'
 
 
@@ -82,7 +81,6 @@ class Parsed(NamedTuple):
 
 @functools.cache
 def parsed(file):
-    """Return the Parsed of a Python file."""
     tree, names = ast.parse(Path(file).read_text(encoding='utf-8')), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -118,6 +118,5 @@ def structure(node) -> str:
 
 
 def is_docstring(node) -> bool:
-    """Return whether a statement is a text without effect."""
     return (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             and isinstance(node.value.value, str))

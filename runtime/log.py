@@ -28,7 +28,6 @@ from runtime.weights import nonfinite_tensor
 
 
 def print_sizes(run):
-    """Print the sizes of a `train.Run` before its first step."""
     cfg = run.cfg
     model = run.model
     steps = run.steps
@@ -170,7 +169,6 @@ class StepLog(contextlib.AbstractContextManager):
 
 
 def start_tracker(cfg):
-    """Return a function that sends a step's record to cfg.tracker."""
     if cfg.tracker == 'tensorboard':
         from torch.utils.tensorboard import SummaryWriter
         writer = SummaryWriter(Path(cfg.out_dir) / 'runs')

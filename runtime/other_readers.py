@@ -10,7 +10,6 @@ from runtime.readers import decode, row_or_error
 
 
 def rows(path, file, kind, to_rows):
-    """Yield as `readers.read_rows` the (place, row) of an open file of a kind."""
     if kind in ('.csv', '.tsv'):
         yield from table_rows(path, file, kind, to_rows)
     elif kind == '.txt':

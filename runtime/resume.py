@@ -36,7 +36,6 @@ class StopSignals:
 
 
 def run_script(main):
-    """Call `main` with the arguments of the command line, also under torchrun."""
     memory = ('--checkpoint_activations, --micro_rows=1 and a shorter --pack_len need less for a '
               'forward pass, --master_weights=compact less for the weights')
     resume = '--resume continues from the last checkpoint, if there is one'

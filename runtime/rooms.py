@@ -42,5 +42,4 @@ ROOMS = TASKS | {
 
 
 def load(name):
-    """Return the module of the room `name`."""
     return importlib.import_module(ROOMS[name])

@@ -35,7 +35,6 @@ def model_config(cfg, base):
 
 
 def model_files(run):
-    """Return the names in out_dir of the trained model's files."""
     cfg, model = run.cfg, checkpoint.build(run.config)
     names = [*saving.model_files(model, cfg.out_dir, getattr(torch, cfg.save_dtype), run.base,
                                      None, run.files)]

@@ -200,7 +200,7 @@ def test_a_held_out_part_shares_no_group_with_training():
     held_out, rest = packing.split_groups(np.repeat(np.arange(10), 4), 10, 0)
     assert (len(held_out), len(rest)) == (8, 32)
     cfg = train.TrainConfig(data='d', val_size=3, batch_size=1)
-    with pytest.raises(DataError, match='= 3 holds out nothing, .* together, 4 or more; raise'):
+    with pytest.raises(DataError, match='= 3 holds out nothing: .* together, 4 or more; raise'):
         train.split_sequences(cfg, np.repeat(np.arange(10), 4))
 
 
