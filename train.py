@@ -519,7 +519,7 @@ def claim_folder(run, *more):
     if rank() == 0 and not run.cfg.dry_run:
         if run.cfg.overwrite:
             ownership.note_inputs(run.cfg.cache_dir)
-            rooms.load('overwrite').rename_old(run.out_dir)
+            ownership.rename_old(run.out_dir)
         ownership.check_free(run.out_dir, *trained.run_files(run), *more)
         ownership.claim(run.out_dir, 'train_config.py', 'log.jsonl')
     barrier()       # what the folder holds is for all processes to see

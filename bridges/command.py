@@ -33,8 +33,7 @@ from results.columns import few_rows_note
 from runtime import cli
 from runtime.config import require_range
 from runtime.errors import ConfigError, DataError
-from runtime.ownership import INPUTS, check_free, claim, lock, note_inputs
-from runtime.overwrite import rename_old
+from runtime.ownership import INPUTS, check_free, claim, lock, note_inputs, rename_old
 from runtime.version import __version__
 
 METRICS_USAGE = """\

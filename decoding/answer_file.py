@@ -6,7 +6,6 @@ from results.samples import (OUTPUTS, claim_lines, merge_parts, merged_names, op
                              read_jsonl, with_parts)
 from runtime import ownership
 from runtime.errors import ConfigError
-from runtime.overwrite import rename_old
 
 
 def open_answers(cfg, settings, processes):
@@ -20,7 +19,7 @@ def open_answers(cfg, settings, processes):
                           f'replaced; choose another --out, such as answers.jsonl')
     ownership.check_free(out.parent, *names)
     if cfg.overwrite:
-        rename_old(*map(out.with_name, (*names, *merged_names(out))))
+        ownership.rename_old(*map(out.with_name, (*names, *merged_names(out))))
     open_lines(out.parent, names, settings, 'answers', advice, processes)
     done = {(row['id'], row['prompt_hash']) for _, row in read_jsonl(*with_parts(out))}
     merge_parts(out)

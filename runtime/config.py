@@ -18,8 +18,8 @@ import types
 import typing
 from pathlib import Path
 
-from runtime import rooms
 from runtime.errors import ConfigError
+from runtime.ownership import refuse_inputs
 
 
 def load_config(cls, argv, usage='', config=None, hidden=()):
@@ -46,7 +46,7 @@ def load_config(cls, argv, usage='', config=None, hidden=()):
             raise ConfigError(f'unexpected argument {argument!r}: a config file comes first, '
                               f'everything after it is --key=value')
     if getattr(config, 'overwrite', False) and getattr(config, 'out_dir', None):
-        rooms.load('overwrite').refuse_inputs(
+        refuse_inputs(
             Path(config.out_dir).expanduser(),
             *(argument for argument in argv[:1] if not argument.startswith('--')))
     return config

@@ -35,7 +35,7 @@ ROOMS = TASKS | {
     'reports': 'results.training_report', 'card': 'bridges.card',
     # files of tokenizers, JSON lists, texts and tables
     'byte pairs': 'data.byte_pairs', 'sentence pieces': 'data.sentence_pieces',
-    'other readers': 'runtime.other_readers', 'overwrite': 'runtime.overwrite',
+    'other readers': 'runtime.other_readers',
     # models and datasets of the Hugging Face hub, adapters in PEFT's format, files for other tools
     'hub': 'bridges.hub', 'adapter': 'bridges.adapter', 'export': 'bridges.export',
 }

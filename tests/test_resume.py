@@ -23,7 +23,7 @@ import train
 from bridges import adapter
 from common import (edit_config, llama_config, log_of, refused, results_of, rewrite, same_weights,
                     tree)
-from runtime import (checkpoint, log, optim, overwrite, ownership, resume, resume_state, saving,
+from runtime import (checkpoint, log, optim, ownership, resume, resume_state, saving,
                      trained)
 from runtime.errors import ConfigError, TrainingError
 from scripts import Script, await_steps, run_scripts, steps_done
@@ -505,9 +505,9 @@ def test_a_folder_is_renamed_with_its_lock_to_the_first_free_name(tmp_path, monk
     link.symlink_to(real)
     (tmp_path / 'run.v2.1').write_text('mine')
     with ownership.lock(link):
-        overwrite.rename_old(link)      # whose files are gone: nothing to keep
+        ownership.rename_old(link)      # whose files are gone: nothing to keep
         (real / 'a').write_text('old')
-        overwrite.rename_old(link)
+        ownership.rename_old(link)
         assert (tmp_path / 'run.v2.2' / 'a').read_text() == 'old' and not [*tree(real)]
         for folder in (real, link):
             with pytest.raises(ConfigError, match='another process is writing there'):
@@ -515,10 +515,10 @@ def test_a_folder_is_renamed_with_its_lock_to_the_first_free_name(tmp_path, monk
         ownership.claim(link, 'a')
         (real / 'a').write_text('new')
         with ownership.lock(real / 'epoch-1'), refused(tmp_path, 'epoch-1: another process is'):
-            overwrite.rename_old(link)
+            ownership.rename_old(link)
         monkeypatch.chdir(real / 'epoch-1')
         with refused(tmp_path, 'this command reads .*/epoch-1;'):
-            overwrite.rename_old(link)
+            ownership.rename_old(link)
     with ownership.lock(real), ownership.lock(tmp_path / 'run.v2.2'):
         pass
 
@@ -526,7 +526,7 @@ def test_a_folder_is_renamed_with_its_lock_to_the_first_free_name(tmp_path, monk
 def test_renaming_that_is_killed_at_any_moment_loses_nothing(tmp_path):
     def replace_run(out):
         with ownership.lock(out):
-            overwrite.rename_old(out)
+            ownership.rename_old(out)
             ownership.claim(out, 'results.json')
             ownership.write_text(out / 'results.json', 'new')
 
