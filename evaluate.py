@@ -1,6 +1,6 @@
 """Evaluate a model's calibration: score answer options and next tokens, then compute metrics.
 
-    python evaluate.py --model=out/run --tasks=mmlu,arc_easy,hellaswag --shots=5
+    python evaluate.py --model=out/run --tasks=mmlu,arc_easy,my_questions.jsonl --shots=5
     python evaluate.py --compare out/base out/sft out/ls01
     torchrun --nproc_per_node=8 evaluate.py --model=out/run --tasks=mmlu
 
@@ -41,13 +41,7 @@ from runtime import rooms
 from runtime.config import load_config, require_given, run_folder, run_settings
 from runtime.errors import ConfigError, DataError, escape_controls
 
-USAGE = f"""\
-usage: python evaluate.py --model=FOLDER_OR_HUB_NAME --tasks=TASK[,TASK] [--key=value ...]
-       python evaluate.py --compare FOLDER FOLDER [...]     compare runs that were evaluated here or
-                                                            with lm_eval --log_samples
-
-example: python evaluate.py --model=out/run --tasks=mmlu,arc_easy,my_questions.jsonl --shots=5
-
+USAGE = f"""{__doc__}
 The tasks are
 {textwrap.fill(', '.join(TASKS), 100)},
 each also as task:folder-or-file. A file of questions is a task, too. --tasks=help lists the files

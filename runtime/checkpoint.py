@@ -185,8 +185,8 @@ def check_weights(folder: str | Path, config: ModelConfig):
 def fingerprint(folder: str | Path) -> str:
     """Return a hash of config.json's values, of the files of weights and of an adapter."""
     folder = Path(folder)
-    content = [read_json_object(folder / 'config.json'),
-               *sorted(map(file_digest, weight_files(folder)))]
+    config = read_json_object(folder / 'config.json')
+    content = [config, *sorted(map(file_digest, weight_files(folder)))]
     if (link := folder / ADAPTER_LINK).exists():
         content.append(rooms.load('adapter').fingerprint(link))
     return json_digest(content, size=8)

@@ -74,8 +74,7 @@ def one_line_errors(resume='', memory=''):
     except (MemoryError, RuntimeError) as error:
         if is_lost_connection(error):
             _sleep_until_torchrun_ends_this(10)     # which names the other one
-            _fail('another process has ended; its own message, or that of torchrun, says why',
-                  resume)
+            _fail('another process has ended; its message, or that of torchrun, says why', resume)
         if not (lacking := out_of_memory(error)):
             raise
         reason = str(lacking).strip().split('\n')[0] or 'the system gives this process no more'

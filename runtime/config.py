@@ -125,8 +125,7 @@ def read_assignments(path):
                 continue
             case ast.Assign(targets=[ast.Name(id=key)]):
                 if key in values:
-                    raise ConfigError(f'{where}: {key} is already set at {values[key][1]}; '
-                                      f'remove one')
+                    raise ConfigError(f'{where}: {key} is already set at {values[key][1]}')
                 try:
                     values[key] = ast.literal_eval(node.value), where
                 except (ValueError, TypeError, RecursionError, MemoryError) as error:

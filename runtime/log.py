@@ -131,8 +131,7 @@ class StepLog(contextlib.AbstractContextManager):
         if step % self.cfg.log_every == 0 or step == self.until:
             self.print(record)
         if step == self.first + 1:
-            self.bar.write('peak memory after the first step: '
-                           f'{peak_memory(self.run.device):.2f} GiB')
+            self.bar.write(f'peak memory after a step: {peak_memory(self.run.device):.2f} GiB')
         if self.file:
             try:
                 ownership.check_in_place(self.file)
@@ -176,9 +175,8 @@ def start_tracker(cfg):
         return lambda record: [writer.add_scalar(key, value, record['step'])
                                for key, value in record.items()]
     tracker = importlib.import_module(cfg.tracker)      # trackio has the functions of wandb
-    options = {'dir': cfg.out_dir} if cfg.tracker == 'wandb' else {}
-    run = tracker.init(project='nanocal', name=Path(cfg.out_dir).name, config=asdict(cfg),
-                       **options)
+    more = {'dir': cfg.out_dir} if cfg.tracker == 'wandb' else {}
+    run = tracker.init(project='nanocal', name=Path(cfg.out_dir).name, config=asdict(cfg), **more)
     atexit.register(tracker.finish)     # a thread sends the records
     return lambda record: run.log(record, step=record['step'])
 

@@ -19,8 +19,7 @@ def parse_loss(text):
                 raise ValueError(f'there is no {node.id!r}; did you mean {near!r}?')
             number = isinstance(node, ast.Constant) and type(node.value) in (int, float)
             if not (number or isinstance(node, NODES)):
-                raise ValueError('write a sum of calls with numbers, such as '
-                                 "'focal(2) + z_loss(1e-4)'")
+                raise ValueError("write a sum of calls with numbers: 'focal(2) + z_loss(1e-4)'")
         # Only names of LOSSES, numbers, calls, + and - are left.
         loss = eval(compile(tree, text, 'eval'), {'__builtins__': {}}, LOSSES)
         if not isinstance(loss, Loss):

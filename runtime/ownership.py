@@ -221,9 +221,7 @@ def write_text(path, text):
 
 def _remove_leftovers(folder):
     """Remove the temporary files of listed names; the caller has locked `folder`."""
-    before = Path(folder, 'before')
-    paths = [Path(place, name) for place in (folder, before)
-             for name in (LIST, *written_files(place))]
-    for path in paths:
-        for part in path.parent.glob(f'{glob.escape(path.name)}.{"[0-9a-f]" * 8}.nanocal-tmp'):
-            part.unlink(missing_ok=True)
+    for place in (folder, Path(folder, 'before')):
+        for path in (Path(place, name) for name in (LIST, *written_files(place))):
+            for part in path.parent.glob(f'{glob.escape(path.name)}.{"[0-9a-f]" * 8}.nanocal-tmp'):
+                part.unlink(missing_ok=True)
