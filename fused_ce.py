@@ -230,16 +230,15 @@ def fused_loss(hidden, weight, target, loss, *, softcap=None, ignore_index=-100,
     token_weight  float tensor of target's shape that multiplies each token's loss in the sum
     memory        bytes for a chunk's logits, in addition to inputs and gradients; a chunk has at
                   least 128 tokens. 0: 64 MiB; None: 1.1 GB on a GPU, 8 MiB elsewhere. Each chunk
-                  reads and writes dW, which takes time. In bfloat16 it also rounds dW: k chunks
-                  have sqrt((k + 1) / 2) times the error of one (docs/losses.md has measurements)
+                  updates dW and rounds it: k chunks have sqrt((k + 1) / 2) times the error of one
     group         for a `joint` loss in reduction 'sum': int tensor of target's shape, on the CPU.
                   Neighboring tokens of equal group are computed in one chunk; if one group alone
                   needs more than `memory`, all logits are computed twice
 
-    nll is the negative log-likelihood in the same reduction, without gradient. Use it to compare
-    runs with different losses. Ignored tokens are dropped before the first product; if no token is
-    left, loss and gradients are 0. The gradients of 'mean' and 'sum' are computed in the forward
-    pass, for one backward pass; a second one, and every one of 'none', computes them again.
+    nll is the negative log-likelihood in the same reduction, without gradient. Ignored tokens are
+    dropped before the first product; if no token is left, loss and gradients are 0. The gradients
+    of 'mean' and 'sum' are computed in the forward pass; a second backward pass, and every one of
+    'none', computes them again.
 
     If target is on the CPU, the host never waits for the device. If it is on a GPU, the host waits
     for one count per call; with ignore_index=None it does not, and a target out of range is a

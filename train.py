@@ -546,7 +546,6 @@ def optimize(run):
     run = replace(run, model=model, reference=reference)
     cfg = run.cfg
     stage = run.stage
-    out_dir = run.out_dir
     optimizer = build_optimizer(model, cfg)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     named |= dict(model.named_buffers())
@@ -558,7 +557,7 @@ def optimize(run):
              'dtype': str(model.head.dtype).removeprefix('torch.'),
              'model': (config_to_hf(model.config) if cfg.from_scratch
                        else checkpoint.fingerprint(run.base))}
-    first = (rooms.load('resume state').restore(out_dir, named, optimizer, facts)
+    first = (rooms.load('resume state').restore(run.out_dir, named, optimizer, facts)
              if cfg.resume and not cfg.dry_run else 0)
     until = min(run.steps, 2) if cfg.dry_run else run.steps
     with resume.StopSignals() as stop:
@@ -581,15 +580,15 @@ def optimize(run):
                 if epoch_ends:
                     trained.save_weights(run, optimizer, f'epoch-{epoch}')
                 if save:
-                    rooms.load('resume state').save_checkpoint(out_dir, step, named, optimizer,
-                                                               facts)
+                    rooms.load('resume state').save_checkpoint(run.out_dir, step, named,
+                                                               optimizer, facts)
                 if signalled:
                     raise Stopped(signalled, f'after step {step}')
         print(f'peak memory {peak_memory(run.device):.2f} GiB')
         if not cfg.dry_run:     # despite a signal: without the weights, all steps would be lost
             trained.save_weights(run, optimizer)
             if rank() == 0:
-                ownership.discard(out_dir, 'resume-*')
+                ownership.discard(run.out_dir, 'resume-*')
         if signalled := max(gather(stop.number)):
             raise Stopped(signalled, f'after the last step{", before the report" * bool(cfg.eval)}')
 

@@ -79,7 +79,6 @@ class StepLog(contextlib.AbstractContextManager):
 
     def __init__(self, run, first, until):
         self.run = run
-        self.first = first
         self.until = until
         self.cfg = cfg = run.cfg
         self.unread, self.times = None, deque([time.monotonic()], maxlen=51)    # of steps' ends
@@ -130,8 +129,6 @@ class StepLog(contextlib.AbstractContextManager):
         self.times.append(time.monotonic())
         if step % self.cfg.log_every == 0 or step == self.until:
             self.print(record)
-        if step == self.first + 1:
-            self.bar.write(f'peak memory after a step: {peak_memory(self.run.device):.2f} GiB')
         if self.file:
             try:
                 ownership.check_in_place(self.file)

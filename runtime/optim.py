@@ -274,7 +274,7 @@ def noise_like(w: Tensor, seed: Tensor, first: int) -> Tensor:
 
 
 def _noise(index: Tensor, seed: Tensor) -> Tensor:
-    """Return 32 random bits for each int32 index: a hash of few operations, so that it is fast."""
+    """Return 32 random bits for each int32 index: a fast hash of few operations."""
     # the masks make the shifts logical: an int32 shift copies the sign, and top bits would cancel
     x = (index ^ seed) * -0x61c88647
     x = (x ^ ((x >> 15) & 0x1ffff)) * 0x7feb352d
