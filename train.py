@@ -150,8 +150,8 @@ from data.packing import epoch_order, epochs_of, pack, sequence_weights, split_g
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from data.trained_settings import pick_chat, pick_template
 from fused_ce import fused_loss, smoothing, token_statistics
-from runtime import checkpoint, ownership, resume, rooms, trained
-from runtime.build import build_model, build_optimizer
+from runtime import checkpoint, ownership, resume, rooms, saving
+from runtime.build import build_model, build_optimizer, model_config
 from runtime.config_json import config_to_hf
 from runtime.device import micro_batches, pick_device
 from runtime.log import StepLog, peak_memory, print_sizes, show_example
@@ -273,7 +273,7 @@ def load_run(cfg, stage, device):
     """Return the Run of a training; raise an error for all that does not fit, and write nothing."""
     with first_process_first():
         base = checkpoint.fetch(cfg.model, cfg.revision)
-        config = trained.model_config(cfg, base)
+        config = model_config(cfg, base)
         tokenizer = load_model_tokenizer(base, config)
         cfg = replace(cfg, template=pick_template(cfg.template, base, tokenizer, 'tulu'))
         if cfg.eval:
@@ -520,7 +520,7 @@ def claim_folder(run, *more):
         if run.cfg.overwrite:
             ownership.note_inputs(run.cfg.cache_dir)
             ownership.rename_old(run.out_dir)
-        ownership.check_free(run.out_dir, *trained.run_files(run), *more)
+        ownership.check_free(run.out_dir, *saving.run_files(run), *more)
         ownership.claim(run.out_dir, 'train_config.py', 'log.jsonl')
     barrier()       # what the folder holds is for all processes to see
 
@@ -578,7 +578,7 @@ def optimize(run):
                 if cfg.dry_run or step == until:
                     continue
                 if epoch_ends:
-                    trained.save_weights(run, optimizer, f'epoch-{epoch}')
+                    saving.save_weights(run, optimizer, f'epoch-{epoch}')
                 if save:
                     rooms.load('resume state').save_checkpoint(run.out_dir, step, named,
                                                                optimizer, facts)
@@ -586,7 +586,7 @@ def optimize(run):
                     raise Stopped(signalled, f'after step {step}')
         print(f'peak memory {peak_memory(run.device):.2f} GiB')
         if not cfg.dry_run:     # despite a signal: without the weights, all steps would be lost
-            trained.save_weights(run, optimizer)
+            saving.save_weights(run, optimizer)
             if rank() == 0:
                 ownership.discard(run.out_dir, 'resume-*')
         if signalled := max(gather(stop.number)):

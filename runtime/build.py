@@ -1,6 +1,7 @@
 """The model of a training run, with adapters, compiled and sharded, and its optimizer."""
 
 import functools
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -8,8 +9,31 @@ from torch import nn
 from model import CausalLM, Norm, add_lora
 from runtime import checkpoint, optim, rooms
 from runtime.device import pick_dtype
+from runtime.errors import ConfigError
 from runtime.memory import memory_for_activations, row_bytes
 from runtime.parallel import rank, world_size
+
+def model_config(cfg, base):
+    """Return the config of the model to train; raise ConfigError if a setting does not fit it."""
+    config = checkpoint.read_config(base, cfg.shape)
+    layers = config.family.lora_targets
+    if cfg.lora and (not cfg.lora_targets or set(cfg.lora_targets) - set(layers)):
+        raise ConfigError(f'lora_targets = {cfg.lora_targets}, but the layers of '
+                          f'{config.model_type} are {", ".join(layers)}; choose from them')
+    if cfg.max_length > config.max_position_embeddings:
+        raise ConfigError(f'max_length = {cfg.max_length}, but the context of {cfg.model} is '
+                          f'{config.max_position_embeddings} tokens; lower max_length')
+    if cfg.logit_softcap is not None:
+        if config.final_logit_softcapping is not None:
+            raise ConfigError(f'logit_softcap = {cfg.logit_softcap}, but {cfg.model} has a cap of '
+                              f'{config.final_logit_softcapping}; leave it out')
+        config = replace(config, final_logit_softcapping=cfg.logit_softcap)
+    temperature = config.temperature * cfg.logit_temperature
+    if not 1e-3 <= temperature <= 1e3:
+        raise ConfigError(f'logit_temperature = {cfg.logit_temperature} times the {cfg.model} '
+                          f"model's own {config.temperature} is not between 0.001 and 1000")
+    return replace(config, temperature=temperature)
+
 
 def build_model(cfg, config, base, device, reward=False):
     """Return the model to train, loaded or random; of several processes, each has its share."""

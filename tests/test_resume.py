@@ -23,8 +23,7 @@ import train
 from bridges import adapter
 from common import (edit_config, llama_config, log_of, refused, results_of, rewrite, same_weights,
                     tree)
-from runtime import (checkpoint, log, optim, ownership, resume, resume_state, saving,
-                     trained)
+from runtime import checkpoint, log, optim, ownership, resume, resume_state, saving
 from runtime.errors import ConfigError, TrainingError
 from scripts import Script, await_steps, run_scripts, steps_done
 
@@ -127,7 +126,7 @@ class TinyRun:
         return self
 
     def save_weights(self):
-        trained.save_weights(self, self.optimizer)
+        saving.save_weights(self, self.optimizer)
 
     def restore(self):
         return resume_state.restore(self.out, self.named, self.optimizer, {'steps': 9})
@@ -206,11 +205,11 @@ def test_a_save_killed_at_any_moment_is_resumed(tmp_path, monkeypatch, save, lea
 @pytest.mark.slow
 @pytest.mark.parametrize('saving', [False, True])
 def test_a_signal_during_the_last_step_or_the_save(train_again, tmp_path, monkeypatch, saving):
-    steps, save = [], trained.save_weights
+    steps, save = [], saving.save_weights
     before_each_step(monkeypatch, lambda: steps.append(1) or (
         len(steps) == 2 and not saving and stop()) or None)
     if saving:
-        monkeypatch.setattr(trained, 'save_weights', lambda *rest: stop() or save(*rest))
+        monkeypatch.setattr(saving, 'save_weights', lambda *rest: stop() or save(*rest))
     with pytest.raises(train.Stopped, match='SIGTERM after the last step, before the report'):
         train_again('--max_steps=2', '--checkpoint_epochs=False')
     files = tree(tmp_path / 'out').keys()

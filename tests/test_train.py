@@ -25,7 +25,7 @@ import train
 from data import packing
 from data.tokenizer import load_tokenizer
 from data.trained_settings import pick_template
-from runtime import checkpoint, log, parallel, resume, trained
+from runtime import build, checkpoint, log, parallel, resume
 from runtime.config import load_config
 from runtime.device import pick_device
 from runtime.errors import ConfigError, DataError, TrainingError
@@ -298,7 +298,7 @@ def test_the_end_of_a_script_closes_the_writer_of_tensorboard(monkeypatch):
 def test_settings_that_do_not_fit_the_model_are_refused(name, values, message, tmp_path):
     reference_model(name, tmp_path)
     with pytest.raises(ConfigError, match=message):
-        trained.model_config(tiny_config(**{'max_length': 8} | values), tmp_path)
+        build.model_config(tiny_config(**{'max_length': 8} | values), tmp_path)
 
 
 @pytest.mark.parametrize('name', ['gemma2', 'neox'])
