@@ -13,6 +13,7 @@ from runtime.errors import ConfigError
 from runtime.memory import memory_for_activations, row_bytes
 from runtime.parallel import rank, world_size
 
+
 def model_config(cfg, base):
     """Return the config of the model to train; raise ConfigError if a setting does not fit it."""
     config = checkpoint.read_config(base, cfg.shape)

@@ -123,9 +123,10 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]):
 # ---- The folder of a train.Run -------------------------------------------------------------------
 
 def model_files(run):
-    cfg, model = run.cfg, build(run.config)
-    names = [*saved_files(model, cfg.out_dir, getattr(torch, cfg.save_dtype), run.base,
-                                     None, run.files)]
+    """Return the names in out_dir of the trained model's files."""
+    cfg = run.cfg
+    names = [*saved_files(build(run.config), cfg.out_dir, getattr(torch, cfg.save_dtype), run.base,
+                          None, run.files)]
     if cfg.lora:
         names += [f'adapter/{name}' for name in rooms.load('adapter').FILES]
     return names
@@ -146,8 +147,7 @@ def save_weights(run, optimizer, below='.'):
     try:
         if cfg.lora and not model.config.reward:    # a score head is no adapter
             rooms.load('adapter').save_adapter(model, folder / 'adapter', cfg.model, **common)
-        save(model, folder, getattr(torch, cfg.save_dtype), run.base, more=run.files,
-                        **common)
+        save(model, folder, getattr(torch, cfg.save_dtype), run.base, more=run.files, **common)
     except (OSError, ConfigError) as error:
         raise TrainingError(f'saving the weights to {folder} failed: {error}; '
                             f'{resume.advice(cfg.out_dir)}') from error
