@@ -90,7 +90,7 @@ def parquet_rows(path, file):
         raise DataError(f'{path}: {path.suffix} needs pyarrow: pip install pyarrow, or '
                         f'"nanocal[files]" for the command nanocal') from None
     batches = (pyarrow.ipc.open_stream(file) if re.search(r'\.arrow(\.gz)?$', path.name) else
-               pyarrow.parquet.ParquetFile(file).iter_batches())    # the former of save_to_disk
+               pyarrow.parquet.ParquetFile(file).iter_batches(1000))    # the former of save_to_disk
     number = 0
     for batch in batches:
         names = column_names(path, batch.schema.names)
