@@ -203,12 +203,12 @@ def test_a_save_killed_at_any_moment_is_resumed(tmp_path, monkeypatch, save, lea
 # ---- Signals, and disks that fill up -------------------------------------------------------------
 
 @pytest.mark.slow
-@pytest.mark.parametrize('saving', [False, True])
-def test_a_signal_during_the_last_step_or_the_save(train_again, tmp_path, monkeypatch, saving):
+@pytest.mark.parametrize('at_the_save', [False, True])
+def test_a_signal_during_the_last_step_or_the_save(train_again, tmp_path, monkeypatch, at_the_save):
     steps, save = [], saving.save_weights
     before_each_step(monkeypatch, lambda: steps.append(1) or (
-        len(steps) == 2 and not saving and stop()) or None)
-    if saving:
+        len(steps) == 2 and not at_the_save and stop()) or None)
+    if at_the_save:
         monkeypatch.setattr(saving, 'save_weights', lambda *rest: stop() or save(*rest))
     with pytest.raises(train.Stopped, match='SIGTERM after the last step, before the report'):
         train_again('--max_steps=2', '--checkpoint_epochs=False')
