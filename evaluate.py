@@ -98,8 +98,9 @@ def load_tasks(cfg):
 
 # ---- An evaluation -------------------------------------------------------------------------------
 
-def evaluate(folder, tokenizer, tasks, cfg, out_dir):
-    """Score `tasks`, as load_tasks(cfg) returns them, with the model in `folder`.
+def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
+    """Score `tasks`, as load_tasks(cfg) returns them, with the model in `folder`, which `load`
+    returns where it is loaded already.
 
     Resume from samples.jsonl in `out_dir`, whose lock the caller holds; write that file, the files
     of results and the diagrams there; keep the results of other tasks with the same model and
@@ -121,7 +122,7 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir):
     for task in tasks.values():
         task.check(tokenizer, cfg)
     checkpoint.check_weights(folder, config)    # before `overwrite` renames anything
-    load = functools.cache(functools.partial(load_model, folder, cfg))
+    load = load or functools.cache(functools.partial(load_model, folder, cfg))
     identity = checkpoint.identity(folder, tokenizer, cfg.dtype, *CODE)
     settings = identity | {key: getattr(cfg, key) for key in SETTINGS} | {
         key: getattr(cfg, key) for key in ('multiturn', 'group_by') if getattr(cfg, key)}
